@@ -1,0 +1,355 @@
+"""Every setting of a run on one screen, and what makes a combination of them impossible.
+
+The dataclasses below are the only place where a setting is named: flags (`--global-batch 32`), attributes
+(`config.batch.global_batch`), logs and checkpoints all use the field's name, and `--help` prints the text beside it.
+
+    python train.py --preset smollm-135m --layers 12 --global-batch=64 @more.args
+
+A preset fills the model section and any field can be overridden. `@file` reads flags from a file, where `#` begins a
+comment. `parse` returns settings that are complete (every 0 or -1 that means "choose for me" is replaced by the choice)
+and checked against the number of ranks, or raises ValueError with one line: the flag, its value, what would work.
+
+This file needs nothing but the standard library, so that a typing error is answered at once, not after torch's import.
+"""
+import argparse
+import difflib
+import math
+import os
+import shlex
+import sys
+import time
+from dataclasses import MISSING, dataclass, field, fields
+
+TEXT_VOCAB = 257  # 256 byte values and the token that begins a document
+
+
+def llama(layers, hidden, heads, kv_heads, ffn, vocab, **rest):
+    return dict(layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=vocab, **rest)
+
+
+LLAMA3 = dict(vocab=128256, rope_theta=500000.0)
+QWEN = dict(vocab=151936, rope_theta=1000000.0, norm_eps=1e-6)
+PRESETS = {  #             layers hidden heads kv    ffn
+    "tiny": {},
+    "smollm-135m":    llama(30,   576,   9,   3,  1536, 49152, tied=True),
+    "smollm-360m":    llama(32,   960,  15,   5,  2560, 49152, tied=True),
+    "smollm-1.7b":    llama(24,  2048,  32,  32,  8192, 49152, tied=True),
+    "llama-2-7b":     llama(32,  4096,  32,  32, 11008, 32000),
+    "llama-2-13b":    llama(40,  5120,  40,  40, 13824, 32000),
+    "llama-2-70b":    llama(80,  8192,  64,   8, 28672, 32000),
+    "llama-3.2-1b":   llama(16,  2048,  32,   8,  8192, **LLAMA3, tied=True, rope_scaling=32.0),
+    "llama-3.2-3b":   llama(28,  3072,  24,   8,  8192, **LLAMA3, tied=True, rope_scaling=32.0),
+    "llama-3.1-8b":   llama(32,  4096,  32,   8, 14336, **LLAMA3, rope_scaling=8.0),
+    "llama-3.1-70b":  llama(80,  8192,  64,   8, 28672, **LLAMA3, rope_scaling=8.0),
+    "llama-3.1-405b": llama(126, 16384, 128,  8, 53248, **LLAMA3, rope_scaling=8.0),
+    "qwen2.5-0.5b":   llama(24,   896,  14,   2,  4864, **QWEN, tied=True, qkv_bias=True),
+    "qwen3-0.6b":     llama(28,  1024,  16,   8,  3072, **QWEN, tied=True, qk_norm=True, head_dim=128),
+    "qwen3-8b":       llama(36,  4096,  32,   8, 12288, **QWEN, qk_norm=True, head_dim=128),
+    "qwen3-32b":      llama(64,  5120,  64,   8, 25600, **QWEN, qk_norm=True, head_dim=128),
+}
+
+
+def setting(default, help, choices=None):
+    factory = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
+    return field(**factory, metadata={"help": help, "choices": choices})
+
+
+@dataclass
+class Model:
+    preset: str = setting("tiny", "an architecture, whose fields the flags below override: " + ", ".join(PRESETS))
+    layers: int = setting(4, "transformer blocks")
+    hidden: int = setting(128, "width of the residual stream")
+    heads: int = setting(4, "query heads")
+    kv_heads: int = setting(2, "key and value heads, each shared by heads / kv-heads query heads")
+    head_dim: int = setting(0, "width of a head; 0: hidden / heads")
+    ffn: int = setting(352, "width of the SwiGLU layer")
+    vocab: int = setting(TEXT_VOCAB, "tokens in the vocabulary; text needs 257: the bytes and the document separator")
+    tied: bool = setting(False, "one table for the embedding and the head")
+    rope_theta: float = setting(10000.0, "base of the rotary angles")
+    rope_scaling: float = setting(1.0, "Llama 3.1's stretch of the slow rotary angles (8 in 3.1, 32 in 3.2); 1: none")
+    norm_eps: float = setting(1e-5, "added to the mean square in RMSNorm")
+    qk_norm: bool = setting(False, "RMSNorm on every query and key head (Qwen 3)")
+    qkv_bias: bool = setting(False, "biases on queries, keys and values (Qwen 2)")
+
+
+@dataclass
+class Grid:
+    dp: int = setting(-1, "data parallel ranks; -1: all there are")
+    cp: int = setting(1, "context parallel ranks")
+    tp: int = setting(1, "tensor parallel ranks")
+    pp: int = setting(1, "pipeline stages")
+    ep: int = setting(1, "expert parallel ranks")
+    bucket_mb: float = setting(25.0, "gradients reduced together: whole layers, up to so many MB; 0: one layer")
+
+
+@dataclass
+class Precision:
+    dtype: str = setting("auto", "weights and activations; auto: bf16 on GPU, fp32 on CPU",
+                         ("auto", "bf16", "fp32", "fp64"))
+    attention: str = setting("auto", "auto: torch's fused kernels; math: written out, keeps S x S scores",
+                             ("auto", "sdpa", "math"))
+
+
+@dataclass
+class Batch:
+    seq: int = setting(256, "tokens a sequence")
+    micro_batch: int = setting(0, "sequences a rank computes at once; 0: its whole share of the step")
+    global_batch: int = setting(16, "sequences a step, over all ranks and micro-batches")
+    batch_ramp: str = setting("", 'replaces global-batch: "16@0,32@1e6" is 16 sequences, from 1e6 tokens seen on 32')
+
+
+@dataclass
+class Optim:
+    optimizer: str = setting("adamw", "the update rule", ("adamw", "sgd"))
+    lr: float = setting(0.0, "peak learning rate; 0: 1.2 / hidden, as Llama 3 from 8B to 405B, but at most 2e-3")
+    lr_schedule: str = setting("cosine", "after the warmup; wsd: constant, then linear over the last fifth",
+                               ("cosine", "wsd", "constant"))
+    min_lr: float = setting(-1.0, "learning rate of the last step; -1: lr / 10")
+    warmup: int = setting(20, "steps of linear warmup")
+    weight_decay: float = setting(0.1, "decoupled decay of matrices; norms and biases are not decayed")
+    betas: tuple = setting((0.9, 0.95), "AdamW's averages of the gradient and of its square")
+    clip: float = setting(1.0, "largest norm of the whole gradient; 0: no clipping")
+    steps: int = setting(300, "optimizer steps")
+    seed: int = setting(0, "initial weights and order of the samples")
+
+
+@dataclass
+class Data:
+    data: list = setting([], "text (files, folders) or tokens (.bin, .npy); none given: Python's own library")
+    data_dtype: str = setting("uint16", "tokens of .bin files without a header", ("uint16", "uint32"))
+    separator: int = setting(-1, "token that begins a document in token files; -1: the format's, or one a file")
+    doc_mask: bool = setting(False, "no attention across documents, and positions start anew in each")
+    val_data: list = setting([], "evaluate the loss on this text or these tokens")
+    eval_every: int = setting(0, "steps between evaluations; 0: at the end only")
+    eval_steps: int = setting(8, "global batches an evaluation reads")
+
+
+@dataclass
+class Run:
+    metrics: str = setting("", "write the metrics of every step here, one JSON object a line")
+    sample: str = setting("def ", "after training on text, continue this prompt; '' for none")
+    device: str = setting("auto", "auto: GPUs when there is one per rank", ("auto", "cpu", "cuda"))
+    timeout: float = setting(600.0, "seconds a collective may wait for a rank before the run fails")
+
+
+@dataclass
+class Config:
+    model: Model
+    grid: Grid
+    precision: Precision
+    batch: Batch
+    optim: Optim
+    data: Data
+    run: Run
+
+
+SECTIONS = {f.name: f.type for f in fields(Config)}
+
+
+# ---- reading the command line ---------------------------------------------------------------------------------------
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def two_numbers(text: str) -> tuple:
+    first, second = text.split(",")
+    return float(first), float(second)
+
+
+def expand(arguments: list[str]) -> list[str]:
+    """`@file` becomes the flags in it, `--global_batch=8` becomes `--global-batch=8`."""
+    out = []
+    for argument in arguments:
+        if argument.startswith("@"):
+            need(os.path.isfile(argument[1:]), f"{argument}: there is no file {argument[1:]}")
+            with open(argument[1:]) as file:
+                out += expand(shlex.split(file.read(), comments=True))
+        elif argument.startswith("--"):
+            name, equals, value = argument.partition("=")
+            out.append(name.replace("_", "-") + equals + value)
+        else:
+            out.append(argument)
+    return out
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise ValueError(message.removeprefix("argument "))
+
+
+def make_parser() -> Parser:
+    """One flag a field. What is not given stays absent, so that a preset knows what it may fill."""
+    parser = Parser(usage="torchrun --nproc_per_node=8 train.py [flags] [@file of flags]", allow_abbrev=False,
+                    argument_default=argparse.SUPPRESS, description="Train a Llama-style model.")
+    for section, settings in SECTIONS.items():
+        group = parser.add_argument_group(section)
+        for f in fields(settings):
+            if f.type is bool:
+                how = dict(action=argparse.BooleanOptionalAction)
+            elif f.type is list:
+                how = dict(nargs="+", metavar="PATH")
+            elif f.metadata["choices"]:
+                how = dict(choices=f.metadata["choices"])
+            else:
+                how = dict(type=two_numbers if f.type is tuple else f.type, metavar=f.type.__name__.upper())
+            default = "" if f.default in (MISSING, False, "") else f" [{f.default}]"
+            group.add_argument(flag(f.name), help=f.metadata["help"] + default, **how)
+    return parser
+
+
+def parse(arguments: list[str], world: int = 1) -> Config:
+    """The complete and checked settings of a run on `world` ranks.
+
+    Raises ValueError, one line, for whatever cannot run.
+    """
+    given, unknown = make_parser().parse_known_args(expand(arguments))
+    if unknown:
+        known = [flag(f.name) for settings in SECTIONS.values() for f in fields(settings)]
+        close = difflib.get_close_matches(unknown[0].partition("=")[0], known, 1)
+        raise ValueError(f"{unknown[0]}: unknown flag, {f'did you mean {close[0]}?' if close else '--help lists all'}")
+    given = vars(given)
+    preset = given.get("preset", "tiny")
+    need(preset in PRESETS, f"--preset {preset}: unknown, use one of {', '.join(PRESETS)}")
+    given = PRESETS[preset] | given
+    config = Config(**{
+        section: settings(**{f.name: given[f.name] for f in fields(settings) if f.name in given})
+        for section, settings in SECTIONS.items()
+    })
+    check_model(config.model)
+    check_grid(config.grid, world)
+    check_batch(config.batch, config.grid)
+    check_optim(config.optim, config.model)
+    check_data(config.data, config.model)
+    check_run(config.run)
+    return config
+
+
+def from_command_line() -> Config:
+    """`parse` for the command line of this process, which may be one of many ranks.
+
+    A mistake is the same on every rank. Rank 0 says it, the others keep silent and wait a moment, because torchrun
+    kills everybody as soon as one rank has ended.
+    """
+    try:
+        return parse(sys.argv[1:], int(os.environ.get("WORLD_SIZE", 1)))
+    except ValueError as error:
+        refuse(error)
+
+
+def refuse(error: ValueError) -> None:
+    """End this rank with exit code 2 because of something the user can mend; every rank must come here."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(f"train.py: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(2)
+    sys.exit(2)
+
+
+# ---- what can run, and what 0 and -1 stand for ----------------------------------------------------------------------
+
+def need(condition: bool, line: str) -> None:
+    if not condition:
+        raise ValueError(line)
+
+
+def need_positive(section, *names: str) -> None:
+    for name in names:
+        need(0 < getattr(section, name) < math.inf, f"{flag(name)} {getattr(section, name)}: must be above 0")
+
+
+def need_not_negative(section, *names: str) -> None:
+    for name in names:
+        need(0 <= getattr(section, name) < math.inf, f"{flag(name)} {getattr(section, name)}: must not be negative")
+
+
+def divisors(n: int) -> str:
+    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+
+
+def check_model(model: Model) -> None:
+    need_positive(model, "layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+    need_positive(model, "rope_theta", "rope_scaling", "norm_eps")
+    need_not_negative(model, "head_dim")
+    if model.head_dim == 0:
+        need(model.hidden % model.heads == 0,
+             f"--heads {model.heads} does not divide --hidden {model.hidden}: use one of {divisors(model.hidden)}, "
+             "or set --head-dim")
+        model.head_dim = model.hidden // model.heads
+    need(model.head_dim % 2 == 0, f"--head-dim {model.head_dim} is odd: rotary embeddings turn pairs, use an even one")
+    need(model.heads % model.kv_heads == 0,
+         f"--kv-heads {model.kv_heads} does not divide --heads {model.heads}: use one of {divisors(model.heads)}")
+
+
+def check_grid(grid: Grid, world: int) -> None:
+    for axis, name in dict(cp="context", tp="tensor", pp="pipeline", ep="expert").items():
+        size = getattr(grid, axis)
+        need(size == 1, f"--{axis} {size}: {name} parallelism is not built yet, use --{axis} 1")
+    if grid.dp == -1:
+        grid.dp = world
+    need_positive(grid, "dp")
+    need(grid.dp == world, f"--dp {grid.dp} needs {grid.dp} ranks, and there are {world}: use --dp {world}, "
+                           f"or torchrun --nproc_per_node={grid.dp}")
+    need_not_negative(grid, "bucket_mb")
+
+
+def ramp(batch: Batch) -> list[tuple[int, float]]:
+    """The batch ramp as (sequences a step, from so many tokens seen on), in order."""
+    return [(int(size), float(start)) for size, start in
+            (stage.split("@") for stage in (batch.batch_ramp or f"{batch.global_batch}@0").split(","))]
+
+
+def check_batch(batch: Batch, grid: Grid) -> None:
+    need_positive(batch, "seq", "global_batch")
+    need_not_negative(batch, "micro_batch")
+    form = f'--batch-ramp "{batch.batch_ramp}": write sequences@tokens, such as "16@0,32@1e6"'
+    try:
+        sizes, starts = zip(*ramp(batch))
+    except ValueError:
+        raise ValueError(form) from None
+    need(min(sizes) > 0, form)
+    need(starts[0] == 0, f"{form}, beginning at 0 tokens")
+    need(all(a < b for a, b in zip(starts, starts[1:])), f"{form}, each stage after the one before")
+
+    name = "--batch-ramp" if batch.batch_ramp else "--global-batch"
+    for size in sizes:
+        below = size // grid.dp * grid.dp
+        use = f"{below} or {below + grid.dp}" if below else f"{grid.dp}"
+        need(size % grid.dp == 0, f"{name} {size} is not a multiple of --dp {grid.dp}: use {use}")
+    if batch.micro_batch == 0:
+        batch.micro_batch = math.gcd(*sizes) // grid.dp
+    for size in sizes:
+        share = size // grid.dp
+        need(share % batch.micro_batch == 0,
+             f"--micro-batch {batch.micro_batch} does not divide a rank's share of {name} {size}, "
+             f"which is {share} at --dp {grid.dp}: use one of {divisors(share)}")
+
+
+def check_optim(optim: Optim, model: Model) -> None:
+    need_positive(optim, "steps")
+    need_not_negative(optim, "lr", "warmup", "weight_decay", "clip", "seed")
+    if optim.lr == 0:
+        optim.lr = min(1.2 / model.hidden, 2e-3)
+    if optim.min_lr == -1:
+        optim.min_lr = optim.lr / 10
+    need(0 <= optim.min_lr <= optim.lr, f"--min-lr {optim.min_lr}: must lie between 0 and --lr {optim.lr}")
+    need(optim.warmup <= optim.steps, f"--warmup {optim.warmup} is longer than the run: --steps {optim.steps}")
+    need(all(0 <= beta < 1 for beta in optim.betas), f"--betas {optim.betas}: each must be at least 0 and below 1")
+
+
+def check_data(data: Data, model: Model) -> None:
+    need_not_negative(data, "eval_every")
+    need_positive(data, "eval_steps")
+    for name in ("data", "val_data"):
+        for path in getattr(data, name):
+            need(os.path.exists(path), f"{flag(name)} {path}: no such file or folder")
+    need(data.val_data or not data.eval_every, f"--eval-every {data.eval_every} needs --val-data to evaluate on")
+    need(data.data or model.vocab >= TEXT_VOCAB,
+         f"--vocab {model.vocab} is too small for text: use at least {TEXT_VOCAB}, bytes and document separator")
+    need(data.separator < model.vocab, f"--separator {data.separator} is not below --vocab {model.vocab}")
+
+
+def check_run(run: Run) -> None:
+    need_positive(run, "timeout")
+    folder = os.path.dirname(run.metrics) or "."
+    need(os.path.isdir(folder), f"--metrics {run.metrics}: there is no folder {folder}")

@@ -1,0 +1,134 @@
+"""A wrong command line is answered with one line that names the flag, its value and what would work."""
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+import config
+
+ROOT = os.path.dirname(config.__file__)
+
+WRONG = [  # ranks, command line, what the line must say
+    (8, "--dpp 2", "--dpp: unknown flag, did you mean"),
+    (8, "16", "16: unknown flag"),
+    (8, "--dp two", "--dp: invalid int value: 'two'"),
+    (8, "--dp", "--dp: expected one argument"),
+    (8, "--dp 4", "--dp 4 needs 4 ranks, and there are 8: use --dp 8"),
+    (8, "--dp 0", "--dp 0: must be above 0"),
+    (8, "--cp 2", "--cp 2: context parallelism is not built yet, use --cp 1"),
+    (8, "--tp 2", "--tp 2: tensor parallelism is not built yet, use --tp 1"),
+    (8, "--pp 2", "--pp 2: pipeline parallelism is not built yet, use --pp 1"),
+    (8, "--ep 2", "--ep 2: expert parallelism is not built yet, use --ep 1"),
+    (1, "--bucket-mb -1", "--bucket-mb -1.0: must not be negative"),
+    (1, "--preset llama-9b", "--preset llama-9b: unknown, use one of tiny, smollm-135m"),
+    (1, "--layers 0", "--layers 0: must be above 0"),
+    (1, "--heads 5", "--heads 5 does not divide --hidden 128: use one of 1, 2, 4, 8"),
+    (1, "--head-dim 15", "--head-dim 15 is odd"),
+    (1, "--kv-heads 3", "--kv-heads 3 does not divide --heads 4: use one of 1, 2, 4"),
+    (1, "--vocab 256", "--vocab 256 is too small for text: use at least 257"),
+    (1, "--dtype int8", "--dtype: invalid choice: 'int8'"),
+    (1, "--attention flash", "--attention: invalid choice: 'flash'"),
+    (1, "--seq 0", "--seq 0: must be above 0"),
+    (8, "--global-batch 20", "--global-batch 20 is not a multiple of --dp 8: use 16 or 24"),
+    (8, "--global-batch 4", "--global-batch 4 is not a multiple of --dp 8: use 8"),
+    (8, "--micro-batch 3", "--micro-batch 3 does not divide a rank's share of --global-batch 16, which is 2 at --dp 8"),
+    (1, "--batch-ramp 16", '--batch-ramp "16": write sequences@tokens'),
+    (1, "--batch-ramp 16@100", "beginning at 0 tokens"),
+    (1, "--batch-ramp 16@0,32@9,64@5", "each stage after the one before"),
+    (8, "--batch-ramp 16@0,20@9", "--batch-ramp 20 is not a multiple of --dp 8"),
+    (1, "--optimizer lion", "--optimizer: invalid choice: 'lion'"),
+    (1, "--lr -1", "--lr -1.0: must not be negative"),
+    (1, "--lr nan", "--lr nan: must not be negative"),
+    (1, "--lr 1e-3 --min-lr 1e-2", "--min-lr 0.01: must lie between 0 and --lr 0.001"),
+    (1, "--lr-schedule linear", "--lr-schedule: invalid choice: 'linear'"),
+    (1, "--warmup 400", "--warmup 400 is longer than the run: --steps 300"),
+    (1, "--betas 0.9", "--betas: invalid two_numbers value: '0.9'"),
+    (1, "--betas 0.9,1", "--betas (0.9, 1.0): each must be at least 0 and below 1"),
+    (1, "--steps 0", "--steps 0: must be above 0"),
+    (1, "--data no/such/file", "--data no/such/file: no such file or folder"),
+    (1, "--val-data no/such/file", "--val-data no/such/file: no such file or folder"),
+    (1, "--eval-every 10", "--eval-every 10 needs --val-data"),
+    (1, "--data-dtype int4", "--data-dtype: invalid choice: 'int4'"),
+    (1, "--separator 300", "--separator 300 is not below --vocab 257"),
+    (1, "--metrics no/such/folder/m.jsonl", "--metrics no/such/folder/m.jsonl: there is no folder no/such/folder"),
+    (1, "--device tpu", "--device: invalid choice: 'tpu'"),
+    (1, "--timeout 0", "--timeout 0.0: must be above 0"),
+    (1, "@no-such-file", "@no-such-file: there is no file no-such-file"),
+]
+
+
+@pytest.mark.parametrize("world, line, says", WRONG, ids=[line for _, line, _ in WRONG])
+def test_a_wrong_command_line_is_one_clear_line(world, line, says):
+    with pytest.raises(ValueError) as error:
+        config.parse(line.split(), world)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def run(command: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_a_real_run_answers_before_torch_is_imported():
+    began = time.monotonic()
+    done = run("-X importtime train.py --tp 2")
+    assert time.monotonic() - began < 2
+    assert done.returncode == 2
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    assert lines == ["train.py: --tp 2: tensor parallelism is not built yet, use --tp 1"]
+    assert "torch" not in done.stderr.replace(lines[0], "")
+
+
+def test_a_real_run_names_a_file_it_cannot_train_on(tmp_path):
+    file = tmp_path / "tokens.bin"
+    file.write_bytes(b"abc")
+    done = run(f"train.py --data {file}")
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [f"train.py: {file}: 3 bytes are no whole number of uint16 tokens: truncated, "
+                                        "or of another --data-dtype"]
+
+
+def test_under_torchrun_rank_0_says_it_once():
+    done = run("-m torch.distributed.run --nproc_per_node=4 train.py --heads 3")
+    assert done.returncode != 0
+    said = "train.py: --heads 3 does not divide --hidden 128: use one of 1, 2, 4, 8, 16, 32, 64, 128, or set --head-dim"
+    assert done.stderr.count(said) == 1
+
+
+def test_flags_can_be_written_in_every_way(tmp_path):
+    file = tmp_path / "run.args"
+    file.write_text("--seq 64   # tokens\n--doc_mask\n\n# more\n--betas 0.8,0.9")
+    for line in ("--global-batch 32 --seq 64", "--global_batch 32 --seq=64", "--global_batch=32 @" + str(file)):
+        parsed = config.parse(line.split(), 2)
+        assert (parsed.batch.global_batch, parsed.batch.seq, parsed.batch.micro_batch) == (32, 64, 16)
+    assert parsed.data.doc_mask and parsed.optim.betas == (0.8, 0.9)
+
+
+def test_a_preset_fills_the_model_and_any_field_overrides_it():
+    model = config.parse("--preset llama-3.1-8b --layers 3 --tied".split()).model
+    assert (model.layers, model.hidden, model.kv_heads, model.head_dim, model.tied) == (3, 4096, 8, 128, True)
+
+
+def test_choices_left_open_are_made():
+    parsed = config.parse([], 8)
+    assert (parsed.grid.dp, parsed.batch.micro_batch, parsed.model.head_dim) == (8, 2, 32)
+    assert (parsed.optim.lr, parsed.optim.min_lr) == (2e-3, 2e-4)
+    assert config.parse(["--preset", "llama-3.1-8b"]).optim.lr == pytest.approx(3e-4, rel=0.03)
+
+
+def test_torchrun_lets_every_flag_through():
+    """Its own parser reads ours first, and refuses those that are the beginning of several of its flags."""
+    for section in config.SECTIONS.values():
+        for field in config.fields(section):
+            arguments = ["train.py", config.flag(field.name), "1"]
+            assert get_args_parser().parse_args(arguments).training_script_args == arguments[1:]
+
+
+def test_help_shows_every_flag_with_its_meaning():
+    text = config.make_parser().format_help()
+    for section in config.SECTIONS.values():
+        for field in config.fields(section):
+            assert config.flag(field.name) + " " in text or config.flag(field.name) + "," in text
