@@ -1,0 +1,188 @@
+"""The collectives everybody uses, under one name each, with their bytes counted and their derivatives beside them.
+
+Three things go wrong silently when torch.distributed is called directly, and are settled here once:
+- a collective writes into the memory it is given: a `.contiguous()` in the call reduces a copy and throws it away;
+- an asynchronous one reads its tensors until it is waited on: whoever frees or refills them earlier sends garbage;
+- inside an autograd graph it has no derivative (or one that fits another use of it).
+
+What a rank sends for x, which is `bytes` long and belongs to n ranks, by the ring algorithms that NCCL and gloo use:
+
+    all_reduce       2 (n-1)/n bytes       = reduce_scatter, then all_gather
+    reduce_scatter     (n-1)/n bytes       x is the whole
+    all_gather         (n-1)   bytes       x is the shard
+    all_to_all                 bytes less what stays here
+
+`sent[group]` adds them up. A group of None or of one rank is the identity and sends nothing.
+"""
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+
+from param import rank, size
+
+Group = dist.ProcessGroup | None
+SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
+
+sent: Counter[Group] = Counter()  # bytes this rank sent, by group
+
+# torch 2.13 warns at the old names, torch 2.11 has no others.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+class Pending:
+    """A collective under way, kept together with the tensors it still reads and writes. `wait()` ends it."""
+
+    def __init__(self, work: dist.Work | None, *tensors: torch.Tensor):
+        self.work, self.tensors = work, tensors
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+        self.work, self.tensors = None, ()
+
+
+def all_reduce(x: torch.Tensor, group: Group, op=SUM, async_op: bool = False) -> Pending:
+    """Replace x, any shape, by its sum (or maximum) over the ranks of the group."""
+    if size(group) == 1:
+        return Pending(None)
+    assert x.is_contiguous(), "the result would be written to a copy"
+    sent[group] += 2 * nbytes(x) * (size(group) - 1) // size(group)
+    return started(dist.all_reduce(x, op, group=group, async_op=async_op), x)
+
+
+def all_gather(out: torch.Tensor, x: torch.Tensor, group: Group, async_op: bool = False) -> Pending:
+    """Fill out, n times as long as x in its first dimension, with the x of every rank in rank order."""
+    if size(group) == 1:
+        out.copy_(x)
+        return Pending(None)
+    assert x.is_contiguous() and out.is_contiguous()
+    sent[group] += nbytes(x) * (size(group) - 1)
+    return started(_all_gather(out, x, group=group, async_op=async_op), out, x)
+
+
+def reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: Group, async_op: bool = False) -> Pending:
+    """Fill out with this rank's part of x, which is n times as long in its first dimension, summed over the ranks."""
+    if size(group) == 1:
+        out.copy_(x)
+        return Pending(None)
+    assert x.is_contiguous() and out.is_contiguous()
+    sent[group] += nbytes(x) * (size(group) - 1) // size(group)
+    return started(_reduce_scatter(out, x, group=group, async_op=async_op), out, x)
+
+
+def all_to_all(out: torch.Tensor, x: torch.Tensor, received: list[int], given: list[int], group: Group,
+               async_op: bool = False) -> Pending:
+    """Send given[i] rows of x to rank i and fill out with received[i] rows from it, both in rank order."""
+    if size(group) == 1:
+        out.copy_(x)
+        return Pending(None)
+    assert x.is_contiguous() and out.is_contiguous()
+    sent[group] += nbytes(x) - nbytes(x[:given[rank(group)]])
+    return started(dist.all_to_all_single(out, x, received, given, group=group, async_op=async_op), out, x)
+
+
+def nbytes(x: torch.Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def started(work: dist.Work | None, *tensors: torch.Tensor) -> Pending:
+    return Pending(work, *tensors if work is not None else ())
+
+
+# ---- with derivatives -----------------------------------------------------------------------------------------------
+# Each is named by what it does forward and, after "__", what it does backward. Which backward is right depends on what
+# the ranks do with the result: where they go on differently, their gradients are terms of a sum; where they all do the
+# same, each has the whole gradient already. Korthikanti et al. 2022 (figures 4 and 5) call the first two f and g, and
+# the pair below them, for sequence parallelism, g and g bar.
+
+class Identity__AllReduce(torch.autograd.Function):
+    """f: x is the same on every rank and each uses it differently."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return summed(grad, ctx.group), None
+
+
+class AllReduce__Identity(torch.autograd.Function):
+    """g: every rank has a term of the sum, and all use the sum in the same way."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        return summed(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class AllGather__ReduceScatter(torch.autograd.Function):
+    """Every rank has a part along `dim`; each uses the whole differently."""
+
+    @staticmethod
+    def forward(ctx, x, dim, group):
+        ctx.dim, ctx.group = dim, group
+        return gathered(x, dim, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return scattered_sum(grad, ctx.dim, ctx.group), None, None
+
+
+class ReduceScatter__AllGather(torch.autograd.Function):
+    """Every rank has a term of the sum and goes on with its own part of it along `dim`."""
+
+    @staticmethod
+    def forward(ctx, x, dim, group):
+        ctx.dim, ctx.group = dim, group
+        return scattered_sum(x, dim, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return gathered(grad, ctx.dim, ctx.group), None, None
+
+
+class AllToAll__AllToAll(torch.autograd.Function):
+    """Rows go to other ranks; their gradients come back the same way."""
+
+    @staticmethod
+    def forward(ctx, x, received, given, group):
+        ctx.received, ctx.given, ctx.group = received, given, group
+        out = x.new_empty(sum(received), *x.shape[1:])
+        all_to_all(out, x.contiguous(), received, given, group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return AllToAll__AllToAll.apply(grad, ctx.given, ctx.received, ctx.group), None, None, None
+
+
+def summed(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """The sum of x over the ranks, as a new tensor."""
+    out = x.clone(memory_format=torch.contiguous_format)
+    all_reduce(out, group)
+    return out
+
+
+def gathered(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+    """The parts of all ranks put together along `dim`."""
+    first = x.movedim(dim, 0).contiguous()
+    out = first.new_empty(first.shape[0] * size(group), *first.shape[1:])
+    all_gather(out, first, group)
+    return out.movedim(0, dim)
+
+
+def scattered_sum(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+    """This rank's part along `dim` of the sum of x over the ranks. Raises ValueError where they do not divide it."""
+    if x.shape[dim] % size(group):
+        raise ValueError(f"{size(group)} ranks cannot share a dimension of {x.shape[dim]} in equal parts")
+    first = x.movedim(dim, 0).contiguous()
+    out = first.new_empty(first.shape[0] // size(group), *first.shape[1:])
+    reduce_scatter(out, first, group)
+    return out.movedim(0, dim)

@@ -1,0 +1,139 @@
+"""The named collectives: results, derivatives against dense autograd, and bytes counted against bytes computed."""
+import pytest
+import torch
+import torch.distributed as dist
+
+import collectives
+
+
+def numbers(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def duals() -> dict[str, float]:
+    """On every rank: the largest error of each Function's result and derivative, against all ranks' tensors together.
+
+    Upstream gradients are random and differ between ranks, so that a sum too many or too few shows.
+    """
+    group, n, r = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    xs = [numbers(2, 4 * n, 3, seed=i).requires_grad_() for i in range(n)]
+    same = numbers(2, 4 * n, 3, seed=99).requires_grad_()
+    ups = [numbers(2, 4 * n * n, 3, seed=50 + i) for i in range(n)]
+    errors = {}
+
+    def compare(name, function, x, dense, want_grad):
+        mine = x.detach().transpose(0, 2).contiguous().transpose(0, 2).requires_grad_()  # not contiguous, on purpose
+        y = function(mine)
+        up = ups[r][:, :y.shape[1]].transpose(0, 2).contiguous().transpose(0, 2)
+        (grad,) = torch.autograd.grad(y, mine, up)
+        errors[name] = max((y - dense).abs().max().item(), (grad - want_grad).abs().max().item())
+
+    total = sum(x.detach() for x in xs)
+    whole = torch.cat([x.detach() for x in xs], 1)
+    part = slice(4 * r, 4 * r + 4)
+    full = 4 * n
+    f, g = collectives.Identity__AllReduce, collectives.AllReduce__Identity
+    compare("f", lambda x: f.apply(x, group), same, same.detach(), sum(up[:, :full] for up in ups))
+    compare("g", lambda x: g.apply(x, group), xs[r], total, ups[r][:, :full])
+    gather, scatter = collectives.AllGather__ReduceScatter, collectives.ReduceScatter__AllGather
+    compare("gather", lambda x: gather.apply(x, 1, group), xs[r], whole, sum(ups)[:, full * r:full * (r + 1)])
+    compare("scatter", lambda x: scatter.apply(x, 1, group), xs[r], total[:, part],
+            torch.cat([up[:, :4] for up in ups], 1))
+    return errors
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_every_pair_is_the_derivative_of_the_other(pool, ranks):
+    for errors in pool.run(ranks, "test_collectives:duals"):
+        assert len(errors) == 4 and max(errors.values()) < 1e-12, errors
+
+
+def uneven() -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Rank r gives rank i (r + 2 i) % 3 rows; row values name where they come from."""
+    group, n, r = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    given, received = [(r + 2 * i) % 3 for i in range(n)], [(i + 2 * r) % 3 for i in range(n)]
+    x = torch.full((sum(given), 2), float(r)).requires_grad_()
+    collectives.sent.clear()
+    y = collectives.AllToAll__AllToAll.apply(x, received, given, group)
+    sent = collectives.sent[group]
+    y.backward(torch.full_like(y, 10.0 + r))
+    return y.detach(), x.grad, sent
+
+
+def test_uneven_all_to_all_brings_gradients_home(pool):
+    n = 4
+    for r, (y, grad, sent) in enumerate(pool.run(n, "test_collectives:uneven")):
+        assert y[:, 0].tolist() == [float(i) for i in range(n) for _ in range((i + 2 * r) % 3)]
+        assert grad[:, 0].tolist() == [10.0 + i for i in range(n) for _ in range((r + 2 * i) % 3)]
+        assert sent == sum((r + 2 * i) % 3 for i in range(n) if i != r) * 2 * 4
+
+
+def count() -> dict[str, int]:
+    group, n = dist.group.WORLD, dist.get_world_size()
+    x, out = torch.ones(12 * n), {}
+    for name, call in {"all_reduce": lambda: collectives.all_reduce(x, group),
+                       "all_gather": lambda: collectives.all_gather(torch.empty(12 * n * n), x, group),
+                       "reduce_scatter": lambda: collectives.reduce_scatter(torch.empty(12), x, group)}.items():
+        collectives.sent.clear()
+        call()
+        out[name] = collectives.sent[group]
+    return out
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_bytes_are_those_of_the_ring(pool, n):
+    for sent in pool.run(n, "test_collectives:count"):
+        assert sent == {"all_reduce": 2 * (n - 1) * 12 * 4, "all_gather": (n - 1) * 12 * n * 4,
+                        "reduce_scatter": (n - 1) * 12 * 4}
+
+
+def lonely() -> list[torch.Tensor]:
+    x, out = torch.arange(6.0), torch.empty(6)
+    collectives.all_reduce(x, None)
+    collectives.all_gather(out, x, None)
+    return [x, out, collectives.AllGather__ReduceScatter.apply(x, 0, None)]
+
+
+def test_without_a_group_they_are_the_identity():
+    assert all(torch.equal(tensor, torch.arange(6.0)) for tensor in lonely())
+
+
+def strided() -> str:
+    x = torch.ones(3, 4).t()
+    try:
+        collectives.all_reduce(x, dist.group.WORLD)
+    except AssertionError as error:
+        return str(error)
+    return f"reduced to {x.tolist()}"
+
+
+def test_a_result_is_never_written_to_a_copy(pool):
+    for said in pool.run(2, "test_collectives:strided"):
+        assert said == "the result would be written to a copy"
+
+
+def unequal() -> str:
+    try:
+        collectives.scattered_sum(torch.ones(5), 0, dist.group.WORLD)
+    except ValueError as error:
+        return str(error)
+
+
+def test_parts_that_are_not_equal_are_refused(pool):
+    assert pool.run(2, "test_collectives:unequal") == ["2 ranks cannot share a dimension of 5 in equal parts"] * 2
+
+
+def unwaited() -> bool:
+    """A Pending keeps its tensors alive until it is waited on, and lets them go then."""
+    import weakref
+    x = torch.ones(1000)
+    seen = weakref.ref(x)
+    pending = collectives.all_reduce(x, dist.group.WORLD, async_op=True)
+    del x
+    alive = seen() is not None
+    pending.wait()
+    return alive and seen() is None
+
+
+def test_tensors_live_until_the_collective_is_waited_on(pool):
+    assert pool.run(2, "test_collectives:unwaited") == [True, True]

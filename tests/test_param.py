@@ -1,0 +1,214 @@
+"""The record, the first values, and the door."""
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import param
+from param import Spec, box_of, boxes, draw, parameter
+
+
+@dataclass
+class Coordinate:
+    """A group as far as the record needs one: its size, and this rank's place in it."""
+    n: int
+    i: int
+
+    def size(self):
+        return self.n
+
+    def rank(self):
+        return self.i
+
+
+def ranks(**axes: int) -> list[dict]:
+    """The groups of every rank of a grid with these axes."""
+    grid = [{}]
+    for axis, n in axes.items():
+        grid = [groups | {axis: Coordinate(n, i)} for groups in grid for i in range(n)]
+    return grid
+
+
+# What later axes ask of the record: (spec, axes of the grid, how many ranks hold every element).
+RECORDS = {
+    "whole": (Spec("a", (7, 5), std=1.0), dict(tp=3), 3),
+    "rows": (Spec("a", (12, 5), {"tp": 0}, std=1.0), dict(tp=4), 1),
+    "columns": (Spec("a", (5, 12), {"tp": 1}, std=1.0), dict(tp=4), 1),
+    "a vocabulary of 97": (Spec("a", (97, 4), {"tp": 0}, std=1.0), dict(tp=4), 1),
+    "fewer rows than ranks": (Spec("a", (3, 4), {"tp": 0}, std=1.0), dict(tp=8), 1),
+    "a norm under sequence parallelism": (Spec("a", (9,), {"tp": "sum"}, mean=1.0, std=0.1), dict(tp=4), 4),
+    "2 kv heads on tp 4": (Spec("a", (2 * 6, 5), {"kv": 0, "kv_copy": "sum"}, std=1.0), dict(kv=2, kv_copy=2), 2),
+    "a tied table": (Spec("a", (11, 5), {"tp": 0, "tie": "sum"}, std=1.0), dict(tie=2, tp=2), 2),
+    "a mirrored copy": (Spec("a", (6, 5), {"tp": 1, "mirror": "sum"}, std=1.0), dict(mirror=2, tp=2), 2),
+    "experts": (Spec("a", (8, 3, 5), {"ep": 0}, "edp", std=1.0), dict(edp=2, ep=4), 2),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_first_values_do_not_depend_on_the_grid(name, monkeypatch):
+    monkeypatch.setattr(param, "DRAWN_TOGETHER", 16)  # so that even small tensors are drawn in several blocks
+    spec, axes, copies = RECORDS[name]
+    full = draw(3)(spec, tuple(slice(0, n) for n in spec.shape))
+    held = torch.zeros(spec.shape, dtype=torch.int)
+    for groups in ranks(**axes):
+        box = box_of(spec, groups)
+        assert torch.equal(draw(3)(spec, box), full[box])
+        assert parameter(spec, groups, torch.float32).shape == full[box].shape
+        held[box] += 1
+    assert (held == copies).all()
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_every_element_has_one_owner(name):
+    """Whoever has coordinate 0 on the axes that copy it; that is what the norm and a checkpoint count."""
+    spec, axes, _ = RECORDS[name]
+    owned = torch.zeros(spec.shape, dtype=torch.int)
+    for groups in ranks(**axes):
+        shares = [axis for axis in axes if axis not in spec.along]  # axes the record does not name see other data
+        if not any(groups[axis].rank() for axis in (*spec.copies, *shares)):
+            owned[box_of(spec, groups)] += 1
+    assert (owned == 1).all()
+
+
+def test_a_cut_pair_stays_a_pair():
+    """Gate and up, cut over tp and read as one matrix: the rank's rows of gate over its rows of up."""
+    gate, up = (Spec(name, (12, 5), {"tp": 0}, std=1.0) for name in ("gate", "up"))
+    full = {spec.name: draw(0)(spec, (slice(0, 12), slice(0, 5))) for spec in (gate, up)}
+    for i, groups in enumerate(ranks(tp=4)):
+        both = torch.cat([draw(0)(spec, box_of(spec, groups)) for spec in (gate, up)])
+        assert torch.equal(both, torch.cat([full["gate"][3 * i:3 * i + 3], full["up"][3 * i:3 * i + 3]]))
+
+
+def test_values_are_drawn_as_asked_for_in_blocks_of_rows():
+    spec = Spec("layers.0.ffn.w_up", (4000, 600), std=0.02)
+    values = draw(0)(spec, (slice(0, 4000), slice(0, 600)))
+    assert values.std().item() == pytest.approx(0.02, rel=0.01) and abs(values.mean().item()) < 1e-4
+    assert not torch.equal(values[:1747], values[1747:2 * 1747])  # two blocks
+    other = draw(0)(Spec("layers.1.ffn.w_up", (4000, 600), std=0.02), (slice(0, 4000), slice(0, 600)))
+    assert not torch.equal(values, other) and not torch.equal(values, draw(1)(spec, (slice(0, 4000), slice(0, 600))))
+    assert torch.equal(draw(0)(Spec("norm", (4,), mean=1.0), (slice(1, 3),)), torch.ones(2))
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 7), (3, 4, 5), (2, 3, 2, 3), (1, 1, 4), (4, 1)])
+def test_a_flat_range_is_a_few_boxes_in_order(shape):
+    numbers = torch.arange(torch.Size(shape).numel()).view(shape)
+    for start in range(numbers.numel() + 1):
+        for stop in range(start, numbers.numel() + 1):
+            found = list(boxes(shape, start, stop))
+            assert len(found) <= 2 * len(shape) - 1
+            parts = [numbers[box].flatten() for box in found]
+            assert torch.equal(torch.cat(parts) if parts else torch.empty(0), numbers.flatten()[start:stop])
+
+
+def test_a_parameter_has_no_memory_of_its_own():
+    weight = parameter(Spec("a", (1000, 1000)), {}, torch.float32)
+    assert weight.shape == (1000, 1000) and weight.untyped_storage().nbytes() == 4
+
+
+# ---- the door -------------------------------------------------------------------------------------------------------
+
+class Times(torch.autograd.Function):
+    """x times w, whose gradient goes through the door with everything it needs kept as it came, graph and all."""
+
+    @staticmethod
+    def forward(ctx, x, w, kept, defer):
+        ctx.save_for_backward(x)
+        ctx.w, ctx.kept, ctx.defer = w, kept, defer
+        return x * w
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, = ctx.saved_tensors
+        kept = ctx.kept
+        param.accumulate_grad(ctx.w, lambda out: out.add_((grad * x).sum() + 0 * kept.sum()), ctx.defer)
+        return grad * ctx.w, None, None, None
+
+
+class Bucket:
+    def __init__(self):
+        self.grads, self.heard = {}, []
+
+    def main_grad(self, weight):
+        return self.grads.setdefault(weight, torch.zeros(weight.shape))
+
+    def ready(self, weight):
+        self.heard.append(weight)
+
+
+@pytest.fixture
+def weights():
+    made = [parameter(Spec(f"w{i}", (1,)), {}, torch.float32) for i in range(2)]
+    for i, weight in enumerate(made):
+        weight.data = torch.tensor([2.0 + i])
+    yield made
+    assert param.waiting() == []
+
+
+def loss(x, weights, defer=True):
+    """(x w0 w1)**2 of which w0 is used twice and the last factor by plain autograd."""
+    kept = torch.ones(3, requires_grad=True)
+    y = Times.apply(Times.apply(x, weights[0], kept, defer), weights[0], kept, defer)
+    return (y * weights[1]).sum()  # = x w0^2 w1
+
+
+def test_without_a_sink_gradients_are_in_grad(weights):
+    loss(torch.tensor([5.0], requires_grad=True), weights).backward()
+    assert weights[0].grad.item() == 2 * 5 * 2 * 3 and weights[1].grad.item() == 5 * 4
+
+
+def test_a_sink_hears_of_every_parameter_once_a_backward(weights):
+    bucket = Bucket()
+    for weight in weights:
+        param.watch(weight, bucket)
+    for passes in (1, 2):
+        loss(torch.tensor([5.0], requires_grad=True), weights).backward()
+        assert len(bucket.heard) == 2 * passes and set(map(id, bucket.heard)) == set(map(id, weights))
+        assert bucket.grads[weights[0]].item() == passes * 60 and bucket.grads[weights[1]].item() == passes * 20
+        assert weights[0].grad is None and weights[1].grad is None
+
+
+def test_weight_gradients_wait_until_they_are_asked_for(weights):
+    bucket = Bucket()
+    for weight in weights:
+        param.watch(weight, bucket)
+    x = torch.tensor([5.0], requires_grad=True)
+    param.backward_input((0, 7), loss(x, weights), None)
+    assert x.grad.item() == 12
+    assert bucket.heard == [weights[1]] and weights[0] not in bucket.grads  # only what came by plain autograd is there
+    assert param.waiting() == [(0, 7)] and not param.deferring()
+    param.backward_weight((0, 7))
+    assert bucket.heard == [weights[1], weights[0]]
+    assert bucket.grads[weights[0]].item() == 60
+    assert not bucket.grads[weights[0]].requires_grad, "a graph would grow from every deferred gradient"
+
+
+def test_what_must_not_be_deferred_is_not(weights):
+    bucket = Bucket()
+    for weight in weights:
+        param.watch(weight, bucket)
+    param.backward_input((0, 0), loss(torch.tensor([5.0], requires_grad=True), weights, defer=False), None)
+    assert bucket.grads[weights[0]].item() == 60 and len(bucket.heard) == 2
+    param.backward_weight((0, 0))
+
+
+def test_a_failing_backward_does_not_leave_the_door_split(weights):
+    with pytest.raises(RuntimeError):
+        param.backward_input((0, 1), torch.ones(()), None)  # has no graph
+    assert not param.deferring()
+    param.backward_weight((0, 1))
+
+
+def test_parameters_side_by_side_get_one_gradient():
+    flat = torch.zeros(5 * 4)
+    class Flat(Bucket):
+        def main_grad(self, weight):
+            return flat[:12].view(3, 4) if weight is first else flat[12:].view(2, 4)
+    first, second = parameter(Spec("a", (3, 4)), {}, torch.float32), parameter(Spec("b", (2, 4)), {}, torch.float32)
+    outs = []
+    for sink in (Flat(), None):
+        first.sink = second.sink = sink
+        param.accumulate_grad((first, second), lambda out: outs.append(out) or out.add_(torch.arange(20.0).view(5, 4)))
+    assert outs[0].data_ptr() == flat.data_ptr() and torch.equal(flat, torch.arange(20.0))
+    assert torch.equal(torch.cat([first.grad, second.grad]), torch.arange(20.0).view(5, 4))
+    assert param.stacked([flat[:12].view(3, 4), flat[8:].view(3, 4)]) is None
+    assert param.stacked([flat[:12].view(3, 4), torch.zeros(2, 4)]) is None
