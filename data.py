@@ -1,0 +1,209 @@
+"""Text and token files as one endless stream of samples, each a pure function of (seed, its number).
+
+    files     [ doc ][ doc    ][ doc ][ doc  ]        a separator token begins every document
+    stream    ........................................  the files end to end
+    windows   |   0   |   1   |   2   |   3   |   4      seq + 1 tokens each, the last one shared with the next window
+    samples   3, 0, 4, 1, 2,   2, 4, 0, 3, 1,   ...      every epoch another order of all windows
+
+Nothing is remembered between steps: a step takes samples first .. first + global_batch, a data parallel rank picks its
+own from among them, and to go on after a restart, on any number of ranks, is to know one integer. Labels are the tokens
+one place further and are made here, once, from the whole window, before anything cuts a sequence.
+
+Documents are packed: a window may hold the end of one and the beginning of others. Whether attention crosses from one
+to the other is a choice (`--doc-mask`). Off, the default, costs nothing and teaches the model to ignore what precedes a
+separator. On, it needs a mask, so torch's attention can no longer skip what lies above the diagonal (and on GPUs falls
+back from its fastest kernels); it matters when documents are short against the sequence or the context is long.
+
+Formats: text (bytes as tokens 0..255, separator 256); .bin, raw uint16 or uint32, or with llm.c's header of 256 int32
+(magic, version, count); .npy, one dimension, integers. Token files are memory-mapped: their size does not matter.
+"""
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+BYTES_SEPARATOR = 256
+LLM_C = {(20240520, 1): (np.uint16, 50256), (20240801, 7): (np.uint32, 128000)}  # (magic, version): dtype, separator
+LLM_C_HEADER = 256 * 4  # bytes
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+class Corpus:
+    """The files of `paths` end to end, as one read-only array of tokens.
+
+    paths: files and folders, of text or of tokens; none: the Python standard library's sources.
+    dtype: of .bin files without a header. separator: the token that begins a document in token files; -1: what llm.c's
+    format says, else a document begins with each file. vocab: what every token must be below.
+    Raises ValueError naming the file that is missing, empty, truncated or of another format.
+    """
+
+    def __init__(self, paths: list[str], vocab: int, dtype: str = "uint16", separator: int = -1):
+        files = [file for path in paths for file in files_in(Path(path))] if paths else standard_library()
+        kinds = {file.suffix in (".bin", ".npy") for file in files}
+        if len(kinds) > 1:
+            raise ValueError(f"{paths[0]}: text and token files (.bin, .npy) are mixed: give one kind")
+        self.is_text = kinds == {False}
+        opened = [read_text(file) if self.is_text else open_tokens(file, dtype) for file in files]
+        self.files, self.arrays, self.vocab = files, [array for array, _ in opened], vocab
+        separators = {known for _, known in opened} if separator == -1 else {separator}
+        if len(separators) > 1:
+            raise ValueError(f"{paths[0]}: the files separate documents by different tokens: give --separator")
+        self.separator, = separators
+        self.starts = np.cumsum([0] + [len(array) for array in self.arrays])
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def read(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens start .. start + count (int64), and which of them begin a document (bool)."""
+        tokens, begins = np.empty(count, np.int64), np.zeros(count, bool)
+        file, filled = int(np.searchsorted(self.starts, start, "right")) - 1, 0
+        while filled < count:
+            skip = start + filled - self.starts[file]
+            part = self.arrays[file][skip:skip + count - filled]
+            if part.max() >= self.vocab or part.min() < 0:
+                raise ValueError(f"{self.files[file]}: holds a token outside 0..{self.vocab - 1}: raise --vocab, "
+                                 "or the file has another type or format")
+            tokens[filled:filled + len(part)] = part
+            begins[filled] |= self.separator is None and skip == 0
+            filled, file = filled + len(part), file + 1
+        return tokens, begins if self.separator is None else tokens == self.separator
+
+
+def files_in(path: Path) -> list[Path]:
+    """A file; or what a folder holds: its token files if there are any, else every file that is text."""
+    if path.is_file():
+        return [path]
+    inside = sorted(file for file in path.rglob("*") if file.is_file()
+                    and not any(part.startswith((".", "__pycache__")) for part in file.relative_to(path).parts))
+    tokens = [file for file in inside if file.suffix in (".bin", ".npy")]
+    chosen = tokens or [file for file in inside if file.stat().st_size and 0 not in file.read_bytes()]
+    if not chosen:
+        raise ValueError(f"{path}: holds no text and no .bin or .npy files")
+    return chosen
+
+
+def standard_library() -> list[Path]:
+    """Text that is on every machine: the sources of Python's own library, without its tests."""
+    root = Path(sysconfig.get_path("stdlib"))
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    files = sorted(file for file in root.rglob("*.py") if file.stat().st_size)
+    return [file for file in files if not left_out & set(file.relative_to(root).parts)]
+
+
+def read_text(file: Path) -> tuple[np.ndarray, int]:
+    content = np.fromfile(file, np.uint8)
+    if len(content) == 0:
+        raise ValueError(f"{file}: is empty")
+    if not content.all():
+        raise ValueError(f"{file}: holds zero bytes, so it is not text; token files end in .bin or .npy")
+    return np.concatenate(([BYTES_SEPARATOR], content)).astype(np.uint16), BYTES_SEPARATOR
+
+
+def open_tokens(file: Path, dtype: str) -> tuple[np.ndarray, int | None]:
+    """The tokens of a .bin or .npy file, mapped, and the separator if the format has one."""
+    if file.suffix == ".npy":
+        try:
+            tokens = np.lib.format.open_memmap(file, "r")
+        except (ValueError, OSError, EOFError) as error:
+            raise ValueError(f"{file}: cannot be read as .npy, it is truncated or foreign ({error})") from None
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise ValueError(f"{file}: holds {tokens.ndim} dimensions of {tokens.dtype}: need one, of integers")
+        return not_empty(file, tokens), None
+
+    header = np.fromfile(file, np.int32, 3)
+    if len(header) == 3 and header[0] in {magic for magic, _ in LLM_C}:
+        magic, version, count = (int(number) for number in header)
+        if (magic, version) not in LLM_C:
+            raise ValueError(f"{file}: version {version} of llm.c's format {magic} is unknown: know {list(LLM_C)}")
+        kind, separator = LLM_C[magic, version]
+        held = (file.stat().st_size - LLM_C_HEADER) / np.dtype(kind).itemsize
+        if held != count:
+            raise ValueError(f"{file}: its header promises {count:,} tokens and {max(held, 0):,.10g} follow: "
+                             f"{'truncated' if held < count else 'not this format'}")
+        return not_empty(file, np.memmap(file, kind, "r", LLM_C_HEADER)), separator
+
+    unit = np.dtype(dtype).itemsize
+    if file.stat().st_size % unit:
+        raise ValueError(f"{file}: {file.stat().st_size:,} bytes are no whole number of {dtype} tokens: "
+                         "truncated, or of another --data-dtype")
+    if file.stat().st_size == 0:
+        raise ValueError(f"{file}: is empty")
+    return np.memmap(file, dtype, "r"), None
+
+
+def not_empty(file: Path, tokens: np.ndarray) -> np.ndarray:
+    if len(tokens) == 0:
+        raise ValueError(f"{file}: is empty")
+    return tokens
+
+
+# ---- samples --------------------------------------------------------------------------------------------------------
+
+@dataclass
+class MicroBatch:
+    """B sequences that a rank computes at once, all int64."""
+    tokens: torch.Tensor  # B S
+    labels: torch.Tensor  # B S, the tokens one place further
+    positions: torch.Tensor | None = None  # B S, counted from the beginning of each document; None: of each sequence
+    documents: torch.Tensor | None = None  # B S, number of the document in its window; None: they all see each other
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        return MicroBatch(*(None if x is None else x.to(device, non_blocking=True) for x in vars(self).values()))
+
+
+class Samples:
+    """The samples of a corpus: number 0, 1, 2 … without end.
+
+    seed: of the order, another one each epoch; None: in the order of the stream. doc_mask: whether samples say where
+    documents begin. Raises ValueError for a corpus shorter than one sample.
+    """
+
+    def __init__(self, corpus: Corpus, seq: int, seed: int | None, doc_mask: bool = False):
+        self.corpus, self.seq, self.seed, self.doc_mask = corpus, seq, seed, doc_mask
+        self.windows = (len(corpus) - 1) // seq
+        if self.windows == 0:
+            raise ValueError(f"the data holds {len(corpus):,} tokens: fewer than one sample of --seq {seq} + 1")
+
+    def window(self, number: int) -> int:
+        epoch, place = divmod(number, self.windows)
+        return place if self.seed is None else shuffled(place, self.windows, f"{self.seed} {epoch}")
+
+    def micro_batch(self, numbers: list[int]) -> MicroBatch:
+        tokens, begins = (torch.from_numpy(np.stack(rows)) for rows in zip(
+            *(self.corpus.read(self.window(number) * self.seq, self.seq + 1) for number in numbers)))
+        batch = MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        if self.doc_mask:
+            begins = begins[:, :-1]
+            places = torch.arange(self.seq).expand_as(begins)
+            batch.documents = begins.cumsum(1)
+            batch.positions = places - torch.where(begins, places, 0).cummax(1).values
+        return batch
+
+    def step(self, first: int, global_batch: int, micro_batch: int, dp_rank: int, dp: int) -> list[MicroBatch]:
+        """What one of dp ranks computes of samples first .. first + global_batch: its share of every micro-batch."""
+        share = [range(start + dp_rank * micro_batch, start + (dp_rank + 1) * micro_batch)
+                 for start in range(first, first + global_batch, micro_batch * dp)]
+        return [self.micro_batch(list(numbers)) for numbers in share]
+
+
+def shuffled(index: int, n: int, key: str) -> int:
+    """Where a pseudo-random permutation of range(n) puts `index`, without a table of n entries.
+
+    A Feistel network of four rounds permutes the numbers of an even count of bits; one that comes out at n or above
+    goes through again until it falls below, which still is a permutation (Black & Rogaway 2002, cycle walking).
+    """
+    half = ((n - 1).bit_length() + 1) // 2
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for turn in range(4):
+            digest = hashlib.blake2b(f"{key} {turn} {right}".encode(), digest_size=8).digest()
+            left, right = right, left ^ (int.from_bytes(digest, "big") & mask)
+        index = left << half | right
+        if index < n:
+            return index

@@ -1,0 +1,209 @@
+"""Samples are a pure function of (seed, number); files that are not what they seem are named."""
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+
+from data import BYTES_SEPARATOR, Corpus, Samples, shuffled
+
+
+def token_file(path, tokens, kind="raw", dtype=np.uint16):
+    tokens = np.asarray(tokens, dtype)
+    if kind == "npy":
+        np.save(path, tokens)
+    else:
+        header = np.zeros(256, np.int32)
+        header[:3] = {"gpt2": (20240520, 1), "llama3": (20240801, 7)}.get(kind, (0, 0)) + (len(tokens),)
+        path.write_bytes((b"" if kind == "raw" else header.tobytes()) + tokens.tobytes())
+    return str(path)
+
+
+def everything(corpus: Corpus) -> tuple[list[int], list[int]]:
+    """All tokens, and the places where documents begin."""
+    tokens, begins = corpus.read(0, len(corpus))
+    return tokens.tolist(), np.flatnonzero(begins).tolist()
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+def test_text_is_bytes_with_a_separator_before_every_file(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a.txt").write_text("hé")
+    (tmp_path / "b" / "c.py").write_text("x")
+    (tmp_path / "b" / "image").write_bytes(b"\x00\x01")  # in a folder, what is no text is passed over
+    (tmp_path / "b" / "empty").write_text("")
+    (tmp_path / ".git").write_text("hidden")
+    corpus = Corpus([str(tmp_path)], 257)
+    assert everything(corpus) == ([256, 104, 195, 169, 256, 120], [0, 4])
+    assert corpus.is_text and corpus.separator == BYTES_SEPARATOR
+
+
+@pytest.mark.parametrize("kind, dtype, separator", [("raw", np.uint16, None), ("gpt2", np.uint16, 50256),
+                                                    ("llama3", np.uint32, 128000), ("npy", np.uint16, None),
+                                                    ("npy", np.int64, None)])
+def test_token_files_of_every_format(tmp_path, kind, dtype, separator):
+    mark = separator or 7
+    files = [token_file(tmp_path / f"{i}.{'npy' if kind == 'npy' else 'bin'}", part, kind, dtype)
+             for i, part in enumerate(([mark, 1, 2, 3], [4, mark, 5]))]
+    corpus = Corpus(files, 128256)
+    assert everything(corpus) == ([mark, 1, 2, 3, 4, mark, 5], [0, 5] if separator else [0, 4])
+    assert everything(Corpus(files, 128256, separator=3))[1] == [3]
+    assert everything(Corpus([str(tmp_path)], 128256)) == everything(corpus)
+    assert corpus.read(2, 4)[0].tolist() == [2, 3, 4, mark]  # across files
+
+
+def test_raw_files_of_four_bytes(tmp_path):
+    file = token_file(tmp_path / "a.bin", [1, 70000], dtype=np.uint32)
+    assert everything(Corpus([file], 128256, "uint32"))[0] == [1, 70000]
+
+
+def test_tokens_are_mapped_and_not_read(tmp_path):
+    files = [token_file(tmp_path / "a.bin", range(1000), "gpt2"), token_file(tmp_path / "b.npy", [1], "npy")]
+    corpus = Corpus(files, 9000, separator=0)
+    assert all(isinstance(array, np.memmap) for array in corpus.arrays)
+
+
+def damaged(folder, what):
+    """(a file with something wrong, what must be said of it)"""
+    whole = token_file(folder / "whole.bin", range(100), "gpt2")
+    content, file = open(whole, "rb").read(), folder / "damaged.bin"
+    if what == "truncated llm.c":
+        file.write_bytes(content[:-10])
+        return file, "its header promises 100 tokens and 95 follow: truncated"
+    if what == "llm.c cut in a token":
+        file.write_bytes(content[:-1])
+        return file, "its header promises 100 tokens and 99.5 follow: truncated"
+    if what == "llm.c with more behind":
+        file.write_bytes(content + b"more")
+        return file, "its header promises 100 tokens and 102 follow: not this format"
+    if what == "llm.c of another version":
+        file.write_bytes(np.array([20240520, 9, 100], np.int32).tobytes() + content[12:])
+        return file, "version 9 of llm.c's format 20240520 is unknown"
+    if what == "odd":
+        file.write_bytes(b"12345")
+        return file, "5 bytes are no whole number of uint16 tokens: truncated, or of another --data-dtype"
+    if what == "empty":
+        file.write_bytes(b"")
+        return file, "is empty"
+    if what == "no tokens":
+        return token_file(folder / "damaged.bin", [], "gpt2"), "is empty"
+    file = folder / "damaged.npy"
+    token_file(file, range(100), "npy")
+    if what == "truncated npy":
+        file.write_bytes(file.read_bytes()[:-20])
+        return file, "cannot be read as .npy, it is truncated or foreign"
+    if what == "foreign npy":
+        file.write_bytes(b"PK\x03\x04 not numpy at all")
+        return file, "cannot be read as .npy, it is truncated or foreign"
+    if what == "floats":
+        np.save(file, np.zeros(5))
+        return file, "holds 1 dimensions of float64: need one, of integers"
+    if what == "matrix":
+        np.save(file, np.zeros((5, 5), int))
+        return file, "holds 2 dimensions of int64"
+    if what == "binary as text":
+        file = folder / "damaged.txt"
+        file.write_bytes(b"text\x00")
+        return file, "holds zero bytes, so it is not text"
+    file = folder / "damaged.txt"
+    file.write_text("")
+    return file, "is empty"
+
+
+@pytest.mark.parametrize("what", ["truncated llm.c", "llm.c cut in a token", "llm.c with more behind",
+                                  "llm.c of another version", "odd", "empty", "no tokens", "truncated npy",
+                                  "foreign npy", "floats", "matrix", "binary as text", "empty text"])
+def test_a_damaged_file_is_named(tmp_path, what):
+    file, says = damaged(tmp_path, what)
+    with pytest.raises(ValueError) as error:
+        Corpus([str(file)], 60000)
+    assert str(error.value).startswith(f"{file}: {says}") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("values", [[5, 600], [5, -1]])
+def test_a_token_outside_the_vocabulary_names_its_file(tmp_path, values):
+    good, bad = tmp_path / "a.npy", tmp_path / "b.npy"
+    token_file(good, [1] * 10, "npy", np.int64)
+    token_file(bad, values, "npy", np.int64)
+    with pytest.raises(ValueError, match=r"b\.npy: holds a token outside 0\.\.511"):
+        Corpus([str(good), str(bad)], 512).read(5, 7)
+
+
+def test_what_cannot_be_one_corpus_is_refused(tmp_path):
+    text, tokens = tmp_path / "a.txt", token_file(tmp_path / "b.bin", [1, 2])
+    text.write_text("hello")
+    with pytest.raises(ValueError, match="text and token files"):
+        Corpus([str(text), tokens], 300)
+    other = token_file(tmp_path / "c.bin", [1, 2], "gpt2")
+    with pytest.raises(ValueError, match="different tokens: give --separator"):
+        Corpus([tokens, other], 60000)
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ValueError, match="holds no text"):
+        Corpus([str(tmp_path / "none")], 300)
+    with pytest.raises(ValueError, match="holds 6 tokens: fewer than one sample of --seq 6"):
+        Samples(Corpus([str(text)], 300), 6, 0)
+
+
+# ---- samples --------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def corpus(tmp_path):
+    return Corpus([token_file(tmp_path / "a.npy", range(1000), "npy")], 1000)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 16, 17, 1000])
+def test_an_order_holds_everything_once(n):
+    first, second = ([shuffled(i, n, key) for i in range(n)] for key in ("0 0", "0 1"))
+    assert sorted(first) == sorted(second) == list(range(n))
+    assert n < 16 or first not in (second, list(range(n)))
+
+
+def test_every_epoch_reads_every_window_once_in_another_order(corpus):
+    samples = Samples(corpus, 9, seed=5)
+    assert samples.windows == 111
+    epochs = [[samples.window(epoch * 111 + i) for i in range(111)] for epoch in range(3)]
+    assert all(sorted(epoch) == list(range(111)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert [Samples(corpus, 9, seed=6).window(i) for i in range(111)] != epochs[0]
+    assert [Samples(corpus, 9, seed=None).window(i) for i in (0, 1, 110, 111)] == [0, 1, 110, 0]
+
+
+def test_labels_are_the_tokens_one_place_further(corpus):
+    batch = Samples(corpus, 9, seed=5).micro_batch([0, 1, 2])  # the corpus counts up
+    assert torch.equal(batch.labels, batch.tokens + 1)
+    assert (batch.tokens[:, 0] % 9 == 0).all() and batch.tokens.shape == (3, 9)
+
+
+def test_ranks_share_a_step_and_the_stream_does_not_know_how_many_there_are(corpus):
+    """The same samples in the same step for any dp and micro-batch, also through a batch ramp."""
+    samples = Samples(corpus, 9, seed=5)
+    for first, sequences in ((0, 24), (24, 24), (48, 48)):
+        want = [samples.window(number) * 9 for number in range(first, first + sequences)]
+        for dp, micro in ((1, 24), (1, 4), (2, 12), (2, 3), (3, 4), (4, 2), (8, 3), (8, 1)):
+            read = [samples.step(first, sequences, micro, rank, dp) for rank in range(dp)]
+            assert len({len(micro_batches) for micro_batches in read}) == 1
+            in_turn = [batch.tokens[:, 0].tolist() for micro_batches in zip(*read) for batch in micro_batches]
+            assert sum(in_turn, []) == want
+
+
+def test_documents_and_positions_begin_anew_at_every_separator(tmp_path):
+    file = token_file(tmp_path / "a.bin", [9, 1, 2, 9, 3, 9, 9, 4, 5, 6, 7])
+    batch = Samples(Corpus([file], 10, separator=9), 5, None, doc_mask=True).micro_batch([0, 1])
+    assert batch.tokens.tolist() == [[9, 1, 2, 9, 3], [9, 9, 4, 5, 6]]
+    assert batch.documents.tolist() == [[1, 1, 1, 2, 2], [1, 2, 2, 2, 2]]
+    assert batch.positions.tolist() == [[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]]
+    begins_inside = Samples(Corpus([file], 10, separator=3), 5, None, doc_mask=True).micro_batch([0])
+    assert begins_inside.documents.tolist() == [[0, 0, 0, 0, 1]]
+    assert begins_inside.positions.tolist() == [[0, 1, 2, 3, 0]]
+
+
+def fingerprint() -> str:
+    """Of the first samples of the default data in this process."""
+    samples = Samples(Corpus([], 257), 64, seed=0, doc_mask=True)
+    batch = samples.micro_batch(list(range(64)))
+    return hashlib.sha256(b"".join(x.numpy().tobytes() for x in vars(batch).values())).hexdigest()
+
+
+def test_every_process_reads_the_same_samples(pool):
+    assert len(set(pool.run(4, "test_data:fingerprint"))) == 1

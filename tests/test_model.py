@@ -1,0 +1,258 @@
+"""The model: published totals, transformers' logits, and the equalities that sampling, masks and formulas promise."""
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
+
+import config
+from model import (
+    IGNORED,
+    Cache,
+    Llama,
+    activation_bytes,
+    angles,
+    attention_math,
+    attention_sdpa,
+    cross_entropy,
+    flops_per_token,
+    norm,
+    parameter_count,
+    sample,
+)
+from param import Source, draw
+from zero import Optimizer
+
+ALONE = {"world": None, "dp": None}
+
+
+def architecture(flags: str) -> config.Model:
+    return config.parse(f"--data {__file__} {flags}".split()).model
+
+
+def filled(model: config.Model, source: Source | None = None, dtype=torch.float64, attention="auto") -> Llama:
+    llama = Llama(model, ALONE, dtype, attention=attention)
+    optimizer = Optimizer({0: llama.units()}, ALONE)
+    optimizer.load(source or wide)
+    optimizer.begin({0: 1})
+    return llama
+
+
+def wide(spec, box):
+    """First values with ten times the usual spread: outputs of order one, so that small differences are seen."""
+    values = draw(0)(spec, box)
+    return values * 10 if spec.mean == 0 else values
+
+
+SMALL = "--layers 2 --hidden 48 --heads 6 --kv-heads 3 --head-dim 10 --ffn 56 --vocab 61"
+
+# Exact totals, each found in the model's repository or index file (and equal to a formula over its configuration).
+TOTALS = {
+    "--preset llama-2-7b": 6738415616,
+    "--preset llama-2-13b": 13015864320,
+    "--preset llama-2-70b": 68976648192,
+    "--preset llama-3.1-8b": 8030261248,
+    "--preset llama-3.1-70b": 70553706496,
+    "--preset llama-3.1-405b": 405853388800,
+    "--preset llama-3.1-405b --kv-heads 16": 410081247232,  # as first uploaded
+    "--preset llama-3.2-1b": 1235814400,
+    "--preset llama-3.2-3b": 3212749824,
+    "--preset smollm-135m": 134515008,
+    "--preset smollm-360m": 361821120,
+    "--preset smollm-1.7b": 1711376384,
+    "--preset smollm-1.7b --layers 36 --heads 16 --kv-heads 4 --ffn 11008 --vocab 128256": 3075098624,  # SmolLM3-3B
+    "--preset qwen2.5-0.5b": 494032768,
+    "--preset qwen3-0.6b": 596049920,
+    "--preset qwen3-8b": 8190735360,
+    "--preset qwen3-32b": 32762123264,
+}
+
+
+@pytest.mark.parametrize("flags", TOTALS)
+def test_parameter_totals_are_the_published_ones(flags):
+    assert parameter_count(architecture(flags)) == TOTALS[flags]
+
+
+# ---- against transformers -------------------------------------------------------------------------------------------
+
+HF_NAMES = {"embedding": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight",
+            "attention_norm": "input_layernorm.weight", "ffn_norm": "post_attention_layernorm.weight",
+            "attention.wq": "self_attn.q_proj.weight", "attention.wk": "self_attn.k_proj.weight",
+            "attention.wv": "self_attn.v_proj.weight", "attention.wo": "self_attn.o_proj.weight",
+            "attention.bq": "self_attn.q_proj.bias", "attention.bk": "self_attn.k_proj.bias",
+            "attention.bv": "self_attn.v_proj.bias", "attention.q_norm": "self_attn.q_norm.weight",
+            "attention.k_norm": "self_attn.k_norm.weight", "ffn.w_gate": "mlp.gate_proj.weight",
+            "ffn.w_up": "mlp.up_proj.weight", "ffn.w_down": "mlp.down_proj.weight"}
+
+
+def of_transformers(model: config.Model, kind: str) -> transformers.PreTrainedModel:
+    """transformers' model of the same architecture, with random weights that give logits of order one."""
+    rope = dict(rope_type="default", rope_theta=model.rope_theta)
+    if model.rope_scaling != 1:
+        rope |= dict(rope_type="llama3", factor=model.rope_scaling, low_freq_factor=1.0, high_freq_factor=4.0,
+                     original_max_position_embeddings=8192)
+    settings = getattr(transformers, kind + "Config")(
+        vocab_size=model.vocab, hidden_size=model.hidden, intermediate_size=model.ffn, num_hidden_layers=model.layers,
+        num_attention_heads=model.heads, num_key_value_heads=model.kv_heads, head_dim=model.head_dim,
+        rms_norm_eps=model.norm_eps, tie_word_embeddings=model.tied, rope_parameters=rope, initializer_range=0.1,
+        max_position_embeddings=16384, attn_implementation="eager")
+    torch.manual_seed(0)
+    theirs = getattr(transformers, kind + "ForCausalLM")(settings).eval()
+    with torch.no_grad():
+        for name, weight in theirs.named_parameters():
+            if weight.ndim == 1:
+                weight.normal_(0.0 if "bias" in name else 1.0, 0.2)
+    return theirs
+
+
+def hf_source(theirs: transformers.PreTrainedModel) -> Source:
+    weights = theirs.state_dict()
+
+    def source(spec, box):
+        _, layer, name = spec.name.split(".", 2) if spec.name.startswith("layers.") else (None, None, spec.name)
+        place = HF_NAMES[name] if layer is None else f"model.layers.{layer}.{HF_NAMES[name]}"
+        return weights[place][box]
+    return source
+
+
+@pytest.mark.parametrize("kind, flags", [
+    ("Llama", SMALL), ("Llama", SMALL + " --tied --kv-heads 1"), ("Llama", SMALL + " --kv-heads 6 --rope-theta 500000"),
+    ("Llama", SMALL + " --head-dim 64 --rope-scaling 8 --rope-theta 500000"),
+    ("Qwen2", SMALL + " --head-dim 8 --qkv-bias --tied"), ("Qwen3", SMALL + " --qk-norm --norm-eps 1e-6"),
+])
+@pytest.mark.parametrize("attention", ["sdpa", "math"])
+def test_logits_are_those_of_transformers(kind, flags, attention):
+    model = architecture(flags)
+    theirs = of_transformers(model, kind)
+    ours = filled(model, hf_source(theirs), torch.float32, attention)
+    tokens = torch.randint(model.vocab, (2, 600), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        want = theirs(tokens).logits
+        assert want.std() > 0.3
+        assert (ours(tokens) - want).abs().max() < 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("preset", ["llama-2-7b", "llama-3.1-8b", "llama-3.2-1b"])
+def test_rotary_angles_are_those_of_transformers_at_every_place(preset):
+    model = architecture(f"--preset {preset} --hidden 128 --heads 2 --kv-heads 2 --ffn 8 --layers 1 --vocab 300")
+    places = torch.arange(20000)
+    cos, sin = angles(places, model, torch.float32)
+    theirs = of_transformers(model, "Llama").model.rotary_emb(torch.zeros(1), places[None])
+    for ours, want in zip((cos, sin), theirs):
+        assert (ours[:, 0] - want[0, :, :model.head_dim // 2]).abs().max() < 2e-3  # fp32 at angles of 20000 radians
+
+
+# ---- precision ------------------------------------------------------------------------------------------------------
+
+def test_angles_norms_and_loss_are_exact_in_bf16_runs():
+    model = architecture(SMALL + " --head-dim 64")
+    cos, _ = angles(torch.tensor([4095]), model, Llama(model, ALONE, torch.bfloat16).exact)
+    exact, _ = angles(torch.tensor([4095]), model, torch.float64)
+    assert cos.dtype == torch.float32 and (cos - exact).abs().max() < 1e-3  # angles in bf16 are off by 2 there
+
+    x = torch.randn(4, 4096).bfloat16() * 3 + 1
+    weight = torch.ones(4096, dtype=torch.bfloat16)
+    want = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    assert ((norm(x, weight, 1e-5) - want).abs() <= want.abs() * 2 ** -8).all()  # one rounding, that of the result
+
+    logits, labels = torch.randn(1, 50, 61).bfloat16(), torch.randint(61, (1, 50))
+    want = F.cross_entropy(logits.double()[0], labels[0], reduction="sum")
+    assert cross_entropy(logits, labels).dtype == torch.float32
+    assert cross_entropy(logits, labels).item() == pytest.approx(want.item(), rel=1e-6)
+
+
+def test_the_loss_is_a_sum_that_skips_ignored_labels():
+    logits, labels = torch.randn(2, 5, 7, dtype=torch.float64), torch.randint(7, (2, 5))
+    labels[0, 3:], labels[1] = IGNORED, IGNORED
+    want = sum(logits[0, i].logsumexp(0) - logits[0, i, labels[0, i]] for i in range(3))
+    assert cross_entropy(logits, labels).item() == pytest.approx(want.item(), rel=1e-12)
+    assert cross_entropy(logits[1:], labels[1:]).item() == 0
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(6, 6), (6, 2), (4, 1)])
+def test_fused_attention_equals_the_written_out_one(heads, kv_heads):
+    q, k, v = (torch.randn(2, n, 33, 16, dtype=torch.float64, requires_grad=True) for n in (heads, kv_heads, kv_heads))
+    up = torch.randn(2, heads, 33, 16, dtype=torch.float64)
+    for mask in (None, torch.rand(2, 1, 33, 33) < 0.5):
+        if mask is not None:
+            mask |= torch.eye(33, dtype=torch.bool)
+        results = []
+        for attention in (attention_sdpa, attention_math):
+            o = attention(q, k, v, mask)
+            results.append((o, *torch.autograd.grad(o, (q, k, v), up)))
+        for one, other in zip(*results):
+            assert (one - other).abs().max() < 1e-12
+
+
+# ---- documents, sampling --------------------------------------------------------------------------------------------
+
+def test_a_packed_batch_equals_separate_documents():
+    llama, lengths = filled(architecture(SMALL)), (7, 1, 12, 4)
+    documents = [torch.randint(61, (1, n), generator=torch.Generator().manual_seed(n)) for n in lengths]
+    packed = torch.cat(documents, 1)
+    numbers = torch.cat([torch.full((1, n), i) for i, n in enumerate(lengths)], 1)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    together = llama(packed, positions, numbers)
+    apart = torch.cat([llama(document) for document in documents], 1)
+    assert (together - apart).abs().max() < 1e-12
+    assert (llama(packed) - apart).abs().max() > 0.1  # without the mask documents do see each other
+
+
+@pytest.mark.parametrize("flags", [SMALL, SMALL + " --qk-norm --qkv-bias --tied"])
+def test_sampling_with_the_cache_equals_sampling_without(flags):
+    llama = filled(architecture(flags))
+    tokens = torch.randint(61, (2, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        full, cache = llama(tokens), Cache()
+        parts = [llama(part, cache=cache) for part in tokens.split([9, 1, 1, 5, 4], 1)]
+        assert (torch.cat(parts, 1) - full).abs().max() < 1e-12
+        greedy = tokens
+        for _ in range(10):
+            greedy = torch.cat((greedy, llama(greedy)[:, -1].argmax(-1, keepdim=True)), 1)
+    assert torch.equal(sample(llama, tokens, 10, temperature=0), greedy)
+
+
+def test_samples_follow_the_temperature_and_the_seed():
+    llama, prompt = filled(architecture(SMALL)), torch.zeros(400, 1, dtype=torch.long)
+    drawn = sample(llama, prompt, 1, temperature=0.5)[:, 1]
+    assert torch.equal(drawn, sample(llama, prompt, 1, temperature=0.5)[:, 1])
+    assert not torch.equal(drawn, sample(llama, prompt, 1, temperature=0.5, seed=1)[:, 1])
+    with torch.no_grad():
+        want = (llama(prompt[:1])[0, -1] / 0.5).softmax(-1)
+    got = torch.bincount(drawn, minlength=61) / 400
+    assert (got - want).abs().max() < 0.1
+
+
+# ---- costs ----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("tied", ["", " --tied"])
+def test_flops_equal_those_of_a_real_step(tied):
+    model = architecture("--layers 3 --hidden 96 --heads 6 --kv-heads 2 --ffn 200 --vocab 120" + tied)
+    llama = filled(model, dtype=torch.float32, attention="math")
+    tokens = torch.randint(120, (4, 64))
+    in_place = {torch.ops.aten.addmm_: lambda out, a, b, **_: 2 * a[0] * a[1] * b[1]}  # torch's counter lacks it
+    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+        cross_entropy(llama(tokens), tokens).backward()
+    counted = counter.get_total_flops()
+    assert counted == pytest.approx(flops_per_token(model, 64) * tokens.numel(), rel=0.01)
+    scores = 12 * 3 * 96 * 64  # L h S; the causal convention counts half of them
+    assert flops_per_token(model, 64) - flops_per_token(model, 64, causal=True) == scores / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_estimate_of_activations_is_what_autograd_keeps(dtype):
+    model = architecture("--layers 4 --hidden 96 --heads 6 --kv-heads 2 --ffn 200 --vocab 120")
+    llama = filled(model, dtype=dtype)
+    weights = {p.untyped_storage().data_ptr() for p in llama.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    tokens = torch.randint(120, (4, 64))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = cross_entropy(llama(tokens), tokens)
+    assert sum(kept.values()) == pytest.approx(activation_bytes(model, 4, 64, dtype), rel=0.01)
+    del loss
