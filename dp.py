@@ -1,0 +1,164 @@
+"""Data parallelism: every rank has the whole model and its own sequences, and gradients are summed over the ranks.
+
+Saves: time. n ranks compute n times as many sequences a step.
+Costs: 2 (n-1)/n P elements sent by each rank in each step, for P parameters, whatever the batch.
+Stops helping when: the sum takes longer than the backward it hides under, or a larger batch no longer learns faster.
+
+The sum can begin as soon as a gradient is final. Written as what a rank does over time, for a model of 6 layers (g:
+backward of a layer, R: all-reduce of its gradients, which the network does while the processor goes on):
+
+    naive           g6 g5 g4 g3 g2 g1 R6 R5 R4 R3 R2 R1       nothing overlaps
+    per parameter   g6 g5 g4 g3 g2 g1                         overlaps, but a small message costs as much as a large one
+                       R6 R5 R4 R3 R2 R1
+    bucketed        g6 g5 g4 g3 g2 g1                         whole layers in one flat buffer, sent by its last arrival
+                             R654     R321
+
+Buckets. All parameters of one or more neighbouring layers share one flat gradient buffer, so a reduction is one call on
+one contiguous tensor. Which ones share it follows from their order in the model, never from when gradients arrive: all
+ranks must reduce the same thing. Inside, parameters that need the same treatment lie together (see `order`), and in the
+order of the model otherwise, so that wq, wk, wv are one matrix to a matmul.
+
+When. A bucket is told how many gradients to expect: with m micro-batches, m for each of its parameters. The last one to
+arrive sends it. So there is one reduction a step, and no flag that says which micro-batch is the last.
+
+One loss, one scale. Every rank divides the *sum* of its token losses by the number of valid tokens in the *global*
+batch, and every reduction is a plain sum. Averaging averages instead weights the tokens of short sequences more: the
+demo shows by how much.
+
+Li et al. 2020, PyTorch Distributed: Experiences on Accelerating Data Parallel Training (sections 3.2 and 4.2).
+Letters: n ranks, P parameters, m micro-batches.
+"""
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from collectives import Pending, all_reduce
+from param import Groups, Spec, watch
+
+Chunks = dict[int, list[nn.Module]]  # this rank's pipeline stages by number, each a list of units in forward order
+
+
+def naive(params: Iterable[nn.Parameter], group) -> None:
+    """All there is to it: after backward, sum every gradient over the ranks."""
+    for param in params:
+        all_reduce(param.grad, group)
+
+
+# ---- buckets --------------------------------------------------------------------------------------------------------
+
+def order(spec: Spec) -> tuple:
+    """The key by which a bucket sorts its parameters: those that are treated alike become one contiguous span."""
+    return spec.sums, spec.copies, not spec.decay
+
+
+class Bucket:
+    """Parameters that are reduced together, and the flat buffer of their gradients (at least fp32).
+
+    params: of one data axis and dtype. arrivals: for each parameter, the stages whose backward brings it a gradient.
+    """
+
+    def __init__(self, params: list[nn.Parameter], arrivals: dict[nn.Parameter, list[int]], groups: Groups):
+        self.params = sorted(params, key=lambda param: order(param.spec))
+        self.arrivals, self.groups, self.group = arrivals, groups, groups[params[0].spec.data]
+        self.name, self.device = self.params[0].spec.name, self.params[0].device
+        self.exact = torch.promote_types(self.params[0].dtype, torch.float32)
+        self.start: dict[nn.Parameter, int] = {}
+        self.spans: list[tuple[int, int, Spec]] = []  # (start, stop, a spec whose treatment the whole span shares)
+        end = 0
+        for param in self.params:
+            begin = end
+            self.start[param], end = begin, begin + param.numel()
+            if self.spans and order(self.spans[-1][2]) == order(param.spec):
+                begin = self.spans.pop()[0]
+            self.spans.append((begin, end, param.spec))
+            watch(param, self)
+        self.numel = end
+        self.grad: torch.Tensor | None = None
+        self.expected, self.pending = 0, Pending(None)
+
+    def view(self, flat: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
+        """The part of a flat tensor that belongs to one parameter, in its shape."""
+        return flat[self.start[param]:self.start[param] + param.numel()].view(param.shape)
+
+    def begin(self, backwards: dict[int, int]) -> None:
+        """A step begins in which so many backward passes go through each stage."""
+        self.expected = sum(backwards[stage] for param in self.params for stage in self.arrivals[param])
+        if self.grad is None:
+            self.grad = torch.zeros(self.numel, dtype=self.exact, device=self.device)
+        else:
+            self.grad.zero_()
+
+    def main_grad(self, param: nn.Parameter) -> torch.Tensor:
+        return self.view(self.grad, param)
+
+    def ready(self, param: nn.Parameter) -> None:
+        self.expected -= 1
+        assert self.expected >= 0, f"{param.spec.name}: more backward passes than the step was begun with"
+        if self.expected == 0:
+            self.launch()
+
+    def launch(self) -> None:
+        self.pending = all_reduce(self.grad, self.group, async_op=True)
+
+    def finish(self) -> None:
+        """Wait for the sum over the data axis, then add up what other axes hold only terms of."""
+        assert self.expected == 0, f"{self.name} and {len(self.params) - 1} more wait for {self.expected} gradients"
+        self.pending.wait()
+        for start, stop, spec in self.spans:
+            for axis in spec.sums:
+                all_reduce(self.grad[start:stop], self.groups[axis])
+
+
+class DataParallel:
+    """The buckets of a model: `begin` before the first backward of a step, `finish` after the last.
+
+    chunks: this rank's stages. bucket_mb: neighbouring units share a bucket until it holds so many MB; 0: one a unit.
+    Afterwards the gradients, summed over all ranks and micro-batches, are in `bucket.grad`.
+    """
+
+    def __init__(self, chunks: Chunks, groups: Groups, bucket_mb: float = 25.0, make=Bucket):
+        stages: dict[nn.Parameter, list[int]] = {}
+        for stage, units in chunks.items():
+            for param in dict.fromkeys(param for unit in units for param in unit.parameters()):
+                stages.setdefault(param, []).append(stage)
+        self.buckets = [make(params, {param: stages[param] for param in params}, groups)
+                        for params in composition(chunks, bucket_mb)]
+
+    def begin(self, backwards: dict[int, int]) -> None:
+        """backwards: stage -> how many backward passes this step runs through it."""
+        for bucket in self.buckets:
+            bucket.begin(backwards)
+
+    def finish(self) -> None:
+        for bucket in sorted(self.buckets, key=lambda bucket: bucket.name):  # ranks may hold stages in another order
+            bucket.finish()
+
+
+def composition(chunks: Chunks, bucket_mb: float) -> list[list[nn.Parameter]]:
+    """Which parameters share a bucket: whole units of one stage, as long as the bucket is smaller than bucket_mb.
+
+    A parameter of several units or ranks (a tied table) is alone, so that its bucket is the same wherever it exists.
+    """
+    units = [unit for chunk in chunks.values() for unit in chunk]
+    owners = {param: sum(any(param is other for other in unit.parameters()) for unit in units)
+              for unit in units for param in unit.parameters()}
+    buckets, placed = [], set()
+    for chunk in chunks.values():
+        filling: dict[tuple, list[nn.Parameter]] = {}  # (data axis, dtype) -> the bucket that still takes units
+        for unit in chunk:
+            for param in unit.parameters():
+                if param in placed:
+                    continue
+                placed.add(param)
+                if owners[param] > 1 or "tie" in param.spec.along:
+                    buckets.append([param])
+                    continue
+                kind = param.spec.data, param.dtype
+                if kind not in filling:
+                    buckets.append(filling.setdefault(kind, []))
+                filling[kind].append(param)
+            for kind, params in list(filling.items()):
+                if sum(4 * param.numel() for param in params) >= bucket_mb * 1e6:
+                    del filling[kind]
+    return buckets

@@ -1,0 +1,114 @@
+"""How a grid is tried: what its ranks run, and what is put together from what they return.
+
+A grid is a command line. Its ranks train three steps in fp64 from the seed's weights on a fixed global batch with
+ragged masks, using the functions that train.py itself uses, and return every piece of every tensor they hold.
+"""
+import hashlib
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import config
+import param
+import train
+from data import MicroBatch, Samples
+
+# All dimensions differ, so that no two can be mistaken for each other. Clipping and weight decay are active.
+BASE = ("--layers 3 --hidden 40 --heads 8 --kv-heads 4 --head-dim 6 --ffn 56 --vocab 97 --seq 24 --global-batch 48 "
+        "--dtype fp64 --steps 3 --warmup 0 --lr-schedule constant --lr 0.01 --clip 0.2 --weight-decay 0.3 "
+        "--data " + __file__)
+STEPS = 3
+
+
+def settings_of(grid: str, world: int = 1) -> config.Config:
+    return config.parse(f"{BASE} {grid}".split(), world)
+
+
+def batches(settings: config.Config) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(tokens, labels) of the global batch of each step. Many labels are ignored, and all of some sequences."""
+    generator = torch.Generator().manual_seed(11)
+    shape = settings.batch.global_batch, settings.batch.seq + 1
+    out = []
+    for _ in range(STEPS):
+        window = torch.randint(settings.model.vocab, shape, generator=generator)
+        labels = window[:, 1:].clone()
+        labels[torch.rand(labels.shape, generator=generator) < torch.rand(shape[0], 1, generator=generator)] = -100
+        labels[:6] = -100  # on every grid, whole micro-batches have nothing to learn
+        out.append((window[:, :-1], labels))
+    return out
+
+
+class GivenSamples(Samples):
+    """Sample number i is row i of a given global batch; who reads which number is decided by the code under test."""
+
+    def __init__(self, tokens: torch.Tensor, labels: torch.Tensor):
+        self.tokens, self.labels = tokens, labels
+
+    def micro_batch(self, numbers: list[int]) -> MicroBatch:
+        return MicroBatch(self.tokens[numbers], self.labels[numbers])
+
+
+class Collectives(TorchDispatchMode):
+    """Writes down every collective of this rank, as (group, operation, shape, dtype)."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls: list[tuple] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            groups = [dist.ProcessGroup.unbox(a).group_name for a in args if isinstance(a, torch.ScriptObject)
+                      and a._type().name() == "ProcessGroup"]
+            tensors = [t for a in args for t in (a if isinstance(a, list) else [a]) if isinstance(t, torch.Tensor)]
+            self.calls.append((groups[0], function.overloadpacket.__name__, tuple(tensors[0].shape), tensors[0].dtype))
+        return function(*args, **kwargs or {})
+
+
+def run(grid: str) -> dict:
+    """One rank of a grid, also without any process group."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    settings = settings_of(grid, world)
+    groups = train.build_groups(settings.grid, torch.device("cpu"))
+    model, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float64)
+    out = dict(loss=[], norm=[], grads=[], square=[])
+    with Collectives() as collectives:
+        for tokens, labels in batches(settings):
+            share = GivenSamples(tokens, labels).step(0, settings.batch.global_batch, settings.batch.micro_batch,
+                                                      param.rank(groups["dp"]), param.size(groups["dp"]))
+            out["loss"].append(train.gradients(model, optimizer, share, groups).item())
+            out["grads"].append(pieces(optimizer, "grad"))
+            out["square"].append(sum(values.square().sum().item() for *_, owned, values in out["grads"][-1] if owned))
+            out["norm"].append(optimizer.step(settings.optim.lr).item())
+    out |= {name: pieces(optimizer, what) for name, what in (("params", "master"), ("m", "m"), ("v", "v"))}
+    out["visible"] = {(p.spec.name, str(p.box)): digest(p.detach()) for p in model.parameters()}
+    out["collectives"] = collectives.calls
+    return out
+
+
+def pieces(optimizer, what: str) -> list[tuple]:
+    """(name, shape, box, whether this rank owns it, values) of everything a rank holds of one kind."""
+    return [(p.spec.name, p.spec.shape, box, bucket.owns(p.spec), getattr(bucket, what)[place].clone().reshape(
+        param.shape_of(box))) for bucket in optimizer.buckets for p, box, place in bucket.pieces()]
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+
+
+def whole(ranks: list[list[tuple]]) -> dict[str, torch.Tensor]:
+    """Full tensors by name out of the pieces of all ranks. Every element must be owned by exactly one rank."""
+    full, owners = {}, {}
+    for name, shape, box, owned, values in (piece for rank in ranks for piece in rank):
+        if owned:
+            full.setdefault(name, torch.full(shape, torch.nan, dtype=values.dtype))[box] = values
+            owners.setdefault(name, torch.zeros(shape, dtype=torch.int))[box] += 1
+    wrong = {name: count.unique().tolist() for name, count in owners.items() if not (count == 1).all()}
+    assert not wrong, f"elements owned by another number of ranks than one: {wrong}"
+    return full
+
+
+def initial(settings: config.Config) -> dict[str, torch.Tensor]:
+    """The whole model's first weights by name."""
+    model = train.Llama(settings.model, {}, torch.float64)
+    return {p.spec.name: param.draw(settings.optim.seed)(p.spec, p.box).double() for p in model.parameters()}

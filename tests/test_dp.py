@@ -1,0 +1,194 @@
+"""Buckets: what is in them, when they are sent, how much is sent."""
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import config
+import grids
+import param
+import train
+from dp import Bucket, DataParallel, composition, naive
+from model import Llama
+from param import Spec, parameter
+
+ALONE = {"world": None, "dp": None}
+
+
+class Unit(nn.Module):
+    """A unit of parameters with these specs."""
+
+    def __init__(self, *specs: Spec, groups=ALONE, dtype=torch.float64):
+        super().__init__()
+        self.weights = nn.ParameterList(parameter(spec, groups, dtype) for spec in specs)
+
+
+def names(buckets: list[list[nn.Parameter]]) -> list[list[str]]:
+    return [[p.spec.name for p in bucket] for bucket in buckets]
+
+
+def test_whole_units_share_a_bucket_until_it_is_large_enough():
+    units = [Unit(Spec(f"{i}.a", (100, 100)), Spec(f"{i}.b", (100,))) for i in range(5)]  # 40.4 kB each, in fp32
+    assert names(composition({0: units}, 0)) == [[f"{i}.a", f"{i}.b"] for i in range(5)]
+    pairs = [["0.a", "0.b", "1.a", "1.b"], ["2.a", "2.b", "3.a", "3.b"], ["4.a", "4.b"]]
+    assert names(composition({0: units}, 0.05)) == pairs
+    assert len(composition({0: units}, 25)) == 1
+    assert len(composition({0: units[:2], 1: units[2:]}, 25)) == 2, "stages never share a bucket"
+
+
+def test_what_is_shared_or_different_is_apart():
+    table = Spec("table", (7, 3))
+    first = Unit(table, Spec("a", (3,)))
+    last = Unit(Spec("b", (3,)), Spec("expert", (4, 3), {"ep": 0}, "edp"), Spec("twin", (2, 3), {"tie": "sum"}),
+                groups=ALONE | {"ep": None, "edp": None})
+    last.weights.append(first.weights[0])
+    assert names(composition({0: [first, last]}, 25)) == [["table"], ["a", "b"], ["expert"], ["twin"]]
+    mixed = Unit(Spec("wide", (3,))), Unit(Spec("narrow", (3,)), dtype=torch.bfloat16)
+    assert names(composition({0: list(mixed)}, 25)) == [["wide"], ["narrow"]]
+
+
+def test_parameters_treated_alike_are_one_span_and_neighbours_stay_neighbours():
+    groups = ALONE | {"tp": None}
+    unit = Unit(Spec("norm", (4,), {"tp": "sum"}, decay=False), Spec("wq", (8, 4)), Spec("bias", (5,), decay=False),
+                Spec("wk", (2, 4)), Spec("wv", (2, 4)), Spec("router", (3, 4), {"tp": "sum"}), groups=groups)
+    bucket = Bucket(list(unit.weights), {p: [0] for p in unit.weights}, groups)
+    assert [p.spec.name for p in bucket.params] == ["wq", "wk", "wv", "bias", "router", "norm"]
+    assert [(start, stop) for start, stop, _ in bucket.spans] == [(0, 48), (48, 53), (53, 65), (65, 69)]
+    bucket.begin({0: 1})
+    wq, wk, wv = (bucket.main_grad(p) for p in bucket.params[:3])
+    assert param.stacked([wq, wk, wv]).shape == (12, 4)
+
+
+# ---- what a step sends ----------------------------------------------------------------------------------------------
+
+def elements_sent(flags: str) -> tuple[int, int, float, list[str]]:
+    """Of one step: gradient reductions, parameters, elements a rank sends for them, the names of all collectives."""
+    world = dist.get_world_size()
+    settings = grids.settings_of(flags, world)
+    groups = train.build_groups(settings.grid, torch.device("cpu"))
+    model, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float64)
+    tokens, labels = grids.batches(settings)[0]
+    share = grids.GivenSamples(tokens, labels).step(0, 48, settings.batch.micro_batch, dist.get_rank(), world)
+    train.collectives.sent.clear()
+    with grids.Collectives() as seen:
+        train.gradients(model, optimizer, share, groups)
+    sizes = [torch.Size(shape).numel() for _, name, shape, _ in seen.calls if name == "allreduce_"]
+    gradients = [count for count in sizes if count > 1]
+    sent = sum(gradients) * 2 * (world - 1) / world
+    counted = train.collectives.sent[groups["dp"]] / 8 - 2 * 2 * (world - 1) / world  # less token count and loss
+    assert abs(counted - sent) <= len(sizes), "the bytes in the metrics are those that were dispatched, rounded down"
+    return len(gradients), sum(p.numel() for p in model.parameters()), sent, [name for _, name, _, _ in seen.calls]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_step_sends_2P_once_whatever_the_micro_batches(pool, ranks, accumulated):
+    flags = f"--micro-batch {48 // ranks // accumulated} --bucket-mb 0 --ffn 53"  # sizes no number of ranks divides
+    for reductions, parameters, sent, calls in pool.run(ranks, "test_dp:elements_sent", flags=flags):
+        assert reductions == 5, "embedding, three blocks, head"
+        assert sent == 2 * parameters * (ranks - 1) / ranks
+        assert set(calls) == {"allreduce_"}
+
+
+def order_of_events() -> list[str]:
+    """Gradients as they arrive and reductions as they are started, in one step of two micro-batches."""
+    groups = {"world": dist.group.WORLD, "dp": dist.group.WORLD}
+    events = []
+
+    class Told(Bucket):
+        def ready(self, param):
+            events.append(param.spec.name)
+            super().ready(param)
+
+        def launch(self):
+            events.append(f"send {self.name}")
+            super().launch()
+
+        def finish(self):
+            events.append("finish")
+            super().finish()
+
+    specs = [Spec(f"layers.{i}", (4, 4)) for i in range(3)]
+    units = [Unit(spec) for spec in specs]
+    replicas = DataParallel({0: units}, groups, 0, Told)
+    for unit in units:
+        unit.weights[0].data = torch.eye(4, dtype=torch.float64)
+    replicas.begin({0: 2})
+    for _ in range(2):
+        x = torch.ones(4, dtype=torch.float64)
+        for unit in units:
+            x = unit.weights[0] @ x
+        x.sum().backward()
+    replicas.finish()
+    return events
+
+
+def test_a_bucket_is_sent_by_its_last_gradient_before_backward_ends(pool):
+    for events in pool.run(2, "test_dp:order_of_events"):
+        assert events == ["layers.2", "layers.1", "layers.0",
+                          "layers.2", "send layers.2", "layers.1", "send layers.1", "layers.0", "send layers.0",
+                          "finish", "finish", "finish"]
+
+
+def ways_to_sum() -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of a Llama summed naively, and by buckets, of this rank's own loss."""
+    groups = {"world": dist.group.WORLD, "dp": dist.group.WORLD}
+    model = config.parse("--layers 2 --hidden 24 --heads 3 --kv-heads 1 --ffn 20".split()).model
+    tokens = torch.randint(257, (2, 8), generator=torch.Generator().manual_seed(dist.get_rank()))
+    sums = []
+    for bucketed in (False, True):
+        llama = Llama(model, groups, torch.float64)
+        for p in llama.parameters():
+            p.data = param.draw(0)(p.spec, p.box).double() * 10
+        if bucketed:
+            replicas = DataParallel({0: llama.units()}, groups, 0.01)
+            replicas.begin({0: 1})
+        train.cross_entropy(llama(tokens), tokens).backward()
+        if bucketed:
+            replicas.finish()
+            sums.append(torch.cat([p.sink.main_grad(p).flatten() for p in llama.parameters()]))
+        else:
+            naive(llama.parameters(), dist.group.WORLD)
+            sums.append(torch.cat([p.grad.flatten() for p in llama.parameters()]))
+    return tuple(sums)
+
+
+def test_buckets_sum_what_naive_data_parallelism_sums(pool):
+    for one_by_one, bucketed in pool.run(3, "test_dp:ways_to_sum"):
+        assert (one_by_one - bucketed).abs().max() < 1e-12 * bucketed.abs().max()
+
+
+def sums_over_other_axes() -> dict[str, float]:
+    """A 2 x 2 grid (dp, tp), where the ranks' gradients of all parameters are 1, 10, 100, 1000: what each ends with."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    groups = {"world": dist.group.WORLD, "dp": mesh.get_group("dp"), "tp": mesh.get_group("tp")}
+    unit = Unit(Spec("cut", (4, 1), {"tp": 0}), Spec("copy", (3,), {"tp": "copy"}), Spec("sum", (3,), {"tp": "sum"}),
+                groups=groups)
+    replicas = DataParallel({0: [unit]}, groups)
+    for p in unit.weights:
+        p.data = torch.ones(p.shape, dtype=torch.float64)
+    replicas.begin({0: 1})
+    (sum(p.sum() for p in unit.weights) * 10 ** dist.get_rank()).backward()
+    replicas.finish()
+    return {p.spec.name: p.sink.main_grad(p).unique().tolist() for p in unit.weights}
+
+
+def test_terms_are_summed_over_their_axis_and_copies_are_not(pool):
+    for rank, gradients in enumerate(pool.run(4, "test_dp:sums_over_other_axes")):
+        over_dp = [101.0] if rank % 2 == 0 else [1010.0]  # ranks 0, 2 and ranks 1, 3
+        assert gradients == {"cut": over_dp, "copy": over_dp, "sum": [1111.0]}
+
+
+def test_a_gradient_too_few_or_too_many_is_noticed():
+    unit = Unit(Spec("a", (3,)), Spec("b", (3,)))
+    replicas = DataParallel({0: [unit]}, ALONE)
+    for p in unit.weights:
+        p.data = torch.ones(3, dtype=torch.float64)
+    replicas.begin({0: 1})
+    unit.weights[0].sum().backward()
+    with pytest.raises(AssertionError, match="a and 1 more wait for 1 gradients"):
+        replicas.finish()
+    unit.weights[1].sum().backward()
+    replicas.finish()
+    with pytest.raises(AssertionError, match="more backward passes than the step was begun with"):
+        unit.weights[1].sum().backward()

@@ -1,0 +1,134 @@
+"""Every grid is equal to one process: all gradients, the norm, and what three optimizer steps make of everything.
+
+A new grid is one more line in GRIDS: (ranks, flags).
+"""
+from functools import cache
+
+import pytest
+import torch
+
+import grids
+import reference
+
+GRIDS = [
+    (1, "--micro-batch 8"),
+    (1, "--micro-batch 3 --tied"),
+    (2, "--micro-batch 6"),
+    (2, "--micro-batch 3 --bucket-mb 0"),
+    (2, "--micro-batch 6 --tied --bucket-mb 0.05"),
+    (2, "--micro-batch 6 --qk-norm --qkv-bias"),
+    (2, "--micro-batch 4 --optimizer sgd --tied"),
+    (2, "--micro-batch 6 --attention math --clip 0"),
+    (3, "--micro-batch 4 --bucket-mb 0"),
+    (4, "--micro-batch 6 --tied --bucket-mb 0"),
+    (4, "--micro-batch 3 --optimizer sgd"),
+    (4, "--micro-batch 2 --qk-norm --tied --bucket-mb 0.1"),
+    (8, "--micro-batch 3"),
+    (8, "--micro-batch 2 --tied --bucket-mb 0"),
+]
+NOT_THE_MODEL = ("--micro-batch", "--bucket-mb", "--attention")  # flags that must not change a result
+
+
+@cache
+def truth(flags: str) -> dict:
+    """What the reference makes of the model and optimizer that the flags ask for."""
+    settings = grids.settings_of(flags)
+    return reference.train(grids.initial(settings), grids.batches(settings), settings.model, settings.optim)
+
+
+def model_flags(grid: str) -> str:
+    words = grid.split()
+    for name in NOT_THE_MODEL:
+        if name in words:
+            del words[words.index(name):words.index(name) + 2]
+    return " ".join(words)
+
+
+def compare(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: str) -> None:
+    """Every tensor by name, to 1e-10 of its largest element. A parameter that was never compared is a failure."""
+    assert got.keys() == want.keys(), f"{what}: compared {sorted(got)}, and there are {sorted(want)}"
+    for name, tensor in want.items():
+        error = (got[name] - tensor).abs().max() / tensor.abs().max()
+        assert error < 1e-10, f"{what} of {name} differs by {error:.1e} of its largest element"  # a NaN fails, too
+
+
+@pytest.mark.parametrize("ranks, grid", GRIDS, ids=[f"{ranks} ranks {grid}" for ranks, grid in GRIDS])
+def test_a_grid_equals_one_process(pool, ranks, grid):
+    results, want = pool.run(ranks, "grids:run", grid=grid), truth(model_flags(grid))
+    for step in range(grids.STEPS):
+        for result in results:
+            assert result["loss"][step] == pytest.approx(want["loss"][step], rel=1e-11)
+            assert result["norm"][step] == pytest.approx(want["norm"][step], rel=1e-11)
+        owned = sum(result["square"][step] for result in results)
+        assert owned == pytest.approx(want["norm"][step] ** 2, rel=1e-11), "squares of the owned parts (H3)"
+        grads = grids.whole([result["grads"][step] for result in results])
+        compare(grads, want["grads"][step], f"step {step}: gradient")
+    for what in ("params", "m", "v"):
+        if what in want:
+            compare(grids.whole([result[what] for result in results]), want[what], what)
+    check_replicas(results)
+    check_collectives(results)
+
+
+def check_replicas(results: list[dict]) -> None:
+    """H2: whoever holds the same part of a parameter holds the same bits."""
+    first = {}
+    for rank, result in enumerate(results):
+        for place, bits in result["visible"].items():
+            assert first.setdefault(place, bits) == bits, f"rank {rank} has other bits in {place}"
+
+
+def check_collectives(results: list[dict]) -> None:
+    """H4: every rank of a group issued the same collectives in the same order."""
+    first = {}
+    for rank, result in enumerate(results):
+        for group in {call[0] for call in result["collectives"]}:
+            calls = [call for call in result["collectives"] if call[0] == group]
+            assert first.setdefault(group, calls) == calls, f"rank {rank} called group {group} differently"
+
+
+def test_clipping_and_masks_are_active():
+    """What would make the comparisons above too easy."""
+    settings, want = grids.settings_of(""), truth("")
+    assert min(want["norm"]) > 1.5 * settings.optim.clip
+    for _, labels in grids.batches(settings):
+        ignored = (labels < 0).double().mean(1)
+        assert (ignored == 1).any() and ((0 < ignored) & (ignored < 1)).any()
+
+
+def test_a_process_group_of_one_rank_changes_nothing(pool):
+    """H6, to the bit: an axis of size 1 is no axis."""
+    grid = "--micro-batch 8 --tied"
+    (with_group,), without = pool.run(1, "grids:run", grid=grid), grids.run(grid)
+    for what in ("params", "m", "v"):
+        a, b = grids.whole([with_group[what]]), grids.whole([without[what]])
+        assert all(torch.equal(a[name], b[name]) for name in a)
+    assert with_group["loss"] == without["loss"]
+    assert with_group["norm"] == without["norm"]
+
+
+def test_a_second_run_gives_the_same_bits(pool):
+    first, second = (pool.run(4, "grids:run", grid="--micro-batch 3 --bucket-mb 0") for _ in range(2))
+    assert [r["visible"] for r in first] == [r["visible"] for r in second]
+    assert [r["norm"] for r in first] == [r["norm"] for r in second]
+
+
+def test_nothing_is_computed_below_fp64():
+    below = set()
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **kwargs or {})
+            for tensor in torch.utils._pytree.tree_leaves(out):
+                if isinstance(tensor, torch.Tensor) and tensor.dtype in (torch.float32, torch.bfloat16) and tensor.ndim:
+                    below.add(f"{function} -> {tensor.dtype} {tuple(tensor.shape)}")
+            return out
+
+    settings = grids.settings_of("--micro-batch 24 --qk-norm --qkv-bias")
+    model, optimizer = grids.train.build(settings, {"world": None, "dp": None}, torch.device("cpu"), torch.float64)
+    tokens, labels = grids.batches(settings)[0]
+    with Watch():
+        grids.train.gradients(model, optimizer, grids.GivenSamples(tokens, labels).step(0, 48, 24, 0, 1),
+                              {"world": None, "dp": None})
+        optimizer.step(0.01)
+    assert not below

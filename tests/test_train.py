@@ -1,0 +1,124 @@
+"""The program as its users start it: what it prints, writes and refuses, and that it learns."""
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import config
+import train
+
+ROOT = os.path.dirname(config.__file__)
+SMALL = "--layers 2 --hidden 32 --heads 2 --ffn 48 --seq 32 --warmup 2"
+
+
+def start(flags: str, ranks: int = 0) -> subprocess.CompletedProcess:
+    """`python train.py`, or torchrun with so many ranks."""
+    how = f"-m torch.distributed.run --nproc_per_node={ranks} " if ranks else ""
+    return subprocess.run([sys.executable, *f"{how}train.py {SMALL} {flags}".split()], cwd=ROOT, capture_output=True,
+                          text=True, timeout=120)
+
+
+def metrics(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run_says_what_it_does_and_learns(tmp_path):
+    done = start(f"--steps 60 --lr 0.01 --metrics {tmp_path / 'm.jsonl'} --sample import")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("device  cpu (there is no GPU here), one process, no process group, fp32")
+    assert lines[1].startswith("grid    dp 1: ")
+    assert lines[2] == "batch   global batch 16 = micro 16 x accum 1 x dp 1; 512 tokens a step"
+    assert lines[3].startswith("model   tiny: 34,016 parameters; a rank needs about ")
+    assert lines[4].startswith("data    ")
+    assert lines[5].startswith("trained 60 steps on 30,720 tokens: loss ")
+    assert lines[6].startswith("import")
+    assert "60/60" in done.stderr  # the progress bar
+
+    records = metrics(tmp_path / "m.jsonl")
+    assert [record["step"] for record in records] == list(range(60))
+    assert [record["tokens"] for record in records] == [512 * (i + 1) for i in range(60)]
+    assert records[0]["loss"] == pytest.approx(5.55, abs=0.05) and records[-1]["loss"] < 4
+    assert set(records[0]) == {"step", "tokens", "loss", "grad_norm", "lr", "step_s", "tokens_per_s",
+                               "tokens_per_s_per_gpu", "mfu", "mfu_causal", "hfu", "memory_gb", "comm_gb", "skipped"}
+    assert records[0]["mfu"] is None and records[0]["comm_gb"] == {"dp": 0}  # a CPU has no peak to be compared with
+    assert records[5]["tokens_per_s"] == pytest.approx(512 / records[5]["step_s"])
+
+
+def test_ranks_and_micro_batches_train_the_same_model(tmp_path):
+    runs = [("--dtype fp64 --micro-batch 4", 0), ("--dtype fp64", 1), ("--dtype fp64 --micro-batch 2", 4)]
+    losses = []
+    for i, (flags, ranks) in enumerate(runs):
+        done = start(f"--steps 4 --metrics {tmp_path / str(i)} --doc-mask {flags}", ranks)
+        assert done.returncode == 0, done.stderr
+        losses.append([(record["loss"], record["grad_norm"]) for record in metrics(tmp_path / str(i))])
+    for other in losses[1:]:
+        for (loss, norm), (want, want_norm) in zip(other, losses[0]):
+            assert loss == pytest.approx(want, rel=1e-12) and norm == pytest.approx(want_norm, rel=1e-10)
+    sent = metrics(tmp_path / "2")[0]["comm_gb"]["dp"] * 1e9
+    assert sent == pytest.approx(2 * 3 / 4 * 34016 * 8, rel=1e-3)  # gradients in fp64; the rest is a few scalars
+
+
+def test_bf16_and_evaluation_and_ramp(tmp_path):
+    text = tmp_path / "unseen.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 100)
+    done = start(f"--steps 6 --dtype bf16 --metrics {tmp_path / 'm.jsonl'} --batch-ramp 8@0,16@1000 --sample= "
+                 f"--val-data {text} --eval-every 4 --eval-steps 2 --attention math")
+    assert done.returncode == 0, done.stderr
+    assert "global batch 8 = micro 8 x accum 1 x dp 1; 256 tokens a step; ramp 8@0,16@1000" in done.stdout
+    records = metrics(tmp_path / "m.jsonl")
+    assert [record["tokens"] for record in records] == [256, 512, 768, 1024, 1536, 2048]
+    assert [i for i, record in enumerate(records) if "val_loss" in record] == [3, 5]
+    assert 3 < records[5]["val_loss"] < 6 and "step 5: validation loss" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("trained 6 steps")  # no sample was asked for
+
+
+def test_a_rank_that_fails_takes_the_job_down_and_says_where(tmp_path):
+    import numpy as np
+    tokens = np.zeros(4000, np.uint16)
+    tokens[2000:2032] = 9999  # one of the samples holds tokens that the vocabulary lacks
+    np.save(tmp_path / "tokens.npy", tokens)
+    done = start(f"--data {tmp_path / 'tokens.npy'} --steps 20 --vocab 300 --timeout 30", ranks=2)
+    assert done.returncode != 0
+    assert "failed in step " in done.stderr and "tokens.npy: holds a token outside 0..299" in done.stderr
+
+
+def test_fewer_gpus_than_ranks_is_an_error_and_none_is_not(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    for gpus, asked, want in ((0, "auto", "cpu"), (0, "cpu", "cpu"), (2, "cpu", "cpu"), (4, "auto", "cuda:3")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert str(train.choose_device(asked)[0]) == want
+    assert train.peak_flops(torch.device("cuda", 0)) == 989e12
+    for gpus, asked, says in ((2, "auto", "4 ranks on this machine and 2 GPUs: use --nproc_per_node=2 or --device cpu"),
+                              (0, "cuda", "--device cuda: 4 ranks on this machine and 0 GPUs: use --device cpu")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        with pytest.raises(ValueError, match=says):
+            train.choose_device(asked)
+
+
+@pytest.mark.parametrize("schedule, halfway", [("cosine", 0.55), ("wsd", 1.0), ("constant", 1.0)])
+def test_learning_rate_schedules(schedule, halfway):
+    optim = config.parse(f"--lr 1 --min-lr 0.1 --warmup 10 --steps 110 --lr-schedule {schedule}".split()).optim
+    rates = [train.learning_rate(step, optim) for step in range(110)]
+    assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
+    assert rates[59] == pytest.approx(halfway)  # half of what follows the warmup
+    assert rates[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1)
+    assert all(a >= b for a, b in zip(rates[9:], rates[10:]))
+    if schedule == "wsd":
+        assert [rate for rate in rates[10:] if rate == 1] == [1.0] * 78  # the last fifth of 110 steps falls
+        assert rates[98] == pytest.approx(0.1 + 0.9 * 11 / 22)
+
+
+def test_the_batch_grows_with_the_tokens_seen():
+    ramp = config.ramp(config.parse("--batch-ramp 16@0,32@1e3,64@5000".split()).batch)
+    seen = 0, 999, 1000, 4999, 5000, 10**9
+    assert [train.sequences_at(tokens, ramp) for tokens in seen] == [16, 16, 32, 32, 64, 64]
+
+
+def test_numbers_that_are_not_finite_become_null():
+    assert train.as_json(dict(loss=float("nan"), norm=0.1, n=3)) == '{"loss": null, "norm": 0.1, "n": 3}'
