@@ -12,9 +12,13 @@ What a rank sends for x, which is `bytes` long and belongs to n ranks, by the ri
     all_gather         (n-1)   bytes       x is the shard
     all_to_all                 bytes less what stays here
 
-`sent[group]` adds them up. A group of None or of one rank is the identity and sends nothing.
+`sent` adds them up by the name of the group. A group of None or of one rank is the identity and sends nothing.
 """
+import datetime
+import gc
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -24,7 +28,7 @@ from param import rank, size
 Group = dist.ProcessGroup | None
 SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 
-sent: Counter[Group] = Counter()  # bytes this rank sent, by group
+sent: Counter[str] = Counter()  # bytes by `name(group)`; the group itself must not outlive the run in a global
 
 # torch 2.13 warns at the old names, torch 2.11 has no others.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -43,12 +47,26 @@ class Pending:
         self.work, self.tensors = None, ()
 
 
+@contextmanager
+def world(backend: str, timeout_s: float = 600) -> Iterator[dist.ProcessGroup]:
+    """The group of all ranks that torchrun started, for the body of a `with`, which should be one call.
+
+    A gloo group that is still referred to when the interpreter ends aborts the process. Buckets and parameters refer to
+    each other and to groups, so the collector has to run once the body's own variables are gone.
+    """
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+    yield dist.group.WORLD
+    dist.barrier()
+    dist.destroy_process_group()
+    gc.collect()
+
+
 def all_reduce(x: torch.Tensor, group: Group, op=SUM, async_op: bool = False) -> Pending:
     """Replace x, any shape, by its sum (or maximum) over the ranks of the group."""
     if size(group) == 1:
         return Pending(None)
     assert x.is_contiguous(), "the result would be written to a copy"
-    sent[group] += 2 * nbytes(x) * (size(group) - 1) // size(group)
+    sent[name(group)] += 2 * nbytes(x) * (size(group) - 1) // size(group)
     return started(dist.all_reduce(x, op, group=group, async_op=async_op), x)
 
 
@@ -58,7 +76,7 @@ def all_gather(out: torch.Tensor, x: torch.Tensor, group: Group, async_op: bool 
         out.copy_(x)
         return Pending(None)
     assert x.is_contiguous() and out.is_contiguous()
-    sent[group] += nbytes(x) * (size(group) - 1)
+    sent[name(group)] += nbytes(x) * (size(group) - 1)
     return started(_all_gather(out, x, group=group, async_op=async_op), out, x)
 
 
@@ -68,7 +86,7 @@ def reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: Group, async_op: b
         out.copy_(x)
         return Pending(None)
     assert x.is_contiguous() and out.is_contiguous()
-    sent[group] += nbytes(x) * (size(group) - 1) // size(group)
+    sent[name(group)] += nbytes(x) * (size(group) - 1) // size(group)
     return started(_reduce_scatter(out, x, group=group, async_op=async_op), out, x)
 
 
@@ -79,8 +97,12 @@ def all_to_all(out: torch.Tensor, x: torch.Tensor, received: list[int], given: l
         out.copy_(x)
         return Pending(None)
     assert x.is_contiguous() and out.is_contiguous()
-    sent[group] += nbytes(x) - nbytes(x[:given[rank(group)]])
+    sent[name(group)] += nbytes(x) - nbytes(x[:given[rank(group)]])
     return started(dist.all_to_all_single(out, x, received, given, group=group, async_op=async_op), out, x)
+
+
+def name(group: Group) -> str:
+    return "" if group is None else group.group_name
 
 
 def nbytes(x: torch.Tensor) -> int:

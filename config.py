@@ -105,7 +105,7 @@ class Optim:
     lr_schedule: str = setting("cosine", "after the warmup; wsd: constant, then linear over the last fifth",
                                ("cosine", "wsd", "constant"))
     min_lr: float = setting(-1.0, "learning rate of the last step; -1: lr / 10")
-    warmup: int = setting(20, "steps of linear warmup")
+    warmup: int = setting(-1, "steps of linear warmup; -1: 20, or a tenth of a shorter run")
     weight_decay: float = setting(0.1, "decoupled decay of matrices; norms and biases are not decayed")
     betas: tuple = setting((0.9, 0.95), "AdamW's averages of the gradient and of its square")
     clip: float = setting(1.0, "largest norm of the whole gradient; 0: no clipping")
@@ -243,7 +243,7 @@ def refuse(error: ValueError) -> None:
         print(f"train.py: {error}", file=sys.stderr, flush=True)
     else:
         time.sleep(2)
-    sys.exit(2)
+    os._exit(2)  # at once: process groups may exist, and other ranks be gone
 
 
 # ---- what can run, and what 0 and -1 stand for ----------------------------------------------------------------------
@@ -327,12 +327,15 @@ def check_batch(batch: Batch, grid: Grid) -> None:
 
 def check_optim(optim: Optim, model: Model) -> None:
     need_positive(optim, "steps")
-    need_not_negative(optim, "lr", "warmup", "weight_decay", "clip", "seed")
+    need_not_negative(optim, "lr", "weight_decay", "clip", "seed")
     if optim.lr == 0:
         optim.lr = min(1.2 / model.hidden, 2e-3)
     if optim.min_lr == -1:
         optim.min_lr = optim.lr / 10
     need(0 <= optim.min_lr <= optim.lr, f"--min-lr {optim.min_lr}: must lie between 0 and --lr {optim.lr}")
+    if optim.warmup == -1:
+        optim.warmup = min(20, optim.steps // 10)
+    need_not_negative(optim, "warmup")
     need(optim.warmup <= optim.steps, f"--warmup {optim.warmup} is longer than the run: --steps {optim.steps}")
     need(all(0 <= beta < 1 for beta in optim.betas), f"--betas {optim.betas}: each must be at least 0 and below 1")
 

@@ -33,8 +33,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from collectives import Pending, all_reduce
-from param import Groups, Spec, watch
+from collectives import Pending, all_reduce, name, sent, world
+from param import Groups, Spec, draw, main_grad, parameter, rank, size, watch
 
 Chunks = dict[int, list[nn.Module]]  # this rank's pipeline stages by number, each a list of units in forward order
 
@@ -162,3 +162,85 @@ def composition(chunks: Chunks, bucket_mb: float) -> list[list[nn.Parameter]]:
                 if sum(4 * param.numel() for param in params) >= bucket_mb * 1e6:
                     del filling[kind]
     return buckets
+
+
+# ---- demo: torchrun --nproc_per_node=4 dp.py ------------------------------------------------------------------------
+
+class Layer(nn.Module):
+    def __init__(self, number: int, groups: Groups, width: int = 64):
+        super().__init__()
+        self.weight = parameter(Spec(str(number), (width, width), std=width ** -0.5), groups, torch.float64)
+        self.weight.data = draw(0)(self.weight.spec, self.weight.box).double()
+
+    def forward(self, x):
+        return torch.tanh(x @ self.weight.T)
+
+
+def order_of_events(way: str, layers_a_bucket: int, x: torch.Tensor, groups: Groups) -> tuple[list[str], torch.Tensor]:
+    """What this rank does in one step on a model of six layers, and the summed gradients."""
+    layers, events = [Layer(number, groups) for number in range(1, 7)], []
+    params = [layer.weight for layer in layers]
+
+    class Told(Bucket):
+        def ready(self, param):
+            events.append(f"g{param.spec.name}")
+            super().ready(param)
+
+        def launch(self):
+            events.append("R" + "".join(param.spec.name for param in reversed(self.params)))
+            super().launch()
+
+    if way == "naive":
+        for param in params:
+            param.register_post_accumulate_grad_hook(lambda param: events.append(f"g{param.spec.name}"))
+        nn.Sequential(*layers)(x).square().sum().backward()
+        for param in reversed(params):
+            events.append(f"R{param.spec.name}")
+            naive([param], groups["dp"])
+    else:
+        megabytes = layers_a_bucket * 4 * params[0].numel() / 1e6
+        replicas = DataParallel({0: layers}, groups, megabytes, Told)
+        replicas.begin({0: 1})
+        nn.Sequential(*layers)(x).square().sum().backward()
+        replicas.finish()
+    return events, torch.stack([main_grad(param) for param in params])
+
+
+def of_averages(x: torch.Tensor, group) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of the mean loss of all valid tokens, and that of the mean over tokens, micro-batches, then ranks.
+
+    Rank r has r + 1 valid tokens in its first micro-batch and 8 in its second.
+    """
+    inputs, target = (x[:rank(group) + 1], x), x.flip(1)
+    valid = torch.tensor(float(sum(len(part) for part in inputs)))
+    all_reduce(valid, group)
+    layers = Layer(1, {}), Layer(1, {})
+    for part in inputs:
+        losses = [(layer(part) - target[:len(part)]).square().sum(1) for layer in layers]
+        (losses[0].sum() / valid).backward()
+        (losses[1].mean() / len(inputs) / size(group)).backward()
+    for layer in layers:
+        naive(layer.parameters(), group)
+    return layers[0].weight.grad, layers[1].weight.grad
+
+
+def demo(group) -> None:
+    groups: Groups = {"dp": group}
+    x = torch.randn(8, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(rank(groups["dp"])))
+    lines, sums = ["What a rank does in a step (g: a layer's gradient is there, R: its reduction starts):", ""], []
+    for way, layers_a_bucket in ("naive", 0), ("per parameter", 0), ("bucketed", 3):
+        sent.clear()
+        events, grads = order_of_events(way, layers_a_bucket, x, groups)
+        sums.append(grads)
+        lines.append(f"    {way:15s} {' '.join(events):42s} sends {sent[name(group)]:,} bytes")
+    assert torch.allclose(sums[0], sums[1]) and torch.allclose(sums[0], sums[2])
+    exact, averaged = of_averages(x, group)
+    off = (averaged - exact).norm() / exact.norm()
+    lines += ["", f"Averaging averages, with 1 to 8 valid tokens a micro-batch, puts the gradient {off:.0%} off."]
+    if rank(group) == 0:
+        print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    with world("gloo") as group:
+        demo(group)

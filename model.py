@@ -96,19 +96,41 @@ class Norm(Function):
         scale = torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, scale)
         ctx.weight = weight
-        return (exact * scale * weight).to(x.dtype)
+        return (exact * scale).mul_(weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx, grad):
         x, scale = ctx.saved_tensors
-        normal, g = x.detach() * scale, grad * scale  # of the statistics' dtype
-        accumulate_grad(ctx.weight, lambda out: out.add_((grad * normal).flatten(0, -2).sum(0)), defer=False)
-        g = g * ctx.weight
-        return (g - normal * (g * normal).mean(-1, keepdim=True)).to(x.dtype), None, None
+        normal = x.detach() * scale  # in the dtype of the statistics, as all that follows
+        weight, share = ctx.weight.to(scale.dtype), grad * normal
+        accumulate_grad(ctx.weight, lambda out: out.add_(share.flatten(0, -2).sum(0)), defer=False)
+        along = (share @ weight)[..., None] / x.shape[-1]  # how far the gradient points along the normalised x
+        return (grad * weight).addcmul_(normal, along, value=-1).mul_(scale).to(x.dtype), None, None
 
 
 def norm(x: torch.Tensor, weight: nn.Parameter, eps: float) -> torch.Tensor:
     return Norm.apply(x, weight, eps)
+
+
+class SwiGLU(Function):
+    """silu(gate) * up (Shazeer 2020), gate and up side by side in x [..., 2 ffn]. Keeps x alone."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, = ctx.saved_tensors
+        gate, up = x.chunk(2, -1)
+        dx = torch.empty_like(x)
+        dgate, dup = dx.chunk(2, -1)
+        torch.ops.aten.silu.out(gate, out=dup).mul_(grad)
+        torch.mul(grad, up, out=dgate)
+        torch.ops.aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
+        return dx
 
 
 class Rotate(Function):
@@ -127,7 +149,11 @@ class Rotate(Function):
 
 def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     a, b = x.to(cos.dtype).chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+    out = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
+    left, right = out.chunk(2, -1)
+    torch.mul(a, cos, out=left).addcmul_(b, sin, value=-1)
+    torch.mul(b, cos, out=right).addcmul_(a, sin)
+    return out.to(x.dtype)
 
 
 def angles(positions: torch.Tensor, model: config.Model, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -223,8 +249,7 @@ class FeedForward(nn.Module):
         self.w_down = make(Spec(name + "w_down", (H, ffn), std=0.02 / (2 * model.layers) ** 0.5))
 
     def forward(self, x):  # B S H -> B S H
-        gate, up = linear(x, self.w_gate, self.w_up).split([len(self.w_gate), len(self.w_up)], -1)
-        return linear(F.silu(gate) * up, self.w_down)
+        return linear(SwiGLU.apply(linear(x, self.w_gate, self.w_up)), self.w_down)
 
 
 class Block(nn.Module):
@@ -354,7 +379,7 @@ def activation_bytes(model: config.Model, micro_batch: int, seq: int, dtype: tor
     block = (4 * H  # what each of two norms takes and gives
              + (N + 2 * K) + (N + K)  # q, k, v in one tensor; q and k turned
              + N  # the attention's output
-             + 4 * model.ffn)  # gate and up in one tensor, silu(gate), their product
+             + 3 * model.ffn)  # gate and up in one tensor, what SwiGLU makes of them
     head = 2 * H
     exact = model.layers * (2 + model.heads) + 1 + V  # statistics of norms and attention; logarithms of probabilities
     return micro_batch * seq * ((model.layers * block + head) * dtype.itemsize + exact * at_least_fp32(dtype).itemsize)

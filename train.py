@@ -11,7 +11,6 @@ if __name__ == "__main__":
 
     settings = config.from_command_line()  # before torch is imported, so that a wrong flag is answered at once
 
-import datetime
 import json
 import math
 import os
@@ -19,6 +18,7 @@ import resource
 import sys
 import time
 import traceback
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from model import IGNORED, Llama, activation_bytes, cross_entropy, flops_per_tok
 from param import Groups, draw, rank, size
 from zero import Optimizer
 
+BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 # Peak dense bf16 TFLOP/s by the name the driver gives; the first that the name contains. Vendors' data sheets.
@@ -182,27 +183,22 @@ class Progress:
     step = 0
 
 
-def train(settings: config.Config, progress: Progress) -> None:
+def train(settings: config.Config, device: torch.device, why: str, progress: Progress) -> None:
     batch, optim, data, run = settings.batch, settings.optim, settings.data, settings.run
-    device, why = choose_device(run.device)
     if settings.precision.dtype == "auto":
         settings.precision.dtype = "bf16" if device.type == "cuda" else "fp32"
     dtype = DTYPES[settings.precision.dtype]
-    corpus = Corpus(data.data, settings.model.vocab, data.data_dtype, data.separator)
-    samples = Samples(corpus, batch.seq, optim.seed, data.doc_mask)
-    if data.val_data:
-        unseen = Corpus(data.val_data, settings.model.vocab, data.data_dtype, data.separator)
-        unseen = Samples(unseen, batch.seq, None, data.doc_mask)
 
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=run.timeout))
+    def samples_of(paths: list[str], seed: int | None) -> Samples:
+        corpus = Corpus(paths, settings.model.vocab, data.data_dtype, data.separator)
+        return Samples(corpus, batch.seq, seed, data.doc_mask)
+
+    samples = samples_of(data.data, optim.seed)
+    unseen = samples_of(data.val_data, None) if data.val_data else None
     groups = build_groups(settings.grid, device)
     chief = rank(groups["world"]) == 0
     if chief:
-        ranks = f"{size(groups['world'])} ranks, {backend}" if groups["world"] else "one process, no process group"
+        ranks = f"{size(groups['world'])} ranks, {BACKENDS[device.type]}" if groups["world"] else "one process"
         print(first_lines(settings, f"{device.type} ({why}), {ranks}", dtype, samples), flush=True)
     model, optimizer = build(settings, groups, device, dtype)
 
@@ -233,9 +229,10 @@ def train(settings: config.Config, progress: Progress) -> None:
             tokens_per_s=tokens / seconds, tokens_per_s_per_gpu=rate,
             mfu=rate * flops / peak if peak else None, mfu_causal=rate * causal_flops / peak if peak else None,
             hfu=rate * flops / peak if peak else None,  # nothing is recomputed: what the model needs is what is done
-            memory_gb=memory_used(device) / 1e9, comm_gb={"dp": collectives.sent[groups["dp"]] / 1e9}, skipped=skipped)
+            memory_gb=memory_used(device) / 1e9,
+            comm_gb={"dp": collectives.sent[collectives.name(groups["dp"])] / 1e9}, skipped=skipped)
         last = step == optim.steps - 1
-        if data.val_data and (last or data.eval_every and (step + 1) % data.eval_every == 0):
+        if unseen and (last or (data.eval_every and (step + 1) % data.eval_every == 0)):
             parts = [share(unseen, i * sequences, sequences) for i in range(data.eval_steps)]
             record["val_loss"] = evaluate(model, parts, groups)
             bar.write(f"step {step}: validation loss {record['val_loss']:.4f}", file=sys.stdout)
@@ -246,19 +243,21 @@ def train(settings: config.Config, progress: Progress) -> None:
     bar.close()
     if chief:
         print(f"trained {optim.steps} steps on {seen * batch.seq:,} tokens: loss {loss:.4f} nats a token")
-        if run.sample and corpus.is_text:
+        if run.sample and samples.corpus.is_text:
             prompt = torch.tensor([[BYTES_SEPARATOR, *run.sample.encode()]], device=device)
             written = sample(model, prompt, 240)[0, 1:].tolist()
             print(bytes(byte for byte in written if byte < 256).decode(errors="replace"))
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
 
 
 def main(settings: config.Config) -> None:
     progress = Progress()
     try:
-        train(settings, progress)
+        device, why = choose_device(settings.run.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        launched = "WORLD_SIZE" in os.environ  # by torchrun
+        with collectives.world(BACKENDS[device.type], settings.run.timeout) if launched else nullcontext():
+            train(settings, device, why, progress)
     except ValueError as error:
         if progress.step:
             fail(progress, error)

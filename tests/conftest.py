@@ -16,3 +16,18 @@ def pool():
     pool = Pool()
     yield pool
     pool.close()
+
+
+def pytest_terminal_summary(terminalreporter):
+    """After `pytest -m mutants`: which planted bugs were found, by which test, and how many."""
+    reports = [report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, [])
+               if report.when == "call" and "test_a_mutant_is_killed" in report.nodeid]
+    if reports:
+        from test_mutants import MUTANTS
+        killers = {mutant.name: mutant.killer for mutant in MUTANTS}
+        terminalreporter.section("mutants")
+        for report in reports:
+            name = report.nodeid.split("[", 1)[1][:-1]
+            terminalreporter.line(f"{'killed  ' if report.passed else 'SURVIVED'} {name:52s} {killers[name]}")
+        killed = sum(report.passed for report in reports)
+        terminalreporter.line(f"kill rate: {killed} of {len(reports)}")

@@ -1,4 +1,7 @@
 """The named collectives: results, derivatives against dense autograd, and bytes counted against bytes computed."""
+import time
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -55,7 +58,7 @@ def uneven() -> tuple[torch.Tensor, torch.Tensor, int]:
     x = torch.full((sum(given), 2), float(r)).requires_grad_()
     collectives.sent.clear()
     y = collectives.AllToAll__AllToAll.apply(x, received, given, group)
-    sent = collectives.sent[group]
+    sent = collectives.sent[group.group_name]
     y.backward(torch.full_like(y, 10.0 + r))
     return y.detach(), x.grad, sent
 
@@ -76,7 +79,7 @@ def count() -> dict[str, int]:
                        "reduce_scatter": lambda: collectives.reduce_scatter(torch.empty(12), x, group)}.items():
         collectives.sent.clear()
         call()
-        out[name] = collectives.sent[group]
+        out[name] = collectives.sent[group.group_name]
     return out
 
 
@@ -124,14 +127,16 @@ def test_parts_that_are_not_equal_are_refused(pool):
 
 
 def unwaited() -> bool:
-    """A Pending keeps its tensors alive until it is waited on, and lets them go then."""
-    import weakref
+    """A Pending keeps its tensors alive until it is waited on, and lets them go soon after (gloo has a thread)."""
     x = torch.ones(1000)
     seen = weakref.ref(x)
     pending = collectives.all_reduce(x, dist.group.WORLD, async_op=True)
     del x
     alive = seen() is not None
     pending.wait()
+    deadline = time.monotonic() + 5
+    while seen() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
     return alive and seen() is None
 
 

@@ -75,7 +75,7 @@ def elements_sent(flags: str) -> tuple[int, int, float, list[str]]:
     sizes = [torch.Size(shape).numel() for _, name, shape, _ in seen.calls if name == "allreduce_"]
     gradients = [count for count in sizes if count > 1]
     sent = sum(gradients) * 2 * (world - 1) / world
-    counted = train.collectives.sent[groups["dp"]] / 8 - 2 * 2 * (world - 1) / world  # less token count and loss
+    counted = train.collectives.sent[groups["dp"].group_name] / 8 - 2 * 2 * (world - 1) / world  # less two scalars
     assert abs(counted - sent) <= len(sizes), "the bytes in the metrics are those that were dispatched, rounded down"
     return len(gradients), sum(p.numel() for p in model.parameters()), sent, [name for _, name, _, _ in seen.calls]
 

@@ -29,7 +29,7 @@ def test_a_run_says_what_it_does_and_learns(tmp_path):
     done = start(f"--steps 60 --lr 0.01 --metrics {tmp_path / 'm.jsonl'} --sample import")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("device  cpu (there is no GPU here), one process, no process group, fp32")
+    assert lines[0].startswith("device  cpu (there is no GPU here), one process, fp32")
     assert lines[1].startswith("grid    dp 1: ")
     assert lines[2] == "batch   global batch 16 = micro 16 x accum 1 x dp 1; 512 tokens a step"
     assert lines[3].startswith("model   tiny: 34,016 parameters; a rank needs about ")

@@ -1,0 +1,142 @@
+"""Bugs planted on purpose: each must make the test named beside it fail. `pytest -m mutants` prints how many do.
+
+A mutant is one passage of a source file, replaced; the test runs on a copy of the project. Each is a way in which
+parallel training has silently gone wrong somewhere.
+"""
+import os
+import shutil
+import subprocess
+import sys
+from typing import NamedTuple
+
+import pytest
+
+import config
+
+ROOT = os.path.dirname(config.__file__)
+
+
+class Mutant(NamedTuple):
+    name: str
+    file: str
+    old: str
+    new: str
+    killer: str  # the test that must fail, as pytest names it
+
+
+GRID_2 = "tests/test_grids.py::test_a_grid_equals_one_process[2 ranks --micro-batch 6]"
+TIED = "tests/test_grids.py::test_a_grid_equals_one_process[2 ranks --micro-batch 6 --tied --bucket-mb 0.05]"
+
+MUTANTS = [
+    Mutant("first values from the local shard's shape", "param.py",
+           "values = torch.randn((min(block, spec.shape[0] - first), *spec.shape[1:]), generator=generator)",
+           "values = torch.randn((min(block, spec.shape[0] - first), *shape_of(box)[1:]), generator=generator); "
+           "others = [slice(None)] * len(others)",
+           "tests/test_param.py::test_first_values_do_not_depend_on_the_grid[columns]"),
+    Mutant("every parameter drawn from the same stream", "param.py",
+           'f"{seed} {spec.name} {first}"', 'f"{seed} {first}"',
+           "tests/test_param.py::test_values_are_drawn_as_asked_for_in_blocks_of_rows"),
+    Mutant("mean of means over ranks", "train.py",
+           'counted = collectives.all_reduce(valid, groups["dp"], async_op=True)',
+           'counted = collectives.Pending(None); valid = valid * size(groups["dp"])', GRID_2),
+    Mutant("mean of means over micro-batches", "train.py",
+           "(loss / valid.clamp(min=1)).backward()",
+           "(loss / (batch.labels != IGNORED).sum().clamp(min=1) / len(micro_batches)).backward()",
+           "tests/test_grids.py::test_a_grid_equals_one_process[1 ranks --micro-batch 8]"),
+    Mutant("a norm that counts replicas twice", "zero.py",
+           "return rank(self.group) == 0 and not any(", "return not any(", GRID_2),
+    Mutant("decay on norms", "model.py",
+           "return Spec(name, (width,), mean=1.0, decay=False)", "return Spec(name, (width,), mean=1.0)", GRID_2),
+    Mutant("a clip that reports and scales nothing", "zero.py",
+           "bucket.grad.mul_(", "bucket.grad.mul(",
+           "tests/test_zero.py::test_clipping_scales_the_whole_gradient_to_the_limit"),
+    Mutant("label shifted twice", "data.py",
+           "tokens[:, 1:].contiguous())", "tokens[:, 1:].roll(-1, 1))",
+           "tests/test_data.py::test_labels_are_the_tokens_one_place_further"),
+    Mutant("other samples in every process", "data.py",
+           'f"{self.seed} {epoch}"', 'f"{self.seed} {epoch} {__import__(\'os\').getpid()}"',
+           "tests/test_data.py::test_every_process_reads_the_same_samples"),
+    Mutant("ranks that read each other's samples", "data.py",
+           "range(first, first + global_batch, micro_batch * dp)]", "range(first, first + global_batch, micro_batch)]",
+           "tests/test_data.py::test_ranks_share_a_step_and_the_stream_does_not_know_how_many_there_are"),
+    Mutant("positions that run on through documents", "data.py",
+           "batch.positions = places - ", "batch.positions = places - 0 * ",
+           "tests/test_data.py::test_documents_and_positions_begin_anew_at_every_separator"),
+    Mutant("documents that see each other", "model.py",
+           "mask = mask & (documents", "mask = mask | (documents",
+           "tests/test_model.py::test_a_packed_batch_equals_separate_documents"),
+    Mutant("gradients accumulated in bf16", "dp.py",
+           "self.exact = torch.promote_types(self.params[0].dtype, torch.float32)",
+           "self.exact = self.params[0].dtype", "tests/test_zero.py::test_1024_bf16_gradients_add_up"),
+    Mutant("no master weights", "zero.py",
+           "self.weights.copy_(self.master)", "self.weights.copy_(self.master); self.master.copy_(self.weights)",
+           "tests/test_zero.py::test_small_steps_move_bf16_weights"),
+    Mutant("rotary angles in bf16", "model.py",
+           "return torch.promote_types(dtype, torch.float32)", "return dtype",
+           "tests/test_model.py::test_angles_norms_and_loss_are_exact_in_bf16_runs"),
+    Mutant("deferred gradients with autograd on", "param.py",
+           "@torch.no_grad()  # autograd is not running here", "# autograd is not running here",
+           "tests/test_param.py::test_weight_gradients_wait_until_they_are_asked_for"),
+    Mutant("ready before the weight gradient is there", "param.py",
+           "if not any(param is other for params in queued for other in params):", "if True:",
+           "tests/test_param.py::test_weight_gradients_wait_until_they_are_asked_for"),
+    Mutant("parameters that share a version counter", "zero.py",
+           "param.data = self.view(self.weights, param)",
+           "twin = nn.Parameter(self.view(self.weights, param)); twin.__dict__.update(param.__dict__); "
+           "torch.utils.swap_tensors(param, twin)",
+           "tests/test_zero.py::test_refilling_the_flat_weights_between_forward_and_backward_is_no_modification"),
+    Mutant("reduction after the first micro-batch", "dp.py",
+           "if self.expected == 0:\n            self.launch()",
+           "if self.expected % len(self.params) == 0 and self.pending.work is None:\n            self.launch()",
+           "tests/test_dp.py::test_a_bucket_is_sent_by_its_last_gradient_before_backward_ends"),
+    Mutant("a reduction for every micro-batch", "dp.py",
+           "if self.expected == 0:\n            self.launch()",
+           "if self.expected % len(self.params) == 0:\n            self.launch()",
+           "tests/test_dp.py::test_a_step_sends_2P_once_whatever_the_micro_batches[2-2]"),
+    Mutant("a tied table that expects two gradients a backward", "dp.py",
+           "for param in dict.fromkeys(param for unit in units for param in unit.parameters()):",
+           "for param in (param for unit in units for param in unit.parameters()):", TIED),
+    Mutant("a shared table not alone in its bucket", "dp.py",
+           'if owners[param] > 1 or "tie" in param.spec.along:', 'if "tie" in param.spec.along:',
+           "tests/test_dp.py::test_what_is_shared_or_different_is_apart"),
+    Mutant("terms that are never summed over their axis", "dp.py",
+           "for axis in spec.sums:", "for axis in ():",
+           "tests/test_dp.py::test_terms_are_summed_over_their_axis_and_copies_are_not"),
+    Mutant("copies treated as terms", "dp.py",
+           "for axis in spec.sums:", "for axis in spec.copies:",
+           "tests/test_dp.py::test_terms_are_summed_over_their_axis_and_copies_are_not"),
+    Mutant("a reduction into a copy", "collectives.py",
+           'assert x.is_contiguous(), "the result would be written to a copy"', "x = x.contiguous()",
+           "tests/test_collectives.py::test_a_result_is_never_written_to_a_copy"),
+    Mutant("a gather whose backward keeps only the own part", "collectives.py",
+           "return scattered_sum(grad, ctx.dim, ctx.group), None, None",
+           "return grad.chunk(size(ctx.group), ctx.dim)[rank(ctx.group)], None, None",
+           "tests/test_collectives.py::test_every_pair_is_the_derivative_of_the_other[2]"),
+    Mutant("f without its all-reduce", "collectives.py",
+           "return summed(grad, ctx.group), None", "return grad, None",
+           "tests/test_collectives.py::test_every_pair_is_the_derivative_of_the_other[2]"),
+    Mutant("a step that is not finite taken all the same", "zero.py",
+           "found_inf = (~norm.isfinite()).float()", "found_inf = (norm < 0).float()",
+           "tests/test_zero.py::test_a_step_that_is_not_finite_changes_nothing[1.0-nan-adamw]"),
+    Mutant("sampling that restarts its positions", "model.py",
+           "before = len(cache) if cache is not None else 0", "before = 0",
+           "tests/test_model.py::test_sampling_with_the_cache_equals_sampling_without[" +
+           "--layers 2 --hidden 48 --heads 6 --kv-heads 3 --head-dim 10 --ffn 56 --vocab 61]"),
+]
+
+
+@pytest.mark.mutants
+@pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.name for mutant in MUTANTS])
+def test_a_mutant_is_killed(mutant, tmp_path):
+    copy = tmp_path / "project"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+    file = copy / mutant.file
+    source = file.read_text()
+    assert source.count(mutant.old) == 1, f"the passage to replace occurs {source.count(mutant.old)} times"
+    mutated = source.replace(mutant.old, mutant.new)
+    compile(mutated, mutant.file, "exec")  # a bug, not a typing error
+    file.write_text(mutated)
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", mutant.killer], cwd=copy,
+                          capture_output=True, text=True, timeout=300,
+                          env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"})
+    assert "1 failed" in done.stdout, f"survived {mutant.killer}:\n{done.stdout[-2000:]}"
