@@ -1,81 +1,195 @@
-"""Ours beside what one would use instead: the same work in one process, taking turns, so that both see the same machine.
+"""Ours beside what one would use instead: the same work, taking turns, so that both see the same machine.
 
-    python bench.py train            a training step of the tiny preset against transformers' Llama and torch's fused AdamW
+    python bench.py train                               a training step, beside transformers' Llama with fused AdamW
+    torchrun --nproc_per_node=4 bench.py dp zero        the same step on 4 ranks, beside DistributedDataParallel,
+                                                        ZeroRedundancyOptimizer (stage 1) and fully_shard (stage 3)
 
-Every comparison prints medians, their spread and the ratio ours / theirs of the times: below 1 we are faster.
+Flags of train.py choose the model and the batch. Each contender computes the mean loss over the valid tokens of the
+global batch, clips the norm of the whole gradient, and updates with fused AdamW; gradients are summed in fp32.
+
+Times are medians and 10th to 90th percentile. Bytes sent, collectives and live bytes are counted in a step of their own,
+at every operation (meter.py). A ratio is ours / theirs: below 1 we are faster, or send or hold less.
 """
 import argparse
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
+import collectives
 import config
 import train
 from data import MicroBatch
+from meter import Meter
+from param import rank, size
+
+Step = Callable[[], None]
 
 
-def take_turns(contenders: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each call, `rounds` for each contender in turn, after three that do not count."""
+# ---- measuring ------------------------------------------------------------------------------------------------------
+
+def take_turns(contenders: dict[str, Step], repeats: int, steps: int) -> dict[str, list[float]]:
+    """Seconds a step: for each contender in turn, `repeats` times, the mean of `steps`. A first turn does not count."""
     seconds = {name: [] for name in contenders}
-    for turn in range(rounds + 3):
-        for name, work in contenders.items():
+    for turn in range(repeats + 1):
+        for name, step in contenders.items():
+            if dist.is_initialized():
+                dist.barrier()
             began = time.perf_counter()
-            work()
-            if turn >= 3:
-                seconds[name].append(time.perf_counter() - began)
+            for _ in range(steps if turn else 2):
+                step()
+            if turn:
+                seconds[name].append((time.perf_counter() - began) / steps)
     return seconds
 
 
-def report(seconds: dict[str, list[float]], tokens: int) -> None:
-    """One line a contender; ratios are of the first one's median to each other's."""
-    first = statistics.median(next(iter(seconds.values())))
+def counted(build: Callable[[], Step]) -> dict[str, float]:
+    """What a step sends and holds on this rank, by the ring's formulas and by live storages, all from its own making."""
+    meter, n = Meter(), dist.get_world_size()
+    with meter:
+        step = build()
+        step()
+        rest = meter.live()["all"]
+        meter.peak.clear()
+        meter.collectives.clear()
+        step()
+    times = [2 if "allreduce" in call.name else 1 for call in meter.collectives]
+    sent = sum(call.bytes * factor * (n - 1) / n for call, factor in zip(meter.collectives, times))
+    return {"MB sent": sent / 1e6, "collectives": len(meter.collectives), "MB at rest": rest / 1e6,
+            "MB at peak": meter.peak["all"] / 1e6}
+
+
+def compare(contenders: dict[str, Callable[[], Step]], tokens: int, repeats: int = 5, steps: int = 20) -> None:
+    """One line a contender, given as what builds its step; the ratio is of the first one's figure to this one's."""
+    counts = {name: counted(build) if dist.is_initialized() else {} for name, build in contenders.items()}
+    seconds = take_turns({name: build() for name, build in contenders.items()}, repeats, steps)
+    if dist.is_initialized() and dist.get_rank():
+        return
+    first, *_ = contenders
     for name, times in seconds.items():
         median = statistics.median(times)
         low, high = (sorted(times)[int(len(times) * q)] for q in (0.1, 0.9))
-        print(f"{name:28s} {median * 1e3:8.1f} ms  (10-90%: {low * 1e3:.1f}-{high * 1e3:.1f})  "
-              f"{tokens / median:10,.0f} tokens/s   ratio {first / median:.2f}")
+        print(f"    {name:28s} {median * 1e3:7.1f} ms ({low * 1e3:.1f} to {high * 1e3:.1f})  "
+              f"{tokens / median:8,.0f} tokens/s   ratio {statistics.median(seconds[first]) / median:.2f}")
+        for what, value in counts[name].items():
+            print(f"        {what:14s} {value:8.2f}   ratio {counts[first][what] / value:.2f}")
 
 
-def bench_train(flags: list[str]) -> None:
-    """A whole optimizer step: forward, backward, norm, clip, AdamW with fp32 weights, 1 process, the same tokens."""
-    import transformers
+# ---- contenders -----------------------------------------------------------------------------------------------------
 
-    settings = config.parse(flags)
-    shape, batch, optim, groups = settings.model, settings.batch, settings.optim, {"world": None, "dp": None}
+def ours(settings: config.Config, tokens: torch.Tensor, labels: torch.Tensor) -> Step:
+    groups = train.build_groups(settings.grid)
     model, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float32)
-    window = torch.randint(shape.vocab, (batch.global_batch, batch.seq + 1), generator=torch.Generator().manual_seed(0))
-    tokens, labels = window[:, :-1].contiguous(), window[:, 1:].contiguous()
+    share = slice(rank(groups["data"]), None, size(groups["data"]))
+    batch = MicroBatch(tokens[share].contiguous(), labels[share].contiguous())
 
-    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+    def step() -> None:
+        train.gradients(model, optimizer, [batch], groups)
+        optimizer.step(settings.optim.lr)
+
+    return step
+
+
+def theirs(settings: config.Config, tokens: torch.Tensor, labels: torch.Tensor, wrap: str = "") -> Step:
+    """transformers' Llama and torch's AdamW, alone or wrapped by "ddp", "zero1" or "fsdp"."""
+    import transformers
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    shape, optim = settings.model, settings.optim
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
         vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.ffn, num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim,
         tie_word_embeddings=shape.tied, attn_implementation="sdpa", use_cache=False)).train()
-    matrices, vectors = ([p for p in theirs.parameters() if (p.ndim >= 2) == wanted] for wanted in (True, False))
-    adamw = torch.optim.AdamW([dict(params=matrices, weight_decay=optim.weight_decay),
-                               dict(params=vectors, weight_decay=0.0)], lr=optim.lr, betas=optim.betas, fused=True)
+    if wrap == "fsdp":
+        for layer in (model.model.embed_tokens, *model.model.layers):  # the units that we have, too
+            fully_shard(layer)
+        fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False)
+        fully_shard(model)
+    elif wrap:
+        model = DistributedDataParallel(model, bucket_cap_mb=settings.grid.bucket_mb, forward_sync_buffers=False)
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim >= 2) == wanted] for wanted in (True, False))
+    decayed = [dict(params=matrices, weight_decay=optim.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    rule = dict(lr=optim.lr, betas=optim.betas, fused=True)
+    adamw = ZeroRedundancyOptimizer(decayed, torch.optim.AdamW, **rule) if wrap == "zero1" else \
+        torch.optim.AdamW(decayed, **rule)
+    share = slice(dist.get_rank(), None, dist.get_world_size()) if wrap else slice(None)
+    tokens, labels = tokens[share].contiguous(), labels[share].contiguous()
 
-    def our_step() -> None:
-        train.gradients(model, optimizer, [MicroBatch(tokens, labels)], groups)
-        optimizer.step(optim.lr)
-
-    def their_step() -> None:
-        logits = theirs(input_ids=tokens).logits
-        F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
-        torch.nn.utils.clip_grad_norm_(theirs.parameters(), optim.clip)
+    def step() -> None:
+        valid = (labels >= 0).sum()
+        if wrap:
+            dist.all_reduce(valid)
+        logits = model(input_ids=tokens).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / valid
+        (loss * dist.get_world_size() if wrap else loss).backward()  # both wrappers divide by the number of ranks
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip)
+        if wrap:
+            dist.all_reduce(loss.detach())
+            norm.full_tensor() if wrap == "fsdp" else norm
         adamw.step()
         adamw.zero_grad()
 
-    print(f"{shape.preset}, {batch.global_batch} x {batch.seq} tokens, fp32, {torch.get_num_threads()} threads, "
-          f"torch {torch.__version__}, transformers {transformers.__version__}")
-    report(take_turns({"penteract": our_step, "transformers + fused AdamW": their_step}, rounds=60), tokens.numel())
+    return step
+
+
+# ---- comparisons ----------------------------------------------------------------------------------------------------
+
+def random_batch(settings: config.Config) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = settings.batch.global_batch, settings.batch.seq + 1
+    window = torch.randint(settings.model.vocab, shape, generator=torch.Generator().manual_seed(0))
+    return window[:, :-1].contiguous(), window[:, 1:].contiguous()
+
+
+def settings_for(flags: list[str]) -> config.Config:
+    return config.parse(flags, dist.get_world_size() if dist.is_initialized() else 1)
+
+
+def bench_train(flags: list[str]) -> None:
+    settings = settings_for(flags)
+    batch = random_batch(settings)
+    compare({"penteract": partial(ours, settings, *batch),
+             "transformers + fused AdamW": partial(theirs, settings, *batch)}, batch[0].numel(), repeats=60, steps=1)
+
+
+def bench_sharded(flags: list[str], pairs: dict[str, tuple[str, str]]) -> None:
+    for stage, (name, wrap) in pairs.items():
+        settings = settings_for([*flags, "--zero", stage])
+        batch = random_batch(settings)
+        compare({f"penteract --zero {stage}": partial(ours, settings, *batch),
+                 name: partial(theirs, settings, *batch, wrap)}, batch[0].numel())
+
+
+def bench_dp(flags: list[str]) -> None:
+    bench_sharded(flags, {"0": ("DistributedDataParallel", "ddp")})
+
+
+def bench_zero(flags: list[str]) -> None:
+    bench_sharded(flags, {"1": ("ZeroRedundancyOptimizer", "zero1"), "3": ("fully_shard", "fsdp")})
+
+
+BENCHES = {"train": bench_train, "dp": bench_dp, "zero": bench_zero}
+
+
+def main(chosen: list[str], flags: list[str]) -> None:
+    settings = settings_for(flags)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        batch = settings.batch
+        print(f"{settings.model.preset}, {batch.global_batch} x {batch.seq} tokens, fp32, {settings.grid.dp} ranks, "
+              f"{torch.get_num_threads()} threads each, torch {torch.__version__}")
+    for name in chosen:
+        BENCHES[name](flags)
 
 
 if __name__ == "__main__":
-    benches = {"train": bench_train}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=benches)
-    chosen, flags = parser.parse_known_args()
-    benches[chosen.what](flags)
+    parser.add_argument("what", nargs="+", choices=BENCHES)
+    known, flags = parser.parse_known_args()
+    with nullcontext() if known.what == ["train"] else collectives.world():
+        main(known.what, flags)

@@ -2,10 +2,10 @@
 
 Three things go wrong silently when torch.distributed is called directly, and are settled here once:
 - a collective writes into the memory it is given: a `.contiguous()` in the call reduces a copy and throws it away;
-- an asynchronous one reads its tensors until it is waited on: whoever frees or refills them earlier sends garbage;
+- an asynchronous one uses its tensors until it is waited on: whoever frees or refills them earlier sends garbage;
 - inside an autograd graph it has no derivative (or one that fits another use of it).
 
-What a rank sends for x, which is `bytes` long and belongs to n ranks, by the ring algorithms that NCCL and gloo use:
+What a rank sends for x, which is `bytes` long and belongs to n ranks, as a ring would (NCCL may choose another way):
 
     all_reduce       2 (n-1)/n bytes       = reduce_scatter, then all_gather
     reduce_scatter     (n-1)/n bytes       x is the whole
@@ -36,10 +36,13 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 
 class Pending:
-    """A collective under way, kept together with the tensors it still reads and writes. `wait()` ends it."""
+    """A collective under way, kept together with the tensors it still reads and writes.
+
+    After `wait()` the result may be used: by this process with gloo, by later work on the current stream with NCCL.
+    """
 
     def __init__(self, work: dist.Work | None, *tensors: torch.Tensor):
-        self.work, self.tensors = work, tensors
+        self.work, self.tensors = work, tensors if work is not None else ()
 
     def wait(self) -> None:
         if self.work is not None:
@@ -48,13 +51,18 @@ class Pending:
 
 
 @contextmanager
-def world(backend: str, timeout_s: float = 600) -> Iterator[dist.ProcessGroup]:
-    """The group of all ranks that torchrun started, for the body of a `with`, which should be one call.
+def world(device: torch.device | str = "cpu", timeout_s: float = 600) -> Iterator[dist.ProcessGroup]:
+    """The group of all ranks that torchrun started: NCCL on GPUs, gloo on CPUs.
 
-    A gloo group that is still referred to when the interpreter ends aborts the process. Buckets and parameters refer to
-    each other and to groups, so the collector has to run once the body's own variables are gone.
+    Put one function call into the `with`, so that its variables are gone when it ends. A gloo group that is still
+    referred to when the interpreter ends aborts the process, and buckets and parameters, which refer to each other and
+    to groups, are freed by the collector only. After an error nothing is tidied up: who catches it ends the process.
     """
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+    device, timeout = torch.device(device), datetime.timedelta(seconds=timeout_s)
+    if device.type == "cuda":
+        dist.init_process_group("nccl", timeout=timeout, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
     yield dist.group.WORLD
     dist.barrier()
     dist.destroy_process_group()
@@ -67,7 +75,7 @@ def all_reduce(x: torch.Tensor, group: Group, op=SUM, async_op: bool = False) ->
         return Pending(None)
     assert x.is_contiguous(), "the result would be written to a copy"
     sent[name(group)] += 2 * nbytes(x) * (size(group) - 1) // size(group)
-    return started(dist.all_reduce(x, op, group=group, async_op=async_op), x)
+    return Pending(dist.all_reduce(x, op, group=group, async_op=async_op), x)
 
 
 def all_gather(out: torch.Tensor, x: torch.Tensor, group: Group, async_op: bool = False) -> Pending:
@@ -77,7 +85,7 @@ def all_gather(out: torch.Tensor, x: torch.Tensor, group: Group, async_op: bool 
         return Pending(None)
     assert x.is_contiguous() and out.is_contiguous()
     sent[name(group)] += nbytes(x) * (size(group) - 1)
-    return started(_all_gather(out, x, group=group, async_op=async_op), out, x)
+    return Pending(_all_gather(out, x, group=group, async_op=async_op), out, x)
 
 
 def reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: Group, async_op: bool = False) -> Pending:
@@ -87,7 +95,7 @@ def reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: Group, async_op: b
         return Pending(None)
     assert x.is_contiguous() and out.is_contiguous()
     sent[name(group)] += nbytes(x) * (size(group) - 1) // size(group)
-    return started(_reduce_scatter(out, x, group=group, async_op=async_op), out, x)
+    return Pending(_reduce_scatter(out, x, group=group, async_op=async_op), out, x)
 
 
 def all_to_all(out: torch.Tensor, x: torch.Tensor, received: list[int], given: list[int], group: Group,
@@ -98,7 +106,7 @@ def all_to_all(out: torch.Tensor, x: torch.Tensor, received: list[int], given: l
         return Pending(None)
     assert x.is_contiguous() and out.is_contiguous()
     sent[name(group)] += nbytes(x) - nbytes(x[:given[rank(group)]])
-    return started(dist.all_to_all_single(out, x, received, given, group=group, async_op=async_op), out, x)
+    return Pending(dist.all_to_all_single(out, x, received, given, group=group, async_op=async_op), out, x)
 
 
 def name(group: Group) -> str:
@@ -109,18 +117,14 @@ def nbytes(x: torch.Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-def started(work: dist.Work | None, *tensors: torch.Tensor) -> Pending:
-    return Pending(work, *tensors if work is not None else ())
-
-
 # ---- with derivatives -----------------------------------------------------------------------------------------------
 # Each is named by what it does forward and, after "__", what it does backward. Which backward is right depends on what
 # the ranks do with the result: where they go on differently, their gradients are terms of a sum; where they all do the
-# same, each has the whole gradient already. Korthikanti et al. 2022 (figures 4 and 5) call the first two f and g, and
-# the pair below them, for sequence parallelism, g and g bar.
+# same, each has the whole gradient already. Shoeybi et al. 2019 call the first two f and g; Korthikanti et al. 2022
+# call them f and f bar, and the two after them, of sequence parallelism, g and g bar.
 
 class Identity__AllReduce(torch.autograd.Function):
-    """f: x is the same on every rank and each uses it differently."""
+    """x is the same on every rank and each uses it differently."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -133,7 +137,7 @@ class Identity__AllReduce(torch.autograd.Function):
 
 
 class AllReduce__Identity(torch.autograd.Function):
-    """g: every rank has a term of the sum, and all use the sum in the same way."""
+    """Every rank has a term of the sum, and all use the sum in the same way."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -176,19 +180,24 @@ class AllToAll__AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, received, given, group):
         ctx.received, ctx.given, ctx.group = received, given, group
-        out = x.new_empty(sum(received), *x.shape[1:])
-        all_to_all(out, x.contiguous(), received, given, group)
-        return out
+        return exchanged(x, received, given, group)
 
     @staticmethod
     def backward(ctx, grad):
-        return AllToAll__AllToAll.apply(grad, ctx.given, ctx.received, ctx.group), None, None, None
+        return exchanged(grad, ctx.given, ctx.received, ctx.group), None, None, None
 
 
 def summed(x: torch.Tensor, group: Group) -> torch.Tensor:
     """The sum of x over the ranks, as a new tensor."""
     out = x.clone(memory_format=torch.contiguous_format)
     all_reduce(out, group)
+    return out
+
+
+def exchanged(x: torch.Tensor, received: list[int], given: list[int], group: Group) -> torch.Tensor:
+    """The rows that other ranks have for this one, in rank order."""
+    out = x.new_empty(sum(received), *x.shape[1:])
+    all_to_all(out, x.contiguous(), received, given, group)
     return out
 
 

@@ -18,7 +18,7 @@ import os
 import shlex
 import sys
 import time
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 
 TEXT_VOCAB = 257  # 256 byte values and the token that begins a document
 
@@ -79,13 +79,17 @@ class Grid:
     tp: int = setting(1, "tensor parallel ranks")
     pp: int = setting(1, "pipeline stages")
     ep: int = setting(1, "expert parallel ranks")
-    bucket_mb: float = setting(25.0, "gradients reduced together: whole layers, up to so many MB; 0: one layer")
+    zero: int = setting(0, "what data parallel ranks share out: 1 optimizer state, 2 and gradients, 3 and weights",
+                        (0, 1, 2, 3))
+    dp_replicate: int = setting(1, "hybrid sharding: groups of dp / dp-replicate ranks share out, and are replicas")
+    bucket_mb: float = setting(25.0, "layers whose gradients are reduced together: as many as reach so many MB; 0: one")
 
 
 @dataclass
 class Precision:
-    dtype: str = setting("auto", "weights and activations; auto: bf16 on GPU, fp32 on CPU",
-                         ("auto", "bf16", "fp32", "fp64"))
+    dtype: str = setting("auto", "weights and activations; auto: bf16 on GPU, fp32 on CPU; fp16 scales the loss",
+                         ("auto", "bf16", "fp16", "fp32", "fp64"))
+    moments: str = setting("auto", "AdamW's averages; auto: fp32, or fp64 in fp64 runs", ("auto", "bf16"))
     attention: str = setting("auto", "auto: torch's fused kernels; math: written out, keeps S x S scores",
                              ("auto", "sdpa", "math"))
 
@@ -104,7 +108,7 @@ class Optim:
     lr: float = setting(0.0, "peak learning rate; 0: 1.2 / hidden, as Llama 3 from 8B to 405B, but at most 2e-3")
     lr_schedule: str = setting("cosine", "after the warmup; wsd: constant, then linear over the last fifth",
                                ("cosine", "wsd", "constant"))
-    min_lr: float = setting(-1.0, "learning rate of the last step; -1: lr / 10")
+    min_lr: float = setting(-1.0, "learning rate of the last step, but for a constant one; -1: lr / 10")
     warmup: int = setting(-1, "steps of linear warmup; -1: 20, or a tenth of a shorter run")
     weight_decay: float = setting(0.1, "decoupled decay of matrices; norms and biases are not decayed")
     betas: tuple = setting((0.9, 0.95), "AdamW's averages of the gradient and of its square")
@@ -121,7 +125,7 @@ class Data:
     doc_mask: bool = setting(False, "no attention across documents, and positions start anew in each")
     val_data: list = setting([], "evaluate the loss on this text or these tokens")
     eval_every: int = setting(0, "steps between evaluations; 0: at the end only")
-    eval_steps: int = setting(8, "global batches an evaluation reads")
+    eval_steps: int = setting(8, "an evaluation reads so many global batches, or all there is if that is less")
 
 
 @dataclass
@@ -153,8 +157,11 @@ def flag(name: str) -> str:
 
 
 def two_numbers(text: str) -> tuple:
-    first, second = text.split(",")
-    return float(first), float(second)
+    try:
+        first, second = text.split(",")
+        return float(first), float(second)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: write two numbers, such as 0.9,0.95") from None
 
 
 def expand(arguments: list[str]) -> list[str]:
@@ -190,10 +197,10 @@ def make_parser() -> Parser:
             elif f.type is list:
                 how = dict(nargs="+", metavar="PATH")
             elif f.metadata["choices"]:
-                how = dict(choices=f.metadata["choices"])
+                how = dict(choices=f.metadata["choices"], type=f.type)
             else:
                 how = dict(type=two_numbers if f.type is tuple else f.type, metavar=f.type.__name__.upper())
-            default = "" if f.default in (MISSING, False, "") else f" [{f.default}]"
+            default = "" if f.type in (bool, list) or f.default == "" else f" [{f.default}]"
             group.add_argument(flag(f.name), help=f.metadata["help"] + default, **how)
     return parser
 
@@ -219,7 +226,7 @@ def parse(arguments: list[str], world: int = 1) -> Config:
     check_model(config.model)
     check_grid(config.grid, world)
     check_batch(config.batch, config.grid)
-    check_optim(config.optim, config.model)
+    check_optim(config.optim, config.model, config.precision)
     check_data(config.data, config.model)
     check_run(config.run)
     return config
@@ -255,12 +262,14 @@ def need(condition: bool, line: str) -> None:
 
 def need_positive(section, *names: str) -> None:
     for name in names:
-        need(0 < getattr(section, name) < math.inf, f"{flag(name)} {getattr(section, name)}: must be above 0")
+        value = getattr(section, name)
+        need(0 < value < math.inf, f"{flag(name)} {value}: must be above 0 and finite")
 
 
 def need_not_negative(section, *names: str) -> None:
     for name in names:
-        need(0 <= getattr(section, name) < math.inf, f"{flag(name)} {getattr(section, name)}: must not be negative")
+        value = getattr(section, name)
+        need(0 <= value < math.inf, f"{flag(name)} {value}: must be finite and not negative")
 
 
 def divisors(n: int) -> str:
@@ -276,7 +285,7 @@ def check_model(model: Model) -> None:
              f"--heads {model.heads} does not divide --hidden {model.hidden}: use one of {divisors(model.hidden)}, "
              "or set --head-dim")
         model.head_dim = model.hidden // model.heads
-    need(model.head_dim % 2 == 0, f"--head-dim {model.head_dim} is odd: rotary embeddings turn pairs, use an even one")
+    need(model.head_dim % 2 == 0, f"--head-dim {model.head_dim} is odd: rotary angles turn pairs, use an even one")
     need(model.heads % model.kv_heads == 0,
          f"--kv-heads {model.kv_heads} does not divide --heads {model.heads}: use one of {divisors(model.heads)}")
 
@@ -291,6 +300,13 @@ def check_grid(grid: Grid, world: int) -> None:
     need(grid.dp == world, f"--dp {grid.dp} needs {grid.dp} ranks, and there are {world}: use --dp {world}, "
                            f"or torchrun --nproc_per_node={grid.dp}")
     need_not_negative(grid, "bucket_mb")
+    need_positive(grid, "dp_replicate")
+    need(grid.dp % grid.dp_replicate == 0,
+         f"--dp-replicate {grid.dp_replicate} does not divide --dp {grid.dp}: use one of {divisors(grid.dp)}")
+    need(grid.dp_replicate == 1 or grid.zero > 0,
+         f"--dp-replicate {grid.dp_replicate} needs something that is sharded: use --zero 1, 2 or 3")
+    need(grid.dp_replicate == 1 or grid.dp_replicate < grid.dp,
+         f"--dp-replicate {grid.dp_replicate} leaves shards of one rank at --dp {grid.dp}: use less, or --zero 0")
 
 
 def ramp(batch: Batch) -> list[tuple[int, float]]:
@@ -325,7 +341,7 @@ def check_batch(batch: Batch, grid: Grid) -> None:
              f"which is {share} at --dp {grid.dp}: use one of {divisors(share)}")
 
 
-def check_optim(optim: Optim, model: Model) -> None:
+def check_optim(optim: Optim, model: Model, precision: Precision) -> None:
     need_positive(optim, "steps")
     need_not_negative(optim, "lr", "weight_decay", "clip", "seed")
     if optim.lr == 0:
@@ -338,6 +354,11 @@ def check_optim(optim: Optim, model: Model) -> None:
     need_not_negative(optim, "warmup")
     need(optim.warmup <= optim.steps, f"--warmup {optim.warmup} is longer than the run: --steps {optim.steps}")
     need(all(0 <= beta < 1 for beta in optim.betas), f"--betas {optim.betas}: each must be at least 0 and below 1")
+    if precision.moments == "bf16":
+        need(optim.optimizer == "adamw", f"--moments bf16: --optimizer {optim.optimizer} keeps no moments")
+        need(precision.dtype != "fp64", "--moments bf16 with --dtype fp64 would undo it: use --moments auto")
+        need(optim.betas[1] <= 0.99, f"--moments bf16 with --betas {optim.betas}: an average in bf16 cannot move by "
+                                     "less than 1/256 of itself, use a second beta of at most 0.99")
 
 
 def check_data(data: Data, model: Model) -> None:
@@ -349,10 +370,12 @@ def check_data(data: Data, model: Model) -> None:
     need(data.val_data or not data.eval_every, f"--eval-every {data.eval_every} needs --val-data to evaluate on")
     need(data.data or model.vocab >= TEXT_VOCAB,
          f"--vocab {model.vocab} is too small for text: use at least {TEXT_VOCAB}, bytes and document separator")
-    need(data.separator < model.vocab, f"--separator {data.separator} is not below --vocab {model.vocab}")
+    need(-1 <= data.separator < model.vocab,
+         f"--separator {data.separator} is no token: use 0 to {model.vocab - 1}, or -1")
 
 
 def check_run(run: Run) -> None:
     need_positive(run, "timeout")
     folder = os.path.dirname(run.metrics) or "."
     need(os.path.isdir(folder), f"--metrics {run.metrics}: there is no folder {folder}")
+    need(not os.path.isdir(run.metrics), f"--metrics {run.metrics}: is a folder, name a file")

@@ -15,7 +15,8 @@ separator. On, it needs a mask, so torch's attention can no longer skip what lie
 back from its fastest kernels); it matters when documents are short against the sequence or the context is long.
 
 Formats: text (bytes as tokens 0..255, separator 256); .bin, raw uint16 or uint32, or with llm.c's header of 256 int32
-(magic, version, count); .npy, one dimension, integers. Token files are memory-mapped: their size does not matter.
+(magic, version, count); .npy, one dimension, integers. Token files are memory-mapped, so their size does not matter;
+text is read by every rank, two bytes of memory for one of text.
 """
 import hashlib
 import sysconfig
@@ -25,7 +26,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-BYTES_SEPARATOR = 256
+import config
+
+BYTES_SEPARATOR = config.TEXT_VOCAB - 1  # 256, behind the 256 bytes
 LLM_C = {(20240520, 1): (np.uint16, 50256), (20240801, 7): (np.uint32, 128000)}  # (magic, version): dtype, separator
 LLM_C_HEADER = 256 * 4  # bytes
 
@@ -153,7 +156,7 @@ class MicroBatch:
     documents: torch.Tensor | None = None  # B S, number of the document in its window; None: they all see each other
 
     def to(self, device: torch.device) -> "MicroBatch":
-        return MicroBatch(*(None if x is None else x.to(device, non_blocking=True) for x in vars(self).values()))
+        return MicroBatch(*(None if x is None else x.to(device) for x in vars(self).values()))
 
 
 class Samples:

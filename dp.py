@@ -10,7 +10,7 @@ backward of a layer, R: all-reduce of its gradients, which the network does whil
     naive           g6 g5 g4 g3 g2 g1 R6 R5 R4 R3 R2 R1       nothing overlaps
     per parameter   g6 g5 g4 g3 g2 g1                         overlaps, but a small message costs as much as a large one
                        R6 R5 R4 R3 R2 R1
-    bucketed        g6 g5 g4 g3 g2 g1                         whole layers in one flat buffer, sent by its last arrival
+    bucketed        g6 g5 g4 g3 g2 g1                         whole layers in one flat buffer, sent when it is complete
                              R654     R321
 
 Buckets. All parameters of one or more neighbouring layers share one flat gradient buffer, so a reduction is one call on
@@ -18,8 +18,9 @@ one contiguous tensor. Which ones share it follows from their order in the model
 ranks must reduce the same thing. Inside, parameters that need the same treatment lie together (see `order`), and in the
 order of the model otherwise, so that wq, wk, wv are one matrix to a matmul.
 
-When. A bucket is told how many gradients to expect: with m micro-batches, m for each of its parameters. The last one to
-arrive sends it. So there is one reduction a step, and no flag that says which micro-batch is the last.
+When. A bucket is told how many gradients to expect: with m micro-batches, m for each of its parameters. When the last
+one arrives it is sent. So there is one reduction a step, and no flag that says which micro-batch is the last. All ranks
+of a data group run their layers in the same order, so their buckets complete in the same order too.
 
 One loss, one scale. Every rank divides the *sum* of its token losses by the number of valid tokens in the *global*
 batch, and every reduction is a plain sum. Averaging averages instead weights the tokens of short sequences more: the
@@ -28,15 +29,17 @@ demo shows by how much.
 Li et al. 2020, PyTorch Distributed: Experiences on Accelerating Data Parallel Training (sections 3.2 and 4.2).
 Letters: n ranks, P parameters, m micro-batches.
 """
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
 from torch import nn
 
 from collectives import Pending, all_reduce, name, sent, world
-from param import Groups, Spec, draw, main_grad, parameter, rank, size, watch
+from param import Groups, Spec, at_least_fp32, draw, main_grad, parameter, rank, size, watch
 
-Chunks = dict[int, list[nn.Module]]  # this rank's pipeline stages by number, each a list of units in forward order
+# This rank's pipeline stages by number, each as its units in forward order: embedding, blocks, head.
+Chunks = dict[int, list[nn.Module]]
 
 
 def naive(params: Iterable[nn.Parameter], group) -> None:
@@ -62,7 +65,7 @@ class Bucket:
         self.params = sorted(params, key=lambda param: order(param.spec))
         self.arrivals, self.groups, self.group = arrivals, groups, groups[params[0].spec.data]
         self.name, self.device = self.params[0].spec.name, self.params[0].device
-        self.exact = torch.promote_types(self.params[0].dtype, torch.float32)
+        self.wide = at_least_fp32(self.params[0].dtype)
         self.start: dict[nn.Parameter, int] = {}
         self.spans: list[tuple[int, int, Spec]] = []  # (start, stop, a spec whose treatment the whole span shares)
         end = 0
@@ -82,14 +85,16 @@ class Bucket:
         return flat[self.start[param]:self.start[param] + param.numel()].view(param.shape)
 
     def begin(self, backwards: dict[int, int]) -> None:
-        """A step begins in which so many backward passes go through each stage."""
+        """Start a step. backwards: stage -> number of backward passes."""
         self.expected = sum(backwards[stage] for param in self.params for stage in self.arrivals[param])
+        assert self.expected > 0, f"{self.name}: a step without a gradient would leave the other ranks waiting"
         if self.grad is None:
-            self.grad = torch.zeros(self.numel, dtype=self.exact, device=self.device)
+            self.grad = torch.zeros(self.numel, dtype=self.wide, device=self.device)
         else:
             self.grad.zero_()
 
     def main_grad(self, param: nn.Parameter) -> torch.Tensor:
+        assert self.grad is not None, "a backward before the first step was begun"
         return self.view(self.grad, param)
 
     def ready(self, param: nn.Parameter) -> None:
@@ -113,7 +118,7 @@ class Bucket:
 class DataParallel:
     """The buckets of a model: `begin` before the first backward of a step, `finish` after the last.
 
-    chunks: this rank's stages. bucket_mb: neighbouring units share a bucket until it holds so many MB; 0: one a unit.
+    chunks: this rank's stages. bucket_mb: whole units share a bucket until it holds at least so many MB; 0: one a unit.
     Afterwards the gradients, summed over all ranks and micro-batches, are in `bucket.grad`.
     """
 
@@ -136,13 +141,12 @@ class DataParallel:
 
 
 def composition(chunks: Chunks, bucket_mb: float) -> list[list[nn.Parameter]]:
-    """Which parameters share a bucket: whole units of one stage, as long as the bucket is smaller than bucket_mb.
+    """Which parameters share a bucket: whole units of one stage, until it holds at least bucket_mb of gradients.
 
     A parameter of several units or ranks (a tied table) is alone, so that its bucket is the same wherever it exists.
     """
     units = [unit for chunk in chunks.values() for unit in chunk]
-    owners = {param: sum(any(param is other for other in unit.parameters()) for unit in units)
-              for unit in units for param in unit.parameters()}
+    owners = Counter(param for unit in units for param in unit.parameters())
     buckets, placed = [], set()
     for chunk in chunks.values():
         filling: dict[tuple, list[nn.Parameter]] = {}  # (data axis, dtype) -> the bucket that still takes units
@@ -159,7 +163,7 @@ def composition(chunks: Chunks, bucket_mb: float) -> list[list[nn.Parameter]]:
                     buckets.append(filling.setdefault(kind, []))
                 filling[kind].append(param)
             for kind, params in list(filling.items()):
-                if sum(4 * param.numel() for param in params) >= bucket_mb * 1e6:
+                if sum(param.numel() * at_least_fp32(param.dtype).itemsize for param in params) >= bucket_mb * 1e6:
                     del filling[kind]
     return buckets
 
@@ -198,7 +202,7 @@ def order_of_events(way: str, layers_a_bucket: int, x: torch.Tensor, groups: Gro
             events.append(f"R{param.spec.name}")
             naive([param], groups["dp"])
     else:
-        megabytes = layers_a_bucket * 4 * params[0].numel() / 1e6
+        megabytes = layers_a_bucket * params[0].nbytes / 1e6
         replicas = DataParallel({0: layers}, groups, megabytes, Told)
         replicas.begin({0: 1})
         nn.Sequential(*layers)(x).square().sum().backward()
@@ -242,5 +246,5 @@ def demo(group) -> None:
 
 
 if __name__ == "__main__":
-    with world("gloo") as group:
+    with world() as group:
         demo(group)

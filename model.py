@@ -5,7 +5,7 @@
 Weights are made by `parameter`, which knows how the grid cuts them, and used by `linear`, whose weight gradients go
 through the door of param.py. Nothing else here knows that there are other ranks.
 
-What is at least fp32 in every run: rotary angles, the statistics of norms and softmax, and the loss.
+What is at least fp32 in every run ("wide"): rotary angles, the statistics of norms and softmax, and the loss.
 
 Llama: Touvron et al. 2023; grouped queries: Ainslie et al. 2023; rotary embedding: Su et al. 2021; its stretch: Llama
 Team 2024. Pairs are turned as in the published weights (first half of a head with the second half).
@@ -20,13 +20,9 @@ from torch import nn
 from torch.autograd import Function
 
 import config
-from param import Groups, Spec, accumulate_grad, parameter, stacked
+from param import Groups, Spec, accumulate_grad, at_least_fp32, parameter, stacked
 
 IGNORED = -100  # the label of a token that has no loss
-
-
-def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 # ---- operations -----------------------------------------------------------------------------------------------------
@@ -92,11 +88,11 @@ class Norm(Function):
 
     @staticmethod
     def forward(ctx, x, weight, eps):
-        exact = x.to(at_least_fp32(x.dtype))
-        scale = torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
+        wide = x.to(at_least_fp32(x.dtype))
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, scale)
         ctx.weight = weight
-        return (exact * scale).mul_(weight).to(x.dtype)
+        return (wide * scale).mul_(weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx, grad):
@@ -180,15 +176,18 @@ def visible(places: torch.Tensor, keys: int, documents: torch.Tensor | None) -> 
 
 def attention_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """torch's fused attention. q B N S D, k and v B K S D, mask True where visible (None: causal) -> B N S D."""
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
+    if mask is not None:  # with a mask, no fused GPU kernel takes grouped queries: S x S scores would be kept
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=mask is None)
 
 
 def attention_math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """The same, written out: what the fused kernels compute without ever keeping the S x S scores."""
+    """The same sum written out. It keeps the S x S scores, which the fused kernels never do."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     if mask is None:
         mask = visible(torch.arange(q.shape[2], device=q.device), k.shape[2], None)
-    scores = (q @ k.transpose(-1, -2)).to(at_least_fp32(q.dtype)) * q.shape[-1] ** -0.5
+    wide = at_least_fp32(q.dtype)
+    scores = (q.to(wide) @ k.to(wide).transpose(-1, -2)) * q.shape[-1] ** -0.5
     return scores.masked_fill(~mask, -torch.inf).softmax(-1).to(v.dtype) @ v
 
 
@@ -292,7 +291,7 @@ class Llama(nn.Module):
         super().__init__()
         make = partial(parameter, groups=groups, dtype=dtype, device=device)
         core = attention_math if attention == "math" else attention_sdpa
-        self.model, self.exact = model, at_least_fp32(dtype)
+        self.model, self.wide = model, at_least_fp32(dtype)
         self.embedding = Embedding(model, make)
         self.blocks = nn.ModuleList(Block(layer, model, make, core) for layer in range(model.layers))
         self.head = Head(model, make, self.embedding.table if model.tied else None)
@@ -308,9 +307,10 @@ class Llama(nn.Module):
         positions: S or B S, by default 0, 1, 2 … documents: B S, numbers of the documents, which do not see each other.
         cache: the keys and values of earlier tokens, which these follow.
         """
+        assert cache is None or documents is None, "what is sampled is one document"
         before = len(cache) if cache is not None else 0
         places = torch.arange(before, before + tokens.shape[1], device=tokens.device)
-        rotation = angles(places if positions is None else positions, self.model, self.exact)
+        rotation = angles(places if positions is None else positions, self.model, self.wide)
         only_causal = documents is None and before == 0
         mask = None if only_causal else visible(places, before + tokens.shape[1], documents)
         x = self.embedding(tokens)
@@ -381,5 +381,5 @@ def activation_bytes(model: config.Model, micro_batch: int, seq: int, dtype: tor
              + N  # the attention's output
              + 3 * model.ffn)  # gate and up in one tensor, what SwiGLU makes of them
     head = 2 * H
-    exact = model.layers * (2 + model.heads) + 1 + V  # statistics of norms and attention; logarithms of probabilities
-    return micro_batch * seq * ((model.layers * block + head) * dtype.itemsize + exact * at_least_fp32(dtype).itemsize)
+    wide = model.layers * (2 + model.heads) + 1 + V  # statistics of norms and attention; logarithms of probabilities
+    return micro_batch * seq * ((model.layers * block + head) * dtype.itemsize + wide * at_least_fp32(dtype).itemsize)

@@ -10,6 +10,10 @@ how the ranks along that axis share it:
 and over which data axis its gradient is summed and its optimizer state may be sharded ("dp", or "edp" for experts).
 First values, reduction, gradient norm, weight decay, checkpoints and tests read the record; nothing restates it.
 
+Axes with names of their own: "tie" joins the first and the last pipeline stage, which share one table; "mirror" joins
+two ranks that hold the same stage; "kv" and "kv_copy" split the tensor parallel ranks where there are more of them than
+key and value heads; "edp" is what is left of the data parallel ranks once experts are dealt out.
+
 Values come in and go out as boxes of the global tensor. A *source* is a function (spec, box) -> tensor that yields any
 box of any parameter: `draw` (seeded random numbers) is one, a checkpoint and a file of published weights are others.
 So no rank ever builds more of a parameter than it holds.
@@ -42,6 +46,11 @@ def size(group: dist.ProcessGroup | None) -> int:
 
 def rank(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else group.rank()
+
+
+def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of whatever must not be rounded to 16 bits: sums of gradients, statistics, angles, losses."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 # ---- the record -----------------------------------------------------------------------------------------------------
@@ -85,8 +94,13 @@ def box_of(spec: Spec, groups: Groups) -> Box:
     box = [slice(0, n) for n in spec.shape]
     for axis, dim in spec.along.items():
         if dim not in ("copy", "sum"):
-            box[dim] = cut(spec.shape[dim], size(groups[axis]), rank(groups[axis]))
+            box[dim] = cut(spec.shape[dim], size(groups.get(axis)), rank(groups.get(axis)))
     return tuple(box)
+
+
+def is_first_copy(spec: Spec, groups: Groups) -> bool:
+    """Whether this rank counts and saves its part, of all those along the model's axes that hold the same elements."""
+    return not any(rank(groups.get(axis)) for axis in spec.copies)
 
 
 def shape_of(box: Box) -> tuple[int, ...]:
@@ -107,7 +121,7 @@ def parameter(spec: Spec, groups: Groups, dtype: torch.dtype, device: torch.devi
 # ---- first values ---------------------------------------------------------------------------------------------------
 
 Source = Callable[[Spec, Box], torch.Tensor]
-DRAWN_TOGETHER = 2**20  # elements that one generator draws: the most that is drawn in vain at either end of a box
+DRAWN_TOGETHER = 2**20  # elements of one generator: a rank draws fewer in vain than that at either end of its box
 
 
 def draw(seed: int) -> Source:
@@ -257,12 +271,13 @@ def backward_input(key: Key, output: GradientEdge | torch.Tensor, grad: torch.Te
 @torch.no_grad()  # autograd is not running here: without this every gradient would begin a graph that nobody ends
 def backward_weight(key: Key) -> None:
     """The second half: the weight gradients that backward_input left behind."""
-    for params, adds in _queue.pop(key).items():
+    queue = _queue.pop(key)
+    for params, adds in queue.items():
         while adds:
             add_to(params, adds.pop(0))  # popped, so that activations are freed one by one
-        for param in params:
-            if param.sink is not None:
-                param.sink.ready(param)
+    for param in dict.fromkeys(param for params in queue for param in params):
+        if param.sink is not None:
+            param.sink.ready(param)
 
 
 def waiting() -> list[Key]:

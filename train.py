@@ -11,33 +11,36 @@ if __name__ == "__main__":
 
     settings = config.from_command_line()  # before torch is imported, so that a wrong flag is answered at once
 
+import datetime
 import json
 import math
 import os
+import re
 import resource
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 
 import collectives
 import config
 from data import BYTES_SEPARATOR, Corpus, MicroBatch, Samples
-from model import IGNORED, Llama, activation_bytes, cross_entropy, flops_per_token, parameter_count, sample
-from param import Groups, draw, rank, size
-from zero import Optimizer
+from dp import composition
+from model import IGNORED, Llama, activation_bytes, cross_entropy, flops_per_token, sample
+from param import Groups, at_least_fp32, draw, rank, size
+from zero import Optimizer, bytes_held
 
-BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+AXES = ("world", "data", "replicate", "dp")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
-# Peak dense bf16 TFLOP/s by the name the driver gives; the first that the name contains. Vendors' data sheets.
-PEAK_TFLOPS = {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "GH200": 989, "B200": 2250, "B300": 2250,
-               "A100": 312, "L40S": 362, "MI300X": 1307, "MI325X": 1307}
+# Peak dense TFLOP/s in bf16 and fp16, by words of the name that the driver gives; the first fits. From data sheets.
+PEAK_TFLOPS = {"H100 PCIe": 756, "H100 NVL": 835, "H200 NVL": 835, "H100": 989, "H200": 989, "GH200": 989, "B200": 2250,
+               "GB200": 2500, "B300": 2250, "GB300": 2500, "A100": 312, "L40S": 362, "MI300X": 1307, "MI325X": 1307}
 
 
 # ---- the grid -------------------------------------------------------------------------------------------------------
@@ -59,20 +62,33 @@ def choose_device(asked: str) -> tuple[torch.device, str]:
     return torch.device("cpu"), "there is no GPU here"
 
 
-def build_groups(grid: config.Grid, device: torch.device) -> Groups:
-    """One group an axis, created in the same order on every rank; None where this process is alone."""
+def build_groups(grid: config.Grid, timeout_s: float = 600) -> Groups:
+    """The groups of every axis, created in the same order on every rank; None where a rank is alone.
+
+    world: everybody. data: all that read other sequences, replicate x dp. dp: those that share out optimizer state.
+    """
+    groups: Groups = dict.fromkeys(AXES)
     if not dist.is_initialized():
-        return {"world": None, "dp": None}
-    mesh = init_device_mesh(device.type, (grid.dp,), mesh_dim_names=("dp",))
-    return {"world": dist.group.WORLD, "dp": mesh.get_group("dp")}
+        return groups
+    ranks = torch.arange(grid.dp).view(grid.dp_replicate, grid.dp // grid.dp_replicate)
+    for axis, rows in (("replicate", ranks.T), ("dp", ranks)):  # each row is a group
+        if rows.shape[1] > 1:
+            timeout = datetime.timedelta(seconds=timeout_s)
+            groups[axis], _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)
+    return groups | {"world": dist.group.WORLD, "data": dist.group.WORLD}
+
+
+def moments_dtype(settings: config.Config, dtype: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if settings.precision.moments == "bf16" else at_least_fp32(dtype)
 
 
 def build(settings: config.Config, groups: Groups, device: torch.device, dtype: torch.dtype) -> tuple[Llama, Optimizer]:
     """The model and its optimizer, filled with the seed's weights."""
     model = Llama(settings.model, groups, dtype, device, settings.precision.attention)
-    optim = settings.optim
-    optimizer = Optimizer({0: model.units()}, groups, settings.grid.bucket_mb, optim.optimizer, optim.betas,
-                          weight_decay=optim.weight_decay, clip=optim.clip)
+    grid, optim = settings.grid, settings.optim
+    optimizer = Optimizer({0: model.units()}, groups, grid.bucket_mb, grid.zero, optim.optimizer, optim.betas,
+                          weight_decay=optim.weight_decay, clip=optim.clip, moments=moments_dtype(settings, dtype),
+                          last=model.head)
     optimizer.load(draw(optim.seed))
     return model, optimizer
 
@@ -86,27 +102,27 @@ def gradients(model: Llama, optimizer: Optimizer, micro_batches: list[MicroBatch
     so that every gradient is a plain sum from there on.
     """
     valid = sum((batch.labels != IGNORED).sum() for batch in micro_batches)
-    counted = collectives.all_reduce(valid, groups["dp"], async_op=True)  # under way during the first forward
+    counted = collectives.all_reduce(valid, groups["data"], async_op=True)  # under way during the first forward
     optimizer.begin({0: len(micro_batches)})
     total = 0
     for batch in micro_batches:
         loss = cross_entropy(model(batch.tokens, batch.positions, batch.documents), batch.labels)
         counted.wait()
-        (loss / valid.clamp(min=1)).backward()
+        optimizer.scaled(loss / valid.clamp(min=1)).backward()
         total = total + loss.detach()
     optimizer.finish()
-    collectives.all_reduce(total, groups["dp"])
+    collectives.all_reduce(total, groups["data"])
     return total / valid.clamp(min=1)
 
 
 @torch.no_grad()
-def evaluate(model: Llama, batches: list[list[MicroBatch]], groups: Groups) -> float:
-    """The mean loss over all valid tokens of some global batches, given as this rank's share of each."""
+def evaluate(model: Llama, micro_batches: Iterable[MicroBatch], groups: Groups) -> float:
+    """The mean loss over all valid tokens of all ranks' micro-batches, of which each rank gives equally many."""
     summed = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)  # losses, tokens
-    for batch in (batch for micro_batches in batches for batch in micro_batches):
+    for batch in micro_batches:
         summed[0] += cross_entropy(model(batch.tokens, batch.positions, batch.documents), batch.labels)
         summed[1] += (batch.labels != IGNORED).sum()
-    collectives.all_reduce(summed, groups["dp"])
+    collectives.all_reduce(summed, groups["data"])
     return (summed[0] / summed[1].clamp(min=1)).item()
 
 
@@ -133,19 +149,25 @@ def sequences_at(tokens: int, ramp: list[tuple[int, float]]) -> int:
 
 def first_lines(settings: config.Config, device: str, dtype: torch.dtype, samples: Samples) -> str:
     grid, batch = settings.grid, settings.batch
-    n, exact = parameter_count(settings.model), torch.promote_types(dtype, torch.float32)
-    memory = dict(weights=n * dtype.itemsize, gradients=n * exact.itemsize,
-                  optimizer=n * exact.itemsize * (2 + (dtype != exact)),
-                  activations=activation_bytes(settings.model, batch.micro_batch, batch.seq, dtype))
+    units = {0: Llama(settings.model, dict.fromkeys(AXES)).units()}
+    buckets = [sum(param.numel() for param in bucket) for bucket in
+               composition(units, 0 if grid.zero == 3 else grid.bucket_mb)]
+    shards = grid.dp // grid.dp_replicate
+    moments = moments_dtype(settings, dtype) if settings.optim.optimizer == "adamw" else None
+    memory = bytes_held(buckets, grid.zero, shards, dtype, moments)
+    memory["activations"] = activation_bytes(settings.model, batch.micro_batch, batch.seq, dtype)
+    held = "all weights, gradients and optimizer state" if shards == 1 or grid.zero == 0 else \
+        f"1/{shards} of " + ("optimizer state", "gradients and optimizer state",
+                             "weights, gradients and optimizer state")[grid.zero - 1]
+    copies = f", in {grid.dp_replicate} replicas" if grid.dp_replicate > 1 else ""
     sequences, _ = config.ramp(batch)[0]
     accumulated = sequences // batch.micro_batch // grid.dp
     return "\n".join((
         f"device  {device}, {settings.precision.dtype}",
-        f"grid    dp {grid.dp}: " + (f"each rank holds the whole model and reads its 1/{grid.dp} of a step's sequences"
-                                     if grid.dp > 1 else "one rank has everything"),
+        f"grid    dp {grid.dp}, zero {grid.zero}: a rank holds {held}{copies}, and reads 1/{grid.dp} of the sequences",
         f"batch   global batch {sequences} = micro {batch.micro_batch} x accum {accumulated} x dp {grid.dp}; "
         f"{sequences * batch.seq:,} tokens a step" + (f"; ramp {batch.batch_ramp}" if batch.batch_ramp else ""),
-        f"model   {settings.model.preset}: {n:,} parameters; a rank needs about {gb(sum(memory.values()))}: "
+        f"model   {settings.model.preset}: {sum(buckets):,} parameters; a rank needs about {gb(sum(memory.values()))}: "
         + ", ".join(f"{name} {gb(count)}" for name, count in memory.items()),
         f"data    {len(samples.corpus):,} tokens in {len(samples.corpus.files):,} files: "
         f"{samples.windows:,} samples of {batch.seq}",
@@ -156,10 +178,12 @@ def gb(count: float) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
-def peak_flops(device: torch.device) -> float | None:
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Of one GPU, from its name; None for what is not in the table: a utilisation of a guess is no measurement."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((peak * 1e12 for key, peak in PEAK_TFLOPS.items() if key in name), None)
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    words = set(re.split("[ -]", torch.cuda.get_device_name(device)))
+    return next((peak * 1e12 for key, peak in PEAK_TFLOPS.items() if set(key.split()) <= words), None)
 
 
 def memory_used(device: torch.device) -> float:
@@ -180,36 +204,42 @@ def as_json(record: dict) -> str:
 
 class Progress:
     """How far the run is, for whoever has to say where it failed."""
-    step = 0
+    step: int | None = None
 
 
-def train(settings: config.Config, device: torch.device, why: str, progress: Progress) -> None:
+def open_samples(settings: config.Config, paths: list[str], seed: int | None) -> Samples:
+    data = settings.data
+    corpus = Corpus(paths, settings.model.vocab, data.data_dtype, data.separator)
+    return Samples(corpus, settings.batch.seq, seed, data.doc_mask)
+
+
+def train(settings: config.Config, samples: Samples, unseen: Samples | None, device: torch.device, why: str,
+          progress: Progress) -> None:
     batch, optim, data, run = settings.batch, settings.optim, settings.data, settings.run
-    if settings.precision.dtype == "auto":
-        settings.precision.dtype = "bf16" if device.type == "cuda" else "fp32"
     dtype = DTYPES[settings.precision.dtype]
-
-    def samples_of(paths: list[str], seed: int | None) -> Samples:
-        corpus = Corpus(paths, settings.model.vocab, data.data_dtype, data.separator)
-        return Samples(corpus, batch.seq, seed, data.doc_mask)
-
-    samples = samples_of(data.data, optim.seed)
-    unseen = samples_of(data.val_data, None) if data.val_data else None
-    groups = build_groups(settings.grid, device)
+    groups = build_groups(settings.grid, run.timeout)
+    ranks, dp_rank, dp = size(groups["world"]), rank(groups["data"]), size(groups["data"])
     chief = rank(groups["world"]) == 0
     if chief:
-        ranks = f"{size(groups['world'])} ranks, {BACKENDS[device.type]}" if groups["world"] else "one process"
-        print(first_lines(settings, f"{device.type} ({why}), {ranks}", dtype, samples), flush=True)
+        where = f"{ranks} ranks, {dist.get_backend()}" if groups["world"] else "one process"
+        print(first_lines(settings, f"{device.type} ({why}), {where}", dtype, samples), flush=True)
     model, optimizer = build(settings, groups, device, dtype)
 
     def share(samples: Samples, first: int, sequences: int) -> list[MicroBatch]:
-        micro_batches = samples.step(first, sequences, batch.micro_batch, rank(groups["dp"]), size(groups["dp"]))
-        return [micro_batch.to(device) for micro_batch in micro_batches]
+        """What this rank computes of `sequences` samples."""
+        return [micro_batch.to(device) for micro_batch in
+                samples.step(first, sequences, batch.micro_batch, dp_rank, dp)]
+
+    def validation_loss() -> float:
+        at_once = batch.micro_batch * dp
+        wanted = min(data.eval_steps * ramp[0][0], max(unseen.windows // at_once, 1) * at_once)
+        return evaluate(model, (micro_batch for first in range(0, wanted, at_once)
+                                for micro_batch in share(unseen, first, at_once)), groups)
 
     ramp, seen, skipped = config.ramp(batch), 0, 0  # seen: samples so far, the whole state of the data
     flops, causal_flops = (flops_per_token(settings.model, batch.seq, causal) for causal in (False, True))
-    peak = peak_flops(device)
-    log = open(run.metrics, "w") if run.metrics and chief else None
+    peak = peak_flops(device, dtype)
+    metrics = open(run.metrics, "w") if run.metrics and chief else None
     bar = tqdm(total=optim.steps, unit="step", disable=not chief, dynamic_ncols=True)
     for step in range(optim.steps):
         progress.step, began = step, time.perf_counter()
@@ -222,46 +252,50 @@ def train(settings: config.Config, device: torch.device, why: str, progress: Pro
         seen += sequences
         skipped += not math.isfinite(norm)
 
-        seconds, tokens = time.perf_counter() - began, sequences * batch.seq
-        rate = tokens / seconds / size(groups["world"])
+        seconds = time.perf_counter() - began
+        rate = sequences * batch.seq / seconds
+        used = rate / ranks / peak if peak else None
         record = dict(
-            step=step, tokens=seen * batch.seq, loss=loss, grad_norm=norm, lr=lr, step_s=seconds,
-            tokens_per_s=tokens / seconds, tokens_per_s_per_gpu=rate,
-            mfu=rate * flops / peak if peak else None, mfu_causal=rate * causal_flops / peak if peak else None,
-            hfu=rate * flops / peak if peak else None,  # nothing is recomputed: what the model needs is what is done
+            step=step, tokens=seen * batch.seq, loss=loss, grad_norm=norm, lr=lr, step_s=seconds, tokens_per_s=rate,
+            tokens_per_s_per_gpu=rate / ranks, mfu=used and used * flops, mfu_causal=used and used * causal_flops,
+            hfu=used and used * flops,  # nothing is recomputed: what the model needs is what is done
             memory_gb=memory_used(device) / 1e9,
-            comm_gb={"dp": collectives.sent[collectives.name(groups["dp"])] / 1e9}, skipped=skipped)
-        last = step == optim.steps - 1
-        if unseen and (last or (data.eval_every and (step + 1) % data.eval_every == 0)):
-            parts = [share(unseen, i * sequences, sequences) for i in range(data.eval_steps)]
-            record["val_loss"] = evaluate(model, parts, groups)
-            bar.write(f"step {step}: validation loss {record['val_loss']:.4f}", file=sys.stdout)
-        if log:
-            print(as_json(record), file=log, flush=True)
-        bar.set_postfix_str(f"loss {loss:.3f}, {tokens / seconds:,.0f} tokens/s", refresh=False)
+            comm_gb={axis: collectives.sent[collectives.name(groups[axis])] / 1e9
+                     for axis in ("world", "replicate", "dp") if size(groups[axis]) > 1}, skipped=skipped)
+        if unseen and (step == optim.steps - 1 or (data.eval_every and (step + 1) % data.eval_every == 0)):
+            record["val_loss"] = validation_loss()
+            if chief:
+                bar.write(f"step {step}: validation loss {record['val_loss']:.4f}", file=sys.stdout)
+        if metrics:
+            print(as_json(record), file=metrics, flush=True)
+        bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s", refresh=False)
         bar.update()
     bar.close()
     if chief:
-        print(f"trained {optim.steps} steps on {seen * batch.seq:,} tokens: loss {loss:.4f} nats a token")
-        if run.sample and samples.corpus.is_text:
-            prompt = torch.tensor([[BYTES_SEPARATOR, *run.sample.encode()]], device=device)
-            written = sample(model, prompt, 240)[0, 1:].tolist()
+        print(f"trained {optim.steps} steps on {seen * batch.seq:,} tokens: loss {loss:.4f} nats a token in the last")
+    if run.sample and samples.corpus.is_text and (chief or settings.grid.zero == 3):  # sharded weights need every rank
+        prompt = torch.tensor([[BYTES_SEPARATOR, *run.sample.encode()]], device=device)
+        written = sample(model, prompt, 240)[0, 1:].tolist()
+        if chief:
             print(bytes(byte for byte in written if byte < 256).decode(errors="replace"))
 
 
 def main(settings: config.Config) -> None:
-    progress = Progress()
-    try:
-        device, why = choose_device(settings.run.device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        launched = "WORLD_SIZE" in os.environ  # by torchrun
-        with collectives.world(BACKENDS[device.type], settings.run.timeout) if launched else nullcontext():
-            train(settings, device, why, progress)
+    progress, run = Progress(), settings.run
+    try:  # what the user can mend, and every rank finds alike
+        device, why = choose_device(run.device)
+        samples = open_samples(settings, settings.data.data, settings.optim.seed)
+        unseen = open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
     except ValueError as error:
-        if progress.step:
-            fail(progress, error)
         config.refuse(error)
+    if settings.precision.dtype == "auto":
+        settings.precision.dtype = "bf16" if device.type == "cuda" else "fp32"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        by_torchrun = "WORLD_SIZE" in os.environ
+        with collectives.world(device, run.timeout) if by_torchrun else nullcontext():
+            train(settings, samples, unseen, device, why, progress)
     except Exception as error:
         fail(progress, error)
 
@@ -269,8 +303,8 @@ def main(settings: config.Config) -> None:
 def fail(progress: Progress, error: Exception) -> None:
     """Say where and why, and take the job down: the other ranks may wait for this one, so nothing is waited for."""
     traceback.print_exc()
-    rank = os.environ.get("RANK", 0)
-    print(f"train.py: rank {rank} failed in step {progress.step}: {error}", file=sys.stderr, flush=True)
+    when = "before the first step" if progress.step is None else f"in step {progress.step}"
+    print(f"train.py: rank {os.environ.get('RANK', 0)} failed {when}: {error}", file=sys.stderr, flush=True)
     os._exit(1)
 
 

@@ -7,18 +7,19 @@ import hashlib
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import config
 import param
 import train
 from data import MicroBatch, Samples
+from meter import Meter
 
 # All dimensions differ, so that no two can be mistaken for each other. Clipping and weight decay are active.
 BASE = ("--layers 3 --hidden 40 --heads 8 --kv-heads 4 --head-dim 6 --ffn 56 --vocab 97 --seq 24 --global-batch 48 "
         "--dtype fp64 --steps 3 --warmup 0 --lr-schedule constant --lr 0.01 --clip 0.2 --weight-decay 0.3 "
         "--data " + __file__)
 STEPS = 3
+ALONE = dict.fromkeys(train.AXES)  # the groups of a process without others
 
 
 def settings_of(grid: str, world: int = 1) -> config.Config:
@@ -49,40 +50,29 @@ class GivenSamples(Samples):
         return MicroBatch(self.tokens[numbers], self.labels[numbers])
 
 
-class Collectives(TorchDispatchMode):
-    """Writes down every collective of this rank, as (group, operation, shape, dtype)."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls: list[tuple] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "c10d":
-            groups = [dist.ProcessGroup.unbox(a).group_name for a in args if isinstance(a, torch.ScriptObject)
-                      and a._type().name() == "ProcessGroup"]
-            tensors = [t for a in args for t in (a if isinstance(a, list) else [a]) if isinstance(t, torch.Tensor)]
-            self.calls.append((groups[0], function.overloadpacket.__name__, tuple(tensors[0].shape), tensors[0].dtype))
-        return function(*args, **kwargs or {})
-
-
 def run(grid: str) -> dict:
     """One rank of a grid, also without any process group."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     settings = settings_of(grid, world)
-    groups = train.build_groups(settings.grid, torch.device("cpu"))
+    groups = train.build_groups(settings.grid)
     model, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float64)
     out = dict(loss=[], norm=[], grads=[], square=[])
-    with Collectives() as collectives:
+    with Meter(memory=False) as meter:
         for tokens, labels in batches(settings):
             share = GivenSamples(tokens, labels).step(0, settings.batch.global_batch, settings.batch.micro_batch,
-                                                      param.rank(groups["dp"]), param.size(groups["dp"]))
+                                                      param.rank(groups["data"]), param.size(groups["data"]))
             out["loss"].append(train.gradients(model, optimizer, share, groups).item())
-            out["grads"].append(pieces(optimizer, "grad"))
+            out["grads"].append(pieces(optimizer, "owned_grad"))
             out["square"].append(sum(values.square().sum().item() for *_, owned, values in out["grads"][-1] if owned))
             out["norm"].append(optimizer.step(settings.optim.lr).item())
-    out |= {name: pieces(optimizer, what) for name, what in (("params", "master"), ("m", "m"), ("v", "v"))}
-    out["visible"] = {(p.spec.name, str(p.box)): digest(p.detach()) for p in model.parameters()}
-    out["collectives"] = collectives.calls
+    out |= {name: pieces(optimizer, what) for name, what in (("params", "master"), ("m", "m"), ("v", "v"))
+            if settings.optim.optimizer == "adamw" or name == "params"}
+    for bucket in optimizer.buckets:
+        bucket.gather()
+    out["visible"] = {(p.spec.name, str(p.box)): digest(p.detach().clone()) for p in model.parameters()}
+    for bucket in optimizer.buckets:
+        bucket.free()
+    out["collectives"] = meter.collectives
     return out
 
 

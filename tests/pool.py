@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import tempfile
 import time
 import traceback
@@ -98,6 +97,3 @@ class Pool:
         for process, _ in self.workers:
             process.kill()
             process.join()
-
-
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # workers import the project from here

@@ -25,8 +25,30 @@ GRIDS = [
     (4, "--micro-batch 2 --qk-norm --tied --bucket-mb 0.1"),
     (8, "--micro-batch 3"),
     (8, "--micro-batch 2 --tied --bucket-mb 0"),
+    (1, "--micro-batch 8 --zero 3 --tied"),
+    (2, "--micro-batch 6 --zero 1"),
+    (2, "--micro-batch 6 --zero 2"),
+    (2, "--micro-batch 6 --zero 3"),
+    (2, "--micro-batch 24 --zero 1 --tied --bucket-mb 0"),
+    (2, "--micro-batch 6 --zero 2 --tied --bucket-mb 0"),
+    (2, "--micro-batch 6 --zero 3 --tied --qk-norm --qkv-bias"),
+    (3, "--micro-batch 4 --zero 1 --bucket-mb 0.05"),
+    (3, "--micro-batch 4 --zero 2 --optimizer sgd"),
+    (3, "--micro-batch 8 --zero 3 --tied"),
+    (4, "--micro-batch 6 --zero 1 --optimizer sgd --tied"),
+    (4, "--micro-batch 4 --zero 2 --qk-norm --tied"),
+    (4, "--micro-batch 12 --zero 3 --clip 0"),
+    (4, "--micro-batch 3 --zero 3 --optimizer sgd --tied"),
+    (4, "--micro-batch 3 --zero 1 --dp-replicate 2"),
+    (4, "--micro-batch 6 --zero 2 --dp-replicate 2 --tied --bucket-mb 0"),
+    (4, "--micro-batch 4 --zero 3 --dp-replicate 2"),
+    (8, "--micro-batch 2 --zero 1 --tied"),
+    (8, "--micro-batch 3 --zero 2 --dp-replicate 4"),
+    (8, "--micro-batch 2 --zero 3 --dp-replicate 2 --tied"),
+    (8, "--micro-batch 3 --zero 3"),
 ]
-NOT_THE_MODEL = ("--micro-batch", "--bucket-mb", "--attention")  # flags that must not change a result
+# Flags that must not change a result.
+NOT_THE_MODEL = ("--micro-batch", "--bucket-mb", "--attention", "--zero", "--dp-replicate")
 
 
 @cache
@@ -60,7 +82,7 @@ def test_a_grid_equals_one_process(pool, ranks, grid):
             assert result["loss"][step] == pytest.approx(want["loss"][step], rel=1e-11)
             assert result["norm"][step] == pytest.approx(want["norm"][step], rel=1e-11)
         owned = sum(result["square"][step] for result in results)
-        assert owned == pytest.approx(want["norm"][step] ** 2, rel=1e-11), "squares of the owned parts (H3)"
+        assert owned == pytest.approx(want["norm"][step] ** 2, rel=1e-11), "squares of the owned parts"
         grads = grids.whole([result["grads"][step] for result in results])
         compare(grads, want["grads"][step], f"step {step}: gradient")
     for what in ("params", "m", "v"):
@@ -71,7 +93,7 @@ def test_a_grid_equals_one_process(pool, ranks, grid):
 
 
 def check_replicas(results: list[dict]) -> None:
-    """H2: whoever holds the same part of a parameter holds the same bits."""
+    """Whoever holds the same part of a parameter holds the same bits."""
     first = {}
     for rank, result in enumerate(results):
         for place, bits in result["visible"].items():
@@ -79,11 +101,11 @@ def check_replicas(results: list[dict]) -> None:
 
 
 def check_collectives(results: list[dict]) -> None:
-    """H4: every rank of a group issued the same collectives in the same order."""
+    """Every rank of a group issued the same collectives in the same order."""
     first = {}
     for rank, result in enumerate(results):
-        for group in {call[0] for call in result["collectives"]}:
-            calls = [call for call in result["collectives"] if call[0] == group]
+        for group in {call.group for call in result["collectives"]}:
+            calls = [call for call in result["collectives"] if call.group == group]
             assert first.setdefault(group, calls) == calls, f"rank {rank} called group {group} differently"
 
 
@@ -97,7 +119,7 @@ def test_clipping_and_masks_are_active():
 
 
 def test_a_process_group_of_one_rank_changes_nothing(pool):
-    """H6, to the bit: an axis of size 1 is no axis."""
+    """To the bit: an axis of size 1 is no axis."""
     grid = "--micro-batch 8 --tied"
     (with_group,), without = pool.run(1, "grids:run", grid=grid), grids.run(grid)
     for what in ("params", "m", "v"):
@@ -125,10 +147,10 @@ def test_nothing_is_computed_below_fp64():
             return out
 
     settings = grids.settings_of("--micro-batch 24 --qk-norm --qkv-bias")
-    model, optimizer = grids.train.build(settings, {"world": None, "dp": None}, torch.device("cpu"), torch.float64)
+    model, optimizer = grids.train.build(settings, grids.ALONE, torch.device("cpu"), torch.float64)
     tokens, labels = grids.batches(settings)[0]
     with Watch():
         grids.train.gradients(model, optimizer, grids.GivenSamples(tokens, labels).step(0, 48, 24, 0, 1),
-                              {"world": None, "dp": None})
+                              grids.ALONE)
         optimizer.step(0.01)
     assert not below

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import param
-from param import Spec, box_of, boxes, draw, parameter
+from param import Spec, box_of, boxes, draw, is_first_copy, parameter
 
 
 @dataclass
@@ -31,7 +31,7 @@ def ranks(**axes: int) -> list[dict]:
 
 # What later axes ask of the record: (spec, axes of the grid, how many ranks hold every element).
 RECORDS = {
-    "whole": (Spec("a", (7, 5), std=1.0), dict(tp=3), 3),
+    "whole": (Spec("a", (7, 5), {"tp": "copy"}, std=1.0), dict(tp=3), 3),
     "rows": (Spec("a", (12, 5), {"tp": 0}, std=1.0), dict(tp=4), 1),
     "columns": (Spec("a", (5, 12), {"tp": 1}, std=1.0), dict(tp=4), 1),
     "a vocabulary of 97": (Spec("a", (97, 4), {"tp": 0}, std=1.0), dict(tp=4), 1),
@@ -40,7 +40,7 @@ RECORDS = {
     "2 kv heads on tp 4": (Spec("a", (2 * 6, 5), {"kv": 0, "kv_copy": "sum"}, std=1.0), dict(kv=2, kv_copy=2), 2),
     "a tied table": (Spec("a", (11, 5), {"tp": 0, "tie": "sum"}, std=1.0), dict(tie=2, tp=2), 2),
     "a mirrored copy": (Spec("a", (6, 5), {"tp": 1, "mirror": "sum"}, std=1.0), dict(mirror=2, tp=2), 2),
-    "experts": (Spec("a", (8, 3, 5), {"ep": 0}, "edp", std=1.0), dict(edp=2, ep=4), 2),
+    "experts": (Spec("a", (8, 3, 5), {"ep": 0}, "edp", std=1.0), dict(ep=4), 1),
 }
 
 
@@ -59,15 +59,12 @@ def test_first_values_do_not_depend_on_the_grid(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_every_element_has_one_owner(name):
-    """Whoever has coordinate 0 on the axes that copy it; that is what the norm and a checkpoint count."""
+def test_one_rank_counts_every_element(name):
     spec, axes, _ = RECORDS[name]
-    owned = torch.zeros(spec.shape, dtype=torch.int)
+    counted = torch.zeros(spec.shape, dtype=torch.int)
     for groups in ranks(**axes):
-        shares = [axis for axis in axes if axis not in spec.along]  # axes the record does not name see other data
-        if not any(groups[axis].rank() for axis in (*spec.copies, *shares)):
-            owned[box_of(spec, groups)] += 1
-    assert (owned == 1).all()
+        counted[box_of(spec, groups)] += is_first_copy(spec, groups)
+    assert (counted == 1).all()
 
 
 def test_a_cut_pair_stays_a_pair():
@@ -196,6 +193,28 @@ def test_a_failing_backward_does_not_leave_the_door_split(weights):
         param.backward_input((0, 1), torch.ones(()), None)  # has no graph
     assert not param.deferring()
     param.backward_weight((0, 1))
+
+
+def test_a_parameter_used_alone_and_with_others_is_ready_once(weights):
+    bucket = Bucket()
+    for weight in weights:
+        param.watch(weight, bucket)
+
+    class Both(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, a, b):
+            ctx.weights = a, b
+            return x * a * b
+
+        @staticmethod
+        def backward(ctx, grad):
+            param.accumulate_grad(ctx.weights, lambda out: out.add_(1.0))
+            param.accumulate_grad(ctx.weights[0], lambda out: out.add_(1.0))
+            return grad, None, None
+
+    param.backward_input((0, 0), Both.apply(torch.ones(1, requires_grad=True), *weights), None)
+    param.backward_weight((0, 0))
+    assert len(bucket.heard) == 2 and [bucket.grads[weight].item() for weight in weights] == [2.0, 1.0]
 
 
 def test_parameters_side_by_side_get_one_gradient():

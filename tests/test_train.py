@@ -4,11 +4,13 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 import config
 import train
+from data import Corpus, Samples
 
 ROOT = os.path.dirname(config.__file__)
 SMALL = "--layers 2 --hidden 32 --heads 2 --ffn 48 --seq 32 --warmup 2"
@@ -30,7 +32,7 @@ def test_a_run_says_what_it_does_and_learns(tmp_path):
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("device  cpu (there is no GPU here), one process, fp32")
-    assert lines[1].startswith("grid    dp 1: ")
+    assert lines[1].startswith("grid    dp 1, zero 0: a rank holds all ")
     assert lines[2] == "batch   global batch 16 = micro 16 x accum 1 x dp 1; 512 tokens a step"
     assert lines[3].startswith("model   tiny: 34,016 parameters; a rank needs about ")
     assert lines[4].startswith("data    ")
@@ -44,7 +46,7 @@ def test_a_run_says_what_it_does_and_learns(tmp_path):
     assert records[0]["loss"] == pytest.approx(5.55, abs=0.05) and records[-1]["loss"] < 4
     assert set(records[0]) == {"step", "tokens", "loss", "grad_norm", "lr", "step_s", "tokens_per_s",
                                "tokens_per_s_per_gpu", "mfu", "mfu_causal", "hfu", "memory_gb", "comm_gb", "skipped"}
-    assert records[0]["mfu"] is None and records[0]["comm_gb"] == {"dp": 0}  # a CPU has no peak to be compared with
+    assert records[0]["mfu"] is None and records[0]["comm_gb"] == {}  # a CPU has no peak to be compared with
     assert records[5]["tokens_per_s"] == pytest.approx(512 / records[5]["step_s"])
 
 
@@ -59,7 +61,7 @@ def test_ranks_and_micro_batches_train_the_same_model(tmp_path):
         for (loss, norm), (want, want_norm) in zip(other, losses[0]):
             assert loss == pytest.approx(want, rel=1e-12) and norm == pytest.approx(want_norm, rel=1e-10)
     sent = metrics(tmp_path / "2")[0]["comm_gb"]["dp"] * 1e9
-    assert sent == pytest.approx(2 * 3 / 4 * 34016 * 8, rel=1e-3)  # gradients in fp64; the rest is a few scalars
+    assert sent == 2 * 3 / 4 * 34016 * 8  # gradients in fp64
 
 
 def test_bf16_and_evaluation_and_ramp(tmp_path):
@@ -72,18 +74,20 @@ def test_bf16_and_evaluation_and_ramp(tmp_path):
     records = metrics(tmp_path / "m.jsonl")
     assert [record["tokens"] for record in records] == [256, 512, 768, 1024, 1536, 2048]
     assert [i for i, record in enumerate(records) if "val_loss" in record] == [3, 5]
-    assert 3 < records[5]["val_loss"] < 6 and "step 5: validation loss" in done.stdout
+    assert 3 < records[5]["val_loss"] < 6 and done.stdout.count("step 5: validation loss") == 1
     assert done.stdout.splitlines()[-1].startswith("trained 6 steps")  # no sample was asked for
 
 
-def test_a_rank_that_fails_takes_the_job_down_and_says_where(tmp_path):
-    import numpy as np
-    tokens = np.zeros(4000, np.uint16)
-    tokens[2000:2032] = 9999  # one of the samples holds tokens that the vocabulary lacks
-    np.save(tmp_path / "tokens.npy", tokens)
-    done = start(f"--data {tmp_path / 'tokens.npy'} --steps 20 --vocab 300 --timeout 30", ranks=2)
+@pytest.mark.parametrize("number, step", [(9, 0), (40, 2)])
+def test_a_rank_that_fails_takes_the_job_down_and_says_where(tmp_path, number, step):
+    """Sample `number`, which only rank 1 of 2 reads, in step `step`, holds tokens that the vocabulary lacks."""
+    tokens = tmp_path / "tokens.npy"
+    np.save(tokens, np.zeros(4000, np.uint16))
+    window = Samples(Corpus([str(tokens)], 300), 32, seed=0).window(number)
+    np.save(tokens, np.where(np.arange(4000) // 32 == window, 9999, 0).astype(np.uint16))
+    done = start(f"--data {tokens} --steps 20 --vocab 300 --timeout 30", ranks=2)
     assert done.returncode != 0
-    assert "failed in step " in done.stderr and "tokens.npy: holds a token outside 0..299" in done.stderr
+    assert f"train.py: rank 1 failed in step {step}: {tokens}: holds a token outside 0..299" in done.stderr
 
 
 def test_fewer_gpus_than_ranks_is_an_error_and_none_is_not(monkeypatch):
@@ -93,7 +97,7 @@ def test_fewer_gpus_than_ranks_is_an_error_and_none_is_not(monkeypatch):
     for gpus, asked, want in ((0, "auto", "cpu"), (0, "cpu", "cpu"), (2, "cpu", "cpu"), (4, "auto", "cuda:3")):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         assert str(train.choose_device(asked)[0]) == want
-    assert train.peak_flops(torch.device("cuda", 0)) == 989e12
+    assert train.peak_flops(torch.device("cuda", 0), torch.bfloat16) == 989e12
     for gpus, asked, says in ((2, "auto", "4 ranks on this machine and 2 GPUs: use --nproc_per_node=2 or --device cpu"),
                               (0, "cuda", "--device cuda: 4 ranks on this machine and 0 GPUs: use --device cpu")):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)

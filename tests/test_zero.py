@@ -1,15 +1,17 @@
 """The optimizer: precision, decay, clipping, and everything once. That it equals torch.optim is tested on grids."""
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+import grids
+import zero
 from dp import Chunks
-from param import Groups, Spec, parameter
+from grids import ALONE
+from param import Spec, parameter
 from zero import Optimizer
-
-ALONE: Groups = {"world": None, "dp": None}
 
 
 class Unit(nn.Module):
@@ -35,7 +37,7 @@ def step(params: list[nn.Parameter], optimizer: Optimizer, grads: list[torch.Ten
 
 
 def test_1024_bf16_gradients_add_up():
-    """B2: in bf16 the sum would be off by a fifth; in the fp32 buckets it is off by the rounding of its terms."""
+    """In bf16 the sum would be off by a fifth; in the fp32 buckets it is off by the rounding of its terms."""
     params, optimizer = made(Spec("w", (64, 64)), dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
     grads = [(torch.rand(64, 64, generator=generator) + 0.5).bfloat16() for _ in range(1024)]
@@ -47,7 +49,7 @@ def test_1024_bf16_gradients_add_up():
     bf16 = torch.zeros(64, 64, dtype=torch.bfloat16)
     for grad in grads:
         bf16 += grad
-    assert ((optimizer.buckets[0].grad.view(64, 64) - exact) / exact).abs().max() < 1e-5
+    assert ((optimizer.buckets[0].owned_grad.view(64, 64) - exact) / exact).abs().max() < 1e-5
     assert ((bf16.double() - exact) / exact).abs().max() > 0.1
 
 
@@ -126,3 +128,178 @@ def test_state_comes_in_by_name_and_box():
                 assert torch.equal(getattr(bucket, what)[place], named[p.spec.name][box].flatten())
                 seen += place.stop - place.start
             assert seen == bucket.numel
+
+
+# ---- what is sent ---------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_elements_sent_are_those_of_the_stage(pool, n, accumulated):
+    """Times n/(n-1): 2P, 2P, (A+1)P; and 3AP, less a gather of the first unit, whose backward reads no weights, and one
+    of the last, whose backward follows its forward at once. Gradients travel in fp32, weights in the run's dtype."""
+    batch = f"--global-batch {n * accumulated} --micro-batch 1"
+    for dtype in (torch.float32, torch.bfloat16):
+        for stage in (0, 1, 2, 3):
+            for seen in pool.run(n, "sharding:sent", flags=f"--zero {stage} {batch}", dtype=dtype):
+                assert len(seen["padded"]) == 6 and not seen["others"]
+                P, first, last, A = sum(seen["padded"]), seen["padded"][0], seen["padded"][-1], accumulated
+                gradients = seen["by_op"]["_reduce_scatter_base_"] / 4
+                weights = seen["by_op"]["_allgather_base_"] / dtype.itemsize
+                if stage == 0:
+                    assert (seen["by_op"]["allreduce_"] / 4, gradients, weights) == (2 * P, 0, 0)
+                else:
+                    want = {1: (P, P), 2: (A * P, P), 3: (A * P, 2 * A * P - A * (first + last))}[stage]
+                    assert (gradients, weights) == want and seen["by_op"]["allreduce_"] == 0
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_collective_is_waited_for_before_its_tensors_are_used(pool, stage):
+    """With results that come only when they are waited for, steps are the same to the bit."""
+    flags = f"--micro-batch 6 --zero {stage} --bucket-mb 0"
+    late, usual = pool.run(2, "sharding:delayed", flags=flags), pool.run(2, "grids:run", grid=flags)
+    assert [result["visible"] for result in late] == [result["visible"] for result in usual]
+    assert [result["loss"] for result in late] == [result["loss"] for result in usual]
+
+
+def test_a_hybrid_sums_over_replicas_what_a_rank_owns_once(pool):
+    for stage in (1, 2, 3):
+        flags = f"--zero {stage} --dp-replicate 2 --global-batch 12 --micro-batch 1"
+        for seen in pool.run(4, "sharding:sent", flags=flags, dtype=torch.float32):
+            assert seen["n"] == 2 and seen["by_op"]["allreduce_"] / 4 == 2 * sum(seen["padded"]) / 2
+
+
+# ---- what is held ---------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("dtype, moments", [(torch.float32, "auto"), (torch.bfloat16, "auto"),
+                                            (torch.bfloat16, "bf16")])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_live_bytes_are_those_of_the_formula(pool, stage, dtype, moments):
+    """All storages that exist, at every operation. The formula is written out here once more, by hand."""
+    n, e, state = 4, dtype.itemsize, {"auto": 8, "bf16": 4}[moments] + (4 if dtype == torch.bfloat16 else 0)
+    flags = f"--zero {stage} --moments {moments} --global-batch 8 --micro-batch 1"
+    for seen in pool.run(n, "sharding:held", flags=flags, dtype=dtype):
+        P, two = sum(seen["padded"]), sum(sorted(seen["padded"])[-2:])
+        rest, peak = seen["rest"], seen["peak"]
+        assert rest["optimizer"] == peak["optimizer"] == state * P // (n if stage else 1)
+        assert rest["weights"] == e * P // (n if stage == 3 else 1)
+        assert peak["weights"] == rest["weights"] + (e * two if stage == 3 else 0)
+        if stage < 2:
+            widened = 8 * max(seen["padded"]) if moments == "bf16" and stage == 0 else 0  # two, as large as a gradient
+            assert rest["gradients"] == peak["gradients"] - widened == 4 * P
+        else:
+            assert rest["gradients"] == 0 and peak["gradients"] == 4 * two
+            assert rest["gradient shards"] == P  # 4 bytes of P / 4 elements
+            assert peak["gradient shards"] <= P + 3 * max(seen["padded"])  # one arriving, or two moments while fp32
+        assert rest["other"] < 4096, "something else stays behind"
+        moments_dtype = torch.bfloat16 if moments == "bf16" else torch.float32
+        formula = zero.bytes_held(seen["padded"], stage, n, dtype, moments_dtype)
+        assert peak["weights"] == formula["weights"] and rest["optimizer"] == formula["optimizer"]
+        if not (moments == "bf16" and stage == 0):
+            assert peak["gradients"] + rest["gradient shards"] == formula["gradients"]
+
+
+def test_sharding_adds_nothing_to_what_autograd_keeps(pool):
+    """What is neither weights, gradients nor optimizer state, activations above all, is the same at every stage."""
+    others = []
+    for stage in (0, 1, 2, 3):
+        flags = f"--zero {stage} --global-batch 8 --micro-batch 1"
+        results = pool.run(4, "sharding:held", flags=flags, dtype=torch.float32)
+        others.append(max(seen["peak"]["other"] for seen in results))
+    assert max(others) <= 1.01 * others[0]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_temporaries_do_not_grow_with_the_model(pool, stage):
+    """Constant-size buffers: four times the layers, and the most that exists beside the resident bytes is the same."""
+    extra = []
+    for layers in (3, 12):
+        flags = f"--zero {stage} --layers {layers} --global-batch 4 --micro-batch 1 --dtype bf16 --moments bf16"
+        seen = pool.run(4, "sharding:held", flags=flags, dtype=torch.bfloat16)[0]
+        activations = seen["peak"]["other"]
+        extra.append(seen["peak"]["all"] - seen["rest"]["all"] - activations)
+    assert extra[1] <= 1.02 * max(extra[0], 0) + 1024
+
+
+# ---- precision ------------------------------------------------------------------------------------------------------
+
+def test_all_ranks_skip_a_step_in_which_one_overflows(pool):
+    for seen in pool.run(4, "sharding:overflow"):
+        assert seen == [(True, True, 1024.0, 1.0), (False, False, 512.0, 1.0), (True, True, 512.0, 2.0),
+                        (True, True, 512.0, 3.0)]
+
+
+def test_the_loss_scale_does_not_change_the_norm(pool):
+    for low, high, exact in pool.run(2, "sharding:scaled_and_not"):
+        assert low == pytest.approx(exact, rel=3e-3) and high == pytest.approx(exact, rel=3e-3)
+
+
+def test_fp16_takes_the_step_of_fp32(pool):
+    steps = {dtype: grids.whole(pool.run(2, "sharding:one_step", dtype=dtype)) for dtype in (torch.float16, torch.float32)}
+    for name, want in steps[torch.float32].items():
+        assert (steps[torch.float16][name] - want).norm() < 0.01 * want.norm(), name
+
+
+def test_the_loss_scale_follows_the_rule_of_torch():
+    ours, theirs = zero.LossScale(torch.device("cpu"), interval=3), torch.amp.GradScaler("cpu", growth_interval=3)
+    weight = torch.zeros(1, requires_grad=True)
+    rule = torch.optim.SGD([weight], lr=0.0)
+    for bad in (0, 0, 0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0):
+        weight.grad = torch.tensor([torch.inf if bad else 1.0])
+        theirs.scale(torch.zeros(1))
+        theirs.step(rule)
+        theirs.update()
+        ours.update(torch.tensor(float(bad)))
+        assert ours.value.item() == theirs.get_scale()
+
+
+def test_bf16_moments_train_almost_as_fp32_ones(pool):
+    runs = {}
+    for moments in ("auto", "bf16"):
+        results = pool.run(2, "sharding:low_moments", flags=f"--zero 1 --moments {moments}")
+        assert results[0]["state"] == {torch.float32 if moments == "auto" else torch.bfloat16}
+        runs[moments] = grids.whole([result["params"] for result in results])
+    moved = [(runs[kind][name] - torch.as_tensor(0.0)).norm() for kind in runs for name in runs[kind]]
+    assert all(value.isfinite() for value in moved)
+    for name, exact in runs["auto"].items():
+        difference = (runs["bf16"][name] - exact).norm() / exact.norm()
+        assert 0 < difference < 0.02, name
+
+
+def test_what_fp32_and_mixed_recipes_hold_a_parameter_is_in_the_docstring():
+    for start, dtype, moments in (("fp32", torch.float32, torch.float32),
+                                  ("bf16 or fp16, mixed", torch.bfloat16, torch.float32),
+                                  ("the same, bf16 moments", torch.bfloat16, torch.bfloat16)):
+        line = next(line for line in zero.__doc__.splitlines() if line.strip().startswith(start + "  "))
+        total = int(line.split("--dtype")[0].split()[-1])
+        assert sum(zero.bytes_held([1000], 0, 1, dtype, moments).values()) == 1000 * total
+
+
+# ---- ZeRO-R ---------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+def test_checkpoints_are_shared_and_gathered_once_a_layer(pool, n):
+    x = 3 * 8 * 20 * 8  # bytes of a layer's input
+    for seen in pool.run(n, "sharding:checkpoints", layers=5):
+        assert seen["same"], "gradients are those without checkpoints, to the bit"
+        assert seen["arena"] == (5 * x // n, x) and seen["unused"] == 5
+        for step in seen["steps"]:
+            assert step["between"]["arena"] == 5 * x // n + x
+            assert step["between"]["other"] <= 2 * x, "between forward and backward there is no activation but the last"
+            gathers = [call for call in step["gathers"] if call.name == "_allgather_base_"]
+            assert len(gathers) == len(step["gathers"]) == (5 if n > 1 else 0)
+            assert all(call.bytes == x for call in gathers)
+        sent = sum(call.bytes for call in seen["steps"][0]["gathers"])
+        with_tensor_parallelism = 5 * 6 * 2 * x  # all-reduces: two each in forward, recomputation and backward
+        assert sent * 12 == with_tensor_parallelism or n == 1
+
+
+def test_shared_checkpoints_make_no_new_storage(pool):
+    seen = pool.run(2, "sharding:checkpoints", layers=6)[0]["steps"]
+    assert seen[0]["between"] == seen[1]["between"] == seen[2]["between"]
+    assert seen[0]["peak"] == seen[2]["peak"]
+
+
+def test_a_checkpoint_that_cannot_be_shared_is_refused():
+    group = SimpleNamespace(size=lambda: 7, rank=lambda: 0)
+    with pytest.raises(ValueError, match="7 ranks cannot share a checkpoint of 480 elements in equal parts"):
+        zero.Arena(1, torch.zeros(3, 8, 20), group)

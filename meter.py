@@ -1,0 +1,94 @@
+"""What a step really does, counted at every operation that torch dispatches: live bytes, matmul FLOPs, collectives.
+
+Nothing is asked of the code that is measured. A storage counts from the operation that returned it until nobody refers
+to it, including whatever autograd keeps, with the size it has at that moment (a storage can be emptied and refilled).
+
+    meter = Meter()
+    meter.label("weights", *model.parameters())       storages that exist before, under a name of your choice
+    meter.label_size("gradients", 4 * 104729)         whatever appears with just that size
+    with meter:
+        step()
+    meter.peak["weights"], meter.peak["other"], meter.peak["all"], meter.flops, meter.collectives
+
+Everything else that an operation returns is "other": activations, temporaries, and what should not be there. What is
+first seen as an input is "outside": it was there before, or a library made it unseen (gloo copies what it scatters).
+"""
+from collections import Counter
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+class Collective(NamedTuple):
+    """One call, as this rank made it."""
+    group: str
+    name: str
+    shape: tuple[int, ...]  # of the first tensor: what is received, or reduced in place
+    dtype: torch.dtype
+    bytes: int  # of the larger side: the whole that is reduced, scattered or gathered
+
+
+class Meter(TorchDispatchMode):
+    """memory=False leaves out the live bytes, whose count takes longer than the operations of a small model."""
+
+    def __init__(self, memory: bool = True):
+        super().__init__()
+        self.memory = memory
+        self.kinds = WeakIdKeyDictionary()  # storage -> label, for as long as the storage lives
+        self.sizes: dict[int, str] = {}
+        self.peak: Counter[str] = Counter()  # bytes by label, and "all" but what is outside: the most that ever lived
+        self.flops = 0
+        self.collectives: list[Collective] = []
+
+    def label(self, kind: str, *tensors: torch.Tensor) -> None:
+        for tensor in tensors:
+            self.kinds[tensor.untyped_storage()] = kind
+
+    def label_size(self, kind: str, *nbytes: int) -> None:
+        self.sizes |= dict.fromkeys(nbytes, kind)
+
+    def live(self) -> Counter[str]:
+        """Bytes alive now, by label."""
+        bytes_of = Counter()
+        for storage, kind in list(self.kinds.items()):
+            bytes_of[kind] += storage.nbytes()
+        bytes_of["all"] = sum(bytes_of.values()) - bytes_of["outside"]
+        return bytes_of
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = function(*args, **kwargs)
+        if self.memory:
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, torch.Tensor):
+                    self.kinds.setdefault(leaf.untyped_storage(), "outside")
+            for leaf in tree_leaves(out):
+                if isinstance(leaf, torch.Tensor):
+                    storage = leaf.untyped_storage()
+                    self.kinds.setdefault(storage, self.sizes.get(storage.nbytes(), "other"))
+            self.peak |= self.live()  # the larger of both, by label
+        packet = function.overloadpacket
+        if packet in flop_registry:
+            self.flops += flop_registry[packet](*args, **kwargs, out_val=out)
+        elif packet == torch.ops.aten.addmm_:  # how weight gradients are added; torch's registry lacks it
+            _, a, b = args
+            self.flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]
+        if function.namespace == "c10d":
+            self.collectives += collectives_of(packet.__name__, args)
+        return out
+
+
+def collectives_of(name: str, args: tuple) -> list[Collective]:
+    """The call as a list of one, or none for what moves nothing."""
+    groups = [dist.ProcessGroup.unbox(arg).group_name for arg in args
+              if isinstance(arg, torch.ScriptObject) and arg._type().name() == "ProcessGroup"]
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+    if not groups or not tensors:
+        return []
+    nbytes = max(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return [Collective(groups[0], name, tuple(tensors[0].shape), tensors[0].dtype, nbytes)]

@@ -1,0 +1,204 @@
+"""Jobs that ranks run for tests/test_zero.py: what steps send, what they hold, and how they skip."""
+import time
+
+import torch
+import torch.distributed as dist
+
+import collectives
+import config
+import grids
+import train
+import zero
+from meter import Meter
+from param import size
+
+# Widths that are prime, so that nothing divides; blocks are the largest units; few tokens, so activations are small.
+PRIMES = ("--layers 4 --hidden 37 --heads 3 --kv-heads 1 --head-dim 6 --ffn 101 --vocab 97 --seq 5 --bucket-mb 0 "
+          "--clip 0.1")
+
+
+def built(flags: str, dtype: torch.dtype):
+    """(settings, groups, model, optimizer, this rank's micro-batches of a global batch)"""
+    world = dist.get_world_size()
+    settings = config.parse(f"{PRIMES} --data {__file__} {flags}".split(), world)
+    groups = train.build_groups(settings.grid)
+    model, optimizer = train.build(settings, groups, torch.device("cpu"), dtype)
+    tokens, labels = grids.batches(settings)[0]
+    batch = settings.batch
+    share = grids.GivenSamples(tokens, tokens).step(0, batch.global_batch, batch.micro_batch, dist.get_rank(), world)
+    return settings, groups, model, optimizer, share
+
+
+def sent(flags: str, dtype: torch.dtype) -> dict:
+    """Bytes of gradients and weights that a second step sends, and what they are counted against."""
+    settings, groups, model, optimizer, share = built(flags, dtype)
+    for _ in range(2):
+        with Meter(memory=False) as meter:
+            train.gradients(model, optimizer, share, groups)
+            optimizer.step(1e-3)
+    n = size(groups["dp"])
+    factor = {"allreduce_": 2, "_reduce_scatter_base_": 1, "_allgather_base_": 1}
+    by_op = {op: sum(call.bytes for call in meter.collectives if call.name == op and len(call.shape) == 1) * times
+             for op, times in factor.items()}
+    return dict(by_op=by_op, others={call.name for call in meter.collectives} - factor.keys(), n=n,
+                padded=[bucket.padded for bucket in optimizer.buckets])
+
+
+def held(flags: str, dtype: torch.dtype) -> dict:
+    """Live bytes by kind: at rest after two steps, and the most during a third."""
+    wait = collectives.Pending.wait
+
+    def wait_and_let_go(pending):
+        wait(pending)
+        time.sleep(0.01)  # gloo's threads hold the tensors for a moment longer
+
+    collectives.Pending.wait = wait_and_let_go
+    settings, groups, model, optimizer, share = built(flags, dtype)
+    meter = Meter()
+    exact = torch.promote_types(dtype, torch.float32)
+    for bucket in optimizer.buckets:  # what exists before the first step
+        meter.label("weights", bucket.weights, bucket.shard)
+        meter.label_size("gradients", bucket.padded * exact.itemsize)
+        if bucket.stage >= 2:
+            meter.label_size("gradient shards", (bucket.mine.stop - bucket.mine.start) * exact.itemsize)
+        for state in (bucket.master, bucket.m, bucket.v):
+            if state.untyped_storage().data_ptr() != bucket.shard.untyped_storage().data_ptr():
+                meter.label("optimizer", state)
+    del bucket, state
+    for _ in range(1):
+        with meter:
+            train.gradients(model, optimizer, share, groups)
+            optimizer.step(1e-3)
+    for unit in model.units():  # let the last all-gather of stages 1 and 2 arrive
+        optimizer.gather(unit, None)
+        optimizer.free(unit)
+    rest, meter.peak = meter.live(), type(meter.peak)()
+    with meter:
+        train.gradients(model, optimizer, share, groups)
+        optimizer.step(1e-3)
+    padded = [bucket.padded for bucket in optimizer.buckets]
+    collectives.Pending.wait = wait
+    return dict(rest=rest, peak=meter.peak, padded=padded, n=size(groups["dp"]))
+
+
+def delayed(flags: str) -> dict:
+    """The steps of a grid when every asynchronous collective delivers its result only once it is waited for.
+
+    gloo is so fast here that a result is nearly always there before anybody waits, which hides a wait that is missing.
+    """
+    class Late(collectives.Pending):
+        def __init__(self, work, *tensors):
+            super().__init__(work, *tensors)
+            self.late = None
+            if work is not None:
+                work.wait()
+                self.late = tensors[0], tensors[0].clone()
+                tensors[0].fill_(torch.nan)
+
+        def wait(self):
+            if self.late:
+                self.late[0].copy_(self.late[1])
+            self.late = None
+            super().wait()
+
+    usual, collectives.Pending, zero.Pending = collectives.Pending, Late, Late
+    try:
+        return grids.run(flags)
+    finally:
+        collectives.Pending = zero.Pending = usual
+
+
+def overflow() -> list[tuple]:
+    """Four fp16 steps on a 2 x 2 grid of replicas and shards; in step 1 the gradient of rank 3 alone is infinite."""
+    settings, groups, model, optimizer, share = built(
+        "--global-batch 8 --micro-batch 1 --zero 2 --dp-replicate 2 --dtype fp16", torch.float16)
+    optimizer.loss_scale.value.fill_(1024.0)
+    seen = []
+    for step in range(4):
+        if step == 1 and dist.get_rank() == 3:
+            optimizer.scaled = lambda loss: loss * torch.inf
+        train.gradients(model, optimizer, share, groups)
+        optimizer.__dict__.pop("scaled", None)
+        before = [bucket.master.clone() for bucket in optimizer.buckets]
+        norm = optimizer.step(1e-2)
+        moved = any(not torch.equal(was, bucket.master) for was, bucket in zip(before, optimizer.buckets))
+        scale, steps = optimizer.loss_scale.value.item(), optimizer.buckets[0].steps[0].item()
+        seen.append((norm.isfinite().item(), moved, scale, steps))
+    return seen
+
+
+def scaled_and_not() -> tuple[float, float, float]:
+    """The norm of the first step in fp16 under two loss scales, and in fp32."""
+    norms = []
+    for dtype, scale in ((torch.float16, 256.0), (torch.float16, 8192.0), (torch.float32, None)):
+        settings, groups, model, optimizer, share = built("--global-batch 8 --micro-batch 2 --zero 1", dtype)
+        if scale:
+            optimizer.loss_scale.value.fill_(scale)
+        train.gradients(model, optimizer, share, groups)
+        norms.append(optimizer.step(1e-2).item())
+    return tuple(norms)
+
+
+def one_step(dtype: torch.dtype) -> list[tuple]:
+    """The weights after one step of SGD, which unlike AdamW shows the size of gradients."""
+    settings, groups, model, optimizer, share = built(
+        "--global-batch 8 --micro-batch 2 --zero 1 --optimizer sgd --clip 0", dtype)
+    if dtype == torch.float16:
+        optimizer.loss_scale.value.fill_(1024.0)
+    train.gradients(model, optimizer, share, groups)
+    optimizer.step(1.0)
+    return grids.pieces(optimizer, "master")
+
+
+def low_moments(flags: str) -> dict:
+    """Weights by name after 20 steps with moments as the flags ask for."""
+    settings, groups, model, optimizer, share = built(f"--global-batch 8 --micro-batch 2 {flags}", torch.float32)
+    for _ in range(20):
+        train.gradients(model, optimizer, share, groups)
+        optimizer.step(1e-3)
+    out = dict(state={optimizer.buckets[0].m.dtype, optimizer.buckets[0].v.dtype})
+    out["params"] = grids.pieces(optimizer, "master")
+    return out
+
+
+# ---- ZeRO-R ---------------------------------------------------------------------------------------------------------
+
+def checkpoints(layers: int, steps: int = 3) -> dict:
+    """Gradients of a stack of layers on ranks that hold the same activations: kept whole, and as shared checkpoints."""
+    group = dist.group.WORLD
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    weights = [random(20, 20).div(4).requires_grad_() for _ in range(layers)]
+    x = random(3, 8, 20).requires_grad_()
+
+    def layer(weight):
+        return lambda x: x + torch.tanh(x @ weight).square() @ weight
+
+    y = x
+    for weight in weights:
+        y = layer(weight)(y)
+    plain = torch.autograd.grad(y.square().sum(), [x, *weights])
+
+    meter = Meter()
+    arena = zero.Arena(layers, x, group)
+    meter.label("arena", arena.parts, arena.whole)
+    meter.label("rest", x, *weights)
+    seen = []
+    for _ in range(steps):
+        x.grad = None
+        for weight in weights:
+            weight.grad = None
+        meter.collectives.clear()
+        with meter:
+            y = x
+            for weight in weights:
+                y = zero.Recomputed.apply(y, layer(weight), arena)
+            between = meter.live()  # forward is over, backward has not begun
+            y.square().sum().backward()
+        seen.append(dict(between=dict(between), peak=dict(meter.peak), gathers=list(meter.collectives)))
+        del y
+    same = all(torch.equal(want, got.grad) for want, got in zip(plain, [x, *weights]))
+    return dict(same=same, steps=seen, arena=(arena.parts.nbytes, arena.whole.nbytes), unused=len(arena.unused))
