@@ -7,8 +7,8 @@
 Flags of train.py choose the model and the batch. Each contender computes the mean loss over the valid tokens of the
 global batch, clips the norm of the whole gradient, and updates with fused AdamW; gradients are summed in fp32.
 
-Times are medians and 10th to 90th percentile. Bytes sent, collectives and live bytes are counted in a step of their own,
-at every operation (meter.py). A ratio is ours / theirs: below 1 we are faster, or send or hold less.
+Times are medians and 10th to 90th percentile. Bytes sent, collectives and live bytes are counted in a step of their
+own, at every operation (meter.py). A ratio is ours / theirs: below 1 we are faster, or send or hold less.
 """
 import argparse
 import statistics
@@ -49,7 +49,7 @@ def take_turns(contenders: dict[str, Step], repeats: int, steps: int) -> dict[st
 
 
 def counted(build: Callable[[], Step]) -> dict[str, float]:
-    """What a step sends and holds on this rank, by the ring's formulas and by live storages, all from its own making."""
+    """What a step sends and holds on this rank, by the ring's formulas and by live storages from its making on."""
     meter, n = Meter(), dist.get_world_size()
     with meter:
         step = build()

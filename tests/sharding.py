@@ -93,7 +93,7 @@ def delayed(flags: str) -> dict:
             if work is not None:
                 work.wait()
                 self.late = tensors[0], tensors[0].clone()
-                tensors[0].fill_(torch.nan)
+                tensors[0].fill_(torch.nan if tensors[0].is_floating_point() else 1)
 
         def wait(self):
             if self.late:
