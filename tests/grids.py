@@ -65,13 +65,13 @@ def run(grid: str) -> dict:
             out["grads"].append(pieces(optimizer, "owned_grad"))
             out["square"].append(sum(values.square().sum().item() for *_, owned, values in out["grads"][-1] if owned))
             out["norm"].append(optimizer.step(settings.optim.lr).item())
-    out |= {name: pieces(optimizer, what) for name, what in (("params", "master"), ("m", "m"), ("v", "v"))
-            if settings.optim.optimizer == "adamw" or name == "params"}
     for bucket in optimizer.buckets:
         bucket.gather()
     out["visible"] = {(p.spec.name, str(p.box)): digest(p.detach().clone()) for p in model.parameters()}
     for bucket in optimizer.buckets:
         bucket.free()
+    out |= {name: pieces(optimizer, what) for name, what in (("params", "master"), ("m", "m"), ("v", "v"))
+            if settings.optim.optimizer == "adamw" or name == "params"}
     out["collectives"] = meter.collectives
     return out
 
