@@ -60,17 +60,21 @@ class Meter(TorchDispatchMode):
         bytes_of["all"] = sum(bytes_of.values()) - bytes_of["outside"]
         return bytes_of
 
+    def saw_new(self, args: tuple, kwargs: dict, out) -> bool:
+        """Whether an operation brought storages that were not known; only then can more be alive than before it."""
+        known = True
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and (storage := leaf.untyped_storage()) not in self.kinds:
+                known, self.kinds[storage] = False, "outside"
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and (storage := leaf.untyped_storage()) not in self.kinds:
+                known, self.kinds[storage] = False, self.sizes.get(storage.nbytes(), "other")
+        return not known
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         out = function(*args, **kwargs)
-        if self.memory:
-            for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, torch.Tensor):
-                    self.kinds.setdefault(leaf.untyped_storage(), "outside")
-            for leaf in tree_leaves(out):
-                if isinstance(leaf, torch.Tensor):
-                    storage = leaf.untyped_storage()
-                    self.kinds.setdefault(storage, self.sizes.get(storage.nbytes(), "other"))
+        if self.memory and (self.saw_new(args, kwargs, out) or function.namespace == "c10d"):  # refilled before it
             self.peak |= self.live()  # the larger of both, by label
         packet = function.overloadpacket
         if packet in flop_registry:

@@ -2,6 +2,7 @@
 
 Saves: all but 1/n of the bytes below: of optimizer state (stage 1), of gradients too (2), of weights too (3).
 Costs: elements sent by a rank in a step of A micro-batches, times (n-1)/n: 2P, 2P, (A+1)P and 3AP for stages 0 to 3.
+       (Stage 3 spares two gathers: the embedding's backward reads no weights, the head's follows its forward at once.)
 Stops helping when: activations are what fills the memory, or A is so large that stages 2 and 3 only communicate.
 
 What each rank holds of one bucket of dp.py over n = 4 ranks (a step: | forward | backward | update |):
@@ -42,12 +43,15 @@ after 2000 good steps. bf16 moments need beta2 well below 1 - 2^-8, or averages 
 The norm is taken over the whole model: every element counts on one rank, its owner, and squares are summed over the
 world. So all ranks clip by the same number and skip the same steps.
 
-Rajbhandari et al. 2020 (ZeRO: section 5 the stages, 6 ZeRO-R, 7 and 8 what they send); Zhao et al. 2023 (FSDP:
-prefetching); Micikevicius et al. 2018 (master weights, loss scaling); Loshchilov & Hutter 2019 (AdamW).
+ZeRO-R, the other half of the paper, is about what is left: buffers of constant size, which the buckets are (two whole
+gradients and two layers' weights exist at once, however deep the model), and activations, for which see recompute.py.
+
+Rajbhandari et al. 2020 (ZeRO: section 5 the stages, 7 what they send); Zhao et al. 2023 (FSDP: prefetching);
+Micikevicius et al. 2018 (master weights, loss scaling); Loshchilov & Hutter 2019 (AdamW).
 Letters: n ranks of the data axis, P parameters, A micro-batches a step.
 """
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -121,6 +125,7 @@ class Shard(Bucket):
 
     def load(self, source: Source, what: str = "master") -> None:
         """Fill the master weights, or "m" or "v", from a source."""
+        self.gathering.wait()  # or the weights still travelling would arrive on top of these
         for param, box, place in self.pieces():
             getattr(self, what)[place] = source(param.spec, box).flatten().to(self.device, self.wide)
         if what == "master":
@@ -381,57 +386,6 @@ def bytes_held(buckets: list[int], stage: int, n: int, dtype: torch.dtype,
     return dict(weights=(share + two if stage == 3 else whole) * dtype.itemsize,
                 gradients=(share + two if stage >= 2 else whole) * wide.itemsize,
                 optimizer=(share if stage else whole) * state)
-
-
-# ---- ZeRO-R: activation checkpoints that ranks with the same activations share --------------------------------------
-
-class Arena:
-    """Memory for `slots` checkpoints, taken once and never returned, so nothing can fragment it."""
-
-    def __init__(self, slots: int, x: torch.Tensor, group):
-        """x: anything with the shape and dtype of a whole checkpoint, which the ranks of the group share equally.
-
-        Raises ValueError where they do not divide it.
-        """
-        if x.numel() % size(group):
-            raise ValueError(f"{size(group)} ranks cannot share a checkpoint of {x.numel()} elements in equal parts")
-        self.group, self.shape = group, x.shape
-        self.parts, self.whole = x.new_empty(slots, x.numel() // size(group)), x.new_empty(x.numel())
-        self.unused = list(reversed(range(slots)))
-
-    def keep(self, x: torch.Tensor) -> int:
-        """Store this rank's part of x; returns the slot."""
-        slot = self.unused.pop()
-        self.parts[slot].copy_(x.reshape(size(self.group), -1)[rank(self.group)])
-        return slot
-
-    def restore(self, slot: int) -> torch.Tensor:
-        """The whole again, valid until the next one is restored."""
-        all_gather(self.whole, self.parts[slot], self.group)
-        self.unused.append(slot)
-        return self.whole.view(self.shape)
-
-
-class Recomputed(Function):
-    """y = run(x), of which only x is kept, in an arena; backward runs it again.
-
-    For x that all ranks of the arena's group hold alike, as tensor parallel ranks do between layers: each keeps 1/n of
-    it, and one all-gather a layer, (n-1)/n |x| elements sent, brings it back (ZeRO paper, section 6.1). That is a
-    twelfth of what tensor parallelism with recomputation sends: six all-reduces of x, 2 (n-1)/n |x| each (section 8).
-    """
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, run: Callable[[torch.Tensor], torch.Tensor], arena: Arena):
-        ctx.run, ctx.arena, ctx.slot = run, arena, arena.keep(x)
-        return run(x)  # autograd is off in here
-
-    @staticmethod
-    def backward(ctx, grad):
-        x = ctx.arena.restore(ctx.slot).detach().requires_grad_()
-        with torch.enable_grad():
-            y = ctx.run(x)
-        torch.autograd.backward(y, grad)
-        return x.grad, None, None
 
 
 # ---- demo: torchrun --nproc_per_node=8 zero.py ----------------------------------------------------------------------

@@ -161,44 +161,12 @@ def low_moments(flags: str) -> dict:
     return out
 
 
-# ---- ZeRO-R ---------------------------------------------------------------------------------------------------------
-
-def checkpoints(layers: int, steps: int = 3) -> dict:
-    """Gradients of a stack of layers on ranks that hold the same activations: kept whole, and as shared checkpoints."""
-    group = dist.group.WORLD
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape):
-        return torch.randn(shape, dtype=torch.float64, generator=generator)
-
-    weights = [random(20, 20).div(4).requires_grad_() for _ in range(layers)]
-    x = random(3, 8, 20).requires_grad_()
-
-    def layer(weight):
-        return lambda x: x + torch.tanh(x @ weight).square() @ weight
-
-    y = x
-    for weight in weights:
-        y = layer(weight)(y)
-    plain = torch.autograd.grad(y.square().sum(), [x, *weights])
-
-    meter = Meter()
-    arena = zero.Arena(layers, x, group)
-    meter.label("arena", arena.parts, arena.whole)
-    meter.label("rest", x, *weights)
-    seen = []
-    for _ in range(steps):
-        x.grad = None
-        for weight in weights:
-            weight.grad = None
-        meter.collectives.clear()
-        with meter:
-            y = x
-            for weight in weights:
-                y = zero.Recomputed.apply(y, layer(weight), arena)
-            between = meter.live()  # forward is over, backward has not begun
-            y.square().sum().backward()
-        seen.append(dict(between=dict(between), peak=dict(meter.peak), gathers=list(meter.collectives)))
-        del y
-    same = all(torch.equal(want, got.grad) for want, got in zip(plain, [x, *weights]))
-    return dict(same=same, steps=seen, arena=(arena.parts.nbytes, arena.whole.nbytes), unused=len(arena.unused))
+def loaded(grid: str, state: dict) -> dict:
+    """What a grid holds after it was filled from whole tensors by name."""
+    settings = grids.settings_of(grid, dist.get_world_size())
+    groups = train.build_groups(settings.grid)
+    _, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float64)
+    places = {"params": "master", "m": "m", "v": "v"}
+    for what, place in places.items():
+        optimizer.load(lambda spec, box, named=state[what]: named[spec.name][box], place)
+    return {what: grids.pieces(optimizer, place) for what, place in places.items()}

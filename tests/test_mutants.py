@@ -161,10 +161,10 @@ MUTANTS = [
     Mutant("a loss scale that never grows", "zero.py",
            "found_inf, 2.0, 0.5, self.interval)", "found_inf, 1.0, 0.5, self.interval)",
            "tests/test_zero.py::test_the_loss_scale_follows_the_rule_of_torch"),
-    Mutant("a checkpoint of another rank's part", "zero.py",
+    Mutant("a checkpoint of another rank's part", "recompute.py",
            "self.parts[slot].copy_(x.reshape(size(self.group), -1)[rank(self.group)])",
            "self.parts[slot].copy_(x.reshape(size(self.group), -1)[0])",
-           "tests/test_zero.py::test_checkpoints_are_shared_and_gathered_once_a_layer[2]"),
+           "tests/test_recompute.py::test_checkpoints_are_shared_and_gathered_once_a_layer[2]"),
     Mutant("sampling that restarts its positions", "model.py",
            "before = len(cache) if cache is not None else 0", "before = 0",
            "tests/test_model.py::test_sampling_with_the_cache_equals_sampling_without[" +
