@@ -11,6 +11,7 @@ What a rank sends for x, which is `bytes` long and belongs to n ranks, as a ring
     reduce_scatter     (n-1)/n bytes       x is the whole
     all_gather         (n-1)   bytes       x is the shard
     all_to_all                 bytes less what stays here
+    shift                      bytes
 
 `sent` adds them up by the name of the group. A group of None or of one rank is the identity and sends nothing.
 """
@@ -41,13 +42,14 @@ class Pending:
     After `wait()` the result may be used: by this process with gloo, by later work on the current stream with NCCL.
     """
 
-    def __init__(self, work: dist.Work | None, *tensors: torch.Tensor):
-        self.work, self.tensors = work, tensors if work is not None else ()
+    def __init__(self, work: dist.Work | list[dist.Work] | None, *tensors: torch.Tensor):
+        self.works = work if isinstance(work, list) else [work] if work is not None else []
+        self.tensors = tensors if self.works else ()
 
     def wait(self) -> None:
-        if self.work is not None:
-            self.work.wait()
-        self.work, self.tensors = None, ()
+        for work in self.works:
+            work.wait()
+        self.works, self.tensors = [], ()
 
 
 @contextmanager
@@ -107,6 +109,19 @@ def all_to_all(out: torch.Tensor, x: torch.Tensor, received: list[int], given: l
     assert x.is_contiguous() and out.is_contiguous()
     sent[name(group)] += nbytes(x) - nbytes(x[:given[rank(group)]])
     return Pending(dist.all_to_all_single(out, x, received, given, group=group, async_op=async_op), out, x)
+
+
+def shift(incoming: torch.Tensor, outgoing: torch.Tensor, group: Group) -> Pending:
+    """Send to the next rank of the group while receiving from the one before; always asynchronous.
+
+    Both go in one batch: with NCCL a lone send may wait for its receive, and the whole ring would stand still.
+    """
+    assert incoming.is_contiguous() and outgoing.is_contiguous()
+    sent[name(group)] += nbytes(outgoing)
+    n, me = size(group), rank(group)
+    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, outgoing, group=group, group_peer=(me + 1) % n),
+                                    dist.P2POp(dist.irecv, incoming, group=group, group_peer=(me - 1) % n)])
+    return Pending(works, incoming, outgoing)
 
 
 def name(group: Group) -> str:

@@ -82,6 +82,8 @@ class Grid:
     zero: int = setting(0, "what data parallel ranks share out: 1 optimizer state, 2 and gradients, 3 and weights",
                         (0, 1, 2, 3))
     dp_replicate: int = setting(1, "hybrid sharding: groups of dp / dp-replicate ranks share out, and are replicas")
+    sp: bool = setting(True, "sequence parallelism: between layers each tensor parallel rank has 1/tp of the tokens")
+    async_tp: bool = setting(False, "tensor parallel ranks multiply in pieces while others travel round a ring")
     bucket_mb: float = setting(25.0, "layers whose gradients are reduced together: as many as reach so many MB; 0: one")
 
 
@@ -92,6 +94,10 @@ class Precision:
     moments: str = setting("auto", "AdamW's averages; auto: fp32, or fp64 in fp64 runs", ("auto", "bf16"))
     attention: str = setting("auto", "auto: torch's fused kernels; math: written out, keeps S x S scores",
                              ("auto", "sdpa", "math"))
+
+
+    recompute: str = setting("none", "in backward; selective: norms, SwiGLU, scores; full: whole layers",
+                             ("none", "selective", "full"))
 
 
 @dataclass
@@ -112,6 +118,7 @@ class Optim:
     warmup: int = setting(-1, "steps of linear warmup; -1: 20, or a tenth of a shorter run")
     weight_decay: float = setting(0.1, "decoupled decay of matrices; norms and biases are not decayed")
     betas: tuple = setting((0.9, 0.95), "AdamW's averages of the gradient and of its square")
+    z_loss: float = setting(0.0, "times the squared logarithm of the softmax's denominator, added to the loss")
     clip: float = setting(1.0, "largest norm of the whole gradient; 0: no clipping")
     steps: int = setting(300, "optimizer steps")
     seed: int = setting(0, "initial weights and order of the samples")
@@ -224,7 +231,7 @@ def parse(arguments: list[str], world: int = 1) -> Config:
         for section, settings in SECTIONS.items()
     })
     check_model(config.model)
-    check_grid(config.grid, world)
+    check_grid(config.grid, config.model, world)
     check_batch(config.batch, config.grid)
     check_optim(config.optim, config.model, config.precision)
     check_data(config.data, config.model)
@@ -290,15 +297,19 @@ def check_model(model: Model) -> None:
          f"--kv-heads {model.kv_heads} does not divide --heads {model.heads}: use one of {divisors(model.heads)}")
 
 
-def check_grid(grid: Grid, world: int) -> None:
-    for axis, name in dict(cp="context", tp="tensor", pp="pipeline", ep="expert").items():
+def check_grid(grid: Grid, model: Model, world: int) -> None:
+    for axis, name in dict(cp="context", pp="pipeline", ep="expert").items():
         size = getattr(grid, axis)
         need(size == 1, f"--{axis} {size}: {name} parallelism is not built yet, use --{axis} 1")
+    need_positive(grid, "tp")
+    need(world % grid.tp == 0, f"--tp {grid.tp} does not divide {world} ranks: use one of {divisors(world)}")
+    check_tensor_parallel(grid, model)
     if grid.dp == -1:
-        grid.dp = world
+        grid.dp = world // grid.tp
     need_positive(grid, "dp")
-    need(grid.dp == world, f"--dp {grid.dp} needs {grid.dp} ranks, and there are {world}: use --dp {world}, "
-                           f"or torchrun --nproc_per_node={grid.dp}")
+    ranks = grid.dp * grid.tp
+    need(ranks == world, f"--dp {grid.dp} and --tp {grid.tp} need {ranks} ranks, and there are {world}: use --dp "
+                         f"{world // grid.tp}, or torchrun --nproc_per_node={ranks}")
     need_not_negative(grid, "bucket_mb")
     need_positive(grid, "dp_replicate")
     need(grid.dp % grid.dp_replicate == 0,
@@ -307,6 +318,18 @@ def check_grid(grid: Grid, world: int) -> None:
          f"--dp-replicate {grid.dp_replicate} needs something that is sharded: use --zero 1, 2 or 3")
     need(grid.dp_replicate == 1 or grid.dp_replicate < grid.dp,
          f"--dp-replicate {grid.dp_replicate} leaves shards of one rank at --dp {grid.dp}: use less, or --zero 0")
+
+
+def check_tensor_parallel(grid: Grid, model: Model) -> None:
+    t = grid.tp
+    for name in ("heads", "ffn"):
+        n = getattr(model, name)
+        need(n % t == 0, f"--tp {t} does not divide {flag(name)} {n}: use one of {divisors(n)}")
+    kv = model.kv_heads
+    need(kv % t == 0 or t % kv == 0, f"--tp {t} and --kv-heads {kv}: one must be a multiple of the other")
+    need(model.vocab >= t, f"--tp {t} is more than --vocab {model.vocab}: some ranks would have nothing of it")
+    need(not grid.async_tp or (grid.sp and t > 1), f"--async-tp at --tp {t}{'' if grid.sp else ' --no-sp'}: it hides "
+                                                   "the exchanges of sequence parallelism, use --tp 2 or more and --sp")
 
 
 def ramp(batch: Batch) -> list[tuple[int, float]]:
@@ -339,6 +362,10 @@ def check_batch(batch: Batch, grid: Grid) -> None:
         need(share % batch.micro_batch == 0,
              f"--micro-batch {batch.micro_batch} does not divide a rank's share of {name} {size}, "
              f"which is {share} at --dp {grid.dp}: use one of {divisors(share)}")
+    tokens = batch.micro_batch * batch.seq
+    need(not grid.sp or tokens % grid.tp == 0,
+         f"--tp {grid.tp} cannot share --micro-batch {batch.micro_batch} x --seq {batch.seq} = {tokens} tokens in "
+         "equal parts: use another --seq, or --no-sp")
 
 
 def check_optim(optim: Optim, model: Model, precision: Precision) -> None:

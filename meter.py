@@ -20,8 +20,15 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from torch.utils.weak import WeakIdKeyDictionary
+
+# What torch's registry of FLOPs lacks: how weight gradients are added, and attention on CPUs.
+UNREGISTERED = {
+    torch.ops.aten.addmm_: lambda out, a, b: 2 * a[0] * a[1] * b[1],
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v: sdpa_flop_count(q, k, v),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        lambda grad, q, k, v, *others: sdpa_backward_flop_count(grad, q, k, v)}
 
 
 class Collective(NamedTuple):
@@ -79,9 +86,8 @@ class Meter(TorchDispatchMode):
         packet = function.overloadpacket
         if packet in flop_registry:
             self.flops += flop_registry[packet](*args, **kwargs, out_val=out)
-        elif packet == torch.ops.aten.addmm_:  # how weight gradients are added; torch's registry lacks it
-            _, a, b = args
-            self.flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]
+        elif packet in UNREGISTERED:
+            self.flops += UNREGISTERED[packet](*(arg.shape for arg in args if isinstance(arg, torch.Tensor)))
         if function.namespace == "c10d":
             self.collectives += collectives_of(packet.__name__, args)
         return out

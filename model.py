@@ -2,17 +2,22 @@
 
     tokens -> embedding -> [ x + attention(norm(x)) -> x + ffn(norm(x)) ] per layer -> norm -> head -> loss
 
-Weights are made by `parameter`, which knows how the grid cuts them, and used by `linear`, whose weight gradients go
-through the door of param.py. Nothing else here knows that there are other ranks.
+It reads as for one GPU because each weight says how the grid cuts it, and `column`, `row`, `embed` and `cross_entropy`
+of tp.py take any part: from T/t tokens (sequence parallelism) or all T to the heads of this rank, and back.
+
+Recomputation. "selective" keeps what matmuls give and computes again what is cheap: norms, SwiGLU, and attention if its
+kernel keeps scores. "full" keeps the input of a block. Both change no bit of any gradient; see recompute.py.
 
 What is at least fp32 in every run ("wide"): rotary angles, the statistics of norms and softmax, and the loss.
 
 Llama: Touvron et al. 2023; grouped queries: Ainslie et al. 2023; rotary embedding: Su et al. 2021; its stretch: Llama
 Team 2024. Pairs are turned as in the published weights (first half of a head with the second half).
 
-Letters: B batch, S sequence, H hidden, N query heads, K key and value heads, D head width, V vocabulary, L layers.
+Letters: B batch, S sequence, T = B S tokens, t tensor parallel ranks, H hidden, N query heads, K key and value heads, D
+head width, V vocabulary, L layers.
 """
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,68 +25,11 @@ from torch import nn
 from torch.autograd import Function
 
 import config
-from param import Groups, Spec, accumulate_grad, at_least_fp32, parameter, stacked
-
-IGNORED = -100  # the label of a token that has no loss
-
+from param import Groups, Spec, accumulate_grad, at_least_fp32, parameter, size
+from recompute import Arena, Recomputed, kept, llama_layer
+from tp import TensorParallel, column, cross_entropy, embed, row, whole_rows
 
 # ---- operations -----------------------------------------------------------------------------------------------------
-
-class Linear(Function):
-    """x [..., H] times the transpose of one or several weights [rows, H], their results side by side.
-
-    Several weights that read the same x (queries, keys and values) are one matmul.
-    """
-
-    @staticmethod
-    def forward(ctx, x, defer, *weights):
-        ctx.save_for_backward(x)
-        ctx.weights, ctx.defer = weights, defer  # as attributes: recomputation would hand back an alias without a sink
-        return x @ together(weights).t()
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, = ctx.saved_tensors
-        dx = grad @ together(ctx.weights)
-        x, grad = x.detach().flatten(0, -2), grad.flatten(0, -2)
-        accumulate_grad(ctx.weights, lambda out: add_product(out, grad.t(), x), ctx.defer)
-        return dx, None, *[None] * len(ctx.weights)
-
-
-def together(weights: tuple[nn.Parameter, ...]) -> torch.Tensor:
-    """The weights below each other: a view if they lie so, else a copy."""
-    view = stacked([w.detach() for w in weights])
-    return torch.cat(weights) if view is None else view
-
-
-def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """out += a b. In bf16 runs out is fp32: each product is rounded once, their sum is not."""
-    if out.dtype == a.dtype:
-        out.addmm_(a, b)
-    else:
-        out.add_(a @ b)
-
-
-def linear(x: torch.Tensor, *weights: nn.Parameter, defer: bool = True) -> torch.Tensor:
-    return Linear.apply(x, defer, *weights)
-
-
-class Lookup(Function):
-    """Rows of a table [V, H]. The gradient is added row by row: a dense V x H one would be mostly zeros."""
-
-    @staticmethod
-    def forward(ctx, tokens, table):
-        ctx.save_for_backward(tokens)
-        ctx.table = table
-        return table[tokens]
-
-    @staticmethod
-    def backward(ctx, grad):
-        tokens, = ctx.saved_tensors
-        accumulate_grad(ctx.table, lambda out: out.index_add_(0, tokens.flatten(), grad.flatten(0, -2).to(out.dtype)),
-                        defer=False)
-        return None, None
-
 
 class Norm(Function):
     """RMSNorm (Zhang & Sennrich 2019) over the last dimension. Keeps its input and one number a token."""
@@ -130,26 +78,34 @@ class SwiGLU(Function):
 
 
 class Rotate(Function):
-    """Turn every pair (x[i], x[i + D/2]) by the angle of its position. Backward turns back, so x is not saved."""
+    """Turn every pair (x[i], x[i + D/2]) of the first `heads` heads in x by the angle of its token, in place.
+
+    Backward turns back, so nothing is kept; and what attention keeps is the memory that the matmul wrote.
+    """
 
     @staticmethod
-    def forward(ctx, x, cos, sin):  # B S heads D, and [B] S 1 D/2
+    def forward(ctx, x, cos, sin, heads):  # T (heads D) or T heads D; [B] S 1 D/2
         ctx.save_for_backward(cos, sin)
-        return turned(x, cos, sin)
+        ctx.heads = heads
+        ctx.mark_dirty(x)
+        turn_(x, cos, sin, heads)
+        return x
 
     @staticmethod
     def backward(ctx, grad):
         cos, sin = ctx.saved_tensors
-        return turned(grad, cos, -sin), None, None
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        turn_(grad, cos, -sin, ctx.heads)
+        return grad, None, None, None
 
 
-def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    a, b = x.to(cos.dtype).chunk(2, -1)
-    out = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
-    left, right = out.chunk(2, -1)
-    torch.mul(a, cos, out=left).addcmul_(b, sin, value=-1)
-    torch.mul(b, cos, out=right).addcmul_(a, sin)
-    return out.to(x.dtype)
+def turn_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int) -> None:
+    width = 2 * cos.shape[-1]
+    a, b = x.view(-1, cos.shape[-3], x.shape[1:].numel() // width, width)[:, :, :heads].chunk(2, -1)
+    left, right = a.to(cos.dtype), b.to(cos.dtype)
+    turned = torch.mul(left, cos).addcmul_(right, sin, value=-1), torch.mul(right, cos).addcmul_(left, sin)
+    a.copy_(turned[0])
+    b.copy_(turned[1])
 
 
 def angles(positions: torch.Tensor, model: config.Model, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -187,114 +143,158 @@ def attention_math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torc
     if mask is None:
         mask = visible(torch.arange(q.shape[2], device=q.device), k.shape[2], None)
     wide = at_least_fp32(q.dtype)
-    scores = (q.to(wide) @ k.to(wide).transpose(-1, -2)) * q.shape[-1] ** -0.5
-    return scores.masked_fill(~mask, -torch.inf).softmax(-1).to(v.dtype) @ v
-
-
-def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The sum (not the mean) of the tokens' losses in nats; IGNORED labels have none. logits B S V, labels B S."""
-    logits = logits.to(at_least_fp32(logits.dtype)).flatten(0, 1)
-    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    scores = (q.to(wide) * q.shape[-1] ** -0.5) @ k.to(wide).transpose(-1, -2)
+    return scores.where(mask, -torch.inf).softmax(-1).to(v.dtype) @ v
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------
 
+class Shared(NamedTuple):
+    """What all layers of one forward pass are given."""
+    tp: TensorParallel
+    rotation: tuple[torch.Tensor, torch.Tensor]
+    mask: torch.Tensor | None
+    cache: "Cache | None"
+    selective: bool  # keep what norms and SwiGLU take, not what they give
+    again: bool = False  # a layer runs again, for a backward that follows at once
+
+
 class Embedding(nn.Module):
     def __init__(self, model: config.Model, make):
         super().__init__()
-        self.table = make(Spec("embedding", (model.vocab, model.hidden), std=0.02))
+        self.table = make(Spec("embedding", (model.vocab, model.hidden), {"tp": 0}, std=0.02))
 
-    def forward(self, tokens):  # B S -> B S H
-        return Lookup.apply(tokens, self.table)
+    def forward(self, tokens, tp):  # T -> T/t H
+        return embed(tokens, self.table, tp)
 
 
 class Attention(nn.Module):
-    def __init__(self, layer: int, model: config.Model, make, core):
+    def __init__(self, layer: int, model: config.Model, make, core, t: int):
         super().__init__()
-        self.model, self.layer, self.core = model, layer, core
+        self.layer, self.core, self.width, self.eps = layer, core, model.head_dim, model.norm_eps
         H, D, name = model.hidden, model.head_dim, f"layers.{layer}.attention."
-        q_rows, kv_rows = model.heads * D, model.kv_heads * D
-        self.wq = make(Spec(name + "wq", (q_rows, H), std=0.02))
-        self.wk = make(Spec(name + "wk", (kv_rows, H), std=0.02))
-        self.wv = make(Spec(name + "wv", (kv_rows, H), std=0.02))
-        self.wo = make(Spec(name + "wo", (H, q_rows), std=0.02 / (2 * model.layers) ** 0.5))
+        q_rows, kv_rows, kv = model.heads * D, model.kv_heads * D, {"tp": 0}
+        if model.kv_heads % t:  # more ranks than heads: neighbours share one, and each has other queries for it
+            kv = {"kv": 0, "kv_copy": "sum"}
+        self.wq = make(Spec(name + "wq", (q_rows, H), {"tp": 0}, std=0.02))
+        self.wk = make(Spec(name + "wk", (kv_rows, H), kv, std=0.02))
+        self.wv = make(Spec(name + "wv", (kv_rows, H), kv, std=0.02))
+        self.wo = make(Spec(name + "wo", (H, q_rows), {"tp": 1}, std=0.02 / (2 * model.layers) ** 0.5))
+        self.biases = nn.ParameterList()
         if model.qkv_bias:
-            self.bq, self.bk, self.bv = (make(Spec(name + b, (rows,), decay=False))
-                                         for b, rows in (("bq", q_rows), ("bk", kv_rows), ("bv", kv_rows)))
+            pairs = ("bq", self.wq), ("bk", self.wk), ("bv", self.wv)
+            self.biases = nn.ParameterList(make(Spec(name + bias, w.spec.shape[:1], w.spec.along, decay=False))
+                                           for bias, w in pairs)
+        self.norms = nn.ParameterList()
         if model.qk_norm:
-            self.q_norm, self.k_norm = (make(gain(name + part, D)) for part in ("q_norm", "k_norm"))
+            self.norms = nn.ParameterList(make(gain(name + part, D, {"tp": "sum"})) for part in ("q_norm", "k_norm"))
 
-    def forward(self, x, rotation, mask, cache):  # B S H -> B S H
-        model = self.model
-        q, k, v = linear(x, self.wq, self.wk, self.wv).split([len(self.wq), len(self.wk), len(self.wv)], -1)
-        if model.qkv_bias:
-            q, k, v = q + self.bq, k + self.bk, v + self.bv
-        q, k, v = (part.unflatten(-1, (-1, model.head_dim)) for part in (q, k, v))  # B S heads D
-        if model.qk_norm:
-            q, k = norm(q, self.q_norm, model.norm_eps), norm(k, self.k_norm, model.norm_eps)
-        q, k = Rotate.apply(q, *rotation), Rotate.apply(k, *rotation)
-        if cache is not None:
-            k, v = cache.extend(self.layer, k, v)
-        o = self.core(*(part.transpose(1, 2) for part in (q, k, v)), mask)
-        return linear(o.transpose(1, 2).flatten(2), self.wo)
+    def forward(self, x, normalise, shared):  # T/t H -> T/t H
+        x, before = (x, normalise) if shared.selective else (normalise(x), None)
+        qkv = column(x, self.wq, self.wk, self.wv, tp=shared.tp, before=before, keep=shared.again)
+        if len(self.biases):
+            qkv = qkv + torch.cat(tuple(self.biases))
+        heads, kv_heads = len(self.wq) // self.width, len(self.wk) // self.width
+        sequence, split = shared.rotation[0].shape[-3], [heads, kv_heads, kv_heads]
+        if len(self.norms):
+            q, k, v = qkv.unflatten(-1, (-1, self.width)).split(split, -2)
+            q, k = (norm(part, weight, self.eps) for part, weight in zip((q, k), self.norms))
+            q, k = (Rotate.apply(part, *shared.rotation, part.shape[-2]) for part in (q, k))
+            q, k, v = (part.unflatten(0, (-1, sequence)) for part in (q, k, v))
+        else:
+            qkv = Rotate.apply(qkv, *shared.rotation, heads + kv_heads)
+            q, k, v = qkv.view(-1, sequence, sum(split), self.width).split(split, 2)  # B S heads D
+        if shared.cache is not None:
+            k, v = shared.cache.extend(self.layer, k, v)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        if shared.selective and self.core is attention_math:  # which keeps scores; a fused kernel keeps what it takes
+            core = partial(attention_math, mask=shared.mask)
+            o = Recomputed.apply(core, core, None, q, k, v)
+        else:
+            o = self.core(q, k, v, shared.mask)
+        return row(o.transpose(1, 2).flatten(0, 1).flatten(1), self.wo, shared.tp)
 
 
 class FeedForward(nn.Module):
     def __init__(self, layer: int, model: config.Model, make):
         super().__init__()
         H, ffn, name = model.hidden, model.ffn, f"layers.{layer}.ffn."
-        self.w_gate = make(Spec(name + "w_gate", (ffn, H), std=0.02))
-        self.w_up = make(Spec(name + "w_up", (ffn, H), std=0.02))
-        self.w_down = make(Spec(name + "w_down", (H, ffn), std=0.02 / (2 * model.layers) ** 0.5))
+        self.w_gate = make(Spec(name + "w_gate", (ffn, H), {"tp": 0}, std=0.02))
+        self.w_up = make(Spec(name + "w_up", (ffn, H), {"tp": 0}, std=0.02))
+        self.w_down = make(Spec(name + "w_down", (H, ffn), {"tp": 1}, std=0.02 / (2 * model.layers) ** 0.5))
 
-    def forward(self, x):  # B S H -> B S H
-        return linear(SwiGLU.apply(linear(x, self.w_gate, self.w_up)), self.w_down)
+    def forward(self, x, normalise, shared):  # T/t H -> T/t H
+        tp, again = shared.tp, shared.again
+        if shared.selective:
+            both = column(x, self.w_gate, self.w_up, tp=tp, before=normalise)
+            return row(both, self.w_down, tp, before=SwiGLU.apply)
+        both = column(normalise(x), self.w_gate, self.w_up, tp=tp, keep=again)
+        return row(SwiGLU.apply(both), self.w_down, tp, skip=again)
 
 
 class Block(nn.Module):
-    def __init__(self, layer: int, model: config.Model, make, core):
+    """x + attention(norm(x)), then the same with the feed-forward layer. arena: where to keep inputs, see Llama."""
+
+    def __init__(self, layer: int, model: config.Model, make, core, t: int, how: str | int):
         super().__init__()
-        self.eps = model.norm_eps
-        self.attention_norm = make(gain(f"layers.{layer}.attention_norm", model.hidden))
-        self.attention = Attention(layer, model, make, core)
-        self.ffn_norm = make(gain(f"layers.{layer}.ffn_norm", model.hidden))
+        self.normalise = partial(norm, eps=model.norm_eps)
+        self.attention_norm = make(gain(f"layers.{layer}.attention_norm", model.hidden, {"tp": how}))
+        self.attention = Attention(layer, model, make, core, t)
+        self.ffn_norm = make(gain(f"layers.{layer}.ffn_norm", model.hidden, {"tp": how}))
         self.ffn = FeedForward(layer, model, make)
 
-    def forward(self, x, rotation, mask, cache=None):  # B S H -> B S H
-        x = x + self.attention(norm(x, self.attention_norm, self.eps), rotation, mask, cache)
-        return x + self.ffn(norm(x, self.ffn_norm, self.eps))
+    def forward(self, x, shared, arena=None):  # T/t H -> T/t H
+        if arena is None:
+            return torch.add(*self.terms(x, shared))
+        return Recomputed.apply(lambda x: torch.add(*self.terms(x, shared)),
+                                lambda x: self.terms(x, shared._replace(again=True)), arena, x)
+
+    def terms(self, x, shared):
+        """Two tensors whose sum is the result."""
+        x = x + self.attention(x, partial(self.normalise, weight=self.attention_norm), shared)
+        return x, self.ffn(x, partial(self.normalise, weight=self.ffn_norm), shared)
 
 
 class Head(nn.Module):
-    def __init__(self, model: config.Model, make, table: nn.Parameter | None):
+    def __init__(self, model: config.Model, make, table: nn.Parameter | None, how: str | int):
         super().__init__()
         self.eps = model.norm_eps
-        self.norm = make(gain("norm", model.hidden))
-        self.weight = make(Spec("head", (model.vocab, model.hidden), std=0.02)) if table is None else table
+        self.norm = make(gain("norm", model.hidden, {"tp": how}))
+        self.weight = table
+        if table is None:
+            self.weight = make(Spec("head", (model.vocab, model.hidden), {"tp": 0}, std=0.02))
 
-    def forward(self, x):  # B S H -> B S V
-        return linear(norm(x, self.norm, self.eps), self.weight, defer=False)
+    def forward(self, x, shared):  # T/t H -> T V/t
+        normalise = partial(norm, weight=self.norm, eps=self.eps)
+        x, before = (x, normalise) if shared.selective else (normalise(x), None)
+        return column(x, self.weight, tp=shared.tp, before=before, defer=False)
 
 
-def gain(name: str, width: int) -> Spec:
-    return Spec(name, (width,), mean=1.0, decay=False)
+def gain(name: str, width: int, along: dict) -> Spec:
+    return Spec(name, (width,), along, mean=1.0, decay=False)
 
 
 class Llama(nn.Module):
-    """groups: the grid; the model asks it only for its own part of every weight. attention: "auto", "sdpa" or "math".
+    """groups: the grid. attention: "auto", "sdpa" or "math". recompute: "none", "selective" or "full".
 
+    sequence, ring: how tensor parallel ranks share, see tp.py. z_loss: see cross_entropy.
     Parameters have no memory yet: an optimizer's `load` gives it to them and fills it from a source.
     """
 
     def __init__(self, model: config.Model, groups: Groups, dtype: torch.dtype = torch.float32,
-                 device: torch.device | str = "cpu", attention: str = "auto"):
+                 device: torch.device | str = "cpu", attention: str = "auto", recompute: str = "none",
+                 sequence: bool = True, ring: bool = False, z_loss: float = 0.0):
         super().__init__()
         make = partial(parameter, groups=groups, dtype=dtype, device=device)
         core = attention_math if attention == "math" else attention_sdpa
-        self.model, self.wide = model, at_least_fp32(dtype)
+        t = size(groups.get("tp"))
+        self.tp = TensorParallel(groups.get("tp"), sequence and t > 1, ring and t > 1)
+        how = "sum" if self.tp.sequence else "copy"  # norms see other tokens on every rank, or the same ones
+        self.model, self.wide, self.z_loss = model, at_least_fp32(dtype), z_loss
+        self.recompute, self.arena, self.core = recompute, None, core
         self.embedding = Embedding(model, make)
-        self.blocks = nn.ModuleList(Block(layer, model, make, core) for layer in range(model.layers))
-        self.head = Head(model, make, self.embedding.table if model.tied else None)
+        self.blocks = nn.ModuleList(Block(layer, model, make, core, t, how) for layer in range(model.layers))
+        self.head = Head(model, make, self.embedding.table if model.tied else None, how)
 
     def units(self) -> list[nn.Module]:
         """What is reduced, gathered and freed together, in forward order."""
@@ -302,21 +302,36 @@ class Llama(nn.Module):
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None,
                 documents: torch.Tensor | None = None, cache: "Cache | None" = None) -> torch.Tensor:
-        """Logits B S V of tokens B S.
+        """Logits B S V/t of tokens B S: those of the part of the vocabulary that this rank holds.
 
         positions: S or B S, by default 0, 1, 2 … documents: B S, numbers of the documents, which do not see each other.
-        cache: the keys and values of earlier tokens, which these follow.
+        cache: the keys and values of earlier tokens, which these follow; every rank then has all tokens.
         """
         assert cache is None or documents is None, "what is sampled is one document"
+        tp = self.tp if cache is None else TensorParallel(self.tp.group)
         before = len(cache) if cache is not None else 0
         places = torch.arange(before, before + tokens.shape[1], device=tokens.device)
         rotation = angles(places if positions is None else positions, self.model, self.wide)
-        only_causal = documents is None and before == 0
+        only_causal = documents is None and before == 0 and self.core is not attention_math
         mask = None if only_causal else visible(places, before + tokens.shape[1], documents)
-        x = self.embedding(tokens)
+        shared = Shared(tp, rotation, mask, cache, self.recompute == "selective")
+        x = self.embedding(tokens.flatten(), tp)
+        arena = self.checkpoints(x) if self.recompute == "full" and x.requires_grad else None
         for block in self.blocks:
-            x = block(x, rotation, mask, cache)
-        return self.head(x)
+            x = block(x, shared, arena)
+        return self.head(x, shared).unflatten(0, tokens.shape)
+
+    def loss(self, tokens: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor | None = None,
+             documents: torch.Tensor | None = None) -> torch.Tensor:
+        """The sum of the losses of all tokens, the same on every tensor parallel rank. labels: B S, or IGNORED."""
+        return cross_entropy(self(tokens, positions, documents), labels, z_loss=self.z_loss,
+                             held=self.head.weight.box[0], group=self.tp.group)
+
+    def checkpoints(self, x: torch.Tensor) -> Arena:
+        """Where blocks keep inputs like x. Ranks that hold the same x share each; all else would make new storages."""
+        if self.arena is None or self.arena.shape != x.shape:
+            self.arena = Arena(len(self.blocks), x.detach(), None if self.tp.sequence else self.tp.group)
+        return self.arena
 
 
 # ---- sampling -------------------------------------------------------------------------------------------------------
@@ -344,7 +359,7 @@ def sample(model: Llama, tokens: torch.Tensor, count: int, temperature: float = 
     generator = torch.Generator().manual_seed(seed)
     cache, new = Cache(), tokens
     for _ in range(count):
-        logits = model(new, cache=cache)[:, -1].float().cpu()
+        logits = whole_rows(model(new, cache=cache)[:, -1], model.model.vocab, model.tp.group).float().cpu()
         if temperature == 0:
             new = logits.argmax(-1, keepdim=True)
         else:
@@ -373,13 +388,17 @@ def flops_per_token(model: config.Model, seq: int, causal: bool = False) -> floa
     return 6 * n + (scores / 2 if causal else scores)
 
 
-def activation_bytes(model: config.Model, micro_batch: int, seq: int, dtype: torch.dtype) -> int:
-    """Bytes that the forward of one micro-batch keeps for its backward, with fused attention and no recomputation."""
-    H, V, N, K = model.hidden, model.vocab, model.heads * model.head_dim, model.kv_heads * model.head_dim
-    block = (4 * H  # what each of two norms takes and gives
-             + (N + 2 * K) + (N + K)  # q, k, v in one tensor; q and k turned
-             + N  # the attention's output
-             + 3 * model.ffn)  # gate and up in one tensor, what SwiGLU makes of them
-    head = 2 * H
-    wide = model.layers * (2 + model.heads) + 1 + V  # statistics of norms and attention; logarithms of probabilities
-    return micro_batch * seq * ((model.layers * block + head) * dtype.itemsize + wide * at_least_fp32(dtype).itemsize)
+def activation_bytes(model: config.Model, micro_batch: int, seq: int, dtype: torch.dtype, recompute: str = "none",
+                     attention: str = "auto", t: int = 1, sequence: bool = True) -> int:
+    """Bytes that the forward of one micro-batch keeps on each of t tensor parallel ranks for its backward."""
+    one, wide = dtype.itemsize, at_least_fp32(dtype).itemsize
+    layer = llama_layer(model, seq, dtype, attention, t)
+    norm = model.hidden * one if recompute == "selective" else 2 * model.hidden * one + wide
+    logits = -(-model.vocab // t) * one + 3 * wide
+    indices = 2 * 9  # into the table and into the vocabulary
+    blocks = kept(layer, recompute, t, sequence or recompute == "full")  # ranks share even equal inputs
+    token = model.layers * blocks + norm / (t if sequence else 1) + logits + indices
+    if recompute == "full" and t > 1 and not sequence:
+        token += model.hidden * one  # one input put together again
+    masks = seq * seq if attention == "math" else 0
+    return round(micro_batch * seq * token + seq * model.head_dim * wide + masks)

@@ -21,12 +21,13 @@ Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost; Rajbhandari et 
 shared checkpoints, M_D: the arena). Letters: n ranks.
 """
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch.autograd import Function
 
 from collectives import Group, all_gather
-from param import rank, size
+from param import at_least_fp32, rank, size
 
 
 class Arena:
@@ -40,7 +41,8 @@ class Arena:
         if x.numel() % size(group):
             raise ValueError(f"{size(group)} ranks cannot share a checkpoint of {x.numel()} elements in equal parts")
         self.group, self.shape = group, x.shape
-        self.parts, self.whole = x.new_empty(slots, x.numel() // size(group)), x.new_empty(x.numel())
+        self.parts = x.new_empty(slots, x.numel() // size(group))
+        self.whole = x.new_empty(x.numel() if size(group) > 1 else 0)
         self.unused = list(reversed(range(slots)))
 
     def keep(self, x: torch.Tensor) -> int:
@@ -50,27 +52,106 @@ class Arena:
         return slot
 
     def restore(self, slot: int) -> torch.Tensor:
-        """The whole again, valid until the next one is restored."""
-        all_gather(self.whole, self.parts[slot], self.group)
+        """The whole again, valid until the next one is restored or kept."""
         self.unused.append(slot)
+        if size(self.group) == 1:
+            return self.parts[slot].view(self.shape)
+        all_gather(self.whole, self.parts[slot], self.group)
         return self.whole.view(self.shape)
 
 
 class Recomputed(Function):
-    """y = run(x), of which x alone is kept, in an arena."""
+    """run(*inputs), of which nothing but the inputs is kept.
+
+    run_again: what backward calls. It returns the same, or tensors whose sum would be the same, so that it can leave
+    out what only the value needs. arena: where to keep the only input; None leaves inputs to autograd, which costs
+    nothing where somebody else keeps them anyway.
+    """
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, run: Callable[[torch.Tensor], torch.Tensor], arena: Arena):
-        ctx.run, ctx.arena, ctx.slot = run, arena, arena.keep(x)
-        return run(x)  # autograd is off in here
+    def forward(ctx, run: Callable, run_again: Callable, arena: Arena | None, *inputs: torch.Tensor):
+        ctx.run_again, ctx.arena = run_again, arena
+        if arena is None:
+            ctx.save_for_backward(*inputs)
+        else:
+            ctx.slot = arena.keep(*inputs)
+        return run(*inputs)  # autograd is off in here
 
     @staticmethod
     def backward(ctx, grad):
-        x = ctx.arena.restore(ctx.slot).detach().requires_grad_()
+        kept = ctx.saved_tensors if ctx.arena is None else (ctx.arena.restore(ctx.slot),)
+        inputs = [x.detach().requires_grad_() for x in kept]
         with torch.enable_grad():
-            y = ctx.run(x)
-        torch.autograd.backward(y, grad)
-        return x.grad, None, None
+            terms = ctx.run_again(*inputs)
+        terms = terms if isinstance(terms, tuple) else (terms,)
+        torch.autograd.backward(terms, [grad] * len(terms))
+        return None, None, None, *(x.grad for x in inputs)
+
+
+# ---- what is kept, and what is computed twice -----------------------------------------------------------------------
+
+MODES = ("none", "selective", "full")
+
+
+class Part(NamedTuple):
+    """Something that a layer keeps: bytes a token, if a rank shares nothing; the last of MODES in which it is kept;
+    whether tensor parallelism cuts it ("tp"), or sequence parallelism alone ("sp")."""
+    what: str
+    nbytes: float
+    kept: str
+    cut: str
+
+
+def kept(layer: list[Part], mode: str, t: int = 1, sequence: bool = True) -> float:
+    """Bytes a token that a layer keeps on each of t ranks. Without sequence parallelism "sp" parts are whole there."""
+    return sum(part.nbytes / (t if sequence or part.cut == "tp" else 1) for part in layer
+               if MODES.index(part.kept) >= MODES.index(mode))
+
+
+def gpt_layer(hidden: int, heads: int, seq: int) -> list[Part]:
+    """The layer of Korthikanti et al. 2022, section 4: 16 bits, GELU, dropout, scores kept. s b h (34 + 5 a s / h)."""
+    h, scores = hidden, heads * seq
+    return [Part("input", 2 * h, "full", "sp"), Part("first norm's result", 2 * h, "selective", "sp"),
+            Part("q, k, v", 6 * h, "selective", "tp"), Part("softmax", 2 * scores, "none", "tp"),
+            Part("dropout of it", 2 * scores, "none", "tp"), Part("its mask", scores, "none", "tp"),
+            Part("attention's result", 2 * h, "selective", "tp"), Part("dropout mask", h, "selective", "sp"),
+            Part("second norm's input", 2 * h, "selective", "sp"), Part("its result", 2 * h, "selective", "sp"),
+            Part("GELU's input", 8 * h, "selective", "tp"), Part("its result", 8 * h, "selective", "tp"),
+            Part("dropout mask", h, "selective", "sp")]
+
+
+def llama_layer(model, seq: int, dtype: torch.dtype, attention: str = "auto", t: int = 1) -> list[Part]:
+    """A block of model.py. model: a config.Model. t: above kv_heads, keys and values exist t / kv_heads times.
+
+    attention: "math" keeps scores, and copies of what it multiplied.
+    """
+    H, N, K, F = model.hidden, model.heads * model.head_dim, max(model.kv_heads, t) * model.head_dim, model.ffn
+    one, wide = dtype.itemsize, at_least_fp32(dtype).itemsize
+    qkv, taken = (N + 2 * K) * one, (N + 2 * K) * one  # what the matmul gives; what attention takes, turned in place
+    if model.qk_norm:
+        taken = (N + K) * one
+        qkv += taken + (model.heads + max(model.kv_heads, t)) * wide
+    layer = [
+        Part("input", H * one, "full", "sp"), Part("first norm's result", H * one + wide, "none", "sp"),
+        Part("q, k, v", qkv, "selective", "tp"), Part("attention's result", N * one, "selective", "tp"),
+        Part("second norm's input", H * one, "selective", "sp"), Part("its result", H * one + wide, "none", "sp"),
+        Part("gate and up", 2 * F * one, "selective", "tp"), Part("SwiGLU's result", F * one, "none", "tp")]
+    if attention == "math":
+        scores = model.heads * seq * (wide if one == wide else wide + one)  # softmax, and its result rounded
+        copies = (2 * wide + one) * N - taken  # made of what it takes, which is not kept, then
+        layer += [Part("scores", scores, "none", "tp"), Part("copies", copies, "none", "tp")]
+    else:
+        layer.append(Part("softmax's denominators", model.heads * wide, "selective", "tp"))
+    return layer
+
+
+def extra_flops(model, seq: int, mode: str, attention: str = "auto") -> float:
+    """What a token costs a second time in a block: in full mode its forward but for the last matmul."""
+    H, N, K, F = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim, model.ffn
+    scores = 4 * N * seq  # q k^T and softmax v, which torch counts whole though half is masked
+    if mode == "full":
+        return 2 * H * (N + 2 * K) + scores + 2 * N * H + 2 * H * 2 * F
+    return scores if mode == "selective" and attention == "math" else 0
 
 
 # ---- demo: python recompute.py --------------------------------------------------------------------------------------
@@ -91,7 +172,8 @@ def demo() -> None:
         with meter:
             arena, y = Arena(len(weights), x), x
             for weight in weights:
-                y = layer(weight)(y) if name == "everything" else Recomputed.apply(y, layer(weight), arena)
+                run = layer(weight)
+                y = run(y) if name == "everything" else Recomputed.apply(run, run, arena, y)
             kept = meter.live()["other"]
             y.sum().backward()
         bar = "█" * round(kept / x.nbytes)

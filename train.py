@@ -31,11 +31,13 @@ import collectives
 import config
 from data import BYTES_SEPARATOR, Corpus, MicroBatch, Samples
 from dp import composition
-from model import IGNORED, Llama, activation_bytes, cross_entropy, flops_per_token, sample
+from model import Llama, activation_bytes, flops_per_token, parameter_count, sample
 from param import Groups, at_least_fp32, draw, rank, size
+from recompute import extra_flops
+from tp import IGNORED
 from zero import Optimizer, bytes_held
 
-AXES = ("world", "data", "replicate", "dp")
+AXES = ("world", "data", "replicate", "dp", "tp", "kv", "kv_copy")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 # Peak dense TFLOP/s in bf16 and fp16, by words of the name that the driver gives; the first fits. From data sheets.
@@ -62,20 +64,28 @@ def choose_device(asked: str) -> tuple[torch.device, str]:
     return torch.device("cpu"), "there is no GPU here"
 
 
-def build_groups(grid: config.Grid, timeout_s: float = 600) -> Groups:
+def build_groups(grid: config.Grid, kv_heads: int = 1, timeout_s: float = 600) -> Groups:
     """The groups of every axis, created in the same order on every rank; None where a rank is alone.
 
     world: everybody. data: all that read other sequences, replicate x dp. dp: those that share out optimizer state.
+    tp: those that share layers; where they are more than kv_heads, kv: one for each head, kv_copy: those of a head.
     """
     groups: Groups = dict.fromkeys(AXES)
     if not dist.is_initialized():
         return groups
-    ranks = torch.arange(grid.dp).view(grid.dp_replicate, grid.dp // grid.dp_replicate)
-    for axis, rows in (("replicate", ranks.T), ("dp", ranks)):  # each row is a group
-        if rows.shape[1] > 1:
+    shards, heads = grid.dp // grid.dp_replicate, kv_heads if grid.tp > kv_heads else grid.tp
+    replicate, dp, kv, kv_copy = range(4)
+    ranks = torch.arange(grid.dp * grid.tp).view(grid.dp_replicate, shards, heads, grid.tp // heads)
+    axes = {"data": (replicate, dp), "replicate": (replicate,), "dp": (dp,), "tp": (kv, kv_copy)}
+    if grid.tp > kv_heads:
+        axes |= {"kv": (kv,), "kv_copy": (kv_copy,)}
+    for axis, along in axes.items():
+        others = [i for i in range(4) if i not in along]
+        members = ranks.permute(*others, *along).flatten(len(others)).flatten(0, -2)  # a group a row
+        if members.shape[1] > 1:
             timeout = datetime.timedelta(seconds=timeout_s)
-            groups[axis], _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)
-    return groups | {"world": dist.group.WORLD, "data": dist.group.WORLD}
+            groups[axis], _ = dist.new_subgroups_by_enumeration(members.tolist(), timeout=timeout)
+    return groups | {"world": dist.group.WORLD}
 
 
 def moments_dtype(settings: config.Config, dtype: torch.dtype) -> torch.dtype:
@@ -84,8 +94,9 @@ def moments_dtype(settings: config.Config, dtype: torch.dtype) -> torch.dtype:
 
 def build(settings: config.Config, groups: Groups, device: torch.device, dtype: torch.dtype) -> tuple[Llama, Optimizer]:
     """The model and its optimizer, filled with the seed's weights."""
-    model = Llama(settings.model, groups, dtype, device, settings.precision.attention)
-    grid, optim = settings.grid, settings.optim
+    grid, optim, precision = settings.grid, settings.optim, settings.precision
+    model = Llama(settings.model, groups, dtype, device, precision.attention, precision.recompute, grid.sp,
+                  grid.async_tp, optim.z_loss)
     optimizer = Optimizer({0: model.units()}, groups, grid.bucket_mb, grid.zero, optim.optimizer, optim.betas,
                           weight_decay=optim.weight_decay, clip=optim.clip, moments=moments_dtype(settings, dtype),
                           last=model.head)
@@ -106,7 +117,7 @@ def gradients(model: Llama, optimizer: Optimizer, micro_batches: list[MicroBatch
     optimizer.begin({0: len(micro_batches)})
     total = 0
     for batch in micro_batches:
-        loss = cross_entropy(model(batch.tokens, batch.positions, batch.documents), batch.labels)
+        loss = model.loss(batch.tokens, batch.labels, batch.positions, batch.documents)
         counted.wait()
         optimizer.scaled(loss / valid.clamp(min=1)).backward()
         total = total + loss.detach()
@@ -120,7 +131,7 @@ def evaluate(model: Llama, micro_batches: Iterable[MicroBatch], groups: Groups) 
     """The mean loss over all valid tokens of all ranks' micro-batches, of which each rank gives equally many."""
     summed = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)  # losses, tokens
     for batch in micro_batches:
-        summed[0] += cross_entropy(model(batch.tokens, batch.positions, batch.documents), batch.labels)
+        summed[0] += model.loss(batch.tokens, batch.labels, batch.positions, batch.documents)
         summed[1] += (batch.labels != IGNORED).sum()
     collectives.all_reduce(summed, groups["data"])
     return (summed[0] / summed[1].clamp(min=1)).item()
@@ -147,28 +158,30 @@ def sequences_at(tokens: int, ramp: list[tuple[int, float]]) -> int:
 
 # ---- what is said ---------------------------------------------------------------------------------------------------
 
-def first_lines(settings: config.Config, device: str, dtype: torch.dtype, samples: Samples) -> str:
-    grid, batch = settings.grid, settings.batch
-    units = {0: Llama(settings.model, dict.fromkeys(AXES)).units()}
+def first_lines(settings: config.Config, groups: Groups, device: str, dtype: torch.dtype, samples: Samples) -> str:
+    grid, batch, precision = settings.grid, settings.batch, settings.precision
     buckets = [sum(param.numel() for param in bucket) for bucket in
-               composition(units, 0 if grid.zero == 3 else grid.bucket_mb)]
+               composition({0: Llama(settings.model, groups).units()}, 0 if grid.zero == 3 else grid.bucket_mb)]
     shards = grid.dp // grid.dp_replicate
     moments = moments_dtype(settings, dtype) if settings.optim.optimizer == "adamw" else None
     memory = bytes_held(buckets, grid.zero, shards, dtype, moments)
-    memory["activations"] = activation_bytes(settings.model, batch.micro_batch, batch.seq, dtype)
-    held = "all weights, gradients and optimizer state" if shards == 1 or grid.zero == 0 else \
-        f"1/{shards} of " + ("optimizer state", "gradients and optimizer state",
-                             "weights, gradients and optimizer state")[grid.zero - 1]
-    copies = f", in {grid.dp_replicate} replicas" if grid.dp_replicate > 1 else ""
+    memory["activations"] = activation_bytes(settings.model, batch.micro_batch, batch.seq, dtype, precision.recompute,
+                                             precision.attention, grid.tp, grid.sp)
+    state = ("", "optimizer state", "gradients, optimizer state", "weights, gradients, optimizer state")[grid.zero]
+    copies = f" in {grid.dp_replicate} replicas" if grid.dp_replicate > 1 else ""
+    layers = "the whole model" if grid.tp == 1 else f"1/{grid.tp} of every layer and " + (
+        f"1/{grid.tp} of the tokens between layers" if grid.sp else "all tokens between layers")
     sequences, _ = config.ramp(batch)[0]
     accumulated = sequences // batch.micro_batch // grid.dp
     return "\n".join((
-        f"device  {device}, {settings.precision.dtype}",
-        f"grid    dp {grid.dp}, zero {grid.zero}: a rank holds {held}{copies}, and reads 1/{grid.dp} of the sequences",
+        f"device  {device}, {precision.dtype}",
+        f"grid    dp {grid.dp} x tp {grid.tp}, zero {grid.zero}: a rank holds {layers}"
+        + (f", 1/{shards} of that of {state}{copies}" if shards > 1 and grid.zero else "")
+        + f", and reads 1/{grid.dp} of the sequences",
         f"batch   global batch {sequences} = micro {batch.micro_batch} x accum {accumulated} x dp {grid.dp}; "
         f"{sequences * batch.seq:,} tokens a step" + (f"; ramp {batch.batch_ramp}" if batch.batch_ramp else ""),
-        f"model   {settings.model.preset}: {sum(buckets):,} parameters; a rank needs about {gb(sum(memory.values()))}: "
-        + ", ".join(f"{name} {gb(count)}" for name, count in memory.items()),
+        f"model   {settings.model.preset}: {parameter_count(settings.model):,} parameters; a rank needs about "
+        + f"{gb(sum(memory.values()))}: " + ", ".join(f"{name} {gb(count)}" for name, count in memory.items()),
         f"data    {len(samples.corpus):,} tokens in {len(samples.corpus.files):,} files: "
         f"{samples.windows:,} samples of {batch.seq}",
     ))
@@ -217,12 +230,12 @@ def train(settings: config.Config, samples: Samples, unseen: Samples | None, dev
           progress: Progress) -> None:
     batch, optim, data, run = settings.batch, settings.optim, settings.data, settings.run
     dtype = DTYPES[settings.precision.dtype]
-    groups = build_groups(settings.grid, run.timeout)
+    groups = build_groups(settings.grid, settings.model.kv_heads, run.timeout)
     ranks, dp_rank, dp = size(groups["world"]), rank(groups["data"]), size(groups["data"])
     chief = rank(groups["world"]) == 0
     if chief:
         where = f"{ranks} ranks, {dist.get_backend()}" if groups["world"] else "one process"
-        print(first_lines(settings, f"{device.type} ({why}), {where}", dtype, samples), flush=True)
+        print(first_lines(settings, groups, f"{device.type} ({why}), {where}", dtype, samples), flush=True)
     model, optimizer = build(settings, groups, device, dtype)
 
     def share(samples: Samples, first: int, sequences: int) -> list[MicroBatch]:
@@ -238,6 +251,8 @@ def train(settings: config.Config, samples: Samples, unseen: Samples | None, dev
 
     ramp, seen, skipped = config.ramp(batch), 0, 0  # seen: samples so far, the whole state of the data
     flops, causal_flops = (flops_per_token(settings.model, batch.seq, causal) for causal in (False, True))
+    repeated = settings.model.layers * extra_flops(settings.model, batch.seq, settings.precision.recompute,
+                                                   settings.precision.attention)
     peak = peak_flops(device, dtype)
     metrics = open(run.metrics, "w") if run.metrics and chief else None
     bar = tqdm(total=optim.steps, unit="step", disable=not chief, dynamic_ncols=True)
@@ -258,10 +273,10 @@ def train(settings: config.Config, samples: Samples, unseen: Samples | None, dev
         record = dict(
             step=step, tokens=seen * batch.seq, loss=loss, grad_norm=norm, lr=lr, step_s=seconds, tokens_per_s=rate,
             tokens_per_s_per_gpu=rate / ranks, mfu=used and used * flops, mfu_causal=used and used * causal_flops,
-            hfu=used and used * flops,  # nothing is recomputed: what the model needs is what is done
+            hfu=used and used * (flops + repeated),
             memory_gb=memory_used(device) / 1e9,
             comm_gb={axis: collectives.sent[collectives.name(groups[axis])] / 1e9
-                     for axis in ("world", "replicate", "dp") if size(groups[axis]) > 1}, skipped=skipped)
+                     for axis in AXES if size(groups[axis]) > 1}, skipped=skipped)
         if unseen and (step == optim.steps - 1 or (data.eval_every and (step + 1) % data.eval_every == 0)):
             record["val_loss"] = validation_loss()
             if chief:
@@ -273,7 +288,7 @@ def train(settings: config.Config, samples: Samples, unseen: Samples | None, dev
     bar.close()
     if chief:
         print(f"trained {optim.steps} steps on {seen * batch.seq:,} tokens: loss {loss:.4f} nats a token in the last")
-    if run.sample and samples.corpus.is_text and (chief or settings.grid.zero == 3):  # sharded weights need every rank
+    if run.sample and samples.corpus.is_text and (dp_rank == 0 or settings.grid.zero == 3):  # all that hold a part
         prompt = torch.tensor([[BYTES_SEPARATOR, *run.sample.encode()]], device=device)
         written = sample(model, prompt, 240)[0, 1:].tolist()
         if chief:

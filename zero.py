@@ -195,7 +195,10 @@ class Shard(Bucket):
         """Let the weights that the model sees be the master weights, from their next `gather` on."""
         if self.master is not self.shard:
             self.shard.copy_(self.master)
-        if self.stage in (1, 2):
+        if self.stage == 3:  # a forward whose backward never came has left weights here, which are old now
+            self.users = 0
+            self.weights.untyped_storage().resize_(0)
+        elif self.stage:
             self.gathering = all_gather(self.weights, self.shard, self.group, async_op=True)
 
     def fetch(self) -> None:

@@ -54,7 +54,7 @@ def run(grid: str) -> dict:
     """One rank of a grid, also without any process group."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     settings = settings_of(grid, world)
-    groups = train.build_groups(settings.grid)
+    groups = train.build_groups(settings.grid, settings.model.kv_heads)
     model, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float64)
     out = dict(loss=[], norm=[], grads=[], square=[])
     with Meter(memory=False) as meter:

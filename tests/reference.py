@@ -64,7 +64,9 @@ def train(weights: dict[str, torch.Tensor], batches: list[tuple[torch.Tensor, to
     for tokens, labels in batches:
         rule.zero_grad()
         valid = labels >= 0
-        loss = F.cross_entropy(logits(w, tokens, model)[valid], labels[valid], reduction="sum") / valid.sum()
+        rows = logits(w, tokens, model)[valid]
+        loss = F.cross_entropy(rows, labels[valid], reduction="sum") + optim.z_loss * rows.logsumexp(-1).pow(2).sum()
+        loss = loss / valid.sum()
         loss.backward()
         out["loss"].append(loss.item())
         out["grads"].append({name: p.grad.clone() for name, p in w.items()})

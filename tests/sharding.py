@@ -21,7 +21,7 @@ def built(flags: str, dtype: torch.dtype):
     """(settings, groups, model, optimizer, this rank's micro-batches of a global batch)"""
     world = dist.get_world_size()
     settings = config.parse(f"{PRIMES} --data {__file__} {flags}".split(), world)
-    groups = train.build_groups(settings.grid)
+    groups = train.build_groups(settings.grid, settings.model.kv_heads)
     model, optimizer = train.build(settings, groups, torch.device("cpu"), dtype)
     tokens, labels = grids.batches(settings)[0]
     batch = settings.batch
@@ -164,7 +164,7 @@ def low_moments(flags: str) -> dict:
 def loaded(grid: str, state: dict) -> dict:
     """What a grid holds after it was filled from whole tensors by name."""
     settings = grids.settings_of(grid, dist.get_world_size())
-    groups = train.build_groups(settings.grid)
+    groups = train.build_groups(settings.grid, settings.model.kv_heads)
     _, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float64)
     places = {"params": "master", "m": "m", "v": "v"}
     for what, place in places.items():

@@ -16,10 +16,17 @@ WRONG = [  # ranks, command line, what the line must say
     (8, "16", "16: unknown flag"),
     (8, "--dp two", "--dp: invalid int value: 'two'"),
     (8, "--dp", "--dp: expected one argument"),
-    (8, "--dp 4", "--dp 4 needs 4 ranks, and there are 8: use --dp 8"),
+    (8, "--dp 4", "--dp 4 and --tp 1 need 4 ranks, and there are 8: use --dp 8"),
     (8, "--dp 0", "--dp 0: must be above 0 and finite"),
     (8, "--cp 2", "--cp 2: context parallelism is not built yet, use --cp 1"),
-    (8, "--tp 2", "--tp 2: tensor parallelism is not built yet, use --tp 1"),
+    (8, "--tp 3", "--tp 3 does not divide 8 ranks: use one of 1, 2, 4, 8"),
+    (8, "--tp 8", "--tp 8 does not divide --heads 4: use one of 1, 2, 4"),
+    (2, "--tp 2 --ffn 55", "--tp 2 does not divide --ffn 55: use one of 1, 5, 11, 55"),
+    (4, "--tp 4 --heads 12 --hidden 96 --kv-heads 6", "--tp 4 and --kv-heads 6: one must be a multiple of the other"),
+    (2, "--tp 2 --seq 255 --micro-batch 1", "--tp 2 cannot share --micro-batch 1 x --seq 255 = 255 tokens"),
+    (2, "--async-tp", "--async-tp at --tp 1: it hides the exchanges of sequence parallelism"),
+    (2, "--tp 2 --no-sp --async-tp", "--async-tp at --tp 2 --no-sp"),
+    (1, "--recompute some", "--recompute: invalid choice: 'some'"),
     (8, "--pp 2", "--pp 2: pipeline parallelism is not built yet, use --pp 1"),
     (8, "--ep 2", "--ep 2: expert parallelism is not built yet, use --ep 1"),
     (8, "--zero 4", "--zero: invalid choice: 4 (choose from 0, 1, 2, 3)"),
@@ -82,11 +89,11 @@ def run(command: str) -> subprocess.CompletedProcess:
 
 def test_a_real_run_answers_before_torch_is_imported():
     began = time.monotonic()
-    done = run("-X importtime train.py --tp 2")
+    done = run("-X importtime train.py --cp 2")
     assert time.monotonic() - began < 2
     assert done.returncode == 2
     lines = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
-    assert lines == ["train.py: --tp 2: tensor parallelism is not built yet, use --tp 1"]
+    assert lines == ["train.py: --cp 2: context parallelism is not built yet, use --cp 1"]
     assert "torch" not in done.stderr.replace(lines[0], "")
 
 

@@ -65,7 +65,7 @@ def elements_sent(flags: str) -> tuple[int, int, float, list[str]]:
     """Of one step: gradient reductions, parameters, elements a rank sends for them, the names of all collectives."""
     world = dist.get_world_size()
     settings = grids.settings_of(flags, world)
-    groups = train.build_groups(settings.grid)
+    groups = train.build_groups(settings.grid, settings.model.kv_heads)
     model, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float64)
     tokens, labels = grids.batches(settings)[0]
     share = grids.GivenSamples(tokens, labels).step(0, 48, settings.batch.micro_batch, dist.get_rank(), world)
@@ -143,7 +143,7 @@ def ways_to_sum() -> tuple[torch.Tensor, torch.Tensor]:
         if bucketed:
             replicas = DataParallel({0: llama.units()}, groups, 0.01)
             replicas.begin({0: 1})
-        train.cross_entropy(llama(tokens), tokens).backward()
+        llama.loss(tokens, tokens).backward()
         if bucketed:
             replicas.finish()
             sums.append(torch.cat([p.sink.main_grad(p).flatten() for p in llama.parameters()]))

@@ -46,9 +46,31 @@ GRIDS = [
     (8, "--micro-batch 3 --zero 2 --dp-replicate 4"),
     (8, "--micro-batch 2 --zero 3 --dp-replicate 2 --tied"),
     (8, "--micro-batch 3 --zero 3"),
+    (2, "--micro-batch 12 --tp 2"),
+    (2, "--micro-batch 12 --tp 2 --no-sp --tied"),
+    (2, "--micro-batch 24 --tp 2 --tied --async-tp --recompute selective"),
+    (2, "--micro-batch 12 --tp 2 --qk-norm --qkv-bias --recompute selective --z-loss 0.01"),
+    (2, "--micro-batch 12 --tp 2 --no-sp --qk-norm --qkv-bias --recompute full"),
+    (3, "--micro-batch 16 --tp 3 --heads 6 --kv-heads 3 --ffn 57"),
+    (3, "--micro-batch 16 --tp 3 --heads 6 --kv-heads 3 --ffn 57 --no-sp --vocab 257 --tied --recompute full"),
+    (4, "--micro-batch 12 --tp 4 --vocab 257 --recompute full"),
+    (4, "--micro-batch 12 --tp 4 --kv-heads 2"),
+    (4, "--micro-batch 12 --tp 4 --kv-heads 2 --no-sp --recompute selective --attention math"),
+    (4, "--micro-batch 12 --tp 4 --kv-heads 1 --qkv-bias --qk-norm --tied --optimizer sgd"),
+    (4, "--micro-batch 6 --tp 2 --zero 1 --tied"),
+    (4, "--micro-batch 6 --tp 2 --zero 2 --no-sp --recompute selective"),
+    (4, "--micro-batch 6 --tp 2 --zero 3 --recompute full --tied"),
+    (4, "--micro-batch 6 --tp 2 --zero 3 --recompute selective --async-tp --kv-heads 1"),
+    (8, "--micro-batch 12 --tp 8 --kv-heads 2 --bucket-mb 0"),
+    (8, "--micro-batch 6 --tp 4 --zero 3 --kv-heads 2 --vocab 257 --recompute selective"),
+    (8, "--micro-batch 6 --tp 2 --zero 2 --dp-replicate 2 --qk-norm --tied --recompute full"),
+    (8, "--micro-batch 3 --tp 2 --no-sp --zero 1 --optimizer sgd --bucket-mb 0.05"),
+    (1, "--micro-batch 16 --recompute full --tied"),
+    (2, "--micro-batch 8 --recompute selective --attention math --zero 3"),
 ]
 # Flags that must not change a result.
-NOT_THE_MODEL = ("--micro-batch", "--bucket-mb", "--attention", "--zero", "--dp-replicate")
+NOT_THE_MODEL = ("--micro-batch", "--bucket-mb", "--attention", "--zero", "--dp-replicate", "--tp", "--recompute")
+NOR_ARE = ("--no-sp", "--async-tp")  # without a value
 
 
 @cache
@@ -63,7 +85,7 @@ def model_flags(grid: str) -> str:
     for name in NOT_THE_MODEL:
         if name in words:
             del words[words.index(name):words.index(name) + 2]
-    return " ".join(words)
+    return " ".join(word for word in words if word not in NOR_ARE)
 
 
 def compare(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: str) -> None:

@@ -32,7 +32,7 @@ def test_a_run_says_what_it_does_and_learns(tmp_path):
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("device  cpu (there is no GPU here), one process, fp32")
-    assert lines[1].startswith("grid    dp 1, zero 0: a rank holds all ")
+    assert lines[1].startswith("grid    dp 1 x tp 1, zero 0: a rank holds the whole model")
     assert lines[2] == "batch   global batch 16 = micro 16 x accum 1 x dp 1; 512 tokens a step"
     assert lines[3].startswith("model   tiny: 34,016 parameters; a rank needs about ")
     assert lines[4].startswith("data    ")

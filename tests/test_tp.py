@@ -1,0 +1,260 @@
+"""Tensor parallelism: layers against dense ones, the order of events, what travels, and what no rank ever sees."""
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import collectives
+import config
+import tp
+import train
+from meter import Meter
+from param import Spec, box_of, cut, draw, parameter, size
+from recompute import extra_flops
+from tp import IGNORED, TensorParallel
+
+SHAPE = "--hidden 48 --heads 8 --kv-heads 4 --head-dim 6 --ffn 40 --seq 24 --global-batch 2 --dtype fp64"
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def weight(name: str, shape: tuple[int, int], dim: int, group) -> torch.nn.Parameter:
+    """This rank's part of a random matrix."""
+    spec = Spec(name, shape, {"tp": dim}, std=1.0)
+    made = parameter(spec, {"tp": group}, torch.float64)
+    made.data = draw(0)(spec, box_of(spec, {"tp": group})).double()
+    return made
+
+
+# ---- layers ---------------------------------------------------------------------------------------------------------
+
+def pair(sequence: bool, ring: bool, before: bool) -> dict[str, float]:
+    """The largest relative errors of a column and row parallel pair against the dense computation."""
+    group, T, H = dist.group.WORLD, 24, 10
+    n, me = size(group), group.rank()
+    how, act = TensorParallel(group, sequence, ring), torch.tanh
+    a, b, c = weight("a", (48, H), 0, group), weight("b", (24, H), 0, group), weight("c", (H, 72), 1, group)
+    x, up = normal(T, H, seed=1), normal(T, H, seed=2)
+    part = cut(T, n, me) if sequence else slice(None)
+
+    mine = x[part].clone().requires_grad_()
+    ab = tp.column(mine if before else act(mine), a, b, tp=how, before=act if before else None)
+    whole_ab = torch.cat((weight("a", (48, H), 0, None), weight("b", (24, H), 0, None)))
+    # The rank's rows of a and of b, side by side, meet the same columns of c.
+    columns = torch.cat([torch.arange(48).view(n, -1)[me], 48 + torch.arange(24).view(n, -1)[me]])
+    whole_c = weight("c", (H, 72), 1, None).detach()
+    c.data = whole_c[:, columns].clone()
+    y = tp.row(ab if before else act(ab), c, how, before=act if before else None)
+    y.backward(up[part])
+
+    dense = x.clone().requires_grad_()
+    whole_ab, whole_c = whole_ab.detach().requires_grad_(), whole_c.requires_grad_()
+    want = act(act(dense) @ whole_ab.T) @ whole_c.T
+    want.backward(up)
+    pairs = {"y": (y, want[part]), "dx": (mine.grad, dense.grad[part]), "dc": (c.grad, whole_c.grad[:, columns]),
+             "da, db": (torch.cat((a.grad, b.grad)), whole_ab.grad[columns])}
+    return {name: ((got - true).abs().max() / true.abs().max()).item() for name, (got, true) in pairs.items()}
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("sequence, ring", [(False, False), (True, False), (True, True)])
+def test_a_pair_of_matrices_equals_the_dense_one(pool, n, sequence, ring):
+    for before in (False, True):
+        for errors in pool.run(n, "test_tp:pair", sequence=sequence and n > 1, ring=ring and n > 1, before=before):
+            assert max(errors.values()) < 1e-13, errors
+
+
+def events() -> list[str]:
+    """What a column parallel layer does in backward, in order."""
+    seen, names = [], {"_allgather_base_": "gather", "_reduce_scatter_base_": "scatter", "mm": "dX", "addmm_": "dW"}
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(names.get(function.overloadpacket.__name__))
+            return function(*args, **kwargs or {})
+
+    wait = collectives.Pending.wait
+
+    def told(pending):
+        if pending.works:
+            seen.append("gathered" if len(pending.tensors[0]) > len(pending.tensors[1]) else "scattered")
+        wait(pending)
+
+    collectives.Pending.wait = told
+    group = dist.group.WORLD
+    x = normal(4, 10).requires_grad_()
+    y = tp.column(x, weight("a", (8, 10), 0, group), tp=TensorParallel(group, True))
+    with Watch():
+        y.sum().backward()
+    collectives.Pending.wait = wait
+    return [event for event in seen if event]
+
+
+def test_every_message_of_a_column_parallel_backward_hides_under_a_matmul(pool):
+    for seen in pool.run(2, "test_tp:events")[:1]:
+        start = seen.index("dX") - 1
+        assert seen[start:] == ["gather", "dX", "gathered", "scatter", "dW", "scattered"]
+
+
+# ---- the vocabulary -------------------------------------------------------------------------------------------------
+
+def losses(vocab: int, scale: float) -> dict[str, float]:
+    """Errors of the vocabulary parallel loss and its gradient, with and without weights and z-loss."""
+    group = dist.group.WORLD
+    n, me = size(group), group.rank()
+    held, T = cut(vocab, n, me), 40
+    logits = normal(2, T, vocab) * scale
+    labels = torch.randint(vocab, (2, T), generator=torch.Generator().manual_seed(3))
+    edges = torch.tensor([place for i in range(n) for place in (cut(vocab, n, i).start, cut(vocab, n, i).stop - 1)])
+    labels[0, :len(edges)], labels[1, ::3] = edges, IGNORED
+    out = {}
+    for name, weights, z in (("plain", None, 0.0), ("weighted", normal(2, T, seed=4).abs(), 0.0), ("z", None, 0.01)):
+        mine = logits[..., held].clone().requires_grad_()
+        loss = tp.cross_entropy(mine, labels, weights, z, held, group)
+        (3 * loss).backward()
+        dense = logits.clone().requires_grad_()
+        each = F.cross_entropy(dense.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
+        each = each + z * dense.flatten(0, 1).logsumexp(-1).square() * (labels.flatten() >= 0)
+        want = (each if weights is None else each * weights.flatten()).sum()
+        (3 * want).backward()
+        out[name] = abs(loss.item() / want.item() - 1)
+        out["d " + name] = ((mine.grad - dense.grad[..., held]).abs().max() / dense.grad.abs().max()).item()
+    nothing = tp.cross_entropy(logits[..., held].requires_grad_(), torch.full_like(labels, IGNORED), z_loss=0.1,
+                               held=held, group=group)
+    out["ignored"] = nothing.item()
+    return out
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("vocab", [97, 257])
+def test_the_loss_and_its_gradient_equal_the_dense_ones(pool, n, vocab):
+    for scale in (1.0, 1e4):
+        for errors in pool.run(n, "test_tp:losses", vocab=vocab, scale=scale):
+            assert max(errors.values()) < 1e-12, errors
+
+
+def looked_up(vocab: int, sequence: bool) -> tuple[float, float]:
+    group, H = dist.group.WORLD, 6
+    table, whole = weight("t", (vocab, H), 0, group), weight("t", (vocab, H), 0, None).detach().requires_grad_()
+    tokens, up = torch.arange(2 * vocab + vocab % 2 * 22)[:, None].flatten() % vocab, None
+    tokens = tokens[:len(tokens) // 24 * 24]
+    part = cut(len(tokens), size(group), group.rank()) if sequence else slice(None)
+    up = normal(len(tokens), H)
+    y = tp.embed(tokens, table, TensorParallel(group, sequence))
+    y.backward(up[part])
+    F.embedding(tokens, whole).backward(up)
+    return (y - whole[tokens[part]]).abs().max().item(), (table.grad - whole.grad[table.box]).abs().max().item()
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+@pytest.mark.parametrize("vocab", [97, 257])
+def test_a_table_of_any_size_is_shared(pool, n, vocab):
+    for sequence in (False, True):
+        assert all(max(errors) < 1e-12 for errors in pool.run(n, "test_tp:looked_up", vocab=vocab, sequence=sequence))
+
+
+def put_together(vocab: int) -> bool:
+    group = dist.group.WORLD
+    rows = normal(3, vocab)
+    return torch.equal(tp.whole_rows(rows[:, cut(vocab, size(group), group.rank())].contiguous(), vocab, group), rows)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+def test_rows_of_logits_are_put_together_to_sample_from(pool, n):
+    assert all(pool.run(n, "test_tp:put_together", vocab=97))
+
+
+# ---- in the model ---------------------------------------------------------------------------------------------------
+
+def step(flags: str) -> dict:
+    """What one forward and backward of a model sends, makes and keeps on this rank, and its gradients."""
+    settings = config.parse(f"{SHAPE} --data {__file__} {flags}".split(), dist.get_world_size())
+    groups = train.build_groups(settings.grid, settings.model.kv_heads)
+    model, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float64)
+    tokens = torch.randint(settings.model.vocab, (2, 24), generator=torch.Generator().manual_seed(0))
+    longest = 0
+
+    class Watch(Meter):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal longest
+            out = super().__torch_dispatch__(function, types, args, kwargs)
+            if isinstance(out, torch.Tensor) and out.ndim > 1:
+                longest = max(longest, *out.shape)
+            return out
+
+    for _ in range(2):  # the first makes what stays
+        optimizer.begin({0: 1})
+        meter = Watch()
+        for bucket in optimizer.buckets:
+            meter.label("state", bucket.weights, bucket.grad, bucket.m, bucket.v)
+        if model.arena:
+            meter.label("arena", model.arena.parts, model.arena.whole)
+        with meter:
+            loss = model.loss(tokens, tokens)
+            kept = meter.live()
+            loss.backward()
+    return dict(
+        calls=meter.collectives, flops=meter.flops, longest=longest,
+        kept=kept["other"] + kept["arena"] - loss.nbytes, grads=[bucket.grad.clone() for bucket in optimizer.buckets],
+        formula=train.activation_bytes(settings.model, 2, 24, torch.float64, settings.precision.recompute,
+                                       settings.precision.attention, settings.grid.tp, settings.grid.sp))
+
+
+def calls_a_layer(pool, flags: str) -> dict[str, list[int]]:
+    """Bytes of every collective that one more layer brings, by kind: those of three layers less those of two."""
+    few, many = ([call for call in pool.run(4, "test_tp:step", flags=f"{flags} --tp 4 --layers {layers}")[0]["calls"]
+                  if len(call.shape) == 2 and call.shape[0] > 2] for layers in (2, 3))
+    out = {}
+    for kind in {call.name for call in many}:
+        both = [sorted(call.bytes for call in calls if call.name == kind) for calls in (few, many)]
+        out[kind] = both[1][:len(both[1]) - len(both[0])]
+    return out
+
+
+def test_a_layer_sends_what_the_papers_say(pool):
+    whole = 2 * 24 * 48 * 8  # T H in fp64
+    assert calls_a_layer(pool, "--no-sp") == {"allreduce_": 4 * [whole]}
+    gathers, scatters = "_allgather_base_", "_reduce_scatter_base_"
+    # Sent of an all-reduce is 2 (n-1)/n, of a gather or scatter (n-1)/n: the same but for the two that save memory.
+    for mode in ("none", "selective"):
+        assert calls_a_layer(pool, f"--recompute {mode}") == {gathers: (4 + 2) * [whole], scatters: 4 * [whole]}
+    # A layer that runs again repeats neither its last sum nor, just before it is needed, a gather.
+    assert calls_a_layer(pool, "--recompute full") == {gathers: (4 + 2) * [whole], scatters: (4 + 1) * [whole]}
+    # Shared inputs: the sum after attention is repeated, and the input gathered (flat, hence not counted here).
+    assert calls_a_layer(pool, "--recompute full --no-sp") == {"allreduce_": (4 + 1) * [whole]}
+
+
+@pytest.mark.parametrize("n, flags", [(2, ""), (4, "--tied"), (4, "--no-sp"), (4, "--kv-heads 2 --async-tp")])
+def test_no_rank_sees_a_row_of_logits(pool, n, flags):
+    for rank, seen in enumerate(pool.run(n, "test_tp:step", flags=f"--tp {n} --layers 1 --vocab 4001 {flags}")):
+        part = cut(4001, n, rank)
+        assert seen["longest"] == part.stop - part.start  # of any dimension of any tensor
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("attention", ["auto", "math"])
+@pytest.mark.parametrize("n, flags", [(1, ""), (1, "--qk-norm"), (2, ""), (4, "--no-sp"), (8, "--kv-heads 2"),
+                                      (4, "--kv-heads 2 --qk-norm --no-sp")])
+def test_a_rank_keeps_what_the_formula_says(pool, n, flags, recompute, attention):
+    """To the byte, as storages that live between forward and backward."""
+    flags = f"--tp {n} --vocab 320 --recompute {recompute} --attention {attention} {flags}"
+    for seen in pool.run(n, "test_tp:step", flags=flags):
+        assert seen["kept"] == seen["formula"]
+
+
+@pytest.mark.parametrize("n, flags", [(1, ""), (2, "--qkv-bias"), (2, "--no-sp --qk-norm"), (4, "--kv-heads 2")])
+@pytest.mark.parametrize("attention", ["auto", "math"])
+def test_recomputation_changes_no_bit_and_adds_the_flops_it_says(pool, n, flags, attention):
+    flags_of = {mode: f"--tp {n} --layers 3 --recompute {mode} --attention {attention} {flags}"
+                for mode in ("none", "selective", "full")}
+    results = {mode: pool.run(n, "test_tp:step", flags=flags) for mode, flags in flags_of.items()}
+    model = config.parse(f"{SHAPE} {flags}".replace("--no-sp", "").split()).model
+    for mode in ("selective", "full"):
+        for plain, again in zip(results["none"], results[mode]):
+            assert all(torch.equal(a, b) for a, b in zip(plain["grads"], again["grads"]))
+            kv = max(model.kv_heads, n) / model.kv_heads  # keys and values that several ranks compute
+            shared = 4 * model.hidden * model.kv_heads * model.head_dim * (kv - 1) if mode == "full" else 0
+            extra = 3 * 48 * (extra_flops(model, 24, mode, attention) + shared) / n
+            assert again["flops"] - plain["flops"] == extra

@@ -1,0 +1,349 @@
+"""Tensor parallelism: every matrix is cut among the ranks; sequence parallelism: between matrices, the tokens are.
+
+Saves: all but 1/t of weights, gradients and optimizer state; of activations too, but without sequence parallelism not
+       of what lies between layers. Time: each rank does 1/t of every matmul.
+Costs: in a layer's forward and backward 4 all-reduces of T H elements; or, the same bytes, 4 all-gathers and 4
+       reduce-scatters, and 2 all-gathers more, hidden under matmuls, of what is gathered again instead of kept.
+Stops helping when: ranks are not on one fast network, since every layer waits for it; or H/t gets too small a matmul.
+
+A pair of matrices needs one exchange before and one after, and nothing between, if the first is cut by rows of W (its
+outputs: "column parallel", a column of the X W^T) and the second by columns of W (its inputs: "row parallel"):
+
+              X ──f──► X A_0^T ─ act ─► Y_0 B_0^T ──┐            rank 0
+              X ──f──► X A_1^T ─ act ─► Y_1 B_1^T ──┴─ sum g ──► rank 1          attention: heads;  ffn: its width
+
+    tensor parallelism          f: identity,   backward all-reduce         g: all-reduce,      backward identity
+    with sequence parallelism   f: all-gather, backward reduce-scatter     g: reduce-scatter,  backward all-gather
+
+The backward. Let rank i have Y_i = X A_i^T and Z = sum_i Y_i B_i^T, and write dZ for the derivative of the loss by Z:
+
+    dY_i = dZ B_i         complete: Z is a plain sum, so each term gets the whole dZ. Hence g's backward is the identity
+    dB_i = dZ^T Y_i       complete, of this rank's part alone                       (or gathers dZ, if each has a part).
+    dX   = sum_i dY_i A_i A sum, because every rank used X. Hence f's backward is an all-reduce (or reduce-scatter, if
+    dA_i = dY_i^T X       each rank wants only the tokens it has).
+
+With sequence parallelism X exists as parts of T/t tokens, so norms and residuals cost 1/t. Each rank keeps its part
+and gathers X again for dA. A column-parallel backward is, in this order, so that every message hides under a matmul:
+
+    network    ├─ gather X ─┤      ├─ reduce-scatter dX ─┤
+    compute    ├─ dX = dY A ─┤     ├─ dA += dY^T X ──────┤
+
+`ring` ("async TP") hides the exchanges that nothing else hides: X arrives part by part, each multiplied while the next
+one travels; and the sum of a part travels on while the terms of the next are multiplied.
+
+What all ranks hold alike (norms) is a "copy" without sequence parallelism, where every rank computes its whole
+gradient, and a "sum" with it, where each saw other tokens: see param.py. So are, always, keys' and values' weights
+where there are more ranks than such heads, since ranks that share a head have other queries.
+
+Vocabulary. The table is cut by rows, any number of them. A rank looks up the tokens it has and adds zeros for others.
+No rank sees a row of logits: the loss needs their largest value, a sum and one logit, each of which is reduced.
+
+Shoeybi et al. 2019 (Megatron-LM: f and g, section 3); Korthikanti et al. 2022 (sequence parallelism: section 4.2);
+Wang et al. 2023, Overlap Communication with Dependent Computation via Decomposition (ring).
+Letters: t ranks, T tokens of a micro-batch (B S, flat), H hidden, V vocabulary.
+"""
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd import Function
+
+from collectives import MAX, Group, all_gather, all_reduce, reduce_scatter, shift
+from param import accumulate_grad, at_least_fp32, cut, deferring, rank, size, stacked
+
+IGNORED = -100  # the label of a token that has no loss
+
+
+class TensorParallel(NamedTuple):
+    """How layers are shared by the ranks of a group. Functions take it as `tp`; without a group nothing is shared.
+
+    sequence: between layers a rank has T/t tokens, the group's ranks in order. ring: in pieces, see above.
+    """
+    group: Group = None
+    sequence: bool = False
+    ring: bool = False
+
+
+# ---- f, g and their duals -------------------------------------------------------------------------------------------
+# Started here and finished by a call of what is returned, so that something else can be computed meanwhile.
+
+Arrived = Callable[[], torch.Tensor]
+
+
+def start_gather(x: torch.Tensor, tp: TensorParallel) -> Arrived:
+    """f: the rows of all ranks, in rank order; with sequence parallelism, or else x, which has them all."""
+    if not tp.sequence:
+        return lambda: x
+    whole = x.new_empty(len(x) * size(tp.group), *x.shape[1:])
+    pending = all_gather(whole, x.contiguous(), tp.group, async_op=True)
+
+    def arrived():
+        pending.wait()
+        return whole
+    return arrived
+
+
+def start_sum(terms: torch.Tensor, tp: TensorParallel) -> Arrived:
+    """g: the sum of all ranks' terms: this rank's rows with sequence parallelism, or else all. `terms` is used up."""
+    if tp.sequence:
+        total = terms.new_empty(len(terms) // size(tp.group), *terms.shape[1:])
+        pending = reduce_scatter(total, terms, tp.group, async_op=True)
+    else:
+        total, pending = terms, all_reduce(terms, tp.group, async_op=True)
+
+    def arrived():
+        pending.wait()
+        return total
+    return arrived
+
+
+def ring_gather(whole: torch.Tensor, x: torch.Tensor, group: Group) -> Iterator[slice]:
+    """Fill `whole` with the rows of all ranks and yield which of them are there, while the next ones travel."""
+    n, me, rows = size(group), rank(group), len(x)
+    parts = [slice(owner * rows, (owner + 1) * rows) for owner in range(n)]
+    whole[parts[me]] = x
+    for hop in range(n - 1):
+        here, following = parts[(me - hop) % n], parts[(me - hop - 1) % n]
+        travelling = shift(whole[following], whole[here], group)
+        yield here
+        travelling.wait()
+    yield parts[(me + 1) % n]
+
+
+def ring_sum(term: Callable[[slice], torch.Tensor], rows: int, group: Group) -> torch.Tensor:
+    """This rank's rows of the sum of all ranks' terms; term(rows) is computed while the sum of other rows travels."""
+    n, me = size(group), rank(group)
+    total = None
+    for hop in range(n):
+        owner = (me - 1 - hop) % n  # a sum is begun by the rank after its owner, and passes all others on its way home
+        if total is not None:
+            incoming = torch.empty_like(total)
+            travelling = shift(incoming, total, group)
+        new = term(slice(owner * rows, (owner + 1) * rows))
+        if total is not None:
+            travelling.wait()
+            new += incoming
+        total = new
+    return total
+
+
+def gathered_product(x: torch.Tensor, matrix: torch.Tensor, tp: TensorParallel) -> tuple[torch.Tensor, torch.Tensor]:
+    """(X M, X) of the gathered rows X."""
+    if not tp.ring:
+        whole = start_gather(x, tp)()
+        return whole @ matrix, whole
+    whole = x.new_empty(len(x) * size(tp.group), x.shape[1])
+    product = x.new_empty(len(whole), matrix.shape[1])
+    for part in ring_gather(whole, x, tp.group):
+        torch.mm(whole[part], matrix, out=product[part])
+    return product, whole
+
+
+def summed_product(x: torch.Tensor, matrix: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+    """The sum over the ranks of X M."""
+    if not tp.ring:
+        return start_sum(x @ matrix, tp)()
+    return ring_sum(lambda part: x[part] @ matrix, len(x) // size(tp.group), tp.group)
+
+
+# ---- linear layers --------------------------------------------------------------------------------------------------
+
+Before = Callable[[torch.Tensor], torch.Tensor]  # what is applied to the input of a linear layer, cheap to repeat
+
+
+class Column(Function):
+    """X times the transposes of weights [rows / t, H], side by side: T/t H -> T rows/t.
+
+    Weights that read the same X (queries, keys, values) share one gather and one matmul, and dX is summed once.
+    before: applied to x first, and again in backward, so that only x is kept. keep: X is kept, not gathered again.
+    """
+
+    @staticmethod
+    def forward(ctx, x, before, tp, defer, keep, *weights):
+        product, whole = gathered_product(before(x) if before else x, together(weights).t(), tp)
+        ctx.whole = keep and not deferring(defer)
+        ctx.save_for_backward(whole if ctx.whole else x)
+        ctx.before, ctx.tp, ctx.defer = before, tp, defer
+        ctx.weights = weights  # as an attribute: recomputation would hand back an alias without a sink
+        return product
+
+    @staticmethod
+    def backward(ctx, grad):
+        tp, matrix = ctx.tp, together(ctx.weights)
+        x, y = repeated(ctx.before, *ctx.saved_tensors)
+        local = y.detach()  # what waits in a queue must not hold a graph
+        arriving = (lambda: local) if ctx.whole else None if deferring(ctx.defer) else start_gather(local, tp)
+        if tp.ring:
+            dx = summed_product(grad, matrix, tp)
+        else:
+            terms = grad @ matrix
+            if arriving:
+                arriving()
+            dx = start_sum(terms, tp)
+
+        def add(out):
+            whole = arriving() if arriving else start_gather(local, tp)()
+            add_product(out, grad.t(), whole)
+
+        accumulate_grad(ctx.weights, add, ctx.defer)
+        dx = dx if tp.ring else dx()
+        return through(ctx.before, x, y, dx), None, None, None, None, *[None] * len(ctx.weights)
+
+
+class Row(Function):
+    """X times the transpose of a weight [H, columns / t], summed over the ranks: T columns/t -> T/t H.
+
+    before: as in Column. skip: the result is not needed, only its backward (a layer that runs again ends here).
+    """
+
+    @staticmethod
+    def forward(ctx, x, before, tp, skip, weight):
+        ctx.save_for_backward(x)
+        ctx.before, ctx.tp, ctx.weight = before, tp, weight
+        if skip:
+            rows = len(x) // size(tp.group) if tp.sequence else len(x)
+            return x.new_zeros(()).expand(rows, len(weight))
+        return summed_product(before(x) if before else x, weight.t(), tp)
+
+    @staticmethod
+    def backward(ctx, grad):
+        tp, later = ctx.tp, deferring()
+        if tp.ring:
+            x, y = repeated(ctx.before, *ctx.saved_tensors)
+            dy, whole = gathered_product(grad, ctx.weight, tp)
+        else:
+            arriving = start_gather(grad, tp)
+            x, y = repeated(ctx.before, *ctx.saved_tensors)
+            whole = arriving()
+            dy = whole @ ctx.weight
+        local = y.detach()
+        if later:  # T/t rows wait in the queue, not T
+            accumulate_grad(ctx.weight, lambda out: add_product(out, start_gather(grad, tp)().t(), local))
+        else:
+            accumulate_grad(ctx.weight, lambda out: add_product(out, whole.t(), local))
+        return through(ctx.before, x, y, dy), None, None, None, None
+
+
+def repeated(before: Before | None, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x, before(x)), and the graph between them."""
+    x = x.detach()
+    if before is None:
+        return x, x
+    x.requires_grad_()
+    with torch.enable_grad():
+        return x, before(x)
+
+
+def through(before: Before | None, x: torch.Tensor, y: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+    """The derivative by x, given that by y = before(x)."""
+    if before is None:
+        return dy
+    torch.autograd.backward(y, dy)
+    return x.grad
+
+
+def together(weights: tuple[nn.Parameter, ...]) -> torch.Tensor:
+    """The weights below each other: a view if they lie so, else a copy."""
+    view = stacked([weight.detach() for weight in weights])
+    return torch.cat(weights) if view is None else view
+
+
+def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """out += a b. In bf16 runs out is fp32: each product is rounded once, their sum is not."""
+    if out.dtype == a.dtype:
+        out.addmm_(a, b)
+    else:
+        out.add_(a @ b)
+
+
+def column(x: torch.Tensor, *weights: nn.Parameter, tp: TensorParallel, before: Before | None = None,
+           defer: bool = True, keep: bool = False) -> torch.Tensor:
+    return Column.apply(x, before, tp, defer, keep, *weights)
+
+
+def row(x: torch.Tensor, weight: nn.Parameter, tp: TensorParallel, before: Before | None = None,
+        skip: bool = False) -> torch.Tensor:
+    return Row.apply(x, before, tp, skip, weight)
+
+
+# ---- the vocabulary -------------------------------------------------------------------------------------------------
+
+class Embed(Function):
+    """Rows of a table [V / t, H]. The gradient is added row by row: a dense V x H one would be mostly zeros."""
+
+    @staticmethod
+    def forward(ctx, tokens, table, tp):  # T -> T/t H
+        rows, mine = local_index(tokens, table.box[0])
+        ctx.save_for_backward(rows, mine)
+        ctx.table, ctx.tp = table, tp
+        return start_sum(table[rows].mul_(mine[:, None]), tp)()
+
+    @staticmethod
+    def backward(ctx, grad):
+        rows, mine = ctx.saved_tensors
+        grad = start_gather(grad, ctx.tp)() * mine[:, None]
+        accumulate_grad(ctx.table, lambda out: out.index_add_(0, rows, grad.to(out.dtype)), defer=False)
+        return None, None, None
+
+
+def local_index(numbers: torch.Tensor, held: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """(index among those held, whether it is held); those that are not get any valid index."""
+    mine = (numbers >= held.start) & (numbers < held.stop)
+    return (numbers - held.start).clamp(0, held.stop - held.start - 1), mine
+
+
+def embed(tokens: torch.Tensor, table: nn.Parameter, tp: TensorParallel) -> torch.Tensor:
+    return Embed.apply(tokens, table, tp)
+
+
+class CrossEntropy(Function):
+    """Keeps the logits in the dtype they came in and two numbers a token; probabilities are computed again."""
+
+    @staticmethod
+    def forward(ctx, logits, labels, weights, z_loss, held, group):
+        wide = logits.to(at_least_fp32(logits.dtype))
+        index, mine = local_index(labels, held)
+        local = wide.logsumexp(-1)
+        largest = local.clone()
+        all_reduce(largest, group, MAX)
+        sums = torch.stack((local.sub_(largest).exp_(), wide.gather(-1, index[:, None])[:, 0] * mine))
+        all_reduce(sums, group)
+        total, chosen = sums[0].log_().add_(largest), sums[1]  # logarithm of the sum over V; the label's logit
+        counts = (labels != IGNORED).to(wide.dtype)
+        weights = counts if weights is None else counts * weights
+        ctx.save_for_backward(logits, index, mine, total, weights)
+        ctx.z_loss = z_loss
+        return (weights * (total - chosen + z_loss * total.square())).sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        logits, index, mine, total, weights = ctx.saved_tensors
+        weights = weights * grad
+        out = (logits - total[:, None]).exp_().mul_((weights * (1 + 2 * ctx.z_loss * total))[:, None])
+        out.scatter_add_(-1, index[:, None], -(weights * mine)[:, None])
+        return out.to(logits.dtype), None, None, None, None, None
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None, z_loss: float = 0.0,
+                  held: slice | None = None, group: Group = None) -> torch.Tensor:
+    """The sum (not the mean) of the tokens' losses in nats; IGNORED labels have none.
+
+    logits: ..., V/t, those of the vocabulary that this rank holds, `held` (default: all). labels: ...
+    weights: as labels, what each token counts. z_loss: times the squared logarithm of the softmax's denominator is
+    added (Chowdhery et al. 2022, section 5), which keeps logits from drifting.
+    """
+    held = slice(0, logits.shape[-1]) if held is None else held
+    weights = None if weights is None else weights.flatten()
+    return CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), weights, z_loss, held, group)
+
+
+def whole_rows(logits: torch.Tensor, vocab: int, group: Group) -> torch.Tensor:
+    """N V/t -> N V on every rank. For sampling only: training never has a whole row."""
+    n = size(group)
+    parts = [cut(vocab, n, i) for i in range(n)]
+    widest = max(part.stop - part.start for part in parts)
+    padded = torch.nn.functional.pad(logits, (0, widest - logits.shape[-1]))
+    out = logits.new_empty(n * len(logits), widest)
+    all_gather(out, padded.contiguous(), group)
+    return torch.cat([block[:, :part.stop - part.start] for block, part in zip(out.chunk(n), parts)], -1)
