@@ -49,8 +49,8 @@ import torch
 from torch import nn
 from torch.autograd import Function
 
-from collectives import MAX, Group, all_gather, all_reduce, reduce_scatter, shift
-from param import accumulate_grad, at_least_fp32, cut, deferring, rank, size, stacked
+from collectives import MAX, Group, all_gather, all_reduce, name, reduce_scatter, sent, shift, world
+from param import Spec, accumulate_grad, at_least_fp32, cut, deferring, parameter, rank, size, stacked
 
 IGNORED = -100  # the label of a token that has no loss
 
@@ -347,3 +347,34 @@ def whole_rows(logits: torch.Tensor, vocab: int, group: Group) -> torch.Tensor:
     out = logits.new_empty(n * len(logits), widest)
     all_gather(out, padded.contiguous(), group)
     return torch.cat([block[:, :part.stop - part.start] for block, part in zip(out.chunk(n), parts)], -1)
+
+
+# ---- demo: torchrun --nproc_per_node=4 tp.py ------------------------------------------------------------------------
+
+def demo(group) -> None:
+    t, T, H = size(group), 64, 32
+    groups = {"tp": group}
+    up = parameter(Spec("up", (4 * H, H), {"tp": 0}), groups, torch.float32)
+    down = parameter(Spec("down", (H, 4 * H), {"tp": 1}), groups, torch.float32)
+    for weight in (up, down):
+        weight.data = torch.randn(weight.shape) / 6
+    lines = [f"Two matrices on {t} ranks (one rank a letter), {T} tokens of width {H}:", ""]
+    letters = [chr(ord("A") + i) * (32 // t) for i in range(t)]
+    lines += [f"    {which}  {''.join(letters)}" for which in ("first matrix, by rows    ", "second matrix, by columns")]
+    lines.append("")
+    for title, tp, tokens in (("tensor parallelism", TensorParallel(group), "every rank has all"),
+                              ("and sequence parallelism", TensorParallel(group, True), "".join(letters)),
+                              ("in ring pieces", TensorParallel(group, True, True), "".join(letters))):
+        sent.clear()
+        x = torch.randn(T // t if tp.sequence else T, H, requires_grad=True)
+        row(torch.tanh(column(x, up, tp=tp)), down, tp).sum().backward()
+        count = sent[name(group)] * t / (t - 1) / (T * H * 4)  # in units of (t-1)/t T H
+        lines.append(f"    {title:24s}   tokens between: {tokens:32s}   sent: {count:.0f} x (t-1)/t of T H")
+    lines.append("\nTwo all-reduces count 2 each; two gathers and two reduce-scatters 1, and one gather is repeated.")
+    if rank(group) == 0:
+        print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    with world() as group:
+        demo(group)

@@ -44,7 +44,8 @@ The norm is taken over the whole model: every element counts on one rank, its ow
 world. So all ranks clip by the same number and skip the same steps.
 
 ZeRO-R, the other half of the paper, is about what is left: buffers of constant size, which the buckets are (two whole
-gradients and two layers' weights exist at once, however deep the model), and activations, for which see recompute.py.
+gradients and two layers' weights exist at once, however deep the model; a tied table's gradient is one more, which the
+head begins and the embedding ends), and activations, for which see recompute.py.
 
 Rajbhandari et al. 2020 (ZeRO: section 5 the stages, 7 what they send); Zhao et al. 2023 (FSDP: prefetching);
 Micikevicius et al. 2018 (master weights, loss scaling); Loshchilov & Hutter 2019 (AdamW).
@@ -380,6 +381,8 @@ def bytes_held(buckets: list[int], stage: int, n: int, dtype: torch.dtype,
 
     buckets: elements of each. At stage 3 two neighbours' weights are there at once, at stages 2 and 3 two neighbours'
     gradients; their largest possible sum is taken. moments: None if the rule has none. A rank alone is at stage 0.
+    Left out, at stages 2 and 3: a tied table's gradient besides those two, and with several micro-batches one arriving
+    shard of a bucket; with bf16 moments, one bucket's in fp32 during its update.
     """
     stage = stage if n > 1 else 0
     padded = [-(-count // n) * n for count in buckets] if stage else buckets

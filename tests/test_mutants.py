@@ -26,6 +26,9 @@ class Mutant(NamedTuple):
 
 GRID_2 = "tests/test_grids.py::test_a_grid_equals_one_process[2 ranks --micro-batch 6]"
 TIED = "tests/test_grids.py::test_a_grid_equals_one_process[2 ranks --micro-batch 6 --tied --bucket-mb 0.05]"
+TP_2 = "tests/test_grids.py::test_a_grid_equals_one_process[2 ranks --micro-batch 12 --tp 2]"
+TP_2_WHOLE = "tests/test_grids.py::test_a_grid_equals_one_process[2 ranks --micro-batch 12 --tp 2 --no-sp --tied]"
+KV_2 = "tests/test_grids.py::test_a_grid_equals_one_process[4 ranks --micro-batch 12 --tp 4 --kv-heads 2]"
 
 MUTANTS = [
     Mutant("first values from the local shard's shape", "param.py",
@@ -166,6 +169,49 @@ MUTANTS = [
            "self.parts[slot].copy_(x.reshape(size(self.group), -1)[rank(self.group)])",
            "self.parts[slot].copy_(x.reshape(size(self.group), -1)[0])",
            "tests/test_recompute.py::test_checkpoints_are_shared_and_gathered_once_a_layer[2]"),
+    Mutant("norms whose terms are not summed under sequence parallelism", "model.py",
+           'how = "sum" if self.tp.sequence else "copy"', 'how = "copy"', TP_2),
+    Mutant("norms summed though each rank has the whole gradient", "model.py",
+           'how = "sum" if self.tp.sequence else "copy"', 'how = "sum"', TP_2_WHOLE),
+    Mutant("keys and values of a shared head not summed", "model.py",
+           'kv = {"kv": 0, "kv_copy": "sum"}', 'kv = {"kv": 0, "kv_copy": "copy"}', KV_2),
+    Mutant("head norms that see only their rank's heads", "model.py",
+           'D, {"tp": "sum"})) for part in ("q_norm", "k_norm")', 'D, {"tp": "copy"})) for part in ("q_norm", "k_norm")',
+           "tests/test_grids.py::test_a_grid_equals_one_process[2 ranks --micro-batch 12 --tp 2 --qk-norm --qkv-bias "
+           "--recompute selective --z-loss 0.01]"),
+    Mutant("a loss with the largest logit of the own part", "tp.py",
+           "        all_reduce(largest, group, MAX)\n", "",
+           "tests/test_tp.py::test_the_loss_and_its_gradient_equal_the_dense_ones[97-2]"),
+    Mutant("labels of other ranks' vocabulary looked up", "tp.py",
+           "wide.gather(-1, index[:, None])[:, 0] * mine", "wide.gather(-1, index[:, None])[:, 0]",
+           "tests/test_tp.py::test_the_loss_and_its_gradient_equal_the_dense_ones[97-2]"),
+    Mutant("ignored labels that count", "tp.py",
+           "counts = (labels != IGNORED).to(wide.dtype)", "counts = torch.ones_like(total)",
+           "tests/test_tp.py::test_the_loss_and_its_gradient_equal_the_dense_ones[97-1]"),
+    Mutant("tokens of other ranks' table given rows", "tp.py",
+           "return start_sum(table[rows].mul_(mine[:, None]), tp)()", "return start_sum(table[rows], tp)()",
+           "tests/test_tp.py::test_a_table_of_any_size_is_shared[97-2]"),
+    Mutant("a column layer's gradient from the own tokens", "tp.py",
+           "whole = arriving() if arriving else start_gather(local, tp)()",
+           "whole = local.repeat(len(grad) // len(local), 1)",
+           "tests/test_tp.py::test_a_pair_of_matrices_equals_the_dense_one[True-False-2]"),
+    Mutant("dX that is not summed", "tp.py",
+           "            dx = start_sum(terms, tp)\n", "            dx = lambda: terms if not tp.sequence else "
+           "start_sum(terms, tp)()\n",
+           "tests/test_tp.py::test_a_pair_of_matrices_equals_the_dense_one[False-False-2]"),
+    Mutant("a gather that hides under nothing", "tp.py",
+           "        if tp.ring:\n            dx = summed_product(grad, matrix, tp)\n        else:\n",
+           "        if tp.ring:\n            dx = summed_product(grad, matrix, tp)\n        else:\n"
+           "            _ = arriving and arriving()\n",
+           "tests/test_tp.py::test_every_message_of_a_column_parallel_backward_hides_under_a_matmul"),
+    Mutant("a layer that runs again with its last sum", "model.py",
+           "self.w_down, tp, skip=again)", "self.w_down, tp)", "tests/test_tp.py::test_a_layer_sends_what_the_papers_say"),
+    Mutant("a result kept that could be computed again", "model.py",
+           "return row(both, self.w_down, tp, before=SwiGLU.apply)", "return row(SwiGLU.apply(both), self.w_down, tp)",
+           "tests/test_tp.py::test_a_rank_keeps_what_the_formula_says[2--auto-selective]"),
+    Mutant("replicas and shards exchanged", "train.py",
+           '"replicate": (replicate,), "dp": (dp,)', '"replicate": (dp,), "dp": (replicate,)',
+           "tests/test_train.py::test_neighbours_share_layers_then_shards_and_replicas_are_far_apart"),
     Mutant("sampling that restarts its positions", "model.py",
            "before = len(cache) if cache is not None else 0", "before = 0",
            "tests/test_model.py::test_sampling_with_the_cache_equals_sampling_without[" +

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from meter import Meter
-from recompute import Arena, Recomputed
+from recompute import Arena, Recomputed, gpt_layer, kept
 
 
 def checkpoints(layers: int, steps: int = 3) -> dict:
@@ -78,3 +78,18 @@ def test_a_checkpoint_that_cannot_be_shared_is_refused():
     group = SimpleNamespace(size=lambda: 7, rank=lambda: 0)
     with pytest.raises(ValueError, match="7 ranks cannot share a checkpoint of 480 elements in equal parts"):
         Arena(1, torch.zeros(3, 8, 20), group)
+
+
+@pytest.mark.parametrize("name, heads, hidden, figure", [  # figure 7 of the paper, in per cent of tensor parallelism
+    ("22B", 64, 6144, (66.84, 49.42, 16.18, 7.64)), ("175B", 96, 12288, (62.04, 56.53, 18.49, 8.71))])
+def test_the_papers_own_layer_keeps_what_the_paper_says(name, heads, hidden, figure):
+    """Korthikanti et al. 2022: formulas of table 2 for 2048 tokens and 8 ranks, and the bars of figure 7."""
+    h, s, t, layer = hidden, 2048, 8, gpt_layer(hidden, heads, 2048)
+    scores = 5 * heads * s / h
+    assert kept(layer, "none") == pytest.approx(h * (34 + scores))
+    base = kept(layer, "none", t, sequence=False)
+    assert base == pytest.approx(h * (10 + 24 / t + scores / t))
+    bars = (kept(layer, "none", t), kept(layer, "selective", t, sequence=False), kept(layer, "selective", t),
+            kept(layer, "full"))
+    assert bars == pytest.approx((h * (34 + scores) / t, h * (10 + 24 / t), h * 34 / t, 2 * h))
+    assert [100 * bar / base for bar in bars] == pytest.approx(figure, abs=0.1)

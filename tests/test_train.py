@@ -126,3 +126,17 @@ def test_the_batch_grows_with_the_tokens_seen():
 
 def test_numbers_that_are_not_finite_become_null():
     assert train.as_json(dict(loss=float("nan"), norm=0.1, n=3)) == '{"loss": null, "norm": 0.1, "n": 3}'
+
+
+def ranks_of_groups() -> dict[str, list[int] | None]:
+    import torch.distributed as dist
+    grid = config.parse("--tp 2 --zero 1 --dp-replicate 2 --kv-heads 1".split(), 8).grid
+    groups = train.build_groups(grid, kv_heads=1)
+    return {axis: group and dist.get_process_group_ranks(group) for axis, group in groups.items()}
+
+
+def test_neighbours_share_layers_then_shards_and_replicas_are_far_apart(pool):
+    seen = pool.run(8, "test_train:ranks_of_groups")
+    assert seen[5] == dict(world=[0, 1, 2, 3, 4, 5, 6, 7], data=[1, 3, 5, 7], replicate=[1, 5], dp=[5, 7], tp=[4, 5],
+                           kv=None, kv_copy=[4, 5])
+    assert [ranks["dp"] for ranks in seen] == [[0, 2], [1, 3]] * 2 + [[4, 6], [5, 7]] * 2
