@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 import config
+from tp import IGNORED
 
 BYTES_SEPARATOR = config.TEXT_VOCAB - 1  # 256, behind the 256 bytes
 LLM_C = {(20240520, 1): (np.uint16, 50256), (20240801, 7): (np.uint32, 128000)}  # (magic, version): dtype, separator
@@ -187,11 +188,19 @@ class Samples:
             batch.positions = places - torch.where(begins, places, 0).cummax(1).values
         return batch
 
-    def step(self, first: int, global_batch: int, micro_batch: int, dp_rank: int, dp: int) -> list[MicroBatch]:
-        """What one of dp ranks computes of samples first .. first + global_batch: its share of every micro-batch."""
+    def step(self, first: int, global_batch: int, micro_batch: int, dp_rank: int, dp: int,
+             end: int | None = None) -> list[MicroBatch]:
+        """What one of dp ranks computes of samples first .. first + global_batch: its share of every micro-batch.
+
+        Samples from number `end` on fill up a micro-batch, and none of their labels counts.
+        """
         share = [range(start + dp_rank * micro_batch, start + (dp_rank + 1) * micro_batch)
                  for start in range(first, first + global_batch, micro_batch * dp)]
-        return [self.micro_batch(list(numbers)) for numbers in share]
+        batches = [self.micro_batch(list(numbers)) for numbers in share]
+        for batch, numbers in zip(batches, share):
+            if end is not None and numbers.stop > end:
+                batch.labels[max(0, end - numbers.start):] = IGNORED
+        return batches
 
 
 def shuffled(index: int, n: int, key: str) -> int:

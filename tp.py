@@ -360,7 +360,8 @@ def demo(group) -> None:
         weight.data = torch.randn(weight.shape) / 6
     lines = [f"Two matrices on {t} ranks (one rank a letter), {T} tokens of width {H}:", ""]
     letters = [chr(ord("A") + i) * (32 // t) for i in range(t)]
-    lines += [f"    {which}  {''.join(letters)}" for which in ("first matrix, by rows    ", "second matrix, by columns")]
+    for which in ("first matrix, by rows    ", "second matrix, by columns"):
+        lines.append(f"    {which}  {''.join(letters)}")
     lines.append("")
     for title, tp, tokens in (("tensor parallelism", TensorParallel(group), "every rank has all"),
                               ("and sequence parallelism", TensorParallel(group, True), "".join(letters)),

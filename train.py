@@ -238,16 +238,15 @@ def train(settings: config.Config, samples: Samples, unseen: Samples | None, dev
         print(first_lines(settings, groups, f"{device.type} ({why}), {where}", dtype, samples), flush=True)
     model, optimizer = build(settings, groups, device, dtype)
 
-    def share(samples: Samples, first: int, sequences: int) -> list[MicroBatch]:
+    def share(samples: Samples, first: int, sequences: int, end: int | None = None) -> list[MicroBatch]:
         """What this rank computes of `sequences` samples."""
         return [micro_batch.to(device) for micro_batch in
-                samples.step(first, sequences, batch.micro_batch, dp_rank, dp)]
+                samples.step(first, sequences, batch.micro_batch, dp_rank, dp, end)]
 
     def validation_loss() -> float:
-        at_once = batch.micro_batch * dp
-        wanted = min(data.eval_steps * ramp[0][0], max(unseen.windows // at_once, 1) * at_once)
+        at_once, wanted = batch.micro_batch * dp, min(data.eval_steps * ramp[0][0], unseen.windows)
         return evaluate(model, (micro_batch for first in range(0, wanted, at_once)
-                                for micro_batch in share(unseen, first, at_once)), groups)
+                                for micro_batch in share(unseen, first, at_once, wanted)), groups)
 
     ramp, seen, skipped = config.ramp(batch), 0, 0  # seen: samples so far, the whole state of the data
     flops, causal_flops = (flops_per_token(settings.model, batch.seq, causal) for causal in (False, True))
@@ -288,7 +287,8 @@ def train(settings: config.Config, samples: Samples, unseen: Samples | None, dev
     bar.close()
     if chief:
         print(f"trained {optim.steps} steps on {seen * batch.seq:,} tokens: loss {loss:.4f} nats a token in the last")
-    if run.sample and samples.corpus.is_text and (dp_rank == 0 or settings.grid.zero == 3):  # all that hold a part
+    holds_a_part = dp_rank == 0 or settings.grid.zero == 3
+    if run.sample and math.isfinite(loss) and samples.corpus.is_text and holds_a_part:
         prompt = torch.tensor([[BYTES_SEPARATOR, *run.sample.encode()]], device=device)
         written = sample(model, prompt, 240)[0, 1:].tolist()
         if chief:

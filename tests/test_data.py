@@ -207,3 +207,14 @@ def fingerprint() -> str:
 
 def test_every_process_reads_the_same_samples(pool):
     assert len(set(pool.run(4, "test_data:fingerprint"))) == 1
+
+
+def test_samples_that_fill_up_a_micro_batch_have_no_labels(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("0123456789" * 20)
+    samples = Samples(Corpus([str(file)], 300), 16, None)
+    for ranks, micro_batch in ((1, 1), (1, 4), (2, 4), (3, 2)):
+        at_once = micro_batch * ranks
+        batches = [batch for rank in range(ranks) for first in range(0, 10, at_once)
+                   for batch in samples.step(first, at_once, micro_batch, rank, ranks, end=10)]
+        assert sum((batch.labels >= 0).sum().item() for batch in batches) == 10 * 16
