@@ -94,8 +94,6 @@ class Precision:
     moments: str = setting("auto", "AdamW's averages; auto: fp32, or fp64 in fp64 runs", ("auto", "bf16"))
     attention: str = setting("auto", "auto: torch's fused kernels; math: written out, keeps S x S scores",
                              ("auto", "sdpa", "math"))
-
-
     recompute: str = setting("none", "in backward; selective: norms, SwiGLU, scores; full: whole layers",
                              ("none", "selective", "full"))
 
@@ -171,14 +169,16 @@ def two_numbers(text: str) -> tuple:
         raise argparse.ArgumentTypeError(f"{text}: write two numbers, such as 0.9,0.95") from None
 
 
-def expand(arguments: list[str]) -> list[str]:
-    """`@file` becomes the flags in it, `--global_batch=8` becomes `--global-batch=8`."""
+def expand(arguments: list[str], inside: tuple[str, ...] = ()) -> list[str]:
+    """`@file` becomes the flags in it, `--global_batch=8` becomes `--global-batch=8`. inside: the files being read."""
     out = []
     for argument in arguments:
         if argument.startswith("@"):
-            need(os.path.isfile(argument[1:]), f"{argument}: there is no file {argument[1:]}")
-            with open(argument[1:]) as file:
-                out += expand(shlex.split(file.read(), comments=True))
+            path = argument[1:]
+            need(os.path.isfile(path), f"{argument}: there is no file {path}")
+            need(path not in inside, f"{argument}: the file reads itself")
+            with open(path) as file:
+                out += expand(shlex.split(file.read(), comments=True), (*inside, path))
         elif argument.startswith("--"):
             name, equals, value = argument.partition("=")
             out.append(name.replace("_", "-") + equals + value)
@@ -395,14 +395,15 @@ def check_data(data: Data, model: Model) -> None:
         for path in getattr(data, name):
             need(os.path.exists(path), f"{flag(name)} {path}: no such file or folder")
     need(data.val_data or not data.eval_every, f"--eval-every {data.eval_every} needs --val-data to evaluate on")
-    need(data.data or model.vocab >= TEXT_VOCAB,
-         f"--vocab {model.vocab} is too small for text: use at least {TEXT_VOCAB}, bytes and document separator")
     need(-1 <= data.separator < model.vocab,
          f"--separator {data.separator} is no token: use 0 to {model.vocab - 1}, or -1")
 
 
 def check_run(run: Run) -> None:
     need_positive(run, "timeout")
+    need(run.timeout <= 1e7, f"--timeout {run.timeout}: must be at most 1e7 seconds")
     folder = os.path.dirname(run.metrics) or "."
     need(os.path.isdir(folder), f"--metrics {run.metrics}: there is no folder {folder}")
     need(not os.path.isdir(run.metrics), f"--metrics {run.metrics}: is a folder, name a file")
+    written = run.metrics if os.path.exists(run.metrics) else folder
+    need(not run.metrics or os.access(written, os.W_OK), f"--metrics {run.metrics}: {written} cannot be written to")

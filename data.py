@@ -51,6 +51,9 @@ class Corpus:
         if len(kinds) > 1:
             raise ValueError(f"{paths[0]}: text and token files (.bin, .npy) are mixed: give one kind")
         self.is_text = kinds == {False}
+        if self.is_text and vocab < config.TEXT_VOCAB:
+            raise ValueError(f"--vocab {vocab} is too small for text: use at least {config.TEXT_VOCAB}, bytes and "
+                             "document separator")
         opened = [read_text(file) if self.is_text else open_tokens(file, dtype) for file in files]
         self.files, self.arrays, self.vocab = files, [array for array, _ in opened], vocab
         separators = {known for _, known in opened} if separator == -1 else {separator}

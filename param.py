@@ -244,17 +244,17 @@ def stacked(tensors: list[torch.Tensor]) -> torch.Tensor | None:
 def watch(param: torch.nn.Parameter, sink: Sink) -> None:
     """From now on `sink` takes the gradient of `param`, whichever way it comes: through the door or from autograd."""
     param.sink = sink
+    param.register_post_accumulate_grad_hook(arrived)  # which holds no sink: the collector cannot see inside hooks
 
-    def arrived(param):
-        # Autograd calls this once in a backward pass, after the parameter's last use, also when every use gave None.
-        if param.grad is not None:
-            sink.main_grad(param).add_(param.grad)
-            param.grad = None
-        queued = _queue.get(_splitting, ())
-        if not any(param is other for params in queued for other in params):
-            sink.ready(param)
 
-    param.register_post_accumulate_grad_hook(arrived)
+def arrived(param: torch.nn.Parameter) -> None:
+    """Autograd calls this once in a backward pass, after the parameter's last use, also when every use gave None."""
+    if param.grad is not None:
+        param.sink.main_grad(param).add_(param.grad)
+        param.grad = None
+    queued = _queue.get(_splitting, ())
+    if not any(param is other for params in queued for other in params):
+        param.sink.ready(param)
 
 
 def backward_input(key: Key, output: GradientEdge | torch.Tensor, grad: torch.Tensor | None) -> None:

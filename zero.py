@@ -96,7 +96,6 @@ class Shard(Bucket):
             self.weights.untyped_storage().resize_(0)
         self.master = self.shard if dtype == self.wide else self.zeros(share, self.wide)
         self.m, self.v = (self.zeros(share if moments else 0, moments or self.wide) for _ in range(2))
-        self.steps = self.zeros(len(self.spans), torch.float32)  # one a span: the update rule advances each
         self.owned_grad, self.arriving = None, None
 
     def zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -220,18 +219,20 @@ class Shard(Bucket):
         if self.stage == 3 and self.users == 0:
             self.weights.untyped_storage().resize_(0)
 
-    def update(self, rule: str, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
-               found_inf: torch.Tensor) -> None:
-        """torch's fused AdamW or SGD on the slice; it does nothing where found_inf is 1, and nobody waits to know."""
+    def update(self, rule: str, steps: torch.Tensor, lr: float, betas: tuple[float, float], eps: float,
+               weight_decay: float, found_inf: torch.Tensor) -> None:
+        """torch's fused AdamW or SGD on the slice; it does nothing where found_inf is 1, and nobody waits to know.
+
+        steps: updates so far, which AdamW's averages are corrected for.
+        """
         m, v = self.m.to(self.wide), self.v.to(self.wide)  # themselves, unless they are kept in bf16
         for decays in (True, False):
-            spans = [(start, stop, count) for (start, stop, spec), count in zip(self.spans, self.steps)
-                     if spec.decay == decays]
+            spans = [(start, stop) for start, stop, spec in self.spans if spec.decay == decays]
             flats = (self.master, self.owned_grad, m, v) if rule == "adamw" else (self.master, self.owned_grad)
-            parts = [[self.owned(flat, start, stop) for start, stop, _ in spans] for flat in flats]
+            parts = [[self.owned(flat, start, stop) for start, stop in spans] for flat in flats]
             decay = weight_decay if decays else 0.0
             if spans and rule == "adamw":
-                adamw(*parts, [], [count for *_, count in spans], fused=True, found_inf=found_inf, amsgrad=False,
+                adamw(*parts, [], [steps.clone() for _ in spans], fused=True, found_inf=found_inf, amsgrad=False,
                       beta1=betas[0], beta2=betas[1], lr=lr, weight_decay=decay, eps=eps, maximize=False)
             elif spans:
                 sgd(*parts, [None] * len(spans), fused=True, found_inf=found_inf, weight_decay=decay, momentum=0.0,
@@ -306,6 +307,7 @@ class Optimizer(DataParallel):
         self.world, self.rule, self.betas, self.eps = groups["world"], rule, betas, eps
         self.weight_decay, self.clip, self.last = weight_decay, clip, last
         fp16 = any(bucket.weights.dtype == torch.float16 for bucket in self.buckets)
+        self.steps = torch.zeros((), device=self.buckets[0].device)  # updates so far
         self.loss_scale = LossScale(self.buckets[0].device) if fp16 else None
 
         home = {param: bucket for bucket in self.buckets for param in bucket.params}
@@ -321,6 +323,11 @@ class Optimizer(DataParallel):
         """Fill the master weights, or "m" or "v", of every bucket from a source."""
         for bucket in self.buckets:
             bucket.load(source, what)
+
+    def numbers(self) -> dict[str, torch.Tensor]:
+        """The state that is not a tensor of every parameter, by name; to restore it, copy into these."""
+        scale = self.loss_scale
+        return {"steps": self.steps} | ({"scale": scale.value, "good_steps": scale.good_steps} if scale else {})
 
     def gather(self, unit: nn.Module, then: nn.Module | None) -> None:
         """Have a unit's weights, and let those of the unit that runs `then` be on their way."""
@@ -369,7 +376,8 @@ class Optimizer(DataParallel):
         clip = (self.clip / (norm + 1e-6)).clamp(max=1) if self.clip else 1.0
         for bucket in self.buckets:
             bucket.owned_grad.mul_(clip * unscale)
-            bucket.update(self.rule, lr, self.betas, self.eps, self.weight_decay, found_inf)
+            bucket.update(self.rule, self.steps, lr, self.betas, self.eps, self.weight_decay, found_inf)
+        self.steps += 1 - found_inf
         if self.loss_scale:
             self.loss_scale.update(found_inf)
         return norm

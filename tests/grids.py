@@ -50,15 +50,17 @@ class GivenSamples(Samples):
         return MicroBatch(self.tokens[numbers], self.labels[numbers])
 
 
-def run(grid: str) -> dict:
-    """One rank of a grid, also without any process group."""
+def run(grid: str, first: int = 0, last: int = STEPS, state: dict | None = None) -> dict:
+    """One rank of a grid, also without any process group: steps first .. last, the earlier ones' results in `state`."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     settings = settings_of(grid, world)
     groups = train.build_groups(settings.grid, settings.model.kv_heads)
     model, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float64)
+    if state:
+        load(optimizer, state)
     out = dict(loss=[], norm=[], grads=[], square=[])
     with Meter(memory=False) as meter:
-        for tokens, labels in batches(settings):
+        for tokens, labels in batches(settings)[first:last]:
             share = GivenSamples(tokens, labels).step(0, settings.batch.global_batch, settings.batch.micro_batch,
                                                       param.rank(groups["data"]), param.size(groups["data"]))
             out["loss"].append(train.gradients(model, optimizer, share, groups).item())
@@ -72,8 +74,16 @@ def run(grid: str) -> dict:
         bucket.free()
     out |= {name: pieces(optimizer, what) for name, what in (("params", "master"), ("m", "m"), ("v", "v"))
             if settings.optim.optimizer == "adamw" or name == "params"}
-    out["collectives"] = meter.collectives
+    out |= dict(collectives=meter.collectives, numbers=optimizer.numbers())
     return out
+
+
+def load(optimizer, state: dict) -> None:
+    """Whole tensors by name, and numbers, into whatever this rank holds of them."""
+    for name, what in (("params", "master"), ("m", "m"), ("v", "v")):
+        optimizer.load(lambda spec, box, named=state[name]: named[spec.name][box], what)
+    for name, number in optimizer.numbers().items():
+        number.copy_(state["numbers"][name])
 
 
 def pieces(optimizer, what: str) -> list[tuple]:

@@ -7,6 +7,7 @@ group over ranks 0..3, exactly as torchrun would, calls `train` of tests/grids.p
 import contextlib
 import datetime
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -28,6 +29,7 @@ def work(rank: int, port: int, folder: str, connection) -> None:
     stacks = open(os.path.join(folder, f"stacks{rank}"), "w")
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)  # asked for when a job hangs
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    gc.freeze()  # what is here now is no garbage, and need not be looked at again
     while (job := connection.recv()) is not None:
         number, world, function, arguments, timeout = job
         try:
@@ -40,6 +42,7 @@ def work(rank: int, port: int, folder: str, connection) -> None:
             result = False, traceback.format_exc()
         if dist.is_initialized():
             dist.destroy_process_group()
+        gc.collect()  # or models, in cycles, would keep their groups, and each group two threads that never sleep
         connection.send_bytes(pickle.dumps(result))  # plain pickle: tensors travel by value
 
 
@@ -52,7 +55,7 @@ class Pool:
 
     def start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])  # the last: modes that count
         self.workers = []
         for rank in range(RANKS):
             here, there = context.Pipe()
@@ -60,7 +63,7 @@ class Pool:
             process.start()
             self.workers.append((process, here))
 
-    def run(self, world: int, function: str, timeout: float = 60, **arguments) -> list:
+    def run(self, world: int, function: str, timeout: float = 300, **arguments) -> list:
         """The results of `function` ("module:name", called with `arguments`) on every rank of a world of its own.
 
         Raises RuntimeError with the traceback of every rank that failed, or with where each stood when time ran out.

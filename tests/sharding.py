@@ -122,7 +122,7 @@ def overflow() -> list[tuple]:
         before = [bucket.master.clone() for bucket in optimizer.buckets]
         norm = optimizer.step(1e-2)
         moved = any(not torch.equal(was, bucket.master) for was, bucket in zip(before, optimizer.buckets))
-        scale, steps = optimizer.loss_scale.value.item(), optimizer.buckets[0].steps[0].item()
+        scale, steps = optimizer.loss_scale.value.item(), optimizer.steps.item()
         seen.append((norm.isfinite().item(), moved, scale, steps))
     return seen
 
@@ -139,15 +139,43 @@ def scaled_and_not() -> tuple[float, float, float]:
     return tuple(norms)
 
 
-def one_step(dtype: torch.dtype) -> list[tuple]:
+def one_step(dtype: torch.dtype, clip: float) -> list[tuple]:
     """The weights after one step of SGD, which unlike AdamW shows the size of gradients."""
     settings, groups, model, optimizer, share = built(
-        "--global-batch 8 --micro-batch 2 --zero 1 --optimizer sgd --clip 0", dtype)
+        f"--global-batch 8 --micro-batch 2 --zero 1 --optimizer sgd --clip {clip}", dtype)
     if dtype == torch.float16:
         optimizer.loss_scale.value.fill_(1024.0)
     train.gradients(model, optimizer, share, groups)
     optimizer.step(1.0)
     return grids.pieces(optimizer, "master")
+
+
+def evaluated() -> int:
+    """Bytes of gathered weights that an evaluation at stage 3 leaves behind, weights being shards before it."""
+    settings, groups, model, optimizer, share = built("--global-batch 8 --micro-batch 2 --zero 3", torch.float32)
+    train.evaluate(model, share, groups)
+    return sum(bucket.weights.untyped_storage().nbytes() for bucket in optimizer.buckets)
+
+
+def without_waiting(flags: str) -> list[bool]:
+    """Whether each collective on whole gradients was started so that backward goes on meanwhile."""
+    settings, groups, model, optimizer, share = built(f"--global-batch 8 --micro-batch 2 {flags}", torch.float32)
+    sizes, seen = {bucket.padded for bucket in optimizer.buckets}, []
+    usual = dist.all_reduce, collectives._reduce_scatter
+
+    def watched(call, whole):
+        def issue(*args, async_op=False, **rest):
+            if args[whole].numel() in sizes and args[whole].ndim == 1:
+                seen.append(async_op)
+            return call(*args, async_op=async_op, **rest)
+        return issue
+
+    dist.all_reduce, collectives._reduce_scatter = watched(usual[0], 0), watched(usual[1], 1)
+    try:
+        train.gradients(model, optimizer, share, groups)
+    finally:
+        dist.all_reduce, collectives._reduce_scatter = usual
+    return seen
 
 
 def low_moments(flags: str) -> dict:
@@ -159,14 +187,3 @@ def low_moments(flags: str) -> dict:
     out = dict(state={optimizer.buckets[0].m.dtype, optimizer.buckets[0].v.dtype})
     out["params"] = grids.pieces(optimizer, "master")
     return out
-
-
-def loaded(grid: str, state: dict) -> dict:
-    """What a grid holds after it was filled from whole tensors by name."""
-    settings = grids.settings_of(grid, dist.get_world_size())
-    groups = train.build_groups(settings.grid, settings.model.kv_heads)
-    _, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float64)
-    places = {"params": "master", "m": "m", "v": "v"}
-    for what, place in places.items():
-        optimizer.load(lambda spec, box, named=state[what]: named[spec.name][box], place)
-    return {what: grids.pieces(optimizer, place) for what, place in places.items()}

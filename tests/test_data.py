@@ -121,6 +121,11 @@ def test_a_damaged_file_is_named(tmp_path, what):
     assert str(error.value).startswith(f"{file}: {says}") and "\n" not in str(error.value)
 
 
+def test_text_needs_its_whole_vocabulary():
+    with pytest.raises(ValueError, match="--vocab 256 is too small for text: use at least 257"):
+        Corpus([__file__], 256)
+
+
 @pytest.mark.parametrize("values", [[5, 600], [5, -1]])
 def test_a_token_outside_the_vocabulary_names_its_file(tmp_path, values):
     good, bad = tmp_path / "a.npy", tmp_path / "b.npy"

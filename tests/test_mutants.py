@@ -26,6 +26,7 @@ class Mutant(NamedTuple):
 
 GRID_2 = "tests/test_grids.py::test_a_grid_equals_one_process[2 ranks --micro-batch 6]"
 TIED = "tests/test_grids.py::test_a_grid_equals_one_process[2 ranks --micro-batch 6 --tied --bucket-mb 0.05]"
+END_TO_END = "tests/test_train.py::test_every_grid_trains_evaluates_and_samples_as_one_process"
 TP_2 = "tests/test_grids.py::test_a_grid_equals_one_process[2 ranks --micro-batch 12 --tp 2]"
 TP_2_WHOLE = "tests/test_grids.py::test_a_grid_equals_one_process[2 ranks --micro-batch 12 --tp 2 --no-sp --tied]"
 KV_2 = "tests/test_grids.py::test_a_grid_equals_one_process[4 ranks --micro-batch 12 --tp 4 --kv-heads 2]"
@@ -213,6 +214,30 @@ MUTANTS = [
     Mutant("replicas and shards exchanged", "train.py",
            '"replicate": (replicate,), "dp": (dp,)', '"replicate": (dp,), "dp": (replicate,)',
            "tests/test_train.py::test_neighbours_share_layers_then_shards_and_replicas_are_far_apart"),
+    Mutant("a rate that ignores the schedule", "train.py",
+           "norm = optimizer.step(lr)", "norm = optimizer.step(optim.lr)",
+           "tests/test_train.py::test_the_optimizer_gets_the_schedules_rate"),
+    Mutant("ranks that sample nothing", "train.py",
+           "holds_a_part = dp_rank == 0 or settings.grid.zero == 3", "holds_a_part = chief", END_TO_END),
+    Mutant("every rank evaluates the first share", "train.py",
+           "share(unseen, first, at_once, wanted)", "share(unseen, 0, at_once, wanted)", END_TO_END),
+    Mutant("bytes of a hybrid divided by all ranks", "train.py",
+           "bytes_held(buckets, grid.zero, shards, dtype, moments)",
+           "bytes_held(buckets, grid.zero, grid.dp, dtype, moments)",
+           "tests/test_train.py::test_the_first_lines_count_what_a_rank_holds"),
+    Mutant("an evaluation that frees nothing", "zero.py",
+           "        self.free(unit)\n        return Enter", "        if torch.is_grad_enabled():\n            self.free(unit)\n"
+           "        return Enter", "tests/test_zero.py::test_an_evaluation_leaves_no_gathered_weights"),
+    Mutant("clipping by the norm of scaled gradients", "zero.py",
+           "clip = (self.clip / (norm + 1e-6))", "clip = (self.clip / (norm / unscale + 1e-6))",
+           "tests/test_zero.py::test_fp16_takes_the_step_of_fp32[0.1]"),
+    Mutant("a backward that waits for every sum", "zero.py",
+           "self.pending = reduce_scatter(self.owned_grad, self.grad, self.group, async_op=True)",
+           "self.pending = reduce_scatter(self.owned_grad, self.grad, self.group)",
+           "tests/test_zero.py::test_gradients_are_reduced_while_backward_goes_on[1]"),
+    Mutant("a step count that stays behind", "zero.py",
+           'return {"steps": self.steps} | (', 'return {} | (',
+           "tests/test_zero.py::test_state_leaves_one_grid_and_enters_another[]"),
     Mutant("sampling that restarts its positions", "model.py",
            "before = len(cache) if cache is not None else 0", "before = 0",
            "tests/test_model.py::test_sampling_with_the_cache_equals_sampling_without[" +
@@ -232,6 +257,6 @@ def test_a_mutant_is_killed(mutant, tmp_path):
     compile(mutated, mutant.file, "exec")  # a bug, not a typing error
     file.write_text(mutated)
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", mutant.killer], cwd=copy,
-                          capture_output=True, text=True, timeout=300,
+                          capture_output=True, text=True, timeout=900,
                           env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"})
     assert "1 failed" in done.stdout, f"survived {mutant.killer}:\n{done.stdout[-2000:]}"

@@ -1,4 +1,6 @@
 """The program as its users start it: what it prints, writes and refuses, and that it learns."""
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -7,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import config
 import train
@@ -20,7 +23,7 @@ def start(flags: str, ranks: int = 0) -> subprocess.CompletedProcess:
     """`python train.py`, or torchrun with so many ranks."""
     how = f"-m torch.distributed.run --nproc_per_node={ranks} " if ranks else ""
     return subprocess.run([sys.executable, *f"{how}train.py {SMALL} {flags}".split()], cwd=ROOT, capture_output=True,
-                          text=True, timeout=120)
+                          text=True, timeout=600)
 
 
 def metrics(path) -> list[dict]:
@@ -50,18 +53,52 @@ def test_a_run_says_what_it_does_and_learns(tmp_path):
     assert records[5]["tokens_per_s"] == pytest.approx(512 / records[5]["step_s"])
 
 
-def test_ranks_and_micro_batches_train_the_same_model(tmp_path):
-    runs = [("--dtype fp64 --micro-batch 4", 0), ("--dtype fp64", 1), ("--dtype fp64 --micro-batch 2", 4)]
+def trained(flags: str) -> str:
+    """What the ranks of the pool print when they are a run of train.py."""
+    settings = config.parse(f"{SMALL} {flags}".split(), dist.get_world_size())
+    samples = train.open_samples(settings, settings.data.data, settings.optim.seed)
+    unseen = train.open_samples(settings, settings.data.val_data, None)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        train.train(settings, samples, unseen, torch.device("cpu"), "as asked", train.Progress())
+    return printed.getvalue()
+
+
+def test_every_grid_trains_evaluates_and_samples_as_one_process(pool, tmp_path):
+    """Of ten validation samples every grid takes each once, whatever its micro-batches; and all write the same text."""
+    unseen, outcomes = tmp_path / "unseen.txt", []
+    unseen.write_text("".join(f"{i * i} bottles of beer on the wall, " for i in range(20))[:10 * 32])
+    flags = (f"--data {ROOT}/train.py --val-data {unseen} --dtype fp64 --steps 4 --lr 0.01 --global-batch 8 --doc-mask "
+             f"--eval-every 2 --eval-steps 2 --sample import")
+    done = start(f"{flags} --metrics {tmp_path / 'torchrun'} --micro-batch 2", ranks=2)
+    assert done.returncode == 0, done.stderr
+    outcomes.append((metrics(tmp_path / "torchrun"), done.stdout))
+    for i, (ranks, grid) in enumerate([(1, "--micro-batch 1"), (4, "--micro-batch 2 --zero 3"), (4, "--zero 1"),
+                                       (2, "--micro-batch 8 --tp 2"), (4, "--micro-batch 2 --tp 2 --zero 3")]):
+        printed = pool.run(ranks, "test_train:trained", flags=f"{flags} {grid} --metrics {tmp_path / str(i)}")
+        assert not any(printed[1:])
+        outcomes.append((metrics(tmp_path / str(i)), printed[0]))
+    records, printed = outcomes[1]
+    assert ["val_loss" in record for record in records] == [False, True, False, True]
+    assert 4 < records[-1]["val_loss"] < 6 and len(printed.split("\nimport")[1]) > 100
+    for other, text in outcomes:
+        for record, want in zip(other, records):
+            for what in {"loss", "grad_norm", "val_loss"} & want.keys():
+                assert record[what] == pytest.approx(want[what], rel=1e-10)
+        assert text.split("\nimport")[1].strip() == printed.split("\nimport")[1].strip()
+    sent = outcomes[0][0][0]["comm_gb"]["dp"] * 1e9
+    assert sent == pytest.approx(2 * 1 / 2 * 34016 * 8)  # gradients in fp64
+
+
+def test_the_optimizer_gets_the_schedules_rate(tmp_path):
+    """With SGD and no decay, the step that a third of the rate takes is the first step of a warmup of three."""
     losses = []
-    for i, (flags, ranks) in enumerate(runs):
-        done = start(f"--steps 4 --metrics {tmp_path / str(i)} --doc-mask {flags}", ranks)
+    for i, flags in enumerate(("--warmup 3 --lr 0.3", "--warmup 0 --lr 0.1 --lr-schedule constant")):
+        done = start(f"--data {ROOT}/train.py --steps 3 --optimizer sgd --weight-decay 0 --clip 0 --sample= "
+                     f"--metrics {tmp_path / str(i)} {flags}")
         assert done.returncode == 0, done.stderr
-        losses.append([(record["loss"], record["grad_norm"]) for record in metrics(tmp_path / str(i))])
-    for other in losses[1:]:
-        for (loss, norm), (want, want_norm) in zip(other, losses[0]):
-            assert loss == pytest.approx(want, rel=1e-12) and norm == pytest.approx(want_norm, rel=1e-10)
-    sent = metrics(tmp_path / "2")[0]["comm_gb"]["dp"] * 1e9
-    assert sent == 2 * 3 / 4 * 34016 * 8  # gradients in fp64
+        losses.append([record["loss"] for record in metrics(tmp_path / str(i))])
+    assert losses[0][1] == pytest.approx(losses[1][1], rel=1e-6)
+    assert losses[0][2] < losses[1][2] - 1e-3 and losses[0][1] < losses[0][0] - 1e-3
 
 
 def test_bf16_and_evaluation_and_ramp(tmp_path):
@@ -85,7 +122,7 @@ def test_a_rank_that_fails_takes_the_job_down_and_says_where(tmp_path, number, s
     np.save(tokens, np.zeros(4000, np.uint16))
     window = Samples(Corpus([str(tokens)], 300), 32, seed=0).window(number)
     np.save(tokens, np.where(np.arange(4000) // 32 == window, 9999, 0).astype(np.uint16))
-    done = start(f"--data {tokens} --steps 20 --vocab 300 --timeout 30", ranks=2)
+    done = start(f"--data {tokens} --steps 20 --vocab 300 --timeout 300", ranks=2)
     assert done.returncode != 0
     assert f"train.py: rank 1 failed in step {step}: {tokens}: holds a token outside 0..299" in done.stderr
 
@@ -129,10 +166,25 @@ def test_numbers_that_are_not_finite_become_null():
 
 
 def ranks_of_groups() -> dict[str, list[int] | None]:
-    import torch.distributed as dist
     grid = config.parse("--tp 2 --zero 1 --dp-replicate 2 --kv-heads 1".split(), 8).grid
     groups = train.build_groups(grid, kv_heads=1)
     return {axis: group and dist.get_process_group_ranks(group) for axis, group in groups.items()}
+
+
+def test_the_first_lines_count_what_a_rank_holds():
+    """Two replicas of two shards hold what two shards hold."""
+    class Text:
+        corpus, windows = type("", (), dict(files=[""], __len__=lambda self: 100))(), 3
+
+    def lines(flags, ranks):
+        settings = config.parse(flags.split(), ranks)
+        return train.first_lines(settings, {}, "cpu", torch.float32, Text).splitlines()
+
+    hybrid, sharded, plain = (lines(f"--micro-batch 1 {flags}", ranks) for flags, ranks in (
+        ("--zero 3 --dp-replicate 2", 4), ("--zero 3", 2), ("", 1)))
+    assert hybrid[3].split("activations")[0] == sharded[3].split("activations")[0] != plain[3].split("activations")[0]
+    assert "1/2 of that of weights, gradients, optimizer state in 2 replicas, and reads 1/4 of the" in hybrid[1]
+    assert "weights 3.2 MB, gradients 3.2 MB, optimizer 6.4 MB" in plain[3]
 
 
 def test_neighbours_share_layers_then_shards_and_replicas_are_far_apart(pool):

@@ -91,11 +91,12 @@ def test_a_step_that_is_not_finite_changes_nothing(rule, bad, clip):
     (param,), optimizer = made(Spec("w", (2, 3)), rule=rule, clip=clip)
     step([param], optimizer, [torch.ones(2, 3)])
     bucket = optimizer.buckets[0]
-    kept = [getattr(bucket, what).clone() for what in ("master", "m", "v", "steps")]
+    kept = [getattr(bucket, what).clone() for what in ("master", "m", "v")]
     grad = torch.ones(2, 3)
     grad[1, 2] = bad
     assert not step([param], optimizer, [grad]).isfinite()
-    assert all(torch.equal(was, getattr(bucket, what)) for was, what in zip(kept, ("master", "m", "v", "steps")))
+    assert all(torch.equal(was, getattr(bucket, what)) for was, what in zip(kept, ("master", "m", "v")))
+    assert optimizer.steps == 1
     step([param], optimizer, [torch.ones(2, 3)])
     assert bucket.master.isfinite().all() and not torch.equal(kept[0], bucket.master)
 
@@ -119,17 +120,18 @@ GRIDS = [(1, ""), (2, "--zero 3"), (3, "--zero 2 --bucket-mb 0"), (4, "--zero 1 
 
 @pytest.mark.parametrize("tied", ["", " --tied"])
 def test_state_leaves_one_grid_and_enters_another(pool, tied):
-    """Master weights and moments, by name and box, from every grid to every other, to the bit."""
-    saved = []
-    for ranks, flags in GRIDS:
-        results = pool.run(ranks, "grids:run", grid=f"--micro-batch 4 {flags}{tied}")
-        saved.append({what: grids.whole([result[what] for result in results]) for what in ("params", "m", "v")})
-    for source in saved:
-        for ranks, flags in GRIDS:
-            results = pool.run(ranks, "sharding:loaded", grid=f"--micro-batch 4 {flags}{tied}", state=source)
-            for what, want in source.items():
-                got = grids.whole([result[what] for result in results])
-                assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+    """Weights, moments and counts move after every step, by name and box, and training goes on as on one process."""
+    want = truth(tied.strip())
+    for first in range(len(GRIDS)):
+        state = None
+        for step in range(grids.STEPS):
+            ranks, flags = GRIDS[(first + 2 * step) % len(GRIDS)]
+            results = pool.run(ranks, "grids:run", grid=f"--micro-batch 4 {flags}{tied}", first=step, last=step + 1,
+                               state=state)
+            state = {what: grids.whole([result[what] for result in results]) for what in ("params", "m", "v")}
+            state["numbers"] = results[-1]["numbers"]
+        for what in ("params", "m", "v"):
+            compare(state[what], want[what], what)
 
 
 def test_state_comes_in_by_name_and_box():
@@ -169,6 +171,12 @@ def test_elements_sent_are_those_of_the_stage(pool, n, accumulated):
                 else:
                     want = {1: (P, P), 2: (A * P, P), 3: (A * P, 2 * A * P - A * (first + last))}[stage]
                     assert (gradients, weights) == want and seen["by_op"]["allreduce_"] == 0
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_are_reduced_while_backward_goes_on(pool, stage):
+    for seen in pool.run(2, "sharding:without_waiting", flags=f"--zero {stage}"):
+        assert seen == [True] * (6 if stage < 2 else 12)  # a bucket a unit; two micro-batches
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -226,6 +234,10 @@ def test_sharding_adds_nothing_to_what_autograd_keeps(pool):
     assert max(others) <= 1.01 * others[0]
 
 
+def test_an_evaluation_leaves_no_gathered_weights(pool):
+    assert pool.run(2, "sharding:evaluated") == [0, 0]
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_temporaries_do_not_grow_with_the_model(pool, stage):
     """Buffers of constant size: four times the layers, and what comes and goes in a step is the same."""
@@ -252,8 +264,10 @@ def test_the_loss_scale_does_not_change_the_norm(pool):
         assert low == pytest.approx(exact, rel=3e-3) and high == pytest.approx(exact, rel=3e-3)
 
 
-def test_fp16_takes_the_step_of_fp32(pool):
-    half, full = (grids.whole(pool.run(2, "sharding:one_step", dtype=dtype)) for dtype in (torch.half, torch.float))
+@pytest.mark.parametrize("clip", [0.0, 0.1])
+def test_fp16_takes_the_step_of_fp32(pool, clip):
+    half, full = (grids.whole(pool.run(2, "sharding:one_step", dtype=dtype, clip=clip))
+                  for dtype in (torch.half, torch.float))
     for name, want in full.items():
         assert (half[name] - want).norm() < 0.01 * want.norm(), name
 
