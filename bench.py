@@ -1,8 +1,9 @@
 """Ours beside what one would use instead: the same work, taking turns, so that both see the same machine.
 
     python bench.py train                               a training step, beside transformers' Llama with fused AdamW
-    torchrun --nproc_per_node=4 bench.py dp zero        the same step on 4 ranks, beside DistributedDataParallel,
-                                                        ZeroRedundancyOptimizer (stage 1) and fully_shard (stage 3)
+    torchrun --nproc_per_node=4 bench.py dp zero tp     the same step on 4 ranks, beside DistributedDataParallel,
+                                                        ZeroRedundancyOptimizer (stage 1), fully_shard (stage 3), and
+                                                        DTensor's parallelize_module with sequence parallelism
 
 Flags of train.py choose the model and the batch. Each contender computes the mean loss over the valid tokens of the
 global batch, clips the norm of the whole gradient, and updates with fused AdamW; gradients are summed in fp32.
@@ -58,7 +59,7 @@ def counted(build: Callable[[], Step]) -> dict[str, float]:
         meter.peak.clear()
         meter.collectives.clear()
         step()
-    times = [2 if "allreduce" in call.name else 1 for call in meter.collectives]
+    times = [2 if call.name in ("allreduce_", "all_reduce") else 1 for call in meter.collectives]
     sent = sum(call.bytes * factor * (n - 1) / n for call, factor in zip(meter.collectives, times))
     return {"MB sent": sent / 1e6, "collectives": len(meter.collectives), "MB at rest": rest / 1e6,
             "MB at peak": meter.peak["all"] / 1e6}
@@ -95,18 +96,27 @@ def ours(settings: config.Config, tokens: torch.Tensor, labels: torch.Tensor) ->
     return step
 
 
+def their_llama(shape: config.Model) -> torch.nn.Module:
+    import transformers
+
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.ffn, num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim,
+        tie_word_embeddings=shape.tied, attn_implementation="sdpa", use_cache=False)).train()
+
+
+def decayed_and_not(model: torch.nn.Module, optim: config.Optim) -> list[dict]:
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim >= 2) == wanted] for wanted in (True, False))
+    return [dict(params=matrices, weight_decay=optim.weight_decay), dict(params=vectors, weight_decay=0.0)]
+
+
 def theirs(settings: config.Config, tokens: torch.Tensor, labels: torch.Tensor, wrap: str = "") -> Step:
     """transformers' Llama and torch's AdamW, alone or wrapped by "ddp", "zero1" or "fsdp"."""
-    import transformers
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
 
-    shape, optim = settings.model, settings.optim
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.ffn, num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim,
-        tie_word_embeddings=shape.tied, attn_implementation="sdpa", use_cache=False)).train()
+    model, optim = their_llama(settings.model), settings.optim
     if wrap == "fsdp":
         for layer in (model.model.embed_tokens, *model.model.layers):  # the units that we have, too
             fully_shard(layer)
@@ -114,9 +124,7 @@ def theirs(settings: config.Config, tokens: torch.Tensor, labels: torch.Tensor, 
         fully_shard(model)
     elif wrap:
         model = DistributedDataParallel(model, bucket_cap_mb=settings.grid.bucket_mb, forward_sync_buffers=False)
-    matrices, vectors = ([p for p in model.parameters() if (p.ndim >= 2) == wanted] for wanted in (True, False))
-    decayed = [dict(params=matrices, weight_decay=optim.weight_decay), dict(params=vectors, weight_decay=0.0)]
-    rule = dict(lr=optim.lr, betas=optim.betas, fused=True)
+    decayed, rule = decayed_and_not(model, optim), dict(lr=optim.lr, betas=optim.betas, fused=True)
     adamw = ZeroRedundancyOptimizer(decayed, torch.optim.AdamW, **rule) if wrap == "zero1" else \
         torch.optim.AdamW(decayed, **rule)
     share = slice(dist.get_rank(), None, dist.get_world_size()) if wrap else slice(None)
@@ -133,6 +141,50 @@ def theirs(settings: config.Config, tokens: torch.Tensor, labels: torch.Tensor, 
         if wrap:
             dist.all_reduce(loss.detach())
             norm.full_tensor() if wrap == "fsdp" else norm
+        adamw.step()
+        adamw.zero_grad()
+
+    return step
+
+
+def dtensor(settings: config.Config, tokens: torch.Tensor, labels: torch.Tensor) -> Step:
+    """transformers' Llama under parallelize_module, with the plan that torchtitan uses; the loss in parts, too."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        loss_parallel,
+        parallelize_module,
+    )
+
+    model, optim = their_llama(settings.model), settings.optim
+    mesh = init_device_mesh("cpu", (settings.grid.tp,))
+    gather, scatter = dict(input_layouts=Shard(1)), dict(output_layouts=Shard(1))
+    plan = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), **scatter),
+            "model.norm": SequenceParallel(),
+            "lm_head": ColwiseParallel(**gather, output_layouts=Shard(-1), use_local_output=False)}
+    for i in range(settings.model.layers):
+        layer = f"model.layers.{i}."
+        plan |= {layer + norm: SequenceParallel() for norm in ("input_layernorm", "post_attention_layernorm")}
+        plan |= {layer + linear: ColwiseParallel() for linear in (
+            "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")}
+        plan |= {layer + linear: RowwiseParallel(**scatter) for linear in ("self_attn.o_proj", "mlp.down_proj")}
+        plan |= {layer + "self_attn": PrepareModuleInput(input_kwarg_layouts={"hidden_states": Shard(1)},
+                                                         desired_input_kwarg_layouts={"hidden_states": Replicate()}),
+                 layer + "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))}
+    parallelize_module(model, mesh, plan)
+    adamw = torch.optim.AdamW(decayed_and_not(model, optim), lr=optim.lr, betas=optim.betas, fused=True)
+    positions = torch.arange(tokens.shape[1])[None]
+
+    def step() -> None:
+        with loss_parallel():
+            logits = model(input_ids=tokens, position_ids=positions).logits
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / (labels >= 0).sum()
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip).full_tensor()
         adamw.step()
         adamw.zero_grad()
 
@@ -174,7 +226,16 @@ def bench_zero(flags: list[str]) -> None:
     bench_sharded(flags, {"1": ("ZeroRedundancyOptimizer", "zero1"), "3": ("fully_shard", "fsdp")})
 
 
-BENCHES = {"train": bench_train, "dp": bench_dp, "zero": bench_zero}
+def bench_tp(flags: list[str]) -> None:
+    ways = {"gathering again": [], "--sp-keep": ["--sp-keep"]}
+    for name, more in ways.items():
+        settings = settings_for(["--kv-heads", "4", *flags, "--tp", str(dist.get_world_size()), *more])
+        batch = random_batch(settings)
+        compare({f"penteract, {name}": partial(ours, settings, *batch),
+                 "DTensor": partial(dtensor, settings, *batch)}, batch[0].numel())
+
+
+BENCHES = {"train": bench_train, "dp": bench_dp, "zero": bench_zero, "tp": bench_tp}
 
 
 def main(chosen: list[str], flags: list[str]) -> None:

@@ -83,6 +83,7 @@ class Grid:
                         (0, 1, 2, 3))
     dp_replicate: int = setting(1, "hybrid sharding: groups of dp / dp-replicate ranks share out, and are replicas")
     sp: bool = setting(True, "sequence parallelism: between layers each tensor parallel rank has 1/tp of the tokens")
+    sp_keep: bool = setting(False, "keep inputs gathered for matmuls instead of gathering them again in backward")
     async_tp: bool = setting(False, "tensor parallel ranks multiply in pieces while others travel round a ring")
     bucket_mb: float = setting(25.0, "layers whose gradients are reduced together: as many as reach so many MB; 0: one")
 
@@ -328,6 +329,8 @@ def check_tensor_parallel(grid: Grid, model: Model) -> None:
     kv = model.kv_heads
     need(kv % t == 0 or t % kv == 0, f"--tp {t} and --kv-heads {kv}: one must be a multiple of the other")
     need(model.vocab >= t, f"--tp {t} is more than --vocab {model.vocab}: some ranks would have nothing of it")
+    need(not grid.sp_keep or (grid.sp and t > 1), f"--sp-keep at --tp {t}{'' if grid.sp else ' --no-sp'}: nothing is "
+                                                  "gathered, use --tp 2 or more and --sp")
     need(not grid.async_tp or (grid.sp and t > 1), f"--async-tp at --tp {t}{'' if grid.sp else ' --no-sp'}: it hides "
                                                    "the exchanges of sequence parallelism, use --tp 2 or more and --sp")
 

@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
@@ -29,6 +31,9 @@ UNREGISTERED = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v: sdpa_flop_count(q, k, v),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
         lambda grad, q, k, v, *others: sdpa_backward_flop_count(grad, q, k, v)}
+
+
+COLLECTIVES = "c10d", "_c10d_functional"
 
 
 class Collective(NamedTuple):
@@ -79,22 +84,29 @@ class Meter(TorchDispatchMode):
         return not known
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # what it does to its local tensors comes here again
         kwargs = kwargs or {}
+        if FakeTensor in types:  # with which DTensor finds out shapes
+            return function(*args, **kwargs)
         out = function(*args, **kwargs)
-        if self.memory and (self.saw_new(args, kwargs, out) or function.namespace == "c10d"):  # refilled before it
+        if self.memory and (self.saw_new(args, kwargs, out) or function.namespace in COLLECTIVES):  # refilled before it
             self.peak |= self.live()  # the larger of both, by label
         packet = function.overloadpacket
         if packet in flop_registry:
             self.flops += flop_registry[packet](*args, **kwargs, out_val=out)
         elif packet in UNREGISTERED:
             self.flops += UNREGISTERED[packet](*(arg.shape for arg in args if isinstance(arg, torch.Tensor)))
-        if function.namespace == "c10d":
-            self.collectives += collectives_of(packet.__name__, args)
+        if function.namespace in COLLECTIVES:
+            self.collectives += collectives_of(packet.__name__, args, out)
         return out
 
 
-def collectives_of(name: str, args: tuple) -> list[Collective]:
+def collectives_of(name: str, args: tuple, out) -> list[Collective]:
     """The call as a list of one, or none for what moves nothing."""
+    if isinstance(out, torch.Tensor):  # one that returns its result, as DTensor's do: the last argument is the group
+        moved = max(args[0].nbytes, out.nbytes)
+        return [] if name == "wait_tensor" else [Collective(args[-1], name, tuple(out.shape), out.dtype, moved)]
     groups = [dist.ProcessGroup.unbox(arg).group_name for arg in args
               if isinstance(arg, torch.ScriptObject) and arg._type().name() == "ProcessGroup"]
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]

@@ -277,18 +277,18 @@ def gain(name: str, width: int, along: dict) -> Spec:
 class Llama(nn.Module):
     """groups: the grid. attention: "auto", "sdpa" or "math". recompute: "none", "selective" or "full".
 
-    sequence, ring: how tensor parallel ranks share, see tp.py. z_loss: see cross_entropy.
+    sequence, ring, keep: how tensor parallel ranks share, see tp.py. z_loss: see cross_entropy.
     Parameters have no memory yet: an optimizer's `load` gives it to them and fills it from a source.
     """
 
     def __init__(self, model: config.Model, groups: Groups, dtype: torch.dtype = torch.float32,
                  device: torch.device | str = "cpu", attention: str = "auto", recompute: str = "none",
-                 sequence: bool = True, ring: bool = False, z_loss: float = 0.0):
+                 sequence: bool = True, ring: bool = False, z_loss: float = 0.0, keep: bool = False):
         super().__init__()
         make = partial(parameter, groups=groups, dtype=dtype, device=device)
         core = attention_math if attention == "math" else attention_sdpa
         t = size(groups.get("tp"))
-        self.tp = TensorParallel(groups.get("tp"), sequence and t > 1, ring and t > 1)
+        self.tp = TensorParallel(groups.get("tp"), sequence and t > 1, ring and t > 1, keep and t > 1)
         how = "sum" if self.tp.sequence else "copy"  # norms see other tokens on every rank, or the same ones
         self.model, self.wide, self.z_loss = model, at_least_fp32(dtype), z_loss
         self.recompute, self.arena, self.core = recompute, None, core
@@ -389,15 +389,20 @@ def flops_per_token(model: config.Model, seq: int, causal: bool = False) -> floa
 
 
 def activation_bytes(model: config.Model, micro_batch: int, seq: int, dtype: torch.dtype, recompute: str = "none",
-                     attention: str = "auto", t: int = 1, sequence: bool = True) -> int:
-    """Bytes that the forward of one micro-batch keeps on each of t tensor parallel ranks for its backward."""
+                     attention: str = "auto", t: int = 1, sequence: bool = True, keep: bool = False) -> int:
+    """Bytes that the forward of one micro-batch keeps on each of t tensor parallel ranks for its backward.
+
+    keep: also whole what was gathered, see tp.py.
+    """
     one, wide = dtype.itemsize, at_least_fp32(dtype).itemsize
-    layer = llama_layer(model, seq, dtype, attention, t)
+    layer = llama_layer(model, seq, dtype, attention, t, keep)
     norm = model.hidden * one if recompute == "selective" else 2 * model.hidden * one + wide
     logits = -(-model.vocab // t) * one + 3 * wide
     indices = 2 * 9  # into the table and into the vocabulary
     blocks = kept(layer, recompute, t, sequence or recompute == "full")  # ranks share even equal inputs
     token = model.layers * blocks + norm / (t if sequence else 1) + logits + indices
+    if keep and recompute != "selective":
+        token += model.hidden * one * (1 - 1 / t)  # the head's
     if recompute == "full" and t > 1 and not sequence:
         token += model.hidden * one  # one input put together again
     masks = seq * seq if attention == "math" else 0

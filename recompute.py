@@ -95,7 +95,7 @@ MODES = ("none", "selective", "full")
 
 class Part(NamedTuple):
     """Something that a layer keeps: bytes a token, if a rank shares nothing; the last of MODES in which it is kept;
-    whether tensor parallelism cuts it ("tp"), or sequence parallelism alone ("sp")."""
+    whether tensor parallelism cuts it ("tp"), or sequence parallelism alone ("sp"), or nothing ("")."""
     what: str
     nbytes: float
     kept: str
@@ -104,7 +104,7 @@ class Part(NamedTuple):
 
 def kept(layer: list[Part], mode: str, t: int = 1, sequence: bool = True) -> float:
     """Bytes a token that a layer keeps on each of t ranks. Without sequence parallelism "sp" parts are whole there."""
-    return sum(part.nbytes / (t if sequence or part.cut == "tp" else 1) for part in layer
+    return sum(part.nbytes / (t if part.cut in (("tp", "sp") if sequence else ("tp",)) else 1) for part in layer
                if MODES.index(part.kept) >= MODES.index(mode))
 
 
@@ -120,10 +120,11 @@ def gpt_layer(hidden: int, heads: int, seq: int) -> list[Part]:
             Part("dropout mask", h, "selective", "sp")]
 
 
-def llama_layer(model, seq: int, dtype: torch.dtype, attention: str = "auto", t: int = 1) -> list[Part]:
+def llama_layer(model, seq: int, dtype: torch.dtype, attention: str = "auto", t: int = 1,
+                keep: bool = False) -> list[Part]:
     """A block of model.py. model: a config.Model. t: above kv_heads, keys and values exist t / kv_heads times.
 
-    attention: "math" keeps scores, and copies of what it multiplied.
+    attention: "math" keeps scores, and copies of what it multiplied. keep: what norms give is kept as gathered.
     """
     H, N, K, F = model.hidden, model.heads * model.head_dim, max(model.kv_heads, t) * model.head_dim, model.ffn
     one, wide = dtype.itemsize, at_least_fp32(dtype).itemsize
@@ -131,10 +132,12 @@ def llama_layer(model, seq: int, dtype: torch.dtype, attention: str = "auto", t:
     if model.qk_norm:
         taken = (N + K) * one
         qkv += taken + (model.heads + max(model.kv_heads, t)) * wide
+    result = "" if keep else "sp"
     layer = [
-        Part("input", H * one, "full", "sp"), Part("first norm's result", H * one + wide, "none", "sp"),
+        Part("input", H * one, "full", "sp"), Part("first norm's result", H * one, "none", result),
         Part("q, k, v", qkv, "selective", "tp"), Part("attention's result", N * one, "selective", "tp"),
-        Part("second norm's input", H * one, "selective", "sp"), Part("its result", H * one + wide, "none", "sp"),
+        Part("second norm's input", H * one, "selective", "sp"), Part("its result", H * one, "none", result),
+        Part("statistics of both norms", 2 * wide, "none", "sp"),
         Part("gate and up", 2 * F * one, "selective", "tp"), Part("SwiGLU's result", F * one, "none", "tp")]
     if attention == "math":
         scores = model.heads * seq * (wide if one == wide else wide + one)  # softmax, and its result rounded

@@ -58,11 +58,13 @@ IGNORED = -100  # the label of a token that has no loss
 class TensorParallel(NamedTuple):
     """How layers are shared by the ranks of a group. Functions take it as `tp`; without a group nothing is shared.
 
-    sequence: between layers a rank has T/t tokens, the group's ranks in order. ring: in pieces, see above.
+    sequence: between layers a rank has T/t tokens, the group's ranks in order. ring: in pieces, see above. keep: what
+    was gathered for a matmul is kept for its backward, t times the memory, instead of being gathered again.
     """
     group: Group = None
     sequence: bool = False
     ring: bool = False
+    keep: bool = False
 
 
 # ---- f, g and their duals -------------------------------------------------------------------------------------------
@@ -156,13 +158,14 @@ class Column(Function):
     """X times the transposes of weights [rows / t, H], side by side: T/t H -> T rows/t.
 
     Weights that read the same X (queries, keys, values) share one gather and one matmul, and dX is summed once.
-    before: applied to x first, and again in backward, so that only x is kept. keep: X is kept, not gathered again.
+    before: applied to x first, and again in backward, so that only x is kept. keep: X is kept, not gathered again, as
+    with tp.keep (unless there is a `before`).
     """
 
     @staticmethod
     def forward(ctx, x, before, tp, defer, keep, *weights):
         product, whole = gathered_product(before(x) if before else x, together(weights).t(), tp)
-        ctx.whole = keep and not deferring(defer)
+        ctx.whole = (keep or tp.keep) and before is None and not deferring(defer)
         ctx.save_for_backward(whole if ctx.whole else x)
         ctx.before, ctx.tp, ctx.defer = before, tp, defer
         ctx.weights = weights  # as an attribute: recomputation would hand back an alias without a sink

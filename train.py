@@ -96,7 +96,7 @@ def build(settings: config.Config, groups: Groups, device: torch.device, dtype: 
     """The model and its optimizer, filled with the seed's weights."""
     grid, optim, precision = settings.grid, settings.optim, settings.precision
     model = Llama(settings.model, groups, dtype, device, precision.attention, precision.recompute, grid.sp,
-                  grid.async_tp, optim.z_loss)
+                  grid.async_tp, optim.z_loss, grid.sp_keep)
     optimizer = Optimizer({0: model.units()}, groups, grid.bucket_mb, grid.zero, optim.optimizer, optim.betas,
                           weight_decay=optim.weight_decay, clip=optim.clip, moments=moments_dtype(settings, dtype),
                           last=model.head)
@@ -166,7 +166,7 @@ def first_lines(settings: config.Config, groups: Groups, device: str, dtype: tor
     moments = moments_dtype(settings, dtype) if settings.optim.optimizer == "adamw" else None
     memory = bytes_held(buckets, grid.zero, shards, dtype, moments)
     memory["activations"] = activation_bytes(settings.model, batch.micro_batch, batch.seq, dtype, precision.recompute,
-                                             precision.attention, grid.tp, grid.sp)
+                                             precision.attention, grid.tp, grid.sp, grid.sp_keep)
     state = ("", "optimizer state", "gradients, optimizer state", "weights, gradients, optimizer state")[grid.zero]
     copies = f" in {grid.dp_replicate} replicas" if grid.dp_replicate > 1 else ""
     layers = "the whole model" if grid.tp == 1 else f"1/{grid.tp} of every layer and " + (

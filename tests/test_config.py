@@ -23,6 +23,7 @@ WRONG = [  # ranks, command line, what the line must say
     (2, "--tp 2 --ffn 55", "--tp 2 does not divide --ffn 55: use one of 1, 5, 11, 55"),
     (4, "--tp 4 --heads 12 --hidden 96 --kv-heads 6", "--tp 4 and --kv-heads 6: one must be a multiple of the other"),
     (2, "--tp 2 --seq 255 --micro-batch 1", "--tp 2 cannot share --micro-batch 1 x --seq 255 = 255 tokens"),
+    (2, "--sp-keep", "--sp-keep at --tp 1: nothing is gathered, use --tp 2 or more"),
     (2, "--async-tp", "--async-tp at --tp 1: it hides the exchanges of sequence parallelism"),
     (2, "--tp 2 --no-sp --async-tp", "--async-tp at --tp 2 --no-sp"),
     (1, "--recompute some", "--recompute: invalid choice: 'some'"),

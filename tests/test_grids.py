@@ -61,6 +61,7 @@ GRIDS = [
     (4, "--micro-batch 6 --tp 2 --zero 2 --no-sp --recompute selective"),
     (4, "--micro-batch 6 --tp 2 --zero 3 --recompute full --tied"),
     (4, "--micro-batch 6 --tp 2 --zero 3 --recompute selective --async-tp --kv-heads 1"),
+    (4, "--micro-batch 6 --tp 2 --zero 2 --sp-keep --async-tp --tied"),
     (8, "--micro-batch 12 --tp 8 --kv-heads 2 --bucket-mb 0"),
     (8, "--micro-batch 6 --tp 4 --zero 3 --kv-heads 2 --vocab 257 --recompute selective"),
     (8, "--micro-batch 6 --tp 2 --zero 2 --dp-replicate 2 --qk-norm --tied --recompute full"),
@@ -70,7 +71,7 @@ GRIDS = [
 ]
 # Flags that must not change a result.
 NOT_THE_MODEL = ("--micro-batch", "--bucket-mb", "--attention", "--zero", "--dp-replicate", "--tp", "--recompute")
-NOR_ARE = ("--no-sp", "--async-tp")  # without a value
+NOR_ARE = ("--no-sp", "--async-tp", "--sp-keep")  # without a value
 
 
 @cache

@@ -226,8 +226,9 @@ MUTANTS = [
            "bytes_held(buckets, grid.zero, grid.dp, dtype, moments)",
            "tests/test_train.py::test_the_first_lines_count_what_a_rank_holds"),
     Mutant("an evaluation that frees nothing", "zero.py",
-           "        self.free(unit)\n        return Enter", "        if torch.is_grad_enabled():\n            self.free(unit)\n"
-           "        return Enter", "tests/test_zero.py::test_an_evaluation_leaves_no_gathered_weights"),
+           "        self.free(unit)\n        return Enter",
+           "        if torch.is_grad_enabled():\n            self.free(unit)\n        return Enter",
+           "tests/test_zero.py::test_an_evaluation_leaves_no_gathered_weights"),
     Mutant("clipping by the norm of scaled gradients", "zero.py",
            "clip = (self.clip / (norm + 1e-6))", "clip = (self.clip / (norm / unscale + 1e-6))",
            "tests/test_zero.py::test_fp16_takes_the_step_of_fp32[0.1]"),

@@ -195,11 +195,12 @@ def step(flags: str) -> dict:
             loss = model.loss(tokens, tokens)
             kept = meter.live()
             loss.backward()
+    grid, precision = settings.grid, settings.precision
     return dict(
         calls=meter.collectives, flops=meter.flops, longest=longest,
         kept=kept["other"] + kept["arena"] - loss.nbytes, grads=[bucket.grad.clone() for bucket in optimizer.buckets],
-        formula=train.activation_bytes(settings.model, 2, 24, torch.float64, settings.precision.recompute,
-                                       settings.precision.attention, settings.grid.tp, settings.grid.sp))
+        formula=train.activation_bytes(settings.model, 2, 24, torch.float64, precision.recompute, precision.attention,
+                                       grid.tp, grid.sp, grid.sp_keep))
 
 
 def calls_a_layer(pool, flags: str) -> dict[str, list[int]]:
@@ -220,6 +221,7 @@ def test_a_layer_sends_what_the_papers_say(pool):
     # Sent of an all-reduce is 2 (n-1)/n, of a gather or scatter (n-1)/n: the same but for the two that save memory.
     for mode in ("none", "selective"):
         assert calls_a_layer(pool, f"--recompute {mode}") == {gathers: (4 + 2) * [whole], scatters: 4 * [whole]}
+    assert calls_a_layer(pool, "--sp-keep") == {gathers: 4 * [whole], scatters: 4 * [whole]}
     # A layer that runs again repeats neither its last sum nor, just before it is needed, a gather.
     assert calls_a_layer(pool, "--recompute full") == {gathers: (4 + 2) * [whole], scatters: (4 + 1) * [whole]}
     # Shared inputs: the sum after attention is repeated, and the input gathered (flat, hence not counted here).
@@ -235,8 +237,8 @@ def test_no_rank_sees_a_row_of_logits(pool, n, flags):
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("attention", ["auto", "math"])
-@pytest.mark.parametrize("n, flags", [(1, ""), (1, "--qk-norm"), (2, ""), (4, "--no-sp"), (8, "--kv-heads 2"),
-                                      (4, "--kv-heads 2 --qk-norm --no-sp")])
+@pytest.mark.parametrize("n, flags", [(1, ""), (1, "--qk-norm"), (2, ""), (2, "--sp-keep"), (4, "--no-sp"),
+                                      (8, "--kv-heads 2"), (4, "--kv-heads 2 --qk-norm --no-sp")])
 def test_a_rank_keeps_what_the_formula_says(pool, n, flags, recompute, attention):
     """To the byte, as storages that live between forward and backward."""
     flags = f"--tp {n} --vocab 320 --recompute {recompute} --attention {attention} {flags}"
