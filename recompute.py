@@ -17,9 +17,24 @@ keep 1/n of it, flat, and gathers it again just before it is needed:
 In one piece. Long-lived checkpoints between short-lived activations fragment memory, so they live in an arena that is
 allocated once: after the first step nothing that is kept makes a storage of its own.
 
+What to recompute. Korthikanti et al. 2022 drop attention's scores alone. `python recompute.py` prints, for each thing
+that a layer keeps, its bytes a token and what share of a step's FLOPs it takes to make it again. Do their numbers hold?
+
+1. For their own layer, yes: GPT-3 keeps 1,401 kB a token, 70% of it scores, which 0.9% more FLOPs bring back (the paper
+   says 2.7%, counting three times the core's forward, as if its backward ran again too; Megatron runs the forward).
+2. With fused attention, no: scores are never kept, and of a Llama 8B layer's 139 kB norms and SwiGLU, which cost no
+   matmul at all, are the 32% that selective recomputation drops.
+3. Mixtral is like Llama, only wider: two experts' gate, up and SwiGLU are 67% of 258 kB, and it drops 29%.
+4. DeepSeek-V3 is not: its experts are narrow and many, so 40% of 571 kB are tokens sent to experts and their results,
+   which only another exchange would bring back, and selective recomputation drops 12%.
+5. What scores were to GPT-3, queries, keys and values are to DeepSeek-V3: 23% of the bytes, made from narrow vectors
+   with 2.4% of the FLOPs; so what is worth recomputing is a question to each architecture, answered by such a table.
+
 Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost; Rajbhandari et al. 2020, ZeRO, sections 6 and 8 (P_a:
-shared checkpoints, M_D: the arena). Letters: n ranks.
+shared checkpoints, M_D: the arena); Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer
+Models, sections 4 and 5. Letters: n ranks.
 """
+import textwrap
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -94,12 +109,13 @@ MODES = ("none", "selective", "full")
 
 
 class Part(NamedTuple):
-    """Something that a layer keeps: bytes a token, if a rank shares nothing; the last of MODES in which it is kept;
-    whether tensor parallelism cuts it ("tp"), or sequence parallelism alone ("sp"), or nothing ("")."""
+    """Something that a layer makes: bytes a token, if a rank shares nothing; the last of MODES in which it is kept;
+    whether tensor parallelism cuts it ("tp"), or sequence parallelism alone ("sp"), or nothing (""); FLOPs a token."""
     what: str
     nbytes: float
     kept: str
     cut: str
+    flops: float = 0
 
 
 def kept(layer: list[Part], mode: str, t: int = 1, sequence: bool = True) -> float:
@@ -108,16 +124,25 @@ def kept(layer: list[Part], mode: str, t: int = 1, sequence: bool = True) -> flo
                if MODES.index(part.kept) >= MODES.index(mode))
 
 
+def extra_flops(layer: list[Part], mode: str) -> float:
+    """What a token costs a second time: whatever is not kept. The last matmul's result is the next layer's input."""
+    return sum(part.flops for part in layer if MODES.index(part.kept) < MODES.index(mode))
+
+
 def gpt_layer(hidden: int, heads: int, seq: int) -> list[Part]:
-    """The layer of Korthikanti et al. 2022, section 4: 16 bits, GELU, dropout, scores kept. s b h (34 + 5 a s / h)."""
+    """The layer of Korthikanti et al. 2022, section 4: 16 bits, GELU, dropout, scores kept. s b h (34 + 5 a s / h).
+
+    FLOPs of attention are those of all scores, visible or not, as the paper and torch count them.
+    """
     h, scores = hidden, heads * seq
     return [Part("input", 2 * h, "full", "sp"), Part("first norm's result", 2 * h, "selective", "sp"),
-            Part("q, k, v", 6 * h, "selective", "tp"), Part("softmax", 2 * scores, "none", "tp"),
+            Part("q, k, v", 6 * h, "selective", "tp", 6 * h * h),
+            Part("softmax", 2 * scores, "none", "tp", 4 * h * seq),  # q k^T, and softmax v, which runs again with it
             Part("dropout of it", 2 * scores, "none", "tp"), Part("its mask", scores, "none", "tp"),
-            Part("attention's result", 2 * h, "selective", "tp"), Part("dropout mask", h, "selective", "sp"),
+            Part("attention's result", 2 * h, "selective", "tp"), Part("dropout mask", h, "selective", "sp", 2 * h * h),
             Part("second norm's input", 2 * h, "selective", "sp"), Part("its result", 2 * h, "selective", "sp"),
-            Part("GELU's input", 8 * h, "selective", "tp"), Part("its result", 8 * h, "selective", "tp"),
-            Part("dropout mask", h, "selective", "sp")]
+            Part("GELU's input", 8 * h, "selective", "tp", 8 * h * h), Part("its result", 8 * h, "selective", "tp"),
+            Part("dropout mask", h, "selective", "sp"), Part("next layer's input", 0, "full", "sp", 8 * h * h)]
 
 
 def llama_layer(model, seq: int, dtype: torch.dtype, attention: str = "auto", t: int = 1,
@@ -126,38 +151,90 @@ def llama_layer(model, seq: int, dtype: torch.dtype, attention: str = "auto", t:
 
     attention: "math" keeps scores, and copies of what it multiplied. keep: what norms give is kept as gathered.
     """
-    H, N, K, F = model.hidden, model.heads * model.head_dim, max(model.kv_heads, t) * model.head_dim, model.ffn
+    return [*llama_attention(model, seq, dtype, attention, t, keep),
+            *swiglu(model.hidden, model.ffn, dtype, "" if keep else "sp")]
+
+
+def llama_attention(model, seq: int, dtype: torch.dtype, attention: str = "auto", t: int = 1,
+                    keep: bool = False) -> list[Part]:
+    H, N, K = model.hidden, model.heads * model.head_dim, max(model.kv_heads, t) * model.head_dim
     one, wide = dtype.itemsize, at_least_fp32(dtype).itemsize
     qkv, taken = (N + 2 * K) * one, (N + 2 * K) * one  # what the matmul gives; what attention takes, turned in place
     if model.qk_norm:
         taken = (N + K) * one
         qkv += taken + (model.heads + max(model.kv_heads, t)) * wide
-    result = "" if keep else "sp"
+    core, written_out = 4 * N * seq, attention == "math"
     layer = [
-        Part("input", H * one, "full", "sp"), Part("first norm's result", H * one, "none", result),
-        Part("q, k, v", qkv, "selective", "tp"), Part("attention's result", N * one, "selective", "tp"),
-        Part("second norm's input", H * one, "selective", "sp"), Part("its result", H * one, "none", result),
-        Part("statistics of both norms", 2 * wide, "none", "sp"),
-        Part("gate and up", 2 * F * one, "selective", "tp"), Part("SwiGLU's result", F * one, "none", "tp")]
-    if attention == "math":
+        Part("input", H * one, "full", "sp"), Part("norm's result", H * one, "none", "" if keep else "sp"),
+        Part("norm's statistic", wide, "none", "sp"), Part("q, k, v", qkv, "selective", "tp", 2 * H * (N + 2 * K)),
+        Part("attention's result", N * one, "selective", "tp", 0 if written_out else core),
+        Part("sum with the input", H * one, "selective", "sp", 2 * N * H)]
+    if written_out:
         scores = model.heads * seq * (wide if one == wide else wide + one)  # softmax, and its result rounded
         copies = (2 * wide + one) * N - taken  # made of what it takes, which is not kept, then
-        layer += [Part("scores", scores, "none", "tp"), Part("copies", copies, "none", "tp")]
-    else:
-        layer.append(Part("softmax's denominators", model.heads * wide, "selective", "tp"))
-    return layer
+        return [*layer, Part("scores", scores, "none", "tp", core), Part("copies", copies, "none", "tp")]
+    return [*layer, Part("softmax's denominators", model.heads * wide, "selective", "tp")]
 
 
-def extra_flops(model, seq: int, mode: str, attention: str = "auto") -> float:
-    """What a token costs a second time in a block: in full mode its forward but for the last matmul."""
-    H, N, K, F = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim, model.ffn
-    scores = 4 * N * seq  # q k^T and softmax v, which torch counts whole though half is masked
-    if mode == "full":
-        return 2 * H * (N + 2 * K) + scores + 2 * N * H + 2 * H * 2 * F
-    return scores if mode == "selective" and attention == "math" else 0
+def swiglu(hidden: int, ffn: int, dtype: torch.dtype, cut: str = "sp") -> list[Part]:
+    """The feed-forward half of a block. cut: what cuts the result of its norm."""
+    H, F, one, wide = hidden, ffn, dtype.itemsize, at_least_fp32(dtype).itemsize
+    return [
+        Part("norm's result", H * one, "none", cut), Part("norm's statistic", wide, "none", "sp"),
+        Part("gate and up", 2 * F * one, "selective", "tp", 4 * H * F), Part("SwiGLU's result", F * one, "none", "tp"),
+        Part("next layer's input", 0, "full", "sp", 2 * F * H)]
+
+
+def latent_attention(hidden: int, heads: int, seq: int, dtype: torch.dtype, q_rank: int, kv_rank: int, width: int,
+                     turned: int) -> list[Part]:
+    """Attention of DeepSeek-V3 (MLA) with fused scores: queries, keys and values made from two narrow vectors.
+
+    width: of a head, besides `turned` channels of it that carry rotary angles, one set of keys for all heads.
+    """
+    H, one, wide, wider = hidden, dtype.itemsize, at_least_fp32(dtype).itemsize, heads * (width + turned)
+    narrow = q_rank + kv_rank + turned
+    return [
+        Part("input", H * one, "full", "sp"), Part("norm's result", H * one, "none", "sp"),
+        Part("norm's statistic", wide, "none", "sp"), Part("narrow", narrow * one, "selective", "sp", 2 * H * narrow),
+        Part("their norms' results", (q_rank + kv_rank) * one + 2 * wide, "none", "sp"),
+        Part("q, k, v", (2 * wider + heads * width) * one, "selective", "tp",
+             2 * q_rank * wider + 4 * kv_rank * heads * width),
+        Part("attention's result", heads * width * one, "selective", "tp", 2 * seq * heads * (2 * width + turned)),
+        Part("softmax's denominators", heads * wide, "selective", "tp"),
+        Part("sum with the input", H * one, "selective", "sp", 2 * heads * width * H)]
+
+
+def experts_layer(hidden: int, ffn: int, experts: int, chosen: int, shared: int, dtype: torch.dtype) -> list[Part]:
+    """The feed-forward half of a dropless mixture of experts with SwiGLU: `chosen` of `experts`, and `shared` for all.
+
+    What was sent to an expert is kept in every mode but full, since to have it again is to send it again. What routing
+    chose is kept always: the second time, near ties might be decided otherwise.
+    """
+    H, F, k, one, wide = hidden, ffn, chosen, dtype.itemsize, at_least_fp32(dtype).itemsize
+    return [
+        Part("norm's result", H * one, "none", "sp"), Part("norm's statistic", wide, "selective", "sp"),
+        Part("router's probabilities", experts * wide, "selective", "sp", 2 * H * experts),
+        Part("numbers of the chosen", 8 * k, "full", "sp"), Part("weights, places", k * (wide + 16), "selective", "sp"),
+        Part("tokens sent", k * H * one, "selective", "sp"),
+        Part("experts' gate and up", 2 * k * F * one, "selective", "tp", 4 * H * k * F),
+        Part("experts' SwiGLU", k * F * one, "none", "tp"),
+        Part("experts' results", k * H * one, "selective", "sp", 2 * k * F * H),  # for the gradient of their weights
+        Part("shared gate and up", 2 * shared * F * one, "selective", "tp", 4 * H * shared * F),
+        Part("shared SwiGLU", shared * F * one, "none", "tp"),
+        Part("next layer's input", 0, "full", "sp", 2 * shared * F * H)]
 
 
 # ---- demo: python recompute.py --------------------------------------------------------------------------------------
+
+def examples() -> dict[str, list[Part]]:
+    import config
+
+    bf16, llama = torch.bfloat16, config.parse(["--preset", "llama-3.1-8b"]).model
+    return {"GPT-3, 2048 tokens": gpt_layer(12288, 96, 2048), "Llama 8B, 4096": llama_layer(llama, 4096, bf16),
+            "Mixtral 8x7B, 4096": llama_attention(llama, 4096, bf16) + experts_layer(4096, 14336, 8, 2, 0, bf16),
+            "DeepSeek-V3, 4096": latent_attention(7168, 128, 4096, bf16, 1536, 512, 128, 64)
+            + experts_layer(7168, 2048, 256, 8, 1, bf16)}
+
 
 def demo() -> None:
     from meter import Meter
@@ -177,10 +254,21 @@ def demo() -> None:
             for weight in weights:
                 run = layer(weight)
                 y = run(y) if name == "everything" else Recomputed.apply(run, run, arena, y)
-            kept = meter.live()["other"]
+            nbytes = meter.live()["other"]
             y.sum().backward()
-        bar = "█" * round(kept / x.nbytes)
-        print(f"    {name:14s} {kept / 1e6:5.2f} MB  {meter.flops / 1e6:5.0f} MFLOP   {bar}  (█ = an input)")
+        bar = "█" * round(nbytes / x.nbytes)
+        print(f"    {name:14s} {nbytes / 1e6:5.2f} MB  {meter.flops / 1e6:5.0f} MFLOP   {bar}  (█ = an input)")
+    print("\nBytes a token that a layer keeps, and the FLOPs that making it again adds to a step (16 bits):")
+    for title, layer in examples().items():
+        total = 3 * sum(part.flops for part in layer)  # a backward costs two forwards
+        print(f"\n    {title:22s}" + "".join(f"   {mode} {kept(layer, mode) / 1e3:.0f} kB" + (
+            f" +{extra_flops(layer, mode) / total:.1%}" if mode != "none" else "") for mode in MODES))
+        for mode, dropped_by in zip(MODES, MODES[1:]):
+            parts = [part for part in layer if part.kept == mode and part.nbytes > 0.005 * kept(layer, "none")]
+            text = f"{dropped_by} drops " + ", ".join(
+                f"{part.what} {part.nbytes / 1e3:.0f} kB" + (f" +{part.flops / total:.1%}" if part.flops else "")
+                for part in parts)
+            print(textwrap.fill(text, 112, initial_indent=6 * " ", subsequent_indent=8 * " "))
 
 
 if __name__ == "__main__":

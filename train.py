@@ -33,7 +33,7 @@ from data import BYTES_SEPARATOR, Corpus, MicroBatch, Samples
 from dp import composition
 from model import Llama, activation_bytes, flops_per_token, parameter_count, sample
 from param import Groups, at_least_fp32, draw, rank, size
-from recompute import extra_flops
+from recompute import extra_flops, llama_layer
 from tp import IGNORED
 from zero import Optimizer, bytes_held
 
@@ -250,8 +250,9 @@ def train(settings: config.Config, samples: Samples, unseen: Samples | None, dev
 
     ramp, seen, skipped = config.ramp(batch), 0, 0  # seen: samples so far, the whole state of the data
     flops, causal_flops = (flops_per_token(settings.model, batch.seq, causal) for causal in (False, True))
-    repeated = settings.model.layers * extra_flops(settings.model, batch.seq, settings.precision.recompute,
-                                                   settings.precision.attention)
+    precision = settings.precision
+    layer = llama_layer(settings.model, batch.seq, dtype, precision.attention)
+    repeated = settings.model.layers * extra_flops(layer, precision.recompute)
     peak = peak_flops(device, dtype)
     metrics = open(run.metrics, "w") if run.metrics and chief else None
     bar = tqdm(total=optim.steps, unit="step", disable=not chief, dynamic_ncols=True)

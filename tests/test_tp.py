@@ -10,7 +10,7 @@ import tp
 import train
 from meter import Meter
 from param import Spec, box_of, cut, draw, parameter, size
-from recompute import extra_flops
+from recompute import extra_flops, llama_layer
 from tp import IGNORED, TensorParallel
 
 SHAPE = "--hidden 48 --heads 8 --kv-heads 4 --head-dim 6 --ffn 40 --seq 24 --global-batch 2 --dtype fp64"
@@ -256,7 +256,5 @@ def test_recomputation_changes_no_bit_and_adds_the_flops_it_says(pool, n, flags,
     for mode in ("selective", "full"):
         for plain, again in zip(results["none"], results[mode]):
             assert all(torch.equal(a, b) for a, b in zip(plain["grads"], again["grads"]))
-            kv = max(model.kv_heads, n) / model.kv_heads  # keys and values that several ranks compute
-            shared = 4 * model.hidden * model.kv_heads * model.head_dim * (kv - 1) if mode == "full" else 0
-            extra = 3 * 48 * (extra_flops(model, 24, mode, attention) + shared) / n
-            assert again["flops"] - plain["flops"] == extra
+            layer = llama_layer(model, 24, torch.float64, attention, n)
+            assert again["flops"] - plain["flops"] == 3 * 48 * extra_flops(layer, mode) / n
