@@ -1,6 +1,8 @@
 """Ours beside what one would use instead: the same work, taking turns, so that both see the same machine.
 
     python bench.py train                               a training step, beside transformers' Llama with fused AdamW
+    torchrun --nproc_per_node=4 bench.py cp             attention of one long sequence in three styles, beside keys
+                                                        and values gathered by torch and its attention with a mask
     torchrun --nproc_per_node=4 bench.py dp zero tp     the same step on 4 ranks, beside DistributedDataParallel,
                                                         ZeroRedundancyOptimizer (stage 1), fully_shard (stage 3), and
                                                         DTensor's parallelize_module with sequence parallelism
@@ -21,10 +23,12 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
 import collectives
 import config
 import train
+from cp import FLASH_CPU, STYLES, ContextParallel
 from data import MicroBatch
 from meter import Meter
 from param import rank, size
@@ -66,19 +70,19 @@ def counted(build: Callable[[], Step]) -> dict[str, float]:
 
 
 def compare(contenders: dict[str, Callable[[], Step]], tokens: int, repeats: int = 5, steps: int = 20) -> None:
-    """One line a contender, given as what builds its step; the ratio is of the first one's figure to this one's."""
+    """One line a contender, given as what builds its step; the ratio is of its figure to the last one's."""
     counts = {name: counted(build) if dist.is_initialized() else {} for name, build in contenders.items()}
     seconds = take_turns({name: build() for name, build in contenders.items()}, repeats, steps)
     if dist.is_initialized() and dist.get_rank():
         return
-    first, *_ = contenders
+    *_, last = contenders
     for name, times in seconds.items():
         median = statistics.median(times)
         low, high = (sorted(times)[int(len(times) * q)] for q in (0.1, 0.9))
         print(f"    {name:28s} {median * 1e3:7.1f} ms ({low * 1e3:.1f} to {high * 1e3:.1f})  "
-              f"{tokens / median:8,.0f} tokens/s   ratio {statistics.median(seconds[first]) / median:.2f}")
+              f"{tokens / median:8,.0f} tokens/s   ratio {median / statistics.median(seconds[last]):.2f}")
         for what, value in counts[name].items():
-            print(f"        {what:14s} {value:8.2f}   ratio {counts[first][what] / value:.2f}")
+            print(f"        {what:14s} {value:8.2f}   ratio {value / counts[last][what]:.2f}")
 
 
 # ---- contenders -----------------------------------------------------------------------------------------------------
@@ -235,7 +239,34 @@ def bench_tp(flags: list[str]) -> None:
                  "DTensor": partial(dtensor, settings, *batch)}, batch[0].numel())
 
 
-BENCHES = {"train": bench_train, "dp": bench_dp, "zero": bench_zero, "tp": bench_tp}
+def attention_step(how: str, seq: int) -> Step:
+    """Forward and backward of this rank's part of one sequence: 4 heads of 64, 2 of keys and values, fp32."""
+    group, c, i = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    q, k, v = (torch.randn(1, heads, seq // c, 64, requires_grad=True) for heads in (4, 2, 2))
+    do, core = torch.randn(q.shape), partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+    if how == "by hand":
+        visible = torch.arange(i * seq // c, (i + 1) * seq // c)[:, None] >= torch.arange(seq)
+
+        def attend(q, k, v):
+            k, v = (all_gather_tensor_autograd(x, 2, group) for x in (k, v))
+            return F.scaled_dot_product_attention(q, k, v, visible, enable_gqa=True)
+    else:
+        attend = ContextParallel(group, how, seq, None, torch.float32, FLASH_CPU, core)
+
+    def step() -> None:
+        q.grad = k.grad = v.grad = None
+        attend(q, k, v).backward(do)
+
+    return step
+
+
+def bench_cp(flags: list[str]) -> None:
+    for seq in (4096, 8192):
+        compare({f"{how}, {seq} tokens": partial(attention_step, how, seq) for how in (*STYLES, "by hand")}, seq,
+                repeats=5, steps=1)
+
+
+BENCHES = {"train": bench_train, "dp": bench_dp, "zero": bench_zero, "tp": bench_tp, "cp": bench_cp}
 
 
 def main(chosen: list[str], flags: list[str]) -> None:

@@ -75,7 +75,9 @@ class Model:
 @dataclass
 class Grid:
     dp: int = setting(-1, "data parallel ranks; -1: all there are")
-    cp: int = setting(1, "context parallel ranks")
+    cp: int = setting(1, "context parallel ranks: each has 1/cp of every sequence")
+    cp_style: str = setting("allgather", "keys and values come all at once, or round a ring; or tokens go for heads",
+                            ("allgather", "ring", "ulysses"))
     tp: int = setting(1, "tensor parallel ranks")
     pp: int = setting(1, "pipeline stages")
     ep: int = setting(1, "expert parallel ranks")
@@ -299,18 +301,22 @@ def check_model(model: Model) -> None:
 
 
 def check_grid(grid: Grid, model: Model, world: int) -> None:
-    for axis, name in dict(cp="context", pp="pipeline", ep="expert").items():
+    for axis, name in dict(pp="pipeline", ep="expert").items():
         size = getattr(grid, axis)
         need(size == 1, f"--{axis} {size}: {name} parallelism is not built yet, use --{axis} 1")
-    need_positive(grid, "tp")
+    need_positive(grid, "tp", "cp")
     need(world % grid.tp == 0, f"--tp {grid.tp} does not divide {world} ranks: use one of {divisors(world)}")
     check_tensor_parallel(grid, model)
+    rest = world // grid.tp
+    need(rest % grid.cp == 0, f"--cp {grid.cp} does not divide {world} ranks by --tp {grid.tp}: use one of "
+                              f"{divisors(rest)}")
+    check_context_parallel(grid, model)
     if grid.dp == -1:
-        grid.dp = world // grid.tp
+        grid.dp = rest // grid.cp
     need_positive(grid, "dp")
-    ranks = grid.dp * grid.tp
-    need(ranks == world, f"--dp {grid.dp} and --tp {grid.tp} need {ranks} ranks, and there are {world}: use --dp "
-                         f"{world // grid.tp}, or torchrun --nproc_per_node={ranks}")
+    ranks = grid.dp * grid.cp * grid.tp
+    need(ranks == world, f"--dp {grid.dp} x --cp {grid.cp} x --tp {grid.tp} need {ranks} ranks, and there are {world}: "
+                         f"use --dp {rest // grid.cp}, or torchrun --nproc_per_node={ranks}")
     need_not_negative(grid, "bucket_mb")
     need_positive(grid, "dp_replicate")
     need(grid.dp % grid.dp_replicate == 0,
@@ -333,6 +339,13 @@ def check_tensor_parallel(grid: Grid, model: Model) -> None:
                                                   "gathered, use --tp 2 or more and --sp")
     need(not grid.async_tp or (grid.sp and t > 1), f"--async-tp at --tp {t}{'' if grid.sp else ' --no-sp'}: it hides "
                                                    "the exchanges of sequence parallelism, use --tp 2 or more and --sp")
+
+
+def check_context_parallel(grid: Grid, model: Model) -> None:
+    heads = model.heads // grid.tp
+    need(grid.cp == 1 or grid.cp_style != "ulysses" or heads % grid.cp == 0,
+         f"--cp {grid.cp} --cp-style ulysses: cannot share the {heads} heads of a tensor parallel rank, use one of "
+         f"{divisors(heads)}, or another --cp-style")
 
 
 def ramp(batch: Batch) -> list[tuple[int, float]]:
@@ -366,7 +379,7 @@ def check_batch(batch: Batch, grid: Grid) -> None:
              f"--micro-batch {batch.micro_batch} does not divide a rank's share of {name} {size}, "
              f"which is {share} at --dp {grid.dp}: use one of {divisors(share)}")
     tokens = batch.micro_batch * batch.seq
-    need(not grid.sp or tokens % grid.tp == 0,
+    need(not grid.sp or grid.cp > 1 or tokens % grid.tp == 0,
          f"--tp {grid.tp} cannot share --micro-batch {batch.micro_batch} x --seq {batch.seq} = {tokens} tokens in "
          "equal parts: use another --seq, or --no-sp")
 

@@ -16,6 +16,7 @@ Team 2024. Pairs are turned as in the published weights (first half of a head wi
 Letters: B batch, S sequence, T = B S tokens, t tensor parallel ranks, H hidden, N query heads, K key and value heads, D
 head width, V vocabulary, L layers.
 """
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -25,8 +26,9 @@ from torch import nn
 from torch.autograd import Function
 
 import config
+from cp import FLASH_CPU, WRITTEN_OUT, ContextParallel, padded
 from param import Groups, Spec, accumulate_grad, at_least_fp32, parameter, size
-from recompute import Arena, Recomputed, kept, llama_layer
+from recompute import Arena, Part, Recomputed, kept, llama_layer
 from tp import TensorParallel, column, cross_entropy, embed, row, whole_rows
 
 # ---- operations -----------------------------------------------------------------------------------------------------
@@ -153,7 +155,7 @@ class Shared(NamedTuple):
     """What all layers of one forward pass are given."""
     tp: TensorParallel
     rotation: tuple[torch.Tensor, torch.Tensor]
-    mask: torch.Tensor | None
+    attend: Callable  # (q B N s D, k and v B K s D) -> B N s D
     cache: "Cache | None"
     selective: bool  # keep what norms and SwiGLU take, not what they give
     again: bool = False  # a layer runs again, for a backward that follows at once
@@ -169,9 +171,9 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, layer: int, model: config.Model, make, core, t: int):
+    def __init__(self, layer: int, model: config.Model, make, t: int):
         super().__init__()
-        self.layer, self.core, self.width, self.eps = layer, core, model.head_dim, model.norm_eps
+        self.layer, self.width, self.eps = layer, model.head_dim, model.norm_eps
         H, D, name = model.hidden, model.head_dim, f"layers.{layer}.attention."
         q_rows, kv_rows, kv = model.heads * D, model.kv_heads * D, {"tp": 0}
         if model.kv_heads % t:  # more ranks than heads: neighbours share one, and each has other queries for it
@@ -206,12 +208,7 @@ class Attention(nn.Module):
             q, k, v = qkv.view(-1, sequence, sum(split), self.width).split(split, 2)  # B S heads D
         if shared.cache is not None:
             k, v = shared.cache.extend(self.layer, k, v)
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        if shared.selective and self.core is attention_math:  # which keeps scores; a fused kernel keeps what it takes
-            core = partial(attention_math, mask=shared.mask)
-            o = Recomputed.apply(core, core, None, q, k, v)
-        else:
-            o = self.core(q, k, v, shared.mask)
+        o = shared.attend(*(part.transpose(1, 2) for part in (q, k, v)))
         return row(o.transpose(1, 2).flatten(0, 1).flatten(1), self.wo, shared.tp)
 
 
@@ -235,11 +232,11 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then the same with the feed-forward layer. arena: where to keep inputs, see Llama."""
 
-    def __init__(self, layer: int, model: config.Model, make, core, t: int, how: str | int):
+    def __init__(self, layer: int, model: config.Model, make, t: int, how: str | int):
         super().__init__()
         self.normalise = partial(norm, eps=model.norm_eps)
         self.attention_norm = make(gain(f"layers.{layer}.attention_norm", model.hidden, {"tp": how}))
-        self.attention = Attention(layer, model, make, core, t)
+        self.attention = Attention(layer, model, make, t)
         self.ffn_norm = make(gain(f"layers.{layer}.ffn_norm", model.hidden, {"tp": how}))
         self.ffn = FeedForward(layer, model, make)
 
@@ -277,23 +274,24 @@ def gain(name: str, width: int, along: dict) -> Spec:
 class Llama(nn.Module):
     """groups: the grid. attention: "auto", "sdpa" or "math". recompute: "none", "selective" or "full".
 
-    sequence, ring, keep: how tensor parallel ranks share, see tp.py. z_loss: see cross_entropy.
+    cp_style: see cp.py. sequence, ring, keep: how tensor parallel ranks share, see tp.py. z_loss: see cross_entropy.
     Parameters have no memory yet: an optimizer's `load` gives it to them and fills it from a source.
     """
 
     def __init__(self, model: config.Model, groups: Groups, dtype: torch.dtype = torch.float32,
                  device: torch.device | str = "cpu", attention: str = "auto", recompute: str = "none",
-                 sequence: bool = True, ring: bool = False, z_loss: float = 0.0, keep: bool = False):
+                 sequence: bool = True, ring: bool = False, z_loss: float = 0.0, keep: bool = False,
+                 cp_style: str = "allgather"):
         super().__init__()
         make = partial(parameter, groups=groups, dtype=dtype, device=device)
-        core = attention_math if attention == "math" else attention_sdpa
         t = size(groups.get("tp"))
         self.tp = TensorParallel(groups.get("tp"), sequence and t > 1, ring and t > 1, keep and t > 1)
         how = "sum" if self.tp.sequence else "copy"  # norms see other tokens on every rank, or the same ones
-        self.model, self.wide, self.z_loss = model, at_least_fp32(dtype), z_loss
-        self.recompute, self.arena, self.core = recompute, None, core
+        self.model, self.dtype, self.wide, self.z_loss = model, dtype, at_least_fp32(dtype), z_loss
+        self.recompute, self.arena, self.attention = recompute, None, attention
+        self.cp, self.cp_style = groups.get("cp"), cp_style
         self.embedding = Embedding(model, make)
-        self.blocks = nn.ModuleList(Block(layer, model, make, core, t, how) for layer in range(model.layers))
+        self.blocks = nn.ModuleList(Block(layer, model, make, t, how) for layer in range(model.layers))
         self.head = Head(model, make, self.embedding.table if model.tied else None, how)
 
     def units(self) -> list[nn.Module]:
@@ -305,16 +303,16 @@ class Llama(nn.Module):
         """Logits B S V/t of tokens B S: those of the part of the vocabulary that this rank holds.
 
         positions: S or B S, by default 0, 1, 2 … documents: B S, numbers of the documents, which do not see each other.
+        With context parallelism tokens and positions are this rank's, as cp.cut gives them, and documents are all.
         cache: the keys and values of earlier tokens, which these follow; every rank then has all tokens.
         """
         assert cache is None or documents is None, "what is sampled is one document"
         tp = self.tp if cache is None else TensorParallel(self.tp.group)
         before = len(cache) if cache is not None else 0
-        places = torch.arange(before, before + tokens.shape[1], device=tokens.device)
-        rotation = angles(places if positions is None else positions, self.model, self.wide)
-        only_causal = documents is None and before == 0 and self.core is not attention_math
-        mask = None if only_causal else visible(places, before + tokens.shape[1], documents)
-        shared = Shared(tp, rotation, mask, cache, self.recompute == "selective")
+        if positions is None:
+            positions = torch.arange(before, before + tokens.shape[1], device=tokens.device)
+        attend = self.attends(tokens, before, documents, whole=cache is not None)
+        shared = Shared(tp, angles(positions, self.model, self.wide), attend, cache, self.recompute == "selective")
         x = self.embedding(tokens.flatten(), tp)
         arena = self.checkpoints(x) if self.recompute == "full" and x.requires_grad else None
         for block in self.blocks:
@@ -326,6 +324,23 @@ class Llama(nn.Module):
         """The sum of the losses of all tokens, the same on every tensor parallel rank. labels: B S, or IGNORED."""
         return cross_entropy(self(tokens, positions, documents), labels, z_loss=self.z_loss,
                              held=self.head.weight.box[0], group=self.tp.group)
+
+    def attends(self, tokens: torch.Tensor, before: int, documents: torch.Tensor | None, whole: bool) -> Callable:
+        """What computes attention of tokens B s, with `before` others cached. whole: on every rank all of them."""
+        c = 1 if whole else size(self.cp)
+        seq = c * tokens.shape[1]
+        written_out = self.attention == "math"
+        core = attention_math if written_out else attention_sdpa
+        if c == 1 or self.cp_style == "ulysses":
+            everything_before = documents is None and before == 0 and not written_out
+            places = torch.arange(before, before + seq, device=tokens.device)
+            core = partial(core, mask=None if everything_before else visible(places, before + seq, documents))
+            if written_out and self.recompute == "selective":  # it keeps scores; a fused kernel keeps what it takes
+                core = partial(Recomputed.apply, core, core, None)
+        if c == 1:
+            return core
+        block = FLASH_CPU if tokens.device.type == "cpu" and not written_out else WRITTEN_OUT
+        return ContextParallel(self.cp, self.cp_style, seq, documents, self.dtype, block, core)
 
     def checkpoints(self, x: torch.Tensor) -> Arena:
         """Where blocks keep inputs like x. Ranks that hold the same x share each; all else would make new storages."""
@@ -388,22 +403,24 @@ def flops_per_token(model: config.Model, seq: int, causal: bool = False) -> floa
     return 6 * n + (scores / 2 if causal else scores)
 
 
-def activation_bytes(model: config.Model, micro_batch: int, seq: int, dtype: torch.dtype, recompute: str = "none",
-                     attention: str = "auto", t: int = 1, sequence: bool = True, keep: bool = False) -> int:
-    """Bytes that the forward of one micro-batch keeps on each of t tensor parallel ranks for its backward.
-
-    keep: also whole what was gathered, see tp.py.
-    """
-    one, wide = dtype.itemsize, at_least_fp32(dtype).itemsize
-    layer = llama_layer(model, seq, dtype, attention, t, keep)
+def activation_bytes(settings: config.Config, dtype: torch.dtype) -> int:
+    """Bytes that the forward of one micro-batch keeps on a rank for its backward (without masks of documents)."""
+    model, grid, recompute, attention = (settings.model, settings.grid, settings.precision.recompute,
+                                         settings.precision.attention)
+    t, one, wide = grid.tp, dtype.itemsize, at_least_fp32(dtype).itemsize
+    seq = padded(settings.batch.seq, grid.cp, t if grid.sp else 1)
+    own, pieces = seq // grid.cp, grid.cp > 1 and grid.cp_style != "ulysses"
+    layer = llama_layer(model, seq, dtype, "auto" if pieces else attention, t, grid.sp_keep)  # pieces keep no scores
+    if grid.cp > 1 and not pieces:
+        layer.append(Part("result before it goes home", model.heads * model.head_dim * one, "selective", "tp"))
     norm = model.hidden * one if recompute == "selective" else 2 * model.hidden * one + wide
     logits = -(-model.vocab // t) * one + 3 * wide
     indices = 2 * 9  # into the table and into the vocabulary
-    blocks = kept(layer, recompute, t, sequence or recompute == "full")  # ranks share even equal inputs
-    token = model.layers * blocks + norm / (t if sequence else 1) + logits + indices
-    if keep and recompute != "selective":
+    blocks = kept(layer, recompute, t, grid.sp or recompute == "full")  # ranks share even equal inputs
+    token = model.layers * blocks + norm / (t if grid.sp else 1) + logits + indices
+    if grid.sp_keep and recompute != "selective":
         token += model.hidden * one * (1 - 1 / t)  # the head's
-    if recompute == "full" and t > 1 and not sequence:
+    if recompute == "full" and t > 1 and not grid.sp:
         token += model.hidden * one  # one input put together again
-    masks = seq * seq if attention == "math" else 0
-    return round(micro_batch * seq * token + seq * model.head_dim * wide + masks)
+    masks = seq * seq if attention == "math" and not pieces else 0
+    return round(settings.batch.micro_batch * own * token + own * model.head_dim * wide + masks)

@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 import collectives
 import config
+from cp import cut
 from data import BYTES_SEPARATOR, Corpus, MicroBatch, Samples
 from dp import composition
 from model import Llama, activation_bytes, flops_per_token, parameter_count, sample
@@ -37,7 +38,7 @@ from recompute import extra_flops, llama_layer
 from tp import IGNORED
 from zero import Optimizer, bytes_held
 
-AXES = ("world", "data", "replicate", "dp", "tp", "kv", "kv_copy")
+AXES = ("world", "data", "replicate", "dp", "cp", "tp", "kv", "kv_copy")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 # Peak dense TFLOP/s in bf16 and fp16, by words of the name that the driver gives; the first fits. From data sheets.
@@ -67,20 +68,23 @@ def choose_device(asked: str) -> tuple[torch.device, str]:
 def build_groups(grid: config.Grid, kv_heads: int = 1, timeout_s: float = 600) -> Groups:
     """The groups of every axis, created in the same order on every rank; None where a rank is alone.
 
-    world: everybody. data: all that read other sequences, replicate x dp. dp: those that share out optimizer state.
-    tp: those that share layers; where they are more than kv_heads, kv: one for each head, kv_copy: those of a head.
+    world: everybody. data: all that have other tokens, replicate x dp. dp: those that share out optimizer state. cp:
+    the innermost of these, which have parts of the same sequences. tp: those that share layers; where they are more
+    than kv_heads, kv: one for each head, kv_copy: those of a head.
     """
     groups: Groups = dict.fromkeys(AXES)
     if not dist.is_initialized():
         return groups
     shards, heads = grid.dp // grid.dp_replicate, kv_heads if grid.tp > kv_heads else grid.tp
-    replicate, dp, kv, kv_copy = range(4)
-    ranks = torch.arange(grid.dp * grid.tp).view(grid.dp_replicate, shards, heads, grid.tp // heads)
-    axes = {"data": (replicate, dp), "replicate": (replicate,), "dp": (dp,), "tp": (kv, kv_copy)}
+    replicate, shard, cp, kv, kv_copy = range(5)
+    shape = grid.dp_replicate, shards, grid.cp, heads, grid.tp // heads
+    ranks = torch.arange(math.prod(shape)).view(shape)
+    axes = {"data": (replicate, shard, cp), "replicate": (replicate,), "dp": (shard, cp), "cp": (cp,),
+            "tp": (kv, kv_copy)}
     if grid.tp > kv_heads:
         axes |= {"kv": (kv,), "kv_copy": (kv_copy,)}
     for axis, along in axes.items():
-        others = [i for i in range(4) if i not in along]
+        others = [i for i in range(5) if i not in along]
         members = ranks.permute(*others, *along).flatten(len(others)).flatten(0, -2)  # a group a row
         if members.shape[1] > 1:
             timeout = datetime.timedelta(seconds=timeout_s)
@@ -96,7 +100,7 @@ def build(settings: config.Config, groups: Groups, device: torch.device, dtype: 
     """The model and its optimizer, filled with the seed's weights."""
     grid, optim, precision = settings.grid, settings.optim, settings.precision
     model = Llama(settings.model, groups, dtype, device, precision.attention, precision.recompute, grid.sp,
-                  grid.async_tp, optim.z_loss, grid.sp_keep)
+                  grid.async_tp, optim.z_loss, grid.sp_keep, grid.cp_style)
     optimizer = Optimizer({0: model.units()}, groups, grid.bucket_mb, grid.zero, optim.optimizer, optim.betas,
                           weight_decay=optim.weight_decay, clip=optim.clip, moments=moments_dtype(settings, dtype),
                           last=model.head)
@@ -137,6 +141,16 @@ def evaluate(model: Llama, micro_batches: Iterable[MicroBatch], groups: Groups) 
     return (summed[0] / summed[1].clamp(min=1)).item()
 
 
+def share(samples: Samples, first: int, sequences: int, settings: config.Config, groups: Groups,
+          end: int | None = None) -> list[MicroBatch]:
+    """What this rank computes of `sequences` samples, of which those from number `end` on have no labels."""
+    grid, (c, i) = settings.grid, (size(groups["cp"]), rank(groups["cp"]))
+    sharers = grid.tp if grid.sp else 1
+    reader = rank(groups["data"]) // c  # context parallel ranks are the innermost, and read the same sequences
+    return [MicroBatch(*cut(*vars(batch).values(), c, i, sharers)) for batch in
+            samples.step(first, sequences, settings.batch.micro_batch, reader, grid.dp, end)]
+
+
 def learning_rate(step: int, optim: config.Optim) -> float:
     """The rate of step 0, 1, … steps - 1: a linear warmup, then the schedule down to min_lr at the last step."""
     if step < optim.warmup:
@@ -162,11 +176,10 @@ def first_lines(settings: config.Config, groups: Groups, device: str, dtype: tor
     grid, batch, precision = settings.grid, settings.batch, settings.precision
     buckets = [sum(param.numel() for param in bucket) for bucket in
                composition({0: Llama(settings.model, groups).units()}, 0 if grid.zero == 3 else grid.bucket_mb)]
-    shards = grid.dp // grid.dp_replicate
+    shards = grid.dp // grid.dp_replicate * grid.cp
     moments = moments_dtype(settings, dtype) if settings.optim.optimizer == "adamw" else None
     memory = bytes_held(buckets, grid.zero, shards, dtype, moments)
-    memory["activations"] = activation_bytes(settings.model, batch.micro_batch, batch.seq, dtype, precision.recompute,
-                                             precision.attention, grid.tp, grid.sp, grid.sp_keep)
+    memory["activations"] = activation_bytes(settings, dtype)
     state = ("", "optimizer state", "gradients, optimizer state", "weights, gradients, optimizer state")[grid.zero]
     copies = f" in {grid.dp_replicate} replicas" if grid.dp_replicate > 1 else ""
     layers = "the whole model" if grid.tp == 1 else f"1/{grid.tp} of every layer and " + (
@@ -175,9 +188,9 @@ def first_lines(settings: config.Config, groups: Groups, device: str, dtype: tor
     accumulated = sequences // batch.micro_batch // grid.dp
     return "\n".join((
         f"device  {device}, {precision.dtype}",
-        f"grid    dp {grid.dp} x tp {grid.tp}, zero {grid.zero}: a rank holds {layers}"
+        f"grid    dp {grid.dp} x cp {grid.cp} x tp {grid.tp}, zero {grid.zero}: a rank holds {layers}"
         + (f", 1/{shards} of that of {state}{copies}" if shards > 1 and grid.zero else "")
-        + f", and reads 1/{grid.dp} of the sequences",
+        + f", and reads 1/{grid.dp} of the sequences" + (f", 1/{grid.cp} of each" if grid.cp > 1 else ""),
         f"batch   global batch {sequences} = micro {batch.micro_batch} x accum {accumulated} x dp {grid.dp}; "
         f"{sequences * batch.seq:,} tokens a step" + (f"; ramp {batch.batch_ramp}" if batch.batch_ramp else ""),
         f"model   {settings.model.preset}: {parameter_count(settings.model):,} parameters; a rank needs about "
@@ -231,22 +244,17 @@ def train(settings: config.Config, samples: Samples, unseen: Samples | None, dev
     batch, optim, data, run = settings.batch, settings.optim, settings.data, settings.run
     dtype = DTYPES[settings.precision.dtype]
     groups = build_groups(settings.grid, settings.model.kv_heads, run.timeout)
-    ranks, dp_rank, dp = size(groups["world"]), rank(groups["data"]), size(groups["data"])
+    ranks = size(groups["world"])
     chief = rank(groups["world"]) == 0
     if chief:
         where = f"{ranks} ranks, {dist.get_backend()}" if groups["world"] else "one process"
         print(first_lines(settings, groups, f"{device.type} ({why}), {where}", dtype, samples), flush=True)
     model, optimizer = build(settings, groups, device, dtype)
 
-    def share(samples: Samples, first: int, sequences: int, end: int | None = None) -> list[MicroBatch]:
-        """What this rank computes of `sequences` samples."""
-        return [micro_batch.to(device) for micro_batch in
-                samples.step(first, sequences, batch.micro_batch, dp_rank, dp, end)]
-
     def validation_loss() -> float:
-        at_once, wanted = batch.micro_batch * dp, min(data.eval_steps * ramp[0][0], unseen.windows)
-        return evaluate(model, (micro_batch for first in range(0, wanted, at_once)
-                                for micro_batch in share(unseen, first, at_once, wanted)), groups)
+        at_once, wanted = batch.micro_batch * settings.grid.dp, min(data.eval_steps * ramp[0][0], unseen.windows)
+        return evaluate(model, (micro_batch.to(device) for first in range(0, wanted, at_once) for micro_batch in
+                                share(unseen, first, at_once, settings, groups, wanted)), groups)
 
     ramp, seen, skipped = config.ramp(batch), 0, 0  # seen: samples so far, the whole state of the data
     flops, causal_flops = (flops_per_token(settings.model, batch.seq, causal) for causal in (False, True))
@@ -261,7 +269,8 @@ def train(settings: config.Config, samples: Samples, unseen: Samples | None, dev
         collectives.sent.clear()
         sequences = sequences_at(seen * batch.seq, ramp)
         lr = learning_rate(step, optim)
-        loss = gradients(model, optimizer, share(samples, seen, sequences), groups)
+        micro_batches = [batch.to(device) for batch in share(samples, seen, sequences, settings, groups)]
+        loss = gradients(model, optimizer, micro_batches, groups)
         norm = optimizer.step(lr)
         loss, norm = loss.item(), norm.item()  # waits for the device
         seen += sequences
@@ -288,7 +297,7 @@ def train(settings: config.Config, samples: Samples, unseen: Samples | None, dev
     bar.close()
     if chief:
         print(f"trained {optim.steps} steps on {seen * batch.seq:,} tokens: loss {loss:.4f} nats a token in the last")
-    holds_a_part = dp_rank == 0 or settings.grid.zero == 3
+    holds_a_part = rank(groups["data"]) == 0 or settings.grid.zero == 3
     if run.sample and math.isfinite(loss) and samples.corpus.is_text and holds_a_part:
         prompt = torch.tensor([[BYTES_SEPARATOR, *run.sample.encode()]], device=device)
         written = sample(model, prompt, 240)[0, 1:].tolist()

@@ -61,8 +61,7 @@ def run(grid: str, first: int = 0, last: int = STEPS, state: dict | None = None)
     out = dict(loss=[], norm=[], grads=[], square=[])
     with Meter(memory=False) as meter:
         for tokens, labels in batches(settings)[first:last]:
-            share = GivenSamples(tokens, labels).step(0, settings.batch.global_batch, settings.batch.micro_batch,
-                                                      param.rank(groups["data"]), param.size(groups["data"]))
+            share = train.share(GivenSamples(tokens, labels), 0, settings.batch.global_batch, settings, groups)
             out["loss"].append(train.gradients(model, optimizer, share, groups).item())
             out["grads"].append(pieces(optimizer, "owned_grad"))
             out["square"].append(sum(values.square().sum().item() for *_, owned, values in out["grads"][-1] if owned))

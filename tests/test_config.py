@@ -15,9 +15,13 @@ WRONG = [  # ranks, command line, what the line must say
     (8, "16", "16: unknown flag"),
     (8, "--dp two", "--dp: invalid int value: 'two'"),
     (8, "--dp", "--dp: expected one argument"),
-    (8, "--dp 4", "--dp 4 and --tp 1 need 4 ranks, and there are 8: use --dp 8"),
+    (8, "--dp 4", "--dp 4 x --cp 1 x --tp 1 need 4 ranks, and there are 8: use --dp 8"),
     (8, "--dp 0", "--dp 0: must be above 0 and finite"),
-    (8, "--cp 2", "--cp 2: context parallelism is not built yet, use --cp 1"),
+    (8, "--cp 3", "--cp 3 does not divide 8 ranks by --tp 1: use one of 1, 2, 4, 8"),
+    (8, "--tp 4 --cp 4", "--cp 4 does not divide 8 ranks by --tp 4: use one of 1, 2"),
+    (8, "--cp 4 --dp 4", "--dp 4 x --cp 4 x --tp 1 need 16 ranks, and there are 8: use --dp 2"),
+    (8, "--cp 4 --cp-style star", "--cp-style: invalid choice: 'star'"),
+    (8, "--cp 8 --cp-style ulysses", "--cp 8 --cp-style ulysses: cannot share the 4 heads of a tensor parallel rank"),
     (8, "--tp 3", "--tp 3 does not divide 8 ranks: use one of 1, 2, 4, 8"),
     (8, "--tp 8", "--tp 8 does not divide --heads 4: use one of 1, 2, 4"),
     (2, "--tp 2 --ffn 55", "--tp 2 does not divide --ffn 55: use one of 1, 5, 11, 55"),
@@ -102,10 +106,10 @@ def run(command: str) -> subprocess.CompletedProcess:
 
 
 def test_a_real_run_answers_before_torch_is_imported():
-    done = run("-X importtime train.py --cp 2")
+    done = run("-X importtime train.py --pp 2")
     assert done.returncode == 2
     lines = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
-    assert lines == ["train.py: --cp 2: context parallelism is not built yet, use --cp 1"]
+    assert lines == ["train.py: --pp 2: pipeline parallelism is not built yet, use --pp 1"]
     assert "torch" not in done.stderr.replace(lines[0], "")
 
 

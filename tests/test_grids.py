@@ -66,11 +66,30 @@ GRIDS = [
     (8, "--micro-batch 6 --tp 4 --zero 3 --kv-heads 2 --vocab 257 --recompute selective"),
     (8, "--micro-batch 6 --tp 2 --zero 2 --dp-replicate 2 --qk-norm --tied --recompute full"),
     (8, "--micro-batch 3 --tp 2 --no-sp --zero 1 --optimizer sgd --bucket-mb 0.05"),
+    (2, "--micro-batch 12 --cp 2"),
+    (2, "--micro-batch 24 --cp 2 --cp-style ring --tied"),
+    (2, "--micro-batch 12 --cp 2 --cp-style ulysses --qk-norm --qkv-bias"),
+    (2, "--micro-batch 12 --cp 2 --cp-style ring --recompute full --attention math --seq 21"),
+    (3, "--micro-batch 16 --cp 3 --cp-style ring --seq 23"),
+    (3, "--micro-batch 16 --cp 3 --cp-style ulysses --heads 6 --kv-heads 2 --recompute selective"),
+    (4, "--micro-batch 12 --cp 4 --zero 3 --recompute full"),
+    (4, "--micro-batch 24 --cp 4 --cp-style ulysses --kv-heads 2 --tied --zero 1"),
+    (4, "--micro-batch 6 --cp 2 --cp-style ring --zero 2 --qk-norm"),
+    (4, "--micro-batch 12 --cp 2 --tp 2 --seq 21 --tied"),
+    (4, "--micro-batch 12 --cp 2 --cp-style ring --tp 2 --no-sp --zero 1 --recompute selective"),
+    (4, "--micro-batch 12 --cp 2 --cp-style ulysses --tp 2 --kv-heads 2 --attention math --recompute selective"),
+    (8, "--micro-batch 12 --cp 8 --cp-style ring --seq 30"),
+    (8, "--micro-batch 12 --cp 8 --cp-style ulysses --kv-heads 2 --seq 32"),
+    (8, "--micro-batch 6 --cp 4 --tp 2 --zero 2 --kv-heads 1 --recompute full"),
+    (8, "--micro-batch 3 --cp 2 --cp-style ring --tp 2 --zero 3 --tied --async-tp --recompute selective"),
+    (8, "--micro-batch 4 --cp 2 --zero 3 --dp-replicate 2 --optimizer sgd"),
+    (8, "--micro-batch 12 --cp 2 --cp-style ulysses --tp 4 --kv-heads 2 --zero 1 --recompute full --qk-norm --tied"),
     (1, "--micro-batch 16 --recompute full --tied"),
     (2, "--micro-batch 8 --recompute selective --attention math --zero 3"),
 ]
 # Flags that must not change a result.
-NOT_THE_MODEL = ("--micro-batch", "--bucket-mb", "--attention", "--zero", "--dp-replicate", "--tp", "--recompute")
+NOT_THE_MODEL = ("--micro-batch", "--bucket-mb", "--attention", "--zero", "--dp-replicate", "--tp", "--recompute",
+                 "--cp", "--cp-style")
 NOR_ARE = ("--no-sp", "--async-tp", "--sp-keep")  # without a value
 
 

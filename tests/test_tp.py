@@ -6,10 +6,11 @@ import torch.nn.functional as F
 
 import collectives
 import config
+import cp
 import tp
 import train
 from meter import Meter
-from param import Spec, box_of, cut, draw, parameter, size
+from param import Spec, box_of, cut, draw, parameter, rank, size
 from recompute import extra_flops, llama_layer
 from tp import IGNORED, TensorParallel
 
@@ -174,6 +175,7 @@ def step(flags: str) -> dict:
     groups = train.build_groups(settings.grid, settings.model.kv_heads)
     model, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float64)
     tokens = torch.randint(settings.model.vocab, (2, 24), generator=torch.Generator().manual_seed(0))
+    tokens, labels, positions, _ = cp.cut(tokens, tokens, None, None, settings.grid.cp, rank(groups["cp"]))
     longest = 0
 
     class Watch(Meter):
@@ -192,15 +194,13 @@ def step(flags: str) -> dict:
         if model.arena:
             meter.label("arena", model.arena.parts, model.arena.whole)
         with meter:
-            loss = model.loss(tokens, tokens)
+            loss = model.loss(tokens, labels, positions)
             kept = meter.live()
             loss.backward()
-    grid, precision = settings.grid, settings.precision
     return dict(
         calls=meter.collectives, flops=meter.flops, longest=longest,
         kept=kept["other"] + kept["arena"] - loss.nbytes, grads=[bucket.grad.clone() for bucket in optimizer.buckets],
-        formula=train.activation_bytes(settings.model, 2, 24, torch.float64, precision.recompute, precision.attention,
-                                       grid.tp, grid.sp, grid.sp_keep))
+        formula=train.activation_bytes(settings, torch.float64))
 
 
 def calls_a_layer(pool, flags: str) -> dict[str, list[int]]:
@@ -230,8 +230,8 @@ def test_a_layer_sends_what_the_papers_say(pool):
 
 @pytest.mark.parametrize("n, flags", [(2, ""), (4, "--tied"), (4, "--no-sp"), (4, "--kv-heads 2 --async-tp")])
 def test_no_rank_sees_a_row_of_logits(pool, n, flags):
-    for rank, seen in enumerate(pool.run(n, "test_tp:step", flags=f"--tp {n} --layers 1 --vocab 4001 {flags}")):
-        part = cut(4001, n, rank)
+    for i, seen in enumerate(pool.run(n, "test_tp:step", flags=f"--tp {n} --layers 1 --vocab 4001 {flags}")):
+        part = cut(4001, n, i)
         assert seen["longest"] == part.stop - part.start  # of any dimension of any tensor
 
 
@@ -244,6 +244,15 @@ def test_a_rank_keeps_what_the_formula_says(pool, n, flags, recompute, attention
     flags = f"--tp {n} --vocab 320 --recompute {recompute} --attention {attention} {flags}"
     for seen in pool.run(n, "test_tp:step", flags=flags):
         assert seen["kept"] == seen["formula"]
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("n, flags", [(2, "--cp 2"), (4, "--cp 4 --cp-style ring --attention math"),
+                                      (4, "--cp 2 --tp 2 --cp-style ring"), (2, "--cp 2 --cp-style ulysses")])
+def test_a_context_parallel_rank_keeps_its_part(pool, n, flags, recompute):
+    for seen in pool.run(n, "test_tp:step", flags=f"--vocab 320 --recompute {recompute} {flags}"):
+        few = 1024 if "ulysses" in flags else 0  # the order of chunks, a few numbers a layer
+        assert seen["formula"] <= seen["kept"] <= seen["formula"] + few
 
 
 @pytest.mark.parametrize("n, flags", [(1, ""), (2, "--qkv-bias"), (2, "--no-sp --qk-norm"), (4, "--kv-heads 2")])

@@ -1,0 +1,288 @@
+"""Context parallelism: who has which tokens, attention in pieces against attention at once, what travels and stays."""
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import collectives
+import cp
+from cp import FLASH_CPU, STYLES, WRITTEN_OUT, ContextParallel
+from meter import Meter
+
+B, N, K, S, D = 2, 24, 6, 48, 10  # 6 kv heads: fewer than 8 ranks, and no multiple of 4
+BLOCKS = {"flash": FLASH_CPU, "written out": WRITTEN_OUT}
+
+
+# ---- who has which tokens -------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("seq", [48, 41])
+@pytest.mark.parametrize("t", [1, 2, 4])
+@pytest.mark.parametrize("c", [2, 3, 4, 8])
+def test_every_token_is_at_one_place(c, t, seq):
+    """Token -> (context rank, tensor rank, index) is one to one; labels stay with the tokens before theirs."""
+    window = torch.arange(1, 2 * (seq + 1) + 1).view(2, seq + 1)
+    tokens, labels = window[:, :-1], window[:, 1:].clone()
+    labels[0, 5] = cp.IGNORED
+    found = {}
+    for i in range(c):
+        mine, next_ones, positions, documents = cp.cut(tokens, labels, None, None, c, i, t)
+        assert documents is None and mine.shape[1] == cp.padded(seq, c, t) / c
+        for rank, part in enumerate(mine.flatten().view(t, -1)):
+            found |= {token.item(): (i, rank, index) for index, token in enumerate(part) if token}
+        for place, column, following in zip(positions, mine.t(), next_ones.t()):
+            real = place < seq
+            assert torch.equal(column, tokens[:, place] if real else torch.zeros_like(column))
+            assert torch.equal(following, labels[:, place] if real else torch.full_like(following, cp.IGNORED))
+    assert found.keys() == set(tokens.flatten().tolist()) and len(set(found.values())) == len(found)
+
+
+def test_padding_is_a_document_of_its_own():
+    documents = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 2, 3, 3]])
+    positions = torch.tensor([[0, 1, 0, 1, 2], [0, 0, 0, 0, 1]])
+    for i, mine in enumerate(([0, 1, 6, 7], [2, 3, 4, 5])):
+        _, labels, where, whole = cp.cut(documents, documents, positions, documents, 2, i)
+        assert whole.tolist() == [[0, 0, 1, 1, 1, 2, 2, 2], [0, 1, 2, 3, 3, 4, 4, 4]]
+        assert where.tolist() == [[0 if place > 4 else row[place] for place in mine] for row in positions.tolist()]
+
+
+def covered(pieces, queries: torch.Tensor, keys: list[torch.Tensor], seq: int, row: int = 0) -> torch.Tensor:
+    """How often pieces compute each score of the whole sequence."""
+    out = torch.zeros(seq, seq, dtype=torch.int)
+    for piece, where in zip(pieces, keys):
+        if piece:
+            size = piece.rows.stop - piece.rows.start, piece.columns.stop - piece.columns.start
+            visible = torch.ones(size, dtype=torch.int).tril() if piece.causal else torch.ones(size, dtype=torch.int)
+            if piece.mask is not None:
+                visible = (piece.mask[row, 0] == 0).int()
+            out[queries[piece.rows][:, None], where[piece.columns]] += visible
+    return out
+
+
+@pytest.mark.parametrize("style", ["ring", "allgather"])
+@pytest.mark.parametrize("c", [1, 2, 3, 4, 8])
+def test_pieces_cover_every_visible_score_once_and_work_is_equal(c, style):
+    total, work = torch.zeros(S, S, dtype=torch.int), []
+    for i in range(c):
+        pieces = cp.pieces_of(style, S, c, i, None, torch.float64)
+        keys = [cp.places(S, c, (i - t) % c) for t in range(c)] if style == "ring" else (
+            [cp.gathered_order(S, c)] * len(pieces))
+        total += covered(pieces, cp.places(S, c, i), keys, S)
+        work.append([piece.cells for piece in pieces] if style == "ring" else sum(piece.cells for piece in pieces))
+    assert torch.equal(total, torch.ones(S, S, dtype=torch.int).tril())
+    assert all(of_rank == work[0] for of_rank in work)
+    if style == "ring":
+        s = S // c
+        assert work[0] == [s * (s + 1) // 2] + [s * s // 2] * (c - 1)
+
+
+def documents_of(seq: int) -> torch.Tensor:
+    """Two sequences: documents that end beside the borders of chunks; and a new one every few tokens."""
+    first = torch.where(torch.arange(seq) < seq // 2 - 5, 0, torch.where(torch.arange(seq) < seq - 4, 1, 2))
+    return torch.stack((first, torch.arange(seq) // 5))
+
+
+@pytest.mark.parametrize("style", ["ring", "allgather"])
+@pytest.mark.parametrize("c", [2, 4])
+def test_pieces_without_common_documents_are_skipped(c, style):
+    documents = documents_of(S)
+    visible = torch.ones(S, S, dtype=torch.bool).tril() & (documents[:, :, None] == documents[:, None, :])
+    for row in range(2):
+        total = torch.zeros(S, S, dtype=torch.int)
+        for i in range(c):
+            pieces = cp.pieces_of(style, S, c, i, documents, torch.float64)
+            keys = [cp.places(S, c, (i - t) % c) for t in range(c)] if style == "ring" else (
+                [cp.gathered_order(S, c)] * len(pieces))
+            total += covered(pieces, cp.places(S, c, i), keys, S, row)
+        assert torch.equal(total, visible[row].int())
+    for i in range(c):  # every few tokens a new one: nearly nothing is left to compute besides the own blocks
+        short = torch.arange(S)[None] // 3
+        pieces = cp.pieces_of(style, S, c, i, short, torch.float64)
+        assert sum(piece is not None for piece in pieces) <= (2 if style == "allgather" else 1)
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+
+def dense(q, k, v, documents):
+    """All of it at once, in the dtype given."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    visible = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+    if documents is not None:
+        visible = visible & (documents[:, None, :, None] == documents[:, None, None, :])
+    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~visible, -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+def inputs(dtype, scale=1.0, seq=S):
+    """q, k, v and a gradient of what comes out; logits are `scale` times as large as random ones."""
+    generator = torch.Generator().manual_seed(5)
+
+    def random(heads, factor=1.0):
+        return (torch.randn(B, heads, seq, D, generator=generator, dtype=torch.float64) * factor).to(dtype)
+    return random(N, scale), random(K), random(K), random(N)
+
+
+def attended(style: str, block: str, dtype=torch.float64, scale=1.0, documents=None, seq=S) -> tuple:
+    """o, dq, dk, dv of this rank's tokens, and where they are."""
+    group, c = dist.group.WORLD, dist.get_world_size()
+    mine = cp.places(seq, c, dist.get_rank())
+    q, k, v, do = (x[:, :, mine] for x in inputs(dtype, scale, seq))
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+
+    def core(q, k, v):
+        if documents is not None or block == "written out":
+            return dense(q, k, v, documents)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    attend = ContextParallel(group, style, seq, documents, dtype, BLOCKS[block], core)
+    o = attend(q, k, v)
+    o.backward(do)
+    return o.detach(), q.grad, k.grad, v.grad, mine
+
+
+def put_together(results: list[tuple], seq=S) -> list[torch.Tensor]:
+    wholes = []
+    for parts in zip(*(result[:4] for result in results)):
+        whole = parts[0].new_full((*parts[0].shape[:2], seq, D), torch.nan)
+        for part, result in zip(parts, results):
+            whole[:, :, result[4]] = part
+        wholes.append(whole)
+    return wholes
+
+
+def exact(dtype=torch.float64, scale=1.0, documents=None, seq=S) -> list[torch.Tensor]:
+    """In fp64, of the inputs as rounded to dtype."""
+    q, k, v, do = (x.double() for x in inputs(dtype, scale, seq))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    o = dense(q, k, v, documents)
+    return [o.detach(), *torch.autograd.grad(o, (q, k, v), do)]
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("style", STYLES)
+def test_attention_in_pieces_equals_attention_at_once(pool, style, block, scale, documents):
+    """Result and each gradient to 1e-10, on 2, 3, 4 and 8 ranks. With documents, some pieces show some rows nothing."""
+    documents = documents_of(S) if documents else None
+    wants = exact(scale=scale, documents=documents)
+    for c in (2, 3, 4, 8):
+        got = put_together(pool.run(c, "test_cp:attended", style=style, block=block, scale=scale, documents=documents))
+        for name, have, want in zip(("o", "dq", "dk", "dv"), got, wants):
+            error = (have - want).abs().max() / want.abs().max()
+            assert error < 1e-10, f"{name} on {c} ranks is {error:.1e} off"
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_packed_documents_are_like_separate_ones(pool, style):
+    documents = torch.tensor([[0] * 11 + [1] * 30 + [2] * 7] * B)
+    got = put_together(pool.run(4, "test_cp:attended", style=style, block="flash", documents=documents))
+    q, k, v, do = inputs(torch.float64)
+    for start, stop in ((0, 11), (11, 41), (41, 48)):
+        alone = [x[:, :, start:stop].clone().requires_grad_() for x in (q, k, v)]
+        o = dense(*alone, None)
+        for have, want in zip(got, (o, *torch.autograd.grad(o, alone, do[:, :, start:stop]))):
+            assert (have[:, :, start:stop] - want).abs().max() < 1e-12
+
+
+def test_errors_in_bf16_stay_those_of_one_rank(pool, record_property):
+    """Relative error of o, dq, dk, dv against fp64. Pieces are rounded to bf16 before they are merged in fp32."""
+    seq, wants, errors = 512, exact(torch.bfloat16, seq=512), {}
+    for c in (1, 2, 4, 8):
+        for style in STYLES:
+            results = pool.run(c, "test_cp:attended", style=style, block="flash", dtype=torch.bfloat16, seq=seq)
+            errors[style, c] = [((have.double() - want).norm() / want.norm()).item()
+                                for have, want in zip(put_together(results, seq), wants)]
+    print()
+    for (style, c), row in errors.items():
+        print(f"{style:9s} c {c}   o {row[0]:.2e}   dq {row[1]:.2e}   dk {row[2]:.2e}   dv {row[3]:.2e}")
+        assert all(error <= 2 * alone for error, alone in zip(row, errors["ulysses", 1]))
+
+
+# ---- what travels, what stays, and when ------------------------------------------------------------------------------
+
+def metered(style: str, seq: int = S) -> dict:
+    group, c = dist.group.WORLD, dist.get_world_size()
+    mine = cp.places(seq, c, dist.get_rank())
+    q, k, v, do = (x[:, :, mine].contiguous() for x in inputs(torch.float32, seq=seq))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    core = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+    attend = ContextParallel(group, style, seq, None, torch.float32, FLASH_CPU, core)
+    meter, out = Meter(), {}
+    meter.label("given", q, k, v, do)
+    collectives.sent.clear()
+    with meter:
+        o = attend(q, k, v)
+        out["kept"], out["peak forward"] = meter.live()["other"], meter.peak["other"]
+        out["sent forward"] = collectives.sent.pop(collectives.name(group), 0)
+        o.backward(do)
+        out["sent backward"] = collectives.sent.pop(collectives.name(group), 0)
+    return out
+
+
+@pytest.mark.parametrize("c", [2, 4, 8])
+@pytest.mark.parametrize("style", STYLES)
+def test_bytes_sent_are_those_of_the_table(pool, style, c):
+    s, e = B * S // c, 4
+    q, k = N * D, K * D
+    if style == "ulysses":
+        copies = c // math.gcd(c, K)
+        both = 2 * [(c - 1) * s * (2 * q + 2 * k * copies) * e // c]
+    else:
+        both = [(c - 1) * 2 * s * k * e, (c - 1) * 2 * s * k * (e + 4)]
+    for seen in pool.run(c, "test_cp:metered", style=style):
+        assert [seen["sent forward"], seen["sent backward"]] == both
+
+
+@pytest.mark.parametrize("style", ["ring", "allgather"])
+def test_what_is_kept_is_divided_and_what_comes_goes(pool, style):
+    """Kept: o and lse of the own tokens, besides q, k and v. On top of them: two parts of K and V, or all of them."""
+    for c in (2, 4):
+        s = B * S // c * 4
+        for seen in pool.run(c, "test_cp:metered", style=style):
+            assert seen["kept"] == s * (N * D + N)
+            arrived = 2 if style == "ring" else c
+            copies = 1 if style == "allgather" else 0  # the own part, as it is sent
+            block = s * (N * D + N) + s * N * D  # the result of a piece; what merging it takes
+            moving = seen["peak forward"] - seen["kept"]
+            there = (arrived + copies) * 2 * s * K * D
+            assert there <= moving <= there + block + 2 * s * N
+
+
+def order_of_events(style: str) -> list[str]:
+    events = []
+    usual, wait = cp.shift, collectives.Pending.wait
+
+    def shift(incoming, outgoing, group):
+        events.append("send")
+        return usual(incoming, outgoing, group)
+
+    def waited(pending):
+        if pending.works:
+            events.append("wait")
+        wait(pending)
+
+    def told(function, name):
+        def call(*args):
+            events.append(name)
+            return function(*args)
+        return call
+
+    q, k, v, do = (x[:, :, cp.places(S, dist.get_world_size(), dist.get_rank())] for x in inputs(torch.float64))
+    block = cp.Block(told(FLASH_CPU.forward, "forward"), told(FLASH_CPU.backward, "backward"))
+    attend = ContextParallel(dist.group.WORLD, "ring", S, None, torch.float64, block, None)
+    cp.shift, collectives.Pending.wait = shift, waited
+    try:
+        attend(q.requires_grad_(), k, v).backward(do)
+    finally:
+        cp.shift, collectives.Pending.wait = usual, wait
+    return events
+
+
+def test_keys_travel_while_those_before_them_are_used(pool):
+    forward = ["send", "forward", "wait"] * 2 + ["forward"]
+    backward = ["send", "backward", "wait", "send", "backward", "send", "wait", "backward", "wait", "send", "wait"]
+    for seen in pool.run(3, "test_cp:order_of_events", style="ring"):
+        assert seen == forward + backward
