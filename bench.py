@@ -63,8 +63,9 @@ def counted(build: Callable[[], Step]) -> dict[str, float]:
         meter.peak.clear()
         meter.collectives.clear()
         step()
-    times = [2 if call.name in ("allreduce_", "all_reduce") else 1 for call in meter.collectives]
-    sent = sum(call.bytes * factor * (n - 1) / n for call, factor in zip(meter.collectives, times))
+    share = (n - 1) / n
+    times = {"allreduce_": 2 * share, "all_reduce": 2 * share, "send": 1, "recv_": 0}  # by others once: a share
+    sent = sum(call.bytes * times.get(call.name, share) for call in meter.collectives)
     return {"MB sent": sent / 1e6, "collectives": len(meter.collectives), "MB at rest": rest / 1e6,
             "MB at peak": meter.peak["all"] / 1e6}
 
