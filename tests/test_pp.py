@@ -1,0 +1,223 @@
+"""Pipeline schedules as data: complete, free of deadlock, as long and as large as the formulas, and torch's own."""
+import json
+import re
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import pytest
+from torch.distributed.pipelining import schedules
+
+import pp
+from pp import Action, Costs, Transfer, bubble, check, held, lower, simulate
+
+VALID = [(p, m) for p in range(1, 9) for m in range(1, 33)]
+
+
+def possible(schedule: str, p: int, m: int, v: int = 0, n: int = 0) -> pp.Plan | None:
+    try:
+        return pp.plan(schedule, p, m, v, n)
+    except ValueError:
+        return None
+
+
+def plans(schedule: str):
+    """Every plan of a schedule for p 1..8 and m 1..32 that is not refused."""
+    for p, m in VALID:
+        choices = [(0, 0)]
+        if schedule in ("interleaved", "zb1p"):
+            choices = [(v, n) for v in (1, 2, 3) for n in {min(p, m), min(m, p + 1), min(2 * p, m), m}]
+        for v, n in choices:
+            if plan := possible(schedule, p, m, v, n):
+                yield m, plan
+
+
+@pytest.mark.parametrize("schedule", pp.SCHEDULES)
+def test_everything_happens_once_in_order_and_nobody_waits_for_ever(schedule):
+    seen = 0
+    for m, plan in plans(schedule):
+        for actions in plan.ranks:
+            at = {action: i for i, action in enumerate(actions)}
+            assert len(at) == len(actions)
+            for op, stage, k in actions:
+                if op in "BI":
+                    assert at[Action("F", stage, k)] < at[Action(op, stage, k)]
+                if op == "W":
+                    assert at[Action("I", stage, k)] < at[Action("W", stage, k)]
+        where = {}
+        for r, actions in enumerate(plan.ranks):
+            for op, stage, k in actions:
+                assert plan.owner(stage, k) == r
+                where[op if op in "FW" else "B", stage, k] = op
+        splits = {key[1:] for key, op in where.items() if op == "I"}
+        pairs = {(stage, k) for stage in range(plan.stages) for k in range(m)}
+        assert {key[1:] for key in where if key[0] == "F"} == pairs == {key[1:] for key in where if key[0] == "B"}
+        assert {key[1:] for key in where if key[0] == "W"} == splits
+        lists = lower(plan)
+        check(lists)
+        sent = [(i, item) for i, items in enumerate(lists) for item in items if isinstance(item, Transfer)]
+        crossing = sum(plan.owner(s, k) != plan.owner(s + 1, k) for s in range(plan.stages - 1) for k in range(m))
+        assert len(sent) == 2 * 2 * crossing  # an activation and a gradient, each sent and received
+        seen += 1
+    assert seen > 40
+
+
+def test_a_plan_that_cannot_end_is_found():
+    plan = pp.plan("1f1b", 2, 2)
+    stuck = plan._replace(ranks=[[*reversed(plan.ranks[0])], plan.ranks[1]])
+    with pytest.raises(ValueError, match="ranks wait for each other: rank 0 before B0.1"):
+        lower(stuck)
+
+
+def test_transfers_just_before_their_use_would_block():
+    """What most often goes wrong: each rank receives when it needs something. Here both send first."""
+    lists = [[], []]
+    for r, actions in enumerate(pp.plan("1f1b", 2, 4).ranks):
+        for action in actions:
+            what = "F" if action.op == "F" else "B"
+            if (what, r) in (("F", 1), ("B", 0)):
+                lists[r].append(Transfer("receive", what, r, action.micro_batch, 1 - r))
+            lists[r].append(action)
+            if (what, r) in (("F", 0), ("B", 1)):
+                lists[r].append(Transfer("send", what, 1 - r, action.micro_batch, 1 - r))
+    with pytest.raises(ValueError, match="ranks wait for each other at"):
+        check(lists)
+
+
+def test_swapped_transfers_are_found():
+    lists = lower(pp.plan("afab", 2, 2))
+    receives = [i for i, item in enumerate(lists[1]) if isinstance(item, Transfer) and item.op == "receive"]
+    a, b = receives[:2]
+    lists[1][a], lists[1][b] = lists[1][b], lists[1][a]
+    with pytest.raises(ValueError, match="rank 0 sends"):
+        check(lists)
+
+
+@pytest.mark.parametrize("wrong, says", [
+    (("1f1c", 2, 4), "unknown, use one of afab"), (("1f1b", 2, 4, 2), "schedule 1f1b has 1"),
+    (("zb-v", 2, 4, 3), "schedule zb-v has 2"), (("interleaved", 4, 9, 3, 4), "the last one, too"),
+    (("interleaved", 4, 8, 2, 3), "must hold at least 4"), (("dualpipev", 4, 7), "needs at least 8 on 4 ranks"),
+    (("dualpipe", 3, 6), "needs even numbers of both")])
+def test_what_would_not_work_is_refused_with_what_would(wrong, says):
+    with pytest.raises(ValueError, match=says):
+        pp.plan(*wrong)
+
+
+# ---- time and memory ------------------------------------------------------------------------------------------------
+
+def test_bubbles_are_those_of_the_formulas():
+    """With m at least 2p - 1, where the pipeline is full; costs of a rank's time for all its stages."""
+    for p, m in [(p, m) for p, m in VALID if m >= 2 * p]:
+        for F, I, W in ((1, 1, 1), (1, 1.25, 0.75), (2, 2, 1)):
+            B = I + W
+
+            def of(schedule, v=1, n=0, p=p, m=m, costs=(F, I, W)):
+                return bubble(simulate(pp.plan(schedule, p, m, v, n), Costs(*(cost / v for cost in costs))))
+
+            assert of("afab") == pytest.approx((p - 1) * (F + B))
+            assert of("1f1b") == pytest.approx((p - 1) * (F + B))
+            assert of("zb-h1") == pytest.approx((p - 1) * (F + I - W))
+            for v in (2, 3):
+                for n in (p, 2 * p, m):
+                    if m % n == 0:
+                        assert of("interleaved", v, n) == pytest.approx((p - 1) * (F + B) / v)
+            if F == I == W:
+                assert of("zb-v", 2) == pytest.approx((p - 1) * F / 2)
+                if m % p == 0:
+                    assert of("zb1p", 2) == pytest.approx((p - 1) * (F + I - W) / 2)
+        spans = simulate(pp.plan("zb-h2", p, m))  # between its own first F and last W no rank waits
+        for rank in spans:
+            assert rank[-1].stop - rank[0].start == pytest.approx(3 * m)
+
+
+def test_activations_held_are_those_of_the_formulas():
+    for p, m in [(p, m) for p, m in VALID if m >= 2 * p]:
+        def most(schedule, v=0, n=0, p=p, m=m):
+            plan = pp.plan(schedule, p, m, v, n)
+            return [max(held(actions)) / (plan.stages // p) for actions in plan.ranks]
+
+        assert most("afab") == [m] * p
+        assert most("1f1b") == [p - r for r in range(p)]
+        for v in (2, 3) if m % p == 0 else ():
+            assert most("interleaved", v) == pytest.approx([((v - 1) * p + 2 * (p - 1 - r) + 1) / v for r in range(p)])
+        assert max(most("zb-h1")) == max(most("zb-v")) == p
+        assert m % p or max(most("zb1p", 2)) == p
+        assert max(most("zb-h2")) == 2 * p - 1
+        assert max(most("dualpipev")) == pytest.approx(p + 0.5)
+        if p % 2 == 0 and m % 2 == 0:
+            assert max(most("dualpipe")) == p + 1
+    plan = pp.plan("zb-h1", 4, 8)  # with half of it needed until W
+    assert [max(held(actions, 0.5)) for actions in plan.ranks] == [4, 3.5, 3, 2.5]
+
+
+BY_HAND = {  # 4 ranks, 8 micro-batches, F, I and W of a stage one unit each: makespan, the last rank's order
+    "afab": (33, "F0 F1 F2 F3 F4 F5 F6 F7 B0 B1 B2 B3 B4 B5 B6 B7"),
+    "1f1b": (33, "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7"),
+    "zb-h1": (27, "F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 F6 I6 W3 F7 I7 W4 W5 W6 W7"),
+    "zb-h2": (27, "F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 F6 I6 W0 F7 I7 W1 W2 W3 W4 W5 W6 W7")}
+
+
+@pytest.mark.parametrize("schedule", BY_HAND)
+def test_four_ranks_as_drawn_by_hand(schedule):
+    makespan, order = BY_HAND[schedule]
+    plan = pp.plan(schedule, 4, 8)
+    assert max(rank[-1].stop for rank in simulate(plan)) == makespan
+    assert " ".join(f"{op}{k}" for op, _, k in plan.ranks[3]) == order
+    assert [span.start for span in (rank[0] for rank in simulate(plan))] == [0, 1, 2, 3]
+
+
+# ---- torch's own ----------------------------------------------------------------------------------------------------
+
+def of_torch(name: str, p: int, m: int, v: int) -> list[list[str]]:
+    rounds = max(1, m // p)
+    fake = SimpleNamespace(pp_group_size=p, _n_microbatches=m, n_local_stages=v, num_stages=v * p, _num_stages=v * p,
+                           number_of_rounds=rounds, microbatches_per_round=m // rounds)
+    kind, out = getattr(schedules, name), []
+    for rank in range(p):
+        fake.rank = rank
+        ops = []
+        for action in kind._calculate_single_rank_operations(fake, rank):
+            parts = action.sub_actions if action is not None and action.sub_actions else (action,)
+            ops += [re.sub(r"(\d+)([FBIW])(\d+)", r"\2\1.\3", repr(part)) for part in parts if part is not None]
+        out.append(ops)
+    return out
+
+
+@pytest.mark.parametrize("schedule, name, v", [
+    ("interleaved", "ScheduleInterleaved1F1B", 2), ("interleaved", "ScheduleInterleaved1F1B", 3),
+    ("zb1p", "ScheduleInterleavedZeroBubble", 2), ("zb-v", "ScheduleZBVZeroBubble", 2),
+    ("dualpipev", "ScheduleDualPipeV", 2)])
+def test_the_order_is_that_of_torch(schedule, name, v):
+    compared = 0
+    for p, m in VALID:
+        rounds = max(1, m // p)  # what torch calls groups
+        n = m // rounds if schedule in ("interleaved", "zb1p") else 0
+        if p > 1 and m % rounds == 0 and (plan := possible(schedule, p, m, v, n)):
+            assert [[str(action) for action in actions] for actions in plan.ranks] == of_torch(name, p, m, v)
+            compared += 1
+    assert compared > 40
+
+
+# ---- pictures -------------------------------------------------------------------------------------------------------
+
+def test_pictures_show_every_action(tmp_path, capsys):
+    files = f"--svg {tmp_path / 'a.svg'} --trace {tmp_path / 'a.json'}"
+    pp.main(f"--schedule zb-v --pp 4 --micro-batches 8 {files}".split())
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if line.startswith("rank")]) == 4
+    assert lines[-1].startswith("zb-v: 51 units of time, the worst rank idle for 3 of them (5.9%), holding up to 4 ")
+    plan = pp.plan("zb-v", 4, 8)
+    count = sum(len(actions) for actions in plan.ranks)
+    root = ElementTree.parse(tmp_path / "a.svg").getroot()
+    boxes = [box for box in root if box.tag.endswith("rect")]
+    assert len(boxes) == count + 4  # and the legend
+    events = json.loads((tmp_path / "a.json").read_text())
+    assert len(events) == count and {event["tid"] for event in events} == {0, 1, 2, 3}
+    for r, actions in enumerate(plan.ranks):
+        assert [event["name"] for event in events if event["tid"] == r] == [str(action) for action in actions]
+
+
+def test_a_wrong_request_is_one_line(capsys):
+    with pytest.raises(SystemExit) as stop:
+        pp.main("--schedule dualpipev --pp 4 --micro-batches 4".split())
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "pp.py: 4 micro-batches: schedule dualpipev needs at least 8 on 4 ranks\n"
