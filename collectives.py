@@ -11,7 +11,7 @@ What a rank sends for x, which is `bytes` long and belongs to n ranks, as a ring
     reduce_scatter     (n-1)/n bytes       x is the whole
     all_gather         (n-1)   bytes       x is the shard
     all_to_all                 bytes less what stays here
-    shift                      bytes
+    shift, send                bytes
 
 `sent` adds them up by the name of the group. A group of None or of one rank is the identity and sends nothing.
 """
@@ -45,6 +45,9 @@ class Pending:
     def __init__(self, work: dist.Work | list[dist.Work] | None, *tensors: torch.Tensor):
         self.works = work if isinstance(work, list) else [work] if work is not None else []
         self.tensors = tensors if self.works else ()
+
+    def completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
 
     def wait(self) -> None:
         for work in self.works:
@@ -122,6 +125,19 @@ def shift(incoming: torch.Tensor, outgoing: torch.Tensor, group: Group) -> Pendi
     works = dist.batch_isend_irecv([dist.P2POp(dist.isend, outgoing, group=group, group_peer=(me + 1) % n),
                                     dist.P2POp(dist.irecv, incoming, group=group, group_peer=(me - 1) % n)])
     return Pending(works, incoming, outgoing)
+
+
+def send(x: torch.Tensor, peer: int, group: Group) -> Pending:
+    """Begin to send x to a rank of the group. All that two ranks exchange must be issued by both in the same order."""
+    assert x.is_contiguous()
+    sent[name(group)] += nbytes(x)
+    return Pending(dist.isend(x, group=group, group_dst=peer), x)
+
+
+def receive(x: torch.Tensor, peer: int, group: Group) -> Pending:
+    """Begin to fill x with what a rank of the group sends."""
+    assert x.is_contiguous()
+    return Pending(dist.irecv(x, group=group, group_src=peer), x)
 
 
 def name(group: Group) -> str:

@@ -79,7 +79,11 @@ class Grid:
     cp_style: str = setting("allgather", "keys and values come all at once, or round a ring; or tokens go for heads",
                             ("allgather", "ring", "ulysses"))
     tp: int = setting(1, "tensor parallel ranks")
-    pp: int = setting(1, "pipeline stages")
+    pp: int = setting(1, "pipeline ranks: each has the layers of one stage, or of several")
+    schedule: str = setting("1f1b", "in which order pipeline ranks do what; python pp.py draws them",
+                            ("afab", "1f1b", "interleaved", "zb-h1", "zb1p", "zb-v", "dualpipev"))
+    chunks: int = setting(0, "pipeline stages a rank; 0: as many as the schedule needs")
+    pp_group: int = setting(0, "micro-batches that go through a rank's stages together; 0: one for each pipeline rank")
     ep: int = setting(1, "expert parallel ranks")
     zero: int = setting(0, "what data parallel ranks share out: 1 optimizer state, 2 and gradients, 3 and weights",
                         (0, 1, 2, 3))
@@ -301,10 +305,12 @@ def check_model(model: Model) -> None:
 
 
 def check_grid(grid: Grid, model: Model, world: int) -> None:
-    for axis, name in dict(pp="pipeline", ep="expert").items():
-        size = getattr(grid, axis)
-        need(size == 1, f"--{axis} {size}: {name} parallelism is not built yet, use --{axis} 1")
-    need_positive(grid, "tp", "cp")
+    need(grid.ep == 1, f"--ep {grid.ep}: expert parallelism is not built yet, use --ep 1")
+    need_positive(grid, "tp", "cp", "pp")
+    need_not_negative(grid, "chunks", "pp_group")
+    check_pipeline(grid, model)
+    need(world % grid.pp == 0, f"--pp {grid.pp} does not divide {world} ranks: use one of {divisors(world)}")
+    world //= grid.pp  # from here on the ranks of a stage
     need(world % grid.tp == 0, f"--tp {grid.tp} does not divide {world} ranks: use one of {divisors(world)}")
     check_tensor_parallel(grid, model)
     rest = world // grid.tp
@@ -315,8 +321,10 @@ def check_grid(grid: Grid, model: Model, world: int) -> None:
         grid.dp = rest // grid.cp
     need_positive(grid, "dp")
     ranks = grid.dp * grid.cp * grid.tp
-    need(ranks == world, f"--dp {grid.dp} x --cp {grid.cp} x --tp {grid.tp} need {ranks} ranks, and there are {world}: "
-                         f"use --dp {rest // grid.cp}, or torchrun --nproc_per_node={ranks}")
+    stages = f" x --pp {grid.pp}" if grid.pp > 1 else ""
+    need(ranks == world,
+         f"--dp {grid.dp} x --cp {grid.cp} x --tp {grid.tp}{stages} need {ranks * grid.pp} ranks, and there are "
+         f"{world * grid.pp}: use --dp {rest // grid.cp}, or torchrun --nproc_per_node={ranks * grid.pp}")
     need_not_negative(grid, "bucket_mb")
     need_positive(grid, "dp_replicate")
     need(grid.dp % grid.dp_replicate == 0,
@@ -325,6 +333,19 @@ def check_grid(grid: Grid, model: Model, world: int) -> None:
          f"--dp-replicate {grid.dp_replicate} needs something that is sharded: use --zero 1, 2 or 3")
     need(grid.dp_replicate == 1 or grid.dp_replicate < grid.dp,
          f"--dp-replicate {grid.dp_replicate} leaves shards of one rank at --dp {grid.dp}: use less, or --zero 0")
+
+
+def check_pipeline(grid: Grid, model: Model) -> None:
+    """Fill in the number of stages a rank; what a schedule demands of micro-batches is checked with the batch."""
+    two, many = grid.schedule in ("zb-v", "dualpipev"), grid.schedule in ("interleaved", "zb1p")
+    if grid.chunks == 0:
+        grid.chunks = 2 if (two or many) and grid.pp > 1 else 1
+    need(grid.pp > 1 or grid.chunks == 1, f"--chunks {grid.chunks} without --pp: there is nothing to take turns with")
+    need(grid.pp == 1 or many or grid.chunks == (2 if two else 1),
+         f"--chunks {grid.chunks}: --schedule {grid.schedule} has {2 if two else 1} a rank, interleaved and zb1p any")
+    stages = grid.pp * grid.chunks
+    need(model.layers >= stages, f"--pp {grid.pp} with {grid.chunks} stages a rank cuts {model.layers} layers into "
+                                 f"{stages} stages: use less, or --layers {stages}")
 
 
 def check_tensor_parallel(grid: Grid, model: Model) -> None:

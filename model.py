@@ -26,8 +26,10 @@ from torch import nn
 from torch.autograd import Function
 
 import config
+from collectives import all_reduce, receive, send
 from cp import FLASH_CPU, WRITTEN_OUT, ContextParallel, padded
-from param import Groups, Spec, accumulate_grad, at_least_fp32, parameter, size
+from param import Groups, Spec, accumulate_grad, at_least_fp32, parameter, rank, size
+from pp import Pipeline, one_stage
 from recompute import Arena, Part, Recomputed, kept, llama_layer
 from tp import TensorParallel, column, cross_entropy, embed, row, whole_rows
 
@@ -164,7 +166,7 @@ class Shared(NamedTuple):
 class Embedding(nn.Module):
     def __init__(self, model: config.Model, make):
         super().__init__()
-        self.table = make(Spec("embedding", (model.vocab, model.hidden), {"tp": 0}, std=0.02))
+        self.table = make(table_of(model))
 
     def forward(self, tokens, tp):  # T -> T/t H
         return embed(tokens, self.table, tp)
@@ -253,18 +255,25 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
+    """table: of the embedding, if it is tied and here."""
+
     def __init__(self, model: config.Model, make, table: nn.Parameter | None, how: str | int):
         super().__init__()
         self.eps = model.norm_eps
         self.norm = make(gain("norm", model.hidden, {"tp": how}))
-        self.weight = table
-        if table is None:
-            self.weight = make(Spec("head", (model.vocab, model.hidden), {"tp": 0}, std=0.02))
+        own = table_of(model) if model.tied else Spec("head", (model.vocab, model.hidden), {"tp": 0}, std=0.02)
+        self.weight = make(own) if table is None else table
 
     def forward(self, x, shared):  # T/t H -> T V/t
         normalise = partial(norm, weight=self.norm, eps=self.eps)
         x, before = (x, normalise) if shared.selective else (normalise(x), None)
         return column(x, self.weight, tp=shared.tp, before=before, defer=False)
+
+
+def table_of(model: config.Model) -> Spec:
+    """A tied table may be on two pipeline ranks, that of the first stage and that of the last, each with a term of its
+    gradient."""
+    return Spec("embedding", (model.vocab, model.hidden), {"tp": 0} | ({"tie": "sum"} if model.tied else {}), std=0.02)
 
 
 def gain(name: str, width: int, along: dict) -> Spec:
@@ -274,15 +283,18 @@ def gain(name: str, width: int, along: dict) -> Spec:
 class Llama(nn.Module):
     """groups: the grid. attention: "auto", "sdpa" or "math". recompute: "none", "selective" or "full".
 
-    cp_style: see cp.py. sequence, ring, keep: how tensor parallel ranks share, see tp.py. z_loss: see cross_entropy.
+    pipeline: which stages this rank has; None: everything is one. cp_style: see cp.py. z_loss: see cross_entropy.
+    sequence, ring, keep: how tensor parallel ranks share, see tp.py.
     Parameters have no memory yet: an optimizer's `load` gives it to them and fills it from a source.
     """
 
     def __init__(self, model: config.Model, groups: Groups, dtype: torch.dtype = torch.float32,
                  device: torch.device | str = "cpu", attention: str = "auto", recompute: str = "none",
                  sequence: bool = True, ring: bool = False, z_loss: float = 0.0, keep: bool = False,
-                 cp_style: str = "allgather"):
+                 cp_style: str = "allgather", pipeline: Pipeline | None = None):
         super().__init__()
+        self.pipeline = pipeline or one_stage(model.layers)
+        self.stages, self.last = self.pipeline.stages, self.pipeline.last
         make = partial(parameter, groups=groups, dtype=dtype, device=device)
         t = size(groups.get("tp"))
         self.tp = TensorParallel(groups.get("tp"), sequence and t > 1, ring and t > 1, keep and t > 1)
@@ -290,17 +302,25 @@ class Llama(nn.Module):
         self.model, self.dtype, self.wide, self.z_loss = model, dtype, at_least_fp32(dtype), z_loss
         self.recompute, self.arena, self.attention = recompute, None, attention
         self.cp, self.cp_style = groups.get("cp"), cp_style
-        self.embedding = Embedding(model, make)
-        self.blocks = nn.ModuleList(Block(layer, model, make, t, how) for layer in range(model.layers))
-        self.head = Head(model, make, self.embedding.table if model.tied else None, how)
+        layers = sorted(layer for stage in self.stages.values() for layer in stage)
+        self.embedding = Embedding(model, make) if 0 in self.stages else None
+        self.blocks = nn.ModuleDict({str(layer): Block(layer, model, make, t, how) for layer in layers})
+        self.head = None
+        if self.last in self.stages:
+            table = self.embedding.table if model.tied and self.embedding else None
+            self.head = Head(model, make, table, how)
 
-    def units(self) -> list[nn.Module]:
-        """What is reduced, gathered and freed together, in forward order."""
-        return [self.embedding, *self.blocks, self.head]
+    def chunks(self) -> dict[int, list[nn.Module]]:
+        """For each stage what is reduced, gathered and freed together, in forward order."""
+        return {stage: [*([self.embedding] if stage == 0 else []), *(self.blocks[str(layer)] for layer in layers),
+                        *([self.head] if stage == self.last else [])] for stage, layers in self.stages.items()}
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None,
-                documents: torch.Tensor | None = None, cache: "Cache | None" = None) -> torch.Tensor:
+                documents: torch.Tensor | None = None, cache: "Cache | None" = None, stage: int = 0,
+                x: torch.Tensor | None = None) -> torch.Tensor:
         """Logits B S V/t of tokens B S: those of the part of the vocabulary that this rank holds.
+
+        stage: with several, one of them, from x, T/t H, which the one before gave; the last gives logits.
 
         positions: S or B S, by default 0, 1, 2 … documents: B S, numbers of the documents, which do not see each other.
         With context parallelism tokens and positions are this rank's, as cp.cut gives them, and documents are all.
@@ -308,22 +328,30 @@ class Llama(nn.Module):
         """
         assert cache is None or documents is None, "what is sampled is one document"
         tp = self.tp if cache is None else TensorParallel(self.tp.group)
-        before = len(cache) if cache is not None else 0
+        before = cache.count(self.stages[stage][0]) if cache is not None else 0
         if positions is None:
             positions = torch.arange(before, before + tokens.shape[1], device=tokens.device)
         attend = self.attends(tokens, before, documents, whole=cache is not None)
         shared = Shared(tp, angles(positions, self.model, self.wide), attend, cache, self.recompute == "selective")
-        x = self.embedding(tokens.flatten(), tp)
+        if stage == 0:
+            x = self.embedding(tokens.flatten(), tp)
         arena = self.checkpoints(x) if self.recompute == "full" and x.requires_grad else None
-        for block in self.blocks:
-            x = block(x, shared, arena)
-        return self.head(x, shared).unflatten(0, tokens.shape)
+        for layer in self.stages[stage]:
+            x = self.blocks[str(layer)](x, shared, arena)
+        return self.head(x, shared).unflatten(0, tokens.shape) if stage == self.last else x
 
     def loss(self, tokens: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor | None = None,
-             documents: torch.Tensor | None = None) -> torch.Tensor:
-        """The sum of the losses of all tokens, the same on every tensor parallel rank. labels: B S, or IGNORED."""
-        return cross_entropy(self(tokens, positions, documents), labels, z_loss=self.z_loss,
-                             held=self.head.weight.box[0], group=self.tp.group)
+             documents: torch.Tensor | None = None, stage: int = 0, x: torch.Tensor | None = None) -> torch.Tensor:
+        """The sum of the losses of all tokens, the same on every tensor parallel rank; of a stage but the last, what it
+        gives the next. labels: B S, or IGNORED."""
+        y = self(tokens, positions, documents, stage=stage, x=x)
+        if stage < self.last:
+            return y
+        return cross_entropy(y, labels, z_loss=self.z_loss, held=self.head.weight.box[0], group=self.tp.group)
+
+    def between(self, tokens: torch.Tensor, sequence: bool = True) -> tuple[int, int]:
+        """The shape of what goes from stage to stage, of tokens B S. sequence: cut, if tensor parallelism cuts it."""
+        return tokens.numel() // (size(self.tp.group) if self.tp.sequence and sequence else 1), self.model.hidden
 
     def attends(self, tokens: torch.Tensor, before: int, documents: torch.Tensor | None, whole: bool) -> Callable:
         """What computes attention of tokens B s, with `before` others cached. whole: on every rank all of them."""
@@ -345,7 +373,8 @@ class Llama(nn.Module):
     def checkpoints(self, x: torch.Tensor) -> Arena:
         """Where blocks keep inputs like x. Ranks that hold the same x share each; all else would make new storages."""
         if self.arena is None or self.arena.shape != x.shape:
-            self.arena = Arena(len(self.blocks), x.detach(), None if self.tp.sequence else self.tp.group)
+            slots = self.pipeline.in_flight * max(len(layers) for layers in self.stages.values())
+            self.arena = Arena(slots, x.detach(), None if self.tp.sequence else self.tp.group)
         return self.arena
 
 
@@ -357,8 +386,8 @@ class Cache:
     def __init__(self):
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def __len__(self) -> int:
-        return self.layers[0][0].shape[1] if self.layers else 0
+    def count(self, layer: int) -> int:
+        return self.layers[layer][0].shape[1] if layer in self.layers else 0
 
     def extend(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Append k and v, B S K D, and return all there are."""
@@ -374,14 +403,30 @@ def sample(model: Llama, tokens: torch.Tensor, count: int, temperature: float = 
     generator = torch.Generator().manual_seed(seed)
     cache, new = Cache(), tokens
     for _ in range(count):
-        logits = whole_rows(model(new, cache=cache)[:, -1], model.model.vocab, model.tp.group).float().cpu()
-        if temperature == 0:
-            new = logits.argmax(-1, keepdim=True)
-        else:
-            new = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
-        new = new.to(tokens.device)
+        logits = through_stages(model, new, cache)
+        new = torch.zeros_like(tokens[:, :1])
+        if logits is not None:
+            logits = whole_rows(logits[:, -1], model.model.vocab, model.tp.group).float().cpu()
+            if temperature == 0:
+                new.copy_(logits.argmax(-1, keepdim=True))
+            else:
+                new.copy_(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+        all_reduce(new, model.pipeline.group)  # one pipeline rank has it, the others zeros
         tokens = torch.cat((tokens, new), 1)
     return tokens
+
+
+def through_stages(model: Llama, tokens: torch.Tensor, cache: Cache) -> torch.Tensor | None:
+    """Logits, on the pipeline rank that has the last stage; each runs its stages when its turn comes."""
+    group, owners, x = model.pipeline.group, model.pipeline.owners, None
+    for stage in model.stages:
+        if stage and owners[stage - 1] != rank(group):
+            x = torch.empty(model.between(tokens, sequence=False), dtype=model.dtype, device=tokens.device)
+            receive(x, owners[stage - 1], group).wait()
+        x = model(tokens, cache=cache, stage=stage, x=x)
+        if stage < model.last and owners[stage + 1] != rank(group):
+            send(x, owners[stage + 1], group).wait()
+    return x if model.last in model.stages else None
 
 
 # ---- costs ----------------------------------------------------------------------------------------------------------
@@ -403,8 +448,9 @@ def flops_per_token(model: config.Model, seq: int, causal: bool = False) -> floa
     return 6 * n + (scores / 2 if causal else scores)
 
 
-def activation_bytes(settings: config.Config, dtype: torch.dtype) -> int:
-    """Bytes that the forward of one micro-batch keeps on a rank for its backward (without masks of documents)."""
+def activation_bytes(settings: config.Config, dtype: torch.dtype, pipeline: Pipeline | None = None) -> int:
+    """Bytes that forwards keep on a rank for their backwards (without masks of documents): of one micro-batch, or of as
+    many as a pipeline rank has in flight."""
     model, grid, recompute, attention = (settings.model, settings.grid, settings.precision.recompute,
                                          settings.precision.attention)
     t, one, wide = grid.tp, dtype.itemsize, at_least_fp32(dtype).itemsize
@@ -417,9 +463,12 @@ def activation_bytes(settings: config.Config, dtype: torch.dtype) -> int:
     logits = -(-model.vocab // t) * one + 3 * wide
     indices = 2 * 9  # into the table and into the vocabulary
     blocks = kept(layer, recompute, t, grid.sp or recompute == "full")  # ranks share even equal inputs
-    token = model.layers * blocks + norm / (t if grid.sp else 1) + logits + indices
-    if grid.sp_keep and recompute != "selective":
-        token += model.hidden * one * (1 - 1 / t)  # the head's
+    pipeline = pipeline or one_stage(model.layers)
+    token = pipeline.in_flight * max(len(layers) for layers in pipeline.stages.values()) * blocks
+    if pipeline.last in pipeline.stages:
+        token += norm / (t if grid.sp else 1) + logits + indices
+        if grid.sp_keep and recompute != "selective":
+            token += model.hidden * one * (1 - 1 / t)
     if recompute == "full" and t > 1 and not grid.sp:
         token += model.hidden * one  # one input put together again
     masks = seq * seq if attention == "math" and not pieces else 0

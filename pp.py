@@ -35,11 +35,16 @@ Letters: p ranks, m micro-batches, v stages a rank, s stages in all.
     python pp.py --schedule zb-v --pp 4 --micro-batches 8 [--svg plan.svg] [--trace plan.json]
 """
 import argparse
-import json
 import sys
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import NamedTuple
+
+import torch
+
+import timeline
+from collectives import Group, receive, send
+from param import backward_input, backward_weight, rank, waiting
 
 
 class Action(NamedTuple):
@@ -350,57 +355,136 @@ def held(actions: list[Action], after_input: float = 1.0) -> list[float]:
     return out
 
 
-# ---- pictures -------------------------------------------------------------------------------------------------------
+# ---- the engine -----------------------------------------------------------------------------------------------------
 
-COLORS = {"F": ("#7aa6da", 110), "B": ("#8cc98c", 114), "I": ("#5fb7b0", 73), "W": ("#c9b458", 179)}
+class Engine:
+    """Runs a rank's part of any plan; one stage and no group are the plan of gradient accumulation.
 
+    An output is needed by the next stage alone: what stays here is its edge into the graph, so its memory is freed
+    once it is sent. Receives are issued in the plan's order, into memory of their own, and waited for where used.
+    """
 
-def draw(spans: list[list[Span]], width: int = 3, color: bool = True) -> str:
-    """A row a rank, `width` characters a unit of time, a number a micro-batch; a rank's later stages are underlined."""
-    lines = []
-    for r, rank in enumerate(spans):
-        line, at, first = f"rank {r:2d} ", 0, min(span.action.stage for span in rank)
-        for action, start, stop in rank:
-            begin, end = round(start * width), round(stop * width)
-            text = f"{'' if color else action.op}{action.micro_batch}".center(end - begin - 1)[:end - begin - 1]
-            line += " " * (begin - at)
-            if color:
-                underline = "4;" if action.stage != first else ""
-                line += f"\033[{underline}48;5;{COLORS[action.op][1]};30m{text}\033[0m "
+    def __init__(self, plan: Plan, group: Group = None, device: torch.device | str = "cpu"):
+        lists = lower(plan)
+        self.items, self.last, self.group, self.device = lists[rank(group)], plan.stages - 1, group, device
+        self.backwards = backwards(plan.ranks[rank(group)])
+        pairs = {tuple(sorted((r, item.peer))) for r, items in enumerate(lists) for item in items
+                 if isinstance(item, Transfer)}
+        for pair in sorted(pairs):  # NCCL makes a communicator a pair at its first use: all ranks in one order
+            if rank(group) in pair:
+                first, second = pair if rank(group) == pair[0] else reversed(pair)
+                word = torch.zeros(1, device=device)
+                (send if first < second else receive)(word, second, group).wait()
+
+    def run(self, forward: Callable, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """forward(stage, micro-batch, x) -> y. shape, dtype: of what goes from stage to stage; x is None at the first
+        stage, and at the last y is the loss, on which backward begins."""
+        alive, made, arriving, leaving = {}, {}, {}, []
+
+        def take(*key):
+            if key in made:
+                return made.pop(key)
+            x, pending = arriving.pop(key)
+            pending.wait()
+            return x
+
+        for item in self.items:
+            leaving = [pending for pending in leaving if not pending.completed()]
+            if isinstance(item, Transfer):
+                key = item.what, item.stage, item.micro_batch
+                if item.op == "send":
+                    leaving.append(send(made.pop(key).contiguous(), item.peer, self.group))
+                else:
+                    x = torch.empty(shape, dtype=dtype, device=self.device)
+                    arriving[key] = x, receive(x, item.peer, self.group)
+                continue
+            op, stage, k = item
+            if op == "F":
+                x = take("F", stage, k).requires_grad_(torch.is_grad_enabled()) if stage else None
+                y = forward(stage, k, x)
+                if y.requires_grad:
+                    alive[stage, k] = x, torch.autograd.graph.get_gradient_edge(y)
+                if stage < self.last:
+                    made["F", stage + 1, k] = y.detach()
+                x = y = None
+            elif op == "W":
+                backward_weight((stage, k))
             else:
-                line += text + " "
-            at = end
-        lines.append(line.rstrip())
-    return "\n".join(lines)
+                x, edge = alive.pop((stage, k))
+                grad = take("B", stage, k) if stage < self.last else None
+                if op == "I":
+                    backward_input((stage, k), edge, grad)
+                else:
+                    torch.autograd.backward(edge, grad)
+                if stage:
+                    made["B", stage - 1, k] = x.grad
+                x = edge = grad = None
+        for pending in leaving:
+            pending.wait()
+        assert not (alive or made or arriving or waiting()), "something was computed that nobody used"
 
 
-def svg(spans: list[list[Span]], unit: float = 24.0) -> str:
-    """The same as a picture. Lighter: a rank's later stages."""
-    end = max(rank[-1].stop for rank in spans)
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{end * unit + 70:.0f}" height="{len(spans) * 26 + 44}" '
-           'font-family="sans-serif" font-size="11">']
-    for r, rank in enumerate(spans):
-        first = min(span.action.stage for span in rank)
-        out.append(f'<text x="4" y="{r * 26 + 21}">rank {r}</text>')
-        for (op, stage, k), start, stop in rank:
-            x, wide, opacity = 56 + start * unit, (stop - start) * unit, 1 if stage == first else 0.6
-            out.append(f'<rect x="{x:.1f}" y="{r * 26 + 6}" width="{wide:.1f}" height="22" fill="{COLORS[op][0]}" '
-                       f'fill-opacity="{opacity}" stroke="white"/><text x="{x + wide / 2:.1f}" y="{r * 26 + 21}" '
-                       f'text-anchor="middle">{k}</text>')
-    words = {"F": "forward", "B": "backward", "I": "of the input", "W": "of the weights"}
-    for i, (op, word) in enumerate(words.items()):
-        y = len(spans) * 26 + 14
-        out.append(f'<rect x="{56 + i * 120}" y="{y}" width="14" height="14" fill="{COLORS[op][0]}"/>'
-                   f'<text x="{76 + i * 120}" y="{y + 11}">{word}</text>')
-    return "\n".join([*out, "</svg>"])
+class Pipeline:
+    """A rank's stages, and engines for every number of micro-batches.
+
+    plan_of: micro-batches -> plan. cuts: the layers of every stage. most: micro-batches that a step has at most.
+    """
+
+    def __init__(self, plan_of: Callable[[int], Plan], cuts: list[range], most: int = 1, group: Group = None,
+                 device: torch.device | str = "cpu"):
+        self.plan_of, self.group, self.device, self.engines = plan_of, group, device, {}
+        largest, me = plan_of(most), rank(group)
+        self.owners = largest.owners[0]
+        self.stages = {stage: cut for stage, cut in enumerate(cuts) if self.owners[stage] == me}
+        self.last, self.in_flight = len(cuts) - 1, int(max(held(largest.ranks[me])))
+
+    def engine(self, micro_batches: int, evaluating: bool = False) -> Engine:
+        key = micro_batches, evaluating
+        if key not in self.engines:
+            whole = self.plan_of(micro_batches)
+            self.engines[key] = Engine(forwards(whole) if evaluating else whole, self.group, self.device)
+        return self.engines[key]
 
 
-def chrome_trace(spans: list[list[Span]], unit_us: float = 1000.0) -> str:
-    """For chrome://tracing or Perfetto: a thread a rank."""
-    return json.dumps([dict(name=str(action), cat=action.op, ph="X", pid=0, tid=r, ts=start * unit_us,
-                            dur=(stop - start) * unit_us)
-                       for r, rank in enumerate(spans) for action, start, stop in rank])
+def one_stage(layers: int, **others) -> Pipeline:
+    """No pipeline: a forward and a backward in turns."""
+    return Pipeline(lambda micro_batches: plan("1f1b", 1, micro_batches), [range(layers)], **others)
 
+
+def forwards(plan: Plan) -> Plan:
+    """What is left of a plan for an evaluation."""
+    return plan._replace(ranks=[[action for action in actions if action.op == "F"] for actions in plan.ranks])
+
+
+def partition(layers: int, stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
+    """Which layers each stage has, at least one: the largest work of a stage as small as possible.
+
+    first, last: work of the embedding and of the head, in units of a layer. Of equally good cuts the one that gives
+    early stages fewer, since they hold the activations of more micro-batches.
+    """
+    if not 1 <= stages <= layers:
+        raise ValueError(f"{layers} layers cannot be cut into {stages} stages: use 1 to {layers}")
+
+    extra = [first * (stage == 0) + last * (stage == stages - 1) for stage in range(stages)]
+
+    def filled(limit: float) -> list[int] | None:
+        """Layers of each stage if late stages take what they can; one more than the limit only where it is the only."""
+        left, counts = layers, []
+        for stage in reversed(range(stages)):
+            count = max(1, min(left - stage, int(limit - extra[stage] + 1e-9))) if stage else left
+            if count > 1 and count + extra[stage] > limit + 1e-9:
+                return None
+            counts.insert(0, count)
+            left -= count
+        return counts
+
+    limits = sorted({count + more for count in range(1, layers + 1) for more in {0, first, last, first + last}})
+    counts = next(counts for limit in limits if (counts := filled(limit)))
+    ends = [sum(counts[:i]) for i in range(stages + 1)]
+    return [range(start, stop) for start, stop in zip(ends, ends[1:])]
+
+
+# ---- the demo: a drawing --------------------------------------------------------------------------------------------
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description="Draw a pipeline schedule.")
@@ -420,10 +504,10 @@ def main(arguments: list[str]) -> None:
     check(lower(chosen))
     spans = simulate(chosen, Costs(*args.costs))
     end, v = max(rank[-1].stop for rank in spans), chosen.stages // args.pp
-    print(draw(spans, color=sys.stdout.isatty()))
+    print(timeline.draw(spans, color=sys.stdout.isatty()))
     print(f"\n{args.schedule}: {end:g} units of time, the worst rank idle for {bubble(spans):g} of them "
           f"({bubble(spans) / end:.1%}), holding up to {max(max(held(r)) for r in chosen.ranks) / v:g} micro-batches")
-    for file, text in ((args.svg, svg), (args.trace, chrome_trace)):
+    for file, text in ((args.svg, timeline.svg), (args.trace, timeline.chrome_trace)):
         if file:
             with open(file, "w") as out:
                 out.write(text(spans))

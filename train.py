@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Iterable
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -34,11 +35,12 @@ from data import BYTES_SEPARATOR, Corpus, MicroBatch, Samples
 from dp import composition
 from model import Llama, activation_bytes, flops_per_token, parameter_count, sample
 from param import Groups, at_least_fp32, draw, rank, size
+from pp import Pipeline, Plan, partition, plan
 from recompute import extra_flops, llama_layer
 from tp import IGNORED
 from zero import Optimizer, bytes_held
 
-AXES = ("world", "data", "replicate", "dp", "cp", "tp", "kv", "kv_copy")
+AXES = ("world", "pp", "tie", "data", "replicate", "dp", "cp", "tp", "kv", "kv_copy")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 # Peak dense TFLOP/s in bf16 and fp16, by words of the name that the driver gives; the first fits. From data sheets.
@@ -68,28 +70,45 @@ def choose_device(asked: str) -> tuple[torch.device, str]:
 def build_groups(grid: config.Grid, kv_heads: int = 1, timeout_s: float = 600) -> Groups:
     """The groups of every axis, created in the same order on every rank; None where a rank is alone.
 
-    world: everybody. data: all that have other tokens, replicate x dp. dp: those that share out optimizer state. cp:
-    the innermost of these, which have parts of the same sequences. tp: those that share layers; where they are more
-    than kv_heads, kv: one for each head, kv_copy: those of a head.
+    world: everybody. pp: those that have other layers; tie: of these, the two that have a tied table. data: all that
+    have other tokens, replicate x dp. dp: those that share out optimizer state; cp: the innermost of these, which have
+    parts of the same sequences. tp: those that share layers; where they are more than kv_heads, kv: one for each head,
+    kv_copy: those of a head.
     """
     groups: Groups = dict.fromkeys(AXES)
     if not dist.is_initialized():
         return groups
     shards, heads = grid.dp // grid.dp_replicate, kv_heads if grid.tp > kv_heads else grid.tp
-    replicate, shard, cp, kv, kv_copy = range(5)
-    shape = grid.dp_replicate, shards, grid.cp, heads, grid.tp // heads
+    pp, replicate, shard, cp, kv, kv_copy = range(6)
+    shape = grid.pp, grid.dp_replicate, shards, grid.cp, heads, grid.tp // heads
     ranks = torch.arange(math.prod(shape)).view(shape)
-    axes = {"data": (replicate, shard, cp), "replicate": (replicate,), "dp": (shard, cp), "cp": (cp,),
+    axes = {"pp": (pp,), "data": (replicate, shard, cp), "replicate": (replicate,), "dp": (shard, cp), "cp": (cp,),
             "tp": (kv, kv_copy)}
     if grid.tp > kv_heads:
         axes |= {"kv": (kv,), "kv_copy": (kv_copy,)}
     for axis, along in axes.items():
-        others = [i for i in range(5) if i not in along]
+        others = [i for i in range(6) if i not in along]
         members = ranks.permute(*others, *along).flatten(len(others)).flatten(0, -2)  # a group a row
         if members.shape[1] > 1:
             timeout = datetime.timedelta(seconds=timeout_s)
             groups[axis], _ = dist.new_subgroups_by_enumeration(members.tolist(), timeout=timeout)
+            if axis == "pp" and grid.schedule not in ("zb-v", "dualpipev"):  # whose last stage is beside the first
+                groups["tie"], _ = dist.new_subgroups_by_enumeration(members[:, [0, -1]].tolist(), timeout=timeout)
     return groups | {"world": dist.group.WORLD}
+
+
+def plan_of(grid: config.Grid, micro_batches: int) -> Plan:
+    """Who does what in a step. Raises ValueError if the schedule cannot have so many micro-batches."""
+    return plan(grid.schedule if grid.pp > 1 else "1f1b", grid.pp, micro_batches, grid.chunks, grid.pp_group)
+
+
+def pipeline(settings: config.Config, group: collectives.Group, device: torch.device | str = "cpu") -> Pipeline:
+    """Layers cut into stages of equal work; the head counts for as many layers as have its FLOPs."""
+    model, grid, batch = settings.model, settings.grid, settings.batch
+    layer = sum(part.flops for part in llama_layer(model, batch.seq, torch.float32))
+    cuts = partition(model.layers, grid.pp * grid.chunks, last=2 * model.vocab * model.hidden / layer)
+    most = max(sequences for sequences, _ in config.ramp(batch)) // batch.micro_batch // grid.dp
+    return Pipeline(partial(plan_of, grid), cuts, most, group, device)
 
 
 def moments_dtype(settings: config.Config, dtype: torch.dtype) -> torch.dtype:
@@ -100,8 +119,8 @@ def build(settings: config.Config, groups: Groups, device: torch.device, dtype: 
     """The model and its optimizer, filled with the seed's weights."""
     grid, optim, precision = settings.grid, settings.optim, settings.precision
     model = Llama(settings.model, groups, dtype, device, precision.attention, precision.recompute, grid.sp,
-                  grid.async_tp, optim.z_loss, grid.sp_keep, grid.cp_style)
-    optimizer = Optimizer({0: model.units()}, groups, grid.bucket_mb, grid.zero, optim.optimizer, optim.betas,
+                  grid.async_tp, optim.z_loss, grid.sp_keep, grid.cp_style, pipeline(settings, groups["pp"], device))
+    optimizer = Optimizer(model.chunks(), groups, grid.bucket_mb, grid.zero, optim.optimizer, optim.betas,
                           weight_decay=optim.weight_decay, clip=optim.clip, moments=moments_dtype(settings, dtype),
                           last=model.head)
     optimizer.load(draw(optim.seed))
@@ -118,26 +137,43 @@ def gradients(model: Llama, optimizer: Optimizer, micro_batches: list[MicroBatch
     """
     valid = sum((batch.labels != IGNORED).sum() for batch in micro_batches)
     counted = collectives.all_reduce(valid, groups["data"], async_op=True)  # under way during the first forward
-    optimizer.begin({0: len(micro_batches)})
-    total = 0
-    for batch in micro_batches:
-        loss = model.loss(batch.tokens, batch.labels, batch.positions, batch.documents)
+    total = torch.zeros((), dtype=model.wide, device=valid.device)
+
+    def forward(stage: int, k: int, x: torch.Tensor | None) -> torch.Tensor:
+        batch = micro_batches[k]
+        y = model.loss(batch.tokens, batch.labels, batch.positions, batch.documents, stage, x)
+        if stage < model.last:
+            return y
         counted.wait()
-        optimizer.scaled(loss / valid.clamp(min=1)).backward()
-        total = total + loss.detach()
+        total.add_(y.detach())
+        return optimizer.scaled(y / valid.clamp(min=1))
+
+    engine = model.pipeline.engine(len(micro_batches))
+    optimizer.begin(engine.backwards)
+    engine.run(forward, model.between(micro_batches[0].tokens), model.dtype)
+    counted.wait()
     optimizer.finish()
-    collectives.all_reduce(total, groups["data"])
+    for axis in ("data", "pp"):  # one pipeline rank has it, the others zeros
+        collectives.all_reduce(total, groups[axis])
     return total / valid.clamp(min=1)
 
 
 @torch.no_grad()
-def evaluate(model: Llama, micro_batches: Iterable[MicroBatch], groups: Groups) -> float:
+def evaluate(model: Llama, rounds: Iterable[list[MicroBatch]], groups: Groups) -> float:
     """The mean loss over all valid tokens of all ranks' micro-batches, of which each rank gives equally many."""
     summed = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)  # losses, tokens
-    for batch in micro_batches:
-        summed[0] += model.loss(batch.tokens, batch.labels, batch.positions, batch.documents)
-        summed[1] += (batch.labels != IGNORED).sum()
-    collectives.all_reduce(summed, groups["data"])
+    for micro_batches in rounds:
+        def forward(stage: int, k: int, x: torch.Tensor | None, given=micro_batches) -> torch.Tensor:
+            batch = given[k]
+            y = model.loss(batch.tokens, batch.labels, batch.positions, batch.documents, stage, x)
+            if stage == model.last:
+                summed.add_(torch.stack((y.double(), (batch.labels != IGNORED).sum().double())))
+            return y
+
+        engine = model.pipeline.engine(len(micro_batches), evaluating=True)
+        engine.run(forward, model.between(micro_batches[0].tokens), model.dtype)
+    for axis in ("data", "pp"):
+        collectives.all_reduce(summed, groups[axis])
     return (summed[0] / summed[1].clamp(min=1)).item()
 
 
@@ -174,21 +210,25 @@ def sequences_at(tokens: int, ramp: list[tuple[int, float]]) -> int:
 
 def first_lines(settings: config.Config, groups: Groups, device: str, dtype: torch.dtype, samples: Samples) -> str:
     grid, batch, precision = settings.grid, settings.batch, settings.precision
+    stages = pipeline(settings, groups.get("pp"))
+    chunks = Llama(settings.model, groups, pipeline=stages).chunks()
     buckets = [sum(param.numel() for param in bucket) for bucket in
-               composition({0: Llama(settings.model, groups).units()}, 0 if grid.zero == 3 else grid.bucket_mb)]
+               composition(chunks, 0 if grid.zero == 3 else grid.bucket_mb)]
     shards = grid.dp // grid.dp_replicate * grid.cp
     moments = moments_dtype(settings, dtype) if settings.optim.optimizer == "adamw" else None
     memory = bytes_held(buckets, grid.zero, shards, dtype, moments)
-    memory["activations"] = activation_bytes(settings, dtype)
+    memory["activations"] = activation_bytes(settings, dtype, stages)
     state = ("", "optimizer state", "gradients, optimizer state", "weights, gradients, optimizer state")[grid.zero]
     copies = f" in {grid.dp_replicate} replicas" if grid.dp_replicate > 1 else ""
     layers = "the whole model" if grid.tp == 1 else f"1/{grid.tp} of every layer and " + (
         f"1/{grid.tp} of the tokens between layers" if grid.sp else "all tokens between layers")
+    if grid.pp > 1:
+        layers = f"{grid.chunks} of {grid.pp * grid.chunks} stages ({grid.schedule}), of these {layers}"
     sequences, _ = config.ramp(batch)[0]
     accumulated = sequences // batch.micro_batch // grid.dp
     return "\n".join((
         f"device  {device}, {precision.dtype}",
-        f"grid    dp {grid.dp} x cp {grid.cp} x tp {grid.tp}, zero {grid.zero}: a rank holds {layers}"
+        f"grid    pp {grid.pp} x dp {grid.dp} x cp {grid.cp} x tp {grid.tp}, zero {grid.zero}: a rank holds {layers}"
         + (f", 1/{shards} of that of {state}{copies}" if shards > 1 and grid.zero else "")
         + f", and reads 1/{grid.dp} of the sequences" + (f", 1/{grid.cp} of each" if grid.cp > 1 else ""),
         f"batch   global batch {sequences} = micro {batch.micro_batch} x accum {accumulated} x dp {grid.dp}; "
@@ -252,9 +292,10 @@ def train(settings: config.Config, samples: Samples, unseen: Samples | None, dev
     model, optimizer = build(settings, groups, device, dtype)
 
     def validation_loss() -> float:
-        at_once, wanted = batch.micro_batch * settings.grid.dp, min(data.eval_steps * ramp[0][0], unseen.windows)
-        return evaluate(model, (micro_batch.to(device) for first in range(0, wanted, at_once) for micro_batch in
-                                share(unseen, first, at_once, settings, groups, wanted)), groups)
+        at_once, wanted = ramp[0][0], min(data.eval_steps * ramp[0][0], unseen.windows)
+        return evaluate(model, ([micro_batch.to(device) for micro_batch in
+                                 share(unseen, first, at_once, settings, groups, wanted)]
+                                for first in range(0, wanted, at_once)), groups)
 
     ramp, seen, skipped = config.ramp(batch), 0, 0  # seen: samples so far, the whole state of the data
     flops, causal_flops = (flops_per_token(settings.model, batch.seq, causal) for causal in (False, True))
@@ -309,6 +350,8 @@ def main(settings: config.Config) -> None:
     progress, run = Progress(), settings.run
     try:  # what the user can mend, and every rank finds alike
         device, why = choose_device(run.device)
+        for sequences, _ in config.ramp(settings.batch):
+            plan_of(settings.grid, sequences // settings.grid.dp // settings.batch.micro_batch)
         samples = open_samples(settings, settings.data.data, settings.optim.seed)
         unseen = open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
     except ValueError as error:

@@ -69,7 +69,7 @@ def held(flags: str, dtype: torch.dtype) -> dict:
         with meter:
             train.gradients(model, optimizer, share, groups)
             optimizer.step(1e-3)
-    for unit in model.units():  # let the last all-gather of stages 1 and 2 arrive
+    for unit in model.chunks()[0]:  # let the last all-gather of stages 1 and 2 arrive
         optimizer.gather(unit, None)
         optimizer.free(unit)
     rest, meter.peak = meter.live(), type(meter.peak)()
@@ -153,7 +153,7 @@ def one_step(dtype: torch.dtype, clip: float) -> list[tuple]:
 def evaluated() -> int:
     """Bytes of gathered weights that an evaluation at stage 3 leaves behind, weights being shards before it."""
     settings, groups, model, optimizer, share = built("--global-batch 8 --micro-batch 2 --zero 3", torch.float32)
-    train.evaluate(model, share, groups)
+    train.evaluate(model, [share], groups)
     return sum(bucket.weights.untyped_storage().nbytes() for bucket in optimizer.buckets)
 
 

@@ -31,7 +31,13 @@ WRONG = [  # ranks, command line, what the line must say
     (2, "--async-tp", "--async-tp at --tp 1: it hides the exchanges of sequence parallelism"),
     (2, "--tp 2 --no-sp --async-tp", "--async-tp at --tp 2 --no-sp"),
     (1, "--recompute some", "--recompute: invalid choice: 'some'"),
-    (8, "--pp 2", "--pp 2: pipeline parallelism is not built yet, use --pp 1"),
+    (8, "--pp 3", "--pp 3 does not divide 8 ranks: use one of 1, 2, 4, 8"),
+    (8, "--pp 8", "--pp 8 with 1 stages a rank cuts 4 layers into 8 stages: use less, or --layers 8"),
+    (4, "--pp 4 --schedule zb-v", "--pp 4 with 2 stages a rank cuts 4 layers into 8 stages: use less, or --layers 8"),
+    (2, "--pp 2 --chunks 2", "--chunks 2: --schedule 1f1b has 1 a rank, interleaved and zb1p any"),
+    (2, "--chunks 2", "--chunks 2 without --pp: there is nothing to take turns with"),
+    (8, "--pp 2 --tp 4 --dp 2", "--dp 2 x --cp 1 x --tp 4 x --pp 2 need 16 ranks, and there are 8: use --dp 1"),
+    (2, "--pp 2 --schedule zb-h2", "--schedule: invalid choice: 'zb-h2'"),
     (8, "--ep 2", "--ep 2: expert parallelism is not built yet, use --ep 1"),
     (8, "--zero 4", "--zero: invalid choice: 4 (choose from 0, 1, 2, 3)"),
     (8, "--zero 1 --dp-replicate 3", "--dp-replicate 3 does not divide --dp 8: use one of 1, 2, 4, 8"),
@@ -106,10 +112,10 @@ def run(command: str) -> subprocess.CompletedProcess:
 
 
 def test_a_real_run_answers_before_torch_is_imported():
-    done = run("-X importtime train.py --pp 2")
+    done = run("-X importtime train.py --ep 2")
     assert done.returncode == 2
     lines = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
-    assert lines == ["train.py: --pp 2: pipeline parallelism is not built yet, use --pp 1"]
+    assert lines == ["train.py: --ep 2: expert parallelism is not built yet, use --ep 1"]
     assert "torch" not in done.stderr.replace(lines[0], "")
 
 

@@ -141,7 +141,7 @@ def ways_to_sum() -> tuple[torch.Tensor, torch.Tensor]:
         for p in llama.parameters():
             p.data = param.draw(0)(p.spec, p.box).double() * 10
         if bucketed:
-            replicas = DataParallel({0: llama.units()}, groups, 0.01)
+            replicas = DataParallel(llama.chunks(), groups, 0.01)
             replicas.begin({0: 1})
         llama.loss(tokens, tokens).backward()
         if bucketed:

@@ -29,7 +29,7 @@ def architecture(flags: str) -> config.Model:
 
 def filled(model: config.Model, source: Source | None = None, dtype=torch.float64, attention="auto") -> Llama:
     llama = Llama(model, ALONE, dtype, attention=attention)
-    optimizer = Optimizer({0: llama.units()}, ALONE)
+    optimizer = Optimizer(llama.chunks(), ALONE)
     optimizer.load(source or wide)
     optimizer.begin({0: 1})
     return llama

@@ -300,7 +300,7 @@ MUTANTS = [
            'return {"steps": self.steps} | (', 'return {} | (',
            "tests/test_zero.py::test_state_leaves_one_grid_and_enters_another[]"),
     Mutant("sampling that restarts its positions", "model.py",
-           "before = len(cache) if cache is not None else 0", "before = 0",
+           "before = cache.count(self.stages[stage][0]) if cache is not None else 0", "before = 0",
            "tests/test_model.py::test_sampling_with_the_cache_equals_sampling_without[" +
            "--layers 2 --hidden 48 --heads 6 --kv-heads 3 --head-dim 10 --ffn 56 --vocab 61]"),
 ]

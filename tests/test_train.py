@@ -35,7 +35,7 @@ def test_a_run_says_what_it_does_and_learns(tmp_path):
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("device  cpu (there is no GPU here), one process, fp32")
-    assert lines[1].startswith("grid    dp 1 x cp 1 x tp 1, zero 0: a rank holds the whole model")
+    assert lines[1].startswith("grid    pp 1 x dp 1 x cp 1 x tp 1, zero 0: a rank holds the whole model")
     assert lines[2] == "batch   global batch 16 = micro 16 x accum 1 x dp 1; 512 tokens a step"
     assert lines[3].startswith("model   tiny: 34,016 parameters; a rank needs about ")
     assert lines[4].startswith("data    ")
@@ -74,6 +74,7 @@ def test_every_grid_trains_evaluates_and_samples_as_one_process(pool, tmp_path):
     outcomes.append((metrics(tmp_path / "torchrun"), done.stdout))
     grids = [(1, "--micro-batch 1"), (4, "--micro-batch 2 --zero 3"), (4, "--zero 1"), (2, "--micro-batch 8 --tp 2"),
              (3, "--micro-batch 8 --cp 3 --cp-style ring"), (2, "--cp 2 --cp-style ulysses"),
+             (4, "--micro-batch 2 --pp 2 --schedule zb-h1 --zero 3"), (2, "--micro-batch 4 --pp 2"),
              (4, "--cp 2 --tp 2 --zero 3"), (4, "--micro-batch 2 --tp 2 --zero 3")]
     for i, (ranks, grid) in enumerate(grids):
         printed = pool.run(ranks, "test_train:trained", flags=f"{flags} {grid} --metrics {tmp_path / str(i)}")
@@ -192,8 +193,8 @@ def test_the_first_lines_count_what_a_rank_holds():
 def test_neighbours_share_layers_then_shards_and_replicas_are_far_apart(pool):
     seen = pool.run(8, "test_train:ranks_of_groups", flags="--tp 2 --zero 1 --dp-replicate 2 --kv-heads 1")
     assert seen[5] == dict(world=[0, 1, 2, 3, 4, 5, 6, 7], data=[1, 3, 5, 7], replicate=[1, 5], dp=[5, 7], cp=None,
-                           tp=[4, 5], kv=None, kv_copy=[4, 5])
+                           pp=None, tie=None, tp=[4, 5], kv=None, kv_copy=[4, 5])
     assert [ranks["dp"] for ranks in seen] == [[0, 2], [1, 3]] * 2 + [[4, 6], [5, 7]] * 2
     seen = pool.run(8, "test_train:ranks_of_groups", flags="--tp 2 --cp 2 --kv-heads 1")
     assert seen[5] == dict(world=[0, 1, 2, 3, 4, 5, 6, 7], data=[1, 3, 5, 7], replicate=None, dp=[1, 3, 5, 7],
-                           cp=[5, 7], tp=[4, 5], kv=None, kv_copy=[4, 5])
+                           cp=[5, 7], pp=None, tie=None, tp=[4, 5], kv=None, kv_copy=[4, 5])
