@@ -1,6 +1,7 @@
 """Ours beside what one would use instead: the same work, taking turns, so that both see the same machine.
 
     python bench.py train                               a training step, beside transformers' Llama with fused AdamW
+    torchrun --nproc_per_node=4 bench.py pp             a step of a pipeline, beside torch.distributed.pipelining
     torchrun --nproc_per_node=4 bench.py cp             attention of one long sequence in three styles, beside keys
                                                         and values gathered by torch and its attention with a mask
     torchrun --nproc_per_node=4 bench.py dp zero tp     the same step on 4 ranks, beside DistributedDataParallel,
@@ -24,14 +25,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed.pipelining import PipelineStage, schedules
 
 import collectives
 import config
+import pp
 import train
 from cp import FLASH_CPU, STYLES, ContextParallel
 from data import MicroBatch
 from meter import Meter
-from param import rank, size
+from param import Spec, parameter, rank, size
+from tp import TensorParallel, column, row
 
 Step = Callable[[], None]
 
@@ -267,7 +271,73 @@ def bench_cp(flags: list[str]) -> None:
                 repeats=5, steps=1)
 
 
-BENCHES = {"train": bench_train, "dp": bench_dp, "zero": bench_zero, "tp": bench_tp, "cp": bench_cp}
+class Stage(torch.nn.Module):
+    """Three times x + down(tanh(up(x))): with our layers, or with torch's."""
+
+    def __init__(self, ours: bool, width: int = 256):
+        super().__init__()
+        self.ours, shapes = ours, ((4 * width, width), (width, 4 * width))
+        if ours:
+            self.weights = torch.nn.ParameterList(parameter(Spec(f"{i}", shape), {}, torch.float32)
+                                                  for i, shape in enumerate(3 * shapes))
+            for weight in self.weights:
+                weight.data = torch.randn(weight.shape) / 64
+        else:
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(shape[1], shape[0], bias=False) for shape in 3 * shapes)
+
+    def forward(self, x):
+        for i in (0, 2, 4):
+            if self.ours:
+                tp = TensorParallel()
+                x = x + row(torch.tanh(column(x, self.weights[i], tp=tp)), self.weights[i + 1], tp)
+            else:
+                x = x + self.layers[i + 1](torch.tanh(self.layers[i](x)))
+        return x
+
+
+def pipelined(schedule: str, kind: str | None, tokens: int = 512, width: int = 256, m: int = 8) -> Step:
+    """kind: the class of torch's schedule; None: ours."""
+    group, p = dist.group.WORLD, dist.get_world_size()
+    plan = pp.plan(schedule, p, m)
+    mine = [stage for stage, owner in enumerate(plan.owners[0]) if owner == dist.get_rank()]
+    chunks, x = {stage: Stage(kind is None) for stage in mine}, torch.randn(m * tokens, width)
+    if kind is None:
+        engine = pp.Engine(plan, group)
+
+        def forward(stage: int, k: int, given: torch.Tensor | None) -> torch.Tensor:
+            y = chunks[stage](x[k * tokens:(k + 1) * tokens] if given is None else given)
+            return y.square().sum() if stage == plan.stages - 1 else y
+
+        def run() -> None:
+            engine.run(forward, (tokens, width), torch.float32)
+    else:
+        example = torch.randn(tokens, width)
+        stages = [PipelineStage(chunks[stage], stage, plan.stages, torch.device("cpu"), (example,), (example,),
+                                group=group) for stage in mine]
+        given = stages if len(stages) > 1 else stages[0]
+        steps = getattr(schedules, kind)(given, m, lambda y, target: y.square().sum(), scale_grads=False)
+
+        def run() -> None:
+            first, last = ((x,) if 0 in chunks else ()), (x if plan.stages - 1 in chunks else None)
+            steps.step(*first, target=last, return_outputs=False)
+
+    def step() -> None:
+        for chunk in chunks.values():
+            for param in chunk.parameters():
+                param.grad = None
+        run()
+
+    return step
+
+
+def bench_pp(flags: list[str]) -> None:
+    for schedule, kind in (("1f1b", "Schedule1F1B"), ("interleaved", "ScheduleInterleaved1F1B"),
+                           ("zb1p", "ScheduleInterleavedZeroBubble"), ("zb-v", "ScheduleZBVZeroBubble")):
+        ours, theirs = (partial(pipelined, schedule, whose) for whose in (None, kind))
+        compare({f"penteract, {schedule}": ours, kind: theirs}, 8 * 512, repeats=5, steps=3)
+
+
+BENCHES = {"train": bench_train, "dp": bench_dp, "zero": bench_zero, "tp": bench_tp, "cp": bench_cp, "pp": bench_pp}
 
 
 def main(chosen: list[str], flags: list[str]) -> None:

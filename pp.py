@@ -4,356 +4,56 @@ Saves: all but 1/p of weights, gradients, optimizer state and work, with little 
 Costs: ranks wait while the pipeline fills and drains (the bubble), and hold activations of several micro-batches.
 Stops helping when: there are not many more micro-batches than ranks, or layers cannot be cut into equal work.
 
-A schedule is data: for each rank a list of (op, stage, micro-batch), op one of
+When ranks wait is decided by the order in which each does its forwards and backwards: the schedule, which is data, a
+list of (op, stage, micro-batch) for each rank, and whose kinds schedules.py has. One engine runs any of them. On three
+ranks, four micro-batches, forwards numbered and backwards in brackets:
 
-    F  forward     B  backward     I  the half of it that gives the gradient of the input     W  that of the weights
+    gpipe   1  2  3  4             (1)(2)(3)(4)        1f1b    1  2  3       (1) 4 (2)   (3)   (4)
+               1  2  3  4       (1)(2)(3)(4)                      1  2    (1) 3 (2) 4 (3)   (4)
+                  1  2  3  4 (1)(2)(3)(4)                            1 (1) 2 (2) 3 (3) 4 (4)
 
-Nothing waits for a W but the end of the step, so W can fill bubbles: that is the whole idea of "zero bubble". Most
-schedules differ by two numbers only: how many forwards a rank does before its first backward, `warmup`, and how many
-backwards later a W follows its I, `lag`. With p ranks, rank r, m micro-batches, v stages a rank and groups of n:
+Both wait equally long, but 1f1b holds the activations of three micro-batches at most, not of all.
 
-                    warmup                   lag    bubble a rank              activations held, at most
-    afab            all                      -      (p-1)(F+B)                 m
-    1f1b            p-1-r                    -      (p-1)(F+B)                 p
-    interleaved     2(p-1-r) + (v-1)n        -      (p-1)(F+B)/v               p + (p-1)/v, for n = p
-    zb-h1           p-1-r                    r      (p-1)(F+I-W)               p
-    zb-h2           2(p-1-r)                 2r     (p-1)(F+I-2W)              2p-1
-    zb1p            (p-1-r) + (v-1)n         r      (p-1)(F+I-W)/v             p
-    zb-v            two stages a rank, r and 2p-1-r: the last is beside the first, and backward starts early
-    dualpipev       the same places, filled so that a forward and a backward can run at the same time
-    dualpipe        two pipelines through the same ranks in opposite directions, two copies of the weights
+What makes it right, and is easily got wrong:
+- The loss is divided once, by the tokens of the whole batch, where it is computed; no stage knows of the others.
+- Two ranks must issue what they exchange in one order, or each waits for the other: `lower` writes both ends down.
+- What a stage gave is needed by the next one alone: only its edge into the graph stays, and the memory is freed.
+- Half a backward is the door's doing (param.py): weight gradients that come through it wait in a queue until W.
+- A tied table is in the first stage and in the last: two terms of one gradient, summed after the data ranks' sum.
 
-F, B, I, W in the table: a rank's time for all its stages; activations in units of all its layers, for one micro-batch.
-Interleaving goes through its stages in groups of n micro-batches: n = p is depth first, n = m breadth first, what lies
-between Llama 3's. With H2 no rank pauses between its first F and last W, yet the step takes as long as with H1 if at
-its end everybody waits for the norm of the gradient: so it is drawn here and not run, as is dualpipe.
+Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B, interleaved); Qi et al. 2023 (halves of a backward).
+Letters: p ranks, m micro-batches.
 
-Huang et al. 2019 (GPipe: afab); Narayanan et al. 2021 (1F1B, interleaved); Llama Team 2024, section 3.3.2 (any n); Qi
-et al. 2023 and 2024 (zero bubble: H1, H2; V); DeepSeek-AI 2024, section 3.2.1, and the repository DualPipe.
-Letters: p ranks, m micro-batches, v stages a rank, s stages in all.
-
-    python pp.py --schedule zb-v --pp 4 --micro-batches 8 [--svg plan.svg] [--trace plan.json]
+    python pp.py --schedule zb-v --pp 4 --micro-batches 8 [--svg plan.svg] [--trace plan.json]     as simulated
+    torchrun --nproc_per_node=4 pp.py --schedule zb-v                                              as measured
 """
 import argparse
+import os
 import sys
-from collections import Counter, deque
+import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 import timeline
-from collectives import Group, receive, send
-from param import backward_input, backward_weight, rank, waiting
-
-
-class Action(NamedTuple):
-    op: str
-    stage: int
-    micro_batch: int
-
-    def __str__(self) -> str:
-        return f"{self.op}{self.stage}.{self.micro_batch}"
-
-
-class Plan(NamedTuple):
-    """What each rank does, in order. owners: for each direction, the rank of every stage."""
-    ranks: list[list[Action]]
-    owners: list[list[int]]
-    micro_batches: int
-
-    @property
-    def stages(self) -> int:
-        return len(self.owners[0])
-
-    def owner(self, stage: int, micro_batch: int) -> int:
-        """The first micro-batches go in the first direction."""
-        return self.owners[micro_batch * len(self.owners) // self.micro_batches][stage]
-
-
-# ---- schedules ------------------------------------------------------------------------------------------------------
-
-def in_turns(p: int, m: int, v: int, n: int, warmup: Callable[[int], int], lag: Callable[[int], int] | None) -> Plan:
-    """Forwards until `warmup`, then one forward and one backward in turns, then the backwards that are left.
-
-    Rank r has the stages r, p + r, 2p + r … and goes through them in groups of n micro-batches. lag: see above.
-    """
-    table = [(chunk, k) for first in range(0, m, n) for chunk in range(v) for k in range(first, min(first + n, m))]
-    ranks = []
-    for r in range(p):
-        forwards = [Action("F", chunk * p + r, k) for chunk, k in table]
-        backwards = [((v - 1 - chunk) * p + r, k) for chunk, k in table]
-        before = min(len(table), warmup(r))
-        order = forwards[:before]
-        for i, backward in enumerate(backwards):
-            order += forwards[before + i:before + i + 1]
-            order.append(Action("I" if lag else "B", *backward))
-            if lag and i >= lag(r):
-                order.append(Action("W", *backwards[i - lag(r)]))
-        if lag:
-            order += [Action("W", *backward) for backward in backwards[max(0, len(table) - lag(r)):]]
-        ranks.append(order)
-    return Plan(ranks, [[stage % p for stage in range(v * p)]], m)
-
-
-class Order:
-    """The list of a rank that has two stages, written as "F0 F1" or "I1 W": op and which one; W takes the oldest I."""
-
-    def __init__(self, stages: tuple[int, int], m: int, numbers: tuple[int, int] = (0, 0)):
-        self.stages, self.m, self.numbers = stages, m, numbers  # numbers: where the micro-batches of each stage begin
-        self.count, self.left, self.actions = Counter(), deque(), []
-
-    def add(self, words: str, times: int = 1) -> None:
-        for word in words.split() * max(0, times):
-            if word == "W":
-                which, k = self.left.popleft()
-            else:
-                which = int(word[1])
-                k = self.count["F" if word[0] == "F" else "B", which]
-                self.count["F" if word[0] == "F" else "B", which] += 1
-                if word[0] == "I":
-                    self.left.append((which, k))
-            if k < self.m:
-                self.actions.append(Action(word[0], self.stages[which], self.numbers[which] + k))
-
-
-def v_shape(p: int) -> list[list[int]]:
-    return [[min(stage, 2 * p - 1 - stage) for stage in range(2 * p)]]
-
-
-def zb_v(p: int, m: int) -> Plan:
-    ranks, n = [], max(2 * p - 1, m)
-    for r in range(p):
-        order = Order((r, 2 * p - 1 - r), m)
-        order.add("F0", 2 * (p - r) - 1)
-        order.add("F1 F0", r)
-        order.add("F1 I1 W", p - r)
-        while order.count["F", 1] < n:
-            order.add("F0" if order.count["F", 0] < n else "")
-            order.add("I0 W F1 I1 W")
-        order.add("I0 I1", r)
-        rest = order.left  # from here on the weights of the one stage, then of the other
-        order.left = deque(pair for pair in rest if pair[0] == 0)
-        for _ in range(p - r):
-            order.add("I0 W")
-        order.left = deque([pair for pair in rest if pair[0] == 1] + list(order.left))
-        order.add("W", len(order.left))
-        ranks.append(order.actions)
-    return Plan(ranks, v_shape(p), m)
-
-
-def dual(order: Order, r: int, n: int, m: int) -> list[Action]:
-    """The eight steps of DualPipe for a rank that is r ranks away from where stage 0 of its order begins."""
-    order.add("F0", 2 * (n - r - 1))
-    order.add("F0 F1", r + 1)
-    order.add("I1 W F1", n - r - 1)
-    order.add("F0 B1 F1 B0", m - 2 * n + r + 1)  # a forward and the backward after it may run at the same time
-    order.add("B1 F1 B0", n - r - 1)
-    for i in range(r + 1):
-        order.add(f"{'I' if i > r // 2 else 'B'}1 {'I' if i >= (r + 1) // 2 else 'B'}0")
-    order.add("W I0", n - r - 1)
-    order.add("W", r + 1)
-    return order.actions
-
-
-def dual_pipe_v(p: int, m: int) -> Plan:
-    return Plan([dual(Order((r, 2 * p - 1 - r), m), r, p, m) for r in range(p)], v_shape(p), m)
-
-
-def dual_pipe(p: int, m: int) -> Plan:
-    """Half of the micro-batches enter at the first rank, half at the last."""
-    ranks, half = [], m // 2
-    for r in range(p):
-        near = min(r, p - 1 - r)
-        numbers = (0, half) if r < p // 2 else (half, 0)
-        ranks.append(dual(Order((near, p - 1 - near), half, numbers), near, p // 2, half))
-    return Plan(ranks, [list(range(p)), list(reversed(range(p)))], m)
-
-
-SCHEDULES = ("afab", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb1p", "zb-v", "dualpipev", "dualpipe")
-
-
-def plan(schedule: str, p: int, m: int, v: int = 0, n: int = 0) -> Plan:
-    """v: stages a rank, by default those the schedule needs; n: micro-batches a group, by default p, or m if not above.
-
-    Raises ValueError for what does not exist or would never end, with what would do.
-    """
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule {schedule}: unknown, use one of {', '.join(SCHEDULES)}")
-    many, two = schedule in ("interleaved", "zb1p"), schedule in ("zb-v", "dualpipev")
-    v = v or (2 if many or two else 1)
-    if not many and v != (2 if two else 1):
-        raise ValueError(f"{v} stages a rank: schedule {schedule} has {2 if two else 1}, interleaved and zb1p have any")
-    n = n or min(p, m)
-    if v > 1 and many and not (n == m or (n >= p and (m % n == 0 or m % n >= p))):
-        raise ValueError(f"groups of {n} of {m} micro-batches on {p} ranks would wait for each other for ever: groups "
-                         f"must hold at least {p}, the last one, too, or all {m}")
-    if schedule in ("dualpipev", "dualpipe") and m < 2 * p:
-        raise ValueError(f"{m} micro-batches: schedule {schedule} needs at least {2 * p} on {p} ranks")
-    if schedule == "dualpipe" and (p % 2 or m % 2):
-        raise ValueError(f"{m} micro-batches on {p} ranks: schedule dualpipe needs even numbers of both")
-    if schedule == "zb-v":
-        return zb_v(p, m)
-    if schedule == "dualpipev":
-        return dual_pipe_v(p, m)
-    if schedule == "dualpipe":
-        return dual_pipe(p, m)
-    warmup, lag = {
-        "afab": (lambda r: v * m, None),
-        "1f1b": (lambda r: p - 1 - r, None),
-        "interleaved": (lambda r: p - 1 - r if v == 1 else 2 * (p - 1 - r) + (v - 1) * n, None),
-        "zb-h1": (lambda r: p - 1 - r, lambda r: r),
-        "zb-h2": (lambda r: 2 * (p - 1 - r), lambda r: 2 * r),
-        "zb1p": (lambda r: p - 1 - r + (v - 1) * n, lambda r: r),
-    }[schedule]
-    return in_turns(p, m, v, n, warmup, lag)
-
-
-def backwards(actions: list[Action]) -> dict[int, int]:
-    """Stage -> how many backward passes a rank's list has for it."""
-    return dict(Counter(action.stage for action in actions if action.op in "BI"))
-
-
-# ---- sends and receives ---------------------------------------------------------------------------------------------
-
-class Transfer(NamedTuple):
-    """An activation on its way to `stage`, or a gradient. op: "send" or "receive"; peer: to or from which rank."""
-    op: str
-    what: str  # "F": an activation; "B": a gradient
-    stage: int  # which takes it
-    micro_batch: int
-    peer: int
-
-
-def depends_on(action: Action, stages: int) -> tuple[str, int, int] | None:
-    """What an action takes from a neighbour: ("F" or "B", the stage that makes it, micro-batch)."""
-    op, stage, k = action
-    if op == "F":
-        return ("F", stage - 1, k) if stage else None
-    return ("B", stage + 1, k) if op in "BI" and stage < stages - 1 else None
-
-
-def lower(plan: Plan) -> list[list[Action | Transfer]]:
-    """The lists with sends and receives, each written down on both ranks at the moment its sender is ready.
-
-    So any two ranks have their transfers in the same order, which is what NCCL needs: it matches them by order, and one
-    may block the next. Raises ValueError if ranks wait for each other for ever.
-    """
-    lists, position, done = [[] for _ in plan.ranks], [0] * len(plan.ranks), set()
-    left = sum(len(actions) for actions in plan.ranks)
-    while left:
-        before = left
-        for r, actions in enumerate(plan.ranks):
-            if position[r] == len(actions):
-                continue
-            action = actions[position[r]]
-            needs = depends_on(action, plan.stages)
-            own = ("F", action.stage, action.micro_batch)
-            if (needs and needs not in done) or (action.op in "BI" and own not in done):
-                continue
-            position[r], left = position[r] + 1, left - 1
-            lists[r].append(action)
-            if action.op == "W":
-                continue
-            what = "F" if action.op == "F" else "B"
-            done.add((what, action.stage, action.micro_batch))
-            to = action.stage + (1 if what == "F" else -1)
-            if 0 <= to < plan.stages and (peer := plan.owner(to, action.micro_batch)) != r:
-                lists[r].append(Transfer("send", what, to, action.micro_batch, peer))
-                lists[peer].append(Transfer("receive", what, to, action.micro_batch, r))
-        if left == before:
-            raise ValueError("ranks wait for each other: " + ", ".join(
-                f"rank {r} before {actions[position[r]]}" for r, actions in enumerate(plan.ranks)
-                if position[r] < len(actions)))
-    return lists
-
-
-def check(lists: list[list[Action | Transfer]]) -> None:
-    """Run through lowered lists where a send waits for its receive and a receive for its send, as NCCL may do it.
-
-    Raises ValueError if that never ends, or if what meets is not the same transfer.
-    """
-    position = [0] * len(lists)
-    while any(at < len(items) for at, items in zip(position, lists)):
-        moved = False
-        for r, items in enumerate(lists):
-            while position[r] < len(items) and isinstance(items[position[r]], Action):
-                position[r], moved = position[r] + 1, True
-        for r, items in enumerate(lists):
-            mine = items[position[r]] if position[r] < len(items) else None
-            if not isinstance(mine, Transfer) or mine.op != "send":
-                continue
-            peer = mine.peer
-            other = lists[peer][position[peer]] if position[peer] < len(lists[peer]) else None
-            if isinstance(other, Transfer) and other.op == "receive" and other.peer == r:
-                if other[1:4] != mine[1:4]:
-                    raise ValueError(f"rank {r} sends {mine} and rank {peer} receives {other}")
-                position[r], position[peer], moved = position[r] + 1, position[peer] + 1, True
-        if not moved:
-            raise ValueError(f"ranks wait for each other at {[items[at] for at, items in zip(position, lists)]}")
-
-
-# ---- time and memory ------------------------------------------------------------------------------------------------
-
-class Costs(NamedTuple):
-    """Time of a stage's forward and of the halves of its backward, and of sending what they give."""
-    forward: float = 1.0
-    input: float = 1.0
-    weight: float = 1.0
-    hop: float = 0.0
-
-    def of(self, op: str) -> float:
-        return {"F": self.forward, "B": self.input + self.weight, "I": self.input, "W": self.weight}[op]
-
-
-class Span(NamedTuple):
-    action: Action
-    start: float
-    stop: float
-
-
-UNIT = Costs()
-
-
-def simulate(plan: Plan, costs: Costs = UNIT) -> list[list[Span]]:
-    """When each rank does what, if it starts everything as soon as it has what it needs, in its order."""
-    spans, position, ready = [[] for _ in plan.ranks], [0] * len(plan.ranks), {}
-    left = sum(len(actions) for actions in plan.ranks)
-    while left:
-        for r, actions in enumerate(plan.ranks):
-            while position[r] < len(actions):
-                action = actions[position[r]]
-                needs = depends_on(action, plan.stages)
-                if needs and needs not in ready:
-                    break
-                free = spans[r][-1].stop if spans[r] else 0.0
-                arrived = 0.0
-                if needs:
-                    there = plan.owner(needs[1], action.micro_batch) == r
-                    arrived = ready[needs] + (0.0 if there else costs.hop)
-                start = max(free, arrived)
-                spans[r].append(Span(action, start, start + costs.of(action.op)))
-                if action.op != "W":
-                    ready["F" if action.op == "F" else "B", action.stage, action.micro_batch] = spans[r][-1].stop
-                position[r], left = position[r] + 1, left - 1
-    return spans
-
-
-def bubble(spans: list[list[Span]]) -> float:
-    """Time that the rank which waits longest waits, from the first start of all to the last end of all."""
-    end = max(rank[-1].stop for rank in spans)
-    return end - min(sum(span.stop - span.start for span in rank) for rank in spans)
-
-
-def held(actions: list[Action], after_input: float = 1.0) -> list[float]:
-    """Activations after each action, in units of a stage's of one micro-batch. after_input: what is left after an I."""
-    change = {"F": 1.0, "B": -1.0, "I": after_input - 1.0, "W": -after_input}
-    out, now = [], 0.0
-    for action in actions:
-        now += change[action.op]
-        out.append(now)
-    return out
-
+from collectives import Group, receive, send, world
+from param import accumulate_grad, backward_input, backward_weight, rank, size, waiting
+from schedules import (
+    SCHEDULES,
+    Action,
+    Costs,
+    Plan,
+    Span,
+    Transfer,
+    backwards,
+    bubble,
+    check,
+    held,
+    lower,
+    plan,
+    simulate,
+)
 
 # ---- the engine -----------------------------------------------------------------------------------------------------
 
@@ -368,6 +68,7 @@ class Engine:
         lists = lower(plan)
         self.items, self.last, self.group, self.device = lists[rank(group)], plan.stages - 1, group, device
         self.backwards = backwards(plan.ranks[rank(group)])
+        self.spans: list[Span] | None = None  # a list, to be told when each action began and ended
         pairs = {tuple(sorted((r, item.peer))) for r, items in enumerate(lists) for item in items
                  if isinstance(item, Transfer)}
         for pair in sorted(pairs):  # NCCL makes a communicator a pair at its first use: all ranks in one order
@@ -398,7 +99,7 @@ class Engine:
                     x = torch.empty(shape, dtype=dtype, device=self.device)
                     arriving[key] = x, receive(x, item.peer, self.group)
                 continue
-            op, stage, k = item
+            (op, stage, k), began = item, time.perf_counter()
             if op == "F":
                 x = take("F", stage, k).requires_grad_(torch.is_grad_enabled()) if stage else None
                 y = forward(stage, k, x)
@@ -419,6 +120,8 @@ class Engine:
                 if stage:
                     made["B", stage - 1, k] = x.grad
                 x = edge = grad = None
+            if self.spans is not None:
+                self.spans.append(Span(item, began, time.perf_counter()))
         for pending in leaving:
             pending.wait()
         assert not (alive or made or arriving or waiting()), "something was computed that nobody used"
@@ -486,10 +189,45 @@ def partition(layers: int, stages: int, first: float = 0.0, last: float = 0.0) -
 
 # ---- the demo: a drawing --------------------------------------------------------------------------------------------
 
+def measured(plan: Plan) -> list[list[Span]]:
+    """What the ranks that torchrun started did when, in stages that sleep 10 ms for an F, an I and a W: so even two
+    processors show how eight ranks wait for each other. In units of 10 ms from the first start, on every rank."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    weight.sink = None
+
+    class Sleep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            time.sleep(0.01)
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            time.sleep(0.01)
+            accumulate_grad(weight, lambda out: time.sleep(0.01))
+            return grad
+
+    def forward(stage: int, k: int, x: torch.Tensor | None) -> torch.Tensor:
+        return Sleep.apply(torch.zeros(1, requires_grad=True) if x is None else x)
+
+    with world() as group:
+        engine = Engine(plan, group)
+        engine.run(forward, (1,), torch.float32)  # what the first backward of a process makes takes longer than a step
+        dist.barrier()
+        engine.spans = []
+        engine.run(forward, (1,), torch.float32)
+        all_spans = [None] * size(group)
+        dist.all_gather_object(all_spans, engine.spans)
+    first = min(spans[0].start for spans in all_spans)
+    return [[Span(Action(*action), (start - first) * 100, (stop - first) * 100) for action, start, stop in spans]
+            for spans in all_spans]
+
+
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description="Draw a pipeline schedule.")
     parser.add_argument("--schedule", default="1f1b", choices=SCHEDULES)
-    parser.add_argument("--pp", type=int, default=4, metavar="P", help="ranks")
+    ranks = int(os.environ.get("WORLD_SIZE", 4))
+    parser.add_argument("--pp", type=int, default=ranks, metavar="P", help="ranks; under torchrun as many as there are")
     parser.add_argument("--micro-batches", type=int, default=8, metavar="M")
     parser.add_argument("--chunks", type=int, default=0, metavar="V", help="stages a rank; 0: what the schedule needs")
     parser.add_argument("--group", type=int, default=0, metavar="N", help="micro-batches a group of interleaving; 0: P")
@@ -498,11 +236,18 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--trace", metavar="FILE", help="write it for chrome://tracing here")
     args = parser.parse_args(arguments)
     try:
+        if "WORLD_SIZE" in os.environ and args.pp != ranks:
+            raise ValueError(f"--pp {args.pp}: torchrun started {ranks} ranks")
+        if "WORLD_SIZE" in os.environ and args.schedule in ("zb-h2", "dualpipe"):
+            raise ValueError(f"schedule {args.schedule} is drawn and not run")
         chosen = plan(args.schedule, args.pp, args.micro_batches, args.chunks, args.group)
     except ValueError as error:
         parser.exit(2, f"pp.py: {error}\n")
     check(lower(chosen))
-    spans = simulate(chosen, Costs(*args.costs))
+    measuring = "WORLD_SIZE" in os.environ
+    spans = measured(chosen) if measuring else simulate(chosen, Costs(*args.costs))
+    if measuring and int(os.environ["RANK"]):
+        return
     end, v = max(rank[-1].stop for rank in spans), chosen.stages // args.pp
     print(timeline.draw(spans, color=sys.stdout.isatty()))
     print(f"\n{args.schedule}: {end:g} units of time, the worst rank idle for {bubble(spans):g} of them "

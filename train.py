@@ -351,7 +351,11 @@ def main(settings: config.Config) -> None:
     try:  # what the user can mend, and every rank finds alike
         device, why = choose_device(run.device)
         for sequences, _ in config.ramp(settings.batch):
-            plan_of(settings.grid, sequences // settings.grid.dp // settings.batch.micro_batch)
+            micro_batches = sequences // settings.grid.dp // settings.batch.micro_batch
+            try:
+                plan_of(settings.grid, micro_batches)
+            except ValueError as error:
+                raise ValueError(f"--schedule {settings.grid.schedule}: {error}") from None
         samples = open_samples(settings, settings.data.data, settings.optim.seed)
         unseen = open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
     except ValueError as error:

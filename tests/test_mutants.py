@@ -28,6 +28,7 @@ GRID_2 = "tests/test_grids.py::test_a_grid_equals_one_process[2 ranks --micro-ba
 TIED = "tests/test_grids.py::test_a_grid_equals_one_process[2 ranks --micro-batch 6 --tied --bucket-mb 0.05]"
 PIECES = "tests/test_cp.py::test_attention_in_pieces_equals_attention_at_once[{}-{}-{}-{}]"
 CP_2 = "tests/test_grids.py::test_a_grid_equals_one_process[2 ranks --micro-batch 12 --cp 2]"
+PP_2 = "tests/test_grids.py::test_a_grid_equals_one_process[2 ranks --micro-batch {}]"
 END_TO_END = "tests/test_train.py::test_every_grid_trains_evaluates_and_samples_as_one_process"
 TP_2 = "tests/test_grids.py::test_a_grid_equals_one_process[2 ranks --micro-batch 12 --tp 2]"
 TP_2_WHOLE = "tests/test_grids.py::test_a_grid_equals_one_process[2 ranks --micro-batch 12 --tp 2 --no-sp --tied]"
@@ -274,6 +275,44 @@ MUTANTS = [
            '"data": (replicate, shard, cp)', '"data": (replicate, shard)', CP_2),
     Mutant("gradients of context parallel ranks left apart", "train.py",
            '"dp": (shard, cp)', '"dp": (shard,)', CP_2),
+    Mutant("receives that are issued before everything else", "schedules.py",
+           'lists[peer].append(Transfer("receive"', 'lists[peer].insert(0, Transfer("receive"',
+           "tests/test_pp.py::test_everything_happens_once_in_order_and_nobody_waits_for_ever[1f1b]"),
+    Mutant("one buffer for all that is received", "pp.py",
+           "                    x = torch.empty(shape, dtype=dtype, device=self.device)\n",
+           '                    x = self.__dict__.setdefault("buffer", torch.empty(shape, dtype=dtype)).detach()\n',
+           PP_2.format("6 --pp 2 --schedule afab --tied")),
+    Mutant("weights' halves counted as backwards", "schedules.py",
+           'if action.op in "BI"))', 'if action.op in "BIW"))',
+           PP_2.format("12 --pp 2 --schedule zb-h1 --tied --recompute selective")),
+    Mutant("layers that no stage has", "pp.py",
+           "if stage else left\n", "\n", "tests/test_pp.py::test_layers_are_cut_into_stages_of_equal_work[0-0]"),
+    Mutant("a tied table's two gradients apart", "model.py",
+           '{"tie": "sum"}', '{"tie": "copy"}',
+           "tests/test_grids.py::test_a_grid_equals_one_process[3 ranks --micro-batch 24 --pp 3 --tied]"),
+    Mutant("a loss that only the last stage knows", "train.py",
+           '    for axis in ("data", "pp"):  # one pipeline rank has it, the others zeros\n',
+           '    for axis in ("data",):\n',
+           PP_2.format("12 --pp 2")),
+    Mutant("an evaluation that only the last stage knows", "train.py",
+           '    for axis in ("data", "pp"):\n', '    for axis in ("data",):\n', END_TO_END),
+    Mutant("outputs kept after they were sent", "pp.py",
+           "alive[stage, k] = x, torch.autograd.graph.get_gradient_edge(y)",
+           "alive[stage, k] = x, torch.autograd.graph.get_gradient_edge(y); self.items = self.items; "
+           "self.__dict__.setdefault('kept', []).append((x, y))",
+           "tests/test_pp.py::test_bytes_alive_at_every_action_are_the_plans[1f1b]"),
+    Mutant("a W that follows its I at once", "schedules.py",
+           "            if lag and i >= lag(r):\n                order.append(Action(\"W\", *backwards[i - lag(r)]))",
+           "            if lag:\n                order.append(Action(\"W\", *backwards[i]))",
+           "tests/test_pp.py::test_four_ranks_as_drawn_by_hand[zb-h1]"),
+    Mutant("a backward that is not split", "pp.py",
+           'if op == "I":\n                    backward_input((stage, k), edge, grad)',
+           'if op == "I":\n                    import param; param._queue[stage, k] = {}\n'
+           "                    torch.autograd.backward(edge, grad)",
+           "tests/test_pp.py::test_a_step_takes_as_long_as_simulated[zb-h1-4]"),
+    Mutant("a cut of the layers without the head's work", "train.py",
+           "last=2 * model.vocab * model.hidden / layer)", "last=0.0)",
+           "tests/test_train.py::test_the_head_counts_as_layers"),
     Mutant("a rate that ignores the schedule", "train.py",
            "norm = optimizer.step(lr)", "norm = optimizer.step(optim.lr)",
            "tests/test_train.py::test_the_optimizer_gets_the_schedules_rate"),

@@ -1,14 +1,25 @@
 """Pipeline schedules as data: complete, free of deadlock, as long and as large as the formulas, and torch's own."""
+import inspect
 import json
 import re
+import time
+from functools import cache
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch.distributed.pipelining import schedules
 
+import grids
 import pp
+from meter import Meter
+from model import Llama
+from param import Spec, accumulate_grad, draw, parameter
 from pp import Action, Costs, Transfer, bubble, check, held, lower, simulate
+from tp import TensorParallel, column, row
+from zero import Optimizer
 
 VALID = [(p, m) for p in range(1, 9) for m in range(1, 33)]
 
@@ -221,3 +232,152 @@ def test_a_wrong_request_is_one_line(capsys):
         pp.main("--schedule dualpipev --pp 4 --micro-batches 4".split())
     assert stop.value.code == 2
     assert capsys.readouterr().err == "pp.py: 4 micro-batches: schedule dualpipev needs at least 8 on 4 ranks\n"
+
+
+# ---- the engine -----------------------------------------------------------------------------------------------------
+
+EXECUTED = ("afab", "1f1b", "interleaved", "zb-h1", "zb1p", "zb-v", "dualpipev")
+T, H, F = 32, 4, 800  # what a stage keeps is wide, what travels narrow
+
+
+def live_bytes(schedule: str, m: int) -> list[tuple[int, float]]:
+    """Bytes alive when each action of this rank begins, and after the step: counted, and by the plan.
+
+    A stage is tanh between two matrices. A forward keeps x and the result of tanh; between I and W the inputs and the
+    output gradients of both matrices are left.
+    """
+    p, tp = dist.get_world_size(), TensorParallel()
+    plan = pp.plan(schedule, p, m)
+    engine = pp.Engine(plan, dist.group.WORLD)
+    actions = plan.ranks[dist.get_rank()]
+    weights = {stage: (parameter(Spec(f"{stage} up", (F, H)), {}, torch.float64),
+                       parameter(Spec(f"{stage} down", (H, F)), {}, torch.float64)) for stage in range(plan.stages)}
+    meter = Meter()
+    for pair in weights.values():
+        for weight in pair:
+            weight.data, weight.grad = torch.randn(weight.shape).double(), torch.zeros(weight.shape).double()
+            meter.label("weights", weight, weight.grad)
+    start, seen = torch.randn(T, H, dtype=torch.float64), []
+    meter.label("weights", start)
+    def before(function):
+        def call(*args):
+            seen.append(meter.live()["other"])
+            return function(*args)
+        return call
+
+    def forward(stage, k, x):
+        up, down = weights[stage]
+        y = row(torch.tanh(column(start if x is None else x, up, tp=tp)), down, tp)
+        return y.sum() if stage == plan.stages - 1 else y
+
+    usual = pp.backward_input, pp.backward_weight, torch.autograd.backward
+    pp.backward_input, pp.backward_weight = before(usual[0]), before(usual[1])
+    whole = before(usual[2])
+    torch.autograd.backward = lambda edge, grad: (  # called by the engine, or by what the engine calls
+        whole if inspect.stack()[1].function == "run" else usual[2])(edge, grad)
+    try:
+        with meter:
+            engine.run(before(forward), (T, H), torch.float64)
+    finally:
+        pp.backward_input, pp.backward_weight, torch.autograd.backward = usual
+    dist.barrier()
+    planned = [0.0, *(count * T * (H + F) * 8 for count in held(actions, after_input=2.0))]
+    return list(zip([*seen, meter.live()["other"]], planned))
+
+
+@pytest.mark.parametrize("schedule", EXECUTED)
+def test_bytes_alive_at_every_action_are_the_plans(pool, schedule):
+    """But for what travels, a few narrow tensors; after the step nothing is left."""
+    stages = pp.plan(schedule, 4, 8).stages // 4
+    travelling = stages * 2 * 8 * T * H * 8  # of each micro-batch one tensor that comes and one that goes
+    for seen in pool.run(4, "test_pp:live_bytes", schedule=schedule, m=8):
+        for counted, planned in seen:
+            assert abs(counted - planned) <= travelling < 0.2 * T * (H + F) * 8
+        assert seen[-1] == (0, 0.0)
+
+
+def slept(schedule: str, m: int) -> tuple[float, float]:
+    """When this rank began and ended a step whose F, I and W of a stage take 20 ms each."""
+    plan, pause = pp.plan(schedule, dist.get_world_size(), m), 0.02
+    engine = pp.Engine(plan, dist.group.WORLD)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    weight.sink = None
+
+    class Work(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            time.sleep(pause)
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            time.sleep(pause)
+            accumulate_grad(weight, lambda out: time.sleep(pause))
+            return grad
+
+    def forward(stage, k, x):
+        y = Work.apply(torch.zeros(1, requires_grad=True) if x is None else x)
+        return y.sum() if stage == plan.stages - 1 else y
+
+    dist.barrier()
+    began = time.monotonic()
+    engine.run(forward, (1,), torch.float32)
+    return began, time.monotonic()
+
+
+@pytest.mark.parametrize("p", [4, 8])
+@pytest.mark.parametrize("schedule", EXECUTED)
+def test_a_step_takes_as_long_as_simulated(pool, schedule, p):
+    """Stages that sleep need no processor, so on two cores eight of them can be seen to wait for each other."""
+    plan = pp.plan(schedule, p, 2 * p)
+    simulated = max(rank[-1].stop for rank in simulate(plan, Costs(0.02, 0.02, 0.02)))
+    tries = []
+    for _ in range(3):  # others may have used the machine
+        times = pool.run(p, "test_pp:slept", schedule=schedule, m=2 * p)
+        tries.append(max(end for _, end in times) - min(began for began, _ in times))
+        if tries[-1] < 1.1 * simulated:
+            break
+    assert simulated <= min(tries) < 1.1 * simulated
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_two_halves_of_a_backward_are_one(recompute):
+    """In FLOPs: nothing is computed for both."""
+    flops = []
+    for schedule in ("1f1b", "zb-h1"):
+        settings = grids.settings_of(f"--micro-batch 24 --recompute {recompute} --attention math")
+        stages = pp.Pipeline(lambda m, schedule=schedule: pp.plan(schedule, 1, m), [range(settings.model.layers)], 2)
+        model = Llama(settings.model, grids.ALONE, torch.float64, "cpu", "math", recompute, pipeline=stages)
+        optimizer = Optimizer(model.chunks(), grids.ALONE)
+        optimizer.load(draw(0))
+        tokens, labels = grids.batches(settings)[0]
+        batches = grids.GivenSamples(tokens, labels).step(0, 48, 24, 0, 1)
+        with Meter(memory=False) as meter:
+            grids.train.gradients(model, optimizer, batches, grids.ALONE)
+        flops.append(meter.flops)
+    assert flops[0] == flops[1] > 0
+
+
+# ---- layers into stages ---------------------------------------------------------------------------------------------
+
+def best(layers: int, stages: int, first: float, last: float) -> float:
+    """The largest work of a stage at its smallest, by trying everything."""
+    @cache
+    def of(left: int, stage: int) -> float:
+        extra = first * (stage == 0) + last * (stage == stages - 1)
+        if stage == 0:
+            return left + extra
+        return min(max(count + extra, of(left - count, stage - 1)) for count in range(1, left - stage + 1))
+    return of(layers, stages - 1)
+
+
+@pytest.mark.parametrize("first, last", [(0, 0), (0.3, 2.4), (1, 1)])
+def test_layers_are_cut_into_stages_of_equal_work(first, last):
+    for layers in range(1, 41):
+        for stages in range(1, min(8, layers) + 1):
+            cuts = pp.partition(layers, stages, first, last)
+            assert [layer for cut in cuts for layer in cut] == list(range(layers)) and all(len(cut) for cut in cuts)
+            work = [len(cut) + first * (i == 0) + last * (i == stages - 1) for i, cut in enumerate(cuts)]
+            assert max(work) == pytest.approx(best(layers, stages, first, last))
+    with pytest.raises(ValueError, match="3 layers cannot be cut into 4 stages: use 1 to 3"):
+        pp.partition(3, 4)

@@ -190,6 +190,16 @@ def test_the_first_lines_count_what_a_rank_holds():
     assert "weights 3.2 MB, gradients 3.2 MB, optimizer 6.4 MB" in plain[3]
 
 
+def test_the_head_counts_as_layers():
+    """Of Llama 3.2 1B's 16 layers, the head has the FLOPs of four: the last of four stages gets three less."""
+    settings = config.parse("--preset llama-3.2-1b --pp 4 --seq 4096 --dp 1".split(), 4)
+    layers = []
+    for stage in range(4):
+        group = type("", (), dict(size=lambda self: 4, rank=lambda self, stage=stage: stage))()
+        layers.append(len(train.pipeline(settings, group).stages[stage]))
+    assert sum(layers) == 16 and layers[3] <= min(layers[:3]) - 2
+
+
 def test_neighbours_share_layers_then_shards_and_replicas_are_far_apart(pool):
     seen = pool.run(8, "test_train:ranks_of_groups", flags="--tp 2 --zero 1 --dp-replicate 2 --kv-heads 1")
     assert seen[5] == dict(world=[0, 1, 2, 3, 4, 5, 6, 7], data=[1, 3, 5, 7], replicate=[1, 5], dp=[5, 7], cp=None,
