@@ -311,7 +311,7 @@ def pipelined(schedule: str, kind: str | None, tokens: int = 512, width: int = 2
         def run() -> None:
             engine.run(forward, (tokens, width), torch.float32)
     else:
-        example = torch.randn(tokens, width)
+        example = torch.randn(tokens, width, requires_grad=True)  # so, it expects gradients
         stages = [PipelineStage(chunks[stage], stage, plan.stages, torch.device("cpu"), (example,), (example,),
                                 group=group) for stage in mine]
         given = stages if len(stages) > 1 else stages[0]
