@@ -1,4 +1,4 @@
-"""Llama, written as for one GPU: embedding, blocks, head, sampling, and what they cost.
+"""Llama, written as for one GPU: embedding, blocks, head, and what they cost.
 
     tokens -> embedding -> [ x + attention(norm(x)) -> x + ffn(norm(x)) ] per layer -> norm -> head -> loss
 
@@ -26,12 +26,11 @@ from torch import nn
 from torch.autograd import Function
 
 import config
-from collectives import all_reduce, receive, send
 from cp import FLASH_CPU, WRITTEN_OUT, ContextParallel, padded
-from param import Groups, Spec, accumulate_grad, at_least_fp32, parameter, rank, size
+from param import Groups, Spec, accumulate_grad, at_least_fp32, parameter, size
 from pp import Pipeline, one_stage
 from recompute import Arena, Part, Recomputed, kept, llama_layer
-from tp import TensorParallel, column, cross_entropy, embed, row, whole_rows
+from tp import TensorParallel, column, cross_entropy, embed, row
 
 # ---- operations -----------------------------------------------------------------------------------------------------
 
@@ -158,7 +157,7 @@ class Shared(NamedTuple):
     tp: TensorParallel
     rotation: tuple[torch.Tensor, torch.Tensor]
     attend: Callable  # (q B N s D, k and v B K s D) -> B N s D
-    cache: "Cache | None"
+    cache: object  # see sampling.py
     selective: bool  # keep what norms and SwiGLU take, not what they give
     again: bool = False  # a layer runs again, for a backward that follows at once
 
@@ -316,7 +315,7 @@ class Llama(nn.Module):
                         *([self.head] if stage == self.last else [])] for stage, layers in self.stages.items()}
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None,
-                documents: torch.Tensor | None = None, cache: "Cache | None" = None, stage: int = 0,
+                documents: torch.Tensor | None = None, cache=None, stage: int = 0,
                 x: torch.Tensor | None = None) -> torch.Tensor:
         """Logits B S V/t of tokens B S: those of the part of the vocabulary that this rank holds.
 
@@ -376,57 +375,6 @@ class Llama(nn.Module):
             slots = self.pipeline.in_flight * max(len(layers) for layers in self.stages.values())
             self.arena = Arena(slots, x.detach(), None if self.tp.sequence else self.tp.group)
         return self.arena
-
-
-# ---- sampling -------------------------------------------------------------------------------------------------------
-
-class Cache:
-    """Keys and values of the tokens so far, by layer."""
-
-    def __init__(self):
-        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def count(self, layer: int) -> int:
-        return self.layers[layer][0].shape[1] if layer in self.layers else 0
-
-    def extend(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append k and v, B S K D, and return all there are."""
-        if layer in self.layers:
-            k, v = (torch.cat(pair, 1) for pair in zip(self.layers[layer], (k, v)))
-        self.layers[layer] = k, v
-        return k, v
-
-
-@torch.no_grad()
-def sample(model: Llama, tokens: torch.Tensor, count: int, temperature: float = 0.8, seed: int = 0) -> torch.Tensor:
-    """Continue tokens B S by `count` tokens, each drawn from softmax(logits / temperature); 0 takes the likeliest."""
-    generator = torch.Generator().manual_seed(seed)
-    cache, new = Cache(), tokens
-    for _ in range(count):
-        logits = through_stages(model, new, cache)
-        new = torch.zeros_like(tokens[:, :1])
-        if logits is not None:
-            logits = whole_rows(logits[:, -1], model.model.vocab, model.tp.group).float().cpu()
-            if temperature == 0:
-                new.copy_(logits.argmax(-1, keepdim=True))
-            else:
-                new.copy_(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
-        all_reduce(new, model.pipeline.group)  # one pipeline rank has it, the others zeros
-        tokens = torch.cat((tokens, new), 1)
-    return tokens
-
-
-def through_stages(model: Llama, tokens: torch.Tensor, cache: Cache) -> torch.Tensor | None:
-    """Logits, on the pipeline rank that has the last stage; each runs its stages when its turn comes."""
-    group, owners, x = model.pipeline.group, model.pipeline.owners, None
-    for stage in model.stages:
-        if stage and owners[stage - 1] != rank(group):
-            x = torch.empty(model.between(tokens, sequence=False), dtype=model.dtype, device=tokens.device)
-            receive(x, owners[stage - 1], group).wait()
-        x = model(tokens, cache=cache, stage=stage, x=x)
-        if stage < model.last and owners[stage + 1] != rank(group):
-            send(x, owners[stage + 1], group).wait()
-    return x if model.last in model.stages else None
 
 
 # ---- costs ----------------------------------------------------------------------------------------------------------

@@ -221,10 +221,7 @@ class Shard(Bucket):
 
     def update(self, rule: str, steps: torch.Tensor, lr: float, betas: tuple[float, float], eps: float,
                weight_decay: float, found_inf: torch.Tensor) -> None:
-        """torch's fused AdamW or SGD on the slice; it does nothing where found_inf is 1, and nobody waits to know.
-
-        steps: updates so far, which AdamW's averages are corrected for.
-        """
+        """torch's fused AdamW or SGD on the slice; it does nothing where found_inf is 1, and nobody waits to know."""
         m, v = self.m.to(self.wide), self.v.to(self.wide)  # themselves, unless they are kept in bf16
         for decays in (True, False):
             spans = [(start, stop) for start, stop, spec in self.spans if spec.decay == decays]
@@ -291,8 +288,8 @@ class Optimizer(DataParallel):
     """Gradients as in dp.py, sharding, the update. load(source) once; then each step: begin, backwards, finish, step.
 
     stage: of ZeRO. rule: "adamw" or "sgd". clip: largest norm of the whole gradient, 0 for none. weight_decay: of
-    matrices only. moments: dtype of AdamW's averages. last: the unit whose backward follows its
-    forward at once, so that its weights stay in between.
+    matrices only. moments: dtype of AdamW's averages. last: the unit whose backward follows its forward at once, so
+    its weights stay in between.
     """
 
     def __init__(self, chunks: Chunks, groups: Groups, bucket_mb: float = 25.0, stage: int = 0, rule: str = "adamw",
@@ -307,7 +304,7 @@ class Optimizer(DataParallel):
         self.world, self.rule, self.betas, self.eps = groups["world"], rule, betas, eps
         self.weight_decay, self.clip, self.last = weight_decay, clip, last
         fp16 = any(bucket.weights.dtype == torch.float16 for bucket in self.buckets)
-        self.steps = torch.zeros((), device=self.buckets[0].device)  # updates so far
+        self.steps = torch.zeros((), device=self.buckets[0].device)  # updates so far, which AdamW corrects for
         self.loss_scale = LossScale(self.buckets[0].device) if fp16 else None
 
         home = {param: bucket for bucket in self.buckets for param in bucket.params}
@@ -388,9 +385,8 @@ def bytes_held(buckets: list[int], stage: int, n: int, dtype: torch.dtype,
     """The most that a rank holds at once of weights, gradients and optimizer state, in bytes.
 
     buckets: elements of each. At stage 3 two neighbours' weights are there at once, at stages 2 and 3 two neighbours'
-    gradients; their largest possible sum is taken. moments: None if the rule has none. A rank alone is at stage 0.
-    Left out, at stages 2 and 3: a tied table's gradient besides those two, and with several micro-batches one arriving
-    shard of a bucket; with bf16 moments, one bucket's in fp32 during its update.
+    gradients; their largest possible sum is taken. moments: None if the rule has none. Left out, at stages 2 and 3: a
+    tied table's gradient besides those two, one arriving shard; with bf16 moments, one bucket's in fp32 at its update.
     """
     stage = stage if n > 1 else 0
     padded = [-(-count // n) * n for count in buckets] if stage else buckets

@@ -8,7 +8,6 @@ import config
 from grids import ALONE
 from meter import Meter
 from model import (
-    Cache,
     Llama,
     angles,
     attention_math,
@@ -16,9 +15,9 @@ from model import (
     flops_per_token,
     norm,
     parameter_count,
-    sample,
 )
 from param import Source, draw
+from sampling import Cache, sample
 from tp import IGNORED, cross_entropy
 from zero import Optimizer
 
