@@ -26,7 +26,7 @@ from torch import nn
 from torch.autograd import Function
 
 import config
-from cp import FLASH_CPU, WRITTEN_OUT, ContextParallel, padded
+from cp import FLASH_CPU, FLASH_GPU, WRITTEN_OUT, ContextParallel, padded
 from param import Groups, Spec, accumulate_grad, at_least_fp32, parameter, size
 from pp import Pipeline, one_stage
 from recompute import Arena, Part, Recomputed, kept, llama_layer
@@ -366,7 +366,7 @@ class Llama(nn.Module):
                 core = partial(Recomputed.apply, core, core, None)
         if c == 1:
             return core
-        block = FLASH_CPU if tokens.device.type == "cpu" and not written_out else WRITTEN_OUT
+        block = WRITTEN_OUT if written_out else FLASH_CPU if tokens.device.type == "cpu" else FLASH_GPU
         return ContextParallel(self.cp, self.cp_style, seq, documents, self.dtype, block, core)
 
     def checkpoints(self, x: torch.Tensor) -> Arena:

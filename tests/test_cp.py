@@ -187,6 +187,18 @@ def test_packed_documents_are_like_separate_ones(pool, style):
             assert (have[:, :, start:stop] - want).abs().max() < 1e-12
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: its flash kernel")
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_kernel_for_gpus_gives_what_is_written_out(causal):
+    q, k, v, do = (torch.randn(2, heads, 128, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2, 8))
+    outs = []
+    for block in (cp.FLASH_GPU, WRITTEN_OUT):
+        o, lse = block.forward(q, k, v, causal, None)
+        outs.append((o, lse, *block.backward(do, q, k, v, o, lse, causal, None)))
+    for have, want in zip(*outs):
+        assert (have.double() - want.double()).norm() < 1e-2 * want.double().norm()
+
+
 def test_errors_in_bf16_stay_those_of_one_rank(pool, record_property):
     """Relative error of o, dq, dk, dv against fp64. Pieces are rounded to bf16 before they are merged in fp32."""
     seq, wants, errors = 512, exact(torch.bfloat16, seq=512), {}
