@@ -308,8 +308,8 @@ def check_grid(grid: Grid, model: Model, world: int) -> None:
     need(grid.ep == 1, f"--ep {grid.ep}: expert parallelism is not built yet, use --ep 1")
     need_positive(grid, "tp", "cp", "pp")
     need_not_negative(grid, "chunks", "pp_group")
-    check_pipeline(grid, model)
     need(world % grid.pp == 0, f"--pp {grid.pp} does not divide {world} ranks: use one of {divisors(world)}")
+    check_pipeline(grid, model)
     world //= grid.pp  # from here on the ranks of a stage
     need(world % grid.tp == 0, f"--tp {grid.tp} does not divide {world} ranks: use one of {divisors(world)}")
     check_tensor_parallel(grid, model)
@@ -336,15 +336,17 @@ def check_grid(grid: Grid, model: Model, world: int) -> None:
 
 
 def check_pipeline(grid: Grid, model: Model) -> None:
-    """Fill in the number of stages a rank; what a schedule demands of micro-batches is checked with the batch."""
+    """Fill in the number of stages a rank. What schedules demand of micro-batches is checked later, by train.py."""
     two, many = grid.schedule in ("zb-v", "dualpipev"), grid.schedule in ("interleaved", "zb1p")
     if grid.chunks == 0:
         grid.chunks = 2 if (two or many) and grid.pp > 1 else 1
     need(grid.pp > 1 or grid.chunks == 1, f"--chunks {grid.chunks} without --pp: there is nothing to take turns with")
     need(grid.pp == 1 or many or grid.chunks == (2 if two else 1),
          f"--chunks {grid.chunks}: --schedule {grid.schedule} has {2 if two else 1} a rank, interleaved and zb1p any")
+    need(grid.pp_group == 0 or (grid.pp > 1 and many),
+         f"--pp-group {grid.pp_group}: only --schedule interleaved and zb1p, with --pp 2 or more, have groups")
     stages = grid.pp * grid.chunks
-    need(model.layers >= stages, f"--pp {grid.pp} with {grid.chunks} stages a rank cuts {model.layers} layers into "
+    need(model.layers >= stages, f"--pp {grid.pp} with --chunks {grid.chunks} cuts {model.layers} layers into "
                                  f"{stages} stages: use less, or --layers {stages}")
 
 

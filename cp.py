@@ -51,7 +51,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import Function
 
-from collectives import AllToAll__AllToAll, Group, Pending, all_gather, reduce_scatter, shift, world
+from collectives import AllToAll__AllToAll, Group, Pending, all_gather, reduce_scatter, shift
 from param import at_least_fp32, rank, size
 
 IGNORED = -100  # the label of a token that has no loss
@@ -188,7 +188,7 @@ def add_piece(o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, piece: Pi
     if piece.causal:
         o[:, :, rows], lse[:, :, rows] = new, new_lse
         return
-    if piece.blind is not None:  # kernels say 0 there, or nan
+    if piece.blind is not None:  # o is finite there, but no kernel says that l is -inf
         new_lse = new_lse.masked_fill(piece.blind, -torch.inf)
     old, old_lse = o[:, :, rows], lse[:, :, rows]
     old.lerp_(new.to(o.dtype), torch.sigmoid(new_lse - old_lse)[..., None])
@@ -261,7 +261,7 @@ class Ring(Function):
             if piece:
                 add_gradients(dq, dkv, do, q, k_here, v_here, o, lse, piece, ctx.block)
             travelling.wait()
-            dkv += arrived  # what ranks before this one have added up for the part that is here
+            dkv += arrived  # what the ranks that had this part earlier have added up for it
             if step:
                 arrived = torch.empty_like(dkv)
                 travelling = shift(arrived, dkv, ctx.group)
@@ -402,12 +402,9 @@ def pieces_of(style: str, seq: int, c: int, i: int, documents: Tensor | None, dt
     return pieces if style == "ring" else [piece for piece in pieces if piece]
 
 
-# ---- demo: torchrun --nproc_per_node=4 cp.py ------------------------------------------------------------------------
+# ---- demo: python cp.py ---------------------------------------------------------------------------------------------
 
-def demo(group) -> None:
-    c, i = size(group), rank(group)
-    if i:
-        return
+def demo(c: int) -> None:
     print(f"Who computes which scores, 0 to {c - 1}. Queries from top to bottom, keys from left to right.\n")
     plain = torch.arange(2 * c) // 2
     zigzag = torch.tensor([min(chunk, 2 * c - 1 - chunk) for chunk in range(2 * c)])
@@ -429,5 +426,4 @@ def demo(group) -> None:
 
 
 if __name__ == "__main__":
-    with world() as group:
-        demo(group)
+    demo(c=4)

@@ -8,7 +8,7 @@ When ranks wait is decided by the order in which each does its forwards and back
 list of (op, stage, micro-batch) for each rank, and whose kinds schedules.py has. One engine runs any of them. On three
 ranks, four micro-batches, forwards numbered and backwards in brackets:
 
-    gpipe   1  2  3  4             (1)(2)(3)(4)        1f1b    1  2  3       (1) 4 (2)   (3)   (4)
+    afab    1  2  3  4             (1)(2)(3)(4)        1f1b    1  2  3       (1) 4 (2)   (3)   (4)
                1  2  3  4       (1)(2)(3)(4)                      1  2    (1) 3 (2) 4 (3)   (4)
                   1  2  3  4 (1)(2)(3)(4)                            1 (1) 2 (2) 3 (3) 4 (4)
 
@@ -107,7 +107,7 @@ class Engine:
                     alive[stage, k] = x, torch.autograd.graph.get_gradient_edge(y)
                 if stage < self.last:
                     made["F", stage + 1, k] = y.detach()
-                x = y = None
+                x = y = None  # or they would live until the next action
             elif op == "W":
                 backward_weight((stage, k))
             else:
@@ -137,7 +137,7 @@ class Pipeline:
                  device: torch.device | str = "cpu"):
         self.plan_of, self.group, self.device, self.engines = plan_of, group, device, {}
         largest, me = plan_of(most), rank(group)
-        self.owners = largest.owners[0]
+        self.owners, = largest.owners  # one direction
         self.stages = {stage: cut for stage, cut in enumerate(cuts) if self.owners[stage] == me}
         self.last, self.in_flight = len(cuts) - 1, int(max(held(largest.ranks[me])))
 
@@ -235,21 +235,26 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--svg", metavar="FILE", help="write the picture here")
     parser.add_argument("--trace", metavar="FILE", help="write it for chrome://tracing here")
     args = parser.parse_args(arguments)
+    measuring, me = "WORLD_SIZE" in os.environ, int(os.environ.get("RANK", 0))
     try:
-        if "WORLD_SIZE" in os.environ and args.pp != ranks:
+        for name, file in (("--svg", args.svg), ("--trace", args.trace)):
+            if file and not os.path.isdir(os.path.dirname(file) or "."):
+                raise ValueError(f"{name} {file}: there is no folder {os.path.dirname(file)}")
+        if not all(0 < cost < 1e6 for cost in args.costs):
+            raise ValueError(f"--costs {args.costs}: must be above 0 and below a million")
+        if measuring and args.pp != ranks:
             raise ValueError(f"--pp {args.pp}: torchrun started {ranks} ranks")
-        if "WORLD_SIZE" in os.environ and args.schedule in ("zb-h2", "dualpipe"):
+        if measuring and args.schedule in ("zb-h2", "dualpipe"):
             raise ValueError(f"schedule {args.schedule} is drawn and not run")
         chosen = plan(args.schedule, args.pp, args.micro_batches, args.chunks, args.group)
     except ValueError as error:
-        parser.exit(2, f"pp.py: {error}\n")
+        parser.exit(2, "" if me else f"pp.py: {error}\n")
     check(lower(chosen))
-    measuring = "WORLD_SIZE" in os.environ
     spans = measured(chosen) if measuring else simulate(chosen, Costs(*args.costs))
-    if measuring and int(os.environ["RANK"]):
+    if me:
         return
     end, v = max(rank[-1].stop for rank in spans), chosen.stages // args.pp
-    print(timeline.draw(spans, color=sys.stdout.isatty()))
+    print(timeline.draw(spans, width=min(3, 600 / end), color=sys.stdout.isatty()))
     print(f"\n{args.schedule}: {end:g} units of time, the worst rank idle for {bubble(spans):g} of them "
           f"({bubble(spans) / end:.1%}), holding up to {max(max(held(r)) for r in chosen.ranks) / v:g} micro-batches")
     for file, text in ((args.svg, timeline.svg), (args.trace, timeline.chrome_trace)):

@@ -19,7 +19,8 @@ backwards later a W follows its I, `lag`. With p ranks, rank r, m micro-batches,
     dualpipev       the same places, filled so that a forward and a backward can run at the same time
     dualpipe        two pipelines through the same ranks in opposite directions, two copies of the weights
 
-F, B, I, W in the table: a rank's time for all its stages; activations in units of all its layers, for one micro-batch.
+F, B, I, W in the table: a rank's time for all its stages; activations in units of all its layers, for one micro-batch;
+the bubble of zb-h2 is between a rank's first F and last W, the others are of the whole step.
 Interleaving goes through its stages in groups of n micro-batches: n = p is depth first, n = m breadth first, what lies
 between Llama 3's. With H2 no rank pauses between its first F and last W, yet the step takes as long as with H1 if at
 its end everybody waits for the norm of the gradient: so it is drawn here and not run, as is dualpipe.
@@ -43,7 +44,8 @@ class Action(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What each rank does, in order. owners: for each direction, the rank of every stage."""
+    """What each rank does, in order. owners: the rank of every stage; for DualPipe, whose micro-batches flow in two
+    directions, two such lists."""
     ranks: list[list[Action]]
     owners: list[list[int]]
     micro_batches: int
@@ -62,7 +64,8 @@ class Plan(NamedTuple):
 def in_turns(p: int, m: int, v: int, n: int, warmup: Callable[[int], int], lag: Callable[[int], int] | None) -> Plan:
     """Forwards until `warmup`, then one forward and one backward in turns, then the backwards that are left.
 
-    Rank r has the stages r, p + r, 2p + r … and goes through them in groups of n micro-batches. lag: see above.
+    Rank r has the stages r, p + r, 2p + r … and goes through them in groups of n micro-batches. lag: how many backwards
+    after its I a W comes; None: backwards are not split.
     """
     table = [(chunk, k) for first in range(0, m, n) for chunk in range(v) for k in range(first, min(first + n, m))]
     ranks = []
@@ -108,6 +111,7 @@ def v_shape(p: int) -> list[list[int]]:
 
 
 def zb_v(p: int, m: int) -> Plan:
+    """Written for as many micro-batches as fill the pipeline; `Order` leaves out those that do not exist."""
     ranks, n = [], max(2 * p - 1, m)
     for r in range(p):
         order = Order((r, 2 * p - 1 - r), m)
@@ -115,7 +119,7 @@ def zb_v(p: int, m: int) -> Plan:
         order.add("F1 F0", r)
         order.add("F1 I1 W", p - r)
         while order.count["F", 1] < n:
-            order.add("F0" if order.count["F", 0] < n else "")
+            order.add("F0", order.count["F", 0] < n)
             order.add("I0 W F1 I1 W")
         order.add("I0 I1", r)
         rest = order.left  # from here on the weights of the one stage, then of the other
@@ -160,17 +164,20 @@ SCHEDULES = ("afab", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb1p", "zb-v", "d
 
 
 def plan(schedule: str, p: int, m: int, v: int = 0, n: int = 0) -> Plan:
-    """v: stages a rank, by default those the schedule needs; n: micro-batches a group, by default p, or m if not above.
+    """p ranks, m micro-batches; v: stages a rank, by default those the schedule needs; n: micro-batches a group, by
+    default p, or all m where groups of p would not do.
 
     Raises ValueError for what does not exist or would never end, with what would do.
     """
+    if min(p, m) < 1 or min(v, n) < 0:
+        raise ValueError(f"{p} ranks, {m} micro-batches, {v} stages a rank, groups of {n}: must be above 0")
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule {schedule}: unknown, use one of {', '.join(SCHEDULES)}")
     many, two = schedule in ("interleaved", "zb1p"), schedule in ("zb-v", "dualpipev")
     v = v or (2 if many or two else 1)
     if not many and v != (2 if two else 1):
-        raise ValueError(f"{v} stages a rank: schedule {schedule} has {2 if two else 1}, interleaved and zb1p have any")
-    n = n or min(p, m)
+        raise ValueError(f"{v} stages a rank: schedule {schedule} has {2 if two else 1}, interleaved and zb1p any")
+    n = min(n, m) or (p if m >= p and m % p == 0 else m)
     if v > 1 and many and not (n == m or (n >= p and (m % n == 0 or m % n >= p))):
         raise ValueError(f"groups of {n} of {m} micro-batches on {p} ranks would wait for each other for ever: groups "
                          f"must hold at least {p}, the last one, too, or all {m}")

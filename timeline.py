@@ -8,14 +8,14 @@ import json
 COLORS = {"F": ("#7aa6da", 110), "B": ("#8cc98c", 114), "I": ("#5fb7b0", 73), "W": ("#c9b458", 179)}
 
 
-def draw(spans: list[list[tuple]], width: int = 3, color: bool = True) -> str:
+def draw(spans: list[list[tuple]], width: float = 3, color: bool = True) -> str:
     """A row a rank, `width` characters a unit of time, a number a micro-batch; a rank's later stages are underlined."""
     lines = []
     for r, rank in enumerate(spans):
         line, at, first = f"rank {r:2d} ", 0, min(span.action.stage for span in rank)
         for action, start, stop in rank:
             begin, end = round(start * width), round(stop * width)
-            text = f"{'' if color else action.op}{action.micro_batch}".center(end - begin - 1)[:end - begin - 1]
+            text = f"{'' if color else action.op}{action.micro_batch}".center(end - begin - 1)[:max(0, end - begin - 1)]
             line += " " * (begin - at)
             if color:
                 underline = "4;" if action.stage != first else ""

@@ -356,7 +356,7 @@ def main(settings: config.Config) -> None:
             try:
                 plan_of(settings.grid, micro_batches)
             except ValueError as error:
-                raise ValueError(f"--schedule {settings.grid.schedule}: {error}") from None
+                raise ValueError(f"--micro-batch {settings.batch.micro_batch}: {error}") from None
         samples = open_samples(settings, settings.data.data, settings.optim.seed)
         unseen = open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
     except ValueError as error:

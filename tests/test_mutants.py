@@ -356,7 +356,7 @@ def test_a_mutant_is_killed(mutant, tmp_path):
     mutated = source.replace(mutant.old, mutant.new)
     compile(mutated, mutant.file, "exec")  # a bug, not a typing error
     file.write_text(mutated)
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", mutant.killer], cwd=copy,
-                          capture_output=True, text=True, timeout=900,
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", mutant.killer]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=900,
                           env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"})
     assert "1 failed" in done.stdout, f"survived {mutant.killer}:\n{done.stdout[-2000:]}"

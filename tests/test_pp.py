@@ -227,11 +227,23 @@ def test_pictures_show_every_action(tmp_path, capsys):
         assert [event["name"] for event in events if event["tid"] == r] == [str(action) for action in actions]
 
 
-def test_a_wrong_request_is_one_line(capsys):
+@pytest.mark.parametrize("flags, says", [
+    ("--schedule dualpipev --micro-batches 4", "4 micro-batches: schedule dualpipev needs at least 8 on 4 ranks"),
+    ("--pp 0", "0 ranks, 8 micro-batches, 0 stages a rank, groups of 0: must be above 0"),
+    ("--schedule interleaved --chunks -1", "4 ranks, 8 micro-batches, -1 stages a rank, groups of 0: must be above 0"),
+    ("--costs 0 1 1", "--costs [0.0, 1.0, 1.0]: must be above 0 and below a million"),
+    ("--costs nan 1 1", "--costs [nan, 1.0, 1.0]: must be above 0 and below a million"),
+    ("--svg no/such/a.svg", "--svg no/such/a.svg: there is no folder no/such")])
+def test_a_wrong_request_is_one_line(capsys, flags, says):
     with pytest.raises(SystemExit) as stop:
-        pp.main("--schedule dualpipev --pp 4 --micro-batches 4".split())
+        pp.main(flags.split())
     assert stop.value.code == 2
-    assert capsys.readouterr().err == "pp.py: 4 micro-batches: schedule dualpipev needs at least 8 on 4 ranks\n"
+    assert capsys.readouterr().err == f"pp.py: {says}\n"
+
+
+def test_a_long_step_is_drawn_smaller(capsys):
+    pp.main("--costs 1000 1 1 --pp 2".split())
+    assert all(len(line) < 800 for line in capsys.readouterr().out.splitlines())
 
 
 # ---- the engine -----------------------------------------------------------------------------------------------------
@@ -325,6 +337,7 @@ def slept(schedule: str, m: int) -> tuple[float, float]:
     return began, time.monotonic()
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("p", [4, 8])
 @pytest.mark.parametrize("schedule", EXECUTED)
 def test_a_step_takes_as_long_as_simulated(pool, schedule, p):
