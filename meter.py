@@ -13,6 +13,7 @@ to it, including whatever autograd keeps, with the size it has at that moment (a
 Everything else that an operation returns is "other": activations, temporaries, and what should not be there. What is
 first seen as an input is "outside": it was there before, or a library made it unseen (gloo copies what it scatters).
 """
+import time
 from collections import Counter
 from typing import NamedTuple
 
@@ -71,6 +72,15 @@ class Meter(TorchDispatchMode):
             bytes_of[kind] += storage.nbytes()
         bytes_of["all"] = sum(bytes_of.values()) - bytes_of["outside"]
         return bytes_of
+
+    def settled(self) -> Counter[str]:
+        """What is alive once that has not changed for a tenth of a second: gloo's threads let go of tensors late."""
+        seen, since = self.live(), time.monotonic()
+        while time.monotonic() - since < 0.1:
+            time.sleep(0.01)
+            if (now := self.live()) != seen:
+                seen, since = now, time.monotonic()
+        return seen
 
     def saw_new(self, args: tuple, kwargs: dict, out) -> bool:
         """Whether an operation brought storages that were not known; only then can more be alive than before it."""

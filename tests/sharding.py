@@ -72,7 +72,7 @@ def held(flags: str, dtype: torch.dtype) -> dict:
     for unit in model.chunks()[0]:  # let the last all-gather of stages 1 and 2 arrive
         optimizer.gather(unit, None)
         optimizer.free(unit)
-    rest, meter.peak = meter.live(), type(meter.peak)()
+    rest, meter.peak = meter.settled(), type(meter.peak)()
     with meter:
         train.gradients(model, optimizer, share, groups)
         optimizer.step(1e-3)

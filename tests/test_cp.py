@@ -227,7 +227,7 @@ def metered(style: str, seq: int = S) -> dict:
     collectives.sent.clear()
     with meter:
         o = attend(q, k, v)
-        out["kept"], out["peak forward"] = meter.live()["other"], meter.peak["other"]
+        out["kept"], out["peak forward"] = meter.settled()["other"], meter.peak["other"]
         out["sent forward"] = collectives.sent.pop(collectives.name(group), 0)
         o.backward(do)
         out["sent backward"] = collectives.sent.pop(collectives.name(group), 0)

@@ -294,7 +294,7 @@ def live_bytes(schedule: str, m: int) -> list[tuple[int, float]]:
         pp.backward_input, pp.backward_weight, torch.autograd.backward = usual
     dist.barrier()
     planned = [0.0, *(count * T * (H + F) * 8 for count in held(actions, after_input=2.0))]
-    return list(zip([*seen, meter.live()["other"]], planned))
+    return list(zip([*seen, meter.settled()["other"]], planned))
 
 
 @pytest.mark.parametrize("schedule", EXECUTED)

@@ -195,7 +195,7 @@ def step(flags: str) -> dict:
             meter.label("arena", model.arena.parts, model.arena.whole)
         with meter:
             loss = model.loss(tokens, labels, positions)
-            kept = meter.live()
+            kept = meter.settled()
             loss.backward()
     return dict(
         calls=meter.collectives, flops=meter.flops, longest=longest,
