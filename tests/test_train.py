@@ -77,7 +77,8 @@ def test_every_grid_trains_evaluates_and_samples_as_one_process(pool, tmp_path):
              (4, "--micro-batch 2 --pp 2 --schedule zb-h1 --zero 3"), (2, "--micro-batch 4 --pp 2"),
              (4, "--cp 2 --tp 2 --zero 3"), (4, "--micro-batch 2 --tp 2 --zero 3")]
     for i, (ranks, grid) in enumerate(grids):
-        printed = pool.run(ranks, "test_train:trained", flags=f"{flags} {grid} --metrics {tmp_path / str(i)}")
+        printed = pool.run(ranks, "test_train:trained", timeout=120,
+                           flags=f"{flags} {grid} --metrics {tmp_path / str(i)}")
         assert not any(printed[1:])
         outcomes.append((metrics(tmp_path / str(i)), printed[0]))
     records, printed = outcomes[1]
@@ -90,6 +91,17 @@ def test_every_grid_trains_evaluates_and_samples_as_one_process(pool, tmp_path):
         assert text.split("\nimport")[1].strip() == printed.split("\nimport")[1].strip()
     sent = outcomes[0][0][0]["comm_gb"]["dp"] * 1e9
     assert sent == pytest.approx(2 * 1 / 2 * 34016 * 8)  # gradients in fp64
+
+
+def test_an_evaluation_in_rounds_is_one_over_everything(pool, tmp_path):
+    """Ten samples, as eight and two or at once, of a model that hardly learns."""
+    unseen, losses = tmp_path / "unseen.txt", []
+    unseen.write_text("".join(f"{i * i} bottles of beer on the wall, " for i in range(20))[:10 * 32])
+    for i, batch in enumerate(("--global-batch 8", "--global-batch 10")):
+        flags = f"--data {ROOT}/train.py --val-data {unseen} --dtype fp64 --steps 1 --warmup 0 --lr 1e-15 --sample= {batch}"
+        pool.run(1, "test_train:trained", flags=f"{flags} --metrics {tmp_path / str(i)}")
+        losses.append(metrics(tmp_path / str(i))[0]["val_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-11)
 
 
 def test_the_optimizer_gets_the_schedules_rate(tmp_path):
