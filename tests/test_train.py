@@ -98,8 +98,8 @@ def test_an_evaluation_in_rounds_is_one_over_everything(pool, tmp_path):
     unseen, losses = tmp_path / "unseen.txt", []
     unseen.write_text("".join(f"{i * i} bottles of beer on the wall, " for i in range(20))[:10 * 32])
     for i, batch in enumerate(("--global-batch 8", "--global-batch 10")):
-        flags = f"--data {ROOT}/train.py --val-data {unseen} --dtype fp64 --steps 1 --warmup 0 --lr 1e-15 --sample= {batch}"
-        pool.run(1, "test_train:trained", flags=f"{flags} --metrics {tmp_path / str(i)}")
+        flags = f"--data {ROOT}/train.py --val-data {unseen} --dtype fp64 --steps 1 --warmup 0 --lr 1e-15 --sample="
+        pool.run(1, "test_train:trained", flags=f"{flags} {batch} --metrics {tmp_path / str(i)}")
         losses.append(metrics(tmp_path / str(i))[0]["val_loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-11)
 
