@@ -45,6 +45,7 @@ is enough). Letters: B batch, S sequence, c ranks, s = S/c tokens a rank, m = s/
 """
 import math
 from collections.abc import Callable, Iterable
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -52,9 +53,8 @@ import torch.nn.functional as F
 from torch.autograd import Function
 
 from collectives import AllToAll__AllToAll, Group, Pending, all_gather, reduce_scatter, shift
-from param import at_least_fp32, rank, size
+from param import IGNORED, at_least_fp32, rank, size
 
-IGNORED = -100  # the label of a token that has no loss
 Tensor = torch.Tensor
 
 
@@ -213,6 +213,19 @@ def results_for(q: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty(B, s, N, D, **wide).transpose(1, 2), torch.empty(B, N, s, **wide)
 
 
+def attend_to_pieces(ctx, q: Tensor, k: Tensor, v: Tensor, at_hand: Iterable[Tensor], pieces: list[Piece | None],
+                     block: Block, group: Group) -> Tensor:
+    """The forward of ring and all-gather. at_hand: for each piece, keys and values (2 B K columns D) it is about."""
+    o, lse = results_for(q)
+    for piece, (k_here, v_here) in zip(pieces, at_hand):
+        if piece:
+            add_piece(o, lse, q, k_here, v_here, piece, block)
+    o = o.to(q.dtype)
+    ctx.save_for_backward(q, k, v, o, lse)
+    ctx.pieces, ctx.block, ctx.group = pieces, block, group
+    return o
+
+
 def seen(piece: Piece, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Piece | None:
     """What is left of a piece if tokens see their own document only. queries B s, keys B columns: document numbers."""
     same = queries[:, piece.rows, None] == keys[:, None, piece.columns]
@@ -242,14 +255,7 @@ class Ring(Function):
 
     @staticmethod
     def forward(ctx, q, k, v, pieces, block, group):
-        o, lse = results_for(q)
-        for piece, (k_here, v_here) in zip(pieces, going_round(torch.stack((k, v)), group)):
-            if piece:
-                add_piece(o, lse, q, k_here, v_here, piece, block)
-        o = o.to(q.dtype)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.pieces, ctx.block, ctx.group = pieces, block, group
-        return o
+        return attend_to_pieces(ctx, q, k, v, going_round(torch.stack((k, v)), group), pieces, block, group)
 
     @staticmethod
     def backward(ctx, do):
@@ -323,14 +329,8 @@ class Gathered(Function):
 
     @staticmethod
     def forward(ctx, q, k, v, pieces, block, group):
-        o, lse = results_for(q)
         whole = gather_chunks(torch.stack((k, v)), group)
-        for piece in pieces:
-            add_piece(o, lse, q, *whole, piece, block)
-        o = o.to(q.dtype)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.pieces, ctx.block, ctx.group = pieces, block, group
-        return o
+        return attend_to_pieces(ctx, q, k, v, repeat(whole), pieces, block, group)
 
     @staticmethod
     def backward(ctx, do):

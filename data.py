@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 import config
-from tp import IGNORED
+from param import IGNORED
 
 BYTES_SEPARATOR = config.TEXT_VOCAB - 1  # 256, behind the 256 bytes
 LLM_C = {(20240520, 1): (np.uint16, 50256), (20240801, 7): (np.uint32, 128000)}  # (magic, version): dtype, separator

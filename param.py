@@ -38,6 +38,7 @@ from torch.autograd.graph import GradientEdge
 
 Box = tuple[slice, ...]  # a rectangular part of a global tensor, one slice a dimension
 Groups = dict[str, dist.ProcessGroup | None]  # by axis; this rank's coordinate on an axis is its rank in the group
+IGNORED = -100  # the label of a token that has no loss
 
 
 def size(group: dist.ProcessGroup | None) -> int:

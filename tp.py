@@ -50,9 +50,7 @@ from torch import nn
 from torch.autograd import Function
 
 from collectives import MAX, Group, all_gather, all_reduce, name, reduce_scatter, sent, shift, world
-from param import Spec, accumulate_grad, at_least_fp32, cut, deferring, parameter, rank, size, stacked
-
-IGNORED = -100  # the label of a token that has no loss
+from param import IGNORED, Spec, accumulate_grad, at_least_fp32, cut, deferring, parameter, rank, size, stacked
 
 
 class TensorParallel(NamedTuple):

@@ -34,11 +34,10 @@ from cp import cut
 from data import BYTES_SEPARATOR, Corpus, MicroBatch, Samples
 from dp import composition
 from model import Llama, activation_bytes, flops_per_token, parameter_count
-from param import Groups, at_least_fp32, draw, rank, size
+from param import IGNORED, Groups, at_least_fp32, draw, rank, size
 from pp import Pipeline, Plan, partition, plan
 from recompute import extra_flops, llama_layer
 from sampling import sample
-from tp import IGNORED
 from zero import Optimizer, bytes_held
 
 AXES = ("world", "pp", "tie", "data", "replicate", "dp", "cp", "tp", "kv", "kv_copy")

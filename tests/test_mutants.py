@@ -254,9 +254,8 @@ MUTANTS = [
     Mutant("plain cuts for tokens, zig-zag ones for attention", "cp.py",
            "return chunks[[i, 2 * c - 1 - i]].flatten()", "return chunks[[2 * i, 2 * i + 1]].flatten()", CP_2),
     Mutant("kv heads repeated before they travel", "cp.py",
-           "going_round(torch.stack((k, v)), group)):\n            if piece:\n                add_piece(",
-           "going_round(torch.stack((k, v)).repeat_interleave(q.shape[1] // k.shape[1], 2), group)):\n"
-           "            if piece:\n                add_piece(",
+           "going_round(torch.stack((k, v)), group), pieces",
+           "going_round(torch.stack((k, v)).repeat_interleave(q.shape[1] // k.shape[1], 2), group), pieces",
            "tests/test_cp.py::test_bytes_sent_are_those_of_the_table[ring-4]"),
     Mutant("the sum of gathered keys' gradients", "cp.py",
            "reduce_scatter(out, part, group)", "out.copy_(part.chunk(size(group))[rank(group)])",
