@@ -93,7 +93,7 @@ def compare(contenders: dict[str, Callable[[], Step]], tokens: int, repeats: int
 # ---- contenders -----------------------------------------------------------------------------------------------------
 
 def ours(settings: config.Config, tokens: torch.Tensor, labels: torch.Tensor) -> Step:
-    groups = train.build_groups(settings.grid, settings.model.kv_heads)
+    groups = train.build_groups(settings.grid, settings.model)
     model, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float32)
     share = slice(rank(groups["data"]), None, size(groups["data"]))
     batch = MicroBatch(tokens[share].contiguous(), labels[share].contiguous())

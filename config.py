@@ -1,4 +1,4 @@
-"""Every setting of a run on one screen, and what makes a combination of them impossible.
+"""Every setting of a run on one screen.
 
 The dataclasses below are the only place where a setting is named: flags (`--global-batch 32`), attributes
 (`config.batch.global_batch`), logs and checkpoints all use the field's name, and `--help` prints the text beside it.
@@ -7,18 +7,21 @@ The dataclasses below are the only place where a setting is named: flags (`--glo
 
 A preset fills the model section and any field can be overridden. `@file` reads flags from a file, where `#` begins a
 comment. `parse` returns settings that are complete (every 0 or -1 that means "choose for me" is replaced by the choice)
-and checked against the number of ranks, or raises ValueError with one line: the flag, its value, what would work.
+and checked against the number of ranks (checks.py), or raises ValueError with one line: the flag, its value, what would
+work.
 
 This file needs nothing but the standard library, so that a typing error is answered at once, not after torch's import.
 """
 import argparse
 import difflib
-import math
 import os
 import shlex
 import sys
 import time
 from dataclasses import dataclass, field, fields
+
+import checks
+from checks import flag, need
 
 TEXT_VOCAB = 257  # 256 byte values and the token that begins a document
 
@@ -29,6 +32,12 @@ def llama(layers, hidden, heads, kv_heads, ffn, vocab, **rest):
 
 LLAMA3 = dict(vocab=128256, rope_theta=500000.0)
 QWEN = dict(vocab=151936, rope_theta=1000000.0, norm_eps=1e-6)
+def mixture(experts, top_k, expert_ffn, **rest):
+    return dict(experts=experts, top_k=top_k, expert_ffn=expert_ffn, **rest)
+
+
+DEEPSEEK = dict(router="sigmoid", router_scale=2.5, expert_groups=8, top_groups=4, shared_experts=1, dense_layers=3,
+                bias_rate=1e-3, aux_loss=1e-4)
 PRESETS = {  #             layers hidden heads kv    ffn
     "tiny": {},
     "smollm-135m":    llama(30,   576,   9,   3,  1536, 49152, tied=True),
@@ -46,6 +55,12 @@ PRESETS = {  #             layers hidden heads kv    ffn
     "qwen3-0.6b":     llama(28,  1024,  16,   8,  3072, **QWEN, tied=True, qk_norm=True, head_dim=128),
     "qwen3-8b":       llama(36,  4096,  32,   8, 12288, **QWEN, qk_norm=True, head_dim=128),
     "qwen3-32b":      llama(64,  5120,  64,   8, 25600, **QWEN, qk_norm=True, head_dim=128),
+    #                                                                  experts top_k expert_ffn
+    "tiny-moe":       llama(4,    128,   4,   2,   352, TEXT_VOCAB, **mixture(8, 2,   128)),
+    "mixtral-8x7b":   llama(32,  4096,  32,   8, 14336, 32000, **mixture(     8, 2, 14336), rope_theta=1000000.0),
+    "qwen3-30b-a3b":  llama(48,  2048,  32,   4,  6144, **QWEN, **mixture(  128, 8,   768), qk_norm=True, head_dim=128),
+    # DeepSeek-V3 but for its attention (MLA), in whose place are 128 heads with keys and values of 8
+    "deepseek-v3-gqa": llama(61, 7168, 128,   8, 18432, 129280, **mixture(  256, 8,  2048, **DEEPSEEK), head_dim=128),
 }
 
 
@@ -70,6 +85,16 @@ class Model:
     norm_eps: float = setting(1e-5, "added to the mean square in RMSNorm")
     qk_norm: bool = setting(False, "RMSNorm on every query and key head (Qwen 3)")
     qkv_bias: bool = setting(False, "biases on queries, keys and values (Qwen 2)")
+    experts: int = setting(0, "experts of a layer, in place of one feed-forward layer; 0: none, the model is dense")
+    top_k: int = setting(2, "experts that a token is sent to")
+    expert_ffn: int = setting(0, "width of an expert; 0: ffn")
+    shared_experts: int = setting(0, "experts that all tokens go through besides")
+    dense_layers: int = setting(0, "first layers without experts")
+    router: str = setting("softmax", "what makes scores of the router's logits", ("softmax", "sigmoid"))
+    router_norm: bool = setting(True, "the scores of the chosen experts, their weights, are made to sum to 1")
+    router_scale: float = setting(1.0, "times these weights")
+    expert_groups: int = setting(1, "groups of experts, of which a token's best top-groups are open to it")
+    top_groups: int = setting(1, "groups that are open to a token")
 
 
 @dataclass
@@ -84,7 +109,7 @@ class Grid:
                             ("afab", "1f1b", "interleaved", "zb-h1", "zb1p", "zb-v", "dualpipev"))
     chunks: int = setting(0, "pipeline stages a rank; 0: as many as the schedule needs")
     pp_group: int = setting(0, "micro-batches that go through a rank's stages together; 0: one for each pipeline rank")
-    ep: int = setting(1, "expert parallel ranks")
+    ep: int = setting(1, "expert parallel ranks, among those of dp, cp and tp: each has 1/ep of the experts")
     zero: int = setting(0, "what data parallel ranks share out: 1 optimizer state, 2 and gradients, 3 and weights",
                         (0, 1, 2, 3))
     dp_replicate: int = setting(1, "hybrid sharding: groups of dp / dp-replicate ranks share out, and are replicas")
@@ -112,6 +137,11 @@ class Batch:
     global_batch: int = setting(16, "sequences a step, over all ranks and micro-batches")
     batch_ramp: str = setting("", 'replaces global-batch: "16@0,32@1e6" is 16 sequences, from 1e6 tokens seen on 32')
 
+    def ramp(self) -> list[tuple[int, float]]:
+        """(sequences a step, from so many tokens seen on), in order."""
+        return [(int(size), float(start)) for size, start in
+                (stage.split("@") for stage in (self.batch_ramp or f"{self.global_batch}@0").split(","))]
+
 
 @dataclass
 class Optim:
@@ -124,6 +154,10 @@ class Optim:
     weight_decay: float = setting(0.1, "decoupled decay of matrices; norms and biases are not decayed")
     betas: tuple = setting((0.9, 0.95), "AdamW's averages of the gradient and of its square")
     z_loss: float = setting(0.0, "times the squared logarithm of the softmax's denominator, added to the loss")
+    aux_loss: float = setting(0.01, "times what unequal use of experts costs (Switch Transformer's loss)")
+    aux_over: str = setting("sequence", "tokens over which their use shall be equal", ("sequence", "micro-batch"))
+    router_z_loss: float = setting(0.0, "times the squared logarithm of the router's softmax denominator")
+    bias_rate: float = setting(0.0, "what a step adds to the bias of an expert used too little (DeepSeek-V3: 0.001)")
     clip: float = setting(1.0, "largest norm of the whole gradient; 0: no clipping")
     steps: int = setting(300, "optimizer steps")
     seed: int = setting(0, "initial weights and order of the samples")
@@ -163,10 +197,6 @@ SECTIONS = {f.name: f.type for f in fields(Config)}
 
 
 # ---- reading the command line ---------------------------------------------------------------------------------------
-
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
 
 def two_numbers(text: str) -> tuple:
     try:
@@ -237,12 +267,7 @@ def parse(arguments: list[str], world: int = 1) -> Config:
         section: settings(**{f.name: given[f.name] for f in fields(settings) if f.name in given})
         for section, settings in SECTIONS.items()
     })
-    check_model(config.model)
-    check_grid(config.grid, config.model, world)
-    check_batch(config.batch, config.grid)
-    check_optim(config.optim, config.model, config.precision)
-    check_data(config.data, config.model)
-    check_run(config.run)
+    checks.check(config, world)
     return config
 
 
@@ -265,184 +290,3 @@ def refuse(error: ValueError) -> None:
     else:
         time.sleep(2)
     os._exit(2)  # at once: process groups may exist, and other ranks be gone
-
-
-# ---- what can run, and what 0 and -1 stand for ----------------------------------------------------------------------
-
-def need(condition: bool, line: str) -> None:
-    if not condition:
-        raise ValueError(line)
-
-
-def need_positive(section, *names: str) -> None:
-    for name in names:
-        value = getattr(section, name)
-        need(0 < value < math.inf, f"{flag(name)} {value}: must be above 0 and finite")
-
-
-def need_not_negative(section, *names: str) -> None:
-    for name in names:
-        value = getattr(section, name)
-        need(0 <= value < math.inf, f"{flag(name)} {value}: must be finite and not negative")
-
-
-def divisors(n: int) -> str:
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
-
-
-def check_model(model: Model) -> None:
-    need_positive(model, "layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
-    need_positive(model, "rope_theta", "rope_scaling", "norm_eps")
-    need_not_negative(model, "head_dim")
-    if model.head_dim == 0:
-        need(model.hidden % model.heads == 0,
-             f"--heads {model.heads} does not divide --hidden {model.hidden}: use one of {divisors(model.hidden)}, "
-             "or set --head-dim")
-        model.head_dim = model.hidden // model.heads
-    need(model.head_dim % 2 == 0, f"--head-dim {model.head_dim} is odd: rotary angles turn pairs, use an even one")
-    need(model.heads % model.kv_heads == 0,
-         f"--kv-heads {model.kv_heads} does not divide --heads {model.heads}: use one of {divisors(model.heads)}")
-
-
-def check_grid(grid: Grid, model: Model, world: int) -> None:
-    need(grid.ep == 1, f"--ep {grid.ep}: expert parallelism is not built yet, use --ep 1")
-    need_positive(grid, "tp", "cp", "pp")
-    need_not_negative(grid, "chunks", "pp_group")
-    need(world % grid.pp == 0, f"--pp {grid.pp} does not divide {world} ranks: use one of {divisors(world)}")
-    check_pipeline(grid, model)
-    world //= grid.pp  # from here on the ranks of a stage
-    need(world % grid.tp == 0, f"--tp {grid.tp} does not divide {world} ranks: use one of {divisors(world)}")
-    check_tensor_parallel(grid, model)
-    rest = world // grid.tp
-    need(rest % grid.cp == 0, f"--cp {grid.cp} does not divide {world} ranks by --tp {grid.tp}: use one of "
-                              f"{divisors(rest)}")
-    check_context_parallel(grid, model)
-    if grid.dp == -1:
-        grid.dp = rest // grid.cp
-    need_positive(grid, "dp")
-    ranks = grid.dp * grid.cp * grid.tp
-    stages = f" x --pp {grid.pp}" if grid.pp > 1 else ""
-    need(ranks == world,
-         f"--dp {grid.dp} x --cp {grid.cp} x --tp {grid.tp}{stages} need {ranks * grid.pp} ranks, and there are "
-         f"{world * grid.pp}: use --dp {rest // grid.cp}, or torchrun --nproc_per_node={ranks * grid.pp}")
-    need_not_negative(grid, "bucket_mb")
-    need_positive(grid, "dp_replicate")
-    need(grid.dp % grid.dp_replicate == 0,
-         f"--dp-replicate {grid.dp_replicate} does not divide --dp {grid.dp}: use one of {divisors(grid.dp)}")
-    need(grid.dp_replicate == 1 or grid.zero > 0,
-         f"--dp-replicate {grid.dp_replicate} needs something that is sharded: use --zero 1, 2 or 3")
-    need(grid.dp_replicate == 1 or grid.dp_replicate < grid.dp,
-         f"--dp-replicate {grid.dp_replicate} leaves shards of one rank at --dp {grid.dp}: use less, or --zero 0")
-
-
-def check_pipeline(grid: Grid, model: Model) -> None:
-    """Fill in the number of stages a rank. What schedules demand of micro-batches is checked later, by train.py."""
-    two, many = grid.schedule in ("zb-v", "dualpipev"), grid.schedule in ("interleaved", "zb1p")
-    if grid.chunks == 0:
-        grid.chunks = 2 if (two or many) and grid.pp > 1 else 1
-    need(grid.pp > 1 or grid.chunks == 1, f"--chunks {grid.chunks} without --pp: there is nothing to take turns with")
-    need(grid.pp == 1 or many or grid.chunks == (2 if two else 1),
-         f"--chunks {grid.chunks}: --schedule {grid.schedule} has {2 if two else 1} a rank, interleaved and zb1p any")
-    need(grid.pp_group == 0 or (grid.pp > 1 and many),
-         f"--pp-group {grid.pp_group}: only --schedule interleaved and zb1p, with --pp 2 or more, have groups")
-    stages = grid.pp * grid.chunks
-    need(model.layers >= stages, f"--pp {grid.pp} with --chunks {grid.chunks} cuts {model.layers} layers into "
-                                 f"{stages} stages: use less, or --layers {stages}")
-
-
-def check_tensor_parallel(grid: Grid, model: Model) -> None:
-    t = grid.tp
-    for name in ("heads", "ffn"):
-        n = getattr(model, name)
-        need(n % t == 0, f"--tp {t} does not divide {flag(name)} {n}: use one of {divisors(n)}")
-    kv = model.kv_heads
-    need(kv % t == 0 or t % kv == 0, f"--tp {t} and --kv-heads {kv}: one must be a multiple of the other")
-    need(model.vocab >= t, f"--tp {t} is more than --vocab {model.vocab}: some ranks would have nothing of it")
-    need(not grid.sp_keep or (grid.sp and t > 1), f"--sp-keep at --tp {t}{'' if grid.sp else ' --no-sp'}: nothing is "
-                                                  "gathered, use --tp 2 or more and --sp")
-    need(not grid.async_tp or (grid.sp and t > 1), f"--async-tp at --tp {t}{'' if grid.sp else ' --no-sp'}: it hides "
-                                                   "the exchanges of sequence parallelism, use --tp 2 or more and --sp")
-
-
-def check_context_parallel(grid: Grid, model: Model) -> None:
-    heads = model.heads // grid.tp
-    need(grid.cp == 1 or grid.cp_style != "ulysses" or heads % grid.cp == 0,
-         f"--cp {grid.cp} --cp-style ulysses: cannot share the {heads} heads of a tensor parallel rank, use one of "
-         f"{divisors(heads)}, or another --cp-style")
-
-
-def ramp(batch: Batch) -> list[tuple[int, float]]:
-    """The batch ramp as (sequences a step, from so many tokens seen on), in order."""
-    return [(int(size), float(start)) for size, start in
-            (stage.split("@") for stage in (batch.batch_ramp or f"{batch.global_batch}@0").split(","))]
-
-
-def check_batch(batch: Batch, grid: Grid) -> None:
-    need_positive(batch, "seq", "global_batch")
-    need_not_negative(batch, "micro_batch")
-    form = f'--batch-ramp "{batch.batch_ramp}": write sequences@tokens, such as "16@0,32@1e6"'
-    try:
-        sizes, starts = zip(*ramp(batch))
-    except ValueError:
-        raise ValueError(form) from None
-    need(min(sizes) > 0, form)
-    need(starts[0] == 0, f"{form}, beginning at 0 tokens")
-    need(all(a < b for a, b in zip(starts, starts[1:])), f"{form}, each stage after the one before")
-
-    name = "--batch-ramp" if batch.batch_ramp else "--global-batch"
-    for size in sizes:
-        below = size // grid.dp * grid.dp
-        use = f"{below} or {below + grid.dp}" if below else f"{grid.dp}"
-        need(size % grid.dp == 0, f"{name} {size} is not a multiple of --dp {grid.dp}: use {use}")
-    if batch.micro_batch == 0:
-        batch.micro_batch = math.gcd(*sizes) // grid.dp
-    for size in sizes:
-        share = size // grid.dp
-        need(share % batch.micro_batch == 0,
-             f"--micro-batch {batch.micro_batch} does not divide a rank's share of {name} {size}, "
-             f"which is {share} at --dp {grid.dp}: use one of {divisors(share)}")
-    tokens = batch.micro_batch * batch.seq
-    need(not grid.sp or grid.cp > 1 or tokens % grid.tp == 0,
-         f"--tp {grid.tp} cannot share --micro-batch {batch.micro_batch} x --seq {batch.seq} = {tokens} tokens in "
-         "equal parts: use another --seq, or --no-sp")
-
-
-def check_optim(optim: Optim, model: Model, precision: Precision) -> None:
-    need_positive(optim, "steps")
-    need_not_negative(optim, "lr", "weight_decay", "clip", "seed")
-    if optim.lr == 0:
-        optim.lr = min(1.2 / model.hidden, 2e-3)
-    if optim.min_lr == -1:
-        optim.min_lr = optim.lr / 10
-    need(0 <= optim.min_lr <= optim.lr, f"--min-lr {optim.min_lr}: must lie between 0 and --lr {optim.lr}")
-    if optim.warmup == -1:
-        optim.warmup = min(20, optim.steps // 10)
-    need_not_negative(optim, "warmup")
-    need(optim.warmup <= optim.steps, f"--warmup {optim.warmup} is longer than the run: --steps {optim.steps}")
-    need(all(0 <= beta < 1 for beta in optim.betas), f"--betas {optim.betas}: each must be at least 0 and below 1")
-    if precision.moments == "bf16":
-        need(optim.optimizer == "adamw", f"--moments bf16: --optimizer {optim.optimizer} keeps no moments")
-        need(precision.dtype != "fp64", "--moments bf16 with --dtype fp64 would undo it: use --moments auto")
-        need(optim.betas[1] <= 0.99, f"--moments bf16 with --betas {optim.betas}: an average in bf16 cannot move by "
-                                     "less than 1/256 of itself, use a second beta of at most 0.99")
-
-
-def check_data(data: Data, model: Model) -> None:
-    need_not_negative(data, "eval_every")
-    need_positive(data, "eval_steps")
-    for name in ("data", "val_data"):
-        for path in getattr(data, name):
-            need(os.path.exists(path), f"{flag(name)} {path}: no such file or folder")
-    need(data.val_data or not data.eval_every, f"--eval-every {data.eval_every} needs --val-data to evaluate on")
-    need(-1 <= data.separator < model.vocab,
-         f"--separator {data.separator} is no token: use 0 to {model.vocab - 1}, or -1")
-
-
-def check_run(run: Run) -> None:
-    need_positive(run, "timeout")
-    need(run.timeout <= 1e7, f"--timeout {run.timeout}: must be at most 1e7 seconds")
-    folder = os.path.dirname(run.metrics) or "."
-    need(os.path.isdir(folder), f"--metrics {run.metrics}: there is no folder {folder}")
-    need(not os.path.isdir(run.metrics), f"--metrics {run.metrics}: is a folder, name a file")
-    written = run.metrics if os.path.exists(run.metrics) else folder
-    need(not run.metrics or os.access(written, os.W_OK), f"--metrics {run.metrics}: {written} cannot be written to")

@@ -80,7 +80,7 @@ def cut(tokens: Tensor, labels: Tensor, positions: Tensor | None, documents: Ten
         t: int = 1) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Rank i's part of sequences B S whose labels are already shifted; documents stay whole, as all keys have them.
 
-    Sequences are lengthened to what c and t can cut, by tokens that come last, are seen by none and have no label.
+    Sequences are lengthened to what c and t can cut, by tokens -1, which come last, are seen by none and have no label.
     """
     if c == 1:
         return tokens, labels, positions, documents
@@ -90,7 +90,7 @@ def cut(tokens: Tensor, labels: Tensor, positions: Tensor | None, documents: Ten
     if documents is not None:
         positions = F.pad(positions, (0, more))[:, mine]
         documents = torch.cat((documents, documents[:, -1:].expand(-1, more) + 1), 1)
-    return (F.pad(tokens, (0, more))[:, mine], F.pad(labels, (0, more), value=IGNORED)[:, mine],
+    return (F.pad(tokens, (0, more), value=-1)[:, mine], F.pad(labels, (0, more), value=IGNORED)[:, mine],
             mine if positions is None else positions, documents)
 
 

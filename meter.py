@@ -26,8 +26,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from torch.utils.weak import WeakIdKeyDictionary
 
-# What torch's registry of FLOPs lacks: how weight gradients are added, and attention on CPUs.
+# What torch's registry of FLOPs lacks: how weight gradients are added, grouped matmuls, and attention on CPUs.
 UNREGISTERED = {
+    torch.ops.aten._grouped_mm: lambda a, b, ends: 2 * a[0] * a[1] * b[-1],
     torch.ops.aten.addmm_: lambda out, a, b: 2 * a[0] * a[1] * b[1],
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v: sdpa_flop_count(q, k, v),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:

@@ -17,6 +17,7 @@ Letters: B batch, S sequence, T = B S tokens, t tensor parallel ranks, H hidden,
 head width, V vocabulary, L layers.
 """
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -27,10 +28,11 @@ from torch.autograd import Function
 
 import config
 from cp import FLASH_CPU, FLASH_GPU, WRITTEN_OUT, ContextParallel, padded
-from param import Groups, Spec, accumulate_grad, at_least_fp32, parameter, size
+from ep import NO_BALANCE, Balance, GroupedLinear, Route, Router, Tokens, combine, dispatch
+from param import Groups, Spec, accumulate_grad, at_least_fp32, cut, parameter, rank, size
 from pp import Pipeline, one_stage
-from recompute import Arena, Part, Recomputed, kept, llama_layer
-from tp import TensorParallel, column, cross_entropy, embed, row
+from recompute import Arena, Part, Recomputed, forgetting, kept, llama_layer
+from tp import TensorParallel, all_tokens, column, cross_entropy, embed, own_tokens, row
 
 # ---- operations -----------------------------------------------------------------------------------------------------
 
@@ -159,7 +161,9 @@ class Shared(NamedTuple):
     attend: Callable  # (q B N s D, k and v B K s D) -> B N s D
     cache: object  # see sampling.py
     selective: bool  # keep what norms and SwiGLU take, not what they give
+    experts: tuple[Tokens, object] | None  # what routers are told, and the expert parallel group
     again: bool = False  # a layer runs again, for a backward that follows at once
+    routes: list[Route] | None = None  # where tokens of such a layer went the first time
 
 
 class Embedding(nn.Module):
@@ -214,9 +218,9 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    def __init__(self, layer: int, model: config.Model, make):
+    def __init__(self, name: str, ffn: int, model: config.Model, make):
         super().__init__()
-        H, ffn, name = model.hidden, model.ffn, f"layers.{layer}.ffn."
+        H = model.hidden
         self.w_gate = make(Spec(name + "w_gate", (ffn, H), {"tp": 0}, std=0.02))
         self.w_up = make(Spec(name + "w_up", (ffn, H), {"tp": 0}, std=0.02))
         self.w_down = make(Spec(name + "w_down", (H, ffn), {"tp": 1}, std=0.02 / (2 * model.layers) ** 0.5))
@@ -230,20 +234,57 @@ class FeedForward(nn.Module):
         return row(SwiGLU.apply(both), self.w_down, tp, skip=again)
 
 
+class Experts(nn.Module):
+    """A mixture: a token goes through the experts that the router chooses for it, and through the shared ones."""
+
+    def __init__(self, layer: int, model: config.Model, make, balance: Balance):
+        super().__init__()
+        E, H, width, name = model.experts, model.hidden, model.expert_ffn, f"layers.{layer}."
+        self.weight = make(Spec(name + "router", (E, H), {"tp": "sum"}, std=0.02))  # ranks of tp have other tokens here
+        self.w_gate_up = make(Spec(name + "experts.w_gate_up", (E, 2 * width, H), {"ep": 0}, "edp", std=0.02))
+        self.w_down = make(Spec(name + "experts.w_down", (E, H, width), {"ep": 0}, "edp",
+                                std=0.02 / (2 * model.layers) ** 0.5))
+        self.shared = None
+        if model.shared_experts:
+            self.shared = FeedForward(name + "shared.", model.shared_experts * width, model, make)
+        self.router = Router(name + "router.bias", E, model.top_k, model.router, model.router_norm, model.router_scale,
+                             model.expert_groups, model.top_groups, balance, self.weight.dtype, self.weight.device)
+
+    def forward(self, x, normalise, shared):  # T/t H -> T/t H
+        tp, (tokens, group), first_route = shared.tp, shared.experts, shared.routes[0] if shared.again else None
+        h, kept = normalise(x), x.detach()
+        with forgetting(h, lambda: normalise(kept)) if shared.selective else nullcontext():
+            own = own_tokens(h, tp)
+            route, weights = self.router(own, self.weight, tokens, group, first_route)
+            arrive = dispatch(own, route, group)
+            beside = self.shared(h, lambda h: h, shared) if self.shared else 0  # while tokens travel
+        if shared.routes is not None and not shared.again:
+            shared.routes.append(route)
+        both = GroupedLinear.apply(arrive(), self.w_gate_up, route)
+        y, kept_too = SwiGLU.apply(both), both.detach()
+        with forgetting(y, lambda: SwiGLU.apply(kept_too)) if shared.selective else nullcontext():
+            y = GroupedLinear.apply(y, self.w_down, route)
+        return all_tokens(combine(y, weights, route, group), len(h), tp) + beside
+
+
 class Block(nn.Module):
     """x + attention(norm(x)), then the same with the feed-forward layer. arena: where to keep inputs, see Llama."""
 
-    def __init__(self, layer: int, model: config.Model, make, t: int, how: str | int):
+    def __init__(self, layer: int, model: config.Model, make, t: int, how: str | int, balance: Balance):
         super().__init__()
         self.normalise = partial(norm, eps=model.norm_eps)
         self.attention_norm = make(gain(f"layers.{layer}.attention_norm", model.hidden, {"tp": how}))
         self.attention = Attention(layer, model, make, t)
         self.ffn_norm = make(gain(f"layers.{layer}.ffn_norm", model.hidden, {"tp": how}))
-        self.ffn = FeedForward(layer, model, make)
+        if has_experts(model, layer):
+            self.ffn = Experts(layer, model, make, balance)
+        else:
+            self.ffn = FeedForward(f"layers.{layer}.ffn.", model.ffn, model, make)
 
     def forward(self, x, shared, arena=None):  # T/t H -> T/t H
         if arena is None:
             return torch.add(*self.terms(x, shared))
+        shared = shared._replace(routes=[])
         return Recomputed.apply(lambda x: torch.add(*self.terms(x, shared)),
                                 lambda x: self.terms(x, shared._replace(again=True)), arena, x)
 
@@ -269,6 +310,10 @@ class Head(nn.Module):
         return column(x, self.weight, tp=shared.tp, before=before, defer=False)
 
 
+def has_experts(model: config.Model, layer: int) -> bool:
+    return model.experts > 0 and layer >= model.dense_layers
+
+
 def table_of(model: config.Model) -> Spec:
     """A tied table may be on two pipeline ranks, that of the first stage and that of the last, each with a term of its
     gradient."""
@@ -283,6 +328,7 @@ class Llama(nn.Module):
     """groups: the grid. attention: "auto", "sdpa" or "math". recompute: "none", "selective" or "full".
 
     pipeline: which stages this rank has; None: everything is one. cp_style: see cp.py. z_loss: see cross_entropy.
+    balance: of experts, see ep.py.
     sequence, ring, keep: how tensor parallel ranks share, see tp.py.
     Parameters have no memory yet: an optimizer's `load` gives it to them and fills it from a source.
     """
@@ -290,7 +336,7 @@ class Llama(nn.Module):
     def __init__(self, model: config.Model, groups: Groups, dtype: torch.dtype = torch.float32,
                  device: torch.device | str = "cpu", attention: str = "auto", recompute: str = "none",
                  sequence: bool = True, ring: bool = False, z_loss: float = 0.0, keep: bool = False,
-                 cp_style: str = "allgather", pipeline: Pipeline | None = None):
+                 cp_style: str = "allgather", pipeline: Pipeline | None = None, balance: Balance = NO_BALANCE):
         super().__init__()
         self.pipeline = pipeline or one_stage(model.layers)
         self.stages, self.last = self.pipeline.stages, self.pipeline.last
@@ -300,10 +346,11 @@ class Llama(nn.Module):
         how = "sum" if self.tp.sequence else "copy"  # norms see other tokens on every rank, or the same ones
         self.model, self.dtype, self.wide, self.z_loss = model, dtype, at_least_fp32(dtype), z_loss
         self.recompute, self.arena, self.attention = recompute, None, attention
-        self.cp, self.cp_style = groups.get("cp"), cp_style
+        self.cp, self.cp_style, self.ep = groups.get("cp"), cp_style, groups.get("ep")
         layers = sorted(layer for stage in self.stages.values() for layer in stage)
         self.embedding = Embedding(model, make) if 0 in self.stages else None
-        self.blocks = nn.ModuleDict({str(layer): Block(layer, model, make, t, how) for layer in layers})
+        self.blocks = nn.ModuleDict({str(layer): Block(layer, model, make, t, how, balance) for layer in layers})
+        self.routers = [block.ffn.router for block in self.blocks.values() if isinstance(block.ffn, Experts)]
         self.head = None
         if self.last in self.stages:
             table = self.embedding.table if model.tied and self.embedding else None
@@ -315,15 +362,16 @@ class Llama(nn.Module):
                         *([self.head] if stage == self.last else [])] for stage, layers in self.stages.items()}
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None,
-                documents: torch.Tensor | None = None, cache=None, stage: int = 0,
-                x: torch.Tensor | None = None) -> torch.Tensor:
+                documents: torch.Tensor | None = None, cache=None, stage: int = 0, x: torch.Tensor | None = None,
+                weight: float | torch.Tensor | None = None) -> torch.Tensor:
         """Logits B S V/t of tokens B S: those of the part of the vocabulary that this rank holds.
 
         stage: with several, one of them, from x, T/t H, which the one before gave; the last gives logits.
 
         positions: S or B S, by default 0, 1, 2 … documents: B S, numbers of the documents, which do not see each other.
         With context parallelism tokens and positions are this rank's, as cp.cut gives them, and documents are all.
-        cache: the keys and values of earlier tokens, which these follow; every rank then has all tokens.
+        Tokens below 0 are padding. weight: what a sequence counts in the losses that balance experts; None: they have
+        no part in it. cache: the keys and values of earlier tokens, which these follow; every rank then has all tokens.
         """
         assert cache is None or documents is None, "what is sampled is one document"
         tp = self.tp if cache is None else TensorParallel(self.tp.group)
@@ -331,7 +379,9 @@ class Llama(nn.Module):
         if positions is None:
             positions = torch.arange(before, before + tokens.shape[1], device=tokens.device)
         attend = self.attends(tokens, before, documents, whole=cache is not None)
-        shared = Shared(tp, angles(positions, self.model, self.wide), attend, cache, self.recompute == "selective")
+        routing = (self.routed(tokens, tp, weight), self.ep) if self.routers else None
+        shared = Shared(tp, angles(positions, self.model, self.wide), attend, cache, self.recompute == "selective",
+                        routing)
         if stage == 0:
             x = self.embedding(tokens.flatten(), tp)
         arena = self.checkpoints(x) if self.recompute == "full" and x.requires_grad else None
@@ -340,10 +390,11 @@ class Llama(nn.Module):
         return self.head(x, shared).unflatten(0, tokens.shape) if stage == self.last else x
 
     def loss(self, tokens: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor | None = None,
-             documents: torch.Tensor | None = None, stage: int = 0, x: torch.Tensor | None = None) -> torch.Tensor:
+             documents: torch.Tensor | None = None, stage: int = 0, x: torch.Tensor | None = None,
+             weight: float | torch.Tensor | None = None) -> torch.Tensor:
         """The sum of the losses of all tokens, the same on every tensor parallel rank; of a stage but the last, what it
         gives the next. labels: B S, or IGNORED."""
-        y = self(tokens, positions, documents, stage=stage, x=x)
+        y = self(tokens, positions, documents, stage=stage, x=x, weight=weight)
         if stage < self.last:
             return y
         return cross_entropy(y, labels, z_loss=self.z_loss, held=self.head.weight.box[0], group=self.tp.group)
@@ -351,6 +402,13 @@ class Llama(nn.Module):
     def between(self, tokens: torch.Tensor, sequence: bool = True) -> tuple[int, int]:
         """The shape of what goes from stage to stage, of tokens B S. sequence: cut, if tensor parallelism cuts it."""
         return tokens.numel() // (size(self.tp.group) if self.tp.sequence and sequence else 1), self.model.hidden
+
+    def routed(self, tokens: torch.Tensor, tp: TensorParallel, weight: float | torch.Tensor | None) -> Tokens:
+        """Which of tokens B s this rank sends to experts: its share, where tensor parallel ranks have the same."""
+        count, s = tokens.shape
+        sequence = torch.arange(count, device=tokens.device).repeat_interleave(s, output_size=count * s)
+        sequence = sequence.masked_fill(tokens.flatten() < 0, count)
+        return Tokens(sequence[cut(len(sequence), size(tp.group), rank(tp.group))], count, (self.cp, tp.group), weight)
 
     def attends(self, tokens: torch.Tensor, before: int, documents: torch.Tensor | None, whole: bool) -> Callable:
         """What computes attention of tokens B s, with `before` others cached. whole: on every rank all of them."""
@@ -385,39 +443,53 @@ def parameter_count(model: config.Model) -> int:
     return sum(p.numel() for p in params.values())
 
 
+def active_count(model: config.Model) -> int:
+    """Elements of the weights that a token meets: all but those of the experts it is not sent to."""
+    layers = range(model.layers)
+    idle = sum(has_experts(model, layer) for layer in layers) * (model.experts - model.top_k)
+    return parameter_count(model) - idle * 3 * model.expert_ffn * model.hidden
+
+
 def flops_per_token(model: config.Model, seq: int, causal: bool = False) -> float:
     """Floating-point operations of one token, forward and backward: 6 N + 12 L h S, with h = heads x head width.
 
-    N leaves out the input embedding, which multiplies nothing. causal=True counts only the scores that are visible,
-    half of them: 6 N + 6 L h S (Chowdhery et al. 2022, appendix B, has the first form).
+    N is the active weights without the input embedding, which multiplies nothing. causal=True counts only the scores
+    that are visible, half of them: 6 N + 6 L h S (Chowdhery et al. 2022, appendix B, has the first form).
     """
-    n = parameter_count(model) - (0 if model.tied else model.vocab * model.hidden)
+    n = active_count(model) - (0 if model.tied else model.vocab * model.hidden)
     scores = 12 * model.layers * model.heads * model.head_dim * seq
     return 6 * n + (scores / 2 if causal else scores)
 
 
 def activation_bytes(settings: config.Config, dtype: torch.dtype, pipeline: Pipeline | None = None) -> int:
-    """Bytes that forwards keep on a rank for their backwards (without masks of documents): of one micro-batch, or of as
-    many as a pipeline rank has in flight."""
+    """Bytes that forwards keep on a rank for their backwards (without masks of documents, experts used equally): of one
+    micro-batch, or of as many as a pipeline rank has in flight."""
     model, grid, recompute, attention = (settings.model, settings.grid, settings.precision.recompute,
                                          settings.precision.attention)
     t, one, wide = grid.tp, dtype.itemsize, at_least_fp32(dtype).itemsize
     seq = padded(settings.batch.seq, grid.cp, t if grid.sp else 1)
     own, pieces = seq // grid.cp, grid.cp > 1 and grid.cp_style != "ulysses"
-    layer = llama_layer(model, seq, dtype, "auto" if pieces else attention, t, grid.sp_keep)  # pieces keep no scores
-    if grid.cp > 1 and not pieces:
-        layer.append(Part("result before it goes home", model.heads * model.head_dim * one, "selective", "tp"))
+    routing = dict(aux=settings.optim.aux_loss > 0, z=settings.optim.router_z_loss > 0, travels=grid.ep > 1)
+
+    def block(number: int) -> float:
+        core = "auto" if pieces else attention  # pieces keep no scores
+        layer = llama_layer(model, seq, dtype, core, t, grid.sp_keep, number, **routing)
+        if grid.cp > 1 and not pieces:
+            layer.append(Part("result before it goes home", model.heads * model.head_dim * one, "selective", "tp"))
+        return kept(layer, recompute, t, grid.sp or recompute == "full")  # ranks share even equal inputs
+
     norm = model.hidden * one if recompute == "selective" else 2 * model.hidden * one + wide
     logits = -(-model.vocab // t) * one + 3 * wide
     indices = 2 * 9  # into the table and into the vocabulary
-    blocks = kept(layer, recompute, t, grid.sp or recompute == "full")  # ranks share even equal inputs
     pipeline = pipeline or one_stage(model.layers)
-    token = pipeline.in_flight * max(len(layers) for layers in pipeline.stages.values()) * blocks
+    token = pipeline.in_flight * max(sum(map(block, layers)) for layers in pipeline.stages.values())
     if pipeline.last in pipeline.stages:
         token += norm / (t if grid.sp else 1) + logits + indices
         if grid.sp_keep and recompute != "selective":
             token += model.hidden * one * (1 - 1 / t)
     if recompute == "full" and t > 1 and not grid.sp:
         token += model.hidden * one  # one input put together again
+    if model.experts:
+        token += 8 / t  # to which sequence it belongs
     masks = seq * seq if attention == "math" and not pieces else 0
     return round(settings.batch.micro_batch * own * token + own * model.head_dim * wide + masks)

@@ -25,7 +25,7 @@ that a layer keeps, its bytes a token and what share of a step's FLOPs it takes 
 2. With fused attention, no: scores are never kept, and of a Llama 8B layer's 139 kB norms and SwiGLU, which cost no
    matmul at all, are the 32% that selective recomputation drops.
 3. Mixtral is like Llama, only wider: two experts' gate, up and SwiGLU are 67% of 258 kB, and it drops 29%.
-4. DeepSeek-V3 is not: its experts are narrow and many, so 40% of 571 kB are tokens sent to experts and their results,
+4. DeepSeek-V3 is not: its experts are narrow and many, so 40% of 572 kB are tokens sent to experts and their results,
    which only another exchange would bring back, and selective recomputation drops 12%.
 5. What scores were to GPT-3, queries, keys and values are to DeepSeek-V3: 23% of the bytes, made from narrow vectors
    with 2.4% of the FLOPs; so what is worth recomputing is a question to each architecture, answered by such a table.
@@ -36,6 +36,7 @@ Models, sections 4 and 5. Letters: n ranks.
 """
 import textwrap
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -103,6 +104,18 @@ class Recomputed(Function):
         return None, None, None, *(x.grad for x in inputs)
 
 
+def forgetting(x: torch.Tensor, again: Callable[[], torch.Tensor]) -> AbstractContextManager:
+    """What is saved for a backward in this context, and is x or a view of it, is not kept: `again` computes x anew."""
+    place = x.untyped_storage().data_ptr()
+
+    def pack(saved: torch.Tensor):
+        same = saved.untyped_storage().data_ptr() == place
+        return (saved.shape, saved.stride(), saved.storage_offset()) if same else saved
+
+    return torch.autograd.graph.saved_tensors_hooks(
+        pack, lambda packed: again().as_strided(*packed) if isinstance(packed, tuple) else packed)
+
+
 # ---- what is kept, and what is computed twice -----------------------------------------------------------------------
 
 MODES = ("none", "selective", "full")
@@ -145,14 +158,17 @@ def gpt_layer(hidden: int, heads: int, seq: int) -> list[Part]:
             Part("dropout mask", h, "selective", "sp"), Part("next layer's input", 0, "full", "sp", 8 * h * h)]
 
 
-def llama_layer(model, seq: int, dtype: torch.dtype, attention: str = "auto", t: int = 1,
-                keep: bool = False) -> list[Part]:
-    """A block of model.py. model: a config.Model. t: above kv_heads, keys and values exist t / kv_heads times.
+def llama_layer(model, seq: int, dtype: torch.dtype, attention: str = "auto", t: int = 1, keep: bool = False,
+                number: int = -1, **routing: bool) -> list[Part]:
+    """Block `number` of model.py. model: a config.Model. t: above kv_heads, keys and values exist t / kv_heads times.
 
     attention: "math" keeps scores, and copies of what it multiplied. keep: what norms give is kept as gathered.
+    routing: see experts_layer.
     """
-    return [*llama_attention(model, seq, dtype, attention, t, keep),
-            *swiglu(model.hidden, model.ffn, dtype, "" if keep else "sp")]
+    half = llama_attention(model, seq, dtype, attention, t, keep)
+    if model.experts and number % model.layers >= model.dense_layers:
+        return half + experts_layer(model, dtype, keep, **routing)
+    return half + swiglu(model.hidden, model.ffn, dtype, "" if keep else "sp")
 
 
 def llama_attention(model, seq: int, dtype: torch.dtype, attention: str = "auto", t: int = 1,
@@ -204,24 +220,32 @@ def latent_attention(hidden: int, heads: int, seq: int, dtype: torch.dtype, q_ra
         Part("sum with the input", H * one, "selective", "sp", 2 * heads * width * H)]
 
 
-def experts_layer(hidden: int, ffn: int, experts: int, chosen: int, shared: int, dtype: torch.dtype) -> list[Part]:
-    """The feed-forward half of a dropless mixture of experts with SwiGLU: `chosen` of `experts`, and `shared` for all.
+def experts_layer(model, dtype: torch.dtype, keep: bool = False, aux: bool = True, z: bool = False,
+                  travels: bool = False) -> list[Part]:
+    """The feed-forward half of a block with experts (ep.py), which get equally many tokens. model: a config.Model.
 
-    What was sent to an expert is kept in every mode but full, since to have it again is to send it again. What routing
-    chose is kept always: the second time, near ties might be decided otherwise.
+    aux, z: whether these losses are there. travels: to other ranks. What was sent to an expert is kept in every mode
+    but full, since to have it again is to send it again; what routing chose is kept always, see ep.py.
     """
-    H, F, k, one, wide = hidden, ffn, chosen, dtype.itemsize, at_least_fp32(dtype).itemsize
-    return [
+    H, F, E, k, one, wide = (model.hidden, model.expert_ffn, model.experts, model.top_k, dtype.itemsize,
+                             at_least_fp32(dtype).itemsize)
+    scores = 1 + aux + z  # times E: scores, prices, logits
+    numbers = k + model.router_norm * (k + 1) + aux * (model.router == "sigmoid") + 2 * z
+    parts = [
         Part("norm's result", H * one, "none", "sp"), Part("norm's statistic", wide, "selective", "sp"),
-        Part("router's probabilities", experts * wide, "selective", "sp", 2 * H * experts),
-        Part("numbers of the chosen", 8 * k, "full", "sp"), Part("weights, places", k * (wide + 16), "selective", "sp"),
-        Part("tokens sent", k * H * one, "selective", "sp"),
+        Part("router's scores", scores * E * wide, "selective", "tp", 2 * H * E),
+        Part("weights", numbers * wide, "selective", "tp"),
+        Part("choices and places", (40 if travels else 24) * k, "full", "tp"),
+        Part("tokens sent", k * H * one, "selective", "tp"),
         Part("experts' gate and up", 2 * k * F * one, "selective", "tp", 4 * H * k * F),
         Part("experts' SwiGLU", k * F * one, "none", "tp"),
-        Part("experts' results", k * H * one, "selective", "sp", 2 * k * F * H),  # for the gradient of their weights
-        Part("shared gate and up", 2 * shared * F * one, "selective", "tp", 4 * H * shared * F),
-        Part("shared SwiGLU", shared * F * one, "none", "tp"),
-        Part("next layer's input", 0, "full", "sp", 2 * shared * F * H)]
+        Part("experts' results", k * H * one, "selective", "tp", 2 * k * F * H)]  # for the gradient of their weights
+    if model.shared_experts:
+        width = model.shared_experts * F
+        parts += [Part("shared gate and up", 2 * width * one, "selective", "tp", 4 * H * width),
+                  Part("shared SwiGLU", width * one, "none", "tp")]
+        parts += [Part("norm's result, gathered", H * one, "none", "")] if keep else []
+    return [*parts, Part("next layer's input", 0, "full", "sp", 2 * model.shared_experts * F * H)]
 
 
 # ---- demo: python recompute.py --------------------------------------------------------------------------------------
@@ -229,11 +253,13 @@ def experts_layer(hidden: int, ffn: int, experts: int, chosen: int, shared: int,
 def examples() -> dict[str, list[Part]]:
     import config
 
-    bf16, llama = torch.bfloat16, config.parse(["--preset", "llama-3.1-8b"]).model
+    bf16 = torch.bfloat16
+    llama, mixtral, deepseek = (config.parse(["--preset", name]).model
+                                for name in ("llama-3.1-8b", "mixtral-8x7b", "deepseek-v3-gqa"))
     return {"GPT-3, 2048 tokens": gpt_layer(12288, 96, 2048), "Llama 8B, 4096": llama_layer(llama, 4096, bf16),
-            "Mixtral 8x7B, 4096": llama_attention(llama, 4096, bf16) + experts_layer(4096, 14336, 8, 2, 0, bf16),
+            "Mixtral 8x7B, 4096": llama_layer(mixtral, 4096, bf16),
             "DeepSeek-V3, 4096": latent_attention(7168, 128, 4096, bf16, 1536, 512, 128, 64)
-            + experts_layer(7168, 2048, 256, 8, 1, bf16)}
+            + experts_layer(deepseek, bf16)}
 
 
 def demo() -> None:

@@ -48,8 +48,21 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.autograd import Function
+from torch.nn.functional import pad
 
-from collectives import MAX, Group, all_gather, all_reduce, name, reduce_scatter, sent, shift, world
+from collectives import (
+    MAX,
+    AllReduce__Identity,
+    Group,
+    Identity__AllReduce,
+    all_gather,
+    all_reduce,
+    name,
+    reduce_scatter,
+    sent,
+    shift,
+    world,
+)
 from param import IGNORED, Spec, accumulate_grad, at_least_fp32, cut, deferring, parameter, rank, size, stacked
 
 
@@ -268,6 +281,23 @@ def row(x: torch.Tensor, weight: nn.Parameter, tp: TensorParallel, before: Befor
     return Row.apply(x, before, tp, skip, weight)
 
 
+# ---- layers that are not cut ----------------------------------------------------------------------------------------
+
+def own_tokens(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+    """This rank's share of the tokens, whoever has them between layers: T/t H -> T/t H, or T H -> about T/t H."""
+    if tp.sequence or size(tp.group) == 1:
+        return x
+    return Identity__AllReduce.apply(x, tp.group)[cut(len(x), size(tp.group), rank(tp.group))]
+
+
+def all_tokens(y: torch.Tensor, count: int, tp: TensorParallel) -> torch.Tensor:
+    """The inverse: what each rank made of its share, where it is wanted. count: of the tokens between layers."""
+    if tp.sequence or size(tp.group) == 1:
+        return y
+    mine = cut(count, size(tp.group), rank(tp.group))
+    return AllReduce__Identity.apply(pad(y, (0, 0, mine.start, count - mine.stop)), tp.group)
+
+
 # ---- the vocabulary -------------------------------------------------------------------------------------------------
 
 class Embed(Function):
@@ -344,7 +374,7 @@ def whole_rows(logits: torch.Tensor, vocab: int, group: Group) -> torch.Tensor:
     n = size(group)
     parts = [cut(vocab, n, i) for i in range(n)]
     widest = max(part.stop - part.start for part in parts)
-    padded = torch.nn.functional.pad(logits, (0, widest - logits.shape[-1]))
+    padded = pad(logits, (0, widest - logits.shape[-1]))
     out = logits.new_empty(n * len(logits), widest)
     all_gather(out, padded.contiguous(), group)
     return torch.cat([block[:, :part.stop - part.start] for block, part in zip(out.chunk(n), parts)], -1)

@@ -20,6 +20,7 @@ import resource
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
@@ -33,14 +34,15 @@ import config
 from cp import cut
 from data import BYTES_SEPARATOR, Corpus, MicroBatch, Samples
 from dp import composition
-from model import Llama, activation_bytes, flops_per_token, parameter_count
+from ep import Balance, rebalance
+from model import Llama, activation_bytes, active_count, flops_per_token, parameter_count
 from param import IGNORED, Groups, at_least_fp32, draw, rank, size
 from pp import Pipeline, Plan, partition, plan
 from recompute import extra_flops, llama_layer
 from sampling import sample
 from zero import Optimizer, bytes_held
 
-AXES = ("world", "pp", "tie", "data", "replicate", "dp", "cp", "tp", "kv", "kv_copy")
+AXES = ("world", "pp", "tie", "data", "replicate", "dp", "cp", "tp", "kv", "kv_copy", "ep", "edp")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 # Peak dense TFLOP/s in bf16 and fp16, by words of the name that the driver gives; the first fits. From data sheets.
@@ -67,33 +69,46 @@ def choose_device(asked: str) -> tuple[torch.device, str]:
     return torch.device("cpu"), "there is no GPU here"
 
 
-def build_groups(grid: config.Grid, kv_heads: int = 1, timeout_s: float = 600) -> Groups:
+def build_groups(grid: config.Grid, model: config.Model, timeout_s: float = 600) -> Groups:
     """The groups of every axis, created in the same order on every rank; None where a rank is alone.
 
     world: everybody. pp: those that have other layers; tie: of these, the two that have a tied table. data: all that
     have other tokens, replicate x dp. dp: those that share out optimizer state; cp: the innermost of these, which have
-    parts of the same sequences. tp: those that share layers; where they are more than kv_heads, kv: one for each head,
-    kv_copy: those of a head.
+    parts of the same sequences. tp: those that share layers; where they are more than there are heads of keys and
+    values, kv: one for each head, kv_copy: those of a head. Experts see the ranks of dp x tp as edp x ep: ep: those
+    that have all experts between them; edp: those that have the same ones.
     """
     groups: Groups = dict.fromkeys(AXES)
     if not dist.is_initialized():
         return groups
-    shards, heads = grid.dp // grid.dp_replicate, kv_heads if grid.tp > kv_heads else grid.tp
-    pp, replicate, shard, cp, kv, kv_copy = range(6)
-    shape = grid.pp, grid.dp_replicate, shards, grid.cp, heads, grid.tp // heads
-    ranks = torch.arange(math.prod(shape)).view(shape)
-    axes = {"pp": (pp,), "data": (replicate, shard, cp), "replicate": (replicate,), "dp": (shard, cp), "cp": (cp,),
-            "tp": (kv, kv_copy)}
-    if grid.tp > kv_heads:
-        axes |= {"kv": (kv,), "kv_copy": (kv_copy,)}
-    for axis, along in axes.items():
-        others = [i for i in range(6) if i not in along]
+
+    def add(axis: str, shape: tuple[int, ...], *along: int) -> None:
+        """The groups of ranks that differ in these coordinates alone, when all ranks in order have such a shape."""
+        others = [i for i in range(len(shape)) if i not in along]
+        ranks = torch.arange(math.prod(shape)).view(shape)
         members = ranks.permute(*others, *along).flatten(len(others)).flatten(0, -2)  # a group a row
         if members.shape[1] > 1:
             timeout = datetime.timedelta(seconds=timeout_s)
             groups[axis], _ = dist.new_subgroups_by_enumeration(members.tolist(), timeout=timeout)
             if axis == "pp" and grid.schedule not in ("zb-v", "dualpipev"):  # whose last stage is beside the first
                 groups["tie"], _ = dist.new_subgroups_by_enumeration(members[:, [0, -1]].tolist(), timeout=timeout)
+
+    shards, heads = grid.dp // grid.dp_replicate, min(grid.tp, model.kv_heads)
+    shape = grid.pp, grid.dp_replicate, shards, grid.cp, heads, grid.tp // heads
+    pp, replicate, shard, cp, kv, kv_copy = range(6)
+    add("pp", shape, pp)
+    add("data", shape, replicate, shard, cp)
+    add("replicate", shape, replicate)
+    add("dp", shape, shard, cp)
+    add("cp", shape, cp)
+    add("tp", shape, kv, kv_copy)
+    if grid.tp > model.kv_heads:
+        add("kv", shape, kv)
+        add("kv_copy", shape, kv_copy)
+    if model.experts:
+        folded = grid.pp, grid.dp_replicate, shards * grid.cp * grid.tp // grid.ep, grid.ep
+        add("edp", folded, 2)
+        add("ep", folded, 3)
     return groups | {"world": dist.group.WORLD}
 
 
@@ -107,7 +122,7 @@ def pipeline(settings: config.Config, group: collectives.Group, device: torch.de
     model, grid, batch = settings.model, settings.grid, settings.batch
     layer = sum(part.flops for part in llama_layer(model, batch.seq, torch.float32))
     cuts = partition(model.layers, grid.pp * grid.chunks, last=2 * model.vocab * model.hidden / layer)
-    most = max(sequences for sequences, _ in config.ramp(batch)) // batch.micro_batch // grid.dp
+    most = max(sequences for sequences, _ in batch.ramp()) // batch.micro_batch // grid.dp
     return Pipeline(partial(plan_of, grid), cuts, most, group, device)
 
 
@@ -119,7 +134,8 @@ def build(settings: config.Config, groups: Groups, device: torch.device, dtype: 
     """The model and its optimizer, filled with the seed's weights."""
     grid, optim, precision = settings.grid, settings.optim, settings.precision
     model = Llama(settings.model, groups, dtype, device, precision.attention, precision.recompute, grid.sp,
-                  grid.async_tp, optim.z_loss, grid.sp_keep, grid.cp_style, pipeline(settings, groups["pp"], device))
+                  grid.async_tp, optim.z_loss, grid.sp_keep, grid.cp_style, pipeline(settings, groups["pp"], device),
+                  Balance(optim.aux_loss, optim.aux_over, optim.router_z_loss, optim.bias_rate))
     optimizer = Optimizer(model.chunks(), groups, grid.bucket_mb, grid.zero, optim.optimizer, optim.betas,
                           weight_decay=optim.weight_decay, clip=optim.clip, moments=moments_dtype(settings, dtype),
                           last=model.head)
@@ -133,15 +149,17 @@ def gradients(model: Llama, optimizer: Optimizer, micro_batches: list[MicroBatch
     """Forward and backward of a step: the gradient of the mean loss over all valid tokens of the global batch.
 
     Returns that loss. The number it divides by is counted over all ranks and micro-batches before the first backward,
-    so that every gradient is a plain sum from there on.
+    so that every gradient is a plain sum from there on. Losses that balance experts are means over the sequences.
     """
+    sequences = sum(len(batch.tokens) for batch in micro_batches) * size(groups["data"]) // size(groups["cp"])
     valid = sum((batch.labels != IGNORED).sum() for batch in micro_batches)
     counted = collectives.all_reduce(valid, groups["data"], async_op=True)  # under way during the first forward
     total = torch.zeros((), dtype=model.wide, device=valid.device)
 
     def forward(stage: int, k: int, x: torch.Tensor | None) -> torch.Tensor:
         batch = micro_batches[k]
-        y = model.loss(batch.tokens, batch.labels, batch.positions, batch.documents, stage, x)
+        y = model.loss(batch.tokens, batch.labels, batch.positions, batch.documents, stage, x,
+                       optimizer.scaled(1 / sequences))
         if stage < model.last:
             return y
         counted.wait()
@@ -156,6 +174,17 @@ def gradients(model: Llama, optimizer: Optimizer, micro_batches: list[MicroBatch
     for axis in ("data", "pp"):  # one pipeline rank has it, the others zeros
         collectives.all_reduce(total, groups[axis])
     return total / valid.clamp(min=1)
+
+
+def balanced(model: Llama, groups: Groups, finite: torch.Tensor, sequences: int) -> dict[str, float]:
+    """What metrics say of experts after a step: the losses that balance them, and of all layers the highest load of an
+    expert over the mean one. finite: whether the step was one, else biases stay."""
+    worst, cost = torch.zeros(2, dtype=torch.float64, device=finite.device).unbind()
+    if model.routers:  # the layers of a pipeline rank may all be dense
+        worst, cost = rebalance(model.routers, (groups["data"], groups["tp"]), finite)
+    collectives.all_reduce(worst, groups["pp"], collectives.MAX)
+    collectives.all_reduce(cost, groups["pp"])
+    return dict(aux_loss=cost.item() / sequences, load_max_over_mean=worst.item())
 
 
 @torch.no_grad()
@@ -212,11 +241,13 @@ def first_lines(settings: config.Config, groups: Groups, device: str, dtype: tor
     grid, batch, precision = settings.grid, settings.batch, settings.precision
     stages = pipeline(settings, groups.get("pp"))
     chunks = Llama(settings.model, groups, pipeline=stages).chunks()
-    buckets = [sum(param.numel() for param in bucket) for bucket in
-               composition(chunks, 0 if grid.zero == 3 else grid.bucket_mb)]
+    buckets = composition(chunks, 0 if grid.zero == 3 else grid.bucket_mb)
     shards = grid.dp // grid.dp_replicate * grid.cp
     moments = moments_dtype(settings, dtype) if settings.optim.optimizer == "adamw" else None
-    memory = bytes_held(buckets, grid.zero, shards, dtype, moments)
+    memory = Counter()
+    for axis, n in ("dp", shards), ("edp", shards * grid.tp // grid.ep):
+        counts = [sum(param.numel() for param in bucket) for bucket in buckets if bucket[0].spec.data == axis]
+        memory.update(bytes_held(counts, grid.zero, n, dtype, moments) if counts else {})
     memory["activations"] = activation_bytes(settings, dtype, stages)
     state = ("", "optimizer state", "gradients, optimizer state", "weights, gradients, optimizer state")[grid.zero]
     copies = f" in {grid.dp_replicate} replicas" if grid.dp_replicate > 1 else ""
@@ -224,16 +255,21 @@ def first_lines(settings: config.Config, groups: Groups, device: str, dtype: tor
         f"1/{grid.tp} of the tokens between layers" if grid.sp else "all tokens between layers")
     if grid.pp > 1:
         layers = f"{grid.chunks} of {grid.pp * grid.chunks} stages ({grid.schedule}), of these {layers}"
-    sequences, _ = config.ramp(batch)[0]
+    experts = active = ""
+    if settings.model.experts:
+        experts = f", ep {grid.ep} x edp {shards * grid.tp // grid.ep}"
+        layers += f" and {settings.model.experts // grid.ep} of {settings.model.experts} experts"
+        active = f" ({active_count(settings.model):,} active)"
+    sequences, _ = batch.ramp()[0]
     accumulated = sequences // batch.micro_batch // grid.dp
     return "\n".join((
         f"device  {device}, {precision.dtype}",
-        f"grid    pp {grid.pp} x dp {grid.dp} x cp {grid.cp} x tp {grid.tp}, zero {grid.zero}: a rank holds {layers}"
-        + (f", 1/{shards} of that of {state}{copies}" if shards > 1 and grid.zero else "")
+        f"grid    pp {grid.pp} x dp {grid.dp} x cp {grid.cp} x tp {grid.tp}{experts}, zero {grid.zero}: a rank holds "
+        + layers + (f", 1/{shards} of that of {state}{copies}" if shards > 1 and grid.zero else "")
         + f", and reads 1/{grid.dp} of the sequences" + (f", 1/{grid.cp} of each" if grid.cp > 1 else ""),
         f"batch   global batch {sequences} = micro {batch.micro_batch} x accum {accumulated} x dp {grid.dp}; "
         f"{sequences * batch.seq:,} tokens a step" + (f"; ramp {batch.batch_ramp}" if batch.batch_ramp else ""),
-        f"model   {settings.model.preset}: {parameter_count(settings.model):,} parameters; a rank needs about "
+        f"model   {settings.model.preset}: {parameter_count(settings.model):,} parameters{active}; a rank needs about "
         + f"{gb(sum(memory.values()))}: " + ", ".join(f"{name} {gb(count)}" for name, count in memory.items()),
         f"data    {len(samples.corpus):,} tokens in {len(samples.corpus.files):,} files: "
         f"{samples.windows:,} samples of {batch.seq}",
@@ -283,7 +319,7 @@ def train(settings: config.Config, samples: Samples, unseen: Samples | None, dev
           progress: Progress) -> None:
     batch, optim, data, run = settings.batch, settings.optim, settings.data, settings.run
     dtype = DTYPES[settings.precision.dtype]
-    groups = build_groups(settings.grid, settings.model.kv_heads, run.timeout)
+    groups = build_groups(settings.grid, settings.model, run.timeout)
     ranks = size(groups["world"])
     chief = rank(groups["world"]) == 0
     if chief:
@@ -297,11 +333,11 @@ def train(settings: config.Config, samples: Samples, unseen: Samples | None, dev
                                  share(unseen, first, at_once, settings, groups, wanted)]
                                 for first in range(0, wanted, at_once)), groups)
 
-    ramp, seen, skipped = config.ramp(batch), 0, 0  # seen: samples so far, the whole state of the data
+    ramp, seen, skipped = batch.ramp(), 0, 0  # seen: samples so far, the whole state of the data
     flops, causal_flops = (flops_per_token(settings.model, batch.seq, causal) for causal in (False, True))
     precision = settings.precision
-    layer = llama_layer(settings.model, batch.seq, dtype, precision.attention)
-    repeated = settings.model.layers * extra_flops(layer, precision.recompute)
+    repeated = sum(extra_flops(llama_layer(settings.model, batch.seq, dtype, precision.attention, number=number),
+                               precision.recompute) for number in range(settings.model.layers))
     peak = peak_flops(device, dtype)
     metrics = open(run.metrics, "w") if run.metrics and chief else None
     bar = tqdm(total=optim.steps, unit="step", disable=not chief, dynamic_ncols=True)
@@ -313,6 +349,7 @@ def train(settings: config.Config, samples: Samples, unseen: Samples | None, dev
         micro_batches = [batch.to(device) for batch in share(samples, seen, sequences, settings, groups)]
         loss = gradients(model, optimizer, micro_batches, groups)
         norm = optimizer.step(lr)
+        balance = balanced(model, groups, norm.isfinite(), sequences) if settings.model.experts else {}
         loss, norm = loss.item(), norm.item()  # waits for the device
         seen += sequences
         skipped += not math.isfinite(norm)
@@ -326,7 +363,7 @@ def train(settings: config.Config, samples: Samples, unseen: Samples | None, dev
             hfu=used and used * (flops + repeated),
             memory_gb=memory_used(device) / 1e9,
             comm_gb={axis: collectives.sent[collectives.name(groups[axis])] / 1e9
-                     for axis in AXES if size(groups[axis]) > 1}, skipped=skipped)
+                     for axis in AXES if size(groups[axis]) > 1}, skipped=skipped, **balance)
         if unseen and (step == optim.steps - 1 or (data.eval_every and (step + 1) % data.eval_every == 0)):
             record["val_loss"] = validation_loss()
             if chief:
@@ -338,7 +375,7 @@ def train(settings: config.Config, samples: Samples, unseen: Samples | None, dev
     bar.close()
     if chief:
         print(f"trained {optim.steps} steps on {seen * batch.seq:,} tokens: loss {loss:.4f} nats a token in the last")
-    holds_a_part = rank(groups["data"]) == 0 or settings.grid.zero == 3
+    holds_a_part = rank(groups["data"]) == 0 or settings.grid.zero == 3 or settings.grid.ep > 1
     if run.sample and math.isfinite(loss) and samples.corpus.is_text and holds_a_part:
         prompt = torch.tensor([[BYTES_SEPARATOR, *run.sample.encode()]], device=device)
         written = sample(model, prompt, 240)[0, 1:].tolist()
@@ -350,7 +387,7 @@ def main(settings: config.Config) -> None:
     progress, run = Progress(), settings.run
     try:  # what the user can mend, and every rank finds alike
         device, why = choose_device(run.device)
-        for sequences, _ in config.ramp(settings.batch):
+        for sequences, _ in settings.batch.ramp():
             micro_batches = sequences // settings.grid.dp // settings.batch.micro_batch
             try:
                 plan_of(settings.grid, micro_batches)

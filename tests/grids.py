@@ -13,6 +13,7 @@ import config
 import param
 import train
 from data import MicroBatch, Samples
+from ep import rebalance
 from meter import Meter
 
 # All dimensions differ, so that no two can be mistaken for each other. Clipping and weight decay are active.
@@ -55,7 +56,7 @@ def run(grid: str, first: int = 0, last: int = STEPS, state: dict | None = None)
     """One rank of a grid, also without any process group: steps first .. last, the earlier ones' results in `state`."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     settings = settings_of(grid, world)
-    groups = train.build_groups(settings.grid, settings.model.kv_heads)
+    groups = train.build_groups(settings.grid, settings.model)
     model, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float64)
     if state:
         load(optimizer, state)
@@ -67,6 +68,8 @@ def run(grid: str, first: int = 0, last: int = STEPS, state: dict | None = None)
             out["grads"].append(pieces(optimizer, "owned_grad"))
             out["square"].append(sum(values.square().sum().item() for *_, owned, values in out["grads"][-1] if owned))
             out["norm"].append(optimizer.step(settings.optim.lr).item())
+            if model.routers:
+                rebalance(model.routers, (groups["data"], groups["tp"]))
     for bucket in optimizer.buckets:
         bucket.gather()
     out["visible"] = {(p.spec.name, str(p.box)): digest(p.detach().clone()) for p in model.parameters()}
@@ -75,8 +78,11 @@ def run(grid: str, first: int = 0, last: int = STEPS, state: dict | None = None)
     out |= {name: pieces(optimizer, what) for name, what in (("params", "master"), ("m", "m"), ("v", "v"))
             if settings.optim.optimizer == "adamw" or name == "params"}
     stages = collectives.name(groups["pp"])  # whose transfers have the order that tests/test_pp.py checks
-    out |= dict(numbers=optimizer.numbers(), collectives=[
-        call for call in meter.collectives if call.group != stages or call.name not in ("send", "recv_")])
+    out |= dict(numbers=optimizer.numbers(), biases={router.name: router.bias for router in model.routers})
+    experts = collectives.name(groups["ep"])  # whose ranks exchange as many rows as tokens choose
+    out["collectives"] = [
+        call._replace(shape=(), bytes=0) if call.name == "alltoall_base_" and call.group == experts else call
+        for call in meter.collectives if call.group != stages or call.name not in ("send", "recv_")]
     return out
 
 

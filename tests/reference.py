@@ -20,8 +20,63 @@ def rms_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * gain
 
 
-def logits(w: dict[str, torch.Tensor], tokens: torch.Tensor, model) -> torch.Tensor:
-    """w: weights by name. model: anything with the fields of the architecture."""
+def open_experts(scores: torch.Tensor, model) -> list[int]:
+    """The numbers of the experts that a token with these scores may choose."""
+    n = model.experts // model.expert_groups
+    groups = [range(first, first + n) for first in range(0, model.experts, n)]
+    merit = [sum(sorted((scores[e].item() for e in group), reverse=True)[:2]) for group in groups]
+    ranked = sorted(range(len(groups)), key=lambda g: -merit[g])[:model.top_groups]
+    return [e for g in ranked for e in groups[g]]
+
+
+def mixture(h: torch.Tensor, w: dict[str, torch.Tensor], layer: str, bias: torch.Tensor, model) -> tuple:
+    """h: B S H. Every expert computes every token; weights of those that were not chosen are 0.
+
+    Returns the result; how often each expert was chosen, B E; the probabilities, B S E; the router's logits.
+    """
+    router = h @ w[layer + "router"].T
+    scores = router.softmax(-1) if model.router == "softmax" else torch.sigmoid(router)
+    chosen = torch.zeros_like(scores, dtype=torch.bool)
+    for b in range(h.shape[0]):
+        for s in range(h.shape[1]):
+            biased = scores[b, s].detach() + bias
+            ranked = sorted(open_experts(biased, model), key=lambda e: -biased[e].item())
+            chosen[b, s, ranked[:model.top_k]] = True
+    weights = scores * chosen
+    if model.router_norm:
+        weights = weights / weights.sum(-1, keepdim=True)
+    out = torch.zeros_like(h)
+    for e in range(model.experts):
+        gate, up = (h @ w[layer + "experts.w_gate_up"][e].T).chunk(2, -1)
+        y = (gate * torch.sigmoid(gate) * up) @ w[layer + "experts.w_down"][e].T
+        out = out + model.router_scale * weights[..., e:e + 1] * y
+    if model.shared_experts:
+        out = out + swiglu(h, w, layer + "shared.")
+    return out, chosen.sum(1), scores / scores.sum(-1, keepdim=True), router
+
+
+def unequal(mixtures: list[tuple], model, optim, micro_batch: int) -> torch.Tensor:
+    """The losses that keep experts equally used, of all layers, as means over sequences (or micro-batches)."""
+    total = 0
+    for _, loads, probabilities, router in mixtures:
+        size = 1 if optim.aux_over == "sequence" else micro_batch
+        parts = list(zip(loads.split(size), probabilities.split(size)))
+        for load, p in parts:
+            tokens = p[..., 0].numel()
+            fraction = load.sum(0).to(p.dtype) / (model.top_k * tokens)
+            total = total + optim.aux_loss * model.experts * (fraction * p.mean((0, 1))).sum() / len(parts)
+        total = total + optim.router_z_loss * router.logsumexp(-1).pow(2).mean()
+    return total
+
+
+def swiglu(h: torch.Tensor, w: dict[str, torch.Tensor], place: str) -> torch.Tensor:
+    gate, up = h @ w[place + "w_gate"].T, h @ w[place + "w_up"].T
+    return (gate * torch.sigmoid(gate) * up) @ w[place + "w_down"].T
+
+
+def logits(w: dict[str, torch.Tensor], tokens: torch.Tensor, model, biases: dict[str, torch.Tensor],
+           mixtures: list) -> torch.Tensor:
+    """w: weights by name. model: anything with the fields of the architecture. mixtures: gets what `mixture` gave."""
     S = tokens.shape[1]
     above = torch.ones(S, S, dtype=torch.bool).triu(1)
     x = w["embedding"][tokens]
@@ -42,17 +97,24 @@ def logits(w: dict[str, torch.Tensor], tokens: torch.Tensor, model) -> torch.Ten
         attended = torch.einsum("bkgqp,bpkd->bqkgd", scores.masked_fill(above, -torch.inf).softmax(-1), v)
         x = x + attended.flatten(2) @ a("wo").T
         h = rms_norm(x, w[f"layers.{i}.ffn_norm"], model.norm_eps)
-        gate, up = h @ w[f"layers.{i}.ffn.w_gate"].T, h @ w[f"layers.{i}.ffn.w_up"].T
-        x = x + (gate * torch.sigmoid(gate) * up) @ w[f"layers.{i}.ffn.w_down"].T
+        if model.experts and i >= model.dense_layers:
+            mixtures.append(mixture(h, w, f"layers.{i}.", biases[f"layers.{i}.router.bias"], model))
+            x = x + mixtures[-1][0]
+        else:
+            x = x + swiglu(h, w, f"layers.{i}.ffn.")
     x = rms_norm(x, w["norm"], model.norm_eps)
     return x @ w["embedding" if model.tied else "head"].T
 
 
-def train(weights: dict[str, torch.Tensor], batches: list[tuple[torch.Tensor, torch.Tensor]], model, optim) -> dict:
+def train(weights: dict[str, torch.Tensor], batches: list[tuple[torch.Tensor, torch.Tensor]], model, optim,
+          micro_batch: int) -> dict:
     """Steps over global batches of (tokens, labels), labels below 0 ignored. Returns everything worth comparing:
 
-    loss, norm: of each step. grads: by name, of each step, before clipping. params, m, v: by name, after the last.
+    loss, norm: of each step; the losses that balance experts are not in the first, only in the gradient. grads: by
+    name, of each step, before clipping. params, m, v, biases: by name, after the last.
     """
+    moe_layers = range(model.dense_layers, model.layers) if model.experts else ()
+    biases = {f"layers.{i}.router.bias": torch.zeros(model.experts, dtype=torch.float64) for i in moe_layers}
     w = {name: value.clone().requires_grad_() for name, value in weights.items()}
     groups = [dict(params=[p for p in w.values() if p.ndim >= 2], weight_decay=optim.weight_decay),
               dict(params=[p for p in w.values() if p.ndim < 2], weight_decay=0.0)]
@@ -64,15 +126,20 @@ def train(weights: dict[str, torch.Tensor], batches: list[tuple[torch.Tensor, to
     for tokens, labels in batches:
         rule.zero_grad()
         valid = labels >= 0
-        rows = logits(w, tokens, model)[valid]
+        mixtures = []
+        rows = logits(w, tokens, model, biases, mixtures)[valid]
         loss = F.cross_entropy(rows, labels[valid], reduction="sum") + optim.z_loss * rows.logsumexp(-1).pow(2).sum()
         loss = loss / valid.sum()
-        loss.backward()
+        (loss + unequal(mixtures, model, optim, micro_batch)).backward()
         out["loss"].append(loss.item())
         out["grads"].append({name: p.grad.clone() for name, p in w.items()})
         limit = optim.clip or float("inf")
         out["norm"].append(torch.nn.utils.clip_grad_norm_(list(w.values()), limit).item())
         rule.step()
+        for bias, (_, loads, *_) in zip(biases.values(), mixtures):
+            load = loads.sum(0).double()
+            bias += optim.bias_rate * torch.sign(load.mean() - load)
+    out["biases"] = biases
     out["params"] = {name: p.detach() for name, p in w.items()}
     if optim.optimizer == "adamw":
         out["m"] = {name: rule.state[p]["exp_avg"] for name, p in w.items()}

@@ -21,7 +21,7 @@ def built(flags: str, dtype: torch.dtype):
     """(settings, groups, model, optimizer, this rank's micro-batches of a global batch)"""
     world = dist.get_world_size()
     settings = config.parse(f"{PRIMES} --data {__file__} {flags}".split(), world)
-    groups = train.build_groups(settings.grid, settings.model.kv_heads)
+    groups = train.build_groups(settings.grid, settings.model)
     model, optimizer = train.build(settings, groups, torch.device("cpu"), dtype)
     tokens, labels = grids.batches(settings)[0]
     batch = settings.batch

@@ -65,7 +65,7 @@ def elements_sent(flags: str) -> tuple[int, int, float, list[str]]:
     """Of one step: gradient reductions, parameters, elements a rank sends for them, the names of all collectives."""
     world = dist.get_world_size()
     settings = grids.settings_of(flags, world)
-    groups = train.build_groups(settings.grid, settings.model.kv_heads)
+    groups = train.build_groups(settings.grid, settings.model)
     model, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float64)
     tokens, labels = grids.batches(settings)[0]
     share = grids.GivenSamples(tokens, labels).step(0, 48, settings.batch.micro_batch, dist.get_rank(), world)

@@ -10,6 +10,9 @@ import torch
 import grids
 import reference
 
+MIXTRAL = "--experts 8 --top-k 2 --expert-ffn 20 --router-z-loss 0.02 --aux-loss 0.3"
+DEEPSEEK = ("--experts 8 --top-k 3 --expert-ffn 12 --router sigmoid --router-scale 2.5 --expert-groups 4 "
+            "--top-groups 2 --shared-experts 2 --dense-layers 1 --bias-rate 0.05 --aux-loss 0.2")
 GRIDS = [
     (1, "--micro-batch 8"),
     (1, "--micro-batch 3 --tied"),
@@ -119,12 +122,40 @@ GRIDS = [
     (8, "--micro-batch 6 --pp 2 --cp 2 --zero 2 --schedule zb-h1 --qk-norm"),
     (8, "--micro-batch 6 --pp 8 --schedule 1f1b --layers 8 --tied"),
     (8, "--micro-batch 3 --pp 2 --zero 1 --dp-replicate 2 --schedule interleaved --layers 4 --optimizer sgd"),
+    (1, f"--micro-batch 8 {MIXTRAL}"),
+    (1, f"--micro-batch 6 {DEEPSEEK} --recompute selective"),
+    (1, f"--micro-batch 12 {DEEPSEEK} --recompute full --tied"),
+    (2, f"--micro-batch 6 {MIXTRAL} --ep 2"),
+    (2, f"--micro-batch 6 {DEEPSEEK} --ep 2 --recompute full"),
+    (2, f"--micro-batch 12 {MIXTRAL} --aux-over micro-batch --ep 2 --zero 1"),
+    (2, f"--micro-batch 12 {MIXTRAL} --tp 2 --ep 2"),
+    (2, f"--micro-batch 12 {DEEPSEEK} --tp 2 --no-sp --ep 2"),
+    (2, f"--micro-batch 12 {DEEPSEEK} --tp 2 --recompute selective"),
+    (2, f"--micro-batch 12 {MIXTRAL} --cp 2 --ep 2 --seq 21"),
+    (2, f"--micro-batch 12 {DEEPSEEK} --pp 2 --schedule zb-h1"),
+    (4, f"--micro-batch 6 {MIXTRAL} --ep 4"),
+    (4, f"--micro-batch 6 {DEEPSEEK} --ep 2 --zero 2 --tied"),
+    (4, f"--micro-batch 6 {MIXTRAL} --ep 2 --zero 3 --recompute full"),
+    (4, f"--micro-batch 6 {MIXTRAL} --ep 2 --zero 1 --dp-replicate 2"),
+    (4, f"--micro-batch 6 {DEEPSEEK} --tp 2 --ep 4 --zero 1"),
+    (4, f"--micro-batch 12 {MIXTRAL} --cp 2 --cp-style ring --tp 2 --ep 2 --seq 23 --recompute full"),
+    (4, f"--micro-batch 12 {MIXTRAL} --aux-over micro-batch --cp 2 --tp 2 --no-sp --ep 4 --recompute selective"),
+    (4, f"--micro-batch 6 {DEEPSEEK} --pp 2 --ep 2 --schedule interleaved --layers 4 --zero 1"),
+    (4, f"--micro-batch 12 {MIXTRAL} --pp 2 --tp 2 --ep 2 --schedule zb-v --layers 4 --tied --recompute selective"),
+    (8, f"--micro-batch 6 {MIXTRAL} --ep 8 --optimizer sgd"),
+    (8, f"--micro-batch 6 {DEEPSEEK} --ep 4 --zero 3 --recompute selective"),
+    (8, f"--micro-batch 3 {DEEPSEEK} --tp 2 --ep 8 --bucket-mb 0"),
+    (8, f"--micro-batch 6 {MIXTRAL} --cp 2 --cp-style ulysses --tp 2 --ep 4 --zero 2 --qk-norm"),
+    (8, f"--micro-batch 6 {DEEPSEEK} --pp 2 --tp 2 --ep 4 --schedule zb1p --layers 5 --zero 2"),
+    (8, f"--micro-batch 6 {MIXTRAL} --pp 2 --cp 2 --ep 4 --zero 3 --recompute full --tied --seq 21"),
+    (8, f"--micro-batch 12 {DEEPSEEK} --pp 2 --cp 2 --tp 2 --ep 4 --schedule dualpipev --layers 5 --recompute full"),
+    (8, f"--micro-batch 6 {MIXTRAL} --ep 2 --zero 2 --dp-replicate 2"),
     (1, "--micro-batch 16 --recompute full --tied"),
     (2, "--micro-batch 8 --recompute selective --attention math --zero 3"),
 ]
 # Flags that must not change a result.
 NOT_THE_MODEL = ("--micro-batch", "--bucket-mb", "--attention", "--zero", "--dp-replicate", "--tp", "--recompute",
-                 "--cp", "--cp-style", "--pp", "--schedule", "--chunks", "--pp-group")
+                 "--cp", "--cp-style", "--pp", "--schedule", "--chunks", "--pp-group", "--ep")
 NOR_ARE = ("--no-sp", "--async-tp", "--sp-keep")  # without a value
 
 
@@ -132,13 +163,14 @@ NOR_ARE = ("--no-sp", "--async-tp", "--sp-keep")  # without a value
 def truth(flags: str) -> dict:
     """What the reference makes of the model and optimizer that the flags ask for."""
     settings = grids.settings_of(flags)
-    return reference.train(grids.initial(settings), grids.batches(settings), settings.model, settings.optim)
+    return reference.train(grids.initial(settings), grids.batches(settings), settings.model, settings.optim,
+                           settings.batch.micro_batch)
 
 
 def model_flags(grid: str) -> str:
     words = grid.split()
     for name in NOT_THE_MODEL:
-        if name in words:
+        if name in words and not (name == "--micro-batch" and "--aux-over" in words):
             del words[words.index(name):words.index(name) + 2]
     return " ".join(word for word in words if word not in NOR_ARE)
 
@@ -165,6 +197,9 @@ def test_a_grid_equals_one_process(pool, ranks, grid):
     for what in ("params", "m", "v"):
         if what in want:
             compare(grids.whole([result[what] for result in results]), want[what], what)
+    biases = [item for result in results for item in result["biases"].items()]
+    assert {name for name, _ in biases} == want["biases"].keys()
+    assert all(torch.equal(bias, want["biases"][name]) for name, bias in biases)
     check_replicas(results)
     check_collectives(results)
 

@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+import config
+from ep import Balance, Tokens
 from meter import Meter
-from model import SwiGLU, norm
-from param import Spec, parameter
+from model import Experts, Shared, norm
+from param import Spec, draw, parameter
 from recompute import MODES, Arena, Recomputed, experts_layer, extra_flops, gpt_layer, kept, latent_attention
 from tp import TensorParallel, column, row
 
@@ -195,45 +197,38 @@ def test_a_gpt_layer_keeps_what_the_paper_says():
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("experts, chosen, shared", [(8, 2, 0), (12, 5, 1)], ids=["mixtral", "deepseek"])
-def test_a_tiny_mixture_of_experts_keeps_what_the_formula_says(mode, experts, chosen, shared):
-    """Dropless, one process, loops for the experts; weights are given to what experts return."""
-    T, H, ffn, tp = 40, 16, 24, TensorParallel()
-    router, gain = weight(experts, H), weight(1, H)
-    pairs = [(weight(2 * ffn, H), weight(H, ffn)) for _ in range(experts + shared)]
-    gain.data = torch.ones(H)
-    normalise, stash = partial(norm, weight=gain, eps=1e-5), []
+@pytest.mark.parametrize("flags", [
+    "--experts 8 --top-k 2", "--experts 8 --top-k 2 --aux-loss 0", "--experts 8 --top-k 3 --router-z-loss 0.1",
+    "--experts 12 --top-k 5 --shared-experts 1 --router sigmoid", "--experts 8 --top-k 1 --no-router-norm"])
+def test_a_mixture_of_experts_keeps_what_the_formula_says(mode, flags):
+    settings = config.parse(f"--hidden 16 --heads 2 --kv-heads 2 --expert-ffn 24 --dtype fp32 {flags}".split())
+    model, optim, S = settings.model, settings.optim, 20
+    layer = Experts(0, model, partial(parameter, groups={}, dtype=torch.float32),
+                    Balance(optim.aux_loss, optim.aux_over, optim.router_z_loss))
+    gain = torch.nn.Parameter(torch.ones(16))
+    gain.sink = None
+    for param in layer.parameters():
+        param.data = draw(0)(param.spec, param.box)
+    tokens = Tokens(torch.arange(2).repeat_interleave(S), 2, weight=0.5)
+    shared = Shared(TensorParallel(), None, None, None, mode == "selective", (tokens, None))
 
-    def apply(rows, pair, before=None):
-        if mode == "selective":
-            return row(column(rows, pair[0], tp=tp, before=before), pair[1], tp, before=SwiGLU.apply)
-        return row(SwiGLU.apply(column(rows, pair[0], tp=tp)), pair[1], tp)
+    def run(x, **how):
+        return layer(x, partial(norm, weight=gain, eps=1e-5), shared._replace(**how))
 
-    def layer(x):
-        h = normalise(x)
-        for_all, before = (x, normalise) if mode == "selective" else (h, None)
-        probabilities = column(for_all, router, tp=tp, before=before).softmax(-1)
-        if not stash:
-            stash.append(probabilities.detach().topk(chosen).indices)
-        numbers = stash[0].flatten()
-        places = numbers.argsort(stable=True)
-        tokens = places // chosen
-        counts = numbers.bincount(minlength=experts).tolist()
-        results = torch.cat([apply(rows, pair) for rows, pair in zip(h[tokens].split(counts), pairs)])
-        given = probabilities.gather(1, stash[0]).flatten()[places]
-        y = torch.zeros_like(x).index_put((tokens,), results * given[:, None], accumulate=True)
-        for pair in pairs[experts:]:
-            y = y + apply(for_all, pair, before)
-        return y
+    def kept_inputs(x):
+        routes = []
+        return Recomputed.apply(partial(run, routes=routes), partial(run, routes=routes, again=True), None, x)
 
-    x = torch.randn(T, H, requires_grad=True)
-    run = (lambda x: Recomputed.apply(layer, layer, None, x)) if mode == "full" else layer
-    nbytes, flops = kept_and_flops(run, x, [router, gain, *(w for pair in pairs for w in pair)])
-    parts = experts_layer(H, ffn, experts, chosen, shared, torch.float32)
-    assert nbytes == T * kept(parts, mode)
-    assert flops >= T * (3 * sum(part.flops for part in parts) + extra_flops(parts, mode))
-    last = T * 2 * shared * ffn * H  # which `layer` does not leave out when it runs again
-    assert flops <= T * (3 * sum(part.flops for part in parts) + extra_flops(parts, mode)) + last
+    x = torch.randn(2 * S, 16, requires_grad=True)
+    few = layer.router.bias, layer.router.load, layer.router.cost, tokens.sequence
+    nbytes, flops = kept_and_flops(kept_inputs if mode == "full" else run, x, [gain, *layer.parameters(), *few])
+    routing = dict(aux=optim.aux_loss > 0, z=optim.router_z_loss > 0)
+    parts = experts_layer(model, torch.float32, **routing)
+    prices = (3 * (model.experts + 1) + (mode != "full")) * 4 if any(routing.values()) else 0
+    constants = prices + 4 * model.experts  # and where the rows of experts end
+    assert nbytes == 2 * S * kept(parts, mode) + constants
+    assert flops == 2 * S * (3 * sum(part.flops for part in parts) + extra_flops(parts, mode)
+                             + (3 if mode == "full" else 2) * 2 * model.top_k * 16)  # sums of experts' results
 
 
 @pytest.mark.parametrize("mode", ["none", "selective"])

@@ -172,7 +172,7 @@ def test_rows_of_logits_are_put_together_to_sample_from(pool, n):
 def step(flags: str) -> dict:
     """What one forward and backward of a model sends, makes and keeps on this rank, and its gradients."""
     settings = config.parse(f"{SHAPE} --data {__file__} {flags}".split(), dist.get_world_size())
-    groups = train.build_groups(settings.grid, settings.model.kv_heads)
+    groups = train.build_groups(settings.grid, settings.model)
     model, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float64)
     tokens = torch.randint(settings.model.vocab, (2, 24), generator=torch.Generator().manual_seed(0))
     tokens, labels, positions, _ = cp.cut(tokens, tokens, None, None, settings.grid.cp, rank(groups["cp"]))

@@ -171,7 +171,7 @@ def test_learning_rate_schedules(schedule, halfway):
 
 
 def test_the_batch_grows_with_the_tokens_seen():
-    ramp = config.ramp(config.parse("--batch-ramp 16@0,32@1e3,64@5000".split()).batch)
+    ramp = config.parse("--batch-ramp 16@0,32@1e3,64@5000".split()).batch.ramp()
     seen = 0, 999, 1000, 4999, 5000, 10**9
     assert [train.sequences_at(tokens, ramp) for tokens in seen] == [16, 16, 32, 32, 64, 64]
 
@@ -181,8 +181,8 @@ def test_numbers_that_are_not_finite_become_null():
 
 
 def ranks_of_groups(flags: str) -> dict[str, list[int] | None]:
-    grid = config.parse(flags.split(), 8).grid
-    groups = train.build_groups(grid, kv_heads=1)
+    settings = config.parse(flags.split(), 8)
+    groups = train.build_groups(settings.grid, settings.model)
     return {axis: group and dist.get_process_group_ranks(group) for axis, group in groups.items()}
 
 

@@ -1,0 +1,234 @@
+"""What can run: every check of the settings, and the choices that 0 and -1 stand for.
+
+A check raises ValueError with one line that names the flag, its value and what would work. Like config.py, this needs
+nothing but the standard library.
+"""
+from __future__ import annotations
+
+import math
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from config import Batch, Config, Data, Grid, Model, Optim, Precision, Run
+
+
+def check(config: Config, world: int) -> None:
+    check_model(config.model)
+    check_experts(config.model)
+    check_grid(config.grid, config.model, world)
+    check_batch(config.batch, config.grid)
+    check_optim(config.optim, config.model, config.precision)
+    check_data(config.data, config.model)
+    check_run(config.run)
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def need(condition: bool, line: str) -> None:
+    if not condition:
+        raise ValueError(line)
+
+
+def need_positive(section, *names: str) -> None:
+    for name in names:
+        value = getattr(section, name)
+        need(0 < value < math.inf, f"{flag(name)} {value}: must be above 0 and finite")
+
+
+def need_not_negative(section, *names: str) -> None:
+    for name in names:
+        value = getattr(section, name)
+        need(0 <= value < math.inf, f"{flag(name)} {value}: must be finite and not negative")
+
+
+def divisors(n: int) -> str:
+    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+
+
+def check_model(model: Model) -> None:
+    need_positive(model, "layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+    need_positive(model, "rope_theta", "rope_scaling", "norm_eps")
+    need_not_negative(model, "head_dim")
+    if model.head_dim == 0:
+        need(model.hidden % model.heads == 0,
+             f"--heads {model.heads} does not divide --hidden {model.hidden}: use one of {divisors(model.hidden)}, "
+             "or set --head-dim")
+        model.head_dim = model.hidden // model.heads
+    need(model.head_dim % 2 == 0, f"--head-dim {model.head_dim} is odd: rotary angles turn pairs, use an even one")
+    need(model.heads % model.kv_heads == 0,
+         f"--kv-heads {model.kv_heads} does not divide --heads {model.heads}: use one of {divisors(model.heads)}")
+
+
+def check_experts(model: Model) -> None:
+    need_not_negative(model, "experts", "expert_ffn", "shared_experts", "dense_layers")
+    need_positive(model, "top_k", "router_scale", "expert_groups", "top_groups")
+    model.expert_ffn = model.expert_ffn or model.ffn
+    if not model.experts:
+        need(model.shared_experts == 0, f"--shared-experts {model.shared_experts} needs others, use --experts")
+        return
+    need(model.top_k <= model.experts, f"--top-k {model.top_k} is more than --experts {model.experts}")
+    need(model.dense_layers < model.layers,
+         f"--dense-layers {model.dense_layers} of --layers {model.layers} leaves none with experts: use less")
+    groups = model.expert_groups
+    need(model.experts % groups == 0,
+         f"--expert-groups {groups} does not divide --experts {model.experts}: use one of {divisors(model.experts)}")
+    need(model.top_groups <= groups, f"--top-groups {model.top_groups} is more than --expert-groups {groups}")
+    open_experts = model.experts // groups * model.top_groups
+    need(model.top_k <= open_experts, f"--top-k {model.top_k}: only {open_experts} experts are open to a token, with "
+                                      f"--top-groups {model.top_groups} of --expert-groups {groups}")
+
+
+def check_grid(grid: Grid, model: Model, world: int) -> None:
+    need_positive(grid, "tp", "cp", "pp", "ep")
+    need_not_negative(grid, "chunks", "pp_group")
+    need(world % grid.pp == 0, f"--pp {grid.pp} does not divide {world} ranks: use one of {divisors(world)}")
+    check_pipeline(grid, model)
+    world //= grid.pp  # from here on the ranks of a stage
+    need(world % grid.tp == 0, f"--tp {grid.tp} does not divide {world} ranks: use one of {divisors(world)}")
+    check_tensor_parallel(grid, model)
+    rest = world // grid.tp
+    need(rest % grid.cp == 0, f"--cp {grid.cp} does not divide {world} ranks by --tp {grid.tp}: use one of "
+                              f"{divisors(rest)}")
+    check_context_parallel(grid, model)
+    if grid.dp == -1:
+        grid.dp = rest // grid.cp
+    need_positive(grid, "dp")
+    ranks = grid.dp * grid.cp * grid.tp
+    stages = f" x --pp {grid.pp}" if grid.pp > 1 else ""
+    need(ranks == world,
+         f"--dp {grid.dp} x --cp {grid.cp} x --tp {grid.tp}{stages} need {ranks * grid.pp} ranks, and there are "
+         f"{world * grid.pp}: use --dp {rest // grid.cp}, or torchrun --nproc_per_node={ranks * grid.pp}")
+    need_not_negative(grid, "bucket_mb")
+    need_positive(grid, "dp_replicate")
+    need(grid.dp % grid.dp_replicate == 0,
+         f"--dp-replicate {grid.dp_replicate} does not divide --dp {grid.dp}: use one of {divisors(grid.dp)}")
+    need(grid.dp_replicate == 1 or grid.zero > 0,
+         f"--dp-replicate {grid.dp_replicate} needs something that is sharded: use --zero 1, 2 or 3")
+    need(grid.dp_replicate == 1 or grid.dp_replicate < grid.dp,
+         f"--dp-replicate {grid.dp_replicate} leaves shards of one rank at --dp {grid.dp}: use less, or --zero 0")
+    check_expert_parallel(grid, model)
+
+
+def check_pipeline(grid: Grid, model: Model) -> None:
+    """Fill in the number of stages a rank. What schedules demand of micro-batches is checked later, by train.py."""
+    two, many = grid.schedule in ("zb-v", "dualpipev"), grid.schedule in ("interleaved", "zb1p")
+    if grid.chunks == 0:
+        grid.chunks = 2 if (two or many) and grid.pp > 1 else 1
+    need(grid.pp > 1 or grid.chunks == 1, f"--chunks {grid.chunks} without --pp: there is nothing to take turns with")
+    need(grid.pp == 1 or many or grid.chunks == (2 if two else 1),
+         f"--chunks {grid.chunks}: --schedule {grid.schedule} has {2 if two else 1} a rank, interleaved and zb1p any")
+    need(grid.pp_group == 0 or (grid.pp > 1 and many),
+         f"--pp-group {grid.pp_group}: only --schedule interleaved and zb1p, with --pp 2 or more, have groups")
+    stages = grid.pp * grid.chunks
+    need(model.layers >= stages, f"--pp {grid.pp} with --chunks {grid.chunks} cuts {model.layers} layers into "
+                                 f"{stages} stages: use less, or --layers {stages}")
+
+
+def check_tensor_parallel(grid: Grid, model: Model) -> None:
+    t = grid.tp
+    for name in ("heads", "ffn"):
+        n = getattr(model, name)
+        need(n % t == 0, f"--tp {t} does not divide {flag(name)} {n}: use one of {divisors(n)}")
+    n = model.shared_experts * model.expert_ffn
+    need(n % t == 0, f"--tp {t} does not divide the {n} channels of --shared-experts: use one of {divisors(n)}")
+    kv = model.kv_heads
+    need(kv % t == 0 or t % kv == 0, f"--tp {t} and --kv-heads {kv}: one must be a multiple of the other")
+    need(model.vocab >= t, f"--tp {t} is more than --vocab {model.vocab}: some ranks would have nothing of it")
+    need(not grid.sp_keep or (grid.sp and t > 1), f"--sp-keep at --tp {t}{'' if grid.sp else ' --no-sp'}: nothing is "
+                                                  "gathered, use --tp 2 or more and --sp")
+    need(not grid.async_tp or (grid.sp and t > 1), f"--async-tp at --tp {t}{'' if grid.sp else ' --no-sp'}: it hides "
+                                                   "the exchanges of sequence parallelism, use --tp 2 or more and --sp")
+
+
+def check_context_parallel(grid: Grid, model: Model) -> None:
+    heads = model.heads // grid.tp
+    need(grid.cp == 1 or grid.cp_style != "ulysses" or heads % grid.cp == 0,
+         f"--cp {grid.cp} --cp-style ulysses: cannot share the {heads} heads of a tensor parallel rank, use one of "
+         f"{divisors(heads)}, or another --cp-style")
+
+
+def check_expert_parallel(grid: Grid, model: Model) -> None:
+    if grid.ep == 1:
+        return
+    need(model.experts > 0, f"--ep {grid.ep}: --preset {model.preset} has no experts, use --experts or --ep 1")
+    need(model.experts % grid.ep == 0,
+         f"--ep {grid.ep} does not divide --experts {model.experts}: use one of {divisors(model.experts)}")
+    ranks = grid.dp // grid.dp_replicate * grid.cp * grid.tp
+    need(ranks % grid.ep == 0, f"--ep {grid.ep} does not divide the {ranks} ranks of --dp, --cp and --tp"
+         f"{' in a replica' if grid.dp_replicate > 1 else ''}: use one of {divisors(ranks)}")
+
+
+def check_batch(batch: Batch, grid: Grid) -> None:
+    need_positive(batch, "seq", "global_batch")
+    need_not_negative(batch, "micro_batch")
+    form = f'--batch-ramp "{batch.batch_ramp}": write sequences@tokens, such as "16@0,32@1e6"'
+    try:
+        sizes, starts = zip(*batch.ramp())
+    except ValueError:
+        raise ValueError(form) from None
+    need(min(sizes) > 0, form)
+    need(starts[0] == 0, f"{form}, beginning at 0 tokens")
+    need(all(a < b for a, b in zip(starts, starts[1:])), f"{form}, each stage after the one before")
+
+    name = "--batch-ramp" if batch.batch_ramp else "--global-batch"
+    for size in sizes:
+        below = size // grid.dp * grid.dp
+        use = f"{below} or {below + grid.dp}" if below else f"{grid.dp}"
+        need(size % grid.dp == 0, f"{name} {size} is not a multiple of --dp {grid.dp}: use {use}")
+    if batch.micro_batch == 0:
+        batch.micro_batch = math.gcd(*sizes) // grid.dp
+    for size in sizes:
+        share = size // grid.dp
+        need(share % batch.micro_batch == 0,
+             f"--micro-batch {batch.micro_batch} does not divide a rank's share of {name} {size}, "
+             f"which is {share} at --dp {grid.dp}: use one of {divisors(share)}")
+    tokens = batch.micro_batch * batch.seq
+    need(not grid.sp or grid.cp > 1 or tokens % grid.tp == 0,
+         f"--tp {grid.tp} cannot share --micro-batch {batch.micro_batch} x --seq {batch.seq} = {tokens} tokens in "
+         "equal parts: use another --seq, or --no-sp")
+
+
+def check_optim(optim: Optim, model: Model, precision: Precision) -> None:
+    need_positive(optim, "steps")
+    need_not_negative(optim, "lr", "weight_decay", "clip", "seed", "z_loss")
+    need_not_negative(optim, "aux_loss", "router_z_loss", "bias_rate")
+    need(model.experts or optim.bias_rate == 0, f"--bias-rate {optim.bias_rate} without --experts: there is no router")
+    if optim.lr == 0:
+        optim.lr = min(1.2 / model.hidden, 2e-3)
+    if optim.min_lr == -1:
+        optim.min_lr = optim.lr / 10
+    need(0 <= optim.min_lr <= optim.lr, f"--min-lr {optim.min_lr}: must lie between 0 and --lr {optim.lr}")
+    if optim.warmup == -1:
+        optim.warmup = min(20, optim.steps // 10)
+    need_not_negative(optim, "warmup")
+    need(optim.warmup <= optim.steps, f"--warmup {optim.warmup} is longer than the run: --steps {optim.steps}")
+    need(all(0 <= beta < 1 for beta in optim.betas), f"--betas {optim.betas}: each must be at least 0 and below 1")
+    if precision.moments == "bf16":
+        need(optim.optimizer == "adamw", f"--moments bf16: --optimizer {optim.optimizer} keeps no moments")
+        need(precision.dtype != "fp64", "--moments bf16 with --dtype fp64 would undo it: use --moments auto")
+        need(optim.betas[1] <= 0.99, f"--moments bf16 with --betas {optim.betas}: an average in bf16 cannot move by "
+                                     "less than 1/256 of itself, use a second beta of at most 0.99")
+
+
+def check_data(data: Data, model: Model) -> None:
+    need_not_negative(data, "eval_every")
+    need_positive(data, "eval_steps")
+    for name in ("data", "val_data"):
+        for path in getattr(data, name):
+            need(os.path.exists(path), f"{flag(name)} {path}: no such file or folder")
+    need(data.val_data or not data.eval_every, f"--eval-every {data.eval_every} needs --val-data to evaluate on")
+    need(-1 <= data.separator < model.vocab,
+         f"--separator {data.separator} is no token: use 0 to {model.vocab - 1}, or -1")
+
+
+def check_run(run: Run) -> None:
+    need_positive(run, "timeout")
+    need(run.timeout <= 1e7, f"--timeout {run.timeout}: must be at most 1e7 seconds")
+    folder = os.path.dirname(run.metrics) or "."
+    need(os.path.isdir(folder), f"--metrics {run.metrics}: there is no folder {folder}")
+    need(not os.path.isdir(run.metrics), f"--metrics {run.metrics}: is a folder, name a file")
+    written = run.metrics if os.path.exists(run.metrics) else folder
+    need(not run.metrics or os.access(written, os.W_OK), f"--metrics {run.metrics}: {written} cannot be written to")
