@@ -1,0 +1,490 @@
+"""Experts: whoever has them and however unequally they are chosen, the same results and gradients as one dense loop."""
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+
+import collectives
+import config
+import ep
+import grids
+import param
+import reference
+import train
+from model import Experts, Shared, norm
+from param import cut, draw, parameter
+from tp import TensorParallel
+
+MIXTRAL = "--hidden 16 --heads 2 --kv-heads 2 --experts 8 --expert-ffn 12 --dtype fp64 --aux-loss 0.5"
+KINDS = {"softmax": MIXTRAL + " --top-k 1 --no-router-norm --router-z-loss 0.1",
+         "sigmoid": MIXTRAL + " --top-k 3 --router sigmoid --expert-groups 4 --top-groups 2 --shared-experts 1 "
+                              "--router-scale 2.5"}
+B, S = 8, 6
+
+
+def settings_of(flags: str) -> config.Config:
+    return config.parse(flags.split())
+
+
+def make_layer(settings: config.Config, group, dtype=torch.float64) -> Experts:
+    optim, groups = settings.optim, {"ep": group, "edp": None}
+    balance = ep.Balance(optim.aux_loss, optim.aux_over, optim.router_z_loss, optim.bias_rate)
+    layer = Experts(0, settings.model, partial(parameter, groups=groups, dtype=dtype), balance)
+    for weight in layer.parameters():
+        weight.data = weights_of(settings)[weight.spec.name][weight.box].to(dtype)
+    return layer
+
+
+def weights_of(settings: config.Config) -> dict[str, torch.Tensor]:
+    """Expert 2 is chosen by nobody (feature 0 is always 1), and tokens of the second sequence all by expert 5."""
+    layer = Experts(0, settings.model, partial(parameter, groups={}, dtype=torch.float64), ep.NO_BALANCE)
+    weights = {w.spec.name: 10 * draw(0)(w.spec, w.box).double() for w in layer.parameters()}
+    weights["layers.0.router"][2, 0] = -30
+    weights["layers.0.router"][5, 1] = 6
+    return weights
+
+
+def inputs(width: int = 16) -> torch.Tensor:
+    x = torch.randn(B, S, width, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) / 2
+    x[..., 0], x[..., 1] = 1, 0
+    x[1, :, 1] = 1
+    return x
+
+
+def run_layer(layer: Experts, x: torch.Tensor, group, number: torch.Tensor, **how) -> torch.Tensor:
+    tokens = ep.Tokens(number, B, (group,), weight=1 / B)
+    shared = Shared(TensorParallel(), None, None, None, False, (tokens, group))
+    return layer(x, lambda x: x, shared._replace(**how))
+
+
+def on_ranks(kind: str) -> dict:
+    """Results, loads and gradients of one layer, whose sequences are dealt to the ranks."""
+    settings, group = settings_of(KINDS[kind]), dist.group.WORLD
+    layer, mine = make_layer(settings, group), cut(B, dist.get_world_size(), dist.get_rank())
+    x = inputs()[mine].flatten(0, 1).requires_grad_()
+    number = torch.arange(B).repeat_interleave(S)[mine.start * S:mine.stop * S]
+    y = run_layer(layer, x, group, number)
+    (y * y.detach().cos()).sum().backward()
+    return dict(y=y.detach(), dx=x.grad, load=layer.router.load, cost=layer.router.cost,
+                grads={weight.spec.name: (weight.box, weight.grad) for weight in layer.parameters()})
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_on_ranks_equal_a_dense_loop(pool, kind, n):
+    settings = settings_of(KINDS[kind])
+    weights = {name: w.requires_grad_() for name, w in weights_of(settings).items()}
+    x = inputs().requires_grad_()
+    mixture = reference.mixture(x, weights, "layers.0.", torch.zeros(8), settings.model)
+    want, loads = mixture[0], mixture[1]
+    assert loads[:, 2].sum() == 0 and (loads[1, 5] == S) and loads.sum() == B * S * settings.model.top_k
+    unequal = reference.unequal([mixture], settings.model, settings.optim, 1)
+    ((want * want.detach().cos()).sum() + unequal).backward()
+
+    results = pool.run(n, "test_ep:on_ranks", kind=kind)
+    assert (torch.cat([r["y"] for r in results]) - want.flatten(0, 1)).abs().max() < 1e-12 * want.abs().max()
+    dx = torch.cat([r["dx"] for r in results])
+    assert (dx - x.grad.flatten(0, 1)).abs().max() < 1e-12 * x.grad.abs().max()
+    for name, weight in weights.items():
+        total = torch.zeros_like(weight)
+        for result in results:
+            box, grad = result["grads"][name]
+            total[box] += grad
+        assert (total - weight.grad).abs().max() < 1e-11 * weight.grad.abs().max(), name
+        assert weight.grad.abs().max() > 0
+    assert torch.equal(sum(r["load"] for r in results), loads.sum(0))
+    assert sum(r["cost"] for r in results).item() / B == pytest.approx(unequal.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_routers_gradient_is_the_slope(kind):
+    """Of the result and of what balance costs, by finite differences."""
+    settings, number = settings_of(KINDS[kind]), torch.arange(B).repeat_interleave(S)
+    layer, x = make_layer(settings, None), inputs().flatten(0, 1)
+    up = torch.randn(x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+    def value(weight: torch.Tensor) -> tuple[float, list[int]]:
+        layer.weight.data = weight
+        routes = []
+        layer.router.cost.zero_()
+        with torch.no_grad():
+            y = run_layer(layer, x, None, number, routes=routes)
+        return (y * up).sum().item() + layer.router.cost.item() / B, routes[0].counts
+
+    at = layer.weight.data.clone()
+    x.requires_grad_()
+    (run_layer(layer, x, None, number) * up).sum().backward()
+    counts = value(at)[1]
+    for i in [(0, 3), (4, 7), (5, 0), (7, 15)]:
+        step = torch.zeros_like(at)
+        step[i] = 1e-6
+        (above, some), (below, others) = value(at + step), value(at - step)
+        assert some == others == counts, "a step so large that other experts are chosen proves nothing"
+        assert (above - below) / 2e-6 == pytest.approx(layer.weight.grad[i].item(), rel=1e-5, abs=1e-7)
+
+
+def test_deepseeks_layer_is_that_of_transformers():
+    settings = settings_of(KINDS["sigmoid"])
+    model, theirs = settings.model, DeepseekV3MoE(transformers.DeepseekV3Config(
+        hidden_size=16, moe_intermediate_size=12, n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2,
+        n_shared_experts=1, routed_scaling_factor=2.5, norm_topk_prob=True))
+    assert model.router_scale == 2.5
+    layer, x = make_layer(settings, None, torch.float32), torch.randn(40, 16)
+    layer.router.bias.copy_(torch.linspace(-0.3, 0.3, 8))
+    names = {"gate.weight": layer.weight, "experts.gate_up_proj": layer.w_gate_up, "experts.down_proj": layer.w_down,
+             "gate.e_score_correction_bias": layer.router.bias, "shared_experts.gate_proj.weight": layer.shared.w_gate,
+             "shared_experts.up_proj.weight": layer.shared.w_up, "shared_experts.down_proj.weight": layer.shared.w_down}
+    theirs.load_state_dict({name: weight.detach() for name, weight in names.items()})
+    with torch.no_grad():
+        want = theirs(x[None])[0]
+        got = run_layer(layer, x, None, torch.zeros(40, dtype=torch.long))
+    assert (got - want).abs().max() < 1e-5 * want.abs().max()
+
+
+def test_softmax_over_the_chosen_is_softmax_over_all_normalised():
+    logits = torch.randn(50, 8, dtype=torch.float64)
+    layer = make_layer(settings_of(MIXTRAL + " --top-k 3"), None)
+    layer.weight.data = torch.eye(8, 16, dtype=torch.float64)
+    route, weights = layer.router(torch.cat((logits, logits), 1), layer.weight,
+                                  ep.Tokens(torch.zeros(50, dtype=torch.long), 1), None)
+    chosen = logits.topk(3)
+    assert torch.equal(route.chosen, chosen.indices)
+    assert (weights - chosen.values.softmax(-1)).abs().max() < 1e-14
+
+
+# ---- what travels, when, and what the host waits for ----------------------------------------------------------------
+
+def balanced_choice(scores: torch.Tensor, k: int, *others) -> torch.Tensor:
+    """Experts in turn, so that all get the same."""
+    return torch.arange(scores.numel() // scores.shape[-1] * k).view(-1, k) % scores.shape[-1]
+
+
+def bytes_sent(chosen: int, rows: int) -> tuple[int, int]:
+    """What a layer's forward and backward send of tokens and of their numbers, T being `rows`."""
+    group, ep.best = dist.group.WORLD, balanced_choice
+    layer = make_layer(settings_of(f"{MIXTRAL} --top-k {chosen} --aux-loss 0"), group, torch.float32)
+    x = torch.randn(rows, 16, requires_grad=True)
+    numbers, usual = [], collectives.all_to_all
+    collectives.sent.clear()
+    with patched(ep, all_to_all=lambda out, x, *rest, **how: (numbers.append(x), usual(out, x, *rest, **how))[1]):
+        run_layer(layer, x, group, torch.zeros(rows, dtype=torch.long)).sum().backward()
+    n = dist.get_world_size()
+    loads = sum(x.nbytes for x in numbers if x.dtype == torch.int64) * (n - 1) // n
+    return collectives.sent[collectives.name(group)] - loads, loads
+
+
+@contextmanager
+def patched(module, **replaced):
+    usual = {name: getattr(module, name) for name in replaced}
+    for name, value in replaced.items():
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for name, value in usual.items():
+            setattr(module, name, value)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_a_layer_sends_every_token_there_and_back_twice(pool, n):
+    for k, T in ((1, 16), (3, 24)):
+        for tokens, loads in pool.run(n, "test_ep:bytes_sent", chosen=k, rows=T):
+            assert tokens == 4 * T * k * 16 * 4 * (n - 1) // n
+            assert loads == 8 * 8 * (n - 1) // n
+
+
+WAITS = "item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "unique"
+
+
+def waits() -> list[int]:
+    """How often the host asked a tensor for its values: in forward, and in backward."""
+    settings, group = settings_of(KINDS["sigmoid"]), dist.group.WORLD
+    layer = make_layer(settings, group, torch.float32)
+    x, number = torch.randn(12, 16, requires_grad=True), torch.arange(12) // 6
+    seen = [0, 0]
+
+    def counting(usual, which):
+        def call(*args, **rest):
+            seen[which[0]] += 1
+            return usual(*args, **rest)
+        return call
+
+    which = [0]
+    with patched(torch.Tensor, **{name: counting(getattr(torch.Tensor, name), which) for name in WAITS}):
+        y = run_layer(layer, x, group, number)
+        which[0] = 1
+        y.sum().backward()
+    return seen
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_the_host_waits_once_a_layer(pool, n):
+    assert pool.run(n, "test_ep:waits") == [[1, 0]] * n
+
+
+def events() -> list[str]:
+    """What a rank does in which order, of a layer with shared experts: exchanges, and matmuls by their width."""
+    settings, group, seen = settings_of(KINDS["sigmoid"] + " --shared-experts 3"), dist.group.WORLD, []
+    layer = make_layer(settings, group)
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **kwargs or {})
+            if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_):
+                widths = {size for leaf in tree_leaves((args, out)) if isinstance(leaf, torch.Tensor)
+                          for size in leaf.shape}
+                kind = "shared" if widths & {36, 72} else "router" if 8 in widths else "experts"
+                if seen[-1:] != [kind]:
+                    seen.append(kind)
+            return out
+
+    start, finish = ep.Exchange.start, ep.Exchange.finish
+    with patched(ep.Exchange, start=lambda *args: (seen.append("departs"), start(*args))[1],
+                 finish=lambda self: (seen.append("arrives"), finish(self))[1]), Watch():
+        y = run_layer(layer, torch.randn(24, 16, dtype=torch.float64, requires_grad=True), group, torch.arange(24) // 6)
+        seen.append("backward")
+        y.sum().backward()
+    return seen
+
+
+def test_shared_experts_compute_while_tokens_travel(pool):
+    for seen in pool.run(2, "test_ep:events"):
+        forward, backward = " ".join(seen).split(" backward ")
+        assert forward == "router departs shared arrives experts"
+        assert backward == "experts departs shared arrives router"
+
+
+def test_rows_are_summed_in_a_fixed_order():
+    """No operation that adds several rows to one place in whatever order they come."""
+    unordered = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **kwargs or {})
+            if any(word in str(function) for word in ("index_add", "index_put", "scatter_add", "scatter_reduce")):
+                unordered.extend(leaf.shape for leaf in tree_leaves(out) if leaf.is_floating_point())
+            return out
+
+    layer = make_layer(settings_of(KINDS["sigmoid"]), None)
+    with Watch():
+        run_layer(layer, inputs().flatten(0, 1).requires_grad_(), None, torch.arange(B).repeat_interleave(S)
+                  ).sum().backward()
+    assert set(unordered) <= {(B * S, 8)}  # weights into the scores of their experts: one a place
+
+
+# ---- matmuls --------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("counts", [[3, 0, 5, 1], [0, 0, 0, 0], [0, 40, 0, 0]])
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_grouped_matmuls_equal_the_loop(counts, dtype, bound):
+    generator = torch.Generator().manual_seed(0)
+    x, weight, up = (torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype).double() for shape in
+                     ((sum(counts), 16), (4, 24, 16), (sum(counts), 24)))
+    route = SimpleNamespace(counts=counts, ends=torch.tensor(counts).cumsum(0).int())
+
+    def results(dtype) -> list[torch.Tensor]:
+        given, matrix = x.to(dtype).requires_grad_(), torch.nn.Parameter(weight.to(dtype))
+        matrix.sink, matrix.grad = None, torch.zeros(matrix.shape, dtype=torch.promote_types(dtype, torch.float32)
+                                                     ) if dtype != torch.bfloat16 else None
+        y = ep.GroupedLinear.apply(given, matrix, route)
+        y.backward(up.to(dtype))
+        return [part.double() for part in (y, given.grad, matrix.grad)]
+
+    assert ep.aligned(x.to(dtype)) and not ep.aligned(x)
+    for got, want in zip(results(dtype), results(torch.float64)):
+        assert got.shape == want.shape
+        assert (got - want).abs().sum() <= bound * want.abs().sum()
+
+
+def test_weight_gradients_of_experts_can_wait():
+    layer = make_layer(settings_of(KINDS["sigmoid"]), None)
+    x, number = inputs().flatten(0, 1).requires_grad_(), torch.arange(B).repeat_interleave(S)
+    loss = run_layer(layer, x, None, number).square().sum()
+    loss.backward()
+    want, x.grad = {w.spec.name: w.grad for w in layer.parameters()}, None
+    for weight in layer.parameters():
+        weight.grad = None
+    param.backward_input((0, 0), run_layer(layer, x, None, number).square().sum(), None)
+    assert layer.w_down.grad is None and layer.w_gate_up.grad is None and layer.weight.grad is not None
+    param.backward_weight((0, 0))
+    assert all(torch.equal(w.grad, want[w.spec.name]) for w in layer.parameters())
+
+
+# ---- choosing again, and not at all ---------------------------------------------------------------------------------
+
+TINY = ("--preset tiny-moe --layers 3 --hidden 16 --heads 2 --ffn 24 --expert-ffn 12 --vocab 61 --seq 12 "
+        "--global-batch 8 --micro-batch 2 --data " + __file__)
+
+
+def whims(scores: torch.Tensor, k: int, *others) -> torch.Tensor:
+    """Another choice at every call, as near ties may be decided: a layer that chose again would choose otherwise."""
+    whims.calls += 1
+    generator = torch.Generator().manual_seed(whims.calls)
+    return torch.rand(scores.shape, generator=generator).topk(k, -1).indices
+
+
+def whimsical(recompute: str) -> dict:
+    whims.calls, counts, usual = 0, [], ep.rows_between
+    settings = config.parse(f"{TINY} --ep {dist.get_world_size()} --recompute {recompute}".split(),
+                            dist.get_world_size())
+    groups = train.build_groups(settings.grid, settings.model)
+    model, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float64)
+    tokens = torch.randint(61, (8, 13), generator=torch.Generator().manual_seed(0))
+    samples = grids.GivenSamples(tokens[:, :-1], tokens[:, 1:])
+    share = train.share(samples, 0, 8, settings, groups)
+    with patched(ep, best=whims, rows_between=lambda *args: (counts.append(1), usual(*args))[1]):
+        train.gradients(model, optimizer, share, groups)
+    return dict(grads=grids.pieces(optimizer, "owned_grad"), chosen=whims.calls, exchanged=len(counts),
+                load=[router.load.clone() for router in model.routers], share=len(share))
+
+
+def test_a_layer_that_runs_again_does_not_choose_again(pool):
+    """All-equal scores leave the choice to whims; every recomputation gives the same gradients to the bit."""
+    plain, *others = (pool.run(2, "test_ep:whimsical", recompute=how) for how in ("none", "selective", "full"))
+    for results in (plain, *others):
+        for result, want in zip(results, plain):
+            assert result["chosen"] == result["exchanged"] == 3 * result["share"]
+            for got, expected in zip(result["grads"], want["grads"]):
+                assert torch.equal(got[-1], expected[-1]), got[0]
+        for layer in range(3):  # T k A, in all
+            assert sum(result["load"][layer] for result in results).sum() == 8 * 12 * 2
+
+
+def test_all_equal_logits_are_split_alike_again(pool):
+    """A router of zeros: the choice is between equals."""
+    results = pool.run(2, "test_ep:of_equals")
+    for result in results:
+        assert result["first"] == result["again"] and len(result["first"]) == 3 * 2
+    assert sum(result["load"] for result in results).tolist() == [8 * 12 * 2] * 3
+
+
+def of_equals() -> dict:
+    settings = config.parse(f"{TINY} --ep 2 --recompute full".split(), 2)
+    groups = train.build_groups(settings.grid, settings.model)
+    model, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float64)
+    seen, given = {False: [], True: []}, Experts.forward
+
+    def watched(layer, x, normalise, shared):
+        y = given(layer, x, normalise, shared)
+        route = shared.routes[0]
+        seen[shared.again].append((layer.weight.spec.name, route.given, route.received, route.chosen.tolist()))
+        return y
+
+    for block in model.blocks.values():
+        block.ffn.weight.data.zero_()
+    tokens = torch.randint(61, (8, 13), generator=torch.Generator().manual_seed(0))
+    with patched(Experts, forward=watched):
+        train.gradients(model, optimizer, train.share(
+            grids.GivenSamples(tokens[:, :-1], tokens[:, 1:]), 0, 8, settings, groups), groups)
+    return dict(first=sorted(seen[False]), again=sorted(seen[True]),
+                load=torch.stack([router.load.sum() for router in model.routers]))
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_a_run_without_tokens_can_say_how_many_travel():
+    """Shapes alone, with fake tensors: nothing in a layer needs values but the one function that is replaced."""
+    settings, bf16 = settings_of(KINDS["sigmoid"] + " --expert-ffn 16"), torch.bfloat16
+    with FakeTensorMode(), patched(ep, rows_between=lambda loads, group: ([[18] * 8], [[18] * 8])):
+        layer = Experts(0, settings.model, partial(parameter, groups={}, dtype=bf16), ep.NO_BALANCE)
+        y = run_layer(layer, torch.randn(48, 16, dtype=bf16, requires_grad=True), None, torch.arange(48) // 6)
+        assert y.shape == (48, 16)
+        y.sum().backward()
+        assert layer.w_down.grad.shape == layer.w_down.shape
+
+
+# ---- balance --------------------------------------------------------------------------------------------------------
+
+def skewed(kind: str, **balance) -> tuple[ep.Router, torch.nn.Parameter, torch.Tensor]:
+    """A router whose tokens have much in common, so that few experts are chosen."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(8, 16, generator=generator) / 4)
+    weight.sink = None
+    x = torch.randn(512, 16, generator=generator) + 2 * torch.randn(16, generator=generator)
+    return ep.Router("r", 8, 2, kind, balance=ep.Balance(**balance)), weight, x
+
+
+def test_the_bias_makes_loads_equal():
+    router, weight, x = skewed("sigmoid", rate=0.02)
+    tokens, worst = ep.Tokens(torch.zeros(512, dtype=torch.long), 1, weight=1.0), []
+    for _ in range(60):
+        router(x, weight, tokens, None)
+        worst.append(ep.rebalance([router], ())[0].item())
+    assert worst[0] > 2.5 and worst[-1] < 1.25
+    assert router.load.sum() == 0 and router.bias.abs().max() > 0.02
+
+
+def test_the_loss_makes_loads_equal():
+    router, weight, x = skewed("softmax", aux=1.0)
+    tokens, worst = ep.Tokens(torch.arange(512) // 64, 8, weight=1 / 8), []
+    for _ in range(100):
+        _, weights = router(x, weight, tokens, None)
+        (0 * weights).sum().backward()
+        with torch.no_grad():
+            weight -= 0.3 * weight.grad
+            weight.grad = None
+        highest, cost = ep.rebalance([router], ())
+        worst.append(highest.item())
+    assert worst[0] > 2.5 and worst[-1] < 1.3
+    assert cost.item() / 8 == pytest.approx(1, abs=0.1)  # its least value, by construction
+
+
+def test_biases_move_by_the_rate_once_a_step_and_not_at_all_when_it_is_skipped():
+    router = ep.Router("r", 4, 1, balance=ep.Balance(rate=0.25))
+    for apply, want in ((True, [-0.25, 0.25, 0.25, 0.0]), (False, [-0.25, 0.25, 0.25, 0.0])):
+        router.load.copy_(torch.tensor([9, 1, 2, 4]))
+        worst, _ = ep.rebalance([router], (), torch.tensor(apply))
+        assert worst == 9 / 4 and router.bias.tolist() == want and router.load.sum() == 0
+
+
+def test_evaluation_counts_nothing():
+    settings = config.parse(f"{TINY} --bias-rate 0.1".split())
+    model, optimizer = train.build(settings, grids.ALONE, torch.device("cpu"), torch.float32)
+    tokens = torch.randint(61, (8, 13), generator=torch.Generator().manual_seed(0))
+    share = train.share(grids.GivenSamples(tokens[:, :-1], tokens[:, 1:]), 0, 8, settings, grids.ALONE)
+    train.gradients(model, optimizer, share, grids.ALONE)
+    loads = [router.load.clone() for router in model.routers]
+    train.evaluate(model, [share], grids.ALONE)
+    assert all(torch.equal(router.load, load) for router, load in zip(model.routers, loads))
+    assert [load.sum() for load in loads] == [8 * 12 * 2] * 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_without_tokens_takes_part(kind):
+    layer = make_layer(settings_of(KINDS[kind]), None)
+    x = torch.zeros(0, 16, dtype=torch.float64, requires_grad=True)
+    y = run_layer(layer, x, None, torch.zeros(0, dtype=torch.long))
+    y.sum().backward()
+    assert y.shape == x.grad.shape == (0, 16)
+    assert all(weight.grad is not None and weight.grad.abs().max() == 0 for weight in layer.parameters())
+
+
+def test_statistics_of_a_bf16_router_are_fp32():
+    router, weight, x = skewed("softmax", aux=1.0)
+    weight.data = weight.data.bfloat16()
+    _, weights = router(x.bfloat16(), weight, ep.Tokens(torch.zeros(512, dtype=torch.long), 1, weight=1.0), None)
+    assert weights.dtype == router.bias.dtype == torch.float32
+    assert (weights.sum(-1) - 1).abs().max() < 1e-6
+
+
+def test_norms_results_are_not_kept_twice():
+    """Selective recomputation of a layer gives the same bits (tests/test_recompute.py says what it keeps)."""
+    settings, gain = settings_of(KINDS["sigmoid"]), torch.nn.Parameter(torch.ones(16, dtype=torch.float64))
+    gain.sink = None
+    grads = []
+    for selective in (False, True):
+        layer = make_layer(settings, None)
+        x = inputs().flatten(0, 1).requires_grad_()
+        gain.grad = None
+        tokens = ep.Tokens(torch.arange(B).repeat_interleave(S), B, weight=1 / B)
+        shared = Shared(TensorParallel(), None, None, None, selective, (tokens, None))
+        layer(x, partial(norm, weight=gain, eps=1e-5), shared).square().sum().backward()
+        grads.append([x.grad, gain.grad, *(weight.grad for weight in layer.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
