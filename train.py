@@ -143,6 +143,11 @@ def build(settings: config.Config, groups: Groups, device: torch.device, dtype: 
     return model, optimizer
 
 
+def numbers(model: Llama, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """The state that belongs to no parameter, by name; to restore it, copy into these."""
+    return optimizer.numbers() | {router.name: router.bias for router in model.routers}
+
+
 # ---- one step -------------------------------------------------------------------------------------------------------
 
 def gradients(model: Llama, optimizer: Optimizer, micro_batches: list[MicroBatch], groups: Groups) -> torch.Tensor:

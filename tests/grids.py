@@ -59,7 +59,7 @@ def run(grid: str, first: int = 0, last: int = STEPS, state: dict | None = None)
     groups = train.build_groups(settings.grid, settings.model)
     model, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float64)
     if state:
-        load(optimizer, state)
+        load(model, optimizer, state)
     out = dict(loss=[], norm=[], grads=[], square=[])
     with Meter(memory=False) as meter:
         for tokens, labels in batches(settings)[first:last]:
@@ -78,7 +78,7 @@ def run(grid: str, first: int = 0, last: int = STEPS, state: dict | None = None)
     out |= {name: pieces(optimizer, what) for name, what in (("params", "master"), ("m", "m"), ("v", "v"))
             if settings.optim.optimizer == "adamw" or name == "params"}
     stages = collectives.name(groups["pp"])  # whose transfers have the order that tests/test_pp.py checks
-    out |= dict(numbers=optimizer.numbers(), biases={router.name: router.bias for router in model.routers})
+    out |= dict(numbers=train.numbers(model, optimizer))
     experts = collectives.name(groups["ep"])  # whose ranks exchange as many rows as tokens choose
     out["collectives"] = [
         call._replace(shape=(), bytes=0) if call.name == "alltoall_base_" and call.group == experts else call
@@ -86,11 +86,11 @@ def run(grid: str, first: int = 0, last: int = STEPS, state: dict | None = None)
     return out
 
 
-def load(optimizer, state: dict) -> None:
+def load(model, optimizer, state: dict) -> None:
     """Whole tensors by name, and numbers, into whatever this rank holds of them."""
     for name, what in (("params", "master"), ("m", "m"), ("v", "v")):
         optimizer.load(lambda spec, box, named=state[name]: named[spec.name][box], what)
-    for name, number in optimizer.numbers().items():
+    for name, number in train.numbers(model, optimizer).items():
         number.copy_(state["numbers"][name])
 
 

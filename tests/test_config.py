@@ -39,7 +39,23 @@ WRONG = [  # ranks, command line, what the line must say
     (2, "--chunks 2", "--chunks 2 without --pp: there is nothing to take turns with"),
     (8, "--pp 2 --tp 4 --dp 2", "--dp 2 x --cp 1 x --tp 4 x --pp 2 need 16 ranks, and there are 8: use --dp 1"),
     (2, "--pp 2 --schedule zb-h2", "--schedule: invalid choice: 'zb-h2'"),
-    (8, "--ep 2", "--ep 2: expert parallelism is not built yet, use --ep 1"),
+    (8, "--ep 2", "--ep 2: --preset tiny has no experts, use --experts or --ep 1"),
+    (8, "--ep 0", "--ep 0: must be above 0 and finite"),
+    (8, "--experts 6 --ep 4", "--ep 4 does not divide --experts 6: use one of 1, 2, 3, 6"),
+    (6, "--experts 8 --ep 4 --global-batch 12", "--ep 4 does not divide the 6 ranks of --dp, --cp and --tp: use one"),
+    (8, "--experts 8 --ep 8 --zero 1 --dp-replicate 2", "--ep 8 does not divide the 4 ranks of --dp, --cp and --tp in "
+     "a replica: use one of 1, 2, 4"),
+    (1, "--experts 4 --top-k 5", "--top-k 5 is more than --experts 4"),
+    (1, "--experts 8 --expert-groups 3", "--expert-groups 3 does not divide --experts 8: use one of 1, 2, 4, 8"),
+    (1, "--experts 8 --top-groups 2", "--top-groups 2 is more than --expert-groups 1"),
+    (1, "--experts 8 --expert-groups 4 --top-k 3", "--top-k 3: only 2 experts are open to a token, with --top-"),
+    (1, "--experts 8 --dense-layers 4", "--dense-layers 4 of --layers 4 leaves none with experts: use less"),
+    (1, "--shared-experts 1", "--shared-experts 1 needs others, use --experts"),
+    (1, "--bias-rate 0.1", "--bias-rate 0.1 without --experts: there is no router"),
+    (1, "--experts 8 --router tanh", "--router: invalid choice: 'tanh'"),
+    (1, "--experts -1", "--experts -1: must be finite and not negative"),
+    (2, "--experts 8 --shared-experts 1 --expert-ffn 7 --tp 2", "--tp 2 does not divide the 7 channels of "
+     "--shared-experts: use one of 1, 7"),
     (8, "--zero 4", "--zero: invalid choice: 4 (choose from 0, 1, 2, 3)"),
     (8, "--zero 1 --dp-replicate 3", "--dp-replicate 3 does not divide --dp 8: use one of 1, 2, 4, 8"),
     (8, "--dp-replicate 2", "--dp-replicate 2 needs something that is sharded: use --zero 1, 2 or 3"),
@@ -116,7 +132,7 @@ def test_a_real_run_answers_before_torch_is_imported():
     done = run("-X importtime train.py --ep 2")
     assert done.returncode == 2
     lines = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
-    assert lines == ["train.py: --ep 2: expert parallelism is not built yet, use --ep 1"]
+    assert lines == ["train.py: --ep 2: --preset tiny has no experts, use --experts or --ep 1"]
     assert "torch" not in done.stderr.replace(lines[0], "")
 
 

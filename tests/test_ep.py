@@ -21,6 +21,7 @@ import reference
 import train
 from model import Experts, Shared, norm
 from param import cut, draw, parameter
+from test_grids import DEEPSEEK, compare, truth
 from tp import TensorParallel
 
 MIXTRAL = "--hidden 16 --heads 2 --kv-heads 2 --experts 8 --expert-ffn 12 --dtype fp64 --aux-loss 0.5"
@@ -169,12 +170,17 @@ def balanced_choice(scores: torch.Tensor, k: int, *others) -> torch.Tensor:
 
 def bytes_sent(chosen: int, rows: int) -> tuple[int, int]:
     """What a layer's forward and backward send of tokens and of their numbers, T being `rows`."""
-    group, ep.best = dist.group.WORLD, balanced_choice
+    group = dist.group.WORLD
     layer = make_layer(settings_of(f"{MIXTRAL} --top-k {chosen} --aux-loss 0"), group, torch.float32)
     x = torch.randn(rows, 16, requires_grad=True)
     numbers, usual = [], collectives.all_to_all
     collectives.sent.clear()
-    with patched(ep, all_to_all=lambda out, x, *rest, **how: (numbers.append(x), usual(out, x, *rest, **how))[1]):
+
+    def all_to_all(out, x, *rest, **how):
+        numbers.append(x)
+        return usual(out, x, *rest, **how)
+
+    with patched(ep, best=balanced_choice, all_to_all=all_to_all):
         run_layer(layer, x, group, torch.zeros(rows, dtype=torch.long)).sum().backward()
     n = dist.get_world_size()
     loads = sum(x.nbytes for x in numbers if x.dtype == torch.int64) * (n - 1) // n
@@ -394,6 +400,8 @@ def test_a_run_without_tokens_can_say_how_many_travel():
     settings, bf16 = settings_of(KINDS["sigmoid"] + " --expert-ffn 16"), torch.bfloat16
     with FakeTensorMode(), patched(ep, rows_between=lambda loads, group: ([[18] * 8], [[18] * 8])):
         layer = Experts(0, settings.model, partial(parameter, groups={}, dtype=bf16), ep.NO_BALANCE)
+        for weight in layer.parameters():
+            weight.data = torch.empty(weight.shape, dtype=bf16)
         y = run_layer(layer, torch.randn(48, 16, dtype=bf16, requires_grad=True), None, torch.arange(48) // 6)
         assert y.shape == (48, 16)
         y.sum().backward()
@@ -442,6 +450,19 @@ def test_biases_move_by_the_rate_once_a_step_and_not_at_all_when_it_is_skipped()
         router.load.copy_(torch.tensor([9, 1, 2, 4]))
         worst, _ = ep.rebalance([router], (), torch.tensor(apply))
         assert worst == 9 / 4 and router.bias.tolist() == want and router.load.sum() == 0
+
+
+def test_biases_leave_one_grid_and_enter_another(pool):
+    want, state = truth(DEEPSEEK), None
+    for step, (ranks, flags) in enumerate([(2, "--ep 2 --recompute full"), (2, "--pp 2 --micro-batch 12"),
+                                           (4, "--tp 2 --ep 4 --zero 2")]):
+        results = pool.run(ranks, "grids:run", grid=f"{DEEPSEEK} {flags}", first=step, last=step + 1, state=state)
+        state = {what: grids.whole([result[what] for result in results]) for what in ("params", "m", "v")}
+        state["numbers"] = {name: number for result in results for name, number in result["numbers"].items()}
+    for what in ("params", "m", "v"):
+        compare(state[what], want[what], what)
+    for name, bias in want["biases"].items():
+        assert torch.equal(state["numbers"][name], bias) and bias.abs().max() > 0.04
 
 
 def test_evaluation_counts_nothing():

@@ -9,6 +9,7 @@ from grids import ALONE
 from meter import Meter
 from model import (
     Llama,
+    active_count,
     angles,
     attention_math,
     attention_sdpa,
@@ -61,12 +62,29 @@ TOTALS = {
     "--preset qwen3-0.6b": 596049920,
     "--preset qwen3-8b": 8190735360,
     "--preset qwen3-32b": 32762123264,
+    "--preset mixtral-8x7b": 46702792704,
+    "--preset qwen3-30b-a3b": 30532122624,
 }
+ACTIVE = {"--preset mixtral-8x7b": 12879925248, "--preset qwen3-30b-a3b": 3353032704}  # "13B", "A3B"
 
 
 @pytest.mark.parametrize("flags", TOTALS)
 def test_parameter_totals_are_the_published_ones(flags):
     assert parameter_count(architecture(flags)) == TOTALS[flags]
+
+
+@pytest.mark.parametrize("flags", ACTIVE)
+def test_active_parameters_are_those_of_the_chosen_experts(flags):
+    assert active_count(architecture(flags)) == ACTIVE[flags]
+
+
+def test_deepseeks_totals_follow_from_ours_and_its_attention():
+    """The published ones: 671,026,419,200, of which 58 x 256 are routers' biases, and 37,552,282,624 active without."""
+    model = architecture("--preset deepseek-v3-gqa")
+    ours = (2 * 128 + 2 * 8) * 128 * 7168
+    theirs = 7168 * 1536 + 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 + 512 * 128 * 256 + 128 * 128 * 7168
+    assert parameter_count(model) - 61 * (ours - theirs) == 671026419200 - 58 * 256
+    assert active_count(model) - 61 * (ours - theirs) == 37552282624
 
 
 # ---- against transformers -------------------------------------------------------------------------------------------
@@ -77,8 +95,10 @@ HF_NAMES = {"embedding": "model.embed_tokens.weight", "norm": "model.norm.weight
             "attention.wv": "self_attn.v_proj.weight", "attention.wo": "self_attn.o_proj.weight",
             "attention.bq": "self_attn.q_proj.bias", "attention.bk": "self_attn.k_proj.bias",
             "attention.bv": "self_attn.v_proj.bias", "attention.q_norm": "self_attn.q_norm.weight",
-            "attention.k_norm": "self_attn.k_norm.weight", "ffn.w_gate": "mlp.gate_proj.weight",
-            "ffn.w_up": "mlp.up_proj.weight", "ffn.w_down": "mlp.down_proj.weight"}
+            "attention.k_norm": "self_attn.k_norm.weight", "router": "mlp.gate.weight",
+            "experts.w_gate_up": "mlp.experts.gate_up_proj", "experts.w_down": "mlp.experts.down_proj",
+            "ffn.w_gate": "mlp.gate_proj.weight", "ffn.w_up": "mlp.up_proj.weight",
+            "ffn.w_down": "mlp.down_proj.weight"}
 
 
 def of_transformers(model: config.Model, kind: str) -> transformers.PreTrainedModel:
@@ -87,11 +107,13 @@ def of_transformers(model: config.Model, kind: str) -> transformers.PreTrainedMo
     if model.rope_scaling != 1:
         rope |= dict(rope_type="llama3", factor=model.rope_scaling, low_freq_factor=1.0, high_freq_factor=4.0,
                      original_max_position_embeddings=8192)
+    experts = dict(num_local_experts=model.experts, num_experts=model.experts, num_experts_per_tok=model.top_k,
+                   moe_intermediate_size=model.expert_ffn, norm_topk_prob=model.router_norm) if model.experts else {}
     settings = getattr(transformers, kind + "Config")(
         vocab_size=model.vocab, hidden_size=model.hidden, intermediate_size=model.ffn, num_hidden_layers=model.layers,
         num_attention_heads=model.heads, num_key_value_heads=model.kv_heads, head_dim=model.head_dim,
         rms_norm_eps=model.norm_eps, tie_word_embeddings=model.tied, rope_parameters=rope, initializer_range=0.1,
-        max_position_embeddings=16384, attn_implementation="eager")
+        max_position_embeddings=16384, attn_implementation="eager", **experts)
     torch.manual_seed(0)
     theirs = getattr(transformers, kind + "ForCausalLM")(settings).eval()
     with torch.no_grad():
@@ -115,6 +137,8 @@ def hf_source(theirs: transformers.PreTrainedModel) -> Source:
     ("Llama", SMALL), ("Llama", SMALL + " --tied --kv-heads 1"), ("Llama", SMALL + " --kv-heads 6 --rope-theta 500000"),
     ("Llama", SMALL + " --head-dim 64 --rope-scaling 8 --rope-theta 500000"),
     ("Qwen2", SMALL + " --head-dim 8 --qkv-bias --tied"), ("Qwen3", SMALL + " --qk-norm --norm-eps 1e-6"),
+    ("Mixtral", SMALL + " --experts 4"), ("Qwen3Moe", SMALL + " --qk-norm --experts 8 --top-k 3 --expert-ffn 24"),
+    ("Qwen3Moe", SMALL + " --qk-norm --experts 8 --top-k 1 --expert-ffn 20 --no-router-norm"),
 ])
 @pytest.mark.parametrize("attention", ["sdpa", "math"])
 def test_logits_are_those_of_transformers(kind, flags, attention):
@@ -221,9 +245,10 @@ def test_samples_follow_the_temperature_and_the_seed():
 
 # ---- costs ----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("tied", ["", " --tied"])
-def test_flops_equal_those_of_a_real_step(tied):
-    model = architecture("--layers 3 --hidden 96 --heads 6 --kv-heads 2 --ffn 200 --vocab 120" + tied)
+@pytest.mark.parametrize("more", ["", " --tied", " --experts 8 --top-k 3 --expert-ffn 72 --shared-experts 1 "
+                                                  "--dense-layers 1"])
+def test_flops_equal_those_of_a_real_step(more):
+    model = architecture("--layers 3 --hidden 96 --heads 6 --kv-heads 2 --ffn 200 --vocab 120" + more)
     llama = filled(model, dtype=torch.float32, attention="math")
     tokens = torch.randint(120, (4, 64))
     with Meter() as meter:

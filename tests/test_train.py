@@ -93,6 +93,27 @@ def test_every_grid_trains_evaluates_and_samples_as_one_process(pool, tmp_path):
     assert sent == pytest.approx(2 * 1 / 2 * 34016 * 8)  # gradients in fp64
 
 
+def test_every_grid_of_experts_trains_evaluates_and_samples_as_one_process(pool, tmp_path):
+    outcomes = []
+    flags = (f"--preset tiny-moe --experts 4 --expert-ffn 24 --bias-rate 0.02 --data {ROOT}/train.py "
+             f"--val-data {ROOT}/pp.py --dtype fp64 --steps 4 --lr 0.01 --global-batch 8 --eval-every 2 --eval-steps 1 "
+             "--sample import")
+    for i, (ranks, grid) in enumerate([(1, "--micro-batch 2"), (2, "--ep 2"), (4, "--tp 2 --ep 4 --zero 1"),
+                                       (4, "--tp 2 --no-sp --ep 2 --micro-batch 2"), (4, "--cp 2 --ep 4 --zero 3"),
+                                       (4, "--pp 2 --ep 2 --micro-batch 2 --dense-layers 1")]):
+        printed = pool.run(ranks, "test_train:trained", flags=f"{flags} {grid} --metrics {tmp_path / str(i)}")
+        outcomes.append((metrics(tmp_path / str(i)), printed[0]))
+    *alike, (dense, _) = outcomes  # the last has a stage without experts, so it is another model
+    assert {"aux_loss", "load_max_over_mean"} <= dense[-1].keys() and dense[-1]["load_max_over_mean"] > 1
+    records, printed = outcomes[0]
+    assert records[0]["aux_loss"] == pytest.approx(0.01 * 2, rel=0.3)  # of two layers, a little above the least
+    for other, text in alike:
+        for record, want in zip(other, records):
+            for what in {"loss", "grad_norm", "val_loss", "aux_loss", "load_max_over_mean"} & want.keys():
+                assert record[what] == pytest.approx(want[what], rel=1e-10), what
+        assert text.split("\nimport")[1].strip() == printed.split("\nimport")[1].strip()
+
+
 def test_an_evaluation_in_rounds_is_one_over_everything(pool, tmp_path):
     """Ten samples, as eight and two or at once, of a model that hardly learns."""
     unseen, losses = tmp_path / "unseen.txt", []
@@ -215,8 +236,12 @@ def test_the_head_counts_as_layers():
 def test_neighbours_share_layers_then_shards_and_replicas_are_far_apart(pool):
     seen = pool.run(8, "test_train:ranks_of_groups", flags="--tp 2 --zero 1 --dp-replicate 2 --kv-heads 1")
     assert seen[5] == dict(world=[0, 1, 2, 3, 4, 5, 6, 7], data=[1, 3, 5, 7], replicate=[1, 5], dp=[5, 7], cp=None,
-                           pp=None, tie=None, tp=[4, 5], kv=None, kv_copy=[4, 5])
+                           pp=None, tie=None, tp=[4, 5], kv=None, kv_copy=[4, 5], ep=None, edp=None)
     assert [ranks["dp"] for ranks in seen] == [[0, 2], [1, 3]] * 2 + [[4, 6], [5, 7]] * 2
     seen = pool.run(8, "test_train:ranks_of_groups", flags="--tp 2 --cp 2 --kv-heads 1")
     assert seen[5] == dict(world=[0, 1, 2, 3, 4, 5, 6, 7], data=[1, 3, 5, 7], replicate=None, dp=[1, 3, 5, 7],
-                           cp=[5, 7], pp=None, tie=None, tp=[4, 5], kv=None, kv_copy=[4, 5])
+                           cp=[5, 7], pp=None, tie=None, tp=[4, 5], kv=None, kv_copy=[4, 5], ep=None, edp=None)
+    for flags, ep, edp in (("--tp 2 --ep 4", [4, 5, 6, 7], [1, 5]), ("--pp 2 --cp 2 --ep 2", [4, 5], [5, 7]),
+                           ("--tp 2 --zero 1 --dp-replicate 2 --ep 2", [4, 5], [5, 7])):
+        seen = pool.run(8, "test_train:ranks_of_groups", flags=f"{flags} --experts 8")
+        assert (seen[5]["ep"], seen[5]["edp"]) == (ep, edp)
