@@ -1,6 +1,9 @@
 """Ours beside what one would use instead: the same work, taking turns, so that both see the same machine.
 
     python bench.py train                               a training step, beside transformers' Llama with fused AdamW
+    python bench.py ep                                  a layer of experts, beside transformers' Mixtral block with its
+                                                        grouped matmul, and with its loop over experts
+    torchrun --nproc_per_node=4 bench.py ep             the same layer as more ranks share its experts
     torchrun --nproc_per_node=4 bench.py pp             a step of a pipeline, beside torch.distributed.pipelining
     torchrun --nproc_per_node=4 bench.py cp             attention of one long sequence in three styles, beside keys
                                                         and values gathered by torch and its attention with a mask
@@ -15,6 +18,7 @@ Times are medians and 10th to 90th percentile. Bytes sent, collectives and live 
 own, at every operation (meter.py). A ratio is ours / theirs: below 1 we are faster, or send or hold less.
 """
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -33,8 +37,10 @@ import pp
 import train
 from cp import FLASH_CPU, STYLES, ContextParallel
 from data import MicroBatch
+from ep import NO_BALANCE, Tokens
 from meter import Meter
-from param import Spec, parameter, rank, size
+from model import Experts, Shared
+from param import Spec, draw, parameter, rank, size
 from tp import TensorParallel, column, row
 
 Step = Callable[[], None]
@@ -87,7 +93,8 @@ def compare(contenders: dict[str, Callable[[], Step]], tokens: int, repeats: int
         print(f"    {name:28s} {median * 1e3:7.1f} ms ({low * 1e3:.1f} to {high * 1e3:.1f})  "
               f"{tokens / median:8,.0f} tokens/s   ratio {median / statistics.median(seconds[last]):.2f}")
         for what, value in counts[name].items():
-            print(f"        {what:14s} {value:8.2f}   ratio {value / counts[last][what]:.2f}")
+            ratio = f"ratio {value / counts[last][what]:.2f}" if counts[last][what] else ""
+            print(f"        {what:14s} {value:8.2f}   {ratio}")
 
 
 # ---- contenders -----------------------------------------------------------------------------------------------------
@@ -337,7 +344,51 @@ def bench_pp(flags: list[str]) -> None:
         compare({f"penteract, {schedule}": ours, kind: theirs}, 8 * 512, repeats=5, steps=3)
 
 
-BENCHES = {"train": bench_train, "dp": bench_dp, "zero": bench_zero, "tp": bench_tp, "cp": bench_cp, "pp": bench_pp}
+def experts_step(how: str, group: collectives.Group, tokens: int = 2048) -> Step:
+    """Forward and backward of a layer of 8 experts, 2 a token, 512 wide, 1024 inside; gradients add up. how: "ours", or
+    as transformers computes its experts."""
+    model = config.parse("--hidden 512 --heads 8 --kv-heads 8 --ffn 1024 --experts 8 --top-k 2".split()).model
+    x, up = (torch.randn(tokens, model.hidden) for _ in range(2))
+    if how == "ours":
+        layer = Experts(0, model, partial(parameter, groups={"ep": group}, dtype=torch.float32), NO_BALANCE)
+        for weight in layer.parameters():
+            weight.data = draw(0)(weight.spec, weight.box)
+        place = Tokens(torch.zeros(tokens, dtype=torch.long), 1), group
+        forward = partial(layer, normalise=lambda x: x, shared=Shared(TensorParallel(), None, None, None, False, place))
+    else:
+        from transformers import MixtralConfig
+        from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+        theirs = MixtralConfig(hidden_size=model.hidden, intermediate_size=model.ffn, num_local_experts=model.experts,
+                               num_experts_per_tok=model.top_k, experts_implementation=how)
+        layer = MixtralSparseMoeBlock(theirs)
+        for weight in layer.parameters():
+            weight.data = torch.randn(weight.shape) / 50
+
+        def forward(x):
+            return layer(x[None])[0]
+
+    def step() -> None:
+        forward(x.detach().requires_grad_()).backward(up)
+
+    return step
+
+
+def bench_ep(flags: list[str]) -> None:
+    if not dist.is_initialized():
+        ways = {"penteract": "ours", "transformers, loop": "eager", "transformers, grouped": "grouped_mm"}
+        compare({name: partial(experts_step, how, None) for name, how in ways.items()}, 2048, repeats=10, steps=2)
+        return
+    n, contenders = dist.get_world_size(), {}
+    for ep in (ep for ep in range(1, n + 1) if n % ep == 0):
+        neighbours = torch.arange(n).view(-1, ep).tolist()
+        group = dist.new_subgroups_by_enumeration(neighbours)[0] if ep > 1 else None
+        contenders[f"ep {ep}"] = partial(experts_step, "ours", group)
+    compare(dict(reversed(contenders.items())), n * 2048, repeats=5, steps=2)
+
+
+BENCHES = {"train": bench_train, "dp": bench_dp, "zero": bench_zero, "tp": bench_tp, "cp": bench_cp, "pp": bench_pp,
+           "ep": bench_ep}
 
 
 def main(chosen: list[str], flags: list[str]) -> None:
@@ -354,5 +405,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="+", choices=BENCHES)
     known, flags = parser.parse_known_args()
-    with nullcontext() if known.what == ["train"] else collectives.world():
+    with collectives.world() if "WORLD_SIZE" in os.environ else nullcontext():
         main(known.what, flags)

@@ -39,6 +39,7 @@ Shazeer et al. 2017; Lepikhin et al. 2020 (GShard); Fedus et al. 2021 (Switch: t
 Liu et al. 2025 (folding). Letters: T tokens of a rank, H hidden, F width of an expert, E experts, k chosen, n ranks of
 ep, e = E/n, B sequences of S tokens, R rows that arrive here.
 """
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -47,8 +48,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd import Function
 
-from collectives import AllToAll__AllToAll, Group, all_reduce, all_to_all
-from param import accumulate_grad, at_least_fp32, size
+from collectives import AllToAll__AllToAll, Group, all_reduce, all_to_all, world
+from param import Spec, accumulate_grad, add_product, at_least_fp32, draw, parameter, rank, size
 
 Tensor = torch.Tensor
 
@@ -396,9 +397,71 @@ def grouped(x: Tensor, matrices: Tensor, route: Route) -> Tensor:
 
 
 def add_grouped(out: Tensor, grad: Tensor, x: Tensor, route: Route) -> None:
-    """out, e out in, += grad^T x of every expert's rows."""
-    if aligned(grad, x):
+    """out, e out in, += grad^T x of every expert's rows. One by one, they are added without a temporary."""
+    if out.dtype != x.dtype and aligned(grad, x):
         out.add_(F.grouped_mm(grad.t(), x, offs=route.ends))
         return
     for matrix, a, b in zip(out, grad.split(route.counts), x.split(route.counts)):
-        matrix.add_(a.t() @ b)
+        add_product(matrix, a.t(), b)
+
+
+# ---- demo: python ep.py, or torchrun --nproc_per_node=4 ep.py -------------------------------------------------------
+
+def trained(balance: Balance, group: Group, steps: int = 300) -> tuple[list[float], float]:
+    """Each expert's share of the last 20 steps' tokens, and their mean loss in nats: bytes of this file after 4 others.
+
+    Embedding, one layer of 8 experts of which a token chooses one, as in Switch, head. Ranks have other places.
+    """
+    E, k, H, wide, context, batch = 8, 1, 64, 64, 4, 256
+    with open(__file__, "rb") as file:
+        text = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8).long()
+    groups, dtype = {"ep": group}, torch.float32
+    specs = {"embedding": (256, H // context), "router": (E, H), "head": (256, H)}
+    weights = {name: parameter(Spec(name, shape, std=0.1), groups, dtype) for name, shape in specs.items()}
+    for name, shape in {"w_gate_up": (E, 2 * wide, H), "w_down": (E, H, wide)}.items():
+        weights[name] = parameter(Spec(name, shape, {"ep": 0}, std=0.1), groups, dtype)
+    for weight in weights.values():
+        weight.data = draw(0)(weight.spec, weight.box)
+    router = Router("demo", E, k, normalise=False, balance=balance)
+    optimizer = torch.optim.AdamW(weights.values(), lr=3e-3)
+    generator, shares, losses = torch.Generator().manual_seed(rank(group)), torch.zeros(E), []
+    for step in range(steps):
+        places = torch.randint(len(text) - context, (batch,), generator=generator)
+        x = weights["embedding"][text[places[:, None] + torch.arange(context)]].flatten(1)
+        h = F.rms_norm(x, (H,))
+        tokens = Tokens(torch.zeros(batch, dtype=torch.long), 1, (group,), weight=1.0)
+        route, given = router(h, weights["router"], tokens, group)
+        gate, up = GroupedLinear.apply(dispatch(h, route, group)(), weights["w_gate_up"], route).chunk(2, -1)
+        y = combine(GroupedLinear.apply(F.silu(gate) * up, weights["w_down"], route), given, route, group)
+        loss = F.cross_entropy((x + y) @ weights["head"].t(), text[places + context], reduction="sum") / batch
+        (loss / size(group)).backward()
+        if step >= steps - 20:
+            shares += router.load
+            losses.append(loss.detach())
+        for name in specs:  # experts have the gradients of all tokens already
+            all_reduce(weights[name].grad, group)
+        optimizer.step()
+        optimizer.zero_grad()
+        rebalance([router], (group,))
+    mean = torch.stack(losses).mean() / size(group)
+    for total in (shares, mean):
+        all_reduce(total, group)
+    return (shares / shares.sum()).tolist(), mean.item()
+
+
+def demo(group: Group) -> None:
+    lines = ["Share of the tokens that each of 8 experts gets after 300 steps (equal: ████), and nats a byte:", ""]
+    for title, balance in ("nothing", Balance()), ("a loss", Balance(aux=0.1)), ("a bias", Balance(rate=0.01)):
+        shares, loss = trained(balance, group)
+        lines.append(f"    balanced by {title}: the most used {max(shares) * 8:.2f} times the mean, loss {loss:.3f}")
+        lines += [f"        {expert}  {'█' * round(share * 32)}" for expert, share in enumerate(shares)]
+    if rank(group) == 0:
+        print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    if "WORLD_SIZE" in os.environ:
+        with world() as group:
+            demo(group)
+    else:
+        demo(None)

@@ -242,6 +242,14 @@ def stacked(tensors: list[torch.Tensor]) -> torch.Tensor | None:
     return first.as_strided((sum(t.shape[0] for t in tensors), *first.shape[1:]), first.stride())
 
 
+def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """out += a b. In bf16 runs out is fp32: each product is rounded once, their sum is not."""
+    if out.dtype == a.dtype:
+        out.addmm_(a, b)
+    else:
+        out.add_(a @ b)
+
+
 def watch(param: torch.nn.Parameter, sink: Sink) -> None:
     """From now on `sink` takes the gradient of `param`, whichever way it comes: through the door or from autograd."""
     param.sink = sink

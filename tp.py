@@ -63,7 +63,19 @@ from collectives import (
     shift,
     world,
 )
-from param import IGNORED, Spec, accumulate_grad, at_least_fp32, cut, deferring, parameter, rank, size, stacked
+from param import (
+    IGNORED,
+    Spec,
+    accumulate_grad,
+    add_product,
+    at_least_fp32,
+    cut,
+    deferring,
+    parameter,
+    rank,
+    size,
+    stacked,
+)
 
 
 class TensorParallel(NamedTuple):
@@ -261,14 +273,6 @@ def together(weights: tuple[nn.Parameter, ...]) -> torch.Tensor:
     """The weights below each other: a view if they lie so, else a copy."""
     view = stacked([weight.detach() for weight in weights])
     return torch.cat(weights) if view is None else view
-
-
-def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """out += a b. In bf16 runs out is fp32: each product is rounded once, their sum is not."""
-    if out.dtype == a.dtype:
-        out.addmm_(a, b)
-    else:
-        out.add_(a @ b)
 
 
 def column(x: torch.Tensor, *weights: nn.Parameter, tp: TensorParallel, before: Before | None = None,

@@ -47,8 +47,8 @@ def work(rank: int, port: int, folder: str, connection) -> None:
 
 
 class Pool:
-    def __init__(self):
-        self.jobs = 0
+    def __init__(self, ranks: int = RANKS):
+        self.jobs, self.ranks = 0, ranks
         self.folder = tempfile.TemporaryDirectory()
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.start()
@@ -57,7 +57,7 @@ class Pool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])  # the last: modes that count
         self.workers = []
-        for rank in range(RANKS):
+        for rank in range(self.ranks):
             here, there = context.Pipe()
             process = context.Process(target=work, args=(rank, self.store.port, self.folder.name, there), daemon=True)
             process.start()

@@ -19,6 +19,7 @@ import grids
 import param
 import reference
 import train
+import zero
 from model import Experts, Shared, norm
 from param import cut, draw, parameter
 from test_grids import DEEPSEEK, compare, truth
@@ -286,6 +287,13 @@ def test_rows_are_summed_in_a_fixed_order():
     assert set(unordered) <= {(B * S, 8)}  # weights into the scores of their experts: one a place
 
 
+def test_rows_are_used_only_once_they_have_arrived(pool):
+    """An exchange fills its result with something else until it is waited for."""
+    grid, want = f"{DEEPSEEK} --micro-batch 12 --ep 2", truth(DEEPSEEK)
+    results = pool.run(2, "sharding:delayed", flags=grid)
+    compare(grids.whole([result["params"] for result in results]), want["params"], "params")
+
+
 # ---- matmuls --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("counts", [[3, 0, 5, 1], [0, 0, 0, 0], [0, 40, 0, 0]])
@@ -450,6 +458,20 @@ def test_biases_move_by_the_rate_once_a_step_and_not_at_all_when_it_is_skipped()
         router.load.copy_(torch.tensor([9, 1, 2, 4]))
         worst, _ = ep.rebalance([router], (), torch.tensor(apply))
         assert worst == 9 / 4 and router.bias.tolist() == want and router.load.sum() == 0
+
+
+def test_the_losses_carry_the_scale_of_fp16():
+    """Every gradient is multiplied by it, or what balance asks for would shrink to nothing."""
+    grads = []
+    for scale in (1.0, 1024.0):
+        settings = config.parse(f"{TINY} --aux-loss 1 --router-z-loss 0.1".split())
+        model, optimizer = train.build(settings, grids.ALONE, torch.device("cpu"), torch.float64)
+        optimizer.loss_scale = zero.LossScale(torch.device("cpu"), scale)
+        tokens = torch.randint(61, (8, 13), generator=torch.Generator().manual_seed(0))
+        share = train.share(grids.GivenSamples(tokens[:, :-1], tokens[:, 1:]), 0, 8, settings, grids.ALONE)
+        train.gradients(model, optimizer, share, grids.ALONE)
+        grads.append(torch.cat([bucket.owned_grad for bucket in optimizer.buckets]) / scale)
+    assert (grads[0] - grads[1]).abs().max() < 1e-12 * grads[0].abs().max()
 
 
 def test_biases_leave_one_grid_and_enter_another(pool):

@@ -2,13 +2,16 @@
 
 A new grid is one more line in GRIDS: (ranks, flags).
 """
+import os
 from functools import cache
 
 import pytest
 import torch
 
+import config
 import grids
 import reference
+from pool import Pool
 
 MIXTRAL = "--experts 8 --top-k 2 --expert-ffn 20 --router-z-loss 0.02 --aux-loss 0.3"
 DEEPSEEK = ("--experts 8 --top-k 3 --expert-ffn 12 --router sigmoid --router-scale 2.5 --expert-groups 4 "
@@ -128,7 +131,7 @@ GRIDS = [
     (2, f"--micro-batch 6 {MIXTRAL} --ep 2"),
     (2, f"--micro-batch 6 {DEEPSEEK} --ep 2 --recompute full"),
     (2, f"--micro-batch 12 {MIXTRAL} --aux-over micro-batch --ep 2 --zero 1"),
-    (2, f"--micro-batch 12 {MIXTRAL} --tp 2 --ep 2"),
+    (2, f"--micro-batch 3 {MIXTRAL} --tp 2 --ep 2"),
     (2, f"--micro-batch 12 {DEEPSEEK} --tp 2 --no-sp --ep 2"),
     (2, f"--micro-batch 12 {DEEPSEEK} --tp 2 --recompute selective"),
     (2, f"--micro-batch 12 {MIXTRAL} --cp 2 --ep 2 --seq 21"),
@@ -153,9 +156,11 @@ GRIDS = [
     (1, "--micro-batch 16 --recompute full --tied"),
     (2, "--micro-batch 8 --recompute selective --attention math --zero 3"),
 ]
+# What the README runs: five dimensions, each of at least two.
+FIVE_DIMENSIONS = "--dp 2 --cp 2 --tp 2 --pp 2 --ep 4 --zero 1 --schedule zb-h1 --recompute selective"
 # Flags that must not change a result.
 NOT_THE_MODEL = ("--micro-batch", "--bucket-mb", "--attention", "--zero", "--dp-replicate", "--tp", "--recompute",
-                 "--cp", "--cp-style", "--pp", "--schedule", "--chunks", "--pp-group", "--ep")
+                 "--cp", "--cp-style", "--pp", "--schedule", "--chunks", "--pp-group", "--ep", "--dp")
 NOR_ARE = ("--no-sp", "--async-tp", "--sp-keep")  # without a value
 
 
@@ -185,6 +190,25 @@ def compare(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: s
 
 @pytest.mark.parametrize("ranks, grid", GRIDS, ids=[f"{ranks} ranks {grid}" for ranks, grid in GRIDS])
 def test_a_grid_equals_one_process(pool, ranks, grid):
+    equals_one_process(pool, ranks, grid)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", [MIXTRAL, DEEPSEEK], ids=["mixtral", "deepseek"])
+def test_five_dimensions_equal_one_process(experts):
+    pool = Pool(16)
+    try:
+        equals_one_process(pool, 16, f"--micro-batch 6 {experts} {FIVE_DIMENSIONS} --tied --layers 4")
+    finally:
+        pool.close()
+
+
+def test_five_dimensions_are_what_the_readme_runs():
+    with open(os.path.join(os.path.dirname(config.__file__), "README.md")) as readme:
+        assert f"torchrun --nproc_per_node=16 train.py --preset tiny-moe {FIVE_DIMENSIONS}" in readme.read()
+
+
+def equals_one_process(pool: Pool, ranks: int, grid: str) -> None:
     results, want = pool.run(ranks, "grids:run", grid=grid), truth(model_flags(grid))
     for step in range(grids.STEPS):
         for result in results:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 
 import config
+from test_grids import DEEPSEEK, MIXTRAL
 
 ROOT = os.path.dirname(config.__file__)
 
@@ -29,6 +30,8 @@ TIED = "tests/test_grids.py::test_a_grid_equals_one_process[2 ranks --micro-batc
 PIECES = "tests/test_cp.py::test_attention_in_pieces_equals_attention_at_once[{}-{}-{}-{}]"
 CP_2 = "tests/test_grids.py::test_a_grid_equals_one_process[2 ranks --micro-batch 12 --cp 2]"
 PP_2 = "tests/test_grids.py::test_a_grid_equals_one_process[2 ranks --micro-batch {}]"
+EP_1 = f"tests/test_grids.py::test_a_grid_equals_one_process[1 ranks --micro-batch 8 {MIXTRAL}]"
+EP_2 = f"tests/test_grids.py::test_a_grid_equals_one_process[2 ranks --micro-batch 6 {MIXTRAL} --ep 2]"
 END_TO_END = "tests/test_train.py::test_every_grid_trains_evaluates_and_samples_as_one_process"
 TP_2 = "tests/test_grids.py::test_a_grid_equals_one_process[2 ranks --micro-batch 12 --tp 2]"
 TP_2_WHOLE = "tests/test_grids.py::test_a_grid_equals_one_process[2 ranks --micro-batch 12 --tp 2 --no-sp --tied]"
@@ -215,7 +218,8 @@ MUTANTS = [
            "return row(both, self.w_down, tp, before=SwiGLU.apply)", "return row(SwiGLU.apply(both), self.w_down, tp)",
            "tests/test_tp.py::test_a_rank_keeps_what_the_formula_says[2--auto-selective]"),
     Mutant("replicas and shards exchanged", "train.py",
-           '"replicate": (replicate,), "dp": (shard, cp)', '"replicate": (shard,), "dp": (replicate, cp)',
+           'add("replicate", shape, replicate)\n    add("dp", shape, shard, cp)',
+           'add("replicate", shape, shard)\n    add("dp", shape, replicate, cp)',
            "tests/test_train.py::test_neighbours_share_layers_then_shards_and_replicas_are_far_apart"),
     Mutant("results of pieces merged in the dtype of the run", "cp.py",
            "wide = dict(dtype=at_least_fp32(q.dtype), device=q.device)", "wide = dict(dtype=q.dtype, device=q.device)",
@@ -271,9 +275,9 @@ MUTANTS = [
            "        if travelling:\n            travelling.wait()\n        yield kv\n        if travelling:\n",
            "tests/test_cp.py::test_keys_travel_while_those_before_them_are_used"),
     Mutant("tokens counted without context parallel ranks", "train.py",
-           '"data": (replicate, shard, cp)', '"data": (replicate, shard)', CP_2),
+           'add("data", shape, replicate, shard, cp)', 'add("data", shape, replicate, shard)', CP_2),
     Mutant("gradients of context parallel ranks left apart", "train.py",
-           '"dp": (shard, cp)', '"dp": (shard,)', CP_2),
+           'add("dp", shape, shard, cp)', 'add("dp", shape, shard)', CP_2),
     Mutant("receives that are issued before everything else", "schedules.py",
            'lists[peer].append(Transfer("receive"', 'lists[peer].insert(0, Transfer("receive"',
            "tests/test_pp.py::test_everything_happens_once_in_order_and_nobody_waits_for_ever[1f1b]"),
@@ -322,8 +326,7 @@ MUTANTS = [
            "share(unseen, 0, at_once, settings, groups, wanted)",
            "tests/test_train.py::test_an_evaluation_in_rounds_is_one_over_everything"),
     Mutant("bytes of a hybrid divided by all ranks", "train.py",
-           "bytes_held(buckets, grid.zero, shards, dtype, moments)",
-           "bytes_held(buckets, grid.zero, grid.dp, dtype, moments)",
+           'for axis, n in ("dp", shards),', 'for axis, n in ("dp", grid.dp),',
            "tests/test_train.py::test_the_first_lines_count_what_a_rank_holds"),
     Mutant("an evaluation that frees nothing", "zero.py",
            "        self.free(unit)\n        return Enter",
@@ -339,6 +342,80 @@ MUTANTS = [
     Mutant("a step count that stays behind", "zero.py",
            'return {"steps": self.steps} | (', 'return {} | (',
            "tests/test_zero.py::test_state_leaves_one_grid_and_enters_another[]"),
+    Mutant("experts' gradients summed over all that have other tokens", "model.py",
+           'self.w_down = make(Spec(name + "experts.w_down", (E, H, width), {"ep": 0}, "edp",',
+           'self.w_down = make(Spec(name + "experts.w_down", (E, H, width), {"ep": 0}, "dp",', EP_2),
+    Mutant("experts' gradients divided by the ranks they came from", "ep.py",
+           "lambda out: add_grouped(out, grad, x, route))",
+           "lambda out: add_grouped(out, grad / len(route.given), x, route))",
+           EP_2),
+    Mutant("experts without tokens that have no gradient", "ep.py",
+           "        accumulate_grad(ctx.weight, lambda out: add_grouped(out, grad, x, route))",
+           "        if len(x):\n"
+           "            accumulate_grad(ctx.weight, lambda out: add_grouped(out, grad, x, route))",
+           "tests/test_ep.py::test_a_layer_without_tokens_takes_part[softmax]"),
+    Mutant("a layer that chooses again", "model.py",
+           "first_route = shared.tp, shared.experts, shared.routes[0] if shared.again else None",
+           "first_route = shared.tp, shared.experts, None",
+           "tests/test_ep.py::test_a_layer_that_runs_again_does_not_choose_again"),
+    Mutant("a balancing loss that nobody derives", "ep.py",
+           "weights = WithLoss.apply(weights, loss, tokens.weight)", "WithLoss.apply(weights, loss, tokens.weight)",
+           EP_1),
+    Mutant("a balancing loss averaged on each rank", "train.py",
+           "* size(groups[\"data\"]) // size(groups[\"cp\"])", "", EP_2),
+    Mutant("a balancing loss without fp16's scale", "train.py",
+           "optimizer.scaled(1 / sequences))", "1 / sequences)",
+           "tests/test_ep.py::test_the_losses_carry_the_scale_of_fp16"),
+    Mutant("loads of a part of a sequence", "model.py",
+           "count, (self.cp, tp.group), weight)", "count, (self.cp, None), weight)",
+           "tests/test_grids.py::test_a_grid_equals_one_process[2 ranks --micro-batch 3 " + MIXTRAL +
+           " --tp 2 --ep 2]"),
+    Mutant("padding that experts are balanced for", "model.py",
+           "sequence = sequence.masked_fill(tokens.flatten() < 0, count)", "sequence = sequence * 1",
+           "tests/test_grids.py::test_a_grid_equals_one_process[2 ranks --micro-batch 12 " + MIXTRAL +
+           " --cp 2 --ep 2 --seq 21]"),
+    Mutant("an evaluation that moves the bias", "ep.py",
+           "        if tokens.weight is not None:\n            self.load += loads[:-1].sum(0)\n",
+           "        self.load += loads[:-1].sum(0)\n        if tokens.weight is not None:\n",
+           "tests/test_ep.py::test_evaluation_counts_nothing"),
+    Mutant("loads of data ranks alone", "train.py",
+           'rebalance(model.routers, (groups["data"], groups["tp"]), finite)',
+           'rebalance(model.routers, (groups["data"],), finite)',
+           "tests/test_train.py::test_every_grid_of_experts_trains_evaluates_and_samples_as_one_process"),
+    Mutant("a bias that weighs", "ep.py",
+           "weights = scores.gather(-1, route.chosen)", "weights = (scores + self.bias).gather(-1, route.chosen)",
+           "tests/test_grids.py::test_a_grid_equals_one_process[1 ranks --micro-batch 6 " + DEEPSEEK +
+           " --recompute selective]"),
+    Mutant("a bias that stays behind", "train.py",
+           "return optimizer.numbers() | {router.name: router.bias for router in model.routers}",
+           "return optimizer.numbers() | {router.name: router.bias.clone() for router in model.routers}",
+           "tests/test_ep.py::test_biases_leave_one_grid_and_enter_another"),
+    Mutant("weights that meet the wrong expert's result", "ep.py",
+           "    return rows[route.place].view(", "    return rows[route.order].view(",
+           "tests/test_ep.py::test_experts_on_ranks_equal_a_dense_loop[sigmoid-1]"),
+    Mutant("rows summed in whatever order they come", "ep.py",
+           "        return of_tokens(grad, ctx.route).sum(1), None",
+           "        T, k = ctx.route.chosen.shape\n"
+           "        return grad.new_zeros(T, grad.shape[1]).index_add_(0, ctx.route.order // k, grad), None",
+           "tests/test_ep.py::test_rows_are_summed_in_a_fixed_order"),
+    Mutant("groups as good as their best expert", "ep.py",
+           "grouped.topk(min(2, grouped.shape[-1]), -1)", "grouped.topk(1, -1)",
+           "tests/test_ep.py::test_deepseeks_layer_is_that_of_transformers"),
+    Mutant("tokens of all ranks sent by each", "tp.py",
+           "    return Identity__AllReduce.apply(x, tp.group)[cut(", "    return x[cut(",
+           "tests/test_grids.py::test_a_grid_equals_one_process[2 ranks --micro-batch 12 " + DEEPSEEK +
+           " --tp 2 --no-sp --ep 2]"),
+    Mutant("rows used before they have arrived", "ep.py",
+           "        self.pending.wait()\n        out, self.out", "        out, self.out",
+           "tests/test_ep.py::test_rows_are_used_only_once_they_have_arrived"),
+    Mutant("a host that asks for every expert's rows", "ep.py",
+           "counts = [sum(column) for column in zip(*received)]",
+           "counts = [int(sum(torch.tensor(column))) for column in zip(*received)]",
+           "tests/test_ep.py::test_the_host_waits_once_a_layer[1]"),
+    Mutant("shared experts after the exchange", "model.py",
+           "            arrive = dispatch(own, route, group)\n",
+           "            rows = dispatch(own, route, group)()\n            arrive = lambda: rows\n",
+           "tests/test_ep.py::test_shared_experts_compute_while_tokens_travel"),
     Mutant("sampling that restarts its positions", "model.py",
            "before = cache.count(self.stages[stage][0]) if cache is not None else 0", "before = 0",
            "tests/test_model.py::test_sampling_with_the_cache_equals_sampling_without[" +
