@@ -1,0 +1,458 @@
+"""The ladder of matmuls: what each rung computes, asks for and compiles to; GELU in Triton and CUDA.
+
+Kernels run in Triton's interpreter, in fp32; they are compiled for sm_90 by processes of their own, which needs no GPU.
+"""
+import ctypes
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+
+os.environ["TRITON_INTERPRET"] = "1"  # before primer defines its kernels
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import InterpreterBuilder
+
+import primer
+from primer import (
+    LADDER,
+    SECTOR,
+    WARP,
+    Rung,
+    bound,
+    bytes_asked,
+    bytes_moved,
+    check,
+    gelu_eager,
+    gelu_triton,
+    matmul,
+    place,
+    sectors,
+)
+
+DIVIDING = [name for name, rung in LADDER.items() if rung.kernel not in (primer.masked, primer.persistent)]
+ANY_SHAPE = [name for name in LADDER if name not in DIVIDING]
+U = 2.0 ** -24  # half the distance of fp32 numbers, relative
+
+
+def small(name: str, *tile: int) -> Rung:
+    """A rung with tiles that the interpreter gets through."""
+    tile = tile or tuple(min(extent, 16) for extent in LADDER[name].tile)
+    return LADDER[name]._replace(tile=tile, group=min(LADDER[name].group, 3))
+
+
+def integers(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Of which fp32 adds thousands of products without rounding, in any order."""
+    return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+def run(code: str, *args: str, **env: str) -> str:
+    """What a process of its own prints, where kernels are compiled."""
+    env = os.environ | {"TRITON_INTERPRET": "0"} | env
+    done = subprocess.run([sys.executable, "-c", code, *args], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# ---- what rungs compute ---------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", LADDER)
+@pytest.mark.parametrize("M, N, K", [(16, 16, 16), (32, 48, 16), (16, 32, 48)])
+def test_every_rung_multiplies(name, M, N, K):
+    a, b = integers(M, K), integers(K, N, seed=1)
+    assert torch.equal(matmul(small(name), a, b), torch.mm(a, b))
+
+
+@pytest.mark.parametrize("name", ANY_SHAPE)
+@pytest.mark.parametrize("M, N, K", [(1, 4, 4), (17, 20, 36), (33, 12, 16), (16, 48, 20), (50, 68, 4)])
+def test_ragged_matrices(name, M, N, K):
+    a, b = integers(M, K), integers(K, N, seed=1)
+    assert torch.equal(matmul(small(name), a, b), torch.mm(a, b))
+
+
+@pytest.mark.parametrize("M, N, K", [(1, 1, 1), (5, 7, 3), (31, 17, 33)])
+def test_masked_rungs_need_no_multiple_of_anything(M, N, K):
+    a, b = integers(M, K), integers(K, N, seed=1)
+    for name in ("masked", "pipelined"):
+        assert torch.equal(matmul(small(name), a, b), torch.mm(a, b))
+
+
+@pytest.mark.parametrize("name", LADDER)
+def test_rungs_round_like_fp32(name):
+    """Any order of a sum of K products, each factor exact, is within K u / (1 - K u) of sum |a b| (Higham, 3.5)."""
+    generator = torch.Generator().manual_seed(2)
+    a, b = torch.randn(16, 64, generator=generator), torch.randn(64, 16, generator=generator)
+    gamma = 64 * U / (1 - 64 * U)
+    limit = gamma * (a.double().abs() @ b.double().abs())
+    assert ((matmul(small(name), a, b) - a.double() @ b.double()).abs() <= limit).all()
+    assert ((matmul(small(name), a, b) - torch.mm(a, b)).abs() <= 2 * limit).all()  # torch's has as large an error
+
+
+@pytest.mark.parametrize("name", LADDER)
+def test_half_precision_is_summed_in_fp32(name):
+    a, b = integers(16, 64).add(16).half(), integers(64, 16, seed=1).add(16).half()  # to thousands, which fp16 rounds
+    assert torch.equal(matmul(small(name), a, b), (a.float() @ b.float()).half())
+
+
+def test_a_matrix_beyond_an_edge_is_not_touched():
+    """Memory around operands is NaN: a load beyond an edge would show in c, a store in what surrounds it."""
+    for name in ANY_SHAPE:
+        around = torch.full((3, 4096), math.nan)
+        (M, N, K), rung = (17, 20, 12), small(name)
+        a, b, c = around[0][1024:][:M * K].view(M, K), around[1][1024:][:K * N].view(K, N), around[2][1024:][:M * N]
+        a.copy_(integers(M, K))
+        b.copy_(integers(K, N, seed=1))
+        programs = 3 if name == "persistent" else math.prod(rung.tiles(M, N))
+        rung.kernel[(programs,)](a, b, c, M, N, K, **rung.constants)
+        assert torch.equal(c.view(M, N), torch.mm(a, b))
+        assert around[2].isnan().sum() == 4096 - M * N
+
+
+@pytest.mark.parametrize("name, side", [
+    (name, side) for name in DIVIDING for side, extent in enumerate(LADDER[name].tile) if extent > 1])
+def test_a_shape_that_tiles_do_not_divide_is_refused(name, side):
+    shape = [32, 32, 32]
+    shape[side] = 33
+    M, N, K = shape
+    with pytest.raises(ValueError, match=rf"^{'MNK'[side]} = 33 is no multiple of 16: pad, or use the masked rung$"):
+        matmul(small(name), integers(M, K), integers(K, N))
+
+
+def test_what_else_is_refused():
+    a, b, rung = integers(16, 16), integers(16, 16), small("masked")
+    for message, *operands in [
+            (r"need \(M, K\) by \(K, N\)", a, integers(8, 16)), ("one dtype", a, b.half()), ("without gaps", a.T, b),
+            ("multiple of 16 bytes", integers(257)[1:].view(16, 16), b), ("from 1 to 2", a[:0], b),
+            ("wrongly: use fp32", a.bfloat16(), b.bfloat16())]:
+        with pytest.raises(ValueError, match=message) as error:
+            matmul(rung, *operands)
+        assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="K = 6 and N = 16: descriptors .* multiples of 4"):
+        matmul(small("persistent"), integers(16, 6), integers(6, 16))
+    with pytest.raises(ValueError, match="multiples of 8"):
+        check(LADDER["persistent"], 64, 64, 12, 2)
+    with pytest.raises(ValueError, match="32 bits"):
+        check(LADDER["masked"], 1 << 16, 1 << 16, 64, 2)
+
+
+# ---- the order of programs ------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("group", [1, 2, 3, 8, 1 << 20])
+def test_every_tile_has_one_program(group):
+    for tiles_m in range(1, 10):
+        for tiles_n in (1, 2, 7):
+            places = [place(program, tiles_m, tiles_n, group) for program in range(tiles_m * tiles_n)]
+            assert sorted(places) == [(i, j) for i in range(tiles_m) for j in range(tiles_n)]
+            if group == 1:
+                assert places == sorted(places)
+            if group >= tiles_m:
+                assert [(j, i) for i, j in places] == sorted((j, i) for i, j in places)
+
+
+def test_groups_are_walked_column_by_column():
+    assert [place(program, 5, 2, 3) for program in range(10)] == [
+        (0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1), (3, 0), (4, 0), (3, 1), (4, 1)]
+
+
+# ---- bytes ----------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Counts what the interpreter's loads and stores ask for: elements of tiles, but sectors where a warp is a row."""
+    count = Counter()
+
+    def watch(method):
+        original = getattr(InterpreterBuilder, method)
+
+        def watched(self, pointers, *rest, **options):
+            addresses, itemsize = pointers.data, pointers.get_element_ty().primitive_bitwidth // 8
+            if addresses.ndim == 2:
+                mask = rest[0 if method == "create_masked_load" else 1]
+                count["bytes"] += int(np.asarray(mask.data).sum()) * itemsize
+            elif addresses.size == 1:  # one address for all threads: every warp asks for it
+                count["bytes"] += count["warps"] * SECTOR
+            else:
+                count["bytes"] += sum(len(set(warp // SECTOR)) * SECTOR for warp in addresses.reshape(-1, WARP))
+            return original(self, pointers, *rest, **options)
+
+        monkeypatch.setattr(InterpreterBuilder, method, watched)
+
+    watch("create_masked_load")  # every other load ends there
+    watch("create_masked_store")
+    return count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", LADDER)
+def test_bytes_asked_for_are_those_that_the_interpreter_sees(name, dtype, asked):
+    rung = small(name, *{"uncoalesced": (64, 1), "coalesced": (1, 64)}.get(name, (16, 32, 8)))
+    M, N, K = (40, 72, 24) if name in ANY_SHAPE else (64, 64, 16)
+    asked["warps"] = max(rung.tile) // WARP
+    matmul(rung, torch.ones(M, K, dtype=dtype), torch.ones(K, N, dtype=dtype))
+    assert asked["bytes"] == bytes_asked(rung, M, N, K, dtype.itemsize)
+
+
+def test_sectors_of_a_load():
+    assert sectors(2) == {0: 16, 1: 16} and sectors(4) == dict.fromkeys(range(4), 8)
+    assert sectors(32) == dict.fromkeys(range(32), 1) and sectors(0) == {0: 32}
+    assert len(sectors(8192 * 2)) == 32
+
+
+def moved_by_hand(rung: Rung, M: int, N: int, K: int, itemsize: int, wave: int) -> int:
+    """Elements of A and B that each wave touches, one by one."""
+    tiles_m, tiles_n = rung.tiles(M, N)
+    programs, total = list(range(tiles_m * tiles_n)), M * N
+    while programs:
+        now, programs = programs[:wave], programs[wave:]
+        rows, cols = set(), set()
+        for i, j in (place(program, tiles_m, tiles_n, rung.group) for program in now):
+            rows |= set(range(i * rung.tile[0], min((i + 1) * rung.tile[0], M)))
+            cols |= set(range(j * rung.tile[1], min((j + 1) * rung.tile[1], N)))
+        total += K * (len(rows) + len(cols))
+    return total * itemsize
+
+
+@pytest.mark.parametrize("name", LADDER)
+def test_bytes_moved_are_what_waves_touch(name):
+    rung = small(name)
+    for M, N, K in ((48, 64, 10), (50, 70, 6)):
+        for sms in (1, 2, 5):
+            by_formula = bytes_moved(rung, M, N, K, 2, sms, l2_bytes=0)
+            assert by_formula == moved_by_hand(rung, M, N, K, 2, sms * rung.resident)
+            assert by_formula >= bytes_moved(rung, M, N, K, 2, sms) == 2 * (M * K + K * N + M * N)
+
+
+def test_one_wave_moves_everything_once_and_waves_of_one_share_nothing():
+    tiled = small("tiled")._replace(resident=1)
+    M, N, K = 64, 96, 10
+    assert bytes_moved(tiled, M, N, K, 2, sms=24, l2_bytes=0) == 2 * (M * K + K * N + M * N)
+    assert bytes_moved(tiled, M, N, K, 2, sms=1, l2_bytes=0) == bytes_asked(tiled, M, N, K, 2)
+
+
+def test_each_step_saves_what_it_promises():
+    n, e = 8192, 2
+    asks = {name: bytes_asked(rung, n, n, n, e) for name, rung in LADDER.items()}
+    moves = {name: bytes_moved(rung, n, n, n, e) for name, rung in LADDER.items()}
+    assert moves["uncoalesced"] == moves["coalesced"]
+    assert asks["uncoalesced"] == pytest.approx(33 / 3 * asks["coalesced"], rel=1e-3)  # 32 + 1 sectors; 1 + 2
+    assert asks["coalesced"] > 40 * asks["tiled"]
+    assert asks["tiled"] / asks["grouped"] == pytest.approx(2, rel=0.01)  # tiles of twice the side
+    assert moves["tiled"] > 2 * moves["grouped"]
+    for name in ("grouped", "pipelined", "persistent"):  # no other power of two would do better
+        others = [bytes_moved(LADDER[name]._replace(group=2 ** power), n, n, n, e) for power in range(8)]
+        assert moves[name] == min(others)
+    assert asks["grouped"] == asks["masked"] and asks["pipelined"] == asks["persistent"]
+
+
+def test_the_roof_is_the_largest_of_three():
+    rung, card = LADDER["tiled"], primer.Card(tensor=1e3, fma=1.0, memory=1e9, l1=1e9)
+    assert bound(rung, 64, 64, 64, 2, card) == (2 * 64 ** 3 / 1e3, "compute")
+    assert bound(rung, 64, 64, 64, 2, card._replace(memory=1.0)) == (bytes_moved(rung, 64, 64, 64, 2), "memory")
+    assert bound(rung, 64, 64, 64, 2, card._replace(l1=1.0)) == (bytes_asked(rung, 64, 64, 64, 2), "L1")
+    assert bound(LADDER["coalesced"], 1, 128, 64, 2, card) == (2 * 128 * 64, "compute")  # no tensor cores
+
+
+# ---- what rungs compile to ------------------------------------------------------------------------------------------
+
+AHEAD = """
+import json, os, re, subprocess, sys
+import triton
+from triton.backends.compiler import GPUTarget
+import primer
+
+def ahead(kernel, signature, constants, **options):
+    # as at a launch where pointers and sizes are multiples of 16, which Triton tells its compiler
+    names = kernel.arg_names
+    source = triton.compiler.ASTSource(
+        fn=kernel, signature={name: signature.get(name, "constexpr") for name in names}, constexprs=constants,
+        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in signature})
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with open(sys.argv[1], "wb") as file:
+        file.write(made.asm["cubin"])
+    tool = os.path.join(triton.__path__[0], "backends", "nvidia", "bin", "cuobjdump")
+    used = subprocess.run([tool, "--dump-resource-usage", sys.argv[1]], capture_output=True, text=True, check=True)
+    return dict(re.findall(r"(\\w+):(\\d+)", used.stdout), ptx=made.asm["ptx"], shared=made.metadata.shared)
+
+pointers, sizes = dict.fromkeys("abc", "*bf16"), dict.fromkeys("MNK", "i32")
+made = {name: ahead(rung.kernel, pointers | sizes, rung.constants, num_warps=rung.warps, num_stages=rung.stages)
+        for name, rung in primer.LADDER.items()}
+made["GELU"] = ahead(primer.gelu_kernel, dict(x="*fp32", y="*fp32", n="i64"), dict(BLOCK=1024))
+print(json.dumps(made))
+"""
+WGMMA, TMA, ASYNC = r"wgmma\.mma_async\S*\.f32\.bf16\.bf16", r"cp\.async\.bulk\.tensor", r"cp\.async\.c[ag]\.shared"
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ahead")
+    return json.loads(run(AHEAD, str(folder / "cubin"), TRITON_CACHE_DIR=str(folder / "cache")))
+
+
+@pytest.mark.parametrize("name", [*LADDER, "GELU"])
+def test_kernels_compile_for_sm_90_without_spills(name, compiled):
+    assert compiled[name]["LOCAL"] == compiled[name]["STACK"] == "0"
+
+
+def test_tiles_go_to_tensor_cores_and_loads_take_the_way_that_their_rung_promises(compiled):
+    found = {name: [bool(re.search(instruction, compiled[name]["ptx"])) for instruction in (WGMMA, ASYNC, TMA)]
+             for name in LADDER}
+    assert found == {
+        "uncoalesced": [False, False, False], "coalesced": [False, False, False],
+        "tiled": [True, False, False], "grouped": [True, False, False], "masked": [True, False, False],
+        "pipelined": [True, True, False], "persistent": [True, False, True]}
+    for way in (r"global\.shared", r"shared\S*\.global"):  # c leaves as a and b come
+        assert re.search(rf"{TMA}\S*\.{way}", compiled["persistent"]["ptx"])
+
+
+def test_a_thread_reads_16_bytes_at_once_of_a_tile_masked_or_not(compiled):
+    for name in ("tiled", "grouped", "masked"):
+        assert set(re.findall(r"ld\.global\S*", compiled[name]["ptx"])) == {"ld.global.v4.b32"}
+    copies = re.findall(rf"{ASYNC}\S* \[.*?\], \[.*?\], (\w+)", compiled["pipelined"]["ptx"])
+    assert copies and set(copies) == {"0x10"}
+    for name in ("uncoalesced", "coalesced"):  # an element of bf16
+        assert set(re.findall(r"ld\.global\S*", compiled[name]["ptx"])) == {"ld.global.b16"}
+
+
+def test_masks_add_no_branch(compiled):
+    branches = {name: len(re.findall(r"\bbra\b", compiled[name]["ptx"])) for name in ("grouped", "masked")}
+    assert branches["masked"] == branches["grouped"]
+
+
+@pytest.mark.parametrize("name", LADDER)
+def test_an_sm_holds_as_many_programs_as_the_formula_supposes(name, compiled):
+    """sm_90: 64 warps, 32 programs, 65536 registers, by 8 a thread; 228 KiB shared, of which a program wastes one."""
+    rung, used = LADDER[name], compiled[name]
+    registers = math.ceil(int(used["REG"]) / 8) * 8
+    assert rung.resident == min(64 // rung.warps, 32, 65536 // (registers * 32 * rung.warps),
+                                (228 << 10) // (used["shared"] + 1024))
+
+
+# ---- GELU -----------------------------------------------------------------------------------------------------------
+
+NUMBERS = torch.cat([torch.linspace(-8, 8, 4001), torch.tensor([0.0, -0.0, 1e-30, -1e-30])])
+
+
+def assert_gelu(y: torch.Tensor) -> None:
+    """Within what rounding does: z's seven roundings become |z| of them in exp(-z), which adds two, as do + and /."""
+    x = NUMBERS.double()
+    z = math.sqrt(8 / math.pi) * (x + 0.044715 * x ** 3)
+    exact = F.gelu(x, approximate="tanh")
+    error = (y.double() - exact).abs()
+    # torch's own formula takes 1 + tanh, which loses all digits for small y: in fp64, 2^-52 of x
+    assert (error <= exact.abs() * U * (7 * z.abs() + 5) + x.abs() * 2.0 ** -52).all()
+
+
+@pytest.mark.filterwarnings("ignore:overflow")  # exp(100) is inf, as it should be
+@pytest.mark.parametrize("function", [gelu_eager, gelu_triton])
+def test_gelu(function):
+    assert_gelu(function(NUMBERS))
+    assert function(torch.tensor([100.0, -100.0, 0.0])).tolist() == [100, 0, 0]
+    assert function(NUMBERS[:4000].view(2, 40, 50)).shape == (2, 40, 50)
+
+
+def test_eager_gelu_moves_eight_times_the_bytes():
+    class Bytes(TorchDispatchMode):
+        total = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **kwargs or {})
+            self.total += sum(x.nbytes for x in (*args, out) if isinstance(x, torch.Tensor) and x.ndim)
+            return out
+
+    with Bytes() as moved:
+        gelu_eager(NUMBERS)
+    assert moved.total == 64 * NUMBERS.numel()
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+def test_cuda_gelu_compiles_for_sm_90_without_spills(tmp_path):
+    (tmp_path / "gelu.cu").write_text(primer.GELU_CUDA)
+    command = ["nvcc", "-cubin", "-arch=sm_90", "-Xptxas", "-v", "-o", tmp_path / "out", tmp_path / "gelu.cu"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "0 bytes spill stores, 0 bytes spill loads" in done.stderr
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+def test_cuda_gelu_computes_gelu_when_a_cpu_plays_every_thread(tmp_path):
+    (tmp_path / "gelu.cpp").write_text("""
+        #include <cmath>
+        #define __global__
+        static struct { long x; } blockIdx, blockDim, threadIdx;
+        """ + primer.GELU_CUDA + """
+        extern "C" void run(const float* x, float* y, long n) {
+            blockDim.x = 256;
+            for (blockIdx.x = 0; blockIdx.x < (n + 255) / 256; blockIdx.x++)
+                for (threadIdx.x = 0; threadIdx.x < 256; threadIdx.x++) gelu_kernel(x, y, n);
+        }""")
+    subprocess.run(["g++", "-O1", "-shared", "-fPIC", "-o", tmp_path / "gelu.so", tmp_path / "gelu.cpp"], check=True)
+    y = torch.full((NUMBERS.numel() + 256,), math.nan)
+    ctypes.CDLL(tmp_path / "gelu.so").run(*(ctypes.c_void_p(x.data_ptr()) for x in (NUMBERS, y)),
+                                          ctypes.c_long(NUMBERS.numel()))
+    assert_gelu(y[:NUMBERS.numel()])
+    assert y[NUMBERS.numel():].isnan().all()
+
+
+# ---- the demo, and what only a GPU can show -------------------------------------------------------------------------
+
+def test_the_demo_shows_what_there_is_without_a_gpu(capsys):
+    primer.on_cpu()
+    out = capsys.readouterr().out
+    assert all(len(line) <= 120 and line == line.rstrip() for line in out.splitlines())
+    for text in ("32 sectors: 1,024 bytes asked for, 64 used", "2 sectors: 64 bytes asked for, 64 used",
+                 "2 rows + 6 columns = 8        3 rows + 3 columns = 6", "Not run: any timing"):
+        assert text in out
+    assert all(out.count(f"    {name} ") >= 2 for name in LADDER)
+    errors = [float(value) for value in re.findall(r"largest error (\S+)", out)]
+    assert len(errors) == len(LADDER) + 1
+    assert max(errors) < 28 * U * 60  # at most 28 products, whose absolute values sum to less than 60
+
+
+def test_a_profile_lists_operations():
+    table = primer.profiled(gelu_eager, NUMBERS)
+    assert all(f"aten::{name}" in table for name in ("pow", "exp", "div"))
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@needs_gpu
+def test_compiled_rungs_multiply_in_bf16():
+    run("""
+import torch, primer
+for name, rung in primer.LADDER.items():
+    any_shape = name in ("masked", "pipelined", "persistent")
+    for M, N, K in [(512, 768, 256)] + [(1000, 520, 264), (17, 8, 72)] * any_shape:
+        a, b = (torch.randint(-8, 9, shape, device="cuda").bfloat16() for shape in ((M, K), (K, N)))
+        exact = (a.double() @ b.double()).bfloat16()  # sums are exact in fp32, and rounded once
+        assert torch.equal(primer.matmul(rung, a, b), exact), (name, M, N, K)
+""")
+
+
+@needs_gpu
+def test_every_gelu_agrees_on_a_gpu():
+    run("""
+import torch, primer
+x = torch.linspace(-8, 8, 100001, device="cuda")
+exact = torch.nn.functional.gelu(x.double(), approximate="tanh")
+for name, way in primer.gelus().items():
+    torch.testing.assert_close(way(x).double(), exact, rtol=0, atol=8 * 2.0 ** -22, msg=name)  # four roundings of 8
+    assert "CUDA" in primer.profiled(way, x)
+""")
+
+
+@needs_gpu
+@pytest.mark.timing
+def test_the_ladder_climbs_to_torch_mm():
+    rows = json.loads(run("import json, primer; print(json.dumps(primer.ladder(8192)))"))
+    rate = {name: flops / seconds for name, seconds, flops, _ in rows}
+    assert rate["coalesced"] > 2 * rate["uncoalesced"] and rate["tiled"] > 5 * rate["coalesced"]
+    assert rate["pipelined"] > rate["tiled"] and rate["persistent"] > 0.92 * rate["torch.mm"]
