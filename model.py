@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd import Function
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import config
 from cp import FLASH_CPU, FLASH_GPU, WRITTEN_OUT, ContextParallel, padded
@@ -135,11 +136,15 @@ def visible(places: torch.Tensor, keys: int, documents: torch.Tensor | None) -> 
     return mask
 
 
+FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
 def attention_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """torch's fused attention. q B N S D, k and v B K S D, mask True where visible (None: causal) -> B N S D."""
     if mask is not None:  # with a mask, no fused GPU kernel takes grouped queries: S x S scores would be kept
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=mask is None)
+    with sdpa_kernel(FUSED, set_priority=True) if q.is_cuda else nullcontext():  # cuDNN's is the fastest on Hopper
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=mask is None)
 
 
 def attention_math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

@@ -243,9 +243,11 @@ def stacked(tensors: list[torch.Tensor]) -> torch.Tensor | None:
 
 
 def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """out += a b. In bf16 runs out is fp32: each product is rounded once, their sum is not."""
+    """out += a b. In bf16 runs out is fp32: on GPUs the matmul adds to it, elsewhere each product is rounded once."""
     if out.dtype == a.dtype:
         out.addmm_(a, b)
+    elif out.is_cuda and out.dtype == torch.float32:
+        torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, out=out)  # torch.addmm takes no out_dtype with out
     else:
         out.add_(a @ b)
 

@@ -12,6 +12,7 @@ if __name__ == "__main__":
     settings = config.from_command_line()  # before torch is imported, so that a wrong flag is answered at once
 
 import datetime
+import gc
 import json
 import math
 import os
@@ -346,17 +347,28 @@ def train(settings: config.Config, samples: Samples, unseen: Samples | None, dev
     peak = peak_flops(device, dtype)
     metrics = open(run.metrics, "w") if run.metrics and chief else None
     bar = tqdm(total=optim.steps, unit="step", disable=not chief, dynamic_ncols=True)
+
+    def read(step: int) -> tuple[int, list[MicroBatch]]:
+        """The sequences of a step, which begins with sample number `seen`, and this rank's micro-batches of it."""
+        progress.step, sequences = step, sequences_at(seen * batch.seq, ramp)
+        return sequences, [batch.to(device) for batch in share(samples, seen, sequences, settings, groups)]
+
+    gc.collect()
+    gc.freeze()
+    gc.disable()  # a step leaves no cycles behind, and looking for some would let the device wait
+    following = read(0)
     for step in range(optim.steps):
-        progress.step, began = step, time.perf_counter()
+        began = time.perf_counter()
         collectives.sent.clear()
-        sequences = sequences_at(seen * batch.seq, ramp)
-        lr = learning_rate(step, optim)
-        micro_batches = [batch.to(device) for batch in share(samples, seen, sequences, settings, groups)]
+        lr, (sequences, micro_batches) = learning_rate(step, optim), following
         loss = gradients(model, optimizer, micro_batches, groups)
         norm = optimizer.step(lr)
         balance = balanced(model, groups, norm.isfinite(), sequences) if settings.model.experts else {}
-        loss, norm = loss.item(), norm.item()  # waits for the device
         seen += sequences
+        if step + 1 < optim.steps:
+            following = read(step + 1)  # while the device is at work
+            progress.step = step
+        loss, norm = loss.item(), norm.item()  # waits for it
         skipped += not math.isfinite(norm)
 
         seconds = time.perf_counter() - began
@@ -378,6 +390,8 @@ def train(settings: config.Config, samples: Samples, unseen: Samples | None, dev
         bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s", refresh=False)
         bar.update()
     bar.close()
+    gc.enable()
+    gc.unfreeze()
     if chief:
         print(f"trained {optim.steps} steps on {seen * batch.seq:,} tokens: loss {loss:.4f} nats a token in the last")
     holds_a_part = rank(groups["data"]) == 0 or settings.grid.zero == 3 or settings.grid.ep > 1

@@ -1,5 +1,6 @@
 """The program as its users start it: what it prints, writes and refuses, and that it learns."""
 import contextlib
+import gc
 import io
 import json
 import os
@@ -221,6 +222,30 @@ def test_the_first_lines_count_what_a_rank_holds():
     assert hybrid[3].split("activations")[0] == sharded[3].split("activations")[0] != plain[3].split("activations")[0]
     assert "1/2 of that of weights, gradients, optimizer state in 2 replicas, and reads 1/4 of the" in hybrid[1]
     assert "weights 3.2 MB, gradients 3.2 MB, optimizer 6.4 MB" in plain[3]
+
+
+@pytest.mark.parametrize("flags", ["--recompute full", "--recompute selective --experts 4 --shared-experts 1"])
+def test_a_step_leaves_no_cycles(flags):
+    """The collector is off while a run goes on: whatever refers to itself would stay."""
+    settings = config.parse(f"{SMALL} --data {ROOT}/train.py {flags}".split())
+    groups = dict.fromkeys(train.AXES)
+    model, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float32)
+    share = train.share(train.open_samples(settings, settings.data.data, 0), 0, 16, settings, groups)
+
+    def step():
+        train.gradients(model, optimizer, share, groups)
+        norm = optimizer.step(0.01)
+        if model.routers:
+            train.balanced(model, groups, norm.isfinite(), 16)
+
+    step()
+    gc.collect()
+    gc.disable()
+    try:
+        step()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 def test_the_head_counts_as_layers():
