@@ -124,8 +124,8 @@ class Precision:
     dtype: str = setting("auto", "weights and activations; auto: bf16 on GPU, fp32 on CPU; fp16 scales the loss",
                          ("auto", "bf16", "fp16", "fp32", "fp64"))
     moments: str = setting("auto", "AdamW's averages; auto: fp32, or fp64 in fp64 runs", ("auto", "bf16"))
-    attention: str = setting("auto", "auto: torch's fused kernels; math: written out, keeps S x S scores",
-                             ("auto", "sdpa", "math"))
+    attention: str = setting("auto", "auto, sdpa: torch's fused kernels; triton: ours; math: written out, keeps scores",
+                             ("auto", "triton", "sdpa", "math"))
     recompute: str = setting("none", "in backward; selective: norms, SwiGLU, scores; full: whole layers",
                              ("none", "selective", "full"))
 

@@ -157,17 +157,29 @@ def written_out_backward(do, q, k, v, o, lse, causal, mask):
     return dq.flatten(1, 2).to(q.dtype), dk.sum(2).to(k.dtype), dv.sum(2).to(v.dtype)
 
 
-def flash_gpu_forward(q, k, v, causal, mask):
-    if mask is not None or q.dtype not in (torch.bfloat16, torch.float16):  # which the kernel does not take
-        return written_out_forward(q, k, v, causal, mask)
+def flash_of(forward: Callable, backward: Callable, dtypes: tuple[torch.dtype, ...]) -> Block:
+    """A block of kernels (q, k, v, causal) -> o, l and (do, q, k, v, o, l, causal) -> dq, dk, dv, which take neither
+    masks nor dtypes but these: what they do not take is written out."""
+    def flash_forward(q, k, v, causal, mask):
+        if mask is not None or q.dtype not in dtypes:
+            return written_out_forward(q, k, v, causal, mask)
+        return forward(q, k, v, causal)
+
+    def flash_backward(do, q, k, v, o, lse, causal, mask):
+        if mask is not None or q.dtype not in dtypes:
+            return written_out_backward(do, q, k, v, o, lse, causal, mask)
+        return backward(do, q, k, v, o, lse, causal)
+
+    return Block(flash_forward, flash_backward)
+
+
+def flash_gpu_forward(q, k, v, causal):
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
     return o, lse
 
 
-def flash_gpu_backward(do, q, k, v, o, lse, causal, mask):
-    if mask is not None or q.dtype not in (torch.bfloat16, torch.float16):
-        return written_out_backward(do, q, k, v, o, lse, causal, mask)
+def flash_gpu_backward(do, q, k, v, o, lse, causal):
     groups, unused = (k.shape[1], -1), torch.empty(0, dtype=torch.int64, device=q.device)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
@@ -175,7 +187,7 @@ def flash_gpu_backward(do, q, k, v, o, lse, causal, mask):
     return dq, dk.unflatten(1, groups).sum(2), dv.unflatten(1, groups).sum(2)
 
 
-FLASH_GPU = Block(flash_gpu_forward, flash_gpu_backward)
+FLASH_GPU = flash_of(flash_gpu_forward, flash_gpu_backward, (torch.bfloat16, torch.float16))
 FLASH_CPU = Block(flash_cpu_forward, flash_cpu_backward)
 WRITTEN_OUT = Block(written_out_forward, written_out_backward)  # any device and mask; holds the scores of a block
 

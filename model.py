@@ -8,10 +8,7 @@ of tp.py take any part: from T/t tokens (sequence parallelism) or all T to the h
 Recomputation. "selective" keeps what matmuls give and computes again what is cheap: norms, SwiGLU, and attention if its
 kernel keeps scores. "full" keeps the input of a block. Both change no bit of any gradient; see recompute.py.
 
-What is at least fp32 in every run ("wide"): rotary angles, the statistics of norms and softmax, and the loss.
-
-Llama: Touvron et al. 2023; grouped queries: Ainslie et al. 2023; rotary embedding: Su et al. 2021; its stretch: Llama
-Team 2024. Pairs are turned as in the published weights (first half of a head with the second half).
+Llama: Touvron et al. 2023; grouped queries: Ainslie et al. 2023.
 
 Letters: B batch, S sequence, T = B S tokens, t tensor parallel ranks, H hidden, N query heads, K key and value heads, D
 head width, V vocabulary, L layers.
@@ -22,140 +19,16 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.autograd import Function
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import config
-from cp import FLASH_CPU, FLASH_GPU, WRITTEN_OUT, ContextParallel, padded
+from cp import FLASH_CPU, FLASH_GPU, WRITTEN_OUT, ContextParallel, flash_of, padded
 from ep import NO_BALANCE, Balance, GroupedLinear, Route, Router, Tokens, combine, dispatch
-from param import Groups, Spec, accumulate_grad, at_least_fp32, cut, parameter, rank, size
+from operations import Rotate, SwiGLU, angles, attention_math, attention_sdpa, fused, kernels, norm, visible
+from param import Groups, Spec, at_least_fp32, cut, parameter, rank, size
 from pp import Pipeline, one_stage
 from recompute import Arena, Part, Recomputed, forgetting, kept, llama_layer
-from tp import TensorParallel, all_tokens, column, cross_entropy, embed, own_tokens, row
-
-# ---- operations -----------------------------------------------------------------------------------------------------
-
-class Norm(Function):
-    """RMSNorm (Zhang & Sennrich 2019) over the last dimension. Keeps its input and one number a token."""
-
-    @staticmethod
-    def forward(ctx, x, weight, eps):
-        wide = x.to(at_least_fp32(x.dtype))
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        ctx.save_for_backward(x, scale)
-        ctx.weight = weight
-        return (wide * scale).mul_(weight).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, scale = ctx.saved_tensors
-        normal = x.detach() * scale  # in the dtype of the statistics, as all that follows
-        weight, share = ctx.weight.to(scale.dtype), grad * normal
-        accumulate_grad(ctx.weight, lambda out: out.add_(share.flatten(0, -2).sum(0)), defer=False)
-        along = (share @ weight)[..., None] / x.shape[-1]  # how far the gradient points along the normalised x
-        return (grad * weight).addcmul_(normal, along, value=-1).mul_(scale).to(x.dtype), None, None
-
-
-def norm(x: torch.Tensor, weight: nn.Parameter, eps: float) -> torch.Tensor:
-    return Norm.apply(x, weight, eps)
-
-
-class SwiGLU(Function):
-    """silu(gate) * up (Shazeer 2020), gate and up side by side in x [..., 2 ffn]. Keeps x alone."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        gate, up = x.chunk(2, -1)
-        return F.silu(gate).mul_(up)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, = ctx.saved_tensors
-        gate, up = x.chunk(2, -1)
-        dx = torch.empty_like(x)
-        dgate, dup = dx.chunk(2, -1)
-        torch.ops.aten.silu.out(gate, out=dup).mul_(grad)
-        torch.mul(grad, up, out=dgate)
-        torch.ops.aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
-        return dx
-
-
-class Rotate(Function):
-    """Turn every pair (x[i], x[i + D/2]) of the first `heads` heads in x by the angle of its token, in place.
-
-    Backward turns back, so nothing is kept; and what attention keeps is the memory that the matmul wrote.
-    """
-
-    @staticmethod
-    def forward(ctx, x, cos, sin, heads):  # T (heads D) or T heads D; [B] S 1 D/2
-        ctx.save_for_backward(cos, sin)
-        ctx.heads = heads
-        ctx.mark_dirty(x)
-        turn_(x, cos, sin, heads)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        cos, sin = ctx.saved_tensors
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        turn_(grad, cos, -sin, ctx.heads)
-        return grad, None, None, None
-
-
-def turn_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int) -> None:
-    width = 2 * cos.shape[-1]
-    a, b = x.view(-1, cos.shape[-3], x.shape[1:].numel() // width, width)[:, :, :heads].chunk(2, -1)
-    left, right = a.to(cos.dtype), b.to(cos.dtype)
-    turned = torch.mul(left, cos).addcmul_(right, sin, value=-1), torch.mul(right, cos).addcmul_(left, sin)
-    a.copy_(turned[0])
-    b.copy_(turned[1])
-
-
-def angles(positions: torch.Tensor, model: config.Model, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of the rotary angles at positions [B] S, as [B] S 1 D/2. dtype: fp32 or better."""
-    pairs = torch.arange(0, model.head_dim, 2, device=positions.device, dtype=dtype)
-    frequency = model.rope_theta ** (-pairs / model.head_dim)
-    if model.rope_scaling != 1:
-        # Llama 3.1: pairs that turn less than once in the 8192 tokens of pre-training are slowed by the whole factor,
-        # those that turn more than 4 times are left, and in between the factor blends in.
-        turns = 8192 * frequency / (2 * torch.pi)
-        keep = ((turns - 1) / (4 - 1)).clamp(0, 1)
-        frequency = frequency * (keep + (1 - keep) / model.rope_scaling)
-    angle = positions[..., None, None].to(dtype) * frequency
-    return angle.cos(), angle.sin()
-
-
-def visible(places: torch.Tensor, keys: int, documents: torch.Tensor | None) -> torch.Tensor:
-    """Which of `keys` keys each query sees: none behind its place, none of another document. [B 1] S keys, bool."""
-    mask = places[:, None] >= torch.arange(keys, device=places.device)
-    if documents is not None:
-        mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
-    return mask
-
-
-FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
-
-def attention_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """torch's fused attention. q B N S D, k and v B K S D, mask True where visible (None: causal) -> B N S D."""
-    if mask is not None:  # with a mask, no fused GPU kernel takes grouped queries: S x S scores would be kept
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    with sdpa_kernel(FUSED, set_priority=True) if q.is_cuda else nullcontext():  # cuDNN's is the fastest on Hopper
-        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=mask is None)
-
-
-def attention_math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """The same sum written out. It keeps the S x S scores, which the fused kernels never do."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    if mask is None:
-        mask = visible(torch.arange(q.shape[2], device=q.device), k.shape[2], None)
-    wide = at_least_fp32(q.dtype)
-    scores = (q.to(wide) * q.shape[-1] ** -0.5) @ k.to(wide).transpose(-1, -2)
-    return scores.where(mask, -torch.inf).softmax(-1).to(v.dtype) @ v
-
+from tp import TensorParallel, all_tokens, column, cross_entropy, embed, every_token, own_tokens, row
 
 # ---- the model ------------------------------------------------------------------------------------------------------
 
@@ -302,17 +175,21 @@ class Block(nn.Module):
 class Head(nn.Module):
     """table: of the embedding, if it is tied and here."""
 
-    def __init__(self, model: config.Model, make, table: nn.Parameter | None, how: str | int):
+    def __init__(self, model: config.Model, make, table: nn.Parameter | None, how: str | int, z_loss: float):
         super().__init__()
-        self.eps = model.norm_eps
+        self.eps, self.z_loss = model.norm_eps, z_loss
         self.norm = make(gain("norm", model.hidden, {"tp": how}))
         own = table_of(model) if model.tied else Spec("head", (model.vocab, model.hidden), {"tp": 0}, std=0.02)
         self.weight = make(own) if table is None else table
 
-    def forward(self, x, shared):  # T/t H -> T V/t
-        normalise = partial(norm, weight=self.norm, eps=self.eps)
+    def forward(self, x, shared, labels=None):  # T/t H -> T V/t; or, with labels T, the sum of their losses
+        tp, normalise = shared.tp, partial(norm, weight=self.norm, eps=self.eps)
+        about = dict(z_loss=self.z_loss, held=self.weight.box[0], group=tp.group)
+        if labels is not None and fused(x):  # logits never exist
+            return kernels().linear_cross_entropy(every_token(normalise(x), tp), self.weight, labels, **about)
         x, before = (x, normalise) if shared.selective else (normalise(x), None)
-        return column(x, self.weight, tp=shared.tp, before=before, defer=False)
+        logits = column(x, self.weight, tp=tp, before=before, defer=False)
+        return logits if labels is None else cross_entropy(logits, labels, **about)
 
 
 def has_experts(model: config.Model, layer: int) -> bool:
@@ -349,7 +226,7 @@ class Llama(nn.Module):
         t = size(groups.get("tp"))
         self.tp = TensorParallel(groups.get("tp"), sequence and t > 1, ring and t > 1, keep and t > 1)
         how = "sum" if self.tp.sequence else "copy"  # norms see other tokens on every rank, or the same ones
-        self.model, self.dtype, self.wide, self.z_loss = model, dtype, at_least_fp32(dtype), z_loss
+        self.model, self.dtype, self.wide = model, dtype, at_least_fp32(dtype)
         self.recompute, self.arena, self.attention = recompute, None, attention
         self.cp, self.cp_style, self.ep = groups.get("cp"), cp_style, groups.get("ep")
         layers = sorted(layer for stage in self.stages.values() for layer in stage)
@@ -359,7 +236,7 @@ class Llama(nn.Module):
         self.head = None
         if self.last in self.stages:
             table = self.embedding.table if model.tied and self.embedding else None
-            self.head = Head(model, make, table, how)
+            self.head = Head(model, make, table, how, z_loss)
 
     def chunks(self) -> dict[int, list[nn.Module]]:
         """For each stage what is reduced, gathered and freed together, in forward order."""
@@ -368,10 +245,12 @@ class Llama(nn.Module):
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None,
                 documents: torch.Tensor | None = None, cache=None, stage: int = 0, x: torch.Tensor | None = None,
-                weight: float | torch.Tensor | None = None) -> torch.Tensor:
+                labels: torch.Tensor | None = None, weight: float | torch.Tensor | None = None) -> torch.Tensor:
         """Logits B S V/t of tokens B S: those of the part of the vocabulary that this rank holds.
 
-        stage: with several, one of them, from x, T/t H, which the one before gave; the last gives logits.
+        labels: B S, or IGNORED; with them the sum of the losses of all tokens instead, the same on every tensor
+        parallel rank. stage: with several, one of them, from x, T/t H, which the one before gave; the last gives logits
+        or the loss.
 
         positions: S or B S, by default 0, 1, 2 … documents: B S, numbers of the documents, which do not see each other.
         With context parallelism tokens and positions are this rank's, as cp.cut gives them, and documents are all.
@@ -392,17 +271,11 @@ class Llama(nn.Module):
         arena = self.checkpoints(x) if self.recompute == "full" and x.requires_grad else None
         for layer in self.stages[stage]:
             x = self.blocks[str(layer)](x, shared, arena)
-        return self.head(x, shared).unflatten(0, tokens.shape) if stage == self.last else x
-
-    def loss(self, tokens: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor | None = None,
-             documents: torch.Tensor | None = None, stage: int = 0, x: torch.Tensor | None = None,
-             weight: float | torch.Tensor | None = None) -> torch.Tensor:
-        """The sum of the losses of all tokens, the same on every tensor parallel rank; of a stage but the last, what it
-        gives the next. labels: B S, or IGNORED."""
-        y = self(tokens, positions, documents, stage=stage, x=x, weight=weight)
         if stage < self.last:
-            return y
-        return cross_entropy(y, labels, z_loss=self.z_loss, held=self.head.weight.box[0], group=self.tp.group)
+            return x
+        if labels is not None:
+            return self.head(x, shared, labels.flatten())
+        return self.head(x, shared).unflatten(0, tokens.shape)
 
     def between(self, tokens: torch.Tensor, sequence: bool = True) -> tuple[int, int]:
         """The shape of what goes from stage to stage, of tokens B S. sequence: cut, if tensor parallelism cuts it."""
@@ -421,7 +294,9 @@ class Llama(nn.Module):
         seq = c * tokens.shape[1]
         written_out = self.attention == "math"
         core = attention_math if written_out else attention_sdpa
-        if c == 1 or self.cp_style == "ulysses":
+        if self.attention == "triton":
+            core = partial(kernels().flash_attention, documents=documents)
+        elif c == 1 or self.cp_style == "ulysses":
             everything_before = documents is None and before == 0 and not written_out
             places = torch.arange(before, before + seq, device=tokens.device)
             core = partial(core, mask=None if everything_before else visible(places, before + seq, documents))
@@ -430,6 +305,8 @@ class Llama(nn.Module):
         if c == 1:
             return core
         block = WRITTEN_OUT if written_out else FLASH_CPU if tokens.device.type == "cpu" else FLASH_GPU
+        if self.attention == "triton":
+            block = flash_of(kernels().flash_forward, kernels().flash_backward, kernels().DTYPES)
         return ContextParallel(self.cp, self.cp_style, seq, documents, self.dtype, block, core)
 
     def checkpoints(self, x: torch.Tensor) -> Arena:

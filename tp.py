@@ -52,6 +52,7 @@ from torch.nn.functional import pad
 
 from collectives import (
     MAX,
+    AllGather__ReduceScatter,
     AllReduce__Identity,
     Group,
     Identity__AllReduce,
@@ -292,6 +293,13 @@ def own_tokens(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
     if tp.sequence or size(tp.group) == 1:
         return x
     return Identity__AllReduce.apply(x, tp.group)[cut(len(x), size(tp.group), rank(tp.group))]
+
+
+def every_token(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+    """All tokens on every rank, each of which uses them differently: T/t H -> T H, or T H as they are."""
+    if size(tp.group) == 1:
+        return x
+    return AllGather__ReduceScatter.apply(x, 0, tp.group) if tp.sequence else Identity__AllReduce.apply(x, tp.group)
 
 
 def all_tokens(y: torch.Tensor, count: int, tp: TensorParallel) -> torch.Tensor:

@@ -164,8 +164,8 @@ def gradients(model: Llama, optimizer: Optimizer, micro_batches: list[MicroBatch
 
     def forward(stage: int, k: int, x: torch.Tensor | None) -> torch.Tensor:
         batch = micro_batches[k]
-        y = model.loss(batch.tokens, batch.labels, batch.positions, batch.documents, stage, x,
-                       optimizer.scaled(1 / sequences))
+        y = model(batch.tokens, batch.positions, batch.documents, stage=stage, x=x, labels=batch.labels,
+                  weight=optimizer.scaled(1 / sequences))
         if stage < model.last:
             return y
         counted.wait()
@@ -200,7 +200,7 @@ def evaluate(model: Llama, rounds: Iterable[list[MicroBatch]], groups: Groups) -
     for micro_batches in rounds:
         def forward(stage: int, k: int, x: torch.Tensor | None, given=micro_batches) -> torch.Tensor:
             batch = given[k]
-            y = model.loss(batch.tokens, batch.labels, batch.positions, batch.documents, stage, x)
+            y = model(batch.tokens, batch.positions, batch.documents, stage=stage, x=x, labels=batch.labels)
             if stage == model.last:
                 summed.add_(torch.stack((y.double(), (batch.labels != IGNORED).sum().double())))
             return y
@@ -406,6 +406,9 @@ def main(settings: config.Config) -> None:
     progress, run = Progress(), settings.run
     try:  # what the user can mend, and every rank finds alike
         device, why = choose_device(run.device)
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        config.need(settings.precision.attention != "triton" or device.type == "cuda" or interpreted,
+                    "--attention triton needs a GPU, or TRITON_INTERPRET=1 to be interpreted, slowly: use auto or math")
         for sequences, _ in settings.batch.ramp():
             micro_batches = sequences // settings.grid.dp // settings.batch.micro_batch
             try:

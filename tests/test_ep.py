@@ -20,7 +20,8 @@ import param
 import reference
 import train
 import zero
-from model import Experts, Shared, norm
+from model import Experts, Shared
+from operations import norm
 from param import cut, draw, parameter
 from test_grids import DEEPSEEK, compare, truth
 from tp import TensorParallel

@@ -7,16 +7,8 @@ import transformers
 import config
 from grids import ALONE
 from meter import Meter
-from model import (
-    Llama,
-    active_count,
-    angles,
-    attention_math,
-    attention_sdpa,
-    flops_per_token,
-    norm,
-    parameter_count,
-)
+from model import Llama, active_count, flops_per_token, parameter_count
+from operations import angles, attention_math, attention_sdpa, norm
 from param import Source, draw
 from sampling import Cache, sample
 from tp import IGNORED, cross_entropy
@@ -252,7 +244,7 @@ def test_flops_equal_those_of_a_real_step(more):
     llama = filled(model, dtype=torch.float32, attention="math")
     tokens = torch.randint(120, (4, 64))
     with Meter() as meter:
-        llama.loss(tokens, tokens).backward()
+        llama(tokens, labels=tokens).backward()
     assert meter.flops == pytest.approx(flops_per_token(model, 64) * tokens.numel(), rel=0.01)
     scores = 12 * 3 * 96 * 64  # L h S; the causal convention counts half of them
     assert flops_per_token(model, 64) - flops_per_token(model, 64, causal=True) == scores / 2

@@ -73,7 +73,7 @@ MUTANTS = [
     Mutant("positions that run on through documents", "data.py",
            "batch.positions = places - ", "batch.positions = places - 0 * ",
            "tests/test_data.py::test_documents_and_positions_begin_anew_at_every_separator"),
-    Mutant("documents that see each other", "model.py",
+    Mutant("documents that see each other", "operations.py",
            "mask = mask & (documents", "mask = mask | (documents",
            "tests/test_model.py::test_a_packed_batch_equals_separate_documents"),
     Mutant("gradients accumulated in bf16", "dp.py",

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 import config
 from ep import Balance, Tokens
 from meter import Meter
-from model import Experts, Shared, norm
+from model import Experts, Shared
+from operations import norm
 from param import Spec, draw, parameter
 from recompute import MODES, Arena, Recomputed, experts_layer, extra_flops, gpt_layer, kept, latent_attention
 from tp import TensorParallel, column, row

@@ -194,7 +194,7 @@ def step(flags: str) -> dict:
         if model.arena:
             meter.label("arena", model.arena.parts, model.arena.whole)
         with meter:
-            loss = model.loss(tokens, labels, positions)
+            loss = model(tokens, positions, labels=labels)
             kept = meter.settled()
             loss.backward()
     return dict(

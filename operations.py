@@ -1,0 +1,175 @@
+"""What a Llama computes besides matmuls: norms, SwiGLU, rotary angles, attention; each with what it keeps.
+
+Every one waits for memory, not for arithmetic, so on GPUs those of kernels.py take their places, which read and write
+everything once. What is at least fp32 in every run ("wide"): angles, and the statistics of norms and softmax.
+
+RMSNorm: Zhang & Sennrich 2019; SwiGLU: Shazeer 2020; rotary embedding: Su et al. 2021, its stretch: Llama Team 2024.
+Pairs are turned as in the published weights (first half of a head with the second half).
+
+Letters: B batch, S sequence, T = B S tokens, N query heads, K key and value heads, D head width.
+"""
+import importlib
+from contextlib import nullcontext
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import Function
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import config
+from param import accumulate_grad, at_least_fp32
+
+FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def kernels() -> ModuleType:
+    """kernels.py, loaded where it is first used: it needs Triton, which machines without a GPU need not have."""
+    return importlib.import_module("kernels")
+
+
+def fused(x: torch.Tensor) -> bool:
+    """Whether kernels of ours compute with x."""
+    return x.is_cuda and x.dtype != torch.float64
+
+
+# ---- norm, SwiGLU, rotary angles ------------------------------------------------------------------------------------
+
+class Norm(Function):
+    """RMSNorm (Zhang & Sennrich 2019) over the last dimension. Keeps its input and one number a token."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        ctx.weight, ctx.eps = weight, eps
+        if fused(x):
+            ctx.save_for_backward(x)
+            return kernels().rms_norm(x, weight, eps)
+        wide = x.to(at_least_fp32(x.dtype))
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, scale)
+        return (wide * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, *scale = ctx.saved_tensors
+        if not scale:
+            dx, dweight = kernels().rms_norm_backward(grad, None, x, ctx.weight, ctx.eps)
+            accumulate_grad(ctx.weight, lambda out: out.add_(dweight), defer=False)
+            return dx, None, None
+        scale, = scale
+        normal = x.detach() * scale  # in the dtype of the statistics, as all that follows
+        weight, share = ctx.weight.to(scale.dtype), grad * normal
+        accumulate_grad(ctx.weight, lambda out: out.add_(share.flatten(0, -2).sum(0)), defer=False)
+        along = (share @ weight)[..., None] / x.shape[-1]  # how far the gradient points along the normalised x
+        return (grad * weight).addcmul_(normal, along, value=-1).mul_(scale).to(x.dtype), None, None
+
+
+def norm(x: torch.Tensor, weight: nn.Parameter, eps: float) -> torch.Tensor:
+    return Norm.apply(x, weight, eps)
+
+
+class SwiGLU(Function):
+    """silu(gate) * up (Shazeer 2020), gate and up side by side in x [..., 2 ffn]. Keeps x alone."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        if fused(x):
+            return kernels().swiglu(x)
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, = ctx.saved_tensors
+        if fused(x):
+            return kernels().swiglu_backward(grad, x)
+        gate, up = x.chunk(2, -1)
+        dx = torch.empty_like(x)
+        dgate, dup = dx.chunk(2, -1)
+        torch.ops.aten.silu.out(gate, out=dup).mul_(grad)
+        torch.mul(grad, up, out=dgate)
+        torch.ops.aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
+        return dx
+
+
+class Rotate(Function):
+    """Turn every pair (x[i], x[i + D/2]) of the first `heads` heads in x by the angle of its token, in place.
+
+    Backward turns back, so nothing is kept; and what attention keeps is the memory that the matmul wrote.
+    """
+
+    @staticmethod
+    def forward(ctx, x, cos, sin, heads):  # T (heads D) or T heads D; [B] S 1 D/2
+        ctx.save_for_backward(cos, sin)
+        ctx.heads = heads
+        ctx.mark_dirty(x)
+        turn_(x, cos, sin, heads)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
+        if fused(grad):
+            return kernels().rope_backward(heads_of(grad, cos), cos, sin, ctx.heads).view(grad.shape), None, None, None
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        turn_(grad, cos, -sin, ctx.heads)
+        return grad, None, None, None
+
+
+def turn_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int) -> None:
+    if fused(x):
+        return kernels().rope_(heads_of(x, cos), cos, sin, heads)
+    a, b = heads_of(x, cos).unflatten(0, (-1, cos.shape[-3]))[:, :, :heads].chunk(2, -1)
+    left, right = a.to(cos.dtype), b.to(cos.dtype)
+    turned = torch.mul(left, cos).addcmul_(right, sin, value=-1), torch.mul(right, cos).addcmul_(left, sin)
+    a.copy_(turned[0])
+    b.copy_(turned[1])
+
+
+def heads_of(x: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
+    """T (heads D) or T heads D -> T heads D, as a view."""
+    return x.view(len(x), -1, 2 * cos.shape[-1])
+
+
+def angles(positions: torch.Tensor, model: config.Model, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of the rotary angles at positions [B] S, as [B] S 1 D/2. dtype: fp32 or better."""
+    pairs = torch.arange(0, model.head_dim, 2, device=positions.device, dtype=dtype)
+    frequency = model.rope_theta ** (-pairs / model.head_dim)
+    if model.rope_scaling != 1:
+        # Llama 3.1: pairs that turn less than once in the 8192 tokens of pre-training are slowed by the whole factor,
+        # those that turn more than 4 times are left, and in between the factor blends in.
+        turns = 8192 * frequency / (2 * torch.pi)
+        keep = ((turns - 1) / (4 - 1)).clamp(0, 1)
+        frequency = frequency * (keep + (1 - keep) / model.rope_scaling)
+    angle = positions[..., None, None].to(dtype) * frequency
+    return angle.cos(), angle.sin()
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+
+def visible(places: torch.Tensor, keys: int, documents: torch.Tensor | None) -> torch.Tensor:
+    """Which of `keys` keys each query sees: none behind its place, none of another document. [B 1] S keys, bool."""
+    mask = places[:, None] >= torch.arange(keys, device=places.device)
+    if documents is not None:
+        mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
+    return mask
+
+
+def attention_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """torch's fused attention. q B N S D, k and v B K S D, mask True where visible (None: causal) -> B N S D."""
+    if mask is not None:  # with a mask, no fused GPU kernel takes grouped queries: S x S scores would be kept
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    with sdpa_kernel(FUSED, set_priority=True) if q.is_cuda else nullcontext():  # cuDNN's is the fastest on Hopper
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=mask is None)
+
+
+def attention_math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """The same sum written out. It keeps the S x S scores, which the fused kernels never do."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    if mask is None:
+        mask = visible(torch.arange(q.shape[2], device=q.device), k.shape[2], None)
+    wide = at_least_fp32(q.dtype)
+    scores = (q.to(wide) * q.shape[-1] ** -0.5) @ k.to(wide).transpose(-1, -2)
+    return scores.where(mask, -torch.inf).softmax(-1).to(v.dtype) @ v
