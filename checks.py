@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from config import Batch, Config, Data, Grid, Model, Optim, Precision, Run
+
+
+OF_EXPERTS = ("top_k", "expert_ffn", "shared_experts", "dense_layers", "router", "router_norm", "router_scale",
+              "expert_groups", "top_groups")
 
 
 def check(config: Config, world: int) -> None:
@@ -65,10 +70,14 @@ def check_model(model: Model) -> None:
 def check_experts(model: Model) -> None:
     need_not_negative(model, "experts", "expert_ffn", "shared_experts", "dense_layers")
     need_positive(model, "top_k", "router_scale", "expert_groups", "top_groups")
-    model.expert_ffn = model.expert_ffn or model.ffn
     if not model.experts:
-        need(model.shared_experts == 0, f"--shared-experts {model.shared_experts} needs others, use --experts")
+        for f in fields(model):
+            value = getattr(model, f.name)
+            need(f.name not in OF_EXPERTS or value == f.default, f"{flag(f.name)} {value} needs --experts")
         return
+    model.expert_ffn = model.expert_ffn or model.ffn
+    need(model.experts == 1 or model.top_k > 1 or not model.router_norm,
+         "--top-k 1 with --router-norm: weights are always 1, so the router learns nothing, use --no-router-norm")
     need(model.top_k <= model.experts, f"--top-k {model.top_k} is more than --experts {model.experts}")
     need(model.dense_layers < model.layers,
          f"--dense-layers {model.dense_layers} of --layers {model.layers} leaves none with experts: use less")
@@ -129,7 +138,7 @@ def check_pipeline(grid: Grid, model: Model) -> None:
 
 def check_tensor_parallel(grid: Grid, model: Model) -> None:
     t = grid.tp
-    for name in ("heads", "ffn"):
+    for name in ("heads", "ffn") if model.dense_layers or not model.experts else ("heads",):
         n = getattr(model, name)
         need(n % t == 0, f"--tp {t} does not divide {flag(name)} {n}: use one of {divisors(n)}")
     n = model.shared_experts * model.expert_ffn
@@ -195,7 +204,9 @@ def check_optim(optim: Optim, model: Model, precision: Precision) -> None:
     need_positive(optim, "steps")
     need_not_negative(optim, "lr", "weight_decay", "clip", "seed", "z_loss")
     need_not_negative(optim, "aux_loss", "router_z_loss", "bias_rate")
-    need(model.experts or optim.bias_rate == 0, f"--bias-rate {optim.bias_rate} without --experts: there is no router")
+    for name in ("router_z_loss", "bias_rate"):
+        value = getattr(optim, name)
+        need(model.experts or value == 0, f"{flag(name)} {value} without --experts: there is no router")
     if optim.lr == 0:
         optim.lr = min(1.2 / model.hidden, 2e-3)
     if optim.min_lr == -1:

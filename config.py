@@ -30,12 +30,12 @@ def llama(layers, hidden, heads, kv_heads, ffn, vocab, **rest):
     return dict(layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=vocab, **rest)
 
 
-LLAMA3 = dict(vocab=128256, rope_theta=500000.0)
-QWEN = dict(vocab=151936, rope_theta=1000000.0, norm_eps=1e-6)
 def mixture(experts, top_k, expert_ffn, **rest):
     return dict(experts=experts, top_k=top_k, expert_ffn=expert_ffn, **rest)
 
 
+LLAMA3 = dict(vocab=128256, rope_theta=500000.0)
+QWEN = dict(vocab=151936, rope_theta=1000000.0, norm_eps=1e-6)
 DEEPSEEK = dict(router="sigmoid", router_scale=2.5, expert_groups=8, top_groups=4, shared_experts=1, dense_layers=3,
                 bias_rate=1e-3, aux_loss=1e-4)
 PRESETS = {  #             layers hidden heads kv    ffn

@@ -3,7 +3,8 @@
 Saves: all but 1/n of the experts' weights, gradients and optimizer state. (That a token costs the FLOPs of k experts
        while it learns from E is what a mixture saves, on one rank, too.)
 Costs: every token travels to its experts and back: a rank sends 4 T k H (n-1)/n elements in a layer's forward and
-       backward, if experts are used equally; and once a layer the host waits for the device, to know how many rows.
+       backward, if experts are used equally (6 if the layer runs again between them); and once a layer the host waits
+       for the device, to know how many rows.
 Stops helping when: experts get too few rows for a fast matmul, or one gets so many that all others wait for it.
 
 Two ranks, four experts, k = 2. Rank 0 has tokens a b c, rank 1 has d e:
@@ -13,20 +14,23 @@ Two ranks, four experts, k = 2. Rank 0 has tokens a b c, rank 1 has d e:
     sort         a0 c0 c1 | a2 b2 b3                d1 | d2 e2 e3               by expert, hence by rank
     dispatch     a0 c0 c1   d1                      a2 b2 b3   d2 e2 e3         an all-to-all of uneven parts
     sort         0: a c   1: c d                    2: a b d e   3: b e         by expert
-    compute      one grouped matmul: for each expert, its rows by its matrix; none may be dropped, none is padded
+    compute      one grouped matmul: for each expert, its rows by its matrix; no row is dropped, none is padded
     combine      the same way back; a token's result is the sum of its k rows, each times its weight
 
-Choosing. The router gives a token E logits, of which softmax or a sigmoid makes scores, in fp32 or better. The k best
-are chosen, and their scores are the weights, usually divided by their sum. (For softmax this is the softmax of the
-chosen logits alone: exp(l) / sum of all exp, divided by the sum of these over the chosen. Mixtral computes the one,
-Qwen the other.) With groups of experts, only the best groups are open: tokens then go to few machines (DeepSeek-V3).
+Choosing. The router gives a token E logits, of which softmax over all, or a sigmoid of each, makes scores, in fp32 or
+better. The k best are chosen, and their scores are the weights, usually divided by their sum. (For softmax this is the
+softmax of the chosen logits alone: exp(l) / sum of all exp, divided by the sum of these over the chosen. Mixtral
+computes the one, Qwen the other.) With groups of experts, only the best groups are open to a token, so that, if a group
+is what a machine has, it goes to few machines (DeepSeek-V3).
 
 A choice has no derivative; router and token learn through the weights. So what was chosen is kept, and a layer that
 runs again for its backward does not choose again: a near tie may fall the other way, and then other rows would travel.
 
 Balance. Nothing above keeps the router from sending everything to one expert. Two remedies:
 - A loss (Fedus et al. 2021): E / (k S^2) sum over experts of (tokens sent there) x (sum of its probabilities), which is
-  1 if all are used equally. Over every sequence of S tokens, as DeepSeek-V3 does it, it is the same number on any grid.
+  1 if all are used equally. Over every sequence of S tokens, as DeepSeek-V3 does it, it is the same number on any grid;
+  over micro-batches it depends on their size. What is sent has no derivative, so the loss is linear in probabilities:
+  its coefficient is the price of an expert. Padding has no part in it; tokens without a label have.
 - A bias (Wang et al. 2024): added to the scores for choosing only; after a step, each expert used less than the mean
   gets `rate` more, each used more gets less. No gradient, nothing that pulls against the real loss.
 
@@ -59,9 +63,9 @@ Tensor = torch.Tensor
 class Tokens(NamedTuple):
     """What routers are told of the tokens that this rank sends.
 
-    sequence: [T], of each the number of its sequence, or `count` for what is no token but padding. count: B.
-    sharers: groups whose ranks have other tokens of the same sequences. weight: what a sequence counts in the losses
-    that keep balance, times fp16's loss scale; None outside of training.
+    sequence: [T], of each the number of its sequence, 0 to B-1; that of padding is B. count: B. sharers: groups whose
+    ranks have other tokens of the same sequences. weight: what a sequence's loss for balance is multiplied by, 1 / (all
+    sequences of the step), times fp16's loss scale; None outside of training.
     """
     sequence: Tensor
     count: int
@@ -80,7 +84,7 @@ class Route(NamedTuple):
     ends: Tensor  # e, int32: where they end, on the device
     by_expert: Tensor | None  # R: the arrived rows in the order of experts; None if they are, with one rank
     by_rank: Tensor | None  # R, its inverse
-    prices: tuple[Tensor, Tensor] | None  # of what keeps balance, see Router.prices
+    prices: tuple[Tensor, Tensor] | None  # by sequence, see Router.prices
 
 
 class Logits(Function):
@@ -102,20 +106,20 @@ class Logits(Function):
 
 
 class WithLoss(Function):
-    """x, and in backward also the derivative of weight x loss: how a loss enters in the middle of a model."""
+    """x, which does not change; in backward, weight x loss has its derivative, too. So a loss enters amid a model."""
 
     @staticmethod
     def forward(ctx, x, loss, weight):
-        ctx.weight, ctx.like = weight, loss.new_ones(())
+        ctx.weight = weight
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, ctx.like * ctx.weight, None
+        return grad, grad.new_ones(()) * ctx.weight, None
 
 
 def best(scores: Tensor, k: int, groups: int = 1, top_groups: int = 1) -> Tensor:
-    """The k experts with the highest scores, of those in the best groups; a group is as good as its best two. T k"""
+    """The k experts with the highest scores, T k, of those in the best groups: by the sum of a group's best two."""
     if top_groups < groups:
         grouped = scores.unflatten(-1, (groups, -1))
         merit = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
@@ -149,7 +153,7 @@ class Router:
         self.normalise, self.scale, self.groups, self.top_groups = normalise, scale, groups, top_groups
         self.bias = torch.zeros(experts, dtype=at_least_fp32(dtype), device=device)
         self.load = torch.zeros(experts, dtype=torch.int64, device=device)  # tokens that chose each expert
-        self.cost = torch.zeros((), dtype=self.bias.dtype, device=device)  # the losses, not yet times their weight
+        self.cost = torch.zeros((), dtype=self.bias.dtype, device=device)  # the losses, summed over sequences
 
     def __call__(self, x: Tensor, weight: nn.Parameter, tokens: Tokens, group: Group,
                  route: Route | None = None) -> tuple[Route, Tensor]:
@@ -160,9 +164,7 @@ class Router:
         if first_time:
             route = self.choose(scores.detach(), tokens, group)
         weights = scores.gather(-1, route.chosen)
-        if self.normalise:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        weights = weights * self.scale
+        weights = (normalised(weights) if self.normalise else weights) * self.scale
         if route.prices is not None:
             loss = self.unequal(logits, scores, tokens, route.prices)
             weights = WithLoss.apply(weights, loss, tokens.weight)
@@ -172,6 +174,7 @@ class Router:
 
     @torch.no_grad()
     def choose(self, scores: Tensor, tokens: Tokens, group: Group) -> Route:
+        """Choose, count, and find out what travels."""
         chosen = best(scores + self.bias, self.k, self.groups, self.top_groups)
         E, flat = self.experts, chosen.flatten()
         cells = (tokens.sequence[:, None] * E + chosen).flatten()
@@ -195,8 +198,8 @@ class Router:
                      by_expert, by_rank, prices)
 
     def prices(self, loads: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """What a unit of probability at each expert costs the tokens of a sequence, and what their squared logsumexp
-        does: B + 1 E and B + 1 1; padding costs nothing. loads: B E, how many chose each expert."""
+        """By which a sequence's probabilities at each expert, and its squared logsumexps, are multiplied in the loss:
+        B+1 E and B+1 1; 0 for padding. loads: B E, how many tokens of this rank chose each expert."""
         loads = loads.to(self.bias.dtype)
         for group in tokens.sharers:
             all_reduce(loads, group)
@@ -208,10 +211,17 @@ class Router:
 
     def unequal(self, logits: Tensor, scores: Tensor, tokens: Tokens, prices: tuple[Tensor, Tensor]) -> Tensor:
         """The losses of this rank's tokens. Loads have no derivative; probabilities have."""
-        aux, z = (price[tokens.sequence] for price in prices)
-        shares = scores if self.kind == "softmax" else scores / scores.sum(-1, keepdim=True)
-        loss = (shares * aux).sum()
-        return loss + (logits.logsumexp(-1, keepdim=True).square() * z).sum() if self.balance.z else loss
+        loss = logits.new_zeros(())
+        if self.balance.aux:
+            probabilities = scores if self.kind == "softmax" else normalised(scores)
+            loss = loss + (probabilities * prices[0][tokens.sequence]).sum()
+        if self.balance.z:
+            loss = loss + (logits.logsumexp(-1, keepdim=True).square() * prices[1][tokens.sequence]).sum()
+        return loss
+
+
+def normalised(scores: Tensor) -> Tensor:
+    return scores / (scores.sum(-1, keepdim=True) + 1e-20)  # all sigmoids of a token may underflow
 
 
 def inverse(order: Tensor) -> Tensor:
@@ -235,8 +245,8 @@ def rows_between(loads: Tensor, group: Group) -> tuple[list[list[int]], list[lis
 def rebalance(routers: list[Router], sharers: tuple[Group, ...], apply: bool | Tensor = True) -> tuple[Tensor, Tensor]:
     """After a step: add up loads over all ranks that had other tokens, move biases, begin anew.
 
-    apply: 0 leaves biases as they are, after a step that was skipped. Returns the highest load over the mean one, and
-    the sum of all sequences' losses.
+    apply: False after a step that was skipped: biases stay. Returns the highest load of an expert over the mean of its
+    layer, and the losses of all sequences and layers, summed.
     """
     loads = torch.stack([router.load for router in routers])
     cost = torch.stack([router.cost for router in routers]).double().sum()
@@ -248,7 +258,7 @@ def rebalance(routers: list[Router], sharers: tuple[Group, ...], apply: bool | T
         router.bias -= above.to(router.bias.dtype) * router.balance.rate * apply
         router.load.zero_()
         router.cost.zero_()
-    return (loads / mean.clamp(min=1)).max(), cost
+    return (loads / mean).max(), cost
 
 
 # ---- there and back -------------------------------------------------------------------------------------------------
@@ -280,7 +290,7 @@ class Depart(Function):
     def forward(ctx, x, exchange):
         ctx.exchange = exchange
         exchange.start(x, exchange.received, exchange.given)
-        return x.new_zeros(()).expand(x.shape)
+        return x.new_zeros(()).expand(x.shape)  # in the shape of x, as its gradient will be, and without memory
 
     @staticmethod
     def backward(ctx, grad):
@@ -288,6 +298,8 @@ class Depart(Function):
 
 
 class Arrive(Function):
+    """The rows that came. What backward returns is still being filled: Depart, its only reader, waits for it."""
+
     @staticmethod
     def forward(ctx, stand_in, exchange):
         ctx.exchange = exchange

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 import config
+from collectives import Group
 from cp import FLASH_CPU, FLASH_GPU, WRITTEN_OUT, ContextParallel, flash_of, padded
 from ep import NO_BALANCE, Balance, GroupedLinear, Route, Router, Tokens, combine, dispatch
 from operations import Rotate, SwiGLU, angles, attention_math, attention_sdpa, fused, kernels, norm, visible
@@ -39,7 +40,7 @@ class Shared(NamedTuple):
     attend: Callable  # (q B N s D, k and v B K s D) -> B N s D
     cache: object  # see sampling.py
     selective: bool  # keep what norms and SwiGLU take, not what they give
-    experts: tuple[Tokens, object] | None  # what routers are told, and the expert parallel group
+    experts: tuple[Tokens, Group] | None  # what routers are told, and the expert parallel group
     again: bool = False  # a layer runs again, for a backward that follows at once
     routes: list[Route] | None = None  # where tokens of such a layer went the first time
 
@@ -118,7 +119,7 @@ class Experts(nn.Module):
     def __init__(self, layer: int, model: config.Model, make, balance: Balance):
         super().__init__()
         E, H, width, name = model.experts, model.hidden, model.expert_ffn, f"layers.{layer}."
-        self.weight = make(Spec(name + "router", (E, H), {"tp": "sum"}, std=0.02))  # ranks of tp have other tokens here
+        self.w_router = make(Spec(name + "router", (E, H), {"tp": "sum"}, std=0.02))  # ranks of tp route other tokens
         self.w_gate_up = make(Spec(name + "experts.w_gate_up", (E, 2 * width, H), {"ep": 0}, "edp", std=0.02))
         self.w_down = make(Spec(name + "experts.w_down", (E, H, width), {"ep": 0}, "edp",
                                 std=0.02 / (2 * model.layers) ** 0.5))
@@ -126,23 +127,24 @@ class Experts(nn.Module):
         if model.shared_experts:
             self.shared = FeedForward(name + "shared.", model.shared_experts * width, model, make)
         self.router = Router(name + "router.bias", E, model.top_k, model.router, model.router_norm, model.router_scale,
-                             model.expert_groups, model.top_groups, balance, self.weight.dtype, self.weight.device)
+                             model.expert_groups, model.top_groups, balance, self.w_router.dtype, self.w_router.device)
 
     def forward(self, x, normalise, shared):  # T/t H -> T/t H
         tp, (tokens, group), first_route = shared.tp, shared.experts, shared.routes[0] if shared.again else None
-        h, kept = normalise(x), x.detach()
-        with forgetting(h, lambda: normalise(kept)) if shared.selective else nullcontext():
+        h, before = normalise(x), x.detach()
+        with forgetting(h, lambda: normalise(before)) if shared.selective else nullcontext():
             own = own_tokens(h, tp)
-            route, weights = self.router(own, self.weight, tokens, group, first_route)
+            route, weights = self.router(own, self.w_router, tokens, group, first_route)
             arrive = dispatch(own, route, group)
-            beside = self.shared(h, lambda h: h, shared) if self.shared else 0  # while tokens travel
+            beside = self.shared(h, lambda h: h, shared) if self.shared else None  # while tokens travel
         if shared.routes is not None and not shared.again:
             shared.routes.append(route)
         both = GroupedLinear.apply(arrive(), self.w_gate_up, route)
-        y, kept_too = SwiGLU.apply(both), both.detach()
-        with forgetting(y, lambda: SwiGLU.apply(kept_too)) if shared.selective else nullcontext():
-            y = GroupedLinear.apply(y, self.w_down, route)
-        return all_tokens(combine(y, weights, route, group), len(h), tp) + beside
+        inside, gates = SwiGLU.apply(both), both.detach()
+        with forgetting(inside, lambda: SwiGLU.apply(gates)) if shared.selective else nullcontext():
+            y = GroupedLinear.apply(inside, self.w_down, route)
+        y = all_tokens(combine(y, weights, route, group), len(h), tp)
+        return y if beside is None else y + beside
 
 
 class Block(nn.Module):
@@ -283,10 +285,10 @@ class Llama(nn.Module):
 
     def routed(self, tokens: torch.Tensor, tp: TensorParallel, weight: float | torch.Tensor | None) -> Tokens:
         """Which of tokens B s this rank sends to experts: its share, where tensor parallel ranks have the same."""
-        count, s = tokens.shape
-        sequence = torch.arange(count, device=tokens.device).repeat_interleave(s, output_size=count * s)
-        sequence = sequence.masked_fill(tokens.flatten() < 0, count)
-        return Tokens(sequence[cut(len(sequence), size(tp.group), rank(tp.group))], count, (self.cp, tp.group), weight)
+        (count, s), mine = tokens.shape, cut(tokens.numel(), size(tp.group), rank(tp.group))
+        sequence = torch.arange(mine.start, mine.stop, device=tokens.device) // s
+        sequence = sequence.masked_fill(tokens.flatten()[mine] < 0, count)
+        return Tokens(sequence, count, (self.cp, tp.group), weight)
 
     def attends(self, tokens: torch.Tensor, before: int, documents: torch.Tensor | None, whole: bool) -> Callable:
         """What computes attention of tokens B s, with `before` others cached. whole: on every rank all of them."""
@@ -344,8 +346,8 @@ def flops_per_token(model: config.Model, seq: int, causal: bool = False) -> floa
 
 
 def activation_bytes(settings: config.Config, dtype: torch.dtype, pipeline: Pipeline | None = None) -> int:
-    """Bytes that forwards keep on a rank for their backwards (without masks of documents, experts used equally): of one
-    micro-batch, or of as many as a pipeline rank has in flight."""
+    """Bytes that forwards keep on a rank for their backwards (without masks of documents and what a whole sequence has
+    one of, experts used equally): of one micro-batch, or of as many as a pipeline rank has in flight."""
     model, grid, recompute, attention = (settings.model, settings.grid, settings.precision.recompute,
                                          settings.precision.attention)
     t, one, wide = grid.tp, dtype.itemsize, at_least_fp32(dtype).itemsize
@@ -371,7 +373,7 @@ def activation_bytes(settings: config.Config, dtype: torch.dtype, pipeline: Pipe
             token += model.hidden * one * (1 - 1 / t)
     if recompute == "full" and t > 1 and not grid.sp:
         token += model.hidden * one  # one input put together again
-    if model.experts:
-        token += 8 / t  # to which sequence it belongs
+    if model.experts and (routing["aux"] or routing["z"] or recompute == "full"):
+        token += pipeline.in_flight * 8 / t  # to which sequence it belongs
     masks = seq * seq if attention == "math" and not pieces else 0
     return round(settings.batch.micro_batch * own * token + own * model.head_dim * wide + masks)

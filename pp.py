@@ -159,32 +159,37 @@ def forwards(plan: Plan) -> Plan:
     return plan._replace(ranks=[[action for action in actions if action.op == "F"] for actions in plan.ranks])
 
 
-def partition(layers: int, stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
+def partition(work: list[float], stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
     """Which layers each stage has, at least one: the largest work of a stage as small as possible.
 
-    first, last: work of the embedding and of the head, in units of a layer. Of equally good cuts the one that gives
-    early stages fewer, since they hold the activations of more micro-batches.
+    work: of each layer. first, last: of the embedding and of the head. Of equally good cuts the one that gives early
+    stages fewer, since they hold the activations of more micro-batches.
     """
+    layers = len(work)
     if not 1 <= stages <= layers:
         raise ValueError(f"{layers} layers cannot be cut into {stages} stages: use 1 to {layers}")
+    before = [sum(work[:i]) for i in range(layers + 1)]
 
-    extra = [first * (stage == 0) + last * (stage == stages - 1) for stage in range(stages)]
+    def load(stage: int, start: int, stop: int) -> float:
+        return before[stop] - before[start] + first * (stage == 0) + last * (stage == stages - 1)
 
     def filled(limit: float) -> list[int] | None:
-        """Layers of each stage if late stages take what they can; one more than the limit only where it is the only."""
-        left, counts = layers, []
+        """Where stages begin if late ones take what they can; more than the limit only where a stage has one layer."""
+        starts, stop = [], layers
         for stage in reversed(range(stages)):
-            count = max(1, min(left - stage, int(limit - extra[stage] + 1e-9))) if stage else left
-            if count > 1 and count + extra[stage] > limit + 1e-9:
+            start = stop - 1 if stage else 0
+            while start > stage and load(stage, start - 1, stop) <= limit + 1e-9:
+                start -= 1
+            if stop - start > 1 and load(stage, start, stop) > limit + 1e-9:
                 return None
-            counts.insert(0, count)
-            left -= count
-        return counts
+            starts.insert(0, start)
+            stop = start
+        return starts
 
-    limits = sorted({count + more for count in range(1, layers + 1) for more in {0, first, last, first + last}})
-    counts = next(counts for limit in limits if (counts := filled(limit)))
-    ends = [sum(counts[:i]) for i in range(stages + 1)]
-    return [range(start, stop) for start, stop in zip(ends, ends[1:])]
+    limits = {round(before[j] - before[i] + more, 9) for i in range(layers) for j in range(i + 1, layers + 1)
+              for more in {0, first, last, first + last}}
+    starts = next(starts for limit in sorted(limits) if (starts := filled(limit)))
+    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], layers])]
 
 
 # ---- the demo: a drawing --------------------------------------------------------------------------------------------

@@ -119,10 +119,12 @@ def plan_of(grid: config.Grid, micro_batches: int) -> Plan:
 
 
 def pipeline(settings: config.Config, group: collectives.Group, device: torch.device | str = "cpu") -> Pipeline:
-    """Layers cut into stages of equal work; the head counts for as many layers as have its FLOPs."""
+    """Layers cut into stages of equal work, which is FLOPs, those of the head included."""
     model, grid, batch = settings.model, settings.grid, settings.batch
-    layer = sum(part.flops for part in llama_layer(model, batch.seq, torch.float32))
-    cuts = partition(model.layers, grid.pp * grid.chunks, last=2 * model.vocab * model.hidden / layer)
+    work = [sum(part.flops for part in llama_layer(model, batch.seq, torch.float32, number=number))
+            for number in range(model.layers)]
+    unit, head = max(work), 2 * model.vocab * model.hidden
+    cuts = partition([flops / unit for flops in work], grid.pp * grid.chunks, last=head / unit)
     most = max(sequences for sequences, _ in batch.ramp()) // batch.micro_batch // grid.dp
     return Pipeline(partial(plan_of, grid), cuts, most, group, device)
 
@@ -263,8 +265,10 @@ def first_lines(settings: config.Config, groups: Groups, device: str, dtype: tor
         layers = f"{grid.chunks} of {grid.pp * grid.chunks} stages ({grid.schedule}), of these {layers}"
     experts = active = ""
     if settings.model.experts:
-        experts = f", ep {grid.ep} x edp {shards * grid.tp // grid.ep}"
-        layers += f" and {settings.model.experts // grid.ep} of {settings.model.experts} experts"
+        same = shards * grid.tp // grid.ep
+        experts = f", ep {grid.ep} x edp {same}"
+        layers += f", but {settings.model.experts // grid.ep} of {settings.model.experts} experts"
+        state += f" (1/{same} of experts')"
         active = f" ({active_count(settings.model):,} active)"
     sequences, _ = batch.ramp()[0]
     accumulated = sequences // batch.micro_batch // grid.dp

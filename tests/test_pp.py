@@ -4,6 +4,7 @@ import json
 import re
 import time
 from functools import cache
+from itertools import combinations
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
@@ -388,9 +389,20 @@ def best(layers: int, stages: int, first: float, last: float) -> float:
 def test_layers_are_cut_into_stages_of_equal_work(first, last):
     for layers in range(1, 41):
         for stages in range(1, min(8, layers) + 1):
-            cuts = pp.partition(layers, stages, first, last)
+            cuts = pp.partition([1] * layers, stages, first, last)
             assert [layer for cut in cuts for layer in cut] == list(range(layers)) and all(len(cut) for cut in cuts)
             work = [len(cut) + first * (i == 0) + last * (i == stages - 1) for i, cut in enumerate(cuts)]
             assert max(work) == pytest.approx(best(layers, stages, first, last))
     with pytest.raises(ValueError, match="3 layers cannot be cut into 4 stages: use 1 to 3"):
-        pp.partition(3, 4)
+        pp.partition([1] * 3, 4)
+
+
+def test_layers_of_unequal_work_are_cut_as_well_as_possible():
+    """Three dense layers that are four times the work of the rest, by trying every cut."""
+    work = [4, 4, 4, 1, 1, 1, 1, 1, 1, 1]
+    for stages in range(2, 6):
+        least = min(max(sum(work[a:b]) for a, b in zip((0, *at), (*at, len(work))))
+                    for at in combinations(range(1, len(work)), stages - 1))
+        cuts = pp.partition(work, stages)
+        assert [layer for cut in cuts for layer in cut] == list(range(len(work))) and all(len(cut) for cut in cuts)
+        assert max(sum(work[cut.start:cut.stop]) for cut in cuts) == least

@@ -199,8 +199,9 @@ def test_a_gpt_layer_keeps_what_the_paper_says():
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("flags", [
-    "--experts 8 --top-k 2", "--experts 8 --top-k 2 --aux-loss 0", "--experts 8 --top-k 3 --router-z-loss 0.1",
-    "--experts 12 --top-k 5 --shared-experts 1 --router sigmoid", "--experts 8 --top-k 1 --no-router-norm"])
+    "--experts 8", "--experts 8 --aux-loss 0", "--experts 8 --aux-loss 0 --router-z-loss 1",
+    "--experts 8 --top-k 3 --router-z-loss 0.1", "--experts 12 --top-k 5 --shared-experts 1 --router sigmoid",
+    "--experts 8 --top-k 1 --no-router-norm"])
 def test_a_mixture_of_experts_keeps_what_the_formula_says(mode, flags):
     settings = config.parse(f"--hidden 16 --heads 2 --kv-heads 2 --expert-ffn 24 --dtype fp32 {flags}".split())
     model, optim, S = settings.model, settings.optim, 20
@@ -225,7 +226,7 @@ def test_a_mixture_of_experts_keeps_what_the_formula_says(mode, flags):
     nbytes, flops = kept_and_flops(kept_inputs if mode == "full" else run, x, [gain, *layer.parameters(), *few])
     routing = dict(aux=optim.aux_loss > 0, z=optim.router_z_loss > 0)
     parts = experts_layer(model, torch.float32, **routing)
-    prices = (3 * (model.experts + 1) + (mode != "full")) * 4 if any(routing.values()) else 0
+    prices = 3 * (model.experts + 1) * 4 if any(routing.values()) else 0
     constants = prices + 4 * model.experts  # and where the rows of experts end
     assert nbytes == 2 * S * kept(parts, mode) + constants
     assert flops == 2 * S * (3 * sum(part.flops for part in parts) + extra_flops(parts, mode)

@@ -194,7 +194,7 @@ def step(flags: str) -> dict:
         if model.arena:
             meter.label("arena", model.arena.parts, model.arena.whole)
         with meter:
-            loss = model(tokens, positions, labels=labels)
+            loss = model(tokens, positions, labels=labels, weight=0.5)
             kept = meter.settled()
             loss.backward()
     return dict(
@@ -253,6 +253,18 @@ def test_a_context_parallel_rank_keeps_its_part(pool, n, flags, recompute):
     for seen in pool.run(n, "test_tp:step", flags=f"--vocab 320 --recompute {recompute} {flags}"):
         few = 1024 if "ulysses" in flags else 0  # the order of chunks, a few numbers a layer
         assert seen["formula"] <= seen["kept"] <= seen["formula"] + few
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("n, flags", [(1, "--router sigmoid"), (2, "--ep 2"), (4, "--tp 2 --ep 4"),
+                                      (4, "--tp 4 --no-sp"), (4, "--tp 2 --ep 2 --shared-experts 2 --dense-layers 1")])
+def test_ranks_keep_what_the_formula_says_of_experts(pool, n, flags, recompute):
+    """On average, as some get more tokens than others; besides, prices and ends, a few numbers a layer."""
+    flags = f"--vocab 320 --micro-batch 2 --experts 8 --expert-ffn 24 --recompute {recompute} {flags}"
+    seen = pool.run(n, "test_tp:step", flags=f"--global-batch {4 * n} {flags}")
+    few = 4 * ((2 + 1) * (8 + 1) * 8 + 8 * 4)  # layers; sequences, padding; experts, z
+    kept, formula = (sum(rank[what] for rank in seen) / n for what in ("kept", "formula"))
+    assert formula <= kept <= formula + few
 
 
 @pytest.mark.parametrize("n, flags", [(1, ""), (2, "--qkv-bias"), (2, "--no-sp --qk-norm"), (4, "--kv-heads 2")])

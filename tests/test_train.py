@@ -99,15 +99,16 @@ def test_every_grid_of_experts_trains_evaluates_and_samples_as_one_process(pool,
     flags = (f"--preset tiny-moe --experts 4 --expert-ffn 24 --bias-rate 0.02 --data {ROOT}/train.py "
              f"--val-data {ROOT}/pp.py --dtype fp64 --steps 4 --lr 0.01 --global-batch 8 --eval-every 2 --eval-steps 1 "
              "--sample import")
-    for i, (ranks, grid) in enumerate([(1, "--micro-batch 2"), (2, "--ep 2"), (4, "--tp 2 --ep 4 --zero 1"),
-                                       (4, "--tp 2 --no-sp --ep 2 --micro-batch 2"), (4, "--cp 2 --ep 4 --zero 3"),
+    for i, (ranks, grid) in enumerate([(1, "--micro-batch 2"), (2, "--ep 2 --recompute full"),
+                                       (4, "--tp 2 --ep 4 --zero 1"), (4, "--tp 2 --no-sp --ep 2 --micro-batch 2"),
+                                       (4, "--cp 2 --ep 4 --zero 3"),
                                        (4, "--pp 2 --ep 2 --micro-batch 2 --dense-layers 1")]):
         printed = pool.run(ranks, "test_train:trained", flags=f"{flags} {grid} --metrics {tmp_path / str(i)}")
         outcomes.append((metrics(tmp_path / str(i)), printed[0]))
     *alike, (dense, _) = outcomes  # the last has a stage without experts, so it is another model
     assert {"aux_loss", "load_max_over_mean"} <= dense[-1].keys() and dense[-1]["load_max_over_mean"] > 1
     records, printed = outcomes[0]
-    assert records[0]["aux_loss"] == pytest.approx(0.01 * 2, rel=0.3)  # of two layers, a little above the least
+    assert 0.01 * 2 < records[0]["aux_loss"] < 0.01 * 2 * 1.3  # of two layers, a little above the least
     for other, text in alike:
         for record, want in zip(other, records):
             for what in {"loss", "grad_norm", "val_loss", "aux_loss", "load_max_over_mean"} & want.keys():
@@ -246,6 +247,31 @@ def test_a_step_leaves_no_cycles(flags):
         assert gc.collect() == 0
     finally:
         gc.enable()
+
+
+def test_biases_stay_when_a_step_is_skipped():
+    settings = config.parse(f"{SMALL} --data {ROOT}/train.py --experts 4 --bias-rate 0.1".split())
+    model, _ = train.build(settings, dict.fromkeys(train.AXES), torch.device("cpu"), torch.float32)
+    for finite in (False, True):
+        for router in model.routers:
+            router.load.copy_(torch.tensor([3, 0, 0, 1]))
+        assert train.balanced(model, dict.fromkeys(train.AXES), torch.tensor(finite), 16)["load_max_over_mean"] == 3
+        assert all(router.bias.any() == finite for router in model.routers)
+
+
+def test_the_first_lines_count_experts_where_they_are():
+    """Bytes of optimizer state: two moments in fp32 of 1/4 of everything but experts, and of 1/2 of half of those."""
+    class Text:
+        corpus, windows = type("", (), dict(files=[""], __len__=lambda self: 100))(), 3
+
+    settings = config.parse("--preset tiny-moe --ep 2 --zero 1 --micro-batch 1".split(), 4)
+    experts = 4 * 8 * 3 * 128 * 128
+    others = train.parameter_count(settings.model) - experts
+    group = type("", (), dict(size=lambda self: 2, rank=lambda self: 0))()
+    lines = train.first_lines(settings, {"ep": group}, "cpu", torch.float32, Text).splitlines()
+    assert f"optimizer {8 * (others / 4 + experts / 4) / 1e6:.1f} MB" in lines[3]
+    assert "ep 2 x edp 2, zero 1: a rank holds the whole model, but 4 of 8 experts" in lines[1]
+    assert "1/4 of that of optimizer state (1/2 of experts')" in lines[1]
 
 
 def test_the_head_counts_as_layers():
