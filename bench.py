@@ -4,6 +4,7 @@
     python bench.py ep                                  a layer of experts, beside transformers' Mixtral block with its
                                                         grouped matmul, and with its loop over experts
     torchrun --nproc_per_node=4 bench.py ep             the same layer as more ranks share its experts
+    python bench.py gpu                                 everything that one GPU can show, see bench_gpu.py
     torchrun --nproc_per_node=4 bench.py pp             a step of a pipeline, beside torch.distributed.pipelining
     torchrun --nproc_per_node=4 bench.py cp             attention of one long sequence in three styles, beside keys
                                                         and values gathered by torch and its attention with a mask
@@ -387,8 +388,14 @@ def bench_ep(flags: list[str]) -> None:
     compare(dict(reversed(contenders.items())), n * 2048, repeats=5, steps=2)
 
 
+def bench_gpu(flags: list[str]) -> None:
+    import bench_gpu
+
+    bench_gpu.measure()
+
+
 BENCHES = {"train": bench_train, "dp": bench_dp, "zero": bench_zero, "tp": bench_tp, "cp": bench_cp, "pp": bench_pp,
-           "ep": bench_ep}
+           "ep": bench_ep, "gpu": bench_gpu}
 
 
 def main(chosen: list[str], flags: list[str]) -> None:
@@ -405,5 +412,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="+", choices=BENCHES)
     known, flags = parser.parse_known_args()
+    if "gpu" in known.what and not torch.cuda.is_available():
+        parser.exit(2, "bench.py: gpu needs a GPU, and there is none here\n")
     with collectives.world() if "WORLD_SIZE" in os.environ else nullcontext():
         main(known.what, flags)

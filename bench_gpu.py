@@ -1,0 +1,293 @@
+"""Everything that can be measured on one GPU, in one call: `python bench.py gpu`, at most nine minutes.
+
+Every kernel beside what one would use instead, in the same process, on random data: medians of 20 calls between events,
+inputs taking turns so that none is found in the L2 cache. Then training runs of three sizes of Llama through train.py's
+own loop, and where their time goes. A ratio is ours / the best of the others, of time: below 1 we are faster. What is
+bound by memory is also compared with the rate at which this GPU copies. One table is printed and written to RESULTS.md,
+with hardware, versions and date; what had no time left is named.
+"""
+import datetime
+import gc
+import json
+import os
+import re
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import config
+import train
+
+MINUTES = 9
+HEADING = "## One GPU"
+
+
+class Row(NamedTuple):
+    """A line of the table. seconds: of ours. rate: what ours reaches, in words. wanted: the largest ratio that is good,
+    or what the rate should be, in words."""
+    what: str
+    seconds: float
+    rate: str = ""
+    other: str = ""
+    ratio: float | None = None
+    wanted: str = ""
+
+
+def beside(what: str, ours: Callable, others: dict[str, Callable], inputs: list[tuple], rate: Callable[[float], str],
+           wanted: str) -> Row:
+    """Ours and the fastest of the others, which take the same inputs."""
+    from primer import timed
+
+    seconds, times = timed(ours, inputs), {name: timed(other, inputs) for name, other in others.items()}
+    best = min(times, key=times.get)
+    return Row(what, seconds, rate(seconds), f"{best} {times[best] * 1e3:.3f} ms", seconds / times[best], wanted)
+
+
+def made(*shapes: tuple[int, ...], grad: bool = False) -> list[tuple[torch.Tensor, ...]]:
+    """Random bf16 inputs, enough of them to take turns."""
+    from primer import rotated
+
+    return rotated(lambda: tuple(torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=grad)
+                                 for shape in shapes))
+
+
+# ---- kernels --------------------------------------------------------------------------------------------------------
+
+def attention() -> Iterator[Row]:
+    import kernels
+    from primer import timed
+
+    def theirs(backend: SDPBackend, q, k, v) -> torch.Tensor:
+        with sdpa_kernel([backend]):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    def backward(o, inputs, do) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(o, inputs, do, retain_graph=True)
+
+    backends = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+    for B, S, N, K, D in ((4, 4096, 32, 8, 128), (2, 8192, 32, 8, 128), (8, 4096, 32, 8, 64)):
+        flops = 4 * B * N * S * S * D / 2
+        inputs, name = made((B, N, S, D), (B, K, S, D), (B, K, S, D), grad=True), f"B {B}, S {S}, N {N}/{K}, D {D}"
+        ways = {"ours": kernels.flash_attention} | {way: partial(theirs, backend) for way, backend in backends.items()}
+        ours = ways.pop("ours")
+        yield beside(f"attention forward, {name}", ours, ways, inputs,
+                     lambda s, f=flops: f"{f / s / 1e12:.0f} TFLOP/s", "1/0.75 of cuDNN")
+        graphs = {way: [(run(*three), three, torch.randn_like(three[0])) for three in inputs[:2]]
+                  for way, run in {"ours": ours, **ways}.items()}
+        times = {way: timed(backward, given) for way, given in graphs.items()}
+        seconds = times.pop("ours")
+        best = min(times, key=times.get)
+        yield Row(f"attention backward, {name}", seconds, f"{2.5 * flops / seconds / 1e12:.0f} TFLOP/s",
+                  f"{best} {times[best] * 1e3:.3f} ms", seconds / times[best], "1/0.62 of cuDNN")
+
+
+def copy_rate() -> float:
+    """Bytes a second, read and written, of a copy of a gigabyte."""
+    from primer import timed
+
+    x = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    return 2 * x.nbytes / timed(torch.clone, [(x,)])
+
+
+def memory_bound() -> Iterator[Row]:
+    import kernels
+
+    T, H, copy = 16384, 4096, copy_rate()
+    yield Row("copy of 1 GiB", 2**31 / copy, f"{copy / 1e12:.2f} TB/s")
+    weight = torch.ones(H, device="cuda", dtype=torch.bfloat16)
+
+    def share(nbytes: int) -> Callable[[float], str]:
+        return lambda s: f"{nbytes / s / 1e12:.2f} TB/s, {nbytes / s / copy:.0%} of a copy"
+
+    one, two, norm = made((T, H)), made((T, H), (T, H)), partial(kernels.rms_norm_reference, weight=weight, eps=1e-5)
+    wanted = "at least 90% of a copy"
+    yield beside("RMSNorm", lambda x: kernels.rms_norm(x, weight, 1e-5),
+                 {"F.rms_norm": lambda x: F.rms_norm(x, (H,), weight, 1e-5), "compiled": torch.compile(norm)}, one,
+                 share(2 * T * H * 2), wanted)
+
+    def norm_backward(x, dy):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(F.rms_norm(x, (H,), weight, 1e-5), x, dy)
+
+    yield beside("RMSNorm backward (theirs with forward)",
+                 lambda x, dy: kernels.rms_norm_backward(dy, None, x, weight, 1e-5), {"F.rms_norm": norm_backward}, two,
+                 share(3 * T * H * 2), wanted)
+    added = torch.compile(lambda x, y: (x + y, norm(x + y)))
+    yield beside("add and RMSNorm", lambda x, y: kernels.add_rms_norm(x, y, weight, 1e-5), {"compiled": added}, two,
+                 share(4 * T * H * 2), wanted)
+    angle = torch.randn(4096, 1, 64, device="cuda")
+    cos, sin = angle.cos(), angle.sin()
+    rotated = torch.compile(partial(kernels.rope_reference, cos=cos, sin=sin, heads=40))
+    yield beside("rotary angles, 32 + 8 heads of 128", lambda x: kernels.rope_(x, cos, sin, 40), {"compiled": rotated},
+                 made((T, 48, 128)), share(2 * T * 40 * 128 * 2), wanted)
+    yield beside("SwiGLU", kernels.swiglu, {"compiled": torch.compile(kernels.swiglu_reference)},
+                 made((T, 2 * 14336)), share(3 * T * 14336 * 2), wanted)
+
+    def swiglu_backward(dy, x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(kernels.swiglu_reference(x), x, dy)
+
+    yield beside("SwiGLU backward (theirs with forward)", kernels.swiglu_backward,
+                 {"compiled": torch.compile(swiglu_backward)}, made((T, 14336), (T, 2 * 14336)),
+                 share(5 * T * 14336 * 2), wanted)
+
+
+def cross_entropy() -> Iterator[Row]:
+    import kernels
+    from primer import timed
+
+    M, H, V = 8192, 4096, 128256
+    (x, weight), = made((M, H), (V, H), grad=True)[:1]
+    labels = torch.randint(V, (M,), device="cuda")
+    parameter = torch.nn.Parameter(weight.detach())
+    parameter.sink = None
+
+    def ours(x):
+        loss = kernels.linear_cross_entropy(x, parameter, labels)
+        return torch.autograd.grad(loss, x)
+
+    def whole(x, weight):
+        return F.cross_entropy((x @ weight.t()).float(), labels, reduction="sum")
+
+    compiled = torch.compile(whole)
+    seconds, extra = {}, {}
+    ways = {"ours": lambda: ours(x), "compiled": lambda: torch.autograd.grad(compiled(x, weight), (x, weight)),
+            "eager": lambda: torch.autograd.grad(whole(x, weight), (x, weight))}
+    for name, way in ways.items():
+        seconds[name] = timed(way, [()])
+        parameter.grad = None
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        way()
+        extra[name] = torch.cuda.max_memory_allocated() - before
+    rate = f"{6 * M * H * V / seconds['ours'] / 1e12:.0f} TFLOP/s, {extra['ours'] / 1e9:.1f} GB more held"
+    yield Row(f"linear cross-entropy, {M} x {H} x {V}", seconds["ours"], rate,
+              f"compiled {seconds['compiled'] * 1e3:.1f} ms, {extra['compiled'] / 1e9:.1f} GB; eager "
+              f"{extra['eager'] / 1e9:.1f} GB", seconds["ours"] / seconds["compiled"], "1.05; 0.1 of eager's memory")
+
+
+def matmuls() -> Iterator[Row]:
+    from primer import elementwise, ladder
+
+    *rungs, theirs = ladder(8192)
+    for rung in rungs:
+        same = rung.flops == theirs.flops
+        yield Row(f"matmul, {rung.name}", rung.seconds, f"{rung.flops / rung.seconds / 1e12:.0f} TFLOP/s",
+                  f"torch.mm {theirs.seconds * 1e3:.3f} ms" if same else "",
+                  rung.seconds / theirs.seconds if same else None, "1/0.92" if rung is rungs[-1] else "")
+    ways = elementwise(2**28)
+    for way in ways:
+        yield Row(f"GELU, {way.name}", way.seconds, f"{way.bytes / way.seconds / 1e12:.2f} TB/s")
+
+
+# ---- training -------------------------------------------------------------------------------------------------------
+
+SIZES = {  # flags, and the utilisation (6 N + 12 L h S) that is good
+    "Llama 1B": ("--preset llama-3.2-1b --micro-batch 4 --global-batch 16", 0.52),
+    "Llama 3B": ("--preset llama-3.2-3b --micro-batch 4 --global-batch 16", 0.55),
+    "Llama 8B, 16 layers": ("--preset llama-3.1-8b --layers 16 --micro-batch 2 --global-batch 16", 0.57)}
+KINDS = {  # of kernels, by words in their names; the first that fits
+    "attention": "flash|fmha|attention|cudnn.*sdpa|sdpa", "loss": "softmax_kernel|cross_entropy",
+    "GEMM": "gemm|nvjet|cutlass|cublas|xmma|wgmma|_mm_", "optimizer": "adam|multi_tensor|foreach"}
+
+
+def kind_of(kernel: str) -> str:
+    """What a kernel's time counts for; whatever is not named is elementwise."""
+    return next((kind for kind, words in KINDS.items() if re.search(words, kernel, re.IGNORECASE)), "elementwise")
+
+
+def run(flags: str, steps: int, file: str) -> list[dict]:
+    """The records of a training run in this process."""
+    how = f"--seq 4096 --dtype bf16 --steps {steps} --warmup 0 --sample= --metrics {file}"
+    settings = config.parse(f"{how} {flags}".split())
+    device, why = train.choose_device("cuda")
+    samples = train.open_samples(settings, [], 0)
+    train.train(settings, samples, None, device, why, train.Progress())
+    gc.collect()
+    torch.cuda.empty_cache()
+    with open(file) as lines:
+        return [json.loads(line) for line in lines]
+
+
+def time_split(flags: str, file: str) -> str:
+    """Shares of the time of a step, from the profiler's account of every kernel of the last two of four."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run(flags, 4, file)
+    kernels = sorted((event.time_range.start, event.time_range.end, event.name) for event in profiler.events()
+                     if event.device_type == torch.autograd.DeviceType.CUDA)
+    kernels = kernels[len(kernels) // 2:]
+    spent = Counter()
+    for start, end, name in kernels:
+        spent[kind_of(name)] += end - start
+    whole = max(end for _, end, _ in kernels) - kernels[0][0]
+    spent["idle"] = max(0, whole - sum(spent.values()))
+    return ", ".join(f"{kind} {share / whole:.0%}" for kind, share in spent.most_common())
+
+
+def training() -> Iterator[Row]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = os.path.join(folder, "metrics.jsonl")
+        for name, (flags, wanted) in SIZES.items():
+            last = run(flags, 8, file)[3:]
+            step, rate, mfu, causal = (statistics.median(record[key] for record in last) for key in
+                                       ("step_s", "tokens_per_s", "mfu", "mfu_causal"))
+            split = time_split(flags, file)
+            yield Row(f"training {name}, 4096 tokens a sequence, bf16", step,
+                      f"{rate:,.0f} tokens/s, MFU {mfu:.1%} (causal {causal:.1%}), {last[-1]['memory_gb']:.0f} GB: "
+                      + split, wanted=f"MFU {wanted:.0%}")
+
+
+# ---- the table ------------------------------------------------------------------------------------------------------
+
+PARTS = {"attention": attention, "memory-bound": memory_bound, "cross-entropy": cross_entropy, "training": training,
+         "matmuls": matmuls}
+
+
+def table(rows: list[Row]) -> str:
+    lines = ["| what | ours | reaches | beside | ratio | good |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+        lines.append(f"| {row.what} | {row.seconds * 1e3:.3f} ms | {row.rate} | {row.other} | {ratio} | {row.wanted} |")
+    return "\n".join(lines)
+
+
+def written(results: str, heading: str, text: str) -> str:
+    """A file of results with the section of this heading replaced, or added at the end."""
+    before, found, after = results.partition(f"\n{heading}\n")
+    following = after.find("\n## ") if found else -1
+    return f"{before.rstrip()}\n\n{heading}\n\n{text}\n" + (after[following:] if following >= 0 else "")
+
+
+def measure() -> None:
+    """Run every part while there is time; print the table and write it to RESULTS.md after each."""
+    began, rows, missing = time.monotonic(), [], []
+    properties = torch.cuda.get_device_properties(0)
+    import triton
+
+    for name, part in PARTS.items():
+        if time.monotonic() - began > (MINUTES - 2) * 60:
+            missing.append(f"{name}: no time was left")
+            continue
+        try:
+            rows += part()
+        except Exception as error:  # what one kernel cannot do must not hide what the others can
+            missing.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        text = (f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, torch {torch.__version__}, triton "
+                f"{triton.__version__}, CUDA {torch.version.cuda}, {datetime.date.today()}, `python bench.py gpu`.\n\n"
+                + table(rows) + "".join(f"\n\nNot measured: {line}" for line in missing))
+        with open(os.path.join(os.path.dirname(__file__), "RESULTS.md"), "r+") as file:
+            results = written(file.read(), HEADING, text)
+            file.seek(0)
+            file.write(results)
+            file.truncate()
+    print(text)
