@@ -1,10 +1,13 @@
 """The model on GPUs, where kernels.py takes part, here interpreted: the same loss and gradients as without."""
 import os
+import subprocess
+import sys
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import config
 import grids
@@ -46,3 +49,30 @@ def test_a_model_with_kernels_equals_one_without(monkeypatch, flags, packed):
     for ours, plain in zip(got, want):
         assert (ours - plain).abs().max() < 1e-4 * plain.abs().max()
     assert max(grad.abs().max() for grad in want) > 0.01
+
+
+def on_ranks(flags: str) -> list[tuple]:
+    """Every piece of the gradient, by name and box."""
+    settings = config.parse(f"{MODEL} {flags}".split(), dist.get_world_size())
+    groups = train.build_groups(settings.grid, settings.model)
+    llama, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float32)
+    tokens = torch.randint(61, (2, 13), generator=torch.Generator().manual_seed(0))
+    samples = grids.GivenSamples(tokens[:, :-1], tokens[:, 1:])
+    train.gradients(llama, optimizer, train.share(samples, 0, 2, settings, groups), groups)
+    return grids.pieces(optimizer, "owned_grad")
+
+
+@pytest.mark.parametrize("style", ["allgather", "ring", "ulysses"])
+def test_attention_of_kernels_is_a_block_of_context_parallelism(pool, style):
+    want = grids.whole(pool.run(1, "test_operations:on_ranks", flags="--attention math"))
+    got = grids.whole(pool.run(2, "test_operations:on_ranks", flags=f"--attention triton --cp 2 --cp-style {style}"))
+    for name, grad in want.items():
+        assert (got[name] - grad).abs().max() < 1e-4 * grad.abs().max(), name
+
+
+def test_without_a_gpu_or_the_interpreter_triton_is_refused():
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "train.py", "--attention", "triton", "--device", "cpu"], env=environment,
+                          cwd=os.path.dirname(config.__file__), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.startswith("train.py: --attention triton needs a GPU, or TRITON_INTERPRET=1")
