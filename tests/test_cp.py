@@ -31,10 +31,10 @@ def test_every_token_is_at_one_place(c, t, seq):
         mine, next_ones, positions, documents = cp.cut(tokens, labels, None, None, c, i, t)
         assert documents is None and mine.shape[1] == cp.padded(seq, c, t) / c
         for rank, part in enumerate(mine.flatten().view(t, -1)):
-            found |= {token.item(): (i, rank, index) for index, token in enumerate(part) if token}
+            found |= {token.item(): (i, rank, index) for index, token in enumerate(part) if token > 0}
         for place, column, following in zip(positions, mine.t(), next_ones.t()):
             real = place < seq
-            assert torch.equal(column, tokens[:, place] if real else torch.zeros_like(column))
+            assert torch.equal(column, tokens[:, place] if real else torch.full_like(column, -1))
             assert torch.equal(following, labels[:, place] if real else torch.full_like(following, cp.IGNORED))
     assert found.keys() == set(tokens.flatten().tolist()) and len(set(found.values())) == len(found)
 
