@@ -24,6 +24,7 @@ def check(config: Config, world: int) -> None:
     check_grid(config.grid, config.model, world)
     check_batch(config.batch, config.grid)
     check_optim(config.optim, config.model, config.precision)
+    check_fp8(config.precision, config.model, config.grid)
     check_data(config.data, config.model)
     check_run(config.run)
 
@@ -224,6 +225,33 @@ def check_optim(optim: Optim, model: Model, precision: Precision) -> None:
         need(precision.dtype != "fp64", "--moments bf16 with --dtype fp64 would undo it: use --moments auto")
         need(optim.betas[1] <= 0.99, f"--moments bf16 with --betas {optim.betas}: an average in bf16 cannot move by "
                                      "less than 1/256 of itself, use a second beta of at most 0.99")
+
+
+def check_fp8(precision: Precision, model: Model, grid: Grid) -> None:
+    fp8 = precision.fp8
+    if fp8 == "none":
+        need(precision.fp8_ends, "--no-fp8-ends without --fp8: no block multiplies in FP8")
+        need(not precision.fp8_pow2, "--fp8-pow2 without --fp8: there are no scales")
+        return
+    need(precision.dtype not in ("fp16", "fp64"),
+         f"--fp8 {fp8} with --dtype {precision.dtype}: FP8 goes with bf16, or with fp32 where a CPU emulates it")
+    need(precision.fp8_ends or model.layers > 2,
+         f"--no-fp8-ends: of --layers {model.layers} none would multiply in FP8, use 3 or more, or --fp8 none")
+    need(not grid.async_tp, f"--fp8 {fp8} with --async-tp: a ring multiplies pieces as they are, use one of them")
+    need(not grid.sp_keep, f"--fp8 {fp8} with --sp-keep: what forward gathers is not what backward "
+                           "multiplies, use one of them")
+    unit, t = 128 if fp8 == "blockwise" else 16, grid.tp
+    kv = max(model.kv_heads // t, 1) * model.head_dim
+    sides = [("--hidden", model.hidden), ("--heads x --head-dim", model.heads // t * model.head_dim),
+             ("--kv-heads x --head-dim", kv)]
+    if not model.experts or model.dense_layers:
+        sides.append(("--ffn", model.ffn // t))
+    if model.experts:
+        sides.append(("--expert-ffn", model.expert_ffn))
+        if model.shared_experts:
+            sides.append(("--shared-experts x --expert-ffn", model.shared_experts * model.expert_ffn // t))
+    for name, side in sides:
+        need(side % unit == 0, f"--fp8 {fp8}: {name} is {side} on a rank of --tp {t}, and must be a multiple of {unit}")
 
 
 def check_data(data: Data, model: Model) -> None:

@@ -123,6 +123,10 @@ class Grid:
 class Precision:
     dtype: str = setting("auto", "weights and activations; auto: bf16 on GPU, fp32 on CPU; fp16 scales the loss",
                          ("auto", "bf16", "fp16", "fp32", "fp64"))
+    fp8: str = setting("none", "linear layers of blocks multiply in FP8; tensorwise: one scale a tensor, gradients in "
+                       "E5M2; blockwise: one a 1x128 or 128x128 block", ("none", "tensorwise", "blockwise"))
+    fp8_ends: bool = setting(True, "also those of the first and the last block")
+    fp8_pow2: bool = setting(False, "FP8 scales are powers of two")
     moments: str = setting("auto", "AdamW's averages; auto: fp32, or fp64 in fp64 runs", ("auto", "bf16"))
     attention: str = setting("auto", "auto, sdpa: torch's fused kernels; triton: ours; math: written out, keeps scores",
                              ("auto", "triton", "sdpa", "math"))

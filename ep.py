@@ -379,21 +379,42 @@ def combine(y: Tensor, weights: Tensor, route: Route, group: Group) -> Tensor:
 
 # ---- experts --------------------------------------------------------------------------------------------------------
 
+class GroupedMatmul:
+    """The three products of a grouped linear layer. As tp.py's Matmul, it may hold x in two forms: rows and columns."""
+
+    def pack(self, x, route, grad=False):
+        """(rows, what to keep until columns are multiplied: tensors). grad: x is a gradient."""
+        return x, (x,)
+
+    def grouped_forward(self, rows, weight, route):
+        return grouped(rows, weight.transpose(1, 2), route)
+
+    def grouped_input_grad(self, rows, weight, route):
+        return grouped(rows, weight, route)
+
+    def add_grouped_weight_grad(self, out, grad, x, route):
+        add_grouped(out, *grad, *x, route)
+
+
+AS_IT_IS = GroupedMatmul()
+
+
 class GroupedLinear(Function):
     """Rows, sorted by expert, each times the transpose of its expert's matrix: R in, e out in -> R out."""
 
     @staticmethod
-    def forward(ctx, x, weight, route):
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.route = weight, route
-        return grouped(x, weight.transpose(1, 2), route)
+    def forward(ctx, x, weight, route, matmul=AS_IT_IS):
+        rows, kept = matmul.pack(x, route)
+        ctx.save_for_backward(*kept)
+        ctx.weight, ctx.route, ctx.matmul = weight, route, matmul
+        return matmul.grouped_forward(rows, weight, route)
 
     @staticmethod
     def backward(ctx, grad):
-        x, route = ctx.saved_tensors[0].detach(), ctx.route
-        grad = grad.contiguous()
-        accumulate_grad(ctx.weight, lambda out: add_grouped(out, grad, x, route))  # also if no row came: it is counted
-        return grouped(grad, ctx.weight, route), None, None
+        x, route, matmul = [part.detach() for part in ctx.saved_tensors], ctx.route, ctx.matmul
+        rows, columns = matmul.pack(grad.contiguous(), route, grad=True)
+        accumulate_grad(ctx.weight, lambda out: matmul.add_grouped_weight_grad(out, columns, x, route))  # also if no
+        return matmul.grouped_input_grad(rows, ctx.weight, route), None, None, None  # row came: it is counted
 
 
 def aligned(*tensors: Tensor) -> bool:

@@ -24,12 +24,12 @@ from torch import nn
 import config
 from collectives import Group
 from cp import FLASH_CPU, FLASH_GPU, WRITTEN_OUT, ContextParallel, flash_of, padded
-from ep import NO_BALANCE, Balance, GroupedLinear, Route, Router, Tokens, combine, dispatch
+from ep import AS_IT_IS, NO_BALANCE, Balance, GroupedLinear, GroupedMatmul, Route, Router, Tokens, combine, dispatch
 from operations import Rotate, SwiGLU, angles, attention_math, attention_sdpa, fused, kernels, norm, visible
 from param import Groups, Spec, at_least_fp32, cut, parameter, rank, size
 from pp import Pipeline, one_stage
 from recompute import Arena, Part, Recomputed, forgetting, kept, llama_layer
-from tp import TensorParallel, all_tokens, column, cross_entropy, embed, every_token, own_tokens, row
+from tp import Matmul, TensorParallel, all_tokens, column, cross_entropy, embed, every_token, own_tokens, row
 
 # ---- the model ------------------------------------------------------------------------------------------------------
 
@@ -43,6 +43,7 @@ class Shared(NamedTuple):
     experts: tuple[Tokens, Group] | None  # what routers are told, and the expert parallel group
     again: bool = False  # a layer runs again, for a backward that follows at once
     routes: list[Route] | None = None  # where tokens of such a layer went the first time
+    grouped: GroupedMatmul = AS_IT_IS  # how experts multiply
 
 
 class Embedding(nn.Module):
@@ -139,10 +140,10 @@ class Experts(nn.Module):
             beside = self.shared(h, lambda h: h, shared) if self.shared else None  # while tokens travel
         if shared.routes is not None and not shared.again:
             shared.routes.append(route)
-        both = GroupedLinear.apply(arrive(), self.w_gate_up, route)
+        both = GroupedLinear.apply(arrive(), self.w_gate_up, route, shared.grouped)
         inside, gates = SwiGLU.apply(both), both.detach()
         with forgetting(inside, lambda: SwiGLU.apply(gates)) if shared.selective else nullcontext():
-            y = GroupedLinear.apply(inside, self.w_down, route)
+            y = GroupedLinear.apply(inside, self.w_down, route, shared.grouped)
         y = all_tokens(combine(y, weights, route, group), len(h), tp)
         return y if beside is None else y + beside
 
@@ -214,14 +215,19 @@ class Llama(nn.Module):
     pipeline: which stages this rank has; None: everything is one. cp_style: see cp.py. z_loss: see cross_entropy.
     balance: of experts, see ep.py.
     sequence, ring, keep: how tensor parallel ranks share, see tp.py.
+    fp8: how the linear layers of blocks multiply, see tp.Matmul and ep.GroupedMatmul, but not when text is sampled;
+    fp8_ends: also those of the first and the last block.
     Parameters have no memory yet: an optimizer's `load` gives it to them and fills it from a source.
     """
 
     def __init__(self, model: config.Model, groups: Groups, dtype: torch.dtype = torch.float32,
                  device: torch.device | str = "cpu", attention: str = "auto", recompute: str = "none",
                  sequence: bool = True, ring: bool = False, z_loss: float = 0.0, keep: bool = False,
-                 cp_style: str = "allgather", pipeline: Pipeline | None = None, balance: Balance = NO_BALANCE):
+                 cp_style: str = "allgather", pipeline: Pipeline | None = None, balance: Balance = NO_BALANCE,
+                 fp8: tuple[Matmul, GroupedMatmul] | None = None, fp8_ends: bool = True):
         super().__init__()
+        self.fp8, ends = fp8, 0 if fp8_ends else 1
+        self.in_fp8 = range(ends, model.layers - ends) if fp8 else range(0)
         self.pipeline = pipeline or one_stage(model.layers)
         self.stages, self.last = self.pipeline.stages, self.pipeline.last
         make = partial(parameter, groups=groups, dtype=dtype, device=device)
@@ -268,11 +274,14 @@ class Llama(nn.Module):
         routing = (self.routed(tokens, tp, weight), self.ep) if self.routers else None
         shared = Shared(tp, angles(positions, self.model, self.wide), attend, cache, self.recompute == "selective",
                         routing)
+        low = shared
+        if self.fp8 and cache is None:
+            low = shared._replace(tp=tp._replace(matmul=self.fp8[0]), grouped=self.fp8[1])
         if stage == 0:
             x = self.embedding(tokens.flatten(), tp)
         arena = self.checkpoints(x) if self.recompute == "full" and x.requires_grad else None
         for layer in self.stages[stage]:
-            x = self.blocks[str(layer)](x, shared, arena)
+            x = self.blocks[str(layer)](x, low if layer in self.in_fp8 else shared, arena)
         if stage < self.last:
             return x
         if labels is not None:

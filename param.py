@@ -111,11 +111,12 @@ def shape_of(box: Box) -> tuple[int, ...]:
 def parameter(spec: Spec, groups: Groups, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.nn.Parameter:
     """A Parameter with the local shape but no memory (one element, seen everywhere) until its bucket gives it some.
 
-    It carries `spec`, `box` (the part it is) and `sink` (who takes its gradient; None: autograd's own `.grad`).
+    It carries `spec`, `box` (the part it is), `sink` (who takes its gradient; None: autograd's own `.grad`) and
+    `generation`, a number that changes with its values, for whoever keeps something that was made of them.
     """
     box = box_of(spec, groups)
     param = torch.nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(shape_of(box)))
-    param.spec, param.box, param.sink = spec, box, None
+    param.spec, param.box, param.sink, param.generation = spec, box, None, 0
     return param
 
 

@@ -78,17 +78,58 @@ from param import (
     stacked,
 )
 
+Kept = tuple[torch.Tensor, ...]  # what a layer saves of its input
+
+
+class Matmul:
+    """The three products of a linear layer, Y = X W^T, dX = dY W and dW += dY^T X, and what of X is sent and kept.
+
+    Here everything is as it is. A class with the same methods (fp8.py has one) may hold X and dY in one form where
+    weights multiply them, called rows, and in another where tokens are summed over, called columns.
+
+    spread: (arriving rows of all ranks' x, what to keep of this rank's); keep: the latter alone. columns: of what all
+    ranks kept. both: rows and columns of all ranks' x. weights: [N, K] each, below each other. grad: x is a gradient.
+    """
+    one_form = True  # rows may be kept as columns
+
+    def spread(self, x, tp, keep=True):
+        return start_gather(x, tp), (x,)
+
+    def keep(self, x, tp, grad=False):
+        return (x,)
+
+    def columns(self, kept, tp, grad=False):
+        return start_gather(*kept, tp)
+
+    def both(self, x, tp, grad=False):
+        arriving = start_gather(x, tp)
+        return lambda: (arriving(),) * 2
+
+    def forward(self, rows, weights):
+        return rows @ together(weights).t()
+
+    def input_grad(self, rows, weights):
+        return rows @ together(weights)
+
+    def add_weight_grad(self, out, grad, x):
+        add_product(out, grad.t(), x)
+
 
 class TensorParallel(NamedTuple):
     """How layers are shared by the ranks of a group. Functions take it as `tp`; without a group nothing is shared.
 
     sequence: between layers a rank has T/t tokens, the group's ranks in order. ring: in pieces, see above. keep: what
-    was gathered for a matmul is kept for its backward, t times the memory, instead of being gathered again.
+    was gathered for a matmul is kept for its backward, t times the memory, instead of being gathered again. matmul: how
+    linear layers multiply; a ring multiplies by itself.
     """
     group: Group = None
     sequence: bool = False
     ring: bool = False
     keep: bool = False
+    matmul: Matmul = Matmul()
+
+
+ALONE = TensorParallel()
 
 
 # ---- f, g and their duals -------------------------------------------------------------------------------------------
@@ -154,23 +195,18 @@ def ring_sum(term: Callable[[slice], torch.Tensor], rows: int, group: Group) -> 
     return total
 
 
-def gathered_product(x: torch.Tensor, matrix: torch.Tensor, tp: TensorParallel) -> tuple[torch.Tensor, torch.Tensor]:
+def ring_product(x: torch.Tensor, matrix: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
     """(X M, X) of the gathered rows X."""
-    if not tp.ring:
-        whole = start_gather(x, tp)()
-        return whole @ matrix, whole
-    whole = x.new_empty(len(x) * size(tp.group), x.shape[1])
+    whole = x.new_empty(len(x) * size(group), x.shape[1])
     product = x.new_empty(len(whole), matrix.shape[1])
-    for part in ring_gather(whole, x, tp.group):
+    for part in ring_gather(whole, x, group):
         torch.mm(whole[part], matrix, out=product[part])
     return product, whole
 
 
-def summed_product(x: torch.Tensor, matrix: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
-    """The sum over the ranks of X M."""
-    if not tp.ring:
-        return start_sum(x @ matrix, tp)()
-    return ring_sum(lambda part: x[part] @ matrix, len(x) // size(tp.group), tp.group)
+def ring_summed_product(x: torch.Tensor, matrix: torch.Tensor, group: Group) -> torch.Tensor:
+    """This rank's rows of the sum over the ranks of X M."""
+    return ring_sum(lambda part: x[part] @ matrix, len(x) // size(group), group)
 
 
 # ---- linear layers --------------------------------------------------------------------------------------------------
@@ -188,30 +224,36 @@ class Column(Function):
 
     @staticmethod
     def forward(ctx, x, before, tp, defer, keep, *weights):
-        product, whole = gathered_product(before(x) if before else x, together(weights).t(), tp)
-        ctx.whole = (keep or tp.keep) and before is None and not deferring(defer)
-        ctx.save_for_backward(whole if ctx.whole else x)
+        y, ctx.matmul = before(x) if before else x, tp.matmul
+        if tp.ring:
+            product, whole = ring_product(y, together(weights).t(), tp.group)
+            kept = (y,)
+        else:
+            arriving, kept = ctx.matmul.spread(y, tp, before is None)
+            whole = arriving()
+            product = ctx.matmul.forward(whole, weights)
+        ctx.whole = (keep or tp.keep) and before is None and not deferring(defer) and ctx.matmul.one_form
+        ctx.save_for_backward(*((x,) if before else (whole,) if ctx.whole else kept))
         ctx.before, ctx.tp, ctx.defer = before, tp, defer
         ctx.weights = weights  # as an attribute: recomputation would hand back an alias without a sink
         return product
 
     @staticmethod
     def backward(ctx, grad):
-        tp, matrix = ctx.tp, together(ctx.weights)
-        x, y = repeated(ctx.before, *ctx.saved_tensors)
-        local = y.detach()  # what waits in a queue must not hold a graph
-        arriving = (lambda: local) if ctx.whole else None if deferring(ctx.defer) else start_gather(local, tp)
+        tp, matmul, later = ctx.tp, ctx.matmul, deferring(ctx.defer)
+        x, y, kept = repeated(ctx.before, ctx.saved_tensors, tp)
+        arriving = None if later else (lambda: kept[0]) if ctx.whole else matmul.columns(kept, tp)
         if tp.ring:
-            dx = summed_product(grad, matrix, tp)
+            columns, dx = grad, ring_summed_product(grad, together(ctx.weights), tp.group)
+            whole = arriving() if arriving else None
         else:
-            terms = grad @ matrix
-            if arriving:
-                arriving()
+            rows, columns = matmul.both(grad, ALONE, grad=True)()
+            terms = matmul.input_grad(rows, ctx.weights)
+            whole = arriving() if arriving else None
             dx = start_sum(terms, tp)
 
         def add(out):
-            whole = arriving() if arriving else start_gather(local, tp)()
-            add_product(out, grad.t(), whole)
+            matmul.add_weight_grad(out, columns, matmul.columns(kept, tp)() if later else whole)
 
         accumulate_grad(ctx.weights, add, ctx.defer)
         dx = dx if tp.ring else dx()
@@ -226,43 +268,51 @@ class Row(Function):
 
     @staticmethod
     def forward(ctx, x, before, tp, skip, weight):
-        ctx.save_for_backward(x)
-        ctx.before, ctx.tp, ctx.weight = before, tp, weight
+        ctx.before, ctx.tp, ctx.weights, matmul = before, tp, (weight,), tp.matmul
         if skip:
+            ctx.save_for_backward(*((x,) if before else matmul.keep(x, ALONE)))
             rows = len(x) // size(tp.group) if tp.sequence else len(x)
             return x.new_zeros(()).expand(rows, len(weight))
-        return summed_product(before(x) if before else x, weight.t(), tp)
+        y = before(x) if before else x
+        if tp.ring:
+            ctx.save_for_backward(x)
+            return ring_summed_product(y, weight.t(), tp.group)
+        arriving, kept = matmul.spread(y, ALONE, before is None)
+        ctx.save_for_backward(*((x,) if before else kept))
+        return start_sum(matmul.forward(arriving(), ctx.weights), tp)()
 
     @staticmethod
     def backward(ctx, grad):
-        tp, later = ctx.tp, deferring()
+        tp, matmul = ctx.tp, ctx.tp.matmul
         if tp.ring:
-            x, y = repeated(ctx.before, *ctx.saved_tensors)
-            dy, whole = gathered_product(grad, ctx.weight, tp)
+            x, y, kept = repeated(ctx.before, ctx.saved_tensors)
+            dy, columns = ring_product(grad, *ctx.weights, tp.group)
         else:
-            arriving = start_gather(grad, tp)
-            x, y = repeated(ctx.before, *ctx.saved_tensors)
-            whole = arriving()
-            dy = whole @ ctx.weight
-        local = y.detach()
-        if later:  # T/t rows wait in the queue, not T
-            accumulate_grad(ctx.weight, lambda out: add_product(out, start_gather(grad, tp)().t(), local))
+            arriving = matmul.both(grad, tp, grad=True)
+            x, y, kept = repeated(ctx.before, ctx.saved_tensors, ALONE._replace(matmul=matmul))
+            rows, columns = arriving()
+            dy = matmul.input_grad(rows, ctx.weights)
+        if deferring() and tp.sequence:  # T/t rows wait in the queue, not T
+            own = matmul.keep(grad, tp, grad=True)
+            accumulate_grad(ctx.weights, lambda out: matmul.add_weight_grad(
+                out, matmul.columns(own, tp, grad=True)(), matmul.columns(kept, ALONE)()))
         else:
-            accumulate_grad(ctx.weight, lambda out: add_product(out, whole.t(), local))
+            accumulate_grad(ctx.weights, lambda out: matmul.add_weight_grad(
+                out, columns, matmul.columns(kept, ALONE)()))
         return through(ctx.before, x, y, dy), None, None, None, None
 
 
-def repeated(before: Before | None, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x, before(x)), and the graph between them."""
-    x = x.detach()
+def repeated(before: Before | None, saved: tuple[torch.Tensor, ...], tp: TensorParallel = ALONE) -> tuple:
+    """(x, before(x), what is kept of it), and the graph between the first two, if there is a `before`."""
     if before is None:
-        return x, x
-    x.requires_grad_()
+        return None, None, tuple(part.detach() for part in saved)
+    x = saved[0].detach().requires_grad_()
     with torch.enable_grad():
-        return x, before(x)
+        y = before(x)
+    return x, y, tp.matmul.keep(y.detach(), tp)  # what waits in a queue must not hold a graph
 
 
-def through(before: Before | None, x: torch.Tensor, y: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+def through(before: Before | None, x: torch.Tensor | None, y: torch.Tensor | None, dy: torch.Tensor) -> torch.Tensor:
     """The derivative by x, given that by y = before(x)."""
     if before is None:
         return dy
@@ -272,6 +322,8 @@ def through(before: Before | None, x: torch.Tensor, y: torch.Tensor, dy: torch.T
 
 def together(weights: tuple[nn.Parameter, ...]) -> torch.Tensor:
     """The weights below each other: a view if they lie so, else a copy."""
+    if len(weights) == 1:
+        return weights[0].detach()
     view = stacked([weight.detach() for weight in weights])
     return torch.cat(weights) if view is None else view
 

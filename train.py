@@ -36,6 +36,7 @@ from cp import cut
 from data import BYTES_SEPARATOR, Corpus, MicroBatch, Samples
 from dp import composition
 from ep import Balance, rebalance
+from fp8 import RECIPES, Fp8
 from model import Llama, activation_bytes, active_count, flops_per_token, parameter_count
 from param import IGNORED, Groups, at_least_fp32, draw, rank, size
 from pp import Pipeline, Plan, partition, plan
@@ -133,12 +134,23 @@ def moments_dtype(settings: config.Config, dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if settings.precision.moments == "bf16" else at_least_fp32(dtype)
 
 
+def fp8_layers(settings: config.Config, groups: Groups, dtype: torch.dtype) -> tuple[Fp8, Fp8] | None:
+    """How linear layers and experts multiply in FP8. Ranks of cp and tp have parts of one micro-batch's activations."""
+    precision, stays = settings.precision, settings.grid.zero < 3
+    if precision.fp8 == "none":
+        return None
+    recipe, parts = RECIPES[precision.fp8]._replace(pow2=precision.fp8_pow2), (groups["cp"], groups["tp"])
+    return (Fp8(recipe, dtype, parts, (groups["tp"],), cached=stays),
+            Fp8(recipe, dtype, (*parts, groups["ep"]), (groups["ep"],), cached=stays))
+
+
 def build(settings: config.Config, groups: Groups, device: torch.device, dtype: torch.dtype) -> tuple[Llama, Optimizer]:
     """The model and its optimizer, filled with the seed's weights."""
     grid, optim, precision = settings.grid, settings.optim, settings.precision
     model = Llama(settings.model, groups, dtype, device, precision.attention, precision.recompute, grid.sp,
                   grid.async_tp, optim.z_loss, grid.sp_keep, grid.cp_style, pipeline(settings, groups["pp"], device),
-                  Balance(optim.aux_loss, optim.aux_over, optim.router_z_loss, optim.bias_rate))
+                  Balance(optim.aux_loss, optim.aux_over, optim.router_z_loss, optim.bias_rate),
+                  fp8_layers(settings, groups, dtype), precision.fp8_ends)
     optimizer = Optimizer(model.chunks(), groups, grid.bucket_mb, grid.zero, optim.optimizer, optim.betas,
                           weight_decay=optim.weight_decay, clip=optim.clip, moments=moments_dtype(settings, dtype),
                           last=model.head)

@@ -193,6 +193,8 @@ class Shard(Bucket):
 
     def publish(self) -> None:
         """Let the weights that the model sees be the master weights, from their next `gather` on."""
+        for param in self.params:
+            param.generation += 1
         if self.master is not self.shard:
             self.shard.copy_(self.master)
         if self.stage == 3:  # a forward whose backward never came has left weights here, which are old now

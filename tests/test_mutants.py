@@ -199,16 +199,15 @@ MUTANTS = [
            "return start_sum(table[rows].mul_(mine[:, None]), tp)()", "return start_sum(table[rows], tp)()",
            "tests/test_tp.py::test_a_table_of_any_size_is_shared[97-2]"),
     Mutant("a column layer's gradient from the own tokens", "tp.py",
-           "whole = arriving() if arriving else start_gather(local, tp)()",
-           "whole = local.repeat(len(grad) // len(local), 1)",
+           "matmul.columns(kept, tp)() if later else whole)", "kept[0].repeat(len(grad) // len(kept[0]), 1))",
            "tests/test_tp.py::test_a_pair_of_matrices_equals_the_dense_one[True-False-2]"),
     Mutant("dX that is not summed", "tp.py",
            "            dx = start_sum(terms, tp)\n", "            dx = lambda: terms if not tp.sequence else "
            "start_sum(terms, tp)()\n",
            "tests/test_tp.py::test_a_pair_of_matrices_equals_the_dense_one[False-False-2]"),
     Mutant("a gather that hides under nothing", "tp.py",
-           "        if tp.ring:\n            dx = summed_product(grad, matrix, tp)\n        else:\n",
-           "        if tp.ring:\n            dx = summed_product(grad, matrix, tp)\n        else:\n"
+           "            rows, columns = matmul.both(grad, ALONE, grad=True)()\n",
+           "            rows, columns = matmul.both(grad, ALONE, grad=True)()\n"
            "            _ = arriving and arriving()\n",
            "tests/test_tp.py::test_every_message_of_a_column_parallel_backward_hides_under_a_matmul"),
     Mutant("a layer that runs again with its last sum", "model.py",
