@@ -37,8 +37,8 @@ Sums. Hopper's tensor cores add FP8 products with about 14 bits: over K = 4096 e
 Blockwise sums 128 products there and adds that to an fp32 sum, after multiplying by both scales, which it has to do
 anyway. Tensorwise lets forward accumulate fast, and asks backward, whose errors go into weights, for the exact way.
 
-What stays as it is: embedding, head, norms, router, attention, master weights, sums of gradients. Their FLOPs are few or
-their errors go far. Many recipes spare the first and the last block, too (--no-fp8-ends).
+What stays as it is: embedding, head, norms, router, attention, master weights, sums of gradients. They have few FLOPs,
+or their errors go far. Many recipes spare the first and the last block, too (--no-fp8-ends).
 
 Where recipes went wrong. Delayed tensorwise scaling lost a 7B Llama after 200 billion tokens, as SwiGLU grew outliers
 (Fishman et al. 2024). DeepSeek-V3's 16B test diverged with 128 x 128 blocks of dY: outliers sit in tokens, so blocks of
@@ -46,8 +46,8 @@ several tokens mix them. Scales fitted to powers of two (--fp8-pow2) multiply wi
 FP8 master weights lose steps smaller than 1/16 of a weight. Weight gradients in FP8 need loss-scaling of their own
 (FP8-LM). Quantised norm weights made MX formats unstable. Current tensorwise scaling trains, and is the fastest.
 
-With sequence parallelism a rank has T/t tokens of X. Rows are gathered in FP8, half the bytes; columns, too, if a rank's
-tokens are whole blocks, else x is gathered as it is, so that blocks lie the same on any number of ranks.
+With sequence parallelism a rank has T/t tokens of X. Rows are gathered in FP8, half the bytes; columns, too, where T/t
+are whole blocks, or else x is gathered as it is, so that blocks lie the same on any number of ranks.
 
 Bytes a parameter at ZeRO stage 0, as in zero.py, which has published recipes beside:
 
@@ -116,7 +116,7 @@ def along_rows(x: Tensor, dtype: torch.dtype, pow2: bool) -> Quantised:
     x = F.pad(x, (0, -x.shape[1] % BLOCK))
     blocks = x.unflatten(1, (x.shape[1] // BLOCK, BLOCK))
     scales = scale_of(blocks.abs().amax(-1), dtype, pow2)
-    return Quantised(to_fp8(blocks * scales.reciprocal()[..., None], dtype).flatten(1), scales)
+    return Quantised(to_fp8(blocks * scales.reciprocal()[..., None], dtype).flatten(1).contiguous(), scales)
 
 
 def in_tiles(w: Tensor, dtype: torch.dtype, pow2: bool) -> Quantised:

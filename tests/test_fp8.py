@@ -1,0 +1,651 @@
+"""FP8: formats, scales and products against fp64; layers and models on grids against formulas written out; kernels.
+
+Grids run in fp64, where two ways of adding differ by 1e-16, so that next to no number is rounded to another FP8 number.
+"""
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+
+os.environ["TRITON_INTERPRET"] = "1"  # before fp8_kernels defines its kernels
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
+
+import collectives
+import config
+import fp8
+import fp8_kernels
+import grids
+import param
+import tp
+import train
+from fp8 import BLOCK, E4M3, E5M2, RECIPES, Fp8, Quantised, quantise, to_fp8, values
+from meter import Meter
+from param import Spec, box_of, cut, draw, parameter
+from tp import TensorParallel
+
+NAIVE = fp8.Recipe(E4M3, E4M3, blocks=False)
+FORMATS = {E4M3: (3, -6, 448.0), E5M2: (2, -14, 57344.0)}  # bits of mantissa, exponent of the smallest normal, largest
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- the same by arithmetic alone -----------------------------------------------------------------------------------
+
+def held(x: torch.Tensor, format: torch.dtype) -> torch.Tensor:
+    """The nearest number with so many bits, ties to even, in fp64."""
+    bits, lowest, largest = FORMATS[format]
+    x = x.double().clamp(-largest, largest)
+    step = torch.exp2((torch.frexp(x).exponent - 1).clamp(min=lowest).double() - bits)
+    return (x / step).round() * step
+
+
+def in_blocks(x: torch.Tensor, format: torch.dtype, rows: int, columns: int, pow2: bool = False) -> torch.Tensor:
+    """What x becomes if each block of so many rows and columns has a scale; 0: all there are."""
+    R, C = x.shape
+    rows, columns = rows or R, columns or C
+    blocks = torch.zeros(-(-R // rows) * rows, -(-C // columns) * columns, dtype=torch.float64)
+    blocks[:R, :C] = x
+    blocks = blocks.view(-1, rows, blocks.shape[1] // columns, columns)
+    scales = blocks.abs().amax((1, 3), keepdim=True).float() / FORMATS[format][2]
+    if pow2:
+        scales = 2.0 ** scales.double().log2().ceil().float()
+    return (held(blocks * (1 / scales), format) * scales).flatten(2).flatten(0, 1)[:R, :C]
+
+
+def emulated(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, recipe: fp8.Recipe) -> tuple[torch.Tensor, ...]:
+    """(Y, dX, dW) of a linear layer, by the formulas of the recipe."""
+    along, across, tile = ((1, 128), (128, 1), (128, 128)) if recipe.blocks else ((0, 0),) * 3
+    ws = in_blocks(w, recipe.x, *tile, recipe.pow2)
+    y = in_blocks(x, recipe.x, *along, recipe.pow2) @ ws.t()
+    dx = in_blocks(dy, recipe.grad, *along, recipe.pow2) @ ws
+    return y, dx, in_blocks(dy, recipe.grad, *across, recipe.pow2).t() @ in_blocks(x, recipe.x, *across, recipe.pow2)
+
+
+def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 1e-12) -> bool:
+    return got.shape == want.shape and ((got - want).abs().max() <= tolerance * want.abs().max()).item()
+
+
+# ---- formats and scales ---------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_number_of_a_format_survives(format):
+    numbers = torch.arange(256, dtype=torch.uint8).view(format)
+    assert torch.equal(values(Quantised(numbers[None], torch.tensor(1.0)), torch.float64)[0].nan_to_num(7e7),
+                       numbers.double().nan_to_num(7e7))
+    finite = numbers.double()[numbers.double().isfinite()]
+    assert torch.equal(held(finite, format), finite) and finite.max() == FORMATS[format][2]
+    assert torch.equal(to_fp8(finite, format).double(), finite)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_is_too_large_becomes_the_largest_and_nan_stays(format):
+    largest = FORMATS[format][2]
+    x = torch.tensor([1.1, 2.0, 1e6, -1e30, math.inf, -math.inf]) * largest
+    for dtype in (torch.float32, torch.bfloat16):
+        assert to_fp8(x.to(dtype), format).double().tolist() == [largest] * 3 + [-largest, largest, -largest]
+    assert to_fp8(torch.tensor([math.nan]), format).double().isnan().all()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("pow2", [False, True])
+def test_a_round_trip_errs_by_half_a_step_at_most(format, blocks, pow2):
+    """Half a step: relative to normal numbers; of the smallest ones absolute, times what blocks were divided by."""
+    bits, lowest, largest = FORMATS[format]
+    x = normal(96, 300) * torch.exp2(20 * torch.rand(96, 1, generator=torch.Generator().manual_seed(1)).double() - 10)
+    layer = Fp8(fp8.Recipe(format, format, blocks, pow2), torch.float64)
+    for form, whole in zip(layer.quantised(x, False), (x, x.t())):
+        back = values(form, torch.float64)
+        filled = torch.zeros_like(back)
+        filled[:, :whole.shape[1]] = whole
+        scale = form.scales.double()
+        scale = scale.repeat_interleave(BLOCK, 1) if blocks else scale
+        half = 2.0 ** -(bits + 1)
+        limit = torch.maximum(filled.abs() * half, 2.0 ** lowest * half * scale) * (1 + 2.0 ** -20)  # scales are fp32
+        assert ((back - filled).abs() <= limit).all()
+        assert (back.abs() <= largest * scale).all()
+        assert (back[:, whole.shape[1]:] == 0).all()  # what it was filled up with
+        if pow2:
+            assert (torch.frexp(form.scales).mantissa == 0.5).all()
+
+
+def test_scales_are_what_the_largest_number_asks_for():
+    x = torch.tensor([[448.0 * 3, -1.0] + [0.0] * 126 + [7.0] * 128])
+    rows, _ = quantise(x, E4M3)
+    assert rows.scales.tolist() == [[3.0, 7 / 448]]
+    rows, _ = quantise(x, E4M3, pow2=True)
+    assert rows.scales.tolist() == [[4.0, 2.0 ** -6]]  # 7/448 is a power of two already
+    for nothing in (torch.zeros(3, 128), torch.full((3, 128), 1e-38)):
+        for form in quantise(nothing, E4M3):
+            assert form.scales.isfinite().all() and values(form, torch.float32).abs().max() == 0
+
+
+def test_what_is_not_finite_is_not_hidden():
+    """Or the step would not be skipped."""
+    for bad in (math.nan, math.inf):
+        x = torch.ones(256, 256)
+        x[130, 7] = bad
+        for recipe in RECIPES.values():
+            for form in Fp8(recipe, torch.float32).quantised(x, True):
+                assert not values(form, torch.float32).isfinite().all()
+
+
+def test_bf16_is_divided_and_rounded_once():
+    x = normal(128, 256).bfloat16()
+    for recipe in RECIPES.values():
+        layer = Fp8(recipe, torch.bfloat16)
+        for a, b in zip(layer.quantised(x, True), layer.quantised(x.float(), True)):
+            assert torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8)) and torch.equal(a.scales, b.scales)
+
+
+def test_an_outlier_spoils_its_own_block_only():
+    """Part of a gradient that is rounded to 0, when one token in 512 is 1e6 times the others."""
+    x = normal(512, 512)
+    x[17] *= 1e6
+    lost = {}
+    for name, recipe in {**RECIPES, "naive": NAIVE}.items():
+        rows, columns = Fp8(recipe, torch.float64).quantised(x, True)
+        lost[name] = [(values(form, torch.float64) == 0).double().mean().item() for form in (rows, columns)]
+    assert max(lost["blockwise"][0], lost["tensorwise"][0]) < 0.01  # E5M2 has 2^30 below its largest, rows no outlier
+    assert lost["blockwise"][1] < 0.25  # at most the blocks of 128 tokens that the outlier is in
+    assert min(lost["naive"]) > 0.9
+
+
+# ---- products -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("pow2", [False, True])
+def test_products_err_as_their_factors_do(name, pow2):
+    """|a b - a' b'| <= |a| |b| (u + v + u v) for relative errors u, v, where no factor is below the normal numbers; the
+    sum in fp32 adds K 2^-24, Higham's gamma."""
+    recipe, (T, N, K) = RECIPES[name]._replace(pow2=pow2), (192, 128, 256)
+    sign = [1 - 2 * (normal(*shape, seed=9) > 0).double() for shape in ((T, K), (N, K), (T, N))]
+    x, w, dy = (sign * (0.1 + torch.rand(sign.shape, generator=torch.Generator().manual_seed(seed)).double())
+                for seed, sign in enumerate(sign))
+    layer = Fp8(recipe, torch.float32)
+    rows, columns = layer.quantised(x.float(), False)
+    grad_rows, grad_columns = layer.quantised(dy.float(), True)
+    weight = parameter(Spec("w", (N, K)), {}, torch.float32)
+    weight.data = w.float()
+    out = torch.zeros(N, K)
+    layer.add_weight_grad(out, grad_columns, columns)
+    u, v = (2.0 ** -(FORMATS[format][0] + 1) for format in (recipe.x, recipe.grad))
+    for got, a, b, first, second in [(layer.forward(rows, (weight,)), x, w.t(), u, u),
+                                     (layer.input_grad(grad_rows, (weight,)), dy, w, v, u),
+                                     (out, dy.t(), x, v, u)]:
+        bound = (a.abs() @ b.abs()) * (first + second + first * second + a.shape[1] * 2.0 ** -23)
+        error = (got.double() - a @ b).abs()
+        assert (error <= bound).all()
+        assert error.max() > 1e-3 * bound.max()  # it did multiply eight bits
+
+
+@pytest.mark.parametrize("name, pow2", [("tensorwise", False), ("blockwise", False), ("blockwise", True)])
+def test_a_layer_is_the_recipe_s_formula(name, pow2):
+    recipe, T = RECIPES[name]._replace(pow2=pow2), 200
+    w = parameter(Spec("w", (256, 384)), {}, torch.float64)
+    w.data = normal(256, 384, seed=1)
+    x, dy = normal(T, 384).requires_grad_(), normal(T, 256, seed=2) * torch.exp2(-10 * torch.rand(T, 1).double())
+    how = TensorParallel(matmul=Fp8(recipe, torch.float64))
+    for linear in (lambda: tp.column(x, w, tp=how), lambda: tp.row(x, w, how)):
+        x.grad = w.grad = None
+        y = linear()
+        y.backward(dy)
+        for got, want in zip((y, x.grad, w.grad), emulated(x.detach(), w.detach(), dy, recipe)):
+            assert close(got, want)
+
+
+def test_shapes_that_are_no_blocks_are_refused():
+    w = parameter(Spec("layers.3.ffn.w_up", (256, 200)), {}, torch.float32)
+    for name, unit in (("blockwise", 128), ("tensorwise", 16)):
+        with pytest.raises(ValueError, match=f"layers.3.ffn.w_up is 256 x 200 .* multiples of {unit}"):
+            Fp8(RECIPES[name], torch.float32).weight((w,))
+
+
+# ---- layers on ranks ------------------------------------------------------------------------------------------------
+
+def weight(name: str, shape: tuple[int, int], dim: int, group) -> torch.nn.Parameter:
+    """This rank's part of a random matrix."""
+    spec = Spec(name, shape, {"tp": dim}, std=1.0)
+    made = parameter(spec, {"tp": group}, torch.float64)
+    made.data = draw(0)(spec, box_of(spec, {"tp": group})).double()
+    return made
+
+
+def pair(name: str, T: int, sequence: bool, before: bool) -> tuple[list[bool], dict[str, int]]:
+    """Whether a column and row parallel pair is the recipe's formula for whole matrices, and bytes sent by it and by a
+    pair without FP8."""
+    group, recipe, H = dist.group.WORLD, RECIPES[name], 128
+    n, me, act = group.size(), group.rank(), torch.tanh
+    a, b, c = weight("a", (512, H), 0, group), weight("b", (512, H), 0, group), weight("c", (H, 1024), 1, group)
+    whole_a, whole_b, whole_c = (weight(*args, None).detach() for args in
+                                 (("a", (512, H), 0), ("b", (512, H), 0), ("c", (H, 1024), 1)))
+    columns = torch.cat([torch.arange(512).view(n, -1)[me], 512 + torch.arange(512).view(n, -1)[me]])
+    c.data = whole_c[:, columns].clone()
+    x, up = normal(T, H, seed=1), normal(T, H, seed=2) * torch.logspace(0, -6, T, 2).double()[:, None]
+    part = cut(T, n, me) if sequence else slice(None)
+
+    def run(how: TensorParallel):
+        mine = x[part].clone().requires_grad_()
+        ab = tp.column(mine if before else act(mine), a, b, tp=how, before=act if before else None)
+        y = tp.row(ab if before else act(ab), c, how, before=act if before else None)
+        y.backward(up[part])
+        return y, mine.grad
+
+    sent = {}
+    for kind, matmul in ("plain", tp.Matmul()), ("fp8", Fp8(recipe, torch.float64, (group,), (group,))):
+        collectives.sent.clear()
+        a.grad = b.grad = c.grad = None
+        y, dx = run(TensorParallel(group, sequence, matmul=matmul))
+        sent[kind] = collectives.sent[collectives.name(group)]
+
+    whole_ab, dense = torch.cat((whole_a, whole_b)), act(x)
+    middle = emulated(dense, whole_ab, torch.ones(T, 1024).double(), recipe)[0]
+    hidden = act(middle)
+    want_y, d_hidden, want_dc = emulated(hidden, whole_c, up, recipe)
+    _, d_dense, want_dab = emulated(dense, whole_ab, d_hidden * (1 - hidden.square()), recipe)
+    pairs = [(y, want_y[part]), (dx, (d_dense * (1 - dense.square()))[part]), (c.grad, want_dc[:, columns]),
+             (torch.cat((a.grad, b.grad)), want_dab[columns])]
+    return [close(got, want, 1e-11) for got, want in pairs], sent
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("n, T, sequence", [(2, 256, True), (4, 256, True), (2, 200, False)])
+def test_a_pair_of_matrices_is_the_formula_on_every_grid(pool, name, n, T, sequence):
+    for before in (False, True):
+        for equal, sent in pool.run(n, "test_fp8:pair", name=name, T=T, sequence=sequence, before=before):
+            assert all(equal), equal
+            if sequence:
+                check_bytes(name, n, T, before, sent)
+
+
+def check_bytes(name: str, n: int, T: int, before: bool, sent: dict[str, int]) -> None:
+    """Elements are 8 bytes here where nothing is FP8. Three gathers of T 128 numbers, of which FP8 are that of forward
+    and, in backward, the column's where a rank has whole blocks, and the row's with one scale; two reductions."""
+    numbers, blocks = (n - 1) * T // n * 128, name == "blockwise"
+    assert sent["plain"] == numbers * 8 * 5
+    one = 1 + 4 / BLOCK if blocks else 1
+    column = one if T // n % (BLOCK if blocks else 16) == 0 else 8
+    # one number of each of x, dY and W, twice, where it is agreed upon; of x again where it is made again
+    agreed = 0 if blocks else (8 if before else 6) * (2 * 4 * (n - 1) // n)
+    assert sent["fp8"] == numbers * (one + column + (8 if blocks else 1) + 2 * 8) + agreed
+
+
+# ---- models on grids ------------------------------------------------------------------------------------------------
+
+MODEL = ("--layers 2 --hidden 128 --heads 4 --kv-heads 2 --head-dim 128 --ffn 256 --vocab 97 --dtype fp64 --steps 2 "
+         "--warmup 0 --lr-schedule constant --lr 0.01 --optimizer sgd --clip 0 --sample= --data " + __file__)
+MOE = "--experts 4 --top-k 2 --expert-ffn 128 --aux-loss 0.1"
+STEPS = 2
+
+
+def steps(grid: str, name: str) -> dict:
+    """One rank of a grid: two steps, every piece of gradients that it holds, and how many FP8 weights it keeps."""
+    settings = config.parse(f"{MODEL} {grid}".split(), dist.get_world_size() if dist.is_initialized() else 1)
+    settings.precision.fp8 = name  # which the command line refuses in fp64 runs
+    groups = train.build_groups(settings.grid, settings.model)
+    model, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float64)
+    seq, out = settings.batch.seq, dict(grads=[], loss=[])
+    for step in range(STEPS):
+        window = torch.randint(97, (2, seq + 1), generator=torch.Generator().manual_seed(step))
+        share = train.share(grids.GivenSamples(window[:, :-1], window[:, 1:].clone()), 0, 2, settings, groups)
+        out["loss"].append(train.gradients(model, optimizer, share, groups).item())
+        out["grads"].append(grids.pieces(optimizer, "owned_grad"))
+        optimizer.step(0.01)
+    return out | dict(cached=len(model.fp8[0].cache) if model.fp8 else 0)
+
+
+def truth(flags: str, name: str, known: dict = {}) -> dict:  # noqa: B006, it is a cache
+    if (flags, name) not in known:
+        result = steps(flags, name)
+        known[flags, name] = result["loss"], [grids.whole([grads]) for grads in result["grads"]]
+    return known[flags, name]
+
+
+ONE = "--global-batch 2 --micro-batch 1 --seq 256"
+LONG = "--global-batch 2 --micro-batch 1 --seq 512"
+GRIDS = [
+    (2, ONE, "--tp 2"),
+    (2, ONE, "--tp 2 --no-sp --recompute selective"),
+    (2, ONE, "--zero 3 --recompute full"),
+    (2, ONE, "--pp 2 --schedule zb-h1 --recompute selective"),
+    (4, ONE, "--pp 2 --tp 2 --schedule zb-h1 --kv-heads 2"),
+    (4, LONG, "--cp 2 --tp 2 --recompute full --zero 1"),
+    (2, f"{ONE} {MOE}", "--tp 2 --ep 2"),
+    (2, "--global-batch 2 --micro-batch 1 --seq 192", "--tp 2"),
+]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("ranks, flags, grid", GRIDS, ids=[f"{flags} {grid}" for _, flags, grid in GRIDS])
+def test_a_grid_equals_one_process_in_fp8(pool, name, ranks, flags, grid):
+    results, (loss, grads) = pool.run(ranks, "test_fp8:steps", grid=f"{flags} {grid}", name=name), truth(flags, name)
+    for step in range(STEPS):
+        assert all(result["loss"][step] == pytest.approx(loss[step], rel=1e-10) for result in results)
+        got = grids.whole([result["grads"][step] for result in results])
+        assert got.keys() == grads[step].keys()
+        for key, want in grads[step].items():
+            assert close(got[key], want, 1e-9), f"step {step}: gradient of {key}"
+    assert all((result["cached"] == 0) == ("--zero 3" in grid) for result in results)
+    plain, _ = truth(flags, "none")
+    assert abs(loss[0] / plain[0] - 1) > 1e-7, "it multiplied in FP8"
+
+
+def test_weights_are_quantised_once_a_step(monkeypatch):
+    """Two steps of two micro-batches, of which one is forward, backward and forward again."""
+    made, in_tiles = [], fp8.in_tiles
+    monkeypatch.setattr(fp8, "in_tiles", lambda w, *args: made.append(w.shape) or in_tiles(w, *args))
+    steps(f"{ONE} --recompute full", "blockwise")
+    matrices = [(1024, 128), (128, 512), (512, 128), (128, 256)]  # of two blocks
+    assert sorted(made) == sorted(map(torch.Size, matrices * 2 * STEPS))
+
+
+def test_whatever_changes_weights_makes_fp8_weights_anew():
+    w = parameter(Spec("w", (128, 128)), {}, torch.float32)
+    w.data = normal(128, 128, dtype=torch.float32)
+    layer = Fp8(RECIPES["blockwise"], torch.float32)
+    first, _ = layer.weight((w,))
+    assert layer.weight((w,))[0] is first
+    with torch.no_grad():
+        w.mul_(2)  # as torch's optimizers do
+    second, _ = layer.weight((w,))
+    assert torch.equal(values(second, torch.float32), 2 * values(first, torch.float32))
+    w.data.mul_(2)  # as a flat buffer is filled, which autograd does not see
+    w.generation += 1
+    assert torch.equal(values(layer.weight((w,))[0], torch.float32), 4 * values(first, torch.float32))
+
+
+def test_loaded_and_updated_weights_are_new_ones():
+    settings = config.parse(f"{MODEL} {ONE}".split())
+    _, optimizer = train.build(settings, grids.ALONE, torch.device("cpu"), torch.float64)
+    bucket = optimizer.buckets[0]
+    before = [p.generation for p in bucket.params]
+    bucket.load(draw(1))
+    assert all(p.generation > old for p, old in zip(bucket.params, before))
+
+
+@pytest.mark.parametrize("name, block", [(name, block) for name in RECIPES for block in ("column", "row")])
+def test_what_waits_for_a_weight_gradient_is_fp8(name, block):
+    """A column or row parallel layer between the two halves of a backward keeps bytes, and no graph."""
+    w = parameter(Spec("w", (256, 128)), {}, torch.float32)
+    w.data = normal(256, 128, dtype=torch.float32)
+    how = TensorParallel(matmul=Fp8(RECIPES[name], torch.float32))
+    x = normal(256, 128, dtype=torch.float32).requires_grad_()
+    y = (tp.column(x, w, tp=how) if block == "column" else tp.row(x, w, how)).sum()
+    param.backward_input((0, 0), y, None)
+    held, seen = [], []
+    todo = [add for adds in param._queue[0, 0].values() for add in adds]
+    while todo:
+        item = todo.pop()
+        if id(item) in seen:
+            continue
+        seen.append(id(item))
+        if isinstance(item, torch.Tensor):
+            held.append(item)
+        elif isinstance(item, tuple):
+            todo += item
+        elif getattr(item, "__closure__", None):
+            todo += [cell.cell_contents for cell in item.__closure__]
+    assert {item.dtype for item in held} <= {E4M3, E5M2, torch.float32} and not any(item.requires_grad for item in held)
+    assert sum(item.nbytes for item in held if item.dtype == torch.float32) <= (256 + 128) * 256 // BLOCK * 4  # scales
+    assert sum(item.numel() for item in held if item.dtype != torch.float32) == 256 * (128 + 256)  # x and dY
+    assert w.grad is None
+    param.backward_weight((0, 0))
+    assert w.grad is not None and not w.grad.requires_grad
+
+
+def bytes_kept(linear) -> int:
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.nbytes) or x, lambda x: x):
+        linear()
+    return sum(saved)
+
+
+def test_fp8_keeps_half_the_bytes_of_a_layer_s_input():
+    w = parameter(Spec("w", (256, 384)), {}, torch.bfloat16)
+    w.data = normal(256, 384).bfloat16()
+    x, kept = normal(256, 384).bfloat16().requires_grad_(), {}
+    for name in ("none", *RECIPES):
+        how = TensorParallel(matmul=Fp8(RECIPES[name], x.dtype) if name in RECIPES else tp.Matmul())
+        kept[name] = bytes_kept(partial(tp.column, x, w, tp=how)), bytes_kept(partial(tp.row, x, w, how))
+    numbers = x.numel()
+    assert kept == {"none": (2 * numbers,) * 2, "tensorwise": (numbers + 4,) * 2,
+                    "blockwise": (numbers + numbers * 4 // BLOCK,) * 2}
+
+
+def test_a_parameter_has_the_bytes_of_the_table():
+    """Live storages between steps, over the parameters of blocks: --dtype bf16 --fp8, and with bf16 moments."""
+    flags = MODEL.replace("--dtype fp64", "--dtype bf16").replace("--optimizer sgd", "")
+    for moments, total in ("auto", 20), ("bf16", 16):
+        for name in RECIPES:
+            settings = config.parse(f"{flags} {ONE} --fp8 {name} --moments {moments} --layers 1".split())
+            meter = Meter()
+            with meter:
+                model, optimizer = train.build(settings, grids.ALONE, torch.device("cpu"), torch.bfloat16)
+                window = torch.randint(97, (2, 257))
+                share = train.share(grids.GivenSamples(window[:, :-1], window[:, 1:].clone()), 0, 2, settings,
+                                    grids.ALONE)
+                train.gradients(model, optimizer, share, grids.ALONE)
+                live = meter.live()["all"]
+            everything = sum(p.numel() for p in model.parameters())
+            multiplied = sum(p.numel() for p in model.blocks.parameters() if p.ndim == 2)
+            held = (total - 2) * everything + 2 * multiplied
+            scales = 2 * 4 * multiplied // BLOCK ** 2 if name == "blockwise" else 4 * 4
+            assert held + scales <= live < 1.01 * held + scales + 8 * window.numel()
+
+
+# ---- kernels --------------------------------------------------------------------------------------------------------
+
+def same(a: Quantised, b: Quantised) -> bool:
+    """But for the sign of 0."""
+    return torch.equal(a.data.float(), b.data.float()) and torch.equal(a.scales, b.scales)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("T, K", [(128, 128), (200, 256), (1, 128), (300, 128)])
+def test_the_kernel_quantises_as_torch_does(format, T, K):
+    x = normal(T, K, dtype=torch.float32) * torch.exp2(30 * torch.rand(T, 1) - 15)
+    x[0, :3] = torch.tensor([0.0, 1e-42, -1e-42])
+    for pow2 in (False, True):
+        for scale in (None, fp8.scale_of(x.abs().max() / 3, format, pow2)):  # a third: what does not fit is clamped
+            for got, want in zip(fp8_kernels.quantise(x, format, scale, pow2), quantise(x, format, scale, pow2)):
+                assert same(got, want)
+    rows, nothing = fp8_kernels.quantise(x, format, columns=False)
+    assert nothing is None and same(rows, quantise(x, format)[0])
+
+
+def test_the_kernel_refuses_blocks_that_are_not_whole():
+    with pytest.raises(ValueError, match="100 columns are no multiple of 128"):
+        fp8_kernels.quantise(torch.ones(128, 100), E4M3)
+
+
+@pytest.mark.parametrize("M, N, K", [(128, 128, 128), (40, 256, 384), (200, 128, 256), (1, 384, 128)])
+def test_the_kernel_multiplies_blocks(M, N, K):
+    """Against what the blocks stand for, in fp64: K products of which each is rounded with its scales in fp32."""
+    x, w = normal(M, K, dtype=torch.float32), normal(N, K, seed=1, dtype=torch.float32)
+    a = fp8.along_rows(x, E4M3, False)
+    for b in (fp8.in_tiles(w, E4M3, False), fp8.along_rows(w, E5M2, False)):
+        exact = values(a, torch.float64) @ values(b, torch.float64).t()
+        size = values(a, torch.float64).abs() @ values(b, torch.float64).abs().t()
+        out = fp8_kernels.product(a, b, torch.full((M, N), math.nan))
+        assert ((out.double() - exact).abs() <= size * (K + 8) * 2.0 ** -24).all()
+        twice = fp8_kernels.product(a, b, out.clone(), add=True)
+        assert ((twice.double() - 2 * exact).abs() <= 2 * size * (K + 8) * 2.0 ** -24).all()
+    with pytest.raises(ValueError, match="need 1 x 128 blocks"):
+        fp8_kernels.product(fp8.at_scale(x, torch.tensor(1.0), E4M3), b, out)
+
+
+AHEAD = """
+import json, os, re, subprocess, sys
+import triton
+from triton.backends.compiler import GPUTarget
+import fp8_kernels as kernels
+
+def ahead(kernel, signature, constants, **options):
+    # as at a launch where pointers and sizes are multiples of 16, which Triton tells its compiler
+    names = kernel.arg_names
+    source = triton.compiler.ASTSource(
+        fn=kernel, signature={name: signature.get(name, "constexpr") for name in names}, constexprs=constants,
+        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature.get(name, "i1") != "i1"})
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with open(sys.argv[1], "wb") as file:
+        file.write(made.asm["cubin"])
+    tool = os.path.join(triton.__path__[0], "backends", "nvidia", "bin", "cuobjdump")
+    used = subprocess.run([tool, "--dump-resource-usage", sys.argv[1]], capture_output=True, text=True, check=True)
+    return dict(re.findall(r"(\\w+):(\\d+)", used.stdout), ptx=made.asm["ptx"], shared=made.metadata.shared)
+
+made = {}
+for dtype, name in (kernels.E4M3, "fp8e4nv"), (kernels.torch.float8_e5m2, "fp8e5"):
+    format, bits, lowest = kernels.FORMATS[dtype]
+    for one in False, True:
+        made[f"quantise {name} {one}"] = ahead(
+            kernels.quantise_kernel,
+            dict(x="*bf16", scale="*fp32", rows="*" + name, row_scales="*fp32", columns="*" + name,
+                 column_scales="*fp32", T="i32", K="i32", filled="i32"),
+            dict(ONE=one, ROWS=True, COLUMNS=True, LIMIT=kernels.torch.finfo(dtype).max, LEAST=kernels.SMALLEST,
+                 POW2=False, FORMAT=format, BITS=bits, LOWEST=lowest, ROUND=False, BLOCK=128), num_warps=8)
+for tiles, add, out in (True, False, "*bf16"), (False, True, "*fp32"):
+    signature = dict(a="*fp8e4nv", b="*fp8e4nv", a_scales="*fp32", b_scales="*fp32", out=out, M="i32", N="i32", K="i32",
+                     b_row="i32", b_block="i32")
+    made[f"product {tiles}"] = ahead(
+        kernels.product_kernel, signature, dict(ADD=add, TILES=tiles, TILE=128, GROUP=8, BLOCK=128), num_warps=8,
+        num_stages=3)
+print(json.dumps(made))
+"""
+
+
+def run(code: str, *args: str, **env: str) -> str:
+    """What a process of its own prints, where kernels are compiled."""
+    env = os.environ | {"TRITON_INTERPRET": "0"} | env
+    done = subprocess.run([sys.executable, "-c", code, *args], env=env, capture_output=True, text=True,
+                          cwd=os.path.dirname(config.__file__))
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ahead")
+    return json.loads(run(AHEAD, str(folder / "cubin"), TRITON_CACHE_DIR=str(folder / "cache")))
+
+
+def test_kernels_compile_for_sm_90_without_spills(compiled):
+    assert len(compiled) == 6
+    for name, used in compiled.items():
+        assert used["LOCAL"] == used["STACK"] == "0", name
+        assert used["shared"] <= 227 << 10
+
+
+def test_products_go_to_fp8_tensor_cores_and_casts_to_one_instruction(compiled):
+    for name, used in compiled.items():
+        if name.startswith("product"):
+            assert set(re.findall(r"wgmma\.mma_async\S*", used["ptx"])) == {
+                "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3"}
+            assert re.search(r"cp\.async\.c[ag]\.shared", used["ptx"])
+        else:
+            format = "e4m3" if "e4nv" in name else "e5m2"
+            assert set(re.findall(r"cvt\.\S*x2\.f32", used["ptx"])) == {f"cvt.rn.satfinite.{format}x2.f32"}
+            assert "min.NaN" in used["ptx"]  # of |x|: a NaN is not clamped away
+
+
+def test_a_form_is_read_and_written_16_bytes_at_once(compiled):
+    for name, used in compiled.items():
+        if name.startswith("quantise"):
+            assert re.findall(r"ld\.global\S*", used["ptx"]).count("ld.global.v4.b32") == 8  # 64 numbers a thread
+            assert re.findall(r"st\.global\S*", used["ptx"]).count("st.global.v4.b32") == 8
+
+
+def test_sums_of_128_are_added_in_fp32(compiled):
+    """Each block of K begins a sum of its own in the tensor cores, whose result is times its scales."""
+    for name, used in compiled.items():
+        if name.startswith("product"):
+            fused = re.findall(r"(?:fma\.rn|fma\.rn\.ftz)\.f32", used["ptx"])
+            assert len(fused) >= 64  # 128 x 128 numbers on 256 threads
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_torch_s_scaled_mm_takes_our_operands(name):
+    """As far as torch checks a call without a GPU: shapes, strides and kinds of scales of all three products."""
+    layer, w = Fp8(RECIPES[name], torch.bfloat16), parameter(Spec("w", (384, 640)), {}, torch.bfloat16)
+    w.data = normal(384, 640).bfloat16()
+    x, dy = layer.quantised(normal(256, 640).bfloat16(), False), layer.quantised(normal(256, 384).bfloat16(), True)
+    for a, b in [(x[0], layer.weight((w,))[0]), (dy[0], layer.weight((w,))[1]), (dy[1], x[1])]:
+        operands = a.data, b.data.t(), *fp8.for_scaled_mm(a), *fp8.for_scaled_mm(b)
+        with FakeTensorMode():
+            there = [torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device="cuda")
+                     if isinstance(part, torch.Tensor) else part for part in operands]
+            out = F.scaled_mm(*there, output_dtype=torch.bfloat16)
+        assert out.shape == (len(a.data), len(b.data)) and out.dtype == torch.bfloat16
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@needs_gpu
+def test_a_gpu_computes_what_a_cpu_emulates():
+    run("""
+import torch, fp8, fp8_kernels
+x, w = torch.randn(300, 512).bfloat16(), torch.randn(256, 512).bfloat16()
+for name, recipe in fp8.RECIPES.items():
+    here, there = (fp8.Fp8(recipe, torch.float32).quantised(x.to(device), False) for device in ("cpu", "cuda"))
+    for a, b in zip(here, there):
+        assert torch.equal(a.data.view(torch.uint8), b.data.cpu().view(torch.uint8)), name
+        torch.testing.assert_close(a.scales, b.scales.cpu(), rtol=0, atol=0)
+    one = fp8.scale_of(w.abs().max(), fp8.E4M3, False)
+    tiles = fp8.in_tiles(w, fp8.E4M3, False) if recipe.blocks else fp8.at_scale(w, one, fp8.E4M3)
+    on_gpu = fp8.Quantised(*(part.cuda() for part in tiles))
+    want = fp8.product(here[0], tiles, torch.float32)
+    torch.testing.assert_close(fp8.product(there[0], on_gpu, torch.float32).cpu(), want, rtol=0.02, atol=0.02)
+    if recipe.blocks:
+        got = fp8_kernels.product(there[0], on_gpu, torch.empty(300, 256, device="cuda"))
+        torch.testing.assert_close(got.cpu(), want, rtol=0.02, atol=0.02)
+""")
+
+
+# ---- settings -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("flags, line", [
+    ("--fp8 blockwise --dtype fp64", "--fp8 blockwise with --dtype fp64: FP8 goes with bf16, or with fp32 where a CPU"),
+    ("--fp8 tensorwise --dtype fp16", "--fp8 tensorwise with --dtype fp16"),
+    ("--no-fp8-ends", "--no-fp8-ends without --fp8"),
+    ("--fp8-pow2", "--fp8-pow2 without --fp8"),
+    ("--fp8 tensorwise --layers 2 --no-fp8-ends", "--no-fp8-ends: of --layers 2 none would multiply in FP8"),
+    ("--fp8 blockwise", "--kv-heads x --head-dim is 64 on a rank of --tp 1, and must be a multiple of 128"),
+    ("--fp8 blockwise --head-dim 64", "--ffn is 352 on a rank of --tp 1, and must be a multiple of 128"),
+    ("--fp8 tensorwise --ffn 360", "--ffn is 360 on a rank of --tp 1, and must be a multiple of 16"),
+    ("--fp8 tensorwise --tp 2 --async-tp", "--fp8 tensorwise with --async-tp"),
+    ("--fp8 tensorwise --tp 2 --sp-keep", "--fp8 tensorwise with --sp-keep"),
+    ("--fp8 blockwise --head-dim 64 --experts 4 --expert-ffn 100", "--expert-ffn is 100"),
+])
+def test_what_cannot_run_in_fp8_is_refused(flags, line):
+    with pytest.raises(ValueError) as error:
+        config.parse(flags.split(), 2)
+    assert line in str(error.value) and "\n" not in str(error.value)
+
+
+def test_fp8_is_for_blocks_and_their_ends_may_be_spared():
+    for flags, layers in ("--no-fp8-ends", [1, 2]), ("", [0, 1, 2, 3]):
+        settings = config.parse(f"{MODEL} --dtype bf16 --fp8 tensorwise --layers 4 {flags}".split())
+        model, optimizer = train.build(settings, grids.ALONE, torch.device("cpu"), torch.bfloat16)
+        model(torch.arange(32)[None])
+        names = {weight.spec.name for weights in model.fp8[0].cache for weight in weights}
+        assert names == {f"layers.{layer}.{name}" for layer in layers for name in (
+            "attention.wq", "attention.wk", "attention.wv", "attention.wo", "ffn.w_gate", "ffn.w_up", "ffn.w_down")}
+
+
+def test_triton_is_not_needed_on_a_cpu():
+    run("""
+import sys
+sys.modules["triton"] = None
+import torch, fp8, train
+fp8.demo()
+""")
