@@ -62,7 +62,10 @@ Micikevicius et al. 2022 (FP8 formats for deep learning); DeepSeek-AI 2024 (V3: 
 2023 (FP8-LM); Fishman et al. 2024 (Scaling FP8 training to trillion-token LLMs); NVIDIA Transformer Engine.
 Letters: T tokens, K what is summed over, N rows of a weight, t ranks, e experts.
 """
+import json
+import sys
 from collections.abc import Callable
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -237,10 +240,13 @@ class Fp8:
             all_reduce(amax, group, MAX)
         return scale_of(amax, dtype, self.recipe.pow2)
 
-    def quantised(self, x: Tensor, grad: bool, rows: bool = True, columns: bool = True):
+    def how(self, x: Tensor, grad: bool) -> tuple[torch.dtype, Tensor | None]:
+        """(format, scale of the whole) of activations or their gradient."""
         dtype = self.recipe.grad if grad else self.recipe.x
-        scale = None if self.recipe.blocks else self.one_scale(x, dtype, self.sharers)
-        return quantise(x, dtype, scale, self.recipe.pow2, rows, columns)
+        return dtype, None if self.recipe.blocks else self.one_scale(x, dtype, self.sharers)
+
+    def quantised(self, x: Tensor, grad: bool, rows: bool = True, columns: bool = True):
+        return quantise(x, *self.how(x, grad), self.recipe.pow2, rows, columns)
 
     def weight(self, weights: tuple[nn.Parameter, ...]) -> tuple[Quantised, Quantised]:
         """(W, its transpose) of matrices below each other, or of e matrices."""
@@ -307,16 +313,15 @@ class Fp8:
     # A matrix for each expert, whose rows follow each other. Columns of an expert begin with a block of their own.
 
     def pack(self, x: Tensor, route, grad: bool = False):
-        dtype = self.recipe.grad if grad else self.recipe.x
-        scale = None if self.recipe.blocks else self.one_scale(x, dtype, self.sharers)
+        how = self.how(x, grad)
         apart = torch.cat([F.pad(part, (0, 0, 0, -len(part) % self.unit)) for part in x.split(route.counts)])
-        return (quantise(x, dtype, scale, self.recipe.pow2, columns=False)[0],
-                quantise(apart, dtype, scale, self.recipe.pow2, rows=False)[1])
+        return (quantise(x, *how, self.recipe.pow2, columns=False)[0],
+                quantise(apart, *how, self.recipe.pow2, rows=False)[1])
 
     def per_expert(self, rows: Quantised, matrices: Quantised, route) -> Tensor:
-        ends = list(torch.tensor([0, *route.counts]).cumsum(0).tolist())
+        ends = [0, *accumulate(route.counts)]
         parts = [product(rows_of(rows, slice(*ends[i:i + 2])), matrix_of(matrices, i), self.dtype)
-                 for i in range(len(route.counts)) if route.counts[i]]
+                 for i, count in enumerate(route.counts) if count]
         return torch.cat(parts) if parts else rows.data.new_empty(0, matrices.data.shape[1], dtype=self.dtype)
 
     def grouped_forward(self, rows: Quantised, weight: nn.Parameter, route) -> Tensor:
@@ -347,7 +352,31 @@ def matrix_of(q: Quantised, i: int) -> Quantised:
     return Quantised(q.data[i], q.scales[i] if q.scales.ndim else q.scales)
 
 
-# ---- demo: python fp8.py --------------------------------------------------------------------------------------------
+# ---- demo: python fp8.py, or python fp8.py bf16.jsonl fp8.jsonl, files of train.py --metrics -------------------------
+
+def curves(losses: dict[str, list[float]], width: int = 60) -> str:
+    """How far the loss of each run is from the first one's, in percent: a picture of means over equally many steps."""
+    first, *others = losses
+    steps = min(len(run) for run in losses.values())
+    cuts = [range(steps * i // width, max(steps * (i + 1) // width, steps * i // width + 1)) for i in range(width)]
+    gaps = {name: [100 * (sum(losses[name][i] for i in cut) / sum(losses[first][i] for i in cut) - 1) for cut in cuts]
+            for name in others}
+    low, high = (limit(0.0, *(limit(gap) for gap in gaps.values())) for limit in (min, max))
+    step = max((high - low) / 12, 1e-3)
+    rows = [[" "] * width for _ in range(round((high - low) / step) + 1)]
+    rows[round(high / step)] = ["-"] * width
+    for sign, gap in zip("ABCDEFGH", gaps.values()):
+        for column, value in enumerate(gap):
+            rows[round((high - value) / step)][column] = sign
+    lines = [f"Loss over that of {first}, means of {len(cuts[-1])} steps; " + ", ".join(
+        f"{sign}: {name}, at the end {gap[-1]:+.2f}%" for sign, (name, gap) in zip("ABCDEFGH", gaps.items())), ""]
+    return "\n".join(lines + [f"{high - i * step:+8.2f}%  {''.join(row).rstrip()}" for i, row in enumerate(rows)])
+
+
+def read_losses(path: str) -> list[float]:
+    with open(path) as file:
+        return [json.loads(line)["loss"] for line in file]
+
 
 def demo() -> None:
     """What each recipe makes of gradients with a few large tokens: how far products are off, and how much became 0."""
@@ -356,12 +385,12 @@ def demo() -> None:
     x, w = torch.randn(T, K, generator=generator), torch.randn(N, K, generator=generator) / K ** 0.5
     grad = torch.randn(T, N, generator=generator) * torch.exp2(-12 * torch.rand(T, 1, generator=generator))
     naive = Recipe(E4M3, E4M3, blocks=False)
-    print(f"Products of {T} tokens, widths {K} and {N}, whose gradients spread over 12 powers of two; mean error of\n"
-          "an element, over the mean element, and part of the gradient that is rounded to 0:\n\n"
+    print(f"Products of {T} tokens, widths {K} and {N}, whose gradients spread over 12 powers of two: error\n"
+          "of a row over the row, mean of all rows, and part of the gradient that is rounded to 0:\n\n"
           "                                      X W^T     dY W     dY^T X    dY = 0")
     for outlier in (1, 1e4):
-        grad[0, 0] = outlier
-        print(f"    largest gradient about {outlier:g} times the usual one")
+        grad[0] *= outlier
+        print(f"    the first token's gradient {outlier:g} times as large")
         exact = x @ w.t(), grad @ w, grad.t() @ x
         for name, recipe in {**RECIPES, "E4M3 for all, one scale": naive}.items():
             layer = Fp8(recipe, torch.float32)
@@ -370,10 +399,13 @@ def demo() -> None:
             matrix = in_tiles(w, E4M3, False) if recipe.blocks else at_scale(w, layer.one_scale(w, E4M3, ()), E4M3)
             got = (product(rows, matrix, x.dtype), product(grad_rows, transposed(matrix), x.dtype),
                    product(grad_columns, columns, x.dtype))
-            errors = [((a - b).abs().mean() / b.abs().mean()).item() for a, b in zip(got, exact)]
+            errors = [((a - b).norm(dim=1) / b.norm(dim=1)).mean().item() for a, b in zip(got, exact)]
             lost = (values(grad_rows, x.dtype) == 0).float().mean().item()
             print(f"        {name:26s}" + "".join(f"{error:9.2%}" for error in errors) + f"{lost:10.2%}")
 
 
 if __name__ == "__main__":
-    demo()
+    if len(sys.argv) > 2:
+        print(curves({path: read_losses(path) for path in sys.argv[1:]}))
+    else:
+        demo()
