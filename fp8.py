@@ -123,10 +123,10 @@ def along_rows(x: Tensor, dtype: torch.dtype, pow2: bool) -> Quantised:
 
 
 def in_tiles(w: Tensor, dtype: torch.dtype, pow2: bool) -> Quantised:
-    """[e] R C in 128 x 128 blocks."""
-    tiles = w.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))
-    scales = scale_of(tiles.abs().amax((-3, -1)), dtype, pow2)
-    return Quantised(to_fp8(tiles * scales.reciprocal()[..., :, None, :, None], dtype).view(w.shape), scales)
+    """R C in 128 x 128 blocks."""
+    tiles = w.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+    scales = scale_of(tiles.abs().amax((1, 3)), dtype, pow2)
+    return Quantised(to_fp8(tiles * scales.reciprocal()[:, None, :, None], dtype).view(w.shape), scales)
 
 
 def at_scale(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Quantised:
@@ -139,15 +139,19 @@ def transposed(q: Quantised) -> Quantised:
 
 
 def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None, pow2: bool = False, rows: bool = True,
-             columns: bool = True) -> tuple[Quantised | None, Quantised | None]:
+             columns: bool = True, tiles: bool = False) -> tuple[Quantised | None, Quantised | None]:
     """(rows, columns) of x T K: [T, K] and its transpose [K, T], T filled up with zeros to 128, or 16 with one scale.
 
-    scale: of the whole tensor; None: of 1 x 128 blocks of each form. On a GPU one kernel reads x once.
+    scale: of the whole tensor; None: of blocks, 1 x 128 ones of each form, or 128 x 128 `tiles` of both, which fit. On
+    a GPU one kernel reads x once.
     """
     if x.is_cuda:
         import fp8_kernels  # needs Triton, which a CPU does without
 
-        return fp8_kernels.quantise(x, dtype, scale, pow2, rows, columns)
+        return fp8_kernels.quantise(x, dtype, scale, pow2, rows, columns, tiles)
+    if tiles:
+        whole = in_tiles(x, dtype, pow2)
+        return whole if rows else None, transposed(whole) if columns else None
     if scale is None:
         return along_rows(x, dtype, pow2) if rows else None, along_rows(x.t(), dtype, pow2) if columns else None
     whole = at_scale(x, scale, dtype)
@@ -257,11 +261,13 @@ class Fp8:
         if whole.shape[-1] % self.unit or whole.shape[-2] % self.unit:
             raise ValueError(f"{weights[0].spec.name} is {' x '.join(map(str, whole.shape))} on this rank: in FP8 with "
                              f"{'128 x 128 blocks' if self.recipe.blocks else 'one scale'}, multiples of {self.unit}")
-        if self.recipe.blocks:
-            rows = in_tiles(whole, self.recipe.x, self.recipe.pow2)
-        else:
-            rows = at_scale(whole, self.one_scale(whole, self.recipe.x, self.weight_sharers), self.recipe.x)
-        made = rows, transposed(rows)
+        scale = None if self.recipe.blocks else self.one_scale(whole, self.recipe.x, self.weight_sharers)
+        made = quantise(whole.flatten(0, -2), self.recipe.x, scale, self.recipe.pow2, columns=whole.ndim == 2,
+                        tiles=self.recipe.blocks)
+        if whole.ndim == 3:
+            (data, scales), _ = made
+            rows = Quantised(data.view(whole.shape), scales.unflatten(0, (len(whole), -1)) if scales.ndim else scales)
+            made = rows, transposed(rows)
         if self.cached:
             self.cache[weights] = state, made
         return made

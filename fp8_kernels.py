@@ -16,7 +16,8 @@ product_kernel    A B^T of blocks of 128 along K. Tensor cores sum 128 products,
 
 fp8.py runs F.scaled_mm, which cuBLAS has for the same blocks. The interpreter runs both kernels on a CPU, in fp32.
 
-Scales are written [C/128, R], R adjacent, and seen transposed: so cuBLAS wants them.
+A weight has one scale a tile, which serves both forms. Scales are written [C/128, R], R adjacent, and seen transposed,
+as cuBLAS wants them.
 Letters: T tokens, K what is summed over, M and N rows of what is multiplied, R x C a form.
 """
 import torch
@@ -57,8 +58,8 @@ def scale_of(amax, LIMIT: tl.constexpr, LEAST: tl.constexpr, POW2: tl.constexpr)
 def quantise_kernel(x, scale, rows, row_scales, columns, column_scales, T, K, filled, ONE: tl.constexpr,
                     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LIMIT: tl.constexpr, LEAST: tl.constexpr,
                     POW2: tl.constexpr, FORMAT: tl.constexpr, BITS: tl.constexpr, LOWEST: tl.constexpr,
-                    ROUND: tl.constexpr, BLOCK: tl.constexpr):
-    """scale: of everything, if ONE. filled: tokens of `columns`, T and what it is filled up with."""
+                    ROUND: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):
+    """scale: of everything, if ONE. TILES: each tile has one. filled: tokens of `columns`, T and what fills it up."""
     i, j = tl.program_id(1), tl.program_id(0)
     t, k = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK)
     place = t.to(tl.int64)[:, None] * K + k[None, :]
@@ -66,16 +67,20 @@ def quantise_kernel(x, scale, rows, row_scales, columns, column_scales, T, K, fi
     tile = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     if ONE:
         tile = tile * tl.div_rn(1.0, tl.load(scale))
+    if TILES:
+        by_tile = scale_of(tl.max(tl.max(tl.abs(tile), 1), 0), LIMIT, LEAST, POW2)
+        tl.store(row_scales + j * tl.num_programs(1) + i, by_tile)
+        tile = tile * tl.div_rn(1.0, by_tile)
     if ROWS:
         scaled = tile
-        if not ONE:
+        if not (ONE or TILES):
             by_row = scale_of(tl.max(tl.abs(tile), 1), LIMIT, LEAST, POW2)
             tl.store(row_scales + j.to(tl.int64) * T + t, by_row, mask=t < T)
             scaled = tile * tl.div_rn(1.0, by_row)[:, None]
         tl.store(rows + place, to_fp8(scaled, LIMIT, FORMAT, BITS, LOWEST, ROUND), mask=inside)
     if COLUMNS:
         scaled = tile
-        if not ONE:
+        if not (ONE or TILES):
             by_column = scale_of(tl.max(tl.abs(tile), 0), LIMIT, LEAST, POW2)
             tl.store(column_scales + i.to(tl.int64) * K + k, by_column, mask=k < K)
             scaled = tile * tl.div_rn(1.0, by_column)[None, :]
@@ -116,26 +121,28 @@ def product_kernel(a, b, a_scales, b_scales, out, M, N, K, b_row, b_block, ADD: 
 
 
 def quantise(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None = None, pow2: bool = False,
-             rows: bool = True, columns: bool = True) -> tuple[Quantised | None, Quantised | None]:
+             rows: bool = True, columns: bool = True, tiles: bool = False
+             ) -> tuple[Quantised | None, Quantised | None]:
     """As fp8.quantise, of x T K."""
     (T, K), x = x.shape, x.contiguous()
     unit = BLOCK if scale is None else 16
     filled = triton.cdiv(T, unit) * unit
     across, down = triton.cdiv(K, BLOCK), triton.cdiv(T, BLOCK)
-    if scale is None and K % BLOCK:
-        raise ValueError(f"{K} columns are no multiple of {BLOCK}")
+    if scale is None and (K % BLOCK or tiles and T % BLOCK):
+        raise ValueError(f"{T} x {K} has no blocks of {BLOCK}{f' x {BLOCK}' if tiles else ''}")
     format, bits, lowest = FORMATS[dtype]
     a, b = x.new_empty(T if rows else 0, K, dtype=dtype), x.new_empty(K, filled if columns else 0, dtype=dtype)
     blocks = scale is None
-    a_scales = x.new_empty(across, T if rows and blocks else 0, dtype=torch.float32)
-    b_scales = x.new_empty(down, K if columns and blocks else 0, dtype=torch.float32)
+    a_scales = x.new_empty(across, down if tiles else T if rows and blocks else 0, dtype=torch.float32)
+    b_scales = x.new_empty(down, K if columns and blocks and not tiles else 0, dtype=torch.float32)
     if T:
         quantise_kernel[(across, down)](
             x, scale, a, a_scales, b, b_scales, T, K, filled, ONE=not blocks, ROWS=rows, COLUMNS=columns,
             LIMIT=torch.finfo(dtype).max, LEAST=SMALLEST, POW2=pow2, FORMAT=format, BITS=bits, LOWEST=lowest,
-            ROUND=triton.knobs.runtime.interpret, BLOCK=BLOCK, num_warps=8)
+            ROUND=triton.knobs.runtime.interpret, BLOCK=BLOCK, TILES=tiles, num_warps=8)
+    by_column = a_scales if tiles else b_scales.t()
     return (Quantised(a, a_scales.t() if blocks else scale) if rows else None,
-            Quantised(b, b_scales.t() if blocks else scale) if columns else None)
+            Quantised(b, by_column if blocks else scale) if columns else None)
 
 
 def product(a: Quantised, b: Quantised, out: torch.Tensor, add: bool = False) -> torch.Tensor:

@@ -288,6 +288,11 @@ class Llama(nn.Module):
             return self.head(x, shared, labels.flatten())
         return self.head(x, shared).unflatten(0, tokens.shape)
 
+    def fp8_weights(self) -> int:
+        """Elements of the matrices here that multiply in FP8."""
+        return sum(param.numel() for layer, block in self.blocks.items() if int(layer) in self.in_fp8
+                   for param in block.parameters() if param.ndim > 1 and not param.spec.name.endswith("router"))
+
     def between(self, tokens: torch.Tensor, sequence: bool = True) -> tuple[int, int]:
         """The shape of what goes from stage to stage, of tokens B S. sequence: cut, if tensor parallelism cuts it."""
         return tokens.numel() // (size(self.tp.group) if self.tp.sequence and sequence else 1), self.model.hidden
@@ -364,9 +369,13 @@ def activation_bytes(settings: config.Config, dtype: torch.dtype, pipeline: Pipe
     own, pieces = seq // grid.cp, grid.cp > 1 and grid.cp_style != "ulysses"
     routing = dict(aux=settings.optim.aux_loss > 0, z=settings.optim.router_z_loss > 0, travels=grid.ep > 1)
 
+    precision, ends = settings.precision, 0 if settings.precision.fp8_ends else 1
+    in_fp8 = range(ends, model.layers - ends) if precision.fp8 != "none" else ()
+    fp8 = 1 + (4 / 128 if precision.fp8 == "blockwise" else 0)  # with the scale of a block
+
     def block(number: int) -> float:
         core = "auto" if pieces else attention  # pieces keep no scores
-        layer = llama_layer(model, seq, dtype, core, t, grid.sp_keep, number, **routing)
+        layer = llama_layer(model, seq, dtype, core, t, grid.sp_keep, number, fp8 * (number in in_fp8), **routing)
         if grid.cp > 1 and not pieces:
             layer.append(Part("result before it goes home", model.heads * model.head_dim * one, "selective", "tp"))
         return kept(layer, recompute, t, grid.sp or recompute == "full")  # ranks share even equal inputs

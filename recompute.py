@@ -159,16 +159,39 @@ def gpt_layer(hidden: int, heads: int, seq: int) -> list[Part]:
 
 
 def llama_layer(model, seq: int, dtype: torch.dtype, attention: str = "auto", t: int = 1, keep: bool = False,
-                number: int = -1, **routing: bool) -> list[Part]:
+                number: int = -1, fp8: float = 0.0, **routing: bool) -> list[Part]:
     """Block `number` of model.py. model: a config.Model. t: above kv_heads, keys and values exist t / kv_heads times.
 
     attention: "math" keeps scores, and copies of what it multiplied. keep: what norms give is kept as gathered.
-    routing: see experts_layer.
+    fp8: bytes of an element, with its scale, in which linear layers keep inputs; 0: in `dtype`. routing: see
+    experts_layer.
     """
     half = llama_attention(model, seq, dtype, attention, t, keep)
-    if model.experts and number % model.layers >= model.dense_layers:
-        return half + experts_layer(model, dtype, keep, **routing)
-    return half + swiglu(model.hidden, model.ffn, dtype, "" if keep else "sp")
+    experts = model.experts and number % model.layers >= model.dense_layers
+    other = (experts_layer(model, dtype, keep, **routing) if experts else
+             swiglu(model.hidden, model.ffn, dtype, "" if keep else "sp"))
+    return inputs_in_fp8(half, fp8 / dtype.itemsize) + inputs_in_fp8(other, fp8 / dtype.itemsize) if fp8 else (
+        half + other)
+
+
+def inputs_in_fp8(half: list[Part], smaller: float) -> list[Part]:
+    """Half a block whose linear layers keep inputs in FP8, `smaller` times the bytes: in place of what nobody else
+    keeps, beside what attention and the router do."""
+    routed = any(part.what == "tokens sent" for part in half)
+    out = []
+    for part in half:
+        form = part._replace(what=part.what + ", in FP8", nbytes=part.nbytes * smaller, flops=0)
+        if part.what in ("SwiGLU's result", "shared SwiGLU", "tokens sent") or (
+                part.what == "norm's result" and not routed):
+            out.append(form._replace(flops=part.flops))
+        elif part.what == "experts' SwiGLU":  # its FP8 form is kept where it would be made again
+            out.append(form._replace(kept="selective"))
+        elif part.what == "attention's result" or (
+                part.what == "norm's result" and any(other.what == "shared SwiGLU" for other in half)):
+            out += [part, form]
+        else:
+            out.append(part)
+    return out
 
 
 def llama_attention(model, seq: int, dtype: torch.dtype, attention: str = "auto", t: int = 1,

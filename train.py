@@ -260,7 +260,9 @@ def sequences_at(tokens: int, ramp: list[tuple[int, float]]) -> int:
 def first_lines(settings: config.Config, groups: Groups, device: str, dtype: torch.dtype, samples: Samples) -> str:
     grid, batch, precision = settings.grid, settings.batch, settings.precision
     stages = pipeline(settings, groups.get("pp"))
-    chunks = Llama(settings.model, groups, pipeline=stages).chunks()
+    model = Llama(settings.model, groups, pipeline=stages, fp8=fp8_layers(settings, groups, dtype),
+                  fp8_ends=precision.fp8_ends)
+    chunks = model.chunks()
     buckets = composition(chunks, 0 if grid.zero == 3 else grid.bucket_mb)
     shards = grid.dp // grid.dp_replicate * grid.cp
     moments = moments_dtype(settings, dtype) if settings.optim.optimizer == "adamw" else None
@@ -268,6 +270,8 @@ def first_lines(settings: config.Config, groups: Groups, device: str, dtype: tor
     for axis, n in ("dp", shards), ("edp", shards * grid.tp // grid.ep):
         counts = [sum(param.numel() for param in bucket) for bucket in buckets if bucket[0].spec.data == axis]
         memory.update(bytes_held(counts, grid.zero, n, dtype, moments) if counts else {})
+    if precision.fp8 != "none" and grid.zero < 3:
+        memory["FP8 weights"] = 2 * model.fp8_weights()
     memory["activations"] = activation_bytes(settings, dtype, stages)
     state = ("", "optimizer state", "gradients, optimizer state", "weights, gradients, optimizer state")[grid.zero]
     copies = f" in {grid.dp_replicate} replicas" if grid.dp_replicate > 1 else ""
@@ -285,7 +289,8 @@ def first_lines(settings: config.Config, groups: Groups, device: str, dtype: tor
     sequences, _ = batch.ramp()[0]
     accumulated = sequences // batch.micro_batch // grid.dp
     return "\n".join((
-        f"device  {device}, {precision.dtype}",
+        f"device  {device}, {precision.dtype}" + (
+            f", linear layers of blocks in fp8 {precision.fp8}" if precision.fp8 != "none" else ""),
         f"grid    pp {grid.pp} x dp {grid.dp} x cp {grid.cp} x tp {grid.tp}{experts}, zero {grid.zero}: a rank holds "
         + layers + (f", 1/{shards} of that of {state}{copies}" if shards > 1 and grid.zero else "")
         + f", and reads 1/{grid.dp} of the sequences" + (f", 1/{grid.cp} of each" if grid.cp > 1 else ""),

@@ -423,6 +423,27 @@ def test_fp8_keeps_half_the_bytes_of_a_layer_s_input():
                     "blockwise": (numbers + numbers * 4 // BLOCK,) * 2}
 
 
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("mode, experts", [("none", ""), ("selective", ""), ("none", f"{MOE} --shared-experts 1")])
+def test_what_a_model_keeps_is_what_the_first_lines_say(name, mode, experts):
+    """In fp32: storages that forward leaves to backward, without weights."""
+    flags = f"{MODEL.replace('fp64', 'fp32')} {ONE} {experts} --recompute {mode} --fp8 {name}"
+    settings = config.parse(flags.split())
+    model, _ = train.build(settings, grids.ALONE, torch.device("cpu"), torch.float32)
+    window = torch.randint(97, (1, 257))
+    weights, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+
+    def pack(x):
+        if x.untyped_storage().data_ptr() not in weights:
+            kept[x.untyped_storage().data_ptr()] = x, x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        model.loss(window[:, :-1], window[:, 1:], weight=1.0)
+    total = sum(nbytes for _, nbytes in kept.values())
+    assert total == pytest.approx(train.activation_bytes(settings, torch.float32), rel=0.02)
+
+
 def test_a_parameter_has_the_bytes_of_the_table():
     """Live storages between steps, over the parameters of blocks: --dtype bf16 --fp8, and with bf16 moments."""
     flags = MODEL.replace("--dtype fp64", "--dtype bf16").replace("--optimizer sgd", "")
@@ -465,8 +486,18 @@ def test_the_kernel_quantises_as_torch_does(format, T, K):
 
 
 def test_the_kernel_refuses_blocks_that_are_not_whole():
-    with pytest.raises(ValueError, match="100 columns are no multiple of 128"):
+    with pytest.raises(ValueError, match="128 x 100 has no blocks of 128"):
         fp8_kernels.quantise(torch.ones(128, 100), E4M3)
+    with pytest.raises(ValueError, match="100 x 128 has no blocks of 128 x 128"):
+        fp8_kernels.quantise(torch.ones(100, 128), E4M3, tiles=True)
+
+
+def test_the_kernel_quantises_weights():
+    w = normal(384, 256, dtype=torch.float32)
+    for pow2 in (False, True):
+        how = dict(pow2=pow2, tiles=True)
+        for got, want in zip(fp8_kernels.quantise(w, E4M3, **how), quantise(w, E4M3, **how)):
+            assert same(got, want)
 
 
 @pytest.mark.parametrize("M, N, K", [(128, 128, 128), (40, 256, 384), (200, 128, 256), (1, 384, 128)])
@@ -507,13 +538,14 @@ def ahead(kernel, signature, constants, **options):
 made = {}
 for dtype, name in (kernels.E4M3, "fp8e4nv"), (kernels.torch.float8_e5m2, "fp8e5"):
     format, bits, lowest = kernels.FORMATS[dtype]
-    for one in False, True:
-        made[f"quantise {name} {one}"] = ahead(
+    for one, tiles in (False, False), (True, False), (False, True):
+        made[f"quantise {name} {one} {tiles}"] = ahead(
             kernels.quantise_kernel,
             dict(x="*bf16", scale="*fp32", rows="*" + name, row_scales="*fp32", columns="*" + name,
                  column_scales="*fp32", T="i32", K="i32", filled="i32"),
             dict(ONE=one, ROWS=True, COLUMNS=True, LIMIT=kernels.torch.finfo(dtype).max, LEAST=kernels.SMALLEST,
-                 POW2=False, FORMAT=format, BITS=bits, LOWEST=lowest, ROUND=False, BLOCK=128), num_warps=8)
+                 POW2=False, FORMAT=format, BITS=bits, LOWEST=lowest, ROUND=False, BLOCK=128, TILES=tiles),
+            num_warps=8)
 for tiles, add, out in (True, False, "*bf16"), (False, True, "*fp32"):
     signature = dict(a="*fp8e4nv", b="*fp8e4nv", a_scales="*fp32", b_scales="*fp32", out=out, M="i32", N="i32", K="i32",
                      b_row="i32", b_block="i32")
@@ -540,7 +572,7 @@ def compiled(tmp_path_factory):
 
 
 def test_kernels_compile_for_sm_90_without_spills(compiled):
-    assert len(compiled) == 6
+    assert len(compiled) == 8
     for name, used in compiled.items():
         assert used["LOCAL"] == used["STACK"] == "0", name
         assert used["shared"] <= 227 << 10
