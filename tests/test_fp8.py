@@ -26,6 +26,7 @@ import grids
 import param
 import tp
 import train
+import zero
 from fp8 import BLOCK, E4M3, E5M2, RECIPES, Fp8, Quantised, quantise, to_fp8, values
 from meter import Meter
 from param import Spec, box_of, cut, draw, parameter
@@ -421,6 +422,20 @@ def test_fp8_keeps_half_the_bytes_of_a_layer_s_input():
     numbers = x.numel()
     assert kept == {"none": (2 * numbers,) * 2, "tensorwise": (numbers + 4,) * 2,
                     "blockwise": (numbers + numbers * 4 // BLOCK,) * 2}
+
+
+def test_the_table_of_bytes_adds_up_and_has_the_published_totals():
+    """What the Ultra-Scale Playbook says of other recipes, and the formula of ours."""
+    rows = [line for line in zero.__doc__.splitlines() if re.match(r"    \S.*\d\s{3,}\S", line)]
+    table = {}
+    for line in rows[:rows.index(next(line for line in rows if "FP8-LM" in line)) + 1]:
+        name, numbers = re.match(r"    (.*?)\s{2,}([\d+\s-]+?)\s{3,}\S*[^\d\s+-]", line).groups()
+        *parts, total = re.sub(r"(?<=\d) \+ (?=\d)", "+", numbers).split()
+        table[name] = int(total)
+        assert sum(int(n) for part in parts if part != "-" for n in part.split("+")) == int(total), line
+    assert table == {"fp32": 16, "bf16 or fp16, mixed": 18, "the same, bf16 moments": 14, "--fp8 with bf16": 20,
+                     "fp8 and bf16 moments": 16, "playbook's mixed": 20, "Transformer Engine": 16, "DeepSeek-V3": 15,
+                     "nanotron fp8": 10, "FP8-LM": 9}
 
 
 @pytest.mark.parametrize("name", RECIPES)
