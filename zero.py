@@ -21,8 +21,8 @@ Bytes a parameter at stage 0 (divide what is sharded by n; padding adds less tha
     fp32                       4          4          -       4 + 4       16     --dtype fp32
     bf16 or fp16, mixed        2          4          4       4 + 4       18     --dtype bf16
     the same, bf16 moments     2          4          4       2 + 2       14     --dtype bf16 --moments bf16
-    --fp8 with bf16          2 + 2        4          4       4 + 4       20     fp8 copies of what blocks multiply, for a step,
-    fp8 and bf16 moments     2 + 2        4          4       2 + 2       16     but none at stage 3: see fp8.py
+    --fp8 with bf16          2 + 2        4          4       4 + 4       20     fp8 copies of what blocks multiply;
+    fp8 and bf16 moments     2 + 2        4          4       2 + 2       16     none at stage 3: see fp8.py
     playbook's mixed           2        2 + 4        4       4 + 4       20     bf16 gradients beside their fp32 sum
     Transformer Engine         4          4          -       4 + 4       16     fp8 copies made for each matmul
     DeepSeek-V3                1        2 + 4        4       2 + 2       15     fp8 weights
