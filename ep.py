@@ -413,8 +413,9 @@ class GroupedLinear(Function):
     def backward(ctx, grad):
         x, route, matmul = [part.detach() for part in ctx.saved_tensors], ctx.route, ctx.matmul
         rows, columns = matmul.pack(grad.contiguous(), route, grad=True)
-        accumulate_grad(ctx.weight, lambda out: matmul.add_grouped_weight_grad(out, columns, x, route))  # also if no
-        return matmul.grouped_input_grad(rows, ctx.weight, route), None, None, None  # row came: it is counted
+        # also if no row came: it is counted
+        accumulate_grad(ctx.weight, lambda out: matmul.add_grouped_weight_grad(out, columns, x, route))
+        return matmul.grouped_input_grad(rows, ctx.weight, route), None, None, None
 
 
 def aligned(*tensors: Tensor) -> bool:

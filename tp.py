@@ -78,8 +78,6 @@ from param import (
     stacked,
 )
 
-Kept = tuple[torch.Tensor, ...]  # what a layer saves of its input
-
 
 class Matmul:
     """The three products of a linear layer, Y = X W^T, dX = dY W and dW += dY^T X, and what of X is sent and kept.
@@ -87,8 +85,9 @@ class Matmul:
     Here everything is as it is. A class with the same methods (fp8.py has one) may hold X and dY in one form where
     weights multiply them, called rows, and in another where tokens are summed over, called columns.
 
-    spread: (arriving rows of all ranks' x, what to keep of this rank's); keep: the latter alone. columns: of what all
-    ranks kept. both: rows and columns of all ranks' x. weights: [N, K] each, below each other. grad: x is a gradient.
+    spread: (arriving rows of all ranks' x, what to keep of this rank's: tensors); keep: the latter alone. columns: of
+    what all ranks kept. both: rows and columns of all ranks' x. What arrives is waited for by a call. weights: each
+    N K, below each other. grad: x is a gradient.
     """
     one_form = True  # rows may be kept as columns
 
@@ -224,15 +223,15 @@ class Column(Function):
 
     @staticmethod
     def forward(ctx, x, before, tp, defer, keep, *weights):
-        y, ctx.matmul = before(x) if before else x, tp.matmul
+        y, matmul = before(x) if before else x, tp.matmul
         if tp.ring:
             product, whole = ring_product(y, together(weights).t(), tp.group)
             kept = (y,)
         else:
-            arriving, kept = ctx.matmul.spread(y, tp, before is None)
+            arriving, kept = matmul.spread(y, tp, before is None)
             whole = arriving()
-            product = ctx.matmul.forward(whole, weights)
-        ctx.whole = (keep or tp.keep) and before is None and not deferring(defer) and ctx.matmul.one_form
+            product = matmul.forward(whole, weights)
+        ctx.whole = (keep or tp.keep) and before is None and not deferring(defer) and matmul.one_form
         ctx.save_for_backward(*((x,) if before else (whole,) if ctx.whole else kept))
         ctx.before, ctx.tp, ctx.defer = before, tp, defer
         ctx.weights = weights  # as an attribute: recomputation would hand back an alias without a sink
@@ -240,9 +239,9 @@ class Column(Function):
 
     @staticmethod
     def backward(ctx, grad):
-        tp, matmul, later = ctx.tp, ctx.matmul, deferring(ctx.defer)
+        tp, matmul = ctx.tp, ctx.tp.matmul
         x, y, kept = repeated(ctx.before, ctx.saved_tensors, tp)
-        arriving = None if later else (lambda: kept[0]) if ctx.whole else matmul.columns(kept, tp)
+        arriving = (lambda: kept[0]) if ctx.whole else None if deferring(ctx.defer) else matmul.columns(kept, tp)
         if tp.ring:
             columns, dx = grad, ring_summed_product(grad, together(ctx.weights), tp.group)
             whole = arriving() if arriving else None
@@ -253,7 +252,7 @@ class Column(Function):
             dx = start_sum(terms, tp)
 
         def add(out):
-            matmul.add_weight_grad(out, columns, matmul.columns(kept, tp)() if later else whole)
+            matmul.add_weight_grad(out, columns, matmul.columns(kept, tp)() if whole is None else whole)
 
         accumulate_grad(ctx.weights, add, ctx.defer)
         dx = dx if tp.ring else dx()

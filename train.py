@@ -71,6 +71,16 @@ def choose_device(asked: str) -> tuple[torch.device, str]:
     return torch.device("cpu"), "there is no GPU here"
 
 
+def check_fp8(recipe: str, device: torch.device) -> None:
+    """Raises ValueError where a GPU has no such FP8: it came with compute capability 8.9; cuBLAS has blocks for 9."""
+    if recipe == "none" or device.type == "cpu":
+        return
+    capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+    if capability < (8, 9) or (recipe == "blockwise" and capability[0] != 9):
+        other = ", or --fp8 tensorwise" if capability >= (8, 9) else ""
+        raise ValueError(f"--fp8 {recipe}: cannot run on {name}: use a Hopper GPU, or --fp8 none{other}")
+
+
 def build_groups(grid: config.Grid, model: config.Model, timeout_s: float = 600) -> Groups:
     """The groups of every axis, created in the same order on every rank; None where a rank is alone.
 
@@ -427,6 +437,7 @@ def main(settings: config.Config) -> None:
     progress, run = Progress(), settings.run
     try:  # what the user can mend, and every rank finds alike
         device, why = choose_device(run.device)
+        check_fp8(settings.precision.fp8, device)
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         config.need(settings.precision.attention != "triton" or device.type == "cuda" or interpreted,
                     "--attention triton needs a GPU, or TRITON_INTERPRET=1 to be interpreted, slowly: use auto or math")

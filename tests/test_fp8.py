@@ -680,6 +680,20 @@ def test_what_cannot_run_in_fp8_is_refused(flags, line):
     assert line in str(error.value) and "\n" not in str(error.value)
 
 
+def test_gpus_without_it_are_refused(monkeypatch):
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    for capability, fits in ((8, 0), []), ((8, 9), ["tensorwise"]), ((9, 0), [*RECIPES]), ((10, 0), ["tensorwise"]):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        for name in RECIPES:
+            if name in fits:
+                train.check_fp8(name, gpu)
+            else:
+                with pytest.raises(ValueError, match=f"--fp8 {name}: cannot run on a GPU: use a Hopper GPU"):
+                    train.check_fp8(name, gpu)
+        train.check_fp8("none", gpu)
+
+
 def test_fp8_is_for_blocks_and_their_ends_may_be_spared():
     for flags, layers in ("--no-fp8-ends", [1, 2]), ("", [0, 1, 2, 3]):
         settings = config.parse(f"{MODEL} --dtype bf16 --fp8 tensorwise --layers 4 {flags}".split())

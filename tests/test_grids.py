@@ -114,6 +114,7 @@ GRIDS = [
     (4, "--micro-batch 6 --pp 2 --zero 3 --schedule interleaved --layers 4 --recompute full"),
     (4, "--micro-batch 6 --pp 2 --zero 2 --schedule zb-v --layers 4 --tied"),
     (4, "--micro-batch 12 --pp 2 --tp 2 --schedule zb-h1 --tied"),
+    (4, "--micro-batch 12 --pp 2 --tp 2 --sp-keep --schedule zb-h1"),
     (4, "--micro-batch 12 --pp 2 --tp 2 --no-sp --recompute full --schedule afab"),
     (4, "--micro-batch 12 --pp 2 --tp 2 --kv-heads 1 --schedule zb-v --layers 4 --recompute selective --async-tp"),
     (4, "--micro-batch 12 --pp 2 --cp 2 --schedule zb-h1 --recompute selective"),

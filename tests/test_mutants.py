@@ -199,7 +199,7 @@ MUTANTS = [
            "return start_sum(table[rows].mul_(mine[:, None]), tp)()", "return start_sum(table[rows], tp)()",
            "tests/test_tp.py::test_a_table_of_any_size_is_shared[97-2]"),
     Mutant("a column layer's gradient from the own tokens", "tp.py",
-           "matmul.columns(kept, tp)() if later else whole)", "kept[0].repeat(len(grad) // len(kept[0]), 1))",
+           "matmul.columns(kept, tp)() if whole is None else whole)", "kept[0].repeat(len(grad) // len(kept[0]), 1))",
            "tests/test_tp.py::test_a_pair_of_matrices_equals_the_dense_one[True-False-2]"),
     Mutant("dX that is not summed", "tp.py",
            "            dx = start_sum(terms, tp)\n", "            dx = lambda: terms if not tp.sequence else "
