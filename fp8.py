@@ -12,17 +12,18 @@ Two formats. A number is sign, exponent, mantissa: 3 bits of mantissa are three 
     E5M2     1 5 2     57344      2^-14              2^-16        1/8                    32
 
 Weights and activations are within a few powers of two of each other and want digits: E4M3. Gradients spread over many
-more, so that with one scale for all of them, half would fall below 2^-9 of E4M3: hence E5M2 (Micikevicius et al. 2022).
+more; with one scale for all of them, small ones would fall below E4M3's 2^-9: hence E5M2 (Micikevicius et al. 2022).
 
 Scales. What is stored is x / scale, with scale = (largest |x|) / (largest number of the format), computed from the very
-tensor (current scaling); clamped before it is cast, since E5M2 casts what is too large to inf, and E4M3 to NaN. Scales
-guessed from earlier steps (delayed scaling) spare one reading and clip whenever a tensor suddenly grows.
+tensor (current scaling); clamped before it is cast, or what is too large becomes inf, or, in E4M3, which has no inf,
+NaN. Scales guessed from earlier steps (delayed scaling) spare one reading and clip whenever a tensor suddenly grows.
 
     tensorwise   one scale for a tensor. An outlier of 1000 times the rest pushes the rest down 10 powers of two, of the
                  18 there are. Ranks that have parts of one tensor must agree on the largest, a small all-reduce.
     blockwise    one for 1 x 128 elements along what a product sums over; for 128 x 128 of a weight, so that the same
                  numbers serve W and its transpose. An outlier spoils its own block; E4M3 is enough for gradients, too.
-                 No rank asks another, and the same numbers come out on every grid, as long as blocks are not cut.
+                 No rank asks another, and the same numbers come out on every grid, as long as it cuts no block.
+                 (Experts' columns are blocks of the rows that came, from whatever ranks.)
 
                         X W^T = Y                  dY W = dX                 dY^T X = dW
     sums over           H                          the rows of W             tokens
@@ -43,8 +44,8 @@ or their errors go far. Many recipes spare the first and the last block, too (--
 Where recipes went wrong. Delayed tensorwise scaling lost a 7B Llama after 200 billion tokens, as SwiGLU grew outliers
 (Fishman et al. 2024). DeepSeek-V3's 16B test diverged with 128 x 128 blocks of dY: outliers sit in tokens, so blocks of
 several tokens mix them. Scales fitted to powers of two (--fp8-pow2) multiply without rounding and cost up to one power.
-FP8 master weights lose steps smaller than 1/16 of a weight. Weight gradients in FP8 need loss-scaling of their own
-(FP8-LM). Quantised norm weights made MX formats unstable. Current tensorwise scaling trains, and is the fastest.
+FP8 master weights lose steps smaller than 1/16 of a weight. Weight gradients that are summed in FP8 need a scale
+that follows them (FP8-LM). Quantised weights of norms made MX formats unstable.
 
 With sequence parallelism a rank has T/t tokens of X. Rows are gathered in FP8, half the bytes; columns, too, where T/t
 are whole blocks, or else x is gathered as it is, so that blocks lie the same on any number of ranks.
@@ -394,7 +395,7 @@ def demo() -> None:
     print(f"Products of {T} tokens, widths {K} and {N}, whose gradients spread over 12 powers of two: error\n"
           "of a row over the row, mean of all rows, and part of the gradient that is rounded to 0:\n\n"
           "                                      X W^T     dY W     dY^T X    dY = 0")
-    for outlier in (1, 1e4):
+    for outlier in (1, 1e6):
         grad[0] *= outlier
         print(f"    the first token's gradient {outlier:g} times as large")
         exact = x @ w.t(), grad @ w, grad.t() @ x
