@@ -717,18 +717,15 @@ fp8.demo()
 
 TRAINED = ("--layers 2 --hidden 128 --heads 2 --kv-heads 2 --ffn 384 --seq 128 --global-batch 4 --steps 2000 "
            "--lr 5e-4 --dtype bf16")
-RUNS = {"bf16": None, **RECIPES, "naive": NAIVE}
+RUNS = [(name, seed) for seed in (0, 1) for name in ("bf16", *RECIPES)]
 
 
 def trained() -> list[float]:
-    """Each rank is a run of its own, with another recipe: the loss of every step."""
-    name, recipe = list(RUNS.items())[dist.get_rank()]
-    settings = config.parse(TRAINED.split())
-    if recipe:
-        settings.precision.fp8 = name if name in RECIPES else "tensorwise"
-        RECIPES[settings.precision.fp8] = recipe
+    """Each rank is a run of its own, with another recipe or seed: the loss of every step."""
+    name, seed = RUNS[dist.get_rank()]
+    settings = config.parse(f"{TRAINED} --seed {seed} --fp8 {name if name in RECIPES else 'none'}".split())
     model, optimizer = train.build(settings, grids.ALONE, torch.device("cpu"), torch.bfloat16)
-    samples, losses = train.open_samples(settings, [], settings.optim.seed), []
+    samples, losses = train.open_samples(settings, [], seed), []
     for step in range(settings.optim.steps):
         share = train.share(samples, 4 * step, 4, settings, grids.ALONE)
         losses.append(train.gradients(model, optimizer, share, grids.ALONE).item())
@@ -737,23 +734,22 @@ def trained() -> list[float]:
 
 
 @pytest.mark.slow
-def test_fp8_trains_like_bf16_and_a_naive_recipe_does_not():
-    """2,000 steps on Python's own library; the last loss is the mean of 200. A spike would be 100 steps whose mean is
-    2% above bf16's. Twice the same recipe in other roundings, bf16 and fp32, ends 0.002% apart at this learning rate,
-    but 1.2% apart at four times of it, where nothing could be told (RESULTS.md)."""
+def test_fp8_trains_like_bf16():
+    """2,000 steps on Python's own library, of two seeds each; the last loss is the mean of 200 steps of both. A spike
+    would be 100 steps whose mean is 2% above bf16's. Chaos alone sets runs apart, the more the higher the learning rate
+    (RESULTS.md): at 2e-3, bf16 and fp32 are 1.2% apart, and nothing could be told."""
     pool = Pool(len(RUNS))
     try:
-        losses = dict(zip(RUNS, pool.run(len(RUNS), "test_fp8:trained", timeout=3000)))
+        runs = dict(zip(RUNS, pool.run(len(RUNS), "test_fp8:trained", timeout=6000)))
     finally:
         pool.close()
+    losses = {name: [sum(both) / 2 for both in zip(runs[name, 0], runs[name, 1])] for name in ("bf16", *RECIPES)}
+    last = {key: sum(run[-200:]) / 200 for key, run in (losses | runs).items()}
     print(fp8.curves(losses))
-    last = {name: sum(run[-200:]) / 200 for name, run in losses.items()}
-    gap = {name: last[name] / last["bf16"] - 1 for name in RUNS}
-    print({name: f"{value:+.3%}" for name, value in gap.items()})
+    print({key: f"{last[key] / last['bf16', key[1]] - 1:+.3%}" for key in RUNS})
     assert losses["bf16"][0] > 5 and last["bf16"] < 2  # it learned
-    assert abs(gap["blockwise"]) < 0.0025 and abs(gap["tensorwise"]) < 0.005
-    assert gap["naive"] > 0.01
-    for name in RECIPES:
+    for name, limit in ("blockwise", 0.0025), ("tensorwise", 0.005):
+        assert abs(last[name] / last["bf16"] - 1) < limit, name
         for start in range(len(losses[name]) - 100):
             window = slice(start, start + 100)
             assert sum(losses[name][window]) < 1.02 * sum(losses["bf16"][window]), f"a spike at step {start}"
