@@ -454,7 +454,7 @@ def test_what_a_model_keeps_is_what_the_first_lines_say(name, mode, experts):
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        model.loss(window[:, :-1], window[:, 1:], weight=1.0)
+        model(window[:, :-1], labels=window[:, 1:], weight=1.0)
     total = sum(nbytes for _, nbytes in kept.values())
     assert total == pytest.approx(train.activation_bytes(settings, torch.float32), rel=0.02)
 
