@@ -7,6 +7,11 @@ sys.path[:0] = [ROOT, os.path.join(ROOT, "tests")]
 os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])  # for the pool's processes
 
 import pytest  # noqa: E402
+import torch  # noqa: E402
+
+if not torch.cuda.is_available():
+    # Before anybody imports kernels.py: transformers does, which looks for a package of that name.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from pool import Pool  # noqa: E402
 

@@ -9,9 +9,6 @@ import sys
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which no other module does
-
 import cp
 import kernels
 import operations
