@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import collectives
@@ -66,7 +67,7 @@ def take_turns(contenders: dict[str, Step], repeats: int, steps: int) -> dict[st
 
 def counted(build: Callable[[], Step]) -> dict[str, float]:
     """What a step sends and holds on this rank, by the ring's formulas and by live storages from its making on."""
-    meter, n = Meter(), dist.get_world_size()
+    meter = Meter()
     with meter:
         step = build()
         step()
@@ -74,9 +75,10 @@ def counted(build: Callable[[], Step]) -> dict[str, float]:
         meter.peak.clear()
         meter.collectives.clear()
         step()
-    share = (n - 1) / n
-    times = {"allreduce_": 2 * share, "all_reduce": 2 * share, "send": 1, "recv_": 0}  # by others once: a share
-    sent = sum(call.bytes * times.get(call.name, share) for call in meter.collectives)
+    times, sent = {"allreduce_": 2, "all_reduce": 2}, 0  # by others once
+    for call in meter.collectives:
+        n = _resolve_process_group(call.group).size()
+        sent += {"send": 1, "recv_": 0}.get(call.name, times.get(call.name, 1) * (n - 1) / n) * call.bytes
     return {"MB sent": sent / 1e6, "collectives": len(meter.collectives), "MB at rest": rest / 1e6,
             "MB at peak": meter.peak["all"] / 1e6}
 
