@@ -188,6 +188,36 @@ def matmuls() -> Iterator[Row]:
         yield Row(f"GELU, {way.name}", way.seconds, f"{way.bytes / way.seconds / 1e12:.2f} TB/s")
 
 
+def low_precision() -> Iterator[Row]:
+    import fp8
+    import fp8_kernels
+    from param import Spec, parameter
+    from primer import timed
+    from tp import TensorParallel, column
+
+    T, K, N, bf16, copy, enough = 16384, 4096, 14336, torch.bfloat16, copy_rate(), "at least 90% of a copy"
+    inputs = made((T, K))
+    seconds = timed(lambda x: fp8_kernels.quantise(x, fp8.E4M3), inputs)
+    nbytes = T * K * (2 + 1 + 1)
+    yield Row("FP8: quantise, 1 x 128 blocks, rows and columns", seconds,
+              f"{nbytes / seconds / 1e12:.2f} TB/s, {nbytes / seconds / copy:.0%} of a copy", wanted=enough)
+    weight = parameter(Spec("w", (N, K)), {}, bf16, "cuda")
+    weight.data, up = torch.randn(N, K, device="cuda", dtype=bf16) / 64, torch.randn(T, N, device="cuda", dtype=bf16)
+    (a, _), (b, _) = fp8.quantise(inputs[0][0], fp8.E4M3), fp8.quantise(weight.detach(), fp8.E4M3, tiles=True)
+    out, flops = torch.empty(T, N, device="cuda", dtype=bf16), 2 * T * K * N
+    yield beside(f"FP8: product in blocks, {T} x {K} x {N}", lambda: fp8_kernels.product(a, b, out),
+                 {"F.scaled_mm": lambda: fp8.product(a, b, bf16)}, [()], lambda s: f"{flops / s / 1e12:.0f} TFLOP/s", "1/0.8")
+
+    def linear(tp: TensorParallel, x: torch.Tensor) -> None:
+        column(x.detach().requires_grad_(), weight, tp=tp).backward(up)
+
+    plain = partial(linear, TensorParallel())
+    for name, wanted in ("tensorwise", "1/1.45"), ("blockwise", "1/1.25"):
+        low = partial(linear, TensorParallel(matmul=fp8.Fp8(fp8.RECIPES[name], bf16)))
+        yield beside(f"FP8: linear layer, {name}, forward and backward", low, {"bf16": plain}, inputs,
+                     lambda s: f"{3 * flops / s / 1e12:.0f} TFLOP/s", wanted)
+
+
 # ---- training -------------------------------------------------------------------------------------------------------
 
 SIZES = {  # flags, and the utilisation (6 N + 12 L h S) that is good
@@ -245,12 +275,16 @@ def training() -> Iterator[Row]:
             yield Row(f"training {name}, 4096 tokens a sequence, bf16", step,
                       f"{rate:,.0f} tokens/s, MFU {mfu:.1%} (causal {causal:.1%}), {last[-1]['memory_gb']:.0f} GB: "
                       + split, wanted=f"MFU {wanted:.0%}")
+        for recipe, wanted in ("tensorwise", "1/1.3"), ("blockwise", "1/1.18"):  # of the largest
+            low = statistics.median(record["step_s"] for record in run(f"{flags} --fp8 {recipe}", 8, file)[3:])
+            yield Row(f"training {name}, --fp8 {recipe}", low, other=f"bf16 {step * 1e3:.0f} ms", ratio=low / step,
+                      wanted=wanted)
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------
 
 PARTS = {"attention": attention, "memory-bound": memory_bound, "cross-entropy": cross_entropy, "training": training,
-         "matmuls": matmuls}
+         "low precision": low_precision, "matmuls": matmuls}
 
 
 def table(rows: list[Row]) -> str:
