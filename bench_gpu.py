@@ -206,7 +206,8 @@ def low_precision() -> Iterator[Row]:
     (a, _), (b, _) = fp8.quantise(inputs[0][0], fp8.E4M3), fp8.quantise(weight.detach(), fp8.E4M3, tiles=True)
     out, flops = torch.empty(T, N, device="cuda", dtype=bf16), 2 * T * K * N
     yield beside(f"FP8: product in blocks, {T} x {K} x {N}", lambda: fp8_kernels.product(a, b, out),
-                 {"F.scaled_mm": lambda: fp8.product(a, b, bf16)}, [()], lambda s: f"{flops / s / 1e12:.0f} TFLOP/s", "1/0.8")
+                 {"F.scaled_mm": lambda: fp8.product(a, b, bf16)}, [()],
+                 lambda s: f"{flops / s / 1e12:.0f} TFLOP/s", "1/0.8")
 
     def linear(tp: TensorParallel, x: torch.Tensor) -> None:
         column(x.detach().requires_grad_(), weight, tp=tp).backward(up)
