@@ -189,7 +189,14 @@ def compare(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: s
         assert error < 1e-10, f"{what} of {name} differs by {error:.1e} of its largest element"  # a NaN fails, too
 
 
-@pytest.mark.parametrize("ranks, grid", GRIDS, ids=[f"{ranks} ranks {grid}" for ranks, grid in GRIDS])
+def tiers() -> list:
+    """Eight processes on two cores take longest: of those grids without experts, every other is in the slow tier."""
+    eight = [case for case in GRIDS if case[0] == 8 and "--experts" not in case[1]]
+    return [pytest.param(*case, id=f"{case[0]} ranks {case[1]}", marks=pytest.mark.slow if case in eight[1::2] else ())
+            for case in GRIDS]
+
+
+@pytest.mark.parametrize("ranks, grid", tiers())
 def test_a_grid_equals_one_process(pool, ranks, grid):
     equals_one_process(pool, ranks, grid)
 

@@ -61,7 +61,8 @@ def on_ranks(flags: str) -> list[tuple]:
     return grids.pieces(optimizer, "owned_grad")
 
 
-@pytest.mark.parametrize("style", ["allgather", "ring", "ulysses"])
+@pytest.mark.parametrize("style", [
+    "allgather", *(pytest.param(style, marks=pytest.mark.slow) for style in ("ring", "ulysses"))])
 def test_attention_of_kernels_is_a_block_of_context_parallelism(pool, style):
     want = grids.whole(pool.run(1, "test_operations:on_ranks", flags="--attention math"))
     got = grids.whole(pool.run(2, "test_operations:on_ranks", flags=f"--attention triton --cp 2 --cp-style {style}"))

@@ -268,7 +268,7 @@ def test_ranks_keep_what_the_formula_says_of_experts(pool, n, flags, recompute):
 
 
 @pytest.mark.parametrize("n, flags", [(1, ""), (2, "--qkv-bias"), (2, "--no-sp --qk-norm"), (4, "--kv-heads 2")])
-@pytest.mark.parametrize("attention", ["auto", "math"])
+@pytest.mark.parametrize("attention", ["auto", pytest.param("math", marks=pytest.mark.slow)])
 def test_recomputation_changes_no_bit_and_adds_the_flops_it_says(pool, n, flags, attention):
     flags_of = {mode: f"--tp {n} --layers 3 --recompute {mode} --attention {attention} {flags}"
                 for mode in ("none", "selective", "full")}

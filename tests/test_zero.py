@@ -118,7 +118,7 @@ GRIDS = [(1, ""), (2, "--zero 3"), (3, "--zero 2 --bucket-mb 0"), (4, "--zero 1 
          (4, "--zero 3 --bucket-mb 0")]
 
 
-@pytest.mark.parametrize("tied", ["", " --tied"])
+@pytest.mark.parametrize("tied", ["", pytest.param(" --tied", marks=pytest.mark.slow)])
 def test_state_leaves_one_grid_and_enters_another(pool, tied):
     """Weights, moments and counts move after every step, by name and box, and training goes on as on one process."""
     want = truth(tied.strip())
@@ -153,7 +153,7 @@ def test_state_comes_in_by_name_and_box():
 
 # ---- what is sent ---------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("n", [2, 3, 4, 8])
+@pytest.mark.parametrize("n", [2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_elements_sent_are_those_of_the_stage(pool, n, accumulated):
     """Times n/(n-1): 2P, 2P, (A+1)P; and 3AP, less a gather of the first unit, whose backward reads no weights, and one
