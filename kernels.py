@@ -682,22 +682,6 @@ def rope_backward(grad: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
 rope_backward.register_fake(lambda grad, cos, sin, heads: grad.new_empty(grad.shape))
 
 
-class Rope(Function):
-    """`rope_` with its derivative, which needs nothing but the angles."""
-
-    @staticmethod
-    def forward(ctx, x, cos, sin, heads):
-        ctx.save_for_backward(cos, sin)
-        ctx.heads = heads
-        ctx.mark_dirty(x)
-        rope_(x, cos, sin, heads)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return rope_backward(grad, *ctx.saved_tensors, ctx.heads), None, None, None
-
-
 # ---- SwiGLU ---------------------------------------------------------------------------------------------------------
 
 SWIGLU_BLOCK = 1024

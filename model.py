@@ -391,7 +391,7 @@ def activation_bytes(settings: config.Config, dtype: torch.dtype, pipeline: Pipe
             token += model.hidden * one * (1 - 1 / t)
     if recompute == "full" and t > 1 and not grid.sp:
         token += model.hidden * one  # one input put together again
-    if model.experts and (routing["aux"] or routing["z"] or recompute == "full"):
-        token += pipeline.in_flight * 8 / t  # to which sequence it belongs
+    if model.experts and recompute == "full":
+        token += pipeline.in_flight * 8 / t  # to which sequence it belongs, for the layers that run again
     masks = seq * seq if attention == "math" and not pieces else 0
     return round(settings.batch.micro_batch * own * token + own * model.head_dim * wide + masks)

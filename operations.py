@@ -130,7 +130,8 @@ def turn_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int) -> 
 
 def heads_of(x: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
     """T (heads D) or T heads D -> T heads D, as a view."""
-    return x.view(len(x), -1, 2 * cos.shape[-1])
+    width = 2 * cos.shape[-1]
+    return x.view(len(x), x.shape[1:].numel() // width, width)
 
 
 def angles(positions: torch.Tensor, model: config.Model, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,8 +6,6 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
 from functools import partial
 
 os.environ["TRITON_INTERPRET"] = "1"  # before fp8_kernels defines its kernels
@@ -27,6 +25,7 @@ import param
 import tp
 import train
 import zero
+from ahead import run
 from fp8 import BLOCK, E4M3, E5M2, RECIPES, Fp8, Quantised, quantise, to_fp8, values
 from meter import Meter
 from param import Spec, box_of, cut, draw, parameter
@@ -532,23 +531,9 @@ def test_the_kernel_multiplies_blocks(M, N, K):
 
 
 AHEAD = """
-import json, os, re, subprocess, sys
-import triton
-from triton.backends.compiler import GPUTarget
+import json
 import fp8_kernels as kernels
-
-def ahead(kernel, signature, constants, **options):
-    # as at a launch where pointers and sizes are multiples of 16, which Triton tells its compiler
-    names = kernel.arg_names
-    source = triton.compiler.ASTSource(
-        fn=kernel, signature={name: signature.get(name, "constexpr") for name in names}, constexprs=constants,
-        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature.get(name, "i1") != "i1"})
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    with open(sys.argv[1], "wb") as file:
-        file.write(made.asm["cubin"])
-    tool = os.path.join(triton.__path__[0], "backends", "nvidia", "bin", "cuobjdump")
-    used = subprocess.run([tool, "--dump-resource-usage", sys.argv[1]], capture_output=True, text=True, check=True)
-    return dict(re.findall(r"(\\w+):(\\d+)", used.stdout), ptx=made.asm["ptx"], shared=made.metadata.shared)
+from ahead import ahead
 
 made = {}
 for dtype, name in (kernels.E4M3, "fp8e4nv"), (kernels.torch.float8_e5m2, "fp8e5"):
@@ -571,19 +556,10 @@ print(json.dumps(made))
 """
 
 
-def run(code: str, *args: str, **env: str) -> str:
-    """What a process of its own prints, where kernels are compiled."""
-    env = os.environ | {"TRITON_INTERPRET": "0"} | env
-    done = subprocess.run([sys.executable, "-c", code, *args], env=env, capture_output=True, text=True,
-                          cwd=os.path.dirname(config.__file__))
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ahead")
-    return json.loads(run(AHEAD, str(folder / "cubin"), TRITON_CACHE_DIR=str(folder / "cache")))
+    return json.loads(run(AHEAD, TRITON_CACHE_DIR=str(folder)))
 
 
 def test_kernels_compile_for_sm_90_without_spills(compiled):

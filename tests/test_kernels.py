@@ -228,10 +228,11 @@ def test_the_reference_is_torchs_norm():
 
 @pytest.mark.parametrize("rows_of", ["sequence", "batch"])
 @pytest.mark.parametrize("D, turned, all_heads", [(16, 3, 5), (10, 1, 1), (2, 4, 4)])
-def test_rope(D, turned, all_heads, rows_of):
+def test_rope(monkeypatch, D, turned, all_heads, rows_of):
+    monkeypatch.setattr(operations, "fused", lambda x: True)
     positions = torch.arange(6.0) if rows_of == "sequence" else torch.tensor([[0.0, 1, 2, 0, 1, 2], [5, 4, 3, 2, 1, 0]])
     angle = positions[..., None, None].double().to(DEVICE) * 10000 ** -torch.linspace(0, 1, D // 2, device=DEVICE)
-    compare(lambda x: kernels.Rope.apply(x * 1, angle.cos().float(), angle.sin().float(), turned),
+    compare(lambda x: operations.Rotate.apply(x * 1, angle.cos().float(), angle.sin().float(), turned),
             lambda x: kernels.rope_reference(x, angle.float().cos().double(), angle.float().sin().double(), turned),
             [numbers(12, all_heads, D)])
 
@@ -253,11 +254,12 @@ def test_swiglu(shape, monkeypatch):
     compare(operations.SwiGLU.apply, kernels.swiglu_reference, [numbers(*shape) * 3])
 
 
-def test_nothing_goes_in_and_nothing_comes_out():
+def test_nothing_goes_in_and_nothing_comes_out(monkeypatch):
+    monkeypatch.setattr(operations, "fused", lambda x: True)
     x, weight = leaves(numbers(0, 16), numbers(16))
     total, y = kernels.add_rms_norm(x, x, weight, 1e-5)
     out = kernels.swiglu(kernels.rms_norm(y, weight, 1e-5) + total)
-    kernels.Rope.apply(out.view(0, 2, 4) * 1, numbers(3, 1, 2), numbers(3, 1, 2), 1).sum().backward()
+    operations.Rotate.apply(out.view(0, 2, 4) * 1, numbers(3, 1, 2), numbers(3, 1, 2), 1).sum().backward()
     assert x.grad.shape == (0, 16) and torch.equal(weight.grad, torch.zeros_like(weight))
 
 
@@ -471,11 +473,12 @@ def test_flops_are_what_torch_counts():
 # ---- compiled for sm_90, without a GPU ------------------------------------------------------------------------------
 
 COMPILE = """
-import json, re, subprocess, tempfile
+import json
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 import kernels
+from ahead import resources
 
 class Hopper:
     get_current_target = lambda self: GPUTarget("cuda", 90, 32)
@@ -484,12 +487,8 @@ class Hopper:
 
 def compile_only(self, *args, grid, warmup, **options):
     kernel = launch(self, *args, grid=grid, warmup=True, **options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        tool = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        usage = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
-    found = {name: int(re.search(name + r":(\\d+)", usage)[1]) for name in ("REG", "STACK", "LOCAL")}
+    used = resources(kernel.asm["cubin"])
+    found = {name: int(used[name]) for name in ("REG", "STACK", "LOCAL")}
     print(json.dumps([label, kernel.metadata.name, found | {
         "wgmma": kernel.asm["ptx"].count("wgmma.mma_async"), "shared": kernel.metadata.shared}]))
 

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections import Counter
 
 os.environ["TRITON_INTERPRET"] = "1"  # before primer defines its kernels
@@ -22,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpreterBuilder
 
 import primer
+from ahead import run
 from primer import (
     LADDER,
     SECTOR,
@@ -52,14 +52,6 @@ def small(name: str, *tile: int) -> Rung:
 def integers(*shape: int, seed: int = 0) -> torch.Tensor:
     """Of which fp32 adds thousands of products without rounding, in any order."""
     return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).float()
-
-
-def run(code: str, *args: str, **env: str) -> str:
-    """What a process of its own prints, where kernels are compiled."""
-    env = os.environ | {"TRITON_INTERPRET": "0"} | env
-    done = subprocess.run([sys.executable, "-c", code, *args], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 # ---- what rungs compute ---------------------------------------------------------------------------------------------
@@ -263,23 +255,9 @@ def test_the_roof_is_the_largest_of_three():
 # ---- what rungs compile to ------------------------------------------------------------------------------------------
 
 AHEAD = """
-import json, os, re, subprocess, sys
-import triton
-from triton.backends.compiler import GPUTarget
+import json
 import primer
-
-def ahead(kernel, signature, constants, **options):
-    # as at a launch where pointers and sizes are multiples of 16, which Triton tells its compiler
-    names = kernel.arg_names
-    source = triton.compiler.ASTSource(
-        fn=kernel, signature={name: signature.get(name, "constexpr") for name in names}, constexprs=constants,
-        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in signature})
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    with open(sys.argv[1], "wb") as file:
-        file.write(made.asm["cubin"])
-    tool = os.path.join(triton.__path__[0], "backends", "nvidia", "bin", "cuobjdump")
-    used = subprocess.run([tool, "--dump-resource-usage", sys.argv[1]], capture_output=True, text=True, check=True)
-    return dict(re.findall(r"(\\w+):(\\d+)", used.stdout), ptx=made.asm["ptx"], shared=made.metadata.shared)
+from ahead import ahead
 
 pointers, sizes = dict.fromkeys("abc", "*bf16"), dict.fromkeys("MNK", "i32")
 made = {name: ahead(rung.kernel, pointers | sizes, rung.constants, num_warps=rung.warps, num_stages=rung.stages)
@@ -293,7 +271,7 @@ WGMMA, TMA, ASYNC = r"wgmma\.mma_async\S*\.f32\.bf16\.bf16", r"cp\.async\.bulk\.
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ahead")
-    return json.loads(run(AHEAD, str(folder / "cubin"), TRITON_CACHE_DIR=str(folder / "cache")))
+    return json.loads(run(AHEAD, TRITON_CACHE_DIR=str(folder)))
 
 
 @pytest.mark.parametrize("name", [*LADDER, "GELU"])

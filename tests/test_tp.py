@@ -262,9 +262,12 @@ def test_ranks_keep_what_the_formula_says_of_experts(pool, n, flags, recompute):
     """On average, as some get more tokens than others; besides, prices and ends, a few numbers a layer."""
     flags = f"--vocab 320 --micro-batch 2 --experts 8 --expert-ffn 24 --recompute {recompute} {flags}"
     seen = pool.run(n, "test_tp:step", flags=f"--global-batch {4 * n} {flags}")
-    few = 4 * ((2 + 1) * (8 + 1) * 8 + 8 * 4)  # layers; sequences, padding; experts, z
+    words = flags.split()
+    ep, dense = (int(words[words.index(flag) + 1]) if flag in words else default
+                 for flag, default in (("--ep", 1), ("--dense-layers", 0)))
+    few = (4 - dense) * ((2 + 1) * (8 + 1) * 8 + 8 // ep * 4)  # layers; sequences, padding; experts, z; ends
     kept, formula = (sum(rank[what] for rank in seen) / n for what in ("kept", "formula"))
-    assert formula <= kept <= formula + few
+    assert kept == formula + few
 
 
 @pytest.mark.parametrize("n, flags", [(1, ""), (2, "--qkv-bias"), (2, "--no-sp --qk-norm"), (4, "--kv-heads 2")])

@@ -1,0 +1,41 @@
+"""Kernels compiled for sm_90 without a GPU, by processes of their own: the tests' process interprets them."""
+import os
+import re
+import subprocess
+import sys
+import tempfile
+
+
+def run(code: str, **env: str) -> str:
+    """What a process that compiles kernels prints."""
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "0"} | env,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def ahead(kernel, signature: dict[str, str], constants: dict, **options) -> dict:
+    """Its PTX, its shared memory, and what its machine code uses: REG (registers a thread), STACK, LOCAL and more.
+
+    As at a launch where pointers and sizes are multiples of 16, which Triton tells its compiler.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    names = kernel.arg_names
+    source = triton.compiler.ASTSource(
+        fn=kernel, signature={name: signature.get(name, "constexpr") for name in names}, constexprs=constants,
+        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in signature})
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return resources(made.asm["cubin"]) | dict(ptx=made.asm["ptx"], shared=made.metadata.shared)
+
+
+def resources(cubin: bytes) -> dict[str, str]:
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        used = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
+    return dict(re.findall(r"(\w+):(\d+)", used))
