@@ -62,7 +62,7 @@ def made(*shapes: tuple[int, ...], grad: bool = False) -> list[tuple[torch.Tenso
 # ---- kernels --------------------------------------------------------------------------------------------------------
 
 def attention() -> Iterator[Row]:
-    import kernels
+    import flash
     from primer import timed
 
     def theirs(backend: SDPBackend, q, k, v) -> torch.Tensor:
@@ -76,7 +76,7 @@ def attention() -> Iterator[Row]:
     for B, S, N, K, D in ((4, 4096, 32, 8, 128), (2, 8192, 32, 8, 128), (8, 4096, 32, 8, 64)):
         flops = 4 * B * N * S * S * D / 2
         inputs, name = made((B, N, S, D), (B, K, S, D), (B, K, S, D), grad=True), f"B {B}, S {S}, N {N}/{K}, D {D}"
-        ways = {"ours": kernels.flash_attention} | {way: partial(theirs, backend) for way, backend in backends.items()}
+        ways = {"ours": flash.flash_attention} | {way: partial(theirs, backend) for way, backend in backends.items()}
         ours = ways.pop("ours")
         yield beside(f"attention forward, {name}", ours, ways, inputs,
                      lambda s, f=flops: f"{f / s / 1e12:.0f} TFLOP/s", "1/0.75 of cuDNN")

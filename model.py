@@ -311,7 +311,9 @@ class Llama(nn.Module):
         written_out = self.attention == "math"
         core = attention_math if written_out else attention_sdpa
         if self.attention == "triton":
-            core = partial(kernels().flash_attention, documents=documents)
+            import flash  # needs Triton, which a CPU does without
+
+            core = partial(flash.flash_attention, documents=documents)
         elif c == 1 or self.cp_style == "ulysses":
             everything_before = documents is None and before == 0 and not written_out
             places = torch.arange(before, before + seq, device=tokens.device)
@@ -322,7 +324,7 @@ class Llama(nn.Module):
             return core
         block = WRITTEN_OUT if written_out else FLASH_CPU if tokens.device.type == "cpu" else FLASH_GPU
         if self.attention == "triton":
-            block = flash_of(kernels().flash_forward, kernels().flash_backward, kernels().DTYPES)
+            block = flash_of(flash.flash_forward, flash.flash_backward, kernels().DTYPES)
         return ContextParallel(self.cp, self.cp_style, seq, documents, self.dtype, block, core)
 
     def checkpoints(self, x: torch.Tensor) -> Arena:

@@ -1,9 +1,11 @@
 """Kernels compiled for sm_90 without a GPU, by processes of their own: the tests' process interprets them."""
+import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from types import ModuleType, SimpleNamespace
 
 
 def run(code: str, **env: str) -> str:
@@ -39,3 +41,30 @@ def resources(cubin: bytes) -> dict[str, str]:
         tool = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         used = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
     return dict(re.findall(r"(\w+):(\d+)", used))
+
+
+def only_compile(*modules: ModuleType) -> None:
+    """From here on launches compile, and print [kernel, what it uses] in JSON, instead of running. modules: of them."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.jit import JITFunction
+
+    hopper = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0,
+                             get_current_stream=lambda device: 0)
+
+    def compiled(self, *args, grid, warmup, **options):
+        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        used = {name: int(count) for name, count in resources(kernel.asm["cubin"]).items()}
+        more = dict(wgmma=kernel.asm["ptx"].count("wgmma.mma_async"), shared=kernel.metadata.shared)
+        print(json.dumps([kernel.metadata.name, used | more]))
+
+    launch, JITFunction.run = JITFunction.run, compiled
+    triton.runtime.driver.set_active(hopper)
+    for module in modules:
+        module.check_launch = lambda *tensors: None
+
+
+def fits(name: str, used: dict[str, int]) -> None:
+    """Nothing is spilled to memory, and shared memory is what a program may have on an H100 or H200, 227 KiB."""
+    assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 255, (name, used)
+    assert used["shared"] <= 227 * 1024, (name, used)

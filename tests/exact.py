@@ -1,0 +1,37 @@
+"""Comparing kernels with references in fp64: interpreted on CPUs, compiled on a GPU."""
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+
+
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+def leaves(*tensors: torch.Tensor, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    out = [x.detach().to(dtype or x.dtype).clone().requires_grad_() for x in tensors]
+    for x in out:
+        x.sink = None  # as a parameter of the model, whose gradient autograd collects
+    return out
+
+
+def close(ours: torch.Tensor, exact: torch.Tensor) -> None:
+    """Within some roundings of fp32: 1e-5 of the value; or, where terms cancel, 2^-20 of the largest, at least of 1."""
+    assert ours.dtype == torch.float32 and ours.shape == exact.shape
+    largest = max([1.0, *exact[exact.isfinite()].abs().tolist()])
+    torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=largest * 2 ** -20)
+
+
+def compare(ours, exact, inputs: list[torch.Tensor]) -> None:
+    """Results and gradients of functions of tensors, for the same derivative of every result."""
+    single, double = leaves(*inputs), leaves(*inputs, dtype=torch.float64)
+    results, wanted = ours(*single), exact(*double)
+    results, wanted = (x if isinstance(x, tuple) else (x,) for x in (results, wanted))
+    derivatives = [numbers(*x.shape, seed=7) for x in results]
+    torch.autograd.backward(results, derivatives)
+    torch.autograd.backward(wanted, [x.double() for x in derivatives])
+    for one, other in zip((*results, *(x.grad for x in single)), (*wanted, *(x.grad for x in double))):
+        close(one, other)

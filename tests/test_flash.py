@@ -1,0 +1,303 @@
+"""FlashAttention against its reference in fp64; its costs; and, wherever there is ptxas, compiled for an H100 or H200:
+does it use the matmul instruction, and do its registers suffice?"""
+import json
+
+import pytest
+import torch
+
+import cp
+import flash
+import kernels
+import operations
+from ahead import fits, run
+from exact import DEVICE, close, compare, gpu, leaves, numbers
+from flash import Tiling, flash_attention, flash_backward, flash_forward
+
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # the interpreter at log2(0) = -inf
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(params=["16x32", "32x16"])
+def tiles(request, monkeypatch):
+    monkeypatch.setattr(flash, "FP32_TILING", Tiling(*map(int, request.param.split("x")), 4, 1))
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(flash, "FP32_TILING", Tiling(16, 16, 4, 1))
+
+
+def heads(rows: int, columns: int, N: int = 2, K: int = 1, D: int = 16, B: int = 2) -> list[torch.Tensor]:
+    return [numbers(B, N, rows, D), numbers(B, K, columns, D, seed=1), numbers(B, K, columns, D, seed=2)]
+
+
+def documents_of(kind: str, rows: int, columns: int, B: int = 2) -> tuple[torch.Tensor, torch.Tensor] | None:
+    generator = torch.Generator().manual_seed(3)
+    both = [torch.randint(0, 4, (B, n), generator=generator) for n in (rows, columns)]
+    if kind == "packed":  # each in one piece, some missing here or there; the last tokens are of the same one
+        both = [x.sort().values for x in both]
+    if kind == "alone":
+        both = [torch.arange(n).flip(0).expand(B, n) for n in (rows, columns)]
+    if kind == "none meet":
+        both = [both[0], both[1] + 4]
+    return None if kind == "one" else tuple(x.to(DEVICE) for x in both)
+
+
+def attention_agrees(inputs, causal, documents):
+    compare(lambda q, k, v: flash_forward(q, k, v, causal, documents)[0],
+            lambda q, k, v: flash.attention_reference(q, k, v, causal, documents)[0], inputs)
+    lse = flash_forward(*inputs, causal, documents)[1]
+    close(lse, flash.attention_reference(*(x.double() for x in inputs), causal, documents)[1])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("rows, columns", [(33, 33), (17, 40), (40, 17), (1, 1)])
+def test_attention_of_any_length(tiles, rows, columns, causal):
+    attention_agrees(heads(rows, columns, B=1), causal, None)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", ["packed", "in any order", "alone", "none meet"])
+def test_attention_of_documents(small_tiles, kind, causal):
+    attention_agrees(heads(37, 37, N=1), causal, documents_of(kind, 37, 37))
+
+
+@pytest.mark.parametrize("kind", ["packed", "in any order"])
+def test_documents_of_queries_and_keys_may_differ(small_tiles, kind):
+    attention_agrees(heads(21, 50), False, documents_of(kind, 21, 50))
+
+
+@pytest.mark.parametrize("N, K", [(6, 6), (6, 2), (6, 1)])
+def test_heads_share_keys(N, K):
+    attention_agrees(heads(24, 24, N, K), True, None)
+
+
+@pytest.mark.parametrize("D", [2, 10, 64, 96, 128])
+def test_attention_of_any_width(D):
+    attention_agrees(heads(40, 40, D=D, B=1), True, None)
+
+
+@pytest.mark.parametrize("B, rows, columns", [(0, 5, 5), (2, 0, 5), (2, 5, 0), (2, 0, 0)])
+def test_attention_of_nothing(B, rows, columns):
+    q, k, v = leaves(*heads(rows, columns, B=B))
+    o, lse = flash_forward(q, k, v, False)
+    assert not o.any() and lse.isneginf().all()
+    o.sum().backward()
+    assert not any(x.grad.any() for x in (q, k, v))
+
+
+def test_large_scores_do_not_overflow(small_tiles):
+    """Scores of some thousands, whose roundings exponentials carry over to probabilities."""
+    q, k, v = heads(37, 37)
+    q, k = q * 30, k * 30
+    o, lse = flash_forward(q, k, v)
+    exact, exact_lse = flash.attention_reference(*(x.double() for x in (q, k, v)))
+    rounding = (q @ k.transpose(2, 3)).abs().max().item() * 16 ** -0.5 * 2 ** -22
+    torch.testing.assert_close(o.double(), exact, rtol=0, atol=rounding)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=rounding)
+    assert all(x.isfinite().all() for x in flash_backward(numbers(*o.shape), q, k, v, o, lse))
+
+
+def test_strides_do_not_matter(small_tiles):
+    """Heads cut out of one matmul's result; a derivative that is one number seen everywhere."""
+    qkv, = leaves(numbers(2, 37, 6, 16))
+    q, k, v = (x.transpose(1, 2) for x in qkv.split([4, 1, 1], 2))
+    o = flash_attention(q, k, v)
+    assert o.transpose(1, 2).is_contiguous()
+    o.sum().backward()
+    exact, = leaves(qkv, dtype=torch.float64)
+    q, k, v = (x.transpose(1, 2) for x in exact.split([4, 1, 1], 2))
+    flash.attention_reference(q, k, v)[0].sum().backward()
+    close(qkv.grad, exact.grad)
+
+
+def test_the_same_bits_every_time(small_tiles):
+    q, k, v = heads(40, 40, 4, 2, B=1)
+    o, lse = flash_forward(q, k, v)
+    first, second = (flash_backward(numbers(*o.shape), q, k, v, o, lse) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+def test_tiles_that_nobody_sees_are_not_loaded():
+    """Documents of 5, 27, 1 and 47 tokens, tiles of 16 x 16: those that have a pair of the same document, no more."""
+    documents = torch.arange(4, device=DEVICE).repeat_interleave(torch.tensor([5, 27, 1, 47], device=DEVICE))[None]
+    for numbers_of in (documents, torch.zeros_like(documents)):
+        pairs = (numbers_of.mT == numbers_of).tril()
+        wanted = pairs.unflatten(0, (-1, 16)).unflatten(-1, (-1, 16)).any(-1).any(1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(flash, "FP32_TILING", Tiling(16, 16, 4, 1))
+            assert flash.tiles_loaded(numbers_of, 16, 16) == wanted.tolist()
+
+
+def test_backward_loads_no_tile_that_nobody_sees(small_tiles):
+    """A query's nan reaches the gradients of keys in tiles with its own, and of none after it or of other documents."""
+    documents = torch.arange(2, device=DEVICE).repeat_interleave(32)[None]
+    q, k, v = heads(64, 64, 1, 1, B=1)
+    o, lse = flash_forward(q, k, v, True, (documents, documents))
+    do = torch.zeros_like(o)
+    do[:, :, 20] = torch.nan
+    dq, dk, dv = flash_backward(do, q, k, v, o, lse, True, (documents, documents))
+    assert dv.isnan().any(-1).flatten().tolist() == [True] * 32 + [False] * 32
+    assert dk.isnan().any(-1).flatten().tolist() == [True] * 32 + [False] * 32
+    assert dq.isnan().any(-1).flatten().tolist() == [row == 20 for row in range(64)]
+
+
+@pytest.mark.parametrize("style", ["ring", "allgather"])
+def test_attention_in_pieces(small_tiles, style):
+    """As a block of context parallelism, with nothing else told: rows of all ranks, merged by logsumexp."""
+    block, c, S, (q, k, v) = cp.Block(flash_forward, flash_backward), 2, 36, heads(36, 36, B=1)
+    do, (dq, dk, dv), o = numbers(*q.shape, seed=9), (torch.zeros_like(x) for x in (q, k, v)), torch.empty_like(q)
+    for i in range(c):
+        own, pieces = cp.places(S, c, i), cp.pieces_of(style, S, c, i, None, q.dtype)
+        keys = [cp.places(S, c, (i - t) % c) if style == "ring" else cp.gathered_order(S, c)
+                for t in range(len(pieces))]
+        here, (part, lse) = q[:, :, own], cp.results_for(q[:, :, own])
+        for piece, where in zip(pieces, keys):
+            cp.add_piece(part, lse, here, k[:, :, where], v[:, :, where], piece, block)
+        o[:, :, own], share = part, torch.zeros_like(here)
+        for piece, where in zip(pieces, keys):
+            dkv = torch.zeros(2, *k[:, :, where].shape, device=DEVICE)
+            cp.add_gradients(share, dkv, do[:, :, own], here, k[:, :, where], v[:, :, where], part, lse, piece, block)
+            dk[:, :, where] += dkv[0]
+            dv[:, :, where] += dkv[1]
+        dq[:, :, own] = share
+    exact = leaves(q, k, v, dtype=torch.float64)
+    wanted = flash.attention_reference(*exact)[0]
+    wanted.backward(do.double())
+    for ours, other in zip((o, dq, dk, dv), (wanted.detach(), *(x.grad for x in exact))):
+        close(ours, other)
+
+
+# ---- as operators of torch ------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", ["flash_attention", "flash_attention with documents", "flash_attention_backward"])
+def test_torch_accepts_the_operator(name):
+    """Schema, derivative, fake tensors and tracing with sizes left open."""
+    q, k, v = leaves(*heads(9, 9, B=1))
+    documents = documents_of("packed", 9, 9, B=1)
+    o, lse = (x.detach() for x in flash_forward(q, k, v))
+    inputs = {
+        "flash_attention": (q, k, v, True, None, None),
+        "flash_attention with documents": (q, k, v, False, *documents),
+        "flash_attention_backward": (o, q.detach(), k.detach(), v.detach(), o, lse, True, None, None),
+    }
+    torch.library.opcheck(getattr(torch.ops.penteract, name.split()[0]).default, inputs[name])
+
+
+def test_a_compiler_sees_nodes():
+    def layer(x, weight):
+        q = kernels.rms_norm(x, weight, 1e-5).unflatten(-1, (2, 8)).transpose(1, 2)
+        return kernels.swiglu(flash_attention(q, q, q).transpose(1, 2).flatten(2))
+    inputs = [numbers(1, 9, 16), numbers(16)]
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    found = []
+    for function in (layer, compiled):
+        x, weight = leaves(*inputs)
+        y = function(x, weight)
+        y.sum().backward()
+        found.append((y, x.grad, weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
+Q, KV = (1, 2, 8, 16), (1, 1, 8, 16)
+REFUSED = {  # what is launched -> what the error says
+    "keys and values differ": (lambda n: flash_forward(n(*Q), n(*KV), n(1, 1, 9, 16)), "B K columns D"),
+    "widths differ": (lambda n: flash_forward(n(*Q), n(1, 1, 8, 8), n(1, 1, 8, 8)), "must be B N rows D"),
+    "no batch": (lambda n: flash_forward(*[n(2, 8, 16)] * 3), "must be B N rows D"),
+    "heads": (lambda n: flash_forward(n(1, 3, 8, 16), *[n(1, 2, 8, 16)] * 2), "3 heads cannot share 2"),
+    "too wide": (lambda n: flash_forward(*[n(1, 1, 8, 130)] * 3), "130 wide"),
+    "two types": (lambda n: flash_forward(n(*Q), *[n(*KV).half()] * 2), "one type"),
+    "fp64": (lambda n: flash_forward(*[n(*Q).double()] * 3), "float64 is not among"),
+    "documents of other keys": (lambda n: flash_forward(n(*Q), *[n(*KV)] * 2, True, documents_of("packed", 8, 9, 1)),
+                                r"\[1, 8\] integers"),
+    "no integers": (lambda n: flash_attention(n(*Q), *[n(*KV)] * 2, True, n(1, 8)), "integers"),
+    "other do": (lambda n: flash_backward(n(*KV), n(*Q), *[n(*KV)] * 2, n(*Q), n(1, 2, 8)), "as q"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_launched_is_refused_in_a_line(name):
+    launch, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message) as caught:
+        launch(numbers)
+    assert "\n" not in str(caught.value)
+
+
+# ---- costs ----------------------------------------------------------------------------------------------------------
+
+def test_costs_are_those_published():
+    """Figure 2 of Dao et al. 2022, to its last digit."""
+    shape = dict(B=64, N=16, S=1024, D=64)
+    for how, gflops, gigabytes in (("standard", 66.6, 40.3), ("flash 1", 75.2, 4.4)):
+        assert round(flash.published_flops(how, **shape) / 1e9, 1) == gflops
+        assert round(flash.attention_cost(how, **shape).nbytes / 1e9, 1) == gigabytes
+
+
+def test_flops_are_what_torch_counts():
+    """The reference's matmuls, of which backward needs twice as many; kernels make scores three times instead of once,
+    and dp twice."""
+    from torch.utils.flop_counter import FlopCounterMode
+    q, k, v = leaves(*heads(32, 32, 2, 2, B=3))
+    with FlopCounterMode(display=False) as counter:
+        flash.attention_reference(q, k, v)[0].sum().backward()
+    flops = {how: flash.attention_cost(how, 3, 2, 32, 16).flops for how in ("standard", "flash 1", "here")}
+    assert flops["standard"] == counter.get_total_flops()
+    assert [flops[how] / flops["standard"] for how in ("flash 1", "here")] == [7 / 6, 9 / 6]
+
+
+# ---- compiled for sm_90, without a GPU ------------------------------------------------------------------------------
+
+LAUNCHES = """
+import flash
+import torch
+from ahead import only_compile
+
+packed = (torch.zeros(1, 256, dtype=torch.int32),) * 2
+only_compile(flash)
+for D, cases in (64, ((True, None), (True, packed))), (128, ((True, None), (False, None), (True, packed))):
+    for causal, documents in cases:
+        qkv = torch.zeros(1, 256, 6, D, dtype=torch.bfloat16)
+        q, k, v = (x.transpose(1, 2) for x in qkv.split([4, 1, 1], 2))
+        o, lse = flash.flash_forward(q, k, v, causal, documents)
+        flash.flash_backward(o, q, k, v, o, lse, causal, documents)
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> list:
+    lines = run(LAUNCHES, TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("triton"))).splitlines()
+    assert len(lines) == 5 * 3
+    return [json.loads(line) for line in lines]
+
+
+def test_registers_suffice(compiled):
+    for name, found in compiled:
+        fits(name, found)
+
+
+def test_attention_uses_the_matmul_instruction_of_hopper(compiled):
+    matmuls = {"flash_forward_kernel": 2, "flash_dq_kernel": 3, "flash_dkv_kernel": 4}
+    assert {name for name, _ in compiled} == set(matmuls)
+    assert all(found["wgmma"] >= matmuls[name] for name, found in compiled)
+
+
+# ---- on a GPU only --------------------------------------------------------------------------------------------------
+
+@gpu
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("kind", ["one", "packed"])
+def test_attention_in_bf16(D, kind):
+    """No further from the exact result than twice torch's own attention in bf16."""
+    S, documents = 1000, documents_of(kind, 1000, 1000)
+    inputs = [x.bfloat16() for x in heads(S, S, 8, 2, D)]
+    exact, ours, torchs = leaves(*inputs, dtype=torch.float64), leaves(*inputs), leaves(*inputs)
+    do = numbers(2, 8, S, D, dtype=torch.bfloat16)
+    results = [flash.attention_reference(*exact, True, documents)[0], flash_forward(*ours, True, documents)[0]]
+    mask = operations.visible(torch.arange(S, device=DEVICE), S, documents and documents[0])
+    results.append(operations.attention_sdpa(*torchs, mask))
+    for result in results:
+        result.backward(do.to(result.dtype))
+    for one in zip(*([result, *(x.grad for x in leaves_)] for result, leaves_ in zip(results, (exact, ours, torchs)))):
+        wanted, mine, theirs = (x.double() for x in one)
+        assert (mine - wanted).norm() <= 2 * (theirs - wanted).norm()
