@@ -357,7 +357,7 @@ def experts_step(how: str, group: collectives.Group, tokens: int = 2048) -> Step
         for weight in layer.parameters():
             weight.data = draw(0)(weight.spec, weight.box)
         place = Tokens(torch.zeros(tokens, dtype=torch.long), 1), group
-        forward = partial(layer, normalise=lambda x: x, shared=Shared(TensorParallel(), None, None, None, False, place))
+        forward = partial(layer, before=None, shared=Shared(TensorParallel(), None, None, None, False, place))
     else:
         from transformers import MixtralConfig
         from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock

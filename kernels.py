@@ -92,7 +92,8 @@ def rms_norm_backward_kernel(dy, dtotal, x, weight, dx, shares, eps, T, H, WIDTH
         share += grad * normal
         grad *= gain
         out = scale * (grad - normal * (tl.sum(grad * normal, 0) / H))  # less what points along the normalised row
-        if ADD:
+        if ADD:  # rounded before: the same bits as of two operations
+            out = out.to(dx.dtype.element_ty).to(tl.float32)
             out += tl.load(dtotal + start + column, inside, other=0.0).to(tl.float32)
         tl.store(dx + start + column, out.to(dx.dtype.element_ty), inside)
     tl.store(shares + tl.program_id(0) * H + column, share, inside)

@@ -25,7 +25,7 @@ import config
 from collectives import Group
 from cp import FLASH_CPU, FLASH_GPU, WRITTEN_OUT, ContextParallel, flash_of, padded
 from ep import AS_IT_IS, NO_BALANCE, Balance, GroupedLinear, GroupedMatmul, Route, Router, Tokens, combine, dispatch
-from operations import Rotate, SwiGLU, angles, attention_math, attention_sdpa, fused, kernels, norm, visible
+from operations import Rotate, SwiGLU, add_norm, angles, attention_math, attention_sdpa, fused, kernels, norm, visible
 from param import Groups, Spec, at_least_fp32, cut, parameter, rank, size
 from pp import Pipeline, one_stage
 from recompute import Arena, Part, Recomputed, forgetting, kept, llama_layer
@@ -76,8 +76,7 @@ class Attention(nn.Module):
         if model.qk_norm:
             self.norms = nn.ParameterList(make(gain(name + part, D, {"tp": "sum"})) for part in ("q_norm", "k_norm"))
 
-    def forward(self, x, normalise, shared):  # T/t H -> T/t H
-        x, before = (x, normalise) if shared.selective else (normalise(x), None)
+    def forward(self, x, before, shared):  # T/t H -> T/t H
         qkv = column(x, self.wq, self.wk, self.wv, tp=shared.tp, before=before, keep=shared.again)
         if len(self.biases):
             qkv = qkv + torch.cat(tuple(self.biases))
@@ -105,12 +104,11 @@ class FeedForward(nn.Module):
         self.w_up = make(Spec(name + "w_up", (ffn, H), {"tp": 0}, std=0.02))
         self.w_down = make(Spec(name + "w_down", (H, ffn), {"tp": 1}, std=0.02 / (2 * model.layers) ** 0.5))
 
-    def forward(self, x, normalise, shared):  # T/t H -> T/t H
+    def forward(self, x, before, shared):  # T/t H -> T/t H
         tp, again = shared.tp, shared.again
+        both = column(x, self.w_gate, self.w_up, tp=tp, before=before, keep=again)
         if shared.selective:
-            both = column(x, self.w_gate, self.w_up, tp=tp, before=normalise)
             return row(both, self.w_down, tp, before=SwiGLU.apply)
-        both = column(normalise(x), self.w_gate, self.w_up, tp=tp, keep=again)
         return row(SwiGLU.apply(both), self.w_down, tp, skip=again)
 
 
@@ -130,14 +128,14 @@ class Experts(nn.Module):
         self.router = Router(name + "router.bias", E, model.top_k, model.router, model.router_norm, model.router_scale,
                              model.expert_groups, model.top_groups, balance, self.w_router.dtype, self.w_router.device)
 
-    def forward(self, x, normalise, shared):  # T/t H -> T/t H
+    def forward(self, x, before, shared):  # T/t H -> T/t H
         tp, (tokens, group), first_route = shared.tp, shared.experts, shared.routes[0] if shared.again else None
-        h, before = normalise(x), x.detach()
-        with forgetting(h, lambda: normalise(before)) if shared.selective else nullcontext():
+        h, inputs = before(x) if before else x, x.detach()
+        with forgetting(h, lambda: before(inputs)) if before else nullcontext():
             own = own_tokens(h, tp)
             route, weights = self.router(own, self.w_router, tokens, group, first_route)
             arrive = dispatch(own, route, group)
-            beside = self.shared(h, lambda h: h, shared) if self.shared else None  # while tokens travel
+            beside = self.shared(h, before and (lambda h: h), shared) if self.shared else None  # while tokens travel
         if shared.routes is not None and not shared.again:
             shared.routes.append(route)
         both = GroupedLinear.apply(arrive(), self.w_gate_up, route, shared.grouped)
@@ -153,7 +151,7 @@ class Block(nn.Module):
 
     def __init__(self, layer: int, model: config.Model, make, t: int, how: str | int, balance: Balance):
         super().__init__()
-        self.normalise = partial(norm, eps=model.norm_eps)
+        self.eps = model.norm_eps
         self.attention_norm = make(gain(f"layers.{layer}.attention_norm", model.hidden, {"tp": how}))
         self.attention = Attention(layer, model, make, t)
         self.ffn_norm = make(gain(f"layers.{layer}.ffn_norm", model.hidden, {"tp": how}))
@@ -171,8 +169,18 @@ class Block(nn.Module):
 
     def terms(self, x, shared):
         """Two tensors whose sum is the result."""
-        x = x + self.attention(x, partial(self.normalise, weight=self.attention_norm), shared)
-        return x, self.ffn(x, partial(self.normalise, weight=self.ffn_norm), shared)
+        x, h, before = self.normed(x, None, self.attention_norm, shared)
+        y = self.attention(h, before, shared)
+        x, h, before = self.normed(x, y, self.ffn_norm, shared)
+        return x, self.ffn(h, before, shared)
+
+    def normed(self, x, y, weight, shared):
+        """x + y; and what the next layer takes: it normalised, or it and the norm, to compute again in backward."""
+        before = partial(norm, weight=weight, eps=self.eps)
+        if shared.selective:
+            x = x if y is None else x + y
+            return x, x, before
+        return (x, before(x), None) if y is None else (*add_norm(x, y, weight, self.eps), None)
 
 
 class Head(nn.Module):

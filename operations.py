@@ -45,28 +45,65 @@ class Norm(Function):
         if fused(x):
             ctx.save_for_backward(x)
             return kernels().rms_norm(x, weight, eps)
-        wide = x.to(at_least_fp32(x.dtype))
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        y, scale = rms_norm(x, weight, eps)
         ctx.save_for_backward(x, scale)
-        return (wide * scale).mul_(weight).to(x.dtype)
+        return y
 
     @staticmethod
-    def backward(ctx, grad):
-        x, *scale = ctx.saved_tensors
-        if not scale:
-            dx, dweight = kernels().rms_norm_backward(grad, None, x, ctx.weight, ctx.eps)
-            accumulate_grad(ctx.weight, lambda out: out.add_(dweight), defer=False)
-            return dx, None, None
-        scale, = scale
-        normal = x.detach() * scale  # in the dtype of the statistics, as all that follows
-        weight, share = ctx.weight.to(scale.dtype), grad * normal
-        accumulate_grad(ctx.weight, lambda out: out.add_(share.flatten(0, -2).sum(0)), defer=False)
-        along = (share @ weight)[..., None] / x.shape[-1]  # how far the gradient points along the normalised x
-        return (grad * weight).addcmul_(normal, along, value=-1).mul_(scale).to(x.dtype), None, None
+    def backward(ctx, dy):
+        return norm_backward(ctx, dy, None), None, None
+
+
+class AddNorm(Function):
+    """(x + y, RMSNorm of it). Keeps the sum, which is the residual stream anyway, and one number a token."""
+
+    @staticmethod
+    def forward(ctx, x, y, weight, eps):
+        ctx.weight, ctx.eps = weight, eps
+        if fused(x):
+            total, normal = kernels().add_rms_norm(x, y, weight, eps)
+            ctx.save_for_backward(total)
+            return total, normal
+        total = x + y
+        normal, scale = rms_norm(total, weight, eps)
+        ctx.save_for_backward(total, scale)
+        return total, normal
+
+    @staticmethod
+    def backward(ctx, dtotal, dy):
+        dx = norm_backward(ctx, dy, dtotal)
+        return dx, dx, None, None
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x / rms times weight, 1 / rms)."""
+    wide = x.to(at_least_fp32(x.dtype))
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale).mul_(weight).to(x.dtype), scale
+
+
+def norm_backward(ctx, grad: torch.Tensor, others: torch.Tensor | None) -> torch.Tensor:
+    """dx of what was normalised, and of what else became of it."""
+    x, *scale = ctx.saved_tensors
+    if not scale:
+        dx, dweight = kernels().rms_norm_backward(grad, others, x, ctx.weight, ctx.eps)
+        accumulate_grad(ctx.weight, lambda out: out.add_(dweight), defer=False)
+        return dx
+    scale, = scale
+    normal = x.detach() * scale  # in the dtype of the statistics, as all that follows
+    weight, share = ctx.weight.to(scale.dtype), grad * normal
+    accumulate_grad(ctx.weight, lambda out: out.add_(share.flatten(0, -2).sum(0)), defer=False)
+    along = (share @ weight)[..., None] / x.shape[-1]  # how far the gradient points along the normalised x
+    dx = (grad * weight).addcmul_(normal, along, value=-1).mul_(scale).to(x.dtype)
+    return dx if others is None else dx.add_(others)
 
 
 def norm(x: torch.Tensor, weight: nn.Parameter, eps: float) -> torch.Tensor:
     return Norm.apply(x, weight, eps)
+
+
+def add_norm(x: torch.Tensor, y: torch.Tensor, weight: nn.Parameter, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    return AddNorm.apply(x, y, weight, eps)
 
 
 class SwiGLU(Function):

@@ -65,7 +65,7 @@ def inputs(width: int = 16) -> torch.Tensor:
 def run_layer(layer: Experts, x: torch.Tensor, group, number: torch.Tensor, **how) -> torch.Tensor:
     tokens = ep.Tokens(number, B, (group,), weight=1 / B)
     shared = Shared(TensorParallel(), None, None, None, False, (tokens, group))
-    return layer(x, lambda x: x, shared._replace(**how))
+    return layer(x, None, shared._replace(**how))
 
 
 def on_ranks(kind: str) -> dict:
@@ -416,8 +416,8 @@ def of_equals() -> dict:
     model, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float64)
     seen, given = {False: [], True: []}, Experts.forward
 
-    def watched(layer, x, normalise, shared):
-        y = given(layer, x, normalise, shared)
+    def watched(layer, x, before, shared):
+        y = given(layer, x, before, shared)
         route = shared.routes[0]
         seen[shared.again].append((layer.w_router.spec.name, route.given, route.received, route.chosen.tolist()))
         return y

@@ -27,6 +27,21 @@ def test_rms_norm(shape, monkeypatch):
     compare(lambda x, residual, weight: kernels.add_rms_norm(x, residual, weight, 1e-5), exact, [x, residual, weight])
 
 
+@pytest.mark.parametrize("kernel", [False, True])
+def test_a_sum_and_its_norm_are_the_bits_of_two_operations(monkeypatch, kernel):
+    """So recomputation, which takes them apart, changes none; in 16 bits, forward and backward."""
+    monkeypatch.setattr(operations, "fused", lambda x: kernel)
+    found, derivatives = [], [numbers(7, 40, seed=seed, dtype=torch.float16) for seed in (3, 4)]
+    for together in (True, False):
+        x, y, weight = leaves(*(numbers(*shape, seed=1, dtype=torch.float16) for shape in ((7, 40), (7, 40), (40,))))
+        total = x + y
+        results = operations.add_norm(x, y, weight, 1e-5) if together else (
+            total, operations.norm(total, weight, 1e-5))
+        torch.autograd.backward(results, derivatives)
+        found.append((*results, x.grad, y.grad, weight.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*found))
+
+
 def test_the_reference_is_torchs_norm():
     x, weight = numbers(5, 16).double(), numbers(16).double()
     wanted = torch.nn.functional.rms_norm(x, (16,), weight, 1e-3)

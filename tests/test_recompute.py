@@ -14,7 +14,17 @@ from meter import Meter
 from model import Experts, Shared
 from operations import norm
 from param import Spec, draw, parameter
-from recompute import MODES, Arena, Recomputed, experts_layer, extra_flops, gpt_layer, kept, latent_attention
+from recompute import (
+    MODES,
+    Arena,
+    Recomputed,
+    experts_layer,
+    extra_flops,
+    forgetting,
+    gpt_layer,
+    kept,
+    latent_attention,
+)
 from tp import TensorParallel, column, row
 
 
@@ -197,6 +207,16 @@ def test_a_gpt_layer_keeps_what_the_paper_says():
     assert flops == 3 * b * s * sum(part.flops for part in parts)
 
 
+def test_of_nothing_nothing_else_is_forgotten():
+    """Experts of a rank may get no token."""
+    x = torch.zeros(0, 3, requires_grad=True)
+    inside = x * 2
+    with forgetting(inside, lambda: x.detach() * 2):
+        y = inside.where(torch.zeros(0, 3, dtype=torch.bool), 0)
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("flags", [
     "--experts 8", "--experts 8 --aux-loss 0", "--experts 8 --aux-loss 0 --router-z-loss 1",
@@ -215,7 +235,9 @@ def test_a_mixture_of_experts_keeps_what_the_formula_says(mode, flags):
     shared = Shared(TensorParallel(), None, None, None, mode == "selective", (tokens, None))
 
     def run(x, **how):
-        return layer(x, partial(norm, weight=gain, eps=1e-5), shared._replace(**how))
+        before = partial(norm, weight=gain, eps=1e-5)
+        x, before = (x, before) if shared.selective else (before(x), None)
+        return layer(x, before, shared._replace(**how))
 
     def kept_inputs(x):
         routes = []
