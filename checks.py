@@ -27,6 +27,7 @@ def check(config: Config, world: int) -> None:
     check_fp8(config.precision, config.model, config.grid)
     check_data(config.data, config.model)
     check_run(config.run)
+    check_graph(config.run, config.model, world)
 
 
 def flag(name: str) -> str:
@@ -273,3 +274,9 @@ def check_run(run: Run) -> None:
     need(not os.path.isdir(run.metrics), f"--metrics {run.metrics}: is a folder, name a file")
     written = run.metrics if os.path.exists(run.metrics) else folder
     need(not run.metrics or os.access(written, os.W_OK), f"--metrics {run.metrics}: {written} cannot be written to")
+
+
+def check_graph(run: Run, model: Model, world: int) -> None:
+    need(not run.graph or world == 1, f"--graph with {world} ranks: what they send each other is not recorded, use one")
+    need(not run.graph or not model.experts, f"--graph with --experts {model.experts}: how many tokens an expert gets "
+                                             "is not known when a step is recorded, use --no-graph")

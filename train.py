@@ -37,6 +37,7 @@ from data import BYTES_SEPARATOR, Corpus, MicroBatch, Samples
 from dp import composition
 from ep import Balance, rebalance
 from fp8 import RECIPES, Fp8
+from graphs import Recorded, prepare
 from model import Llama, activation_bytes, active_count, flops_per_token, parameter_count
 from param import IGNORED, Groups, at_least_fp32, draw, rank, size
 from pp import Pipeline, Plan, partition, plan
@@ -362,7 +363,14 @@ def train(settings: config.Config, samples: Samples, unseen: Samples | None, dev
     if chief:
         where = f"{ranks} ranks, {dist.get_backend()}" if groups["world"] else "one process"
         print(first_lines(settings, groups, f"{device.type} ({why}), {where}", dtype, samples), flush=True)
+    if run.graph:
+        prepare(device)
     model, optimizer = build(settings, groups, device, dtype)
+
+    def forward_and_backward(micro_batches: list[MicroBatch]) -> torch.Tensor:
+        return gradients(model, optimizer, micro_batches, groups)
+
+    step_of = Recorded(forward_and_backward) if run.graph else forward_and_backward
 
     def validation_loss() -> float:
         at_once, wanted = ramp[0][0], min(data.eval_steps * ramp[0][0], unseen.windows)
@@ -392,7 +400,7 @@ def train(settings: config.Config, samples: Samples, unseen: Samples | None, dev
         began = time.perf_counter()
         collectives.sent.clear()
         lr, (sequences, micro_batches) = learning_rate(step, optim), following
-        loss = gradients(model, optimizer, micro_batches, groups)
+        loss = step_of(micro_batches)
         norm = optimizer.step(lr)
         balance = balanced(model, groups, norm.isfinite(), sequences) if settings.model.experts else {}
         seen += sequences

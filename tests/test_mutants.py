@@ -478,6 +478,21 @@ MUTANTS = [
            "before = cache.count(self.stages[stage][0]) if cache is not None else 0", "before = 0",
            "tests/test_model.py::test_sampling_with_the_cache_equals_sampling_without[" +
            "--layers 2 --hidden 48 --heads 6 --kv-heads 3 --head-dim 10 --ffn 56 --vocab 61]"),
+    Mutant("a played step with the tokens of the recorded one", "graphs.py",
+           "            place.copy_(x)\n        graph.replay()", "            pass\n        graph.replay()",
+           "tests/test_graphs.py::test_playing_is_running[-6]"),
+    Mutant("a recording of smaller batches", "graphs.py",
+           "        if shapes != self.shapes:", "        if self.shapes is None:",
+           "tests/test_graphs.py::test_playing_is_running[--batch-ramp 2@0,4@144 --steps 8-9]"),
+    Mutant("gradients of a played step that begin at the last ones", "zero.py",
+           "if self.grad is None else self.grad.zero_()", "if self.grad is None else torch.zeros_like(self.grad)",
+           "tests/test_graphs.py::test_kernels_are_recorded"),
+    Mutant("a sum and its norm whose gradient lacks what else became of the sum", "operations.py",
+           "return dx if others is None else dx.add_(others)", "return dx",
+           "tests/test_kernels.py::test_a_sum_and_its_norm_are_the_bits_of_two_operations[False]"),
+    Mutant("empty tensors taken for the one to forget", "recompute.py",
+           "saved.untyped_storage()._cdata == place", "saved.untyped_storage().data_ptr() == x.data_ptr()",
+           "tests/test_recompute.py::test_of_nothing_nothing_else_is_forgotten"),
 ]
 
 

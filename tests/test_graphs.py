@@ -1,0 +1,91 @@
+"""A step that is played equals one that is run, to the bit: a list of operations on CPUs, a CUDA graph on a GPU."""
+import pytest
+import torch
+
+import config
+import grids
+import model
+import operations
+import train
+from data import MicroBatch
+from graphs import Recorded
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SMALL = ("--layers 3 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --seq 24 --global-batch 4 --micro-batch 2 --steps 6 "
+         "--dtype fp32 --warmup 2 --sample= --eval-every 4 --eval-steps 1 "
+         f"--data {__file__} --val-data {__file__}")
+
+
+def trained(flags: str, capsys) -> tuple[list[str], dict[str, torch.Tensor], int]:
+    """What a run says, its last weights, and how often Python went through the model."""
+    settings, made, calls = config.parse(f"{SMALL} {flags}".split()), [], []
+    samples = train.open_samples(settings, settings.data.data, 0)
+    build, forward = train.build, model.Llama.forward
+
+    def watched(*args):
+        made[:] = build(*args)
+        return made
+
+    def counted(llama, *args, **others):
+        calls.append(torch.is_grad_enabled())
+        return forward(llama, *args, **others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "build", watched)
+        patch.setattr(model.Llama, "forward", counted)
+        train.train(settings, samples, samples, DEVICE, "", train.Progress())
+    weights = {bucket.name: bucket.master.clone() for bucket in made[1].buckets}
+    return capsys.readouterr().out.splitlines()[-3:], weights, sum(calls)
+
+
+@pytest.mark.parametrize("flags, forwards", [
+    ("", 6), ("--doc-mask --recompute selective --tied", 6), ("--recompute full --qk-norm --attention math", 6),
+    ("--dtype bf16 --moments bf16 --z-loss 0.01", 6), ("--dtype fp16", 6),
+    ("--fp8 tensorwise --hidden 64 --ffn 64 --dtype bf16", 6),
+    ("--batch-ramp 2@0,4@144 --steps 8", 3 * 1 + 3 * 2), ("--batch-ramp 4@0,6@96", 1 * 2 + 3 * 3)])
+def test_playing_is_running(flags, forwards, capsys):
+    """Two steps run and one is recorded, anew where batches grow; evaluations in between run as always."""
+    said, weights, _ = trained(flags, capsys)
+    played_said, played_weights, calls = trained(f"{flags} --graph", capsys)
+    assert played_said == said and len(said) == 3
+    assert all(torch.equal(weights[name], played_weights[name]) for name in weights)
+    assert calls == forwards
+
+
+def test_kernels_are_recorded(monkeypatch):
+    """As operators of torch, here interpreted."""
+    settings = config.parse(f"{SMALL} --attention triton --recompute selective".split())
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(operations, "fused", lambda x: True)
+        monkeypatch.setattr(model, "fused", lambda x: True)
+    llama, optimizer = train.build(settings, grids.ALONE, DEVICE, torch.float32)
+    tokens = torch.randint(256, (5, 2, 2, 24), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+
+    def run(batches):
+        return train.gradients(llama, optimizer, batches, grids.ALONE)
+
+    recorded, found = Recorded(run, warmups=1), []
+    for step in (run, recorded):
+        for batch in tokens:
+            loss = step([MicroBatch(*batch)])
+            found.append([loss.clone(), *(bucket.grad.clone() for bucket in optimizer.buckets)])
+    for ran, played in zip(found[:5], found[5:]):
+        assert all(torch.equal(one, other) for one, other in zip(ran, played))
+    assert not torch.equal(found[0][0], found[1][0])
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="CUDA itself refuses")
+@pytest.mark.parametrize("look", [lambda x: x.sum().item(), lambda x: x[x > 2], lambda x: x.nonzero(),
+                                  lambda x: torch.equal(x, x)])
+def test_what_looks_at_values_cannot_be_recorded(look):
+    recorded, batch = Recorded(lambda batches: look(batches[0].tokens), warmups=0), MicroBatch(*torch.ones(2, 1, 3))
+    with pytest.raises(RuntimeError, match="looks at a value"):
+        recorded([batch])
+
+
+@pytest.mark.parametrize("flags, world, line", [
+    ("--graph", 2, "--graph with 2 ranks: what they send"), ("--graph --experts 4", 1, "--graph with --experts 4: how"),
+])
+def test_what_cannot_be_recorded_is_refused(flags, world, line):
+    with pytest.raises(ValueError, match=f"^{line}"):
+        config.parse(flags.split(), world)
