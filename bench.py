@@ -266,7 +266,7 @@ def attention_step(how: str, seq: int) -> Step:
             k, v = (all_gather_tensor_autograd(x, 2, group) for x in (k, v))
             return F.scaled_dot_product_attention(q, k, v, visible, enable_gqa=True)
     else:
-        attend = ContextParallel(group, how, seq, None, torch.float32, FLASH_CPU, core)
+        attend = ContextParallel(group, how, seq, None, FLASH_CPU, core)
 
     def step() -> None:
         q.grad = k.grad = v.grad = None

@@ -221,6 +221,8 @@ def check_optim(optim: Optim, model: Model, precision: Precision) -> None:
     need(all(0 <= beta < 1 for beta in optim.betas), f"--betas {optim.betas}: each must be at least 0 and below 1")
     need(precision.attention != "triton" or precision.dtype != "fp64",
          "--attention triton with --dtype fp64: the kernel has at most fp32, use --attention auto or math")
+    need(precision.attention != "triton" or model.head_dim <= 128, f"--attention triton with --head-dim "
+         f"{model.head_dim}: the kernel has at most 128, use --attention auto or math")
     if precision.moments == "bf16":
         need(optim.optimizer == "adamw", f"--moments bf16: --optimizer {optim.optimizer} keeps no moments")
         need(precision.dtype != "fp64", "--moments bf16 with --dtype fp64 would undo it: use --moments auto")

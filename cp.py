@@ -101,8 +101,7 @@ class Piece(NamedTuple):
     rows: slice
     columns: slice
     causal: bool = False  # both are the same tokens: each sees itself and what precedes it
-    mask: Tensor | None = None  # B 1 rows columns, added to scores: 0 or -inf
-    blind: Tensor | None = None  # B 1 rows, those that see nothing
+    documents: tuple[Tensor, Tensor] | None = None  # numbers, of queries B rows and of keys B columns
 
     @property
     def cells(self) -> int:
@@ -114,72 +113,80 @@ class Piece(NamedTuple):
 class Block(NamedTuple):
     """An implementation of attention that gives and takes logsumexp.
 
-    forward(q, k, v, causal, mask) -> o, l;     backward(do, q, k, v, o, l, causal, mask) -> dq, dk, dv
-    q B N rows D, k and v B K columns D, l B N rows (at least fp32). o and l in backward may be those of a larger whole.
+    forward(q, k, v, causal, documents) -> o, l;     backward(do, q, k, v, o, l, causal, documents) -> dq, dk, dv
+    q B N rows D, k and v B K columns D, l B N rows (at least fp32), -inf where a row sees nothing. causal, documents:
+    as in Piece. o and l in backward may be those of a larger whole.
     """
     forward: Callable
     backward: Callable
 
 
-def flash_cpu_forward(q, k, v, causal, mask):
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask)
+def same_document(documents: tuple[Tensor, Tensor], causal: bool) -> Tensor:
+    """Who sees whom: B 1 rows columns."""
+    same = documents[0][:, None, :, None] == documents[1][:, None, None, :]
+    return same.tril() if causal else same
 
 
-def flash_cpu_backward(do, q, k, v, o, lse, causal, mask):
+def flash_cpu_forward(q, k, v, causal, documents):
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    if documents is None:
+        return forward(q, k, v, 0.0, causal)
+    same = same_document(documents, causal)
+    o, lse = forward(q, k, v, 0.0, attn_mask=as_term(same, q.dtype))
+    return o, lse.masked_fill(~same.any(-1), -torch.inf)  # as the kernel does not say, whose o there is finite
+
+
+def flash_cpu_backward(do, q, k, v, o, lse, causal, documents):
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return backward(do, q, k, v, o, lse, 0.0, causal, attn_mask=mask)
+    if documents is None:
+        return backward(do, q, k, v, o, lse, 0.0, causal)
+    mask = as_term(same_document(documents, causal), q.dtype)
+    return backward(do, q, k, v, o, lse, 0.0, False, attn_mask=mask)
 
 
-def scores_of(q, k, causal, mask):
+def as_term(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to scores: 0 or -inf."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
+
+
+def scores_of(q, k, causal, documents):
     """Of grouped queries: B K N/K rows columns."""
     wide = at_least_fp32(q.dtype)
     q = q.to(wide).unflatten(1, (k.shape[1], -1)) * q.shape[-1] ** -0.5
     scores = q @ k.to(wide).transpose(-1, -2)[:, :, None]
-    if causal:
-        scores += torch.full(scores.shape[-2:], -torch.inf, dtype=wide, device=q.device).triu(1)
-    return scores if mask is None else scores + mask[:, :, None]
+    if documents is not None:
+        return scores + as_term(same_document(documents, causal), wide)[:, :, None]
+    return scores + torch.full(scores.shape[-2:], -torch.inf, dtype=wide, device=q.device).triu(1) if causal else scores
 
 
-def written_out_forward(q, k, v, causal, mask):
-    scores = scores_of(q, k, causal, mask)
+def written_out_forward(q, k, v, causal, documents):
+    scores = scores_of(q, k, causal, documents)
     lse = scores.logsumexp(-1, keepdim=True)
     o = (scores - lse).exp().nan_to_num() @ v.to(scores.dtype)[:, :, None]  # nan: a row that sees nothing
     return o.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)[..., 0]
 
 
-def written_out_backward(do, q, k, v, o, lse, causal, mask):
+def written_out_backward(do, q, k, v, o, lse, causal, documents):
     wide, groups = at_least_fp32(q.dtype), (k.shape[1], -1)
     do, o, lse = (x.to(wide).unflatten(1, groups) for x in (do, o, lse))
-    p = (scores_of(q, k, causal, mask) - lse[..., None]).exp()
+    p = (scores_of(q, k, causal, documents) - lse[..., None]).exp()
     ds = p * (do @ v.to(wide).transpose(-1, -2)[:, :, None] - (do * o).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
     dq, dk = ds @ k.to(wide)[:, :, None], ds.transpose(-1, -2) @ q.to(wide).unflatten(1, groups)
     dv = p.transpose(-1, -2) @ do
     return dq.flatten(1, 2).to(q.dtype), dk.sum(2).to(k.dtype), dv.sum(2).to(v.dtype)
 
 
-def flash_of(forward: Callable, backward: Callable, dtypes: tuple[torch.dtype, ...]) -> Block:
-    """A block of kernels (q, k, v, causal) -> o, l and (do, q, k, v, o, l, causal) -> dq, dk, dv, which take neither
-    masks nor dtypes but these: what they do not take is written out."""
-    def flash_forward(q, k, v, causal, mask):
-        if mask is not None or q.dtype not in dtypes:
-            return written_out_forward(q, k, v, causal, mask)
-        return forward(q, k, v, causal)
-
-    def flash_backward(do, q, k, v, o, lse, causal, mask):
-        if mask is not None or q.dtype not in dtypes:
-            return written_out_backward(do, q, k, v, o, lse, causal, mask)
-        return backward(do, q, k, v, o, lse, causal)
-
-    return Block(flash_forward, flash_backward)
-
-
-def flash_gpu_forward(q, k, v, causal):
+def flash_gpu_forward(q, k, v, causal, documents):
+    if documents is not None or q.dtype not in FLASH_DTYPES:
+        return written_out_forward(q, k, v, causal, documents)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
     return o, lse
 
 
-def flash_gpu_backward(do, q, k, v, o, lse, causal):
+def flash_gpu_backward(do, q, k, v, o, lse, causal, documents):
+    if documents is not None or q.dtype not in FLASH_DTYPES:
+        return written_out_backward(do, q, k, v, o, lse, causal, documents)
     groups, unused = (k.shape[1], -1), torch.empty(0, dtype=torch.int64, device=q.device)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
@@ -187,21 +194,19 @@ def flash_gpu_backward(do, q, k, v, o, lse, causal):
     return dq, dk.unflatten(1, groups).sum(2), dv.unflatten(1, groups).sum(2)
 
 
-FLASH_GPU = flash_of(flash_gpu_forward, flash_gpu_backward, (torch.bfloat16, torch.float16))
+FLASH_DTYPES = torch.bfloat16, torch.float16
+FLASH_GPU = Block(flash_gpu_forward, flash_gpu_backward)  # torch's; flash.py has one that takes documents, too
 FLASH_CPU = Block(flash_cpu_forward, flash_cpu_backward)
-WRITTEN_OUT = Block(written_out_forward, written_out_backward)  # any device and mask; holds the scores of a block
+WRITTEN_OUT = Block(written_out_forward, written_out_backward)  # any device; holds the scores of a block
 
 
 def add_piece(o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, piece: Piece, block: Block) -> None:
     """Attend to what the piece covers and merge that into o (wide) and lse. A row's first piece is a causal one."""
     rows, columns = piece.rows, piece.columns
-    new, new_lse = block.forward(q[:, :, rows], k[:, :, columns], v[:, :, columns],
-                                 piece.causal and piece.mask is None, piece.mask)
+    new, new_lse = block.forward(q[:, :, rows], k[:, :, columns], v[:, :, columns], piece.causal, piece.documents)
     if piece.causal:
         o[:, :, rows], lse[:, :, rows] = new, new_lse
         return
-    if piece.blind is not None:  # o is finite there, but no kernel says that l is -inf
-        new_lse = new_lse.masked_fill(piece.blind, -torch.inf)
     old, old_lse = o[:, :, rows], lse[:, :, rows]
     old.lerp_(new.to(o.dtype), torch.sigmoid(new_lse - old_lse)[..., None])
     old_lse.sub_(F.logsigmoid(old_lse - new_lse))
@@ -212,7 +217,7 @@ def add_gradients(dq: Tensor, dkv: Tensor, do: Tensor, q: Tensor, k: Tensor, v: 
     """Add a piece's share to dq and to dK and dV (2 B K columns D), both wide. o, lse: the final ones."""
     rows, columns = piece.rows, piece.columns
     shares = block.backward(do[:, :, rows], q[:, :, rows], k[:, :, columns], v[:, :, columns], o[:, :, rows],
-                            lse[:, :, rows].contiguous(), piece.causal and piece.mask is None, piece.mask)
+                            lse[:, :, rows].contiguous(), piece.causal, piece.documents)
     dq[:, :, rows] += shares[0]
     dkv[0, :, :, columns] += shares[1]
     dkv[1, :, :, columns] += shares[2]
@@ -238,19 +243,15 @@ def attend_to_pieces(ctx, q: Tensor, k: Tensor, v: Tensor, at_hand: Iterable[Ten
     return o
 
 
-def seen(piece: Piece, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Piece | None:
+def seen(piece: Piece, queries: Tensor, keys: Tensor) -> Piece | None:
     """What is left of a piece if tokens see their own document only. queries B s, keys B columns: document numbers."""
-    same = queries[:, piece.rows, None] == keys[:, None, piece.columns]
-    if piece.causal:
-        same = same.tril()
-    columns = same.flatten(0, 1).any(0).nonzero()
+    queries, keys = queries[:, piece.rows], keys[:, piece.columns]
+    columns = same_document((queries, keys), piece.causal).flatten(0, 2).any(0).nonzero()
     if len(columns) == 0:
         return None
-    first, last = columns[0].item(), columns[-1].item()
-    same = same[:, None, :, first:last + 1]
+    first, stop = columns[0].item(), columns[-1].item() + 1  # all, if causal: each token sees itself
     start = piece.columns.start
-    mask = torch.zeros(same.shape, dtype=dtype, device=same.device).masked_fill_(~same, -torch.inf)
-    return piece._replace(columns=slice(start + first, start + last + 1), mask=mask, blind=~same.any(-1))
+    return piece._replace(columns=slice(start + first, start + stop), documents=(queries, keys[:, first:stop]))
 
 
 # ---- ring -----------------------------------------------------------------------------------------------------------
@@ -388,10 +389,9 @@ class ContextParallel:
     does, (q, k, v) -> o of whole sequences. Made once a micro-batch: all layers use the same pieces.
     """
 
-    def __init__(self, group: Group, style: str, seq: int, documents: Tensor | None, dtype: torch.dtype, block: Block,
-                 core: Callable):
+    def __init__(self, group: Group, style: str, seq: int, documents: Tensor | None, block: Block, core: Callable):
         self.group, self.style, self.block, self.core = group, style, block, core
-        self.pieces = pieces_of(style, seq, size(group), rank(group), documents, dtype) if style != "ulysses" else []
+        self.pieces = pieces_of(style, seq, size(group), rank(group), documents) if style != "ulysses" else []
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.style == "ulysses":
@@ -399,7 +399,7 @@ class ContextParallel:
         return (Ring if self.style == "ring" else Gathered).apply(q, k, v, self.pieces, self.block, self.group)
 
 
-def pieces_of(style: str, seq: int, c: int, i: int, documents: Tensor | None, dtype: torch.dtype) -> list[Piece | None]:
+def pieces_of(style: str, seq: int, c: int, i: int, documents: Tensor | None) -> list[Piece | None]:
     """What rank i computes, in order; for the ring one a step, None where nothing is seen."""
     if style == "ring":
         pieces = ring_pieces(seq // c, c, i)
@@ -410,7 +410,7 @@ def pieces_of(style: str, seq: int, c: int, i: int, documents: Tensor | None, dt
     if documents is None:
         return pieces
     own = documents[:, places(seq, c, i)]
-    pieces = [seen(piece, own, documents[:, where], dtype) for piece, where in zip(pieces, keys)]
+    pieces = [seen(piece, own, documents[:, where]) for piece, where in zip(pieces, keys)]
     return pieces if style == "ring" else [piece for piece in pieces if piece]
 
 

@@ -22,6 +22,9 @@ process: of what several send each other, some is waited for where Python says s
 On a CPU a recording is the list of operations that torch dispatched, played by calling each again with the very same
 tensors: the same rules, so that they are tested where there is no GPU; it frees no memory meanwhile.
 
+The other way to launch less, torch.compile of a block, would see no gradient that goes through param.py's door; what it
+would fuse, kernels.py does.
+
 Gray 2019 (Getting started with CUDA graphs); Nguyen et al. 2021 (Accelerating PyTorch with CUDA graphs).
 """
 import copy

@@ -23,7 +23,8 @@ from torch import nn
 
 import config
 from collectives import Group
-from cp import FLASH_CPU, FLASH_GPU, WRITTEN_OUT, ContextParallel, flash_of, padded
+from cp import FLASH_CPU, FLASH_GPU, WRITTEN_OUT, ContextParallel, padded
+from cp import Block as AttentionBlock
 from ep import AS_IT_IS, NO_BALANCE, Balance, GroupedLinear, GroupedMatmul, Route, Router, Tokens, combine, dispatch
 from operations import Rotate, SwiGLU, add_norm, angles, attention_math, attention_sdpa, fused, kernels, norm, visible
 from param import Groups, Spec, at_least_fp32, cut, parameter, rank, size
@@ -332,8 +333,8 @@ class Llama(nn.Module):
             return core
         block = WRITTEN_OUT if written_out else FLASH_CPU if tokens.device.type == "cpu" else FLASH_GPU
         if self.attention == "triton":
-            block = flash_of(flash.flash_forward, flash.flash_backward, kernels().DTYPES)
-        return ContextParallel(self.cp, self.cp_style, seq, documents, self.dtype, block, core)
+            block = AttentionBlock(flash.flash_forward, flash.flash_backward)
+        return ContextParallel(self.cp, self.cp_style, seq, documents, block, core)
 
     def checkpoints(self, x: torch.Tensor) -> Arena:
         """Where blocks keep inputs like x. Ranks that hold the same x share each; all else would make new storages."""

@@ -82,6 +82,15 @@ def check_fp8(recipe: str, device: torch.device) -> None:
         raise ValueError(f"--fp8 {recipe}: cannot run on {name}: use a Hopper GPU, or --fp8 none{other}")
 
 
+def check_triton(precision: config.Precision, device: torch.device) -> None:
+    """Raises ValueError where kernels cannot run: on a CPU, unless it interprets them, and then in bf16."""
+    if precision.attention == "triton" and device.type == "cpu":
+        config.need(os.environ.get("TRITON_INTERPRET") == "1", "--attention triton needs a GPU, or TRITON_INTERPRET=1 "
+                    "to be interpreted, slowly: use auto or math")
+        config.need(precision.dtype != "bf16", "--attention triton with --dtype bf16: Triton's interpreter computes "
+                    "nonsense with it, use fp32, or --attention auto or math")
+
+
 def build_groups(grid: config.Grid, model: config.Model, timeout_s: float = 600) -> Groups:
     """The groups of every axis, created in the same order on every rank; None where a rank is alone.
 
@@ -446,9 +455,7 @@ def main(settings: config.Config) -> None:
     try:  # what the user can mend, and every rank finds alike
         device, why = choose_device(run.device)
         check_fp8(settings.precision.fp8, device)
-        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-        config.need(settings.precision.attention != "triton" or device.type == "cuda" or interpreted,
-                    "--attention triton needs a GPU, or TRITON_INTERPRET=1 to be interpreted, slowly: use auto or math")
+        check_triton(settings.precision, device)
         for sequences, _ in settings.batch.ramp():
             micro_batches = sequences // settings.grid.dp // settings.batch.micro_batch
             try:

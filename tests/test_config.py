@@ -65,6 +65,7 @@ WRONG = [  # ranks, command line, what the line must say
     (8, "--zero 3 --dp-replicate 8", "--dp-replicate 8 leaves shards of one rank at --dp 8: use less, or --zero 0"),
     (1, "--moments bf16 --optimizer sgd", "--moments bf16: --optimizer sgd keeps no moments"),
     (1, "--attention triton --dtype fp64", "--attention triton with --dtype fp64: the kernel has at most fp32"),
+    (1, "--attention triton --head-dim 160", "--attention triton with --head-dim 160: the kernel has at most 128"),
     (1, "--moments bf16 --dtype fp64", "--moments bf16 with --dtype fp64 would undo it"),
     (1, "--moments bf16 --betas 0.9,0.999", "use a second beta of at most 0.99"),
     (1, "--bucket-mb -1", "--bucket-mb -1.0: must be finite and not negative"),

@@ -55,8 +55,8 @@ def covered(pieces, queries: torch.Tensor, keys: list[torch.Tensor], seq: int, r
         if piece:
             size = piece.rows.stop - piece.rows.start, piece.columns.stop - piece.columns.start
             visible = torch.ones(size, dtype=torch.int).tril() if piece.causal else torch.ones(size, dtype=torch.int)
-            if piece.mask is not None:
-                visible = (piece.mask[row, 0] == 0).int()
+            if piece.documents is not None:
+                visible = cp.same_document(piece.documents, piece.causal)[row, 0].int()
             out[queries[piece.rows][:, None], where[piece.columns]] += visible
     return out
 
@@ -66,7 +66,7 @@ def covered(pieces, queries: torch.Tensor, keys: list[torch.Tensor], seq: int, r
 def test_pieces_cover_every_visible_score_once_and_work_is_equal(c, style):
     total, work = torch.zeros(S, S, dtype=torch.int), []
     for i in range(c):
-        pieces = cp.pieces_of(style, S, c, i, None, torch.float64)
+        pieces = cp.pieces_of(style, S, c, i, None)
         keys = [cp.places(S, c, (i - t) % c) for t in range(c)] if style == "ring" else (
             [cp.gathered_order(S, c)] * len(pieces))
         total += covered(pieces, cp.places(S, c, i), keys, S)
@@ -92,14 +92,14 @@ def test_pieces_without_common_documents_are_skipped(c, style):
     for row in range(2):
         total = torch.zeros(S, S, dtype=torch.int)
         for i in range(c):
-            pieces = cp.pieces_of(style, S, c, i, documents, torch.float64)
+            pieces = cp.pieces_of(style, S, c, i, documents)
             keys = [cp.places(S, c, (i - t) % c) for t in range(c)] if style == "ring" else (
                 [cp.gathered_order(S, c)] * len(pieces))
             total += covered(pieces, cp.places(S, c, i), keys, S, row)
         assert torch.equal(total, visible[row].int())
     for i in range(c):  # every few tokens a new one: nearly nothing is left to compute besides the own blocks
         short = torch.arange(S)[None] // 3
-        pieces = cp.pieces_of(style, S, c, i, short, torch.float64)
+        pieces = cp.pieces_of(style, S, c, i, short)
         assert sum(piece is not None for piece in pieces) <= (2 if style == "allgather" else 1)
 
 
@@ -136,7 +136,7 @@ def attended(style: str, block: str, dtype=torch.float64, scale=1.0, documents=N
             return dense(q, k, v, documents)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-    attend = ContextParallel(group, style, seq, documents, dtype, BLOCKS[block], core)
+    attend = ContextParallel(group, style, seq, documents, BLOCKS[block], core)
     o = attend(q, k, v)
     o.backward(do)
     return o.detach(), q.grad, k.grad, v.grad, mine
@@ -221,7 +221,7 @@ def metered(style: str, seq: int = S) -> dict:
     q, k, v, do = (x[:, :, mine].contiguous() for x in inputs(torch.float32, seq=seq))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     core = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-    attend = ContextParallel(group, style, seq, None, torch.float32, FLASH_CPU, core)
+    attend = ContextParallel(group, style, seq, None, FLASH_CPU, core)
     meter, out = Meter(), {}
     meter.label("given", q, k, v, do)
     collectives.sent.clear()
@@ -284,7 +284,7 @@ def order_of_events(style: str) -> list[str]:
 
     q, k, v, do = (x[:, :, cp.places(S, dist.get_world_size(), dist.get_rank())] for x in inputs(torch.float64))
     block = cp.Block(told(FLASH_CPU.forward, "forward"), told(FLASH_CPU.backward, "backward"))
-    attend = ContextParallel(dist.group.WORLD, "ring", S, None, torch.float64, block, None)
+    attend = ContextParallel(dist.group.WORLD, "ring", S, None, block, None)
     cp.shift, collectives.Pending.wait = shift, waited
     try:
         attend(q.requires_grad_(), k, v).backward(do)

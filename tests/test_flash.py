@@ -143,27 +143,30 @@ def test_backward_loads_no_tile_that_nobody_sees(small_tiles):
     assert dq.isnan().any(-1).flatten().tolist() == [row == 20 for row in range(64)]
 
 
+@pytest.mark.parametrize("kind", ["one", "packed"])
 @pytest.mark.parametrize("style", ["ring", "allgather"])
-def test_attention_in_pieces(small_tiles, style):
+def test_attention_in_pieces(small_tiles, style, kind):
     """As a block of context parallelism, with nothing else told: rows of all ranks, merged by logsumexp."""
     block, c, S, (q, k, v) = cp.Block(flash_forward, flash_backward), 2, 36, heads(36, 36, B=1)
+    documents, _ = documents_of(kind, S, S, B=1) or (None, None)
     do, (dq, dk, dv), o = numbers(*q.shape, seed=9), (torch.zeros_like(x) for x in (q, k, v)), torch.empty_like(q)
     for i in range(c):
-        own, pieces = cp.places(S, c, i), cp.pieces_of(style, S, c, i, None, q.dtype)
+        own, pieces = cp.places(S, c, i), cp.pieces_of(style, S, c, i, documents)
         keys = [cp.places(S, c, (i - t) % c) if style == "ring" else cp.gathered_order(S, c)
                 for t in range(len(pieces))]
         here, (part, lse) = q[:, :, own], cp.results_for(q[:, :, own])
-        for piece, where in zip(pieces, keys):
+        work = [(piece, where) for piece, where in zip(pieces, keys) if piece]
+        for piece, where in work:
             cp.add_piece(part, lse, here, k[:, :, where], v[:, :, where], piece, block)
         o[:, :, own], share = part, torch.zeros_like(here)
-        for piece, where in zip(pieces, keys):
+        for piece, where in work:
             dkv = torch.zeros(2, *k[:, :, where].shape, device=DEVICE)
             cp.add_gradients(share, dkv, do[:, :, own], here, k[:, :, where], v[:, :, where], part, lse, piece, block)
             dk[:, :, where] += dkv[0]
             dv[:, :, where] += dkv[1]
         dq[:, :, own] = share
     exact = leaves(q, k, v, dtype=torch.float64)
-    wanted = flash.attention_reference(*exact)[0]
+    wanted = flash.attention_reference(*exact, True, None if documents is None else (documents, documents))[0]
     wanted.backward(do.double())
     for ours, other in zip((o, dq, dk, dv), (wanted.detach(), *(x.grad for x in exact))):
         close(ours, other)

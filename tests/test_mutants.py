@@ -227,7 +227,7 @@ MUTANTS = [
            "old_lse.sub_(F.logsigmoid(old_lse - new_lse))", "old_lse.add_((1 + (new_lse - old_lse).exp()).log())",
            PIECES.format("ring", "flash", 1000.0, False)),
     Mutant("rows that see nothing of a piece, merged", "cp.py",
-           "if piece.blind is not None:", "if False:", PIECES.format("ring", "flash", 1.0, True)),
+           "lse.masked_fill(~same.any(-1), -torch.inf)", "lse", PIECES.format("ring", "flash", 1.0, True)),
     Mutant("halves of the ring exchanged", "cp.py",
            "Piece(own, first) if (i - t) % c < i else Piece(second, own)",
            "Piece(own, first) if (i - t) % c > i else Piece(second, own)",
@@ -236,7 +236,7 @@ MUTANTS = [
            "    rows, columns = piece.rows, piece.columns\n    shares = ",
            "    rows, columns = piece.rows, piece.columns\n    o, lse = o.clone(), lse.clone()\n"
            "    o[:, :, rows], lse[:, :, rows] = block.forward(q[:, :, rows], k[:, :, columns], v[:, :, columns], "
-           "piece.causal and piece.mask is None, piece.mask)\n    shares = ",
+           "piece.causal, piece.documents)\n    shares = ",
            PIECES.format("ring", "flash", 1.0, False)),
     Mutant("gradients of keys that do not come home", "cp.py",
            "        home += arrived\n", "", PIECES.format("ring", "flash", 1.0, False)),

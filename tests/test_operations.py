@@ -76,3 +76,12 @@ def test_without_a_gpu_or_the_interpreter_triton_is_refused():
                           cwd=os.path.dirname(config.__file__), capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert done.stderr.startswith("train.py: --attention triton needs a GPU, or TRITON_INTERPRET=1")
+
+
+def test_the_interpreter_is_not_asked_for_what_it_gets_wrong():
+    done = subprocess.run([sys.executable, "train.py", *"--attention triton --device cpu --dtype bf16".split()],
+                          env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=os.path.dirname(config.__file__),
+                          capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr.splitlines()) == (2, [
+        "train.py: --attention triton with --dtype bf16: Triton's interpreter computes nonsense with it, use fp32, or "
+        "--attention auto or math"])
