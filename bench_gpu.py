@@ -14,6 +14,7 @@ import re
 import statistics
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -109,35 +110,35 @@ def memory_bound() -> Iterator[Row]:
     def share(nbytes: int) -> Callable[[float], str]:
         return lambda s: f"{nbytes / s / 1e12:.2f} TB/s, {nbytes / s / copy:.0%} of a copy"
 
-    one, two, norm = made((T, H)), made((T, H), (T, H)), partial(kernels.rms_norm_reference, weight=weight, eps=1e-5)
-    wanted = "at least 90% of a copy"
+    def norm(x):
+        return kernels.rms_norm_reference(x, weight, 1e-5)
+
+    one, two, wanted = made((T, H)), made((T, H), (T, H)), "at least 90% of a copy"
     yield beside("RMSNorm", lambda x: kernels.rms_norm(x, weight, 1e-5),
                  {"F.rms_norm": lambda x: F.rms_norm(x, (H,), weight, 1e-5), "compiled": torch.compile(norm)}, one,
                  share(2 * T * H * 2), wanted)
-
-    def norm_backward(x, dy):
-        x = x.detach().requires_grad_()
-        return torch.autograd.grad(F.rms_norm(x, (H,), weight, 1e-5), x, dy)
-
-    yield beside("RMSNorm backward (theirs with forward)",
-                 lambda x, dy: kernels.rms_norm_backward(dy, None, x, weight, 1e-5), {"F.rms_norm": norm_backward}, two,
-                 share(3 * T * H * 2), wanted)
+    given = [(x.requires_grad_(), weight.clone().requires_grad_(), dy) for x, dy in made((T, H), (T, H))]
+    yield beside("RMSNorm backward", lambda y, x, gain, dy: kernels.rms_norm_backward(dy, None, x, gain, 1e-5),
+                 {"F.rms_norm": lambda y, x, gain, dy: torch.autograd.grad(y, (x, gain), dy, retain_graph=True)},
+                 [(F.rms_norm(x, (H,), gain, 1e-5), x, gain, dy) for x, gain, dy in given], share(3 * T * H * 2), wanted)
+    del given
     added = torch.compile(lambda x, y: (x + y, norm(x + y)))
     yield beside("add and RMSNorm", lambda x, y: kernels.add_rms_norm(x, y, weight, 1e-5), {"compiled": added}, two,
                  share(4 * T * H * 2), wanted)
     angle = torch.randn(4096, 1, 64, device="cuda")
     cos, sin = angle.cos(), angle.sin()
-    rotated = torch.compile(partial(kernels.rope_reference, cos=cos, sin=sin, heads=40))
+    rotated = torch.compile(lambda x: kernels.rope_reference(x[:, :40], cos, sin, 40))
     yield beside("rotary angles, 32 + 8 heads of 128", lambda x: kernels.rope_(x, cos, sin, 40), {"compiled": rotated},
                  made((T, 48, 128)), share(2 * T * 40 * 128 * 2), wanted)
     yield beside("SwiGLU", kernels.swiglu, {"compiled": torch.compile(kernels.swiglu_reference)},
                  made((T, 2 * 14336)), share(3 * T * 14336 * 2), wanted)
 
     def swiglu_backward(dy, x):
-        x = x.detach().requires_grad_()
-        return torch.autograd.grad(kernels.swiglu_reference(x), x, dy)
+        (gate, up), dy = x.float().chunk(2, -1), dy.float()
+        chance = gate.sigmoid()
+        return torch.cat((dy * up * chance * (1 + gate * (1 - chance)), dy * gate * chance), -1).to(x.dtype)
 
-    yield beside("SwiGLU backward (theirs with forward)", kernels.swiglu_backward,
+    yield beside("SwiGLU backward", kernels.swiglu_backward,
                  {"compiled": torch.compile(swiglu_backward)}, made((T, 14336), (T, 2 * 14336)),
                  share(5 * T * 14336 * 2), wanted)
 
@@ -242,29 +243,41 @@ def drawn_here(seed: int) -> Source:
     return lambda spec, box: torch.randn(shape_of(box), device="cuda").mul_(spec.std).add_(spec.mean)
 
 
-def run(flags: str, steps: int, file: str) -> list[dict]:
+def run(flags: str, steps: int) -> list[dict]:
     """The records of a training run in this process."""
-    how = f"--seq 4096 --dtype bf16 --steps {steps} --warmup 0 --sample= --metrics {file}"
-    settings = config.parse(f"{how} {flags}".split())
-    device, why = train.choose_device("cuda")
-    samples = train.open_samples(settings, [], 0)
-    with patch.object(train, "draw", drawn_here):
-        train.train(settings, samples, None, device, why, train.Progress())
+    with tempfile.NamedTemporaryFile("r") as metrics:
+        how = f"--seq 4096 --dtype bf16 --steps {steps} --warmup 0 --sample= --metrics {metrics.name}"
+        settings = config.parse(f"{how} {flags}".split())
+        device, why = train.choose_device("cuda")
+        samples = train.open_samples(settings, [], 0)
+        torch.cuda.reset_peak_memory_stats()
+        # --graph leaves its stream: what comes after it is to be in the one before
+        with patch.object(train, "draw", drawn_here), torch.cuda.stream(torch.cuda.current_stream()):
+            train.train(settings, samples, None, device, why, train.Progress())
+        tidy()
+        return [json.loads(line) for line in metrics]
+
+
+def tidy() -> None:
+    """Give back what a run held; one that failed left the collector off, and what it made out of its sight."""
+    gc.enable()
+    gc.unfreeze()
     gc.collect()
     torch.cuda.empty_cache()
-    with open(file) as lines:
-        return [json.loads(line) for line in lines]
 
 
-def time_split(flags: str, file: str) -> str:
+def time_split(flags: str) -> str:
     """Shares of the time of a step, from the profiler's account of every kernel of the last two of four."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        run(flags, 4, file)
+        run(flags, 4)
     kernels = sorted((event.time_range.start, event.time_range.end, event.name) for event in profiler.events()
                      if event.device_type == torch.autograd.DeviceType.CUDA)
-    kernels = kernels[len(kernels) // 2:]
+    updates = [i for i, (*_, name) in enumerate(kernels) if kind_of(name) == "optimizer"]
+    if not updates:
+        return f"{len(kernels)} kernels seen by the profiler, no optimizer among them"
+    kernels = kernels[updates[len(updates) // 2 - 1] + 1:]  # from the end of the second update on
     spent = Counter()
     for start, end, name in kernels:
         spent[kind_of(name)] += end - start
@@ -273,32 +286,32 @@ def time_split(flags: str, file: str) -> str:
     return ", ".join(f"{kind} {share / whole:.0%}" for kind, share in spent.most_common())
 
 
-def training() -> Iterator[Row]:
-    with tempfile.TemporaryDirectory() as folder:
-        file = os.path.join(folder, "metrics.jsonl")
-        for name, (flags, wanted) in SIZES.items():
-            last = run(flags, 8, file)[3:]
-            step, rate, mfu, causal = (statistics.median(record[key] for record in last) for key in
-                                       ("step_s", "tokens_per_s", "mfu", "mfu_causal"))
-            split = time_split(flags, file)
-            yield Row(f"training {name}, 4096 tokens a sequence, bf16", step,
-                      f"{rate:,.0f} tokens/s, MFU {mfu:.1%} (causal {causal:.1%}), {last[-1]['memory_gb']:.0f} GB: "
-                      + split, wanted=f"MFU {wanted:.0%}")
-        for recipe, wanted in ("tensorwise", "1/1.3"), ("blockwise", "1/1.18"):  # of the largest
-            low = statistics.median(record["step_s"] for record in run(f"{flags} --fp8 {recipe}", 8, file)[3:])
-            yield Row(f"training {name}, --fp8 {recipe}", low, other=f"bf16 {step * 1e3:.0f} ms", ratio=low / step,
-                      wanted=wanted)
-        small = "--preset llama-3.2-1b --seq 1024 --global-batch 1"
-        plain, played = (statistics.median(record["step_s"] for record in run(small + how, 16, file)[5:])
-                         for how in ("", " --graph"))
-        yield Row("training Llama 1B, 1024 tokens a step, --graph", played, other=f"without {plain * 1e3:.1f} ms",
-                  ratio=played / plain, wanted="below 1")
+def graph() -> Iterator[Row]:
+    small = "--preset llama-3.2-1b --seq 1024 --global-batch 1"
+    plain, played = (statistics.median(record["step_s"] for record in run(small + how, 16)[5:])
+                     for how in ("", " --graph"))
+    yield Row("training Llama 1B, 1024 tokens a step, --graph", played, other=f"without {plain * 1e3:.1f} ms",
+              ratio=played / plain, wanted="below 1")
+
+
+def training(name: str) -> Iterator[Row]:
+    flags, wanted = SIZES[name]
+    last = run(flags, 8)[3:]
+    step, rate, mfu, causal = (statistics.median(record[key] for record in last) for key in
+                               ("step_s", "tokens_per_s", "mfu", "mfu_causal"))
+    yield Row(f"training {name}, 4096 tokens a sequence, bf16", step, f"{rate:,.0f} tokens/s, MFU {mfu:.1%} (causal "
+              f"{causal:.1%}), {last[-1]['memory_gb']:.0f} GB", wanted=f"MFU {wanted:.0%}")
+    for recipe, wanted in (("tensorwise", "1/1.3"), ("blockwise", "1/1.18")) if name == list(SIZES)[-1] else ():
+        low = statistics.median(record["step_s"] for record in run(f"{flags} --fp8 {recipe}", 8)[3:])
+        yield Row(f"training {name}, --fp8 {recipe}", low, other=f"bf16 {step * 1e3:.0f} ms", ratio=low / step,
+                  wanted=wanted)
+    yield Row(f"training {name}, where the time goes", step, time_split(flags))
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------
 
-PARTS = {"attention": attention, "memory-bound": memory_bound, "cross-entropy": cross_entropy, "training": training,
-         "low precision": low_precision, "matmuls": matmuls}
+PARTS = {"attention": attention, "memory-bound": memory_bound, "cross-entropy": cross_entropy, "graph": graph,
+         **{name: partial(training, name) for name in SIZES}, "low precision": low_precision, "matmuls": matmuls}
 
 
 def table(rows: list[Row]) -> str:
@@ -329,7 +342,10 @@ def measure() -> None:
         try:
             rows += part()
         except Exception as error:  # what one kernel cannot do must not hide what the others can
+            traceback.print_exc()
             missing.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        tidy()
+        print(f"{name}: {time.monotonic() - began:.0f} s since the start", flush=True)
         text = (f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, torch {torch.__version__}, triton "
                 f"{triton.__version__}, CUDA {torch.version.cuda}, {datetime.date.today()}, `python bench.py gpu`.\n\n"
                 + table(rows) + "".join(f"\n\nNot measured: {line}" for line in missing))

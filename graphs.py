@@ -1,7 +1,7 @@
 """CUDA graphs: a step is recorded once and then played, without Python.
 
-Saves: the time in which a GPU waits for a CPU. To launch a kernel takes that some microseconds, Python and autograd
-       around it some ten more; a layer is some 30 launches, forward and backward. A played step is one launch.
+Saves: the time in which a GPU waits for a CPU. To launch a kernel takes the latter some microseconds, Python and
+       autograd around it some ten more; a layer is some 30 launches, forward and backward. A played step is one launch.
 Costs: the memory of a step's activations stays taken; two steps are run, and one recorded, for each shape of a batch.
 Stops helping when: kernels take longer than all that. A layer of Llama 1B takes a GPU of 600 TFLOP/s 10 ms for 16,000
        tokens, far more than its 30 launches; for 1,000 tokens it takes 0.6 ms, and does not.
@@ -14,10 +14,11 @@ What is recorded is kernels, and the addresses and numbers that they were given:
     played        ───────────────────────────────────────────────────►
 
 So what changes from step to step must be in memory, at the same place every time: tokens are copied to where the
-recorded ones were, weights and their sums of gradients stay where they are (zero.py), the loss scale of fp16 is a
-tensor. What Python does in between happens once: a value that it looked at (`.item()`), or a shape that depends on one,
-would be that of the recorded step for ever. Hence no experts, who get as many tokens as the router says. And hence one
-process: of what several send each other, some is waited for where Python says so.
+recorded ones were, weights and their sums of gradients stay where they are (zero.py), FP8 weights are made anew in
+every step, the loss scale of fp16 is a tensor. What Python does in between happens once: a value that it looked at
+(`.item()`), or a shape that depends on one, would be that of the recorded step for ever. Hence no experts, who get as
+many tokens as the router says. And hence one process: of what several send each other, some is waited for where Python
+says so.
 
 On a CPU a recording is the list of operations that torch dispatched, played by calling each again with the very same
 tensors: the same rules, so that they are tested where there is no GPU; it frees no memory meanwhile.
@@ -146,7 +147,6 @@ def demo() -> None:
     count = len(recorded.recording[1].calls)
     print(f"A step of 8 layers and 32 tokens is {count} operations. On this CPU, which calls each of them in both\n"
           f"cases, it takes {plain:.1f} ms run by Python and autograd, {played:.1f} ms played.")
-
 
 
 if __name__ == "__main__":

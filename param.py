@@ -112,7 +112,7 @@ def parameter(spec: Spec, groups: Groups, dtype: torch.dtype, device: torch.devi
     """A Parameter with the local shape but no memory (one element, seen everywhere) until its bucket gives it some.
 
     It carries `spec`, `box` (the part it is), `sink` (who takes its gradient; None: autograd's own `.grad`) and
-    `generation`, a number that changes with its values, for whoever keeps something that was made of them.
+    `generation`, a number that changes with its values and with every step, for whoever keeps what was made of them.
     """
     box = box_of(spec, groups)
     param = torch.nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(shape_of(box)))

@@ -329,7 +329,7 @@ def gelus() -> dict[str, Callable[[Tensor], Tensor]]:
     """Every way that works here."""
     ways = {"eager": gelu_eager, "F.gelu": lambda x: F.gelu(x, approximate="tanh"),
             "torch.compile": torch.compile(gelu_eager), "Triton": gelu_triton}
-    return ways | ({"CUDA": gelu_cuda()} if shutil.which("nvcc") else {})
+    return ways | ({"CUDA": gelu_cuda()} if shutil.which("nvcc") and shutil.which("ninja") else {})
 
 
 # ---- measuring, on a GPU --------------------------------------------------------------------------------------------
@@ -346,6 +346,7 @@ def timed(function: Callable[..., Tensor], inputs: list[tuple[Tensor, ...]], rep
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     for turn in range(-3, repeats):  # the first ones compile, and warm up
         start, stop = events[max(turn, 0)]
+        torch.cuda._sleep(2_000_000)  # a millisecond, in which Python gets ahead of the GPU
         start.record()
         function(*inputs[turn % len(inputs)])
         stop.record()
@@ -475,7 +476,7 @@ def on_gpu(n: int = 8192, numbers: int = 1 << 28) -> None:
         print(f"    GELU, {row.name:14s} {row.seconds * 1e3:8.3f} ms {rate / 1e9:7,.0f} GB/s, as if fused"
               + (f"  {rate / card.memory:4.0%} of the bound (memory)" if card else ""))
     if "CUDA" not in gelus():
-        print("    GELU, CUDA: not run, there is no nvcc here")
+        print("    GELU, CUDA: not run, nvcc or ninja is not here")
     x, (a, b) = torch.randn(numbers, device="cuda"), random_pair(n)
     for way, function in gelus().items():
         print(f"\nGELU, {way}: what took most time on the device\n\n{profiled(function, x)}")

@@ -138,6 +138,8 @@ class Shard(Bucket):
     def begin(self, backwards: dict[int, int]) -> None:
         self.expected = sum(backwards[stage] for param in self.params for stage in self.arrivals[param])
         self.arrived = 0
+        for param in self.params:
+            param.generation += 1  # what a step makes of weights it makes itself, and so again when it is played
         if self.stage < 2:
             self.grad = self.zeros(self.padded, self.wide) if self.grad is None else self.grad.zero_()
             self.owned_grad = self.grad[self.mine]

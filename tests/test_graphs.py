@@ -12,7 +12,7 @@ from graphs import Recorded
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = ("--layers 3 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --seq 24 --global-batch 4 --micro-batch 2 --steps 6 "
-         "--dtype fp32 --warmup 2 --sample= --eval-every 4 --eval-steps 1 "
+         "--dtype fp32 --warmup 2 --sample= --eval-every 2 --eval-steps 1 "
          f"--data {__file__} --val-data {__file__}")
 
 
