@@ -29,7 +29,7 @@ from torch.autograd import Function
 from torch.library import custom_op
 
 from collectives import MAX, Group, all_reduce
-from param import IGNORED, accumulate_grad, at_least_fp32, size
+from param import IGNORED, accumulate_grad, add_product, at_least_fp32, size
 
 Tensor = torch.Tensor
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1 when triton was imported: on CPUs, slowly
@@ -382,10 +382,8 @@ class LinearCrossEntropy(Function):
                     softmax_(logits, *about, False, True)
             if wants_x:
                 torch.mm(logits, matrix, out=dx[part])
-            if wants_weight and dw.dtype == x.dtype:
-                dw.addmm_(logits.t(), x[part])
-            elif wants_weight:
-                dw += logits.t() @ x[part]  # a product is rounded once, their sum is not
+            if wants_weight:
+                add_product(dw, logits.t(), x[part])
         ctx.weight, ctx.gradients = weight, (dx, dw)
         return (weights * (total - chosen + z_loss * total.square())).sum()
 
