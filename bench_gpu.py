@@ -147,7 +147,7 @@ def cross_entropy() -> Iterator[Row]:
     import kernels
     from primer import timed
 
-    M, H, V = 8192, 4096, 128256
+    M, H, V = 16384, 4096, 128256
     (x, weight), = made((M, H), (V, H), grad=True)[:1]
     labels = torch.randint(V, (M,), device="cuda")
     parameter = torch.nn.Parameter(weight.detach())
