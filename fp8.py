@@ -41,11 +41,13 @@ anyway. Tensorwise lets forward accumulate fast, and asks backward, whose errors
 What stays as it is: embedding, head, norms, router, attention, master weights, sums of gradients. They have few FLOPs,
 or their errors go far. Many recipes spare the first and the last block, too (--no-fp8-ends).
 
-Where recipes went wrong. Delayed tensorwise scaling lost a 7B Llama after 200 billion tokens, as SwiGLU grew outliers
+Where recipes went wrong. Without scales most of a gradient is 0 in E4M3, and a small Llama stops learning (RESULTS.md).
+(With one current scale E4M3 lets it learn as well as E5M2 does, whose roundings err twice as much: what E5M2 is for,
+small runs do not show.) Delayed tensorwise scaling lost a 7B Llama after 200 billion tokens, as SwiGLU grew outliers
 (Fishman et al. 2024). DeepSeek-V3's 16B test diverged with 128 x 128 blocks of dY: outliers sit in tokens, so blocks of
 several tokens mix them. Scales fitted to powers of two (--fp8-pow2) multiply without rounding and cost up to one power.
-FP8 master weights lose steps smaller than 1/16 of a weight. Weight gradients that are summed in FP8 need a scale
-that follows them (FP8-LM). Quantised weights of norms made MX formats unstable.
+FP8 master weights lose steps smaller than 1/16 of a weight. Weight gradients that are summed in FP8 need a scale that
+follows them (FP8-LM). Quantised weights of norms made MX formats unstable.
 
 With sequence parallelism a rank has T/t tokens of X. Rows are gathered in FP8, half the bytes; columns, too, where T/t
 are whole blocks, or else x is gathered as it is, so that blocks lie the same on any number of ranks.
