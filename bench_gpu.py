@@ -1,4 +1,4 @@
-"""Everything that can be measured on one GPU, in one call: `python bench.py gpu`, at most nine minutes.
+"""Everything that can be measured on one GPU, in one call: `python bench.py gpu`, some nine minutes at most.
 
 Every kernel beside what one would use instead, in the same process, on random data: medians of 20 calls between events,
 inputs taking turns so that none is found in the L2 cache. Then training runs of three sizes of Llama through train.py's
@@ -76,20 +76,22 @@ def attention() -> Iterator[Row]:
         return torch.autograd.grad(o, inputs, do, retain_graph=True)
 
     backends = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+    def row(what: str, times: dict[str, float], flops: float, wanted: str) -> Row:
+        ours, *others = times.items()
+        return Row(f"attention {what}", ours[1], f"{flops / ours[1] / 1e12:.0f} TFLOP/s",
+                   ", ".join(f"{way} {seconds * 1e3:.3f} ms" for way, seconds in others), ours[1] / times["cuDNN"],
+                   f"{wanted} of cuDNN")
+
     for B, S, N, K, D in ((4, 4096, 32, 8, 128), (2, 8192, 32, 8, 128), (8, 4096, 32, 8, 64)):
         flops = 4 * B * N * S * S * D / 2
         inputs, name = made((B, N, S, D), (B, K, S, D), (B, K, S, D), grad=True), f"B {B}, S {S}, N {N}/{K}, D {D}"
         ways = {"ours": flash.flash_attention} | {way: partial(theirs, backend) for way, backend in backends.items()}
-        ours = ways.pop("ours")
-        yield beside(f"attention forward, {name}", ours, ways, inputs,
-                     lambda s, f=flops: f"{f / s / 1e12:.0f} TFLOP/s", "1/0.75 of cuDNN")
+        times = {way: timed(run, inputs) for way, run in ways.items()}
+        yield row(f"forward, {name}", times, flops, "1/0.75")
         graphs = {way: [(run(*three), three, torch.randn_like(three[0])) for three in inputs[:2]]
-                  for way, run in {"ours": ours, **ways}.items()}
+                  for way, run in ways.items()}
         times = {way: timed(backward, given) for way, given in graphs.items()}
-        seconds = times.pop("ours")
-        best = min(times, key=times.get)
-        yield Row(f"attention backward, {name}", seconds, f"{2.5 * flops / seconds / 1e12:.0f} TFLOP/s",
-                  f"{best} {times[best] * 1e3:.3f} ms", seconds / times[best], "1/0.62 of cuDNN")
+        yield row(f"backward, {name}", times, 2.5 * flops, "1/0.62")
 
 
 def copy_rate() -> float:

@@ -24,6 +24,7 @@ def check(config: Config, world: int) -> None:
     check_grid(config.grid, config.model, world)
     check_batch(config.batch, config.grid)
     check_optim(config.optim, config.model, config.precision)
+    check_attention(config.precision, config.model)
     check_fp8(config.precision, config.model, config.grid)
     check_data(config.data, config.model)
     check_run(config.run)
@@ -219,15 +220,19 @@ def check_optim(optim: Optim, model: Model, precision: Precision) -> None:
     need_not_negative(optim, "warmup")
     need(optim.warmup <= optim.steps, f"--warmup {optim.warmup} is longer than the run: --steps {optim.steps}")
     need(all(0 <= beta < 1 for beta in optim.betas), f"--betas {optim.betas}: each must be at least 0 and below 1")
-    need(precision.attention != "triton" or precision.dtype != "fp64",
-         "--attention triton with --dtype fp64: the kernel has at most fp32, use --attention auto or math")
-    need(precision.attention != "triton" or model.head_dim <= 128, f"--attention triton with --head-dim "
-         f"{model.head_dim}: the kernel has at most 128, use --attention auto or math")
     if precision.moments == "bf16":
         need(optim.optimizer == "adamw", f"--moments bf16: --optimizer {optim.optimizer} keeps no moments")
         need(precision.dtype != "fp64", "--moments bf16 with --dtype fp64 would undo it: use --moments auto")
         need(optim.betas[1] <= 0.99, f"--moments bf16 with --betas {optim.betas}: an average in bf16 cannot move by "
                                      "less than 1/256 of itself, use a second beta of at most 0.99")
+
+
+def check_attention(precision: Precision, model: Model) -> None:
+    if precision.attention == "triton":
+        need(precision.dtype != "fp64", "--attention triton with --dtype fp64: the kernel has at most fp32, use "
+                                        "--attention auto or math")
+        need(model.head_dim <= 128, f"--attention triton with --head-dim {model.head_dim}: the kernel has at most 128, "
+                                    "use --attention auto or math")
 
 
 def check_fp8(precision: Precision, model: Model, grid: Grid) -> None:

@@ -183,7 +183,7 @@ class Run:
     metrics: str = setting("", "write the metrics of every step here, one JSON object a line")
     sample: str = setting("def ", "after training on text, continue this prompt; '' for none")
     device: str = setting("auto", "auto: GPUs when there is one per rank", ("auto", "cpu", "cuda"))
-    graph: bool = setting(False, "record a step and play it (CUDA graphs): for one process, and no experts")
+    graph: bool = setting(False, "record the third step and play it from then on (CUDA graphs): one GPU, no experts")
     timeout: float = setting(600.0, "seconds a collective may wait for a rank before the run fails")
 
 

@@ -243,7 +243,7 @@ def attend_to_pieces(ctx, q: Tensor, k: Tensor, v: Tensor, at_hand: Iterable[Ten
     return o
 
 
-def seen(piece: Piece, queries: Tensor, keys: Tensor) -> Piece | None:
+def narrowed(piece: Piece, queries: Tensor, keys: Tensor) -> Piece | None:
     """What is left of a piece if tokens see their own document only. queries B s, keys B columns: document numbers."""
     queries, keys = queries[:, piece.rows], keys[:, piece.columns]
     columns = same_document((queries, keys), piece.causal).flatten(0, 2).any(0).nonzero()
@@ -400,7 +400,7 @@ class ContextParallel:
 
 
 def pieces_of(style: str, seq: int, c: int, i: int, documents: Tensor | None) -> list[Piece | None]:
-    """What rank i computes, in order; for the ring one a step, None where nothing is seen."""
+    """What rank i computes, in order, what is causal first; for the ring one a step, None where nothing is seen."""
     if style == "ring":
         pieces = ring_pieces(seq // c, c, i)
         keys = [places(seq, c, (i - t) % c) for t in range(c)]
@@ -410,7 +410,7 @@ def pieces_of(style: str, seq: int, c: int, i: int, documents: Tensor | None) ->
     if documents is None:
         return pieces
     own = documents[:, places(seq, c, i)]
-    pieces = [seen(piece, own, documents[:, where]) for piece, where in zip(pieces, keys)]
+    pieces = [narrowed(piece, own, documents[:, where]) for piece, where in zip(pieces, keys)]
     return pieces if style == "ring" else [piece for piece in pieces if piece]
 
 

@@ -217,8 +217,8 @@ def span(own, start, own_count, others, count, OWN: tl.constexpr, AT_ONCE: tl.co
 @triton.jit
 def own_queries(q_documents, k_documents, heads, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                 CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """(sequence, head, first query) of a program; and of its tile of queries (full, stop, documents): keys before
-    `full` need no mask (or, with documents, are not seen), keys from `stop` on are not seen."""
+    """(sequence, head, first query) of a program; and of its tile of queries (full, stop, documents). Keys from `stop`
+    on are not seen; keys before `full` need no mask, or, if there are documents, are not seen either."""
     tiles = tl.cdiv(rows, ROWS)
     head = tl.program_id(0) // tiles
     b, start = head // heads, (tiles - 1 - tl.program_id(0) % tiles) * ROWS  # the last have most to do: they begin
@@ -459,7 +459,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, docume
     return flash_forward(q, k, v, causal, None if documents is None else (documents, documents))[0]
 
 
-# ---- demo: TRITON_INTERPRET=1 python flash.py -- ---------------------------------------------------------------------
+# ---- demo: TRITON_INTERPRET=1 python flash.py -----------------------------------------------------------------------
 
 def tiles_loaded(documents: Tensor, rows: int, columns: int) -> list[list[bool]]:
     """Which tiles of scores the kernel computes, found out by experiment: values that are nan spoil every row of the

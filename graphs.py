@@ -1,10 +1,10 @@
 """CUDA graphs: a step is recorded once and then played, without Python.
 
-Saves: the time in which a GPU waits for a CPU. To launch a kernel takes the latter some microseconds, Python and
-       autograd around it some ten more; a layer is some 30 launches, forward and backward. A played step is one launch.
+Saves: the time in which a GPU waits for a CPU. A launch costs the CPU some microseconds, and Python and autograd around
+       it some ten more; a layer is some 30 launches, forward and backward. A played step is one.
 Costs: the memory of a step's activations stays taken; two steps are run, and one recorded, for each shape of a batch.
-Stops helping when: kernels take longer than all that. A layer of Llama 1B takes a GPU of 600 TFLOP/s 10 ms for 16,000
-       tokens, far more than its 30 launches; for 1,000 tokens it takes 0.6 ms, and does not.
+Stops helping when: kernels take longer than their launches. A layer of Llama 1B, at 600 TFLOP/s, is 10 ms of kernels
+       for 16,000 tokens and half a millisecond of launches: nothing to gain. For 500 tokens it is 0.3 ms of kernels.
 
 What is recorded is kernels, and the addresses and numbers that they were given:
 
@@ -21,7 +21,8 @@ many tokens as the router says. And hence one process: of what several send each
 says so.
 
 On a CPU a recording is the list of operations that torch dispatched, played by calling each again with the very same
-tensors: the same rules, so that they are tested where there is no GPU; it frees no memory meanwhile.
+tensors. Nothing is gained, and no activation is freed, but the rules are those of a GPU and so are tested without one.
+(`.tolist()` and `.numpy()` are no operations: a GPU refuses to record them, a CPU does not notice.)
 
 The other way to launch less, torch.compile of a block, would see no gradient that goes through param.py's door; what it
 would fuse, kernels.py does.
@@ -39,7 +40,7 @@ from torch.utils._pytree import tree_leaves
 from data import MicroBatch
 
 Tensor = torch.Tensor
-LOOKS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # at values, which only a CPU can
+LOOKS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # what gives values, or their number
 
 
 class Recorded:
@@ -63,6 +64,7 @@ class Recorded:
             return self.run(batches)
         if self.recording is None:
             self.recording = self.record(batches)
+            return self.recording[2]
         places, graph, result = self.recording
         for place, x in zip(places, tensors):
             place.copy_(x)
@@ -70,15 +72,17 @@ class Recorded:
         return result
 
     def record(self, batches: list[MicroBatch]) -> tuple[list[Tensor], "torch.cuda.CUDAGraph | Operations", Tensor]:
-        """(where micro-batches go, what is played, where its result is)."""
+        """(where micro-batches go, what is played, where its result is), after one play with these."""
         batches = copy.deepcopy(batches)
         places = tensors_of(batches)
-        if places[0].is_cuda:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        if not places[0].is_cuda:
+            with Operations() as graph:
                 return places, graph, self.run(batches)
-        with Operations() as graph:
-            return places, graph, self.run(batches)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):  # kernels are noted here, and none runs
+            result = self.run(batches)
+        graph.replay()
+        return places, graph, result
 
 
 def tensors_of(batches: list[MicroBatch]) -> list[Tensor]:
@@ -117,7 +121,7 @@ class Operations(TorchDispatchMode):
 
 
 def is_mask(x) -> bool:
-    return isinstance(x, Tensor) and x.dtype == torch.bool
+    return isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8)
 
 
 # ---- demo: python graphs.py -----------------------------------------------------------------------------------------
@@ -145,8 +149,10 @@ def demo() -> None:
             spent.append(time.perf_counter() - began)
     plain, played = (sorted(spent)[len(spent) // 2] * 1e3 for spent in times.values())
     count = len(recorded.recording[1].calls)
-    print(f"A step of 8 layers and 32 tokens is {count} operations. On this CPU, which calls each of them in both\n"
-          f"cases, it takes {plain:.1f} ms run by Python and autograd, {played:.1f} ms played.")
+    print(f"A step of 8 layers and 32 tokens is {count} operations here, views and norms written out among them. It\n"
+          f"takes {plain:.1f} ms run by Python and autograd, and {played:.1f} ms played by a CPU, which calls each of\n"
+          "them again. A GPU is told once.")
+
 
 
 if __name__ == "__main__":

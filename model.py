@@ -131,12 +131,13 @@ class Experts(nn.Module):
 
     def forward(self, x, before, shared):  # T/t H -> T/t H
         tp, (tokens, group), first_route = shared.tp, shared.experts, shared.routes[0] if shared.again else None
-        h, inputs = before(x) if before else x, x.detach()
-        with forgetting(h, lambda: before(inputs)) if before else nullcontext():
+        h, given = (before(x) if before else x), x.detach()
+        with forgetting(h, lambda: before(given)) if before else nullcontext():
             own = own_tokens(h, tp)
             route, weights = self.router(own, self.w_router, tokens, group, first_route)
             arrive = dispatch(own, route, group)
-            beside = self.shared(h, before and (lambda h: h), shared) if self.shared else None  # while tokens travel
+            as_it_is = (lambda h: h) if before else None  # nothing is left to do, but to keep the input alone
+            beside = self.shared(h, as_it_is, shared) if self.shared else None  # while tokens travel
         if shared.routes is not None and not shared.again:
             shared.routes.append(route)
         both = GroupedLinear.apply(arrive(), self.w_gate_up, route, shared.grouped)
@@ -176,7 +177,8 @@ class Block(nn.Module):
         return x, self.ffn(h, before, shared)
 
     def normed(self, x, y, weight, shared):
-        """x + y; and what the next layer takes: it normalised, or it and the norm, to compute again in backward."""
+        """(x + y, h, before): the next layer takes before(h). Selective recomputation leaves the norm to the layer, who
+        does it again in backward; else h is normalised and `before` None."""
         before = partial(norm, weight=weight, eps=self.eps)
         if shared.selective:
             x = x if y is None else x + y

@@ -82,11 +82,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.T
     return (wide * scale).mul_(weight).to(x.dtype), scale
 
 
-def norm_backward(ctx, grad: torch.Tensor, others: torch.Tensor | None) -> torch.Tensor:
-    """dx of what was normalised, and of what else became of it."""
+def norm_backward(ctx, grad: torch.Tensor, dtotal: torch.Tensor | None) -> torch.Tensor:
+    """dx of what was normalised. dtotal: the derivative by it of all but the norm."""
     x, *scale = ctx.saved_tensors
     if not scale:
-        dx, dweight = kernels().rms_norm_backward(grad, others, x, ctx.weight, ctx.eps)
+        dx, dweight = kernels().rms_norm_backward(grad, dtotal, x, ctx.weight, ctx.eps)
         accumulate_grad(ctx.weight, lambda out: out.add_(dweight), defer=False)
         return dx
     scale, = scale
@@ -95,7 +95,7 @@ def norm_backward(ctx, grad: torch.Tensor, others: torch.Tensor | None) -> torch
     accumulate_grad(ctx.weight, lambda out: out.add_(share.flatten(0, -2).sum(0)), defer=False)
     along = (share @ weight)[..., None] / x.shape[-1]  # how far the gradient points along the normalised x
     dx = (grad * weight).addcmul_(normal, along, value=-1).mul_(scale).to(x.dtype)
-    return dx if others is None else dx.add_(others)
+    return dx if dtotal is None else dx.add_(dtotal)
 
 
 def norm(x: torch.Tensor, weight: nn.Parameter, eps: float) -> torch.Tensor:
@@ -198,9 +198,8 @@ def visible(places: torch.Tensor, keys: int, documents: torch.Tensor | None) -> 
 def attention_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """torch's fused attention. q B N S D, k and v B K S D, mask True where visible (None: causal) -> B N S D.
 
-    What --attention auto takes. On an H100 cuDNN's forward reaches 518 TFLOP/s, Triton's tutorial, which does what
-    flash.py does, 353 (causal, S 4096, D 128, fp16; at D 64 both 363), as plotted by flash-attention's authors in 2024;
-    with cuDNN's first, torch has the faster one. Whether flash.py's is as fast as the tutorial's is not measured yet.
+    What --attention auto takes: on an H100 cuDNN's forward reaches 518 TFLOP/s and Triton's tutorial, written as
+    flash.py is, 353 (causal, S 4096, D 128; at D 64 both 363: flash-attention's authors, 2024).
     """
     if mask is not None:  # with a mask, no fused GPU kernel takes grouped queries: S x S scores would be kept
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))

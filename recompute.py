@@ -106,7 +106,7 @@ class Recomputed(Function):
 
 def forgetting(x: torch.Tensor, again: Callable[[], torch.Tensor]) -> AbstractContextManager:
     """What is saved for a backward in this context, and is x or a view of it, is not kept: `again` computes x anew."""
-    place = x.untyped_storage()._cdata  # not where the data is: all that is empty is at 0
+    place = x.untyped_storage()._cdata  # the object itself: where its data is will not do, as all that is empty is at 0
 
     def pack(saved: torch.Tensor):
         same = saved.untyped_storage()._cdata == place
