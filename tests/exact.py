@@ -35,3 +35,9 @@ def compare(ours, exact, inputs: list[torch.Tensor]) -> None:
     torch.autograd.backward(wanted, [x.double() for x in derivatives])
     for one, other in zip((*results, *(x.grad for x in single)), (*wanted, *(x.grad for x in double))):
         close(one, other)
+
+
+def is_refused(launch, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        launch(numbers)
+    assert "\n" not in str(caught.value)
