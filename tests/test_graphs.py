@@ -1,4 +1,6 @@
-"""A step that is played equals one that is run, to the bit: a list of operations on CPUs, a CUDA graph on a GPU."""
+"""A step that is played equals one that is run: to the bit as a list of operations on a CPU, and as a CUDA graph."""
+import re
+
 import pytest
 import torch
 
@@ -10,13 +12,13 @@ import train
 from data import MicroBatch
 from graphs import Recorded
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CPU, GPU = torch.device("cpu"), torch.cuda.is_available()
 SMALL = ("--layers 3 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --seq 24 --global-batch 4 --micro-batch 2 --steps 6 "
          "--dtype fp32 --warmup 2 --sample= --eval-every 2 --eval-steps 1 "
          f"--data {__file__} --val-data {__file__}")
 
 
-def trained(flags: str, capsys) -> tuple[list[str], dict[str, list[float]], int]:
+def trained(flags: str, capsys, device: torch.device = CPU) -> tuple[list[str], dict[str, list[float]], int]:
     """What a run says, its last weights, and how often Python went through the model."""
     settings, made, calls = config.parse(f"{SMALL} {flags}".split()), [], []
     samples = train.open_samples(settings, settings.data.data, 0)
@@ -33,7 +35,7 @@ def trained(flags: str, capsys) -> tuple[list[str], dict[str, list[float]], int]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "build", watched)
         patch.setattr(model.Llama, "forward", counted)
-        train.train(settings, samples, samples, DEVICE, "", train.Progress())
+        train.train(settings, samples, samples, device, "", train.Progress())
     weights = {bucket.name: bucket.master.tolist() for bucket in made[1].buckets}
     return capsys.readouterr().out.splitlines()[-3:], weights, sum(calls)
 
@@ -61,14 +63,14 @@ def test_documents_are_played(tmp_path, capsys):
     assert trained(flags, capsys)[:2] == trained(f"{flags} --graph", capsys)[:2]
 
 
+@pytest.mark.skipif(GPU, reason="kernels are compiled here, and want a GPU")
 def test_kernels_are_recorded(monkeypatch):
     """As operators of torch, here interpreted."""
     settings = config.parse(f"{SMALL} --attention triton --recompute selective".split())
-    if DEVICE.type == "cpu":
-        monkeypatch.setattr(operations, "fused", lambda x: True)
-        monkeypatch.setattr(model, "fused", lambda x: True)
-    llama, optimizer = train.build(settings, grids.ALONE, DEVICE, torch.float32)
-    tokens = torch.randint(256, (5, 2, 2, 24), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    monkeypatch.setattr(operations, "fused", lambda x: True)
+    monkeypatch.setattr(model, "fused", lambda x: True)
+    llama, optimizer = train.build(settings, grids.ALONE, CPU, torch.float32)
+    tokens = torch.randint(256, (5, 2, 2, 24), generator=torch.Generator().manual_seed(0))
 
     def run(batches):
         return train.gradients(llama, optimizer, batches, grids.ALONE)
@@ -83,13 +85,23 @@ def test_kernels_are_recorded(monkeypatch):
     assert not torch.equal(found[0][0], found[1][0])
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="CUDA itself refuses")
 @pytest.mark.parametrize("look", [lambda x: x.sum().item(), lambda x: x[x > 2], lambda x: x.nonzero(),
                                   lambda x: torch.equal(x, x)])
 def test_what_looks_at_values_cannot_be_recorded(look):
     recorded, batch = Recorded(lambda batches: look(batches[0].tokens), warmups=0), MicroBatch(*torch.ones(2, 1, 3))
     with pytest.raises(RuntimeError, match="looks at a value"):
         recorded([batch])
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("flags", ["--dtype bf16", "--dtype bf16 --recompute full --attention triton", "--dtype fp16",
+                                   "--batch-ramp 2@0,4@144 --steps 8"])
+def test_a_gpu_plays_what_it_runs(flags, capsys):
+    """Not to the bit: an embedding's gradient is added in any order."""
+    device = torch.device("cuda")
+    runs = [trained(flags + how, capsys, device) for how in ("", " --graph")]
+    losses = [[float(loss) for loss in re.findall(r"loss (\d+\.\d+)", "\n".join(said))] for said, *_ in runs]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3) and len(losses[0]) == 3 and runs[1][2] < runs[0][2]
 
 
 @pytest.mark.parametrize("flags, world, line", [
