@@ -66,11 +66,11 @@ def test_documents_are_played(tmp_path, capsys):
 @pytest.mark.skipif(GPU, reason="kernels are compiled here, and want a GPU")
 def test_kernels_are_recorded(monkeypatch):
     """As operators of torch, here interpreted."""
-    settings = config.parse(f"{SMALL} --attention triton --recompute selective".split())
+    settings = config.parse(f"{SMALL} --layers 1 --attention triton --recompute selective".split())
     monkeypatch.setattr(operations, "fused", lambda x: True)
     monkeypatch.setattr(model, "fused", lambda x: True)
     llama, optimizer = train.build(settings, grids.ALONE, CPU, torch.float32)
-    tokens = torch.randint(256, (5, 2, 2, 24), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(256, (3, 2, 1, 8), generator=torch.Generator().manual_seed(0))
 
     def run(batches):
         return train.gradients(llama, optimizer, batches, grids.ALONE)
@@ -80,7 +80,7 @@ def test_kernels_are_recorded(monkeypatch):
         for batch in tokens:
             loss = step([MicroBatch(*batch)])
             found.append([loss.clone(), *(bucket.grad.clone() for bucket in optimizer.buckets)])
-    for ran, played in zip(found[:5], found[5:]):
+    for ran, played in zip(found[:3], found[3:]):
         assert all(torch.equal(one, other) for one, other in zip(ran, played))
     assert not torch.equal(found[0][0], found[1][0])
 

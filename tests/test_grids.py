@@ -190,9 +190,10 @@ def compare(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: s
 
 
 def tiers() -> list:
-    """Eight processes on two cores take longest: of those grids without experts, every other is in the slow tier."""
-    eight = [case for case in GRIDS if case[0] == 8 and "--experts" not in case[1]]
-    return [pytest.param(*case, id=f"{case[0]} ranks {case[1]}", marks=pytest.mark.slow if case in eight[1::2] else ())
+    """Eight processes on two cores take longest: every other of those grids, with and without experts, is slow."""
+    eight = [[case for case in GRIDS if case[0] == 8 and ("--experts" in case[1]) == experts] for experts in (0, 1)]
+    slow = eight[0][1::2] + eight[1][1::2]
+    return [pytest.param(*case, id=f"{case[0]} ranks {case[1]}", marks=pytest.mark.slow if case in slow else ())
             for case in GRIDS]
 
 

@@ -238,7 +238,8 @@ def test_no_rank_sees_a_row_of_logits(pool, n, flags):
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("attention", ["auto", "math"])
 @pytest.mark.parametrize("n, flags", [(1, ""), (1, "--qk-norm"), (2, ""), (2, "--sp-keep"), (4, "--no-sp"),
-                                      (8, "--kv-heads 2"), (4, "--kv-heads 2 --qk-norm --no-sp")])
+                                      pytest.param(8, "--kv-heads 2", marks=pytest.mark.slow),
+                                      (4, "--kv-heads 2 --qk-norm --no-sp")])
 def test_a_rank_keeps_what_the_formula_says(pool, n, flags, recompute, attention):
     """To the byte, as storages that live between forward and backward."""
     flags = f"--tp {n} --vocab 320 --recompute {recompute} --attention {attention} {flags}"

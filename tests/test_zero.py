@@ -153,7 +153,7 @@ def test_state_comes_in_by_name_and_box():
 
 # ---- what is sent ---------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("n", [2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))])
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_elements_sent_are_those_of_the_stage(pool, n, accumulated):
     """Times n/(n-1): 2P, 2P, (A+1)P; and 3AP, less a gather of the first unit, whose backward reads no weights, and one
@@ -238,7 +238,7 @@ def test_an_evaluation_leaves_no_gathered_weights(pool):
     assert pool.run(2, "sharding:evaluated") == [0, 0]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
 def test_temporaries_do_not_grow_with_the_model(pool, stage):
     """Buffers of constant size: four times the layers, and what comes and goes in a step is the same."""
     come_and_go = []
