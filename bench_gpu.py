@@ -261,9 +261,7 @@ def run(flags: str, steps: int) -> list[dict]:
 
 
 def tidy() -> None:
-    """Give back what a run held; one that failed left the collector off, and what it made out of its sight."""
-    gc.enable()
-    gc.unfreeze()
+    """Give back what a run held."""
     gc.collect()
     torch.cuda.empty_cache()
 

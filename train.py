@@ -22,8 +22,8 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -335,6 +335,17 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     return next((peak * 1e12 for key, peak in PEAK_TFLOPS.items() if set(key.split()) <= words), None)
 
 
+def utilisation(settings: config.Config, dtype: torch.dtype, peak: float | None) -> Callable[[float], dict]:
+    """(tokens a second of a GPU) -> the part of its peak that their FLOPs are: with all scores counted, with those that
+    are seen, and with what is computed again, too."""
+    model, precision, seq = settings.model, settings.precision, settings.batch.seq
+    flops, causal = (flops_per_token(model, seq, causal) for causal in (False, True))
+    repeated = sum(extra_flops(llama_layer(model, seq, dtype, precision.attention, number=number), precision.recompute)
+                   for number in range(model.layers))
+    counts = dict(mfu=flops, mfu_causal=causal, hfu=flops + repeated)
+    return lambda rate: {name: count * rate / peak if peak else None for name, count in counts.items()}
+
+
 def memory_used(device: torch.device) -> float:
     """The most this rank has held so far, in bytes: allocated on the GPU, or resident on the CPU."""
     if device.type == "cuda":
@@ -360,6 +371,19 @@ def open_samples(settings: config.Config, paths: list[str], seed: int | None) ->
     data = settings.data
     corpus = Corpus(paths, settings.model.vocab, data.data_dtype, data.separator)
     return Samples(corpus, settings.batch.seq, seed, data.doc_mask)
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """A step leaves no cycles behind, and looking for some would let the device wait."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 def train(settings: config.Config, samples: Samples, unseen: Samples | None, device: torch.device, why: str,
@@ -388,11 +412,7 @@ def train(settings: config.Config, samples: Samples, unseen: Samples | None, dev
                                 for first in range(0, wanted, at_once)), groups)
 
     ramp, seen, skipped = batch.ramp(), 0, 0  # seen: samples so far, the whole state of the data
-    flops, causal_flops = (flops_per_token(settings.model, batch.seq, causal) for causal in (False, True))
-    precision = settings.precision
-    repeated = sum(extra_flops(llama_layer(settings.model, batch.seq, dtype, precision.attention, number=number),
-                               precision.recompute) for number in range(settings.model.layers))
-    peak = peak_flops(device, dtype)
+    used = utilisation(settings, dtype, peak_flops(device, dtype))
     metrics = open(run.metrics, "w") if run.metrics and chief else None
     bar = tqdm(total=optim.steps, unit="step", disable=not chief, dynamic_ncols=True)
 
@@ -401,50 +421,48 @@ def train(settings: config.Config, samples: Samples, unseen: Samples | None, dev
         progress.step, sequences = step, sequences_at(seen * batch.seq, ramp)
         return sequences, [batch.to(device) for batch in share(samples, seen, sequences, settings, groups)]
 
-    gc.collect()
-    gc.freeze()
-    gc.disable()  # a step leaves no cycles behind, and looking for some would let the device wait
     following = read(0)
-    for step in range(optim.steps):
-        began = time.perf_counter()
-        collectives.sent.clear()
-        lr, (sequences, micro_batches) = learning_rate(step, optim), following
-        loss = step_of(micro_batches)
-        norm = optimizer.step(lr)
-        balance = balanced(model, groups, norm.isfinite(), sequences) if settings.model.experts else {}
-        seen += sequences
-        if step + 1 < optim.steps:
-            following = read(step + 1)  # while the device is at work
-            progress.step = step
-        loss, norm = loss.item(), norm.item()  # waits for it
-        skipped += not math.isfinite(norm)
+    with without_collector():
+        for step in range(optim.steps):
+            began = time.perf_counter()
+            collectives.sent.clear()
+            lr, (sequences, micro_batches) = learning_rate(step, optim), following
+            loss = step_of(micro_batches)
+            norm = optimizer.step(lr)
+            balance = balanced(model, groups, norm.isfinite(), sequences) if settings.model.experts else {}
+            seen += sequences
+            if step + 1 < optim.steps:
+                following = read(step + 1)  # while the device is at work
+                progress.step = step
+            loss, norm = loss.item(), norm.item()  # waits for it
+            skipped += not math.isfinite(norm)
 
-        seconds = time.perf_counter() - began
-        rate = sequences * batch.seq / seconds
-        used = rate / ranks / peak if peak else None
-        record = dict(
-            step=step, tokens=seen * batch.seq, loss=loss, grad_norm=norm, lr=lr, step_s=seconds, tokens_per_s=rate,
-            tokens_per_s_per_gpu=rate / ranks, mfu=used and used * flops, mfu_causal=used and used * causal_flops,
-            hfu=used and used * (flops + repeated),
-            memory_gb=memory_used(device) / 1e9,
-            comm_gb={axis: collectives.sent[collectives.name(groups[axis])] / 1e9
-                     for axis in AXES if size(groups[axis]) > 1}, skipped=skipped, **balance)
-        if unseen and (step == optim.steps - 1 or (data.eval_every and (step + 1) % data.eval_every == 0)):
-            record["val_loss"] = validation_loss()
-            if chief:
-                bar.write(f"step {step}: validation loss {record['val_loss']:.4f}", file=sys.stdout)
-        if metrics:
-            print(as_json(record), file=metrics, flush=True)
-        bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s", refresh=False)
-        bar.update()
+            seconds = time.perf_counter() - began
+            rate = sequences * batch.seq / seconds
+            record = dict(
+                step=step, tokens=seen * batch.seq, loss=loss, grad_norm=norm, lr=lr, step_s=seconds, tokens_per_s=rate,
+                tokens_per_s_per_gpu=rate / ranks, **used(rate / ranks), memory_gb=memory_used(device) / 1e9,
+                comm_gb={axis: collectives.sent[collectives.name(groups[axis])] / 1e9
+                         for axis in AXES if size(groups[axis]) > 1}, skipped=skipped, **balance)
+            if unseen and (step == optim.steps - 1 or (data.eval_every and (step + 1) % data.eval_every == 0)):
+                record["val_loss"] = validation_loss()
+                if chief:
+                    bar.write(f"step {step}: validation loss {record['val_loss']:.4f}", file=sys.stdout)
+            if metrics:
+                print(as_json(record), file=metrics, flush=True)
+            bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s", refresh=False)
+            bar.update()
     bar.close()
-    gc.enable()
-    gc.unfreeze()
     if chief:
         print(f"trained {optim.steps} steps on {seen * batch.seq:,} tokens: loss {loss:.4f} nats a token in the last")
-    holds_a_part = rank(groups["data"]) == 0 or settings.grid.zero == 3 or settings.grid.ep > 1
-    if run.sample and math.isfinite(loss) and samples.corpus.is_text and holds_a_part:
-        prompt = torch.tensor([[BYTES_SEPARATOR, *run.sample.encode()]], device=device)
+    if run.sample and math.isfinite(loss) and samples.corpus.is_text:
+        continue_prompt(model, settings, groups, device, chief)
+
+
+def continue_prompt(model: Llama, settings: config.Config, groups: Groups, device: torch.device, chief: bool) -> None:
+    """Print what the model writes; it takes one replica of the weights, wherever its parts are."""
+    if rank(groups["data"]) == 0 or settings.grid.zero == 3 or settings.grid.ep > 1:
+        prompt = torch.tensor([[BYTES_SEPARATOR, *settings.run.sample.encode()]], device=device)
         written = sample(model, prompt, 240)[0, 1:].tolist()
         if chief:
             print(bytes(byte for byte in written if byte < 256).decode(errors="replace"))

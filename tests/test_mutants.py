@@ -320,7 +320,7 @@ MUTANTS = [
            "norm = optimizer.step(lr)", "norm = optimizer.step(optim.lr)",
            "tests/test_train.py::test_the_optimizer_gets_the_schedules_rate"),
     Mutant("ranks that sample nothing", "train.py",
-           'holds_a_part = rank(groups["data"]) == 0 or settings.grid.zero == 3', "holds_a_part = chief", END_TO_END),
+           'if rank(groups["data"]) == 0 or settings.grid.zero == 3', "if chief", END_TO_END),
     Mutant("an evaluation of the first round alone", "train.py",
            "share(unseen, first, at_once, settings, groups, wanted)",
            "share(unseen, 0, at_once, settings, groups, wanted)",
