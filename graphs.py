@@ -1,10 +1,10 @@
 """CUDA graphs: a step is recorded once and then played, without Python.
 
-Saves: the time in which a GPU waits for a CPU. A launch costs the CPU some microseconds, and Python and autograd around
-       it some ten more; a layer is some 30 launches, forward and backward. A played step is one.
+Saves: the time in which a GPU waits for a CPU, which Python, autograd and the launch of a kernel take. A layer is some
+       30 launches, forward and backward; a played step is one.
 Costs: the memory of a step's activations stays taken; two steps are run, and one recorded, for each shape of a batch.
 Stops helping when: kernels take longer than their launches. A layer of Llama 1B, at 600 TFLOP/s, is 10 ms of kernels
-       for 16,000 tokens and half a millisecond of launches: nothing to gain. For 500 tokens it is 0.3 ms of kernels.
+       for 16,000 tokens, its launches half a millisecond if each takes 15 us. For 500 tokens it is 0.3 ms of kernels.
 
 What is recorded is kernels, and the addresses and numbers that they were given:
 
