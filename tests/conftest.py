@@ -16,6 +16,12 @@ if not torch.cuda.is_available():
 from pool import Pool  # noqa: E402
 
 
+@pytest.fixture(autouse=True)
+def seed():
+    """A test draws the same numbers whichever tests ran before it."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def pool():
     pool = Pool()
