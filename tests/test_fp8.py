@@ -599,12 +599,15 @@ def test_sums_of_128_are_added_in_fp32(compiled):
             assert len(fused) >= 64  # 128 x 128 numbers on 256 threads
 
 
+@pytest.mark.parametrize("N, K", [(384, 640), (512, 512)], ids=["scales filled up", "scales as they are"])
+@pytest.mark.parametrize("by", [fp8, fp8_kernels], ids=["by torch", "by the kernel"])
 @pytest.mark.parametrize("name", RECIPES)
-def test_torch_s_scaled_mm_takes_our_operands(name):
+def test_torch_s_scaled_mm_takes_our_operands(monkeypatch, name, by, N, K):
     """As far as torch checks a call without a GPU: shapes, strides and kinds of scales of all three products."""
-    layer, w = Fp8(RECIPES[name], torch.bfloat16), parameter(Spec("w", (384, 640)), {}, torch.bfloat16)
-    w.data = normal(384, 640).bfloat16()
-    x, dy = layer.quantised(normal(256, 640).bfloat16(), False), layer.quantised(normal(256, 384).bfloat16(), True)
+    monkeypatch.setattr(fp8, "quantise", by.quantise)
+    layer, w = Fp8(RECIPES[name], torch.float32), parameter(Spec("w", (N, K)), {}, torch.float32)
+    w.data = normal(N, K, dtype=torch.float32)
+    x, dy = (layer.quantised(normal(256, width, dtype=torch.float32), grad) for width, grad in ((K, False), (N, True)))
     for a, b in [(x[0], layer.weight((w,))[0]), (dy[0], layer.weight((w,))[1]), (dy[1], x[1])]:
         operands = a.data, b.data.t(), *fp8.for_scaled_mm(a), *fp8.for_scaled_mm(b)
         with FakeTensorMode():

@@ -433,7 +433,10 @@ MUTANTS = [
            "tests/test_fp8.py::test_a_layer_is_the_recipe_s_formula[tensorwise-False]"),
     Mutant("scales in the wrong order for cuBLAS", "fp8.py",
            "return q.scales.t().contiguous().t(), F.", "return q.scales, F.",
-           "tests/test_fp8.py::test_torch_s_scaled_mm_takes_our_operands[blockwise]"),
+           "tests/test_fp8.py::test_torch_s_scaled_mm_takes_our_operands[blockwise-by torch-scales filled up]"),
+    Mutant("scales that need no filling in the order the kernel left them", "fp8.py",
+           "shape[1] % 4)).contiguous()  #", "shape[1] % 4))  #",
+           "tests/test_fp8.py::test_torch_s_scaled_mm_takes_our_operands[blockwise-by the kernel-scales as they are]"),
     Mutant("tokens of all ranks sent by each", "tp.py",
            "    return Identity__AllReduce.apply(x, tp.group)[cut(", "    return x[cut(",
            "tests/test_grids.py::test_a_grid_equals_one_process[2 ranks --micro-batch 12 " + DEEPSEEK +
