@@ -424,7 +424,7 @@ def train(settings: config.Config, samples: Samples, unseen: Samples | None, dev
     following = read(0)
     with without_collector():
         for step in range(optim.steps):
-            began = time.perf_counter()
+            progress.step, began = step, time.perf_counter()
             collectives.sent.clear()
             lr, (sequences, micro_batches) = learning_rate(step, optim), following
             loss = step_of(micro_batches)

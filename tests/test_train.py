@@ -156,6 +156,19 @@ def test_bf16_and_evaluation_and_ramp(tmp_path):
     assert done.stdout.splitlines()[-1].startswith("trained 6 steps")  # no sample was asked for
 
 
+def test_a_step_that_fails_is_named_and_not_the_one_before(monkeypatch):
+    def fails(step: int, optim: config.Optim) -> float:
+        if step == 2:
+            raise FloatingPointError
+        return optim.lr
+
+    monkeypatch.setattr(train, "learning_rate", fails)
+    settings, progress = config.parse("--dtype fp32 --seq 32 --global-batch 2 --steps 4".split()), train.Progress()
+    with pytest.raises(FloatingPointError):
+        train.train(settings, train.open_samples(settings, [], 0), None, torch.device("cpu"), "asked for", progress)
+    assert progress.step == 2
+
+
 @pytest.mark.parametrize("number, step", [(9, 0), (40, 2)])
 def test_a_rank_that_fails_takes_the_job_down_and_says_where(tmp_path, number, step):
     """Sample `number`, which only rank 1 of 2 reads, in step `step`, holds tokens that the vocabulary lacks."""
