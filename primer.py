@@ -39,6 +39,7 @@ import math
 import os
 import shutil
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial
@@ -326,10 +327,15 @@ def gelu_cuda() -> Callable[[Tensor], Tensor]:
 
 @cache
 def gelus() -> dict[str, Callable[[Tensor], Tensor]]:
-    """Every way that works here."""
+    """Every way that works here; what is missing of CUDA's tools does not stop the others."""
     ways = {"eager": gelu_eager, "F.gelu": lambda x: F.gelu(x, approximate="tanh"),
             "torch.compile": torch.compile(gelu_eager), "Triton": gelu_triton}
-    return ways | ({"CUDA": gelu_cuda()} if shutil.which("nvcc") and shutil.which("ninja") else {})
+    if shutil.which("nvcc") and shutil.which("ninja"):
+        try:
+            ways["CUDA"] = gelu_cuda()
+        except RuntimeError as error:  # a library or a header is not where nvcc looks
+            print(f"GELU in CUDA: {error}", file=sys.stderr)
+    return ways
 
 
 # ---- measuring, on a GPU --------------------------------------------------------------------------------------------
@@ -476,7 +482,7 @@ def on_gpu(n: int = 8192, numbers: int = 1 << 28) -> None:
         print(f"    GELU, {row.name:14s} {row.seconds * 1e3:8.3f} ms {rate / 1e9:7,.0f} GB/s, as if fused"
               + (f"  {rate / card.memory:4.0%} of the bound (memory)" if card else ""))
     if "CUDA" not in gelus():
-        print("    GELU, CUDA: not run, nvcc or ninja is not here")
+        print("    GELU, CUDA: not run, which takes nvcc, what it links with, and ninja")
     x, (a, b) = torch.randn(numbers, device="cuda"), random_pair(n)
     for way, function in gelus().items():
         print(f"\nGELU, {way}: what took most time on the device\n\n{profiled(function, x)}")
