@@ -372,8 +372,9 @@ class LinearCrossEntropy(Function):
         dw = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         total, chosen = x.new_empty(2, len(x), dtype=torch.float32)
         matrix, gradient, alone = weight.detach(), wants_x or wants_weight, size(group) == 1
+        room = x.new_empty(min(chunk, len(x)), len(weight))
         for part in (slice(start, start + chunk) for start in range(0, len(x), chunk)):
-            logits = x[part] @ matrix.t()
+            logits = torch.mm(x[part], matrix.t(), out=room[:len(x[part])])
             about = labels[part], weights[part], total[part], chosen[part], first, z_loss
             softmax_(logits, *about, True, gradient and alone)
             if not alone:

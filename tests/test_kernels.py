@@ -10,6 +10,7 @@ import kernels
 import operations
 from ahead import fits, run
 from exact import DEVICE, close, compare, gpu, is_refused, leaves, numbers
+from meter import Meter
 from param import IGNORED
 from tp import cross_entropy
 
@@ -108,6 +109,15 @@ def test_any_vocabulary_and_any_logits(V, scale):
     x, weight, labels = numbers(5, 4) * scale, numbers(V, 4, seed=1), some_labels(5, V)
     compare(lambda x, weight: kernels.linear_cross_entropy(x, weight, labels),
             lambda x, weight: kernels.linear_cross_entropy_reference(x, weight, labels), [x, weight])
+
+
+def test_only_a_chunk_of_logits_is_held():
+    T, H, V, chunk = 64, 8, 512, 16
+    x, weight = leaves(numbers(T, H), numbers(V, H))
+    labels, gradients, for_tokens = some_labels(T, V), 4 * (T + V) * H, 10 * 4 * T
+    with Meter() as meter:
+        kernels.linear_cross_entropy(x, weight, labels, chunk=chunk)
+    assert 0 < meter.peak["other"] - gradients - 4 * chunk * V < for_tokens
 
 
 def test_gradients_are_added_and_may_be_asked_for_twice():
