@@ -9,7 +9,7 @@ import cp
 import flash
 import kernels
 import operations
-from ahead import fits, run
+from ahead import by_the_pinned_compiler, fits, run
 from exact import DEVICE, close, compare, gpu, is_refused, leaves, numbers
 from flash import Tiling, flash_attention, flash_backward, flash_forward
 
@@ -271,6 +271,7 @@ def compiled(tmp_path_factory) -> list:
     return [json.loads(line) for line in lines]
 
 
+@by_the_pinned_compiler
 def test_registers_suffice(compiled):
     for name, found in compiled:
         fits(name, found)

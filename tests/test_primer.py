@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpreterBuilder
 
 import primer
-from ahead import run
+from ahead import by_the_pinned_compiler, run
 from primer import (
     LADDER,
     SECTOR,
@@ -299,11 +299,13 @@ def test_a_thread_reads_16_bytes_at_once_of_a_tile_masked_or_not(compiled):
         assert set(re.findall(r"ld\.global\S*", compiled[name]["ptx"])) == {"ld.global.b16"}
 
 
+@by_the_pinned_compiler
 def test_masks_add_no_branch(compiled):
     branches = {name: len(re.findall(r"\bbra\b", compiled[name]["ptx"])) for name in ("grouped", "masked")}
     assert branches["masked"] == branches["grouped"]
 
 
+@by_the_pinned_compiler
 @pytest.mark.parametrize("name", LADDER)
 def test_an_sm_holds_as_many_programs_as_the_formula_supposes(name, compiled):
     """sm_90: 64 warps, 32 programs, 65536 registers, by 8 a thread; 228 KiB shared, of which a program wastes one."""
