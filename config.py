@@ -128,7 +128,8 @@ class Precision:
     fp8_ends: bool = setting(True, "also those of the first and the last block")
     fp8_pow2: bool = setting(False, "FP8 scales are powers of two")
     moments: str = setting("auto", "AdamW's averages; auto: fp32, or fp64 in fp64 runs", ("auto", "bf16"))
-    attention: str = setting("auto", "auto, sdpa: torch's fused kernels; triton: ours; math: written out, keeps scores",
+    attention: str = setting("auto", "sdpa: torch's fused kernels; triton: ours; auto: torch's, but on a GPU ours for "
+                                     "documents; math: written out, keeps scores",
                              ("auto", "triton", "sdpa", "math"))
     recompute: str = setting("none", "in backward; selective: norms, SwiGLU, scores; full: whole layers",
                              ("none", "selective", "full"))

@@ -319,9 +319,11 @@ class Llama(nn.Module):
         """What computes attention of tokens B s, with `before` others cached. whole: on every rank all of them."""
         c = 1 if whole else size(self.cp)
         seq = c * tokens.shape[1]
+        masked_on_gpu = documents is not None and fused(tokens) and self.dtype != torch.float64
+        ours = self.attention == "triton" or (self.attention == "auto" and masked_on_gpu and self.model.head_dim <= 128)
         written_out = self.attention == "math"
         core = attention_math if written_out else attention_sdpa
-        if self.attention == "triton":
+        if ours:
             import flash  # needs Triton, which a CPU does without
 
             core = partial(flash.flash_attention, documents=documents)
@@ -334,7 +336,7 @@ class Llama(nn.Module):
         if c == 1:
             return core
         block = WRITTEN_OUT if written_out else FLASH_CPU if tokens.device.type == "cpu" else FLASH_GPU
-        if self.attention == "triton":
+        if ours:
             block = AttentionBlock(flash.flash_forward, flash.flash_backward)
         return ContextParallel(self.cp, self.cp_style, seq, documents, block, core)
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import config
+import flash
 import grids
 import model
 import operations
@@ -35,16 +36,19 @@ def gradients(flags: str, documents: torch.Tensor | None = None) -> list[torch.T
     return [loss, *(bucket.view(bucket.grad, param) for bucket in optimizer.buckets for param in bucket.params)]
 
 
-@pytest.mark.parametrize("flags, packed", [
-    ("", True), ("--qk-norm --qkv-bias --tied --recompute full", False),
-    ("--experts 4 --expert-ffn 24 --shared-experts 1 --recompute selective", False)])
-def test_a_model_with_kernels_equals_one_without(monkeypatch, flags, packed):
+@pytest.mark.parametrize("attention, flags, packed", [
+    ("auto", "", True), ("triton", "--qk-norm --qkv-bias --tied --recompute full", False),
+    ("triton", "--experts 4 --expert-ffn 24 --shared-experts 1 --recompute selective", False)])
+def test_a_model_with_kernels_equals_one_without(monkeypatch, attention, flags, packed):
+    """Of which auto takes attention, too, where there are documents."""
     documents = torch.arange(12).expand(2, -1) // 5 if packed else None
-    want, used = gradients(f"--attention math {flags}", documents), []
+    want, used, attended = gradients(f"--attention math {flags}", documents), [], []
+    flash_attention = flash.flash_attention
+    monkeypatch.setattr(flash, "flash_attention", lambda *a, **k: attended.append(a) or flash_attention(*a, **k))
     monkeypatch.setattr(operations, "fused", lambda x: used.append(x) or True)
     monkeypatch.setattr(model, "fused", lambda x: used.append(x) or True)
-    got = gradients(f"--attention triton {flags}", documents)
-    assert len(used) > 10
+    got = gradients(f"--attention {attention} {flags}", documents)
+    assert len(used) > 10 and attended
     for ours, plain in zip(got, want):
         assert (ours - plain).abs().max() < 1e-4 * plain.abs().max()
     assert max(grad.abs().max() for grad in want) > 0.01
