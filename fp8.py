@@ -199,7 +199,7 @@ def for_scaled_mm(q: Quantised) -> tuple[Tensor, F.ScalingType]:
         return q.scales, F.ScalingType.TensorWise
     if len(q.scales) == len(q.data):  # [R, C/128], R adjacent
         return q.scales.t().contiguous().t(), F.ScalingType.BlockWise1x128
-    filled_up = F.pad(q.scales, (0, -q.scales.shape[1] % 4)).contiguous()  # which a pad by nothing leaves as it was
+    filled_up = F.pad(q.scales, (0, -q.scales.shape[1] % 4)).contiguous()  # a pad by nothing keeps the order
     return filled_up.t(), F.ScalingType.BlockWise128x128  # [C/128 filled up, R/128], C adjacent
 
 
