@@ -47,6 +47,9 @@ from tp import TensorParallel, column, row
 
 Step = Callable[[], None]
 
+# Tokens: of the sequences of `cp`, of a micro-batch of `pp`, and of a rank of `ep`.
+CP_SEQUENCES, PP_TOKENS, EP_TOKENS = (4096, 8192), 512, 2048
+
 
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
@@ -276,7 +279,7 @@ def attention_step(how: str, seq: int) -> Step:
 
 
 def bench_cp(flags: list[str]) -> None:
-    for seq in (4096, 8192):
+    for seq in CP_SEQUENCES:
         compare({f"{how}, {seq} tokens": partial(attention_step, how, seq) for how in (*STYLES, "by hand")}, seq,
                 repeats=5, steps=1)
 
@@ -305,9 +308,9 @@ class Stage(torch.nn.Module):
         return x
 
 
-def pipelined(schedule: str, kind: str | None, tokens: int = 512, width: int = 256, m: int = 8) -> Step:
+def pipelined(schedule: str, kind: str | None, width: int = 256, m: int = 8) -> Step:
     """kind: the class of torch's schedule; None: ours."""
-    group, p = dist.group.WORLD, dist.get_world_size()
+    group, p, tokens = dist.group.WORLD, dist.get_world_size(), PP_TOKENS
     plan = pp.plan(schedule, p, m)
     mine = [stage for stage, owner in enumerate(plan.owners[0]) if owner == dist.get_rank()]
     chunks, x = {stage: Stage(kind is None) for stage in mine}, torch.randn(m * tokens, width)
@@ -344,13 +347,14 @@ def bench_pp(flags: list[str]) -> None:
     for schedule, kind in (("1f1b", "Schedule1F1B"), ("interleaved", "ScheduleInterleaved1F1B"),
                            ("zb1p", "ScheduleInterleavedZeroBubble"), ("zb-v", "ScheduleZBVZeroBubble")):
         ours, theirs = (partial(pipelined, schedule, whose) for whose in (None, kind))
-        compare({f"penteract, {schedule}": ours, kind: theirs}, 8 * 512, repeats=5, steps=3)
+        compare({f"penteract, {schedule}": ours, kind: theirs}, 8 * PP_TOKENS, repeats=5, steps=3)
 
 
-def experts_step(how: str, group: collectives.Group, tokens: int = 2048) -> Step:
+def experts_step(how: str, group: collectives.Group) -> Step:
     """Forward and backward of a layer of 8 experts, 2 a token, 512 wide, 1024 inside; gradients add up. how: "ours", or
     as transformers computes its experts."""
     model = config.parse("--hidden 512 --heads 8 --kv-heads 8 --ffn 1024 --experts 8 --top-k 2".split()).model
+    tokens = EP_TOKENS
     x, up = (torch.randn(tokens, model.hidden) for _ in range(2))
     if how == "ours":
         layer = Experts(0, model, partial(parameter, groups={"ep": group}, dtype=torch.float32), NO_BALANCE)
@@ -380,14 +384,14 @@ def experts_step(how: str, group: collectives.Group, tokens: int = 2048) -> Step
 def bench_ep(flags: list[str]) -> None:
     if not dist.is_initialized():
         ways = {"penteract": "ours", "transformers, loop": "eager", "transformers, grouped": "grouped_mm"}
-        compare({name: partial(experts_step, how, None) for name, how in ways.items()}, 2048, repeats=10, steps=2)
+        compare({name: partial(experts_step, how, None) for name, how in ways.items()}, EP_TOKENS, repeats=10, steps=2)
         return
     n, contenders = dist.get_world_size(), {}
     for ep in (ep for ep in range(1, n + 1) if n % ep == 0):
         neighbours = torch.arange(n).view(-1, ep).tolist()
         group = dist.new_subgroups_by_enumeration(neighbours)[0] if ep > 1 else None
         contenders[f"ep {ep}"] = partial(experts_step, "ours", group)
-    compare(dict(reversed(contenders.items())), n * 2048, repeats=5, steps=2)
+    compare(dict(reversed(contenders.items())), n * EP_TOKENS, repeats=5, steps=2)
 
 
 def bench_gpu(flags: list[str]) -> None:

@@ -38,6 +38,7 @@ UNREGISTERED = {
 
 
 COLLECTIVES = "c10d", "_c10d_functional"
+MOVE_NOTHING = "wait_tensor", "_wrap_tensor_autograd"
 
 
 class Collective(NamedTuple):
@@ -119,7 +120,7 @@ def collectives_of(name: str, args: tuple, out) -> list[Collective]:
     """The call as a list of one, or none for what moves nothing."""
     if isinstance(out, torch.Tensor):  # one that returns its result, as DTensor's do: the last argument is the group
         moved = max(args[0].nbytes, out.nbytes)
-        return [] if name == "wait_tensor" else [Collective(args[-1], name, tuple(out.shape), out.dtype, moved)]
+        return [] if name in MOVE_NOTHING else [Collective(args[-1], name, tuple(out.shape), out.dtype, moved)]
     groups = [dist.ProcessGroup.unbox(arg).group_name for arg in args
               if isinstance(arg, torch.ScriptObject) and arg._type().name() == "ProcessGroup"]
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]

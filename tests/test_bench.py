@@ -1,10 +1,14 @@
 """The parts of the benchmarks that need no measuring: who is compared, how tables and results are written."""
+import contextlib
+import io
 import os
 import subprocess
 import sys
+from unittest.mock import patch
 
 import pytest
 
+import bench
 import bench_gpu
 import config
 from bench_gpu import Row
@@ -45,3 +49,39 @@ def test_the_sizes_that_are_trained_can_be(size):
 def test_without_a_gpu_it_says_so():
     done = subprocess.run([sys.executable, "bench.py", "gpu"], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (2, "bench.py: gpu needs a GPU, and there is none here\n")
+
+
+# ---- rows against rivals --------------------------------------------------------------------------------------------
+
+def row(name: str, flags: list[str]) -> str:
+    """What the first rank prints of a comparison of small sizes, whose times are those of one step each."""
+    turns = bench.take_turns
+    small = dict(CP_SEQUENCES=(256, 512), PP_TOKENS=16, EP_TOKENS=64,
+                 take_turns=lambda contenders, repeats, steps: turns(contenders, 1, 1))
+    with patch.multiple(bench, **small), contextlib.redirect_stdout(io.StringIO()) as printed:
+        bench.BENCHES[name](flags)
+    return printed.getvalue()
+
+
+SMALL = "--layers 2 --hidden 32 --heads 4 --kv-heads 4 --ffn 48 --seq 32 --global-batch 4".split()
+
+
+@pytest.mark.parametrize("name, ranks, rivals", [
+    ("train", 1, ["transformers + fused AdamW"]), ("dp", 2, ["DistributedDataParallel"]),
+    ("zero", 2, ["ZeroRedundancyOptimizer", "fully_shard"]), ("tp", 2, ["DTensor", "DTensor"]),
+    ("cp", 2, ["by hand, 256 tokens", "by hand, 512 tokens"]),
+    ("pp", 4, ["Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"]),
+    ("ep", 2, ["ep 1"])])
+def test_a_row_measures_us_and_its_rivals(pool, name, ranks, rivals):
+    printed, *others = pool.run(ranks, "test_bench:row", name=name, flags=SMALL)
+    assert not any(others)
+    lines = [line for line in printed.splitlines() if "tokens/s" in line]
+    assert [line.strip().split("  ")[0] for line in lines if "ratio 1.00" in line] == rivals
+    assert all(float(line.split("ratio ")[1]) > 0 for line in lines) and len(lines) > len(rivals)
+    if ranks > 1:
+        sent = [float(line.split()[2]) for line in printed.splitlines() if "MB sent" in line]
+        assert len(sent) == len(lines) and all(sent[:-1]) and (name == "ep") == (sent[-1] == 0)
+
+
+def test_a_row_on_one_process_needs_no_ranks():
+    assert row("ep", []).count("tokens/s") == 3
