@@ -29,20 +29,22 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed import pipelining
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.distributed.pipelining import PipelineStage, schedules
 
 import collectives
 import config
-import pp
+import schedules
 import train
-from cp import FLASH_CPU, STYLES, ContextParallel
+from collectives import rank, size
+from config import CP_STYLES
+from cp import attention_by_window
 from data import MicroBatch
-from ep import NO_BALANCE, Tokens
+from ep import NO_BALANCE, GroupedExperts, Router, combine, dispatch, routed_tokens
 from meter import Meter
-from model import Experts, Shared
-from param import Spec, draw, parameter, rank, size
+from param import Spec, draw, parameter
+from pp import Engine
 from tp import TensorParallel, column, row
 
 Step = Callable[[], None]
@@ -112,7 +114,7 @@ def ours(settings: config.Config, tokens: torch.Tensor, labels: torch.Tensor) ->
     batch = MicroBatch(tokens[share].contiguous(), labels[share].contiguous())
 
     def step() -> None:
-        train.gradients(model, optimizer, [batch], groups)
+        train.forward_backward(model, optimizer, [batch], groups)
         optimizer.step(settings.optim.lr)
 
     return step
@@ -261,7 +263,7 @@ def attention_step(how: str, seq: int) -> Step:
     """Forward and backward of this rank's part of one sequence: 4 heads of 64, 2 of keys and values, fp32."""
     group, c, i = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     q, k, v = (torch.randn(1, heads, seq // c, 64, requires_grad=True) for heads in (4, 2, 2))
-    do, core = torch.randn(q.shape), partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+    do = torch.randn(q.shape)
     if how == "by hand":
         visible = torch.arange(i * seq // c, (i + 1) * seq // c)[:, None] >= torch.arange(seq)
 
@@ -269,7 +271,8 @@ def attention_step(how: str, seq: int) -> Step:
             k, v = (all_gather_tensor_autograd(x, 2, group) for x in (k, v))
             return F.scaled_dot_product_attention(q, k, v, visible, enable_gqa=True)
     else:
-        attend = ContextParallel(group, how, seq, None, FLASH_CPU, core)
+        attend = attention_by_window([0], torch.empty(1, seq // c), None, kernel="auto", head_dim=64,
+                                     dtype=torch.float32, group=group, style=how)[0]
 
     def step() -> None:
         q.grad = k.grad = v.grad = None
@@ -280,7 +283,7 @@ def attention_step(how: str, seq: int) -> Step:
 
 def bench_cp(flags: list[str]) -> None:
     for seq in CP_SEQUENCES:
-        compare({f"{how}, {seq} tokens": partial(attention_step, how, seq) for how in (*STYLES, "by hand")}, seq,
+        compare({f"{how}, {seq} tokens": partial(attention_step, how, seq) for how in (*CP_STYLES, "by hand")}, seq,
                 repeats=5, steps=1)
 
 
@@ -311,11 +314,11 @@ class Stage(torch.nn.Module):
 def pipelined(schedule: str, kind: str | None, width: int = 256, m: int = 8) -> Step:
     """kind: the class of torch's schedule; None: ours."""
     group, p, tokens = dist.group.WORLD, dist.get_world_size(), PP_TOKENS
-    plan = pp.plan(schedule, p, m)
+    plan = schedules.plan(schedule, p, m)
     mine = [stage for stage, owner in enumerate(plan.owners[0]) if owner == dist.get_rank()]
     chunks, x = {stage: Stage(kind is None) for stage in mine}, torch.randn(m * tokens, width)
     if kind is None:
-        engine = pp.Engine(plan, group)
+        engine = Engine(plan, group)
 
         def forward(stage: int, k: int, given: torch.Tensor | None) -> torch.Tensor:
             y = chunks[stage](x[k * tokens:(k + 1) * tokens] if given is None else given)
@@ -325,10 +328,10 @@ def pipelined(schedule: str, kind: str | None, width: int = 256, m: int = 8) -> 
             engine.run(forward, (tokens, width), torch.float32)
     else:
         example = torch.randn(tokens, width, requires_grad=True)  # so, it expects gradients
-        stages = [PipelineStage(chunks[stage], stage, plan.stages, torch.device("cpu"), (example,), (example,),
-                                group=group) for stage in mine]
+        stages = [pipelining.PipelineStage(chunks[stage], stage, plan.stages, torch.device("cpu"), (example,),
+                                           (example,), group=group) for stage in mine]
         given = stages if len(stages) > 1 else stages[0]
-        steps = getattr(schedules, kind)(given, m, lambda y, target: y.square().sum(), scale_grads=False)
+        steps = getattr(pipelining.schedules, kind)(given, m, lambda y, target: y.square().sum(), scale_grads=False)
 
         def run() -> None:
             first, last = ((x,) if 0 in chunks else ()), (x if plan.stages - 1 in chunks else None)
@@ -357,11 +360,18 @@ def experts_step(how: str, group: collectives.Group) -> Step:
     tokens = EP_TOKENS
     x, up = (torch.randn(tokens, model.hidden) for _ in range(2))
     if how == "ours":
-        layer = Experts(0, model, partial(parameter, groups={"ep": group}, dtype=torch.float32), NO_BALANCE)
-        for weight in layer.parameters():
+        E, H, F = model.experts, model.hidden, model.expert_ffn
+        make = partial(parameter, groups={"ep": group}, dtype=torch.float32)
+        w_router, router = make(Spec("router", (E, H), std=0.02)), Router("router.bias", model, NO_BALANCE)
+        layer = GroupedExperts(make, Spec("w_gate_up", (E, 2 * F, H), {"ep": 0}, "edp", std=0.02),
+                               Spec("w_down", (E, H, F), {"ep": 0}, "edp", std=0.02))
+        for weight in (w_router, *layer.parameters()):
             weight.data = draw(0)(weight.spec, weight.box)
-        place = Tokens(torch.zeros(tokens, dtype=torch.long), 1), group
-        forward = partial(layer, before=None, shared=Shared(TensorParallel(), None, None, None, False, place))
+        info = routed_tokens(torch.zeros(1, tokens, dtype=torch.long), None, None, None)
+
+        def forward(x):
+            route, weights = router(x, w_router, info, group)
+            return combine(layer(dispatch(x, route)(), route), weights, route)
     else:
         from transformers import MixtralConfig
         from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock

@@ -1,10 +1,10 @@
 """Everything that can be measured on one GPU, in one call: `python bench.py gpu`; no part begins after seven minutes.
 
-Every kernel beside what one would use instead, in the same process, on random data: medians of 20 calls between events,
-inputs taking turns so that none is found in the L2 cache. Then training runs of three sizes of Llama through train.py's
-own loop, and where their time goes. A ratio is ours / the best of the others, of time: below 1 we are faster. What is
-bound by memory is also compared with the rate at which this GPU copies. One table is printed and written to RESULTS.md,
-with hardware, versions and date; what had no time left is named.
+Every kernel beside its alternatives, in the same process, on random data: medians of 20 calls between events, with
+inputs that take turns so that none is in the L2 cache. Then training runs of three sizes of Llama through train.py's
+own loop, and where their time goes. A ratio is our time over the best alternative's: below 1 we are faster. What is
+bound by memory is also compared with this GPU's rate of copying. One table is printed and written to RESULTS.md, with
+hardware, versions and date; what there was no time for is named.
 """
 import datetime
 import gc
@@ -28,15 +28,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import config
 import train
-from param import Source, shape_of
+from param import Source, box_shape
 
 MINUTES = 9
 HEADING = "## One GPU"
 
 
 class Row(NamedTuple):
-    """A line of the table. seconds: of ours. rate: what ours reaches, in words. wanted: the largest ratio that is good,
-    or what the rate should be, in words."""
+    """A line of the table. seconds: of ours. rate: of ours, as text. wanted: the largest good ratio, or the rate to
+    reach, as text."""
     what: str
     seconds: float
     rate: str = ""
@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
 def beside(what: str, ours: Callable, others: dict[str, Callable], inputs: list[tuple], rate: Callable[[float], str],
            wanted: str) -> Row:
-    """Ours and the fastest of the others, which take the same inputs."""
+    """Ours and the fastest of the others, on the same inputs."""
     from primer import timed
 
     seconds, times = timed(ours, inputs), {name: timed(other, inputs) for name, other in others.items()}
@@ -56,7 +56,7 @@ def beside(what: str, ours: Callable, others: dict[str, Callable], inputs: list[
 
 
 def made(*shapes: tuple[int, ...], grad: bool = False) -> list[tuple[torch.Tensor, ...]]:
-    """Random bf16 inputs, enough of them to take turns."""
+    """Random bf16 inputs, enough of them that none is in the L2 cache when its turn comes."""
     from primer import rotated
 
     return rotated(lambda: tuple(torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=grad)
@@ -105,6 +105,7 @@ def copy_rate() -> float:
 
 def memory_bound() -> Iterator[Row]:
     import kernels
+    import operations
 
     T, H, copy = 16384, 4096, copy_rate()
     yield Row("copy of 1 GiB", 2**31 / copy, f"{copy / 1e12:.2f} TB/s")
@@ -114,33 +115,39 @@ def memory_bound() -> Iterator[Row]:
         return lambda s: f"{nbytes / s / 1e12:.2f} TB/s, {nbytes / s / copy:.0%} of a copy"
 
     def norm(x):
-        return kernels.rms_norm_reference(x, weight, 1e-5)
+        return operations.rms_norm(x, weight, 1e-5)[0]
+
+    def rotate(x):
+        a, b = x[:, :40].unflatten(0, (-1, 4096)).float().chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+    def swiglu(x):
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up
+
+    def swiglu_backward(dy, x):
+        (gate, up), dy = x.float().chunk(2, -1), dy.float()
+        sigmoid = gate.sigmoid()
+        return torch.cat((dy * up * sigmoid * (1 + gate * (1 - sigmoid)), dy * gate * sigmoid), -1).to(x.dtype)
 
     one, two, wanted = made((T, H)), made((T, H), (T, H)), "at least 90% of a copy"
     yield beside("RMSNorm", lambda x: kernels.rms_norm(x, weight, 1e-5),
                  {"F.rms_norm": lambda x: F.rms_norm(x, (H,), weight, 1e-5), "compiled": torch.compile(norm)}, one,
                  share(2 * T * H * 2), wanted)
-    gain = weight.clone().requires_grad_()
-    kept = [(F.rms_norm(x.requires_grad_(), (H,), gain, 1e-5), x, dy) for x, dy in made((T, H), (T, H))]
+    leaf = weight.clone().requires_grad_()
+    graphs = [(F.rms_norm(x.requires_grad_(), (H,), leaf, 1e-5), x, dy) for x, dy in made((T, H), (T, H))]
     yield beside("RMSNorm backward", lambda y, x, dy: kernels.rms_norm_backward(dy, None, x, weight, 1e-5),
-                 {"F.rms_norm": lambda y, x, dy: torch.autograd.grad(y, (x, gain), dy, retain_graph=True)}, kept,
+                 {"F.rms_norm": lambda y, x, dy: torch.autograd.grad(y, (x, leaf), dy, retain_graph=True)}, graphs,
                  share(3 * T * H * 2), wanted)
     added = torch.compile(lambda x, y: (x + y, norm(x + y)))
     yield beside("add and RMSNorm", lambda x, y: kernels.add_rms_norm(x, y, weight, 1e-5), {"compiled": added}, two,
                  share(4 * T * H * 2), wanted)
     angle = torch.randn(4096, 1, 64, device="cuda")
     cos, sin = angle.cos(), angle.sin()
-    rotated = torch.compile(lambda x: kernels.rope_reference(x[:, :40], cos, sin, 40))
-    yield beside("rotary angles, 32 + 8 heads of 128", lambda x: kernels.rope_(x, cos, sin, 40), {"compiled": rotated},
-                 made((T, 48, 128)), share(2 * T * 40 * 128 * 2), wanted)
-    yield beside("SwiGLU", kernels.swiglu, {"compiled": torch.compile(kernels.swiglu_reference)},
-                 made((T, 2 * 14336)), share(3 * T * 14336 * 2), wanted)
-
-    def swiglu_backward(dy, x):
-        (gate, up), dy = x.float().chunk(2, -1), dy.float()
-        chance = gate.sigmoid()
-        return torch.cat((dy * up * chance * (1 + gate * (1 - chance)), dy * gate * chance), -1).to(x.dtype)
-
+    yield beside("rotary embedding, 32 + 8 heads of 128", lambda x: kernels.rope_(x, cos, sin, 40),
+                 {"compiled": torch.compile(rotate)}, made((T, 48, 128)), share(2 * T * 40 * 128 * 2), wanted)
+    yield beside("SwiGLU", kernels.swiglu, {"compiled": torch.compile(swiglu)}, made((T, 2 * 14336)),
+                 share(3 * T * 14336 * 2), wanted)
     yield beside("SwiGLU backward", kernels.swiglu_backward,
                  {"compiled": torch.compile(swiglu_backward)}, made((T, 14336), (T, 2 * 14336)),
                  share(5 * T * 14336 * 2), wanted)
@@ -154,7 +161,7 @@ def cross_entropy() -> Iterator[Row]:
     (x, weight), = made((M, H), (V, H), grad=True)[:1]
     labels = torch.randint(V, (M,), device="cuda")
     parameter, main = torch.nn.Parameter(weight.detach()), torch.zeros_like(weight, dtype=torch.float32)
-    parameter.sink = SimpleNamespace(main_grad=lambda _: main)  # what a training run has, too
+    parameter.sink = SimpleNamespace(main_grad=lambda _: main)  # as in a training run
 
     def ours(x):
         loss = kernels.linear_cross_entropy(x, parameter, labels)
@@ -173,7 +180,7 @@ def cross_entropy() -> Iterator[Row]:
         before = torch.cuda.memory_allocated()
         way()
         extra[name] = torch.cuda.max_memory_allocated() - before
-    rate = f"{6 * M * H * V / seconds['ours'] / 1e12:.0f} TFLOP/s, {extra['ours'] / 1e9:.1f} GB more held"
+    rate = f"{6 * M * H * V / seconds['ours'] / 1e12:.0f} TFLOP/s, {extra['ours'] / 1e9:.1f} GB of extra memory"
     yield Row(f"linear cross-entropy, {M} x {H} x {V}", seconds["ours"], rate,
               f"compiled {seconds['compiled'] * 1e3:.1f} ms, {extra['compiled'] / 1e9:.1f} GB; eager "
               f"{extra['eager'] / 1e9:.1f} GB", seconds["ours"] / seconds["compiled"], "1.05; 0.1 of eager's memory")
@@ -202,7 +209,7 @@ def low_precision() -> Iterator[Row]:
 
     T, K, N, bf16, copy, enough = 16384, 4096, 14336, torch.bfloat16, copy_rate(), "at least 90% of a copy"
     inputs = made((T, K))
-    seconds = timed(lambda x: fp8_kernels.quantise(x, fp8.E4M3), inputs)
+    seconds = timed(lambda x: fp8_kernels.quantise(x, fp8.E4M3, None, fp8.SMALLEST), inputs)
     nbytes = T * K * (2 + 1 + 1)
     yield Row("FP8: quantise, 1 x 128 blocks, rows and columns", seconds,
               f"{nbytes / seconds / 1e12:.2f} TB/s, {nbytes / seconds / copy:.0%} of a copy", wanted=enough)
@@ -219,14 +226,14 @@ def low_precision() -> Iterator[Row]:
 
     plain = partial(linear, TensorParallel())
     for name, wanted in ("tensorwise", "1/1.45"), ("blockwise", "1/1.25"):
-        low = partial(linear, TensorParallel(matmul=fp8.Fp8(fp8.RECIPES[name], bf16)))
+        low = partial(linear, TensorParallel(fp8=fp8.Fp8(fp8.RECIPES[name], bf16)))
         yield beside(f"FP8: linear layer, {name}, forward and backward", low, {"bf16": plain}, inputs,
                      lambda s: f"{3 * flops / s / 1e12:.0f} TFLOP/s", wanted)
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
 
-SIZES = {  # flags, and the utilisation (6 N + 12 L h S) that is good
+SIZES = {  # flags, and the utilisation (6 N + 12 L h S) that is aimed at
     "Llama 1B": ("--preset llama-3.2-1b --micro-batch 4 --global-batch 16", 0.52),
     "Llama 3B": ("--preset llama-3.2-3b --micro-batch 4 --global-batch 16", 0.55),
     "Llama 8B, 16 layers": ("--preset llama-3.1-8b --layers 16 --micro-batch 2 --global-batch 16", 0.57)}
@@ -236,14 +243,14 @@ KINDS = {  # of kernels, by words in their names; the first that fits
 
 
 def kind_of(kernel: str) -> str:
-    """What a kernel's time counts for; whatever is not named is elementwise."""
+    """The kind of a kernel, by its name; elementwise if no word of KINDS is in it."""
     return next((kind for kind, words in KINDS.items() if re.search(words, kernel, re.IGNORECASE)), "elementwise")
 
 
 def drawn_here(seed: int) -> Source:
-    """First values from the GPU, in no order that a grid could repeat: a CPU takes minutes for billions of them."""
+    """Initial values drawn on the GPU, not equal on every grid: a CPU takes minutes for billions of them."""
     torch.manual_seed(seed)
-    return lambda spec, box: torch.randn(shape_of(box), device="cuda").mul_(spec.std).add_(spec.mean)
+    return lambda spec, box: torch.randn(box_shape(box), device="cuda").mul_(spec.std).add_(spec.mean)
 
 
 def run(flags: str, steps: int) -> list[dict]:
@@ -254,21 +261,21 @@ def run(flags: str, steps: int) -> list[dict]:
         device, why = train.choose_device("cuda")
         samples = train.open_samples(settings, [], 0)
         torch.cuda.reset_peak_memory_stats()
-        # --graph leaves its stream: what comes after it is to be in the one before
+        # --graph changes the current stream, which is restored here
         with patch.object(train, "draw", drawn_here), torch.cuda.stream(torch.cuda.current_stream()):
-            train.train(settings, samples, None, device, why, train.Progress())
+            train.train(settings, samples, None, device, why, train.RunState())
         tidy()
         return [json.loads(line) for line in metrics]
 
 
 def tidy() -> None:
-    """Give back what a run held."""
+    """Release the memory of a run."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def time_split(flags: str) -> str:
-    """Shares of the time of a step, from the profiler's account of every kernel of the last two of four."""
+    """Shares of a step's time by kind of kernel, from a profile of the last two of four steps."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -301,10 +308,10 @@ def loss_gap() -> Iterator[Row]:
 
 def graph() -> Iterator[Row]:
     small = "--preset llama-3.2-1b --seq 1024 --global-batch 1"
-    plain, played = (statistics.median(record["step_s"] for record in run(small + how, 16)[5:])
+    plain, replayed = (statistics.median(record["step_s"] for record in run(small + how, 16)[5:])
                      for how in ("", " --graph"))
-    yield Row("training Llama 1B, 1024 tokens a step, --graph", played, other=f"without {plain * 1e3:.1f} ms",
-              ratio=played / plain, wanted="below 1")
+    yield Row("training Llama 1B, 1024 tokens a step, --graph", replayed, other=f"without {plain * 1e3:.1f} ms",
+              ratio=replayed / plain, wanted="below 1")
 
 
 def training(name: str) -> Iterator[Row]:
@@ -326,11 +333,11 @@ def training(name: str) -> Iterator[Row]:
 PARTS = {"attention": attention, "memory-bound": memory_bound, "cross-entropy": cross_entropy,
          **{name: partial(training, name) for name in SIZES}, "low precision": low_precision, "matmuls": matmuls,
          "loss gap": loss_gap,
-         "graph": graph}  # the last: a recording that fails leaves an allocator that nothing else can use
+         "graph": graph}  # last: a capture that fails leaves an allocator that nothing else can use
 
 
 def table(rows: list[Row]) -> str:
-    lines = ["| what | ours | reaches | beside | ratio | good |", "|---|---|---|---|---|---|"]
+    lines = ["| what | ours | rate | compared with | ratio | aim |", "|---|---|---|---|---|---|"]
     for row in rows:
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
         lines.append(f"| {row.what} | {row.seconds * 1e3:.3f} ms | {row.rate} | {row.other} | {ratio} | {row.wanted} |")
@@ -338,7 +345,7 @@ def table(rows: list[Row]) -> str:
 
 
 def written(results: str, heading: str, text: str) -> str:
-    """A file of results with the section of this heading replaced, or added at the end."""
+    """The text of RESULTS.md with the section under this heading replaced, or added at the end."""
     before, found, after = results.partition(f"\n{heading}\n")
     following = after.find("\n## ") if found else -1
     return f"{before.rstrip()}\n\n{heading}\n\n{text}\n" + (after[following:] if following >= 0 else "")
@@ -357,7 +364,7 @@ def measure() -> None:
         try:
             tidy()
             rows += part()
-        except Exception as error:  # what one kernel cannot do must not hide what the others can
+        except Exception as error:  # one part that fails must not hide the others
             traceback.print_exc()
             missing.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         print(f"{name}: {time.monotonic() - began:.0f} s since the start", flush=True)

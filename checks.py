@@ -1,28 +1,29 @@
-"""What can run: every check of the settings, and the choices that 0 and -1 stand for.
+"""Checks of the settings, and the defaults that follow from other settings.
 
-A check raises ValueError with one line that names the flag, its value and what would work. Like config.py, this needs
-nothing but the standard library.
+A check raises ValueError with one line that names the flag, its value and what would work. What is checked are the
+sections of a config.Config. Like config.py this needs the standard library alone.
 """
-from __future__ import annotations
-
 import math
 import os
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from config import Batch, Config, Data, Grid, Model, Optim, Precision, Run
+import schedules
+from schedules import SCHEDULES
 
-
-OF_EXPERTS = ("top_k", "expert_ffn", "shared_experts", "dense_layers", "router", "router_norm", "router_scale",
-              "expert_groups", "top_groups")
+EXPERT_FIELDS = ("top_k", "expert_ffn", "shared_experts", "dense_layers", "router", "router_norm", "router_scale",
+                 "expert_groups", "top_groups")
 
 
-def check(config: Config, world: int) -> None:
+def complete(config, world: int) -> None:
+    """Fill in, in place, defaults that follow from other settings, and check all for `world` ranks.
+
+    Raises ValueError for what cannot run. The order matters: a check reads what earlier ones have filled in.
+    """
     check_model(config.model)
     check_experts(config.model)
     check_grid(config.grid, config.model, world)
     check_batch(config.batch, config.grid)
+    check_schedule(config.batch, config.grid)
     check_optim(config.optim, config.model, config.precision)
     check_attention(config.precision, config.model)
     check_fp8(config.precision, config.model, config.grid)
@@ -36,6 +37,7 @@ def flag(name: str) -> str:
 
 
 def need(condition: bool, line: str) -> None:
+    """Raise ValueError(line) unless the condition holds."""
     if not condition:
         raise ValueError(line)
 
@@ -56,7 +58,7 @@ def divisors(n: int) -> str:
     return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
 
 
-def check_model(model: Model) -> None:
+def check_model(model) -> None:
     need_positive(model, "layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
     need_positive(model, "rope_theta", "rope_scaling", "norm_eps")
     need_not_negative(model, "head_dim")
@@ -65,22 +67,28 @@ def check_model(model: Model) -> None:
              f"--heads {model.heads} does not divide --hidden {model.hidden}: use one of {divisors(model.hidden)}, "
              "or set --head-dim")
         model.head_dim = model.hidden // model.heads
-    need(model.head_dim % 2 == 0, f"--head-dim {model.head_dim} is odd: rotary angles turn pairs, use an even one")
+    need(model.head_dim % 2 == 0, f"--head-dim {model.head_dim} is odd: rotary embedding rotates pairs of channels, "
+                                  "use an even one")
+    need_not_negative(model, "window", "window_every")
+    need(model.window or not model.window_every, f"--window-every {model.window_every} without --window: all layers "
+                                                 "have full attention")
     need(model.heads % model.kv_heads == 0,
          f"--kv-heads {model.kv_heads} does not divide --heads {model.heads}: use one of {divisors(model.heads)}")
 
 
-def check_experts(model: Model) -> None:
+def check_experts(model) -> None:
     need_not_negative(model, "experts", "expert_ffn", "shared_experts", "dense_layers")
     need_positive(model, "top_k", "router_scale", "expert_groups", "top_groups")
     if not model.experts:
-        for f in fields(model):
-            value = getattr(model, f.name)
-            need(f.name not in OF_EXPERTS or value == f.default, f"{flag(f.name)} {value} needs --experts")
+        defaults = {f.name: f.default for f in fields(model)}
+        for name in EXPERT_FIELDS:
+            value = getattr(model, name)
+            need(value == defaults[name], f"{flag(name)} {value} needs --experts")
         return
     model.expert_ffn = model.expert_ffn or model.ffn
     need(model.experts == 1 or model.top_k > 1 or not model.router_norm,
-         "--top-k 1 with --router-norm: weights are always 1, so the router learns nothing, use --no-router-norm")
+         "--top-k 1 with --router-norm: weights are always 1, so the loss gives the router no gradient, use "
+         "--no-router-norm")
     need(model.top_k <= model.experts, f"--top-k {model.top_k} is more than --experts {model.experts}")
     need(model.dense_layers < model.layers,
          f"--dense-layers {model.dense_layers} of --layers {model.layers} leaves none with experts: use less")
@@ -88,102 +96,112 @@ def check_experts(model: Model) -> None:
     need(model.experts % groups == 0,
          f"--expert-groups {groups} does not divide --experts {model.experts}: use one of {divisors(model.experts)}")
     need(model.top_groups <= groups, f"--top-groups {model.top_groups} is more than --expert-groups {groups}")
-    open_experts = model.experts // groups * model.top_groups
-    need(model.top_k <= open_experts, f"--top-k {model.top_k}: only {open_experts} experts are open to a token, with "
-                                      f"--top-groups {model.top_groups} of --expert-groups {groups}")
+    allowed = model.experts // groups * model.top_groups
+    need(model.top_k <= allowed, f"--top-k {model.top_k}: a token may use only {allowed} experts, with --top-groups "
+                                 f"{model.top_groups} of --expert-groups {groups}")
 
 
-def check_grid(grid: Grid, model: Model, world: int) -> None:
+def check_grid(grid, model, world: int) -> None:
     need_positive(grid, "tp", "cp", "pp", "ep")
     need_not_negative(grid, "chunks", "pp_group")
-    need(world % grid.pp == 0, f"--pp {grid.pp} does not divide {world} ranks: use one of {divisors(world)}")
+    need(world % grid.pp == 0, f"--pp {grid.pp} does not divide {count(world)}: {use_of(world, grid.pp)}")
     check_pipeline(grid, model)
-    world //= grid.pp  # from here on the ranks of a stage
-    need(world % grid.tp == 0, f"--tp {grid.tp} does not divide {world} ranks: use one of {divisors(world)}")
+    of_stage, stages = world // grid.pp, f" of a pipeline stage at --pp {grid.pp}" if grid.pp > 1 else ""
+    need(of_stage % grid.tp == 0,
+         f"--tp {grid.tp} does not divide the {count(of_stage)}{stages}: {use_of(of_stage, grid.tp)}")
     check_tensor_parallel(grid, model)
-    rest = world // grid.tp
-    need(rest % grid.cp == 0, f"--cp {grid.cp} does not divide {world} ranks by --tp {grid.tp}: use one of "
-                              f"{divisors(rest)}")
+    rest = of_stage // grid.tp
+    need(rest % grid.cp == 0, f"--cp {grid.cp} does not divide the {count(rest)} that --pp {grid.pp} and --tp "
+                              f"{grid.tp} leave: {use_of(rest, grid.cp)}")
     check_context_parallel(grid, model)
     if grid.dp == -1:
         grid.dp = rest // grid.cp
     need_positive(grid, "dp")
-    ranks = grid.dp * grid.cp * grid.tp
-    stages = f" x --pp {grid.pp}" if grid.pp > 1 else ""
-    need(ranks == world,
-         f"--dp {grid.dp} x --cp {grid.cp} x --tp {grid.tp}{stages} need {ranks * grid.pp} ranks, and there are "
-         f"{world * grid.pp}: use --dp {rest // grid.cp}, or torchrun --nproc_per_node={ranks * grid.pp}")
+    ranks = grid.dp * grid.cp * grid.tp * grid.pp
+    need(ranks == world, f"--dp {grid.dp} x --cp {grid.cp} x --tp {grid.tp}{f' x --pp {grid.pp}' if stages else ''} "
+                         f"need {count(ranks)}, and there are {world}: use --dp {rest // grid.cp}, or start "
+                         f"{count(ranks)} (torchrun --nproc_per_node={ranks} on one machine)")
     need_not_negative(grid, "bucket_mb")
     need_positive(grid, "dp_replicate")
     need(grid.dp % grid.dp_replicate == 0,
          f"--dp-replicate {grid.dp_replicate} does not divide --dp {grid.dp}: use one of {divisors(grid.dp)}")
     need(grid.dp_replicate == 1 or grid.zero > 0,
          f"--dp-replicate {grid.dp_replicate} needs something that is sharded: use --zero 1, 2 or 3")
-    need(grid.dp_replicate == 1 or grid.dp_replicate < grid.dp,
+    need(grid.dp_replicate == 1 or grid.dp // grid.dp_replicate * grid.cp > 1,
          f"--dp-replicate {grid.dp_replicate} leaves shards of one rank at --dp {grid.dp}: use less, or --zero 0")
     check_expert_parallel(grid, model)
 
 
-def check_pipeline(grid: Grid, model: Model) -> None:
-    """Fill in the number of stages a rank. What schedules demand of micro-batches is checked later, by train.py."""
-    two, many = grid.schedule in ("zb-v", "dualpipev"), grid.schedule in ("interleaved", "zb1p")
+def count(ranks: int) -> str:
+    return f"{ranks} rank{'s' if ranks > 1 else ''}"
+
+
+def use_of(ranks: int, wanted: int) -> str:
+    """What works in place of an axis of `wanted` ranks where there are `ranks`."""
+    return f"use one of {divisors(ranks)}" if ranks > 1 else f"start more ranks, torchrun --nproc_per_node={wanted}"
+
+
+def check_pipeline(grid, model) -> None:
+    """Fill in the model chunks per rank."""
+    schedule = SCHEDULES[grid.schedule]
     if grid.chunks == 0:
-        grid.chunks = 2 if (two or many) and grid.pp > 1 else 1
-    need(grid.pp > 1 or grid.chunks == 1, f"--chunks {grid.chunks} without --pp: there is nothing to take turns with")
-    need(grid.pp == 1 or many or grid.chunks == (2 if two else 1),
-         f"--chunks {grid.chunks}: --schedule {grid.schedule} has {2 if two else 1} a rank, interleaved and zb1p any")
-    need(grid.pp_group == 0 or (grid.pp > 1 and many),
-         f"--pp-group {grid.pp_group}: only --schedule interleaved and zb1p, with --pp 2 or more, have groups")
+        grid.chunks = schedule.default_chunks() if grid.pp > 1 else 1
+    need(grid.pp > 1 or grid.chunks == 1, f"--chunks {grid.chunks} without --pp: there is nothing to interleave with")
+    need(grid.pp == 1 or not schedule.chunks or grid.chunks == schedule.chunks,
+         f"--chunks {grid.chunks}: --schedule {grid.schedule} has {schedule.chunks} per rank; any number goes with "
+         + " and ".join(name for name, other in SCHEDULES.items() if not other.chunks))
+    need(grid.pp_group == 0 or (grid.pp > 1 and schedule.grouped), f"--pp-group {grid.pp_group}: only --schedule "
+         + " and ".join(name for name, other in SCHEDULES.items() if other.grouped)
+         + ", with --pp 2 or more, have groups of micro-batches")
     stages = grid.pp * grid.chunks
-    need(model.layers >= stages, f"--pp {grid.pp} with --chunks {grid.chunks} cuts {model.layers} layers into "
+    need(model.layers >= stages, f"--pp {grid.pp} with --chunks {grid.chunks} splits {model.layers} layers into "
                                  f"{stages} stages: use less, or --layers {stages}")
 
 
-def check_tensor_parallel(grid: Grid, model: Model) -> None:
-    t = grid.tp
-    for name in ("heads", "ffn") if model.dense_layers or not model.experts else ("heads",):
+def check_tensor_parallel(grid, model) -> None:
+    tp, kv = grid.tp, model.kv_heads
+    for name in ("heads", "ffn") if model.dense_layers or not model.experts else ("heads",):  # experts are not sharded
         n = getattr(model, name)
-        need(n % t == 0, f"--tp {t} does not divide {flag(name)} {n}: use one of {divisors(n)}")
+        need(n % tp == 0, f"--tp {tp} does not divide {flag(name)} {n}: use one of {divisors(n)}")
     n = model.shared_experts * model.expert_ffn
-    need(n % t == 0, f"--tp {t} does not divide the {n} channels of --shared-experts: use one of {divisors(n)}")
-    kv = model.kv_heads
-    need(kv % t == 0 or t % kv == 0, f"--tp {t} and --kv-heads {kv}: one must be a multiple of the other")
-    need(model.vocab >= t, f"--tp {t} is more than --vocab {model.vocab}: some ranks would have nothing of it")
-    need(not grid.sp_keep or (grid.sp and t > 1), f"--sp-keep at --tp {t}{'' if grid.sp else ' --no-sp'}: nothing is "
-                                                  "gathered, use --tp 2 or more and --sp")
-    need(not grid.async_tp or (grid.sp and t > 1), f"--async-tp at --tp {t}{'' if grid.sp else ' --no-sp'}: it hides "
-                                                   "the exchanges of sequence parallelism, use --tp 2 or more and --sp")
+    need(n % tp == 0, f"--tp {tp} does not divide the {n} channels of --shared-experts: use one of {divisors(n)}")
+    need(kv % tp == 0 or tp % kv == 0, f"--tp {tp} and --kv-heads {kv}: one must be a multiple of the other")
+    need(model.vocab >= tp, f"--tp {tp} is more than --vocab {model.vocab}: some ranks would have no rows of it")
+    for name in "sp_keep", "async_tp":
+        need(not getattr(grid, name) or (grid.sp and tp > 1), f"{flag(name)} at --tp {tp}"
+             f"{'' if grid.sp else ' --no-sp'}: there is no sequence parallelism, use --tp 2 or more and --sp")
 
 
-def check_context_parallel(grid: Grid, model: Model) -> None:
+def check_context_parallel(grid, model) -> None:
     heads = model.heads // grid.tp
-    need(grid.cp == 1 or grid.cp_style != "ulysses" or heads % grid.cp == 0,
-         f"--cp {grid.cp} --cp-style ulysses: cannot share the {heads} heads of a tensor parallel rank, use one of "
-         f"{divisors(heads)}, or another --cp-style")
+    need(grid.cp == 1 or not grid.style().whole_sequences or heads % grid.cp == 0,
+         f"--cp {grid.cp} --cp-style {grid.cp_style}: cannot share the {heads} heads of a tensor parallel rank, use "
+         f"one of {divisors(heads)}, or another --cp-style")
 
 
-def check_expert_parallel(grid: Grid, model: Model) -> None:
+def check_expert_parallel(grid, model) -> None:
     if grid.ep == 1:
         return
     need(model.experts > 0, f"--ep {grid.ep}: --preset {model.preset} has no experts, use --experts or --ep 1")
     need(model.experts % grid.ep == 0,
          f"--ep {grid.ep} does not divide --experts {model.experts}: use one of {divisors(model.experts)}")
     ranks = grid.dp // grid.dp_replicate * grid.cp * grid.tp
-    need(ranks % grid.ep == 0, f"--ep {grid.ep} does not divide the {ranks} ranks of --dp, --cp and --tp"
+    need(ranks % grid.ep == 0, f"--ep {grid.ep} does not divide the {count(ranks)} of --dp, --cp and --tp"
          f"{' in a replica' if grid.dp_replicate > 1 else ''}: use one of {divisors(ranks)}")
 
 
-def check_batch(batch: Batch, grid: Grid) -> None:
+def check_batch(batch, grid) -> None:
+    """Fill in the micro-batch."""
     need_positive(batch, "seq", "global_batch")
     need_not_negative(batch, "micro_batch")
-    form = f'--batch-ramp "{batch.batch_ramp}": write sequences@tokens, such as "16@0,32@1e6"'
+    usage = f'--batch-ramp "{batch.batch_ramp}": write sequences@tokens, such as "16@0,32@1e6"'
     try:
         sizes, starts = zip(*batch.ramp())
     except ValueError:
-        raise ValueError(form) from None
-    need(min(sizes) > 0, form)
-    need(starts[0] == 0, f"{form}, beginning at 0 tokens")
-    need(all(a < b for a, b in zip(starts, starts[1:])), f"{form}, each stage after the one before")
+        raise ValueError(usage) from None
+    need(min(sizes) > 0, usage)
+    need(starts[0] == 0, f"{usage}, beginning at 0 tokens")
+    need(all(a < b for a, b in zip(starts, starts[1:])), f"{usage}, each stage after the one before")
 
     name = "--batch-ramp" if batch.batch_ramp else "--global-batch"
     for size in sizes:
@@ -197,13 +215,22 @@ def check_batch(batch: Batch, grid: Grid) -> None:
         need(share % batch.micro_batch == 0,
              f"--micro-batch {batch.micro_batch} does not divide a rank's share of {name} {size}, "
              f"which is {share} at --dp {grid.dp}: use one of {divisors(share)}")
-    tokens = batch.micro_batch * batch.seq
+    tokens = batch.micro_batch * batch.seq  # with cp, sequences are padded to fit (config.padded_length)
     need(not grid.sp or grid.cp > 1 or tokens % grid.tp == 0,
          f"--tp {grid.tp} cannot share --micro-batch {batch.micro_batch} x --seq {batch.seq} = {tokens} tokens in "
          "equal parts: use another --seq, or --no-sp")
 
 
-def check_optim(optim: Optim, model: Model, precision: Precision) -> None:
+def check_schedule(batch, grid) -> None:
+    for sequences, _ in batch.ramp():
+        try:
+            schedules.plan_of(grid, sequences // grid.dp // batch.micro_batch)
+        except ValueError as error:
+            raise ValueError(f"--micro-batch {batch.micro_batch} at {sequences} sequences per step: {error}") from None
+
+
+def check_optim(optim, model, precision) -> None:
+    """Fill in learning rates and warmup."""
     need_positive(optim, "steps")
     need_not_negative(optim, "lr", "weight_decay", "clip", "seed", "z_loss")
     need_not_negative(optim, "aux_loss", "router_z_loss", "bias_rate")
@@ -221,13 +248,13 @@ def check_optim(optim: Optim, model: Model, precision: Precision) -> None:
     need(optim.warmup <= optim.steps, f"--warmup {optim.warmup} is longer than the run: --steps {optim.steps}")
     need(all(0 <= beta < 1 for beta in optim.betas), f"--betas {optim.betas}: each must be at least 0 and below 1")
     if precision.moments == "bf16":
-        need(optim.optimizer == "adamw", f"--moments bf16: --optimizer {optim.optimizer} keeps no moments")
+        need(optim.optimizer == "adamw", f"--moments bf16: --optimizer {optim.optimizer} has no moments")
         need(precision.dtype != "fp64", "--moments bf16 with --dtype fp64 would undo it: use --moments auto")
         need(optim.betas[1] <= 0.99, f"--moments bf16 with --betas {optim.betas}: an average in bf16 cannot move by "
                                      "less than 1/256 of itself, use a second beta of at most 0.99")
 
 
-def check_attention(precision: Precision, model: Model) -> None:
+def check_attention(precision, model) -> None:
     if precision.attention == "triton":
         need(precision.dtype != "fp64", "--attention triton with --dtype fp64: the kernel has at most fp32, use "
                                         "--attention auto or math")
@@ -235,8 +262,8 @@ def check_attention(precision: Precision, model: Model) -> None:
                                     "use --attention auto or math")
 
 
-def check_fp8(precision: Precision, model: Model, grid: Grid) -> None:
-    fp8 = precision.fp8
+def check_fp8(precision, model, grid) -> None:
+    fp8, tp = precision.fp8, grid.tp
     if fp8 == "none":
         need(precision.fp8_ends, "--no-fp8-ends without --fp8: no block multiplies in FP8")
         need(not precision.fp8_pow2, "--fp8-pow2 without --fp8: there are no scales")
@@ -245,24 +272,23 @@ def check_fp8(precision: Precision, model: Model, grid: Grid) -> None:
          f"--fp8 {fp8} with --dtype {precision.dtype}: FP8 goes with bf16, or with fp32 where a CPU emulates it")
     need(precision.fp8_ends or model.layers > 2,
          f"--no-fp8-ends: of --layers {model.layers} none would multiply in FP8, use 3 or more, or --fp8 none")
-    need(not grid.async_tp, f"--fp8 {fp8} with --async-tp: a ring multiplies pieces as they are, use one of them")
-    need(not grid.sp_keep, f"--fp8 {fp8} with --sp-keep: what forward gathers is not what backward "
-                           "multiplies, use one of them")
-    unit, t = 128 if fp8 == "blockwise" else 16, grid.tp
-    kv = max(model.kv_heads // t, 1) * model.head_dim
-    sides = [("--hidden", model.hidden), ("--heads x --head-dim", model.heads // t * model.head_dim),
-             ("--kv-heads x --head-dim", kv)]
+    need(not grid.async_tp, f"--fp8 {fp8} with --async-tp: matmuls shard by shard have no FP8 version, use one of them")
+    need(not grid.sp_keep, f"--fp8 {fp8} with --sp-keep: forward gathers FP8 rows and backward needs FP8 columns, use "
+                           "one of them")
+    unit = 128 if fp8 == "blockwise" else 16  # the blocks' size; what FP8 matmuls demand of their extents
+    widths = {"--hidden": model.hidden, "--heads x --head-dim": model.heads // tp * model.head_dim,
+              "--kv-heads x --head-dim": max(model.kv_heads // tp, 1) * model.head_dim}
     if not model.experts or model.dense_layers:
-        sides.append(("--ffn", model.ffn // t))
+        widths["--ffn"] = model.ffn // tp
     if model.experts:
-        sides.append(("--expert-ffn", model.expert_ffn))
+        widths["--expert-ffn"] = model.expert_ffn
         if model.shared_experts:
-            sides.append(("--shared-experts x --expert-ffn", model.shared_experts * model.expert_ffn // t))
-    for name, side in sides:
-        need(side % unit == 0, f"--fp8 {fp8}: {name} is {side} on a rank of --tp {t}, and must be a multiple of {unit}")
+            widths["--shared-experts x --expert-ffn"] = model.shared_experts * model.expert_ffn // tp
+    for name, n in widths.items():
+        need(n % unit == 0, f"--fp8 {fp8}: {name} is {n} on a rank of --tp {tp}, and must be a multiple of {unit}")
 
 
-def check_data(data: Data, model: Model) -> None:
+def check_data(data, model) -> None:
     need_not_negative(data, "eval_every")
     need_positive(data, "eval_steps")
     for name in ("data", "val_data"):
@@ -270,20 +296,20 @@ def check_data(data: Data, model: Model) -> None:
             need(os.path.exists(path), f"{flag(name)} {path}: no such file or folder")
     need(data.val_data or not data.eval_every, f"--eval-every {data.eval_every} needs --val-data to evaluate on")
     need(-1 <= data.separator < model.vocab,
-         f"--separator {data.separator} is no token: use 0 to {model.vocab - 1}, or -1")
+         f"--separator {data.separator} is outside the vocabulary: use 0 to {model.vocab - 1}, or -1")
 
 
-def check_run(run: Run) -> None:
+def check_run(run) -> None:
     need_positive(run, "timeout")
     need(run.timeout <= 1e7, f"--timeout {run.timeout}: must be at most 1e7 seconds")
     folder = os.path.dirname(run.metrics) or "."
     need(os.path.isdir(folder), f"--metrics {run.metrics}: there is no folder {folder}")
     need(not os.path.isdir(run.metrics), f"--metrics {run.metrics}: is a folder, name a file")
-    written = run.metrics if os.path.exists(run.metrics) else folder
-    need(not run.metrics or os.access(written, os.W_OK), f"--metrics {run.metrics}: {written} cannot be written to")
+    target = run.metrics if os.path.exists(run.metrics) else folder
+    need(not run.metrics or os.access(target, os.W_OK), f"--metrics {run.metrics}: {target} cannot be written to")
 
 
-def check_graph(run: Run, model: Model, world: int) -> None:
-    need(not run.graph or world == 1, f"--graph with {world} ranks: what they send each other is not recorded, use one")
+def check_graph(run, model, world: int) -> None:
+    need(not run.graph or world == 1, f"--graph with {world} ranks: communication is not captured, use one rank")
     need(not run.graph or not model.experts, f"--graph with --experts {model.experts}: how many tokens an expert gets "
-                                             "is not known when a step is recorded, use --no-graph")
+                                             "is not known when a step is captured, use --no-graph")

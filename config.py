@@ -1,16 +1,16 @@
-"""Every setting of a run on one screen.
+"""Every setting of a run, in one place.
 
-The dataclasses below are the only place where a setting is named: flags (`--global-batch 32`), attributes
-(`config.batch.global_batch`), logs and checkpoints all use the field's name, and `--help` prints the text beside it.
+A setting is declared once, in the dataclasses below: its name, default and help. The name is also the flag
+(`--global-batch 32`), the attribute (`config.batch.global_batch`) and what metrics call it.
 
     python train.py --preset smollm-135m --layers 12 --global-batch=64 @more.args
 
-A preset fills the model section and any field can be overridden. `@file` reads flags from a file, where `#` begins a
-comment. `parse` returns settings that are complete (every 0 or -1 that means "choose for me" is replaced by the choice)
-and checked against the number of ranks (checks.py), or raises ValueError with one line: the flag, its value, what would
-work.
+A preset fills the model section, and flags override any field. `@file` reads flags from a file, where `#` begins a
+comment. `parse` returns settings in which defaults that follow from other settings are filled in, and which checks.py
+has accepted for the number of ranks; or it raises ValueError with one line: the flag, its value, what would work.
+Defaults that follow from the machine or the data ("auto", --separator -1) are decided later.
 
-This file needs nothing but the standard library, so that a typing error is answered at once, not after torch's import.
+This file needs the standard library alone, so that a typo in a flag is answered at once, not after torch's import.
 """
 import argparse
 import difflib
@@ -19,25 +19,199 @@ import shlex
 import sys
 import time
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple, NoReturn
 
 import checks
 from checks import flag, need
+from schedules import SCHEDULES
 
 TEXT_VOCAB = 257  # 256 byte values and the token that begins a document
 
+
+class CpStyle(NamedTuple):
+    """What a style of context parallelism needs. whole_sequences: a rank attends over whole sequences with heads/cp of
+    the heads, which must divide; else over blocks of them with all heads."""
+    whole_sequences: bool
+
+
+CP_STYLES = {"allgather": CpStyle(whole_sequences=False), "ring": CpStyle(whole_sequences=False),
+             "ulysses": CpStyle(whole_sequences=True)}  # implemented in cp.py, under the same names
+
+
+def padded_length(seq: int, cp: int, tp: int = 1) -> int:
+    """seq rounded up so that each of cp ranks has two chunks of equal length, and tp ranks can share these tokens."""
+    return -(-seq // (2 * cp * tp)) * 2 * cp * tp if cp > 1 else seq
+
+
+# ---- the settings ---------------------------------------------------------------------------------------------------
+
+def setting(default, help, choices=None):
+    initial = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
+    return field(**initial, metadata={"help": help, "choices": choices})
+
+
+@dataclass
+class Model:
+    preset: str = setting("tiny", "an architecture; the flags below override its fields: see PRESETS in config.py")
+    layers: int = setting(4, "transformer blocks")
+    hidden: int = setting(128, "width of the residual stream")
+    heads: int = setting(4, "query heads")
+    kv_heads: int = setting(2, "key and value heads, each shared by heads / kv-heads query heads")
+    head_dim: int = setting(0, "width of a head; 0: hidden / heads")
+    ffn: int = setting(352, "width of the SwiGLU layer")
+    vocab: int = setting(TEXT_VOCAB, "tokens in the vocabulary; text needs 257: the bytes and the document separator")
+    tied: bool = setting(False, "tied embeddings: one table for the input and the output")
+    rope_theta: float = setting(10000.0, "base of rotary embedding")
+    rope_scaling: float = setting(1.0, "rotary scaling by the rule of Llama 3.1: 8 in Llama 3.1, 32 in 3.2; 1: off")
+    norm_eps: float = setting(1e-5, "added to the mean square in RMSNorm")
+    qk_norm: bool = setting(False, "RMSNorm on every query and key head (Qwen 3)")
+    qkv_bias: bool = setting(False, "biases on queries, keys and values (Qwen 2)")
+    window: int = setting(0, "sliding window: a token sees itself and the window - 1 before it; 0: all before it")
+    window_every: int = setting(0, "with --window W, every K-th layer has full attention; 0: none has")
+    experts: int = setting(0, "experts in each layer, in place of its feed-forward; 0: none, a dense model")
+    top_k: int = setting(2, "experts that a token is sent to")
+    expert_ffn: int = setting(0, "width of an expert; 0: ffn")
+    shared_experts: int = setting(0, "experts that every token is sent to, besides its top-k")
+    dense_layers: int = setting(0, "how many of the first layers have a dense feed-forward instead of experts")
+    router: str = setting("softmax", "function from the router's logits to scores", ("softmax", "sigmoid"))
+    router_norm: bool = setting(True, "normalise the weights of a token's top-k experts to sum to 1")
+    router_scale: float = setting(1.0, "factor of these weights")
+    expert_groups: int = setting(1, "group-limited routing: how many groups the experts form")
+    top_groups: int = setting(1, "groups, those with the best scores, whose experts a token may be sent to")
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts > 0 and layer >= self.dense_layers
+
+    def window_of(self, layer: int) -> int:
+        """How many tokens a token of this layer sees; 0: all before it."""
+        return 0 if self.window_every and (layer + 1) % self.window_every == 0 else self.window
+
+
+@dataclass
+class Grid:
+    dp: int = setting(-1, "data parallel ranks; -1: all that pp, cp and tp leave")
+    cp: int = setting(1, "context parallel ranks: each has 1/cp of every sequence")
+    cp_style: str = setting("allgather", "allgather: gather keys and values; ring: send them round a ring; ulysses: "
+                                         "all-to-all from sequence to head shards", tuple(CP_STYLES))
+    tp: int = setting(1, "tensor parallel ranks")
+    pp: int = setting(1, "pipeline ranks: each has the layers of one pipeline stage, or of several")
+    schedule: str = setting("1f1b", "pipeline schedule; python pp.py --schedule NAME draws it",
+                            tuple(name for name, schedule in SCHEDULES.items() if schedule.runs))
+    chunks: int = setting(0, "model chunks (pipeline stages) per rank; 0: as many as the schedule needs")
+    pp_group: int = setting(0, "interleaved: micro-batches in a group; 0: pp, or all if pp does not divide them")
+    ep: int = setting(1, "expert parallel ranks, among those of dp, cp and tp: each has 1/ep of the experts")
+    zero: int = setting(0, "ZeRO level: data parallel ranks shard 1 optimizer state, 2 also gradients, 3 also "
+                           "weights", (0, 1, 2, 3))
+    dp_replicate: int = setting(1, "hybrid sharding: dp-replicate replicas, each sharded over dp / dp-replicate ranks")
+    sp: bool = setting(True, "sequence parallelism: between layers each tensor parallel rank has 1/tp of the tokens")
+    sp_keep: bool = setting(False, "save gathered inputs instead of gathering them again (not with selective)")
+    async_tp: bool = setting(False, "overlap matmuls with sequence parallel communication, shard by shard round a ring")
+    bucket_mb: float = setting(25.0, "a gradient bucket: whole layers, until it has so many MB (10^6); 0: one layer")
+
+    def style(self) -> CpStyle:
+        return CP_STYLES[self.cp_style]
+
+
+@dataclass
+class Precision:
+    dtype: str = setting("auto", "of weights and activations; auto: bf16 on GPU, fp32 on CPU; fp16 scales the loss",
+                         ("auto", "bf16", "fp16", "fp32", "fp64"))
+    fp8: str = setting("none", "linear layers of blocks multiply in FP8; tensorwise: one scale per tensor, gradients "
+                       "in E5M2; blockwise: one per 1x128 or 128x128 block", ("none", "tensorwise", "blockwise"))
+    fp8_ends: bool = setting(True, "FP8 in the first and the last block, too")
+    fp8_pow2: bool = setting(False, "FP8 scales are powers of two")
+    moments: str = setting("auto", "dtype of AdamW's moments; auto: fp32, or fp64 in fp64 runs", ("auto", "bf16"))
+    attention: str = setting("auto", "sdpa: torch's fused kernels; triton: ours; auto: torch's, but on a GPU ours for "
+                                     "documents and windows; math: plain torch, which saves scores",
+                             ("auto", "triton", "sdpa", "math"))
+    recompute: str = setting("none", "what backward recomputes; selective: norms, SwiGLU, scores; full: whole blocks",
+                             ("none", "selective", "full"))
+
+
+@dataclass
+class Batch:
+    seq: int = setting(256, "tokens per sequence")
+    micro_batch: int = setting(0, "sequences that a rank computes at once; 0: all that it has in a step")
+    global_batch: int = setting(16, "sequences per step, over all ranks and micro-batches")
+    batch_ramp: str = setting("", 'replaces global-batch: "16@0,32@1e6" is 16 sequences, from 1e6 tokens seen on 32')
+
+    def ramp(self) -> list[tuple[int, float]]:
+        """(sequences per step, tokens seen from which on that holds), in order. Raises ValueError if malformed."""
+        return [(int(size), float(start)) for size, start in
+                (stage.split("@") for stage in (self.batch_ramp or f"{self.global_batch}@0").split(","))]
+
+
+@dataclass
+class Optim:
+    optimizer: str = setting("adamw", "the update rule", ("adamw", "sgd"))
+    lr: float = setting(0.0, "peak learning rate; 0: 1.2 / hidden, as Llama 3 from 8B to 405B, but at most 2e-3")
+    lr_schedule: str = setting("cosine", "after the warmup; wsd: constant, then linear over the last fifth",
+                               ("cosine", "wsd", "constant"))
+    min_lr: float = setting(-1.0, "final learning rate of cosine and wsd; -1: lr / 10")
+    warmup: int = setting(-1, "steps of linear warmup; -1: 20, but at most a tenth of the run")
+    weight_decay: float = setting(0.1, "decoupled decay of matrices; norms and biases are not decayed")
+    betas: tuple = setting((0.9, 0.95), "decay rates of AdamW's averages of the gradient and of its square")
+    z_loss: float = setting(0.0, "coefficient of the z-loss, the square of each token's log-sum-exp of logits")
+    aux_loss: float = setting(0.01, "coefficient of the auxiliary loss that balances experts (Switch Transformer)")
+    aux_over: str = setting("sequence", "what --aux-loss balances: the tokens of each sequence, or of a micro-batch",
+                            ("sequence", "micro-batch"))
+    router_z_loss: float = setting(0.0, "coefficient of the routers' z-loss")
+    bias_rate: float = setting(0.0, "per step, up or down, of the biases that balance experts (DeepSeek-V3: 0.001)")
+    clip: float = setting(1.0, "largest norm of the whole gradient; 0: no clipping")
+    steps: int = setting(300, "optimizer steps")
+    seed: int = setting(0, "initial weights and order of the samples")
+
+
+@dataclass
+class Data:
+    data: list = setting([], "text (files, folders) or tokens (.bin, .npy); none given: Python's own library")
+    data_dtype: str = setting("uint16", "tokens of .bin files without a header", ("uint16", "uint32"))
+    separator: int = setting(-1, "token that begins a document in token files; -1: the format's, or one a file")
+    doc_mask: bool = setting(False, "no attention across documents, and positions start anew in each")
+    val_data: list = setting([], "evaluate the loss on this text or these tokens")
+    eval_every: int = setting(0, "steps between evaluations; 0: at the end only")
+    eval_steps: int = setting(8, "global batches per evaluation, at most all there are")
+
+
+@dataclass
+class Run:
+    metrics: str = setting("", "write the metrics of every step here, one JSON object a line")
+    sample: str = setting("def ", "after training on text, continue this prompt; '' for none")
+    device: str = setting("auto", "auto: GPUs when there is one per rank", ("auto", "cpu", "cuda"))
+    graph: bool = setting(False, "capture the third step as a CUDA graph and replay it: one rank, no experts")
+    timeout: float = setting(600.0, "seconds a collective may wait for a rank before the run fails")
+
+
+@dataclass
+class Config:
+    model: Model
+    grid: Grid
+    precision: Precision
+    batch: Batch
+    optim: Optim
+    data: Data
+    run: Run
+
+    def fp8_layers(self) -> range:
+        """The blocks whose linear layers multiply in FP8."""
+        skipped = 0 if self.precision.fp8_ends else 1
+        return range(skipped, self.model.layers - skipped) if self.precision.fp8 != "none" else range(0)
+
+
+# ---- presets --------------------------------------------------------------------------------------------------------
 
 def llama(layers, hidden, heads, kv_heads, ffn, vocab, **rest):
     return dict(layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=vocab, **rest)
 
 
-def mixture(experts, top_k, expert_ffn, **rest):
+def moe(experts, top_k, expert_ffn, **rest):
     return dict(experts=experts, top_k=top_k, expert_ffn=expert_ffn, **rest)
 
 
 LLAMA3 = dict(vocab=128256, rope_theta=500000.0)
 QWEN = dict(vocab=151936, rope_theta=1000000.0, norm_eps=1e-6)
 DEEPSEEK = dict(router="sigmoid", router_scale=2.5, expert_groups=8, top_groups=4, shared_experts=1, dense_layers=3,
-                bias_rate=1e-3, aux_loss=1e-4)
+                bias_rate=1e-3, aux_loss=1e-4, norm_eps=1e-6)
 PRESETS = {  #             layers hidden heads kv    ffn
     "tiny": {},
     "smollm-135m":    llama(30,   576,   9,   3,  1536, 49152, tied=True),
@@ -56,147 +230,12 @@ PRESETS = {  #             layers hidden heads kv    ffn
     "qwen3-8b":       llama(36,  4096,  32,   8, 12288, **QWEN, qk_norm=True, head_dim=128),
     "qwen3-32b":      llama(64,  5120,  64,   8, 25600, **QWEN, qk_norm=True, head_dim=128),
     #                                                                  experts top_k expert_ffn
-    "tiny-moe":       llama(4,    128,   4,   2,   352, TEXT_VOCAB, **mixture(8, 2,   128)),
-    "mixtral-8x7b":   llama(32,  4096,  32,   8, 14336, 32000, **mixture(     8, 2, 14336), rope_theta=1000000.0),
-    "qwen3-30b-a3b":  llama(48,  2048,  32,   4,  6144, **QWEN, **mixture(  128, 8,   768), qk_norm=True, head_dim=128),
-    # DeepSeek-V3 but for its attention (MLA), in whose place are 128 heads with keys and values of 8
-    "deepseek-v3-gqa": llama(61, 7168, 128,   8, 18432, 129280, **mixture(  256, 8,  2048, **DEEPSEEK), head_dim=128),
+    "tiny-moe":       llama(4,    128,   4,   2,   352, TEXT_VOCAB, **moe(8, 2,   128)),
+    "mixtral-8x7b":   llama(32,  4096,  32,   8, 14336, 32000, **moe(     8, 2, 14336), rope_theta=1000000.0),
+    "qwen3-30b-a3b":  llama(48,  2048,  32,   4,  6144, **QWEN, **moe(  128, 8,   768), qk_norm=True, head_dim=128),
+    # DeepSeek-V3 with grouped-query attention in place of its latent attention (MLA)
+    "deepseek-v3-gqa": llama(61, 7168, 128,   8, 18432, 129280, **moe(  256, 8,  2048, **DEEPSEEK), head_dim=128),
 }
-
-
-def setting(default, help, choices=None):
-    factory = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
-    return field(**factory, metadata={"help": help, "choices": choices})
-
-
-@dataclass
-class Model:
-    preset: str = setting("tiny", "an architecture, whose fields the flags below override: " + ", ".join(PRESETS))
-    layers: int = setting(4, "transformer blocks")
-    hidden: int = setting(128, "width of the residual stream")
-    heads: int = setting(4, "query heads")
-    kv_heads: int = setting(2, "key and value heads, each shared by heads / kv-heads query heads")
-    head_dim: int = setting(0, "width of a head; 0: hidden / heads")
-    ffn: int = setting(352, "width of the SwiGLU layer")
-    vocab: int = setting(TEXT_VOCAB, "tokens in the vocabulary; text needs 257: the bytes and the document separator")
-    tied: bool = setting(False, "one table for the embedding and the head")
-    rope_theta: float = setting(10000.0, "base of the rotary angles")
-    rope_scaling: float = setting(1.0, "Llama 3.1's stretch of the slow rotary angles (8 in 3.1, 32 in 3.2); 1: none")
-    norm_eps: float = setting(1e-5, "added to the mean square in RMSNorm")
-    qk_norm: bool = setting(False, "RMSNorm on every query and key head (Qwen 3)")
-    qkv_bias: bool = setting(False, "biases on queries, keys and values (Qwen 2)")
-    experts: int = setting(0, "experts of a layer, in place of one feed-forward layer; 0: none, the model is dense")
-    top_k: int = setting(2, "experts that a token is sent to")
-    expert_ffn: int = setting(0, "width of an expert; 0: ffn")
-    shared_experts: int = setting(0, "experts that all tokens go through besides")
-    dense_layers: int = setting(0, "first layers without experts")
-    router: str = setting("softmax", "what makes scores of the router's logits", ("softmax", "sigmoid"))
-    router_norm: bool = setting(True, "the scores of the chosen experts, their weights, are made to sum to 1")
-    router_scale: float = setting(1.0, "times these weights")
-    expert_groups: int = setting(1, "groups of experts, of which a token's best top-groups are open to it")
-    top_groups: int = setting(1, "groups that are open to a token")
-
-
-@dataclass
-class Grid:
-    dp: int = setting(-1, "data parallel ranks; -1: all there are")
-    cp: int = setting(1, "context parallel ranks: each has 1/cp of every sequence")
-    cp_style: str = setting("allgather", "keys and values come all at once, or round a ring; or tokens go for heads",
-                            ("allgather", "ring", "ulysses"))
-    tp: int = setting(1, "tensor parallel ranks")
-    pp: int = setting(1, "pipeline ranks: each has the layers of one stage, or of several")
-    schedule: str = setting("1f1b", "in which order pipeline ranks do what; python pp.py draws them",
-                            ("afab", "1f1b", "interleaved", "zb-h1", "zb1p", "zb-v", "dualpipev"))
-    chunks: int = setting(0, "pipeline stages a rank; 0: as many as the schedule needs")
-    pp_group: int = setting(0, "micro-batches that go through a rank's stages together; 0: one for each pipeline rank")
-    ep: int = setting(1, "expert parallel ranks, among those of dp, cp and tp: each has 1/ep of the experts")
-    zero: int = setting(0, "what data parallel ranks share out: 1 optimizer state, 2 and gradients, 3 and weights",
-                        (0, 1, 2, 3))
-    dp_replicate: int = setting(1, "hybrid sharding: groups of dp / dp-replicate ranks share out, and are replicas")
-    sp: bool = setting(True, "sequence parallelism: between layers each tensor parallel rank has 1/tp of the tokens")
-    sp_keep: bool = setting(False, "keep inputs gathered for matmuls instead of gathering them again in backward")
-    async_tp: bool = setting(False, "tensor parallel ranks multiply in pieces while others travel round a ring")
-    bucket_mb: float = setting(25.0, "layers whose gradients are reduced together: as many as reach so many MB; 0: one")
-
-
-@dataclass
-class Precision:
-    dtype: str = setting("auto", "weights and activations; auto: bf16 on GPU, fp32 on CPU; fp16 scales the loss",
-                         ("auto", "bf16", "fp16", "fp32", "fp64"))
-    fp8: str = setting("none", "linear layers of blocks multiply in FP8; tensorwise: one scale a tensor, gradients in "
-                       "E5M2; blockwise: one a 1x128 or 128x128 block", ("none", "tensorwise", "blockwise"))
-    fp8_ends: bool = setting(True, "also those of the first and the last block")
-    fp8_pow2: bool = setting(False, "FP8 scales are powers of two")
-    moments: str = setting("auto", "AdamW's averages; auto: fp32, or fp64 in fp64 runs", ("auto", "bf16"))
-    attention: str = setting("auto", "sdpa: torch's fused kernels; triton: ours; auto: torch's, but on a GPU ours for "
-                                     "documents; math: written out, keeps scores",
-                             ("auto", "triton", "sdpa", "math"))
-    recompute: str = setting("none", "in backward; selective: norms, SwiGLU, scores; full: whole layers",
-                             ("none", "selective", "full"))
-
-
-@dataclass
-class Batch:
-    seq: int = setting(256, "tokens a sequence")
-    micro_batch: int = setting(0, "sequences a rank computes at once; 0: its whole share of the step")
-    global_batch: int = setting(16, "sequences a step, over all ranks and micro-batches")
-    batch_ramp: str = setting("", 'replaces global-batch: "16@0,32@1e6" is 16 sequences, from 1e6 tokens seen on 32')
-
-    def ramp(self) -> list[tuple[int, float]]:
-        """(sequences a step, from so many tokens seen on), in order."""
-        return [(int(size), float(start)) for size, start in
-                (stage.split("@") for stage in (self.batch_ramp or f"{self.global_batch}@0").split(","))]
-
-
-@dataclass
-class Optim:
-    optimizer: str = setting("adamw", "the update rule", ("adamw", "sgd"))
-    lr: float = setting(0.0, "peak learning rate; 0: 1.2 / hidden, as Llama 3 from 8B to 405B, but at most 2e-3")
-    lr_schedule: str = setting("cosine", "after the warmup; wsd: constant, then linear over the last fifth",
-                               ("cosine", "wsd", "constant"))
-    min_lr: float = setting(-1.0, "learning rate of the last step, but for a constant one; -1: lr / 10")
-    warmup: int = setting(-1, "steps of linear warmup; -1: 20, or a tenth of a shorter run")
-    weight_decay: float = setting(0.1, "decoupled decay of matrices; norms and biases are not decayed")
-    betas: tuple = setting((0.9, 0.95), "AdamW's averages of the gradient and of its square")
-    z_loss: float = setting(0.0, "times the squared logarithm of the softmax's denominator, added to the loss")
-    aux_loss: float = setting(0.01, "times what unequal use of experts costs (Switch Transformer's loss)")
-    aux_over: str = setting("sequence", "tokens over which their use shall be equal", ("sequence", "micro-batch"))
-    router_z_loss: float = setting(0.0, "times the squared logarithm of the router's softmax denominator")
-    bias_rate: float = setting(0.0, "what a step adds to the bias of an expert used too little (DeepSeek-V3: 0.001)")
-    clip: float = setting(1.0, "largest norm of the whole gradient; 0: no clipping")
-    steps: int = setting(300, "optimizer steps")
-    seed: int = setting(0, "initial weights and order of the samples")
-
-
-@dataclass
-class Data:
-    data: list = setting([], "text (files, folders) or tokens (.bin, .npy); none given: Python's own library")
-    data_dtype: str = setting("uint16", "tokens of .bin files without a header", ("uint16", "uint32"))
-    separator: int = setting(-1, "token that begins a document in token files; -1: the format's, or one a file")
-    doc_mask: bool = setting(False, "no attention across documents, and positions start anew in each")
-    val_data: list = setting([], "evaluate the loss on this text or these tokens")
-    eval_every: int = setting(0, "steps between evaluations; 0: at the end only")
-    eval_steps: int = setting(8, "an evaluation reads so many global batches, or all there is if that is less")
-
-
-@dataclass
-class Run:
-    metrics: str = setting("", "write the metrics of every step here, one JSON object a line")
-    sample: str = setting("def ", "after training on text, continue this prompt; '' for none")
-    device: str = setting("auto", "auto: GPUs when there is one per rank", ("auto", "cpu", "cuda"))
-    graph: bool = setting(False, "record the third step and play it from then on (CUDA graphs): one GPU, no experts")
-    timeout: float = setting(600.0, "seconds a collective may wait for a rank before the run fails")
-
-
-@dataclass
-class Config:
-    model: Model
-    grid: Grid
-    precision: Precision
-    batch: Batch
-    optim: Optim
-    data: Data
-    run: Run
 
 
 SECTIONS = {f.name: f.type for f in fields(Config)}
@@ -213,7 +252,10 @@ def two_numbers(text: str) -> tuple:
 
 
 def expand(arguments: list[str], inside: tuple[str, ...] = ()) -> list[str]:
-    """`@file` becomes the flags in it, `--global_batch=8` becomes `--global-batch=8`. inside: the files being read."""
+    """`@file` becomes the flags in it, `--global_batch=8` becomes `--global-batch=8`. inside: the files being read.
+
+    Raises ValueError for a file that is not there, or that reads itself.
+    """
     out = []
     for argument in arguments:
         if argument.startswith("@"):
@@ -239,19 +281,19 @@ def make_parser() -> Parser:
     """One flag a field. What is not given stays absent, so that a preset knows what it may fill."""
     parser = Parser(usage="torchrun --nproc_per_node=8 train.py [flags] [@file of flags]", allow_abbrev=False,
                     argument_default=argparse.SUPPRESS, description="Train a Llama-style model.")
-    for section, settings in SECTIONS.items():
-        group = parser.add_argument_group(section)
-        for f in fields(settings):
+    for name, section in SECTIONS.items():
+        group = parser.add_argument_group(name)
+        for f in fields(section):
+            default = "" if f.type is list or f.default == "" else f" [{f.default}]"
             if f.type is bool:
-                how = dict(action=argparse.BooleanOptionalAction)
+                kwargs, default = dict(action=argparse.BooleanOptionalAction), " [on]" if f.default else " [off]"
             elif f.type is list:
-                how = dict(nargs="+", metavar="PATH")
+                kwargs = dict(nargs="+", metavar="PATH")
             elif f.metadata["choices"]:
-                how = dict(choices=f.metadata["choices"], type=f.type)
+                kwargs = dict(choices=f.metadata["choices"], type=f.type)
             else:
-                how = dict(type=two_numbers if f.type is tuple else f.type, metavar=f.type.__name__.upper())
-            default = "" if f.type in (bool, list) or f.default == "" else f" [{f.default}]"
-            group.add_argument(flag(f.name), help=f.metadata["help"] + default, **how)
+                kwargs = dict(type=two_numbers if f.type is tuple else f.type, metavar=f.type.__name__.upper())
+            group.add_argument(flag(f.name), help=f.metadata["help"] + default, **kwargs)
     return parser
 
 
@@ -260,39 +302,37 @@ def parse(arguments: list[str], world: int = 1) -> Config:
 
     Raises ValueError, one line, for whatever cannot run.
     """
-    given, unknown = make_parser().parse_known_args(expand(arguments))
+    args, unknown = make_parser().parse_known_args(expand(arguments))
     if unknown:
-        known = [flag(f.name) for settings in SECTIONS.values() for f in fields(settings)]
+        known = [flag(f.name) for section in SECTIONS.values() for f in fields(section)]
         close = difflib.get_close_matches(unknown[0].partition("=")[0], known, 1)
         raise ValueError(f"{unknown[0]}: unknown flag, {f'did you mean {close[0]}?' if close else '--help lists all'}")
-    given = vars(given)
-    preset = given.get("preset", "tiny")
+    preset = vars(args).get("preset", "tiny")
     need(preset in PRESETS, f"--preset {preset}: unknown, use one of {', '.join(PRESETS)}")
-    given = PRESETS[preset] | given
+    values = PRESETS[preset] | vars(args)
     config = Config(**{
-        section: settings(**{f.name: given[f.name] for f in fields(settings) if f.name in given})
-        for section, settings in SECTIONS.items()
+        name: section(**{f.name: values[f.name] for f in fields(section) if f.name in values})
+        for name, section in SECTIONS.items()
     })
-    checks.check(config, world)
+    checks.complete(config, world)
     return config
 
 
 def from_command_line() -> Config:
-    """`parse` for the command line of this process, which may be one of many ranks.
-
-    A mistake is the same on every rank. Rank 0 says it, the others keep silent and wait a moment, because torchrun
-    kills everybody as soon as one rank has ended.
-    """
+    """`parse` for the command line of this process, which may be one of many ranks."""
     try:
         return parse(sys.argv[1:], int(os.environ.get("WORLD_SIZE", 1)))
     except ValueError as error:
         refuse(error)
 
 
-def refuse(error: ValueError) -> None:
-    """End this rank with exit code 2 because of something the user can mend; every rank must come here."""
-    if int(os.environ.get("RANK", 0)) == 0:
+def refuse(error: ValueError) -> NoReturn:
+    """End this rank with exit code 2 because of a mistake of the user, which every rank of a node must find.
+
+    The first rank of the node says it. The others wait a moment, because torchrun kills all as soon as one has ended.
+    """
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         print(f"train.py: {error}", file=sys.stderr, flush=True)
     else:
         time.sleep(2)
-    os._exit(2)  # at once: process groups may exist, and other ranks be gone
+    os._exit(2)  # at once, without destroying process groups, whose other ranks may be gone

@@ -20,8 +20,8 @@ text is read by every rank, two bytes of memory for one of text.
 """
 import hashlib
 import sysconfig
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -151,8 +151,7 @@ def not_empty(file: Path, tokens: np.ndarray) -> np.ndarray:
 
 # ---- samples --------------------------------------------------------------------------------------------------------
 
-@dataclass
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """B sequences that a rank computes at once, all int64."""
     tokens: torch.Tensor  # B S
     labels: torch.Tensor  # B S, the tokens one place further
@@ -160,7 +159,7 @@ class MicroBatch:
     documents: torch.Tensor | None = None  # B S, number of the document in its window; None: they all see each other
 
     def to(self, device: torch.device) -> "MicroBatch":
-        return MicroBatch(*(None if x is None else x.to(device) for x in vars(self).values()))
+        return MicroBatch(*(None if x is None else x.to(device) for x in self))
 
 
 class Samples:
@@ -187,8 +186,8 @@ class Samples:
         if self.doc_mask:
             begins = begins[:, :-1]
             places = torch.arange(self.seq).expand_as(begins)
-            batch.documents = begins.cumsum(1)
-            batch.positions = places - torch.where(begins, places, 0).cummax(1).values
+            start = torch.where(begins, places, 0).cummax(1).values  # of the document that each token is in
+            batch = batch._replace(documents=begins.cumsum(1), positions=places - start)
         return batch
 
     def step(self, first: int, global_batch: int, micro_batch: int, dp_rank: int, dp: int,

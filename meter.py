@@ -8,7 +8,7 @@ to it, including whatever autograd keeps, with the size it has at that moment (a
     meter.label_size("gradients", 4 * 104729)         whatever appears with just that size
     with meter:
         step()
-    meter.peak["weights"], meter.peak["other"], meter.peak["all"], meter.flops, meter.collectives
+    meter.peak["weights"], meter.peak["other"], meter.peak["all"], meter.flops, meter.operations, meter.collectives
 
 Everything else that an operation returns is "other": activations, temporaries, and what should not be there. What is
 first seen as an input is "outside": it was there before, or a library made it unseen (gloo copies what it scatters).
@@ -59,7 +59,7 @@ class Meter(TorchDispatchMode):
         self.kinds = WeakIdKeyDictionary()  # storage -> label, for as long as the storage lives
         self.sizes: dict[int, str] = {}
         self.peak: Counter[str] = Counter()  # bytes by label, and "all" but what is outside: the most that ever lived
-        self.flops = 0
+        self.flops = self.operations = 0
         self.collectives: list[Collective] = []
 
     def label(self, kind: str, *tensors: torch.Tensor) -> None:
@@ -99,13 +99,14 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if DTensor in types:
-            return NotImplemented  # what it does to its local tensors comes here again
+            return NotImplemented  # what it does to its local tensors is dispatched here, too
         kwargs = kwargs or {}
         if FakeTensor in types:  # with which DTensor finds out shapes
             return function(*args, **kwargs)
         out = function(*args, **kwargs)
         if self.memory and (self.saw_new(args, kwargs, out) or function.namespace in COLLECTIVES):  # refilled before it
             self.peak |= self.live()  # the larger of both, by label
+        self.operations += 1
         packet = function.overloadpacket
         if packet in flop_registry:
             self.flops += flop_registry[packet](*args, **kwargs, out_val=out)

@@ -16,7 +16,7 @@ ladder is about asking less, and about asking before one needs it. C = A B, A is
     grouped        a larger tile, in an order       │   ││           │      programs that run at once share rows and
                    that walks down GROUP tiles      └ ─ ┘└ ─ ─ ─ ─ ─ ┘      columns, and find them in the L2 cache
     masked         a tile that may hang over an edge: threads beyond it take part, and touch nothing; nobody branches
-    pipelined      the same; the next steps' tiles are on their way while tensor cores compute this one's
+    pipelined      the same; the next steps' tiles are being loaded while tensor cores multiply this one's
     persistent     many tiles, one after the other, as many programs as SMs; a copy engine (TMA) fetches whole tiles
 
 Time is at least max(FLOPs / peak, bytes / bandwidth), the roofline, with a roof for memory and one for the L1 caches,
@@ -33,7 +33,7 @@ operations for 8 bytes of fp32, so nothing but bytes counts: 8 if fused, 64 if e
 
 Sources: Hwu, Kirk & El Hajj, Programming Massively Parallel Processors (coalescing, tiling, coarsening, divergence);
 Williams et al. 2009 (roofline); Tillet et al. 2019, and Triton's tutorials 03 and 09 (grouping, persistence);
-Hendrycks & Gimpel 2016 (GELU). Data sheets of NVIDIA. Letters: BM, BN, BK a tile's extents; i, j a tile's place.
+Hendrycks & Gimpel 2016 (GELU). Data sheets of NVIDIA. Shapes: BM, BN, BK of a tile; i, j its indices.
 """
 import math
 import os

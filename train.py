@@ -4,7 +4,11 @@
     torchrun --nproc_per_node=8 train.py              8 ranks: NCCL if there is a GPU for each, else CPUs with gloo
     python train.py --help                            every setting
 
-With no flags it trains a 0.8M parameter model on the bytes of Python's own library for about two minutes on two cores.
+The file reads from the whole to its parts: the run and its loop; one step; evaluation and sampling; the grid of process
+groups; the model and its optimizer; the choice of a device; what is printed and written.
+
+A step divides every loss by the number of valid tokens of the global batch, so that each gradient is a plain sum over
+micro-batches and ranks. Gradients, activations and weights are exchanged by the techniques; here only numbers are.
 """
 if __name__ == "__main__":
     import config
@@ -16,49 +20,393 @@ import gc
 import json
 import math
 import os
-import re
 import resource
 import sys
 import time
 import traceback
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from einops import rearrange
 from tqdm import tqdm
 
 import collectives
 import config
-from cp import cut
+import costs
+from collectives import Group, Groups, all_reduce, rank, size
+from cp import shard_sequences
 from data import BYTES_SEPARATOR, Corpus, MicroBatch, Samples
-from dp import composition
-from ep import Balance, rebalance
+from dp import assign_to_buckets
+from ep import Balance, update_biases
 from fp8 import RECIPES, Fp8
-from graphs import Recorded, prepare
-from model import Llama, activation_bytes, active_count, flops_per_token, parameter_count
-from param import IGNORED, Groups, at_least_fp32, draw, rank, size
-from pp import Pipeline, Plan, partition, plan
-from recompute import extra_flops, llama_layer
+from graphs import Captured, leave_default_stream
+from model import Execution, Llama
+from param import IGNORED, acc_dtype, draw
+from pp import Pipeline, partition
 from sampling import sample
-from zero import Optimizer, bytes_held
+from schedules import SCHEDULES, plan_of
+from zero import UPDATE_RULES, Optimizer
 
-AXES = ("world", "pp", "tie", "data", "replicate", "dp", "cp", "tp", "kv", "kv_copy", "ep", "edp")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
-# Peak dense TFLOP/s in bf16 and fp16, by words of the name that the driver gives; the first fits. From data sheets.
-PEAK_TFLOPS = {"H100 PCIe": 756, "H100 NVL": 835, "H200 NVL": 835, "H100": 989, "H200": 989, "GH200": 989, "B200": 2250,
-               "GB200": 2500, "B300": 2250, "GB300": 2500, "A100": 312, "L40S": 362, "MI300X": 1307, "MI325X": 1307}
+
+# ---- the run --------------------------------------------------------------------------------------------------------
+
+@dataclass
+class RunState:
+    """How far a run is."""
+    step: int = 0
+    samples: int = 0  # read from the data so far
+    skipped: int = 0  # steps so far whose gradient was not finite
+    activity: str = "before the first step"  # for the message if the run fails
+
+
+def main(settings: config.Config) -> None:
+    state, run = RunState(), settings.run
+    try:  # mistakes of the user: one line, no traceback
+        device, device_reason = choose_device(run.device)
+        check_device(settings.precision, device)
+        training = open_samples(settings, settings.data.data, settings.optim.seed)
+        validation = open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
+    except ValueError as error:
+        config.refuse(error)
+    if settings.precision.dtype == "auto":
+        settings.precision.dtype = "bf16" if device.type == "cuda" else "fp32"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        by_torchrun = "WORLD_SIZE" in os.environ
+        with collectives.world(device, run.timeout) if by_torchrun else nullcontext():
+            train(settings, training, validation, device, device_reason, state)
+    except Exception as error:
+        fail(state, error)
+
+
+def train(settings: config.Config, training: Samples, validation: Samples | None, device: torch.device,
+          device_reason: str, state: RunState) -> None:
+    """device_reason: why this device, for the first line. state is updated as the run goes on."""
+    batch, optim, run = settings.batch, settings.optim, settings.run
+    groups = build_groups(settings.grid, settings.model, run.timeout)
+    log = Log(settings, groups, device)
+    log.start(device_reason, training)
+    if run.graph:
+        leave_default_stream(device)
+    model, optimizer = build(settings, groups, device, DTYPES[settings.precision.dtype])
+    run_step = partial(forward_backward, model, optimizer, groups=groups)
+    if run.graph:
+        run_step = Captured(run_step)
+
+    def read(step: int) -> tuple[int, list[MicroBatch]]:
+        """(sequences of the global batch, this rank's micro-batches) of the step that begins at state.samples."""
+        state.activity = f"in step {step}"
+        sequences = sequences_at(state.samples * batch.seq, batch.ramp())
+        micro_batches = local_micro_batches(training, state.samples, sequences, settings, groups)
+        return sequences, [micro_batch.to(device) for micro_batch in micro_batches]
+
+    upcoming = read(0)
+    with without_garbage_collector():
+        for step in range(optim.steps):
+            state.step, state.activity, began = step, f"in step {step}", time.perf_counter()
+            collectives.sent.clear()
+            lr, (sequences, micro_batches) = learning_rate(step, optim), upcoming
+            loss = run_step(micro_batches)
+            norm = optimizer.step(lr)
+            balance = update_balance(model, groups, norm.isfinite(), sequences) if settings.model.experts else {}
+            state.samples += sequences
+            if step + 1 < optim.steps:
+                upcoming = read(step + 1)  # while the device computes
+                state.activity = f"in step {step}"
+            loss, norm = loss.item(), norm.item()  # waits for the device
+            state.skipped += not math.isfinite(norm)
+            record = log.record(state, sequences, loss, norm, lr, time.perf_counter() - began)
+            record |= {name: value.item() for name, value in balance.items()}
+            if validation and is_evaluated(step, settings):
+                state.activity = f"evaluating after step {step}"
+                record["val_loss"] = validation_loss(model, validation, settings, groups, device)
+            log.write(record)
+    log.close(state, loss)
+    if run.sample and math.isfinite(loss) and training.corpus.is_text:
+        state.activity = "sampling"
+        continue_prompt(model, settings, groups, device)
+
+
+def is_evaluated(step: int, settings: config.Config) -> bool:
+    every, steps = settings.data.eval_every, settings.optim.steps
+    return step == steps - 1 or (every > 0 and (step + 1) % every == 0)
+
+
+def fail(state: RunState, error: Exception) -> None:
+    """Say where and why, and take the job down: the other ranks may wait for this one, so nothing is waited for."""
+    traceback.print_exc()
+    print(f"train.py: rank {os.environ.get('RANK', 0)} failed {state.activity}: {error}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+@contextmanager
+def without_garbage_collector() -> Iterator[None]:
+    """A step leaves no reference cycles, and a collection would only delay kernel launches."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+# ---- one step -------------------------------------------------------------------------------------------------------
+
+def forward_backward(model: Llama, optimizer: Optimizer, micro_batches: list[MicroBatch],
+                     groups: Groups) -> torch.Tensor:
+    """Forward and backward of a step: the gradient of the mean loss over all valid tokens of the global batch.
+
+    Returns that mean. Its denominator is counted over all ranks and micro-batches before the first backward, so that
+    every gradient is a plain sum from there on. Auxiliary losses of experts are means over the global batch's
+    sequences.
+    """
+    # Context parallel ranks have shards of the same sequences.
+    sequences = sum(len(batch.tokens) for batch in micro_batches) * size(groups["data"]) // size(groups["cp"])
+    valid = sum((batch.labels != IGNORED).sum() for batch in micro_batches)  # tokens with a loss, so far on this rank
+    counted = all_reduce(valid, groups["data"], async_op=True)  # hidden under the first forward
+    total = torch.zeros((), dtype=acc_dtype(model.execution.dtype), device=valid.device)
+
+    def forward(stage: int, k: int, x: torch.Tensor | None) -> torch.Tensor:
+        batch = micro_batches[k]
+        y = model(batch.tokens, batch.positions, batch.documents, stage=stage, x=x, labels=batch.labels,
+                  sequence_weight=optimizer.scale_loss(1 / sequences))
+        if stage < model.last_stage:
+            return y
+        counted.wait()
+        total.add_(y.detach())
+        return optimizer.scale_loss(y / valid.clamp(min=1))  # no batch need have a valid token
+
+    # The engine calls `forward` for each micro-batch and stage, and runs backward from what the last stage returned.
+    engine = model.pipeline.engine(len(micro_batches))
+    optimizer.begin_step(engine.backwards)
+    engine.run(forward, model.boundary_shape(micro_batches[0].tokens), model.execution.dtype)
+    counted.wait()  # a rank without the last stage has not
+    optimizer.finish_step()  # of gradients: waits for their reductions
+    all_reduce(total, groups["data"])
+    all_reduce(total, groups["pp"])  # one pipeline rank has it, the others zeros
+    return total / valid.clamp(min=1)
+
+
+def update_balance(model: Llama, groups: Groups, finite: torch.Tensor, sequences: int) -> dict[str, torch.Tensor]:
+    """Update the routers' biases after a step, if it was `finite`. Returns the metrics of experts: aux_loss, auxiliary
+    losses summed over layers, mean over sequences; load_max_over_mean, of the layer where that is largest."""
+    load, loss = torch.zeros(2, dtype=torch.float64, device=finite.device).unbind()
+    if model.routers:  # the layers of a pipeline rank may all be dense
+        load, loss = update_biases(model.routers, (groups["data"], groups["tp"]), finite)
+    all_reduce(load, groups["pp"], collectives.MAX)
+    all_reduce(loss, groups["pp"])
+    return dict(aux_loss=loss / sequences, load_max_over_mean=load)
+
+
+def local_micro_batches(samples: Samples, first: int, sequences: int, settings: config.Config, groups: Groups,
+                        end: int | None = None) -> list[MicroBatch]:
+    """This rank's part of the samples first … first + sequences - 1; those from number `end` on get no labels."""
+    grid, cp = settings.grid, groups["cp"]
+    dp_rank = rank(groups["data"]) // size(cp)  # context parallel ranks, the innermost, read the same sequences
+    micro_batches = samples.step(first, sequences, settings.batch.micro_batch, dp_rank, grid.dp, end)
+    return [MicroBatch(*shard_sequences(*micro_batch, size(cp), rank(cp), grid.tp if grid.sp else 1))
+            for micro_batch in micro_batches]
+
+
+def learning_rate(step: int, optim: config.Optim) -> float:
+    """The rate of step 0, 1, … steps - 1: a linear warmup to lr, then constant, or down to min_lr at the last step."""
+    if step < optim.warmup:
+        return optim.lr * (step + 1) / optim.warmup
+    if optim.lr_schedule == "constant":
+        return optim.lr
+    if optim.lr_schedule == "wsd":  # warmup, stable, decay: Hu et al. 2024
+        fraction = min(1.0, (optim.steps - 1 - step) / (0.2 * optim.steps))
+    else:
+        fraction = (1 + math.cos(math.pi * (step - optim.warmup + 1) / (optim.steps - optim.warmup))) / 2
+    return optim.min_lr + (optim.lr - optim.min_lr) * fraction
+
+
+def sequences_at(tokens: int, ramp: list[tuple[int, float]]) -> int:
+    """The global batch, in sequences, after so many tokens. ramp: see config.Batch.ramp."""
+    return [sequences for sequences, start in ramp if start <= tokens][-1]
+
+
+# ---- evaluation and sampling ----------------------------------------------------------------------------------------
+
+def validation_loss(model: Llama, samples: Samples, settings: config.Config, groups: Groups,
+                    device: torch.device) -> float:
+    """The mean loss over the first --eval-steps global batches of the samples, at most all there are."""
+    sequences = settings.batch.ramp()[0][0]
+    end = min(settings.data.eval_steps * sequences, samples.windows)
+
+    def global_batches() -> Iterator[list[MicroBatch]]:
+        for first in range(0, end, sequences):
+            micro_batches = local_micro_batches(samples, first, sequences, settings, groups, end)
+            yield [micro_batch.to(device) for micro_batch in micro_batches]
+    return mean_loss(model, global_batches(), groups)
+
+
+@torch.no_grad()
+def mean_loss(model: Llama, global_batches: Iterable[list[MicroBatch]], groups: Groups) -> float:
+    """The mean loss over all valid tokens of all ranks' micro-batches. Every rank must have equally many of them."""
+    summed = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)  # losses, tokens
+    for micro_batches in global_batches:
+        def forward(stage: int, k: int, x: torch.Tensor | None, given=micro_batches) -> torch.Tensor:
+            batch = given[k]
+            y = model(batch.tokens, batch.positions, batch.documents, stage=stage, x=x, labels=batch.labels)
+            if stage == model.last_stage:
+                summed.add_(torch.stack((y.double(), (batch.labels != IGNORED).sum().double())))
+            return y
+
+        engine = model.pipeline.engine(len(micro_batches), evaluating=True)
+        engine.run(forward, model.boundary_shape(micro_batches[0].tokens), model.execution.dtype)
+    for axis in ("data", "pp"):
+        all_reduce(summed, groups[axis])
+    return (summed[0] / summed[1].clamp(min=1)).item()
+
+
+def continue_prompt(model: Llama, settings: config.Config, groups: Groups, device: torch.device,
+                    length: int = 240) -> None:
+    """Print how the model continues --sample by `length` bytes.
+
+    One data parallel rank has what it takes, unless ZeRO-3 or expert parallelism has sharded weights over all of them.
+    """
+    if rank(groups["data"]) == 0 or settings.grid.zero == 3 or settings.grid.ep > 1:
+        prompt = torch.tensor([[BYTES_SEPARATOR, *settings.run.sample.encode()]], device=device)
+        tokens = sample(model, prompt, length)[0, 1:].tolist()
+        if rank(groups["world"]) == 0:
+            print(bytes(byte for byte in tokens if byte < 256).decode(errors="replace"))
 
 
 # ---- the grid -------------------------------------------------------------------------------------------------------
 
-def choose_device(asked: str) -> tuple[torch.device, str]:
-    """(device of this rank, why), GPUs when there is one for every rank of this machine.
+# The ranks in order, tensor parallel ones (kv x copy) adjacent; and for each axis of `groups` the same ranks as a
+# matrix, of which each row is a group.
+#     data        all ranks with different tokens: --dp x --cp
+#     replicate   hybrid sharding: ranks that have the same shard, --dp-replicate of them
+#     dp          the ranks that ZeRO shards over: --dp / --dp-replicate x --cp
+#     cp          those with shards of the same sequences
+#     tp          those with shards of the same layers; if there are more of them than key and value heads:
+#     kv, kv_copy    one rank of each head, and the ranks with a copy of one head
+#     ep, edp     experts lie on the same ranks, divided otherwise: ep have all experts between them, edp the same ones
+RANKS = "(pp replicate shard cp kv copy)"
+AXIS_GROUPS = {
+    "pp": "(replicate shard cp kv copy) pp",
+    "data": "(pp kv copy) (replicate shard cp)",
+    "replicate": "(pp shard cp kv copy) replicate",
+    "dp": "(pp replicate kv copy) (shard cp)",
+    "cp": "(pp replicate shard kv copy) cp",
+    "tp": "(pp replicate shard cp) (kv copy)",
+    "kv": "(pp replicate shard cp copy) kv",
+    "kv_copy": "(pp replicate shard cp kv) copy",
+}
+EXPERT_RANKS, EXPERT_GROUPS = "(pp replicate edp ep)", {"edp": "(pp replicate ep) edp", "ep": "(pp replicate edp) ep"}
+AXES = ("world", "pp", "tie", "data", "replicate", "dp", "cp", "tp", "kv", "kv_copy", "ep", "edp")
 
-    Raises ValueError where GPUs are asked for, or would be used by some ranks and not by others.
+
+def build_groups(grid: config.Grid, model: config.Model, timeout_s: float = 600) -> Groups:
+    """This rank's group on every axis, None where it is alone; created in the same order on every rank.
+
+    Two more axes are world, all ranks, and tie, the first and the last pipeline rank, which share a tied embedding.
+    """
+    groups: Groups = dict.fromkeys(AXES)
+    if not dist.is_initialized():
+        return groups
+
+    def create(axis: str, members: torch.Tensor) -> None:
+        if members.shape[1] > 1:
+            timeout = datetime.timedelta(seconds=timeout_s)
+            groups[axis], _ = dist.new_subgroups_by_enumeration(members.tolist(), timeout=timeout)
+
+    ranks, heads = torch.arange(dist.get_world_size()), min(grid.tp, model.kv_heads)
+    lengths = dict(pp=grid.pp, replicate=grid.dp_replicate, cp=grid.cp, kv=heads, copy=grid.tp // heads)
+    for axis, pattern in AXIS_GROUPS.items():
+        if axis not in ("kv", "kv_copy") or grid.tp > model.kv_heads:
+            members = rearrange(ranks, f"{RANKS} -> {pattern}", **lengths)
+            create(axis, members)
+            if axis == "pp" and not SCHEDULES[grid.schedule].v_shaped:  # else one rank has both stages
+                create("tie", members[:, [0, -1]] if grid.pp > 1 else members)
+    if model.experts:
+        lengths = dict(pp=grid.pp, replicate=grid.dp_replicate, ep=grid.ep)
+        for axis, pattern in EXPERT_GROUPS.items():
+            create(axis, rearrange(ranks, f"{EXPERT_RANKS} -> {pattern}", **lengths))
+    return groups | {"world": dist.group.WORLD}
+
+
+def build_pipeline(settings: config.Config, group: Group, device: torch.device | str = "cpu") -> Pipeline:
+    """Layers divided into stages of about equal FLOPs, those of the head included."""
+    model, grid, batch = settings.model, settings.grid, settings.batch
+    work = [costs.forward_flops(costs.llama_layer(model, batch.seq, number=number)) for number in range(model.layers)]
+    unit, head = max(work), 2 * model.vocab * model.hidden
+    layers_of = partition([flops / unit for flops in work], grid.pp * grid.chunks, last=head / unit)
+    most = max(sequences for sequences, _ in batch.ramp()) // batch.micro_batch // grid.dp
+    return Pipeline(partial(plan_of, grid), layers_of, most, group, device)
+
+
+# ---- the model and its optimizer ------------------------------------------------------------------------------------
+
+def build(settings: config.Config, groups: Groups, device: torch.device, dtype: torch.dtype) -> tuple[Llama, Optimizer]:
+    """The model and its optimizer, with the seed's initial weights."""
+    grid, optim = settings.grid, settings.optim
+    model = build_model(settings, groups, device, dtype)
+    optimizer = Optimizer(model.units(), groups, bucket_mb=grid.bucket_mb, level=grid.zero, rule=optim.optimizer,
+                          betas=optim.betas, weight_decay=optim.weight_decay, clip=optim.clip,
+                          moments_dtype=moments_dtype(settings, dtype), last_unit=model.head)
+    optimizer.load(draw(optim.seed))  # allocates the parameters, too
+    return model, optimizer
+
+
+def build_model(settings: config.Config, groups: Groups, device: torch.device | str, dtype: torch.dtype) -> Llama:
+    """The model, whose parameters have no memory before Optimizer.load."""
+    grid, precision, optim = settings.grid, settings.precision, settings.optim
+    fp8_linear, fp8_experts = fp8_of(settings, groups, dtype)
+    execution = Execution(dtype=dtype, device=device, attention=precision.attention, recompute=precision.recompute,
+                          cp_style=grid.cp_style, sequence=grid.sp, async_tp=grid.async_tp, keep_gathered=grid.sp_keep,
+                          fp8_linear=fp8_linear, fp8_experts=fp8_experts, fp8_layers=settings.fp8_layers())
+    balance = Balance(optim.aux_loss, optim.aux_over, optim.router_z_loss, optim.bias_rate)
+    return Llama(settings.model, groups, execution, pipeline=build_pipeline(settings, groups.get("pp"), device),
+                 z_loss=optim.z_loss, balance=balance)
+
+
+def fp8_of(settings: config.Config, groups: Groups, dtype: torch.dtype) -> tuple[Fp8 | None, Fp8 | None]:
+    """FP8 of (linear layers, experts). Ranks with shards of one tensor agree on its scale: of activations those of cp
+    and tp, which have tokens of the same sequences."""
+    precision, cached = settings.precision, settings.grid.zero < 3
+    if precision.fp8 == "none":
+        return None, None
+    recipe = RECIPES[precision.fp8]._replace(pow2=precision.fp8_pow2)
+    cp, tp, ep = (groups.get(axis) for axis in ("cp", "tp", "ep"))
+    return (Fp8(recipe, dtype, amax_groups=(cp, tp), weight_amax_groups=(tp,), cached=cached),
+            Fp8(recipe, dtype, amax_groups=(cp, tp, ep), weight_amax_groups=(ep,), cached=cached))
+
+
+def moments_dtype(settings: config.Config, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of AdamW's moments in a run in `dtype`."""
+    return torch.bfloat16 if settings.precision.moments == "bf16" else acc_dtype(dtype)
+
+
+def extra_state(model: Llama, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """The state that belongs to no parameter, by name; to restore it, copy into these tensors."""
+    return optimizer.extra_state() | {router.name: router.bias for router in model.routers}
+
+
+def open_samples(settings: config.Config, paths: list[str], seed: int | None) -> Samples:
+    """The samples of these files, shuffled by a seed or in their own order. Raises ValueError naming a bad file."""
+    data = settings.data
+    corpus = Corpus(paths, settings.model.vocab, data.data_dtype, data.separator)
+    return Samples(corpus, settings.batch.seq, seed, data.doc_mask)
+
+
+# ---- the device -----------------------------------------------------------------------------------------------------
+
+def choose_device(asked: str) -> tuple[torch.device, str]:
+    """(device of this rank, why). asked: "auto", "cpu" or "cuda". A GPU, if this machine has one for each of its ranks.
+
+    Raises ValueError if it has fewer GPUs than ranks, unless it has none or the CPU is asked for.
     """
     ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if asked == "cpu":
@@ -72,281 +420,135 @@ def choose_device(asked: str) -> tuple[torch.device, str]:
     return torch.device("cpu"), "there is no GPU here"
 
 
-def check_fp8(recipe: str, device: torch.device) -> None:
-    """Raises ValueError where a GPU has no such FP8: it came with compute capability 8.9; cuBLAS has blocks for 9."""
-    if recipe == "none" or device.type == "cpu":
-        return
-    capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
-    if capability < (8, 9) or (recipe == "blockwise" and capability[0] != 9):
-        other = ", or --fp8 tensorwise" if capability >= (8, 9) else ""
-        raise ValueError(f"--fp8 {recipe}: cannot run on {name}: use a Hopper GPU, or --fp8 none{other}")
-
-
-def check_triton(precision: config.Precision, device: torch.device) -> None:
-    """Raises ValueError where kernels cannot run: on a CPU, unless it interprets them, and then in bf16."""
+def check_device(precision: config.Precision, device: torch.device) -> None:
+    """Raises ValueError for what this device cannot run. FP8 needs a GPU of compute capability 8.9 or more, blockwise
+    exactly 9 (cuBLAS); on a CPU Triton's kernels need its interpreter, which computes bf16 wrongly."""
+    if precision.fp8 != "none" and device.type == "cuda":
+        capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+        if capability < (8, 9) or (precision.fp8 == "blockwise" and capability[0] != 9):
+            other = ", or --fp8 tensorwise" if capability >= (8, 9) else ""
+            raise ValueError(f"--fp8 {precision.fp8}: cannot run on {name}: use a Hopper GPU, or --fp8 none{other}")
     if precision.attention == "triton" and device.type == "cpu":
         config.need(os.environ.get("TRITON_INTERPRET") == "1", "--attention triton needs a GPU, or TRITON_INTERPRET=1 "
                     "to be interpreted, slowly: use auto or math")
-        config.need(precision.dtype != "bf16", "--attention triton with --dtype bf16: Triton's interpreter computes "
-                    "nonsense with it, use fp32, or --attention auto or math")
+        config.need(precision.dtype != "bf16", "--attention triton with --dtype bf16: Triton's interpreter computes it "
+                    "wrongly, use fp32, or --attention auto or math")
 
 
-def build_groups(grid: config.Grid, model: config.Model, timeout_s: float = 600) -> Groups:
-    """The groups of every axis, created in the same order on every rank; None where a rank is alone.
+# ---- what is printed and written ------------------------------------------------------------------------------------
 
-    world: everybody. pp: those that have other layers; tie: of these, the two that have a tied table. data: all that
-    have other tokens, replicate x dp. dp: those that share out optimizer state; cp: the innermost of these, which have
-    parts of the same sequences. tp: those that share layers; where they are more than there are heads of keys and
-    values, kv: one for each head, kv_copy: those of a head. Experts see the ranks of dp x tp as edp x ep: ep: those
-    that have all experts between them; edp: those that have the same ones.
-    """
-    groups: Groups = dict.fromkeys(AXES)
-    if not dist.is_initialized():
-        return groups
+class Log:
+    """The first lines, the progress bar and the metrics of every step. Rank 0 alone prints and writes."""
 
-    def add(axis: str, shape: tuple[int, ...], *along: int) -> None:
-        """The groups of ranks that differ in these coordinates alone, when all ranks in order have such a shape."""
-        others = [i for i in range(len(shape)) if i not in along]
-        ranks = torch.arange(math.prod(shape)).view(shape)
-        members = ranks.permute(*others, *along).flatten(len(others)).flatten(0, -2)  # a group a row
-        if members.shape[1] > 1:
-            timeout = datetime.timedelta(seconds=timeout_s)
-            groups[axis], _ = dist.new_subgroups_by_enumeration(members.tolist(), timeout=timeout)
-            if axis == "pp" and grid.schedule not in ("zb-v", "dualpipev"):  # whose last stage is beside the first
-                groups["tie"], _ = dist.new_subgroups_by_enumeration(members[:, [0, -1]].tolist(), timeout=timeout)
+    def __init__(self, settings: config.Config, groups: Groups, device: torch.device):
+        self.settings, self.groups, self.device = settings, groups, device
+        self.ranks, self.is_first_rank = size(groups["world"]), rank(groups["world"]) == 0
+        dtype = DTYPES[settings.precision.dtype]
+        has_peak = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)  # FP8 counts against it, too
+        self.peak = costs.peak_flops(torch.cuda.get_device_name(device)) if has_peak else None
+        self.flops = costs.flops_by_convention(settings)
+        path = settings.run.metrics
+        self.metrics = open(path, "w") if path and self.is_first_rank else None
 
-    shards, heads = grid.dp // grid.dp_replicate, min(grid.tp, model.kv_heads)
-    shape = grid.pp, grid.dp_replicate, shards, grid.cp, heads, grid.tp // heads
-    pp, replicate, shard, cp, kv, kv_copy = range(6)
-    add("pp", shape, pp)
-    add("data", shape, replicate, shard, cp)
-    add("replicate", shape, replicate)
-    add("dp", shape, shard, cp)
-    add("cp", shape, cp)
-    add("tp", shape, kv, kv_copy)
-    if grid.tp > model.kv_heads:
-        add("kv", shape, kv)
-        add("kv_copy", shape, kv_copy)
-    if model.experts:
-        folded = grid.pp, grid.dp_replicate, shards * grid.cp * grid.tp // grid.ep, grid.ep
-        add("edp", folded, 2)
-        add("ep", folded, 3)
-    return groups | {"world": dist.group.WORLD}
+        self.bar = tqdm(total=settings.optim.steps, unit="step", disable=True)
 
+    def start(self, device_reason: str, samples: Samples) -> None:
+        if self.is_first_rank:
+            ranks = f"{self.ranks} ranks, {dist.get_backend()}" if self.groups["world"] else "one process"
+            device = f"{self.device.type} ({device_reason}), {ranks}"
+            print(first_lines(self.settings, self.groups, device, samples), flush=True)
+            self.bar = tqdm(total=self.settings.optim.steps, unit="step", dynamic_ncols=True)
 
-def plan_of(grid: config.Grid, micro_batches: int) -> Plan:
-    """Who does what in a step. Raises ValueError if the schedule cannot have so many micro-batches."""
-    return plan(grid.schedule if grid.pp > 1 else "1f1b", grid.pp, micro_batches, grid.chunks, grid.pp_group)
+    def record(self, state: RunState, sequences: int, loss: float, norm: float, lr: float, seconds: float) -> dict:
+        """The metrics of a step; `skipped` and `tokens` count from the beginning of the run."""
+        rate = sequences * self.settings.batch.seq / seconds
+        utilisation = {name: flops * rate / self.ranks / self.peak if self.peak else None
+                       for name, flops in self.flops.items()}
+        return dict(
+            step=state.step, tokens=state.samples * self.settings.batch.seq, loss=loss, grad_norm=norm, lr=lr,
+            step_s=seconds, tokens_per_s=rate, tokens_per_s_per_gpu=rate / self.ranks, **utilisation,
+            memory_gb=peak_memory(self.device) / 1e9,
+            comm_gb={axis: collectives.sent[collectives.name(self.groups[axis])] / 1e9
+                     for axis in AXES if size(self.groups[axis]) > 1}, skipped=state.skipped)
 
+    def write(self, record: dict) -> None:
+        if "val_loss" in record and self.is_first_rank:
+            self.bar.write(f"step {record['step']}: validation loss {record['val_loss']:.4f}", file=sys.stdout)
+        if self.metrics:
+            print(as_json(record), file=self.metrics, flush=True)
+        self.bar.set_postfix_str(f"loss {record['loss']:.3f}, {record['tokens_per_s']:,.0f} tokens/s", refresh=False)
+        self.bar.update()
 
-def pipeline(settings: config.Config, group: collectives.Group, device: torch.device | str = "cpu") -> Pipeline:
-    """Layers cut into stages of equal work, which is FLOPs, those of the head included."""
-    model, grid, batch = settings.model, settings.grid, settings.batch
-    work = [sum(part.flops for part in llama_layer(model, batch.seq, torch.float32, number=number))
-            for number in range(model.layers)]
-    unit, head = max(work), 2 * model.vocab * model.hidden
-    cuts = partition([flops / unit for flops in work], grid.pp * grid.chunks, last=head / unit)
-    most = max(sequences for sequences, _ in batch.ramp()) // batch.micro_batch // grid.dp
-    return Pipeline(partial(plan_of, grid), cuts, most, group, device)
+    def close(self, state: RunState, loss: float) -> None:
+        self.bar.close()
+        if self.metrics:
+            self.metrics.close()
+        if self.is_first_rank:
+            print(f"trained {self.settings.optim.steps} steps on {state.samples * self.settings.batch.seq:,} tokens: "
+                  f"last loss {loss:.4f} nats per token")
 
 
-def moments_dtype(settings: config.Config, dtype: torch.dtype) -> torch.dtype:
-    return torch.bfloat16 if settings.precision.moments == "bf16" else at_least_fp32(dtype)
+def first_lines(settings: config.Config, groups: Groups, device: str, samples: Samples) -> str:
+    """device, grid, batch, model and data of a run, a line each."""
+    grid, batch, precision, model = settings.grid, settings.batch, settings.precision, settings.model
+    shards, count = grid.dp // grid.dp_replicate * grid.cp, costs.parameters(model)
+    fp8 = f", linear layers of blocks in fp8 {precision.fp8}" if precision.fp8 != "none" else ""
+    sequences, _ = batch.ramp()[0]
+    ramp = f"; ramp {batch.batch_ramp}" if batch.batch_ramp else ""
+    memory = memory_of_rank(settings, groups)
+    active = f" ({count.active:,} active)" if model.experts else ""
+    return "\n".join((
+        f"device  {device}, {precision.dtype}{fp8}",
+        f"grid    {grid_line(grid, model, shards)}",
+        f"batch   global batch {sequences} = micro {batch.micro_batch} x accum "
+        f"{sequences // batch.micro_batch // grid.dp} x dp {grid.dp}; {sequences * batch.seq:,} tokens per step{ramp}",
+        f"model   {model.preset}: {count.total:,} parameters{active}; rank 0 needs about "
+        + ": ".join((format_bytes(sum(memory.values())), ", ".join(f"{kind} {format_bytes(n)}" for kind, n
+                                                                   in memory.items()))),
+        f"data    {len(samples.corpus):,} tokens in {len(samples.corpus.files):,} files: "
+        f"{samples.windows:,} samples of {batch.seq}"))
 
 
-def fp8_layers(settings: config.Config, groups: Groups, dtype: torch.dtype) -> tuple[Fp8, Fp8] | None:
-    """How linear layers and experts multiply in FP8. Ranks of cp and tp have parts of one micro-batch's activations."""
-    precision, stays = settings.precision, settings.grid.zero < 3
-    if precision.fp8 == "none":
-        return None
-    recipe, parts = RECIPES[precision.fp8]._replace(pow2=precision.fp8_pow2), (groups["cp"], groups["tp"])
-    return (Fp8(recipe, dtype, parts, (groups["tp"],), cached=stays),
-            Fp8(recipe, dtype, (*parts, groups["ep"]), (groups["ep"],), cached=stays))
-
-
-def build(settings: config.Config, groups: Groups, device: torch.device, dtype: torch.dtype) -> tuple[Llama, Optimizer]:
-    """The model and its optimizer, filled with the seed's weights."""
-    grid, optim, precision = settings.grid, settings.optim, settings.precision
-    model = Llama(settings.model, groups, dtype, device, precision.attention, precision.recompute, grid.sp,
-                  grid.async_tp, optim.z_loss, grid.sp_keep, grid.cp_style, pipeline(settings, groups["pp"], device),
-                  Balance(optim.aux_loss, optim.aux_over, optim.router_z_loss, optim.bias_rate),
-                  fp8_layers(settings, groups, dtype), precision.fp8_ends)
-    optimizer = Optimizer(model.chunks(), groups, grid.bucket_mb, grid.zero, optim.optimizer, optim.betas,
-                          weight_decay=optim.weight_decay, clip=optim.clip, moments=moments_dtype(settings, dtype),
-                          last=model.head)
-    optimizer.load(draw(optim.seed))
-    return model, optimizer
-
-
-def numbers(model: Llama, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """The state that belongs to no parameter, by name; to restore it, copy into these."""
-    return optimizer.numbers() | {router.name: router.bias for router in model.routers}
-
-
-# ---- one step -------------------------------------------------------------------------------------------------------
-
-def gradients(model: Llama, optimizer: Optimizer, micro_batches: list[MicroBatch], groups: Groups) -> torch.Tensor:
-    """Forward and backward of a step: the gradient of the mean loss over all valid tokens of the global batch.
-
-    Returns that loss. The number it divides by is counted over all ranks and micro-batches before the first backward,
-    so that every gradient is a plain sum from there on. Losses that balance experts are means over the sequences.
-    """
-    sequences = sum(len(batch.tokens) for batch in micro_batches) * size(groups["data"]) // size(groups["cp"])
-    valid = sum((batch.labels != IGNORED).sum() for batch in micro_batches)
-    counted = collectives.all_reduce(valid, groups["data"], async_op=True)  # under way during the first forward
-    total = torch.zeros((), dtype=model.wide, device=valid.device)
-
-    def forward(stage: int, k: int, x: torch.Tensor | None) -> torch.Tensor:
-        batch = micro_batches[k]
-        y = model(batch.tokens, batch.positions, batch.documents, stage=stage, x=x, labels=batch.labels,
-                  weight=optimizer.scaled(1 / sequences))
-        if stage < model.last:
-            return y
-        counted.wait()
-        total.add_(y.detach())
-        return optimizer.scaled(y / valid.clamp(min=1))
-
-    engine = model.pipeline.engine(len(micro_batches))
-    optimizer.begin(engine.backwards)
-    engine.run(forward, model.between(micro_batches[0].tokens), model.dtype)
-    counted.wait()
-    optimizer.finish()
-    for axis in ("data", "pp"):  # one pipeline rank has it, the others zeros
-        collectives.all_reduce(total, groups[axis])
-    return total / valid.clamp(min=1)
-
-
-def balanced(model: Llama, groups: Groups, finite: torch.Tensor, sequences: int) -> dict[str, float]:
-    """What metrics say of experts after a step: the losses that balance them, and of all layers the highest load of an
-    expert over the mean one. finite: whether the step was one, else biases stay."""
-    worst, cost = torch.zeros(2, dtype=torch.float64, device=finite.device).unbind()
-    if model.routers:  # the layers of a pipeline rank may all be dense
-        worst, cost = rebalance(model.routers, (groups["data"], groups["tp"]), finite)
-    collectives.all_reduce(worst, groups["pp"], collectives.MAX)
-    collectives.all_reduce(cost, groups["pp"])
-    return dict(aux_loss=cost.item() / sequences, load_max_over_mean=worst.item())
-
-
-@torch.no_grad()
-def evaluate(model: Llama, rounds: Iterable[list[MicroBatch]], groups: Groups) -> float:
-    """The mean loss over all valid tokens of all ranks' micro-batches, of which each rank gives equally many."""
-    summed = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)  # losses, tokens
-    for micro_batches in rounds:
-        def forward(stage: int, k: int, x: torch.Tensor | None, given=micro_batches) -> torch.Tensor:
-            batch = given[k]
-            y = model(batch.tokens, batch.positions, batch.documents, stage=stage, x=x, labels=batch.labels)
-            if stage == model.last:
-                summed.add_(torch.stack((y.double(), (batch.labels != IGNORED).sum().double())))
-            return y
-
-        engine = model.pipeline.engine(len(micro_batches), evaluating=True)
-        engine.run(forward, model.between(micro_batches[0].tokens), model.dtype)
-    for axis in ("data", "pp"):
-        collectives.all_reduce(summed, groups[axis])
-    return (summed[0] / summed[1].clamp(min=1)).item()
-
-
-def share(samples: Samples, first: int, sequences: int, settings: config.Config, groups: Groups,
-          end: int | None = None) -> list[MicroBatch]:
-    """What this rank computes of `sequences` samples, of which those from number `end` on have no labels."""
-    grid, (c, i) = settings.grid, (size(groups["cp"]), rank(groups["cp"]))
-    sharers = grid.tp if grid.sp else 1
-    reader = rank(groups["data"]) // c  # context parallel ranks are the innermost, and read the same sequences
-    return [MicroBatch(*cut(*vars(batch).values(), c, i, sharers)) for batch in
-            samples.step(first, sequences, settings.batch.micro_batch, reader, grid.dp, end)]
-
-
-def learning_rate(step: int, optim: config.Optim) -> float:
-    """The rate of step 0, 1, … steps - 1: a linear warmup, then the schedule down to min_lr at the last step."""
-    if step < optim.warmup:
-        return optim.lr * (step + 1) / optim.warmup
-    done = (step - optim.warmup + 1) / (optim.steps - optim.warmup)  # up to 1
-    if optim.lr_schedule == "cosine":
-        left = (1 + math.cos(math.pi * done)) / 2
-    elif optim.lr_schedule == "wsd":  # warmup, stable, decay: Hu et al. 2024
-        left = min(1.0, (optim.steps - 1 - step) / (0.2 * optim.steps))
-    else:
-        return optim.lr
-    return optim.min_lr + (optim.lr - optim.min_lr) * left
-
-
-def sequences_at(tokens: int, ramp: list[tuple[int, float]]) -> int:
-    """The global batch once so many tokens have been seen."""
-    return [sequences for sequences, start in ramp if start <= tokens][-1]
-
-
-# ---- what is said ---------------------------------------------------------------------------------------------------
-
-def first_lines(settings: config.Config, groups: Groups, device: str, dtype: torch.dtype, samples: Samples) -> str:
-    grid, batch, precision = settings.grid, settings.batch, settings.precision
-    stages = pipeline(settings, groups.get("pp"))
-    model = Llama(settings.model, groups, pipeline=stages, fp8=fp8_layers(settings, groups, dtype),
-                  fp8_ends=precision.fp8_ends)
-    chunks = model.chunks()
-    buckets = composition(chunks, 0 if grid.zero == 3 else grid.bucket_mb)
-    shards = grid.dp // grid.dp_replicate * grid.cp
-    moments = moments_dtype(settings, dtype) if settings.optim.optimizer == "adamw" else None
-    memory = Counter()
-    for axis, n in ("dp", shards), ("edp", shards * grid.tp // grid.ep):
-        counts = [sum(param.numel() for param in bucket) for bucket in buckets if bucket[0].spec.data == axis]
-        memory.update(bytes_held(counts, grid.zero, n, dtype, moments) if counts else {})
-    if precision.fp8 != "none" and grid.zero < 3:
-        memory["FP8 weights"] = 2 * model.fp8_weights()
-    memory["activations"] = activation_bytes(settings, dtype, stages)
+def grid_line(grid: config.Grid, model: config.Model, shards: int) -> str:
+    """The axes, and what a rank holds of the model and reads of the data. shards: ranks that ZeRO shards over."""
     state = ("", "optimizer state", "gradients, optimizer state", "weights, gradients, optimizer state")[grid.zero]
-    copies = f" in {grid.dp_replicate} replicas" if grid.dp_replicate > 1 else ""
     layers = "the whole model" if grid.tp == 1 else f"1/{grid.tp} of every layer and " + (
         f"1/{grid.tp} of the tokens between layers" if grid.sp else "all tokens between layers")
     if grid.pp > 1:
         layers = f"{grid.chunks} of {grid.pp * grid.chunks} stages ({grid.schedule}), of these {layers}"
-    experts = active = ""
-    if settings.model.experts:
-        same = shards * grid.tp // grid.ep
-        experts = f", ep {grid.ep} x edp {same}"
-        layers += f", but {settings.model.experts // grid.ep} of {settings.model.experts} experts"
-        state += f" (1/{same} of experts')"
-        active = f" ({active_count(settings.model):,} active)"
-    sequences, _ = batch.ramp()[0]
-    accumulated = sequences // batch.micro_batch // grid.dp
-    return "\n".join((
-        f"device  {device}, {precision.dtype}" + (
-            f", linear layers of blocks in fp8 {precision.fp8}" if precision.fp8 != "none" else ""),
-        f"grid    pp {grid.pp} x dp {grid.dp} x cp {grid.cp} x tp {grid.tp}{experts}, zero {grid.zero}: a rank holds "
-        + layers + (f", 1/{shards} of that of {state}{copies}" if shards > 1 and grid.zero else "")
-        + f", and reads 1/{grid.dp} of the sequences" + (f", 1/{grid.cp} of each" if grid.cp > 1 else ""),
-        f"batch   global batch {sequences} = micro {batch.micro_batch} x accum {accumulated} x dp {grid.dp}; "
-        f"{sequences * batch.seq:,} tokens a step" + (f"; ramp {batch.batch_ramp}" if batch.batch_ramp else ""),
-        f"model   {settings.model.preset}: {parameter_count(settings.model):,} parameters{active}; a rank needs about "
-        + f"{gb(sum(memory.values()))}: " + ", ".join(f"{name} {gb(count)}" for name, count in memory.items()),
-        f"data    {len(samples.corpus):,} tokens in {len(samples.corpus.files):,} files: "
-        f"{samples.windows:,} samples of {batch.seq}",
-    ))
+    experts = ""
+    if model.experts:
+        edp = shards * grid.tp // grid.ep
+        experts = f", ep {grid.ep} x edp {edp}"
+        layers += f", but {model.experts // grid.ep} of {model.experts} experts"
+        state += f" (1/{edp} of experts')"
+    sharded = f", 1/{shards} of its {state}" if shards > 1 and grid.zero else ""
+    if sharded and grid.dp_replicate > 1:
+        sharded += f" in {grid.dp_replicate} replicas"
+    reads = f"reads 1/{grid.dp} of the sequences" + (f", 1/{grid.cp} of each" if grid.cp > 1 else "")
+    return (f"pp {grid.pp} x dp {grid.dp} x cp {grid.cp} x tp {grid.tp}{experts}, zero {grid.zero}: a rank holds "
+            f"{layers}{sharded}, and {reads}")
 
 
-def gb(count: float) -> str:
+def memory_of_rank(settings: config.Config, groups: Groups) -> dict[str, int]:
+    """Bytes that this rank will hold, by kind, from the shapes of its parameters and the formulas of costs.py."""
+    dtype, grid, optim = DTYPES[settings.precision.dtype], settings.grid, settings.optim
+    model = build_model(settings, groups, "cpu", dtype)
+    buckets: dict[str, list[int]] = {}
+    for params in assign_to_buckets(model.units(), 0 if grid.zero == 3 else grid.bucket_mb):
+        buckets.setdefault(params[0].spec.data_axis, []).append(sum(param.numel() for param in params))
+    moments = len(UPDATE_RULES[optim.optimizer].state) * moments_dtype(settings, dtype).itemsize
+    pipeline = model.pipeline
+    activations = costs.activation_bytes(settings, dtype.itemsize, pipeline.stages.values(), pipeline.in_flight,
+                                         has_head=pipeline.last in pipeline.stages)
+    return costs.memory_bytes(settings, dtype.itemsize, moments, buckets, model.fp8_weights(), activations)
+
+
+def format_bytes(count: float) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Of one GPU, from its name; None for what is not in the table: a utilisation of a guess is no measurement."""
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
-        return None
-    words = set(re.split("[ -]", torch.cuda.get_device_name(device)))
-    return next((peak * 1e12 for key, peak in PEAK_TFLOPS.items() if set(key.split()) <= words), None)
-
-
-def utilisation(settings: config.Config, dtype: torch.dtype, peak: float | None) -> Callable[[float], dict]:
-    """(tokens a second of a GPU) -> the part of its peak that their FLOPs are: with all scores counted, with those that
-    are seen, and with what is computed again, too."""
-    model, precision, seq = settings.model, settings.precision, settings.batch.seq
-    flops, causal = (flops_per_token(model, seq, causal) for causal in (False, True))
-    repeated = sum(extra_flops(llama_layer(model, seq, dtype, precision.attention, number=number), precision.recompute)
-                   for number in range(model.layers))
-    counts = dict(mfu=flops, mfu_causal=causal, hfu=flops + repeated)
-    return lambda rate: {name: count * rate / peak if peak else None for name, count in counts.items()}
-
-
-def memory_used(device: torch.device) -> float:
+def peak_memory(device: torch.device) -> float:
     """The most this rank has held so far, in bytes: allocated on the GPU, or resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -354,154 +556,10 @@ def memory_used(device: torch.device) -> float:
 
 
 def as_json(record: dict) -> str:
-    """One line. JSON has no NaN: what is not finite becomes null."""
+    """One line of JSON, which has no NaN or inf: they become null."""
     finite = {key: None if isinstance(value, float) and not math.isfinite(value) else value
               for key, value in record.items()}
     return json.dumps(finite)
-
-
-# ---- the run --------------------------------------------------------------------------------------------------------
-
-class Progress:
-    """How far the run is, for whoever has to say where it failed."""
-    step: int | None = None
-
-
-def open_samples(settings: config.Config, paths: list[str], seed: int | None) -> Samples:
-    data = settings.data
-    corpus = Corpus(paths, settings.model.vocab, data.data_dtype, data.separator)
-    return Samples(corpus, settings.batch.seq, seed, data.doc_mask)
-
-
-@contextmanager
-def without_collector() -> Iterator[None]:
-    """A step leaves no cycles behind, and looking for some would let the device wait."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()
-
-
-def train(settings: config.Config, samples: Samples, unseen: Samples | None, device: torch.device, why: str,
-          progress: Progress) -> None:
-    batch, optim, data, run = settings.batch, settings.optim, settings.data, settings.run
-    dtype = DTYPES[settings.precision.dtype]
-    groups = build_groups(settings.grid, settings.model, run.timeout)
-    ranks = size(groups["world"])
-    chief = rank(groups["world"]) == 0
-    if chief:
-        where = f"{ranks} ranks, {dist.get_backend()}" if groups["world"] else "one process"
-        print(first_lines(settings, groups, f"{device.type} ({why}), {where}", dtype, samples), flush=True)
-    if run.graph:
-        prepare(device)
-    model, optimizer = build(settings, groups, device, dtype)
-
-    def forward_and_backward(micro_batches: list[MicroBatch]) -> torch.Tensor:
-        return gradients(model, optimizer, micro_batches, groups)
-
-    step_of = Recorded(forward_and_backward) if run.graph else forward_and_backward
-
-    def validation_loss() -> float:
-        at_once, wanted = ramp[0][0], min(data.eval_steps * ramp[0][0], unseen.windows)
-        return evaluate(model, ([micro_batch.to(device) for micro_batch in
-                                 share(unseen, first, at_once, settings, groups, wanted)]
-                                for first in range(0, wanted, at_once)), groups)
-
-    ramp, seen, skipped = batch.ramp(), 0, 0  # seen: samples so far, the whole state of the data
-    used = utilisation(settings, dtype, peak_flops(device, dtype))
-    metrics = open(run.metrics, "w") if run.metrics and chief else None
-    bar = tqdm(total=optim.steps, unit="step", disable=not chief, dynamic_ncols=True)
-
-    def read(step: int) -> tuple[int, list[MicroBatch]]:
-        """The sequences of a step, which begins with sample number `seen`, and this rank's micro-batches of it."""
-        progress.step, sequences = step, sequences_at(seen * batch.seq, ramp)
-        return sequences, [batch.to(device) for batch in share(samples, seen, sequences, settings, groups)]
-
-    following = read(0)
-    with without_collector():
-        for step in range(optim.steps):
-            progress.step, began = step, time.perf_counter()
-            collectives.sent.clear()
-            lr, (sequences, micro_batches) = learning_rate(step, optim), following
-            loss = step_of(micro_batches)
-            norm = optimizer.step(lr)
-            balance = balanced(model, groups, norm.isfinite(), sequences) if settings.model.experts else {}
-            seen += sequences
-            if step + 1 < optim.steps:
-                following = read(step + 1)  # while the device is at work
-                progress.step = step
-            loss, norm = loss.item(), norm.item()  # waits for it
-            skipped += not math.isfinite(norm)
-
-            seconds = time.perf_counter() - began
-            rate = sequences * batch.seq / seconds
-            record = dict(
-                step=step, tokens=seen * batch.seq, loss=loss, grad_norm=norm, lr=lr, step_s=seconds, tokens_per_s=rate,
-                tokens_per_s_per_gpu=rate / ranks, **used(rate / ranks), memory_gb=memory_used(device) / 1e9,
-                comm_gb={axis: collectives.sent[collectives.name(groups[axis])] / 1e9
-                         for axis in AXES if size(groups[axis]) > 1}, skipped=skipped, **balance)
-            if unseen and (step == optim.steps - 1 or (data.eval_every and (step + 1) % data.eval_every == 0)):
-                record["val_loss"] = validation_loss()
-                if chief:
-                    bar.write(f"step {step}: validation loss {record['val_loss']:.4f}", file=sys.stdout)
-            if metrics:
-                print(as_json(record), file=metrics, flush=True)
-            bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s", refresh=False)
-            bar.update()
-    bar.close()
-    if chief:
-        print(f"trained {optim.steps} steps on {seen * batch.seq:,} tokens: loss {loss:.4f} nats a token in the last")
-    if run.sample and math.isfinite(loss) and samples.corpus.is_text:
-        continue_prompt(model, settings, groups, device, chief)
-
-
-def continue_prompt(model: Llama, settings: config.Config, groups: Groups, device: torch.device, chief: bool) -> None:
-    """Print what the model writes; it takes one replica of the weights, wherever its parts are."""
-    if rank(groups["data"]) == 0 or settings.grid.zero == 3 or settings.grid.ep > 1:
-        prompt = torch.tensor([[BYTES_SEPARATOR, *settings.run.sample.encode()]], device=device)
-        written = sample(model, prompt, 240)[0, 1:].tolist()
-        if chief:
-            print(bytes(byte for byte in written if byte < 256).decode(errors="replace"))
-
-
-def main(settings: config.Config) -> None:
-    progress, run = Progress(), settings.run
-    try:  # what the user can mend, and every rank finds alike
-        device, why = choose_device(run.device)
-        check_fp8(settings.precision.fp8, device)
-        check_triton(settings.precision, device)
-        for sequences, _ in settings.batch.ramp():
-            micro_batches = sequences // settings.grid.dp // settings.batch.micro_batch
-            try:
-                plan_of(settings.grid, micro_batches)
-            except ValueError as error:
-                raise ValueError(f"--micro-batch {settings.batch.micro_batch}: {error}") from None
-        samples = open_samples(settings, settings.data.data, settings.optim.seed)
-        unseen = open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
-    except ValueError as error:
-        config.refuse(error)
-    if settings.precision.dtype == "auto":
-        settings.precision.dtype = "bf16" if device.type == "cuda" else "fp32"
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    try:
-        by_torchrun = "WORLD_SIZE" in os.environ
-        with collectives.world(device, run.timeout) if by_torchrun else nullcontext():
-            train(settings, samples, unseen, device, why, progress)
-    except Exception as error:
-        fail(progress, error)
-
-
-def fail(progress: Progress, error: Exception) -> None:
-    """Say where and why, and take the job down: the other ranks may wait for this one, so nothing is waited for."""
-    traceback.print_exc()
-    when = "before the first step" if progress.step is None else f"in step {progress.step}"
-    print(f"train.py: rank {os.environ.get('RANK', 0)} failed {when}: {error}", file=sys.stderr, flush=True)
-    os._exit(1)
 
 
 if __name__ == "__main__":

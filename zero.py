@@ -1,35 +1,36 @@
-"""ZeRO: data parallel ranks stop holding the same things n times. Stage 0, nothing sharded, is the plain optimizer.
+"""ZeRO: shard optimizer state, gradients and parameters over the data parallel ranks. Level 0 is the plain optimizer.
 
-Saves: all but 1/n of the bytes below: of optimizer state (stage 1), of gradients too (2), of weights too (3).
-Costs: elements sent by a rank in a step of A micro-batches, times (n-1)/n: 2P, 2P, (A+1)P and 3AP for stages 0 to 3.
-       (Stage 3 spares two gathers: the embedding's backward reads no weights, the head's follows its forward at once.)
-Stops helping when: activations are what fills the memory, or A is so large that stages 2 and 3 only communicate.
+Saves: all but 1/n of the bytes below: of optimizer state (level 1), of gradients too (2), of weights too (3).
+Costs: elements sent by a rank in a step of A micro-batches, times (n-1)/n: 2P, 2P, (A+1)P and 3AP at levels 0 to 3.
+       (Level 3 saves two all-gathers: the embedding's backward reads no weights, the head's follows its forward.)
+Stops helping when: activations are what fills the memory, or A is so large that levels 2 and 3 only communicate.
 
-What each rank holds of one bucket of dp.py over n = 4 ranks (a step: | forward | backward | update |):
+What each rank holds of one bucket of dp.py on n = 4 ranks:
 
-    stage   weights    gradients    master, m, v     what travels, and when
+    level   weights    gradients    master, m, v     what is communicated, and when
     0       ████       ████         ████             all-reduce gradients, once a step
     1       ████       ████         █                reduce-scatter gradients, once a step; all-gather weights after
                                                      the update, waited for where the next forward first uses them
     2       ████       █            █                as 1, but reduce-scatter gradients after every micro-batch
-    3       █          █            █                as 2, but all-gather weights just before a layer runs, forward
-                                                     and backward, the next layer's meanwhile; free them just after
+    3       █          █            █                as 2, but all-gather (unshard) a layer's weights just before it
+                                                     runs, forward and backward, prefetching the next layer's; free
+                                                     them (reshard) just after
 
-Bytes a parameter at stage 0 (divide what is sharded by n; padding adds less than n elements a bucket):
+Bytes a parameter at level 0 (divide what is sharded by n; padding adds less than n elements a bucket):
 
     recipe                  weights   gradients   master   moments   together
     fp32                       4          4          -       4 + 4       16     --dtype fp32
     bf16 or fp16, mixed        2          4          4       4 + 4       18     --dtype bf16
     the same, bf16 moments     2          4          4       2 + 2       14     --dtype bf16 --moments bf16
-    --fp8 with bf16          2 + 2        4          4       4 + 4       20     fp8 copies of what blocks multiply;
-    fp8 and bf16 moments     2 + 2        4          4       2 + 2       16     none at stage 3: see fp8.py
+    --fp8 with bf16          2 + 2        4          4       4 + 4       20     FP8 copies of what blocks multiply;
+    fp8 and bf16 moments     2 + 2        4          4       2 + 2       16     none at level 3: see fp8.py
     playbook's mixed           2        2 + 4        4       4 + 4       20     bf16 gradients beside their fp32 sum
-    Transformer Engine         4          4          -       4 + 4       16     fp8 copies made for each matmul
-    DeepSeek-V3                1        2 + 4        4       2 + 2       15     fp8 weights
-    nanotron fp8               1        1 + 4        2       1 + 1       10     fp8 weights, gradients, moments
-    FP8-LM                     1        1 + 2        2       1 + 2        9     fp8 weights, gradients, first moments
+    Transformer Engine         4          4          -       4 + 4       16     FP8 copies made for each matmul
+    DeepSeek-V3                1        2 + 4        4       2 + 2       15     FP8 weights
+    nanotron fp8               1        1 + 4        2       1 + 1       10     FP8 weights, gradients, moments
+    FP8-LM                     1        1 + 2        2       1 + 2        9     FP8 weights, gradients, first moments
 
-Formats: why gradients are summed and weights kept in fp32, and why fp16 alone needs its loss scaled.
+Formats: why gradients are accumulated and weights kept in fp32, and why only fp16 needs its loss scaled.
 
               bits: sign exponent mantissa    largest    smallest normal      step at 1
     fp32                 1     8        23    3.4e38          1.2e-38          1.2e-07
@@ -38,23 +39,24 @@ Formats: why gradients are summed and weights kept in fp32, and why fp16 alone n
     fp8 e4m3             1     4         3       448          1.6e-02          1.2e-01
     fp8 e5m2             1     5         2     57344          6.1e-05          2.5e-01
 
-A step of 1e-3 on a bf16 weight of 1 is rounded away: hence master weights. Gradients of fp16 runs fall below 6e-5:
-hence the loss is multiplied by a scale, which halves when a gradient overflows (every rank skips that step) and doubles
-after 2000 good steps. bf16 moments need beta2 well below 1 - 2^-8, or averages would stop moving.
+An update of 1e-3 to a bf16 weight of 1 is rounded away: hence master weights. Gradients of fp16 runs fall below 6e-5:
+hence the loss is multiplied by a scale, which is halved when a gradient overflows (every rank skips that step) and
+doubled after 2000 good steps. bf16 moments need beta2 well below 1 - 2^-8, or averages would stop moving.
 
-The norm is taken over the whole model: every element counts on one rank, its owner, and squares are summed over the
-world. So all ranks clip by the same number and skip the same steps.
+The gradient norm is that of the whole model: every element counts on one rank, its owner, and squares are summed over
+the world. So all ranks clip by the same number and skip the same steps.
 
-ZeRO-R, the other half of the paper, is about what is left: buffers of constant size, which the buckets are (two whole
-gradients and two layers' weights exist at once, however deep the model; a tied table's gradient is one more, which the
-head begins and the embedding ends), and activations, for which see recompute.py.
+ZeRO-R, the other half of the paper, is about what remains: buffers of constant size, which the buckets are (at most two
+whole gradients and two layers' weights exist at once, however deep the model; a tied table's gradient is one more, from
+the head's backward to the embedding's), and activations, for which see recompute.py.
 
-Rajbhandari et al. 2020 (ZeRO: section 5 the stages, 7 what they send); Zhao et al. 2023 (FSDP: prefetching);
+Rajbhandari et al. 2020 (ZeRO: section 5 the levels, 7 what they send); Zhao et al. 2023 (FSDP: prefetching);
 Micikevicius et al. 2018 (master weights, loss scaling); Loshchilov & Hutter 2019 (AdamW).
-Letters: n ranks of the data axis, P parameters, A micro-batches a step.
+Shapes: n ranks of the data axis, P parameters, A micro-batches a step.
 """
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -62,221 +64,205 @@ from torch.autograd import Function
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from collectives import Pending, all_gather, all_reduce, reduce_scatter, world
-from dp import Bucket, Chunks, DataParallel
-from param import Box, Groups, Source, Spec, at_least_fp32, boxes, draw, is_first_copy, parameter, rank, size
+from collectives import Groups, Pending, all_gather, all_reduce, rank, reduce_scatter, size, world
+from dp import Bucket, DataParallel, Units
+from param import Box, Source, Spec, boxes, draw, is_first_replica, parameter
 
-# ---- a bucket and this rank's share of it ---------------------------------------------------------------------------
+# ---- a bucket and this rank's shard of it ---------------------------------------------------------------------------
 
-class Shard(Bucket):
-    """Weights, gradients and optimizer state of a bucket; what the stage shards is held for `mine` only.
+class ShardedBucket(Bucket):
+    """Weights, gradients and optimizer state of a bucket, sharded according to the ZeRO level.
 
-    In flat tensors of the bucket's order: `weights` and `grad` are whole, `shard` (weights), `master`, `m`, `v` and
-    `owned_grad` are this rank's slice, which is everything at stage 0. A rank alone on its data axis is at stage 0.
+    All are flat, in the bucket's order. `weights` and `grad` are whole; `weight_shard`, `grad_shard` and the tensors of
+    `state` (the master weights and what the update rule remembers, such as AdamW's m and v) are this rank's `shard`, a
+    slice of the whole, which at level 0 is everything. A rank alone on its data axis is at level 0.
     """
 
-    def __init__(self, params: list[nn.Parameter], arrivals: dict[nn.Parameter, list[int]], groups: Groups, stage: int,
-                 moments: torch.dtype | None, in_flight: list["Shard"]):
-        super().__init__(params, arrivals, groups)
+    def __init__(self, params: list[nn.Parameter], stages_of: dict[nn.Parameter, list[int]], groups: Groups, level: int,
+                 rule_state: tuple[str, ...], moments_dtype: torch.dtype, reducing: list["ShardedBucket"]):
+        super().__init__(params, stages_of, groups)
         n = size(self.group)
-        self.stage = stage if n > 1 else 0
-        self.padded = -(-self.numel // n) * n if self.stage else self.numel
-        share = self.padded // n if self.stage else self.padded
-        first = rank(self.group) * share if self.stage else 0
-        self.mine = slice(first, first + share)
-        self.round = sum(len(arrivals[param]) for param in params)  # gradients of one micro-batch
-        self.in_flight = in_flight  # shared by all buckets: whose gradients are travelling
+        self.level = level if n > 1 else 0
+        self.padded = -(-self.numel // n) * n if self.level else self.numel
+        length = self.padded // n if self.level else self.padded
+        first = rank(self.group) * length if self.level else 0
+        self.shard = slice(first, first + length)
 
         dtype = params[0].dtype
         self.weights = self.zeros(self.padded, dtype)
         for param in self.params:
             # Through .data, which leaves the parameter its own version counter: to autograd, refilling is no change.
             param.data = self.view(self.weights, param)
-        self.shard, self.gathering, self.users = self.weights[self.mine], Pending(None), 0
-        if self.stage == 3:
-            self.shard, self.nbytes = self.zeros(share, dtype), self.weights.untyped_storage().nbytes()
+        self.weight_shard, self.unsharding, self.users = self.weights[self.shard], Pending(None), 0
+        if self.level == 3:
+            self.weight_shard, self.nbytes = self.zeros(length, dtype), self.weights.untyped_storage().nbytes()
             self.weights.untyped_storage().resize_(0)
-        self.master = self.shard if dtype == self.wide else self.zeros(share, self.wide)
-        self.m, self.v = (self.zeros(share if moments else 0, moments or self.wide) for _ in range(2))
-        self.owned_grad, self.arriving = None, None
+        self.master = self.weight_shard if dtype == self.acc_dtype else self.zeros(length, self.acc_dtype)
+        self.state = {"master": self.master} | {name: self.zeros(length, moments_dtype) for name in rule_state}
+
+        self.grads_a_micro_batch = sum(len(stages_of[param]) for param in params)
+        self.grad_shard, self.received = None, None
+        self.reducing = reducing  # shared by all buckets: the one whose whole gradient is being reduced
 
     def zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(count, dtype=dtype, device=self.device)
 
-    def owned(self, flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """What a slice-long tensor holds of the places start..stop of the whole."""
-        start, stop = (min(max(place, self.mine.start), self.mine.stop) - self.mine.start for place in (start, stop))
+    def within_shard(self, flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """The part of a shard-long tensor that lies at start..stop of the whole."""
+        start, stop = (min(max(i, self.shard.start), self.shard.stop) - self.shard.start for i in (start, stop))
         return flat[start:stop]
 
-    def owns(self, spec: Spec) -> bool:
-        """Of all ranks that hold the same elements, the first counts and saves them."""
-        first_replica = rank(self.groups["replicate"]) == 0 and (self.stage > 0 or rank(self.group) == 0)
-        return first_replica and is_first_copy(spec, self.groups)
+    def counts(self, spec: Spec) -> bool:
+        """Whether this rank counts and saves its shard of such a parameter: of all that hold the same, the first."""
+        first_replica = rank(self.groups["replicate"]) == 0 and (self.level > 0 or rank(self.group) == 0)
+        return first_replica and is_first_replica(spec, self.groups)
 
     def pieces(self) -> Iterator[tuple[nn.Parameter, Box, slice]]:
-        """(parameter, box of the global tensor, where it lies in the slice), every element of the slice once."""
+        """(parameter, box of the global tensor, its place in the shard), every element of the shard once."""
         for param in self.params:
-            start = self.start[param]
-            first, last = max(self.mine.start, start), min(self.mine.stop, start + param.numel())
-            place = first - self.mine.start
-            for local in boxes(tuple(param.shape), first - start, last - start) if first < last else ():
+            offset = self.offset[param]
+            first, last = max(self.shard.start, offset), min(self.shard.stop, offset + param.numel())
+            place = first - self.shard.start
+            for local in boxes(tuple(param.shape), first - offset, last - offset) if first < last else ():
                 count = math.prod(part.stop - part.start for part in local)
-                box = tuple(slice(part.start + at.start, part.stop + at.start) for part, at in zip(local, param.box))
+                box = tuple(slice(mine.start + part.start, mine.start + part.stop)
+                            for part, mine in zip(local, param.box))
                 yield param, box, slice(place, place + count)
                 place += count
 
     def load(self, source: Source, what: str = "master") -> None:
-        """Fill the master weights, or "m" or "v", from a source."""
-        self.gathering.wait()  # or the weights still travelling would arrive on top of these
+        """Fill a tensor of `state` from a source."""
+        self.unsharding.wait()  # or an all-gather of old weights would overwrite these
         for param, box, place in self.pieces():
-            getattr(self, what)[place] = source(param.spec, box).flatten().to(self.device, self.wide)
+            self.state[what][place] = source(param.spec, box).flatten().to(self.device, self.acc_dtype)
         if what == "master":
-            self.publish()
+            self.update_weights()
 
-    # Gradients.
+    # Gradients. Levels 0 and 1 have a whole one, reduced once a step; 2 and 3 reduce and free it every micro-batch.
 
-    def begin(self, backwards: dict[int, int]) -> None:
-        self.expected = sum(backwards[stage] for param in self.params for stage in self.arrivals[param])
-        self.arrived = 0
+    def begin_step(self, backwards: dict[int, int]) -> None:
+        self.expected = sum(backwards[stage] for param in self.params for stage in self.stages_of[param])
+        self.accumulated = 0
         for param in self.params:
-            param.generation += 1  # what a step makes of weights it makes itself, and so again when it is played
-        if self.stage < 2:
-            self.grad = self.zeros(self.padded, self.wide) if self.grad is None else self.grad.zero_()
-            self.owned_grad = self.grad[self.mine]
-        elif self.owned_grad is None:
-            self.owned_grad = self.zeros(self.mine.stop - self.mine.start, self.wide)
+            param.generation += 1  # a replayed CUDA graph makes again, in every step, what it caches of weights
+        if self.level < 2:
+            self.grad = self.zeros(self.padded, self.acc_dtype) if self.grad is None else self.grad.zero_()
+            self.grad_shard = self.grad[self.shard]
+        elif self.grad_shard is None:
+            self.grad_shard = self.zeros(self.shard.stop - self.shard.start, self.acc_dtype)
 
     def main_grad(self, param: nn.Parameter) -> torch.Tensor:
-        if self.grad is None:  # stages 2 and 3, where the last one is travelling or gone
-            self.grad = self.zeros(self.padded, self.wide)
+        if self.grad is None:  # levels 2 and 3, when the previous one is being reduced or gone
+            self.grad = self.zeros(self.padded, self.acc_dtype)
         return self.view(self.grad, param)
 
     def ready(self, param: nn.Parameter) -> None:
-        self.arrived += 1
-        if self.stage >= 2 and self.arrived % self.round == 0 and self.expected > 1:
-            self.launch()  # of this micro-batch; the last one's is the step's last
+        self.accumulated += 1
+        if self.level >= 2 and self.accumulated % self.grads_a_micro_batch == 0 and self.expected > 1:
+            self.start_reduction()  # of this micro-batch; the last one's is started by the step's last gradient
         super().ready(param)
 
-    def launch(self) -> None:
-        if self.stage == 0:
-            super().launch()
-        elif self.stage == 1:
-            self.pending = reduce_scatter(self.owned_grad, self.grad, self.group, async_op=True)
+    def start_reduction(self) -> None:
+        if self.level == 0:
+            super().start_reduction()
+        elif self.level == 1:
+            self.reduction = reduce_scatter(self.grad_shard, self.grad, self.group, async_op=True)
         else:
-            for bucket in self.in_flight:  # one whole gradient travels while the next is filled: two exist, not more
-                bucket.receive()
-            first_round = self.arrived <= self.round
-            self.arriving = self.owned_grad if first_round else torch.empty_like(self.owned_grad)
-            self.pending = reduce_scatter(self.arriving, self.grad, self.group, async_op=True)
-            self.grad, self.in_flight[:] = None, [self]
+            for bucket in self.reducing:  # while one whole gradient is reduced the next is filled: no third exists
+                bucket.finish_reduction()
+            first = self.accumulated <= self.grads_a_micro_batch
+            self.received = self.grad_shard if first else torch.empty_like(self.grad_shard)
+            self.reduction = reduce_scatter(self.received, self.grad, self.group, async_op=True)
+            self.grad, self.reducing[:] = None, [self]
 
-    def receive(self) -> None:
-        """Wait for the sum under way and add it to those of earlier micro-batches."""
-        self.pending.wait()
-        if self.arriving is not None and self.arriving is not self.owned_grad:
-            self.owned_grad.add_(self.arriving)
-        self.arriving = None
+    def finish_reduction(self) -> None:
+        """Wait for the reduction under way and add its result to those of earlier micro-batches."""
+        self.reduction.wait()
+        if self.received is not None and self.received is not self.grad_shard:
+            self.grad_shard.add_(self.received)
+        self.received = None
 
-    def finish(self) -> None:
+    def finish_step(self) -> None:
         assert self.expected == 0, f"{self.name} and {len(self.params) - 1} more wait for {self.expected} gradients"
-        self.receive()
-        all_reduce(self.owned_grad, self.groups["replicate"])
-        for start, stop, spec in self.spans:  # after the data axis: what is owned lies alike on all ranks of other axes
-            for axis in spec.sums:
-                all_reduce(self.owned(self.owned_grad, start, stop), self.groups[axis])
+        self.finish_reduction()
+        all_reduce(self.grad_shard, self.groups["replicate"])
+        for start, stop, spec in self.spans:  # after the data axis: shards lie alike on all ranks of other axes
+            for axis in spec.partial_axes:
+                all_reduce(self.within_shard(self.grad_shard, start, stop), self.groups[axis])
 
-    def square(self) -> torch.Tensor:
-        """The sum of the squared gradients this rank owns."""
-        total = torch.zeros((), dtype=self.wide, device=self.device)
+    def squared_norm(self) -> torch.Tensor:
+        """The sum of the squared gradients that this rank counts."""
+        total = torch.zeros((), dtype=self.acc_dtype, device=self.device)
         for start, stop, spec in self.spans:
-            if self.owns(spec):
-                total += torch.linalg.vector_norm(self.owned(self.owned_grad, start, stop)).square()
+            if self.counts(spec):
+                total += torch.linalg.vector_norm(self.within_shard(self.grad_shard, start, stop)).square()
         return total
 
-    # Weights.
+    # Weights. Level 1 and 2 all-gather them after the update; level 3 has them whole between unshard and reshard only.
 
-    def publish(self) -> None:
-        """Let the weights that the model sees be the master weights, from their next `gather` on."""
+    def update_weights(self) -> None:
+        """Copy the master weights to the model's, and start the all-gather of those."""
         for param in self.params:
             param.generation += 1
-        if self.master is not self.shard:
-            self.shard.copy_(self.master)
-        if self.stage == 3:  # a forward whose backward never came has left weights here, which are old now
+        if self.master is not self.weight_shard:
+            self.weight_shard.copy_(self.master)
+        if self.level == 3:  # a forward whose backward never ran has left old weights unsharded
             self.users = 0
             self.weights.untyped_storage().resize_(0)
-        elif self.stage:
-            self.gathering = all_gather(self.weights, self.shard, self.group, async_op=True)
+        elif self.level:
+            self.unsharding = all_gather(self.weights, self.weight_shard, self.group, async_op=True)
 
-    def fetch(self) -> None:
-        """Let the weights be on their way."""
-        if self.stage == 3 and self.weights.untyped_storage().nbytes() == 0:
+    def prefetch(self) -> None:
+        """Start the all-gather of the weights."""
+        if self.level == 3 and self.weights.untyped_storage().nbytes() == 0:
             self.weights.untyped_storage().resize_(self.nbytes)
-            self.gathering = all_gather(self.weights, self.shard, self.group, async_op=True)
+            self.unsharding = all_gather(self.weights, self.weight_shard, self.group, async_op=True)
 
-    def gather(self) -> None:
-        """The weights are there until as many `free` as `gather` were called."""
-        self.fetch()
-        self.gathering.wait()
+    def unshard(self) -> None:
+        """Have whole weights, until `reshard` was called as often as `unshard`."""
+        self.prefetch()
+        self.unsharding.wait()
         self.users += 1
 
-    def free(self) -> None:
+    def reshard(self) -> None:
+        """Free the whole weights again."""
         self.users -= 1
         assert self.users >= 0
-        if self.stage == 3 and self.users == 0:
+        if self.level == 3 and self.users == 0:
             self.weights.untyped_storage().resize_(0)
 
-    def update(self, rule: str, steps: torch.Tensor, lr: float, betas: tuple[float, float], eps: float,
-               weight_decay: float, found_inf: torch.Tensor) -> None:
-        """torch's fused AdamW or SGD on the slice; it does nothing where found_inf is 1, and nobody waits to know."""
-        m, v = self.m.to(self.wide), self.v.to(self.wide)  # themselves, unless they are kept in bf16
-        for decays in (True, False):
-            spans = [(start, stop) for start, stop, spec in self.spans if spec.decay == decays]
-            flats = (self.master, self.owned_grad, m, v) if rule == "adamw" else (self.master, self.owned_grad)
-            parts = [[self.owned(flat, start, stop) for start, stop in spans] for flat in flats]
-            decay = weight_decay if decays else 0.0
-            if spans and rule == "adamw":
-                adamw(*parts, [], [steps.clone() for _ in spans], fused=True, found_inf=found_inf, amsgrad=False,
-                      beta1=betas[0], beta2=betas[1], lr=lr, weight_decay=decay, eps=eps, maximize=False)
-            elif spans:
-                sgd(*parts, [None] * len(spans), fused=True, found_inf=found_inf, weight_decay=decay, momentum=0.0,
-                    lr=lr, dampening=0.0, nesterov=False, maximize=False)
-        if self.m.dtype != self.wide:
-            self.m.copy_(m)
-            self.v.copy_(v)
-        self.publish()
+
+# ---- the update -----------------------------------------------------------------------------------------------------
+
+Tensors = list[torch.Tensor]
 
 
-# ---- weights that come and go ---------------------------------------------------------------------------------------
+class UpdateRule(NamedTuple):
+    """state: the tensors that it remembers, as large as the weights. apply: changes weights and state in place.
 
-class Enter(Function):
-    """Behind a unit: where its backward begins, so its weights are gathered."""
-
-    @staticmethod
-    def forward(ctx, y, optimizer, unit):
-        ctx.optimizer, ctx.unit = optimizer, unit
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.optimizer.gather(ctx.unit, ctx.optimizer.before.get(ctx.unit))
-        return grad, None, None
+    apply(weights, grads, *state, steps=..., lr=..., betas=..., eps=..., weight_decay=..., found_inf=...) is given lists
+    of flat spans; it must do nothing where the tensor found_inf is 1, so that the host need not wait to know.
+    """
+    state: tuple[str, ...]
+    apply: Callable[..., None]
 
 
-class Leave(Function):
-    """Before a unit: where its backward ends, so its weights are freed. Weight gradients still to come need none."""
-
-    @staticmethod
-    def forward(ctx, x, optimizer, unit):
-        ctx.optimizer, ctx.unit = optimizer, unit
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.optimizer.free(ctx.unit)
-        return grad, None, None
+def apply_adamw(weights: Tensors, grads: Tensors, m: Tensors, v: Tensors, steps: torch.Tensor, lr: float,
+                betas: tuple[float, float], eps: float, weight_decay: float, found_inf: torch.Tensor) -> None:
+    """torch's fused AdamW."""
+    adamw(weights, grads, m, v, [], [steps.clone() for _ in weights], fused=True, found_inf=found_inf, amsgrad=False,
+          beta1=betas[0], beta2=betas[1], lr=lr, weight_decay=weight_decay, eps=eps, maximize=False)
 
 
-# ---- the optimizer --------------------------------------------------------------------------------------------------
+def apply_sgd(weights: Tensors, grads: Tensors, steps: torch.Tensor, lr: float, betas: tuple[float, float], eps: float,
+              weight_decay: float, found_inf: torch.Tensor) -> None:
+    """torch's fused SGD without momentum."""
+    sgd(weights, grads, [None] * len(weights), fused=True, found_inf=found_inf, weight_decay=weight_decay, momentum=0.0,
+        lr=lr, dampening=0.0, nesterov=False, maximize=False)
+
+
+UPDATE_RULES = {"adamw": UpdateRule(("m", "v"), apply_adamw), "sgd": UpdateRule((), apply_sgd)}  # --optimizer
+
 
 class LossScale:
     """The factor of fp16 losses: halved by a gradient that overflows, doubled after `interval` steps without."""
@@ -286,122 +272,151 @@ class LossScale:
         self.good_steps = torch.tensor(0, dtype=torch.int32, device=device)
 
     def update(self, found_inf: torch.Tensor) -> None:
-        # GradScaler's own rule, which it does not offer without its own way of finding what is not finite.
+        # The rule of torch's GradScaler, which it does not offer without its own search for what is not finite.
         torch._amp_update_scale_(self.value, self.good_steps, found_inf, 2.0, 0.5, self.interval)
 
 
 class Optimizer(DataParallel):
-    """Gradients as in dp.py, sharding, the update. load(source) once; then each step: begin, backwards, finish, step.
+    """Gradients as in dp.py, sharding, the update. `load`; then for each step begin_step, backwards, finish_step, step.
 
-    stage: of ZeRO. rule: "adamw" or "sgd". clip: largest norm of the whole gradient, 0 for none. weight_decay: of
-    matrices only. moments: dtype of AdamW's averages. last: the unit whose backward follows its forward at once, so
-    its weights stay in between.
+    units: what this rank holds of each pipeline stage; the weights of a unit are unsharded together at level 3.
+    rule: of UPDATE_RULES. clip: largest norm of the whole gradient, 0 for none. weight_decay: of matrices only.
+    moments_dtype: of what the rule remembers. last_unit: its backward follows its forward at once (the head), so its
+    weights stay unsharded in between.
     """
 
-    def __init__(self, chunks: Chunks, groups: Groups, bucket_mb: float = 25.0, stage: int = 0, rule: str = "adamw",
+    def __init__(self, units: Units, groups: Groups, *, bucket_mb: float = 25.0, level: int = 0, rule: str = "adamw",
                  betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1,
-                 clip: float = 1.0, moments: torch.dtype = torch.float32, last: nn.Module | None = None):
-        in_flight: list[Shard] = []
+                 clip: float = 1.0, moments_dtype: torch.dtype = torch.float32, last_unit: nn.Module | None = None):
+        self.rule, reducing = UPDATE_RULES[rule], []
 
-        def shard(params, arrivals, groups):
-            return Shard(params, arrivals, groups, stage, moments if rule == "adamw" else None, in_flight)
+        def make(params, stages_of, groups):
+            return ShardedBucket(params, stages_of, groups, level, self.rule.state, moments_dtype, reducing)
 
-        super().__init__(chunks, groups, 0 if stage == 3 else bucket_mb, shard)
-        self.world, self.rule, self.betas, self.eps = groups["world"], rule, betas, eps
-        self.weight_decay, self.clip, self.last = weight_decay, clip, last
+        super().__init__(units, groups, 0 if level == 3 else bucket_mb, make)
+        self.world, self.betas, self.eps = groups["world"], betas, eps
+        self.weight_decay, self.clip, self.last_unit = weight_decay, clip, last_unit
         fp16 = any(bucket.weights.dtype == torch.float16 for bucket in self.buckets)
-        self.steps = torch.zeros((), device=self.buckets[0].device)  # updates so far, which AdamW corrects for
+        self.steps = torch.zeros((), device=self.buckets[0].device)  # updates so far, for AdamW's bias correction
         self.loss_scale = LossScale(self.buckets[0].device) if fp16 else None
-
-        home = {param: bucket for bucket in self.buckets for param in bucket.params}
-        self.buckets_of, self.after, self.before = {}, {}, {}
-        for units in chunks.values():
-            for unit, following in zip(units, [*units[1:], None]):
-                self.buckets_of[unit] = list(dict.fromkeys(home[param] for param in unit.parameters()))
-                self.after[unit] = following
-                unit.register_forward_pre_hook(self.enter_forward)
-                unit.register_forward_hook(self.leave_forward)
+        self.unshard_around(units)
 
     def load(self, source: Source, what: str = "master") -> None:
-        """Fill the master weights, or "m" or "v", of every bucket from a source."""
+        """Fill the master weights, or another tensor of every bucket's state, from a source."""
         for bucket in self.buckets:
             bucket.load(source, what)
 
-    def numbers(self) -> dict[str, torch.Tensor]:
-        """The state that is not a tensor of every parameter, by name; to restore it, copy into these."""
+    def extra_state(self) -> dict[str, torch.Tensor]:
+        """The state that belongs to no parameter, by name; to restore it, copy into these tensors."""
         scale = self.loss_scale
         return {"steps": self.steps} | ({"scale": scale.value, "good_steps": scale.good_steps} if scale else {})
 
-    def gather(self, unit: nn.Module, then: nn.Module | None) -> None:
-        """Have a unit's weights, and let those of the unit that runs `then` be on their way."""
-        for bucket in self.buckets_of[unit]:
-            bucket.gather()
-        for bucket in self.buckets_of.get(then, ()):
-            bucket.fetch()
-
-    def free(self, unit: nn.Module) -> None:
-        for bucket in self.buckets_of[unit]:
-            bucket.free()
-
-    def enter_forward(self, unit: nn.Module, inputs: tuple) -> tuple:
-        self.gather(unit, self.after[unit])
-        x, *others = inputs
-        if not x.requires_grad:  # evaluation, or tokens, behind which no backward goes
-            return inputs
-        return Leave.apply(x, self, unit), *others
-
-    def leave_forward(self, unit: nn.Module, inputs: tuple, y: torch.Tensor) -> torch.Tensor:
-        goes_back = inputs[0].requires_grad
-        if goes_back and self.after[unit] is not None:
-            self.before[self.after[unit]] = unit  # whose weights to fetch while the following unit goes back
-        if goes_back and unit is self.last:
-            for bucket in self.buckets_of.get(self.before.get(unit), ()):
-                bucket.fetch()
-            return y
-        self.free(unit)
-        return Enter.apply(y, self, unit) if goes_back else y
-
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """What to call backward on: the loss, times the loss scale in fp16 runs."""
         return loss * self.loss_scale.value if self.loss_scale else loss
 
-    def norm(self) -> torch.Tensor:
-        """The norm of the whole gradient, the same on every rank."""
-        square = torch.stack([bucket.square() for bucket in self.buckets]).sum()
-        all_reduce(square, self.world)
-        return square.sqrt()
-
     def step(self, lr: float) -> torch.Tensor:
-        """Clip and update; returns the norm before clipping. A norm that is not finite leaves everything as it was."""
+        """Clip and update. Returns the norm of the whole gradient before clipping, the same on every rank.
+
+        If that is not finite, the step is skipped: everything stays as it was, but for the loss scale.
+        """
+        squared = torch.stack([bucket.squared_norm() for bucket in self.buckets]).sum()
+        all_reduce(squared, self.world)
         unscale = 1 / self.loss_scale.value if self.loss_scale else 1.0
-        norm = self.norm() * unscale
+        norm = squared.sqrt() * unscale
         found_inf = (~norm.isfinite()).float()
         clip = (self.clip / (norm + 1e-6)).clamp(max=1) if self.clip else 1.0
         for bucket in self.buckets:
-            bucket.owned_grad.mul_(clip * unscale)
-            bucket.update(self.rule, self.steps, lr, self.betas, self.eps, self.weight_decay, found_inf)
+            bucket.grad_shard.mul_(clip * unscale)
+            self.update(bucket, lr, found_inf)
         self.steps += 1 - found_inf
         if self.loss_scale:
             self.loss_scale.update(found_inf)
         return norm
 
+    def update(self, bucket: ShardedBucket, lr: float, found_inf: torch.Tensor) -> None:
+        """Apply the rule to a shard, in its accumulation dtype, to what decays and to what does not."""
+        moments = {name: bucket.state[name].to(bucket.acc_dtype) for name in self.rule.state}  # a copy only if bf16
+        for decays in (True, False):
+            spans = [(start, stop) for start, stop, spec in bucket.spans if spec.decay == decays]
+            lists = [[bucket.within_shard(flat, start, stop) for start, stop in spans]
+                     for flat in (bucket.master, bucket.grad_shard, *moments.values())]
+            if spans:
+                self.rule.apply(*lists, steps=self.steps, lr=lr, betas=self.betas, eps=self.eps,
+                                weight_decay=self.weight_decay if decays else 0.0, found_inf=found_inf)
+        for name, moment in moments.items():
+            if moment is not bucket.state[name]:
+                bucket.state[name].copy_(moment)
+        bucket.update_weights()
 
-def bytes_held(buckets: list[int], stage: int, n: int, dtype: torch.dtype,
-               moments: torch.dtype | None) -> dict[str, int]:
-    """The most that a rank holds at once of weights, gradients and optimizer state, in bytes.
+    # Level 3: hooks unshard a unit's weights before its forward and before its backward, and reshard them after.
 
-    buckets: elements of each. At stage 3 two neighbours' weights are there at once, at stages 2 and 3 two neighbours'
-    gradients; their largest possible sum is taken. moments: None if the rule has none. Left out, at stages 2 and 3: a
-    tied table's gradient besides those two, one arriving shard; with bf16 moments, one bucket's in fp32 at its update.
-    """
-    stage = stage if n > 1 else 0
-    padded = [-(-count // n) * n for count in buckets] if stage else buckets
-    wide = at_least_fp32(dtype)
-    whole, share, two = sum(padded), sum(padded) // n, sum(sorted(padded if len(padded) > 1 else 2 * padded)[-2:])
-    state = (0 if wide == dtype else wide.itemsize) + (2 * moments.itemsize if moments else 0)
-    return dict(weights=(share + two if stage == 3 else whole) * dtype.itemsize,
-                gradients=(share + two if stage >= 2 else whole) * wide.itemsize,
-                optimizer=(share if stage else whole) * state)
+    def unshard_around(self, units: Units) -> None:
+        bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
+        self.buckets_of, self.next_unit, self.previous_unit = {}, {}, {}
+        for modules in units.values():
+            for unit, following in zip(modules, [*modules[1:], None]):
+                self.buckets_of[unit] = list(dict.fromkeys(bucket_of[param] for param in unit.parameters()))
+                self.next_unit[unit] = following
+                unit.register_forward_pre_hook(self.before_forward)
+                unit.register_forward_hook(self.after_forward)
+
+    def unshard(self, unit: nn.Module, then: nn.Module | None) -> None:
+        """Unshard a unit's weights and prefetch those of the unit that runs `then`."""
+        for bucket in self.buckets_of[unit]:
+            bucket.unshard()
+        for bucket in self.buckets_of.get(then, ()):
+            bucket.prefetch()
+
+    def reshard(self, unit: nn.Module) -> None:
+        for bucket in self.buckets_of[unit]:
+            bucket.reshard()
+
+    def before_forward(self, unit: nn.Module, inputs: tuple) -> tuple:
+        self.unshard(unit, self.next_unit[unit])
+        x, *others = inputs
+        if not x.requires_grad:  # an evaluation, or tokens: no backward ends here
+            return inputs
+        return ReshardAfterBackward.apply(x, self, unit), *others
+
+    def after_forward(self, unit: nn.Module, inputs: tuple, y: torch.Tensor) -> torch.Tensor:
+        has_backward = inputs[0].requires_grad
+        if has_backward and self.next_unit[unit] is not None:
+            self.previous_unit[self.next_unit[unit]] = unit  # to be prefetched during that one's backward
+        if has_backward and unit is self.last_unit:
+            for bucket in self.buckets_of.get(self.previous_unit.get(unit), ()):
+                bucket.prefetch()
+            return y
+        self.reshard(unit)
+        return UnshardBeforeBackward.apply(y, self, unit) if has_backward else y
+
+
+class UnshardBeforeBackward(Function):
+    """Identity at the output of a unit, where its backward begins."""
+
+    @staticmethod
+    def forward(ctx, y, optimizer, unit):
+        ctx.optimizer, ctx.unit = optimizer, unit
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.optimizer.unshard(ctx.unit, ctx.optimizer.previous_unit.get(ctx.unit))
+        return grad, None, None
+
+
+class ReshardAfterBackward(Function):
+    """Identity at the input of a unit, where its backward ends. Weight gradients that are deferred need no weights."""
+
+    @staticmethod
+    def forward(ctx, x, optimizer, unit):
+        ctx.optimizer, ctx.unit = optimizer, unit
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.optimizer.reshard(ctx.unit)
+        return grad, None, None
 
 
 # ---- demo: torchrun --nproc_per_node=8 zero.py ----------------------------------------------------------------------
@@ -415,38 +430,39 @@ class Layer(nn.Module):
         return torch.tanh(x @ self.weight.T)
 
 
-def measured(stage: int, groups: Groups) -> tuple[dict[str, int], dict[str, float]]:
-    """The most bytes that live storages of each kind had in two steps of a model of 12 layers, and the formula."""
+def measured(level: int, groups: Groups) -> tuple[dict[str, int], dict[str, float]]:
+    """The peak bytes of live storages by kind in two steps of a model of 12 layers, and the formula's."""
+    from costs import state_bytes
     from meter import Meter
 
     layers = [Layer(number, groups) for number in range(12)]
-    optimizer = Optimizer({0: layers}, groups, 0, stage)
+    optimizer = Optimizer({0: layers}, groups, bucket_mb=0, level=level)
     optimizer.load(draw(0))
     meter, kinds = Meter(), ("weights", "gradients", "optimizer")
     for bucket in optimizer.buckets:
-        meter.label("optimizer", bucket.master, bucket.m, bucket.v)
-        meter.label("weights", bucket.weights, bucket.shard)
+        meter.label("optimizer", *bucket.state.values())
+        meter.label("weights", bucket.weights, bucket.weight_shard)
         meter.label_size("gradients", 4 * bucket.padded, 4 * bucket.master.numel())
     x = torch.ones(1, 256, dtype=torch.bfloat16, requires_grad=True)
     with meter:
         for _ in range(2):
-            optimizer.begin({0: 1})
+            optimizer.begin_step({0: 1})
             nn.Sequential(*layers)(x).sum().backward()
-            optimizer.finish()
+            optimizer.finish_step()
             optimizer.step(1e-3)
-    formula = bytes_held([bucket.numel for bucket in optimizer.buckets], stage, size(groups["dp"]), torch.bfloat16,
-                         torch.float32)
+    formula = state_bytes([bucket.numel for bucket in optimizer.buckets], level, size(groups["dp"]), weight=2,
+                          accumulated=4, moments=8)
     return {kind: meter.peak[kind] for kind in kinds}, formula
 
 
 def demo(group) -> None:
     groups: Groups = {"world": group, "replicate": None, "dp": group}
-    lines = [f"Megabytes on each of {size(group)} ranks: 12 layers in bf16, AdamW. Measured, as the most that",
-             "lived at once, and by formula. █ weights  ▓ gradients  ▒ optimizer state", ""]
-    for stage in range(4):
-        held, formula = measured(stage, groups)
-        bar = "".join(sign * round(held[kind] / 3e5) for sign, kind in zip("█▓▒", held))
-        lines.append(f"    stage {stage}  {sum(held.values()) / 1e6:6.2f}  {sum(formula.values()) / 1e6:6.2f}   {bar}")
+    lines = [f"Megabytes on each of {size(group)} ranks, 12 layers in bf16, AdamW; measured: the most alive at once.",
+             "█ weights  ▓ gradients  ▒ optimizer state", "", "             measured  formula"]
+    for level in range(4):
+        peak, formula = measured(level, groups)
+        bar = "".join(sign * round(peak[kind] / 3e5) for sign, kind in zip("█▓▒", peak))
+        lines.append(f"    level {level}  {sum(peak.values()) / 1e6:8.2f} {sum(formula.values()) / 1e6:8.2f}   {bar}")
     if rank(group) == 0:
         print("\n".join(lines))
 

@@ -13,7 +13,7 @@ import config
 import param
 import train
 from data import MicroBatch, Samples
-from ep import rebalance
+from ep import update_biases
 from meter import Meter
 
 # All dimensions differ, so that no two can be mistaken for each other. Clipping and weight decay are active.
@@ -63,22 +63,23 @@ def run(grid: str, first: int = 0, last: int = STEPS, state: dict | None = None)
     out = dict(loss=[], norm=[], grads=[], square=[])
     with Meter(memory=False) as meter:
         for tokens, labels in batches(settings)[first:last]:
-            share = train.share(GivenSamples(tokens, labels), 0, settings.batch.global_batch, settings, groups)
-            out["loss"].append(train.gradients(model, optimizer, share, groups).item())
-            out["grads"].append(pieces(optimizer, "owned_grad"))
+            samples, batch = GivenSamples(tokens, labels), settings.batch.global_batch
+            share = train.local_micro_batches(samples, 0, batch, settings, groups)
+            out["loss"].append(train.forward_backward(model, optimizer, share, groups).item())
+            out["grads"].append(pieces(optimizer, "grad"))
             out["square"].append(sum(values.square().sum().item() for *_, owned, values in out["grads"][-1] if owned))
             out["norm"].append(optimizer.step(settings.optim.lr).item())
             if model.routers:
-                rebalance(model.routers, (groups["data"], groups["tp"]))
+                update_biases(model.routers, (groups["data"], groups["tp"]))
     for bucket in optimizer.buckets:
-        bucket.gather()
+        bucket.unshard()
     out["visible"] = {(p.spec.name, str(p.box)): digest(p.detach().clone()) for p in model.parameters()}
     for bucket in optimizer.buckets:
-        bucket.free()
+        bucket.reshard()
     out |= {name: pieces(optimizer, what) for name, what in (("params", "master"), ("m", "m"), ("v", "v"))
             if settings.optim.optimizer == "adamw" or name == "params"}
     stages = collectives.name(groups["pp"])  # whose transfers have the order that tests/test_pp.py checks
-    out |= dict(numbers=train.numbers(model, optimizer))
+    out |= dict(extra_state=train.extra_state(model, optimizer))
     experts = collectives.name(groups["ep"])  # whose ranks exchange as many rows as tokens choose
     out["collectives"] = [
         call._replace(shape=(), bytes=0) if call.name == "alltoall_base_" and call.group == experts else call
@@ -90,14 +91,15 @@ def load(model, optimizer, state: dict) -> None:
     """Whole tensors by name, and numbers, into whatever this rank holds of them."""
     for name, what in (("params", "master"), ("m", "m"), ("v", "v")):
         optimizer.load(lambda spec, box, named=state[name]: named[spec.name][box], what)
-    for name, number in train.numbers(model, optimizer).items():
-        number.copy_(state["numbers"][name])
+    for name, number in train.extra_state(model, optimizer).items():
+        number.copy_(state["extra_state"][name])
 
 
 def pieces(optimizer, what: str) -> list[tuple]:
-    """(name, shape, box, whether this rank owns it, values) of everything a rank holds of one kind."""
-    return [(p.spec.name, p.spec.shape, box, bucket.owns(p.spec), getattr(bucket, what)[place].clone().reshape(
-        param.shape_of(box))) for bucket in optimizer.buckets for p, box, place in bucket.pieces()]
+    """(name, shape, box, whether this rank counts it, values) of everything a rank holds of one kind."""
+    return [(p.spec.name, p.spec.shape, box, bucket.counts(p.spec), flat[place].clone().reshape(param.box_shape(box)))
+            for bucket in optimizer.buckets for flat in [bucket.grad_shard if what == "grad" else bucket.state[what]]
+            for p, box, place in bucket.pieces()]
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -118,5 +120,5 @@ def whole(ranks: list[list[tuple]]) -> dict[str, torch.Tensor]:
 
 def initial(settings: config.Config) -> dict[str, torch.Tensor]:
     """The whole model's first weights by name."""
-    model = train.Llama(settings.model, {}, torch.float64)
+    model = train.Llama(settings.model, {})
     return {p.spec.name: param.draw(settings.optim.seed)(p.spec, p.box).double() for p in model.parameters()}

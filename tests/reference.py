@@ -94,7 +94,9 @@ def logits(w: dict[str, torch.Tensor], tokens: torch.Tensor, model, biases: dict
         shared = model.heads // model.kv_heads
         q = q.unflatten(2, (model.kv_heads, shared))  # query head n reads kv head n // shared
         scores = torch.einsum("bqkgd,bpkd->bkgqp", q, k) / model.head_dim ** 0.5
-        attended = torch.einsum("bkgqp,bpkd->bqkgd", scores.masked_fill(above, -torch.inf).softmax(-1), v)
+        full = model.window == 0 or (model.window_every > 0 and i % model.window_every == model.window_every - 1)
+        hidden = above if full else above | above.T.tril(-model.window)  # W and more tokens before it
+        attended = torch.einsum("bkgqp,bpkd->bqkgd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
         x = x + attended.flatten(2) @ a("wo").T
         h = rms_norm(x, w[f"layers.{i}.ffn_norm"], model.norm_eps)
         if model.experts and i >= model.dense_layers:

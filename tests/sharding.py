@@ -34,7 +34,7 @@ def sent(flags: str, dtype: torch.dtype) -> dict:
     settings, groups, model, optimizer, share = built(flags, dtype)
     for _ in range(2):
         with Meter(memory=False) as meter:
-            train.gradients(model, optimizer, share, groups)
+            train.forward_backward(model, optimizer, share, groups)
             optimizer.step(1e-3)
     n = size(groups["dp"])
     factor = {"allreduce_": 2, "_reduce_scatter_base_": 1, "_allgather_base_": 1}
@@ -57,24 +57,24 @@ def held(flags: str, dtype: torch.dtype) -> dict:
     meter = Meter()
     exact = torch.promote_types(dtype, torch.float32)
     for bucket in optimizer.buckets:  # what exists before the first step
-        meter.label("weights", bucket.weights, bucket.shard)
+        meter.label("weights", bucket.weights, bucket.weight_shard)
         meter.label_size("gradients", bucket.padded * exact.itemsize)
-        if bucket.stage >= 2:
-            meter.label_size("gradient shards", (bucket.mine.stop - bucket.mine.start) * exact.itemsize)
-        for state in (bucket.master, bucket.m, bucket.v):
-            if state.untyped_storage().data_ptr() != bucket.shard.untyped_storage().data_ptr():
+        if bucket.level >= 2:
+            meter.label_size("gradient shards", (bucket.shard.stop - bucket.shard.start) * exact.itemsize)
+        for state in bucket.state.values():
+            if state.untyped_storage().data_ptr() != bucket.weight_shard.untyped_storage().data_ptr():
                 meter.label("optimizer", state)
     del bucket, state
     for _ in range(1):
         with meter:
-            train.gradients(model, optimizer, share, groups)
+            train.forward_backward(model, optimizer, share, groups)
             optimizer.step(1e-3)
-    for unit in model.chunks()[0]:  # let the last all-gather of stages 1 and 2 arrive
-        optimizer.gather(unit, None)
-        optimizer.free(unit)
+    for unit in model.units()[0]:  # let the last all-gather of stages 1 and 2 arrive
+        optimizer.unshard(unit, None)
+        optimizer.reshard(unit)
     rest, meter.peak = meter.settled(), type(meter.peak)()
     with meter:
-        train.gradients(model, optimizer, share, groups)
+        train.forward_backward(model, optimizer, share, groups)
         optimizer.step(1e-3)
     padded = [bucket.padded for bucket in optimizer.buckets]
     collectives.Pending.wait = wait
@@ -116,9 +116,9 @@ def overflow() -> list[tuple]:
     seen = []
     for step in range(4):
         if step == 1 and dist.get_rank() == 3:
-            optimizer.scaled = lambda loss: loss * torch.inf
-        train.gradients(model, optimizer, share, groups)
-        optimizer.__dict__.pop("scaled", None)
+            optimizer.scale_loss = lambda loss: loss * torch.inf
+        train.forward_backward(model, optimizer, share, groups)
+        optimizer.__dict__.pop("scale_loss", None)
         before = [bucket.master.clone() for bucket in optimizer.buckets]
         norm = optimizer.step(1e-2)
         moved = any(not torch.equal(was, bucket.master) for was, bucket in zip(before, optimizer.buckets))
@@ -134,7 +134,7 @@ def scaled_and_not() -> tuple[float, float, float]:
         settings, groups, model, optimizer, share = built("--global-batch 8 --micro-batch 2 --zero 1", dtype)
         if scale:
             optimizer.loss_scale.value.fill_(scale)
-        train.gradients(model, optimizer, share, groups)
+        train.forward_backward(model, optimizer, share, groups)
         norms.append(optimizer.step(1e-2).item())
     return tuple(norms)
 
@@ -145,7 +145,7 @@ def one_step(dtype: torch.dtype, clip: float) -> list[tuple]:
         f"--global-batch 8 --micro-batch 2 --zero 1 --optimizer sgd --clip {clip}", dtype)
     if dtype == torch.float16:
         optimizer.loss_scale.value.fill_(1024.0)
-    train.gradients(model, optimizer, share, groups)
+    train.forward_backward(model, optimizer, share, groups)
     optimizer.step(1.0)
     return grids.pieces(optimizer, "master")
 
@@ -153,7 +153,7 @@ def one_step(dtype: torch.dtype, clip: float) -> list[tuple]:
 def evaluated() -> int:
     """Bytes of gathered weights that an evaluation at stage 3 leaves behind, weights being shards before it."""
     settings, groups, model, optimizer, share = built("--global-batch 8 --micro-batch 2 --zero 3", torch.float32)
-    train.evaluate(model, [share], groups)
+    train.mean_loss(model, [share], groups)
     return sum(bucket.weights.untyped_storage().nbytes() for bucket in optimizer.buckets)
 
 
@@ -172,7 +172,7 @@ def without_waiting(flags: str) -> list[bool]:
 
     dist.all_reduce, collectives._reduce_scatter = watched(usual[0], 0), watched(usual[1], 1)
     try:
-        train.gradients(model, optimizer, share, groups)
+        train.forward_backward(model, optimizer, share, groups)
     finally:
         dist.all_reduce, collectives._reduce_scatter = usual
     return seen
@@ -182,8 +182,8 @@ def low_moments(flags: str) -> dict:
     """Weights by name after 20 steps with moments as the flags ask for."""
     settings, groups, model, optimizer, share = built(f"--global-batch 8 --micro-batch 2 {flags}", torch.float32)
     for _ in range(20):
-        train.gradients(model, optimizer, share, groups)
+        train.forward_backward(model, optimizer, share, groups)
         optimizer.step(1e-3)
-    out = dict(state={optimizer.buckets[0].m.dtype, optimizer.buckets[0].v.dtype})
+    out = dict(state={optimizer.buckets[0].state[what].dtype for what in ("m", "v")})
     out["params"] = grids.pieces(optimizer, "master")
     return out

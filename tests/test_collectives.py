@@ -117,7 +117,7 @@ def test_a_result_is_never_written_to_a_copy(pool):
 
 def unequal() -> str:
     try:
-        collectives.scattered_sum(torch.ones(5), 0, dist.group.WORLD)
+        collectives.reduce_scattered(torch.ones(5), 0, dist.group.WORLD)
     except ValueError as error:
         return str(error)
 

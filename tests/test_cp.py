@@ -1,19 +1,25 @@
-"""Context parallelism: who has which tokens, attention in pieces against attention at once, what travels and stays."""
+"""Context parallelism: who has which tokens, attention by blocks against attention at once, what is sent and saved."""
 import math
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 import collectives
 import cp
-from cp import FLASH_CPU, STYLES, WRITTEN_OUT, ContextParallel
+from config import CP_STYLES, padded_length
+from cp import STYLES, context_parallel
 from meter import Meter
+from operations import CAUSAL, MATH, SDPA, Mask
 
 B, N, K, S, D = 2, 24, 6, 48, 10  # 6 kv heads: fewer than 8 ranks, and no multiple of 4
-BLOCKS = {"flash": FLASH_CPU, "written out": WRITTEN_OUT}
+KERNELS = {"sdpa": SDPA, "math": MATH}
+BLOCK_STYLES = [name for name, style in CP_STYLES.items() if not style.whole_sequences]
+
+
+def test_every_style_of_the_table_is_implemented():
+    assert CP_STYLES.keys() == STYLES.keys()
+    assert {name for name, style in STYLES.items() if isinstance(style, cp.BlockStyle)} == set(BLOCK_STYLES)
 
 
 # ---- who has which tokens -------------------------------------------------------------------------------------------
@@ -28,8 +34,8 @@ def test_every_token_is_at_one_place(c, t, seq):
     labels[0, 5] = cp.IGNORED
     found = {}
     for i in range(c):
-        mine, next_ones, positions, documents = cp.cut(tokens, labels, None, None, c, i, t)
-        assert documents is None and mine.shape[1] == cp.padded(seq, c, t) / c
+        mine, next_ones, positions, documents = cp.shard_sequences(tokens, labels, None, None, c, i, t)
+        assert documents is None and mine.shape[1] == padded_length(seq, c, t) / c
         for rank, part in enumerate(mine.flatten().view(t, -1)):
             found |= {token.item(): (i, rank, index) for index, token in enumerate(part) if token > 0}
         for place, column, following in zip(positions, mine.t(), next_ones.t()):
@@ -43,39 +49,53 @@ def test_padding_is_a_document_of_its_own():
     documents = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 2, 3, 3]])
     positions = torch.tensor([[0, 1, 0, 1, 2], [0, 0, 0, 0, 1]])
     for i, mine in enumerate(([0, 1, 6, 7], [2, 3, 4, 5])):
-        _, labels, where, whole = cp.cut(documents, documents, positions, documents, 2, i)
+        _, labels, where, whole = cp.shard_sequences(documents, documents, positions, documents, 2, i)
         assert whole.tolist() == [[0, 0, 1, 1, 1, 2, 2, 2], [0, 1, 2, 3, 3, 4, 4, 4]]
         assert where.tolist() == [[0 if place > 4 else row[place] for place in mine] for row in positions.tolist()]
 
 
-def covered(pieces, queries: torch.Tensor, keys: list[torch.Tensor], seq: int, row: int = 0) -> torch.Tensor:
-    """How often pieces compute each score of the whole sequence."""
-    out = torch.zeros(seq, seq, dtype=torch.int)
-    for piece, where in zip(pieces, keys):
-        if piece:
-            size = piece.rows.stop - piece.rows.start, piece.columns.stop - piece.columns.start
-            visible = torch.ones(size, dtype=torch.int).tril() if piece.causal else torch.ones(size, dtype=torch.int)
-            if piece.documents is not None:
-                visible = cp.same_document(piece.documents, piece.causal)[row, 0].int()
-            out[queries[piece.rows][:, None], where[piece.columns]] += visible
-    return out
+def covered(style: str, c: int, i: int, mask: Mask, row: int = 0) -> tuple[torch.Tensor, list[list[cp.ScoreBlock]]]:
+    """How often rank i computes each score of the whole sequence, and its blocks."""
+    out, queries = torch.zeros(S, S, dtype=torch.int), cp.own_positions(S, c, i)
+    steps = cp.visible_blocks(STYLES[style], S, c, i, mask)
+    for blocks, keys in zip(steps, STYLES[style].positions(S, c, i)):
+        for block in blocks:
+            shape = block.queries.stop - block.queries.start, block.keys.stop - block.keys.start
+            visible = block.mask.visible(*shape, "cpu").int()
+            visible = visible if visible.ndim == 2 else visible[row, 0]
+            out[queries[block.queries][:, None], keys[block.keys]] += visible
+            if mask.documents is None:
+                assert block.scores == visible.sum()
+    return out, steps
 
 
-@pytest.mark.parametrize("style", ["ring", "allgather"])
+@pytest.mark.parametrize("style", BLOCK_STYLES)
 @pytest.mark.parametrize("c", [1, 2, 3, 4, 8])
-def test_pieces_cover_every_visible_score_once_and_work_is_equal(c, style):
+def test_blocks_cover_every_visible_score_once_and_work_is_equal(c, style):
     total, work = torch.zeros(S, S, dtype=torch.int), []
     for i in range(c):
-        pieces = cp.pieces_of(style, S, c, i, None)
-        keys = [cp.places(S, c, (i - t) % c) for t in range(c)] if style == "ring" else (
-            [cp.gathered_order(S, c)] * len(pieces))
-        total += covered(pieces, cp.places(S, c, i), keys, S)
-        work.append([piece.cells for piece in pieces] if style == "ring" else sum(piece.cells for piece in pieces))
+        scores, steps = covered(style, c, i, CAUSAL)
+        total += scores
+        work.append([sum(block.scores for block in blocks) for blocks in steps])
     assert torch.equal(total, torch.ones(S, S, dtype=torch.int).tril())
     assert all(of_rank == work[0] for of_rank in work)
     if style == "ring":
         s = S // c
         assert work[0] == [s * (s + 1) // 2] + [s * s // 2] * (c - 1)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 6, 7, 12, 23, 47, 48, 60])
+@pytest.mark.parametrize("style", BLOCK_STYLES)
+@pytest.mark.parametrize("c", [1, 2, 3, 4, 8])
+def test_blocks_cover_every_score_of_a_window_once_and_others_are_skipped(c, style, window):
+    visible = torch.ones(S, S, dtype=torch.int).tril().triu(1 - window)
+    total, count, m = torch.zeros(S, S, dtype=torch.int), 0, S // c // 2
+    for i in range(c):
+        scores, steps = covered(style, c, i, Mask(window=window))
+        total, count = total + scores, count + sum(map(len, steps))
+    assert torch.equal(total, visible)
+    chunks = visible.view(2 * c, m, 2 * c, m).sum((1, 3))
+    assert count == (chunks > 0).sum()  # a block for each pair of chunks of which something is visible
 
 
 def documents_of(seq: int) -> torch.Tensor:
@@ -84,31 +104,31 @@ def documents_of(seq: int) -> torch.Tensor:
     return torch.stack((first, torch.arange(seq) // 5))
 
 
-@pytest.mark.parametrize("style", ["ring", "allgather"])
+@pytest.mark.parametrize("window", [0, 7])
+@pytest.mark.parametrize("style", BLOCK_STYLES)
 @pytest.mark.parametrize("c", [2, 4])
-def test_pieces_without_common_documents_are_skipped(c, style):
+def test_blocks_without_common_documents_are_skipped(c, style, window):
     documents = documents_of(S)
-    visible = torch.ones(S, S, dtype=torch.bool).tril() & (documents[:, :, None] == documents[:, None, :])
+    visible = torch.ones(S, S, dtype=torch.bool).tril().triu(1 - (window or S))
+    visible = visible & (documents[:, :, None] == documents[:, None, :])
     for row in range(2):
-        total = torch.zeros(S, S, dtype=torch.int)
-        for i in range(c):
-            pieces = cp.pieces_of(style, S, c, i, documents)
-            keys = [cp.places(S, c, (i - t) % c) for t in range(c)] if style == "ring" else (
-                [cp.gathered_order(S, c)] * len(pieces))
-            total += covered(pieces, cp.places(S, c, i), keys, S, row)
+        mask = Mask(window=window, documents=(documents, documents))
+        total = sum(covered(style, c, i, mask, row)[0] for i in range(c))
         assert torch.equal(total, visible[row].int())
     for i in range(c):  # every few tokens a new one: nearly nothing is left to compute besides the own blocks
         short = torch.arange(S)[None] // 3
-        pieces = cp.pieces_of(style, S, c, i, short)
-        assert sum(piece is not None for piece in pieces) <= (2 if style == "allgather" else 1)
+        _, steps = covered(style, c, i, Mask(window=window, documents=(short, short)))
+        assert sum(map(len, steps)) <= (2 if style == "allgather" or window else 1)
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------
 
-def dense(q, k, v, documents):
+def dense(q, k, v, documents, window=0):
     """All of it at once, in the dtype given."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     visible = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+    if window:
+        visible = visible & ~visible.tril(-window)
     if documents is not None:
         visible = visible & (documents[:, None, :, None] == documents[:, None, None, :])
     scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~visible, -torch.inf)
@@ -124,20 +144,14 @@ def inputs(dtype, scale=1.0, seq=S):
     return random(N, scale), random(K), random(K), random(N)
 
 
-def attended(style: str, block: str, dtype=torch.float64, scale=1.0, documents=None, seq=S) -> tuple:
+def attended(style: str, kernel: str, dtype=torch.float64, scale=1.0, documents=None, window=0, seq=S) -> tuple:
     """o, dq, dk, dv of this rank's tokens, and where they are."""
     group, c = dist.group.WORLD, dist.get_world_size()
-    mine = cp.places(seq, c, dist.get_rank())
+    mine = cp.own_positions(seq, c, dist.get_rank())
     q, k, v, do = (x[:, :, mine] for x in inputs(dtype, scale, seq))
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-
-    def core(q, k, v):
-        if documents is not None or block == "written out":
-            return dense(q, k, v, documents)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-    attend = ContextParallel(group, style, seq, documents, BLOCKS[block], core)
-    o = attend(q, k, v)
+    mask = Mask(window=window, documents=None if documents is None else (documents, documents))
+    o = context_parallel(group, style, seq, mask, KERNELS[kernel])(q, k, v)
     o.backward(do)
     return o.detach(), q.grad, k.grad, v.grad, mine
 
@@ -152,33 +166,44 @@ def put_together(results: list[tuple], seq=S) -> list[torch.Tensor]:
     return wholes
 
 
-def exact(dtype=torch.float64, scale=1.0, documents=None, seq=S) -> list[torch.Tensor]:
+def exact(dtype=torch.float64, scale=1.0, documents=None, window=0, seq=S) -> list[torch.Tensor]:
     """In fp64, of the inputs as rounded to dtype."""
     q, k, v, do = (x.double() for x in inputs(dtype, scale, seq))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    o = dense(q, k, v, documents)
+    o = dense(q, k, v, documents, window)
     return [o.detach(), *torch.autograd.grad(o, (q, k, v), do)]
 
 
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 100.0, 1000.0])  # the last: exp of a difference overflows
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("style", STYLES)
-def test_attention_in_pieces_equals_attention_at_once(pool, style, block, scale, documents):
-    """Result and each gradient to 1e-10, on 2, 3, 4 and 8 ranks. With documents, some pieces show some rows nothing."""
-    documents = documents_of(S) if documents else None
-    wants = exact(scale=scale, documents=documents)
+def test_attention_by_blocks_equals_attention_at_once(pool, style, kernel, scale, documents):
+    """Result and each gradient to 1e-10, on 2, 3, 4 and 8 ranks. With documents, some blocks show some rows nothing."""
+    equal_at_once(pool, style, kernel, scale=scale, documents=documents_of(S) if documents else None)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("window", [1, 9, 20])
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("style", STYLES)
+def test_attention_in_a_window_by_blocks_equals_attention_at_once(pool, style, kernel, window, documents):
+    equal_at_once(pool, style, kernel, window=window, documents=documents_of(S) if documents else None)
+
+
+def equal_at_once(pool, style: str, kernel: str, **how) -> None:
+    wants = exact(**how)
     for c in (2, 3, 4, 8):
-        got = put_together(pool.run(c, "test_cp:attended", style=style, block=block, scale=scale, documents=documents))
+        got = put_together(pool.run(c, "test_cp:attended", style=style, kernel=kernel, **how))
         for name, have, want in zip(("o", "dq", "dk", "dv"), got, wants):
-            error = (have - want).abs().max() / want.abs().max()
+            error = (have - want).abs().max() / max(want.abs().max(), 1e-3)  # in a window of 1 scores have no slope
             assert error < 1e-10, f"{name} on {c} ranks is {error:.1e} off"
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_packed_documents_are_like_separate_ones(pool, style):
     documents = torch.tensor([[0] * 11 + [1] * 30 + [2] * 7] * B)
-    got = put_together(pool.run(4, "test_cp:attended", style=style, block="flash", documents=documents))
+    got = put_together(pool.run(4, "test_cp:attended", style=style, kernel="sdpa", documents=documents))
     q, k, v, do = inputs(torch.float64)
     for start, stop in ((0, 11), (11, 41), (41, 48)):
         alone = [x[:, :, start:stop].clone().requires_grad_() for x in (q, k, v)]
@@ -188,23 +213,23 @@ def test_packed_documents_are_like_separate_ones(pool, style):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: its flash kernel")
-@pytest.mark.parametrize("causal", [True, False])
-def test_the_kernel_for_gpus_gives_what_is_written_out(causal):
+@pytest.mark.parametrize("mask", [CAUSAL, cp.ALL])
+def test_the_kernel_for_gpus_gives_what_is_written_out(mask):
     q, k, v, do = (torch.randn(2, heads, 128, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2, 8))
     outs = []
-    for block in (cp.FLASH_GPU, WRITTEN_OUT):
-        o, lse = block.forward(q, k, v, causal, None)
-        outs.append((o, lse, *block.backward(do, q, k, v, o, lse, causal, None)))
+    for attention in (SDPA, MATH):
+        o, lse = attention.forward(q, k, v, mask)
+        outs.append((o, lse, *attention.backward(do, q, k, v, o, lse, mask)))
     for have, want in zip(*outs):
         assert (have.double() - want.double()).norm() < 1e-2 * want.double().norm()
 
 
 def test_errors_in_bf16_stay_those_of_one_rank(pool, record_property):
-    """Relative error of o, dq, dk, dv against fp64. Pieces are rounded to bf16 before they are merged in fp32."""
+    """Relative error of o, dq, dk, dv against fp64. Blocks are rounded to bf16 before they are merged in fp32."""
     seq, wants, errors = 512, exact(torch.bfloat16, seq=512), {}
     for c in (1, 2, 4, 8):
         for style in STYLES:
-            results = pool.run(c, "test_cp:attended", style=style, block="flash", dtype=torch.bfloat16, seq=seq)
+            results = pool.run(c, "test_cp:attended", style=style, kernel="sdpa", dtype=torch.bfloat16, seq=seq)
             errors[style, c] = [((have.double() - want).norm() / want.norm()).item()
                                 for have, want in zip(put_together(results, seq), wants)]
     print()
@@ -213,21 +238,20 @@ def test_errors_in_bf16_stay_those_of_one_rank(pool, record_property):
         assert all(error <= 2 * alone for error, alone in zip(row, errors["ulysses", 1]))
 
 
-# ---- what travels, what stays, and when ------------------------------------------------------------------------------
+# ---- what is sent, what is saved, and when --------------------------------------------------------------------------
 
 def metered(style: str, seq: int = S) -> dict:
     group, c = dist.group.WORLD, dist.get_world_size()
-    mine = cp.places(seq, c, dist.get_rank())
+    mine = cp.own_positions(seq, c, dist.get_rank())
     q, k, v, do = (x[:, :, mine].contiguous() for x in inputs(torch.float32, seq=seq))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    core = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-    attend = ContextParallel(group, style, seq, None, FLASH_CPU, core)
+    attend = context_parallel(group, style, seq, CAUSAL, SDPA)
     meter, out = Meter(), {}
     meter.label("given", q, k, v, do)
     collectives.sent.clear()
     with meter:
         o = attend(q, k, v)
-        out["kept"], out["peak forward"] = meter.settled()["other"], meter.peak["other"]
+        out["saved"], out["peak forward"] = meter.settled()["other"], meter.peak["other"]
         out["sent forward"] = collectives.sent.pop(collectives.name(group), 0)
         o.backward(do)
         out["sent backward"] = collectives.sent.pop(collectives.name(group), 0)
@@ -248,19 +272,19 @@ def test_bytes_sent_are_those_of_the_table(pool, style, c):
         assert [seen["sent forward"], seen["sent backward"]] == both
 
 
-@pytest.mark.parametrize("style", ["ring", "allgather"])
-def test_what_is_kept_is_divided_and_what_comes_goes(pool, style):
-    """Kept: o and lse of the own tokens, besides q, k and v. On top of them: two parts of K and V, or all of them."""
+@pytest.mark.parametrize("style", BLOCK_STYLES)
+def test_what_is_saved_is_divided_and_what_is_received_is_freed(pool, style):
+    """Saved: o and lse of the own tokens, besides q, k and v. Besides them: two shards of K and V, or all of them."""
     for c in (2, 4):
         s = B * S // c * 4
         for seen in pool.run(c, "test_cp:metered", style=style):
-            assert seen["kept"] == s * (N * D + N)
-            arrived = 2 if style == "ring" else c
-            copies = 1 if style == "allgather" else 0  # the own part, as it is sent
-            block = s * (N * D + N) + s * N * D  # the result of a piece; what merging it takes
-            moving = seen["peak forward"] - seen["kept"]
-            there = (arrived + copies) * 2 * s * K * D
-            assert there <= moving <= there + block + 2 * s * N
+            assert seen["saved"] == s * (N * D + N)
+            received = 2 if style == "ring" else c
+            copies = 1 if style == "allgather" else 0  # the own shard, as it is sent
+            block = s * (N * D + N) + s * N * D  # the result of a block; what merging it takes
+            meanwhile = seen["peak forward"] - seen["saved"]
+            keys = (received + copies) * 2 * s * K * D
+            assert keys <= meanwhile <= keys + block + 2 * s * N
 
 
 def order_of_events(style: str) -> list[str]:
@@ -276,15 +300,16 @@ def order_of_events(style: str) -> list[str]:
             events.append("wait")
         wait(pending)
 
-    def told(function, name):
+    def logged(function, name):
         def call(*args):
             events.append(name)
             return function(*args)
         return call
 
-    q, k, v, do = (x[:, :, cp.places(S, dist.get_world_size(), dist.get_rank())] for x in inputs(torch.float64))
-    block = cp.Block(told(FLASH_CPU.forward, "forward"), told(FLASH_CPU.backward, "backward"))
-    attend = ContextParallel(dist.group.WORLD, "ring", S, None, block, None)
+    mine = cp.own_positions(S, dist.get_world_size(), dist.get_rank())
+    q, k, v, do = (x[:, :, mine] for x in inputs(torch.float64))
+    kernel = SDPA._replace(forward=logged(SDPA.forward, "forward"), backward=logged(SDPA.backward, "backward"))
+    attend = context_parallel(dist.group.WORLD, "ring", S, CAUSAL, kernel)
     cp.shift, collectives.Pending.wait = shift, waited
     try:
         attend(q.requires_grad_(), k, v).backward(do)
@@ -293,7 +318,7 @@ def order_of_events(style: str) -> list[str]:
     return events
 
 
-def test_keys_travel_while_those_before_them_are_used(pool):
+def test_keys_are_sent_while_those_before_them_are_used(pool):
     forward = ["send", "forward", "wait"] * 2 + ["forward"]
     backward = ["send", "backward", "wait", "send", "backward", "send", "wait", "backward", "wait", "send", "wait"]
     for seen in pool.run(3, "test_cp:order_of_events", style="ring"):

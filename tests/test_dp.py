@@ -8,10 +8,10 @@ import config
 import grids
 import param
 import train
-from dp import Bucket, DataParallel, composition, naive
+from dp import Bucket, DataParallel, assign_to_buckets, naive
 from grids import ALONE
 from meter import Meter
-from model import Llama
+from model import Execution, Llama
 from param import Spec, parameter
 
 
@@ -29,34 +29,34 @@ def names(buckets: list[list[nn.Parameter]]) -> list[list[str]]:
 
 def test_whole_units_share_a_bucket_until_it_is_large_enough():
     units = [Unit(Spec(f"{i}.a", (100, 100)), Spec(f"{i}.b", (100,))) for i in range(5)]  # 80.8 kB each, in fp64
-    assert names(composition({0: units}, 0)) == [[f"{i}.a", f"{i}.b"] for i in range(5)]
+    assert names(assign_to_buckets({0: units}, 0)) == [[f"{i}.a", f"{i}.b"] for i in range(5)]
     pairs = [["0.a", "0.b", "1.a", "1.b"], ["2.a", "2.b", "3.a", "3.b"], ["4.a", "4.b"]]
-    assert names(composition({0: units}, 0.1)) == pairs
-    assert len(composition({0: units}, 25)) == 1
-    assert len(composition({0: units[:2], 1: units[2:]}, 25)) == 2, "stages never share a bucket"
+    assert names(assign_to_buckets({0: units}, 0.1)) == pairs
+    assert len(assign_to_buckets({0: units}, 25)) == 1
+    assert len(assign_to_buckets({0: units[:2], 1: units[2:]}, 25)) == 2, "stages never share a bucket"
 
 
 def test_what_is_shared_or_different_is_apart():
     table = Spec("table", (7, 3))
     first = Unit(table, Spec("a", (3,)))
-    last = Unit(Spec("b", (3,)), Spec("expert", (4, 3), {"ep": 0}, "edp"), Spec("twin", (2, 3), {"tie": "sum"}),
+    last = Unit(Spec("b", (3,)), Spec("expert", (4, 3), {"ep": 0}, "edp"), Spec("twin", (2, 3), {"tie": "partial"}),
                 groups=ALONE | {"ep": None, "edp": None})
     last.weights.append(first.weights[0])
-    assert names(composition({0: [first, last]}, 25)) == [["table"], ["a", "b"], ["expert"], ["twin"]]
+    assert names(assign_to_buckets({0: [first, last]}, 25)) == [["table"], ["a", "b"], ["expert"], ["twin"]]
     mixed = Unit(Spec("wide", (3,))), Unit(Spec("narrow", (3,)), dtype=torch.bfloat16)
-    assert names(composition({0: list(mixed)}, 25)) == [["wide"], ["narrow"]]
+    assert names(assign_to_buckets({0: list(mixed)}, 25)) == [["wide"], ["narrow"]]
 
 
 def test_parameters_treated_alike_are_one_span_and_neighbours_stay_neighbours():
     groups = ALONE | {"tp": None}
-    unit = Unit(Spec("norm", (4,), {"tp": "sum"}, decay=False), Spec("wq", (8, 4)), Spec("bias", (5,), decay=False),
-                Spec("wk", (2, 4)), Spec("wv", (2, 4)), Spec("router", (3, 4), {"tp": "sum"}), groups=groups)
+    unit = Unit(Spec("norm", (4,), {"tp": "partial"}, decay=False), Spec("wq", (8, 4)), Spec("bias", (5,), decay=False),
+                Spec("wk", (2, 4)), Spec("wv", (2, 4)), Spec("router", (3, 4), {"tp": "partial"}), groups=groups)
     bucket = Bucket(list(unit.weights), {p: [0] for p in unit.weights}, groups)
     assert [p.spec.name for p in bucket.params] == ["wq", "wk", "wv", "bias", "router", "norm"]
     assert [(start, stop) for start, stop, _ in bucket.spans] == [(0, 48), (48, 53), (53, 65), (65, 69)]
-    bucket.begin({0: 1})
+    bucket.begin_step({0: 1})
     wq, wk, wv = (bucket.main_grad(p) for p in bucket.params[:3])
-    assert param.stacked([wq, wk, wv]).shape == (12, 4)
+    assert param.stacked_view([wq, wk, wv]).shape == (12, 4)
 
 
 # ---- what a step sends ----------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ def elements_sent(flags: str) -> tuple[int, int, float, list[str]]:
     share = grids.GivenSamples(tokens, labels).step(0, 48, settings.batch.micro_batch, dist.get_rank(), world)
     train.collectives.sent.clear()
     with Meter(memory=False) as meter:
-        train.gradients(model, optimizer, share, groups)
+        train.forward_backward(model, optimizer, share, groups)
     sizes = [torch.Size(call.shape).numel() for call in meter.collectives if call.name == "allreduce_"]
     gradients = [count for count in sizes if count > 1]
     sent = sum(gradients) * 2 * (world - 1) / world
@@ -95,31 +95,31 @@ def order_of_events() -> list[str]:
     groups = ALONE | {"world": dist.group.WORLD, "data": dist.group.WORLD, "dp": dist.group.WORLD}
     events = []
 
-    class Told(Bucket):
+    class LoggedBucket(Bucket):
         def ready(self, param):
             events.append(param.spec.name)
             super().ready(param)
 
-        def launch(self):
+        def start_reduction(self):
             events.append(f"send {self.name}")
-            super().launch()
+            super().start_reduction()
 
-        def finish(self):
+        def finish_step(self):
             events.append("finish")
-            super().finish()
+            super().finish_step()
 
     specs = [Spec(f"layers.{i}", (4, 4)) for i in range(3)]
     units = [Unit(spec) for spec in specs]
-    replicas = DataParallel({0: units}, groups, 0, Told)
+    replicas = DataParallel({0: units}, groups, 0, LoggedBucket)
     for unit in units:
         unit.weights[0].data = torch.eye(4, dtype=torch.float64)
-    replicas.begin({0: 2})
+    replicas.begin_step({0: 2})
     for _ in range(2):
         x = torch.ones(4, dtype=torch.float64)
         for unit in units:
             x = unit.weights[0] @ x
         x.sum().backward()
-    replicas.finish()
+    replicas.finish_step()
     return events
 
 
@@ -137,15 +137,15 @@ def ways_to_sum() -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.randint(257, (2, 8), generator=torch.Generator().manual_seed(dist.get_rank()))
     sums = []
     for bucketed in (False, True):
-        llama = Llama(model, groups, torch.float64)
+        llama = Llama(model, groups, Execution(torch.float64))
         for p in llama.parameters():
             p.data = param.draw(0)(p.spec, p.box).double() * 10
         if bucketed:
-            replicas = DataParallel(llama.chunks(), groups, 0.01)
-            replicas.begin({0: 1})
+            replicas = DataParallel(llama.units(), groups, 0.01)
+            replicas.begin_step({0: 1})
         llama(tokens, labels=tokens).backward()
         if bucketed:
-            replicas.finish()
+            replicas.finish_step()
             sums.append(torch.cat([p.sink.main_grad(p).flatten() for p in llama.parameters()]))
         else:
             naive(llama.parameters(), dist.group.WORLD)
@@ -162,21 +162,21 @@ def sums_over_other_axes() -> dict[str, float]:
     """A 2 x 2 grid (dp, tp), where the ranks' gradients of all parameters are 1, 10, 100, 1000: what each ends with."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     groups = ALONE | {"world": dist.group.WORLD, "dp": mesh.get_group("dp"), "tp": mesh.get_group("tp")}
-    unit = Unit(Spec("cut", (4, 1), {"tp": 0}), Spec("copy", (3,), {"tp": "copy"}), Spec("sum", (3,), {"tp": "sum"}),
-                groups=groups)
+    unit = Unit(Spec("shard", (4, 1), {"tp": 0}), Spec("replica", (3,), {"tp": "replicate"}),
+                Spec("partial", (3,), {"tp": "partial"}), groups=groups)
     replicas = DataParallel({0: [unit]}, groups)
     for p in unit.weights:
         p.data = torch.ones(p.shape, dtype=torch.float64)
-    replicas.begin({0: 1})
+    replicas.begin_step({0: 1})
     (sum(p.sum() for p in unit.weights) * 10 ** dist.get_rank()).backward()
-    replicas.finish()
+    replicas.finish_step()
     return {p.spec.name: p.sink.main_grad(p).unique().tolist() for p in unit.weights}
 
 
-def test_terms_are_summed_over_their_axis_and_copies_are_not(pool):
+def test_partial_gradients_are_summed_over_their_axis_and_replicated_ones_are_not(pool):
     for rank, gradients in enumerate(pool.run(4, "test_dp:sums_over_other_axes")):
         over_dp = [101.0] if rank % 2 == 0 else [1010.0]  # ranks 0, 2 and ranks 1, 3
-        assert gradients == {"cut": over_dp, "copy": over_dp, "sum": [1111.0]}
+        assert gradients == {"shard": over_dp, "replica": over_dp, "partial": [1111.0]}
 
 
 def test_a_gradient_too_few_or_too_many_is_noticed():
@@ -184,11 +184,11 @@ def test_a_gradient_too_few_or_too_many_is_noticed():
     replicas = DataParallel({0: [unit]}, ALONE)
     for p in unit.weights:
         p.data = torch.ones(3, dtype=torch.float64)
-    replicas.begin({0: 1})
+    replicas.begin_step({0: 1})
     unit.weights[0].sum().backward()
     with pytest.raises(AssertionError, match="a and 1 more wait for 1 gradients"):
-        replicas.finish()
+        replicas.finish_step()
     unit.weights[1].sum().backward()
-    replicas.finish()
+    replicas.finish_step()
     with pytest.raises(AssertionError, match="more backward passes than the step was begun with"):
         unit.weights[1].sum().backward()

@@ -1,17 +1,19 @@
 """FlashAttention against its reference in fp64; its costs; and, wherever there is ptxas, compiled for an H100 or H200:
 does it use the matmul instruction, and do its registers suffice?"""
 import json
+from functools import partial
 
 import pytest
 import torch
 
+import costs
 import cp
 import flash
 import kernels
-import operations
 from ahead import by_the_pinned_compiler, fits, run
-from exact import DEVICE, close, compare, gpu, is_refused, leaves, numbers
+from exact import DEVICE, close, compare, dense_attention, gpu, is_refused, leaves, numbers
 from flash import Tiling, flash_attention, flash_backward, flash_forward
+from operations import CAUSAL, Attention, Mask, attention_math, attention_sdpa
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # the interpreter at log2(0) = -inf
 
@@ -44,11 +46,11 @@ def documents_of(kind: str, rows: int, columns: int, B: int = 2) -> tuple[torch.
     return None if kind == "one" else tuple(x.to(DEVICE) for x in both)
 
 
-def attention_agrees(inputs, causal, documents):
-    compare(lambda q, k, v: flash_forward(q, k, v, causal, documents)[0],
-            lambda q, k, v: flash.attention_reference(q, k, v, causal, documents)[0], inputs)
-    lse = flash_forward(*inputs, causal, documents)[1]
-    close(lse, flash.attention_reference(*(x.double() for x in inputs), causal, documents)[1])
+def attention_agrees(inputs, causal, documents, window=0):
+    """The last query is beside the last key."""
+    mask = Mask(causal, window, documents, offset=inputs[1].shape[2] - inputs[0].shape[2])
+    compare(lambda q, k, v: flash_forward(q, k, v, mask)[0], lambda q, k, v: dense_attention(q, k, v, mask)[0], inputs)
+    close(flash_forward(*inputs, mask)[1], dense_attention(*(x.double() for x in inputs), mask)[1])
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -61,6 +63,22 @@ def test_attention_of_any_length(tiles, rows, columns, causal):
 @pytest.mark.parametrize("kind", ["packed", "in any order", "alone", "none meet"])
 def test_attention_of_documents(small_tiles, kind, causal):
     attention_agrees(heads(37, 37, N=1), causal, documents_of(kind, 37, 37))
+
+
+@pytest.mark.parametrize("window", [1, 5, 16, 17, 40])
+@pytest.mark.parametrize("rows, columns", [(37, 37), (1, 50), (21, 50)])
+@pytest.mark.parametrize("kind", ["one", "packed"])
+def test_attention_in_a_window(small_tiles, kind, rows, columns, window):
+    attention_agrees(heads(rows, columns, N=1), True, documents_of(kind, rows, columns), window)
+
+
+@pytest.mark.parametrize("offset", [5, 16, 40, 90])
+@pytest.mark.parametrize("causal", [True, False])
+def test_windows_of_keys_long_before(small_tiles, causal, offset):
+    """Blocks of scores of context parallelism: some rows, or all, may see nothing."""
+    mask, inputs = Mask(causal, 20, None, offset), heads(33, 35, N=1)
+    compare(lambda q, k, v: flash_forward(q, k, v, mask)[0], lambda q, k, v: dense_attention(q, k, v, mask)[0], inputs)
+    close(flash_forward(*inputs, mask)[1], dense_attention(*(x.double() for x in inputs), mask)[1])
 
 
 @pytest.mark.parametrize("kind", ["packed", "in any order"])
@@ -81,7 +99,7 @@ def test_attention_of_any_width(D):
 @pytest.mark.parametrize("B, rows, columns", [(0, 5, 5), (2, 0, 5), (2, 5, 0), (2, 0, 0)])
 def test_attention_of_nothing(B, rows, columns):
     q, k, v = leaves(*heads(rows, columns, B=B))
-    o, lse = flash_forward(q, k, v, False)
+    o, lse = flash_forward(q, k, v, cp.ALL)
     assert not o.any() and lse.isneginf().all()
     o.sum().backward()
     assert not any(x.grad.any() for x in (q, k, v))
@@ -92,7 +110,7 @@ def test_large_scores_do_not_overflow(small_tiles):
     q, k, v = heads(37, 37)
     q, k = q * 30, k * 30
     o, lse = flash_forward(q, k, v)
-    exact, exact_lse = flash.attention_reference(*(x.double() for x in (q, k, v)))
+    exact, exact_lse = dense_attention(*(x.double() for x in (q, k, v)), CAUSAL)
     rounding = (q @ k.transpose(2, 3)).abs().max().item() * 16 ** -0.5 * 2 ** -22
     torch.testing.assert_close(o.double(), exact, rtol=0, atol=rounding)
     torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=rounding)
@@ -108,7 +126,7 @@ def test_strides_do_not_matter(small_tiles):
     o.sum().backward()
     exact, = leaves(qkv, dtype=torch.float64)
     q, k, v = (x.transpose(1, 2) for x in exact.split([4, 1, 1], 2))
-    flash.attention_reference(q, k, v)[0].sum().backward()
+    dense_attention(q, k, v, CAUSAL)[0].sum().backward()
     close(qkv.grad, exact.grad)
 
 
@@ -119,54 +137,59 @@ def test_the_same_bits_every_time(small_tiles):
     assert all(torch.equal(a, b) for a, b in zip(first, second))
 
 
-def test_tiles_that_nobody_sees_are_not_loaded():
-    """Documents of 5, 27, 1 and 47 tokens, tiles of 16 x 16: those that have a pair of the same document, no more."""
+@pytest.mark.parametrize("window", [0, 1, 16, 17, 18, 40])
+def test_tiles_that_nobody_sees_are_not_loaded(small_tiles, window):
+    """Documents of 5, 27, 1 and 47 tokens, tiles of 16 x 16: those that have a visible pair, no more."""
     documents = torch.arange(4, device=DEVICE).repeat_interleave(torch.tensor([5, 27, 1, 47], device=DEVICE))[None]
-    for numbers_of in (documents, torch.zeros_like(documents)):
-        pairs = (numbers_of.mT == numbers_of).tril()
-        wanted = pairs.unflatten(0, (-1, 16)).unflatten(-1, (-1, 16)).any(-1).any(1)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(flash, "FP32_TILING", Tiling(16, 16, 4, 1))
-            assert flash.tiles_loaded(numbers_of, 16, 16) == wanted.tolist()
+    near = torch.ones(80, 80, dtype=torch.bool, device=DEVICE).tril().triu(1 - (window or 80))
+    tiles = near.unflatten(0, (-1, 16)).unflatten(-1, (-1, 16)).any(-1).any(1)
+    assert flash.tiles_loaded(Mask(window=window), 80, 16, 16) == tiles.tolist()
+    pairs = near & (documents.mT == documents)
+    tiles = pairs.unflatten(0, (-1, 16)).unflatten(-1, (-1, 16)).any(-1).any(1)
+    assert flash.tiles_loaded(Mask(window=window, documents=(documents, documents)), 80, 16, 16) == tiles.tolist()
 
 
 def test_backward_loads_no_tile_that_nobody_sees(small_tiles):
     """A query's nan reaches the gradients of keys in tiles with its own, and of none after it or of other documents."""
     documents = torch.arange(2, device=DEVICE).repeat_interleave(32)[None]
     q, k, v = heads(64, 64, 1, 1, B=1)
-    o, lse = flash_forward(q, k, v, True, (documents, documents))
+    mask = Mask(documents=(documents, documents))
+    o, lse = flash_forward(q, k, v, mask)
     do = torch.zeros_like(o)
     do[:, :, 20] = torch.nan
-    dq, dk, dv = flash_backward(do, q, k, v, o, lse, True, (documents, documents))
+    dq, dk, dv = flash_backward(do, q, k, v, o, lse, mask)
     assert dv.isnan().any(-1).flatten().tolist() == [True] * 32 + [False] * 32
     assert dk.isnan().any(-1).flatten().tolist() == [True] * 32 + [False] * 32
     assert dq.isnan().any(-1).flatten().tolist() == [row == 20 for row in range(64)]
+    dq, dk, dv = flash_backward(do, q, k, v, *flash_forward(q, k, v, Mask(window=6)), Mask(window=6))
+    assert dv.isnan().any(-1).flatten().tolist() == [False] * 0 + [True] * 32 + [False] * 32  # tiles of 16: 15 to 20
 
 
+@pytest.mark.parametrize("window", [0, 14])
 @pytest.mark.parametrize("kind", ["one", "packed"])
 @pytest.mark.parametrize("style", ["ring", "allgather"])
-def test_attention_in_pieces(small_tiles, style, kind):
-    """As a block of context parallelism, with nothing else told: rows of all ranks, merged by logsumexp."""
-    block, c, S, (q, k, v) = cp.Block(flash_forward, flash_backward), 2, 36, heads(36, 36, B=1)
+def test_attention_by_blocks(small_tiles, style, kind, window):
+    """As in context parallelism: the blocks of all ranks, one after the other, merged by logsumexp."""
+    kernel, c, S, (q, k, v) = Attention(flash_attention, flash_forward, flash_backward), 2, 36, heads(36, 36, B=1)
     documents, _ = documents_of(kind, S, S, B=1) or (None, None)
+    mask = Mask(window=window, documents=None if documents is None else (documents, documents))
     do, (dq, dk, dv), o = numbers(*q.shape, seed=9), (torch.zeros_like(x) for x in (q, k, v)), torch.empty_like(q)
     for i in range(c):
-        own, pieces = cp.places(S, c, i), cp.pieces_of(style, S, c, i, documents)
-        keys = [cp.places(S, c, (i - t) % c) if style == "ring" else cp.gathered_order(S, c)
-                for t in range(len(pieces))]
-        here, (part, lse) = q[:, :, own], cp.results_for(q[:, :, own])
-        work = [(piece, where) for piece, where in zip(pieces, keys) if piece]
-        for piece, where in work:
-            cp.add_piece(part, lse, here, k[:, :, where], v[:, :, where], piece, block)
+        own, positions = cp.own_positions(S, c, i), cp.STYLES[style].positions(S, c, i)
+        blocks = [(block, at) for blocks, at in zip(cp.visible_blocks(cp.STYLES[style], S, c, i, mask), positions)
+                  for block in blocks]
+        here, part, lse = q[:, :, own], torch.empty_like(q[:, :, own]), q.new_empty(q[:, :, own].shape[:3])
+        for block, at in blocks:
+            cp.attend_to_block(part, lse, here, k[:, :, at], v[:, :, at], block, kernel)
         o[:, :, own], share = part, torch.zeros_like(here)
-        for piece, where in work:
-            dkv = torch.zeros(2, *k[:, :, where].shape, device=DEVICE)
-            cp.add_gradients(share, dkv, do[:, :, own], here, k[:, :, where], v[:, :, where], part, lse, piece, block)
-            dk[:, :, where] += dkv[0]
-            dv[:, :, where] += dkv[1]
+        for block, at in blocks:
+            dkv = torch.zeros(2, *k[:, :, at].shape, device=DEVICE)
+            cp.add_gradients(share, dkv, do[:, :, own], here, k[:, :, at], v[:, :, at], part, lse, block, kernel)
+            dk[:, :, at] += dkv[0]
+            dv[:, :, at] += dkv[1]
         dq[:, :, own] = share
     exact = leaves(q, k, v, dtype=torch.float64)
-    wanted = flash.attention_reference(*exact, True, None if documents is None else (documents, documents))[0]
+    wanted = dense_attention(*exact, mask)[0]
     wanted.backward(do.double())
     for ours, other in zip((o, dq, dk, dv), (wanted.detach(), *(x.grad for x in exact))):
         close(ours, other)
@@ -181,25 +204,26 @@ def test_torch_accepts_the_operator(name):
     documents = documents_of("packed", 9, 9, B=1)
     o, lse = (x.detach() for x in flash_forward(q, k, v))
     inputs = {
-        "flash_attention": (q, k, v, True, None, None),
-        "flash_attention with documents": (q, k, v, False, *documents),
-        "flash_attention_backward": (o, q.detach(), k.detach(), v.detach(), o, lse, True, None, None),
+        "flash_attention": (q, k, v, True, 4, 0, None, None),
+        "flash_attention with documents": (q, k, v, False, 0, 0, *documents),
+        "flash_attention_backward": (o, q.detach(), k.detach(), v.detach(), o, lse, True, 0, 0, None, None),
     }
     torch.library.opcheck(getattr(torch.ops.penteract, name.split()[0]).default, inputs[name])
 
 
 def test_a_compiler_sees_nodes():
-    def layer(x, weight):
-        q = kernels.rms_norm(x, weight, 1e-5).unflatten(-1, (2, 8)).transpose(1, 2)
-        return kernels.swiglu(flash_attention(q, q, q).transpose(1, 2).flatten(2))
-    inputs = [numbers(1, 9, 16), numbers(16)]
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    def attention(x):
+        q = x.unflatten(-1, (2, 8)).transpose(1, 2)
+        return flash_attention(q, q, q).transpose(1, 2).flatten(2)
+
+    def others(x):
+        return kernels.swiglu(kernels.rms_norm(x, x[0, 0], 1e-5))
     found = []
-    for function in (layer, compiled):
-        x, weight = leaves(*inputs)
-        y = function(x, weight)
+    for compiler in (lambda function: function, partial(torch.compile, backend="aot_eager", fullgraph=True)):
+        x, = leaves(numbers(1, 9, 16))
+        y = compiler(attention)(x)
         y.sum().backward()
-        found.append((y, x.grad, weight.grad))
+        found.append((y, x.grad, compiler(others)(x.detach())))
     assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
@@ -212,9 +236,10 @@ REFUSED = {  # what is launched -> what the error says
     "too wide": (lambda n: flash_forward(*[n(1, 1, 8, 130)] * 3), "130 wide"),
     "two types": (lambda n: flash_forward(n(*Q), *[n(*KV).half()] * 2), "one type"),
     "fp64": (lambda n: flash_forward(*[n(*Q).double()] * 3), "float64 is not among"),
-    "documents of other keys": (lambda n: flash_forward(n(*Q), *[n(*KV)] * 2, True, documents_of("packed", 8, 9, 1)),
+    "documents of other keys": (lambda n: flash_forward(n(*Q), *[n(*KV)] * 2,
+                                                        Mask(documents=documents_of("packed", 8, 9, 1))),
                                 r"\[1, 8\] integers"),
-    "no integers": (lambda n: flash_attention(n(*Q), *[n(*KV)] * 2, True, n(1, 8)), "integers"),
+    "no integers": (lambda n: flash_attention(n(*Q), *[n(*KV)] * 2, Mask(documents=(n(1, 8),) * 2)), "integers"),
     "other do": (lambda n: flash_backward(n(*KV), n(*Q), *[n(*KV)] * 2, n(*Q), n(1, 2, 8)), "as q"),
 }
 
@@ -230,8 +255,8 @@ def test_costs_are_those_published():
     """Figure 2 of Dao et al. 2022, to its last digit."""
     shape = dict(B=64, N=16, S=1024, D=64)
     for how, gflops, gigabytes in (("standard", 66.6, 40.3), ("flash 1", 75.2, 4.4)):
-        assert round(flash.published_flops(how, **shape) / 1e9, 1) == gflops
-        assert round(flash.attention_cost(how, **shape).nbytes / 1e9, 1) == gigabytes
+        assert round(costs.published_flops(how, **shape) / 1e9, 1) == gflops
+        assert round(costs.attention_cost(how, **shape).nbytes / 1e9, 1) == gigabytes
 
 
 def test_flops_are_what_torch_counts():
@@ -240,8 +265,8 @@ def test_flops_are_what_torch_counts():
     from torch.utils.flop_counter import FlopCounterMode
     q, k, v = leaves(*heads(32, 32, 2, 2, B=3))
     with FlopCounterMode(display=False) as counter:
-        flash.attention_reference(q, k, v)[0].sum().backward()
-    flops = {how: flash.attention_cost(how, 3, 2, 32, 16).flops for how in ("standard", "flash 1", "here")}
+        attention_math(q, k, v, CAUSAL).sum().backward()
+    flops = {how: costs.attention_cost(how, 3, 2, 32, 16).flops for how in ("standard", "flash 1", "here")}
     assert flops["standard"] == counter.get_total_flops()
     assert [flops[how] / flops["standard"] for how in ("flash 1", "here")] == [7 / 6, 9 / 6]
 
@@ -252,22 +277,23 @@ LAUNCHES = """
 import flash
 import torch
 from ahead import only_compile
+from operations import Mask
 
 packed = (torch.zeros(1, 256, dtype=torch.int32),) * 2
 only_compile(flash)
-for D, cases in (64, ((True, None), (True, packed))), (128, ((True, None), (True, packed))):
-    for causal, documents in cases:
+for D in 64, 128:
+    for mask in Mask(), Mask(documents=packed), Mask(window=4096):
         qkv = torch.zeros(1, 256, 6, D, dtype=torch.bfloat16)
         q, k, v = (x.transpose(1, 2) for x in qkv.split([4, 1, 1], 2))
-        o, lse = flash.flash_forward(q, k, v, causal, documents)
-        flash.flash_backward(o, q, k, v, o, lse, causal, documents)
+        o, lse = flash.flash_forward(q, k, v, mask)
+        flash.flash_backward(o, q, k, v, o, lse, mask)
 """
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory) -> list:
     lines = run(LAUNCHES, TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("triton"))).splitlines()
-    assert len(lines) == 4 * 3
+    assert len(lines) == 6 * 3
     return [json.loads(line) for line in lines]
 
 
@@ -287,16 +313,15 @@ def test_attention_uses_the_matmul_instruction_of_hopper(compiled):
 
 @gpu
 @pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize("kind", ["one", "packed"])
+@pytest.mark.parametrize("kind", ["one", "packed", "window"])
 def test_attention_in_bf16(D, kind):
     """No further from the exact result than twice torch's own attention in bf16."""
-    S, documents = 1000, documents_of(kind, 1000, 1000)
+    S, mask = 1000, Mask(documents=documents_of("one" if kind == "window" else kind, 1000, 1000),
+                   window=300 if kind == "window" else 0)
     inputs = [x.bfloat16() for x in heads(S, S, 8, 2, D)]
     exact, ours, torchs = leaves(*inputs, dtype=torch.float64), leaves(*inputs), leaves(*inputs)
     do = numbers(2, 8, S, D, dtype=torch.bfloat16)
-    results = [flash.attention_reference(*exact, True, documents)[0], flash_forward(*ours, True, documents)[0]]
-    mask = operations.visible(torch.arange(S, device=DEVICE), S, documents and documents[0])
-    results.append(operations.attention_sdpa(*torchs, mask))
+    results = [dense_attention(*exact, mask)[0], flash_forward(*ours, mask)[0], attention_sdpa(*torchs, mask)]
     for result in results:
         result.backward(do.to(result.dtype))
     for one in zip(*([result, *(x.grad for x in leaves_)] for result, leaves_ in zip(results, (exact, ours, torchs)))):

@@ -27,10 +27,12 @@ import tp
 import train
 import zero
 from ahead import run
-from fp8 import BLOCK, E4M3, E5M2, RECIPES, Fp8, Quantised, quantise, to_fp8, values
+from costs import activation_bytes
+from fp8 import BLOCK, E4M3, E5M2, RECIPES, SMALLEST, Fp8, Quantised, dequantise, quantise, to_fp8
 from meter import Meter
-from param import Spec, box_of, cut, draw, parameter
+from param import Spec, draw, local_box, parameter, shard_slice
 from pool import Pool
+from recompute import cheap, selective
 from tp import TensorParallel
 
 NAIVE = fp8.Recipe(E4M3, E4M3, blocks=False)
@@ -82,7 +84,7 @@ def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 1e-12) -> bo
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_number_of_a_format_survives(format):
     numbers = torch.arange(256, dtype=torch.uint8).view(format)
-    assert torch.equal(values(Quantised(numbers[None], torch.tensor(1.0)), torch.float64)[0].nan_to_num(7e7),
+    assert torch.equal(dequantise(Quantised(numbers[None], torch.tensor(1.0)), torch.float64)[0].nan_to_num(7e7),
                        numbers.double().nan_to_num(7e7))
     finite = numbers.double()[numbers.double().isfinite()]
     assert torch.equal(held(finite, format), finite) and finite.max() == FORMATS[format][2]
@@ -106,8 +108,8 @@ def test_a_round_trip_errs_by_half_a_step_at_most(format, blocks, pow2):
     bits, lowest, largest = FORMATS[format]
     x = normal(96, 300) * torch.exp2(20 * torch.rand(96, 1, generator=torch.Generator().manual_seed(1)).double() - 10)
     layer = Fp8(fp8.Recipe(format, format, blocks, pow2), torch.float64)
-    for form, whole in zip(layer.quantised(x, False), (x, x.t())):
-        back = values(form, torch.float64)
+    for form, whole in zip(layer.quantise(x, False), (x, x.t())):
+        back = dequantise(form, torch.float64)
         filled = torch.zeros_like(back)
         filled[:, :whole.shape[1]] = whole
         scale = form.scales.double()
@@ -129,7 +131,7 @@ def test_scales_are_what_the_largest_number_asks_for():
     assert rows.scales.tolist() == [[4.0, 2.0 ** -6]]  # 7/448 is a power of two already
     for nothing in (torch.zeros(3, 128), torch.full((3, 128), 1e-38)):
         for form in quantise(nothing, E4M3):
-            assert form.scales.isfinite().all() and values(form, torch.float32).abs().max() == 0
+            assert form.scales.isfinite().all() and dequantise(form, torch.float32).abs().max() == 0
 
 
 def test_what_is_not_finite_is_not_hidden():
@@ -138,15 +140,15 @@ def test_what_is_not_finite_is_not_hidden():
         x = torch.ones(256, 256)
         x[130, 7] = bad
         for recipe in RECIPES.values():
-            for form in Fp8(recipe, torch.float32).quantised(x, True):
-                assert not values(form, torch.float32).isfinite().all()
+            for form in Fp8(recipe, torch.float32).quantise(x, True):
+                assert not dequantise(form, torch.float32).isfinite().all()
 
 
 def test_bf16_is_divided_and_rounded_once():
     x = normal(128, 256).bfloat16()
     for recipe in RECIPES.values():
         layer = Fp8(recipe, torch.bfloat16)
-        for a, b in zip(layer.quantised(x, True), layer.quantised(x.float(), True)):
+        for a, b in zip(layer.quantise(x, True), layer.quantise(x.float(), True)):
             assert torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8)) and torch.equal(a.scales, b.scales)
 
 
@@ -156,8 +158,8 @@ def test_an_outlier_spoils_its_own_block_only():
     x[17] *= 1e6
     lost = {}
     for name, recipe in {**RECIPES, "naive": NAIVE}.items():
-        rows, columns = Fp8(recipe, torch.float64).quantised(x, True)
-        lost[name] = [(values(form, torch.float64) == 0).double().mean().item() for form in (rows, columns)]
+        rows, columns = Fp8(recipe, torch.float64).quantise(x, True)
+        lost[name] = [(dequantise(form, torch.float64) == 0).double().mean().item() for form in (rows, columns)]
     assert max(lost["blockwise"][0], lost["tensorwise"][0]) < 0.01  # E5M2 has 2^30 below its largest, rows no outlier
     assert lost["blockwise"][1] < 0.25  # at most the blocks of 128 tokens that the outlier is in
     assert min(lost["naive"]) > 0.9
@@ -175,14 +177,14 @@ def test_products_err_as_their_factors_do(name, pow2):
     x, w, dy = (sign * (0.1 + torch.rand(sign.shape, generator=torch.Generator().manual_seed(seed)).double())
                 for seed, sign in enumerate(sign))
     layer = Fp8(recipe, torch.float32)
-    rows, columns = layer.quantised(x.float(), False)
-    grad_rows, grad_columns = layer.quantised(dy.float(), True)
+    rows, columns = layer.quantise(x.float(), False)
+    grad_rows, grad_columns = layer.quantise(dy.float(), True)
     weight = parameter(Spec("w", (N, K)), {}, torch.float32)
     weight.data = w.float()
     out = torch.zeros(N, K)
     layer.add_weight_grad(out, grad_columns, columns)
     u, v = (2.0 ** -(FORMATS[format][0] + 1) for format in (recipe.x, recipe.grad))
-    for got, a, b, first, second in [(layer.forward(rows, (weight,)), x, w.t(), u, u),
+    for got, a, b, first, second in [(layer.output(rows, (weight,)), x, w.t(), u, u),
                                      (layer.input_grad(grad_rows, (weight,)), dy, w, v, u),
                                      (out, dy.t(), x, v, u)]:
         bound = (a.abs() @ b.abs()) * (first + second + first * second + a.shape[1] * 2.0 ** -23)
@@ -197,7 +199,7 @@ def test_a_layer_is_the_recipe_s_formula(name, pow2):
     w = parameter(Spec("w", (256, 384)), {}, torch.float64)
     w.data = normal(256, 384, seed=1)
     x, dy = normal(T, 384).requires_grad_(), normal(T, 256, seed=2) * torch.logspace(0, -3, T).double()[:, None]
-    how = TensorParallel(matmul=Fp8(recipe, torch.float64))
+    how = TensorParallel(fp8=Fp8(recipe, torch.float64))
     for linear in (lambda: tp.column(x, w, tp=how), lambda: tp.row(x, w, how)):
         x.grad = w.grad = None
         y = linear()
@@ -219,11 +221,11 @@ def weight(name: str, shape: tuple[int, int], dim: int, group) -> torch.nn.Param
     """This rank's part of a random matrix."""
     spec = Spec(name, shape, {"tp": dim}, std=1.0)
     made = parameter(spec, {"tp": group}, torch.float64)
-    made.data = draw(0)(spec, box_of(spec, {"tp": group})).double()
+    made.data = draw(0)(spec, local_box(spec, {"tp": group})).double()
     return made
 
 
-def pair(name: str, T: int, sequence: bool, before: bool) -> tuple[list[bool], dict[str, int]]:
+def pair(name: str, T: int, sequence: bool, recompute: bool) -> tuple[list[bool], dict[str, int]]:
     """Whether a column and row parallel pair is the recipe's formula for whole matrices, and bytes sent by it and by a
     pair without FP8."""
     group, recipe, H = dist.group.WORLD, RECIPES[name], 128
@@ -234,20 +236,20 @@ def pair(name: str, T: int, sequence: bool, before: bool) -> tuple[list[bool], d
     columns = torch.cat([torch.arange(512).view(n, -1)[me], 512 + torch.arange(512).view(n, -1)[me]])
     c.data = whole_c[:, columns].clone()
     x, up = normal(T, H, seed=1), normal(T, H, seed=2) * torch.logspace(0, -6, T, 2).double()[:, None]
-    part = cut(T, n, me) if sequence else slice(None)
+    part = shard_slice(T, n, me) if sequence else slice(None)
 
     def run(how: TensorParallel):
         mine = x[part].clone().requires_grad_()
-        ab = tp.column(mine if before else act(mine), a, b, tp=how, before=act if before else None)
-        y = tp.row(ab if before else act(ab), c, how, before=act if before else None)
+        with selective(recompute):
+            y = tp.row(cheap(act, tp.column(cheap(act, mine), a, b, tp=how)), c, how)
         y.backward(up[part])
         return y, mine.grad
 
     sent = {}
-    for kind, matmul in ("plain", tp.Matmul()), ("fp8", Fp8(recipe, torch.float64, (group,), (group,))):
+    for kind, linear in ("plain", None), ("fp8", Fp8(recipe, torch.float64, (group,), (group,))):
         collectives.sent.clear()
         a.grad = b.grad = c.grad = None
-        y, dx = run(TensorParallel(group, sequence, matmul=matmul))
+        y, dx = run(TensorParallel(group, sequence, fp8=linear))
         sent[kind] = collectives.sent[collectives.name(group)]
 
     whole_ab, dense = torch.cat((whole_a, whole_b)), act(x)
@@ -263,14 +265,14 @@ def pair(name: str, T: int, sequence: bool, before: bool) -> tuple[list[bool], d
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("n, T, sequence", [(2, 256, True), (4, 256, True), (2, 200, False)])
 def test_a_pair_of_matrices_is_the_formula_on_every_grid(pool, name, n, T, sequence):
-    for before in (False, True):
-        for equal, sent in pool.run(n, "test_fp8:pair", name=name, T=T, sequence=sequence, before=before):
+    for recompute in (False, True):
+        for equal, sent in pool.run(n, "test_fp8:pair", name=name, T=T, sequence=sequence, recompute=recompute):
             assert all(equal), equal
             if sequence:
-                check_bytes(name, n, T, before, sent)
+                check_bytes(name, n, T, recompute, sent)
 
 
-def check_bytes(name: str, n: int, T: int, before: bool, sent: dict[str, int]) -> None:
+def check_bytes(name: str, n: int, T: int, recompute: bool, sent: dict[str, int]) -> None:
     """Elements are 8 bytes here where nothing is FP8. Three gathers of T 128 numbers, of which FP8 are that of forward
     and, in backward, the column's where a rank has whole blocks, and the row's with one scale; two reductions."""
     numbers, blocks = (n - 1) * T // n * 128, name == "blockwise"
@@ -278,7 +280,7 @@ def check_bytes(name: str, n: int, T: int, before: bool, sent: dict[str, int]) -
     one = 1 + 4 / BLOCK if blocks else 1
     column = one if T // n % (BLOCK if blocks else 16) == 0 else 8
     # one number of each of x, dY and W, twice, where it is agreed upon; of x again where it is made again
-    agreed = 0 if blocks else (8 if before else 6) * (2 * 4 * (n - 1) // n)
+    agreed = 0 if blocks else (8 if recompute else 6) * (2 * 4 * (n - 1) // n)
     assert sent["fp8"] == numbers * (one + column + (8 if blocks else 1) + 2 * 8) + agreed
 
 
@@ -299,11 +301,12 @@ def steps(grid: str, name: str) -> dict:
     seq, out = settings.batch.seq, dict(grads=[], loss=[])
     for step in range(STEPS):
         window = torch.randint(97, (2, seq + 1), generator=torch.Generator().manual_seed(step))
-        share = train.share(grids.GivenSamples(window[:, :-1], window[:, 1:].clone()), 0, 2, settings, groups)
-        out["loss"].append(train.gradients(model, optimizer, share, groups).item())
-        out["grads"].append(grids.pieces(optimizer, "owned_grad"))
+        samples = grids.GivenSamples(window[:, :-1], window[:, 1:].clone())
+        share = train.local_micro_batches(samples, 0, 2, settings, groups)
+        out["loss"].append(train.forward_backward(model, optimizer, share, groups).item())
+        out["grads"].append(grids.pieces(optimizer, "grad"))
         optimizer.step(0.01)
-    return out | dict(cached=len(model.fp8[0].cache) if model.fp8 else 0)
+    return out | dict(cached=len(linear.cache) if (linear := model.execution.fp8_linear) else 0)
 
 
 def truth(flags: str, name: str, known: dict = {}) -> dict:  # noqa: B006, it is a cache
@@ -360,10 +363,10 @@ def test_whatever_changes_weights_makes_fp8_weights_anew():
     with torch.no_grad():
         w.mul_(2)  # as torch's optimizers do
     second, _ = layer.weight((w,))
-    assert torch.equal(values(second, torch.float32), 2 * values(first, torch.float32))
+    assert torch.equal(dequantise(second, torch.float32), 2 * dequantise(first, torch.float32))
     w.data.mul_(2)  # as a flat buffer is filled, which autograd does not see
     w.generation += 1
-    assert torch.equal(values(layer.weight((w,))[0], torch.float32), 4 * values(first, torch.float32))
+    assert torch.equal(dequantise(layer.weight((w,))[0], torch.float32), 4 * dequantise(first, torch.float32))
 
 
 def test_loaded_and_updated_weights_are_new_ones():
@@ -380,7 +383,7 @@ def test_what_waits_for_a_weight_gradient_is_fp8(name, block):
     """A column or row parallel layer between the two halves of a backward keeps bytes, and no graph."""
     w = parameter(Spec("w", (256, 128)), {}, torch.float32)
     w.data = normal(256, 128, dtype=torch.float32)
-    how = TensorParallel(matmul=Fp8(RECIPES[name], torch.float32))
+    how = TensorParallel(fp8=Fp8(RECIPES[name], torch.float32))
     x = normal(256, 128, dtype=torch.float32).requires_grad_()
     y = (tp.column(x, w, tp=how) if block == "column" else tp.row(x, w, how)).sum()
     param.backward_input((0, 0), y, None)
@@ -417,7 +420,7 @@ def test_fp8_keeps_half_the_bytes_of_a_layer_s_input():
     w.data = normal(256, 384).bfloat16()
     x, kept = normal(256, 384).bfloat16().requires_grad_(), {}
     for name in ("none", *RECIPES):
-        how = TensorParallel(matmul=Fp8(RECIPES[name], x.dtype) if name in RECIPES else tp.Matmul())
+        how = TensorParallel(fp8=Fp8(RECIPES[name], x.dtype) if name in RECIPES else None)
         kept[name] = bytes_kept(partial(tp.column, x, w, tp=how)), bytes_kept(partial(tp.row, x, w, how))
     numbers = x.numel()
     assert kept == {"none": (2 * numbers,) * 2, "tensorwise": (numbers + 4,) * 2,
@@ -442,23 +445,18 @@ def test_the_table_of_bytes_adds_up_and_has_the_published_totals():
 @pytest.mark.parametrize("mode, experts, seq", [("none", "", 256), ("selective", "", 256),
                                                 ("none", f"{MOE} --shared-experts 1", 1024)])
 def test_what_a_model_keeps_is_what_the_first_lines_say(name, mode, experts, seq):
-    """In fp32: storages that forward leaves to backward, without weights. Each expert's columns are filled up to whole
-    blocks of tokens, which are less of it the more tokens there are."""
+    """In fp32: storages that live until the loss is gone, and with it the graph. Each expert's columns are padded to
+    whole blocks of tokens, which matters less the more tokens there are."""
     flags = f"{MODEL.replace('fp64', 'fp32')} {ONE} --seq {seq} {experts} --recompute {mode} --fp8 {name}"
     settings = config.parse(flags.split())
     model, _ = train.build(settings, grids.ALONE, torch.device("cpu"), torch.float32)
-    window = torch.randint(97, (1, seq + 1))
-    weights, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
-
-    def pack(x):
-        if x.untyped_storage().data_ptr() not in weights:
-            kept[x.untyped_storage().data_ptr()] = x, x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        model(window[:, :-1], labels=window[:, 1:], weight=1.0)
-    total = sum(nbytes for _, nbytes in kept.values())
-    assert total == pytest.approx(train.activation_bytes(settings, torch.float32), rel=0.02)
+    window, meter = torch.randint(97, (1, seq + 1)), Meter()
+    with meter:
+        loss = model(window[:, :-1], labels=window[:, 1:], sequence_weight=1.0)
+        live = meter.settled()["other"]
+    del loss
+    stays = meter.settled()["other"]  # FP8 weights
+    assert live - stays == pytest.approx(activation_bytes(settings, 4), rel=0.02)
 
 
 def test_a_parameter_has_the_bytes_of_the_table():
@@ -471,9 +469,9 @@ def test_a_parameter_has_the_bytes_of_the_table():
             with meter:
                 model, optimizer = train.build(settings, grids.ALONE, torch.device("cpu"), torch.bfloat16)
                 window = torch.randint(97, (2, 257))
-                share = train.share(grids.GivenSamples(window[:, :-1], window[:, 1:].clone()), 0, 2, settings,
-                                    grids.ALONE)
-                train.gradients(model, optimizer, share, grids.ALONE)
+                samples = grids.GivenSamples(window[:, :-1], window[:, 1:].clone())
+                share = train.local_micro_batches(samples, 0, 2, settings, grids.ALONE)
+                train.forward_backward(model, optimizer, share, grids.ALONE)
                 live = meter.live()["all"]
             everything = sum(p.numel() for p in model.parameters())
             multiplied = sum(p.numel() for p in model.blocks.parameters() if p.ndim == 2)
@@ -484,9 +482,9 @@ def test_a_parameter_has_the_bytes_of_the_table():
 
 # ---- kernels --------------------------------------------------------------------------------------------------------
 
-def same(a: Quantised, b: Quantised) -> bool:
+def same(a: tuple[torch.Tensor, torch.Tensor], b: Quantised) -> bool:
     """But for the sign of 0."""
-    return torch.equal(a.data.float(), b.data.float()) and torch.equal(a.scales, b.scales)
+    return torch.equal(a[0].float(), b.data.float()) and torch.equal(a[1], b.scales)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -496,24 +494,24 @@ def test_the_kernel_quantises_as_torch_does(format, T, K):
     x[0, :3] = torch.tensor([0.0, 1e-42, -1e-42])
     for pow2 in (False, True):
         for scale in (None, fp8.scale_of(x.abs().max() / 3, format, pow2)):  # a third: what does not fit is clamped
-            for got, want in zip(fp8_kernels.quantise(x, format, scale, pow2), quantise(x, format, scale, pow2)):
-                assert same(got, want)
-    rows, nothing = fp8_kernels.quantise(x, format, columns=False)
+            both = fp8_kernels.quantise(x, format, scale, SMALLEST, pow2)
+            assert all(map(same, both, quantise(x, format, scale, pow2)))
+    rows, nothing = fp8_kernels.quantise(x, format, None, SMALLEST, columns=False)
     assert nothing is None and same(rows, quantise(x, format)[0])
 
 
 def test_the_kernel_refuses_blocks_that_are_not_whole():
     with pytest.raises(ValueError, match="128 x 100 has no blocks of 128"):
-        fp8_kernels.quantise(torch.ones(128, 100), E4M3)
+        fp8_kernels.quantise(torch.ones(128, 100), E4M3, None, SMALLEST)
     with pytest.raises(ValueError, match="100 x 128 has no blocks of 128 x 128"):
-        fp8_kernels.quantise(torch.ones(100, 128), E4M3, tiles=True)
+        fp8_kernels.quantise(torch.ones(100, 128), E4M3, None, SMALLEST, tiles=True)
 
 
 def test_the_kernel_quantises_weights():
     w = normal(384, 256, dtype=torch.float32)
     for pow2 in (False, True):
         how = dict(pow2=pow2, tiles=True)
-        for got, want in zip(fp8_kernels.quantise(w, E4M3, **how), quantise(w, E4M3, **how)):
+        for got, want in zip(fp8_kernels.quantise(w, E4M3, None, SMALLEST, **how), quantise(w, E4M3, **how)):
             assert same(got, want)
 
 
@@ -523,8 +521,8 @@ def test_the_kernel_multiplies_blocks(M, N, K):
     x, w = normal(M, K, dtype=torch.float32), normal(N, K, seed=1, dtype=torch.float32)
     a = fp8.along_rows(x, E4M3, False)
     for b in (fp8.in_tiles(w, E4M3, False), fp8.along_rows(w, E5M2, False)):
-        exact = values(a, torch.float64) @ values(b, torch.float64).t()
-        size = values(a, torch.float64).abs() @ values(b, torch.float64).abs().t()
+        exact = dequantise(a, torch.float64) @ dequantise(b, torch.float64).t()
+        size = dequantise(a, torch.float64).abs() @ dequantise(b, torch.float64).abs().t()
         out = fp8_kernels.product(a, b, torch.full((M, N), math.nan))
         assert ((out.double() - exact).abs() <= size * (K + 8) * 2.0 ** -24).all()
         twice = fp8_kernels.product(a, b, out.clone(), add=True)
@@ -539,14 +537,14 @@ import fp8_kernels as kernels
 from ahead import ahead
 
 made = {}
-for dtype, name in (kernels.E4M3, "fp8e4nv"), (kernels.torch.float8_e5m2, "fp8e5"):
+for dtype, name in (kernels.torch.float8_e4m3fn, "fp8e4nv"), (kernels.torch.float8_e5m2, "fp8e5"):
     format, bits, lowest = kernels.FORMATS[dtype]
     for one, tiles in (False, False), (True, False), (False, True):
         made[f"quantise {name} {one} {tiles}"] = ahead(
             kernels.quantise_kernel,
             dict(x="*bf16", scale="*fp32", rows="*" + name, row_scales="*fp32", columns="*" + name,
                  column_scales="*fp32", T="i32", K="i32", filled="i32"),
-            dict(ONE=one, ROWS=True, COLUMNS=True, LIMIT=kernels.torch.finfo(dtype).max, LEAST=kernels.SMALLEST,
+            dict(ONE=one, ROWS=True, COLUMNS=True, LIMIT=kernels.torch.finfo(dtype).max, LEAST=2.0 ** -100,
                  POW2=False, FORMAT=format, BITS=bits, LOWEST=lowest, ROUND=False, BLOCK=128, TILES=tiles),
             num_warps=8)
 for tiles, add, out in (True, False, "*bf16"), (False, True, "*fp32"):
@@ -599,15 +597,20 @@ def test_sums_of_128_are_added_in_fp32(compiled):
             assert len(fused) >= 64  # 128 x 128 numbers on 256 threads
 
 
-@pytest.mark.parametrize("N, K", [(384, 640), (512, 512)], ids=["scales filled up", "scales as they are"])
-@pytest.mark.parametrize("by", [fp8, fp8_kernels], ids=["by torch", "by the kernel"])
+def by_the_kernel(x, dtype, scale=None, pow2=False, rows=True, columns=True, tiles=False):
+    both = fp8_kernels.quantise(x, dtype, scale, SMALLEST, pow2, rows, columns, tiles)
+    return tuple(None if one is None else Quantised(*one) for one in both)
+
+
+@pytest.mark.parametrize("N, K", [(384, 640), (512, 512)], ids=["scales padded", "scales as they are"])
+@pytest.mark.parametrize("by", [quantise, by_the_kernel], ids=["by torch", "by the kernel"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_torch_s_scaled_mm_takes_our_operands(monkeypatch, name, by, N, K):
     """As far as torch checks a call without a GPU: shapes, strides and kinds of scales of all three products."""
-    monkeypatch.setattr(fp8, "quantise", by.quantise)
+    monkeypatch.setattr(fp8, "quantise", by)
     layer, w = Fp8(RECIPES[name], torch.float32), parameter(Spec("w", (N, K)), {}, torch.float32)
     w.data = normal(N, K, dtype=torch.float32)
-    x, dy = (layer.quantised(normal(256, width, dtype=torch.float32), grad) for width, grad in ((K, False), (N, True)))
+    x, dy = (layer.quantise(normal(256, width, dtype=torch.float32), grad) for width, grad in ((K, False), (N, True)))
     for a, b in [(x[0], layer.weight((w,))[0]), (dy[0], layer.weight((w,))[1]), (dy[1], x[1])]:
         operands = a.data, b.data.t(), *fp8.for_scaled_mm(a), *fp8.for_scaled_mm(b)
         with FakeTensorMode():
@@ -626,7 +629,7 @@ def test_a_gpu_computes_what_a_cpu_emulates():
 import torch, fp8, fp8_kernels
 x, w = torch.randn(300, 512).bfloat16(), torch.randn(256, 512).bfloat16()
 for name, recipe in fp8.RECIPES.items():
-    here, there = (fp8.Fp8(recipe, torch.float32).quantised(x.to(device), False) for device in ("cpu", "cuda"))
+    here, there = (fp8.Fp8(recipe, torch.float32).quantise(x.to(device), False) for device in ("cpu", "cuda"))
     for a, b in zip(here, there):
         assert torch.equal(a.data.view(torch.uint8), b.data.cpu().view(torch.uint8)), name
         torch.testing.assert_close(a.scales, b.scales.cpu(), rtol=0, atol=0)
@@ -669,11 +672,11 @@ def test_gpus_without_it_are_refused(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
         for name in RECIPES:
             if name in fits:
-                train.check_fp8(name, gpu)
+                train.check_device(config.Precision(fp8=name), gpu)
             else:
                 with pytest.raises(ValueError, match=f"--fp8 {name}: cannot run on a GPU: use a Hopper GPU"):
-                    train.check_fp8(name, gpu)
-        train.check_fp8("none", gpu)
+                    train.check_device(config.Precision(fp8=name), gpu)
+        train.check_device(config.Precision(), gpu)
 
 
 def test_fp8_is_for_blocks_and_their_ends_may_be_spared():
@@ -681,7 +684,7 @@ def test_fp8_is_for_blocks_and_their_ends_may_be_spared():
         settings = config.parse(f"{MODEL} --dtype bf16 --fp8 tensorwise --layers 4 {flags}".split())
         model, optimizer = train.build(settings, grids.ALONE, torch.device("cpu"), torch.bfloat16)
         model(torch.arange(32)[None])
-        names = {weight.spec.name for weights in model.fp8[0].cache for weight in weights}
+        names = {weight.spec.name for weights in model.execution.fp8_linear.cache for weight in weights}
         assert names == {f"layers.{layer}.{name}" for layer in layers for name in (
             "attention.wq", "attention.wk", "attention.wv", "attention.wo", "ffn.w_gate", "ffn.w_up", "ffn.w_down")}
 
@@ -705,8 +708,8 @@ RUNS = [(name, seed) for seed in (0, 1) for name in ("bf16", *RECIPES)] + [("uns
 class Unscaled(Fp8):
     """What one tries first: gradients cast to E4M3 as they are."""
 
-    def how(self, x, grad):
-        return (E4M3, torch.ones(())) if grad else super().how(x, grad)
+    def format_and_scale(self, x, grad):
+        return (E4M3, torch.ones(())) if grad else super().format_and_scale(x, grad)
 
 
 def trained() -> list[float]:
@@ -718,8 +721,8 @@ def trained() -> list[float]:
         model, optimizer = train.build(settings, grids.ALONE, torch.device("cpu"), torch.bfloat16)
     samples, losses = train.open_samples(settings, [], seed), []
     for step in range(settings.optim.steps):
-        share = train.share(samples, 4 * step, 4, settings, grids.ALONE)
-        losses.append(train.gradients(model, optimizer, share, grids.ALONE).item())
+        share = train.local_micro_batches(samples, 4 * step, 4, settings, grids.ALONE)
+        losses.append(train.forward_backward(model, optimizer, share, grids.ALONE).item())
         optimizer.step(train.learning_rate(step, settings.optim))
     return losses
 

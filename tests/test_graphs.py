@@ -8,9 +8,10 @@ import config
 import grids
 import model
 import operations
+import tp
 import train
 from data import MicroBatch
-from graphs import Recorded
+from graphs import Captured
 
 CPU, GPU = torch.device("cpu"), torch.cuda.is_available()
 SMALL = ("--layers 3 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --seq 24 --global-batch 4 --micro-batch 2 --steps 6 "
@@ -35,7 +36,7 @@ def trained(flags: str, capsys, device: torch.device = CPU) -> tuple[list[str], 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "build", watched)
         patch.setattr(model.Llama, "forward", counted)
-        train.train(settings, samples, samples, device, "", train.Progress())
+        train.train(settings, samples, samples, device, "", train.RunState())
     weights = {bucket.name: bucket.master.tolist() for bucket in made[1].buckets}
     return capsys.readouterr().out.splitlines()[-3:], weights, sum(calls)
 
@@ -67,15 +68,15 @@ def test_documents_are_played(tmp_path, capsys):
 def test_kernels_are_recorded(monkeypatch):
     """As operators of torch, here interpreted."""
     settings = config.parse(f"{SMALL} --layers 1 --attention triton --recompute selective".split())
-    monkeypatch.setattr(operations, "fused", lambda x: True)
-    monkeypatch.setattr(model, "fused", lambda x: True)
+    for module in (operations, tp):
+        monkeypatch.setattr(module, "uses_kernels", lambda x: True)
     llama, optimizer = train.build(settings, grids.ALONE, CPU, torch.float32)
     tokens = torch.randint(256, (3, 2, 1, 8), generator=torch.Generator().manual_seed(0))
 
     def run(batches):
-        return train.gradients(llama, optimizer, batches, grids.ALONE)
+        return train.forward_backward(llama, optimizer, batches, grids.ALONE)
 
-    recorded, found = Recorded(run, warmups=1), []
+    recorded, found = Captured(run, warmups=1), []
     for step in (run, recorded):
         for batch in tokens:
             loss = step([MicroBatch(*batch)])
@@ -88,7 +89,7 @@ def test_kernels_are_recorded(monkeypatch):
 @pytest.mark.parametrize("look", [lambda x: x.sum().item(), lambda x: x[x > 2], lambda x: x.nonzero(),
                                   lambda x: torch.equal(x, x)])
 def test_what_looks_at_values_cannot_be_recorded(look):
-    recorded, batch = Recorded(lambda batches: look(batches[0].tokens), warmups=0), MicroBatch(*torch.ones(2, 1, 3))
+    recorded, batch = Captured(lambda batches: look(batches[0].tokens), warmups=0), MicroBatch(*torch.ones(2, 1, 3))
     with pytest.raises(RuntimeError, match="looks at a value"):
         recorded([batch])
 
@@ -105,7 +106,7 @@ def test_a_gpu_plays_what_it_runs(flags, capsys):
 
 
 @pytest.mark.parametrize("flags, world, line", [
-    ("--graph", 2, "--graph with 2 ranks: what they send"), ("--graph --experts 4", 1, "--graph with --experts 4: how"),
+    ("--graph", 2, "--graph with 2 ranks: communication is not captured"), ("--graph --experts 4", 1, "--graph with --experts 4: how"),
 ])
 def test_what_cannot_be_recorded_is_refused(flags, world, line):
     with pytest.raises(ValueError, match=f"^{line}"):

@@ -154,6 +154,12 @@ GRIDS = [
     (8, f"--micro-batch 6 {MIXTRAL} --pp 2 --cp 2 --ep 4 --zero 3 --recompute full --tied --seq 21"),
     (8, f"--micro-batch 12 {DEEPSEEK} --pp 2 --cp 2 --tp 2 --ep 4 --schedule dualpipev --layers 5 --recompute full"),
     (8, f"--micro-batch 6 {MIXTRAL} --ep 2 --zero 2 --dp-replicate 2"),
+    (1, "--micro-batch 8 --window 5 --window-every 2 --qk-norm"),
+    (2, "--micro-batch 12 --cp 2 --window 7 --recompute full"),
+    (2, "--micro-batch 12 --pp 2 --schedule zb-h1 --window 6 --window-every 2"),
+    (3, "--micro-batch 16 --cp 3 --cp-style ring --seq 23 --window 9 --window-every 3 --attention math"),
+    (4, "--micro-batch 12 --cp 2 --cp-style ulysses --tp 2 --window 2 --recompute selective --attention math"),
+    (4, "--micro-batch 12 --cp 4 --cp-style ring --window 8 --zero 3 --tied"),
     (1, "--micro-batch 16 --recompute full --tied"),
     (2, "--micro-batch 8 --recompute selective --attention math --zero 3"),
 ]
@@ -230,7 +236,7 @@ def equals_one_process(pool: Pool, ranks: int, grid: str) -> None:
     for what in ("params", "m", "v"):
         if what in want:
             compare(grids.whole([result[what] for result in results]), want[what], what)
-    biases = [item for result in results for item in result["numbers"].items() if item[0] not in ("steps", "scale")]
+    biases = [item for result in results for item in result["extra_state"].items() if item[0] not in ("steps", "scale")]
     assert {name for name, _ in biases} == want["biases"].keys()
     assert all(torch.equal(bias, want["biases"][name]) for name, bias in biases)
     check_replicas(results)
@@ -295,7 +301,7 @@ def test_nothing_is_computed_below_fp64():
     model, optimizer = grids.train.build(settings, grids.ALONE, torch.device("cpu"), torch.float64)
     tokens, labels = grids.batches(settings)[0]
     with Watch():
-        grids.train.gradients(model, optimizer, grids.GivenSamples(tokens, labels).step(0, 48, 24, 0, 1),
+        grids.train.forward_backward(model, optimizer, grids.GivenSamples(tokens, labels).step(0, 48, 24, 0, 1),
                               grids.ALONE)
         optimizer.step(0.01)
     assert not below

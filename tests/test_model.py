@@ -5,12 +5,13 @@ import torch.nn.functional as F
 import transformers
 
 import config
+from costs import flops_per_token, parameters
 from grids import ALONE
 from meter import Meter
-from model import Llama, active_count, flops_per_token, parameter_count
-from operations import angles, attention_math, attention_sdpa, norm
+from model import Execution, Llama
+from operations import Mask, Norm, attention_math, attention_sdpa, rotary_angles
 from param import Source, draw
-from sampling import Cache, sample
+from sampling import KVCache, sample
 from tp import IGNORED, cross_entropy
 from zero import Optimizer
 
@@ -20,10 +21,10 @@ def architecture(flags: str) -> config.Model:
 
 
 def filled(model: config.Model, source: Source | None = None, dtype=torch.float64, attention="auto") -> Llama:
-    llama = Llama(model, ALONE, dtype, attention=attention)
-    optimizer = Optimizer(llama.chunks(), ALONE)
+    llama = Llama(model, ALONE, Execution(dtype, attention=attention))
+    optimizer = Optimizer(llama.units(), ALONE)
     optimizer.load(source or wide)
-    optimizer.begin({0: 1})
+    optimizer.begin_step({0: 1})
     return llama
 
 
@@ -62,12 +63,12 @@ ACTIVE = {"--preset mixtral-8x7b": 12879925248, "--preset qwen3-30b-a3b": 335303
 
 @pytest.mark.parametrize("flags", TOTALS)
 def test_parameter_totals_are_the_published_ones(flags):
-    assert parameter_count(architecture(flags)) == TOTALS[flags]
+    assert parameters(architecture(flags)).total == TOTALS[flags]
 
 
 @pytest.mark.parametrize("flags", ACTIVE)
 def test_active_parameters_are_those_of_the_chosen_experts(flags):
-    assert active_count(architecture(flags)) == ACTIVE[flags]
+    assert parameters(architecture(flags)).active == ACTIVE[flags]
 
 
 def test_deepseeks_totals_follow_from_ours_and_its_attention():
@@ -75,8 +76,8 @@ def test_deepseeks_totals_follow_from_ours_and_its_attention():
     model = architecture("--preset deepseek-v3-gqa")
     ours = (2 * 128 + 2 * 8) * 128 * 7168
     theirs = 7168 * 1536 + 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 + 512 * 128 * 256 + 128 * 128 * 7168
-    assert parameter_count(model) - 61 * (ours - theirs) == 671026419200 - 58 * 256
-    assert active_count(model) - 61 * (ours - theirs) == 37552282624
+    assert parameters(model).total - 61 * (ours - theirs) == 671026419200 - 58 * 256
+    assert parameters(model).active - 61 * (ours - theirs) == 37552282624
 
 
 # ---- against transformers -------------------------------------------------------------------------------------------
@@ -105,7 +106,7 @@ def of_transformers(model: config.Model, kind: str) -> transformers.PreTrainedMo
         vocab_size=model.vocab, hidden_size=model.hidden, intermediate_size=model.ffn, num_hidden_layers=model.layers,
         num_attention_heads=model.heads, num_key_value_heads=model.kv_heads, head_dim=model.head_dim,
         rms_norm_eps=model.norm_eps, tie_word_embeddings=model.tied, rope_parameters=rope, initializer_range=0.1,
-        max_position_embeddings=16384, attn_implementation="eager", **experts)
+        max_position_embeddings=16384, attn_implementation="eager", sliding_window=model.window or None, **experts)
     torch.manual_seed(0)
     theirs = getattr(transformers, kind + "ForCausalLM")(settings).eval()
     with torch.no_grad():
@@ -129,7 +130,8 @@ def hf_source(theirs: transformers.PreTrainedModel) -> Source:
     ("Llama", SMALL), ("Llama", SMALL + " --tied --kv-heads 1"), ("Llama", SMALL + " --kv-heads 6 --rope-theta 500000"),
     ("Llama", SMALL + " --head-dim 64 --rope-scaling 8 --rope-theta 500000"),
     ("Qwen2", SMALL + " --head-dim 8 --qkv-bias --tied"), ("Qwen3", SMALL + " --qk-norm --norm-eps 1e-6"),
-    ("Mixtral", SMALL + " --experts 4"), ("Qwen3Moe", SMALL + " --qk-norm --experts 8 --top-k 3 --expert-ffn 24"),
+    ("Mistral", SMALL + " --window 37"), ("Mixtral", SMALL + " --experts 4"),
+    ("Qwen3Moe", SMALL + " --qk-norm --experts 8 --top-k 3 --expert-ffn 24"),
     ("Qwen3Moe", SMALL + " --qk-norm --experts 8 --top-k 1 --expert-ffn 20 --no-router-norm"),
 ])
 @pytest.mark.parametrize("attention", ["sdpa", "math"])
@@ -148,7 +150,7 @@ def test_logits_are_those_of_transformers(kind, flags, attention):
 def test_rotary_angles_are_those_of_transformers_at_every_place(preset):
     model = architecture(f"--preset {preset} --hidden 128 --heads 2 --kv-heads 2 --ffn 8 --layers 1 --vocab 300")
     places = torch.arange(20000)
-    cos, sin = angles(places, model, torch.float32)
+    cos, sin = rotary_angles(places, model, torch.float32)
     theirs = of_transformers(model, "Llama").model.rotary_emb(torch.zeros(1), places[None])
     for ours, want in zip((cos, sin), theirs):
         assert (ours[:, 0] - want[0, :, :model.head_dim // 2]).abs().max() < 2e-3  # fp32 at angles of 20000 radians
@@ -158,14 +160,14 @@ def test_rotary_angles_are_those_of_transformers_at_every_place(preset):
 
 def test_angles_norms_and_loss_are_exact_in_bf16_runs():
     model = architecture(SMALL + " --head-dim 64")
-    cos, _ = angles(torch.tensor([4095]), model, Llama(model, ALONE, torch.bfloat16).wide)
-    exact, _ = angles(torch.tensor([4095]), model, torch.float64)
+    cos, _ = rotary_angles(torch.tensor([4095]), model, torch.bfloat16)
+    exact, _ = rotary_angles(torch.tensor([4095]), model, torch.float64)
     assert cos.dtype == torch.float32 and (cos - exact).abs().max() < 1e-3  # angles in bf16 are off by 2 there
 
     x = torch.randn(4, 4096).bfloat16() * 3 + 1
     weight = torch.ones(4096, dtype=torch.bfloat16)
     want = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    assert ((norm(x, weight, 1e-5) - want).abs() <= want.abs() * 2 ** -8).all()  # one rounding, that of the result
+    assert ((Norm.apply(x, weight, 1e-5) - want).abs() <= want.abs() * 2 ** -8).all()  # rounded once
 
     logits, labels = torch.randn(1, 50, 61).bfloat16(), torch.randint(61, (1, 50))
     want = F.cross_entropy(logits.double()[0], labels[0], reduction="sum")
@@ -185,9 +187,8 @@ def test_the_loss_is_a_sum_that_skips_ignored_labels():
 def test_fused_attention_equals_the_written_out_one(heads, kv_heads):
     q, k, v = (torch.randn(2, n, 33, 16, dtype=torch.float64, requires_grad=True) for n in (heads, kv_heads, kv_heads))
     up = torch.randn(2, heads, 33, 16, dtype=torch.float64)
-    for mask in (None, torch.rand(2, 1, 33, 33) < 0.5):
-        if mask is not None:
-            mask |= torch.eye(33, dtype=torch.bool)
+    numbers = torch.randint(3, (2, 33)).cumsum(1)
+    for mask in (Mask(), Mask(documents=(numbers, numbers)), Mask(window=5), Mask(causal=False)):
         results = []
         for attention in (attention_sdpa, attention_math):
             o = attention(q, k, v, mask)
@@ -210,18 +211,26 @@ def test_a_packed_batch_equals_separate_documents():
     assert (llama(packed) - apart).abs().max() > 0.1  # without the mask documents do see each other
 
 
-@pytest.mark.parametrize("flags", [SMALL, SMALL + " --qk-norm --qkv-bias --tied"])
+@pytest.mark.parametrize("flags", [SMALL, SMALL + " --qk-norm --qkv-bias --tied", SMALL + " --window 1",
+                                   SMALL + " --layers 3 --window 5 --window-every 2"])
 def test_sampling_with_the_cache_equals_sampling_without(flags):
     llama = filled(architecture(flags))
     tokens = torch.randint(61, (2, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        full, cache = llama(tokens), Cache()
+        full, cache = llama(tokens), KVCache()
         parts = [llama(part, cache=cache) for part in tokens.split([9, 1, 1, 5, 4], 1)]
         assert (torch.cat(parts, 1) - full).abs().max() < 1e-12
         greedy = tokens
         for _ in range(10):
             greedy = torch.cat((greedy, llama(greedy)[:, -1].argmax(-1, keepdim=True)), 1)
     assert torch.equal(sample(llama, tokens, 10, temperature=0), greedy)
+    windows = [llama.model.window_of(layer) for layer in range(llama.model.layers)]
+    assert [len(k[0]) for k, _ in cache.layers.values()] == [window - 1 if window else 20 for window in windows]
+
+
+def test_every_so_many_layers_are_without_a_window():
+    model = architecture(SMALL + " --layers 7 --window 5 --window-every 3")
+    assert [model.window_of(layer) for layer in range(7)] == [5, 5, 0, 5, 5, 0, 5]
 
 
 def test_samples_follow_the_temperature_and_the_seed():

@@ -2,17 +2,20 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import config
+import cp
 import flash
 import grids
-import model
 import operations
+import tp
 import train
+from cp import choose_attention
 from data import MicroBatch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and want a GPU")
@@ -32,21 +35,29 @@ def gradients(flags: str, documents: torch.Tensor | None = None) -> list[torch.T
     labels = tokens[:, 1:].clone()
     labels[:, 3] = -100
     positions = None if documents is None else torch.arange(12).expand(2, -1)
-    loss = train.gradients(llama, optimizer, [MicroBatch(tokens[:, :-1], labels, positions, documents)], grids.ALONE)
+    batch = MicroBatch(tokens[:, :-1], labels, positions, documents)
+    loss = train.forward_backward(llama, optimizer, [batch], grids.ALONE)
     return [loss, *(bucket.view(bucket.grad, param) for bucket in optimizer.buckets for param in bucket.params)]
 
 
+def as_on_a_gpu(kernel: str, mask, head_dim: int, like: torch.Tensor, dtype: torch.dtype):
+    return choose_attention(kernel, mask, head_dim, SimpleNamespace(is_cuda=True), dtype)
+
+
 @pytest.mark.parametrize("attention, flags, packed", [
-    ("auto", "", True), ("triton", "--qk-norm --qkv-bias --tied --recompute full", False),
+    ("auto", "", True), ("auto", "--window 5 --window-every 2", False), ("auto", "--window 3", True),
+    ("triton", "--qk-norm --qkv-bias --tied --recompute full", False),
     ("triton", "--experts 4 --expert-ffn 24 --shared-experts 1 --recompute selective", False)])
 def test_a_model_with_kernels_equals_one_without(monkeypatch, attention, flags, packed):
-    """Of which auto takes attention, too, where there are documents."""
+    """Of which auto takes attention, too, where there are documents or windows."""
     documents = torch.arange(12).expand(2, -1) // 5 if packed else None
     want, used, attended = gradients(f"--attention math {flags}", documents), [], []
     flash_attention = flash.flash_attention
     monkeypatch.setattr(flash, "flash_attention", lambda *a, **k: attended.append(a) or flash_attention(*a, **k))
-    monkeypatch.setattr(operations, "fused", lambda x: used.append(x) or True)
-    monkeypatch.setattr(model, "fused", lambda x: used.append(x) or True)
+    for module in (operations, tp):
+        monkeypatch.setattr(module, "uses_kernels", lambda x: used.append(x) or True)
+    if attention == "auto":
+        monkeypatch.setattr(cp, "choose_attention", as_on_a_gpu)
     got = gradients(f"--attention {attention} {flags}", documents)
     assert len(used) > 10 and attended
     for ours, plain in zip(got, want):
@@ -61,8 +72,8 @@ def on_ranks(flags: str) -> list[tuple]:
     llama, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float32)
     tokens = torch.randint(61, (2, 13), generator=torch.Generator().manual_seed(0))
     samples = grids.GivenSamples(tokens[:, :-1], tokens[:, 1:])
-    train.gradients(llama, optimizer, train.share(samples, 0, 2, settings, groups), groups)
-    return grids.pieces(optimizer, "owned_grad")
+    train.forward_backward(llama, optimizer, train.local_micro_batches(samples, 0, 2, settings, groups), groups)
+    return grids.pieces(optimizer, "grad")
 
 
 @pytest.mark.parametrize("style", [
@@ -87,5 +98,5 @@ def test_the_interpreter_is_not_asked_for_what_it_gets_wrong():
                           env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=os.path.dirname(config.__file__),
                           capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr.splitlines()) == (2, [
-        "train.py: --attention triton with --dtype bf16: Triton's interpreter computes nonsense with it, use fp32, or "
+        "train.py: --attention triton with --dtype bf16: Triton's interpreter computes it wrongly, use fp32, or "
         "--attention auto or math"])

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import param
-from param import Spec, box_of, boxes, draw, is_first_copy, parameter
+from param import Spec, boxes, draw, is_first_replica, local_box, parameter
 
 
 @dataclass
@@ -31,27 +31,27 @@ def ranks(**axes: int) -> list[dict]:
 
 # What later axes ask of the record: (spec, axes of the grid, how many ranks hold every element).
 RECORDS = {
-    "whole": (Spec("a", (7, 5), {"tp": "copy"}, std=1.0), dict(tp=3), 3),
+    "whole": (Spec("a", (7, 5), {"tp": "replicate"}, std=1.0), dict(tp=3), 3),
     "rows": (Spec("a", (12, 5), {"tp": 0}, std=1.0), dict(tp=4), 1),
     "columns": (Spec("a", (5, 12), {"tp": 1}, std=1.0), dict(tp=4), 1),
     "a vocabulary of 97": (Spec("a", (97, 4), {"tp": 0}, std=1.0), dict(tp=4), 1),
     "fewer rows than ranks": (Spec("a", (3, 4), {"tp": 0}, std=1.0), dict(tp=8), 1),
-    "a norm under sequence parallelism": (Spec("a", (9,), {"tp": "sum"}, mean=1.0, std=0.1), dict(tp=4), 4),
-    "2 kv heads on tp 4": (Spec("a", (2 * 6, 5), {"kv": 0, "kv_copy": "sum"}, std=1.0), dict(kv=2, kv_copy=2), 2),
-    "a tied table": (Spec("a", (11, 5), {"tp": 0, "tie": "sum"}, std=1.0), dict(tie=2, tp=2), 2),
-    "a mirrored copy": (Spec("a", (6, 5), {"tp": 1, "mirror": "sum"}, std=1.0), dict(mirror=2, tp=2), 2),
+    "a norm under sequence parallelism": (Spec("a", (9,), {"tp": "partial"}, mean=1.0, std=0.1), dict(tp=4), 4),
+    "2 kv heads on tp 4": (Spec("a", (2 * 6, 5), {"kv": 0, "kv_copy": "partial"}, std=1.0), dict(kv=2, kv_copy=2), 2),
+    "a tied table": (Spec("a", (11, 5), {"tp": 0, "tie": "partial"}, std=1.0), dict(tie=2, tp=2), 2),
+    "a mirrored copy": (Spec("a", (6, 5), {"tp": 1, "mirror": "partial"}, std=1.0), dict(mirror=2, tp=2), 2),
     "experts": (Spec("a", (8, 3, 5), {"ep": 0}, "edp", std=1.0), dict(ep=4), 1),
 }
 
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_first_values_do_not_depend_on_the_grid(name, monkeypatch):
-    monkeypatch.setattr(param, "DRAWN_TOGETHER", 16)  # so that even small tensors are drawn in several blocks
+    monkeypatch.setattr(param, "DRAW_BLOCK", 16)  # so that even small tensors are drawn in several blocks
     spec, axes, copies = RECORDS[name]
     full = draw(3)(spec, tuple(slice(0, n) for n in spec.shape))
     held = torch.zeros(spec.shape, dtype=torch.int)
     for groups in ranks(**axes):
-        box = box_of(spec, groups)
+        box = local_box(spec, groups)
         assert torch.equal(draw(3)(spec, box), full[box])
         assert parameter(spec, groups, torch.float32).shape == full[box].shape
         held[box] += 1
@@ -63,7 +63,7 @@ def test_one_rank_counts_every_element(name):
     spec, axes, _ = RECORDS[name]
     counted = torch.zeros(spec.shape, dtype=torch.int)
     for groups in ranks(**axes):
-        counted[box_of(spec, groups)] += is_first_copy(spec, groups)
+        counted[local_box(spec, groups)] += is_first_replica(spec, groups)
     assert (counted == 1).all()
 
 
@@ -72,7 +72,7 @@ def test_a_cut_pair_stays_a_pair():
     gate, up = (Spec(name, (12, 5), {"tp": 0}, std=1.0) for name in ("gate", "up"))
     full = {spec.name: draw(0)(spec, (slice(0, 12), slice(0, 5))) for spec in (gate, up)}
     for i, groups in enumerate(ranks(tp=4)):
-        both = torch.cat([draw(0)(spec, box_of(spec, groups)) for spec in (gate, up)])
+        both = torch.cat([draw(0)(spec, local_box(spec, groups)) for spec in (gate, up)])
         assert torch.equal(both, torch.cat([full["gate"][3 * i:3 * i + 3], full["up"][3 * i:3 * i + 3]]))
 
 
@@ -138,7 +138,7 @@ def weights():
     for i, weight in enumerate(made):
         weight.data = torch.tensor([2.0 + i])
     yield made
-    assert param.waiting() == []
+    assert param.queued_keys() == []
 
 
 def loss(x, weights, defer=True):
@@ -156,7 +156,7 @@ def test_without_a_sink_gradients_are_in_grad(weights):
 def test_a_sink_hears_of_every_parameter_once_a_backward(weights):
     bucket = Bucket()
     for weight in weights:
-        param.watch(weight, bucket)
+        param.attach_sink(weight, bucket)
     for passes in (1, 2):
         loss(torch.tensor([5.0], requires_grad=True), weights).backward()
         assert len(bucket.heard) == 2 * passes and set(map(id, bucket.heard)) == set(map(id, weights))
@@ -167,12 +167,12 @@ def test_a_sink_hears_of_every_parameter_once_a_backward(weights):
 def test_weight_gradients_wait_until_they_are_asked_for(weights):
     bucket = Bucket()
     for weight in weights:
-        param.watch(weight, bucket)
+        param.attach_sink(weight, bucket)
     x = torch.tensor([5.0], requires_grad=True)
     param.backward_input((0, 7), loss(x, weights), None)
     assert x.grad.item() == 12
     assert bucket.heard == [weights[1]] and weights[0] not in bucket.grads  # only what came by plain autograd is there
-    assert param.waiting() == [(0, 7)] and not param.deferring()
+    assert param.queued_keys() == [(0, 7)] and not param.is_deferred()
     param.backward_weight((0, 7))
     assert bucket.heard == [weights[1], weights[0]]
     assert bucket.grads[weights[0]].item() == 60
@@ -182,7 +182,7 @@ def test_weight_gradients_wait_until_they_are_asked_for(weights):
 def test_what_must_not_be_deferred_is_not(weights):
     bucket = Bucket()
     for weight in weights:
-        param.watch(weight, bucket)
+        param.attach_sink(weight, bucket)
     param.backward_input((0, 0), loss(torch.tensor([5.0], requires_grad=True), weights, defer=False), None)
     assert bucket.grads[weights[0]].item() == 60 and len(bucket.heard) == 2
     param.backward_weight((0, 0))
@@ -191,14 +191,14 @@ def test_what_must_not_be_deferred_is_not(weights):
 def test_a_failing_backward_does_not_leave_the_door_split(weights):
     with pytest.raises(RuntimeError):
         param.backward_input((0, 1), torch.ones(()), None)  # has no graph
-    assert not param.deferring()
+    assert not param.is_deferred()
     param.backward_weight((0, 1))
 
 
 def test_a_parameter_used_alone_and_with_others_is_ready_once(weights):
     bucket = Bucket()
     for weight in weights:
-        param.watch(weight, bucket)
+        param.attach_sink(weight, bucket)
 
     class Both(torch.autograd.Function):
         @staticmethod
@@ -229,5 +229,5 @@ def test_parameters_side_by_side_get_one_gradient():
         param.accumulate_grad((first, second), lambda out: outs.append(out) or out.add_(torch.arange(20.0).view(5, 4)))
     assert outs[0].data_ptr() == flat.data_ptr() and torch.equal(flat, torch.arange(20.0))
     assert torch.equal(torch.cat([first.grad, second.grad]), torch.arange(20.0).view(5, 4))
-    assert param.stacked([flat[:12].view(3, 4), flat[8:].view(3, 4)]) is None
-    assert param.stacked([flat[:12].view(3, 4), torch.zeros(2, 4)]) is None
+    assert param.stacked_view([flat[:12].view(3, 4), flat[8:].view(3, 4)]) is None
+    assert param.stacked_view([flat[:12].view(3, 4), torch.zeros(2, 4)]) is None

@@ -11,23 +11,35 @@ from xml.etree import ElementTree
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining import schedules as torchs
 
 import grids
 import pp
 from meter import Meter
-from model import Llama
+from model import Execution, Llama
 from param import Spec, accumulate_grad, draw, parameter
-from pp import Action, Costs, Transfer, bubble, check, held, lower, simulate
+from schedules import (
+    SCHEDULES,
+    Action,
+    Costs,
+    Plan,
+    Transfer,
+    activations_held,
+    bubble,
+    check_rendezvous,
+    lower,
+    simulate,
+)
+from schedules import plan as make_plan
 from tp import TensorParallel, column, row
 from zero import Optimizer
 
 VALID = [(p, m) for p in range(1, 9) for m in range(1, 33)]
 
 
-def possible(schedule: str, p: int, m: int, v: int = 0, n: int = 0) -> pp.Plan | None:
+def possible(schedule: str, p: int, m: int, v: int = 0, n: int = 0) -> Plan | None:
     try:
-        return pp.plan(schedule, p, m, v, n)
+        return make_plan(schedule, p, m, v, n)
     except ValueError:
         return None
 
@@ -43,7 +55,7 @@ def plans(schedule: str):
                 yield m, plan
 
 
-@pytest.mark.parametrize("schedule", pp.SCHEDULES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_everything_happens_once_in_order_and_nobody_waits_for_ever(schedule):
     seen = 0
     for m, plan in plans(schedule):
@@ -65,7 +77,7 @@ def test_everything_happens_once_in_order_and_nobody_waits_for_ever(schedule):
         assert {key[1:] for key in where if key[0] == "F"} == pairs == {key[1:] for key in where if key[0] == "B"}
         assert {key[1:] for key in where if key[0] == "W"} == splits
         lists = lower(plan)
-        check(lists)
+        check_rendezvous(lists)
         sent = [(i, item) for i, items in enumerate(lists) for item in items if isinstance(item, Transfer)]
         crossing = sum(plan.owner(s, k) != plan.owner(s + 1, k) for s in range(plan.stages - 1) for k in range(m))
         assert len(sent) == 2 * 2 * crossing  # an activation and a gradient, each sent and received
@@ -74,7 +86,7 @@ def test_everything_happens_once_in_order_and_nobody_waits_for_ever(schedule):
 
 
 def test_a_plan_that_cannot_end_is_found():
-    plan = pp.plan("1f1b", 2, 2)
+    plan = make_plan("1f1b", 2, 2)
     stuck = plan._replace(ranks=[[*reversed(plan.ranks[0])], plan.ranks[1]])
     with pytest.raises(ValueError, match="ranks wait for each other: rank 0 before B0.1"):
         lower(stuck)
@@ -83,7 +95,7 @@ def test_a_plan_that_cannot_end_is_found():
 def test_transfers_just_before_their_use_would_block():
     """What most often goes wrong: each rank receives when it needs something. Here both send first."""
     lists = [[], []]
-    for r, actions in enumerate(pp.plan("1f1b", 2, 4).ranks):
+    for r, actions in enumerate(make_plan("1f1b", 2, 4).ranks):
         for action in actions:
             what = "F" if action.op == "F" else "B"
             if (what, r) in (("F", 1), ("B", 0)):
@@ -92,16 +104,16 @@ def test_transfers_just_before_their_use_would_block():
             if (what, r) in (("F", 0), ("B", 1)):
                 lists[r].append(Transfer("send", what, 1 - r, action.micro_batch, 1 - r))
     with pytest.raises(ValueError, match="ranks wait for each other at"):
-        check(lists)
+        check_rendezvous(lists)
 
 
 def test_swapped_transfers_are_found():
-    lists = lower(pp.plan("afab", 2, 2))
+    lists = lower(make_plan("afab", 2, 2))
     receives = [i for i, item in enumerate(lists[1]) if isinstance(item, Transfer) and item.op == "receive"]
     a, b = receives[:2]
     lists[1][a], lists[1][b] = lists[1][b], lists[1][a]
     with pytest.raises(ValueError, match="rank 0 sends"):
-        check(lists)
+        check_rendezvous(lists)
 
 
 @pytest.mark.parametrize("wrong, says", [
@@ -111,7 +123,7 @@ def test_swapped_transfers_are_found():
     (("dualpipe", 3, 6), "needs even numbers of both")])
 def test_what_would_not_work_is_refused_with_what_would(wrong, says):
     with pytest.raises(ValueError, match=says):
-        pp.plan(*wrong)
+        make_plan(*wrong)
 
 
 # ---- time and memory ------------------------------------------------------------------------------------------------
@@ -123,7 +135,7 @@ def test_bubbles_are_those_of_the_formulas():
             B = I + W
 
             def of(schedule, v=1, n=0, p=p, m=m, costs=(F, I, W)):
-                return bubble(simulate(pp.plan(schedule, p, m, v, n), Costs(*(cost / v for cost in costs))))
+                return bubble(simulate(make_plan(schedule, p, m, v, n), Costs(*(cost / v for cost in costs))))
 
             assert of("afab") == pytest.approx((p - 1) * (F + B))
             assert of("1f1b") == pytest.approx((p - 1) * (F + B))
@@ -136,7 +148,7 @@ def test_bubbles_are_those_of_the_formulas():
                 assert of("zb-v", 2) == pytest.approx((p - 1) * F / 2)
                 if m % p == 0:
                     assert of("zb1p", 2) == pytest.approx((p - 1) * (F + I - W) / 2)
-        spans = simulate(pp.plan("zb-h2", p, m))  # between its own first F and last W no rank waits
+        spans = simulate(make_plan("zb-h2", p, m))  # between its own first F and last W no rank waits
         for rank in spans:
             assert rank[-1].stop - rank[0].start == pytest.approx(3 * m)
 
@@ -144,8 +156,8 @@ def test_bubbles_are_those_of_the_formulas():
 def test_activations_held_are_those_of_the_formulas():
     for p, m in [(p, m) for p, m in VALID if m >= 2 * p]:
         def most(schedule, v=0, n=0, p=p, m=m):
-            plan = pp.plan(schedule, p, m, v, n)
-            return [max(held(actions)) / (plan.stages // p) for actions in plan.ranks]
+            plan = make_plan(schedule, p, m, v, n)
+            return [max(activations_held(actions)) / (plan.stages // p) for actions in plan.ranks]
 
         assert most("afab") == [m] * p
         assert most("1f1b") == [p - r for r in range(p)]
@@ -157,8 +169,8 @@ def test_activations_held_are_those_of_the_formulas():
         assert max(most("dualpipev")) == pytest.approx(p + 0.5)
         if p % 2 == 0 and m % 2 == 0:
             assert max(most("dualpipe")) == p + 1
-    plan = pp.plan("zb-h1", 4, 8)  # with half of it needed until W
-    assert [max(held(actions, 0.5)) for actions in plan.ranks] == [4, 3.5, 3, 2.5]
+    plan = make_plan("zb-h1", 4, 8)  # with half of it needed until W
+    assert [max(activations_held(actions, 0.5)) for actions in plan.ranks] == [4, 3.5, 3, 2.5]
 
 
 BY_HAND = {  # 4 ranks, 8 micro-batches, F, I and W of a stage one unit each: makespan, the last rank's order
@@ -171,7 +183,7 @@ BY_HAND = {  # 4 ranks, 8 micro-batches, F, I and W of a stage one unit each: ma
 @pytest.mark.parametrize("schedule", BY_HAND)
 def test_four_ranks_as_drawn_by_hand(schedule):
     makespan, order = BY_HAND[schedule]
-    plan = pp.plan(schedule, 4, 8)
+    plan = make_plan(schedule, 4, 8)
     assert max(rank[-1].stop for rank in simulate(plan)) == makespan
     assert " ".join(f"{op}{k}" for op, _, k in plan.ranks[3]) == order
     assert [span.start for span in (rank[0] for rank in simulate(plan))] == [0, 1, 2, 3]
@@ -183,7 +195,7 @@ def of_torch(name: str, p: int, m: int, v: int) -> list[list[str]]:
     rounds = max(1, m // p)
     fake = SimpleNamespace(pp_group_size=p, _n_microbatches=m, n_local_stages=v, num_stages=v * p, _num_stages=v * p,
                            number_of_rounds=rounds, microbatches_per_round=m // rounds)
-    kind, out = getattr(schedules, name), []
+    kind, out = getattr(torchs, name), []
     for rank in range(p):
         fake.rank = rank
         ops = []
@@ -217,7 +229,7 @@ def test_pictures_show_every_action(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len([line for line in lines if line.startswith("rank")]) == 4
     assert lines[-1].startswith("zb-v: 51 units of time, the worst rank idle for 3 of them (5.9%), holding up to 4 ")
-    plan = pp.plan("zb-v", 4, 8)
+    plan = make_plan("zb-v", 4, 8)
     count = sum(len(actions) for actions in plan.ranks)
     root = ElementTree.parse(tmp_path / "a.svg").getroot()
     boxes = [box for box in root if box.tag.endswith("rect")]
@@ -230,8 +242,9 @@ def test_pictures_show_every_action(tmp_path, capsys):
 
 @pytest.mark.parametrize("flags, says", [
     ("--schedule dualpipev --micro-batches 4", "4 micro-batches: schedule dualpipev needs at least 8 on 4 ranks"),
-    ("--pp 0", "0 ranks, 8 micro-batches, 0 stages a rank, groups of 0: must be above 0"),
-    ("--schedule interleaved --chunks -1", "4 ranks, 8 micro-batches, -1 stages a rank, groups of 0: must be above 0"),
+    ("--pp 0", "0 ranks, 8 micro-batches, 0 model chunks a rank, groups of 0: must be above 0"),
+    ("--schedule interleaved --chunks -1", "4 ranks, 8 micro-batches, -1 model chunks a rank, groups of 0: must be "
+     "above 0"),
     ("--costs 0 1 1", "--costs [0.0, 1.0, 1.0]: must be above 0 and below a million"),
     ("--costs nan 1 1", "--costs [nan, 1.0, 1.0]: must be above 0 and below a million"),
     ("--svg no/such/a.svg", "--svg no/such/a.svg: there is no folder no/such")])
@@ -249,8 +262,8 @@ def test_a_long_step_is_drawn_smaller(capsys):
 
 # ---- the engine -----------------------------------------------------------------------------------------------------
 
-EXECUTED = ("afab", "1f1b", "interleaved", "zb-h1", "zb1p", "zb-v", "dualpipev")
-T, H, F = 32, 4, 800  # what a stage keeps is wide, what travels narrow
+EXECUTED = [name for name, schedule in SCHEDULES.items() if schedule.runs]
+T, H, F = 32, 4, 800  # what a stage saves is wide, what it sends narrow
 
 
 def live_bytes(schedule: str, m: int) -> list[tuple[int, float]]:
@@ -260,7 +273,7 @@ def live_bytes(schedule: str, m: int) -> list[tuple[int, float]]:
     output gradients of both matrices are left.
     """
     p, tp = dist.get_world_size(), TensorParallel()
-    plan = pp.plan(schedule, p, m)
+    plan = make_plan(schedule, p, m)
     engine = pp.Engine(plan, dist.group.WORLD)
     actions = plan.ranks[dist.get_rank()]
     weights = {stage: (parameter(Spec(f"{stage} up", (F, H)), {}, torch.float64),
@@ -294,24 +307,24 @@ def live_bytes(schedule: str, m: int) -> list[tuple[int, float]]:
     finally:
         pp.backward_input, pp.backward_weight, torch.autograd.backward = usual
     dist.barrier()
-    planned = [0.0, *(count * T * (H + F) * 8 for count in held(actions, after_input=2.0))]
+    planned = [0.0, *(count * T * (H + F) * 8 for count in activations_held(actions, after_input=2.0))]
     return list(zip([*seen, meter.settled()["other"]], planned))
 
 
 @pytest.mark.parametrize("schedule", EXECUTED)
 def test_bytes_alive_at_every_action_are_the_plans(pool, schedule):
-    """But for what travels, a few narrow tensors; after the step nothing is left."""
-    stages = pp.plan(schedule, 4, 8).stages // 4
-    travelling = stages * 2 * 8 * T * H * 8  # of each micro-batch one tensor that comes and one that goes
+    """But for what is sent and received, a few narrow tensors; after the step nothing is left."""
+    stages = make_plan(schedule, 4, 8).stages // 4
+    in_transit = stages * 2 * 8 * T * H * 8  # of each micro-batch one received and one sent
     for seen in pool.run(4, "test_pp:live_bytes", schedule=schedule, m=8):
         for counted, planned in seen:
-            assert abs(counted - planned) <= travelling < 0.2 * T * (H + F) * 8
+            assert abs(counted - planned) <= in_transit < 0.2 * T * (H + F) * 8
         assert seen[-1] == (0, 0.0)
 
 
 def slept(schedule: str, m: int) -> tuple[float, float]:
     """When this rank began and ended a step whose F, I and W of a stage take 20 ms each."""
-    plan, pause = pp.plan(schedule, dist.get_world_size(), m), 0.02
+    plan, pause = make_plan(schedule, dist.get_world_size(), m), 0.02
     engine = pp.Engine(plan, dist.group.WORLD)
     weight = torch.nn.Parameter(torch.zeros(1))
     weight.sink = None
@@ -343,7 +356,7 @@ def slept(schedule: str, m: int) -> tuple[float, float]:
 @pytest.mark.parametrize("schedule", EXECUTED)
 def test_a_step_takes_as_long_as_simulated(pool, schedule, p):
     """Stages that sleep need no processor, so on two cores eight of them can be seen to wait for each other."""
-    plan = pp.plan(schedule, p, 2 * p)
+    plan = make_plan(schedule, p, 2 * p)
     simulated = max(rank[-1].stop for rank in simulate(plan, Costs(0.02, 0.02, 0.02)))
     tries = []
     for _ in range(3):  # others may have used the machine
@@ -360,14 +373,14 @@ def test_two_halves_of_a_backward_are_one(recompute):
     flops = []
     for schedule in ("1f1b", "zb-h1"):
         settings = grids.settings_of(f"--micro-batch 24 --recompute {recompute} --attention math")
-        stages = pp.Pipeline(lambda m, schedule=schedule: pp.plan(schedule, 1, m), [range(settings.model.layers)], 2)
-        model = Llama(settings.model, grids.ALONE, torch.float64, "cpu", "math", recompute, pipeline=stages)
-        optimizer = Optimizer(model.chunks(), grids.ALONE)
+        stages = pp.Pipeline(lambda m, schedule=schedule: make_plan(schedule, 1, m), [range(settings.model.layers)], 2)
+        model = Llama(settings.model, grids.ALONE, Execution(torch.float64, "cpu", "math", recompute), pipeline=stages)
+        optimizer = Optimizer(model.units(), grids.ALONE)
         optimizer.load(draw(0))
         tokens, labels = grids.batches(settings)[0]
         batches = grids.GivenSamples(tokens, labels).step(0, 48, 24, 0, 1)
         with Meter(memory=False) as meter:
-            grids.train.gradients(model, optimizer, batches, grids.ALONE)
+            grids.train.forward_backward(model, optimizer, batches, grids.ALONE)
         flops.append(meter.flops)
     assert flops[0] == flops[1] > 0
 
@@ -393,7 +406,7 @@ def test_layers_are_cut_into_stages_of_equal_work(first, last):
             assert [layer for cut in cuts for layer in cut] == list(range(layers)) and all(len(cut) for cut in cuts)
             work = [len(cut) + first * (i == 0) + last * (i == stages - 1) for i, cut in enumerate(cuts)]
             assert max(work) == pytest.approx(best(layers, stages, first, last))
-    with pytest.raises(ValueError, match="3 layers cannot be cut into 4 stages: use 1 to 3"):
+    with pytest.raises(ValueError, match="3 layers cannot be split into 4 stages: use 1 to 3"):
         pp.partition([1] * 3, 4)
 
 

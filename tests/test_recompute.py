@@ -9,22 +9,22 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import config
+from costs import (
+    RECOMPUTE,
+    LayerOptions,
+    experts_half,
+    forward_flops,
+    gpt_layer,
+    latent_attention_half,
+    recomputed_flops,
+    saved_bytes,
+)
 from ep import Balance, Tokens
 from meter import Meter
-from model import Experts, Shared
-from operations import norm
+from model import ForwardContext, MixtureOfExperts
+from operations import RMSNorm
 from param import Spec, draw, parameter
-from recompute import (
-    MODES,
-    Arena,
-    Recomputed,
-    experts_layer,
-    extra_flops,
-    forgetting,
-    gpt_layer,
-    kept,
-    latent_attention,
-)
+from recompute import CheckpointArena, Recompute, cheap, dropping_cheap, selective
 from tp import TensorParallel, column, row
 
 
@@ -48,8 +48,9 @@ def checkpoints(layers: int, steps: int = 3) -> dict:
     plain = torch.autograd.grad(y.square().sum(), [x, *weights])
 
     meter = Meter()
-    arena = Arena(layers, x, group)
-    meter.label("arena", arena.parts, arena.whole)
+    recompute = Recompute("full", layers, group)
+    arena = recompute.arena = CheckpointArena(layers, x, group)
+    meter.label("arena", arena.shards, arena.whole)
     meter.label("rest", x, *weights)
     seen = []
     for _ in range(steps):
@@ -60,14 +61,13 @@ def checkpoints(layers: int, steps: int = 3) -> dict:
         with meter:
             y = x
             for weight in weights:
-                run = layer(weight)
-                y = Recomputed.apply(run, run, arena, y)
+                y = recompute(layer(weight), y)
             between = meter.settled()  # forward is over, backward has not begun
             y.square().sum().backward()
         seen.append(dict(between=dict(between), peak=dict(meter.peak), gathers=list(meter.collectives)))
         del y
     same = all(torch.equal(want, got.grad) for want, got in zip(plain, [x, *weights]))
-    return dict(same=same, steps=seen, arena=(arena.parts.nbytes, arena.whole.nbytes), unused=len(arena.unused))
+    return dict(same=same, steps=seen, arena=(arena.shards.nbytes, arena.whole.nbytes), free=len(arena.free_slots))
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
@@ -75,7 +75,7 @@ def test_checkpoints_are_shared_and_gathered_once_a_layer(pool, n):
     x = 3 * 8 * 20 * 8  # bytes of a layer's input
     for seen in pool.run(n, "test_recompute:checkpoints", layers=5):
         assert seen["same"], "gradients are those without checkpoints, to the bit"
-        assert seen["arena"] == (5 * x // n, x if n > 1 else 0) and seen["unused"] == 5
+        assert seen["arena"] == (5 * x // n, x if n > 1 else 0) and seen["free"] == 5
         for step in seen["steps"]:
             assert step["between"]["arena"] == sum(seen["arena"])
             assert step["between"]["other"] <= 2 * x, "between forward and backward there is no activation but the last"
@@ -96,7 +96,7 @@ def test_shared_checkpoints_make_no_new_storage(pool):
 def test_a_checkpoint_that_cannot_be_shared_is_refused():
     group = SimpleNamespace(size=lambda: 7, rank=lambda: 0)
     with pytest.raises(ValueError, match="7 ranks cannot share a checkpoint of 480 elements in equal parts"):
-        Arena(1, torch.zeros(3, 8, 20), group)
+        CheckpointArena(1, torch.zeros(3, 8, 20), group)
 
 
 # ---- the paper, and other layers ------------------------------------------------------------------------------------
@@ -133,36 +133,36 @@ def test_the_papers_own_layer_gives_the_papers_numbers(name):
     row, s, t = PAPER[name], 2048, 8
     h, layer = row.hidden, gpt_layer(row.hidden, row.heads, s)
     scores = 5 * row.heads * s / h
-    assert kept(layer, "none") == pytest.approx(h * (34 + scores))  # table 2
-    base = kept(layer, "none", t, sequence=False)
+    assert saved_bytes(layer, "none") == pytest.approx(h * (34 + scores))  # table 2
+    base = saved_bytes(layer, "none", t, sp=False)
     assert base == pytest.approx(h * (10 + 24 / t + scores / t))
-    bars = (kept(layer, "none", t), kept(layer, "selective", t, sequence=False), kept(layer, "selective", t),
-            kept(layer, "full"))
+    bars = (saved_bytes(layer, "none", t), saved_bytes(layer, "selective", t, sp=False),
+            saved_bytes(layer, "selective", t), saved_bytes(layer, "full"))
     assert bars == pytest.approx((h * (34 + scores) / t, h * (10 + 24 / t), h * 34 / t, 2 * h))
     assert [100 * bar / base for bar in bars] == pytest.approx(row.bars, abs=0.15)
     in_flight = row.layers * (1 + (row.pp - 1) / (row.pp * row.chunks) if row.chunks > 1 else 1)
-    gib = [s * row.micro_batch * in_flight * bytes_ / 2**30 for bytes_ in (base, kept(layer, "selective", t))]
+    gib = [s * row.micro_batch * in_flight * bytes_ / 2**30 for bytes_ in (base, saved_bytes(layer, "selective", t))]
     assert gib == pytest.approx(row.gib)
 
     logits = 6 * h * 51200
-    model = 3 * row.layers * sum(part.flops for part in layer) + logits
+    model = 3 * row.layers * forward_flops(layer) + logits
     percent = 100 * row.batch * s / row.seconds / row.gpus / 312e12
     assert percent * model == pytest.approx(row.mfu, abs=0.2)
-    again = row.layers * extra_flops(layer, "selective")
+    again = row.layers * recomputed_flops(layer, "selective")
     assert percent * (model + 3 * again) == pytest.approx(row.hfu, abs=0.2)  # as the paper counts
 
 
 def test_what_the_paper_counts_as_recomputed_is_three_times_what_runs_again():
     """GPT-3, 2.7% and 0.9%: the paper's hardware FLOPs have the core twice, forward and backward."""
     h, s, layer = 12288, 2048, gpt_layer(12288, 96, 2048)
-    once = extra_flops(layer, "selective") / (3 * sum(part.flops for part in layer))
+    once = recomputed_flops(layer, "selective") / (3 * forward_flops(layer))
     papers = (1 + s / (3 * h)) / (1 + s / (6 * h)) - 1
     assert once == pytest.approx(0.009, abs=5e-4) and papers == pytest.approx(0.027, abs=5e-4)
     assert papers == pytest.approx(3 * once, rel=1e-12)
-    assert 1 - kept(layer, "selective") / kept(layer, "none") == pytest.approx(0.70, abs=5e-3)
+    assert 1 - saved_bytes(layer, "selective") / saved_bytes(layer, "none") == pytest.approx(0.70, abs=5e-3)
 
 
-def kept_and_flops(run, x: torch.Tensor, weights: list[torch.Tensor]) -> tuple[int, int]:
+def saved_and_flops(run, x: torch.Tensor, weights: list[torch.Tensor]) -> tuple[int, int]:
     """Bytes that live between forward and backward besides x and what comes out, and FLOPs of both."""
     meter = Meter()
     meter.label("given", x, *weights)
@@ -200,24 +200,47 @@ def test_a_gpt_layer_keeps_what_the_paper_says():
 
     x = torch.randn(b, s, h, dtype=torch.bfloat16, requires_grad=True)
     params = [p for module in (*norms, wqkv, wo, up, down) for p in module.parameters()]
-    nbytes, flops = kept_and_flops(layer, x, params)
+    nbytes, flops = saved_and_flops(layer, x, params)
     parts = gpt_layer(h, heads, s)
-    left_out = nbytes + x.nbytes - b * s * kept(parts, "none")
+    left_out = nbytes + x.nbytes - b * s * saved_bytes(parts, "none")
     assert left_out in (b * s * 8, b * s * 16)  # mean and deviation of two norms, in two or four bytes
-    assert flops == 3 * b * s * sum(part.flops for part in parts)
+    assert flops == 3 * b * s * forward_flops(parts)
 
 
-def test_of_nothing_nothing_else_is_forgotten():
-    """Experts of a rank may get no token."""
+def test_of_empty_tensors_only_the_cheap_one_is_dropped():
+    """Experts of a rank may get no token; the memory of whatever is empty is at one address."""
     x = torch.zeros(0, 3, requires_grad=True)
-    inside = x * 2
-    with forgetting(inside, lambda: x.detach() * 2):
-        y = inside.where(torch.zeros(0, 3, dtype=torch.bool), 0)
+    with selective(), dropping_cheap():
+        y = cheap(lambda x: x * 2, x).where(torch.zeros(0, 3, dtype=torch.bool), 0)
     y.sum().backward()
     assert x.grad.shape == x.shape
 
 
-@pytest.mark.parametrize("mode", MODES)
+def test_a_cheap_result_is_recomputed_once_for_all_who_ask_and_freed_with_its_backward():
+    """Two layers read it, one of them a view; the function itself saves its input and nothing else."""
+    runs, meter = [], Meter()
+
+    def function(x):
+        runs.append(1)
+        return x.tanh()
+
+    x, a, b = (torch.randn(shape, requires_grad=True) for shape in ((40, 30), (30, 20), (30, 20)))
+    want = torch.autograd.grad((x.tanh() @ a + x.tanh()[::2].repeat(2, 1) @ b).sum(), [x, a, b])
+    meter.label("given", x, a, b)
+    with meter:
+        with selective(), dropping_cheap():
+            y = cheap(function, x)
+            loss = (y @ a + y[::2].repeat(2, 1) @ b).sum()
+            del y
+        saved = meter.live()["other"] - loss.nbytes
+        loss.backward()
+        del loss
+        left = meter.live()["other"] - x.nbytes - 2 * a.nbytes
+    assert len(runs) == 2 and saved == 40 * 30 * 4 and left == 0  # saved: the copy that repeat made of the view
+    torch.testing.assert_close((x.grad, a.grad, b.grad), want)
+
+
+@pytest.mark.parametrize("mode", RECOMPUTE)
 @pytest.mark.parametrize("flags", [
     "--experts 8", "--experts 8 --aux-loss 0", "--experts 8 --aux-loss 0 --router-z-loss 1",
     "--experts 8 --top-k 3 --router-z-loss 0.1", "--experts 12 --top-k 5 --shared-experts 1 --router sigmoid",
@@ -225,33 +248,28 @@ def test_of_nothing_nothing_else_is_forgotten():
 def test_a_mixture_of_experts_keeps_what_the_formula_says(mode, flags):
     settings = config.parse(f"--hidden 16 --heads 2 --kv-heads 2 --expert-ffn 24 --dtype fp32 {flags}".split())
     model, optim, S = settings.model, settings.optim, 20
-    layer = Experts(0, model, partial(parameter, groups={}, dtype=torch.float32),
-                    Balance(optim.aux_loss, optim.aux_over, optim.router_z_loss))
-    gain = torch.nn.Parameter(torch.ones(16))
-    gain.sink = None
-    for param in layer.parameters():
+    make, recompute = partial(parameter, groups={}, dtype=torch.float32), Recompute(mode)
+    layer = MixtureOfExperts(0, model, make, None, Balance(optim.aux_loss, optim.aux_over, optim.router_z_loss))
+    norm = RMSNorm(make, "norm", 16, 1e-5, {})
+    for param in (norm.weight, *layer.parameters()):
         param.data = draw(0)(param.spec, param.box)
     tokens = Tokens(torch.arange(2).repeat_interleave(S), 2, weight=0.5)
-    shared = Shared(TensorParallel(), None, None, None, mode == "selective", (tokens, None))
+    context = ForwardContext(TensorParallel(), S, None, {}, recompute, tokens)
 
-    def run(x, **how):
-        before = partial(norm, weight=gain, eps=1e-5)
-        x, before = (x, before) if shared.selective else (before(x), None)
-        return layer(x, before, shared._replace(**how))
-
-    def kept_inputs(x):
-        routes = []
-        return Recomputed.apply(partial(run, routes=routes), partial(run, routes=routes, again=True), None, x)
+    def run(x):
+        with recompute.scope():
+            return recompute(lambda x: layer(cheap(norm, x), context), x)
 
     x = torch.randn(2 * S, 16, requires_grad=True)
-    few = layer.router.bias, layer.router.load, layer.router.cost, tokens.sequence
-    nbytes, flops = kept_and_flops(kept_inputs if mode == "full" else run, x, [gain, *layer.parameters(), *few])
-    routing = dict(aux=optim.aux_loss > 0, z=optim.router_z_loss > 0)
-    parts = experts_layer(model, torch.float32, **routing)
-    prices = 3 * (model.experts + 1) * 4 if any(routing.values()) else 0
-    constants = prices + 4 * model.experts  # and where the rows of experts end
-    assert nbytes == 2 * S * kept(parts, mode) + constants
-    assert flops == 2 * S * (3 * sum(part.flops for part in parts) + extra_flops(parts, mode)
+    recompute.arena = CheckpointArena(1, x)  # whose memory is in no layer's formula but as its input
+    few = layer.router.bias, layer.router.load, layer.router.loss, tokens.sequence, recompute.arena.shards
+    nbytes, flops = saved_and_flops(run, x, [norm.weight, *layer.parameters(), *few, recompute.arena.whole])
+    losses = dict(aux=optim.aux_loss > 0, router_z=optim.router_z_loss > 0)
+    made = experts_half(model, LayerOptions(4, **losses))
+    coefficients = 3 * (model.experts + 1) * 4 if any(losses.values()) else 0
+    constants = coefficients + 4 * model.experts  # and where the rows of experts end
+    assert nbytes == 2 * S * saved_bytes(made, mode) + constants
+    assert flops == 2 * S * (3 * forward_flops(made) + recomputed_flops(made, mode)
                              + (3 if mode == "full" else 2) * 2 * model.top_k * 16)  # sums of experts' results
 
 
@@ -261,26 +279,24 @@ def test_tiny_latent_attention_keeps_what_the_formula_says(mode):
     s, H, heads, width, ranks, tp = 24, 32, 4, 8, (12, 10), TensorParallel()
     down, up_q = weight(sum(ranks), H), weight(heads * width, ranks[0])
     up_k, up_v, wo = weight(heads * width, ranks[1]), weight(heads * width, ranks[1]), weight(H, heads * width)
-    gains = [weight(1, n) for n in (H, *ranks)]
-    for gain in gains:
-        gain.data = torch.ones(gain.shape[1])
-    normalise = [partial(norm, weight=gain, eps=1e-5) for gain in gains]
+    norms = [RMSNorm(partial(parameter, groups={}, dtype=torch.float32), str(n), n, 1e-5, {}) for n in (H, *ranks)]
+    for norm in norms:
+        norm.weight.data = torch.ones(norm.weight.shape)
 
     def linear(x, which, *weights):
-        if mode == "selective":
-            return column(x, *weights, tp=tp, before=normalise[which])
-        return column(normalise[which](x), *weights, tp=tp)
+        return column(cheap(norms[which], x), *weights, tp=tp)
 
     def layer(x):
-        q, kv = linear(x, 0, down).split(ranks, -1)
-        q, kv = linear(q, 1, up_q), linear(kv, 2, up_k, up_v)
-        q, k, v = (part.view(1, s, heads, width).transpose(1, 2) for part in (q, *kv.chunk(2, -1)))
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + row(o.transpose(1, 2).reshape(s, heads * width), wo, tp)
+        with selective(mode == "selective"):
+            q, kv = linear(x, 0, down).split(ranks, -1)
+            q, kv = linear(q, 1, up_q), linear(kv, 2, up_k, up_v)
+            q, k, v = (part.view(1, s, heads, width).transpose(1, 2) for part in (q, *kv.chunk(2, -1)))
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return x + row(o.transpose(1, 2).reshape(s, heads * width), wo, tp)
 
     x = torch.randn(s, H, requires_grad=True)
-    nbytes, flops = kept_and_flops(layer, x, [down, up_q, up_k, up_v, wo, *gains])
-    parts = latent_attention(H, heads, s, torch.float32, *ranks, width, 0)
-    assert nbytes + x.nbytes + 4 * s * H == s * kept(parts, mode)  # the sum with the input is what came out
+    nbytes, flops = saved_and_flops(layer, x, [down, up_q, up_k, up_v, wo, *(norm.weight for norm in norms)])
+    made = latent_attention_half(H, heads, s, 4, *ranks, width, 0)
+    assert nbytes + x.nbytes + 4 * s * H == s * saved_bytes(made, mode)  # the sum with the input is what came out
     core = 4 * s * heads * width
-    assert flops == s * (3 * sum(part.flops for part in parts) + core / 2)  # torch: five matmuls in a core's backward
+    assert flops == s * (3 * forward_flops(made) + core / 2)  # torch: five matmuls in a core's backward

@@ -9,9 +9,11 @@ import config
 import cp
 import tp
 import train
+from collectives import rank, size
+from costs import LayerOptions, activation_bytes, llama_layer, recomputed_flops
 from meter import Meter
-from param import Spec, box_of, cut, draw, parameter, rank, size
-from recompute import extra_flops, llama_layer
+from param import Spec, draw, local_box, parameter, shard_slice
+from recompute import cheap, selective
 from tp import IGNORED, TensorParallel
 
 SHAPE = "--hidden 48 --heads 8 --kv-heads 4 --head-dim 6 --ffn 40 --seq 24 --global-batch 2 --dtype fp64"
@@ -25,29 +27,31 @@ def weight(name: str, shape: tuple[int, int], dim: int, group) -> torch.nn.Param
     """This rank's part of a random matrix."""
     spec = Spec(name, shape, {"tp": dim}, std=1.0)
     made = parameter(spec, {"tp": group}, torch.float64)
-    made.data = draw(0)(spec, box_of(spec, {"tp": group})).double()
+    made.data = draw(0)(spec, local_box(spec, {"tp": group})).double()
     return made
 
 
 # ---- layers ---------------------------------------------------------------------------------------------------------
 
-def pair(sequence: bool, ring: bool, before: bool) -> dict[str, float]:
+def pair(sequence: bool, async_tp: bool, recompute: bool) -> dict[str, float]:
     """The largest relative errors of a column and row parallel pair against the dense computation."""
     group, T, H = dist.group.WORLD, 24, 10
     n, me = size(group), group.rank()
-    how, act = TensorParallel(group, sequence, ring), torch.tanh
+    how, act = TensorParallel(group, sequence, async_tp), torch.tanh
     a, b, c = weight("a", (48, H), 0, group), weight("b", (24, H), 0, group), weight("c", (H, 72), 1, group)
     x, up = normal(T, H, seed=1), normal(T, H, seed=2)
-    part = cut(T, n, me) if sequence else slice(None)
+    part = shard_slice(T, n, me) if sequence else slice(None)
 
     mine = x[part].clone().requires_grad_()
-    ab = tp.column(mine if before else act(mine), a, b, tp=how, before=act if before else None)
+    with selective(recompute):
+        ab = tp.column(cheap(act, mine), a, b, tp=how)
     whole_ab = torch.cat((weight("a", (48, H), 0, None), weight("b", (24, H), 0, None)))
     # The rank's rows of a and of b, side by side, meet the same columns of c.
     columns = torch.cat([torch.arange(48).view(n, -1)[me], 48 + torch.arange(24).view(n, -1)[me]])
     whole_c = weight("c", (H, 72), 1, None).detach()
     c.data = whole_c[:, columns].clone()
-    y = tp.row(ab if before else act(ab), c, how, before=act if before else None)
+    with selective(recompute):
+        y = tp.row(cheap(act, ab), c, how)
     y.backward(up[part])
 
     dense = x.clone().requires_grad_()
@@ -60,10 +64,11 @@ def pair(sequence: bool, ring: bool, before: bool) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("sequence, ring", [(False, False), (True, False), (True, True)])
-def test_a_pair_of_matrices_equals_the_dense_one(pool, n, sequence, ring):
-    for before in (False, True):
-        for errors in pool.run(n, "test_tp:pair", sequence=sequence and n > 1, ring=ring and n > 1, before=before):
+@pytest.mark.parametrize("sequence, async_tp", [(False, False), (True, False), (True, True)])
+def test_a_pair_of_matrices_equals_the_dense_one(pool, n, sequence, async_tp):
+    for recompute in (False, True):
+        for errors in pool.run(n, "test_tp:pair", sequence=sequence and n > 1, async_tp=async_tp and n > 1,
+                               recompute=recompute):
             assert max(errors.values()) < 1e-13, errors
 
 
@@ -78,12 +83,12 @@ def events() -> list[str]:
 
     wait = collectives.Pending.wait
 
-    def told(pending):
+    def logged(pending):
         if pending.works:
             seen.append("gathered" if len(pending.tensors[0]) > len(pending.tensors[1]) else "scattered")
         wait(pending)
 
-    collectives.Pending.wait = told
+    collectives.Pending.wait = logged
     group = dist.group.WORLD
     x = normal(4, 10).requires_grad_()
     y = tp.column(x, weight("a", (8, 10), 0, group), tp=TensorParallel(group, True))
@@ -96,7 +101,7 @@ def events() -> list[str]:
 def test_every_message_of_a_column_parallel_backward_hides_under_a_matmul(pool):
     for seen in pool.run(2, "test_tp:events")[:1]:
         start = seen.index("dX") - 1
-        assert seen[start:] == ["gather", "dX", "gathered", "scatter", "dW", "scattered"]
+        assert seen[start:] == ["gather", "dX", "scatter", "gathered", "dW", "scattered"]
 
 
 # ---- the vocabulary -------------------------------------------------------------------------------------------------
@@ -105,15 +110,16 @@ def losses(vocab: int, scale: float) -> dict[str, float]:
     """Errors of the vocabulary parallel loss and its gradient, with and without weights and z-loss."""
     group = dist.group.WORLD
     n, me = size(group), group.rank()
-    held, T = cut(vocab, n, me), 40
+    shard, T = shard_slice(vocab, n, me), 40
     logits = normal(2, T, vocab) * scale
     labels = torch.randint(vocab, (2, T), generator=torch.Generator().manual_seed(3))
-    edges = torch.tensor([place for i in range(n) for place in (cut(vocab, n, i).start, cut(vocab, n, i).stop - 1)])
+    shards = [shard_slice(vocab, n, i) for i in range(n)]
+    edges = torch.tensor([place for part in shards for place in (part.start, part.stop - 1)])
     labels[0, :len(edges)], labels[1, ::3] = edges, IGNORED
     out = {}
     for name, weights, z in (("plain", None, 0.0), ("weighted", normal(2, T, seed=4).abs(), 0.0), ("z", None, 0.01)):
-        mine = logits[..., held].clone().requires_grad_()
-        loss = tp.cross_entropy(mine, labels, weights, z, held, group)
+        mine = logits[..., shard].clone().requires_grad_()
+        loss = tp.cross_entropy(mine, labels, weights, z, shard, group)
         (3 * loss).backward()
         dense = logits.clone().requires_grad_()
         each = F.cross_entropy(dense.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
@@ -121,9 +127,9 @@ def losses(vocab: int, scale: float) -> dict[str, float]:
         want = (each if weights is None else each * weights.flatten()).sum()
         (3 * want).backward()
         out[name] = abs(loss.item() / want.item() - 1)
-        out["d " + name] = ((mine.grad - dense.grad[..., held]).abs().max() / dense.grad.abs().max()).item()
-    nothing = tp.cross_entropy(logits[..., held].requires_grad_(), torch.full_like(labels, IGNORED), z_loss=0.1,
-                               held=held, group=group)
+        out["d " + name] = ((mine.grad - dense.grad[..., shard]).abs().max() / dense.grad.abs().max()).item()
+    nothing = tp.cross_entropy(logits[..., shard].requires_grad_(), torch.full_like(labels, IGNORED), z_loss=0.1,
+                               vocab=shard, group=group)
     out["ignored"] = nothing.item()
     return out
 
@@ -141,9 +147,9 @@ def looked_up(vocab: int, sequence: bool) -> tuple[float, float]:
     table, whole = weight("t", (vocab, H), 0, group), weight("t", (vocab, H), 0, None).detach().requires_grad_()
     tokens, up = torch.arange(2 * vocab + vocab % 2 * 22)[:, None].flatten() % vocab, None
     tokens = tokens[:len(tokens) // 24 * 24]
-    part = cut(len(tokens), size(group), group.rank()) if sequence else slice(None)
+    part = shard_slice(len(tokens), size(group), group.rank()) if sequence else slice(None)
     up = normal(len(tokens), H)
-    y = tp.embed(tokens, table, TensorParallel(group, sequence))
+    y = tp.Embed.apply(tokens, table, TensorParallel(group, sequence))
     y.backward(up[part])
     F.embedding(tokens, whole).backward(up)
     return (y - whole[tokens[part]]).abs().max().item(), (table.grad - whole.grad[table.box]).abs().max().item()
@@ -159,7 +165,8 @@ def test_a_table_of_any_size_is_shared(pool, n, vocab):
 def put_together(vocab: int) -> bool:
     group = dist.group.WORLD
     rows = normal(3, vocab)
-    return torch.equal(tp.whole_rows(rows[:, cut(vocab, size(group), group.rank())].contiguous(), vocab, group), rows)
+    mine = rows[:, shard_slice(vocab, size(group), group.rank())].contiguous()
+    return torch.equal(tp.gather_logits(mine, vocab, group), rows)
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
@@ -175,7 +182,7 @@ def step(flags: str) -> dict:
     groups = train.build_groups(settings.grid, settings.model)
     model, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float64)
     tokens = torch.randint(settings.model.vocab, (2, 24), generator=torch.Generator().manual_seed(0))
-    tokens, labels, positions, _ = cp.cut(tokens, tokens, None, None, settings.grid.cp, rank(groups["cp"]))
+    tokens, labels, positions, _ = cp.shard_sequences(tokens, tokens, None, None, settings.grid.cp, rank(groups["cp"]))
     longest = 0
 
     class Watch(Meter):
@@ -187,20 +194,20 @@ def step(flags: str) -> dict:
             return out
 
     for _ in range(2):  # the first makes what stays
-        optimizer.begin({0: 1})
+        optimizer.begin_step({0: 1})
         meter = Watch()
         for bucket in optimizer.buckets:
-            meter.label("state", bucket.weights, bucket.grad, bucket.m, bucket.v)
-        if model.arena:
-            meter.label("arena", model.arena.parts, model.arena.whole)
+            meter.label("state", bucket.weights, bucket.grad, *bucket.state.values())
+        if arena := model.recompute.arena:
+            meter.label("arena", arena.shards, arena.whole)
         with meter:
-            loss = model(tokens, positions, labels=labels, weight=0.5)
-            kept = meter.settled()
+            loss = model(tokens, positions, labels=labels, sequence_weight=0.5)
+            saved = meter.settled()
             loss.backward()
     return dict(
         calls=meter.collectives, flops=meter.flops, longest=longest,
-        kept=kept["other"] + kept["arena"] - loss.nbytes, grads=[bucket.grad.clone() for bucket in optimizer.buckets],
-        formula=train.activation_bytes(settings, torch.float64))
+        saved=saved["other"] + saved["arena"] - loss.nbytes,
+        grads=[bucket.grad.clone() for bucket in optimizer.buckets], formula=activation_bytes(settings, 8))
 
 
 def calls_a_layer(pool, flags: str) -> dict[str, list[int]]:
@@ -231,7 +238,7 @@ def test_a_layer_sends_what_the_papers_say(pool):
 @pytest.mark.parametrize("n, flags", [(2, ""), (4, "--tied"), (4, "--no-sp"), (4, "--kv-heads 2 --async-tp")])
 def test_no_rank_sees_a_row_of_logits(pool, n, flags):
     for i, seen in enumerate(pool.run(n, "test_tp:step", flags=f"--tp {n} --layers 1 --vocab 4001 {flags}")):
-        part = cut(4001, n, i)
+        part = shard_slice(4001, n, i)
         assert seen["longest"] == part.stop - part.start  # of any dimension of any tensor
 
 
@@ -244,7 +251,7 @@ def test_a_rank_keeps_what_the_formula_says(pool, n, flags, recompute, attention
     """To the byte, as storages that live between forward and backward."""
     flags = f"--tp {n} --vocab 320 --recompute {recompute} --attention {attention} {flags}"
     for seen in pool.run(n, "test_tp:step", flags=flags):
-        assert seen["kept"] == seen["formula"]
+        assert seen["saved"] == seen["formula"]
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -253,7 +260,7 @@ def test_a_rank_keeps_what_the_formula_says(pool, n, flags, recompute, attention
 def test_a_context_parallel_rank_keeps_its_part(pool, n, flags, recompute):
     for seen in pool.run(n, "test_tp:step", flags=f"--vocab 320 --recompute {recompute} {flags}"):
         few = 1024 if "ulysses" in flags else 0  # the order of chunks, a few numbers a layer
-        assert seen["formula"] <= seen["kept"] <= seen["formula"] + few
+        assert seen["formula"] <= seen["saved"] <= seen["formula"] + few
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -267,8 +274,8 @@ def test_ranks_keep_what_the_formula_says_of_experts(pool, n, flags, recompute):
     ep, dense = (int(words[words.index(flag) + 1]) if flag in words else default
                  for flag, default in (("--ep", 1), ("--dense-layers", 0)))
     few = (4 - dense) * ((2 + 1) * (8 + 1) * 8 + 8 // ep * 4)  # layers; sequences, padding; experts, z; ends
-    kept, formula = (sum(rank[what] for rank in seen) / n for what in ("kept", "formula"))
-    assert kept == formula + few
+    saved, formula = (sum(rank[what] for rank in seen) / n for what in ("saved", "formula"))
+    assert saved == formula + few
 
 
 @pytest.mark.parametrize("n, flags", [(1, ""), (2, "--qkv-bias"), (2, "--no-sp --qk-norm"), (4, "--kv-heads 2")])
@@ -281,5 +288,5 @@ def test_recomputation_changes_no_bit_and_adds_the_flops_it_says(pool, n, flags,
     for mode in ("selective", "full"):
         for plain, again in zip(results["none"], results[mode]):
             assert all(torch.equal(a, b) for a, b in zip(plain["grads"], again["grads"]))
-            layer = llama_layer(model, 24, torch.float64, attention, n)
-            assert again["flops"] - plain["flops"] == 3 * 48 * extra_flops(layer, mode) / n
+            layer = llama_layer(model, 24, LayerOptions(8, n, attention))
+            assert again["flops"] - plain["flops"] == 3 * 48 * recomputed_flops(layer, mode) / n

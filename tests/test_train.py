@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import config
+import costs
 import train
 from data import Corpus, Samples
 from sampling import sample
@@ -39,10 +40,10 @@ def test_a_run_says_what_it_does_and_learns(tmp_path):
     lines = done.stdout.splitlines()
     assert lines[0].startswith("device  cpu (there is no GPU here), one process, fp32")
     assert lines[1].startswith("grid    pp 1 x dp 1 x cp 1 x tp 1, zero 0: a rank holds the whole model")
-    assert lines[2] == "batch   global batch 16 = micro 16 x accum 1 x dp 1; 512 tokens a step"
-    assert lines[3].startswith("model   tiny: 34,016 parameters; a rank needs about ")
+    assert lines[2] == "batch   global batch 16 = micro 16 x accum 1 x dp 1; 512 tokens per step"
+    assert lines[3].startswith("model   tiny: 34,016 parameters; rank 0 needs about ")
     assert lines[4].startswith("data    ")
-    assert lines[5].startswith("trained 60 steps on 30,720 tokens: loss ")
+    assert lines[5].startswith("trained 60 steps on 30,720 tokens: last loss ")
     assert lines[6].startswith("import")
     assert "60/60" in done.stderr  # the progress bar
 
@@ -63,7 +64,7 @@ def trained(flags: str) -> str:
     unseen = train.open_samples(settings, settings.data.val_data, None)
     shorter = patch.object(train, "sample", lambda model, prompt, count: sample(model, prompt, 40))
     with shorter, contextlib.redirect_stdout(io.StringIO()) as printed:
-        train.train(settings, samples, unseen, torch.device("cpu"), "as asked", train.Progress())
+        train.train(settings, samples, unseen, torch.device("cpu"), "as asked", train.RunState())
     return printed.getvalue()
 
 
@@ -148,7 +149,7 @@ def test_bf16_and_evaluation_and_ramp(tmp_path):
     done = start(f"--steps 6 --dtype bf16 --metrics {tmp_path / 'm.jsonl'} --batch-ramp 8@0,16@1000 --sample= "
                  f"--val-data {text} --eval-every 4 --eval-steps 2 --attention math")
     assert done.returncode == 0, done.stderr
-    assert "global batch 8 = micro 8 x accum 1 x dp 1; 256 tokens a step; ramp 8@0,16@1000" in done.stdout
+    assert "global batch 8 = micro 8 x accum 1 x dp 1; 256 tokens per step; ramp 8@0,16@1000" in done.stdout
     records = metrics(tmp_path / "m.jsonl")
     assert [record["tokens"] for record in records] == [256, 512, 768, 1024, 1536, 2048]
     assert [i for i, record in enumerate(records) if "val_loss" in record] == [3, 5]
@@ -163,10 +164,10 @@ def test_a_step_that_fails_is_named_and_not_the_one_before(monkeypatch):
         return optim.lr
 
     monkeypatch.setattr(train, "learning_rate", fails)
-    settings, progress = config.parse("--dtype fp32 --seq 32 --global-batch 2 --steps 4".split()), train.Progress()
+    settings, progress = config.parse("--dtype fp32 --seq 32 --global-batch 2 --steps 4".split()), train.RunState()
     with pytest.raises(FloatingPointError):
         train.train(settings, train.open_samples(settings, [], 0), None, torch.device("cpu"), "asked for", progress)
-    assert progress.step == 2
+    assert progress.activity == "in step 2"
 
 
 @pytest.mark.parametrize("number, step", [(9, 0), (40, 2)])
@@ -188,7 +189,6 @@ def test_fewer_gpus_than_ranks_is_an_error_and_none_is_not(monkeypatch):
     for gpus, asked, want in ((0, "auto", "cpu"), (0, "cpu", "cpu"), (2, "cpu", "cpu"), (4, "auto", "cuda:3")):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         assert str(train.choose_device(asked)[0]) == want
-    assert train.peak_flops(torch.device("cuda", 0), torch.bfloat16) == 989e12
     for gpus, asked, says in ((2, "auto", "4 ranks on this machine and 2 GPUs: use --nproc_per_node=2 or --device cpu"),
                               (0, "cuda", "--device cuda: 4 ranks on this machine and 0 GPUs: use --device cpu")):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
@@ -232,12 +232,12 @@ def test_the_first_lines_count_what_a_rank_holds():
 
     def lines(flags, ranks):
         settings = config.parse(flags.split(), ranks)
-        return train.first_lines(settings, {}, "cpu", torch.float32, Text).splitlines()
+        return train.first_lines(settings, {}, "cpu", Text).splitlines()
 
-    hybrid, sharded, plain = (lines(f"--micro-batch 1 {flags}", ranks) for flags, ranks in (
+    hybrid, sharded, plain = (lines(f"--micro-batch 1 --dtype fp32 {flags}", ranks) for flags, ranks in (
         ("--zero 3 --dp-replicate 2", 4), ("--zero 3", 2), ("", 1)))
     assert hybrid[3].split("activations")[0] == sharded[3].split("activations")[0] != plain[3].split("activations")[0]
-    assert "1/2 of that of weights, gradients, optimizer state in 2 replicas, and reads 1/4 of the" in hybrid[1]
+    assert "1/2 of its weights, gradients, optimizer state in 2 replicas, and reads 1/4 of the" in hybrid[1]
     assert "weights 3.2 MB, gradients 3.2 MB, optimizer 6.4 MB" in plain[3]
 
 
@@ -247,13 +247,13 @@ def test_a_step_leaves_no_cycles(flags):
     settings = config.parse(f"{SMALL} --data {ROOT}/train.py {flags}".split())
     groups = dict.fromkeys(train.AXES)
     model, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float32)
-    share = train.share(train.open_samples(settings, settings.data.data, 0), 0, 16, settings, groups)
+    share = train.local_micro_batches(train.open_samples(settings, settings.data.data, 0), 0, 16, settings, groups)
 
     def step():
-        train.gradients(model, optimizer, share, groups)
+        train.forward_backward(model, optimizer, share, groups)
         norm = optimizer.step(0.01)
         if model.routers:
-            train.balanced(model, groups, norm.isfinite(), 16)
+            train.update_balance(model, groups, norm.isfinite(), 16)
 
     step()
     gc.collect()
@@ -271,7 +271,8 @@ def test_biases_stay_when_a_step_is_skipped():
     for finite in (False, True):
         for router in model.routers:
             router.load.copy_(torch.tensor([3, 0, 0, 1]))
-        assert train.balanced(model, dict.fromkeys(train.AXES), torch.tensor(finite), 16)["load_max_over_mean"] == 3
+        metrics = train.update_balance(model, dict.fromkeys(train.AXES), torch.tensor(finite), 16)
+        assert metrics["load_max_over_mean"] == 3
         assert all(router.bias.any() == finite for router in model.routers)
 
 
@@ -280,14 +281,14 @@ def test_the_first_lines_count_experts_where_they_are():
     class Text:
         corpus, windows = type("", (), dict(files=[""], __len__=lambda self: 100))(), 3
 
-    settings = config.parse("--preset tiny-moe --ep 2 --zero 1 --micro-batch 1".split(), 4)
+    settings = config.parse("--preset tiny-moe --ep 2 --zero 1 --micro-batch 1 --dtype fp32".split(), 4)
     experts = 4 * 8 * 3 * 128 * 128
-    others = train.parameter_count(settings.model) - experts
+    others = costs.parameters(settings.model).total - experts
     group = type("", (), dict(size=lambda self: 2, rank=lambda self: 0))()
-    lines = train.first_lines(settings, {"ep": group}, "cpu", torch.float32, Text).splitlines()
+    lines = train.first_lines(settings, {"ep": group}, "cpu", Text).splitlines()
     assert f"optimizer {8 * (others / 4 + experts / 4) / 1e6:.1f} MB" in lines[3]
     assert "ep 2 x edp 2, zero 1: a rank holds the whole model, but 4 of 8 experts" in lines[1]
-    assert "1/4 of that of optimizer state (1/2 of experts')" in lines[1]
+    assert "1/4 of its optimizer state (1/2 of experts')" in lines[1]
 
 
 def test_the_head_counts_as_layers():
@@ -296,7 +297,7 @@ def test_the_head_counts_as_layers():
     layers = []
     for stage in range(4):
         group = type("", (), dict(size=lambda self: 4, rank=lambda self, stage=stage: stage))()
-        layers.append(len(train.pipeline(settings, group).stages[stage]))
+        layers.append(len(train.build_pipeline(settings, group).stages[stage]))
     assert sum(layers) == 16 and layers[3] <= min(layers[:3]) - 2
 
 

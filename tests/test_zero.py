@@ -5,9 +5,10 @@ import pytest
 import torch
 from torch import nn
 
+import costs
 import grids
 import zero
-from dp import Chunks
+from dp import Units
 from grids import ALONE
 from param import Spec, parameter
 from test_grids import compare, truth
@@ -23,16 +24,16 @@ class Unit(nn.Module):
 def made(*specs: Spec, dtype=torch.float32, **settings) -> tuple[list[nn.Parameter], Optimizer]:
     """Parameters and their optimizer, filled with ones."""
     unit = Unit(*specs, dtype=dtype)
-    chunks: Chunks = {0: [unit]}
-    optimizer = Optimizer(chunks, ALONE, **settings)
+    units: Units = {0: [unit]}
+    optimizer = Optimizer(units, ALONE, **settings)
     optimizer.load(lambda spec, box: torch.ones([s.stop - s.start for s in box]))
     return list(unit.weights), optimizer
 
 
 def step(params: list[nn.Parameter], optimizer: Optimizer, grads: list[torch.Tensor], lr: float = 0.1) -> torch.Tensor:
-    optimizer.begin({0: 1})
+    optimizer.begin_step({0: 1})
     sum((p * grad.to(p.dtype)).sum() for p, grad in zip(params, grads)).backward()
-    optimizer.finish()
+    optimizer.finish_step()
     return optimizer.step(lr)
 
 
@@ -41,15 +42,15 @@ def test_1024_bf16_gradients_add_up():
     params, optimizer = made(Spec("w", (64, 64)), dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
     grads = [(torch.rand(64, 64, generator=generator) + 0.5).bfloat16() for _ in range(1024)]
-    optimizer.begin({0: 1024})
+    optimizer.begin_step({0: 1024})
     for grad in grads:
         (params[0] * grad).sum().backward()
-    optimizer.finish()
+    optimizer.finish_step()
     exact = sum(grad.double() for grad in grads)
     bf16 = torch.zeros(64, 64, dtype=torch.bfloat16)
     for grad in grads:
         bf16 += grad
-    assert ((optimizer.buckets[0].owned_grad.view(64, 64) - exact) / exact).abs().max() < 1e-5
+    assert ((optimizer.buckets[0].grad_shard.view(64, 64) - exact) / exact).abs().max() < 1e-5
     assert ((bf16.double() - exact) / exact).abs().max() > 0.1
 
 
@@ -91,26 +92,26 @@ def test_a_step_that_is_not_finite_changes_nothing(rule, bad, clip):
     (param,), optimizer = made(Spec("w", (2, 3)), rule=rule, clip=clip)
     step([param], optimizer, [torch.ones(2, 3)])
     bucket = optimizer.buckets[0]
-    kept = [getattr(bucket, what).clone() for what in ("master", "m", "v")]
+    kept = {what: state.clone() for what, state in bucket.state.items()}
     grad = torch.ones(2, 3)
     grad[1, 2] = bad
     assert not step([param], optimizer, [grad]).isfinite()
-    assert all(torch.equal(was, getattr(bucket, what)) for was, what in zip(kept, ("master", "m", "v")))
+    assert all(torch.equal(was, bucket.state[what]) for what, was in kept.items())
     assert optimizer.steps == 1
     step([param], optimizer, [torch.ones(2, 3)])
-    assert bucket.master.isfinite().all() and not torch.equal(kept[0], bucket.master)
+    assert bucket.master.isfinite().all() and not torch.equal(kept["master"], bucket.master)
 
 
 def test_refilling_the_flat_weights_between_forward_and_backward_is_no_modification():
     """Sharded parameters are gathered again before backward: the same values, written anew, are no change."""
     params, optimizer = made(Spec("a", (3,)), Spec("b", (3,)))
-    optimizer.begin({0: 1})
+    optimizer.begin_step({0: 1})
     x = torch.ones(3, requires_grad=True)
     y = (x * params[0]).tanh() * params[1]  # autograd keeps both parameters
     weights = optimizer.buckets[0].weights
     weights.copy_(weights.clone())
     y.sum().backward()
-    optimizer.finish()
+    optimizer.finish_step()
     assert x.grad.isfinite().all()
 
 
@@ -129,7 +130,8 @@ def test_state_leaves_one_grid_and_enters_another(pool, tied):
             results = pool.run(ranks, "grids:run", grid=f"--micro-batch 4 {flags}{tied}", first=step, last=step + 1,
                                state=state)
             state = {what: grids.whole([result[what] for result in results]) for what in ("params", "m", "v")}
-            state["numbers"] = {name: number for result in results for name, number in result["numbers"].items()}
+            state["extra_state"] = {name: number for result in results
+                                    for name, number in result["extra_state"].items()}
         for what in ("params", "m", "v"):
             compare(state[what], want[what], what)
 
@@ -146,7 +148,7 @@ def test_state_comes_in_by_name_and_box():
         for bucket in optimizer.buckets:
             seen = 0
             for p, box, place in bucket.pieces():
-                assert torch.equal(getattr(bucket, what)[place], named[p.spec.name][box].flatten())
+                assert torch.equal(bucket.state[what][place], named[p.spec.name][box].flatten())
                 seen += place.stop - place.start
             assert seen == bucket.numel
 
@@ -217,8 +219,8 @@ def test_live_bytes_are_those_of_the_formula(pool, stage, dtype, moments):
             assert rest["gradient shards"] == P  # 4 bytes of P / 4 elements
             assert peak["gradient shards"] <= P + 3 * max(seen["padded"])  # one arriving, or two moments while fp32
         assert rest["other"] < 4096, "something else stays behind"
-        moments_dtype = torch.bfloat16 if moments == "bf16" else torch.float32
-        formula = zero.bytes_held(seen["padded"], stage, n, dtype, moments_dtype)
+        formula = costs.state_bytes(seen["padded"], stage, n, weight=e, accumulated=4,
+                                    moments={"auto": 8, "bf16": 4}[moments])
         assert peak["weights"] == formula["weights"] and rest["optimizer"] == formula["optimizer"]
         if not (moments == "bf16" and stage == 0):
             assert peak["gradients"] + rest["gradient shards"] == formula["gradients"]
@@ -304,4 +306,5 @@ def test_what_fp32_and_mixed_recipes_hold_a_parameter_is_in_the_docstring():
                                   ("the same, bf16 moments", torch.bfloat16, torch.bfloat16)):
         line = next(line for line in zero.__doc__.splitlines() if line.strip().startswith(start + "  "))
         total = int(line.split("--dtype")[0].split()[-1])
-        assert sum(zero.bytes_held([1000], 0, 1, dtype, moments).values()) == 1000 * total
+        held = costs.state_bytes([1000], 0, 1, weight=dtype.itemsize, accumulated=4, moments=2 * moments.itemsize)
+        assert sum(held.values()) == 1000 * total

@@ -1,0 +1,55 @@
+"""The rules of the house: files that read only files below them, short functions, and names that exist."""
+import ast
+import importlib
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
+SHARED = {"collectives", "param", "operations", "recompute", "kernels", "flash", "fp8_kernels", "config"}
+TECHNIQUES = {"dp": set(), "zero": {"dp"}, "tp": set(), "cp": set(), "pp": {"schedules"}, "ep": set(), "fp8": set()}
+
+
+def imports(name: str, demo: bool = True) -> set[str]:
+    """The project's files that a file imports, inside functions too; demo: those of its demo, at its end, as well."""
+    lines = (ROOT / f"{name}.py").read_text().splitlines()
+    end = next((i for i, line in enumerate(lines) if line.startswith("# ---- demo") and not demo), len(lines))
+    found = set()
+    for node in ast.walk(FILES[name]):
+        if isinstance(node, ast.Import) and node.lineno <= end:
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.lineno <= end:
+            found.add(node.module)
+    return found & set(FILES)
+
+
+def test_imports_form_no_circle():
+    TopologicalSorter({name: imports(name) for name in FILES}).prepare()  # raises CycleError, naming it
+
+
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_a_technique_imports_no_other(name):
+    assert imports(name, demo=False) - SHARED <= TECHNIQUES[name]
+
+
+def test_functions_are_short():
+    long = {f"{name}.{node.name}": node.end_lineno - node.lineno + 1 for name, tree in FILES.items()
+            for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    assert {function: lines for function, lines in long.items() if lines > 60} == {}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_names_taken_from_other_files_exist(name):
+    """Also those in functions that run on GPUs only."""
+    nodes = list(ast.walk(FILES[name]))
+    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names} & set(FILES)
+    variables = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    variables |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    taken = [(node.module, alias.name) for node in nodes if isinstance(node, ast.ImportFrom) and node.module in FILES
+             for alias in node.names]
+    taken += [(node.value.id, node.attr) for node in nodes if isinstance(node, ast.Attribute)
+              and isinstance(node.value, ast.Name) and node.value.id in modules - variables]
+    assert [f"{module}.{attribute}" for module, attribute in taken
+            if not hasattr(importlib.import_module(module), attribute)] == []
