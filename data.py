@@ -2,21 +2,23 @@
 
     files     [ doc ][ doc    ][ doc ][ doc  ]        a separator token begins every document
     stream    ........................................  the files end to end
-    windows   |   0   |   1   |   2   |   3   |   4      seq + 1 tokens each, the last one shared with the next window
-    samples   3, 0, 4, 1, 2,   2, 4, 0, 3, 1,   ...      every epoch another order of all windows
+    spans     |   0   |   1   |   2   |   3   |   4      seq + 1 tokens each, the last one shared with the next span
+    samples   3, 0, 4, 1, 2,   2, 4, 0, 3, 1,   ...      all spans, in a different order every epoch
 
-Nothing is remembered between steps: a step takes samples first .. first + global_batch, a data parallel rank picks its
-own from among them, and to go on after a restart, on any number of ranks, is to know one integer. Labels are the tokens
-one place further and are made here, once, from the whole window, before anything cuts a sequence.
+No state is carried from step to step: a step takes samples first .. first + global_batch, each data parallel rank picks
+its own of them, and one integer is all that is needed to resume, on any number of ranks. A sample's labels are its
+tokens shifted by one. They are made here, before context parallelism shards a sequence, since a shard's last label is
+the first token of another shard.
 
-Documents are packed: a window may hold the end of one and the beginning of others. Whether attention crosses from one
-to the other is a choice (`--doc-mask`). Off, the default, costs nothing and teaches the model to ignore what precedes a
-separator. On, it needs a mask, so torch's attention can no longer skip what lies above the diagonal (and on GPUs falls
-back from its fastest kernels); it matters when documents are short against the sequence or the context is long.
+Documents are packed: a span may hold the end of one document and the beginning of others. Whether attention crosses
+from one to the next is a choice (`--doc-mask`). Without a mask, the default, the model has to learn to ignore what
+precedes a separator. A mask matters when documents are short against the sequence or the context is long. Its cost
+depends on the kernel: flash.py skips the tiles that a document hides, while torch's attention takes a dense mask of
+S x S and then skips nothing.
 
 Formats: text (bytes as tokens 0..255, separator 256); .bin, raw uint16 or uint32, or with llm.c's header of 256 int32
 (magic, version, count); .npy, one dimension, integers. Token files are memory-mapped, so their size does not matter;
-text is read by every rank, two bytes of memory for one of text.
+text is read by every rank and takes two bytes of memory per byte.
 """
 import hashlib
 import sysconfig
@@ -40,9 +42,9 @@ class Corpus:
     """The files of `paths` end to end, as one read-only array of tokens.
 
     paths: files and folders, of text or of tokens; none: the Python standard library's sources.
-    dtype: of .bin files without a header. separator: the token that begins a document in token files; -1: what llm.c's
-    format says, else a document begins with each file. vocab: what every token must be below.
-    Raises ValueError naming the file that is missing, empty, truncated or of another format.
+    vocab: every token must be below it. dtype: of .bin files without a header. separator: the token that begins a
+    document in token files; -1: the one of llm.c's format, else every file is one document.
+    Raises ValueError naming the file that is missing, empty, truncated or in another format.
     """
 
     def __init__(self, paths: list[str], vocab: int, dtype: str = "uint16", separator: int = -1):
@@ -54,9 +56,12 @@ class Corpus:
         if self.is_text and vocab < config.TEXT_VOCAB:
             raise ValueError(f"--vocab {vocab} is too small for text: use at least {config.TEXT_VOCAB}, bytes and "
                              "document separator")
+        if self.is_text and separator != -1:
+            raise ValueError(f"--separator {separator} is for token files: in text, {BYTES_SEPARATOR} separates files")
         opened = [read_text(file) if self.is_text else open_tokens(file, dtype) for file in files]
-        self.files, self.arrays, self.vocab = files, [array for array, _ in opened], vocab
-        separators = {known for _, known in opened} if separator == -1 else {separator}
+        self.files, self.vocab = files, vocab
+        self.arrays = [array for array, _ in opened]
+        separators = {of_format for _, of_format in opened} if separator == -1 else {separator}
         if len(separators) > 1:
             raise ValueError(f"{paths[0]}: the files separate documents by different tokens: give --separator")
         self.separator, = separators
@@ -68,21 +73,23 @@ class Corpus:
     def read(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens start .. start + count (int64), and which of them begin a document (bool)."""
         tokens, begins = np.empty(count, np.int64), np.zeros(count, bool)
-        file, filled = int(np.searchsorted(self.starts, start, "right")) - 1, 0
+        file = int(np.searchsorted(self.starts, start, "right")) - 1
+        filled = 0
         while filled < count:
             skip = start + filled - self.starts[file]
             part = self.arrays[file][skip:skip + count - filled]
             if part.max() >= self.vocab or part.min() < 0:
                 raise ValueError(f"{self.files[file]}: holds a token outside 0..{self.vocab - 1}: raise --vocab, "
-                                 "or the file has another type or format")
+                                 "or give the file's --data-dtype")
             tokens[filled:filled + len(part)] = part
             begins[filled] |= self.separator is None and skip == 0
-            filled, file = filled + len(part), file + 1
+            filled += len(part)
+            file += 1
         return tokens, begins if self.separator is None else tokens == self.separator
 
 
 def files_in(path: Path) -> list[Path]:
-    """A file; or what a folder holds: its token files if there are any, else every file that is text."""
+    """The file; of a folder its token files if it has any, else all its text files."""
     if path.is_file():
         return [path]
     inside = sorted(file for file in path.rglob("*") if file.is_file()
@@ -95,7 +102,7 @@ def files_in(path: Path) -> list[Path]:
 
 
 def standard_library() -> list[Path]:
-    """Text that is on every machine: the sources of Python's own library, without its tests."""
+    """Text that every machine has: the sources of Python's standard library, without its tests."""
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     files = sorted(file for file in root.rglob("*.py") if file.stat().st_size)
@@ -103,21 +110,24 @@ def standard_library() -> list[Path]:
 
 
 def read_text(file: Path) -> tuple[np.ndarray, int]:
+    """(a separator and then the file's bytes, uint16; the separator)."""
     content = np.fromfile(file, np.uint8)
     if len(content) == 0:
         raise ValueError(f"{file}: is empty")
     if not content.all():
         raise ValueError(f"{file}: holds zero bytes, so it is not text; token files end in .bin or .npy")
-    return np.concatenate(([BYTES_SEPARATOR], content)).astype(np.uint16), BYTES_SEPARATOR
+    tokens = np.empty(len(content) + 1, np.uint16)
+    tokens[0], tokens[1:] = BYTES_SEPARATOR, content
+    return tokens, BYTES_SEPARATOR
 
 
 def open_tokens(file: Path, dtype: str) -> tuple[np.ndarray, int | None]:
-    """The tokens of a .bin or .npy file, mapped, and the separator if the format has one."""
+    """(the tokens of a .bin or .npy file, memory-mapped; the separator, if the format has one)."""
     if file.suffix == ".npy":
         try:
             tokens = np.lib.format.open_memmap(file, "r")
         except (ValueError, OSError, EOFError) as error:
-            raise ValueError(f"{file}: cannot be read as .npy, it is truncated or foreign ({error})") from None
+            raise ValueError(f"{file}: cannot be read as .npy, truncated or of another format ({error})") from None
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise ValueError(f"{file}: holds {tokens.ndim} dimensions of {tokens.dtype}: need one, of integers")
         return not_empty(file, tokens), None
@@ -128,15 +138,15 @@ def open_tokens(file: Path, dtype: str) -> tuple[np.ndarray, int | None]:
         if (magic, version) not in LLM_C:
             raise ValueError(f"{file}: version {version} of llm.c's format {magic} is unknown: know {list(LLM_C)}")
         kind, separator = LLM_C[magic, version]
-        held = (file.stat().st_size - LLM_C_HEADER) / np.dtype(kind).itemsize
-        if held != count:
-            raise ValueError(f"{file}: its header promises {count:,} tokens and {max(held, 0):,.10g} follow: "
-                             f"{'truncated' if held < count else 'not this format'}")
+        present = (file.stat().st_size - LLM_C_HEADER) / np.dtype(kind).itemsize
+        if present != count:
+            raise ValueError(f"{file}: its header promises {count:,} tokens and {max(present, 0):,.10g} follow: "
+                             f"{'truncated' if present < count else 'not this format'}")
         return not_empty(file, np.memmap(file, kind, "r", LLM_C_HEADER)), separator
 
     unit = np.dtype(dtype).itemsize
     if file.stat().st_size % unit:
-        raise ValueError(f"{file}: {file.stat().st_size:,} bytes are no whole number of {dtype} tokens: "
+        raise ValueError(f"{file}: {file.stat().st_size:,} bytes are not a whole number of {dtype} tokens: "
                          "truncated, or of another --data-dtype")
     if file.stat().st_size == 0:
         raise ValueError(f"{file}: is empty")
@@ -152,11 +162,11 @@ def not_empty(file: Path, tokens: np.ndarray) -> np.ndarray:
 # ---- samples --------------------------------------------------------------------------------------------------------
 
 class MicroBatch(NamedTuple):
-    """B sequences that a rank computes at once, all int64."""
-    tokens: torch.Tensor  # B S
-    labels: torch.Tensor  # B S, the tokens one place further
-    positions: torch.Tensor | None = None  # B S, counted from the beginning of each document; None: of each sequence
-    documents: torch.Tensor | None = None  # B S, number of the document in its window; None: they all see each other
+    """B sequences that a rank computes at once; all fields are int64, [B, S]."""
+    tokens: torch.Tensor
+    labels: torch.Tensor  # the tokens shifted by one
+    positions: torch.Tensor | None = None  # of a token in its document; None: in its sequence
+    documents: torch.Tensor | None = None  # number of a token's document in its sequence; None: attention crosses them
 
     def to(self, device: torch.device) -> "MicroBatch":
         return MicroBatch(*(None if x is None else x.to(device) for x in self))
@@ -165,51 +175,53 @@ class MicroBatch(NamedTuple):
 class Samples:
     """The samples of a corpus: number 0, 1, 2 … without end.
 
-    seed: of the order, another one each epoch; None: in the order of the stream. doc_mask: whether samples say where
-    documents begin. Raises ValueError for a corpus shorter than one sample.
+    seed: of the order, which differs from epoch to epoch; None: the order of the stream. doc_mask: give positions and
+    documents in each micro-batch. Raises ValueError for a corpus shorter than one sample.
     """
 
     def __init__(self, corpus: Corpus, seq: int, seed: int | None, doc_mask: bool = False):
         self.corpus, self.seq, self.seed, self.doc_mask = corpus, seq, seed, doc_mask
-        self.windows = (len(corpus) - 1) // seq
-        if self.windows == 0:
+        self.spans = (len(corpus) - 1) // seq
+        if self.spans == 0:
             raise ValueError(f"the data holds {len(corpus):,} tokens: fewer than one sample of --seq {seq} + 1")
 
-    def window(self, number: int) -> int:
-        epoch, place = divmod(number, self.windows)
-        return place if self.seed is None else shuffled(place, self.windows, f"{self.seed} {epoch}")
+    def span(self, number: int) -> int:
+        """The span of the stream that is sample `number`."""
+        epoch, place = divmod(number, self.spans)
+        return place if self.seed is None else shuffled(place, self.spans, f"{self.seed} {epoch}")
 
     def micro_batch(self, numbers: list[int]) -> MicroBatch:
         tokens, begins = (torch.from_numpy(np.stack(rows)) for rows in zip(
-            *(self.corpus.read(self.window(number) * self.seq, self.seq + 1) for number in numbers)))
+            *(self.corpus.read(self.span(number) * self.seq, self.seq + 1) for number in numbers)))
         batch = MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
         if self.doc_mask:
             begins = begins[:, :-1]
             places = torch.arange(self.seq).expand_as(begins)
-            start = torch.where(begins, places, 0).cummax(1).values  # of the document that each token is in
-            batch = batch._replace(documents=begins.cumsum(1), positions=places - start)
+            document_start = torch.where(begins, places, 0).cummax(1).values  # of each token's document
+            batch = batch._replace(documents=begins.cumsum(1), positions=places - document_start)
         return batch
 
     def step(self, first: int, global_batch: int, micro_batch: int, dp_rank: int, dp: int,
              end: int | None = None) -> list[MicroBatch]:
-        """What one of dp ranks computes of samples first .. first + global_batch: its share of every micro-batch.
+        """The micro-batches of one of dp ranks, for samples first .. first + global_batch.
 
-        Samples from number `end` on fill up a micro-batch, and none of their labels counts.
+        Samples from number `end` on only fill up a micro-batch: their labels are IGNORED.
         """
-        share = [range(start + dp_rank * micro_batch, start + (dp_rank + 1) * micro_batch)
+        numbers_of = [range(start + dp_rank * micro_batch, start + (dp_rank + 1) * micro_batch)
                  for start in range(first, first + global_batch, micro_batch * dp)]
-        batches = [self.micro_batch(list(numbers)) for numbers in share]
-        for batch, numbers in zip(batches, share):
+        batches = [self.micro_batch(list(numbers)) for numbers in numbers_of]
+        for batch, numbers in zip(batches, numbers_of):
             if end is not None and numbers.stop > end:
                 batch.labels[max(0, end - numbers.start):] = IGNORED
         return batches
 
 
 def shuffled(index: int, n: int, key: str) -> int:
-    """Where a pseudo-random permutation of range(n) puts `index`, without a table of n entries.
+    """The image of `index` under a pseudo-random permutation of range(n) chosen by `key`, without a table of n entries.
 
-    A Feistel network of four rounds permutes the numbers of an even count of bits; one that comes out at n or above
-    goes through again until it falls below, which still is a permutation (Black & Rogaway 2002, cycle walking).
+    A Feistel network of four rounds permutes the numbers below a power of 4, the least that is not below n. A result of
+    n or above goes through the network again until it is below n, which is a permutation, too (cycle walking, Black &
+    Rogaway 2002).
     """
     half = ((n - 1).bit_length() + 1) // 2
     mask = (1 << half) - 1

@@ -1,17 +1,18 @@
 """What a step really does, counted at every operation that torch dispatches: live bytes, matmul FLOPs, collectives.
 
-Nothing is asked of the code that is measured. A storage counts from the operation that returned it until nobody refers
-to it, including whatever autograd keeps, with the size it has at that moment (a storage can be emptied and refilled).
+The code that is measured needs no changes. A storage counts from the operation that returned it until nothing refers to
+it any more, autograd included, with its size at that moment (a storage can be emptied and refilled).
 
     meter = Meter()
-    meter.label("weights", *model.parameters())       storages that exist before, under a name of your choice
-    meter.label_size("gradients", 4 * 104729)         whatever appears with just that size
+    meter.label("weights", *model.parameters())       storages that exist already, under a label of your choice
+    meter.label_size("gradients", 4 * 104729)         every new storage of exactly this many bytes
     with meter:
         step()
     meter.peak["weights"], meter.peak["other"], meter.peak["all"], meter.flops, meter.operations, meter.collectives
 
-Everything else that an operation returns is "other": activations, temporaries, and what should not be there. What is
-first seen as an input is "outside": it was there before, or a library made it unseen (gloo copies what it scatters).
+Everything else that an operation returns has the label "other": activations, temporaries, leaks. A storage first seen
+as an input has the label "outside": it existed before, or a library made it without dispatching (gloo copies the inputs
+of its reduce-scatters). "all" is the sum without "outside".
 """
 import time
 from collections import Counter
@@ -27,8 +28,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
-# What torch's registry of FLOPs lacks, from the shapes of the arguments that are tensors: how weight gradients are
-# added, grouped matmuls, and attention on CPUs, q (B, N, S, D): 2 matmuls over all scores forward, 5 backward.
+# FLOPs that torch's registry lacks, from the shapes of the arguments that are tensors: matmuls that add to a gradient,
+# grouped matmuls, and attention on CPUs, q [B, N, S, D]: 2 matmuls over all scores in forward, 5 in backward.
 UNREGISTERED = {
     torch.ops.aten._grouped_mm: lambda a, b, ends: 2 * a[0] * a[1] * b[-1],
     torch.ops.aten.addmm_: lambda out, a, b: 2 * a[0] * a[1] * b[1],
@@ -36,29 +37,28 @@ UNREGISTERED = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
         lambda grad, q, k, *others: 5 * 2 * prod(q) * k[2]}
 
-
-COLLECTIVES = "c10d", "_c10d_functional"
-MOVE_NOTHING = "wait_tensor", "_wrap_tensor_autograd"
+COLLECTIVES = "c10d", "_c10d_functional"  # namespaces of operators
+MOVE_NOTHING = "wait_tensor", "_wrap_tensor_autograd"  # operators in them that communicate nothing
 
 
 class Collective(NamedTuple):
-    """One call, as this rank made it."""
+    """One collective that this rank called."""
     group: str
     name: str
-    shape: tuple[int, ...]  # of the first tensor: what is received, or reduced in place
+    shape: tuple[int, ...]  # of the first tensor: the output, or what is reduced in place
     dtype: torch.dtype
-    bytes: int  # of the larger side: the whole that is reduced, scattered or gathered
+    bytes: int  # of the larger of input and output: all that is reduced, scattered or gathered
 
 
 class Meter(TorchDispatchMode):
-    """memory=False leaves out the live bytes, whose count takes longer than the operations of a small model."""
+    """memory=False does not count live bytes, which takes longer than the operations of a small model."""
 
     def __init__(self, memory: bool = True):
         super().__init__()
         self.memory = memory
         self.kinds = WeakIdKeyDictionary()  # storage -> label, for as long as the storage lives
         self.sizes: dict[int, str] = {}
-        self.peak: Counter[str] = Counter()  # bytes by label, and "all" but what is outside: the most that ever lived
+        self.peak: Counter[str] = Counter()  # the most bytes alive at any moment, by label
         self.flops = self.operations = 0
         self.collectives: list[Collective] = []
 
@@ -78,7 +78,7 @@ class Meter(TorchDispatchMode):
         return bytes_of
 
     def settled(self) -> Counter[str]:
-        """What is alive once that has not changed for a tenth of a second: gloo's threads let go of tensors late."""
+        """Bytes alive once they have not changed for 0.1 s: gloo's threads release tensors late."""
         seen, since = self.live(), time.monotonic()
         while time.monotonic() - since < 0.1:
             time.sleep(0.01)
@@ -87,7 +87,8 @@ class Meter(TorchDispatchMode):
         return seen
 
     def saw_new(self, args: tuple, kwargs: dict, out) -> bool:
-        """Whether an operation brought storages that were not known; only then can more be alive than before it."""
+        """Label the storages that an operation brought; whether there were any. Only then, or when a
+        collective's output was refilled just before it, can the peak have risen."""
         known = True
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and (storage := leaf.untyped_storage()) not in self.kinds:
@@ -99,13 +100,13 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if DTensor in types:
-            return NotImplemented  # what it does to its local tensors is dispatched here, too
+            return NotImplemented  # its operations on local tensors are dispatched here, too
         kwargs = kwargs or {}
-        if FakeTensor in types:  # with which DTensor finds out shapes
+        if FakeTensor in types:  # DTensor infers shapes with them
             return function(*args, **kwargs)
         out = function(*args, **kwargs)
-        if self.memory and (self.saw_new(args, kwargs, out) or function.namespace in COLLECTIVES):  # refilled before it
-            self.peak |= self.live()  # the larger of both, by label
+        if self.memory and (self.saw_new(args, kwargs, out) or function.namespace in COLLECTIVES):
+            self.peak |= self.live()  # the larger of the two, by label
         self.operations += 1
         packet = function.overloadpacket
         if packet in flop_registry:
@@ -118,8 +119,8 @@ class Meter(TorchDispatchMode):
 
 
 def collectives_of(name: str, args: tuple, out) -> list[Collective]:
-    """The call as a list of one, or none for what moves nothing."""
-    if isinstance(out, torch.Tensor):  # one that returns its result, as DTensor's do: the last argument is the group
+    """The call as a list of one; an empty list if it communicates nothing."""
+    if isinstance(out, torch.Tensor):  # a functional collective, as DTensor's are: the last argument is the group
         moved = max(args[0].nbytes, out.nbytes)
         return [] if name in MOVE_NOTHING else [Collective(args[-1], name, tuple(out.shape), out.dtype, moved)]
     groups = [dist.ProcessGroup.unbox(arg).group_name for arg in args

@@ -1,8 +1,8 @@
-"""Sampling: continue a text token by token, on whatever grid the model was trained on.
+"""Sampling: continue a text token by token, on the grid that the model was trained on.
 
-Keys and values of earlier tokens are kept, so a step computes one token. Every rank has all tokens: those of a tensor
-parallel group compute their shards of each layer, pipeline ranks run their stages one after the other, and context and
-data parallel ranks do what the others do, or nothing.
+A cache has the keys and values of earlier tokens, so a step computes one token. Every rank has all tokens. Tensor
+parallel ranks compute their shards of each layer, and pipeline ranks run their stages one after the other. Context
+parallel ranks all compute the same; so do data parallel ranks, or they do not take part.
 """
 import torch
 
@@ -12,28 +12,31 @@ from tp import gather_logits
 
 
 class KVCache:
-    """Keys and values of earlier tokens, by layer. A layer with a window forgets those that no later token sees."""
+    """Keys and values of earlier tokens, by layer. With a window, those that no later token will see are dropped."""
 
     def __init__(self):
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.lengths: dict[int, int] = {}  # tokens so far, forgotten ones too
+        self.lengths: dict[int, int] = {}  # tokens so far, including dropped ones
 
     def length(self, layer: int) -> int:
         return self.lengths.get(layer, 0)
 
     def extend(self, layer: int, k: torch.Tensor, v: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append k and v, B S K D, and return all that the layer has. window: of the layer, 0: none."""
+        """Append k and v, both [B, S, K, D]; return all that these tokens may see. window: of the layer, 0: none."""
         self.lengths[layer] = self.length(layer) + k.shape[1]
         if layer in self.layers:
             k, v = (torch.cat(pair, 1) for pair in zip(self.layers[layer], (k, v)))
-        forget = max(0, k.shape[1] - (window - 1)) if window else 0
-        self.layers[layer] = k[:, forget:], v[:, forget:]
+        dropped = max(0, k.shape[1] - (window - 1)) if window else 0
+        self.layers[layer] = k[:, dropped:], v[:, dropped:]
         return k, v
 
 
 @torch.no_grad()
 def sample(model: Llama, tokens: torch.Tensor, count: int, temperature: float = 0.8, seed: int = 0) -> torch.Tensor:
-    """Continue tokens B S by `count` tokens, each drawn from softmax(logits / temperature); 0 takes the likeliest."""
+    """Tokens [B, S] continued by `count` tokens, [B, S + count], each drawn from softmax(logits / temperature).
+
+    temperature 0 takes the likeliest token. All ranks of the grid must call it, with the same arguments.
+    """
     generator = torch.Generator().manual_seed(seed)
     cache, new = KVCache(), tokens
     for _ in range(count):
@@ -51,7 +54,7 @@ def sample(model: Llama, tokens: torch.Tensor, count: int, temperature: float = 
 
 
 def next_logits(model: Llama, tokens: torch.Tensor, cache: KVCache) -> torch.Tensor | None:
-    """Logits of tokens that follow those in the cache, on the pipeline rank that has the last stage."""
+    """Logits [B, S, V/t] of tokens that follow those in the cache; None on pipeline ranks without the last stage."""
     group, owners, x = model.pipeline.group, model.pipeline.owners, None
     for stage in model.stages:
         if stage and owners[stage - 1] != rank(group):

@@ -241,7 +241,7 @@ def validation_loss(model: Llama, samples: Samples, settings: config.Config, gro
                     device: torch.device) -> float:
     """The mean loss over the first --eval-steps global batches of the samples, at most all there are."""
     sequences = settings.batch.ramp()[0][0]
-    end = min(settings.data.eval_steps * sequences, samples.windows)
+    end = min(settings.data.eval_steps * sequences, samples.spans)
 
     def global_batches() -> Iterator[list[MicroBatch]]:
         for first in range(0, end, sequences):
@@ -340,7 +340,7 @@ def build_groups(grid: config.Grid, model: config.Model, timeout_s: float = 600)
 def build_pipeline(settings: config.Config, group: Group, device: torch.device | str = "cpu") -> Pipeline:
     """Layers divided into stages of about equal FLOPs, those of the head included."""
     model, grid, batch = settings.model, settings.grid, settings.batch
-    work = [costs.forward_flops(costs.llama_layer(model, batch.seq, number=number)) for number in range(model.layers)]
+    work = [costs.forward_flops(costs.llama_layer(model, batch.seq, layer=layer)) for layer in range(model.layers)]
     unit, head = max(work), 2 * model.vocab * model.hidden
     layers_of = partition([flops / unit for flops in work], grid.pp * grid.chunks, last=head / unit)
     most = max(sequences for sequences, _ in batch.ramp()) // batch.micro_batch // grid.dp
@@ -506,7 +506,7 @@ def first_lines(settings: config.Config, groups: Groups, device: str, samples: S
         + ": ".join((format_bytes(sum(memory.values())), ", ".join(f"{kind} {format_bytes(n)}" for kind, n
                                                                    in memory.items()))),
         f"data    {len(samples.corpus):,} tokens in {len(samples.corpus.files):,} files: "
-        f"{samples.windows:,} samples of {batch.seq}"))
+        f"{samples.spans:,} samples of {batch.seq}"))
 
 
 def grid_line(grid: config.Grid, model: config.Model, shards: int) -> str:

@@ -82,7 +82,7 @@ def damaged(folder, what):
         return file, "version 9 of llm.c's format 20240520 is unknown"
     if what == "odd":
         file.write_bytes(b"12345")
-        return file, "5 bytes are no whole number of uint16 tokens: truncated, or of another --data-dtype"
+        return file, "5 bytes are not a whole number of uint16 tokens: truncated, or of another --data-dtype"
     if what == "empty":
         file.write_bytes(b"")
         return file, "is empty"
@@ -92,10 +92,10 @@ def damaged(folder, what):
     token_file(file, range(100), "npy")
     if what == "truncated npy":
         file.write_bytes(file.read_bytes()[:-20])
-        return file, "cannot be read as .npy, it is truncated or foreign"
+        return file, "cannot be read as .npy, truncated or of another format"
     if what == "foreign npy":
         file.write_bytes(b"PK\x03\x04 not numpy at all")
-        return file, "cannot be read as .npy, it is truncated or foreign"
+        return file, "cannot be read as .npy, truncated or of another format"
     if what == "floats":
         np.save(file, np.zeros(5))
         return file, "holds 1 dimensions of float64: need one, of integers"
@@ -141,6 +141,8 @@ def test_what_cannot_be_one_corpus_is_refused(tmp_path):
     with pytest.raises(ValueError, match="text and token files"):
         Corpus([str(text), tokens], 300)
     other = token_file(tmp_path / "c.bin", [1, 2], "gpt2")
+    with pytest.raises(ValueError, match="--separator 3 is for token files"):
+        Corpus([__file__], 300, separator=3)
     with pytest.raises(ValueError, match="different tokens: give --separator"):
         Corpus([tokens, other], 60000)
     (tmp_path / "none").mkdir()
@@ -166,12 +168,12 @@ def test_an_order_holds_everything_once(n):
 
 def test_every_epoch_reads_every_window_once_in_another_order(corpus):
     samples = Samples(corpus, 9, seed=5)
-    assert samples.windows == 111
-    epochs = [[samples.window(epoch * 111 + i) for i in range(111)] for epoch in range(3)]
+    assert samples.spans == 111
+    epochs = [[samples.span(epoch * 111 + i) for i in range(111)] for epoch in range(3)]
     assert all(sorted(epoch) == list(range(111)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
-    assert [Samples(corpus, 9, seed=6).window(i) for i in range(111)] != epochs[0]
-    assert [Samples(corpus, 9, seed=None).window(i) for i in (0, 1, 110, 111)] == [0, 1, 110, 0]
+    assert [Samples(corpus, 9, seed=6).span(i) for i in range(111)] != epochs[0]
+    assert [Samples(corpus, 9, seed=None).span(i) for i in (0, 1, 110, 111)] == [0, 1, 110, 0]
 
 
 def test_labels_are_the_tokens_one_place_further(corpus):
@@ -184,7 +186,7 @@ def test_ranks_share_a_step_and_the_stream_does_not_know_how_many_there_are(corp
     """The same samples in the same step for any dp and micro-batch, also through a batch ramp."""
     samples = Samples(corpus, 9, seed=5)
     for first, sequences in ((0, 24), (24, 24), (48, 48)):
-        want = [samples.window(number) * 9 for number in range(first, first + sequences)]
+        want = [samples.span(number) * 9 for number in range(first, first + sequences)]
         for dp, micro in ((1, 24), (1, 4), (2, 12), (2, 3), (3, 4), (4, 2), (8, 3), (8, 1)):
             read = [samples.step(first, sequences, micro, rank, dp) for rank in range(dp)]
             assert len({len(micro_batches) for micro_batches in read}) == 1

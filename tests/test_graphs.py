@@ -106,7 +106,8 @@ def test_a_gpu_plays_what_it_runs(flags, capsys):
 
 
 @pytest.mark.parametrize("flags, world, line", [
-    ("--graph", 2, "--graph with 2 ranks: communication is not captured"), ("--graph --experts 4", 1, "--graph with --experts 4: how"),
+    ("--graph", 2, "--graph with 2 ranks: communication is not captured"),
+    ("--graph --experts 4", 1, "--graph with --experts 4: how"),
 ])
 def test_what_cannot_be_recorded_is_refused(flags, world, line):
     with pytest.raises(ValueError, match=f"^{line}"):

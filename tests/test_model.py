@@ -5,7 +5,7 @@ import torch.nn.functional as F
 import transformers
 
 import config
-from costs import flops_per_token, parameters
+from costs import flops_by_convention, flops_per_token, parameters
 from grids import ALONE
 from meter import Meter
 from model import Execution, Llama
@@ -257,3 +257,9 @@ def test_flops_equal_those_of_a_real_step(more):
     assert meter.flops == pytest.approx(flops_per_token(model, 64) * tokens.numel(), rel=0.01)
     scores = 12 * 3 * 96 * 64  # L h S; the causal convention counts half of them
     assert flops_per_token(model, 64) - flops_per_token(model, 64, causal=True) == scores / 2
+
+
+@pytest.mark.parametrize("window", ["", " --window 128"])
+def test_full_recomputation_repeats_at_most_the_forward(window):
+    flops = flops_by_convention(config.parse(f"--seq 4096 --recompute full{window}".split(), 1))
+    assert 1.2 * flops["mfu"] < flops["hfu"] <= 4 / 3 * flops["mfu"]
