@@ -1,23 +1,28 @@
-"""Collectives with async handles, byte counters and autograd wrappers: the floor that everything else stands on.
+"""Collectives with async handles, byte counters and autograd wrappers: all communication of the project.
 
-Three mistakes that torch.distributed lets pass in silence are ruled out here, once:
-- a collective writes into the memory it is given: after a `.contiguous()` in the call, the result is in a lost copy;
-- an asynchronous one uses its tensors until it has been waited on: freed or overwritten earlier, garbage is sent;
-- inside an autograd graph it has no derivative, or one that fits another use of it.
+Three mistakes that torch.distributed does not report, and what this file does about them:
+- `all_reduce(x.contiguous())` may leave its result in a copy of x. Here a tensor that is not contiguous is an error.
+- An asynchronous collective whose tensors are freed before it has ended sends garbage. A `Pending` keeps them alive.
+- In an autograd graph a collective has no derivative, or a wrong one. The Functions at the end have the right one.
 
-Bytes that a rank sends for a tensor x on n ranks, if the collective runs as a ring (NCCL may choose another way):
+Bytes that a rank sends for a tensor x of |x| bytes on n ranks, with a ring (NCCL may choose a different algorithm):
 
-    all_reduce       2 (n-1)/n |x|       = reduce_scatter, then all_gather
-    reduce_scatter     (n-1)/n |x|       x is the whole tensor
+    all_reduce       2 (n-1)/n |x|       a reduce_scatter, then an all_gather
+    reduce_scatter     (n-1)/n |x|       x is the full tensor
     all_gather         (n-1)   |x|       x is one rank's shard
-    all_to_all                 |x|       less what this rank keeps for itself
+    all_to_all                 |x|       minus the rows that stay on this rank
     shift, send                |x|
 
-`sent` counts them by the name of the group. A group of None, or of one rank, makes every collective the identity: so
-each module of the project also works alone in one process.
+`sent` counts these bytes per group. With a group of None, or of one rank, every collective is the identity and sends
+nothing, so each module also works alone in one process; only `send` and `receive` need a second rank.
+
+ring.py has every collective written out; `torchrun --nproc_per_node=4 collectives.py` shows who sends what to whom.
+
+Shapes: n ranks, R rows (the first dimension) per rank.
 """
 import datetime
 import gc
+import importlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,12 +31,12 @@ import torch
 import torch.distributed as dist
 
 Group = dist.ProcessGroup | None
-Groups = dict[str, Group]  # by axis of the grid; this rank's coordinate on an axis is its rank in the axis's group
+Groups = dict[str, Group]  # axis of the grid -> group; this rank's coordinate on the axis is its rank in that group
 SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 
-sent: Counter[str] = Counter()  # bytes by `name(group)`; the group itself must not outlive the run in a global
+sent: Counter[str] = Counter()  # bytes per name(group); a global that held the group itself would outlive `world`
 
-# torch 2.13 warns at the old names, torch 2.11 has no others.
+# torch 2.13 deprecates the names that end in _tensor; torch 2.11 has only those.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -47,20 +52,24 @@ def rank(group: Group) -> int:
 
 
 def name(group: Group) -> str:
+    """The key of a group in `sent`."""
     return "" if group is None else group.group_name
 
 
 class Pending:
-    """A collective under way, kept together with the tensors that it still reads and writes.
+    """A collective in flight, and references to the tensors that it still reads and writes.
 
-    After `wait()` the result may be used: by this process with gloo, by later work on the current stream with NCCL.
+    After `wait()` the result may be used: with gloo by this process, with NCCL by later work on the current stream.
+    work: None when nothing is in flight, because the collective was synchronous or the group has one rank.
     """
 
     def __init__(self, work: dist.Work | list[dist.Work] | None, *tensors: torch.Tensor):
-        self.works = work if isinstance(work, list) else [work] if work is not None else []
+        works = work if isinstance(work, list) else [work]
+        self.works = [work for work in works if work is not None]
         self.tensors = tensors if self.works else ()
 
     def completed(self) -> bool:
+        """Whether the collective has ended; does not wait."""
         return all(work.is_completed() for work in self.works)
 
     def wait(self) -> None:
@@ -73,11 +82,12 @@ class Pending:
 def world(device: torch.device | str = "cpu", timeout_s: float = 600) -> Iterator[dist.ProcessGroup]:
     """The group of all ranks that torchrun started: NCCL on GPUs, gloo on CPUs.
 
-    Put one function call into the `with`, so that its variables are gone when it ends: a gloo group that something
-    still refers to when the interpreter exits aborts the process, and only the garbage collector frees buckets and
-    parameters, which refer to each other and to groups. After an error nothing is cleaned up: the caller exits.
+    The body of the `with` should be one function call, whose variables are freed when it returns: a gloo group that is
+    still referenced when the interpreter exits aborts the process. Buckets and parameters refer to each other and to
+    groups, so they are freed by the garbage collector. After an exception nothing is cleaned up: the process exits.
     """
-    device, timeout = torch.device(device), datetime.timedelta(seconds=timeout_s)
+    device = torch.device(device)
+    timeout = datetime.timedelta(seconds=timeout_s)
     if device.type == "cuda":
         dist.init_process_group("nccl", timeout=timeout, device_id=device)
     else:
@@ -88,34 +98,35 @@ def world(device: torch.device | str = "cpu", timeout_s: float = 600) -> Iterato
     gc.collect()
 
 
-# ---- collectives that write into given memory ------------------------------------------------------------------------
+# ---- collectives that write into tensors of the caller ---------------------------------------------------------------
+# They return a Pending; without async_op it has already been waited on. Tensors must be contiguous.
 
 def all_reduce(x: torch.Tensor, group: Group, op=SUM, async_op: bool = False) -> Pending:
-    """Replace x, of any shape, by its sum (or maximum) over the ranks of the group."""
+    """Replace x, of any shape, by its sum over the ranks of the group, or with op=MAX by its maximum."""
     if size(group) == 1:
         return Pending(None)
     assert x.is_contiguous(), "the result would be written to a copy"
-    sent[name(group)] += 2 * nbytes(x) * (size(group) - 1) // size(group)
+    sent[name(group)] += 2 * x.nbytes * (size(group) - 1) // size(group)
     return Pending(dist.all_reduce(x, op, group=group, async_op=async_op), x)
 
 
 def all_gather(out: torch.Tensor, x: torch.Tensor, group: Group, async_op: bool = False) -> Pending:
-    """Fill `out`, n times as long as x in its first dimension, with the x of every rank, in rank order."""
+    """Fill `out` with the x of every rank, in rank order: [R, ...] -> [n R, ...]."""
     if size(group) == 1:
         out.copy_(x)
         return Pending(None)
     assert x.is_contiguous() and out.is_contiguous()
-    sent[name(group)] += nbytes(x) * (size(group) - 1)
+    sent[name(group)] += x.nbytes * (size(group) - 1)
     return Pending(_all_gather(out, x, group=group, async_op=async_op), out, x)
 
 
 def reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: Group, async_op: bool = False) -> Pending:
-    """Fill `out` with this rank's shard of the sum of x over the ranks; x is n times as long in its first dimension."""
+    """Fill `out` with this rank's shard of the sum of x over the ranks: [n R, ...] -> [R, ...]."""
     if size(group) == 1:
         out.copy_(x)
         return Pending(None)
     assert x.is_contiguous() and out.is_contiguous()
-    sent[name(group)] += nbytes(x) * (size(group) - 1) // size(group)
+    sent[name(group)] += x.nbytes * (size(group) - 1) // size(group)
     return Pending(_reduce_scatter(out, x, group=group, async_op=async_op), out, x)
 
 
@@ -126,17 +137,20 @@ def all_to_all(out: torch.Tensor, x: torch.Tensor, output_splits: list[int], inp
         out.copy_(x)
         return Pending(None)
     assert x.is_contiguous() and out.is_contiguous()
-    sent[name(group)] += nbytes(x) - nbytes(x[:input_splits[rank(group)]])
+    sent[name(group)] += x.nbytes - x[:input_splits[rank(group)]].nbytes
     return Pending(dist.all_to_all_single(out, x, output_splits, input_splits, group=group, async_op=async_op), out, x)
 
 
 def shift(incoming: torch.Tensor, outgoing: torch.Tensor, group: Group) -> Pending:
-    """Send to the next rank of the group while receiving from the previous one; always asynchronous.
+    """Send `outgoing` to the next rank of the ring and fill `incoming` from the previous one; always asynchronous.
 
-    Both go in one batch: with NCCL a lone send may wait for its receive, and the whole ring would deadlock.
+    Both are issued in one batch: with NCCL a separate send may block until its receive is issued, on every rank.
     """
+    if size(group) == 1:
+        incoming.copy_(outgoing)
+        return Pending(None)
     assert incoming.is_contiguous() and outgoing.is_contiguous()
-    sent[name(group)] += nbytes(outgoing)
+    sent[name(group)] += outgoing.nbytes
     n, me = size(group), rank(group)
     works = dist.batch_isend_irecv([dist.P2POp(dist.isend, outgoing, group=group, group_peer=(me + 1) % n),
                                     dist.P2POp(dist.irecv, incoming, group=group, group_peer=(me - 1) % n)])
@@ -144,32 +158,30 @@ def shift(incoming: torch.Tensor, outgoing: torch.Tensor, group: Group) -> Pendi
 
 
 def send(x: torch.Tensor, peer: int, group: Group) -> Pending:
-    """Begin to send x to a rank of the group. Two ranks must issue all that they exchange in the same order."""
+    """Start to send x to rank `peer` of the group. Two ranks must issue their transfers in the same order."""
+    assert size(group) > 1, "a group of one rank has no peer to send to"  # for torch, None is the world
     assert x.is_contiguous()
-    sent[name(group)] += nbytes(x)
+    sent[name(group)] += x.nbytes
     return Pending(dist.isend(x, group=group, group_dst=peer), x)
 
 
 def receive(x: torch.Tensor, peer: int, group: Group) -> Pending:
-    """Begin to fill x with what a rank of the group sends."""
+    """Start to fill x with the tensor that rank `peer` of the group sends."""
+    assert size(group) > 1, "a group of one rank has no peer to receive from"
     assert x.is_contiguous()
     return Pending(dist.irecv(x, group=group, group_src=peer), x)
 
 
-def nbytes(x: torch.Tensor) -> int:
-    return x.numel() * x.element_size()
-
-
 # ---- collectives that return a new tensor ----------------------------------------------------------------------------
 
-def all_reduced(x: torch.Tensor, group: Group) -> torch.Tensor:
+def sum_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
     """The sum of x over the ranks."""
     out = x.clone(memory_format=torch.contiguous_format)
     all_reduce(out, group)
     return out
 
 
-def all_gathered(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+def all_gather_along(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     """The x of all ranks, concatenated along `dim`."""
     shard = x.movedim(dim, 0).contiguous()
     out = shard.new_empty(shard.shape[0] * size(group), *shard.shape[1:])
@@ -177,28 +189,28 @@ def all_gathered(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     return out.movedim(0, dim)
 
 
-def reduce_scattered(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
-    """This rank's shard along `dim` of the sum of x over the ranks. Raises ValueError where they do not divide it."""
+def reduce_scatter_along(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+    """This rank's shard along `dim` of the sum of x. Raises ValueError if the ranks do not divide that dimension."""
     if x.shape[dim] % size(group):
         raise ValueError(f"{size(group)} ranks cannot share a dimension of {x.shape[dim]} in equal parts")
-    whole = x.movedim(dim, 0).contiguous()
-    out = whole.new_empty(whole.shape[0] // size(group), *whole.shape[1:])
-    reduce_scatter(out, whole, group)
+    full = x.movedim(dim, 0).contiguous()
+    out = full.new_empty(full.shape[0] // size(group), *full.shape[1:])
+    reduce_scatter(out, full, group)
     return out.movedim(0, dim)
 
 
-def all_to_all_rows(x: torch.Tensor, output_splits: list[int], input_splits: list[int], group: Group) -> torch.Tensor:
-    """The rows that other ranks have for this one, in rank order."""
+def exchange_rows(x: torch.Tensor, output_splits: list[int], input_splits: list[int], group: Group) -> torch.Tensor:
+    """The rows that all ranks send to this one, in rank order; splits as in `all_to_all`."""
     out = x.new_empty(sum(output_splits), *x.shape[1:])
     all_to_all(out, x.contiguous(), output_splits, input_splits, group)
     return out
 
 
 # ---- collectives with derivatives ------------------------------------------------------------------------------------
-# Each is named after what it does in forward and, after "__", what it does in backward. Which backward is right depends
-# on what the ranks do with the result: where each uses it differently, their gradients are terms of a sum; where all
-# use it in the same way, each of them has the complete gradient already. Shoeybi et al. 2019 call the first two f and
-# g; Korthikanti et al. 2022 call them f and f bar, and the next two, of sequence parallelism, g and g bar.
+# A name gives the collective of forward and, after "__", that of backward. Which backward is right depends on how the
+# ranks use the result: where each uses it differently, their gradients are terms of a sum; where all compute the same
+# from it, each rank already has the complete gradient. The first two are f and g in Shoeybi et al. 2019, f and f bar in
+# Korthikanti et al. 2022, who call the third, for sequence parallelism, g.
 
 class Identity__AllReduce(torch.autograd.Function):
     """x is the same on every rank, and each rank uses it differently."""
@@ -210,15 +222,15 @@ class Identity__AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return all_reduced(grad, ctx.group), None
+        return sum_over_ranks(grad, ctx.group), None
 
 
 class AllReduce__Identity(torch.autograd.Function):
-    """Every rank has a term of the sum, and all ranks use the sum in the same way."""
+    """Every rank has a term of the sum, and all ranks compute the same from the sum."""
 
     @staticmethod
     def forward(ctx, x, group):
-        return all_reduced(x, group)
+        return sum_over_ranks(x, group)
 
     @staticmethod
     def backward(ctx, grad):
@@ -226,29 +238,16 @@ class AllReduce__Identity(torch.autograd.Function):
 
 
 class AllGather__ReduceScatter(torch.autograd.Function):
-    """Every rank has a shard along `dim`, and each rank uses the whole differently."""
+    """Every rank has a shard along `dim`, and each rank uses the gathered tensor differently."""
 
     @staticmethod
     def forward(ctx, x, dim, group):
         ctx.dim, ctx.group = dim, group
-        return all_gathered(x, dim, group)
+        return all_gather_along(x, dim, group)
 
     @staticmethod
     def backward(ctx, grad):
-        return reduce_scattered(grad, ctx.dim, ctx.group), None, None
-
-
-class ReduceScatter__AllGather(torch.autograd.Function):
-    """Every rank has a term of the sum, and goes on with its own shard of the sum along `dim`."""
-
-    @staticmethod
-    def forward(ctx, x, dim, group):
-        ctx.dim, ctx.group = dim, group
-        return reduce_scattered(x, dim, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return all_gathered(grad, ctx.dim, ctx.group), None, None
+        return reduce_scatter_along(grad, ctx.dim, ctx.group), None, None
 
 
 class AllToAll__AllToAll(torch.autograd.Function):
@@ -257,8 +256,12 @@ class AllToAll__AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, output_splits, input_splits, group):
         ctx.output_splits, ctx.input_splits, ctx.group = output_splits, input_splits, group
-        return all_to_all_rows(x, output_splits, input_splits, group)
+        return exchange_rows(x, output_splits, input_splits, group)
 
     @staticmethod
     def backward(ctx, grad):
-        return all_to_all_rows(grad, ctx.input_splits, ctx.output_splits, ctx.group), None, None, None
+        return exchange_rows(grad, ctx.input_splits, ctx.output_splits, ctx.group), None, None, None
+
+
+if __name__ == "__main__":
+    importlib.import_module("ring").main()  # ring.py imports this file

@@ -1,37 +1,41 @@
 """FlashAttention: attention whose scores [S, S] are never in memory, forward and backward, in Triton.
 
-A GPU computes some 200 FLOPs in the time it moves one byte, and scores that are written, read for the softmax, written
-and read again are bytes with few FLOPs. Here a program has a tile of queries in registers and loops over tiles of keys,
-with a running maximum and a running sum (online softmax):
+A GPU computes some 200 FLOPs in the time in which it moves one byte. Writing scores, reading them for the softmax, and
+writing and reading its result moves many bytes for few FLOPs. Here a program has a tile of queries in registers and
+loops over tiles of keys, with a running maximum and a running sum (online softmax):
 
-           keys ──►                      ■ all visible: no mask needed     m  largest score so far
-    q 0    ◩ · · · · ·                   ◩ mask needed                     l  sum of exp(score - m)
-      1    ■ ◩ · · · ·                   · skipped: not even loaded        o  sum of exp(score - m) v
-      2    ■ ■ ◩ · · ·   ◄── a program
-      3    ■ ■ ■ ◩ · ·       for each tile:  m' = max(m, max s)     l, o *= exp(m - m')     p = exp(s - m')
-      4    · · · · ◩ ·                       l += sum p             o += p v                m = m'
-      5    · · · · ■ ◩       at the end:     o / l, and for backward lse = m + log l (logsumexp), one number a row
+           keys ──►
+    q 0    ◩ · · · · ·                    ■ every query sees every key: no mask is applied
+      1    ■ ◩ · · · ·                    ◩ the mask is applied
+      2    ■ ■ ◩ · · ·   ◄── a program    · hidden: its keys and values are not loaded
+      3    ■ ■ ■ ◩ · ·
+      4    · · · · ◩ ·
+      5    · · · · ■ ◩
            └ document ┘
 
-Backward recomputes p = exp(s - lse). With dp = do v^T, delta = sum(do o) of a row and ds = p (dp - delta):
+m is the largest score so far, l the sum of exp(score - m), o the sum of exp(score - m) v. For each tile of scores s:
 
-    dq = ds k      a program has queries and loops over keys        dk = ds^T q,  dv = p^T do      the reverse
+    m' = max(m, max s)     l, o *= exp(m - m')     p = exp(s - m')     l += sum p     o += p v     m = m'
 
-Two kernels, so that no two programs add to the same memory: no atomics, and the same bits every time. The price is that
-each computes the scores: 7 matmuls instead of 5.
+The result is o / l. Backward recomputes p = exp(s - lse) from lse = m + log l (logsumexp), one number per row, and with
+dp = do v^T, delta = sum(do o) per row and ds = p (dp - delta) computes
 
-FlashAttention 1 has the loop over keys outside and that over queries inside, and so reads and writes o and dq once a
-tile of keys. FlashAttention 2, and what is below, exchanges the loops: o stays in registers until it is complete and is
-divided by l once; tiles of queries are programs of their own, so that few long sequences fill a GPU, too.
-FlashAttention 3 is 2 for Hopper: some warps only load (TMA), two groups of others alternate between softmax and matmul
-(wgmma), in FP8 if wanted. Triton compiles the code below to wgmma, too, but gives loads and softmax to the same warps.
-costs.attention_cost has FLOPs and bytes of all of these, and the figures that the paper published.
+    dq = ds k                      in programs that have a tile of queries and loop over keys
+    dk = ds^T q,  dv = p^T do      in programs that have a tile of keys and loop over queries
 
-For 16-bit elements, sums and exponentials are fp32. Offsets that may exceed 2^31 elements are 64 bits.
+Two kernels, so that no two programs add to the same memory: no atomics, and the same bits in every run. The price is
+that each of them computes the scores: 7 matmuls instead of 5.
+
+FlashAttention 1 has the loop over queries inside that over keys, so it reads and writes o and dq once per tile of keys.
+FlashAttention 2, like this file, exchanges the loops: o stays in registers until it is complete, and each tile of
+queries is a program, so that even a few long sequences fill a GPU. FlashAttention 3 is 2 for Hopper: some warps only
+load (TMA), two groups of others alternate between softmax and matmul (wgmma), optionally in FP8. Triton compiles this
+file to wgmma, too, but gives loads and softmax to the same warps. costs.attention_cost has the FLOPs and bytes of all.
+Sums and exponentials are fp32. Offsets that may exceed 2^31 elements are 64 bits.
 
 Dao et al. 2022, FlashAttention (algorithms 1 and 4, figure 2); Dao 2023, FlashAttention-2; Shah et al. 2024,
 FlashAttention-3; Milakov & Gimelshein 2018 (online softmax).
-Shapes: B batch, S sequence, N heads, K key and value heads, D head width.
+Shapes: B batch, S sequence, N query heads, K key and value heads, D head width; rows queries, columns keys.
 """
 from typing import NamedTuple
 
@@ -50,7 +54,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)  # GPUs have 2^x: exp(x) = 2^(x log2 e
 # ---- tiles ----------------------------------------------------------------------------------------------------------
 
 class Tiling(NamedTuple):
-    """Queries and keys in a tile of scores; warps in a program; how many tiles are loaded ahead, plus one."""
+    """A tile of scores has rows x columns; num_warps are those of a program; num_stages - 1 tiles are loaded ahead."""
     rows: int
     columns: int
     num_warps: int
@@ -63,8 +67,8 @@ TILINGS = {("forward", 64): Tiling(128, 128, 8, 3), ("forward", 128): Tiling(128
 FP32_TILING = Tiling(32, 32, 4, 2)
 
 
-def tiling(step: str, q: Tensor, causal: bool, window: int, documents: Tensor | None) -> tuple[Tiling, dict]:
-    """A kernel's tiling and launch options. WIDTH: D rounded up to a power of 2, at least what tensor cores take."""
+def choose_tiling(step: str, q: Tensor, causal: bool, window: int, documents: Tensor | None) -> tuple[Tiling, dict]:
+    """A kernel's tiling and launch options. WIDTH: D rounded up to a power of 2, at least 16 for tensor cores."""
     D = q.shape[-1]
     width = max(16, triton.next_power_of_2(D))
     tiles = TILINGS[step, max(64, width)] if q.element_size() == 2 else FP32_TILING
@@ -102,7 +106,7 @@ def in_bounds(start, count, D: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.cons
 
 @triton.jit
 def load_tile(x, start, stride, count, D: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr, EDGE: tl.constexpr):
-    """COUNT rows from `start` on of the `count` rows of x; 0 beyond them, where EDGE says that some may be beyond."""
+    """COUNT rows of x [count, D] from row `start` on. EDGE: some may lie beyond the last; they are 0."""
     pointers = tile_pointers(x, start, stride, WIDTH, COUNT)
     if EDGE or D < WIDTH:
         return tl.load(pointers, in_bounds(start, count, D, WIDTH, COUNT), other=0.0)
@@ -117,9 +121,9 @@ def store_tile(x, tile, start, stride, count, D: tl.constexpr, WIDTH: tl.constex
 
 
 @triton.jit
-def masked(scores, i, j, i_document, j_document, offset, window, hidden, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-           DOCUMENTS: tl.constexpr):
-    """Replace by `hidden` the scores of queries i and keys j that the mask hides; query i is at i + offset."""
+def hide(scores, i, j, i_document, j_document, offset, window, hidden, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+         DOCUMENTS: tl.constexpr):
+    """Replace with `hidden` the scores of queries i and keys j that operations.Mask hides."""
     if CAUSAL:
         scores = tl.where(j <= i + offset, scores, hidden)
     if WINDOW:
@@ -130,11 +134,9 @@ def masked(scores, i, j, i_document, j_document, offset, window, hidden, CAUSAL:
 
 
 @triton.jit
-def span(own, start, own_count, others, count, OWN: tl.constexpr, CHUNK: tl.constexpr = 1024):
-    """Document numbers of a tile of tokens, and the first and last + 1 of `others` that may share one of them.
-
-    Any numbers are right, but spans are narrow only if the tokens of a document are contiguous.
-    """
+def find_span(own, start, own_count, others, count, OWN: tl.constexpr, CHUNK: tl.constexpr = 1024):
+    """Document numbers of a tile of `own` tokens, and the first and last + 1 of the `count` other tokens that may have
+    one of them, those between the smallest and the largest. A narrow span only if documents are contiguous."""
     tokens = start + tl.arange(0, OWN)
     documents = tl.load(own + tokens, tokens < own_count, other=0)
     low = tl.min(tl.where(tokens < own_count, documents, 2147483647))
@@ -150,30 +152,31 @@ def span(own, start, own_count, others, count, OWN: tl.constexpr, CHUNK: tl.cons
 
 
 # ---- kernels --------------------------------------------------------------------------------------------------------
-# A loop over keys is written once and compiled twice: for tiles that need no mask, and for those that do (all, if there
-# are documents or a window). scale: D^-0.5 log2 e, for 2^x in place of e^x. offset, window: see operations.Mask.
+# Loops over keys are written once and compiled twice: for tiles that need no mask, and for those that do (all, if there
+# are documents or a window). scale: D^-0.5 log2 e, for 2^x in place of e^x. heads: N. group: N / K. offset, window: see
+# operations.Mask. lse, delta: [B, N, rows].
 
 @triton.jit
-def own_queries(q_documents, k_documents, heads, rows, columns, offset, window, ROWS: tl.constexpr,
-                COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """(sequence, head, first query) of a program; and of its tile of queries (full, stop, documents). Keys from `stop`
-    on are not seen; keys before `full` need no mask, or, with documents or a window, are not seen either."""
+def assign_queries(q_documents, k_documents, heads, rows, columns, offset, window, ROWS: tl.constexpr,
+                   COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """A program's tile of queries: (sequence, head, first query, masked_from, stop, documents). Keys from `stop` on are
+    hidden; keys before masked_from need no mask or, if there are documents or a window, are hidden, too."""
     tiles = tl.cdiv(rows, ROWS)
     head = tl.program_id(0) // tiles
     b, start = head // heads, (tiles - 1 - tl.program_id(0) % tiles) * ROWS  # the last have most keys: they start first
-    full, stop, i_document = columns, columns, 0
+    masked_from, stop, i_document = columns, columns, 0
     if CAUSAL:
-        full = tl.minimum(tl.maximum(start + 1 + offset, 0), columns)
+        masked_from = tl.minimum(tl.maximum(start + 1 + offset, 0), columns)
         stop = tl.minimum(tl.maximum(tl.minimum(start + ROWS, rows) + offset, 0), columns)
     if WINDOW:
-        full = tl.maximum(start + offset - window + 1, 0)
-    full = full // COLUMNS * COLUMNS
+        masked_from = tl.maximum(start + offset - window + 1, 0)
+    masked_from = masked_from // COLUMNS * COLUMNS
     if DOCUMENTS:
         q_documents, k_documents = row_of(q_documents, b, rows), row_of(k_documents, b, columns)
-        i_document, begin, end = span(q_documents, start, rows, k_documents, columns, ROWS)
-        full = tl.maximum(begin // COLUMNS * COLUMNS, full * WINDOW)
+        i_document, begin, end = find_span(q_documents, start, rows, k_documents, columns, ROWS)
+        masked_from = tl.maximum(begin // COLUMNS * COLUMNS, masked_from * WINDOW)
         i_document, stop = i_document[:, None], tl.minimum(stop, end)
-    return b, head % heads, start, full, stop, i_document
+    return b, head % heads, start, masked_from, stop, i_document
 
 
 @triton.jit
@@ -181,8 +184,9 @@ def flash_forward_kernel(q, k, v, o, lse, q_documents, k_documents, q_strides, k
                          heads, group, rows, columns, offset, window, D: tl.constexpr, WIDTH: tl.constexpr,
                          ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
                          DOCUMENTS: tl.constexpr):
-    b, h, start, full, stop, i_document = own_queries(q_documents, k_documents, heads, rows, columns, offset, window,
-                                                      ROWS, COLUMNS, CAUSAL, WINDOW, DOCUMENTS)
+    """A program has a tile of queries and loops over keys. top, total, out: m, l and o above, exponents to base 2."""
+    b, h, start, masked_from, stop, i_document = assign_queries(
+        q_documents, k_documents, heads, rows, columns, offset, window, ROWS, COLUMNS, CAUSAL, WINDOW, DOCUMENTS)
     k, v = head_of(k, k_strides, b, h // group), head_of(v, v_strides, b, h // group)
     queries = load_tile(head_of(q, q_strides, b, h), start, q_strides[2], rows, D, WIDTH, ROWS, True)
     i, lse = start + tl.arange(0, ROWS), row_of(lse, b * heads + h, rows)
@@ -190,17 +194,17 @@ def flash_forward_kernel(q, k, v, o, lse, q_documents, k_documents, q_strides, k
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, WIDTH], tl.float32)
     for MASKED in tl.static_range(WINDOW | DOCUMENTS, 2):
-        for n in range(full if MASKED else 0, stop if MASKED else full, COLUMNS):
+        for n in range(masked_from if MASKED else 0, stop if MASKED else masked_from, COLUMNS):
             keys = load_tile(k, n, k_strides[2], columns, D, WIDTH, COLUMNS, MASKED)
             s = tl.dot(queries, tl.trans(keys), input_precision="ieee")
             if MASKED:
                 j = n + tl.arange(0, COLUMNS)
                 j_document = load_documents(k_documents, b, j, columns)[None, :] if DOCUMENTS else 0
                 s = tl.where(j[None, :] < columns, s, -float("inf"))
-                s = masked(s, i[:, None], j[None, :], i_document, j_document, offset, window, -float("inf"), CAUSAL,
-                           WINDOW, DOCUMENTS)
+                s = hide(s, i[:, None], j[None, :], i_document, j_document, offset, window, -float("inf"), CAUSAL,
+                         WINDOW, DOCUMENTS)
             higher = tl.maximum(top, tl.max(s, 1) * scale)
-            shift = tl.where(higher == -float("inf"), 0.0, higher) if MASKED else higher  # no visible key so far
+            shift = tl.where(higher == -float("inf"), 0.0, higher) if MASKED else higher  # -inf: no visible key yet
             p = tl.exp2(s * scale - shift[:, None])
             decay = tl.exp2(top - shift)
             total = total * decay + tl.sum(p, 1)
@@ -217,9 +221,9 @@ def flash_dq_kernel(do, q, k, v, o, lse, dq, delta, q_documents, k_documents, do
                     v_strides, o_strides, dq_strides, scale, heads, group, rows, columns, offset, window,
                     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """Also writes delta, for the next kernel."""
-    b, h, start, full, stop, i_document = own_queries(q_documents, k_documents, heads, rows, columns, offset, window,
-                                                      ROWS, COLUMNS, CAUSAL, WINDOW, DOCUMENTS)
+    """A program has a tile of queries and loops over keys. It also writes delta, for flash_dkv_kernel."""
+    b, h, start, masked_from, stop, i_document = assign_queries(
+        q_documents, k_documents, heads, rows, columns, offset, window, ROWS, COLUMNS, CAUSAL, WINDOW, DOCUMENTS)
     k, v = head_of(k, k_strides, b, h // group), head_of(v, v_strides, b, h // group)
     queries = load_tile(head_of(q, q_strides, b, h), start, q_strides[2], rows, D, WIDTH, ROWS, True)
     grads = load_tile(head_of(do, do_strides, b, h), start, do_strides[2], rows, D, WIDTH, ROWS, True)
@@ -230,7 +234,7 @@ def flash_dq_kernel(do, q, k, v, o, lse, dq, delta, q_documents, k_documents, do
     own_lse = tl.load(row_of(lse, row, rows) + i, i < rows, other=0.0) * LOG2_E
     out = tl.zeros([ROWS, WIDTH], tl.float32)
     for MASKED in tl.static_range(WINDOW | DOCUMENTS, 2):
-        for n in range(full if MASKED else 0, stop if MASKED else full, COLUMNS):
+        for n in range(masked_from if MASKED else 0, stop if MASKED else masked_from, COLUMNS):
             keys = load_tile(k, n, k_strides[2], columns, D, WIDTH, COLUMNS, MASKED)
             values = load_tile(v, n, v_strides[2], columns, D, WIDTH, COLUMNS, MASKED)
             p = tl.exp2(tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale - own_lse[:, None])
@@ -238,8 +242,8 @@ def flash_dq_kernel(do, q, k, v, o, lse, dq, delta, q_documents, k_documents, do
                 j = n + tl.arange(0, COLUMNS)
                 j_document = load_documents(k_documents, b, j, columns)[None, :] if DOCUMENTS else 0
                 p = tl.where(j[None, :] < columns, p, 0.0)
-                p = masked(p, i[:, None], j[None, :], i_document, j_document, offset, window, 0.0, CAUSAL, WINDOW,
-                           DOCUMENTS)
+                p = hide(p, i[:, None], j[None, :], i_document, j_document, offset, window, 0.0, CAUSAL, WINDOW,
+                         DOCUMENTS)
             ds = p * (tl.dot(grads, tl.trans(values), input_precision="ieee") - own_delta[:, None])
             out = tl.dot(ds.to(keys.dtype), keys, out, input_precision="ieee")
     store_tile(head_of(dq, dq_strides, b, h), out * (scale / LOG2_E), start, dq_strides[2], rows, D, WIDTH, ROWS)
@@ -250,10 +254,8 @@ def flash_dkv_kernel(do, q, k, v, lse, delta, dk, dv, q_documents, k_documents, 
                      v_strides, dkv_strides, scale, heads, group, rows, columns, offset, window, D: tl.constexpr,
                      WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr,
                      WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """Loops over all query heads of one key head. Tiles of scores are transposed: keys x queries.
-
-    The loop is not compiled twice: dk and dv take most registers, and there would not be enough.
-    """
+    """A program has a tile of keys and loops over queries of all heads that use them. Tiles of scores are transposed:
+    keys x queries. The loop is compiled once, always with the mask: dk and dv take too many registers for two loops."""
     tiles = tl.cdiv(columns, COLUMNS)
     start, head = tl.program_id(0) % tiles * COLUMNS, tl.program_id(0) // tiles
     b, kv_head = head // (heads // group), head % (heads // group)
@@ -264,8 +266,8 @@ def flash_dkv_kernel(do, q, k, v, lse, delta, dk, dv, q_documents, k_documents, 
     if CAUSAL:
         first = tl.maximum(start - offset, 0)
     if DOCUMENTS:
-        j_document, begin, stop = span(row_of(k_documents, b, columns), start, columns,
-                                       row_of(q_documents, b, rows), rows, COLUMNS)
+        q_row, k_row = row_of(q_documents, b, rows), row_of(k_documents, b, columns)
+        j_document, begin, stop = find_span(k_row, start, columns, q_row, rows, COLUMNS)
         first, j_document = tl.maximum(first, begin), j_document[:, None]
     if WINDOW:
         stop = tl.minimum(stop, start + COLUMNS - 1 + window - offset)
@@ -282,8 +284,7 @@ def flash_dkv_kernel(do, q, k, v, lse, delta, dk, dv, q_documents, k_documents, 
             row_delta = tl.load(row_of(delta, row, rows) + i, i < rows, other=0.0)
             p = tl.exp2(tl.dot(keys, tl.trans(queries), input_precision="ieee") * scale - row_lse[None, :])
             i_document = load_documents(q_documents, b, i, rows)[None, :] if DOCUMENTS else 0
-            p = masked(p, i[None, :], j[:, None], i_document, j_document, offset, window, 0.0, CAUSAL, WINDOW,
-                       DOCUMENTS)
+            p = hide(p, i[None, :], j[:, None], i_document, j_document, offset, window, 0.0, CAUSAL, WINDOW, DOCUMENTS)
             grad_v = tl.dot(p.to(grads.dtype), grads, grad_v, input_precision="ieee")
             ds = p * (tl.dot(values, tl.trans(grads), input_precision="ieee") - row_delta[None, :])
             grad_k = tl.dot(ds.to(queries.dtype), queries, grad_k, input_precision="ieee")
@@ -297,23 +298,23 @@ def flash_dkv_kernel(do, q, k, v, lse, delta, dk, dv, q_documents, k_documents, 
 def check_attention(q: Tensor, k: Tensor, v: Tensor, q_documents: Tensor | None, k_documents: Tensor | None) -> None:
     check(q.dim() == k.dim() == 4 and k.shape == v.shape and k.shape[::3] == q.shape[::3],
           f"q {list(q.shape)} must be B N rows D, k {list(k.shape)} and v {list(v.shape)} B K columns D")
-    check(k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} heads cannot share {k.shape[1]} of keys")
+    check(k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} heads cannot share {k.shape[1]} kv heads")
     check(q.shape[3] in range(1, 129), f"heads are {q.shape[3]} wide; at least 1 and at most 128 fit")
     check(q.dtype == k.dtype == v.dtype, f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: they must be of one type")
     check_launch(q, k, v)
     check((q_documents is None) == (k_documents is None), "documents: give those of queries and of keys, or neither")
     for documents, x in ((q_documents, q), (k_documents, k)):
         check(documents is None or documents.shape == x.shape[::2] and not documents.is_floating_point(),
-              f"documents must be {list(x.shape[::2])} integers, a number for each token")
+              f"documents must be {list(x.shape[::2])} integers, one per token")
 
 
 def empty_heads(B: int, N: int, rows: int, D: int, like: Tensor) -> Tensor:
-    """B N rows D, in which heads of a token are adjacent in memory, as the matmul after attention wants them."""
+    """[B, N, rows, D], with the heads of a token contiguous in memory, as the matmul after attention needs them."""
     return like.new_empty(B, rows, N, D).transpose(1, 2)
 
 
-def with_rows(*tensors: Tensor) -> list[Tensor]:
-    """Kernels take any strides, but rows must be contiguous."""
+def make_rows_contiguous(*tensors: Tensor) -> list[Tensor]:
+    """Kernels take any strides except of the last dimension."""
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
@@ -325,10 +326,10 @@ def as_int32(documents: Tensor | None) -> Tensor | None:
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int, offset: int, q_documents: Tensor | None,
                    k_documents: Tensor | None) -> tuple[Tensor, Tensor]:
     o, lse = _flash_forward_fake(q, k, v, causal, window, offset, q_documents, k_documents)
-    q, k, v = with_rows(q, k, v)
+    q, k, v = make_rows_contiguous(q, k, v)
     q_documents, k_documents = as_int32(q_documents), as_int32(k_documents)
     (B, N, rows, D), (_, K, columns, _) = q.shape, k.shape
-    tiles, launch = tiling("forward", q, causal, window, q_documents)
+    tiles, launch = choose_tiling("forward", q, causal, window, q_documents)
     flash_forward_kernel[(B * N * triton.cdiv(rows, tiles.rows),)](
         q, k, v, o, lse, q_documents, k_documents, q.stride(), k.stride(), v.stride(), o.stride(),
         D ** -0.5 * LOG2_E.value, N, N // K, rows, columns, offset, window, **launch)
@@ -346,15 +347,15 @@ def _flash_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse:
                     offset: int, q_documents: Tensor | None,
                     k_documents: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = _flash_backward_fake(do, q, k, v, o, lse, causal, window, offset, q_documents, k_documents)
-    do, q, k, v, o = with_rows(do, q, k, v, o)
+    do, q, k, v, o = make_rows_contiguous(do, q, k, v, o)
     lse, q_documents, k_documents = lse.contiguous(), as_int32(q_documents), as_int32(k_documents)
     delta, (B, N, rows, D), (_, K, columns, _) = torch.empty_like(lse), q.shape, k.shape
     scalars = D ** -0.5 * LOG2_E.value, N, N // K, rows, columns, offset, window
     strides = do.stride(), q.stride(), k.stride(), v.stride()
-    tiles, launch = tiling("dq", q, causal, window, q_documents)
+    tiles, launch = choose_tiling("dq", q, causal, window, q_documents)
     flash_dq_kernel[(B * N * triton.cdiv(rows, tiles.rows),)](
         do, q, k, v, o, lse, dq, delta, q_documents, k_documents, *strides, o.stride(), dq.stride(), *scalars, **launch)
-    tiles, launch = tiling("dkv", q, causal, window, q_documents)
+    tiles, launch = choose_tiling("dkv", q, causal, window, q_documents)
     flash_dkv_kernel[(B * K * triton.cdiv(columns, tiles.columns),)](
         do, q, k, v, lse, delta, dk, dv, q_documents, k_documents, *strides, dk.stride(), *scalars, **launch)
     return dq, dk, dv
@@ -364,9 +365,8 @@ def _flash_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse:
 def _flash_backward_fake(do, q, k, v, o, lse, causal, window, offset, q_documents, k_documents):
     check_attention(q, k, v, q_documents, k_documents)
     check(do.shape == o.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32,
-          f"do {list(do.shape)} and o {list(o.shape)} must be as q {list(q.shape)}, lse {list(lse.shape)} fp32 as its "
-          "rows")
-    return (empty_heads(*q.shape, like=q), *(empty_heads(*k.shape, like=k) for _ in range(2)))
+          f"do {list(do.shape)}, o {list(o.shape)} must be as q {list(q.shape)}, lse {list(lse.shape)} its rows, fp32")
+    return empty_heads(*q.shape, like=q), empty_heads(*k.shape, like=k), empty_heads(*k.shape, like=k)
 
 
 def _flash_save(ctx, inputs, output):
@@ -384,38 +384,37 @@ _flash_forward.register_autograd(_flash_autograd, setup_context=_flash_save)
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask = CAUSAL) -> tuple[Tensor, Tensor]:
-    """Attention o [B N rows D] and the logsumexp of each row's scores [B N rows], fp32, -inf where a row sees nothing.
+    """o [B, N, rows, D]; and lse [B, N, rows], logsumexp of scores, fp32, -inf where a row sees no key, no derivative.
 
-    q: B N rows D. k, v: B K columns D, K a divisor of N, any strides. D: up to 128; powers of 2 waste nothing. mask:
-    documents are numbered below 2^31. lse has no derivative.
+    q: [B, N, rows, D]. k, v: [B, K, columns, D], K a divisor of N. Any strides. D: at most 128; powers of 2 waste
+    nothing. mask: document numbers below 2^31. Raises ValueError for tensors that do not fit together.
     """
-    return _flash_forward(q, k, v, *unpacked(mask))
+    return _flash_forward(q, k, v, *unpack_mask(mask))
 
 
 def flash_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
                    mask: Mask = CAUSAL) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, deterministic. o, lse: of all keys that the queries see, even if k and v are some of them only, as in
-    context parallelism (cp.py)."""
-    return _flash_backward(do, q, k, v, o, lse, *unpacked(mask))
+    """dq, dk, dv, the same bits every time. do, o, lse: those of all keys that the queries see, even where k and v are
+    only some of them, as in context parallelism (cp.py)."""
+    return _flash_backward(do, q, k, v, o, lse, *unpack_mask(mask))
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask = CAUSAL) -> Tensor:
-    """o, differentiable."""
+    """o [B, N, rows, D] of flash_forward, differentiable."""
     return flash_forward(q, k, v, mask)[0]
 
 
-def unpacked(mask: Mask) -> tuple:
-    """The fields of a mask that custom operators take."""
+def unpack_mask(mask: Mask) -> tuple:
+    """A mask as arguments of the operators."""
     return mask.causal, mask.window, mask.offset, *(mask.documents or (None, None))
 
 
 # ---- demo: TRITON_INTERPRET=1 python flash.py -----------------------------------------------------------------------
 
-def tiles_loaded(mask: Mask, S: int, rows: int, columns: int) -> list[list[bool]]:
-    """Which tiles of S x S scores the kernel computes, found by experiment: NaN in the values of a tile of keys reaches
-    every row whose program loads that tile, masked or not."""
-    q, k = torch.zeros(2, 1, 1, S, 16)
-    found = []
+def find_loaded_tiles(mask: Mask, S: int, rows: int, columns: int) -> list[list[bool]]:
+    """Which tiles of S x S scores the forward kernel computes, found by experiment: NaN in the values of a tile of keys
+    reaches every row whose program loads that tile, masked or not."""
+    (q, k), found = torch.zeros(2, 1, 1, S, 16), []
     for start in range(0, S, columns):
         v = torch.zeros(1, 1, S, 16)
         v[:, :, start:start + columns] = torch.nan
@@ -428,10 +427,9 @@ def demo() -> None:
 
     sizes = torch.tensor([70, 60, 20, 106])
     documents = torch.arange(4).repeat_interleave(sizes)[None]
-    print(f"256 tokens, tiles of 32 x 32, computed (■) or not: causal; documents of {sizes.tolist()} tokens; a window "
-          "of 64:\n")
+    print(f"Tiles of 32 x 32 scores that are computed (■): causal; documents of {sizes.tolist()} tokens; window 64:\n")
     masks = CAUSAL, Mask(documents=(documents, documents)), Mask(window=64)
-    for rows in zip(*(tiles_loaded(mask, 256, 32, 32) for mask in masks)):
+    for rows in zip(*(find_loaded_tiles(mask, 256, 32, 32) for mask in masks)):
         print("    " + "        ".join(" ".join("■" if tile else "·" for tile in row) for row in rows))
     shape = dict(B=64, N=16, S=1024, D=64)
     print(f"\nForward and backward without causal mask, {shape}:\n")
@@ -439,8 +437,8 @@ def demo() -> None:
         cost = costs.attention_cost(how, **shape)
         published = f"  (published: {printed}; by formula {costs.published_flops(how, **shape) / 1e9:.1f})"
         print(f"    {how:9s} {cost.flops / 1e9:5.0f} GFLOP of matmuls {cost.nbytes / 1e9:6.1f} GB  "
-              f"{cost.flops / cost.nbytes:4.0f} FLOPs a byte{published if printed else ''}")
-    print("\nAn H200 moves a byte in the time of 206 bf16 FLOPs: with fewer a byte, attention waits for memory.")
+              f"{cost.flops / cost.nbytes:4.0f} FLOPs per byte{published if printed else ''}")
+    print("\nAn H200 moves a byte in the time of 206 bf16 FLOPs: with fewer per byte, attention waits for memory.")
 
 
 if __name__ == "__main__":

@@ -1,41 +1,37 @@
-"""FP8 on GPUs, in Triton: one kernel that quantises x in both layouts, and a matmul of blocks of 128, to be read.
+"""FP8 on GPUs, in Triton: one kernel that makes both quantised copies of x, and a matmul of blocks of 128, to be read.
 
-quantise_kernel   A program has a tile of 128 x 128. Its rows are blocks of one layout, its columns blocks of the other,
-                  so both sets of scales are computed from one reading of x:
+quantise_kernel: a program has a tile of 128 x 128. Its rows are blocks of the rowwise copy, its columns are blocks of
+the columnwise one, so that one reading of x serves both. (With `tiles`, one scale of the tile does.) Bytes per element:
+2 read, 1 + 1 written, 2/32 of scales. 16k x 4096 elements take 68 us at 4 TB/s.
 
-                                 ┌──────┐ ──► largest of each row ─────► rows     [T, K], as x lies
-                    x  T K  ──►  │ tile │
-                                 └──────┘ ──► largest of each column ──► columns  [K, T], transposed by the store
+                   ┌──────┐ ──► amax of each row ─────► rowwise     [T, K]
+      x  T K  ──►  │ tile │
+                   └──────┘ ──► amax of each column ──► columnwise  [K, T]
 
-                  Bytes an element: 2 read, 1 + 1 written, 2/32 of scales. 16k x 4096 take 68 us at 4 TB/s.
+product_kernel: A B^T. Tensor cores add 128 products along K, with about 14 bits; that sum is multiplied by both scales
+and added in fp32. A weight has one scale per tile, everything else has one per row:
 
-product_kernel    A B^T in blocks of 128 along K. Tensor cores add 128 products, with 14 bits; that sum is
-                  multiplied by both scales and added in fp32. A weight has one scale a tile, all else one a row:
+      acc = 0;   for each 128 of K:   acc += (a tile · b tile) x scales of a (down) x scales of b (across)
 
-                     acc = 0;   for each 128 of K:   acc += (a tile · b tile) x scales of a (down) x of b (across)
-
-Training calls F.scaled_mm, cuBLAS' kernel for the same blocks. On a CPU Triton's interpreter runs both, in fp32.
-
-One scale of a 128 x 128 tile serves both layouts. Scales are stored as [C/128, R], the order that cuBLAS reads, and
-returned as a transposed view.
-Shapes: T tokens, K the dimension that is summed over, M and N rows of the operands, R x C a layout.
+Training calls F.scaled_mm, cuBLAS's kernel for the same blocks. On a CPU Triton's interpreter runs both, in fp32.
+Shapes: T tokens, K the dimension of a sum, M and N rows of the operands, R x C a copy.
 """
 import torch
 import triton
 import triton.language as tl
 
-from primer import placed
+from primer import find_tile_jit
 
 BLOCK = 128
 TILE, GROUP = 128, 8  # rows and columns of an output tile; tiles of A that reuse those of B while they are in L2
-# Mantissa bits, exponent of the smallest normal number.
+# Triton's name, mantissa bits, exponent of the smallest normal number.
 FORMATS = {torch.float8_e4m3fn: (tl.float8e4nv, 3, -6), torch.float8_e5m2: (tl.float8e5, 2, -14)}
-Matrix = tuple[torch.Tensor, torch.Tensor]  # an fp8.Quantised: data, scales
+Matrix = tuple[torch.Tensor, torch.Tensor]  # an fp8.Quantised: data, scales (here views of [C/128, R], as cuBLAS reads)
 
 
 @triton.jit
-def rounded(x, BITS: tl.constexpr, LOWEST: tl.constexpr):
-    """x to the nearest number of a format, still in fp32: adding 1.5 x 2^23 rounds to integers."""
+def round_to_format(x, BITS: tl.constexpr, LOWEST: tl.constexpr):
+    """x rounded to the nearest number of a format, still in fp32: adding 1.5 x 2^23 rounds to integers."""
     exponent = tl.maximum(((x.to(tl.int32, bitcast=True) >> 23) & 255) - 127, LOWEST)
     step = ((exponent - BITS + 127) << 23).to(tl.float32, bitcast=True)
     return ((x / step + 12582912.0) - 12582912.0) * step
@@ -44,25 +40,27 @@ def rounded(x, BITS: tl.constexpr, LOWEST: tl.constexpr):
 @triton.jit
 def to_fp8(x, LIMIT: tl.constexpr, FORMAT: tl.constexpr, BITS: tl.constexpr, LOWEST: tl.constexpr, ROUND: tl.constexpr):
     x = tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    if ROUND:  # in the interpreter, whose cast carries into the exponent wrongly
-        x = rounded(x, BITS, LOWEST)
+    if ROUND:  # in the interpreter, whose cast carries into the exponent wrongly, and makes numbers of NaN
+        data = round_to_format(x, BITS, LOWEST).to(FORMAT).to(tl.uint8, bitcast=True)
+        return tl.where(x == x, data, 0x7F).to(tl.uint8).to(FORMAT, bitcast=True)
     return x.to(FORMAT)
 
 
 @triton.jit
-def scale_of(amax, LIMIT: tl.constexpr, LEAST: tl.constexpr, POW2: tl.constexpr):
-    scale = tl.div_rn(tl.maximum(amax, LEAST), LIMIT)
-    if POW2:
-        scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+def scale_of(amax, LIMIT: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr):
+    scale = tl.div_rn(tl.maximum(amax, SMALLEST, propagate_nan=tl.PropagateNan.ALL), LIMIT)
+    if POW2:  # see fp8.scale_of
+        next_exponent = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+        scale = tl.where(scale < float("inf"), next_exponent, scale)
     return scale
 
 
 @triton.jit
-def quantise_kernel(x, scale, rows, row_scales, columns, column_scales, T, K, filled, ONE: tl.constexpr,
-                    ROWS: tl.constexpr, COLUMNS: tl.constexpr, LIMIT: tl.constexpr, LEAST: tl.constexpr,
+def quantise_kernel(x, scale, rowwise, row_scales, columnwise, column_scales, T, K, T_padded, ONE: tl.constexpr,
+                    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, LIMIT: tl.constexpr, SMALLEST: tl.constexpr,
                     POW2: tl.constexpr, FORMAT: tl.constexpr, BITS: tl.constexpr, LOWEST: tl.constexpr,
                     ROUND: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):
-    """ONE: `scale` is that of the whole tensor. TILES: one scale a tile. filled: T padded, the length of a column."""
+    """ONE: `scale` is that of the whole tensor. TILES: one scale per tile. T_padded: columns of the columnwise copy."""
     i, j = tl.program_id(1), tl.program_id(0)
     t, k = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK)
     offsets = t.to(tl.int64)[:, None] * K + k[None, :]
@@ -71,33 +69,33 @@ def quantise_kernel(x, scale, rows, row_scales, columns, column_scales, T, K, fi
     if ONE:
         tile = tile * tl.div_rn(1.0, tl.load(scale))
     if TILES:
-        by_tile = scale_of(tl.max(tl.max(tl.abs(tile), 1), 0), LIMIT, LEAST, POW2)
+        by_tile = scale_of(tl.max(tl.max(tl.abs(tile), 1), 0), LIMIT, SMALLEST, POW2)
         tl.store(row_scales + j * tl.num_programs(1) + i, by_tile)
         tile = tile * tl.div_rn(1.0, by_tile)
-    if ROWS:
+    if ROWWISE:
         scaled = tile
         if not (ONE or TILES):
-            by_row = scale_of(tl.max(tl.abs(tile), 1), LIMIT, LEAST, POW2)
+            by_row = scale_of(tl.max(tl.abs(tile), 1), LIMIT, SMALLEST, POW2)
             tl.store(row_scales + j.to(tl.int64) * T + t, by_row, mask=t < T)
             scaled = tile * tl.div_rn(1.0, by_row)[:, None]
-        tl.store(rows + offsets, to_fp8(scaled, LIMIT, FORMAT, BITS, LOWEST, ROUND), mask=inside)
-    if COLUMNS:
+        tl.store(rowwise + offsets, to_fp8(scaled, LIMIT, FORMAT, BITS, LOWEST, ROUND), mask=inside)
+    if COLUMNWISE:
         scaled = tile
         if not (ONE or TILES):
-            by_column = scale_of(tl.max(tl.abs(tile), 0), LIMIT, LEAST, POW2)
+            by_column = scale_of(tl.max(tl.abs(tile), 0), LIMIT, SMALLEST, POW2)
             tl.store(column_scales + i.to(tl.int64) * K + k, by_column, mask=k < K)
             scaled = tile * tl.div_rn(1.0, by_column)[None, :]
         transposed = tl.trans(to_fp8(scaled, LIMIT, FORMAT, BITS, LOWEST, ROUND))
-        tl.store(columns + k.to(tl.int64)[:, None] * filled + t[None, :], transposed,
-                 mask=(k < K)[:, None] & (t < filled)[None, :])
+        tl.store(columnwise + k.to(tl.int64)[:, None] * T_padded + t[None, :], transposed,
+                 mask=(k < K)[:, None] & (t < T_padded)[None, :])
 
 
 @triton.jit
 def product_kernel(a, b, a_scales, b_scales, out, M, N, K, b_row, b_block, ADD: tl.constexpr, TILES: tl.constexpr,
                    TILE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """out = A B^T, or out += A B^T if ADD. a_scales: [K/128, M]. TILES: b has 128 x 128 blocks. b_row, b_block: strides
+    """out = A B^T, or out += A B^T if ADD. a_scales: [K/128, M]. TILES: b has 128 x 128 tiles. b_row, b_block: strides
     of b_scales along N (or N/128) and along K/128."""
-    i, j = placed(tl.program_id(0), tl.cdiv(M, TILE), tl.cdiv(N, TILE), GROUP)  # neighbours in time share tiles
+    i, j = find_tile_jit(tl.program_id(0), tl.cdiv(M, TILE), tl.cdiv(N, TILE), GROUP)  # neighbours in time share tiles
     m, n, k = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE), tl.arange(0, BLOCK)
     a_pointers = a + m.to(tl.int64)[:, None] * K + k[None, :]
     b_pointers = b + n.to(tl.int64)[None, :] * K + k[:, None]
@@ -120,37 +118,39 @@ def product_kernel(a, b, a_scales, b_scales, out, M, N, K, b_row, b_block, ADD: 
     tl.store(offsets, acc.to(out.dtype.element_ty), mask=inside)
 
 
-def quantise(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None, least: float, pow2: bool = False,
-             rows: bool = True, columns: bool = True, tiles: bool = False) -> tuple[Matrix | None, Matrix | None]:
-    """As fp8.quantise, of x T K. least: the largest |x| of a block is taken to be at least this."""
+def quantise(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None, smallest: float, pow2: bool = False,
+             rowwise: bool = True, columnwise: bool = True, tiles: bool = False) -> tuple[Matrix | None, Matrix | None]:
+    """fp8.quantise of x [T, K]. smallest: fp8.SMALLEST. Raises ValueError if x has no whole blocks."""
     (T, K), x, by_block = x.shape, x.contiguous(), scale is None
-    unit = BLOCK if by_block else 16
-    padded = triton.cdiv(T, unit) * unit
+    T_padded = T + -T % (BLOCK if by_block else 16)
     across, down = triton.cdiv(K, BLOCK), triton.cdiv(T, BLOCK)
     if by_block and (K % BLOCK or tiles and T % BLOCK):
         raise ValueError(f"{T} x {K} has no blocks of {BLOCK}{f' x {BLOCK}' if tiles else ''}")
     format, bits, lowest = FORMATS[dtype]
-    a, b = x.new_empty(T if rows else 0, K, dtype=dtype), x.new_empty(K, padded if columns else 0, dtype=dtype)
-    a_scales = x.new_empty(across, down if tiles else T if rows and by_block else 0, dtype=torch.float32)
-    b_scales = x.new_empty(down, K if columns and by_block and not tiles else 0, dtype=torch.float32)
+    a, b = x.new_empty(T if rowwise else 0, K, dtype=dtype), x.new_empty(K, T_padded if columnwise else 0, dtype=dtype)
+    a_scales = x.new_empty(across, down if tiles else T if rowwise and by_block else 0, dtype=torch.float32)
+    b_scales = x.new_empty(down, K if columnwise and by_block and not tiles else 0, dtype=torch.float32)
     if T:
         quantise_kernel[(across, down)](
-            x, scale, a, a_scales, b, b_scales, T, K, padded, ONE=not by_block, ROWS=rows, COLUMNS=columns,
-            LIMIT=torch.finfo(dtype).max, LEAST=least, POW2=pow2, FORMAT=format, BITS=bits, LOWEST=lowest,
-            ROUND=triton.knobs.runtime.interpret, BLOCK=BLOCK, TILES=tiles, num_warps=8)
+            x, scale, a, a_scales, b, b_scales, T, K, T_padded, ONE=not by_block, ROWWISE=rowwise,
+            COLUMNWISE=columnwise, LIMIT=torch.finfo(dtype).max, SMALLEST=smallest, POW2=pow2, FORMAT=format, BITS=bits,
+            LOWEST=lowest, ROUND=triton.knobs.runtime.interpret, BLOCK=BLOCK, TILES=tiles, num_warps=8)
     by_column = a_scales if tiles else b_scales.t()
-    return ((a, a_scales.t() if by_block else scale) if rows else None,
-            (b, by_column if by_block else scale) if columns else None)
+    return ((a, a_scales.t() if by_block else scale) if rowwise else None,
+            (b, by_column if by_block else scale) if columnwise else None)
 
 
 def product(a: Matrix, b: Matrix, out: torch.Tensor, add: bool = False) -> torch.Tensor:
-    """A B^T into `out` M N, or added to it. a: M K in 1 x 128 blocks. b: N K in blocks of 1 x 128 or of 128 x 128."""
+    """A B^T into `out` [M, N], or added to it. a: [M, K] in 1 x 128 blocks. b: [N, K] in 1 x 128 blocks or 128 x 128
+    tiles. Raises ValueError if it is in neither."""
     (a, a_scales), (b, b_scales) = a, b
     (M, K), N = a.shape, len(b)
-    if K % BLOCK or a_scales.shape != (M, K // BLOCK) or len(b_scales) not in (N, N // BLOCK):
+    tiles = len(b_scales) != N
+    if K % BLOCK or a_scales.shape != (M, K // BLOCK) or b_scales.shape != (N // BLOCK if tiles else N, K // BLOCK):
         raise ValueError(f"{M} x {K} with {tuple(a_scales.shape)} scales by {N} x {K} with {tuple(b_scales.shape)}: "
                          f"need 1 x {BLOCK} blocks, and K a multiple of {BLOCK}")
-    tiles = len(b_scales) != N
+    if tiles and N % BLOCK:
+        raise ValueError(f"{BLOCK} x {BLOCK} tiles need a multiple of {BLOCK} rows, and B has {N}")
     product_kernel[(triton.cdiv(M, TILE) * triton.cdiv(N, TILE),)](
         a.contiguous(), b.contiguous(), a_scales.t().contiguous(), b_scales, out, M, N, K, *b_scales.stride(), ADD=add,
         TILES=tiles, TILE=TILE, GROUP=GROUP, BLOCK=BLOCK, num_warps=8, num_stages=3)

@@ -1,68 +1,72 @@
 """CUDA graphs: a step is captured once and then replayed, without Python.
 
-Saves: the time in which a GPU waits for a CPU, for Python, autograd and the launch of every kernel. A layer is some 30
-       launches, forward and backward; a replayed step is one.
-Costs: the memory of a step's activations stays allocated; two steps are run, and one captured, for each shape of batch.
+Saves: the time in which a GPU waits for a CPU: for Python, autograd and the launch of every kernel. A layer has some 30
+       launches, forward and backward; a replayed step has one.
+Costs: the activations of a step stay allocated. For each shape of batches two steps are executed, then one is captured.
 Stops helping when: kernels take longer than their launches. A layer of Llama 1B, at 600 TFLOP/s, is 10 ms of kernels
-       for 16,000 tokens, its launches half a millisecond if each takes 15 us. For 500 tokens it is 0.3 ms of kernels.
+       for 16,000 tokens; its launches are half a millisecond, at 15 us each. For 500 tokens it is 0.3 ms of kernels.
 
-What is captured is kernels, and the addresses and numbers that they were given:
+Kernels are captured, with the addresses and the numbers that they were given:
 
     Python        zero gradients  forward  backward  forward  backward        update, which lr changes
                   │││││││││││││││││││││││││││││││││││││││││││││││││││         ││
     captured      ▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼▼
     replayed      ───────────────────────────────────────────────────►
 
-So what changes from step to step must be in memory, at the same place every time: tokens are copied to where the
-captured ones were, weights and main gradients stay where they are (zero.py), FP8 weights are quantised again in every
-step, the loss scale of fp16 is a tensor. What Python does in between happens once: a value that it looked at
-(`.item()`), or a shape that depends on one, would be that of the captured step for ever. Hence no experts, who get as
-many tokens as the router says. And hence one process: some of what several send each other is waited for where Python
-says so.
+So whatever changes from step to step must be in memory, at the same address in every step: a batch is copied to the one
+that was captured, weights and main gradients stay where they are (zero.py), FP8 weights are quantised in every step,
+the loss scale of fp16 is a tensor. Python runs only once: a value that it reads (`.item()`), or a shape that depends on
+values, would be that of the captured step in every replay. This rules out experts, whose numbers of tokens depend on
+the router. Several processes are ruled out because Python waits for some of their communication.
 
-On a CPU a capture is the list of operations that torch dispatched, replayed by calling each again with the very same
-tensors. Nothing is gained, and no activation is freed, but the rules are those of a GPU and so are tested without one.
-(`.tolist()` and `.numpy()` are no operations: a GPU refuses to capture them, a CPU does not notice.)
-
-The other way to launch less, torch.compile of a block, would see no gradient that goes through param.accumulate_grad;
-what it would fuse, kernels.py does.
+On a CPU, `Operations` captures the list of operations that torch dispatches, and a replay calls each of them with the
+same tensors. This saves no time and frees no activation, but tests the rules of a GPU without one, except that a GPU
+also refuses to capture `.tolist()` and `.numpy()`, which dispatch no operation. (torch.compile would save launches,
+too, but it would see no gradient that goes through param.accumulate_grad.)
 
 Gray 2019 (Getting started with CUDA graphs); Nguyen et al. 2021 (Accelerating PyTorch with CUDA graphs).
 """
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 Tensor = torch.Tensor
-LOOKS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # operations that return values, or a count
+READS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # tags of operations
+INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default}
 
 
 class Captured:
-    """run(batches) -> tensor, replayed from the call after `warmups` with batches of the same shapes on.
+    """run(batches) -> tensor, which is executed `warmups` times, then captured, then replayed.
 
-    batches: tensors in lists and tuples. Warming up compiles kernels and allocates what stays. The result of a call is
-    overwritten by the next one. On a GPU everything since parameters were made has to be in one stream that is not the
-    default one, see `leave_default_stream`.
+    batches: tensors and None in lists and tuples; if structure or shapes change, warm-up and capture begin anew. Raises
+    ValueError if dtypes change, or for batches without a tensor or with other things. The next call overwrites the
+    result. On a GPU, parameters and all that follows belong to one stream, not the default one: `leave_default_stream`.
     """
 
     def __init__(self, run: Callable[[Any], Tensor], warmups: int = 2):
         self.run, self.warmups = run, warmups
-        self.shapes, self.calls, self.captured = None, 0, None
+        self.layout, self.dtypes, self.calls, self.captured = None, None, 0, None
 
     def __call__(self, batches: Any) -> Tensor:
-        tensors = tensors_of(batches)
-        shapes = [x.shape for x in tensors]
-        if shapes != self.shapes:  # larger batches from now on: what was captured goes, and its memory
-            self.shapes, self.calls, self.captured = shapes, 0, None
+        leaves, structure = tree_flatten(batches)
+        tensors = [x for x in leaves if x is not None]
+        if not tensors or not all(isinstance(x, Tensor) for x in tensors):
+            raise ValueError(f"cannot replay batches of {[type(x).__name__ for x in leaves]}: need tensors (and None)")
+        layout, dtypes = (structure, [None if x is None else x.shape for x in leaves]), [x.dtype for x in tensors]
+        if layout != self.layout:  # such as larger batches from now on: the captured step is freed
+            self.layout, self.dtypes, self.calls, self.captured = layout, dtypes, 0, None
+        if dtypes != self.dtypes:
+            raise ValueError(f"cannot replay batches of {dtypes}: the captured ones have {self.dtypes}")
         self.calls += 1
         if self.calls <= self.warmups:
             return self.run(batches)
         if self.captured is None:
-            self.captured = self.capture(batches)
+            self.captured = self.capture(tree_map(lambda x: None if x is None else x.clone(), batches))
             return self.captured[2]
         places, graph, result = self.captured
         for place, x in zip(places, tensors):
@@ -71,40 +75,33 @@ class Captured:
         return result
 
     def capture(self, batches: Any) -> tuple[list[Tensor], "torch.cuda.CUDAGraph | Operations", Tensor]:
-        """(where batches go, what is replayed, where its result is), after one replay with these."""
-        batches = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, batches)
-        places = tensors_of(batches)
+        """(the tensors of `batches`, which replays read, what is replayed, the result), after a step with `batches`."""
+        places = [x for x in tree_leaves(batches) if x is not None]
         if not places[0].is_cuda:
             with Operations() as graph:
                 return places, graph, self.run(batches)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):  # kernels are captured here, and none runs
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):  # captures kernels, and executes none
             result = self.run(batches)
         graph.replay()
         return places, graph, result
 
 
-def tensors_of(batches: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(batches) if isinstance(x, Tensor)]
-
-
 def leave_default_stream(device: torch.device) -> None:
-    """Before parameters are made: gradients are accumulated in the stream that their parameters were made in, and the
-    default one cannot be captured."""
+    """Call it first: gradients use the stream in which parameters were made, and the default one cannot be captured."""
     if device.type == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream(device))
 
 
 class Operations(TorchDispatchMode):
-    """What a CUDA graph would hold, for CPUs: operations, and the tensors that they were given and that they made."""
+    """The counterpart of a CUDA graph on CPUs: operations, with their arguments and results."""
 
     def __init__(self):
         super().__init__()
         self.calls = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        plain_index = function is torch.ops.aten.index.Tensor and not any(is_mask(x) for x in tree_leaves(args))
-        if LOOKS & set(function.tags) and not plain_index:
+        if reads_values(function, args):
             raise RuntimeError(f"{function} looks at a value: it cannot be captured")
         kwargs = kwargs or {}
         out = function(*args, **kwargs)
@@ -119,8 +116,12 @@ class Operations(TorchDispatchMode):
                         place.copy_(x)  # else it is a view, or was changed in place
 
 
-def is_mask(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8)
+def reads_values(function: Any, args: tuple) -> bool:
+    """Whether a GPU would wait for values, to count them or to return one."""
+    if function not in INDEXING:
+        return bool(READS_VALUES & set(function.tags))
+    is_fill = len(args) == 3 and args[2].numel() == 1  # x[mask] = a number, for which torch counts nothing
+    return not is_fill and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
 
 
 # ---- demo: python graphs.py -----------------------------------------------------------------------------------------
@@ -133,27 +134,25 @@ def demo() -> None:
     model = torch.nn.Sequential(*layers).to(device)
 
     def run(x: Tensor) -> Tensor:
-        for param in model.parameters():
-            if param.grad is not None:
-                param.grad.zero_()
+        model.zero_grad(set_to_none=False)
         loss = model(x).square().mean()
         loss.backward()
         return loss.detach()
 
-    captured, x = Captured(run), torch.randn(1, 16, 64, device=device)
+    captured = Captured(run)
+    x = torch.randn(1, 16, 64, device=device)
     for _ in range(3):
         captured(x)
     seconds = {run: [], captured: []}
     for _ in range(30):
-        for way, times in seconds.items():
+        for step, times in seconds.items():
             began = time.perf_counter()
-            way(x)
+            step(x)
             if device == "cuda":
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - began)
-    plain, replayed = (sorted(times)[len(times) // 2] * 1e3 for times in seconds.values())
-    print(f"Forward and backward of 8 transformer layers and 16 tokens: {plain:.1f} ms run by Python and autograd, "
-          f"{replayed:.1f} ms replayed.")
+    executed, replayed = (statistics.median(times) * 1e3 for times in seconds.values())
+    print(f"Forward and backward of 8 layers and 16 tokens: {executed:.1f} ms executed, {replayed:.1f} ms replayed.")
     if device == "cpu":
         print(f"A CPU calls each of {len(captured.captured[1].calls)} operations; a GPU launches all in one call.")
 

@@ -1,26 +1,25 @@
-"""Fused kernels, in Triton: RMSNorm, rotary embedding, SwiGLU and cross-entropy, each with one trip to memory.
+"""Fused Triton kernels: RMSNorm, rotary embedding, SwiGLU, and cross-entropy with the head's matmul.
 
-A GPU computes some 200 FLOPs in the time it moves one byte, so everything but matmuls is bound by memory bandwidth.
-What a chain of operations would write and read again is read once and written once, if one kernel computes the chain.
-Bytes moved (e bytes an element), which bound the time:
+A GPU computes some 200 FLOPs in the time in which it moves one byte, so everything except matmuls is bound by memory
+bandwidth. One kernel for a chain of operations reads and writes no intermediate results. Bytes moved, e per element:
 
-    RMSNorm        forward 2 T H e    backward 3 T H e         saves its input; 1 / rms is recomputed
-    add, RMSNorm           4 T H e             4 T H e         saves the sum, which is the residual stream anyway
-    rotary                 2 T H e             2 T H e         H of queries and keys; in place, saves nothing
-    SwiGLU                 3 T F e             5 T F e         saves gate and up
-    cross-entropy          2 T V e             none            logits exist in chunks and become their own gradient
+                     forward     backward
+    RMSNorm          2 T H e      3 T H e     saves its input; backward recomputes 1 / rms
+    add, RMSNorm     4 T H e      4 T H e     saves the sum, which is the residual stream anyway
+    rotary           2 T H e      2 T H e     H: queries and keys; forward is in place; saves nothing
+    SwiGLU           3 T F e      5 T F e     saves gate and up
+    cross-entropy    2 T V e      none        logits exist in chunks and are overwritten by their gradient
 
-The last is fused with the head's matmul: a chunk of logits, written by cuBLAS, is read for its maximum and sum, read
-again and overwritten by softmax - one_hot, from which two matmuls compute the chunk's terms of dx and dW: 6 T H V
-FLOPs, nothing recomputed. These are gradients of the sum of losses; backward multiplies them by the incoming gradient.
+Cross-entropy is fused with the head's matmul: the kernel reads a chunk of logits, which cuBLAS wrote, for its sum of
+exponentials, then overwrites it with softmax - one_hot, from which two matmuls compute the chunk's terms of dx and dW.
+No matmul is repeated: 6 T H V FLOPs. dx and dW are those of the sum of losses; backward multiplies by its gradient.
 
-All are custom operators (torch.ops.penteract): torch.compile sees one node, fake tensors work, profilers show the
-name. Their derivatives are in operations.py. For 16-bit elements, sums, statistics and exponentials are fp32. Offsets
-that may exceed 2^31 elements are 64 bits. Attention is in flash.py.
+All are custom operators (torch.ops.penteract), so torch.compile sees one node and profilers show the name. Derivatives
+are in operations.py, attention is in flash.py. Sums, statistics and exponentials are fp32. Offsets that may exceed
+2^31 elements are 64 bits.
 
-Zhang & Sennrich 2019 (RMSNorm); Su et al. 2021 (rotary embedding); Shazeer 2020 (SwiGLU); Milakov & Gimelshein 2018
-(online softmax); Hsu et al. 2024, Liger Kernel (gradients in forward).
-Shapes: B batch, S sequence, T = B S tokens, H hidden, F ffn, V vocabulary, D head width.
+Sources: see operations.py; Milakov & Gimelshein 2018 (online softmax); Hsu et al. 2024, Liger Kernel (cross-entropy).
+Shapes: B batch, S sequence, T = B S tokens, H hidden, F ffn, V vocabulary, V/t a tensor parallel rank's, D head width.
 """
 import torch
 import triton
@@ -36,16 +35,16 @@ INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1 when triton w
 DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
 
 
-def check(right: bool, message: str) -> None:
-    if not right:
+def check(condition: bool, message: str) -> None:
+    if not condition:
         raise ValueError(message)
 
 
 def check_launch(*tensors: Tensor) -> None:
-    """Raise ValueError where a kernel would read what is not there or, interpreted, compute nonsense (bf16)."""
+    """Raise ValueError for tensors that kernels cannot take (the interpreter would compute bf16 wrongly)."""
     first = tensors[0]
-    check(INTERPRETED or first.device.type == "cuda", f"kernels run on GPUs, not on {first.device}, or interpreted: "
-          "set TRITON_INTERPRET=1 before the import")
+    check(INTERPRETED or first.device.type == "cuda",
+          f"kernels run on GPUs, not on {first.device}, or interpreted: set TRITON_INTERPRET=1 before the import")
     for x in tensors:
         check(x.dtype in DTYPES, f"{x.dtype} is not among {', '.join(map(str, DTYPES))}")
         check(x.device == first.device, f"tensors are on {first.device} and on {x.device}")
@@ -53,12 +52,12 @@ def check_launch(*tensors: Tensor) -> None:
 
 # ---- RMSNorm --------------------------------------------------------------------------------------------------------
 
-PROGRAMS = 264  # that divide the rows of a backward: two for each SM of an H100 or H200
+PROGRAMS = 264  # among which a backward divides the rows: two per SM of an H100 or H200
 
 
 @triton.jit
 def rms_norm_kernel(x, residual, weight, total, y, eps, H, WIDTH: tl.constexpr, ADD: tl.constexpr):
-    """One row. 2 T H e bytes; with ADD, 4."""
+    """A program has one row. Moves 2 T H e bytes; with ADD 4 T H e."""
     start, column = tl.program_id(0).to(tl.int64) * H, tl.arange(0, WIDTH)
     inside = column < H
     row = tl.load(x + start + column, inside, other=0.0)
@@ -73,7 +72,7 @@ def rms_norm_kernel(x, residual, weight, total, y, eps, H, WIDTH: tl.constexpr, 
 
 @triton.jit
 def rms_norm_backward_kernel(dy, dtotal, x, weight, dx, dweights, eps, T, H, WIDTH: tl.constexpr, ADD: tl.constexpr):
-    """Every PROGRAMS-th row, and their sum of the weight's gradient. 3 T H e bytes; with ADD, 4."""
+    """A program has every PROGRAMS-th row; it sums their terms of dweight. Moves 3 T H e bytes; with ADD 4 T H e."""
     column = tl.arange(0, WIDTH)
     inside = column < H
     w = tl.load(weight + column, inside, other=0.0).to(tl.float32)
@@ -96,49 +95,49 @@ def rms_norm_backward_kernel(dy, dtotal, x, weight, dx, dweights, eps, T, H, WID
 
 def check_norm(x: Tensor, weight: Tensor, *others: Tensor) -> None:
     check(x.dim() > 0 and weight.shape == x.shape[-1:] and 0 < len(weight) <= 2**15,
-          f"weight {list(weight.shape)} must be as long as rows of x {list(x.shape)}, and they at most {2**15}")
+          f"weight {list(weight.shape)} must be as long as rows of x {list(x.shape)}: 1 to {2**15} elements")
     check(all(other.shape == x.shape and other.dtype == x.dtype for other in others),
           f"{[list(other.shape) for other in others]} must have the shape {list(x.shape)} and type {x.dtype} of x")
     check_launch(x, weight, *others)
 
 
-def row_launch(width: int) -> tuple[int, dict]:
-    """(a row's width rounded up to a power of 2, launch options) of a program that has a whole row in registers."""
-    width = triton.next_power_of_2(width)
-    return width, dict(num_warps=min(16, max(1, width // 512)))
+def row_launch(width: int) -> dict:
+    """Launch options of programs that each have a whole row in registers."""
+    padded = triton.next_power_of_2(width)
+    return dict(WIDTH=padded, num_warps=min(16, max(1, padded // 512)))
 
 
 @custom_op("penteract::rms_norm", mutates_args=())
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm (Zhang & Sennrich 2019) of the rows [H] of x, times weight [H]."""
+    """x / rms(x) * weight, x [..., H], weight [H]. Raises ValueError for unfit tensors, as do all operators below."""
     check_norm(x, weight)
-    x, (width, launch) = x.contiguous(), row_launch(len(weight))
+    x, H = x.contiguous(), len(weight)
     y = torch.empty_like(x)
-    rms_norm_kernel[(x.numel() // len(weight),)](x, x, weight, y, y, eps, len(weight), width, False, **launch)
+    rms_norm_kernel[(x.numel() // H,)](x, x, weight, y, y, eps, H, ADD=False, **row_launch(H))
     return y
 
 
 @custom_op("penteract::add_rms_norm", mutates_args=())
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x + residual, RMSNorm of it)."""
+    """(total = x + residual, RMSNorm of total), both [..., H]."""
     check_norm(x, weight, residual)
-    x, residual, (width, launch) = x.contiguous(), residual.contiguous(), row_launch(len(weight))
+    x, residual, H = x.contiguous(), residual.contiguous(), len(weight)
     total, y = torch.empty_like(x), torch.empty_like(x)
-    rms_norm_kernel[(x.numel() // len(weight),)](x, residual, weight, total, y, eps, len(weight), width, True, **launch)
+    rms_norm_kernel[(x.numel() // H,)](x, residual, weight, total, y, eps, H, ADD=True, **row_launch(H))
     return total, y
 
 
 @custom_op("penteract::rms_norm_backward", mutates_args=())
 def rms_norm_backward(dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor,
                       eps: float) -> tuple[Tensor, Tensor]:
-    """(dx, dweight in fp32). x: what was normalised. dtotal: the gradient that x has besides, which is added."""
-    others = (dy,) if dtotal is None else (dy, dtotal)
-    check_norm(x, weight, *others)
-    x, H, (width, launch) = x.contiguous(), len(weight), row_launch(len(weight))
+    """(dx [..., H], dweight [H] in fp32). x: what was normalised. dtotal: added to dx, x's gradient from other uses."""
+    grads = (dy,) if dtotal is None else (dy, dtotal)
+    check_norm(x, weight, *grads)
+    x, H = x.contiguous(), len(weight)
     dx, T = torch.empty_like(x), x.numel() // H
-    dweights = x.new_empty(min(T, PROGRAMS), H, dtype=torch.float32)
-    rms_norm_backward_kernel[(len(dweights),)](dy.contiguous(), others[-1].contiguous(), x, weight, dx, dweights, eps,
-                                               T, H, width, dtotal is not None, **launch)
+    dweights = x.new_empty(min(T, PROGRAMS), H, dtype=torch.float32)  # a row per program
+    rms_norm_backward_kernel[(len(dweights),)](dy.contiguous(), grads[-1].contiguous(), x, weight, dx, dweights, eps,
+                                               T, H, ADD=dtotal is not None, **row_launch(H))
     return dx, dweights.sum(0)
 
 
@@ -151,16 +150,17 @@ rms_norm_backward.register_fake(lambda dy, dtotal, x, weight, eps: (
 # ---- rotary embedding -----------------------------------------------------------------------------------------------
 
 @triton.jit
-def rope_kernel(x, out, cos, sin, angles, x_stride, out_stride, heads, all_heads, HALF: tl.constexpr,
+def rope_kernel(x, out, cos, sin, angle_rows, x_stride, out_stride, heads, out_heads, HALF: tl.constexpr,
                 WIDTH: tl.constexpr, HEADS: tl.constexpr, INVERSE: tl.constexpr):
-    """All heads of a token: the first `heads` are rotated, others copied. 2 T (heads D) e bytes."""
+    """A program rotates the first `heads` of a token's heads, and copies the others. Moves 2 T (out_heads D) e bytes.
+    HALF: D/2. WIDTH, HEADS: HALF and out_heads, rounded up to powers of 2."""
     t, head, pair = tl.program_id(0), tl.arange(0, HEADS)[:, None], tl.arange(0, WIDTH)[None, :]
-    c = tl.load(cos + (t % angles) * HALF + pair, pair < HALF, other=0.0).to(tl.float32)
-    s = tl.load(sin + (t % angles) * HALF + pair, pair < HALF, other=0.0).to(tl.float32)
+    c = tl.load(cos + (t % angle_rows) * HALF + pair, pair < HALF, other=0.0).to(tl.float32)
+    s = tl.load(sin + (t % angle_rows) * HALF + pair, pair < HALF, other=0.0).to(tl.float32)
     if INVERSE:
         s = -s
     c, s = tl.where(head < heads, c, 1.0), tl.where(head < heads, s, 0.0)
-    offset, inside = head * (2 * HALF) + pair, (head < all_heads) & (pair < HALF)
+    offset, inside = head * (2 * HALF) + pair, (head < out_heads) & (pair < HALF)
     x, out = x + tl.cast(t, tl.int64) * x_stride, out + tl.cast(t, tl.int64) * out_stride
     a = tl.load(x + offset, inside, other=0.0).to(tl.float32)
     b = tl.load(x + offset + HALF, inside, other=0.0).to(tl.float32)
@@ -169,37 +169,36 @@ def rope_kernel(x, out, cos, sin, angles, x_stride, out_stride, heads, all_heads
 
 
 def launch_rope(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, heads: int, inverse: bool) -> None:
-    """heads: how many are rotated; all that `out` has are written."""
-    half, count = cos.shape[-1], out.shape[1]
+    """Write all heads of `out` [T, out_heads, D]: those of x, of which the first `heads` are rotated."""
+    half, out_heads = cos.shape[-1], out.shape[1]
     check(x.dim() == 3 and x.shape[2] == 2 * half and 0 < heads <= x.shape[1],
           f"x {list(x.shape)} must be T heads {2 * half}, of which {heads} heads are rotated")
-    check(cos.shape == sin.shape and cos.dim() in (3, 4) and cos.shape[-2] == 1, f"cos {list(cos.shape)} and sin "
-          f"{list(sin.shape)} must be [B] S 1 D/2")
-    angles = cos.numel() // half
-    check(x.shape[0] == angles or cos.dim() == 3 and angles > 0 and x.shape[0] % angles == 0,
-          f"{x.shape[0]} tokens do not divide into sequences of {angles}, as many as there are angles")
-    check(x.numel() == 0 or x.stride()[1:] == (2 * half, 1), f"heads of a token must lie together, not {x.stride()}")
+    check(cos.shape == sin.shape and cos.dim() in (3, 4) and cos.shape[-2] == 1,
+          f"cos {list(cos.shape)} and sin {list(sin.shape)} must be [B] S 1 D/2")
+    angle_rows = cos.numel() // half
+    check(x.shape[0] == angle_rows or cos.dim() == 3 and angle_rows > 0 and x.shape[0] % angle_rows == 0,
+          f"{x.shape[0]} tokens do not divide into sequences of {angle_rows}, as many as there are angles")
+    check(x.numel() == 0 or x.stride()[1:] == (2 * half, 1), f"heads of a token must be contiguous, not {x.stride()}")
     check_launch(x, cos, sin)
-    width, all_heads = triton.next_power_of_2(half), triton.next_power_of_2(count)
-    rope_kernel[(len(x),)](x, out, cos.contiguous(), sin.contiguous(), angles, x.stride(0), out.stride(0), heads, count,
-                           half, width, all_heads, inverse, num_warps=min(8, max(1, width * all_heads // 512)))
+    width, padded_heads = triton.next_power_of_2(half), triton.next_power_of_2(out_heads)
+    rope_kernel[(len(x),)](
+        x, out, cos.contiguous(), sin.contiguous(), angle_rows, x.stride(0), out.stride(0), heads, out_heads, half,
+        width, padded_heads, inverse, num_warps=min(8, max(1, width * padded_heads // 512)))
 
 
 @custom_op("penteract::rope_", mutates_args=("x",))
 def rope_(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
-    """Rotate every pair (x[i], x[i + D/2]) of the first `heads` heads of x [T, heads, D] by its angle, [B] S 1 D/2.
-
-    Queries and keys of a token are adjacent, as the matmul writes them: one launch rotates both, in offset.
-    """
-    launch_rope(x, x[:, :heads], cos, sin, heads, False)
+    """Rotate pairs (x[i], x[i + D/2]) of the first `heads` heads of x [T, N, D] by the token's angles, in place. One
+    launch rotates queries and keys, which are contiguous in memory. cos, sin: [S, 1, D/2] or [B, S, 1, D/2]."""
+    launch_rope(x, x[:, :heads], cos, sin, heads, inverse=False)
 
 
 @custom_op("penteract::rope_backward", mutates_args=())
 def rope_backward(grad: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    """The inverse rotation, into new memory: autograd may pass the same gradient to others."""
+    """The inverse rotation of grad [T, N, D], into new memory: autograd may give the same gradient to others."""
     grad = grad.contiguous()
     out = torch.empty_like(grad)
-    launch_rope(grad, out, cos, sin, heads, True)
+    launch_rope(grad, out, cos, sin, heads, inverse=True)
     return out
 
 
@@ -212,50 +211,51 @@ SWIGLU_BLOCK = 1024
 
 
 @triton.jit
-def swiglu_kernel(x, dy, out, width, BLOCK: tl.constexpr, BACKWARD: tl.constexpr):
-    """Part of a row of `width` gates and `width` ups. 3 T F e bytes; backward 5."""
+def swiglu_kernel(x, dy, out, F, BLOCK: tl.constexpr, BACKWARD: tl.constexpr):
+    """A program has BLOCK of a row's F gates and F ups. Moves 3 T F e bytes; backward 5 T F e."""
     t, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    gate = tl.load(x + t * 2 * width + column, inside, other=0.0).to(tl.float32)
-    up = tl.load(x + t * 2 * width + width + column, inside, other=0.0).to(tl.float32)
+    inside = column < F
+    gate = tl.load(x + t * 2 * F + column, inside, other=0.0).to(tl.float32)
+    up = tl.load(x + t * 2 * F + F + column, inside, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     if BACKWARD:
-        grad = tl.load(dy + t * width + column, inside, other=0.0).to(tl.float32)
+        grad = tl.load(dy + t * F + column, inside, other=0.0).to(tl.float32)
         dgate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
-        tl.store(out + t * 2 * width + column, dgate.to(out.dtype.element_ty), inside)
-        tl.store(out + t * 2 * width + width + column, (grad * gate * sigmoid).to(out.dtype.element_ty), inside)
+        tl.store(out + t * 2 * F + column, dgate.to(out.dtype.element_ty), inside)
+        tl.store(out + t * 2 * F + F + column, (grad * gate * sigmoid).to(out.dtype.element_ty), inside)
     else:
-        tl.store(out + t * width + column, (gate * sigmoid * up).to(out.dtype.element_ty), inside)
+        tl.store(out + t * F + column, (gate * sigmoid * up).to(out.dtype.element_ty), inside)
 
 
 def launch_swiglu(x: Tensor, dy: Tensor, out: Tensor, backward: bool) -> Tensor:
-    width = x.shape[-1] // 2
-    swiglu_kernel[(x.numel() // (2 * width), triton.cdiv(width, SWIGLU_BLOCK))](
-        x.contiguous(), dy.contiguous(), out, width, SWIGLU_BLOCK, backward, num_warps=4)
+    F = x.shape[-1] // 2
+    swiglu_kernel[(x.numel() // (2 * F), triton.cdiv(F, SWIGLU_BLOCK))](
+        x.contiguous(), dy.contiguous(), out, F, SWIGLU_BLOCK, backward, num_warps=4)
     return out
 
 
-def half_as_wide(x: Tensor) -> Tensor:
+def make_swiglu_output(x: Tensor) -> Tensor:
     check(x.dim() > 0 and x.shape[-1] % 2 == 0 and x.shape[-1] > 0, f"x {list(x.shape)} must end with gate and up")
     return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
 
 
 @custom_op("penteract::swiglu", mutates_args=())
 def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) * up (Shazeer 2020), gate and up side by side in x [..., 2 F]."""
+    """silu(gate) * up, where x is gate and up side by side: [..., 2F] -> [..., F]."""
     check_launch(x)
-    y = half_as_wide(x)
-    return launch_swiglu(x, y, y, False)
+    y = make_swiglu_output(x)
+    return launch_swiglu(x, y, y, backward=False)
 
 
 @custom_op("penteract::swiglu_backward", mutates_args=())
 def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    """dx [..., 2F], from dy [..., F] and x [..., 2F]."""
     check_launch(x, dy)
-    check(dy.shape == half_as_wide(x).shape, f"dy {list(dy.shape)} must be half as wide as x {list(x.shape)}")
-    return launch_swiglu(x, dy, x.new_empty(x.shape), True)
+    check(dy.shape == make_swiglu_output(x).shape, f"dy {list(dy.shape)} must be half as wide as x {list(x.shape)}")
+    return launch_swiglu(x, dy, x.new_empty(x.shape), backward=True)
 
 
-swiglu.register_fake(half_as_wide)
+swiglu.register_fake(make_swiglu_output)
 swiglu_backward.register_fake(lambda dy, x: x.new_empty(x.shape))
 
 
@@ -264,14 +264,13 @@ swiglu_backward.register_fake(lambda dy, x: x.new_empty(x.shape))
 @triton.jit
 def softmax_kernel(logits, labels, weights, lse, label_logit, first, V, z_loss, BLOCK: tl.constexpr,
                    STATISTICS: tl.constexpr, GRADIENT: tl.constexpr):
-    """Of a row of logits: logsumexp and the label's logit (0 if another rank has it), then its gradient, in place.
-
-    2 T V e bytes read, the second half of them from the L2 cache, T V e written.
-    """
+    """A program has a row of V logits, those of the vocabulary from `first` on. STATISTICS: store logsumexp and the
+    label's logit, or 0 where another rank has the label. GRADIENT: overwrite the logits with the loss's gradient.
+    Reads 2 T V e bytes, half of them from the L2 cache, and writes T V e."""
     t = tl.program_id(0)
     logits += t.to(tl.int64) * V
     label = tl.load(labels + t) - first
-    here = (label >= 0) & (label < V)
+    has_label = (label >= 0) & (label < V)
     if STATISTICS:
         largest, sum_exp = -float("inf"), 0.0
         for n in range(0, V, BLOCK):
@@ -282,7 +281,7 @@ def softmax_kernel(logits, labels, weights, lse, label_logit, first, V, z_loss, 
             largest = new_largest
         row_lse = largest + tl.log(sum_exp)
         tl.store(lse + t, row_lse)
-        tl.store(label_logit + t, tl.load(logits + tl.where(here, label, 0), here, other=0.0).to(tl.float32))
+        tl.store(label_logit + t, tl.load(logits + tl.where(has_label, label, 0), has_label, other=0.0).to(tl.float32))
     else:
         row_lse = tl.load(lse + t)
     if GRADIENT:
@@ -298,10 +297,10 @@ def softmax_kernel(logits, labels, weights, lse, label_logit, first, V, z_loss, 
 @custom_op("penteract::softmax_", mutates_args=("logits", "lse", "label_logit"))
 def softmax_(logits: Tensor, labels: Tensor, weights: Tensor, lse: Tensor, label_logit: Tensor, first: int,
              z_loss: float, statistics: bool, gradient: bool) -> None:
-    """One launch of the kernel. logits: T V/t, columns `first` on of the vocabulary. The other tensors: T."""
+    """Launch softmax_kernel. logits: [T, V/t], columns `first` to first + V/t of the vocabulary. Other tensors: [T]."""
     T, V = logits.shape
-    check(labels.shape == weights.shape == lse.shape == label_logit.shape == (T,), f"{T} rows need as many labels, "
-          f"{len(labels)}, weights, {len(weights)}, and outputs, {len(lse)} and {len(label_logit)}")
+    check(labels.shape == weights.shape == lse.shape == label_logit.shape == (T,), f"{T} rows of logits need as many "
+          f"labels, weights and outputs, not {len(labels)}, {len(weights)}, {len(lse)} and {len(label_logit)}")
     check(logits.is_contiguous() and V > 0, f"logits {list(logits.shape)} must be contiguous and not empty")
     check_launch(logits, weights, lse, label_logit)
     block = min(8192, triton.next_power_of_2(V))
@@ -310,27 +309,28 @@ def softmax_(logits: Tensor, labels: Tensor, weights: Tensor, lse: Tensor, label
 
 
 class LinearCrossEntropy(Function):
-    """Saves dx and dW, and no logits."""
+    """See linear_cross_entropy. Saves dx and dW, and no logits."""
 
     @staticmethod
     def forward(ctx, x, weight, labels, weights, z_loss, first, group, chunk):
-        wants_x, wants_weight = ctx.needs_input_grad[:2]
-        dx = torch.empty_like(x) if wants_x else None
-        dw = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        wants_dx, wants_dw = ctx.needs_input_grad[:2]
+        dx = torch.empty_like(x) if wants_dx else None
+        dw = torch.zeros_like(weight, dtype=torch.float32) if wants_dw else None
         lse, label_logit = x.new_empty(2, len(x), dtype=torch.float32)
-        matrix, gradient, alone = weight.detach(), wants_x or wants_weight, size(group) == 1
+        matrix, wants_gradient, is_sharded = weight.detach(), wants_dx or wants_dw, size(group) > 1
         buffer = x.new_empty(min(chunk, len(x)), len(weight))
-        for rows in (slice(start, start + chunk) for start in range(0, len(x), chunk)):
+        for start in range(0, len(x), chunk):
+            rows = slice(start, start + chunk)
             logits = torch.mm(x[rows], matrix.t(), out=buffer[:len(x[rows])])
             inputs = labels[rows], weights[rows], lse[rows], label_logit[rows], first, z_loss
-            softmax_(logits, *inputs, True, gradient and alone)
-            if not alone:
+            softmax_(logits, *inputs, statistics=True, gradient=wants_gradient and not is_sharded)
+            if is_sharded:
                 combine_statistics(lse[rows], label_logit[rows], group)
-                if gradient:
-                    softmax_(logits, *inputs, False, True)
-            if wants_x:
+            if is_sharded and wants_gradient:
+                softmax_(logits, *inputs, statistics=False, gradient=True)
+            if wants_dx:
                 torch.mm(logits, matrix, out=dx[rows])
-            if wants_weight:
+            if wants_dw:
                 accumulate_product(dw, logits.t(), x[rows])
         ctx.weight, ctx.gradients = weight, (dx, dw)
         return (weights * (lse - label_logit + z_loss * lse.square())).sum()
@@ -344,7 +344,7 @@ class LinearCrossEntropy(Function):
 
 
 def combine_statistics(lse: Tensor, label_logit: Tensor, group: Group) -> None:
-    """From the logsumexp and label logit of each rank's columns to those of the whole vocabulary, in place."""
+    """Reduce the logsumexp and label logit of each rank's columns to those of the full vocabulary, in place."""
     largest = lse.clone()
     all_reduce(largest, group, MAX)
     sums = torch.stack((lse.sub_(largest).exp_(), label_logit))
@@ -356,17 +356,16 @@ def combine_statistics(lse: Tensor, label_logit: Tensor, group: Group) -> None:
 def linear_cross_entropy(x: Tensor, weight: torch.nn.Parameter, labels: Tensor, weights: Tensor | None = None,
                          z_loss: float = 0.0, vocab: slice | None = None, group: Group = None,
                          chunk: int = 4096) -> Tensor:
-    """The sum of the tokens' losses, in nats, of logits x W^T; IGNORED labels have none. Equals tp.cross_entropy.
+    """The sum of the tokens' losses, in nats, for logits x W^T, as tp.cross_entropy; IGNORED labels have none.
 
-    x: T H, the same on all ranks of the group; its gradient is partial: this rank's term of a sum over
-    the group. weight: V/t H, the rows `vocab` of the head (default: all); its gradient goes through `accumulate_grad`.
-    labels: T. weights: T, of each token's loss. chunk: tokens whose logits exist at once, chunk V/t e bytes.
+    x: [T, H], the same on all ranks of the group; its gradient is partial: this rank's term of a sum over the group.
+    weight: [V/t, H], the rows `vocab` of the head (default: all); its gradient goes through `accumulate_grad`.
+    labels: [T]. weights: [T], factors of the losses. chunk: tokens whose logits exist at once, chunk V/t e bytes.
     """
     vocab = slice(0, len(weight)) if vocab is None else vocab
     check(x.dim() == weight.dim() == 2 and x.shape[1] == weight.shape[1] and x.dtype == weight.dtype,
           f"x {list(x.shape)} {x.dtype} and weight {list(weight.shape)} {weight.dtype} must be T H, V H, of one type")
-    check(vocab.stop - vocab.start == len(weight) > 0,
-          f"{len(weight)} rows of weight, words {vocab.start}..{vocab.stop}")
+    check(vocab.stop - vocab.start == len(weight) > 0, f"{len(weight)} weight rows, vocab {vocab.start}..{vocab.stop}")
     check(labels.shape == x.shape[:1] and (weights is None or weights.shape == labels.shape),
           f"{len(x)} tokens need as many labels, and as many weights or none; there are {list(labels.shape)} labels")
     check(chunk > 0, f"chunk is {chunk}; use 2048 or 4096")

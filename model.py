@@ -1,18 +1,19 @@
-"""A Llama, written as if for one GPU: embedding, blocks, head.
+"""A Llama, which reads almost as if for one GPU: embedding, blocks, head.
 
     tokens -> embedding -> [ x + attention(norm(x)) -> x + ffn(norm(x)) ] per layer -> norm -> head -> loss
 
-All parallelism is inside the layers it is built from. A weight's Spec says how the grid shards it. A column-parallel
-layer maps the tokens that a rank has between layers to this rank's heads or channels, for all T tokens; a row-parallel
-layer maps back. Tokens are dispatched to experts. Context parallelism is inside attention (and in the loss that
-balances experts, which counts whole sequences). What is saved for backward is decided in recompute.py; here
-`cheap(f, x)` only marks what selective recomputation recomputes.
+Most communication is inside the layers it is built from. A column-parallel layer takes the [T/t, H] that a rank has
+between layers and returns all T tokens for this rank's heads or channels; a row-parallel layer returns to [T/t, H].
+Context parallelism is inside attention (and in the loss that balances experts, which counts whole sequences). The grid
+shows in three places: a Spec says how each weight is sharded, MixtureOfExperts dispatches tokens to experts, and Llama
+builds only this rank's pipeline stages. recompute.py decides what is saved for backward; here `cheap(f, x)` only marks
+what selective recomputation recomputes.
 
 Llama: Touvron et al. 2023; grouped queries: Ainslie et al. 2023.
 
-Shapes: B batch, S sequence (1/c of it with c context parallel ranks), T = B S tokens, t tensor parallel ranks, H
-hidden, N query heads, K key and value heads, D head width, F ffn, V vocabulary, E experts, L layers. [T/t, H] is what a
-rank has between layers with sequence parallelism; without, it is [T, H].
+Shapes: B batch, S tokens of a sequence on this rank (1/c of it with c context parallel ranks), T = B S, t tensor
+parallel ranks, H hidden, N query heads, K key and value heads, D head width, F ffn, V vocabulary, E experts, L layers.
+[T/t, H] is what a rank has between layers with sequence parallelism; without, it is [T, H].
 """
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,10 +24,10 @@ import torch
 from einops import rearrange
 from torch import nn
 
-from collectives import Groups
+from collectives import Group, Groups
 from config import Model
 from cp import attention_by_window
-from ep import NO_BALANCE, Balance, GroupedExperts, Router, combine, dispatch, routed_tokens
+from ep import Balance, GroupedExperts, Router, combine, dispatch, make_routing_info
 from operations import RMSNorm, rotary_angles, rotate_, swiglu
 from param import Spec, parameter
 from pp import Pipeline
@@ -50,17 +51,16 @@ class ForwardContext(NamedTuple):
     """What all layers of one forward share; those in FP8 get a copy with `tp.fp8` and `fp8_experts` set."""
     tp: TensorParallel
     seq: int  # tokens of a sequence on this rank
-    angles: tuple[Tensor, Tensor]  # cos and sin of rotary embedding, [B] S 1 D/2
-    attention: dict[int, Callable[[Tensor, Tensor, Tensor], Tensor]]  # by window: q, k, v -> output
+    angles: tuple[Tensor, Tensor]  # cos and sin of rotary embedding: [S, 1, D/2] or [B, S, 1, D/2]
+    attention: dict[int, Callable[[Tensor, Tensor, Tensor], Tensor]]  # window (0: none) -> its function of q, k, v
     recompute: Recompute
-    tokens: Any  # for routers, an ep.Tokens
+    routing: Any  # an ep.RoutingInfo; None without experts
     fp8_experts: Any = None
     cache: Any = None  # a sampling.KVCache
 
 
 def embedding_spec(model: Model) -> Spec:
-    """With pipeline parallelism the first and the last stage each have a copy of a tied table; its gradient is the sum
-    of theirs (axis "tie")."""
+    """A tied table is on the first and on the last pipeline stage; its gradient is the sum of theirs (axis "tie")."""
     tie = {"tie": "partial"} if model.tied else {}
     return Spec("embedding", (model.vocab, model.hidden), {"tp": 0} | tie, std=INIT_STD)
 
@@ -82,7 +82,7 @@ class Attention(nn.Module):
         self.layer, self.window, self.head_dim = layer, model.window_of(layer), D
         self.heads = [model.heads // t, kv_heads, kv_heads]  # of q, k and v, on this rank
         kv_along = {"tp": 0}
-        if model.kv_heads % t:  # t/K ranks have a copy of one head, for different queries: its gradient is partial
+        if model.kv_heads % t:  # t > K: t/K ranks share a head but have different queries, so its gradient is partial
             kv_along = {"kv": 0, "kv_copy": "partial"}
         projections = [("q", model.heads * D, {"tp": 0}), ("k", model.kv_heads * D, kv_along),
                        ("v", model.kv_heads * D, kv_along)]
@@ -119,19 +119,19 @@ class FeedForward(nn.Module):
         self.gate_up = ColumnParallelLinear(make, Spec(name + "w_gate", (ffn, H), {"tp": 0}, std=INIT_STD),
                                             Spec(name + "w_up", (ffn, H), {"tp": 0}, std=INIT_STD))
         self.down = RowParallelLinear(make, Spec(name + "w_down", (H, ffn), {"tp": 1}, std=output_std(model)),
-                                      ends_block=True)  # full recomputation need not compute it again
+                                      skip_when_recomputing=True)  # no backward reads its result
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:  # [T/t, H] -> [T/t, H]
         return self.down(cheap(swiglu, self.gate_up(x, context.tp)), context.tp)
 
 
 class MixtureOfExperts(nn.Module):
-    """Each token goes through its top-k experts, which are on the ranks of `group`, and through the shared ones."""
+    """Each token goes through its top-k experts, which are sharded over ep_group, and through the shared ones."""
 
-    def __init__(self, layer: int, model: Model, make: MakeParameter, group: Any, balance: Balance):
+    def __init__(self, layer: int, model: Model, make: MakeParameter, ep_group: Group, balance: Balance):
         super().__init__()
         E, H, F, name = model.experts, model.hidden, model.expert_ffn, f"layers.{layer}."
-        self.group = group
+        self.ep_group = ep_group
         # Partial: tensor parallel ranks route different tokens.
         self.w_router = make(Spec(name + "router", (E, H), {"tp": "partial"}, std=INIT_STD))
         self.router = Router(name + "router.bias", model, balance, self.w_router.dtype, self.w_router.device)
@@ -144,10 +144,10 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:  # [T/t, H] -> [T/t, H]
         tokens = split_tokens(x, context.tp)
-        route, weights = self.router(tokens, self.w_router, context.tokens, self.group)
+        route, gates = self.router(tokens, self.w_router, context.routing, self.ep_group)
         receive = dispatch(tokens, route)
         shared = self.shared(x, context) if self.shared else None  # hides the dispatch
-        y = combine(self.experts(receive(), route, context.fp8_experts), weights, route)
+        y = combine(self.experts(receive(), route, context.fp8_experts), gates, route)
         y = merge_tokens(y, len(x), context.tp)
         return y if shared is None else y + shared
 
@@ -155,7 +155,7 @@ class MixtureOfExperts(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + ffn(norm(x)). norm_along: Spec.along of the norms' weights."""
 
-    def __init__(self, layer: int, model: Model, make: MakeParameter, t: int, norm_along: dict, group: Any,
+    def __init__(self, layer: int, model: Model, make: MakeParameter, t: int, norm_along: dict, ep_group: Group,
                  balance: Balance):
         super().__init__()
         name = f"layers.{layer}."
@@ -163,7 +163,7 @@ class Block(nn.Module):
         self.attention = Attention(layer, model, make, t)
         self.ffn_norm = RMSNorm(make, name + "ffn_norm", model.hidden, model.norm_eps, norm_along)
         if model.has_experts(layer):
-            self.ffn = MixtureOfExperts(layer, model, make, group, balance)
+            self.ffn = MixtureOfExperts(layer, model, make, ep_group, balance)
         else:
             self.ffn = FeedForward(name + "ffn.", model.ffn, model, make)
 
@@ -172,7 +172,7 @@ class Block(nn.Module):
 
     def attention_and_ffn(self, x: Tensor, context: ForwardContext) -> Tensor:
         y = self.attention(cheap(self.attention_norm, x), context)
-        x, h = self.ffn_norm.after_add(x, y)  # x = x + y; h = norm(x)
+        x, h = self.ffn_norm.add_then_norm(x, y)  # x = x + y; h = norm(x)
         return x + self.ffn(h, context)
 
 
@@ -194,12 +194,12 @@ class Head(nn.Module):
 
 @dataclass
 class Execution:
-    """How a model is executed. What it computes depends on nothing here but for rounding.
+    """How a model is executed. Apart from rounding, which is coarse in FP8, no setting here changes the result.
 
     dtype, device: of parameters. attention: "auto", "sdpa", "triton" or "math". recompute: "none", "selective" or
-    "full". cp_style: of config.CP_STYLES. sequence, async_tp, keep_gathered: see tp.TensorParallel. fp8_linear,
-    fp8_experts: how linear layers and experts multiply in the blocks `fp8_layers`, each an fp8.Fp8 or None; text is
-    sampled without.
+    "full". cp_style: of config.CP_STYLES. sequence, async_tp, keep_gathered: see tp.TensorParallel. fp8_layers: the
+    blocks that multiply in FP8; fp8_linear, fp8_experts: their fp8.Fp8 for linear layers and for experts, or None.
+    Sampling never uses FP8.
     """
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
@@ -218,19 +218,19 @@ class Llama(nn.Module):
     """The layers of a Llama that this rank has.
 
     groups: the grid, axis -> process group. pipeline: which stages are on this rank; None: all layers, in one stage.
-    z_loss: see tp.cross_entropy. balance: of experts, see ep.py. Parameters have no memory: `Optimizer.load` of zero.py
-    allocates it and fills it from a source.
+    z_loss: see tp.cross_entropy. balance: of experts, see ep.py. Parameters have no memory until an Optimizer's buckets
+    (zero.py) allocate it, and no values until `Optimizer.load`.
     """
 
     def __init__(self, model: Model, groups: Groups, execution: Execution | None = None, *,
-                 pipeline: Pipeline | None = None, z_loss: float = 0.0, balance: Balance = NO_BALANCE):
+                 pipeline: Pipeline | None = None, z_loss: float = 0.0, balance: Balance = Balance()):
         super().__init__()
         self.model, self.groups, self.execution = model, groups, execution or Execution()
         self.pipeline = pipeline or Pipeline.one_stage(model.layers)
         self.stages, self.last_stage = self.pipeline.stages, self.pipeline.last
         options, self.tp = self.execution, TensorParallel(groups.get("tp"))
         make = partial(parameter, groups=groups, dtype=options.dtype, device=options.device)
-        if self.tp.size > 1:  # selective recomputation saves no inputs, so none stay gathered
+        if self.tp.size > 1:  # with selective, gathered inputs (the norms' results) are recomputed, so none is kept
             self.tp = self.tp._replace(sequence=options.sequence, async_tp=options.async_tp,
                                        keep_gathered=options.keep_gathered and options.recompute != "selective")
         checkpoints = self.pipeline.in_flight * max(len(layers) for layers in self.stages.values())
@@ -247,7 +247,7 @@ class Llama(nn.Module):
             self.head = Head(model, make, norm_along, table, z_loss)
 
     def units(self) -> dict[int, list[nn.Module]]:
-        """For each stage what is reduced, unsharded and resharded together (FSDP units), in forward order."""
+        """Each stage's modules in forward order. A module is an FSDP unit: reduced, unsharded, resharded as one."""
         return {stage: [*([self.embedding] if stage == 0 else []), *(self.blocks[str(layer)] for layer in layers),
                         *([self.head] if stage == self.last_stage else [])] for stage, layers in self.stages.items()}
 
@@ -263,7 +263,8 @@ class Llama(nn.Module):
         positions: [S] or [B, S], by default 0, 1, 2 … documents: [B, S], numbers of the documents, which do not see
         each other. With context parallelism tokens and positions are this rank's, as cp.shard_sequences returns them,
         and documents are those of whole sequences. Tokens below 0 are padding.
-        sequence_weight: the factor of a sequence's auxiliary losses of experts; None: no such loss.
+        sequence_weight: the factor of a sequence's auxiliary losses of experts, of which only the gradient is added
+        (ep.AddAuxiliaryLoss), not the value; None: no such loss.
         cache: keys and values of earlier tokens, which these follow; every rank then has all tokens.
         """
         assert cache is None or documents is None, "a KV cache knows of no documents"
@@ -294,7 +295,7 @@ class Llama(nn.Module):
             head_dim=model.head_dim, dtype=options.dtype, group=cp, style=options.cp_style, earlier=past)
         context = ForwardContext(
             tp, seq, rotary_angles(positions, model, options.dtype), attention, self.recompute,
-            routed_tokens(tokens, cp, tp.group, sequence_weight) if self.routers else None, cache=cache)
+            make_routing_info(tokens, cp, tp.group, sequence_weight) if self.routers else None, cache=cache)
         if cache is not None:
             return context, context
         return context, context._replace(tp=tp._replace(fp8=options.fp8_linear), fp8_experts=options.fp8_experts)

@@ -1,33 +1,26 @@
 """How a parameter is sharded over the grid, how it is initialised, and how it receives its gradient.
 
-Everything the project does with a parameter follows from one record, its `Spec`. For every axis of the grid it says how
-the parameter lies on the ranks along that axis, in the terms of torch's DTensor:
+Five words, in the order in which a parameter meets them:
 
-    in `along`             DTensor                                   an example, on the tensor parallel axis
-    {"tp": 0}              Shard(0)                                  a column-parallel weight: other rows on each rank
-    {"tp": "replicate"}    Replicate, gradient Replicate             a norm's weight, where each rank sees all tokens
-    {"tp": "partial"}      Replicate, gradient Partial: each rank    a norm's weight, where each rank sees some of the
-                           has one term of a sum                     tokens (sequence parallelism)
+Spec    A record that says what a parameter is. Initialisation, gradient reduction, gradient norm, weight decay and
+        checkpoints all follow from it. An example, an [F, H] weight of which each tensor parallel rank has F/t rows:
 
-It also names the data axis, over which gradients are summed and optimizer state may be sharded: "dp", or "edp" for
-experts. Initialisation, gradient reduction, gradient norm, weight decay, checkpoints and tests all read the Spec;
-nothing restates it.
+            Spec("layers.7.ffn.w_up", shape=(F, H), along={"tp": 0}, std=0.02)
 
-Axes that are not among the five dimensions: "tie" joins the first and the last pipeline stage, which share a tied
-embedding; "kv" and "kv_copy" split the tensor parallel ranks where they outnumber the key and value heads; "edp" is the
-expert-data-parallel axis: the ranks that hold the same experts.
+box     A block of the global tensor, one slice per dimension. With t = 2, the second rank's box of this weight is
+        (slice(F/2, F), slice(0, H)).
+source  A function (spec, box) -> tensor that returns the values of any box of any parameter. `draw` returns seeded
+        random numbers; a checkpoint is another source. A rank asks only for boxes that it has.
+sink    The object that collects a parameter's gradient: its flat bucket. A matmul can add its result to the bucket
+        without a temporary, and a pipeline schedule may compute weight gradients later than input gradients. So a
+        layer says *how* to add, and `accumulate_grad`, the one entry for gradients, decides *where* and *when*:
 
-Values are read and written as boxes of the global tensor. A *source* is a function (spec, box) -> tensor that yields
-any box of any parameter: `draw` (seeded random numbers) is one; checkpoints and published weights are others. So no
-rank ever builds more of a parameter than it holds.
+            layer's backward --add(out)--> accumulate_grad --now or in backward_weight--> sink's buffer, or .grad
 
-Gradients of large weights are accumulated in place, not assigned: a matmul can add its result to a buffer without a
-temporary, and a pipeline schedule may want weight gradients later than input gradients. So a layer says *how* to add,
-and somebody else decides *where* and *when*. Both meet in `accumulate_grad`, the one entry for gradients:
+ready   `sink.ready(param)` is called once per backward pass, when the pass has accumulated its gradient of `param`.
+        The bucket counts the calls. After the last one of the step it is ready, and its reduction starts.
 
-    layer's backward --add(out)--> accumulate_grad --now, or queued until backward_weight--> a flat bucket, or .grad
-
-The bucket, called the parameter's *sink*, gets one call for every parameter and backward pass: `sink.ready(param)`.
+Shapes: t tensor parallel ranks, K key and value heads, F ffn, H hidden.
 """
 import hashlib
 import math
@@ -36,58 +29,62 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from collectives import Groups, rank, size
 
-Box = tuple[slice, ...]  # a rectangular part of a global tensor, one slice a dimension
+Box = tuple[slice, ...]
 IGNORED = -100  # the label of a token that has no loss
 
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The accumulation dtype of a run in `dtype`, at least fp32: of gradients, statistics, angles and losses."""
+    """The dtype, at least fp32, in which a run in `dtype` accumulates gradients, statistics, angles and losses."""
     return torch.promote_types(dtype, torch.float32)
 
 
-# ---- the record -----------------------------------------------------------------------------------------------------
+# ---- Spec and box ---------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Spec:
-    """How a parameter is sharded and initialised.
+    """How a parameter is sharded and initialised. `along` says how it lies on the ranks of an axis, as DTensor says it:
 
-    name: canonical and global, such as "layers.7.attention.wq", the same on every grid.
-    shape: of the whole parameter.
-    along: axis -> the dimension it is sharded on, "replicate" or "partial", for the model's axes (see above).
-    data_axis: the axis whose ranks see other tokens, so that each computes one term of the gradient.
-    decay: whether weight decay applies.
-    mean, std: of the normal distribution that initial values are drawn from; norm weights are initialised to 1.
+        along                  parameter    gradient     an example
+        {"tp": 0}              Shard(0)     Shard(0)     a column-parallel weight: each rank has different rows
+        {"tp": "replicate"}    Replicate    Replicate    a norm's weight, if every rank has all tokens
+        {"tp": "partial"}      Replicate    Partial      a norm's weight, if each rank has different tokens (sequence
+                                                         parallelism): a rank's gradient is one term of the sum
+
+    Axes are "tp"; "ep"; "tie", the first and the last pipeline stage, which share a tied embedding; and if t > K, in
+    place of "tp", "kv" (K ranks with different key and value heads) and "kv_copy" (t/K ranks with the same heads).
+    The data axis is not in `along`: on its ranks a parameter is always replicated and its gradient partial.
     """
-    name: str
-    shape: tuple[int, ...]
+    name: str  # global: the same on every grid
+    shape: tuple[int, ...]  # of the global tensor
     along: dict[str, int | str] = field(default_factory=dict)
-    data_axis: str = "dp"
-    decay: bool = True
-    mean: float = 0.0
-    std: float = 0.0
+    data_axis: str = "dp"  # of experts "edp", the ranks that have the same experts; gradients are summed over it
+    decay: bool = True  # whether weight decay applies
+    mean: float = 0.0  # of the normal distribution that initial values are drawn from
+    std: float = 0.0  # 0: all initial values are `mean`
 
     @property
     def partial_axes(self) -> tuple[str, ...]:
-        """The axes over which the gradient has still to be summed, besides the data axis."""
+        """The axes over which the gradient has to be summed, besides the data axis."""
         return tuple(axis for axis, how in self.along.items() if how == "partial")
 
     @property
     def replicated_axes(self) -> tuple[str, ...]:
-        """The axes along which several ranks hold the same elements."""
+        """The axes along which all ranks have the same elements."""
         return tuple(axis for axis, how in self.along.items() if how in ("replicate", "partial"))
 
 
 def shard_slice(n: int, shards: int, index: int) -> slice:
-    """The place of shard `index` when n things are split in order into shards whose sizes differ by at most one."""
+    """Shard `index` of n items, in order, in shards whose sizes differ by at most one."""
     return slice(index * n // shards, (index + 1) * n // shards)
 
 
 def local_box(spec: Spec, groups: Groups) -> Box:
-    """The part of the parameter that this rank holds."""
+    """The box of the parameter that this rank has."""
     box = [slice(0, n) for n in spec.shape]
     for axis, dim in spec.along.items():
         if dim not in ("replicate", "partial"):
@@ -96,7 +93,7 @@ def local_box(spec: Spec, groups: Groups) -> Box:
 
 
 def is_first_replica(spec: Spec, groups: Groups) -> bool:
-    """Whether this rank is the one that counts and saves its part, of all that hold the same along the model's axes."""
+    """Whether this rank, of those that have the same box (data axis aside), is the one that counts and saves it."""
     return not any(rank(groups.get(axis)) for axis in spec.replicated_axes)
 
 
@@ -104,100 +101,95 @@ def box_shape(box: Box) -> tuple[int, ...]:
     return tuple(s.stop - s.start for s in box)
 
 
-def parameter(spec: Spec, groups: Groups, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.nn.Parameter:
-    """A Parameter of the local shape without memory (one element, expanded), until its bucket allocates some.
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Elements start..stop of a flattened tensor with n dimensions, as at most 2n-1 boxes, in order.
 
-    It carries `spec`, `box` (the part that this rank holds), `sink` (what collects its gradient; None: autograd's own
-    `.grad`) and `generation`, a number that changes whenever its values may have: caches of what was computed from them
-    compare it.
+    In a matrix they are the end of a first row, complete rows, and the beginning of a last row. Thus a shard of a flat
+    bucket, which may begin and end inside a row, is loaded and saved without a gather.
     """
+    row = math.prod(shape[1:])
+    while start < stop:
+        first, offset = divmod(start, row)
+        if offset == 0 and start + row <= stop:  # complete rows
+            last = stop // row
+            yield (slice(first, last), *(slice(0, n) for n in shape[1:]))
+            start = last * row
+        else:  # a part of one row
+            end = min(stop, (first + 1) * row)
+            yield from ((slice(first, first + 1), *box) for box in boxes(shape[1:], offset, end - first * row))
+            start = end
+
+
+def parameter(spec: Spec, groups: Groups, dtype: torch.dtype, device: torch.device | str = "cpu") -> nn.Parameter:
+    """A Parameter of the local shape without memory (one element, expanded), until its bucket allocates some."""
     box = local_box(spec, groups)
-    param = torch.nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(box_shape(box)))
-    param.spec, param.box, param.sink, param.generation = spec, box, None, 0
+    param = nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(box_shape(box)))
+    param.spec, param.box = spec, box
+    param.sink = None  # until attach_sink: autograd's `.grad` collects the gradient
+    param.generation = 0  # increases whenever the values may have changed: caches of what depends on them compare it
     return param
 
 
-# ---- initial values -------------------------------------------------------------------------------------------------
+# ---- source: initial values -----------------------------------------------------------------------------------------
 
-Source = Callable[[Spec, Box], torch.Tensor]
-DRAW_BLOCK = 2**20  # elements drawn by one generator: a rank draws fewer than these in vain at either end of its box
+Source = Callable[[Spec, Box], Tensor]
+DRAW_BLOCK = 2**20  # elements per generator, rounded down to whole rows; at least one row
 
 
 def draw(seed: int) -> Source:
-    """The source of random initial values.
+    """The source of random initial values: the same bits on every grid and device.
 
-    A value depends on the seed, the parameter's name and its place in the global tensor, and on nothing else: every
-    block of rows has its own generator, always on the CPU. So every grid, on every device, starts from the same bits.
+    The global tensor is divided into blocks of whole rows (a row: one index of the first dimension), and each block has
+    its own generator, on the CPU. A rank draws whole blocks, one at a time, and copies the elements of its box: each
+    rank draws all of a weight that is sharded along columns.
     """
-    def source(spec: Spec, box: Box) -> torch.Tensor:
+    def source(spec: Spec, box: Box) -> Tensor:
         if spec.std == 0:
             return torch.full(box_shape(box), spec.mean)
-        out, (wanted, *others) = torch.empty(box_shape(box), dtype=torch.float32), box
+        out = torch.empty(box_shape(box), dtype=torch.float32)
+        rows, *columns = box
         block = max(1, DRAW_BLOCK // math.prod(spec.shape[1:]))
-        for first in range(wanted.start // block * block, wanted.stop, block):
+        for first in range(rows.start // block * block, rows.stop, block):
             key = hashlib.sha256(f"{seed} {spec.name} {first}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
-            rows = min(block, spec.shape[0] - first)
-            values = torch.randn((rows, *spec.shape[1:]), generator=generator, dtype=torch.float32)
-            start, stop = max(first, wanted.start), min(first + block, wanted.stop)
-            out[start - wanted.start:stop - wanted.start] = values[start - first:stop - first][(slice(None), *others)]
+            last = min(first + block, spec.shape[0])
+            values = torch.randn((last - first, *spec.shape[1:]), generator=generator, dtype=torch.float32)
+            start, stop = max(first, rows.start), min(last, rows.stop)
+            out[start - rows.start:stop - rows.start] = values[(slice(start - first, stop - first), *columns)]
         return out * spec.std + spec.mean
     return source
 
 
-def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """The elements start..stop of an n-dimensional array in C order, as at most 2n-1 boxes, in order.
-
-    A range of a matrix is the end of a first row, whole rows, and the beginning of a last row. This is how a flat
-    shard, which begins and ends anywhere, is loaded and saved without a gather.
-    """
-    if start == stop:
-        return
-    if len(shape) == 1:
-        yield (slice(start, stop),)
-        return
-    row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # the whole rows are first..last
-    if first > last:  # it begins and ends inside one row
-        yield from ((slice(last, first), *box) for box in boxes(shape[1:], start - last * row, stop - last * row))
-        return
-    if start < first * row:
-        yield from ((slice(first - 1, first), *box) for box in boxes(shape[1:], start - (first - 1) * row, row))
-    if first < last:
-        yield (slice(first, last), *(slice(0, n) for n in shape[1:]))
-    if last * row < stop:
-        yield from ((slice(last, last + 1), *box) for box in boxes(shape[1:], 0, stop - last * row))
-
-
-# ---- the entry for gradients ----------------------------------------------------------------------------------------
+# ---- sink: the entry for gradients ----------------------------------------------------------------------------------
 
 Key = tuple[int, int]  # (pipeline stage, micro-batch)
+Params = tuple[nn.Parameter, ...]
+Add = Callable[[Tensor], None]
 
 
 class Sink(Protocol):
     """What collects the gradients of parameters: a flat bucket."""
 
-    def main_grad(self, param: torch.nn.Parameter) -> torch.Tensor:
-        """Where to add. Asked for at every use: a sink may change buffers while a reduction is in flight."""
+    def main_grad(self, param: nn.Parameter) -> Tensor:
+        """The buffer to add to. Ask for it at every use: under ZeRO-2 and 3 it changes during a reduction."""
 
-    def ready(self, param: torch.nn.Parameter) -> None:
-        """A backward pass has added all that it has for `param`."""
+    def ready(self, param: nn.Parameter) -> None:
+        """A backward pass has accumulated its gradient of `param`."""
 
 
 # Set while a backward computes input gradients only. A plain global, not thread-local: on CUDA, autograd runs backward
-# functions on threads of its own.
+# functions in its own threads.
 _deferring: Key | None = None
-_queue: dict[Key, dict[tuple[torch.nn.Parameter, ...], list[Callable[[torch.Tensor], None]]]] = {}
+_queue: dict[Key, dict[Params, list[Add]]] = {}  # for backward_weight
 
 
-def accumulate_grad(params: torch.nn.Parameter | tuple[torch.nn.Parameter, ...], add: Callable[[torch.Tensor], None],
-                    defer: bool = True) -> None:
-    """Have `add(out)` add the gradient of one use of `params` into `out`: now, or when backward_weight runs.
+def accumulate_grad(params: nn.Parameter | Params, add: Add, defer: bool = True) -> None:
+    """Accumulate the gradient of one use of `params`: now, or in backward_weight if a split backward is running.
 
-    params: a parameter, or a tuple of matrices with equally long rows that share an input (queries, keys, values),
-        which get their gradient in one piece: `out` is all of them, one below the other.
-    add: called without autograd. It must not hold tensors that require gradients, or the graph lives as long as it.
-    defer: False for what must not outlive its backward (a head's logits are larger than everything else).
+    params: a parameter, or a tuple of matrices with equally long rows that multiply the same input (wq, wk, wv).
+    add: add(out) adds the gradient to `out`, which has the shape of the parameter or of the stacked matrices. Called
+        without autograd. It must not hold tensors that require gradients, which would keep their graph alive.
+    defer: False if `add` reads tensors too large to be saved until backward_weight, such as the head's logits.
     """
     params = params if isinstance(params, tuple) else (params,)
     if is_deferred(defer):
@@ -207,23 +199,25 @@ def accumulate_grad(params: torch.nn.Parameter | tuple[torch.nn.Parameter, ...],
 
 
 def is_deferred(defer: bool = True) -> bool:
-    """Whether a gradient that is accumulated now is computed later, so that its inputs are kept until then."""
+    """Whether accumulate_grad would queue `add`: then the tensors that `add` reads are saved until backward_weight."""
     return defer and _deferring is not None
 
 
-def add_now(params: tuple[torch.nn.Parameter, ...], add: Callable[[torch.Tensor], None]) -> None:
-    outs = [main_grad(param) for param in params]
-    out = stacked_view(outs)
-    if out is not None:
-        add(out)
+def add_now(params: Params, add: Add) -> None:
+    """Call `add` on one view of all gradient buffers; on a temporary if they are not contiguous in memory."""
+    grads = [main_grad(param) for param in params]
+    view = stacked_view(grads)
+    if view is not None:
+        add(view)
         return
-    out = torch.zeros((sum(o.shape[0] for o in outs), *outs[0].shape[1:]), dtype=outs[0].dtype, device=outs[0].device)
+    rows = [len(grad) for grad in grads]
+    out = grads[0].new_zeros(sum(rows), *grads[0].shape[1:])
     add(out)
-    for target, part in zip(outs, out.split([o.shape[0] for o in outs])):
-        target.add_(part)
+    for grad, part in zip(grads, out.split(rows)):
+        grad.add_(part)
 
 
-def main_grad(param: torch.nn.Parameter) -> torch.Tensor:
+def main_grad(param: nn.Parameter) -> Tensor:
     """The buffer in which the gradient is accumulated: the sink's, or `.grad` without a sink."""
     if param.sink is not None:
         return param.sink.main_grad(param)
@@ -232,19 +226,20 @@ def main_grad(param: torch.nn.Parameter) -> torch.Tensor:
     return param.grad
 
 
-def stacked_view(tensors: list[torch.Tensor]) -> torch.Tensor | None:
-    """Tensors with equal rows, one below the other, as one view; None unless they lie so in one buffer."""
-    first, end = tensors[0], tensors[0].storage_offset()
+def stacked_view(tensors: list[Tensor]) -> Tensor | None:
+    """[R1, ...], [R2, ...] -> [R1 + R2, ...] as a view; None unless the tensors follow each other in one storage."""
+    first = tensors[0]
+    end = first.storage_offset()
     for tensor in tensors:
-        same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not (same and tensor.storage_offset() == end and tensor.is_contiguous()):
+        same_storage = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not (same_storage and tensor.storage_offset() == end and tensor.is_contiguous()):
             return None
         end += tensor.numel()
-    return first.as_strided((sum(t.shape[0] for t in tensors), *first.shape[1:]), first.stride())
+    return first.as_strided((sum(len(tensor) for tensor in tensors), *first.shape[1:]), first.stride())
 
 
-def accumulate_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """out += a b. In 16-bit runs `out` is fp32: on GPUs the matmul adds to it, else each product is rounded once."""
+def accumulate_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out += a @ b. For 16-bit a and b, out is fp32: on GPUs the matmul adds to it, on CPUs a @ b is rounded first."""
     if out.dtype == a.dtype:
         out.addmm_(a, b)
     elif out.is_cuda and out.dtype == torch.float32:
@@ -253,34 +248,38 @@ def accumulate_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> N
         out.add_(a @ b)
 
 
-def attach_sink(param: torch.nn.Parameter, sink: Sink) -> None:
-    """From now on `sink` collects the gradient of `param`, from accumulate_grad and from autograd alike."""
+def attach_sink(param: nn.Parameter, sink: Sink) -> None:
+    """From now on `sink` collects the gradient of `param`, from accumulate_grad and from autograd."""
+    assert param.sink is None, f"{param.spec.name} has a sink already"  # a second hook would call ready twice
     param.sink = sink
-    param.register_post_accumulate_grad_hook(on_grad_accumulated)  # it holds no sink: gc cannot see inside hooks
+    param.register_post_accumulate_grad_hook(on_grad_accumulated)  # gc cannot see into hooks: this one holds no sink
 
 
-def on_grad_accumulated(param: torch.nn.Parameter) -> None:
-    """Autograd calls this once a backward pass, after the parameter's last use, even when every use returned None."""
+def on_grad_accumulated(param: nn.Parameter) -> None:
+    """Autograd calls this once per backward pass, after the parameter's last use, even if every use returned None."""
     if param.grad is not None:
         param.sink.main_grad(param).add_(param.grad)
         param.grad = None
     queued = _queue.get(_deferring, ())
-    if not any(param is other for params in queued for other in params):
+    if not any(param is other for params in queued for other in params):  # else backward_weight calls ready
         param.sink.ready(param)
 
 
-def backward_input(key: Key, output: GradientEdge | torch.Tensor, grad: torch.Tensor | None) -> None:
-    """The first half of a split backward: gradients of inputs now, those of weights (unless not deferred) later."""
+def backward_input(key: Key, output: GradientEdge | Tensor, grad: Tensor | None) -> None:
+    """The first half of a split backward: compute input gradients, queue the weight gradients that may be deferred."""
     global _deferring
-    assert key not in _queue, f"stage and micro-batch {key} already wait for their weight gradients"
+    assert key not in _queue, f"(stage, micro-batch) {key} already waits for its backward_weight"
     _deferring, _queue[key] = key, {}
     try:
         torch.autograd.backward(output, grad)
+    except BaseException:
+        _queue.clear()  # the step has failed: the next one must not compute its weight gradients
+        raise
     finally:
         _deferring = None
 
 
-@torch.no_grad()  # autograd is not running here: without this every gradient would begin a graph that nobody ends
+@torch.no_grad()  # autograd is not running here: without this each gradient would build a graph that is never freed
 def backward_weight(key: Key) -> None:
     """The second half: the weight gradients that backward_input has queued."""
     queue = _queue.pop(key)
@@ -293,5 +292,5 @@ def backward_weight(key: Key) -> None:
 
 
 def queued_keys() -> list[Key]:
-    """The (stage, micro-batch) pairs whose weight gradients have not been computed: none, after a step."""
+    """The (stage, micro-batch) pairs whose weight gradients have not been computed: none after a step."""
     return list(_queue)

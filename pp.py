@@ -1,26 +1,25 @@
 """Pipeline parallelism: layers are split into stages; micro-batches flow through them, forward, then backward.
 
-Saves: all but 1/p of weights, gradients, optimizer state and work, with little communication: one activation a
-       boundary.
+Saves: all but 1/p of weights, gradients, optimizer state and work; little is sent: one activation per stage boundary.
 Costs: ranks wait while the pipeline fills and drains (the bubble), and hold activations of several micro-batches.
 Stops helping when: there are not many more micro-batches than ranks, or layers cannot be split into equal work.
 
-When ranks wait is decided by the order in which each does its forwards and backwards: the schedule, which is data, a
-list of (op, stage, micro-batch) for each rank; schedules.py has them. One engine runs any of them. On three ranks with
-four micro-batches, forwards numbered and backwards in brackets:
+The order of a rank's forwards and backwards decides when it waits. schedules.py gives that order as data, a list of
+(op, stage, micro-batch) for each rank; one engine runs every schedule. On three ranks with four micro-batches, forwards
+numbered and backwards in brackets:
 
     afab    1  2  3  4             (1)(2)(3)(4)        1f1b    1  2  3       (1) 4 (2)   (3)   (4)
                1  2  3  4       (1)(2)(3)(4)                      1  2    (1) 3 (2) 4 (3)   (4)
                   1  2  3  4 (1)(2)(3)(4)                            1 (1) 2 (2) 3 (3) 4 (4)
 
-Both wait equally long, but 1f1b holds the activations of three micro-batches at most, not of all.
+In both, ranks wait equally long, but 1f1b holds the activations of three micro-batches at most, not of all.
 
-What makes it right, and is easily got wrong:
-- The loss is divided once, by the tokens of the whole batch, where it is computed; no stage knows of the others.
-- Two ranks must issue what they exchange in one order, or each waits for the other: `lower` enters both ends at once.
-- A stage's output is needed by the next stage alone: only its edge into the graph stays, and the memory is freed.
-- Half a backward is the work of param.py: weight gradients wait in a queue until W.
-- A tied embedding is in the first stage and in the last: two terms of one gradient, summed after the data ranks' sum.
+What is easily got wrong:
+- The loss is divided once, in the last stage, by the number of tokens of the global batch; no stage scales gradients.
+- Two ranks must issue their transfers in the same order, or both wait for ever: `lower` enters both ends at once.
+- Only the next stage needs a stage's output: the engine saves its edge in the graph alone and frees the output.
+- I is a backward in which param.py queues the weight gradients; W computes those in the queue.
+- A tied embedding's gradients in the first and in the last stage are added after their data parallel reductions.
 
 Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B, interleaved); Qi et al. 2023 (halves of a backward).
 Shapes: p ranks, m micro-batches.
@@ -46,33 +45,31 @@ from schedules import Action, Costs, Plan, Span, Transfer, activations_held, bac
 # ---- the engine -----------------------------------------------------------------------------------------------------
 
 class Engine:
-    """Runs one rank's part of any plan; one stage and no group are the plan of gradient accumulation.
-
-    Receives are issued in the plan's order, into memory of their own, and waited for where they are used.
-    """
+    """Runs one rank's part of any plan; a plan of one stage, without a group, is gradient accumulation."""
 
     def __init__(self, plan: Plan, group: Group = None, device: torch.device | str = "cpu"):
-        lists = lower(plan)
-        self.items, self.last_stage, self.group, self.device = lists[rank(group)], plan.stages - 1, group, device
-        self.backwards = backwards(plan.ranks[rank(group)])
-        self.spans: list[Span] | None = None  # set to a list to have it filled with when each action began and ended
-        pairs = {tuple(sorted((r, item.peer))) for r, items in enumerate(lists) for item in items
+        me, lists = rank(group), lower(plan)
+        self.items, self.backwards = lists[me], backwards(plan.ranks[me])
+        self.last_stage, self.group, self.device = plan.stages - 1, group, device
+        self.spans: list[Span] | None = None  # if a list, `run` appends when each action began and ended
+        pairs = {(min(r, item.peer), max(r, item.peer)) for r, items in enumerate(lists) for item in items
                  if isinstance(item, Transfer)}
-        for pair in sorted(pairs):  # NCCL connects two ranks at their first transfer: do it in one order on all ranks
-            if rank(group) in pair:
-                first, second = pair if rank(group) == pair[0] else reversed(pair)
-                word = torch.zeros(1, device=device)
-                (send if first < second else receive)(word, second, group).wait()
+        for first, second in sorted(pairs):  # NCCL connects two ranks at their first transfer: all do so in one order
+            word = torch.zeros(1, device=device)
+            if me == first:
+                send(word, second, group).wait()
+            elif me == second:
+                receive(word, first, group).wait()
 
     def run(self, forward: Callable, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Run forwards and backwards of a step.
+        """Run the forwards and backwards of a step.
 
-        forward(stage, micro-batch, x) -> y: x is None at the first stage; y of the last stage is the loss, on which
-        backward begins. shape, dtype: of what one stage sends to the next.
+        forward(stage, micro-batch, x) -> y: x is None in the first stage; y is the loss in the last stage. shape,
+        dtype: those of x and y between stages.
         """
-        alive = {}  # (stage, micro-batch) -> (input, the output's edge into the graph), between forward and backward
-        local = {}  # what this rank has made for another stage: its own next one, or one that it will be sent to
-        receiving, sending = {}, []
+        alive = {}  # (stage, micro-batch) -> (input, the output's edge in the graph), between forward and backward
+        local = {}  # ("F" or "B", the stage that needs it, micro-batch) -> a result, to be sent or used on this rank
+        receiving, sending = {}, []  # the same key -> (a tensor, the pending receive that fills it); pending sends
 
         def take(*key):
             if key in local:
@@ -82,7 +79,7 @@ class Engine:
             return x
 
         for item in self.items:
-            sending = [pending for pending in sending if not pending.completed()]
+            sending = [pending for pending in sending if not pending.completed()]  # frees what was sent
             if isinstance(item, Transfer):
                 key = item.what, item.stage, item.micro_batch
                 if item.op == "send":
@@ -91,7 +88,8 @@ class Engine:
                     x = torch.empty(shape, dtype=dtype, device=self.device)
                     receiving[key] = x, receive(x, item.peer, self.group)
                 continue
-            (op, stage, k), began = item, time.perf_counter()
+            op, stage, k = item
+            began = time.perf_counter()
             if op == "F":
                 x = take("F", stage, k).requires_grad_(torch.is_grad_enabled()) if stage else None
                 y = forward(stage, k, x)
@@ -99,7 +97,7 @@ class Engine:
                     alive[stage, k] = x, torch.autograd.graph.get_gradient_edge(y)
                 if stage < self.last_stage:
                     local["F", stage + 1, k] = y.detach()
-                x = y = None  # or they would live until the next action
+                x = y = None  # not to hold them until the next action
             elif op == "W":
                 backward_weight((stage, k))
             else:
@@ -120,42 +118,42 @@ class Engine:
 
 
 class Pipeline:
-    """A rank's stages, and engines for every number of micro-batches.
+    """A rank's stages, and an engine per number of micro-batches.
 
-    plan_of: number of micro-batches -> plan. layers_of: the layers of every stage. max_micro_batches: of a step.
+    plan_of: number of micro-batches -> plan. layers_of: the layers of every stage. max_micro_batches: of any step.
+    stages: this rank's stages -> their layers. in_flight: micro-batches whose activations it holds at once, at most.
     """
 
     def __init__(self, plan_of: Callable[[int], Plan], layers_of: list[range], max_micro_batches: int = 1,
                  group: Group = None, device: torch.device | str = "cpu"):
         self.plan_of, self.group, self.device, self.engines = plan_of, group, device, {}
         largest, me = plan_of(max_micro_batches), rank(group)
-        self.owners, = largest.owners  # one direction
+        self.owners, = largest.owners  # no schedule that runs has two directions
         self.stages = {stage: layers for stage, layers in enumerate(layers_of) if self.owners[stage] == me}
-        self.last, self.in_flight = len(layers_of) - 1, int(max(activations_held(largest.ranks[me])))
+        self.last = len(layers_of) - 1
+        self.in_flight = int(max(activations_held(largest.ranks[me])))
 
     @classmethod
-    def one_stage(cls, layers: int, **others) -> "Pipeline":
-        """No pipeline: a forward and a backward in turns."""
-        return cls(lambda micro_batches: plan("1f1b", 1, micro_batches), [range(layers)], **others)
+    def one_stage(cls, layers: int, **options) -> "Pipeline":
+        """No pipeline: a forward and a backward in turns. options: as of Pipeline."""
+        return cls(lambda micro_batches: plan("1f1b", 1, micro_batches), [range(layers)], **options)
 
     def engine(self, micro_batches: int, evaluating: bool = False) -> Engine:
         key = micro_batches, evaluating
         if key not in self.engines:
-            whole = self.plan_of(micro_batches)
-            self.engines[key] = Engine(forwards_only(whole) if evaluating else whole, self.group, self.device)
+            chosen = self.plan_of(micro_batches)
+            forwards = [[action for action in actions if action.op == "F"] for actions in chosen.ranks]
+            executed = chosen._replace(ranks=forwards) if evaluating else chosen
+            self.engines[key] = Engine(executed, self.group, self.device)
         return self.engines[key]
 
 
-def forwards_only(plan: Plan) -> Plan:
-    """What is left of a plan for an evaluation."""
-    return plan._replace(ranks=[[action for action in actions if action.op == "F"] for actions in plan.ranks])
-
-
 def partition(work: list[float], stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
-    """Which layers each stage has, at least one: the largest work of a stage as small as possible.
+    """The layers of each stage, at least one, such that the largest work of a stage is as small as possible.
 
-    work: of each layer. first, last: of the embedding and of the head. Of equally good partitions, the one that gives
-    early stages fewer layers, since they hold the activations of more micro-batches.
+    work: that of each layer; first, last: that of the embedding and of the head. Of equally good partitions, the one
+    with fewer layers in early stages, which hold activations of more micro-batches. Raises ValueError where layers are
+    fewer than stages.
     """
     layers = len(work)
     if not 1 <= stages <= layers:
@@ -165,8 +163,8 @@ def partition(work: list[float], stages: int, first: float = 0.0, last: float = 
     def load(stage: int, start: int, stop: int) -> float:
         return sums[stop] - sums[start] + first * (stage == 0) + last * (stage == stages - 1)
 
-    def filled(limit: float) -> list[int] | None:
-        """Where stages begin if late ones take what they can; more than the limit only where a stage has one layer."""
+    def fill(limit: float) -> list[int] | None:
+        """The first layer of each stage if late stages take as many as the limit allows, but one at least."""
         starts, stop = [], layers
         for stage in reversed(range(stages)):
             start = stop - 1 if stage else 0
@@ -180,15 +178,15 @@ def partition(work: list[float], stages: int, first: float = 0.0, last: float = 
 
     limits = {round(sums[j] - sums[i] + more, 9) for i in range(layers) for j in range(i + 1, layers + 1)
               for more in {0, first, last, first + last}}
-    starts = next(starts for limit in sorted(limits) if (starts := filled(limit)))
+    starts = next(starts for limit in sorted(limits) if (starts := fill(limit)))
     return [range(start, stop) for start, stop in zip(starts, [*starts[1:], layers])]
 
 
 # ---- the demo: a drawing --------------------------------------------------------------------------------------------
 
-def measured(plan: Plan) -> list[list[Span]]:
-    """When the ranks that torchrun started did what, in stages that sleep 10 ms for each F, I and W: so even two
-    processors show how eight ranks wait for each other. In units of 10 ms since the first start."""
+def measure(plan: Plan) -> list[list[Span]]:
+    """Run a plan on the ranks that torchrun started, with stages that sleep 10 ms for each F, I and W, so that even two
+    processors show how eight ranks wait. Returns each rank's spans, in units of 10 ms since the first start."""
     weight = torch.nn.Parameter(torch.zeros(1))
     weight.sink = None
 
@@ -226,8 +224,8 @@ def main(arguments: list[str]) -> None:
     ranks = int(os.environ.get("WORLD_SIZE", 4))
     parser.add_argument("--pp", type=int, default=ranks, metavar="P", help="ranks; under torchrun as many as there are")
     parser.add_argument("--micro-batches", type=int, default=8, metavar="M")
-    parser.add_argument("--chunks", type=int, default=0, metavar="V", help="model chunks a rank; 0: as it needs")
-    parser.add_argument("--group", type=int, default=0, metavar="N", help="micro-batches a group of interleaving; 0: P")
+    parser.add_argument("--chunks", type=int, default=0, metavar="V", help="model chunks per rank; 0: as it needs")
+    parser.add_argument("--group", type=int, default=0, metavar="N", help="micro-batches per interleaved group; 0: P")
     parser.add_argument("--costs", type=float, nargs=3, default=(1.0, 1.0, 1.0), metavar=("F", "I", "W"))
     parser.add_argument("--svg", metavar="FILE", help="write the picture here")
     parser.add_argument("--trace", metavar="FILE", help="write it for chrome://tracing here")
@@ -247,14 +245,14 @@ def main(arguments: list[str]) -> None:
     except ValueError as error:
         parser.exit(2, "" if me else f"pp.py: {error}\n")
     schedules.check_rendezvous(lower(chosen))
-    spans = measured(chosen) if measuring else simulate(chosen, Costs(*args.costs))
+    spans = measure(chosen) if measuring else simulate(chosen, Costs(*args.costs))
     if me:
         return
-    end, v, idle = max(rank[-1].stop for rank in spans), chosen.stages // args.pp, schedules.bubble(spans)
-    most = max(max(activations_held(actions)) for actions in chosen.ranks)
-    print(schedules.draw(spans, width=min(3, 600 / end), color=sys.stdout.isatty()))
+    end, idle = max(rank[-1].stop for rank in spans), schedules.bubble(spans)
+    most = max(max(activations_held(actions)) for actions in chosen.ranks) * args.pp / chosen.stages
+    print(schedules.draw(spans, color=sys.stdout.isatty()))
     print(f"\n{args.schedule}: {end:g} units of time, the worst rank idle for {idle:g} of them "
-          f"({idle / end:.1%}), holding up to {most / v:g} micro-batches")
+          f"({idle / end:.1%}), holding up to {most:g} micro-batches")
     for file, text in ((args.svg, schedules.svg), (args.trace, schedules.chrome_trace)):
         if file:
             with open(file, "w") as out:

@@ -1,42 +1,42 @@
-"""A GPU primer: one matmul in seven kernels, each faster than the last by one idea, and one GELU in five ways.
+"""A GPU primer: a crash course in Triton, as one matmul in seven kernels and one GELU in five versions.
 
-A GPU has 100 to 150 processors (SMs), each with four tensor cores, and one memory that all of them share. An H200 does
-989e12 operations a second in bf16 and moves 4.8e12 bytes, so it waits for memory unless it does 206 with every byte. A
-bf16 matmul of n x n has n/3 operations for a byte, if each byte comes once. A simple kernel asks for each n times. The
-ladder is about asking less, and about asking before one needs it. C = A B, A is M x K, B is K x N, all row-major:
+Read it before kernels.py, flash.py and fp8_kernels.py: each of the seven kernels adds one idea that those rely on.
+Training does not need this file, except for `find_tile`, which fp8_kernels.py takes from here. `python primer.py` shows
+what each kernel reads, and on a GPU how fast it is; `python bench.py gpu` measures with the functions of this file.
 
-                   a program computes ...                and what it reads, in steps of k
-                                      N
-    uncoalesced    a piece of a column of C              ┌ ─ ─ B ─ ─ ┐      32 threads read one below the other in A:
-                                                         │     █     │      32 sectors of 32 bytes, each for one element
-    coalesced      a piece of a row of C                 │     █     │      32 threads read side by side in B:
-                                                         └ ─ ─ ─ ─ ─ ┘      2 sectors, used whole
-    tiled          a tile, BM x BN                  ┌ A ┐┌ ─ ─ C ─ ─ ┐      each element of A serves BN columns, each of
-                                                    │███││     █     │      B serves BM rows, on tensor cores
-    grouped        a larger tile, in an order       │   ││           │      programs that run at once share rows and
-                   that walks down GROUP tiles      └ ─ ┘└ ─ ─ ─ ─ ─ ┘      columns, and find them in the L2 cache
-    masked         a tile that may hang over an edge: threads beyond it take part, and touch nothing; nobody branches
-    pipelined      the same; the next steps' tiles are being loaded while tensor cores multiply this one's
-    persistent     many tiles, one after the other, as many programs as SMs; a copy engine (TMA) fetches whole tiles
+A GPU has 100 to 150 processors (SMs), each with four tensor cores, and one memory for all of them. An H200 does 989e12
+bf16 operations per second and moves 4.8e12 bytes, so it waits for memory unless it does 206 operations per byte. A bf16
+matmul of n x n has n/3 operations per byte if each byte is moved once; a simple kernel asks for each byte n times. The
+ladder asks for fewer bytes, and then asks earlier than it needs them. C = A B, A is M x K, B is K x N, all row-major:
 
-Time is at least max(FLOPs / peak, bytes / bandwidth), the roofline, with a roof for memory and one for the L1 caches,
-which answer 128 bytes a clock and SM to whatever is asked for. FLOPs are 2 M N K. Bytes, for elements of e:
+                   a program computes           what is new
+    uncoalesced    a piece of a column of C     32 threads read one below the other in A: 32 sectors of 32 bytes, of
+                                                each of which one element is used
+    coalesced      a piece of a row of C        32 threads read side by side in B: 2 sectors, of which all is used
+    tiled          a tile of C, BM x BN         an element of A serves BN columns, one of B serves BM rows; tensor cores
+    grouped        a larger tile                programs run in an order that walks down GROUP tiles: those that run at
+                                                once share rows and columns, which they find in the L2 cache
+    masked         a tile, also at an edge      threads beyond an edge load zeros and store nothing, without a branch
+    pipelined      the same                     the next tiles are loaded while tensor cores multiply these
+    persistent     many tiles in turn           one program per SM; a copy engine (TMA) loads and stores whole tiles
 
-    asked for      uncoalesced: 32 bytes a thread for A, and 32 a warp for B;  coalesced: 32 a warp for A, e a thread
-                   for B;  from tiled on: e (M K ceil(N/BN) + K N ceil(M/BM) + M N)
-    from memory    L2 serves what the programs of one wave share: for R different rows and S different columns of tiles
-                   in a wave, e K (R BM + S BN), summed over waves, and e M N for C. For a wave of W square tiles the
-                   least is R = S = sqrt(W); in row-major order it is R = 1, S = W. That is why one groups.
+Time is at least max(FLOPs / peak, bytes / bandwidth), the roofline. FLOPs are 2 M N K. There is one bandwidth for
+memory and one for the L1 caches, 128 bytes per clock and SM. Bytes, for elements of e bytes:
+
+    asked of L1    uncoalesced: 32 per thread for A, 32 per warp for B;  coalesced: 32 per warp for A, e per thread for
+                   B;  from tiled on: e (M K ceil(N/BN) + K N ceil(M/BM) + M N)
+    from memory    programs of one wave (those that run at once) share what is in L2. With R different rows and S
+                   different columns of tiles in a wave: e K (R BM + S BN), summed over waves, and e M N for C. For W
+                   square tiles the least is R = S = sqrt(W); row-major order has R = 1, S = W. Hence the groups.
 
 GELU, the tanh form: y = x/2 (1 + tanh z/2) = x / (1 + exp(-z)), z = sqrt(8/pi) (x + 0.044715 x^3). It has nine
-operations for 8 bytes of fp32, so nothing but bytes counts: 8 if fused, 64 if every operation reads and writes.
+operations for 8 bytes of fp32, so it is bound by memory: 8 bytes if fused, 64 if every operation reads and writes.
 
 Sources: Hwu, Kirk & El Hajj, Programming Massively Parallel Processors (coalescing, tiling, coarsening, divergence);
 Williams et al. 2009 (roofline); Tillet et al. 2019, and Triton's tutorials 03 and 09 (grouping, persistence);
 Hendrycks & Gimpel 2016 (GELU). Data sheets of NVIDIA. Shapes: BM, BN, BK of a tile; i, j its indices.
 """
 import math
-import os
 import shutil
 import statistics
 import sys
@@ -47,32 +47,29 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-
-if __name__ == "__main__" and not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read where kernels are defined: they are run by Python then
-
 import triton
 import triton.language as tl
 
 Tensor = torch.Tensor
-SECTOR, WARP = 32, 32  # bytes that memory moves at least; threads that execute one instruction together
+SECTOR = 32  # bytes, the least that memory moves
+WARP = 32  # threads that execute one instruction together
 L2_BYTES = 50 << 20  # of H100 and H200
 
 
 class Card(NamedTuple):
-    """Peaks a second, from the data sheet."""
+    """Peaks per second, from the data sheet."""
     tensor: float  # FLOPs of tensor cores, in bf16, dense
     fma: float  # FLOPs without them, in fp32
     memory: float  # bytes
     l1: float  # bytes: SMs x 128 x clock, the highest
 
 
-CARDS = {"H200": Card(989e12, 67e12, 4.8e12, 132 * 128 * 1.98e9),
-         "H100": Card(989e12, 67e12, 3.35e12, 132 * 128 * 1.98e9)}  # both SXM
+H200 = Card(tensor=989e12, fma=67e12, memory=4.8e12, l1=132 * 128 * 1.98e9)
+CARDS = {"H200": H200, "H100": H200._replace(memory=3.35e12)}  # both SXM
 
 
-def place(program, tiles_m, tiles_n, GROUP):
-    """Which tile (i, j) of tiles_m x tiles_n a program computes: down GROUP tiles, then the next column of them.
+def find_tile(program, tiles_m, tiles_n, GROUP):
+    """The tile (i, j), of tiles_m x tiles_n, that a program computes: down GROUP tiles, then the next column of them.
 
     GROUP = 1 is row-major order, GROUP >= tiles_m is column-major. Kernels, formulas and pictures all call this.
     """
@@ -82,16 +79,16 @@ def place(program, tiles_m, tiles_n, GROUP):
     return first + within % height, within // height
 
 
-placed = triton.jit(place)
+find_tile_jit = triton.jit(find_tile)
 
 
 # ---- the ladder -----------------------------------------------------------------------------------------------------
-# a, b, c are pointers; sums are in fp32, whatever the elements are.
+# a, b, c are pointers. Sums are in fp32, for elements of any dtype.
 
 @triton.jit
 def uncoalesced(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
-    i, col = placed(tl.program_id(0), M // BM, N, GROUP)
-    rows = i * BM + tl.arange(0, BM)  # neighbouring threads: neighbouring rows, K elements apart in A and N in C
+    i, col = find_tile_jit(tl.program_id(0), M // BM, N, GROUP)
+    rows = i * BM + tl.arange(0, BM)  # one per thread: neighbours are K elements apart in A, and N in C
     acc = tl.full((BM,), 0.0, tl.float32)
     for k in range(K):
         acc += tl.load(a + rows * K + k).to(tl.float32) * tl.load(b + k * N + col).to(tl.float32)
@@ -100,8 +97,8 @@ def uncoalesced(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.
 
 @triton.jit
 def coalesced(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
-    row, j = placed(tl.program_id(0), M, N // BN, GROUP)
-    cols = j * BN + tl.arange(0, BN)  # neighbouring threads: neighbouring columns, side by side in B and in C
+    row, j = find_tile_jit(tl.program_id(0), M, N // BN, GROUP)
+    cols = j * BN + tl.arange(0, BN)  # one per thread: neighbours are contiguous in B and in C
     acc = tl.full((BN,), 0.0, tl.float32)
     for k in range(K):
         acc += tl.load(a + row * K + k).to(tl.float32) * tl.load(b + k * N + cols).to(tl.float32)
@@ -110,8 +107,8 @@ def coalesced(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.co
 
 @triton.jit
 def tiled(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
-    """Also `grouped`, which has larger tiles, so that a thread computes more of what it reads, and GROUP > 1."""
-    i, j = placed(tl.program_id(0), M // BM, N // BN, GROUP)
+    """Also the `grouped` rung: larger tiles, so that a thread computes more with what it reads, and GROUP > 1."""
+    i, j = find_tile_jit(tl.program_id(0), M // BM, N // BN, GROUP)
     rows, cols, ks = i * BM + tl.arange(0, BM), j * BN + tl.arange(0, BN), tl.arange(0, BK)
     in_a, in_b = rows[:, None] * K + ks, ks[:, None] * N + cols
     acc = tl.full((BM, BN), 0.0, tl.float32)
@@ -122,8 +119,8 @@ def tiled(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 
 @triton.jit
 def masked(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
-    """Also `pipelined`, where num_stages - 1 loads are under way. A masked load gives 0, which adds nothing."""
-    i, j = placed(tl.program_id(0), (M + BM - 1) // BM, (N + BN - 1) // BN, GROUP)
+    """Also the `pipelined` rung: num_stages - 1 loads are under way. A masked load gives 0, which adds nothing."""
+    i, j = find_tile_jit(tl.program_id(0), (M + BM - 1) // BM, (N + BN - 1) // BN, GROUP)
     rows, cols, ks = i * BM + tl.arange(0, BM), j * BN + tl.arange(0, BN), tl.arange(0, BK)
     in_a, in_b = rows[:, None] * K + ks, ks[:, None] * N + cols
     acc = tl.full((BM, BN), 0.0, tl.float32)
@@ -136,14 +133,14 @@ def masked(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexp
 
 @triton.jit
 def persistent(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
-    """A descriptor knows a matrix' shape: one thread names a tile, and the copy engine finds and clips addresses."""
+    """A descriptor has a matrix's shape: one thread names a tile, and the copy engine computes and clips addresses."""
     A = tl.make_tensor_descriptor(a, [M, K], [K, 1], [BM, BK])
     B = tl.make_tensor_descriptor(b, [K, N], [N, 1], [BK, BN])
     C = tl.make_tensor_descriptor(c, [M, N], [N, 1], [BM, BN])
     tiles_m, tiles_n = (M + BM - 1) // BM, (N + BN - 1) // BN
     # flatten: one loop over tiles and k, so that the next tile's loads are under way while this one is stored
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
-        i, j = placed(tile, tiles_m, tiles_n, GROUP)
+        i, j = find_tile_jit(tile, tiles_m, tiles_n, GROUP)
         acc = tl.full((BM, BN), 0.0, tl.float32)
         for k in range(0, K, BK):
             acc = tl.dot(A.load([i * BM, k]), B.load([k, j * BN]), acc)
@@ -151,10 +148,10 @@ def persistent(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.cons
 
 
 class Rung(NamedTuple):
-    """A kernel with its settings. group: see `place`. resident: programs that an SM of sm_90 holds at once."""
+    """A kernel with its settings. group: see `find_tile`. resident: programs that run on an SM of sm_90 at once."""
     idea: str
     kernel: Callable
-    tile: tuple[int, ...]  # BM, BN, BK; of the first two rungs BM, BN
+    tile: tuple[int, ...]  # BM, BN, BK; BM, BN of the first two rungs
     group: int
     warps: int
     stages: int = 1
@@ -172,19 +169,19 @@ class Rung(NamedTuple):
         return triton.cdiv(M, self.tile[0]), triton.cdiv(N, self.tile[1])
 
 
-# The first two walk along the side where a tile is one element wide, and so have the same bytes from memory.
+# The first two walk along the side where a tile is one element wide, and so read the same bytes from memory.
 LADDER = {
-    "uncoalesced": Rung("a thread an element", uncoalesced, (128, 1), 1, 4, resident=16),
-    "coalesced": Rung("threads side by side read side by side", coalesced, (1, 128), 1 << 20, 4, resident=16),
-    "tiled": Rung("what is read is used 64 times, by tensor cores", tiled, (64, 64, 64), 1, 4, resident=5),
+    "uncoalesced": Rung("one thread per element", uncoalesced, (128, 1), 1, 4, resident=16),
+    "coalesced": Rung("neighbouring threads read neighbours", coalesced, (1, 128), 1 << 20, 4, resident=16),
+    "tiled": Rung("each element read is used 64 times, by tensor cores", tiled, (64, 64, 64), 1, 4, resident=5),
     "grouped": Rung("larger tiles; neighbours in time are neighbours in C", tiled, (128, 128, 64), 16, 4, resident=2),
     "masked": Rung("any shape, without a branch", masked, (128, 128, 64), 16, 4, resident=2),
     "pipelined": Rung("loads run ahead; 8 warps share a tile", masked, (128, 256, 64), 16, 8, stages=3),
-    "persistent": Rung("tiles come by TMA; no program ends", persistent, (128, 256, 64), 16, 8, stages=3)}
+    "persistent": Rung("tiles are loaded by TMA; no program ends", persistent, (128, 256, 64), 16, 8, stages=3)}
 
 
 def check(rung: Rung, M: int, N: int, K: int, itemsize: int) -> None:
-    """Raises ValueError for a shape that the rung cannot do."""
+    """Raise ValueError for a shape that the rung cannot multiply."""
     if min(M, N, K) < 1 or max(M * K, K * N, M * N) >= 1 << 31:
         raise ValueError(f"{M} x {K} by {K} x {N}: kernels count elements in 32 bits, from 1 to 2^31 - 1 of a matrix")
     if rung.kernel is persistent and (K * itemsize % 16 or N * itemsize % 16):
@@ -197,11 +194,10 @@ def check(rung: Rung, M: int, N: int, K: int, itemsize: int) -> None:
 
 
 def matmul(rung: Rung, a: Tensor, b: Tensor) -> Tensor:
-    """a @ b by one kernel. a: (M, K), b: (K, N), contiguous, aligned to 16 bytes, of one dtype, which (M, N) gets too.
+    """a @ b by one kernel: [M, K], [K, N] -> [M, N], all of one dtype; a, b contiguous and aligned to 16 bytes.
 
-    In fp32 a GPU's tl.dot rounds what it multiplies to TF32. On CPU Triton's interpreter runs the kernel, provided that
-    TRITON_INTERPRET=1 was set before this file was imported. It computes bf16 wrongly: ValueError, as for what `check`
-    refuses.
+    On a GPU tl.dot rounds fp32 factors to TF32. On a CPU Triton's interpreter runs the kernel, if TRITON_INTERPRET=1
+    was set before this file was imported. Raises ValueError for bf16 on a CPU, and for shapes that `check` refuses.
     """
     (M, K), N = a.shape, b.shape[1]
     if b.shape[0] != K or a.dtype != b.dtype:
@@ -212,34 +208,34 @@ def matmul(rung: Rung, a: Tensor, b: Tensor) -> Tensor:
         raise ValueError("Triton's interpreter computes bf16 wrongly: use fp32 or fp16 on CPU")
     check(rung, M, N, K, a.itemsize)
     c = a.new_empty(M, N)
-    programs = math.prod(rung.tiles(M, N))
+    tiles_m, tiles_n = rung.tiles(M, N)
+    programs = tiles_m * tiles_n
+    group = min(rung.group, triton.next_power_of_2(tiles_m))  # the same order; 2^20 * tiles_n could overflow int32
+    constants = rung.constants | dict(GROUP=group)
     if rung.kernel is persistent:
-        device = a.device  # not a itself, which Triton would keep alive
+        device = a.device  # the allocator must not refer to a itself, which Triton would keep alive
         programs = min(programs, processors(device))
         triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
-    rung.kernel[(programs,)](a, b, c, M, N, K, **rung.constants, num_warps=rung.warps, num_stages=rung.stages)
+    rung.kernel[(programs,)](a, b, c, M, N, K, **constants, num_warps=rung.warps, num_stages=rung.stages)
     return c
 
 
 def processors(device: torch.device) -> int:
-    """SMs of a GPU; on CPU 4, few enough for a program to get several tiles of a small matrix."""
+    """SMs of a GPU; 4 on a CPU, few enough for a program to get several tiles of a small matrix."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-# ---- what it costs --------------------------------------------------------------------------------------------------
+# ---- costs by formula -----------------------------------------------------------------------------------------------
 
 def sectors(stride_bytes: int) -> Counter[int]:
-    """One load by a warp, thread by thread `stride_bytes` apart: for each sector, how many threads it serves."""
+    """How many threads each sector serves, in one load by a warp whose threads read `stride_bytes` apart."""
     return Counter(thread * stride_bytes // SECTOR for thread in range(WARP))
 
 
 def bytes_asked(rung: Rung, M: int, N: int, K: int, itemsize: int) -> int:
-    """Bytes that loads and stores ask the caches for: sectors, of which tiles use every byte.
-
-    Rows are taken to be a sector long or more, and warps to be full.
-    """
+    """Bytes that loads and stores ask the L1 caches for, in sectors. Rows are at least one sector, and warps full."""
     tiles_m, tiles_n = rung.tiles(M, N)
-    if rung.kernel is uncoalesced:  # A: a sector a thread, B: one for all threads of a warp, C: one a thread
+    if rung.kernel is uncoalesced:  # a sector per thread of A, one per warp of B, one per thread of C
         return M * N * K * SECTOR + M * N // WARP * K * SECTOR + M * N * SECTOR
     if rung.kernel is coalesced:
         return M * N // WARP * K * SECTOR + M * N * K * itemsize + M * N * itemsize
@@ -247,23 +243,24 @@ def bytes_asked(rung: Rung, M: int, N: int, K: int, itemsize: int) -> int:
 
 
 def bytes_moved(rung: Rung, M: int, N: int, K: int, itemsize: int, sms: int = 132, l2_bytes: int = L2_BYTES) -> int:
-    """Bytes from and to memory, if a wave's programs keep step and share in L2, and the next wave finds nothing there.
-
-    A wave: rung.resident programs on each SM. Where L2 holds both A and B, they come once.
-    """
-    once = (M * K + K * N) * itemsize
-    (BM, BN, *_), (tiles_m, tiles_n) = rung.tile, rung.tiles(M, N)
-    tiles, read = tiles_m * tiles_n, 0
+    """Bytes from and to memory. A and B are read once if L2 holds both. If not, programs are assumed to share reads
+    within a wave, which is rung.resident programs on each SM, and not between waves."""
+    operands, result = (M * K + K * N) * itemsize, M * N * itemsize
+    if operands <= l2_bytes:
+        return operands + result
+    BM, BN, *_ = rung.tile
+    tiles_m, tiles_n = rung.tiles(M, N)
     wave = sms * rung.resident
-    for start in range(0, tiles, wave):
-        places = [place(program, tiles_m, tiles_n, rung.group) for program in range(start, min(start + wave, tiles))]
-        rows, cols = ({place[side] for place in places} for side in (0, 1))
-        read += K * itemsize * (sum(min(BM, M - i * BM) for i in rows) + sum(min(BN, N - j * BN) for j in cols))
-    return (once if once <= l2_bytes else read) + M * N * itemsize
+    lengths = 0
+    for start in range(0, tiles_m * tiles_n, wave):
+        programs = range(start, min(start + wave, tiles_m * tiles_n))
+        rows, cols = map(set, zip(*(find_tile(program, tiles_m, tiles_n, rung.group) for program in programs)))
+        lengths += sum(min(BM, M - i * BM) for i in rows) + sum(min(BN, N - j * BN) for j in cols)
+    return lengths * K * itemsize + result
 
 
 def bound(rung: Rung, M: int, N: int, K: int, itemsize: int, card: Card) -> tuple[float, str]:
-    """Seconds that a rung takes at least, and the roof that it is under."""
+    """The least seconds that a rung can take on a card, and what bounds them: "compute", "memory" or "L1"."""
     return max((2 * M * N * K / (card.tensor if rung.on_tensor_cores else card.fma), "compute"),
                (bytes_moved(rung, M, N, K, itemsize) / card.memory, "memory"),
                (bytes_asked(rung, M, N, K, itemsize) / card.l1, "L1"))
@@ -272,7 +269,7 @@ def bound(rung: Rung, M: int, N: int, K: int, itemsize: int, card: Card) -> tupl
 # ---- GELU -----------------------------------------------------------------------------------------------------------
 
 def gelu_eager(x: Tensor) -> Tensor:
-    """In torch's operations: seven, which read nine tensors and write seven, where one and one would do."""
+    """Seven operations of torch, which read nine tensors and write seven; a fused one reads one and writes one."""
     return x / (1 + torch.exp(-math.sqrt(8 / math.pi) * (x + 0.044715 * x ** 3)))
 
 
@@ -318,7 +315,7 @@ torch::Tensor gelu(torch::Tensor x) {
 
 
 def gelu_cuda() -> Callable[[Tensor], Tensor]:
-    """Compiles the source above, with nvcc; takes a minute, the first time."""
+    """Compile the source above with nvcc, which takes a minute the first time."""
     from torch.utils.cpp_extension import load_inline
 
     return load_inline("penteract_gelu", cpp_sources="torch::Tensor gelu(torch::Tensor x);",
@@ -327,32 +324,32 @@ def gelu_cuda() -> Callable[[Tensor], Tensor]:
 
 @cache
 def gelus() -> dict[str, Callable[[Tensor], Tensor]]:
-    """Every way that works here; what is missing of CUDA's tools does not stop the others."""
-    ways = {"eager": gelu_eager, "F.gelu": lambda x: F.gelu(x, approximate="tanh"),
-            "torch.compile": torch.compile(gelu_eager), "Triton": gelu_triton}
+    """The versions of GELU by name; the one in CUDA only on a machine with nvcc, ninja and what they need."""
+    versions = {"eager": gelu_eager, "F.gelu": lambda x: F.gelu(x, approximate="tanh"),
+                "torch.compile": torch.compile(gelu_eager), "Triton": gelu_triton}
     if shutil.which("nvcc") and shutil.which("ninja"):
         try:
-            ways["CUDA"] = gelu_cuda()
+            versions["CUDA"] = gelu_cuda()
         except RuntimeError as error:  # a library or a header is not where nvcc looks
             print(f"GELU in CUDA: {error}", file=sys.stderr)
-    return ways
+    return versions
 
 
 # ---- measuring, on a GPU --------------------------------------------------------------------------------------------
 
-class Measured(NamedTuple):
+class Measurement(NamedTuple):
     name: str
     seconds: float
     flops: float
     bytes: float
 
 
-def timed(function: Callable[..., Tensor], inputs: list[tuple[Tensor, ...]], repeats: int = 20) -> float:
-    """Median seconds between events around a call. Inputs take turns, so that none is in L2 when its turn comes."""
+def measure_seconds(function: Callable[..., Tensor], inputs: list[tuple[Tensor, ...]], repeats: int = 20) -> float:
+    """Median seconds between events around a call. `inputs` take turns, so that L2 has none of them at its turn."""
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    for turn in range(-3, repeats):  # the first ones compile, and warm up
+    for turn in range(-3, repeats):  # the first three compile and warm up
         start, stop = events[max(turn, 0)]
-        torch.cuda._sleep(2_000_000)  # a millisecond, in which Python gets ahead of the GPU
+        torch.cuda._sleep(2_000_000)  # a millisecond, so that Python gets ahead of the GPU
         start.record()
         function(*inputs[turn % len(inputs)])
         stop.record()
@@ -360,8 +357,8 @@ def timed(function: Callable[..., Tensor], inputs: list[tuple[Tensor, ...]], rep
     return statistics.median(start.elapsed_time(stop) / 1e3 for start, stop in events)
 
 
-def rotated(make: Callable[[], tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
-    """Inputs to take turns: all but any one of them are together twice as large as L2, or larger."""
+def make_cold_inputs(make: Callable[[], tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+    """Inputs for measure_seconds, so many that without any one of them they still fill L2 twice."""
     first = make()
     l2 = torch.cuda.get_device_properties(first[0].device).L2_cache_size
     return [first, *(make() for _ in range(math.ceil(2 * l2 / sum(x.nbytes for x in first))))]
@@ -372,65 +369,65 @@ def random_pair(n: int) -> tuple[Tensor, Tensor]:
     return a, b
 
 
-def ladder(n: int, slow_n: int = 2048) -> list[Measured]:
-    """Every rung on n x n x n in bf16, and torch.mm at last; n a multiple of 128. Bytes: see bytes_moved.
+def measure_ladder(n: int, slow_n: int = 2048) -> list[Measurement]:
+    """Every rung on n x n x n in bf16, and torch.mm last; n is a multiple of 128. Bytes: see bytes_moved.
 
-    slow_n: the most for rungs without tensor cores, which would take seconds.
+    slow_n: the largest n for rungs without tensor cores, which would take seconds.
     """
-    sms, done = processors(torch.device("cuda")), []
+    sms = processors(torch.device("cuda"))
+    measured = []
     for name, rung in LADDER.items():
         size = n if rung.on_tensor_cores else min(n, slow_n)
-        seconds = timed(partial(matmul, rung), rotated(partial(random_pair, size)))
-        done.append(Measured(name, seconds, 2 * size ** 3, bytes_moved(rung, size, size, size, 2, sms)))
-    seconds = timed(torch.mm, rotated(partial(random_pair, n)))
-    return [*done, Measured("torch.mm", seconds, 2 * n ** 3, 3 * n ** 2 * 2)]
+        seconds = measure_seconds(partial(matmul, rung), make_cold_inputs(partial(random_pair, size)))
+        measured.append(Measurement(name, seconds, 2 * size ** 3, bytes_moved(rung, size, size, size, 2, sms)))
+    seconds = measure_seconds(torch.mm, make_cold_inputs(partial(random_pair, n)))
+    return [*measured, Measurement("torch.mm", seconds, 2 * n ** 3, 3 * n ** 2 * 2)]
 
 
-def elementwise(n: int) -> list[Measured]:
-    """GELU of n fp32 numbers in every way; bytes are those of one pass, which is what a fused kernel moves."""
-    inputs = rotated(lambda: (torch.randn(n, device="cuda"),))
-    return [Measured(name, timed(way, inputs), 9 * n, 8 * n) for name, way in gelus().items()]
+def measure_gelus(n: int) -> list[Measurement]:
+    """GELU of n fp32 numbers by every version. Bytes are those that a fused kernel moves."""
+    inputs = make_cold_inputs(lambda: (torch.randn(n, device="cuda"),))
+    return [Measurement(name, measure_seconds(gelu, inputs), 9 * n, 8 * n) for name, gelu in gelus().items()]
 
 
-def profiled(function: Callable[..., Tensor], *inputs: Tensor) -> str:
-    """torch.profiler's table of one call: the ten operations and kernels that took most time on the device."""
+def format_profile(function: Callable[..., Tensor], *inputs: Tensor) -> str:
+    """torch.profiler's table of one call: the ten operations and kernels that take most time on the device."""
     from torch.profiler import ProfilerActivity, profile
 
     function(*inputs)
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * inputs[0].is_cuda
-    with profile(activities=activities) as profiler:
+    on_gpu = inputs[0].is_cuda
+    with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu) as profiler:
         function(*inputs)
-        if inputs[0].is_cuda:
+        if on_gpu:
             torch.cuda.synchronize()
-    by = "self_device_time_total" if inputs[0].is_cuda else "self_cpu_time_total"
+    by = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     return profiler.key_averages().table(sort_by=by, row_limit=10, max_name_column_width=40)
 
 
 # ---- demo: python primer.py -----------------------------------------------------------------------------------------
 
 def draw_sectors(name: str, stride_bytes: int, itemsize: int) -> str:
-    """Addresses of a warp's first threads; and a row of memory: for each sector, how many threads it serves."""
+    """The addresses that a warp's first threads read, and below them how many threads each sector of memory serves."""
     served = sectors(stride_bytes)
     addresses = " ".join(str(thread * stride_bytes) for thread in range(5))
-    strip = "".join(str(served.get(at, "·")).rjust(3) for at in range(17))
+    strip = "".join(str(served.get(sector, "·")).rjust(3) for sector in range(17))
     return (f"    {name:31s} at bytes {addresses} ...\n        {strip} ...   {len(served)} sectors: "
             f"{len(served) * SECTOR:,} bytes asked for, {WARP * itemsize} used")
 
 
 def draw_order(group: int, tiles: int, wave: int) -> list[str]:
-    """Tiles with the numbers of their programs, the first wave in brackets; and what that wave reads."""
-    number = {place(program, tiles, tiles, group): program for program in range(tiles ** 2)}
-    first = [at for at, program in number.items() if program < wave]
-    rows, cols = (len({at[side] for at in first}) for side in (0, 1))
-    lines = ["".join(f"[{number[i, j]:2d}]" if (i, j) in first else f" {number[i, j]:2d} " for j in range(tiles))
-             for i in range(tiles)]
-    return [f"GROUP = {group}", *lines, f"{rows} rows + {cols} columns = {rows + cols}"]
+    """Lines: tiles with the numbers of their programs, the first wave's in brackets; and what that wave reads."""
+    number = {find_tile(program, tiles, tiles, group): program for program in range(tiles ** 2)}
+    rows, cols = map(set, zip(*(tile for tile, program in number.items() if program < wave)))
+    lines = [f"GROUP = {group}"]
+    for i in range(tiles):
+        row = [number[i, j] for j in range(tiles)]
+        lines.append("".join(f"[{program:2d}]" if program < wave else f" {program:2d} " for program in row))
+    return [*lines, f"{len(rows)} rows + {len(cols)} columns = {len(rows) + len(cols)}"]
 
 
-def on_cpu(n: int = 8192) -> None:
-    """Everything that can be seen without a GPU."""
-    torch.manual_seed(0)
-    print("There is no GPU here, so Triton's interpreter runs the kernels: what they compute, not how fast.\n")
+def show_on_cpu(n: int = 8192) -> None:
+    """What can be known without a GPU: what the rungs read, and bounds of their times."""
     print("Where the 32 threads of a warp read in one load of bf16, rows of 64; a number is a sector of 32 bytes:\n")
     print(draw_sectors("uncoalesced, a[row + thread, k]", 64 * 2, 2))
     print(draw_sectors("coalesced,   b[k, col + thread]", 2, 2))
@@ -440,54 +437,45 @@ def on_cpu(n: int = 8192) -> None:
     print(f"\nBytes for {n} x {n} x {n} in bf16 by formula, and the least time that an H200 could take:\n")
     for name, rung in LADDER.items():
         shape = rung, n, n, n, 2
-        least, roof = bound(*shape, CARDS["H200"])
+        least, roof = bound(*shape, H200)
         print(f"    {name:12s} asked for {bytes_asked(*shape) / 1e9:8,.0f} GB   from memory "
               f"{bytes_moved(*shape) / 1e9:4.1f} GB   {least * 1e3:6.1f} ms ({roof})")
-    print(f"    {'each once':12s} {'':21s}   from memory {3 * n * n * 2 / 1e9:4.1f} GB\n")
-    print("Interpreted, beside torch.mm in fp64:\n")
-    for name, rung in LADDER.items():
-        small = rung._replace(tile=tuple(min(extent, 16) for extent in rung.tile))
-        M, N, K = (40, 36, 28) if rung.kernel in (masked, persistent) else (32, 32, 16)
-        a, b = torch.randn(M, K), torch.randn(K, N)
-        worst = (matmul(small, a, b) - a.double() @ b.double()).abs().max().item()
-        tile = " x ".join(map(str, small.tile))
-        print(f"    {name:12s} {M} x {N} x {K}, tiles {tile:12s}  largest error {worst:.0e}")
-    x = torch.randn(5000)
-    worst = (gelu_triton(x) - F.gelu(x.double(), approximate="tanh")).abs().max().item()
-    print(f"    {'GELU':12s} {'5,000 numbers':32s}  largest error {worst:.0e}\n")
-    print("Not run: any timing or profile; bf16; GELU by torch.compile and CUDA; torch.mm beside the last rung.")
+    print(f"    A, B and C once                      from memory {3 * n * n * 2 / 1e9:4.1f} GB\n")
+    print("Not run: any timing or profile, which need a GPU. tests/test_primer.py interprets the kernels on a CPU.")
 
 
-def on_gpu(n: int = 8192, numbers: int = 1 << 28) -> None:
-    """Rates of everything, beside what the card can do."""
+def show_on_gpu(n: int = 8192, numbers: int = 1 << 28) -> None:
+    """How fast everything is, beside what the card can do."""
     name = torch.cuda.get_device_name()
     words = set(name.split())
     card = None if words & {"PCIe", "NVL"} else next((CARDS[word] for word in CARDS if word in words), None)
     print(f"{name}, torch {torch.__version__}, triton {triton.__version__}; medians of 20\n")
-    *rows, mm = ladder(n)
-    before = None
+    *rows, mm = measure_ladder(n)
+    previous = None
     for row in [*rows, mm]:
-        rate, rung, size = row.flops / row.seconds, LADDER.get(row.name), round((row.flops / 2) ** (1 / 3))
+        rate = row.flops / row.seconds
+        rung = LADDER.get(row.name)
+        size = round((row.flops / 2) ** (1 / 3))
         text = f"    {row.name:12s} n = {size:5d} {row.seconds * 1e3:9.3f} ms {rate / 1e12:7.2f} TFLOP/s"
         if card and rung:
             least, roof = bound(rung, size, size, size, 2, card)
             text += f"  {least / row.seconds:4.0%} of the bound ({roof})"
-        if before and rung:
-            text += f"  {rate / before:5.2f} x: {rung.idea}"
+        if previous and rung:
+            text += f"  {rate / previous:5.2f} x: {rung.idea}"
         print(text)
-        before = rate
+        previous = rate
     print(f"\n    the last rung has {mm.seconds / rows[-1].seconds:.2f} of the rate of torch.mm (cuBLAS)\n")
-    for row in elementwise(numbers):
+    for row in measure_gelus(numbers):
         rate = row.bytes / row.seconds
         print(f"    GELU, {row.name:14s} {row.seconds * 1e3:8.3f} ms {rate / 1e9:7,.0f} GB/s, as if fused"
               + (f"  {rate / card.memory:4.0%} of the bound (memory)" if card else ""))
     if "CUDA" not in gelus():
-        print("    GELU, CUDA: not run, which takes nvcc, what it links with, and ninja")
-    x, (a, b) = torch.randn(numbers, device="cuda"), random_pair(n)
-    for way, function in gelus().items():
-        print(f"\nGELU, {way}: what took most time on the device\n\n{profiled(function, x)}")
-    print(f"\nThe last rung\n\n{profiled(partial(matmul, LADDER['persistent']), a, b)}")
+        print("    GELU, CUDA: not run, since it needs nvcc, what it links with, and ninja")
+    x = torch.randn(numbers, device="cuda")
+    for name, gelu in gelus().items():
+        print(f"\nGELU, {name}: what takes most time on the device\n\n{format_profile(gelu, x)}")
+    print(f"\nThe last rung\n\n{format_profile(partial(matmul, LADDER['persistent']), *random_pair(n))}")
 
 
 if __name__ == "__main__":
-    on_gpu() if torch.cuda.is_available() else on_cpu()
+    show_on_gpu() if torch.cuda.is_available() else show_on_cpu()

@@ -1,50 +1,51 @@
-"""Activation recomputation: save fewer activations in forward, and compute the others again in backward.
+"""Activation recomputation: save fewer activations in forward, and compute the others a second time in backward.
 
 Saves: full: all activations of a block but its input, of which n ranks that hold the same input save 1/n each.
-       selective: what a matmul did not make (norms, SwiGLU, scores that attention's kernel would keep).
-Costs: full: one more forward, a third more FLOPs, and one all-gather of the input a block where it is sharded.
-       selective: no matmul, but the memory traffic of norms and SwiGLU once more.
+       selective: the results of norms and SwiGLU; with --attention math also attention, whose scores would be saved.
+Costs: full: nearly one more forward, 26% (Llama 8B) to 33% (Mixtral) more FLOPs in the layers, and per block one
+       all-gather of the input where it is sharded.
+       selective: the memory traffic of norms and SwiGLU once more; no matmul but those of --attention math.
 Stops helping when: the blocks' inputs themselves, the logits or the model state are what fills the memory.
 
-    full       forward    x ──► [ block 1 ] ──► y ──► [ block 2 ] ──► z     saved: x, y, and of what is in [ ] nothing
-               backward   y ──► [ block 2 ] once more, with autograd, then its backward;  x ──► [ block 1 ] ...
+    full       forward    x ──► [ block 1 ] ──► y ──► [ block 2 ] ──► z     saved: x and y; nothing inside [ ]
+               backward   y ──► [ block 2 ] with autograd, then its backward;  x ──► [ block 1 ] ...
 
-    selective  forward    x ──► norm ──► h ──► linear ──► ...               saved: x; instead of h, how to make it
-               backward   the linear's backward asks for h: x ──► norm ──► h; norm's own backward uses the same run
+    selective  forward    x ──► norm ──► h ──► linear ──► ...               saved: x; instead of h, how to compute it
+               backward   the linear's backward needs h: x ──► norm ──► h; the norm's backward uses the same run
 
-Selective. A model writes `cheap(f, x)` for `f(x)` where f costs little. While `selective()` is on, the result of f is
-marked. A layer that reads it saves its inputs as always, only inside `dropping_cheap()`: there hooks replace whatever
-is marked, or is a view of it, by a note from which it is recomputed.
-
-Full. `Recompute("full")(block, x)` keeps x alone. The block runs a second time with `is_recomputing()` true: then
-decisions are taken from the first run (`once`), inputs that were gathered are kept, since the backward that uses them
-follows at once, and the last matmul is left out, since nobody reads its result.
+Full. `Recompute("full")(block, x)` saves x alone: the block runs with autograd off. Backward runs it a second time
+with autograd on. That second run takes over the first one's decisions, such as which experts a token goes to
+(`decide_once`). It saves the inputs that it gathers, since backward uses them at once. It leaves out the last matmul of
+a dense feed-forward, whose result no backward reads. (That of experts runs again: the gates' gradients need it.)
 
 Sharded checkpoints. Tensor parallel ranks (without sequence parallelism) hold the same x between layers. ZeRO-R lets
-each of n ranks save 1/n of it, flat, and all-gathers it just before it is needed:
+each of n ranks save 1/n of it, flat, and all-gathers it just before it is needed. Per block that sends (n-1)/n |x|
+bytes more, a tenth of what tensor parallelism sends with recomputation: five all-reduces of 2 (n-1)/n |x| each, two in
+forward, two in backward, one in the second run (two in the paper's: a twelfth). In this file a checkpoint is a block's
+saved input. Checkpoints outlive other activations; scattered among them they would fragment memory, so all lie in one
+arena.
 
-    bytes saved of a block, x being |x| bytes    all activations  ►  |x|  ►  |x| / n
-    sent a rank and block                        (n-1)/n |x|, a twelfth on top of what tensor parallelism with
-                                                 recomputation sends: six all-reduces, 2 (n-1)/n |x| each
+Selective. A model writes `cheap(f, x)` for `f(x)` where f costs little. While `selective()` is on, this runs f with
+autograd off and registers the storage of the result, with f and x. A layer that reads the result saves it as always,
+but inside `dropping_cheap()`: there saved-tensor hooks find the tensor, or a view of it, by its storage, and save
+(f, x) instead. When backward unpacks it, f runs again, once for all layers that read the result.
 
-Long-lived checkpoints between short-lived activations fragment memory, so they live in an arena that is allocated once:
-after the first step nothing that is saved makes a storage of its own.
+What to recompute. Korthikanti et al. 2022 drop attention's scores alone. `python recompute.py` prints the bytes per
+token of everything that a layer saves, and the share of a step's FLOPs that recomputing it takes. Does the paper hold?
 
-What to recompute. Korthikanti et al. 2022 drop attention's scores alone. `python recompute.py` prints, for each thing
-that a layer saves, its bytes a token and the share of a step's FLOPs that recomputing it takes. Do their numbers hold?
-
-1. For their own layer, yes: GPT-3 saves 1,401 kB a token, 70% of it scores, which 0.9% more FLOPs bring back (the paper
-   says 2.7%, counting three times the core's forward, as if its backward ran twice, too; Megatron runs the forward).
+1. For its own layer, yes: GPT-3 saves 1,401 kB per token, 70% of it scores, which 0.9% more FLOPs recompute. (The paper
+   says 2.7%: its formula adds attention's forward and backward once more, but only the forward runs again.)
 2. With fused attention, no: scores are never saved, and of a Llama 8B layer's 139 kB, norms and SwiGLU, which cost no
    matmul at all, are the 32% that selective recomputation drops.
-3. Mixtral is like Llama, only wider: two experts' gate, up and SwiGLU are 67% of 258 kB, and it drops 29%.
-4. DeepSeek-V3 is not: its experts are narrow and many, so 40% of 572 kB are tokens dispatched to experts and their
-   results, which only another exchange would bring back, and selective recomputation drops 12%.
-5. What scores were to GPT-3, queries, keys and values are to DeepSeek-V3: 23% of the bytes, made from narrow vectors
-   with 2.4% of the FLOPs; so what is worth recomputing is a question to each architecture, answered by such a table.
+3. Mixtral is like Llama with a larger feed-forward: two experts' gate, up and SwiGLU are 67% of 258 kB; selective
+   recomputation drops 29%.
+4. DeepSeek-V3 differs: it has many narrow experts, so 40% of its 572 kB are tokens dispatched to experts and their
+   results, which only a second exchange would bring back; selective recomputation drops 12%.
+5. In DeepSeek-V3 the thing to recompute is queries, keys and values: 23% of the bytes, for 2.4% more FLOPs, from
+   low-rank vectors. (By formula: this project has no latent attention.) So make this table for your architecture.
 
 Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost; Rajbhandari et al. 2020, ZeRO, sections 6 and 8 (P_a:
-sharded checkpoints, M_D: the arena); Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer
+sharded checkpoints, M_D: the arena); Korthikanti et al. 2022, Reducing Activation CheapCall in Large Transformer
 Models, sections 4 and 5. Shapes: n ranks.
 """
 import textwrap
@@ -59,106 +60,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from collectives import Group, all_gather, rank, size
 
-# ---- selective ------------------------------------------------------------------------------------------------------
-
-class Recipe:
-    """How to make a tensor again. What it makes is shared by all who ask, until the backward of `function` is over."""
-
-    def __init__(self, function: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...]):
-        self.function, self.inputs, self.output = function, inputs, None
-
-    def run(self) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """(inputs, output), and the graph between them."""
-        if self.output is None:
-            self.inputs = tuple(x.detach().requires_grad_() for x in self.inputs)
-            with torch.enable_grad():
-                self.output = self.function(*self.inputs)
-        return self.inputs, self.output
-
-
-# While `selective` is on: storages that need not be saved, each with the recipe for what it holds. Weak references: a
-# table that kept them alive would save what it is meant to drop.
-_recipes: WeakIdKeyDictionary | None = None
-
-
-@contextmanager
-def selective(on: bool = True) -> Iterator[None]:
-    """In here, `cheap` marks what it computes."""
-    global _recipes
-    _recipes = WeakIdKeyDictionary() if on and torch.is_grad_enabled() else None
-    try:
-        yield
-    finally:
-        _recipes = None
-
-
-def cheap(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-    """function(*inputs); while `selective` is on, the inputs are saved for backward instead of the result."""
-    if _recipes is None:
-        return function(*inputs)
-    recipe = Recipe(function, inputs)
-    output = Cheap.apply(recipe, *inputs)
-    _recipes[output.untyped_storage()] = recipe
-    return output
-
-
-def dropping_cheap() -> AbstractContextManager[None]:
-    """In here, functions of autograd do not save what is marked as cheap."""
-    return nullcontext() if _recipes is None else saved_tensors_hooks(note_recipe, follow_recipe)
-
-
-def is_selective() -> bool:
-    return _recipes is not None
-
-
-def is_cheap(x: torch.Tensor) -> bool:
-    """Whether saving x, or a view of it, costs no memory."""
-    return _recipes is not None and x.untyped_storage() in _recipes
-
-
-def note_recipe(saved: torch.Tensor) -> torch.Tensor | tuple:
-    """What autograd keeps in place of a tensor that it wants to save."""
-    recipe = _recipes.get(saved.untyped_storage())
-    if recipe is not None:
-        return recipe, saved.shape, saved.stride(), saved.storage_offset()
-    return saved.detach() if saved.requires_grad else saved  # what its own function saves would else be a cycle
-
-
-def follow_recipe(noted: torch.Tensor | tuple) -> torch.Tensor:
-    """The saved tensor again; autograd detaches it."""
-    if isinstance(noted, torch.Tensor):
-        return noted
-    recipe, *geometry = noted
-    _, whole = recipe.run()
-    return whole if [whole.shape, whole.stride(), whole.storage_offset()] == geometry else whole.as_strided(*geometry)
-
-
-class Cheap(Function):
-    """recipe.function(*inputs), of which autograd itself keeps nothing: the recipe has the inputs."""
-
-    @staticmethod
-    def forward(ctx, recipe: Recipe, *inputs: torch.Tensor):
-        ctx.recipe = recipe
-        return recipe.function(*inputs)  # autograd is off in here
-
-    @staticmethod
-    def backward(ctx, grad):
-        inputs, output = ctx.recipe.run()
-        ctx.recipe.output = ctx.recipe.inputs = None
-        torch.autograd.backward(output, grad)
-        return None, *(x.grad for x in inputs)
-
-
 # ---- full -----------------------------------------------------------------------------------------------------------
 
 class CheckpointArena:
-    """Memory for `slots` checkpoints, allocated once and never returned, so that nothing can fragment it."""
+    """Memory for `slots` checkpoints in one allocation, which every step uses again."""
 
     def __init__(self, slots: int, x: torch.Tensor, group: Group = None):
-        """x: anything with the shape and dtype of a whole checkpoint, which the ranks of the group share equally.
-
-        Raises ValueError where they do not divide it.
-        """
+        """x: any tensor with the shape and dtype of a checkpoint, of which the ranks of the group save equal parts."""
         if x.numel() % size(group):
             raise ValueError(f"{size(group)} ranks cannot share a checkpoint of {x.numel()} elements in equal parts")
         self.group, self.shape = group, x.shape
@@ -167,13 +75,16 @@ class CheckpointArena:
         self.free_slots = list(reversed(range(slots)))
 
     def save(self, x: torch.Tensor) -> int:
-        """Store this rank's shard of x; returns the slot."""
+        """Save this rank's shard of x; returns its slot."""
+        assert x.shape == self.shape, f"a checkpoint of {[*x.shape]} in an arena for checkpoints of {[*self.shape]}"
+        assert x.dtype == self.shards.dtype, f"a checkpoint in {x.dtype} in an arena for {self.shards.dtype}"
+        assert self.free_slots, f"all {len(self.shards)} slots of the arena hold checkpoints that wait for a backward"
         slot = self.free_slots.pop()
         self.shards[slot].copy_(x.reshape(size(self.group), -1)[rank(self.group)])
         return slot
 
     def restore(self, slot: int) -> torch.Tensor:
-        """The whole checkpoint, valid until the next one is saved or restored."""
+        """The whole checkpoint, valid until the next one is saved or restored. Frees the slot."""
         self.free_slots.append(slot)
         if size(self.group) == 1:
             return self.shards[slot].view(self.shape)
@@ -182,7 +93,7 @@ class CheckpointArena:
 
 
 _recomputing = False
-_decisions: list | None = None  # of the block that runs: made in its first run, used up in its second
+_decisions: list | None = None  # of the running block: its first run appends each, its second takes them out in order
 
 
 def is_recomputing() -> bool:
@@ -190,18 +101,17 @@ def is_recomputing() -> bool:
     return _recomputing
 
 
-def once(decide: Callable[[], Any]) -> Any:
+def decide_once(decide: Callable[[], Any]) -> Any:
     """decide(), or in the second run of a block what it returned in the first."""
     if _decisions is None:
         return decide()
     if not _recomputing:
         _decisions.append(decide())
-        return _decisions[-1]
-    return _decisions.pop(0)
+    return _decisions.pop(0) if _recomputing else _decisions[-1]
 
 
 @contextmanager
-def deciding(decisions: list, recomputing: bool) -> Iterator[None]:
+def track_decisions(decisions: list, recomputing: bool) -> Iterator[None]:
     global _decisions, _recomputing
     _decisions, _recomputing = decisions, recomputing
     try:
@@ -211,39 +121,130 @@ def deciding(decisions: list, recomputing: bool) -> Iterator[None]:
 
 
 class Checkpoint(Function):
-    """block(x), of which x alone is kept, in an arena."""
+    """block(x), of which x alone is saved, in an arena."""
 
     @staticmethod
     def forward(ctx, block: Callable[[torch.Tensor], torch.Tensor], arena: CheckpointArena, x: torch.Tensor):
-        ctx.block, ctx.arena, ctx.slot, ctx.decisions = block, arena, arena.save(x), []
-        with deciding(ctx.decisions, recomputing=False):
-            return block(x)  # autograd is off in here
+        ctx.block, ctx.decisions = block, []
+        ctx.arena, ctx.slot = arena, arena.save(x)
+        with track_decisions(ctx.decisions, recomputing=False):
+            return block(x)  # in a Function's forward autograd is off
 
     @staticmethod
     def backward(ctx, grad):
         x = ctx.arena.restore(ctx.slot).detach().requires_grad_()
-        with deciding(ctx.decisions, recomputing=True), torch.enable_grad():
+        with track_decisions(ctx.decisions, recomputing=True), torch.enable_grad():
             y = ctx.block(x)
         torch.autograd.backward(y, grad)
         return None, None, x.grad
 
 
+# ---- selective ------------------------------------------------------------------------------------------------------
+
+class CheapCall:
+    """A call of `cheap`, which can run again. All readers share the second result, until its own backward is over."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...]):
+        self.function, self.inputs, self.output = function, inputs, None
+
+    def run(self) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """(inputs, output) with the graph between them."""
+        if self.output is None:
+            self.inputs = tuple(x.detach().requires_grad_(x.requires_grad) for x in self.inputs)
+            with torch.enable_grad():
+                self.output = self.function(*self.inputs)
+        return self.inputs, self.output
+
+
+# While `selective` is on: storage of a cheap tensor -> its CheapCall. Weak, or it would keep that memory alive.
+_cheap_calls: WeakIdKeyDictionary | None = None
+
+
+@contextmanager
+def selective(on: bool = True) -> Iterator[None]:
+    """For a forward pass: `cheap` registers its calls."""
+    global _cheap_calls
+    _cheap_calls = WeakIdKeyDictionary() if on and torch.is_grad_enabled() else None
+    try:
+        yield
+    finally:
+        _cheap_calls = None
+
+
+def cheap(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+    """function(*inputs); while `selective` is on, its inputs are saved for backward instead of its result."""
+    if _cheap_calls is None or not any(x.requires_grad for x in inputs):  # else no backward would free a second result
+        return function(*inputs)
+    call = CheapCall(function, inputs)
+    output = Cheap.apply(call, *inputs)
+    _cheap_calls[output.untyped_storage()] = call
+    return output
+
+
+class Cheap(Function):
+    """call.function(*inputs), for which autograd itself saves nothing."""
+
+    @staticmethod
+    def forward(ctx, call: CheapCall, *inputs: torch.Tensor):
+        ctx.call = call
+        return call.function(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        inputs, output = ctx.call.run()
+        ctx.call.output = ctx.call.inputs = None
+        torch.autograd.backward(output, grad)
+        return None, *(x.grad for x in inputs)
+
+
+def dropping_cheap() -> AbstractContextManager[None]:
+    """Inside this, layers save (f, x) in place of a cheap tensor, which takes no memory."""
+    return nullcontext() if _cheap_calls is None else saved_tensors_hooks(pack, unpack)
+
+
+def pack(saved: torch.Tensor) -> torch.Tensor | tuple:
+    """What autograd saves in place of a tensor: for a cheap one, its CheapCall and its place in the result."""
+    call = _cheap_calls.get(saved.untyped_storage())
+    if call is not None:
+        return call, saved.shape, saved.stride(), saved.storage_offset()
+    return saved.detach() if saved.requires_grad else saved  # a function that saved its own output would form a cycle
+
+
+def unpack(packed: torch.Tensor | tuple) -> torch.Tensor:
+    """The tensor that `pack` was given; autograd detaches it."""
+    if isinstance(packed, torch.Tensor):
+        return packed
+    call, *geometry = packed
+    _, output = call.run()
+    same = [output.shape, output.stride(), output.storage_offset()] == geometry
+    return output if same else output.as_strided(*geometry)
+
+
+def is_selective() -> bool:
+    return _cheap_calls is not None
+
+
+def is_cheap(x: torch.Tensor) -> bool:
+    """Whether saving x inside `dropping_cheap` takes no memory."""
+    return _cheap_calls is not None and x.untyped_storage() in _cheap_calls
+
+
 # ---- what a model uses ----------------------------------------------------------------------------------------------
 
 class Recompute:
-    """--recompute. mode: "none", "selective" or "full". slots: blocks whose inputs are kept at once; group: ranks that
-    hold the same inputs."""
+    """--recompute. mode: "none", "selective" or "full". For "full": slots: the most block inputs saved at once; group:
+    ranks that hold the same inputs. The first call raises ValueError if they cannot share one equally."""
 
     def __init__(self, mode: str, slots: int = 1, group: Group = None):
         self.mode, self.slots, self.group = mode, slots, group
         self.arena: CheckpointArena | None = None
 
     def scope(self) -> AbstractContextManager[None]:
-        """For a forward pass."""
+        """Wrap every forward pass in this."""
         return selective(self.mode == "selective")
 
     def __call__(self, block: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        """block(x)."""
+        """block(x), of which "full" saves x alone."""
         if self.mode != "full" or not x.requires_grad:
             return block(x)
         if self.arena is None or self.arena.shape != x.shape:
@@ -253,21 +254,35 @@ class Recompute:
 
 # ---- demo: python recompute.py --------------------------------------------------------------------------------------
 
-def examples() -> dict[str, dict]:
+def print_layers() -> None:
+    """For each mode: what a layer saves and recomputes, and what this mode drops that the mode before it saves."""
     import config
     import costs
 
     llama, mixtral, deepseek = (config.parse(["--preset", name]).model
                                 for name in ("llama-3.1-8b", "mixtral-8x7b", "deepseek-v3-gqa"))
-    return {"GPT-3, 2048 tokens": costs.gpt_layer(12288, 96, 2048),
-            "Llama 8B, 4096": costs.llama_layer(llama, 4096),
-            "Mixtral 8x7B, 4096": costs.llama_layer(mixtral, 4096),
-            "DeepSeek-V3, 4096": costs.latent_attention_half(7168, 128, 4096, 2, 1536, 512, 128, 64)
-            | costs.experts_half(deepseek, costs.BF16)}
+    deepseek_attention = costs.latent_attention_half(7168, 128, 4096, 2, 1536, 512, 128, 64)
+    layers = {"GPT-3, 2048 tokens": costs.gpt_layer(12288, 96, 2048),
+              "Llama 8B, 4096": costs.llama_layer(llama, 4096),
+              "Mixtral 8x7B, 4096": costs.llama_layer(mixtral, 4096),
+              "DeepSeek-V3, 4096": deepseek_attention | costs.experts_half(deepseek, costs.BF16)}
+
+    def describe(name: str, nbytes: float, flops: float) -> str:
+        return f"{name} {nbytes / 1e3:.0f} kB" + (f" +{flops / step:.1%}" if flops else "")
+
+    for title, layer in layers.items():
+        step = 3 * costs.forward_flops(layer)  # backward: two forwards
+        modes = [describe(mode, costs.saved_bytes(layer, mode), costs.recomputed_flops(layer, mode))
+                 for mode in costs.RECOMPUTE]
+        print("\n    " + "   ".join([f"{title:22s}", *modes]))
+        for mode, next_mode in zip(costs.RECOMPUTE, costs.RECOMPUTE[1:]):
+            dropped = [describe(name, made.nbytes, made.flops) for name, made in layer.items()
+                       if made.saved_under == mode and made.nbytes > 0.005 * costs.saved_bytes(layer, "none")]
+            text = f"{next_mode} drops {', '.join(dropped)}"
+            print(textwrap.fill(text, 112, initial_indent=6 * " ", subsequent_indent=8 * " "))
 
 
 def demo() -> None:
-    import costs
     from meter import Meter
 
     x = torch.randn(4, 64, 128, requires_grad=True)
@@ -288,19 +303,8 @@ def demo() -> None:
             y.sum().backward()
         bar = "█" * round(nbytes / x.nbytes)
         print(f"    {title:14s} {nbytes / 1e6:5.2f} MB  {meter.flops / 1e6:5.0f} MFLOP   {bar}  (█ = an input)")
-    print("\nBytes a token that a layer saves, and the FLOPs that recomputation adds to a step (16 bits):")
-    for title, layer in examples().items():
-        everything, total = costs.saved_bytes(layer, "none"), 3 * costs.forward_flops(layer)  # backward: two forwards
-        print(f"\n    {title:22s}" + "".join(f"   {mode} {costs.saved_bytes(layer, mode) / 1e3:.0f} kB" + (
-            f" +{costs.recomputed_flops(layer, mode) / total:.1%}" if mode != "none" else "")
-            for mode in costs.RECOMPUTE))
-        for mode, dropped_by in zip(costs.RECOMPUTE, costs.RECOMPUTE[1:]):
-            dropped = {name: made for name, made in layer.items()
-                       if made.saved_under == mode and made.nbytes > 0.005 * everything}
-            text = f"{dropped_by} drops " + ", ".join(
-                f"{name} {made.nbytes / 1e3:.0f} kB" + (f" +{made.flops / total:.1%}" if made.flops else "")
-                for name, made in dropped.items())
-            print(textwrap.fill(text, 112, initial_indent=6 * " ", subsequent_indent=8 * " "))
+    print("\nBytes per token that a layer saves, and the FLOPs that recomputation adds to a step (16 bits):")
+    print_layers()
 
 
 if __name__ == "__main__":

@@ -1,48 +1,59 @@
-"""Tensor parallelism: every matrix is sharded over the ranks; sequence parallelism: between matrices, tokens are.
+"""Tensor parallelism: weight matrices are sharded over t ranks. Sequence parallelism: so are the tokens between them.
 
-Saves: all but 1/t of weights, gradients and optimizer state; of activations too, but without sequence parallelism not
-       of those between layers. Time: each rank does 1/t of every matmul.
-Costs: in a layer's forward and backward 4 all-reduces of T H elements; or, the same bytes, 4 all-gathers and 4
-       reduce-scatters, and 2 all-gathers more, hidden under matmuls, of inputs that are gathered again, not saved.
+Saves: all but 1/t of the matrices, embedding and head, with their gradients and optimizer state (norms stay whole), and
+       of the activations inside a pair of matrices; with sequence parallelism also of those between pairs. Time: each
+       rank does 1/t of every matmul.
+Costs: per layer (two pairs), forward and backward: 4 all-reduces of T H elements. With sequence parallelism the same
+       bytes, as 4 all-gathers and 4 reduce-scatters, and 2 more all-gathers of inputs that are not saved.
 Stops helping when: ranks are not on one fast network, since every layer waits for it; or H/t makes too small a matmul.
 
-A pair of matrices needs one exchange before and one after, and none in between, if the first is sharded by rows of W
-(its outputs: "column parallel", a column of the X W^T) and the second by columns of W (its inputs: "row parallel"):
+Tensor parallelism. Matrices come in pairs, S = X A^T, Y = act(S), Z = Y B^T: up and down projection of a feed-forward
+layer; queries, keys, values and the output projection of attention. A is sharded by rows, its output features ("column
+parallel": columns of A^T), B by columns, its input features ("row parallel"). A pair then needs one exchange before it,
+f, one after it, g, and none in between. X and Z are the same on every rank:
 
-              X ──f──► X A_0^T ─ act ─► Y_0 B_0^T ──┐            rank 0
-              X ──f──► X A_1^T ─ act ─► Y_1 B_1^T ──┴─ sum g ──► rank 1          attention: heads;  ffn: its width
+    rank 0    X ─ f ─► S_0 = X A_0^T ─ act ─► Y_0 ──► Y_0 B_0^T ─┐
+                                                                 ├─ g ─► Z = Y_0 B_0^T + Y_1 B_1^T
+    rank 1    X ─ f ─► S_1 = X A_1^T ─ act ─► Y_1 ──► Y_1 B_1^T ─┘
 
-    tensor parallelism          f: identity,   backward all-reduce         g: all-reduce,      backward identity
-    with sequence parallelism   f: all-gather, backward reduce-scatter     g: reduce-scatter,  backward all-gather
+    f   forward: identity      backward: all-reduce    dX = sum_i dS_i A_i, since every rank has used X
+    g   forward: all-reduce    backward: identity      rank i has what dY_i = dZ B_i and dB_i = dZ^T Y_i need
 
-The backward. Let rank i have Y_i = X A_i^T and Z = sum_i Y_i B_i^T, and write dZ for the derivative of the loss by Z:
+Sequence parallelism. Norms and residuals treat each token alone, so between pairs each rank may have T/t tokens of X
+and Z. An all-reduce is a reduce-scatter and an all-gather: g keeps the first half, and the next f does the second.
 
-    dY_i = dZ B_i         complete: Z is a plain sum, so each term gets the whole dZ. Hence g's backward is the identity
-    dB_i = dZ^T Y_i       complete, of this rank's shard alone              (or gathers dZ, if each has a shard of it).
-    dX   = sum_i dY_i A_i A sum, because every rank used X. Hence f's backward is an all-reduce (or reduce-scatter, if
-    dA_i = dY_i^T X       each rank wants its own tokens only).
+    f   forward: all-gather X         backward: reduce-scatter dX
+    g   forward: reduce-scatter Z     backward: all-gather dZ
 
-With sequence parallelism X exists as shards of T/t tokens, so norms and residuals cost 1/t. Each rank saves its shard
-and gathers X again for dA. A column-parallel backward is, in this order, so that every message hides under a matmul:
+Overlap. Unless --sp-keep saves the gathered X, each rank saves its own shard and all-gathers X once more in backward,
+for dA_i = dS_i^T X. There both exchanges of a column parallel layer are hidden under matmuls:
 
-    network    ├─ gather X ─┤      ├─ reduce-scatter dX ─┤
-    compute    ├─ dX = dY A ─┤     ├─ dA += dY^T X ──────┤
+    network    ├─ all-gather X ─┤ ├─ reduce-scatter dX ─┤
+    compute    ├─ dX = dS A ────┤ ├─ dA += dS^T X ──────┤
 
-Asynchronous tensor parallelism hides the exchanges that nothing else hides: X is gathered shard by shard round a ring,
-and each shard is multiplied while the next is sent; a sum goes round the ring while its next terms are multiplied.
+Asynchronous tensor parallelism also hides those of forward and of a row parallel layer's backward, where nothing
+independent is left to compute: a ring sends one shard while the matmul of another shard runs.
 
-Replicated parameters. A norm's weight is "replicate" without sequence parallelism, where every rank computes its whole
-gradient, and "partial" with it, where each saw other tokens: see param.py. Partial are also, always, the weights of
-keys and values where ranks outnumber such heads, since ranks that share a head have other queries.
+Split backward, as in zero-bubble pipelines: input gradients first, weight gradients later. In between, only shards of X
+and dZ are kept. Both are all-gathered just before dA and dB, hidden by nothing. For dZ it is the second time: 2 more
+all-gathers per layer.
 
-Vocabulary. The embedding table is sharded by rows, any number of them. A rank looks up the tokens it has and adds zeros
-for others. No rank sees a row of logits: the loss needs their maximum, a sum and one logit, each of which is reduced.
+Replicated parameters. A norm's weight is "replicate" (see param.py) without sequence parallelism, where every rank
+computes its complete gradient, and "partial" with it, where ranks see different tokens. If ranks outnumber the key and
+value heads, the weights of those are always "partial": ranks that share a head have different queries.
+
+Vocabulary. The embedding table is sharded by rows; a rank looks up the tokens of its rows and adds zeros for the rest.
+In training no rank has a complete row of logits: the loss reduces the largest logsumexp of a row's shards, then the sum
+of exp(logsumexp - largest) and the label's logit. Sampling gathers rows.
 
 Shoeybi et al. 2019 (Megatron-LM: f and g, section 3); Korthikanti et al. 2022 (sequence parallelism: section 4.2);
 Wang et al. 2023, Overlap Communication with Dependent Computation via Decomposition (the ring).
-Shapes: t ranks, T tokens of a micro-batch (B S, flat), H hidden, V vocabulary.
+Shapes: t ranks, T tokens of a micro-batch (batch x sequence, flat), H hidden, V vocabulary, R rows or C columns of a
+whole weight; [T/t, H] is [T, H] without sequence parallelism.
 """
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +67,7 @@ from collectives import (
     AllReduce__Identity,
     Group,
     Identity__AllReduce,
+    Pending,
     all_gather,
     all_reduce,
     name,
@@ -66,7 +78,7 @@ from collectives import (
     size,
     world,
 )
-from operations import kernels, uses_kernels
+from operations import load_kernels, uses_kernels
 from param import (
     IGNORED,
     Spec,
@@ -81,17 +93,17 @@ from param import (
 from recompute import dropping_cheap, is_recomputing
 
 Tensor = torch.Tensor
-
-
-Finish = Callable[[], Tensor]  # waits for what was started and returns its result
+Finish = Callable[[], Tensor]  # waits for an exchange that was started, and returns its result
+MakeParameter = Callable[[Spec], nn.Parameter]  # makes this rank's shard of a parameter
 
 
 class TensorParallel(NamedTuple):
-    """How layers are shared by the ranks of a group. Functions take it as `tp`; without a group nothing is sharded.
+    """How the ranks of a group share layers. Functions take it as `tp`; without a group nothing is sharded.
 
-    sequence: sequence parallelism, between layers a rank has T/t tokens, the group's ranks in order. async_tp: exchange
-    and multiply shard by shard, see above. keep_gathered: save the gathered inputs of matmuls, t times the memory,
-    instead of gathering them again. fp8: linear layers in FP8 in place of those below (fp8.py has them).
+    sequence: sequence parallelism; between layers each rank has T/t contiguous tokens, in rank order.
+    async_tp: asynchronous tensor parallelism, which needs `sequence`.
+    keep_gathered: save the all-gathered inputs of matmuls, [T, H], instead of shards that are all-gathered again.
+    fp8: an object with `column` and `row` (fp8.Fp8), whose linear layers in FP8 replace those of this file.
     """
     group: Group = None
     sequence: bool = False
@@ -103,109 +115,109 @@ class TensorParallel(NamedTuple):
     def size(self) -> int:
         return size(self.group)
 
-    # f and g: started here, and finished by a call of what is returned, so that something can be computed in between.
+    # f and g only start an exchange. The caller may compute something before it calls what they return.
 
     def start_gather(self, x: Tensor) -> Finish:
-        """f: the tokens of all ranks, in rank order, with sequence parallelism; else x, which has them all already."""
+        """Forward of f, backward of g, [T/t, H] -> [T, H]: all-gather by rank. Without sequence parallelism: x."""
         if not self.sequence:
             return lambda: x
-        whole = x.new_empty(len(x) * size(self.group), *x.shape[1:])
-        pending = all_gather(whole, x.contiguous(), self.group, async_op=True)
-
-        def finish() -> Tensor:
-            pending.wait()
-            return whole
-        return finish
+        gathered = x.new_empty(len(x) * self.size, *x.shape[1:])
+        return partial(wait_for, all_gather(gathered, x.contiguous(), self.group, async_op=True), gathered)
 
     def start_reduce(self, terms: Tensor) -> Finish:
-        """g: the sum of all ranks' terms; with sequence parallelism, this rank's tokens of it. Overwrites `terms`."""
-        if self.sequence:
-            total = terms.new_empty(len(terms) // size(self.group), *terms.shape[1:])
-            pending = reduce_scatter(total, terms, self.group, async_op=True)
-        else:
-            total, pending = terms, all_reduce(terms, self.group, async_op=True)
-
-        def finish() -> Tensor:
-            pending.wait()
-            return total
-        return finish
+        """Forward of g, backward of f, [T, H] -> [T/t, H]: sum the terms of all ranks, in place without sequence
+        parallelism."""
+        if not self.sequence:
+            return partial(wait_for, all_reduce(terms, self.group, async_op=True), terms)
+        total = terms.new_empty(len(terms) // self.size, *terms.shape[1:])
+        return partial(wait_for, reduce_scatter(total, terms, self.group, async_op=True), total)
 
     def skipped_output(self, x: Tensor, width: int) -> Tensor:
-        """Something of the shape of a row parallel layer's output, without memory."""
-        tokens = len(x) // size(self.group) if self.sequence else len(x)
+        """A placeholder with the shape of a row parallel layer's output, [T/t, width], which takes no memory."""
+        tokens = len(x) // self.size if self.sequence else len(x)
         return x.new_zeros(()).expand(tokens, width)
+
+
+def wait_for(pending: Pending, result: Tensor) -> Tensor:
+    pending.wait()
+    return result
 
 
 # ---- linear layers --------------------------------------------------------------------------------------------------
 
-class Column(Function):
-    """X times the transposes of weights [rows / t, H], side by side: T/t H -> T rows/t.
-
-    Weights that read the same X (queries, keys, values) share one gather and one matmul, and dX is reduced once.
-    """
-
-    @staticmethod
-    def forward(ctx, x, tp, defer, *weights):
-        product, whole = start_gather_matmul(x, stacked_weight(weights).t(), tp)()
-        ctx.gathered = (tp.keep_gathered or is_recomputing()) and not is_deferred(defer)
-        ctx.save_for_backward(whole if ctx.gathered else x)
-        ctx.weights, ctx.tp, ctx.defer = weights, tp, defer  # weights as an attribute: saved, they would be aliases
-        return product
-
-    @staticmethod
-    def backward(ctx, grad):
-        tp, (saved,) = ctx.tp, ctx.saved_tensors
-        saved, deferred = saved.detach(), is_deferred(ctx.defer)  # what waits in a queue must not hold a graph
-        gather = (lambda: saved) if ctx.gathered else None if deferred else tp.start_gather(saved)
-        reduce = start_matmul_reduce(grad, stacked_weight(ctx.weights), tp)  # while X is gathered
-        whole = gather() if gather else None
-
-        def add(out):
-            x = tp.start_gather(saved)() if whole is None else whole
-            accumulate_product(out, grad.t(), x)
-
-        accumulate_grad(ctx.weights, add, ctx.defer)  # while dX is reduced
-        return reduce(), None, None, *[None] * len(ctx.weights)
-
-
-class Row(Function):
-    """X times the transpose of a weight [H, columns / t], summed over the ranks: T columns/t -> T/t H.
-
-    skip: do not compute the result, whose value nobody reads (the last layer of a block that is recomputed).
-    """
-
-    @staticmethod
-    def forward(ctx, x, tp, skip, weight):
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.tp = weight, tp
-        return tp.skipped_output(x, len(weight)) if skip else start_matmul_reduce(x, weight.t(), tp)()
-
-    @staticmethod
-    def backward(ctx, grad):
-        tp, product = ctx.tp, start_gather_matmul(grad, ctx.weight, ctx.tp)
-        x, = ctx.saved_tensors  # if it is recomputed, this is where: while the gradient is gathered
-        x, (dy, whole) = x.detach(), product()
-        if is_deferred() and tp.sequence:  # T/t tokens wait in the queue, not T
-            whole = None
-        accumulate_grad(ctx.weight, lambda out: accumulate_product(
-            out, (tp.start_gather(grad)() if whole is None else whole).t(), x))
-        return dy, None, None, None
-
-
 def column(x: Tensor, *weights: nn.Parameter, tp: TensorParallel, defer: bool = True) -> Tensor:
-    """Column parallel linear layer: T/t H -> T rows/t. defer: whether its weight gradients may be computed later."""
+    """Column parallel linear layer: [T/t, H] -> [T, R/t]. defer: in a split backward, weight gradients are
+    computed in its second half."""
     with dropping_cheap():
         return (tp.fp8.column if tp.fp8 else Column.apply)(x, tp, defer, *weights)
 
 
 def row(x: Tensor, weight: nn.Parameter, tp: TensorParallel, skip: bool = False) -> Tensor:
-    """Row parallel linear layer: T columns/t -> T/t H. skip: see Row."""
+    """Row parallel linear layer: [T, C/t] -> [T/t, H]. skip: return a placeholder, as no backward reads it."""
     with dropping_cheap():
         return (tp.fp8.row if tp.fp8 else Row.apply)(x, tp, skip, weight)
 
 
+class Column(Function):
+    """S = X A^T. Weights that have the same input (queries, keys, values) share one gather, one matmul and one dX."""
+
+    @staticmethod
+    def forward(ctx, x, tp, defer, *weights):
+        product, gathered = start_gather_matmul(x, stacked_weight(weights).t(), tp)()
+        ctx.saves_gathered = (tp.keep_gathered or is_recomputing()) and not is_deferred(defer)
+        ctx.save_for_backward(gathered if ctx.saves_gathered else x)
+        ctx.weights, ctx.tp, ctx.defer = weights, tp, defer  # not saved: unpacked weights would lack spec and sink
+        return product
+
+    @staticmethod
+    def backward(ctx, grad):
+        tp, saves_gathered = ctx.tp, ctx.saves_gathered
+        saved = ctx.saved_tensors[0].detach()  # a queued weight gradient must not keep a graph alive
+
+        def start_gather() -> Finish:
+            return (lambda: saved) if saves_gathered else tp.start_gather(saved)
+
+        finish_gather = None if is_deferred(ctx.defer) else start_gather()
+        finish_reduce = start_matmul_reduce(grad, stacked_weight(ctx.weights), tp)  # dX, while X is gathered
+
+        def add_weight_grad(out: Tensor) -> None:
+            x = (finish_gather or start_gather())()
+            accumulate_product(out, grad.t(), x)
+
+        accumulate_grad(ctx.weights, add_weight_grad, ctx.defer)  # while dX is reduced
+        return finish_reduce(), None, None, *[None] * len(ctx.weights)
+
+
+class Row(Function):
+    """Z = the sum of Y B^T over the ranks."""
+
+    @staticmethod
+    def forward(ctx, x, tp, skip, weight):
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.tp = weight, tp
+        if skip:
+            return tp.skipped_output(x, len(weight))
+        return start_matmul_reduce(x, weight.t(), tp)()
+
+    @staticmethod
+    def backward(ctx, grad):
+        tp = ctx.tp
+        finish_gather_matmul = start_gather_matmul(grad, ctx.weight, tp)
+        x = ctx.saved_tensors[0].detach()  # recomputes x if it is cheap, while dZ is gathered
+        dx, gathered = finish_gather_matmul()
+        if is_deferred():
+            gathered = None  # the weight gradient gathers dZ again: its queue keeps [T/t, H], not [T, H]
+
+        def add_weight_grad(out: Tensor) -> None:
+            dz = tp.start_gather(grad)() if gathered is None else gathered
+            accumulate_product(out, dz.t(), x)
+
+        accumulate_grad(ctx.weight, add_weight_grad)
+        return dx, None, None, None
+
+
 def stacked_weight(weights: tuple[nn.Parameter, ...]) -> Tensor:
-    """The weights one below the other: a view if they lie so, else a copy."""
+    """The weights, one below the other: a view where they are contiguous in one buffer, else a copy."""
     if len(weights) == 1:
         return weights[0].detach()
     view = stacked_view([weight.detach() for weight in weights])
@@ -213,80 +225,64 @@ def stacked_weight(weights: tuple[nn.Parameter, ...]) -> Tensor:
 
 
 def start_gather_matmul(x: Tensor, matrix: Tensor, tp: TensorParallel) -> Callable[[], tuple[Tensor, Tensor]]:
-    """f, then a matmul: finished, (X M, X) of the gathered X."""
+    """Gather the tokens of x, then multiply. The function returned finishes both: (gathered x @ matrix, gathered x)."""
     if tp.async_tp:
-        return lambda: all_gather_matmul(x, matrix, tp.group)
-    gather = tp.start_gather(x)
+        return partial(all_gather_matmul, x, matrix, tp.group)
+    finish_gather = tp.start_gather(x)
 
-    def finish() -> tuple[Tensor, Tensor]:
-        whole = gather()
-        return whole @ matrix, whole
-    return finish
+    def finish_matmul() -> tuple[Tensor, Tensor]:
+        gathered = finish_gather()
+        return gathered @ matrix, gathered
+    return finish_matmul
 
 
 def start_matmul_reduce(x: Tensor, matrix: Tensor, tp: TensorParallel) -> Finish:
-    """A matmul, then g: finished, the sum of X M over the ranks, or this rank's tokens of it."""
+    """Multiply, then sum over the ranks: x @ matrix."""
     if tp.async_tp:
         total = matmul_reduce_scatter(x, matrix, tp.group)
         return lambda: total
     return tp.start_reduce(x @ matrix)
 
 
-# ---- asynchronous: in ring steps, each hidden under the matmul of another shard --------------------------------------
+# ---- asynchronous: exchanges in steps round a ring, each hidden under the matmul of a shard --------------------------
 
 def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """(X M, X) of the gathered X."""
-    whole = x.new_empty(len(x) * size(group), x.shape[1])
-    product = x.new_empty(len(whole), matrix.shape[1])
-    for shard in ring_all_gather(whole, x, group):
-        torch.mm(whole[shard], matrix, out=product[shard])
-    return product, whole
+    """(gathered x @ matrix, gathered x): x [T/t, H], matrix [H, R] -> [T, R], [T, H]."""
+    n, me = size(group), rank(group)
+    gathered = x.new_empty(len(x) * n, x.shape[1])
+    product = x.new_empty(len(gathered), matrix.shape[1])
+    shards, products = gathered.chunk(n), product.chunk(n)
+    shards[me].copy_(x)
+    for hop in range(n):
+        owner = (me - hop) % n
+        if hop < n - 1:
+            pending = shift(shards[owner - 1], shards[owner], group)
+        torch.mm(shards[owner], matrix, out=products[owner])  # while this shard is sent and the next one received
+        if hop < n - 1:
+            pending.wait()
+    return product, gathered
 
 
 def matmul_reduce_scatter(x: Tensor, matrix: Tensor, group: Group) -> Tensor:
-    """This rank's tokens of the sum of X M over the ranks."""
-    return ring_reduce_scatter(lambda shard: x[shard] @ matrix, len(x) // size(group), group)
-
-
-def ring_all_gather(whole: Tensor, x: Tensor, group: Group) -> Iterator[slice]:
-    """Fill `whole` with the rows of all ranks; yield where those lie that are there, while the next are being sent."""
-    n, me, rows = size(group), rank(group), len(x)
-    shards = [slice(owner * rows, (owner + 1) * rows) for owner in range(n)]
-    whole[shards[me]] = x
-    for hop in range(n - 1):
-        here, following = shards[(me - hop) % n], shards[(me - hop - 1) % n]
-        pending = shift(whole[following], whole[here], group)
-        yield here
-        pending.wait()
-    yield shards[(me + 1) % n]
-
-
-def ring_reduce_scatter(term: Callable[[slice], Tensor], rows: int, group: Group) -> Tensor:
-    """This rank's rows of the sum of all ranks' terms; term(shard) is computed while another shard's sum is sent."""
+    """This rank's tokens of x @ matrix, summed over the ranks: x [T, C], matrix [C, H] -> [T/t, H]."""
     n, me = size(group), rank(group)
-    total = None
-    for hop in range(n):
-        owner = (me - 1 - hop) % n  # a sum begins at the rank after its owner, and ends, n-1 hops later, at its owner
-        if total is not None:
-            incoming = torch.empty_like(total)
-            pending = shift(incoming, total, group)
-        new = term(slice(owner * rows, (owner + 1) * rows))
-        if total is not None:
-            pending.wait()
-            new += incoming
-        total = new
+    shards = x.chunk(n)
+    total = shards[me - 1] @ matrix  # a shard's sum starts at the rank after its owner and reaches it n-1 hops later
+    for hop in range(1, n):
+        incoming = torch.empty_like(total)
+        pending = shift(incoming, total, group)
+        total = shards[me - 1 - hop] @ matrix  # while one sum is sent and the next one received
+        pending.wait()
+        total += incoming
     return total
 
 
 # ---- modules --------------------------------------------------------------------------------------------------------
 
-Make = Callable[[Spec], nn.Parameter]  # makes this rank's shard of a parameter
-
-
 class ColumnParallelLinear(nn.Module):
-    """One or several weights that read the same input; their outputs lie side by side. T/t H -> T rows/t."""
+    """[T/t, H] -> [T, R/t]: one or several weights with the same input. Their outputs are concatenated."""
 
-    def __init__(self, make: Make, *specs: Spec, biases: Sequence[Spec] = ()):
+    def __init__(self, make: MakeParameter, *specs: Spec, biases: Sequence[Spec] = ()):
         super().__init__()
         self.weights = nn.ParameterList(make(spec) for spec in specs)
         self.biases = nn.ParameterList(make(spec) for spec in biases)
@@ -297,20 +293,21 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """T columns/t -> T/t H. ends_block: it is the last layer of a block, whose value a recomputation does not need."""
+    """[T, C/t] -> [T/t, H]. skip_when_recomputing: no backward reads its result, so full recomputation returns a
+    placeholder instead."""
 
-    def __init__(self, make: Make, spec: Spec, ends_block: bool = False):
+    def __init__(self, make: MakeParameter, spec: Spec, skip_when_recomputing: bool = False):
         super().__init__()
-        self.weight, self.ends_block = make(spec), ends_block
+        self.weight, self.skip_when_recomputing = make(spec), skip_when_recomputing
 
     def forward(self, x: Tensor, tp: TensorParallel) -> Tensor:
-        return row(x, self.weight, tp, skip=self.ends_block and is_recomputing())
+        return row(x, self.weight, tp, skip=self.skip_when_recomputing and is_recomputing())
 
 
 class VocabParallelEmbedding(nn.Module):
-    """A table [V / t, H]: tokens T -> T/t H."""
+    """A table [V/t, H]: tokens [T] -> [T/t, H]."""
 
-    def __init__(self, make: Make, spec: Spec):
+    def __init__(self, make: MakeParameter, spec: Spec):
         super().__init__()
         self.table = make(spec)
 
@@ -319,41 +316,43 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class VocabParallelHead(nn.Module):
-    """A table [V / t, H]: T/t H -> logits T V/t; or, with labels T, the sum of their losses. weight: the embedding's,
-    if it is tied and on this rank."""
+    """A table [V/t, H]: [T/t, H] -> logits [T, V/t]; with labels [T], the sum of the tokens' losses instead.
 
-    def __init__(self, make: Make, spec: Spec, weight: nn.Parameter | None = None, z_loss: float = 0.0):
+    weight: the embedding's table, where the two are tied and this rank has it. z_loss: see cross_entropy.
+    """
+
+    def __init__(self, make: MakeParameter, spec: Spec, weight: nn.Parameter | None = None, z_loss: float = 0.0):
         super().__init__()
         self.weight, self.z_loss = make(spec) if weight is None else weight, z_loss
 
     def forward(self, x: Tensor, tp: TensorParallel, labels: Tensor | None = None) -> Tensor:
-        how = dict(z_loss=self.z_loss, vocab=self.weight.box[0], group=tp.group)
-        if labels is not None and uses_kernels(x):  # logits never exist as a whole
-            return kernels().linear_cross_entropy(gather_tokens(x, tp), self.weight, labels, **how)
+        loss_options = dict(z_loss=self.z_loss, vocab=self.weight.box[0], group=tp.group)
+        if labels is not None and uses_kernels(x):  # this kernel never stores all logits
+            return load_kernels().linear_cross_entropy(gather_tokens(x, tp), self.weight, labels, **loss_options)
         logits = column(x, self.weight, tp=tp, defer=False)
-        return logits if labels is None else cross_entropy(logits, labels, **how)
+        return logits if labels is None else cross_entropy(logits, labels, **loss_options)
 
 
-# ---- tokens of layers that are not sharded: routers, the fused head --------------------------------------------------
+# ---- tokens for experts and for the fused head ----------------------------------------------------------------------
 
 def split_tokens(x: Tensor, tp: TensorParallel) -> Tensor:
-    """This rank's share of the tokens: T/t H -> T/t H with sequence parallelism; without, T H -> about T/t H."""
-    if tp.sequence or size(tp.group) == 1:
+    """This rank's shard of the tokens: x itself with sequence parallelism; else [T, H] -> about [T/t, H]."""
+    if tp.sequence or tp.size == 1:
         return x
-    return Identity__AllReduce.apply(x, tp.group)[shard_slice(len(x), size(tp.group), rank(tp.group))]
+    return Identity__AllReduce.apply(x, tp.group)[shard_slice(len(x), tp.size, rank(tp.group))]
 
 
 def merge_tokens(y: Tensor, count: int, tp: TensorParallel) -> Tensor:
-    """The inverse of split_tokens. count: of the tokens that a rank has between layers."""
-    if tp.sequence or size(tp.group) == 1:
+    """The inverse of split_tokens. count: tokens of the x that was split."""
+    if tp.sequence or tp.size == 1:
         return y
-    mine = shard_slice(count, size(tp.group), rank(tp.group))
-    return AllReduce__Identity.apply(pad(y, (0, 0, mine.start, count - mine.stop)), tp.group)
+    shard = shard_slice(count, tp.size, rank(tp.group))
+    return AllReduce__Identity.apply(pad(y, (0, 0, shard.start, count - shard.stop)), tp.group)
 
 
 def gather_tokens(x: Tensor, tp: TensorParallel) -> Tensor:
-    """All tokens on every rank, each of which uses them differently: T/t H -> T H, or T H as they are."""
-    if size(tp.group) == 1:
+    """[T/t, H] -> [T, H]: all tokens on every rank. Each rank uses them differently, so their gradients are summed."""
+    if tp.size == 1:
         return x
     return AllGather__ReduceScatter.apply(x, 0, tp.group) if tp.sequence else Identity__AllReduce.apply(x, tp.group)
 
@@ -361,54 +360,55 @@ def gather_tokens(x: Tensor, tp: TensorParallel) -> Tensor:
 # ---- the vocabulary -------------------------------------------------------------------------------------------------
 
 class Embed(Function):
-    """Rows of a table [V / t, H]. The gradient is accumulated row by row: a dense V x H one would be mostly zeros."""
+    """Rows of a table [V/t, H]. Their gradients are added row by row: a dense [V/t, H] one would be mostly zeros."""
 
     @staticmethod
-    def forward(ctx, tokens, table, tp):  # T -> T/t H
-        rows, mine = local_index(tokens, table.box[0])
-        ctx.save_for_backward(rows, mine)
+    def forward(ctx, tokens, table, tp):
+        rows, in_shard = local_index(tokens, table.box[0])
+        ctx.save_for_backward(rows, in_shard)
         ctx.table, ctx.tp = table, tp
-        return tp.start_reduce(table[rows].mul_(mine[:, None]))()
+        return tp.start_reduce(table[rows].mul_(in_shard[:, None]))()
 
     @staticmethod
     def backward(ctx, grad):
-        rows, mine = ctx.saved_tensors
-        grad = ctx.tp.start_gather(grad)() * mine[:, None]
+        rows, in_shard = ctx.saved_tensors
+        grad = ctx.tp.start_gather(grad)() * in_shard[:, None]
         accumulate_grad(ctx.table, lambda out: out.index_add_(0, rows, grad.to(out.dtype)), defer=False)
         return None, None, None
 
 
 def local_index(tokens: Tensor, vocab: slice) -> tuple[Tensor, Tensor]:
-    """(index within `vocab`, whether it is in there); tokens that are not get any valid index."""
-    mine = (tokens >= vocab.start) & (tokens < vocab.stop)
-    return (tokens - vocab.start).clamp(0, vocab.stop - vocab.start - 1), mine
+    """(index into this rank's part `vocab` of the vocabulary, whether a token is in it); others get any valid index."""
+    in_shard = (tokens >= vocab.start) & (tokens < vocab.stop)
+    return (tokens - vocab.start).clamp(0, vocab.stop - vocab.start - 1), in_shard
 
 
 class CrossEntropy(Function):
-    """Saves the logits in the dtype they came in and two numbers a token; probabilities are computed again."""
+    """Saves the logits in their own dtype, and a few numbers per token; backward computes the probabilities again."""
 
     @staticmethod
     def forward(ctx, logits, labels, weights, z_loss, vocab, group):
-        exact = logits.to(acc_dtype(logits.dtype))
-        index, mine = local_index(labels, vocab)
-        local = exact.logsumexp(-1)
-        maximum = local.clone()
-        all_reduce(maximum, group, MAX)
-        sums = torch.stack((local.sub_(maximum).exp_(), exact.gather(-1, index[:, None])[:, 0] * mine))
+        upcast = logits.to(acc_dtype(logits.dtype))
+        index, in_shard = local_index(labels, vocab)
+        shard_logsumexp = upcast.logsumexp(-1)
+        largest = shard_logsumexp.clone()  # subtracted before exp, which then cannot overflow
+        all_reduce(largest, group, MAX)
+        sums = torch.stack((shard_logsumexp.sub_(largest).exp_(), upcast.gather(-1, index[:, None])[:, 0] * in_shard))
         all_reduce(sums, group)
-        logsumexp, chosen = sums[0].log_().add_(maximum), sums[1]  # over V; the label's logit
-        counts = (labels != IGNORED).to(exact.dtype)
-        weights = counts if weights is None else counts * weights
-        ctx.save_for_backward(logits, index, mine, logsumexp, weights)
+        logsumexp = sums[0].log_().add_(largest)  # over the whole vocabulary
+        label_logit = sums[1]
+        counted = (labels != IGNORED).to(upcast.dtype)
+        weights = counted if weights is None else counted * weights
+        ctx.save_for_backward(logits, index, in_shard, logsumexp, weights)
         ctx.z_loss = z_loss
-        return (weights * (logsumexp - chosen + z_loss * logsumexp.square())).sum()
+        return (weights * (logsumexp - label_logit + z_loss * logsumexp.square())).sum()
 
     @staticmethod
     def backward(ctx, grad):
-        logits, index, mine, logsumexp, weights = ctx.saved_tensors
+        logits, index, in_shard, logsumexp, weights = ctx.saved_tensors
         weights = weights * grad
         out = (logits - logsumexp[:, None]).exp_().mul_((weights * (1 + 2 * ctx.z_loss * logsumexp))[:, None])
-        out.scatter_add_(-1, index[:, None], -(weights * mine)[:, None])
+        out.scatter_add_(-1, index[:, None], -(weights * in_shard)[:, None])
         return out.to(logits.dtype), None, None, None, None, None
 
 
@@ -416,9 +416,9 @@ def cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None = None,
                   vocab: slice | None = None, group: Group = None) -> Tensor:
     """The sum (not the mean) of the tokens' losses in nats; tokens with the label IGNORED have none.
 
-    logits: ..., V/t, those of the part `vocab` of the vocabulary that this rank holds (default: all). labels: ...
-    weights: as labels, how much each token counts. z_loss: times the squared logarithm of the softmax's denominator is
-    added (Chowdhery et al. 2022, section 5), which keeps logits from drifting.
+    logits: [..., V/t], for the part `vocab` of the vocabulary that this rank has (default: all of it). labels: [...].
+    weights: [...], a factor per token. z_loss: coefficient of the squared logarithm of the softmax's denominator, which
+    is added to a token's loss so that logits do not drift (Chowdhery et al. 2022, section 5).
     """
     vocab = slice(0, logits.shape[-1]) if vocab is None else vocab
     weights = None if weights is None else weights.flatten()
@@ -426,43 +426,44 @@ def cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None = None,
 
 
 def gather_logits(logits: Tensor, vocab: int, group: Group) -> Tensor:
-    """N V/t -> N V on every rank. For sampling only: training never has a whole row."""
+    """[T, V/t] -> [T, V] on every rank, for sampling. vocab: V, which t need not divide."""
     n = size(group)
-    shards = [shard_slice(vocab, n, i) for i in range(n)]
-    widest = max(shard.stop - shard.start for shard in shards)
-    padded = pad(logits, (0, widest - logits.shape[-1]))
-    out = logits.new_empty(n * len(logits), widest)
+    widths = [shard.stop - shard.start for shard in (shard_slice(vocab, n, i) for i in range(n))]
+    padded = pad(logits, (0, max(widths) - logits.shape[-1]))
+    out = logits.new_empty(n * len(logits), max(widths))
     all_gather(out, padded.contiguous(), group)
-    return torch.cat([rows[:, :shard.stop - shard.start] for rows, shard in zip(out.chunk(n), shards)], -1)
+    return torch.cat([rows[:, :width] for rows, width in zip(out.chunk(n), widths)], -1)
 
 
-# ---- demo: torchrun --nproc_per_node=4 tp.py ------------------------------------------------------------------------
+# ---- demo: torchrun --nproc_per_node=4 tp.py; on one rank: python tp.py ----------------------------------------------
 
 def demo(group: Group) -> None:
     t, T, H = size(group), 64, 32
-    groups = {"tp": group}
-    up = parameter(Spec("up", (4 * H, H), {"tp": 0}), groups, torch.float32)
-    down = parameter(Spec("down", (H, 4 * H), {"tp": 1}), groups, torch.float32)
+    up = parameter(Spec("up", (4 * H, H), {"tp": 0}), {"tp": group}, torch.float32)
+    down = parameter(Spec("down", (H, 4 * H), {"tp": 1}), {"tp": group}, torch.float32)
     for weight in (up, down):
         weight.data = torch.randn(weight.shape) / 6
-    lines = [f"Two matrices on {t} ranks (one rank a letter), {T} tokens of width {H}:", ""]
-    letters = [chr(ord("A") + i) * (32 // t) for i in range(t)]
-    for which in ("first matrix, by rows    ", "second matrix, by columns"):
-        lines.append(f"    {which}  {''.join(letters)}")
-    lines.append("")
-    for title, tp, tokens in (("tensor parallelism", TensorParallel(group), "every rank has all"),
-                              ("and sequence parallelism", TensorParallel(group, True), "".join(letters)),
-                              ("asynchronous", TensorParallel(group, True, True), "".join(letters))):
+    shards = "".join(chr(ord("A") + i) * (32 // t) for i in range(t))
+    lines = [f"Two matrices, sharded over {t} rank(s), one letter per rank, and {T} tokens of width {H}:\n",
+             f"    first matrix, by rows      {shards}", f"    second matrix, by columns  {shards}\n"]
+    for title, tp in {"tensor parallelism": TensorParallel(group),
+                      "and sequence parallelism": TensorParallel(group, sequence=True),
+                      "asynchronous": TensorParallel(group, sequence=True, async_tp=True)}.items():
         sent.clear()
         x = torch.randn(T // t if tp.sequence else T, H, requires_grad=True)
         row(torch.tanh(column(x, up, tp=tp)), down, tp).sum().backward()
-        count = sent[name(group)] * t / (t - 1) / (T * H * 4)  # in units of (t-1)/t T H
-        lines.append(f"    {title:24s}   tokens between: {tokens:32s}   sent: {count:.0f} x (t-1)/t of T H")
-    lines.append("\nTwo all-reduces count 2 each; two gathers and two reduce-scatters 1, and one gather is done twice.")
+        tokens = shards if tp.sequence else "every rank has all"
+        units = round(sent[name(group)] * t / max(t - 1, 1) / x.new_empty(T, H).nbytes)
+        lines.append(f"    {title:24s}   tokens between: {tokens:32s}   sent: {units} x (t-1)/t of T H")
+    lines.append("\n4 = two all-reduces, of 2 each. 5 = two all-gathers, two reduce-scatters, and X gathered again in "
+                 "backward, of 1 each.")
     if rank(group) == 0:
         print("\n".join(lines))
 
 
 if __name__ == "__main__":
-    with world() as group:
-        demo(group)
+    if "WORLD_SIZE" in os.environ:  # torchrun sets it
+        with world() as group:
+            demo(group)
+    else:
+        demo(None)

@@ -1,61 +1,61 @@
-"""ZeRO: shard optimizer state, gradients and parameters over the data parallel ranks. Level 0 is the plain optimizer.
+"""ZeRO: shard optimizer state, gradients and parameters over the data parallel ranks. Level 0 is a plain optimizer.
 
-Saves: all but 1/n of the bytes below: of optimizer state (level 1), of gradients too (2), of weights too (3).
-Costs: elements sent by a rank in a step of A micro-batches, times (n-1)/n: 2P, 2P, (A+1)P and 3AP at levels 0 to 3.
-       (Level 3 saves two all-gathers: the embedding's backward reads no weights, the head's follows its forward.)
+Saves: all but 1/n of the optimizer state (level 1), also of the gradients (level 2), also of the weights (level 3).
+Costs: elements that a rank sends per step of A micro-batches, times (n-1)/n: 2P, 2P, (A+1)P and almost 3AP at levels 0
+       to 3. (Almost: the embedding's backward needs no weights, and the head's runs right after its forward, so each
+       saves one all-gather per micro-batch.) Gradients are sent in fp32, weights in their own dtype.
 Stops helping when: activations are what fills the memory, or A is so large that levels 2 and 3 only communicate.
 
 What each rank holds of one bucket of dp.py on n = 4 ranks:
 
-    level   weights    gradients    master, m, v     what is communicated, and when
-    0       ████       ████         ████             all-reduce gradients, once a step
-    1       ████       ████         █                reduce-scatter gradients, once a step; all-gather weights after
-                                                     the update, waited for where the next forward first uses them
-    2       ████       █            █                as 1, but reduce-scatter gradients after every micro-batch
-    3       █          █            █                as 2, but all-gather (unshard) a layer's weights just before it
-                                                     runs, forward and backward, prefetching the next layer's; free
-                                                     them (reshard) just after
+    level   weights    gradients    master, m, v     collectives
+    0       ████       ████         ████             all-reduce of gradients per step
+    1       ████       ████         █                reduce-scatter of gradients, all-gather of weights per step
+    2       ████       █            █                reduce-scatter per micro-batch, all-gather per step
+    3       █          █            █                reduce-scatter and two all-gathers per micro-batch
 
-Bytes a parameter at level 0 (divide what is sharded by n; padding adds less than n elements a bucket):
+Level 3 unshards (all-gathers) the weights of a unit (embedding, block or head) before its forward and before its
+backward, and reshards (frees) them after each.
+Overlap: gradients are reduced during backward, as in dp.py. At levels 1 and 2 the all-gather starts after the update,
+and the next forward waits for it where it first uses the weights. Level 3 prefetches the next unit's weights.
+Hybrid sharding: the n ranks of each of R replicas do all this; once per step R ranks all-reduce a gradient shard.
+
+Bytes per parameter at level 0 (divide what is sharded by n; padding adds less than n elements per bucket):
 
     recipe                  weights   gradients   master   moments   together
     fp32                       4          4          -       4 + 4       16     --dtype fp32
     bf16 or fp16, mixed        2          4          4       4 + 4       18     --dtype bf16
     the same, bf16 moments     2          4          4       2 + 2       14     --dtype bf16 --moments bf16
-    --fp8 with bf16          2 + 2        4          4       4 + 4       20     FP8 copies of what blocks multiply;
-    fp8 and bf16 moments     2 + 2        4          4       2 + 2       16     none at level 3: see fp8.py
-    playbook's mixed           2        2 + 4        4       4 + 4       20     bf16 gradients beside their fp32 sum
+    --fp8 with bf16          2 + 2        4          4       4 + 4       20     two FP8 copies of blocks' matrices
+    fp8 and bf16 moments     2 + 2        4          4       2 + 2       16     (not cached at level 3: 2 less)
+    Ultra-Scale Playbook       2        2 + 4        4       4 + 4       20     bf16 gradients beside their fp32 sum
     Transformer Engine         4          4          -       4 + 4       16     FP8 copies made for each matmul
     DeepSeek-V3                1        2 + 4        4       2 + 2       15     FP8 weights
     nanotron fp8               1        1 + 4        2       1 + 1       10     FP8 weights, gradients, moments
     FP8-LM                     1        1 + 2        2       1 + 2        9     FP8 weights, gradients, first moments
 
-Formats: why gradients are accumulated and weights kept in fp32, and why only fp16 needs its loss scaled.
+The next bf16 number above 1 is 1 + 7.8e-3 (fp32: 1 + 1.2e-7), so adding 1e-3 to a bf16 weight of 1 changes nothing:
+hence fp32 master weights. fp16 has normal numbers from 6.1e-5 to 65504, and gradients are often smaller: hence the loss
+of fp16 runs is multiplied by a scale, halved when a gradient overflows (every rank skips that step) and doubled after
+2000 consecutive steps without overflow. bf16 moments need beta2 well below 1 - 2^-8, or the averages would stop
+changing.
 
-              bits: sign exponent mantissa    largest    smallest normal      step at 1
-    fp32                 1     8        23    3.4e38          1.2e-38          1.2e-07
-    bf16                 1     8         7    3.4e38          1.2e-38          7.8e-03
-    fp16                 1     5        10     65504          6.1e-05          9.8e-04
-    fp8 e4m3             1     4         3       448          1.6e-02          1.2e-01
-    fp8 e5m2             1     5         2     57344          6.1e-05          2.5e-01
+The gradient norm is that of the whole model: each element is counted by one rank, its owner, and squares are summed
+over the world. So all ranks clip by the same number and skip the same steps.
 
-An update of 1e-3 to a bf16 weight of 1 is rounded away: hence master weights. Gradients of fp16 runs fall below 6e-5:
-hence the loss is multiplied by a scale, which is halved when a gradient overflows (every rank skips that step) and
-doubled after 2000 good steps. bf16 moments need beta2 well below 1 - 2^-8, or averages would stop moving.
+ZeRO-R, the second half of the paper, is about activations (see recompute.py) and buffers of constant size: at levels 2
+and 3 at most two whole gradients, and at level 3 two units' whole weights, exist at once. Exceptions: a tied table's
+gradient, which waits for its second backward; and schedules that split backward (zb-*), where every bucket's gradient
+is whole from the input half to the weight half.
 
-The gradient norm is that of the whole model: every element counts on one rank, its owner, and squares are summed over
-the world. So all ranks clip by the same number and skip the same steps.
-
-ZeRO-R, the other half of the paper, is about what remains: buffers of constant size, which the buckets are (at most two
-whole gradients and two layers' weights exist at once, however deep the model; a tied table's gradient is one more, from
-the head's backward to the embedding's), and activations, for which see recompute.py.
-
-Rajbhandari et al. 2020 (ZeRO: section 5 the levels, 7 what they send); Zhao et al. 2023 (FSDP: prefetching);
-Micikevicius et al. 2018 (master weights, loss scaling); Loshchilov & Hutter 2019 (AdamW).
-Shapes: n ranks of the data axis, P parameters, A micro-batches a step.
+Rajbhandari et al. 2020 (ZeRO: section 5 the levels, 7 their communication); Zhao et al. 2023 (FSDP: prefetching);
+Micikevicius et al. 2018 (master weights, loss scaling); Loshchilov & Hutter 2019 (AdamW); Hugging Face 2025 (the
+playbook; recipes below it in the table are as their papers and sources say).
+Shapes: n ranks of the data axis, P parameters, A micro-batches per step.
 """
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -66,85 +66,66 @@ from torch.optim.sgd import sgd
 
 from collectives import Groups, Pending, all_gather, all_reduce, rank, reduce_scatter, size, world
 from dp import Bucket, DataParallel, Units
-from param import Box, Source, Spec, boxes, draw, is_first_replica, parameter
+from param import Box, Source, Spec, box_shape, boxes, draw, is_first_replica, parameter, shard_slice
 
 # ---- a bucket and this rank's shard of it ---------------------------------------------------------------------------
 
 class ShardedBucket(Bucket):
-    """Weights, gradients and optimizer state of a bucket, sharded according to the ZeRO level.
+    """The weights, gradients and optimizer state of a bucket, sharded as the ZeRO level says: flat tensors.
 
-    All are flat, in the bucket's order. `weights` and `grad` are whole; `weight_shard`, `grad_shard` and the tensors of
-    `state` (the master weights and what the update rule remembers, such as AdamW's m and v) are this rank's `shard`, a
-    slice of the whole, which at level 0 is everything. A rank alone on its data axis is at level 0.
+    level: 0 if the data axis has one rank. padded: how many elements the bucket has, padded to equal shards.
+    shard: this rank's slice of them; at level 0 all of it. weight_shard, grad_shard: of `weights` and `grad`.
+    state: name -> tensor as long as the shard: "master", the master weights, and AdamW's "m" and "v".
     """
 
-    def __init__(self, params: list[nn.Parameter], stages_of: dict[nn.Parameter, list[int]], groups: Groups, level: int,
-                 rule_state: tuple[str, ...], moments_dtype: torch.dtype, reducing: list["ShardedBucket"]):
+    def __init__(self, params: list[nn.Parameter], stages_of: dict[nn.Parameter, list[int]], groups: Groups, *,
+                 level: int, rule_state: tuple[str, ...], moments_dtype: torch.dtype | None, reducing: list[Bucket]):
         super().__init__(params, stages_of, groups)
-        n = size(self.group)
-        self.level = level if n > 1 else 0
-        self.padded = -(-self.numel // n) * n if self.level else self.numel
-        length = self.padded // n if self.level else self.padded
-        first = rank(self.group) * length if self.level else 0
-        self.shard = slice(first, first + length)
+        self.level = level if size(self.group) > 1 else 0
+        shards, index = (size(self.group), rank(self.group)) if self.level else (1, 0)
+        self.padded = -(-self.numel // shards) * shards
+        length = self.padded // shards
+        self.shard = slice(index * length, (index + 1) * length)
 
         dtype = params[0].dtype
         self.weights = self.zeros(self.padded, dtype)
         for param in self.params:
-            # Through .data, which leaves the parameter its own version counter: to autograd, refilling is no change.
+            # .data keeps the parameter's version counter apart from the flat tensor's: autograd must not complain when
+            # an all-gather refills weights that were saved for backward.
             param.data = self.view(self.weights, param)
-        self.weight_shard, self.unsharding, self.users = self.weights[self.shard], Pending(None), 0
+        self.weight_shard = self.weights[self.shard]
         if self.level == 3:
-            self.weight_shard, self.nbytes = self.zeros(length, dtype), self.weights.untyped_storage().nbytes()
+            self.weight_shard = self.zeros(length, dtype)
             self.weights.untyped_storage().resize_(0)
+        self.unsharding = Pending(None)
+        self.users = 0  # calls of `unshard` less calls of `reshard`
         self.master = self.weight_shard if dtype == self.acc_dtype else self.zeros(length, self.acc_dtype)
-        self.state = {"master": self.master} | {name: self.zeros(length, moments_dtype) for name in rule_state}
+        moments = {name: self.zeros(length, moments_dtype or self.acc_dtype) for name in rule_state}
+        self.state = {"master": self.master} | moments
 
-        self.grads_a_micro_batch = sum(len(stages_of[param]) for param in params)
-        self.grad_shard, self.received = None, None
-        self.reducing = reducing  # shared by all buckets: the one whose whole gradient is being reduced
+        self.grads_per_micro_batch = sum(len(stages_of[param]) for param in params)
+        self.grad_shard = self.received = None  # received: the result of a reduction under way at levels 2 and 3
+        self.reducing = reducing  # one list for all buckets: the bucket whose whole gradient is being reduced
 
     def zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(count, dtype=dtype, device=self.device)
 
     def within_shard(self, flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """The part of a shard-long tensor that lies at start..stop of the whole."""
-        start, stop = (min(max(i, self.shard.start), self.shard.stop) - self.shard.start for i in (start, stop))
+        """Those elements of `flat`, a tensor as long as the shard, that are start..stop of the whole bucket."""
+        first, last = self.shard.start, self.shard.stop
+        start = min(max(start, first), last) - first
+        stop = min(max(stop, first), last) - first
         return flat[start:stop]
 
-    def counts(self, spec: Spec) -> bool:
-        """Whether this rank counts and saves its shard of such a parameter: of all that hold the same, the first."""
-        first_replica = rank(self.groups["replicate"]) == 0 and (self.level > 0 or rank(self.group) == 0)
-        return first_replica and is_first_replica(spec, self.groups)
-
-    def pieces(self) -> Iterator[tuple[nn.Parameter, Box, slice]]:
-        """(parameter, box of the global tensor, its place in the shard), every element of the shard once."""
-        for param in self.params:
-            offset = self.offset[param]
-            first, last = max(self.shard.start, offset), min(self.shard.stop, offset + param.numel())
-            place = first - self.shard.start
-            for local in boxes(tuple(param.shape), first - offset, last - offset) if first < last else ():
-                count = math.prod(part.stop - part.start for part in local)
-                box = tuple(slice(mine.start + part.start, mine.start + part.stop)
-                            for part, mine in zip(local, param.box))
-                yield param, box, slice(place, place + count)
-                place += count
-
-    def load(self, source: Source, what: str = "master") -> None:
-        """Fill a tensor of `state` from a source."""
-        self.unsharding.wait()  # or an all-gather of old weights would overwrite these
-        for param, box, place in self.pieces():
-            self.state[what][place] = source(param.spec, box).flatten().to(self.device, self.acc_dtype)
-        if what == "master":
-            self.update_weights()
-
-    # Gradients. Levels 0 and 1 have a whole one, reduced once a step; 2 and 3 reduce and free it every micro-batch.
+    # Gradients. Levels 0 and 1 reduce the whole gradient once per step; 2 and 3 reduce and free it per micro-batch.
 
     def begin_step(self, backwards: dict[int, int]) -> None:
+        """backwards: stage -> number of backward passes through it in this step."""
         self.expected = sum(backwards[stage] for param in self.params for stage in self.stages_of[param])
+        assert self.expected > 0, f"{self.name}: a step without a gradient would leave the other ranks waiting"
         self.accumulated = 0
         for param in self.params:
-            param.generation += 1  # a replayed CUDA graph makes again, in every step, what it caches of weights
+            param.generation += 1  # so that a captured step includes quantising weights to FP8, and replays repeat it
         if self.level < 2:
             self.grad = self.zeros(self.padded, self.acc_dtype) if self.grad is None else self.grad.zero_()
             self.grad_shard = self.grad[self.shard]
@@ -152,14 +133,14 @@ class ShardedBucket(Bucket):
             self.grad_shard = self.zeros(self.shard.stop - self.shard.start, self.acc_dtype)
 
     def main_grad(self, param: nn.Parameter) -> torch.Tensor:
-        if self.grad is None:  # levels 2 and 3, when the previous one is being reduced or gone
+        if self.grad is None:  # levels 2 and 3: the previous micro-batch's is being reduced, or is freed
             self.grad = self.zeros(self.padded, self.acc_dtype)
         return self.view(self.grad, param)
 
     def ready(self, param: nn.Parameter) -> None:
         self.accumulated += 1
-        if self.level >= 2 and self.accumulated % self.grads_a_micro_batch == 0 and self.expected > 1:
-            self.start_reduction()  # of this micro-batch; the last one's is started by the step's last gradient
+        if self.level >= 2 and self.accumulated % self.grads_per_micro_batch == 0 and self.expected > 1:
+            self.start_reduction()  # of every micro-batch but the last, whose reduction super().ready starts
         super().ready(param)
 
     def start_reduction(self) -> None:
@@ -168,12 +149,13 @@ class ShardedBucket(Bucket):
         elif self.level == 1:
             self.reduction = reduce_scatter(self.grad_shard, self.grad, self.group, async_op=True)
         else:
-            for bucket in self.reducing:  # while one whole gradient is reduced the next is filled: no third exists
+            for bucket in self.reducing:  # one reduction at a time, so only two whole gradients exist
                 bucket.finish_reduction()
-            first = self.accumulated <= self.grads_a_micro_batch
+            first = self.accumulated <= self.grads_per_micro_batch
             self.received = self.grad_shard if first else torch.empty_like(self.grad_shard)
             self.reduction = reduce_scatter(self.received, self.grad, self.group, async_op=True)
-            self.grad, self.reducing[:] = None, [self]
+            self.grad = None
+            self.reducing[:] = [self]
 
     def finish_reduction(self) -> None:
         """Wait for the reduction under way and add its result to those of earlier micro-batches."""
@@ -183,25 +165,18 @@ class ShardedBucket(Bucket):
         self.received = None
 
     def finish_step(self) -> None:
+        """Finish `grad_shard`: sum it over the data axis, over replicas (hybrid sharding) and over partial axes."""
         assert self.expected == 0, f"{self.name} and {len(self.params) - 1} more wait for {self.expected} gradients"
         self.finish_reduction()
         all_reduce(self.grad_shard, self.groups["replicate"])
-        for start, stop, spec in self.spans:  # after the data axis: shards lie alike on all ranks of other axes
+        for start, stop, spec in self.spans:  # shards lie alike on all ranks of a partial axis
             for axis in spec.partial_axes:
                 all_reduce(self.within_shard(self.grad_shard, start, stop), self.groups[axis])
 
-    def squared_norm(self) -> torch.Tensor:
-        """The sum of the squared gradients that this rank counts."""
-        total = torch.zeros((), dtype=self.acc_dtype, device=self.device)
-        for start, stop, spec in self.spans:
-            if self.counts(spec):
-                total += torch.linalg.vector_norm(self.within_shard(self.grad_shard, start, stop)).square()
-        return total
-
-    # Weights. Level 1 and 2 all-gather them after the update; level 3 has them whole between unshard and reshard only.
+    # Weights. Levels 1 and 2 all-gather them after the update; at level 3 they are whole from unshard to reshard.
 
     def update_weights(self) -> None:
-        """Copy the master weights to the model's, and start the all-gather of those."""
+        """Copy the master weights into this rank's shard of the weights; levels 1 and 2 then start to all-gather it."""
         for param in self.params:
             param.generation += 1
         if self.master is not self.weight_shard:
@@ -212,122 +187,161 @@ class ShardedBucket(Bucket):
         elif self.level:
             self.unsharding = all_gather(self.weights, self.weight_shard, self.group, async_op=True)
 
-    def prefetch(self) -> None:
-        """Start the all-gather of the weights."""
-        if self.level == 3 and self.weights.untyped_storage().nbytes() == 0:
-            self.weights.untyped_storage().resize_(self.nbytes)
-            self.unsharding = all_gather(self.weights, self.weight_shard, self.group, async_op=True)
-
     def unshard(self) -> None:
-        """Have whole weights, until `reshard` was called as often as `unshard`."""
+        """Wait until the weights are whole. They stay so until every `unshard` has been matched by a `reshard`."""
         self.prefetch()
         self.unsharding.wait()
         self.users += 1
 
     def reshard(self) -> None:
-        """Free the whole weights again."""
+        """Free the whole weights at level 3, unless another unit still uses them."""
         self.users -= 1
-        assert self.users >= 0
+        assert self.users >= 0, f"{self.name}: more calls of reshard than of unshard"
         if self.level == 3 and self.users == 0:
             self.weights.untyped_storage().resize_(0)
+
+    def prefetch(self) -> None:
+        """Start the all-gather of the weights at level 3, if they are not whole already."""
+        if self.level == 3 and self.weights.untyped_storage().nbytes() == 0:
+            self.weights.untyped_storage().resize_(self.weights.nbytes)
+            self.unsharding = all_gather(self.weights, self.weight_shard, self.group, async_op=True)
+
+    # Ownership, and state in and out.
+
+    def owns(self, spec: Spec) -> bool:
+        """Whether this rank, of all that hold the same shard of such a parameter, counts and saves it."""
+        first_replica = rank(self.groups["replicate"]) == 0 and (self.level > 0 or rank(self.group) == 0)
+        return first_replica and is_first_replica(spec, self.groups)
+
+    def squared_norm(self) -> torch.Tensor:
+        """The sum of the squared gradients that this rank owns; a scalar tensor."""
+        total = torch.zeros((), dtype=self.acc_dtype, device=self.device)
+        for start, stop, spec in self.spans:
+            if self.owns(spec):
+                total += torch.linalg.vector_norm(self.within_shard(self.grad_shard, start, stop)).square()
+        return total
+
+    def pieces(self, part: slice | None = None) -> Iterator[tuple[nn.Parameter, Box, slice]]:
+        """Yield this rank's shard, or the slice `part` of it, as boxes of global tensors: (parameter, box, place).
+
+        place: where the elements of the box lie, in row-major order, in `grad_shard` and in every tensor of `state`.
+        Each element of the shard is in one piece, padding in none. Also yields parameters that this rank does not own.
+        """
+        part = part or slice(0, self.shard.stop - self.shard.start)
+        start, stop = self.shard.start + part.start, self.shard.start + part.stop
+        for param in self.params:
+            offset = self.offset[param]
+            first, last = max(start, offset), min(stop, offset + param.numel())
+            if first >= last:
+                continue
+            place = first - self.shard.start
+            for local in boxes(tuple(param.shape), first - offset, last - offset):
+                box = tuple(slice(mine.start + inner.start, mine.start + inner.stop)
+                            for inner, mine in zip(local, param.box))
+                count = math.prod(box_shape(box))
+                yield param, box, slice(place, place + count)
+                place += count
+
+    def pieces_to_save(self) -> Iterator[tuple[nn.Parameter, Box, slice]]:
+        """The pieces that this rank writes to a checkpoint; data ranks with the same shard write a part of it each."""
+        replicas = [self.groups["replicate"], *([self.group] if self.level == 0 else [])]
+        writers, writer = 1, 0
+        for group in replicas:
+            writers, writer = writers * size(group), writer * size(group) + rank(group)
+        part = shard_slice(self.shard.stop - self.shard.start, writers, writer)
+        for param, box, place in self.pieces(part):
+            if is_first_replica(param.spec, self.groups):
+                yield param, box, place
+
+    def load(self, source: Source, what: str = "master") -> None:
+        """Fill state[what] from a source. "master" also updates the weights, with a collective at levels 1 and 2."""
+        self.unsharding.wait()  # or an all-gather of old weights would overwrite these
+        for param, box, place in self.pieces():
+            self.state[what][place] = source(param.spec, box).flatten().to(self.device, self.acc_dtype)
+        if what == "master":
+            self.update_weights()
 
 
 # ---- the update -----------------------------------------------------------------------------------------------------
 
-Tensors = list[torch.Tensor]
-
-
 class UpdateRule(NamedTuple):
-    """state: the tensors that it remembers, as large as the weights. apply: changes weights and state in place.
+    """state: names of the tensors that it remembers, each as large as the weights. apply: changes weights and state.
 
-    apply(weights, grads, *state, steps=..., lr=..., betas=..., eps=..., weight_decay=..., found_inf=...) is given lists
-    of flat spans; it must do nothing where the tensor found_inf is 1, so that the host need not wait to know.
+    apply(weights, grads, *state, steps=..., lr=..., betas=..., eps=..., weight_decay=..., found_inf=...) gets lists of
+    flat tensors. It must itself do nothing where the tensor found_inf is 1: the host never reads that.
     """
     state: tuple[str, ...]
     apply: Callable[..., None]
 
 
-def apply_adamw(weights: Tensors, grads: Tensors, m: Tensors, v: Tensors, steps: torch.Tensor, lr: float,
-                betas: tuple[float, float], eps: float, weight_decay: float, found_inf: torch.Tensor) -> None:
+def apply_adamw(weights, grads, m, v, *, steps, betas, **settings) -> None:
     """torch's fused AdamW."""
-    adamw(weights, grads, m, v, [], [steps.clone() for _ in weights], fused=True, found_inf=found_inf, amsgrad=False,
-          beta1=betas[0], beta2=betas[1], lr=lr, weight_decay=weight_decay, eps=eps, maximize=False)
+    adamw(weights, grads, m, v, [], [steps.clone() for _ in weights], beta1=betas[0], beta2=betas[1], fused=True,
+          amsgrad=False, maximize=False, **settings)
 
 
-def apply_sgd(weights: Tensors, grads: Tensors, steps: torch.Tensor, lr: float, betas: tuple[float, float], eps: float,
-              weight_decay: float, found_inf: torch.Tensor) -> None:
+def apply_sgd(weights, grads, *, lr, weight_decay, found_inf, **_) -> None:
     """torch's fused SGD without momentum."""
-    sgd(weights, grads, [None] * len(weights), fused=True, found_inf=found_inf, weight_decay=weight_decay, momentum=0.0,
-        lr=lr, dampening=0.0, nesterov=False, maximize=False)
+    sgd(weights, grads, [None] * len(weights), lr=lr, weight_decay=weight_decay, found_inf=found_inf, fused=True,
+        momentum=0.0, dampening=0.0, nesterov=False, maximize=False)
 
 
-UPDATE_RULES = {"adamw": UpdateRule(("m", "v"), apply_adamw), "sgd": UpdateRule((), apply_sgd)}  # --optimizer
+UPDATE_RULES = {"adamw": UpdateRule(("m", "v"), apply_adamw), "sgd": UpdateRule((), apply_sgd)}
 
 
 class LossScale:
-    """The factor of fp16 losses: halved by a gradient that overflows, doubled after `interval` steps without."""
+    """The factor of fp16 losses: halved when a gradient overflows, doubled after `interval` steps in a row
+    without overflow. torch's GradScaler has the same rule, but would search all gradients for infinities itself."""
 
     def __init__(self, device: torch.device, start: float = 2.0**16, interval: int = 2000):
         self.value, self.interval = torch.tensor(start, device=device), interval
         self.good_steps = torch.tensor(0, dtype=torch.int32, device=device)
 
     def update(self, found_inf: torch.Tensor) -> None:
-        # The rule of torch's GradScaler, which it does not offer without its own search for what is not finite.
         torch._amp_update_scale_(self.value, self.good_steps, found_inf, 2.0, 0.5, self.interval)
 
 
 class Optimizer(DataParallel):
-    """Gradients as in dp.py, sharding, the update. `load`; then for each step begin_step, backwards, finish_step, step.
+    """Gradient buckets as in dp.py, sharded as the level says, and the update. Call `load` once; then, in each step,
+    begin_step, all backwards, finish_step and step.
 
     units: what this rank holds of each pipeline stage; the weights of a unit are unsharded together at level 3.
-    rule: of UPDATE_RULES. clip: largest norm of the whole gradient, 0 for none. weight_decay: of matrices only.
-    moments_dtype: of what the rule remembers. last_unit: its backward follows its forward at once (the head), so its
-    weights stay unsharded in between.
+    groups: of all axes, and "world" and "replicate" (the ranks with the same shard, in hybrid sharding).
+    bucket_mb: see DataParallel; at level 3 every unit has its own bucket. rule: of UPDATE_RULES.
+    clip: largest norm of the whole gradient, 0 for none. weight_decay: applied where Spec.decay is true.
+    moments_dtype: of what the rule remembers; None: the accumulation dtype. last_unit: its backward follows its forward
+    at once (the head), so its weights stay unsharded in between.
     """
 
     def __init__(self, units: Units, groups: Groups, *, bucket_mb: float = 25.0, level: int = 0, rule: str = "adamw",
                  betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1,
-                 clip: float = 1.0, moments_dtype: torch.dtype = torch.float32, last_unit: nn.Module | None = None):
-        self.rule, reducing = UPDATE_RULES[rule], []
-
-        def make(params, stages_of, groups):
-            return ShardedBucket(params, stages_of, groups, level, self.rule.state, moments_dtype, reducing)
-
-        super().__init__(units, groups, 0 if level == 3 else bucket_mb, make)
-        self.world, self.betas, self.eps = groups["world"], betas, eps
-        self.weight_decay, self.clip, self.last_unit = weight_decay, clip, last_unit
-        fp16 = any(bucket.weights.dtype == torch.float16 for bucket in self.buckets)
+                 clip: float = 1.0, moments_dtype: torch.dtype | None = None, last_unit: nn.Module | None = None):
+        self.rule = UPDATE_RULES[rule]
+        make_bucket = partial(ShardedBucket, level=level, rule_state=self.rule.state, moments_dtype=moments_dtype,
+                              reducing=[])
+        super().__init__(units, groups, 0 if level == 3 else bucket_mb, make_bucket)
+        self.world, self.last_unit = groups["world"], last_unit
+        self.clip, self.weight_decay, self.rule_settings = clip, weight_decay, dict(betas=betas, eps=eps)
         self.steps = torch.zeros((), device=self.buckets[0].device)  # updates so far, for AdamW's bias correction
-        self.loss_scale = LossScale(self.buckets[0].device) if fp16 else None
-        self.unshard_around(units)
-
-    def load(self, source: Source, what: str = "master") -> None:
-        """Fill the master weights, or another tensor of every bucket's state, from a source."""
-        for bucket in self.buckets:
-            bucket.load(source, what)
-
-    def extra_state(self) -> dict[str, torch.Tensor]:
-        """The state that belongs to no parameter, by name; to restore it, copy into these tensors."""
-        scale = self.loss_scale
-        return {"steps": self.steps} | ({"scale": scale.value, "good_steps": scale.good_steps} if scale else {})
+        fp16 = any(bucket.weights.dtype == torch.float16 for bucket in self.buckets)
+        self.loss_scale = LossScale(self.steps.device) if fp16 else None
+        self.attach_unshard_hooks(units)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """What to call backward on: the loss, times the loss scale in fp16 runs."""
         return loss * self.loss_scale.value if self.loss_scale else loss
 
     def step(self, lr: float) -> torch.Tensor:
-        """Clip and update. Returns the norm of the whole gradient before clipping, the same on every rank.
-
-        If that is not finite, the step is skipped: everything stays as it was, but for the loss scale.
-        """
+        """Clip and update. Returns the norm of the whole gradient before clipping, the same on every rank. If that is
+        not finite, the step is skipped: nothing changes but the loss scale."""
         squared = torch.stack([bucket.squared_norm() for bucket in self.buckets]).sum()
         all_reduce(squared, self.world)
         unscale = 1 / self.loss_scale.value if self.loss_scale else 1.0
         norm = squared.sqrt() * unscale
         found_inf = (~norm.isfinite()).float()
-        clip = (self.clip / (norm + 1e-6)).clamp(max=1) if self.clip else 1.0
+        clip_factor = (self.clip / (norm + 1e-6)).clamp(max=1) if self.clip else 1.0
         for bucket in self.buckets:
-            bucket.grad_shard.mul_(clip * unscale)
+            bucket.grad_shard.mul_(clip_factor * unscale)
             self.update(bucket, lr, found_inf)
         self.steps += 1 - found_inf
         if self.loss_scale:
@@ -335,23 +349,23 @@ class Optimizer(DataParallel):
         return norm
 
     def update(self, bucket: ShardedBucket, lr: float, found_inf: torch.Tensor) -> None:
-        """Apply the rule to a shard, in its accumulation dtype, to what decays and to what does not."""
+        """Apply the rule to this rank's shard, in the accumulation dtype: to what decays, then to what does not."""
         moments = {name: bucket.state[name].to(bucket.acc_dtype) for name in self.rule.state}  # a copy only if bf16
         for decays in (True, False):
             spans = [(start, stop) for start, stop, spec in bucket.spans if spec.decay == decays]
             lists = [[bucket.within_shard(flat, start, stop) for start, stop in spans]
                      for flat in (bucket.master, bucket.grad_shard, *moments.values())]
             if spans:
-                self.rule.apply(*lists, steps=self.steps, lr=lr, betas=self.betas, eps=self.eps,
-                                weight_decay=self.weight_decay if decays else 0.0, found_inf=found_inf)
+                self.rule.apply(*lists, steps=self.steps, lr=lr, found_inf=found_inf, **self.rule_settings,
+                                weight_decay=self.weight_decay if decays else 0.0)
         for name, moment in moments.items():
             if moment is not bucket.state[name]:
                 bucket.state[name].copy_(moment)
         bucket.update_weights()
 
-    # Level 3: hooks unshard a unit's weights before its forward and before its backward, and reshard them after.
+    # Hooks around every unit: unshard its weights before its forward and its backward, reshard them after each.
 
-    def unshard_around(self, units: Units) -> None:
+    def attach_unshard_hooks(self, units: Units) -> None:
         bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
         self.buckets_of, self.next_unit, self.previous_unit = {}, {}, {}
         for modules in units.values():
@@ -375,9 +389,15 @@ class Optimizer(DataParallel):
     def before_forward(self, unit: nn.Module, inputs: tuple) -> tuple:
         self.unshard(unit, self.next_unit[unit])
         x, *others = inputs
-        if not x.requires_grad:  # an evaluation, or tokens: no backward ends here
-            return inputs
-        return ReshardAfterBackward.apply(x, self, unit), *others
+        if x.requires_grad:
+            # The unit's backward ends with the gradient of x. Weight gradients that are deferred read no weights.
+            return CallInBackward.apply(x, lambda: self.reshard(unit)), *others
+        # Backward will not unshard: an evaluation has none, and the embedding's (x: token ids) reads no weights. Every
+        # other unit would miss its weights, and without a gradient of x nothing would say when to free them.
+        if torch.is_grad_enabled() and x.is_floating_point() and any(b.level == 3 for b in self.buckets_of[unit]):
+            raise ValueError(f"ZeRO level 3: the input of {type(unit).__name__} does not require grad, so its weights "
+                             "would be missing in backward: call x.requires_grad_()")
+        return inputs
 
     def after_forward(self, unit: nn.Module, inputs: tuple, y: torch.Tensor) -> torch.Tensor:
         has_backward = inputs[0].requires_grad
@@ -388,35 +408,34 @@ class Optimizer(DataParallel):
                 bucket.prefetch()
             return y
         self.reshard(unit)
-        return UnshardBeforeBackward.apply(y, self, unit) if has_backward else y
+        if not has_backward:
+            return y
+        return CallInBackward.apply(y, lambda: self.unshard(unit, self.previous_unit.get(unit)))
+
+    def load(self, source: Source, what: str = "master") -> None:
+        """Fill the tensors `what` of all buckets' states from a source. Every rank has to call it."""
+        for bucket in self.buckets:
+            bucket.load(source, what)
+
+    def extra_state(self) -> dict[str, torch.Tensor]:
+        """The state that belongs to no parameter, as scalars that are the same on every rank: "steps", the updates so
+        far, and in fp16 runs "scale" and "good_steps" of the loss scale. To restore it, copy into these tensors."""
+        scale = self.loss_scale
+        return {"steps": self.steps} | ({"scale": scale.value, "good_steps": scale.good_steps} if scale else {})
 
 
-class UnshardBeforeBackward(Function):
-    """Identity at the output of a unit, where its backward begins."""
+class CallInBackward(Function):
+    """The identity, which calls `action` before its backward passes the gradient on."""
 
     @staticmethod
-    def forward(ctx, y, optimizer, unit):
-        ctx.optimizer, ctx.unit = optimizer, unit
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.optimizer.unshard(ctx.unit, ctx.optimizer.previous_unit.get(ctx.unit))
-        return grad, None, None
-
-
-class ReshardAfterBackward(Function):
-    """Identity at the input of a unit, where its backward ends. Weight gradients that are deferred need no weights."""
-
-    @staticmethod
-    def forward(ctx, x, optimizer, unit):
-        ctx.optimizer, ctx.unit = optimizer, unit
+    def forward(ctx, x, action):
+        ctx.action = action
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.optimizer.reshard(ctx.unit)
-        return grad, None, None
+        ctx.action()
+        return grad, None
 
 
 # ---- demo: torchrun --nproc_per_node=8 zero.py ----------------------------------------------------------------------
@@ -430,15 +449,14 @@ class Layer(nn.Module):
         return torch.tanh(x @ self.weight.T)
 
 
-def measured(level: int, groups: Groups) -> tuple[dict[str, int], dict[str, float]]:
-    """The peak bytes of live storages by kind in two steps of a model of 12 layers, and the formula's."""
-    from costs import state_bytes
+def measure(level: int, groups: Groups) -> dict[str, int]:
+    """The peak of live bytes by kind in two steps of a model of 12 layers."""
     from meter import Meter
 
     layers = [Layer(number, groups) for number in range(12)]
     optimizer = Optimizer({0: layers}, groups, bucket_mb=0, level=level)
     optimizer.load(draw(0))
-    meter, kinds = Meter(), ("weights", "gradients", "optimizer")
+    meter = Meter()
     for bucket in optimizer.buckets:
         meter.label("optimizer", *bucket.state.values())
         meter.label("weights", bucket.weights, bucket.weight_shard)
@@ -450,17 +468,18 @@ def measured(level: int, groups: Groups) -> tuple[dict[str, int], dict[str, floa
             nn.Sequential(*layers)(x).sum().backward()
             optimizer.finish_step()
             optimizer.step(1e-3)
-    formula = state_bytes([bucket.numel for bucket in optimizer.buckets], level, size(groups["dp"]), weight=2,
-                          accumulated=4, moments=8)
-    return {kind: meter.peak[kind] for kind in kinds}, formula
+    return {kind: meter.peak[kind] for kind in ("weights", "gradients", "optimizer")}
 
 
 def demo(group) -> None:
+    from costs import state_bytes
+
     groups: Groups = {"world": group, "replicate": None, "dp": group}
-    lines = [f"Megabytes on each of {size(group)} ranks, 12 layers in bf16, AdamW; measured: the most alive at once.",
+    lines = [f"Megabytes on each of {size(group)} ranks, 12 layers in bf16, AdamW; measured: the sum of three peaks.",
              "█ weights  ▓ gradients  ▒ optimizer state", "", "             measured  formula"]
     for level in range(4):
-        peak, formula = measured(level, groups)
+        peak = measure(level, groups)
+        formula = state_bytes(12 * [256 * 256], level, size(group), weight=2, accumulated=4, moments=8)
         bar = "".join(sign * round(peak[kind] / 3e5) for sign, kind in zip("█▓▒", peak))
         lines.append(f"    level {level}  {sum(peak.values()) / 1e6:8.2f} {sum(formula.values()) / 1e6:8.2f}   {bar}")
     if rank(group) == 0:

@@ -97,7 +97,7 @@ def load(model, optimizer, state: dict) -> None:
 
 def pieces(optimizer, what: str) -> list[tuple]:
     """(name, shape, box, whether this rank counts it, values) of everything a rank holds of one kind."""
-    return [(p.spec.name, p.spec.shape, box, bucket.counts(p.spec), flat[place].clone().reshape(param.box_shape(box)))
+    return [(p.spec.name, p.spec.shape, box, bucket.owns(p.spec), flat[place].clone().reshape(param.box_shape(box)))
             for bucket in optimizer.buckets for flat in [bucket.grad_shard if what == "grad" else bucket.state[what]]
             for p, box, place in bucket.pieces()]
 

@@ -1,5 +1,6 @@
 """Context parallelism: who has which tokens, attention by blocks against attention at once, what is sent and saved."""
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -52,6 +53,8 @@ def test_padding_is_a_document_of_its_own():
         _, labels, where, whole = cp.shard_sequences(documents, documents, positions, documents, 2, i)
         assert whole.tolist() == [[0, 0, 1, 1, 1, 2, 2, 2], [0, 1, 2, 3, 3, 4, 4, 4]]
         assert where.tolist() == [[0 if place > 4 else row[place] for place in mine] for row in positions.tolist()]
+    with pytest.raises(AssertionError, match="positions are counted from the beginning of documents"):
+        cp.shard_sequences(documents, documents, positions, None, 2, 0)
 
 
 def covered(style: str, c: int, i: int, mask: Mask, row: int = 0) -> tuple[torch.Tensor, list[list[cp.ScoreBlock]]]:
@@ -64,9 +67,12 @@ def covered(style: str, c: int, i: int, mask: Mask, row: int = 0) -> tuple[torch
             visible = block.mask.visible(*shape, "cpu").int()
             visible = visible if visible.ndim == 2 else visible[row, 0]
             out[queries[block.queries][:, None], keys[block.keys]] += visible
-            if mask.documents is None:
-                assert block.scores == visible.sum()
     return out, steps
+
+
+def scores_of(block: cp.ScoreBlock) -> int:
+    rows, columns = block.queries.stop - block.queries.start, block.keys.stop - block.keys.start
+    return block.mask.visible(rows, columns, "cpu").sum().item()
 
 
 @pytest.mark.parametrize("style", BLOCK_STYLES)
@@ -76,7 +82,7 @@ def test_blocks_cover_every_visible_score_once_and_work_is_equal(c, style):
     for i in range(c):
         scores, steps = covered(style, c, i, CAUSAL)
         total += scores
-        work.append([sum(block.scores for block in blocks) for blocks in steps])
+        work.append([sum(map(scores_of, blocks)) for blocks in steps])
     assert torch.equal(total, torch.ones(S, S, dtype=torch.int).tril())
     assert all(of_rank == work[0] for of_rank in work)
     if style == "ring":
@@ -119,6 +125,29 @@ def test_blocks_without_common_documents_are_skipped(c, style, window):
         short = torch.arange(S)[None] // 3
         _, steps = covered(style, c, i, Mask(window=window, documents=(short, short)))
         assert sum(map(len, steps)) <= (2 if style == "allgather" or window else 1)
+
+
+@pytest.mark.parametrize("window", [0, 1, 7, 40])
+@pytest.mark.parametrize("style", BLOCK_STYLES)
+@pytest.mark.parametrize("c", [1, 2, 3, 4, 8])
+def test_a_block_has_no_key_at_its_ends_that_nobody_sees(c, style, window):
+    documents = torch.rand(3, 1, S, generator=torch.Generator().manual_seed(c)).lt(0.1).cumsum(-1)
+    for mine in (*documents, documents_of(S)):
+        for i in range(c):
+            steps = cp.visible_blocks(STYLES[style], S, c, i, Mask(window=window, documents=(mine, mine)))
+            for block in sum(steps, []):
+                rows, columns = block.queries.stop - block.queries.start, block.keys.stop - block.keys.start
+                seen = block.mask.visible(rows, columns, "cpu").flatten(0, 2).any(0)
+                assert seen[0] and seen[-1]
+
+
+@pytest.mark.parametrize("style", BLOCK_STYLES)
+def test_no_mask_of_rows_x_columns_is_computed_to_find_them(style):
+    seq, documents = 2048, torch.arange(2048)[None] // 700
+    with Meter() as meter:
+        cp.visible_blocks(STYLES[style], seq, 2, 1, Mask(documents=(documents, documents)))
+    assert meter.peak["other"] < 10 * seq * 8 < (seq // 2) ** 2 / 4
+    assert meter.peak["other"] > seq * 8  # the positions alone
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------
@@ -180,7 +209,7 @@ def exact(dtype=torch.float64, scale=1.0, documents=None, window=0, seq=S) -> li
 @pytest.mark.parametrize("style", STYLES)
 def test_attention_by_blocks_equals_attention_at_once(pool, style, kernel, scale, documents):
     """Result and each gradient to 1e-10, on 2, 3, 4 and 8 ranks. With documents, some blocks show some rows nothing."""
-    equal_at_once(pool, style, kernel, scale=scale, documents=documents_of(S) if documents else None)
+    equal_at_once(pool, style, kernel, documents=documents, scale=scale)
 
 
 @pytest.mark.parametrize("documents", [False, True])
@@ -188,13 +217,31 @@ def test_attention_by_blocks_equals_attention_at_once(pool, style, kernel, scale
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("style", STYLES)
 def test_attention_in_a_window_by_blocks_equals_attention_at_once(pool, style, kernel, window, documents):
-    equal_at_once(pool, style, kernel, window=window, documents=documents_of(S) if documents else None)
+    equal_at_once(pool, style, kernel, documents=documents, window=window)
+
+
+CASES = [(kernel, dict(documents=documents) | how) for kernel in KERNELS for documents in (False, True)
+         for how in (*(dict(scale=scale) for scale in (1.0, 100.0, 1000.0)), *(dict(window=w) for w in (1, 9, 20)))]
+
+
+def arguments(documents: bool, **how) -> dict:
+    return dict(documents=documents_of(S) if documents else None, **how)
+
+
+def attended_in_all_cases(style: str) -> list[tuple]:
+    return [attended(style, kernel, **arguments(**how)) for kernel, how in CASES]
+
+
+@cache
+def by_blocks(pool, style: str, c: int) -> list[list[tuple]]:
+    """What each rank has in each of CASES: one job for all, since a job takes longer than a case."""
+    return pool.run(c, "test_cp:attended_in_all_cases", style=style)
 
 
 def equal_at_once(pool, style: str, kernel: str, **how) -> None:
-    wants = exact(**how)
+    wants, case = exact(**arguments(**how)), CASES.index((kernel, how))
     for c in (2, 3, 4, 8):
-        got = put_together(pool.run(c, "test_cp:attended", style=style, kernel=kernel, **how))
+        got = put_together([results[case] for results in by_blocks(pool, style, c)])
         for name, have, want in zip(("o", "dq", "dk", "dv"), got, wants):
             error = (have - want).abs().max() / max(want.abs().max(), 1e-3)  # in a window of 1 scores have no slope
             assert error < 1e-10, f"{name} on {c} ranks is {error:.1e} off"

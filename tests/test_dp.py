@@ -8,7 +8,7 @@ import config
 import grids
 import param
 import train
-from dp import Bucket, DataParallel, assign_to_buckets, naive
+from dp import Bucket, DataParallel, assign_to_buckets, reduce_naively
 from grids import ALONE
 from meter import Meter
 from model import Execution, Llama
@@ -148,7 +148,7 @@ def ways_to_sum() -> tuple[torch.Tensor, torch.Tensor]:
             replicas.finish_step()
             sums.append(torch.cat([p.sink.main_grad(p).flatten() for p in llama.parameters()]))
         else:
-            naive(llama.parameters(), dist.group.WORLD)
+            reduce_naively(llama.parameters(), dist.group.WORLD)
             sums.append(torch.cat([p.grad.flatten() for p in llama.parameters()]))
     return tuple(sums)
 

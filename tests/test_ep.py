@@ -51,7 +51,7 @@ def make_layer(settings: config.Config, group, dtype=torch.float64) -> MixtureOf
 def weights_of(settings: config.Config) -> dict[str, torch.Tensor]:
     """Expert 2 is chosen by nobody (feature 0 is always 1), and tokens of the second sequence all by expert 5."""
     make = partial(parameter, groups={}, dtype=torch.float64)
-    layer = MixtureOfExperts(0, settings.model, make, None, ep.NO_BALANCE)
+    layer = MixtureOfExperts(0, settings.model, make, None, ep.Balance())
     weights = {w.spec.name: 10 * draw(0)(w.spec, w.box).double() for w in layer.parameters()}
     weights["layers.0.router"][2, 0] = -30
     weights["layers.0.router"][5, 1] = 6
@@ -66,7 +66,7 @@ def inputs(width: int = 16) -> torch.Tensor:
 
 
 def run_layer(layer: MixtureOfExperts, x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-    tokens = ep.Tokens(number, B, (layer.group,), weight=1 / B)
+    tokens = ep.RoutingInfo(number, B, (layer.ep_group,), sequence_weight=1 / B)
     return layer(x, ForwardContext(TensorParallel(), S, None, {}, Recompute("none"), tokens))
 
 
@@ -161,7 +161,7 @@ def test_softmax_over_the_chosen_is_softmax_over_all_normalised():
     layer = make_layer(settings_of(MIXTRAL + " --top-k 3"), None)
     layer.w_router.data = torch.eye(8, 16, dtype=torch.float64)
     route, weights = layer.router(torch.cat((logits, logits), 1), layer.w_router,
-                                  ep.Tokens(torch.zeros(50, dtype=torch.long), 1), None)
+                                  ep.RoutingInfo(torch.zeros(50, dtype=torch.long), 1), None)
     chosen = logits.topk(3)
     assert torch.equal(route.chosen, chosen.indices)
     assert (weights - chosen.values.softmax(-1)).abs().max() < 1e-14
@@ -186,7 +186,7 @@ def bytes_sent(chosen: int, rows: int) -> tuple[int, int]:
         numbers.append(x)
         return usual(out, x, *rest, **how)
 
-    with patched(ep, best_experts=balanced_choice, all_to_all=all_to_all):
+    with patched(ep, choose_experts=balanced_choice, all_to_all=all_to_all):
         run_layer(layer, x, torch.zeros(rows, dtype=torch.long)).sum().backward()
     n = dist.get_world_size()
     loads = sum(x.nbytes for x in numbers if x.dtype == torch.int64) * (n - 1) // n
@@ -352,6 +352,14 @@ def test_grouped_matmuls_equal_the_loop(counts, dtype, bound):
         assert (got - want).abs().sum() <= bound * want.abs().sum()
 
 
+def test_grouped_mm_is_not_given_rows_that_begin_between_multiples_of_16_bytes():
+    """Which a GPU refuses: a weight may lie anywhere in its flat bucket."""
+    bucket = torch.randn(4 * 24 * 16 + 8).bfloat16()
+    for offset in range(9):
+        weight = bucket[offset:offset + 4 * 24 * 16].view(4, 24, 16)
+        assert ep.fits_grouped_mm(weight) == (offset in (0, 8))
+
+
 def test_weight_gradients_of_experts_can_wait():
     layer = make_layer(settings_of(KINDS["sigmoid"]), None)
     x, number = inputs().flatten(0, 1).requires_grad_(), torch.arange(B).repeat_interleave(S)
@@ -389,7 +397,7 @@ def whimsical(recompute: str) -> dict:
     tokens = torch.randint(61, (8, 13), generator=torch.Generator().manual_seed(0))
     samples = grids.GivenSamples(tokens[:, :-1], tokens[:, 1:])
     share = train.local_micro_batches(samples, 0, 8, settings, groups)
-    with patched(ep, best_experts=whims, exchange_counts=lambda *args: (counts.append(1), usual(*args))[1]):
+    with patched(ep, choose_experts=whims, exchange_counts=lambda *args: (counts.append(1), usual(*args))[1]):
         train.forward_backward(model, optimizer, share, groups)
     return dict(grads=grids.pieces(optimizer, "grad"), chosen=whims.calls, exchanged=len(counts),
                 load=[router.load.clone() for router in model.routers], share=len(share))
@@ -441,7 +449,7 @@ def test_a_run_without_tokens_can_say_how_many_travel():
     settings, bf16 = settings_of(KINDS["sigmoid"] + " --expert-ffn 16"), torch.bfloat16
     with FakeTensorMode(), patched(ep, exchange_counts=lambda loads, group: ([[18] * 8], [[18] * 8])):
         make = partial(parameter, groups={}, dtype=bf16)
-        layer = MixtureOfExperts(0, settings.model, make, None, ep.NO_BALANCE)
+        layer = MixtureOfExperts(0, settings.model, make, None, ep.Balance())
         for weight in layer.parameters():
             weight.data = torch.empty(weight.shape, dtype=bf16)
         y = run_layer(layer, torch.randn(48, 16, dtype=bf16, requires_grad=True), torch.arange(48) // 6)
@@ -464,7 +472,7 @@ def skewed(kind: str, **balance) -> tuple[ep.Router, torch.nn.Parameter, torch.T
 
 def test_the_bias_makes_loads_equal():
     router, weight, x = skewed("sigmoid", bias_rate=0.02)
-    tokens, worst = ep.Tokens(torch.zeros(512, dtype=torch.long), 1, weight=1.0), []
+    tokens, worst = ep.RoutingInfo(torch.zeros(512, dtype=torch.long), 1, sequence_weight=1.0), []
     for _ in range(60):
         router(x, weight, tokens, None)
         worst.append(ep.update_biases([router], ())[0].item())
@@ -474,7 +482,7 @@ def test_the_bias_makes_loads_equal():
 
 def test_the_loss_makes_loads_equal():
     router, weight, x = skewed("softmax", aux_loss=1.0)
-    tokens, worst = ep.Tokens(torch.arange(512) // 64, 8, weight=1 / 8), []
+    tokens, worst = ep.RoutingInfo(torch.arange(512) // 64, 8, sequence_weight=1 / 8), []
     for _ in range(100):
         _, weights = router(x, weight, tokens, None)
         (0 * weights).sum().backward()
@@ -549,7 +557,8 @@ def test_a_layer_without_tokens_takes_part(kind):
 def test_statistics_of_a_bf16_router_are_fp32():
     router, weight, x = skewed("softmax", aux_loss=1.0)
     weight.data, x = weight.data.bfloat16(), x.bfloat16()
-    route, weights = router(x, weight, ep.Tokens(torch.zeros(512, dtype=torch.long), 1, weight=1.0), None)
+    info = ep.RoutingInfo(torch.zeros(512, dtype=torch.long), 1, sequence_weight=1.0)
+    route, weights = router(x, weight, info, None)
     assert weights.dtype == router.bias.dtype == torch.float32
     exact = (x.double() @ weight.double().t()).topk(2)  # logits in bf16 would send one token in seventy elsewhere
     assert torch.equal(route.chosen, exact.indices)
@@ -570,15 +579,15 @@ def test_a_sigmoid_that_underflows_is_no_nan():
     model, weight = config.Model(experts=4, top_k=2, router="sigmoid"), torch.nn.Parameter(torch.eye(4))
     router = ep.Router("r", model, ep.Balance(aux_loss=1.0))
     weight.sink, x = None, torch.full((3, 4), -120.0, requires_grad=True)
-    _, weights = router(x, weight, ep.Tokens(torch.zeros(3, dtype=torch.long), 1, weight=1.0), None)
+    _, weights = router(x, weight, ep.RoutingInfo(torch.zeros(3, dtype=torch.long), 1, sequence_weight=1.0), None)
     weights.sum().backward()
     assert x.grad.isfinite().all() and weight.grad.isfinite().all() and router.loss.isfinite()
 
 
 def test_a_closed_group_stays_closed_when_biases_are_negative():
     model = config.Model(experts=4, top_k=2, expert_groups=2, top_groups=1)
-    assert ep.best_experts(torch.tensor([[-0.1, -0.2, -0.5, -0.6]]), model).tolist() == [[0, 1]]
-    assert ep.best_experts(torch.tensor([[0.9, 0.1, 0.6, 0.5]]), model).tolist() == [[2, 3]]  # 1.1 is more than 1.0
+    assert ep.choose_experts(torch.tensor([[-0.1, -0.2, -0.5, -0.6]]), model).tolist() == [[0, 1]]
+    assert ep.choose_experts(torch.tensor([[0.9, 0.1, 0.6, 0.5]]), model).tolist() == [[2, 3]]  # 1.1 is more than 1.0
 
 
 def test_selective_recomputation_changes_no_bit():

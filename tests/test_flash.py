@@ -1,5 +1,5 @@
-"""FlashAttention against its reference in fp64; its costs; and, wherever there is ptxas, compiled for an H100 or H200:
-does it use the matmul instruction, and do its registers suffice?"""
+"""FlashAttention against a reference in fp64; its costs; and compiled for sm_90, which needs no GPU: does it use the
+matmul instruction, and do registers suffice?"""
 import json
 from functools import partial
 
@@ -13,7 +13,7 @@ import kernels
 from ahead import by_the_pinned_compiler, fits, run
 from exact import DEVICE, close, compare, dense_attention, gpu, is_refused, leaves, numbers
 from flash import Tiling, flash_attention, flash_backward, flash_forward
-from operations import CAUSAL, Attention, Mask, attention_math, attention_sdpa
+from operations import CAUSAL, AttentionKernel, Mask, attention_math, attention_sdpa
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # the interpreter at log2(0) = -inf
 
@@ -37,7 +37,7 @@ def heads(rows: int, columns: int, N: int = 2, K: int = 1, D: int = 16, B: int =
 def documents_of(kind: str, rows: int, columns: int, B: int = 2) -> tuple[torch.Tensor, torch.Tensor] | None:
     generator = torch.Generator().manual_seed(3)
     both = [torch.randint(0, 4, (B, n), generator=generator) for n in (rows, columns)]
-    if kind == "packed":  # each in one piece, some missing here or there; the last tokens are of the same one
+    if kind == "packed":  # each contiguous; some have no queries or no keys; the last query and key share one
         both = [x.sort().values for x in both]
     if kind == "alone":
         both = [torch.arange(n).flip(0).expand(B, n) for n in (rows, columns)]
@@ -47,7 +47,7 @@ def documents_of(kind: str, rows: int, columns: int, B: int = 2) -> tuple[torch.
 
 
 def attention_agrees(inputs, causal, documents, window=0):
-    """The last query is beside the last key."""
+    """flash_forward and its gradients equal dense attention's; the last query and the last key have one position."""
     mask = Mask(causal, window, documents, offset=inputs[1].shape[2] - inputs[0].shape[2])
     compare(lambda q, k, v: flash_forward(q, k, v, mask)[0], lambda q, k, v: dense_attention(q, k, v, mask)[0], inputs)
     close(flash_forward(*inputs, mask)[1], dense_attention(*(x.double() for x in inputs), mask)[1])
@@ -106,7 +106,7 @@ def test_attention_of_nothing(B, rows, columns):
 
 
 def test_large_scores_do_not_overflow(small_tiles):
-    """Scores of some thousands, whose roundings exponentials carry over to probabilities."""
+    """Scores are some thousands; an absolute rounding error of scores is a relative one of probabilities."""
     q, k, v = heads(37, 37)
     q, k = q * 30, k * 30
     o, lse = flash_forward(q, k, v)
@@ -118,7 +118,7 @@ def test_large_scores_do_not_overflow(small_tiles):
 
 
 def test_strides_do_not_matter(small_tiles):
-    """Heads cut out of one matmul's result; a derivative that is one number seen everywhere."""
+    """q, k and v are views of one matmul's result, and do is an expanded scalar, with strides of 0."""
     qkv, = leaves(numbers(2, 37, 6, 16))
     q, k, v = (x.transpose(1, 2) for x in qkv.split([4, 1, 1], 2))
     o = flash_attention(q, k, v)
@@ -139,18 +139,18 @@ def test_the_same_bits_every_time(small_tiles):
 
 @pytest.mark.parametrize("window", [0, 1, 16, 17, 18, 40])
 def test_tiles_that_nobody_sees_are_not_loaded(small_tiles, window):
-    """Documents of 5, 27, 1 and 47 tokens, tiles of 16 x 16: those that have a visible pair, no more."""
+    """Documents of 5, 27, 1 and 47 tokens, tiles of 16 x 16: exactly those with a visible pair are loaded."""
     documents = torch.arange(4, device=DEVICE).repeat_interleave(torch.tensor([5, 27, 1, 47], device=DEVICE))[None]
     near = torch.ones(80, 80, dtype=torch.bool, device=DEVICE).tril().triu(1 - (window or 80))
     tiles = near.unflatten(0, (-1, 16)).unflatten(-1, (-1, 16)).any(-1).any(1)
-    assert flash.tiles_loaded(Mask(window=window), 80, 16, 16) == tiles.tolist()
+    assert flash.find_loaded_tiles(Mask(window=window), 80, 16, 16) == tiles.tolist()
     pairs = near & (documents.mT == documents)
     tiles = pairs.unflatten(0, (-1, 16)).unflatten(-1, (-1, 16)).any(-1).any(1)
-    assert flash.tiles_loaded(Mask(window=window, documents=(documents, documents)), 80, 16, 16) == tiles.tolist()
+    assert flash.find_loaded_tiles(Mask(window=window, documents=(documents, documents)), 80, 16, 16) == tiles.tolist()
 
 
 def test_backward_loads_no_tile_that_nobody_sees(small_tiles):
-    """A query's nan reaches the gradients of keys in tiles with its own, and of none after it or of other documents."""
+    """NaN in a query's do reaches keys in the tiles that it is computed with, none after it or of other documents."""
     documents = torch.arange(2, device=DEVICE).repeat_interleave(32)[None]
     q, k, v = heads(64, 64, 1, 1, B=1)
     mask = Mask(documents=(documents, documents))
@@ -170,7 +170,8 @@ def test_backward_loads_no_tile_that_nobody_sees(small_tiles):
 @pytest.mark.parametrize("style", ["ring", "allgather"])
 def test_attention_by_blocks(small_tiles, style, kind, window):
     """As in context parallelism: the blocks of all ranks, one after the other, merged by logsumexp."""
-    kernel, c, S, (q, k, v) = Attention(flash_attention, flash_forward, flash_backward), 2, 36, heads(36, 36, B=1)
+    kernel = AttentionKernel(flash_attention, flash_forward, flash_backward)
+    c, S, (q, k, v) = 2, 36, heads(36, 36, B=1)
     documents, _ = documents_of(kind, S, S, B=1) or (None, None)
     mask = Mask(window=window, documents=None if documents is None else (documents, documents))
     do, (dq, dk, dv), o = numbers(*q.shape, seed=9), (torch.zeros_like(x) for x in (q, k, v)), torch.empty_like(q)
@@ -191,8 +192,8 @@ def test_attention_by_blocks(small_tiles, style, kind, window):
     exact = leaves(q, k, v, dtype=torch.float64)
     wanted = dense_attention(*exact, mask)[0]
     wanted.backward(do.double())
-    for ours, other in zip((o, dq, dk, dv), (wanted.detach(), *(x.grad for x in exact))):
-        close(ours, other)
+    for ours, expected in zip((o, dq, dk, dv), (wanted.detach(), *(x.grad for x in exact))):
+        close(ours, expected)
 
 
 # ---- as operators of torch ------------------------------------------------------------------------------------------
@@ -232,7 +233,7 @@ REFUSED = {  # what is launched -> what the error says
     "keys and values differ": (lambda n: flash_forward(n(*Q), n(*KV), n(1, 1, 9, 16)), "B K columns D"),
     "widths differ": (lambda n: flash_forward(n(*Q), n(1, 1, 8, 8), n(1, 1, 8, 8)), "must be B N rows D"),
     "no batch": (lambda n: flash_forward(*[n(2, 8, 16)] * 3), "must be B N rows D"),
-    "heads": (lambda n: flash_forward(n(1, 3, 8, 16), *[n(1, 2, 8, 16)] * 2), "3 heads cannot share 2"),
+    "heads": (lambda n: flash_forward(n(1, 3, 8, 16), *[n(1, 2, 8, 16)] * 2), "3 heads cannot share 2 kv heads"),
     "too wide": (lambda n: flash_forward(*[n(1, 1, 8, 130)] * 3), "130 wide"),
     "two types": (lambda n: flash_forward(n(*Q), *[n(*KV).half()] * 2), "one type"),
     "fp64": (lambda n: flash_forward(*[n(*Q).double()] * 3), "float64 is not among"),
@@ -260,8 +261,7 @@ def test_costs_are_those_published():
 
 
 def test_flops_are_what_torch_counts():
-    """The reference's matmuls, of which backward needs twice as many; kernels make scores three times instead of once,
-    and dp twice."""
+    """Backward has twice as many matmuls; our kernels compute scores three times instead of once, and dp twice."""
     from torch.utils.flop_counter import FlopCounterMode
     q, k, v = leaves(*heads(32, 32, 2, 2, B=3))
     with FlopCounterMode(display=False) as counter:

@@ -1,4 +1,4 @@
-"""A step that is played equals one that is run: to the bit as a list of operations on a CPU, and as a CUDA graph."""
+"""A replayed step equals an executed one: to the bit as a list of operations on a CPU, and as a CUDA graph."""
 import re
 
 import pytest
@@ -20,13 +20,13 @@ SMALL = ("--layers 3 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --seq 24 --glob
 
 
 def trained(flags: str, capsys, device: torch.device = CPU) -> tuple[list[str], dict[str, list[float]], int]:
-    """What a run says, its last weights, and how often Python went through the model."""
+    """The last lines that a run prints, its last weights, and how often Python executed the model's forward."""
     settings, made, calls = config.parse(f"{SMALL} {flags}".split()), [], []
     samples = train.open_samples(settings, settings.data.data, 0)
     build, forward = train.build, model.Llama.forward
 
-    def watched(*args):
-        made[:] = build(*args)
+    def watched(*args, **options):
+        made[:] = build(*args, **options)
         return made
 
     def counted(llama, *args, **others):
@@ -46,14 +46,14 @@ def trained(flags: str, capsys, device: torch.device = CPU) -> tuple[list[str], 
     ("--dtype bf16 --moments bf16 --z-loss 0.01", 6), ("--dtype fp16", 6),
     ("--fp8 tensorwise --hidden 64 --ffn 64 --dtype bf16", 6),
     ("--batch-ramp 2@0,4@144 --steps 8", 3 * 1 + 3 * 2), ("--batch-ramp 4@0,6@96", 1 * 2 + 3 * 3)])
-def test_playing_is_running(flags, forwards, capsys):
-    """Two steps run and one is recorded, anew where batches grow; evaluations in between run as always."""
+def test_a_replayed_step_equals_an_executed_one(flags, forwards, capsys):
+    """Two steps are executed and one is captured, anew where batches grow; evaluations in between are executed."""
     said, weights, _ = trained(flags, capsys)
     assert len(said) == 3
     assert trained(f"{flags} --graph", capsys) == (said, weights, forwards)
 
 
-def test_documents_are_played(tmp_path, capsys):
+def test_documents_are_replayed(tmp_path, capsys):
     """And their positions: texts of 3 to 8 bytes, several in a sequence."""
     for number in range(60):
         (tmp_path / f"{number}.txt").write_text("abcdefgh"[:3 + number % 6])
@@ -65,7 +65,7 @@ def test_documents_are_played(tmp_path, capsys):
 
 
 @pytest.mark.skipif(GPU, reason="kernels are compiled here, and want a GPU")
-def test_kernels_are_recorded(monkeypatch):
+def test_kernels_are_captured(monkeypatch):
     """As operators of torch, here interpreted."""
     settings = config.parse(f"{SMALL} --layers 1 --attention triton --recompute selective".split())
     for module in (operations, tp):
@@ -76,28 +76,60 @@ def test_kernels_are_recorded(monkeypatch):
     def run(batches):
         return train.forward_backward(llama, optimizer, batches, grids.ALONE)
 
-    recorded, found = Captured(run, warmups=1), []
-    for step in (run, recorded):
+    captured, found = Captured(run, warmups=1), []
+    for step in (run, captured):
         for batch in tokens:
             loss = step([MicroBatch(*batch)])
             found.append([loss.clone(), *(bucket.grad.clone() for bucket in optimizer.buckets)])
-    for ran, played in zip(found[:3], found[3:]):
-        assert all(torch.equal(one, other) for one, other in zip(ran, played))
+    for executed, replayed in zip(found[:3], found[3:]):
+        assert all(torch.equal(one, other) for one, other in zip(executed, replayed))
     assert not torch.equal(found[0][0], found[1][0])
 
 
 @pytest.mark.parametrize("look", [lambda x: x.sum().item(), lambda x: x[x > 2], lambda x: x.nonzero(),
-                                  lambda x: torch.equal(x, x)])
-def test_what_looks_at_values_cannot_be_recorded(look):
-    recorded, batch = Captured(lambda batches: look(batches[0].tokens), warmups=0), MicroBatch(*torch.ones(2, 1, 3))
+                                  lambda x: torch.equal(x, x), lambda x: x.index_put_((x > 0,), torch.zeros(3))])
+def test_what_looks_at_values_cannot_be_captured(look):
+    captured, batch = Captured(lambda batches: look(batches[0].tokens), warmups=0), MicroBatch(*torch.ones(2, 1, 3))
     with pytest.raises(RuntimeError, match="looks at a value"):
-        recorded([batch])
+        captured([batch])
+
+
+@pytest.mark.parametrize("index", [
+    lambda x: (x > 2)[torch.tensor([2, 0])],  # a table of booleans, no mask
+    lambda x: x.index_put_((torch.tensor([0, 2]),), torch.ones(2)),
+    lambda x: x.index_put_((x > 2,), torch.tensor(0.0))])
+def test_indices_that_count_no_values_are_captured(index):
+    captured = Captured(lambda x: index(x.clone()).clone(), warmups=0)
+    for x in (torch.tensor([1.0, 2, 3]), torch.tensor([3.0, 2, 1]), torch.tensor([5.0, 6, 7])):
+        assert torch.equal(captured(x), index(x.clone()))
+
+
+def test_batches_of_another_structure_are_captured_anew():
+    """Also where their tensors have the same shapes: here the one that is left out changes."""
+    captured = Captured(lambda pair: 2 * pair[0] if pair[1] is None else 3 * pair[1], warmups=0)
+    x, y = torch.ones(2), torch.full((2,), 5.0)
+    for pair in ([x, None], [y, None], [None, y], [None, x], [x, None]):
+        want = 2 * pair[0] if pair[1] is None else 3 * pair[1]
+        assert torch.equal(captured(pair), want)
+    assert captured([torch.ones(3), None]).tolist() == [2, 2, 2]
+
+
+def test_batches_that_cannot_be_replayed_are_refused():
+    captured, x = Captured(lambda batches: batches[0] * 2, warmups=1), torch.arange(3)
+    captured([x])
+    for _ in range(2):  # while warming up, and captured
+        with pytest.raises(ValueError, match=r"^cannot replay batches of \[torch.float32\]: .* have \[torch.int64\]$"):
+            captured([x.float()])
+        captured([x])
+    for batches, found in (([x, 0.5], r"\['Tensor', 'float'\]"), ([], r"\[\]"), ([None], r"\['NoneType'\]")):
+        with pytest.raises(ValueError, match=rf"^cannot replay batches of {found}: need tensors \(and None\)$"):
+            captured(batches)
 
 
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
 @pytest.mark.parametrize("flags", ["--dtype bf16", "--dtype bf16 --recompute full --attention triton", "--dtype fp16",
                                    "--batch-ramp 2@0,4@144 --steps 8"])
-def test_a_gpu_plays_what_it_runs(flags, capsys):
+def test_a_gpu_replays_what_it_executes(flags, capsys):
     """Not to the bit: an embedding's gradient is added in any order."""
     device = torch.device("cuda")
     runs = [trained(flags + how, capsys, device) for how in ("", " --graph")]
@@ -109,6 +141,6 @@ def test_a_gpu_plays_what_it_runs(flags, capsys):
     ("--graph", 2, "--graph with 2 ranks: communication is not captured"),
     ("--graph --experts 4", 1, "--graph with --experts 4: how"),
 ])
-def test_what_cannot_be_recorded_is_refused(flags, world, line):
+def test_what_cannot_be_captured_is_refused(flags, world, line):
     with pytest.raises(ValueError, match=f"^{line}"):
         config.parse(flags.split(), world)

@@ -1,4 +1,4 @@
-"""The model on GPUs, where kernels.py takes part, here interpreted: the same loss and gradients as without."""
+"""A model that computes with kernels, as on GPUs but interpreted, has the loss and gradients of one without."""
 import os
 import subprocess
 import sys
@@ -18,16 +18,16 @@ import train
 from cp import choose_attention
 from data import MicroBatch
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and want a GPU")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels need tensors on the GPU")
 MODEL = ("--layers 2 --hidden 32 --heads 4 --kv-heads 2 --head-dim 16 --ffn 40 --vocab 61 --seq 12 --global-batch 2 "
          "--dtype fp32 --z-loss 0.01 --data " + __file__)
 
 
 def gradients(flags: str, documents: torch.Tensor | None = None) -> list[torch.Tensor]:
-    """Of every parameter, and the loss."""
+    """The loss, and the gradient of every parameter."""
     settings = config.parse(f"{MODEL} {flags}".split())
     llama, optimizer = train.build(settings, grids.ALONE, torch.device("cpu"), torch.float32)
-    for bucket in optimizer.buckets:  # so that outputs are of order one
+    for bucket in optimizer.buckets:  # larger weights, so that outputs are of order one
         for param in bucket.params:
             if param.ndim > 1:
                 param.data.mul_(8)
@@ -40,7 +40,7 @@ def gradients(flags: str, documents: torch.Tensor | None = None) -> list[torch.T
     return [loss, *(bucket.view(bucket.grad, param) for bucket in optimizer.buckets for param in bucket.params)]
 
 
-def as_on_a_gpu(kernel: str, mask, head_dim: int, like: torch.Tensor, dtype: torch.dtype):
+def choose_as_on_a_gpu(kernel: str, mask, head_dim: int, like: torch.Tensor, dtype: torch.dtype):
     return choose_attention(kernel, mask, head_dim, SimpleNamespace(is_cuda=True), dtype)
 
 
@@ -49,7 +49,7 @@ def as_on_a_gpu(kernel: str, mask, head_dim: int, like: torch.Tensor, dtype: tor
     ("triton", "--qk-norm --qkv-bias --tied --recompute full", False),
     ("triton", "--experts 4 --expert-ffn 24 --shared-experts 1 --recompute selective", False)])
 def test_a_model_with_kernels_equals_one_without(monkeypatch, attention, flags, packed):
-    """Of which auto takes attention, too, where there are documents or windows."""
+    """With --attention auto, documents and windows also choose flash.py."""
     documents = torch.arange(12).expand(2, -1) // 5 if packed else None
     want, used, attended = gradients(f"--attention math {flags}", documents), [], []
     flash_attention = flash.flash_attention
@@ -57,7 +57,7 @@ def test_a_model_with_kernels_equals_one_without(monkeypatch, attention, flags, 
     for module in (operations, tp):
         monkeypatch.setattr(module, "uses_kernels", lambda x: used.append(x) or True)
     if attention == "auto":
-        monkeypatch.setattr(cp, "choose_attention", as_on_a_gpu)
+        monkeypatch.setattr(cp, "choose_attention", choose_as_on_a_gpu)
     got = gradients(f"--attention {attention} {flags}", documents)
     assert len(used) > 10 and attended
     for ours, plain in zip(got, want):
@@ -66,7 +66,7 @@ def test_a_model_with_kernels_equals_one_without(monkeypatch, attention, flags, 
 
 
 def on_ranks(flags: str) -> list[tuple]:
-    """Every piece of the gradient, by name and box."""
+    """Every piece of this rank's gradients, by name and box."""
     settings = config.parse(f"{MODEL} {flags}".split(), dist.get_world_size())
     groups = train.build_groups(settings.grid, settings.model)
     llama, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float32)

@@ -1,4 +1,4 @@
-"""The record, the first values, and the door."""
+"""Specs and boxes, initial values, and the entry for gradients."""
 from dataclasses import dataclass
 
 import pytest
@@ -10,7 +10,7 @@ from param import Spec, boxes, draw, is_first_replica, local_box, parameter
 
 @dataclass
 class Coordinate:
-    """A group as far as the record needs one: its size, and this rank's place in it."""
+    """A group as far as a Spec needs one: its size, and this rank's coordinate."""
     n: int
     i: int
 
@@ -29,9 +29,9 @@ def ranks(**axes: int) -> list[dict]:
     return grid
 
 
-# What later axes ask of the record: (spec, axes of the grid, how many ranks hold every element).
-RECORDS = {
-    "whole": (Spec("a", (7, 5), {"tp": "replicate"}, std=1.0), dict(tp=3), 3),
+# One example of each kind of axis: (Spec, axes of the grid, how many ranks have each element).
+EXAMPLES = {
+    "replicated": (Spec("a", (7, 5), {"tp": "replicate"}, std=1.0), dict(tp=3), 3),
     "rows": (Spec("a", (12, 5), {"tp": 0}, std=1.0), dict(tp=4), 1),
     "columns": (Spec("a", (5, 12), {"tp": 1}, std=1.0), dict(tp=4), 1),
     "a vocabulary of 97": (Spec("a", (97, 4), {"tp": 0}, std=1.0), dict(tp=4), 1),
@@ -44,10 +44,10 @@ RECORDS = {
 }
 
 
-@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_first_values_do_not_depend_on_the_grid(name, monkeypatch):
     monkeypatch.setattr(param, "DRAW_BLOCK", 16)  # so that even small tensors are drawn in several blocks
-    spec, axes, copies = RECORDS[name]
+    spec, axes, copies = EXAMPLES[name]
     full = draw(3)(spec, tuple(slice(0, n) for n in spec.shape))
     held = torch.zeros(spec.shape, dtype=torch.int)
     for groups in ranks(**axes):
@@ -58,17 +58,17 @@ def test_first_values_do_not_depend_on_the_grid(name, monkeypatch):
     assert (held == copies).all()
 
 
-@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_one_rank_counts_every_element(name):
-    spec, axes, _ = RECORDS[name]
+    spec, axes, _ = EXAMPLES[name]
     counted = torch.zeros(spec.shape, dtype=torch.int)
     for groups in ranks(**axes):
         counted[local_box(spec, groups)] += is_first_replica(spec, groups)
     assert (counted == 1).all()
 
 
-def test_a_cut_pair_stays_a_pair():
-    """Gate and up, cut over tp and read as one matrix: the rank's rows of gate over its rows of up."""
+def test_shards_of_gate_and_up_stay_a_pair():
+    """Gate and up, sharded over tp and read as one matrix: the rank's rows of gate above its rows of up."""
     gate, up = (Spec(name, (12, 5), {"tp": 0}, std=1.0) for name in ("gate", "up"))
     full = {spec.name: draw(0)(spec, (slice(0, 12), slice(0, 5))) for spec in (gate, up)}
     for i, groups in enumerate(ranks(tp=4)):
@@ -102,10 +102,10 @@ def test_a_parameter_has_no_memory_of_its_own():
     assert weight.shape == (1000, 1000) and weight.untyped_storage().nbytes() == 4
 
 
-# ---- the door -------------------------------------------------------------------------------------------------------
+# ---- the entry for gradients -----------------------------------------------------------------------------------------
 
 class Times(torch.autograd.Function):
-    """x times w, whose gradient goes through the door with everything it needs kept as it came, graph and all."""
+    """x times w. The closure of w's gradient holds a tensor that requires gradients, as a careless layer's would."""
 
     @staticmethod
     def forward(ctx, x, w, kept, defer):
@@ -188,11 +188,36 @@ def test_what_must_not_be_deferred_is_not(weights):
     param.backward_weight((0, 0))
 
 
-def test_a_failing_backward_does_not_leave_the_door_split(weights):
+def test_a_failing_backward_does_not_leave_gradients_deferred(weights):
     with pytest.raises(RuntimeError):
         param.backward_input((0, 1), torch.ones(()), None)  # has no graph
     assert not param.is_deferred()
+
+
+def test_weight_gradients_of_a_failed_step_are_not_computed_in_the_next(weights):
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise FloatingPointError("in the middle of a backward")
+
+    x = torch.tensor([5.0], requires_grad=True)
+    param.backward_input((0, 0), loss(x, weights), None)
+    with pytest.raises(FloatingPointError):
+        param.backward_input((0, 1), loss(Failing.apply(x), weights), None)
+    assert param.queued_keys() == [] and weights[0].grad is None
+    param.backward_input((0, 1), loss(x, weights), None)
     param.backward_weight((0, 1))
+    assert weights[0].grad.item() == 2 * 5 * 2 * 3, "of one backward"
+
+
+def test_a_parameter_has_one_sink(weights):
+    param.attach_sink(weights[0], Bucket())
+    with pytest.raises(AssertionError, match="w0 has a sink already"):
+        param.attach_sink(weights[0], Bucket())
 
 
 def test_a_parameter_used_alone_and_with_others_is_ready_once(weights):

@@ -88,8 +88,9 @@ def test_everything_happens_once_in_order_and_nobody_waits_for_ever(schedule):
 def test_a_plan_that_cannot_end_is_found():
     plan = make_plan("1f1b", 2, 2)
     stuck = plan._replace(ranks=[[*reversed(plan.ranks[0])], plan.ranks[1]])
-    with pytest.raises(ValueError, match="ranks wait for each other: rank 0 before B0.1"):
-        lower(stuck)
+    for function in (lower, simulate):
+        with pytest.raises(ValueError, match="wait for each other: rank 0 cannot start B0.1, rank 1 cannot start F1"):
+            function(stuck)
 
 
 def test_transfers_just_before_their_use_would_block():
@@ -103,8 +104,13 @@ def test_transfers_just_before_their_use_would_block():
             lists[r].append(action)
             if (what, r) in (("F", 0), ("B", 1)):
                 lists[r].append(Transfer("send", what, 1 - r, action.micro_batch, 1 - r))
-    with pytest.raises(ValueError, match="ranks wait for each other at"):
+    with pytest.raises(ValueError, match="ranks wait for each other: rank 0 cannot start Transfer.op='send'"):
         check_rendezvous(lists)
+
+
+def test_a_send_to_a_rank_that_has_finished_is_found():
+    with pytest.raises(ValueError, match="ranks wait for each other: rank 0 cannot start Transfer.op='send'"):
+        check_rendezvous([[Transfer("send", "F", 1, 0, 1)], []])
 
 
 def test_swapped_transfers_are_found():
@@ -129,7 +135,7 @@ def test_what_would_not_work_is_refused_with_what_would(wrong, says):
 # ---- time and memory ------------------------------------------------------------------------------------------------
 
 def test_bubbles_are_those_of_the_formulas():
-    """With m at least 2p - 1, where the pipeline is full; costs of a rank's time for all its stages."""
+    """With m at least 2p, where the pipeline is full, and W <= min(F, I); costs of a rank's time for all its stages."""
     for p, m in [(p, m) for p, m in VALID if m >= 2 * p]:
         for F, I, W in ((1, 1, 1), (1, 1.25, 0.75), (2, 2, 1)):
             B = I + W
@@ -146,11 +152,14 @@ def test_bubbles_are_those_of_the_formulas():
                         assert of("interleaved", v, n) == pytest.approx((p - 1) * (F + B) / v)
             if F == I == W:
                 assert of("zb-v", 2) == pytest.approx((p - 1) * F / 2)
-                if m % p == 0:
-                    assert of("zb1p", 2) == pytest.approx((p - 1) * (F + I - W) / 2)
-        spans = simulate(make_plan("zb-h2", p, m))  # between its own first F and last W no rank waits
-        for rank in spans:
-            assert rank[-1].stop - rank[0].start == pytest.approx(3 * m)
+                assert of("dualpipev", 2) == pytest.approx((p - 1) * F / 2)
+                if p % 2 == 0 and m % 2 == 0:  # a micro-batch goes through one of a rank's two chunks
+                    assert bubble(simulate(make_plan("dualpipe", p, m))) == pytest.approx((p - 2) * F / 2)
+            if m % p == 0:
+                assert of("zb1p", 2) == pytest.approx((p - 1) * (F + I - W) / 2)
+            spans = simulate(make_plan("zb-h2", p, m), Costs(F, I, W))
+            longest = max(rank[-1].stop - rank[0].start for rank in spans)  # from a rank's own first F to its last W
+            assert longest == pytest.approx(m * (F + B) + (p - 1) * (F + I - 2 * W))
 
 
 def test_activations_held_are_those_of_the_formulas():
@@ -242,8 +251,8 @@ def test_pictures_show_every_action(tmp_path, capsys):
 
 @pytest.mark.parametrize("flags, says", [
     ("--schedule dualpipev --micro-batches 4", "4 micro-batches: schedule dualpipev needs at least 8 on 4 ranks"),
-    ("--pp 0", "0 ranks, 8 micro-batches, 0 model chunks a rank, groups of 0: must be above 0"),
-    ("--schedule interleaved --chunks -1", "4 ranks, 8 micro-batches, -1 model chunks a rank, groups of 0: must be "
+    ("--pp 0", "0 ranks, 8 micro-batches, 0 model chunks per rank, groups of 0: must be above 0"),
+    ("--schedule interleaved --chunks -1", "4 ranks, 8 micro-batches, -1 model chunks per rank, groups of 0: must be "
      "above 0"),
     ("--costs 0 1 1", "--costs [0.0, 1.0, 1.0]: must be above 0 and below a million"),
     ("--costs nan 1 1", "--costs [nan, 1.0, 1.0]: must be above 0 and below a million"),
@@ -253,6 +262,18 @@ def test_a_wrong_request_is_one_line(capsys, flags, says):
         pp.main(flags.split())
     assert stop.value.code == 2
     assert capsys.readouterr().err == f"pp.py: {says}\n"
+
+
+@pytest.mark.parametrize("color", [False, True])
+@pytest.mark.parametrize("m", [8, 12, 102])
+def test_a_picture_cuts_no_number(color, m):
+    plan = make_plan("zb-h1", 2, m)
+    for line, actions in zip(pp.schedules.draw(simulate(plan), color, columns=10_000).splitlines(), plan.ranks):
+        boxes = re.sub(r"\033\[[0-9;]*m", "", line).split()[2:]
+        assert boxes == [f"{'' if color else op}{k}" for op, _, k in actions]
+    for line in pp.schedules.draw(simulate(plan), color, columns=250).splitlines():  # where numbers do not fit: the op
+        boxes = set(re.sub(r"\033\[[0-9;]*m", "", line).split()[2:])
+        assert boxes <= {f"{'' if color else op}{k}" for op, _, k in plan.ranks[0]} | {"F", "I", "W"}
 
 
 def test_a_long_step_is_drawn_smaller(capsys):

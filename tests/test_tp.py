@@ -1,4 +1,4 @@
-"""Tensor parallelism: layers against dense ones, the order of events, what travels, and what no rank ever sees."""
+"""Tensor parallelism: layers against dense ones, the order of events, what is sent, and what no rank ever computes."""
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +7,7 @@ import torch.nn.functional as F
 import collectives
 import config
 import cp
+import param
 import tp
 import train
 from collectives import rank, size
@@ -102,6 +103,31 @@ def test_every_message_of_a_column_parallel_backward_hides_under_a_matmul(pool):
     for seen in pool.run(2, "test_tp:events")[:1]:
         start = seen.index("dX") - 1
         assert seen[start:] == ["gather", "dX", "scatter", "gathered", "dW", "scattered"]
+
+
+def gathers_of_a_split_backward(keep_gathered: bool) -> list[int]:
+    """How many all-gathers a pair of layers issues for its input gradients, and then for its weight gradients."""
+    group = dist.group.WORLD
+    how = TensorParallel(group, sequence=True, keep_gathered=keep_gathered)
+    x = normal(4, 10).requires_grad_()
+    z = tp.row(tp.column(x, weight("a", (8, 10), 0, group), tp=how), weight("b", (10, 8), 1, group), how).sum()
+    counts = []
+    for half in (lambda: param.backward_input((0, 0), z, None), lambda: param.backward_weight((0, 0))):
+        with Meter() as meter:
+            half()
+        counts.append(sum(call.name == "_allgather_base_" for call in meter.collectives))
+    return counts
+
+
+@pytest.mark.parametrize("keep_gathered, with_weights", [(False, 2), (True, 1)])
+def test_a_split_backward_gathers_the_output_gradient_twice(pool, keep_gathered, with_weights):
+    for counts in pool.run(2, "test_tp:gathers_of_a_split_backward", keep_gathered=keep_gathered):
+        assert counts == [1, with_weights]  # dZ; then dZ once more, and X unless it is saved
+
+
+def test_the_demo_runs_on_one_rank_too(capsys):
+    tp.demo(None)
+    assert capsys.readouterr().out.count("sent: 0 x (t-1)/t of T H") == 3
 
 
 # ---- the vocabulary -------------------------------------------------------------------------------------------------
@@ -243,7 +269,7 @@ def test_no_rank_sees_a_row_of_logits(pool, n, flags):
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("attention", ["auto", "math"])
+@pytest.mark.parametrize("attention", ["auto", pytest.param("math", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("n, flags", [(1, ""), (1, "--qk-norm"), (2, ""), (2, "--sp-keep"), (4, "--no-sp"),
                                       pytest.param(8, "--kv-heads 2", marks=pytest.mark.slow),
                                       (4, "--kv-heads 2 --qk-norm --no-sp")])
