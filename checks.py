@@ -231,7 +231,7 @@ def check_schedule(batch, grid) -> None:
 
 def check_optim(optim, model, precision) -> None:
     """Fill in learning rates and warmup."""
-    need_positive(optim, "steps")
+    need_not_negative(optim, "steps")
     need_not_negative(optim, "lr", "weight_decay", "clip", "seed", "z_loss")
     need_not_negative(optim, "aux_loss", "router_z_loss", "bias_rate")
     for name in ("router_z_loss", "bias_rate"):
@@ -245,10 +245,11 @@ def check_optim(optim, model, precision) -> None:
     if optim.warmup == -1:
         optim.warmup = min(20, optim.steps // 10)
     need_not_negative(optim, "warmup")
-    need(optim.warmup <= optim.steps, f"--warmup {optim.warmup} is longer than the run: --steps {optim.steps}")
+    need(optim.steps == 0 or optim.warmup <= optim.steps,
+         f"--warmup {optim.warmup} is longer than the run: --steps {optim.steps}")
     need(all(0 <= beta < 1 for beta in optim.betas), f"--betas {optim.betas}: each must be at least 0 and below 1")
     if precision.moments == "bf16":
-        need(optim.optimizer == "adamw", f"--moments bf16: --optimizer {optim.optimizer} has no moments")
+        need(optim.optimizer == "adamw", f"--moments bf16 is for --optimizer adamw, not {optim.optimizer}")
         need(precision.dtype != "fp64", "--moments bf16 with --dtype fp64 would undo it: use --moments auto")
         need(optim.betas[1] <= 0.99, f"--moments bf16 with --betas {optim.betas}: an average in bf16 cannot move by "
                                      "less than 1/256 of itself, use a second beta of at most 0.99")
@@ -275,7 +276,7 @@ def check_fp8(precision, model, grid) -> None:
     need(not grid.async_tp, f"--fp8 {fp8} with --async-tp: matmuls shard by shard have no FP8 version, use one of them")
     need(not grid.sp_keep, f"--fp8 {fp8} with --sp-keep: forward gathers FP8 rows and backward needs FP8 columns, use "
                            "one of them")
-    unit = 128 if fp8 == "blockwise" else 16  # the blocks' size; what FP8 matmuls demand of their extents
+    unit = 128 if precision.fp8_recipe().blocks else 16  # the blocks' size; what FP8 matmuls demand of their extents
     widths = {"--hidden": model.hidden, "--heads x --head-dim": model.heads // tp * model.head_dim,
               "--kv-heads x --head-dim": max(model.kv_heads // tp, 1) * model.head_dim}
     if not model.experts or model.dense_layers:
@@ -301,6 +302,11 @@ def check_data(data, model) -> None:
 
 def check_run(run) -> None:
     need_positive(run, "timeout")
+    need_not_negative(run, "save_every", "keep")
+    need(run.out or not run.save_every, f"--save-every {run.save_every} needs --out, the folder to save in")
+    for name in ("out", "export_hf"):
+        path = getattr(run, name)
+        need(not os.path.exists(path) or os.path.isdir(path), f"{flag(name)} {path}: is a file, name a folder")
     need(run.timeout <= 1e7, f"--timeout {run.timeout}: must be at most 1e7 seconds")
     folder = os.path.dirname(run.metrics) or "."
     need(os.path.isdir(folder), f"--metrics {run.metrics}: there is no folder {folder}")

@@ -14,18 +14,23 @@ This file needs the standard library alone, so that a typo in a flag is answered
 """
 import argparse
 import difflib
+import hashlib
+import json
 import os
 import shlex
 import sys
 import time
-from dataclasses import dataclass, field, fields
-from typing import NamedTuple, NoReturn
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
 import checks
+import huggingface
 from checks import flag, need
 from schedules import SCHEDULES
 
 TEXT_VOCAB = 257  # 256 byte values and the token that begins a document
+CHECKPOINT_FORMAT = 1  # of run.json and of tensors' names
 
 
 class CpStyle(NamedTuple):
@@ -36,6 +41,16 @@ class CpStyle(NamedTuple):
 
 CP_STYLES = {"allgather": CpStyle(whole_sequences=False), "ring": CpStyle(whole_sequences=False),
              "ulysses": CpStyle(whole_sequences=True)}  # implemented in cp.py, under the same names
+
+
+class Fp8Recipe(NamedTuple):
+    """grad: the format of gradients; activations and weights are in E4M3. blocks: one scale per 1x128 or 128x128
+    elements, else per tensor."""
+    grad: str
+    blocks: bool
+
+
+FP8_RECIPES = {"tensorwise": Fp8Recipe("e5m2", blocks=False), "blockwise": Fp8Recipe("e4m3", blocks=True)}
 
 
 def padded_length(seq: int, cp: int, tp: int = 1) -> int:
@@ -117,7 +132,7 @@ class Precision:
     dtype: str = setting("auto", "of weights and activations; auto: bf16 on GPU, fp32 on CPU; fp16 scales the loss",
                          ("auto", "bf16", "fp16", "fp32", "fp64"))
     fp8: str = setting("none", "linear layers of blocks multiply in FP8; tensorwise: one scale per tensor, gradients "
-                       "in E5M2; blockwise: one per 1x128 or 128x128 block", ("none", "tensorwise", "blockwise"))
+                       "in E5M2; blockwise: one per 1x128 or 128x128 block", ("none", *FP8_RECIPES))
     fp8_ends: bool = setting(True, "FP8 in the first and the last block, too")
     fp8_pow2: bool = setting(False, "FP8 scales are powers of two")
     moments: str = setting("auto", "dtype of AdamW's moments; auto: fp32, or fp64 in fp64 runs", ("auto", "bf16"))
@@ -126,6 +141,9 @@ class Precision:
                              ("auto", "triton", "sdpa", "math"))
     recompute: str = setting("none", "what backward recomputes; selective: norms, SwiGLU, scores; full: whole blocks",
                              ("none", "selective", "full"))
+
+    def fp8_recipe(self) -> Fp8Recipe | None:
+        return FP8_RECIPES.get(self.fp8)
 
 
 @dataclass
@@ -175,7 +193,15 @@ class Data:
 
 @dataclass
 class Run:
-    metrics: str = setting("", "write the metrics of every step here, one JSON object a line")
+    out: str = setting("", "save checkpoints in this folder, on a file system that all ranks share")
+    save_every: int = setting(0, "steps between checkpoints; 0: after the last step only")
+    keep: int = setting(2, "how many checkpoints stay in --out; 0: all")
+    resume: str = setting("", "a checkpoint, or a folder of them; auto: the newest whole one in --out, if any; "
+                              "settings that no flag gives are the checkpoint's")
+    insist: bool = setting(False, "resume although the data changed, or settings of the model that change no shape")
+    init_from: str = setting("", "start from weights and config.json as published on Hugging Face, in this folder")
+    export_hf: str = setting("", "after training, write the weights here as transformers reads them")
+    metrics: str = setting("", "write the metrics of every step here, one JSON object per line")
     sample: str = setting("def ", "after training on text, continue this prompt; '' for none")
     device: str = setting("auto", "auto: GPUs when there is one per rank", ("auto", "cpu", "cuda"))
     graph: bool = setting(False, "capture the third step as a CUDA graph and replay it: one rank, no experts")
@@ -191,6 +217,7 @@ class Config:
     optim: Optim
     data: Data
     run: Run
+    given: dict = field(default_factory=dict)  # the sections' values before defaults were filled in
 
     def fp8_layers(self) -> range:
         """The blocks whose linear layers multiply in FP8."""
@@ -238,7 +265,76 @@ PRESETS = {  #             layers hidden heads kv    ffn
 }
 
 
-SECTIONS = {f.name: f.type for f in fields(Config)}
+SECTIONS = {f.name: f.type for f in fields(Config) if f.name != "given"}
+
+
+# ---- finding and reading run.json of checkpoints (checkpoint.py writes them) ----------------------------------------
+
+NOT_INHERITED = ("resume", "insist", "init_from", "export_hf")  # of one start of a run, not of the run
+
+
+def checkpoints_in(folder: str | Path) -> list[Path]:
+    """The checkpoints in a folder, newest first."""
+    found = [path.parent for path in Path(folder).glob("step-*/run.json")]
+    return sorted((path for path in found if step_of(path) >= 0), key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's name; -1 if it is no such name."""
+    digits = path.name.removeprefix("step-")
+    return int(digits) if digits.isdecimal() else -1
+
+
+def candidates(resume: str, out: str) -> list[str]:
+    """The checkpoints that --resume may take, newest first. Raises ValueError if there are none where it points."""
+    if resume == "auto":
+        need(out != "", "--resume auto needs --out, the folder to look in")
+        return list(map(str, checkpoints_in(out)))
+    if not resume or (Path(resume) / "run.json").is_file():
+        return [resume] if resume else []
+    found = list(map(str, checkpoints_in(resume)))
+    need(found != [], f"--resume {resume}: is no checkpoint, and no folder that has any")
+    return found
+
+
+def resumed_run(resume: str, out: str) -> dict | None:
+    """run.json of the newest checkpoint where that is undamaged; tensors are not read here. None if there is nothing to
+    resume."""
+    problem = None
+    for path in candidates(resume, out):
+        try:
+            run = read_run(path)
+        except ValueError as error:
+            problem = problem or error
+            continue
+        run["settings"] = {name: tuple(value) if name == "betas" else value  # JSON has no tuples
+                           for name, value in run["settings"].items() if name not in NOT_INHERITED}
+        if os.path.realpath(run["settings"]["out"]) != os.path.realpath(Path(path).parent):  # a copy of the checkpoint
+            run["settings"] |= dict(out="", metrics="") | ({} if out else dict(save_every=0))
+        return run
+    if problem:
+        raise problem
+    return None
+
+
+def read_run(path: str) -> dict[str, Any]:
+    """run.json of a checkpoint. Raises ValueError if it is missing, damaged or of another format."""
+    file = Path(path) / "run.json"
+    try:
+        run = json.loads(file.read_text())
+        expected = run.pop("checksum")
+    except FileNotFoundError:
+        raise ValueError(f"{path} is no checkpoint: it has no run.json") from None
+    except (OSError, ValueError, KeyError, AttributeError):
+        raise ValueError(f"{file} is damaged or cannot be read") from None
+    need(checksum_of_json(run) == expected, f"{file} is damaged: its checksum differs")
+    need(run["format"] == CHECKPOINT_FORMAT,
+         f"{path} has format {run['format']}, and this version reads {CHECKPOINT_FORMAT}")
+    return run
+
+
+def checksum_of_json(content: dict) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 # ---- reading the command line ---------------------------------------------------------------------------------------
@@ -288,7 +384,7 @@ def make_parser() -> Parser:
             if f.type is bool:
                 kwargs, default = dict(action=argparse.BooleanOptionalAction), " [on]" if f.default else " [off]"
             elif f.type is list:
-                kwargs = dict(nargs="+", metavar="PATH")
+                kwargs = dict(nargs="*", metavar="PATH")
             elif f.metadata["choices"]:
                 kwargs = dict(choices=f.metadata["choices"], type=f.type)
             else:
@@ -307,15 +403,45 @@ def parse(arguments: list[str], world: int = 1) -> Config:
         known = [flag(f.name) for section in SECTIONS.values() for f in fields(section)]
         close = difflib.get_close_matches(unknown[0].partition("=")[0], known, 1)
         raise ValueError(f"{unknown[0]}: unknown flag, {f'did you mean {close[0]}?' if close else '--help lists all'}")
-    preset = vars(args).get("preset", "tiny")
+    flags = vars(args)
+    preset = flags.get("preset", "tiny")
     need(preset in PRESETS, f"--preset {preset}: unknown, use one of {', '.join(PRESETS)}")
-    values = PRESETS[preset] | vars(args)
+    resumed = resumed_run(flags.get("resume", ""), flags.get("out", ""))
+    if not resumed:
+        flags["resume"] = ""
+    if resumed:
+        values = resumed["settings"] | (PRESETS[preset] if "preset" in flags else {}) | flags
+    elif folder := flags.get("init_from"):
+        values = {"preset": os.path.basename(os.path.normpath(folder))} | huggingface.read_config(folder) | flags
+    else:
+        values = PRESETS[preset] | flags
     config = Config(**{
         name: section(**{f.name: values[f.name] for f in fields(section) if f.name in values})
         for name, section in SECTIONS.items()
     })
+    config.given = {name: value for section in SECTIONS for name, value in asdict(getattr(config, section)).items()}
     checks.complete(config, world)
+    check_export(config)
+    if resumed and not config.run.insist:
+        for name, there in resumed["model"].items():
+            here = getattr(config.model, name)
+            need(here == there or name == "preset", f"{flag(name)} {here}: the checkpoint's model has {there}; give "
+                                                    "--insist to change it")
     return config
+
+
+def check_export(config: Config) -> None:
+    """Raises ValueError for what --export-hf could not write after the last step."""
+    target, published = config.run.export_hf, config.run.init_from
+    if target:
+        huggingface.exportable(config.model)
+        need(config.optim.bias_rate == 0, f"--export-hf with --bias-rate {config.optim.bias_rate}: no class of "
+                                          "transformers has the routers' biases")
+        need(not published or os.path.realpath(target) != os.path.realpath(published),
+             f"--export-hf {target} is the folder of --init-from: name another one")
+        folders = {os.path.realpath(os.path.dirname(path)) for path in config.data.data}
+        need(os.path.realpath(target) not in folders,
+             f"--export-hf {target} is the folder of the data: name another one")
 
 
 def from_command_line() -> Config:

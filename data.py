@@ -17,16 +17,25 @@ depends on the kernel: flash.py skips the tiles that a document hides, while tor
 S x S and then skips nothing.
 
 Formats: text (bytes as tokens 0..255, separator 256); .bin, raw uint16 or uint32, or with llm.c's header of 256 int32
-(magic, version, count); .npy, one dimension, integers. Token files are memory-mapped, so their size does not matter;
-text is read by every rank and takes two bytes of memory per byte.
+(magic, version, count), or with ours; .npy, one dimension, integers. Token files are memory-mapped, so their size does
+not matter; text is read by every rank and takes two bytes of memory per byte. Text becomes a token file by
+
+    python data.py tokenize --tokenizer tokenizer.json --out corpus/tokens.bin PATH...
+
+which puts the tokenizer beside it, so that whoever trains on the file can sample text.
 """
+import argparse
 import hashlib
+import os
+import shutil
+import sys
 import sysconfig
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 import config
 from param import IGNORED
@@ -34,6 +43,8 @@ from param import IGNORED
 BYTES_SEPARATOR = config.TEXT_VOCAB - 1  # 256, behind the 256 bytes
 LLM_C = {(20240520, 1): (np.uint16, 50256), (20240801, 7): (np.uint32, 128000)}  # (magic, version): dtype, separator
 LLM_C_HEADER = 256 * 4  # bytes
+OUR_HEADER = np.dtype([("magic", "S8"), ("count", "<i8"), ("itemsize", "<i4"), ("separator", "<i4")])
+MAGIC = b"penterac"
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -43,7 +54,7 @@ class Corpus:
 
     paths: files and folders, of text or of tokens; none: the Python standard library's sources.
     vocab: every token must be below it. dtype: of .bin files without a header. separator: the token that begins a
-    document in token files; -1: the one of llm.c's format, else every file is one document.
+    document in token files; -1: the one that the format names, else every file is one document.
     Raises ValueError naming the file that is missing, empty, truncated or in another format.
     """
 
@@ -90,6 +101,8 @@ class Corpus:
 
 def files_in(path: Path) -> list[Path]:
     """The file; of a folder its token files if it has any, else all its text files."""
+    if not path.exists():
+        raise ValueError(f"{path}: no such file or folder")
     if path.is_file():
         return [path]
     inside = sorted(file for file in path.rglob("*") if file.is_file()
@@ -132,16 +145,21 @@ def open_tokens(file: Path, dtype: str) -> tuple[np.ndarray, int | None]:
             raise ValueError(f"{file}: holds {tokens.ndim} dimensions of {tokens.dtype}: need one, of integers")
         return not_empty(file, tokens), None
 
+    ours = np.fromfile(file, OUR_HEADER, 1)
+    if len(ours) and ours[0]["magic"] == MAGIC:
+        kind = {2: np.uint16, 4: np.uint32}.get(int(ours[0]["itemsize"]))
+        if kind is None:
+            raise ValueError(f"{file}: its header is damaged")
+        need_count(file, int(ours[0]["count"]), OUR_HEADER.itemsize, kind)
+        return not_empty(file, np.memmap(file, kind, "r", OUR_HEADER.itemsize)), int(ours[0]["separator"])
+
     header = np.fromfile(file, np.int32, 3)
     if len(header) == 3 and header[0] in {magic for magic, _ in LLM_C}:
         magic, version, count = (int(number) for number in header)
         if (magic, version) not in LLM_C:
             raise ValueError(f"{file}: version {version} of llm.c's format {magic} is unknown: know {list(LLM_C)}")
         kind, separator = LLM_C[magic, version]
-        present = (file.stat().st_size - LLM_C_HEADER) / np.dtype(kind).itemsize
-        if present != count:
-            raise ValueError(f"{file}: its header promises {count:,} tokens and {max(present, 0):,.10g} follow: "
-                             f"{'truncated' if present < count else 'not this format'}")
+        need_count(file, count, LLM_C_HEADER, kind)
         return not_empty(file, np.memmap(file, kind, "r", LLM_C_HEADER)), separator
 
     unit = np.dtype(dtype).itemsize
@@ -151,6 +169,13 @@ def open_tokens(file: Path, dtype: str) -> tuple[np.ndarray, int | None]:
     if file.stat().st_size == 0:
         raise ValueError(f"{file}: is empty")
     return np.memmap(file, dtype, "r"), None
+
+
+def need_count(file: Path, count: int, header: int, kind: type) -> None:
+    present = (file.stat().st_size - header) / np.dtype(kind).itemsize
+    if present != count:
+        raise ValueError(f"{file}: its header promises {count:,} tokens and {max(present, 0):,.10g} follow: "
+                         f"{'truncated' if present < count else 'not this format'}")
 
 
 def not_empty(file: Path, tokens: np.ndarray) -> np.ndarray:
@@ -184,6 +209,15 @@ class Samples:
         self.spans = (len(corpus) - 1) // seq
         if self.spans == 0:
             raise ValueError(f"the data holds {len(corpus):,} tokens: fewer than one sample of --seq {seq} + 1")
+
+    def identity(self) -> dict[str, int | str | None]:
+        """What the samples depend on. The hash covers the files' lengths and 64 evenly spaced blocks only."""
+        digest = hashlib.blake2b(np.diff(self.corpus.starts).astype(np.int64).tobytes(), digest_size=16)
+        block = min(1024, len(self.corpus))
+        for start in np.linspace(0, len(self.corpus) - block, 64, dtype=np.int64):
+            digest.update(self.corpus.read(int(start), block)[0].tobytes())
+        return dict(files=len(self.corpus.files), tokens=len(self.corpus), hash=digest.hexdigest(), seq=self.seq,
+                    seed=self.seed, separator=self.corpus.separator)
 
     def span(self, number: int) -> int:
         """The span of the stream that is sample `number`."""
@@ -233,3 +267,113 @@ def shuffled(index: int, n: int, key: str) -> int:
         index = left << half | right
         if index < n:
             return index
+
+
+# ---- text to tokens and back ----------------------------------------------------------------------------------------
+
+class Codec(NamedTuple):
+    """Text to tokens and back: by a tokenizer of the tokenizers library, or as bytes if that is None."""
+    separator: int | None  # the token that begins a document
+    tokenizer: Any = None
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids if self.tokenizer else list(text.encode())
+
+    def decode(self, tokens: list[int]) -> str:
+        if self.tokenizer:
+            return self.tokenizer.decode(tokens)
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+
+def codec_of(corpus: Corpus, folder: str) -> Codec | None:
+    """By the tokenizer.json in the folder, "" for none; without it as bytes if the data is text; else None."""
+    if folder:
+        tokenizer = read_tokenizer(os.path.join(folder, "tokenizer.json"))
+        return Codec(None if corpus.is_text else corpus.separator, tokenizer)
+    return Codec(BYTES_SEPARATOR) if corpus.is_text else None
+
+
+def read_tokenizer(path: str) -> Any:
+    from tokenizers import Tokenizer
+    try:
+        return Tokenizer.from_file(path)
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{path}: is no tokenizer.json: {error}") from None
+
+
+def separator_of(tokenizer: Any, path: str) -> int:
+    """The token that begins a document, found by the names that published tokenizers use."""
+    names = ("<|endoftext|>", "<|begin_of_text|>", "<|end_of_text|>", "<s>", "</s>", "[SEP]")
+    found = [tokenizer.token_to_id(name) for name in names if tokenizer.token_to_id(name) is not None]
+    if not found:
+        raise ValueError(f"{path}: has none of {', '.join(names)}: name the token between documents with --separator")
+    return found[0]
+
+
+def tokenize(paths: list[str], tokenizer_path: str, out: str, separator: str = "") -> int:
+    """Write the tokens of text files, a separator before each, and the tokenizer beside them. Returns how many.
+
+    The tokenizers library uses all cores. Raises ValueError naming a file that is missing or no text.
+    """
+    tokenizer, target = read_tokenizer(tokenizer_path), Path(out)
+    mark = tokenizer.token_to_id(separator) if separator else separator_of(tokenizer, tokenizer_path)
+    if mark is None:
+        raise ValueError(f"--separator {separator}: {tokenizer_path} has no such token")
+    if target.suffix != ".bin":
+        raise ValueError(f"--out {out}: its name must end in .bin")
+    missing = [path for path in paths if not os.path.exists(path)]
+    if missing:
+        raise ValueError(f"{missing[0]}: no such file or folder")
+    files = [file for path in paths for file in files_in(Path(path))]
+    kind = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside, temporary, count = target.parent / "tokenizer.json", target.with_suffix(".tmp"), 0
+    if beside.exists() and beside.read_bytes() != Path(tokenizer_path).read_bytes():
+        raise ValueError(f"{beside}: is another tokenizer: use another folder for --out")
+    try:
+        with open(temporary, "wb") as stream:
+            stream.write(np.zeros(1, OUR_HEADER).tobytes())
+            for first in tqdm(range(0, len(files), 64), desc="tokenizing", unit=" x 64 files", disable=len(files) < 64):
+                texts = [text_of(file) for file in files[first:first + 64]]
+                for encoded in tokenizer.encode_batch(texts, add_special_tokens=False):
+                    tokens = np.array([mark, *encoded.ids], kind)
+                    stream.write(tokens.tobytes())
+                    count += len(tokens)
+            stream.seek(0)
+            stream.write(np.array([(MAGIC, count, kind.itemsize, mark)], OUR_HEADER).tobytes())
+            stream.flush()
+            os.fsync(stream.fileno())
+        if not beside.exists():
+            shutil.copy(tokenizer_path, beside)
+        temporary.rename(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return count
+
+
+def text_of(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: is no UTF-8 text ({error.reason} at byte {error.start:,})") from None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="data.py", description="Make a token file of text.")
+    command = parser.add_subparsers(dest="command", required=True).add_parser("tokenize", help="text to a token file")
+    command.add_argument("--tokenizer", required=True, help="tokenizer.json, as published with a model")
+    command.add_argument("--out", required=True, help="the file to write, .bin")
+    command.add_argument("--separator", default="", help="the token that begins a document; by default the tokenizer's")
+    command.add_argument("paths", nargs="+", help="text files and folders")
+    args = parser.parse_args()
+    try:
+        count = tokenize(args.paths, args.tokenizer, args.out, args.separator)
+    except (ValueError, OSError) as error:
+        print(f"data.py: {error}", file=sys.stderr)
+        return 2
+    print(f"{args.out}: {count:,} tokens")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,9 +1,15 @@
-"""Sampling: continue a text token by token, on the grid that the model was trained on.
+"""Sampling: continue a text token by token, on any grid.
 
 A cache has the keys and values of earlier tokens, so a step computes one token. Every rank has all tokens. Tensor
 parallel ranks compute their shards of each layer, and pipeline ranks run their stages one after the other. Context
 parallel ranks all compute the same; so do data parallel ranks, or they do not take part.
+
+    python sampling.py CKPT --prompt TEXT          CKPT: a checkpoint, or a folder with a published model
+    torchrun --nproc_per_node=2 sampling.py CKPT --prompt TEXT --tp 2          and any other flags of train.py
 """
+import os
+import sys
+
 import torch
 
 from collectives import all_reduce, rank, receive, send
@@ -65,3 +71,26 @@ def next_logits(model: Llama, tokens: torch.Tensor, cache: KVCache) -> torch.Ten
         if stage < model.last_stage and owners[stage + 1] != rank(group):
             send(x, owners[stage + 1], group).wait()
     return x if model.last_stage in model.stages else None
+
+
+def main(arguments: list[str]) -> None:
+    """Replace this process by train.py with --steps 0: it has the grid, the checkpoints and the data."""
+    if len(arguments) < 3 or arguments[0].startswith("-") or "--prompt" not in arguments[:-1]:
+        print("sampling.py: usage: python sampling.py CKPT --prompt TEXT [flags of train.py]", file=sys.stderr)
+        sys.exit(2)
+    path, *flags = arguments
+    where = flags.index("--prompt")
+    flags[where:where + 2] = ["--sample=" + flags[where + 1]]  # in one word, so that a prompt may begin with @ or -
+    published = os.path.isfile(os.path.join(path, "config.json"))
+    default_grid = ("--dp -1 --dp-replicate 1 --cp 1 --tp 1 --no-sp-keep --no-async-tp --pp 1 --schedule 1f1b "
+                    "--chunks 0 --pp-group 0 --ep 1 --zero 0 --no-graph --recompute none").split()
+    batch = ["--batch-ramp", "", "--micro-batch", "1", "--global-batch", os.environ.get("WORLD_SIZE", "1")]
+    no_training = ["--steps", "0", "--out", "", "--save-every", "0", "--metrics", "", "--val-data", "--eval-every", "0",
+                   "--optimizer", "sgd", "--moments", "auto"]  # SGD has no moments to load
+    train = os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py")
+    os.execv(sys.executable, [sys.executable, train, "--init-from" if published else "--resume", path, *default_grid,
+                              *batch, *no_training, *flags])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -8,7 +8,8 @@ The file reads from the whole to its parts: the run and its loop; one step; eval
 groups; the model and its optimizer; the choice of a device; what is printed and written.
 
 A step divides every loss by the number of valid tokens of the global batch, so that each gradient is a plain sum over
-micro-batches and ranks. Gradients, activations and weights are exchanged by the techniques; here only numbers are.
+micro-batches and ranks. The files of the techniques communicate gradients, activations and weights; this one
+communicates scalars only: token counts, losses, metrics.
 """
 if __name__ == "__main__":
     import config
@@ -26,20 +27,25 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from einops import rearrange
 from tqdm import tqdm
 
+import checkpoint
 import collectives
 import config
 import costs
+import huggingface
+from checkpoint import Saver, host_group
+from checks import need
 from collectives import Group, Groups, all_reduce, rank, size
 from cp import shard_sequences
-from data import BYTES_SEPARATOR, Corpus, MicroBatch, Samples
+from data import Codec, Corpus, MicroBatch, Samples, codec_of
 from dp import assign_to_buckets
 from ep import Balance, update_biases
 from fp8 import RECIPES, Fp8
@@ -58,9 +64,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 
 @dataclass
 class RunState:
-    """How far a run is."""
-    step: int = 0
+    """How far a run has come. Checkpoints save all fields but the activity."""
+    step: int = 0  # how many are done
     samples: int = 0  # read from the data so far
+    tokens: int = 0  # in these samples
     skipped: int = 0  # steps so far whose gradient was not finite
     activity: str = "before the first step"  # for the message if the run fails
 
@@ -95,52 +102,148 @@ def train(settings: config.Config, training: Samples, validation: Samples | None
     log.start(device_reason, training)
     if run.graph:
         leave_default_stream(device)
-    model, optimizer = build(settings, groups, device, DTYPES[settings.precision.dtype])
-    run_step = partial(forward_backward, model, optimizer, groups=groups)
-    if run.graph:
-        run_step = Captured(run_step)
+    try:  # mistakes of the user that show only now, on every rank
+        model, optimizer, saver = begin_or_resume(settings, training, groups, device, state)
+        log.open_metrics(state)
+    except ValueError as error:
+        config.refuse(error)
+    compute_gradients = partial(forward_backward, model, optimizer, groups=groups)
+    if run.graph:  # the optimizer's update is not captured, as its learning rate changes
+        compute_gradients = Captured(compute_gradients)
 
     def read(step: int) -> tuple[int, list[MicroBatch]]:
         """(sequences of the global batch, this rank's micro-batches) of the step that begins at state.samples."""
         state.activity = f"in step {step}"
-        sequences = sequences_at(state.samples * batch.seq, batch.ramp())
+        sequences = sequences_at(state.tokens, batch.ramp())
         micro_batches = local_micro_batches(training, state.samples, sequences, settings, groups)
         return sequences, [micro_batch.to(device) for micro_batch in micro_batches]
 
-    upcoming = read(0)
+    upcoming = read(state.step) if state.step < optim.steps else None
     with without_garbage_collector():
-        for step in range(optim.steps):
-            state.step, state.activity, began = step, f"in step {step}", time.perf_counter()
+        for step in range(state.step, optim.steps):
+            state.activity, began = f"in step {step}", time.perf_counter()
             collectives.sent.clear()
             lr, (sequences, micro_batches) = learning_rate(step, optim), upcoming
-            loss = run_step(micro_batches)
+            loss = compute_gradients(micro_batches)
             norm = optimizer.step(lr)
             balance = update_balance(model, groups, norm.isfinite(), sequences) if settings.model.experts else {}
+            state.step += 1
             state.samples += sequences
-            if step + 1 < optim.steps:
-                upcoming = read(step + 1)  # while the device computes
+            state.tokens += sequences * batch.seq
+            if state.step < optim.steps:
+                upcoming = read(state.step)  # while the device computes
                 state.activity = f"in step {step}"
             loss, norm = loss.item(), norm.item()  # waits for the device
             state.skipped += not math.isfinite(norm)
-            record = log.record(state, sequences, loss, norm, lr, time.perf_counter() - began)
+            record = log.record(step, state, sequences, loss, norm, lr, time.perf_counter() - began)
             record |= {name: value.item() for name, value in balance.items()}
-            if validation and is_evaluated(step, settings):
+            if validation and is_due(step, settings.data.eval_every, optim.steps):
                 state.activity = f"evaluating after step {step}"
                 record["val_loss"] = validation_loss(model, validation, settings, groups, device)
+            if saver and is_due(step, run.save_every, optim.steps):
+                state.activity = f"saving after step {step}"
+                wait = saver.save(state.step, description(state, settings, training, groups))
+                record |= dict(save_wait_s=wait, save_gb_per_s=saver.bytes_per_s / 1e9)
             log.write(record)
-    log.close(state, loss)
-    if run.sample and math.isfinite(loss) and training.corpus.is_text:
+    finish(model, saver, training, validation, settings, groups, device, state, log)
+
+
+def begin_or_resume(settings: config.Config, training: Samples, groups: Groups, device: torch.device,
+                    state: RunState) -> tuple[Llama, Optimizer, Saver | None]:
+    """The model and its optimizer, with initial weights or as a checkpoint has them; and the Saver, or None if nothing
+    is to be saved. Raises ValueError, on every rank, for a checkpoint, data or a folder that cannot be used."""
+    run, path = settings.run, ""
+    host = host_group(run.timeout) if run.out or run.resume or run.init_from or run.export_hf else None
+    checkpoint.agree(training.identity, host)  # reads tokens: one that is outside the vocabulary ends the run now
+    model, optimizer = build(settings, groups, device, DTYPES[settings.precision.dtype], filled=False)
+    if run.resume:
+        found = checkpoint.agree(lambda: config.candidates(run.resume, run.out), host)
+        path = checkpoint.find_whole(checkpoint.exchange(found, host)[0], host)
+        saved = config.read_run(path)
+        checkpoint.agree(lambda: check_data(training, saved, settings), host)
+        state.step, state.samples, state.tokens, state.skipped = (
+            saved[name] for name in ("step", "samples", "tokens", "skipped"))
+        checkpoint.load(path, optimizer, model.routers, groups, host)
+        if rank(groups["world"]) == 0:
+            print(f"resumed {path} after {state.step} steps", flush=True)
+    else:
+        def fill() -> None:
+            optimizer.load(huggingface.source(run.init_from) if run.init_from else draw(settings.optim.seed))
+        checkpoint.agree(fill, host)
+    pieces = list(checkpoint.pieces_of_run(optimizer, model.routers, groups, saving=True))
+    out = run.out if state.step < settings.optim.steps else ""  # without a step left there is nothing to save
+    folder = out or (run.export_hf and os.path.join(run.export_hf, ".checkpoint"))
+    continues = bool(path) and os.path.realpath(os.path.dirname(path)) == os.path.realpath(folder)
+    saver = Saver(folder, pieces, run.keep, host, state.step if continues else 0, temporary=not out) if folder else None
+    return model, optimizer, saver
+
+
+def check_data(training: Samples, saved: dict, settings: config.Config) -> None:
+    """Raises ValueError if the samples are not those of the checkpoint, of which `saved` is the run.json."""
+    for name, value in training.identity().items():
+        need(value == saved["corpus"][name] or settings.run.insist,
+             f"--resume {settings.run.resume}: the data differs, its {name} was {saved['corpus'][name]} and is "
+             f"{value}; give --insist to change it")
+
+
+def description(state: RunState, settings: config.Config, training: Samples, groups: Groups) -> dict:
+    """run.json without its list of files: progress, settings, model, grid, data, tokenizer."""
+    given = dict(settings.given)
+    for name in ("data", "val_data"):
+        given[name] = [os.path.abspath(path) for path in given[name]]
+    for name in ("out", "metrics"):
+        given[name] = given[name] and os.path.abspath(given[name])
+    progress = {name: value for name, value in asdict(state).items() if name != "activity"}
+    return progress | dict(settings=given, model=asdict(settings.model), grid=asdict(settings.grid),
+                           ranks=size(groups["world"]), corpus=training.identity(),
+                           tokenizer=tokenizer_folder(settings, training), torch=torch.__version__)
+
+
+def tokenizer_folder(settings: config.Config, training: Samples) -> str:
+    """The folder of the run's tokenizer.json: that of --init-from, of the checkpoint's run, or of the token files."""
+    run, corpus = settings.run, training.corpus
+    resumed = config.resumed_run(run.resume, run.out) or dict(tokenizer="")
+    for folder in (run.init_from, resumed["tokenizer"], "" if corpus.is_text else str(corpus.files[0].parent)):
+        if folder and os.path.isfile(os.path.join(folder, "tokenizer.json")):
+            return os.path.abspath(folder)
+    return ""
+
+
+def finish(model: Llama, saver: Saver | None, training: Samples, validation: Samples | None,
+           settings: config.Config, groups: Groups, device: torch.device, state: RunState, log: "Log") -> None:
+    """After the last step: evaluate, if no step did; finish saving and export; sample."""
+    run, problem = settings.run, ""
+    if validation and log.last_loss is None:
+        state.activity = "evaluating"
+        log.validated(state.step, validation_loss(model, validation, settings, groups, device))
+    log.close(state)
+    if saver:
+        state.activity = "saving"
+        if log.last_loss is None:  # no step was left to train, so none has saved
+            saver.save(state.step, description(state, settings, training, groups))
+        problem = saver.finish()
+    if run.export_hf and not problem:
+        state.activity = "exporting"
+        dtype = settings.precision.dtype
+        saver.export(run.export_hf, "fp32" if dtype == "fp64" else dtype, state.step)
+    if run.sample and math.isfinite(log.last_loss or 0.0):
         state.activity = "sampling"
-        continue_prompt(model, settings, groups, device)
+        if codec := codec_of(training.corpus, tokenizer_folder(settings, training)):
+            continue_prompt(model, codec, settings, groups, device)
+        elif rank(groups["world"]) == 0:
+            print("no sample: the data are tokens, without a tokenizer.json beside them", file=sys.stderr)
+    if problem:
+        raise RuntimeError(problem)  # the work of the last steps is lost: nobody shall take this run for a good one
 
 
-def is_evaluated(step: int, settings: config.Config) -> bool:
-    every, steps = settings.data.eval_every, settings.optim.steps
+def is_due(step: int, every: int, steps: int) -> bool:
+    """Whether this step is the last, or a multiple of `every` steps has now been done. every=0: only after the last."""
     return step == steps - 1 or (every > 0 and (step + 1) % every == 0)
 
 
 def fail(state: RunState, error: Exception) -> None:
-    """Say where and why, and take the job down: the other ranks may wait for this one, so nothing is waited for."""
+    """Print where and why, then end the process at once, without cleaning up: other ranks may be waiting in a
+    collective."""
     traceback.print_exc()
     print(f"train.py: rank {os.environ.get('RANK', 0)} failed {state.activity}: {error}", file=sys.stderr, flush=True)
     os._exit(1)
@@ -148,7 +251,8 @@ def fail(state: RunState, error: Exception) -> None:
 
 @contextmanager
 def without_garbage_collector() -> Iterator[None]:
-    """A step leaves no reference cycles, and a collection would only delay kernel launches."""
+    """Collect once, then switch Python's collector off: a step leaves no reference cycles, and a collection would only
+    delay kernel launches."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -171,8 +275,8 @@ def forward_backward(model: Llama, optimizer: Optimizer, micro_batches: list[Mic
     """
     # Context parallel ranks have shards of the same sequences.
     sequences = sum(len(batch.tokens) for batch in micro_batches) * size(groups["data"]) // size(groups["cp"])
-    valid = sum((batch.labels != IGNORED).sum() for batch in micro_batches)  # tokens with a loss, so far on this rank
-    counted = all_reduce(valid, groups["data"], async_op=True)  # hidden under the first forward
+    valid = sum((batch.labels != IGNORED).sum() for batch in micro_batches)  # tokens with a loss, on this rank
+    counting = all_reduce(valid, groups["data"], async_op=True)  # of all ranks, then; hidden under the first forward
     total = torch.zeros((), dtype=acc_dtype(model.execution.dtype), device=valid.device)
 
     def forward(stage: int, k: int, x: torch.Tensor | None) -> torch.Tensor:
@@ -181,15 +285,15 @@ def forward_backward(model: Llama, optimizer: Optimizer, micro_batches: list[Mic
                   sequence_weight=optimizer.scale_loss(1 / sequences))
         if stage < model.last_stage:
             return y
-        counted.wait()
+        counting.wait()
         total.add_(y.detach())
-        return optimizer.scale_loss(y / valid.clamp(min=1))  # no batch need have a valid token
+        return optimizer.scale_loss(y / valid.clamp(min=1))  # the global batch may have no valid token
 
     # The engine calls `forward` for each micro-batch and stage, and runs backward from what the last stage returned.
     engine = model.pipeline.engine(len(micro_batches))
     optimizer.begin_step(engine.backwards)
     engine.run(forward, model.boundary_shape(micro_batches[0].tokens), model.execution.dtype)
-    counted.wait()  # a rank without the last stage has not
+    counting.wait()  # ranks without the last stage have not waited in forward
     optimizer.finish_step()  # of gradients: waits for their reductions
     all_reduce(total, groups["data"])
     all_reduce(total, groups["pp"])  # one pipeline rank has it, the others zeros
@@ -197,8 +301,9 @@ def forward_backward(model: Llama, optimizer: Optimizer, micro_batches: list[Mic
 
 
 def update_balance(model: Llama, groups: Groups, finite: torch.Tensor, sequences: int) -> dict[str, torch.Tensor]:
-    """Update the routers' biases after a step, if it was `finite`. Returns the metrics of experts: aux_loss, auxiliary
-    losses summed over layers, mean over sequences; load_max_over_mean, of the layer where that is largest."""
+    """Update the routers' biases after a step, if it was `finite`. Returns the metrics of experts: aux_loss, the
+    auxiliary losses, summed over layers and averaged over sequences; load_max_over_mean, the tokens of the most loaded
+    expert over its layer's mean, for the worst layer."""
     load, loss = torch.zeros(2, dtype=torch.float64, device=finite.device).unbind()
     if model.routers:  # the layers of a pipeline rank may all be dense
         load, loss = update_biases(model.routers, (groups["data"], groups["tp"]), finite)
@@ -239,7 +344,7 @@ def sequences_at(tokens: int, ramp: list[tuple[int, float]]) -> int:
 
 def validation_loss(model: Llama, samples: Samples, settings: config.Config, groups: Groups,
                     device: torch.device) -> float:
-    """The mean loss over the first --eval-steps global batches of the samples, at most all there are."""
+    """The mean loss over the first samples: --eval-steps global batches (of a ramp's first size), or all there are."""
     sequences = settings.batch.ramp()[0][0]
     end = min(settings.data.eval_steps * sequences, samples.spans)
 
@@ -269,30 +374,33 @@ def mean_loss(model: Llama, global_batches: Iterable[list[MicroBatch]], groups: 
     return (summed[0] / summed[1].clamp(min=1)).item()
 
 
-def continue_prompt(model: Llama, settings: config.Config, groups: Groups, device: torch.device,
+def continue_prompt(model: Llama, codec: Codec, settings: config.Config, groups: Groups, device: torch.device,
                     length: int = 240) -> None:
-    """Print how the model continues --sample by `length` bytes.
+    """Print how the model continues --sample by `length` tokens.
 
-    One data parallel rank has what it takes, unless ZeRO-3 or expert parallelism has sharded weights over all of them.
+    The first rank of the data axis, with its tp and pp partners, can do this alone, unless ZeRO-3 or expert parallelism
+    shards weights over the data axis: then all ranks take part.
     """
     if rank(groups["data"]) == 0 or settings.grid.zero == 3 or settings.grid.ep > 1:
-        prompt = torch.tensor([[BYTES_SEPARATOR, *settings.run.sample.encode()]], device=device)
-        tokens = sample(model, prompt, length)[0, 1:].tolist()
+        begin = [] if codec.separator is None else [codec.separator]
+        prompt = torch.tensor([[*begin, *codec.encode(settings.run.sample)]], device=device)
+        tokens = sample(model, prompt, length)[0, len(begin):].tolist()
         if rank(groups["world"]) == 0:
-            print(bytes(byte for byte in tokens if byte < 256).decode(errors="replace"))
+            print(codec.decode(tokens))
 
 
 # ---- the grid -------------------------------------------------------------------------------------------------------
 
-# The ranks in order, tensor parallel ones (kv x copy) adjacent; and for each axis of `groups` the same ranks as a
-# matrix, of which each row is a group.
+# RANKS is an einops pattern that numbers the ranks: its last name varies fastest, so tensor parallel ranks (kv x copy)
+# are adjacent and pipeline ranks furthest apart. Patterns below arrange the same ranks as matrices [groups, members]:
 #     data        all ranks with different tokens: --dp x --cp
 #     replicate   hybrid sharding: ranks that have the same shard, --dp-replicate of them
 #     dp          the ranks that ZeRO shards over: --dp / --dp-replicate x --cp
 #     cp          those with shards of the same sequences
 #     tp          those with shards of the same layers; if there are more of them than key and value heads:
 #     kv, kv_copy    one rank of each head, and the ranks with a copy of one head
-#     ep, edp     experts lie on the same ranks, divided otherwise: ep have all experts between them, edp the same ones
+#     ep, edp     a second way to divide the ranks of a stage and replica: an ep group has each expert once, an edp
+#                 group has copies of the same experts
 RANKS = "(pp replicate shard cp kv copy)"
 AXIS_GROUPS = {
     "pp": "(replicate shard cp kv copy) pp",
@@ -349,19 +457,21 @@ def build_pipeline(settings: config.Config, group: Group, device: torch.device |
 
 # ---- the model and its optimizer ------------------------------------------------------------------------------------
 
-def build(settings: config.Config, groups: Groups, device: torch.device, dtype: torch.dtype) -> tuple[Llama, Optimizer]:
-    """The model and its optimizer, with the seed's initial weights."""
+def build(settings: config.Config, groups: Groups, device: torch.device, dtype: torch.dtype,
+          filled: bool = True) -> tuple[Llama, Optimizer]:
+    """The model and its optimizer, with the seed's initial weights if they are to be filled, else with zeros."""
     grid, optim = settings.grid, settings.optim
     model = build_model(settings, groups, device, dtype)
     optimizer = Optimizer(model.units(), groups, bucket_mb=grid.bucket_mb, level=grid.zero, rule=optim.optimizer,
                           betas=optim.betas, weight_decay=optim.weight_decay, clip=optim.clip,
                           moments_dtype=moments_dtype(settings, dtype), last_unit=model.head)
-    optimizer.load(draw(optim.seed))  # allocates the parameters, too
+    if filled:
+        optimizer.load(draw(optim.seed))
     return model, optimizer
 
 
 def build_model(settings: config.Config, groups: Groups, device: torch.device | str, dtype: torch.dtype) -> Llama:
-    """The model, whose parameters have no memory before Optimizer.load."""
+    """The model. Its parameters have no memory until an Optimizer makes their buckets, no values until its `load`."""
     grid, precision, optim = settings.grid, settings.precision, settings.optim
     fp8_linear, fp8_experts = fp8_of(settings, groups, dtype)
     execution = Execution(dtype=dtype, device=device, attention=precision.attention, recompute=precision.recompute,
@@ -373,8 +483,8 @@ def build_model(settings: config.Config, groups: Groups, device: torch.device | 
 
 
 def fp8_of(settings: config.Config, groups: Groups, dtype: torch.dtype) -> tuple[Fp8 | None, Fp8 | None]:
-    """FP8 of (linear layers, experts). Ranks with shards of one tensor agree on its scale: of activations those of cp
-    and tp, which have tokens of the same sequences."""
+    """(the Fp8 of linear layers, that of experts). All ranks with shards of a tensor agree on its tensorwise scale: for
+    activations cp and tp, which share sequences, and for experts' inputs also ep; for weights tp, or ep."""
     precision, cached = settings.precision, settings.grid.zero < 3
     if precision.fp8 == "none":
         return None, None
@@ -404,9 +514,10 @@ def open_samples(settings: config.Config, paths: list[str], seed: int | None) ->
 # ---- the device -----------------------------------------------------------------------------------------------------
 
 def choose_device(asked: str) -> tuple[torch.device, str]:
-    """(device of this rank, why). asked: "auto", "cpu" or "cuda". A GPU, if this machine has one for each of its ranks.
+    """(device of this rank, why). asked: "auto", "cpu" or "cuda".
 
-    Raises ValueError if it has fewer GPUs than ranks, unless it has none or the CPU is asked for.
+    "auto" takes GPUs if this machine has one for each of its ranks, and the CPU if it has none. Raises ValueError if it
+    has some, but too few, or if "cuda" is asked for and there are too few.
     """
     ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if asked == "cpu":
@@ -425,7 +536,7 @@ def check_device(precision: config.Precision, device: torch.device) -> None:
     exactly 9 (cuBLAS); on a CPU Triton's kernels need its interpreter, which computes bf16 wrongly."""
     if precision.fp8 != "none" and device.type == "cuda":
         capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
-        if capability < (8, 9) or (precision.fp8 == "blockwise" and capability[0] != 9):
+        if capability < (8, 9) or (precision.fp8_recipe().blocks and capability[0] != 9):
             other = ", or --fp8 tensorwise" if capability >= (8, 9) else ""
             raise ValueError(f"--fp8 {precision.fp8}: cannot run on {name}: use a Hopper GPU, or --fp8 none{other}")
     if precision.attention == "triton" and device.type == "cpu":
@@ -444,12 +555,11 @@ class Log:
         self.settings, self.groups, self.device = settings, groups, device
         self.ranks, self.is_first_rank = size(groups["world"]), rank(groups["world"]) == 0
         dtype = DTYPES[settings.precision.dtype]
-        has_peak = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)  # FP8 counts against it, too
+        has_peak = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)  # the peak of FP8 runs, too
         self.peak = costs.peak_flops(torch.cuda.get_device_name(device)) if has_peak else None
         self.flops = costs.flops_by_convention(settings)
-        path = settings.run.metrics
-        self.metrics = open(path, "w") if path and self.is_first_rank else None
-
+        self.last_loss: float | None = None  # of the last step that this process trained; None: it trained none
+        self.metrics = None
         self.bar = tqdm(total=settings.optim.steps, unit="step", disable=True)
 
     def start(self, device_reason: str, samples: Samples) -> None:
@@ -457,35 +567,64 @@ class Log:
             ranks = f"{self.ranks} ranks, {dist.get_backend()}" if self.groups["world"] else "one process"
             device = f"{self.device.type} ({device_reason}), {ranks}"
             print(first_lines(self.settings, self.groups, device, samples), flush=True)
-            self.bar = tqdm(total=self.settings.optim.steps, unit="step", dynamic_ncols=True)
 
-    def record(self, state: RunState, sequences: int, loss: float, norm: float, lr: float, seconds: float) -> dict:
+    def open_metrics(self, state: RunState) -> None:
+        """Begin the file of metrics; of a resumed run, keep the lines of earlier steps and drop the rest."""
+        if not self.is_first_rank:
+            return
+        if (path := self.settings.run.metrics) and state.step < self.settings.optim.steps:
+            lines = []
+            if state.step and os.path.exists(path):
+                with open(path) as file:
+                    lines = [line for line in file if is_before(line, state.step)]
+            checkpoint.write_text(Path(path), "".join(lines))
+            self.metrics = open(path, "a")
+        self.bar = tqdm(total=self.settings.optim.steps, initial=state.step, unit="step", dynamic_ncols=True)
+
+    def record(self, step: int, state: RunState, sequences: int, loss: float, norm: float, lr: float,
+               seconds: float) -> dict:
         """The metrics of a step; `skipped` and `tokens` count from the beginning of the run."""
         rate = sequences * self.settings.batch.seq / seconds
         utilisation = {name: flops * rate / self.ranks / self.peak if self.peak else None
                        for name, flops in self.flops.items()}
         return dict(
-            step=state.step, tokens=state.samples * self.settings.batch.seq, loss=loss, grad_norm=norm, lr=lr,
+            step=step, tokens=state.tokens, loss=loss, grad_norm=norm, lr=lr,
             step_s=seconds, tokens_per_s=rate, tokens_per_s_per_gpu=rate / self.ranks, **utilisation,
             memory_gb=peak_memory(self.device) / 1e9,
             comm_gb={axis: collectives.sent[collectives.name(self.groups[axis])] / 1e9
                      for axis in AXES if size(self.groups[axis]) > 1}, skipped=state.skipped)
 
     def write(self, record: dict) -> None:
-        if "val_loss" in record and self.is_first_rank:
-            self.bar.write(f"step {record['step']}: validation loss {record['val_loss']:.4f}", file=sys.stdout)
+        self.last_loss = record["loss"]
+        if "val_loss" in record:
+            self.validated(record["step"] + 1, record["val_loss"])
         if self.metrics:
-            print(as_json(record), file=self.metrics, flush=True)
+            try:
+                print(as_json(record), file=self.metrics, flush=True)
+            except OSError as error:
+                print(f"train.py: warning: --metrics {self.metrics.name}: {error.strerror}", file=sys.stderr)
         self.bar.set_postfix_str(f"loss {record['loss']:.3f}, {record['tokens_per_s']:,.0f} tokens/s", refresh=False)
         self.bar.update()
 
-    def close(self, state: RunState, loss: float) -> None:
+    def validated(self, steps: int, loss: float) -> None:
+        if self.is_first_rank:
+            self.bar.write(f"after {steps} steps: validation loss {loss:.4f}", file=sys.stdout)
+
+    def close(self, state: RunState) -> None:
         self.bar.close()
         if self.metrics:
             self.metrics.close()
-        if self.is_first_rank:
-            print(f"trained {self.settings.optim.steps} steps on {state.samples * self.settings.batch.seq:,} tokens: "
-                  f"last loss {loss:.4f} nats per token")
+        if self.is_first_rank and self.last_loss is not None:
+            print(f"trained {state.step} steps on {state.tokens:,} tokens: "
+                  f"last loss {self.last_loss:.4f} nats per token")
+
+
+def is_before(line: str, step: int) -> bool:
+    """Whether a line of metrics is whole (the last one of a killed run may not be) and of an earlier step."""
+    try:
+        return json.loads(line)["step"] < step
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def first_lines(settings: config.Config, groups: Groups, device: str, samples: Samples) -> str:

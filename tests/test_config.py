@@ -63,7 +63,7 @@ WRONG = [  # ranks, command line, what the line must say
     (8, "--zero 1 --dp-replicate 3", "--dp-replicate 3 does not divide --dp 8: use one of 1, 2, 4, 8"),
     (8, "--dp-replicate 2", "--dp-replicate 2 needs something that is sharded: use --zero 1, 2 or 3"),
     (8, "--zero 3 --dp-replicate 8", "--dp-replicate 8 leaves shards of one rank at --dp 8: use less, or --zero 0"),
-    (1, "--moments bf16 --optimizer sgd", "--moments bf16: --optimizer sgd has no moments"),
+    (1, "--moments bf16 --optimizer sgd", "--moments bf16 is for --optimizer adamw, not sgd"),
     (1, "--attention triton --dtype fp64", "--attention triton with --dtype fp64: the kernel has at most fp32"),
     (1, "--attention triton --head-dim 160", "--attention triton with --head-dim 160: the kernel has at most 128"),
     (1, "--moments bf16 --dtype fp64", "--moments bf16 with --dtype fp64 would undo it"),
@@ -94,7 +94,7 @@ WRONG = [  # ranks, command line, what the line must say
     (1, "--warmup 400", "--warmup 400 is longer than the run: --steps 300"),
     (1, "--betas 0.9", "--betas: 0.9: write two numbers, such as 0.9,0.95"),
     (1, "--betas 0.9,1", "--betas (0.9, 1.0): each must be at least 0 and below 1"),
-    (1, "--steps 0", "--steps 0: must be above 0 and finite"),
+    (1, "--steps -1", "--steps -1: must be finite and not negative"),
     (1, "--data no/such/file", "--data no/such/file: no such file or folder"),
     (1, "--val-data no/such/file", "--val-data no/such/file: no such file or folder"),
     (1, "--eval-every 10", "--eval-every 10 needs --val-data"),
@@ -148,8 +148,8 @@ def test_a_real_run_names_a_file_it_cannot_train_on(tmp_path):
     file.write_bytes(b"abc")
     done = run(f"train.py --data {file}")
     assert done.returncode == 2
-    assert done.stderr.splitlines() == [f"train.py: {file}: 3 bytes are no whole number of uint16 tokens: truncated, "
-                                        "or of another --data-dtype"]
+    assert done.stderr.splitlines() == [f"train.py: {file}: 3 bytes are not a whole number of uint16 tokens: "
+                                        "truncated, or of another --data-dtype"]
 
 
 def test_under_torchrun_rank_0_says_it_once():

@@ -153,7 +153,7 @@ def test_bf16_and_evaluation_and_ramp(tmp_path):
     records = metrics(tmp_path / "m.jsonl")
     assert [record["tokens"] for record in records] == [256, 512, 768, 1024, 1536, 2048]
     assert [i for i, record in enumerate(records) if "val_loss" in record] == [3, 5]
-    assert 3 < records[5]["val_loss"] < 6 and done.stdout.count("step 5: validation loss") == 1
+    assert 3 < records[5]["val_loss"] < 6 and done.stdout.count("after 6 steps: validation loss") == 1
     assert done.stdout.splitlines()[-1].startswith("trained 6 steps")  # no sample was asked for
 
 
@@ -175,8 +175,8 @@ def test_a_rank_that_fails_takes_the_job_down_and_says_where(tmp_path, number, s
     """Sample `number`, which only rank 1 of 2 reads, in step `step`, holds tokens that the vocabulary lacks."""
     tokens = tmp_path / "tokens.npy"
     np.save(tokens, np.zeros(4000, np.uint16))
-    window = Samples(Corpus([str(tokens)], 300), 32, seed=0).window(number)
-    np.save(tokens, np.where(np.arange(4000) // 32 == window, 9999, 0).astype(np.uint16))
+    span = Samples(Corpus([str(tokens)], 300), 32, seed=0).span(number)
+    np.save(tokens, np.where(np.arange(4000) // 32 == span, 9999, 0).astype(np.uint16))
     done = start(f"--data {tokens} --steps 20 --vocab 300 --timeout 300", ranks=2)
     assert done.returncode != 0
     assert f"train.py: rank 1 failed in step {step}: {tokens}: holds a token outside 0..299" in done.stderr
@@ -228,7 +228,7 @@ def ranks_of_groups(flags: str) -> dict[str, list[int] | None]:
 def test_the_first_lines_count_what_a_rank_holds():
     """Two replicas of two shards hold what two shards hold."""
     class Text:
-        corpus, windows = type("", (), dict(files=[""], __len__=lambda self: 100))(), 3
+        corpus, spans = type("", (), dict(files=[""], __len__=lambda self: 100))(), 3
 
     def lines(flags, ranks):
         settings = config.parse(flags.split(), ranks)
@@ -279,7 +279,7 @@ def test_biases_stay_when_a_step_is_skipped():
 def test_the_first_lines_count_experts_where_they_are():
     """Bytes of optimizer state: two moments in fp32 of 1/4 of everything but experts, and of 1/2 of half of those."""
     class Text:
-        corpus, windows = type("", (), dict(files=[""], __len__=lambda self: 100))(), 3
+        corpus, spans = type("", (), dict(files=[""], __len__=lambda self: 100))(), 3
 
     settings = config.parse("--preset tiny-moe --ep 2 --zero 1 --micro-batch 1 --dtype fp32".split(), 4)
     experts = 4 * 8 * 3 * 128 * 128

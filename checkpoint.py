@@ -1,0 +1,593 @@
+"""Checkpoints: any grid writes them, any other reads them.
+
+    OUT/step-000300/      __0_0.distcp, __1_0.distcp, ...   one file per rank: boxes of tensors
+                          .metadata                         which box is where
+                          run.json                          step, data, settings, and a checksum of every file
+    OUT/latest            the name of the newest
+
+A checkpoint knows nothing of the grid that wrote it. Every tensor has a global name, such as
+"layers.7.attention.wq/master" (or /m, /v), and a global shape; what a rank has of it is a few boxes (`pieces` in
+zero.py), and of all ranks that have the same elements one writes them. To read, a rank asks for the boxes that it needs
+on its own grid. So nothing is gathered, and no rank ever has more of a parameter than its own part. Of weights only the
+masters are saved: the model's own are these, rounded.
+
+torch.distributed.checkpoint (DCP) stores boxes, plans which file has which, and writes in parallel; this file decides
+which boxes there are. A planner, DCP's interface for that, is given a list of `Piece`s in either direction.
+
+A save is asynchronous and atomic. The step waits until the save before is done and the state is copied ("staged"); on a
+GPU the copies to pinned memory are queued before the kernels of the next update. A thread writes, on a process group of
+its own. All files are on the disk (fsync) before the folder gets its name, and `latest` changes last: whatever has the
+name of a checkpoint is whole. The checksums find what a disk or a person damaged later.
+
+    python checkpoint.py show CKPT                 step, grid, settings, sizes
+    python checkpoint.py diff CKPT_A CKPT_B        which tensors differ
+    python checkpoint.py export CKPT FOLDER        weights as transformers reads them
+
+Shapes: this file has no tensors of its own; a piece has the shape of its box.
+"""
+import argparse
+import datetime
+import fcntl
+import hashlib
+import json
+import math
+import os
+import shutil
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from tqdm import tqdm
+
+import config
+import huggingface
+from collectives import Group, Groups, rank, size
+from ep import Router
+from model import Llama
+from param import Box, Source, Spec, box_shape
+from zero import Optimizer
+
+Tensor = torch.Tensor
+LOCK_WAIT_S = 5.0  # a killed run's lock is free as soon as its process is gone
+
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP says so of every save of one process
+
+
+# ---- what is saved --------------------------------------------------------------------------------------------------
+
+class Piece(NamedTuple):
+    """A box of a global tensor. values: a tensor of the box's shape, read by a save and filled by a load."""
+    name: str
+    shape: tuple[int, ...]  # of the whole tensor
+    box: Box
+    values: Tensor
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(torch.Size(part.start for part in self.box), torch.Size(box_shape(self.box)))
+
+
+def pieces_of_run(optimizer: Optimizer, routers: list[Router], groups: Groups, saving: bool) -> Iterator[Piece]:
+    """All tensors of a run's state on this rank, as views. saving: only those that this rank writes, so that all ranks
+    together write everything once."""
+    for bucket in optimizer.buckets:
+        for param, box, place in bucket.pieces_to_save() if saving else bucket.pieces():
+            for what, flat in bucket.state.items():
+                yield Piece(f"{param.spec.name}/{what}", param.spec.shape, box, flat[place].view(box_shape(box)))
+    first = not any(rank(groups[axis]) for axis in ("data", "tp"))
+    numbers = {name: (value, first and rank(groups["pp"]) == 0) for name, value in optimizer.extra_state().items()}
+    biases = {router.name: (router.bias, first) for router in routers}
+    for name, (value, is_saved_here) in (numbers | biases).items():
+        if is_saved_here or not saving:
+            yield Piece(name, tuple(value.shape), tuple(slice(0, n) for n in value.shape), value)
+
+
+class Stage:
+    """Copies of pieces, in memory that is allocated once: pinned, if they are on a GPU."""
+
+    def __init__(self, pieces: list[Piece]):
+        self.pieces = pieces
+        on_gpu = any(piece.values.is_cuda for piece in pieces)
+        self.copies = [piece._replace(values=torch.empty(piece.values.shape, dtype=piece.values.dtype,
+                                                         pin_memory=on_gpu)) for piece in pieces]
+        self.copied = torch.cuda.Event() if on_gpu else None
+
+    def copy(self) -> None:
+        """Queue the copies. On a GPU they are behind the last update's kernels and before the next one's."""
+        for piece, copy in zip(self.pieces, self.copies):
+            copy.values.copy_(piece.values, non_blocking=True)
+        if self.copied:
+            self.copied.record()
+
+    def wait(self) -> None:
+        if self.copied:
+            self.copied.synchronize()
+
+
+# ---- planners for DCP -----------------------------------------------------------------------------------------------
+
+class SaveBoxes(SavePlanner):
+    def __init__(self, pieces: list[Piece]):
+        self.values = {(piece.name, piece.chunk.offsets): piece.values for piece in pieces}
+        self.plan = SavePlan([
+            WriteItem(MetadataIndex(piece.name, piece.chunk.offsets), WriteItemType.SHARD,
+                      tensor_data=TensorWriteData(piece.chunk, TensorProperties(piece.values.dtype),
+                                                  torch.Size(piece.shape)))
+            for piece in pieces])
+
+    def set_up_planner(self, state_dict: dict, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        pass
+
+    def create_local_plan(self) -> SavePlan:
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return create_default_global_save_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self.values[write_item.index.fqn, write_item.index.offset]
+
+
+class LoadBoxes(LoadPlanner):
+    """Raises ValueError for a tensor that the checkpoint lacks, has in another shape, or has only in part."""
+
+    def __init__(self, pieces: Iterable[Piece], metadata: Metadata, path: str):
+        self.pieces: dict[str, list[Piece]] = {}
+        for piece in pieces:
+            self.pieces.setdefault(piece.name, []).append(piece)
+        stored = metadata.state_dict_metadata
+        differ = [f"{name} is {shown(there[0].shape)} here and "
+                  + (shown(stored[name].size) if name in stored else "missing") + " there"
+                  for name, there in self.pieces.items()
+                  if name not in stored or tuple(stored[name].size) != there[0].shape]
+        if differ:
+            more = f", and {len(differ) - 1} more tensors differ" if len(differ) > 1 else ""
+            raise ValueError(f"{path} does not fit the settings (model, --optimizer, --dtype fp16): {differ[0]}{more}")
+        items = []
+        for name, pieces_of_name in self.pieces.items():
+            found = create_read_items_for_chunk_list(name, stored[name], [piece.chunk for piece in pieces_of_name])
+            if sum(math.prod(item.lengths) for item in found) != sum(p.values.numel() for p in pieces_of_name):
+                raise ValueError(f"{path} does not have all of {name}")
+            items += found
+        self.plan = LoadPlan(items)
+
+    def set_up_planner(self, state_dict: dict, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        pass
+
+    def create_local_plan(self) -> LoadPlan:
+        return self.plan
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        raise AssertionError("a checkpoint has tensors only")
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        values = self.pieces[read_item.dest_index.fqn][read_item.dest_index.index].values.detach()
+        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths)):
+            values = values.narrow(dim, start, length)
+        return values
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        pass
+
+
+def shown(shape: Iterable[int]) -> str:
+    return " x ".join(map(str, shape)) or "a number"
+
+
+# ---- saving ---------------------------------------------------------------------------------------------------------
+
+class Saver:
+    """Writes the checkpoints of a run. All ranks must call its methods, in the same order.
+
+    folder: on a file system that all ranks share. pieces: that this rank saves, views of the state. keep: how many
+    checkpoints stay; 0: all. step: that of the
+    checkpoint in this folder that the run was resumed from, or 0. Raises ValueError if the folder cannot
+    be written to, if there is no room for one checkpoint, if another run writes there, or if it has checkpoints of
+    another run. temporary: made for an export alone, and removed by it.
+    """
+
+    def __init__(self, folder: str, pieces: list[Piece], keep: int, group: Group, step: int = 0,
+                 temporary: bool = False):
+        self.folder, self.keep, self.group, self.temporary = Path(folder), keep, group, temporary
+        self.stage, self.thread, self.error = Stage(pieces), None, ""
+        self.seconds = self.bytes_per_s = 0.0  # of the last save
+        nbytes = sum(piece.values.nbytes for piece in pieces)
+        self.nbytes = sum(exchange(nbytes, group))
+        agree(lambda: self.open_folder(step) if rank(group) == 0 else None, group)
+
+    def open_folder(self, step: int) -> None:
+        """Take the folder for this run; remove what an earlier run could not finish. Checkpoints of later steps than
+        the one resumed (damaged, or the run was rewound) are renamed: neither --resume auto nor keep counts them."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = open(self.folder / "lock", "w")
+            self.take_lock()
+            for unfinished in (*self.folder.glob(".writing-*"), *self.folder.glob(".removing-*"),
+                               *(self.folder.glob("step-*") if self.temporary else ())):
+                shutil.rmtree(unfinished)
+            free = shutil.disk_usage(self.folder).free
+            if free < self.nbytes:
+                raise ValueError(f"{self.folder}: a checkpoint takes {self.nbytes / 1e9:.2f} GB, and "
+                                 f"{free / 1e9:.2f} GB are free")
+            later = [path for path in config.checkpoints_in(self.folder) if config.step_of(path) > step]
+            if later and step == 0:
+                raise ValueError(f"--out {self.folder}: has checkpoints of another run, or of this one from its "
+                                 "beginning: give --resume auto to continue it, or another folder")
+            for path in later:
+                aside = path.with_name(f"set-aside-{path.name}-{time.time_ns()}")
+                path.rename(aside)
+                print(f"{path} is of a later step than the one resumed, so it was renamed {aside.name}", flush=True)
+        except OSError as error:
+            raise ValueError(f"--out {self.folder}: cannot be written to: {error.strerror}") from None
+
+    def take_lock(self) -> None:
+        """Wait a moment for the lock, which the kernel frees when a killed run's process is gone."""
+        deadline = time.monotonic() + LOCK_WAIT_S
+        while True:
+            try:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ValueError(f"--out {self.folder}: another run writes there: use another folder") from None
+                time.sleep(0.2)
+
+    def save(self, step: int, run: dict) -> float:
+        """Save in the background. run: what run.json says besides. Returns the seconds that this call took."""
+        began = time.perf_counter()
+        self.finish()  # the save before reads the same copies
+        self.stage.copy()
+        self.thread = threading.Thread(target=self.write, args=(step, run), name="checkpoint")
+        self.thread.start()
+        return time.perf_counter() - began
+
+    def finish(self) -> str:
+        """Wait until the save under way is on the disk. If it failed: why, which is printed, too; training goes on."""
+        with tqdm(total=self.nbytes, unit="B", unit_scale=True, desc="saving", delay=1, leave=False,
+                  disable=rank(self.group) > 0) as bar:
+            while self.thread and self.thread.is_alive():
+                self.thread.join(0.2)
+                if rank(self.group) == 0:
+                    bar.update(self.written() - bar.n)
+        self.thread = None
+        error, self.error = self.error, ""
+        if error and rank(self.group) == 0:
+            print(f"train.py: warning: {error}", file=sys.stderr, flush=True)
+        return error
+
+    def written(self) -> int:
+        """Bytes on the disk of the save under way."""
+        try:
+            return sum(file.stat().st_size for file in self.folder.glob(".writing-*/*"))
+        except OSError:  # renamed meanwhile: the save is about to end
+            return self.nbytes
+
+    def export(self, folder: str, dtype: str, step: int) -> None:
+        """Write the weights of the checkpoint of this step as transformers reads them. Raises ValueError."""
+        agree(lambda: export(str(self.folder / f"step-{step:06d}"), folder, dtype, self.group), self.group)
+        if self.temporary and rank(self.group) == 0:
+            shutil.rmtree(self.folder)
+
+    def write(self, step: int, run: dict) -> None:
+        """What the thread does."""
+        began = time.perf_counter()
+        try:
+            problem = self.write_and_commit(self.folder / f".writing-step-{step:06d}", run)
+        except Exception as error:  # a rank did not answer within --timeout
+            problem = describe(error)
+        self.error = problem and f"the checkpoint of step {step} could not be saved: {problem}"
+        self.seconds = time.perf_counter() - began
+        self.bytes_per_s = 0.0 if problem else self.nbytes / self.seconds
+
+    def write_and_commit(self, temporary: Path, run: dict) -> str:
+        """Returns what failed, "" if nothing did. Every rank takes part in both exchanges, whatever fails on one."""
+        checksums, problem = {}, ""
+        try:
+            self.stage.wait()
+            dcp.save({}, storage_writer=dcp.FileSystemWriter(temporary), planner=SaveBoxes(self.stage.copies),
+                     process_group=self.group, no_dist=self.group is None)
+            checksums = checksums_of(temporary, rank(self.group))
+        except Exception as error:  # DCP raises on all ranks what it caught on one
+            problem = describe(error)
+        found = exchange((checksums, problem), self.group)
+        problem = next((problem for _, problem in found if problem), "")
+        if rank(self.group) == 0:
+            try:
+                if not problem:
+                    files = {name: entry for checksums, _ in found for name, entry in checksums.items()}
+                    self.commit(temporary, run | dict(format=config.CHECKPOINT_FORMAT, files=files))
+            except Exception as error:
+                problem = describe(error)
+            if problem:
+                shutil.rmtree(temporary, ignore_errors=True)
+        return exchange(problem, self.group)[0]
+
+    def commit(self, temporary: Path, run: dict) -> None:
+        """Make the written files a checkpoint, then `latest`, and only then remove old ones."""
+        final = self.folder / temporary.name.removeprefix(".writing-")
+        write_json(temporary / "run.json", run)
+        sync(temporary)
+        if final.exists():  # without a run.json, or saved a second time
+            self.remove(final)
+        temporary.rename(final)
+        sync(self.folder)
+        write_text(self.folder / "latest", final.name + "\n")
+        for old in config.checkpoints_in(self.folder)[self.keep:] if self.keep else ():
+            self.remove(old)
+
+    def remove(self, path: Path) -> None:
+        """First its name, so that a kill in between leaves nothing that looks like a checkpoint."""
+        gone = path.with_name(f".removing-{path.name}-{time.time_ns()}")
+        path.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)  # what is left is removed by the next run here
+
+
+def describe(error: Exception) -> str:
+    """In one line. DCP's errors have those of its ranks inside."""
+    failures = getattr(error, "failures", None)
+    reason = next(iter(failures.values()))[0] if failures else error
+    return f"{type(reason).__name__}: {reason}".splitlines()[0]
+
+
+def checksums_of(folder: Path, writer: int) -> dict[str, list]:
+    """{name: [bytes, checksum]} of the files that this rank has written."""
+    files = [*folder.glob(f"__{writer}_*"), *([folder / ".metadata"] if writer == 0 else [])]
+    return {file.name: [file.stat().st_size, checksum(file)] for file in files}
+
+
+def checksum(file: Path) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def write_json(path: Path, content: dict) -> None:
+    """With a checksum of its own, over all the rest."""
+    write_text(path, json.dumps(content | {"checksum": config.checksum_of_json(content)}, indent=1))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces the file as a whole, once the text is on the disk."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+    sync(path.parent)
+
+
+def sync(folder: Path) -> None:
+    """Put a folder's list of names on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---- agreement of ranks ---------------------------------------------------------------------------------------------
+
+def host_group(timeout_s: float) -> Group:
+    """All ranks, with gloo: it serves threads and CPU tensors beside the groups of a step. None in one process."""
+    if not dist.is_initialized():
+        return None
+    return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+
+
+def exchange(value: Any, group: Group) -> list:
+    """Every rank's value. group: a gloo group that no step uses, so that a thread may use it during a step."""
+    if group is None:
+        return [value]
+    values = [None] * size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def agree(work: Callable[[], Any], group: Group) -> Any:
+    """Do the work on every rank. If it raises ValueError on one, so it does on all, with that one's message."""
+    try:
+        result, problem = work(), None
+    except ValueError as error:
+        result, problem = None, str(error)
+    for found in exchange(problem, group):
+        if found is not None:
+            raise ValueError(found)
+    return result
+
+
+# ---- loading --------------------------------------------------------------------------------------------------------
+
+def open_checkpoint(path: str) -> tuple[dcp.FileSystemReader, Metadata]:
+    reader = dcp.FileSystemReader(path)
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    return reader, metadata
+
+
+def read(path: str, pieces: Iterable[Piece], progress: bool = False) -> None:
+    """Fill the pieces from a checkpoint. Raises ValueError, see LoadBoxes. At most two stored boxes are in memory."""
+    reader, metadata = open_checkpoint(path)
+    planner = LoadBoxes(pieces, metadata, path)
+    with tqdm(total=len(planner.plan.items), desc="loading", unit="box", disable=not progress, delay=1,
+              leave=False) as bar:
+        planner.commit_tensor = lambda *_: bar.update()
+        reader.read_data(planner.plan, planner).wait()
+
+
+def load(path: str, optimizer: Optimizer, routers: list[Router], groups: Groups, group: Group) -> None:
+    """The state of a run from a checkpoint of any grid. Raises ValueError on all ranks if it raises on one."""
+    pieces = pieces_of_run(optimizer, routers, groups, saving=False)
+    agree(lambda: read(path, pieces, progress=rank(group) == 0), group)
+    for bucket in optimizer.buckets:
+        bucket.unsharding.wait()
+        bucket.update_weights()
+
+
+def source(path: str) -> Source:
+    """The master weights of a checkpoint."""
+    def read_box(spec: Spec, box: Box) -> Tensor:
+        values = torch.empty(box_shape(box), dtype=stored_dtype[f"{spec.name}/master"])
+        planner = LoadBoxes([Piece(f"{spec.name}/master", spec.shape, box, values)], metadata, path)
+        reader.read_data(planner.plan, planner).wait()
+        return values
+
+    reader, metadata = open_checkpoint(path)
+    stored_dtype = {name: tensor.properties.dtype for name, tensor in metadata.state_dict_metadata.items()}
+    return read_box
+
+
+def find_whole(candidates: list[str], group: Group) -> str:
+    """The first of the checkpoints whose files have their checksums; damaged ones are named on stderr.
+
+    Raises ValueError if all are damaged, or gone.
+    """
+    if not candidates:
+        raise ValueError("the checkpoint to resume is gone: another run has removed it")
+    for path in candidates:
+        problems = exchange(damage(Path(path), rank(group), size(group)), group)
+        problem = next((found for found in problems if found), None)
+        if problem is None:
+            return path
+        if path is candidates[-1]:
+            raise ValueError(problem)
+        if rank(group) == 0:
+            print(f"train.py: warning: {problem}: passed over", file=sys.stderr, flush=True)
+
+
+def damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
+    """What is wrong with a checkpoint, in words, or None. Only files number part, part + parts, … are read."""
+    try:
+        files = config.read_run(str(folder))["files"]
+        for name, (nbytes, expected) in [*files.items()][part::parts]:
+            file = folder / name
+            if not file.exists():
+                return f"{file} is missing"
+            if file.stat().st_size != nbytes:
+                return f"{file} has {file.stat().st_size:,} bytes, not {nbytes:,}: it was cut short"
+            if checksum(file) != expected:
+                return f"{file} is damaged: its checksum differs"
+    except ValueError as error:
+        return str(error)
+    except OSError as error:
+        return f"{folder} cannot be read: {error.strerror}"
+    return None
+
+
+# ---- the command line -----------------------------------------------------------------------------------------------
+
+def show(path: str) -> None:
+    run, (_, metadata) = config.read_run(path), open_checkpoint(path)
+    stored = metadata.state_dict_metadata
+    nbytes = sum(size for size, _ in run["files"].values())
+    axes = " x ".join(f"{axis} {run['grid'][axis]}" for axis in ("pp", "dp", "cp", "tp", "ep"))
+    print(f"{path}: step {run['step']}, {run['samples']:,} samples, {run['tokens']:,} tokens, {run['skipped']} skipped")
+    print(f"    written by {run['ranks']} ranks ({axes}, zero {run['grid']['zero']}), torch {run['torch']}")
+    print(f"    {len(stored):,} tensors in {sum(len(tensor.chunks) for tensor in stored.values()):,} boxes, "
+          f"{len(run['files'])} files, {nbytes / 1e6:,.1f} MB")
+    print(f"    data: {run['corpus']['tokens']:,} tokens in {run['corpus']['files']} files")
+    defaults = {f.name: getattr(section(), f.name) for section in config.SECTIONS.values() for f in fields(section)}
+    changed = {name: value for name, value in run["settings"].items()
+               if value != json.loads(json.dumps(defaults.get(name)))}
+    print("    " + " ".join(f"{config.flag(name)} {value}" for name, value in changed.items()))
+    for name, tensor in stored.items():
+        print(f"    {name:48s} {str(tensor.properties.dtype).removeprefix('torch.'):9s} {shown(tensor.size)}")
+
+
+def diff(path: str, other: str) -> int:
+    """Print which tensors differ; returns how many. One tensor of each is read at a time."""
+    (_, ours), (_, theirs) = open_checkpoint(path), open_checkpoint(other)
+    count = 0
+    for name in sorted(ours.state_dict_metadata.keys() | theirs.state_dict_metadata.keys()):
+        found = [whole_tensor(folder, name, metadata) for folder, metadata in ((path, ours), (other, theirs))]
+        if any(tensor is None for tensor in found):
+            line = f"only in {path if found[1] is None else other}"
+        elif found[0].shape != found[1].shape:
+            line = f"{shown(found[0].shape)} and {shown(found[1].shape)}"
+        elif torch.equal(*found):
+            continue
+        else:
+            line = f"differ by up to {(found[0].double() - found[1].double()).abs().max():.3g}"
+        count += 1
+        print(f"{name:48s} {line}")
+    print(f"{count} tensors differ")
+    return count
+
+
+def whole_tensor(path: str, name: str, metadata: Metadata) -> Tensor | None:
+    if name not in metadata.state_dict_metadata:
+        return None
+    stored = metadata.state_dict_metadata[name]
+    values = torch.empty(tuple(stored.size), dtype=stored.properties.dtype)
+    read(path, [Piece(name, tuple(stored.size), tuple(slice(0, n) for n in stored.size), values)])
+    return values
+
+
+def export(path: str, folder: str, dtype: str, group: Group = None) -> None:
+    """Weights as transformers reads them; every rank writes some files. Raises ValueError, see huggingface.py."""
+    run = config.read_run(path)
+    model = config.Model(**run["model"])
+    specs = [param.spec for param in Llama(model, {}).parameters()]
+    huggingface.export(folder, model, specs, source(path), dtype, rank=rank(group), world=size(group),
+                       tokenizer_from=run["tokenizer"], seq=run["settings"]["seq"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="checkpoint.py", description="Look at, compare and export checkpoints.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("show", help="step, grid, settings, sizes").add_argument("path")
+    compare = commands.add_parser("diff", help="which tensors differ; exit code 1 if any does")
+    compare.add_argument("path")
+    compare.add_argument("other")
+    to_hf = commands.add_parser("export", help="weights as transformers reads them")
+    to_hf.add_argument("path")
+    to_hf.add_argument("folder")
+    to_hf.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32"))
+    args = parser.parse_args()
+    try:
+        for path in (args.path, *([args.other] if args.command == "diff" else [])):
+            if problem := damage(Path(path)):
+                raise ValueError(problem)
+        if args.command == "show":
+            show(args.path)
+        elif args.command == "diff":
+            return int(diff(args.path, args.other) > 0)
+        else:
+            export(args.path, args.folder, args.dtype)
+    except (ValueError, OSError) as error:
+        print(f"checkpoint.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,408 @@
+"""Published models, in and out: folders with config.json and safetensors, as Hugging Face's transformers has them.
+
+    read_config    config.json -> fields of config.Model
+    source         *.safetensors -> a source (param.py): a rank reads the boxes that it has, never a whole parameter
+    export         a model of ours -> a folder that AutoModelForCausalLM.from_pretrained opens
+
+Names differ, and so does the way experts are stored: ours are stacked, on disk each has its own matrices. Reading and
+writing both follow `tensors_on_disk`, which says what box of a parameter each tensor on disk is:
+
+    layers.7.experts.w_gate_up [E, 2F, H]     expert 0       expert 1
+                               rows 0 .. F    0.gate_proj    1.gate_proj    ...
+                               rows F .. 2F   0.up_proj      1.up_proj      model.layers.7.mlp.experts.1.up_proj.weight
+
+What config.json asks for and our model has not is refused, and so is the export of a model that no class of
+transformers computes. config.py reads config.json before torch is imported: only functions import torch here.
+
+Shapes: E experts, F ffn, H hidden.
+"""
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import fields
+from glob import escape, glob
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from checks import flag, need
+
+if TYPE_CHECKING:
+    import torch
+
+    from param import Box, Source, Spec
+
+# ---- transformers' names, and what its classes compute --------------------------------------------------------------
+
+NAMES = {  # ours: theirs; in layer 7 "layers.7." comes before ours and "model.layers.7." before theirs
+    "embedding": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight",
+    "attention_norm": "input_layernorm.weight", "ffn_norm": "post_attention_layernorm.weight",
+    "attention.wq": "self_attn.q_proj.weight", "attention.bq": "self_attn.q_proj.bias",
+    "attention.wk": "self_attn.k_proj.weight", "attention.bk": "self_attn.k_proj.bias",
+    "attention.wv": "self_attn.v_proj.weight", "attention.bv": "self_attn.v_proj.bias",
+    "attention.wo": "self_attn.o_proj.weight",
+    "attention.q_norm": "self_attn.q_norm.weight", "attention.k_norm": "self_attn.k_norm.weight",
+    "ffn.w_gate": "mlp.gate_proj.weight", "ffn.w_up": "mlp.up_proj.weight", "ffn.w_down": "mlp.down_proj.weight",
+}
+MIXTRAL_NAMES = NAMES | {  # {e}: one tensor per expert; two names: the rows of both, one after the other
+    "router": "block_sparse_moe.gate.weight",
+    "experts.w_gate_up": "block_sparse_moe.experts.{e}.w1.weight block_sparse_moe.experts.{e}.w3.weight",
+    "experts.w_down": "block_sparse_moe.experts.{e}.w2.weight",
+}
+QWEN_MOE_NAMES = NAMES | {
+    "router": "mlp.gate.weight",
+    "experts.w_gate_up": "mlp.experts.{e}.gate_proj.weight mlp.experts.{e}.up_proj.weight",
+    "experts.w_down": "mlp.experts.{e}.down_proj.weight",
+}
+FIELDS = {  # of config.json: of config.Model
+    "vocab_size": "vocab", "hidden_size": "hidden", "intermediate_size": "ffn", "num_hidden_layers": "layers",
+    "num_attention_heads": "heads", "num_key_value_heads": "kv_heads", "head_dim": "head_dim",
+    "rms_norm_eps": "norm_eps", "rope_theta": "rope_theta", "factor": "rope_scaling", "tie_word_embeddings": "tied",
+    "sliding_window": "window", "num_experts": "experts", "num_local_experts": "experts",
+    "num_experts_per_tok": "top_k", "moe_intermediate_size": "expert_ffn", "norm_topk_prob": "router_norm",
+}
+NULLABLE = ("num_key_value_heads", "head_dim", "sliding_window")
+ACCEPTED = {  # fields that our model has no setting for, and the values that it computes; the first may be absent
+    "hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,), "attention_dropout": (0,),
+    "router_jitter_noise": (0,), "decoder_sparse_step": (1,), "quantization_config": (None,),
+    "rope_type": ("default", "llama3"), "partial_rotary_factor": (None, 1),
+    "full_attention": (None,), "sliding_attention": (None,),  # rotary embeddings that differ by layer
+}
+LLAMA3_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 8192}  # operations.rotary_angles computes this, with any factor
+KINDS = {bool: "true or false", int: "a whole number above 0", float: "a number above 0"}
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+                   "vocab.json", "merges.txt", "tokenizer.model", "generation_config.json", "chat_template.*")
+
+
+class Architecture(NamedTuple):
+    """A class of transformers. defaults: of the fields of config.json that it reads, besides ACCEPTED."""
+    model_type: str
+    defaults: dict[str, Any]
+    names: dict[str, str] = NAMES  # of weights
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+
+def defaults(kv_heads: int | None, **rest: Any) -> dict[str, Any]:
+    """rest: where a class differs from Llama's. Sizes have no default: config.json must have them."""
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+    return dict.fromkeys(sizes) | dict(num_key_value_heads=kv_heads, rms_norm_eps=1e-6, rope_theta=10000.0, factor=1.0,
+                                       tie_word_embeddings=False) | rest
+
+
+QWEN = dict(use_sliding_window=False, sliding_window=4096)
+BY_LAYER = dict(max_window_layers=28, layer_types=None)  # which layers have the window
+ARCHITECTURES = {  # with the defaults of transformers 5.23
+    "LlamaForCausalLM": Architecture("llama", defaults(None)),
+    "MistralForCausalLM": Architecture("mistral", defaults(8, sliding_window=4096)),
+    "Qwen2ForCausalLM": Architecture("qwen2", defaults(32, **QWEN, **BY_LAYER), qkv_bias=True),
+    "Qwen3ForCausalLM": Architecture("qwen3", defaults(32, **QWEN, **BY_LAYER, head_dim=128), qk_norm=True),
+    "MixtralForCausalLM": Architecture("mixtral", defaults(
+        8, sliding_window=None, rms_norm_eps=1e-5, rope_theta=1000000.0, num_local_experts=8, num_experts_per_tok=2),
+        MIXTRAL_NAMES),
+    "Qwen3MoeForCausalLM": Architecture("qwen3_moe", defaults(
+        4, **QWEN, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=False,
+        mlp_only_layers=None), QWEN_MOE_NAMES, qk_norm=True),
+}
+
+
+def names_on_disk(name: str, architecture: str) -> list[str]:
+    """"layers.7.attention.wq" -> ["model.layers.7.self_attn.q_proj.weight"]."""
+    layer, ours = re.fullmatch(r"(layers\.\d+\.)?(.+)", name).groups(default="")
+    names = ARCHITECTURES[architecture].names
+    need(ours in names, f"{name}: {architecture} has no such weight, leave out the flag that asks for it")
+    return [("model." + layer if layer else "") + theirs for theirs in names[ours].split()]
+
+
+def tensors_on_disk(spec: Spec, architecture: str) -> Iterator[tuple[str, Box]]:
+    """The tensors on disk that make up a parameter: the name of each, and what box of the parameter it is."""
+    names = names_on_disk(spec.name, architecture)
+    if len(spec.shape) < 3:
+        yield names[0], tuple(slice(0, n) for n in spec.shape)
+        return
+    experts, rows, columns = spec.shape
+    rows //= len(names)
+    for e in range(experts):
+        for i, name in enumerate(names):
+            yield name.format(e=e), (slice(e, e + 1), slice(i * rows, (i + 1) * rows), slice(0, columns))
+
+
+# ---- config.json ----------------------------------------------------------------------------------------------------
+
+def read_config(folder: str) -> dict[str, Any]:
+    """The fields of config.Model that the model in `folder` has. Raises ValueError for what is not implemented."""
+    where = os.path.join(folder, "config.json")
+    return model_fields(read_json(where), where)
+
+
+def read_json(path: str) -> dict[str, Any]:
+    need(os.path.isfile(path), f"{path}: there is no such file")
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except ValueError as error:
+        raise ValueError(f"{path}: is no JSON: {error}") from None
+    need(isinstance(content, dict), f"{path}: must be a JSON object")
+    return content
+
+
+def read_architecture(config: dict[str, Any], where: str) -> str:
+    names = config.get("architectures")
+    need(isinstance(names, list) and len(names) == 1 and names[0] in ARCHITECTURES,
+         f"{where}: architectures {names}: use one of {', '.join(ARCHITECTURES)}")
+    return names[0]
+
+
+def need_accepted(config: dict[str, Any], accepted: dict[str, tuple], where: str) -> None:
+    for field, values in accepted.items():
+        value = config.get(field, values[0])
+        need(value in values, f"{where}: {field} {json.dumps(value)}: must be {' or '.join(map(json.dumps, values))}")
+
+
+def model_fields(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """The content of config.json -> fields of config.Model. where: the file, for messages."""
+    architecture = ARCHITECTURES[read_architecture(config, where)]
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}  # of transformers 4 and 5
+    need(isinstance(rope, dict), f"{where}: rope_scaling {json.dumps(rope)}: must be an object or null")
+    config = config | {"rope_type": rope.get("type", "default")} | rope
+    need_accepted(config, ACCEPTED | {"model_type": (architecture.model_type,)}, where)
+    if "layer_types" not in architecture.defaults:  # which this class of transformers ignores
+        need_accepted(config, {"layer_types": (None,)}, where)
+    config["factor"] = rope.get("factor") if config["rope_type"] == "llama3" else 1.0
+    if config["rope_type"] == "llama3":
+        asked = {name: config.get(name) for name in LLAMA3_ROPE}
+        need_accepted(asked, {name: (value,) for name, value in LLAMA3_ROPE.items()}, where)
+    settings = {field: config.get(field, default) for field, default in architecture.defaults.items()}
+    if "num_experts" in settings:  # transformers 5 writes it under Mixtral's name
+        settings["num_experts"] = config.get("num_local_experts", settings["num_experts"])
+    model = {}
+    for field, default in architecture.defaults.items():
+        value, kind = settings[field], int if default is None else type(default)
+        if field in FIELDS and not (value is None and field in NULLABLE):
+            fits = isinstance(value, bool) if kind is bool else isinstance(value, (int, kind)) and value > 0
+            need(fits, f"{where}: {field} {json.dumps(value)}: must be {KINDS[kind]}")
+            model[FIELDS[field]] = value
+    model.setdefault("kv_heads", model["heads"])
+    model.setdefault("head_dim", model["hidden"] // model["heads"])
+    if "experts" in model:
+        model.setdefault("expert_ffn", model["ffn"])
+        dense = settings.get("mlp_only_layers") or []
+        need(dense == list(range(len(dense))), f"{where}: mlp_only_layers {dense}: only the first layers can be dense")
+        model["dense_layers"] = len(dense)
+    return model | read_window(settings, where) | dict(qkv_bias=architecture.qkv_bias, qk_norm=architecture.qk_norm)
+
+
+def read_window(settings: dict[str, Any], where: str) -> dict[str, int]:
+    """window and window_every, from the width of the window and the layers that have it."""
+    window = settings.get("sliding_window") if settings.get("use_sliding_window", True) else None
+    layers, kinds = settings["num_hidden_layers"], settings.get("layer_types")
+    if kinds is None:
+        first = settings.get("max_window_layers", 0)
+        kinds = ["full_attention" if layer < first else "sliding_attention" for layer in range(layers)]
+    need(isinstance(kinds, list) and len(kinds) == layers and set(kinds) <= {"full_attention", "sliding_attention"},
+         f"{where}: layer_types {kinds}: must be full_attention or sliding_attention, one per layer")
+    full = [layer for layer in range(layers) if not window or kinds[layer] == "full_attention"]
+    if len(full) == layers:
+        return dict(window=0, window_every=0)
+    every = full[0] + 1 if full else 0
+    need(not full or full == list(range(every - 1, layers, every)),
+         f"{where}: sliding_window {window}, but not in layers {full}: must be in all layers, or in all but every K-th")
+    return dict(window=window, window_every=every)
+
+
+def config_of(model: Any, architecture: str) -> dict[str, Any]:
+    """The content of config.json for a config.Model: the inverse of model_fields."""
+    model_type, settings, *_ = ARCHITECTURES[architecture]
+    values = {field: getattr(model, ours) for field, ours in FIELDS.items()} | {
+        "sliding_window": model.window or None,
+        "use_sliding_window": model.window > 0,
+        "max_window_layers": 0,
+        "layer_types": ["sliding_attention" if model.window_of(layer) else "full_attention"
+                        for layer in range(model.layers)],
+        "mlp_only_layers": list(range(model.dense_layers)),
+    }
+    if "num_local_experts" in settings:  # Mixtral's, which have no other width
+        values["intermediate_size"] = model.expert_ffn
+    config = {"architectures": [architecture], "model_type": model_type} | {field: values[field] for field in settings}
+    if config.pop("factor") != 1:
+        config["rope_scaling"] = LLAMA3_ROPE | {"factor": model.rope_scaling}
+    return config
+
+
+def exportable(model: Any) -> str:
+    """The class of transformers that computes this config.Model: the first whose config.json is read as the same model.
+
+    Raises ValueError if there is none, with the settings that each class has not.
+    """
+    unused = {"preset"} | ({"ffn"} if model.experts and not model.dense_layers else set())
+    ours = {f.name: getattr(model, f.name) for f in fields(model) if f.name not in unused}
+    default = {f.name: f.default for f in fields(model)}
+    refusals = []
+    for name, architecture in ARCHITECTURES.items():
+        if (architecture.names is NAMES) != (model.experts == 0):
+            continue
+        theirs = default | model_fields(config_of(model, name), name)
+        missing = [f"{flag(field)} {value} (only {theirs[field]})" for field, value in ours.items()
+                   if value != theirs[field]]
+        if name == "LlamaForCausalLM" and model.hidden % model.heads:  # Mistral's class is without this rule
+            missing.append(f"--heads {model.heads} (only divisors of --hidden {model.hidden})")
+        if not missing:
+            return name
+        refusals.append(f"{name} has no {', '.join(missing)}")
+    raise ValueError(f"no class of transformers computes this model: {'; '.join(refusals)}")
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+def source(folder: str) -> Source:
+    """The source of the weights in `folder`, in the dtype that they have there, on the CPU.
+
+    It reads the elements of the box, no others. Raises ValueError, naming file and tensor, for what is missing, damaged
+    or has another shape.
+    """
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    from param import box_shape
+    where = os.path.join(folder, "config.json")
+    architecture = read_architecture(read_json(where), where)
+    files, opened = read_index(folder), {}
+
+    def read(name: str, shape: tuple[int, ...], box: Box) -> torch.Tensor:
+        need(files is None or name in files, f"{folder}: {INDEX} has no tensor {name}, which the model asks for")
+        path = os.path.join(folder, SINGLE if files is None else files[name])
+        try:
+            if path not in opened:
+                opened[path] = safe_open(path, framework="pt")
+            stored = opened[path].get_slice(name)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path}: cannot read {name}: {error}") from None
+        got, dtype = tuple(stored.get_shape()), stored.get_dtype()
+        need(got == shape, f"{path}: {name} has the shape {got}, the model asks for {shape}")
+        need(dtype in ("F64", "F32", "F16", "BF16"), f"{path}: {name} is {dtype}: use a model that is not quantised")
+        return stored[box]
+
+    def read_box(spec: Spec, box: Box) -> torch.Tensor:
+        out = None
+        for name, tensor_box in tensors_on_disk(spec, architecture):
+            common = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box, tensor_box))
+            if all(s.start < s.stop for s in common):
+                values = read(name, box_shape(tensor_box)[-2:], relative(common, tensor_box)[-2:])
+                if common == box:
+                    return values.reshape(box_shape(box))
+                out = values.new_empty(box_shape(box)) if out is None else out
+                out[relative(common, box)] = values
+        return torch.empty(box_shape(box)) if out is None else out
+    return read_box
+
+
+def relative(box: Box, origin: Box) -> Box:
+    """The box, counted from where `origin` begins."""
+    return tuple(slice(s.start - o.start, s.stop - o.start) for s, o in zip(box, origin))
+
+
+def read_index(folder: str) -> dict[str, str] | None:
+    """Tensor name -> file; None if all are in model.safetensors, which transformers too prefers to an index."""
+    if os.path.isfile(os.path.join(folder, SINGLE)):
+        return None
+    path = os.path.join(folder, INDEX)
+    need(os.path.isfile(path), f"{folder}: has no {SINGLE} and no {INDEX}: weights in another format, such as .bin or "
+                               ".pth, must be converted to safetensors")
+    files = read_json(path).get("weight_map")
+    need(isinstance(files, dict), f"{path}: weight_map must be an object of tensors and files")
+    for file in sorted(set(files.values())):
+        need(os.path.isfile(os.path.join(folder, file)), f"{folder}/{file}: is missing, {INDEX} names it")
+    return files
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: str, *, rank: int = 0, world: int = 1,
+           tokenizer_from: str = "", shard_bytes: int = 5 * 10**9, seq: int = 2048) -> None:
+    """Write a config.Model and its parameters as transformers opens them. Complete when all ranks have returned.
+
+    specs: of all parameters, on each rank in the same order. source: of any box of them. dtype: "bf16", "fp16", "fp32".
+    rank: of `world`; each writes every world-th shard, of at most shard_bytes bytes unless it is one tensor, and has
+    one shard in memory at a time. Rank 0 writes the other files, and removes the weights of an earlier export.
+    tokenizer_from: the folder of a published model, whose tokenizer is copied; or "".
+    seq: the longest sequence in tokens (max_position_embeddings), unless tokenizer_from has a config.json that says it.
+    Raises ValueError for what `exportable` refuses.
+    """
+    import torch
+    architecture = exportable(model)
+    need(dtype in DTYPES, f"dtype {dtype}: use one of {', '.join(DTYPES)}")
+    need(not tokenizer_from or os.path.isdir(tokenizer_from), f"{tokenizer_from}: there is no such folder")
+    need(not tokenizer_from or os.path.realpath(tokenizer_from) != os.path.realpath(folder),
+         f"{folder}: has the model that the tokenizer is from, which would be replaced: export to another folder")
+    torch_dtype = getattr(torch, DTYPES[dtype])
+    shards = plan_shards(specs, architecture, torch_dtype.itemsize, shard_bytes)
+    os.makedirs(folder, exist_ok=True)
+    if rank == 0:  # transformers would prefer an old model.safetensors to a new index
+        for old in os.listdir(folder):
+            if old == INDEX or (re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", old) and old not in shards):
+                os.remove(os.path.join(folder, old))
+    for file in list(shards)[rank::world]:
+        write_shard(os.path.join(folder, file), shards[file], source, torch_dtype)
+    if rank == 0:
+        config = config_of(model, architecture) | {"torch_dtype": DTYPES[dtype], "max_position_embeddings": seq}
+        config |= dict.fromkeys(TOKENS)  # absent, they would be those of Llama 2
+        if tokenizer_from:
+            published = copy_tokenizer(tokenizer_from, folder)
+            config |= {field: published[field] for field in (*TOKENS, "max_position_embeddings") if field in published}
+        write_json(os.path.join(folder, "config.json"), config)
+        if len(shards) > 1:
+            size = torch_dtype.itemsize * sum(math.prod(spec.shape) for spec in specs)
+            files = {name: file for file, shard in shards.items() for name in shard}
+            write_json(os.path.join(folder, INDEX), {"metadata": {"total_size": size}, "weight_map": files})
+
+
+def plan_shards(specs: list[Spec], architecture: str, element_bytes: int,
+                shard_bytes: int) -> dict[str, dict[str, tuple[Spec, Box]]]:
+    """File -> names of its tensors -> (parameter, the box of it that the tensor is)."""
+    from param import box_shape
+    shards, room = [{}], shard_bytes
+    for spec in specs:
+        for name, box in tensors_on_disk(spec, architecture):
+            size = math.prod(box_shape(box)) * element_bytes
+            if size > room and shards[-1]:
+                shards.append({})
+                room = shard_bytes
+            shards[-1][name] = spec, box
+            room -= size
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards)}
+
+
+def write_shard(path: str, shard: dict[str, tuple[Spec, Box]], source: Source, dtype: torch.dtype) -> None:
+    from safetensors.torch import save_file
+
+    from param import box_shape
+    tensors = {name: source(spec, box).to("cpu", dtype).reshape(box_shape(box)[-2:]).contiguous()
+               for name, (spec, box) in shard.items()}
+    save_file(tensors, path + ".tmp", metadata={"format": "pt"})
+    os.replace(path + ".tmp", path)
+
+
+def write_json(path: str, content: dict[str, Any]) -> None:
+    with open(path + ".tmp", "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2)
+    os.replace(path + ".tmp", path)
+
+
+def copy_tokenizer(published: str, folder: str) -> dict[str, Any]:
+    """Copy the tokenizer's files that exist, and return the published config.json."""
+    for pattern in TOKENIZER_FILES:
+        for path in glob(os.path.join(escape(published), pattern)):
+            target = os.path.join(folder, os.path.basename(path))
+            shutil.copyfile(path, target + ".tmp")
+            os.replace(target + ".tmp", target)
+    where = os.path.join(published, "config.json")
+    return read_json(where) if os.path.isfile(where) else {}

@@ -1,0 +1,520 @@
+"""Any grid writes a checkpoint, any grid reads it; a resumed run is the uninterrupted one; what is damaged is named."""
+import contextlib
+import gc
+import io
+import json
+import math
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+import checkpoint
+import config
+import grids
+import train
+from data import Corpus
+from meter import Meter
+
+ROOT = os.path.dirname(config.__file__)
+SMALL = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 97 --seq 24 --global-batch 8 --warmup 2"
+ONE = ("--dp -1 --dp-replicate 1 --cp 1 --cp-style allgather --tp 1 --sp --pp 1 --schedule 1f1b --chunks 0 --ep 1 "
+       "--zero 0")  # the grid of one process: else a resumed run has the checkpoint's
+MOE = "--experts 4 --top-k 2 --expert-ffn 24"
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory) -> str:
+    """A file of tokens in documents that token 0 begins."""
+    file = tmp_path_factory.mktemp("tokens") / "tokens.npy"
+    np.save(file, np.random.default_rng(0).integers(0, 97, 5000))
+    return str(file)
+
+
+def run(flags: str) -> str:
+    """The ranks of the pool as a run of train.py; what it prints."""
+    settings = config.parse(flags.split(), dist.get_world_size() if dist.is_initialized() else 1)
+    samples = train.open_samples(settings, settings.data.data, settings.optim.seed)
+    unseen = train.open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
+    if settings.precision.dtype == "auto":
+        settings.precision.dtype = "fp32"
+    refuse = patch.object(config, "refuse", side_effect=lambda error: (_ for _ in ()).throw(error))
+    with refuse, contextlib.redirect_stdout(io.StringIO()) as printed:
+        train.train(settings, samples, unseen, torch.device("cpu"), "as asked", train.RunState())
+    return printed.getvalue()
+
+
+def tensors(path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, whole, by name."""
+    _, metadata = checkpoint.open_checkpoint(str(path))
+    stored = metadata.state_dict_metadata
+    pieces = [checkpoint.Piece(name, tuple(tensor.size), tuple(slice(0, n) for n in tensor.size),
+                               torch.full(tuple(tensor.size), torch.nan).to(tensor.properties.dtype))
+              for name, tensor in stored.items()]
+    checkpoint.read(str(path), pieces)
+    return {piece.name: piece.values for piece in pieces}
+
+
+# ---- exact resumption -----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("ranks, flags", [
+    (1, "--val-data {tokens} --eval-every 2 --batch-ramp 8@0,16@400 --lr-schedule wsd"),
+    (2, "--dtype bf16 --zero 3 --moments bf16 --separator 0 --doc-mask"),
+    (2, "--dtype fp16 --pp 2 --micro-batch 2 --tied --z-loss 30"),  # gradients overflow, and the scale is halved
+    (4, f"{MOE} --tp 2 --ep 2 --router sigmoid --bias-rate 0.01 --zero 1"),
+    (1, "--dtype bf16 --fp8 blockwise --hidden 128 --ffn 128 --head-dim 32 --kv-heads 4"),
+], ids=["ramp, wsd, evaluation", "bf16 moments, documents", "fp16", "experts", "fp8"])
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(pool, tmp_path, tokens, ranks, flags):
+    flags = f"{SMALL} --data {tokens} {flags.format(tokens=tokens)} --steps 6 --save-every 2 --keep 0"
+    folders = [tmp_path / name for name in ("straight", "resumed", "twice")]
+    pool.run(ranks, "test_checkpoint:run", flags=f"{flags} --out {folders[0]} --metrics {tmp_path}/straight.jsonl")
+    for before, step, folder in zip(folders, (2, 4), folders[1:]):
+        shutil.copytree(before / f"step-{step:06d}", folder / f"step-{step:06d}")
+        shutil.copy(tmp_path / f"{before.name}.jsonl", tmp_path / f"{folder.name}.jsonl")
+        pool.run(ranks, "test_checkpoint:run",
+                 flags=f"--resume auto --out {folder} --metrics {tmp_path}/{folder.name}.jsonl")
+        for later in range(step + 2, 7, 2):
+            want, got = tensors(folders[0] / f"step-{later:06d}"), tensors(folder / f"step-{later:06d}")
+            assert want.keys() == got.keys()
+            assert all(torch.equal(want[name], got[name]) for name in want)
+        lines = [[json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+                 for name in ("straight", folder.name)]
+        assert [line["step"] for line in lines[1]] == list(range(6))
+        for name in ("tokens", "loss", "grad_norm", "lr", "skipped", "val_loss", "aux_loss"):
+            assert [line.get(name) for line in lines[0]] == [line.get(name) for line in lines[1]]
+
+
+# ---- from grid to grid ----------------------------------------------------------------------------------------------
+
+# Each grid takes a step from the checkpoint of the one before. 26 ordered pairs, half of them in the slow tier, where
+# there are 100 random ones, too.
+CHAINS = {
+    "dense": ("", [(1, ""), (4, "--tp 4 --kv-heads 4"), (3, "--zero 3"), (4, "--dp 2 --cp 2 --zero 2"),
+                   (2, "--pp 2 --schedule zb-v"), (1, "")]),
+    "tied": ("--tied", [(1, ""), (3, "--pp 3"), (4, "--pp 2 --tp 2 --zero 1"), (1, "")]),
+    "experts": (f"{MOE} --bias-rate 0.01", [(1, ""), (2, "--ep 2"), (4, "--dp 4 --ep 2 --zero 3"), (2, "--pp 2"),
+                                            (1, "")]),
+    "dense, more": ("", [(1, ""), (2, "--zero 1"), (4, "--zero 1 --dp-replicate 2"), (8, "--tp 8 --no-sp"),
+                         (4, "--pp 2 --schedule interleaved"), (2, "--tp 2 --no-sp"), (2, "--cp 2 --cp-style ulysses"),
+                         (8, ""), (6, ""), (2, "--zero 2")]),
+    "tied, more": ("--tied", [(2, "--pp 2 --schedule dualpipev"), (3, "--zero 2"), (2, "--cp 2 --cp-style ring")]),
+    "experts, more": (f"{MOE} --bias-rate 0.01", [(4, "--ep 4 --tp 2 --zero 1"), (4, "--cp 2 --ep 4"),
+                                                  (2, "--tp 2 --no-sp"), (8, "--pp 2 --tp 2 --ep 4")])}
+draw = random.Random(0)
+for name in ("dense", "tied", "experts"):
+    model, grids_of_model = CHAINS[name][0], CHAINS[name][1] + CHAINS[f"{name}, more"][1]
+    CHAINS[f"{name}, more at random"] = model, draw.choices(grids_of_model, k=35)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if "more" in name else ())
+                                  for name in CHAINS])
+def test_a_checkpoint_of_any_grid_continues_on_any_other(pool, tmp_path, tokens, name):
+    """Master weights, moments, counts and biases after every step are those of one process, to 1e-10 in fp64."""
+    model, chain = CHAINS[name]
+    flags = f"{grids.BASE} --layers 4 {model} --data {tokens} --save-every 1 --keep 0"
+    pool.run(1, "test_checkpoint:run", flags=f"{flags} --steps {len(chain)} --out {tmp_path / 'straight'}")
+    for step, (ranks, grid) in enumerate(chain, 1):
+        grid = f"{ONE} {grid} --micro-batch {2 if ranks > 4 else 4}"
+        said = pool.run(ranks, "test_checkpoint:run",
+                        flags=f"{flags} {grid} --steps {step} --out {tmp_path / 'chain'} --resume auto")[0]
+        assert (f"step-{step - 1:06d} after {step - 1} steps" in said) == (step > 1)
+        want, got = (tensors(tmp_path / name / f"step-{step:06d}") for name in ("straight", "chain"))
+        assert want.keys() == got.keys()
+        for name in want:
+            error = (want[name] - got[name]).abs().max()
+            assert error <= 1e-10 * want[name].abs().max(), f"{name}: {error}, from {chain[step - 2]} to {grid}"
+
+
+# ---- what a save does -----------------------------------------------------------------------------------------------
+
+def state_of(seed: int, shape=(4, 3)) -> list[checkpoint.Piece]:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return [checkpoint.Piece("w/master", shape, tuple(slice(0, n) for n in shape), values)]
+
+
+def saved(folder, steps=(1,), keep: int = 0, resumed: int = 0) -> list[checkpoint.Piece]:
+    """A folder of checkpoints of one small tensor, which grows by 1 per step."""
+    pieces = state_of(0)
+    saver = checkpoint.Saver(str(folder), pieces, keep, None, resumed)
+    for step in steps:
+        pieces[0].values.add_(1)
+        saver.save(step, dict(step=step))
+    saver.finish()
+    saver.lock.close()
+    return pieces
+
+
+def test_what_is_saved_is_the_state_at_the_call(tmp_path):
+    pieces = state_of(0)
+    saver, want = checkpoint.Saver(str(tmp_path), pieces, 0, None), pieces[0].values.clone()
+    gate = saver.stage.wait = lambda: pieces[0].values.fill_(7)  # the next update, while the thread has not written yet
+    saver.save(1, {})
+    saver.finish()
+    assert gate and torch.equal(tensors(tmp_path / "step-000001")["w/master"], want)
+
+
+def test_the_newest_are_kept_and_latest_names_the_last(tmp_path):
+    saved(tmp_path, (2, 4, 10), keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "lock", "step-000004", "step-000010"]
+    assert (tmp_path / "latest").read_text() == "step-000010\n"
+
+
+def test_checkpoints_of_later_steps_than_the_one_resumed_are_set_aside(tmp_path):
+    """Else `keep` would count them, and --resume auto go on with them."""
+    saved(tmp_path, (2, 4, 6))
+    saved(tmp_path, (5,), keep=2, resumed=4)
+    names = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    assert names[1:] == ["step-000004", "step-000005"] and names[0].startswith("set-aside-step-000006-")
+    assert len(tensors(tmp_path / names[0])) == 1
+
+
+def test_a_checkpoint_has_its_name_only_when_it_is_whole_and_latest_follows(tmp_path):
+    """Every file is written, then the folder renamed, then `latest` replaced, then old checkpoints removed."""
+    saved(tmp_path)
+    events, rename = [], Path.rename
+
+    def renamed(source, target):
+        if Path(target).name == "step-000002":
+            events.append(("whole" if checkpoint.damage(source) is None else "not whole", "named"))
+        elif Path(target).name == "latest":
+            events.append(("step-000002" if (tmp_path / "step-000002" / "run.json").exists() else "nothing", "latest"))
+        elif Path(target).name.startswith(".removing"):
+            events.append((Path(source).name, "removed"))
+        return rename(source, target)
+
+    with patch.object(Path, "rename", renamed):
+        saved(tmp_path, (2,), keep=1, resumed=1)
+    assert events == [("whole", "named"), ("step-000002", "latest"), ("step-000001", "removed")]
+
+
+def test_a_save_that_fails_is_a_warning_and_leaves_nothing(tmp_path, capsys):
+    with patch.object(checkpoint, "write_json", side_effect=OSError(28, "No space left on device")):
+        saved(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock"]
+    assert capsys.readouterr().err == ("train.py: warning: the checkpoint of step 1 could not be saved: OSError: "
+                                       "[Errno 28] No space left on device\n")
+
+
+def share(flags: str) -> tuple[int, int, int]:
+    """(bytes that this rank writes, bytes of its copies, boxes) in a run on this grid."""
+    settings = config.parse(f"{grids.BASE} {flags}".split(), dist.get_world_size())
+    groups = train.build_groups(settings.grid, settings.model)
+    model, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float32)
+    stage = checkpoint.Stage(list(checkpoint.pieces_of_run(optimizer, model.routers, groups, saving=True)))
+    storages = {copy.values.untyped_storage().data_ptr(): copy.values.untyped_storage().nbytes()
+                for copy in stage.copies}
+    return (sum(piece.values.nbytes for piece in stage.pieces), sum(storages.values()), len(stage.pieces))
+
+
+@pytest.mark.parametrize("ranks, flags", [(4, "--zero 0"), (4, "--zero 1 --dp-replicate 2"),
+                                          (4, "--tp 2"), (3, "--zero 3"), (4, f"{MOE} --ep 2"), (2, "--pp 2 --tied")])
+def test_ranks_write_equal_shares_and_copy_nothing_else(pool, ranks, flags):
+    shares = pool.run(ranks, "test_checkpoint:share", flags=flags)
+    written = [nbytes for nbytes, _, _ in shares]
+    (everything, _, _), = pool.run(1, "test_checkpoint:share", flags=f"{flags} {ONE}")
+    assert sum(written) == everything
+    if "--pp" not in flags:  # whose stages have different sizes
+        assert max(written) <= 1.1 * everything / ranks  # vectors that tp ranks share are written by the first
+    assert all(copied == nbytes for nbytes, copied, _ in shares)
+
+
+def test_loading_needs_no_more_than_two_stored_boxes(tmp_path):
+    """DCP keeps one until it has read the next."""
+    values = {name: torch.randn(shape) for name, shape in (("a", (64, 64)), ("b", (32, 64)), ("c", (64,)),
+                                                           ("d", (30, 64)))}
+
+    def pieces(named):
+        return [checkpoint.Piece(name, tuple(x.shape), tuple(slice(0, n) for n in x.shape), x)
+                for name, x in named.items()]
+    saver = checkpoint.Saver(str(tmp_path), pieces(values), 0, None)
+    saver.save(1, dict(step=1))
+    saver.finish()
+    saver.lock.close()
+    loaded, meter = {name: torch.zeros_like(x) for name, x in values.items()}, Meter()
+    meter.label("state", *loaded.values())
+    with meter:
+        checkpoint.read(str(tmp_path / "step-000001"), pieces(loaded))
+    assert all(torch.equal(loaded[name], x) for name, x in values.items())
+    assert 0 < meter.peak["other"] + meter.peak["outside"] <= values["a"].nbytes + values["b"].nbytes
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+def cut(file: Path) -> str:
+    file.write_bytes(file.read_bytes()[:-1])
+    return "cut short" if file.name != "run.json" else "damaged"
+
+
+def flip(file: Path) -> str:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    return "damaged"
+
+
+def remove(file: Path) -> str:
+    file.unlink()
+    return "missing" if file.name != "run.json" else "has no run.json"
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "run.json"])
+@pytest.mark.parametrize("harm", [cut, flip, remove])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, capsys, file, harm):
+    saved(tmp_path, (1, 2))
+    said = harm(tmp_path / "step-000002" / file)
+    candidates = [str(tmp_path / f"step-{step:06d}") for step in (2, 1)]
+    assert checkpoint.find_whole(candidates, None) == candidates[1]
+    warning = capsys.readouterr().err
+    assert warning.startswith(f"train.py: warning: {candidates[0]}") and said in warning and warning.count("\n") == 1
+    with pytest.raises(ValueError, match=said):
+        checkpoint.find_whole(candidates[:1], None)
+
+
+def test_tensors_of_another_model_are_named(tmp_path):
+    saved(tmp_path)
+    path = str(tmp_path / "step-000001")
+    with pytest.raises(ValueError, match=r"--dtype fp16\): w/master is 4 x 2 here and 4 x 3 there$"):
+        checkpoint.read(path, state_of(0, (4, 2)))
+    with pytest.raises(ValueError, match=r"b is 2 here and missing there, and 1 more tensors differ"):
+        checkpoint.read(path, [checkpoint.Piece(name, (2,), (slice(0, 2),), torch.zeros(2)) for name in "bc"])
+
+
+def test_a_folder_that_cannot_be_used_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="file/run: cannot be written to"):
+        checkpoint.Saver(str(tmp_path / "file" / "run"), state_of(0), 0, None)
+    with patch.object(shutil, "disk_usage", return_value=shutil._ntuple_diskusage(100, 90, 10)):
+        with pytest.raises(ValueError, match="a checkpoint takes 0.00 GB, and 0.00 GB are free"):
+            checkpoint.Saver(str(tmp_path / "full"), state_of(0), 0, None)
+    saver = checkpoint.Saver(str(tmp_path / "busy"), state_of(0), 0, None)
+    saved(tmp_path / "used")
+    with pytest.raises(ValueError, match="used: has checkpoints of another run, or of this one from its beginning"):
+        checkpoint.Saver(str(tmp_path / "used"), state_of(0), 0, None)
+    with patch.object(checkpoint, "LOCK_WAIT_S", 0), pytest.raises(ValueError, match="another run writes there"):
+        checkpoint.Saver(str(tmp_path / "busy"), state_of(0), 0, None)
+    saver.lock.close()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, tokens) -> Path:
+    """A run of two steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    run(f"{SMALL} --data {tokens} --steps 2 --out {folder}")
+    return folder
+
+
+@pytest.mark.parametrize("flags, line", [
+    ("--norm-eps 1e-6", "--norm-eps 1e-06: the checkpoint's model has 1e-05; give --insist to change it"),
+    ("--layers 3", "--layers 3: the checkpoint's model has 2; give --insist to change it"),
+    ("--layers 3 --insist", "--dtype fp16): layers.2.attention.wq/master is 32 x 32 here and missing there"),
+    ("--seed 1", "the data differs, its seed was 0 and is 1; give --insist to change it"),
+    ("--seq 12", "the data differs, its seq was 24 and is 12"),
+    ("--data other.npy", "the data differs, its hash was"),
+])
+def test_a_change_of_model_or_data_is_refused_unless_insisted_on(trained, tokens, tmp_path, monkeypatch, flags, line):
+    monkeypatch.chdir(tmp_path)
+    values = np.load(tokens)
+    values[2500] += 1
+    np.save("other.npy", values)
+    with pytest.raises(ValueError) as error:
+        run(f"--resume {trained} --out {tmp_path / 'new'} --steps 3 {flags}")
+    assert line in str(error.value) and "\n" not in str(error.value)
+    if "--layers" not in flags:
+        assert "trained 3 steps" in run(f"--resume {trained} --out {tmp_path / 'new'} --steps 3 --insist {flags}")
+
+
+@pytest.mark.parametrize("flags, line", [
+    ("--resume auto", "--resume auto needs --out"), ("--resume nowhere", "--resume nowhere: is no checkpoint"),
+    ("--save-every 3", "--save-every 3 needs --out"), ("--out train.py", "--out train.py: is a file"),
+    ("--keep -1", "--keep -1: must be"),
+])
+def test_wrong_flags_are_refused(flags, line, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ValueError, match=f"^{line}"):
+        config.parse(flags.split())
+
+
+def test_flags_that_are_given_win_and_the_rest_is_the_checkpoints(trained):
+    settings = config.parse(f"--resume {trained} --lr 0.5".split())
+    assert settings.optim.lr == 0.5 and settings.model.hidden == 32 and settings.optim.betas == (0.9, 0.95)
+    assert settings.run.out == str(trained) and settings.batch.global_batch == 8
+
+
+def test_a_checkpoint_is_evaluated_without_a_step(trained, tokens):
+    said = run(f"--resume {trained} --steps 0 --val-data {tokens}")
+    assert "after 2 steps: validation loss 4." in said and "trained 2" not in said
+
+
+def test_a_copy_of_a_run_writes_into_no_folder_of_the_original(trained, tmp_path):
+    shutil.copytree(trained, tmp_path / "copy")
+    settings = config.parse(f"--resume {tmp_path / 'copy'} --steps 3".split())
+    assert settings.run.out == settings.run.metrics == ""
+    assert config.parse(f"--resume {trained}".split()).run.out == str(trained)
+
+
+def test_an_evaluation_leaves_the_metrics_alone_and_torn_lines_are_dropped(trained, tokens, tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"st')
+    before = path.read_text()
+    run(f"--resume {trained} --steps 0 --val-data {tokens} --metrics {path}")
+    assert path.read_text() == before
+    run(f"--resume {trained} --steps 3 --out {tmp_path / 'out'} --metrics {path}")
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2]
+
+
+def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
+    for name in ("step-999900", "step-1000000", "step-000300-good", "step-x"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text("{}")
+    assert [path.name for path in config.checkpoints_in(tmp_path)] == ["step-1000000", "step-999900"]
+
+
+def test_a_run_whose_last_checkpoint_failed_exports_nothing_and_fails(tokens, tmp_path):
+    with patch.object(checkpoint, "write_json", side_effect=OSError(28, "No space left on device")):
+        with pytest.raises(RuntimeError, match="the checkpoint of step 1 could not be saved"):
+            run(f"{SMALL} --data {tokens} --steps 1 --warmup 0 --export-hf {tmp_path / 'hf'}")
+    assert not (tmp_path / "hf" / "config.json").exists()
+    gc.collect()  # frees the lock, as the end of a process does
+    run(f"{SMALL} --data {tokens} --steps 1 --warmup 0 --export-hf {tmp_path / 'hf'}")  # after one that was killed
+    assert (tmp_path / "hf" / "config.json").exists() and not (tmp_path / "hf" / ".checkpoint").exists()
+
+
+# ---- the command line -----------------------------------------------------------------------------------------------
+
+def command(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "checkpoint.py", *map(str, arguments)], cwd=ROOT, capture_output=True,
+                          text=True, timeout=300)
+
+
+def test_show_and_diff(trained, tmp_path):
+    run(f"--resume {trained} --out {tmp_path} --steps 3")
+    old, new = trained / "step-000002", tmp_path / "step-000003"
+    shown = command("show", old)
+    assert shown.returncode == 0 and f"{old}: step 2, 16 samples, 384 tokens, 0 skipped\n" in shown.stdout
+    assert "--hidden 32" in shown.stdout and "layers.1.ffn.w_down/master" in shown.stdout
+    differ, same = command("diff", old, new), command("diff", old, old)
+    assert differ.returncode == 1 and "steps" in differ.stdout and "differ by up to" in differ.stdout
+    assert same.returncode == 0 and same.stdout == "0 tensors differ\n"
+    wrong = command("show", tmp_path / "none")
+    assert wrong.returncode == 2 and wrong.stderr.startswith("checkpoint.py: ") and wrong.stderr.count("\n") == 1
+
+
+# ---- at scale -------------------------------------------------------------------------------------------------------
+
+class FakeGroup:
+    def __init__(self, index: int, count: int):
+        self.index, self.count = index, count
+
+    def rank(self) -> int:
+        return self.index
+
+    def size(self) -> int:
+        return self.count
+
+
+@pytest.mark.slow
+def test_the_plan_of_70b_on_1024_ranks_is_small(tokens):
+    """pp 4 x dp 32 x tp 8 at ZeRO level 1, on tensors without memory; data ranks differ in their shards alone."""
+    pp, dp, tp = 4, 32, 8
+    settings = config.parse(f"--preset llama-3.1-70b --dtype bf16 --pp {pp} --tp {tp} --zero 1 --global-batch {dp} "
+                            f"--seq 4096 --data {tokens}".split(), pp * dp * tp)
+    plans, longest = [], 0.0
+    for stage in range(pp):
+        for shard in range(tp):
+            data = FakeGroup(0, dp)
+            groups = grids.ALONE | dict(pp=FakeGroup(stage, pp), tp=FakeGroup(shard, tp), dp=data, data=data)
+            model, optimizer = train.build(settings, groups, torch.device("meta"), torch.bfloat16, filled=False)
+            for data.index in range(dp):
+                for bucket in optimizer.buckets:
+                    length = bucket.shard.stop - bucket.shard.start
+                    bucket.shard = slice(data.index * length, (data.index + 1) * length)
+                began = time.process_time()
+                pieces = list(checkpoint.pieces_of_run(optimizer, model.routers, groups, saving=True))
+                plans.append(checkpoint.SaveBoxes(pieces).create_local_plan())
+                longest = max(longest, time.process_time() - began)
+    began = time.process_time()
+    new_plans, metadata = checkpoint.create_default_global_save_plan(plans)
+    assert longest + time.process_time() - began < 10
+    for tensor in metadata.state_dict_metadata.values():
+        assert sum(math.prod(chunk.sizes) for chunk in tensor.chunks) == math.prod(tensor.size)
+    metadata.storage_data = {item.index: _StorageInfo(f"__{i}_0.distcp", 10**6 * k, 10**6)
+                             for i, plan in enumerate(new_plans) for k, item in enumerate(plan.items)}
+    assert len(pickle.dumps(metadata)) < 64e6
+
+
+# ---- published models and tokenizers --------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory) -> Path:
+    """A small Llama with a tokenizer, as it could have been downloaded."""
+    folder = tmp_path_factory.mktemp("published")
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    tokenizer.train_from_iterator([Path(train.__file__).read_text()],
+                                  trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>", "<|endoftext|>"]))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=tokenizer.get_vocab_size(), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2))
+    llama.save_pretrained(folder)
+    return folder
+
+
+def python(*arguments, ranks: int = 0) -> str:
+    """What a command prints, which must end well."""
+    torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}"] if ranks else []
+    done = subprocess.run([sys.executable, *torchrun, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True,
+                          timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_downloaded_model_is_tuned_on_a_folder_of_text_in_two_commands(published, tmp_path):
+    (tmp_path / "texts").mkdir()
+    for name in ("train.py", "model.py"):
+        shutil.copy(os.path.join(ROOT, name), tmp_path / "texts")
+    corpus, tuned = tmp_path / "corpus" / "tokens.bin", tmp_path / "tuned"
+    said = python("data.py", "tokenize", "--tokenizer", published / "tokenizer.json", "--out", corpus,
+                  tmp_path / "texts")
+    said_of_run = python("train.py", "--init-from", published, "--data", corpus, "--seq", 32, "--global-batch", 8,
+                         "--steps", 5, "--zero", 1, "--export-hf", tuned, "--sample", "def main", ranks=2)
+
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tuned / "tokenizer.json"))
+    texts = [Path(ROOT, name).read_text() for name in ("model.py", "train.py")]
+    want = [token for text in texts for token in (1, *tokenizer.encode(text))]  # 1: <|endoftext|>
+    read = Corpus([str(corpus)], 400)
+    assert said == f"{corpus}: {len(want):,} tokens\n" and read.separator == 1
+    assert read.read(0, len(want))[0].tolist() == want
+    assert "def main" in said_of_run
+    llama = transformers.AutoModelForCausalLM.from_pretrained(tuned)
+    first = transformers.AutoModelForCausalLM.from_pretrained(published)
+    batch = torch.tensor([want[:33]])
+    assert llama(batch, labels=batch).loss < first(batch, labels=batch).loss
+    assert not (tuned / ".checkpoint").exists()
+
+
+@pytest.mark.parametrize("ranks, grid", [(2, "--tp 2"), (2, "--pp 2"), (3, "--zero 3")])
+def test_published_weights_pass_through_a_grid_to_the_bit(pool, published, tokens, tmp_path, ranks, grid):
+    pool.run(ranks, "test_checkpoint:run", flags=f"--init-from {published} --data {tokens} --steps 0 --sample= "
+             f"--global-batch 12 --micro-batch 1 --export-hf {tmp_path} {grid}")
+    want, got = (load_file(folder / "model.safetensors") for folder in (published, tmp_path))
+    assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
+
+
+def test_a_checkpoint_and_a_published_model_write_text(trained, published):
+    assert "def" in python("sampling.py", published, "--prompt", "def")
+    assert "warning" not in python("sampling.py", trained, "--prompt", "def", "--tp", "2", ranks=2)

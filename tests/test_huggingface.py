@@ -1,0 +1,511 @@
+"""Published models: transformers' folders are read as the same model, and transformers opens what is exported."""
+import json
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+import safetensors.torch
+import tokenizers
+import torch
+import transformers
+
+import config
+import huggingface
+from grids import ALONE
+from model import Execution, Llama
+from param import Source, box_shape
+from sampling import sample
+from zero import Optimizer
+
+SMALL = dict(vocab_size=61, hidden_size=48, intermediate_size=56, num_hidden_layers=3, num_attention_heads=6,
+             num_key_value_heads=3, head_dim=10)
+LLAMA3 = dict(rope_type="llama3", rope_theta=5000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=8192)
+WINDOW = dict(use_sliding_window=True, sliding_window=7)
+CASES = {
+    "llama": ("Llama", dict(rope_parameters=LLAMA3, max_position_embeddings=16384)),
+    "llama tied": ("Llama", dict(tie_word_embeddings=True, num_key_value_heads=1, rms_norm_eps=1e-3)),
+    "mistral": ("Mistral", dict(sliding_window=7)),
+    "qwen2": ("Qwen2", dict(tie_word_embeddings=True, rope_parameters=dict(rope_type="default", rope_theta=3e5))),
+    "qwen2 window": ("Qwen2", dict(WINDOW, max_window_layers=0)),
+    "qwen3": ("Qwen3", {}),
+    "qwen3 every second": ("Qwen3", dict(WINDOW, layer_types=["sliding_attention", "full_attention",
+                                                              "sliding_attention"])),
+    "mixtral": ("Mixtral", dict(num_local_experts=5, sliding_window=7)),
+    "qwen3 moe": ("Qwen3Moe", dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20)),
+    "qwen3 moe, first layer dense": ("Qwen3Moe", dict(WINDOW, num_experts=4, moe_intermediate_size=20,
+                                                      num_experts_per_tok=2, norm_topk_prob=True,
+                                                      mlp_only_layers=[0])),
+}
+TOKENS = torch.randint(61, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+@cache
+def of_transformers(case: str) -> transformers.PreTrainedModel:
+    """A model with random weights that give logits of order one."""
+    kind, settings = CASES[case]
+    settings = getattr(transformers, kind + "Config")(
+        **SMALL | settings, initializer_range=0.1, bos_token_id=None, eos_token_id=None)
+    torch.manual_seed(0)
+    theirs = getattr(transformers, kind + "ForCausalLM")(settings).eval()
+    with torch.no_grad():
+        for name, weight in theirs.named_parameters():
+            if weight.ndim == 1:
+                weight.normal_(0.0 if "bias" in name else 1.0, 0.2)
+    return theirs
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """(case, size of a shard) -> the folder in which transformers has saved the model, once."""
+    @cache
+    def save(case: str, shard: str = "1GB") -> str:
+        folder = str(tmp_path_factory.mktemp("published"))
+        of_transformers(case).save_pretrained(folder, max_shard_size=shard)
+        assert os.path.exists(f"{folder}/model.safetensors.index.json") == (shard != "1GB")
+        return folder
+    return save
+
+
+def filled(model: config.Model, source: Source) -> Llama:
+    llama = Llama(model, ALONE, Execution(torch.float32))
+    optimizer = Optimizer(llama.units(), ALONE)
+    optimizer.load(source)
+    optimizer.begin_step({0: 1})
+    return llama
+
+
+def loaded(folder: str) -> Llama:
+    return filled(config.Model(**huggingface.read_config(folder)), huggingface.source(folder))
+
+
+def specs_of(llama: Llama) -> list:
+    return [param.spec for param in llama.parameters()]
+
+
+def weights_of(llama: Llama) -> Source:
+    weights = {param.spec.name: param.detach() for param in llama.parameters()}
+    return lambda spec, box: weights[spec.name][box]
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        out = model(TOKENS)
+    return out if isinstance(out, torch.Tensor) else out.logits
+
+
+# ---- in -------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_published_model_gives_the_same_logits_here(case, published):
+    want = logits(of_transformers(case))
+    assert want.std() > 0.3
+    for shard in ("1GB", "20KB"):
+        got = logits(loaded(published(case, shard)))
+        assert (got - want).abs().max() < 1e-5 * want.abs().max(), shard
+
+
+@pytest.mark.parametrize("case, changed", [("llama", dict(rope_scaling=1.0)), ("mistral", dict(window=0)),
+                                           ("qwen3 every second", dict(window_every=0))])
+def test_the_cases_above_would_notice_a_setting_that_is_lost(case, changed, published):
+    folder = published(case)
+    other = filled(config.Model(**huggingface.read_config(folder) | changed), huggingface.source(folder))
+    assert (logits(other) - logits(of_transformers(case))).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("case", ["llama tied", "mixtral", "qwen3 moe, first layer dense"])
+def test_a_box_reads_its_elements_and_no_others(case, published, monkeypatch):
+    """Boxes over several experts, and over the boundary between w_gate and w_up in w_gate_up."""
+    specs = specs_of(loaded(published(case)))
+    reads = record_reads(monkeypatch)
+    source = huggingface.source(published(case, "20KB"))
+    whole = {spec.name: source(spec, tuple(slice(0, n) for n in spec.shape)) for spec in specs}
+    generator = torch.Generator().manual_seed(0)
+    for spec in specs:
+        for _ in range(8):
+            box = tuple(slice(*sorted(torch.randint(n + 1, (2,), generator=generator).tolist())) for n in spec.shape)
+            reads.clear()
+            got = source(spec, box)
+            assert got.shape == box_shape(box) and torch.equal(got, whole[spec.name][box])
+            assert sum(reads) == got.numel()
+    if "mixtral" in case:
+        theirs = of_transformers(case).state_dict()["model.layers.1.mlp.experts.gate_up_proj"]
+        box = slice(1, 4), slice(50, 60), slice(3, 9)
+        spec = next(spec for spec in specs if spec.name == "layers.1.experts.w_gate_up")
+        assert torch.equal(source(spec, box), theirs[box])
+
+
+def record_reads(monkeypatch) -> list[int]:
+    """The elements of each read from safetensors, from now on."""
+    reads = []
+
+    class Slice:
+        def __init__(self, stored):
+            self.get_shape, self.get_dtype, self.stored = stored.get_shape, stored.get_dtype, stored
+
+        def __getitem__(self, box):
+            reads.append(self.stored[box].numel())
+            return self.stored[box]
+
+    class File:
+        def __init__(self, *args, **kwargs):
+            self.file = original(*args, **kwargs)
+
+        def get_slice(self, name):
+            return Slice(self.file.get_slice(name))
+
+    original = safetensors.safe_open
+    monkeypatch.setattr(safetensors, "safe_open", File)
+    return reads
+
+
+HUB = {  # the fields that matter of config.json as published
+    "llama-2-7b": """{"architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+        "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008, "max_position_embeddings": 4096,
+        "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+        "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": null, "tie_word_embeddings": false,
+        "torch_dtype": "float16", "use_cache": true, "vocab_size": 32000}""",
+    "llama-3.2-1b": """{"architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+        "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 8192, "max_position_embeddings":
+        131072, "mlp_bias": false, "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 16,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta":
+        500000.0, "tie_word_embeddings": true, "torch_dtype": "bfloat16", "vocab_size": 128256}""",
+    "smollm-135m": """{"architectures": ["LlamaForCausalLM"], "attention_bias": false, "hidden_act": "silu",
+        "hidden_size": 576, "intermediate_size": 1536, "max_position_embeddings": 2048, "model_type": "llama",
+        "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3, "rms_norm_eps": 1e-05,
+        "rope_scaling": null, "rope_theta": 10000.0, "tie_word_embeddings": true, "vocab_size": 49152}""",
+    "qwen2.5-0.5b": """{"architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "hidden_act": "silu",
+        "hidden_size": 896, "intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 24,
+        "model_type": "qwen2", "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": true,
+        "use_mrope": false, "use_sliding_window": false, "vocab_size": 151936}""",
+    "qwen3-8b": """{"architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+        "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 12288,
+        "max_position_embeddings": 40960, "max_window_layers": 36, "model_type": "qwen3",
+        "num_attention_heads": 32, "num_hidden_layers": 36,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000, "sliding_window":
+        null, "tie_word_embeddings": false, "use_sliding_window": false, "vocab_size": 151936}""",
+    "mixtral-8x7b": """{"architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "hidden_act": "silu",
+        "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mixtral",
+        "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "num_local_experts": 8, "output_router_logits": false, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02, "sliding_window": null, "tie_word_embeddings": false, "vocab_size": 32000}""",
+    "qwen3-30b-a3b": """{"architectures": ["Qwen3MoeForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+        "decoder_sparse_step": 1, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144,
+        "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [], "model_type": "qwen3_moe",
+        "moe_intermediate_size": 768, "norm_topk_prob": true, "num_attention_heads": 32, "num_experts": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
+        "rope_scaling": null, "rope_theta": 1000000.0, "sliding_window": null, "tie_word_embeddings": false,
+        "use_sliding_window": false, "vocab_size": 151936}""",
+}
+
+
+@pytest.mark.parametrize("preset", HUB)
+def test_published_settings_are_those_of_the_preset(preset, tmp_path):
+    (tmp_path / "config.json").write_text(HUB[preset])
+    got = config.Model(**huggingface.read_config(str(tmp_path)))
+    want = config.parse(["--preset", preset, "--data", __file__]).model
+    want.preset = got.preset
+    assert got == want
+
+
+@pytest.mark.parametrize("architecture", huggingface.ARCHITECTURES)
+def test_settings_that_config_json_leaves_out_are_transformers_defaults(architecture, tmp_path):
+    sizes = {name: value for name, value in SMALL.items() if name not in ("num_key_value_heads", "head_dim")}
+    sizes |= dict(hidden_size=256, num_attention_heads=32)
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]} | sizes))
+    got = huggingface.read_config(str(tmp_path))
+    theirs = getattr(transformers, architecture.removesuffix("ForCausalLM") + "Config")(**sizes)
+    windows = getattr(theirs, "sliding_window", None)
+    assert got["kv_heads"] == theirs.num_key_value_heads
+    assert got["head_dim"] == (getattr(theirs, "head_dim", None) or 8)
+    assert got["norm_eps"] == theirs.rms_norm_eps and got["tied"] == theirs.tie_word_embeddings
+    assert got["rope_theta"] == theirs.rope_parameters["rope_theta"] and got["rope_scaling"] == 1
+    assert got["window"] == (windows or 0)
+    if "experts" in got:
+        assert got["experts"] == theirs.num_experts and got["top_k"] == theirs.num_experts_per_tok
+        assert got["expert_ffn"] == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
+        assert got.get("router_norm", True) == getattr(theirs, "norm_topk_prob", True)
+
+
+def test_config_json_is_read_without_torch(tmp_path):
+    (tmp_path / "config.json").write_text(HUB["qwen3-30b-a3b"])
+    code = f"import sys, huggingface; huggingface.read_config({str(tmp_path)!r}); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("changed, message", [
+    (dict(architectures=["GPT2LMHeadModel"]), "architectures ['GPT2LMHeadModel']: use one of LlamaForCausalLM"),
+    (dict(architectures=None), "architectures None"),
+    (dict(model_type="qwen3"), 'model_type "qwen3": must be "qwen2"'),
+    (dict(hidden_act="gelu"), 'hidden_act "gelu": must be "silu"'),
+    (dict(attention_dropout=0.1), "attention_dropout 0.1: must be 0"),
+    (dict(architectures=["LlamaForCausalLM"], model_type="llama", attention_bias=True), "attention_bias true"),
+    (dict(architectures=["LlamaForCausalLM"], model_type="llama", mlp_bias=True), "mlp_bias true: must be false"),
+    (dict(architectures=["LlamaForCausalLM"], model_type="llama", layer_types=["full_attention"] * 3), "must be null"),
+    (dict(quantization_config=dict(quant_method="fp8")), "quantization_config"),
+    (dict(rope_scaling=dict(type="linear", factor=2.0)), 'rope_type "linear": must be "default" or "llama3"'),
+    (dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), 'rope_type "yarn"'),
+    (dict(rope_parameters=LLAMA3 | dict(high_freq_factor=2.0)), "high_freq_factor 2.0: must be 4.0"),
+    (dict(rope_parameters=LLAMA3 | dict(original_max_position_embeddings=4096)), "embeddings 4096: must be 8192"),
+    (dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "low_freq_factor null: must be 1.0"),
+    (dict(rope_parameters=LLAMA3 | dict(factor="8")), 'factor "8": must be a number above 0'),
+    (dict(rope_parameters=dict(full_attention=dict(rope_type="default"))), "full_attention"),
+    (dict(partial_rotary_factor=0.5), "partial_rotary_factor 0.5: must be null or 1"),
+    (dict(WINDOW, max_window_layers=2), "sliding_window 7, but not in layers [0, 1]: must be in all"),
+    (dict(WINDOW, layer_types=["sliding_attention"] * 2), "one per layer"),
+    (dict(WINDOW, layer_types=["chunked_attention"] * 3), "must be full_attention or sliding_attention"),
+    (dict(hidden_size=None), "hidden_size null: must be a whole number above 0"),
+    (dict(vocab_size="61"), 'vocab_size "61": must be a whole number'),
+    (dict(tie_word_embeddings=1), "tie_word_embeddings 1: must be true or false"),
+    (dict(rms_norm_eps=-1e-6), "rms_norm_eps -1e-06: must be a number above 0"),
+])
+def test_settings_that_are_not_implemented_are_refused_in_one_line(changed, message, published, tmp_path):
+    refused_config("qwen2", changed, message, published, tmp_path)
+
+
+@pytest.mark.parametrize("changed, message", [
+    (dict(mlp_only_layers=[1]), "mlp_only_layers [1]: only the first layers can be dense"),
+    (dict(decoder_sparse_step=2), "decoder_sparse_step 2: must be 1"),
+    (dict(num_experts_per_tok=0), "num_experts_per_tok 0"),
+])
+def test_experts_that_are_not_implemented_are_refused_in_one_line(changed, message, published, tmp_path):
+    refused_config("qwen3 moe", changed, message, published, tmp_path)
+
+
+def refused_config(case, changed, message, published, tmp_path):
+    with open(f"{published(case)}/config.json") as file:
+        settings = json.load(file)
+    if "rope_scaling" in changed:
+        settings["rope_parameters"] = None
+    settings = {name: value for name, value in settings.items() if name != "layer_types"} | changed
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError) as error:
+        huggingface.read_config(str(tmp_path))
+    line = str(error.value)
+    assert line.startswith(f"{tmp_path}/config.json: ") and message in line and "\n" not in line
+
+
+@pytest.mark.parametrize("content, message", [
+    (None, "there is no such file"), ("{", "is no JSON"), ("[1]", "must be a JSON object"),
+])
+def test_a_folder_without_a_sound_config_json_is_refused(content, message, tmp_path):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    for read in (huggingface.read_config, huggingface.source):
+        with pytest.raises(ValueError) as error:
+            read(str(tmp_path))
+        assert str(error.value).startswith(f"{tmp_path}/config.json: {message}")
+
+
+def without_weights(folder):
+    os.remove(f"{folder}/model.safetensors.index.json")
+    for name in os.listdir(folder):
+        if name.endswith(".safetensors"):
+            os.rename(f"{folder}/{name}", f"{folder}/{name}.bin")
+
+
+def without_a_shard(folder):
+    os.remove(f"{folder}/model-00002-of-00005.safetensors")
+
+
+def with_a_cut_shard(folder):
+    os.truncate(f"{folder}/model-00002-of-00005.safetensors", 5000)
+
+
+def with_a_wrong_index(folder):
+    with open(f"{folder}/model.safetensors.index.json") as file:
+        index = json.load(file)
+    index["weight_map"]["model.norm.weight"] = index["weight_map"]["model.embed_tokens.weight"]
+    with open(f"{folder}/model.safetensors.index.json", "w") as file:
+        json.dump(index, file)
+
+
+def with_a_cut_index(folder):
+    os.truncate(f"{folder}/model.safetensors.index.json", 100)
+
+
+def with_other_heads(folder):
+    change_config(folder, num_key_value_heads=6)
+
+
+def with_8_bits(folder):
+    path = f"{folder}/model-00001-of-00005.safetensors"
+    weights = safetensors.torch.load_file(path)
+    safetensors.torch.save_file({name: weight.to(torch.float8_e4m3fn) for name, weight in weights.items()}, path)
+
+
+def with_more_layers(folder):
+    change_config(folder, num_hidden_layers=4)
+
+
+def change_config(folder, **changed):
+    with open(f"{folder}/config.json") as file:
+        settings = json.load(file)
+    with open(f"{folder}/config.json", "w") as file:
+        json.dump(settings | changed, file)
+
+
+@pytest.mark.parametrize("damage, message", [
+    (without_weights, ": has no model.safetensors and no model.safetensors.index.json: weights in another format"),
+    (without_a_shard, "/model-00002-of-00005.safetensors: is missing"),
+    (with_a_cut_shard, "/model-00002-of-00005.safetensors: cannot read model.layers"),
+    (with_a_wrong_index, "/model-00001-of-00005.safetensors: cannot read model.norm.weight"),
+    (with_a_cut_index, "/model.safetensors.index.json: is no JSON"),
+    (with_other_heads, "model.layers.0.self_attn.k_proj.weight has the shape (30, 48), the model asks for (60, 48)"),
+    (with_8_bits, "/model-00001-of-00005.safetensors: model.embed_tokens.weight is F8_E4M3: use a model that is not"),
+    (with_more_layers, ": model.safetensors.index.json has no tensor model.layers.3."),
+])
+def test_damaged_weights_are_refused_in_one_line(damage, message, published, tmp_path):
+    folder = str(tmp_path / "damaged")
+    shutil.copytree(published("mistral", "50KB"), folder)
+    damage(folder)
+    with pytest.raises(ValueError) as error:
+        loaded(folder)
+    line = str(error.value)
+    assert line.startswith(folder) and message in line and "\n" not in line
+
+
+def test_a_tensor_that_a_single_file_has_not_is_refused(published, tmp_path):
+    folder = str(tmp_path / "untied")
+    shutil.copytree(published("llama tied"), folder)
+    change_config(folder, tie_word_embeddings=False)
+    with pytest.raises(ValueError, match=r"/model\.safetensors: cannot read lm_head\.weight: "):
+        loaded(folder)
+
+
+def test_a_weight_that_the_published_model_has_not_is_refused(published):
+    model = config.Model(**huggingface.read_config(published("mixtral")) | dict(shared_experts=1))
+    with pytest.raises(ValueError, match=r"layers\.0\.shared\.w_gate: MixtralForCausalLM has no such weight"):
+        filled(model, huggingface.source(published("mixtral")))
+
+
+# ---- out ------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("case", CASES)
+def test_transformers_opens_what_is_exported(case, published, tmp_path):
+    llama, folder = loaded(published(case)), str(tmp_path / "exported")
+    for rank in (1, 0, 2):
+        huggingface.export(folder, llama.model, specs_of(llama), weights_of(llama), "fp32", rank=rank, world=3,
+                           shard_bytes=30000)
+    files = os.listdir(folder)
+    assert not any(name.endswith(".tmp") for name in files)
+    stored = set()
+    for name in files:
+        if name.endswith(".safetensors"):
+            with safetensors.safe_open(f"{folder}/{name}", framework="pt") as file:
+                assert file.metadata() == {"format": "pt"}
+                stored.update(file.keys())
+    assert ("lm_head.weight" in stored) != llama.model.tied
+    again = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    theirs = of_transformers(case)
+    assert type(again) is type(theirs) and again.dtype == torch.float32
+    want = theirs.state_dict()
+    got = again.state_dict()
+    assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+    assert torch.equal(logits(again), logits(theirs))
+    continued = again.generate(TOKENS, max_new_tokens=20, do_sample=False, attention_mask=torch.ones_like(TOKENS))
+    assert torch.equal(sample(llama, TOKENS, 20, temperature=0), continued)
+    assert huggingface.read_config(folder) == huggingface.read_config(published(case))
+    assert torch.equal(logits(loaded(folder)), logits(llama))
+
+
+def test_each_rank_reads_and_writes_its_own_shards(published, tmp_path):
+    llama, folder, read = loaded(published("mixtral")), str(tmp_path), []
+    total = sum(param.numel() for param in llama.parameters())
+
+    def source(spec, box):
+        read.append(box_shape(box))
+        return weights_of(llama)(spec, box)
+
+    counts = []
+    for rank in range(3):
+        read.clear()
+        before = set(os.listdir(folder))
+        huggingface.export(folder, llama.model, specs_of(llama), source, "bf16", rank=rank, world=3, shard_bytes=20000)
+        written = [name for name in set(os.listdir(folder)) - before if name.endswith(".safetensors")]
+        counts.append(sum(torch.Size(shape).numel() for shape in read))
+        sizes = [sum(weight.nbytes for weight in safetensors.torch.load_file(f"{folder}/{name}").values())
+                 for name in written]
+        assert sum(sizes) == 2 * counts[-1] and max(sizes) <= 20000
+    assert sum(counts) == total and min(counts) > 0.2 * total
+
+
+def test_an_export_replaces_an_earlier_one_with_other_shards(published, tmp_path):
+    folder = str(tmp_path)
+    for case, shard_bytes in [("llama", 30000), ("llama tied", 10**9), ("qwen2", 50000), ("mistral", 30000)]:
+        llama = loaded(published(case))
+        huggingface.export(folder, llama.model, specs_of(llama), weights_of(llama), "fp32", shard_bytes=shard_bytes)
+        again = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        assert torch.equal(logits(again), logits(of_transformers(case)))
+        assert os.path.exists(f"{folder}/model.safetensors.index.json") == (shard_bytes < 10**9)
+
+
+@pytest.mark.parametrize("dtype, torch_dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_weights_are_rounded_to_the_dtype_of_the_export(dtype, torch_dtype, published, tmp_path):
+    llama = loaded(published("qwen3 moe"))
+    huggingface.export(str(tmp_path), llama.model, specs_of(llama), weights_of(llama), dtype)
+    assert not os.path.exists(tmp_path / "model.safetensors.index.json")
+    again = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path), dtype="auto")
+    assert again.dtype == torch_dtype
+    for name, weight in of_transformers("qwen3 moe").state_dict().items():
+        assert torch.equal(again.state_dict()[name], weight.to(torch_dtype))
+
+
+def test_the_tokenizer_and_its_special_tokens_are_copied(published, tmp_path):
+    llama = loaded(published("llama"))
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "one": 1, "two": 2, "?": 3}, "?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", chat_template="{{ x }}")
+    given = str(tmp_path / "given")
+    fast.save_pretrained(given)
+    with open(f"{given}/config.json", "w") as file:
+        json.dump(dict(eos_token_id=[2, 3], max_position_embeddings=777), file)
+    for tokenizer_from, eos, longest in [("", None, 99), (given, [2, 3], 777)]:
+        folder = str(tmp_path / "exported")
+        huggingface.export(folder, llama.model, specs_of(llama), weights_of(llama), "fp32", seq=99,
+                           tokenizer_from=tokenizer_from)
+        settings = transformers.AutoConfig.from_pretrained(folder)
+        assert settings.eos_token_id == eos and settings.bos_token_id is None
+        assert settings.max_position_embeddings == longest
+    again = transformers.AutoTokenizer.from_pretrained(folder)
+    assert again("two one three").input_ids == [2, 1, 3] and again.chat_template == "{{ x }}"
+    with pytest.raises(ValueError, match="export to another folder"):
+        huggingface.export(given, llama.model, specs_of(llama), weights_of(llama), "fp32", tokenizer_from=given)
+
+
+@pytest.mark.parametrize("flags, architecture", [
+    ("--preset llama-3.1-8b", "LlamaForCausalLM"), ("--preset tiny", "LlamaForCausalLM"),
+    ("--heads 6 --head-dim 10", "MistralForCausalLM"),  # transformers' Llama wants heads that divide hidden
+    ("--window 128", "MistralForCausalLM"), ("--preset qwen2.5-0.5b", "Qwen2ForCausalLM"),
+    ("--preset qwen3-8b --window 128 --window-every 4", "Qwen3ForCausalLM"),
+    ("--preset mixtral-8x7b", "MixtralForCausalLM"), ("--preset tiny-moe", "MixtralForCausalLM"),
+    ("--preset qwen3-30b-a3b --dense-layers 2", "Qwen3MoeForCausalLM"),
+])
+def test_the_class_of_an_export_has_what_the_model_uses(flags, architecture, tmp_path):
+    model = config.parse(f"--data {__file__} {flags}".split()).model
+    assert huggingface.exportable(model) == architecture
+
+
+@pytest.mark.parametrize("flags, named", [
+    ("--window 128 --window-every 4", "--window-every 4 (only 0)"), ("--qk-norm --qkv-bias", "--qkv-bias True"),
+    ("--preset tiny-moe --shared-experts 1", "--shared-experts 1 (only 0)"),
+    ("--preset tiny-moe --dense-layers 1", "--dense-layers 1 (only 0)"),
+    ("--preset tiny-moe --router sigmoid", "--router sigmoid (only softmax)"),
+    ("--preset tiny-moe --no-router-norm", "--router-norm False (only True)"),
+    ("--preset tiny-moe --router-scale 2", "--router-scale 2.0 (only 1.0)"),
+    ("--preset deepseek-v3-gqa", "--expert-groups 8 (only 1)"),
+    ("--heads 6 --head-dim 10 --window 4 --window-every 2", "--heads 6 (only divisors of --hidden 128)"),
+])
+def test_what_no_class_of_transformers_computes_is_not_exported(flags, named, tmp_path):
+    model = config.parse(f"--data {__file__} {flags}".split()).model
+    with pytest.raises(ValueError) as error:
+        huggingface.export(str(tmp_path / "out"), model, [], None, "fp32")
+    assert named in str(error.value) and "\n" not in str(error.value)
+    assert not os.path.exists(tmp_path / "out")
