@@ -1,32 +1,125 @@
 """The parts of the benchmarks that need no measuring: who is compared, how tables and results are written."""
 import contextlib
 import io
+import json
 import os
+import pickle
+import re
 import subprocess
 import sys
+import time
+from functools import partial
 from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import bench
 import bench_gpu
 import config
-from bench_gpu import Row
+import param
+import train
+from bench_gpu import Result, Row
 
 ROOT = os.path.dirname(config.__file__)
 
 
 def test_a_section_is_added_once_and_then_replaced():
-    first = bench_gpu.written("# Results\n\nold\n", "## One GPU", "a\nb")
+    first = bench_gpu.replace_section("# Results\n\nold\n", "a\nb")
     assert first == "# Results\n\nold\n\n## One GPU\n\na\nb\n"
-    second = bench_gpu.written(first + "\n## More\n\nkept\n", "## One GPU", "c")
+    second = bench_gpu.replace_section(first + "\n## More\n\nkept\n", "c")
     assert second == "# Results\n\nold\n\n## One GPU\n\nc\n\n## More\n\nkept\n"
 
 
-def test_a_table_has_a_line_a_row():
-    lines = bench_gpu.table([Row("x", 0.0015, "3 TB/s", "torch 2.000 ms", 0.75, "1.0"), Row("y", 1.0)]).splitlines()
-    assert lines[2] == "| x | 1.500 ms | 3 TB/s | torch 2.000 ms | 0.75 | 1.0 |"
-    assert lines[3] == "| y | 1000.000 ms |  |  |  |  |"
+def test_a_table_has_a_line_per_row_and_ratios_to_the_fastest_rival():
+    rows = [Row("x", None, "1.0"), Row("y", None), Row("z", None, "0.5", rival="x"), Row("w", None, rival="y")]
+    outcomes = [Result(0.0015, "3 TB/s", {"torch": 0.002, "eager": 0.004}), "no time left", Result(0.003), Result(1)]
+    assert bench_gpu.table(rows, outcomes).splitlines()[2:] == [
+        "| x | 1.500 | 3 TB/s | torch 2.000, eager 4.000 | 0.75 | 1.0 |", "| y | not measured: no time left | | | |  |",
+        "| z | 3.000 |  | x 1.500 | 2.00 | 0.5 |", "| w | 1000.000 |  |  |  |  |"]
+
+
+def result() -> Result:
+    return Result(1.0)
+
+
+def test_a_failing_row_harms_no_other_and_is_named_in_the_file(tmp_path):
+    path = tmp_path / "RESULTS.md"
+    path.write_text("# Results\n")
+    rows = [Row("first", result), Row("raises", partial(int, "x")), Row("dies", partial(os._exit, 3)),
+            Row("last", result)]
+    bench_gpu.measure_rows(rows, "a GPU", str(path))
+    lines = path.read_text().splitlines()
+    assert lines[:5] == ["# Results", "", "## One GPU", "", "a GPU"]
+    found = [line.split(" | ")[:2] for line in lines[8:]]
+    assert found[0] == ["| first", "1000.000"] and found[3] == ["| last", "1000.000"]
+    assert found[1] == ["| raises", "not measured: ValueError: invalid literal for int() with base 10: 'x'"]
+    assert found[2][0] == "| dies" and found[2][1].startswith("not measured: BrokenProcessPool")
+
+
+def test_a_row_that_takes_too_long_is_abandoned(tmp_path):
+    path = tmp_path / "RESULTS.md"
+    path.write_text("# Results\n")
+    bench_gpu.measure_rows([Row("hangs", partial(time.sleep, 600))], "a GPU", str(path), row_limit_s=0.5)
+    assert path.read_text().splitlines()[8:] == ["| hangs | not measured: TimeoutError:  | | | |  |"]
+
+
+def test_rows_for_which_no_time_is_left_are_named_in_the_file(tmp_path):
+    path = tmp_path / "RESULTS.md"
+    path.write_text("# Results\n")
+    bench_gpu.measure_rows([Row("a", result), Row("b", result)], "a GPU", str(path), start_limit_s=-1)
+    assert path.read_text().splitlines()[8:] == ["| a | not measured: no time was left | | | |  |",
+                                                 "| b | not measured: no time was left | | | |  |"]
+
+
+def test_rows_can_be_sent_to_another_process_and_have_different_names():
+    assert [row.name for row in pickle.loads(pickle.dumps(bench_gpu.ROWS))] == [row.name for row in bench_gpu.ROWS]
+    names = [row.name for row in bench_gpu.ROWS]
+    assert len(set(names)) == len(names) and {row.rival for row in bench_gpu.ROWS} <= {"", *names}
+
+
+@contextlib.contextmanager
+def on_a_small_cpu():
+    """What bench_gpu asks of a GPU is done on the CPU, in fp32, once, with small sizes."""
+    def measure_seconds(function, inputs):
+        function(*inputs[0])
+        return 1.0
+
+    def without_device(function):
+        return lambda *args, device=None, **kwargs: function(*args, **kwargs)
+
+    small = dict(T=256, H=128, FFN=256, measure_seconds=measure_seconds, make_cold_inputs=lambda make: [make()],
+                 copy_rate=lambda: 1.0, sdpa_kernel=lambda backends: contextlib.nullcontext(),
+                 parameter=lambda spec, groups, dtype, device: param.parameter(spec, groups, dtype))
+    made = {name: without_device(getattr(torch, name)) for name in ("randn", "empty", "zeros", "ones", "randint")}
+    cuda = dict(memory_allocated=lambda: 0, max_memory_allocated=lambda *device: 0, current_stream=lambda: None,
+                reset_peak_memory_stats=lambda: None)
+    with patch.multiple(bench_gpu, **small), patch.multiple(torch.cuda, **cuda), patch.multiple(
+            torch, bfloat16=torch.float32, compile=lambda function: function, **made), patch.object(
+            train, "choose_device", lambda asked: (torch.device("cpu"), "")):
+        yield
+
+
+@pytest.mark.parametrize("row", [row for row in bench_gpu.ROWS if row.name.startswith(("RMS", "add", "SwiGLU", "FP8"))],
+                         ids=lambda row: row.name)
+def test_rows_of_kernels_run(row):
+    with on_a_small_cpu():
+        assert row.measure().seconds == 1.0
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_rows_of_attention_and_of_the_loss_run(direction):
+    with on_a_small_cpu():
+        assert list(bench_gpu.measure_attention(direction, 1, 64, 4, 2, 16).rivals) == ["cuDNN", "torch's flash"]
+        assert list(bench_gpu.measure_loss(V=300).rivals) == ["compiled", "eager"]
+
+
+def test_rows_of_training_read_the_metrics_of_every_step():
+    small = "--layers 2 --hidden 32 --heads 2 --kv-heads 2 --ffn 48 --seq 32 --global-batch 4 --dtype fp32"
+    with on_a_small_cpu():
+        records = bench_gpu.train_llama(small, 4)
+    assert [record["step"] for record in records] == [0, 1, 2, 3] and records[0]["step_s"] > 0
 
 
 @pytest.mark.parametrize("kernel, kind", [
@@ -53,35 +146,194 @@ def test_without_a_gpu_it_says_so():
 
 # ---- rows against rivals --------------------------------------------------------------------------------------------
 
-def row(name: str, flags: list[str]) -> str:
+@pytest.mark.parametrize("arguments, message", [
+    ("cp", "cp needs several ranks: run under torchrun --nproc_per_node=4 bench.py cp"),
+    ("zero --layers 2", "zero needs several ranks: run under torchrun --nproc_per_node=4 bench.py zero"),
+    ("ep --layers 2", "--layers 2: ep has fixed sizes and needs no flags"),
+    ("train --dtype bf16", "--dtype bf16: all contenders compute in fp32, so leave it out")])
+def test_what_a_part_cannot_do_is_refused_in_one_line(arguments, message):
+    done = subprocess.run([sys.executable, "bench.py", *arguments.split()], cwd=ROOT, capture_output=True, text=True,
+                          timeout=120)
+    assert (done.returncode, done.stderr) == (2, f"bench.py: {message}\n")
+
+
+def test_parts_for_one_process_are_refused_on_several_ranks():
+    with pytest.raises(ValueError, match="^train is for one process, not 4 ranks: run python bench.py train$"):
+        bench.check(["dp", "train"], [], 4)
+
+
+def rows(name: str, flags: list[str]) -> str:
     """What the first rank prints of a comparison of small sizes, whose times are those of one step each."""
     turns = bench.take_turns
-    small = dict(CP_SEQUENCES=(256, 512), PP_TOKENS=16, EP_TOKENS=64,
+    small = dict(CP_SEQUENCES=(256, 512), PP_TOKENS=16, EP_TOKENS=64, CHECKPOINT_MODEL="--zero 1",
                  take_turns=lambda contenders, repeats, steps: turns(contenders, 1, 1))
     with patch.multiple(bench, **small), contextlib.redirect_stdout(io.StringIO()) as printed:
-        bench.BENCHES[name](flags)
+        bench.PARTS[name](flags) if name in bench.TRAINING else bench.PARTS[name]()
     return printed.getvalue()
 
 
 SMALL = "--layers 2 --hidden 32 --heads 4 --kv-heads 4 --ffn 48 --seq 32 --global-batch 4".split()
 
 
-@pytest.mark.parametrize("name, ranks, rivals", [
-    ("train", 1, ["transformers + fused AdamW"]), ("dp", 2, ["DistributedDataParallel"]),
-    ("zero", 2, ["ZeroRedundancyOptimizer", "fully_shard"]), ("tp", 2, ["DTensor", "DTensor"]),
-    ("cp", 2, ["by hand, 256 tokens", "by hand, 512 tokens"]),
-    ("pp", 4, ["Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"]),
-    ("ep", 2, ["ep 1"])])
-def test_a_row_measures_us_and_its_rivals(pool, name, ranks, rivals):
-    printed, *others = pool.run(ranks, "test_bench:row", name=name, flags=SMALL)
+@pytest.mark.parametrize("name, ranks, ours, rivals", [
+    ("train", 1, 1, ["transformers + fused AdamW"]), ("dp", 2, 1, ["DistributedDataParallel"]),
+    ("zero", 2, 1, ["ZeroRedundancyOptimizer", "fully_shard"]), ("tp", 2, 1, ["DTensor", "DTensor"]),
+    ("cp", 2, 3, ["torch, gather and mask, S 256", "torch, gather and mask, S 512"]),
+    pytest.param("pp", 4, 1, ["Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble",
+                              "ScheduleZBVZeroBubble"], marks=pytest.mark.slow),
+    ("ep", 2, 1, ["penteract --ep 1"])])
+def test_a_table_has_our_rows_and_then_the_rival_that_ratios_refer_to(pool, name, ranks, ours, rivals):
+    printed, *others = pool.run(ranks, "test_bench:rows", name=name, flags=SMALL)
     assert not any(others)
-    lines = [line for line in printed.splitlines() if "tokens/s" in line]
-    assert [line.strip().split("  ")[0] for line in lines if "ratio 1.00" in line] == rivals
-    assert all(float(line.split("ratio ")[1]) > 0 for line in lines) and len(lines) > len(rivals)
-    if ranks > 1:
-        sent = [float(line.split()[2]) for line in printed.splitlines() if "MB sent" in line]
-        assert len(sent) == len(lines) and all(sent[:-1]) and (name == "ep") == (sent[-1] == 0)
+    for rival in rivals:
+        heading, *lines = printed.splitlines()[:ours + 2]
+        printed = "\n".join(printed.splitlines()[ours + 2:])
+        assert heading.startswith("(ratio to the last line)")
+        assert all(line.startswith("penteract") for line in lines[:-1]) and lines[-1].startswith(rival)
+        ratios = [[float(ratio) for ratio in re.findall(r"\(([\d.]+)\)", line)] for line in lines]
+        assert all(ratio > 0 for line in ratios for ratio in line) and set(ratios[-1]) == {1.0}
+        if ranks > 1:
+            column = re.split("  +", heading).index("MB sent")
+            sent = [float(re.split("  +", line)[column].split()[0]) for line in lines]
+            assert all(sent[:-1]) and (name == "ep") == (sent[-1] == 0)
+    assert not printed
 
 
-def test_a_row_on_one_process_needs_no_ranks():
-    assert row("ep", []).count("tokens/s") == 3
+def test_saving_a_checkpoint_is_compared(pool):
+    printed, other = pool.run(2, "test_bench:rows", name="checkpoint", flags=[])
+    heading, *lines = printed.splitlines()
+    assert not other and heading.split("  ")[-1].strip() == "MB more at peak"
+    figures = {name: [float(x.replace(",", "")) for x in columns]
+               for name, *columns in (re.split("  +", line) for line in lines)}
+    assert list(figures) == ["checkpoint.py", "DCP, each rank's shards", "torch.save of the gathered state"]
+    copies = 804_224 * 12 / 2 / 1e6  # half of master weights and both moments
+    assert figures["checkpoint.py"][3] == pytest.approx(copies, abs=0.1)
+    assert figures["torch.save of the gathered state"][3] > 2 * copies
+
+
+def test_experts_in_one_process_need_no_ranks():
+    assert len(rows("ep", []).splitlines()) == 4
+
+
+# ---- the network ----------------------------------------------------------------------------------------------------
+
+def samples(latency: float, bandwidth: float, factor: float) -> list[bench.Sample]:
+    return [bench.Sample(4 ** k, latency + factor * 4 ** k / bandwidth, 0, 0) for k in range(5, 13)]
+
+
+def test_a_fit_finds_latency_and_bus_bandwidth():
+    latency, bandwidth, error = bench.fit(samples(2e-5, 3e9, 1.5), 1.5)
+    assert (latency, bandwidth, error) == pytest.approx((2e-5, 3e9, 0), rel=1e-6, abs=1e-9)
+    *others, largest = samples(2e-5, 3e9, 1.5)
+    off = bench.fit([*others, largest._replace(seconds=largest.seconds * 1.3)], 1.5)
+    assert off.latency == pytest.approx(2e-5, rel=0.1) and off.bandwidth == pytest.approx(3e9, rel=0.3)
+    assert off.error < 0.2  # a large payload that is off does not decide the latency
+
+
+def test_a_fit_has_no_negative_part():
+    growing = [bench.Sample(n, n ** 1.5 / 1e9, 0, 0) for n in (1024, 4096, 16384)]
+    assert bench.fit(growing, 1.0).latency == 0 and bench.fit(growing, 1.0).bandwidth > 0
+    shrinking = [bench.Sample(n, 1e-3 - n / 1e9, 0, 0) for n in (1024, 4096, 16384)]
+    assert bench.fit(shrinking, 1.0).latency > 0 and 0 < bench.fit(shrinking, 1.0).bandwidth < float("inf")
+
+
+def test_bus_bandwidth_has_the_factors_of_nccl_tests():
+    factors = {op: factor(8) for op, factor in bench.FACTORS.items()}
+    assert factors == {"all_reduce": 1.75, "reduce_scatter": 0.875, "all_gather": 0.875, "all_to_all": 0.875,
+                       "broadcast": 1, "reduce": 1, "scatter": 0.875, "gather": 0.875, "send": 1}
+
+
+def test_a_curve_has_a_step_for_each_factor_of_two():
+    rates = {0: 1e3, 1: 7.8e6, 3: 2.5e8, 4: 5e8, 5: 1e9}  # bus bytes per second of payloads of 4**k kB; none of 16 kB
+    found = [bench.Sample(1024 * 4 ** k, 1024 * 4 ** k * 0.5 / rate, 0, 0) for k, rate in rates.items()]
+    assert bench.curve(found, 0.5, 1e9) == "▁▁·▆▇█"
+
+
+def test_payloads_that_are_always_measured_come_first_and_none_is_above_memory():
+    assert bench.payloads(1 << 24) == [1 << k for k in (10, 18, 22, 12, 14, 16, 20, 24)]
+    assert bench.payloads(1 << 11) == [1 << k for k in (10, 18, 22)]
+
+
+def test_a_slow_pair_is_named_and_judged_among_pairs_of_its_kind():
+    seconds = torch.full((4, 4), 1e-4, dtype=torch.float64)
+    seconds[0:2, 2:4] = seconds[2:4, 0:2] = 5e-4  # two nodes of two ranks
+    seconds[1, 0] = seconds[0, 1] = 1.1e-4
+    line, = bench.name_slow_pairs(seconds, 2)
+    assert line.startswith("no slow pair; the slowest: ranks 0 and 1 exchange 1 MiB in 110 us, 1.0 times the median of "
+                           "2 pairs inside a node; ranks ")
+    seconds[3, 0] = seconds[0, 3] = 2e-3
+    line, = bench.name_slow_pairs(seconds, 2)
+    assert line == "slow pair: ranks 0 and 3 exchange 1 MiB in 2,000 us, 4.0 times the median of 4 pairs between nodes"
+    assert bench.name_slow_pairs(torch.ones(3, 3), 3)[0].startswith("no slow pair")
+
+
+def test_a_level_of_the_cluster_file_has_latencies_per_hop():
+    level = bench.describe_level("node", 4, 4, dict.fromkeys(bench.FACTORS, bench.Fit(6e-5, 1e9, 0.0)))
+    latencies = {op: figures["latency_s"] for op, figures in level["per_collective"].items()}
+    assert latencies["all_reduce"] == 1e-5 and latencies["all_gather"] == 2e-5 and latencies["send"] == 6e-5
+    assert (level["latency_s"], level["bandwidth_bytes_per_s"]) == (2e-5, 1e9)
+
+
+@pytest.mark.parametrize("flags, message", [
+    ("--out", "--out needs the name of a file"),
+    ("--out /nowhere/c.json", "--out /nowhere/c.json: there is no folder /nowhere"),
+    ("--out /tmp", "--out /tmp is a folder: name a file"),
+    ("--tp 3", "--tp 3 does not divide the 4 ranks")])
+def test_a_probe_that_cannot_run_is_refused(flags, message):
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        bench.parse_probe(flags.split(), 4)
+
+
+def test_a_probe_shares_no_run_and_needs_ranks():
+    with pytest.raises(ValueError, match="^probe shares no run"):
+        bench.check(["dp", "probe"], [], 4)
+    with pytest.raises(ValueError, match="^probe needs several ranks: run under torchrun "):
+        bench.check(["probe"], ["--tp", "2"], 1)
+
+
+def probe(flags: list[str], local_ranks: int, slow: tuple[int, ...]) -> str:
+    """What the first rank prints of a short probe, of nodes with so many ranks, in which one pair is slow."""
+    exchange = bench.ring.exchange
+
+    def exchange_slowly(group, outgoing, to, incoming, source):
+        time.sleep(0.1 * ({to, dist.get_rank()} == set(slow)))
+        exchange(group, outgoing, to, incoming, source)
+
+    small = dict(PROBE_SECONDS={"cpu": 0}, PROBE_TURNS=2)
+    with patch.multiple(bench, **small), patch.dict(os.environ, LOCAL_WORLD_SIZE=str(local_ranks)), patch.object(
+            bench.ring, "exchange", exchange_slowly), contextlib.redirect_stdout(io.StringIO()) as printed:
+        bench.bench_probe(flags)
+    return printed.getvalue()
+
+
+def test_a_probe_measures_every_axis_and_writes_the_cluster_file(pool, tmp_path):
+    out = tmp_path / "cluster.json"
+    arguments = dict(flags=["--out", str(out), "--tp", "2", "--pp", "2"], local_ranks=2, slow=(1, 3))
+    printed, *others = pool.run(4, "test_bench:probe", **arguments)
+    assert not any(others)
+    cluster = json.loads(out.read_text())
+    assert set(cluster) == {"name", "gpus_per_node", "peak_flops", "achieved_fraction", "memory_bytes", "levels",
+                            "measured"}
+    assert cluster["gpus_per_node"] == 2 and cluster["name"].startswith("2 x 2 ")
+    assert cluster["peak_flops"]["bf16"] > 0 and cluster["achieved_fraction"] is None and cluster["memory_bytes"] > 1e6
+    assert set(cluster["measured"]) == {"date", "backend", "torch", "device"}
+    assert [(level["name"], level["ranks"]) for level in cluster["levels"]] == [("node", 2), ("network", 4)]
+    assert [line for line in printed.splitlines() if "groups at once" in line] == [
+        "node, tp: 2 ranks (0 1); groups at once: 2", "network, pp: 2 ranks (0 2); groups at once: 2"]
+    for level in cluster["levels"]:
+        assert set(level) == {"name", "ranks", "latency_s", "bandwidth_bytes_per_s", "per_collective"}
+        assert set(level["per_collective"]) == set(bench.FACTORS)
+        for figures in (level, *level["per_collective"].values()):
+            assert figures["latency_s"] >= 0 and 0 < figures["bandwidth_bytes_per_s"] < float("inf")
+    row = next(line for line in printed.splitlines() if line.startswith("all_reduce") and " 1,024 " in line)
+    _, nbytes, us, *_, algorithm, bus = row.split()
+    assert float(algorithm) == pytest.approx(1024 / (float(us.replace(",", "")) * 1e3), abs=6e-4) and bus == algorithm
+    assert "slow pair: ranks 1 and 3 exchange 1 MiB in " in printed and "pairs between nodes" in printed
+    assert printed.endswith(f"written: {out}\n")
+
+
+def test_a_probe_of_nested_axes_goes_from_the_innermost_outward(pool):
+    printed, *_ = pool.run(4, "test_bench:probe", flags=["--tp", "2"], local_ranks=4, slow=())
+    assert [line.split(":")[0] for line in printed.splitlines() if "groups at once" in line] == [
+        "tp", "dp, data", "node"]
+    assert "written" not in printed
