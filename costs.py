@@ -1,8 +1,8 @@
 """What a run costs, by formula: parameters, FLOPs, bytes of model state and of saved activations.
 
-Nothing is measured here and nothing needs torch: every formula takes only settings, so it answers before anything
-runs. meter.py counts the same quantities in a real step, and the tests demand that both agree: parameters, state and
-activations exactly, FLOPs to 1% (the formulas leave out norms and softmax).
+Nothing is measured here and nothing needs torch: formulas take settings and shapes, so they answer before anything
+runs. The tests compare them: parameters with published totals, exactly; state and activations with what meter.py counts
+in a real step, to the byte (FP8 to 2%); FLOPs to 1% (norms and softmax are left out).
 
 Parameters and FLOPs. Each of the P parameters that a token passes through takes part in one multiplication and one
 addition in forward, and in two of each in backward: 6 P FLOPs per token (papers write 6 N). Attention's scores and
@@ -15,15 +15,18 @@ moments m P, with w = 2, a = 4, m = 8 in bf16: 18 bytes per parameter. See zero.
 Activations. A layer is a table of what its forward makes: bytes per token, the strongest recomputation under which it
 is still saved, what shards it, and the FLOPs that make it. From it follow what a rank saves and what is recomputed.
 
-Letters: H hidden, F ffn, q heads x head width, kv key and value heads x head width, E experts, k experts per token, S
-sequence, L layers.
+Letters: H = hidden, F = ffn, q = heads x head width, kv = key and value heads x head width, E = experts, k = experts
+per token, S = sequence, L = layers, W = window, P = parameters.
 """
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from config import Config, Model, padded_length
 
@@ -73,6 +76,14 @@ def parameters(model: Model) -> Parameters:
         head=0 if model.tied else model.vocab * H)
 
 
+def lecture_parameters(model: Model) -> dict[str, int]:
+    """The count of GPT-2's architecture, h V + L (12 h^2 + 13 h) + 2 h, by component: tied table, four h x h matrices
+    and a feed-forward of 4 h, each with biases, and norms with biases. Positions left out (Narayanan et al. 2021)."""
+    h, L = model.hidden, model.layers
+    return dict(vocabulary=model.vocab * h, attention=4 * L * h * h, ffn=8 * L * h * h,
+                norms_and_biases=L * (4 + 5 + 4) * h + 2 * h)
+
+
 def visible_keys(model: Model, layer: int, seq: int) -> float:
     """How many keys a token sees in a layer, averaged over a sequence: S/2, or W - W^2 / 2S with a window of W."""
     window = min(model.window_of(layer) or seq, seq)
@@ -86,33 +97,159 @@ def flops_per_token(model: Model, seq: int, causal: bool = False) -> float:
     half of them: 6 P + 6 L q S. In a layer with a window, twice its visible keys take the place of S.
     """
     count = parameters(model)
-    dense = count.active - (0 if model.tied else count.embedding)
+    multiplied = count.active - (0 if model.tied else count.embedding)
     visible = sum(visible_keys(model, layer, seq) for layer in range(model.layers))
-    return 6 * dense + (1 if causal else 2) * 12 * model.heads * model.head_dim * visible
+    return 6 * multiplied + (1 if causal else 2) * 12 * model.heads * model.head_dim * visible
 
 
 # ---- model state ----------------------------------------------------------------------------------------------------
 
 def state_bytes(buckets: list[int], level: int, n: int, *, weight: int, accumulated: int,
                 moments: int) -> dict[str, int]:
-    """The most bytes that a rank has at once of weights, gradients and optimizer state.
+    """Upper bounds of the bytes that a rank has at once of weights, gradients and optimizer state.
 
     buckets: elements of each. n: ranks that shard them. level: of ZeRO. weight: bytes per element of the weights;
-    accumulated: of main gradients and master weights; moments: of all moments together. At level 3 two neighbouring
-    buckets' weights are unsharded at once, at levels 2 and 3 two neighbouring buckets' gradients; the largest possible
-    sum of two is taken. Left out at levels 2 and 3: the gradient of a tied table, and one shard being received; with
-    bf16 moments: one bucket's moments in fp32 during its update.
+    accumulated: of main gradients and master weights; moments: of all moments together. At level 3 two
+    buckets' weights are whole at once, at levels 2 and 3 two buckets' gradients: the two largest are taken, though only
+    neighbours coincide. Left out at levels 2 and 3: schedules that split backward, which have one whole gradient per
+    bucket; the gradient of a tied table; one shard being received. With bf16 moments: one bucket's moments in fp32
+    during its update.
     """
     if n == 1:
         level = 0
     padded = [-(-count // n) * n for count in buckets] if level else buckets
     all_elements = sum(padded)
     shard = all_elements // n
-    two = sum(sorted(padded)[-2:]) if len(padded) > 1 else 2 * all_elements
+    two_weights = sum(sorted(padded)[-2:])
+    two_grads = two_weights if len(padded) > 1 else 2 * all_elements  # one is reduced while the other is filled
     master = 0 if weight == accumulated else accumulated
-    return dict(weights=(shard + two if level == 3 else all_elements) * weight,
-                gradients=(shard + two if level >= 2 else all_elements) * accumulated,
+    return dict(weights=(shard + two_weights if level == 3 else all_elements) * weight,
+                gradients=(shard + two_grads if level >= 2 else all_elements) * accumulated,
                 optimizer=(shard if level else all_elements) * (master + moments))
+
+
+# ---- layers of a stage, elements of its buckets ---------------------------------------------------------------------
+
+def partition(work: Sequence[float], stages: int, last: float = 0.0, least: int = 1) -> list[range]:
+    """The layers of each stage, as pp.partition, of which this is the copy without torch: the largest work as small as
+    possible, early stages as short as possible. last: the work of the head. least: layers of a stage, 1 or 0."""
+    sums = [0.0, *accumulate(work)]
+
+    def fill(limit: float) -> list[int] | None:
+        starts, stop = [], len(work)
+        for stage in reversed(range(stages)):
+            room = limit + 1e-9 - last * (stage == stages - 1)
+            start = max(stage * least, min(stop - least, bisect_left(sums, sums[stop] - room))) if stage else 0
+            if stop - start > least and sums[stop] - sums[start] > room:
+                return None
+            starts.insert(0, start)
+            stop = start
+        return starts
+
+    ends = range(len(work) + 1)
+    limits = sorted({round(sums[j] - sums[i] + more, 9) for j in ends for i in range(j) for more in {0, last}})
+    starts = fill(limits[bisect_left(limits, True, key=lambda limit: fill(limit) is not None)])
+    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(work)])]
+
+
+def cumulative_partition(work: Sequence[float], stages: int, last: float = 0.0) -> list[range]:
+    """The layers of each stage as nanotron divides them: a stage takes layers until the sum of all so far exceeds its
+    share of the total, so that early stages have more, and the last ones may have none."""
+    total, stage, starts, so_far = sum(work) + last, 0, [0], 0.0
+    for layer, flops in enumerate(work):
+        so_far += flops
+        if so_far > total * (stage + 1) / stages and stage < stages - 1:
+            stage += 1
+            starts.append(layer + 1)
+    starts += [len(work)] * (stages + 1 - len(starts))
+    return [range(start, stop) for start, stop in zip(starts, starts[1:])]
+
+
+def layer_kinds(settings: Config) -> tuple[tuple, ...]:
+    """The kind of every layer; layers of one kind cost the same."""
+    model = settings.model
+    first_expert = model.dense_layers if model.experts else model.layers
+    return kinds_of_layers(model.layers, first_expert, model.window, model.window_every, settings.fp8_layers())
+
+
+@lru_cache(64)
+def kinds_of_layers(layers: int, first_expert: int, window: int, window_every: int, fp8: range) -> tuple[tuple, ...]:
+    return tuple((layer >= first_expert, window > 0 and not (window_every and (layer + 1) % window_every == 0),
+                  layer in fp8) for layer in range(layers))
+
+
+def by_kind(settings: Config, cost: Callable[[int], Any]) -> dict[tuple, Any]:
+    """cost(layer) of one layer of each kind."""
+    numbers = {kind: layer for layer, kind in enumerate(layer_kinds(settings))}
+    return {kind: cost(layer) for kind, layer in numbers.items()}
+
+
+def stages_of(settings: Config, division: str = "balanced") -> list[range]:
+    """The layers of every pipeline stage, of about equal FLOPs, those of the head included. division: "balanced", as
+    train.py; "any": the same, but the head may be alone; "cumulative": see cumulative_partition."""
+    grid, fields = settings.grid, tuple(vars(settings.model).values())
+    return divide(fields, layer_kinds(settings), settings.batch.seq, grid.pp * grid.chunks, division)
+
+
+@lru_cache(1024)
+def divide(fields: tuple, kinds: tuple[tuple, ...], seq: int, stages: int, division: str) -> list[range]:
+    """fields: of the Model; kinds: of its layers."""
+    model = Model(*fields)
+    of_kind = {kind: forward_flops(llama_layer(model, seq, layer=layer)) for layer, kind in enumerate(kinds)}
+    unit = max(of_kind.values())
+    work, head = [of_kind[kind] / unit for kind in kinds], 2 * model.vocab * model.hidden / unit
+    if division == "cumulative":
+        return cumulative_partition(work, stages, head)
+    return partition(work, stages, head, int(division == "balanced"))
+
+
+def layer_elements(settings: Config, layer: int) -> dict[str, int]:
+    """Parameters of a block on one rank, by data axis: "dp", or "edp" for experts."""
+    model, grid = settings.model, settings.grid
+    H, t, D = model.hidden, grid.tp, model.head_dim
+    q, kv = model.heads // t * D, max(model.kv_heads // t, 1) * D
+    dense = 2 * H + 2 * H * q + 2 * H * kv + model.qkv_bias * (q + 2 * kv) + model.qk_norm * 2 * D
+    if not model.has_experts(layer):
+        return dict(dp=dense + 3 * H * model.ffn // t)
+    shared = model.shared_experts * model.expert_ffn
+    return dict(dp=dense + model.experts * H + 3 * H * shared // t,
+                edp=model.experts // grid.ep * 3 * H * model.expert_ffn)
+
+
+def bucket_elements(settings: Config, stages: Mapping[int, range], element: int) -> dict[str, list[int]]:
+    """Elements of each bucket of a rank by data axis, as dp.assign_to_buckets makes them. stages: this rank's, and
+    their layers. element: bytes per element of a weight. Of tp ranks the one with the most rows of the vocabulary."""
+    model, grid = settings.model, settings.grid
+    capacity = 0 if grid.zero == 3 else grid.bucket_mb * 1e6 / acc_bytes(element)
+    table, last_stage = -(-model.vocab // grid.tp) * model.hidden, grid.pp * grid.chunks - 1
+    tables = (0 in stages) + (last_stage in stages)
+    buckets: dict[str, list[int]] = {"dp": [table] if model.tied and tables else []}
+    kinds, elements = layer_kinds(settings), by_kind(settings, lambda layer: layer_elements(settings, layer))
+    for stage, layers in stages.items():
+        units = [elements[kinds[layer]] for layer in layers]
+        if stage == 0 and not model.tied:
+            units.insert(0, dict(dp=table))
+        if stage == last_stage:
+            units.append(dict(dp=model.hidden + (0 if model.tied else table)))
+        filling: dict[str, int] = {}
+        for unit in units:
+            for axis, count in unit.items():
+                filling[axis] = filling.get(axis, 0) + count
+                if filling[axis] >= capacity:
+                    buckets.setdefault(axis, []).append(filling.pop(axis))
+        for axis, count in filling.items():
+            buckets.setdefault(axis, []).append(count)
+    return buckets
+
+
+def fp8_elements(settings: Config, layers: Iterable[int]) -> int:
+    """Elements of the matrices of these blocks, on one rank, that multiply in FP8: all but the router."""
+    model = settings.model
+    vectors = 2 * model.hidden + model.qk_norm * 2 * model.head_dim
+    biases = model.qkv_bias * (model.heads // settings.grid.tp + 2 * max(model.kv_heads // settings.grid.tp, 1))
+    return sum(sum(layer_elements(settings, layer).values()) - vectors - biases * model.head_dim
+               - model.has_experts(layer) * model.experts * model.hidden
+               for layer in layers if layer in settings.fp8_layers())
 
 
 # ---- what a layer makes ---------------------------------------------------------------------------------------------
@@ -120,8 +257,9 @@ def state_bytes(buckets: list[int], level: int, n: int, *, weight: int, accumula
 class Activation(NamedTuple):
     """A tensor that a layer's forward makes, per token.
 
-    nbytes: without parallelism. saved_under: the strongest of RECOMPUTE under which it is still saved. sharded_by:
-    "tp": by tensor parallelism; "sp": by sequence parallelism only; "": by neither. flops: to make it.
+    nbytes: of all tensor parallel ranks together, copies of key and value heads included. saved_under: the strongest of
+    RECOMPUTE under which it is still saved. sharded_by: "tp": by tensor parallelism; "sp": by sequence parallelism
+    only; "": by neither. flops: to make it.
     """
     nbytes: float
     saved_under: str
@@ -145,7 +283,7 @@ def forward_flops(layer: Layer) -> float:
 
 def recomputed_flops(layer: Layer, recompute: str) -> float:
     """FLOPs per token that backward repeats, of all activations that are not saved. A layer's last matmul is never
-    repeated: its result is the next layer's input."""
+    repeated: no backward of the layer reads its result."""
     return sum(activation.flops for activation in layer.values()
                if RECOMPUTE.index(activation.saved_under) < RECOMPUTE.index(recompute))
 
@@ -153,7 +291,8 @@ def recomputed_flops(layer: Layer, recompute: str) -> float:
 def gpt_layer(hidden: int, heads: int, seq: int) -> Layer:
     """The layer of Korthikanti et al. 2022, section 4: 16 bits, GELU, dropout, scores saved: s b h (34 + 5 a s / h).
 
-    Attention's FLOPs count all scores, masked ones too, as the paper and torch do.
+    Attention's FLOPs count all scores, masked ones too, as the paper and torch do. "selective" means what it does in
+    that paper: only the scores are recomputed (in model.py norms and SwiGLU are, too).
     """
     h, scores = hidden, heads * seq
     return dict(
@@ -299,13 +438,14 @@ class AttentionCost(NamedTuple):
 
 def attention_cost(algorithm: str, B: int, N: int, S: int, D: int, itemsize: int = 2,
                    on_chip: int = 192 * 1024) -> AttentionCost:
-    """Attention without a causal mask, forward and backward. algorithm: one of
+    """Attention without a causal mask, forward and backward, for B sequences of S tokens, N heads of width D.
+    algorithm: one of
 
     "standard": scores in memory, with mask and dropout. Passes over them (one for a read or a write) in forward: 1
     writes s, 2 add the mask, 2 softmax, 2.5 dropout (its mask is a byte), 1 for p v; in backward 1 dv, 1 dp, 2.5
     dropout, 3 softmax, 2 dq and dk.
-    "flash 1": algorithms 1 and 4 of Dao et al. 2022, with on_chip bytes of memory beside each SM, an A100's by default.
-    The outer loop has one turn for each on_chip / 4D keys and values.
+    "flash 1": algorithms 1 and 4 of Dao et al. 2022, with on_chip bytes of memory in each SM, by default an A100's. The
+    outer loop takes on_chip / (4 D itemsize) keys and values per turn.
     "here": flash.py, where the L2 cache serves what a kernel reads twice.
     """
     matmul, tensor, rows = 2 * B * N * S * S * D, B * N * S * D * itemsize, B * N * S * 4
@@ -317,6 +457,7 @@ def attention_cost(algorithm: str, B: int, N: int, S: int, D: int, itemsize: int
         forward = (2 + 1 + 3 * turns) * tensor + (2 + 4 * turns) * rows  # k v; o = 0; q o, o; m l = 0; m l, m l
         backward = (2 + 2 + 1 + 5 * turns) * tensor + 2 * turns * rows  # k v; dk dv; dq = 0; q o do dq, dq; m l
         return AttentionCost(7 * matmul, forward + backward)
+    assert algorithm == "here", algorithm
     forward, backward = 4 * tensor, (6 + 6) * tensor  # q k v, o; q k v o do, dq; q k v do, dk dv
     return AttentionCost(9 * matmul, forward + backward + 5 * rows)
 
@@ -340,7 +481,8 @@ def activation_bytes(settings: Config, element: int, stages: Collection[Iterable
 
     element: bytes per element of an activation. stages: the layers of each pipeline stage on this rank; None: all
     layers, in one stage. in_flight: micro-batches whose activations the rank has at once. has_head: whether it has the
-    last stage. Left out: masks of documents and windows, and what exists once per sequence.
+    last stage. These are what plain torch saves; Triton's kernels on a GPU save less: no norms' statistics, and dx and
+    dW of the head in place of logits. Left out: masks of documents and windows, and small tensors per sequence.
     """
     model, grid, batch, precision, optim = (settings.model, settings.grid, settings.batch, settings.precision,
                                             settings.optim)
@@ -351,7 +493,8 @@ def activation_bytes(settings: Config, element: int, stages: Collection[Iterable
     by_blocks = grid.cp > 1 and not by_heads  # attention by blocks saves no scores
     options = LayerOptions(element, tp, "auto" if by_blocks else precision.attention, grid.sp_keep,
                            aux=optim.aux_loss > 0, router_z=optim.router_z_loss > 0, dispatched=grid.ep > 1)
-    fp8_bytes = {"none": 0.0, "tensorwise": 1.0, "blockwise": 1 + 4 / 128}[precision.fp8]  # a scale per 128 elements
+    recipe = precision.fp8_recipe()
+    fp8_bytes = (1 + 4 / 128 if recipe.blocks else 1.0) if recipe else 0.0  # a scale per 128 elements
 
     def block(number: int) -> float:
         fp8 = fp8_bytes if number in settings.fp8_layers() else 0.0
@@ -364,7 +507,8 @@ def activation_bytes(settings: Config, element: int, stages: Collection[Iterable
         return saved_bytes(layer, recompute, tp, sp or recompute == "full")  # checkpoints are sharded without sp, too
 
     stages = stages or [range(model.layers)]
-    per_token = in_flight * max(sum(map(block, layers)) for layers in stages)
+    kinds, saved = layer_kinds(settings), by_kind(settings, block)
+    per_token = in_flight * max(sum(saved[kinds[layer]] for layer in layers) for layers in stages)
     if has_head:
         norm = model.hidden * element if recompute == "selective" else 2 * model.hidden * element + acc
         logits = -(-model.vocab // tp) * element + 3 * acc
@@ -376,8 +520,9 @@ def activation_bytes(settings: Config, element: int, stages: Collection[Iterable
         per_token += model.hidden * element  # one checkpoint, gathered
     if model.experts and recompute == "full":
         per_token += in_flight * 8 / tp  # the sequence that a token belongs to, for recomputing a block
+    angles = local_seq * model.head_dim * acc  # cos and sin of rotary embedding
     mask = seq * seq if precision.attention == "math" and not by_blocks else 0
-    return round(batch.micro_batch * local_seq * per_token + local_seq * model.head_dim * acc + mask)
+    return round(batch.micro_batch * local_seq * per_token + angles + mask)
 
 
 def memory_bytes(settings: Config, element: int, moments: int, buckets: dict[str, list[int]], fp8_weights: int,
@@ -399,7 +544,7 @@ def memory_bytes(settings: Config, element: int, moments: int, buckets: dict[str
 
 # ---- utilisation ----------------------------------------------------------------------------------------------------
 
-# Peak dense TFLOP/s in bf16 and fp16, by words of the name that the driver gives; the first fits. From data sheets.
+# Peak dense TFLOP/s in bf16 and fp16, from data sheets. The first entry whose words the device's name has counts.
 PEAK_TFLOPS = {"H100 PCIe": 756, "H100 NVL": 835, "H200 NVL": 835, "H100": 989, "H200": 989, "GH200": 989, "B200": 2250,
                "GB200": 2500, "B300": 2250, "GB300": 2500, "A100": 312, "L40S": 362, "MI300X": 1307, "MI325X": 1307}
 
@@ -411,8 +556,8 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def flops_by_convention(settings: Config) -> dict[str, float]:
-    """FLOPs per token, forward and backward, as each kind of utilisation counts them: mfu with all scores, mfu_causal
-    with the visible ones only, hfu as mfu, plus what is recomputed."""
+    """FLOPs per token, forward and backward, as each kind of utilisation counts them. mfu: masked scores, too (in a
+    layer with a window as many as visible ones). mfu_causal: visible ones only. hfu: mfu plus what is recomputed."""
     model, precision, seq = settings.model, settings.precision, settings.batch.seq
     options = LayerOptions(attention=precision.attention)
     recomputed = sum(recomputed_flops(llama_layer(model, seq, options, layer), precision.recompute)

@@ -1,6 +1,7 @@
 """The rules of the house: files that read only files below them, short functions, and names that exist."""
 import ast
 import importlib
+import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -27,6 +28,17 @@ def imports(name: str, demo: bool = True) -> set[str]:
 
 def test_imports_form_no_circle():
     TopologicalSorter({name: imports(name) for name in FILES}).prepare()  # raises CycleError, naming it
+
+
+def test_imports_point_down_the_table_of_the_readme():
+    rows = [re.findall(r"\[(\w+)\.py\]", line) for line in (ROOT / "README.md").read_text().splitlines()
+            if line.startswith("| [") and "](tests/" not in line]
+    assert sorted(name for row in rows for name in row) == sorted(FILES)
+    below = set()
+    for row in reversed(rows[:-1]):
+        below |= set(row)
+        for name in row:
+            assert imports(name, demo=False) <= below, name
 
 
 @pytest.mark.parametrize("name", TECHNIQUES)

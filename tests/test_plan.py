@@ -1,0 +1,364 @@
+"""The plan: memory equal to train.py's, pipelines as schedules.py simulates them, published runs, refusals."""
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import time
+from statistics import median
+
+import pytest
+
+import config
+import costs
+import machines
+import plan
+import pp
+import published
+import schedules
+import train
+from machines import MACHINES, Constants, Level, Machine, Run, Seconds
+
+GRID = "--preset llama-3.1-8b --dp 4 --tp 4 --pp 4 --zero 1 --seq 4096 --global-batch 64 --micro-batch 1"
+
+
+def run_for(flags: str, ranks: int = 0, machine: str = "h100", **rest) -> Run:
+    arguments = flags.split()
+    settings = config.parse(arguments, ranks or plan.world_of(arguments))
+    settings.precision.dtype = "bf16"
+    return Run(settings, MACHINES[machine], **rest)
+
+
+def printed(capsys, command: str) -> str:
+    plan.main(command.split())
+    return capsys.readouterr().out
+
+
+# ---- parameters and memory ------------------------------------------------------------------------------------------
+
+def test_the_formula_of_the_lectures_gives_gpt_3():
+    model = config.parse("--layers 96 --hidden 12288 --heads 96 --kv-heads 96 --vocab 51200".split()).model
+    assert sum(costs.lecture_parameters(model).values()) == 174_590_681_088
+
+
+def test_params_says_where_the_formula_and_a_llama_differ(capsys):
+    out = printed(capsys, "params --preset llama-2-7b")
+    assert "6,738,415,616" in out and "6,575,235,072" in out  # h = 4096, L = 32, V = 32000
+    assert "8/3 h = 10,923" in out
+
+
+def test_state_of_round_sizes_is_the_playbooks(capsys):
+    lines = printed(capsys, "memory --preset llama-3.2-1b").splitlines()
+    row = next(line for line in lines if line.startswith("  16: "))
+    assert row.split()[-4:] == ["16", "112", "1,120", "6,480"]
+
+
+def test_layers_are_divided_as_the_engine_divides_them():
+    generator = random.Random(0)
+    for _ in range(200):
+        layers = generator.randint(1, 20)
+        work = [generator.choice((1.0, 0.5, 0.25)) for _ in range(layers)]
+        stages, last = generator.randint(1, layers), generator.choice((0.0, 0.3, 1.7))
+        assert costs.partition(work, stages, last) == pp.partition(work, stages, last=last)
+
+
+def test_stages_by_cumulative_cost_are_nanotrons():
+    """A head worth 2.2 layers: of 34.2 in 16 stages the first takes 3, since 2 do not exceed its share of 2.14."""
+    divided = costs.cumulative_partition([1.0] * 32, 16, 2.2)
+    assert [len(stage) for stage in divided] == [3, 2, 2, 2, 2, 2, 2, 3, 2, 2, 2, 2, 2, 2, 2, 0]
+
+
+class Ranks:
+    """Stands for a process group."""
+
+    def __init__(self, n: int, me: int):
+        self.size, self.rank = (lambda: n), (lambda: me)
+
+
+def groups_of(grid, model, stage: int) -> dict:
+    """The groups of the rank with the most rows of the vocabulary."""
+    wanted = dict(tp=(grid.tp, grid.tp - 1), pp=(grid.pp, stage), ep=(grid.ep, 0), cp=(grid.cp, 0),
+                  tie=(2 if grid.pp > 1 else 1, 0))
+    if grid.tp > model.kv_heads:
+        wanted |= dict(kv=(model.kv_heads, 0), kv_copy=(grid.tp // model.kv_heads, 0))
+    return dict.fromkeys(train.AXES) | {axis: Ranks(n, me) for axis, (n, me) in wanted.items() if n > 1}
+
+
+@pytest.mark.parametrize("flags, ranks", [
+    ("--preset llama-3.2-1b --tp 2 --pp 2 --recompute selective", 8),
+    ("--preset llama-3.1-8b --tp 2 --zero 3 --bucket-mb 100", 8),
+    ("--preset qwen2.5-0.5b --tp 2 --cp 2 --zero 2 --no-sp", 8),
+    ("--preset smollm-135m --pp 3 --schedule zb-h1 --moments bf16", 6),
+    ("--preset mixtral-8x7b --tp 2 --ep 4 --zero 1 --pp 2 --schedule zb-v", 16),
+    ("--preset qwen3-0.6b --fp8 tensorwise --pp 4 --schedule interleaved --zero 1", 8),
+    ("--preset llama-3.1-8b --tp 16 --seq 512 --recompute full", 16),
+    ("--preset deepseek-v3-gqa --ep 16 --pp 4 --zero 1 --fp8 blockwise --no-fp8-ends", 64)])
+def test_memory_is_what_train_py_says_of_every_rank(flags, ranks):
+    run = run_for(f"{flags} --global-batch 64 --micro-batch 1", ranks)
+    for stage in range(run.settings.grid.pp):
+        expected = train.memory_of_rank(run.settings, groups_of(run.settings.grid, run.settings.model, stage))
+        assert machines.memory_of_rank(run, stage) == expected
+
+
+def test_memory_is_that_of_the_rank_that_needs_most():
+    run = run_for(GRID)
+    every = [sum(machines.memory_of_rank(run, rank).values()) for rank in range(4)]
+    assert sum(machines.memory(run).values()) == max(every) == every[0]
+
+
+# ---- machines -------------------------------------------------------------------------------------------------------
+
+TWO_LEVELS = Machine("test", 8, {"bf16": 1e15}, 0.8, 80e9, 3e12,
+                     (Level("node", 8, 1e-6, 300e9, {"all_reduce": 400e9}), Level("network", 1024, 10e-6, 40e9)))
+
+
+@pytest.mark.parametrize("n, stride, collective, seconds", [
+    (1, 1, "all_gather", 0.0),
+    (8, 1, "all_gather", 1 / 300 + 7e-6),  # inside a node
+    (8, 1, "all_reduce", 1 / 400 + 7e-6),
+    (16, 1, "all_gather", 1 / 300 + 15 * 10e-6),  # eight cards carry 320 GB/s, the node's links 300
+    (4, 4, "all_gather", 1 / 80 + 3 * 10e-6),  # two ranks per node: two cards
+    (4, 8, "all_gather", 1 / 40 + 3 * 10e-6)],  # one rank per node
+    ids=["one rank", "in a node", "all-reduce in a node", "two nodes", "two ranks per node", "one rank per node"])
+def test_a_group_that_leaves_a_node_shares_its_cards(n, stride, collective, seconds):
+    assert machines.collective_seconds(TWO_LEVELS, 1e9, n, stride, collective) == pytest.approx(seconds)
+
+
+def test_a_cluster_file_is_a_machine(tmp_path):
+    levels = [dict(name="node", ranks=4, latency_s=2e-6, bandwidth_bytes_per_s=1e11,
+                   per_collective={"all_reduce": dict(latency_s=1e-6, bandwidth_bytes_per_s=2e11)})]
+    file = tmp_path / "cluster.json"
+    written = dict(name="mine", gpus_per_node=4, peak_flops={"bf16": 2e14}, achieved_fraction=None, memory_bytes=2**34,
+                   levels=levels, measured={})
+    file.write_text(json.dumps(written))
+    machine = machines.read_machine(str(file))
+    assert machine.levels[0] == Level("node", 4, 2e-6, 1e11, {"all_reduce": 2e11})
+    assert (machine.peak(), machine.memory_bytes) == (2e14, 2**34)
+    del written["memory_bytes"]
+    file.write_text(json.dumps(written))
+    with pytest.raises(ValueError, match="--machine .*cluster.json: the file has no 'memory_bytes'"):
+        machines.read_machine(str(file))
+
+
+@pytest.mark.parametrize("name", [name for name, schedule in schedules.SCHEDULES.items() if schedule.runs])
+def test_a_pipeline_of_equal_stages_is_simulated_as_schedules_does(name):
+    p, m = 4, 8
+    chunks = schedules.SCHEDULES[name].default_chunks()
+    built = schedules.plan(name, p, m, chunks)
+    costs_of_stage = schedules.Costs(1.0, 1.2, 0.8, 0.3)
+    spans = schedules.simulate(built, costs_of_stage)
+    times = [dict(F=1.0, B=2.0, I=1.2, W=0.8)] * p * chunks
+    end, busy = machines.simulate(machines.order(name, p, m, chunks, 0), p, times, 0.3)
+    assert end == pytest.approx(max(rank[-1].stop for rank in spans))
+    assert busy == pytest.approx([sum(span.stop - span.start for span in rank) for rank in spans])
+
+
+@pytest.mark.parametrize("flags", ["--schedule 1f1b", "--schedule interleaved", "--schedule zb-h1", "--schedule zb-v"])
+def test_many_micro_batches_take_what_a_whole_simulation_takes(flags):
+    run = run_for(f"--preset tiny --layers 16 --pp 4 --global-batch 64 --micro-batch 1 {flags}", 4)
+    grid = run.settings.grid
+    stages = [Seconds(1.0 + 0.1 * i, 1.1, 0.9 + 0.05 * i) for i in range(4 * grid.chunks)]
+    times = [dict(F=s.forward, B=s.input + s.weight, I=s.input, W=s.weight) for s in stages]
+    actions = machines.order(grid.schedule, 4, 64, grid.chunks, 0)
+    whole, busy = machines.simulate(actions, 4, times, machines.hop_seconds(run))
+    seconds, spent = machines.pipeline_seconds(run, stages)
+    assert seconds == pytest.approx(whole, rel=1e-3)
+    assert spent == pytest.approx(busy)
+
+
+# ---- a step ---------------------------------------------------------------------------------------------------------
+
+def test_the_parts_of_a_step_are_its_time():
+    for flags in GRID, GRID + " --schedule zb-h1", "--preset mixtral-8x7b --dp 8 --ep 8 --global-batch 16":
+        step = machines.step_seconds(run_for(flags))
+        assert sum(step.parts.values()) == pytest.approx(step.seconds)
+        assert min(step.parts.values()) > -1e-9
+
+
+def test_utilisation_is_flops_over_time_and_peak():
+    found = plan.predict(run_for("--preset llama-2-7b --dp 8 --zero 1 --seq 4096 --global-batch 64 --micro-batch 1"))
+    flops = 6 * (6_738_415_616 - 32000 * 4096) + 12 * 32 * 4096 * 4096  # per token
+    assert found.mfu == pytest.approx(flops * 64 * 4096 / found.step_s / 8 / 989e12)
+    assert found.hfu == found.mfu > found.mfu_causal
+
+
+def slower(flags: str, more: str, **rest) -> float:
+    return machines.step_seconds(run_for(f"{flags} {more}", **rest)).seconds / machines.step_seconds(
+        run_for(flags, **rest)).seconds
+
+
+def test_what_costs_time_does():
+    grid = "--preset llama-3.1-8b --dp 8 --zero 1 --seq 4096 --global-batch 64 --micro-batch 2"
+    assert 1.2 < slower(grid, "--recompute full") < 1.4
+    assert 1 < slower(grid, "--recompute selective") < 1.1
+    assert slower(grid, "--zero 3") > 1
+    across = "--preset llama-3.1-8b --tp 16 --seq 4096 --global-batch 16 --micro-batch 1"
+    inside = "--preset llama-3.1-8b --tp 8 --dp 2 --seq 4096 --global-batch 16 --micro-batch 1"
+    assert machines.step_seconds(run_for(across)).parts["tp"] > machines.step_seconds(run_for(inside)).parts["tp"]
+
+
+def test_zigzag_context_parallelism_divides_the_scores_equally():
+    one = machines.step_seconds(run_for("--preset llama-3.1-8b --seq 32768 --global-batch 4 --micro-batch 4")).parts
+    four = machines.step_seconds(run_for("--preset llama-3.1-8b --seq 32768 --global-batch 4 --micro-batch 4 --cp 4"))
+    assert four.parts["attention"] == pytest.approx(one["attention"] / 4)
+    assert four.parts["cp"] > 0
+
+
+def test_unbalanced_experts_take_longer():
+    flags = "--preset mixtral-8x7b --dp 8 --ep 8 --zero 1 --seq 4096 --global-batch 64 --micro-batch 1"
+    even, uneven = (machines.step_seconds(run_for(flags, imbalance=x)).parts for x in (1.0, 1.5))
+    assert 1.3 * even["ep"] < uneven["ep"] <= 1.5 * even["ep"]  # bytes are 1.5 times as many, hops as many
+    assert even["matmul"] < uneven["matmul"] < 1.5 * even["matmul"]
+
+
+def test_balance_and_step_say_units(capsys):
+    assert " tokens/s per GPU" in printed(capsys, "step " + GRID)
+    out = printed(capsys, "balance " + GRID)
+    assert len(out.splitlines()) == 5 and " s" in out and " GB" in out
+
+
+# ---- predictions and published runs ---------------------------------------------------------------------------------
+
+def test_every_line_of_a_file_is_predicted(tmp_path, capsys):
+    file = tmp_path / "runs.jsonl"
+    request = {"preset": "llama-3.1-8b", "tp": 4, "gpus": 16, "machine": "h100", "global-batch": 64, "micro_batch": 1,
+               "seq": 4096, "sp": False, "kernels": {"attention": "flash3"}}
+    file.write_text(json.dumps(request) + "\n\n" + json.dumps(request | {"machine": "a100"}) + "\n")
+    h100, a100 = map(json.loads, printed(capsys, f"predict {file}").splitlines())
+    assert request.items() <= h100.items()
+    assert set(h100) - set(request) == set(plan.Prediction._fields)
+    assert a100["step_s"] > 1.5 * h100["step_s"] and h100["fits"] > 0.9
+    file.write_text(json.dumps(request) + "\n" + json.dumps(request | {"kernels": {"speed": 2}}))
+    with pytest.raises(ValueError, match="line 2: kernels: speed unknown, use attention"):
+        plan.main(["predict", str(file)])
+
+
+@pytest.mark.parametrize("table, every, goal", [
+    ("playbook_runs", 12, 0.05), ("narayanan2021_sc21", 1, 0.06), ("llmfoundry", 8, 0.05)])
+def test_published_step_times_are_predicted(table, every, goal):
+    rows = [row for row in published.rows() if row.table == table and row.step_s]
+    rows = [row for row in rows if table != "playbook_runs" or published.FLAGGED in row.groups][::every]
+    rows = [row for row in rows if "FP8" not in row.groups[0]]
+    errors = []
+    for row in rows:
+        errors.append(abs(machines.step_seconds(plan.run_of(row.request)).seconds / row.step_s - 1))
+    assert median(errors) < goal
+
+
+def test_published_memory_and_fits_are_predicted():
+    rows = [row for row in published.rows() if row.table == "playbook_runs"][::20]
+    objects = published.check_rows(rows, plan.predict_request)
+    assert median(published.errors([row for row in objects if row["measured"]["fits"]], "memory_gb")) < 0.09
+    ran = [row["predicted"]["fits"] for row in objects if row["measured"]["fits"]]
+    failed = [row["predicted"]["fits"] for row in objects if not row["measured"]["fits"]]
+    assert sum(fits >= 0.5 for fits in ran) >= 0.96 * len(ran)
+    assert sum(fits < 0.5 for fits in failed) >= 0.8 * len(failed)
+
+
+def test_check_reads_a_folder_and_writes_an_object_per_run(tmp_path, capsys):
+    with open(os.path.join(published.FOLDER, "narayanan2021_sc21.json")) as file:
+        compact = json.load(file)
+    row = dict(zip(compact["columns"], compact["rows"][0]))
+    table = dict(rows=[row | {"source": "made up", "note": "not compact, and with fields that nobody reads"}])
+    (tmp_path / "narayanan2021_sc21.json").write_text(json.dumps(table))
+    out = printed(capsys, f"check --tables {tmp_path} --json {tmp_path}/out.jsonl")
+    assert "SC21 (Narayanan et al. 2021)" in out and "step 5%" in out
+    written, = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert (written["table"], written["row"], written["measured"]["step_s"]) == ("narayanan2021_sc21", 0, 3.528)
+    names = {"step_s", "tokens_per_s_per_gpu", "memory_gb", "fits"}
+    assert set(written["measured"]) == set(written["predicted"]) == names
+
+
+def test_constants_are_few_and_the_same_for_every_run():
+    assert len(Constants._fields) <= 20
+    assert all(isinstance(value, float) for value in Constants())
+
+
+# ---- search ---------------------------------------------------------------------------------------------------------
+
+def test_search_proposes_runs_that_are_valid_fit_and_are_in_order():
+    model = "--preset llama-3.1-8b --layers 15 --seq 4096 --global-batch 64"
+    base = run_for(f"{model} --micro-batch 1")
+    found, fell = plan.search(base, 16)
+    assert [candidate.seconds for candidate in found[:40]] == sorted(candidate.seconds for candidate in found[:40])
+    for candidate in found[:10]:
+        again = run_for(f"{model} {plan.describe(candidate.run.settings)}", 16)
+        assert machines.step_seconds(again).seconds == pytest.approx(candidate.seconds)
+        assert sum(machines.memory(again).values()) + again.constants.reserved == pytest.approx(candidate.memory)
+        assert candidate.memory <= base.constants.usable * 80e9
+    assert fell["step 1: does not fit in memory"] > 30
+    assert any("--pp" in why for why in fell)
+    bound = {plan.describe(candidate.run.settings): candidate.seconds for candidate in found[40:]}
+    assert min(bound.values()) > 0.9 * found[0].seconds  # what was not simulated is hardly better
+
+
+def test_search_leaves_no_grid_out():
+    base = run_for("--preset tiny --global-batch 8")
+    axes = {(g["tp"], g["pp"], g["cp"], g["dp"]) for g in plan.grids(base.settings, 8)}
+    assert axes == {(tp, pp_, 1, 8 // tp // pp_) for tp in (1, 2, 4) for pp_ in (1, 2, 4, 8) if tp * pp_ <= 8}
+
+
+@pytest.mark.slow
+def test_search_of_1024_gpus_takes_less_than_ten_seconds():
+    began = time.process_time()
+    plan.search(run_for("--preset llama-3.1-70b --seq 8192 --global-batch 1024 --micro-batch 1"), 1024)
+    assert time.process_time() - began < 10
+
+
+# ---- scaling --------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("law, parameters, tokens", [
+    ("approach 3, as printed (Hoffmann 2022)", 3.2190e10, 2.9823e12),
+    ("approach 3, unrounded (its TeX source)", 4.0361e10, 2.3785e12),
+    ("refit (Besiroglu et al. 2024)", 7.2353e10, 1.3268e12),
+    ("approach 1 (Hoffmann 2022, table 3)", 67e9, 1.433e12)])
+def test_the_best_size_for_chinchillas_compute(law, parameters, tokens):
+    assert plan.optima(5.76e23)[law] == pytest.approx((parameters, tokens), rel=1e-3)
+
+
+def test_the_optimum_has_the_least_loss_of_its_compute():
+    for fit in plan.FITS.values():
+        parameters, tokens = fit.optimum(1e22)
+        least = fit.loss(parameters, tokens)
+        assert all(fit.loss(parameters * x, tokens / x) > least for x in (0.9, 1.1))
+
+
+def test_noise_scale_and_critical_batch():
+    gradient2, trace = 3.0, 600.0  # E |G_B|^2 = |G|^2 + tr / B
+    assert plan.noise_scale(10, gradient2 + trace / 10, 100, gradient2 + trace / 100) == pytest.approx(200.0)
+    assert plan.critical_batch(2.0) == pytest.approx(2e8 / 2 ** (1 / 0.21))
+
+
+def test_the_ramp_is_minimaxs_at_its_size(capsys):
+    stages = [(int(size), float(start)) for size, start in
+              (stage.split("@") for stage in plan.ramp(128_000_000 // 8192, 8192).split(","))]
+    assert [start for _, start in stages] == pytest.approx([0, 69e9, 790e9, 4700e9], rel=0.01)
+    assert [size * 8192 / 1e6 for size, _ in stages] == pytest.approx([16, 32, 64, 128], rel=0.01)
+    out = printed(capsys, "scaling --preset llama-3.1-8b --dp 8 --global-batch 64 --micro-batch 1 --train-tokens 1e12")
+    assert "557.7 PF-days" in out and "--batch-ramp" in out and "GPU-hours" in out
+
+
+def test_a_long_ring_is_bandwidth_and_one_lap_of_light():
+    assert plan.ring_seconds(72e12, 4800, math.inf) == pytest.approx(0.024)
+    assert plan.ring_seconds(72e12, 0, 1e12, sites=2) == pytest.approx(72.0)
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("command, line", [
+    ("memory --preset llama-3.1-8b --tp 3", "--tp 3 does not divide --heads 32: use one of 1, 2, 4, 8, 16, 32"),
+    ("step --machine abacus", "--machine abacus: unknown, use one of a100"),
+    ("search --preset llama-3.1-405b --gpus 8 --global-batch 64 --seq 8192", "none fits"),
+    ("predict", "predict needs one file of requests"),
+    ("check --tables /nowhere", "--tables /nowhere: has none of playbook_runs.json"),
+    ("sweep", "command: invalid choice: 'sweep'")])
+def test_a_mistake_is_one_line_and_exit_code_2_without_torch(command, line):
+    program = ("import runpy, sys; sys.modules['torch'] = None; sys.argv = ['plan.py', *sys.argv[1:]]; "
+               f"runpy.run_path({plan.__file__!r}, run_name='__main__')")
+    ended = subprocess.run([sys.executable, "-c", program, *command.split()], capture_output=True, text=True)
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.startswith("plan.py: ") and ended.stderr.count("\n") == 1
+    assert line in ended.stderr
+    if "none fits" in line:
+        assert "use --gpus" in ended.stderr
