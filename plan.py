@@ -3,7 +3,7 @@
     python plan.py params   --preset llama-3.1-8b                                          parameters by component
     python plan.py memory   --preset llama-3.1-8b --tp 8 --pp 2 --gpus 64 --machine h100   bytes by kind and choice
     python plan.py step     … the same flags                                            seconds by cause; MFU
-    python plan.py balance  … the same flags                                            what each pipeline rank does
+    python plan.py balance  … the same flags             does communication hide under compute, and from what batch on?
     python plan.py search   --preset llama-3.1-70b --gpus 256 --global-batch 1024 --seq 8192     the best grids
     python plan.py scaling  --preset llama-3.1-8b --gpus 64 --train-tokens 1e12             compute, data, days, cost
     python plan.py predict  runs.jsonl                                                  one JSON object per line
@@ -26,7 +26,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import checks
@@ -219,7 +219,79 @@ def print_step(run: Run) -> None:
     print(f"memory {found.memory_gb:.1f} GB, fits with probability {found.fits:.2f}")
 
 
+class Overlap(NamedTuple):
+    """What a technique communicates beside the compute that it can hide under. ratio: of their times; above 1 it is
+    exposed. limit: when the ratio falls below 1."""
+    technique: str
+    bandwidth: float  # bytes per second and rank, of its group
+    ratio: float
+    formula: str
+    limit: str
+
+
+def overlaps(run: Run) -> list[Overlap]:
+    """The Ultra-Scale Playbook's question of each technique, answered for 16-bit activations and weights and fp32 sums.
+
+    F: FLOP/s that matmuls reach. B: bandwidth. T: tokens of a micro-batch on a rank. p: multiplications per token in a
+    layer (its parameters, and scores), P in a stage. A forward takes 2 p T / F, a backward twice that.
+    """
+    model, grid, batch, machine = run.settings.model, run.settings.grid, run.settings.batch, run.machine
+    F, T = machine.peak() * machine.achieved_fraction, batch.micro_batch * batch.seq / grid.cp
+    layer = costs.forward_flops(costs.llama_layer(model, batch.seq)) / 2  # multiplications per token, scores included
+    heads = model.heads / max(1, model.kv_heads)
+    stage_layers = model.layers / (grid.pp * max(1, grid.chunks))
+
+    def bandwidth(n: int, stride: int, collective: str = "all_gather") -> float:
+        return 1e9 / machines.collective_seconds(machine, 1e9, n, stride, collective)
+
+    def row(technique: str, n: int, stride: int, ratio_at: Callable[[float], float], formula: str,
+            limit: Callable[[float, float], str], collective: str = "all_gather") -> list[Overlap]:
+        if n == 1:
+            return []
+        B = bandwidth(n, stride, collective)
+        ratio = ratio_at(B)
+        return [Overlap(technique, B, ratio, formula, limit(B, ratio))]
+
+    def tokens(B: float, ratio: float) -> str:
+        return f"from {T * ratio:,.0f} tokens per micro-batch on"
+
+    dp, tp, pp, ep = grid.dp * grid.cp, grid.tp, grid.pp, grid.ep
+    share, width = (dp - 1) / dp, model.hidden
+    return [
+        *row("dp: gradients' all-reduce under a backward", dp, tp, lambda B: 2 * share * F / (B * T),
+             "2 (n-1)/n F / (B T)", tokens, "all_reduce"),
+        *row("ZeRO-3: all-gather of the next layer under a forward", dp, tp, lambda B: share * F / (B * T),
+             "(n-1)/n F / (B T)", tokens),
+        *row("ZeRO-3: all-gather and reduce-scatter under a backward", dp, tp, lambda B: 1.5 * share * F / (B * T),
+             "3/2 (n-1)/n F / (B T)", tokens),
+        *row("tp: two all-gathers, two reduce-scatters of a forward", tp, 1,
+             lambda B: 4 * (tp - 1) * width * F / (layer * B), "4 (n-1) H F / (p B)",
+             lambda B, ratio: f"up to {1 + (tp - 1) / ratio:,.1f} ranks, whatever the batch"),
+        *row("cp: the ring's keys and values under a block of scores", grid.cp, tp,
+             lambda B: 2 * F / (heads * (batch.seq / grid.cp) * B), "2 kv/q F / (B S/n)",
+             lambda B, ratio: f"from sequences of {batch.seq * ratio:,.0f} tokens on"),
+        *row("pp: a boundary's activations under a stage's forward", pp, tp * dp,
+             lambda B: width * F / (layer * stage_layers * B), "H F / (P B)",
+             lambda B, ratio: f"from {stage_layers * ratio:,.2f} layers per stage on, whatever the batch"),
+        *(row("ep: dispatch and combine beside the experts' forward", ep, 1,
+              lambda B: 2 * (ep - 1) / ep * F / (3 * model.expert_ffn * B), "2/3 (n-1)/n F / (ffn B)",
+              lambda B, ratio: f"from experts {model.expert_ffn * ratio:,.0f} wide on, whatever the batch")
+          if model.experts else [])]
+
+
 def print_balance(run: Run) -> None:
+    """Communication beside the compute that can hide it, by technique; interconnects; what each pipeline rank does."""
+    print(f"{run.machine.name}: matmuls reach {run.machine.peak() * run.machine.achieved_fraction / 1e12:,.0f} TFLOP/s")
+    print(f"{'communication, and what it hides under':58s}{'B':>10s}{'ratio':>7s}   {'ratio =':24s}hidden")
+    for overlap in overlaps(run):
+        print(f"{overlap.technique:58s}{overlap.bandwidth / GB:5.0f} GB/s{overlap.ratio:7.2f}   {overlap.formula:24s}"
+              f"{overlap.limit}")
+    print("\ninterconnects, GB/s per direction: "
+          + ", ".join(f"{name} {gb_s:g}" for name, gb_s in machines.INTERCONNECTS.items()) + "\n")
+    print_pipeline(run)
+
+
+def print_pipeline(run: Run) -> None:
     """What each pipeline rank holds and does in a step."""
     sums = machines.stage_seconds(machines.stage_parts(run))
     seconds, busy = machines.pipeline_seconds(run, sums)

@@ -835,6 +835,10 @@ MUTANTS = [
            "(1 / small - 1 / large)",
            "(1 / large - 1 / small)",
            "tests/test_plan.py::test_noise_scale_and_critical_batch"),
+    Mutant("keys and values of all heads in the ring's ratio", "plan.py",
+           "lambda B: 2 * F / (heads * (batch.seq / grid.cp) * B)",
+           "lambda B: 2 * F / ((batch.seq / grid.cp) * B)",
+           "tests/test_plan.py::test_overlaps_are_bytes_over_bandwidth_beside_flops_over_speed"),
 ]
 
 

@@ -215,7 +215,37 @@ def test_unbalanced_experts_take_longer():
 def test_balance_and_step_say_units(capsys):
     assert " tokens/s per GPU" in printed(capsys, "step " + GRID)
     out = printed(capsys, "balance " + GRID)
-    assert len(out.splitlines()) == 5 and " s" in out and " GB" in out
+    assert " TFLOP/s" in out and " GB/s" in out and " tokens per micro-batch" in out
+    assert out.splitlines()[-4].startswith("   0") and " s" in out.splitlines()[-1] and " GB" in out.splitlines()[-1]
+
+
+def test_overlaps_are_bytes_over_bandwidth_beside_flops_over_speed():
+    """Each ratio from the bytes and FLOPs themselves, of a layer of p parameters without scores."""
+    run = run_for("--preset mixtral-8x7b --dp 4 --cp 2 --tp 4 --pp 2 --ep 4 --global-batch 8 --micro-batch 1 "
+                  "--seq 4096")
+    model, F, T = run.settings.model, run.machine.peak() * run.machine.achieved_fraction, 2048
+    H, q, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
+    p = costs.forward_flops(costs.llama_layer(model, 4096)) / 2
+    want = {  # (bytes that a rank sends, FLOPs of a rank beside them)
+        "dp:": (2 * 7 / 8 * 4 * p, 4 * p * T), "ZeRO-3: all-gather of": (7 / 8 * 2 * p, 2 * p * T),
+        "ZeRO-3: all-gather and": (7 / 8 * (2 + 4) * p, 4 * p * T), "tp:": (4 * 3 / 4 * 2 * T * H, 2 * p * T / 4),
+        "cp:": (2 * 2 * kv * T, 4 * q * T * T / 2), "pp:": (2 * T * H, 2 * p * T * model.layers / 2),
+        "ep:": (2 * 3 / 4 * 2 * model.top_k * T * H, 3 * 2 * model.top_k * T * H * model.expert_ffn)}
+    found = plan.overlaps(run)
+    assert len(found) == len(want)
+    for overlap, (name, (nbytes, flops)) in zip(found, want.items()):
+        assert overlap.technique.startswith(name)
+        assert overlap.ratio == pytest.approx((nbytes / overlap.bandwidth) / (flops / F))
+
+
+def test_what_would_hide_hides():
+    """With as many tokens or as long sequences as the table says, the ratio is 1."""
+    flags = "--preset llama-3.1-8b --dp 4 --cp 2 --global-batch 4 --micro-batch 1 --seq "
+    rows = {seq: {overlap.technique[:4]: overlap for overlap in plan.overlaps(run_for(flags + str(seq)))}
+            for seq in (8192, 16384)}
+    for name in ("dp: ", "ZeRO", "cp: "):
+        few, many = rows[8192][name], rows[16384][name]
+        assert many.ratio == pytest.approx(few.ratio / 2) and many.limit == few.limit
 
 
 # ---- predictions and published runs ---------------------------------------------------------------------------------
