@@ -281,10 +281,10 @@ def overlaps(run: Run) -> list[Overlap]:
 
 def print_balance(run: Run) -> None:
     """Communication beside the compute that can hide it, by technique; interconnects; what each pipeline rank does."""
-    print(f"{run.machine.name}: matmuls reach {run.machine.peak() * run.machine.achieved_fraction / 1e12:,.0f} TFLOP/s")
+    print(f"{run.machine.name}: matmuls reach {run.machine.peak() * run.machine.achieved_fraction / 1e12:.3g} TFLOP/s")
     print(f"{'communication, and what it hides under':58s}{'B':>10s}{'ratio':>7s}   {'ratio =':24s}hidden")
     for overlap in overlaps(run):
-        print(f"{overlap.technique:58s}{overlap.bandwidth / GB:5.0f} GB/s{overlap.ratio:7.2f}   {overlap.formula:24s}"
+        print(f"{overlap.technique:58s}{overlap.bandwidth / GB:5.3g} GB/s{overlap.ratio:7.2f}   {overlap.formula:24s}"
               f"{overlap.limit}")
     print("\ninterconnects, GB/s per direction: "
           + ", ".join(f"{name} {gb_s:g}" for name, gb_s in machines.INTERCONNECTS.items()) + "\n")
