@@ -172,14 +172,23 @@ def test_a_step_that_fails_is_named_and_not_the_one_before(monkeypatch):
 
 @pytest.mark.parametrize("number, step", [(9, 0), (40, 2)])
 def test_a_rank_that_fails_takes_the_job_down_and_says_where(tmp_path, number, step):
-    """Sample `number`, which only rank 1 of 2 reads, in step `step`, holds tokens that the vocabulary lacks."""
+    """Sample `number`, which only rank 1 of 2 reads, in step `step`, has tokens that the vocabulary lacks. None of the
+    blocks that are read at the start has them."""
     tokens = tmp_path / "tokens.npy"
-    np.save(tokens, np.zeros(4000, np.uint16))
+    np.save(tokens, np.zeros(10**6, np.uint16))
     span = Samples(Corpus([str(tokens)], 300), 32, seed=0).span(number)
-    np.save(tokens, np.where(np.arange(4000) // 32 == span, 9999, 0).astype(np.uint16))
+    np.save(tokens, np.where(np.arange(10**6) // 32 == span, 9999, 0).astype(np.uint16))
     done = start(f"--data {tokens} --steps 20 --vocab 300 --timeout 300", ranks=2)
     assert done.returncode != 0
     assert f"train.py: rank 1 failed in step {step}: {tokens}: holds a token outside 0..299" in done.stderr
+
+
+def test_tokens_of_another_vocabulary_are_refused_before_the_first_step(tmp_path):
+    np.save(tmp_path / "tokens.npy", np.full(4000, 9999, np.uint16))
+    done = start(f"--data {tmp_path / 'tokens.npy'} --vocab 300 --out {tmp_path / 'out'}")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"train.py: {tmp_path / 'tokens.npy'}: holds a token outside 0..299")
+    assert not (tmp_path / "out").exists()
 
 
 def test_fewer_gpus_than_ranks_is_an_error_and_none_is_not(monkeypatch):
