@@ -24,7 +24,7 @@ import torch
 from einops import rearrange
 from torch import nn
 
-from collectives import Group, Groups
+from collectives import Groups
 from config import Model
 from cp import attention_by_window
 from ep import Balance, GroupedExperts, Router, combine, dispatch, make_routing_info
@@ -128,7 +128,7 @@ class FeedForward(nn.Module):
 class MixtureOfExperts(nn.Module):
     """Each token goes through its top-k experts, which are sharded over ep_group, and through the shared ones."""
 
-    def __init__(self, layer: int, model: Model, make: MakeParameter, ep_group: Group, balance: Balance):
+    def __init__(self, layer: int, model: Model, make: MakeParameter, ep_group: Any, balance: Balance):
         super().__init__()
         E, H, F, name = model.experts, model.hidden, model.expert_ffn, f"layers.{layer}."
         self.ep_group = ep_group
@@ -155,7 +155,7 @@ class MixtureOfExperts(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + ffn(norm(x)). norm_along: Spec.along of the norms' weights."""
 
-    def __init__(self, layer: int, model: Model, make: MakeParameter, t: int, norm_along: dict, ep_group: Group,
+    def __init__(self, layer: int, model: Model, make: MakeParameter, t: int, norm_along: dict, ep_group: Any,
                  balance: Balance):
         super().__init__()
         name = f"layers.{layer}."

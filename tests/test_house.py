@@ -52,6 +52,15 @@ def test_functions_are_short():
     assert {function: lines for function, lines in long.items() if lines > 60} == {}
 
 
+def test_the_model_is_a_page_that_anybody_can_read():
+    """Few names from other files, and attention's forward on a third of a screen."""
+    taken = [alias.name for node in FILES["model"].body if isinstance(node, ast.ImportFrom) and node.module in FILES
+             for alias in node.names]
+    attention = next(node for node in FILES["model"].body if getattr(node, "name", "") == "Attention")
+    forward = next(node for node in attention.body if getattr(node, "name", "") == "forward")
+    assert len(taken) <= 25 and forward.end_lineno - forward.lineno < 25
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_names_taken_from_other_files_exist(name):
     """Also those in functions that run on GPUs only."""
