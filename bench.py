@@ -30,7 +30,6 @@ import os
 import platform
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -38,7 +37,7 @@ from contextlib import nullcontext
 from datetime import date
 from functools import partial
 from math import log2
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -258,7 +257,7 @@ def bench_training(part: str, flags: list[str]) -> None:
             dtype = settings.precision.dtype
             need(dtype in ("auto", "fp32"), f"--dtype {dtype}: all contenders compute in fp32, so leave it out")
         except ValueError as error:
-            refuse(error)
+            config.refuse(error, "bench.py")
         torch.manual_seed(0)  # all ranks draw the same global batch
         windows = torch.randint(settings.model.vocab, (settings.batch.global_batch, settings.batch.seq + 1))
         batch = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
@@ -768,15 +767,6 @@ def check(parts: list[str], flags: list[str], ranks: int) -> None:
     need("gpu" not in parts or torch.cuda.is_available(), "gpu needs a GPU, and there is none here")
 
 
-def refuse(error: ValueError) -> NoReturn:
-    """Exit with code 2. The first rank says why; the others wait, because torchrun kills all once one has ended."""
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        print(f"bench.py: {error}", file=sys.stderr, flush=True)
-    else:
-        time.sleep(2)
-    os._exit(2)
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="+", choices=PARTS, metavar="part", help=", ".join(PARTS))
@@ -787,7 +777,7 @@ if __name__ == "__main__":
         if known.parts == ["probe"]:
             device = train.choose_device(parse_probe(flags, ranks)[0].run.device)[0]
     except ValueError as error:
-        refuse(error)
+        config.refuse(error, "bench.py")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with collectives.world(device) if "WORLD_SIZE" in os.environ else nullcontext():

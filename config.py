@@ -452,13 +452,13 @@ def from_command_line() -> Config:
         refuse(error)
 
 
-def refuse(error: ValueError) -> NoReturn:
+def refuse(error: ValueError, program: str = "train.py") -> NoReturn:
     """End this rank with exit code 2 because of a mistake of the user, which every rank of a node must find.
 
     The first rank of the node says it. The others wait a moment, because torchrun kills all as soon as one has ended.
     """
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        print(f"train.py: {error}", file=sys.stderr, flush=True)
+        print(f"{program}: {error}", file=sys.stderr, flush=True)
     else:
         time.sleep(2)
     os._exit(2)  # at once, without destroying process groups, whose other ranks may be gone

@@ -131,11 +131,17 @@ def state_bytes(buckets: list[int], level: int, n: int, *, weight: int, accumula
 # ---- layers of a stage, elements of its buckets ---------------------------------------------------------------------
 
 def partition(work: Sequence[float], stages: int, last: float = 0.0, least: int = 1) -> list[range]:
-    """The layers of each stage, as pp.partition, of which this is the copy without torch: the largest work as small as
-    possible, early stages as short as possible. last: the work of the head. least: layers of a stage, 1 or 0."""
+    """The layers of each stage, such that the largest work of a stage is as small as possible. Of equally good
+    partitions, the one with fewer layers in early stages, which hold activations of more micro-batches.
+
+    work: of each layer; last: of the head. least: layers of a stage, 1 or 0. Raises ValueError if layers are too few.
+    """
+    if stages * least > len(work):
+        raise ValueError(f"{len(work)} layers cannot be split into {stages} stages: use 1 to {len(work)}")
     sums = [0.0, *accumulate(work)]
 
     def fill(limit: float) -> list[int] | None:
+        """The first layer of each stage if late stages take as many as the limit allows, but `least` at least."""
         starts, stop = [], len(work)
         for stage in reversed(range(stages)):
             room = limit + 1e-9 - last * (stage == stages - 1)

@@ -220,72 +220,79 @@ def print_step(run: Run) -> None:
 
 
 class Overlap(NamedTuple):
-    """What a technique communicates beside the compute that it can hide under. ratio: of their times; above 1 it is
-    exposed. limit: when the ratio falls below 1."""
+    """What a technique communicates beside the compute that it can hide under; it is exposed where ratio is above 1."""
     technique: str
+    nbytes: float  # that a rank sends
     bandwidth: float  # bytes per second and rank, of its group
-    ratio: float
-    formula: str
-    limit: str
+    flops: float  # of a rank
+    speed: float  # FLOP/s that matmuls reach
+    formula: str  # of the ratio
+    limit: Callable[[float], str]  # the ratio -> when it falls below 1
+
+    @property
+    def communication_s(self) -> float:
+        return self.nbytes / self.bandwidth
+
+    @property
+    def compute_s(self) -> float:
+        return self.flops / self.speed
+
+    @property
+    def ratio(self) -> float:
+        return self.communication_s / self.compute_s
 
 
 def overlaps(run: Run) -> list[Overlap]:
-    """The Ultra-Scale Playbook's question of each technique, answered for 16-bit activations and weights and fp32 sums.
+    """The Ultra-Scale Playbook's question of each technique, for one layer (pp: one stage), with activations and
+    weights in 16 bits and sums in fp32.
 
-    F: FLOP/s that matmuls reach. B: bandwidth. T: tokens of a micro-batch on a rank. p: multiplications per token in a
-    layer (its parameters, and scores), P in a stage. A forward takes 2 p T / F, a backward twice that.
+    F: FLOP/s. B: bandwidth. n: ranks. T: tokens of a micro-batch on a rank. p: multiplications per token in a layer
+    (its parameters, and scores); P: in a stage. A forward takes 2 p T / F, a backward twice that.
     """
     model, grid, batch, machine = run.settings.model, run.settings.grid, run.settings.batch, run.machine
-    F, T = machine.peak() * machine.achieved_fraction, batch.micro_batch * batch.seq / grid.cp
-    layer = costs.forward_flops(costs.llama_layer(model, batch.seq)) / 2  # multiplications per token, scores included
-    heads = model.heads / max(1, model.kv_heads)
-    stage_layers = model.layers / (grid.pp * max(1, grid.chunks))
+    speed, T = machine.peak() * machine.achieved_fraction, batch.micro_batch * batch.seq / grid.cp
+    p = costs.forward_flops(costs.llama_layer(model, batch.seq)) / 2
+    H, q, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
+    dp, cp, tp, ep = grid.dp * grid.cp, grid.cp, grid.tp, grid.ep
+    layers, keys = model.layers / (grid.pp * grid.chunks), batch.seq / cp
 
-    def bandwidth(n: int, stride: int, collective: str = "all_gather") -> float:
-        return 1e9 / machines.collective_seconds(machine, 1e9, n, stride, collective)
-
-    def row(technique: str, n: int, stride: int, ratio_at: Callable[[float], float], formula: str,
-            limit: Callable[[float, float], str], collective: str = "all_gather") -> list[Overlap]:
-        if n == 1:
-            return []
-        B = bandwidth(n, stride, collective)
-        ratio = ratio_at(B)
-        return [Overlap(technique, B, ratio, formula, limit(B, ratio))]
-
-    def tokens(B: float, ratio: float) -> str:
+    def tokens(ratio: float) -> str:
         return f"from {T * ratio:,.0f} tokens per micro-batch on"
 
-    dp, tp, pp, ep = grid.dp * grid.cp, grid.tp, grid.pp, grid.ep
-    share, width = (dp - 1) / dp, model.hidden
-    return [
-        *row("dp: gradients' all-reduce under a backward", dp, tp, lambda B: 2 * share * F / (B * T),
-             "2 (n-1)/n F / (B T)", tokens, "all_reduce"),
-        *row("ZeRO-3: all-gather of the next layer under a forward", dp, tp, lambda B: share * F / (B * T),
-             "(n-1)/n F / (B T)", tokens),
-        *row("ZeRO-3: all-gather and reduce-scatter under a backward", dp, tp, lambda B: 1.5 * share * F / (B * T),
-             "3/2 (n-1)/n F / (B T)", tokens),
-        *row("tp: two all-gathers, two reduce-scatters of a forward", tp, 1,
-             lambda B: 4 * (tp - 1) * width * F / (layer * B), "4 (n-1) H F / (p B)",
-             lambda B, ratio: f"up to {1 + (tp - 1) / ratio:,.1f} ranks, whatever the batch"),
-        *row("cp: the ring's keys and values under a block of scores", grid.cp, tp,
-             lambda B: 2 * F / (heads * (batch.seq / grid.cp) * B), "2 kv/q F / (B S/n)",
-             lambda B, ratio: f"from sequences of {batch.seq * ratio:,.0f} tokens on"),
-        *row("pp: a boundary's activations under a stage's forward", pp, tp * dp,
-             lambda B: width * F / (layer * stage_layers * B), "H F / (P B)",
-             lambda B, ratio: f"from {stage_layers * ratio:,.2f} layers per stage on, whatever the batch"),
-        *(row("ep: dispatch and combine beside the experts' forward", ep, 1,
-              lambda B: 2 * (ep - 1) / ep * F / (3 * model.expert_ffn * B), "2/3 (n-1)/n F / (ffn B)",
-              lambda B, ratio: f"from experts {model.expert_ffn * ratio:,.0f} wide on, whatever the batch")
-          if model.experts else [])]
+    rows = [  # what, n, stride, collective, bytes, FLOPs, ratio, limit
+        ("dp: gradients' all-reduce under a backward", dp, tp, "all_reduce", 2 * (dp - 1) / dp * 4 * p / tp,
+         4 * p * T / tp, "2 (n-1)/n F / (B T)", tokens),
+        ("ZeRO-3: the next layer's all-gather under a forward", dp, tp, "all_gather", (dp - 1) / dp * 2 * p / tp,
+         2 * p * T / tp, "(n-1)/n F / (B T)", tokens),
+        ("ZeRO-3: all-gather, reduce-scatter under a backward", dp, tp, "all_gather", (dp - 1) / dp * (2 + 4) * p / tp,
+         4 * p * T / tp, "3/2 (n-1)/n F / (B T)", tokens),
+        ("tp: 2 all-gathers, 2 reduce-scatters of a forward", tp, 1, "all_gather", 4 * (tp - 1) / tp * 2 * T * H,
+         2 * p * T / tp, "4 (n-1) H F / (B p)",
+         lambda ratio: f"up to {1 + (tp - 1) / ratio:,.1f} ranks, whatever the batch"),
+        ("cp: the ring's keys, values under a block of scores", cp, tp, "all_gather", 2 * 2 * kv * T / tp,
+         4 * q * T * keys / 2 / tp, "2 kv/q F / (B S/n)",
+         lambda ratio: f"from sequences of {batch.seq * ratio:,.0f} tokens on"),
+        ("pp: a boundary's activations under a stage's forward", grid.pp, tp * dp, "all_gather", 2 * T * H / tp,
+         2 * p * layers * T / tp, "H F / (B P)",
+         lambda ratio: f"from {layers * ratio:,.2f} layers per stage on, whatever the batch"),
+        ("ep: dispatch, combine beside the experts' forward", ep, 1, "all_gather",
+         2 * (ep - 1) / ep * 2 * model.top_k * T * H, 6 * model.top_k * T * H * model.expert_ffn,
+         "2/3 (n-1)/n F / (B ffn)",
+         lambda ratio: f"from experts {model.expert_ffn * ratio:,.0f} wide on, whatever the batch")]
+    return [Overlap(technique, nbytes, 1e9 / machines.collective_seconds(machine, 1e9, n, stride, collective), flops,
+                    speed, formula, limit)
+            for technique, n, stride, collective, nbytes, flops, formula, limit in rows if n > 1]
 
 
 def print_balance(run: Run) -> None:
     """Communication beside the compute that can hide it, by technique; interconnects; what each pipeline rank does."""
     print(f"{run.machine.name}: matmuls reach {run.machine.peak() * run.machine.achieved_fraction / 1e12:.3g} TFLOP/s")
-    print(f"{'communication, and what it hides under':58s}{'B':>10s}{'ratio':>7s}   {'ratio =':24s}hidden")
+    print(f"{'per layer (pp: per stage)':53s}{'B':>10s}{'sending':>13s}{'computing':>13s}{'ratio':>8s}  "
+          f"{'ratio =':25s}hidden")
     for overlap in overlaps(run):
-        print(f"{overlap.technique:58s}{overlap.bandwidth / GB:5.3g} GB/s{overlap.ratio:7.2f}   {overlap.formula:24s}"
-              f"{overlap.limit}")
+        print(f"{overlap.technique:53s}{overlap.bandwidth / GB:5.3g} GB/s{overlap.communication_s * 1e3:10.3g} ms"
+              f"{overlap.compute_s * 1e3:10.3g} ms{overlap.ratio:8.3g}  {overlap.formula:25s}"
+              f"{overlap.limit(overlap.ratio)}")
     print("\ninterconnects, GB/s per direction: "
           + ", ".join(f"{name} {gb_s:g}" for name, gb_s in machines.INTERCONNECTS.items()) + "\n")
     print_pipeline(run)

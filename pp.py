@@ -32,7 +32,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -146,40 +145,6 @@ class Pipeline:
             executed = chosen._replace(ranks=forwards) if evaluating else chosen
             self.engines[key] = Engine(executed, self.group, self.device)
         return self.engines[key]
-
-
-def partition(work: list[float], stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
-    """The layers of each stage, at least one, such that the largest work of a stage is as small as possible.
-
-    work: that of each layer; first, last: that of the embedding and of the head. Of equally good partitions, the one
-    with fewer layers in early stages, which hold activations of more micro-batches. Raises ValueError where layers are
-    fewer than stages.
-    """
-    layers = len(work)
-    if not 1 <= stages <= layers:
-        raise ValueError(f"{layers} layers cannot be split into {stages} stages: use 1 to {layers}")
-    sums = [0.0, *accumulate(work)]
-
-    def load(stage: int, start: int, stop: int) -> float:
-        return sums[stop] - sums[start] + first * (stage == 0) + last * (stage == stages - 1)
-
-    def fill(limit: float) -> list[int] | None:
-        """The first layer of each stage if late stages take as many as the limit allows, but one at least."""
-        starts, stop = [], layers
-        for stage in reversed(range(stages)):
-            start = stop - 1 if stage else 0
-            while start > stage and load(stage, start - 1, stop) <= limit + 1e-9:
-                start -= 1
-            if stop - start > 1 and load(stage, start, stop) > limit + 1e-9:
-                return None
-            starts.insert(0, start)
-            stop = start
-        return starts
-
-    limits = {round(sums[j] - sums[i] + more, 9) for i in range(layers) for j in range(i + 1, layers + 1)
-              for more in {0, first, last, first + last}}
-    starts = next(starts for limit in sorted(limits) if (starts := fill(limit)))
-    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], layers])]
 
 
 # ---- the demo: a drawing --------------------------------------------------------------------------------------------

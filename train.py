@@ -52,7 +52,7 @@ from fp8 import RECIPES, Fp8
 from graphs import Captured, leave_default_stream
 from model import Execution, Llama
 from param import IGNORED, acc_dtype, draw
-from pp import Pipeline, partition
+from pp import Pipeline
 from sampling import sample
 from schedules import SCHEDULES, plan_of
 from zero import UPDATE_RULES, Optimizer
@@ -446,13 +446,10 @@ def build_groups(grid: config.Grid, model: config.Model, timeout_s: float = 600)
 
 
 def build_pipeline(settings: config.Config, group: Group, device: torch.device | str = "cpu") -> Pipeline:
-    """Layers divided into stages of about equal FLOPs, those of the head included."""
-    model, grid, batch = settings.model, settings.grid, settings.batch
-    work = [costs.forward_flops(costs.llama_layer(model, batch.seq, layer=layer)) for layer in range(model.layers)]
-    unit, head = max(work), 2 * model.vocab * model.hidden
-    layers_of = partition([flops / unit for flops in work], grid.pp * grid.chunks, last=head / unit)
+    """The stages that the schedule gives this rank, and the plan of any number of micro-batches."""
+    grid, batch = settings.grid, settings.batch
     most = max(sequences for sequences, _ in batch.ramp()) // batch.micro_batch // grid.dp
-    return Pipeline(partial(plan_of, grid), layers_of, most, group, device)
+    return Pipeline(partial(plan_of, grid), costs.stages_of(settings), most, group, device)
 
 
 # ---- the model and its optimizer ------------------------------------------------------------------------------------

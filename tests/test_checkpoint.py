@@ -94,13 +94,14 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(pool, tmp_path, token
         lines = [[json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
                  for name in ("straight", folder.name)]
         assert [line["step"] for line in lines[1]] == list(range(6))
+        assert [line["step"] for line in lines[1] if "save_wait_s" in line] == [1, 3, 5]
         for name in ("tokens", "loss", "grad_norm", "lr", "skipped", "val_loss", "aux_loss"):
             assert [line.get(name) for line in lines[0]] == [line.get(name) for line in lines[1]]
 
 
 # ---- from grid to grid ----------------------------------------------------------------------------------------------
 
-# Each grid takes a step from the checkpoint of the one before. 26 ordered pairs, half of them in the slow tier, where
+# Each grid takes a step from the checkpoint of the one before. 28 ordered pairs, 12 of them not in the slow tier, where
 # there are 100 random ones, too.
 CHAINS = {
     "dense": ("", [(1, ""), (4, "--tp 4 --kv-heads 4"), (3, "--zero 3"), (4, "--dp 2 --cp 2 --zero 2"),
@@ -110,7 +111,7 @@ CHAINS = {
                                             (1, "")]),
     "dense, more": ("", [(1, ""), (2, "--zero 1"), (4, "--zero 1 --dp-replicate 2"), (8, "--tp 8 --no-sp"),
                          (4, "--pp 2 --schedule interleaved"), (2, "--tp 2 --no-sp"), (2, "--cp 2 --cp-style ulysses"),
-                         (8, ""), (6, ""), (2, "--zero 2")]),
+                         (8, ""), (6, ""), (8, ""), (1, ""), (2, "--zero 2")]),
     "tied, more": ("--tied", [(2, "--pp 2 --schedule dualpipev"), (3, "--zero 2"), (2, "--cp 2 --cp-style ring")]),
     "experts, more": (f"{MOE} --bias-rate 0.01", [(4, "--ep 4 --tp 2 --zero 1"), (4, "--cp 2 --ep 4"),
                                                   (2, "--tp 2 --no-sp"), (8, "--pp 2 --tp 2 --ep 4")])}

@@ -365,9 +365,10 @@ MUTANTS = [
     Mutant("weights' halves counted as backwards", "schedules.py",
            'if action.op in "BI"))', 'if action.op in "BIW"))',
            PP_2.format("12 --pp 2 --schedule zb-h1 --tied --recompute selective")),
-    Mutant("layers that no stage has", "pp.py",
-           "start = stop - 1 if stage else 0", "start = stop - 1",
-           "tests/test_pp.py::test_layers_are_cut_into_stages_of_equal_work[0-0]"),
+    Mutant("layers that no stage has", "costs.py",
+           "start = max(stage * least, min(stop - least, bisect_left(sums, sums[stop] - room))) if stage else 0",
+           "start = max(stage * least, min(stop - least, bisect_left(sums, sums[stop] - room)))",
+           "tests/test_pp.py::test_layers_are_cut_into_stages_of_equal_work[0]"),
     Mutant("a tied table's two gradients apart", "model.py",
            '{"tie": "partial"}', '{"tie": "replicate"}',
            "tests/test_grids.py::test_a_grid_equals_one_process[3 ranks --micro-batch 24 --pp 3 --tied]"),
@@ -393,8 +394,9 @@ MUTANTS = [
            'if op == "I":\n                    import param; param._queue[stage, k] = {}\n'
            "                    torch.autograd.backward(edge, grad)",
            "tests/test_pp.py::test_a_step_takes_as_long_as_simulated[zb-h1-4]"),
-    Mutant("a cut of the layers without the head's work", "train.py",
-           "last=head / unit)", "last=0.0)",
+    Mutant("a cut of the layers without the head's work", "costs.py",
+           'return partition(work, stages, head, int(division == "balanced"))',
+           'return partition(work, stages, 0.0, int(division == "balanced"))',
            "tests/test_train.py::test_the_head_counts_as_layers"),
     Mutant("a rate that ignores the schedule", "train.py",
            "norm = optimizer.step(lr)", "norm = optimizer.step(optim.lr)",
@@ -836,9 +838,9 @@ MUTANTS = [
            "(1 / large - 1 / small)",
            "tests/test_plan.py::test_noise_scale_and_critical_batch"),
     Mutant("keys and values of all heads in the ring's ratio", "plan.py",
-           "lambda B: 2 * F / (heads * (batch.seq / grid.cp) * B)",
-           "lambda B: 2 * F / ((batch.seq / grid.cp) * B)",
-           "tests/test_plan.py::test_overlaps_are_bytes_over_bandwidth_beside_flops_over_speed"),
+           "2 * 2 * kv * T / tp,",
+           "2 * 2 * q * T / tp,",
+           "tests/test_plan.py::test_ratios_are_those_of_their_formulas"),
 ]
 
 
