@@ -1,5 +1,8 @@
+import datetime
 import os
+import re
 import sys
+from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun sets it: what is tested is then what runs
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -15,6 +18,8 @@ if not torch.cuda.is_available():
 
 from pool import Pool  # noqa: E402
 
+SLOWEST = ["test_bench", "test_flash", "test_checkpoint", "test_train", "test_grids"]
+
 
 @pytest.fixture(autouse=True)
 def seed():
@@ -22,23 +27,46 @@ def seed():
     torch.manual_seed(0)
 
 
+def pytest_collection_modifyitems(items):
+    """Files whose tests need no worlds of processes first, then those that need some, then the slowest: what is broken
+    shows soon, and worlds that are known (tests marked `ahead`) are run by the pool meanwhile."""
+    needs_pool = {item.path for item in items if "pool" in getattr(item, "fixturenames", ())}
+    items.sort(key=lambda item: (SLOWEST.index(item.path.stem) if item.path.stem in SLOWEST else -1,
+                                 item.path in needs_pool))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ahead(request):
+    if any(item.get_closest_marker("ahead") for item in request.session.items):
+        request.getfixturevalue("pool")
+
+
 @pytest.fixture(scope="session")
-def pool():
+def pool(request):
     pool = Pool()
+    for item in request.session.items:
+        for mark in item.iter_markers("ahead"):
+            pool.ahead(*mark.args, **mark.kwargs)
     yield pool
     pool.close()
 
 
 def pytest_terminal_summary(terminalreporter):
-    """After `pytest -m mutants`: which planted bugs were found, by which test, and how many."""
+    """After `pytest -m mutants`: which planted bugs were found, by which test; how many, also in tests/README.md."""
     reports = [report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, [])
                if report.when == "call" and "test_a_mutant_is_killed" in report.nodeid]
-    if reports:
-        from test_mutants import MUTANTS
-        killers = {mutant.name: mutant.killer for mutant in MUTANTS}
-        terminalreporter.section("mutants")
-        for report in reports:
-            name = report.nodeid.split("[", 1)[1][:-1]
-            terminalreporter.line(f"{'killed  ' if report.passed else 'SURVIVED'} {name:52s} {killers[name]}")
-        killed = sum(report.passed for report in reports)
-        terminalreporter.line(f"kill rate: {killed} of {len(reports)}")
+    if not reports:
+        return
+    from test_mutants import MUTANTS
+    killers = {mutant.name: mutant.killer for mutant in MUTANTS}
+    terminalreporter.section("mutants")
+    for report in reports:
+        name = report.nodeid.split("[", 1)[1][:-1]
+        outcome = "SURVIVED" if report.failed else dict(report.user_properties)["outcome"]
+        terminalreporter.line(f"{outcome:8s} {name:52s} {killers[name]}")
+    killed = sum(report.passed for report in reports)
+    terminalreporter.line(f"kill rate: {killed} of {len(reports)}")
+    if len(reports) == len(MUTANTS):
+        readme = Path(ROOT, "tests", "README.md")
+        line = f"Planted bugs found: {killed} of {len(reports)} ({datetime.date.today()})."
+        readme.write_text(re.sub(r"Planted bugs found: .*\.", line, readme.read_text()))

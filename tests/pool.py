@@ -3,6 +3,10 @@
 Starting processes costs seconds, so it is done once (a fork server that has torch loaded makes eight in one second); a
 world costs a tenth of a second, so every job gets its own: `run(4, "grids:train", ...)` initialises a default process
 group over ranks 0..3, exactly as torchrun would, calls `train` of tests/grids.py on each, and returns their results.
+
+A job takes as many workers as it has ranks, so two of four ranks run at once. Jobs that are known when the session
+begins (tests marked `ahead`) run in the background, while the session's own process is busy with tests that need no
+other: `run` then finds their results.
 """
 import contextlib
 import datetime
@@ -14,24 +18,27 @@ import os
 import pickle
 import signal
 import tempfile
+import threading
 import time
 import traceback
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch.distributed as dist
 
 RANKS = 8
+AT_ONCE = 2  # jobs in the background
 
 
-def work(rank: int, port: int, folder: str, connection) -> None:
+def work(number: int, port: int, stacks_of: str, connection) -> None:
     """A worker: jobs in, (ok, result) out, until None comes."""
     import torch
     torch.set_num_threads(1)
-    stacks = open(os.path.join(folder, f"stacks{rank}"), "w")
+    stacks = open(stacks_of, "w")
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)  # asked for when a job hangs
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     gc.freeze()  # what is here now is no garbage, and need not be looked at again
     while (job := connection.recv()) is not None:
-        number, world, function, arguments, timeout = job
+        number, rank, world, function, arguments, timeout = job
         try:
             dist.init_process_group("gloo", store=dist.PrefixStore(str(number), store), rank=rank, world_size=world,
                                     timeout=datetime.timedelta(seconds=timeout))
@@ -48,55 +55,96 @@ def work(rank: int, port: int, folder: str, connection) -> None:
 
 class Pool:
     def __init__(self, ranks: int = RANKS):
-        self.jobs, self.ranks = 0, ranks
+        self.jobs = 0
         self.folder = tempfile.TemporaryDirectory()
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.start()
+        if multiprocessing.parent_process():  # tests/planted.py forked this process, with torch loaded and no threads
+            self.context = multiprocessing.get_context("fork")
+        else:
+            self.context = multiprocessing.get_context("forkserver")
+            # torch._dynamo: modes that count import it.
+            self.context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
+        self.workers = [self.start(number) for number in range(ranks)]
+        self.free, self.turn, self.released = list(range(ranks)), threading.Lock(), threading.Condition()
+        self.background, self.known = ThreadPoolExecutor(AT_ONCE), dict[tuple, Future]()
 
-    def start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])  # the last: modes that count
-        self.workers = []
-        for rank in range(self.ranks):
-            here, there = context.Pipe()
-            process = context.Process(target=work, args=(rank, self.store.port, self.folder.name, there), daemon=True)
-            process.start()
-            self.workers.append((process, here))
+    def start(self, number: int) -> tuple:
+        here, there = self.context.Pipe()
+        arguments = number, self.store.port, self.stacks_of(number), there
+        process = self.context.Process(target=work, args=arguments, daemon=True)
+        process.start()
+        return process, here
+
+    def stacks_of(self, number: int) -> str:
+        return os.path.join(self.folder.name, f"stacks{number}")
+
+    def ahead(self, world: int, function: str, **arguments) -> None:
+        """Run this in the background: `run`, called with the same, will return its results."""
+        self.known[self.key(world, function, arguments)] = self.background.submit(
+            self.run_now, world, function, 300, arguments)
+
+    def key(self, world: int, function: str, arguments: dict) -> tuple:
+        return world, function, repr(sorted(arguments.items()))
 
     def run(self, world: int, function: str, timeout: float = 300, **arguments) -> list:
         """The results of `function` ("module:name", called with `arguments`) on every rank of a world of its own.
 
         Raises RuntimeError with the traceback of every rank that failed, or with where each stood when time ran out.
         """
-        self.jobs += 1
-        for _, connection in self.workers[:world]:
-            connection.send((self.jobs, world, function, arguments, timeout))
-        deadline, results = time.monotonic() + timeout, []
-        for _, connection in self.workers[:world]:
-            if not connection.poll(max(0, deadline - time.monotonic())):
-                stacks = self.where_they_stand(world)
-                raise RuntimeError(f"{function} on {world} ranks took more than {timeout} s.\n{stacks}")
-            results.append(pickle.loads(connection.recv_bytes()))
+        if known := self.known.pop(self.key(world, function, arguments), None):
+            return known.result()
+        return self.run_now(world, function, timeout, arguments)
+
+    def run_now(self, world: int, function: str, timeout: float, arguments: dict) -> list:
+        with self.turn, self.released:  # whoever has the turn gets the next workers that are released
+            self.released.wait_for(lambda: len(self.free) >= world)
+            mine, self.free = self.free[:world], self.free[world:]
+            self.jobs += 1
+            job = self.jobs
+        try:
+            results = self.results_of(mine, (job, world, function, arguments, timeout))
+        finally:
+            with self.released:
+                self.free = sorted(self.free + mine)
+                self.released.notify_all()
         failed = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(results) if not ok]
         if failed:
             raise RuntimeError(f"{function} on {world} ranks:\n" + "\n".join(failed))
         return [result for _, result in results]
 
-    def where_they_stand(self, world: int) -> str:
-        """The stack of every rank; then a new set of workers, since these cannot be trusted any more."""
-        for process, _ in self.workers[:world]:
+    def results_of(self, mine: list[int], job: tuple) -> list:
+        number, world, function, arguments, timeout = job
+        connections = [self.workers[worker][1] for worker in mine]
+        for rank, connection in enumerate(connections):
+            connection.send((number, rank, world, function, arguments, timeout))
+        deadline, results = time.monotonic() + timeout, []
+        for connection in connections:
+            if not connection.poll(max(0, deadline - time.monotonic())):
+                stacks = self.where_they_stand(mine)
+                raise RuntimeError(f"{function} on {world} ranks took more than {timeout} s.\n{stacks}")
+            results.append(pickle.loads(connection.recv_bytes()))
+        return results
+
+    def where_they_stand(self, mine: list[int]) -> str:
+        """The stack of every rank; then new workers in their places, since these cannot be trusted any more."""
+        for worker in mine:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGUSR1)
+                os.kill(self.workers[worker][0].pid, signal.SIGUSR1)
         time.sleep(1)
         stacks = []
-        for rank in range(world):
-            with open(os.path.join(self.folder.name, f"stacks{rank}")) as file:
+        for rank, worker in enumerate(mine):
+            with open(self.stacks_of(worker)) as file:
                 stacks.append(f"rank {rank}:\n{file.read()}")
-        self.close()
-        self.start()
+            self.stop(worker)
+            self.workers[worker] = self.start(worker)
         return "\n".join(stacks)
 
+    def stop(self, worker: int) -> None:
+        process, _ = self.workers[worker]
+        process.kill()
+        process.join()
+
     def close(self) -> None:
-        for process, _ in self.workers:
-            process.kill()
-            process.join()
+        self.background.shutdown(wait=False, cancel_futures=True)
+        for worker in range(len(self.workers)):
+            self.stop(worker)

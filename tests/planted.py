@@ -1,0 +1,53 @@
+"""A copy of the project with one bug in it, and whether a test finds it; tests/test_mutants.py has the bugs.
+
+The test runs in a process forked from a server that has torch loaded, which takes seconds instead of a minute. This
+file imports nothing of the project, since the fork must import the copy's files.
+"""
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+LIMIT_S = 60  # a bug that makes its test hang is found, too; on a machine that is busy otherwise, more
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "triton", "numpy", "einops", "tqdm", "pytest"]
+
+
+def find(folder: Path, file: str, old: str, new: str, killer: str) -> tuple[str, str]:
+    """("failed", "passed", "hung" or "no such test", what pytest printed) of `killer` when `old` in `file` is `new`."""
+    copy, printed = folder / "project", folder / "printed"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+    source = (copy / file).read_text()
+    assert source.count(old) == 1, f"the passage to replace occurs {source.count(old)} times"
+    mutated = source.replace(old, new)
+    compile(mutated, file, "exec")  # a bug, not a typing error
+    (copy / file).write_text(mutated)
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=run, args=(str(copy), str(printed), killer))
+    process.start()
+    process.join(LIMIT_S * max(1.0, os.getloadavg()[0] / os.cpu_count()))
+    hung = process.is_alive()
+    if hung:
+        os.killpg(process.pid, signal.SIGKILL)  # with the processes that the test started
+        process.join()
+    text = printed.read_text() if printed.exists() else ""
+    if hung:
+        return "hung", text
+    return ("failed" if "1 failed" in text else "passed" if "1 passed" in text else "no such test"), text
+
+
+def run(folder: str, printed: str, killer: str) -> None:
+    """In the forked process: the test, with everything it prints in a file. Exits with pytest's code."""
+    os.setsid()
+    os.chdir(folder)
+    descriptor = os.open(printed, os.O_CREAT | os.O_WRONLY)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.path[:] = [path for path in sys.path if not path.startswith(str(ROOT))]
+    os.environ.pop("PYTHONPATH", None)
+    import pytest
+    sys.exit(int(pytest.main(["-q", "-p", "no:cacheprovider", "-m", "", killer])))
