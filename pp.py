@@ -24,11 +24,12 @@ What is easily got wrong:
 Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B, interleaved); Qi et al. 2023 (halves of a backward).
 Shapes: p ranks, m micro-batches.
 
-    python pp.py --schedule zb-v --pp 4 --micro-batches 8 [--svg plan.svg] [--trace plan.json]     as simulated
-    torchrun --nproc_per_node=4 pp.py --schedule zb-v                                              as measured
+    python pp.py [--pp 4] [--micro-batches 8] [--svg plans.svg]                       all schedules, as simulated
+    torchrun --nproc_per_node=4 pp.py --schedule zb-v [--trace plan.json]             one of them, as measured
 """
 import argparse
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -149,79 +150,110 @@ class Pipeline:
 
 # ---- the demo: a drawing --------------------------------------------------------------------------------------------
 
-def measure(plan: Plan) -> list[list[Span]]:
-    """Run a plan on the ranks that torchrun started, with stages that sleep 10 ms for each F, I and W, so that even two
-    processors show how eight ranks wait. Returns each rank's spans, in units of 10 ms since the first start."""
+UNIT_S = 0.01  # what a rank sleeps for an F, I or W of all its stages
+
+
+def measure(plan: Plan, group: Group) -> list[list[Span]]:
+    """Run a plan on the ranks that torchrun started, with stages that sleep, so that even two processors show how eight
+    ranks wait. Returns each rank's spans, in units of UNIT_S since the first start."""
     weight = torch.nn.Parameter(torch.zeros(1))
     weight.sink = None
+    seconds = UNIT_S * len(plan.ranks) / plan.stages
 
     class Sleep(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
-            time.sleep(0.01)
+            time.sleep(seconds)
             return x * 1
 
         @staticmethod
         def backward(ctx, grad):
-            time.sleep(0.01)
-            accumulate_grad(weight, lambda out: time.sleep(0.01))
+            time.sleep(seconds)
+            accumulate_grad(weight, lambda out: time.sleep(seconds))
             return grad
 
     def forward(stage: int, k: int, x: torch.Tensor | None) -> torch.Tensor:
         return Sleep.apply(torch.zeros(1, requires_grad=True) if x is None else x)
 
-    with world() as group:
-        engine = Engine(plan, group)
-        engine.run(forward, (1,), torch.float32)  # the first backward of a process takes longer than a whole step
-        dist.barrier()
-        engine.spans = []
-        engine.run(forward, (1,), torch.float32)
-        all_spans = [None] * size(group)
-        dist.all_gather_object(all_spans, engine.spans)
+    engine = Engine(plan, group)
+    engine.run(forward, (1,), torch.float32)  # the first backward of a process takes longer than a whole step
+    dist.barrier()
+    engine.spans = []
+    engine.run(forward, (1,), torch.float32)
+    all_spans = [None] * size(group)
+    dist.all_gather_object(all_spans, engine.spans)
     first = min(spans[0].start for spans in all_spans)
-    return [[Span(Action(*action), (start - first) * 100, (stop - first) * 100) for action, start, stop in spans]
+    return [[Span(Action(*action), (start - first) / UNIT_S, (stop - first) / UNIT_S) for action, start, stop in spans]
             for spans in all_spans]
 
 
-def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description="Draw a pipeline schedule.")
-    parser.add_argument("--schedule", default="1f1b", choices=schedules.SCHEDULES)
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Draw pipeline schedules; under torchrun, as measured.")
+    parser.add_argument("--schedule", default="all", choices=(*schedules.SCHEDULES, "all"))
     ranks = int(os.environ.get("WORLD_SIZE", 4))
     parser.add_argument("--pp", type=int, default=ranks, metavar="P", help="ranks; under torchrun as many as there are")
     parser.add_argument("--micro-batches", type=int, default=8, metavar="M")
     parser.add_argument("--chunks", type=int, default=0, metavar="V", help="model chunks per rank; 0: as it needs")
     parser.add_argument("--group", type=int, default=0, metavar="N", help="micro-batches per interleaved group; 0: P")
-    parser.add_argument("--costs", type=float, nargs=3, default=(1.0, 1.0, 1.0), metavar=("F", "I", "W"))
+    parser.add_argument("--costs", type=float, nargs=3, default=(1.0, 1.0, 1.0), metavar=("F", "I", "W"),
+                        help="times of a rank, for all its model chunks together")
     parser.add_argument("--svg", metavar="FILE", help="write the picture here")
     parser.add_argument("--trace", metavar="FILE", help="write it for chrome://tracing here")
+    return parser
+
+
+def chosen_plans(args: argparse.Namespace, measuring: bool) -> dict[str, Plan]:
+    """The plan of each schedule to draw. Raises ValueError for what cannot be drawn."""
+    for name, file in (("--svg", args.svg), ("--trace", args.trace)):
+        if file and not os.path.isdir(os.path.dirname(file) or "."):
+            raise ValueError(f"{name} {file}: there is no folder {os.path.dirname(file)}")
+    if not all(0 < cost < 1e6 for cost in args.costs):
+        raise ValueError(f"--costs {args.costs}: must be above 0 and below a million")
+    if measuring and args.pp != int(os.environ["WORLD_SIZE"]):
+        raise ValueError(f"--pp {args.pp}: torchrun started {os.environ['WORLD_SIZE']} ranks")
+    if args.schedule != "all":
+        if measuring and not schedules.SCHEDULES[args.schedule].runs:
+            raise ValueError(f"schedule {args.schedule} is drawn and does not run")
+        return {args.schedule: plan(args.schedule, args.pp, args.micro_batches, args.chunks, args.group)}
+    if args.trace or args.chunks or args.group:
+        raise ValueError("--trace, --chunks and --group are for one schedule: name it with --schedule")
+    return {name: plan(name, args.pp, args.micro_batches) for name, schedule in schedules.SCHEDULES.items()
+            if schedule.runs or not measuring}
+
+
+def main(arguments: list[str]) -> None:
+    parser = make_parser()
     args = parser.parse_args(arguments)
     measuring, me = "WORLD_SIZE" in os.environ, int(os.environ.get("RANK", 0))
     try:
-        for name, file in (("--svg", args.svg), ("--trace", args.trace)):
-            if file and not os.path.isdir(os.path.dirname(file) or "."):
-                raise ValueError(f"{name} {file}: there is no folder {os.path.dirname(file)}")
-        if not all(0 < cost < 1e6 for cost in args.costs):
-            raise ValueError(f"--costs {args.costs}: must be above 0 and below a million")
-        if measuring and args.pp != ranks:
-            raise ValueError(f"--pp {args.pp}: torchrun started {ranks} ranks")
-        if measuring and not schedules.SCHEDULES[args.schedule].runs:
-            raise ValueError(f"schedule {args.schedule} is drawn and does not run")
-        chosen = plan(args.schedule, args.pp, args.micro_batches, args.chunks, args.group)
+        plans = chosen_plans(args, measuring)
     except ValueError as error:
         parser.exit(2, "" if me else f"pp.py: {error}\n")
-    schedules.check_rendezvous(lower(chosen))
-    spans = measure(chosen) if measuring else simulate(chosen, Costs(*args.costs))
+    simulated = {name: simulate(chosen, Costs(*(cost * args.pp / chosen.stages for cost in args.costs)))
+                 for name, chosen in plans.items()}
+    panels = simulated
+    if measuring:
+        with world() as group:
+            panels = {name: measure(chosen, group) for name, chosen in plans.items()}
     if me:
         return
-    end, idle = max(rank[-1].stop for rank in spans), schedules.bubble(spans)
-    most = max(max(activations_held(actions)) for actions in chosen.ranks) * args.pp / chosen.stages
-    print(schedules.draw(spans, color=sys.stdout.isatty()))
-    print(f"\n{args.schedule}: {end:g} units of time, the worst rank idle for {idle:g} of them "
-          f"({idle / end:.1%}), holding up to {most:g} micro-batches")
-    for file, text in ((args.svg, schedules.svg), (args.trace, schedules.chrome_trace)):
+    color, longest = sys.stdout.isatty(), max(rank[-1].stop for spans in panels.values() for rank in spans)
+    columns = shutil.get_terminal_size((120, 24)).columns - 9
+    print("F forward, B backward, I its half for the input, W that for the weights; later model chunks of a rank are "
+          + ("underlined" if color else "in lower case") + "\n")
+    for name, spans in panels.items():
+        share = max(rank[-1].stop for rank in spans) / longest
+        print(schedules.draw(spans, color, columns=share * min(columns, 3 * longest)))
+        print(f"{name}: {schedules.summary(spans)}" + (f"\n    stages sleep {UNIT_S * 1e3:g} ms per unit; simulated: "
+              f"{schedules.summary(simulated[name])}" if measuring else "") + "\n")
+    if len(panels) > 1:
+        order = sorted(panels, key=lambda name: schedules.bubble(panels[name]))
+        print(f"Ranks are idle least with {order[0]}, for {schedules.bubble(panels[order[0]]):.3g} units, and longest "
+              f"with {order[-1]}, for {schedules.bubble(panels[order[-1]]):.3g}.")
+    for file, text in ((args.svg, schedules.svg(panels)), (args.trace, schedules.chrome_trace(spans))):
         if file:
             with open(file, "w") as out:
-                out.write(text(spans))
+                out.write(text)
 
 
 if __name__ == "__main__":

@@ -379,14 +379,16 @@ def activations_held(actions: list[Action], after_input: float = 1.0) -> list[fl
 # ---- pictures -------------------------------------------------------------------------------------------------------
 
 COLORS = {"F": ("#7aa6da", 110, "forward"), "B": ("#8cc98c", 114, "backward"),  # SVG, terminal, legend
-          "I": ("#5fb7b0", 73, "of the input"), "W": ("#c9b458", 179, "of the weights")}
+          "I": ("#5fb7b0", 73, "backward, input"), "W": ("#c9b458", 179, "backward, weights")}
 
 
 def draw(spans: list[list[Span]], color: bool = True, columns: float = 600) -> str:
     """A row per rank, of about `columns` characters at most. Each action is a box with the number of its micro-batch
-    (without color: op and number), or, where that does not fit, with its op; a rank's later stages are underlined."""
+    (without color: op and number), or, where that does not fit, with its op. A rank's later stages are underlined
+    (without color: their ops are in lower case)."""
     longest = max(len(str(action.micro_batch)) for rank in spans for action, _, _ in rank) + (0 if color else 1)
-    width = min(max(3, longest + 1), columns / max(rank[-1].stop for rank in spans))  # characters per unit of time
+    shortest = min(stop - start for rank in spans for _, start, stop in rank)
+    width = min(max(3, longest + 1) / shortest, columns / max(rank[-1].stop for rank in spans))  # characters per unit
     lines = []
     for r, rank in enumerate(spans):
         line, at = f"rank {r:2d} ", 0
@@ -394,36 +396,67 @@ def draw(spans: list[list[Span]], color: bool = True, columns: float = 600) -> s
         for action, start, stop in rank:
             begin, end = round(start * width), round(stop * width)
             room = max(0, end - begin - 1)
-            text = f"{'' if color else action.op}{action.micro_batch}"
-            text = (text if len(text) <= room else action.op[:room]).center(room)
+            op = action.op if color or action.stage == first_stage else action.op.lower()
+            text = f"{'' if color else op}{action.micro_batch}"
+            text = (text if len(text) <= room else op[:room]).center(room)
             line += " " * (begin - at)
             if color:
                 underline = "4;" if action.stage != first_stage else ""
                 text = f"\033[{underline}48;5;{COLORS[action.op][1]};30m{text}\033[0m"
-            line += text + " "
+            line += text + " " * (end > begin)
             at = end
         lines.append(line.rstrip())
     return "\n".join(lines)
 
 
-def svg(spans: list[list[Span]], unit: float = 24.0) -> str:
-    """The same as an SVG picture, `unit` pixels per unit of time; a rank's later stages are lighter."""
-    end = max(rank[-1].stop for rank in spans)
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{end * unit + 70:.0f}" height="{len(spans) * 26 + 44}" '
-           'font-family="sans-serif" font-size="11">']
-    for r, rank in enumerate(spans):
-        first = min(span.action.stage for span in rank)
-        out.append(f'<text x="4" y="{r * 26 + 21}">rank {r}</text>')
-        for (op, stage, k), start, stop in rank:
-            x, width, opacity = 56 + start * unit, (stop - start) * unit, 1 if stage == first else 0.6
-            out.append(f'<rect x="{x:.1f}" y="{r * 26 + 6}" width="{width:.1f}" height="22" fill="{COLORS[op][0]}" '
-                       f'fill-opacity="{opacity}" stroke="white"/><text x="{x + width / 2:.1f}" y="{r * 26 + 21}" '
-                       f'text-anchor="middle">{k}</text>')
-    y = len(spans) * 26 + 14
-    for i, (color, _, word) in enumerate(COLORS.values()):
-        out.append(f'<rect x="{56 + i * 120}" y="{y}" width="14" height="14" fill="{color}"/>'
-                   f'<text x="{76 + i * 120}" y="{y + 11}">{word}</text>')
-    return "\n".join([*out, "</svg>"])
+def held_by_rank(spans: list[list[Span]]) -> list[list[float]]:
+    """Activations that each rank holds after each action, in those of 1/p of the layers for one micro-batch."""
+    stages = 1 + max(span.action.stage for rank in spans for span in rank)
+    return [[held * len(spans) / stages for held in activations_held([span.action for span in rank])]
+            for rank in spans]
+
+
+def summary(spans: list[list[Span]]) -> str:
+    end, idle = max(rank[-1].stop for rank in spans), bubble(spans)
+    return (f"{end:.4g} units of time, the worst rank idle for {idle:.3g} of them ({idle / end:.1%}), holding up to "
+            f"{max(map(max, held_by_rank(spans))):g} micro-batches")
+
+
+def svg(panels: dict[str, list[list[Span]]], width: float = 780.0) -> str:
+    """The same as an SVG picture, of several schedules to one scale. A rank's later stages are lighter; the area below
+    a rank's actions is the activations that it holds."""
+    unit = width / max(rank[-1].stop for spans in panels.values() for rank in spans)  # pixels per unit of time
+    most = max(max(held) for spans in panels.values() for held in held_by_rank(spans))
+    out, y = [], 4
+    for name, spans in panels.items():
+        out.append(f'<text class="title" x="4" y="{y + 12}">{name}: {summary(spans)}</text>')
+        for r, (rank, held) in enumerate(zip(spans, held_by_rank(spans))):
+            top, first = y + 20 + r * 34, min(span.action.stage for span in rank)
+            out.append(f'<text x="4" y="{top + 12}">rank {r}</text>')
+            line = f"M56 {top + 31}"
+            for ((op, stage, k), start, stop), now in zip(rank, held):
+                x, wide, faded = 56 + start * unit, (stop - start) * unit, "" if stage == first else ' opacity=".55"'
+                out.append(f'<rect class="{op}" x="{x:.1f}" y="{top}" width="{wide:.1f}" height="16"{faded}/>')
+                if wide > 5 * len(str(k)):
+                    out.append(f'<text class="k" x="{x + wide / 2:.1f}" y="{top + 12}">{k}</text>')
+                line += f"H{x if op == 'F' else x + wide:.1f}V{top + 31 - 13 * now / most:.1f}"
+            out.append(f'<path class="held" d="{line}Z"/>')
+        end, y = max(rank[-1].stop for rank in spans), y + 20 + len(spans) * 34
+        for tick in range(0, int(end) + 1, max(1, round(end / 80) * 10 or 5)):
+            out.append(f'<path d="M{56 + tick * unit:.1f} {y}v4"/><text class="k" x="{56 + tick * unit:.1f}" '
+                       f'y="{y + 14}">{tick}</text>')
+        y += 24
+    ops = {span.action.op for spans in panels.values() for rank in spans for span in rank}
+    for i, op in enumerate(op for op in COLORS if op in ops):
+        out.append(f'<rect class="{op}" x="{56 + i * 126}" y="{y}" width="14" height="14"/>'
+                   f'<text x="{76 + i * 126}" y="{y + 11}">{COLORS[op][2]}</text>')
+    out.append(f'<text x="56" y="{y + 30}">numbers: micro-batches; lighter: a rank\'s later model chunks; grey: '
+               f'activations held, up to {most:g} micro-batches of a rank\'s layers</text>')
+    style = "".join(f".{op}{{fill:{color};stroke:#fff}}" for op, (color, _, _) in COLORS.items())
+    return "\n".join([
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width + 76:.0f}" height="{y + 40}" font-family="sans-serif" '
+        f'font-size="11"><style>path{{stroke:#777}}.held{{fill:#bbb;stroke:none}}.title{{font-weight:bold}}.k{{text-anchor:middle;'
+        f'font-size:9px}}{style}</style>', '<rect width="100%" height="100%" fill="#fff"/>', *out, "</svg>\n"])
 
 
 def chrome_trace(spans: list[list[Span]], unit_us: float = 1000.0) -> str:

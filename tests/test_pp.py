@@ -238,12 +238,13 @@ def test_pictures_show_every_action(tmp_path, capsys):
     pp.main(f"--schedule zb-v --pp 4 --micro-batches 8 {files}".split())
     lines = capsys.readouterr().out.splitlines()
     assert len([line for line in lines if line.startswith("rank")]) == 4
-    assert lines[-1].startswith("zb-v: 51 units of time, the worst rank idle for 3 of them (5.9%), holding up to 4 ")
+    assert lines[-2] == ("zb-v: 25.5 units of time, the worst rank idle for 1.5 of them (5.9%), holding up to 4 "
+                         "micro-batches")
     plan = make_plan("zb-v", 4, 8)
     count = sum(len(actions) for actions in plan.ranks)
     root = ElementTree.parse(tmp_path / "a.svg").getroot()
     boxes = [box for box in root if box.tag.endswith("rect")]
-    assert len(boxes) == count + 4  # and the legend
+    assert len(boxes) == count + 1 + 3  # and the background, and the legend of F, I and W: zb-v has no B
     events = json.loads((tmp_path / "a.json").read_text())
     assert len(events) == count and {event["tid"] for event in events} == {0, 1, 2, 3}
     for r, actions in enumerate(plan.ranks):
@@ -252,11 +253,12 @@ def test_pictures_show_every_action(tmp_path, capsys):
 
 @pytest.mark.parametrize("flags, says", [
     ("--schedule dualpipev --micro-batches 4", "4 micro-batches: schedule dualpipev needs at least 8 on 4 ranks"),
-    ("--pp 0", "0 ranks, 8 micro-batches, 0 model chunks per rank, groups of 0: must be above 0"),
+    ("--schedule 1f1b --pp 0", "0 ranks, 8 micro-batches, 0 model chunks per rank, groups of 0: must be above 0"),
     ("--schedule interleaved --chunks -1", "4 ranks, 8 micro-batches, -1 model chunks per rank, groups of 0: must be "
      "above 0"),
     ("--costs 0 1 1", "--costs [0.0, 1.0, 1.0]: must be above 0 and below a million"),
     ("--costs nan 1 1", "--costs [nan, 1.0, 1.0]: must be above 0 and below a million"),
+    ("--trace a.json", "--trace, --chunks and --group are for one schedule: name it with --schedule"),
     ("--svg no/such/a.svg", "--svg no/such/a.svg: there is no folder no/such")])
 def test_a_wrong_request_is_one_line(capsys, flags, says):
     with pytest.raises(SystemExit) as stop:
@@ -278,8 +280,20 @@ def test_a_picture_cuts_no_number(color, m):
 
 
 def test_a_long_step_is_drawn_smaller(capsys):
-    pp.main("--costs 1000 1 1 --pp 2".split())
-    assert all(len(line) < 800 for line in capsys.readouterr().out.splitlines())
+    pp.main("--costs 1000 1 1 --pp 2 --schedule 1f1b".split())
+    assert all(len(line) <= 120 for line in capsys.readouterr().out.splitlines()[1:])
+
+
+def test_all_schedules_are_drawn_to_one_scale_and_a_rank_takes_equally_long_in_all(capsys):
+    """A rank of a schedule with two model chunks per rank has two stages of half the layers."""
+    pp.main([])
+    lines = capsys.readouterr().out.splitlines()
+    ends = {line.split(":")[0]: float(line.split()[1]) for line in lines if "units of time" in line}
+    assert set(ends) == set(pp.schedules.SCHEDULES)
+    assert ends["1f1b"] == 33 and ends["interleaved"] == 28.5 and ends["zb-v"] == 25.5
+    widths = [max(map(len, lines[i - 4:i])) for i, line in enumerate(lines) if "units of time" in line]
+    assert all(abs((width - 8) / end - 3) < 0.15 for width, end in zip(widths, ends.values()))
+    assert lines[-1] == "Ranks are idle least with dualpipe, for 1 units, and longest with 1f1b, for 9."
 
 
 # ---- the engine -----------------------------------------------------------------------------------------------------
