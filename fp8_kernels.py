@@ -1,8 +1,9 @@
 """FP8 on GPUs, in Triton: one kernel that makes both quantised copies of x, and a matmul of blocks of 128, to be read.
 
 quantise_kernel: a program has a tile of 128 x 128. Its rows are blocks of the rowwise copy, its columns are blocks of
-the columnwise one, so that one reading of x serves both. (With `tiles`, one scale of the tile does.) Bytes per element:
-2 read, 1 + 1 written, 2/32 of scales. 16k x 4096 elements take 68 us at 4 TB/s.
+the columnwise one, so that one reading of x serves both. (With `tiles`, one scale of the tile does; if the whole tensor
+has one scale, tiles are narrower.) Bytes per element: 2 read, 1 + 1 written, 2/32 of scales. 16k x 4096 elements take
+68 us at 4 TB/s.
 
                    ┌──────┐ ──► amax of each row ─────► rowwise     [T, K]
       x  T K  ──►  │ tile │
@@ -24,6 +25,9 @@ from primer import find_tile_jit
 
 BLOCK = 128
 TILE, GROUP = 128, 8  # rows and columns of an output tile; tiles of A that reuse those of B while they are in L2
+# Columns of quantise_kernel's tile, and warps: Triton 3.6, too, needs at most 128 registers per thread for them. (With
+# 128 columns and 8 warps it takes 247 for one scale and 221 for tiles, and one program fills an SM.)
+SHAPES = {"one scale": (64, 8), "blocks": (128, 8), "tiles": (128, 16)}
 # Triton's name, mantissa bits, exponent of the smallest normal number.
 FORMATS = {torch.float8_e4m3fn: (tl.float8e4nv, 3, -6), torch.float8_e5m2: (tl.float8e5, 2, -14)}
 Matrix = tuple[torch.Tensor, torch.Tensor]  # an fp8.Quantised: data, scales (here views of [C/128, R], as cuBLAS reads)
@@ -59,10 +63,11 @@ def scale_of(amax, LIMIT: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constex
 def quantise_kernel(x, scale, rowwise, row_scales, columnwise, column_scales, T, K, T_padded, ONE: tl.constexpr,
                     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, LIMIT: tl.constexpr, SMALLEST: tl.constexpr,
                     POW2: tl.constexpr, FORMAT: tl.constexpr, BITS: tl.constexpr, LOWEST: tl.constexpr,
-                    ROUND: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):
-    """ONE: `scale` is that of the whole tensor. TILES: one scale per tile. T_padded: columns of the columnwise copy."""
+                    ROUND: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr):
+    """ONE: `scale` is that of the whole tensor. TILES: one scale per tile. T_padded: columns of the columnwise copy.
+    WIDTH: columns of the tile; BLOCK, unless there is one scale."""
     i, j = tl.program_id(1), tl.program_id(0)
-    t, k = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK)
+    t, k = i * BLOCK + tl.arange(0, BLOCK), j * WIDTH + tl.arange(0, WIDTH)
     offsets = t.to(tl.int64)[:, None] * K + k[None, :]
     inside = (t < T)[:, None] & (k < K)[None, :]
     tile = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
@@ -123,7 +128,8 @@ def quantise(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None, sm
     """fp8.quantise of x [T, K]. smallest: fp8.SMALLEST. Raises ValueError if x has no whole blocks."""
     (T, K), x, by_block = x.shape, x.contiguous(), scale is None
     T_padded = T + -T % (BLOCK if by_block else 16)
-    across, down = triton.cdiv(K, BLOCK), triton.cdiv(T, BLOCK)
+    width, num_warps = SHAPES["tiles" if tiles else "blocks" if by_block else "one scale"]
+    across, down = triton.cdiv(K, width), triton.cdiv(T, BLOCK)
     if by_block and (K % BLOCK or tiles and T % BLOCK):
         raise ValueError(f"{T} x {K} has no blocks of {BLOCK}{f' x {BLOCK}' if tiles else ''}")
     format, bits, lowest = FORMATS[dtype]
@@ -134,7 +140,8 @@ def quantise(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None, sm
         quantise_kernel[(across, down)](
             x, scale, a, a_scales, b, b_scales, T, K, T_padded, ONE=not by_block, ROWWISE=rowwise,
             COLUMNWISE=columnwise, LIMIT=torch.finfo(dtype).max, SMALLEST=smallest, POW2=pow2, FORMAT=format, BITS=bits,
-            LOWEST=lowest, ROUND=triton.knobs.runtime.interpret, BLOCK=BLOCK, TILES=tiles, num_warps=8)
+            LOWEST=lowest, ROUND=triton.knobs.runtime.interpret, BLOCK=BLOCK, TILES=tiles, WIDTH=width,
+            num_warps=num_warps)
     by_column = a_scales if tiles else b_scales.t()
     return ((a, a_scales.t() if by_block else scale) if rowwise else None,
             (b, by_column if by_block else scale) if columnwise else None)

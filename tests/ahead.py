@@ -10,12 +10,19 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+# Registers are asserted of the pinned compiler, and of a second one if the variable names the folder into which it was
+# installed: pip install triton==3.6.0 --no-deps --target FOLDER; OTHER_TRITON=FOLDER pytest -m "" -k "sm_90 or suffice"
+OTHER_TRITON = os.environ.get("OTHER_TRITON", "")
+COMPILERS = [pytest.param("", id="pinned"), pytest.param(OTHER_TRITON, id="other", marks=[
+    pytest.mark.slow, pytest.mark.skipif(not OTHER_TRITON, reason="OTHER_TRITON names no folder")])]
 by_the_pinned_compiler = pytest.mark.skipif(not version("triton").startswith("3.7."),
                                             reason="what kernels use is known of triton 3.7")
 
 
-def run(code: str, **env: str) -> str:
-    """What a process that compiles kernels prints."""
+def run(code: str, compiler: str = "", **env: str) -> str:
+    """What a process that compiles kernels prints. compiler: the folder of another triton than the installed one."""
+    if compiler:
+        env["PYTHONPATH"] = os.pathsep.join([compiler, os.environ["PYTHONPATH"]])
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "0"} | env,
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -26,7 +26,7 @@ import param
 import tp
 import train
 import zero
-from ahead import run
+from ahead import COMPILERS, run
 from costs import activation_bytes
 from fp8 import BLOCK, E4M3, E5M2, RECIPES, SMALLEST, Fp8, Quantised, dequantise, quantise, to_fp8
 from meter import Meter
@@ -566,14 +566,14 @@ from ahead import ahead
 made = {}
 for dtype, name in (kernels.torch.float8_e4m3fn, "fp8e4nv"), (kernels.torch.float8_e5m2, "fp8e5"):
     format, bits, lowest = kernels.FORMATS[dtype]
-    for one, tiles in (False, False), (True, False), (False, True):
-        made[f"quantise {name} {one} {tiles}"] = ahead(
+    for kind, (width, num_warps) in kernels.SHAPES.items():
+        made[f"quantise {name} {kind}"] = ahead(
             kernels.quantise_kernel,
             dict(x="*bf16", scale="*fp32", rowwise="*" + name, row_scales="*fp32", columnwise="*" + name,
                  column_scales="*fp32", T="i32", K="i32", T_padded="i32"),
-            dict(ONE=one, ROWWISE=True, COLUMNWISE=True, LIMIT=kernels.torch.finfo(dtype).max, SMALLEST=2.0 ** -100,
-                 POW2=False, FORMAT=format, BITS=bits, LOWEST=lowest, ROUND=False, BLOCK=128, TILES=tiles),
-            num_warps=8)
+            dict(ONE=kind == "one scale", ROWWISE=True, COLUMNWISE=True, LIMIT=kernels.torch.finfo(dtype).max,
+                 SMALLEST=2.0 ** -100, POW2=False, FORMAT=format, BITS=bits, LOWEST=lowest, ROUND=False, BLOCK=128,
+                 TILES=kind == "tiles", WIDTH=width), num_warps=num_warps)
 for tiles, add, out in (True, False, "*bf16"), (False, True, "*fp32"):
     signature = dict(a="*fp8e4nv", b="*fp8e4nv", a_scales="*fp32", b_scales="*fp32", out=out, M="i32", N="i32", K="i32",
                      b_row="i32", b_block="i32")
@@ -584,10 +584,10 @@ print(json.dumps(made))
 """
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
+@pytest.fixture(scope="module", params=COMPILERS)
+def compiled(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ahead")
-    return json.loads(run(AHEAD, TRITON_CACHE_DIR=str(folder)))
+    return json.loads(run(AHEAD, request.param, TRITON_CACHE_DIR=str(folder)))
 
 
 def test_kernels_compile_for_sm_90_without_spills(compiled):
@@ -595,6 +595,7 @@ def test_kernels_compile_for_sm_90_without_spills(compiled):
     for name, used in compiled.items():
         assert used["LOCAL"] == used["STACK"] == "0", name
         assert used["shared"] <= 227 << 10
+        assert int(used["REG"]) <= (128 if name.startswith("quantise") else 255), name
 
 
 def test_products_go_to_fp8_tensor_cores_and_casts_to_one_instruction(compiled):
@@ -612,8 +613,10 @@ def test_products_go_to_fp8_tensor_cores_and_casts_to_one_instruction(compiled):
 def test_a_form_is_read_and_written_16_bytes_at_once(compiled):
     for name, used in compiled.items():
         if name.startswith("quantise"):
-            assert re.findall(r"ld\.global\S*", used["ptx"]).count("ld.global.v4.b32") == 8  # 64 numbers a thread
-            assert re.findall(r"st\.global\S*", used["ptx"]).count("st.global.v4.b32") == 8
+            width, num_warps = fp8_kernels.SHAPES[name.split(maxsplit=2)[2]]
+            moves = 128 * width // (32 * num_warps) // 8  # of 8 numbers of 16 bits, or 16 of 8 bits in two copies
+            assert re.findall(r"ld\.global\S*", used["ptx"]).count("ld.global.v4.b32") == moves
+            assert re.findall(r"st\.global\S*", used["ptx"]).count("st.global.v4.b32") == moves
 
 
 def test_sums_of_128_are_added_in_fp32(compiled):
