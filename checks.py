@@ -249,7 +249,7 @@ def check_optim(optim, model, precision) -> None:
          f"--warmup {optim.warmup} is longer than the run: --steps {optim.steps}")
     need(all(0 <= beta < 1 for beta in optim.betas), f"--betas {optim.betas}: each must be at least 0 and below 1")
     if precision.moments == "bf16":
-        need(optim.optimizer == "adamw", f"--moments bf16 is for --optimizer adamw, not {optim.optimizer}")
+        need(optim.optimizer != "sgd", f"--moments bf16 is for --optimizer adamw, not {optim.optimizer}")
         need(precision.dtype != "fp64", "--moments bf16 with --dtype fp64 would undo it: use --moments auto")
         need(optim.betas[1] <= 0.99, f"--moments bf16 with --betas {optim.betas}: an average in bf16 cannot move by "
                                      "less than 1/256 of itself, use a second beta of at most 0.99")

@@ -558,7 +558,7 @@ def memory_of_rank(run: Run, rank: int, own: int | None = None) -> dict[str, int
     grid, last = settings.grid, settings.grid.pp * settings.grid.chunks - 1
     stages = stages_of_rank(run, rank)
     own = activations_of_rank(run, rank) if own is None else own
-    moments = {"adamw": 2, "sgd": 1}[settings.optim.optimizer] * (2 if settings.precision.moments == "bf16" else 4)
+    moments = (1 if settings.optim.optimizer == "sgd" else 2) * (2 if settings.precision.moments == "bf16" else 4)
     elements = costs.bucket_elements(settings, stages, 2)
     numbers = [layer for layers in stages.values() for layer in layers]
     memory = costs.memory_bytes(settings, 2, moments, elements, costs.fp8_elements(settings, numbers), own)

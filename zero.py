@@ -66,6 +66,7 @@ from torch.optim.sgd import sgd
 
 from collectives import Groups, Pending, all_gather, all_reduce, rank, reduce_scatter, size, world
 from dp import Bucket, DataParallel, Units
+from operations import uses_kernels
 from param import Box, Source, Spec, box_shape, boxes, draw, is_first_replica, parameter, shard_slice
 
 # ---- a bucket and this rank's shard of it ---------------------------------------------------------------------------
@@ -105,6 +106,7 @@ class ShardedBucket(Bucket):
 
         self.grads_per_micro_batch = sum(len(stages_of[param]) for param in params)
         self.grad_shard = self.received = None  # received: the result of a reduction under way at levels 2 and 3
+        self.grad_is_zero = False  # the update has zeroed it
         self.reducing = reducing  # one list for all buckets: the bucket whose whole gradient is being reduced
 
     def zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -127,8 +129,11 @@ class ShardedBucket(Bucket):
         for param in self.params:
             param.generation += 1  # so that a captured step includes quantising weights to FP8, and replays repeat it
         if self.level < 2:
-            self.grad = self.zeros(self.padded, self.acc_dtype) if self.grad is None else self.grad.zero_()
-            self.grad_shard = self.grad[self.shard]
+            if self.grad is None:
+                self.grad = self.zeros(self.padded, self.acc_dtype)
+            elif not self.grad_is_zero:
+                self.grad.zero_()
+            self.grad_is_zero, self.grad_shard = False, self.grad[self.shard]
         elif self.grad_shard is None:
             self.grad_shard = self.zeros(self.shard.stop - self.shard.start, self.acc_dtype)
 
@@ -175,11 +180,12 @@ class ShardedBucket(Bucket):
 
     # Weights. Levels 1 and 2 all-gather them after the update; at level 3 they are whole from unshard to reshard.
 
-    def update_weights(self) -> None:
-        """Copy the master weights into this rank's shard of the weights; levels 1 and 2 then start to all-gather it."""
+    def update_weights(self, copied: bool = False) -> None:
+        """Copy the master weights into this rank's shard of the weights, unless the update has; levels 1 and 2 then
+        start to all-gather it."""
         for param in self.params:
             param.generation += 1
-        if self.master is not self.weight_shard:
+        if self.master is not self.weight_shard and not copied:
             self.weight_shard.copy_(self.master)
         if self.level == 3:  # a forward whose backward never ran has left old weights unsharded
             self.users = 0
@@ -269,9 +275,11 @@ class UpdateRule(NamedTuple):
 
     apply(weights, grads, *state, steps=..., lr=..., betas=..., eps=..., weight_decay=..., found_inf=...) gets lists of
     flat tensors. It must itself do nothing where the tensor found_inf is 1: the host never reads that.
+    one_pass: on a GPU adamw.py does this and all around it, from the norm to zeroing the gradient.
     """
     state: tuple[str, ...]
     apply: Callable[..., None]
+    one_pass: bool = False
 
 
 def apply_adamw(weights, grads, m, v, *, steps, betas, **settings) -> None:
@@ -286,7 +294,8 @@ def apply_sgd(weights, grads, *, lr, weight_decay, found_inf, **_) -> None:
         momentum=0.0, dampening=0.0, nesterov=False, maximize=False)
 
 
-UPDATE_RULES = {"adamw": UpdateRule(("m", "v"), apply_adamw), "sgd": UpdateRule((), apply_sgd)}
+UPDATE_RULES = {"adamw": UpdateRule(("m", "v"), apply_adamw), "sgd": UpdateRule((), apply_sgd),
+                "adamw-one-pass": UpdateRule(("m", "v"), apply_adamw, one_pass=True)}
 
 
 class LossScale:
@@ -325,6 +334,7 @@ class Optimizer(DataParallel):
         self.steps = torch.zeros((), device=self.buckets[0].device)  # updates so far, for AdamW's bias correction
         fp16 = any(bucket.weights.dtype == torch.float16 for bucket in self.buckets)
         self.loss_scale = LossScale(self.steps.device) if fp16 else None
+        self.one_pass = None
         self.attach_unshard_hooks(units)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
@@ -334,15 +344,24 @@ class Optimizer(DataParallel):
     def step(self, lr: float) -> torch.Tensor:
         """Clip and update. Returns the norm of the whole gradient before clipping, the same on every rank. If that is
         not finite, the step is skipped: nothing changes but the loss scale."""
-        squared = torch.stack([bucket.squared_norm() for bucket in self.buckets]).sum()
+        one_pass = self.load_one_pass() if self.rule.one_pass and uses_kernels(self.buckets[0].master) else None
+        squared = (one_pass.squared_norm() if one_pass else
+                   torch.stack([bucket.squared_norm() for bucket in self.buckets]).sum())
         all_reduce(squared, self.world)
         unscale = 1 / self.loss_scale.value if self.loss_scale else 1.0
         norm = squared.sqrt() * unscale
         found_inf = (~norm.isfinite()).float()
         clip_factor = (self.clip / (norm + 1e-6)).clamp(max=1) if self.clip else 1.0
+        if one_pass:
+            one_pass.update(clip_factor * unscale, found_inf, self.steps, lr=lr, weight_decay=self.weight_decay,
+                            **self.rule_settings)
         for bucket in self.buckets:
-            bucket.grad_shard.mul_(clip_factor * unscale)
-            self.update(bucket, lr, found_inf)
+            if one_pass:
+                bucket.grad_is_zero = bucket.level == 0
+            else:
+                bucket.grad_shard.mul_(clip_factor * unscale)
+                self.update(bucket, lr, found_inf)
+            bucket.update_weights(copied=bool(one_pass))
         self.steps += 1 - found_inf
         if self.loss_scale:
             self.loss_scale.update(found_inf)
@@ -361,7 +380,18 @@ class Optimizer(DataParallel):
         for name, moment in moments.items():
             if moment is not bucket.state[name]:
                 bucket.state[name].copy_(moment)
-        bucket.update_weights()
+
+    def load_one_pass(self):
+        """The adamw.OnePass of all buckets: this step's, or that of earlier steps if gradients are where they were."""
+        import adamw  # needs Triton, which a CPU does without
+
+        spans = [adamw.Span(*(bucket.within_shard(flat, start, stop) for flat in (
+                     bucket.master, bucket.grad_shard, bucket.state["m"], bucket.state["v"], bucket.weight_shard)),
+                     decays=spec.decay, owned=bucket.owns(spec), zeroes=bucket.level == 0)
+                 for bucket in self.buckets for start, stop, spec in bucket.spans]
+        if self.one_pass is None or self.one_pass.addresses != adamw.addresses(spans):
+            self.one_pass = adamw.OnePass(spans)
+        return self.one_pass
 
     # Hooks around every unit: unshard its weights before its forward and its backward, reshard them after each.
 
