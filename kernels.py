@@ -8,11 +8,12 @@ bandwidth. One kernel for a chain of operations reads and writes no intermediate
     add, RMSNorm     4 T H e      4 T H e     saves the sum, which is the residual stream anyway
     rotary           2 T H e      2 T H e     H: queries and keys; forward is in place; saves nothing
     SwiGLU           3 T F e      5 T F e     saves gate and up
-    cross-entropy    2 T V e      none        logits exist in chunks and are overwritten by their gradient
+    cross-entropy    3 T V e      none        logits exist in chunks and are overwritten by their gradient
 
 Cross-entropy is fused with the head's matmul: the kernel reads a chunk of logits, which cuBLAS wrote, for its sum of
 exponentials, then overwrites it with softmax - one_hot, from which two matmuls compute the chunk's terms of dx and dW.
-No matmul is repeated: 6 T H V FLOPs. dx and dW are those of the sum of losses; backward multiplies by its gradient.
+No matmul is repeated: 6 T H V FLOPs. Forward knows by which number the loss will be multiplied (1 / valid tokens, and
+the loss scale), so dW goes straight into the main gradient, and dx is all that waits for backward.
 
 All are custom operators (torch.ops.penteract), so torch.compile sees one node and profilers show the name. Derivatives
 are in operations.py, attention is in flash.py. Sums, statistics and exponentials are fp32. Offsets that may exceed
@@ -21,6 +22,8 @@ are in operations.py, attention is in flash.py. Sums, statistics and exponential
 Sources: see operations.py; Milakov & Gimelshein 2018 (online softmax); Hsu et al. 2024, Liger Kernel (cross-entropy).
 Shapes: B batch, S sequence, T = B S tokens, H hidden, F ffn, V vocabulary, V/t a tensor parallel rank's, D head width.
 """
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -261,42 +264,47 @@ swiglu_backward.register_fake(lambda dy, x: x.new_empty(x.shape))
 
 # ---- cross-entropy, fused with the head's matmul --------------------------------------------------------------------
 
+SOFTMAX_PROGRAMS = 0  # among which the rows are divided; 0: each row has its own
+
+
 @triton.jit
-def softmax_kernel(logits, labels, weights, lse, label_logit, first, V, z_loss, BLOCK: tl.constexpr,
+def softmax_kernel(logits, labels, weights, lse, label_logit, first, T, V, z_loss, BLOCK: tl.constexpr,
                    STATISTICS: tl.constexpr, GRADIENT: tl.constexpr):
-    """A program has a row of V logits, those of the vocabulary from `first` on. STATISTICS: store logsumexp and the
-    label's logit, or 0 where another rank has the label. GRADIENT: overwrite the logits with the loss's gradient.
-    Reads 2 T V e bytes, half of them from the L2 cache, and writes T V e."""
-    t = tl.program_id(0)
-    logits += t.to(tl.int64) * V
-    label = tl.load(labels + t) - first
-    has_label = (label >= 0) & (label < V)
-    if STATISTICS:
-        largest, sum_exp = -float("inf"), 0.0
-        for n in range(0, V, BLOCK):
-            column = n + tl.arange(0, BLOCK)
-            x = tl.load(logits + column, column < V, other=-float("inf")).to(tl.float32)
-            new_largest = tl.maximum(largest, tl.max(x, 0))
-            sum_exp = sum_exp * tl.exp(largest - new_largest) + tl.sum(tl.exp(x - new_largest), 0)
-            largest = new_largest
-        row_lse = largest + tl.log(sum_exp)
-        tl.store(lse + t, row_lse)
-        tl.store(label_logit + t, tl.load(logits + tl.where(has_label, label, 0), has_label, other=0.0).to(tl.float32))
-    else:
-        row_lse = tl.load(lse + t)
-    if GRADIENT:
-        weight = tl.load(weights + t)
-        slope = weight * (1 + 2 * z_loss * row_lse)
-        for n in range(0, V, BLOCK):
-            column = n + tl.arange(0, BLOCK)
-            x = tl.load(logits + column, column < V, other=-float("inf")).to(tl.float32)
-            grad = slope * tl.exp(x - row_lse) - tl.where(column == label, weight, 0.0)
-            tl.store(logits + column, grad.to(logits.dtype.element_ty), column < V)
+    """A program has a row of V logits, or every so many-th row: those of the vocabulary from `first` on. STATISTICS:
+    store logsumexp and the label's logit, or 0 where another rank has the label. GRADIENT: overwrite the logits with
+    the loss's gradient. Moves 3 T V e bytes; the second reading finds a row in the L2 cache only if all rows that
+    programs work on fit in there: 132 of 128k logits do (34 MB of 60), not those of several programs per SM."""
+    for t in range(tl.program_id(0), T, tl.num_programs(0)):
+        row = logits + tl.cast(t, tl.int64) * V
+        label = tl.load(labels + t) - first
+        has_label = (label >= 0) & (label < V)
+        if STATISTICS:
+            largest, sum_exp = -float("inf"), 0.0
+            for n in range(0, V, BLOCK):
+                column = n + tl.arange(0, BLOCK)
+                x = tl.load(row + column, column < V, other=-float("inf")).to(tl.float32)
+                new_largest = tl.maximum(largest, tl.max(x, 0))
+                sum_exp = sum_exp * tl.exp(largest - new_largest) + tl.sum(tl.exp(x - new_largest), 0)
+                largest = new_largest
+            row_lse = largest + tl.log(sum_exp)
+            tl.store(lse + t, row_lse)
+            own_logit = tl.load(row + tl.where(has_label, label, 0), has_label, other=0.0)
+            tl.store(label_logit + t, own_logit.to(tl.float32))
+        else:
+            row_lse = tl.load(lse + t)
+        if GRADIENT:
+            weight = tl.load(weights + t)
+            slope = weight * (1 + 2 * z_loss * row_lse)
+            for n in range(0, V, BLOCK):
+                column = n + tl.arange(0, BLOCK)
+                x = tl.load(row + column, column < V, other=-float("inf")).to(tl.float32)
+                grad = slope * tl.exp(x - row_lse) - tl.where(column == label, weight, 0.0)
+                tl.store(row + column, grad.to(logits.dtype.element_ty), column < V)
 
 
 @custom_op("penteract::softmax_", mutates_args=("logits", "lse", "label_logit"))
 def softmax_(logits: Tensor, labels: Tensor, weights: Tensor, lse: Tensor, label_logit: Tensor, first: int,
-             z_loss: float, statistics: bool, gradient: bool) -> None:
+             z_loss: float, statistics: bool, gradient: bool, programs: int = 0) -> None:
     """Launch softmax_kernel. logits: [T, V/t], columns `first` to first + V/t of the vocabulary. Other tensors: [T]."""
     T, V = logits.shape
     check(labels.shape == weights.shape == lse.shape == label_logit.shape == (T,), f"{T} rows of logits need as many "
@@ -304,43 +312,45 @@ def softmax_(logits: Tensor, labels: Tensor, weights: Tensor, lse: Tensor, label
     check(logits.is_contiguous() and V > 0, f"logits {list(logits.shape)} must be contiguous and not empty")
     check_launch(logits, weights, lse, label_logit)
     block = min(8192, triton.next_power_of_2(V))
-    softmax_kernel[(T,)](logits, labels, weights, lse, label_logit, first, V, z_loss, block, statistics, gradient,
-                         num_warps=max(1, block // 512))
+    softmax_kernel[(min(T, programs or T),)](logits, labels, weights, lse, label_logit, first, T, V, z_loss, block,
+                                             statistics, gradient, num_warps=max(1, block // 512))
 
 
 class LinearCrossEntropy(Function):
-    """See linear_cross_entropy. Saves dx and dW, and no logits."""
+    """See linear_cross_entropy. Saves dx, and no logits."""
 
     @staticmethod
-    def forward(ctx, x, weight, labels, weights, z_loss, first, group, chunk):
+    def forward(ctx, x, weight, labels, weights, z_loss, first, group, chunk, loss_grad):
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
-        dx = torch.empty_like(x) if wants_dx else None
-        dw = torch.zeros_like(weight, dtype=torch.float32) if wants_dw else None
+        dx, token_grads = torch.empty_like(x) if wants_dx else None, weights * loss_grad
         lse, label_logit = x.new_empty(2, len(x), dtype=torch.float32)
         matrix, wants_gradient, is_sharded = weight.detach(), wants_dx or wants_dw, size(group) > 1
         buffer = x.new_empty(min(chunk, len(x)), len(weight))
         for start in range(0, len(x), chunk):
             rows = slice(start, start + chunk)
             logits = torch.mm(x[rows], matrix.t(), out=buffer[:len(x[rows])])
-            inputs = labels[rows], weights[rows], lse[rows], label_logit[rows], first, z_loss
-            softmax_(logits, *inputs, statistics=True, gradient=wants_gradient and not is_sharded)
+            inputs = labels[rows], token_grads[rows], lse[rows], label_logit[rows], first, z_loss
+            softmax_(logits, *inputs, statistics=True, gradient=wants_gradient and not is_sharded,
+                     programs=SOFTMAX_PROGRAMS)
             if is_sharded:
                 combine_statistics(lse[rows], label_logit[rows], group)
             if is_sharded and wants_gradient:
-                softmax_(logits, *inputs, statistics=False, gradient=True)
+                softmax_(logits, *inputs, statistics=False, gradient=True, programs=SOFTMAX_PROGRAMS)
             if wants_dx:
                 torch.mm(logits, matrix, out=dx[rows])
             if wants_dw:
-                accumulate_product(dw, logits.t(), x[rows])
-        ctx.weight, ctx.gradients = weight, (dx, dw)
+                accumulate_grad(weight, partial(accumulate_product, a=logits.t(), b=x[rows]), defer=False)
+        ctx.weight = weight if wants_dw else None
+        ctx.save_for_backward(dx, loss_grad)
         return (weights * (lse - label_logit + z_loss * lse.square())).sum()
 
     @staticmethod
     def backward(ctx, grad):
-        dx, dw = ctx.gradients
-        if dw is not None:
-            accumulate_grad(ctx.weight, lambda out: out.addcmul_(dw, grad), defer=False)
-        return None if dx is None else (dx.to(grad.dtype) * grad).to(dx.dtype), *[None] * 7
+        dx, loss_grad = ctx.saved_tensors
+        torch._assert_async((grad == loss_grad).all())  # on a GPU the host does not wait for the answer
+        if ctx.weight is not None:  # its gradient is there; the next one of ZeRO levels 2 and 3 needs a buffer, too
+            accumulate_grad(ctx.weight, lambda out: None, defer=False)
+        return dx, *[None] * 8
 
 
 def combine_statistics(lse: Tensor, label_logit: Tensor, group: Group) -> None:
@@ -355,8 +365,11 @@ def combine_statistics(lse: Tensor, label_logit: Tensor, group: Group) -> None:
 
 def linear_cross_entropy(x: Tensor, weight: torch.nn.Parameter, labels: Tensor, weights: Tensor | None = None,
                          z_loss: float = 0.0, vocab: slice | None = None, group: Group = None,
-                         chunk: int = 4096) -> Tensor:
+                         chunk: int = 4096, loss_grad: Tensor | None = None) -> Tensor:
     """The sum of the tokens' losses, in nats, for logits x W^T, as tp.cross_entropy; IGNORED labels have none.
+
+    Unless autograd is off, this accumulates the gradient of `weight` already, so call backward once on the result, or
+    on what is computed from it; there its gradient must be loss_grad (a scalar tensor, default 1), which is checked.
 
     x: [T, H], the same on all ranks of the group; its gradient is partial: this rank's term of a sum over the group.
     weight: [V/t, H], the rows `vocab` of the head (default: all); its gradient goes through `accumulate_grad`.
@@ -374,4 +387,5 @@ def linear_cross_entropy(x: Tensor, weight: torch.nn.Parameter, labels: Tensor, 
         x, weight = x.detach(), weight.detach()
     counts = (labels != IGNORED).float()
     weights = counts if weights is None else counts * weights
-    return LinearCrossEntropy.apply(x, weight, labels, weights, z_loss, vocab.start, group, chunk)
+    loss_grad = counts.new_ones(()) if loss_grad is None else loss_grad.to(counts.dtype)
+    return LinearCrossEntropy.apply(x, weight, labels, weights, z_loss, vocab.start, group, chunk, loss_grad)

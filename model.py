@@ -186,8 +186,9 @@ class Head(nn.Module):
         spec = embedding_spec(model) if model.tied else own_spec
         self.vocabulary = VocabParallelHead(make, spec, table, z_loss)
 
-    def forward(self, x: Tensor, context: ForwardContext, labels: Tensor | None = None) -> Tensor:
-        return self.vocabulary(cheap(self.norm, x), context.tp, labels)
+    def forward(self, x: Tensor, context: ForwardContext, labels: Tensor | None = None,
+                loss_grad: Tensor | None = None) -> Tensor:
+        return self.vocabulary(cheap(self.norm, x), context.tp, labels, loss_grad)
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------
@@ -253,11 +254,12 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None, *,
                 labels: Tensor | None = None, stage: int = 0, x: Tensor | None = None, cache: Any = None,
-                sequence_weight: float | Tensor | None = None) -> Tensor:
+                loss_grad: Tensor | None = None, sequence_weight: float | Tensor | None = None) -> Tensor:
         """Logits [B, S, V/t] of tokens [B, S], for the part of the vocabulary that this rank has.
 
         labels: [B, S], IGNORED for tokens without a loss. With labels the result is the sum of this rank's tokens'
-        losses in nats instead, the same on every tensor parallel rank.
+        losses in nats instead, the same on every tensor parallel rank. loss_grad: the gradient that this sum will have
+        in backward, a scalar tensor (default 1).
         stage: which of this rank's pipeline stages to run, from x [T/t, H], the result of the stage before it; the last
         stage returns logits or the loss.
         positions: [S] or [B, S], by default 0, 1, 2 … documents: [B, S], numbers of the documents, which do not see
@@ -277,7 +279,7 @@ class Llama(nn.Module):
             if stage < self.last_stage:
                 return x
             if labels is not None:
-                return self.head(x, context, labels.flatten())
+                return self.head(x, context, labels.flatten(), loss_grad)
             return self.head(x, context).unflatten(0, tokens.shape)
 
     def contexts(self, stage: int, tokens: Tensor, positions: Tensor | None, documents: Tensor | None, cache: Any,

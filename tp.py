@@ -318,17 +318,20 @@ class VocabParallelEmbedding(nn.Module):
 class VocabParallelHead(nn.Module):
     """A table [V/t, H]: [T/t, H] -> logits [T, V/t]; with labels [T], the sum of the tokens' losses instead.
 
-    weight: the embedding's table, where the two are tied and this rank has it. z_loss: see cross_entropy.
+    weight: the embedding's table, where the two are tied and this rank has it. z_loss: see cross_entropy. loss_grad:
+    the gradient that the sum will have in backward (default 1); the fused kernel needs it in forward.
     """
 
     def __init__(self, make: MakeParameter, spec: Spec, weight: nn.Parameter | None = None, z_loss: float = 0.0):
         super().__init__()
         self.weight, self.z_loss = make(spec) if weight is None else weight, z_loss
 
-    def forward(self, x: Tensor, tp: TensorParallel, labels: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, tp: TensorParallel, labels: Tensor | None = None,
+                loss_grad: Tensor | None = None) -> Tensor:
         loss_options = dict(z_loss=self.z_loss, vocab=self.weight.box[0], group=tp.group)
         if labels is not None and uses_kernels(x):  # this kernel never stores all logits
-            return load_kernels().linear_cross_entropy(gather_tokens(x, tp), self.weight, labels, **loss_options)
+            return load_kernels().linear_cross_entropy(gather_tokens(x, tp), self.weight, labels, loss_grad=loss_grad,
+                                                       **loss_options)
         logits = column(x, self.weight, tp=tp, defer=False)
         return logits if labels is None else cross_entropy(logits, labels, **loss_options)
 

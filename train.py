@@ -276,18 +276,20 @@ def forward_backward(model: Llama, optimizer: Optimizer, micro_batches: list[Mic
     # Context parallel ranks have shards of the same sequences.
     sequences = sum(len(batch.tokens) for batch in micro_batches) * size(groups["data"]) // size(groups["cp"])
     valid = sum((batch.labels != IGNORED).sum() for batch in micro_batches)  # tokens with a loss, on this rank
-    counting = all_reduce(valid, groups["data"], async_op=True)  # of all ranks, then; hidden under the first forward
+    counting = all_reduce(valid, groups["data"], async_op=True)  # of all ranks, once the last stage waits for it
     total = torch.zeros((), dtype=acc_dtype(model.execution.dtype), device=valid.device)
 
     def forward(stage: int, k: int, x: torch.Tensor | None) -> torch.Tensor:
-        batch = micro_batches[k]
+        batch, loss_grad = micro_batches[k], None
+        if stage == model.last_stage:
+            counting.wait()
+            loss_grad = optimizer.scale_loss(1 / valid.clamp(min=1).to(total.dtype))  # perhaps no token is valid
         y = model(batch.tokens, batch.positions, batch.documents, stage=stage, x=x, labels=batch.labels,
-                  sequence_weight=optimizer.scale_loss(1 / sequences))
-        if stage < model.last_stage:
-            return y
-        counting.wait()
-        total.add_(y.detach())
-        return optimizer.scale_loss(y / valid.clamp(min=1))  # the global batch may have no valid token
+                  loss_grad=loss_grad, sequence_weight=optimizer.scale_loss(1 / sequences))
+        if stage == model.last_stage:
+            total.add_(y.detach())
+            y = y * loss_grad
+        return y
 
     # The engine calls `forward` for each micro-batch and stage, and runs backward from what the last stage returned.
     engine = model.pipeline.engine(len(micro_batches))
