@@ -3,7 +3,7 @@
     python bench.py train                            a training step; rival: transformers' Llama with fused AdamW
     python bench.py ep                               a layer of experts; rivals: transformers' Mixtral block with its
                                                      loop over experts, and with its grouped matmul
-    python bench.py gpu                              kernels and training on one GPU, see bench_gpu.py
+    python bench.py gpu                              kernels and training on one GPU, see bench_gpu.py; --out FOLDER
     torchrun --nproc_per_node=4 bench.py dp zero tp  a training step; rivals: DistributedDataParallel; at ZeRO level 1
                                                      ZeroRedundancyOptimizer, at level 3 fully_shard (FSDP2); DTensor
     torchrun --nproc_per_node=4 bench.py cp          attention over one long sequence in three styles; rival: torch's
@@ -16,8 +16,8 @@
                                                      and slow pairs of ranks; --out cluster.json: for plan.py
 
 In train, dp, zero and tp, flags of train.py choose the model, the batch and the optimizer, in probe the grid and the
-device; other parts refuse flags. A training step computes in fp32 the mean loss over the valid tokens of the global
-batch, clips the norm of the complete gradient, and updates with fused AdamW.
+device; gpu has flags of its own, and other parts refuse all. A training step computes in fp32 the mean loss over the
+valid tokens of the global batch, clips the norm of the complete gradient, and updates with fused AdamW.
 
 Columns: the median time per step, its 10th to 90th percentile, tokens per second; and per step of rank 0, counted at
 every operation (meter.py): MB that a ring sends, collectives, MB live between two steps (at rest), MB live at the peak.
@@ -751,12 +751,13 @@ def bench_probe(flags: list[str]) -> None:
 
 PARTS = {**{part: partial(bench_training, part) for part in TRAINING}, "cp": bench_cp, "pp": bench_pp, "ep": bench_ep,
          "checkpoint": bench_checkpoint, "probe": bench_probe,
-         "gpu": lambda: importlib.import_module("bench_gpu").measure()}  # it needs Triton
-WITH_FLAGS = *TRAINING, "probe"
+         "gpu": lambda flags: importlib.import_module("bench_gpu").measure(flags)}  # it needs Triton
+WITH_FLAGS = *TRAINING, "probe", "gpu"
 
 
 def check(parts: list[str], flags: list[str], ranks: int) -> None:
     """Raises ValueError, one line, for what cannot run."""
+    need("gpu" not in parts or len(parts) == 1, "gpu shares no run: its flags are not those of train.py")
     for part in parts:
         need(not flags or part in WITH_FLAGS, f"{' '.join(flags)}: {part} has fixed sizes and needs no flags")
         need(ranks > 1 or part in ("train", "ep", "gpu"),
@@ -774,6 +775,8 @@ if __name__ == "__main__":
     ranks, device = int(os.environ.get("WORLD_SIZE", 1)), torch.device("cpu")
     try:
         check(known.parts, flags, ranks)
+        if known.parts == ["gpu"]:
+            importlib.import_module("bench_gpu").parse(flags)
         if known.parts == ["probe"]:
             device = train.choose_device(parse_probe(flags, ranks)[0].run.device)[0]
     except ValueError as error:

@@ -17,66 +17,114 @@ import torch.distributed as dist
 
 import bench
 import bench_gpu
+import bench_rows
 import config
 import param
 import train
-from bench_gpu import Result, Row
+from bench_rows import Result, Row
 
 ROOT = os.path.dirname(config.__file__)
 
 
-def test_a_section_is_added_once_and_then_replaced():
-    first = bench_gpu.replace_section("# Results\n\nold\n", "a\nb")
-    assert first == "# Results\n\nold\n\n## One GPU\n\na\nb\n"
-    second = bench_gpu.replace_section(first + "\n## More\n\nkept\n", "c")
-    assert second == "# Results\n\nold\n\n## One GPU\n\nc\n\n## More\n\nkept\n"
-
-
 def test_a_table_has_a_line_per_row_and_ratios_to_the_fastest_rival():
     rows = [Row("x", None, "1.0"), Row("y", None), Row("z", None, "0.5", rival="x"), Row("w", None, rival="y")]
-    outcomes = [Result(0.0015, "3 TB/s", {"torch": 0.002, "eager": 0.004}), "no time left", Result(0.003), Result(1)]
-    assert bench_gpu.table(rows, outcomes).splitlines()[2:] == [
-        "| x | 1.500 | 3 TB/s | torch 2.000, eager 4.000 | 0.75 | 1.0 |", "| y | not measured: no time left | | | |  |",
-        "| z | 3.000 |  | x 1.500 | 2.00 | 0.5 |", "| w | 1000.000 |  |  |  |  |"]
+    outcomes = [Result(0.0015, "3 TB/s", {"torch": 0.002, "eager": 0.004}), "no time left",
+                Result(0.003, failures={"TMA": "OutOfResources: shared"}), Result(1)]
+    assert bench_rows.table(rows, outcomes, ["9 MHz", "", "", ""]).splitlines()[2:] == [
+        "| x | 1.500 | 3 TB/s | torch 2.000, eager 4.000 | 0.75 | 1.0 |  | 9 MHz |",
+        "| y | not measured: no time left | | | |  | | |",
+        "| z | 3.000 |  | x 1.500; TMA: OutOfResources: shared | 2.00 | 0.5 |  |  |",
+        "| w | 1000.000 |  |  |  |  |  |  |"]
+
+
+def test_the_choice_is_the_fastest_contender_that_is_right():
+    result = Result(3.0, rivals={"fast": 2.0, "wrong": 1.0}, errors={"ours": 1e-3, "fast": 1.5e-3, "wrong": 5e-3})
+    assert bench_rows.choose(result) == "fast" and bench_rows.choose(Result(1.0)) == ""
+    assert bench_rows.choose(result._replace(errors={"ours": 1e-3, "wrong": float("inf")})) == "ours"
+
+
+def test_contenders_are_checked_against_fp64_on_equal_inputs_and_a_failing_one_is_named():
+    def double_in_place(x):
+        return x.mul_(2)
+
+    def fail(x):
+        raise RuntimeError("no such\nkernel")
+
+    contenders = {"ours": double_in_place, "off": lambda x: 2.5 * x, "broken": fail, "nan": lambda x: x * torch.nan}
+    with patch.object(bench_rows, "measure_seconds", lambda function, inputs: 1.0):
+        found = bench_rows.compare(contenders, [()], str, lambda x: 2 * x.double(), lambda: (torch.randn(9),))
+    assert found.errors == {"ours": 0, "off": pytest.approx(0.25), "nan": float("inf")}
+    assert found.failures == {"broken": "RuntimeError: no such"} and set(found.rivals) == {"off", "nan"}
+    with pytest.raises(RuntimeError, match="^ours: RuntimeError: no such; others in ms: x 1000.000$"), patch.object(
+            bench_rows, "measure_seconds", lambda function, inputs: 1.0):
+        bench_rows.compare({"ours": fail, "x": double_in_place}, [()], str, abs, lambda: (torch.randn(9),))
+
+
+def test_clocks_are_medians_of_busy_samples_since_the_last_row(tmp_path):
+    log = bench_rows.ClockLog(str(tmp_path))
+    with open(log.path, "w") as file:
+        print("timestamp, clocks.current.sm [MHz], power.draw [W], temperature.gpu, utilization.gpu [%]", file=file)
+        for clock, used in (1980, 0), (1700, 99), (1600, 98), (1650, 97):
+            print(f"2026/01/01 00:00:00.000, {clock}, {clock - 1000}.5, 50, {used}", file=file)
+        file.write("2026/01/01 00:00:00.0")  # a line that is being written
+    assert log.since_last_call() == "1650 MHz, 650 W" and log.since_last_call() == ""
 
 
 def result() -> Result:
-    return Result(1.0)
+    return Result(1.0, report="many kernels")
 
 
-def test_a_failing_row_harms_no_other_and_is_named_in_the_file(tmp_path):
-    path = tmp_path / "RESULTS.md"
-    path.write_text("# Results\n")
+def outcomes_of(folder) -> list[tuple]:
+    """Of every row in the files: (name, its time in ms or the failure), from the table."""
+    lines = (folder / "table.md").read_text().splitlines()
+    assert lines[:2] == ["a GPU", ""]
+    found = [tuple(line.split(" | ")[:2]) for line in lines[4:]]
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    assert [f"| {row['row']}" for row in rows] == [name for name, _ in found]
+    assert [f"not measured: {row['failure']}" if "failure" in row else f"{1e3 * row['seconds']:.3f}" for row in rows
+            ] == [outcome.rstrip(" |") for _, outcome in found]
+    return found
+
+
+def test_a_failing_row_harms_no_other_and_is_named_in_the_files(tmp_path):
     rows = [Row("first", result), Row("raises", partial(int, "x")), Row("dies", partial(os._exit, 3)),
             Row("last", result)]
-    bench_gpu.measure_rows(rows, "a GPU", str(path))
-    lines = path.read_text().splitlines()
-    assert lines[:5] == ["# Results", "", "## One GPU", "", "a GPU"]
-    found = [line.split(" | ")[:2] for line in lines[8:]]
-    assert found[0] == ["| first", "1000.000"] and found[3] == ["| last", "1000.000"]
-    assert found[1] == ["| raises", "not measured: ValueError: invalid literal for int() with base 10: 'x'"]
-    assert found[2][0] == "| dies" and found[2][1].startswith("not measured: BrokenProcessPool")
+    bench_rows.measure_rows(rows, "a GPU", str(tmp_path / "new"), 420)
+    first, raises, dies, last = outcomes_of(tmp_path / "new")
+    assert first == ("| first", "1000.000") and last == ("| last", "1000.000")
+    assert raises[1].startswith("not measured: ValueError: invalid literal for int() with base 10: 'x'")
+    assert dies[1].startswith("not measured: BrokenProcessPool")
+    assert (tmp_path / "new" / "reports.txt").read_text() == "## first\n\nmany kernels\n\n## last\n\nmany kernels\n\n"
 
 
 def test_a_row_that_takes_too_long_is_abandoned(tmp_path):
-    path = tmp_path / "RESULTS.md"
-    path.write_text("# Results\n")
-    bench_gpu.measure_rows([Row("hangs", partial(time.sleep, 600))], "a GPU", str(path), row_limit_s=0.5)
-    assert path.read_text().splitlines()[8:] == ["| hangs | not measured: TimeoutError:  | | | |  |"]
+    bench_rows.measure_rows([Row("hangs", partial(time.sleep, 600))], "a GPU", str(tmp_path), 420, row_limit_s=0.5)
+    assert outcomes_of(tmp_path)[0][1].startswith("not measured: more than 0.5 s")
 
 
-def test_rows_for_which_no_time_is_left_are_named_in_the_file(tmp_path):
-    path = tmp_path / "RESULTS.md"
-    path.write_text("# Results\n")
-    bench_gpu.measure_rows([Row("a", result), Row("b", result)], "a GPU", str(path), start_limit_s=-1)
-    assert path.read_text().splitlines()[8:] == ["| a | not measured: no time was left | | | |  |",
-                                                 "| b | not measured: no time was left | | | |  |"]
+def test_rows_for_which_no_time_is_left_are_named_in_the_files(tmp_path):
+    bench_rows.measure_rows([Row("a", result), Row("b", result)], "a GPU", str(tmp_path), start_limit_s=-1)
+    assert [outcome.rstrip(" |") for _, outcome in outcomes_of(tmp_path)] == ["not measured: no time was left"] * 2
+
+
+ROWS = [row for rows in bench_gpu.PARTS.values() for row in rows]
 
 
 def test_rows_can_be_sent_to_another_process_and_have_different_names():
-    assert [row.name for row in pickle.loads(pickle.dumps(bench_gpu.ROWS))] == [row.name for row in bench_gpu.ROWS]
-    names = [row.name for row in bench_gpu.ROWS]
-    assert len(set(names)) == len(names) and {row.rival for row in bench_gpu.ROWS} <= {"", *names}
+    names = [row.name for row in ROWS]
+    assert [row.name for row in pickle.loads(pickle.dumps(ROWS))] == names
+    assert len(set(names)) == len(names) and {row.rival for row in ROWS} <= {"", *names}
+
+
+@pytest.mark.parametrize("flags, message", [
+    ("--only loss", "--only loss: the parts are checks, training, "), ("--layers 2", "--layers 2: gpu knows --out"),
+    ("--out pyproject.toml", "--out pyproject.toml is a file: name a folder"),
+    ("--minutes x", "argument --minutes: invalid float value: 'x'")])
+def test_flags_of_the_gpu_part_that_are_wrong_are_refused_in_a_line(monkeypatch, flags, message):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ValueError, match="^" + re.escape(message)) as caught:
+        bench_gpu.parse(flags.split())
+    assert "\n" not in str(caught.value)
 
 
 @contextlib.contextmanager
@@ -89,37 +137,80 @@ def on_a_small_cpu():
     def without_device(function):
         return lambda *args, device=None, **kwargs: function(*args, **kwargs)
 
-    small = dict(T=256, H=128, FFN=256, measure_seconds=measure_seconds, make_cold_inputs=lambda make: [make()],
-                 copy_rate=lambda: 1.0, sdpa_kernel=lambda backends: contextlib.nullcontext(),
+    small = dict(T=256, S=64, H=128, FFN=256, make_cold_inputs=lambda make: [make()], copy_rate=lambda: 1.0,
+                 sdpa_kernel=lambda backends: contextlib.nullcontext(),
                  parameter=lambda spec, groups, dtype, device: param.parameter(spec, groups, dtype))
-    made = {name: without_device(getattr(torch, name)) for name in ("randn", "empty", "zeros", "ones", "randint")}
+    made = {name: without_device(getattr(torch, name))
+            for name in ("randn", "empty", "zeros", "ones", "randint", "arange", "logspace")}
     cuda = dict(memory_allocated=lambda: 0, max_memory_allocated=lambda *device: 0, current_stream=lambda: None,
                 reset_peak_memory_stats=lambda: None)
     with patch.multiple(bench_gpu, **small), patch.multiple(torch.cuda, **cuda), patch.multiple(
             torch, bfloat16=torch.float32, compile=lambda function: function, **made), patch.object(
-            train, "choose_device", lambda asked: (torch.device("cpu"), "")):
+            train, "choose_device", lambda asked: (torch.device("cpu"), "")), patch.object(
+            torch.Tensor, "cuda", lambda x: x), patch.object(bench_rows, "measure_seconds", measure_seconds):
+        bench_gpu.angles.cache_clear()
         yield
 
 
-@pytest.mark.parametrize("row", [row for row in bench_gpu.ROWS if row.name.startswith(("RMS", "add", "SwiGLU", "FP8"))],
-                         ids=lambda row: row.name)
-def test_rows_of_kernels_run(row):
+def is_right(found: Result) -> None:
+    assert not found.failures and all(error < 1e-5 for error in found.errors.values()) and found.seconds == 1.0
+
+
+@pytest.mark.parametrize("row", bench_gpu.PARTS["kernels"][1:], ids=lambda row: row.name)
+def test_rows_of_kernels_run_and_agree_with_fp64(row):
     with on_a_small_cpu():
-        assert row.measure().seconds == 1.0
+        is_right(row.measure())
+
+
+@pytest.mark.parametrize("kind", ["one scale", "1 x 128 by 128 x 128", "1 x 128 by 1 x 128"])
+def test_rows_of_scaled_mm_agree_with_fp64(kind):
+    with on_a_small_cpu():
+        is_right(bench_gpu.measure_scaled_mm(kind))
+
+
+@pytest.mark.parametrize("kind", ["forward", "input gradients", "weight gradients"])
+def test_rows_of_matmuls_run_in_bf16_and_both_recipes(kind):
+    with on_a_small_cpu():
+        found = bench_gpu.measure_block_matmul(kind, 64, 256, 128)
+        is_right(bench_gpu.measure_addmm())
+    assert not found.failures and found.ours == "bf16" and {"tensorwise", "blockwise"} <= set(found.rivals)
+
+
+def test_rows_of_variants_agree_with_fp64():
+    with on_a_small_cpu():
+        found = bench_gpu.measure_adamw(256)
+    assert list(found.rivals) == ["adamw-one-pass"] and all(error < 1e-6 for error in found.errors.values())
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_rows_of_attention_and_of_the_loss_run(direction):
     with on_a_small_cpu():
-        assert list(bench_gpu.measure_attention(direction, 1, 64, 4, 2, 16).rivals) == ["cuDNN", "torch's flash"]
-        assert list(bench_gpu.measure_loss(V=300).rivals) == ["compiled", "eager"]
+        attention, loss = bench_gpu.measure_attention(direction, 1, 64, 4, 2, 16), bench_gpu.measure_loss(300, 64)
+    is_right(attention)
+    is_right(loss)
+    assert list(attention.rivals) == ["cuDNN", "torch's flash"] and list(loss.rivals) == ["compiled", "eager"]
+
+
+def test_heads_lie_in_memory_as_the_model_has_them():
+    with on_a_small_cpu():
+        q, k, v, do = bench_gpu.heads_of_the_model(2, 8, 4, 2, 16)
+    assert [x.stride() for x in (q, k, v)] == [(8 * 8 * 16, 16, 8 * 16, 1)] * 3 and do.shape == q.shape == (2, 4, 8, 16)
 
 
 def test_rows_of_training_read_the_metrics_of_every_step():
     small = "--layers 2 --hidden 32 --heads 2 --kv-heads 2 --ffn 48 --seq 32 --global-batch 4 --dtype fp32"
     with on_a_small_cpu():
-        records = bench_gpu.train_llama(small, 4)
-    assert [record["step"] for record in records] == [0, 1, 2, 3] and records[0]["step_s"] > 0
+        records, kernels = bench_gpu.train_llama(small, 4)
+    assert [record["step"] for record in records] == [0, 1, 2, 3] and records[0]["step_s"] > 0 and kernels == []
+
+
+def test_kernels_are_listed_by_the_time_that_they_take():
+    kernels = [(0, 10, "nvjet_a"), (10, 20, "nvjet_a"), (30, 60, "flash_forward_kernel"), (60, 80, "copy")]
+    split, report = bench_gpu.describe_kernels(kernels, steps=2)
+    assert split == "attention 37.5%, GEMM 25.0%, elementwise 25.0%, idle 12.5%"
+    assert [line.split() for line in report.splitlines()[3:]] == [
+        ["0.01", "0", "37.5%", "flash_forward_kernel"], ["0.01", "1", "25.0%", "nvjet_a"],
+        ["0.01", "0", "25.0%", "copy"]]
 
 
 @pytest.mark.parametrize("kernel, kind", [
@@ -150,6 +241,7 @@ def test_without_a_gpu_it_says_so():
     ("cp", "cp needs several ranks: run under torchrun --nproc_per_node=4 bench.py cp"),
     ("zero --layers 2", "zero needs several ranks: run under torchrun --nproc_per_node=4 bench.py zero"),
     ("ep --layers 2", "--layers 2: ep has fixed sizes and needs no flags"),
+    ("gpu dp", "gpu shares no run: its flags are not those of train.py"),
     ("train --dtype bf16", "--dtype bf16: all contenders compute in fp32, so leave it out")])
 def test_what_a_part_cannot_do_is_refused_in_one_line(arguments, message):
     done = subprocess.run([sys.executable, "bench.py", *arguments.split()], cwd=ROOT, capture_output=True, text=True,
