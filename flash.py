@@ -26,11 +26,23 @@ dp = do v^T, delta = sum(do o) per row and ds = p (dp - delta) computes
 Two kernels, so that no two programs add to the same memory: no atomics, and the same bits in every run. The price is
 that each of them computes the scores: 7 matmuls instead of 5.
 
+What decides the speed on a GPU of Hopper's kind:
+
+    occupancy           An SM has 65,536 registers, and a warp that waits hides its latency only behind other warps that
+                        are there, too. A tile of 128 x 128 fp32 results takes 64 of the registers of 256 threads, so
+                        one program of 8 warps fills an SM. Larger tiles reuse more, smaller ones wait less.
+    asynchronous wgmma  A group of 4 warps starts a matmul on operands in shared memory, and may compute something else
+                        until it needs the result. But the softmax of a tile needs its scores: a program that alone has
+                        an SM waits for them, tensor cores idle meanwhile, then they wait for it.
+    producer, consumers One warp (producer) does nothing but ask the copy engine (TMA) for tiles, a few ahead; it needs
+                        few registers, and `setmaxnreg` gives the rest to two groups of 4 warps (consumers), which have
+                        half of the rows each. While one computes its softmax, the other's matmul runs.
+
 FlashAttention 1 has the loop over queries inside that over keys, so it reads and writes o and dq once per tile of keys.
 FlashAttention 2, like this file, exchanges the loops: o stays in registers until it is complete, and each tile of
-queries is a program, so that even a few long sequences fill a GPU. FlashAttention 3 is 2 for Hopper: some warps only
-load (TMA), two groups of others alternate between softmax and matmul (wgmma), optionally in FP8. Triton compiles this
-file to wgmma, too, but gives loads and softmax to the same warps. costs.attention_cost has the FLOPs and bytes of all.
+queries is a program, so that even a few long sequences fill a GPU. FlashAttention 3 is 2 with producer and consumers,
+optionally in FP8. TILINGS has both; the simpler one is taken until a GPU has shown that the other is right and faster.
+costs.attention_cost has the FLOPs and bytes of all.
 Sums and exponentials are fp32. Offsets that may exceed 2^31 elements are 64 bits.
 
 Dao et al. 2022, FlashAttention (algorithms 1 and 4, figure 2); Dao 2023, FlashAttention-2; Shah et al. 2024,
@@ -54,26 +66,59 @@ LOG2_E = tl.constexpr(1.4426950408889634)  # GPUs have 2^x: exp(x) = 2^(x log2 e
 # ---- tiles ----------------------------------------------------------------------------------------------------------
 
 class Tiling(NamedTuple):
-    """A tile of scores has rows x columns; num_warps are those of a program; num_stages - 1 tiles are loaded ahead."""
+    """A tile of scores has rows x columns; num_warps are those of a program; num_stages - 1 tiles are loaded ahead.
+
+    copy_engine: one thread asks for a tile of keys or values, and TMA computes the addresses. specialize: a warp of its
+    own asks, and num_warps are those that compute, 4 on each half of the rows; all tiles then go through one loop,
+    because Triton compiles only one like this, so that the mask is applied to all.
+    """
     rows: int
     columns: int
     num_warps: int
     num_stages: int
+    copy_engine: bool = False
+    specialize: bool = False
 
 
-TILINGS = {("forward", 64): Tiling(128, 128, 8, 3), ("forward", 128): Tiling(128, 64, 8, 3),
-           ("dq", 64): Tiling(128, 64, 8, 3), ("dq", 128): Tiling(128, 64, 8, 3),
-           ("dkv", 64): Tiling(64, 128, 8, 2), ("dkv", 128): Tiling(32, 128, 8, 2)}
-FP32_TILING = Tiling(32, 32, 4, 2)
+# The first of each list is taken; `python bench.py gpu --only variants` says which one should be.
+# Registers per thread decide, 65,536 of an SM's: up to 168 let three groups of 4 warps live on it, up to 255 two.
+TILINGS = {
+    ("forward", 64): [Tiling(128, 128, 8, 3), Tiling(128, 128, 8, 3, copy_engine=True),
+                      Tiling(128, 128, 4, 2, copy_engine=True, specialize=True)],
+    ("forward", 128): [
+        Tiling(128, 64, 8, 3),  # 184 registers: one program per SM, which waits for each matmul before its softmax
+        Tiling(128, 64, 8, 3, copy_engine=True),  # 142: addresses are no longer in registers
+        Tiling(128, 128, 8, 2, copy_engine=True),  # 196: half as many softmax steps
+        Tiling(128, 128, 4, 2, copy_engine=True, specialize=True)],  # FlashAttention-3's: one half computes softmax
+    ("dq", 64): [Tiling(128, 64, 8, 3)], ("dq", 128): [Tiling(128, 64, 8, 3), Tiling(64, 64, 4, 3)],
+    ("dkv", 64): [Tiling(32, 128, 8, 2), Tiling(64, 128, 8, 1)],  # 64 rows, loaded ahead: Triton 3.6 spills a register
+    ("dkv", 128): [
+        Tiling(32, 128, 8, 2),  # dk and dv take 128 registers of 255: 64 rows of queries would be spilled to memory
+        Tiling(32, 128, 8, 1)]}  # no tile is loaded ahead
+FP32_TILINGS = [Tiling(32, 32, 4, 2)]
 
 
-def choose_tiling(step: str, q: Tensor, causal: bool, window: int, documents: Tensor | None) -> tuple[Tiling, dict]:
-    """A kernel's tiling and launch options. WIDTH: D rounded up to a power of 2, at least 16 for tensor cores."""
+def choose_tiling(step: str, q: Tensor, causal: bool, window: int, documents: Tensor | None,
+                  others: tuple[Tensor, ...] = ()) -> tuple[Tiling, dict]:
+    """A kernel's tiling and launch options. WIDTH: D rounded up to a power of 2, at least 16 for tensor cores. others:
+    k and v, which with q decide whether the copy engine can load them: it needs rows at multiples of 16 bytes."""
     D = q.shape[-1]
     width = max(16, triton.next_power_of_2(D))
-    tiles = TILINGS[step, max(64, width)] if q.element_size() == 2 else FP32_TILING
-    return tiles, dict(D=D, WIDTH=width, ROWS=tiles.rows, COLUMNS=tiles.columns, CAUSAL=causal, WINDOW=int(window > 0),
-                       DOCUMENTS=int(documents is not None), num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+    can_copy = D == width and all(x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0
+                                                                 for stride in x.stride()[:3]) for x in (q, *others))
+    hides_much = window > 0 or documents is not None
+    tiles = next(tiling for tiling in (TILINGS[step, max(64, width)] if q.element_size() == 2 else FP32_TILINGS)
+                 if can_copy >= tiling.copy_engine and not (hides_much and tiling.specialize))
+    if step == "dkv" and D < width:  # the mask of narrow heads takes the registers of a tile loaded ahead
+        tiles = tiles._replace(num_stages=1)
+    options = dict(D=D, WIDTH=width, ROWS=tiles.rows, COLUMNS=tiles.columns, CAUSAL=causal, WINDOW=int(window > 0),
+                   DOCUMENTS=int(documents is not None), num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+    if step == "forward":
+        options |= dict(COPY_ENGINE=tiles.copy_engine, SPECIALIZE=int(tiles.specialize))
+    if tiles.copy_engine:  # descriptors are made by the programs, in memory that Triton asks for here
+        device = q.device  # the allocator must not refer to q itself, which Triton would keep alive
+        triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
+    return tiles, options
 
 
 @triton.jit
@@ -183,19 +228,32 @@ def assign_queries(q_documents, k_documents, heads, rows, columns, offset, windo
 def flash_forward_kernel(q, k, v, o, lse, q_documents, k_documents, q_strides, k_strides, v_strides, o_strides, scale,
                          heads, group, rows, columns, offset, window, D: tl.constexpr, WIDTH: tl.constexpr,
                          ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-                         DOCUMENTS: tl.constexpr):
-    """A program has a tile of queries and loops over keys. top, total, out: m, l and o above, exponents to base 2."""
+                         DOCUMENTS: tl.constexpr, COPY_ENGINE: tl.constexpr, SPECIALIZE: tl.constexpr):
+    """A program has a tile of queries and loops over keys. top, total, out: m, l and o above, exponents to base 2.
+    COPY_ENGINE, SPECIALIZE: see Tiling."""
     b, h, start, masked_from, stop, i_document = assign_queries(
         q_documents, k_documents, heads, rows, columns, offset, window, ROWS, COLUMNS, CAUSAL, WINDOW, DOCUMENTS)
     k, v = head_of(k, k_strides, b, h // group), head_of(v, v_strides, b, h // group)
-    queries = load_tile(head_of(q, q_strides, b, h), start, q_strides[2], rows, D, WIDTH, ROWS, True)
+    q = head_of(q, q_strides, b, h)
+    if COPY_ENGINE:
+        q_tiles = tl.make_tensor_descriptor(q, [rows, D], [q_strides[2], 1], [ROWS, D])
+        k_tiles = tl.make_tensor_descriptor(k, [columns, D], [k_strides[2], 1], [COLUMNS, D])
+        v_tiles = tl.make_tensor_descriptor(v, [columns, D], [v_strides[2], 1], [COLUMNS, D])
+        queries = q_tiles.load([start, 0])
+    else:
+        queries = load_tile(q, start, q_strides[2], rows, D, WIDTH, ROWS, True)
     i, lse = start + tl.arange(0, ROWS), row_of(lse, b * heads + h, rows)
+    first_masked = 0 if SPECIALIZE else masked_from
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, WIDTH], tl.float32)
-    for MASKED in tl.static_range(WINDOW | DOCUMENTS, 2):
-        for n in range(masked_from if MASKED else 0, stop if MASKED else masked_from, COLUMNS):
-            keys = load_tile(k, n, k_strides[2], columns, D, WIDTH, COLUMNS, MASKED)
+    for MASKED in tl.static_range(WINDOW | DOCUMENTS | SPECIALIZE, 2):
+        for n in tl.range(first_masked if MASKED else 0, stop if MASKED else masked_from, COLUMNS,
+                          warp_specialize=SPECIALIZE):
+            if COPY_ENGINE:
+                keys = k_tiles.load([n, 0])
+            else:
+                keys = load_tile(k, n, k_strides[2], columns, D, WIDTH, COLUMNS, MASKED)
             s = tl.dot(queries, tl.trans(keys), input_precision="ieee")
             if MASKED:
                 j = n + tl.arange(0, COLUMNS)
@@ -208,7 +266,10 @@ def flash_forward_kernel(q, k, v, o, lse, q_documents, k_documents, q_strides, k
             p = tl.exp2(s * scale - shift[:, None])
             decay = tl.exp2(top - shift)
             total = total * decay + tl.sum(p, 1)
-            values = load_tile(v, n, v_strides[2], columns, D, WIDTH, COLUMNS, MASKED)
+            if COPY_ENGINE:
+                values = v_tiles.load([n, 0])
+            else:
+                values = load_tile(v, n, v_strides[2], columns, D, WIDTH, COLUMNS, MASKED)
             out = tl.dot(p.to(values.dtype), values, out * decay[:, None], input_precision="ieee")
             top = higher
     store_tile(head_of(o, o_strides, b, h), out / tl.where(total == 0, 1.0, total)[:, None], start, o_strides[2], rows,
@@ -329,7 +390,7 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int, o
     q, k, v = make_rows_contiguous(q, k, v)
     q_documents, k_documents = as_int32(q_documents), as_int32(k_documents)
     (B, N, rows, D), (_, K, columns, _) = q.shape, k.shape
-    tiles, launch = choose_tiling("forward", q, causal, window, q_documents)
+    tiles, launch = choose_tiling("forward", q, causal, window, q_documents, (k, v))
     flash_forward_kernel[(B * N * triton.cdiv(rows, tiles.rows),)](
         q, k, v, o, lse, q_documents, k_documents, q.stride(), k.stride(), v.stride(), o.stride(),
         D ** -0.5 * LOG2_E.value, N, N // K, rows, columns, offset, window, **launch)

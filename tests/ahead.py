@@ -68,7 +68,10 @@ def only_compile(*modules: ModuleType) -> None:
     def compiled(self, *args, grid, warmup, **options):
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
         used = {name: int(count) for name, count in resources(kernel.asm["cubin"]).items()}
-        more = dict(wgmma=kernel.asm["ptx"].count("wgmma.mma_async"), shared=kernel.metadata.shared)
+        ptx = kernel.asm["ptx"]
+        more = dict(wgmma=ptx.count("wgmma.mma_async"), tma=ptx.count("cp.async.bulk.tensor"),
+                    setmaxnreg=ptx.count("setmaxnreg"), threads=int(re.search(r"\.reqntid (\d+)", ptx)[1]),
+                    shared=kernel.metadata.shared)
         print(json.dumps([kernel.metadata.name, used | more]))
 
     launch, JITFunction.run = JITFunction.run, compiled

@@ -10,7 +10,7 @@ import costs
 import cp
 import flash
 import kernels
-from ahead import by_the_pinned_compiler, fits, run
+from ahead import COMPILERS, fits, run
 from exact import DEVICE, close, compare, dense_attention, gpu, is_refused, leaves, numbers
 from flash import Tiling, flash_attention, flash_backward, flash_forward
 from operations import CAUSAL, AttentionKernel, Mask, attention_math, attention_sdpa
@@ -22,12 +22,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning") 
 
 @pytest.fixture(params=["16x32", "32x16"])
 def tiles(request, monkeypatch):
-    monkeypatch.setattr(flash, "FP32_TILING", Tiling(*map(int, request.param.split("x")), 4, 1))
+    monkeypatch.setattr(flash, "FP32_TILINGS", [Tiling(*map(int, request.param.split("x")), 4, 1)])
 
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(flash, "FP32_TILING", Tiling(16, 16, 4, 1))
+    monkeypatch.setattr(flash, "FP32_TILINGS", [Tiling(16, 16, 4, 1)])
 
 
 def heads(rows: int, columns: int, N: int = 2, K: int = 1, D: int = 16, B: int = 2) -> list[torch.Tensor]:
@@ -51,6 +51,29 @@ def attention_agrees(inputs, causal, documents, window=0):
     mask = Mask(causal, window, documents, offset=inputs[1].shape[2] - inputs[0].shape[2])
     compare(lambda q, k, v: flash_forward(q, k, v, mask)[0], lambda q, k, v: dense_attention(q, k, v, mask)[0], inputs)
     close(flash_forward(*inputs, mask)[1], dense_attention(*(x.double() for x in inputs), mask)[1])
+
+
+@pytest.mark.parametrize("rows, columns, causal, kind, window", [
+    (33, 33, True, "one", 0), (17, 40, False, "one", 0), (40, 17, True, "one", 0), (33, 33, True, "packed", 0),
+    (33, 33, True, "one", 9)])
+@pytest.mark.parametrize("specialize", [False, True])
+def test_tiles_loaded_by_the_copy_engine(monkeypatch, rows, columns, causal, kind, window, specialize):
+    """With documents or a window nothing is specialized: the next tiling of the list is taken."""
+    tilings = [Tiling(16, 32, 4, 2, True, specialize), Tiling(32, 16, 4, 2, True)]
+    monkeypatch.setattr(flash, "FP32_TILINGS", tilings)
+    inputs, documents = heads(rows, columns, B=1), documents_of(kind, rows, columns, 1)
+    tiles, launch = flash.choose_tiling("forward", inputs[0], causal, window, documents, tuple(inputs[1:]))
+    assert tiles is tilings[specialize and (window > 0 or documents is not None)] and launch["COPY_ENGINE"]
+    attention_agrees(inputs, causal, documents, window)
+
+
+def test_what_the_copy_engine_cannot_load_takes_pointers(monkeypatch):
+    """Rows must start at multiples of 16 bytes, and heads be as wide as the tile."""
+    pointers = Tiling(16, 16, 4, 2)
+    monkeypatch.setattr(flash, "FP32_TILINGS", [Tiling(16, 16, 4, 2, True), pointers])
+    odd_width, odd_stride, odd_start = numbers(1, 2, 8, 12), numbers(1, 2, 8, 18)[..., :16], numbers(257)[1:]
+    for x in odd_width, odd_stride, odd_start.view(1, 2, 8, 16):
+        assert flash.choose_tiling("forward", x, True, 0, None, (x, x))[0] is pointers
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -281,23 +304,41 @@ from operations import Mask
 
 packed = (torch.zeros(1, 256, dtype=torch.int32),) * 2
 only_compile(flash)
-for D in 64, 128:
-    for mask in Mask(), Mask(documents=packed), Mask(window=4096):
-        qkv = torch.zeros(1, 256, 6, D, dtype=torch.bfloat16)
-        q, k, v = (x.transpose(1, 2) for x in qkv.split([4, 1, 1], 2))
-        o, lse = flash.flash_forward(q, k, v, mask)
-        flash.flash_backward(o, q, k, v, o, lse, mask)
+masks = Mask(), Mask(documents=packed), Mask(window=4096)
+for D, mask in [*((D, mask) for D in (64, 128) for mask in masks), (80, masks[1])]:
+    qkv = torch.zeros(1, 256, 6, D, dtype=torch.bfloat16)
+    q, k, v = (x.transpose(1, 2) for x in qkv.split([4, 1, 1], 2))
+    o, lse = flash.flash_forward(q, k, v, mask)
+    flash.flash_backward(o, q, k, v, o, lse, mask)
 """
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> list:
-    lines = run(LAUNCHES, TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("triton"))).splitlines()
-    assert len(lines) == 6 * 3
+OTHER_TILINGS = """
+import flash
+import torch
+from ahead import only_compile
+
+only_compile(flash)
+for (step, D), tilings in flash.TILINGS.items():
+    qkv = torch.zeros(1, 256, 6, D, dtype=torch.bfloat16)
+    q, k, v = (x.transpose(1, 2) for x in qkv.split([4, 1, 1], 2))
+    for tiling in tilings[1:]:
+        flash.TILINGS[step, D] = [tiling]
+        if step == "forward":
+            flash.flash_forward(q, k, v)
+        else:
+            flash.flash_backward(q, q, k, v, q, torch.zeros(1, 4, 256))
+"""
+
+
+@pytest.fixture(scope="module", params=COMPILERS)
+def compiled(request, tmp_path_factory) -> list:
+    folder = str(tmp_path_factory.mktemp("triton"))
+    lines = run(LAUNCHES, request.param, TRITON_CACHE_DIR=folder).splitlines()
+    assert len(lines) == 7 * 3
     return [json.loads(line) for line in lines]
 
 
-@by_the_pinned_compiler
 def test_registers_suffice(compiled):
     for name, found in compiled:
         fits(name, found)
@@ -306,7 +347,21 @@ def test_registers_suffice(compiled):
 def test_attention_uses_the_matmul_instruction_of_hopper(compiled):
     matmuls = {"flash_forward_kernel": 2, "flash_dq_kernel": 3, "flash_dkv_kernel": 4}
     assert {name for name, _ in compiled} == set(matmuls)
-    assert all(found["wgmma"] >= matmuls[name] for name, found in compiled)
+    assert all(found["wgmma"] >= matmuls[name] and found["setmaxnreg"] == 0 for name, found in compiled)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_other_tilings_fit_and_are_what_they_say(tmp_path, compiler):
+    """Specialized: 4 warps that load and 8 that compute, among which registers are dealt anew."""
+    found = [json.loads(line) for line in run(OTHER_TILINGS, compiler, TRITON_CACHE_DIR=str(tmp_path)).splitlines()]
+    for name, used in found:
+        fits(name, used)
+    forward = [used for name, used in found if name == "flash_forward_kernel"]
+    others = [tiling for D in (64, 128) for tiling in flash.TILINGS["forward", D][1:]]
+    for used, tiling in zip(forward, others, strict=True):
+        assert used["tma"] >= 3 and used["wgmma"] >= 2
+        assert (used["setmaxnreg"] > 0) == tiling.specialize and (used["threads"] == 384) == tiling.specialize
 
 
 # ---- on a GPU only --------------------------------------------------------------------------------------------------
