@@ -69,7 +69,7 @@ from torch.autograd import Function
 
 from collectives import MAX, Group, all_reduce
 from config import FP8_RECIPES
-from param import acc_dtype, accumulate_grad, is_deferred
+from param import acc_dtype, accumulate_grad, is_deferred, stacked_weight
 from recompute import is_cheap
 
 Tensor = torch.Tensor
@@ -354,7 +354,7 @@ class Fp8:
         state = [(weight.generation, weight._version) for weight in weights]
         if weights in self.cache and self.cache[weights][0] == state:
             return self.cache[weights][1]
-        w = torch.cat([weight.detach() for weight in weights]) if len(weights) > 1 else weights[0].detach()
+        w = stacked_weight(weights)
         unit = self.recipe.unit
         if w.shape[-1] % unit or w.shape[-2] % unit:
             raise ValueError(f"{weights[0].spec.name} is {' x '.join(map(str, w.shape))} on this rank: in FP8 with "

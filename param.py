@@ -238,6 +238,13 @@ def stacked_view(tensors: list[Tensor]) -> Tensor | None:
     return first.as_strided((sum(len(tensor) for tensor in tensors), *first.shape[1:]), first.stride())
 
 
+def stacked_weight(weights: Params) -> Tensor:
+    """The weights, one below the other, detached: a view where they are contiguous in one buffer, else a copy."""
+    parts = [weight.detach() for weight in weights]
+    view = parts[0] if len(parts) == 1 else stacked_view(parts)
+    return torch.cat(parts) if view is None else view
+
+
 def accumulate_product(out: Tensor, a: Tensor, b: Tensor) -> None:
     """out += a @ b. For 16-bit a and b, out is fp32: on GPUs the matmul adds to it, on CPUs a @ b is rounded first."""
     if out.dtype == a.dtype:

@@ -88,7 +88,7 @@ from param import (
     is_deferred,
     parameter,
     shard_slice,
-    stacked_view,
+    stacked_weight,
 )
 from recompute import dropping_cheap, is_recomputing
 
@@ -214,14 +214,6 @@ class Row(Function):
 
         accumulate_grad(ctx.weight, add_weight_grad)
         return dx, None, None, None
-
-
-def stacked_weight(weights: tuple[nn.Parameter, ...]) -> Tensor:
-    """The weights, one below the other: a view where they are contiguous in one buffer, else a copy."""
-    if len(weights) == 1:
-        return weights[0].detach()
-    view = stacked_view([weight.detach() for weight in weights])
-    return torch.cat(weights) if view is None else view
 
 
 def start_gather_matmul(x: Tensor, matrix: Tensor, tp: TensorParallel) -> Callable[[], tuple[Tensor, Tensor]]:

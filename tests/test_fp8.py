@@ -558,6 +558,23 @@ def test_the_kernel_refuses_tiles_of_fewer_than_128_rows():
         fp8_kernels.product(a, b._replace(scales=torch.ones(200, 2)), torch.empty(200, 200))
 
 
+def test_weights_side_by_side_in_a_buffer_are_quantised_without_a_copy(monkeypatch):
+    buffer, weights = normal(3 * 128, 256, dtype=torch.float32), []
+    for part in buffer.split(128):
+        weight = parameter(Spec("w", (128, 256)), {}, torch.float32)
+        weight.data = part
+        weights.append(weight)
+    given = []
+
+    def noting(x, *args, **options):
+        given.append(x)
+        return quantise(x, *args, **options)
+
+    monkeypatch.setattr(fp8, "quantise", noting)
+    Fp8(RECIPES["blockwise"], torch.float32).quantise_weight(tuple(weights))
+    assert given[0].data_ptr() == buffer.data_ptr() and torch.equal(given[0], buffer)
+
+
 AHEAD = """
 import json
 import fp8_kernels as kernels
