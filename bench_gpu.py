@@ -31,64 +31,43 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
-from functools import cache, partial
-from types import SimpleNamespace
-from typing import Any
+from functools import partial
 from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 import triton
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 import config
+import flash
 import fp8
-import fp8_kernels
-import kernels
-import operations
 import train
-from bench_rows import Rate, Result, Row, compare, measure_rows
+from bench_kernels import (
+    MATMULS,
+    H,
+    T,
+    fused,
+    measure_adamw,
+    measure_addmm,
+    measure_attention,
+    measure_block_matmul,
+    measure_fp8_linear,
+    measure_fused,
+    measure_gelu,
+    measure_loss,
+    measure_matmul,
+    measure_norm_programs,
+    measure_quantise,
+    measure_scaled_mm,
+    measure_softmax,
+    measure_tilings,
+)
+from bench_rows import Result, Row, measure_rows
 from checks import need
-from flash import flash_attention
-from param import Source, Spec, accumulate_product, box_shape, parameter
-from primer import LADDER, gelu_eager, gelu_triton, make_cold_inputs, matmul, measure_seconds, random_pair
-from tp import TensorParallel, column
-from zero import Optimizer
+from param import Source, box_shape
+from primer import LADDER
 
-Tensor = torch.Tensor
-T, S, H, FFN = 16384, 4096, 4096, 14336  # of most kernels
 ROOT = os.path.dirname(os.path.abspath(__file__))
-
-
-def random_inputs(*shapes: tuple[int, ...], grad: bool = False) -> list[tuple[Tensor, ...]]:
-    """bf16 tensors of these shapes, so many times that none is in the L2 cache when its turn comes."""
-    return make_cold_inputs(partial(random_tensors, *shapes, grad=grad))
-
-
-def random_tensors(*shapes: tuple[int, ...], grad: bool = False) -> tuple[Tensor, ...]:
-    return tuple(torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=grad) for shape in shapes)
-
-
-def in_fp64(function: Callable) -> Callable:
-    """The same function of the same numbers in fp64."""
-    return lambda *inputs: function(*(x.double() for x in inputs))
-
-
-def flops_rate(flops: float) -> Rate:
-    return lambda seconds: f"{flops / seconds / 1e12:.0f} TFLOP/s"
-
-
-@cache
-def copy_rate() -> float:
-    """Bytes per second, read and written, of a copy of 1 GiB."""
-    x = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    return 2 * x.nbytes / measure_seconds(torch.clone, [(x,)])
-
-
-def bytes_rate(nbytes: float) -> Rate:
-    return lambda seconds: f"{nbytes / seconds / 1e12:.2f} TB/s, {nbytes / seconds / copy_rate():.0%} of a copy"
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
@@ -185,8 +164,6 @@ def measure_final_loss(fp8_recipe: str) -> Result:
     return Result(statistics.median(record["step_s"] for record in records), f"loss {loss:.4f} nats per token")
 
 
-# ---- checks ---------------------------------------------------------------------------------------------------------
-
 def run_gpu_tests() -> Result:
     """The tests that need a GPU, and those of kernels, which run compiled where there is one."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_kernels.py",
@@ -194,281 +171,6 @@ def run_gpu_tests() -> Result:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     lines = done.stdout.strip().splitlines() or [done.stderr.strip()]
     return Result(0.0, f"exit code {done.returncode}: {lines[-1]}", report=done.stdout + done.stderr)
-
-
-def measure_addmm() -> Result:
-    """accumulate_product, which training uses for weight gradients: bf16 operands, added to an fp32 matrix."""
-    def make() -> tuple[Tensor, ...]:
-        return *random_tensors((2048, 1024), (2048, 1536)), torch.randn(1024, 1536, device="cuda")
-
-    def add(dy: Tensor, x: Tensor, out: Tensor) -> Tensor:
-        accumulate_product(out, dy.t(), x)
-        return out
-
-    return compare({"ours": add}, [make()], flops_rate(2 * 2048 * 1024 * 1536),
-                   in_fp64(lambda dy, x, out: out + dy.t() @ x), make)
-
-
-def measure_scaled_mm(kind: str) -> Result:
-    """F.scaled_mm on operands as the recipes have them, against the product in fp64 of what they stand for."""
-    x, w = random_tensors((1024, 2048), (512, 2048))
-    one = x.abs().amax().float() / 448 if kind == "one scale" else None
-    a, _ = fp8.quantise(x, fp8.E4M3, one)
-    b, _ = fp8.quantise(w, fp8.E4M3, one, tiles=kind == "1 x 128 by 128 x 128")
-
-    def exact() -> Tensor:
-        a64, b64 = (fp8.dequantise(fp8.Quantised(q.data.cpu(), q.scales.cpu()), torch.float64) for q in (a, b))
-        return (a64 @ b64.t()).cuda()
-
-    contenders = {"F.scaled_mm": lambda: fp8.product(a, b, torch.bfloat16)}
-    if one is None:
-        out = torch.empty(1024, 512, device="cuda", dtype=torch.bfloat16)
-        contenders["Triton"] = lambda: fp8_kernels.product(a, b, out)
-    return compare(contenders, [()], flops_rate(2 * x.numel() * len(w)), exact)
-
-
-# ---- matmuls --------------------------------------------------------------------------------------------------------
-
-MATMULS = {"qkv": (8192, 6144, 4096), "attention out": (8192, 4096, 4096), "gate and up": (8192, 28672, 4096),
-           "down": (8192, 4096, 14336), "head, 4096 tokens": (4096, 128256, 4096)}  # T, N, K of X W^T
-
-
-def measure_block_matmul(kind: str, tokens: int, N: int, K: int) -> Result:
-    """X W^T, its input gradients, or its weight gradients added to an fp32 matrix, in bf16 and in both FP8 recipes.
-    Operands in FP8 are quantised beforehand."""
-    x, w, dy = random_tensors((tokens, K), (N, K), (tokens, N))
-    a, b = {"forward": (x, w.t()), "input gradients": (dy, w), "weight gradients": (dy.t(), x)}[kind]
-    out = torch.zeros(N, K, device="cuda")
-
-    def contender(recipe: str) -> Callable[[], Any]:
-        if recipe == "bf16":
-            return partial(accumulate_product, out, a, b) if kind == "weight gradients" else partial(torch.mm, a, b)
-        layer = fp8.Fp8(fp8.RECIPES[recipe], torch.bfloat16)
-        if kind == "weight gradients":
-            return partial(layer.add_weight_grad, out, layer.quantise(dy, True)[1], layer.quantise(x, False)[1])
-        weight = parameter(Spec("w", (N, K)), {}, torch.bfloat16, "cuda")
-        weight.data = w
-        if kind == "forward":
-            return partial(layer.output, layer.quantise(x, False)[0], (weight,))
-        return partial(layer.input_grad, layer.quantise(dy, True)[0], (weight,))
-
-    contenders = {"bf16": contender("bf16")}
-    if kind == "weight gradients":
-        contenders["bf16, rounded, then added"] = lambda: out.add_(a @ b)
-    for recipe in fp8.RECIPES if N < 128256 else ():  # the head is never in FP8
-        contenders[recipe] = contender(recipe)
-    return compare(contenders, [()], flops_rate(2 * tokens * N * K))
-
-
-# ---- kernels --------------------------------------------------------------------------------------------------------
-
-def heads_of_the_model(B: int, S: int, N: int, K: int, D: int) -> tuple[Tensor, ...]:
-    """q [B, N, S, D], k and v [B, K, S, D]: slices of the product of the fused projection, as Attention has them; and
-    a gradient of the result, as the matmul after it returns it."""
-    qkv, do = random_tensors((B, S, N + 2 * K, D), (B, S, N, D))
-    return *(x.transpose(1, 2).detach().requires_grad_() for x in qkv.split([N, K, K], 2)), do.transpose(1, 2)
-
-
-def attention_in_fp64(q: Tensor, k: Tensor, v: Tensor, do: Tensor, backward: bool) -> Tensor | tuple[Tensor, ...]:
-    qkv = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    o = operations.attention_math(*qkv, operations.CAUSAL)
-    return torch.autograd.grad(o, qkv, do.double()) if backward else o.detach()
-
-
-def measure_attention(direction: str, B: int, S: int, N: int, K: int, D: int) -> Result:
-    """Causal attention, "forward" or "backward"."""
-    def sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel([backend]):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-    def forward(attend: Callable) -> Callable:
-        return lambda q, k, v, do: attend(q, k, v).detach()
-
-    def backward(attend: Callable) -> Callable:
-        graph = cache(attend)  # the warm-up computes it
-        return lambda q, k, v, do: torch.autograd.grad(graph(q, k, v), (q, k, v), do, retain_graph=True)
-
-    contenders = {"ours": flash_attention, "cuDNN": partial(sdpa, SDPBackend.CUDNN_ATTENTION),
-                  "torch's flash": partial(sdpa, SDPBackend.FLASH_ATTENTION)}
-    one_way, matmuls = (forward, 2) if direction == "forward" else (backward, 5)
-    return compare({name: one_way(attend) for name, attend in contenders.items()},
-                   make_cold_inputs(partial(heads_of_the_model, B, S, N, K, D))[:3],
-                   flops_rate(matmuls * B * N * S * S * D),  # half of the scores are masked
-                   partial(attention_in_fp64, backward=direction == "backward"),
-                   partial(heads_of_the_model, 1, min(S, 1024), N, K, D))
-
-
-def measure_loss(V: int = 128256, tokens: int = 16384) -> Result:
-    """The loss with the head's matmul, forward and backward, the weight's gradient added to an fp32 matrix; also the
-    memory that this takes besides its inputs."""
-    x, weight = random_tensors((tokens, H), (V, H), grad=True)
-    labels, main_grad = torch.randint(V, (tokens,), device="cuda"), torch.zeros(V, H, device="cuda")
-    head = torch.nn.Parameter(weight.detach())
-    head.sink = SimpleNamespace(main_grad=lambda _: main_grad)  # as in a training run
-
-    def loss_of(x: Tensor, weight: Tensor) -> Tensor:
-        return F.cross_entropy((x @ weight.t()).float(), labels, reduction="sum")
-
-    def by_torch(function: Callable) -> Tensor:
-        dx, dw = torch.autograd.grad(function(x, weight), (x, weight))
-        main_grad.add_(dw)
-        return dx
-
-    contenders = {"ours": lambda: torch.autograd.grad(kernels.linear_cross_entropy(x, head, labels), x)[0],
-                  "compiled": partial(by_torch, torch.compile(loss_of)), "eager": partial(by_torch, loss_of)}
-
-    def exact() -> Tensor:
-        matrix = weight.detach().double()
-        return torch.cat([((rows.double() @ matrix.t()).softmax(1) - F.one_hot(label, V)) @ matrix
-                          for rows, label in zip(x.detach().split(512), labels.split(512))])
-
-    result, memory = compare(contenders, [()], flops_rate(6 * tokens * H * V), exact), []
-    for name in ("ours", *result.rivals):
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        contenders[name]()
-        memory.append(f"{name} {(torch.cuda.max_memory_allocated() - before) / 1e9:.2f} GB")
-    return result._replace(rate=f"{result.rate}; extra memory: {', '.join(memory)}")
-
-
-def norm(x: Tensor, weight: Tensor) -> Tensor:
-    return operations.rms_norm(x, weight, 1e-5)[0]
-
-
-def norm_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    x, weight = (leaf.detach().requires_grad_() for leaf in (x, weight))
-    return torch.autograd.grad(F.rms_norm(x, weight.shape, weight, 1e-5), (x, weight), dy)
-
-
-@cache
-def angles() -> tuple[Tensor, Tensor]:
-    angle = torch.arange(S, device="cuda")[:, None, None] * torch.logspace(0, -4, 64, device="cuda")
-    return angle.cos(), angle.sin()
-
-
-def rotate(x: Tensor) -> Tensor:
-    a, b = x[:, :40].unflatten(0, (-1, S)).float().chunk(2, -1)
-    cos, sin = angles()
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype).flatten(0, 1)
-
-
-def rotate_by_kernel(x: Tensor) -> Tensor:
-    kernels.rope_(x, *angles(), 40)
-    return x[:, :40]
-
-
-def swiglu(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, -1)
-    return F.silu(gate) * up
-
-
-def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
-    gate, up = x.float().chunk(2, -1)
-    dy_acc, sigmoid = dy.float(), gate.sigmoid()
-    return torch.cat((dy_acc * up * sigmoid * (1 + gate * (1 - sigmoid)), dy_acc * gate * sigmoid), -1).to(x.dtype)
-
-
-def fused() -> dict[str, tuple[Callable, Callable, int, list[tuple[int, ...]]]]:
-    """Kernels that are bound by memory: (ours, the formula, elements read and written, shapes of the inputs)."""
-    return {
-        "RMSNorm": (lambda x, w: kernels.rms_norm(x, w, 1e-5), norm, 2 * T * H, [(T, H), (H,)]),
-        "add and RMSNorm": (lambda x, y, w: kernels.add_rms_norm(x, y, w, 1e-5),
-                            lambda x, y, w: (x + y, norm(x + y, w)), 4 * T * H, [(T, H), (T, H), (H,)]),
-        "RMSNorm backward": (lambda dy, x, w: kernels.rms_norm_backward(dy, None, x, w, 1e-5), norm_backward,
-                             3 * T * H, [(T, H), (T, H), (H,)]),
-        "rotary embedding, 32 + 8 heads of 128": (rotate_by_kernel, rotate, 2 * T * 40 * 128, [(T, 48, 128)]),
-        "SwiGLU": (kernels.swiglu, swiglu, 3 * T * FFN, [(T, 2 * FFN)]),
-        "SwiGLU backward": (kernels.swiglu_backward, swiglu_backward, 5 * T * FFN, [(T, FFN), (T, 2 * FFN)])}
-
-
-def measure_fused(name: str) -> Result:
-    """The rivals are torch.compile and, for norms, torch's own kernel."""
-    ours, formula, elements, shapes = fused()[name]
-    contenders = {"ours": ours}
-    if name == "RMSNorm backward":  # the rival's time includes a forward
-        contenders["F.rms_norm, forward and backward"] = formula
-    else:
-        contenders["compiled"] = torch.compile(formula)
-    if name == "RMSNorm":
-        contenders["F.rms_norm"] = lambda x, w: F.rms_norm(x, (H,), w, 1e-5)
-    checked = [(S, *shape[1:]) if shape[0] == T else shape for shape in shapes]
-    return compare(contenders, random_inputs(*shapes), bytes_rate(2 * elements), in_fp64(formula),
-                   partial(random_tensors, *checked))
-
-
-def measure_quantise(kind: str) -> Result:
-    """Both FP8 copies of x [T, H]: two bytes read per element and two written. The rival is our formula, compiled."""
-    scale = torch.ones((), device="cuda") if kind == "one scale" else None
-    tiles = kind == "128 x 128 tiles"
-
-    def by_torch(x: Tensor) -> tuple:
-        if scale is not None:
-            return fp8.quantise_at_scale(x, scale, fp8.E4M3)
-        if tiles:
-            return fp8.quantise_blocks(x, fp8.E4M3, False, fp8.BLOCK)
-        return *fp8.quantise_blocks(x, fp8.E4M3, False), *fp8.quantise_blocks(x.t(), fp8.E4M3, False)
-
-    contenders = {"ours": lambda x: fp8_kernels.quantise(x, fp8.E4M3, scale, fp8.SMALLEST, tiles=tiles),
-                  "compiled" if scale is None and not tiles else "compiled, without the columnwise copy":
-                  torch.compile(by_torch)}
-    return compare(contenders, random_inputs((T, H)), bytes_rate(4 * T * H))
-
-
-def measure_fp8_linear(recipe: str) -> Result:
-    """A linear layer, forward and backward, the weight's gradient added to an fp32 matrix as in training."""
-    weight, main_grad = parameter(Spec("w", (FFN, H)), {}, torch.bfloat16, "cuda"), torch.zeros(FFN, H, device="cuda")
-    weight.data = torch.randn(FFN, H, device="cuda", dtype=torch.bfloat16) / 64
-    weight.sink = SimpleNamespace(main_grad=lambda _: main_grad)
-    dy = torch.randn(T, FFN, device="cuda", dtype=torch.bfloat16)
-
-    def run(tp: TensorParallel, x: Tensor) -> None:
-        column(x.detach().requires_grad_(), weight, tp=tp).backward(dy)
-
-    contenders = {"ours": partial(run, TensorParallel(fp8=fp8.Fp8(fp8.RECIPES[recipe], torch.bfloat16))),
-                  "bf16": partial(run, TensorParallel())}
-    return compare(contenders, random_inputs((T, H)), flops_rate(6 * T * H * FFN))
-
-
-def measure_adamw(side: int = 16384) -> Result:
-    """A step of the optimizer for side x side weights, from zeroing the gradient to the 16-bit weights."""
-    small, lr, decay = 256, 1e-2, 0.1
-    grads = torch.randn(small * small, device="cuda") / small
-
-    @cache
-    def optimizer_of(rule: str, side: int) -> Optimizer:
-        unit = torch.nn.Module()
-        unit.weight = parameter(Spec("w", (side, side)), {}, torch.bfloat16, "cuda")
-        optimizer = Optimizer({0: [unit]}, dict.fromkeys(("world", "replicate", "dp")), rule=rule, weight_decay=decay)
-        optimizer.buckets[0].master.fill_(1.0)
-        return optimizer
-
-    def step(rule: str, side: int) -> Tensor:
-        optimizer = optimizer_of(rule, side)
-        optimizer.begin_step({0: 1})
-        if side == small:
-            optimizer.buckets[0].grad_shard.copy_(grads)
-        optimizer.step(lr)
-        return optimizer.buckets[0].master
-
-    def exact(side: int) -> Tensor:  # the first moments are the gradient, once their bias is corrected
-        clipped = grads.double() / max(1, grads.double().norm() + 1e-6)
-        return 1 - lr * decay - lr * clipped / (clipped.abs() + 1e-8)
-
-    return compare({rule: partial(step, rule) for rule in ("adamw", "adamw-one-pass")}, [(side,)],
-                   bytes_rate(38 * side * side), exact, lambda: (small,))
-
-
-def measure_matmul(rung: str) -> Result:
-    n = 8192 if LADDER[rung].on_tensor_cores else 2048
-    return compare({"ours": partial(matmul, LADDER[rung]), "torch.mm": torch.mm},
-                   make_cold_inputs(partial(random_pair, n)), flops_rate(2 * n**3),
-                   in_fp64(torch.mm), partial(random_pair, 1024))
-
-
-def measure_gelu() -> Result:
-    contenders = {"ours": gelu_triton, "compiled": torch.compile(gelu_eager), "eager": gelu_eager,
-                  "F.gelu": partial(F.gelu, approximate="tanh")}
-    return compare(contenders, make_cold_inputs(lambda: (torch.randn(2**28, device="cuda"),)), bytes_rate(8 * 2**28))
 
 
 # ---- what is measured -----------------------------------------------------------------------------------------------
@@ -516,7 +218,11 @@ PARTS = {
         *(Row(f"FP8: linear layer, {recipe}", partial(measure_fp8_linear, recipe), aim)
           for recipe, aim in (("tensorwise", "0.69"), ("blockwise", "0.80")))],
     "variants": [
+        *(Row(f"attention, {step}, heads of {D}: tilings", partial(measure_tilings, step, D))
+          for step, D in flash.TILINGS if len(flash.TILINGS[step, D]) > 1),
         Row("a step of the optimizer, 268M parameters", measure_adamw, "at least 90% of a copy, 38 bytes a parameter"),
+        Row("softmax of 4096 rows of logits", measure_softmax, COPY),
+        Row("RMSNorm backward: programs", measure_norm_programs, COPY),
         Row(f"training {LARGEST}, --optimizer adamw-one-pass",
             partial(measure_training, f"{LARGEST_FLAGS} --optimizer adamw-one-pass"), "0.99", f"training {LARGEST}")],
     "more": [

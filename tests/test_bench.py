@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import bench
 import bench_gpu
+import bench_kernels
 import bench_rows
 import config
 import param
@@ -144,11 +145,11 @@ def on_a_small_cpu():
             for name in ("randn", "empty", "zeros", "ones", "randint", "arange", "logspace")}
     cuda = dict(memory_allocated=lambda: 0, max_memory_allocated=lambda *device: 0, current_stream=lambda: None,
                 reset_peak_memory_stats=lambda: None)
-    with patch.multiple(bench_gpu, **small), patch.multiple(torch.cuda, **cuda), patch.multiple(
+    with patch.multiple(bench_kernels, **small), patch.multiple(torch.cuda, **cuda), patch.multiple(
             torch, bfloat16=torch.float32, compile=lambda function: function, **made), patch.object(
             train, "choose_device", lambda asked: (torch.device("cpu"), "")), patch.object(
             torch.Tensor, "cuda", lambda x: x), patch.object(bench_rows, "measure_seconds", measure_seconds):
-        bench_gpu.angles.cache_clear()
+        bench_kernels.angles.cache_clear()
         yield
 
 
@@ -165,35 +166,52 @@ def test_rows_of_kernels_run_and_agree_with_fp64(row):
 @pytest.mark.parametrize("kind", ["one scale", "1 x 128 by 128 x 128", "1 x 128 by 1 x 128"])
 def test_rows_of_scaled_mm_agree_with_fp64(kind):
     with on_a_small_cpu():
-        is_right(bench_gpu.measure_scaled_mm(kind))
+        is_right(bench_kernels.measure_scaled_mm(kind))
 
 
 @pytest.mark.parametrize("kind", ["forward", "input gradients", "weight gradients"])
 def test_rows_of_matmuls_run_in_bf16_and_both_recipes(kind):
     with on_a_small_cpu():
-        found = bench_gpu.measure_block_matmul(kind, 64, 256, 128)
-        is_right(bench_gpu.measure_addmm())
+        found = bench_kernels.measure_block_matmul(kind, 64, 256, 128)
+        is_right(bench_kernels.measure_addmm())
     assert not found.failures and found.ours == "bf16" and {"tensorwise", "blockwise"} <= set(found.rivals)
 
 
 def test_rows_of_variants_agree_with_fp64():
     with on_a_small_cpu():
-        found = bench_gpu.measure_adamw(256)
+        found = bench_kernels.measure_adamw(256)
+        others = [bench_kernels.measure_softmax(5, 300), bench_kernels.measure_norm_programs()]
+    for other in others:
+        assert not other.failures and all(error < 1e-5 for error in other.errors.values()) and len(other.rivals) == 2
     assert list(found.rivals) == ["adamw-one-pass"] and all(error < 1e-6 for error in found.errors.values())
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_rows_of_attention_and_of_the_loss_run(direction):
     with on_a_small_cpu():
-        attention, loss = bench_gpu.measure_attention(direction, 1, 64, 4, 2, 16), bench_gpu.measure_loss(300, 64)
+        attention = bench_kernels.measure_attention(direction, 1, 64, 4, 2, 16)
+        loss = bench_kernels.measure_loss(300, 64)
     is_right(attention)
     is_right(loss)
     assert list(attention.rivals) == ["cuDNN", "torch's flash"] and list(loss.rivals) == ["compiled", "eager"]
 
 
+@pytest.mark.parametrize("step", ["forward", "dkv"])
+def test_every_tiling_is_a_contender(step):
+    """In fp32 all have the same tiles: only that each is called, and checked."""
+    with on_a_small_cpu(), patch.object(bench_kernels, "heads_of_the_model", small_heads):
+        found = bench_kernels.measure_tilings(step, 128)
+    assert 1 + len(found.rivals) == len(found.errors) == len(bench_kernels.flash.TILINGS[step, 128])
+    assert not found.failures and all(error < 1e-5 for error in found.errors.values())
+
+
+def small_heads(B: int, S: int, N: int, K: int, D: int, make=bench_kernels.heads_of_the_model) -> tuple:
+    return make(1, 40, 4, 2, 16)
+
+
 def test_heads_lie_in_memory_as_the_model_has_them():
     with on_a_small_cpu():
-        q, k, v, do = bench_gpu.heads_of_the_model(2, 8, 4, 2, 16)
+        q, k, v, do = bench_kernels.heads_of_the_model(2, 8, 4, 2, 16)
     assert [x.stride() for x in (q, k, v)] == [(8 * 8 * 16, 16, 8 * 16, 1)] * 3 and do.shape == q.shape == (2, 4, 8, 16)
 
 
