@@ -208,8 +208,10 @@ def check_batch(batch, grid) -> None:
         below = size // grid.dp * grid.dp
         use = f"{below} or {below + grid.dp}" if below else f"{grid.dp}"
         need(size % grid.dp == 0, f"{name} {size} is not a multiple of --dp {grid.dp}: use {use}")
-    if batch.micro_batch == 0:
-        batch.micro_batch = math.gcd(*sizes) // grid.dp
+    if batch.micro_batch == 0:  # a pipeline needs some more micro-batches than ranks, or it never fills
+        share = math.gcd(*sizes) // grid.dp
+        enough = (n for n in range(2 * grid.pp, share) if share % n == 0)
+        batch.micro_batch = share if grid.pp == 1 else share // next(enough, share)
     for size in sizes:
         share = size // grid.dp
         need(share % batch.micro_batch == 0,
@@ -304,10 +306,12 @@ def check_run(run) -> None:
     need_positive(run, "timeout")
     need_not_negative(run, "save_every", "keep")
     need(run.out or not run.save_every, f"--save-every {run.save_every} needs --out, the folder to save in")
-    for name in ("out", "export_hf"):
+    for name in ("out", "export_hf", "profile"):
         path = getattr(run, name)
         need(not os.path.exists(path) or os.path.isdir(path), f"{flag(name)} {path}: is a file, name a folder")
     need(run.timeout <= 1e7, f"--timeout {run.timeout}: must be at most 1e7 seconds")
+    snapshot = os.path.dirname(run.memory_snapshot) or "."
+    need(os.path.isdir(snapshot), f"--memory-snapshot {run.memory_snapshot}: there is no folder {snapshot}")
     folder = os.path.dirname(run.metrics) or "."
     need(os.path.isdir(folder), f"--metrics {run.metrics}: there is no folder {folder}")
     need(not os.path.isdir(run.metrics), f"--metrics {run.metrics}: is a folder, name a file")

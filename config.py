@@ -149,7 +149,8 @@ class Precision:
 @dataclass
 class Batch:
     seq: int = setting(256, "tokens per sequence")
-    micro_batch: int = setting(0, "sequences that a rank computes at once; 0: all that it has in a step")
+    micro_batch: int = setting(0, "sequences that a rank computes at once; 0: all that it has in a step, or what "
+                                  "makes 2 pp micro-batches")
     global_batch: int = setting(16, "sequences per step, over all ranks and micro-batches")
     batch_ramp: str = setting("", 'replaces global-batch: "16@0,32@1e6" is 16 sequences, from 1e6 tokens seen on 32')
 
@@ -203,6 +204,9 @@ class Run:
     init_from: str = setting("", "start from weights and config.json as published on Hugging Face, in this folder")
     export_hf: str = setting("", "after training, write the weights here as transformers reads them")
     metrics: str = setting("", "write the metrics of every step here, one JSON object per line")
+    profile: str = setting("", "write a trace of steps 3 to 5 in this folder, a file per rank, and print what takes "
+                               "longest")
+    memory_snapshot: str = setting("", "write who allocated the GPU's memory in the first six steps, of rank 0")
     sample: str = setting("def ", "after training on text, continue this prompt; '' for none")
     device: str = setting("auto", "auto: GPUs when there is one per rank", ("auto", "cpu", "cuda"))
     graph: bool = setting(False, "capture the third step as a CUDA graph and replay it: one rank, no experts")
@@ -219,6 +223,7 @@ class Config:
     data: Data
     run: Run
     given: dict = field(default_factory=dict)  # the sections' values before defaults were filled in
+    shown: bool = False  # whether the grid is that of SHOWN, because the command line names none
 
     def fp8_layers(self) -> range:
         """The blocks whose linear layers multiply in FP8."""
@@ -266,12 +271,14 @@ PRESETS = {  #             layers hidden heads kv    ffn
 }
 
 
-SECTIONS = {f.name: f.type for f in fields(Config) if f.name != "given"}
+SECTIONS = {f.name: f.type for f in fields(Config) if f.name not in ("given", "shown")}
+SHOWN = {4: ["--tp", "2"], 8: ["--tp", "2", "--pp", "2"]}  # ranks -> the grid where no flag names grid or model
 
 
 # ---- finding and reading run.json of checkpoints (checkpoint.py writes them) ----------------------------------------
 
-NOT_INHERITED = ("resume", "insist", "init_from", "export_hf")  # of one start of a run, not of the run
+# What belongs to one start of a run, and not to the run.
+NOT_INHERITED = ("resume", "insist", "init_from", "export_hf", "profile", "memory_snapshot")
 
 
 def checkpoints_in(folder: str | Path) -> list[Path]:
@@ -446,9 +453,20 @@ def check_export(config: Config) -> None:
 
 
 def from_command_line() -> Config:
-    """`parse` for the command line of this process, which may be one of many ranks."""
+    """`parse` for the command line of this process, which may be one of many ranks. One that names neither a grid nor a
+    model shows what a grid is, if it can run on it."""
+    arguments, ranks = sys.argv[1:], int(os.environ.get("WORLD_SIZE", 1))
     try:
-        return parse(sys.argv[1:], int(os.environ.get("WORLD_SIZE", 1)))
+        flags = vars(make_parser().parse_known_args(expand(arguments))[0])
+        names = {f.name for section in (Model, Grid) for f in fields(section)} | {"resume", "init_from"}
+        if ranks in SHOWN and not flags.keys() & names:
+            try:
+                config = parse([*SHOWN[ranks], *arguments], ranks)
+                config.shown = True
+                return config
+            except ValueError:
+                pass  # such as a batch that only pure data parallelism can divide; if none can, parse says why
+        return parse(arguments, ranks)
     except ValueError as error:
         refuse(error)
 

@@ -40,6 +40,7 @@ import torch.distributed as dist
 import schedules
 from collectives import Group, rank, receive, send, size, world
 from param import accumulate_grad, backward_input, backward_weight, queued_keys
+from profiling import named
 from schedules import Action, Costs, Plan, Span, Transfer, activations_held, backwards, lower, plan, simulate
 
 # ---- the engine -----------------------------------------------------------------------------------------------------
@@ -90,26 +91,27 @@ class Engine:
                 continue
             op, stage, k = item
             began = time.perf_counter()
-            if op == "F":
-                x = take("F", stage, k).requires_grad_(torch.is_grad_enabled()) if stage else None
-                y = forward(stage, k, x)
-                if y.requires_grad:
-                    alive[stage, k] = x, torch.autograd.graph.get_gradient_edge(y)
-                if stage < self.last_stage:
-                    local["F", stage + 1, k] = y.detach()
-                x = y = None  # not to hold them until the next action
-            elif op == "W":
-                backward_weight((stage, k))
-            else:
-                x, edge = alive.pop((stage, k))
-                grad = take("B", stage, k) if stage < self.last_stage else None
-                if op == "I":
-                    backward_input((stage, k), edge, grad)
+            with named(str(item)):
+                if op == "F":
+                    x = take("F", stage, k).requires_grad_(torch.is_grad_enabled()) if stage else None
+                    y = forward(stage, k, x)
+                    if y.requires_grad:
+                        alive[stage, k] = x, torch.autograd.graph.get_gradient_edge(y)
+                    if stage < self.last_stage:
+                        local["F", stage + 1, k] = y.detach()
+                    x = y = None  # not to hold them until the next action
+                elif op == "W":
+                    backward_weight((stage, k))
                 else:
-                    torch.autograd.backward(edge, grad)
-                if stage:
-                    local["B", stage - 1, k] = x.grad
-                x = edge = grad = None
+                    x, edge = alive.pop((stage, k))
+                    grad = take("B", stage, k) if stage < self.last_stage else None
+                    if op == "I":
+                        backward_input((stage, k), edge, grad)
+                    else:
+                        torch.autograd.backward(edge, grad)
+                    if stage:
+                        local["B", stage - 1, k] = x.grad
+                    x = edge = grad = None
             if self.spans is not None:
                 self.spans.append(Span(item, began, time.perf_counter()))
         for pending in sending:

@@ -53,6 +53,7 @@ from graphs import Captured, leave_default_stream
 from model import Execution, Llama
 from param import IGNORED, acc_dtype, draw
 from pp import Pipeline
+from profiling import named, profiling
 from sampling import sample
 from schedules import SCHEDULES, plan_of
 from zero import UPDATE_RULES, Optimizer
@@ -77,6 +78,7 @@ def main(settings: config.Config) -> None:
     try:  # mistakes of the user: one line, no traceback
         device, device_reason = choose_device(run.device)
         check_device(settings.precision, device)
+        need(device.type == "cuda" or not run.memory_snapshot, f"--memory-snapshot {run.memory_snapshot}: needs a GPU")
         training = open_samples(settings, settings.data.data, settings.optim.seed)
         validation = open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
     except ValueError as error:
@@ -119,19 +121,22 @@ def train(settings: config.Config, training: Samples, validation: Samples | None
         return sequences, [micro_batch.to(device) for micro_batch in micro_batches]
 
     upcoming = read(state.step) if state.step < optim.steps else None
-    with without_garbage_collector():
+    with without_garbage_collector(), profiling(run.profile, run.memory_snapshot, log.rank, device) as end_step:
         for step in range(state.step, optim.steps):
             state.activity, began = f"in step {step}", time.perf_counter()
             collectives.sent.clear()
             lr, (sequences, micro_batches) = learning_rate(step, optim), upcoming
-            loss = compute_gradients(micro_batches)
-            norm = optimizer.step(lr)
+            with named("forward and backward"):
+                loss = compute_gradients(micro_batches)
+            with named("optimizer"):
+                norm = optimizer.step(lr)
             balance = update_balance(model, groups, norm.isfinite(), sequences) if settings.model.experts else {}
             state.step += 1
             state.samples += sequences
             state.tokens += sequences * batch.seq
             if state.step < optim.steps:
-                upcoming = read(state.step)  # while the device computes
+                with named("read data"):
+                    upcoming = read(state.step)  # while the device computes
                 state.activity = f"in step {step}"
             loss, norm = loss.item(), norm.item()  # waits for the device
             state.skipped += not math.isfinite(norm)
@@ -145,6 +150,7 @@ def train(settings: config.Config, training: Samples, validation: Samples | None
                 wait = saver.save(state.step, description(state, settings, training, groups))
                 record |= dict(save_wait_s=wait, save_gb_per_s=saver.bytes_per_s / 1e9)
             log.write(record)
+            end_step()
     finish(model, saver, training, validation, settings, groups, device, state, log)
 
 
@@ -552,7 +558,8 @@ class Log:
 
     def __init__(self, settings: config.Config, groups: Groups, device: torch.device):
         self.settings, self.groups, self.device = settings, groups, device
-        self.ranks, self.is_first_rank = size(groups["world"]), rank(groups["world"]) == 0
+        self.ranks, self.rank = size(groups["world"]), rank(groups["world"])
+        self.is_first_rank = self.rank == 0
         dtype = DTYPES[settings.precision.dtype]
         has_peak = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)  # the peak of FP8 runs, too
         self.peak = costs.peak_flops(torch.cuda.get_device_name(device)) if has_peak else None
@@ -638,6 +645,8 @@ def first_lines(settings: config.Config, groups: Groups, device: str, samples: S
     return "\n".join((
         f"device  {device}, {precision.dtype}{fp8}",
         f"grid    {grid_line(grid, model, shards)}",
+        *([f"        to show a grid; --dp {grid.dp * grid.cp * grid.tp * grid.pp} is pure data parallelism"]
+          if settings.shown else []),
         f"batch   global batch {sequences} = micro {batch.micro_batch} x accum "
         f"{sequences // batch.micro_batch // grid.dp} x dp {grid.dp}; {sequences * batch.seq:,} tokens per step{ramp}",
         f"model   {model.preset}: {count.total:,} parameters{active}; rank 0 needs about "
@@ -660,12 +669,15 @@ def grid_line(grid: config.Grid, model: config.Model, shards: int) -> str:
         experts = f", ep {grid.ep} x edp {edp}"
         layers += f", but {model.experts // grid.ep} of {model.experts} experts"
         state += f" (1/{edp} of experts')"
-    sharded = f", 1/{shards} of its {state}" if shards > 1 and grid.zero else ""
+    holds, sharded = "holds", f", 1/{shards} of its {state}" if shards > 1 and grid.zero else ""
+    if sharded and grid.zero == 3:
+        holds, sharded = "computes with", f", holds 1/{shards} of its {state}"
     if sharded and grid.dp_replicate > 1:
         sharded += f" in {grid.dp_replicate} replicas"
-    reads = f"reads 1/{grid.dp} of the sequences" + (f", 1/{grid.cp} of each" if grid.cp > 1 else "")
-    return (f"pp {grid.pp} x dp {grid.dp} x cp {grid.cp} x tp {grid.tp}{experts}, zero {grid.zero}: a rank holds "
-            f"{layers}{sharded}, and {reads}")
+    reads = f", and reads 1/{grid.dp} of the sequences" if grid.dp > 1 else ""
+    reads += (", " if reads else ", and reads ") + f"1/{grid.cp} of each sequence" if grid.cp > 1 else ""
+    return (f"pp {grid.pp} x dp {grid.dp} x cp {grid.cp} x tp {grid.tp}{experts}, zero {grid.zero}: a rank {holds} "
+            f"{layers}{sharded}{reads}")
 
 
 def memory_of_rank(settings: config.Config, groups: Groups) -> dict[str, int]:

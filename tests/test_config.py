@@ -193,3 +193,26 @@ def test_help_shows_every_flag_with_its_meaning():
     for section in config.SECTIONS.values():
         for field in config.fields(section):
             assert config.flag(field.name) + " " in text or config.flag(field.name) + "," in text
+
+
+def command_line(monkeypatch, ranks: int, line: str) -> config.Config:
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setattr("sys.argv", ["train.py", *line.split()])
+    return config.from_command_line()
+
+
+@pytest.mark.parametrize("ranks, line, axes", [
+    (8, "", (2, 2, 2)), (4, "", (2, 2, 1)), (2, "", (2, 1, 1)), (6, "", (6, 1, 1)), (8, "--steps 3", (2, 2, 2)),
+    (8, "--dp 8", (8, 1, 1)), (8, "--tp 4", (2, 4, 1)), (8, "--zero 3", (8, 1, 1)), (8, "--layers 3", (8, 1, 1)),
+    (8, "--preset smollm-135m", (8, 1, 1)), (4, "--seq 255 --micro-batch 1", (4, 1, 1))])
+def test_a_command_line_that_names_no_grid_shows_one(monkeypatch, ranks, line, axes):
+    grid = (settings := command_line(monkeypatch, ranks, line)).grid
+    assert (grid.dp, grid.tp, grid.pp) == axes
+    assert settings.shown == (axes in ((2, 2, 2), (2, 2, 1)))
+
+
+@pytest.mark.parametrize("flags, micro_batches", [("--pp 2", 4), ("--pp 4", 8), ("--pp 4 --global-batch 4", 4),
+                                                  ("--pp 2 --global-batch 30", 5), ("--tp 4", 1)])
+def test_a_pipeline_gets_enough_micro_batches_unless_a_flag_says_how_many(flags, micro_batches):
+    batch = config.parse(["--dp", "1", *flags.split()], 2 if "--pp 2" in flags else 4).batch
+    assert batch.global_batch // batch.micro_batch == micro_batches

@@ -322,3 +322,18 @@ def test_neighbours_share_layers_then_shards_and_replicas_are_far_apart(pool):
                            ("--tp 2 --zero 1 --dp-replicate 2 --ep 2", [4, 5], [5, 7])):
         seen = pool.run(8, "test_train:ranks_of_groups", flags=f"{flags} --experts 8")
         assert (seen[5]["ep"], seen[5]["edp"]) == (ep, edp)
+
+
+@pytest.mark.slow
+def test_the_grid_that_is_shown_trains_as_one_process(tmp_path):
+    """`torchrun --nproc_per_node=8 train.py`, in fp32: its first 20 losses."""
+    losses = {}
+    for ranks in (0, 8):
+        launch = f"-m torch.distributed.run --nproc_per_node={ranks} " if ranks else ""
+        done = subprocess.run([sys.executable, *f"{launch}train.py --steps 20 --warmup 20 --sample= --metrics "
+                               f"{tmp_path / str(ranks)}".split()], cwd=ROOT, capture_output=True, text=True,
+                              env=os.environ | {"OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0, done.stderr
+        losses[ranks] = [record["loss"] for record in metrics(tmp_path / str(ranks))]
+    assert "pp 2 x dp 2 x cp 1 x tp 2" in done.stdout and "--dp 8 is pure data parallelism" in done.stdout
+    assert losses[8] == pytest.approx(losses[0], abs=1e-4)

@@ -1,0 +1,90 @@
+"""What README.md, JOURNEY.md and CONTRIBUTING.md name exists: files, functions, commands, flags."""
+import ast
+import re
+import shlex
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+import config
+import journey
+import zero
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+MAP = [[cell.strip() for cell in line.strip("|").split(" | ")]
+       for line in README.split("section by section")[1].split("\n## ")[0].splitlines() if line.startswith("| ")][1:]
+FLAGS = {config.flag(f.name) for section in config.SECTIONS.values() for f in fields(section)}
+FLAGS |= {"--no-" + flag[2:] for flag in FLAGS}
+
+
+def names_in(file: str) -> set[str]:
+    """What a file defines at its top level."""
+    body = ast.parse((ROOT / file).read_text()).body
+    defined = {node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    return defined | {target.id for node in body if isinstance(node, ast.Assign) for target in node.targets
+                      if isinstance(target, ast.Name)}
+
+
+def check_command(command: str) -> None:
+    words = shlex.split(command, comments=True)
+    script = next(word for word in words if word.endswith(".py"))
+    text, own = (ROOT / script).read_text(), words[words.index(script) + 1:]
+    for word in own:
+        if word.startswith("--"):
+            assert word.split("=")[0] in FLAGS or f'"{word.split("=")[0]}"' in text, (command, word)
+    if own and not own[0].startswith("--") and "." not in own[0] and "/" not in own[0]:  # a subcommand
+        assert f'"{own[0]}"' in text, command
+
+
+def test_the_map_of_the_playbook_names_what_exists():
+    assert len(MAP) > 25
+    for section, where, command in MAP:
+        parts = re.findall(r"\[([\w.]+)\]\(([\w.]+)\)((?: `\w+`)+)", where)
+        assert parts, section
+        for shown, file, names in parts:
+            assert shown == file and set(re.findall(r"`(\w+)`", names)) <= names_in(file), section
+        check_command(command.strip("`"))
+
+
+def test_commands_and_links_of_the_pages_exist():
+    for page in "README.md", "CONTRIBUTING.md", "JOURNEY.md":
+        text = (ROOT / page).read_text()
+        for block in re.findall(r"```\n(.*?)```", text, re.DOTALL):
+            for line in block.splitlines():
+                if re.match(r"(python|torchrun) ", line) and " -c " not in line:
+                    check_command(line)
+        for link in re.findall(r"\]\(([^)#]+)\)", text):
+            assert link.startswith("https://") or (ROOT / link).exists(), (page, link)
+
+
+def test_the_readme_is_short():
+    prose = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
+    words = [word for line in prose.splitlines() if not line.startswith(("|", "!")) for word in line.split()]
+    assert len(words) <= 1400
+
+
+def test_the_optimizer_that_the_readme_adds_is_lion():
+    code, = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    rules = dict(zero.UPDATE_RULES)
+    exec(code, dict(vars(zero), UPDATE_RULES=rules))
+    weight, mean, grad = torch.tensor([1.0, 1.0]), torch.tensor([0.0, 4.0]), torch.tensor([2.0, -2.0])
+    settings = dict(lr=0.1, betas=(0.9, 0.5), weight_decay=0.5, steps=None, eps=1e-8)
+    rules["lion"].apply([weight], [grad], [mean], found_inf=torch.tensor(1.0), **settings)
+    assert weight.tolist() == [1, 1] and mean.tolist() == [0, 4]
+    rules["lion"].apply([weight], [grad], [mean], found_inf=torch.tensor(0.0), **settings)
+    assert weight.tolist() == pytest.approx([0.85, 0.85]) and mean.tolist() == [1, 1]  # signs of 0.2 and of 3.4
+
+
+def test_the_journey_is_what_the_planner_says():
+    assert journey.FILE.read_text() == journey.text()
+
+
+def test_what_the_journey_says_fits_does():
+    """Its sentences rest on these."""
+    fits = [[numbers["fits"] for numbers in (journey.numbers_of(dict(preset=preset) | common | grid)
+                                             for grid, _ in steps)] for _, preset, common, steps in journey.LEGS]
+    assert fits == [[True] * 5, [False, False, True, True, True, True, True], [False, True, True, True],
+                    [False, True, False, True, True, True], [True, True, True]]
