@@ -529,14 +529,6 @@ def critical_batch(loss: float) -> float:
     return 2e8 * loss ** (-1 / 0.21)
 
 
-def noise_scale(small: float, small_norm2: float, large: float, large_norm2: float) -> float:
-    """The simple gradient noise scale, trace of the covariance over |G|^2, in the unit of the batches, from squared
-    gradient norms at two batch sizes (McCandlish et al. 2018, appendix A.1)."""
-    gradient2 = (large * large_norm2 - small * small_norm2) / (large - small)
-    trace = (small_norm2 - large_norm2) / (1 / small - 1 / large)
-    return trace / gradient2
-
-
 def ramp(final: int, seq: int) -> str:
     """A --batch-ramp of four doublings up to the final number of sequences, at the tokens where MiniMax-01 doubled, in
     proportion to the critical batch: 1, 11.4 and 68 times the first stage's 69B tokens at a last batch of 128M."""

@@ -51,6 +51,7 @@ from ep import Balance, update_biases
 from fp8 import RECIPES, Fp8
 from graphs import Captured, leave_default_stream
 from model import Execution, Llama
+from noise import GradientNoise
 from param import IGNORED, acc_dtype, draw
 from pp import Pipeline
 from profiling import named, profiling
@@ -109,6 +110,9 @@ def train(settings: config.Config, training: Samples, validation: Samples | None
         log.open_metrics(state)
     except ValueError as error:
         config.refuse(error)
+    noise = None
+    if run.metrics and size(groups["data"]) > 1 and settings.grid.cp == 1:
+        noise = GradientNoise(optimizer, size(groups["data"]))
     compute_gradients = partial(forward_backward, model, optimizer, groups=groups)
     if run.graph:  # the optimizer's update is not captured, as its learning rate changes
         compute_gradients = Captured(compute_gradients)
@@ -142,6 +146,7 @@ def train(settings: config.Config, training: Samples, validation: Samples | None
             state.skipped += not math.isfinite(norm)
             record = log.record(step, state, sequences, loss, norm, lr, time.perf_counter() - began)
             record |= {name: value.item() for name, value in balance.items()}
+            record |= noise.estimate(sequences * batch.seq) if noise else {}
             if validation and is_due(step, settings.data.eval_every, optim.steps):
                 state.activity = f"evaluating after step {step}"
                 record["val_loss"] = validation_loss(model, validation, settings, groups, device)
@@ -565,6 +570,7 @@ class Log:
         self.peak = costs.peak_flops(torch.cuda.get_device_name(device)) if has_peak else None
         self.flops = costs.flops_by_convention(settings)
         self.last_loss: float | None = None  # of the last step that this process trained; None: it trained none
+        self.noise: list[tuple[float, float]] = []  # noise_trace and noise_gradient2 of each step
         self.metrics = None
         self.bar = tqdm(total=settings.optim.steps, unit="step", disable=True)
 
@@ -604,6 +610,8 @@ class Log:
         self.last_loss = record["loss"]
         if "val_loss" in record:
             self.validated(record["step"] + 1, record["val_loss"])
+        if math.isfinite(record.get("noise_trace", math.nan)):
+            self.noise.append((record["noise_trace"], record["noise_gradient2"]))
         if self.metrics:
             try:
                 print(as_json(record), file=self.metrics, flush=True)
@@ -623,6 +631,10 @@ class Log:
         if self.is_first_rank and self.last_loss is not None:
             print(f"trained {state.step} steps on {state.tokens:,} tokens: "
                   f"last loss {self.last_loss:.4f} nats per token")
+            late = self.noise[len(self.noise) // 2:]
+            trace, gradient2 = (sum(step[i] for step in late) for i in (0, 1))
+            if gradient2 > 0:
+                print(f"gradient noise scale of the last {len(late)} steps: {max(0.0, trace / gradient2):,.0f} tokens")
 
 
 def is_before(line: str, step: int) -> bool:

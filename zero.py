@@ -107,6 +107,7 @@ class ShardedBucket(Bucket):
         self.grads_per_micro_batch = sum(len(stages_of[param]) for param in params)
         self.grad_shard = self.received = None  # received: the result of a reduction under way at levels 2 and 3
         self.grad_is_zero = False  # the update has zeroed it
+        self.before_reduction = lambda: None  # see noise.py
         self.reducing = reducing  # one list for all buckets: the bucket whose whole gradient is being reduced
 
     def zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -149,6 +150,7 @@ class ShardedBucket(Bucket):
         super().ready(param)
 
     def start_reduction(self) -> None:
+        self.before_reduction()
         if self.level == 0:
             super().start_reduction()
         elif self.level == 1:
@@ -334,7 +336,7 @@ class Optimizer(DataParallel):
         self.steps = torch.zeros((), device=self.buckets[0].device)  # updates so far, for AdamW's bias correction
         fp16 = any(bucket.weights.dtype == torch.float16 for bucket in self.buckets)
         self.loss_scale = LossScale(self.steps.device) if fp16 else None
-        self.one_pass = None
+        self.one_pass = self.noise = None  # noise: see noise.py
         self.attach_unshard_hooks(units)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
@@ -347,8 +349,12 @@ class Optimizer(DataParallel):
         one_pass = self.load_one_pass() if self.rule.one_pass and uses_kernels(self.buckets[0].master) else None
         squared = (one_pass.squared_norm() if one_pass else
                    torch.stack([bucket.squared_norm() for bucket in self.buckets]).sum())
+        if self.noise:
+            squared = torch.stack([squared, *self.noise.squares()])
         all_reduce(squared, self.world)
         unscale = 1 / self.loss_scale.value if self.loss_scale else 1.0
+        if self.noise:
+            squared = self.noise.receive(squared, unscale)
         norm = squared.sqrt() * unscale
         found_inf = (~norm.isfinite()).float()
         clip_factor = (self.clip / (norm + 1e-6)).clamp(max=1) if self.clip else 1.0

@@ -342,9 +342,7 @@ def test_the_optimum_has_the_least_loss_of_its_compute():
         assert all(fit.loss(parameters * x, tokens / x) > least for x in (0.9, 1.1))
 
 
-def test_noise_scale_and_critical_batch():
-    gradient2, trace = 3.0, 600.0  # E |G_B|^2 = |G|^2 + tr / B
-    assert plan.noise_scale(10, gradient2 + trace / 10, 100, gradient2 + trace / 100) == pytest.approx(200.0)
+def test_the_critical_batch_is_kaplans():
     assert plan.critical_batch(2.0) == pytest.approx(2e8 / 2 ** (1 / 0.21))
 
 
