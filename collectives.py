@@ -23,8 +23,10 @@ Shapes: n ranks, R rows (the first dimension) per rank.
 import datetime
 import gc
 import importlib
+import os
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -261,6 +263,23 @@ class AllToAll__AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return exchange_rows(grad, ctx.input_splits, ctx.output_splits, ctx.group), None, None, None
+
+
+def run_demo(demo: Callable[[Group], None], ranks: int = 1) -> None:
+    """What `python FILE.py` does: run the demo, with one thread per process, on the ranks that torchrun started, or
+    start so many; --help prints the file's docstring."""
+    torch.set_num_threads(1)
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(sys.modules["__main__"].__doc__)
+    elif "WORLD_SIZE" in os.environ:
+        with world() as group:
+            demo(group)
+    elif ranks > 1:
+        os.environ["OMP_NUM_THREADS"] = "1"  # or torchrun says that it sets it
+        launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", *sys.argv]
+        os.execv(sys.executable, launch)
+    else:
+        demo(None)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch.autograd import Function
 
-from collectives import AllToAll__AllToAll, Group, Pending, all_gather, rank, reduce_scatter, shift, size
+from collectives import AllToAll__AllToAll, Group, Pending, all_gather, rank, reduce_scatter, run_demo, shift, size
 from config import padded_length
 from operations import CAUSAL, MATH, SDPA, AttentionKernel, Mask
 from param import IGNORED, acc_dtype
@@ -411,4 +411,4 @@ def demo(c: int) -> None:
 
 
 if __name__ == "__main__":
-    demo(c=4)
+    run_demo(lambda group: demo(c=4))

@@ -358,14 +358,30 @@ def text_of(file: Path) -> str:
         raise ValueError(f"{file}: is no UTF-8 text ({error.reason} at byte {error.start:,})") from None
 
 
+def demo() -> int:
+    """What a run without --data reads, and that the number of ranks does not change it."""
+    samples = Samples(Corpus([], config.TEXT_VOCAB), seq=256, seed=0)
+    print(f"{len(samples.corpus.files)} files of Python's own library are {len(samples.corpus):,} tokens, or "
+          f"{samples.spans:,} samples of {samples.seq}. Spans of the first 8, by rank:\n")
+    for dp in (1, 2, 4):
+        ranks = [[samples.span(8 // dp * rank + i) for i in range(8 // dp)] for rank in range(dp)]
+        print(f"    dp {dp}   " + "   ".join(f"{r}: {', '.join(map(str, spans))}" for r, spans in enumerate(ranks)))
+    tokens = samples.micro_batch([0]).tokens[0, :48].tolist()
+    print(f"\nThe first sample begins: {bytes(token for token in tokens if token < 256).decode(errors='replace')!r}")
+    print("Whatever the number of ranks, a step reads the same spans.")
+    return 0
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="data.py", description="Make a token file of text.")
-    command = parser.add_subparsers(dest="command", required=True).add_parser("tokenize", help="text to a token file")
+    parser = argparse.ArgumentParser(prog="data.py", description="Without a command: what a run reads by default.")
+    command = parser.add_subparsers(dest="command").add_parser("tokenize", help="text to a token file")
     command.add_argument("--tokenizer", required=True, help="tokenizer.json, as published with a model")
     command.add_argument("--out", required=True, help="the file to write, .bin")
     command.add_argument("--separator", default="", help="the token that begins a document; by default the tokenizer's")
     command.add_argument("paths", nargs="+", help="text files and folders")
     args = parser.parse_args()
+    if args.command is None:
+        return demo()
     try:
         count = tokenize(args.paths, args.tokenizer, args.out, args.separator)
     except (ValueError, OSError) as error:

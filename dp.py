@@ -36,7 +36,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from collectives import Group, Groups, Pending, all_reduce, name, rank, sent, size, world
+from collectives import Group, Groups, Pending, all_reduce, name, rank, run_demo, sent, size
 from param import Spec, acc_dtype, attach_sink, draw, main_grad, parameter
 
 Units = dict[int, list[nn.Module]]  # this rank's pipeline stages -> units (embedding, blocks, head) in forward order
@@ -247,5 +247,4 @@ def demo(group: Group) -> None:
 
 
 if __name__ == "__main__":
-    with world() as group:
-        demo(group)
+    run_demo(demo, ranks=4)

@@ -46,7 +46,6 @@ al. 2022 (ST-MoE: the z-loss); Gale et al. 2022 (MegaBlocks: no dropped rows); W
 Shapes: T tokens of a rank, H hidden, F ffn of an expert, E experts, k experts per token, n ranks of ep, e = E/n experts
 of a rank, B sequences of S tokens, R rows that a rank receives.
 """
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -57,7 +56,7 @@ from einops import rearrange
 from torch import nn
 from torch.autograd import Function
 
-from collectives import AllToAll__AllToAll, Group, all_reduce, all_to_all, rank, size, world
+from collectives import AllToAll__AllToAll, Group, all_reduce, all_to_all, rank, run_demo, size
 from config import Model
 from operations import swiglu
 from param import Spec, acc_dtype, accumulate_grad, accumulate_product, draw, parameter, shard_slice
@@ -486,18 +485,17 @@ def train_demo(balance: Balance, group: Group, steps: int = 300) -> tuple[list[f
 
 def demo(group: Group) -> None:
     lines = ["Share of the tokens that each of 8 experts gets after 300 steps (equal: ████), and nats per byte:", ""]
-    ways = {"nothing": Balance(), "a loss": Balance(aux_loss=0.1), "a bias": Balance(bias_rate=0.01)}
+    worst, ways = [], {"nothing": Balance(), "a loss": Balance(aux_loss=0.1), "a bias": Balance(bias_rate=0.01)}
     for title, balance in ways.items():
         shares, loss = train_demo(balance, group)
+        worst.append(max(shares) * 8)
         lines.append(f"    balanced by {title}: the most used {max(shares) * 8:.2f} times the mean, loss {loss:.3f}")
         lines += [f"        {expert}  {'█' * round(share * 32)}" for expert, share in enumerate(shares)]
+    lines.append(f"\nWithout balance one expert gets {worst[0]:.1f} times the mean, with a loss {worst[1]:.1f}, with "
+                 f"biases {worst[2]:.1f}.")
     if rank(group) == 0:
         print("\n".join(lines))
 
 
 if __name__ == "__main__":
-    if "WORLD_SIZE" in os.environ:
-        with world() as group:
-            demo(group)
-    else:
-        demo(None)
+    run_demo(demo)

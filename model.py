@@ -15,6 +15,7 @@ Shapes: B batch, S tokens of a sequence on this rank (1/c of it with c context p
 parallel ranks, H hidden, N query heads, K key and value heads, D head width, F ffn, V vocabulary, E experts, L layers.
 [T/t, H] is what a rank has between layers with sequence parallelism; without, it is [T, H].
 """
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,12 +25,12 @@ import torch
 from einops import rearrange
 from torch import nn
 
-from collectives import Groups
+from collectives import Groups, run_demo
 from config import Model
 from cp import attention_by_window
 from ep import Balance, GroupedExperts, Router, combine, dispatch, make_routing_info
 from operations import RMSNorm, rotary_angles, rotate_, swiglu
-from param import Spec, parameter
+from param import Spec, draw, parameter
 from pp import Pipeline
 from recompute import Recompute, cheap
 from tp import (
@@ -310,3 +311,28 @@ class Llama(nn.Module):
         """Elements of the matrices on this rank that multiply in FP8."""
         return sum(param.numel() for layer, block in self.blocks.items() if int(layer) in self.execution.fp8_layers
                    for param in block.parameters() if param.ndim > 1 and not param.spec.name.endswith("router"))
+
+
+# ---- demo: python model.py ------------------------------------------------------------------------------------------
+
+def demo(group: Any) -> None:
+    """Parameters, unit by unit, as a rank of 4 tensor parallel ranks would have them, and the loss before training."""
+    settings = Model(heads=4, kv_heads=2, head_dim=32)
+    model = Llama(settings, {}, Execution(torch.float32))
+    print(f"The tiny Llama, {sum(p.numel() for p in model.parameters()):,} parameters; along tp: the dimension that is "
+          "sharded, or why none is\n")
+    for name, unit in {"embedding": model.embedding, "each block": model.blocks["0"], "head": model.head}.items():
+        print(f"    {name}, {sum(p.numel() for p in unit.parameters()):,} parameters")
+        for p in unit.parameters():
+            print(f"        {p.spec.name:28s}{str(p.spec.shape):14s} tp: {p.spec.along.get('tp', '-')}")
+    for p in model.parameters():
+        p.data = draw(0)(p.spec, p.box)
+    tokens = torch.randint(settings.vocab, (2, 65), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        loss = model(tokens[:, :-1], labels=tokens[:, 1:]) / 128
+    print(f"\nBefore training the loss is {loss:.3f} nats per token, close to that of guessing: ln {settings.vocab} = "
+          f"{math.log(settings.vocab):.3f}.")
+
+
+if __name__ == "__main__":
+    run_demo(demo)

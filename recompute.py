@@ -58,7 +58,7 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
-from collectives import Group, all_gather, rank, size
+from collectives import Group, all_gather, rank, run_demo, size
 
 # ---- full -----------------------------------------------------------------------------------------------------------
 
@@ -305,7 +305,8 @@ def demo() -> None:
         print(f"    {title:14s} {nbytes / 1e6:5.2f} MB  {meter.flops / 1e6:5.0f} MFLOP   {bar}  (█ = an input)")
     print("\nBytes per token that a layer saves, and the FLOPs that recomputation adds to a step (16 bits):")
     print_layers()
+    print("\nSelective recomputation drops a third of what Llama 8B saves, and repeats no matmul.")
 
 
 if __name__ == "__main__":
-    demo()
+    run_demo(lambda group: demo())

@@ -47,7 +47,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from collectives import Group, name, rank, sent, size, world
+from collectives import Group, name, rank, run_demo, sent, size
 
 Tensor = torch.Tensor
 
@@ -620,14 +620,13 @@ def demo(group: Group) -> None:
 
 
 def main() -> None:
-    if not 2 <= int(os.environ.get("WORLD_SIZE", 1)) <= 8:
+    if not 2 <= int(os.environ.get("WORLD_SIZE", 4)) <= 8:
         if int(os.environ.get("LOCAL_RANK", 0)):
             time.sleep(2)  # torchrun kills all ranks once one has ended, and the first says why
         else:
             print("ring.py: the pictures are of 2 to 8 ranks: run torchrun --nproc_per_node=4 ring.py", file=sys.stderr)
         sys.exit(2)
-    with world() as group:
-        demo(group)
+    run_demo(demo, ranks=4)
 
 
 if __name__ == "__main__":

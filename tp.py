@@ -51,7 +51,6 @@ Wang et al. 2023, Overlap Communication with Dependent Computation via Decomposi
 Shapes: t ranks, T tokens of a micro-batch (batch x sequence, flat), H hidden, V vocabulary, R rows or C columns of a
 whole weight; [T/t, H] is [T, H] without sequence parallelism.
 """
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -60,6 +59,7 @@ import torch
 from torch import nn
 from torch.autograd import Function
 from torch.nn.functional import pad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from collectives import (
     MAX,
@@ -73,10 +73,10 @@ from collectives import (
     name,
     rank,
     reduce_scatter,
+    run_demo,
     sent,
     shift,
     size,
-    world,
 )
 from operations import load_kernels, uses_kernels
 from param import (
@@ -85,6 +85,8 @@ from param import (
     acc_dtype,
     accumulate_grad,
     accumulate_product,
+    backward_input,
+    backward_weight,
     is_deferred,
     parameter,
     shard_slice,
@@ -432,6 +434,50 @@ def gather_logits(logits: Tensor, vocab: int, group: Group) -> Tensor:
 
 # ---- demo: torchrun --nproc_per_node=4 tp.py; on one rank: python tp.py ----------------------------------------------
 
+NAMES = {"mm": "matmul", "addmm_": "matmul+add", "_allgather_base_": "gather…", "_reduce_scatter_base_": "scatter…",
+         "allreduce_": "all-reduce…"}
+
+
+class Trace(TorchDispatchMode):
+    """The order of matmuls and communication: "gather…" is started, "…done" has been waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.events: list[str] = []
+
+    def __enter__(self):
+        self.wait = Pending.wait
+        Pending.wait = lambda pending: (self.events.append("…done") if pending.works else None, self.wait(pending))[1]
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        Pending.wait = self.wait
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if event := NAMES.get(function.overloadpacket.__name__):
+            self.events.append(event)
+        return function(*args, **kwargs or {})
+
+
+def trace_pair(x: Tensor, up: nn.Parameter, down: nn.Parameter, tp: TensorParallel) -> list[str]:
+    """What a column and a row parallel layer do, in order: forward, whole backward, and a backward in two halves."""
+    lines = []
+    for split in False, True:
+        with Trace() as trace:
+            y = row(torch.tanh(column(x, up, tp=tp)), down, tp).sum()
+        parts = {"forward": trace.events} if not split else {}
+        edge = torch.autograd.graph.get_gradient_edge(y)
+        halves = {"gradient of the input": partial(backward_input, "demo", edge, None),
+                  "of the weights, later": partial(backward_weight, "demo")}
+        for part, run in halves.items() if split else [("backward", partial(torch.autograd.backward, edge))]:
+            with Trace() as trace:
+                run()
+            parts[part] = trace.events
+        lines += [f"    {part:22s} {' '.join(events)}" for part, events in parts.items()]
+    return lines
+
+
 def demo(group: Group) -> None:
     t, T, H = size(group), 64, 32
     up = parameter(Spec("up", (4 * H, H), {"tp": 0}), {"tp": group}, torch.float32)
@@ -452,13 +498,14 @@ def demo(group: Group) -> None:
         lines.append(f"    {title:24s}   tokens between: {tokens:32s}   sent: {units} x (t-1)/t of T H")
     lines.append("\n4 = two all-reduces, of 2 each. 5 = two all-gathers, two reduce-scatters, and X gathered again in "
                  "backward, of 1 each.")
+    x = torch.randn(T // t, H, requires_grad=True)
+    lines += ["", "The pair with sequence parallelism, on a rank (matmul+add: of a weight's gradient):", "",
+              *trace_pair(x, up, down, TensorParallel(group, sequence=True)), "",
+              "In backward a matmul lies between the start of a gather or scatter and the wait for it. The half for the "
+              "weights runs later."]
     if rank(group) == 0:
         print("\n".join(lines))
 
 
 if __name__ == "__main__":
-    if "WORLD_SIZE" in os.environ:  # torchrun sets it
-        with world() as group:
-            demo(group)
-    else:
-        demo(None)
+    run_demo(demo, ranks=4)

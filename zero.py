@@ -64,7 +64,7 @@ from torch.autograd import Function
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from collectives import Groups, Pending, all_gather, all_reduce, rank, reduce_scatter, size, world
+from collectives import Groups, Pending, all_gather, all_reduce, rank, reduce_scatter, run_demo, size
 from dp import Bucket, DataParallel, Units
 from operations import uses_kernels
 from param import Box, Source, Spec, box_shape, boxes, draw, is_first_replica, parameter, shard_slice
@@ -513,15 +513,17 @@ def demo(group) -> None:
     groups: Groups = {"world": group, "replicate": None, "dp": group}
     lines = [f"Megabytes on each of {size(group)} ranks, 12 layers in bf16, AdamW; measured: the sum of three peaks.",
              "█ weights  ▓ gradients  ▒ optimizer state", "", "             measured  formula"]
+    totals = []
     for level in range(4):
         peak = measure(level, groups)
         formula = state_bytes(12 * [256 * 256], level, size(group), weight=2, accumulated=4, moments=8)
+        totals.append(sum(peak.values()))
         bar = "".join(sign * round(peak[kind] / 3e5) for sign, kind in zip("█▓▒", peak))
         lines.append(f"    level {level}  {sum(peak.values()) / 1e6:8.2f} {sum(formula.values()) / 1e6:8.2f}   {bar}")
+    lines.append(f"\nLevel 3 holds 1/{totals[0] / totals[3]:.1f} of what level 0 does, and sends half as much again.")
     if rank(group) == 0:
         print("\n".join(lines))
 
 
 if __name__ == "__main__":
-    with world() as group:
-        demo(group)
+    run_demo(demo, ranks=8)

@@ -202,7 +202,8 @@ def command_line(monkeypatch, ranks: int, line: str) -> config.Config:
 
 
 @pytest.mark.parametrize("ranks, line, axes", [
-    (8, "", (2, 2, 2)), (4, "", (2, 2, 1)), (2, "", (2, 1, 1)), (6, "", (6, 1, 1)), (8, "--steps 3", (2, 2, 2)),
+    (8, "", (2, 2, 2)), (4, "", (2, 2, 1)), (2, "", (2, 1, 1)), (6, "--global-batch 12", (6, 1, 1)),
+    (8, "--steps 3", (2, 2, 2)),
     (8, "--dp 8", (8, 1, 1)), (8, "--tp 4", (2, 4, 1)), (8, "--zero 3", (8, 1, 1)), (8, "--layers 3", (8, 1, 1)),
     (8, "--preset smollm-135m", (8, 1, 1)), (4, "--seq 255 --micro-batch 1", (4, 1, 1))])
 def test_a_command_line_that_names_no_grid_shows_one(monkeypatch, ranks, line, axes):
