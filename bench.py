@@ -30,6 +30,7 @@ import os
 import platform
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -79,6 +80,8 @@ def take_turns(contenders: dict[str, Step], repeats: int, steps: int) -> dict[st
     """`repeats` times per contender, in turns: the mean seconds of `steps` steps. A turn of warmup comes first."""
     seconds = {name: [] for name in contenders}
     for turn in range(repeats + 1):
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"turn {turn} of {repeats}", file=sys.stderr, flush=True)
         for name, step in contenders.items():
             if dist.is_initialized():
                 dist.barrier()

@@ -409,7 +409,7 @@ def parse(arguments: list[str], world: int = 1) -> Config:
     args, unknown = make_parser().parse_known_args(expand(arguments))
     if unknown:
         known = [flag(f.name) for section in SECTIONS.values() for f in fields(section)]
-        close = difflib.get_close_matches(unknown[0].partition("=")[0], known, 1)
+        close = difflib.get_close_matches(unknown[0].partition("=")[0], known, 1, 0.7)
         raise ValueError(f"{unknown[0]}: unknown flag, {f'did you mean {close[0]}?' if close else '--help lists all'}")
     flags = vars(args)
     preset = flags.get("preset", "tiny")

@@ -49,6 +49,8 @@ Dao et al. 2022, FlashAttention (algorithms 1 and 4, figure 2); Dao 2023, FlashA
 FlashAttention-3; Milakov & Gimelshein 2018 (online softmax).
 Shapes: B batch, S sequence, N query heads, K key and value heads, D head width; rows queries, columns keys.
 """
+import os
+import sys
 from typing import NamedTuple
 
 import torch
@@ -56,6 +58,7 @@ import triton
 import triton.language as tl
 from torch.library import custom_op
 
+from collectives import run_demo
 from kernels import check, check_launch
 from operations import CAUSAL, Mask
 
@@ -470,7 +473,7 @@ def unpack_mask(mask: Mask) -> tuple:
     return mask.causal, mask.window, mask.offset, *(mask.documents or (None, None))
 
 
-# ---- demo: TRITON_INTERPRET=1 python flash.py -----------------------------------------------------------------------
+# ---- demo: python flash.py ------------------------------------------------------------------------------------------
 
 def find_loaded_tiles(mask: Mask, S: int, rows: int, columns: int) -> list[list[bool]]:
     """Which tiles of S x S scores the forward kernel computes, found by experiment: NaN in the values of a tile of keys
@@ -503,4 +506,6 @@ def demo() -> None:
 
 
 if __name__ == "__main__":
-    demo()
+    if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):  # kernels then run in Triton's interpreter
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"TRITON_INTERPRET": "1"})
+    run_demo(lambda group: demo())

@@ -25,12 +25,12 @@ import torch
 from einops import rearrange
 from torch import nn
 
-from collectives import Groups, run_demo
+from collectives import Groups
 from config import Model
 from cp import attention_by_window
 from ep import Balance, GroupedExperts, Router, combine, dispatch, make_routing_info
 from operations import RMSNorm, rotary_angles, rotate_, swiglu
-from param import Spec, draw, parameter
+from param import Spec, parameter
 from pp import Pipeline
 from recompute import Recompute, cheap
 from tp import (
@@ -317,6 +317,8 @@ class Llama(nn.Module):
 
 def demo(group: Any) -> None:
     """Parameters, unit by unit, as a rank of 4 tensor parallel ranks would have them, and the loss before training."""
+    from param import draw
+
     settings = Model(heads=4, kv_heads=2, head_dim=32)
     model = Llama(settings, {}, Execution(torch.float32))
     print(f"The tiny Llama, {sum(p.numel() for p in model.parameters()):,} parameters; along tp: the dimension that is "
@@ -335,4 +337,6 @@ def demo(group: Any) -> None:
 
 
 if __name__ == "__main__":
+    from collectives import run_demo
+
     run_demo(demo)

@@ -34,7 +34,8 @@ class GradientNoise:
 
     def __init__(self, optimizer, ranks: int):
         self.buckets, self.ranks = optimizer.buckets, ranks
-        self.reductions, self.local = 0, torch.zeros_like(optimizer.steps)
+        self.reductions = 0  # of the first bucket, in this step
+        self.local = torch.zeros((), dtype=self.buckets[0].acc_dtype, device=self.buckets[0].device)
         self.sums = self.local.new_zeros(2)  # of the last step: |g_B|^2, and the sum of all |b/B g_b|^2
         optimizer.noise = self
         for bucket in self.buckets:

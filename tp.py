@@ -501,8 +501,8 @@ def demo(group: Group) -> None:
     x = torch.randn(T // t, H, requires_grad=True)
     lines += ["", "The pair with sequence parallelism, on a rank (matmul+add: of a weight's gradient):", "",
               *trace_pair(x, up, down, TensorParallel(group, sequence=True)), "",
-              "In backward a matmul lies between the start of a gather or scatter and the wait for it. The half for the "
-              "weights runs later."]
+              "In backward a matmul lies between the start of a gather or scatter and the wait for it. The weights' "
+              "half runs later."]
     if rank(group) == 0:
         print("\n".join(lines))
 

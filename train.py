@@ -110,9 +110,8 @@ def train(settings: config.Config, training: Samples, validation: Samples | None
         log.open_metrics(state)
     except ValueError as error:
         config.refuse(error)
-    noise = None
-    if run.metrics and size(groups["data"]) > 1 and settings.grid.cp == 1:
-        noise = GradientNoise(optimizer, size(groups["data"]))
+    measured = run.metrics and settings.grid.cp == 1 and size(groups["data"]) > 1
+    noise = GradientNoise(optimizer, size(groups["data"])) if measured else None
     compute_gradients = partial(forward_backward, model, optimizer, groups=groups)
     if run.graph:  # the optimizer's update is not captured, as its learning rate changes
         compute_gradients = Captured(compute_gradients)
@@ -399,7 +398,8 @@ def continue_prompt(model: Llama, codec: Codec, settings: config.Config, groups:
         prompt = torch.tensor([[*begin, *codec.encode(settings.run.sample)]], device=device)
         tokens = sample(model, prompt, length)[0, len(begin):].tolist()
         if rank(groups["world"]) == 0:
-            print(codec.decode(tokens))
+            text = codec.decode(tokens)  # whose control characters would ring and erase
+            print("".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text))
 
 
 # ---- the grid -------------------------------------------------------------------------------------------------------
@@ -591,7 +591,8 @@ class Log:
                     lines = [line for line in file if is_before(line, state.step)]
             checkpoint.write_text(Path(path), "".join(lines))
             self.metrics = open(path, "a")
-        self.bar = tqdm(total=self.settings.optim.steps, initial=state.step, unit="step", dynamic_ncols=True)
+        self.bar = tqdm(total=self.settings.optim.steps, initial=state.step, unit="step", dynamic_ncols=True,
+                        disable=not sys.stderr.isatty())  # a file gets lines instead, see `write`
 
     def record(self, step: int, state: RunState, sequences: int, loss: float, norm: float, lr: float,
                seconds: float) -> dict:
@@ -617,8 +618,12 @@ class Log:
                 print(as_json(record), file=self.metrics, flush=True)
             except OSError as error:
                 print(f"train.py: warning: --metrics {self.metrics.name}: {error.strerror}", file=sys.stderr)
-        self.bar.set_postfix_str(f"loss {record['loss']:.3f}, {record['tokens_per_s']:,.0f} tokens/s", refresh=False)
+        done, steps = record["step"] + 1, self.settings.optim.steps
+        progress = f"loss {record['loss']:.3f}, {record['tokens_per_s']:,.0f} tokens/s"
+        self.bar.set_postfix_str(progress, refresh=False)
         self.bar.update()
+        if self.is_first_rank and self.bar.disable and (done % max(1, steps // 20) == 0 or done == steps):
+            print(f"step {done}/{steps}: {progress}", file=sys.stderr, flush=True)
 
     def validated(self, steps: int, loss: float) -> None:
         if self.is_first_rank:
