@@ -474,7 +474,7 @@ class CallInBackward(Function):
         return grad, None
 
 
-# ---- demo: torchrun --nproc_per_node=8 zero.py ----------------------------------------------------------------------
+# ---- demo: python zero.py --------------------------------------------------------------------------------------------
 
 class Layer(nn.Module):
     def __init__(self, number: int, groups: Groups):
@@ -526,4 +526,4 @@ def demo(group) -> None:
 
 
 if __name__ == "__main__":
-    run_demo(demo, ranks=8)
+    run_demo(demo, ranks=4)
