@@ -144,6 +144,8 @@ def use_of(ranks: int, wanted: int) -> str:
 def check_pipeline(grid, model) -> None:
     """Fill in the model chunks per rank."""
     schedule = SCHEDULES[grid.schedule]
+    need(grid.pp > 1 or grid.schedule == "1f1b", f"--schedule {grid.schedule} at --pp {grid.pp}: there is no pipeline, "
+                                                 "use --pp 2 or more, or --schedule 1f1b")
     if grid.chunks == 0:
         grid.chunks = schedule.default_chunks() if grid.pp > 1 else 1
     need(grid.pp > 1 or grid.chunks == 1, f"--chunks {grid.chunks} without --pp: there is nothing to interleave with")

@@ -36,6 +36,8 @@ WRONG = [  # ranks, command line, what the line must say
     (4, "--pp 4 --schedule zb-v", "--pp 4 with --chunks 2 splits 4 layers into 8 stages: use less, or --layers 8"),
     (2, "--pp 2 --chunks 2", "--chunks 2: --schedule 1f1b has 1 per rank; any number goes with interleaved and zb1p"),
     (2, "--pp 2 --pp-group 4", "--pp-group 4: only --schedule interleaved and zb1p, with --pp 2 or more, have groups"),
+    (2, "--schedule zb-v", "--schedule zb-v at --pp 1: there is no pipeline, use --pp 2 or more, or --schedule 1f1b"),
+    (1, "--help-me", "--help-me: unknown flag, --help lists all"),
     (2, "--chunks 2", "--chunks 2 without --pp: there is nothing to interleave with"),
     (8, "--pp 2 --tp 4 --dp 2", "--dp 2 x --cp 1 x --tp 4 x --pp 2 need 16 ranks, and there are 8: use --dp 1"),
     (2, "--pp 2 --schedule zb-h2", "--schedule: invalid choice: 'zb-h2'"),
