@@ -168,7 +168,7 @@ def run_gpu_tests() -> Result:
     """The tests that need a GPU, and those of kernels, which run compiled where there is one."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_kernels.py",
                "tests/test_flash.py", "-k", "bf16 or billion or linear_cross_entropy or norm or rope or swiglu"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)  # it ends before the row does
     lines = done.stdout.strip().splitlines() or [done.stderr.strip()]
     return Result(0.0, f"exit code {done.returncode}: {lines[-1]}", report=done.stdout + done.stderr)
 

@@ -41,7 +41,8 @@ of fp16 runs is multiplied by a scale, halved when a gradient overflows (every r
 changing.
 
 The gradient norm is that of the whole model: each element is counted by one rank, its owner, and squares are summed
-over the world. So all ranks clip by the same number and skip the same steps.
+over the world. So all ranks clip by the same number and skip the same steps. With `--optimizer adamw-one-pass` a GPU
+does the norm in one kernel and all the rest of a step in another: adamw.py, which counts the bytes of both ways.
 
 ZeRO-R, the second half of the paper, is about activations (see recompute.py) and buffers of constant size: at levels 2
 and 3 at most two whole gradients, and at level 3 two units' whole weights, exist at once. Exceptions: a tied table's
