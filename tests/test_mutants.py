@@ -406,9 +406,9 @@ MUTANTS = [
            '                    actions.append(Action("W", *backwards[i]))',
            "tests/test_pp.py::test_four_ranks_as_drawn_by_hand[zb-h1]"),
     Mutant("a backward that is not split", "pp.py",
-           'if op == "I":\n                    backward_input((stage, k), edge, grad)',
-           'if op == "I":\n                    import param; param._queue[stage, k] = {}\n'
-           "                    torch.autograd.backward(edge, grad)",
+           'if op == "I":\n                        backward_input((stage, k), edge, grad)',
+           'if op == "I":\n                        import param; param._queue[stage, k] = {}\n'
+           "                        torch.autograd.backward(edge, grad)",
            "tests/test_pp.py::test_a_step_takes_as_long_as_simulated[zb-h1-4]"),
     Mutant("a cut of the layers without the head's work", "costs.py",
            'return partition(work, stages, head, int(division == "balanced"))',
