@@ -239,16 +239,20 @@ class Saver:
             if free < self.nbytes:
                 raise ValueError(f"{self.folder}: a checkpoint takes {self.nbytes / 1e9:.2f} GB, and "
                                  f"{free / 1e9:.2f} GB are free")
-            later = [path for path in config.checkpoints_in(self.folder) if config.step_of(path) > step]
-            if later and step == 0:
+            if step == 0 and config.checkpoints_in(self.folder):
                 raise ValueError(f"--out {self.folder}: has checkpoints of another run, or of this one from its "
                                  "beginning: give --resume auto to continue it, or another folder")
-            for path in later:
+            self.set_aside(step)
+        except OSError as error:
+            raise ValueError(f"--out {self.folder}: cannot be written to: {error.strerror}") from None
+
+    def set_aside(self, step: int) -> None:
+        """Rename the checkpoints of later steps than this one."""
+        for path in config.checkpoints_in(self.folder) if rank(self.group) == 0 else ():
+            if config.step_of(path) > step:
                 aside = path.with_name(f"set-aside-{path.name}-{time.time_ns()}")
                 path.rename(aside)
                 print(f"{path} is of a later step than the one resumed, so it was renamed {aside.name}", flush=True)
-        except OSError as error:
-            raise ValueError(f"--out {self.folder}: cannot be written to: {error.strerror}") from None
 
     def take_lock(self) -> None:
         """Wait a moment for the lock, which the kernel frees when a killed run's process is gone."""
@@ -317,7 +321,7 @@ class Saver:
             dcp.save({}, storage_writer=dcp.FileSystemWriter(temporary), planner=SaveBoxes(self.stage.copies),
                      process_group=self.group, no_dist=self.group is None)
             checksums = checksums_of(temporary, rank(self.group))
-        except Exception as error:  # DCP raises on all ranks what it caught on one
+        except (Exception, dcp.api.CheckpointException) as error:  # DCP raises on all ranks what it caught on one
             problem = describe(error)
         found = exchange((checksums, problem), self.group)
         problem = next((problem for _, problem in found if problem), "")

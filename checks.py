@@ -42,24 +42,33 @@ def need(condition: bool, line: str) -> None:
         raise ValueError(line)
 
 
+LARGEST, MOST_LAYERS, MOST_MICRO_BATCHES = 2**40, 10_000, 100_000  # beyond these a check would take minutes
+
+
 def need_positive(section, *names: str) -> None:
-    for name in names:
-        value = getattr(section, name)
-        need(0 < value < math.inf, f"{flag(name)} {value}: must be above 0 and finite")
+    need_not_negative(section, *names, above="above 0 and finite")
 
 
-def need_not_negative(section, *names: str) -> None:
+def need_at_most(value: float, most: int, line: str) -> None:
+    need(value <= most, f"{line}: must be at most {most:,}")
+
+
+def need_not_negative(section, *names: str, above: str = "") -> None:
     for name in names:
         value = getattr(section, name)
-        need(0 <= value < math.inf, f"{flag(name)} {value}: must be finite and not negative")
+        need((0 < value if above else 0 <= value) and value < math.inf,
+             f"{flag(name)} {value}: must be {above or 'finite and not negative'}")
+        need_at_most(0 if isinstance(value, float) else value, LARGEST, f"{flag(name)} {value}")
 
 
 def divisors(n: int) -> str:
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return ", ".join(str(d) for d in dict.fromkeys((*small, *(n // d for d in reversed(small)))))
 
 
 def check_model(model) -> None:
     need_positive(model, "layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+    need_at_most(model.layers, MOST_LAYERS, f"--layers {model.layers}")
     need_positive(model, "rope_theta", "rope_scaling", "norm_eps")
     need_not_negative(model, "head_dim")
     if model.head_dim == 0:
@@ -219,6 +228,8 @@ def check_batch(batch, grid) -> None:
         need(share % batch.micro_batch == 0,
              f"--micro-batch {batch.micro_batch} does not divide a rank's share of {name} {size}, "
              f"which is {share} at --dp {grid.dp}: use one of {divisors(share)}")
+        need_at_most(share // batch.micro_batch, MOST_MICRO_BATCHES, f"--micro-batch {batch.micro_batch} makes "
+                     f"{share // batch.micro_batch:,} micro-batches per step of {name} {size}")
     tokens = batch.micro_batch * batch.seq  # with cp, sequences are padded to fit (config.padded_length)
     need(not grid.sp or grid.cp > 1 or tokens % grid.tp == 0,
          f"--tp {grid.tp} cannot share --micro-batch {batch.micro_batch} x --seq {batch.seq} = {tokens} tokens in "
@@ -294,6 +305,9 @@ def check_fp8(precision, model, grid) -> None:
 
 
 def check_data(data, model) -> None:
+    """Fill in the dtype of tokens."""
+    if data.data_dtype == "auto":
+        data.data_dtype = "uint16" if model.vocab <= 2**16 else "uint32"
     need_not_negative(data, "eval_every")
     need_positive(data, "eval_steps")
     for name in ("data", "val_data"):
@@ -306,7 +320,9 @@ def check_data(data, model) -> None:
 
 def check_run(run) -> None:
     need_positive(run, "timeout")
-    need_not_negative(run, "save_every", "keep")
+    need_not_negative(run, "save_every", "keep", "time_limit", "max_skipped", "rewind", "skip_spikes", "check_replicas")
+    need(run.save_every and run.max_skipped or not run.rewind, f"--rewind {run.rewind} needs --save-every, for a "
+                                                               "checkpoint to go back to, and --max-skipped")
     need(run.out or not run.save_every, f"--save-every {run.save_every} needs --out, the folder to save in")
     for name in ("out", "export_hf", "profile"):
         path = getattr(run, name)

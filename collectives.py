@@ -16,6 +16,9 @@ Bytes that a rank sends for a tensor x of |x| bytes on n ranks, with a ring (NCC
 `sent` counts these bytes per group. With a group of None, or of one rank, every collective is the identity and sends
 nothing, so each module also works alone in one process; only `send` and `receive` need a second rank.
 
+`record` is a flight record: how many collectives this rank has called on each group, and for which one it waits. From
+these of all ranks faults.py finds out who is missing when ranks wait for ever.
+
 ring.py has every collective written out; `torchrun --nproc_per_node=4 collectives.py` shows who sends what to whom.
 
 Shapes: n ranks, R rows (the first dimension) per rank.
@@ -25,9 +28,13 @@ import gc
 import importlib
 import os
 import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -58,6 +65,48 @@ def name(group: Group) -> str:
     return "" if group is None else group.group_name
 
 
+class Call(NamedTuple):
+    """A collective that this rank has called."""
+    operation: str
+    group: str  # its name(group)
+    number: int  # of all calls on this group, from 1; the same on every rank of it, but for sends and receives
+    peer: int | None = None  # the other rank, in the group, of a send or receive
+
+
+@dataclass
+class Record:
+    """The flight record of this process, which another thread may read."""
+    last: Call | None = None
+    calls: Counter[str] = field(default_factory=Counter)  # number of calls per name(group)
+    waiting: Call | None = None  # what the main thread waits for; after an exception, what has failed
+    waited_s: float = 0.0  # by the main thread, so far
+
+
+record = Record()
+
+
+@contextmanager
+def calling(operation: str, group: Group, nbytes: int, peer: int | None = None) -> Iterator[Call]:
+    """Count and record a call, which the body makes; nbytes: that this rank sends."""
+    sent[name(group)] += nbytes
+    record.calls[name(group)] += 1
+    record.last = call = Call(operation, name(group), record.calls[name(group)], peer)
+    with waiting_for(call):
+        yield call
+
+
+@contextmanager
+def waiting_for(call: Call | None) -> Iterator[None]:
+    """Record that the body waits for a call. Saving has a thread of its own, whose waits hold up nobody."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    record.waiting, began = call, time.perf_counter()
+    yield  # if the body raises, this call stays recorded as the one that failed
+    record.waited_s += time.perf_counter() - began
+    record.waiting = None
+
+
 class Pending:
     """A collective in flight, and references to the tensors that it still reads and writes.
 
@@ -65,18 +114,21 @@ class Pending:
     work: None when nothing is in flight, because the collective was synchronous or the group has one rank.
     """
 
-    def __init__(self, work: dist.Work | list[dist.Work] | None, *tensors: torch.Tensor):
+    def __init__(self, work: dist.Work | list[dist.Work] | None, *tensors: torch.Tensor, call: Call | None = None):
         works = work if isinstance(work, list) else [work]
         self.works = [work for work in works if work is not None]
         self.tensors = tensors if self.works else ()
+        self.call = call
 
     def completed(self) -> bool:
         """Whether the collective has ended; does not wait."""
         return all(work.is_completed() for work in self.works)
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        if self.works:
+            with waiting_for(self.call):
+                for work in self.works:
+                    work.wait()
         self.works, self.tensors = [], ()
 
 
@@ -89,11 +141,12 @@ def world(device: torch.device | str = "cpu", timeout_s: float = 600) -> Iterato
     groups, so they are freed by the garbage collector. After an exception nothing is cleaned up: the process exits.
     """
     device = torch.device(device)
-    timeout = datetime.timedelta(seconds=timeout_s)
-    if device.type == "cuda":
-        dist.init_process_group("nccl", timeout=timeout, device_id=device)
-    else:
-        dist.init_process_group("gloo", timeout=timeout)
+    store, index, ranks = next(dist.rendezvous("env://"))
+    # A torchrun that restarts ranks keeps its store, where the addresses of those that are gone still are.
+    store = dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    where = dict(backend="nccl", device_id=device) if device.type == "cuda" else dict(backend="gloo")
+    dist.init_process_group(**where, store=store, rank=index, world_size=ranks,
+                            timeout=datetime.timedelta(seconds=timeout_s))
     yield dist.group.WORLD
     dist.barrier()
     dist.destroy_process_group()
@@ -108,8 +161,8 @@ def all_reduce(x: torch.Tensor, group: Group, op=SUM, async_op: bool = False) ->
     if size(group) == 1:
         return Pending(None)
     assert x.is_contiguous(), "the result would be written to a copy"
-    sent[name(group)] += 2 * x.nbytes * (size(group) - 1) // size(group)
-    return Pending(dist.all_reduce(x, op, group=group, async_op=async_op), x)
+    with calling("all_reduce", group, 2 * x.nbytes * (size(group) - 1) // size(group)) as call:
+        return Pending(dist.all_reduce(x, op, group=group, async_op=async_op), x, call=call)
 
 
 def all_gather(out: torch.Tensor, x: torch.Tensor, group: Group, async_op: bool = False) -> Pending:
@@ -118,8 +171,8 @@ def all_gather(out: torch.Tensor, x: torch.Tensor, group: Group, async_op: bool 
         out.copy_(x)
         return Pending(None)
     assert x.is_contiguous() and out.is_contiguous()
-    sent[name(group)] += x.nbytes * (size(group) - 1)
-    return Pending(_all_gather(out, x, group=group, async_op=async_op), out, x)
+    with calling("all_gather", group, x.nbytes * (size(group) - 1)) as call:
+        return Pending(_all_gather(out, x, group=group, async_op=async_op), out, x, call=call)
 
 
 def reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: Group, async_op: bool = False) -> Pending:
@@ -128,8 +181,8 @@ def reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: Group, async_op: b
         out.copy_(x)
         return Pending(None)
     assert x.is_contiguous() and out.is_contiguous()
-    sent[name(group)] += x.nbytes * (size(group) - 1) // size(group)
-    return Pending(_reduce_scatter(out, x, group=group, async_op=async_op), out, x)
+    with calling("reduce_scatter", group, x.nbytes * (size(group) - 1) // size(group)) as call:
+        return Pending(_reduce_scatter(out, x, group=group, async_op=async_op), out, x, call=call)
 
 
 def all_to_all(out: torch.Tensor, x: torch.Tensor, output_splits: list[int], input_splits: list[int], group: Group,
@@ -139,8 +192,9 @@ def all_to_all(out: torch.Tensor, x: torch.Tensor, output_splits: list[int], inp
         out.copy_(x)
         return Pending(None)
     assert x.is_contiguous() and out.is_contiguous()
-    sent[name(group)] += x.nbytes - x[:input_splits[rank(group)]].nbytes
-    return Pending(dist.all_to_all_single(out, x, output_splits, input_splits, group=group, async_op=async_op), out, x)
+    with calling("all_to_all", group, x.nbytes - x[:input_splits[rank(group)]].nbytes) as call:
+        work = dist.all_to_all_single(out, x, output_splits, input_splits, group=group, async_op=async_op)
+        return Pending(work, out, x, call=call)
 
 
 def shift(incoming: torch.Tensor, outgoing: torch.Tensor, group: Group) -> Pending:
@@ -152,26 +206,33 @@ def shift(incoming: torch.Tensor, outgoing: torch.Tensor, group: Group) -> Pendi
         incoming.copy_(outgoing)
         return Pending(None)
     assert incoming.is_contiguous() and outgoing.is_contiguous()
-    sent[name(group)] += outgoing.nbytes
     n, me = size(group), rank(group)
-    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, outgoing, group=group, group_peer=(me + 1) % n),
-                                    dist.P2POp(dist.irecv, incoming, group=group, group_peer=(me - 1) % n)])
-    return Pending(works, incoming, outgoing)
+    with calling("shift", group, outgoing.nbytes) as call:
+        works = dist.batch_isend_irecv([dist.P2POp(dist.isend, outgoing, group=group, group_peer=(me + 1) % n),
+                                        dist.P2POp(dist.irecv, incoming, group=group, group_peer=(me - 1) % n)])
+        return Pending(works, incoming, outgoing, call=call)
 
 
 def send(x: torch.Tensor, peer: int, group: Group) -> Pending:
     """Start to send x to rank `peer` of the group. Two ranks must issue their transfers in the same order."""
     assert size(group) > 1, "a group of one rank has no peer to send to"  # for torch, None is the world
     assert x.is_contiguous()
-    sent[name(group)] += x.nbytes
-    return Pending(dist.isend(x, group=group, group_dst=peer), x)
+    with calling("send", group, x.nbytes, peer) as call:
+        return Pending(dist.isend(x, group=group, group_dst=peer), x, call=call)
 
 
 def receive(x: torch.Tensor, peer: int, group: Group) -> Pending:
     """Start to fill x with the tensor that rank `peer` of the group sends."""
     assert size(group) > 1, "a group of one rank has no peer to receive from"
     assert x.is_contiguous()
-    return Pending(dist.irecv(x, group=group, group_src=peer), x)
+    with calling("receive", group, 0, peer) as call:
+        return Pending(dist.irecv(x, group=group, group_src=peer), x, call=call)
+
+
+def to_host(*scalars: torch.Tensor) -> list[float]:
+    """The numbers in these tensors. On a GPU this is where the host waits for all that it has called before."""
+    with waiting_for(record.last):
+        return [scalar.item() for scalar in scalars]
 
 
 # ---- collectives that return a new tensor ----------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import shlex
+import signal
 import sys
 import time
 from dataclasses import asdict, dataclass, field, fields
@@ -185,7 +186,8 @@ class Optim:
 @dataclass
 class Data:
     data: list = setting([], "text (files, folders) or tokens (.bin, .npy); none given: Python's own library")
-    data_dtype: str = setting("uint16", "tokens of .bin files without a header", ("uint16", "uint32"))
+    data_dtype: str = setting("auto", "tokens of .bin files without a header; auto: uint16 if the vocabulary fits",
+                              ("auto", "uint16", "uint32"))
     separator: int = setting(-1, "token that begins a document in token files; -1: the format's, or one a file")
     doc_mask: bool = setting(False, "no attention across documents, and positions start anew in each")
     val_data: list = setting([], "evaluate the loss on this text or these tokens")
@@ -211,6 +213,14 @@ class Run:
     device: str = setting("auto", "auto: GPUs when there is one per rank", ("auto", "cpu", "cuda"))
     graph: bool = setting(False, "capture the third step as a CUDA graph and replay it: one rank, no experts")
     timeout: float = setting(600.0, "seconds a collective may wait for a rank before the run fails")
+    time_limit: float = setting(0.0, "minutes after which the run saves and ends, as after SIGTERM or Ctrl-C; 0: none")
+    max_skipped: int = setting(25, "so many steps in a row without an update (gradients not finite, or spikes) are a "
+                                   "failure; 0: any number is none")
+    rewind: int = setting(0, "instead of failing so, go back to the checkpoint before these steps and leave out their "
+                             "samples, this many times in a run")
+    skip_spikes: float = setting(0.0, "skip a step whose gradient norm is this many standard deviations above the "
+                                      "running mean; 0: none")
+    check_replicas: int = setting(0, "steps between comparisons of what ranks must hold alike, to the bit; 0: never")
 
 
 @dataclass
@@ -376,6 +386,11 @@ def expand(arguments: list[str], inside: tuple[str, ...] = ()) -> list[str]:
     return out
 
 
+EXIT_CODES = ("Exit codes: 0: done, or saved and ended as asked (SIGTERM, Ctrl-C, --time-limit); 1: a rank failed, and "
+              "the last line of train.py says why; 2: these flags, this data or this checkpoint cannot run; 128 + the "
+              "signal's number: a second signal. Under torchrun every code but 0 becomes 1.")
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise ValueError(message.removeprefix("argument "))
@@ -384,7 +399,7 @@ class Parser(argparse.ArgumentParser):
 def make_parser() -> Parser:
     """One flag a field. What is not given stays absent, so that a preset knows what it may fill."""
     parser = Parser(usage="torchrun --nproc_per_node=8 train.py [flags] [@file of flags]", allow_abbrev=False,
-                    argument_default=argparse.SUPPRESS, description="Train a Llama-style model.")
+                    argument_default=argparse.SUPPRESS, description="Train a Llama-style model.", epilog=EXIT_CODES)
     for name, section in SECTIONS.items():
         group = parser.add_argument_group(name)
         for f in fields(section):
@@ -455,6 +470,7 @@ def check_export(config: Config) -> None:
 def from_command_line() -> Config:
     """`parse` for the command line of this process, which may be one of many ranks. One that names neither a grid nor a
     model shows what a grid is, if it can run on it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until faults.py listens: Ctrl-C ends without imports' traceback
     arguments, ranks = sys.argv[1:], int(os.environ.get("WORLD_SIZE", 1))
     try:
         flags = vars(make_parser().parse_known_args(expand(arguments))[0])
@@ -478,6 +494,16 @@ def refuse(error: ValueError, program: str = "train.py") -> NoReturn:
     """
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         print(f"{program}: {error}", file=sys.stderr, flush=True)
+        tell_torchrun(f"{program}: {error}", time.time())
     else:
         time.sleep(2)
     os._exit(2)  # at once, without destroying process groups, whose other ranks may be gone
+
+
+def tell_torchrun(line: str, when: float) -> None:
+    """Let torchrun's report say why this rank failed, and when; it takes the first to fail for the cause. The file is
+    what torch.distributed.elastic's @record would write."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = dict(py_callstack=line, timestamp=str(int(when)))
+        with open(path, "w") as file:
+            json.dump(dict(message=dict(message=line, extraInfo=extra)), file)

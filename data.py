@@ -105,6 +105,9 @@ def files_in(path: Path) -> list[Path]:
         raise ValueError(f"{path}: no such file or folder")
     if path.is_file():
         return [path]
+    for folder in (path, *path.rglob("*")):  # which passes over those that it cannot read
+        if folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK):
+            raise ValueError(f"{folder}: cannot be read: Permission denied")
     inside = sorted(file for file in path.rglob("*") if file.is_file()
                     and not any(part.startswith((".", "__pycache__")) for part in file.relative_to(path).parts))
     tokens = [file for file in inside if file.suffix in (".bin", ".npy")]

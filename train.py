@@ -24,10 +24,9 @@ import os
 import resource
 import sys
 import time
-import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -40,6 +39,7 @@ import checkpoint
 import collectives
 import config
 import costs
+import faults
 import huggingface
 from checkpoint import Saver, host_group
 from checks import need
@@ -70,12 +70,42 @@ class RunState:
     step: int = 0  # how many are done
     samples: int = 0  # read from the data so far
     tokens: int = 0  # in these samples
-    skipped: int = 0  # steps so far whose gradient was not finite
+    skipped: int = 0  # steps so far without an update: the gradient was not finite, or a spike
+    norms: list[float] = field(default_factory=lambda: [0, 0.0, 0.0])  # see faults.Guard
+    left_out: list[list[int]] = field(default_factory=list)  # [first, end] of samples that a rewind has left out
+    rewinds: int = 0  # so far
     activity: str = "before the first step"  # for the message if the run fails
+
+    def progress(self) -> dict:
+        return {name: value for name, value in asdict(self).items() if name != "activity"}
+
+    def restore(self, saved: dict) -> None:
+        for name in self.progress().keys() & saved.keys():  # a checkpoint of an earlier version may lack some
+            setattr(self, name, saved[name])
+
+
+@dataclass
+class Job:
+    """A run and what it consists of on this rank."""
+    settings: config.Config
+    groups: Groups
+    device: torch.device
+    training: Samples
+    validation: Samples | None
+    state: RunState
+    log: "Log"
+    host: Group = None  # all ranks, on gloo
+    model: Llama | None = None
+    optimizer: Optimizer | None = None
+    saver: Saver | None = None
+    guard: faults.Guard | None = None
 
 
 def main(settings: config.Config) -> None:
     state, run = RunState(), settings.run
+    sys.stdout, sys.stderr = faults.Tolerant(sys.stdout), faults.Tolerant(sys.stderr)
+    stop, watchdog = faults.Stop(run.time_limit), None
+    stop.listen()
     try:  # mistakes of the user: one line, no traceback
         device, device_reason = choose_device(run.device)
         check_device(settings.precision, device)
@@ -89,103 +119,168 @@ def main(settings: config.Config) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
-        by_torchrun = "WORLD_SIZE" in os.environ
-        with collectives.world(device, run.timeout) if by_torchrun else nullcontext():
-            train(settings, training, validation, device, device_reason, state)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            watchdog = faults.Watchdog(run.timeout, lambda: state.activity, stop)
+        with collectives.world(device, run.timeout) if "WORLD_SIZE" in os.environ else nullcontext():
+            train(settings, training, validation, device, device_reason, state, stop, watchdog)
+            stop.ending = True
     except Exception as error:
-        fail(state, error)
+        faults.fail(state.activity, error, watchdog, stop)
 
 
 def train(settings: config.Config, training: Samples, validation: Samples | None, device: torch.device,
-          device_reason: str, state: RunState) -> None:
+          device_reason: str, state: RunState, stop: faults.Stop | None = None,
+          watchdog: faults.Watchdog | None = None) -> None:
     """device_reason: why this device, for the first line. state is updated as the run goes on."""
-    batch, optim, run = settings.batch, settings.optim, settings.run
-    groups = build_groups(settings.grid, settings.model, run.timeout)
-    log = Log(settings, groups, device)
-    log.start(device_reason, training)
-    if run.graph:
+    groups = build_groups(settings.grid, settings.model, settings.run.timeout)
+    if watchdog:
+        watchdog.learn(groups)
+    job = Job(settings, groups, device, training, validation, state, Log(settings, groups, device))
+    job.log.start(device_reason, training)
+    if settings.run.graph:
         leave_default_stream(device)
     try:  # mistakes of the user that show only now, on every rank
-        model, optimizer, saver = begin_or_resume(settings, training, groups, device, state)
-        log.open_metrics(state)
+        check_memory(settings, groups, device)
+        begin_or_resume(job)
     except ValueError as error:
         config.refuse(error)
+    job.log.begin(state.step)
+    job.guard = faults.Guard(stop or faults.Stop(), groups["world"], device, state.norms, settings.run.skip_spikes)
+    run = settings.run
+    with without_garbage_collector(), profiling(run.profile, run.memory_snapshot, job.log.rank, device) as end_step:
+        train_steps(job, end_step)
+    finish(job)
+
+
+def train_steps(job: Job, end_step: Callable[[], None]) -> None:
+    """The loop: until --steps are done, or the run is asked to end. end_step: see profiling.py."""
+    settings, groups, state, guard = job.settings, job.groups, job.state, job.guard
+    optim, run = settings.optim, settings.run
     measured = run.metrics and settings.grid.cp == 1 and size(groups["data"]) > 1
-    noise = GradientNoise(optimizer, size(groups["data"])) if measured else None
-    compute_gradients = partial(forward_backward, model, optimizer, groups=groups)
+    noise = GradientNoise(job.optimizer, size(groups["data"])) if measured else None
+    compute_gradients = partial(forward_backward, job.model, job.optimizer, groups=groups)
     if run.graph:  # the optimizer's update is not captured, as its learning rate changes
         compute_gradients = Captured(compute_gradients)
-
-    def read(step: int) -> tuple[int, list[MicroBatch]]:
-        """(sequences of the global batch, this rank's micro-batches) of the step that begins at state.samples."""
+    upcoming = read(job) if state.step < optim.steps else None
+    while state.step < optim.steps and not guard.stopping:
+        step, first, began = state.step, state.samples, time.perf_counter()
         state.activity = f"in step {step}"
-        sequences = sequences_at(state.tokens, batch.ramp())
-        micro_batches = local_micro_batches(training, state.samples, sequences, settings, groups)
-        return sequences, [micro_batch.to(device) for micro_batch in micro_batches]
-
-    upcoming = read(state.step) if state.step < optim.steps else None
-    with without_garbage_collector(), profiling(run.profile, run.memory_snapshot, log.rank, device) as end_step:
-        for step in range(state.step, optim.steps):
-            state.activity, began = f"in step {step}", time.perf_counter()
-            collectives.sent.clear()
-            lr, (sequences, micro_batches) = learning_rate(step, optim), upcoming
-            with named("forward and backward"):
-                loss = compute_gradients(micro_batches)
-            with named("optimizer"):
-                norm = optimizer.step(lr)
-            balance = update_balance(model, groups, norm.isfinite(), sequences) if settings.model.experts else {}
-            state.step += 1
-            state.samples += sequences
-            state.tokens += sequences * batch.seq
-            if state.step < optim.steps:
-                with named("read data"):
-                    upcoming = read(state.step)  # while the device computes
-                state.activity = f"in step {step}"
-            loss, norm = loss.item(), norm.item()  # waits for the device
-            state.skipped += not math.isfinite(norm)
-            record = log.record(step, state, sequences, loss, norm, lr, time.perf_counter() - began)
-            record |= {name: value.item() for name, value in balance.items()}
-            record |= noise.estimate(sequences * batch.seq) if noise else {}
-            if validation and is_due(step, settings.data.eval_every, optim.steps):
-                state.activity = f"evaluating after step {step}"
-                record["val_loss"] = validation_loss(model, validation, settings, groups, device)
-            if saver and is_due(step, run.save_every, optim.steps):
-                state.activity = f"saving after step {step}"
-                wait = saver.save(state.step, description(state, settings, training, groups))
-                record |= dict(save_wait_s=wait, save_gb_per_s=saver.bytes_per_s / 1e9)
-            log.write(record)
-            end_step()
-    finish(model, saver, training, validation, settings, groups, device, state, log)
+        collectives.sent.clear()
+        guard.begin_step()
+        lr, limit, (sequences, micro_batches) = learning_rate(step, optim), guard.limit(), upcoming
+        with named("forward and backward"):
+            loss = compute_gradients(micro_batches)
+        with named("optimizer"):
+            norm = job.optimizer.step(lr, limit, guard.ballot())
+        balance = update_balance(job.model, groups, norm < limit, sequences) if settings.model.experts else {}
+        state.step += 1
+        state.samples += sequences
+        state.tokens += sequences * settings.batch.seq
+        if state.step < optim.steps:
+            with named("read data"):
+                upcoming = read(job)  # while the device computes
+            state.activity = f"in step {step}"
+        loss, norm = collectives.to_host(loss, norm)  # waits for the device
+        guard.after_step(step, first, norm, limit)
+        state.skipped += bool(guard.streak)
+        record = job.log.record(step, state, sequences, loss, norm, lr, time.perf_counter() - began) | guard.metrics()
+        record |= {name: value.item() for name, value in balance.items()}
+        record |= noise.estimate(sequences * settings.batch.seq) if noise else {}
+        if job.validation and not guard.stopping and is_due(step, settings.data.eval_every, optim.steps):
+            state.activity = f"evaluating after step {step}"
+            record["val_loss"] = validation_loss(job)
+        saves = job.saver and (guard.stopping or is_due(step, run.save_every, optim.steps))
+        if run.check_replicas and (saves or is_due(step, run.check_replicas, math.inf)):
+            record["check_replicas_s"] = faults.check_replicas(job.optimizer, job.model.routers, groups)
+        if saves:
+            record |= save(job)
+        job.log.write(record)
+        end_step()
+        if len(guard.streak) == run.max_skipped > 0 and not guard.stopping:
+            rewind(job)
+            upcoming = read(job)
 
 
-def begin_or_resume(settings: config.Config, training: Samples, groups: Groups, device: torch.device,
-                    state: RunState) -> tuple[Llama, Optimizer, Saver | None]:
-    """The model and its optimizer, with initial weights or as a checkpoint has them; and the Saver, or None if nothing
+def read(job: Job) -> tuple[int, list[MicroBatch]]:
+    """(sequences of the global batch, this rank's micro-batches) of the step that begins now."""
+    state = job.state
+    state.activity = f"in step {state.step}"
+    sequences = sequences_at(state.tokens, job.settings.batch.ramp())
+    state.samples = faults.next_sample(state.samples, sequences, state.left_out)
+    micro_batches = local_micro_batches(job.training, state.samples, sequences, job.settings, job.groups)
+    return sequences, [micro_batch.to(job.device) for micro_batch in micro_batches]
+
+
+def save(job: Job) -> dict:
+    """Save the state after the last step, in the background. Returns what the metrics say of it."""
+    job.state.activity = f"saving after step {job.state.step - 1}"
+    wait = job.saver.save(job.state.step, description(job))
+    return dict(save_wait_s=wait, save_gb_per_s=job.saver.bytes_per_s / 1e9)
+
+
+def rewind(job: Job) -> None:
+    """Go back to the newest checkpoint from before the steps in a row that were skipped, and leave out the samples of
+    those. Raises faults.Failure if --rewind does not allow it, or there is none."""
+    state, run, guard = job.state, job.settings.run, job.guard
+    (step, first), end = guard.streak[0], state.samples
+    what = f"{len(guard.streak)} steps in a row, from step {step} on, were skipped"
+    if state.rewinds == run.rewind:
+        raise faults.Failure(f"{what}: lower --lr, raise --max-skipped, or allow to go back to the last checkpoint and "
+                             "leave out these samples, with --rewind" + (f" {run.rewind + 1}" if run.rewind else ""))
+    state.activity = f"going back from step {state.step}"
+    job.saver.finish()
+    before = [path for path in config.candidates("auto", run.out) if config.step_of(Path(path)) <= step]
+    before, *_ = checkpoint.exchange(before, job.host)
+    if not before:
+        raise faults.Failure(f"{what}, and there is no checkpoint of an earlier step")
+    path = checkpoint.find_whole(before, job.host)
+    left_out, rewinds = [*state.left_out, [first, end]], state.rewinds + 1
+    restore(job, path, config.read_run(path))
+    state.left_out, state.rewinds = left_out, rewinds
+    guard.streak.clear()
+    guard.norms = state.norms
+    job.saver.set_aside(state.step)
+    job.log.begin(state.step)
+    faults.warn(f"{what}: went back to {path}, and leave out samples {first} to {end - 1}", job.groups["world"])
+
+
+def begin_or_resume(job: Job) -> None:
+    """Make the model and its optimizer, with initial weights or as a checkpoint has them; and the Saver, if something
     is to be saved. Raises ValueError, on every rank, for a checkpoint, data or a folder that cannot be used."""
-    run, path = settings.run, ""
+    settings, run, state, groups, path = job.settings, job.settings.run, job.state, job.groups, ""
     host = host_group(run.timeout) if run.out or run.resume or run.init_from or run.export_hf else None
-    checkpoint.agree(training.identity, host)  # reads tokens: one that is outside the vocabulary ends the run now
-    model, optimizer = build(settings, groups, device, DTYPES[settings.precision.dtype], filled=False)
+    for samples in filter(None, (job.training, job.validation)):
+        checkpoint.agree(samples.identity, host)  # reads tokens: one outside the vocabulary ends the run now
+    sections = [section for name, section in asdict(settings).items() if name not in ("data", "given")]
+    faults.agree_on({"settings": sections, "data": job.training.identity(),
+                     "version of Python or torch": (sys.version, torch.__version__)}, groups["world"], job.device)
+    dtype = DTYPES[settings.precision.dtype]
+    job.host, (job.model, job.optimizer) = host, build(settings, groups, job.device, dtype, filled=False)
     if run.resume:
         found = checkpoint.agree(lambda: config.candidates(run.resume, run.out), host)
         path = checkpoint.find_whole(checkpoint.exchange(found, host)[0], host)
         saved = config.read_run(path)
-        checkpoint.agree(lambda: check_data(training, saved, settings), host)
-        state.step, state.samples, state.tokens, state.skipped = (
-            saved[name] for name in ("step", "samples", "tokens", "skipped"))
-        checkpoint.load(path, optimizer, model.routers, groups, host)
+        checkpoint.agree(lambda: check_data(job.training, saved, settings), host)
+        restore(job, path, saved)
         if rank(groups["world"]) == 0:
-            print(f"resumed {path} after {state.step} steps", flush=True)
+            print(f"resumed {path} after {state.step} steps: later ones, if there were any, are lost and taken again",
+                  flush=True)
     else:
         def fill() -> None:
-            optimizer.load(huggingface.source(run.init_from) if run.init_from else draw(settings.optim.seed))
+            job.optimizer.load(huggingface.source(run.init_from) if run.init_from else draw(settings.optim.seed))
         checkpoint.agree(fill, host)
-    pieces = list(checkpoint.pieces_of_run(optimizer, model.routers, groups, saving=True))
+    pieces = list(checkpoint.pieces_of_run(job.optimizer, job.model.routers, groups, saving=True))
     out = run.out if state.step < settings.optim.steps else ""  # without a step left there is nothing to save
     folder = out or (run.export_hf and os.path.join(run.export_hf, ".checkpoint"))
     continues = bool(path) and os.path.realpath(os.path.dirname(path)) == os.path.realpath(folder)
-    saver = Saver(folder, pieces, run.keep, host, state.step if continues else 0, temporary=not out) if folder else None
-    return model, optimizer, saver
+    if folder:
+        job.saver = Saver(folder, pieces, run.keep, host, state.step if continues else 0, temporary=not out)
+
+
+def restore(job: Job, path: str, saved: dict) -> None:
+    """Load a checkpoint. saved: its run.json."""
+    job.state.restore(saved)
+    checkpoint.load(path, job.optimizer, job.model.routers, job.groups, job.host)
 
 
 def check_data(training: Samples, saved: dict, settings: config.Config) -> None:
@@ -196,17 +291,16 @@ def check_data(training: Samples, saved: dict, settings: config.Config) -> None:
              f"{value}; give --insist to change it")
 
 
-def description(state: RunState, settings: config.Config, training: Samples, groups: Groups) -> dict:
+def description(job: Job) -> dict:
     """run.json without its list of files: progress, settings, model, grid, data, tokenizer."""
-    given = dict(settings.given)
+    settings, given = job.settings, dict(job.settings.given)
     for name in ("data", "val_data"):
         given[name] = [os.path.abspath(path) for path in given[name]]
     for name in ("out", "metrics"):
         given[name] = given[name] and os.path.abspath(given[name])
-    progress = {name: value for name, value in asdict(state).items() if name != "activity"}
-    return progress | dict(settings=given, model=asdict(settings.model), grid=asdict(settings.grid),
-                           ranks=size(groups["world"]), corpus=training.identity(),
-                           tokenizer=tokenizer_folder(settings, training), torch=torch.__version__)
+    return job.state.progress() | dict(
+        settings=given, model=asdict(settings.model), grid=asdict(settings.grid), ranks=size(job.groups["world"]),
+        corpus=job.training.identity(), tokenizer=tokenizer_folder(settings, job.training), torch=torch.__version__)
 
 
 def tokenizer_folder(settings: config.Config, training: Samples) -> str:
@@ -219,44 +313,41 @@ def tokenizer_folder(settings: config.Config, training: Samples) -> str:
     return ""
 
 
-def finish(model: Llama, saver: Saver | None, training: Samples, validation: Samples | None,
-           settings: config.Config, groups: Groups, device: torch.device, state: RunState, log: "Log") -> None:
-    """After the last step: evaluate, if no step did; finish saving and export; sample."""
-    run, problem = settings.run, ""
-    if validation and log.last_loss is None:
+def finish(job: Job) -> None:
+    """After the last step: evaluate, if no step did; finish saving and export; sample. Of a run that was asked to end:
+    finish saving."""
+    settings, state, log, saver, problem = job.settings, job.state, job.log, job.saver, ""
+    run, stopping = settings.run, job.guard.stopping
+    if job.validation and log.last_loss is None:
         state.activity = "evaluating"
-        log.validated(state.step, validation_loss(model, validation, settings, groups, device))
+        log.validated(state.step, validation_loss(job))
     log.close(state)
     if saver:
         state.activity = "saving"
         if log.last_loss is None:  # no step was left to train, so none has saved
-            saver.save(state.step, description(state, settings, training, groups))
+            saver.save(state.step, description(job))
         problem = saver.finish()
-    if run.export_hf and not problem:
+    if stopping and rank(job.groups["world"]) == 0:
+        saved = f"continue with --out {run.out} --resume auto" if run.out else "nothing is saved: there is no --out"
+        print(f"ended after {state.step} of {settings.optim.steps} steps, as asked "
+              f"({job.guard.stop.reason or 'on another rank'}): {saved}")
+    if run.export_hf and not problem and not stopping:
         state.activity = "exporting"
         dtype = settings.precision.dtype
         saver.export(run.export_hf, "fp32" if dtype == "fp64" else dtype, state.step)
-    if run.sample and math.isfinite(log.last_loss or 0.0):
+    if run.sample and math.isfinite(log.last_loss or 0.0) and not stopping:
         state.activity = "sampling"
-        if codec := codec_of(training.corpus, tokenizer_folder(settings, training)):
-            continue_prompt(model, codec, settings, groups, device)
-        elif rank(groups["world"]) == 0:
+        if codec := codec_of(job.training.corpus, tokenizer_folder(settings, job.training)):
+            continue_prompt(job.model, codec, settings, job.groups, job.device)
+        elif rank(job.groups["world"]) == 0:
             print("no sample: the data are tokens, without a tokenizer.json beside them", file=sys.stderr)
     if problem:
-        raise RuntimeError(problem)  # the work of the last steps is lost: nobody shall take this run for a good one
+        raise faults.Failure(problem)  # the work of the last steps is lost: nobody shall take this run for a good one
 
 
-def is_due(step: int, every: int, steps: int) -> bool:
+def is_due(step: int, every: int, steps: float) -> bool:
     """Whether this step is the last, or a multiple of `every` steps has now been done. every=0: only after the last."""
     return step == steps - 1 or (every > 0 and (step + 1) % every == 0)
-
-
-def fail(state: RunState, error: Exception) -> None:
-    """Print where and why, then end the process at once, without cleaning up: other ranks may be waiting in a
-    collective."""
-    traceback.print_exc()
-    print(f"train.py: rank {os.environ.get('RANK', 0)} failed {state.activity}: {error}", file=sys.stderr, flush=True)
-    os._exit(1)
 
 
 @contextmanager
@@ -354,17 +445,21 @@ def sequences_at(tokens: int, ramp: list[tuple[int, float]]) -> int:
 
 # ---- evaluation and sampling ----------------------------------------------------------------------------------------
 
-def validation_loss(model: Llama, samples: Samples, settings: config.Config, groups: Groups,
-                    device: torch.device) -> float:
-    """The mean loss over the first samples: --eval-steps global batches (of a ramp's first size), or all there are."""
+def validation_loss(job: Job) -> float | None:
+    """The mean loss over the first samples: --eval-steps global batches (of a ramp's first size), or all there are.
+    None if the run is asked to end meanwhile."""
+    settings, samples = job.settings, job.validation
     sequences = settings.batch.ramp()[0][0]
     end = min(settings.data.eval_steps * sequences, samples.spans)
 
     def global_batches() -> Iterator[list[MicroBatch]]:
         for first in range(0, end, sequences):
-            micro_batches = local_micro_batches(samples, first, sequences, settings, groups, end)
-            yield [micro_batch.to(device) for micro_batch in micro_batches]
-    return mean_loss(model, global_batches(), groups)
+            if job.guard.agree_to_stop():
+                return
+            micro_batches = local_micro_batches(samples, first, sequences, settings, job.groups, end)
+            yield [micro_batch.to(job.device) for micro_batch in micro_batches]
+    loss = mean_loss(job.model, global_batches(), job.groups)
+    return None if job.guard.stopping else loss
 
 
 @torch.no_grad()
@@ -517,7 +612,10 @@ def extra_state(model: Llama, optimizer: Optimizer) -> dict[str, torch.Tensor]:
 def open_samples(settings: config.Config, paths: list[str], seed: int | None) -> Samples:
     """The samples of these files, shuffled by a seed or in their own order. Raises ValueError naming a bad file."""
     data = settings.data
-    corpus = Corpus(paths, settings.model.vocab, data.data_dtype, data.separator)
+    try:
+        corpus = Corpus(paths, settings.model.vocab, data.data_dtype, data.separator)
+    except OSError as error:
+        raise ValueError(f"{error.filename}: cannot be read: {error.strerror}") from None
     return Samples(corpus, settings.batch.seq, seed, data.doc_mask)
 
 
@@ -556,6 +654,17 @@ def check_device(precision: config.Precision, device: torch.device) -> None:
                     "wrongly, use fp32, or --attention auto or math")
 
 
+def check_memory(settings: config.Config, groups: Groups, device: torch.device) -> None:
+    """Raises ValueError if weights, gradients and optimizer state take more than there is, or all more than twice."""
+    parts = memory_of_rank(settings, groups)
+    needed = max(sum(parts[kind] for kind in ("weights", "gradients", "optimizer")), sum(parts.values()) / 2)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else (
+        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks)
+    need(needed <= memory, f"--preset {settings.model.preset}: takes {format_bytes(sum(parts.values()))} on this rank, "
+         f"which has {format_bytes(memory)}: use a smaller model or --micro-batch, or more ranks with --zero 3 or --tp")
+
+
 # ---- what is printed and written ------------------------------------------------------------------------------------
 
 class Log:
@@ -571,7 +680,7 @@ class Log:
         self.flops = costs.flops_by_convention(settings)
         self.last_loss: float | None = None  # of the last step that this process trained; None: it trained none
         self.noise: list[tuple[float, float]] = []  # noise_trace and noise_gradient2 of each step
-        self.metrics = None
+        self.metrics_begun = self.metrics_failed = False
         self.bar = tqdm(total=settings.optim.steps, unit="step", disable=True)
 
     def start(self, device_reason: str, samples: Samples) -> None:
@@ -580,19 +689,29 @@ class Log:
             device = f"{self.device.type} ({device_reason}), {ranks}"
             print(first_lines(self.settings, self.groups, device, samples), flush=True)
 
-    def open_metrics(self, state: RunState) -> None:
-        """Begin the file of metrics; of a resumed run, keep the lines of earlier steps and drop the rest."""
-        if not self.is_first_rank:
-            return
-        if (path := self.settings.run.metrics) and state.step < self.settings.optim.steps:
-            lines = []
-            if state.step and os.path.exists(path):
+    def begin(self, step: int) -> None:
+        """The next step is this one: the run begins, is resumed, or has gone back."""
+        self.bar.close()
+        self.bar = tqdm(total=self.settings.optim.steps, initial=step, unit="step", dynamic_ncols=True,
+                        disable=not self.is_first_rank or not sys.stderr.isatty())
+        self.metrics_begun = False
+
+    def append(self, record: dict) -> None:
+        """Write a line of metrics. The first one drops those of later steps, and of other runs."""
+        path, text = self.settings.run.metrics, as_json(record) + "\n"
+        try:
+            if not self.metrics_begun and os.path.isfile(path):
                 with open(path) as file:
-                    lines = [line for line in file if is_before(line, state.step)]
-            checkpoint.write_text(Path(path), "".join(lines))
-            self.metrics = open(path, "a")
-        self.bar = tqdm(total=self.settings.optim.steps, initial=state.step, unit="step", dynamic_ncols=True,
-                        disable=not sys.stderr.isatty())  # a file gets lines instead, see `write`
+                    lines = [line for line in file if is_before(line, record["step"])]
+                checkpoint.write_text(Path(path), "".join(lines))
+            self.metrics_begun = True
+            with open(path, "a") as file:  # anew for every line: the file may have been removed
+                file.write(text)
+            self.metrics_failed = False
+        except OSError as error:
+            if not self.metrics_failed:
+                faults.warn(f"--metrics {path}: {error.strerror}: training goes on without", self.groups["world"])
+            self.metrics_failed = True
 
     def record(self, step: int, state: RunState, sequences: int, loss: float, norm: float, lr: float,
                seconds: float) -> dict:
@@ -609,15 +728,12 @@ class Log:
 
     def write(self, record: dict) -> None:
         self.last_loss = record["loss"]
-        if "val_loss" in record:
+        if record.get("val_loss") is not None:
             self.validated(record["step"] + 1, record["val_loss"])
         if math.isfinite(record.get("noise_trace", math.nan)):
             self.noise.append((record["noise_trace"], record["noise_gradient2"]))
-        if self.metrics:
-            try:
-                print(as_json(record), file=self.metrics, flush=True)
-            except OSError as error:
-                print(f"train.py: warning: --metrics {self.metrics.name}: {error.strerror}", file=sys.stderr)
+        if self.settings.run.metrics and self.is_first_rank:
+            self.append(record)
         done, steps = record["step"] + 1, self.settings.optim.steps
         progress = f"loss {record['loss']:.3f}, {record['tokens_per_s']:,.0f} tokens/s"
         self.bar.set_postfix_str(progress, refresh=False)
@@ -631,8 +747,6 @@ class Log:
 
     def close(self, state: RunState) -> None:
         self.bar.close()
-        if self.metrics:
-            self.metrics.close()
         if self.is_first_rank and self.last_loss is not None:
             print(f"trained {state.step} steps on {state.tokens:,} tokens: "
                   f"last loss {self.last_loss:.4f} nats per token")

@@ -344,20 +344,24 @@ class Optimizer(DataParallel):
         """What to call backward on: the loss, times the loss scale in fp16 runs."""
         return loss * self.loss_scale.value if self.loss_scale else loss
 
-    def step(self, lr: float) -> torch.Tensor:
+    def step(self, lr: float, limit: float = math.inf, extra: torch.Tensor | None = None) -> torch.Tensor:
         """Clip and update. Returns the norm of the whole gradient before clipping, the same on every rank. If that is
-        not finite, the step is skipped: nothing changes but the loss scale."""
+        not below `limit`, or not a number, the step is skipped: nothing changes but the loss scale.
+
+        extra: a vector that is replaced by its sum over all ranks, in the same reduction as the norm.
+        """
         one_pass = self.load_one_pass() if self.rule.one_pass and uses_kernels(self.buckets[0].master) else None
         squared = (one_pass.squared_norm() if one_pass else
                    torch.stack([bucket.squared_norm() for bucket in self.buckets]).sum())
-        if self.noise:
-            squared = torch.stack([squared, *self.noise.squares()])
-        all_reduce(squared, self.world)
+        terms = torch.stack([squared, *(self.noise.squares() if self.noise else ())])
+        summed = terms if extra is None else torch.cat((terms, extra.to(terms)))
+        all_reduce(summed, self.world)
+        if extra is not None:
+            extra.copy_(summed[len(terms):])
         unscale = 1 / self.loss_scale.value if self.loss_scale else 1.0
-        if self.noise:
-            squared = self.noise.receive(squared, unscale)
+        squared = self.noise.receive(summed[:len(terms)], unscale) if self.noise else summed[0]
         norm = squared.sqrt() * unscale
-        found_inf = (~norm.isfinite()).float()
+        found_inf = (~(norm < limit)).float()
         clip_factor = (self.clip / (norm + 1e-6)).clamp(max=1) if self.clip else 1.0
         if one_pass:
             one_pass.update(clip_factor * unscale, found_inf, self.steps, lr=lr, weight_decay=self.weight_decay,

@@ -38,8 +38,8 @@ def sent(flags: str, dtype: torch.dtype) -> dict:
             optimizer.step(1e-3)
     n = size(groups["dp"])
     factor = {"allreduce_": 2, "_reduce_scatter_base_": 1, "_allgather_base_": 1}
-    by_op = {op: sum(call.bytes for call in meter.collectives if call.name == op and len(call.shape) == 1) * times
-             for op, times in factor.items()}
+    buckets = [call for call in meter.collectives if len(call.shape) == 1 and call.shape != (1,)]  # not the norm
+    by_op = {op: sum(call.bytes for call in buckets if call.name == op) * times for op, times in factor.items()}
     return dict(by_op=by_op, others={call.name for call in meter.collectives} - factor.keys(), n=n,
                 padded=[bucket.padded for bucket in optimizer.buckets])
 
@@ -87,8 +87,8 @@ def delayed(flags: str) -> dict:
     gloo is so fast here that a result is nearly always there before anybody waits, which hides a wait that is missing.
     """
     class Late(collectives.Pending):
-        def __init__(self, work, *tensors):
-            super().__init__(work, *tensors)
+        def __init__(self, work, *tensors, call=None):
+            super().__init__(work, *tensors, call=call)
             self.late = None
             if work is not None:
                 work.wait()

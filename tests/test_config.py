@@ -107,6 +107,26 @@ WRONG = [  # ranks, command line, what the line must say
     (1, "--device tpu", "--device: invalid choice: 'tpu'"),
     (1, "--timeout 0", "--timeout 0.0: must be above 0 and finite"),
     (1, "--timeout 1e300", "--timeout 1e+300: must be at most 1e7 seconds"),
+    (1, "--hidden 99999999999999", "--hidden 99999999999999: must be at most 1,099,511,627,776"),
+    (1, "--hidden 99999999998", "--heads 4 does not divide --hidden 99999999998: use one of 1, 2, 29, 58, 1724"),
+    (1, "--layers 99999999999", "--layers 99999999999: must be at most 10,000"),
+    (1, "--global-batch 9999999999 --micro-batch 1", "--micro-batch 1 makes 9,999,999,999 micro-batches per step of "
+     "--global-batch 9999999999: must be at most 100,000"),
+    (1, "--time-limit -1", "--time-limit -1.0: must be finite and not negative"),
+    (1, "--time-limit soon", "--time-limit: invalid float value: 'soon'"),
+    (1, "--max-skipped -1", "--max-skipped -1: must be finite and not negative"),
+    (1, "--rewind 2", "--rewind 2 needs --save-every"),
+    (1, "--rewind 1 --out /tmp/x --save-every 5 --max-skipped 0", "--rewind 1 needs --save-every, for a checkpoint to "
+     "go back to, and --max-skipped"),
+    (1, "--skip-spikes nan", "--skip-spikes nan: must be finite and not negative"),
+    (1, "--check-replicas 1.5", "--check-replicas: invalid int value: '1.5'"),
+    (1, "--check-replicas -5", "--check-replicas -5: must be finite and not negative"),
+    (1, "--ffn 0", "--ffn 0: must be above 0 and finite"),
+    (1, "--vocab -3", "--vocab -3: must be above 0 and finite"),
+    (1, "--rope-theta 0", "--rope-theta 0.0: must be above 0 and finite"),
+    (1, "--norm-eps inf", "--norm-eps inf: must be above 0 and finite"),
+    (1, "--seed -1", "--seed -1: must be finite and not negative"),
+    (1, "--clip -0.5", "--clip -0.5: must be finite and not negative"),
     (1, "@no-such-file", "@no-such-file: there is no file no-such-file"),
 ]
 
@@ -154,11 +174,12 @@ def test_a_real_run_names_a_file_it_cannot_train_on(tmp_path):
                                         "truncated, or of another --data-dtype"]
 
 
-def test_under_torchrun_rank_0_says_it_once():
+def test_under_torchrun_rank_0_says_it_once_and_torchrun_repeats_it():
     done = run("-m torch.distributed.run --nproc_per_node=4 train.py --heads 3")
     assert done.returncode != 0
     said = "train.py: --heads 3 does not divide --hidden 128: use one of 1, 2, 4, 8, 16, 32, 64, 128, or set --head-dim"
-    assert done.stderr.count(said) == 1
+    assert done.stderr.count(said) == 2 and done.stderr.splitlines().count(said) == 1
+    assert f"traceback : {said}" in done.stderr.split("Root Cause")[1]
 
 
 def test_flags_can_be_written_in_every_way(tmp_path):

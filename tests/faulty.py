@@ -1,0 +1,89 @@
+"""train.py with a fault: torchrun ... faulty.py FAULT RANK STEP WHERE, and then the flags of train.py.
+
+The fault happens once, to the first start of the run, when this rank comes to this place in this step (counted from 0):
+before, loading, forward, backward, collective, optimizer, staging, writing, commit, evaluation, sampling or exit.
+"""
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import checkpoint
+import collectives
+import config
+import train
+from zero import Optimizer
+
+
+def loop() -> None:
+    while True:
+        time.sleep(0.01)
+
+
+def fail() -> None:
+    raise FloatingPointError("a fault of its own")
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL), "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "term": lambda: os.kill(os.getpid(), signal.SIGTERM), "int": lambda: os.kill(os.getpid(), signal.SIGINT),
+    "term-parent": lambda: os.kill(os.getppid(), signal.SIGTERM), "kill-parent": lambda: os.kill(os.getppid(), 9),
+    "loop": loop, "raise": fail, "none": lambda: None}
+
+
+def inject(fault: str, where: str, step: int) -> None:
+    """Let `fault` happen at the place."""
+    state = train.RunState()
+    train.RunState = lambda: state
+    done = []
+
+    def before(owner: Any, attribute: str, happens: Callable[[], bool] = lambda: state.step == step) -> None:
+        original = getattr(owner, attribute)
+
+        def replaced(*args, **kwargs):
+            if happens() and not done:
+                done.append(True)
+                FAULTS[fault]()
+            return original(*args, **kwargs)
+        setattr(owner, attribute, replaced)
+
+    def is_in_thread() -> bool:
+        return threading.current_thread().name == "checkpoint" and state.step > step
+
+    if where == "collective":  # half of a collective: the other ranks are inside
+        before(dist, "all_reduce", lambda: state.step == step and "in step" in state.activity)
+    elif where == "backward":
+        before(torch.Tensor, "backward")
+        before(torch.autograd, "backward")
+    elif where in PLACES:
+        before(*PLACES[where])
+    elif where in ("staging", "writing", "commit"):
+        place = {"staging": (checkpoint.Stage, "copy"), "writing": (checkpoint, "checksums_of"),
+                 "commit": (checkpoint, "sync")}[where]
+        before(*place, (lambda: state.step > step) if where == "staging" else is_in_thread)
+    else:
+        before(*{"evaluation": (train, "mean_loss"), "sampling": (train, "continue_prompt"),
+                 "exit": (dist, "destroy_process_group")}[where], lambda: state.step > step)
+
+
+PLACES = {"before": (collectives, "to_host"), "loading": (train, "build_model"), "forward": (train.Llama, "forward"),
+          "optimizer": (Optimizer, "step")}
+
+
+def main() -> None:
+    fault, number, step, where, *flags = sys.argv[1:]
+    sys.argv[1:] = flags
+    settings = config.from_command_line()
+    if os.environ.get("RANK", "0") == number and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        inject(fault, where, int(step))
+    train.main(settings)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,740 @@
+"""Faults, in real processes where it matters: nothing is lost, nobody waits for ever, one line says what happened."""
+import contextlib
+import io
+import json
+import math
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+import checkpoint
+import collectives
+import config
+import faults
+import train
+from test_checkpoint import saved, tensors
+
+ROOT = Path(config.__file__).parent
+SMALL = (f"--layers 1 --hidden 16 --heads 2 --ffn 16 --seq 16 --warmup 2 --global-batch 12 --sample= "
+         f"--data {ROOT}/train.py")
+
+
+def run(flags: str, patches: str = "", rank: int = -1, stop_at: int = -1, state: train.RunState | None = None) -> str:
+    """The ranks of the pool, or this process, as a run of train.py: what it prints, on both streams.
+
+    patches: a function of this file that returns a context in which this rank, or with -1 every rank, runs. stop_at:
+    the step in which it is asked to end.
+    """
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    settings = config.parse(f"{SMALL} {flags}".split(), ranks)
+    settings.precision.dtype = "fp64" if settings.precision.dtype == "auto" else settings.precision.dtype
+    samples = train.open_samples(settings, settings.data.data, settings.optim.seed)
+    unseen = train.open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
+    state, stop = state or train.RunState(), faults.Stop(settings.run.time_limit)
+    here = rank in (-1, dist.get_rank() if dist.is_initialized() else 0)
+    refuse = patch.object(config, "refuse", side_effect=lambda error: (_ for _ in ()).throw(error))
+    context = globals()[patches](state) if patches and here else contextlib.nullcontext()
+    if here:
+        wanted = stop.wanted
+        stop.wanted = lambda: wanted() or state.step == stop_at
+    printed = io.StringIO()
+    with refuse, context, contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            train.train(settings, samples, unseen, torch.device("cpu"), "as asked", state, stop)
+        except faults.Failure as error:
+            error.add_note(printed.getvalue())
+            raise
+    return printed.getvalue()
+
+
+def metrics(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def losses(path: Path) -> list[float | None]:
+    return [line["loss"] for line in metrics(path)]
+
+
+def spoil(state: train.RunState, steps: set[int], factor: float):
+    """A context in which the loss of these steps is multiplied by a factor when it is about to be differentiated."""
+    original = train.Optimizer.scale_loss
+
+    def scaled(self, loss):
+        loss = original(self, loss)
+        return loss * factor if state.step in steps and isinstance(loss, torch.Tensor) else loss
+    return patch.object(train.Optimizer, "scale_loss", scaled)
+
+
+def nan_in_step_2(state):
+    return spoil(state, {2}, math.nan)
+
+
+def inf_in_steps_5_to_7(state):
+    """Once: when the run has gone back, the same steps have other samples."""
+    steps = [5, 6, 7]
+    original = train.forward_backward
+
+    def first_time(*args, **kwargs):
+        if state.step in steps:
+            steps.remove(state.step)
+            with spoil(state, {state.step}, math.inf):
+                return original(*args, **kwargs)
+        return original(*args, **kwargs)
+    return patch.object(train, "forward_backward", first_time)
+
+
+def spike_in_step_30(state):
+    return spoil(state, {30}, 100.0)
+
+
+# ---- stopping -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("ranks, flags", [(1, ""), (4, "--tp 2 --zero 1")])
+def test_a_request_to_one_rank_ends_all_after_the_same_step_and_nothing_is_lost(pool, tmp_path, ranks, flags):
+    flags = f"--steps 6 --metrics {tmp_path}/m {flags}"
+    said = pool.run(ranks, "test_faults:run", flags=f"{flags} --out {tmp_path}/out", rank=ranks - 1, stop_at=2)
+    assert "trained 3 steps" in said[0] and "ended after 3 of 6 steps, as asked" in said[0]
+    assert len(metrics(tmp_path / "m")) == 3
+    pool.run(ranks, "test_faults:run", flags=f"{flags} --out {tmp_path}/out --resume auto")
+    pool.run(ranks, "test_faults:run", flags=f"{flags} --out {tmp_path}/straight --metrics {tmp_path}/straight.jsonl")
+    assert losses(tmp_path / "m") == losses(tmp_path / "straight.jsonl") and len(losses(tmp_path / "m")) == 6
+
+
+def ask_in_evaluation(state):
+    original = faults.Guard.agree_to_stop
+
+    def asked(self):
+        self.stop.reason = "SIGTERM"
+        return original(self)
+    return patch.object(faults.Guard, "agree_to_stop", asked)
+
+
+def test_a_request_in_an_evaluation_does_not_wait_for_its_end(pool, tmp_path):
+    flags = f"--steps 6 --val-data {ROOT}/pp.py --eval-every 2 --out {tmp_path}/out --metrics {tmp_path}/m"
+    said = pool.run(2, "test_faults:run", flags=flags, patches="ask_in_evaluation", rank=1)[0]
+    assert "ended after 2 of 6" in said and metrics(tmp_path / "m")[1]["val_loss"] is None
+    assert (tmp_path / "out" / "step-000002" / "run.json").exists()
+
+
+def test_a_time_limit_ends_a_run():
+    assert "ended after 1 of 500 steps, as asked (--time-limit)" in run("--steps 500 --time-limit 1e-9")
+
+
+def test_sigterm_saves_and_ends_with_exit_code_0(tmp_path):
+    command = f"train.py {SMALL} --steps 100000 --out {tmp_path}/out --metrics {tmp_path}/m".split()
+    process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               text=True)
+    while process.poll() is None and not (tmp_path / "m").exists():
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    step, = config.checkpoints_in(tmp_path / "out")
+    last = out.splitlines()[-1]
+    assert last == f"ended after {config.step_of(step)} of 100000 steps, as asked (SIGTERM): continue with --out " \
+                   f"{tmp_path}/out --resume auto"
+    assert checkpoint.damage(step) is None
+
+
+def test_the_same_signal_twice_within_a_second_is_one_request_and_later_ends_at_once(capsys):
+    stop = faults.Stop()
+    with patch.object(os, "_exit", side_effect=SystemExit) as ended:
+        stop.on_signal(signal.SIGTERM)
+        stop.on_signal(signal.SIGTERM)
+        assert stop.wanted() and not ended.called
+        stop.asked_at -= 2
+        with pytest.raises(SystemExit):
+            stop.on_signal(signal.SIGINT)
+    ended.assert_called_with(130)
+    assert capsys.readouterr().err == "train.py: rank 0 ends at once: SIGINT again\n"
+
+
+# ---- gradients ------------------------------------------------------------------------------------------------------
+
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(pool, tmp_path):
+    said = pool.run(2, "test_faults:run", flags=f"--steps 5 --metrics {tmp_path}/m", patches="nan_in_step_2", rank=1)
+    assert "train.py: warning: step 2 was skipped: the norm of its gradient is nan\n" in said[0]
+    assert [line["skipped"] for line in metrics(tmp_path / "m")] == [0, 0, 1, 1, 1] and "skipped" not in said[1]
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path):
+    with pytest.raises(faults.Failure, match="^3 steps in a row, from step 5 on, were skipped: lower --lr, raise"):
+        run("--steps 20 --max-skipped 3", "inf_in_steps_5_to_7")
+    assert "trained 20 steps" in run("--steps 20 --max-skipped 4", "inf_in_steps_5_to_7")
+
+
+def test_a_rewind_leaves_out_the_samples_and_nothing_else(pool, tmp_path):
+    """It ends as a run does that never reads those samples; and so does one that is resumed after it."""
+    flags = f"--steps 12 --save-every 4 --keep 0 --max-skipped 3 --rewind 1 --metrics {tmp_path}/m"
+    said = pool.run(2, "test_faults:run", flags=f"{flags} --out {tmp_path}/out", patches="inf_in_steps_5_to_7")[0]
+    assert "3 steps in a row, from step 5 on, were skipped: went back to" in said
+    assert "step-000004, and leave out samples 60 to 95" in said
+    assert [line["step"] for line in metrics(tmp_path / "m")] == list(range(12))
+    flags = f"--steps 12 --save-every 4 --keep 0 --out {tmp_path}/straight"
+    pool.run(2, "test_faults:run", flags=flags, state=train.RunState(left_out=[[60, 96]]))
+    want, got = (tensors(tmp_path / name / "step-000012") for name in ("straight", "out"))
+    assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
+    written = config.read_run(str(tmp_path / "out" / "step-000012"))
+    assert (written["samples"], written["left_out"], written["rewinds"]) == (12 * 15, [[60, 96]], 1)
+    assert any(path.name.startswith("set-aside-step-000008") for path in (tmp_path / "out").iterdir())
+
+
+def test_samples_that_were_left_out_are_passed_over_by_any_batch():
+    found = [faults.next_sample(first, 4, [[8, 12], [12, 16]]) for first in (0, 4, 5, 8, 12, 16)]
+    assert found == [0, 4, 16, 16, 16, 16]
+
+
+def test_a_spike_is_skipped_with_a_flag_and_statistics_are_resumed(tmp_path):
+    said = run(f"--steps 36 --skip-spikes 8 --metrics {tmp_path}/m --out {tmp_path}/out --save-every 25 --keep 0",
+               "spike_in_step_30")
+    assert "step 30 was skipped: the norm of its gradient is" in said and ", the mean" in said
+    assert metrics(tmp_path / "m")[-1]["skipped"] == 1
+    assert tensors(tmp_path / "out" / "step-000036")["steps"] == 35  # updates
+    assert "skipped" not in run("--steps 36", "spike_in_step_30")
+    shutil.copytree(tmp_path / "out" / "step-000025", tmp_path / "again" / "step-000025")
+    run(f"--out {tmp_path}/again --resume auto", "spike_in_step_30")
+    want, got = (config.read_run(str(tmp_path / name / "step-000036")) for name in ("out", "again"))
+    assert want["norms"] == got["norms"] and want["norms"][0] == 35
+
+
+# ---- replicas -------------------------------------------------------------------------------------------------------
+
+def found(flags: str, rank: int, what: str, bit: int) -> str:
+    """What check_replicas says if one bit of a tensor, of this rank and bucket 0, is another one. what "": none is."""
+    settings = config.parse(f"{SMALL} {flags}".split(), dist.get_world_size())
+    groups = train.build_groups(settings.grid, settings.model)
+    dtype = train.DTYPES.get(settings.precision.dtype, torch.float32)
+    model, optimizer = train.build(settings, groups, torch.device("cpu"), dtype)
+    samples = train.open_samples(settings, settings.data.data, 0)
+    for _ in range(2):
+        train.forward_backward(model, optimizer, train.local_micro_batches(samples, 0, 12, settings, groups), groups)
+        optimizer.step(0.01)
+    bucket = optimizer.buckets[0]
+    tensors = bucket.state | dict(weights=bucket.weights, bias=model.routers[0].bias if model.routers else None,
+                                  steps=optimizer.steps)
+    bucket.unsharding.wait()
+    if what and dist.get_rank() == rank:
+        first = tensors[what].view(-1)[:1]
+        first.view(faults.INTEGERS[first.element_size()]).bitwise_xor_(1 << bit)
+    try:
+        faults.check_replicas(optimizer, model.routers, groups)
+    except faults.Failure as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("ranks, flags, what, rank, says", [
+    (3, "--dtype bf16", "master", 1, "rank 1 has other values than 0, 2 (axis dp)"),
+    (3, "--dtype fp32", "v", 2, "rank 2 has other values than 0, 1 (axis dp)"),
+    (3, "--dtype bf16 --zero 2", "weights", 0, "rank 0 has other values than 1, 2 ("),
+    (4, "--dtype fp32 --zero 3 --dp-replicate 2", "m", 3, "ranks 1, 3 have different values (axis replicate)"),
+    (2, "--dtype fp32 --experts 2 --bias-rate 0.01", "bias", 1, "ranks 0, 1 have different values (axis data)"),
+    (2, "--dtype fp32 --tp 2", "steps", 1, "steps: ranks 0, 1 have different values (axis world)"),
+])
+def test_one_flipped_bit_is_found_with_its_tensor_and_rank(pool, ranks, flags, what, rank, says):
+    for bit in (0, 14):
+        said = pool.run(ranks, "test_faults:found", flags=flags, rank=rank, what=what, bit=bit)
+        assert says in said[rank], said
+        assert what in said[rank].split(" ")[0] or what in ("weights", "bias")
+
+
+@pytest.mark.parametrize("ranks, flags", [
+    (4, "--tp 2 --no-sp --zero 1 --dtype bf16"), (4, "--tp 2 --zero 3 --kv-heads 1"), (3, "--tp 3 --heads 3 --ffn 18"),
+    (4, "--pp 2 --tied --zero 2 --layers 2"), (4, "--experts 4 --ep 2 --tp 2 --zero 1"), (4, "--cp 2 --zero 1")])
+def test_replicas_that_are_alike_are_not_accused(pool, ranks, flags):
+    flags = flags.replace("--heads 3", "--heads 3 --head-dim 4 --kv-heads 3")
+    assert not any(pool.run(ranks, "test_faults:found", flags=flags, rank=0, what="", bit=0))
+
+
+def disagreement(flags: list[str]) -> str:
+    try:
+        run(flags[dist.get_rank()])
+    except ValueError as error:
+        return str(error)
+
+
+def test_ranks_that_were_started_differently_do_not_begin(pool):
+    other = f"--data {ROOT}/pp.py"
+    for flags, line in ((["", "", "--lr 0.1"], "settings: rank 2 has other values than 0, 1"),
+                        (["", other, other], "data: rank 0 has other values than 1, 2")):
+        said = pool.run(3, "test_faults:disagreement", flags=flags)
+        assert said == [f"{line}: start every rank with the same"] * 3
+
+
+# ---- slow, silent and dead ranks ------------------------------------------------------------------------------------
+
+def slow_forward(state):
+    original = train.forward_backward
+
+    def slow(*args, **kwargs):
+        time.sleep(0.1)
+        return original(*args, **kwargs)
+    return patch.object(train, "forward_backward", slow)
+
+
+def test_a_slow_rank_is_named(pool, tmp_path):
+    said = pool.run(3, "test_faults:run", flags=f"--steps 12 --metrics {tmp_path}/m", patches="slow_forward", rank=1)
+    assert "train.py: warning: rank 1 is slow: without its waits it took 0." in said[0]
+    for line in metrics(tmp_path / "m"):
+        assert line["busy_s"]["slowest_rank"] == 1
+        assert line["busy_s"]["min"] <= line["busy_s"]["median"] < 0.1 < line["busy_s"]["max"] < line["step_s"] + 0.1
+
+
+def test_ten_steps_make_a_rank_slow_and_it_is_said_once(capsys):
+    guard = faults.Guard(faults.Stop(), None, torch.device("cpu"), [0, 0.0, 0.0])
+    for step, slowest in enumerate([1] * 9 + [2] * 9 + [1] * 25):
+        guard.seconds = [1.0, 1.0, 1.0, 1.0]
+        guard.seconds[slowest] = 1.6
+        guard.find_slow_rank(step)
+    assert capsys.readouterr().err.count("rank 1 is slow") == 1
+
+
+def watched(port: int, late: int, timeout_s: float) -> list[str]:
+    """What the watchdogs say if one rank is late for a collective."""
+    said, rank = [], dist.get_rank()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank),
+                      WORLD_SIZE=str(dist.get_world_size()))
+    group, _ = dist.new_subgroups_by_enumeration([[0, 1, 2]])
+    stop = faults.Stop()
+    collectives.record.calls.clear()
+    with (patch.object(faults, "last_words", lambda line, when: said.append(line)),
+          patch.object(faults.os, "_exit", side_effect=SystemExit), patch.object(faults.os, "kill")):
+        dog = faults.Watchdog(timeout_s, lambda: "in step 7", stop)
+        dog.learn({"tp": group, "cp": None})
+        collectives.all_reduce(torch.ones(2), group)
+        if rank == late:
+            late_for_it(timeout_s)
+        collectives.all_reduce(torch.ones(2), group)
+        time.sleep(0.5 * timeout_s)
+        stop.ending = True
+    return said
+
+
+def late_for_it(timeout_s: float) -> None:
+    time.sleep(1.5 * timeout_s)
+
+
+def test_a_rank_that_waits_names_step_collective_axis_and_who_is_missing(pool):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    said = pool.run(3, "test_faults:watched", port=store.port, late=1, timeout_s=4.0)
+    assert said[0][0].startswith("rank 0 failed in step 7: all_reduce, call 2 on axis tp (ranks 0, 1, 2), waits for "
+                                 "rank 1, which is in no collective but in test_faults.py:")
+    assert "late_for_it (after 3." in said[0][0] and said[0][0].endswith("s of --timeout 4)")
+    assert len(said[0]) == 1 and said[1:] == [[], []]
+
+
+def test_who_waits_for_whom_is_followed_to_its_end():
+    dog = faults.Watchdog.__new__(faults.Watchdog)
+    dog.ranks, dog.axes = 4, {"a": ("tp", [0, 1]), "b": ("dp", [1, 3]), "c": ("pp", [0, 2])}
+    posts = {0: dict(call=["all_gather", "a", 5, None], calls={"a": 5}),
+             1: dict(call=["reduce_scatter", "b", 9, None], calls={"a": 4, "b": 9})}
+    assert dog.describe(0, posts) == (
+        "all_gather, call 5 on axis tp (ranks 0, 1), waits for rank 1, which is in reduce_scatter, call 9 on axis dp "
+        "(ranks 1, 3), waits for rank 3, which does not answer")
+    posts = {0: dict(call=["receive", "c", 2, 1], calls={"c": 2}), 2: dict(call=["receive", "c", 7, 0], calls={"c": 7})}
+    assert dog.describe(0, posts).endswith("waits for rank 0: they wait for each other")
+
+
+def test_torchruns_report_has_the_last_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with patch.object(faults.os, "_exit", side_effect=SystemExit) as ended, pytest.raises(SystemExit):
+        faults.fail("in step 3", faults.Failure("of a kind"), None, faults.Stop())
+    ended.assert_called_with(1)
+    assert capsys.readouterr().err == "train.py: rank 0 failed in step 3: of a kind\n"  # and no traceback
+    failure = ProcessFailure(0, 1, 1, str(tmp_path / "error.json"))
+    assert failure.message["extraInfo"]["py_callstack"] == "train.py: rank 0 failed in step 3: of a kind"
+    assert abs(failure.timestamp - time.time()) < 60
+    with patch.object(faults.os, "_exit", side_effect=SystemExit), pytest.raises(SystemExit):
+        faults.fail("in step 3", ZeroDivisionError("unexpected"), None, faults.Stop())
+    err = capsys.readouterr().err
+    assert err.startswith("ZeroDivisionError") and err.endswith("train.py: rank 0 failed in step 3: unexpected\n")
+
+
+def launch(ranks: int, fault: str, number: int, step: int, where: str, flags: str, restarts: int = 0,
+           **options) -> subprocess.Popen:
+    torchrun = f"-m torch.distributed.run --nproc_per_node={ranks} --max-restarts {restarts}"
+    command = f"{torchrun} tests/faulty.py {fault} {number} {step} {where} {SMALL} {flags}".split()
+    return subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            text=True, start_new_session=True, **options)
+
+
+def finished(process: subprocess.Popen, timeout_s: float = 300) -> tuple[str, str]:
+    """(stdout, stderr), once it has ended; nothing of it may be left."""
+    try:
+        return process.communicate(timeout=timeout_s)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def left_over(folder: Path) -> list[str]:
+    return [path.name for path in folder.rglob("*") if path.name.startswith(".")
+            and not path.name == ".metadata"] if folder.exists() else []
+
+
+def orphans(mark: str) -> list[str]:
+    """Command lines of processes that have this in them."""
+    lines = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout.splitlines()
+    return [line for line in lines if mark in line]
+
+
+def test_a_rank_that_is_killed_is_restarted_and_nothing_is_lost(pool, tmp_path):
+    flags = f"--steps 30 --dtype fp64 --out {tmp_path}/out --save-every 5 --metrics {tmp_path}/m --resume auto"
+    process = launch(2, "kill", 1, 28, "backward", flags, restarts=3)
+    out, err = finished(process)
+    assert process.returncode == 0, err
+    pool.run(2, "test_faults:run", flags=f"--steps 30 --metrics {tmp_path}/straight")
+    assert losses(tmp_path / "m") == losses(tmp_path / "straight")
+    assert "train.py: rank 0 failed in step 28: " in err and "lost its connection: rank 1 has died" in err
+    assert "\nresumed " in out and "Traceback" not in err
+    assert left_over(tmp_path / "out") == [] and orphans(str(tmp_path)) == []
+
+
+WHERE = ["before", "loading", "forward", "backward", "collective", "optimizer", "staging", "writing", "commit",
+         "evaluation", "sampling", "exit"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", WHERE)
+def test_a_rank_may_be_killed_anywhere(pool, tmp_path, where):
+    step = {"before": 0, "loading": 0, "evaluation": 5, "sampling": 11, "exit": 11}.get(where, 7)
+    flags = (f"--steps 12 --dtype fp64 --out {tmp_path}/out --save-every 5 --metrics {tmp_path}/m --resume auto "
+             f"--val-data {ROOT}/pp.py --eval-every 6 --sample def")
+    number = 0 if where in ("writing", "commit", "sampling") else 1
+    process = launch(2, "kill", number, step, where, flags, restarts=3)
+    out, err = finished(process)
+    assert process.returncode == 0, err
+    assert "exitcode: -9" in err  # it was killed
+    pool.run(2, "test_faults:run", flags=f"--steps 12 --metrics {tmp_path}/straight")
+    assert losses(tmp_path / "m") == losses(tmp_path / "straight")
+    assert checkpoint.damage(tmp_path / "out" / "step-000012") is None
+    assert left_over(tmp_path / "out") == [] and orphans(str(tmp_path)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["term", "term-parent", "int", "kill-parent"])
+@pytest.mark.parametrize("where", ["forward", "loading", "evaluation", "writing"])
+def test_all_ranks_save_and_end_when_one_is_asked_to(tmp_path, fault, where):
+    """By its own SIGTERM or SIGINT, by torchrun's SIGTERM, or because torchrun was killed."""
+    step = dict(loading=0, evaluation=4).get(where, 7)
+    flags = f"--steps 4000 --out {tmp_path}/out --save-every 5 --val-data {ROOT}/pp.py --eval-every 4"
+    process, began = launch(2, fault, 0, step, where, flags), time.monotonic()
+    out, err = finished(process)
+    assert (process.returncode == 0) == (fault in ("term", "int"))  # torchrun's own code: it was asked, too
+    deadline = time.monotonic() + 60
+    while orphans(str(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert orphans(str(tmp_path)) == [] and time.monotonic() - began < 100
+    newest = config.checkpoints_in(tmp_path / "out")[0]
+    assert checkpoint.damage(newest) is None and left_over(tmp_path / "out") == []
+    if fault != "kill-parent":
+        assert f"ended after {config.step_of(newest)} of 4000 steps, as asked" in out
+        assert "train.py:" not in err and "exitcode" not in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["stop", "loop"])
+@pytest.mark.parametrize("ranks, flags, axis", [(2, "", "d"), (3, "--pp 3 --layers 3 --micro-batch 4", "p")])
+def test_a_rank_that_hangs_is_named_within_the_timeout(tmp_path, fault, ranks, flags, axis):
+    process = launch(ranks, fault, 1, 3, "forward", f"--steps 4000 --timeout 20 --metrics {tmp_path}/m {flags}")
+    began = time.monotonic()
+    out, err = finished(process)
+    assert process.returncode == 1 and time.monotonic() - began < 120
+    lines = [line for line in err.splitlines() if line.startswith("train.py:")]
+    assert len(lines) == 1, err
+    answer = "does not answer" if fault == "stop" else "is in no collective but in faulty.py:"
+    assert lines[0].startswith("train.py: rank 0 failed in step 3: ") and f" on axis {axis}" in lines[0]
+    assert f"waits for rank 1, which {answer}" in lines[0] and lines[0].endswith(" s of --timeout 20)")
+    assert 10 < float(lines[0].split("(after ")[1].split(" ")[0]) <= 20
+    assert err.split("Root Cause")[1].count(lines[0]) == 1 and "Traceback" not in err.split("train.py:")[0]
+    assert orphans(str(tmp_path)) == []
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_is_the_only_one_to_speak(tmp_path):
+    process = launch(3, "raise", 2, 3, "forward", f"--steps 40 --metrics {tmp_path}/m")
+    out, err = finished(process)
+    assert process.returncode == 1 and err.count("\ntrain.py:") == 1
+    before, after = err.split("\ntrain.py: rank 2 failed in step 3: a fault of its own\n")
+    assert before.count("Traceback") == 1 and before.endswith("FloatingPointError: a fault of its own")
+    assert "traceback : train.py: rank 2 failed in step 3: a fault of its own" in after
+
+
+# ---- disks ----------------------------------------------------------------------------------------------------------
+
+def test_metrics_on_a_full_disk_are_a_warning():
+    said = run("--steps 4 --metrics /dev/full")
+    assert said.count("train.py: warning: --metrics /dev/full: No space left on device: training goes on without") == 1
+    assert "trained 4 steps" in said and Path("/dev/full").is_char_device()
+
+
+def test_metrics_of_an_earlier_run_stay_until_a_step_is_done(tmp_path):
+    (tmp_path / "m").write_text("earlier\n")
+    with patch.object(train, "forward_backward", side_effect=ZeroDivisionError), pytest.raises(ZeroDivisionError):
+        run(f"--steps 2 --metrics {tmp_path}/m")
+    assert (tmp_path / "m").read_text() == "earlier\n"
+
+
+def full_disk_from_step_3(state):
+    """No file can grow beyond 4 kB."""
+    original = train.forward_backward
+
+    def limited(*args, **kwargs):
+        if state.step == 3:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        return original(*args, **kwargs)
+    return patch.object(train, "forward_backward", limited)
+
+
+def folder_removed_from_step_3(state):
+    original = train.forward_backward
+
+    def removing(*args, **kwargs):
+        if state.step == 3:
+            os.rename(os.environ["REMOVED"], os.environ["REMOVED"] + "-gone")
+            Path(os.environ["REMOVED"]).write_text("no folder")
+        return original(*args, **kwargs)
+    return patch.object(train, "forward_backward", removing)
+
+
+@pytest.mark.parametrize("fault", ["full_disk_from_step_3", "folder_removed_from_step_3"])
+def test_a_save_that_fails_is_a_warning_and_the_last_whole_checkpoint_stays(tmp_path, monkeypatch, fault):
+    monkeypatch.setenv("REMOVED", str(tmp_path / "out"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with pytest.raises(faults.Failure, match="the checkpoint of step 6 could not be saved") as error:
+            run(f"--steps 6 --out {tmp_path}/out --save-every 1", fault)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    warnings = [line for line in error.value.__notes__[0].splitlines() if "train.py: warning" in line]
+    assert 3 <= len(warnings) <= 4  # step 3 may have been on its way
+    assert all(f"the checkpoint of step {step} could not be saved" in line
+               for step, line in zip((6, 5, 4, 3), reversed(warnings)))
+    folder = tmp_path / ("out" if fault.startswith("full") else "out-gone")
+    whole = config.checkpoints_in(folder)
+    assert whole and all(checkpoint.damage(path) is None for path in whole)
+    if fault.startswith("full"):
+        assert len(whole) == 2 and sorted(path.name for path in folder.iterdir())[:2] == ["latest", "lock"]
+        assert left_over(folder) == []
+
+
+CORRUPTIONS = [(file, harm) for file in ("__0_0.distcp", ".metadata", "run.json") for harm in (
+    "cut", "flip", "remove", "empty", "grow", "swap", "zero", "text")]
+
+
+def test_a_hundred_corruptions_are_named_or_read_right(tmp_path):
+    """Whatever happens to one file of a checkpoint, it is refused by name, or its numbers are right."""
+    saved(tmp_path / "good")
+    good, other = tmp_path / "good" / "step-000001", tmp_path / "other" / "step-000001"
+    pieces = saved(tmp_path / "other", steps=(1,))
+    pieces[0].values.mul_(2)
+    want, draw, refused = tensors(good), random.Random(0), 0
+    for number in range(100):
+        name, harm = CORRUPTIONS[number % len(CORRUPTIONS)]
+        copy = tmp_path / f"{number}"
+        shutil.copytree(good, copy)
+        corrupt(copy / name, harm, draw, other)
+        try:
+            checkpoint.find_whole([str(copy)], None)
+        except ValueError as error:
+            refused += 1
+            assert str(copy) in str(error) and "\n" not in str(error), harm
+            continue
+        assert all(torch.equal(want[key], value) for key, value in tensors(copy).items()), (name, harm)
+    assert refused >= 90
+
+
+def corrupt(file: Path, harm: str, draw: random.Random, other: Path) -> None:
+    content = bytearray(file.read_bytes())
+    if harm == "cut":
+        del content[draw.randrange(len(content)):]
+    elif harm == "flip":
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    elif harm == "empty":
+        content = bytearray()
+    elif harm == "grow":
+        content += bytes([draw.randrange(256)])
+    elif harm == "zero":
+        start = draw.randrange(len(content))
+        content[start:start + 64] = bytes(len(content[start:start + 64]))
+    elif harm == "text":
+        content = bytearray(b"{}\n" if file.name == "run.json" else b"no such file\n")
+    elif harm == "swap":
+        half = len(content) // 2
+        content = content[half:] + content[:half]
+    file.write_bytes(content)
+    if harm == "remove":
+        file.unlink()
+
+
+# ---- wrong files ----------------------------------------------------------------------------------------------------
+
+def npy(array: np.ndarray) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, array)
+    return stream.getvalue()
+
+
+def header(*numbers: int) -> bytes:
+    return np.array([*numbers, *[0] * (256 - len(numbers))], np.int32).tobytes()
+
+
+OURS = b"penterac"
+WRONG_FILES = [  # name, content, flags besides --data
+    ("empty.txt", b"", ""), ("binary.txt", b"text\0text", ""), ("short.txt", b"hi", ""),
+    ("empty.bin", b"", ""), ("odd.bin", b"abc", ""), ("short.bin", b"abcd", ""),
+    ("odd32.bin", b"abcdef", "--data-dtype uint32"), ("large.bin", b"\xff" * 400, ""),
+    ("negative.npy", npy(np.full(400, -1)), ""), ("large.npy", npy(np.full(400, 999)), ""),
+    ("empty.npy", b"", ""), ("no.npy", b"no numpy", ""), ("cut.npy", npy(np.zeros(400, int))[:200], ""),
+    ("header.npy", npy(np.zeros(400, int))[:40], ""), ("float.npy", npy(np.zeros(400)), ""),
+    ("square.npy", npy(np.zeros((20, 20), int)), ""), ("none.npy", npy(np.zeros(0, int)), ""),
+    ("text.npy", npy(np.array(["a"] * 400)), ""), ("object.npy", npy(np.array([{}] * 400)), ""),
+    ("llmc_cut.bin", header(20240520, 1, 400) + bytes(10), ""),
+    ("llmc_long.bin", header(20240520, 1, 4) + bytes(99), ""), ("llmc_9.bin", header(20240520, 9, 4) + bytes(8), ""),
+    ("llmc_none.bin", header(20240520, 1, 0), ""),
+    ("llmc_header.bin", header(20240520, 1, 400)[:99], ""), ("ours_cut.bin", OURS + bytes(16), ""),
+    ("ours_short.bin", OURS + np.array([400, 0, 2], "<i8").tobytes(), ""),
+    ("ours_size.bin", OURS + np.array([4], "<i8").tobytes() + np.array([3, 0, 0], "<i4").tobytes(), ""),
+    ("separator.txt", b"some text " * 20, "--separator 3"), ("vocabulary.txt", b"some text " * 20, "--vocab 200"),
+    ("folder/", b"", ""), ("mixed/", b"text", ""), ("closed/", b"", "")]
+
+
+@pytest.mark.parametrize("name, content, flags", WRONG_FILES, ids=[name for name, _, _ in WRONG_FILES])
+def test_a_wrong_file_is_one_line_that_names_it(tmp_path, monkeypatch, name, content, flags):
+    path = tmp_path / name
+    if name.endswith("/"):
+        (path / "inside").mkdir(parents=True)
+        if content:
+            (path / "a.txt").write_bytes(content)
+            (path / "b.bin").write_bytes(bytes(400))
+            flags += f" {path}/a.txt {path}/b.bin"
+        if name == "closed/":
+            monkeypatch.setattr(os, "access", lambda folder, mode: folder != path / "inside")
+    else:
+        path.write_bytes(content)
+    with pytest.raises(ValueError) as error:
+        settings = config.parse(f"--seq 16 --data {path if 'mixed' not in name else ''} {flags}".split())
+        train.open_samples(settings, settings.data.data, 0).identity()
+    line = str(error.value)
+    assert "\n" not in line and (name.rstrip("/") in line or flags.split(" ")[0] in line or "--seq 16" in line), line
+
+
+# ---- smaller, and for long ------------------------------------------------------------------------------------------
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_fewer_ranks(pool, tmp_path):
+    """Eight ranks are lost after 4 of 8 steps, six go on: the same global batch, the same samples."""
+    flags = f"--steps 8 --global-batch 24 --dtype fp64 --save-every 4 --metrics {tmp_path}"
+    pool.run(8, "test_faults:run", flags=f"{flags}/straight --zero 1 --out {tmp_path}/straight-out")
+    pool.run(8, "test_faults:run", flags=f"{flags}/m --zero 1 --out {tmp_path}/out", rank=3, stop_at=3)
+    pool.run(6, "test_faults:run", flags=f"--resume auto --out {tmp_path}/out")
+    want, got = losses(tmp_path / "straight"), losses(tmp_path / "m")
+    assert got == pytest.approx(want, rel=1e-10) and len(got) == 8
+    assert [line["tokens"] for line in metrics(tmp_path / "m")] == [24 * 16 * (step + 1) for step in range(8)]
+
+
+def as_rank(rank: int, ranks: int, port: int, restart: int, flags: str, log: str) -> None:
+    """A process as torchrun starts it, but from a process that has torch loaded already."""
+    os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
+                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="soak",
+                       TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT=str(restart))
+    torch.set_num_threads(1)
+    os.chdir(ROOT)
+    with open(log, "a", buffering=1) as file:
+        sys.stdout = sys.stderr = file
+        train.main(config.parse(flags.split(), ranks))
+
+
+def supervise(flags: str, ranks: int, faults_left: int, folder: Path, draw: random.Random) -> dict[str, int]:
+    """Run until all ranks end by themselves, restarting them after every fault: kill -9, SIGTERM, SIGSTOP for ever or
+    for a moment, of any rank, after one to four more steps. Returns how many there were of each kind."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "train"])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    counts, restart = Counter(), 0
+    while True:
+        started = [context.Process(target=as_rank, args=(rank, ranks, store.port, restart, flags, f"{folder}/log"))
+                   for rank in range(ranks)]
+        for process in started:
+            process.start()
+        kind = draw.choice(["kill", "kill", "term", "stop", "pause"]) if faults_left else ""
+        goal = newest_step(folder) + draw.randrange(1, 5)
+        while kind and newest_step(folder) < goal and all(process.is_alive() for process in started):
+            time.sleep(0.02)
+        if kind:
+            faults_left -= 1
+            counts[kind] += 1
+            strike(kind, started[draw.randrange(ranks)])
+        for process in started:
+            process.join(120)
+            if process.exitcode:  # as torchrun does
+                for other in started:
+                    other.kill()
+        restart += 1
+        if not any(process.exitcode for process in started) and finished_last_step(folder, flags):
+            return counts
+
+
+def strike(kind: str, process: multiprocessing.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        if kind == "pause":
+            os.kill(process.pid, signal.SIGSTOP)
+            time.sleep(0.5)
+            os.kill(process.pid, signal.SIGCONT)
+            os.kill(process.pid, signal.SIGTERM)
+        else:
+            os.kill(process.pid, dict(kill=signal.SIGKILL, term=signal.SIGTERM, stop=signal.SIGSTOP)[kind])
+
+
+def newest_step(folder: Path) -> int:
+    lines = (folder / "m").read_text().splitlines() if (folder / "m").exists() else []
+    return json.loads(lines[-1])["step"] if lines and lines[-1].endswith("}") else -1
+
+
+def finished_last_step(folder: Path, flags: str) -> bool:
+    steps = int(flags.split("--steps ")[1].split(" ")[0])
+    return (folder / "out" / f"step-{steps:06d}" / "run.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps, count", [(40, 12), (400, 200)])
+def test_a_run_survives_a_fault_every_two_steps(pool, tmp_path, steps, count):
+    """Its end state is that of an undisturbed run, to the bit. Prints how much of its time was not lost, beside what
+    Young's and Daly's formulas say of the best interval between saves."""
+    flags = f"{SMALL} --dtype fp64 --steps {steps} --save-every 2 --timeout 15"
+    flags += f" --metrics {tmp_path}/m --out {tmp_path}/out"
+    began = time.monotonic()
+    counts = supervise(f"{flags} --resume auto", 4, count, tmp_path, random.Random(0))
+    wall = time.monotonic() - began
+    straight = f"--out {tmp_path}/straight --metrics {tmp_path}/straight.jsonl"
+    pool.run(4, "test_faults:run", flags=f"--steps {steps} {straight}")
+    want, got = (tensors(tmp_path / name / f"step-{steps:06d}") for name in ("straight", "out"))
+    assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
+    assert losses(tmp_path / "m") == losses(tmp_path / "straight.jsonl")
+    assert left_over(tmp_path / "out") == [] and orphans(str(tmp_path)) == [] and counts.total() == count
+    lines = metrics(tmp_path / "m")
+    step_s = statistics.median(line["step_s"] for line in lines)
+    save_s = statistics.median(line["save_wait_s"] for line in lines if "save_wait_s" in line)
+    between = wall / count
+    young = math.sqrt(2 * save_s * between)
+    daly = young * (1 + math.sqrt(save_s / (2 * between)) / 3 + save_s / (18 * between)) - save_s
+    print(f"\n{dict(counts)} in {steps} steps, one per {between:.2f} s: {steps * step_s / wall:.1%} of {wall:.0f} s "
+          f"were steps that stayed ({step_s:.3f} s each); a save takes {save_s:.4f} s of a step, so the best interval "
+          f"is {young:.2f} s by Young, {daly:.2f} s by Daly, and was {2 * step_s:.2f} s; without restarts such saves "
+          f"and repeated steps would leave {1 - save_s / (2 * step_s) - 2 * step_s / 2 / between:.1%}")
