@@ -1,10 +1,12 @@
 """How a grid is tried: what its ranks run, and what is put together from what they return.
 
-A grid is a command line. Its ranks train three steps in fp64 from the seed's weights on a fixed global batch with
-ragged masks, using the functions that train.py itself uses, and return every piece of every tensor they hold.
+A grid is a command line. Its ranks train two steps, in fp64 unless it names another dtype, from the seed's weights on
+fixed global batches with ragged masks, using the functions that train.py itself uses, and return every piece of every
+tensor they hold.
 """
 import hashlib
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -18,9 +20,10 @@ from meter import Meter
 
 # All dimensions differ, so that no two can be mistaken for each other. Clipping and weight decay are active.
 BASE = ("--layers 3 --hidden 40 --heads 8 --kv-heads 4 --head-dim 6 --ffn 56 --vocab 97 --seq 24 --global-batch 48 "
-        "--dtype fp64 --steps 3 --warmup 0 --lr-schedule constant --lr 0.01 --clip 0.2 --weight-decay 0.3 "
+        "--dtype fp64 --steps 2 --warmup 0 --lr-schedule constant --lr 0.003 --clip 0.2 --weight-decay 0.3 "
         "--data " + __file__)
-STEPS = 3
+STEPS = 2
+SEPARATORS = 9  # tokens below it begin documents
 ALONE = dict.fromkeys(train.AXES)  # the groups of a process without others
 
 
@@ -30,26 +33,40 @@ def settings_of(grid: str, world: int = 1) -> config.Config:
 
 def batches(settings: config.Config) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(tokens, labels) of the global batch of each step. Many labels are ignored, and all of some sequences."""
-    generator = torch.Generator().manual_seed(11)
-    shape = settings.batch.global_batch, settings.batch.seq + 1
-    out = []
+    generator, out, seen = torch.Generator().manual_seed(11), [], 0
     for _ in range(STEPS):
-        window = torch.randint(settings.model.vocab, shape, generator=generator)
+        sequences = settings.batch.global_batch
+        for size, first in settings.batch.ramp():
+            sequences = size if seen >= first else sequences
+        window = torch.randint(settings.model.vocab, (sequences, settings.batch.seq + 1), generator=generator)
         labels = window[:, 1:].clone()
-        labels[torch.rand(labels.shape, generator=generator) < torch.rand(shape[0], 1, generator=generator)] = -100
+        labels[torch.rand(labels.shape, generator=generator) < torch.rand(sequences, 1, generator=generator)] = -100
         labels[:6] = -100  # on every grid, whole micro-batches have nothing to learn
         out.append((window[:, :-1], labels))
+        seen += labels.numel()
     return out
+
+
+def begins(tokens: torch.Tensor, settings: config.Config) -> torch.Tensor:
+    """Which tokens begin a document that attention keeps apart, B S: none without --doc-mask."""
+    return (tokens < SEPARATORS) & settings.data.doc_mask
 
 
 class GivenSamples(Samples):
     """Sample number i is row i of a given global batch; who reads which number is decided by the code under test."""
 
-    def __init__(self, tokens: torch.Tensor, labels: torch.Tensor):
-        self.tokens, self.labels = tokens, labels
+    def __init__(self, tokens: torch.Tensor, labels: torch.Tensor, doc_mask: bool = False):
+        self.tokens, self.labels, self.doc_mask, self.spans = tokens, labels, doc_mask, len(tokens)
+        self.corpus, self.seq, self.seed = self, tokens.shape[1], None
+
+    def read(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """As Corpus.read: the tokens of a sample and one more, and which begin a document."""
+        tokens = self.tokens[start // self.seq].numpy()
+        tokens = np.append(tokens, 0)
+        return tokens, tokens < SEPARATORS
 
     def micro_batch(self, numbers: list[int]) -> MicroBatch:
-        return MicroBatch(self.tokens[numbers], self.labels[numbers])
+        return super().micro_batch(numbers)._replace(labels=self.labels[numbers])
 
 
 def run(grid: str, first: int = 0, last: int = STEPS, state: dict | None = None) -> dict:
@@ -57,14 +74,18 @@ def run(grid: str, first: int = 0, last: int = STEPS, state: dict | None = None)
     world = dist.get_world_size() if dist.is_initialized() else 1
     settings = settings_of(grid, world)
     groups = train.build_groups(settings.grid, settings.model)
-    model, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float64)
+    model, optimizer = train.build(settings, groups, torch.device("cpu"), train.DTYPES[settings.precision.dtype])
     if state:
         load(model, optimizer, state)
-    out = dict(loss=[], norm=[], grads=[], square=[])
+    given, out = batches(settings), dict(loss=[], norm=[], grads=[], square=[])
+    seen = sum(tokens.numel() for tokens, _ in given[:first])
     with Meter(memory=False) as meter:
-        for tokens, labels in batches(settings)[first:last]:
-            samples, batch = GivenSamples(tokens, labels), settings.batch.global_batch
-            share = train.local_micro_batches(samples, 0, batch, settings, groups)
+        for tokens, labels in given[first:last]:
+            sequences = train.sequences_at(seen, settings.batch.ramp())
+            assert sequences == len(tokens)
+            seen += tokens.numel()
+            samples = GivenSamples(tokens, labels, settings.data.doc_mask)
+            share = train.local_micro_batches(samples, 0, sequences, settings, groups)
             out["loss"].append(train.forward_backward(model, optimizer, share, groups).item())
             out["grads"].append(pieces(optimizer, "grad"))
             out["square"].append(sum(values.square().sum().item() for *_, owned, values in out["grads"][-1] if owned))
@@ -73,6 +94,8 @@ def run(grid: str, first: int = 0, last: int = STEPS, state: dict | None = None)
                 update_biases(model.routers, (groups["data"], groups["tp"]))
     for bucket in optimizer.buckets:
         bucket.unshard()
+    out["rounded"] = all(torch.equal(bucket.weights[bucket.shard], bucket.master.to(bucket.weights.dtype))
+                         for bucket in optimizer.buckets)
     out["visible"] = {(p.spec.name, str(p.box)): digest(p.detach().clone()) for p in model.parameters()}
     for bucket in optimizer.buckets:
         bucket.reshard()
@@ -103,7 +126,7 @@ def pieces(optimizer, what: str) -> list[tuple]:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def whole(ranks: list[list[tuple]]) -> dict[str, torch.Tensor]:

@@ -3,16 +3,15 @@
 The test runs in a process forked from a server that has torch loaded, which takes seconds instead of a minute. This
 file imports nothing of the project, since the fork must import the copy's files.
 """
-import multiprocessing
 import os
 import shutil
 import signal
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from program import ROOT, forks
+
 LIMIT_S = 60  # a bug that makes its test hang is found, too; on a machine that is busy otherwise, more
-PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "triton", "numpy", "einops", "tqdm", "pytest"]
 
 
 def find(folder: Path, file: str, old: str, new: str, killer: str) -> tuple[str, str]:
@@ -25,9 +24,7 @@ def find(folder: Path, file: str, old: str, new: str, killer: str) -> tuple[str,
     compile(mutated, file, "exec")  # a bug, not a typing error
     (copy / file).write_text(mutated)
 
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=run, args=(str(copy), str(printed), killer))
+    process = forks().Process(target=run, args=(str(copy), str(printed), killer))
     process.start()
     process.join(LIMIT_S * max(1.0, os.getloadavg()[0] / os.cpu_count()))
     hung = process.is_alive()
@@ -49,5 +46,6 @@ def run(folder: str, printed: str, killer: str) -> None:
     os.dup2(descriptor, 2)
     sys.path[:] = [path for path in sys.path if not path.startswith(str(ROOT))]
     os.environ.pop("PYTHONPATH", None)
+    del sys.modules["program"]
     import pytest
     sys.exit(int(pytest.main(["-q", "-p", "no:cacheprovider", "-m", "", killer])))

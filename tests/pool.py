@@ -13,7 +13,6 @@ import datetime
 import faulthandler
 import gc
 import importlib
-import multiprocessing
 import os
 import pickle
 import signal
@@ -23,10 +22,18 @@ import time
 import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import pytest
 import torch.distributed as dist
+
+from program import forks
 
 RANKS = 8
 AT_ONCE = 2  # jobs in the background
+
+
+def slow(*cases) -> list:
+    """Cases of a parametrised test that are in the slow tier: most have many ranks."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases]
 
 
 def work(number: int, port: int, stacks_of: str, connection) -> None:
@@ -58,12 +65,7 @@ class Pool:
         self.jobs = 0
         self.folder = tempfile.TemporaryDirectory()
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        if multiprocessing.parent_process():  # tests/planted.py forked this process, with torch loaded and no threads
-            self.context = multiprocessing.get_context("fork")
-        else:
-            self.context = multiprocessing.get_context("forkserver")
-            # torch._dynamo: modes that count import it.
-            self.context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
+        self.context = forks()
         self.workers = [self.start(number) for number in range(ranks)]
         self.free, self.turn, self.released = list(range(ranks)), threading.Lock(), threading.Condition()
         self.background, self.known = ThreadPoolExecutor(AT_ONCE), dict[tuple, Future]()

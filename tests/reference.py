@@ -7,13 +7,23 @@ import torch
 import torch.nn.functional as F
 
 
-def rotary(x: torch.Tensor, theta: float) -> torch.Tensor:
-    """x B S heads D: multiply (x[i] + j x[i + D/2]) by exp(j angle), as complex numbers."""
+def rotary(x: torch.Tensor, theta: float, positions: torch.Tensor) -> torch.Tensor:
+    """x B S heads D, positions B S: multiply (x[i] + j x[i + D/2]) by exp(j angle), as complex numbers."""
     half = x.shape[-1] // 2
     frequency = theta ** -(torch.arange(half, dtype=x.dtype) / half)
-    turn = torch.polar(torch.ones(()).to(x), torch.arange(x.shape[1]).to(x)[:, None] * frequency)  # S D/2
-    z = torch.complex(x[..., :half], x[..., half:]) * turn[:, None]
+    turn = torch.polar(torch.ones(()).to(x), positions.to(x)[..., None] * frequency)  # B S D/2
+    z = torch.complex(x[..., :half], x[..., half:]) * turn[:, :, None]
     return torch.cat((z.real, z.imag), -1)
+
+
+def placed(begins: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the document of each token, its position there), both B S. begins: whether a token begins a document, B S."""
+    documents, positions = torch.zeros(begins.shape, dtype=torch.int), torch.zeros(begins.shape, dtype=torch.int)
+    for b, row in enumerate(begins.tolist()):
+        for s in range(1, len(row)):
+            documents[b, s] = documents[b, s - 1] + row[s]
+            positions[b, s] = 0 if row[s] else positions[b, s - 1] + 1
+    return documents, positions
 
 
 def rms_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
@@ -75,9 +85,12 @@ def swiglu(h: torch.Tensor, w: dict[str, torch.Tensor], place: str) -> torch.Ten
 
 
 def logits(w: dict[str, torch.Tensor], tokens: torch.Tensor, model, biases: dict[str, torch.Tensor],
-           mixtures: list) -> torch.Tensor:
-    """w: weights by name. model: anything with the fields of the architecture. mixtures: gets what `mixture` gave."""
+           mixtures: list, begins: torch.Tensor) -> torch.Tensor:
+    """w: weights by name. model: anything with the fields of the architecture. mixtures: gets what `mixture` gave.
+    begins: whether a token begins a document that neither sees others nor goes on counting their tokens, B S."""
     S = tokens.shape[1]
+    documents, positions = placed(begins)
+    foreign = (documents[:, :, None] != documents[:, None, :])[:, None, None]  # B 1 1 S S
     above = torch.ones(S, S, dtype=torch.bool).triu(1)
     x = w["embedding"][tokens]
     for i in range(model.layers):
@@ -90,13 +103,13 @@ def logits(w: dict[str, torch.Tensor], tokens: torch.Tensor, model, biases: dict
         q, k, v = (part.reshape(*part.shape[:2], -1, model.head_dim) for part in (q, k, v))
         if model.qk_norm:
             q, k = rms_norm(q, a("q_norm"), model.norm_eps), rms_norm(k, a("k_norm"), model.norm_eps)
-        q, k = rotary(q, model.rope_theta), rotary(k, model.rope_theta)
+        q, k = rotary(q, model.rope_theta, positions), rotary(k, model.rope_theta, positions)
         shared = model.heads // model.kv_heads
         q = q.unflatten(2, (model.kv_heads, shared))  # query head n reads kv head n // shared
         scores = torch.einsum("bqkgd,bpkd->bkgqp", q, k) / model.head_dim ** 0.5
         full = model.window == 0 or (model.window_every > 0 and i % model.window_every == model.window_every - 1)
         hidden = above if full else above | above.T.tril(-model.window)  # W and more tokens before it
-        attended = torch.einsum("bkgqp,bpkd->bqkgd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+        attended = torch.einsum("bkgqp,bpkd->bqkgd", scores.masked_fill(hidden | foreign, -torch.inf).softmax(-1), v)
         x = x + attended.flatten(2) @ a("wo").T
         h = rms_norm(x, w[f"layers.{i}.ffn_norm"], model.norm_eps)
         if model.experts and i >= model.dense_layers:
@@ -108,9 +121,18 @@ def logits(w: dict[str, torch.Tensor], tokens: torch.Tensor, model, biases: dict
     return x @ w["embedding" if model.tied else "head"].T
 
 
-def train(weights: dict[str, torch.Tensor], batches: list[tuple[torch.Tensor, torch.Tensor]], model, optim,
+def rule_of(w: dict[str, torch.Tensor], optim) -> torch.optim.Optimizer:
+    groups = [dict(params=[p for p in w.values() if p.ndim >= 2], weight_decay=optim.weight_decay),
+              dict(params=[p for p in w.values() if p.ndim < 2], weight_decay=0.0)]
+    if optim.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=1e-8)
+    return torch.optim.SGD(groups, lr=optim.lr)
+
+
+def train(weights: dict[str, torch.Tensor], batches: list[tuple[torch.Tensor, ...]], model, optim,
           micro_batch: int) -> dict:
-    """Steps over global batches of (tokens, labels), labels below 0 ignored. Returns everything worth comparing:
+    """Steps over global batches of (tokens, labels, which tokens begin a document), labels below 0 ignored. Returns
+    everything worth comparing:
 
     loss, norm: of each step; the losses that balance experts are not in the first, only in the gradient. grads: by
     name, of each step, before clipping. params, m, v, biases: by name, after the last.
@@ -118,18 +140,13 @@ def train(weights: dict[str, torch.Tensor], batches: list[tuple[torch.Tensor, to
     moe_layers = range(model.dense_layers, model.layers) if model.experts else ()
     biases = {f"layers.{i}.router.bias": torch.zeros(model.experts, dtype=torch.float64) for i in moe_layers}
     w = {name: value.clone().requires_grad_() for name, value in weights.items()}
-    groups = [dict(params=[p for p in w.values() if p.ndim >= 2], weight_decay=optim.weight_decay),
-              dict(params=[p for p in w.values() if p.ndim < 2], weight_decay=0.0)]
-    if optim.optimizer == "adamw":
-        rule = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=1e-8)
-    else:
-        rule = torch.optim.SGD(groups, lr=optim.lr)
+    rule = rule_of(w, optim)
     out = dict(loss=[], norm=[], grads=[])
-    for tokens, labels in batches:
+    for tokens, labels, begins in batches:
         rule.zero_grad()
         valid = labels >= 0
         mixtures = []
-        rows = logits(w, tokens, model, biases, mixtures)[valid]
+        rows = logits(w, tokens, model, biases, mixtures, begins)[valid]
         loss = F.cross_entropy(rows, labels[valid], reduction="sum") + optim.z_loss * rows.logsumexp(-1).pow(2).sum()
         loss = loss / valid.sum()
         (loss + unequal(mixtures, model, optim, micro_batch)).backward()

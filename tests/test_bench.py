@@ -5,8 +5,6 @@ import json
 import os
 import pickle
 import re
-import subprocess
-import sys
 import time
 from functools import partial
 from unittest.mock import patch
@@ -23,6 +21,7 @@ import config
 import param
 import train
 from bench_rows import Result, Row
+from program import python
 
 ROOT = os.path.dirname(config.__file__)
 
@@ -249,7 +248,7 @@ def test_the_sizes_that_are_trained_can_be(size):
 
 @pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="there is a GPU")
 def test_without_a_gpu_it_says_so():
-    done = subprocess.run([sys.executable, "bench.py", "gpu"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = python("bench.py", "gpu")
     assert (done.returncode, done.stderr) == (2, "bench.py: gpu needs a GPU, and there is none here\n")
 
 
@@ -262,8 +261,7 @@ def test_without_a_gpu_it_says_so():
     ("gpu dp", "gpu shares no run: its flags are not those of train.py"),
     ("train --dtype bf16", "--dtype bf16: all contenders compute in fp32, so leave it out")])
 def test_what_a_part_cannot_do_is_refused_in_one_line(arguments, message):
-    done = subprocess.run([sys.executable, "bench.py", *arguments.split()], cwd=ROOT, capture_output=True, text=True,
-                          timeout=120)
+    done = python("bench.py", *arguments.split())
     assert (done.returncode, done.stderr) == (2, f"bench.py: {message}\n")
 
 

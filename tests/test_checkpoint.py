@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 import checkpoint
 import config
 import grids
+import program
 import train
 from data import Corpus
 from meter import Meter
@@ -127,9 +128,11 @@ def test_a_checkpoint_of_any_grid_continues_on_any_other(pool, tmp_path, tokens,
     """Master weights, moments, counts and biases after every step are those of one process, to 1e-10 in fp64."""
     model, chain = CHAINS[name]
     flags = f"{grids.BASE} --layers 4 {model} --data {tokens} --save-every 1 --keep 0"
-    pool.run(1, "test_checkpoint:run", flags=f"{flags} --steps {len(chain)} --out {tmp_path / 'straight'}")
+    straight = f"--micro-batch 24 --steps {len(chain)} --out {tmp_path / 'straight'}"
+    pool.run(1, "test_checkpoint:run", flags=f"{flags} {straight}")
     for step, (ranks, grid) in enumerate(chain, 1):
-        grid = f"{ONE} {grid} --micro-batch {2 if ranks > 4 else 4}"
+        dp = config.parse(f"{flags} {ONE} {grid}".split(), ranks).grid.dp
+        grid = f"{ONE} {grid} --micro-batch {48 // dp // (4 if dp == 1 else 2)}"
         said = pool.run(ranks, "test_checkpoint:run",
                         flags=f"{flags} {grid} --steps {step} --out {tmp_path / 'chain'} --resume auto")[0]
         assert (f"step-{step - 1:06d} after {step - 1} steps" in said) == (step > 1)
@@ -397,8 +400,7 @@ def test_a_run_whose_last_checkpoint_failed_exports_nothing_and_fails(tokens, tm
 # ---- the command line -----------------------------------------------------------------------------------------------
 
 def command(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "checkpoint.py", *map(str, arguments)], cwd=ROOT, capture_output=True,
-                          text=True, timeout=300)
+    return program.python("checkpoint.py", *arguments)
 
 
 def test_show_and_diff(trained, tmp_path):
@@ -477,9 +479,11 @@ def published(tmp_path_factory) -> Path:
 
 def python(*arguments, ranks: int = 0) -> str:
     """What a command prints, which must end well."""
-    torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}"] if ranks else []
-    done = subprocess.run([sys.executable, *torchrun, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True,
-                          timeout=300)
+    if ranks:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
+        done = subprocess.run([*torchrun, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    else:
+        done = program.python(*arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

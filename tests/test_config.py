@@ -7,6 +7,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 import config
+from program import python
 
 ROOT = os.path.dirname(config.__file__)
 
@@ -168,7 +169,7 @@ def test_a_real_run_answers_before_torch_is_imported():
 def test_a_real_run_names_a_file_it_cannot_train_on(tmp_path):
     file = tmp_path / "tokens.bin"
     file.write_bytes(b"abc")
-    done = run(f"train.py --data {file}")
+    done = python("train.py", "--data", file)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [f"train.py: {file}: 3 bytes are not a whole number of uint16 tokens: "
                                         "truncated, or of another --data-dtype"]

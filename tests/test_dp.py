@@ -13,6 +13,7 @@ from grids import ALONE
 from meter import Meter
 from model import Execution, Llama
 from param import Spec, parameter
+from pool import slow
 
 
 class Unit(nn.Module):
@@ -80,7 +81,7 @@ def elements_sent(flags: str) -> tuple[int, int, float, list[str]]:
     return len(gradients), sum(p.numel() for p in model.parameters()), sent, [call.name for call in meter.collectives]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 3, *slow(4, 8)])
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_a_step_sends_2P_once_whatever_the_micro_batches(pool, ranks, accumulated):
     flags = f"--micro-batch {48 // ranks // accumulated} --bucket-mb 0 --ffn 53"  # sizes no number of ranks divides

@@ -24,6 +24,7 @@ import zero
 from model import ForwardContext, MixtureOfExperts
 from operations import RMSNorm
 from param import draw, parameter, shard_slice
+from pool import slow
 from recompute import Recompute, cheap, is_recomputing, selective
 from test_grids import DEEPSEEK, compare, truth
 from tp import TensorParallel
@@ -82,7 +83,7 @@ def on_ranks(kind: str) -> dict:
                 grads={weight.spec.name: (weight.box, weight.grad) for weight in layer.parameters()})
 
 
-@pytest.mark.parametrize("n", [1, 2, 4, 8])
+@pytest.mark.parametrize("n", [1, 2, *slow(4, 8)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_on_ranks_equal_a_dense_loop(pool, kind, n):
     settings = settings_of(KINDS[kind])
@@ -205,7 +206,7 @@ def patched(module, **replaced):
             setattr(module, name, value)
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("n", [2, 4, *slow(8)])
 def test_a_layer_sends_every_token_there_and_back_twice(pool, n):
     for k, T in ((1, 16), (3, 24)):
         for tokens, loads in pool.run(n, "test_ep:bytes_sent", chosen=k, rows=T):

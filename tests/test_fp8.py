@@ -341,10 +341,12 @@ GRIDS = [
     (2, f"{ONE} {MOE}", "--tp 2 --ep 2"),
     (2, "--global-batch 2 --micro-batch 1 --seq 192", "--tp 2"),
 ]
+SLOW = GRIDS[1:6]  # tests/pairs.py has FP8 with every other feature
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("ranks, flags, grid", GRIDS, ids=[f"{flags} {grid}" for _, flags, grid in GRIDS])
+@pytest.mark.parametrize("ranks, flags, grid", [
+    pytest.param(*case, id=" ".join(case[1:]), marks=pytest.mark.slow if case in SLOW else ()) for case in GRIDS])
 def test_a_grid_equals_one_process_in_fp8(pool, name, ranks, flags, grid):
     results, (loss, grads) = pool.run(ranks, "test_fp8:steps", grid=f"{flags} {grid}", name=name), truth(flags, name)
     for step in range(STEPS):

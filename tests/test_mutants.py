@@ -200,7 +200,7 @@ MUTANTS = [
     Mutant("weights that are never resharded", "zero.py",
            "if self.level == 3 and self.users == 0:",
            "if False:",
-           "tests/test_zero.py::test_live_bytes_are_those_of_the_formula[3-dtype0-auto]"),
+           "tests/test_zero.py::test_live_bytes_are_those_of_the_formula[3, torch.bfloat16, auto]"),
     Mutant("weights unsharded in backward a second time for the last unit", "zero.py",
            "if has_backward and unit is self.last_unit:",
            "if False:",
@@ -209,7 +209,7 @@ MUTANTS = [
            "            self.grad = None\n"
            "            self.reducing[:] = [self]",
            "            self.reducing[:] = [self]; self.grad = self.grad.clone().zero_()",
-           "tests/test_zero.py::test_live_bytes_are_those_of_the_formula[2-dtype0-auto]"),
+           "tests/test_zero.py::test_live_bytes_are_those_of_the_formula[2, torch.bfloat16, auto]"),
     Mutant("gradients of fp16 runs that stay scaled", "zero.py",
            "bucket.grad_shard.mul_(clip_factor * unscale)",
            "bucket.grad_shard.mul_(clip_factor)",
@@ -899,6 +899,14 @@ def test_a_mutant_still_has_its_passage_and_its_test(mutant):
     file, name = mutant.killer.split("::")
     with open(os.path.join(ROOT, file)) as tests:
         assert f"def {name.split('[')[0]}(" in tests.read()
+
+
+def test_mutants_are_killed_in_the_default_tier(request):
+    """By tests that are there: those of all files that are collected with this one."""
+    there = {item.nodeid for item in request.session.items}
+    files = {name.split("::")[0] for name in there}
+    assert [mutant.name for mutant in MUTANTS if mutant.killer.split("::")[0] in files - {"tests/test_mutants.py"}
+            and mutant.killer not in there] == []
 
 
 @pytest.mark.mutants

@@ -1,7 +1,4 @@
 """A model that computes with kernels, as on GPUs but interpreted, has the loss and gradients of one without."""
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +14,7 @@ import tp
 import train
 from cp import choose_attention
 from data import MicroBatch
+from program import python
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels need tensors on the GPU")
 MODEL = ("--layers 2 --hidden 32 --heads 4 --kv-heads 2 --head-dim 16 --ffn 40 --vocab 61 --seq 12 --global-batch 2 "
@@ -86,17 +84,13 @@ def test_attention_of_kernels_is_a_block_of_context_parallelism(pool, style):
 
 
 def test_without_a_gpu_or_the_interpreter_triton_is_refused():
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "train.py", "--attention", "triton", "--device", "cpu"], env=environment,
-                          cwd=os.path.dirname(config.__file__), capture_output=True, text=True, timeout=120)
+    done = python("train.py", "--attention", "triton", "--device", "cpu", TRITON_INTERPRET="0")
     assert done.returncode == 2
     assert done.stderr.startswith("train.py: --attention triton needs a GPU, or TRITON_INTERPRET=1")
 
 
 def test_the_interpreter_is_not_asked_for_what_it_gets_wrong():
-    done = subprocess.run([sys.executable, "train.py", *"--attention triton --device cpu --dtype bf16".split()],
-                          env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=os.path.dirname(config.__file__),
-                          capture_output=True, text=True, timeout=120)
+    done = python("train.py", *"--attention triton --device cpu --dtype bf16".split(), TRITON_INTERPRET="1")
     assert (done.returncode, done.stderr.splitlines()) == (2, [
         "train.py: --attention triton with --dtype bf16: Triton's interpreter computes it wrongly, use fp32, or "
         "--attention auto or math"])

@@ -35,7 +35,7 @@ from schedules import plan as make_plan
 from tp import TensorParallel, column, row
 from zero import Optimizer
 
-VALID = [(p, m) for p in range(1, 9) for m in range(1, 33)]
+VALID = [(p, m) for p in range(1, 9) for m in (*range(1, 13), 16, 17, 24, 31, 32)]
 
 
 def possible(schedule: str, p: int, m: int, v: int = 0, n: int = 0) -> Plan | None:
@@ -46,7 +46,7 @@ def possible(schedule: str, p: int, m: int, v: int = 0, n: int = 0) -> Plan | No
 
 
 def plans(schedule: str):
-    """Every plan of a schedule for p 1..8 and m 1..32 that is not refused."""
+    """Every plan of a schedule for p 1..8 and m 1..12 and some to 32 that is not refused."""
     for p, m in VALID:
         choices = [(0, 0)]
         if schedule in ("interleaved", "zb1p"):

@@ -25,6 +25,7 @@ from meter import Meter
 from model import ForwardContext, MixtureOfExperts
 from operations import RMSNorm
 from param import Spec, draw, parameter
+from pool import slow
 from recompute import CheckpointArena, Recompute, cheap, dropping_cheap, selective
 from tp import TensorParallel, column, row
 
@@ -71,7 +72,7 @@ def checkpoints(layers: int, steps: int = 3) -> dict:
     return dict(same=same, steps=seen, arena=(arena.shards.nbytes, arena.whole.nbytes), free=len(arena.free_slots))
 
 
-@pytest.mark.parametrize("n", [1, 2, 4, 8])
+@pytest.mark.parametrize("n", [1, 2, 4, *slow(8)])
 def test_checkpoints_are_shared_and_gathered_once_a_layer(pool, n):
     x = 3 * 8 * 20 * 8  # bytes of a layer's input
     for seen in pool.run(n, "test_recompute:checkpoints", layers=5):

@@ -14,10 +14,11 @@ from collectives import rank, size
 from costs import LayerOptions, activation_bytes, llama_layer, recomputed_flops
 from meter import Meter
 from param import Spec, draw, local_box, parameter, shard_slice
+from pool import slow
 from recompute import cheap, selective
 from tp import IGNORED, TensorParallel
 
-SHAPE = "--hidden 48 --heads 8 --kv-heads 4 --head-dim 6 --ffn 40 --seq 24 --global-batch 2 --dtype fp64"
+SHAPE = "--layers 2 --hidden 48 --heads 8 --kv-heads 4 --head-dim 6 --ffn 40 --seq 24 --global-batch 2 --dtype fp64"
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -64,7 +65,7 @@ def pair(sequence: bool, async_tp: bool, recompute: bool) -> dict[str, float]:
     return {name: ((got - true).abs().max() / true.abs().max()).item() for name, (got, true) in pairs.items()}
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("n", [1, 2, 3, *slow(4, 8)])
 @pytest.mark.parametrize("sequence, async_tp", [(False, False), (True, False), (True, True)])
 def test_a_pair_of_matrices_equals_the_dense_one(pool, n, sequence, async_tp):
     for recompute in (False, True):
@@ -160,7 +161,7 @@ def losses(vocab: int, scale: float) -> dict[str, float]:
     return out
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("n", [1, 2, 3, *slow(4, 8)])
 @pytest.mark.parametrize("vocab", [97, 257])
 def test_the_loss_and_its_gradient_equal_the_dense_ones(pool, n, vocab):
     for scale in (1.0, 1e4):
@@ -181,7 +182,7 @@ def looked_up(vocab: int, sequence: bool) -> tuple[float, float]:
     return (y - whole[tokens[part]]).abs().max().item(), (table.grad - whole.grad[table.box]).abs().max().item()
 
 
-@pytest.mark.parametrize("n", [2, 3, 8])
+@pytest.mark.parametrize("n", [2, 3, *slow(8)])
 @pytest.mark.parametrize("vocab", [97, 257])
 def test_a_table_of_any_size_is_shared(pool, n, vocab):
     for sequence in (False, True):
@@ -195,7 +196,7 @@ def put_together(vocab: int) -> bool:
     return torch.equal(tp.gather_logits(mine, vocab, group), rows)
 
 
-@pytest.mark.parametrize("n", [1, 2, 4, 8])
+@pytest.mark.parametrize("n", [1, 2, 4])
 def test_rows_of_logits_are_put_together_to_sample_from(pool, n):
     assert all(pool.run(n, "test_tp:put_together", vocab=97))
 
@@ -238,7 +239,7 @@ def step(flags: str) -> dict:
 
 def calls_a_layer(pool, flags: str) -> dict[str, list[int]]:
     """Bytes of every collective that one more layer brings, by kind: those of three layers less those of two."""
-    few, many = ([call for call in pool.run(4, "test_tp:step", flags=f"{flags} --tp 4 --layers {layers}")[0]["calls"]
+    few, many = ([call for call in pool.run(2, "test_tp:step", flags=f"{flags} --tp 2 --layers {layers}")[0]["calls"]
                   if len(call.shape) == 2 and call.shape[0] > 2] for layers in (2, 3))
     out = {}
     for kind in {call.name for call in many}:
@@ -261,7 +262,7 @@ def test_a_layer_sends_what_the_papers_say(pool):
     assert calls_a_layer(pool, "--recompute full --no-sp") == {"allreduce_": (4 + 1) * [whole]}
 
 
-@pytest.mark.parametrize("n, flags", [(2, ""), (4, "--tied"), (4, "--no-sp"), (4, "--kv-heads 2 --async-tp")])
+@pytest.mark.parametrize("n, flags", [(2, ""), (2, "--tied"), (2, "--no-sp"), (4, "--kv-heads 2 --async-tp")])
 def test_no_rank_sees_a_row_of_logits(pool, n, flags):
     for i, seen in enumerate(pool.run(n, "test_tp:step", flags=f"--tp {n} --layers 1 --vocab 4001 {flags}")):
         part = shard_slice(4001, n, i)
@@ -270,9 +271,8 @@ def test_no_rank_sees_a_row_of_logits(pool, n, flags):
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("attention", ["auto", pytest.param("math", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("n, flags", [(1, ""), (1, "--qk-norm"), (2, ""), (2, "--sp-keep"), (4, "--no-sp"),
-                                      pytest.param(8, "--kv-heads 2", marks=pytest.mark.slow),
-                                      (4, "--kv-heads 2 --qk-norm --no-sp")])
+@pytest.mark.parametrize("n, flags", [(1, ""), (1, "--qk-norm"), (2, ""), (2, "--sp-keep"), (2, "--no-sp"),
+                                      (2, "--kv-heads 1 --qk-norm --no-sp"), *slow((8, "--kv-heads 2"))])
 def test_a_rank_keeps_what_the_formula_says(pool, n, flags, recompute, attention):
     """To the byte, as storages that live between forward and backward."""
     flags = f"--tp {n} --vocab 320 --recompute {recompute} --attention {attention} {flags}"
@@ -281,9 +281,10 @@ def test_a_rank_keeps_what_the_formula_says(pool, n, flags, recompute, attention
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("n, flags", [(2, "--cp 2"), (4, "--cp 4 --cp-style ring --attention math"),
+@pytest.mark.parametrize("n, flags", [(2, "--cp 2"), (2, "--cp 2 --cp-style ring --attention math"),
                                       (4, "--cp 2 --tp 2 --cp-style ring"), (2, "--cp 2 --cp-style ulysses"),
-                                      (4, "--cp 4 --kv-heads 2 --cp-style ulysses")])
+                                      *slow((4, "--cp 4 --cp-style ring --attention math"),
+                                            (4, "--cp 4 --kv-heads 2 --cp-style ulysses"))])
 def test_a_context_parallel_rank_keeps_its_part(pool, n, flags, recompute):
     for seen in pool.run(n, "test_tp:step", flags=f"--vocab 320 --recompute {recompute} {flags}"):
         few = 1024 if "ulysses" in flags else 0  # the order of chunks, a few numbers a layer
@@ -291,8 +292,9 @@ def test_a_context_parallel_rank_keeps_its_part(pool, n, flags, recompute):
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("n, flags", [(1, "--router sigmoid"), (2, "--ep 2"), (4, "--tp 2 --ep 4"),
-                                      (4, "--tp 4 --no-sp"), (4, "--tp 2 --ep 2 --shared-experts 2 --dense-layers 1")])
+@pytest.mark.parametrize("n, flags", [(1, "--router sigmoid"), (2, "--ep 2"), (2, "--tp 2 --no-sp"),
+                                      (2, "--tp 2 --ep 2 --shared-experts 2 --dense-layers 1"),
+                                      *slow((4, "--tp 2 --ep 4"), (4, "--tp 4 --no-sp"))])
 def test_ranks_keep_what_the_formula_says_of_experts(pool, n, flags, recompute):
     """On average, as some get more tokens than others; besides, prices and ends, a few numbers a layer."""
     flags = f"--vocab 320 --micro-batch 2 --experts 8 --expert-ffn 24 --recompute {recompute} {flags}"
@@ -300,12 +302,12 @@ def test_ranks_keep_what_the_formula_says_of_experts(pool, n, flags, recompute):
     words = flags.split()
     ep, dense = (int(words[words.index(flag) + 1]) if flag in words else default
                  for flag, default in (("--ep", 1), ("--dense-layers", 0)))
-    few = (4 - dense) * ((2 + 1) * (8 + 1) * 8 + 8 // ep * 4)  # layers; sequences, padding; experts, z; ends
+    few = (2 - dense) * ((2 + 1) * (8 + 1) * 8 + 8 // ep * 4)  # layers; sequences, padding; experts, z; ends
     saved, formula = (sum(rank[what] for rank in seen) / n for what in ("saved", "formula"))
     assert saved == formula + few
 
 
-@pytest.mark.parametrize("n, flags", [(1, ""), (2, "--qkv-bias"), (2, "--no-sp --qk-norm"), (4, "--kv-heads 2")])
+@pytest.mark.parametrize("n, flags", [(1, ""), (2, "--qkv-bias"), (2, "--no-sp --qk-norm"), *slow((4, "--kv-heads 2"))])
 @pytest.mark.parametrize("attention", ["auto", pytest.param("math", marks=pytest.mark.slow)])
 def test_recomputation_changes_no_bit_and_adds_the_flops_it_says(pool, n, flags, attention):
     flags_of = {mode: f"--tp {n} --layers 3 --recompute {mode} --attention {attention} {flags}"

@@ -17,6 +17,8 @@ import config
 import costs
 import train
 from data import Corpus, Samples
+from pool import slow
+from program import python
 from sampling import sample
 
 ROOT = os.path.dirname(config.__file__)
@@ -25,9 +27,11 @@ SMALL = "--layers 2 --hidden 32 --heads 2 --ffn 48 --seq 32 --warmup 2"
 
 def start(flags: str, ranks: int = 0) -> subprocess.CompletedProcess:
     """`python train.py`, or torchrun with so many ranks."""
-    how = f"-m torch.distributed.run --nproc_per_node={ranks} " if ranks else ""
-    return subprocess.run([sys.executable, *f"{how}train.py {SMALL} {flags}".split()], cwd=ROOT, capture_output=True,
-                          text=True, timeout=600)
+    command = f"train.py {SMALL} {flags}".split()
+    if not ranks:
+        return python(*command)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
+    return subprocess.run([*torchrun, *command], cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
 def metrics(path) -> list[dict]:
@@ -58,11 +62,11 @@ def test_a_run_says_what_it_does_and_learns(tmp_path):
 
 
 def trained(flags: str) -> str:
-    """What the ranks of the pool print when they are a run of train.py, which ends with 40 tokens."""
+    """What the ranks of the pool print when they are a run of train.py, which ends with 16 tokens."""
     settings = config.parse(f"{SMALL} {flags}".split(), dist.get_world_size())
     samples = train.open_samples(settings, settings.data.data, settings.optim.seed)
     unseen = train.open_samples(settings, settings.data.val_data, None)
-    shorter = patch.object(train, "sample", lambda model, prompt, count: sample(model, prompt, 40))
+    shorter = patch.object(train, "sample", lambda model, prompt, count: sample(model, prompt, 16))
     with shorter, contextlib.redirect_stdout(io.StringIO()) as printed:
         train.train(settings, samples, unseen, torch.device("cpu"), "as asked", train.RunState())
     return printed.getvalue()
@@ -77,10 +81,9 @@ def test_every_grid_trains_evaluates_and_samples_as_one_process(pool, tmp_path):
     done = start(f"{flags} --metrics {tmp_path / 'torchrun'} --micro-batch 2", ranks=2)
     assert done.returncode == 0, done.stderr
     outcomes.append((metrics(tmp_path / "torchrun"), done.stdout))
-    grids = [(1, "--micro-batch 1"), (4, "--micro-batch 2 --zero 3"), (4, "--zero 1"), (2, "--micro-batch 8 --tp 2"),
-             (3, "--micro-batch 8 --cp 3 --cp-style ring"), (2, "--cp 2 --cp-style ulysses"),
+    grids = [(1, "--micro-batch 1"), (2, "--micro-batch 4 --zero 3"), (2, "--cp 2 --cp-style ring"),
              (4, "--micro-batch 2 --pp 2 --schedule zb-h1 --zero 3"), (2, "--micro-batch 4 --pp 2"),
-             (4, "--cp 2 --tp 2 --zero 3"), (4, "--micro-batch 2 --tp 2 --zero 3")]
+             (4, "--cp 2 --tp 2 --zero 3")]
     for i, (ranks, grid) in enumerate(grids):
         printed = pool.run(ranks, "test_train:trained", timeout=120,
                            flags=f"{flags} {grid} --metrics {tmp_path / str(i)}")
@@ -88,12 +91,12 @@ def test_every_grid_trains_evaluates_and_samples_as_one_process(pool, tmp_path):
         outcomes.append((metrics(tmp_path / str(i)), printed[0]))
     records, printed = outcomes[1]
     assert ["val_loss" in record for record in records] == [False, True, False, True]
-    assert 4 < records[-1]["val_loss"] < 6 and len(printed.split("\nimport")[1]) > 30
+    assert 4 < records[-1]["val_loss"] < 6 and len(printed.split("\nimport")[1]) > 8
     for other, text in outcomes:
         for record, want in zip(other, records):
             for what in {"loss", "grad_norm", "val_loss"} & want.keys():
                 assert record[what] == pytest.approx(want[what], rel=1e-10)
-        assert text.split("\nimport")[1][:30] == printed.split("\nimport")[1][:30]
+        assert text.split("\nimport")[1][:8] == printed.split("\nimport")[1][:8]
     sent = outcomes[0][0][0]["comm_gb"]["dp"] * 1e9
     assert sent == pytest.approx(2 * 1 / 2 * 34016 * 8)  # gradients in fp64
 
@@ -104,7 +107,7 @@ def test_every_grid_of_experts_trains_evaluates_and_samples_as_one_process(pool,
              f"--val-data {ROOT}/pp.py --dtype fp64 --steps 4 --lr 0.01 --global-batch 8 --eval-every 2 --eval-steps 1 "
              "--sample import")
     for i, (ranks, grid) in enumerate([(1, "--micro-batch 2"), (2, "--ep 2 --recompute full"),
-                                       (4, "--tp 2 --ep 4 --zero 1"), (4, "--tp 2 --no-sp --ep 2 --micro-batch 2"),
+                                       (2, "--tp 2 --no-sp --ep 2 --micro-batch 2"),
                                        (4, "--cp 2 --ep 4 --zero 3"),
                                        (4, "--pp 2 --ep 2 --micro-batch 2 --dense-layers 1")]):
         printed = pool.run(ranks, "test_train:trained", flags=f"{flags} {grid} --metrics {tmp_path / str(i)}")
@@ -117,7 +120,7 @@ def test_every_grid_of_experts_trains_evaluates_and_samples_as_one_process(pool,
         for record, want in zip(other, records):
             for what in {"loss", "grad_norm", "val_loss", "aux_loss", "load_max_over_mean"} & want.keys():
                 assert record[what] == pytest.approx(want[what], rel=1e-10), what
-        assert text.split("\nimport")[1][:30] == printed.split("\nimport")[1][:30]
+        assert text.split("\nimport")[1][:8] == printed.split("\nimport")[1][:8]
 
 
 def test_an_evaluation_in_rounds_is_one_over_everything(pool, tmp_path):
@@ -170,7 +173,7 @@ def test_a_step_that_fails_is_named_and_not_the_one_before(monkeypatch):
     assert progress.activity == "in step 2"
 
 
-@pytest.mark.parametrize("number, step", [(9, 0), (40, 2)])
+@pytest.mark.parametrize("number, step", [(40, 2), *slow((9, 0))])
 def test_a_rank_that_fails_takes_the_job_down_and_says_where(tmp_path, number, step):
     """Sample `number`, which only rank 1 of 2 reads, in step `step`, has tokens that the vocabulary lacks. None of the
     blocks that are read at the start has them."""

@@ -1,0 +1,118 @@
+"""All pairs: grids in which every two features of training meet, as most bugs of combinations need no third.
+
+FEATURES names what a run may have, and IMPOSSIBLE which two never meet; tests/test_grids.py shows that the command line
+refuses those. `all_pairs` chooses few small grids by a greedy search that gives the same ones every time.
+"""
+import random
+from itertools import combinations
+
+FEATURES = {
+    "zero": {"0": "", "1": "--zero 1", "2": "--zero 2", "3": "--zero 3"},
+    "replicas": {"1": "", "2": "--dp-replicate 2"},
+    "cp": {"none": "", "allgather": "--cp 2", "ring": "--cp 2 --cp-style ring", "ulysses": "--cp 2 --cp-style ulysses"},
+    "tp": {"none": "", "sp": "--tp 2", "no sp": "--tp 2 --no-sp", "async": "--tp 2 --async-tp",
+           "keep": "--tp 2 --sp-keep"},
+    "schedule": {"none": "", **{name: f"--pp 2 --layers 4 --schedule {name}" for name in (
+        "afab", "1f1b", "interleaved", "zb-h1", "zb1p", "zb-v", "dualpipev")}},
+    "experts": {"none": "", "ep 1": "", "edp 1": "", "edp 2": ""},
+    "recompute": {"none": "", "selective": "--recompute selective", "full": "--recompute full"},
+    "documents": {"mix": "", "masked": "--doc-mask"},
+    "seq": {"24": "", "22": "--seq 22"},  # padded with cp
+    "kv": {"heads": "", "copies": "--kv-heads 1"},  # copies: on each of tp ranks
+    "tables": {"two": "", "tied": "--tied"},
+    "qk": {"plain": "", "norm": "--qk-norm"},
+    "biases": {"none": "", "qkv": "--qkv-bias"},
+    "optimizer": {"adamw": "", "sgd": "--optimizer sgd"},
+    "batch": {"constant": "", "ramp": "--batch-ramp 16@0,32@1"},
+    "dtype": {"fp64": "--dtype fp64", "bf16": "--dtype bf16", "fp16": "--dtype fp16"},
+    "fp8": {"none": "", "tensorwise": "--fp8 tensorwise", "blockwise": "--fp8 blockwise"},
+    "moments": {"auto": "", "bf16": "--moments bf16"},
+}
+EXACT = {"dtype": "fp64", "fp8": "none", "moments": "auto"}  # what can be compared with the reference to 1e-10
+IMPOSSIBLE = {
+    (("zero", "0"), ("replicas", "2")),
+    (("tp", "async"), ("fp8", "tensorwise")), (("tp", "async"), ("fp8", "blockwise")),
+    (("tp", "keep"), ("fp8", "tensorwise")), (("tp", "keep"), ("fp8", "blockwise")),
+    *((("dtype", dtype), ("fp8", fp8)) for dtype in ("fp64", "fp16") for fp8 in ("tensorwise", "blockwise")),
+    (("dtype", "fp64"), ("moments", "bf16")), (("optimizer", "sgd"), ("moments", "bf16")),
+}
+MIXTRAL = "--experts 8 --top-k 2 --expert-ffn {} --router-z-loss 0.02 --aux-loss 0.3"
+DEEPSEEK = ("--experts 8 --top-k 3 --expert-ffn {} --router sigmoid --router-scale 2.5 --expert-groups 4 "
+            "--top-groups 2 --shared-experts 2 --dense-layers 1 --bias-rate 0.05 --aux-loss 0.2")
+WIDE = "--hidden 128 --heads 4 --kv-heads 4 --head-dim {} --ffn 256"  # which FP8's blocks divide, also at --tp 2
+SEQUENCES, MOST_RANKS, TRIED = 16, 8, 60
+Choice = dict[str, str]  # feature -> value
+
+
+def pairs_of(choice: Choice) -> set[tuple]:
+    return set(combinations(choice.items(), 2))
+
+
+def every_pair() -> set[tuple]:
+    return {((a, x), (b, y)) for a, b in combinations(FEATURES, 2) for x in FEATURES[a] for y in FEATURES[b]}
+
+
+def is_exact(choice: Choice) -> bool:
+    return EXACT.items() <= choice.items()
+
+
+def sizes(choice: Choice) -> dict[str, int]:
+    """The axes: data parallel ranks are as few as the features need, and two where nothing else is parallel."""
+    cp, tp, pp = (1 if choice[name] == "none" else 2 for name in ("cp", "tp", "schedule"))
+    replicas = int(choice["replicas"])
+    ep = 2 if choice["experts"].startswith("edp") else 1
+    edp = 2 if choice["experts"] == "edp 2" else 1
+    dp = replicas
+    while (dp // replicas * cp * tp < ep * edp or (choice["zero"] != "0" and dp // replicas * cp == 1)
+           or dp * cp * tp * pp == 1):
+        dp *= 2
+    return dict(dp=dp, cp=cp, tp=tp, pp=pp, ep=ep)
+
+
+def ranks_of(choice: Choice) -> int:
+    size = sizes(choice)
+    return size["dp"] * size["cp"] * size["tp"] * size["pp"]
+
+
+def grid_of(choice: Choice) -> tuple[int, str]:
+    """(ranks, flags). Two accumulations without a pipeline, four with one, of which dualpipev needs all."""
+    size, wide = sizes(choice), choice["fp8"] != "none"
+    accumulated = 4 if size["pp"] > 1 else 2
+    flags = [f"--global-batch {SEQUENCES} --micro-batch {SEQUENCES // size['dp'] // accumulated}"]
+    if wide:
+        flags.append(WIDE.format(64 if choice["kv"] == "heads" else 128))
+    flags += [FEATURES[name][value] for name, value in choice.items()]
+    if choice["experts"] != "none":
+        kind = DEEPSEEK if choice["experts"] == "edp 1" else MIXTRAL
+        flags.append(kind.format(128 if wide else 12) + f" --ep {size['ep']}")
+    return ranks_of(choice), " ".join(filter(None, flags))
+
+
+def drawn(generator: random.Random, fixed: Choice) -> Choice:
+    """A random choice with what is fixed, made of values that can be beside each other."""
+    choice = dict(fixed)
+    names = [name for name in FEATURES if name not in fixed]
+    for name in generator.sample(names, len(names)):
+        choice[name] = generator.choice([value for value in FEATURES[name] if not any(
+            {((name, value), other), (other, (name, value))} & IMPOSSIBLE for other in choice.items())])
+    return {name: choice[name] for name in FEATURES}
+
+
+def covering(missing: set[tuple], fixed: Choice, generator: random.Random) -> list[Choice]:
+    """Choices with what is fixed that have all of the pairs, each chosen for how many more it has for its ranks."""
+    out = []
+    while missing:
+        candidates = [drawn(generator, fixed | dict(min(missing))) for _ in range(TRIED)]
+        best = max((choice for choice in candidates if ranks_of(choice) <= MOST_RANKS),
+                   key=lambda choice: len(pairs_of(choice) & missing) / (2 + ranks_of(choice)))
+        out.append(best)
+        missing = missing - pairs_of(best)
+    return out
+
+
+def all_pairs() -> list[Choice]:
+    """Pairs that can be exact meet in grids that are."""
+    generator, possible = random.Random(0), every_pair() - IMPOSSIBLE
+    exact = covering({pair for pair in possible if all(EXACT.get(name, value) == value for name, value in pair)},
+                     EXACT, generator)
+    return exact + covering(possible - {pair for choice in exact for pair in pairs_of(choice)}, {}, generator)

@@ -1,0 +1,160 @@
+"""Every setting reaches the code: for each field of the configuration a run that it changes, or another test."""
+import contextlib
+import io
+import json
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import config
+import grids
+import train
+from meter import Meter
+
+MODEL = ("--layers 2 --hidden 24 --heads 4 --kv-heads 2 --head-dim 6 --ffn 32 --vocab 61 --seq 12 --dtype fp64 "
+         "--steps 3 --warmup 1 --lr 0.02 --global-batch 8 --sample= --device cpu")
+MOE = "--experts 4 --expert-ffn 8"
+FP8 = "--dtype fp32 --hidden 32 --head-dim 16 --ffn 32 --fp8 tensorwise --layers 3"
+UNSEEN = "--val-data {folder}/unseen.npy"
+# Field -> (what else the run has, what is changed); the metrics of its three steps differ.
+CHANGES = {
+    "layers": ("", "--layers 3"), "hidden": ("", "--hidden 28"), "heads": ("", "--heads 2"),
+    "kv_heads": ("", "--kv-heads 1"), "head_dim": ("", "--head-dim 8"), "ffn": ("", "--ffn 33"),
+    "vocab": ("", "--vocab 62"), "tied": ("", "--tied"), "rope_theta": ("", "--rope-theta 100"),
+    "rope_scaling": ("--rope-theta 1e9", "--rope-scaling 8"), "norm_eps": ("", "--norm-eps 0.1"),
+    "qk_norm": ("", "--qk-norm"), "qkv_bias": ("", "--qkv-bias"), "window": ("", "--window 3"),
+    "window_every": ("--window 3", "--window-every 2"), "experts": (MOE, "--experts 5"), "top_k": (MOE, "--top-k 3"),
+    "expert_ffn": (MOE, "--expert-ffn 9"), "shared_experts": (MOE, "--shared-experts 1"),
+    "dense_layers": (MOE, "--dense-layers 1"), "router": (MOE, "--router sigmoid"),
+    "router_norm": (MOE, "--no-router-norm"), "router_scale": (MOE, "--router-scale 2"),
+    "expert_groups": (MOE, "--expert-groups 2"),
+    "top_groups": (f"{MOE} --expert-groups 2", "--top-groups 2"),
+    "dtype": ("", "--dtype fp32"), "fp8": (FP8, "--fp8 none"), "fp8_ends": (FP8, "--no-fp8-ends"),
+    "fp8_pow2": (FP8, "--fp8-pow2"), "moments": ("--dtype fp32", "--moments bf16"),
+    "seq": ("", "--seq 13"), "global_batch": ("", "--global-batch 12"), "batch_ramp": ("", "--batch-ramp 8@0,12@1"),
+    "optimizer": ("", "--optimizer sgd"), "lr": ("", "--lr 0.03"), "lr_schedule": ("", "--lr-schedule constant"),
+    "min_lr": ("", "--min-lr 0.01"), "warmup": ("", "--warmup 2"), "weight_decay": ("", "--weight-decay 0.5"),
+    "betas": ("--betas 0.8,0.9", "--betas 0.8,0.7"), "betas, first": ("--betas 0.8,0.9", "--betas 0.7,0.9"),
+    "z_loss": ("", "--z-loss 0.1"), "aux_loss": (MOE, "--aux-loss 1"),
+    "aux_over": (f"{MOE} --aux-loss 1", "--aux-over micro-batch"), "router_z_loss": (MOE, "--router-z-loss 1"),
+    "bias_rate": (f"{MOE} --router sigmoid", "--bias-rate 0.5"), "clip": ("", "--clip 0.01"),
+    "steps": ("", "--steps 4"), "seed": ("", "--seed 1"), "data": ("", "--data {folder}/unseen.npy"),
+    "data_dtype": ("--data {folder}/tokens.bin", "--data-dtype uint32"),
+    "separator": ("--doc-mask --separator 0", "--separator 5"), "doc_mask": ("--separator 0", "--doc-mask"),
+    "val_data": ("", UNSEEN), "eval_every": (UNSEEN, "--eval-every 2"), "eval_steps": (UNSEEN, "--eval-steps 1"),
+}
+# Field -> (what else, what is changed); the losses are the same, and something that is counted differs.
+COUNTED = {
+    "micro_batch": ("", "--micro-batch 2"), "attention": ("", "--attention math"),
+    "recompute": ("", "--recompute full")}
+# Field -> (what else a grid of four ranks has, what is changed); what its ranks communicate differs.
+COMMUNICATED = {
+    "cp": ("", "--cp 2"), "cp_style": ("--cp 2", "--cp-style ring"), "tp": ("", "--tp 2"), "pp": ("", "--pp 2"),
+    "schedule": ("--pp 2 --micro-batch 1", "--schedule afab"),
+    "chunks": ("--pp 2 --micro-batch 1 --layers 4 --schedule interleaved", "--chunks 1"),
+    "pp_group": ("--pp 2 --micro-batch 1 --layers 4 --schedule interleaved", "--pp-group 4"),
+    "ep": (MOE, "--ep 2"), "zero": ("", "--zero 2"), "dp_replicate": ("--zero 1", "--dp-replicate 2"),
+    "sp": ("--tp 2", "--no-sp"), "sp_keep": ("--tp 2", "--sp-keep"), "async_tp": ("--tp 2", "--async-tp"),
+    "bucket_mb": ("", "--bucket-mb 0")}
+ELSEWHERE = {
+    "preset": "test_config.py::test_a_preset_fills_the_model_and_any_field_overrides_it",
+    "dp": "test_config.py::test_choices_left_open_are_made",
+    "out": "test_checkpoint.py::test_a_resumed_run_is_the_uninterrupted_one_to_the_bit",
+    "save_every": "test_checkpoint.py::test_a_resumed_run_is_the_uninterrupted_one_to_the_bit",
+    "keep": "test_checkpoint.py::test_the_newest_are_kept_and_latest_names_the_last",
+    "resume": "test_checkpoint.py::test_a_resumed_run_is_the_uninterrupted_one_to_the_bit",
+    "insist": "test_checkpoint.py::test_a_change_of_model_or_data_is_refused_unless_insisted_on",
+    "init_from": "test_checkpoint.py::test_published_weights_pass_through_a_grid_to_the_bit",
+    "export_hf": "test_checkpoint.py::test_published_weights_pass_through_a_grid_to_the_bit",
+    "metrics": "test_train.py::test_a_run_says_what_it_does_and_learns",
+    "sample": "test_train.py::test_a_run_says_what_it_does_and_learns",
+    "device": "test_train.py::test_fewer_gpus_than_ranks_is_an_error_and_none_is_not",
+    "graph": "test_graphs.py::test_a_replayed_step_equals_an_executed_one",
+    "timeout": "test_settings.py::test_collectives_wait_as_long_as_the_timeout_says"}
+
+
+def test_every_field_has_a_case():
+    fields = {field.name for section in config.SECTIONS.values() for field in config.fields(section)}
+    cases = {name.split(",")[0] for name in (*CHANGES, *COUNTED, *COMMUNICATED, *ELSEWHERE)}
+    assert cases == fields
+    for place in ELSEWHERE.values():
+        file, name = place.split("::")
+        assert f"def {name}(" in Path(__file__).with_name(file).read_text()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("settings")
+    for name, seed in ("train", 0), ("unseen", 1):
+        np.save(folder / f"{name}.npy", np.random.default_rng(seed).integers(61, size=400).astype(np.uint16))
+    np.random.default_rng(2).integers(61, size=400).astype(np.uint32).tofile(folder / "tokens.bin")
+    return folder
+
+
+@cache
+def run(folder, flags: str) -> tuple[list[dict], Meter]:
+    """The metrics of every step that do not depend on time, and what was counted."""
+    line = f"{MODEL} --data {folder}/train.npy --metrics {folder}/metrics {flags}".format(folder=folder)
+    settings = config.parse(line.split())
+    training = train.open_samples(settings, settings.data.data, settings.optim.seed)
+    unseen = train.open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
+    with contextlib.redirect_stdout(io.StringIO()), Meter(memory=False) as meter:
+        train.train(settings, training, unseen, torch.device("cpu"), "as asked", train.RunState())
+    kept = "step", "tokens", "loss", "grad_norm", "lr", "val_loss", "aux_loss"
+    records = [json.loads(record) for record in (folder / "metrics").read_text().splitlines()]
+    return [{name: record[name] for name in kept if name in record} for record in records], meter
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_setting_changes_what_is_computed(folder, name):
+    others, change = CHANGES[name]
+    (before, _), (after, _) = run(folder, others), run(folder, f"{others} {change}")
+    assert before != after
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_setting_changes_how_it_is_computed(folder, name):
+    others, change = COUNTED[name]
+    (before, plain), (after, other) = run(folder, others), run(folder, f"{others} {change}")
+    assert (plain.operations, plain.flops) != (other.operations, other.flops)
+    for record, same in zip(before, after, strict=True):
+        assert record == pytest.approx(same, rel=1e-10)
+
+
+def communicated(lines: list[str]) -> list[list[tuple]]:
+    """Name, group and shape of every collective of this rank in a step of each of these runs."""
+    out = []
+    for line in lines:
+        settings = config.parse(f"{MODEL} --data {__file__} {line}".split(), dist.get_world_size())
+        groups = train.build_groups(settings.grid, settings.model)
+        axes = {group.group_name: axis for axis, group in groups.items() if group}
+        model, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float64)
+        tokens, labels = grids.batches(settings)[0]
+        share = train.local_micro_batches(grids.GivenSamples(tokens, labels), 0, 8, settings, groups)
+        with Meter(memory=False) as meter:
+            train.forward_backward(model, optimizer, share, groups)
+            optimizer.step(0.01)
+        out.append([(axes.get(call.group), call.name, call.shape) for call in meter.collectives])
+    return out
+
+
+def test_a_setting_changes_what_is_communicated(pool):
+    lines = [line for others, change in COMMUNICATED.values() for line in (others, f"{others} {change}")]
+    first, *_ = pool.run(4, "test_settings:communicated", lines=lines)
+    for i, name in enumerate(COMMUNICATED):
+        assert first[2 * i] != first[2 * i + 1], name
+
+
+def waits(seconds: float) -> set[float]:
+    """How long the groups of a run wait."""
+    settings = config.parse(f"{MODEL} --data {__file__} --tp 2 --timeout {seconds}".split(), dist.get_world_size())
+    groups = train.build_groups(settings.grid, settings.model, settings.run.timeout)
+    return {groups[axis]._get_backend(torch.device("cpu")).options._timeout.total_seconds() for axis in ("tp", "dp")}
+
+
+def test_collectives_wait_as_long_as_the_timeout_says(pool):
+    assert pool.run(4, "test_settings:waits", seconds=77.0) == [{77.0}] * 4
