@@ -27,6 +27,11 @@ def seed():
     torch.manual_seed(0)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--grids", type=int, default=20, help="with -m random: how many grids")
+    parser.addoption("--first-grid", type=int, default=0, help="with -m random: the seed of the first of them")
+
+
 def pytest_collection_modifyitems(items):
     """Files whose tests need no worlds of processes first, then those that need some, then the slowest: what is broken
     shows soon, and worlds that are known (tests marked `ahead`) are run by the pool meanwhile."""

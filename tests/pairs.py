@@ -110,6 +110,30 @@ def covering(missing: set[tuple], fixed: Choice, generator: random.Random) -> li
     return out
 
 
+MORE = {  # what grids at random have besides; for each feature most often nothing
+    "window": ["", "", "--window 5", "--window 9 --window-every 2"], "clip": ["", "", "--clip 0"],
+    "buckets": ["", "--bucket-mb 0", "--bucket-mb 0.05"], "attention": ["", "", "--attention math"],
+    "z loss": ["", "", "--z-loss 0.01"], "head": ["", "", "--head-dim 4"], "vocab": ["", "", "--vocab 101"],
+    "rope": ["", "", "--rope-theta 100"]}
+
+
+def at_random(seed: int) -> tuple[Choice, list[str]]:
+    """(a choice that is exact, more flags): another one for every seed, that no search has chosen."""
+    generator = random.Random(f"a grid at random {seed}")
+    choice = drawn(generator, EXACT)
+    while ranks_of(choice) > MOST_RANKS:
+        choice = drawn(generator, EXACT)
+    return choice, [flags for values in MORE.values() if (flags := generator.choice(values))]
+
+
+def simpler(choice: Choice, more: list[str]) -> list[tuple[Choice, list[str]]]:
+    """What has one feature less."""
+    plain = [(choice | {name: next(iter(FEATURES[name]))}, more) for name in FEATURES
+             if name not in EXACT and choice[name] != next(iter(FEATURES[name]))]
+    plain += [(choice, more[:i] + more[i + 1:]) for i in range(len(more))]
+    return [(choice, more) for choice, more in plain if not pairs_of(choice) & IMPOSSIBLE]
+
+
 def all_pairs() -> list[Choice]:
     """Pairs that can be exact meet in grids that are."""
     generator, possible = random.Random(0), every_pair() - IMPOSSIBLE

@@ -519,17 +519,19 @@ def test_the_losses_carry_the_scale_of_fp16():
     assert (grads[0] - grads[1]).abs().max() < 1e-12 * grads[0].abs().max()
 
 
-def test_biases_leave_one_grid_and_enter_another(pool):
+@pytest.mark.parametrize("chain", [[(2, "--ep 2 --recompute full"), (4, "--tp 2 --ep 4 --zero 2")],
+                                   [(2, "--pp 2 --micro-batch 12"), (2, "--ep 2")]])
+def test_biases_leave_one_grid_and_enter_another(pool, chain):
     want, state = truth(DEEPSEEK), None
-    for step, (ranks, flags) in enumerate([(2, "--ep 2 --recompute full"), (2, "--pp 2 --micro-batch 12"),
-                                           (4, "--tp 2 --ep 4 --zero 2")]):
+    for step, (ranks, flags) in enumerate(chain):
         results = pool.run(ranks, "grids:run", grid=f"{DEEPSEEK} {flags}", first=step, last=step + 1, state=state)
         state = {what: grids.whole([result[what] for result in results]) for what in ("params", "m", "v")}
         state["extra_state"] = {name: number for result in results for name, number in result["extra_state"].items()}
     for what in ("params", "m", "v"):
         compare(state[what], want[what], what)
     for name, bias in want["biases"].items():
-        assert torch.equal(state["extra_state"][name], bias) and bias.abs().max() > 0.04
+        assert torch.equal(state["extra_state"][name], bias)
+    assert any(bias.abs().max() > 0.04 for bias in want["biases"].values())
 
 
 def test_evaluation_counts_nothing():

@@ -210,6 +210,40 @@ def test_a_grid_equals_one_process(pool, ranks, grid):
     equals_one_process(pool, ranks, grid)
 
 
+# ---- grids at random ------------------------------------------------------------------------------------------------
+
+def line_of(choice: pairs.Choice, more: list[str]) -> tuple[int, str]:
+    ranks, flags = pairs.grid_of(choice)
+    return ranks, " ".join([flags, *more])
+
+
+@pytest.mark.random
+def test_a_grid_at_random_equals_one_process(pool, number):
+    """`pytest -m random --grids 200`: as many seeds. Of a grid that fails the simplest that still does is named."""
+    choice, more = pairs.at_random(number)
+    problem = problem_of(pool, choice, more)
+    while problem and (less := next((less for less in pairs.simpler(choice, more) if problem_of(pool, *less)), None)):
+        choice, more = less
+        problem = problem_of(pool, choice, more)
+    assert not problem, "{} ranks {}: {}".format(*line_of(choice, more), problem)
+
+
+def problem_of(pool, choice: pairs.Choice, more: list[str]) -> str:
+    try:
+        equals_one_process(pool, *line_of(choice, more))
+    except (AssertionError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def pytest_generate_tests(metafunc):
+    if "number" in metafunc.fixturenames and metafunc.function is test_a_grid_at_random_equals_one_process:
+        first, count = metafunc.config.getoption("--first-grid"), metafunc.config.getoption("--grids")
+        lines = [(seed, *line_of(*pairs.at_random(seed))) for seed in range(first, first + count)]
+        metafunc.parametrize("number", [pytest.param(seed, marks=pytest.mark.ahead(ranks, "grids:run", grid=grid))
+                                      for seed, ranks, grid in lines])
+
+
 # ---- all pairs of features ------------------------------------------------------------------------------------------
 
 PAIRS = pairs.all_pairs()

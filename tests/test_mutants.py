@@ -498,7 +498,7 @@ MUTANTS = [
     Mutant("a bias that stays behind", "train.py",
            "return optimizer.extra_state() | {router.name: router.bias for router in model.routers}",
            "return optimizer.extra_state() | {router.name: router.bias.clone() for router in model.routers}",
-           "tests/test_ep.py::test_biases_leave_one_grid_and_enter_another"),
+           "tests/test_ep.py::test_biases_leave_one_grid_and_enter_another[chain0]"),
     Mutant("weights that meet the wrong expert's result", "ep.py",
            "(gates[:, None] @ unpermute(y, route.inverse,",
            "(gates[:, None] @ unpermute(y, route.order,",
