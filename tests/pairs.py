@@ -38,7 +38,7 @@ IMPOSSIBLE = {
 }
 MIXTRAL = "--experts 8 --top-k 2 --expert-ffn {} --router-z-loss 0.02 --aux-loss 0.3"
 DEEPSEEK = ("--experts 8 --top-k 3 --expert-ffn {} --router sigmoid --router-scale 2.5 --expert-groups 4 "
-            "--top-groups 2 --shared-experts 2 --dense-layers 1 --bias-rate 0.05 --aux-loss 0.2")
+            "--top-groups 2 --shared-experts 2 --dense-layers 1 --bias-rate 0.002 --aux-loss 0.2")
 WIDE = "--hidden 128 --heads 4 --kv-heads 4 --head-dim {} --ffn 256"  # which FP8's blocks divide, also at --tp 2
 SEQUENCES, MOST_RANKS, TRIED = 16, 8, 60
 Choice = dict[str, str]  # feature -> value
