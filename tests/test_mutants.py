@@ -409,7 +409,7 @@ MUTANTS = [
            'if op == "I":\n                        backward_input((stage, k), edge, grad)',
            'if op == "I":\n                        import param; param._queue[stage, k] = {}\n'
            "                        torch.autograd.backward(edge, grad)",
-           "tests/test_pp.py::test_a_step_takes_as_long_as_simulated[zb-h1-4]"),
+           "tests/test_pp.py::test_bytes_alive_at_every_action_are_the_plans[zb-h1]"),
     Mutant("a cut of the layers without the head's work", "costs.py",
            'return partition(work, stages, head, int(division == "balanced"))',
            'return partition(work, stages, 0.0, int(division == "balanced"))',
@@ -903,6 +903,8 @@ def test_a_mutant_still_has_its_passage_and_its_test(mutant):
 
 def test_mutants_are_killed_in_the_default_tier(request):
     """By tests that are there: those of all files that are collected with this one."""
+    if request.config.option.keyword or any("::" in argument for argument in request.config.args):
+        pytest.skip("not all tests of a file were asked for")
     there = {item.nodeid for item in request.session.items}
     files = {name.split("::")[0] for name in there}
     assert [mutant.name for mutant in MUTANTS if mutant.killer.split("::")[0] in files - {"tests/test_mutants.py"}

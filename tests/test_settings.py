@@ -73,6 +73,8 @@ ELSEWHERE = {
     "metrics": "test_train.py::test_a_run_says_what_it_does_and_learns",
     "sample": "test_train.py::test_a_run_says_what_it_does_and_learns",
     "device": "test_train.py::test_fewer_gpus_than_ranks_is_an_error_and_none_is_not",
+    "profile": "test_profiling.py::test_a_trace_names_phases_and_actions",
+    "memory_snapshot": "test_profiling.py::test_what_cannot_be_written_is_refused_before_the_run",
     "graph": "test_graphs.py::test_a_replayed_step_equals_an_executed_one",
     "timeout": "test_settings.py::test_collectives_wait_as_long_as_the_timeout_says"}
 
