@@ -19,8 +19,13 @@ def complete(config, world: int) -> None:
 
     Raises ValueError for what cannot run. The order matters: a check reads what earlier ones have filled in.
     """
+    if config.run.dry_run:
+        check_dry_run(config.run, config.data, config.grid, world)
+        world = config.run.gpus
     check_model(config.model)
     check_experts(config.model)
+    if config.grid.grid == "auto":
+        return  # search.py chooses one, with which all is checked
     check_grid(config.grid, config.model, world)
     check_batch(config.batch, config.grid)
     check_schedule(config.batch, config.grid)
@@ -330,11 +335,22 @@ def check_run(run) -> None:
     need(run.timeout <= 1e7, f"--timeout {run.timeout}: must be at most 1e7 seconds")
     snapshot = os.path.dirname(run.memory_snapshot) or "."
     need(os.path.isdir(snapshot), f"--memory-snapshot {run.memory_snapshot}: there is no folder {snapshot}")
+    need(run.dry_run or not (run.gpus or run.rank), f"--gpus {run.gpus} --rank {run.rank}: only --dry-run pretends to "
+         "be one of many ranks; torchrun --nproc_per_node starts them")
     folder = os.path.dirname(run.metrics) or "."
     need(os.path.isdir(folder), f"--metrics {run.metrics}: there is no folder {folder}")
     need(not os.path.isdir(run.metrics), f"--metrics {run.metrics}: is a folder, name a file")
     target = run.metrics if os.path.exists(run.metrics) else folder
     need(not run.metrics or os.access(target, os.W_OK), f"--metrics {run.metrics}: {target} cannot be written to")
+
+
+def check_dry_run(run, data, grid, world: int) -> None:
+    need(world == 1, f"--dry-run on {count(world)}: one process pretends to be one of --gpus, leave out torchrun")
+    need(run.gpus > 0, f"--dry-run with --gpus {run.gpus}: say how many ranks the run would have, such as --gpus 64")
+    need(grid.grid == "given", "--dry-run with --grid auto: search chooses for the machine that it runs on; ask "
+                               "plan.py search for the best grid of another one, and give that")
+    need(0 <= run.rank < run.gpus, f"--rank {run.rank}: the ranks of --gpus {run.gpus} are 0 to {run.gpus - 1}")
+    need(not data.doc_mask, "--dry-run with --doc-mask: what documents hide depends on the data, leave one of them out")
 
 
 def check_graph(run, model, world: int) -> None:

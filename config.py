@@ -105,6 +105,8 @@ class Model:
 
 @dataclass
 class Grid:
+    grid: str = setting("given", "auto: axes, ZeRO level, micro-batch, schedule and recomputation that no flag gives "
+                                 "become what search.py predicts to be the fastest here", ("given", "auto"))
     dp: int = setting(-1, "data parallel ranks; -1: all that pp, cp and tp leave")
     cp: int = setting(1, "context parallel ranks: each has 1/cp of every sequence")
     cp_style: str = setting("allgather", "allgather: gather keys and values; ring: send them round a ring; ulysses: "
@@ -212,6 +214,9 @@ class Run:
     sample: str = setting("def ", "after training on text, continue this prompt; '' for none")
     device: str = setting("auto", "auto: GPUs when there is one per rank", ("auto", "cpu", "cuda"))
     graph: bool = setting(False, "capture the third step as a CUDA graph and replay it: one rank, no experts")
+    dry_run: bool = setting(False, "run one step on fake tensors as --rank of --gpus ranks, and print what it needs")
+    gpus: int = setting(0, "ranks of a dry run")
+    rank: int = setting(0, "which of them to be")
     timeout: float = setting(600.0, "seconds a collective may wait for a rank before the run fails")
     time_limit: float = setting(0.0, "minutes after which the run saves and ends, as after SIGTERM or Ctrl-C; 0: none")
     max_skipped: int = setting(25, "so many steps in a row without an update (gradients not finite, or spikes) are a "
@@ -234,6 +239,7 @@ class Config:
     run: Run
     given: dict = field(default_factory=dict)  # the sections' values before defaults were filled in
     shown: bool = False  # whether the grid is that of SHOWN, because the command line names none
+    arguments: list = field(default_factory=list)  # the command line that they come from
 
     def fp8_layers(self) -> range:
         """The blocks whose linear layers multiply in FP8."""
@@ -281,7 +287,7 @@ PRESETS = {  #             layers hidden heads kv    ffn
 }
 
 
-SECTIONS = {f.name: f.type for f in fields(Config) if f.name not in ("given", "shown")}
+SECTIONS = {f.name: f.type for f in fields(Config) if f.name not in ("given", "shown", "arguments")}
 SHOWN = {4: ["--tp", "2"], 8: ["--tp", "2", "--pp", "2"]}  # ranks -> the grid where no flag names grid or model
 
 
@@ -417,7 +423,7 @@ def make_parser() -> Parser:
 
 
 def parse(arguments: list[str], world: int = 1) -> Config:
-    """The complete and checked settings of a run on `world` ranks.
+    """The complete and checked settings of a run on `world` ranks; with --grid auto, what the grid decides is neither.
 
     Raises ValueError, one line, for whatever cannot run.
     """
@@ -442,6 +448,7 @@ def parse(arguments: list[str], world: int = 1) -> Config:
         name: section(**{f.name: values[f.name] for f in fields(section) if f.name in values})
         for name, section in SECTIONS.items()
     })
+    config.arguments = list(arguments)
     config.given = {name: value for section in SECTIONS for name, value in asdict(getattr(config, section)).items()}
     checks.complete(config, world)
     check_export(config)

@@ -1,4 +1,4 @@
-"""What a run costs, by formula: parameters, FLOPs, bytes of model state and of saved activations.
+"""What a run costs, by formula: parameters, FLOPs, and what its layers make and save.
 
 Nothing is measured here and nothing needs torch: formulas take settings and shapes, so they answer before anything
 runs. The tests compare them: parameters with published totals, exactly; state and activations with what meter.py counts
@@ -8,9 +8,6 @@ Parameters and FLOPs. Each of the P parameters that a token passes through takes
 addition in forward, and in two of each in backward: 6 P FLOPs per token (papers write 6 N). Attention's scores and
 their product with the values add 12 L q S, where q is heads x head width, or 6 L q S if only the visible half of the
 scores counts (causal). Experts that a token is not sent to do not count in P.
-
-Model state of P parameters at ZeRO level 0: weights w P, gradients a P, master weights a P (none if w = a) and AdamW's
-moments m P, with w = 2, a = 4, m = 8 in bf16: 18 bytes per parameter. See zero.py for what each level divides.
 
 Activations. A layer is a table of what its forward makes: bytes per token, the strongest recomputation under which it
 is still saved, what shards it, and the FLOPs that make it. From it follow what a rank saves and what is recomputed.
@@ -22,13 +19,12 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from math import gcd
 from typing import Any, NamedTuple
 
-from config import Config, Model, padded_length
+from config import Config, Model
 
 RECOMPUTE = ("none", "selective", "full")  # from weakest to strongest
 
@@ -100,32 +96,6 @@ def flops_per_token(model: Model, seq: int, causal: bool = False) -> float:
     multiplied = count.active - (0 if model.tied else count.embedding)
     visible = sum(visible_keys(model, layer, seq) for layer in range(model.layers))
     return 6 * multiplied + (1 if causal else 2) * 12 * model.heads * model.head_dim * visible
-
-
-# ---- model state ----------------------------------------------------------------------------------------------------
-
-def state_bytes(buckets: list[int], level: int, n: int, *, weight: int, accumulated: int,
-                moments: int) -> dict[str, int]:
-    """Upper bounds of the bytes that a rank has at once of weights, gradients and optimizer state.
-
-    buckets: elements of each. n: ranks that shard them. level: of ZeRO. weight: bytes per element of the weights;
-    accumulated: of main gradients and master weights; moments: of all moments together. At level 3 two
-    buckets' weights are whole at once, at levels 2 and 3 two buckets' gradients: the two largest are taken, though only
-    neighbours coincide. Left out at levels 2 and 3: schedules that split backward, which have one whole gradient per
-    bucket; the gradient of a tied table; one shard being received. With bf16 moments: one bucket's moments in fp32
-    during its update.
-    """
-    if n == 1:
-        level = 0
-    padded = [-(-count // n) * n for count in buckets] if level else buckets
-    all_elements = sum(padded)
-    shard = all_elements // n
-    two_weights = sum(sorted(padded)[-2:])
-    two_grads = two_weights if len(padded) > 1 else 2 * all_elements  # one is reduced while the other is filled
-    master = 0 if weight == accumulated else accumulated
-    return dict(weights=(shard + two_weights if level == 3 else all_elements) * weight,
-                gradients=(shard + two_grads if level >= 2 else all_elements) * accumulated,
-                optimizer=(shard if level else all_elements) * (master + moments))
 
 
 # ---- layers of a stage, elements of its buckets ---------------------------------------------------------------------
@@ -477,75 +447,6 @@ def published_flops(algorithm: str, B: int, N: int, S: int, D: int) -> float:
     operations (1 mask, 5 softmax, 2 dropout; backward 2 and 4), both figures are as printed.
     """
     return attention_cost(algorithm, B, N, S, D).flops / 16 + 14 * B * N * S * S
-
-
-# ---- memory of a rank -----------------------------------------------------------------------------------------------
-
-def activation_bytes(settings: Config, element: int, stages: Collection[Iterable[int]] | None = None,
-                     in_flight: int = 1, has_head: bool = True) -> int:
-    """Bytes that forwards save on a rank for their backwards, if all experts get equally many tokens.
-
-    element: bytes per element of an activation. stages: the layers of each pipeline stage on this rank; None: all
-    layers, in one stage. in_flight: micro-batches whose activations the rank has at once. has_head: whether it has the
-    last stage. These are what plain torch saves; Triton's kernels on a GPU save less: no norms' statistics, and dx and
-    dW of the head in place of logits. Left out: masks of documents and windows, and small tensors per sequence.
-    """
-    model, grid, batch, precision, optim = (settings.model, settings.grid, settings.batch, settings.precision,
-                                            settings.optim)
-    tp, sp, acc, recompute = grid.tp, grid.sp, acc_bytes(element), precision.recompute
-    seq = padded_length(batch.seq, grid.cp, tp if sp else 1)
-    local_seq = seq // grid.cp
-    by_heads = grid.cp > 1 and grid.style().whole_sequences  # Ulysses
-    by_blocks = grid.cp > 1 and not by_heads  # attention by blocks saves no scores
-    options = LayerOptions(element, tp, "auto" if by_blocks else precision.attention, grid.sp_keep,
-                           aux=optim.aux_loss > 0, router_z=optim.router_z_loss > 0, dispatched=grid.ep > 1)
-    recipe = precision.fp8_recipe()
-    fp8_bytes = (1 + 4 / 128 if recipe.blocks else 1.0) if recipe else 0.0  # a scale per 128 elements
-
-    def block(number: int) -> float:
-        fp8 = fp8_bytes if number in settings.fp8_layers() else 0.0
-        layer = llama_layer(model, seq, options._replace(fp8=fp8), number)
-        if by_heads:  # the output before it is exchanged, and kv heads repeated until cp divides them
-            kv_heads = max(model.kv_heads // tp, 1)  # of a rank
-            repeated = 2 * tp * kv_heads * (grid.cp // gcd(grid.cp, kv_heads) - 1)
-            layer["attention_by_heads"] = Activation((model.heads + repeated) * model.head_dim * element, "selective",
-                                                     "tp")
-        return saved_bytes(layer, recompute, tp, sp or recompute == "full")  # checkpoints are sharded without sp, too
-
-    stages = stages or [range(model.layers)]
-    kinds, saved = layer_kinds(settings), by_kind(settings, block)
-    per_token = in_flight * max(sum(saved[kinds[layer]] for layer in layers) for layers in stages)
-    if has_head:
-        norm = model.hidden * element if recompute == "selective" else 2 * model.hidden * element + acc
-        logits = -(-model.vocab // tp) * element + 3 * acc
-        indices = 2 * 9  # of the token in the table and of its label in the vocabulary, each with a mask
-        per_token += norm / (tp if sp else 1) + logits + indices
-        if grid.sp_keep and recompute != "selective":
-            per_token += model.hidden * element * (1 - 1 / tp)
-    if recompute == "full" and tp > 1 and not sp:
-        per_token += model.hidden * element  # one checkpoint, gathered
-    if model.experts and recompute == "full":
-        per_token += in_flight * 8 / tp  # the sequence that a token belongs to, for recomputing a block
-    angles = local_seq * model.head_dim * acc  # cos and sin of rotary embedding
-    mask = seq * seq if precision.attention == "math" and not by_blocks else 0
-    return round(batch.micro_batch * local_seq * per_token + angles + mask)
-
-
-def memory_bytes(settings: Config, element: int, moments: int, buckets: dict[str, list[int]], fp8_weights: int,
-                 activations: int) -> dict[str, int]:
-    """Bytes of a rank by kind. buckets: elements of each, by data axis. moments: bytes per element of all moments.
-    fp8_weights: elements of this rank's matrices that multiply in FP8."""
-    grid = settings.grid
-    shards = grid.dp // grid.dp_replicate * grid.cp
-    memory = dict.fromkeys(("weights", "gradients", "optimizer"), 0)
-    for axis, n in ("dp", shards), ("edp", shards * grid.tp // grid.ep):
-        if buckets.get(axis):
-            state = state_bytes(buckets[axis], grid.zero, n, weight=element, accumulated=acc_bytes(element),
-                                moments=moments)
-            memory = {kind: count + state[kind] for kind, count in memory.items()}
-    if fp8_weights and grid.zero < 3:
-        memory["FP8 weights"] = 2 * fp8_weights
-    return memory | dict(activations=activations)
 
 
 # ---- utilisation ----------------------------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ class Router:
                 coefficients = self.loss_coefficients(counts[:-1], info)
 
         order = chosen.flatten().argsort(stable=True)
-        sent, received = exchange_counts(counts.sum(0), group)
+        sent, received = exchange_counts(counts.sum(0), chosen.numel(), group)
         input_splits, output_splits = [sum(row) for row in sent], [sum(row) for row in received]
         rows_per_expert = [sum(column) for column in zip(*received)]
         ends = torch.tensor(rows_per_expert).cumsum(0).int().to(scores.device, non_blocking=True)
@@ -248,13 +248,14 @@ def invert(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
-def exchange_counts(counts: Tensor, group: Group) -> tuple[list[list[int]], list[list[int]]]:
+def exchange_counts(counts: Tensor, rows: int, group: Group) -> tuple[list[list[int]], list[list[int]]]:
     """(rows sent to each rank, rows received from each rank), for each expert of the receiver: lists [n][e]. counts:
-    [E], rows of this rank. Only here does the host wait for the device; a dry run can replace this function."""
+    [E], rows of this rank; rows: their sum. Only here does the host wait for the device; dryrun.py replaces this."""
     n = size(group)
     received_counts, splits = torch.empty_like(counts), [len(counts) // n] * n
     all_to_all(received_counts, counts, splits, splits, group)
     sent, received = torch.stack((counts, received_counts)).view(2, n, -1).tolist()
+    assert sum(map(sum, sent)) == rows, "a choice of an expert was not counted, or counted twice"
     return sent, received
 
 
@@ -434,9 +435,9 @@ def accumulate_grouped_product(out: Tensor, grad: Tensor, x: Tensor, route: Rout
 
 
 def fits_grouped_mm(*tensors: Tensor) -> bool:
-    """Whether F.grouped_mm takes these operands: no fp64, and every row begins at a multiple of 16 bytes."""
-    return all(x.dtype != torch.float64 and x.data_ptr() % 16 == 0 and x.shape[-1] * x.element_size() % 16 == 0
-               for x in tensors)
+    """Whether F.grouped_mm takes these operands: bf16, and every row begins at a multiple of 16 bytes."""
+    return all(x.dtype == torch.bfloat16 and x.storage_offset() * x.element_size() % 16 == 0
+               and x.shape[-1] * x.element_size() % 16 == 0 for x in tensors)
 
 
 # ---- demo: python ep.py, or torchrun --nproc_per_node=4 ep.py -------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 import costs
 import machines
 import plan
+import search
 
 FILE = Path(__file__).parent / "JOURNEY.md"
 USABLE = machines.CONSTANTS.usable * machines.MACHINES["h100"].memory_bytes / 1e9
@@ -95,7 +96,7 @@ def numbers_of(request: dict[str, Any]) -> dict[str, Any]:
                 attention=part["attention"],
                 fixed=part["fixed"] + part["optimizer"], active=count.active / 1e9, total=count.total / 1e9,
                 gpus=request["dp"] * request.get("cp", 1) * request.get("tp", 1) * request.get("pp", 1),
-                flags=plan.describe(run.settings))
+                flags=search.describe(run.settings))
 
 
 def text() -> str:

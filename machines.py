@@ -12,8 +12,8 @@ as long as those. FLOPs, bytes and shapes are those of costs.py. A collective of
 takes b / bandwidth + (n - 1) x latency, a ring's (Patarasuk and Yuan 2009). A group that leaves a node shares the
 node's network cards with its neighbours: r of its ranks in each node use the cards of r ranks.
 
-Fourteen constants of time and six of memory, the same for every run, were fitted on public runs; none belongs to a row,
-a model or a paper. tests/published/fit.py fits those of time again, also without any one model or number of nodes.
+Fourteen constants of time and five of memory, the same for every run, were fitted on public runs; none belongs to a
+row, a model or a paper. tests/published/fit.py fits those of time again, also without any one model or number of nodes.
 `Kernels` says what a run's code does: which attention, what it overlaps, what it saves.
 
 Letters: T tokens of a micro-batch on a rank, H hidden, P parameters of a rank, V vocabulary, t tensor parallel ranks.
@@ -30,6 +30,7 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 import costs
+import footprint
 import schedules
 from checks import need
 from config import Config, Grid, padded_length
@@ -186,9 +187,8 @@ class Constants(NamedTuple):
     network: float = 0.755  # the same of the network
     data: float = 0.733  # of the bandwidth of the network, what the data axis reaches where nothing is overlapped
     latency: float = 1.144  # relative to the machine's
-    unfused: float = 1.5  # activations that code saves which is not `fused`, relative to costs.py
-    gathered: float = 1.8  # bytes per token, channel and layer of gathered inputs, where they are saved
-    logit_saved: float = 4.2  # bytes per logit, besides those of costs.py, where nothing is fused
+    unfused: float = 1.5  # activations that code saves which is not `fused`, relative to footprint.py
+    gathered: float = 1.6  # bytes per token, channel and layer of gathered inputs, where they are saved
     reserved: float = 0.7e9  # bytes that the allocator and libraries hold besides
     usable: float = 0.955  # of a GPU's memory
     spread: float = 0.12  # standard deviation of the error of a predicted memory, relative
@@ -540,36 +540,38 @@ def stages_of_rank(run: Run, rank: int) -> dict[int, range]:
     return {stage: layers for stage, layers in enumerate(divided) if owner(run.settings.grid, stage) == rank}
 
 
-def activations_of_rank(run: Run, rank: int) -> int:
-    """Bytes that the forwards of a pipeline rank save."""
-    grid, m, last = run.settings.grid, run.micro_batches, run.settings.grid.pp * run.settings.grid.chunks - 1
+def in_flight_of_rank(run: Run, rank: int) -> int:
+    grid, m = run.settings.grid, run.micro_batches
     enough = m
     if grid.pp > 1 and grid.schedule != "afab" and not grid.pp_group and m > 4 * grid.pp:
         enough = 4 * grid.pp + m % grid.pp
-    held = in_flight(grid.schedule if grid.pp > 1 else "1f1b", grid.pp, enough, grid.chunks, grid.pp_group)[rank]
-    stages = stages_of_rank(run, rank)
-    return costs.activation_bytes(run.settings, 2, stages.values(), held, last in stages)
+    return in_flight(grid.schedule if grid.pp > 1 else "1f1b", grid.pp, enough, grid.chunks, grid.pp_group)[rank]
+
+
+def activations_of_rank(run: Run, rank: int) -> int:
+    """Bytes that the forwards of a pipeline rank save."""
+    stages, last = stages_of_rank(run, rank), run.settings.grid.pp * run.settings.grid.chunks - 1
+    return footprint.activation_bytes(run.settings, 2, stages.values(), in_flight_of_rank(run, rank), last in stages)
 
 
 def memory_of_rank(run: Run, rank: int, own: int | None = None) -> dict[str, int]:
-    """Bytes of a pipeline rank by kind, by the formulas of costs.py, as train.py prints them for its own code. own: its
-    activations, if they are known."""
+    """Bytes of a pipeline rank by kind, by the formulas of footprint.py, as train.py prints them for its own code. own:
+    its activations, if they are known."""
     settings, kernels, constants = run.settings, run.kernels, run.constants
     grid, last = settings.grid, settings.grid.pp * settings.grid.chunks - 1
     stages = stages_of_rank(run, rank)
     own = activations_of_rank(run, rank) if own is None else own
-    moments = (1 if settings.optim.optimizer == "sgd" else 2) * (2 if settings.precision.moments == "bf16" else 4)
+    moments = (0 if settings.optim.optimizer == "sgd" else 2) * (2 if settings.precision.moments == "bf16" else 4)
     elements = costs.bucket_elements(settings, stages, 2)
     numbers = [layer for layers in stages.values() for layer in layers]
-    memory = costs.memory_bytes(settings, 2, moments, elements, costs.fp8_elements(settings, numbers), own)
+    memory = footprint.memory_bytes(settings, 2, moments, elements, costs.fp8_elements(settings, numbers), own,
+                                    in_flight_of_rank(run, rank), last in stages, kernels.fused)
     if kernels.two_gradients:
         memory["gradients"] += 2 * sum(map(sum, elements.values()))
     if not kernels.fused:
-        memory["activations"] = round(own * constants.unfused)
+        memory["activations"] = round(memory["activations"] * constants.unfused)
     if kernels.gathered and grid.tp > 1:
         memory["gathered"] = round(constants.gathered * len(numbers) * run.tokens * settings.model.hidden)
-    if last in stages and not kernels.fused:
-        memory["logits"] = round(constants.logit_saved * run.tokens * settings.model.vocab / grid.tp)
     return memory
 
 

@@ -1,7 +1,8 @@
 """What a step really does, counted at every operation that torch dispatches: live bytes, matmul FLOPs, collectives.
 
 The code that is measured needs no changes. A storage counts from the operation that returned it until nothing refers to
-it any more, autograd included, with its size at that moment (a storage can be emptied and refilled).
+it any more, autograd included, with its size at that moment (a storage can be emptied and refilled). Fake tensors count
+as if they were real (dryrun.py), if the mode that makes them is active where the meter is entered.
 
     meter = Meter()
     meter.label("weights", *model.parameters())       storages that exist already, under a label of your choice
@@ -10,23 +11,25 @@ it any more, autograd included, with its size at that moment (a storage can be e
         step()
     meter.peak["weights"], meter.peak["other"], meter.peak["all"], meter.flops, meter.operations, meter.collectives
 
-Everything else that an operation returns has the label "other": activations, temporaries, leaks. A storage first seen
-as an input has the label "outside": it existed before, or a library made it without dispatching (gloo copies the inputs
-of its reduce-scatters). "all" is the sum without "outside".
+Everything else that an operation returns has the label "other", or what `meter.kind` says at that moment: activations,
+temporaries, leaks. A storage first seen as an input has the label "outside": it existed before, or a library made it
+without dispatching (gloo copies the inputs of its reduce-scatters). "all" is the sum without "outside".
 """
 import time
+import weakref
 from collections import Counter
+from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._guards import active_fake_mode
 from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
-from torch.utils.weak import WeakIdKeyDictionary
 
 # FLOPs that torch's registry lacks, from the shapes of the arguments that are tensors: matmuls that add to a gradient,
 # grouped matmuls, and attention on CPUs, q [B, N, S, D]: 2 matmuls over all scores in forward, 5 in backward.
@@ -50,32 +53,94 @@ class Collective(NamedTuple):
     bytes: int  # of the larger of input and output: all that is reduced, scattered or gathered
 
 
+@dataclass
+class Storage:
+    """A storage that is alive, or was."""
+    kind: str  # its label
+    made_by: Any  # the operator that returned it first; None: it was there before
+    shape: tuple[int, ...]  # of the tensor that the operator returned
+    dtype: torch.dtype
+    nbytes: int = 0  # when it was last looked at
+
+
+class Change(NamedTuple):
+    """A storage appeared, was resized, or died."""
+    storage: Storage
+    nbytes: int  # from now on; 0: it died
+
+
 class Meter(TorchDispatchMode):
     """memory=False does not count live bytes, which takes longer than the operations of a small model."""
 
     def __init__(self, memory: bool = True):
         super().__init__()
         self.memory = memory
-        self.kinds = WeakIdKeyDictionary()  # storage -> label, for as long as the storage lives
+        self.kind = "other"  # the label of what operations bring from now on
         self.sizes: dict[int, str] = {}
+        self.alive: dict[int, tuple[weakref.ref, Storage]] = {}  # by the id of the storage
+        self.given: dict[int, weakref.ref] = {}  # those that no operation made, which may be resized at any time
+        self.bytes_of: Counter[str] = Counter()  # alive now, by label, apart from resizes since the last operation
         self.peak: Counter[str] = Counter()  # the most bytes alive at any moment, by label
+        self.window_peak = 0  # the most since restart_window
+        self.changes: list[Change] = []  # in order; what was alive at a moment follows from those before it
+        self.changes_before_peak = 0  # how many of them were before the peak of "all"
         self.flops = self.operations = 0
         self.collectives: list[Collective] = []
+        self.sees_fake = False
+
+    def __enter__(self):
+        self.sees_fake = active_fake_mode() is not None
+        return super().__enter__()
 
     def label(self, kind: str, *tensors: torch.Tensor) -> None:
         for tensor in tensors:
-            self.kinds[tensor.untyped_storage()] = kind
+            storage = tensor.untyped_storage()
+            if id(storage) in self.alive:
+                self.remove(id(storage))
+            self.add(storage, Storage(kind, None, tuple(tensor.shape), tensor.dtype))
 
     def label_size(self, kind: str, *nbytes: int) -> None:
         self.sizes |= dict.fromkeys(nbytes, kind)
 
+    def add(self, storage: torch.UntypedStorage, entry: Storage) -> None:
+        number = id(storage)
+        reference = weakref.ref(storage, lambda _: self.remove(number))
+        self.alive[number] = reference, entry
+        if entry.made_by is None:
+            self.given[number] = reference
+        self.resize(entry, storage.nbytes())
+
+    def remove(self, number: int) -> None:
+        _, entry = self.alive.pop(number)
+        self.given.pop(number, None)
+        self.resize(entry, 0)
+
+    def resize(self, entry: Storage, nbytes: int) -> None:
+        more, entry.nbytes = nbytes - entry.nbytes, nbytes
+        self.bytes_of[entry.kind] += more
+        if entry.kind != "outside":
+            self.bytes_of["all"] += more
+            self.changes.append(Change(entry, nbytes))
+
     def live(self) -> Counter[str]:
         """Bytes alive now, by label."""
-        bytes_of = Counter()
-        for storage, kind in list(self.kinds.items()):
-            bytes_of[kind] += storage.nbytes()
-        bytes_of["all"] = sum(bytes_of.values()) - bytes_of["outside"]
-        return bytes_of
+        for number, reference in list(self.given.items()):
+            storage, (_, entry) = reference(), self.alive[number]
+            if storage is not None and (nbytes := storage.nbytes()) != entry.nbytes:
+                self.resize(entry, nbytes)
+        return self.bytes_of.copy()
+
+    def restart_window(self) -> int:
+        """The most bytes alive since the last call; from now on a new window."""
+        most, self.window_peak = self.window_peak, self.live()["all"]
+        return most
+
+    def alive_at_peak(self) -> list[tuple[Storage, int]]:
+        """The storages that were alive at the peak of "all", and their bytes then; the largest first."""
+        alive: dict[int, tuple[Storage, int]] = {}
+        for storage, nbytes in self.changes[:self.changes_before_peak]:
+            alive[id(storage)] = storage, nbytes
+        return sorted((pair for pair in alive.values() if pair[1]), key=lambda pair: -pair[1])
 
     def settled(self) -> Counter[str]:
         """Bytes alive once they have not changed for 0.1 s: gloo's threads release tensors late."""
@@ -86,27 +151,32 @@ class Meter(TorchDispatchMode):
                 seen, since = now, time.monotonic()
         return seen
 
-    def saw_new(self, args: tuple, kwargs: dict, out) -> bool:
+    def saw_new(self, function: Any, args: tuple, kwargs: dict, out) -> bool:
         """Label the storages that an operation brought; whether there were any. Only then, or when a
         collective's output was refilled just before it, can the peak have risen."""
-        known = True
+        before = len(self.alive)
         for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor) and (storage := leaf.untyped_storage()) not in self.kinds:
-                known, self.kinds[storage] = False, "outside"
+            if isinstance(leaf, torch.Tensor) and id(leaf.untyped_storage()) not in self.alive:
+                self.label("outside", leaf)
         for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor) and (storage := leaf.untyped_storage()) not in self.kinds:
-                known, self.kinds[storage] = False, self.sizes.get(storage.nbytes(), "other")
-        return not known
+            if isinstance(leaf, torch.Tensor) and id(storage := leaf.untyped_storage()) not in self.alive:
+                kind = self.sizes.get(storage.nbytes(), self.kind)
+                self.add(storage, Storage(kind, function, tuple(leaf.shape), leaf.dtype))
+        return len(self.alive) > before
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if DTensor in types:
             return NotImplemented  # its operations on local tensors are dispatched here, too
         kwargs = kwargs or {}
-        if FakeTensor in types:  # DTensor infers shapes with them
+        if FakeTensor in types and not self.sees_fake:  # DTensor infers shapes with them
             return function(*args, **kwargs)
         out = function(*args, **kwargs)
-        if self.memory and (self.saw_new(args, kwargs, out) or function.namespace in COLLECTIVES):
-            self.peak |= self.live()  # the larger of the two, by label
+        if self.memory and (self.saw_new(function, args, kwargs, out) or function.namespace in COLLECTIVES):
+            live = self.live()
+            self.window_peak = max(self.window_peak, live["all"])
+            if live["all"] > self.peak["all"]:
+                self.changes_before_peak = len(self.changes)
+            self.peak |= live  # the larger of the two, by label
         self.operations += 1
         packet = function.overloadpacket
         if packet in flop_registry:

@@ -231,7 +231,7 @@ def stacked_view(tensors: list[Tensor]) -> Tensor | None:
     first = tensors[0]
     end = first.storage_offset()
     for tensor in tensors:
-        same_storage = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        same_storage = tensor.untyped_storage() is first.untyped_storage()  # fake tensors have no addresses to compare
         if not (same_storage and tensor.storage_offset() == end and tensor.is_contiguous()):
             return None
         end += tensor.numel()

@@ -29,13 +29,15 @@ import ep
 import machines
 import plan
 import schedules
+import search
 import train
 from cp import own_chunks
 from meter import Meter
 
 FOLDER = Path(__file__).parent / "pictures"
 COLORS = {"dp": "#4c78a8", "cp": "#2a9d8f", "tp": "#e07b39", "pp": "#8e5ea2", "ep": "#c8443c"}
-KINDS = {"weights": "#4c78a8", "gradients": "#54a24b", "optimizer": "#e0a030", "activations": "#c8443c"}
+KINDS = {"weights": "#4c78a8", "gradients": "#54a24b", "optimizer": "#e0a030", "activations": "#c8443c",
+         "temporaries": "#999999"}
 RANKS = ["#7aa6da", "#8cc98c", "#e0b15e", "#c98ac0"]
 matplotlib.rcParams.update({
     "svg.fonttype": "none", "svg.hashsalt": "penteract", "font.size": 9, "axes.titlesize": 9.5, "legend.fontsize": 8.5,
@@ -196,7 +198,7 @@ def planner() -> None:
     cells = torch.full((len(models), len(gpus)), float("nan"))
     for (row, (preset, batch)), (column, count) in product(enumerate(models.items()), enumerate(gpus)):
         run = plan.run_of(dict(preset=preset, seq=8192, global_batch=max(batch, count), machine="h100"))
-        found, _ = plan.search(run, count, simulated=10)
+        found, _ = search.search(run, count, simulated=10)
         text = "does not fit"
         if found:
             settings = found[0].run.settings

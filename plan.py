@@ -5,17 +5,16 @@
     python plan.py step     … the same flags                                            seconds by cause; MFU
     python plan.py balance  … the same flags             does communication hide under compute, and from what batch on?
     python plan.py search   --preset llama-3.1-70b --gpus 256 --global-batch 1024 --seq 8192     the best grids
+    python plan.py sweep    … the same flags, on these GPUs                           the best grids, run for ten steps
     python plan.py scaling  --preset llama-3.1-8b --gpus 64 --train-tokens 1e12             compute, data, days, cost
     python plan.py predict  runs.jsonl                                                  one JSON object per line
     python plan.py check    [--tables DIR] [--json FILE]                                errors on published runs
 
 Flags are those of train.py, plus --gpus and --machine (a name, or the file that `bench.py probe` writes). Neither torch
-nor a GPU is needed: formulas are those of costs.py, times those of machines.py, pipelines those of schedules.py.
+nor a GPU is needed: formulas are those of costs.py, times those of machines.py, pipelines those of schedules.py, the
+best grid that of search.py, laws those of scaling.py.
 
-Search follows the three steps of the Ultra-Scale Playbook: grids that fit in memory; of these, those that reach the
-global batch; of these, the fastest. A bound ranks all of them; the best are simulated.
-
-Letters: N parameters, D tokens, C = 6 N D FLOPs (Kaplan et al. 2020); h hidden, L layers, V vocabulary.
+Letters: N parameters; h hidden, L layers, V vocabulary.
 """
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ import json
 import math
 import os
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import checks
@@ -34,6 +32,9 @@ import config
 import costs
 import machines
 import published
+import scaling
+import search
+import sweep
 from checks import need
 from config import Config
 from machines import MACHINES, Kernels, Run, read_machine
@@ -312,151 +313,30 @@ def print_pipeline(run: Run) -> None:
 
 # ---- search ---------------------------------------------------------------------------------------------------------
 
-class Candidate(NamedTuple):
-    """A grid and its settings; seconds: bound or, once simulated, step time."""
-    run: Run
-    seconds: float
-    parts: dict[str, float]
-    memory: float
-
-    def limit(self) -> str:
-        """What takes most time besides matrix products."""
-        name, seconds = max(((name, seconds) for name, seconds in self.parts.items() if name != "matmul"),
-                            key=lambda item: item[1])
-        return f"{name} {seconds / self.seconds:.0%}"
-
-
-def grids(settings: Config, gpus: int) -> Iterator[dict[str, int]]:
-    """All axes of so many GPUs, with at least 512 tokens per context parallel rank. checks.py says which are valid."""
-    divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
-    experts = settings.model.experts
-    for tp in divisors:
-        for pp in divisors:
-            for cp in divisors if tp * pp <= gpus and tp <= settings.model.heads else ():
-                if gpus % (tp * pp * cp) == 0 and cp * 512 <= max(512, settings.batch.seq):
-                    dp = gpus // (tp * pp * cp)
-                    for ep in [n for n in divisors if experts and experts % n == 0 and dp * cp * tp % n == 0] or [1]:
-                        yield dict(tp=tp, pp=pp, cp=cp, ep=ep, dp=dp)
-
-
-def variants(run: Run, grid: dict[str, int], fell: Counter) -> Iterator[Run]:
-    """The micro-batches, schedules and recomputations of a grid. fell: counts why others cannot run."""
-    base = copy.deepcopy(run.settings)
-    base.grid = config.Grid(**grid, cp_style=base.grid.cp_style, sp=base.grid.sp, bucket_mb=base.grid.bucket_mb)
-    try:
-        checks.check_grid(base.grid, base.model, math.prod(grid[axis] for axis in ("tp", "pp", "cp", "dp")))
-        checks.check_fp8(base.precision, base.model, base.grid)
-    except ValueError as error:
-        fell[reason(error)] += 1
-        return
-    sequences = base.batch.ramp()[-1][0]
-    if sequences % grid["dp"]:
-        fell["step 2: the global batch is not a multiple of dp"] += 1
-        return
-    share = sequences // grid["dp"]
-    for micro_batch in (n for n in (1, 2, 4, 8, 16, 32) if share % n == 0):
-        m = share // micro_batch
-        names = ["1f1b"]
-        if grid["pp"] > 1:
-            names += ["interleaved"] * (m % grid["pp"] == 0 and base.model.layers >= 2 * grid["pp"])
-        for schedule in names:
-            settings = copy.copy(base)
-            settings.batch = copy.copy(base.batch)
-            settings.batch.micro_batch = micro_batch
-            settings.grid = copy.copy(base.grid)
-            settings.grid.schedule, settings.grid.chunks = schedule, 2 if schedule == "interleaved" else 1
-            try:
-                checks.check_batch(settings.batch, settings.grid)
-            except ValueError as error:
-                fell[reason(error)] += 1
-                continue
-            for recompute in costs.RECOMPUTE:
-                settings = copy.copy(settings)
-                settings.precision = copy.copy(base.precision)
-                settings.precision.recompute = recompute
-                yield run._replace(settings=settings)
-
-
-def reason(error: ValueError) -> str:
-    return "cannot run: " + " ".join(word for word in str(error).split(":")[0].split() if not word[0].isdigit())
-
-
-def search(run: Run, gpus: int, simulated: int = 40) -> tuple[list[Candidate], Counter]:
-    """(candidates that fit, fastest first, of which so many are simulated; why how many others fell)."""
-    fell: Counter = Counter()
-    found = []
-    usable = run.machine.memory_bytes * run.constants.usable
-    for grid in grids(run.settings, gpus):
-        levels = (0, 1, 2, 3) if grid["dp"] * grid["cp"] > 1 else (0,)
-        fitting: set[tuple] = set()  # what fits with less recomputation, so that more would only be slower
-        for variant in variants(run, grid, fell):
-            alike = variant.settings.batch.micro_batch, variant.settings.grid.schedule
-            left = [level for level in levels if (alike, level) not in fitting]
-            fell["step 3: slower"] += len(levels) - len(left)
-            if not left:
-                continue
-            stages, saved = None, machines.activations(variant)
-            if max(saved.values()) > usable:
-                fell["step 1: does not fit in memory"] += len(left)
-                continue
-            for level in left:
-                settings = copy.copy(variant.settings)
-                settings.grid = copy.copy(settings.grid)
-                settings.grid.zero = level
-                candidate = variant._replace(settings=settings)
-                needed = sum(machines.memory(candidate, saved).values()) + run.constants.reserved
-                if needed > usable:
-                    fell["step 1: does not fit in memory"] += 1
-                    continue
-                fitting.add((alike, level))
-                stages = stages or machines.stage_parts(variant)
-                step = machines.step_seconds(candidate, stages, simulated=False)
-                found.append(Candidate(candidate, step.seconds, step.parts, needed))
-    found.sort(key=lambda candidate: candidate.seconds)
-    best = [candidate._replace(**machines.step_seconds(candidate.run)._asdict()) for candidate in found[:simulated]]
-    best.sort(key=lambda candidate: candidate.seconds)
-    fell["step 3: slower"] += max(0, len(found) - 10)
-    return best + found[simulated:], fell
-
-
-def describe(settings: Config) -> str:
-    grid, batch = settings.grid, settings.batch
-    axes = "".join(f" --{axis} {getattr(grid, axis)}" for axis in ("dp", "cp", "tp", "pp", "ep")
-                   if getattr(grid, axis) > 1 or axis == "dp")
-    schedule = f" --schedule {grid.schedule}" if grid.pp > 1 and grid.schedule != "1f1b" else ""
-    recompute = f" --recompute {settings.precision.recompute}" if settings.precision.recompute != "none" else ""
-    return f"{axes} --zero {grid.zero} --micro-batch {batch.micro_batch}{schedule}{recompute}".strip()
-
-
-def print_search(run: Run, gpus: int) -> None:
-    found, fell = search(run, gpus)
+def print_search(run: Run, gpus: int, given: dict) -> None:
+    found, fell = search.search(run, gpus, given)
     if not found:
-        state = 18 * costs.parameters(run.settings.model).total / GB
-        reasons = ", ".join(f"{why}: {count}" for why, count in fell.most_common(2))
-        raise ValueError(f"--gpus {gpus} --machine {run.machine.name}: of {sum(fell.values())} settings none fits "
-                         f"({reasons}); model state alone is {state:,.0f} GB, {nearest(run, gpus)}")
+        raise ValueError(search.why_none_fits(run, gpus, given, fell))
     gpu_tokens = run.settings.batch.ramp()[-1][0] * run.settings.batch.seq / gpus
     print(f"{run.machine.name}, {gpus} GPUs: {len(found)} settings fit; the best, with what limits each:")
     print(f"{'step':>10s}{'tokens/s/GPU':>14s}{'memory':>12s}  limit            flags")
     for candidate in found[:10]:
         print(f"{candidate.seconds:8.3f} s{gpu_tokens / candidate.seconds:14,.0f}{size(candidate.memory):>12s}  "
-              f"{candidate.limit():15s}  {describe(candidate.run.settings)}")
+              f"{candidate.limit():15s}  {search.describe(candidate.run.settings)}")
     print("others fell: " + "; ".join(f"{why}: {count:,}" for why, count in fell.most_common(8)))
 
 
-def nearest(run: Run, gpus: int) -> str:
-    """How many GPUs of this machine would do, with full recomputation and as much sharding as the pipeline allows."""
-    for more in (2 * gpus, 4 * gpus, 8 * gpus, 16 * gpus):
-        for grid in grids(run.settings, more):
-            for variant in variants(run, grid, Counter()):
-                grid_settings = copy.copy(variant.settings.grid)
-                grid_settings.zero = 3 if grid_settings.pp == 1 else 1
-                settings = copy.copy(variant.settings)
-                settings.grid = grid_settings
-                needed = sum(machines.memory(variant._replace(settings=settings)).values()) + run.constants.reserved
-                if settings.precision.recompute == "full" and needed <= run.machine.memory_bytes * run.constants.usable:
-                    return f"use --gpus {more}"
-    return "use more GPUs, a smaller --seq or a smaller model"
+def run_sweep(run: Run, gpus: int, flags: list[str], top: int, out: str, timeout_s: float) -> None:
+    """Run the best proposals here and print each as soon as it has ended, then the map."""
+    given = search.given_by_flags(flags)
+    found, fell = search.search(run, gpus, given)
+    need(found != [], search.why_none_fits(run, gpus, given, fell))
+    print(sweep.HEADER)
+    records = []
+    for record in sweep.sweep(found[:top], flags, gpus, out, timeout_s):
+        records.append(record)
+        print(sweep.table_line(record), flush=True)
+    print(sweep.draw(records))
 
 
 # ---- predictions ----------------------------------------------------------------------------------------------------
@@ -479,111 +359,22 @@ def predict_file(path: str) -> None:
                     raise ValueError(f"{path}, line {number}: {error}") from None
 
 
-# ---- scaling --------------------------------------------------------------------------------------------------------
-
-PF_DAY = 8.64e19  # FLOPs: 1e15 per second for a day (Kaplan et al. 2020)
-
-
-class Fit(NamedTuple):
-    """L(N, D) = E + A / N^alpha + B / D^beta, whose minimum at C = 6 N D is N = G (C/6)^a, with a = beta / (alpha +
-    beta) and G = (alpha A / beta B)^(1 / (alpha + beta)) (Hoffmann et al. 2022, equation 4)."""
-    E: float
-    A: float
-    B: float
-    alpha: float
-    beta: float
-
-    def optimum(self, flops: float) -> tuple[float, float]:
-        """(N, D) with the least loss."""
-        both = self.alpha + self.beta
-        scale = (self.alpha * self.A / (self.beta * self.B)) ** (1 / both)
-        parameters = scale * (flops / 6) ** (self.beta / both)
-        return parameters, flops / 6 / parameters
-
-    def loss(self, parameters: float, tokens: float) -> float:
-        return self.E + self.A / parameters ** self.alpha + self.B / tokens ** self.beta
-
-
-FITS = {"approach 3, as printed (Hoffmann 2022)": Fit(1.69, 406.4, 410.7, 0.34, 0.28),
-        "approach 3, unrounded (its TeX source)": Fit(1.6933736809989528, 406.4010175194737, 410.7228269450398,
-                                                      0.33917084, 0.2849083),
-        "refit (Besiroglu et al. 2024)": Fit(1.81686, 482.00572, 2085.4342, 0.34781, 0.36585)}
-
-
-def power_law(flops: float, parameters: float, at_flops: float, exponent: float) -> tuple[float, float]:
-    found = parameters * (flops / at_flops) ** exponent
-    return found, flops / 6 / found
-
-
-def optima(flops: float) -> dict[str, tuple[float, float]]:
-    """(N, D) that each law says is best for so many FLOPs. Approaches 1 and 2 through their tables' row for 67B."""
-    laws = {"approach 1 (Hoffmann 2022, table 3)": power_law(flops, 67e9, 5.76e23, 0.50),
-            "approach 2 (Hoffmann 2022, table A3)": power_law(flops, 67e9, 6.88e23, 0.49)}
-    laws |= {name: fit.optimum(flops) for name, fit in FITS.items()}
-    return laws | {"Kaplan et al. 2020": power_law(flops, 1.3e9, PF_DAY, 0.73)}
-
-
-def critical_batch(loss: float) -> float:
-    """Tokens: 2e8 L^(-1/0.21), at which steps and tokens are both twice their least (Kaplan et al. 2020, section 5.1;
-    McCandlish et al. 2018)."""
-    return 2e8 * loss ** (-1 / 0.21)
-
-
-def ramp(final: int, seq: int) -> str:
-    """A --batch-ramp of four doublings up to the final number of sequences, at the tokens where MiniMax-01 doubled, in
-    proportion to the critical batch: 1, 11.4 and 68 times the first stage's 69B tokens at a last batch of 128M."""
-    first = 69e9 * final * seq / 128e6
-    starts = (0, first, first * 790 / 69, first * 4700 / 69)
-    return ",".join(f"{max(1, final >> (3 - i))}@{start:.3g}" for i, start in enumerate(starts))
-
-
-def ring_seconds(parameters: float, km: float, bytes_per_s: float, sites: int = 23, itemsize: int = 2) -> float:
-    """Of an all-reduce round a ring of datacentres, km long, in both directions at once: each carries half of the
-    2 (n-1)/n of all bytes that a ring sends, and the latency is one lap of light in glass, at 2e8 m/s (Epoch AI 2025:
-    72T parameters, 23 sites, 4,800 km). bytes_per_s: of a link in one direction."""
-    return (sites - 1) / sites * parameters * itemsize / bytes_per_s + km * 1000 / 2e8
-
-
-def print_scaling(run: Run, tokens: float, price: float) -> None:
-    settings, grid = run.settings, run.settings.grid
-    count = costs.parameters(settings.model)
-    tokens = tokens or 20 * count.active
-    flops = 6 * count.active * tokens
-    found = predict(run)
-    gpus = grid.dp * grid.cp * grid.tp * grid.pp
-    seconds = tokens / (found.tokens_per_s_per_gpu * gpus)
-    print(f"{settings.model.preset}: N {count.active:,} active, D {tokens:.3g} tokens ({tokens / count.active:.1f} per "
-          f"parameter): C = 6 N D = {flops:.3g} FLOPs = {flops / PF_DAY:,.1f} PF-days")
-    hours = gpus * seconds / 3600
-    print(f"on {gpus} x {run.machine.name}, as `step` predicts: {seconds / 86400:,.2f} days, {hours:,.0f} GPU-hours, "
-          f"{hours * price:,.0f} dollars at {price} per GPU-hour")
-    print(f"{'compute-optimal for these FLOPs':42s}{'N':>12s}{'D':>12s}{'D/N':>8s}{'loss':>8s}")
-    for name, (parameters, data) in optima(flops).items():
-        loss = f"{FITS[name].loss(parameters, data):8.3f}" if name in FITS else ""
-        print(f"  {name:40s}{parameters:12.3g}{data:12.3g}{data / parameters:8.1f}{loss}")
-    loss = FITS["refit (Besiroglu et al. 2024)"].loss(count.active, tokens)
-    sequences = settings.batch.ramp()[-1][0]
-    print(f"loss of this N and D: {loss:.3f} nats per token (refit); critical batch {critical_batch(loss):.3g} tokens "
-          f"(Kaplan et al. 2020), this run's {sequences * settings.batch.seq:.3g}")
-    if sequences >= 8 and sequences % (8 * grid.dp) == 0:
-        print(f'a ramp in proportion to MiniMax-01\'s: --batch-ramp "{ramp(sequences, settings.batch.seq)}"')
-    print("a ring of 23 datacentres, 4,800 km long, at 100 Tb/s each way: "
-          f"{ring_seconds(count.total, 4800, 12.5e12):.3f} s per all-reduce in bf16")
-
-
 # ---- the command line -----------------------------------------------------------------------------------------------
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = config.Parser(prog="plan.py", usage="python plan.py COMMAND [flags of train.py] [--gpus N] [--machine "
                            f"{'|'.join(MACHINES)}|FILE]", allow_abbrev=False)
-    parser.add_argument("command", choices=("params", "memory", "step", "balance", "search", "scaling", "predict",
-                                            "check"))
+    parser.add_argument("command", choices=("params", "memory", "step", "balance", "search", "sweep", "scaling",
+                                            "predict", "check"))
     parser.add_argument("--gpus", type=int, default=0, help="GPUs; 0: as many as the grid's flags multiply to")
-    parser.add_argument("--machine", default="h100", help="a built-in machine, or a file of bench.py probe")
+    parser.add_argument("--machine", default="h100", help="a built-in one, a file of bench.py probe, or cpu: this host")
     parser.add_argument("--train-tokens", type=float, default=0.0, help="scaling: tokens; 0: 20 per active parameter")
     parser.add_argument("--price", type=float, default=2.5, help="scaling: dollars per GPU-hour")
     parser.add_argument("--tables", default=published.FOLDER, help="check: a folder of published runs")
     parser.add_argument("--json", default="", help="check: write one object per run here")
+    parser.add_argument("--top", type=int, default=8, help="sweep: how many proposals to run")
+    parser.add_argument("--out", default="", help="sweep: write one JSON object per run here, and skip what it has")
+    parser.add_argument("--limit", type=float, default=600.0, help="sweep: seconds that a run may take")
     parser.add_argument("--imbalance", type=float, default=1.0, help="tokens of the fullest expert rank over the mean")
     return parser.parse_known_args(arguments)
 
@@ -607,13 +398,18 @@ def main(arguments: list[str]) -> None:
     need(asked.gpus >= 0, f"--gpus {asked.gpus}: must be above 0")
     gpus = asked.gpus or world_of(rest)
     need(asked.imbalance >= 1, f"--imbalance {asked.imbalance}: must be at least 1")
-    machine = read_machine(asked.machine)
-    settings = config.parse(rest, world_of(rest) if asked.command == "search" else gpus)  # search ignores its axes
+    machine = search.this_machine(gpus) if asked.machine == "cpu" else read_machine(asked.machine)
+    searching = asked.command in ("search", "sweep")
+    settings = config.parse([*rest, "--grid", "auto"] if searching else rest, gpus)
     run = Run(in_16_bits(settings), machine, imbalance=asked.imbalance)
     if asked.command == "search":
-        return print_search(run, gpus)
+        return print_search(run, gpus, search.given_by_flags(rest))
+    if asked.command == "sweep":
+        need(asked.top > 0, f"--top {asked.top}: must be above 0")
+        return run_sweep(run, gpus, rest, asked.top, asked.out, asked.limit)
     if asked.command == "scaling":
-        return print_scaling(run, asked.train_tokens, asked.price)
+        rate = predict(run).tokens_per_s_per_gpu * gpus
+        return scaling.print_scaling(settings, machine.name, gpus, rate, asked.train_tokens, asked.price)
     dict(params=print_params, memory=print_memory, step=print_step, balance=print_balance)[asked.command](run)
 
 

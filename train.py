@@ -2,6 +2,8 @@
 
     python train.py                                   one process
     torchrun --nproc_per_node=8 train.py              8 ranks: NCCL if there is a GPU for each, else CPUs with gloo
+    torchrun --nproc_per_node=8 train.py --grid auto  on the grid that is predicted to be the fastest here (search.py)
+    python train.py --dry-run --gpus 1024             what a rank of 1,024 would need, compute and send (dryrun.py)
     python train.py --help                            every setting
 
 The file reads from the whole to its parts: the run and its loop; one step; evaluation and sampling; the grid of process
@@ -39,8 +41,11 @@ import checkpoint
 import collectives
 import config
 import costs
+import dryrun
 import faults
+import footprint
 import huggingface
+import search
 from checkpoint import Saver, host_group
 from checks import need
 from collectives import Group, Groups, all_reduce, rank, size
@@ -103,11 +108,15 @@ class Job:
 
 def main(settings: config.Config) -> None:
     state, run = RunState(), settings.run
+    if run.dry_run:
+        return dry_run(settings)
     sys.stdout, sys.stderr = faults.Tolerant(sys.stdout), faults.Tolerant(sys.stderr)
     stop, watchdog = faults.Stop(run.time_limit), None
     stop.listen()
     try:  # mistakes of the user: one line, no traceback
         device, device_reason = choose_device(run.device)
+        if settings.grid.grid == "auto":
+            settings = choose_grid(settings, device)
         check_device(settings.precision, device)
         need(device.type == "cuda" or not run.memory_snapshot, f"--memory-snapshot {run.memory_snapshot}: needs a GPU")
         training = open_samples(settings, settings.data.data, settings.optim.seed)
@@ -242,6 +251,52 @@ def rewind(job: Job) -> None:
     job.saver.set_aside(state.step)
     job.log.begin(state.step)
     faults.warn(f"{what}: went back to {path}, and leave out samples {first} to {end - 1}", job.groups["world"])
+
+
+def choose_grid(settings: config.Config, device: torch.device) -> config.Config:
+    """The settings with what search.py chooses for this machine, which is said. Raises ValueError if nothing fits."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(device)
+        machine = search.this_machine(ranks_here, gpu.name, gpu.total_memory)
+    else:
+        machine = search.this_machine(ranks_here)
+    settings, reason = search.fill_grid(settings, int(os.environ.get("WORLD_SIZE", 1)), machine)
+    if int(os.environ.get("RANK", 0)) == 0:
+        print("auto    " + reason, flush=True)
+    return settings
+
+
+def dry_run(settings: config.Config) -> None:
+    """Run a step on fake tensors as --rank of --gpus ranks, and print what it would need, compute and send."""
+    precision, run, began = settings.precision, settings.run, time.perf_counter()
+    if precision.dtype == "auto":
+        precision.dtype = "bf16"  # as on GPUs
+    try:
+        check_device(precision, torch.device("cpu"))
+    except ValueError as error:
+        config.refuse(error)
+    with dryrun.fake_world(run.gpus, run.rank):
+        groups = build_groups(settings.grid, settings.model)
+        print(first_lines(settings, groups, f"none (dry run), {run.gpus:,} ranks"), flush=True)
+        with dryrun.fake_tensors():
+            found = measured_step(settings, groups)
+        print(dryrun.report(found, groups, memory_of_rank(settings, groups), time.perf_counter() - began))
+
+
+def measured_step(settings: config.Config, groups: Groups) -> dryrun.DryRun:
+    """What this rank needs, computes and sends in the first step, of --batch-ramp's largest batch."""
+    model, optimizer = build(settings, groups, torch.device("cpu"), DTYPES[settings.precision.dtype], filled=False)
+    sequences = max(sequences for sequences, _ in settings.batch.ramp())
+    samples = dryrun.ZeroSamples(settings.batch.seq)
+    micro_batches = local_micro_batches(samples, 0, sequences, settings, groups)
+
+    def step() -> None:
+        forward_backward(model, optimizer, micro_batches, groups)
+        norm = optimizer.step(settings.optim.lr)
+        if settings.model.experts:
+            update_balance(model, groups, norm.isfinite(), sequences)
+    return dryrun.measure(step, model, optimizer, model.pipeline.engine(len(micro_batches)), groups)
 
 
 def begin_or_resume(job: Job) -> None:
@@ -656,7 +711,7 @@ def check_device(precision: config.Precision, device: torch.device) -> None:
 
 def check_memory(settings: config.Config, groups: Groups, device: torch.device) -> None:
     """Raises ValueError if weights, gradients and optimizer state take more than there is, or all more than twice."""
-    parts = memory_of_rank(settings, groups)
+    parts = memory_of_rank(settings, groups, fused=device.type == "cuda")
     needed = max(sum(parts[kind] for kind in ("weights", "gradients", "optimizer")), sum(parts.values()) / 2)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else (
@@ -764,27 +819,30 @@ def is_before(line: str, step: int) -> bool:
         return False
 
 
-def first_lines(settings: config.Config, groups: Groups, device: str, samples: Samples) -> str:
-    """device, grid, batch, model and data of a run, a line each."""
+def first_lines(settings: config.Config, groups: Groups, device: str, samples: Samples | None = None) -> str:
+    """device, grid, batch, model and, if there are samples, data of a run, a line each."""
     grid, batch, precision, model = settings.grid, settings.batch, settings.precision, settings.model
     shards, count = grid.dp // grid.dp_replicate * grid.cp, costs.parameters(model)
     fp8 = f", linear layers of blocks in fp8 {precision.fp8}" if precision.fp8 != "none" else ""
     sequences, _ = batch.ramp()[0]
     ramp = f"; ramp {batch.batch_ramp}" if batch.batch_ramp else ""
-    memory = memory_of_rank(settings, groups)
+    memory = memory_of_rank(settings, groups, fused=device.startswith("cuda"))
     active = f" ({count.active:,} active)" if model.experts else ""
-    return "\n".join((
+    lines = [
         f"device  {device}, {precision.dtype}{fp8}",
         f"grid    {grid_line(grid, model, shards)}",
         *([f"        to show a grid; --dp {grid.dp * grid.cp * grid.tp * grid.pp} is pure data parallelism"]
           if settings.shown else []),
         f"batch   global batch {sequences} = micro {batch.micro_batch} x accum "
         f"{sequences // batch.micro_batch // grid.dp} x dp {grid.dp}; {sequences * batch.seq:,} tokens per step{ramp}",
-        f"model   {model.preset}: {count.total:,} parameters{active}; rank 0 needs about "
+        f"model   {model.preset}: {count.total:,} parameters{active}; rank {rank(groups.get('world'))} needs about "
         + ": ".join((format_bytes(sum(memory.values())), ", ".join(f"{kind} {format_bytes(n)}" for kind, n
-                                                                   in memory.items()))),
-        f"data    {len(samples.corpus):,} tokens in {len(samples.corpus.files):,} files: "
-        f"{samples.spans:,} samples of {batch.seq}"))
+                                                                   in memory.items())))]
+    if samples:
+        lines.append(
+            f"data    {len(samples.corpus):,} tokens in {len(samples.corpus.files):,} files: "
+            f"{samples.spans:,} samples of {batch.seq}")
+    return "\n".join(lines)
 
 
 def grid_line(grid: config.Grid, model: config.Model, shards: int) -> str:
@@ -811,7 +869,7 @@ def grid_line(grid: config.Grid, model: config.Model, shards: int) -> str:
             f"{layers}{sharded}{reads}")
 
 
-def memory_of_rank(settings: config.Config, groups: Groups) -> dict[str, int]:
+def memory_of_rank(settings: config.Config, groups: Groups, fused: bool = False) -> dict[str, int]:
     """Bytes that this rank will hold, by kind, from the shapes of its parameters and the formulas of costs.py."""
     dtype, grid, optim = DTYPES[settings.precision.dtype], settings.grid, settings.optim
     model = build_model(settings, groups, "cpu", dtype)
@@ -819,10 +877,11 @@ def memory_of_rank(settings: config.Config, groups: Groups) -> dict[str, int]:
     for params in assign_to_buckets(model.units(), 0 if grid.zero == 3 else grid.bucket_mb):
         buckets.setdefault(params[0].spec.data_axis, []).append(sum(param.numel() for param in params))
     moments = len(UPDATE_RULES[optim.optimizer].state) * moments_dtype(settings, dtype).itemsize
-    pipeline = model.pipeline
-    activations = costs.activation_bytes(settings, dtype.itemsize, pipeline.stages.values(), pipeline.in_flight,
-                                         has_head=pipeline.last in pipeline.stages)
-    return costs.memory_bytes(settings, dtype.itemsize, moments, buckets, model.fp8_weights(), activations)
+    pipeline, has_head = model.pipeline, model.head is not None
+    activations = footprint.activation_bytes(settings, dtype.itemsize, pipeline.stages.values(), pipeline.in_flight,
+                                             has_head)
+    return footprint.memory_bytes(settings, dtype.itemsize, moments, buckets, model.fp8_weights(), activations,
+                                  pipeline.in_flight, has_head, fused)
 
 
 def format_bytes(count: float) -> str:

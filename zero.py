@@ -513,7 +513,7 @@ def measure(level: int, groups: Groups) -> dict[str, int]:
 
 
 def demo(group) -> None:
-    from costs import state_bytes
+    from footprint import state_bytes
 
     groups: Groups = {"world": group, "replicate": None, "dp": group}
     lines = [f"Megabytes on each of {size(group)} ranks, 12 layers in bf16, AdamW; measured: the sum of three peaks.",

@@ -27,7 +27,7 @@ import tp
 import train
 import zero
 from ahead import COMPILERS, run
-from costs import activation_bytes
+from footprint import activation_bytes
 from fp8 import BLOCK, E4M3, E5M2, RECIPES, SMALLEST, Fp8, Quantised, dequantise, quantise, to_fp8
 from meter import Meter
 from param import Spec, draw, local_box, parameter, shard_slice

@@ -2,6 +2,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -14,7 +15,10 @@ import costs
 import machines
 import plan
 import published
+import scaling
 import schedules
+import search
+import sweep
 import train
 from machines import MACHINES, Constants, Level, Machine, Run, Seconds
 
@@ -86,7 +90,8 @@ def groups_of(grid, model, stage: int) -> dict:
 def test_memory_is_what_train_py_says_of_every_rank(flags, ranks):
     run = run_for(f"{flags} --global-batch 64 --micro-batch 1", ranks)
     for stage in range(run.settings.grid.pp):
-        expected = train.memory_of_rank(run.settings, groups_of(run.settings.grid, run.settings.model, stage))
+        groups = groups_of(run.settings.grid, run.settings.model, stage)
+        expected = train.memory_of_rank(run.settings, groups, fused=True)
         assert machines.memory_of_rank(run, stage) == expected
 
 
@@ -298,29 +303,29 @@ def test_constants_are_few_and_the_same_for_every_run():
 def test_search_proposes_runs_that_are_valid_fit_and_are_in_order():
     model = "--preset llama-3.1-8b --layers 15 --seq 4096 --global-batch 64"
     base = run_for(f"{model} --micro-batch 1")
-    found, fell = plan.search(base, 16)
+    found, fell = search.search(base, 16)
     assert [candidate.seconds for candidate in found[:40]] == sorted(candidate.seconds for candidate in found[:40])
     for candidate in found[:10]:
-        again = run_for(f"{model} {plan.describe(candidate.run.settings)}", 16)
+        again = run_for(f"{model} {search.describe(candidate.run.settings)}", 16)
         assert machines.step_seconds(again).seconds == pytest.approx(candidate.seconds)
         assert sum(machines.memory(again).values()) + again.constants.reserved == pytest.approx(candidate.memory)
         assert candidate.memory <= base.constants.usable * 80e9
     assert fell["step 1: does not fit in memory"] > 30
     assert any("--pp" in why for why in fell)
-    bound = {plan.describe(candidate.run.settings): candidate.seconds for candidate in found[40:]}
+    bound = {search.describe(candidate.run.settings): candidate.seconds for candidate in found[40:]}
     assert min(bound.values()) > 0.9 * found[0].seconds  # what was not simulated is hardly better
 
 
 def test_search_leaves_no_grid_out():
     base = run_for("--preset tiny --global-batch 8")
-    axes = {(g["tp"], g["pp"], g["cp"], g["dp"]) for g in plan.grids(base.settings, 8)}
+    axes = {(g["tp"], g["pp"], g["cp"], g["dp"]) for g in search.grids(base.settings, 8, {})}
     assert axes == {(tp, pp_, 1, 8 // tp // pp_) for tp in (1, 2, 4) for pp_ in (1, 2, 4, 8) if tp * pp_ <= 8}
 
 
 @pytest.mark.slow
 def test_search_of_1024_gpus_takes_less_than_ten_seconds():
     began = time.process_time()
-    plan.search(run_for("--preset llama-3.1-70b --seq 8192 --global-batch 1024 --micro-batch 1"), 1024)
+    search.search(run_for("--preset llama-3.1-70b --seq 8192 --global-batch 1024 --micro-batch 1"), 1024)
     assert time.process_time() - began < 10
 
 
@@ -332,23 +337,23 @@ def test_search_of_1024_gpus_takes_less_than_ten_seconds():
     ("refit (Besiroglu et al. 2024)", 7.2353e10, 1.3268e12),
     ("approach 1 (Hoffmann 2022, table 3)", 67e9, 1.433e12)])
 def test_the_best_size_for_chinchillas_compute(law, parameters, tokens):
-    assert plan.optima(5.76e23)[law] == pytest.approx((parameters, tokens), rel=1e-3)
+    assert scaling.optima(5.76e23)[law] == pytest.approx((parameters, tokens), rel=1e-3)
 
 
 def test_the_optimum_has_the_least_loss_of_its_compute():
-    for fit in plan.FITS.values():
+    for fit in scaling.FITS.values():
         parameters, tokens = fit.optimum(1e22)
         least = fit.loss(parameters, tokens)
         assert all(fit.loss(parameters * x, tokens / x) > least for x in (0.9, 1.1))
 
 
 def test_the_critical_batch_is_kaplans():
-    assert plan.critical_batch(2.0) == pytest.approx(2e8 / 2 ** (1 / 0.21))
+    assert scaling.critical_batch(2.0) == pytest.approx(2e8 / 2 ** (1 / 0.21))
 
 
 def test_the_ramp_is_minimaxs_at_its_size(capsys):
     stages = [(int(size), float(start)) for size, start in
-              (stage.split("@") for stage in plan.ramp(128_000_000 // 8192, 8192).split(","))]
+              (stage.split("@") for stage in scaling.ramp(128_000_000 // 8192, 8192).split(","))]
     assert [start for _, start in stages] == pytest.approx([0, 69e9, 790e9, 4700e9], rel=0.01)
     assert [size * 8192 / 1e6 for size, _ in stages] == pytest.approx([16, 32, 64, 128], rel=0.01)
     out = printed(capsys, "scaling --preset llama-3.1-8b --dp 8 --global-batch 64 --micro-batch 1 --train-tokens 1e12")
@@ -356,8 +361,8 @@ def test_the_ramp_is_minimaxs_at_its_size(capsys):
 
 
 def test_a_long_ring_is_bandwidth_and_one_lap_of_light():
-    assert plan.ring_seconds(72e12, 4800, math.inf) == pytest.approx(0.024)
-    assert plan.ring_seconds(72e12, 0, 1e12, sites=2) == pytest.approx(72.0)
+    assert scaling.ring_seconds(72e12, 4800, math.inf) == pytest.approx(0.024)
+    assert scaling.ring_seconds(72e12, 0, 1e12, sites=2) == pytest.approx(72.0)
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
@@ -368,7 +373,8 @@ def test_a_long_ring_is_bandwidth_and_one_lap_of_light():
     ("search --preset llama-3.1-405b --gpus 8 --global-batch 64 --seq 8192", "none fits"),
     ("predict", "predict needs one file of requests"),
     ("check --tables /nowhere", "--tables /nowhere: has none of playbook_runs.json"),
-    ("sweep", "command: invalid choice: 'sweep'")])
+    ("sweep --top 0", "--top 0: must be above 0"),
+    ("abacus", "command: invalid choice: 'abacus'")])
 def test_a_mistake_is_one_line_and_exit_code_2_without_torch(command, line):
     program = ("import runpy, sys; sys.modules['torch'] = None; sys.argv = ['plan.py', *sys.argv[1:]]; "
                f"runpy.run_path({plan.__file__!r}, run_name='__main__')")
@@ -377,4 +383,85 @@ def test_a_mistake_is_one_line_and_exit_code_2_without_torch(command, line):
     assert ended.stderr.startswith("plan.py: ") and ended.stderr.count("\n") == 1
     assert line in ended.stderr
     if "none fits" in line:
-        assert "use --gpus" in ended.stderr
+        assert "use 128 ranks or --preset qwen3-32b, the largest that fits" in ended.stderr
+
+
+# ---- train.py --grid auto -------------------------------------------------------------------------------------------
+
+def auto(flags: str, ranks: int, machine: Machine) -> tuple[config.Config, str]:
+    return search.fill_grid(config.parse(f"--grid auto {flags}".split(), ranks), ranks, machine)
+
+
+def test_the_grid_that_is_chosen_is_the_best_one_that_was_found():
+    flags = "--preset llama-3.1-8b --seq 4096 --global-batch 64"
+    settings, reason = auto(flags, 16, MACHINES["h100"])
+    best = search.search(run_for(f"{flags} --dp 16 --micro-batch 1"), 16)[0][0]
+    assert search.describe(settings) == search.describe(best.run.settings)
+    assert reason.startswith(search.describe(settings)) and f"{best.seconds:.3g} s per step" in reason
+    again = config.parse([*flags.split(), *search.describe(settings).split()], 16)
+    assert (settings.grid, settings.batch, settings.precision) == (again.grid, again.batch, again.precision)
+
+
+def test_what_a_flag_gives_is_not_changed():
+    settings, _ = auto("--preset llama-3.1-8b --seq 4096 --global-batch 64 --tp 4 --pp 2 --schedule zb-h1 --zero 0 "
+                       "--micro-batch 2 --recompute full", 16, MACHINES["h100"])
+    grid = settings.grid
+    assert (grid.tp, grid.pp, grid.cp, grid.dp, grid.zero, grid.schedule) == (4, 2, 1, 2, 0, "zb-h1")
+    assert (settings.batch.micro_batch, settings.precision.recompute) == (2, "full")
+
+
+def test_less_memory_is_another_grid():
+    model = "--preset llama-3.2-3b --seq 4096 --global-batch 64"
+    roomy, tight = (auto(model, 8, MACHINES["h100"]._replace(memory_bytes=gb * 1e9))[0] for gb in (80, 14))
+    shards = [machines.memory(Run(settings, MACHINES["h100"])) for settings in (roomy, tight)]
+    assert sum(shards[1].values()) < 14e9 < sum(shards[0].values())
+
+
+def test_a_model_that_fits_nowhere_is_refused_with_what_would_fit():
+    host, batch = search.this_machine(8, None, 64e9), "--seq 512 --global-batch 256"  # 8 GB for each of 8 ranks
+    with pytest.raises(ValueError) as refusal:
+        auto(f"--preset llama-3.1-70b {batch}", 8, host)
+    line = str(refusal.value)
+    assert line.startswith("--grid auto: on 8 x cpu with 8 GB each, of ") and " none fits (step 1: " in line
+    more, preset = re.search(r": use (\d+) ranks or --preset (\S+), the largest that fits$", line).groups()
+    auto(f"--preset llama-3.1-70b {batch}", int(more), host)
+    auto(f"--preset {preset} {batch}", 8, host)
+
+
+@pytest.mark.parametrize("device, known", [
+    ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-40GB", "a100"),
+    ("AMD Instinct MI300X", "mi300x"), ("NVIDIA GB200", "gb200"), ("Quadro of some kind", "a100")])
+def test_a_gpu_is_known_by_its_name(device, known):
+    machine = search.this_machine(4, device, 4e10)
+    assert (machine.name, machine.memory_bytes, machine.levels[0].ranks) == (known, 4e10, 4)
+
+
+# ---- sweep ----------------------------------------------------------------------------------------------------------
+
+def test_a_sweep_runs_what_search_proposes_and_does_not_repeat_it(tmp_path, capsys, monkeypatch):
+    runs, out = [], tmp_path / "sweep.jsonl"
+
+    def run(flags, ranks, timeout_s):
+        runs.append(" ".join(flags))
+        status = dict(status="out of memory", error="") if "--tp 2" in runs[-1] else dict(
+            status="ok", error="", step_s=0.5, tokens_per_s=8192.0 - len(runs), mfu=None, memory_gb=3.0)
+        return status
+
+    monkeypatch.setattr(sweep, "run", run)
+    command = f"sweep --preset tiny --gpus 4 --top 5 --out {out} --lr 0.001"
+    first = printed(capsys, command).splitlines()
+    best, _ = search.search(run_for("--preset tiny --dp 4"), 4)
+    assert runs == [f"--preset tiny --lr 0.001 {search.describe(candidate.run.settings)}" for candidate in best[:5]]
+    written = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [record["command"] for record in written] == runs
+    assert len(runs) == 5 and printed(capsys, command).splitlines() == first and len(runs) == 5
+    assert [line.split()[0] for line in first[1:6]] == ["out" if "--tp 2" in line else "ok" for line in runs]
+    assert "8,191 (z" in "\n".join(first[6:])
+
+
+@pytest.mark.slow
+def test_a_swept_run_is_measured_or_says_why_not():
+    ok = sweep.run("--layers 1 --hidden 16 --heads 2 --ffn 16 --seq 32 --dp 2 --device cpu".split(), 2, 300)
+    assert ok["status"] == "ok" and ok["tokens_per_s"] > 0 and ok["step_s"] > 0 and ok["memory_gb"] > 0.05
+    bad = sweep.run("--data /nowhere --dp 2 --device cpu".split(), 2, 300)
+    assert (bad["status"], bad["error"]) == ("failed", "train.py: --data /nowhere: no such file or folder")

@@ -11,7 +11,8 @@ import param
 import tp
 import train
 from collectives import rank, size
-from costs import LayerOptions, activation_bytes, llama_layer, recomputed_flops
+from costs import LayerOptions, llama_layer, recomputed_flops
+from footprint import activation_bytes
 from meter import Meter
 from param import Spec, draw, local_box, parameter, shard_slice
 from pool import slow

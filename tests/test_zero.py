@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import costs
+import footprint
 import grids
 import zero
 from grids import ALONE
@@ -256,7 +256,7 @@ def test_live_bytes_are_those_of_the_formula(pool, level, dtype, moments):
             assert rest["gradient shards"] == P  # 4 bytes of P / 4 elements
             assert peak["gradient shards"] <= P + 3 * max(seen["padded"])  # one being received, or two moments in fp32
         assert rest["other"] < 4096, "something else stays alive"
-        formula = costs.state_bytes(seen["padded"], level, n, weight=e, accumulated=4,
+        formula = footprint.state_bytes(seen["padded"], level, n, weight=e, accumulated=4,
                                     moments={"auto": 8, "bf16": 4}[moments])
         assert peak["weights"] == formula["weights"] and rest["optimizer"] == formula["optimizer"]
         if not (moments == "bf16" and level == 0):
@@ -346,5 +346,5 @@ def test_what_fp32_and_mixed_recipes_hold_a_parameter_is_in_the_docstring():
                                   ("the same, bf16 moments", torch.bfloat16, torch.bfloat16)):
         line = next(line for line in zero.__doc__.splitlines() if line.strip().startswith(start + "  "))
         total = int(line.split("--dtype")[0].split()[-1])
-        held = costs.state_bytes([1000], 0, 1, weight=dtype.itemsize, accumulated=4, moments=2 * moments.itemsize)
+        held = footprint.state_bytes([1000], 0, 1, weight=dtype.itemsize, accumulated=4, moments=2 * moments.itemsize)
         assert sum(held.values()) == 1000 * total

@@ -1,0 +1,205 @@
+r"""A dry run: the code that trains, as any rank of any number of ranks, in one process and in seconds.
+
+    python train.py --dry-run --gpus 16384 --preset llama-3.1-405b --tp 8 --cp 16 --pp 16 --seq 131072 --zero 1 \
+                    --global-batch 128 --micro-batch 1
+
+Nothing is simulated: train.py builds its groups, model, buckets and pipeline engine, and runs steps. Two things are
+replaced beneath it, and one inside:
+
+    tensors               fake ones (FakeTensorMode): a shape, a dtype and a storage with a size, but no memory
+    process groups        fake ones: a collective returns at once, having sent nothing
+    ep.exchange_counts    has no numbers to read, so that experts get equally many tokens (`uniform_counts`)
+
+So meter.py sees every operation, tensor and collective that this rank would execute. From them follow the peak of live
+bytes, by kind and by action of the pipeline, what was alive at that peak, FLOPs, and what is sent on each axis.
+
+What a dry run does not show: time; fragmentation of an allocator, and what CUDA, NCCL and cuBLAS allocate themselves;
+and Triton's kernels, which save less than the plain torch that runs here, as on CPUs. Temporaries inside torch's own
+kernels are not seen in a real run either.
+
+Kinds of bytes: "weights", "gradients" and "optimizer" are the buckets' tensors (zero.py); "FP8 weights" are cached
+copies; "activations" are made in forward; "temporaries" are all the rest, made in backward or in the update.
+"""
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore  # private: torch has no public group without peers
+
+import collectives
+import ep
+from collectives import Group, Groups, name, rank, size
+from data import MicroBatch, Samples
+from meter import Meter, Storage
+from schedules import Action, Span
+
+KINDS = "weights", "gradients", "optimizer", "FP8 weights", "activations", "temporaries"
+
+
+# ---- the environment ------------------------------------------------------------------------------------------------
+
+@contextlib.contextmanager
+def fake_world(ranks: int, me: int) -> Iterator[None]:
+    """In the body this process is rank `me` of so many, and every collective returns at once."""
+    dist.init_process_group("fake", store=FakeStore(), rank=me, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[None]:
+    """In the body tensors have no memory, and experts get equally many tokens."""
+    real = ep.exchange_counts
+    ep.exchange_counts = uniform_counts
+    try:
+        with FakeTensorMode():
+            yield
+    finally:
+        ep.exchange_counts = real
+
+
+def uniform_counts(counts: torch.Tensor, rows: int, group: Group) -> tuple[list[list[int]], list[list[int]]]:
+    """As ep.exchange_counts if every rank's choices are dealt round the experts: counts differ by at most one."""
+    experts, n = len(counts), size(group)
+    splits = [experts // n] * n
+    collectives.all_to_all(torch.empty_like(counts), counts, splits, splits, group)
+    of_expert = [rows // experts + (expert < rows % experts) for expert in range(experts)]
+    sent = [of_expert[first:first + splits[0]] for first in range(0, experts, splits[0])]
+    return sent, [sent[rank(group)]] * n
+
+
+class ZeroSamples(Samples):
+    """Samples that are read from nowhere."""
+
+    def __init__(self, seq: int):
+        self.seq = seq
+
+    def micro_batch(self, numbers: list[int]) -> MicroBatch:
+        tokens = torch.zeros(len(numbers), self.seq, dtype=torch.long)
+        return MicroBatch(tokens, tokens.clone())
+
+
+# ---- what is measured -----------------------------------------------------------------------------------------------
+
+class DryRun(NamedTuple):
+    """The first step of a rank; later ones are like it. Bytes and FLOPs are this rank's, FLOPs those of matmuls."""
+    peak: int  # the most bytes alive at once
+    at_peak: dict[str, int]  # the same by kind
+    peak_of_kind: dict[str, int]  # the most of each kind at any moment
+    peak_of_action: list[tuple[Action, int]]  # in the order of the pipeline's plan
+    largest: list[tuple[int, int, Storage]]  # alive at the peak: (bytes, how many alike, one of them), largest first
+    flops: int
+    calls: dict[str, dict[str, int]]  # axis -> collective -> how often
+    sent: dict[str, int]  # axis -> bytes that this rank sends
+
+
+class ActionPeaks(list):
+    """What an engine (pp.py) appends its spans to: a list of (action, the most bytes alive since the one before)."""
+
+    def __init__(self, meter: Meter):
+        super().__init__()
+        self.meter = meter
+        meter.restart_window()
+
+    def append(self, span: Span) -> None:
+        super().append((span.action, self.meter.restart_window()))
+
+
+def measure(step: Callable[[], Any], model: Any, optimizer: Any, engine: Any, groups: Groups) -> DryRun:
+    """Run and measure a step: forward, backward and update of `model` (model.Llama) with `optimizer` (zero.Optimizer)
+    and `engine` (pp.Engine). Tensors and groups may also be real."""
+    meter = Meter()
+    meter.kind = "temporaries"
+    label(meter, model, optimizer)
+    with meter:
+        collectives.sent.clear()
+        engine.spans = ActionPeaks(meter)
+        step()
+    alive = meter.alive_at_peak()
+    at_peak = Counter()
+    for storage, nbytes in alive:
+        at_peak[storage.kind] += nbytes
+    alike: dict[tuple, list] = {}
+    for storage, nbytes in alive:
+        key = storage.kind, storage.shape, storage.dtype, str(storage.made_by)
+        alike.setdefault(key, []).append((nbytes, storage))
+    largest = [(sum(nbytes for nbytes, _ in found), len(found), found[0][1]) for found in alike.values()]
+    axes = {name(group): axis for axis, group in groups.items() if size(group) > 1}
+    calls: dict[str, dict[str, int]] = {axis: Counter() for axis in axes.values()}
+    for call in meter.collectives:
+        calls[axes[call.group]][call.name] += 1
+    return DryRun(meter.peak["all"], {kind: at_peak[kind] for kind in KINDS if at_peak[kind]},
+                  {kind: meter.peak[kind] for kind in KINDS if meter.peak[kind]}, list(engine.spans),
+                  sorted(largest, key=lambda entry: -entry[0]), meter.flops, calls,
+                  {axis: collectives.sent[group] for group, axis in axes.items()})
+
+
+def label(meter: Meter, model: Any, optimizer: Any) -> None:
+    """Let the meter tell weights, gradients, optimizer state and activations apart."""
+    def bringing(kind: str, function: Callable) -> Callable:
+        def called(*args, **kwargs):
+            before, meter.kind = meter.kind, kind
+            try:
+                return function(*args, **kwargs)
+            finally:
+                meter.kind = before
+        return called
+
+    for bucket in optimizer.buckets:
+        meter.label("optimizer", *bucket.state.values())
+        meter.label("weights", bucket.weights, bucket.weight_shard)  # without mixed precision they are the master, too
+        bucket.zeros = bringing("gradients", bucket.zeros)  # from now on a bucket allocates nothing else
+        bucket.start_reduction = bringing("gradients", bucket.start_reduction)
+    for fp8 in (model.execution.fp8_linear, model.execution.fp8_experts):
+        if fp8 and fp8.cached:
+            fp8.quantise_weight = bringing("FP8 weights", fp8.quantise_weight)
+    model.forward = bringing("activations", model.forward)
+
+
+# ---- what is printed ------------------------------------------------------------------------------------------------
+
+BARS = " ▁▂▃▄▅▆▇█"
+
+
+def report(found: DryRun, groups: Groups, formula: dict[str, int], seconds: float) -> str:
+    """Memory, pipeline, FLOPs and communication as a page. formula: what costs.py says of the kinds of bytes."""
+    coordinates = ", ".join(f"{axis} {rank(group)} of {size(group)}" for axis, group in groups.items()
+                            if size(group) > 1 and axis != "world")
+    lines = [f"dry run rank {rank(groups['world'])} of {size(groups['world']):,} ({coordinates or 'alone'}), "
+             f"{seconds:.1f} s",
+             f"memory  peak {gigabytes(found.peak)}; by kind, at that moment, at its own peak, and by formula:"]
+    lines += [f"    {kind:14s}{gigabytes(found.at_peak.get(kind, 0)):>12s}{gigabytes(most):>12s}"
+              f"{gigabytes(formula[kind]) if kind in formula else '':>12s}  "
+              f"{'█' * round(40 * found.at_peak.get(kind, 0) / found.peak)}"
+              for kind, most in found.peak_of_kind.items()]
+    lines += ["        largest at the peak, alike ones together:"]
+    lines += [f"    {gigabytes(nbytes):>12s}  {count:5,d} x {list(storage.shape)} {str(storage.dtype)[6:]}, "
+              f"{storage.kind}, {made_by(storage)}" for nbytes, count, storage in found.largest[:8]]
+    lines += [f"plan    {len(found.peak_of_action)} actions (F forward, B backward, I and W its halves), each with its "
+              f"peak (█ {gigabytes(found.peak)}):"]
+    for first in range(0, len(found.peak_of_action), 100):
+        part = found.peak_of_action[first:first + 100]
+        lines += ["    " + "".join(action.op for action, _ in part),
+                  "    " + "".join(BARS[math.ceil(8 * nbytes / found.peak)] for _, nbytes in part)]
+    lines += [f"compute {found.flops:.4g} FLOPs in matmuls per step"]
+    if found.sent:
+        lines += ["network calls and bytes that this rank sends per step:"]
+    lines += [f"    {axis:10s}{size(groups[axis]):7,d} ranks{sum(found.calls[axis].values()):9,d} calls"
+              f"{gigabytes(nbytes):>12s}  {', '.join(f'{n:,} {call}' for call, n in found.calls[axis].items())}"
+              for axis, nbytes in found.sent.items()]
+    return "\n".join(lines)
+
+
+def gigabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e9:,.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:,.2f} MB"
+
+
+def made_by(storage: Storage) -> str:
+    return "there before the step" if storage.made_by is None else f"by {storage.made_by.overloadpacket.__name__}"

@@ -1,0 +1,201 @@
+"""The memory of a rank by formula: model state, saved activations, and the moment of a step that needs most.
+
+Model state of P parameters at ZeRO level 0: weights w P, gradients a P, master weights a P (none if w = a) and AdamW's
+moments m P, with w = 2, a = 4, m = 8 in bf16: 18 bytes per parameter. See zero.py for what each level divides.
+
+The dry run (dryrun.py) is what these formulas are compared with: the code that trains, counted. A backward needs most
+where it begins, with all activations saved: in the head, which makes logits' gradients in the accumulation dtype, or in
+the last block, whose matrix gradients are rounded before they are added (without a kernel that adds to fp32). At levels
+2 and 3 of ZeRO few gradients are whole then.
+
+Letters: T tokens of a micro-batch on a rank, H hidden, F ffn, V vocabulary, t tensor parallel ranks.
+"""
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from math import gcd
+from typing import NamedTuple
+
+from config import Config, padded_length
+from costs import Activation, LayerOptions, acc_bytes, by_kind, layer_kinds, llama_layer, saved_bytes
+
+
+def state_bytes(buckets: list[int], level: int, n: int, *, weight: int, accumulated: int,
+                moments: int) -> dict[str, int]:
+    """Upper bounds of the bytes that a rank has at once of weights, gradients and optimizer state.
+
+    buckets: elements of each. n: ranks that shard them. level: of ZeRO. weight: bytes per element of the weights;
+    accumulated: of main gradients and master weights; moments: of all moments together. At level 3 two
+    buckets' weights are whole at once, at levels 2 and 3 two buckets' gradients: the two largest are taken, though only
+    neighbours coincide. Left out at levels 2 and 3: schedules that split backward, which have one whole gradient per
+    bucket; the gradient of a tied table; one shard being received. With bf16 moments: one bucket's moments in fp32
+    during its update.
+    """
+    if n == 1:
+        level = 0
+    padded = [-(-count // n) * n for count in buckets] if level else buckets
+    all_elements = sum(padded)
+    shard = all_elements // n
+    two_weights = sum(sorted(padded)[-2:])
+    two_grads = two_weights if len(padded) > 1 else 2 * all_elements  # one is reduced while the other is filled
+    master = 0 if weight == accumulated else accumulated
+    return dict(weights=(shard + two_weights if level == 3 else all_elements) * weight,
+                gradients=(shard + two_grads if level >= 2 else all_elements) * accumulated,
+                optimizer=(shard if level else all_elements) * (master + moments))
+
+
+def activation_bytes(settings: Config, element: int, stages: Collection[Iterable[int]] | None = None,
+                     in_flight: int = 1, has_head: bool = True) -> int:
+    """Bytes that forwards save on a rank for their backwards, if all experts get equally many tokens.
+
+    element: bytes per element of an activation. stages: the layers of each pipeline stage on this rank; None: all
+    layers, in one stage. in_flight: micro-batches whose activations the rank has at once. has_head: whether it has the
+    last stage. These are what plain torch saves; Triton's kernels on a GPU save less: no norms' statistics, and dx and
+    dW of the head in place of logits. Left out: masks of documents and windows, and small tensors per sequence.
+    """
+    model, grid, batch, precision = settings.model, settings.grid, settings.batch, settings.precision
+    tp, sp, acc, recompute = grid.tp, grid.sp, acc_bytes(element), precision.recompute
+    seq = padded_length(batch.seq, grid.cp, tp if sp else 1)
+    local_seq = seq // grid.cp
+    by_heads = grid.cp > 1 and grid.style().whole_sequences  # Ulysses
+    by_blocks = grid.cp > 1 and not by_heads  # attention by blocks saves no scores
+    options = layer_options(settings, element, by_blocks)
+    recipe = precision.fp8_recipe()
+    fp8_bytes = (1 + 4 / 128 if recipe.blocks else 1.0) if recipe else 0.0  # a scale per 128 elements
+
+    def block(number: int) -> float:
+        fp8 = fp8_bytes if number in settings.fp8_layers() else 0.0
+        layer = llama_layer(model, seq, options._replace(fp8=fp8), number)
+        if by_heads:  # the output before it is exchanged, and kv heads repeated until cp divides them
+            kv_heads = max(model.kv_heads // tp, 1)  # of a rank
+            repeated = 2 * tp * kv_heads * (grid.cp // gcd(grid.cp, kv_heads) - 1)
+            layer["attention_by_heads"] = Activation((model.heads + repeated) * model.head_dim * element, "selective",
+                                                     "tp")
+        return saved_bytes(layer, recompute, tp, sp or recompute == "full")  # checkpoints are sharded without sp, too
+
+    stages = stages or [range(model.layers)]
+    kinds, saved = layer_kinds(settings), by_kind(settings, block)
+    per_token = in_flight * max(sum(saved[kinds[layer]] for layer in layers) for layers in stages)
+    if has_head:
+        losses = in_flight // grid.chunks if grid.schedule == "afab" else 1  # whose logits are saved at once
+        norm = model.hidden * element if recompute == "selective" else 2 * model.hidden * element + acc
+        logits = -(-model.vocab // tp) * element + 3 * acc
+        indices = 2 * 9  # of the token in the table and of its label in the vocabulary, each with a mask
+        per_token += losses * (norm / (tp if sp else 1) + logits + indices)
+        if grid.sp_keep and recompute != "selective":
+            per_token += losses * model.hidden * element * (1 - 1 / tp)
+    if recompute == "full" and tp > 1 and not sp:
+        per_token += model.hidden * element  # one checkpoint, gathered
+    if model.experts and recompute == "full":
+        per_token += in_flight * 8 / tp  # the sequence that a token belongs to, for recomputing a block
+    angles = local_seq * model.head_dim * acc  # cos and sin of rotary embedding
+    mask = seq * seq if precision.attention == "math" and not by_blocks else 0
+    return round(batch.micro_batch * local_seq * per_token + angles + mask)
+
+
+def layer_options(settings: Config, element: int, by_blocks: bool = False) -> LayerOptions:
+    grid, optim = settings.grid, settings.optim
+    return LayerOptions(element, grid.tp, "auto" if by_blocks else settings.precision.attention, grid.sp_keep,
+                        aux=optim.aux_loss > 0, router_z=optim.router_z_loss > 0, dispatched=grid.ep > 1)
+
+
+# ---- the moment that needs most -------------------------------------------------------------------------------------
+
+class Moment(NamedTuple):
+    """What a rank holds besides shards and saved activations. Elements of whole buckets' gradients (at levels 2 and 3
+    of ZeRO) and weights (at level 3); bytes of temporaries, and of saved activations that are not there then."""
+    gradients: int
+    weights: int
+    temporaries: float
+    freed: float = 0.0
+
+
+def memory_bytes(settings: Config, element: int, moments: int, buckets: dict[str, list[int]], fp8_weights: int,
+                 activations: int, in_flight: int, has_head: bool, fused: bool = False) -> dict[str, int]:
+    """Bytes of a rank by kind, at the moment of a step that needs most. buckets: elements of each, by data axis.
+    moments: bytes per element of all moments. fp8_weights: elements of this rank's matrices that multiply in FP8.
+    activations: saved for backward, of in_flight micro-batches. has_head: whether the rank has the last stage. fused:
+    on GPUs, where a kernel makes the loss chunk by chunk and matmuls add to fp32 gradients.
+
+    Left out: activations and their gradients that pipeline ranks have received or are sending; what a split backward
+    keeps under selective recomputation (4%); a tied table's gradient at levels 2 and 3. How many gradients are whole
+    there follows 1f1b; other schedules' differ: the sum of all kinds is up to 7% off with afab, 13% with split
+    backwards, 19% with interleaved stages, 6% with experts in a pipeline.
+    """
+    grid, acc = settings.grid, acc_bytes(element)
+    level, shards = grid.zero, grid.dp // grid.dp_replicate * grid.cp
+    padded, held, parts = {}, 0, 0  # elements of all buckets, and of their shards
+    for axis, n in ("dp", shards), ("edp", shards * grid.tp // grid.ep):
+        n = n if level else 1
+        padded[axis] = [-(-count // n) * n for count in buckets.get(axis, [])]
+        held += sum(padded[axis])
+        parts += sum(padded[axis]) // n
+    if shards * grid.tp == 1:
+        level = 0
+    master = 0 if element == acc else acc
+    moment = max(moments_of_backward(settings, element, padded, activations, in_flight, has_head, fused),
+                 key=lambda moment: moment.gradients * acc * (level >= 2) + moment.weights * element * (level == 3)
+                 + moment.temporaries - moment.freed)
+    memory = dict(weights=(parts + moment.weights if level == 3 else held) * element,
+                  gradients=(parts + moment.gradients if level >= 2 else held) * acc,
+                  optimizer=parts * (master + moments))
+    if fp8_weights and grid.zero < 3:
+        memory["FP8 weights"] = 2 * fp8_weights
+    return memory | dict(activations=activations - round(moment.freed), temporaries=round(moment.temporaries))
+
+
+def moments_of_backward(settings: Config, element: int, padded: dict[str, list[int]], activations: int, in_flight: int,
+                        has_head: bool, fused: bool) -> list[Moment]:
+    """The backward of a micro-batch begins in the head's loss, in its matrix, in the last block; and it ends."""
+    grid, batch, acc = settings.grid, settings.batch, acc_bytes(element)
+    rows, H = -(-settings.model.vocab // grid.tp), settings.model.hidden
+    T = batch.micro_batch * padded_length(batch.seq, grid.cp, grid.tp if grid.sp else 1) // grid.cp
+    rounded = element if element < acc and not fused else 0  # bytes of the copy that is made to change the dtype
+    units, experts, shards = padded["dp"], padded["edp"], grid.dp // grid.dp_replicate * grid.cp
+    passes = batch.ramp()[-1][0] // batch.micro_batch // grid.dp * grid.chunks
+    split = grid.schedule.startswith("zb") and grid.pp > 1
+    # The gradient that the backward before is still reducing, and the shard that it will be (not of the first backward
+    # of all, which receives that in its place).
+    reduced = units[-1 if split else 0]
+    before = reduced * (passes > 1) + reduced // shards * (passes > 2)
+    together = units[-1] > (rows + 1) * H  # the head's bucket has blocks, too
+    last, pair, two = units[-1], sum(units[-2:]) + sum(experts[-1:]), sum(units[-2:])
+    if split:  # between the halves of a backward every gradient is whole
+        last = pair = sum(units) + sum(experts)
+    backward = max(by_kind(settings, lambda layer: block_temporaries(settings, element, rounded, T, layer)).values())
+    one = activations / in_flight
+    first_pair = sum(units[:2]) + sum(units[1:2]) // shards * (passes > 2)
+    found = [Moment(first_pair, two, backward, freed=one)]
+    # The first backward, with all activations saved; and a later one, which has as many if forwards go on in between.
+    for pending, gone in (0, 0.0), (before, 0.0 if passes > in_flight or split else one):
+        if has_head:
+            loss, dlogits = 0 if fused else (acc + rounded) * T * rows, element * T * rows
+            block = pending + last if together else pair
+            found += [Moment(pending + last * (split and pending > 0), two, loss, gone),
+                      Moment(pending + last, two, rounded * rows * H, gone),
+                      Moment(block, sum(units[-3:-1]) + sum(experts[-2:]), backward, max(gone, dlogits))]
+        else:
+            whole = pending + last
+            if experts and not split:  # a block's experts are complete before the rest of it
+                whole = pending + experts[-1]
+            found.append(Moment(whole, two + sum(experts[-2:]), backward, gone))
+    return found
+
+
+def block_temporaries(settings: Config, element: int, rounded: int, T: int, layer: int) -> float:
+    """Bytes that the backward of a block makes at once, less those of saved activations that it has freed by then: in
+    the middle of its feed-forward, the gradients of gate, up and input, the input gathered once more, and the gradient
+    of the matrix before it is added. Recomputation adds what is recomputed."""
+    model, grid, recompute = settings.model, settings.grid, settings.precision.recompute
+    H, t, sp = model.hidden, grid.tp, grid.sp and grid.tp > 1
+    if model.has_experts(layer):
+        rows, F = T / t * model.top_k, model.expert_ffn
+        nbytes = element * rows * (F + H) + rounded * model.experts // grid.ep * 2 * F * H
+    else:
+        F = model.ffn / t
+        nbytes = element * (T * F + T * H * (2 if sp else 1) + T * H / (t if sp else 1)) + rounded * 2 * F * H
+    if recompute != "none":
+        table = llama_layer(model, settings.batch.seq, layer_options(settings, element), layer)
+        again = saved_bytes(table, "none", t, grid.sp) - saved_bytes(table, recompute, t, grid.sp)
+        nbytes += T * (again if recompute == "full" else element * F)
+    return nbytes

@@ -1,0 +1,231 @@
+"""The best grid for a model, a batch and a number of GPUs, by formula: neither torch nor a GPU is needed.
+
+    python plan.py search --preset llama-3.1-70b --gpus 256 --global-batch 1024 --seq 8192     the best grids
+    torchrun --nproc_per_node=8 train.py --grid auto --tp 2                  the best one with --tp 2, for this machine
+
+The three steps of the Ultra-Scale Playbook: of all grids, micro-batches, schedules, recomputations and levels of ZeRO
+those that fit in memory; of these, those that reach the global batch; of these, the fastest. A bound ranks all of them
+(machines.bound_seconds); the best are simulated. What a flag gives is not changed.
+"""
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import checks
+import config
+import costs
+import machines
+from config import Config
+from machines import MACHINES, Level, Machine, Run
+from schedules import SCHEDULES
+
+# What search decides, unless a flag gives it.
+CHOSEN = "dp", "cp", "tp", "pp", "ep", "zero", "micro_batch", "schedule", "recompute"
+
+
+class Candidate(NamedTuple):
+    """A grid and its settings; seconds: bound or, once simulated, step time."""
+    run: Run
+    seconds: float
+    parts: dict[str, float]
+    memory: float
+
+    def limit(self) -> str:
+        """What takes most time besides matrix products."""
+        name, seconds = max(((name, seconds) for name, seconds in self.parts.items() if name != "matmul"),
+                            key=lambda item: item[1])
+        return f"{name} {seconds / self.seconds:.0%}"
+
+
+def grids(settings: Config, gpus: int, given: Mapping[str, Any]) -> Iterator[dict[str, int]]:
+    """All axes of so many GPUs, with at least 512 tokens per context parallel rank, and those that are given. checks.py
+    says which are valid."""
+    divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
+    experts, seq = settings.model.experts, settings.batch.seq
+    for tp in choices(given, "tp", [n for n in divisors if n <= settings.model.heads]):
+        for pp in choices(given, "pp", divisors):
+            for cp in choices(given, "cp", [n for n in divisors if n * 512 <= max(512, seq)]):
+                dp, left = divmod(gpus, tp * pp * cp)
+                if left or not dp or given.get("dp", dp) != dp:
+                    continue
+                sizes = [n for n in divisors if experts and experts % n == 0 and dp * cp * tp % n == 0]
+                for ep in choices(given, "ep", sizes or [1]):
+                    yield dict(tp=tp, pp=pp, cp=cp, ep=ep, dp=dp)
+
+
+def choices(given: Mapping[str, Any], name: str, values: Sequence) -> Sequence:
+    """The values that a setting may have: the one that is given, else all of these."""
+    return [given[name]] if name in given else values
+
+
+def variants(run: Run, axes: dict[str, int], given: Mapping[str, Any], fell: Counter) -> Iterator[Run]:
+    """The micro-batches, schedules and recomputations of a grid. fell: counts why others cannot run."""
+    base = run.settings
+    model, pp = base.model, axes["pp"]
+    try:
+        base = replaced(base, "grid", **axes, chunks=base.grid.chunks if pp > 1 else 1)
+        checks.check_grid(base.grid, model, math.prod(axes[axis] for axis in ("tp", "pp", "cp", "dp")))
+        checks.check_fp8(base.precision, model, base.grid)
+    except ValueError as error:
+        fell[reason(error)] += 1
+        return
+    sequences = base.batch.ramp()[-1][0]
+    if sequences % axes["dp"]:
+        fell["step 2: the global batch is not a multiple of dp"] += 1
+        return
+    share = sequences // axes["dp"]
+    for micro_batch in choices(given, "micro_batch", [n for n in (1, 2, 4, 8, 16, 32) if share % n == 0]):
+        interleaves = pp > 1 and share // micro_batch % pp == 0 and model.layers >= 2 * pp
+        for schedule in choices(given, "schedule", ["1f1b", "interleaved"] if interleaves else ["1f1b"]):
+            chunks = run.settings.grid.chunks or SCHEDULES[schedule].default_chunks() if pp > 1 else 1
+            settings = replaced(replaced(base, "batch", micro_batch=micro_batch), "grid", schedule=schedule,
+                                chunks=chunks)
+            try:
+                checks.check_pipeline(settings.grid, model)
+                checks.check_batch(settings.batch, settings.grid)
+                if "schedule" in given:
+                    checks.check_schedule(settings.batch, settings.grid)
+            except ValueError as error:
+                fell[reason(error)] += 1
+                continue
+            for recompute in choices(given, "recompute", costs.RECOMPUTE):
+                yield run._replace(settings=replaced(settings, "precision", recompute=recompute))
+
+
+def replaced(settings: Config, section: str, **values: Any) -> Config:
+    """The settings with these values in a section; other sections are shared."""
+    return replace(settings, **{section: replace(getattr(settings, section), **values)})
+
+
+def reason(error: ValueError) -> str:
+    return "cannot run: " + " ".join(word for word in str(error).split(":")[0].split() if not word[0].isdigit())
+
+
+def search(run: Run, gpus: int, given: Mapping[str, Any] | None = None,
+           simulated: int = 40) -> tuple[list[Candidate], Counter]:
+    """(candidates that fit, fastest first, of which so many are simulated; why how many others fell). given: settings
+    of CHOSEN that stay as they are."""
+    fell: Counter = Counter()
+    found, given = [], given or {}
+    usable = run.machine.memory_bytes * run.constants.usable
+    for axes in grids(run.settings, gpus, given):
+        levels = choices(given, "zero", (0, 1, 2, 3) if axes["dp"] * axes["cp"] > 1 else (0,))
+        fitting: set[tuple] = set()  # what fits with less recomputation, so that more would only be slower
+        for variant in variants(run, axes, given, fell):
+            alike = variant.settings.batch.micro_batch, variant.settings.grid.schedule
+            left = [level for level in levels if (alike, level) not in fitting]
+            fell["step 3: slower"] += len(levels) - len(left)
+            if not left:
+                continue
+            stages, saved = None, machines.activations(variant)
+            if max(saved.values()) > usable:
+                fell["step 1: does not fit in memory"] += len(left)
+                continue
+            for level in left:
+                candidate = variant._replace(settings=replaced(variant.settings, "grid", zero=level))
+                needed = sum(machines.memory(candidate, saved).values()) + run.constants.reserved
+                if needed > usable:
+                    fell["step 1: does not fit in memory"] += 1
+                    continue
+                fitting.add((alike, level))
+                stages = stages or machines.stage_parts(variant)
+                step = machines.step_seconds(candidate, stages, simulated=False)
+                found.append(Candidate(candidate, step.seconds, step.parts, needed))
+    found.sort(key=lambda candidate: candidate.seconds)
+    best = [candidate._replace(**machines.step_seconds(candidate.run)._asdict()) for candidate in found[:simulated]]
+    best.sort(key=lambda candidate: candidate.seconds)
+    fell["step 3: slower"] += max(0, len(found) - 10)
+    return best + found[simulated:], fell
+
+
+def describe(settings: Config) -> str:
+    grid, batch = settings.grid, settings.batch
+    axes = "".join(f" --{axis} {getattr(grid, axis)}" for axis in ("dp", "cp", "tp", "pp", "ep")
+                   if getattr(grid, axis) > 1 or axis == "dp")
+    schedule = f" --schedule {grid.schedule}" if grid.pp > 1 and grid.schedule != "1f1b" else ""
+    recompute = f" --recompute {settings.precision.recompute}" if settings.precision.recompute != "none" else ""
+    return f"{axes} --zero {grid.zero} --micro-batch {batch.micro_batch}{schedule}{recompute}".strip()
+
+
+def fits(run: Run, gpus: int, given: Mapping[str, Any]) -> bool:
+    """Whether any setting fits, with full recomputation and as much sharding as the pipeline allows."""
+    usable = run.machine.memory_bytes * run.constants.usable
+    for axes in grids(run.settings, gpus, given):
+        most = dict(recompute="full", zero=(3 if axes["pp"] == 1 else 1) if axes["dp"] * axes["cp"] > 1 else 0) | given
+        for variant in variants(run, axes, most, Counter()):
+            candidate = variant._replace(settings=replaced(variant.settings, "grid", zero=most["zero"]))
+            if sum(machines.memory(candidate).values()) + run.constants.reserved <= usable:
+                return True
+    return False
+
+
+def nearest(run: Run, gpus: int, given: Mapping[str, Any] | None = None) -> str:
+    """What would fit: the largest preset on so many GPUs, and how many GPUs of this machine for this model."""
+    given, advice = given or {}, []
+    for more in (2 * gpus, 4 * gpus, 8 * gpus, 16 * gpus, 64 * gpus, 256 * gpus):
+        if fits(run, more, {name: value for name, value in given.items() if name != "dp"}):
+            advice.append(f"use {more} ranks")
+            break
+    size = costs.parameters(run.settings.model).total
+    smaller = [settings for name in config.PRESETS
+               if costs.parameters((settings := config.parse(["--preset", name])).model).total < size]
+    for settings in sorted(smaller, key=lambda settings: -costs.parameters(settings.model).total):
+        if fits(run._replace(settings=replace(run.settings, model=settings.model)), gpus, given):
+            advice.append(f"{'or' if advice else 'use'} --preset {settings.model.preset}, the largest that fits")
+            break
+    return " ".join(advice) or "use more GPUs, a smaller --seq or a smaller model"
+
+
+def why_none_fits(run: Run, gpus: int, given: Mapping[str, Any], fell: Counter) -> str:
+    reasons = ", ".join(f"{why}: {count}" for why, count in fell.most_common(2) if count) or "no grid has these axes"
+    state = 18 * costs.parameters(run.settings.model).total / 1e9
+    return (f"on {gpus} x {run.machine.name} with {run.machine.memory_bytes / 1e9:.3g} GB each, of "
+            f"{sum(fell.values())} settings none fits ({reasons}); model state alone is {state:,.2f} GB: "
+            f"{nearest(run, gpus, given)}")
+
+
+# ---- train.py --grid auto -------------------------------------------------------------------------------------------
+
+def given_by_flags(arguments: list[str]) -> dict[str, Any]:
+    """The settings of CHOSEN that these arguments give."""
+    flags, _ = config.make_parser().parse_known_args(config.expand(arguments))
+    return {name: value for name, value in vars(flags).items()
+            if name in CHOSEN and (name, value) not in (("dp", -1), ("micro_batch", 0))}
+
+
+def fill_grid(settings: Config, gpus: int, machine: Machine) -> tuple[Config, str]:
+    """(the settings with the fastest grid that fits, why it was chosen). Raises ValueError if none fits."""
+    run, given = Run(settings, machine), given_by_flags(settings.arguments)
+    found, fell = search(run, gpus, given)
+    if not found:
+        raise ValueError("--grid auto: " + why_none_fits(run, gpus, given, fell))
+    best, flags = found[0], describe(found[0].run.settings)
+    reason = (f"{flags}: of {len(found)} settings that fit on {gpus} x {machine.name}, predicted to be the fastest: "
+              f"{best.seconds:.3g} s per step, {best.memory / 1e9:.2f} GB, limit {best.limit()}")
+    if len(found) > 1:
+        reason += f"; next {describe(found[1].run.settings)}, {found[1].seconds:.3g} s"
+    return config.parse([*settings.arguments, *flags.split(), "--grid", "given"], gpus), reason
+
+
+def this_machine(ranks: int, device_name: str | None = None, memory_bytes: float = 0.0) -> Machine:
+    """The machine of this process. ranks: on it. device_name, memory_bytes: of a GPU; None for CPUs, which share the
+    host's memory, by default all that it has.
+
+    A GPU that is not among MACHINES counts as an A100. A core is assumed to multiply 30 GFLOP/s in fp32 and to read 5
+    GB/s, gloo to send 0.5 GB/s per core: low for any server, and the ratios are what the choice depends on.
+    """
+    if device_name is not None:
+        words = re.split(r"[ -]", device_name.lower())
+        known = next((machine for name, machine in MACHINES.items() if name in words), MACHINES["a100"])
+        return known._replace(memory_bytes=memory_bytes, gpus_per_node=ranks,
+                              levels=(known.levels[0]._replace(ranks=ranks), *known.levels[1:]))
+    memory_bytes = memory_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    share = min(1.0, (os.cpu_count() or 1) / ranks)
+    levels = (Level("host", ranks, 1e-4, 5e8 * share), Level("network", 1 << 20, 2e-4, 1e8))
+    return Machine("cpu", ranks, {"bf16": 3e10 * share}, 1.0, memory_bytes / ranks, 5e9 * share, levels)

@@ -1,0 +1,195 @@
+"""A dry run says what a real one does: FLOPs, calls and bytes exactly, live bytes to 1%; and what it is for: scale."""
+import contextlib
+import re
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import config
+import dryrun
+import ep
+import train
+
+BASE = ("--layers 4 --hidden 64 --heads 8 --kv-heads 4 --ffn 112 --vocab 97 --seq 32 --global-batch 16 --micro-batch 1 "
+        "--dtype fp32")
+MOE = "--experts 8 --top-k 2 --expert-ffn 48 "
+GRIDS = [  # 8 ranks each; the first ones, of every axis, are compared by default
+    "--dp 8 --zero 3 --global-batch 32 --micro-batch 2 --bucket-mb 0",
+    "--dp 2 --tp 2 --pp 2 --zero 1 --schedule zb-v --layers 5",
+    "--dp 2 --cp 2 --tp 2 --cp-style ring --zero 2 --recompute selective --dtype bf16",
+    "--cp 4 --pp 2 --cp-style ulysses --schedule interleaved --moments bf16 --dtype bf16 --recompute full",
+    MOE + "--dp 2 --cp 2 --tp 2 --ep 8 --zero 1 --shared-experts 1",
+    MOE + "--dp 4 --pp 2 --ep 4 --zero 2 --schedule zb-h1 --dtype bf16 --expert-ffn 64",
+    "--dp 4 --tp 2 --zero 1 --hidden 128 --ffn 256 --fp8 tensorwise --dtype bf16",
+]
+SLOW_GRIDS = [
+    "--dp 8 --tied",
+    "--dp 8 --zero 1 --dtype fp16",
+    "--dp 8 --zero 2 --optimizer sgd --global-batch 32",
+    "--dp 8 --zero 3 --dp-replicate 2 --dtype bf16",
+    "--tp 8 --dtype bf16",
+    "--tp 8 --no-sp --recompute full",
+    "--tp 4 --dp 2 --sp-keep --zero 3",
+    "--tp 4 --dp 2 --async-tp --zero 1",
+    "--tp 2 --dp 4 --no-sp --recompute selective --qkv-bias",
+    "--cp 8 --zero 3 --cp-style ring --seq 64",
+    "--cp 8 --cp-style allgather --zero 1 --seq 50",
+    "--cp 2 --dp 4 --cp-style ulysses --qk-norm --attention math",
+    "--cp 2 --dp 2 --pp 2 --window 12 --window-every 2",
+    "--pp 8 --layers 9 --schedule 1f1b --tied",
+    "--pp 4 --dp 2 --schedule afab --zero 2",
+    "--pp 2 --dp 4 --schedule zb-h1 --zero 3 --recompute full",
+    "--pp 2 --tp 4 --schedule dualpipev --layers 6",
+    "--pp 4 --tp 2 --layers 8 --schedule zb1p --dtype bf16 --moments bf16",
+    "--pp 2 --dp 2 --tp 2 --schedule interleaved --chunks 2 --zero 1 --tied",
+    MOE + "--dp 8 --ep 8",
+    MOE + "--dp 8 --ep 2 --zero 3 --recompute full --router sigmoid --bias-rate 0.001",
+    MOE + "--tp 4 --dp 2 --ep 4 --no-sp --dp 2 --ep 2",
+    MOE + "--tp 2 --pp 2 --dp 2 --ep 2 --schedule zb-v --zero 1 --recompute selective --dense-layers 1",
+    MOE + "--cp 4 --dp 2 --ep 8 --router-z-loss 0.001 --aux-over micro-batch",
+    "--dp 2 --tp 2 --pp 2 --hidden 128 --ffn 256 --fp8 blockwise --dtype bf16 --seq 128 --head-dim 32 --kv-heads 8 "
+    "--recompute selective",
+]
+
+
+def uniform_choice(scores: torch.Tensor, model: config.Model) -> torch.Tensor:
+    """Choices dealt round the experts: what dryrun.uniform_counts counts."""
+    return torch.arange(scores.shape[0] * model.top_k).view(-1, model.top_k) % model.experts
+
+
+def measured(grid: str) -> dict:
+    """What this rank of 8 measures, on real tensors or on fake ones."""
+    settings = config.parse(f"{BASE} {grid}".split(), dist.get_world_size())
+    groups, usual = train.build_groups(settings.grid, settings.model), ep.choose_experts
+    ep.choose_experts = uniform_choice
+    fake = dist.get_backend() == "fake"
+    try:
+        with dryrun.fake_tensors() if fake else contextlib.nullcontext():
+            found = train.measured_step(settings, groups)
+    finally:
+        ep.choose_experts = usual
+    return found._asdict() | dict(largest=None)
+
+
+def compare(grid: str, pool, ranks: list[int]) -> None:
+    real = pool.run(8, "test_dryrun:measured", grid=grid)
+    for rank in ranks:
+        with dryrun.fake_world(8, rank):
+            fake = measured(grid)
+        for name in ("flops", "calls", "sent"):
+            assert fake[name] == real[rank][name], (rank, name)
+        assert fake["flops"] > 0 and fake["sent"]["world"] > 0
+        assert fake["peak"] == pytest.approx(real[rank]["peak"], rel=0.01), rank
+        for kind in ("weights", "gradients", "optimizer", "FP8 weights"):  # others gloo's threads may release late
+            assert fake["peak_of_kind"].get(kind) == real[rank]["peak_of_kind"].get(kind), kind
+        planned = [[action for action, _ in found["peak_of_action"]] for found in (fake, real[rank])]
+        assert planned[0] == planned[1]
+
+
+@pytest.mark.parametrize("number", range(len(GRIDS)))
+def test_a_dry_run_is_a_real_run_in_flops_calls_bytes_and_memory(number, pool):
+    compare(GRIDS[number], pool, [number % 8])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", GRIDS + SLOW_GRIDS)
+def test_every_grid_is_dry_run_exactly(grid, pool):
+    compare(grid, pool, [0, 3, 7])
+
+
+# ---- what it is for -------------------------------------------------------------------------------------------------
+
+LLAMA_405B = ("--preset llama-3.1-405b --tp 8 --cp 16 --pp 16 --dp 8 --zero 1 --seq 131072 --global-batch 128 "
+              "--micro-batch 1")
+
+
+def dry_run(flags: str, ranks: int, rank: int = 0) -> str:
+    """What the command prints."""
+    command = [sys.executable, train.__file__, "--dry-run", "--gpus", str(ranks), "--rank", str(rank)]
+    ended = subprocess.run([*command, *flags.split()], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_the_page_names_memory_plan_and_network():
+    out = dry_run("--preset tiny-moe --tp 2 --pp 2 --ep 4 --zero 1 --schedule zb-h1 --micro-batch 2", 16, 9)
+    lines = out.splitlines()
+    assert "dry run rank 9 of 16 (pp 1 of 2" in out and "rank 9 needs about" in out
+    assert [line.split()[0] for line in lines if line.endswith("█")][:3] == ["weights", "gradients", "optimizer"]
+    assert "    FIFIWW" in lines  # micro-batches of the last pipeline rank
+    # 2 layers of 2 micro-batches: counts, dispatch and combine, and the gradients of these two
+    assert any(line.split()[:4] == ["ep", "4", "ranks", "20"] and "alltoall_base_" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_llama_405b_on_16384_ranks_takes_less_than_a_minute():
+    began = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    out = dry_run(LLAMA_405B, 16384, 16383)
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - began < 60
+    assert "dry run rank 16383 of 16,384 (pp 15 of 16" in out
+
+
+@pytest.mark.parametrize("flags, line", [
+    ("--dry-run", "--dry-run with --gpus 0: say how many ranks the run would have, such as --gpus 64"),
+    ("--dry-run --gpus 8 --rank 8", "--rank 8: the ranks of --gpus 8 are 0 to 7"),
+    ("--dry-run --gpus 8 --tp 3", "--tp 3 does not divide the 8 ranks: use one of 1, 2, 4, 8"),
+    ("--dry-run --gpus 8 --doc-mask", "--dry-run with --doc-mask: what documents hide depends on the data"),
+    ("--dry-run --gpus 8 --grid auto", "--dry-run with --grid auto: search chooses for the machine that it runs on"),
+    ("--gpus 8", "--gpus 8 --rank 0: only --dry-run pretends to be one of many ranks")])
+def test_what_cannot_be_dry_run_is_refused(flags, line):
+    with pytest.raises(ValueError, match=re.escape(line)):
+        config.parse(flags.split())
+
+
+# ---- the formulas beside it -----------------------------------------------------------------------------------------
+
+SIZE = ("--layers 4 --hidden 512 --heads 8 --kv-heads 4 --ffn 1408 --vocab 16000 --seq 512 --global-batch 8 "
+        "--micro-batch 1 --dtype bf16 ")
+SIZE_MOE = SIZE + "--experts 8 --expert-ffn 512 "
+PLANNED = [  # (flags, rank); 8 ranks; the first ones by default
+    (SIZE + "--dp 8 --zero 3", 0),
+    (SIZE + "--pp 2 --dp 2 --tp 2 --zero 1", 0),
+    (SIZE + "--pp 2 --dp 4 --zero 1 --recompute full", 7),
+    (SIZE_MOE + "--pp 2 --dp 2 --tp 2 --ep 4 --zero 1", 0),
+]
+PLANNED_SLOW = [(f"{SIZE}{axes} --zero {zero} --recompute {recompute}", rank)
+                for axes, ranks in (("--dp 8", [0]), ("--tp 8", [0]), ("--tp 4 --dp 2 --no-sp", [0]),
+                                    ("--cp 8", [0]), ("--cp 2 --tp 2 --dp 2 --cp-style ulysses", [0]),
+                                    ("--pp 2 --dp 4", [0, 7]), ("--pp 4 --dp 2 --schedule zb-h1", [0, 7]),
+                                    ("--pp 2 --dp 2 --tp 2 --schedule afab", [0, 7]),
+                                    ("--pp 2 --cp 2 --tp 2 --schedule interleaved", [0, 7]))
+                for rank in ranks for zero, recompute in ((0, "none"), (1, "selective"), (2, "none"), (3, "full"))
+                if zero == 0 or "--tp 8" not in axes and (
+                    "--schedule" not in axes or zero == 1 and "zb" not in axes)]
+PLANNED_SLOW += [(f"{SIZE_MOE}{axes} --zero {zero}", rank) for axes, zeros in (
+    ("--dp 8 --ep 8", (0, 1, 2, 3)), ("--pp 2 --dp 4 --ep 4", (0, 1))) for zero in zeros for rank in (0, 7)]
+PLANNED_SLOW += [(SIZE + flags, 0) for flags in (
+    "--dp 8 --tied --dtype fp32", "--pp 2 --dp 4 --dtype fp32 --moments bf16",
+    "--tp 2 --dp 4 --fp8 tensorwise --zero 1", "--tp 2 --dp 2 --cp 2 --cp-style ring --zero 1",
+    "--tp 4 --dp 2 --sp-keep", "--tp 8 --async-tp --recompute full", "--dp 8 --zero 1 --optimizer sgd",
+    "--dp 8 --attention math")]
+
+
+def check_formula(flags: str, rank: int) -> None:
+    settings = config.parse(flags.split(), 8)
+    with dryrun.fake_world(8, rank):
+        groups = train.build_groups(settings.grid, settings.model)
+        formula = train.memory_of_rank(settings, groups)
+        with dryrun.fake_tensors():
+            found = train.measured_step(settings, groups)
+    assert sum(formula.values()) == pytest.approx(found.peak, rel=0.03)
+
+
+@pytest.mark.parametrize("number", range(len(PLANNED)))
+def test_the_formulas_are_the_dry_runs_peak(number):
+    check_formula(*PLANNED[number])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags, rank", PLANNED_SLOW)
+def test_every_formula_is_the_dry_runs_peak(flags, rank):
+    check_formula(flags, rank)
