@@ -105,7 +105,7 @@ def spike_in_step_30(state):
 
 # ---- stopping -------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("ranks, flags", [(1, ""), (4, "--tp 2 --zero 1")])
+@pytest.mark.parametrize("ranks, flags", [(1, ""), (2, "--tp 2")])
 def test_a_request_to_one_rank_ends_all_after_the_same_step_and_nothing_is_lost(pool, tmp_path, ranks, flags):
     flags = f"--steps 6 --metrics {tmp_path}/m {flags}"
     said = pool.run(ranks, "test_faults:run", flags=f"{flags} --out {tmp_path}/out", rank=ranks - 1, stop_at=2)
@@ -248,15 +248,16 @@ def found(flags: str, rank: int, what: str, bit: int) -> str:
     (2, "--dtype fp32 --tp 2", "steps", 1, "steps: ranks 0, 1 have different values (axis world)"),
 ])
 def test_one_flipped_bit_is_found_with_its_tensor_and_rank(pool, ranks, flags, what, rank, says):
-    for bit in (0, 14):
-        said = pool.run(ranks, "test_faults:found", flags=flags, rank=rank, what=what, bit=bit)
-        assert says in said[rank], said
-        assert what in said[rank].split(" ")[0] or what in ("weights", "bias")
+    said = pool.run(ranks, "test_faults:found", flags=flags, rank=rank, what=what, bit=0)
+    assert says in said[rank], said
+    assert what in said[rank].split(" ")[0] or what in ("weights", "bias")
 
 
 @pytest.mark.parametrize("ranks, flags", [
-    (4, "--tp 2 --no-sp --zero 1 --dtype bf16"), (4, "--tp 2 --zero 3 --kv-heads 1"), (3, "--tp 3 --heads 3 --ffn 18"),
-    (4, "--pp 2 --tied --zero 2 --layers 2"), (4, "--experts 4 --ep 2 --tp 2 --zero 1"), (4, "--cp 2 --zero 1")])
+    (4, "--tp 2 --no-sp --zero 1 --dtype bf16"), (4, "--experts 4 --ep 2 --tp 2 --zero 1"),
+    *(pytest.param(*grid, marks=pytest.mark.slow) for grid in (
+        (4, "--tp 2 --zero 3 --kv-heads 1"), (3, "--tp 3 --heads 3 --ffn 18"), (4, "--pp 2 --tied --zero 2 --layers 2"),
+        (4, "--cp 2 --zero 1")))])
 def test_replicas_that_are_alike_are_not_accused(pool, ranks, flags):
     flags = flags.replace("--heads 3", "--heads 3 --head-dim 4 --kv-heads 3")
     assert not any(pool.run(ranks, "test_faults:found", flags=flags, rank=0, what="", bit=0))
@@ -658,12 +659,13 @@ def as_rank(rank: int, ranks: int, port: int, restart: int, flags: str, log: str
     os.chdir(ROOT)
     with open(log, "a", buffering=1) as file:
         sys.stdout = sys.stderr = file
-        train.main(config.parse(flags.split(), ranks))
+        with slow_forward(None):  # else several steps are over before a fault has arrived
+            train.main(config.parse(flags.split(), ranks))
 
 
 def supervise(flags: str, ranks: int, faults_left: int, folder: Path, draw: random.Random) -> dict[str, int]:
     """Run until all ranks end by themselves, restarting them after every fault: kill -9, SIGTERM, SIGSTOP for ever or
-    for a moment, of any rank, after one to four more steps. Returns how many there were of each kind."""
+    for a moment, of any rank, after one or two more steps. Returns how many there were of each kind."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "train"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -674,7 +676,7 @@ def supervise(flags: str, ranks: int, faults_left: int, folder: Path, draw: rand
         for process in started:
             process.start()
         kind = draw.choice(["kill", "kill", "term", "stop", "pause"]) if faults_left else ""
-        goal = newest_step(folder) + draw.randrange(1, 5)
+        goal = newest_step(folder) + draw.randrange(1, 3)
         while kind and newest_step(folder) < goal and all(process.is_alive() for process in started):
             time.sleep(0.02)
         if kind:
