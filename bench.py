@@ -596,7 +596,7 @@ def probed_groups(settings: config.Config, local_ranks: int) -> dict[str, Group]
         if members.shape[1] > 1:
             groups[level], _ = dist.new_subgroups_by_enumeration(members.tolist())
     axes = train.build_groups(settings.grid, settings.model)
-    groups |= {axis: axes[axis] for axis in PROBED_AXES if axes[axis] is not None}
+    groups |= {axis: axes[axis].process_group for axis in PROBED_AXES if axes[axis] is not None}
     names = {}
     for level, group in groups.items():
         names.setdefault(tuple(dist.get_process_group_ranks(group)), []).append(level)

@@ -224,10 +224,8 @@ def check_batch(batch, grid) -> None:
         below = size // grid.dp * grid.dp
         use = f"{below} or {below + grid.dp}" if below else f"{grid.dp}"
         need(size % grid.dp == 0, f"{name} {size} is not a multiple of --dp {grid.dp}: use {use}")
-    if batch.micro_batch == 0:  # a pipeline needs some more micro-batches than ranks, or it never fills
-        share = math.gcd(*sizes) // grid.dp
-        enough = (n for n in range(2 * grid.pp, share) if share % n == 0)
-        batch.micro_batch = share if grid.pp == 1 else share // next(enough, share)
+    if batch.micro_batch == 0:
+        batch.micro_batch = default_micro_batch(math.gcd(*sizes) // grid.dp, batch, grid)
     for size in sizes:
         share = size // grid.dp
         need(share % batch.micro_batch == 0,
@@ -239,6 +237,15 @@ def check_batch(batch, grid) -> None:
     need(not grid.sp or grid.cp > 1 or tokens % grid.tp == 0,
          f"--tp {grid.tp} cannot share --micro-batch {batch.micro_batch} x --seq {batch.seq} = {tokens} tokens in "
          "equal parts: use another --seq, or --no-sp")
+
+
+def default_micro_batch(share: int, batch, grid) -> int:
+    """All of a rank's share of a step; of a pipeline as many sequences as leave 2 pp micro-batches, which fill any
+    schedule, or the next larger number of them, or the next smaller one. Their tokens must suit tensor parallelism."""
+    fills = 2 * grid.pp
+    counts = [*range(fills, 100 * fills), *range(fills - 1, 0, -1)] if grid.pp > 1 else [1]
+    sizes = [share // count for count in counts if share % count == 0]
+    return next((size for size in sizes if not grid.sp or grid.cp > 1 or size * batch.seq % grid.tp == 0), sizes[0])
 
 
 def check_schedule(batch, grid) -> None:
@@ -268,6 +275,8 @@ def check_optim(optim, model, precision) -> None:
     need(optim.steps == 0 or optim.warmup <= optim.steps,
          f"--warmup {optim.warmup} is longer than the run: --steps {optim.steps}")
     need(all(0 <= beta < 1 for beta in optim.betas), f"--betas {optim.betas}: each must be at least 0 and below 1")
+    need(precision.reduce_dtype == "fp32" or precision.dtype != "fp64",
+         "--reduce-dtype bf16 with --dtype fp64 would undo it: use --reduce-dtype fp32")
     if precision.moments == "bf16":
         need(optim.optimizer != "sgd", f"--moments bf16 is for --optimizer adamw, not {optim.optimizer}")
         need(precision.dtype != "fp64", "--moments bf16 with --dtype fp64 would undo it: use --moments auto")

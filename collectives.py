@@ -13,8 +13,8 @@ Bytes that a rank sends for a tensor x of |x| bytes on n ranks, with a ring (NCC
     all_to_all                 |x|       minus the rows that stay on this rank
     shift, send                |x|
 
-`sent` counts these bytes per group. With a group of None, or of one rank, every collective is the identity and sends
-nothing, so each module also works alone in one process; only `send` and `receive` need a second rank.
+`sent` counts these bytes per axis of the grid. With a group of None, or of one rank, every collective is the identity
+and sends nothing, so each module also works alone in one process; only `send` and `receive` need a second rank.
 
 `record` is a flight record: how many collectives this rank has called on each group, and for which one it waits. From
 these of all ranks faults.py finds out who is missing when ranks wait for ever.
@@ -39,11 +39,30 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-Group = dist.ProcessGroup | None
+
+@dataclass(frozen=True)
+class AxisGroup:
+    """A process group, and the axis for which its bytes are counted: axes that are never busy at once may share one.
+
+    links: (from, to), ranks of this group -> a process group of these two, for what the first sends the second. Work of
+    one process group is executed in order, so a transfer in the group of all would wait for every earlier one.
+    """
+    axis: str
+    process_group: dist.ProcessGroup
+    links: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
+
+    def size(self) -> int:
+        return self.process_group.size()
+
+    def rank(self) -> int:
+        return self.process_group.rank()
+
+
+Group = AxisGroup | dist.ProcessGroup | None
 Groups = dict[str, Group]  # axis of the grid -> group; this rank's coordinate on the axis is its rank in that group
 SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 
-sent: Counter[str] = Counter()  # bytes per name(group); a global that held the group itself would outlive `world`
+sent: Counter[str] = Counter()  # bytes per name(group); a key that held the group itself would outlive `world`
 
 # torch 2.13 deprecates the names that end in _tensor; torch 2.11 has only those.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -61,8 +80,30 @@ def rank(group: Group) -> int:
 
 
 def name(group: Group) -> str:
-    """The key of a group in `sent`."""
+    """The key of a group in `sent`: its axis, or torch's name of a group without one."""
+    if isinstance(group, AxisGroup):
+        return group.axis
     return "" if group is None else group.group_name
+
+
+def process_group(group: Group) -> dist.ProcessGroup | None:
+    """The group as torch knows it."""
+    return group.process_group if isinstance(group, AxisGroup) else group
+
+
+def create_groups(members: list[list[int]], timeout_s: float) -> dist.ProcessGroup | None:
+    """The one of these process groups that this rank is in; None if it is alone in it. Every rank calls this once.
+
+    members: the ranks of each group; together they are all ranks. NCCL makes all of them in one split of the world's
+    communicator; with other backends a rank makes its own group alone.
+    """
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if dist.group.WORLD.bound_device_id is not None:  # see `world`
+        group = dist.split_group(split_ranks=members, timeout=timeout)
+    else:
+        mine = next(ranks for ranks in members if dist.get_rank() in ranks)
+        group = dist.new_group(mine, timeout=timeout, use_local_synchronization=True)
+    return group if group.size() > 1 else None
 
 
 class Call(NamedTuple):
@@ -162,7 +203,7 @@ def all_reduce(x: torch.Tensor, group: Group, op=SUM, async_op: bool = False) ->
         return Pending(None)
     assert x.is_contiguous(), "the result would be written to a copy"
     with calling("all_reduce", group, 2 * x.nbytes * (size(group) - 1) // size(group)) as call:
-        return Pending(dist.all_reduce(x, op, group=group, async_op=async_op), x, call=call)
+        return Pending(dist.all_reduce(x, op, group=process_group(group), async_op=async_op), x, call=call)
 
 
 def all_gather(out: torch.Tensor, x: torch.Tensor, group: Group, async_op: bool = False) -> Pending:
@@ -172,7 +213,7 @@ def all_gather(out: torch.Tensor, x: torch.Tensor, group: Group, async_op: bool 
         return Pending(None)
     assert x.is_contiguous() and out.is_contiguous()
     with calling("all_gather", group, x.nbytes * (size(group) - 1)) as call:
-        return Pending(_all_gather(out, x, group=group, async_op=async_op), out, x, call=call)
+        return Pending(_all_gather(out, x, group=process_group(group), async_op=async_op), out, x, call=call)
 
 
 def reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: Group, async_op: bool = False) -> Pending:
@@ -182,7 +223,7 @@ def reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: Group, async_op: b
         return Pending(None)
     assert x.is_contiguous() and out.is_contiguous()
     with calling("reduce_scatter", group, x.nbytes * (size(group) - 1) // size(group)) as call:
-        return Pending(_reduce_scatter(out, x, group=group, async_op=async_op), out, x, call=call)
+        return Pending(_reduce_scatter(out, x, group=process_group(group), async_op=async_op), out, x, call=call)
 
 
 def all_to_all(out: torch.Tensor, x: torch.Tensor, output_splits: list[int], input_splits: list[int], group: Group,
@@ -193,7 +234,7 @@ def all_to_all(out: torch.Tensor, x: torch.Tensor, output_splits: list[int], inp
         return Pending(None)
     assert x.is_contiguous() and out.is_contiguous()
     with calling("all_to_all", group, x.nbytes - x[:input_splits[rank(group)]].nbytes) as call:
-        work = dist.all_to_all_single(out, x, output_splits, input_splits, group=group, async_op=async_op)
+        work = dist.all_to_all_single(out, x, output_splits, input_splits, process_group(group), async_op)
         return Pending(work, out, x, call=call)
 
 
@@ -208,8 +249,9 @@ def shift(incoming: torch.Tensor, outgoing: torch.Tensor, group: Group) -> Pendi
     assert incoming.is_contiguous() and outgoing.is_contiguous()
     n, me = size(group), rank(group)
     with calling("shift", group, outgoing.nbytes) as call:
-        works = dist.batch_isend_irecv([dist.P2POp(dist.isend, outgoing, group=group, group_peer=(me + 1) % n),
-                                        dist.P2POp(dist.irecv, incoming, group=group, group_peer=(me - 1) % n)])
+        ring = process_group(group)
+        works = dist.batch_isend_irecv([dist.P2POp(dist.isend, outgoing, group=ring, group_peer=(me + 1) % n),
+                                        dist.P2POp(dist.irecv, incoming, group=ring, group_peer=(me - 1) % n)])
         return Pending(works, incoming, outgoing, call=call)
 
 
@@ -218,7 +260,7 @@ def send(x: torch.Tensor, peer: int, group: Group) -> Pending:
     assert size(group) > 1, "a group of one rank has no peer to send to"  # for torch, None is the world
     assert x.is_contiguous()
     with calling("send", group, x.nbytes, peer) as call:
-        return Pending(dist.isend(x, group=group, group_dst=peer), x, call=call)
+        return Pending(dist.isend(x, **link(group, rank(group), peer)), x, call=call)
 
 
 def receive(x: torch.Tensor, peer: int, group: Group) -> Pending:
@@ -226,13 +268,22 @@ def receive(x: torch.Tensor, peer: int, group: Group) -> Pending:
     assert size(group) > 1, "a group of one rank has no peer to receive from"
     assert x.is_contiguous()
     with calling("receive", group, 0, peer) as call:
-        return Pending(dist.irecv(x, group=group, group_src=peer), x, call=call)
+        return Pending(dist.irecv(x, **link(group, peer, rank(group))), x, call=call)
 
 
 def to_host(*scalars: torch.Tensor) -> list[float]:
     """The numbers in these tensors. On a GPU this is where the host waits for all that it has called before."""
     with waiting_for(record.last):
         return [scalar.item() for scalar in scalars]
+
+
+def link(group: Group, source: int, target: int) -> dict:
+    """Where torch is to send what rank `source` of the group sends to rank `target`, or to receive it."""
+    peer, end = (target, "group_dst") if rank(group) == source else (source, "group_src")
+    pair = group.links.get((source, target)) if isinstance(group, AxisGroup) else None
+    if pair is None:
+        return {"group": process_group(group), end: peer}
+    return {"group": pair, end: 1 - pair.rank()}
 
 
 # ---- collectives that return a new tensor ----------------------------------------------------------------------------

@@ -116,7 +116,7 @@ class Grid:
     schedule: str = setting("1f1b", "pipeline schedule; python pp.py --schedule NAME draws it",
                             tuple(name for name, schedule in SCHEDULES.items() if schedule.runs))
     chunks: int = setting(0, "model chunks (pipeline stages) per rank; 0: as many as the schedule needs")
-    pp_group: int = setting(0, "interleaved: micro-batches in a group; 0: pp, or all if pp does not divide them")
+    pp_group: int = setting(0, "interleaved: micro-batches in a group; 0: as few as possible, pp if it divides them")
     ep: int = setting(1, "expert parallel ranks, among those of dp, cp and tp: each has 1/ep of the experts")
     zero: int = setting(0, "ZeRO level: data parallel ranks shard 1 optimizer state, 2 also gradients, 3 also "
                            "weights", (0, 1, 2, 3))
@@ -139,6 +139,8 @@ class Precision:
     fp8_ends: bool = setting(True, "FP8 in the first and the last block, too")
     fp8_pow2: bool = setting(False, "FP8 scales are powers of two")
     moments: str = setting("auto", "dtype of AdamW's moments; auto: fp32, or fp64 in fp64 runs", ("auto", "bf16"))
+    reduce_dtype: str = setting("fp32", "of gradients that are summed over ranks; micro-batches are summed in fp32",
+                                ("fp32", "bf16"))
     attention: str = setting("auto", "sdpa: torch's fused kernels; triton: ours; auto: torch's, but on a GPU ours for "
                                      "documents and windows; math: plain torch, which saves scores",
                              ("auto", "triton", "sdpa", "math"))

@@ -37,9 +37,9 @@ that sees no key of a block has l' = -inf there and does not change. In backward
 l and o, no block needs another: its probabilities are exp(scores - l), and the derivative of softmax needs
 rowsum(dO * O). dK and dV of a shard follow it one step behind; after c-1 hops its owner adds its own term.
 
-All-gather. All of K and V are gathered (again in backward, so that only 1/c is saved), and each of the two chunks of
-queries attends to its own chunk and to all that precede it: two results to merge instead of c. In both styles, blocks
-that documents or a window hide entirely are skipped.
+All-gather. All of K and V are gathered (again in backward, so that only 1/c is saved). Meanwhile the rank attends to
+its own keys; then the first chunk of queries to the chunks before it, and the second to those before it and between
+the two: at most four blocks. In both styles, blocks that documents or a window hide entirely are skipped.
 
 Ulysses. An all-to-all from sequence shards to head shards: each rank gets all tokens for 1/c of the heads and computes
 attention as one process does; a second all-to-all sends the result back. Where c does not divide K, key and value heads
@@ -71,7 +71,7 @@ Tensor = torch.Tensor
 
 # ---- which tokens a rank has ----------------------------------------------------------------------------------------
 
-def own_chunks(c: int, i: int) -> tuple[int, int]:
+def own_chunks(c: int, i: int | Tensor) -> tuple:
     """The two chunks of rank i, of the 2c chunks of a sequence."""
     return i, 2 * c - 1 - i
 
@@ -165,20 +165,21 @@ def window_blocks(queries: dict[int, slice], keys: dict[int, slice], m: int, win
     return [ScoreBlock(queries[a], keys[b], Mask(causal=a == b, window=window, offset=(a - b) * m)) for a, b in pairs]
 
 
-def clip_to_documents(block: ScoreBlock, queries: Tensor, keys: Tensor) -> ScoreBlock | None:
+def clip_to_documents(block: ScoreBlock, queries: Tensor, keys: Tensor,
+                      host: tuple[Tensor, Tensor]) -> ScoreBlock | None:
     """Limit a block's keys to the documents of its queries; None if nothing is visible. queries [B, s] and keys [B, L]:
-    document numbers, which ascend along a sequence."""
-    queries, keys = queries[:, block.queries], keys[:, block.keys]
-    mask = block.mask._replace(documents=(queries, keys))
-    if mask.causal:
-        return block._replace(mask=mask)
+    document numbers, which ascend along a sequence; host: the same two in the host's memory, where they are read."""
+    documents = queries[:, block.queries], keys[:, block.keys]
+    if block.mask.causal:
+        return block._replace(mask=block.mask._replace(documents=documents))
     # All keys precede all queries: those that any query sees, the first query sees.
-    first_query = mask._replace(documents=(queries[:, :1], keys))
-    visible = first_query.visible(1, keys.shape[1], keys.device).flatten(0, 2).any(0).nonzero().flatten().tolist()
-    if not visible:
+    first_query, host_keys = host[0][:, block.queries][:, :1], host[1][:, block.keys]
+    mask = block.mask._replace(documents=(first_query, host_keys))
+    visible = mask.visible(1, host_keys.shape[1], host_keys.device).flatten(0, 2).any(0)
+    if not visible.any():
         return None
-    start, stop = visible[0], visible[-1] + 1
-    mask = mask._replace(documents=(queries, keys[:, start:stop]), offset=mask.offset - start)
+    start, stop = visible.int().argmax().item(), len(visible) - visible.flip(0).int().argmax().item()
+    mask = mask._replace(documents=(documents[0], documents[1][:, start:stop]), offset=mask.offset - start)
     return ScoreBlock(block.queries, slice(block.keys.start + start, block.keys.start + stop), mask)
 
 
@@ -246,29 +247,34 @@ def gathered_chunks(c: int) -> list[int]:
 
 
 def gathered_blocks(s: int, c: int, i: int, window: int = 0) -> list[list[ScoreBlock]]:
-    """In one step: each of rank i's two chunks with itself, then with all chunks that precede it."""
-    m, first, second = s // 2, slice(0, s // 2), slice(s // 2, s)
+    """What rank i computes with its own keys, and then with those of other ranks, in gathered order."""
+    m, first, second, both = s // 2, slice(0, s // 2), slice(s // 2, s), slice(0, s)
     if window:
-        keys = {chunk: slice(place * m, (place + 1) * m) for place, chunk in enumerate(gathered_chunks(c))}
-        return [window_blocks(dict(zip(own_chunks(c, i), (first, second))), keys, m, window)]
-    blocks = [ScoreBlock(first, slice((c + i) * m, (c + i + 1) * m), CAUSAL),
-              ScoreBlock(second, slice(i * m, (i + 1) * m), CAUSAL),
-              ScoreBlock(first, slice(c * m, (c + i) * m)), ScoreBlock(second, slice((i + 1) * m, 2 * c * m))]
-    return [[block for block in blocks if block.keys.start < block.keys.stop]]
+        own = dict(zip(own_chunks(c, i), (first, second)))
+        others = {chunk: slice(at * m, (at + 1) * m) for at, chunk in enumerate(gathered_chunks(c)) if chunk not in own}
+        return [window_blocks(own, own, m, window), window_blocks(own, others, m, window)]
+    # The first chunk of queries sees chunks 0 to i-1; the second sees 2c-2-i down to c and 0 to i-1, then i+1 to c-1.
+    blocks = [ScoreBlock(first, slice(c * m, (c + i) * m)), ScoreBlock(second, slice((i + 1) * m, (c + i) * m)),
+              ScoreBlock(second, slice((c + i + 1) * m, 2 * c * m))]
+    return [[ScoreBlock(both, both, CAUSAL)], [block for block in blocks if block.keys.start < block.keys.stop]]
 
 
 def gathered_positions(seq: int, c: int, i: int) -> list[Tensor]:
-    """The positions of gathered keys in the sequence."""
-    return [torch.arange(seq).view(2 * c, -1)[gathered_chunks(c)].flatten()]
+    """The positions of each step's keys in the sequence."""
+    return [own_positions(seq, c, i), torch.arange(seq).view(2 * c, -1)[gathered_chunks(c)].flatten()]
 
 
-def gather_chunks(kv: Tensor, group: Group) -> Tensor:
-    """[2, B, K, s, D] of every rank -> [2, B, K, S, D], in gathered order."""
-    own = rearrange(kv, "two b n s d -> s two b n d").contiguous()
-    gathered = own.new_empty(size(group) * len(own), *own.shape[1:])
-    for out, chunk in zip(gathered.chunk(2), reversed(own.chunk(2))):
-        all_gather(out, chunk, group)
-    return rearrange(gathered, "s two b n d -> two b n s d")
+def gather_chunks(kv: Tensor, group: Group) -> Iterable[Tensor]:
+    """Yield this rank's keys and values, [2, B, K, s, D], and meanwhile receive those of all: [2, B, K, S, D], in
+    gathered order."""
+    kv = rearrange(kv, "two b n s d -> s two b n d").contiguous()
+    gathered = kv.new_empty(size(group) * len(kv), *kv.shape[1:])
+    pending = [all_gather(out, chunk, group, async_op=True)
+               for out, chunk in zip(gathered.chunk(2), reversed(kv.chunk(2)))]
+    yield rearrange(kv, "s two b n d -> two b n s d")
+    for gather in pending:
+        gather.wait()
+    yield rearrange(gathered, "s two b n d -> two b n s d")
 
 
 def reduce_scatter_chunks(dkv: Tensor, group: Group) -> Tensor:
@@ -285,17 +291,18 @@ class AllGatherAttention(Function):
 
     @staticmethod
     def forward(ctx, q, k, v, steps, attention, group):
-        gathered = gather_chunks(torch.stack((k, v)), group)
-        return attend_to_blocks(ctx, q, k, v, [gathered], steps, attention, group)
+        return attend_to_blocks(ctx, q, k, v, gather_chunks(torch.stack((k, v)), group), steps, attention, group)
 
     @staticmethod
     def backward(ctx, do):
         q, k, v, o, lse = ctx.saved_tensors
-        dq, gathered = torch.zeros_like(q, dtype=lse.dtype), gather_chunks(torch.stack((k, v)), ctx.group)
-        dkv = torch.zeros_like(gathered, dtype=lse.dtype)
-        for block in ctx.steps[0]:
-            add_gradients(dq, dkv, do, q, *gathered, o, lse, block, ctx.attention)
-        dk, dv = reduce_scatter_chunks(dkv, ctx.group)
+        dq, dkv = torch.zeros_like(q, dtype=lse.dtype), []
+        for blocks, kv in zip(ctx.steps, gather_chunks(torch.stack((k, v)), ctx.group)):
+            dkv.append(torch.zeros_like(kv, dtype=lse.dtype))
+            for block in blocks:
+                add_gradients(dq, dkv[-1], do, q, *kv, o, lse, block, ctx.attention)
+        own, gathered = dkv
+        dk, dv = own.add_(reduce_scatter_chunks(gathered, ctx.group))
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
@@ -310,19 +317,32 @@ def ulysses(q: Tensor, k: Tensor, v: Tensor, attend: Attend, order: tuple[Tensor
     order: the indices that bring chunks from the ranks' order into the sequence's, and back. [2c] each
     """
     c = size(group)
-    to_sequence, to_ranks = order
     copies = c // math.gcd(c, k.shape[1])  # of each key and value head, so that c divides them
     k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
     by_head = torch.cat([rearrange(x, "b (c n) s d -> c b n s d", c=c) for x in (q, k, v)], 2)
     chunks = AllToAll__AllToAll.apply(by_head, [1] * c, [1] * c, group)
     chunks = rearrange(chunks, "c b n (half m) d -> b n (c half) m d", half=2)
-    tokens = rearrange(chunks[:, :, to_sequence], "b n chunk m d -> b n (chunk m) d")
+    tokens = rearrange(Reorder.apply(chunks, order), "b n chunk m d -> b n (chunk m) d")
     del by_head, chunks  # else they would exist during attention
     o = attend(*tokens.split([x.shape[1] // c for x in (q, k, v)], 1))
-    chunks = rearrange(o, "b n (chunk m) d -> b n chunk m d", chunk=2 * c)[:, :, to_ranks]
+    chunks = Reorder.apply(rearrange(o, "b n (chunk m) d -> b n chunk m d", chunk=2 * c), order[::-1])
     by_token = rearrange(chunks, "b n (c half) m d -> c b n (half m) d", c=c)
     received = AllToAll__AllToAll.apply(by_token, [1] * c, [1] * c, group)
     return rearrange(received, "c b n s d -> b s (c n) d").transpose(1, 2)
+
+
+class Reorder(Function):
+    """Chunks [B, N, 2c, m, D] in a new order, order: (indices, their inverse). autograd's own backward would first fill
+    a tensor with zeros and then add to it."""
+
+    @staticmethod
+    def forward(ctx, x, order):
+        ctx.order = order
+        return x.index_select(2, order[0])
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.index_select(2, ctx.order[1]), None
 
 
 # ---- attention for a model's layers ---------------------------------------------------------------------------------
@@ -378,7 +398,8 @@ def context_parallel(group: Group, style: str, seq: int, mask: Mask, attention: 
         attend = partial(cheap, attend)
     if c == 1:
         return attend
-    chunks = torch.tensor([chunk for i in range(c) for chunk in own_chunks(c, i)], device=device)
+    ranks = torch.arange(c, device=device)
+    chunks = torch.stack(own_chunks(c, ranks), 1).flatten()  # of the first rank, then of the second
     return partial(chosen, attend=attend, order=(chunks.argsort(), chunks), group=group)
 
 
@@ -387,10 +408,11 @@ def visible_blocks(style: BlockStyle, seq: int, c: int, i: int, mask: Mask) -> l
     steps = style.blocks(seq // c, c, i, mask.window)
     if mask.documents is None:
         return steps
-    documents, _ = mask.documents
-    own = documents[:, own_positions(seq, c, i)]
-    return [[clipped for block in blocks if (clipped := clip_to_documents(block, own, documents[:, positions]))]
-            for blocks, positions in zip(steps, style.positions(seq, c, i))]
+    documents, own = mask.documents[0], own_positions(seq, c, i)
+    host = documents.cpu()  # the only time that the host waits
+    return [[clipped for block in blocks if (clipped := clip_to_documents(
+                block, documents[:, own], documents[:, at], (host[:, own], host[:, at])))]
+            for blocks, at in zip(steps, style.positions(seq, c, i))]
 
 
 # ---- demo: python cp.py ---------------------------------------------------------------------------------------------

@@ -197,6 +197,9 @@ class MicroBatch(NamedTuple):
     documents: torch.Tensor | None = None  # number of a token's document in its sequence; None: attention crosses them
 
     def to(self, device: torch.device) -> "MicroBatch":
+        """A copy on the device. The host does not wait for it: it is made from pinned memory."""
+        if device.type == "cuda":
+            return MicroBatch(*(None if x is None else x.pin_memory().to(device, non_blocking=True) for x in self))
         return MicroBatch(*(None if x is None else x.to(device) for x in self))
 
 

@@ -267,12 +267,11 @@ def update_biases(routers: list[Router], groups: tuple[Group, ...],
     apply: False leaves the biases as they are, after a step that was skipped. Returns the largest load of an expert
     over the mean of its layer, and the losses summed over all sequences and layers.
     """
-    loads = torch.stack([router.load for router in routers])
-    loss = torch.stack([router.loss for router in routers]).double().sum()
+    sums = torch.stack([torch.cat((router.load.double(), router.loss.double()[None])) for router in routers])
     for group in groups:
-        all_reduce(loads, group)
-        all_reduce(loss, group)
-    mean = loads.double().mean(-1, keepdim=True)
+        all_reduce(sums, group)  # one for loads, which fp64 counts exactly, and losses of all layers
+    loads, loss = sums[:, :-1], sums[:, -1].sum()
+    mean = loads.mean(-1, keepdim=True)
     for router, above_mean in zip(routers, (loads - mean).sign()):
         router.bias -= above_mean.to(router.bias.dtype) * router.balance.bias_rate * apply
         router.load.zero_()
@@ -426,10 +425,8 @@ def grouped_matmul(x: Tensor, matrices: Tensor, route: Route) -> Tensor:
 
 
 def accumulate_grouped_product(out: Tensor, grad: Tensor, x: Tensor, route: Route) -> None:
-    """out [e, out, in] += grad^T x of each expert's rows. If `out` has x's dtype, the loop needs no temporary."""
-    if out.dtype != x.dtype and fits_grouped_mm(grad, x):
-        out.add_(F.grouped_mm(grad.t(), x, offs=route.ends))
-        return
+    """out [e, out, in] += grad^T x of each expert's rows, in fp32 as of dense layers. (grouped_mm rounds to bf16, and
+    on some GPUs leaves numbers where an expert has no row.) An expert without rows gets nothing."""
     for matrix, dy, rows in zip(out, grad.split(route.rows_per_expert), x.split(route.rows_per_expert)):
         accumulate_product(matrix, dy.t(), rows)
 

@@ -40,7 +40,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import config
-from collectives import MAX, Group, Groups, all_gather, all_reduce, name, rank, record, size
+from collectives import MAX, Group, Groups, all_gather, all_reduce, name, process_group, rank, record, size
 from ep import Router
 from zero import Optimizer
 
@@ -265,7 +265,7 @@ def difference(names: list[str], hashes: torch.Tensor, group: Group) -> str:
 
 
 def ranks_of(group: Group) -> list[int]:
-    return dist.get_process_group_ranks(group)
+    return dist.get_process_group_ranks(process_group(group))
 
 
 def listed(ranks: list[int]) -> str:

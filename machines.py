@@ -543,7 +543,8 @@ def stages_of_rank(run: Run, rank: int) -> dict[int, range]:
 def in_flight_of_rank(run: Run, rank: int) -> int:
     grid, m = run.settings.grid, run.micro_batches
     enough = m
-    if grid.pp > 1 and grid.schedule != "afab" and not grid.pp_group and m > 4 * grid.pp:
+    in_groups = grid.pp_group or (SCHEDULES[grid.schedule].grouped and m % grid.pp)
+    if grid.pp > 1 and grid.schedule != "afab" and not in_groups and m > 4 * grid.pp:
         enough = 4 * grid.pp + m % grid.pp
     return in_flight(grid.schedule if grid.pp > 1 else "1f1b", grid.pp, enough, grid.chunks, grid.pp_group)[rank]
 

@@ -25,11 +25,12 @@ micro-batches; F, B, I, W: a rank's time for one micro-batch in all chunks that 
 The unit of activations is those of 1/p of the layers for one micro-batch. Formulas hold if m >= 2p, n divides m, and W
 <= min(F, I). The bubble of zb-h2 is that between a rank's first F and last W; the others are of the whole step.
 
-Groups of n = p are depth first, n = m is breadth first; Llama 3 is in between. zb-v and dualpipev give rank r the
-stages r and 2p-1-r: the last stage is on the first rank, and backward starts early. dualpipev and dualpipe allow a
-forward and a backward at the same time (here they are not); dualpipe sends micro-batches through the ranks in both
-directions, with two copies of the weights. zb-h2 takes as long as zb-h1 where all ranks wait for the gradient norm at
-the end of a step: so it is only drawn here, as is dualpipe.
+Groups of n = p are depth first, n = m is breadth first; Llama 3 is in between. A group must hold at least p, the last
+one, too, or all m; the smallest possible n holds the least, and no other n makes the bubble shorter. zb-v and dualpipev
+give rank r the stages r and 2p-1-r: the last stage is on the first rank, and backward starts early. dualpipev and
+dualpipe allow a forward and a backward at the same time (here they are not); dualpipe sends micro-batches through the
+ranks in both directions, with two copies of the weights. zb-h2 takes as long as zb-h1 where all ranks wait for the
+gradient norm at the end of a step: so it is only drawn here, as is dualpipe.
 To add a schedule, write a function that returns its Plan and add it to SCHEDULES. Nothing here needs torch.
 
 Huang et al. 2019 (GPipe: afab); Narayanan et al. 2021 (1F1B, interleaved); Llama Team 2024, section 3.3.2 (any n); Qi
@@ -53,7 +54,7 @@ class Action(NamedTuple):
     @property
     def result(self) -> "Action":
         """What other actions need of it: B and I alike give the gradient of the input, "B"."""
-        return self._replace(op="B") if self.op == "I" else self
+        return Action("B", *self[1:]) if self.op == "I" else self
 
 
 class Plan(NamedTuple):
@@ -213,7 +214,7 @@ SCHEDULES = {
 
 def plan(schedule: str, p: int, m: int, v: int = 0, n: int = 0) -> Plan:
     """The plan of a schedule for p ranks and m micro-batches. v: model chunks per rank, by default as many as the
-    schedule chosen. n: micro-batches per group, by default p, or m where p does not divide it.
+    schedule chosen. n: micro-batches per group, by default as few as possible.
 
     Raises ValueError, with what would work, for an unknown schedule or numbers with which it does not work.
     """
@@ -226,8 +227,12 @@ def plan(schedule: str, p: int, m: int, v: int = 0, n: int = 0) -> Plan:
     if chosen.chunks and v != chosen.chunks:
         any_number = " and ".join(name for name, needed in SCHEDULES.items() if not needed.chunks)
         raise ValueError(f"{v} model chunks per rank: schedule {schedule} has {chosen.chunks}, {any_number} any")
-    n = min(n, m) or (p if m >= p and m % p == 0 else m)
-    if v > 1 and chosen.grouped and not (n == m or (n >= p and (m % n == 0 or m % n >= p))):
+
+    def possible(n: int) -> bool:
+        return n == m or (n >= p and (m % n == 0 or m % n >= p))
+
+    n = min(n, m) or next(n for n in range(1, m + 1) if possible(n))
+    if v > 1 and chosen.grouped and not possible(n):
         raise ValueError(f"groups of {n} of {m} micro-batches on {p} ranks would wait for each other for ever: groups "
                          f"must hold at least {p}, the last one, too, or all {m}")
     if m < chosen.least(p):
@@ -306,34 +311,10 @@ def lower(plan: Plan) -> list[list[Action | Transfer]]:
     return lists
 
 
-def check_rendezvous(lists: list[list[Action | Transfer]]) -> None:
-    """Replay lowered lists where sends and receives wait for each other, as with NCCL they may. Raises ValueError if
-    that never ends, or if a send meets the receive of a different transfer."""
-    waiting = [deque(items) for items in lists]
-    while any(waiting):
-        moved = False
-        for items in waiting:
-            while items and isinstance(items[0], Action):
-                items.popleft()
-                moved = True
-        for r, items in enumerate(waiting):
-            if not items or items[0].op != "send" or not waiting[items[0].peer]:
-                continue
-            send, receive = items[0], waiting[items[0].peer][0]
-            if receive.op == "receive" and receive.peer == r:
-                if receive != send._replace(op="receive", peer=r):
-                    raise ValueError(f"rank {r} sends {send} and rank {send.peer} receives {receive}")
-                items.popleft()
-                waiting[send.peer].popleft()
-                moved = True
-        if not moved:
-            raise deadlock_error(waiting)
-
-
 # ---- time and memory ------------------------------------------------------------------------------------------------
 
 class Costs(NamedTuple):
-    """Times of a stage, for one micro-batch, in any unit."""
+    """Times of a stage, for one micro-batch, in any unit. Of v model chunks each takes 1/v of a rank's time."""
     forward: float = 1.0
     input: float = 1.0  # the half of backward that gives the gradient of the input
     weight: float = 1.0  # the half that gives that of the weights
@@ -349,9 +330,14 @@ class Span(NamedTuple):
     stop: float
 
 
-def simulate(plan: Plan, costs: Costs | None = None) -> list[list[Span]]:
-    """When each rank does what, if each action, in order, starts as soon as it can. Raises ValueError as `lower`."""
+def simulate(plan: Plan, costs: Costs | None = None, one_stream: bool = False) -> list[list[Span]]:
+    """When each rank does what, if each action, in order, starts as soon as it can. Raises ValueError as `lower`.
+
+    one_stream: each transfer of a rank waits for its earlier ones, as in one process group with NCCL.
+    """
     costs = costs or Costs()
+    if one_stream:
+        return replay(lower(plan), costs, lambda item: isinstance(item, Transfer))
     spans = [[] for _ in plan.ranks]
     finished = {}  # result -> when
     for r, action in execute_in_turns(plan):
@@ -361,6 +347,77 @@ def simulate(plan: Plan, costs: Costs | None = None) -> list[list[Span]]:
             start = max(start, finished[result] + hop)
         finished[action.result] = start + costs.of(action.op)
         spans[r].append(Span(action, start, finished[action.result]))
+    return spans
+
+
+def stream_of_link(item: Action | Transfer) -> tuple | None:
+    """The stream on which a rank runs an item where each directed pair of ranks has a process group of its own."""
+    return (item.op, item.peer) if isinstance(item, Transfer) else None
+
+
+def check_rendezvous(lists: list[list[Action | Transfer]]) -> None:
+    """Raises ValueError, as `replay`, if lowered lists block where everything waits for all that is before it."""
+    replay(lists, Costs(), lambda item: None)
+
+
+def replay(lists: list[list[Action | Transfer]], costs: Costs, stream_of: Callable) -> list[list[Span]]:
+    """When each rank does what, if a send and its receive run together, each on a stream of its rank, in order.
+
+    stream_of(item): the stream on which a rank runs it. A transfer also waits for the actions before it in the list; an
+    action waits for no transfer of another stream but those that bring what it needs. Raises ValueError if ranks wait
+    for each other for ever, or if a send meets the receive of a different transfer.
+    """
+    stages = 1 + max((item.stage for items in lists for item in items), default=0)
+    queues, free = [{} for _ in lists], [{} for _ in lists]  # of each rank: stream -> what waits, when it is free
+    spans, known = [[] for _ in lists], [{} for _ in lists]  # known: result -> when this rank has it
+    for items, streams in zip(lists, queues):
+        before = 0  # how many actions are before this item
+        for item in items:
+            needs = required_results(item, stages) if isinstance(item, Action) else set()
+            streams.setdefault(stream_of(item), deque()).append((item, needs, before))
+            before += isinstance(item, Action)
+
+    def earliest(r: int, stream, needs: set[Action], before: int) -> float | None:
+        """When this rank can begin the first item of a stream; None if it waits for something that has not run yet."""
+        if len(spans[r]) < before or not needs <= known[r].keys():
+            return None
+        last = spans[r][before - 1].stop if before else 0.0
+        return max([last, free[r].get(stream, 0.0), *(known[r][result] for result in needs)])
+
+    def run(r: int, stream, item: Action | Transfer, needs: set[Action], before: int) -> bool:
+        """Run the first item of a stream of this rank, a send with its receive; False if it has to wait."""
+        if item.op == "receive" or (start := earliest(r, stream, needs, before)) is None:
+            return False
+        queue, user = queues[r][stream], r
+        if isinstance(item, Action):
+            result, stop = item.result, start + costs.of(item.op)
+            spans[r].append(Span(item, start, stop))
+        else:
+            user, receive = item.peer, Transfer("receive", *item[1:4], r)
+            there = queues[user].get(other := stream_of(receive))
+            if not there or (there[0][0][0], there[0][0][-1]) != ("receive", r):
+                return False
+            if there[0][0] != receive:
+                raise ValueError(f"rank {r} sends {item} and rank {user} receives {there[0][0]}")
+            if (ready := earliest(user, other, *there[0][1:])) is None:
+                return False
+            result = Action(item.what, item.stage + (1 if item.what == "B" else -1), item.micro_batch)
+            free[user][other] = stop = max(start, ready) + costs.hop
+            there.popleft()
+        known[user][result] = free[r][stream] = stop
+        queue.popleft()
+        return True
+
+    moved = True
+    while moved:
+        moved = False
+        for r, streams in enumerate(queues):
+            for stream, queue in streams.items():
+                while queue and run(r, stream, *queue[0]):
+                    moved = True
+    waiting = [[queue[0][0] for queue in streams.values() if queue] for streams in queues]
+    if any(waiting):
+        raise deadlock_error(waiting)
     return spans
 
 

@@ -6,8 +6,8 @@
     python train.py --dry-run --gpus 1024             what a rank of 1,024 would need, compute and send (dryrun.py)
     python train.py --help                            every setting
 
-The file reads from the whole to its parts: the run and its loop; one step; evaluation and sampling; the grid of process
-groups; the model and its optimizer; the choice of a device; what is printed and written.
+The file reads from the whole to its parts: the run and its loop; one step; evaluation and sampling; the model and its
+optimizer; the choice of a device; what is printed and written.
 
 A step divides every loss by the number of valid tokens of the global batch, so that each gradient is a plain sum over
 micro-batches and ranks. The files of the techniques communicate gradients, activations and weights; this one
@@ -18,7 +18,6 @@ if __name__ == "__main__":
 
     settings = config.from_command_line()  # before torch is imported, so that a wrong flag is answered at once
 
-import datetime
 import gc
 import json
 import math
@@ -34,7 +33,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from einops import rearrange
 from tqdm import tqdm
 
 import checkpoint
@@ -55,13 +53,14 @@ from dp import assign_to_buckets
 from ep import Balance, update_biases
 from fp8 import RECIPES, Fp8
 from graphs import Captured, leave_default_stream
+from groups import AXES, build_groups
 from model import Execution, Llama
 from noise import GradientNoise
 from param import IGNORED, acc_dtype, draw
 from pp import Pipeline
 from profiling import named, profiling
 from sampling import sample
-from schedules import SCHEDULES, plan_of
+from schedules import plan_of
 from zero import UPDATE_RULES, Optimizer
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -552,61 +551,7 @@ def continue_prompt(model: Llama, codec: Codec, settings: config.Config, groups:
             print("".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text))
 
 
-# ---- the grid -------------------------------------------------------------------------------------------------------
-
-# RANKS is an einops pattern that numbers the ranks: its last name varies fastest, so tensor parallel ranks (kv x copy)
-# are adjacent and pipeline ranks furthest apart. Patterns below arrange the same ranks as matrices [groups, members]:
-#     data        all ranks with different tokens: --dp x --cp
-#     replicate   hybrid sharding: ranks that have the same shard, --dp-replicate of them
-#     dp          the ranks that ZeRO shards over: --dp / --dp-replicate x --cp
-#     cp          those with shards of the same sequences
-#     tp          those with shards of the same layers; if there are more of them than key and value heads:
-#     kv, kv_copy    one rank of each head, and the ranks with a copy of one head
-#     ep, edp     a second way to divide the ranks of a stage and replica: an ep group has each expert once, an edp
-#                 group has copies of the same experts
-RANKS = "(pp replicate shard cp kv copy)"
-AXIS_GROUPS = {
-    "pp": "(replicate shard cp kv copy) pp",
-    "data": "(pp kv copy) (replicate shard cp)",
-    "replicate": "(pp shard cp kv copy) replicate",
-    "dp": "(pp replicate kv copy) (shard cp)",
-    "cp": "(pp replicate shard kv copy) cp",
-    "tp": "(pp replicate shard cp) (kv copy)",
-    "kv": "(pp replicate shard cp copy) kv",
-    "kv_copy": "(pp replicate shard cp kv) copy",
-}
-EXPERT_RANKS, EXPERT_GROUPS = "(pp replicate edp ep)", {"edp": "(pp replicate ep) edp", "ep": "(pp replicate edp) ep"}
-AXES = ("world", "pp", "tie", "data", "replicate", "dp", "cp", "tp", "kv", "kv_copy", "ep", "edp")
-
-
-def build_groups(grid: config.Grid, model: config.Model, timeout_s: float = 600) -> Groups:
-    """This rank's group on every axis, None where it is alone; created in the same order on every rank.
-
-    Two more axes are world, all ranks, and tie, the first and the last pipeline rank, which share a tied embedding.
-    """
-    groups: Groups = dict.fromkeys(AXES)
-    if not dist.is_initialized():
-        return groups
-
-    def create(axis: str, members: torch.Tensor) -> None:
-        if members.shape[1] > 1:
-            timeout = datetime.timedelta(seconds=timeout_s)
-            groups[axis], _ = dist.new_subgroups_by_enumeration(members.tolist(), timeout=timeout)
-
-    ranks, heads = torch.arange(dist.get_world_size()), min(grid.tp, model.kv_heads)
-    lengths = dict(pp=grid.pp, replicate=grid.dp_replicate, cp=grid.cp, kv=heads, copy=grid.tp // heads)
-    for axis, pattern in AXIS_GROUPS.items():
-        if axis not in ("kv", "kv_copy") or grid.tp > model.kv_heads:
-            members = rearrange(ranks, f"{RANKS} -> {pattern}", **lengths)
-            create(axis, members)
-            if axis == "pp" and not SCHEDULES[grid.schedule].v_shaped:  # else one rank has both stages
-                create("tie", members[:, [0, -1]] if grid.pp > 1 else members)
-    if model.experts:
-        lengths = dict(pp=grid.pp, replicate=grid.dp_replicate, ep=grid.ep)
-        for axis, pattern in EXPERT_GROUPS.items():
-            create(axis, rearrange(ranks, f"{EXPERT_RANKS} -> {pattern}", **lengths))
-    return groups | {"world": dist.group.WORLD}
-
+# ---- the model and its optimizer ------------------------------------------------------------------------------------
 
 def build_pipeline(settings: config.Config, group: Group, device: torch.device | str = "cpu") -> Pipeline:
     """The stages that the schedule gives this rank, and the plan of any number of micro-batches."""
@@ -615,8 +560,6 @@ def build_pipeline(settings: config.Config, group: Group, device: torch.device |
     return Pipeline(partial(plan_of, grid), costs.stages_of(settings), most, group, device)
 
 
-# ---- the model and its optimizer ------------------------------------------------------------------------------------
-
 def build(settings: config.Config, groups: Groups, device: torch.device, dtype: torch.dtype,
           filled: bool = True) -> tuple[Llama, Optimizer]:
     """The model and its optimizer, with the seed's initial weights if they are to be filled, else with zeros."""
@@ -624,7 +567,8 @@ def build(settings: config.Config, groups: Groups, device: torch.device, dtype: 
     model = build_model(settings, groups, device, dtype)
     optimizer = Optimizer(model.units(), groups, bucket_mb=grid.bucket_mb, level=grid.zero, rule=optim.optimizer,
                           betas=optim.betas, weight_decay=optim.weight_decay, clip=optim.clip,
-                          moments_dtype=moments_dtype(settings, dtype), last_unit=model.head)
+                          moments_dtype=moments_dtype(settings, dtype), last_unit=model.head,
+                          reduce_dtype=torch.bfloat16 if settings.precision.reduce_dtype == "bf16" else None)
     if filled:
         optimizer.load(draw(optim.seed))
     return model, optimizer
@@ -778,8 +722,8 @@ class Log:
             step=step, tokens=state.tokens, loss=loss, grad_norm=norm, lr=lr,
             step_s=seconds, tokens_per_s=rate, tokens_per_s_per_gpu=rate / self.ranks, **utilisation,
             memory_gb=peak_memory(self.device) / 1e9,
-            comm_gb={axis: collectives.sent[collectives.name(self.groups[axis])] / 1e9
-                     for axis in AXES if size(self.groups[axis]) > 1}, skipped=state.skipped)
+            comm_gb={axis: collectives.sent[axis] / 1e9 for axis in AXES if size(self.groups[axis]) > 1},
+            skipped=state.skipped)
 
     def write(self, record: dict) -> None:
         self.last_loss = record["loss"]

@@ -3,7 +3,8 @@
 Saves: all but 1/n of the optimizer state (level 1), also of the gradients (level 2), also of the weights (level 3).
 Costs: elements that a rank sends per step of A micro-batches, times (n-1)/n: 2P, 2P, (A+1)P and almost 3AP at levels 0
        to 3. (Almost: the embedding's backward needs no weights, and the head's runs right after its forward, so each
-       saves one all-gather per micro-batch.) Gradients are sent in fp32, weights in their own dtype.
+       saves one all-gather per micro-batch.) Gradients are sent in fp32, or by --reduce-dtype in bf16; weights in their
+       own dtype.
 Stops helping when: activations are what fills the memory, or A is so large that levels 2 and 3 only communicate.
 
 What each rank holds of one bucket of dp.py on n = 4 ranks:
@@ -18,7 +19,8 @@ Level 3 unshards (all-gathers) the weights of a unit (embedding, block or head) 
 backward, and reshards (frees) them after each.
 Overlap: gradients are reduced during backward, as in dp.py. At levels 1 and 2 the all-gather starts after the update,
 and the next forward waits for it where it first uses the weights. Level 3 prefetches the next unit's weights.
-Hybrid sharding: the n ranks of each of R replicas do all this; once per step R ranks all-reduce a gradient shard.
+Hybrid sharding: the n ranks of each of R replicas do all this; once per step R ranks all-reduce a gradient shard, which
+starts when the next bucket of the group is reduced.
 
 Bytes per parameter at level 0 (divide what is sharded by n; padding adds less than n elements per bucket):
 
@@ -65,7 +67,18 @@ from torch.autograd import Function
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from collectives import Groups, Pending, all_gather, all_reduce, rank, reduce_scatter, run_demo, size
+from collectives import (
+    Group,
+    Groups,
+    Pending,
+    all_gather,
+    all_reduce,
+    process_group,
+    rank,
+    reduce_scatter,
+    run_demo,
+    size,
+)
 from dp import Bucket, DataParallel, Units
 from operations import uses_kernels
 from param import Box, Source, Spec, box_shape, boxes, draw, is_first_replica, parameter, shard_slice
@@ -81,7 +94,8 @@ class ShardedBucket(Bucket):
     """
 
     def __init__(self, params: list[nn.Parameter], stages_of: dict[nn.Parameter, list[int]], groups: Groups, *,
-                 level: int, rule_state: tuple[str, ...], moments_dtype: torch.dtype | None, reducing: list[Bucket]):
+                 level: int, rule_state: tuple[str, ...], moments_dtype: torch.dtype | None,
+                 reduce_dtype: torch.dtype | None, reducing: dict[Group, Bucket]):
         super().__init__(params, stages_of, groups)
         self.level = level if size(self.group) > 1 else 0
         shards, index = (size(self.group), rank(self.group)) if self.level else (1, 0)
@@ -109,7 +123,8 @@ class ShardedBucket(Bucket):
         self.grad_shard = self.received = None  # received: the result of a reduction under way at levels 2 and 3
         self.grad_is_zero = False  # the update has zeroed it
         self.before_reduction = lambda: None  # see noise.py
-        self.reducing = reducing  # one list for all buckets: the bucket whose whole gradient is being reduced
+        self.reduce_dtype = reduce_dtype or self.acc_dtype
+        self.reducing = reducing  # shared by all buckets: a group -> the bucket whose gradient it is reducing
 
     def zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(count, dtype=dtype, device=self.device)
@@ -127,7 +142,7 @@ class ShardedBucket(Bucket):
         """backwards: stage -> number of backward passes through it in this step."""
         self.expected = sum(backwards[stage] for param in self.params for stage in self.stages_of[param])
         assert self.expected > 0, f"{self.name}: a step without a gradient would leave the other ranks waiting"
-        self.accumulated = 0
+        self.accumulated, self.replicas_started = 0, False
         for param in self.params:
             param.generation += 1  # so that a captured step includes quantising weights to FP8, and replays repeat it
         if self.level < 2:
@@ -151,32 +166,47 @@ class ShardedBucket(Bucket):
         super().ready(param)
 
     def start_reduction(self) -> None:
+        """Start to sum the gradient over the data axis. The group's reduction before it is finished first, where only
+        two whole gradients of a group may exist, or replicas wait for the bucket's shard."""
         self.before_reduction()
+        if self.level >= 2 or size(self.groups["replicate"]) > 1:
+            if before := self.reducing.get(process_group(self.group)):
+                before.finish_reduction()
+                before.start_replicas()
+            self.reducing[process_group(self.group)] = self
+        first = self.level < 2 or self.accumulated <= self.grads_per_micro_batch
+        self.receive = self.grad_shard.copy_ if first else self.grad_shard.add_
+        sent = self.grad.to(self.reduce_dtype) if size(self.group) > 1 else self.grad
+        self.received = self.grad_shard if first and sent is self.grad else sent.new_empty(len(self.grad_shard))
         if self.level == 0:
-            super().start_reduction()
-        elif self.level == 1:
-            self.reduction = reduce_scatter(self.grad_shard, self.grad, self.group, async_op=True)
+            self.received = sent
+            self.reduction = all_reduce(sent, self.group, async_op=True)
         else:
-            for bucket in self.reducing:  # one reduction at a time, so only two whole gradients exist
-                bucket.finish_reduction()
-            first = self.accumulated <= self.grads_per_micro_batch
-            self.received = self.grad_shard if first else torch.empty_like(self.grad_shard)
-            self.reduction = reduce_scatter(self.received, self.grad, self.group, async_op=True)
+            self.reduction = reduce_scatter(self.received, sent, self.group, async_op=True)
+        if self.level >= 2:
             self.grad = None
-            self.reducing[:] = [self]
 
     def finish_reduction(self) -> None:
         """Wait for the reduction under way and add its result to those of earlier micro-batches."""
         self.reduction.wait()
-        if self.received is not None and self.received is not self.grad_shard:
-            self.grad_shard.add_(self.received)
+        if self.received is not None and self.received.data_ptr() != self.grad_shard.data_ptr():
+            self.receive(self.received)
         self.received = None
 
+    def start_replicas(self) -> None:
+        """After the step's last reduction: start to sum the shard over replicas (hybrid sharding)."""
+        if self.expected == 0 and not self.replicas_started and size(self.groups["replicate"]) > 1:
+            self.replicas_started, self.receive = True, self.grad_shard.copy_
+            self.received = self.grad_shard.to(self.reduce_dtype)
+            self.reduction = all_reduce(self.received, self.groups["replicate"], async_op=True)
+
     def finish_step(self) -> None:
-        """Finish `grad_shard`: sum it over the data axis, over replicas (hybrid sharding) and over partial axes."""
+        """Finish `grad_shard`: sum it over the data axis, over replicas and over partial axes."""
         assert self.expected == 0, f"{self.name} and {len(self.params) - 1} more wait for {self.expected} gradients"
         self.finish_reduction()
-        all_reduce(self.grad_shard, self.groups["replicate"])
+        self.start_replicas()
+        self.finish_reduction()
+        self.reducing.clear()
         for start, stop, spec in self.spans:  # shards lie alike on all ranks of a partial axis
             for axis in spec.partial_axes:
                 all_reduce(self.within_shard(self.grad_shard, start, stop), self.groups[axis])
@@ -321,16 +351,18 @@ class Optimizer(DataParallel):
     groups: of all axes, and "world" and "replicate" (the ranks with the same shard, in hybrid sharding).
     bucket_mb: see DataParallel; at level 3 every unit has its own bucket. rule: of UPDATE_RULES.
     clip: largest norm of the whole gradient, 0 for none. weight_decay: applied where Spec.decay is true.
-    moments_dtype: of what the rule remembers; None: the accumulation dtype. last_unit: its backward follows its forward
-    at once (the head), so its weights stay unsharded in between.
+    moments_dtype: of what the rule remembers; None: the accumulation dtype. reduce_dtype: in which gradients are sent
+    and summed over ranks; None: the accumulation dtype, in which micro-batches are always summed. last_unit: its
+    backward follows its forward at once (the head), so its weights stay unsharded in between.
     """
 
     def __init__(self, units: Units, groups: Groups, *, bucket_mb: float = 25.0, level: int = 0, rule: str = "adamw",
                  betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1,
-                 clip: float = 1.0, moments_dtype: torch.dtype | None = None, last_unit: nn.Module | None = None):
+                 clip: float = 1.0, moments_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None,
+                 last_unit: nn.Module | None = None):
         self.rule = UPDATE_RULES[rule]
         make_bucket = partial(ShardedBucket, level=level, rule_state=self.rule.state, moments_dtype=moments_dtype,
-                              reducing=[])
+                              reduce_dtype=reduce_dtype, reducing={})
         super().__init__(units, groups, 0 if level == 3 else bucket_mb, make_bucket)
         self.world, self.last_unit = groups["world"], last_unit
         self.clip, self.weight_decay, self.rule_settings = clip, weight_decay, dict(betas=betas, eps=eps)

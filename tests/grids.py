@@ -10,7 +10,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import collectives
 import config
 import param
 import train
@@ -101,12 +100,13 @@ def run(grid: str, first: int = 0, last: int = STEPS, state: dict | None = None)
         bucket.reshard()
     out |= {name: pieces(optimizer, what) for name, what in (("params", "master"), ("m", "m"), ("v", "v"))
             if settings.optim.optimizer == "adamw" or name == "params"}
-    stages = collectives.name(groups["pp"])  # whose transfers have the order that tests/test_pp.py checks
     out |= dict(extra_state=train.extra_state(model, optimizer))
-    experts = collectives.name(groups["ep"])  # whose ranks exchange as many rows as tokens choose
+    # Transfers of a pipeline have the order that tests/test_pp.py checks; ranks exchange as many rows as tokens choose.
+    links = {link.group_name for link in groups["pp"].links.values()} if groups["pp"] else set()
+    experts = groups["ep"].process_group.group_name if groups["ep"] else None
     out["collectives"] = [
         call._replace(shape=(), bytes=0) if call.name == "alltoall_base_" and call.group == experts else call
-        for call in meter.collectives if call.group != stages or call.name not in ("send", "recv_")]
+        for call in meter.collectives if call.group not in links]
     return out
 
 

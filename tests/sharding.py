@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 import collectives
 import config
+import dp
 import grids
 import train
 import zero
@@ -82,23 +83,30 @@ def held(flags: str, dtype: torch.dtype) -> dict:
 
 
 def delayed(flags: str) -> dict:
-    """The steps of a grid when every asynchronous collective delivers its result only once it is waited for.
+    """The steps of a grid when every asynchronous collective delivers its result only once it is waited for, and finds
+    its inputs as they were when it was started.
 
     gloo is so fast here that a result is nearly always there before anybody waits, which hides a wait that is missing.
     """
     class Late(collectives.Pending):
         def __init__(self, work, *tensors, call=None):
             super().__init__(work, *tensors, call=call)
-            self.late = None
+            self.late, self.inputs = None, []
             if work is not None:
-                work.wait()
-                self.late = tensors[0], tensors[0].clone()
-                tensors[0].fill_(torch.nan if tensors[0].is_floating_point() else 1)
+                for one in self.works:
+                    one.wait()
+                self.works = []  # gloo's sends and receives can be waited for once
+                out, *inputs = tensors
+                self.inputs = [(x, x.clone()) for x in inputs
+                               if x.untyped_storage().data_ptr() != out.untyped_storage().data_ptr()]
+                self.late = out, out.clone()
+                out.fill_(torch.nan if out.is_floating_point() else 1)
 
         def wait(self):
             if self.late:
                 self.late[0].copy_(self.late[1])
-            self.late = None
+            assert all(torch.equal(x, was) for x, was in self.inputs), "an input of a collective that is under way"
+            self.late, self.inputs = None, []
             super().wait()
 
     usual, collectives.Pending, zero.Pending = collectives.Pending, Late, Late
@@ -157,25 +165,42 @@ def evaluated() -> int:
     return sum(bucket.weights.untyped_storage().nbytes() for bucket in optimizer.buckets)
 
 
-def without_waiting(flags: str) -> list[bool]:
-    """Whether each collective on whole gradients was started so that backward goes on meanwhile."""
-    settings, groups, model, optimizer, share = built(f"--global-batch 8 --micro-batch 2 {flags}", torch.float32)
-    sizes, seen = {bucket.padded for bucket in optimizer.buckets}, []
-    usual = dist.all_reduce, collectives._reduce_scatter
+def events(flags: str) -> list[str]:
+    """What a step of two micro-batches does with gradients, in order: "ready", when one is accumulated; the name and
+    the group of each collective on gradients as it is launched; and "finish", when backward has ended."""
+    settings, groups, model, optimizer, share = built(f"--global-batch 16 --micro-batch 2 {flags}", torch.float32)
+    seen, axes = [], {id(group): axis for axis, group in groups.items() if group is not None}
+    usual = zero.all_reduce, dp.all_reduce, zero.reduce_scatter, zero.ShardedBucket.ready, optimizer.finish_step
 
-    def watched(call, whole):
-        def issue(*args, async_op=False, **rest):
-            if args[whole].numel() in sizes and args[whole].ndim == 1:
-                seen.append(async_op)
+    def watched(call):
+        def launch(*args, async_op=False, **rest):
+            group = args[-1]
+            seen.append(f"{call.__name__} {axes.get(id(group))}{'' if async_op else ' and wait'}")
             return call(*args, async_op=async_op, **rest)
-        return issue
+        return launch
 
-    dist.all_reduce, collectives._reduce_scatter = watched(usual[0], 0), watched(usual[1], 1)
+    def ready(bucket, param):
+        seen.append("ready")
+        usual[3](bucket, param)
+
+    zero.all_reduce, dp.all_reduce, zero.reduce_scatter = map(watched, usual[:3])
+    zero.ShardedBucket.ready = ready
+    optimizer.finish_step = lambda: (seen.append("finish"), usual[4]())
     try:
         train.forward_backward(model, optimizer, share, groups)
     finally:
-        dist.all_reduce, collectives._reduce_scatter = usual
+        zero.all_reduce, dp.all_reduce, zero.reduce_scatter, zero.ShardedBucket.ready = usual[:4]
     return seen
+
+
+def reduced(flags: str) -> dict:
+    """Bytes of gradients that a step sends, and the gradients."""
+    settings, groups, model, optimizer, share = built(f"--global-batch 16 --micro-batch 2 {flags}", torch.bfloat16)
+    with Meter(memory=False) as meter:
+        train.forward_backward(model, optimizer, share, groups)
+    calls = [call for call in meter.collectives if len(call.shape) == 1 and "allgather" not in call.name]
+    return dict(dtypes={call.dtype for call in calls}, grads=grids.pieces(optimizer, "grad"),
+                sent=sum(call.bytes * (2 if call.name == "allreduce_" else 1) for call in calls))
 
 
 def low_moments(flags: str) -> dict:

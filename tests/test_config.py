@@ -140,6 +140,15 @@ def test_a_wrong_command_line_is_one_clear_line(world, line, says):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("flags, ranks, micro_batch", [
+    ("--global-batch 16", 2, 8), ("--pp 4", 4, 2), ("--pp 2", 8, 1), ("--pp 2 --global-batch 12", 2, 3),
+    ("--pp 4 --layers 8 --schedule dualpipev", 4, 2), ("--pp 2 --global-batch 7", 2, 1),
+    ("--pp 2 --tp 2 --seq 5", 4, 4), ("--pp 2 --tp 2 --seq 5 --global-batch 4", 4, 2)])
+def test_without_a_micro_batch_a_pipeline_is_filled(flags, ranks, micro_batch):
+    """With 2 pp micro-batches, or as near to it as the batch and tensor parallelism allow."""
+    assert config.parse(f"{flags} --data {__file__}".split(), ranks).batch.micro_batch == micro_batch
+
+
 def test_a_file_of_flags_that_reads_itself_is_refused(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     first.write_text(f"--seq 8 @{second}")

@@ -29,7 +29,9 @@ from schedules import (
     bubble,
     check_rendezvous,
     lower,
+    replay,
     simulate,
+    stream_of_link,
 )
 from schedules import plan as make_plan
 from tp import TensorParallel, column, row
@@ -50,7 +52,7 @@ def plans(schedule: str):
     for p, m in VALID:
         choices = [(0, 0)]
         if schedule in ("interleaved", "zb1p"):
-            choices = [(v, n) for v in (1, 2, 3) for n in {min(p, m), min(m, p + 1), min(2 * p, m), m}]
+            choices = [(1, 0), *((v, n) for v in (2, 3) for n in {0, min(p, m), min(m, p + 1), min(2 * p, m), m})]
         for v, n in choices:
             if plan := possible(schedule, p, m, v, n):
                 yield m, plan
@@ -181,6 +183,25 @@ def test_activations_held_are_those_of_the_formulas():
             assert max(most("dualpipe")) == p + 1
     plan = make_plan("zb-h1", 4, 8)  # with half of it needed until W
     assert [max(activations_held(actions, 0.5)) for actions in plan.ranks] == [4, 3.5, 3, 2.5]
+
+
+@pytest.mark.parametrize("schedule, p, m, extra", [
+    ("1f1b", 8, 16, 0), ("zb-h1", 8, 16, 0), ("interleaved", 4, 8, 18), ("interleaved", 8, 16, 44),
+    ("interleaved", 8, 32, 24), ("zb1p", 8, 16, 47), ("zb-v", 8, 16, 12), ("dualpipev", 8, 16, 16)])
+def test_transfers_in_one_stream_cost_time_and_in_a_link_for_each_pair_none(schedule, p, m, extra):
+    plan = make_plan(schedule, p, m)
+    ends = [max(rank[-1].stop for rank in spans) for spans in (
+        simulate(plan), simulate(plan, one_stream=True), replay(lower(plan), Costs(), stream_of_link))]
+    assert round(100 * (ends[1] / ends[0] - 1)) == extra and ends[2] == ends[0]
+
+
+@pytest.mark.parametrize("p, m, n, held", [(4, 9, 5, 6.0), (8, 30, 10, 12.5), (8, 16, 8, 11.5), (4, 3, 3, 3.0)])
+def test_interleaving_takes_the_smallest_possible_group(p, m, n, held):
+    """Which takes as long as one group of all micro-batches."""
+    chosen, in_one_group = make_plan("interleaved", p, m), make_plan("interleaved", p, m, 2, m)
+    assert chosen == make_plan("interleaved", p, m, 2, n)
+    assert max(max(activations_held(actions)) for actions in chosen.ranks) / 2 == held
+    assert bubble(simulate(chosen)) == bubble(simulate(in_one_group))
 
 
 BY_HAND = {  # 4 ranks, 8 micro-batches, F, I and W of a stage one unit each: makespan, the last rank's order

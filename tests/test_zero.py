@@ -13,7 +13,7 @@ import zero
 from grids import ALONE
 from param import Spec, draw, parameter
 from pool import slow
-from test_grids import compare, truth
+from test_grids import MIXTRAL, compare, model_flags, truth
 from zero import Optimizer
 
 
@@ -205,18 +205,70 @@ def test_elements_sent_are_those_of_the_stage(pool, n, accumulated):
                     assert (gradients, weights) == want and seen["by_op"]["allreduce_"] == 0
 
 
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
-def test_gradients_are_reduced_while_backward_goes_on(pool, level):
-    for seen in pool.run(2, "sharding:without_waiting", flags=f"--zero {level}"):
-        assert seen == [True] * (6 if level < 2 else 12)  # a bucket per unit; two micro-batches
+@pytest.mark.parametrize("flags", ["--zero 0", "--zero 1", "--zero 2", "--zero 3",
+                                   *(f"--zero {level} --dp-replicate 2" for level in (1, 2, 3))])
+def test_gradients_are_reduced_while_backward_goes_on(pool, flags):
+    """Six buckets, one per unit; two micro-batches. The last gradient of a bucket launches its reduction, which nobody
+    waits for; of a hybrid the next bucket's then launches the sum over replicas, and one is left at the end."""
+    level, hybrid = int(flags[7]), "replicate" in flags
+    kind, reductions = "reduce_scatter dp" if level else "all_reduce dp", 12 if level >= 2 else 6
+    for seen in pool.run(4, "sharding:events", flags=flags):
+        backward, after = seen[:seen.index("finish")], seen[seen.index("finish") + 1:]
+        launched = [event for event in backward if event != "ready"]
+        assert launched.count(kind) == reductions and launched[-1] == kind
+        assert launched.count("all_reduce replicate") == len(launched) - reductions == (5 if hybrid else 0)
+        assert after == ["all_reduce replicate"] * hybrid
+        gradients = [backward[:i].count("ready") for i, event in enumerate(backward) if event == kind]
+        assert sorted(set(gradients)) == gradients and gradients[-1] == backward.count("ready")
 
 
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
-def test_every_collective_is_waited_for_before_its_tensors_are_used(pool, level):
-    """Where every result is written only by wait(), a grid still equals one process."""
-    results, want = pool.run(2, "sharding:delayed", flags=f"--micro-batch 6 --zero {level} --bucket-mb 0"), truth("")
+LATE = [(4, "--zero 3 --dp-replicate 2"), (2, "--zero 2"), (2, "--zero 3"), (2, "--cp 2 --cp-style ring"),
+        (2, f"{MIXTRAL} --ep 2 --zero 2"), (2, "--zero 0"), (2, "--zero 1"), (4, "--zero 1 --dp-replicate 2"),
+        (2, "--cp 2"), (2, "--tp 2"), (2, "--tp 2 --async-tp"), (2, f"{MIXTRAL} --tp 2 --ep 2"),
+        (4, f"{MIXTRAL} --cp 2 --ep 2 --zero 3"), (2, "--cp 2 --cp-style ulysses --zero 1"),
+        (4, "--tp 2 --zero 3 --recompute full")]
+
+
+@pytest.mark.parametrize("ranks, flags", [pytest.param(*case, marks=pytest.mark.slow if i > 4 else ())
+                                          for i, case in enumerate(LATE)])
+def test_every_collective_is_waited_for_before_its_tensors_are_used(pool, ranks, flags):
+    """Where every result is written only by wait(), and inputs are compared there, a grid still equals one process."""
+    flags = f"--micro-batch 12 {flags} --bucket-mb 0"
+    results, want = pool.run(ranks, "sharding:delayed", flags=flags), truth(model_flags(flags))
     assert results[0]["norm"] == pytest.approx(want["norm"], rel=1e-11)
     compare(grids.whole([result["params"] for result in results]), want["params"], "weights")
+
+
+def summed_over_micro_batches(dtype: torch.dtype) -> float:
+    """What one gradient of 1, followed by 300 of 2^-9, add up to on two ranks at level 2."""
+    unit = Unit(Spec("a", (4, 4)), Spec("b", (4, 4)))
+    optimizer = Optimizer({0: [unit]}, ALONE | {"world": dist.group.WORLD, "dp": dist.group.WORLD}, level=2,
+                          reduce_dtype=dtype)
+    optimizer.load(lambda spec, box: torch.ones([s.stop - s.start for s in box]))
+    optimizer.begin_step({0: 301})
+    for grad in (1.0, *[2**-9] * 300):
+        sum((param * grad).sum() for param in unit.weights).backward()
+    optimizer.finish_step()
+    return optimizer.buckets[0].grad_shard.unique().tolist()
+
+
+def test_micro_batches_are_summed_in_fp32_whatever_is_sent(pool):
+    """A sum in bf16 would stay at 2."""
+    for seen in pool.run(2, "test_zero:summed_over_micro_batches", dtype=torch.bfloat16):
+        assert seen == [2 * (1 + 300 * 2**-9)]
+
+
+@pytest.mark.parametrize("flags", ["--zero 0", "--zero 2", "--zero 3 --dp-replicate 2"])
+def test_gradients_sent_in_bf16_take_half_the_bytes_and_are_rounded_once_a_reduction(pool, flags):
+    """Half a unit in the last place (2^-9) of each rank's term, and of each partial sum of n ranks."""
+    exact, rounded = (pool.run(4, "sharding:reduced", flags=f"{flags} --reduce-dtype {dtype}")
+                      for dtype in ("fp32", "bf16"))
+    for one, half in zip(exact, rounded):
+        assert one["dtypes"] == {torch.float32} and half["dtypes"] == {torch.bfloat16}
+        assert 2 * half["sent"] == one["sent"]
+    exact, rounded = (grids.whole([rank["grads"] for rank in ranks]) for ranks in (exact, rounded))
+    errors = [(rounded[name] - exact[name]).norm() / exact[name].norm() for name in exact]
+    assert 2**-12 < max(errors) < 4 * 2**-9
 
 
 def test_a_hybrid_sums_over_replicas_what_a_rank_owns_once(pool):

@@ -1,0 +1,100 @@
+"""Process groups: few calls however many ranks, none twice for the same members, a link for each pair that sends."""
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import collectives
+import config
+import grids
+import groups
+import train
+from meter import Meter
+from schedules import SCHEDULES, Transfer, lower, plan
+from test_grids import MIXTRAL
+
+EVERY_AXIS = ("--layers 32 --heads 16 --kv-heads 4 --head-dim 6 --hidden 40 --vocab 97 --experts 8 --cp 2 --tp 8 "
+              "--pp 4 --zero 1 --dp-replicate 2 --ep 2 --schedule interleaved --micro-batch 1 --data " + __file__)
+
+
+@pytest.mark.parametrize("world", [128, 1024, 16384])
+def test_a_rank_makes_groups_in_as_many_calls_as_there_are_axes(monkeypatch, world):
+    """A recording stand-in for NCCL, which makes all groups of one call by one split of the world's communicator."""
+    settings = config.parse(f"{EVERY_AXIS} --global-batch {world}".split(), world)
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=world)
+    calls = []
+
+    def split(split_ranks, timeout):
+        calls.append(split_ranks)
+        mine, = (ranks for ranks in split_ranks if 5 in ranks)
+        return SimpleNamespace(size=lambda: len(mine), rank=lambda: mine.index(5))
+
+    monkeypatch.setattr(dist, "split_group", split)
+    dist.group.WORLD.bound_device_id = torch.device("cpu:0")
+    try:
+        made = groups.build_groups(settings.grid, settings.model)
+    finally:
+        dist.destroy_process_group()
+    assert all(sorted(sum(call, [])) == list(range(world)) for call in calls), "every rank is in one group of each call"
+    assert len(calls) <= len(groups.AXES) + 4  # a ring of 4 ranks has 8 directed pairs, two of them disjoint
+    assert set(made["pp"].links) == {(0, 1), (1, 0), (3, 0), (0, 3)}
+    assert [made[axis].size() for axis in ("pp", "tp", "ep", "kv", "kv_copy", "world")] == [4, 8, 2, 4, 2, world]
+
+
+@pytest.mark.parametrize("schedule", [name for name, schedule in SCHEDULES.items() if schedule.runs])
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
+def test_every_pair_that_exchanges_has_a_link(schedule, p):
+    """And no other pair."""
+    exchanging = {(r, item.peer) for r, items in enumerate(lower(plan(schedule, p, 2 * p))) for item in items
+                  if isinstance(item, Transfer) and item.op == "send"}
+    pairs = groups.pairs_of(config.Grid(pp=p, chunks=SCHEDULES[schedule].default_chunks(), schedule=schedule))
+    assert set(pairs) == exchanging and len(pairs) == len(exchanging)
+
+
+def transfers() -> dict[str, set]:
+    """The collectives of a step on each link, and on all other groups."""
+    settings = grids.settings_of("--pp 4 --schedule interleaved --layers 8 --micro-batch 12", 4)
+    made = train.build_groups(settings.grid, settings.model)
+    model, optimizer = train.build(settings, made, torch.device("cpu"), torch.float64)
+    tokens, labels = grids.batches(settings)[0]
+    share = train.local_micro_batches(grids.GivenSamples(tokens, labels), 0, 48, settings, made)
+    with Meter(memory=False) as meter:
+        train.forward_backward(model, optimizer, share, made)
+    names = {link.group_name: f"{a} to {b}" for (a, b), link in made["pp"].links.items()}
+    out = {}
+    for call in meter.collectives:
+        out.setdefault(names.get(call.group, "others"), set()).add(call.name)
+    return out
+
+
+def test_a_link_has_one_direction_and_the_group_of_all_stages_sums_the_loss(pool):
+    for r, seen in enumerate(pool.run(4, "test_groups:transfers")):
+        to, back = (r + 1) % 4, (r - 1) % 4
+        assert seen == {f"{r} to {to}": {"send"}, f"{r} to {back}": {"send"}, f"{to} to {r}": {"recv_"},
+                        f"{back} to {r}": {"recv_"}, "others": {"allreduce_"}}
+
+
+def shared(flags: str) -> list[list[str]]:
+    """The axes of each process group, while bytes are counted by axis."""
+    settings = grids.settings_of(flags, dist.get_world_size())
+    made, axes = train.build_groups(settings.grid, settings.model), {}
+    for axis, group in made.items():
+        if group is not None:
+            axes.setdefault(group.process_group.group_name, []).append(axis)
+    collectives.sent.clear()
+    collectives.all_reduce(torch.zeros(4), made["dp"])
+    collectives.all_reduce(torch.zeros(8), made["data"])
+    assert collectives.sent == {"dp": 2 * 3 * 4, "data": 2 * 6 * 4}
+    return sorted(axes.values())
+
+
+@pytest.mark.parametrize("flags, axes", [
+    ("", [["world", "data", "dp"]]),
+    ("--cp 4", [["cp"], ["world", "data", "dp"]]),  # keys and values are not to wait for gradients
+    (f"{MIXTRAL} --ep 4", [["ep"], ["world", "data", "dp"]]),  # nor tokens
+    (MIXTRAL, [["world", "data", "dp", "edp"]])])  # dense and experts' gradients
+def test_axes_with_the_same_ranks_share_a_group_unless_they_are_busy_together(pool, flags, axes):
+    for made in pool.run(4, "test_groups:shared", flags=flags):
+        assert made == axes
