@@ -33,7 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # private: to
 
 import collectives
 import ep
-from collectives import Group, Groups, name, rank, size
+from collectives import Group, Groups, name, process_group, rank, size
 from data import MicroBatch, Samples
 from meter import Meter, Storage
 from schedules import Action, Span
@@ -131,14 +131,17 @@ def measure(step: Callable[[], Any], model: Any, optimizer: Any, engine: Any, gr
         key = storage.kind, storage.shape, storage.dtype, str(storage.made_by)
         alike.setdefault(key, []).append((nbytes, storage))
     largest = [(sum(nbytes for nbytes, _ in found), len(found), found[0][1]) for found in alike.values()]
-    axes = {name(group): axis for axis, group in groups.items() if size(group) > 1}
-    calls: dict[str, dict[str, int]] = {axis: Counter() for axis in axes.values()}
+    axes: dict[str, str] = {}  # torch's name of a group -> its axis; of several that share it, the last one
+    for axis, group in groups.items():
+        if size(group) > 1:
+            axes |= {name(part): axis for part in (process_group(group), *getattr(group, "links", {}).values())}
+    calls: dict[str, dict[str, int]] = {axis: Counter() for axis, group in groups.items() if size(group) > 1}
     for call in meter.collectives:
         calls[axes[call.group]][call.name] += 1
     return DryRun(meter.peak["all"], {kind: at_peak[kind] for kind in KINDS if at_peak[kind]},
                   {kind: meter.peak[kind] for kind in KINDS if meter.peak[kind]}, list(engine.spans),
                   sorted(largest, key=lambda entry: -entry[0]), meter.flops, calls,
-                  {axis: collectives.sent[group] for group, axis in axes.items()})
+                  {axis: collectives.sent[name(groups[axis])] for axis in calls})
 
 
 def label(meter: Meter, model: Any, optimizer: Any) -> None:
