@@ -48,6 +48,7 @@ from torch.distributed import pipelining
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+import assemble
 import checkpoint
 import collectives
 import config
@@ -61,6 +62,7 @@ from config import CP_STYLES
 from cp import attention_by_window
 from data import MicroBatch
 from ep import GroupedExperts, Router, combine, dispatch, make_routing_info
+from groups import build_groups
 from meter import Collective, Meter
 from param import Spec, draw, parameter
 from pp import Engine
@@ -138,8 +140,8 @@ def compare(contenders: dict[str, Build], tokens: int, repeats: int = 5, steps: 
 # ---- training steps -------------------------------------------------------------------------------------------------
 
 def build_ours(settings: config.Config, tokens: Tensor, labels: Tensor) -> Step:
-    groups = train.build_groups(settings.grid, settings.model)
-    model, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float32)
+    groups = build_groups(settings.grid, settings.model)
+    model, optimizer = assemble.build(settings, groups, torch.device("cpu"), torch.float32)
     sequences = slice(rank(groups["data"]), None, size(groups["data"]))  # of this rank
     batch = MicroBatch(tokens[sequences].contiguous(), labels[sequences].contiguous())
 
@@ -430,8 +432,8 @@ def gather_and_save(tensors: list[Tensor], path: str) -> None:
 def bench_checkpoint() -> None:
     """Saving the optimizer's state, without the check that files can be read back."""
     settings = config.parse(CHECKPOINT_MODEL.split(), dist.get_world_size())
-    groups = train.build_groups(settings.grid, settings.model)
-    model, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float32)
+    groups = build_groups(settings.grid, settings.model)
+    model, optimizer = assemble.build(settings, groups, torch.device("cpu"), torch.float32)
     shards = [tensor for bucket in optimizer.buckets for tensor in bucket.state.values()]
     host = checkpoint.host_group(600)
     folder = checkpoint.exchange(tempfile.mkdtemp() if dist.get_rank() == 0 else None, host)[0]
@@ -595,7 +597,7 @@ def probed_groups(settings: config.Config, local_ranks: int) -> dict[str, Group]
     for level, members in ("node", nodes), ("network", nodes.T):
         if members.shape[1] > 1:
             groups[level], _ = dist.new_subgroups_by_enumeration(members.tolist())
-    axes = train.build_groups(settings.grid, settings.model)
+    axes = build_groups(settings.grid, settings.model)
     groups |= {axis: axes[axis].process_group for axis in PROBED_AXES if axes[axis] is not None}
     names = {}
     for level, group in groups.items():
@@ -723,7 +725,7 @@ def parse_probe(flags: list[str], ranks: int) -> tuple[config.Config, str]:
 
 def bench_probe(flags: list[str]) -> None:
     settings, out = parse_probe(flags, dist.get_world_size())
-    device = train.choose_device(settings.run.device)[0]
+    device = assemble.choose_device(settings.run.device)[0]
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     groups = probed_groups(settings, local_ranks)
     most_bytes = largest_payload(device, local_ranks)
@@ -781,7 +783,7 @@ if __name__ == "__main__":
         if known.parts == ["gpu"]:
             importlib.import_module("bench_gpu").parse(flags)
         if known.parts == ["probe"]:
-            device = train.choose_device(parse_probe(flags, ranks)[0].run.device)[0]
+            device = assemble.choose_device(parse_probe(flags, ranks)[0].run.device)[0]
     except ValueError as error:
         config.refuse(error, "bench.py")
     if device.type == "cuda":

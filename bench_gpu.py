@@ -38,9 +38,12 @@ import torch
 import triton
 from torch.profiler import ProfilerActivity, profile
 
+import assemble
 import config
 import flash
 import fp8
+import job
+import log
 import train
 from bench_kernels import (
     MATMULS,
@@ -93,10 +96,10 @@ def draw_on_gpu(seed: int) -> Source:
 def train_llama(flags: str, steps: int, profiled: int = 0) -> tuple[list[dict], list[tuple[float, float, str]]]:
     """(the metrics of every step of a training run in this process, the kernels of the last `profiled` steps: their
     start and end in microseconds, and their name)."""
-    profiler, write = profile(activities=[ProfilerActivity.CUDA]) if profiled else None, train.Log.write
+    profiler, write = profile(activities=[ProfilerActivity.CUDA]) if profiled else None, log.Log.write
 
-    def write_and_profile(log: train.Log, record: dict) -> None:  # between two steps, when the GPU has nothing to do
-        write(log, record)
+    def write_and_profile(self: log.Log, record: dict) -> None:  # between two steps, when the GPU has nothing to do
+        write(self, record)
         if profiled and record["step"] == steps - 1 - profiled:
             profiler.start()
         elif profiled and record["step"] == steps - 1:
@@ -105,12 +108,12 @@ def train_llama(flags: str, steps: int, profiled: int = 0) -> tuple[list[dict], 
     with tempfile.TemporaryDirectory() as folder:
         defaults = f"--seq 4096 --dtype bf16 --steps {steps} --warmup 0 --sample= --metrics {folder}/metrics"
         settings = config.parse(f"{defaults} {flags}".split())
-        samples = train.open_samples(settings, [], 0)
+        samples = assemble.open_samples(settings, [], 0)
         torch.cuda.reset_peak_memory_stats()
         # --graph changes the current stream, which `with` restores.
-        with patch.object(train, "draw", draw_on_gpu), patch.object(train.Log, "write", write_and_profile), \
+        with patch.object(job, "draw", draw_on_gpu), patch.object(log.Log, "write", write_and_profile), \
                 torch.cuda.stream(torch.cuda.current_stream()):
-            train.train(settings, samples, None, *train.choose_device("cuda"), train.RunState())
+            train.train(settings, samples, None, *assemble.choose_device("cuda"), job.RunState())
         gc.collect()  # buckets and parameters refer to each other
         with open(f"{folder}/metrics") as file:
             records = [json.loads(line) for line in file]

@@ -35,6 +35,7 @@ import collectives
 import ep
 from collectives import Group, Groups, name, process_group, rank, size
 from data import MicroBatch, Samples
+from footprint import format_bytes
 from meter import Meter, Storage
 from schedules import Action, Span
 
@@ -177,16 +178,16 @@ def report(found: DryRun, groups: Groups, formula: dict[str, int], seconds: floa
                             if size(group) > 1 and axis != "world")
     lines = [f"dry run rank {rank(groups['world'])} of {size(groups['world']):,} ({coordinates or 'alone'}), "
              f"{seconds:.1f} s",
-             f"memory  peak {gigabytes(found.peak)}; by kind, at that moment, at its own peak, and by formula:"]
-    lines += [f"    {kind:14s}{gigabytes(found.at_peak.get(kind, 0)):>12s}{gigabytes(most):>12s}"
-              f"{gigabytes(formula[kind]) if kind in formula else '':>12s}  "
+             f"memory  peak {format_bytes(found.peak)}; by kind, at that moment, at its own peak, and by formula:"]
+    lines += [f"    {kind:14s}{format_bytes(found.at_peak.get(kind, 0)):>12s}{format_bytes(most):>12s}"
+              f"{format_bytes(formula[kind]) if kind in formula else '':>12s}  "
               f"{'█' * round(40 * found.at_peak.get(kind, 0) / found.peak)}"
               for kind, most in found.peak_of_kind.items()]
     lines += ["        largest at the peak, alike ones together:"]
-    lines += [f"    {gigabytes(nbytes):>12s}  {count:5,d} x {list(storage.shape)} {str(storage.dtype)[6:]}, "
+    lines += [f"    {format_bytes(nbytes):>12s}  {count:5,d} x {list(storage.shape)} {str(storage.dtype)[6:]}, "
               f"{storage.kind}, {made_by(storage)}" for nbytes, count, storage in found.largest[:8]]
     lines += [f"plan    {len(found.peak_of_action)} actions (F forward, B backward, I and W its halves), each with its "
-              f"peak (█ {gigabytes(found.peak)}):"]
+              f"peak (█ {format_bytes(found.peak)}):"]
     for first in range(0, len(found.peak_of_action), 100):
         part = found.peak_of_action[first:first + 100]
         lines += ["    " + "".join(action.op for action, _ in part),
@@ -195,13 +196,9 @@ def report(found: DryRun, groups: Groups, formula: dict[str, int], seconds: floa
     if found.sent:
         lines += ["network calls and bytes that this rank sends per step:"]
     lines += [f"    {axis:10s}{size(groups[axis]):7,d} ranks{sum(found.calls[axis].values()):9,d} calls"
-              f"{gigabytes(nbytes):>12s}  {', '.join(f'{n:,} {call}' for call, n in found.calls[axis].items())}"
+              f"{format_bytes(nbytes):>12s}  {', '.join(f'{n:,} {call}' for call, n in found.calls[axis].items())}"
               for axis, nbytes in found.sent.items()]
     return "\n".join(lines)
-
-
-def gigabytes(nbytes: int) -> str:
-    return f"{nbytes / 1e9:,.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:,.2f} MB"
 
 
 def made_by(storage: Storage) -> str:

@@ -199,3 +199,7 @@ def block_temporaries(settings: Config, element: int, rounded: int, T: int, laye
         again = saved_bytes(table, "none", t, grid.sp) - saved_bytes(table, recompute, t, grid.sp)
         nbytes += T * (again if recompute == "full" else element * F)
     return nbytes
+
+
+def format_bytes(count: float) -> str:
+    return f"{count / 1e9:,.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

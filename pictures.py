@@ -23,6 +23,7 @@ import torch
 from matplotlib import pyplot
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
+import assemble
 import config
 import costs
 import ep
@@ -32,6 +33,7 @@ import schedules
 import search
 import train
 from cp import own_chunks
+from groups import build_groups
 from meter import Meter
 
 FOLDER = Path(__file__).parent / "pictures"
@@ -335,9 +337,9 @@ def steps() -> None:
     """Live bytes in the first four steps, by kind, counted after every operation of a small Llama on one process."""
     settings = config.parse("--layers 8 --seq 512 --global-batch 8 --micro-batch 4 --device cpu".split())
     device = torch.device("cpu")
-    groups = train.build_groups(settings.grid, settings.model)
-    samples = train.open_samples(settings, [], 0)
-    model, optimizer = train.build(settings, groups, device, torch.float32)
+    groups = build_groups(settings.grid, settings.model)
+    samples = assemble.open_samples(settings, [], 0)
+    model, optimizer = assemble.build(settings, groups, device, torch.float32)
     meter, ends = Recorder(), []
     for bucket in optimizer.buckets:
         meter.label_size("gradients", 4 * bucket.padded)

@@ -6,8 +6,8 @@
     python train.py --dry-run --gpus 1024             what a rank of 1,024 would need, compute and send (dryrun.py)
     python train.py --help                            every setting
 
-The file reads from the whole to its parts: the run and its loop; one step; evaluation and sampling; the model and its
-optimizer; the choice of a device; what is printed and written.
+The file reads from the whole to its parts: the run and its loop; one step; evaluation and sampling. assemble.py puts a
+run together from its settings, job.py begins, resumes and saves it, log.py prints and writes what it does.
 
 A step divides every loss by the number of valid tokens of the global batch, so that each gradient is a plain sum over
 micro-batches and ranks. The files of the techniques communicate gradients, activations and weights; this one
@@ -19,90 +19,47 @@ if __name__ == "__main__":
     settings = config.from_command_line()  # before torch is imported, so that a wrong flag is answered at once
 
 import gc
-import json
 import math
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from tqdm import tqdm
 
-import checkpoint
 import collectives
 import config
-import costs
 import dryrun
 import faults
-import footprint
-import huggingface
-import search
-from checkpoint import Saver, host_group
+from assemble import (
+    DTYPES,
+    build,
+    check_device,
+    check_memory,
+    choose_device,
+    choose_grid,
+    memory_of_rank,
+    open_samples,
+)
 from checks import need
-from collectives import Group, Groups, all_reduce, rank, size
+from collectives import Groups, all_reduce, rank, size
 from cp import shard_sequences
-from data import Codec, Corpus, MicroBatch, Samples, codec_of
-from dp import assign_to_buckets
-from ep import Balance, update_biases
-from fp8 import RECIPES, Fp8
+from data import Codec, MicroBatch, Samples, codec_of
+from ep import update_biases
 from graphs import Captured, leave_default_stream
-from groups import AXES, build_groups
-from model import Execution, Llama
+from groups import build_groups
+from job import Job, RunState, begin_or_resume, description, rewind, save, tokenizer_folder
+from log import Log, first_lines
+from model import Llama
 from noise import GradientNoise
-from param import IGNORED, acc_dtype, draw
-from pp import Pipeline
+from param import IGNORED, acc_dtype
 from profiling import named, profiling
 from sampling import sample
-from schedules import plan_of
-from zero import UPDATE_RULES, Optimizer
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-
+from zero import Optimizer
 
 # ---- the run --------------------------------------------------------------------------------------------------------
-
-@dataclass
-class RunState:
-    """How far a run has come. Checkpoints save all fields but the activity."""
-    step: int = 0  # how many are done
-    samples: int = 0  # read from the data so far
-    tokens: int = 0  # in these samples
-    skipped: int = 0  # steps so far without an update: the gradient was not finite, or a spike
-    norms: list[float] = field(default_factory=lambda: [0, 0.0, 0.0])  # see faults.Guard
-    left_out: list[list[int]] = field(default_factory=list)  # [first, end] of samples that a rewind has left out
-    rewinds: int = 0  # so far
-    activity: str = "before the first step"  # for the message if the run fails
-
-    def progress(self) -> dict:
-        return {name: value for name, value in asdict(self).items() if name != "activity"}
-
-    def restore(self, saved: dict) -> None:
-        for name in self.progress().keys() & saved.keys():  # a checkpoint of an earlier version may lack some
-            setattr(self, name, saved[name])
-
-
-@dataclass
-class Job:
-    """A run and what it consists of on this rank."""
-    settings: config.Config
-    groups: Groups
-    device: torch.device
-    training: Samples
-    validation: Samples | None
-    state: RunState
-    log: "Log"
-    host: Group = None  # all ranks, on gloo
-    model: Llama | None = None
-    optimizer: Optimizer | None = None
-    saver: Saver | None = None
-    guard: faults.Guard | None = None
 
 
 def main(settings: config.Config) -> None:
@@ -191,7 +148,8 @@ def train_steps(job: Job, end_step: Callable[[], None]) -> None:
         loss, norm = collectives.to_host(loss, norm)  # waits for the device
         guard.after_step(step, first, norm, limit)
         state.skipped += bool(guard.streak)
-        record = job.log.record(step, state, sequences, loss, norm, lr, time.perf_counter() - began) | guard.metrics()
+        record = job.log.record(step, tokens=state.tokens, skipped=state.skipped, sequences=sequences, loss=loss,
+                                norm=norm, lr=lr, seconds=time.perf_counter() - began) | guard.metrics()
         record |= {name: value.item() for name, value in balance.items()}
         record |= noise.estimate(sequences * settings.batch.seq) if noise else {}
         if job.validation and not guard.stopping and is_due(step, settings.data.eval_every, optim.steps):
@@ -217,53 +175,6 @@ def read(job: Job) -> tuple[int, list[MicroBatch]]:
     state.samples = faults.next_sample(state.samples, sequences, state.left_out)
     micro_batches = local_micro_batches(job.training, state.samples, sequences, job.settings, job.groups)
     return sequences, [micro_batch.to(job.device) for micro_batch in micro_batches]
-
-
-def save(job: Job) -> dict:
-    """Save the state after the last step, in the background. Returns what the metrics say of it."""
-    job.state.activity = f"saving after step {job.state.step - 1}"
-    wait = job.saver.save(job.state.step, description(job))
-    return dict(save_wait_s=wait, save_gb_per_s=job.saver.bytes_per_s / 1e9)
-
-
-def rewind(job: Job) -> None:
-    """Go back to the newest checkpoint from before the steps in a row that were skipped, and leave out the samples of
-    those. Raises faults.Failure if --rewind does not allow it, or there is none."""
-    state, run, guard = job.state, job.settings.run, job.guard
-    (step, first), end = guard.streak[0], state.samples
-    what = f"{len(guard.streak)} steps in a row, from step {step} on, were skipped"
-    if state.rewinds == run.rewind:
-        raise faults.Failure(f"{what}: lower --lr, raise --max-skipped, or allow to go back to the last checkpoint and "
-                             "leave out these samples, with --rewind" + (f" {run.rewind + 1}" if run.rewind else ""))
-    state.activity = f"going back from step {state.step}"
-    job.saver.finish()
-    before = [path for path in config.candidates("auto", run.out) if config.step_of(Path(path)) <= step]
-    before, *_ = checkpoint.exchange(before, job.host)
-    if not before:
-        raise faults.Failure(f"{what}, and there is no checkpoint of an earlier step")
-    path = checkpoint.find_whole(before, job.host)
-    left_out, rewinds = [*state.left_out, [first, end]], state.rewinds + 1
-    restore(job, path, config.read_run(path))
-    state.left_out, state.rewinds = left_out, rewinds
-    guard.streak.clear()
-    guard.norms = state.norms
-    job.saver.set_aside(state.step)
-    job.log.begin(state.step)
-    faults.warn(f"{what}: went back to {path}, and leave out samples {first} to {end - 1}", job.groups["world"])
-
-
-def choose_grid(settings: config.Config, device: torch.device) -> config.Config:
-    """The settings with what search.py chooses for this machine, which is said. Raises ValueError if nothing fits."""
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if device.type == "cuda":
-        gpu = torch.cuda.get_device_properties(device)
-        machine = search.this_machine(ranks_here, gpu.name, gpu.total_memory)
-    else:
-        machine = search.this_machine(ranks_here)
-    settings, reason = search.fill_grid(settings, int(os.environ.get("WORLD_SIZE", 1)), machine)
-    if int(os.environ.get("RANK", 0)) == 0:
-        print("auto    " + reason, flush=True)
-    return settings
 
 
 def dry_run(settings: config.Config) -> None:
@@ -298,75 +209,6 @@ def measured_step(settings: config.Config, groups: Groups) -> dryrun.DryRun:
     return dryrun.measure(step, model, optimizer, model.pipeline.engine(len(micro_batches)), groups)
 
 
-def begin_or_resume(job: Job) -> None:
-    """Make the model and its optimizer, with initial weights or as a checkpoint has them; and the Saver, if something
-    is to be saved. Raises ValueError, on every rank, for a checkpoint, data or a folder that cannot be used."""
-    settings, run, state, groups, path = job.settings, job.settings.run, job.state, job.groups, ""
-    host = host_group(run.timeout) if run.out or run.resume or run.init_from or run.export_hf else None
-    for samples in filter(None, (job.training, job.validation)):
-        checkpoint.agree(samples.identity, host)  # reads tokens: one outside the vocabulary ends the run now
-    sections = [section for name, section in asdict(settings).items() if name not in ("data", "given")]
-    faults.agree_on({"settings": sections, "data": job.training.identity(),
-                     "version of Python or torch": (sys.version, torch.__version__)}, groups["world"], job.device)
-    dtype = DTYPES[settings.precision.dtype]
-    job.host, (job.model, job.optimizer) = host, build(settings, groups, job.device, dtype, filled=False)
-    if run.resume:
-        found = checkpoint.agree(lambda: config.candidates(run.resume, run.out), host)
-        path = checkpoint.find_whole(checkpoint.exchange(found, host)[0], host)
-        saved = config.read_run(path)
-        checkpoint.agree(lambda: check_data(job.training, saved, settings), host)
-        restore(job, path, saved)
-        if rank(groups["world"]) == 0:
-            print(f"resumed {path} after {state.step} steps: later ones, if there were any, are lost and taken again",
-                  flush=True)
-    else:
-        def fill() -> None:
-            job.optimizer.load(huggingface.source(run.init_from) if run.init_from else draw(settings.optim.seed))
-        checkpoint.agree(fill, host)
-    pieces = list(checkpoint.pieces_of_run(job.optimizer, job.model.routers, groups, saving=True))
-    out = run.out if state.step < settings.optim.steps else ""  # without a step left there is nothing to save
-    folder = out or (run.export_hf and os.path.join(run.export_hf, ".checkpoint"))
-    continues = bool(path) and os.path.realpath(os.path.dirname(path)) == os.path.realpath(folder)
-    if folder:
-        job.saver = Saver(folder, pieces, run.keep, host, state.step if continues else 0, temporary=not out)
-
-
-def restore(job: Job, path: str, saved: dict) -> None:
-    """Load a checkpoint. saved: its run.json."""
-    job.state.restore(saved)
-    checkpoint.load(path, job.optimizer, job.model.routers, job.groups, job.host)
-
-
-def check_data(training: Samples, saved: dict, settings: config.Config) -> None:
-    """Raises ValueError if the samples are not those of the checkpoint, of which `saved` is the run.json."""
-    for name, value in training.identity().items():
-        need(value == saved["corpus"][name] or settings.run.insist,
-             f"--resume {settings.run.resume}: the data differs, its {name} was {saved['corpus'][name]} and is "
-             f"{value}; give --insist to change it")
-
-
-def description(job: Job) -> dict:
-    """run.json without its list of files: progress, settings, model, grid, data, tokenizer."""
-    settings, given = job.settings, dict(job.settings.given)
-    for name in ("data", "val_data"):
-        given[name] = [os.path.abspath(path) for path in given[name]]
-    for name in ("out", "metrics"):
-        given[name] = given[name] and os.path.abspath(given[name])
-    return job.state.progress() | dict(
-        settings=given, model=asdict(settings.model), grid=asdict(settings.grid), ranks=size(job.groups["world"]),
-        corpus=job.training.identity(), tokenizer=tokenizer_folder(settings, job.training), torch=torch.__version__)
-
-
-def tokenizer_folder(settings: config.Config, training: Samples) -> str:
-    """The folder of the run's tokenizer.json: that of --init-from, of the checkpoint's run, or of the token files."""
-    run, corpus = settings.run, training.corpus
-    resumed = config.resumed_run(run.resume, run.out) or dict(tokenizer="")
-    for folder in (run.init_from, resumed["tokenizer"], "" if corpus.is_text else str(corpus.files[0].parent)):
-        if folder and os.path.isfile(os.path.join(folder, "tokenizer.json")):
-            return os.path.abspath(folder)
-    return ""
-
-
 def finish(job: Job) -> None:
     """After the last step: evaluate, if no step did; finish saving and export; sample. Of a run that was asked to end:
     finish saving."""
@@ -375,7 +217,7 @@ def finish(job: Job) -> None:
     if job.validation and log.last_loss is None:
         state.activity = "evaluating"
         log.validated(state.step, validation_loss(job))
-    log.close(state)
+    log.close(state.step, state.tokens)
     if saver:
         state.activity = "saving"
         if log.last_loss is None:  # no step was left to train, so none has saved
@@ -549,301 +391,6 @@ def continue_prompt(model: Llama, codec: Codec, settings: config.Config, groups:
         if rank(groups["world"]) == 0:
             text = codec.decode(tokens)  # whose control characters would ring and erase
             print("".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text))
-
-
-# ---- the model and its optimizer ------------------------------------------------------------------------------------
-
-def build_pipeline(settings: config.Config, group: Group, device: torch.device | str = "cpu") -> Pipeline:
-    """The stages that the schedule gives this rank, and the plan of any number of micro-batches."""
-    grid, batch = settings.grid, settings.batch
-    most = max(sequences for sequences, _ in batch.ramp()) // batch.micro_batch // grid.dp
-    return Pipeline(partial(plan_of, grid), costs.stages_of(settings), most, group, device)
-
-
-def build(settings: config.Config, groups: Groups, device: torch.device, dtype: torch.dtype,
-          filled: bool = True) -> tuple[Llama, Optimizer]:
-    """The model and its optimizer, with the seed's initial weights if they are to be filled, else with zeros."""
-    grid, optim = settings.grid, settings.optim
-    model = build_model(settings, groups, device, dtype)
-    optimizer = Optimizer(model.units(), groups, bucket_mb=grid.bucket_mb, level=grid.zero, rule=optim.optimizer,
-                          betas=optim.betas, weight_decay=optim.weight_decay, clip=optim.clip,
-                          moments_dtype=moments_dtype(settings, dtype), last_unit=model.head,
-                          reduce_dtype=torch.bfloat16 if settings.precision.reduce_dtype == "bf16" else None)
-    if filled:
-        optimizer.load(draw(optim.seed))
-    return model, optimizer
-
-
-def build_model(settings: config.Config, groups: Groups, device: torch.device | str, dtype: torch.dtype) -> Llama:
-    """The model. Its parameters have no memory until an Optimizer makes their buckets, no values until its `load`."""
-    grid, precision, optim = settings.grid, settings.precision, settings.optim
-    fp8_linear, fp8_experts = fp8_of(settings, groups, dtype)
-    execution = Execution(dtype=dtype, device=device, attention=precision.attention, recompute=precision.recompute,
-                          cp_style=grid.cp_style, sequence=grid.sp, async_tp=grid.async_tp, keep_gathered=grid.sp_keep,
-                          fp8_linear=fp8_linear, fp8_experts=fp8_experts, fp8_layers=settings.fp8_layers())
-    balance = Balance(optim.aux_loss, optim.aux_over, optim.router_z_loss, optim.bias_rate)
-    return Llama(settings.model, groups, execution, pipeline=build_pipeline(settings, groups.get("pp"), device),
-                 z_loss=optim.z_loss, balance=balance)
-
-
-def fp8_of(settings: config.Config, groups: Groups, dtype: torch.dtype) -> tuple[Fp8 | None, Fp8 | None]:
-    """(the Fp8 of linear layers, that of experts). All ranks with shards of a tensor agree on its tensorwise scale: for
-    activations cp and tp, which share sequences, and for experts' inputs also ep; for weights tp, or ep."""
-    precision, cached = settings.precision, settings.grid.zero < 3
-    if precision.fp8 == "none":
-        return None, None
-    recipe = RECIPES[precision.fp8]._replace(pow2=precision.fp8_pow2)
-    cp, tp, ep = (groups.get(axis) for axis in ("cp", "tp", "ep"))
-    return (Fp8(recipe, dtype, amax_groups=(cp, tp), weight_amax_groups=(tp,), cached=cached),
-            Fp8(recipe, dtype, amax_groups=(cp, tp, ep), weight_amax_groups=(ep,), cached=cached))
-
-
-def moments_dtype(settings: config.Config, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of AdamW's moments in a run in `dtype`."""
-    return torch.bfloat16 if settings.precision.moments == "bf16" else acc_dtype(dtype)
-
-
-def extra_state(model: Llama, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """The state that belongs to no parameter, by name; to restore it, copy into these tensors."""
-    return optimizer.extra_state() | {router.name: router.bias for router in model.routers}
-
-
-def open_samples(settings: config.Config, paths: list[str], seed: int | None) -> Samples:
-    """The samples of these files, shuffled by a seed or in their own order. Raises ValueError naming a bad file."""
-    data = settings.data
-    try:
-        corpus = Corpus(paths, settings.model.vocab, data.data_dtype, data.separator)
-    except OSError as error:
-        raise ValueError(f"{error.filename}: cannot be read: {error.strerror}") from None
-    return Samples(corpus, settings.batch.seq, seed, data.doc_mask)
-
-
-# ---- the device -----------------------------------------------------------------------------------------------------
-
-def choose_device(asked: str) -> tuple[torch.device, str]:
-    """(device of this rank, why). asked: "auto", "cpu" or "cuda".
-
-    "auto" takes GPUs if this machine has one for each of its ranks, and the CPU if it has none. Raises ValueError if it
-    has some, but too few, or if "cuda" is asked for and there are too few.
-    """
-    ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-    if asked == "cpu":
-        return torch.device("cpu"), "as asked"
-    if gpus >= ranks:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        return device, torch.cuda.get_device_name(device)
-    if gpus or asked == "cuda":
-        raise ValueError(f"--device {asked}: {ranks} ranks on this machine and {gpus} GPUs: "
-                         + (f"use --nproc_per_node={gpus} or " if gpus else "use ") + "--device cpu")
-    return torch.device("cpu"), "there is no GPU here"
-
-
-def check_device(precision: config.Precision, device: torch.device) -> None:
-    """Raises ValueError for what this device cannot run. FP8 needs a GPU of compute capability 8.9 or more, blockwise
-    exactly 9 (cuBLAS); on a CPU Triton's kernels need its interpreter, which computes bf16 wrongly."""
-    if precision.fp8 != "none" and device.type == "cuda":
-        capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
-        if capability < (8, 9) or (precision.fp8_recipe().blocks and capability[0] != 9):
-            other = ", or --fp8 tensorwise" if capability >= (8, 9) else ""
-            raise ValueError(f"--fp8 {precision.fp8}: cannot run on {name}: use a Hopper GPU, or --fp8 none{other}")
-    if precision.attention == "triton" and device.type == "cpu":
-        config.need(os.environ.get("TRITON_INTERPRET") == "1", "--attention triton needs a GPU, or TRITON_INTERPRET=1 "
-                    "to be interpreted, slowly: use auto or math")
-        config.need(precision.dtype != "bf16", "--attention triton with --dtype bf16: Triton's interpreter computes it "
-                    "wrongly, use fp32, or --attention auto or math")
-
-
-def check_memory(settings: config.Config, groups: Groups, device: torch.device) -> None:
-    """Raises ValueError if weights, gradients and optimizer state take more than there is, or all more than twice."""
-    parts = memory_of_rank(settings, groups, fused=device.type == "cuda")
-    needed = max(sum(parts[kind] for kind in ("weights", "gradients", "optimizer")), sum(parts.values()) / 2)
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else (
-        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks)
-    need(needed <= memory, f"--preset {settings.model.preset}: takes {format_bytes(sum(parts.values()))} on this rank, "
-         f"which has {format_bytes(memory)}: use a smaller model or --micro-batch, or more ranks with --zero 3 or --tp")
-
-
-# ---- what is printed and written ------------------------------------------------------------------------------------
-
-class Log:
-    """The first lines, the progress bar and the metrics of every step. Rank 0 alone prints and writes."""
-
-    def __init__(self, settings: config.Config, groups: Groups, device: torch.device):
-        self.settings, self.groups, self.device = settings, groups, device
-        self.ranks, self.rank = size(groups["world"]), rank(groups["world"])
-        self.is_first_rank = self.rank == 0
-        dtype = DTYPES[settings.precision.dtype]
-        has_peak = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)  # the peak of FP8 runs, too
-        self.peak = costs.peak_flops(torch.cuda.get_device_name(device)) if has_peak else None
-        self.flops = costs.flops_by_convention(settings)
-        self.last_loss: float | None = None  # of the last step that this process trained; None: it trained none
-        self.noise: list[tuple[float, float]] = []  # noise_trace and noise_gradient2 of each step
-        self.metrics_begun = self.metrics_failed = False
-        self.bar = tqdm(total=settings.optim.steps, unit="step", disable=True)
-
-    def start(self, device_reason: str, samples: Samples) -> None:
-        if self.is_first_rank:
-            ranks = f"{self.ranks} ranks, {dist.get_backend()}" if self.groups["world"] else "one process"
-            device = f"{self.device.type} ({device_reason}), {ranks}"
-            print(first_lines(self.settings, self.groups, device, samples), flush=True)
-
-    def begin(self, step: int) -> None:
-        """The next step is this one: the run begins, is resumed, or has gone back."""
-        self.bar.close()
-        self.bar = tqdm(total=self.settings.optim.steps, initial=step, unit="step", dynamic_ncols=True,
-                        disable=not self.is_first_rank or not sys.stderr.isatty())
-        self.metrics_begun = False
-
-    def append(self, record: dict) -> None:
-        """Write a line of metrics. The first one drops those of later steps, and of other runs."""
-        path, text = self.settings.run.metrics, as_json(record) + "\n"
-        try:
-            if not self.metrics_begun and os.path.isfile(path):
-                with open(path) as file:
-                    lines = [line for line in file if is_before(line, record["step"])]
-                checkpoint.write_text(Path(path), "".join(lines))
-            self.metrics_begun = True
-            with open(path, "a") as file:  # anew for every line: the file may have been removed
-                file.write(text)
-            self.metrics_failed = False
-        except OSError as error:
-            if not self.metrics_failed:
-                faults.warn(f"--metrics {path}: {error.strerror}: training goes on without", self.groups["world"])
-            self.metrics_failed = True
-
-    def record(self, step: int, state: RunState, sequences: int, loss: float, norm: float, lr: float,
-               seconds: float) -> dict:
-        """The metrics of a step; `skipped` and `tokens` count from the beginning of the run."""
-        rate = sequences * self.settings.batch.seq / seconds
-        utilisation = {name: flops * rate / self.ranks / self.peak if self.peak else None
-                       for name, flops in self.flops.items()}
-        return dict(
-            step=step, tokens=state.tokens, loss=loss, grad_norm=norm, lr=lr,
-            step_s=seconds, tokens_per_s=rate, tokens_per_s_per_gpu=rate / self.ranks, **utilisation,
-            memory_gb=peak_memory(self.device) / 1e9,
-            comm_gb={axis: collectives.sent[axis] / 1e9 for axis in AXES if size(self.groups[axis]) > 1},
-            skipped=state.skipped)
-
-    def write(self, record: dict) -> None:
-        self.last_loss = record["loss"]
-        if record.get("val_loss") is not None:
-            self.validated(record["step"] + 1, record["val_loss"])
-        if math.isfinite(record.get("noise_trace", math.nan)):
-            self.noise.append((record["noise_trace"], record["noise_gradient2"]))
-        if self.settings.run.metrics and self.is_first_rank:
-            self.append(record)
-        done, steps = record["step"] + 1, self.settings.optim.steps
-        progress = f"loss {record['loss']:.3f}, {record['tokens_per_s']:,.0f} tokens/s"
-        self.bar.set_postfix_str(progress, refresh=False)
-        self.bar.update()
-        if self.is_first_rank and self.bar.disable and (done % max(1, steps // 20) == 0 or done == steps):
-            print(f"step {done}/{steps}: {progress}", file=sys.stderr, flush=True)
-
-    def validated(self, steps: int, loss: float) -> None:
-        if self.is_first_rank:
-            self.bar.write(f"after {steps} steps: validation loss {loss:.4f}", file=sys.stdout)
-
-    def close(self, state: RunState) -> None:
-        self.bar.close()
-        if self.is_first_rank and self.last_loss is not None:
-            print(f"trained {state.step} steps on {state.tokens:,} tokens: "
-                  f"last loss {self.last_loss:.4f} nats per token")
-            late = self.noise[len(self.noise) // 2:]
-            trace, gradient2 = (sum(step[i] for step in late) for i in (0, 1))
-            if gradient2 > 0:
-                print(f"gradient noise scale of the last {len(late)} steps: {max(0.0, trace / gradient2):,.0f} tokens")
-
-
-def is_before(line: str, step: int) -> bool:
-    """Whether a line of metrics is whole (the last one of a killed run may not be) and of an earlier step."""
-    try:
-        return json.loads(line)["step"] < step
-    except (ValueError, KeyError, TypeError):
-        return False
-
-
-def first_lines(settings: config.Config, groups: Groups, device: str, samples: Samples | None = None) -> str:
-    """device, grid, batch, model and, if there are samples, data of a run, a line each."""
-    grid, batch, precision, model = settings.grid, settings.batch, settings.precision, settings.model
-    shards, count = grid.dp // grid.dp_replicate * grid.cp, costs.parameters(model)
-    fp8 = f", linear layers of blocks in fp8 {precision.fp8}" if precision.fp8 != "none" else ""
-    sequences, _ = batch.ramp()[0]
-    ramp = f"; ramp {batch.batch_ramp}" if batch.batch_ramp else ""
-    memory = memory_of_rank(settings, groups, fused=device.startswith("cuda"))
-    active = f" ({count.active:,} active)" if model.experts else ""
-    lines = [
-        f"device  {device}, {precision.dtype}{fp8}",
-        f"grid    {grid_line(grid, model, shards)}",
-        *([f"        to show a grid; --dp {grid.dp * grid.cp * grid.tp * grid.pp} is pure data parallelism"]
-          if settings.shown else []),
-        f"batch   global batch {sequences} = micro {batch.micro_batch} x accum "
-        f"{sequences // batch.micro_batch // grid.dp} x dp {grid.dp}; {sequences * batch.seq:,} tokens per step{ramp}",
-        f"model   {model.preset}: {count.total:,} parameters{active}; rank {rank(groups.get('world'))} needs about "
-        + ": ".join((format_bytes(sum(memory.values())), ", ".join(f"{kind} {format_bytes(n)}" for kind, n
-                                                                   in memory.items())))]
-    if samples:
-        lines.append(
-            f"data    {len(samples.corpus):,} tokens in {len(samples.corpus.files):,} files: "
-            f"{samples.spans:,} samples of {batch.seq}")
-    return "\n".join(lines)
-
-
-def grid_line(grid: config.Grid, model: config.Model, shards: int) -> str:
-    """The axes, and what a rank holds of the model and reads of the data. shards: ranks that ZeRO shards over."""
-    state = ("", "optimizer state", "gradients, optimizer state", "weights, gradients, optimizer state")[grid.zero]
-    layers = "the whole model" if grid.tp == 1 else f"1/{grid.tp} of every layer and " + (
-        f"1/{grid.tp} of the tokens between layers" if grid.sp else "all tokens between layers")
-    if grid.pp > 1:
-        layers = f"{grid.chunks} of {grid.pp * grid.chunks} stages ({grid.schedule}), of these {layers}"
-    experts = ""
-    if model.experts:
-        edp = shards * grid.tp // grid.ep
-        experts = f", ep {grid.ep} x edp {edp}"
-        layers += f", but {model.experts // grid.ep} of {model.experts} experts"
-        state += f" (1/{edp} of experts')"
-    holds, sharded = "holds", f", 1/{shards} of its {state}" if shards > 1 and grid.zero else ""
-    if sharded and grid.zero == 3:
-        holds, sharded = "computes with", f", holds 1/{shards} of its {state}"
-    if sharded and grid.dp_replicate > 1:
-        sharded += f" in {grid.dp_replicate} replicas"
-    reads = f", and reads 1/{grid.dp} of the sequences" if grid.dp > 1 else ""
-    reads += (", " if reads else ", and reads ") + f"1/{grid.cp} of each sequence" if grid.cp > 1 else ""
-    return (f"pp {grid.pp} x dp {grid.dp} x cp {grid.cp} x tp {grid.tp}{experts}, zero {grid.zero}: a rank {holds} "
-            f"{layers}{sharded}{reads}")
-
-
-def memory_of_rank(settings: config.Config, groups: Groups, fused: bool = False) -> dict[str, int]:
-    """Bytes that this rank will hold, by kind, from the shapes of its parameters and the formulas of costs.py."""
-    dtype, grid, optim = DTYPES[settings.precision.dtype], settings.grid, settings.optim
-    model = build_model(settings, groups, "cpu", dtype)
-    buckets: dict[str, list[int]] = {}
-    for params in assign_to_buckets(model.units(), 0 if grid.zero == 3 else grid.bucket_mb):
-        buckets.setdefault(params[0].spec.data_axis, []).append(sum(param.numel() for param in params))
-    moments = len(UPDATE_RULES[optim.optimizer].state) * moments_dtype(settings, dtype).itemsize
-    pipeline, has_head = model.pipeline, model.head is not None
-    activations = footprint.activation_bytes(settings, dtype.itemsize, pipeline.stages.values(), pipeline.in_flight,
-                                             has_head)
-    return footprint.memory_bytes(settings, dtype.itemsize, moments, buckets, model.fp8_weights(), activations,
-                                  pipeline.in_flight, has_head, fused)
-
-
-def format_bytes(count: float) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
-
-
-def peak_memory(device: torch.device) -> float:
-    """The most this rank has held so far, in bytes: allocated on the GPU, or resident on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def as_json(record: dict) -> str:
-    """One line of JSON, which has no NaN or inf: they become null."""
-    finite = {key: None if isinstance(value, float) and not math.isfinite(value) else value
-              for key, value in record.items()}
-    return json.dumps(finite)
 
 
 if __name__ == "__main__":

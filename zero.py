@@ -175,9 +175,10 @@ class ShardedBucket(Bucket):
                 before.start_replicas()
             self.reducing[process_group(self.group)] = self
         first = self.level < 2 or self.accumulated <= self.grads_per_micro_batch
-        self.receive = self.grad_shard.copy_ if first else self.grad_shard.add_
         sent = self.grad.to(self.reduce_dtype) if size(self.group) > 1 else self.grad
-        self.received = self.grad_shard if first and sent is self.grad else sent.new_empty(len(self.grad_shard))
+        in_place = first and sent is self.grad
+        self.receive = None if in_place else self.grad_shard.copy_ if first else self.grad_shard.add_
+        self.received = self.grad_shard if in_place else sent.new_empty(len(self.grad_shard))
         if self.level == 0:
             self.received = sent
             self.reduction = all_reduce(sent, self.group, async_op=True)
@@ -189,15 +190,16 @@ class ShardedBucket(Bucket):
     def finish_reduction(self) -> None:
         """Wait for the reduction under way and add its result to those of earlier micro-batches."""
         self.reduction.wait()
-        if self.received is not None and self.received.data_ptr() != self.grad_shard.data_ptr():
+        if self.receive:
             self.receive(self.received)
-        self.received = None
+        self.receive = self.received = None
 
     def start_replicas(self) -> None:
         """After the step's last reduction: start to sum the shard over replicas (hybrid sharding)."""
         if self.expected == 0 and not self.replicas_started and size(self.groups["replicate"]) > 1:
-            self.replicas_started, self.receive = True, self.grad_shard.copy_
+            self.replicas_started = True
             self.received = self.grad_shard.to(self.reduce_dtype)
+            self.receive = None if self.received is self.grad_shard else self.grad_shard.copy_
             self.reduction = all_reduce(self.received, self.groups["replicate"], async_op=True)
 
     def finish_step(self) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import checkpoint
 import collectives
 import config
+import job
 import train
 from zero import Optimizer
 
@@ -39,8 +40,8 @@ FAULTS: dict[str, Callable[[], Any]] = {
 
 def inject(fault: str, where: str, step: int) -> None:
     """Let `fault` happen at the place."""
-    state = train.RunState()
-    train.RunState = lambda: state
+    state = job.RunState()
+    job.RunState = lambda: state
     done = []
 
     def before(owner: Any, attribute: str, happens: Callable[[], bool] = lambda: state.step == step) -> None:

@@ -10,11 +10,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+import assemble
 import config
 import param
 import train
 from data import MicroBatch, Samples
 from ep import update_biases
+from groups import AXES, build_groups
 from meter import Meter
 
 # All dimensions differ, so that no two can be mistaken for each other. Clipping and weight decay are active.
@@ -23,7 +25,7 @@ BASE = ("--layers 3 --hidden 40 --heads 8 --kv-heads 4 --head-dim 6 --ffn 56 --v
         "--data " + __file__)
 STEPS = 2
 SEPARATORS = 9  # tokens below it begin documents
-ALONE = dict.fromkeys(train.AXES)  # the groups of a process without others
+ALONE = dict.fromkeys(AXES)  # the groups of a process without others
 
 
 def settings_of(grid: str, world: int = 1) -> config.Config:
@@ -72,8 +74,8 @@ def run(grid: str, first: int = 0, last: int = STEPS, state: dict | None = None)
     """One rank of a grid, also without any process group: steps first .. last, the earlier ones' results in `state`."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     settings = settings_of(grid, world)
-    groups = train.build_groups(settings.grid, settings.model)
-    model, optimizer = train.build(settings, groups, torch.device("cpu"), train.DTYPES[settings.precision.dtype])
+    groups = build_groups(settings.grid, settings.model)
+    model, optimizer = assemble.build(settings, groups, torch.device("cpu"), assemble.DTYPES[settings.precision.dtype])
     if state:
         load(model, optimizer, state)
     given, out = batches(settings), dict(loss=[], norm=[], grads=[], square=[])
@@ -100,7 +102,7 @@ def run(grid: str, first: int = 0, last: int = STEPS, state: dict | None = None)
         bucket.reshard()
     out |= {name: pieces(optimizer, what) for name, what in (("params", "master"), ("m", "m"), ("v", "v"))
             if settings.optim.optimizer == "adamw" or name == "params"}
-    out |= dict(extra_state=train.extra_state(model, optimizer))
+    out |= dict(extra_state=extra_state(model, optimizer))
     # Transfers of a pipeline have the order that tests/test_pp.py checks; ranks exchange as many rows as tokens choose.
     links = {link.group_name for link in groups["pp"].links.values()} if groups["pp"] else set()
     experts = groups["ep"].process_group.group_name if groups["ep"] else None
@@ -114,8 +116,13 @@ def load(model, optimizer, state: dict) -> None:
     """Whole tensors by name, and numbers, into whatever this rank holds of them."""
     for name, what in (("params", "master"), ("m", "m"), ("v", "v")):
         optimizer.load(lambda spec, box, named=state[name]: named[spec.name][box], what)
-    for name, number in train.extra_state(model, optimizer).items():
+    for name, number in extra_state(model, optimizer).items():
         number.copy_(state["extra_state"][name])
+
+
+def extra_state(model, optimizer) -> dict[str, torch.Tensor]:
+    """The state that belongs to no parameter, by name."""
+    return optimizer.extra_state() | {router.name: router.bias for router in model.routers}
 
 
 def pieces(optimizer, what: str) -> list[tuple]:

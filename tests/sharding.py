@@ -4,12 +4,14 @@ import time
 import torch
 import torch.distributed as dist
 
+import assemble
 import collectives
 import config
 import dp
 import grids
 import train
 import zero
+from groups import build_groups
 from meter import Meter
 from param import size
 
@@ -22,8 +24,8 @@ def built(flags: str, dtype: torch.dtype):
     """(settings, groups, model, optimizer, this rank's micro-batches of a global batch)"""
     world = dist.get_world_size()
     settings = config.parse(f"{PRIMES} --data {__file__} {flags}".split(), world)
-    groups = train.build_groups(settings.grid, settings.model)
-    model, optimizer = train.build(settings, groups, torch.device("cpu"), dtype)
+    groups = build_groups(settings.grid, settings.model)
+    model, optimizer = assemble.build(settings, groups, torch.device("cpu"), dtype)
     tokens, labels = grids.batches(settings)[0]
     batch = settings.batch
     share = grids.GivenSamples(tokens, tokens).step(0, batch.global_batch, batch.micro_batch, dist.get_rank(), world)

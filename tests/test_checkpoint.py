@@ -23,12 +23,15 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+import assemble
 import checkpoint
 import config
 import grids
+import job
 import program
 import train
 from data import Corpus
+from groups import build_groups
 from meter import Meter
 
 ROOT = os.path.dirname(config.__file__)
@@ -49,13 +52,13 @@ def tokens(tmp_path_factory) -> str:
 def run(flags: str) -> str:
     """The ranks of the pool as a run of train.py; what it prints."""
     settings = config.parse(flags.split(), dist.get_world_size() if dist.is_initialized() else 1)
-    samples = train.open_samples(settings, settings.data.data, settings.optim.seed)
-    unseen = train.open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
+    samples = assemble.open_samples(settings, settings.data.data, settings.optim.seed)
+    unseen = assemble.open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
     if settings.precision.dtype == "auto":
         settings.precision.dtype = "fp32"
     refuse = patch.object(config, "refuse", side_effect=lambda error: (_ for _ in ()).throw(error))
     with refuse, contextlib.redirect_stdout(io.StringIO()) as printed:
-        train.train(settings, samples, unseen, torch.device("cpu"), "as asked", train.RunState())
+        train.train(settings, samples, unseen, torch.device("cpu"), "as asked", job.RunState())
     return printed.getvalue()
 
 
@@ -216,8 +219,8 @@ def test_a_save_that_fails_is_a_warning_and_leaves_nothing(tmp_path, capsys):
 def share(flags: str) -> tuple[int, int, int]:
     """(bytes that this rank writes, bytes of its copies, boxes) in a run on this grid."""
     settings = config.parse(f"{grids.BASE} {flags}".split(), dist.get_world_size())
-    groups = train.build_groups(settings.grid, settings.model)
-    model, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float32)
+    groups = build_groups(settings.grid, settings.model)
+    model, optimizer = assemble.build(settings, groups, torch.device("cpu"), torch.float32)
     stage = checkpoint.Stage(list(checkpoint.pieces_of_run(optimizer, model.routers, groups, saving=True)))
     storages = {copy.values.untyped_storage().data_ptr(): copy.values.untyped_storage().nbytes()
                 for copy in stage.copies}
@@ -440,7 +443,7 @@ def test_the_plan_of_70b_on_1024_ranks_is_small(tokens):
         for shard in range(tp):
             data = FakeGroup(0, dp)
             groups = grids.ALONE | dict(pp=FakeGroup(stage, pp), tp=FakeGroup(shard, tp), dp=data, data=data)
-            model, optimizer = train.build(settings, groups, torch.device("meta"), torch.bfloat16, filled=False)
+            model, optimizer = assemble.build(settings, groups, torch.device("meta"), torch.bfloat16, filled=False)
             for data.index in range(dp):
                 for bucket in optimizer.buckets:
                     length = bucket.shard.stop - bucket.shard.start

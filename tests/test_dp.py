@@ -4,12 +4,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import assemble
 import config
 import grids
 import param
 import train
 from dp import Bucket, DataParallel, assign_to_buckets, reduce_naively
 from grids import ALONE
+from groups import build_groups
 from meter import Meter
 from model import Execution, Llama
 from param import Spec, parameter
@@ -66,8 +68,8 @@ def elements_sent(flags: str) -> tuple[int, int, float, list[str]]:
     """Of one step: gradient reductions, parameters, elements a rank sends for them, the names of all collectives."""
     world = dist.get_world_size()
     settings = grids.settings_of(flags, world)
-    groups = train.build_groups(settings.grid, settings.model)
-    model, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float64)
+    groups = build_groups(settings.grid, settings.model)
+    model, optimizer = assemble.build(settings, groups, torch.device("cpu"), torch.float64)
     tokens, labels = grids.batches(settings)[0]
     share = grids.GivenSamples(tokens, labels).step(0, 48, settings.batch.micro_batch, dist.get_rank(), world)
     train.collectives.sent.clear()

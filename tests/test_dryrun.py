@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import assemble
 import config
 import dryrun
 import ep
 import train
+from groups import build_groups
 
 BASE = ("--layers 4 --hidden 64 --heads 8 --kv-heads 4 --ffn 112 --vocab 97 --seq 32 --global-batch 16 --micro-batch 1 "
         "--dtype fp32")
@@ -64,7 +66,7 @@ def uniform_choice(scores: torch.Tensor, model: config.Model) -> torch.Tensor:
 def measured(grid: str) -> dict:
     """What this rank of 8 measures, on real tensors or on fake ones."""
     settings = config.parse(f"{BASE} {grid}".split(), dist.get_world_size())
-    groups, usual = train.build_groups(settings.grid, settings.model), ep.choose_experts
+    groups, usual = build_groups(settings.grid, settings.model), ep.choose_experts
     ep.choose_experts = uniform_choice
     fake = dist.get_backend() == "fake"
     try:
@@ -177,8 +179,8 @@ PLANNED_SLOW += [(SIZE + flags, 0) for flags in (
 def check_formula(flags: str, rank: int) -> None:
     settings = config.parse(flags.split(), 8)
     with dryrun.fake_world(8, rank):
-        groups = train.build_groups(settings.grid, settings.model)
-        formula = train.memory_of_rank(settings, groups)
+        groups = build_groups(settings.grid, settings.model)
+        formula = assemble.memory_of_rank(settings, groups)
         with dryrun.fake_tensors():
             found = train.measured_step(settings, groups)
     assert sum(formula.values()) == pytest.approx(found.peak, rel=0.03)

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
+import assemble
 import collectives
 import config
 import ep
@@ -21,6 +22,7 @@ import param
 import reference
 import train
 import zero
+from groups import build_groups
 from model import ForwardContext, MixtureOfExperts
 from operations import RMSNorm
 from param import draw, parameter, shard_slice
@@ -393,8 +395,8 @@ def whimsical(recompute: str) -> dict:
     whims.calls, counts, usual = 0, [], ep.exchange_counts
     settings = config.parse(f"{TINY} --ep {dist.get_world_size()} --recompute {recompute}".split(),
                             dist.get_world_size())
-    groups = train.build_groups(settings.grid, settings.model)
-    model, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float64)
+    groups = build_groups(settings.grid, settings.model)
+    model, optimizer = assemble.build(settings, groups, torch.device("cpu"), torch.float64)
     tokens = torch.randint(61, (8, 13), generator=torch.Generator().manual_seed(0))
     samples = grids.GivenSamples(tokens[:, :-1], tokens[:, 1:])
     share = train.local_micro_batches(samples, 0, 8, settings, groups)
@@ -426,8 +428,8 @@ def test_all_equal_logits_are_split_alike_again(pool):
 
 def of_equals() -> dict:
     settings = config.parse(f"{TINY} --ep 2 --recompute full".split(), 2)
-    groups = train.build_groups(settings.grid, settings.model)
-    model, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float64)
+    groups = build_groups(settings.grid, settings.model)
+    model, optimizer = assemble.build(settings, groups, torch.device("cpu"), torch.float64)
     seen, dispatch = {False: [], True: []}, ep.dispatch
 
     def watched(x, route):
@@ -508,7 +510,7 @@ def test_the_losses_carry_the_scale_of_fp16():
     grads = []
     for scale in (1.0, 1024.0):
         settings = config.parse(f"{TINY} --aux-loss 1 --router-z-loss 0.1".split())
-        model, optimizer = train.build(settings, grids.ALONE, torch.device("cpu"), torch.float64)
+        model, optimizer = assemble.build(settings, grids.ALONE, torch.device("cpu"), torch.float64)
         optimizer.loss_scale = zero.LossScale(torch.device("cpu"), scale)
         tokens = torch.randint(61, (8, 13), generator=torch.Generator().manual_seed(0))
         samples = grids.GivenSamples(tokens[:, :-1], tokens[:, 1:])
@@ -535,7 +537,7 @@ def test_biases_leave_one_grid_and_enter_another(pool, chain):
 
 def test_evaluation_counts_nothing():
     settings = config.parse(f"{TINY} --bias-rate 0.1".split())
-    model, optimizer = train.build(settings, grids.ALONE, torch.device("cpu"), torch.float32)
+    model, optimizer = assemble.build(settings, grids.ALONE, torch.device("cpu"), torch.float32)
     tokens = torch.randint(61, (8, 13), generator=torch.Generator().manual_seed(0))
     samples = grids.GivenSamples(tokens[:, :-1], tokens[:, 1:])
     share = train.local_micro_batches(samples, 0, 8, settings, grids.ALONE)

@@ -23,11 +23,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+import assemble
 import checkpoint
 import collectives
 import config
 import faults
+import job
 import train
+from groups import build_groups
 from test_checkpoint import saved, tensors
 
 ROOT = Path(config.__file__).parent
@@ -35,7 +38,7 @@ SMALL = (f"--layers 1 --hidden 16 --heads 2 --ffn 16 --seq 16 --warmup 2 --globa
          f"--data {ROOT}/train.py")
 
 
-def run(flags: str, patches: str = "", rank: int = -1, stop_at: int = -1, state: train.RunState | None = None) -> str:
+def run(flags: str, patches: str = "", rank: int = -1, stop_at: int = -1, state: job.RunState | None = None) -> str:
     """The ranks of the pool, or this process, as a run of train.py: what it prints, on both streams.
 
     patches: a function of this file that returns a context in which this rank, or with -1 every rank, runs. stop_at:
@@ -44,9 +47,9 @@ def run(flags: str, patches: str = "", rank: int = -1, stop_at: int = -1, state:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     settings = config.parse(f"{SMALL} {flags}".split(), ranks)
     settings.precision.dtype = "fp64" if settings.precision.dtype == "auto" else settings.precision.dtype
-    samples = train.open_samples(settings, settings.data.data, settings.optim.seed)
-    unseen = train.open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
-    state, stop = state or train.RunState(), faults.Stop(settings.run.time_limit)
+    samples = assemble.open_samples(settings, settings.data.data, settings.optim.seed)
+    unseen = assemble.open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
+    state, stop = state or job.RunState(), faults.Stop(settings.run.time_limit)
     here = rank in (-1, dist.get_rank() if dist.is_initialized() else 0)
     refuse = patch.object(config, "refuse", side_effect=lambda error: (_ for _ in ()).throw(error))
     context = globals()[patches](state) if patches and here else contextlib.nullcontext()
@@ -71,7 +74,7 @@ def losses(path: Path) -> list[float | None]:
     return [line["loss"] for line in metrics(path)]
 
 
-def spoil(state: train.RunState, steps: set[int], factor: float):
+def spoil(state: job.RunState, steps: set[int], factor: float):
     """A context in which the loss of these steps is multiplied by a factor when it is about to be differentiated."""
     original = train.Optimizer.scale_loss
 
@@ -187,7 +190,7 @@ def test_a_rewind_leaves_out_the_samples_and_nothing_else(pool, tmp_path):
     assert "step-000004, and leave out samples 60 to 95" in said
     assert [line["step"] for line in metrics(tmp_path / "m")] == list(range(12))
     flags = f"--steps 12 --save-every 4 --keep 0 --out {tmp_path}/straight"
-    pool.run(2, "test_faults:run", flags=flags, state=train.RunState(left_out=[[60, 96]]))
+    pool.run(2, "test_faults:run", flags=flags, state=job.RunState(left_out=[[60, 96]]))
     want, got = (tensors(tmp_path / name / "step-000012") for name in ("straight", "out"))
     assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
     written = config.read_run(str(tmp_path / "out" / "step-000012"))
@@ -218,10 +221,10 @@ def test_a_spike_is_skipped_with_a_flag_and_statistics_are_resumed(tmp_path):
 def found(flags: str, rank: int, what: str, bit: int) -> str:
     """What check_replicas says if one bit of a tensor, of this rank and bucket 0, is another one. what "": none is."""
     settings = config.parse(f"{SMALL} {flags}".split(), dist.get_world_size())
-    groups = train.build_groups(settings.grid, settings.model)
-    dtype = train.DTYPES.get(settings.precision.dtype, torch.float32)
-    model, optimizer = train.build(settings, groups, torch.device("cpu"), dtype)
-    samples = train.open_samples(settings, settings.data.data, 0)
+    groups = build_groups(settings.grid, settings.model)
+    dtype = assemble.DTYPES.get(settings.precision.dtype, torch.float32)
+    model, optimizer = assemble.build(settings, groups, torch.device("cpu"), dtype)
+    samples = assemble.open_samples(settings, settings.data.data, 0)
     for _ in range(2):
         train.forward_backward(model, optimizer, train.local_micro_batches(samples, 0, 12, settings, groups), groups)
         optimizer.step(0.01)
@@ -631,7 +634,7 @@ def test_a_wrong_file_is_one_line_that_names_it(tmp_path, monkeypatch, name, con
         path.write_bytes(content)
     with pytest.raises(ValueError) as error:
         settings = config.parse(f"--seq 16 --data {path if 'mixed' not in name else ''} {flags}".split())
-        train.open_samples(settings, settings.data.data, 0).identity()
+        assemble.open_samples(settings, settings.data.data, 0).identity()
     line = str(error.value)
     assert "\n" not in line and (name.rstrip("/") in line or flags.split(" ")[0] in line or "--seq 16" in line), line
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
+import assemble
 import collectives
 import config
 import fp8
@@ -29,6 +30,7 @@ import zero
 from ahead import COMPILERS, run
 from footprint import activation_bytes
 from fp8 import BLOCK, E4M3, E5M2, RECIPES, SMALLEST, Fp8, Quantised, dequantise, quantise, to_fp8
+from groups import build_groups
 from meter import Meter
 from param import Spec, draw, local_box, parameter, shard_slice
 from pool import Pool
@@ -309,8 +311,8 @@ def steps(grid: str, name: str) -> dict:
     """One rank of a grid: two steps, every piece of gradients that it holds, and how many FP8 weights it keeps."""
     settings = config.parse(f"{MODEL} {grid}".split(), dist.get_world_size() if dist.is_initialized() else 1)
     settings.precision.fp8 = name  # which the command line refuses in fp64 runs
-    groups = train.build_groups(settings.grid, settings.model)
-    model, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float64)
+    groups = build_groups(settings.grid, settings.model)
+    model, optimizer = assemble.build(settings, groups, torch.device("cpu"), torch.float64)
     seq, out = settings.batch.seq, dict(grads=[], loss=[])
     for step in range(STEPS):
         window = torch.randint(97, (2, seq + 1), generator=torch.Generator().manual_seed(step))
@@ -392,7 +394,7 @@ def test_whatever_changes_weights_makes_fp8_weights_anew():
 
 def test_loaded_and_updated_weights_are_new_ones():
     settings = config.parse(f"{MODEL} {ONE}".split())
-    _, optimizer = train.build(settings, grids.ALONE, torch.device("cpu"), torch.float64)
+    _, optimizer = assemble.build(settings, grids.ALONE, torch.device("cpu"), torch.float64)
     bucket = optimizer.buckets[0]
     before = [p.generation for p in bucket.params]
     bucket.load(draw(1))
@@ -470,7 +472,7 @@ def test_what_a_model_keeps_is_what_the_first_lines_say(name, mode, experts, seq
     whole blocks of tokens, which matters less the more tokens there are."""
     flags = f"{MODEL.replace('fp64', 'fp32')} {ONE} --seq {seq} {experts} --recompute {mode} --fp8 {name}"
     settings = config.parse(flags.split())
-    model, _ = train.build(settings, grids.ALONE, torch.device("cpu"), torch.float32)
+    model, _ = assemble.build(settings, grids.ALONE, torch.device("cpu"), torch.float32)
     window, meter = torch.randint(97, (1, seq + 1)), Meter()
     with meter:
         loss = model(window[:, :-1], labels=window[:, 1:], sequence_weight=1.0)
@@ -488,7 +490,7 @@ def test_a_parameter_has_the_bytes_of_the_table():
             settings = config.parse(f"{flags} {ONE} --fp8 {name} --moments {moments} --layers 1".split())
             meter = Meter()
             with meter:
-                model, optimizer = train.build(settings, grids.ALONE, torch.device("cpu"), torch.bfloat16)
+                model, optimizer = assemble.build(settings, grids.ALONE, torch.device("cpu"), torch.bfloat16)
                 window = torch.randint(97, (2, 257))
                 samples = grids.GivenSamples(window[:, :-1], window[:, 1:].clone())
                 share = train.local_micro_batches(samples, 0, 2, settings, grids.ALONE)
@@ -718,17 +720,17 @@ def test_gpus_without_it_are_refused(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
         for name in RECIPES:
             if name in fits:
-                train.check_device(config.Precision(fp8=name), gpu)
+                assemble.check_device(config.Precision(fp8=name), gpu)
             else:
                 with pytest.raises(ValueError, match=f"--fp8 {name}: cannot run on a GPU: use a Hopper GPU"):
-                    train.check_device(config.Precision(fp8=name), gpu)
-        train.check_device(config.Precision(), gpu)
+                    assemble.check_device(config.Precision(fp8=name), gpu)
+        assemble.check_device(config.Precision(), gpu)
 
 
 def test_fp8_is_for_blocks_and_their_ends_may_be_spared():
     for flags, layers in ("--no-fp8-ends", [1, 2]), ("", [0, 1, 2, 3]):
         settings = config.parse(f"{MODEL} --dtype bf16 --fp8 tensorwise --layers 4 {flags}".split())
-        model, optimizer = train.build(settings, grids.ALONE, torch.device("cpu"), torch.bfloat16)
+        model, optimizer = assemble.build(settings, grids.ALONE, torch.device("cpu"), torch.bfloat16)
         model(torch.arange(32)[None])
         names = {weight.spec.name for weights in model.execution.fp8_linear.cache for weight in weights}
         assert names == {f"layers.{layer}.{name}" for layer in layers for name in (
@@ -763,9 +765,9 @@ def trained() -> list[float]:
     name, seed = RUNS[dist.get_rank()]
     flag = {"bf16": "none", "unscaled": "tensorwise"}.get(name, name)
     settings = config.parse(f"{TRAINED} --seed {seed} --fp8 {flag}".split())
-    with patch.object(train, "Fp8", Unscaled if name == "unscaled" else Fp8):
-        model, optimizer = train.build(settings, grids.ALONE, torch.device("cpu"), torch.bfloat16)
-    samples, losses = train.open_samples(settings, [], seed), []
+    with patch.object(assemble, "Fp8", Unscaled if name == "unscaled" else Fp8):
+        model, optimizer = assemble.build(settings, grids.ALONE, torch.device("cpu"), torch.bfloat16)
+    samples, losses = assemble.open_samples(settings, [], seed), []
     for step in range(settings.optim.steps):
         share = train.local_micro_batches(samples, 4 * step, 4, settings, grids.ALONE)
         losses.append(train.forward_backward(model, optimizer, share, grids.ALONE).item())

@@ -4,8 +4,10 @@ import re
 import pytest
 import torch
 
+import assemble
 import config
 import grids
+import job
 import model
 import operations
 import tp
@@ -22,8 +24,8 @@ SMALL = ("--layers 3 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --seq 24 --glob
 def trained(flags: str, capsys, device: torch.device = CPU) -> tuple[list[str], dict[str, list[float]], int]:
     """The last lines that a run prints, its last weights, and how often Python executed the model's forward."""
     settings, made, calls = config.parse(f"{SMALL} {flags}".split()), [], []
-    samples = train.open_samples(settings, settings.data.data, 0)
-    build, forward = train.build, model.Llama.forward
+    samples = assemble.open_samples(settings, settings.data.data, 0)
+    build, forward = assemble.build, model.Llama.forward
 
     def watched(*args, **options):
         made[:] = build(*args, **options)
@@ -34,9 +36,9 @@ def trained(flags: str, capsys, device: torch.device = CPU) -> tuple[list[str], 
         return forward(llama, *args, **others)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "build", watched)
+        patch.setattr(job, "build", watched)
         patch.setattr(model.Llama, "forward", counted)
-        train.train(settings, samples, samples, device, "", train.RunState())
+        train.train(settings, samples, samples, device, "", job.RunState())
     weights = {bucket.name: bucket.master.tolist() for bucket in made[1].buckets}
     return capsys.readouterr().out.splitlines()[-3:], weights, sum(calls)
 
@@ -59,7 +61,7 @@ def test_documents_are_replayed(tmp_path, capsys):
         (tmp_path / f"{number}.txt").write_text("abcdefgh"[:3 + number % 6])
     flags = f"--doc-mask --data {tmp_path}"
     settings = config.parse(f"{SMALL} {flags}".split())
-    sequences = train.open_samples(settings, settings.data.data, 0).step(0, 24, 2, 0, 1)
+    sequences = assemble.open_samples(settings, settings.data.data, 0).step(0, 24, 2, 0, 1)
     assert all((batch.documents.diff() > 0).any(1).all() for batch in sequences)
     assert trained(flags, capsys)[:2] == trained(f"{flags} --graph", capsys)[:2]
 
@@ -70,7 +72,7 @@ def test_kernels_are_captured(monkeypatch):
     settings = config.parse(f"{SMALL} --layers 1 --attention triton --recompute selective".split())
     for module in (operations, tp):
         monkeypatch.setattr(module, "uses_kernels", lambda x: True)
-    llama, optimizer = train.build(settings, grids.ALONE, CPU, torch.float32)
+    llama, optimizer = assemble.build(settings, grids.ALONE, CPU, torch.float32)
     tokens = torch.randint(256, (3, 2, 1, 8), generator=torch.Generator().manual_seed(0))
 
     def run(batches):

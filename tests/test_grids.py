@@ -394,7 +394,7 @@ def test_nothing_is_computed_below_fp64():
             return out
 
     settings = grids.settings_of("--micro-batch 24 --qk-norm --qkv-bias")
-    model, optimizer = grids.train.build(settings, grids.ALONE, torch.device("cpu"), torch.float64)
+    model, optimizer = grids.assemble.build(settings, grids.ALONE, torch.device("cpu"), torch.float64)
     tokens, labels = grids.batches(settings)[0]
     with Watch():
         grids.train.forward_backward(model, optimizer, grids.GivenSamples(tokens, labels).step(0, 48, 24, 0, 1),

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import assemble
 import collectives
 import config
 import grids
@@ -56,8 +57,8 @@ def test_every_pair_that_exchanges_has_a_link(schedule, p):
 def transfers() -> dict[str, set]:
     """The collectives of a step on each link, and on all other groups."""
     settings = grids.settings_of("--pp 4 --schedule interleaved --layers 8 --micro-batch 12", 4)
-    made = train.build_groups(settings.grid, settings.model)
-    model, optimizer = train.build(settings, made, torch.device("cpu"), torch.float64)
+    made = groups.build_groups(settings.grid, settings.model)
+    model, optimizer = assemble.build(settings, made, torch.device("cpu"), torch.float64)
     tokens, labels = grids.batches(settings)[0]
     share = train.local_micro_batches(grids.GivenSamples(tokens, labels), 0, 48, settings, made)
     with Meter(memory=False) as meter:
@@ -79,7 +80,7 @@ def test_a_link_has_one_direction_and_the_group_of_all_stages_sums_the_loss(pool
 def shared(flags: str) -> list[list[str]]:
     """The axes of each process group, while bytes are counted by axis."""
     settings = grids.settings_of(flags, dist.get_world_size())
-    made, axes = train.build_groups(settings.grid, settings.model), {}
+    made, axes = groups.build_groups(settings.grid, settings.model), {}
     for axis, group in made.items():
         if group is not None:
             axes.setdefault(group.process_group.group_name, []).append(axis)

@@ -10,11 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
+import assemble
 import config
 import grids
+import job
 import reference
 import train
 from data import Samples
+from log import Log
 from meter import Meter
 
 MODEL = ("--layers 2 --hidden 24 --heads 4 --kv-heads 2 --head-dim 6 --ffn 32 --vocab 61 --seq 12 --sample= "
@@ -42,10 +45,10 @@ def run(folder, flags: str) -> tuple[list[dict], list[tuple], str]:
 
     file = folder / "metrics"
     settings = config.parse(f"{MODEL} --data {folder}/train.npy --metrics {file} {flags}".split())
-    training = train.open_samples(settings, settings.data.data, settings.optim.seed)
-    unseen = train.open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
+    training = assemble.open_samples(settings, settings.data.data, settings.optim.seed)
+    unseen = assemble.open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
     with patch.object(Samples, "micro_batch", micro_batch), contextlib.redirect_stdout(io.StringIO()) as printed:
-        train.train(settings, training, unseen, torch.device("cpu"), "as asked", train.RunState())
+        train.train(settings, training, unseen, torch.device("cpu"), "as asked", job.RunState())
     return [json.loads(line) for line in file.read_text().splitlines()], read, printed.getvalue()
 
 
@@ -66,7 +69,7 @@ def by_torch(folder, settings: config.Config) -> list[dict]:
     rate = SequentialLR(rule, [LinearLR(rule, 1 / optim.warmup, total_iters=optim.warmup - 1),
                                CosineAnnealingLR(rule, optim.steps - optim.warmup, optim.min_lr)], [optim.warmup - 1])
     corpus, unseen = (np.load(folder / f"{name}.npy") for name in ("train", "unseen"))
-    order = train.open_samples(settings, settings.data.data, optim.seed).span
+    order = assemble.open_samples(settings, settings.data.data, optim.seed).span
     first, out = 0, []
     for step in range(optim.steps):
         seen = first * settings.batch.seq
@@ -117,13 +120,14 @@ def test_flops_in_the_metrics_are_those_that_are_dispatched(recompute):
     """HFU with what is recomputed, MFU without; a rank of two has half of the peak's share."""
     flags = f"{MODEL} --data {__file__} --vocab 257 --separator -1 --dtype fp32 --attention math --global-batch 4"
     settings = config.parse(f"{flags} --recompute {recompute}".split())
-    model, optimizer = train.build(settings, grids.ALONE, torch.device("cpu"), torch.float32)
-    share = train.local_micro_batches(train.open_samples(settings, settings.data.data, 0), 0, 4, settings, grids.ALONE)
+    model, optimizer = assemble.build(settings, grids.ALONE, torch.device("cpu"), torch.float32)
+    samples = assemble.open_samples(settings, settings.data.data, 0)
+    share = train.local_micro_batches(samples, 0, 4, settings, grids.ALONE)
     with Meter(memory=False) as meter:
         train.forward_backward(model, optimizer, share, grids.ALONE)
-    log = train.Log(settings, grids.ALONE, torch.device("cpu"))
+    log = Log(settings, grids.ALONE, torch.device("cpu"))
     log.peak, log.ranks = 1e9, 2
-    record = log.record(0, train.RunState(), 4, 1.0, 1.0, 1.0, 0.5)
+    record = log.record(0, tokens=0, skipped=0, sequences=4, loss=1.0, norm=1.0, lr=1.0, seconds=0.5)
     norms = 5 * 24  # weights that the convention of 6 FLOPs per parameter and token counts, too
     assert record["hfu"] * 0.5 * 2 * 1e9 == pytest.approx(meter.flops + 6 * norms * 4 * 12)
     assert (record["mfu"] == record["hfu"]) == (recompute == "none") and record["mfu_causal"] < record["mfu"]

@@ -4,9 +4,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import assemble
 import grids
 import train
 from collectives import size
+from groups import build_groups
 from noise import GradientNoise, solve
 from param import Spec, draw, parameter
 from zero import Optimizer
@@ -69,8 +71,8 @@ def test_norms_of_local_gradients_are_those_before_the_reduction(pool, level):
 
 def estimate(grid: str) -> dict:
     settings = grids.settings_of(grid, dist.get_world_size())
-    groups = train.build_groups(settings.grid, settings.model)
-    model, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float64)
+    groups = build_groups(settings.grid, settings.model)
+    model, optimizer = assemble.build(settings, groups, torch.device("cpu"), torch.float64)
     noise = GradientNoise(optimizer, size(groups["data"]))
     tokens, labels = grids.batches(settings)[0]
     samples = grids.GivenSamples(tokens, labels)

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import assemble
 import config
 import cp
 import flash
@@ -14,6 +15,7 @@ import tp
 import train
 from cp import choose_attention
 from data import MicroBatch
+from groups import build_groups
 from program import python
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels need tensors on the GPU")
@@ -24,7 +26,7 @@ MODEL = ("--layers 2 --hidden 32 --heads 4 --kv-heads 2 --head-dim 16 --ffn 40 -
 def gradients(flags: str, documents: torch.Tensor | None = None) -> list[torch.Tensor]:
     """The loss, and the gradient of every parameter."""
     settings = config.parse(f"{MODEL} {flags}".split())
-    llama, optimizer = train.build(settings, grids.ALONE, torch.device("cpu"), torch.float32)
+    llama, optimizer = assemble.build(settings, grids.ALONE, torch.device("cpu"), torch.float32)
     for bucket in optimizer.buckets:  # larger weights, so that outputs are of order one
         for param in bucket.params:
             if param.ndim > 1:
@@ -66,8 +68,8 @@ def test_a_model_with_kernels_equals_one_without(monkeypatch, attention, flags, 
 def on_ranks(flags: str) -> list[tuple]:
     """Every piece of this rank's gradients, by name and box."""
     settings = config.parse(f"{MODEL} {flags}".split(), dist.get_world_size())
-    groups = train.build_groups(settings.grid, settings.model)
-    llama, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float32)
+    groups = build_groups(settings.grid, settings.model)
+    llama, optimizer = assemble.build(settings, groups, torch.device("cpu"), torch.float32)
     tokens = torch.randint(61, (2, 13), generator=torch.Generator().manual_seed(0))
     samples = grids.GivenSamples(tokens[:, :-1], tokens[:, 1:])
     train.forward_backward(llama, optimizer, train.local_micro_batches(samples, 0, 2, settings, groups), groups)

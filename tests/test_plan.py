@@ -10,6 +10,7 @@ from statistics import median
 
 import pytest
 
+import assemble
 import config
 import costs
 import machines
@@ -19,7 +20,7 @@ import scaling
 import schedules
 import search
 import sweep
-import train
+from groups import AXES
 from machines import MACHINES, Constants, Level, Machine, Run, Seconds
 
 GRID = "--preset llama-3.1-8b --dp 4 --tp 4 --pp 4 --zero 1 --seq 4096 --global-batch 64 --micro-batch 1"
@@ -75,7 +76,7 @@ def groups_of(grid, model, stage: int) -> dict:
                   tie=(2 if grid.pp > 1 else 1, 0))
     if grid.tp > model.kv_heads:
         wanted |= dict(kv=(model.kv_heads, 0), kv_copy=(grid.tp // model.kv_heads, 0))
-    return dict.fromkeys(train.AXES) | {axis: Ranks(n, me) for axis, (n, me) in wanted.items() if n > 1}
+    return dict.fromkeys(AXES) | {axis: Ranks(n, me) for axis, (n, me) in wanted.items() if n > 1}
 
 
 @pytest.mark.parametrize("flags, ranks", [
@@ -91,7 +92,7 @@ def test_memory_is_what_train_py_says_of_every_rank(flags, ranks):
     run = run_for(f"{flags} --global-batch 64 --micro-batch 1", ranks)
     for stage in range(run.settings.grid.pp):
         groups = groups_of(run.settings.grid, run.settings.model, stage)
-        expected = train.memory_of_rank(run.settings, groups, fused=True)
+        expected = assemble.memory_of_rank(run.settings, groups, fused=True)
         assert machines.memory_of_rank(run, stage) == expected
 
 

@@ -4,7 +4,9 @@ import json
 import pytest
 import torch
 
+import assemble
 import config
+import job
 import pp
 import profiling
 import train
@@ -14,8 +16,8 @@ from meter import Meter
 def run(flags: str) -> None:
     settings = config.parse("--layers 2 --hidden 32 --heads 2 --ffn 48 --seq 32 --dtype fp32 --sample= --micro-batch 8 "
                             f"--data {pp.__file__} {flags}".split())
-    samples = train.open_samples(settings, settings.data.data, 0)
-    train.train(settings, samples, None, torch.device("cpu"), "as asked", train.RunState())
+    samples = assemble.open_samples(settings, settings.data.data, 0)
+    train.train(settings, samples, None, torch.device("cpu"), "as asked", job.RunState())
 
 
 def test_a_trace_names_phases_and_actions(tmp_path, capsys):

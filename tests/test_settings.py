@@ -10,9 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import assemble
 import config
 import grids
+import job
 import train
+from groups import build_groups
 from meter import Meter
 
 MODEL = ("--layers 2 --hidden 24 --heads 4 --kv-heads 2 --head-dim 6 --ffn 32 --vocab 61 --seq 12 --dtype fp64 "
@@ -63,6 +66,8 @@ COMMUNICATED = {
 ELSEWHERE = {
     "preset": "test_config.py::test_a_preset_fills_the_model_and_any_field_overrides_it",
     "dp": "test_config.py::test_choices_left_open_are_made",
+    "reduce_dtype":
+        "test_zero.py::test_gradients_sent_in_bf16_take_half_the_bytes_and_are_rounded_once_a_reduction",
     "out": "test_checkpoint.py::test_a_resumed_run_is_the_uninterrupted_one_to_the_bit",
     "save_every": "test_checkpoint.py::test_a_resumed_run_is_the_uninterrupted_one_to_the_bit",
     "keep": "test_checkpoint.py::test_the_newest_are_kept_and_latest_names_the_last",
@@ -111,10 +116,10 @@ def run(folder, flags: str) -> tuple[list[dict], Meter]:
     """The metrics of every step that do not depend on time, and what was counted."""
     line = f"{MODEL} --data {folder}/train.npy --metrics {folder}/metrics {flags}".format(folder=folder)
     settings = config.parse(line.split())
-    training = train.open_samples(settings, settings.data.data, settings.optim.seed)
-    unseen = train.open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
+    training = assemble.open_samples(settings, settings.data.data, settings.optim.seed)
+    unseen = assemble.open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
     with contextlib.redirect_stdout(io.StringIO()), Meter(memory=False) as meter:
-        train.train(settings, training, unseen, torch.device("cpu"), "as asked", train.RunState())
+        train.train(settings, training, unseen, torch.device("cpu"), "as asked", job.RunState())
     kept = "step", "tokens", "loss", "grad_norm", "lr", "val_loss", "aux_loss"
     records = [json.loads(record) for record in (folder / "metrics").read_text().splitlines()]
     return [{name: record[name] for name in kept if name in record} for record in records], meter
@@ -141,9 +146,9 @@ def communicated(lines: list[str]) -> list[list[tuple]]:
     out = []
     for line in lines:
         settings = config.parse(f"{MODEL} --data {__file__} {line}".split(), dist.get_world_size())
-        groups = train.build_groups(settings.grid, settings.model)
-        axes = {group.group_name: axis for axis, group in groups.items() if group}
-        model, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float64)
+        groups = build_groups(settings.grid, settings.model)
+        axes = {group.process_group.group_name: axis for axis, group in groups.items() if group}
+        model, optimizer = assemble.build(settings, groups, torch.device("cpu"), torch.float64)
         tokens, labels = grids.batches(settings)[0]
         share = train.local_micro_batches(grids.GivenSamples(tokens, labels), 0, 8, settings, groups)
         with Meter(memory=False) as meter:
@@ -163,8 +168,8 @@ def test_a_setting_changes_what_is_communicated(pool):
 def waits(seconds: float) -> set[float]:
     """How long the groups of a run wait."""
     settings = config.parse(f"{MODEL} --data {__file__} --tp 2 --timeout {seconds}".split(), dist.get_world_size())
-    groups = train.build_groups(settings.grid, settings.model, settings.run.timeout)
-    return {groups[axis]._get_backend(torch.device("cpu")).options._timeout.total_seconds() for axis in ("tp", "dp")}
+    groups = build_groups(settings.grid, settings.model, settings.run.timeout)
+    return {groups[axis].process_group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for axis in ("tp", "dp")}
 
 
 def test_collectives_wait_as_long_as_the_timeout_says(pool):

@@ -4,15 +4,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+import assemble
 import collectives
 import config
 import cp
 import param
 import tp
-import train
 from collectives import rank, size
 from costs import LayerOptions, llama_layer, recomputed_flops
 from footprint import activation_bytes
+from groups import build_groups
 from meter import Meter
 from param import Spec, draw, local_box, parameter, shard_slice
 from pool import slow
@@ -207,8 +208,8 @@ def test_rows_of_logits_are_put_together_to_sample_from(pool, n):
 def step(flags: str) -> dict:
     """What one forward and backward of a model sends, makes and keeps on this rank, and its gradients."""
     settings = config.parse(f"{SHAPE} --data {__file__} {flags}".split(), dist.get_world_size())
-    groups = train.build_groups(settings.grid, settings.model)
-    model, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float64)
+    groups = build_groups(settings.grid, settings.model)
+    model, optimizer = assemble.build(settings, groups, torch.device("cpu"), torch.float64)
     tokens = torch.randint(settings.model.vocab, (2, 24), generator=torch.Generator().manual_seed(0))
     tokens, labels, positions, _ = cp.shard_sequences(tokens, tokens, None, None, settings.grid.cp, rank(groups["cp"]))
     longest = 0

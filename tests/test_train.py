@@ -13,10 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import assemble
 import config
 import costs
+import job
+import log
 import train
 from data import Corpus, Samples
+from groups import AXES, build_groups
 from pool import slow
 from program import python
 from sampling import sample
@@ -64,11 +68,11 @@ def test_a_run_says_what_it_does_and_learns(tmp_path):
 def trained(flags: str) -> str:
     """What the ranks of the pool print when they are a run of train.py, which ends with 16 tokens."""
     settings = config.parse(f"{SMALL} {flags}".split(), dist.get_world_size())
-    samples = train.open_samples(settings, settings.data.data, settings.optim.seed)
-    unseen = train.open_samples(settings, settings.data.val_data, None)
+    samples = assemble.open_samples(settings, settings.data.data, settings.optim.seed)
+    unseen = assemble.open_samples(settings, settings.data.val_data, None)
     shorter = patch.object(train, "sample", lambda model, prompt, count: sample(model, prompt, 16))
     with shorter, contextlib.redirect_stdout(io.StringIO()) as printed:
-        train.train(settings, samples, unseen, torch.device("cpu"), "as asked", train.RunState())
+        train.train(settings, samples, unseen, torch.device("cpu"), "as asked", job.RunState())
     return printed.getvalue()
 
 
@@ -167,9 +171,9 @@ def test_a_step_that_fails_is_named_and_not_the_one_before(monkeypatch):
         return optim.lr
 
     monkeypatch.setattr(train, "learning_rate", fails)
-    settings, progress = config.parse("--dtype fp32 --seq 32 --global-batch 2 --steps 4".split()), train.RunState()
+    settings, progress = config.parse("--dtype fp32 --seq 32 --global-batch 2 --steps 4".split()), job.RunState()
     with pytest.raises(FloatingPointError):
-        train.train(settings, train.open_samples(settings, [], 0), None, torch.device("cpu"), "asked for", progress)
+        train.train(settings, assemble.open_samples(settings, [], 0), None, torch.device("cpu"), "asked for", progress)
     assert progress.activity == "in step 2"
 
 
@@ -200,12 +204,12 @@ def test_fewer_gpus_than_ranks_is_an_error_and_none_is_not(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     for gpus, asked, want in ((0, "auto", "cpu"), (0, "cpu", "cpu"), (2, "cpu", "cpu"), (4, "auto", "cuda:3")):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        assert str(train.choose_device(asked)[0]) == want
+        assert str(assemble.choose_device(asked)[0]) == want
     for gpus, asked, says in ((2, "auto", "4 ranks on this machine and 2 GPUs: use --nproc_per_node=2 or --device cpu"),
                               (0, "cuda", "--device cuda: 4 ranks on this machine and 0 GPUs: use --device cpu")):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         with pytest.raises(ValueError, match=says):
-            train.choose_device(asked)
+            assemble.choose_device(asked)
 
 
 @pytest.mark.parametrize("schedule, halfway", [("cosine", 0.55), ("wsd", 1.0), ("constant", 1.0)])
@@ -228,13 +232,13 @@ def test_the_batch_grows_with_the_tokens_seen():
 
 
 def test_numbers_that_are_not_finite_become_null():
-    assert train.as_json(dict(loss=float("nan"), norm=0.1, n=3)) == '{"loss": null, "norm": 0.1, "n": 3}'
+    assert log.as_json(dict(loss=float("nan"), norm=0.1, n=3)) == '{"loss": null, "norm": 0.1, "n": 3}'
 
 
 def ranks_of_groups(flags: str) -> dict[str, list[int] | None]:
     settings = config.parse(flags.split(), 8)
-    groups = train.build_groups(settings.grid, settings.model)
-    return {axis: group and dist.get_process_group_ranks(group) for axis, group in groups.items()}
+    groups = build_groups(settings.grid, settings.model)
+    return {axis: group and dist.get_process_group_ranks(group.process_group) for axis, group in groups.items()}
 
 
 def test_the_first_lines_count_what_a_rank_holds():
@@ -244,7 +248,7 @@ def test_the_first_lines_count_what_a_rank_holds():
 
     def lines(flags, ranks):
         settings = config.parse(flags.split(), ranks)
-        return train.first_lines(settings, {}, "cpu", Text).splitlines()
+        return log.first_lines(settings, {}, "cpu", Text).splitlines()
 
     hybrid, sharded, plain = (lines(f"--micro-batch 1 --dtype fp32 {flags}", ranks) for flags, ranks in (
         ("--zero 3 --dp-replicate 2", 4), ("--zero 3", 2), ("", 1)))
@@ -257,9 +261,9 @@ def test_the_first_lines_count_what_a_rank_holds():
 def test_a_step_leaves_no_cycles(flags):
     """The collector is off while a run goes on: whatever refers to itself would stay."""
     settings = config.parse(f"{SMALL} --data {ROOT}/train.py {flags}".split())
-    groups = dict.fromkeys(train.AXES)
-    model, optimizer = train.build(settings, groups, torch.device("cpu"), torch.float32)
-    share = train.local_micro_batches(train.open_samples(settings, settings.data.data, 0), 0, 16, settings, groups)
+    groups = dict.fromkeys(AXES)
+    model, optimizer = assemble.build(settings, groups, torch.device("cpu"), torch.float32)
+    share = train.local_micro_batches(assemble.open_samples(settings, settings.data.data, 0), 0, 16, settings, groups)
 
     def step():
         train.forward_backward(model, optimizer, share, groups)
@@ -279,11 +283,11 @@ def test_a_step_leaves_no_cycles(flags):
 
 def test_biases_stay_when_a_step_is_skipped():
     settings = config.parse(f"{SMALL} --data {ROOT}/train.py --experts 4 --bias-rate 0.1".split())
-    model, _ = train.build(settings, dict.fromkeys(train.AXES), torch.device("cpu"), torch.float32)
+    model, _ = assemble.build(settings, dict.fromkeys(AXES), torch.device("cpu"), torch.float32)
     for finite in (False, True):
         for router in model.routers:
             router.load.copy_(torch.tensor([3, 0, 0, 1]))
-        metrics = train.update_balance(model, dict.fromkeys(train.AXES), torch.tensor(finite), 16)
+        metrics = train.update_balance(model, dict.fromkeys(AXES), torch.tensor(finite), 16)
         assert metrics["load_max_over_mean"] == 3
         assert all(router.bias.any() == finite for router in model.routers)
 
@@ -297,7 +301,7 @@ def test_the_first_lines_count_experts_where_they_are():
     experts = 4 * 8 * 3 * 128 * 128
     others = costs.parameters(settings.model).total - experts
     group = type("", (), dict(size=lambda self: 2, rank=lambda self: 0))()
-    lines = train.first_lines(settings, {"ep": group}, "cpu", Text).splitlines()
+    lines = log.first_lines(settings, {"ep": group}, "cpu", Text).splitlines()
     assert f"optimizer {8 * (others / 4 + experts / 4) / 1e6:.1f} MB" in lines[3]
     assert "ep 2 x edp 2, zero 1: a rank holds the whole model, but 4 of 8 experts" in lines[1]
     assert "1/4 of its optimizer state (1/2 of experts')" in lines[1]
@@ -309,7 +313,7 @@ def test_the_head_counts_as_layers():
     layers = []
     for stage in range(4):
         group = type("", (), dict(size=lambda self: 4, rank=lambda self, stage=stage: stage))()
-        layers.append(len(train.build_pipeline(settings, group).stages[stage]))
+        layers.append(len(assemble.build_pipeline(settings, group).stages[stage]))
     assert sum(layers) == 16 and layers[3] <= min(layers[:3]) - 2
 
 

@@ -1,0 +1,160 @@
+"""A run on one rank: what it consists of, how it begins or is resumed, how it is saved and goes back."""
+import os
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+import checkpoint
+import config
+import faults
+import huggingface
+from assemble import DTYPES, build
+from checkpoint import Saver, host_group
+from checks import need
+from collectives import Group, Groups, rank, size
+from data import Samples
+from log import Log
+from model import Llama
+from param import draw
+from zero import Optimizer
+
+
+@dataclass
+class RunState:
+    """How far a run has come. Checkpoints save all fields but the activity."""
+    step: int = 0  # how many are done
+    samples: int = 0  # read from the data so far
+    tokens: int = 0  # in these samples
+    skipped: int = 0  # steps so far without an update: the gradient was not finite, or a spike
+    norms: list[float] = field(default_factory=lambda: [0, 0.0, 0.0])  # see faults.Guard
+    left_out: list[list[int]] = field(default_factory=list)  # [first, end] of samples that a rewind has left out
+    rewinds: int = 0  # so far
+    activity: str = "before the first step"  # for the message if the run fails
+
+    def progress(self) -> dict:
+        return {name: value for name, value in asdict(self).items() if name != "activity"}
+
+    def restore(self, saved: dict) -> None:
+        for name in self.progress().keys() & saved.keys():  # a checkpoint of an earlier version may lack some
+            setattr(self, name, saved[name])
+
+
+@dataclass
+class Job:
+    """A run and what it consists of on this rank."""
+    settings: config.Config
+    groups: Groups
+    device: torch.device
+    training: Samples
+    validation: Samples | None
+    state: RunState
+    log: "Log"
+    host: Group = None  # all ranks, on gloo
+    model: Llama | None = None
+    optimizer: Optimizer | None = None
+    saver: Saver | None = None
+    guard: faults.Guard | None = None
+
+
+def begin_or_resume(job: Job) -> None:
+    """Make the model and its optimizer, with initial weights or as a checkpoint has them; and the Saver, if something
+    is to be saved. Raises ValueError, on every rank, for a checkpoint, data or a folder that cannot be used."""
+    settings, run, state, groups, path = job.settings, job.settings.run, job.state, job.groups, ""
+    host = host_group(run.timeout) if run.out or run.resume or run.init_from or run.export_hf else None
+    for samples in filter(None, (job.training, job.validation)):
+        checkpoint.agree(samples.identity, host)  # reads tokens: one outside the vocabulary ends the run now
+    sections = [section for name, section in asdict(settings).items() if name not in ("data", "given")]
+    faults.agree_on({"settings": sections, "data": job.training.identity(),
+                     "version of Python or torch": (sys.version, torch.__version__)}, groups["world"], job.device)
+    dtype = DTYPES[settings.precision.dtype]
+    job.host, (job.model, job.optimizer) = host, build(settings, groups, job.device, dtype, filled=False)
+    if run.resume:
+        found = checkpoint.agree(lambda: config.candidates(run.resume, run.out), host)
+        path = checkpoint.find_whole(checkpoint.exchange(found, host)[0], host)
+        saved = config.read_run(path)
+        checkpoint.agree(lambda: check_data(job.training, saved, settings), host)
+        restore(job, path, saved)
+        if rank(groups["world"]) == 0:
+            print(f"resumed {path} after {state.step} steps: later ones, if there were any, are lost and taken again",
+                  flush=True)
+    else:
+        def fill() -> None:
+            job.optimizer.load(huggingface.source(run.init_from) if run.init_from else draw(settings.optim.seed))
+        checkpoint.agree(fill, host)
+    pieces = list(checkpoint.pieces_of_run(job.optimizer, job.model.routers, groups, saving=True))
+    out = run.out if state.step < settings.optim.steps else ""  # without a step left there is nothing to save
+    folder = out or (run.export_hf and os.path.join(run.export_hf, ".checkpoint"))
+    continues = bool(path) and os.path.realpath(os.path.dirname(path)) == os.path.realpath(folder)
+    if folder:
+        job.saver = Saver(folder, pieces, run.keep, host, state.step if continues else 0, temporary=not out)
+
+
+def restore(job: Job, path: str, saved: dict) -> None:
+    """Load a checkpoint. saved: its run.json."""
+    job.state.restore(saved)
+    checkpoint.load(path, job.optimizer, job.model.routers, job.groups, job.host)
+
+
+def check_data(training: Samples, saved: dict, settings: config.Config) -> None:
+    """Raises ValueError if the samples are not those of the checkpoint, of which `saved` is the run.json."""
+    for name, value in training.identity().items():
+        need(value == saved["corpus"][name] or settings.run.insist,
+             f"--resume {settings.run.resume}: the data differs, its {name} was {saved['corpus'][name]} and is "
+             f"{value}; give --insist to change it")
+
+
+def description(job: Job) -> dict:
+    """run.json without its list of files: progress, settings, model, grid, data, tokenizer."""
+    settings, given = job.settings, dict(job.settings.given)
+    for name in ("data", "val_data"):
+        given[name] = [os.path.abspath(path) for path in given[name]]
+    for name in ("out", "metrics"):
+        given[name] = given[name] and os.path.abspath(given[name])
+    return job.state.progress() | dict(
+        settings=given, model=asdict(settings.model), grid=asdict(settings.grid), ranks=size(job.groups["world"]),
+        corpus=job.training.identity(), tokenizer=tokenizer_folder(settings, job.training), torch=torch.__version__)
+
+
+def tokenizer_folder(settings: config.Config, training: Samples) -> str:
+    """The folder of the run's tokenizer.json: that of --init-from, of the checkpoint's run, or of the token files."""
+    run, corpus = settings.run, training.corpus
+    resumed = config.resumed_run(run.resume, run.out) or dict(tokenizer="")
+    for folder in (run.init_from, resumed["tokenizer"], "" if corpus.is_text else str(corpus.files[0].parent)):
+        if folder and os.path.isfile(os.path.join(folder, "tokenizer.json")):
+            return os.path.abspath(folder)
+    return ""
+
+
+def save(job: Job) -> dict:
+    """Save the state after the last step, in the background. Returns what the metrics say of it."""
+    job.state.activity = f"saving after step {job.state.step - 1}"
+    wait = job.saver.save(job.state.step, description(job))
+    return dict(save_wait_s=wait, save_gb_per_s=job.saver.bytes_per_s / 1e9)
+
+
+def rewind(job: Job) -> None:
+    """Go back to the newest checkpoint from before the steps in a row that were skipped, and leave out the samples of
+    those. Raises faults.Failure if --rewind does not allow it, or there is none."""
+    state, run, guard = job.state, job.settings.run, job.guard
+    (step, first), end = guard.streak[0], state.samples
+    what = f"{len(guard.streak)} steps in a row, from step {step} on, were skipped"
+    if state.rewinds == run.rewind:
+        raise faults.Failure(f"{what}: lower --lr, raise --max-skipped, or allow to go back to the last checkpoint and "
+                             "leave out these samples, with --rewind" + (f" {run.rewind + 1}" if run.rewind else ""))
+    state.activity = f"going back from step {state.step}"
+    job.saver.finish()
+    before = [path for path in config.candidates("auto", run.out) if config.step_of(Path(path)) <= step]
+    before, *_ = checkpoint.exchange(before, job.host)
+    if not before:
+        raise faults.Failure(f"{what}, and there is no checkpoint of an earlier step")
+    path = checkpoint.find_whole(before, job.host)
+    left_out, rewinds = [*state.left_out, [first, end]], state.rewinds + 1
+    restore(job, path, config.read_run(path))
+    state.left_out, state.rewinds = left_out, rewinds
+    guard.streak.clear()
+    guard.norms = state.norms
+    job.saver.set_aside(state.step)
+    job.log.begin(state.step)
+    faults.warn(f"{what}: went back to {path}, and leave out samples {first} to {end - 1}", job.groups["world"])

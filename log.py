@@ -1,0 +1,183 @@
+"""What a run prints and writes: its first lines, its progress, its metrics. Rank 0 alone does either."""
+import json
+import math
+import os
+import resource
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+import checkpoint
+import collectives
+import config
+import costs
+import faults
+from assemble import DTYPES, memory_of_rank
+from collectives import Groups, rank, size
+from data import Samples
+from footprint import format_bytes
+from groups import AXES
+
+
+class Log:
+    """The first lines, the progress bar and the metrics of every step. Rank 0 alone prints and writes."""
+
+    def __init__(self, settings: config.Config, groups: Groups, device: torch.device):
+        self.settings, self.groups, self.device = settings, groups, device
+        self.ranks, self.rank = size(groups["world"]), rank(groups["world"])
+        self.is_first_rank = self.rank == 0
+        dtype = DTYPES[settings.precision.dtype]
+        has_peak = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)  # the peak of FP8 runs, too
+        self.peak = costs.peak_flops(torch.cuda.get_device_name(device)) if has_peak else None
+        self.flops = costs.flops_by_convention(settings)
+        self.last_loss: float | None = None  # of the last step that this process trained; None: it trained none
+        self.noise: list[tuple[float, float]] = []  # noise_trace and noise_gradient2 of each step
+        self.metrics_begun = self.metrics_failed = False
+        self.bar = tqdm(total=settings.optim.steps, unit="step", disable=True)
+
+    def start(self, device_reason: str, samples: Samples) -> None:
+        if self.is_first_rank:
+            ranks = f"{self.ranks} ranks, {dist.get_backend()}" if self.groups["world"] else "one process"
+            device = f"{self.device.type} ({device_reason}), {ranks}"
+            print(first_lines(self.settings, self.groups, device, samples), flush=True)
+
+    def begin(self, step: int) -> None:
+        """The next step is this one: the run begins, is resumed, or has gone back."""
+        self.bar.close()
+        self.bar = tqdm(total=self.settings.optim.steps, initial=step, unit="step", dynamic_ncols=True,
+                        disable=not self.is_first_rank or not sys.stderr.isatty())
+        self.metrics_begun = False
+
+    def append(self, record: dict) -> None:
+        """Write a line of metrics. The first one drops those of later steps, and of other runs."""
+        path, text = self.settings.run.metrics, as_json(record) + "\n"
+        try:
+            if not self.metrics_begun and os.path.isfile(path):
+                with open(path) as file:
+                    lines = [line for line in file if is_before(line, record["step"])]
+                checkpoint.write_text(Path(path), "".join(lines))
+            self.metrics_begun = True
+            with open(path, "a") as file:  # anew for every line: the file may have been removed
+                file.write(text)
+            self.metrics_failed = False
+        except OSError as error:
+            if not self.metrics_failed:
+                faults.warn(f"--metrics {path}: {error.strerror}: training goes on without", self.groups["world"])
+            self.metrics_failed = True
+
+    def record(self, step: int, *, tokens: int, skipped: int, sequences: int, loss: float, norm: float, lr: float,
+               seconds: float) -> dict:
+        """The metrics of a step; `skipped` and `tokens` count from the beginning of the run."""
+        rate = sequences * self.settings.batch.seq / seconds
+        utilisation = {name: flops * rate / self.ranks / self.peak if self.peak else None
+                       for name, flops in self.flops.items()}
+        return dict(
+            step=step, tokens=tokens, loss=loss, grad_norm=norm, lr=lr,
+            step_s=seconds, tokens_per_s=rate, tokens_per_s_per_gpu=rate / self.ranks, **utilisation,
+            memory_gb=peak_memory(self.device) / 1e9,
+            comm_gb={axis: collectives.sent[axis] / 1e9 for axis in AXES if size(self.groups[axis]) > 1},
+            skipped=skipped)
+
+    def write(self, record: dict) -> None:
+        self.last_loss = record["loss"]
+        if record.get("val_loss") is not None:
+            self.validated(record["step"] + 1, record["val_loss"])
+        if math.isfinite(record.get("noise_trace", math.nan)):
+            self.noise.append((record["noise_trace"], record["noise_gradient2"]))
+        if self.settings.run.metrics and self.is_first_rank:
+            self.append(record)
+        done, steps = record["step"] + 1, self.settings.optim.steps
+        progress = f"loss {record['loss']:.3f}, {record['tokens_per_s']:,.0f} tokens/s"
+        self.bar.set_postfix_str(progress, refresh=False)
+        self.bar.update()
+        if self.is_first_rank and self.bar.disable and (done % max(1, steps // 20) == 0 or done == steps):
+            print(f"step {done}/{steps}: {progress}", file=sys.stderr, flush=True)
+
+    def validated(self, steps: int, loss: float) -> None:
+        if self.is_first_rank:
+            self.bar.write(f"after {steps} steps: validation loss {loss:.4f}", file=sys.stdout)
+
+    def close(self, steps: int, tokens: int) -> None:
+        self.bar.close()
+        if self.is_first_rank and self.last_loss is not None:
+            print(f"trained {steps} steps on {tokens:,} tokens: "
+                  f"last loss {self.last_loss:.4f} nats per token")
+            late = self.noise[len(self.noise) // 2:]
+            trace, gradient2 = (sum(step[i] for step in late) for i in (0, 1))
+            if gradient2 > 0:
+                print(f"gradient noise scale of the last {len(late)} steps: {max(0.0, trace / gradient2):,.0f} tokens")
+
+
+def is_before(line: str, step: int) -> bool:
+    """Whether a line of metrics is whole (the last one of a killed run may not be) and of an earlier step."""
+    try:
+        return json.loads(line)["step"] < step
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def first_lines(settings: config.Config, groups: Groups, device: str, samples: Samples | None = None) -> str:
+    """device, grid, batch, model and, if there are samples, data of a run, a line each."""
+    grid, batch, precision, model = settings.grid, settings.batch, settings.precision, settings.model
+    shards, count = grid.dp // grid.dp_replicate * grid.cp, costs.parameters(model)
+    fp8 = f", linear layers of blocks in fp8 {precision.fp8}" if precision.fp8 != "none" else ""
+    sequences, _ = batch.ramp()[0]
+    ramp = f"; ramp {batch.batch_ramp}" if batch.batch_ramp else ""
+    memory = memory_of_rank(settings, groups, fused=device.startswith("cuda"))
+    active = f" ({count.active:,} active)" if model.experts else ""
+    lines = [
+        f"device  {device}, {precision.dtype}{fp8}",
+        f"grid    {grid_line(grid, model, shards)}",
+        *([f"        to show a grid; --dp {grid.dp * grid.cp * grid.tp * grid.pp} is pure data parallelism"]
+          if settings.shown else []),
+        f"batch   global batch {sequences} = micro {batch.micro_batch} x accum "
+        f"{sequences // batch.micro_batch // grid.dp} x dp {grid.dp}; {sequences * batch.seq:,} tokens per step{ramp}",
+        f"model   {model.preset}: {count.total:,} parameters{active}; rank {rank(groups.get('world'))} needs about "
+        + ": ".join((format_bytes(sum(memory.values())), ", ".join(f"{kind} {format_bytes(n)}" for kind, n
+                                                                   in memory.items())))]
+    if samples:
+        lines.append(
+            f"data    {len(samples.corpus):,} tokens in {len(samples.corpus.files):,} files: "
+            f"{samples.spans:,} samples of {batch.seq}")
+    return "\n".join(lines)
+
+
+def grid_line(grid: config.Grid, model: config.Model, shards: int) -> str:
+    """The axes, and what a rank holds of the model and reads of the data. shards: ranks that ZeRO shards over."""
+    state = ("", "optimizer state", "gradients, optimizer state", "weights, gradients, optimizer state")[grid.zero]
+    layers = "the whole model" if grid.tp == 1 else f"1/{grid.tp} of every layer and " + (
+        f"1/{grid.tp} of the tokens between layers" if grid.sp else "all tokens between layers")
+    if grid.pp > 1:
+        layers = f"{grid.chunks} of {grid.pp * grid.chunks} stages ({grid.schedule}), of these {layers}"
+    experts = ""
+    if model.experts:
+        edp = shards * grid.tp // grid.ep
+        experts = f", ep {grid.ep} x edp {edp}"
+        layers += f", but {model.experts // grid.ep} of {model.experts} experts"
+        state += f" (1/{edp} of experts')"
+    holds, sharded = "holds", f", 1/{shards} of its {state}" if shards > 1 and grid.zero else ""
+    if sharded and grid.zero == 3:
+        holds, sharded = "computes with", f", holds 1/{shards} of its {state}"
+    if sharded and grid.dp_replicate > 1:
+        sharded += f" in {grid.dp_replicate} replicas"
+    reads = f", and reads 1/{grid.dp} of the sequences" if grid.dp > 1 else ""
+    reads += (", " if reads else ", and reads ") + f"1/{grid.cp} of each sequence" if grid.cp > 1 else ""
+    return (f"pp {grid.pp} x dp {grid.dp} x cp {grid.cp} x tp {grid.tp}{experts}, zero {grid.zero}: a rank {holds} "
+            f"{layers}{sharded}{reads}")
+
+
+def peak_memory(device: torch.device) -> float:
+    """The most this rank has held so far, in bytes: allocated on the GPU, or resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def as_json(record: dict) -> str:
+    """One line of JSON, which has no NaN or inf: they become null."""
+    finite = {key: None if isinstance(value, float) and not math.isfinite(value) else value
+              for key, value in record.items()}
+    return json.dumps(finite)
