@@ -65,7 +65,7 @@ def begin_or_resume(job: Job) -> None:
     host = host_group(run.timeout) if run.out or run.resume or run.init_from or run.export_hf else None
     for samples in filter(None, (job.training, job.validation)):
         checkpoint.agree(samples.identity, host)  # reads tokens: one outside the vocabulary ends the run now
-    sections = [section for name, section in asdict(settings).items() if name not in ("data", "given")]
+    sections = [section for name, section in asdict(settings).items() if name not in ("data", "given", "arguments")]
     faults.agree_on({"settings": sections, "data": job.training.identity(),
                      "version of Python or torch": (sys.version, torch.__version__)}, groups["world"], job.device)
     dtype = DTYPES[settings.precision.dtype]
