@@ -169,7 +169,8 @@ def waits(seconds: float) -> set[float]:
     """How long the groups of a run wait."""
     settings = config.parse(f"{MODEL} --data {__file__} --tp 2 --timeout {seconds}".split(), dist.get_world_size())
     groups = build_groups(settings.grid, settings.model, settings.run.timeout)
-    return {groups[axis].process_group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for axis in ("tp", "dp")}
+    backends = [groups[axis].process_group._get_backend(torch.device("cpu")) for axis in ("tp", "dp")]
+    return {backend.options._timeout.total_seconds() for backend in backends}
 
 
 def test_collectives_wait_as_long_as_the_timeout_says(pool):
