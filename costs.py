@@ -34,6 +34,11 @@ def acc_bytes(element: int) -> int:
     return max(element, 4)
 
 
+def reduced_bytes(settings: Config, element: int) -> int:
+    """Bytes per element of a gradient that is summed over the data axis, by --reduce-dtype."""
+    return 2 if settings.precision.reduce_dtype == "bf16" else acc_bytes(element)
+
+
 # ---- parameters and FLOPs -------------------------------------------------------------------------------------------
 
 class Parameters(NamedTuple):

@@ -17,7 +17,7 @@ from math import gcd
 from typing import NamedTuple
 
 from config import Config, padded_length
-from costs import Activation, LayerOptions, acc_bytes, by_kind, layer_kinds, llama_layer, saved_bytes
+from costs import Activation, LayerOptions, acc_bytes, by_kind, layer_kinds, llama_layer, reduced_bytes, saved_bytes
 
 
 def state_bytes(buckets: list[int], level: int, n: int, *, weight: int, accumulated: int,
@@ -103,7 +103,8 @@ def layer_options(settings: Config, element: int, by_blocks: bool = False) -> La
 
 class Moment(NamedTuple):
     """What a rank holds besides shards and saved activations. Elements of whole buckets' gradients (at levels 2 and 3
-    of ZeRO) and weights (at level 3); bytes of temporaries, and of saved activations that are not there then."""
+    of ZeRO, in the accumulation dtype) and weights (at level 3); bytes of temporaries, and of saved activations that
+    are not there then."""
     gradients: int
     weights: int
     temporaries: float
@@ -154,22 +155,26 @@ def moments_of_backward(settings: Config, element: int, padded: dict[str, list[i
     units, experts, shards = padded["dp"], padded["edp"], grid.dp // grid.dp_replicate * grid.cp
     passes = batch.ramp()[-1][0] // batch.micro_batch // grid.dp * grid.chunks
     split = grid.schedule.startswith("zb") and grid.pp > 1
+    sent = reduced_bytes(settings, element)
     # The gradient that the backward before is still reducing, and the shard that it will be (not of the first backward
     # of all, which receives that in its place).
-    reduced = units[-1 if split else 0]
+    reduced = units[-1 if split else 0] * sent // acc
     before = reduced * (passes > 1) + reduced // shards * (passes > 2)
     together = units[-1] > (rows + 1) * H  # the head's bucket has blocks, too
-    last, pair, two = units[-1], sum(units[-2:]) + sum(experts[-1:]), sum(units[-2:])
+    last, two = units[-1], sum(units[-2:])
+    pair = last * sent // acc + sum(units[-2:-1]) + sum(experts[-1:])
     if split:  # between the halves of a backward every gradient is whole
         last = pair = sum(units) + sum(experts)
     backward = max(by_kind(settings, lambda layer: block_temporaries(settings, element, rounded, T, layer)).values())
-    one = activations / in_flight
-    first_pair = sum(units[:2]) + sum(units[1:2]) // shards * (passes > 2)
+    one, dlogits = activations / in_flight, element * T * rows * has_head
+    first_pair = units[0] + (sum(units[1:2]) + sum(units[1:2]) // shards * (passes > 2)) * sent // acc
     found = [Moment(first_pair, two, backward, freed=one)]
+    if sent < acc:
+        found += moments_of_reduction(settings, sent, padded, backward, activations, dlogits)
     # The first backward, with all activations saved; and a later one, which has as many if forwards go on in between.
     for pending, gone in (0, 0.0), (before, 0.0 if passes > in_flight or split else one):
         if has_head:
-            loss, dlogits = 0 if fused else (acc + rounded) * T * rows, element * T * rows
+            loss = 0 if fused else (acc + rounded) * T * rows
             block = pending + last if together else pair
             found += [Moment(pending + last * (split and pending > 0), two, loss, gone),
                       Moment(pending + last, two, rounded * rows * H, gone),
@@ -180,6 +185,26 @@ def moments_of_backward(settings: Config, element: int, padded: dict[str, list[i
                 whole = pending + experts[-1]
             found.append(Moment(whole, two + sum(experts[-2:]), backward, gone))
     return found
+
+
+def moments_of_reduction(settings: Config, sent: int, padded: dict[str, list[int]], backward: float,
+                         activations: int, dlogits: int) -> list[Moment]:
+    """The moments at which copies of gradients, `sent` bytes per element, are reduced: levels 2 and 3 of ZeRO make one
+    beside a whole gradient; levels 0 and 1 keep all copies, and at level 1 the shards that they become, until backward
+    ends; replicas keep the shards and one copy."""
+    grid, units = settings.grid, padded["dp"]
+    shards = grid.dp // grid.dp_replicate * grid.cp
+    if grid.zero >= 2:
+        return [Moment(units[-1], sum(units[-2:]), sent * units[-1], dlogits)] if shards > 1 else []
+    copies = received = 0
+    for axis, n in dict(dp=shards, edp=shards * grid.tp // grid.ep).items():
+        if n > 1:
+            copies += sum(padded[axis])
+            received += grid.zero * sum(padded[axis]) // n
+    if grid.dp_replicate > 1:
+        copies = units[0]
+    return [Moment(0, 0, sent * (copies + received), activations),
+            Moment(0, 0, backward + sent * max(0, copies + received - units[0]), activations)]
 
 
 def block_temporaries(settings: Config, element: int, rounded: int, T: int, layer: int) -> float:

@@ -151,16 +151,15 @@ class Kernels(NamedTuple):
 
     attention: standard, flash1, flash2 or flash3 (cuDNN's is as fast). overlap: the data axis communicates under
     backward. tp_overlap: tensor parallel communication is hidden under matmuls. fused: a norm is one kernel, and so is
-    an activation function. launch: operations are launched from Python, many per layer. reduce_bytes: per element of a
-    reduced gradient. two_gradients: in bf16 and in fp32. gathered: what tensor parallel ranks gather is saved.
-    division: of layers into stages, see costs.stages_of.
+    an activation function. launch: operations are launched from Python, many per layer. two_gradients: in bf16
+    and in fp32. gathered: what tensor parallel ranks gather is saved. division: of layers into stages, see
+    costs.stages_of.
     """
     attention: str = "flash2"
     overlap: bool = True
     tp_overlap: bool = False
     fused: bool = True
     launch: bool = True
-    reduce_bytes: int = 4
     two_gradients: bool = False
     gathered: bool = False
     division: str = "balanced"
@@ -458,10 +457,11 @@ def data_parallel_seconds(run: Run, elements: Mapping[str, list[int]], layers: i
     """What the data axis adds to a step. elements: of a rank's buckets. layers: of the rank. one: seconds of a
     micro-batch: its forward hides gathers, its backward reductions. busy: of all micro-batches, for levels 2 and 3.
 
-    Elements sent per rank with A micro-batches: 2 P, 2 P, (A+1) P and 3 A P at levels 0 to 3 of ZeRO, times (n-1)/n.
+    Elements sent per rank with A micro-batches: 2 P, 2 P, (A+1) P and 3 A P at levels 0 to 3 of ZeRO, times (n-1)/n;
+    gradients in fp32 or as --reduce-dtype says, weights in 16 bits.
     """
     grid, kernels, A = run.settings.grid, run.kernels, run.micro_batches
-    gradient, weight = kernels.reduce_bytes, 2
+    gradient, weight = costs.reduced_bytes(run.settings, 2), 2
     per_element, calls = {0: (2 * gradient, 2), 1: (gradient + weight, 2), 2: (A * gradient + weight, A + 1),
                           3: (A * (gradient + 2 * weight), 3 * A)}[grid.zero]
     seconds = 0.0

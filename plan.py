@@ -245,7 +245,7 @@ class Overlap(NamedTuple):
 
 def overlaps(run: Run) -> list[Overlap]:
     """The Ultra-Scale Playbook's question of each technique, for one layer (pp: one stage), with activations and
-    weights in 16 bits and sums in fp32.
+    weights in 16 bits and r bytes per element of a reduced gradient.
 
     F: FLOP/s. B: bandwidth. n: ranks. T: tokens of a micro-batch on a rank. p: multiplications per token in a layer
     (its parameters, and scores); P: in a stage. A forward takes 2 p T / F, a backward twice that.
@@ -255,18 +255,19 @@ def overlaps(run: Run) -> list[Overlap]:
     p = costs.forward_flops(costs.llama_layer(model, batch.seq)) / 2
     H, q, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
     dp, cp, tp, ep = grid.dp * grid.cp, grid.cp, grid.tp, grid.ep
+    r = costs.reduced_bytes(run.settings, 2)
     layers, keys = model.layers / (grid.pp * grid.chunks), batch.seq / cp
 
     def tokens(ratio: float) -> str:
         return f"from {T * ratio:,.0f} tokens per micro-batch on"
 
     rows = [  # what, n, stride, collective, bytes, FLOPs, ratio, limit
-        ("dp: gradients' all-reduce under a backward", dp, tp, "all_reduce", 2 * (dp - 1) / dp * 4 * p / tp,
-         4 * p * T / tp, "2 (n-1)/n F / (B T)", tokens),
+        ("dp: gradients' all-reduce under a backward", dp, tp, "all_reduce", 2 * (dp - 1) / dp * r * p / tp,
+         4 * p * T / tp, f"{r // 2} (n-1)/n F / (B T)", tokens),
         ("ZeRO-3: the next layer's all-gather under a forward", dp, tp, "all_gather", (dp - 1) / dp * 2 * p / tp,
          2 * p * T / tp, "(n-1)/n F / (B T)", tokens),
-        ("ZeRO-3: all-gather, reduce-scatter under a backward", dp, tp, "all_gather", (dp - 1) / dp * (2 + 4) * p / tp,
-         4 * p * T / tp, "3/2 (n-1)/n F / (B T)", tokens),
+        ("ZeRO-3: all-gather, reduce-scatter under a backward", dp, tp, "all_gather", (dp - 1) / dp * (2 + r) * p / tp,
+         4 * p * T / tp, f"{(2 + r) / 4:g} (n-1)/n F / (B T)", tokens),
         ("tp: 2 all-gathers, 2 reduce-scatters of a forward", tp, 1, "all_gather", 4 * (tp - 1) / tp * 2 * T * H,
          2 * p * T / tp, "4 (n-1) H F / (B p)",
          lambda ratio: f"up to {1 + (tp - 1) / ratio:,.1f} ranks, whatever the batch"),

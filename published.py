@@ -69,8 +69,8 @@ def megatron_2021(row: dict, chunks: int, **rest) -> dict[str, Any]:
     """Megatron-LM: scores in memory, interleaved schedule, gradients reduced in 16 bits after backward."""
     return gpt(row, row["tp"], row["vocab"]) | dict(
         dp=row["dp"], pp=row["pp"], tp=row["tp"], schedule="interleaved" if chunks > 1 else "1f1b",
-        chunks=chunks if row["pp"] > 1 else 0, seq=row["seq"], machine="a100", gpus=row["gpus"],
-        kernels=dict(attention="standard", overlap=False, reduce_bytes=2)) | rest
+        chunks=chunks if row["pp"] > 1 else 0, seq=row["seq"], machine="a100", gpus=row["gpus"], reduce_dtype="bf16",
+        kernels=dict(attention="standard", overlap=False)) | rest
 
 
 def sc21(table: dict, row: dict) -> Made | None:
@@ -93,11 +93,11 @@ def bloom(table: dict, row: dict) -> Made | None:
     """Megatron-DeepSpeed on four 100 Gb/s cards per node."""
     if not row.get("sec_per_iter") or not row.get("gbs"):
         return None
-    reduce_bytes = 4 if "fp32" in row["optimizer"] else 2
     request = gpt(row, row["TP"], 250680) | dict(
         dp=row.get("DP") or 1, pp=row["PP"], tp=row["TP"], zero=row["zero"], sp=False, seq=2048,
         global_batch=row["gbs"], micro_batch=row["mbs"], recompute="full", machine="a100-opa", gpus=row["gpus"],
-        kernels=dict(attention="standard", overlap=False, reduce_bytes=reduce_bytes))
+        reduce_dtype="fp32" if "fp32" in row["optimizer"] else "bf16",
+        kernels=dict(attention="standard", overlap=False))
     memory = row["mem_gb"] * 2**30 / 1e9 if row.get("mem_gb") else None
     return ["BLOOM"], request, dict(step_s=row["sec_per_iter"], memory_gb=memory, fits=True)
 
@@ -112,7 +112,7 @@ def llmfoundry(table: dict, row: dict) -> Made:
         dp=row["gpus"], zero=3 if row["sharding"] == "FULL_SHARD" else 2, seq=row["seq"], global_batch=batch,
         micro_batch=row["micro_batch"], recompute="full" if row["activation_checkpointing"] else "none",
         fp8="tensorwise" if fp8 else "none", machine=machine, gpus=row["gpus"],
-        kernels=dict(attention="flash1", reduce_bytes=2 if row["mp_mode"] == "PURE" else 4))
+        reduce_dtype="bf16" if row["mp_mode"] == "PURE" else "fp32", kernels=dict(attention="flash1"))
     return (["llmfoundry, FP8" if fp8 else "llmfoundry, bf16"], request,
             dict(step_s=batch * row["seq"] / row["gpus"] / row["tok_s_gpu"], fits=True))
 

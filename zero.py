@@ -178,11 +178,11 @@ class ShardedBucket(Bucket):
         sent = self.grad.to(self.reduce_dtype) if size(self.group) > 1 else self.grad
         in_place = first and sent is self.grad
         self.receive = None if in_place else self.grad_shard.copy_ if first else self.grad_shard.add_
-        self.received = self.grad_shard if in_place else sent.new_empty(len(self.grad_shard))
         if self.level == 0:
             self.received = sent
             self.reduction = all_reduce(sent, self.group, async_op=True)
         else:
+            self.received = self.grad_shard if in_place else sent.new_empty(len(self.grad_shard))
             self.reduction = reduce_scatter(self.received, sent, self.group, async_op=True)
         if self.level >= 2:
             self.grad = None

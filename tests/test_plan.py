@@ -207,6 +207,17 @@ def test_unbalanced_experts_take_longer():
     assert even["matmul"] < uneven["matmul"] < 1.5 * even["matmul"]
 
 
+@pytest.mark.parametrize("level, halves", [(0, 4 / 8), (1, 4 / 6), (2, (2 * 8 + 2) / (4 * 8 + 2)), (3, 6 / 8)])
+def test_gradients_reduced_in_bf16_are_half_of_their_bytes(level, halves):
+    """Bytes per element with 8 micro-batches: gradients once or 8 times, weights once, or 16 times at level 3; without
+    latency and with nothing hidden, the time is theirs."""
+    node = Machine("test", 8, {"bf16": 1e15}, 0.8, 80e9, 3e12, (Level("node", 8, 0.0, 300e9),))
+    flags = f"--preset llama-3.1-8b --dp 8 --zero {level} --global-batch 64 --micro-batch 1 --reduce-dtype "
+    fp32, bf16 = (machines.step_seconds(run_for(flags + dtype, kernels=machines.Kernels(overlap=False))._replace(
+        machine=node)).parts["dp"] for dtype in ("fp32", "bf16"))
+    assert bf16 == pytest.approx(halves * fp32)
+
+
 def test_balance_and_step_say_units(capsys):
     assert " tokens/s per GPU" in printed(capsys, "step " + GRID)
     out = printed(capsys, "balance " + GRID)
@@ -214,10 +225,11 @@ def test_balance_and_step_say_units(capsys):
     assert out.splitlines()[-4].startswith("   0") and " s" in out.splitlines()[-1] and " GB" in out.splitlines()[-1]
 
 
-def test_ratios_are_those_of_their_formulas():
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_ratios_are_those_of_their_formulas(dtype):
     """The formula that is printed, evaluated, is communication beside compute; all techniques at once."""
     run = run_for("--preset mixtral-8x7b --dp 4 --cp 2 --tp 4 --pp 2 --ep 4 --global-batch 8 --micro-batch 1 "
-                  "--seq 4096")
+                  f"--seq 4096 --reduce-dtype {dtype}")
     model, machine = run.settings.model, run.machine
     p = costs.forward_flops(costs.llama_layer(model, 4096)) / 2
     letters = dict(F=machine.peak() * machine.achieved_fraction, T=2048, S=4096, H=model.hidden, p=p,
@@ -225,6 +237,7 @@ def test_ratios_are_those_of_their_formulas():
     ranks = {"dp": 8, "Ze": 8, "tp": 4, "cp": 2, "pp": 2, "ep": 4}
     found = plan.overlaps(run)
     assert [overlap.technique[:2] for overlap in found] == ["dp", "Ze", "Ze", "tp", "cp", "pp", "ep"]
+    assert found[0].formula.startswith("2 (n" if dtype == "fp32" else "1 (n")
     for overlap in found:
         expression = overlap.formula.replace(" F / (B ", " * F / (B * ").replace(" (n-1)", " * (n-1)")
         expression = expression.replace(") H", ") * H").replace("2 kv", "2 * kv")
