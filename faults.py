@@ -1,20 +1,19 @@
-"""What happens when something fails: nothing is lost, nobody waits for ever, one line says what happened.
+"""Faults and stop requests: no finished work is lost, no rank waits for ever, and one line says what happened.
 
-    what                        who notices                                    what follows
-    SIGTERM, Ctrl-C, a limit    the rank that is told                          all ranks save after this step and end
-    a gradient, not finite      all ranks, by the same norm                    no update; if many, an error or a rewind
-    a gradient that spikes      all ranks, by the same norm and statistics     the same, with --skip-spikes
-    replicas that differ        --check-replicas: hashes, one reduction        an error that names tensor and ranks
-    a slow rank                 all ranks, by the seconds of each              a warning that names it
-    a rank that waits           its watchdog, a thread                         an error that names whom it waits for
-    a rank that dies            the ranks that were connected with it          an error; torchrun starts all anew
+    event                          detected by                                consequence
+    SIGTERM, Ctrl-C, --time-limit  any rank: it asks all ranks to stop        all ranks save after this step and exit
+    the gradient is not finite     all ranks: they have the same norm         no update; if repeated, error or rewind
+    the gradient's norm spikes     all ranks: same norm and statistics        the same, with --skip-spikes
+    replicas differ                --check-replicas: a reduction of hashes    an error that names tensor and ranks
+    a rank is slow                 all ranks: they have the seconds of each   a warning that names the rank
+    a rank hangs                   watchdog threads of the ranks that wait    an error that names the missing rank
+    a rank dies                    ranks whose connection to it breaks        an error; torchrun restarts all ranks
 
-Ranks agree without any collective of their own: the request to stop and each rank's seconds are further elements of the
-vector whose first is the squared norm of the gradient, which every step sums over all ranks anyway.
+In a step, ranks agree without an additional collective: the request to stop and each rank's seconds are appended to the
+squared norm of the gradient, and every step sums this vector over all ranks anyway.
 
-When ranks fail, only one speaks: the lowest of those that failed by themselves, else the lowest of those that lost a
-connection or waited too long. They find that out through the store by which torchrun introduced them to each other.
-Nothing is written there while all is well.
+When several ranks fail, one of them reports: the lowest that raised an error of its own, else the lowest that lost a
+connection or waited too long. They agree on it through torchrun's key-value store, otherwise unused but at the start.
 
 Shapes: no tensors but scalars, hashes [tensors] and ballots [1 + ranks].
 """
@@ -44,28 +43,28 @@ from collectives import MAX, Group, Groups, all_gather, all_reduce, name, proces
 from ep import Router
 from zero import Optimizer
 
-SAME_REQUEST_S = 1.0  # a signal to all processes reaches a rank twice: by itself, and by torchrun
-SLOW, SLOW_STEPS = 1.5, 10  # a rank is slow that takes so many times the median, for so many steps
-HORIZON, SETTLED = 100, 20  # steps over which norms are averaged, and that it takes before a spike is one
+SAME_REQUEST_S = 1.0  # within this time a second signal is the same request, forwarded by torchrun
+SLOW, SLOW_STEPS = 1.5, 10  # a rank is slow if it takes more than SLOW times the median, for SLOW_STEPS steps in a row
+HORIZON, SETTLED = 100, 20  # norms are averaged over about HORIZON steps; spikes are detected after SETTLED steps
 
 
 class Failure(RuntimeError):
-    """What the run found out about itself: its message is all that needs to be said."""
+    """An error that the run itself has diagnosed: its message suffices, so no traceback is printed."""
 
 
 # ---- stop requests --------------------------------------------------------------------------------------------------
 
 class Stop:
-    """Whether this rank has been asked to save and end: by a signal, by the time limit, or by torchrun's death.
+    """Whether this rank has been asked to save and exit: by a signal, by the time limit, or by torchrun's death.
 
-    Under a torchrun that has noticed the death of another rank, SIGTERM is no request: see Watchdog.
-    A thread reads signals from a pipe, as the main thread may be inside a collective, where Python handles none.
+    torchrun also sends SIGTERM when a different rank has died; Watchdog.watch then ends this process without saving.
+    A thread reads signals from a pipe: while the main thread is inside a collective, Python runs no signal handlers.
     """
 
     def __init__(self, time_limit_min: float = 0.0):
         self.deadline = time.monotonic() + 60 * time_limit_min if time_limit_min else math.inf
         self.reason, self.asked_at = "", 0.0
-        self.ending = False  # this process fails, or is done
+        self.ending = False  # this process has failed or finished: the watchdog stops
 
     def wanted(self) -> bool:
         if not self.reason and time.monotonic() > self.deadline:
@@ -73,17 +72,17 @@ class Stop:
         return bool(self.reason)
 
     def listen(self) -> None:
-        """From now on signals are requests. Call it from the main thread."""
+        """Treat SIGTERM, SIGINT and SIGHUP as requests from now on. Python allows this in the main thread only."""
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, lambda *_: None)
         threading.Thread(target=self.hear, args=(reading, os.getppid()), name="signals", daemon=True).start()
 
     def hear(self, pipe: int, parent: int) -> None:
-        """What the thread does. A rank whose torchrun was killed would be nobody's child, and train on."""
+        """The signal thread. It also polls its parent: ranks whose torchrun was killed would otherwise train on."""
         while True:
             if select.select([pipe], [], [], 1.0)[0]:
                 for number in os.read(pipe, 64):
@@ -99,20 +98,20 @@ class Stop:
         self.reason, self.asked_at = self.reason or number.name, self.asked_at or now
 
 
-# ---- what every step asks and answers -------------------------------------------------------------------------------
+# ---- decisions after every step -------------------------------------------------------------------------------------
 
 class Guard:
-    """The decisions that all ranks take alike after every step, from what the norm's reduction has brought them.
+    """The decisions that all ranks make alike after every step, from numbers summed together with the gradient's norm.
 
-    spikes: a norm that is so many deviations above its mean is a spike, 0: none is. norms: [count, mean, variance] of
-    the norms of the steps that were taken, averaged over about HORIZON steps; changed in place, part of checkpoints.
+    spikes: a norm this many standard deviations above the mean is a spike; 0: none is. norms: [count, mean, variance]
+    of the norms of steps that were not skipped, over about HORIZON steps; changed in place and saved in checkpoints.
     """
 
     def __init__(self, stop: Stop, world: Group, device: torch.device, norms: list[float], spikes: float = 0.0):
         self.stop, self.world, self.device, self.norms, self.spikes = stop, world, device, norms, spikes
-        self.stopping = False  # all ranks have agreed to
-        self.streak: list[tuple[int, int]] = []  # (step, its first sample) of the skipped steps in a row
-        self.seconds: list[float] = []  # of each rank in the last step, without its waits
+        self.stopping = False  # all ranks have agreed to stop
+        self.streak: list[tuple[int, int]] = []  # (step, its first sample) of the latest consecutive skipped steps
+        self.seconds: list[float] = []  # per rank: its time in the last step minus its waits for collectives
         self.slow_rank, self.slow_steps = -1, 0
         self.began = self.waited = 0.0
 
@@ -120,12 +119,12 @@ class Guard:
         self.began, self.waited = time.perf_counter(), record.waited_s
 
     def limit(self) -> float:
-        """A step with a norm from here on is skipped."""
+        """The threshold for the gradient's norm: a step whose norm is not below it is skipped."""
         count, mean, variance = self.norms
         return mean + self.spikes * math.sqrt(variance) if self.spikes and count >= SETTLED else math.inf
 
     def ballot(self) -> torch.Tensor:
-        """[1 + ranks]: whether this rank wants to stop; its seconds in this step, without waits, and zeros."""
+        """[1 + ranks], to be summed in place: 1 if this rank wants to stop; at 1 + rank, its seconds without waits."""
         self.votes = torch.zeros(1 + size(self.world))
         self.votes[0] = float(self.stop.wanted())
         self.votes[1 + rank(self.world)] = time.perf_counter() - self.began - (record.waited_s - self.waited)
@@ -133,19 +132,19 @@ class Guard:
         return self.votes
 
     def after_step(self, step: int, first_sample: int, norm: float, limit: float) -> None:
-        """Count the ballots; decide as the optimizer did whether the step was taken."""
-        stop, *self.seconds = self.votes.tolist()
-        self.stopping = stop > 0
+        """Read the summed votes and record whether the optimizer skipped the step: unless norm < limit, it did."""
+        stop_votes, *self.seconds = self.votes.tolist()
+        self.stopping = stop_votes > 0
         self.find_slow_rank(step)
         if norm < limit:
             self.streak.clear()
-            self.add(norm)
+            self.update_statistics(norm)
             return
         self.streak.append((step, first_sample))
-        usual = f", the mean {self.norms[1]:.4g}" if math.isfinite(norm) else ""
-        warn(f"step {step} was skipped: the norm of its gradient is {norm:.4g}{usual}", self.world)
+        mean = f", the mean {self.norms[1]:.4g}" if math.isfinite(norm) else ""
+        warn(f"step {step} was skipped: the norm of its gradient is {norm:.4g}{mean}", self.world)
 
-    def add(self, norm: float) -> None:
+    def update_statistics(self, norm: float) -> None:
         count, mean, variance = self.norms
         weight = 1 / min(count + 1, HORIZON)
         difference = norm - mean
@@ -161,7 +160,7 @@ class Guard:
                  f"{median:.3f} s, and so for {SLOW_STEPS} steps", self.world)
 
     def metrics(self) -> dict[str, Any]:
-        """busy_s, in a run of several ranks: seconds of a rank in the last step, without its waits."""
+        """busy_s: seconds per rank in the last step, without waits, as min, median and max; {} for a single rank."""
         if len(self.seconds) < 2:
             return {}
         least, most = min(self.seconds), max(self.seconds)
@@ -169,7 +168,7 @@ class Guard:
                                 slowest_rank=self.seconds.index(most)))
 
     def agree_to_stop(self) -> bool:
-        """The same, outside of a step, by a reduction of its own."""
+        """Agree on `stopping` outside of a step, by a separate reduction; every rank must call this."""
         wanted = torch.tensor(float(self.stop.wanted()), device=self.device)
         all_reduce(wanted, self.world, MAX)
         self.stopping = self.stopping or wanted.item() > 0
@@ -177,7 +176,7 @@ class Guard:
 
 
 def next_sample(first: int, count: int, left_out: list[list[int]]) -> int:
-    """The number of the first sample from `first` on, of which and the next count - 1 none is left out."""
+    """The smallest n >= first with no sample from n to n + count - 1 in a range [start, end) of `left_out`."""
     for start, end in sorted(left_out):
         if first < end and start < first + count:
             first = end
@@ -190,24 +189,25 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def hash_of(x: torch.Tensor) -> torch.Tensor:
-    """The sum of the elements' bits, read as integers, modulo 2^64: another one if any one bit is another one."""
+    """The sum, modulo 2^64, of the elements' bits read as integers: a flip of one single bit always changes it."""
     return x.detach().reshape(-1).view(INTEGERS[x.element_size()]).sum(dtype=torch.int64)
 
 
 def replicated_tensors(optimizer: Optimizer, routers: list[Router]) -> Iterator[tuple[str, torch.Tensor, set[str]]]:
-    """(name, tensor, axes) of weights, master weights, moments, biases and counters: all ranks of these axes have the
-    same bits."""
+    """Yield (name, tensor, axes) of weights, master weights, moments, biases and counters; all ranks of each of these
+    axes must have the same bits."""
     for bucket in optimizer.buckets:
         bucket.unsharding.wait()
         for param in bucket.params:
             start, stop = bucket.offset[param], bucket.offset[param] + param.numel()
-            alike, data = {"replicate", *param.spec.replicated_axes}, {param.spec.data_axis}
+            replicated = {"replicate", *param.spec.replicated_axes}
+            unsharded = replicated | {param.spec.data_axis}
             shards = bucket.state | {"weight": bucket.weight_shard}
             if bucket.level < 3:
-                yield param.spec.name, bucket.weights[start:stop], alike | data
+                yield param.spec.name, bucket.weights[start:stop], unsharded
                 shards = {what: shard for what, shard in shards.items() if shard is not bucket.weight_shard}
             for what, shard in shards.items():
-                axes = alike | data if bucket.level == 0 else alike
+                axes = unsharded if bucket.level == 0 else replicated
                 yield f"{param.spec.name}/{what}", bucket.within_shard(shard, start, stop), axes
     for router in routers:
         yield router.name, router.bias, {"data", "tp"}
@@ -216,20 +216,20 @@ def replicated_tensors(optimizer: Optimizer, routers: list[Router]) -> Iterator[
 
 
 def check_replicas(optimizer: Optimizer, routers: list[Router], groups: Groups) -> float:
-    """Raises Failure, on the ranks concerned, if tensors that replicas must hold alike have different hashes; else
-    returns the seconds that this took. One reduction of 16 bytes per tensor on every axis that has replicas."""
+    """Compare replicated tensors by hashes and return the seconds that this took. Raises Failure, on all ranks of a
+    group with a difference. Every rank calls this; one reduction of 16 bytes per tensor on every replicated axis."""
     began = time.perf_counter()
     hashes: dict[str, dict[str, torch.Tensor]] = {}
     for tensor_name, tensor, axes in replicated_tensors(optimizer, routers):
-        found = hash_of(tensor)
+        tensor_hash = hash_of(tensor)
         for axis in axes:
             if size(groups[axis]) > 1:
-                hashes.setdefault(axis, {})[tensor_name] = found
+                hashes.setdefault(axis, {})[tensor_name] = tensor_hash
     differences = []
-    for axis in sorted(hashes):  # every one, though the first may differ: other ranks take part in the next
+    for axis in sorted(hashes):  # all axes, even after a difference: ranks of a different group find none and go on
         names = sorted(hashes[axis])
-        numbers = torch.stack([hashes[axis][tensor_name] for tensor_name in names])
-        if found := difference(names, numbers, groups[axis]):
+        stacked = torch.stack([hashes[axis][tensor_name] for tensor_name in names])
+        if found := difference(names, stacked, groups[axis]):
             differences.append(f"{found} (axis {axis})")
     if differences:
         raise Failure("; ".join(differences) + ": memory or arithmetic of a rank is faulty; continue from a checkpoint "
@@ -238,30 +238,30 @@ def check_replicas(optimizer: Optimizer, routers: list[Router], groups: Groups) 
 
 
 def agree_on(facts: dict[str, Any], world: Group, device: torch.device) -> None:
-    """Raises ValueError on all ranks if one of these facts is not the same on all of them."""
-    hashes = [hashlib.blake2b(repr(fact).encode(), digest_size=7).digest() for fact in facts.values()]
-    numbers = torch.tensor([int.from_bytes(found) for found in hashes], device=device)
-    if found := difference(list(facts), numbers, world):
+    """Compare `facts` (name -> any value) over all ranks by their repr. Raises ValueError on all if one differs."""
+    digests = [hashlib.blake2b(repr(fact).encode(), digest_size=7).digest() for fact in facts.values()]
+    hashes = torch.tensor([int.from_bytes(digest) for digest in digests], device=device)
+    if found := difference(list(facts), hashes, world):
         raise ValueError(f"{found}: start every rank with the same")
 
 
 def difference(names: list[str], hashes: torch.Tensor, group: Group) -> str:
-    """What differs between ranks, in words, if anything does. hashes: [names] of this rank."""
-    extremes = torch.cat((hashes, ~hashes))  # ~x falls where x rises: the largest of these is that of the least
+    """A sentence that names what differs between ranks, and the ranks; "" if nothing does. hashes: int64 [names]."""
+    extremes = torch.cat((hashes, ~hashes))  # ~x = -x - 1: one MAX gives the largest x and, inverted, the smallest
     all_reduce(extremes, group, MAX)
     differ = (extremes[:len(names)] != ~extremes[len(names):]).nonzero().flatten().tolist()
     if not differ:
         return ""
-    of_ranks = hashes.new_empty(size(group))
-    all_gather(of_ranks, hashes[differ[:1]], group)
-    ranks, found = ranks_of(group), of_ranks.tolist()
-    [(usual, count), *_] = Counter(found).most_common()
-    odd = [number for number, this in zip(ranks, found) if this != usual]
+    gathered = hashes.new_empty(size(group))
+    all_gather(gathered, hashes[differ[:1]], group)
+    ranks, found = ranks_of(group), gathered.tolist()
+    [(most_common, count)] = Counter(found).most_common(1)
     more = f" (and {len(differ) - 1} more)" if len(differ) > 1 else ""
     if 2 * count <= len(ranks):
         return f"{names[differ[0]]}{more}: ranks {listed(ranks)} have different values"
-    others = [number for number in ranks if number not in odd]
-    return f"{names[differ[0]]}{more}: rank {listed(odd)} has other values than {listed(others)}"
+    odd = [number for number, its_hash in zip(ranks, found) if its_hash != most_common]
+    equal = [number for number in ranks if number not in odd]
+    return f"{names[differ[0]]}{more}: rank {listed(odd)} has different values from {listed(equal)}"
 
 
 def ranks_of(group: Group) -> list[int]:
@@ -275,36 +275,36 @@ def listed(ranks: list[int]) -> str:
 # ---- who is missing -------------------------------------------------------------------------------------------------
 
 class Watchdog:
-    """A thread that ends a rank which waits too long, and lets one rank of all say for whom.
+    """A thread that ends this rank if it waits too long; of all ranks that wait, one reports which rank is missing.
 
-    It looks at this rank's flight record. If that has not changed for half the timeout, it posts to the store of
-    torchrun's agent where the rank stands: in which call of which group, or in which line. So when the first rank has
-    waited for nine tenths of it, all ranks that still answer have posted, and the lowest that waits knows who is
-    missing: those that have called fewer collectives of its group, or have not posted.
+    The thread polls this rank's flight record (collectives.record). If it has not changed for half the timeout, the
+    thread posts to torchrun's store where the rank is: in which call of which group, or in which line. When the first
+    rank has waited for nine tenths of the timeout, all ranks that still respond have posted. The lowest one that waits
+    then reports the missing ranks: those that have called fewer collectives of its group, or have not posted.
     """
 
     def __init__(self, timeout_s: float, activity: Callable[[], str], stop: Stop):
         self.timeout_s, self.activity, self.stop = timeout_s, activity, stop
         self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.axes: dict[str, tuple[str, list[int]]] = {}  # name(group) -> (axis, its ranks)
-        self.step_s = min(1.0, timeout_s / 40)
+        self.poll_s = min(1.0, timeout_s / 40)
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
-                              wait_for_workers=False)  # a connection of its own: another thread may hold torch's
+                              wait_for_workers=False)  # a connection of its own: torch's may be blocked by a call
         self.store = dist.PrefixStore(f"faults/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         self.store.set(f"process {self.rank}", json.dumps([socket.gethostname(), os.getpid()]))
         threading.Thread(target=self.watch, name="watchdog", daemon=True).start()
 
     def learn(self, groups: Groups) -> None:
-        """The names of axes."""
+        """Give the names of axes to messages, as soon as groups exist."""
         self.axes = {name(group): (axis, ranks_of(group)) for axis, group in reversed(groups.items()) if group}
 
     def watch(self) -> None:
-        """What the thread does."""
-        seen, since, posted = None, time.monotonic(), False
+        """The watchdog thread."""
+        seen, since, posted = None, time.monotonic(), False  # the last state, when it began, whether it is in the store
         while not self.stop.ending:
-            time.sleep(self.step_s)
+            time.sleep(self.poll_s)
             if self.stop.asked_at and time.monotonic() > self.stop.asked_at + 5 and self.dead():
-                os._exit(128 + signal.SIGTERM)  # torchrun ends what is left, to start all anew
+                os._exit(128 + signal.SIGTERM)  # torchrun sent the signal, to restart all ranks
             now = sum(record.calls.values()), record.waiting, self.activity()
             if now != seen:
                 seen, since = now, time.monotonic()
@@ -321,29 +321,30 @@ class Watchdog:
                 self.end(stalled)
 
     def post(self, state: str) -> None:
-        """state: waits, computes, lost (a connection) or failed."""
+        """Write to the store where this rank is. state: "waits", "computes", "lost" (a connection) or "failed"."""
         where = "" if record.waiting else innermost_line()
         self.store.set(f"post {self.rank}", json.dumps(dict(
             state=state, call=record.waiting, calls=record.calls, activity=self.activity(), where=where)))
 
     def posts(self) -> dict[int, dict]:
-        """Of all ranks that have posted."""
+        """Rank -> its post, for all ranks that have posted."""
         found = [number for number in range(self.ranks) if self.store.check([f"post {number}"])]
         return {number: json.loads(self.store.get(f"post {number}")) for number in found}
 
     def end(self, stalled: float) -> NoReturn:
-        time.sleep(2 * self.step_s)  # for the ranks that are about to post
+        """Report the missing rank if this is the lowest rank that waits; then end this process with exit code 1."""
+        time.sleep(2 * self.poll_s)  # until ranks that are about to post have done so
         posts = self.posts()
         if self.rank == min((number for number, post in posts.items() if post["state"] == "waits"), default=self.rank):
             last_words(f"rank {self.rank} failed {self.activity()}: {self.describe(self.rank, posts)} (after "
                        f"{stalled:.1f} s of --timeout {self.timeout_s:g})", time.time() - stalled)
         else:
-            time.sleep(1)  # the rank that speaks ends first, so torchrun names it
+            time.sleep(1)  # the rank that reports exits first, so that torchrun names it as the cause
         self.kill_silent_ranks(posts)
         os._exit(1)
 
-    def describe(self, number: int, posts: dict[int, dict], told: tuple[int, ...] = ()) -> str:
-        """Where a rank stands and, if it waits for others, where these stand."""
+    def describe(self, number: int, posts: dict[int, dict], visited: tuple[int, ...] = ()) -> str:
+        """Where a rank is, and where the first rank is that it waits for. visited: ranks described before it."""
         if number not in posts:
             return "does not answer"
         post = posts[number]
@@ -352,35 +353,35 @@ class Watchdog:
         operation, group, count, peer = post["call"]
         axis, ranks = self.axes.get(group, ("world", list(range(self.ranks))))
         missing = [ranks[peer]] if peer is not None else [
-            other for other in ranks if other not in posts or posts[other]["calls"].get(group, 0) < count]
+            member for member in ranks if member not in posts or posts[member]["calls"].get(group, 0) < count]
         text = f"{operation}, call {count} on axis {axis} (ranks {listed(ranks)}),"
         if not missing:
             return f"{text} has not ended although all ranks have called it"
         text += f" waits for rank {listed(missing)}"
-        if missing[0] in told:
+        if missing[0] in visited:
             return f"{text}: they wait for each other"
         return f"{text}, which {'is in ' if posts.get(missing[0], {}).get('call') else ''}" \
-               f"{self.describe(missing[0], posts, (*told, number))}"
+               f"{self.describe(missing[0], posts, (*visited, number))}"
 
     def kill_silent_ranks(self, posts: dict[int, dict]) -> None:
-        """Of this machine. A process that is stopped would hold up torchrun for another 30 seconds."""
+        """Kill this machine's ranks that have not posted: torchrun would wait 30 s for a stopped process to exit."""
         for number, process in self.processes():
             if number not in posts:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
 
     def dead(self) -> list[int]:
-        """The ranks of this machine whose processes do not exist any more."""
+        """This machine's ranks whose processes no longer exist."""
         found = []
         for number, process in self.processes():
             try:
-                os.kill(process, 0)
+                os.kill(process, 0)  # signal 0 only asks whether the process exists
             except ProcessLookupError:
                 found.append(number)
         return found
 
     def processes(self) -> Iterator[tuple[int, int]]:
-        """(rank, process) of the ranks of this machine that have started."""
+        """Yield (rank, process id) of this machine's ranks that have started."""
         for number in range(self.ranks):
             if self.store.check([f"process {number}"]):
                 host, process = json.loads(self.store.get(f"process {number}"))
@@ -388,10 +389,10 @@ class Watchdog:
                     yield number, process
 
     def fail(self, error: Exception) -> None:
-        """Say why this rank failed, unless another rank has more to say."""
-        lost = record.waiting is not None  # an exception of a collective: other ranks have gone
+        """Report why this rank failed, if it is the rank that reports; see the top of this file."""
+        lost = record.waiting is not None  # the exception came from a collective: a peer has gone
         self.post("lost" if lost else "failed")
-        time.sleep(1.0 if lost else 0.3)  # for the others to post, and for torchrun to notice that a process is gone
+        time.sleep(1.0 if lost else 0.3)  # until all failed ranks have posted and torchrun has reaped dead ones
         posts = self.posts()
         failed = [number for number, post in posts.items() if post["state"] == "failed"]
         if self.rank != min(failed or posts):
@@ -399,16 +400,16 @@ class Watchdog:
         elif failed:
             explain(f"rank {self.rank} failed {self.activity()}: {reason(error)}", error)
         else:
-            gone = self.dead()
+            died = self.dead()
             operation, group, count, _ = record.waiting
             axis, ranks = self.axes.get(group, ("world", list(range(self.ranks))))
             last_words(f"rank {self.rank} failed {self.activity()}: {operation}, call {count} on axis {axis} (ranks "
                        f"{listed(ranks)}), lost its connection: "
-                       + (f"rank {listed(gone)} has died" if gone else reason(error)))
+                       + (f"rank {listed(died)} has died" if died else reason(error)))
 
 
 def innermost_line() -> str:
-    """The line of the project that the main thread executes."""
+    """The innermost line of this folder's files that the main thread executes now, as words."""
     frame = sys._current_frames()[threading.main_thread().ident]
     folder = os.path.dirname(os.path.abspath(__file__))
     while frame.f_back and not frame.f_code.co_filename.startswith(folder):
@@ -416,42 +417,41 @@ def innermost_line() -> str:
     return f"in {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}, {frame.f_code.co_name}"
 
 
-# ---- what is said ---------------------------------------------------------------------------------------------------
+# ---- messages -------------------------------------------------------------------------------------------------------
 
 def fail(activity: str, error: Exception, watchdog: Watchdog | None, stop: Stop) -> NoReturn:
-    """Say in one line what failed, and end this process at once: other ranks may be waiting in a collective."""
+    """Report in one line what failed and end this process at once; a normal exit might block in a collective."""
     stop.ending = True
-    number = os.environ.get("RANK", "0")
     try:
         if watchdog:
             watchdog.fail(error)
-    except Exception:  # the store is gone with its rank
+    except Exception:  # the store is gone, with the process that served it
         watchdog = None
     if not watchdog:
-        explain(f"rank {number} failed {activity}: {reason(error)}", error)
+        explain(f"rank {os.environ.get('RANK', 0)} failed {activity}: {reason(error)}", error)
     os._exit(1)
 
 
 def reason(error: Exception) -> str:
-    """In one line."""
+    """The first line of an error's message, or its type if there is no message."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def explain(line: str, error: Exception) -> None:
-    """The traceback, unless the error explains itself, and the line."""
+    """Print the traceback, unless the error is a Failure, and the line."""
     if not isinstance(error, Failure):
         traceback.print_exception(error)
     last_words(line)
 
 
 def last_words(line: str, when: float | None = None) -> None:
-    """Print the line, and give it to torchrun's report. when: it happened; torchrun takes the first for the cause."""
+    """Print the line and add it to torchrun's report. when: the time of the failure; torchrun names the earliest."""
     say(line)
     config.tell_torchrun(f"train.py: {line}", when or time.time())
 
 
 def say(line: str) -> None:
-    tqdm.write(f"train.py: {line}", file=sys.stderr)  # not into a progress bar
+    tqdm.write(f"train.py: {line}", file=sys.stderr)  # tqdm moves its progress bar out of the way
     sys.stderr.flush()
 
 
@@ -461,7 +461,7 @@ def warn(line: str, world: Group) -> None:
 
 
 class Tolerant:
-    """A stream whose reader may be gone or whose disk may be full: what cannot be written is dropped."""
+    """A stream that drops what it cannot write, because its reader is gone or its disk is full."""
 
     def __init__(self, stream: TextIO):
         self.stream = stream

@@ -243,9 +243,9 @@ def found(flags: str, rank: int, what: str, bit: int) -> str:
 
 
 @pytest.mark.parametrize("ranks, flags, what, rank, says", [
-    (3, "--dtype bf16", "master", 1, "rank 1 has other values than 0, 2 (axis dp)"),
-    (3, "--dtype fp32", "v", 2, "rank 2 has other values than 0, 1 (axis dp)"),
-    (3, "--dtype bf16 --zero 2", "weights", 0, "rank 0 has other values than 1, 2 ("),
+    (3, "--dtype bf16", "master", 1, "rank 1 has different values from 0, 2 (axis dp)"),
+    (3, "--dtype fp32", "v", 2, "rank 2 has different values from 0, 1 (axis dp)"),
+    (3, "--dtype bf16 --zero 2", "weights", 0, "rank 0 has different values from 1, 2 ("),
     (4, "--dtype fp32 --zero 3 --dp-replicate 2", "m", 3, "ranks 1, 3 have different values (axis replicate)"),
     (2, "--dtype fp32 --experts 2 --bias-rate 0.01", "bias", 1, "ranks 0, 1 have different values (axis data)"),
     (2, "--dtype fp32 --tp 2", "steps", 1, "steps: ranks 0, 1 have different values (axis world)"),
@@ -275,8 +275,8 @@ def disagreement(flags: list[str]) -> str:
 
 def test_ranks_that_were_started_differently_do_not_begin(pool):
     other = f"--data {ROOT}/pp.py"
-    for flags, line in ((["", "", "--lr 0.1"], "settings: rank 2 has other values than 0, 1"),
-                        (["", other, other], "data: rank 0 has other values than 1, 2")):
+    for flags, line in ((["", "", "--lr 0.1"], "settings: rank 2 has different values from 0, 1"),
+                        (["", other, other], "data: rank 0 has different values from 1, 2")):
         said = pool.run(3, "test_faults:disagreement", flags=flags)
         assert said == [f"{line}: start every rank with the same"] * 3
 

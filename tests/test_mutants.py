@@ -896,12 +896,12 @@ MUTANTS = [
            'shards = bucket.state | {"weight": bucket.weight_shard}',
            'shards = {"master": bucket.master, "weight": bucket.weight_shard}',
            "tests/test_faults.py::test_one_flipped_bit_is_found_with_its_tensor_and_rank[3---dtype fp32-v-2-"
-           "rank 2 has other values than 0, 1 (axis dp)]"),
+           "rank 2 has different values from 0, 1 (axis dp)]"),
     Mutant("a rank that waits called slow", "faults.py",
            " - (record.waited_s - self.waited)", "",
            "tests/test_faults.py::test_a_slow_rank_is_named"),
     Mutant("a rank that has called it called missing", "faults.py",
-           'posts[other]["calls"].get(group, 0) < count]', 'posts[other]["calls"].get(group, 0) <= count]',
+           'posts[member]["calls"].get(group, 0) < count]', 'posts[member]["calls"].get(group, 0) <= count]',
            "tests/test_faults.py::test_a_rank_that_waits_names_step_collective_axis_and_who_is_missing"),
 ]
 
