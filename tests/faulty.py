@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import assemble
 import checkpoint
 import collectives
 import config
-import job
 import train
 from zero import Optimizer
 
@@ -40,8 +40,8 @@ FAULTS: dict[str, Callable[[], Any]] = {
 
 def inject(fault: str, where: str, step: int) -> None:
     """Let `fault` happen at the place."""
-    state = job.RunState()
-    job.RunState = lambda: state
+    state = train.RunState()
+    train.RunState = lambda: state
     done = []
 
     def before(owner: Any, attribute: str, happens: Callable[[], bool] = lambda: state.step == step) -> None:
@@ -73,7 +73,7 @@ def inject(fault: str, where: str, step: int) -> None:
                  "exit": (dist, "destroy_process_group")}[where], lambda: state.step > step)
 
 
-PLACES = {"before": (collectives, "to_host"), "loading": (train, "build_model"), "forward": (train.Llama, "forward"),
+PLACES = {"before": (collectives, "to_host"), "loading": (assemble, "build_model"), "forward": (train.Llama, "forward"),
           "optimizer": (Optimizer, "step")}
 
 
