@@ -46,11 +46,41 @@ def power_law(flops: float, parameters: float, at_flops: float, exponent: float)
 
 
 def optima(flops: float) -> dict[str, tuple[float, float]]:
-    """(N, D) that each law says is best for so many FLOPs. Approaches 1 and 2 through their tables' row for 67B."""
+    """(N, D) that each law says is best for so many FLOPs. Approaches 1 and 2: through the rows for 67B and 1T of their
+    tables, with exponents that are printed with two digits."""
     laws = {"approach 1 (Hoffmann 2022, table 3)": power_law(flops, 67e9, 5.76e23, 0.50),
-            "approach 2 (Hoffmann 2022, table A3)": power_law(flops, 67e9, 6.88e23, 0.49)}
+            "approach 2 (Hoffmann 2022, table A3)": power_law(flops, 1e12, 1.59e26, 0.49)}
     laws |= {name: fit.optimum(flops) for name, fit in FITS.items()}
     return laws | {"Kaplan et al. 2020": power_law(flops, 1.3e9, PF_DAY, 0.73)}
+
+
+class Training(NamedTuple):
+    """A training run, as published. flops_per_s: of a GPU, counted in hardware, with what is recomputed. recomputed:
+    every forward, in backward."""
+    parameters: float
+    tokens: float
+    gpus: int
+    flops_per_s: float
+    recomputed: bool = True
+
+    @property
+    def pf_days(self) -> float:
+        return 6 * self.parameters * self.tokens / PF_DAY
+
+    @property
+    def days(self) -> float:
+        """8 N D / (n X) with recomputation, 6 N D / (n X) without (Narayanan et al. 2021, equation 4)."""
+        flops = (8 if self.recomputed else 6) * self.parameters * self.tokens
+        return flops / (self.gpus * self.flops_per_s) / 86400
+
+    @property
+    def gpu_hours(self) -> float:
+        return 24 * self.days * self.gpus
+
+
+TRAININGS = {"GPT-3 (Narayanan et al. 2021)": Training(174.6e9, 300e9, 1024, 140e12),
+             "1T (Narayanan et al. 2021)": Training(1008e9, 450e9, 3072, 163e12),
+             "OPT-175B (Zhang et al. 2022)": Training(175e9, 300e9, 992, 147e12)}  # all on A100s
 
 
 def critical_batch(loss: float) -> float:
@@ -89,11 +119,16 @@ def print_scaling(settings: Config, machine: str, gpus: int, rate: float, tokens
     for name, (parameters, data) in optima(flops).items():
         loss = f"{FITS[name].loss(parameters, data):8.3f}" if name in FITS else ""
         print(f"  {name:40s}{parameters:12.3g}{data:12.3g}{data / parameters:8.1f}{loss}")
+    print(f"{'published runs on A100s':42s}{'N':>12s}{'D':>12s}{'PF-days':>10s}{'days':>8s}{'GPU-hours':>12s}")
+    for name, run in TRAININGS.items():
+        print(f"  {name:40s}{run.parameters:12.3g}{run.tokens:12.3g}{run.pf_days:10,.0f}{run.days:8.1f}"
+              f"{run.gpu_hours:12,.0f}")
     loss = FITS["refit (Besiroglu et al. 2024)"].loss(count.active, tokens)
     sequences = settings.batch.ramp()[-1][0]
     print(f"loss of this N and D: {loss:.3f} nats per token (refit); critical batch {critical_batch(loss):.3g} tokens "
           f"(Kaplan et al. 2020), this run's {sequences * settings.batch.seq:.3g}")
     if sequences >= 8 and sequences % (8 * settings.grid.dp) == 0:
         print(f'a ramp in proportion to MiniMax-01\'s: --batch-ramp "{ramp(sequences, settings.batch.seq)}"')
-    print("a ring of 23 datacentres, 4,800 km long, at 100 Tb/s each way: "
-          f"{ring_seconds(count.total, 4800, 12.5e12):.3f} s per all-reduce in bf16")
+    ours, epochs = (ring_seconds(parameters, 4800, 6e15 / 8) for parameters in (count.total, 72e12))
+    print("an all-reduce in bf16 round a ring of 23 datacentres, 4,800 km long, at 6 Pb/s each way: "
+          f"{ours:.3f} s; of 72T parameters (Epoch AI 2025) {epochs:.3f} s")

@@ -354,6 +354,51 @@ def test_the_best_size_for_chinchillas_compute(law, parameters, tokens):
     assert scaling.optima(5.76e23)[law] == pytest.approx((parameters, tokens), rel=1e-3)
 
 
+@pytest.mark.parametrize("beta, parameters, tokens", [
+    (0.28, 28.29e9, 2540.68e9), (0.34, 263.68e9, 271.96e9), (0.34 * 49 / 51, 165.30e9, 433.58e9),
+    (0.34 * 46 / 54, 41.40e9, 1731.9e9)])
+def test_the_best_size_for_opts_compute(beta, parameters, tokens):
+    """A lecture's table (Berkeley CS 288): equation 10, and the exponents a = 0.5, 0.49 and 0.46 of approaches 1 to 3,
+    as alpha = 0.34 and beta = alpha a / (1 - a). It prints N and D whose 6 N D is up to 0.3% off C = 4.30e23."""
+    found = scaling.Fit(1.69, 406.4, 410.7, 0.34, beta).optimum(4.30e23)
+    assert found == pytest.approx((parameters, tokens), rel=3e-3)
+
+
+CHINCHILLA_TABLES = [  # Hoffmann et al. 2022: approach, FLOPs where the law is fixed, (FLOPs, parameters, tokens)
+    ("1 (Hoffmann 2022, table 3)", 5.76e23, [
+        (1.92e19, 4e8, 8.0e9), (1.21e20, 1e9, 20.2e9), (1.23e22, 1e10, 205.1e9), (3.85e24, 1.75e11, 3.7e12),
+        (9.90e24, 2.8e11, 5.9e12), (3.43e25, 5.2e11, 11.0e12), (1.27e26, 1e12, 21.2e12), (1.30e28, 1e13, 216.2e12)]),
+    ("2 (Hoffmann 2022, table A3)", 1.59e26, [
+        (1.84e19, 4e8, 7.7e9), (1.20e20, 1e9, 20.0e9), (1.32e22, 1e10, 219.5e9), (4.54e24, 1.75e11, 4.3e12),
+        (1.18e25, 2.8e11, 7.1e12), (4.19e25, 5.2e11, 13.4e12), (1.75e28, 1e13, 292.0e12)])]
+
+
+@pytest.mark.parametrize("name, fixed, rows", CHINCHILLA_TABLES)
+def test_chinchillas_tables_within_the_rounding_of_their_exponents(name, fixed, rows):
+    """An exponent that is off by 0.005 makes N differ by a factor of (C / C0)^0.005; tokens have two digits."""
+    for flops, parameters, tokens in rows:
+        found = scaling.optima(flops)[f"approach {name}"]
+        allowed = 0.015 + 0.005 * abs(math.log(flops / fixed))
+        assert found == pytest.approx((parameters, tokens), rel=allowed)
+
+
+@pytest.mark.parametrize("name, days", [("GPT-3", 34), ("1T", 84), ("OPT-175B", 33)])
+def test_days_of_published_runs(name, days):
+    """Narayanan et al. 2021, section 5.1; OPT's logbook."""
+    run, = (run for title, run in scaling.TRAININGS.items() if title.startswith(name))
+    assert round(run.days) == days
+    assert run.gpu_hours == pytest.approx(24 * days * run.gpus, rel=0.5 / days)
+
+
+@pytest.mark.parametrize("parameters, pf_days", [
+    (125e6, 2.60), (356e6, 7.42), (760e6, 15.8), (1320e6, 27.5), (2650e6, 55.2), (6660e6, 139), (12850e6, 268),
+    (174600e6, 3640)])
+def test_pf_days_are_gpt_3s(parameters, pf_days):
+    """Brown et al. 2020, table D.1: 300B tokens each."""
+    found = scaling.Training(parameters, 300e9, 1, 1).pf_days
+    assert found == pytest.approx(pf_days, abs=0.5 * 10 ** (math.floor(math.log10(pf_days)) - 2))
+
+
 def test_the_optimum_has_the_least_loss_of_its_compute():
     for fit in scaling.FITS.values():
         parameters, tokens = fit.optimum(1e22)
@@ -372,6 +417,19 @@ def test_the_ramp_is_minimaxs_at_its_size(capsys):
     assert [size * 8192 / 1e6 for size, _ in stages] == pytest.approx([16, 32, 64, 128], rel=0.01)
     out = printed(capsys, "scaling --preset llama-3.1-8b --dp 8 --global-batch 64 --micro-batch 1 --train-tokens 1e12")
     assert "557.7 PF-days" in out and "--batch-ramp" in out and "GPU-hours" in out
+
+
+def test_a_ring_of_datacentres_takes_what_its_steps_take():
+    """Epoch AI 2025: 72T parameters in 16 bits, 23 sites on 4,800 km, no time in between: each site's block goes round
+    both ways until all have all; sums are made by the same steps in reverse. Reported, rounded: 6 Pb/s, 220 ms."""
+    sites, bytes_per_s, seconds = 23, 6e15 / 8, 0.0
+    right = left = [{site} for site in range(sites)]
+    while any(len(a | b) < sites for a, b in zip(right, left)):
+        right = [right[site] | right[site - 1] for site in range(sites)]
+        left = [left[site] | left[(site + 1) % sites] for site in range(sites)]
+        seconds += 2 * 72e12 / sites / bytes_per_s + 4800e3 / sites / 2e8
+    assert scaling.ring_seconds(72e12, 4800, bytes_per_s) == pytest.approx(2 * seconds, rel=0.01)
+    assert scaling.ring_seconds(72e12, 4800, 6.5e15 / 8) < 0.22 < scaling.ring_seconds(72e12, 4800, 5.5e15 / 8)
 
 
 def test_a_long_ring_is_bandwidth_and_one_lap_of_light():
