@@ -1,24 +1,24 @@
-r"""A dry run: the code that trains, as any rank of any number of ranks, in one process and in seconds.
+r"""A dry run: the training code itself, run in one process as any rank of any number of ranks, in seconds.
 
     python train.py --dry-run --gpus 16384 --preset llama-3.1-405b --tp 8 --cp 16 --pp 16 --seq 131072 --zero 1 \
                     --global-batch 128 --micro-batch 1
 
-Nothing is simulated: train.py builds its groups, model, buckets and pipeline engine, and runs steps. Two things are
-replaced beneath it, and one inside:
+The code is not simulated: train.py builds its groups, model, buckets and pipeline engine, and runs steps. Only three
+things are replaced:
 
-    tensors               fake ones (FakeTensorMode): a shape, a dtype and a storage with a size, but no memory
-    process groups        fake ones: a collective returns at once, having sent nothing
-    ep.exchange_counts    has no numbers to read, so that experts get equally many tokens (`uniform_counts`)
+    tensors               by fake ones (FakeTensorMode): a shape, a dtype and a storage with a size, but no memory
+    process groups        by fake ones: every collective returns at once and sends nothing
+    ep.exchange_counts    by `uniform_counts`: fake counts cannot be read, so all experts get equally many tokens
 
-So meter.py sees every operation, tensor and collective that this rank would execute. From them follow the peak of live
-bytes, by kind and by action of the pipeline, what was alive at that peak, FLOPs, and what is sent on each axis.
+So meter.py sees every operation, tensor and collective that this rank would execute. It counts the peak of live bytes,
+by kind and by action of the pipeline, the tensors alive at that peak, FLOPs, and the bytes sent on each axis.
 
-What a dry run does not show: time; fragmentation of an allocator, and what CUDA, NCCL and cuBLAS allocate themselves;
-and Triton's kernels, which save less than the plain torch that runs here, as on CPUs. Temporaries inside torch's own
-kernels are not seen in a real run either.
+A dry run does not show time, fragmentation of the allocator, or what CUDA, NCCL and cuBLAS allocate themselves. It runs
+plain torch, as on CPUs; Triton's kernels on GPUs save less. Temporaries inside torch's own kernels are not counted; nor
+does meter.py see them in a real run.
 
 Kinds of bytes: "weights", "gradients" and "optimizer" are the buckets' tensors (zero.py); "FP8 weights" are cached
-copies; "activations" are made in forward; "temporaries" are all the rest, made in backward or in the update.
+copies; "activations" are allocated in forward; "temporaries" are all others, allocated in backward or in the update.
 """
 import contextlib
 import math
@@ -46,7 +46,7 @@ KINDS = "weights", "gradients", "optimizer", "FP8 weights", "activations", "temp
 
 @contextlib.contextmanager
 def fake_world(ranks: int, me: int) -> Iterator[None]:
-    """In the body this process is rank `me` of so many, and every collective returns at once."""
+    """Within this context this process is rank `me` of `ranks`, and every collective returns at once."""
     dist.init_process_group("fake", store=FakeStore(), rank=me, world_size=ranks)
     try:
         yield
@@ -56,7 +56,7 @@ def fake_world(ranks: int, me: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
-    """In the body tensors have no memory, and experts get equally many tokens."""
+    """Within this context tensors have no memory, and all experts get equally many tokens."""
     real = ep.exchange_counts
     ep.exchange_counts = uniform_counts
     try:
@@ -67,7 +67,7 @@ def fake_tensors() -> Iterator[None]:
 
 
 def uniform_counts(counts: torch.Tensor, rows: int, group: Group) -> tuple[list[list[int]], list[list[int]]]:
-    """As ep.exchange_counts if every rank's choices are dealt round the experts: counts differ by at most one."""
+    """As ep.exchange_counts if each rank assigns its `rows` to experts in turn: counts differ by at most one."""
     experts, n = len(counts), size(group)
     splits = [experts // n] * n
     collectives.all_to_all(torch.empty_like(counts), counts, splits, splits, group)
@@ -77,7 +77,7 @@ def uniform_counts(counts: torch.Tensor, rows: int, group: Group) -> tuple[list[
 
 
 class ZeroSamples(Samples):
-    """Samples that are read from nowhere."""
+    """Samples of token 0, without files."""
 
     def __init__(self, seq: int):
         self.seq = seq
@@ -87,22 +87,22 @@ class ZeroSamples(Samples):
         return MicroBatch(tokens, tokens.clone())
 
 
-# ---- what is measured -----------------------------------------------------------------------------------------------
+# ---- measuring ------------------------------------------------------------------------------------------------------
 
 class DryRun(NamedTuple):
-    """The first step of a rank; later ones are like it. Bytes and FLOPs are this rank's, FLOPs those of matmuls."""
+    """Measurements of one rank's first step, which later steps repeat."""
     peak: int  # the most bytes alive at once
-    at_peak: dict[str, int]  # the same by kind
-    peak_of_kind: dict[str, int]  # the most of each kind at any moment
-    peak_of_action: list[tuple[Action, int]]  # in the order of the pipeline's plan
-    largest: list[tuple[int, int, Storage]]  # alive at the peak: (bytes, how many alike, one of them), largest first
-    flops: int
-    calls: dict[str, dict[str, int]]  # axis -> collective -> how often
+    at_peak: dict[str, int]  # kind -> its bytes at that moment
+    peak_of_kind: dict[str, int]  # kind -> the most bytes of it at any moment
+    peak_of_action: list[tuple[Action, int]]  # bytes, in the order of the pipeline's plan
+    largest: list[tuple[int, int, Storage]]  # alive at the peak: (bytes, number of equal ones, one of them), descending
+    flops: int  # of matmuls
+    calls: dict[str, dict[str, int]]  # axis -> collective -> number of calls
     sent: dict[str, int]  # axis -> bytes that this rank sends
 
 
 class ActionPeaks(list):
-    """What an engine (pp.py) appends its spans to: a list of (action, the most bytes alive since the one before)."""
+    """A list of (action, its peak of live bytes), which pp.Engine fills as its list of spans."""
 
     def __init__(self, meter: Meter):
         super().__init__()
@@ -114,8 +114,8 @@ class ActionPeaks(list):
 
 
 def measure(step: Callable[[], Any], model: Any, optimizer: Any, engine: Any, groups: Groups) -> DryRun:
-    """Run and measure a step: forward, backward and update of `model` (model.Llama) with `optimizer` (zero.Optimizer)
-    and `engine` (pp.Engine). Tensors and groups may also be real."""
+    """Run `step()`, one forward, backward and update, and measure it. It uses `model` (model.Llama), `optimizer`
+    (zero.Optimizer) and `engine` (pp.Engine); their tensors and groups may be fake or real."""
     meter = Meter()
     meter.kind = "temporaries"
     label(meter, model, optimizer)
@@ -127,12 +127,12 @@ def measure(step: Callable[[], Any], model: Any, optimizer: Any, engine: Any, gr
     at_peak = Counter()
     for storage, nbytes in alive:
         at_peak[storage.kind] += nbytes
-    alike: dict[tuple, list] = {}
+    equal: dict[tuple, list] = {}
     for storage, nbytes in alive:
         key = storage.kind, storage.shape, storage.dtype, str(storage.made_by)
-        alike.setdefault(key, []).append((nbytes, storage))
-    largest = [(sum(nbytes for nbytes, _ in found), len(found), found[0][1]) for found in alike.values()]
-    axes: dict[str, str] = {}  # torch's name of a group -> its axis; of several that share it, the last one
+        equal.setdefault(key, []).append((nbytes, storage))
+    largest = [(sum(nbytes for nbytes, _ in found), len(found), found[0][1]) for found in equal.values()]
+    axes: dict[str, str] = {}  # torch's name of a group -> its axis, the last one if several axes share the group
     for axis, group in groups.items():
         if size(group) > 1:
             axes |= {name(part): axis for part in (process_group(group), *getattr(group, "links", {}).values())}
@@ -146,34 +146,34 @@ def measure(step: Callable[[], Any], model: Any, optimizer: Any, engine: Any, gr
 
 
 def label(meter: Meter, model: Any, optimizer: Any) -> None:
-    """Let the meter tell weights, gradients, optimizer state and activations apart."""
-    def bringing(kind: str, function: Callable) -> Callable:
-        def called(*args, **kwargs):
+    """Tell the meter which kind each tensor is: existing ones now, others by the function that allocates them."""
+    def label_made_by(function: Callable, kind: str) -> Callable:
+        def labelling(*args, **kwargs):
             before, meter.kind = meter.kind, kind
             try:
                 return function(*args, **kwargs)
             finally:
                 meter.kind = before
-        return called
+        return labelling
 
     for bucket in optimizer.buckets:
         meter.label("optimizer", *bucket.state.values())
-        meter.label("weights", bucket.weights, bucket.weight_shard)  # without mixed precision they are the master, too
-        bucket.zeros = bringing("gradients", bucket.zeros)  # from now on a bucket allocates nothing else
-        bucket.start_reduction = bringing("gradients", bucket.start_reduction)
+        meter.label("weights", bucket.weights, bucket.weight_shard)  # "weights" even if they are also master weights
+        bucket.zeros = label_made_by(bucket.zeros, "gradients")  # during steps a bucket allocates nothing else
+        bucket.start_reduction = label_made_by(bucket.start_reduction, "gradients")
     for fp8 in (model.execution.fp8_linear, model.execution.fp8_experts):
         if fp8 and fp8.cached:
-            fp8.quantise_weight = bringing("FP8 weights", fp8.quantise_weight)
-    model.forward = bringing("activations", model.forward)
+            fp8.quantise_weight = label_made_by(fp8.quantise_weight, "FP8 weights")
+    model.forward = label_made_by(model.forward, "activations")
 
 
-# ---- what is printed ------------------------------------------------------------------------------------------------
+# ---- printing -------------------------------------------------------------------------------------------------------
 
 BARS = " ▁▂▃▄▅▆▇█"
 
 
 def report(found: DryRun, groups: Groups, formula: dict[str, int], seconds: float) -> str:
-    """Memory, pipeline, FLOPs and communication as a page. formula: what costs.py says of the kinds of bytes."""
+    """Memory, pipeline, FLOPs and communication as printed. formula: kind -> bytes by footprint.py, to compare."""
     coordinates = ", ".join(f"{axis} {rank(group)} of {size(group)}" for axis, group in groups.items()
                             if size(group) > 1 and axis != "world")
     lines = [f"dry run rank {rank(groups['world'])} of {size(groups['world']):,} ({coordinates or 'alone'}), "

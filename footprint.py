@@ -1,14 +1,14 @@
 """The memory of a rank by formula: model state, saved activations, and the moment of a step that needs most.
 
-Model state of P parameters at ZeRO level 0: weights w P, gradients a P, master weights a P (none if w = a) and AdamW's
-moments m P, with w = 2, a = 4, m = 8 in bf16: 18 bytes per parameter. See zero.py for what each level divides.
+Model state of P parameters at ZeRO level 0, in bytes: weights w P, gradients a P, master weights a P (none if w = a)
+and AdamW's moments m P, with w = 2, a = 4, m = 8 in bf16: 18 bytes per parameter. zero.py says what each level shards.
 
-The dry run (dryrun.py) is what these formulas are compared with: the code that trains, counted. A backward needs most
-where it begins, with all activations saved: in the head, which makes logits' gradients in the accumulation dtype, or in
-the last block, whose matrix gradients are rounded before they are added (without a kernel that adds to fp32). At levels
-2 and 3 of ZeRO few gradients are whole then.
+Tests compare these formulas with dry runs (dryrun.py), which count the tensors of the code that trains. The peak is
+where a backward begins, with all activations saved: in the head, whose gradient of the logits is in the accumulation
+dtype, or in the last block, whose matrix gradients exist in the weights' dtype before they are added to the main
+gradients (unless a kernel adds to fp32). At ZeRO levels 2 and 3 few buckets have unsharded gradients at that moment.
 
-Letters: T tokens of a micro-batch on a rank, H hidden, F ffn, V vocabulary, t tensor parallel ranks.
+Shapes: T tokens of a micro-batch on a rank, H hidden, F ffn, V vocabulary, t tensor parallel ranks.
 """
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ def state_bytes(buckets: list[int], level: int, n: int, *, weight: int, accumula
                 moments: int) -> dict[str, int]:
     """Upper bounds of the bytes that a rank has at once of weights, gradients and optimizer state.
 
-    buckets: elements of each. n: ranks that shard them. level: of ZeRO. weight: bytes per element of the weights;
-    accumulated: of main gradients and master weights; moments: of all moments together. At level 3 two
-    buckets' weights are whole at once, at levels 2 and 3 two buckets' gradients: the two largest are taken, though only
-    neighbours coincide. Left out at levels 2 and 3: schedules that split backward, which have one whole gradient per
-    bucket; the gradient of a tied table; one shard being received. With bf16 moments: one bucket's moments in fp32
-    during its update.
+    buckets: elements of each bucket. n: ranks that shard them. level: of ZeRO. weight: bytes per element of weights;
+    accumulated: of main gradients and master weights; moments: of all moments together. Two buckets' weights (level 3)
+    or gradients (levels 2 and 3) are unsharded at once; the bound takes the two largest, though only neighbours are.
+    Left out at levels 2 and 3: schedules that split the backward, where all gradients are unsharded; the gradient of a
+    tied table; one shard being received; and, with bf16 moments, one bucket's moments in fp32 during its update.
     """
     if n == 1:
         level = 0
@@ -50,8 +49,8 @@ def activation_bytes(settings: Config, element: int, stages: Collection[Iterable
 
     element: bytes per element of an activation. stages: the layers of each pipeline stage on this rank; None: all
     layers, in one stage. in_flight: micro-batches whose activations the rank has at once. has_head: whether it has the
-    last stage. These are what plain torch saves; Triton's kernels on a GPU save less: no norms' statistics, and dx and
-    dW of the head in place of logits. Left out: masks of documents and windows, and small tensors per sequence.
+    last stage. This is what plain torch saves. Triton's kernels on GPUs save less: no statistics of norms, and dx and
+    dW of the head instead of logits. Left out: masks of documents and windows, and small tensors per sequence.
     """
     model, grid, batch, precision = settings.model, settings.grid, settings.batch, settings.precision
     tp, sp, acc, recompute = grid.tp, grid.sp, acc_bytes(element), precision.recompute
@@ -63,31 +62,31 @@ def activation_bytes(settings: Config, element: int, stages: Collection[Iterable
     recipe = precision.fp8_recipe()
     fp8_bytes = (1 + 4 / 128 if recipe.blocks else 1.0) if recipe else 0.0  # a scale per 128 elements
 
-    def block(number: int) -> float:
+    def bytes_per_token(number: int) -> float:
         fp8 = fp8_bytes if number in settings.fp8_layers() else 0.0
         layer = llama_layer(model, seq, options._replace(fp8=fp8), number)
-        if by_heads:  # the output before it is exchanged, and kv heads repeated until cp divides them
-            kv_heads = max(model.kv_heads // tp, 1)  # of a rank
+        if by_heads:  # also saved: the output before its all-to-all, and kv heads repeated until cp divides them
+            kv_heads = max(model.kv_heads // tp, 1)  # per rank
             repeated = 2 * tp * kv_heads * (grid.cp // gcd(grid.cp, kv_heads) - 1)
             layer["attention_by_heads"] = Activation((model.heads + repeated) * model.head_dim * element, "selective",
                                                      "tp")
-        return saved_bytes(layer, recompute, tp, sp or recompute == "full")  # checkpoints are sharded without sp, too
+        return saved_bytes(layer, recompute, tp, sp or recompute == "full")  # checkpoints are always sharded
 
     stages = stages or [range(model.layers)]
-    kinds, saved = layer_kinds(settings), by_kind(settings, block)
+    kinds, saved = layer_kinds(settings), by_kind(settings, bytes_per_token)
     per_token = in_flight * max(sum(saved[kinds[layer]] for layer in layers) for layers in stages)
     if has_head:
-        losses = in_flight // grid.chunks if grid.schedule == "afab" else 1  # whose logits are saved at once
+        losses = in_flight // grid.chunks if grid.schedule == "afab" else 1  # of these logits are saved
         norm = model.hidden * element if recompute == "selective" else 2 * model.hidden * element + acc
         logits = -(-model.vocab // tp) * element + 3 * acc
-        indices = 2 * 9  # of the token in the table and of its label in the vocabulary, each with a mask
+        indices = 2 * 9  # per token: its index in the table and its label's in the vocabulary, each with a mask
         per_token += losses * (norm / (tp if sp else 1) + logits + indices)
         if grid.sp_keep and recompute != "selective":
             per_token += losses * model.hidden * element * (1 - 1 / tp)
     if recompute == "full" and tp > 1 and not sp:
-        per_token += model.hidden * element  # one checkpoint, gathered
+        per_token += model.hidden * element  # one gathered checkpoint
     if model.experts and recompute == "full":
-        per_token += in_flight * 8 / tp  # the sequence that a token belongs to, for recomputing a block
+        per_token += in_flight * 8 / tp  # each token's sequence number, for recomputing a block
     angles = local_seq * model.head_dim * acc  # cos and sin of rotary embedding
     mask = seq * seq if precision.attention == "math" and not by_blocks else 0
     return round(batch.micro_batch * local_seq * per_token + angles + mask)
@@ -99,47 +98,45 @@ def layer_options(settings: Config, element: int, by_blocks: bool = False) -> La
                         aux=optim.aux_loss > 0, router_z=optim.router_z_loss > 0, dispatched=grid.ep > 1)
 
 
-# ---- the moment that needs most -------------------------------------------------------------------------------------
+# ---- the peak of a step ---------------------------------------------------------------------------------------------
 
 class Moment(NamedTuple):
-    """What a rank holds besides shards and saved activations. Elements of whole buckets' gradients (at levels 2 and 3
-    of ZeRO, in the accumulation dtype) and weights (at level 3); bytes of temporaries, and of saved activations that
-    are not there then."""
-    gradients: int
-    weights: int
-    temporaries: float
-    freed: float = 0.0
+    """What a rank has at one moment of a step besides its shards and the saved activations."""
+    gradients: int  # at ZeRO levels 2 and 3: elements unsharded or being reduced, in the accumulation dtype
+    weights: int  # at level 3: elements unsharded
+    temporaries: float  # bytes
+    freed: float = 0.0  # bytes of saved activations that have been freed by then
 
 
 def memory_bytes(settings: Config, element: int, moments: int, buckets: dict[str, list[int]], fp8_weights: int,
                  activations: int, in_flight: int, has_head: bool, fused: bool = False) -> dict[str, int]:
-    """Bytes of a rank by kind, at the moment of a step that needs most. buckets: elements of each, by data axis.
-    moments: bytes per element of all moments. fp8_weights: elements of this rank's matrices that multiply in FP8.
-    activations: saved for backward, of in_flight micro-batches. has_head: whether the rank has the last stage. fused:
-    on GPUs, where a kernel makes the loss chunk by chunk and matmuls add to fp32 gradients.
+    """Bytes of a rank by kind ("weights", "gradients", ...), at the peak of a step.
 
-    Left out: activations and their gradients that pipeline ranks have received or are sending; what a split backward
-    keeps under selective recomputation (4%); a tied table's gradient at levels 2 and 3. How many gradients are whole
-    there follows 1f1b; other schedules' differ: the sum of all kinds is up to 7% off with afab, 13% with split
+    buckets: data axis -> elements of each bucket. moments: bytes per element of all moments. fp8_weights: elements of
+    this rank's matrices that multiply in FP8. activations: bytes saved for backward, of in_flight micro-batches.
+    has_head: whether the rank has the last stage. fused: as on GPUs, where kernels compute the loss chunk by chunk and
+    add matrix gradients to fp32. Left out: activations and gradients that pipeline ranks are sending or have received;
+    what a split backward saves under selective recomputation (4%); a tied table's gradient at ZeRO levels 2 and 3.
+    Unsharded gradients are counted as with 1f1b: the sum of all kinds is up to 7% off with afab, 13% with split
     backwards, 19% with interleaved stages, 6% with experts in a pipeline.
     """
     grid, acc = settings.grid, acc_bytes(element)
     level, shards = grid.zero, grid.dp // grid.dp_replicate * grid.cp
-    padded, held, parts = {}, 0, 0  # elements of all buckets, and of their shards
+    padded, unsharded, sharded = {}, 0, 0  # axis -> padded buckets; elements of all buckets, and of this rank's shards
     for axis, n in ("dp", shards), ("edp", shards * grid.tp // grid.ep):
         n = n if level else 1
         padded[axis] = [-(-count // n) * n for count in buckets.get(axis, [])]
-        held += sum(padded[axis])
-        parts += sum(padded[axis]) // n
+        unsharded += sum(padded[axis])
+        sharded += sum(padded[axis]) // n
     if shards * grid.tp == 1:
         level = 0
     master = 0 if element == acc else acc
     moment = max(moments_of_backward(settings, element, padded, activations, in_flight, has_head, fused),
                  key=lambda moment: moment.gradients * acc * (level >= 2) + moment.weights * element * (level == 3)
                  + moment.temporaries - moment.freed)
-    memory = dict(weights=(parts + moment.weights if level == 3 else held) * element,
-                  gradients=(parts + moment.gradients if level >= 2 else held) * acc,
-                  optimizer=parts * (master + moments))
+    memory = dict(weights=(sharded + moment.weights if level == 3 else unsharded) * element,
+                  gradients=(sharded + moment.gradients if level >= 2 else unsharded) * acc,
+                  optimizer=sharded * (master + moments))
     if fp8_weights and grid.zero < 3:
         memory["FP8 weights"] = 2 * fp8_weights
     return memory | dict(activations=activations - round(moment.freed), temporaries=round(moment.temporaries))
@@ -147,51 +144,49 @@ def memory_bytes(settings: Config, element: int, moments: int, buckets: dict[str
 
 def moments_of_backward(settings: Config, element: int, padded: dict[str, list[int]], activations: int, in_flight: int,
                         has_head: bool, fused: bool) -> list[Moment]:
-    """The backward of a micro-batch begins in the head's loss, in its matrix, in the last block; and it ends."""
+    """Candidates for the peak: a backward's loss, its head's matrix, its last block; and the end of the backward."""
     grid, batch, acc = settings.grid, settings.batch, acc_bytes(element)
     rows, H = -(-settings.model.vocab // grid.tp), settings.model.hidden
     T = batch.micro_batch * padded_length(batch.seq, grid.cp, grid.tp if grid.sp else 1) // grid.cp
-    rounded = element if element < acc and not fused else 0  # bytes of the copy that is made to change the dtype
+    rounded = element if element < acc and not fused else 0  # per element of a gradient not yet added to the main one
     units, experts, shards = padded["dp"], padded["edp"], grid.dp // grid.dp_replicate * grid.cp
     passes = batch.ramp()[-1][0] // batch.micro_batch // grid.dp * grid.chunks
     split = grid.schedule.startswith("zb") and grid.pp > 1
     sent = reduced_bytes(settings, element)
-    # The gradient that the backward before is still reducing, and the shard that it will be (not of the first backward
-    # of all, which receives that in its place).
-    reduced = units[-1 if split else 0] * sent // acc
-    before = reduced * (passes > 1) + reduced // shards * (passes > 2)
-    together = units[-1] > (rows + 1) * H  # the head's bucket has blocks, too
+    # A gradient that the previous backward is still reducing, and the shard that receives the sum. (The first backward
+    # of a step receives it in the main shard itself.)
+    in_reduction = units[-1 if split else 0] * sent // acc
+    before = in_reduction * (passes > 1) + in_reduction // shards * (passes > 2)
+    shares_bucket = units[-1] > (rows + 1) * H  # the head's bucket also has blocks
     last, two = units[-1], sum(units[-2:])
     pair = last * sent // acc + sum(units[-2:-1]) + sum(experts[-1:])
-    if split:  # between the halves of a backward every gradient is whole
+    if split:  # between the halves of a backward all gradients are unsharded
         last = pair = sum(units) + sum(experts)
     backward = max(by_kind(settings, lambda layer: block_temporaries(settings, element, rounded, T, layer)).values())
-    one, dlogits = activations / in_flight, element * T * rows * has_head
+    per_micro_batch, dlogits = activations / in_flight, element * T * rows * has_head
     first_pair = units[0] + (sum(units[1:2]) + sum(units[1:2]) // shards * (passes > 2)) * sent // acc
-    found = [Moment(first_pair, two, backward, freed=one)]
+    found = [Moment(first_pair, two, backward, freed=per_micro_batch)]
     if sent < acc:
         found += moments_of_reduction(settings, sent, padded, backward, activations, dlogits)
-    # The first backward, with all activations saved; and a later one, which has as many if forwards go on in between.
-    for pending, gone in (0, 0.0), (before, 0.0 if passes > in_flight or split else one):
+    # The first backward, with all activations saved; and a later one, with as many if forwards run in between.
+    for pending, freed in (0, 0.0), (before, 0.0 if passes > in_flight or split else per_micro_batch):
         if has_head:
             loss = 0 if fused else (acc + rounded) * T * rows
-            block = pending + last if together else pair
-            found += [Moment(pending + last * (split and pending > 0), two, loss, gone),
-                      Moment(pending + last, two, rounded * rows * H, gone),
-                      Moment(block, sum(units[-3:-1]) + sum(experts[-2:]), backward, max(gone, dlogits))]
+            block = pending + last if shares_bucket else pair
+            found += [Moment(pending + last * (split and pending > 0), two, loss, freed),
+                      Moment(pending + last, two, rounded * rows * H, freed),
+                      Moment(block, sum(units[-3:-1]) + sum(experts[-2:]), backward, max(freed, dlogits))]
         else:
-            whole = pending + last
-            if experts and not split:  # a block's experts are complete before the rest of it
-                whole = pending + experts[-1]
-            found.append(Moment(whole, two + sum(experts[-2:]), backward, gone))
+            first = experts[-1] if experts and not split else last  # a block's experts come before the rest of it
+            found.append(Moment(pending + first, two + sum(experts[-2:]), backward, freed))
     return found
 
 
 def moments_of_reduction(settings: Config, sent: int, padded: dict[str, list[int]], backward: float,
                          activations: int, dlogits: int) -> list[Moment]:
-    """The moments at which copies of gradients, `sent` bytes per element, are reduced: levels 2 and 3 of ZeRO make one
-    beside a whole gradient; levels 0 and 1 keep all copies, and at level 1 the shards that they become, until backward
-    ends; replicas keep the shards and one copy."""
+    """Candidates for the peak while copies of gradients, `sent` bytes per element, are reduced. ZeRO levels 2 and 3
+    make one copy beside an unsharded gradient. Levels 0 and 1 have all copies until the backward ends, and level 1 the
+    shards that receive the sums, too; with replicas they have the shards and one copy."""
     grid, units = settings.grid, padded["dp"]
     shards = grid.dp // grid.dp_replicate * grid.cp
     if grid.zero >= 2:
@@ -208,9 +203,9 @@ def moments_of_reduction(settings: Config, sent: int, padded: dict[str, list[int
 
 
 def block_temporaries(settings: Config, element: int, rounded: int, T: int, layer: int) -> float:
-    """Bytes that the backward of a block makes at once, less those of saved activations that it has freed by then: in
-    the middle of its feed-forward, the gradients of gate, up and input, the input gathered once more, and the gradient
-    of the matrix before it is added. Recomputation adds what is recomputed."""
+    """Bytes of a block's temporaries in the middle of its feed-forward's backward, less the saved activations freed by
+    then: the gradients of gate, up and input, the input gathered once more, and the gradient of the matrix before it is
+    added to the main gradient. With recomputation, the recomputed activations are added."""
     model, grid, recompute = settings.model, settings.grid, settings.precision.recompute
     H, t, sp = model.hidden, grid.tp, grid.sp and grid.tp > 1
     if model.has_experts(layer):
@@ -221,8 +216,8 @@ def block_temporaries(settings: Config, element: int, rounded: int, T: int, laye
         nbytes = element * (T * F + T * H * (2 if sp else 1) + T * H / (t if sp else 1)) + rounded * 2 * F * H
     if recompute != "none":
         table = llama_layer(model, settings.batch.seq, layer_options(settings, element), layer)
-        again = saved_bytes(table, "none", t, grid.sp) - saved_bytes(table, recompute, t, grid.sp)
-        nbytes += T * (again if recompute == "full" else element * F)
+        recomputed = saved_bytes(table, "none", t, grid.sp) - saved_bytes(table, recompute, t, grid.sp)
+        nbytes += T * (recomputed if recompute == "full" else element * F)
     return nbytes
 
 

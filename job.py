@@ -1,4 +1,4 @@
-"""A run on one rank: what it consists of, how it begins or is resumed, how it is saved and goes back."""
+"""A run on one rank: its parts and its progress; how it begins or resumes, saves, and goes back to a checkpoint."""
 import os
 import sys
 from dataclasses import asdict, dataclass, field
@@ -23,15 +23,15 @@ from zero import Optimizer
 
 @dataclass
 class RunState:
-    """How far a run has come. Checkpoints save all fields but the activity."""
-    step: int = 0  # how many are done
-    samples: int = 0  # read from the data so far
-    tokens: int = 0  # in these samples
-    skipped: int = 0  # steps so far without an update: the gradient was not finite, or a spike
+    """The progress of a run. Checkpoints save all fields except `activity`."""
+    step: int = 0  # number of completed steps
+    samples: int = 0  # the number of the next sample: those before it have been read or left out
+    tokens: int = 0  # trained on so far
+    skipped: int = 0  # number of steps without an update: the gradient was not finite, or a spike
     norms: list[float] = field(default_factory=lambda: [0, 0.0, 0.0])  # see faults.Guard
-    left_out: list[list[int]] = field(default_factory=list)  # [first, end] of samples that a rewind has left out
-    rewinds: int = 0  # so far
-    activity: str = "before the first step"  # for the message if the run fails
+    left_out: list[list[int]] = field(default_factory=list)  # samples [first, end) that rewinds have left out
+    rewinds: int = 0  # number of times that the run has gone back to a checkpoint
+    activity: str = "before the first step"  # what the run is doing, for error messages
 
     def progress(self) -> dict:
         return {name: value for name, value in asdict(self).items() if name != "activity"}
@@ -43,7 +43,7 @@ class RunState:
 
 @dataclass
 class Job:
-    """A run and what it consists of on this rank."""
+    """The parts of a run on this rank. `begin_or_resume` fills those that are None."""
     settings: config.Config
     groups: Groups
     device: torch.device
@@ -51,7 +51,7 @@ class Job:
     validation: Samples | None
     state: RunState
     log: "Log"
-    host: Group = None  # all ranks, on gloo
+    host: Group = None  # all ranks, on gloo: for threads and CPU tensors
     model: Llama | None = None
     optimizer: Optimizer | None = None
     saver: Saver | None = None
@@ -59,12 +59,12 @@ class Job:
 
 
 def begin_or_resume(job: Job) -> None:
-    """Make the model and its optimizer, with initial weights or as a checkpoint has them; and the Saver, if something
-    is to be saved. Raises ValueError, on every rank, for a checkpoint, data or a folder that cannot be used."""
+    """Make the model and its optimizer, with initial weights or those of a checkpoint; and the Saver, if the run saves.
+    Raises ValueError, on every rank, for a checkpoint, data or a folder that cannot be used."""
     settings, run, state, groups, path = job.settings, job.settings.run, job.state, job.groups, ""
     host = host_group(run.timeout) if run.out or run.resume or run.init_from or run.export_hf else None
     for samples in filter(None, (job.training, job.validation)):
-        checkpoint.agree(samples.identity, host)  # reads tokens: one outside the vocabulary ends the run now
+        checkpoint.agree(samples.identity, host)  # reads the tokens, so bad ones are refused now
     sections = [section for name, section in asdict(settings).items() if name not in ("data", "given", "arguments")]
     faults.agree_on({"settings": sections, "data": job.training.identity(),
                      "version of Python or torch": (sys.version, torch.__version__)}, groups["world"], job.device)
@@ -84,7 +84,7 @@ def begin_or_resume(job: Job) -> None:
             job.optimizer.load(huggingface.source(run.init_from) if run.init_from else draw(settings.optim.seed))
         checkpoint.agree(fill, host)
     pieces = list(checkpoint.pieces_of_run(job.optimizer, job.model.routers, groups, saving=True))
-    out = run.out if state.step < settings.optim.steps else ""  # without a step left there is nothing to save
+    out = run.out if state.step < settings.optim.steps else ""  # after the last step there is nothing left to save
     folder = out or (run.export_hf and os.path.join(run.export_hf, ".checkpoint"))
     continues = bool(path) and os.path.realpath(os.path.dirname(path)) == os.path.realpath(folder)
     if folder:
@@ -92,13 +92,13 @@ def begin_or_resume(job: Job) -> None:
 
 
 def restore(job: Job, path: str, saved: dict) -> None:
-    """Load a checkpoint. saved: its run.json."""
+    """Load the checkpoint at `path` into the job. saved: its run.json."""
     job.state.restore(saved)
     checkpoint.load(path, job.optimizer, job.model.routers, job.groups, job.host)
 
 
 def check_data(training: Samples, saved: dict, settings: config.Config) -> None:
-    """Raises ValueError if the samples are not those of the checkpoint, of which `saved` is the run.json."""
+    """Raises ValueError if the training data is not that of the checkpoint. saved: the checkpoint's run.json."""
     for name, value in training.identity().items():
         need(value == saved["corpus"][name] or settings.run.insist,
              f"--resume {settings.run.resume}: the data differs, its {name} was {saved['corpus'][name]} and is "
@@ -106,7 +106,7 @@ def check_data(training: Samples, saved: dict, settings: config.Config) -> None:
 
 
 def description(job: Job) -> dict:
-    """run.json without its list of files: progress, settings, model, grid, data, tokenizer."""
+    """The content of run.json except the list of files: progress, settings, model, grid, data, tokenizer."""
     settings, given = job.settings, dict(job.settings.given)
     for name in ("data", "val_data"):
         given[name] = [os.path.abspath(path) for path in given[name]]
@@ -118,7 +118,7 @@ def description(job: Job) -> dict:
 
 
 def tokenizer_folder(settings: config.Config, training: Samples) -> str:
-    """The folder of the run's tokenizer.json: that of --init-from, of the checkpoint's run, or of the token files."""
+    """The folder with the run's tokenizer.json, "" if there is none: --init-from, the resumed run's, the data's."""
     run, corpus = settings.run, training.corpus
     resumed = config.resumed_run(run.resume, run.out) or dict(tokenizer="")
     for folder in (run.init_from, resumed["tokenizer"], "" if corpus.is_text else str(corpus.files[0].parent)):
@@ -128,28 +128,28 @@ def tokenizer_folder(settings: config.Config, training: Samples) -> str:
 
 
 def save(job: Job) -> dict:
-    """Save the state after the last step, in the background. Returns what the metrics say of it."""
+    """Start to save the current state in the background. Returns the metrics save_wait_s and save_gb_per_s."""
     job.state.activity = f"saving after step {job.state.step - 1}"
     wait = job.saver.save(job.state.step, description(job))
     return dict(save_wait_s=wait, save_gb_per_s=job.saver.bytes_per_s / 1e9)
 
 
 def rewind(job: Job) -> None:
-    """Go back to the newest checkpoint from before the steps in a row that were skipped, and leave out the samples of
-    those. Raises faults.Failure if --rewind does not allow it, or there is none."""
+    """Go back to the newest checkpoint from before the consecutive skipped steps, and leave out their samples.
+    Raises faults.Failure if --rewind does not allow it, or if there is no such checkpoint."""
     state, run, guard = job.state, job.settings.run, job.guard
-    (step, first), end = guard.streak[0], state.samples
+    (step, first), end = guard.streak[0], state.samples  # leave out samples [first, end)
     what = f"{len(guard.streak)} steps in a row, from step {step} on, were skipped"
     if state.rewinds == run.rewind:
         raise faults.Failure(f"{what}: lower --lr, raise --max-skipped, or allow to go back to the last checkpoint and "
                              "leave out these samples, with --rewind" + (f" {run.rewind + 1}" if run.rewind else ""))
     state.activity = f"going back from step {state.step}"
     job.saver.finish()
-    before = [path for path in config.candidates("auto", run.out) if config.step_of(Path(path)) <= step]
-    before, *_ = checkpoint.exchange(before, job.host)
-    if not before:
+    paths = [path for path in config.candidates("auto", run.out) if config.step_of(Path(path)) <= step]
+    paths, *_ = checkpoint.exchange(paths, job.host)  # those that the first rank sees
+    if not paths:
         raise faults.Failure(f"{what}, and there is no checkpoint of an earlier step")
-    path = checkpoint.find_whole(before, job.host)
+    path = checkpoint.find_whole(paths, job.host)
     left_out, rewinds = [*state.left_out, [first, end]], state.rewinds + 1
     restore(job, path, config.read_run(path))
     state.left_out, state.rewinds = left_out, rewinds
@@ -157,4 +157,4 @@ def rewind(job: Job) -> None:
     guard.norms = state.norms
     job.saver.set_aside(state.step)
     job.log.begin(state.step)
-    faults.warn(f"{what}: went back to {path}, and leave out samples {first} to {end - 1}", job.groups["world"])
+    faults.warn(f"{what}: went back to {path} and left out samples {first} to {end - 1}", job.groups["world"])
