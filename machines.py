@@ -4,7 +4,7 @@ A machine is its peak, its memory, and the levels of its network. A step is, on 
 
     the pipeline       every action of the schedule's plan (schedules.py), with the times of its own stage
     communication      of the data axis, as far as it is not hidden under a backward; all other axes' is in the stages
-    the optimizer      reads and writes 40 bytes per parameter
+    the optimizer      reads and writes 40 bytes per parameter, 16 of them AdamW's moments in fp32
 
 The forward of a layer takes the time of its matmuls and attention at the speed that kernels reach, plus that of reading
 and writing its activations, plus its exposed communication; a layer that is smaller than its kernels' launches takes
@@ -521,7 +521,7 @@ def step_seconds(run: Run, stages: list[Parts] | None = None, simulated: bool = 
         one = sum(sums[stage].total for stage in mine)
         data = max(data, data_parallel_seconds(run, elements, sum(map(len, mine.values())), one, busy[busiest]))
         shards = grid.dp // grid.dp_replicate * grid.cp if grid.zero else 1
-        update = max(update, run.memory(40 * sum(map(sum, elements.values())) / shards))
+        update = max(update, run.memory((24 + 2 * moment_bytes(run)) * sum(map(sum, elements.values())) / shards))
     spent |= dict(dp=data, optimizer=update, fixed=run.constants.fixed_s)
     return Step(seconds + data + update + run.constants.fixed_s, spent)
 
@@ -555,6 +555,12 @@ def activations_of_rank(run: Run, rank: int) -> int:
     return footprint.activation_bytes(run.settings, 2, stages.values(), in_flight_of_rank(run, rank), last in stages)
 
 
+def moment_bytes(run: Run) -> int:
+    """Bytes per parameter of all moments of the optimizer."""
+    each = 2 if run.settings.precision.moments == "bf16" else 4
+    return 0 if run.settings.optim.optimizer == "sgd" else 2 * each
+
+
 def memory_of_rank(run: Run, rank: int, own: int | None = None) -> dict[str, int]:
     """Bytes of a pipeline rank by kind, by the formulas of footprint.py, as train.py prints them for its own code. own:
     its activations, if they are known."""
@@ -562,11 +568,10 @@ def memory_of_rank(run: Run, rank: int, own: int | None = None) -> dict[str, int
     grid, last = settings.grid, settings.grid.pp * settings.grid.chunks - 1
     stages = stages_of_rank(run, rank)
     own = activations_of_rank(run, rank) if own is None else own
-    moments = (0 if settings.optim.optimizer == "sgd" else 2) * (2 if settings.precision.moments == "bf16" else 4)
     elements = costs.bucket_elements(settings, stages, 2)
     numbers = [layer for layers in stages.values() for layer in layers]
-    memory = footprint.memory_bytes(settings, 2, moments, elements, costs.fp8_elements(settings, numbers), own,
-                                    in_flight_of_rank(run, rank), last in stages, kernels.fused)
+    memory = footprint.memory_bytes(settings, 2, moment_bytes(run), elements, costs.fp8_elements(settings, numbers),
+                                    own, in_flight_of_rank(run, rank), last in stages, kernels.fused)
     if kernels.two_gradients:
         memory["gradients"] += 2 * sum(map(sum, elements.values()))
     if not kernels.fused:

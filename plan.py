@@ -202,7 +202,7 @@ WHY = {"matmul": "matrix products at the speed that models reach",
        "attention": "visible scores", "tp": "tensor parallel, not hidden", "cp": "keys and values, not hidden",
        "ep": "dispatch and combine", "recomputed": "forward in backward", "launch": "layers below their launches",
        "head": "logits and loss", "bubble": "the pipeline fills, drains or waits", "dp": "data axis, not hidden",
-       "optimizer": "40 bytes per parameter", "fixed": "per step"}
+       "optimizer": "gradients, weights and moments, read and written", "fixed": "per step"}
 
 
 def print_step(run: Run) -> None:

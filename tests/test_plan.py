@@ -193,6 +193,13 @@ def test_what_costs_time_does():
     assert machines.step_seconds(run_for(across)).parts["tp"] > machines.step_seconds(run_for(inside)).parts["tp"]
 
 
+@pytest.mark.parametrize("flags, nbytes", [("", 40), ("--moments bf16", 32), ("--optimizer sgd", 24)])
+def test_an_update_reads_and_writes_its_moments(flags, nbytes):
+    """AdamW's two moments in fp32 are 16 of 40 bytes per parameter."""
+    run = run_for(f"--preset llama-3.1-8b --dp 8 --zero 1 --global-batch 8 {flags}")
+    assert machines.step_seconds(run).parts["optimizer"] == pytest.approx(nbytes * 8_030_261_248 / 8 / 3.35e12)
+
+
 def test_zigzag_context_parallelism_divides_the_scores_equally():
     one = machines.step_seconds(run_for("--preset llama-3.1-8b --seq 32768 --global-batch 4 --micro-batch 4")).parts
     four = machines.step_seconds(run_for("--preset llama-3.1-8b --seq 32768 --global-batch 4 --micro-batch 4 --cp 4"))
