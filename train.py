@@ -251,13 +251,11 @@ def without_garbage_collector() -> Iterator[None]:
     """Collect once, then switch Python's collector off: a step leaves no reference cycles, and a collection would only
     delay kernel launches."""
     gc.collect()
-    gc.freeze()
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
-        gc.unfreeze()
 
 
 # ---- one step -------------------------------------------------------------------------------------------------------

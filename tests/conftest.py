@@ -1,4 +1,5 @@
 import datetime
+import gc
 import os
 import re
 import sys
@@ -38,6 +39,12 @@ def pytest_collection_modifyitems(items):
     needs_pool = {item.path for item in items if "pool" in getattr(item, "fixturenames", ())}
     items.sort(key=lambda item: (SLOWEST.index(item.path.stem) if item.path.stem in SLOWEST else -1,
                                  item.path in needs_pool))
+
+
+def pytest_collection_finish():
+    """Modules and tests are no garbage: train.py, which collects before its loop, need not look at them every time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
