@@ -1,7 +1,7 @@
-"""From settings to what a run consists of: the device, the samples, the model and its optimizer.
+"""Build the parts of a run from its settings: the device, the samples, the model and its optimizer.
 
-Here every setting is handed to the file of the technique that it is for. train.py, the dry run, the benchmarks and the
-tests build the same model by the same functions.
+Techniques do not see the settings: here each setting becomes an argument of the file that implements it. train.py, dry
+runs, benchmarks and tests build the same model by the same functions.
 """
 import os
 from functools import partial
@@ -32,7 +32,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 
 def build(settings: config.Config, groups: Groups, device: torch.device, dtype: torch.dtype,
           filled: bool = True) -> tuple[Llama, Optimizer]:
-    """The model and its optimizer, with the seed's initial weights if they are to be filled, else with zeros."""
+    """The model and its optimizer. filled: with initial weights from the seed; else all weights are zeros."""
     grid, optim = settings.grid, settings.optim
     model = build_model(settings, groups, device, dtype)
     optimizer = Optimizer(model.units(), groups, bucket_mb=grid.bucket_mb, level=grid.zero, rule=optim.optimizer,
@@ -45,7 +45,7 @@ def build(settings: config.Config, groups: Groups, device: torch.device, dtype: 
 
 
 def build_model(settings: config.Config, groups: Groups, device: torch.device | str, dtype: torch.dtype) -> Llama:
-    """The model. Its parameters have no memory until an Optimizer makes their buckets, no values until its `load`."""
+    """The model, with parameters without memory: an Optimizer allocates them in buckets, its `load` fills them."""
     grid, precision, optim = settings.grid, settings.precision, settings.optim
     fp8_linear, fp8_experts = fp8_of(settings, groups, dtype)
     execution = Execution(dtype=dtype, device=device, attention=precision.attention, recompute=precision.recompute,
@@ -57,15 +57,15 @@ def build_model(settings: config.Config, groups: Groups, device: torch.device | 
 
 
 def build_pipeline(settings: config.Config, group: Group, device: torch.device | str = "cpu") -> Pipeline:
-    """The stages that the schedule gives this rank, and the plan of any number of micro-batches."""
+    """This rank's pipeline stages, and a function from a number of micro-batches to the schedule's plan."""
     grid, batch = settings.grid, settings.batch
     most = max(sequences for sequences, _ in batch.ramp()) // batch.micro_batch // grid.dp
     return Pipeline(partial(plan_of, grid), costs.stages_of(settings), most, group, device)
 
 
 def fp8_of(settings: config.Config, groups: Groups, dtype: torch.dtype) -> tuple[Fp8 | None, Fp8 | None]:
-    """(the Fp8 of linear layers, that of experts). All ranks with shards of a tensor agree on its tensorwise scale: for
-    activations cp and tp, which share sequences, and for experts' inputs also ep; for weights tp, or ep."""
+    """(Fp8 of linear layers, Fp8 of experts), or (None, None). Ranks with shards of one tensor agree on its tensorwise
+    scale: of activations over cp and tp, of experts' inputs also over ep; of weights over tp, of experts' over ep."""
     precision, cached = settings.precision, settings.grid.zero < 3
     if precision.fp8 == "none":
         return None, None
@@ -81,7 +81,7 @@ def moments_dtype(settings: config.Config, dtype: torch.dtype) -> torch.dtype:
 
 
 def memory_of_rank(settings: config.Config, groups: Groups, fused: bool = False) -> dict[str, int]:
-    """Bytes that this rank will hold, by kind, from the shapes of its parameters and the formulas of costs.py."""
+    """Kind -> bytes at this rank's peak, from the shapes of its parameters and the formulas of footprint.py."""
     dtype, grid, optim = DTYPES[settings.precision.dtype], settings.grid, settings.optim
     model = build_model(settings, groups, "cpu", dtype)
     buckets: dict[str, list[int]] = {}
@@ -96,7 +96,7 @@ def memory_of_rank(settings: config.Config, groups: Groups, fused: bool = False)
 
 
 def open_samples(settings: config.Config, paths: list[str], seed: int | None) -> Samples:
-    """The samples of these files, shuffled by a seed or in their own order. Raises ValueError naming a bad file."""
+    """The samples of the files at `paths`, shuffled by a seed; None: in order. Raises ValueError naming a bad file."""
     data = settings.data
     try:
         corpus = Corpus(paths, settings.model.vocab, data.data_dtype, data.separator)
@@ -108,10 +108,10 @@ def open_samples(settings: config.Config, paths: list[str], seed: int | None) ->
 # ---- the device -----------------------------------------------------------------------------------------------------
 
 def choose_device(asked: str) -> tuple[torch.device, str]:
-    """(device of this rank, why). asked: "auto", "cpu" or "cuda".
+    """(device of this rank, its name or why it was chosen). asked: "auto", "cpu" or "cuda".
 
-    "auto" takes GPUs if this machine has one for each of its ranks, and the CPU if it has none. Raises ValueError if it
-    has some, but too few, or if "cuda" is asked for and there are too few.
+    "auto" chooses GPUs if this machine has one for each of its ranks, and the CPU if it has none. Raises ValueError if
+    it has some but too few, and for "cuda" if it has too few.
     """
     ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if asked == "cpu":
@@ -126,22 +126,22 @@ def choose_device(asked: str) -> tuple[torch.device, str]:
 
 
 def check_device(precision: config.Precision, device: torch.device) -> None:
-    """Raises ValueError for what this device cannot run. FP8 needs a GPU of compute capability 8.9 or more, blockwise
-    exactly 9 (cuBLAS); on a CPU Triton's kernels need its interpreter, which computes bf16 wrongly."""
+    """Raises ValueError for settings that this device cannot run. FP8 needs a GPU of compute capability 8.9 or above,
+    blockwise FP8 one of 9.x (cuBLAS). On a CPU Triton's kernels need its interpreter, which computes bf16 wrongly."""
     if precision.fp8 != "none" and device.type == "cuda":
         capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
         if capability < (8, 9) or (precision.fp8_recipe().blocks and capability[0] != 9):
-            other = ", or --fp8 tensorwise" if capability >= (8, 9) else ""
-            raise ValueError(f"--fp8 {precision.fp8}: cannot run on {name}: use a Hopper GPU, or --fp8 none{other}")
+            option = ", or --fp8 tensorwise" if capability >= (8, 9) else ""
+            raise ValueError(f"--fp8 {precision.fp8}: cannot run on {name}: use a Hopper GPU, or --fp8 none{option}")
     if precision.attention == "triton" and device.type == "cpu":
-        config.need(os.environ.get("TRITON_INTERPRET") == "1", "--attention triton needs a GPU, or TRITON_INTERPRET=1 "
+        need(os.environ.get("TRITON_INTERPRET") == "1", "--attention triton needs a GPU, or TRITON_INTERPRET=1 "
                     "to be interpreted, slowly: use auto or math")
-        config.need(precision.dtype != "bf16", "--attention triton with --dtype bf16: Triton's interpreter computes it "
+        need(precision.dtype != "bf16", "--attention triton with --dtype bf16: Triton's interpreter computes it "
                     "wrongly, use fp32, or --attention auto or math")
 
 
 def check_memory(settings: config.Config, groups: Groups, device: torch.device) -> None:
-    """Raises ValueError if weights, gradients and optimizer state take more than there is, or all more than twice."""
+    """Raises ValueError if weights, gradients and optimizer state exceed this rank's memory, or all kinds twice it."""
     parts = memory_of_rank(settings, groups, fused=device.type == "cuda")
     needed = max(sum(parts[kind] for kind in ("weights", "gradients", "optimizer")), sum(parts.values()) / 2)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -152,13 +152,13 @@ def check_memory(settings: config.Config, groups: Groups, device: torch.device) 
 
 
 def choose_grid(settings: config.Config, device: torch.device) -> config.Config:
-    """The settings with what search.py chooses for this machine, which is said. Raises ValueError if nothing fits."""
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    """The settings with search.py's grid for this machine, which rank 0 prints. Raises ValueError if none fits."""
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)
-        machine = search.this_machine(ranks_here, gpu.name, gpu.total_memory)
+        machine = search.this_machine(local_ranks, gpu.name, gpu.total_memory)
     else:
-        machine = search.this_machine(ranks_here)
+        machine = search.this_machine(local_ranks)
     settings, reason = search.fill_grid(settings, int(os.environ.get("WORLD_SIZE", 1)), machine)
     if int(os.environ.get("RANK", 0)) == 0:
         print("auto    " + reason, flush=True)

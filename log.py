@@ -1,4 +1,4 @@
-"""What a run prints and writes: its first lines, its progress, its metrics. Rank 0 alone does either."""
+"""What a run prints and writes: its first lines, its progress, its metrics. Only rank 0 prints and writes."""
 import json
 import math
 import os
@@ -23,7 +23,7 @@ from groups import AXES
 
 
 class Log:
-    """The first lines, the progress bar and the metrics of every step. Rank 0 alone prints and writes."""
+    """The first lines, the progress bar and the metrics of every step. All ranks call it; only rank 0 has output."""
 
     def __init__(self, settings: config.Config, groups: Groups, device: torch.device):
         self.settings, self.groups, self.device = settings, groups, device
@@ -33,7 +33,7 @@ class Log:
         has_peak = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)  # the peak of FP8 runs, too
         self.peak = costs.peak_flops(torch.cuda.get_device_name(device)) if has_peak else None
         self.flops = costs.flops_by_convention(settings)
-        self.last_loss: float | None = None  # of the last step that this process trained; None: it trained none
+        self.last_loss: float | None = None  # of the last step of this process; None before its first
         self.noise: list[tuple[float, float]] = []  # noise_trace and noise_gradient2 of each step
         self.metrics_begun = self.metrics_failed = False
         self.bar = tqdm(total=settings.optim.steps, unit="step", disable=True)
@@ -45,14 +45,14 @@ class Log:
             print(first_lines(self.settings, self.groups, device, samples), flush=True)
 
     def begin(self, step: int) -> None:
-        """The next step is this one: the run begins, is resumed, or has gone back."""
+        """Prepare the bar and the metrics for `step`, when the run begins, is resumed, or has gone back."""
         self.bar.close()
         self.bar = tqdm(total=self.settings.optim.steps, initial=step, unit="step", dynamic_ncols=True,
                         disable=not self.is_first_rank or not sys.stderr.isatty())
         self.metrics_begun = False
 
     def append(self, record: dict) -> None:
-        """Write a line of metrics. The first one drops those of later steps, and of other runs."""
+        """Append `record` to the file of metrics. The first call removes all lines that are not of earlier steps."""
         path, text = self.settings.run.metrics, as_json(record) + "\n"
         try:
             if not self.metrics_begun and os.path.isfile(path):
@@ -60,7 +60,7 @@ class Log:
                     lines = [line for line in file if is_before(line, record["step"])]
                 checkpoint.write_text(Path(path), "".join(lines))
             self.metrics_begun = True
-            with open(path, "a") as file:  # anew for every line: the file may have been removed
+            with open(path, "a") as file:  # reopened for every line: the file may have been removed
                 file.write(text)
             self.metrics_failed = False
         except OSError as error:
@@ -70,7 +70,7 @@ class Log:
 
     def record(self, step: int, *, tokens: int, skipped: int, sequences: int, loss: float, norm: float, lr: float,
                seconds: float) -> dict:
-        """The metrics of a step; `skipped` and `tokens` count from the beginning of the run."""
+        """The metrics of a step. skipped, tokens: since the beginning of the run. seconds: of this step."""
         rate = sequences * self.settings.batch.seq / seconds
         utilisation = {name: flops * rate / self.ranks / self.peak if self.peak else None
                        for name, flops in self.flops.items()}
@@ -103,16 +103,16 @@ class Log:
     def close(self, steps: int, tokens: int) -> None:
         self.bar.close()
         if self.is_first_rank and self.last_loss is not None:
-            print(f"trained {steps} steps on {tokens:,} tokens: "
-                  f"last loss {self.last_loss:.4f} nats per token")
+            print(f"trained {steps} steps on {tokens:,} tokens: last loss {self.last_loss:.4f} nats per token")
             late = self.noise[len(self.noise) // 2:]
-            trace, gradient2 = (sum(step[i] for step in late) for i in (0, 1))
+            trace = sum(trace for trace, _ in late)
+            gradient2 = sum(gradient2 for _, gradient2 in late)
             if gradient2 > 0:
                 print(f"gradient noise scale of the last {len(late)} steps: {max(0.0, trace / gradient2):,.0f} tokens")
 
 
 def is_before(line: str, step: int) -> bool:
-    """Whether a line of metrics is whole (the last one of a killed run may not be) and of an earlier step."""
+    """Whether a line of metrics is of a step before `step`. The last line of a killed run may be incomplete: False."""
     try:
         return json.loads(line)["step"] < step
     except (ValueError, KeyError, TypeError):
@@ -120,7 +120,7 @@ def is_before(line: str, step: int) -> bool:
 
 
 def first_lines(settings: config.Config, groups: Groups, device: str, samples: Samples | None = None) -> str:
-    """device, grid, batch, model and, if there are samples, data of a run, a line each."""
+    """The lines that describe a run: device, grid, batch, model and, if there are samples, data."""
     grid, batch, precision, model = settings.grid, settings.batch, settings.precision, settings.model
     shards, count = grid.dp // grid.dp_replicate * grid.cp, costs.parameters(model)
     fp8 = f", linear layers of blocks in fp8 {precision.fp8}" if precision.fp8 != "none" else ""
@@ -146,7 +146,7 @@ def first_lines(settings: config.Config, groups: Groups, device: str, samples: S
 
 
 def grid_line(grid: config.Grid, model: config.Model, shards: int) -> str:
-    """The axes, and what a rank holds of the model and reads of the data. shards: ranks that ZeRO shards over."""
+    """The axes' sizes, and which part of model and data each rank has. shards: the number of ranks ZeRO shards over."""
     state = ("", "optimizer state", "gradients, optimizer state", "weights, gradients, optimizer state")[grid.zero]
     layers = "the whole model" if grid.tp == 1 else f"1/{grid.tp} of every layer and " + (
         f"1/{grid.tp} of the tokens between layers" if grid.sp else "all tokens between layers")
@@ -170,14 +170,14 @@ def grid_line(grid: config.Grid, model: config.Model, shards: int) -> str:
 
 
 def peak_memory(device: torch.device) -> float:
-    """The most this rank has held so far, in bytes: allocated on the GPU, or resident on the CPU."""
+    """This rank's peak of memory so far, in bytes: allocated on the GPU, or resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def as_json(record: dict) -> str:
-    """One line of JSON, which has no NaN or inf: they become null."""
+    """`record` as one line of JSON; NaN and inf, which JSON lacks, become null."""
     finite = {key: None if isinstance(value, float) and not math.isfinite(value) else value
               for key, value in record.items()}
     return json.dumps(finite)
