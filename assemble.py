@@ -135,9 +135,9 @@ def check_device(precision: config.Precision, device: torch.device) -> None:
             raise ValueError(f"--fp8 {precision.fp8}: cannot run on {name}: use a Hopper GPU, or --fp8 none{option}")
     if precision.attention == "triton" and device.type == "cpu":
         need(os.environ.get("TRITON_INTERPRET") == "1", "--attention triton needs a GPU, or TRITON_INTERPRET=1 "
-                    "to be interpreted, slowly: use auto or math")
+             "to be interpreted, slowly: use auto or math")
         need(precision.dtype != "bf16", "--attention triton with --dtype bf16: Triton's interpreter computes it "
-                    "wrongly, use fp32, or --attention auto or math")
+             "wrongly, use fp32, or --attention auto or math")
 
 
 def check_memory(settings: config.Config, groups: Groups, device: torch.device) -> None:

@@ -1,12 +1,12 @@
-"""Profiling a run: what a few steps spend time on, and who allocates a GPU's memory.
+"""Profile a run: which operations take the time of a few steps, and which allocate a GPU's memory.
 
     torchrun --nproc_per_node=8 train.py --profile traces       traces/rank-0.json …, for chrome://tracing or Perfetto
     python train.py --memory-snapshot memory.pickle             for pytorch.org/memory_viz; needs a GPU
 
-Steps 3, 4 and 5 (of 0, 1, 2 …) are recorded: earlier ones allocate, compile and connect. In the trace every phase of a
-step and every action of a pipeline has its name, such as "F1.0", the forward of stage 1 for micro-batch 0; kernels
-lie under the name that launched them. The first rank also prints the ten operations that take longest, on the device
-or, without one, on the CPU.
+Steps 3, 4 and 5, counted from 0, are recorded; earlier ones allocate, compile and connect. In the trace every phase of
+a step and every action of a pipeline has a name, such as "F1.0", the forward of stage 1 for micro-batch 0; kernels lie
+under the name that launched them. The first rank also prints the ten operations that take longest, on the GPU if there
+is one, else on the CPU.
 """
 import os
 from collections.abc import Callable, Iterator
@@ -19,13 +19,13 @@ WAIT, ACTIVE = 3, 3  # steps that are not recorded, and steps that are
 
 
 def named(name: str) -> AbstractContextManager:
-    """A name for what runs inside; nothing at all where no profiler is on, so that a step has no more operations."""
+    """Within this context operations have this name in the trace. Without a running profiler it adds no operation."""
     return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
 
 
 @contextmanager
 def profiling(folder: str, snapshot: str, rank: int, device: torch.device) -> Iterator[Callable[[], None]]:
-    """Yield what is to be called after each step. folder, snapshot: --profile and --memory-snapshot; "": neither."""
+    """Yield a function to be called after each step. folder, snapshot: --profile and --memory-snapshot; "": off."""
     cuda = device.type == "cuda"
     if snapshot:
         torch.cuda.memory._record_memory_history(max_entries=1_000_000)
@@ -60,7 +60,7 @@ def start(folder: str, rank: int, cuda: bool) -> profile:
 
 
 def longest(profiler: profile, cuda: bool, count: int = 10) -> str:
-    """The operations that took longest by themselves, a line each."""
+    """A table of the `count` operations with the longest time of their own, without the operations they call."""
     times = {event.key: (event.self_device_time_total if cuda else event.self_cpu_time_total, event.count)
              for event in profiler.key_averages()}
     total = sum(us for us, _ in times.values()) or 1.0

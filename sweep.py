@@ -1,16 +1,15 @@
-"""Run the best proposals of search.py for a few steps each on this machine: what works, how fast, in how much memory.
+"""Run the best candidates of search.py for ten steps each on this machine, and measure their speed and memory.
 
     python plan.py sweep --preset llama-3.2-1b --gpus 8 --machine h100 --top 12 --seq 4096 --global-batch 64
     python plan.py sweep --gpus 4 --machine cpu --top 3 --out sweep.jsonl
 
-The Ultra-Scale Playbook measured thousands of grids like this. A proposal is flags of train.py; torchrun starts it, ten
-steps run, and its own metrics say the rest. One JSON object per run is written to --out as soon as it has ended:
+The Ultra-Scale Playbook measured thousands of grids in this way. torchrun starts train.py with the flags of each
+candidate; the measurements are train.py's metrics. One JSON object per run is appended to --out as soon as it ended:
 
     flags, status ("ok", "out of memory" or "failed"), error; step_s, tokens_per_s, mfu, memory_gb, measured after the
     first `WARMUP` steps; predicted_s, predicted_gb
 
-A sweep that is started again with the same --out does not repeat what the file has. This file needs neither torch nor a
-GPU itself.
+A sweep that is started again with the same --out skips the runs in that file. sweep.py needs neither torch nor a GPU.
 """
 from __future__ import annotations
 
@@ -29,9 +28,9 @@ OUT_OF_MEMORY = "OutOfMemoryError", "out of memory", "can't allocate memory", "C
 
 
 def sweep(candidates: list[Candidate], flags: list[str], ranks: int, out: str, timeout_s: float) -> Iterator[dict]:
-    """Run each candidate on `ranks` processes of this machine and yield what was measured. flags: those of train.py
-    that all runs share. out: a file of JSON lines that is extended; "": none."""
-    known = {}
+    """Run each candidate on `ranks` processes of this machine and yield its JSON object. flags: flags of train.py that
+    all runs share. out: the file of JSON lines to append to, "" for none. timeout_s: for each run."""
+    known = {}  # command -> its JSON object
     if out and os.path.exists(out):
         with open(out) as file:
             known = {record["command"]: record for record in map(json.loads, file)}
@@ -49,7 +48,7 @@ def sweep(candidates: list[Candidate], flags: list[str], ranks: int, out: str, t
 
 
 def run(flags: list[str], ranks: int, timeout_s: float) -> dict:
-    """Train STEPS steps with these flags; the status, and what the metrics say."""
+    """Train STEPS steps with these flags of train.py. Returns the status, and medians of the metrics if it is "ok"."""
     train = os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py")
     with tempfile.TemporaryDirectory() as folder:
         metrics = os.path.join(folder, "metrics.jsonl")
@@ -62,8 +61,8 @@ def run(flags: list[str], ranks: int, timeout_s: float) -> dict:
         if ended.returncode:
             if any(word in ended.stderr for word in OUT_OF_MEMORY):
                 return dict(status="out of memory", error="")
-            said = [line for line in ended.stderr.splitlines() if line.startswith("train.py: ")]
-            return dict(status="failed", error=said[0] if said else ended.stderr.strip()[-200:])
+            errors = [line for line in ended.stderr.splitlines() if line.startswith("train.py: ")]
+            return dict(status="failed", error=errors[0] if errors else ended.stderr.strip()[-200:])
         with open(metrics) as file:
             records = [json.loads(line) for line in file]
     steady = records[WARMUP:]
@@ -86,22 +85,23 @@ HEADER = f"{'status':14s}{'step':>10s}{'tokens/s':>13s}{'MFU':>7s}{'memory':>12s
 
 
 def draw(records: list[dict]) -> str:
-    """The playbook's map: for each tp x pp the fastest run's tokens per second, its level of ZeRO and micro-batch; what
-    did not work is named."""
-    def axis(record: dict, name: str) -> int:
+    """The playbook's map: for each tp and pp, the tokens per second, ZeRO level and micro-batch of the fastest run, or
+    the status if no run succeeded."""
+    def value_of(record: dict, name: str) -> int:
         words = record["flags"].split()
         return int(words[words.index("--" + name) + 1]) if "--" + name in words else 1
 
-    columns = sorted({axis(record, "tp") for record in records})
+    columns = sorted({value_of(record, "tp") for record in records})
     lines = ["tokens per second of the fastest run, by tp and pp (zero, micro-batch):",
              "        " + "".join(f"{f'tp {tp}':>26s}" for tp in columns)]
-    for pp in sorted({axis(record, "pp") for record in records}):
+    for pp in sorted({value_of(record, "pp") for record in records}):
         cells = []
         for tp in columns:
-            here = [record for record in records if (axis(record, "tp"), axis(record, "pp")) == (tp, pp)]
-            best = max((record for record in here if record["status"] == "ok"), default=None,
+            runs = [record for record in records if (value_of(record, "tp"), value_of(record, "pp")) == (tp, pp)]
+            best = max((record for record in runs if record["status"] == "ok"), default=None,
                        key=lambda record: record["tokens_per_s"])
-            cells.append("" if not here else here[0]["status"] if best is None else
-                         f"{best['tokens_per_s']:,.0f} (z{axis(best, 'zero')}, mb {axis(best, 'micro-batch')})")
+            status = runs[0]["status"] if runs else ""
+            cells.append(status if best is None else
+                         f"{best['tokens_per_s']:,.0f} (z{value_of(best, 'zero')}, mb {value_of(best, 'micro-batch')})")
         lines.append(f"pp {pp:<5d}" + "".join(f"{cell:>26s}" for cell in cells))
     return "\n".join(lines)
