@@ -371,14 +371,8 @@ class Watchdog:
                     os.kill(process, signal.SIGKILL)
 
     def dead(self) -> list[int]:
-        """This machine's ranks whose processes no longer exist."""
-        found = []
-        for number, process in self.processes():
-            try:
-                os.kill(process, 0)  # signal 0 only asks whether the process exists
-            except ProcessLookupError:
-                found.append(number)
-        return found
+        """This machine's ranks whose processes no longer exist, or have ended and wait for torchrun to notice."""
+        return [number for number, process in self.processes() if not is_running(process)]
 
     def processes(self) -> Iterator[tuple[int, int]]:
         """Yield (rank, process id) of this machine's ranks that have started."""
@@ -406,6 +400,18 @@ class Watchdog:
             last_words(f"rank {self.rank} failed {self.activity()}: {operation}, call {count} on axis {axis} (ranks "
                        f"{listed(ranks)}), lost its connection: "
                        + (f"rank {listed(died)} has died" if died else reason(error)))
+
+
+def is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)  # signal 0 only asks whether the process exists
+    except ProcessLookupError:
+        return False
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:  # no Linux
+        return True
 
 
 def innermost_line() -> str:

@@ -172,7 +172,8 @@ class ShardedBucket(Bucket):
         if self.level >= 2 or size(self.groups["replicate"]) > 1:
             if before := self.reducing.get(process_group(self.group)):
                 before.finish_reduction()
-                before.start_replicas()
+                if before is not self:  # whose last reduction is only starting now
+                    before.start_replicas()
             self.reducing[process_group(self.group)] = self
         first = self.level < 2 or self.accumulated <= self.grads_per_micro_batch
         sent = self.grad.to(self.reduce_dtype) if size(self.group) > 1 else self.grad

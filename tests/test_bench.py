@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import assemble
 import bench
 import bench_gpu
 import bench_kernels
 import bench_rows
 import config
 import param
-import train
 from bench_rows import Result, Row
 from program import python
 
@@ -146,7 +146,7 @@ def on_a_small_cpu():
                 reset_peak_memory_stats=lambda: None)
     with patch.multiple(bench_kernels, **small), patch.multiple(torch.cuda, **cuda), patch.multiple(
             torch, bfloat16=torch.float32, compile=lambda function: function, **made), patch.object(
-            train, "choose_device", lambda asked: (torch.device("cpu"), "")), patch.object(
+            assemble, "choose_device", lambda asked: (torch.device("cpu"), "")), patch.object(
             torch.Tensor, "cuda", lambda x: x), patch.object(bench_rows, "measure_seconds", measure_seconds):
         bench_kernels.angles.cache_clear()
         yield

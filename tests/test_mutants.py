@@ -201,7 +201,8 @@ MUTANTS = [
            "        self.grad_shard.copy_(self.grad_shard.to(self.reduce_dtype))\n",
            "tests/test_zero.py::test_micro_batches_are_summed_in_fp32_whatever_is_sent"),
     Mutant("replicas summed after backward", "zero.py",
-           "                before.start_replicas()\n",
+           "                if before is not self:  # whose last reduction is only starting now\n"
+           "                    before.start_replicas()\n",
            "",
            "tests/test_zero.py::test_gradients_are_reduced_while_backward_goes_on[--zero 1 --dp-replicate 2]"),
     Mutant("a reduction that nobody waits for", "zero.py",
