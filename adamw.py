@@ -1,28 +1,27 @@
 """AdamW in one pass over memory: unscale, clip, update, copy to 16 bits and zero the gradient, of all parameters.
 
-An update computes some 15 FLOPs per parameter and is bound by memory. Once the norm of the whole gradient is known,
-everything else needs one reading and one writing of each tensor. Bytes per parameter of a bf16 model at ZeRO level 0:
+An update takes about 15 FLOPs per parameter and is bound by memory. Once the norm of the whole gradient is known, all
+else can be done while each tensor is read and written once. Bytes per parameter of a bf16 model at ZeRO level 0:
 
-                                        one by one         here      here, with bf16 moments
+                                     separate passes     one pass    one pass, bf16 moments
     zero the gradient                        4               4                  4
     the gradient's norm                      4               4                  4
     unscale and clip                       4 + 4             -                  -
     AdamW: gradient, master, m, v       4 + 8 + 8 + 8   4 + 8 + 8 + 8     4 + 8 + 4 + 4
     copy to 16 bits                        4 + 2             2                  2
-    together                                50              38                 30
+    total                                   50              38                 30
 
-One by one, bf16 moments take 24 more: torch's AdamW takes them in fp32 only, so they are copied there and back.
+In separate passes bf16 moments add 24 bytes: torch's AdamW accepts only fp32, so they are converted there and back.
 
-Two launches per step, one for the norm and one for the update, however many parameters and buckets there are: the
-kernels read a table of spans (pointers, a length, whether they decay, whether this rank counts them), find their own
-span in it, and take BLOCK of its elements. The norm is a sum of one partial sum per program, in a fixed order: no
-atomics, the same bits in every run. No number comes to the host: a gradient that is not finite, `found_inf`, updates
-nothing.
+A step has two launches, one for the norm and one for the update, for any number of parameters and buckets: each program
+finds its span in a table of spans (pointers, length, flags) and processes BLOCK of its elements. The norm adds one
+partial sum per program in a fixed order, without atomics: it has the same bits in every run. No number is read by the
+host: if the gradient is not finite (`found_inf`), the kernel updates nothing.
 
-`--optimizer adamw-one-pass` takes it on a GPU. The reference, and the default until a GPU has compared them (`python
-bench.py gpu --only variants`), is torch's fused AdamW, whose results are the same but for rounding.
+`--optimizer adamw-one-pass` selects it on GPUs. The reference is torch's fused AdamW, with the same results except for
+rounding. It stays the default until both have been compared on a GPU (`python bench.py gpu --only variants`).
 
-Loshchilov & Hutter 2019 (AdamW); Rajbhandari et al. 2020 (flat shards). Shapes: everything is flat.
+Loshchilov & Hutter 2019 (AdamW); Rajbhandari et al. 2020 (flat shards). Shapes: all tensors are flat, [elements].
 """
 from typing import NamedTuple
 
@@ -39,8 +38,8 @@ TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: t
 
 
 class Span(NamedTuple):
-    """Equally long flat tensors of a shard. master, grad: fp32. weights: 16 bits, or the master weights themselves.
-    decays: by weight_decay. owned: this rank counts it in the norm. zeroes: the update zeroes the gradient."""
+    """Flat tensors of equal length, of one shard. master, grad: fp32. weights: 16 bits, or the master weights. decays:
+    weight_decay applies. owned: this rank counts the span in the norm. zeroes: the update zeroes the gradient."""
     master: Tensor
     grad: Tensor
     m: Tensor
@@ -65,7 +64,7 @@ def find_span(table, spans, SPANS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def pointer_to(row, COLUMN: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """ALIGNED: addresses and lengths are multiples of 16, so that a thread may move 16 bytes at once."""
+    """The address in one column of the table. ALIGNED: addresses and lengths are multiples of 16: vector loads."""
     pointer = tl.load(row + COLUMN).to(tl.pointer_type(TYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -74,7 +73,7 @@ def pointer_to(row, COLUMN: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.conste
 
 @triton.jit
 def elements_of(row, block, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
-    """(the indices of a program's elements in its span, which of them exist)."""
+    """(the indices of a program's elements in its span, a mask of those inside the span)."""
     i, count = block * BLOCK + tl.arange(0, BLOCK), tl.load(row + 5)
     if ALIGNED:
         count = tl.multiple_of(count, 16)
@@ -84,7 +83,7 @@ def elements_of(row, block, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
 @triton.jit
 def squares_kernel(table, spans, partial, SPANS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
                    ALIGNED: tl.constexpr):
-    """A program sums the squares of BLOCK gradients, if this rank counts them. Moves 4 bytes per parameter."""
+    """Each program sums the squares of BLOCK gradients, if this rank counts them. Moves 4 bytes per parameter."""
     row, block = find_span(table, spans, SPANS, COLUMNS)
     owned = (tl.load(row + 6) & 2) != 0
     i, inside = elements_of(row, block, BLOCK, ALIGNED)
@@ -96,8 +95,8 @@ def squares_kernel(table, spans, partial, SPANS: tl.constexpr, COLUMNS: tl.const
 def adamw_kernel(table, spans, scalars, lr, weight_decay, beta1, beta2, eps, MOMENT: tl.constexpr, WEIGHT: tl.constexpr,
                  COPY: tl.constexpr, SPANS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
                  ALIGNED: tl.constexpr):
-    """A program updates BLOCK parameters. Moves 34 bytes per parameter; COPY: `weights` are not the master weights.
-    scalars: what gradients are multiplied by, found_inf, and 1 - beta^t of both betas."""
+    """Each program updates BLOCK parameters. Moves 34 bytes per parameter. COPY: `weights` are not the master weights.
+    scalars, fp32 [4]: the factor of the gradients, found_inf, and 1 - beta^t for both betas."""
     row, block = find_span(table, spans, SPANS, COLUMNS)
     i, inside = elements_of(row, block, BLOCK, ALIGNED)
     flags = tl.load(row + 6)
@@ -122,7 +121,7 @@ def adamw_kernel(table, spans, scalars, lr, weight_decay, beta1, beta2, eps, MOM
 
 
 class OnePass:
-    """The table of some spans, whose moments have one type and whose weights have one, and the kernels' launches."""
+    """The table of `spans`, and the launches. Raises ValueError if they are not flat, mix dtypes or are on a CPU."""
 
     def __init__(self, spans: list[Span]):
         first = spans[0]
@@ -138,7 +137,8 @@ class OnePass:
         rows, self.programs = [], 0
         for span in spans:
             flags = span.decays + 2 * span.owned + 4 * span.zeroes
-            rows.append([*(x.data_ptr() for x in span.tensors()), span.grad.numel(), flags, self.programs])
+            pointers = [x.data_ptr() for x in span.tensors()]
+            rows.append(pointers + [span.grad.numel(), flags, self.programs])
             self.programs += triton.cdiv(span.grad.numel(), BLOCK)
         self.addresses = addresses(spans)
         self.table = torch.tensor(rows, dtype=torch.int64, device=first.grad.device).view(-1, COLUMNS)
@@ -149,7 +149,7 @@ class OnePass:
                           COPY=first.weights.dtype != torch.float32)
 
     def squared_norm(self) -> Tensor:
-        """The sum of the squared gradients that this rank owns; a scalar tensor."""
+        """The sum of squares of the gradients that this rank owns: an fp32 scalar tensor."""
         partial = torch.zeros(self.programs, device=self.table.device)
         if self.programs:
             squares_kernel[(self.programs,)](self.table, len(self.table), partial, **self.options)
@@ -157,8 +157,8 @@ class OnePass:
 
     def update(self, factor: Tensor | float, found_inf: Tensor, steps: Tensor, *, lr: float, betas: tuple[float, float],
                eps: float, weight_decay: float) -> None:
-        """AdamW's step number `steps` + 1, for gradients times `factor`. Where found_inf is 1 it only zeroes gradients.
-        The tensors are scalars."""
+        """Step number `steps` + 1 of AdamW, for gradients multiplied by `factor`. If found_inf is 1, it only zeroes
+        gradients. All tensors are scalars."""
         corrections = [1 - beta ** (steps.double() + 1) for beta in betas]  # in fp32, 1 - 0.999 would have 4 digits
         scalars = torch.stack([torch.as_tensor(x, device=steps.device).double()
                                for x in (factor, found_inf, *corrections)]).float()
@@ -168,5 +168,5 @@ class OnePass:
 
 
 def addresses(spans: list[Span]) -> list[int]:
-    """Of the gradients, which may be allocated anew: a table is right as long as these are the same."""
+    """The gradients' addresses. Gradients may be reallocated: a table is valid while these stay the same."""
     return [span.grad.data_ptr() for span in spans]

@@ -2,8 +2,8 @@
 
     python journey.py            writes JOURNEY.md
 
-A leg is a model and a sequence length; its steps are grids, each with the reason for it, in which {names} stand for
-numbers of that step or of the one before. Formulas: costs.py; seconds: machines.py, on H100s with 8 per node.
+A leg is (title, preset, settings of all its steps, steps). A step is a grid and the reason for it; {names} in a reason
+are from `numbers_of` that grid; {faster} compares it with the previous one. Machine: H100s, 8 per node (machines.py).
 """
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ LEGS: list[tuple[str, str, dict[str, Any], list[tuple[dict[str, Any], str]]]] = 
 
 
 def numbers_of(request: dict[str, Any]) -> dict[str, Any]:
-    """What plan.py says of a grid: gigabytes on the rank that needs most, seconds of a step, parts of it."""
+    """What plan.py predicts for a grid: GB on the rank that needs most, seconds per step, fractions of a step."""
     run = plan.run_of(dict(machine="h100") | request)
     step, found, memory = machines.step_seconds(run), plan.predict(run), machines.memory(run)
     count = costs.parameters(run.settings.model)

@@ -48,7 +48,7 @@ matplotlib.rcParams.update({
 
 
 def save(figure, name: str) -> None:
-    """White behind everything, so that dark pages show it as well as light ones; nothing in it depends on the day."""
+    """Save as SVG: white background, readable on dark pages; no date, so that equal pictures are equal files."""
     FOLDER.mkdir(exist_ok=True)
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None}, facecolor="white")
@@ -123,12 +123,12 @@ def timelines(name: str, which: list[str]) -> None:
 
 
 def timeline() -> None:
-    """What a pipeline schedule wins: less idle time, or fewer activations held."""
+    """What a pipeline schedule improves: less idle time, or fewer saved activations."""
     timelines("timeline", ["afab", "1f1b", "interleaved", "zb-v"])
 
 
 def all_schedules() -> None:
-    """Every schedule, four ranks and eight micro-batches, to one scale."""
+    """Every schedule for four ranks and eight micro-batches, on one time scale."""
     timelines("schedules", list(schedules.SCHEDULES))
 
 
@@ -193,7 +193,7 @@ def memory() -> None:
 
 
 def planner() -> None:
-    """The planner's map: the fastest grid that fits, of each model on so many H100s, and its utilisation."""
+    """The planner's map: per model and number of H100s, the fastest grid that fits and its utilisation."""
     models = {"llama-3.2-1b": 256, "llama-3.1-8b": 512, "llama-3.1-70b": 1024, "mixtral-8x7b": 512}
     gpus = (8, 32, 128, 512)
     figure, axes = pyplot.subplots(figsize=(9, 3.6))
@@ -241,8 +241,8 @@ def zigzag() -> None:
 
 
 def ring() -> None:
-    """A ring all-reduce of four chunks on four ranks: n - 1 hops reduce and scatter, n - 1 gather; each rank always
-    sends one chunk. In a cell: the ranks whose terms have been summed."""
+    """A ring all-reduce of four chunks on four ranks: n - 1 hops of reduce-scatter, n - 1 of all-gather; in each hop
+    each rank sends one chunk. A cell shows the ranks whose terms have been summed."""
     figure, axes = pyplot.subplots(1, 7, figsize=(9, 2.0))
     have = [[{rank} for _ in range(4)] for rank in range(4)]
     for hop, ax in enumerate(axes):
@@ -299,7 +299,7 @@ def collectives() -> None:
 
 
 def formats() -> None:
-    """Formats of numbers: from the smallest to the largest on a scale of powers of two, and how fine they are."""
+    """Number formats: their range from smallest to largest on a scale of powers of two, and their precision."""
     figure, axes = pyplot.subplots(figsize=(8.6, 2.7))
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "FP8 E5M2": torch.float8_e5m2,
               "FP8 E4M3": torch.float8_e4m3fn}
@@ -377,7 +377,7 @@ GRIDS = {"one process": (1, ""), "dp 4": (4, "--dp 4"), "dp 4, ZeRO-3": (4, "--d
 
 
 def losses() -> None:
-    """Twelve grids train the same model in fp64: their losses lie on each other, to rounding."""
+    """Twelve grids train the same model in fp64: their losses are equal up to rounding."""
     with tempfile.TemporaryDirectory() as folder:
         for number, (name, (ranks, flags)) in enumerate(GRIDS.items()):
             print(f"{name}, {number + 1} of {len(GRIDS)}", file=sys.stderr, flush=True)
@@ -390,7 +390,7 @@ def losses() -> None:
 
 
 def loss(paths: list[str], name: str = "loss") -> None:
-    """Losses of runs by step, and how far each is from the first one's."""
+    """Losses of runs by step, and the difference of each from the first run's."""
     runs = {Path(path).stem: {row["step"]: row["loss"] for row in map(json.loads, open(path))} for path in paths}
     first, *others = runs
     figure, axes = pyplot.subplots(1, 2 if others else 1, figsize=(9, 3.9), squeeze=False)

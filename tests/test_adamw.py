@@ -140,8 +140,8 @@ def test_bytes_per_parameter_are_those_of_the_formula(monkeypatch, moments, want
     spans = [span._replace(owned=True, zeroes=True) for span in spans_of(2, 5000, moments)]
     update(spans)
     assert sum(moved.values()) == wanted * 10_000
-    together = next(line for line in adamw.__doc__.splitlines() if "together" in line)
-    assert str(wanted) in together.split()[2:]
+    total = next(line for line in adamw.__doc__.splitlines() if "total" in line)
+    assert str(wanted) in total.split()[2:]
 
 
 class Counted:
