@@ -106,7 +106,7 @@ INTERCONNECTS = {
 
 
 def read_machine(name: str) -> Machine:
-    """A machine by its name, or from a file that `bench.py probe` wrote. Raises ValueError if there is none, or if the
+    """A machine by its name, or from a file that `probe.py` wrote. Raises ValueError if there is none, or if the
     file lacks a field."""
     if name.lower() in MACHINES:
         return MACHINES[name.lower()]

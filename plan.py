@@ -10,7 +10,7 @@
     python plan.py predict  runs.jsonl                                                  one JSON object per line
     python plan.py check    [--tables DIR] [--json FILE]                                errors on published runs
 
-Flags are those of train.py, plus --gpus and --machine (a name, or the file that `bench.py probe` writes). Neither torch
+Flags are those of train.py, plus --gpus and --machine (a name, or the file that `probe.py` writes). Neither torch
 nor a GPU is needed: formulas are those of costs.py, times those of machines.py, pipelines those of schedules.py, the
 best grid that of search.py, laws those of scaling.py.
 
@@ -368,7 +368,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("command", choices=("params", "memory", "step", "balance", "search", "sweep", "scaling",
                                             "predict", "check"))
     parser.add_argument("--gpus", type=int, default=0, help="GPUs; 0: as many as the grid's flags multiply to")
-    parser.add_argument("--machine", default="h100", help="a built-in one, a file of bench.py probe, or cpu: this host")
+    parser.add_argument("--machine", default="h100", help="a built-in one, a file of probe.py, or cpu: this host")
     parser.add_argument("--train-tokens", type=float, default=0.0, help="scaling: tokens; 0: 20 per active parameter")
     parser.add_argument("--price", type=float, default=2.5, help="scaling: dollars per GPU-hour")
     parser.add_argument("--tables", default=published.FOLDER, help="check: a folder of published runs")

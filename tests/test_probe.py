@@ -1,0 +1,136 @@
+"""The network probe: fits that find latency and bandwidth, slow pairs by name, and the file that plan.py reads."""
+import contextlib
+import io
+import json
+import os
+import re
+import time
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import probe
+from program import python
+
+
+def samples(latency: float, bandwidth: float, factor: float) -> list[probe.Sample]:
+    return [probe.Sample(4 ** k, latency + factor * 4 ** k / bandwidth, 0, 0) for k in range(5, 13)]
+
+
+def test_a_fit_finds_latency_and_bus_bandwidth():
+    latency, bandwidth, error = probe.fit(samples(2e-5, 3e9, 1.5), 1.5)
+    assert (latency, bandwidth, error) == pytest.approx((2e-5, 3e9, 0), rel=1e-6, abs=1e-9)
+    *others, largest = samples(2e-5, 3e9, 1.5)
+    off = probe.fit([*others, largest._replace(seconds=largest.seconds * 1.3)], 1.5)
+    assert off.latency == pytest.approx(2e-5, rel=0.1) and off.bandwidth == pytest.approx(3e9, rel=0.3)
+    assert off.error < 0.2  # a large payload that is off does not decide the latency
+
+
+def test_a_fit_has_no_negative_part():
+    growing = [probe.Sample(n, n ** 1.5 / 1e9, 0, 0) for n in (1024, 4096, 16384)]
+    assert probe.fit(growing, 1.0).latency == 0 and probe.fit(growing, 1.0).bandwidth > 0
+    shrinking = [probe.Sample(n, 1e-3 - n / 1e9, 0, 0) for n in (1024, 4096, 16384)]
+    assert probe.fit(shrinking, 1.0).latency > 0 and 0 < probe.fit(shrinking, 1.0).bandwidth < float("inf")
+
+
+def test_bus_bandwidth_has_the_factors_of_nccl_tests():
+    factors = {op: factor(8) for op, factor in probe.FACTORS.items()}
+    assert factors == {"all_reduce": 1.75, "reduce_scatter": 0.875, "all_gather": 0.875, "all_to_all": 0.875,
+                       "broadcast": 1, "reduce": 1, "scatter": 0.875, "gather": 0.875, "send": 1}
+
+
+def test_a_curve_has_a_step_for_each_factor_of_two():
+    rates = {0: 1e3, 1: 7.8e6, 3: 2.5e8, 4: 5e8, 5: 1e9}  # bus bytes per second of payloads of 4**k kB; none of 16 kB
+    found = [probe.Sample(1024 * 4 ** k, 1024 * 4 ** k * 0.5 / rate, 0, 0) for k, rate in rates.items()]
+    assert probe.curve(found, 0.5, 1e9) == "▁▁·▆▇█"
+
+
+def test_payloads_that_are_always_measured_come_first_and_none_is_above_memory():
+    assert probe.payloads(1 << 24) == [1 << k for k in (10, 18, 22, 12, 14, 16, 20, 24)]
+    assert probe.payloads(1 << 11) == [1 << k for k in (10, 18, 22)]
+
+
+def test_a_slow_pair_is_named_and_judged_among_pairs_of_its_kind():
+    seconds = torch.full((4, 4), 1e-4, dtype=torch.float64)
+    seconds[0:2, 2:4] = seconds[2:4, 0:2] = 5e-4  # two nodes of two ranks
+    seconds[1, 0] = seconds[0, 1] = 1.1e-4
+    line, = probe.name_slow_pairs(seconds, 2)
+    assert line.startswith("no slow pair; the slowest: ranks 0 and 1 exchange 1 MiB in 110 us, 1.0 times the median of "
+                           "2 pairs inside a node; ranks ")
+    seconds[3, 0] = seconds[0, 3] = 2e-3
+    line, = probe.name_slow_pairs(seconds, 2)
+    assert line == "slow pair: ranks 0 and 3 exchange 1 MiB in 2,000 us, 4.0 times the median of 4 pairs between nodes"
+    assert probe.name_slow_pairs(torch.ones(3, 3), 3)[0].startswith("no slow pair")
+
+
+def test_a_level_of_the_cluster_file_has_latencies_per_hop():
+    level = probe.describe_level("node", 4, 4, dict.fromkeys(probe.FACTORS, probe.Fit(6e-5, 1e9, 0.0)))
+    latencies = {op: figures["latency_s"] for op, figures in level["per_collective"].items()}
+    assert latencies["all_reduce"] == 1e-5 and latencies["all_gather"] == 2e-5 and latencies["send"] == 6e-5
+    assert (level["latency_s"], level["bandwidth_bytes_per_s"]) == (2e-5, 1e9)
+
+
+@pytest.mark.parametrize("flags, message", [
+    ("--out", "--out needs the name of a file"),
+    ("--out /nowhere/c.json", "--out /nowhere/c.json: there is no folder /nowhere"),
+    ("--out /tmp", "--out /tmp is a folder: name a file"),
+    ("--tp 3", "--tp 3 does not divide the 4 ranks")])
+def test_a_probe_that_cannot_run_is_refused(flags, message):
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        probe.parse(flags.split(), 4)
+
+
+def test_a_probe_needs_ranks():
+    done = python("probe.py", "--tp", "2")
+    assert (done.returncode, done.stderr) == (2, "probe.py: a network needs several ranks: run under torchrun "
+                                                 "--nproc_per_node=4 probe.py\n")
+
+
+def short_probe(flags: list[str], local_ranks: int, slow: tuple[int, ...]) -> str:
+    """What the first rank prints of a short probe, of nodes with so many ranks, in which one pair is slow."""
+    exchange = probe.ring.exchange
+
+    def exchange_slowly(group, outgoing, to, incoming, source):
+        time.sleep(0.1 * ({to, dist.get_rank()} == set(slow)))
+        exchange(group, outgoing, to, incoming, source)
+
+    small = dict(SECONDS={"cpu": 0}, TURNS=2)
+    with patch.multiple(probe, **small), patch.dict(os.environ, LOCAL_WORLD_SIZE=str(local_ranks)), patch.object(
+            probe.ring, "exchange", exchange_slowly), contextlib.redirect_stdout(io.StringIO()) as printed:
+        probe.probe(*probe.parse(flags, dist.get_world_size()), torch.device("cpu"))
+    return printed.getvalue()
+
+
+def test_a_probe_measures_every_axis_and_writes_the_cluster_file(pool, tmp_path):
+    out = tmp_path / "cluster.json"
+    arguments = dict(flags=["--out", str(out), "--tp", "2", "--pp", "2"], local_ranks=2, slow=(1, 3))
+    printed, *others = pool.run(4, "test_probe:short_probe", **arguments)
+    assert not any(others)
+    cluster = json.loads(out.read_text())
+    assert set(cluster) == {"name", "gpus_per_node", "peak_flops", "achieved_fraction", "memory_bytes", "levels",
+                            "measured"}
+    assert cluster["gpus_per_node"] == 2 and cluster["name"].startswith("2 x 2 ")
+    assert cluster["peak_flops"]["bf16"] > 0 and cluster["achieved_fraction"] is None and cluster["memory_bytes"] > 1e6
+    assert set(cluster["measured"]) == {"date", "backend", "torch", "device"}
+    assert [(level["name"], level["ranks"]) for level in cluster["levels"]] == [("node", 2), ("network", 4)]
+    assert [line for line in printed.splitlines() if "groups at once" in line] == [
+        "node, tp: 2 ranks (0 1); groups at once: 2", "network, pp: 2 ranks (0 2); groups at once: 2"]
+    for level in cluster["levels"]:
+        assert set(level) == {"name", "ranks", "latency_s", "bandwidth_bytes_per_s", "per_collective"}
+        assert set(level["per_collective"]) == set(probe.FACTORS)
+        for figures in (level, *level["per_collective"].values()):
+            assert figures["latency_s"] >= 0 and 0 < figures["bandwidth_bytes_per_s"] < float("inf")
+    row = next(line for line in printed.splitlines() if line.startswith("all_reduce") and " 1,024 " in line)
+    _, nbytes, us, *_, algorithm, bus = row.split()
+    assert float(algorithm) == pytest.approx(1024 / (float(us.replace(",", "")) * 1e3), abs=6e-4) and bus == algorithm
+    assert "slow pair: ranks 1 and 3 exchange 1 MiB in " in printed and "pairs between nodes" in printed
+    assert printed.endswith(f"written: {out}\n")
+
+
+def test_a_probe_of_nested_axes_goes_from_the_innermost_outward(pool):
+    printed, *_ = pool.run(4, "test_probe:short_probe", flags=["--tp", "2"], local_ranks=4, slow=())
+    assert [line.split(":")[0] for line in printed.splitlines() if "groups at once" in line] == [
+        "tp", "dp, data", "node"]
+    assert "written" not in printed
