@@ -3,6 +3,9 @@
     python bench.py train                            a training step; rival: transformers' Llama with fused AdamW
     python bench.py ep                               a layer of experts; rivals: transformers' Mixtral block with its
                                                      loop over experts, and with its grouped matmul
+    python bench.py growth                           bytes sent, bytes live and FLOPs as sequences, ranks,
+                                                     micro-batches and experts grow, beside formulas
+    python bench.py all                              all on this page but gpu, into RESULTS.md, see bench_all.py
     python bench.py gpu                              kernels and training on one GPU, see bench_gpu.py; --out FOLDER
     torchrun --nproc_per_node=4 bench.py dp zero tp  a training step; rivals: DistributedDataParallel; at ZeRO level 1
                                                      ZeroRedundancyOptimizer, at level 3 fully_shard (FSDP2); DTensor
@@ -17,8 +20,9 @@ In train, dp, zero and tp, flags of train.py choose the model, the batch and the
 and other parts refuse all. A training step computes in fp32 the mean loss over the valid tokens of the global batch,
 clips the norm of the complete gradient, and updates with fused AdamW.
 
-Columns: the median time per step, its 10th to 90th percentile, tokens per second; and per step of rank 0, counted at
-every operation (meter.py): MB that a ring sends, collectives, MB live between two steps (at rest), MB live at the peak.
+Columns: the median time per step, that of the fastest and of the slowest turn, tokens per second; and per step of rank
+0, counted at every operation (meter.py): MB that a ring sends, collectives, MB live between two steps (at rest) and at
+the peak.
 The ratio in brackets divides a figure by that of the last line: below 1 we are faster, or send or hold less.
 """
 import argparse
@@ -42,6 +46,8 @@ from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 import assemble
+import bench_all
+import bench_growth
 import checkpoint
 import collectives
 import config
@@ -117,11 +123,11 @@ def compare(contenders: dict[str, Build], tokens: int, repeats: int = 5, steps: 
         return
     figures = {name: {"ms per step": statistics.median(times) * 1e3} | counts[name] for name, times in seconds.items()}
     rival = list(contenders)[-1]
-    print("(ratio to the last line)".ljust(40) + "10% to 90%, ms".rjust(18) + "tokens/s".rjust(10)
+    print("(ratio to the last line)".ljust(40) + "min to max, ms".rjust(18) + "tokens/s".rjust(10)
           + "".join(heading.rjust(18) for heading in figures[rival]))
     for name, times in seconds.items():
-        low, high = (sorted(times)[int(len(times) * q)] * 1e3 for q in (0.1, 0.9))
-        line = f"{low:.1f} to {high:.1f}".rjust(18) + f"{tokens / statistics.median(times):,.0f}".rjust(10)
+        spread = f"{min(times) * 1e3:.1f} to {max(times) * 1e3:.1f}"
+        line = spread.rjust(18) + f"{tokens / statistics.median(times):,.0f}".rjust(10)
         for heading, value in figures[name].items():
             base = figures[rival][heading]
             line += (f"{value:,.2f}".removesuffix(".00") + (f" ({value / base:.2f})" if base else "")).rjust(18)
@@ -446,8 +452,8 @@ def bench_checkpoint() -> None:
 
     contenders = {"checkpoint.py": save_ours, "DCP, each rank's shards": save_shards,
                   "torch.save of the gathered state": lambda turn: gather_and_save(list(shards), f"{folder}/{turn}.pt")}
-    lines = ["".ljust(40) + "s a step waits".rjust(18) + "s until saved".rjust(18) + "MB/s".rjust(10)
-             + "MB more at peak".rjust(18)]
+    lines = ["".ljust(40) + "s a step waits".rjust(18) + "s until saved".rjust(18) + "min to max, s".rjust(18)
+             + "MB/s".rjust(10) + "MB more at peak".rjust(18)]
     for name, save in contenders.items():
         waits, totals, meter = [], [], Meter()
         with meter:
@@ -458,9 +464,10 @@ def bench_checkpoint() -> None:
             wait = save(turn)
             totals.append(time.perf_counter() - began)
             waits.append(totals[-1] if wait is None else wait)
-        total = statistics.median(totals)
+        total, spread = statistics.median(totals), f"{min(totals):.3f} to {max(totals):.3f}"
         lines.append(name.ljust(40) + f"{statistics.median(waits):.3f}".rjust(18) + f"{total:.3f}".rjust(18)
-                     + f"{saver.nbytes / total / 1e6:,.0f}".rjust(10) + f"{meter.peak['other'] / 1e6:,.1f}".rjust(18))
+                     + spread.rjust(18) + f"{saver.nbytes / total / 1e6:,.0f}".rjust(10)
+                     + f"{meter.peak['other'] / 1e6:,.1f}".rjust(18))
     if dist.get_rank() == 0:
         print("\n".join(lines))
         shutil.rmtree(folder)
@@ -469,9 +476,10 @@ def bench_checkpoint() -> None:
 # ---- the command line -----------------------------------------------------------------------------------------------
 
 PARTS = {**{part: partial(bench_training, part) for part in TRAINING}, "cp": bench_cp, "pp": bench_pp, "ep": bench_ep,
-         "checkpoint": bench_checkpoint,
+         "checkpoint": bench_checkpoint, "growth": bench_growth.main, "all": bench_all.main,
          "gpu": lambda flags: importlib.import_module("bench_gpu").measure(flags)}  # it needs Triton
 WITH_FLAGS = *TRAINING, "gpu"
+ALONE = "train", "growth", "all", "gpu"  # parts for one process
 
 
 def check(parts: list[str], flags: list[str], ranks: int) -> None:
@@ -479,9 +487,9 @@ def check(parts: list[str], flags: list[str], ranks: int) -> None:
     need("gpu" not in parts or len(parts) == 1, "gpu shares no run: its flags are not those of train.py")
     for part in parts:
         need(not flags or part in WITH_FLAGS, f"{' '.join(flags)}: {part} has fixed sizes and needs no flags")
-        need(ranks > 1 or part in ("train", "ep", "gpu"),
+        need(ranks > 1 or part in (*ALONE, "ep"),
              f"{part} needs several ranks: run under torchrun --nproc_per_node=4 bench.py {part}")
-        need(ranks == 1 or part not in ("train", "gpu"),
+        need(ranks == 1 or part not in ALONE,
              f"{part} is for one process, not {ranks} ranks: run python bench.py {part}")
     need("gpu" not in parts or torch.cuda.is_available(), "gpu needs a GPU, and there is none here")
 
@@ -494,6 +502,8 @@ if __name__ == "__main__":
         check(known.parts, flags, int(os.environ.get("WORLD_SIZE", 1)))
         if known.parts == ["gpu"]:
             importlib.import_module("bench_gpu").parse(flags)
+        if "all" in known.parts:
+            bench_all.split_at_markers(bench_all.RESULTS.read_text())
     except ValueError as error:
         config.refuse(error, "bench.py")
     with collectives.world(torch.device("cpu")) if "WORLD_SIZE" in os.environ else nullcontext():

@@ -353,6 +353,10 @@ def steps() -> None:
             ends.append(len(meter.samples))
     series = {kind: [sample[kind] / 1e6 for sample in meter.samples] for kind in ("weights", "gradients", "optimizer")}
     series["activations"] = [sample["other"] / 1e6 for sample in meter.samples]
+    for step, (first, last) in enumerate(zip([0, *ends], ends)):
+        at = max(range(first, last), key=lambda i: sum(values[i] for values in series.values()))
+        kinds = ", ".join(f"{kind} {values[at]:.1f}" for kind, values in series.items())
+        print(f"step {step}: peak {sum(values[at] for values in series.values()):.1f} MB: {kinds}")
     figure, axes = pyplot.subplots(figsize=(8.6, 3.4))
     thin = slice(None, None, max(1, len(meter.samples) // 400))
     axes.stackplot(range(len(meter.samples))[thin], *[values[thin] for values in series.values()], labels=series,

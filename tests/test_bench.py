@@ -14,7 +14,9 @@ import torch
 
 import assemble
 import bench
+import bench_all
 import bench_gpu
+import bench_growth
 import bench_kernels
 import bench_rows
 import config
@@ -297,6 +299,9 @@ def test_a_table_has_our_rows_and_then_the_rival_that_ratios_refer_to(pool, name
         printed = "\n".join(printed.splitlines()[ours + 2:])
         assert heading.startswith("(ratio to the last line)")
         assert all(line.startswith("penteract") for line in lines[:-1]) and lines[-1].startswith(rival)
+        for line in lines:  # of one turn
+            fastest, slowest, median = re.search(r"  ([\d.]+) to ([\d.]+) +[\d,]+ +([\d.,]+) \(", line).groups()
+            assert float(fastest) == float(slowest) == pytest.approx(float(median.replace(",", "")), abs=0.06)
         ratios = [[float(ratio) for ratio in re.findall(r"\(([\d.]+)\)", line)] for line in lines]
         assert all(ratio > 0 for line in ratios for ratio in line) and set(ratios[-1]) == {1.0}
         if ranks > 1:
@@ -311,12 +316,68 @@ def test_saving_a_checkpoint_is_compared(pool):
     heading, *lines = printed.splitlines()
     assert not other and heading.split("  ")[-1].strip() == "MB more at peak"
     figures = {name: [float(x.replace(",", "")) for x in columns]
-               for name, *columns in (re.split("  +", line) for line in lines)}
+               for name, *columns in (re.split("  +| to ", line) for line in lines)}
     assert list(figures) == ["checkpoint.py", "DCP, each rank's shards", "torch.save of the gathered state"]
     copies = 804_224 * 12 / 2 / 1e6  # half of master weights and both moments
-    assert figures["checkpoint.py"][3] == pytest.approx(copies, abs=0.1)
-    assert figures["torch.save of the gathered state"][3] > 2 * copies
+    assert figures["checkpoint.py"][-1] == pytest.approx(copies, abs=0.1)
+    assert figures["torch.save of the gathered state"][-1] > 2 * copies
+    for _, total, fastest, slowest, *_ in figures.values():
+        assert fastest <= total <= slowest
 
 
 def test_experts_in_one_process_need_no_ranks():
     assert len(rows("ep", []).splitlines()) == 4
+
+
+# ---- cost as work grows ---------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("table", bench_growth.TABLES, ids=lambda table: table.grows)
+def test_what_is_counted_grows_as_the_formulas_say(table):
+    first, last = (bench_growth.count(table, value) for value in (table.values[0], table.values[-1]))
+    for counted, formula in first, last:
+        assert counted.sent == pytest.approx(formula.sent, rel=0.005)
+        assert counted.live == pytest.approx(formula.live, rel=0.03)
+        assert counted.flops == pytest.approx(formula.flops, rel=0.001)
+
+
+# ---- all of it, into RESULTS.md -------------------------------------------------------------------------------------
+
+OLD = f"# Results\n\nbefore\n{bench_all.BEGIN}what was measured earlier\n{bench_all.END}after\n"
+
+
+def test_all_rewrites_one_part_of_the_results_and_names_what_failed(tmp_path):
+    programs = {"good": "print('a table')",
+                "bad": "import sys; print('half of it'); sys.exit('bench.py: --x 3: no such thing')",
+                "raises": "[][1]", "hangs": "import time; print('begun', flush=True); time.sleep(600)",
+                "last": "print('another')"}
+    for name, text in programs.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    results = tmp_path / "RESULTS.md"
+    results.write_text(OLD)
+    there = dict(ROOT=tmp_path, RESULTS=results, LIMIT_S=3, COMMANDS=[f"python {name}.py" for name in programs])
+    with patch.multiple(bench_all, **there), contextlib.redirect_stdout(io.StringIO()), pytest.raises(
+            SystemExit, match="^bench.py: 3 of 5"):
+        bench_all.main()
+    before, after = bench_all.split_at_markers(results.read_text())
+    assert OLD.startswith(before) and OLD.endswith(after)
+    made = results.read_text()[len(before):-len(after)]
+    assert f"torch {torch.__version__}" in made and "earlier" not in made
+    assert re.findall(r"^`python (\w+)\.py`, (failed: .*|\d s)$", made, re.MULTILINE) == [
+        ("good", "0 s"), ("bad", "failed: bench.py: --x 3: no such thing"),
+        ("raises", "failed: IndexError: list index out of range"), ("hangs", "failed: took more than 3 s"),
+        ("last", "0 s")]
+    assert re.findall("```\n(.*?)\n```", made) == ["a table", "half of it", "begun", "another"]
+
+
+def test_results_without_the_two_comments_are_left_alone():
+    bench_all.split_at_markers(bench_all.RESULTS.read_text())
+    for text in "", OLD.replace(bench_all.END, ""), OLD + bench_all.BEGIN, bench_all.END + bench_all.BEGIN:
+        with pytest.raises(ValueError, match="^RESULTS.md: needs one line <!-- bench.py all: begin --> and after it"):
+            bench_all.split_at_markers(text)
+
+
+def test_all_runs_every_comparison_that_needs_no_gpu():
+    parts = [command.split("bench.py ")[1] for command in bench_all.COMMANDS]
+    assert {*parts, "gpu", "all"} == set(bench.PARTS) and parts.count("ep") == 2
+    for command, part in zip(bench_all.COMMANDS, parts):
+        bench.check([part], [], 4 if command.startswith("torchrun") else 1)
