@@ -43,6 +43,7 @@ from collectives import MAX, Group, Groups, all_gather, all_reduce, name, proces
 from ep import Router
 from zero import Optimizer
 
+REQUESTS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP  # to save and end
 SAME_REQUEST_S = 1.0  # within this time a second signal is the same request, forwarded by torchrun
 SLOW, SLOW_STEPS = 1.5, 10  # a rank is slow if it takes more than SLOW times the median, for SLOW_STEPS steps in a row
 HORIZON, SETTLED = 100, 20  # norms are averaged over about HORIZON steps; spikes are detected after SETTLED steps
@@ -76,7 +77,7 @@ class Stop:
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in REQUESTS:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, lambda *_: None)
         threading.Thread(target=self.hear, args=(reading, os.getppid()), name="signals", daemon=True).start()
@@ -86,7 +87,8 @@ class Stop:
         while True:
             if select.select([pipe], [], [], 1.0)[0]:
                 for number in os.read(pipe, 64):
-                    self.on_signal(signal.Signals(number))
+                    if number in REQUESTS:  # the pipe also gets the signals of other handlers
+                        self.on_signal(signal.Signals(number))
             elif "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != parent and not self.reason:
                 self.reason = "torchrun is gone"
 
@@ -292,14 +294,21 @@ class Watchdog:
                               wait_for_workers=False)  # a connection of its own: torch's may be blocked by a call
         self.store = dist.PrefixStore(f"faults/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         self.store.set(f"process {self.rank}", json.dumps([socket.gethostname(), os.getpid()]))
-        threading.Thread(target=self.watch, name="watchdog", daemon=True).start()
+        threading.Thread(target=self.run, name="watchdog", daemon=True).start()
 
     def learn(self, groups: Groups) -> None:
         """Give the names of axes to messages, as soon as groups exist."""
         self.axes = {name(group): (axis, ranks_of(group)) for axis, group in reversed(groups.items()) if group}
 
-    def watch(self) -> None:
+    def run(self) -> None:
         """The watchdog thread."""
+        try:
+            self.watch()
+        except Exception as error:
+            if not self.stop.ending:
+                say(f"warning: rank {self.rank} is no longer watched, as torchrun's store failed: {reason(error)}")
+
+    def watch(self) -> None:
         seen, since, posted = None, time.monotonic(), False  # the last state, when it began, whether it is in the store
         while not self.stop.ending:
             time.sleep(self.poll_s)
@@ -309,7 +318,7 @@ class Watchdog:
             if now != seen:
                 seen, since = now, time.monotonic()
                 if posted:
-                    self.store.delete_key(f"post {self.rank}")
+                    self.store.set(f"post {self.rank}", "null")
                 posted = False
                 continue
             stalled = time.monotonic() - since
@@ -328,8 +337,9 @@ class Watchdog:
 
     def posts(self) -> dict[int, dict]:
         """Rank -> its post, for all ranks that have posted."""
-        found = [number for number in range(self.ranks) if self.store.check([f"post {number}"])]
-        return {number: json.loads(self.store.get(f"post {number}")) for number in found}
+        found = {number: json.loads(self.store.get(f"post {number}")) for number in range(self.ranks)
+                 if self.store.check([f"post {number}"])}
+        return {number: post for number, post in found.items() if post}
 
     def end(self, stalled: float) -> NoReturn:
         """Report the missing rank if this is the lowest rank that waits; then end this process with exit code 1."""
