@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 import assemble
 import checkpoint
-import collectives
 import config
 import train
 from zero import Optimizer
@@ -73,8 +72,8 @@ def inject(fault: str, where: str, step: int) -> None:
                  "exit": (dist, "destroy_process_group")}[where], lambda: state.step > step)
 
 
-PLACES = {"before": (collectives, "to_host"), "loading": (assemble, "build_model"), "forward": (train.Llama, "forward"),
-          "optimizer": (Optimizer, "step")}
+PLACES = {"before": (train, "local_micro_batches"), "loading": (assemble, "build_model"),
+          "forward": (train.Llama, "forward"), "optimizer": (Optimizer, "step")}
 
 
 def main() -> None:
