@@ -1,4 +1,4 @@
-"""Every comparison on CPUs, one after the other, into RESULTS.md: `python bench.py all`, about ten minutes.
+"""Every comparison on CPUs, one after the other, into RESULTS.md: `python bench.py all`, on an otherwise idle machine.
 
 Each command below runs by itself, as a reader would type it; contenders take turns inside. What it prints is printed
 here as soon as it ends. At the end, the part of RESULTS.md between two comments (BEGIN and END) is replaced by all of
