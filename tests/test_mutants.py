@@ -921,6 +921,13 @@ MUTANTS = [
     Mutant("a rank that has called it called missing", "faults.py",
            'posts[member]["calls"].get(group, 0) < count]', 'posts[member]["calls"].get(group, 0) <= count]',
            "tests/test_faults.py::test_a_rank_that_waits_names_step_collective_axis_and_who_is_missing"),
+    Mutant("replicas summed before a bucket's last reduction", "zero.py",
+           "                if before is not self:  # whose last reduction is only starting now\n",
+           "                if True:\n",
+           "tests/test_grids.py::test_features_that_meet_equal_one_process[8 ranks --global-batch 16 --micro-batch 1 "
+           "--zero 2 --dp-replicate 2 --pp 2 --layers 4 --schedule zb1p --recompute full --kv-heads 1 --tied "
+           "--qk-norm --qkv-bias --batch-ramp 16@0,32@1 --dtype fp64 --experts 8 --top-k 2 --expert-ffn 12 "
+           "--router-z-loss 0.02 --aux-loss 0.3 --ep 1]"),
 ]
 
 
