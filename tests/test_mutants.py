@@ -899,7 +899,7 @@ MUTANTS = [
     Mutant("keys and values of all heads in the ring's ratio", "plan.py",
            "2 * 2 * kv * T / tp,",
            "2 * 2 * q * T / tp,",
-           "tests/test_plan.py::test_ratios_are_those_of_their_formulas"),
+           "tests/test_plan.py::test_ratios_are_those_of_their_formulas[bf16]"),
     Mutant("a spike that is taken", "zero.py",
            "found_inf = (~(norm < limit)).float()", "found_inf = (~norm.isfinite()).float()",
            "tests/test_faults.py::test_a_spike_is_skipped_with_a_flag_and_statistics_are_resumed"),
