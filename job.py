@@ -50,7 +50,7 @@ class Job:
     training: Samples
     validation: Samples | None
     state: RunState
-    log: "Log"
+    log: Log
     host: Group = None  # all ranks, on gloo: for threads and CPU tensors
     model: Llama | None = None
     optimizer: Optimizer | None = None

@@ -512,8 +512,9 @@ def svg(panels: dict[str, list[list[Span]]], width: float = 780.0) -> str:
     style = "".join(f".{op}{{fill:{color};stroke:#fff}}" for op, (color, _, _) in COLORS.items())
     return "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width + 76:.0f}" height="{y + 40}" font-family="sans-serif" '
-        f'font-size="11"><style>path{{stroke:#777}}.held{{fill:#bbb;stroke:none}}.title{{font-weight:bold}}.k{{text-anchor:middle;'
-        f'font-size:9px}}{style}</style>', '<rect width="100%" height="100%" fill="#fff"/>', *out, "</svg>\n"])
+        f'font-size="11"><style>path{{stroke:#777}}.held{{fill:#bbb;stroke:none}}.title{{font-weight:bold}}'
+        f'.k{{text-anchor:middle;font-size:9px}}{style}</style>',
+        '<rect width="100%" height="100%" fill="#fff"/>', *out, "</svg>\n"])
 
 
 def chrome_trace(spans: list[list[Span]], unit_us: float = 1000.0) -> str:
