@@ -183,7 +183,7 @@ class Optim:
     router_z_loss: float = setting(0.0, "coefficient of the routers' z-loss")
     bias_rate: float = setting(0.0, "per step, up or down, of the biases that balance experts (DeepSeek-V3: 0.001)")
     clip: float = setting(1.0, "largest norm of the whole gradient; 0: no clipping")
-    steps: int = setting(250, "optimizer steps")
+    steps: int = setting(200, "optimizer steps")
     seed: int = setting(0, "initial weights and order of the samples")
 
 

@@ -94,7 +94,7 @@ WRONG = [  # ranks, command line, what the line must say
     (1, "--lr nan", "--lr nan: must be finite and not negative"),
     (1, "--lr 1e-3 --min-lr 1e-2", "--min-lr 0.01: must lie between 0 and --lr 0.001"),
     (1, "--lr-schedule linear", "--lr-schedule: invalid choice: 'linear'"),
-    (1, "--warmup 400", "--warmup 400 is longer than the run: --steps 250"),
+    (1, "--warmup 400", "--warmup 400 is longer than the run: --steps 200"),
     (1, "--betas 0.9", "--betas: 0.9: write two numbers, such as 0.9,0.95"),
     (1, "--betas 0.9,1", "--betas (0.9, 1.0): each must be at least 0 and below 1"),
     (1, "--steps -1", "--steps -1: must be finite and not negative"),
