@@ -26,6 +26,7 @@ name of a checkpoint is whole. The checksums find what a disk or a person damage
 Shapes: this file has no tensors of its own; a piece has the shape of its box.
 """
 import argparse
+import contextlib
 import datetime
 import fcntl
 import hashlib
@@ -210,10 +211,11 @@ class Saver:
     """Writes the checkpoints of a run. All ranks must call its methods, in the same order.
 
     folder: on a file system that all ranks share. pieces: that this rank saves, views of the state. keep: how many
-    checkpoints stay; 0: all. step: that of the
-    checkpoint in this folder that the run was resumed from, or 0. Raises ValueError if the folder cannot
-    be written to, if there is no room for one checkpoint, if another run writes there, or if it has checkpoints of
-    another run. temporary: made for an export alone, and removed by it.
+    checkpoints stay; 0: all. step: that of the checkpoint in this folder that the run was resumed from, or 0.
+    temporary: made for an export alone, and removed by it. Raises ValueError if the folder cannot be written to, if
+    there is no room for one checkpoint, if another run writes there, or if it has checkpoints of another run.
+
+    done_before: how many steps the run before had done, as it noted in the lock file; None if that is not known.
     """
 
     def __init__(self, folder: str, pieces: list[Piece], keep: int, group: Group, step: int = 0,
@@ -221,6 +223,7 @@ class Saver:
         self.folder, self.keep, self.group, self.temporary = Path(folder), keep, group, temporary
         self.stage, self.thread, self.error = Stage(pieces), None, ""
         self.seconds = self.bytes_per_s = 0.0  # of the last save
+        self.done_before: int | None = None
         nbytes = sum(piece.values.nbytes for piece in pieces)
         self.nbytes = sum(exchange(nbytes, group))
         agree(lambda: self.open_folder(step) if rank(group) == 0 else None, group)
@@ -230,8 +233,11 @@ class Saver:
         the one resumed (damaged, or the run was rewound) are renamed: neither --resume auto nor keep counts them."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.lock = open(self.folder / "lock", "w")
+            (self.folder / "lock").touch()
+            self.lock = open(self.folder / "lock", "r+b", buffering=0)
             self.take_lock()
+            noted = self.lock.read().strip()
+            self.done_before = int(noted) if noted.isdigit() else None
             for unfinished in (*self.folder.glob(".writing-*"), *self.folder.glob(".removing-*"),
                                *(self.folder.glob("step-*") if self.temporary else ())):
                 shutil.rmtree(unfinished)
@@ -243,8 +249,16 @@ class Saver:
                 raise ValueError(f"--out {self.folder}: has checkpoints of another run, or of this one from its "
                                  "beginning: give --resume auto to continue it, or another folder")
             self.set_aside(step)
+            self.note(step)
         except OSError as error:
             raise ValueError(f"--out {self.folder}: cannot be written to: {error.strerror}") from None
+
+    def note(self, step: int) -> None:
+        """Write in the lock file how many steps are done: a run that resumes this one can say how many it has lost.
+        This survives the process, and on a local disk not the machine: it is not forced to the disk."""
+        if rank(self.group) == 0:
+            with contextlib.suppress(OSError):
+                os.pwrite(self.lock.fileno(), b"%12d\n" % step, 0)
 
     def set_aside(self, step: int) -> None:
         """Rename the checkpoints of later steps than this one."""

@@ -30,11 +30,12 @@ import os
 import sys
 import threading
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -173,21 +174,55 @@ class Pending:
         self.works, self.tensors = [], ()
 
 
+def meet(timeout_s: float = 600, while_waiting: Callable[[], Any] = lambda: None) -> dist.Store:
+    """Wait for the other ranks. Returns torchrun's key-value store, with a prefix that no earlier start of ranks used.
+
+    A torchrun that restarts its ranks keeps the store, and in it the addresses of ranks that are gone; how often it has
+    restarted them may differ between machines. So every rank draws a name and appends it to a list. Rank 0 writes, for
+    each name in the list, which prefix to use, until as many ranks as there are have confirmed this prefix. It answers
+    the last name of each rank, which is an earlier start's until this start's has come. while_waiting: called now and
+    then. Raises TimeoutError.
+    """
+    store, index, ranks = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s)))
+    name, answered, began = uuid.uuid4().hex, set(), time.monotonic()
+    store.append("names", f"{index} {name}\n")
+
+    def missing() -> set[int]:
+        """The ranks that this one still waits for."""
+        if index > 0:
+            return set() if store.check([f"prefix/{name}"]) else {0}
+        last_names = dict(line.split() for line in store.get("names").decode().splitlines())
+        for other in set(last_names.values()) - answered:
+            store.set(f"prefix/{other}", name)
+            answered.add(other)
+        return set(range(ranks)) - set(map(int, store.get(f"confirmed/{name}").split()))
+
+    if index == 0:
+        store.append(f"confirmed/{name}", "0 ")
+    while waits_for := missing():
+        if time.monotonic() > began + timeout_s + 10 * (index > 0):  # of all ranks, rank 0 knows who is missing
+            raise TimeoutError(f"rank {', '.join(map(str, sorted(waits_for)))} has not started in {timeout_s:g} s")
+        while_waiting()
+        time.sleep(max(0.01, ranks / 10_000))  # all ranks together call the store at most 10,000 times per second
+    prefix = store.get(f"prefix/{name}").decode()
+    if index > 0:
+        store.append(f"confirmed/{prefix}", f"{index} ")
+    return dist.PrefixStore(prefix, store)
+
+
 @contextmanager
-def world(device: torch.device | str = "cpu", timeout_s: float = 600) -> Iterator[dist.ProcessGroup]:
-    """The group of all ranks that torchrun started: NCCL on GPUs, gloo on CPUs.
+def world(device: torch.device | str = "cpu", timeout_s: float = 600,
+          store: dist.Store | None = None) -> Iterator[dist.ProcessGroup]:
+    """The group of all ranks that torchrun started: NCCL on GPUs, gloo on CPUs. store: what `meet` has returned.
 
     The body of the `with` should be one function call, whose variables are freed when it returns: a gloo group that is
     still referenced when the interpreter exits aborts the process. Buckets and parameters refer to each other and to
     groups, so they are freed by the garbage collector. After an exception nothing is cleaned up: the process exits.
     """
     device = torch.device(device)
-    store, index, ranks = next(dist.rendezvous("env://"))
-    # A torchrun that restarts ranks keeps its store, where the addresses of those that are gone still are.
-    store = dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     where = dict(backend="nccl", device_id=device) if device.type == "cuda" else dict(backend="gloo")
-    dist.init_process_group(**where, store=store, rank=index, world_size=ranks,
-                            timeout=datetime.timedelta(seconds=timeout_s))
+    dist.init_process_group(**where, store=store or meet(timeout_s), rank=int(os.environ["RANK"]),
+                            world_size=int(os.environ["WORLD_SIZE"]), timeout=datetime.timedelta(seconds=timeout_s))
     yield dist.group.WORLD
     dist.barrier()
     dist.destroy_process_group()

@@ -10,36 +10,32 @@
     a rank dies                    ranks whose connection to it breaks        an error; torchrun restarts all ranks
 
 In a step, ranks agree without an additional collective: the request to stop and each rank's seconds are appended to the
-squared norm of the gradient, and every step sums this vector over all ranks anyway.
-
-When several ranks fail, one of them reports: the lowest that raised an error of its own, else the lowest that lost a
-connection or waited too long. They agree on it through torchrun's key-value store, otherwise unused but at the start.
+squared norm of the gradient, and every step sums this vector over all ranks anyway. The last two events are those of
+watchdog.py.
 
 Shapes: no tensors but scalars, hashes [tensors] and ballots [1 + ranks].
 """
 import contextlib
 import hashlib
-import json
 import math
 import os
 import select
 import signal
-import socket
 import statistics
 import sys
 import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, TextIO
+from collections.abc import Iterator
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
 import config
-from collectives import MAX, Group, Groups, all_gather, all_reduce, name, process_group, rank, record, size
+from collectives import MAX, Group, Groups, all_gather, all_reduce, process_group, rank, record, size
 from ep import Router
 from zero import Optimizer
 
@@ -62,8 +58,9 @@ class Stop:
     A thread reads signals from a pipe: while the main thread is inside a collective, Python runs no signal handlers.
     """
 
-    def __init__(self, time_limit_min: float = 0.0):
+    def __init__(self, time_limit_min: float = 0.0, timeout_s: float = math.inf):
         self.deadline = time.monotonic() + 60 * time_limit_min if time_limit_min else math.inf
+        self.timeout_s = timeout_s
         self.reason, self.asked_at = "", 0.0
         self.ending = False  # this process has failed or finished: the watchdog stops
 
@@ -71,6 +68,13 @@ class Stop:
         if not self.reason and time.monotonic() > self.deadline:
             self.reason = "--time-limit"
         return bool(self.reason)
+
+    def end_if_asked(self) -> None:
+        """End this process if it has been asked to, while it waits for ranks to start: there is nothing to save."""
+        if self.wanted():
+            if os.environ.get("RANK") == "0":
+                print(f"ended before the first step, as asked ({self.reason})", flush=True)
+            os._exit(0)
 
     def listen(self) -> None:
         """Treat SIGTERM, SIGINT and SIGHUP as requests from now on. Python allows this in the main thread only."""
@@ -83,14 +87,21 @@ class Stop:
         threading.Thread(target=self.hear, args=(reading, os.getppid()), name="signals", daemon=True).start()
 
     def hear(self, pipe: int, parent: int) -> None:
-        """The signal thread. It also polls its parent: ranks whose torchrun was killed would otherwise train on."""
+        """The signal thread. It also polls its parent: ranks whose torchrun was killed would otherwise train on, or,
+        if they hang, stay for ever."""
+        orphaned_at = math.inf
         while True:
             if select.select([pipe], [], [], 1.0)[0]:
                 for number in os.read(pipe, 64):
                     if number in REQUESTS:  # the pipe also gets the signals of other handlers
                         self.on_signal(signal.Signals(number))
-            elif "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != parent and not self.reason:
-                self.reason = "torchrun is gone"
+            if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != parent:
+                orphaned_at = min(orphaned_at, time.monotonic())
+                self.reason = self.reason or "torchrun is gone"
+            if time.monotonic() > orphaned_at + self.timeout_s:
+                say(f"rank {os.environ.get('RANK', 0)} ends at once: torchrun is gone for --timeout "
+                    f"{self.timeout_s:g} s, and it is still {innermost_line()}")
+                os._exit(1)
 
     def on_signal(self, number: signal.Signals) -> None:
         now = time.monotonic()
@@ -162,7 +173,11 @@ class Guard:
                  f"{median:.3f} s, and so for {SLOW_STEPS} steps", self.world)
 
     def metrics(self) -> dict[str, Any]:
-        """busy_s: seconds per rank in the last step, without waits, as min, median and max; {} for a single rank."""
+        """busy_s: seconds per rank in the last step, without waits, as min, median and max; {} for a single rank.
+
+        On GPUs these are seconds of the host, which issues kernels and does not wait for them: a rank is named whose
+        data or processor is slow, and not one whose GPU is.
+        """
         if len(self.seconds) < 2:
             return {}
         least, most = min(self.seconds), max(self.seconds)
@@ -274,154 +289,11 @@ def listed(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
-# ---- who is missing -------------------------------------------------------------------------------------------------
+# ---- messages -------------------------------------------------------------------------------------------------------
 
-class Watchdog:
-    """A thread that ends this rank if it waits too long; of all ranks that wait, one reports which rank is missing.
-
-    The thread polls this rank's flight record (collectives.record). If it has not changed for half the timeout, the
-    thread posts to torchrun's store where the rank is: in which call of which group, or in which line. When the first
-    rank has waited for nine tenths of the timeout, all ranks that still respond have posted. The lowest one that waits
-    then reports the missing ranks: those that have called fewer collectives of its group, or have not posted.
-    """
-
-    def __init__(self, timeout_s: float, activity: Callable[[], str], stop: Stop):
-        self.timeout_s, self.activity, self.stop = timeout_s, activity, stop
-        self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.axes: dict[str, tuple[str, list[int]]] = {}  # name(group) -> (axis, its ranks)
-        self.poll_s = min(1.0, timeout_s / 40)
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
-                              wait_for_workers=False)  # a connection of its own: torch's may be blocked by a call
-        self.store = dist.PrefixStore(f"faults/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        self.store.set(f"process {self.rank}", json.dumps([socket.gethostname(), os.getpid()]))
-        threading.Thread(target=self.run, name="watchdog", daemon=True).start()
-
-    def learn(self, groups: Groups) -> None:
-        """Give the names of axes to messages, as soon as groups exist."""
-        self.axes = {name(group): (axis, ranks_of(group)) for axis, group in reversed(groups.items()) if group}
-
-    def run(self) -> None:
-        """The watchdog thread."""
-        try:
-            self.watch()
-        except Exception as error:
-            if not self.stop.ending:
-                say(f"warning: rank {self.rank} is no longer watched, as torchrun's store failed: {reason(error)}")
-
-    def watch(self) -> None:
-        seen, since, posted = None, time.monotonic(), False  # the last state, when it began, whether it is in the store
-        while not self.stop.ending:
-            time.sleep(self.poll_s)
-            if self.stop.asked_at and time.monotonic() > self.stop.asked_at + 5 and self.dead():
-                os._exit(128 + signal.SIGTERM)  # torchrun sent the signal, to restart all ranks
-            now = sum(record.calls.values()), record.waiting, self.activity()
-            if now != seen:
-                seen, since = now, time.monotonic()
-                if posted:
-                    self.store.set(f"post {self.rank}", "null")
-                posted = False
-                continue
-            stalled = time.monotonic() - since
-            if stalled > 0.5 * self.timeout_s and not posted:
-                self.post("waits" if record.waiting else "computes")
-                posted = True
-            if (record.waiting and stalled > 0.9 * self.timeout_s) or (posted and self.store.check(["end"])):
-                self.store.set("end", "")
-                self.end(stalled)
-
-    def post(self, state: str) -> None:
-        """Write to the store where this rank is. state: "waits", "computes", "lost" (a connection) or "failed"."""
-        where = "" if record.waiting else innermost_line()
-        self.store.set(f"post {self.rank}", json.dumps(dict(
-            state=state, call=record.waiting, calls=record.calls, activity=self.activity(), where=where)))
-
-    def posts(self) -> dict[int, dict]:
-        """Rank -> its post, for all ranks that have posted."""
-        found = {number: json.loads(self.store.get(f"post {number}")) for number in range(self.ranks)
-                 if self.store.check([f"post {number}"])}
-        return {number: post for number, post in found.items() if post}
-
-    def end(self, stalled: float) -> NoReturn:
-        """Report the missing rank if this is the lowest rank that waits; then end this process with exit code 1."""
-        time.sleep(2 * self.poll_s)  # until ranks that are about to post have done so
-        posts = self.posts()
-        if self.rank == min((number for number, post in posts.items() if post["state"] == "waits"), default=self.rank):
-            last_words(f"rank {self.rank} failed {self.activity()}: {self.describe(self.rank, posts)} (after "
-                       f"{stalled:.1f} s of --timeout {self.timeout_s:g})", time.time() - stalled)
-        else:
-            time.sleep(1)  # the rank that reports exits first, so that torchrun names it as the cause
-        self.kill_silent_ranks(posts)
-        os._exit(1)
-
-    def describe(self, number: int, posts: dict[int, dict], visited: tuple[int, ...] = ()) -> str:
-        """Where a rank is, and where the first rank is that it waits for. visited: ranks described before it."""
-        if number not in posts:
-            return "does not answer"
-        post = posts[number]
-        if not post["call"]:
-            return f"is in no collective but {post['where'] or post['activity']}"
-        operation, group, count, peer = post["call"]
-        axis, ranks = self.axes.get(group, ("world", list(range(self.ranks))))
-        missing = [ranks[peer]] if peer is not None else [
-            member for member in ranks if member not in posts or posts[member]["calls"].get(group, 0) < count]
-        text = f"{operation}, call {count} on axis {axis} (ranks {listed(ranks)}),"
-        if not missing:
-            return f"{text} has not ended although all ranks have called it"
-        text += f" waits for rank {listed(missing)}"
-        if missing[0] in visited:
-            return f"{text}: they wait for each other"
-        return f"{text}, which {'is in ' if posts.get(missing[0], {}).get('call') else ''}" \
-               f"{self.describe(missing[0], posts, (*visited, number))}"
-
-    def kill_silent_ranks(self, posts: dict[int, dict]) -> None:
-        """Kill this machine's ranks that have not posted: torchrun would wait 30 s for a stopped process to exit."""
-        for number, process in self.processes():
-            if number not in posts:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
-
-    def dead(self) -> list[int]:
-        """This machine's ranks whose processes no longer exist, or have ended and wait for torchrun to notice."""
-        return [number for number, process in self.processes() if not is_running(process)]
-
-    def processes(self) -> Iterator[tuple[int, int]]:
-        """Yield (rank, process id) of this machine's ranks that have started."""
-        for number in range(self.ranks):
-            if self.store.check([f"process {number}"]):
-                host, process = json.loads(self.store.get(f"process {number}"))
-                if host == socket.gethostname():
-                    yield number, process
-
-    def fail(self, error: Exception) -> None:
-        """Report why this rank failed, if it is the rank that reports; see the top of this file."""
-        lost = record.waiting is not None  # the exception came from a collective: a peer has gone
-        self.post("lost" if lost else "failed")
-        time.sleep(1.0 if lost else 0.3)  # until all failed ranks have posted and torchrun has reaped dead ones
-        posts = self.posts()
-        failed = [number for number, post in posts.items() if post["state"] == "failed"]
-        if self.rank != min(failed or posts):
-            time.sleep(1)
-        elif failed:
-            explain(f"rank {self.rank} failed {self.activity()}: {reason(error)}", error)
-        else:
-            died = self.dead()
-            operation, group, count, _ = record.waiting
-            axis, ranks = self.axes.get(group, ("world", list(range(self.ranks))))
-            last_words(f"rank {self.rank} failed {self.activity()}: {operation}, call {count} on axis {axis} (ranks "
-                       f"{listed(ranks)}), lost its connection: "
-                       + (f"rank {listed(died)} has died" if died else reason(error)))
-
-
-def is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)  # signal 0 only asks whether the process exists
-    except ProcessLookupError:
-        return False
-    try:
-        with open(f"/proc/{process}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:  # no Linux
-        return True
+def reason(error: Exception) -> str:
+    """The first line of an error's message, or its type if there is no message."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def innermost_line() -> str:
@@ -431,26 +303,6 @@ def innermost_line() -> str:
     while frame.f_back and not frame.f_code.co_filename.startswith(folder):
         frame = frame.f_back
     return f"in {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}, {frame.f_code.co_name}"
-
-
-# ---- messages -------------------------------------------------------------------------------------------------------
-
-def fail(activity: str, error: Exception, watchdog: Watchdog | None, stop: Stop) -> NoReturn:
-    """Report in one line what failed and end this process at once; a normal exit might block in a collective."""
-    stop.ending = True
-    try:
-        if watchdog:
-            watchdog.fail(error)
-    except Exception:  # the store is gone, with the process that served it
-        watchdog = None
-    if not watchdog:
-        explain(f"rank {os.environ.get('RANK', 0)} failed {activity}: {reason(error)}", error)
-    os._exit(1)
-
-
-def reason(error: Exception) -> str:
-    """The first line of an error's message, or its type if there is no message."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def explain(line: str, error: Exception) -> None:

@@ -76,9 +76,6 @@ def begin_or_resume(job: Job) -> None:
         saved = config.read_run(path)
         checkpoint.agree(lambda: check_data(job.training, saved, settings), host)
         restore(job, path, saved)
-        if rank(groups["world"]) == 0:
-            print(f"resumed {path} after {state.step} steps: later ones, if there were any, are lost and taken again",
-                  flush=True)
     else:
         def fill() -> None:
             job.optimizer.load(huggingface.source(run.init_from) if run.init_from else draw(settings.optim.seed))
@@ -89,6 +86,21 @@ def begin_or_resume(job: Job) -> None:
     continues = bool(path) and os.path.realpath(os.path.dirname(path)) == os.path.realpath(folder)
     if folder:
         job.saver = Saver(folder, pieces, run.keep, host, state.step if continues else 0, temporary=not out)
+    done = state.step if state.step == settings.optim.steps else None
+    if out and (continues or not path):
+        done = job.saver.done_before
+    if rank(groups["world"]) == 0 and (path or done):
+        print(where_it_continues(path, state.step, done), flush=True)
+
+
+def where_it_continues(path: str, step: int, done: int | None) -> str:
+    """The line that names the checkpoint of this step, "" for none, and what is lost. done: how many steps the run
+    before had done; None if that is not known."""
+    begins = f"resumed {path} after {step} steps" if path else "begins at step 0, as there is no checkpoint"
+    if done is None:
+        return f"{begins}: later steps, if there were any, are lost and taken again"
+    lost = max(0, done - step)
+    return f"{begins}: {lost} later step{'s are' if lost != 1 else ' is'} lost{' and taken again' if lost else ''}"
 
 
 def restore(job: Job, path: str, saved: dict) -> None:
@@ -156,5 +168,6 @@ def rewind(job: Job) -> None:
     guard.streak.clear()
     guard.norms = state.norms
     job.saver.set_aside(state.step)
+    job.saver.note(state.step)
     job.log.begin(state.step)
     faults.warn(f"{what}: went back to {path} and left out samples {first} to {end - 1}", job.groups["world"])

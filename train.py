@@ -57,6 +57,7 @@ from noise import GradientNoise
 from param import IGNORED, acc_dtype
 from profiling import named, profiling
 from sampling import sample
+from watchdog import Watchdog, fail
 from zero import Optimizer
 
 # ---- the run --------------------------------------------------------------------------------------------------------
@@ -67,7 +68,7 @@ def main(settings: config.Config) -> None:
     if run.dry_run:
         return dry_run(settings)
     sys.stdout, sys.stderr = faults.Tolerant(sys.stdout), faults.Tolerant(sys.stderr)
-    stop, watchdog = faults.Stop(run.time_limit), None
+    stop, watchdog, store = faults.Stop(run.time_limit, run.timeout), None, None
     stop.listen()
     try:  # mistakes of the user: one line, no traceback
         device, device_reason = choose_device(run.device)
@@ -84,18 +85,20 @@ def main(settings: config.Config) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
+        if "WORLD_SIZE" in os.environ:
+            store = collectives.meet(run.timeout, stop.end_if_asked)
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            watchdog = faults.Watchdog(run.timeout, lambda: state.activity, stop)
-        with collectives.world(device, run.timeout) if "WORLD_SIZE" in os.environ else nullcontext():
+            watchdog = Watchdog(store.clone(), run.timeout, lambda: state.activity, stop)
+        with collectives.world(device, run.timeout, store) if store else nullcontext():
             train(settings, training, validation, device, device_reason, state, stop, watchdog)
             stop.ending = True
     except Exception as error:
-        faults.fail(state.activity, error, watchdog, stop)
+        fail(state.activity, error, watchdog, stop)
 
 
 def train(settings: config.Config, training: Samples, validation: Samples | None, device: torch.device,
           device_reason: str, state: RunState, stop: faults.Stop | None = None,
-          watchdog: faults.Watchdog | None = None) -> None:
+          watchdog: Watchdog | None = None) -> None:
     """device_reason: why this device, for the first line. state is updated as the run goes on."""
     groups = build_groups(settings.grid, settings.model, settings.run.timeout)
     if watchdog:
@@ -147,6 +150,8 @@ def train_steps(job: Job, end_step: Callable[[], None]) -> None:
             state.activity = f"in step {step}"
         loss, norm = collectives.to_host(loss, norm)  # waits for the device
         guard.after_step(step, first, norm, limit)
+        if job.saver:
+            job.saver.note(state.step)
         state.skipped += bool(guard.streak)
         record = job.log.record(step, tokens=state.tokens, skipped=state.skipped, sequences=sequences, loss=loss,
                                 norm=norm, lr=lr, seconds=time.perf_counter() - began) | guard.metrics()

@@ -30,11 +30,16 @@ def fail() -> None:
     raise FloatingPointError("a fault of its own")
 
 
+def kill_parent_and_loop() -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+    loop()
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL), "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "term": lambda: os.kill(os.getpid(), signal.SIGTERM), "int": lambda: os.kill(os.getpid(), signal.SIGINT),
     "term-parent": lambda: os.kill(os.getppid(), signal.SIGTERM), "kill-parent": lambda: os.kill(os.getppid(), 9),
-    "loop": loop, "raise": fail, "none": lambda: None}
+    "kill-parent-and-loop": kill_parent_and_loop, "loop": loop, "raise": fail, "none": lambda: None}
 
 
 def inject(fault: str, where: str, step: int) -> None:
@@ -49,6 +54,7 @@ def inject(fault: str, where: str, step: int) -> None:
         def replaced(*args, **kwargs):
             if happens() and not done:
                 done.append(True)
+                print(f"fault at {time.time()}", flush=True)
                 FAULTS[fault]()
             return original(*args, **kwargs)
         setattr(owner, attribute, replaced)

@@ -221,8 +221,10 @@ def test_torchrun_lets_every_flag_through():
             assert get_args_parser().parse_args(arguments).training_script_args == arguments[1:]
 
 
-def test_help_shows_every_flag_with_its_meaning():
+def test_help_shows_every_flag_with_its_meaning_and_the_exit_codes():
     text = config.make_parser().format_help()
+    codes = " ".join(text.split()).split("Exit codes: ")[1]
+    assert all(f"{code}: " in codes for code in (0, 1, 2)) and "128 + the signal's number" in codes
     for section in config.SECTIONS.values():
         for field in config.fields(section):
             assert config.flag(field.name) + " " in text or config.flag(field.name) + "," in text

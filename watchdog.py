@@ -1,0 +1,206 @@
+"""The watchdog: when a rank hangs or dies, no other rank waits for ever, and one line says who and where.
+
+The ranks that wait for a rank that hangs notice it; if a rank dies, those whose connection to it breaks. When several
+ranks fail, one of them reports: the lowest that raised an error of its own, else the lowest that lost a connection or
+waited too long. They agree on it through torchrun's key-value store, otherwise unused but at the start.
+
+    after             rank 0, in a collective         rank 1, in a loop
+    0.5 --timeout     posts "waits", and for what     posts "computes", and in which line
+    0.9 --timeout     sets "end"                      reads "end"
+    a moment later    reports, exits                  exits
+
+Shapes: no tensors.
+"""
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from collectives import Groups, name, record
+from faults import Stop, explain, innermost_line, last_words, listed, ranks_of, reason, say
+
+STORE_S = 20.0  # a rank that has failed reports alone if torchrun's store has not answered after this time
+
+
+class Watchdog:
+    """A thread that ends this rank if it waits too long; of all ranks that wait, one reports which rank is missing.
+
+    The thread polls this rank's flight record (collectives.record). If it has not changed for half the timeout, the
+    thread posts to torchrun's store where the rank is: in which call of which group, or in which line. When the first
+    rank has waited for nine tenths of the timeout, all ranks that still respond have posted. The lowest one that waits
+    then reports the missing ranks: those that have called fewer collectives of its group, or have not posted.
+
+    A rank that makes progress never calls the store; one that does not, once per poll, however many ranks there are.
+    Only the rank that reports reads the posts. store: of this start of the ranks alone, and of this thread: a
+    connection that the main thread uses may be blocked by a call.
+    """
+
+    def __init__(self, store: dist.Store, timeout_s: float, activity: Callable[[], str], stop: Stop):
+        self.store, self.timeout_s, self.activity, self.stop = store, timeout_s, activity, stop
+        self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        first = self.rank - int(os.environ["LOCAL_RANK"])
+        self.siblings = range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))  # the ranks of the same torchrun
+        self.axes: dict[str, tuple[str, list[int]]] = {}  # name(group) -> (axis, its ranks)
+        self.poll_s = min(1.0, timeout_s / 40)
+        self.reporting = threading.Lock()  # taken for good by the thread, watchdog's or main, that ends this process
+        self.store.set(f"process {self.rank}", str(os.getpid()))
+        threading.Thread(target=self.run, name="watchdog", daemon=True).start()
+
+    def learn(self, groups: Groups) -> None:
+        """Give the names of axes to messages, as soon as groups exist."""
+        self.axes = {name(group): (axis, ranks_of(group)) for axis, group in reversed(groups.items()) if group}
+
+    def run(self) -> None:
+        """The watchdog thread."""
+        try:
+            self.watch()
+        except Exception as error:
+            if not self.stop.ending:
+                say(f"warning: rank {self.rank} is no longer watched, as torchrun's store failed: {reason(error)}")
+
+    def watch(self) -> None:
+        seen, since, posted = None, time.monotonic(), False  # the last state, when it began, whether it is in the store
+        while True:
+            time.sleep(self.poll_s)
+            if self.stop.ending:
+                return
+            if self.stop.asked_at and time.monotonic() > self.stop.asked_at + 5 and self.dead():
+                self.reporting.acquire()
+                os._exit(128 + signal.SIGTERM)  # torchrun sent the signal, to restart all ranks
+            now = sum(record.calls.values()), record.waiting, self.activity()
+            if now != seen:
+                seen, since = now, time.monotonic()
+                if posted:
+                    self.post("moves")
+                posted = False
+                continue
+            stalled = time.monotonic() - since
+            if stalled > 0.5 * self.timeout_s and not posted:
+                self.post("waits" if record.waiting else "computes")
+                posted = True
+            if (record.waiting and stalled > 0.9 * self.timeout_s) or (posted and self.store.check(["end"])):
+                self.store.set("end", "")
+                self.end(stalled)
+
+    def post(self, state: str) -> None:
+        """Write to the store where this rank is. state: "waits", "computes", "moves" (again), "lost" (a connection) or
+        "failed". A line of "states" has a rank, its state, and the ranks that it has seen die."""
+        where = "" if record.waiting else innermost_line()
+        self.store.set(f"post {self.rank}", json.dumps(dict(
+            call=record.waiting, calls=record.calls, activity=self.activity(), where=where)))
+        died = self.dead() if state == "lost" else []
+        self.store.append("states", json.dumps([self.rank, state, died]) + "\n")
+
+    def states(self) -> dict[int, tuple[str, list[int]]]:
+        """Rank -> (its last state, the ranks that it has seen die), of ranks that have posted and do not move."""
+        latest = {}
+        for number, state, died in map(json.loads, self.store.get("states").splitlines()):
+            latest[number] = state, died
+        return {number: found for number, found in latest.items() if found[0] != "moves"}
+
+    def posts(self, numbers: Iterable[int]) -> dict[int, dict]:
+        """Rank -> its post, of ranks that have posted."""
+        return dict(zip(numbers, map(json.loads, self.store.multi_get([f"post {number}" for number in numbers]))))
+
+    def end(self, stalled: float) -> NoReturn:
+        """Report the missing rank if this is the lowest rank that waits; then end this process with exit code 1."""
+        self.reporting.acquire()
+        time.sleep(2 * self.poll_s)  # until ranks that are about to post have done so
+        states = self.states()
+        if self.rank == min((number for number, (state, _) in states.items() if state == "waits"), default=self.rank):
+            last_words(f"rank {self.rank} failed {self.activity()}: {self.describe(self.rank, self.posts(states))} "
+                       f"(after {stalled:.1f} s of --timeout {self.timeout_s:g})", time.time() - stalled)
+        else:
+            time.sleep(1)  # the rank that reports exits first, so that torchrun names it as the cause
+        for number, process in self.processes().items():
+            if number not in states and is_sibling(process):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)  # torchrun would wait 30 s for a stopped process to exit
+        os._exit(1)
+
+    def describe(self, number: int, posts: dict[int, dict], visited: tuple[int, ...] = ()) -> str:
+        """Where a rank is, and where the first rank is that it waits for. visited: ranks described before it."""
+        if number not in posts:
+            return "does not answer"
+        post = posts[number]
+        if not post["call"]:
+            return f"is in no collective but {post['where'] or post['activity']}"
+        operation, group, count, peer = post["call"]
+        _, ranks = self.axes.get(group, ("world", list(range(self.ranks))))
+        missing = [ranks[peer]] if peer is not None else [
+            member for member in ranks if member not in posts or posts[member]["calls"].get(group, 0) < count]
+        text = self.name_call(post["call"])
+        if not missing:
+            return f"{text} has not ended although all ranks have called it"
+        text += f" waits for rank {listed(missing)}"
+        if missing[0] in visited:
+            return f"{text}: they wait for each other"
+        return f"{text}, which {'is in ' if posts.get(missing[0], {}).get('call') else ''}" \
+               f"{self.describe(missing[0], posts, (*visited, number))}"
+
+    def name_call(self, call: Sequence) -> str:
+        operation, group, count, _ = call
+        axis, ranks = self.axes.get(group, ("world", list(range(self.ranks))))
+        return f"{operation}, call {count} on axis {axis} (ranks {listed(ranks)}),"
+
+    def dead(self) -> list[int]:
+        """The siblings whose processes no longer exist, or have ended and wait for torchrun to notice."""
+        return [number for number, process in self.processes().items() if not is_sibling(process)]
+
+    def processes(self) -> dict[int, int]:
+        """Rank -> process id, of the siblings that have started."""
+        return {number: int(self.store.get(f"process {number}")) for number in self.siblings
+                if self.store.check([f"process {number}"])}
+
+    def fail(self, error: Exception) -> None:
+        """Report why this rank failed, if it is the rank that reports; see the top of this file."""
+        self.reporting.acquire()
+        lost = record.waiting is not None  # the exception came from a collective: a peer has gone
+        time.sleep(0.5 if lost else 0.0)  # until torchrun has reaped dead ranks
+        self.post("lost" if lost else "failed")
+        time.sleep(0.5 if lost else 0.3)  # until all failed ranks have posted
+        states = self.states()
+        failed, losers = ([number for number, (state, _) in states.items() if state == which]
+                          for which in ("failed", "lost"))
+        if self.rank != min(failed or losers):
+            time.sleep(1)
+        elif failed:
+            explain(f"rank {self.rank} failed {self.activity()}: {reason(error)}", error)
+        else:
+            died = sorted({number for _, seen in states.values() for number in seen})
+            last_words(f"rank {self.rank} failed {self.activity()}: {self.name_call(record.waiting)} lost its "
+                       f"connection: {f'rank {listed(died)} has died' if died else reason(error)}")
+
+
+def is_sibling(process: int) -> bool:
+    """Whether a process runs that has this id and this process's parent; the id of a dead rank may be used again."""
+    try:
+        os.kill(process, 0)  # signal 0 only asks whether the process exists
+        with open(f"/proc/{process}/stat") as file:
+            state, parent, *_ = file.read().rpartition(")")[2].split()
+        return state != "Z" and int(parent) == os.getppid()
+    except (ProcessLookupError, PermissionError):
+        return False
+    except FileNotFoundError:  # no Linux
+        return True
+
+
+def fail(activity: str, error: Exception, watchdog: Watchdog | None, stop: Stop) -> NoReturn:
+    """Report in one line what failed and end this process at once; a normal exit might block in a collective."""
+    def report_alone() -> NoReturn:
+        explain(f"rank {os.environ.get('RANK', 0)} failed {activity}: {reason(error)}", error)
+        os._exit(1)
+
+    stop.ending = True  # the watchdog stops
+    if watchdog:
+        threading.Timer(STORE_S, report_alone).start()  # the store may be gone, with the machine that served it
+        with contextlib.suppress(Exception):
+            watchdog.fail(error)
+            os._exit(1)
+    report_alone()
