@@ -267,15 +267,20 @@ def angles() -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
-def rotate(x: Tensor) -> Tensor:
-    a, b = x[:, :40].unflatten(0, (-1, S)).float().chunk(2, -1)
+def rotate(x: Tensor, sign: int = 1) -> Tensor:
+    """All heads of x [B, S, heads, D]."""
+    a, b = x.float().chunk(2, -1)
     cos, sin = angles()
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype).flatten(0, 1)
+    return torch.cat((a * cos - sign * b * sin, b * cos + sign * a * sin), -1).to(x.dtype)
 
 
 def rotate_by_kernel(x: Tensor) -> Tensor:
     kernels.rope_(x, *angles(), 40)
-    return x[:, :40]
+    return x[:, :, :40]
+
+
+def rotate_back(dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
+    return torch.cat((rotate(dq, -1), rotate(dk, -1), dv), 2)
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -297,7 +302,11 @@ def fused() -> dict[str, tuple[Callable, Callable, int, list[tuple[int, ...]]]]:
                             lambda x, y, w: (x + y, norm(x + y, w)), 4 * T * H, [(T, H), (T, H), (H,)]),
         "RMSNorm backward": (lambda dy, x, w: kernels.rms_norm_backward(dy, None, x, w, 1e-5), norm_backward,
                              3 * T * H, [(T, H), (T, H), (H,)]),
-        "rotary embedding, 32 + 8 heads of 128": (rotate_by_kernel, rotate, 2 * T * 40 * 128, [(T, 48, 128)]),
+        "rotary embedding, 32 + 8 heads of 128": (rotate_by_kernel, lambda x: rotate(x[:, :, :40]), 2 * T * 40 * 128,
+                                                  [(T // S, S, 48, 128)]),
+        "rotary embedding backward, into one gradient": (
+            lambda dq, dk, dv: kernels.rope_backward(dq, dk, dv, *angles()), rotate_back, 2 * T * 48 * 128,
+            [(T // S, S, heads, 128) for heads in (32, 8, 8)]),
         "SwiGLU": (kernels.swiglu, swiglu, 3 * T * FFN, [(T, 2 * FFN)]),
         "SwiGLU backward": (kernels.swiglu_backward, swiglu_backward, 5 * T * FFN, [(T, FFN), (T, 2 * FFN)])}
 

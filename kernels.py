@@ -6,7 +6,7 @@ bandwidth. One kernel for a chain of operations reads and writes no intermediate
                      forward     backward
     RMSNorm          2 T H e      3 T H e     saves its input; backward recomputes 1 / rms
     add, RMSNorm     4 T H e      4 T H e     saves the sum, which is the residual stream anyway
-    rotary           2 T H e      2 T H e     H: queries and keys; forward is in place; saves nothing
+    rotary           2 T H e      2 T H e     H: queries and keys, in place; in backward values, too; saves nothing
     SwiGLU           3 T F e      5 T F e     saves gate and up
     cross-entropy    3 T V e      none        logits exist in chunks and are overwritten by their gradient
 
@@ -153,59 +153,103 @@ rms_norm_backward.register_fake(lambda dy, dtotal, x, weight, eps: (
 # ---- rotary embedding -----------------------------------------------------------------------------------------------
 
 @triton.jit
-def rope_kernel(x, out, cos, sin, angle_rows, x_stride, out_stride, heads, out_heads, HALF: tl.constexpr,
-                WIDTH: tl.constexpr, HEADS: tl.constexpr, INVERSE: tl.constexpr):
-    """A program rotates the first `heads` of a token's heads, and copies the others. Moves 2 T (out_heads D) e bytes.
-    HALF: D/2. WIDTH, HEADS: HALF and out_heads, rounded up to powers of 2."""
-    t, head, pair = tl.program_id(0), tl.arange(0, HEADS)[:, None], tl.arange(0, WIDTH)[None, :]
-    c = tl.load(cos + (t % angle_rows) * HALF + pair, pair < HALF, other=0.0).to(tl.float32)
-    s = tl.load(sin + (t % angle_rows) * HALF + pair, pair < HALF, other=0.0).to(tl.float32)
-    if INVERSE:
-        s = -s
-    c, s = tl.where(head < heads, c, 1.0), tl.where(head < heads, s, 0.0)
-    offset, inside = head * (2 * HALF) + pair, (head < out_heads) & (pair < HALF)
-    x, out = x + tl.cast(t, tl.int64) * x_stride, out + tl.cast(t, tl.int64) * out_stride
-    a = tl.load(x + offset, inside, other=0.0).to(tl.float32)
-    b = tl.load(x + offset + HALF, inside, other=0.0).to(tl.float32)
-    tl.store(out + offset, (a * c - b * s).to(out.dtype.element_ty), inside)
-    tl.store(out + offset + HALF, (b * c + a * s).to(out.dtype.element_ty), inside)
+def load_angles(cos, sin, t, angle_rows, HALF: tl.constexpr, WIDTH: tl.constexpr):
+    """cos and sin of a token's angles, [1, WIDTH]."""
+    pair = tl.arange(0, WIDTH)[None, :]
+    start = (t % angle_rows) * HALF
+    return (tl.load(cos + start + pair, pair < HALF, other=0.0).to(tl.float32),
+            tl.load(sin + start + pair, pair < HALF, other=0.0).to(tl.float32))
 
 
-def launch_rope(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, heads: int, inverse: bool) -> None:
-    """Write all heads of `out` [T, out_heads, D]: those of x, of which the first `heads` are rotated."""
-    half, out_heads = cos.shape[-1], out.shape[1]
-    check(x.dim() == 3 and x.shape[2] == 2 * half and 0 < heads <= x.shape[1],
-          f"x {list(x.shape)} must be T heads {2 * half}, of which {heads} heads are rotated")
-    check(cos.shape == sin.shape and cos.dim() in (3, 4) and cos.shape[-2] == 1,
-          f"cos {list(cos.shape)} and sin {list(sin.shape)} must be [B] S 1 D/2")
-    angle_rows = cos.numel() // half
-    check(x.shape[0] == angle_rows or cos.dim() == 3 and angle_rows > 0 and x.shape[0] % angle_rows == 0,
-          f"{x.shape[0]} tokens do not divide into sequences of {angle_rows}, as many as there are angles")
-    check(x.numel() == 0 or x.stride()[1:] == (2 * half, 1), f"heads of a token must be contiguous, not {x.stride()}")
+@triton.jit
+def turn_heads(x, head_stride, out, heads, c, s, HALF: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr):
+    """Rotate a token's heads by angles of which c is the cosine and s the sine. In `out` they are contiguous."""
+    head, pair = tl.arange(0, HEADS)[:, None].to(tl.int64), tl.arange(0, WIDTH)[None, :]
+    inside = (head < heads) & (pair < HALF)
+    a = tl.load(x + head * head_stride + pair, inside, other=0.0).to(tl.float32)
+    b = tl.load(x + head * head_stride + HALF + pair, inside, other=0.0).to(tl.float32)
+    tl.store(out + head * (2 * HALF) + pair, (a * c - b * s).to(out.dtype.element_ty), inside)
+    tl.store(out + head * (2 * HALF) + HALF + pair, (b * c + a * s).to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def rope_kernel(x, cos, sin, angle_rows, stride, heads, HALF: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr):
+    """A program rotates the first `heads` of a token's heads, in place. Moves 2 T (heads D) e bytes.
+    HALF: D/2. WIDTH, HEADS: HALF and heads, rounded up to powers of 2."""
+    t = tl.program_id(0)
+    c, s = load_angles(cos, sin, t, angle_rows, HALF, WIDTH)
+    x += tl.cast(t, tl.int64) * stride
+    turn_heads(x, 2 * HALF, x, heads, c, s, HALF, WIDTH, HEADS)
+
+
+@triton.jit
+def token_of(x, strides, b, i):
+    """Pointer to token i of sequence b of x [B, S, heads, D]."""
+    return x + tl.cast(b, tl.int64) * strides[0] + tl.cast(i, tl.int64) * strides[1]
+
+
+@triton.jit
+def rope_backward_kernel(dq, dk, dv, out, cos, sin, angle_rows, seq, dq_strides, dk_strides, dv_strides, heads,
+                         kv_heads, HALF: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr,
+                         KV_HEADS: tl.constexpr):
+    """A program has a token. It rotates dq and dk by minus the angles, and writes both and dv side by side. Moves
+    2 T ((N + 2 K) D) e bytes. dk, dv: may be None."""
+    t = tl.program_id(0)
+    b, i = t // seq, t % seq
+    c, s = load_angles(cos, sin, t, angle_rows, HALF, WIDTH)
+    out += tl.cast(t, tl.int64) * (heads + 2 * kv_heads) * (2 * HALF)
+    turn_heads(token_of(dq, dq_strides, b, i), dq_strides[2], out, heads, c, -s, HALF, WIDTH, HEADS)
+    if dk is not None:
+        out += heads * (2 * HALF)
+        turn_heads(token_of(dk, dk_strides, b, i), dk_strides[2], out, kv_heads, c, -s, HALF, WIDTH, KV_HEADS)
+        out += kv_heads * (2 * HALF)
+        turn_heads(token_of(dv, dv_strides, b, i), dv_strides[2], out, kv_heads, 1.0, 0.0, HALF, WIDTH, KV_HEADS)
+
+
+def check_rope(x: Tensor, cos: Tensor, sin: Tensor) -> dict:
+    """Raise ValueError if x [B, S, heads, D] does not fit its angles. Returns the constants of a launch."""
+    half = cos.shape[-1]
+    check(x.dim() == 4 and x.shape[3] == 2 * half, f"x {list(x.shape)} must be B S heads {2 * half}")
+    check(cos.shape == sin.shape and cos.shape[-2] == 1 and cos.shape[:-2] in (x.shape[:2], x.shape[1:2]),
+          f"cos {list(cos.shape)} and sin {list(sin.shape)} must be [B] S 1 D/2 for x {list(x.shape)}")
     check_launch(x, cos, sin)
-    width, padded_heads = triton.next_power_of_2(half), triton.next_power_of_2(out_heads)
-    rope_kernel[(len(x),)](
-        x, out, cos.contiguous(), sin.contiguous(), angle_rows, x.stride(0), out.stride(0), heads, out_heads, half,
-        width, padded_heads, inverse, num_warps=min(8, max(1, width * padded_heads // 512)))
+    width, heads = triton.next_power_of_2(half), triton.next_power_of_2(x.shape[2])
+    return dict(HALF=half, WIDTH=width, HEADS=heads, num_warps=min(8, max(1, width * heads // 512)))
 
 
 @custom_op("penteract::rope_", mutates_args=("x",))
 def rope_(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
-    """Rotate pairs (x[i], x[i + D/2]) of the first `heads` heads of x [T, N, D] by the token's angles, in place. One
+    """Rotate pairs (x[i], x[i + D/2]) of the first `heads` heads of x [B, S, N, D] by the token's angles, in place. One
     launch rotates queries and keys, which are contiguous in memory. cos, sin: [S, 1, D/2] or [B, S, 1, D/2]."""
-    launch_rope(x, x[:, :heads], cos, sin, heads, inverse=False)
+    check(0 < heads <= x.shape[2], f"x {list(x.shape)} has no {heads} heads to rotate")
+    launch, tokens = check_rope(x[:, :, :heads], cos, sin), x.flatten(0, 1)
+    check(tokens.data_ptr() == x.data_ptr() and tokens.stride()[1:] == (x.shape[3], 1),
+          f"tokens must be evenly spaced and a token's heads contiguous, not {x.stride()}")
+    rope_kernel[(len(tokens),)](tokens, cos.contiguous(), sin.contiguous(), cos.numel() // cos.shape[-1],
+                                tokens.stride(0), heads, **launch)
 
 
 @custom_op("penteract::rope_backward", mutates_args=())
-def rope_backward(grad: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    """The inverse rotation of grad [T, N, D], into new memory: autograd may give the same gradient to others."""
-    grad = grad.contiguous()
-    out = torch.empty_like(grad)
-    launch_rope(grad, out, cos, sin, heads, inverse=True)
-    return out
+def rope_backward(dq: Tensor, dk: Tensor | None, dv: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
+    """The gradient [B, S, N + 2 K, D] of queries, keys and values side by side, before queries and keys were rotated:
+    from dq [B, S, N, D] and dk, dv [B, S, K, D] of any strides, or from dq alone: [B, S, N, D]."""
+    dx, (B, S, N, D) = make_rope_gradient(dq, dk, dv, cos, sin), dq.shape
+    launch = check_rope(dq, cos, sin)
+    dq, dk, dv = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (dq, dk, dv))
+    strides = [(0, 0, 0) if x is None else x.stride()[:3] for x in (dq, dk, dv)]
+    kv_heads = 0 if dk is None else dk.shape[2]
+    rope_backward_kernel[(B * S,)](dq, dk, dv, dx, cos.contiguous(), sin.contiguous(), cos.numel() // cos.shape[-1], S,
+                                   *strides, N, kv_heads, KV_HEADS=triton.next_power_of_2(kv_heads), **launch)
+    return dx
 
 
-rope_backward.register_fake(lambda grad, cos, sin, heads: grad.new_empty(grad.shape))
+@rope_backward.register_fake
+def make_rope_gradient(dq, dk, dv, cos, sin):
+    check((dk is None) == (dv is None) and (dk is None or dk.shape == dv.shape and dq.dtype == dk.dtype == dv.dtype and
+                                            (*dk.shape[:2], dk.shape[3]) == (*dq.shape[:2], dq.shape[3])),
+          "dq, dk and dv must be B S N D, B S K D and B S K D, of one type, or dq alone")
+    B, S, N, D = dq.shape
+    return dq.new_empty(B, S, N + (0 if dk is None else 2 * dk.shape[2]), D)
 
 
 # ---- SwiGLU ---------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from collectives import Groups
 from config import Model
 from cp import attention_by_window
 from ep import Balance, GroupedExperts, Router, combine, dispatch, make_routing_info
-from operations import RMSNorm, rotary_angles, rotate_, swiglu
+from operations import RMSNorm, rotary_angles, rotate, rotate_and_split, swiglu
 from param import Spec, parameter
 from pp import Pipeline
 from recompute import Recompute, cheap
@@ -98,12 +98,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:  # [T/t, H] -> [T/t, H]
         qkv = self.qkv(x, context.tp)  # [T, (N + 2K) D / t]: one gather and one matmul for all three
-        if self.q_norm is None:  # queries and keys at once, in the matmul's own output
-            qkv = rotate_(qkv, context.angles, heads=sum(self.heads[:2]))
-        q, k, v = rearrange(qkv, "(b s) (n d) -> b s n d", s=context.seq, d=self.head_dim).split(self.heads, dim=2)
-        if self.q_norm is not None:
-            q = rotate_(self.q_norm(q), context.angles, heads=self.heads[0])
-            k = rotate_(self.k_norm(k), context.angles, heads=self.heads[1])
+        qkv = rearrange(qkv, "(b s) (n d) -> b s n d", s=context.seq, d=self.head_dim)
+        if self.q_norm is None:
+            q, k, v = rotate_and_split(qkv, context.angles, self.heads)
+        else:
+            q, k, v = qkv.split(self.heads, dim=2)
+            q, k = rotate(self.q_norm(q), context.angles), rotate(self.k_norm(k), context.angles)
         if context.cache is not None:
             k, v = context.cache.extend(self.layer, k, v, self.window)
         q, k, v = (rearrange(heads, "b s n d -> b n s d") for heads in (q, k, v))

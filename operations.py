@@ -141,51 +141,50 @@ swiglu = SwiGLUFunction.apply
 # ---- rotary embedding -----------------------------------------------------------------------------------------------
 
 class RotateFunction(Function):
-    """See rotate_. Saves only the angles, which all layers share: backward rotates the gradient by minus the angles."""
+    """See rotate_and_split. Saves only the angles, which all layers share: backward rotates the gradients by minus the
+    angles, and writes them side by side in one pass."""
 
     @staticmethod
     def forward(ctx, x, cos, sin, heads):
         ctx.save_for_backward(cos, sin)
-        ctx.heads = heads
-        ctx.mark_dirty(x)
-        rotate_no_grad_(x, cos, sin, heads)
-        return x
+        x = x.detach()
+        rotate_no_grad_(x, cos, sin, sum(heads[:2]))
+        return tuple(part.detach() for part in x.split(heads, dim=2))  # else autograd would take them for views
 
     @staticmethod
-    def backward(ctx, dx):  # never in place: autograd may give the same gradient to others
+    def backward(ctx, *grads):
         cos, sin = ctx.saved_tensors
-        if uses_kernels(dx):
-            by_head = view_heads(dx.contiguous(), cos)
-            return load_kernels().rope_backward(by_head, cos, sin, ctx.heads).view(dx.shape), None, None, None
-        dx = dx.clone(memory_format=torch.contiguous_format)
-        rotate_no_grad_(dx, cos, -sin, ctx.heads)
+        if uses_kernels(grads[0]):
+            dq, dk, dv = grads if len(grads) == 3 else (*grads, None, None)
+            return load_kernels().rope_backward(dq, dk, dv, cos, sin), None, None, None
+        dx = torch.cat(grads, dim=2)
+        rotate_no_grad_(dx, cos, -sin, sum(grad.shape[2] for grad in grads[:2]))
         return dx, None, None, None
 
 
-def rotate_(x: Tensor, angles: tuple[Tensor, Tensor], heads: int) -> Tensor:
-    """Rotate every pair (x[i], x[i + D/2]) of the first `heads` heads of x by its token's angles, in place. (Published
-    weights need these pairs.) x: contiguous, [T, N D] or [B, S, N, D]. angles: what rotary_angles returns."""
-    return RotateFunction.apply(x, *angles, heads)
+def rotate_and_split(qkv: Tensor, angles: tuple[Tensor, Tensor], heads: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Split qkv [B, S, N + 2 K, D] into the `heads` [N, K, K], and rotate every pair (x[i], x[i + D/2]) of queries and
+    keys by the token's angles. (Published weights need these pairs.) This is done in place, and the results are views,
+    so qkv must not be used after this. angles: what rotary_angles returns."""
+    return RotateFunction.apply(qkv, *angles, heads)
+
+
+def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """The same for queries or keys alone, [B, S, N, D]."""
+    return RotateFunction.apply(x, *angles, [x.shape[2]])[0]
 
 
 def rotate_no_grad_(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
-    """rotate_ without autograd."""
-    x = view_heads(x, cos)
+    """Rotate the first `heads` heads of x [B, S, N, D] in place, without autograd."""
     if uses_kernels(x):
         load_kernels().rope_(x, cos, sin, heads)
         return
-    a, b = x.unflatten(0, (-1, cos.shape[-3]))[:, :, :heads].chunk(2, -1)  # [B, S, heads, D/2] each
+    a, b = x[:, :, :heads].chunk(2, -1)  # [B, S, heads, D/2] each
     a_acc, b_acc = a.to(cos.dtype), b.to(cos.dtype)
     rotated_a = torch.mul(a_acc, cos).addcmul_(b_acc, sin, value=-1)
     rotated_b = torch.mul(b_acc, cos).addcmul_(a_acc, sin)
     a.copy_(rotated_a)
     b.copy_(rotated_b)
-
-
-def view_heads(x: Tensor, cos: Tensor) -> Tensor:
-    """[T, N D] or [B, S, N, D] -> [T, N, D], a view."""
-    D = 2 * cos.shape[-1]
-    return x.view(-1, x.shape[-1] // D if x.dim() == 2 else x.shape[-2], D)
 
 
 def rotary_angles(positions: Tensor, model: Model, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

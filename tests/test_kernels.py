@@ -20,9 +20,10 @@ def exact_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, 1e-5)
 
 
-def exact_rotation(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int) -> torch.Tensor:
-    a, b = x[:, :heads].unflatten(0, (-1, cos.shape[-3])).chunk(2, -1)
-    return torch.cat((torch.cat((a * cos - b * sin, b * cos + a * sin), -1).flatten(0, 1), x[:, heads:]), 1)
+def exact_rotation(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: list[int]) -> tuple[torch.Tensor, ...]:
+    q, *kv = x.split(heads, dim=2)
+    return *(torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+             for a, b in (heads.chunk(2, -1) for heads in (q, *kv[:1]))), *kv[1:]
 
 
 def exact_swiglu(x: torch.Tensor) -> torch.Tensor:
@@ -61,36 +62,50 @@ def test_a_sum_and_its_norm_are_the_bits_of_two_operations(monkeypatch, kernel):
 
 
 @pytest.mark.parametrize("rows_of", ["sequence", "batch"])
-@pytest.mark.parametrize("D, turned, all_heads", [(16, 3, 5), (10, 1, 1), (2, 4, 4)])
-def test_rope(monkeypatch, D, turned, all_heads, rows_of):
+@pytest.mark.parametrize("D, heads", [(16, [3, 2, 2]), (10, [2, 1, 1]), (2, [4])])
+def test_rope(monkeypatch, D, heads, rows_of):
+    """Of queries and keys beside values, and of queries alone."""
     monkeypatch.setattr(operations, "uses_kernels", lambda x: True)
     positions = torch.arange(6.0) if rows_of == "sequence" else torch.tensor([[0.0, 1, 2, 0, 1, 2], [5, 4, 3, 2, 1, 0]])
     angle = positions[..., None, None].double().to(DEVICE) * 10000 ** -torch.linspace(0, 1, D // 2, device=DEVICE)
-    compare(lambda x: operations.RotateFunction.apply(x * 1, angle.cos().float(), angle.sin().float(), turned),
-            lambda x: exact_rotation(x, angle.float().cos().double(), angle.float().sin().double(), turned),
-            [numbers(12, all_heads, D)])
+    compare(lambda x: operations.RotateFunction.apply(x * 1, angle.cos().float(), angle.sin().float(), heads),
+            lambda x: exact_rotation(x, angle.float().cos().double(), angle.float().sin().double(), heads),
+            [numbers(2, 6, sum(heads), D)])
 
 
-def test_rope_is_in_place_and_turns_as_the_model_does():
-    qkv = numbers(6, 5, 16)
-    angle = torch.arange(6.0, device=DEVICE)[:, None, None] * torch.linspace(1, 0.1, 8, device=DEVICE)
-    wanted = qkv.clone()
-    operations.rotate_no_grad_(wanted, angle.cos(), angle.sin(), 4)
-    kernels.rope_(qkv[:, :4], angle.cos(), angle.sin(), 4)  # rows of a wider tensor
-    torch.testing.assert_close(qkv, wanted, rtol=1e-6, atol=1e-6)
-    assert torch.equal(qkv[:, 4], wanted[:, 4])
+@pytest.mark.parametrize("kernel", [False, True])
+def test_rope_is_in_place(monkeypatch, kernel):
+    monkeypatch.setattr(operations, "uses_kernels", lambda x: kernel)
+    qkv, angle = numbers(1, 6, 5, 16), torch.arange(6.0, device=DEVICE)[:, None, None] * numbers(8)
+    parts, values = operations.rotate_and_split(qkv, (angle.cos(), angle.sin()), [3, 1, 1]), qkv[:, :, 4].clone()
+    assert [part.data_ptr() - qkv.data_ptr() for part in parts] == [0, 4 * 3 * 16, 4 * 4 * 16]
+    assert torch.equal(parts[2][:, :, 0], values)
 
 
 @pytest.mark.parametrize("kernel", [False, True])
 def test_rope_takes_gradients_of_any_layout(monkeypatch, kernel):
     """Attention may return gradients [B, heads, S, D]; seen as [B, S, heads, D], like x, they are not contiguous."""
     monkeypatch.setattr(operations, "uses_kernels", lambda x: kernel)
-    angle, grad, found = numbers(6, 1, 8), numbers(2, 3, 6, 16).transpose(1, 2), []
-    for gradient in (grad, grad.contiguous()):
-        x, = leaves(numbers(2, 6, 3, 16))
-        operations.rotate_(x * 1, (angle.cos(), angle.sin()), 2).backward(gradient)
+    angle, found = numbers(6, 1, 8), []
+    grads = [numbers(2, heads, 6, 16, seed=seed).transpose(1, 2) for seed, heads in enumerate((4, 2, 2))]
+    for gradients in (grads, [grad.contiguous() for grad in grads]):
+        x, = leaves(numbers(2, 6, 8, 16))
+        torch.autograd.backward(operations.rotate_and_split(x * 1, (angle.cos(), angle.sin()), [4, 2, 2]), gradients)
         found.append(x.grad)
-    assert not grad.is_contiguous() and torch.equal(*found)
+    assert not grads[0].is_contiguous() and torch.equal(*found)
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_the_gradient_of_a_projection_is_made_without_a_copy(monkeypatch, kernel):
+    """Beside dq, dk and dv there is the result; plain torch has two temporaries of a quarter of the rotated heads."""
+    monkeypatch.setattr(operations, "uses_kernels", lambda x: kernel)
+    x, angle = torch.zeros(1, 64, 8, 16, requires_grad=True), torch.zeros(64, 1, 8)
+    parts = operations.rotate_and_split(x * 1, (angle.cos(), angle.sin()), [4, 2, 2])
+    grads = [torch.ones_like(part) for part in parts]
+    with Meter() as meter:
+        dx, = torch.autograd.grad(parts, x, grads)
+    rotated = 64 * 6 * 16 * 4
+    assert meter.peak["other"] <= dx.nbytes + (64 * 8 * 4 if kernel else 3 * rotated // 2 + 64 * 8 * 4)
 
 
 @pytest.mark.parametrize("shape", [(7, 2), (2, 3, 10), (3, 50)])
@@ -105,7 +120,8 @@ def test_nothing_goes_in_and_nothing_comes_out(monkeypatch):
     x, weight = leaves(numbers(0, 16), numbers(16))
     total, y = operations.RMSNormFunction.apply(x, x, weight, 1e-5)
     out = operations.swiglu(operations.RMSNormFunction.apply(y, None, weight, 1e-5) + total)
-    operations.RotateFunction.apply(out.view(0, 2, 4) * 1, numbers(3, 1, 2), numbers(3, 1, 2), 1).sum().backward()
+    q, = operations.RotateFunction.apply(out.view(0, 3, 2, 4) * 1, numbers(3, 1, 2), numbers(3, 1, 2), [2])
+    q.sum().backward()
     assert x.grad.shape == (0, 16) and torch.equal(weight.grad, torch.zeros_like(weight))
 
 
@@ -235,21 +251,24 @@ def test_torch_accepts_the_operator(name):
     inputs = {
         "rms_norm": (x, weight, 1e-5), "add_rms_norm": (x, x + 1, weight, 1e-5),
         "rms_norm_backward": (x, x, x, weight, 1e-5),
-        "rope_": (numbers(3, 2, 8), angle.cos(), angle.sin(), 1),
-        "rope_backward": (numbers(3, 2, 8), angle.cos(), angle.sin(), 1),
+        "rope_": (numbers(2, 3, 2, 8), angle.cos(), angle.sin(), 1),
+        "rope_backward": (numbers(2, 3, 2, 8), *[numbers(2, 3, 1, 8)] * 2, angle.cos(), angle.sin()),
         "swiglu": (x,), "swiglu_backward": (numbers(3, 4), x),
         "softmax_": (numbers(3, 8), some_labels(3, 8), *statistics, 0, 0.1, True, True),
     }
     torch.library.opcheck(getattr(torch.ops.penteract, name).default, inputs[name])
 
 
-HEADS, ROW, ANGLES = (3, 2, 8), (3, 8), (3, 1, 4)
+HEADS, ROW, ANGLES = (1, 3, 2, 8), (3, 8), (3, 1, 4)
 REFUSED = {  # what is launched -> what the error says
     "norm weight": (lambda n: kernels.rms_norm(n(*ROW), n(7), 1e-5), "as long as rows"),
     "residual": (lambda n: kernels.add_rms_norm(n(*ROW), n(2, 8), n(8), 1e-5), "shape"),
-    "wide angles": (lambda n: kernels.rope_(n(*HEADS), n(3, 1, 8), n(3, 1, 8), 1), "must be T heads 16"),
-    "too few angles": (lambda n: kernels.rope_(n(4, 2, 8), n(*ANGLES), n(*ANGLES), 1), "4 tokens"),
-    "too few heads": (lambda n: kernels.rope_(n(*HEADS), n(*ANGLES), n(*ANGLES), 3), "3 heads"),
+    "wide angles": (lambda n: kernels.rope_(n(*HEADS), n(3, 1, 8), n(3, 1, 8), 1), "must be B S heads 16"),
+    "too few angles": (lambda n: kernels.rope_(n(1, 4, 2, 8), n(*ANGLES), n(*ANGLES), 1), r"for x \[1, 4, 1, 8\]"),
+    "too few heads": (lambda n: kernels.rope_(n(*HEADS), n(*ANGLES), n(*ANGLES), 3), "no 3 heads"),
+    "heads apart": (lambda n: kernels.rope_(n(1, 2, 3, 8).mT.mT.transpose(1, 2), n(*ANGLES), n(*ANGLES), 2), "evenly"),
+    "keys of other tokens": (lambda n: kernels.rope_backward(n(*HEADS), *[n(1, 4, 1, 8)] * 2, n(*ANGLES), n(*ANGLES)),
+                             "dq alone"),
     "odd width": (lambda n: kernels.swiglu(n(3, 7)), "gate and up"),
     "dy of another width": (lambda n: kernels.swiglu_backward(n(3, 7), n(*ROW)), "half as wide"),
     "head of another width": (lambda n: kernels.linear_cross_entropy(n(*ROW), n(9, 7), some_labels(3, 9)), "T H, V H"),
@@ -293,7 +312,9 @@ only_compile(kernels)
 kernels.rms_norm(x, weight, 1e-5)
 kernels.add_rms_norm(x, x, weight, 1e-5)
 kernels.rms_norm_backward(x, x, x, weight, 1e-5)
-kernels.rope_(x.view(8, 32, 128), torch.ones(8, 1, 64), torch.ones(8, 1, 64), 24)
+angles, heads = torch.ones(8, 1, 64), x.view(1, 8, 32, 128)
+kernels.rope_(heads, angles, angles, 24)
+kernels.rope_backward(heads, *heads.split([8, 24], 2)[:1] * 2, angles, angles)
 kernels.swiglu_backward(kernels.swiglu(x), x)
 kernels.softmax_(torch.zeros(8, 128256, dtype=torch.bfloat16), one.long(), one, one, one, 0, 0.0, True, True)
 """
