@@ -208,15 +208,20 @@ def measure_softmax(rows: int = 4096, V: int = 128256) -> Result:
 
 
 def measure_norm_programs() -> Result:
-    """RMSNorm's backward with 2, 4 and 8 programs per SM: kernels.PROGRAMS."""
-    def backward(programs: int, dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        with patch.object(kernels, "PROGRAMS", programs):
-            return kernels.rms_norm_backward(dy, None, x, weight, 1e-5)
+    """RMSNorm's backward in a residual stream, with other kernels.PROGRAMS and STAGES: 2, 4 and 8 programs per SM, and
+    2 that load one or two rows ahead."""
+    def backward(programs: int, stages: int, dy: Tensor, dtotal: Tensor, x: Tensor, weight: Tensor) -> tuple:
+        with patch.multiple(kernels, PROGRAMS=programs, STAGES=stages):
+            return kernels.rms_norm_backward(dy, dtotal, x, weight, 1e-5)
 
-    shapes = (T, H), (T, H), (H,)
-    return compare({f"{programs} programs": partial(backward, programs) for programs in (kernels.PROGRAMS, 528, 1056)},
-                   random_inputs(*shapes), bytes_rate(6 * T * H), in_fp64(norm_backward),
-                   partial(random_tensors, (S, H), (S, H), (H,)))
+    def exact(dy: Tensor, dtotal: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        dx, dweight = norm_backward(dy, x, weight)
+        return dx + dtotal, dweight
+
+    variants = (kernels.PROGRAMS, kernels.STAGES), (528, 1), (1056, 1), (264, 2), (264, 3)
+    return compare({f"{programs} programs, {stages} stages": partial(backward, programs, stages)
+                    for programs, stages in variants}, random_inputs(*[(T, H)] * 3, (H,)), bytes_rate(8 * T * H),
+                   in_fp64(exact), partial(random_tensors, *[(S, H)] * 3, (H,)))
 
 
 def measure_loss(V: int = 128256, tokens: int = 16384) -> Result:

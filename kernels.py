@@ -4,8 +4,8 @@ A GPU computes some 200 FLOPs in the time in which it moves one byte, so everyth
 bandwidth. One kernel for a chain of operations reads and writes no intermediate results. Bytes moved, e per element:
 
                      forward     backward
-    RMSNorm          2 T H e      3 T H e     saves its input; backward recomputes 1 / rms
-    add, RMSNorm     4 T H e      4 T H e     saves the sum, which is the residual stream anyway
+    RMSNorm          2 T H e      4 T H e     saves its input, the residual stream, and adds the gradient of its other
+    add, RMSNorm     4 T H e      4 T H e     uses (3 T H e if there are none); backward recomputes 1 / rms
     rotary           2 T H e      2 T H e     H: queries and keys, in place; in backward values, too; saves nothing
     SwiGLU           3 T F e      5 T F e     saves gate and up
     cross-entropy    3 T V e      none        logits exist in chunks and are overwritten by their gradient
@@ -55,7 +55,9 @@ def check_launch(*tensors: Tensor) -> None:
 
 # ---- RMSNorm --------------------------------------------------------------------------------------------------------
 
-PROGRAMS = 264  # among which a backward divides the rows: two per SM of an H100 or H200
+# Among how many programs backward divides the rows: two per SM of an H100 or H200. STAGES - 1 rows are loaded ahead, so
+# that a program does not wait for memory with nothing under way. `python bench.py gpu --only variants` compares others.
+PROGRAMS, STAGES = 264, 1
 
 
 @triton.jit
@@ -74,13 +76,14 @@ def rms_norm_kernel(x, residual, weight, total, y, eps, H, WIDTH: tl.constexpr, 
 
 
 @triton.jit
-def rms_norm_backward_kernel(dy, dtotal, x, weight, dx, dweights, eps, T, H, WIDTH: tl.constexpr, ADD: tl.constexpr):
+def rms_norm_backward_kernel(dy, dtotal, x, weight, dx, dweights, eps, T, H, WIDTH: tl.constexpr, ADD: tl.constexpr,
+                             STAGES: tl.constexpr):
     """A program has every PROGRAMS-th row; it sums their terms of dweight. Moves 3 T H e bytes; with ADD 4 T H e."""
     column = tl.arange(0, WIDTH)
     inside = column < H
     w = tl.load(weight + column, inside, other=0.0).to(tl.float32)
     dweight = tl.zeros([WIDTH], tl.float32)
-    for t in range(tl.program_id(0), T, tl.num_programs(0)):
+    for t in tl.range(tl.program_id(0), T, tl.num_programs(0), num_stages=STAGES):
         start = tl.cast(t, tl.int64) * H
         row = tl.load(x + start + column, inside, other=0.0).to(tl.float32)
         grad = tl.load(dy + start + column, inside, other=0.0).to(tl.float32)
@@ -140,7 +143,7 @@ def rms_norm_backward(dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tens
     dx, T = torch.empty_like(x), x.numel() // H
     dweights = x.new_empty(min(T, PROGRAMS), H, dtype=torch.float32)  # a row per program
     rms_norm_backward_kernel[(len(dweights),)](dy.contiguous(), grads[-1].contiguous(), x, weight, dx, dweights, eps,
-                                               T, H, ADD=dtotal is not None, **row_launch(H))
+                                               T, H, ADD=dtotal is not None, STAGES=STAGES, **row_launch(H))
     return dx, dweights.sum(0)
 
 
@@ -233,7 +236,7 @@ def rope_(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
 def rope_backward(dq: Tensor, dk: Tensor | None, dv: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
     """The gradient [B, S, N + 2 K, D] of queries, keys and values side by side, before queries and keys were rotated:
     from dq [B, S, N, D] and dk, dv [B, S, K, D] of any strides, or from dq alone: [B, S, N, D]."""
-    dx, (B, S, N, D) = make_rope_gradient(dq, dk, dv, cos, sin), dq.shape
+    dx, (B, S, N, _) = make_rope_gradient(dq, dk, dv, cos, sin), dq.shape
     launch = check_rope(dq, cos, sin)
     dq, dk, dv = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (dq, dk, dv))
     strides = [(0, 0, 0) if x is None else x.stride()[:3] for x in (dq, dk, dv)]

@@ -172,8 +172,8 @@ class Block(nn.Module):
         return context.recompute(partial(self.attention_and_ffn, context=context), x)
 
     def attention_and_ffn(self, x: Tensor, context: ForwardContext) -> Tensor:
-        y = self.attention(cheap(self.attention_norm, x), context)
-        x, h = self.ffn_norm.add_then_norm(x, y)  # x = x + y; h = norm(x)
+        x, h = self.attention_norm.branch(x)  # h = norm(x)
+        x, h = self.ffn_norm.branch(x, self.attention(h, context))  # x = x + attention(h); h = norm(x)
         return x + self.ffn(h, context)
 
 

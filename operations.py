@@ -51,14 +51,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 class RMSNormFunction(Function):
-    """RMSNorm(x), or with y the pair (x + y, RMSNorm(x + y)), over the last dimension.
+    """(x, RMSNorm(x)), or with y (x + y, RMSNorm(x + y)), over the last dimension: one backward sums the gradients that
+    come from both.
 
-    Saves what is normalised (the sum x + y is the residual stream anyway) and, in plain torch, 1 / rms of each row.
+    Saves what is normalised (the residual stream, which is there anyway) and, in plain torch, 1 / rms of each row.
     """
 
     @staticmethod
     def forward(ctx, x, y, weight, eps):
-        ctx.weight, ctx.eps, rstd = weight, eps, None
+        ctx.set_materialize_grads(False)  # None for the first result, if only the second is used
+        ctx.weight, ctx.eps, ctx.adds, rstd = weight, eps, y is not None, None
         if not uses_kernels(x):
             total = x if y is None else x + y
             out, rstd = rms_norm(total, weight, eps)
@@ -67,12 +69,11 @@ class RMSNormFunction(Function):
         else:
             total, out = load_kernels().add_rms_norm(x, y, weight, eps)
         ctx.save_for_backward(total, rstd)
-        return out if y is None else (total, out)
+        return total, out
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx, dtotal, dout):
         total, rstd = ctx.saved_tensors
-        dtotal, dout = grads if len(grads) == 2 else (None, grads[0])  # dtotal: from the sum's other uses
         if rstd is None:  # the kernel recomputes it
             dx, dweight = load_kernels().rms_norm_backward(dout, dtotal, total, ctx.weight, ctx.eps)
             accumulate_grad(ctx.weight, lambda out: out.add_(dweight), defer=False)
@@ -85,7 +86,7 @@ class RMSNormFunction(Function):
             dx = (dout * weight).addcmul_(x_hat, component, value=-1).mul_(rstd).to(total.dtype)
             if dtotal is not None:
                 dx.add_(dtotal)
-        return dx, dx if len(grads) == 2 else None, None, None
+        return dx, dx if ctx.adds else None, None, None
 
 
 class RMSNorm(nn.Module):
@@ -98,13 +99,14 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return RMSNormFunction.apply(x, None, self.weight, self.eps)
+        return RMSNormFunction.apply(x, None, self.weight, self.eps)[1]
 
-    def add_then_norm(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """(x + y, its norm): one fused operation, or two where backward is to recompute the norm from the sum."""
+    def branch(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(x, its norm), or with y (x + y, the norm of that): the residual stream, and what leaves it here. One fused
+        operation, or several where backward is to recompute the norm."""
         if is_selective():
-            total = x + y
-            return total, cheap(self, total)
+            x = x if y is None else x + y
+            return x, cheap(self, x)
         return RMSNormFunction.apply(x, y, self.weight, self.eps)
 
 

@@ -38,7 +38,9 @@ def test_rms_norm(shape, monkeypatch):
     monkeypatch.setattr(kernels, "PROGRAMS", 3)  # fewer than rows, and no divisor
     x, weight, residual = numbers(*shape), numbers(shape[-1], seed=1), numbers(*shape, seed=2)
     monkeypatch.setattr(operations, "uses_kernels", lambda x: True)
-    compare(lambda x, weight: operations.RMSNormFunction.apply(x, None, weight, 1e-5), exact_norm, [x, weight])
+    compare(lambda x, weight: operations.RMSNormFunction.apply(x, None, weight, 1e-5)[1], exact_norm, [x, weight])
+    compare(lambda x, weight: operations.RMSNormFunction.apply(x * 1, None, weight, 1e-5),
+            lambda x, weight: (x, exact_norm(x, weight)), [x, weight])
 
     def exact(x, residual, weight):
         return x + residual, exact_norm(x + residual, weight)
@@ -47,17 +49,22 @@ def test_rms_norm(shape, monkeypatch):
 
 
 @pytest.mark.parametrize("kernel", [False, True])
-def test_a_sum_and_its_norm_are_the_bits_of_two_operations(monkeypatch, kernel):
-    """In 16 bits, forward and backward. So selective recomputation, which separates the two, changes no bit."""
+def test_a_residual_stream_has_the_bits_of_separate_operations(monkeypatch, kernel):
+    """In 16 bits, forward and backward. So selective recomputation, which separates them, changes no bit."""
     monkeypatch.setattr(operations, "uses_kernels", lambda x: kernel)
-    found, derivatives = [], [numbers(7, 40, seed=seed, dtype=torch.float16) for seed in (3, 4)]
+    found, derivatives = [], [numbers(7, 40, seed=seed, dtype=torch.float16) for seed in (3, 4, 5)]
+    norm = SimpleNamespace(eps=1e-5)
     for together in (True, False):
-        x, y, weight = leaves(*(numbers(*shape, seed=1, dtype=torch.float16) for shape in ((7, 40), (7, 40), (40,))))
-        total = x + y
-        results = operations.RMSNormFunction.apply(x, y, weight, 1e-5) if together else (
-            total, operations.RMSNormFunction.apply(total, None, weight, 1e-5))
-        torch.autograd.backward(results, derivatives)
-        found.append((*results, x.grad, y.grad, weight.grad))
+        shapes = (7, 40), (7, 40), (40,)
+        x, y, norm.weight = leaves(*(numbers(*shape, seed=1, dtype=torch.float16) for shape in shapes))
+        if together:
+            total, first = operations.RMSNorm.branch(norm, x * 1)
+            total, second = operations.RMSNorm.branch(norm, total, y)
+        else:
+            total, first = x + y, operations.RMSNorm.forward(norm, x)
+            second = operations.RMSNorm.forward(norm, total)
+        torch.autograd.backward((total, first, second), derivatives)
+        found.append((total, first, second, x.grad, y.grad, norm.weight.grad))
     assert all(torch.equal(one, other) for one, other in zip(*found))
 
 
@@ -119,7 +126,7 @@ def test_nothing_goes_in_and_nothing_comes_out(monkeypatch):
     monkeypatch.setattr(operations, "uses_kernels", lambda x: True)
     x, weight = leaves(numbers(0, 16), numbers(16))
     total, y = operations.RMSNormFunction.apply(x, x, weight, 1e-5)
-    out = operations.swiglu(operations.RMSNormFunction.apply(y, None, weight, 1e-5) + total)
+    out = operations.swiglu(operations.RMSNormFunction.apply(y, None, weight, 1e-5)[1] + total)
     q, = operations.RotateFunction.apply(out.view(0, 3, 2, 4) * 1, numbers(3, 1, 2), numbers(3, 1, 2), [2])
     q.sum().backward()
     assert x.grad.shape == (0, 16) and torch.equal(weight.grad, torch.zeros_like(weight))

@@ -652,7 +652,7 @@ MUTANTS = [
     Mutant("a sum and its norm whose gradient lacks what else became of the sum", "operations.py",
            "dx.add_(dtotal)",
            "pass",
-           "tests/test_kernels.py::test_a_sum_and_its_norm_are_the_bits_of_two_operations[False]"),
+           "tests/test_kernels.py::test_a_residual_stream_has_the_bits_of_separate_operations[False]"),
     Mutant("empty tensors taken for the cheap one", "recompute.py",
            "    call = _cheap_calls.get(saved.untyped_storage())\n",
            "    call = next((made for storage, made in _cheap_calls.items() if storage.data_ptr() == "
