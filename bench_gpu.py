@@ -52,6 +52,7 @@ from bench_kernels import (
     fused,
     measure_adamw,
     measure_addmm,
+    measure_amax,
     measure_attention,
     measure_block_matmul,
     measure_fp8_linear,
@@ -150,6 +151,12 @@ def measure_training(flags: str, steps: int = 8, profiled: int = 2) -> Result:
                   report=report)
 
 
+def measure_training_with(switch: str, flags: str) -> Result:
+    """The same with a switch on, "module.NAME"."""
+    with patch(switch, True):
+        return measure_training(flags)
+
+
 def measure_two_steps(flags: str) -> Result:
     """Whether a run trains at all: two steps with finite losses."""
     records, _ = train_llama(flags, 2)
@@ -226,6 +233,12 @@ PARTS = {
         Row("a step of the optimizer, 268M parameters", measure_adamw, "at least 90% of a copy, 38 bytes a parameter"),
         Row("softmax of 4096 rows of logits", measure_softmax, COPY),
         Row("RMSNorm backward: programs", measure_norm_programs, COPY),
+        Row("SwiGLU and its amax", measure_amax, COPY),
+        *(Row(f"training {LARGEST}, --fp8 {recipe}, {switch}",
+              partial(measure_training_with, switch, f"{LARGEST_FLAGS} --fp8 {recipe}"), "below 1",
+              f"training {LARGEST}, --fp8 {recipe}")
+          for switch, recipe in (("fp8.ADDS_BY_KERNEL", "tensorwise"), ("kernels.EMITS_AMAX", "tensorwise"),
+                                 ("fp8.ADDS_BY_KERNEL", "blockwise"))),
         Row(f"training {LARGEST}, --optimizer adamw-one-pass",
             partial(measure_training, f"{LARGEST_FLAGS} --optimizer adamw-one-pass"), "0.99", f"training {LARGEST}")],
     "more": [

@@ -79,16 +79,15 @@ def measure_scaled_mm(kind: str) -> Result:
     x, w = random_tensors((1024, 2048), (512, 2048))
     one = x.abs().amax().float() / 448 if kind == "one scale" else None
     a, _ = fp8.quantise(x, fp8.E4M3, one)
-    b, _ = fp8.quantise(w, fp8.E4M3, one, tiles=kind == "1 x 128 by 128 x 128")
+    b = fp8.pad_tile_scales(fp8.quantise(w, fp8.E4M3, one, tiles=kind == "1 x 128 by 128 x 128")[0])
 
     def exact() -> Tensor:
         a64, b64 = (fp8.dequantise(fp8.Quantised(q.data.cpu(), q.scales.cpu()), torch.float64) for q in (a, b))
         return (a64 @ b64.t()).cuda()
 
     contenders = {"F.scaled_mm": lambda: fp8.product(a, b, torch.bfloat16)}
-    if one is None:
-        out = torch.empty(1024, 512, device="cuda", dtype=torch.bfloat16)
-        contenders["Triton"] = lambda: fp8_kernels.product(a, b, out)
+    out = torch.empty(1024, 512, device="cuda", dtype=torch.bfloat16)
+    contenders["Triton"] = lambda: fp8_kernels.product(a, b, out)
     return compare(contenders, [()], flops_rate(2 * x.numel() * len(w)), exact)
 
 
@@ -122,9 +121,10 @@ def measure_block_matmul(kind: str, tokens: int, N: int, K: int) -> Result:
         contenders["bf16, rounded, then added"] = lambda: out.add_(a @ b)
     for recipe in fp8.RECIPES if N < 128256 else ():  # the head is never in FP8
         contenders[recipe] = contender(recipe)
-    if kind == "weight gradients" and "blockwise" in contenders:  # instead of F.scaled_mm and an addition
-        columns = fp8.quantise(dy, fp8.E4M3)[1], fp8.quantise(x, fp8.E4M3)[1]
-        contenders["blockwise, added by our kernel"] = partial(fp8_kernels.product, *columns, out, add=True)
+        if kind == "weight gradients":  # instead of F.scaled_mm and an addition
+            layer = fp8.Fp8(fp8.RECIPES[recipe], torch.bfloat16)
+            columns = layer.quantise(dy, True)[1], layer.quantise(x, False)[1]
+            contenders[f"{recipe}, added by our kernel"] = partial(fp8_kernels.product, *columns, out, add=True)
     return compare(contenders, [()], flops_rate(2 * tokens * N * K))
 
 
@@ -205,6 +205,17 @@ def measure_softmax(rows: int = 4096, V: int = 128256) -> Result:
     return compare({name: partial(softmax, programs) for name, programs in (
         ("a program per row", 0), ("132 programs", 132), ("264 programs", 264))}, [make()], bytes_rate(4 * rows * V),
         exact, make)
+
+
+def measure_amax() -> Result:
+    """SwiGLU and the largest number of its result, for FP8 with one scale: read from it, or stored by the kernel."""
+    def stored(x: Tensor) -> Tensor:
+        with patch.object(kernels, "EMITS_AMAX", True):
+            return kernels.known_amax(kernels.swiglu(x))
+
+    contenders = {"read": lambda x: torch.linalg.vector_norm(kernels.swiglu(x), torch.inf), "stored": stored}
+    return compare(contenders, random_inputs((T, 2 * FFN)), bytes_rate(2 * 3 * T * FFN),
+                   in_fp64(lambda x: swiglu(x).abs().amax()), partial(random_tensors, (S, 2 * FFN)))
 
 
 def measure_norm_programs() -> Result:

@@ -55,10 +55,12 @@ Micikevicius et al. 2022 (FP8 formats for deep learning); DeepSeek-AI 2024 (V3: 
 2024 (Scaling FP8 training to trillion-token LLMs); NVIDIA Transformer Engine (rowwise, columnwise).
 Shapes: T tokens, K the dimension of a sum, N rows of a weight, t tensor parallel ranks, e experts, R rows, C columns.
 """
+import importlib
 import json
 import sys
 from collections.abc import Callable
 from itertools import accumulate
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -69,13 +71,22 @@ from torch.autograd import Function
 
 from collectives import MAX, Group, all_reduce, run_demo
 from config import FP8_RECIPES
+from operations import load_kernels, uses_kernels
 from param import acc_dtype, accumulate_grad, is_deferred, stacked_weight
 from recompute import is_cheap
 
 Tensor = torch.Tensor
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCK = 128
+# Whether a kernel of fp8_kernels.py multiplies and adds weight gradients, instead of F.scaled_mm and an addition: until
+# `python bench.py gpu --only matmuls variants` has shown that it is faster.
+ADDS_BY_KERNEL = False
 SMALLEST = 2.0 ** -100  # an amax is taken to be at least this, so that scales and their reciprocals are normal numbers
+
+
+def load_fp8_kernels() -> ModuleType:
+    """Import fp8_kernels.py when it is first needed: it imports Triton, which machines without a GPU may lack."""
+    return importlib.import_module("fp8_kernels")
 
 
 # ---- formats and scaling --------------------------------------------------------------------------------------------
@@ -136,9 +147,7 @@ def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None, pow2: b
     x 128 blocks, and T and K must be multiples of 128. On a GPU one kernel reads x once.
     """
     if x.is_cuda:
-        import fp8_kernels  # needs Triton, which a CPU does without
-
-        copies = fp8_kernels.quantise(x, dtype, scale, SMALLEST, pow2, rowwise, columnwise, tiles)
+        copies = load_fp8_kernels().quantise(x, dtype, scale, SMALLEST, pow2, rowwise, columnwise, tiles)
         return tuple(None if copy is None else Quantised(*copy) for copy in copies)
     if scale is None and not tiles:
         return (quantise_blocks(x, dtype, pow2) if rowwise else None,
@@ -176,14 +185,27 @@ def product(a: Quantised, b: Quantised, dtype: torch.dtype, fast: bool = False) 
     return (dequantise(a, acc_dtype(dtype)) @ dequantise(b, acc_dtype(dtype)).t()).to(dtype)
 
 
+def pad_tile_scales(q: Quantised) -> Quantised:
+    """The same with its tiles' scales in memory as cuBLAS reads them: rows of a multiple of 4, of which the last ones
+    are not part of `scales`. Weights have them from when they are quantised, so that no product copies them."""
+    if q.scales.ndim == 0:
+        return q
+    *rows, columns = q.scales.shape
+    padded = q.scales.new_zeros(*rows, columns + -columns % 4)
+    padded[..., :columns] = q.scales
+    return q._replace(scales=padded[..., :columns])
+
+
 def for_scaled_mm(q: Quantised) -> tuple[Tensor, F.ScalingType]:
-    """(scales with the strides that cuBLAS reads, their kind)."""
+    """(scales with the strides that cuBLAS reads, their kind). Those of tiles: see pad_tile_scales."""
     if q.scales.ndim == 0:
         return q.scales, F.ScalingType.TensorWise
     if len(q.scales) == len(q.data):  # [R, C/128], contiguous along R
         return q.scales.t().contiguous().t(), F.ScalingType.BlockWise1x128
-    padded = F.pad(q.scales, (0, -q.scales.shape[1] % 4)).contiguous()  # F.pad by nothing keeps the strides
-    return padded.t(), F.ScalingType.BlockWise128x128  # [C/128 padded to 4, R/128], contiguous along C
+    rows, padded = len(q.scales), q.scales.stride(0)
+    assert padded % 4 == 0 and q.scales.stride(1) == 1, f"scales of tiles with strides {q.scales.stride()}"
+    # [C/128 padded to 4, R/128], contiguous along C
+    return q.scales.as_strided((rows, padded), (padded, 1)).t(), F.ScalingType.BlockWise128x128
 
 
 # ---- linear layers: those of tp.py, plain ones without a group. `fp8` is an Fp8, see below --------------------------
@@ -327,14 +349,20 @@ class Fp8:
         return product(grad, self.quantise_weight(weights)[1], self.dtype)
 
     def add_weight_grad(self, out: Tensor, grad: Quantised, x: Quantised) -> None:
-        """out += dY^T X, of the columnwise dY and X."""
-        out.add_(product(grad, x, out.dtype))
+        """out += dY^T X, of the columnwise dY and X. By our kernel: 8 bytes per element of out, else 16."""
+        if ADDS_BY_KERNEL and uses_kernels(out):
+            load_fp8_kernels().product(grad, x, out, add=True)
+        else:
+            out.add_(product(grad, x, out.dtype))
 
     # Their operands.
 
     def agreed_scale(self, x: Tensor, dtype: torch.dtype, groups: tuple[Group, ...]) -> Tensor:
-        """One scale for a tensor sharded over these groups: an all-reduce of amax, which every rank must call."""
-        amax = torch.linalg.vector_norm(x, torch.inf).float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+        """One scale for a tensor sharded over these groups: an all-reduce of amax, which every rank must call. amax is
+        read from x, unless the kernel that made x has stored it (kernels.EMITS_AMAX)."""
+        amax = load_kernels().known_amax(x) if uses_kernels(x) else None
+        if amax is None:
+            amax = torch.linalg.vector_norm(x, torch.inf).float() if x.numel() else x.new_zeros((), dtype=torch.float32)
         for group in groups:
             all_reduce(amax, group, MAX)
         return scale_of(amax, dtype, self.recipe.pow2)
@@ -366,6 +394,7 @@ class Fp8:
             data, scales = copies[0]
             experts = Quantised(data.view(w.shape), scales.unflatten(0, (len(w), -1)) if scales.ndim else scales)
             copies = experts, experts.transpose()
+        copies = tuple(map(pad_tile_scales, copies))
         if self.cached:
             self.cache[weights] = state, copies
         return copies

@@ -10,11 +10,13 @@ has one scale, tiles are narrower.) Bytes per element: 2 read, 1 + 1 written, 2/
                    └──────┘ ──► amax of each column ──► columnwise  [K, T]
 
 product_kernel: A B^T. Tensor cores add 128 products along K, with about 14 bits; that sum is multiplied by both scales
-and added in fp32. A weight has one scale per tile, everything else has one per row:
+and added in fp32. A weight has one scale per tile, everything else has one per row (or the whole tensor has one):
 
       acc = 0;   for each 128 of K:   acc += (a tile · b tile) x scales of a (down) x scales of b (across)
 
-Training calls F.scaled_mm, cuBLAS's kernel for the same blocks. On a CPU Triton's interpreter runs both, in fp32.
+Training calls F.scaled_mm, cuBLAS's kernel for the same blocks. It does not add to what is in memory: dW is written and
+read again by an addition, 16 bytes per element; product_kernel moves 8 (see fp8.ADDS_BY_KERNEL). On a CPU Triton's
+interpreter runs both, in fp32.
 Shapes: T tokens, K the dimension of a sum, M and N rows of the operands, R x C a copy.
 """
 import torch
@@ -96,26 +98,36 @@ def quantise_kernel(x, scale, rowwise, row_scales, columnwise, column_scales, T,
 
 
 @triton.jit
-def product_kernel(a, b, a_scales, b_scales, out, M, N, K, b_row, b_block, ADD: tl.constexpr, TILES: tl.constexpr,
-                   TILE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """out = A B^T, or out += A B^T if ADD. a_scales: [K/128, M]. TILES: b has 128 x 128 tiles. b_row, b_block: strides
-    of b_scales along N (or N/128) and along K/128."""
+def product_kernel(a, b, a_scales, b_scales, out, M, N, K, b_row, b_block, ADD: tl.constexpr, ONE: tl.constexpr,
+                   TILES: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
+                   BLOCK: tl.constexpr):
+    """out = A B^T, or out += A B^T if ADD. ONE: a and b have one scale each. Else a_scales: [K/128, M]. TILES: b has
+    128 x 128 tiles. b_row, b_block: strides of b_scales along N (or N/128) and along K/128. EDGE: K is no multiple of
+    BLOCK."""
     i, j = find_tile_jit(tl.program_id(0), tl.cdiv(M, TILE), tl.cdiv(N, TILE), GROUP)  # neighbours in time share tiles
     m, n, k = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE), tl.arange(0, BLOCK)
     a_pointers = a + m.to(tl.int64)[:, None] * K + k[None, :]
     b_pointers = b + n.to(tl.int64)[None, :] * K + k[:, None]
     acc = tl.zeros((TILE, TILE), tl.float32)
-    for _ in range(0, K, BLOCK):
-        a_tile = tl.load(a_pointers, mask=(m < M)[:, None], other=0.0)
-        b_tile = tl.load(b_pointers, mask=(n < N)[None, :], other=0.0)
-        a_scale = tl.load(a_scales + m, mask=m < M, other=0.0)
-        products = tl.dot(a_tile, b_tile)
-        if TILES:  # one scale
-            acc += products * (a_scale * tl.load(b_scales + j * b_row))[:, None]
+    for start in range(0, K, BLOCK):
+        rows, columns = (m < M)[:, None], (n < N)[None, :]
+        if EDGE:
+            rows, columns = rows & (start + k < K)[None, :], columns & (start + k < K)[:, None]
+        a_tile = tl.load(a_pointers, mask=rows, other=0.0)
+        b_tile = tl.load(b_pointers, mask=columns, other=0.0)
+        if ONE:
+            acc = tl.dot(a_tile, b_tile, acc, max_num_imprecise_acc=BLOCK)
         else:
-            acc += products * a_scale[:, None] * tl.load(b_scales + n * b_row, mask=n < N, other=0.0)[None, :]
-        a_pointers, a_scales = a_pointers + BLOCK, a_scales + M
-        b_pointers, b_scales = b_pointers + BLOCK, b_scales + b_block
+            products = tl.dot(a_tile, b_tile)
+            a_scale = tl.load(a_scales + m, mask=m < M, other=0.0)
+            if TILES:  # one scale
+                acc += products * (a_scale * tl.load(b_scales + j * b_row))[:, None]
+            else:
+                acc += products * a_scale[:, None] * tl.load(b_scales + n * b_row, mask=n < N, other=0.0)[None, :]
+            a_scales, b_scales = a_scales + M, b_scales + b_block
+        a_pointers, b_pointers = a_pointers + BLOCK, b_pointers + BLOCK
+    if ONE:
+        acc *= tl.load(a_scales) * tl.load(b_scales)
     offsets = out + m.to(tl.int64)[:, None] * N + n[None, :]
     inside = (m < M)[:, None] & (n < N)[None, :]
     if ADD:
@@ -148,17 +160,19 @@ def quantise(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None, sm
 
 
 def product(a: Matrix, b: Matrix, out: torch.Tensor, add: bool = False) -> torch.Tensor:
-    """A B^T into `out` [M, N], or added to it. a: [M, K] in 1 x 128 blocks. b: [N, K] in 1 x 128 blocks or 128 x 128
-    tiles. Raises ValueError if it is in neither."""
+    """A B^T into `out` [M, N], contiguous, or added to it. a: [M, K] in 1 x 128 blocks. b: [N, K] in 1 x 128 blocks or
+    128 x 128 tiles. Or both with one scale. Raises ValueError for others."""
     (a, a_scales), (b, b_scales) = a, b
-    (M, K), N = a.shape, len(b)
-    tiles = len(b_scales) != N
-    if K % BLOCK or a_scales.shape != (M, K // BLOCK) or b_scales.shape != (N // BLOCK if tiles else N, K // BLOCK):
+    (M, K), N, one = a.shape, len(b), a_scales.ndim == b_scales.ndim == 0
+    tiles = b_scales.ndim == 2 and len(b_scales) != N
+    if not one and (K % BLOCK or a_scales.shape != (M, K // BLOCK) or
+                    b_scales.shape != (N // BLOCK if tiles else N, K // BLOCK)):
         raise ValueError(f"{M} x {K} with {tuple(a_scales.shape)} scales by {N} x {K} with {tuple(b_scales.shape)}: "
-                         f"need 1 x {BLOCK} blocks, and K a multiple of {BLOCK}")
+                         f"need 1 x {BLOCK} blocks, and K a multiple of {BLOCK}, or one scale each")
     if tiles and N % BLOCK:
         raise ValueError(f"{BLOCK} x {BLOCK} tiles need a multiple of {BLOCK} rows, and B has {N}")
+    a_scales, strides = (a_scales, (0, 0)) if one else (a_scales.t().contiguous(), b_scales.stride())
     product_kernel[(triton.cdiv(M, TILE) * triton.cdiv(N, TILE),)](
-        a.contiguous(), b.contiguous(), a_scales.t().contiguous(), b_scales, out, M, N, K, *b_scales.stride(), ADD=add,
-        TILES=tiles, TILE=TILE, GROUP=GROUP, BLOCK=BLOCK, num_warps=8, num_stages=3)
+        a.contiguous(), b.contiguous(), a_scales, b_scales, out, M, N, K, *strides, ADD=add, ONE=one,
+        TILES=tiles, EDGE=K % BLOCK > 0, TILE=TILE, GROUP=GROUP, BLOCK=BLOCK, num_warps=8, num_stages=3)
     return out

@@ -550,8 +550,35 @@ def test_the_kernel_multiplies_blocks(M, N, K):
         assert ((out.double() - exact).abs() <= size * (K + 8) * 2.0 ** -24).all()
         twice = fp8_kernels.product(a, b, out.clone(), add=True)
         assert ((twice.double() - 2 * exact).abs() <= 2 * size * (K + 8) * 2.0 ** -24).all()
-    with pytest.raises(ValueError, match="need 1 x 128 blocks"):
-        fp8_kernels.product(fp8.quantise_at_scale(x, torch.tensor(1.0), E4M3), b, out)
+    one = fp8.quantise_at_scale(x, torch.tensor(1.0), E4M3)
+    for pair in (one, b), (b, one):
+        with pytest.raises(ValueError, match="need 1 x 128 blocks, and K a multiple of 128, or one scale each"):
+            fp8_kernels.product(*pair, out)
+
+
+@pytest.mark.parametrize("M, N, K", [(128, 128, 256), (40, 200, 144)])
+def test_the_kernel_multiplies_matrices_with_one_scale(M, N, K):
+    """As in the dW of tokens that are no multiple of 128."""
+    x, dy = normal(M, K, dtype=torch.float32), normal(N, K, seed=1, dtype=torch.float32)
+    a, b = (fp8.quantise_at_scale(*each) for each in ((x, torch.tensor(0.01), E4M3), (dy, torch.tensor(0.003), E5M2)))
+    exact, size = ((f(dequantise(a, torch.float64)) @ f(dequantise(b, torch.float64)).t())
+                   for f in (lambda x: x, torch.abs))
+    out = fp8_kernels.product(a, b, torch.ones(M, N), add=True)
+    assert ((out.double() - 1 - exact).abs() <= (size + 1) * (K + 8) * 2.0 ** -24).all()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_kernel_adds_weight_gradients_to_the_main_gradient(monkeypatch, name):
+    """The switch changes the kernel, and nothing else: what is there stays, and no matrix of this size is made."""
+    layer, product, grads = Fp8(RECIPES[name], torch.float32), fp8.product, []
+    x, dy = layer.quantise(normal(256, 384), False)[1], layer.quantise(normal(256, 128, seed=1), True)[1]
+    monkeypatch.setattr(fp8, "uses_kernels", lambda x: True)
+    for by_kernel in (False, True):
+        monkeypatch.setattr(fp8, "ADDS_BY_KERNEL", by_kernel)
+        monkeypatch.setattr(fp8, "product", None if by_kernel else product)
+        grads.append(torch.ones(128, 384))
+        layer.add_weight_grad(grads[-1], dy, x)
+    assert close(grads[1], grads[0], 1e-6) and not close(grads[0], torch.ones(128, 384), 0.1)
 
 
 def test_the_kernel_refuses_tiles_of_fewer_than_128_rows():
@@ -595,12 +622,12 @@ for dtype, name in (kernels.torch.float8_e4m3fn, "fp8e4nv"), (kernels.torch.floa
             dict(ONE=kind == "one scale", ROWWISE=True, COLUMNWISE=True, LIMIT=kernels.torch.finfo(dtype).max,
                  SMALLEST=2.0 ** -100, POW2=False, FORMAT=format, BITS=bits, LOWEST=lowest, ROUND=False, BLOCK=128,
                  TILES=kind == "tiles", WIDTH=width), num_warps=num_warps)
-for tiles, add, out in (True, False, "*bf16"), (False, True, "*fp32"):
+for kind, add, out in ("tiles", False, "*bf16"), ("blocks", True, "*fp32"), ("one", True, "*fp32"):
     signature = dict(a="*fp8e4nv", b="*fp8e4nv", a_scales="*fp32", b_scales="*fp32", out=out, M="i32", N="i32", K="i32",
                      b_row="i32", b_block="i32")
-    made[f"product {tiles}"] = ahead(
-        kernels.product_kernel, signature, dict(ADD=add, TILES=tiles, TILE=128, GROUP=8, BLOCK=128), num_warps=8,
-        num_stages=3)
+    made[f"product {kind}"] = ahead(
+        kernels.product_kernel, signature, dict(ADD=add, ONE=kind == "one", TILES=kind == "tiles", EDGE=kind == "one",
+                                                TILE=128, GROUP=8, BLOCK=128), num_warps=8, num_stages=3)
 print(json.dumps(made))
 """
 
@@ -612,7 +639,7 @@ def compiled(request, tmp_path_factory):
 
 
 def test_kernels_compile_for_sm_90_without_spills(compiled):
-    assert len(compiled) == 8
+    assert len(compiled) == 9
     for name, used in compiled.items():
         assert used["LOCAL"] == used["STACK"] == "0", name
         assert used["shared"] <= 227 << 10
@@ -644,8 +671,8 @@ def test_sums_of_128_are_added_in_fp32(compiled):
     """Each block of K begins a sum of its own in the tensor cores, whose result is times its scales."""
     for name, used in compiled.items():
         if name.startswith("product"):
-            fused = re.findall(r"(?:fma\.rn|fma\.rn\.ftz)\.f32", used["ptx"])
-            assert len(fused) >= 64  # 128 x 128 numbers on 256 threads
+            added = re.findall(r"(?:fma\.rn|add|add\.rn)(?:\.ftz)?\.f32", used["ptx"])
+            assert len(added) >= 64  # 128 x 128 numbers on 256 threads
 
 
 @pytest.mark.parametrize("N, K", [(384, 640), (512, 512)], ids=["scales padded", "scales as they are"])

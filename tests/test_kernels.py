@@ -102,19 +102,6 @@ def test_rope_takes_gradients_of_any_layout(monkeypatch, kernel):
     assert not grads[0].is_contiguous() and torch.equal(*found)
 
 
-@pytest.mark.parametrize("kernel", [False, True])
-def test_the_gradient_of_a_projection_is_made_without_a_copy(monkeypatch, kernel):
-    """Beside dq, dk and dv there is the result; plain torch has two temporaries of a quarter of the rotated heads."""
-    monkeypatch.setattr(operations, "uses_kernels", lambda x: kernel)
-    x, angle = torch.zeros(1, 64, 8, 16, requires_grad=True), torch.zeros(64, 1, 8)
-    parts = operations.rotate_and_split(x * 1, (angle.cos(), angle.sin()), [4, 2, 2])
-    grads = [torch.ones_like(part) for part in parts]
-    with Meter() as meter:
-        dx, = torch.autograd.grad(parts, x, grads)
-    rotated = 64 * 6 * 16 * 4
-    assert meter.peak["other"] <= dx.nbytes + (64 * 8 * 4 if kernel else 3 * rotated // 2 + 64 * 8 * 4)
-
-
 @pytest.mark.parametrize("shape", [(7, 2), (2, 3, 10), (3, 50)])
 def test_swiglu(shape, monkeypatch):
     monkeypatch.setattr(kernels, "SWIGLU_BLOCK", 16)
@@ -130,6 +117,36 @@ def test_nothing_goes_in_and_nothing_comes_out(monkeypatch):
     q, = operations.RotateFunction.apply(out.view(0, 3, 2, 4) * 1, numbers(3, 1, 2), numbers(3, 1, 2), [2])
     q.sum().backward()
     assert x.grad.shape == (0, 16) and torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+# ---- the largest number of a result ---------------------------------------------------------------------------------
+
+def test_kernels_store_the_largest_number_of_their_result(monkeypatch):
+    """Of results whose largest number is anywhere, negative ones too."""
+    monkeypatch.setattr(kernels, "EMITS_AMAX", True)
+    monkeypatch.setattr(kernels, "PROGRAMS", 3)
+    monkeypatch.setattr(kernels, "SWIGLU_BLOCK", 16)
+    x, weight, angle = numbers(7, 40), numbers(40), numbers(7, 1, 4)
+    for seed in range(3):
+        y, qkv = numbers(7, 40, seed=seed), [numbers(1, 7, heads, 8, seed=seed) for heads in (2, 1, 1)]
+        results = [kernels.rms_norm(y, weight, 1e-5), kernels.add_rms_norm(x, y, weight, 1e-5)[1],
+                   kernels.rms_norm_backward(x, y, y, weight, 1e-5)[0], kernels.swiglu(y),
+                   kernels.swiglu_backward(numbers(7, 20), y), kernels.rope_backward(*qkv, angle.cos(), angle.sin())]
+        for result in results:
+            assert torch.equal(kernels.known_amax(result), result.abs().max())
+    assert kernels.known_amax(x) is None
+    monkeypatch.setattr(kernels, "EMITS_AMAX", False)
+    assert kernels.known_amax(kernels.swiglu(x)) is None
+
+
+def test_the_largest_number_of_a_result_is_known_until_it_changes(monkeypatch):
+    monkeypatch.setattr(kernels, "EMITS_AMAX", True)
+    x = numbers(7, 40)
+    x[3, 5] = torch.nan
+    y = kernels.swiglu(x)
+    assert kernels.known_amax(y).isinf() and kernels.known_amax(y.detach().view(-1)) is not None
+    assert kernels.known_amax(y[:3]) is None  # a part of it
+    assert kernels.known_amax(y.mul_(2)) is None
 
 
 # ---- cross-entropy --------------------------------------------------------------------------------------------------
@@ -316,9 +333,11 @@ from ahead import only_compile
 x, weight = torch.zeros(8, 4096, dtype=torch.bfloat16), torch.ones(4096, dtype=torch.bfloat16)
 one = torch.ones(8)
 only_compile(kernels)
+kernels.EMITS_AMAX = True
 kernels.rms_norm(x, weight, 1e-5)
 kernels.add_rms_norm(x, x, weight, 1e-5)
-kernels.rms_norm_backward(x, x, x, weight, 1e-5)
+for kernels.STAGES in 1, 3:
+    kernels.rms_norm_backward(x, x, x, weight, 1e-5)
 angles, heads = torch.ones(8, 1, 64), x.view(1, 8, 32, 128)
 kernels.rope_(heads, angles, angles, 24)
 kernels.rope_backward(heads, *heads.split([8, 24], 2)[:1] * 2, angles, angles)
@@ -333,6 +352,8 @@ def test_registers_suffice(tmp_path, compiler):
     assert {name for name, _ in found} == {name for name in vars(kernels) if name.endswith("_kernel")}
     for name, used in found:
         fits(name, used)
+    one_row, three_rows = (used["shared"] for name, used in found if name == "rms_norm_backward_kernel")
+    assert three_rows >= 2 * 3 * 4096 * 2 > one_row  # two rows of dy, dtotal and x are loaded ahead
 
 
 # ---- on a GPU only --------------------------------------------------------------------------------------------------
