@@ -29,7 +29,7 @@ from collectives import Groups
 from config import Model
 from cp import attention_by_window
 from ep import Balance, GroupedExperts, Router, combine, dispatch, make_routing_info
-from operations import RMSNorm, rotary_angles, rotate, rotate_and_split, swiglu
+from operations import RMSNorm, rotary_angles, rotate_and_split, swiglu
 from param import Spec, parameter
 from pp import Pipeline
 from recompute import Recompute, cheap
@@ -103,7 +103,8 @@ class Attention(nn.Module):
             q, k, v = rotate_and_split(qkv, context.angles, self.heads)
         else:
             q, k, v = qkv.split(self.heads, dim=2)
-            q, k = rotate(self.q_norm(q), context.angles), rotate(self.k_norm(k), context.angles)
+            q, = rotate_and_split(self.q_norm(q), context.angles, self.heads[:1])
+            k, = rotate_and_split(self.k_norm(k), context.angles, self.heads[1:2])
         if context.cache is not None:
             k, v = context.cache.extend(self.layer, k, v, self.window)
         q, k, v = (rearrange(heads, "b s n d -> b n s d") for heads in (q, k, v))

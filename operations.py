@@ -164,16 +164,12 @@ class RotateFunction(Function):
         return dx, None, None, None
 
 
-def rotate_and_split(qkv: Tensor, angles: tuple[Tensor, Tensor], heads: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Split qkv [B, S, N + 2 K, D] into the `heads` [N, K, K], and rotate every pair (x[i], x[i + D/2]) of queries and
-    keys by the token's angles. (Published weights need these pairs.) This is done in place, and the results are views,
-    so qkv must not be used after this. angles: what rotary_angles returns."""
-    return RotateFunction.apply(qkv, *angles, heads)
-
-
-def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """The same for queries or keys alone, [B, S, N, D]."""
-    return RotateFunction.apply(x, *angles, [x.shape[2]])[0]
+def rotate_and_split(x: Tensor, angles: tuple[Tensor, Tensor], heads: list[int]) -> tuple[Tensor, ...]:
+    """Split x [B, S, heads, D] into queries, keys and values, as many `heads` of each, or take it for queries or keys
+    alone; and rotate every pair (x[i], x[i + D/2]) of queries and keys by its token's angles. (Published weights need
+    these pairs.) The results are views of x, rotated in place, so x must not be used after this. angles: what
+    rotary_angles returns."""
+    return RotateFunction.apply(x, *angles, heads)
 
 
 def rotate_no_grad_(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
