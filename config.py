@@ -209,7 +209,8 @@ class Run:
     insist: bool = setting(False, "resume although the data changed, or settings of the model that change no shape")
     init_from: str = setting("", "start from weights and config.json as published on Hugging Face, in this folder")
     export_hf: str = setting("", "after training, write the weights here as transformers reads them")
-    metrics: str = setting("", "write the metrics of every step here, one JSON object per line")
+    metrics: str = setting("", "write the metrics of every step here, one JSON object per line; of a dry run, one "
+                               "object")
     profile: str = setting("", "write a trace of steps 3 to 5 in this folder, a file per rank, and print what takes "
                                "longest")
     memory_snapshot: str = setting("", "write who allocated the GPU's memory in the first six steps, of rank 0")

@@ -134,16 +134,19 @@ def partition(work: Sequence[float], stages: int, last: float = 0.0, least: int 
 
 
 def cumulative_partition(work: Sequence[float], stages: int, last: float = 0.0) -> list[range]:
-    """The layers of each stage as nanotron divides them: a stage takes layers until the sum of all so far exceeds its
-    share of the total, so that early stages have more, and the last ones may have none."""
-    total, stage, starts, so_far = sum(work) + last, 0, [0], 0.0
-    for layer, flops in enumerate(work):
+    """The layers of each stage as nanotron divides them: a stage takes blocks until the sum of all so far reaches its
+    share of the total, so that early stages have more, and the last ones may have none. After the layers come four
+    blocks: norm, head (last), cast and loss. Raises ValueError if the last stage gets none of all, which crashes."""
+    blocks = [*work, 0.0, last, 0.0, 0.0]
+    total, stage, starts, so_far = sum(blocks), 0, [0], 0.0
+    for block, flops in enumerate(blocks):
         so_far += flops
-        if so_far > total * (stage + 1) / stages and stage < stages - 1:
+        if so_far >= total * (stage + 1) / stages - 1e-9 and block + 1 < len(blocks) and stage + 1 < stages:
             stage += 1
-            starts.append(layer + 1)
-    starts += [len(work)] * (stages + 1 - len(starts))
-    return [range(start, stop) for start, stop in zip(starts, starts[1:])]
+            starts.append(min(block + 1, len(work)))
+    if stage + 1 < stages:
+        raise ValueError(f"--pp {stages}: the last of these stages gets no block of {len(work)} layers and a head")
+    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(work)])]
 
 
 def layer_kinds(settings: Config) -> tuple[tuple, ...]:
@@ -176,7 +179,9 @@ def stages_of(settings: Config, division: str = "balanced") -> list[range]:
 def divide(fields: tuple, kinds: tuple[tuple, ...], seq: int, stages: int, division: str) -> list[range]:
     """fields: of the Model; kinds: of its layers."""
     model = Model(*fields)
-    of_kind = {kind: forward_flops(llama_layer(model, seq, layer=layer)) for layer, kind in enumerate(kinds)}
+    tables = {kind: llama_layer(model, seq, layer=layer) for layer, kind in enumerate(kinds)}
+    of_kind = {kind: forward_flops(table) - table["attention"].flops * (division == "cumulative")
+               for kind, table in tables.items()}
     unit = max(of_kind.values())
     work, head = [of_kind[kind] / unit for kind in kinds], 2 * model.vocab * model.hidden / unit
     if division == "cumulative":
@@ -231,6 +236,30 @@ def fp8_elements(settings: Config, layers: Iterable[int]) -> int:
     return sum(sum(layer_elements(settings, layer).values()) - vectors - biases * model.head_dim
                - model.has_experts(layer) * model.experts * model.hidden
                for layer in layers if layer in settings.fp8_layers())
+
+
+def fp8_operands(settings: Config, layer: int) -> tuple[float, float]:
+    """Elements per token of a micro-batch that a rank quantises in a block: (inputs of FP8 linear layers, gradients of
+    their outputs). With sequence parallelism ranks quantise the tokens that they have, and gather FP8; only gradients
+    of row parallel layers are counted whole, as all ranks quantise or transpose them."""
+    model, grid = settings.model, settings.grid
+    H, t, sp = model.hidden, grid.tp, grid.tp if grid.sp else 1
+    q, kv = model.heads // t * model.head_dim, max(model.kv_heads // t, 1) * model.head_dim
+    inputs, gradients = H / sp + q, q + 2 * kv + H
+    if model.has_experts(layer):
+        routed, F = model.top_k / t, model.expert_ffn
+        inputs, gradients = inputs + routed * (H + F), gradients + routed * (2 * F + H)
+    F = model.shared_experts * model.expert_ffn if model.has_experts(layer) else model.ffn
+    if F:
+        inputs, gradients = inputs + H / sp + F / t, gradients + 2 * F / t + H
+    return inputs, gradients
+
+
+def fp8_bytes(settings: Config) -> int:
+    """Bytes read and written to quantise an element of 16 bits (fp8.py): it is read once, with a scale per tensor once
+    more before, for the largest; a rowwise and a columnwise copy are written."""
+    recipe = settings.precision.fp8_recipe()
+    return (2 if recipe.blocks else 4) + 2 if recipe else 0
 
 
 # ---- what a layer makes ---------------------------------------------------------------------------------------------

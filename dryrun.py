@@ -3,12 +3,13 @@ r"""A dry run: the training code itself, run in one process as any rank of any n
     python train.py --dry-run --gpus 16384 --preset llama-3.1-405b --tp 8 --cp 16 --pp 16 --seq 131072 --zero 1 \
                     --global-batch 128 --micro-batch 1
 
-The code is not simulated: train.py builds its groups, model, buckets and pipeline engine, and runs steps. Only three
+The code is not simulated: train.py builds its groups, model, buckets and pipeline engine, and runs steps. Only four
 things are replaced:
 
     tensors               by fake ones (FakeTensorMode): a shape, a dtype and a storage with a size, but no memory
     process groups        by fake ones: every collective returns at once and sends nothing
     ep.exchange_counts    by `uniform_counts`: fake counts cannot be read, so all experts get equally many tokens
+    Pending.completed     by `complete`: what a rank sends has been received by its next action, so that it is freed
 
 So meter.py sees every operation, tensor and collective that this rank would execute. It counts the peak of live bytes,
 by kind and by action of the pipeline, the tensors alive at that peak, FLOPs, and the bytes sent on each axis.
@@ -21,10 +22,12 @@ Kinds of bytes: "weights", "gradients" and "optimizer" are the buckets' tensors 
 copies; "activations" are allocated in forward; "temporaries" are all others, allocated in backward or in the update.
 """
 import contextlib
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -33,7 +36,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # private: to
 
 import collectives
 import ep
-from collectives import Group, Groups, name, process_group, rank, size
+from collectives import Group, Groups, Pending, name, process_group, rank, size
 from data import MicroBatch, Samples
 from footprint import format_bytes
 from meter import Meter, Storage
@@ -57,13 +60,16 @@ def fake_world(ranks: int, me: int) -> Iterator[None]:
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
     """Within this context tensors have no memory, and all experts get equally many tokens."""
-    real = ep.exchange_counts
-    ep.exchange_counts = uniform_counts
-    try:
+    with patch.object(ep, "exchange_counts", uniform_counts), patch.object(Pending, "completed", complete):
         with FakeTensorMode():
             yield
-    finally:
-        ep.exchange_counts = real
+
+
+def complete(pending: Pending) -> bool:
+    """As Pending.completed if each transfer ends as early as its receiver lets it. (NCCL reports a transfer's end; gloo
+    and the fake group do not.)"""
+    pending.wait()
+    return True
 
 
 def uniform_counts(counts: torch.Tensor, rows: int, group: Group) -> tuple[list[list[int]], list[list[int]]]:
@@ -199,6 +205,15 @@ def report(found: DryRun, groups: Groups, formula: dict[str, int], seconds: floa
               f"{format_bytes(nbytes):>12s}  {', '.join(f'{n:,} {call}' for call, n in found.calls[axis].items())}"
               for axis, nbytes in found.sent.items()]
     return "\n".join(lines)
+
+
+def write(path: str, found: DryRun, groups: Groups, formula: dict[str, int]) -> None:
+    """Write what `report` prints as a JSON object: bytes by kind, action and axis, calls by axis, FLOPs."""
+    figures = dict(rank=rank(groups["world"]), ranks=size(groups["world"]), peak_bytes=found.peak,
+                   bytes_at_peak=found.at_peak, formula_bytes=formula, flops=found.flops, sent_bytes=found.sent,
+                   calls=found.calls, actions=[[str(action), nbytes] for action, nbytes in found.peak_of_action])
+    with open(path, "w") as file:
+        json.dump(figures, file)
 
 
 def made_by(storage: Storage) -> str:

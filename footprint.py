@@ -12,12 +12,24 @@ Shapes: T tokens of a micro-batch on a rank, H hidden, F ffn, V vocabulary, t te
 """
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from math import gcd
 from typing import NamedTuple
 
 from config import Config, padded_length
-from costs import Activation, LayerOptions, acc_bytes, by_kind, layer_kinds, llama_layer, reduced_bytes, saved_bytes
+from costs import (
+    Activation,
+    LayerOptions,
+    acc_bytes,
+    bucket_elements,
+    by_kind,
+    layer_kinds,
+    llama_layer,
+    reduced_bytes,
+    saved_bytes,
+)
+from schedules import Backward
 
 
 def state_bytes(buckets: list[int], level: int, n: int, *, weight: int, accumulated: int,
@@ -109,31 +121,28 @@ class Moment(NamedTuple):
 
 
 def memory_bytes(settings: Config, element: int, moments: int, buckets: dict[str, list[int]], fp8_weights: int,
-                 activations: int, in_flight: int, has_head: bool, fused: bool = False) -> dict[str, int]:
+                 activations: int, in_flight: int, stages: Mapping[int, range], backwards: list[Backward],
+                 fused: bool = False) -> dict[str, int]:
     """Bytes of a rank by kind ("weights", "gradients", ...), at the peak of a step.
 
     buckets: data axis -> elements of each bucket. moments: bytes per element of all moments. fp8_weights: elements of
     this rank's matrices that multiply in FP8. activations: bytes saved for backward, of in_flight micro-batches.
-    has_head: whether the rank has the last stage. fused: as on GPUs, where kernels compute the loss chunk by chunk and
-    add matrix gradients to fp32. Left out: activations and gradients that pipeline ranks are sending or have received;
-    what a split backward saves under selective recomputation (4%); a tied table's gradient at ZeRO levels 2 and 3.
-    Unsharded gradients are counted as with 1f1b: the sum of all kinds is up to 7% off with afab, 13% with split
-    backwards, 19% with interleaved stages, 6% with experts in a pipeline.
+    stages: of this rank, and their layers. backwards: of its plan. fused: as on GPUs, where kernels compute the loss
+    chunk by chunk and add matrix gradients to fp32. Left out: activations and gradients that pipeline ranks are sending
+    or have received; a tied table's gradient at ZeRO levels 2 and 3.
     """
     grid, acc = settings.grid, acc_bytes(element)
-    level, shards = grid.zero, grid.dp // grid.dp_replicate * grid.cp
-    padded, unsharded, sharded = {}, 0, 0  # axis -> padded buckets; elements of all buckets, and of this rank's shards
-    for axis, n in ("dp", shards), ("edp", shards * grid.tp // grid.ep):
-        n = n if level else 1
-        padded[axis] = [-(-count // n) * n for count in buckets.get(axis, [])]
-        unsharded += sum(padded[axis])
-        sharded += sum(padded[axis]) // n
-    if shards * grid.tp == 1:
-        level = 0
+    level = grid.zero if grid.dp // grid.dp_replicate * grid.cp * grid.tp > 1 else 0
+    padded = pad(settings, buckets)
+    unsharded = sum(map(sum, padded.values()))  # elements of all buckets
+    sharded = sum(sum(padded[axis]) // n for axis, n in shards_of(settings).items())  # of this rank's shards
     master = 0 if element == acc else acc
-    moment = max(moments_of_backward(settings, element, padded, activations, in_flight, has_head, fused),
-                 key=lambda moment: moment.gradients * acc * (level >= 2) + moment.weights * element * (level == 3)
-                 + moment.temporaries - moment.freed)
+    work = Work(settings, element, fused)
+    found = moments_of_backwards(work, stages, backwards, activations, in_flight)
+    if reduced_bytes(settings, element) < acc:
+        found += moments_of_reduction(work, padded, activations, grid.pp * grid.chunks - 1 in stages)
+    moment = max(found, key=lambda moment: moment.gradients * acc * (level >= 2) + moment.weights * element
+                 * (level == 3) + moment.temporaries - moment.freed)
     memory = dict(weights=(sharded + moment.weights if level == 3 else unsharded) * element,
                   gradients=(sharded + moment.gradients if level >= 2 else unsharded) * acc,
                   optimizer=sharded * (master + moments))
@@ -142,54 +151,98 @@ def memory_bytes(settings: Config, element: int, moments: int, buckets: dict[str
     return memory | dict(activations=activations - round(moment.freed), temporaries=round(moment.temporaries))
 
 
-def moments_of_backward(settings: Config, element: int, padded: dict[str, list[int]], activations: int, in_flight: int,
-                        has_head: bool, fused: bool) -> list[Moment]:
-    """Candidates for the peak: a backward's loss, its head's matrix, its last block; and the end of the backward."""
-    grid, batch, acc = settings.grid, settings.batch, acc_bytes(element)
-    rows, H = -(-settings.model.vocab // grid.tp), settings.model.hidden
-    T = batch.micro_batch * padded_length(batch.seq, grid.cp, grid.tp if grid.sp else 1) // grid.cp
-    rounded = element if element < acc and not fused else 0  # per element of a gradient not yet added to the main one
-    units, experts, shards = padded["dp"], padded["edp"], grid.dp // grid.dp_replicate * grid.cp
-    passes = batch.ramp()[-1][0] // batch.micro_batch // grid.dp * grid.chunks
-    split = grid.schedule.startswith("zb") and grid.pp > 1
-    sent = reduced_bytes(settings, element)
-    # A gradient that the previous backward is still reducing, and the shard that receives the sum. (The first backward
-    # of a step receives it in the main shard itself.)
-    in_reduction = units[-1 if split else 0] * sent // acc
-    before = in_reduction * (passes > 1) + in_reduction // shards * (passes > 2)
-    shares_bucket = units[-1] > (rows + 1) * H  # the head's bucket also has blocks
-    last, two = units[-1], sum(units[-2:])
-    pair = last * sent // acc + sum(units[-2:-1]) + sum(experts[-1:])
-    if split:  # between the halves of a backward all gradients are unsharded
-        last = pair = sum(units) + sum(experts)
-    backward = max(by_kind(settings, lambda layer: block_temporaries(settings, element, rounded, T, layer)).values())
-    per_micro_batch, dlogits = activations / in_flight, element * T * rows * has_head
-    first_pair = units[0] + (sum(units[1:2]) + sum(units[1:2]) // shards * (passes > 2)) * sent // acc
-    found = [Moment(first_pair, two, backward, freed=per_micro_batch)]
-    if sent < acc:
-        found += moments_of_reduction(settings, sent, padded, backward, activations, dlogits)
-    # The first backward, with all activations saved; and a later one, with as many if forwards run in between.
-    for pending, freed in (0, 0.0), (before, 0.0 if passes > in_flight or split else per_micro_batch):
-        if has_head:
-            loss = 0 if fused else (acc + rounded) * T * rows
-            block = pending + last if shares_bucket else pair
-            found += [Moment(pending + last * (split and pending > 0), two, loss, freed),
-                      Moment(pending + last, two, rounded * rows * H, freed),
-                      Moment(block, sum(units[-3:-1]) + sum(experts[-2:]), backward, max(freed, dlogits))]
-        else:
-            first = experts[-1] if experts and not split else last  # a block's experts come before the rest of it
-            found.append(Moment(pending + first, two + sum(experts[-2:]), backward, freed))
+def shards_of(settings: Config) -> dict[str, int]:
+    """Data axis -> how many ranks shard its buckets."""
+    grid = settings.grid
+    shards = grid.dp // grid.dp_replicate * grid.cp
+    return dict(dp=shards, edp=shards * grid.tp // grid.ep) if grid.zero else dict(dp=1, edp=1)
+
+
+def pad(settings: Config, buckets: dict[str, list[int]]) -> dict[str, list[int]]:
+    return {axis: [-(-count // n) * n for count in buckets.get(axis, [])] for axis, n in shards_of(settings).items()}
+
+
+class Work:
+    """What the moments of a step have in common. T: see above. rows: of the vocabulary. block, block_of_weights: bytes
+    of a block's temporaries, in its backward and in the second half of a split one."""
+
+    def __init__(self, settings: Config, element: int, fused: bool):
+        self.settings, self.element, self.fused = settings, element, fused
+        grid, batch, acc = settings.grid, settings.batch, acc_bytes(element)
+        self.T = batch.micro_batch * padded_length(batch.seq, grid.cp, grid.tp if grid.sp else 1) // grid.cp
+        self.rows = -(-settings.model.vocab // grid.tp)
+        self.sent = reduced_bytes(settings, element)
+        self.rounded = element if element < acc and not fused else 0  # per element of a gradient not yet added
+        self.block = self.of_block(settings)
+        self.block_of_weights = self.of_block(without_recomputation(settings))
+
+    def of_block(self, settings: Config) -> float:
+        return max(by_kind(settings, lambda layer: block_temporaries(settings, self.element, self.rounded, self.T,
+                                                                     layer)).values())
+
+
+def moments_of_backwards(work: Work, stages: Mapping[int, range], backwards: list[Backward], activations: int,
+                         in_flight: int) -> list[Moment]:
+    """Candidates for the peak in each backward: its loss, its head's matrix, its last block; and its end."""
+    settings, rounded, T, rows = work.settings, work.rounded, work.T, work.rows
+    acc, sent, shards = acc_bytes(work.element), work.sent, shards_of(settings)
+    padded = {stage: pad(settings, bucket_elements(settings, {stage: layers}, work.element))
+              for stage, layers in stages.items()}
+    for buckets in padded.values():  # other codes' stages may be empty
+        buckets["dp"] = buckets["dp"] or [0]
+    per_micro_batch, found = activations / in_flight, []
+    for op, stage, before, passes, held, halves in backwards:
+        units, experts = padded[stage]["dp"], padded[stage]["edp"] if shards["edp"] > 1 else []
+        shares_bucket = units[-1] > (rows + 1) * settings.model.hidden  # the head's bucket also has blocks
+        if op in "IW" and before is None and halves > 1:  # gradients that no W waits for are reduced after I
+            before, passes = stage, 1 if shares_bucket else 2
+        # The gradient that is still being reduced, and the shard that receives the sum. (The first one of a step
+        # receives it in the main shard itself.)
+        pending = padded[before]["dp"][-1 if op in "IW" else 0] * sent // acc if before is not None else 0
+        pending += pending // shards["dp"] * (passes > 1)
+        last, two = units[-1], sum(units[stage == 0:][-2:])  # the embedding's backward needs no weights
+        pair = last * sent // acc + sum(units[-2:-1]) + sum(experts[-1:])
+        if op in "IW":  # between the halves of a backward all gradients are unsharded
+            last = pair = sum(units) + sum(experts)
+        freed = (in_flight - held) * per_micro_batch
+        if halves:
+            freed -= halves * recomputed_bytes(settings, work.element, stages)
+        if op == "W":
+            found.append(Moment(pending + last, 0, work.block_of_weights, freed))
+            continue
+        first_pair = units[0] + (sum(units[1:2]) + sum(units[1:2]) // shards["dp"] * (passes > 1)) * sent // acc
+        found.append(Moment(first_pair, two, work.block, freed + per_micro_batch))
+        if stage < settings.grid.pp * settings.grid.chunks - 1:
+            first = experts[-1] if experts and op == "B" else last  # a block's experts come before the rest of it
+            found.append(Moment(pending + first, two + sum(experts[-2:]), work.block, freed))
+            continue
+        loss, dlogits = 0 if work.fused else (acc + rounded) * T * rows, work.element * T * rows
+        found += [Moment(pending + last * (halves > 0), two, loss, freed),
+                  Moment(pending + last, two, rounded * rows * settings.model.hidden, freed),
+                  Moment(pending + last if shares_bucket else pair, sum(units[-3:-1]) + sum(experts[-2:]), work.block,
+                         freed + dlogits)]
     return found
 
 
-def moments_of_reduction(settings: Config, sent: int, padded: dict[str, list[int]], backward: float,
-                         activations: int, dlogits: int) -> list[Moment]:
-    """Candidates for the peak while copies of gradients, `sent` bytes per element, are reduced. ZeRO levels 2 and 3
+def recomputed_bytes(settings: Config, element: int, stages: Mapping[int, range]) -> int:
+    """Bytes of a micro-batch's recomputed activations, which the second half of a split backward still needs."""
+    all_saved, some = (activation_bytes(which, element, stages.values(), has_head=False)
+                       for which in (without_recomputation(settings), settings))
+    return all_saved - some
+
+
+def without_recomputation(settings: Config) -> Config:
+    return replace(settings, precision=replace(settings.precision, recompute="none"))
+
+
+def moments_of_reduction(work: Work, padded: dict[str, list[int]], activations: int, has_head: bool) -> list[Moment]:
+    """Candidates for the peak while copies of gradients, in the dtype that is sent, are reduced. ZeRO levels 2 and 3
     make one copy beside an unsharded gradient. Levels 0 and 1 have all copies until the backward ends, and level 1 the
     shards that receive the sums, too; with replicas they have the shards and one copy."""
-    grid, units = settings.grid, padded["dp"]
+    grid, units, sent = work.settings.grid, padded["dp"], work.sent
     shards = grid.dp // grid.dp_replicate * grid.cp
     if grid.zero >= 2:
+        dlogits = work.element * work.T * work.rows * has_head
         return [Moment(units[-1], sum(units[-2:]), sent * units[-1], dlogits)] if shards > 1 else []
     copies = received = 0
     for axis, n in dict(dp=shards, edp=shards * grid.tp // grid.ep).items():
@@ -199,7 +252,7 @@ def moments_of_reduction(settings: Config, sent: int, padded: dict[str, list[int
     if grid.dp_replicate > 1:
         copies = units[0]
     return [Moment(0, 0, sent * (copies + received), activations),
-            Moment(0, 0, backward + sent * max(0, copies + received - units[0]), activations)]
+            Moment(0, 0, work.block + sent * max(0, copies + received - units[0]), activations)]
 
 
 def block_temporaries(settings: Config, element: int, rounded: int, T: int, layer: int) -> float:

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import costs
+import estimate
 import machines
 import plan
 import search
 
 FILE = Path(__file__).parent / "JOURNEY.md"
-USABLE = machines.CONSTANTS.usable * machines.MACHINES["h100"].memory_bytes / 1e9
+USABLE = estimate.CONSTANTS.usable * machines.MACHINES["h100"].memory_bytes / 1e9
 
 LEGS: list[tuple[str, str, dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
     ("Llama 3.2 1B: data parallelism is enough", "llama-3.2-1b", dict(seq=4096, global_batch=512, micro_batch=2), [
@@ -86,7 +87,7 @@ LEGS: list[tuple[str, str, dict[str, Any], list[tuple[dict[str, Any], str]]]] = 
 def numbers_of(request: dict[str, Any]) -> dict[str, Any]:
     """What plan.py predicts for a grid: GB on the rank that needs most, seconds per step, fractions of a step."""
     run = plan.run_of(dict(machine="h100") | request)
-    step, found, memory = machines.step_seconds(run), plan.predict(run), machines.memory(run)
+    step, found, memory = estimate.step_seconds(run), plan.predict(run), estimate.memory(run)
     count = costs.parameters(run.settings.model)
     part = {name: seconds / step.seconds for name, seconds in step.parts.items()}
     return dict(step=step.seconds, mfu=found.mfu, memory=found.memory_gb, fits=found.memory_gb < USABLE,

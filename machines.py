@@ -1,42 +1,25 @@
-"""How long a step takes on a machine, and what memory it needs, before anything runs.
+"""Machines: what their GPUs and the levels of their network do, and how long a collective takes on them.
 
-A machine is its peak, its memory, and the levels of its network. A step is, on each rank,
+A collective of n ranks that sends b bytes per rank takes b / bandwidth + (n - 1) x latency, a ring's (Patarasuk and
+Yuan 2009). A group that leaves a node shares the node's network cards with its neighbours: r of its ranks in each node
+use the cards of r ranks.
 
-    the pipeline       every action of the schedule's plan (schedules.py), with the times of its own stage
-    communication      of the data axis, as far as it is not hidden under a backward; all other axes' is in the stages
-    the optimizer      reads and writes 40 bytes per parameter, 16 of them AdamW's moments in fp32
+A machine is a built-in one, whose figures others have measured, or a file that probe.py wrote:
 
-The forward of a layer takes the time of its matmuls and attention at the speed that kernels reach, plus that of reading
-and writing its activations, plus its exposed communication; a layer that is smaller than its kernels' launches takes
-as long as those. FLOPs, bytes and shapes are those of costs.py. A collective of n ranks that sends b bytes per rank
-takes b / bandwidth + (n - 1) x latency, a ring's (Patarasuk and Yuan 2009). A group that leaves a node shares the
-node's network cards with its neighbours: r of its ranks in each node use the cards of r ranks.
-
-Fourteen constants of time and five of memory, the same for every run, were fitted on public runs; none belongs to a
-row, a model or a paper. tests/published/fit.py fits those of time again, also without any one model or number of nodes.
-`Kernels` says what a run's code does: which attention, what it overlaps, what it saves.
-
-Letters: T tokens of a micro-batch on a rank, H hidden, P parameters of a rank, V vocabulary, t tensor parallel ranks.
+    {"name", "gpus_per_node", "peak_flops": {"bf16": FLOP/s, ...}, "memory_bytes", "memory_bytes_per_s",
+     "achieved_fraction": what the best matmul reaches of the peak,
+     "levels": [{"name", "ranks", "latency_s", "bandwidth_bytes_per_s",            from the innermost outward
+                 "per_collective": {"all_reduce": {"bandwidth_bytes_per_s"}, ...}}, ...]}
 """
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections import Counter
 from collections.abc import Mapping
-from functools import lru_cache
-from statistics import NormalDist
 from typing import NamedTuple
 
-import costs
-import footprint
-import schedules
 from checks import need
-from config import Config, Grid, padded_length
-from schedules import SCHEDULES
 
-# ---- machines -------------------------------------------------------------------------------------------------------
 
 class Level(NamedTuple):
     """A level of the network. ranks: how many it connects. The bandwidth is per rank and direction, the latency is per
@@ -52,47 +35,52 @@ class Level(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """achieved_fraction: of the peak, by the best matmul. levels: from the innermost outward."""
+    """matmul_flops: FLOP/s of the best matmul. peak_flops, matmul_flops: by dtype, "bf16" and "fp8"; without the latter
+    twice as much as in bf16. levels: from the innermost outward."""
     name: str
     gpus_per_node: int
     peak_flops: Mapping[str, float]
-    achieved_fraction: float
+    matmul_flops: Mapping[str, float]
     memory_bytes: float
     memory_bandwidth: float
     levels: tuple[Level, ...]
     source: str = ""
 
-    def peak(self, fp8: bool = False) -> float:
-        return self.peak_flops.get("fp8", 2 * self.peak_flops["bf16"]) if fp8 else self.peak_flops["bf16"]
+    def peak(self) -> float:
+        return self.peak_flops["bf16"]
+
+    def best_matmul(self, fp8: bool = False) -> float:
+        return self.matmul_flops.get("fp8", 2 * self.matmul_flops["bf16"]) if fp8 else self.matmul_flops["bf16"]
 
 
 ML_ENGINEERING = "github:stas00/ml-engineering @744d01e"
-EFA = "the playbook's cluster: 256 MB bus bandwidth by number of nodes"
+EFA = "the playbook's cluster: a line through the times of 256 MB all-gathers on 2 to 32 nodes"
 
 
-def gpu_node(name: str, bf16: float, achieved: float, memory_gb: float, memory_tb_s: float, node_gb_s: float,
-             network_gb_s: float, latency_us: tuple[float, float] = (3.0, 10.0), ranks: int = 8, fp8: float = 0.0,
+def gpu_node(name: str, peak: float, bf16: float, fp8: float, memory_gib: float, memory_tb_s: float, node_gb_s: float,
+             network_gb_s: float, latency_us: tuple[float, float] = (3.0, 10.0), ranks: int = 8,
              source: str = ML_ENGINEERING, **per_collective: float) -> Machine:
-    """peak in TFLOP/s; achieved: TFLOP/s of the best matmul; bandwidths per GPU and direction, as measured."""
-    gather = {collective: gb_s * 1e9 for collective, gb_s in per_collective.items()}
-    levels = (Level("node", ranks, latency_us[0] * 1e-6, node_gb_s * 1e9, gather),
+    """peak: TFLOP/s in bf16; bf16, fp8: those of the best matmul, 0 if unknown; bandwidths per GPU and direction. All
+    but the peak are as measured."""
+    in_node = {collective: gb_s * 1e9 for collective, gb_s in per_collective.items()}
+    levels = (Level("node", ranks, latency_us[0] * 1e-6, node_gb_s * 1e9, in_node),
               Level("network", 1 << 20, latency_us[1] * 1e-6, network_gb_s * 1e9))
-    peaks = dict(bf16=bf16 * 1e12) | (dict(fp8=fp8 * 1e12) if fp8 else {})
-    return Machine(name, ranks, peaks, achieved / bf16, memory_gb * 1e9, memory_tb_s * 1e12, levels, source)
+    best = dict(bf16=bf16 * 1e12) | (dict(fp8=fp8 * 1e12) if fp8 else {})
+    return Machine(name, ranks, dict(bf16=peak * 1e12), best, memory_gib * 2**30, memory_tb_s * 1e12, levels, source)
 
 
 MACHINES = {machine.name: machine for machine in (
-    #                  bf16  best   GB   TB/s  node  network, GB/s per GPU
-    gpu_node("a100",   312,  271,   80,  2.04, 175,  22.5),
-    gpu_node("a100-40gb", 312, 271, 40,  1.56, 175,  22.5),
-    gpu_node("a100-opa", 312, 271,  80,  2.04, 175,   5.5, source="BLOOM's cluster: four 100 Gb/s cards per node"),
-    gpu_node("h100",   989,  794,   80,  3.35, 300,  45, fp8=1979, all_reduce=436),
-    gpu_node("h100-efa", 989, 794,  80,  3.35, 300,  45, (3.0, 50.0), fp8=1979, all_reduce=436, source=EFA),
-    gpu_node("h200",   989,  794,  141,  4.8,  363,  45, fp8=1979, all_reduce=480),
-    gpu_node("b200",   2250, 1745, 180,  8.0,  680,  45, fp8=4500, all_reduce=838),
-    gpu_node("gb200",  2500, 1822, 186,  8.0,  680,  45, ranks=64, fp8=5000),
-    gpu_node("gb300",  2500, 1822, 288,  8.0,  680,  90, ranks=64, fp8=5000),
-    gpu_node("mi300x", 1307, 668,  192,  5.3,  310,  45, fp8=2610),
+    #                  peak  bf16  fp8    GiB  TB/s  node  network, GB/s per GPU
+    gpu_node("a100",   312,  271,  0,     80,  2.04, 175,  22.5),
+    gpu_node("a100-40gb", 312, 271, 0,    40,  1.56, 175,  22.5),
+    gpu_node("a100-opa", 312, 271, 0,     80,  2.04, 175,   5.5, source="BLOOM: four 100 Gb/s cards per node"),
+    gpu_node("h100",   989,  794,  1403,  80,  3.35, 300,  45, all_reduce=436),
+    gpu_node("h100-efa", 989, 794, 1403,  80,  3.35, 300,  37, (3.0, 34.0), all_reduce=436, source=EFA),
+    gpu_node("h200",   989,  794,  1453,  141, 4.8,  363,  45, all_reduce=480),
+    gpu_node("b200",   2250, 1745, 3432,  180, 8.0,  680,  45, all_reduce=838),
+    gpu_node("gb200",  2500, 1822, 3616,  186, 8.0,  680,  45, ranks=64),
+    gpu_node("gb300",  2500, 1966, 3726,  288, 8.0,  680,  90, ranks=64),  # matmuls: a B300's part of the peak
+    gpu_node("mi300x", 1307, 668,  0,     192, 5.3,  310,  45),
 )}
 
 
@@ -120,9 +108,10 @@ def read_machine(name: str) -> Machine:
                               for op, figures in (level.get("per_collective") or {}).items()})
                        for level in found["levels"])
         peaks = {dtype: float(peak) for dtype, peak in found["peak_flops"].items()}
+        best = {dtype: peak * (found["achieved_fraction"] or 0.8) for dtype, peak in peaks.items()}
         bandwidth = found.get("memory_bytes_per_s") or peaks["bf16"] / 295  # an H100's FLOPs per byte
-        return Machine(found["name"], int(found["gpus_per_node"]), peaks, found["achieved_fraction"] or 0.8,
-                       float(found["memory_bytes"]), float(bandwidth), levels, name)
+        return Machine(found["name"], int(found["gpus_per_node"]), peaks, best, float(found["memory_bytes"]),
+                       float(bandwidth), levels, name)
     except KeyError as error:
         raise ValueError(f"--machine {name}: the file has no {error}") from None
     except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -142,458 +131,3 @@ def collective_seconds(machine: Machine, nbytes: float, n: int, stride: int = 1,
         if inside == n:
             break
     return nbytes / bandwidth + calls * (n - 1) * level.latency_s
-
-
-# ---- what a run's code does -----------------------------------------------------------------------------------------
-
-class Kernels(NamedTuple):
-    """What the code of a run does, as far as it changes time or memory: facts, not fits.
-
-    attention: standard, flash1, flash2 or flash3 (cuDNN's is as fast). overlap: the data axis communicates under
-    backward. tp_overlap: tensor parallel communication is hidden under matmuls. fused: a norm is one kernel, and so is
-    an activation function. launch: operations are launched from Python, many per layer. two_gradients: in bf16
-    and in fp32. gathered: what tensor parallel ranks gather is saved. division: of layers into stages, see
-    costs.stages_of.
-    """
-    attention: str = "flash2"
-    overlap: bool = True
-    tp_overlap: bool = False
-    fused: bool = True
-    launch: bool = True
-    two_gradients: bool = False
-    gathered: bool = False
-    division: str = "balanced"
-
-
-# Fractions of the peak that attention reaches, forward and backward together, on Ampere and on later GPUs: Dao 2022;
-# Dao 2023, figures 4 to 7; Shah et al. 2024, figures 5 and 6.
-ATTENTION_FRACTION = {"flash1": (0.35, 0.20), "flash2": (0.60, 0.40), "flash3": (0.60, 0.60)}
-
-
-class Constants(NamedTuple):
-    """Fitted on public runs by tests/published/fit.py."""
-    ampere: float = 0.836  # speed of a model's matmuls, relative to the machine's best one, by generation of GPUs
-    hopper: float = 0.758
-    blackwell: float = 0.910
-    passes: float = 16.4  # reads and writes of each activation byte that a layer makes, forward and backward
-    fused: float = 6.25  # the same, where norms and SwiGLU are one kernel each
-    logit_bytes: float = 61.3  # read and written per logit, forward and backward
-    launch_s: float = 4.32e-3  # for a layer, forward and backward, from Python
-    hidden: float = 0.669  # of the data axis' communication under computation, at levels 2 and 3 of ZeRO
-    tp_hidden: float = 0.964  # of tensor parallel communication, where it overlaps with matmuls
-    fixed_s: float = 42.8e-3  # per step
-    node: float = 0.997  # bandwidth of a node, relative to what is measured for one large collective
-    network: float = 0.755  # the same of the network
-    data: float = 0.733  # of the bandwidth of the network, what the data axis reaches where nothing is overlapped
-    latency: float = 1.144  # relative to the machine's
-    unfused: float = 1.5  # activations that code saves which is not `fused`, relative to footprint.py
-    gathered: float = 1.6  # bytes per token, channel and layer of gathered inputs, where they are saved
-    reserved: float = 0.7e9  # bytes that the allocator and libraries hold besides
-    usable: float = 0.955  # of a GPU's memory
-    spread: float = 0.12  # standard deviation of the error of a predicted memory, relative
-
-
-CONSTANTS = Constants()
-
-
-# ---- the time of a stage --------------------------------------------------------------------------------------------
-
-class Seconds(NamedTuple):
-    """Of one micro-batch: forward, and the two halves of backward."""
-    forward: float = 0.0
-    input: float = 0.0
-    weight: float = 0.0
-
-    def plus(self, other: Seconds, times: float = 1.0) -> Seconds:
-        return Seconds(*(a + times * b for a, b in zip(self, other)))
-
-    @property
-    def total(self) -> float:
-        return sum(self)
-
-
-Parts = dict[str, Seconds]  # what time is spent on -> how much
-
-
-def add_parts(into: Parts, parts: Parts, times: float = 1.0) -> None:
-    for name, seconds in parts.items():
-        into[name] = into.get(name, Seconds()).plus(seconds, times)
-
-
-class Run(NamedTuple):
-    """What is to be timed. imbalance: tokens of the most loaded rank's experts over the mean of all ranks."""
-    settings: Config
-    machine: Machine
-    kernels: Kernels = Kernels()
-    constants: Constants = CONSTANTS
-    imbalance: float = 1.0
-
-    @property
-    def tokens(self) -> int:
-        """Of a micro-batch on a context parallel rank."""
-        batch, grid = self.settings.batch, self.settings.grid
-        return batch.micro_batch * padded_length(batch.seq, grid.cp, grid.tp if grid.sp else 1) // grid.cp
-
-    @property
-    def micro_batches(self) -> int:
-        batch = self.settings.batch
-        return batch.ramp()[-1][0] // batch.micro_batch // self.settings.grid.dp
-
-    def matmul(self, flops: float, fp8: bool = False) -> float:
-        machine, constants = self.machine, self.constants
-        speed = (constants.ampere if machine.peak() < 5e14 else constants.hopper if machine.peak() < 1.5e15
-                 else constants.blackwell)
-        return flops / (machine.peak(fp8) * machine.achieved_fraction * speed)
-
-    def attention(self, flops: float) -> float:
-        """flops: of visible scores, forward or backward."""
-        ampere, later = ATTENTION_FRACTION[self.kernels.attention]
-        return flops / (self.machine.peak() * (ampere if self.machine.peak() < 5e14 else later))
-
-    def memory(self, nbytes: float) -> float:
-        return nbytes / self.machine.memory_bandwidth
-
-    def collective(self, nbytes: float, n: int, stride: int = 1, collective: str = "all_gather",
-                   calls: float = 1, data: float = 1.0) -> float:
-        """With the constants: see collective_seconds. data: part of the network's bandwidth that is reached."""
-        constants = self.constants
-        levels = tuple(level._replace(
-            latency_s=level.latency_s * constants.latency,
-            bandwidth_bytes_per_s=level.bandwidth_bytes_per_s * (data * constants.network if i else constants.node))
-            for i, level in enumerate(self.machine.levels))
-        return collective_seconds(self.machine._replace(levels=levels), nbytes, n, stride, collective, calls)
-
-
-def tensor_parallel_seconds(run: Run) -> float:
-    """Of one all-gather or reduce-scatter of a micro-batch's activations [T, H] that no matmul hides."""
-    grid = run.settings.grid
-    nbytes = (grid.tp - 1) / grid.tp * 2 * run.tokens * run.settings.model.hidden
-    exposed = 1 - run.constants.tp_hidden if run.kernels.tp_overlap or grid.async_tp else 1.0
-    return exposed * run.collective(nbytes, grid.tp)
-
-
-def layer_parts(run: Run, layer: int) -> Parts:
-    """What a block takes on a rank, for one micro-batch."""
-    settings, constants, T = run.settings, run.constants, run.tokens
-    model, grid, recompute = settings.model, settings.grid, settings.precision.recompute
-    fp8 = layer in settings.fp8_layers()
-    table = costs.llama_layer(model, settings.batch.seq, costs.LayerOptions(tp=grid.tp), layer)
-    scores = table["attention"].flops / 2 * T / grid.tp  # visible ones
-    flops = {name: activation.flops * T / grid.tp * (run.imbalance if name.startswith("experts") else 1)
-             for name, activation in table.items() if name != "attention"}
-    product = run.matmul(sum(flops.values()), fp8)
-    weights = sum(costs.layer_elements(settings, layer).values())
-    parts = dict(matmul=Seconds(product + run.memory(2 * weights), product + run.memory(2 * weights),
-                                product + run.memory(14 * weights)))
-    touched = run.memory(costs.saved_bytes(table, "none", grid.tp, grid.sp) * T
-                         * (constants.fused if run.kernels.fused else constants.passes))
-    parts["elementwise"] = Seconds(touched / 3, touched * 2 / 3)
-    if run.kernels.attention == "standard":  # all scores, in memory
-        cost = costs.attention_cost("standard", 1, model.heads, settings.batch.seq, model.head_dim)
-        nbytes = cost.nbytes / settings.batch.seq * T / grid.tp
-        seconds = run.matmul(2 * scores)
-        parts["attention"] = Seconds(seconds + run.memory(nbytes / 3), 2 * seconds + run.memory(nbytes * 2 / 3))
-    else:
-        seconds = run.attention(scores)
-        parts["attention"] = Seconds(seconds, 2.5 * seconds)
-    if grid.tp > 1:
-        one = tensor_parallel_seconds(run)
-        parts["tp"] = Seconds(4 * one, 4 * one)
-    parts |= context_parallel_part(run, parts["attention"]) | expert_parallel_part(run, layer)
-    if recompute == "full":
-        last = run.matmul(costs.forward_flops(table) - costs.recomputed_flops(table, "full"), fp8) * T / grid.tp
-        again = sum(part.forward for part in parts.values()) - last - parts.get("tp", Seconds()).forward / 4
-        parts["recomputed"] = Seconds(0.0, again)
-    elif recompute == "selective":
-        parts["recomputed"] = Seconds(0.0, touched / 6)
-    if run.kernels.launch:
-        forward, backward = (sum(part.forward for part in parts.values()),
-                             sum(part.input + part.weight for part in parts.values()))
-        parts["launch"] = Seconds(max(0.0, constants.launch_s / 3 - forward),
-                                  max(0.0, constants.launch_s * 2 / 3 - backward))
-    return parts
-
-
-def context_parallel_part(run: Run, attention: Seconds) -> Parts:
-    """Keys and values [T, 2 kv/t] of all cp ranks: gathered in forward and backward, gradients reduce-scattered; in a
-    ring as much is sent, under attention. Ulysses exchanges q, k, v and the result."""
-    model, grid = run.settings.model, run.settings.grid
-    if grid.cp == 1:
-        return {}
-    kv = 2 * max(model.kv_heads // grid.tp, 1) * model.head_dim
-    one = run.collective((grid.cp - 1) * 2 * run.tokens * kv, grid.cp, grid.tp)
-    if grid.cp_style == "ring":
-        return dict(cp=Seconds(max(0.0, one - attention.forward), max(0.0, 2 * one - attention.input)))
-    if grid.cp_style == "ulysses":
-        exchanged = 2 * run.tokens * (2 * model.heads // grid.tp * model.head_dim + kv) * (grid.cp - 1) / grid.cp
-        one = run.collective(exchanged, grid.cp, grid.tp, "all_to_all")
-        return dict(cp=Seconds(one, one))
-    return dict(cp=Seconds(one, 2 * one))
-
-
-def expert_parallel_part(run: Run, layer: int) -> Parts:
-    """Dispatch and combine, in forward and in backward: k T H elements each."""
-    model, grid = run.settings.model, run.settings.grid
-    if grid.ep == 1 or not model.has_experts(layer):
-        return {}
-    nbytes = 2 * model.top_k * run.tokens * model.hidden / grid.tp * (grid.ep - 1) / grid.ep * run.imbalance
-    one = run.collective(nbytes, grid.ep, 1 if grid.sp else grid.tp, "all_to_all")
-    return dict(ep=Seconds(2 * one, 2 * one))
-
-
-def head_parts(run: Run) -> Parts:
-    model, grid = run.settings.model, run.settings.grid
-    product = run.matmul(2 * run.tokens * model.hidden * model.vocab / grid.tp)
-    logits = run.memory(run.constants.logit_bytes * run.tokens * model.vocab / grid.tp)
-    parts = dict(head=Seconds(product + logits / 3, product + logits * 2 / 3, product))
-    if grid.tp > 1:
-        one = tensor_parallel_seconds(run)
-        parts["tp"] = Seconds(one, one)
-    return parts
-
-
-def stage_parts(run: Run) -> list[Parts]:
-    """What every stage takes for one micro-batch."""
-    settings = run.settings
-    kinds, of_kind = costs.layer_kinds(settings), costs.by_kind(settings, lambda layer: layer_parts(run, layer))
-    stages, made = [], {}  # made: stages with the same layers share one table
-    for layers in costs.stages_of(settings, run.kernels.division):
-        counts = Counter(kinds[layer] for layer in layers)
-        key = tuple(counts.items())
-        if key not in made:
-            made[key] = {}
-            for kind, count in key:
-                add_parts(made[key], of_kind[kind], count)
-        stages.append(made[key])
-    stages[-1] = dict(stages[-1])
-    add_parts(stages[-1], head_parts(run))
-    return stages
-
-
-# ---- the pipeline ---------------------------------------------------------------------------------------------------
-
-@lru_cache(256)
-def order(schedule: str, p: int, m: int, v: int, n: int) -> list[tuple[int, str, int, int, tuple]]:
-    """A plan's actions, each after all that it needs: (rank, op, stage, number of its result, what it needs:
-    (number, whether another rank sends it))."""
-    plan = schedules.plan(schedule, p, m, v, n)
-    numbers, actions = {}, []
-    for rank, action in schedules.execute_in_turns(plan):
-        needs = tuple((numbers[result], plan.owner(result.stage, result.micro_batch) != rank)
-                      for result in schedules.required_results(action, plan.stages))
-        number = numbers.setdefault(action.result, len(numbers))
-        actions.append((rank, action.op, action.stage, number, needs))
-    return actions
-
-
-def simulate(actions: list, p: int, times: list[Mapping[str, float]], hop: float) -> tuple[float, list[float]]:
-    """(when the last rank ends, how long each of p ranks is busy). times: of each stage, by op. As schedules.simulate,
-    where all stages are alike."""
-    finished, free, busy = {}, [0.0] * p, [0.0] * p
-    for rank, op, stage, number, needs in actions:
-        start = free[rank]
-        for needed, sent in needs:
-            start = max(start, finished[needed] + (hop if sent else 0.0))
-        free[rank] = finished[number] = start + times[stage][op]
-        busy[rank] += times[stage][op]
-    return max(free), busy
-
-
-def pipeline_seconds(run: Run, stages: list[Seconds]) -> tuple[float, list[float]]:
-    """(seconds of all micro-batches, seconds that each rank is busy). The steady state of a schedule repeats, so of
-    many micro-batches 4 p are simulated; what p more of them take is what they add to 3 p."""
-    grid, m = run.settings.grid, run.micro_batches
-    p, hop = grid.pp, hop_seconds(run)
-    times = [dict(F=s.forward, B=s.input + s.weight, I=s.input, W=s.weight) for s in stages]
-    schedule = grid.schedule if p > 1 else "1f1b"
-    per_micro_batch = [0.0] * p
-    for stage, seconds in enumerate(stages):
-        per_micro_batch[owner(grid, stage)] += seconds.total
-    if p == 1:
-        return m * per_micro_batch[0], [m * per_micro_batch[0]]
-
-    def of(count: int) -> float:
-        return simulate(order(schedule, p, count, grid.chunks, grid.pp_group), p, times, hop)[0]
-
-    least = 4 * p
-    in_groups = grid.pp_group or (SCHEDULES[schedule].grouped and grid.chunks > 1 and m % p)
-    if m <= least + p or schedule == "afab" or in_groups:
-        total = of(m)
-    else:
-        first = least + (m - least) % p
-        total = of(first)
-        total += (m - first) / p * (total - of(first - p))
-    return total, [m * seconds for seconds in per_micro_batch]
-
-
-def owner(grid: Grid, stage: int) -> int:
-    """The pipeline rank of a stage."""
-    p = grid.pp
-    return min(stage, 2 * p - 1 - stage) if p > 1 and SCHEDULES[grid.schedule].v_shaped else stage % p
-
-
-def hop_seconds(run: Run) -> float:
-    """Of sending a micro-batch's activations to the next stage."""
-    grid = run.settings.grid
-    stride = grid.dp * grid.cp * grid.tp
-    levels = run.machine.levels
-    number = next((i for i, level in enumerate(levels) if stride * grid.pp <= level.ranks), len(levels) - 1)
-    relative = run.constants.network if number else run.constants.node
-    nbytes = 2 * run.tokens * run.settings.model.hidden / (grid.tp if grid.sp else 1)
-    level = levels[number]
-    return nbytes / (level.bandwidth_bytes_per_s * relative) + level.latency_s * run.constants.latency
-
-
-# ---- a step ---------------------------------------------------------------------------------------------------------
-
-class Step(NamedTuple):
-    """Seconds of a step. parts: what the busiest rank spends them on, communication only where nothing hides it."""
-    seconds: float
-    parts: dict[str, float]
-
-
-def data_parallel_seconds(run: Run, elements: Mapping[str, list[int]], layers: int, one: float,
-                          busy: float) -> float:
-    """What the data axis adds to a step. elements: of a rank's buckets. layers: of the rank. one: seconds of a
-    micro-batch: its forward hides gathers, its backward reductions. busy: of all micro-batches, for levels 2 and 3.
-
-    Elements sent per rank with A micro-batches: 2 P, 2 P, (A+1) P and 3 A P at levels 0 to 3 of ZeRO, times (n-1)/n;
-    gradients in fp32 or as --reduce-dtype says, weights in 16 bits.
-    """
-    grid, kernels, A = run.settings.grid, run.kernels, run.micro_batches
-    gradient, weight = costs.reduced_bytes(run.settings, 2), 2
-    per_element, calls = {0: (2 * gradient, 2), 1: (gradient + weight, 2), 2: (A * gradient + weight, A + 1),
-                          3: (A * (gradient + 2 * weight), 3 * A)}[grid.zero]
-    seconds = 0.0
-    stride = grid.tp
-    shards = grid.dp * grid.cp
-    for axis, n in ("dp", shards), ("edp", shards * grid.tp // grid.ep):
-        count = sum(elements.get(axis, []))
-        if n > 1 and count:
-            nbytes = (n - 1) / n * count * per_element
-            seconds += run.collective(nbytes, n, stride if axis == "dp" else 1,
-                                      "all_reduce" if grid.zero == 0 else "all_gather", calls * layers / 2,
-                                      1.0 if kernels.overlap else run.constants.data)
-    if not kernels.overlap:
-        return seconds
-    if grid.zero >= 2:
-        return max(seconds * (1 - run.constants.hidden), seconds - busy)
-    return max(0.0, seconds - one)
-
-
-def stage_seconds(stages: list[Parts]) -> list[Seconds]:
-    """What every stage takes for one micro-batch, all parts together."""
-    sums: dict[int, Seconds] = {}
-    for parts in stages:
-        if id(parts) not in sums:
-            sums[id(parts)] = Seconds(*map(sum, zip(*parts.values()))) if parts else Seconds()
-    return [sums[id(parts)] for parts in stages]
-
-
-def bound_seconds(run: Run, sums: list[Seconds]) -> tuple[float, list[float]]:
-    """As pipeline_seconds, without simulating: the busiest rank, and the first micro-batch through the other ranks, in
-    1 / chunks of the time if there are several model chunks."""
-    grid, m = run.settings.grid, run.micro_batches
-    busy = [0.0] * grid.pp
-    for stage, seconds in enumerate(sums):
-        busy[owner(grid, stage)] += seconds.total
-    hops = 2 * (grid.pp - 1) * hop_seconds(run) if grid.pp > 1 else 0.0
-    return m * max(busy) + (sum(busy) - max(busy)) / grid.chunks + hops, [m * seconds for seconds in busy]
-
-
-def step_seconds(run: Run, stages: list[Parts] | None = None, simulated: bool = True) -> Step:
-    """The time of a step and what it is made of. stages: those of stage_parts, if they are known. Not simulated: the
-    pipeline takes what bound_seconds says."""
-    grid = run.settings.grid
-    stages = stages or stage_parts(run)
-    sums = stage_seconds(stages)
-    seconds, busy = (pipeline_seconds if simulated else bound_seconds)(run, sums)
-    busiest = max(range(grid.pp), key=busy.__getitem__)
-    parts: Parts = {}
-    for stage in stages_of_rank(run, busiest):
-        add_parts(parts, stages[stage], run.micro_batches)
-    spent = {name: part.total for name, part in parts.items() if part.total}
-    spent["bubble"] = seconds - busy[busiest]
-    data = update = 0.0
-    for rank in {0, grid.pp - 1}:
-        mine = stages_of_rank(run, rank)
-        elements = costs.bucket_elements(run.settings, mine, 2)
-        one = sum(sums[stage].total for stage in mine)
-        data = max(data, data_parallel_seconds(run, elements, sum(map(len, mine.values())), one, busy[busiest]))
-        shards = grid.dp // grid.dp_replicate * grid.cp if grid.zero else 1
-        update = max(update, run.memory((24 + 2 * moment_bytes(run)) * sum(map(sum, elements.values())) / shards))
-    spent |= dict(dp=data, optimizer=update, fixed=run.constants.fixed_s)
-    return Step(seconds + data + update + run.constants.fixed_s, spent)
-
-
-# ---- memory ---------------------------------------------------------------------------------------------------------
-
-@lru_cache(4096)
-def in_flight(schedule: str, p: int, m: int, v: int, n: int) -> list[int]:
-    """Micro-batches whose activations each rank has at once, at most, in those of one stage."""
-    plan = schedules.plan(schedule, p, m, v, n)
-    return [int(max(schedules.activations_held(actions))) for actions in plan.ranks]
-
-
-def stages_of_rank(run: Run, rank: int) -> dict[int, range]:
-    divided = costs.stages_of(run.settings, run.kernels.division)
-    return {stage: layers for stage, layers in enumerate(divided) if owner(run.settings.grid, stage) == rank}
-
-
-def in_flight_of_rank(run: Run, rank: int) -> int:
-    grid, m = run.settings.grid, run.micro_batches
-    enough = m
-    in_groups = grid.pp_group or (SCHEDULES[grid.schedule].grouped and m % grid.pp)
-    if grid.pp > 1 and grid.schedule != "afab" and not in_groups and m > 4 * grid.pp:
-        enough = 4 * grid.pp + m % grid.pp
-    return in_flight(grid.schedule if grid.pp > 1 else "1f1b", grid.pp, enough, grid.chunks, grid.pp_group)[rank]
-
-
-def activations_of_rank(run: Run, rank: int) -> int:
-    """Bytes that the forwards of a pipeline rank save."""
-    stages, last = stages_of_rank(run, rank), run.settings.grid.pp * run.settings.grid.chunks - 1
-    return footprint.activation_bytes(run.settings, 2, stages.values(), in_flight_of_rank(run, rank), last in stages)
-
-
-def moment_bytes(run: Run) -> int:
-    """Bytes per parameter of all moments of the optimizer."""
-    each = 2 if run.settings.precision.moments == "bf16" else 4
-    return 0 if run.settings.optim.optimizer == "sgd" else 2 * each
-
-
-def memory_of_rank(run: Run, rank: int, own: int | None = None) -> dict[str, int]:
-    """Bytes of a pipeline rank by kind, by the formulas of footprint.py, as train.py prints them for its own code. own:
-    its activations, if they are known."""
-    settings, kernels, constants = run.settings, run.kernels, run.constants
-    grid, last = settings.grid, settings.grid.pp * settings.grid.chunks - 1
-    stages = stages_of_rank(run, rank)
-    own = activations_of_rank(run, rank) if own is None else own
-    elements = costs.bucket_elements(settings, stages, 2)
-    numbers = [layer for layers in stages.values() for layer in layers]
-    memory = footprint.memory_bytes(settings, 2, moment_bytes(run), elements, costs.fp8_elements(settings, numbers),
-                                    own, in_flight_of_rank(run, rank), last in stages, kernels.fused)
-    if kernels.two_gradients:
-        memory["gradients"] += 2 * sum(map(sum, elements.values()))
-    if not kernels.fused:
-        memory["activations"] = round(memory["activations"] * constants.unfused)
-    if kernels.gathered and grid.tp > 1:
-        memory["gathered"] = round(constants.gathered * len(numbers) * run.tokens * settings.model.hidden)
-    return memory
-
-
-def activations(run: Run) -> dict[int, int]:
-    """Of the pipeline ranks that may need most: the first two, which hold the most micro-batches, and the last."""
-    p = run.settings.grid.pp
-    return {rank: activations_of_rank(run, rank) for rank in sorted({0, min(1, p - 1), p - 1})}
-
-
-def memory(run: Run, saved: Mapping[int, int] | None = None) -> dict[str, int]:
-    """Of the pipeline rank that needs most. saved: `activations` of the run, if they are known."""
-    ranks = saved or activations(run)
-    return max((memory_of_rank(run, rank, own) for rank, own in ranks.items()), key=lambda kinds: sum(kinds.values()))
-
-
-def probability_of_fit(run: Run, nbytes: float) -> float:
-    """That a run whose predicted memory this is, without what is reserved, does not run out of it."""
-    needed, there = nbytes + run.constants.reserved, run.machine.memory_bytes * run.constants.usable
-    return NormalDist(0, run.constants.spread).cdf(math.log(there / needed))

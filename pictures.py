@@ -27,7 +27,7 @@ import assemble
 import config
 import costs
 import ep
-import machines
+import estimate
 import plan
 import schedules
 import search
@@ -172,7 +172,7 @@ def stacked(axes, bars: dict[str, dict[str, float]], title: str, limit: float = 
 def memory() -> None:
     """What fills a GPU, by ZeRO level, sequence length, recomputation and grid; dotted: the 80 GB of an H100."""
     def of(**request) -> dict[str, float]:
-        return machines.memory(plan.run_of(dict(global_batch=256, micro_batch=1, machine="h100") | request))
+        return estimate.memory(plan.run_of(dict(global_batch=256, micro_batch=1, machine="h100") | request))
 
     figure, axes = pyplot.subplots(2, 2, figsize=(9, 6))
     eight = dict(preset="llama-3.1-8b")

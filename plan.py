@@ -11,7 +11,7 @@
     python plan.py check    [--tables DIR] [--json FILE]                                errors on published runs
 
 Flags are those of train.py, plus --gpus and --machine (a name, or the file that `probe.py` writes). Neither torch
-nor a GPU is needed: formulas are those of costs.py, times those of machines.py, pipelines those of schedules.py, the
+nor a GPU is needed: formulas are those of costs.py, times those of estimate.py, pipelines those of schedules.py, the
 best grid that of search.py, laws those of scaling.py.
 
 Letters: N parameters; h hidden, L layers, V vocabulary.
@@ -30,6 +30,7 @@ from typing import NamedTuple
 import checks
 import config
 import costs
+import estimate
 import machines
 import published
 import scaling
@@ -37,7 +38,8 @@ import search
 import sweep
 from checks import need
 from config import Config
-from machines import MACHINES, Kernels, Run, read_machine
+from estimate import Kernels, Run
+from machines import MACHINES, read_machine
 
 GB = 1e9
 
@@ -60,7 +62,7 @@ def to_flags(request: dict) -> list[str]:
 
 def run_of(request: dict) -> Run:
     """What a request asks for. Raises ValueError for what cannot run. Keys: settings by name; machine; gpus, by default
-    as many as the grid has; kernels, a dict of fields of machines.Kernels; imbalance."""
+    as many as the grid has; kernels, a dict of fields of estimate.Kernels; imbalance."""
     asked = {name.replace("-", "_"): value for name, value in request.items()}
     machine = read_machine(asked.pop("machine", "h100"))
     gpus = int(asked.pop("gpus", 0)) or math.prod(max(1, int(asked.get(axis, 1))) for axis in ("dp", "cp", "tp", "pp"))
@@ -69,7 +71,7 @@ def run_of(request: dict) -> Run:
     unknown = set(given) - set(Kernels._fields)
     need(not unknown, f"kernels: {', '.join(sorted(unknown))} unknown, use {', '.join(Kernels._fields)}")
     kernels = Kernels(**given)
-    known = ("standard", *machines.ATTENTION_FRACTION)
+    known = ("standard", *estimate.ATTENTION_FRACTION)
     need(kernels.attention in known, f"kernels: attention {kernels.attention}: use one of {', '.join(known)}")
     imbalance = float(asked.pop("imbalance", 1.0))
     layers = int(asked.get("layers") or config.PRESETS.get(asked.get("preset", "tiny"), {}).get("layers", 4))
@@ -79,6 +81,7 @@ def run_of(request: dict) -> Run:
         asked["layers"] = max(layers, stages)
     settings = config.parse(to_flags(asked), gpus)
     settings.model.layers = layers if "layers" in asked else settings.model.layers
+    costs.stages_of(settings, kernels.division)  # raises ValueError for stages that cannot be
     return Run(in_16_bits(settings), machine, kernels, imbalance=imbalance)
 
 
@@ -117,13 +120,13 @@ class Prediction(NamedTuple):
 
 def predict(run: Run) -> Prediction:
     settings, grid = run.settings, run.settings.grid
-    seconds = machines.step_seconds(run).seconds
+    seconds = estimate.step_seconds(run).seconds
     gpus = grid.dp * grid.cp * grid.tp * grid.pp
     rate = settings.batch.ramp()[-1][0] * settings.batch.seq / seconds / gpus
     share = {name: flops * rate / run.machine.peak() for name, flops in costs.flops_by_convention(settings).items()}
-    needed = sum(machines.memory(run).values())
+    needed = sum(estimate.memory(run).values())
     return Prediction(seconds, rate, **share, memory_gb=(needed + run.constants.reserved) / GB,
-                      fits=machines.probability_of_fit(run, needed))
+                      fits=estimate.probability_of_fit(run, needed))
 
 
 # ---- what is printed ------------------------------------------------------------------------------------------------
@@ -167,19 +170,19 @@ STATE = {"bf16 weights 2 + gradients 2, fp32 master 4 + moments 8": 16, "with fp
 
 def print_memory(run: Run) -> None:
     settings, machine = run.settings, run.machine
-    kinds = machines.memory(run)
+    kinds = estimate.memory(run)
     needed, there = sum(kinds.values()), machine.memory_bytes
     print(f"{machine.name}: the pipeline rank that needs most, of {settings.grid.pp}, needs {size(needed)} of "
           f"{size(there)}, {size(run.constants.reserved)} reserved besides: fits with probability "
-          f"{machines.probability_of_fit(run, needed):.2f}")
+          f"{estimate.probability_of_fit(run, needed):.2f}")
     for kind, nbytes in kinds.items():
         print(f"  {kind:14s}{size(nbytes):>14s}  {bar(nbytes, there)}")
-    choices = {"pipeline rank": {str(rank): machines.memory_of_rank(run, rank) for rank in
+    choices = {"pipeline rank": {str(rank): estimate.memory_of_rank(run, rank) for rank in
                                  range(settings.grid.pp)} if settings.grid.pp > 1 else {}}
     for name, values in (("recompute", costs.RECOMPUTE), ("zero", (0, 1, 2, 3)),
                          ("seq", [settings.batch.seq << k >> 2 for k in range(6)])):
         made = {str(value): changed(run, **{name: value}) for value in values}
-        choices["--" + name] = {value: machines.memory(other) for value, other in made.items() if other}
+        choices["--" + name] = {value: estimate.memory(other) for value, other in made.items() if other}
     for title, choice in choices.items():
         if choice:
             print(f"by {title}, total and activations:")
@@ -199,14 +202,16 @@ def print_state(parameters: int, name: str) -> None:
 
 WHY = {"matmul": "matrix products at the speed that models reach",
        "elementwise": "norms, SwiGLU, residuals: limited by memory",
-       "attention": "visible scores", "tp": "tensor parallel, not hidden", "cp": "keys and values, not hidden",
+       "quantise": "operands of FP8 matmuls", "attention": "visible scores",
+       "tp": "tensor parallel, not hidden", "cp": "keys and values, not hidden",
        "ep": "dispatch and combine", "recomputed": "forward in backward", "launch": "layers below their launches",
        "head": "logits and loss", "bubble": "the pipeline fills, drains or waits", "dp": "data axis, not hidden",
-       "optimizer": "gradients, weights and moments, read and written", "fixed": "per step"}
+       "tie": "a tied table's gradient, summed over its two stages",
+       "optimizer": "gradients, weights and moments, read and written; FP8 weights", "fixed": "per step"}
 
 
 def print_step(run: Run) -> None:
-    step, found = machines.step_seconds(run), predict(run)
+    step, found = estimate.step_seconds(run), predict(run)
     batch, grid = run.settings.batch, run.settings.grid
     print(f"{run.machine.name}: {step.seconds:.3f} s per step of {batch.ramp()[-1][0]} sequences, "
           f"{found.tokens_per_s_per_gpu * grid.dp * grid.cp * grid.tp * grid.pp:,.0f} tokens/s, "
@@ -251,7 +256,7 @@ def overlaps(run: Run) -> list[Overlap]:
     (its parameters, and scores); P: in a stage. A forward takes 2 p T / F, a backward twice that.
     """
     model, grid, batch, machine = run.settings.model, run.settings.grid, run.settings.batch, run.machine
-    speed, T = machine.peak() * machine.achieved_fraction, batch.micro_batch * batch.seq / grid.cp
+    speed, T = machine.best_matmul(), batch.micro_batch * batch.seq / grid.cp
     p = costs.forward_flops(costs.llama_layer(model, batch.seq)) / 2
     H, q, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
     dp, cp, tp, ep = grid.dp * grid.cp, grid.cp, grid.tp, grid.ep
@@ -288,7 +293,7 @@ def overlaps(run: Run) -> list[Overlap]:
 
 def print_balance(run: Run) -> None:
     """Communication beside the compute that can hide it, by technique; interconnects; what each pipeline rank does."""
-    print(f"{run.machine.name}: matmuls reach {run.machine.peak() * run.machine.achieved_fraction / 1e12:.3g} TFLOP/s")
+    print(f"{run.machine.name}: matmuls reach {run.machine.best_matmul() / 1e12:.3g} TFLOP/s")
     print(f"{'per layer (pp: per stage)':53s}{'B':>10s}{'sending':>13s}{'computing':>13s}{'ratio':>8s}  "
           f"{'ratio =':25s}hidden")
     for overlap in overlaps(run):
@@ -302,12 +307,12 @@ def print_balance(run: Run) -> None:
 
 def print_pipeline(run: Run) -> None:
     """What each pipeline rank holds and does in a step."""
-    sums = machines.stage_seconds(machines.stage_parts(run))
-    seconds, busy = machines.pipeline_seconds(run, sums)
+    sums = estimate.stage_seconds(estimate.stage_parts(run))
+    seconds, busy = estimate.pipeline_seconds(run, sums)
     print(f"{'rank':>4s}{'layers':>8s}{'busy':>11s}{'idle':>8s}{'memory':>14s}")
     for rank, spent in enumerate(busy):
-        layers = sum(map(len, machines.stages_of_rank(run, rank).values()))
-        nbytes = sum(machines.memory_of_rank(run, rank).values())
+        layers = sum(map(len, estimate.stages_of_rank(run, rank).values()))
+        nbytes = sum(estimate.memory_of_rank(run, rank).values())
         print(f"{rank:4d}{layers:8d}{spent:9.3f} s{1 - spent / seconds:8.1%}{size(nbytes):>14s}  "
               f"{bar(spent, seconds, 30)}")
 

@@ -44,7 +44,19 @@ import schedules
 from collectives import Group, rank, receive, send, size, world
 from param import accumulate_grad, backward_input, backward_weight, queued_keys
 from profiling import named
-from schedules import Action, Costs, Plan, Span, Transfer, activations_held, backwards, lower, plan, simulate
+from schedules import (
+    Action,
+    Costs,
+    Plan,
+    Span,
+    Transfer,
+    activations_held,
+    backwards,
+    backwards_in_memory,
+    lower,
+    plan,
+    simulate,
+)
 
 # ---- the engine -----------------------------------------------------------------------------------------------------
 
@@ -127,6 +139,7 @@ class Pipeline:
 
     plan_of: number of micro-batches -> plan. layers_of: the layers of every stage. max_micro_batches: of any step.
     stages: this rank's stages -> their layers. in_flight: micro-batches whose activations it holds at once, at most.
+    backwards: what its memory depends on (footprint.py).
     """
 
     def __init__(self, plan_of: Callable[[int], Plan], layers_of: list[range], max_micro_batches: int = 1,
@@ -137,6 +150,7 @@ class Pipeline:
         self.stages = {stage: layers for stage, layers in enumerate(layers_of) if self.owners[stage] == me}
         self.last = len(layers_of) - 1
         self.in_flight = int(max(activations_held(largest.ranks[me])))
+        self.backwards = backwards_in_memory(largest.ranks[me])
 
     @classmethod
     def one_stage(cls, layers: int, **options) -> "Pipeline":

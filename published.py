@@ -3,7 +3,7 @@
 The tables are those of tests/published/, or of any folder that has files of the same names and fields.
 
 A converter says once per table what its runs were: model, grid, batch, machine, and what the code does (see
-machines.Kernels), as its authors describe it. Nothing here is fitted. GPT's feed-forward of 4 h, without gate, has the
+estimate.Kernels), as its authors describe it. Nothing here is fitted. GPT's feed-forward of 4 h, without gate, has the
 weights, FLOPs and saved bytes of a SwiGLU of 8/3 h, in whose place it is predicted. Sources: the field `source` of
 every row.
 """
@@ -46,15 +46,17 @@ def gpt(row: dict, tp: int, vocab: int) -> dict[str, Any]:
 
 
 def playbook(table: dict, row: dict) -> Made:
-    """nanotron: bf16 gradients beside fp32 ones; the data axis overlaps in ZeRO-0 without a pipeline only; without one,
-    gathered inputs are saved; stages by cumulative cost."""
+    """nanotron: bf16 gradients beside fp32 ones; the data axis overlaps in ZeRO-0 without a pipeline only; stages by
+    cumulative cost. Runs are of two versions, which the table does not tell apart: the later one gathers inputs again
+    in backward, as the memory of its runs shows: most of those of the 80B model, of two stages, and on 64 nodes."""
     arch, pp1 = table["arch"][str(row["model_B"])], row["pp"] == 1
+    later = row["model_B"] > 10 or row["pp"] == 2 or row["nodes"] > 32
     request = {name: arch[name] for name in ("layers", "hidden", "heads", "ffn", "vocab", "tied")}
     request |= dict(kv_heads=8 if row.get("gqa_variant") else arch["kv_heads"], dp=row["dp"], pp=row["pp"],
                     tp=row["tp"], zero=row["zero"], seq=4096, global_batch=row["gbs_seqs"], micro_batch=row["mbs"],
                     machine="h100-efa", gpus=row["gpus"],
-                    kernels=dict(overlap=row["zero"] == 0 and pp1, gathered=pp1, fused=False, two_gradients=True,
-                                 division="cumulative"))
+                    kernels=dict(overlap=row["zero"] == 0 and pp1, fused=False, two_gradients=True,
+                                 gathered=not later, division="cumulative"))
     ran = row["status"] == "ok"
     groups = ["playbook_runs, all that ran" if ran else "playbook_runs, failed"]
     if ran and row.get("throughput_flag") in ("pp1", "pp_consistent") and row["nodes"] <= 32:

@@ -5,7 +5,7 @@
 
 The search has the three steps of the Ultra-Scale Playbook: of all combinations of grid, micro-batch, schedule,
 recomputation and ZeRO level, keep those that fit in memory and reach the global batch, and take the fastest. All are
-ranked by a lower bound (machines.bound_seconds), the best are then simulated. Settings given by flags stay fixed.
+ranked by a lower bound (estimate.bound_seconds), the best are then simulated. Settings given by flags stay fixed.
 """
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 import checks
 import config
 import costs
-import machines
+import estimate
 from config import Config
-from machines import MACHINES, Level, Machine, Run
+from estimate import Run
+from machines import MACHINES, Level, Machine
 from schedules import SCHEDULES
 
 CHOSEN = "dp", "cp", "tp", "pp", "ep", "zero", "micro_batch", "schedule", "recompute"  # by search, unless flags do
@@ -121,22 +122,22 @@ def search(run: Run, gpus: int, given: Mapping[str, Any] | None = None,
             rejected["step 3: slower"] += len(levels) - len(levels_left)
             if not levels_left:
                 continue
-            stages, saved = None, machines.activations(variant)
+            stages, saved = None, estimate.activations(variant)
             if max(saved.values()) > usable:
                 rejected["step 1: does not fit in memory"] += len(levels_left)
                 continue
             for level in levels_left:
                 candidate = variant._replace(settings=replaced(variant.settings, "grid", zero=level))
-                needed = sum(machines.memory(candidate, saved).values()) + run.constants.reserved
+                needed = sum(estimate.memory(candidate, saved).values()) + run.constants.reserved
                 if needed > usable:
                     rejected["step 1: does not fit in memory"] += 1
                     continue
                 fitting.add((key, level))
-                stages = stages or machines.stage_parts(variant)
-                step = machines.step_seconds(candidate, stages, simulated=False)
+                stages = stages or estimate.stage_parts(variant)
+                step = estimate.step_seconds(candidate, stages, simulated=False)
                 found.append(Candidate(candidate, step.seconds, step.parts, needed))
     found.sort(key=lambda candidate: candidate.seconds)
-    best = [candidate._replace(**machines.step_seconds(candidate.run)._asdict()) for candidate in found[:simulated]]
+    best = [candidate._replace(**estimate.step_seconds(candidate.run)._asdict()) for candidate in found[:simulated]]
     best.sort(key=lambda candidate: candidate.seconds)
     rejected["step 3: slower"] += max(0, len(found) - 10)
     return best + found[simulated:], rejected
@@ -160,7 +161,7 @@ def fits(run: Run, gpus: int, given: Mapping[str, Any]) -> bool:
         smallest = dict(recompute="full", zero=level) | given
         for variant in variants(run, axes, smallest, Counter()):
             candidate = variant._replace(settings=replaced(variant.settings, "grid", zero=smallest["zero"]))
-            if sum(machines.memory(candidate).values()) + run.constants.reserved <= usable:
+            if sum(estimate.memory(candidate).values()) + run.constants.reserved <= usable:
                 return True
     return False
 
@@ -227,5 +228,6 @@ def this_machine(ranks: int, device_name: str | None = None, memory_bytes: float
                               levels=(known.levels[0]._replace(ranks=ranks), *known.levels[1:]))
     memory_bytes = memory_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cores = min(1.0, (os.cpu_count() or 1) / ranks)  # per rank, one at most
+    flops = {"bf16": 3e10 * cores}
     levels = (Level("host", ranks, 1e-4, 5e8 * cores), Level("network", 1 << 20, 2e-4, 1e8))
-    return Machine("cpu", ranks, {"bf16": 3e10 * cores}, 1.0, memory_bytes / ranks, 5e9 * cores, levels)
+    return Machine("cpu", ranks, flops, flops, memory_bytes / ranks, 5e9 * cores, levels)

@@ -196,7 +196,10 @@ def dry_run(settings: config.Config) -> None:
         print(first_lines(settings, groups, f"none (dry run), {run.gpus:,} ranks"), flush=True)
         with dryrun.fake_tensors():
             found = measured_step(settings, groups)
-        print(dryrun.report(found, groups, memory_of_rank(settings, groups), time.perf_counter() - began))
+        formula = memory_of_rank(settings, groups)
+        print(dryrun.report(found, groups, formula, time.perf_counter() - began))
+        if run.metrics:
+            dryrun.write(run.metrics, found, groups, formula)
 
 
 def measured_step(settings: config.Config, groups: Groups) -> dryrun.DryRun:

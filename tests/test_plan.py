@@ -13,6 +13,7 @@ import pytest
 import assemble
 import config
 import costs
+import estimate
 import machines
 import plan
 import published
@@ -20,8 +21,9 @@ import scaling
 import schedules
 import search
 import sweep
+from estimate import Constants, Run, Seconds
 from groups import AXES
-from machines import MACHINES, Constants, Level, Machine, Run, Seconds
+from machines import MACHINES, Level, Machine
 
 GRID = "--preset llama-3.1-8b --dp 4 --tp 4 --pp 4 --zero 1 --seq 4096 --global-batch 64 --micro-batch 1"
 
@@ -63,6 +65,13 @@ def test_stages_by_cumulative_cost_are_nanotrons():
     assert [len(stage) for stage in divided] == [3, 2, 2, 2, 2, 2, 2, 3, 2, 2, 2, 2, 2, 2, 2, 0]
 
 
+def test_a_stage_without_any_block_is_refused():
+    """As nanotron divides 16 layers and a head worth 4 into 16 stages: 33 of its 34 published runs failed."""
+    with pytest.raises(ValueError, match="--pp 16: the last of these stages gets no block of 16 layers and a head"):
+        costs.cumulative_partition([1.0] * 16, 16, 4.0)
+    assert [len(stage) for stage in costs.cumulative_partition([1.0] * 16, 8, 4.0)] == [3, 2, 3, 2, 3, 2, 1, 0]
+
+
 class Ranks:
     """Stands for a process group."""
 
@@ -93,18 +102,18 @@ def test_memory_is_what_train_py_says_of_every_rank(flags, ranks):
     for stage in range(run.settings.grid.pp):
         groups = groups_of(run.settings.grid, run.settings.model, stage)
         expected = assemble.memory_of_rank(run.settings, groups, fused=True)
-        assert machines.memory_of_rank(run, stage) == expected
+        assert estimate.memory_of_rank(run, stage) == expected
 
 
 def test_memory_is_that_of_the_rank_that_needs_most():
     run = run_for(GRID)
-    every = [sum(machines.memory_of_rank(run, rank).values()) for rank in range(4)]
-    assert sum(machines.memory(run).values()) == max(every) == every[0]
+    every = [sum(estimate.memory_of_rank(run, rank).values()) for rank in range(4)]
+    assert sum(estimate.memory(run).values()) == max(every) == every[0]
 
 
 # ---- machines -------------------------------------------------------------------------------------------------------
 
-TWO_LEVELS = Machine("test", 8, {"bf16": 1e15}, 0.8, 80e9, 3e12,
+TWO_LEVELS = Machine("test", 8, {"bf16": 1e15}, {"bf16": 8e14}, 80e9, 3e12,
                      (Level("node", 8, 1e-6, 300e9, {"all_reduce": 400e9}), Level("network", 1024, 10e-6, 40e9)))
 
 
@@ -144,7 +153,7 @@ def test_a_pipeline_of_equal_stages_is_simulated_as_schedules_does(name):
     costs_of_stage = schedules.Costs(1.0, 1.2, 0.8, 0.3)
     spans = schedules.simulate(built, costs_of_stage)
     times = [dict(F=1.0, B=2.0, I=1.2, W=0.8)] * p * chunks
-    end, busy = machines.simulate(machines.order(name, p, m, chunks, 0), p, times, 0.3)
+    end, busy = estimate.simulate(estimate.order(name, p, m, chunks, 0), p, times, 0.3)
     assert end == pytest.approx(max(rank[-1].stop for rank in spans))
     assert busy == pytest.approx([sum(span.stop - span.start for span in rank) for rank in spans])
 
@@ -155,9 +164,9 @@ def test_many_micro_batches_take_what_a_whole_simulation_takes(flags):
     grid = run.settings.grid
     stages = [Seconds(1.0 + 0.1 * i, 1.1, 0.9 + 0.05 * i) for i in range(4 * grid.chunks)]
     times = [dict(F=s.forward, B=s.input + s.weight, I=s.input, W=s.weight) for s in stages]
-    actions = machines.order(grid.schedule, 4, 64, grid.chunks, 0)
-    whole, busy = machines.simulate(actions, 4, times, machines.hop_seconds(run))
-    seconds, spent = machines.pipeline_seconds(run, stages)
+    actions = estimate.order(grid.schedule, 4, 64, grid.chunks, 0)
+    whole, busy = estimate.simulate(actions, 4, times, estimate.hop_seconds(run))
+    seconds, spent = estimate.pipeline_seconds(run, stages)
     assert seconds == pytest.approx(whole, rel=1e-3)
     assert spent == pytest.approx(busy)
 
@@ -166,7 +175,7 @@ def test_many_micro_batches_take_what_a_whole_simulation_takes(flags):
 
 def test_the_parts_of_a_step_are_its_time():
     for flags in GRID, GRID + " --schedule zb-h1", "--preset mixtral-8x7b --dp 8 --ep 8 --global-batch 16":
-        step = machines.step_seconds(run_for(flags))
+        step = estimate.step_seconds(run_for(flags))
         assert sum(step.parts.values()) == pytest.approx(step.seconds)
         assert min(step.parts.values()) > -1e-9
 
@@ -179,7 +188,7 @@ def test_utilisation_is_flops_over_time_and_peak():
 
 
 def slower(flags: str, more: str, **rest) -> float:
-    return machines.step_seconds(run_for(f"{flags} {more}", **rest)).seconds / machines.step_seconds(
+    return estimate.step_seconds(run_for(f"{flags} {more}", **rest)).seconds / estimate.step_seconds(
         run_for(flags, **rest)).seconds
 
 
@@ -190,26 +199,58 @@ def test_what_costs_time_does():
     assert slower(grid, "--zero 3") > 1
     across = "--preset llama-3.1-8b --tp 16 --seq 4096 --global-batch 16 --micro-batch 1"
     inside = "--preset llama-3.1-8b --tp 8 --dp 2 --seq 4096 --global-batch 16 --micro-batch 1"
-    assert machines.step_seconds(run_for(across)).parts["tp"] > machines.step_seconds(run_for(inside)).parts["tp"]
+    assert estimate.step_seconds(run_for(across)).parts["tp"] > estimate.step_seconds(run_for(inside)).parts["tp"]
 
 
 @pytest.mark.parametrize("flags, nbytes", [("", 40), ("--moments bf16", 32), ("--optimizer sgd", 24)])
 def test_an_update_reads_and_writes_its_moments(flags, nbytes):
     """AdamW's two moments in fp32 are 16 of 40 bytes per parameter."""
     run = run_for(f"--preset llama-3.1-8b --dp 8 --zero 1 --global-batch 8 {flags}")
-    assert machines.step_seconds(run).parts["optimizer"] == pytest.approx(nbytes * 8_030_261_248 / 8 / 3.35e12)
+    assert estimate.step_seconds(run).parts["optimizer"] == pytest.approx(nbytes * 8_030_261_248 / 8 / 3.35e12)
+
+
+@pytest.mark.parametrize("recipe, nbytes", [("tensorwise", 2 + 2 + 1 + 1), ("blockwise", 2 + 1 + 1)])
+def test_fp8_operands_are_read_and_written(recipe, nbytes):
+    """Per element: reads for the largest, where a tensor has one scale, and for the copies; two copies are written."""
+    run = run_for(f"--preset llama-3.1-8b --seq 4096 --global-batch 1 --fp8 {recipe} --fp8-ends")
+    spent = estimate.step_seconds(run).parts
+    inputs = 4096 + 4096 + 4096 + 14336  # of qkv, output, gate and up, down
+    gradients = (4096 + 2 * 1024) + 4096 + 2 * 14336 + 4096
+    assert spent["quantise"] == pytest.approx(32 * 4096 * (inputs + gradients) * nbytes / 3.35e12)
+    matrices = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336)
+    without = estimate.step_seconds(run_for("--preset llama-3.1-8b --seq 4096 --global-batch 1")).parts
+    assert spent["optimizer"] - without["optimizer"] == pytest.approx(matrices * nbytes / 3.35e12)
+    assert spent["matmul"] < 0.62 * without["matmul"]
+
+
+def test_reductions_hide_under_the_last_backward_as_far_as_there_is_time():
+    slow = Machine("test", 8, {"bf16": 1e15}, {"bf16": 8e14}, 80e9, 3e12, (Level("node", 8, 0.0, 30e9),))
+    run = run_for("--preset llama-3.1-8b --dp 8 --zero 0 --global-batch 64 --micro-batch 1")._replace(machine=slow)
+    last, = estimate.stage_seconds(estimate.stage_parts(run))
+    sent = 2 * 7 / 8 * 4 * 8_030_261_248 / 30e9 / run.constants.node
+    assert estimate.step_seconds(run).parts["dp"] == pytest.approx(sent - last.input - last.weight)
+    fast = run._replace(machine=slow._replace(levels=(Level("node", 8, 0.0, 30e12),)))
+    assert estimate.step_seconds(fast).parts["dp"] == pytest.approx(sent / 1000 * (1 - run.constants.hidden))
+
+
+@pytest.mark.parametrize("flags, shards", [("--zero 0", 1), ("--zero 1", 4), ("--zero 1 --schedule zb-v", math.inf)])
+def test_a_tied_tables_gradient_is_summed_over_its_stages(flags, shards):
+    """In fp32; at level 1 a shard of it; not at all where one rank has both stages."""
+    parts = estimate.step_seconds(run_for(f"--preset llama-3.2-1b --dp 4 --pp 2 --global-batch 32 {flags}")).parts
+    expected = 4 * 128256 * 2048 / shards / 436e9 + 3e-6 * estimate.CONSTANTS.latency
+    assert parts["tie"] == (pytest.approx(expected) if shards < math.inf else 0.0)
 
 
 def test_zigzag_context_parallelism_divides_the_scores_equally():
-    one = machines.step_seconds(run_for("--preset llama-3.1-8b --seq 32768 --global-batch 4 --micro-batch 4")).parts
-    four = machines.step_seconds(run_for("--preset llama-3.1-8b --seq 32768 --global-batch 4 --micro-batch 4 --cp 4"))
+    one = estimate.step_seconds(run_for("--preset llama-3.1-8b --seq 32768 --global-batch 4 --micro-batch 4")).parts
+    four = estimate.step_seconds(run_for("--preset llama-3.1-8b --seq 32768 --global-batch 4 --micro-batch 4 --cp 4"))
     assert four.parts["attention"] == pytest.approx(one["attention"] / 4)
     assert four.parts["cp"] > 0
 
 
 def test_unbalanced_experts_take_longer():
     flags = "--preset mixtral-8x7b --dp 8 --ep 8 --zero 1 --seq 4096 --global-batch 64 --micro-batch 1"
-    even, uneven = (machines.step_seconds(run_for(flags, imbalance=x)).parts for x in (1.0, 1.5))
+    even, uneven = (estimate.step_seconds(run_for(flags, imbalance=x)).parts for x in (1.0, 1.5))
     assert 1.3 * even["ep"] < uneven["ep"] <= 1.5 * even["ep"]  # bytes are 1.5 times as many, hops as many
     assert even["matmul"] < uneven["matmul"] < 1.5 * even["matmul"]
 
@@ -218,9 +259,9 @@ def test_unbalanced_experts_take_longer():
 def test_gradients_reduced_in_bf16_are_half_of_their_bytes(level, halves):
     """Bytes per element with 8 micro-batches: gradients once or 8 times, weights once, or 16 times at level 3; without
     latency and with nothing hidden, the time is theirs."""
-    node = Machine("test", 8, {"bf16": 1e15}, 0.8, 80e9, 3e12, (Level("node", 8, 0.0, 300e9),))
+    node = Machine("test", 8, {"bf16": 1e15}, {"bf16": 8e14}, 80e9, 3e12, (Level("node", 8, 0.0, 300e9),))
     flags = f"--preset llama-3.1-8b --dp 8 --zero {level} --global-batch 64 --micro-batch 1 --reduce-dtype "
-    fp32, bf16 = (machines.step_seconds(run_for(flags + dtype, kernels=machines.Kernels(overlap=False))._replace(
+    fp32, bf16 = (estimate.step_seconds(run_for(flags + dtype, kernels=estimate.Kernels(overlap=False))._replace(
         machine=node)).parts["dp"] for dtype in ("fp32", "bf16"))
     assert bf16 == pytest.approx(halves * fp32)
 
@@ -239,7 +280,7 @@ def test_ratios_are_those_of_their_formulas(dtype):
                   f"--seq 4096 --reduce-dtype {dtype}")
     model, machine = run.settings.model, run.machine
     p = costs.forward_flops(costs.llama_layer(model, 4096)) / 2
-    letters = dict(F=machine.peak() * machine.achieved_fraction, T=2048, S=4096, H=model.hidden, p=p,
+    letters = dict(F=machine.best_matmul(), T=2048, S=4096, H=model.hidden, p=p,
                    P=p * model.layers / 2, kv=model.kv_heads, q=model.heads, ffn=model.expert_ffn)
     ranks = {"dp": 8, "Ze": 8, "tp": 4, "cp": 2, "pp": 2, "ep": 4}
     found = plan.overlaps(run)
@@ -286,18 +327,18 @@ def test_published_step_times_are_predicted(table, every, goal):
     rows = [row for row in rows if "FP8" not in row.groups[0]]
     errors = []
     for row in rows:
-        errors.append(abs(machines.step_seconds(plan.run_of(row.request)).seconds / row.step_s - 1))
+        errors.append(abs(estimate.step_seconds(plan.run_of(row.request)).seconds / row.step_s - 1))
     assert median(errors) < goal
 
 
 def test_published_memory_and_fits_are_predicted():
     rows = [row for row in published.rows() if row.table == "playbook_runs"][::20]
     objects = published.check_rows(rows, plan.predict_request)
-    assert median(published.errors([row for row in objects if row["measured"]["fits"]], "memory_gb")) < 0.09
+    assert median(published.errors([row for row in objects if row["measured"]["fits"]], "memory_gb")) < 0.07
     ran = [row["predicted"]["fits"] for row in objects if row["measured"]["fits"]]
     failed = [row["predicted"]["fits"] for row in objects if not row["measured"]["fits"]]
-    assert sum(fits >= 0.5 for fits in ran) >= 0.96 * len(ran)
-    assert sum(fits < 0.5 for fits in failed) >= 0.8 * len(failed)
+    assert sum(fits >= 0.5 for fits in ran) >= 0.97 * len(ran)
+    assert sum(fits < 0.5 for fits in failed) >= 0.87 * len(failed)
 
 
 def test_check_reads_a_folder_and_writes_an_object_per_run(tmp_path, capsys):
@@ -328,9 +369,9 @@ def test_search_proposes_runs_that_are_valid_fit_and_are_in_order():
     assert [candidate.seconds for candidate in found[:40]] == sorted(candidate.seconds for candidate in found[:40])
     for candidate in found[:10]:
         again = run_for(f"{model} {search.describe(candidate.run.settings)}", 16)
-        assert machines.step_seconds(again).seconds == pytest.approx(candidate.seconds)
-        assert sum(machines.memory(again).values()) + again.constants.reserved == pytest.approx(candidate.memory)
-        assert candidate.memory <= base.constants.usable * 80e9
+        assert estimate.step_seconds(again).seconds == pytest.approx(candidate.seconds)
+        assert sum(estimate.memory(again).values()) + again.constants.reserved == pytest.approx(candidate.memory)
+        assert candidate.memory <= base.constants.usable * 80 * 2**30
     assert fell["step 1: does not fit in memory"] > 30
     assert any("--pp" in why for why in fell)
     bound = {search.describe(candidate.run.settings): candidate.seconds for candidate in found[40:]}
@@ -492,7 +533,7 @@ def test_what_a_flag_gives_is_not_changed():
 def test_less_memory_is_another_grid():
     model = "--preset llama-3.2-3b --seq 4096 --global-batch 64"
     roomy, tight = (auto(model, 8, MACHINES["h100"]._replace(memory_bytes=gb * 1e9))[0] for gb in (80, 14))
-    shards = [machines.memory(Run(settings, MACHINES["h100"])) for settings in (roomy, tight)]
+    shards = [estimate.memory(Run(settings, MACHINES["h100"])) for settings in (roomy, tight)]
     assert sum(shards[1].values()) < 14e9 < sum(shards[0].values())
 
 
@@ -535,7 +576,8 @@ def test_a_sweep_runs_what_search_proposes_and_does_not_repeat_it(tmp_path, caps
     assert [record["command"] for record in written] == runs
     assert len(runs) == 5 and printed(capsys, command).splitlines() == first and len(runs) == 5
     assert [line.split()[0] for line in first[1:6]] == ["out" if "--tp 2" in line else "ok" for line in runs]
-    assert "8,191 (z" in "\n".join(first[6:])
+    fastest = next(8191 - number for number, line in enumerate(runs) if "--tp 2" not in line)
+    assert f"{fastest:,} (z" in "\n".join(first[6:])
 
 
 @pytest.mark.slow
