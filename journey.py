@@ -13,9 +13,10 @@ import estimate
 import machines
 import plan
 import search
+import stagetime
 
 FILE = Path(__file__).parent / "JOURNEY.md"
-USABLE = estimate.CONSTANTS.usable * machines.MACHINES["h100"].memory_bytes / 1e9
+USABLE = stagetime.CONSTANTS.usable * machines.MACHINES["h100"].memory_bytes / 1e9
 
 LEGS: list[tuple[str, str, dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
     ("Llama 3.2 1B: data parallelism is enough", "llama-3.2-1b", dict(seq=4096, global_batch=512, micro_batch=2), [

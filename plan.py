@@ -35,11 +35,12 @@ import machines
 import published
 import scaling
 import search
+import stagetime
 import sweep
 from checks import need
 from config import Config
-from estimate import Kernels, Run
 from machines import MACHINES, read_machine
+from stagetime import Kernels, Run
 
 GB = 1e9
 
@@ -62,7 +63,7 @@ def to_flags(request: dict) -> list[str]:
 
 def run_of(request: dict) -> Run:
     """What a request asks for. Raises ValueError for what cannot run. Keys: settings by name; machine; gpus, by default
-    as many as the grid has; kernels, a dict of fields of estimate.Kernels; imbalance."""
+    as many as the grid has; kernels, a dict of fields of stagetime.Kernels; imbalance."""
     asked = {name.replace("-", "_"): value for name, value in request.items()}
     machine = read_machine(asked.pop("machine", "h100"))
     gpus = int(asked.pop("gpus", 0)) or math.prod(max(1, int(asked.get(axis, 1))) for axis in ("dp", "cp", "tp", "pp"))
@@ -71,7 +72,7 @@ def run_of(request: dict) -> Run:
     unknown = set(given) - set(Kernels._fields)
     need(not unknown, f"kernels: {', '.join(sorted(unknown))} unknown, use {', '.join(Kernels._fields)}")
     kernels = Kernels(**given)
-    known = ("standard", *estimate.ATTENTION_FRACTION)
+    known = ("standard", *stagetime.ATTENTION_FRACTION)
     need(kernels.attention in known, f"kernels: attention {kernels.attention}: use one of {', '.join(known)}")
     imbalance = float(asked.pop("imbalance", 1.0))
     layers = int(asked.get("layers") or config.PRESETS.get(asked.get("preset", "tiny"), {}).get("layers", 4))
@@ -307,7 +308,7 @@ def print_balance(run: Run) -> None:
 
 def print_pipeline(run: Run) -> None:
     """What each pipeline rank holds and does in a step."""
-    sums = estimate.stage_seconds(estimate.stage_parts(run))
+    sums = stagetime.stage_seconds(stagetime.stage_parts(run))
     seconds, busy = estimate.pipeline_seconds(run, sums)
     print(f"{'rank':>4s}{'layers':>8s}{'busy':>11s}{'idle':>8s}{'memory':>14s}")
     for rank, spent in enumerate(busy):

@@ -3,7 +3,7 @@
 The tables are those of tests/published/, or of any folder that has files of the same names and fields.
 
 A converter says once per table what its runs were: model, grid, batch, machine, and what the code does (see
-estimate.Kernels), as its authors describe it. Nothing here is fitted. GPT's feed-forward of 4 h, without gate, has the
+stagetime.Kernels), as its authors describe it. Nothing here is fitted. GPT's feed-forward of 4 h, without gate, has the
 weights, FLOPs and saved bytes of a SwiGLU of 8/3 h, in whose place it is predicted. Sources: the field `source` of
 every row.
 """

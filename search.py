@@ -22,9 +22,9 @@ import config
 import costs
 import estimate
 from config import Config
-from estimate import Run
 from machines import MACHINES, Level, Machine
 from schedules import SCHEDULES
+from stagetime import Run, stage_parts
 
 CHOSEN = "dp", "cp", "tp", "pp", "ep", "zero", "micro_batch", "schedule", "recompute"  # by search, unless flags do
 
@@ -133,7 +133,7 @@ def search(run: Run, gpus: int, given: Mapping[str, Any] | None = None,
                     rejected["step 1: does not fit in memory"] += 1
                     continue
                 fitting.add((key, level))
-                stages = stages or estimate.stage_parts(variant)
+                stages = stages or stage_parts(variant)
                 step = estimate.step_seconds(candidate, stages, simulated=False)
                 found.append(Candidate(candidate, step.seconds, step.parts, needed))
     found.sort(key=lambda candidate: candidate.seconds)

@@ -882,7 +882,7 @@ MUTANTS = [
            "for rank in sorted({0, min(1, p - 1), p - 1})}",
            "for rank in sorted({p - 1})}",
            "tests/test_plan.py::test_memory_is_that_of_the_rank_that_needs_most"),
-    Mutant("the plan gives every context parallel rank all tokens", "estimate.py",
+    Mutant("the plan gives every context parallel rank all tokens", "stagetime.py",
            "grid.tp if grid.sp else 1) // grid.cp",
            "grid.tp if grid.sp else 1)",
            "tests/test_plan.py::test_zigzag_context_parallelism_divides_the_scores_equally"),

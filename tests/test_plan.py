@@ -20,10 +20,11 @@ import published
 import scaling
 import schedules
 import search
+import stagetime
 import sweep
-from estimate import Constants, Run, Seconds
 from groups import AXES
 from machines import MACHINES, Level, Machine
+from stagetime import Constants, Run, Seconds
 
 GRID = "--preset llama-3.1-8b --dp 4 --tp 4 --pp 4 --zero 1 --seq 4096 --global-batch 64 --micro-batch 1"
 
@@ -226,7 +227,7 @@ def test_fp8_operands_are_read_and_written(recipe, nbytes):
 def test_reductions_hide_under_the_last_backward_as_far_as_there_is_time():
     slow = Machine("test", 8, {"bf16": 1e15}, {"bf16": 8e14}, 80e9, 3e12, (Level("node", 8, 0.0, 30e9),))
     run = run_for("--preset llama-3.1-8b --dp 8 --zero 0 --global-batch 64 --micro-batch 1")._replace(machine=slow)
-    last, = estimate.stage_seconds(estimate.stage_parts(run))
+    last, = stagetime.stage_seconds(stagetime.stage_parts(run))
     sent = 2 * 7 / 8 * 4 * 8_030_261_248 / 30e9 / run.constants.node
     assert estimate.step_seconds(run).parts["dp"] == pytest.approx(sent - last.input - last.weight)
     fast = run._replace(machine=slow._replace(levels=(Level("node", 8, 0.0, 30e12),)))
@@ -237,7 +238,7 @@ def test_reductions_hide_under_the_last_backward_as_far_as_there_is_time():
 def test_a_tied_tables_gradient_is_summed_over_its_stages(flags, shards):
     """In fp32; at level 1 a shard of it; not at all where one rank has both stages."""
     parts = estimate.step_seconds(run_for(f"--preset llama-3.2-1b --dp 4 --pp 2 --global-batch 32 {flags}")).parts
-    expected = 4 * 128256 * 2048 / shards / 436e9 + 3e-6 * estimate.CONSTANTS.latency
+    expected = 4 * 128256 * 2048 / shards / 436e9 + 3e-6 * stagetime.CONSTANTS.latency
     assert parts["tie"] == (pytest.approx(expected) if shards < math.inf else 0.0)
 
 
@@ -261,7 +262,7 @@ def test_gradients_reduced_in_bf16_are_half_of_their_bytes(level, halves):
     latency and with nothing hidden, the time is theirs."""
     node = Machine("test", 8, {"bf16": 1e15}, {"bf16": 8e14}, 80e9, 3e12, (Level("node", 8, 0.0, 300e9),))
     flags = f"--preset llama-3.1-8b --dp 8 --zero {level} --global-batch 64 --micro-batch 1 --reduce-dtype "
-    fp32, bf16 = (estimate.step_seconds(run_for(flags + dtype, kernels=estimate.Kernels(overlap=False))._replace(
+    fp32, bf16 = (estimate.step_seconds(run_for(flags + dtype, kernels=stagetime.Kernels(overlap=False))._replace(
         machine=node)).parts["dp"] for dtype in ("fp32", "bf16"))
     assert bf16 == pytest.approx(halves * fp32)
 

@@ -1,4 +1,4 @@
-"""Fit estimate.Constants on the published runs of this folder, again, or without some of them.
+"""Fit stagetime.Constants on the published runs of this folder, again, or without some of them.
 
     python tests/published/fit.py [--rounds 8] [--leave model|nodes]
 
@@ -21,6 +21,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 import estimate
 import plan
 import published
+import stagetime
 from published import FLAGGED
 
 WEIGHTS = {FLAGGED: 1.0, "playbook_runs, of these tp <= 8": 1.0, "llmfoundry, bf16": 0.6, "BLOOM": 0.3,
@@ -30,12 +31,12 @@ EVERY = {FLAGGED: 2, "playbook_runs, of these tp <= 8": 2, "llmfoundry, bf16": 3
 LIMIT = {"playbook_runs, of these tp <= 8": 0.09}  # beyond which errors count more, by default 0.2
 FREE = ("ampere", "hopper", "blackwell", "passes", "fused", "logit_bytes", "launch_s", "hidden", "tp_hidden", "fixed_s",
         "node", "network", "latency")
-START = estimate.CONSTANTS._replace(ampere=0.8, hopper=0.8, blackwell=0.8, passes=12.0, fused=8.0, logit_bytes=40.0,
+START = stagetime.CONSTANTS._replace(ampere=0.8, hopper=0.8, blackwell=0.8, passes=12.0, fused=8.0, logit_bytes=40.0,
                                     launch_s=4e-3, hidden=0.8, fixed_s=0.03, node=1.0, network=0.8,
                                     latency=1.0)  # so that a run that is left out has had no influence
 
 
-def runs() -> list[tuple[published.Row, estimate.Run]]:
+def runs() -> list[tuple[published.Row, stagetime.Run]]:
     out = []
     for row in published.rows():
         if row.step_s and set(row.groups) & set(WEIGHTS):
@@ -46,7 +47,7 @@ def runs() -> list[tuple[published.Row, estimate.Run]]:
     return out
 
 
-def log_error(row: published.Row, run: estimate.Run, constants: estimate.Constants) -> float:
+def log_error(row: published.Row, run: stagetime.Run, constants: stagetime.Constants) -> float:
     return math.log(estimate.step_seconds(run._replace(constants=constants)).seconds / row.step_s)
 
 
@@ -68,13 +69,13 @@ def weighted(rows: list) -> list:
     return out
 
 
-def fit(rows: list, rounds: int, start: estimate.Constants = START) -> estimate.Constants:
+def fit(rows: list, rounds: int, start: stagetime.Constants = START) -> stagetime.Constants:
     chosen = weighted(rows)
 
-    def errors_of(constants: estimate.Constants) -> list[float]:
+    def errors_of(constants: stagetime.Constants) -> list[float]:
         return [log_error(row, run, constants) for row, run, _, _ in chosen]
 
-    def moved(constants: estimate.Constants, step: list[float]) -> estimate.Constants:
+    def moved(constants: stagetime.Constants, step: list[float]) -> stagetime.Constants:
         values = {name: getattr(constants, name) * math.exp(change) for name, change in zip(FREE, step)}
         return constants._replace(**{name: min(value, 0.99) if "hidden" in name else value
                                      for name, value in values.items()})
@@ -100,7 +101,7 @@ def fit(rows: list, rounds: int, start: estimate.Constants = START) -> estimate.
     return constants
 
 
-def print_errors(title: str, rows: list, constants: estimate.Constants) -> None:
+def print_errors(title: str, rows: list, constants: stagetime.Constants) -> None:
     found = sorted(abs(math.exp(log_error(row, run, constants)) - 1) for row, run in rows)
     if found:
         tail = published.quantile(found, 0.9)
@@ -111,9 +112,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--leave", choices=("model", "nodes"))
-    parser.add_argument("--go-on", action="store_true", help="start from the constants of estimate.py")
+    parser.add_argument("--go-on", action="store_true", help="start from the constants of stagetime.py")
     asked = parser.parse_args()
-    everything, first = runs(), estimate.CONSTANTS if asked.go_on else START
+    everything, first = runs(), stagetime.CONSTANTS if asked.go_on else START
     if not asked.leave:
         found = fit(everything, asked.rounds, first)
         print(found)
