@@ -16,7 +16,8 @@ import search
 import stagetime
 
 FILE = Path(__file__).parent / "JOURNEY.md"
-USABLE = stagetime.CONSTANTS.usable * machines.MACHINES["h100"].memory_bytes / 1e9
+MEMORY = machines.MACHINES["h100"].memory_bytes / 1e9
+USABLE = stagetime.CONSTANTS.usable * MEMORY
 
 LEGS: list[tuple[str, str, dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
     ("Llama 3.2 1B: data parallelism is enough", "llama-3.2-1b", dict(seq=4096, global_batch=512, micro_batch=2), [
@@ -106,7 +107,7 @@ def text() -> str:
              "How four models are trained on 8 to 512 H100s, the way of the Ultra-Scale Playbook: fit a step in "
              "memory, reach the global batch, then make it fast. Every number is what `plan.py` predicts, and `python "
              "plan.py check` prints how far such predictions are off. A grid fits if it needs less than "
-             f"{USABLE:.0f} of 80 GB; the time of one that does not fit is what it would take. `python journey.py` "
+             f"{USABLE:.0f} of {MEMORY:.0f} GB (80 GiB); the time of one that does not fit is what it would take. `python journey.py` "
              "writes this page; flags are those of `train.py`, and of `python plan.py step --preset MODEL --gpus N`."
              ]
     for title, preset, common, steps in LEGS:
