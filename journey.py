@@ -107,9 +107,9 @@ def text() -> str:
              "How four models are trained on 8 to 512 H100s, the way of the Ultra-Scale Playbook: fit a step in "
              "memory, reach the global batch, then make it fast. Every number is what `plan.py` predicts, and `python "
              "plan.py check` prints how far such predictions are off. A grid fits if it needs less than "
-             f"{USABLE:.0f} of {MEMORY:.0f} GB (80 GiB); the time of one that does not fit is what it would take. `python journey.py` "
-             "writes this page; flags are those of `train.py`, and of `python plan.py step --preset MODEL --gpus N`."
-             ]
+             f"{USABLE:.0f} of {MEMORY:.0f} GB (80 GiB); the time of one that does not fit is what it would take. "
+             "`python journey.py` writes this page; flags are those of `train.py`, and of `python plan.py "
+             "step --preset MODEL --gpus N`."]
     for title, preset, common, steps in LEGS:
         lines += ["", f"## {title}", "", f"`--preset {preset} --seq {common['seq']} --global-batch "
                   f"{common['global_batch']}`", "", "| GPUs | flags | GB per GPU | fits | s per step | MFU | why |",
