@@ -166,13 +166,13 @@ PLANNED_SLOW = [(f"{SIZE}{axes} --zero {zero} --recompute {recompute}", rank)
                 for axes, ranks in (("--dp 8", [0]), ("--tp 8", [0]), ("--tp 4 --dp 2 --no-sp", [0]),
                                     ("--cp 8", [0]), ("--cp 2 --tp 2 --dp 2 --cp-style ulysses", [0]),
                                     ("--pp 2 --dp 4", [0, 7]), ("--pp 4 --dp 2 --schedule zb-h1", [0, 7]),
+                                    ("--pp 4 --dp 2 --schedule zb-v --layers 8", [0, 7]),
                                     ("--pp 2 --dp 2 --tp 2 --schedule afab", [0, 7]),
                                     ("--pp 2 --cp 2 --tp 2 --schedule interleaved", [0, 7]))
                 for rank in ranks for zero, recompute in ((0, "none"), (1, "selective"), (2, "none"), (3, "full"))
-                if zero == 0 or "--tp 8" not in axes and (
-                    "--schedule" not in axes or zero == 1 and "zb" not in axes)]
-PLANNED_SLOW += [(f"{SIZE_MOE}{axes} --zero {zero}", rank) for axes, zeros in (
-    ("--dp 8 --ep 8", (0, 1, 2, 3)), ("--pp 2 --dp 4 --ep 4", (0, 1))) for zero in zeros for rank in (0, 7)]
+                if zero == 0 or "--tp 8" not in axes]
+PLANNED_SLOW += [(f"{SIZE_MOE}{axes} --zero {zero}", rank) for axes in ("--dp 8 --ep 8", "--pp 2 --dp 4 --ep 4")
+                 for zero in range(4) for rank in (0, 7)]
 PLANNED_SLOW += [(SIZE + flags, 0) for flags in (
     "--dp 8 --tied --dtype fp32", "--pp 2 --dp 4 --dtype fp32 --moments bf16",
     "--tp 2 --dp 4 --fp8 tensorwise --zero 1", "--tp 2 --dp 2 --cp 2 --cp-style ring --zero 1",
