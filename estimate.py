@@ -112,8 +112,8 @@ class Step(NamedTuple):
 def data_parallel_seconds(run: Run, elements: Mapping[str, list[int]], layers: int, one: Seconds,
                           busy: float) -> float:
     """What the data axis adds to a step. elements: of a rank's buckets. layers: of the rank. one: seconds of a
-    micro-batch; busy: of all of them. The part `hidden` of what is sent can be hidden, as far as there is time: at
-    level 0 the last backward, at level 1 a forward, too, at levels 2 and 3 all micro-batches.
+    micro-batch; busy: of all of them. What is sent is hidden as far as there is time: at level 0 under the last
+    backward, at level 1 under a forward, too; at levels 2 and 3 the part `hidden` of it, under all micro-batches.
 
     Elements sent per rank with A micro-batches: 2 P, 2 P, (A+1) P and 3 A P at levels 0 to 3 of ZeRO, times (n-1)/n;
     gradients in fp32 or as --reduce-dtype says, weights in 16 bits.
@@ -130,7 +130,9 @@ def data_parallel_seconds(run: Run, elements: Mapping[str, list[int]], layers: i
         if n > 1 and count:
             seconds += run.collective((n - 1) / n * count * per_element, n, stride,
                                       "all_gather" if grid.zero else "all_reduce", calls * layers / 2)
-    return max(seconds * (1 - run.constants.hidden), seconds - under) if run.kernels.overlap else seconds
+    if not run.kernels.overlap:
+        return seconds
+    return max(seconds * (1 - run.constants.hidden) if grid.zero >= 2 else 0.0, seconds - under)
 
 
 def tied_seconds(run: Run) -> float:

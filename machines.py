@@ -75,7 +75,7 @@ MACHINES = {machine.name: machine for machine in (
     gpu_node("a100-40gb", 312, 271, 0,    40,  1.56, 175,  22.5),
     gpu_node("a100-opa", 312, 271, 0,     80,  2.04, 175,   5.5, source="BLOOM: four 100 Gb/s cards per node"),
     gpu_node("h100",   989,  794,  1403,  80,  3.35, 300,  45, all_reduce=436),
-    gpu_node("h100-efa", 989, 794, 1403,  80,  3.35, 300,  37, (3.0, 34.0), all_reduce=436, source=EFA),
+    gpu_node("h100-efa", 989, 794, 1403,  80,  3.35, 300,  28, (3.0, 33.0), all_reduce=436, source=EFA),
     gpu_node("h200",   989,  794,  1453,  141, 4.8,  363,  45, all_reduce=480),
     gpu_node("b200",   2250, 1745, 3432,  180, 8.0,  680,  45, all_reduce=838),
     gpu_node("gb200",  2500, 1822, 3616,  186, 8.0,  680,  45, ranks=64),

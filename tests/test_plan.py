@@ -230,8 +230,11 @@ def test_reductions_hide_under_the_last_backward_as_far_as_there_is_time():
     last, = stagetime.stage_seconds(stagetime.stage_parts(run))
     sent = 2 * 7 / 8 * 4 * 8_030_261_248 / 30e9 / run.constants.node
     assert estimate.step_seconds(run).parts["dp"] == pytest.approx(sent - last.input - last.weight)
-    fast = run._replace(machine=slow._replace(levels=(Level("node", 8, 0.0, 30e12),)))
-    assert estimate.step_seconds(fast).parts["dp"] == pytest.approx(sent / 1000 * (1 - run.constants.hidden))
+    fast = slow._replace(levels=(Level("node", 8, 0.0, 30e12),))
+    assert estimate.step_seconds(run._replace(machine=fast)).parts["dp"] == 0
+    sharded = run_for("--preset llama-3.1-8b --dp 8 --zero 3 --global-batch 64 --micro-batch 1")._replace(machine=fast)
+    sent = 8 * 7 / 8 * (4 + 2 + 2) * 8_030_261_248 / 30e12 / run.constants.node  # of 8 micro-batches
+    assert estimate.step_seconds(sharded).parts["dp"] == pytest.approx(sent * (1 - run.constants.hidden))
 
 
 @pytest.mark.parametrize("flags, shards", [("--zero 0", 1), ("--zero 1", 4), ("--zero 1 --schedule zb-v", math.inf)])
