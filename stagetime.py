@@ -47,19 +47,19 @@ ATTENTION_FRACTION = {"flash1": (0.35, 0.20), "flash2": (0.60, 0.40), "flash3": 
 
 class Constants(NamedTuple):
     """Fitted on public runs by tests/published/fit.py."""
-    ampere: float = 0.819  # speed of a model's matmuls, relative to the machine's best one, by generation of GPUs
+    ampere: float = 0.814  # speed of a model's matmuls, relative to the machine's best one, by generation of GPUs
     hopper: float = 0.79
-    blackwell: float = 0.921
-    passes: float = 17.7  # reads and writes of each activation byte that a layer makes, forward and backward
-    fused: float = 6.3  # the same, where norms and SwiGLU are one kernel each
-    logit_bytes: float = 63.9  # read and written per logit, forward and backward
-    launch_s: float = 4.38e-3  # for a layer, forward and backward, from Python
-    hidden: float = 0.66  # of the data axis' communication under computation, at levels 2 and 3 of ZeRO
+    blackwell: float = 0.92
+    passes: float = 17.5  # reads and writes of each activation byte that a layer makes, forward and backward
+    fused: float = 6.39  # the same, where norms and SwiGLU are one kernel each
+    logit_bytes: float = 62.8  # read and written per logit, forward and backward
+    launch_s: float = 4.35e-3  # for a layer, forward and backward, from Python
+    hidden: float = 0.62  # of the data axis' communication under computation, at levels 2 and 3 of ZeRO
     tp_hidden: float = 0.99  # of tensor parallel communication, where it overlaps with matmuls
-    fixed_s: float = 28e-3  # per step
-    node: float = 0.96  # bandwidth of a node, relative to what is measured for one large collective
-    network: float = 0.92  # the same of the network
-    latency: float = 1.61  # relative to the machine's
+    fixed_s: float = 23.3e-3  # per step
+    node: float = 0.961  # bandwidth of a node, relative to what is measured for one large collective
+    network: float = 0.85  # the same of the network
+    latency: float = 1.65  # relative to the machine's
     unfused: float = 1.4  # activations that a layer saves in code which is not `fused`, relative to footprint.py
     reserved: float = 0.3e9  # bytes that the allocator and libraries hold besides
     usable: float = 0.95  # of a GPU's memory
