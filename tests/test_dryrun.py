@@ -1,5 +1,6 @@
 """A dry run says what a real one does: FLOPs, calls and bytes exactly, live bytes to 1%; and what it is for: scale."""
 import contextlib
+import json
 import re
 import resource
 import subprocess
@@ -117,14 +118,21 @@ def dry_run(flags: str, ranks: int, rank: int = 0) -> str:
     return ended.stdout
 
 
-def test_the_page_names_memory_plan_and_network():
-    out = dry_run("--preset tiny-moe --tp 2 --pp 2 --ep 4 --zero 1 --schedule zb-h1 --micro-batch 2", 16, 9)
+def test_the_page_names_memory_plan_and_network(tmp_path):
+    out = dry_run("--preset tiny-moe --tp 2 --pp 2 --ep 4 --zero 1 --schedule zb-h1 --micro-batch 2 "
+                  f"--metrics {tmp_path}/dry.json", 16, 9)
     lines = out.splitlines()
     assert "dry run rank 9 of 16 (pp 1 of 2" in out and "rank 9 needs about" in out
     assert [line.split()[0] for line in lines if line.endswith("█")][:3] == ["weights", "gradients", "optimizer"]
     assert "    FIFIWW" in lines  # micro-batches of the last pipeline rank
     # 2 layers of 2 micro-batches: counts, dispatch and combine, and the gradients of these two
     assert any(line.split()[:4] == ["ep", "4", "ranks", "20"] and "alltoall_base_" in line for line in lines)
+    figures = json.loads((tmp_path / "dry.json").read_text())
+    assert (figures["rank"], figures["ranks"], sum(figures["calls"]["ep"].values())) == (9, 16, 20)
+    assert sum(figures["bytes_at_peak"].values()) == figures["peak_bytes"] >= figures["actions"][0][1] > 0
+    assert [action[0] for action, _ in figures["actions"]] == list("FIFIWW")
+    assert sum(figures["formula_bytes"].values()) == pytest.approx(figures["peak_bytes"], rel=0.1)
+    assert f"{figures['flops']:.4g} FLOPs" in out and figures["sent_bytes"]["ep"] > 0
 
 
 @pytest.mark.slow
