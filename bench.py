@@ -168,17 +168,23 @@ def build_adamw(model: torch.nn.Module, optim: config.Optim, zero1: bool = False
     return make(groups, lr=optim.lr, betas=optim.betas, fused=True)
 
 
+def shard_fully(model: torch.nn.Module) -> None:
+    """FSDP2 of transformers' Llama, with the same units as ours."""
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in (model.model.embed_tokens, *model.model.layers):
+        fully_shard(layer)
+    fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False)
+    fully_shard(model)
+
+
 def build_theirs(settings: config.Config, tokens: Tensor, labels: Tensor, wrap: str = "") -> Step:
     """transformers' Llama and torch's AdamW, alone or wrapped by "ddp", "zero1" or "fsdp"."""
-    from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     model, optim = build_llama(settings.model), settings.optim
     if wrap == "fsdp":
-        for layer in (model.model.embed_tokens, *model.model.layers):  # the same units as ours
-            fully_shard(layer)
-        fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False)
-        fully_shard(model)
+        shard_fully(model)
     elif wrap:
         model = DistributedDataParallel(model, bucket_cap_mb=settings.grid.bucket_mb, forward_sync_buffers=False)
     adamw = build_adamw(model, optim, zero1=wrap == "zero1")
@@ -204,19 +210,17 @@ def build_theirs(settings: config.Config, tokens: Tensor, labels: Tensor, wrap: 
     return step
 
 
-def build_dtensor(settings: config.Config, tokens: Tensor, labels: Tensor) -> Step:
-    """transformers' Llama under parallelize_module, with torchtitan's plan and a vocabulary parallel loss."""
+def shard_by_dtensor(model: torch.nn.Module, ranks: int) -> None:
+    """Tensor and sequence parallelism of transformers' Llama by parallelize_module, with torchtitan's plan."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, parallel
     from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
-    model, optim = build_llama(settings.model), settings.optim
-    mesh = init_device_mesh("cpu", (settings.grid.tp,))
     gather, scatter = dict(input_layouts=Shard(1)), dict(output_layouts=Shard(1))
     plan = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), **scatter),
             "model.norm": SequenceParallel(),
             "lm_head": ColwiseParallel(**gather, output_layouts=Shard(-1), use_local_output=False)}
-    for i in range(settings.model.layers):
+    for i in range(len(model.model.layers)):
         layer = f"model.layers.{i}."
         plan |= {layer + norm: SequenceParallel() for norm in ("input_layernorm", "post_attention_layernorm")}
         plan |= {layer + linear: ColwiseParallel() for linear in (
@@ -225,7 +229,15 @@ def build_dtensor(settings: config.Config, tokens: Tensor, labels: Tensor) -> St
         plan |= {layer + "self_attn": PrepareModuleInput(input_kwarg_layouts={"hidden_states": Shard(1)},
                                                          desired_input_kwarg_layouts={"hidden_states": Replicate()}),
                  layer + "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))}
-    parallel.parallelize_module(model, mesh, plan)
+    parallel.parallelize_module(model, init_device_mesh("cpu", (ranks,)), plan)
+
+
+def build_dtensor(settings: config.Config, tokens: Tensor, labels: Tensor) -> Step:
+    """transformers' Llama on DTensors, with a vocabulary parallel loss."""
+    from torch.distributed.tensor import parallel
+
+    model, optim = build_llama(settings.model), settings.optim
+    shard_by_dtensor(model, settings.grid.tp)
     adamw = build_adamw(model, optim)
     positions = torch.arange(tokens.shape[1])[None]
 
