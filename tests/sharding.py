@@ -119,7 +119,8 @@ def delayed(flags: str) -> dict:
 
 
 def overflow() -> list[tuple]:
-    """Four fp16 steps on a 2 x 2 grid of replicas and shards; in step 1 the gradient of rank 3 alone is infinite."""
+    """Four fp16 steps on a 2 x 2 grid of replicas and shards. In step 1 the gradient of rank 3 alone is infinite, in
+    step 2 one element of the shard that rank 1 has of the sum."""
     settings, groups, model, optimizer, share = built(
         "--global-batch 8 --micro-batch 1 --zero 2 --dp-replicate 2 --dtype fp16", torch.float16)
     optimizer.loss_scale.value.fill_(1024.0)
@@ -129,6 +130,8 @@ def overflow() -> list[tuple]:
             optimizer.scale_loss = lambda loss: loss * torch.inf
         train.forward_backward(model, optimizer, share, groups)
         optimizer.__dict__.pop("scale_loss", None)
+        if step == 2 and dist.get_rank() == 1:
+            optimizer.buckets[2].grad_shard[7] = torch.inf
         before = [bucket.master.clone() for bucket in optimizer.buckets]
         norm = optimizer.step(1e-2)
         moved = any(not torch.equal(was, bucket.master) for was, bucket in zip(before, optimizer.buckets))
@@ -165,6 +168,19 @@ def evaluated() -> int:
     settings, groups, model, optimizer, share = built("--global-batch 8 --micro-batch 2 --zero 3", torch.float32)
     train.mean_loss(model, [share], groups)
     return sum(bucket.weights.untyped_storage().nbytes() for bucket in optimizer.buckets)
+
+
+def interrupted(forwards: int) -> tuple[list[tuple], int]:
+    """The weights after two steps at level 3, each after so many forwards that no backward follows; and the bytes of
+    gathered weights that are left."""
+    settings, groups, model, optimizer, share = built("--global-batch 4 --micro-batch 2 --zero 3", torch.float32)
+    for _ in range(2):
+        for _ in range(forwards):
+            model(share[0].tokens, labels=share[0].labels)
+        train.forward_backward(model, optimizer, share, groups)
+        optimizer.step(1e-2)
+    return (grids.pieces(optimizer, "master"),
+            sum(bucket.weights.untyped_storage().nbytes() for bucket in optimizer.buckets))
 
 
 def events(flags: str) -> list[str]:
