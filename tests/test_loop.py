@@ -2,18 +2,27 @@
 import contextlib
 import io
 import json
+import threading
+from collections import Counter
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 import assemble
+import bench
+import checkpoint
 import config
+import costs
+import faults
 import grids
 import job
+import log
 import reference
 import train
 from data import Samples
@@ -107,6 +116,18 @@ def test_a_run_is_what_torchs_own_parts_make_of_the_same_samples(corpora):
     assert [numbers for seed, numbers in read if seed is None] == 3 * [[i, i + 1] for i in range(0, 8, 2)]
 
 
+def test_losses_of_bf16_micro_batches_are_summed_in_fp32(corpora):
+    settings = config.parse(f"{MODEL} --data {corpora}/train.npy --dtype bf16 --global-batch 40 --micro-batch 1"
+                            .split())
+    model, optimizer = assemble.build(settings, grids.ALONE, torch.device("cpu"), torch.bfloat16)
+    samples = assemble.open_samples(settings, settings.data.data, 0)
+    share = train.local_micro_batches(samples, 0, 40, settings, grids.ALONE)
+    with torch.no_grad():
+        losses = [model(batch.tokens, labels=batch.labels).item() for batch in share]
+    loss = train.forward_backward(model, optimizer, share, grids.ALONE)
+    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(sum(losses) / (40 * 12), rel=1e-6)
+
+
 def test_skipped_steps_are_counted_as_they_happen(corpora):
     """In fp16, z-loss makes gradients overflow until the loss scale has been halved often enough."""
     records, _, _ = run(corpora, "--dtype fp16 --z-loss 30 --steps 20 --global-batch 4")
@@ -130,5 +151,130 @@ def test_flops_in_the_metrics_are_those_that_are_dispatched(recompute):
     record = log.record(0, tokens=0, skipped=0, sequences=4, loss=1.0, norm=1.0, lr=1.0, seconds=0.5)
     norms = 5 * 24  # weights that the convention of 6 FLOPs per parameter and token counts, too
     assert record["hfu"] * 0.5 * 2 * 1e9 == pytest.approx(meter.flops + 6 * norms * 4 * 12)
-    assert (record["mfu"] == record["hfu"]) == (recompute == "none") and record["mfu_causal"] < record["mfu"]
+    assert (record["mfu"] == record["hfu"]) == (recompute == "none")
+    scores = 3 * 2 * 2 * 2 * 4 * 4 * 6 * 12 * 12  # FLOPs of QK^T and PV, forward and twice backward, in 2 layers
+    assert (record["mfu"] - record["mfu_causal"]) * 0.5 * 2 * 1e9 == pytest.approx(scores / 2)
     assert (record["tokens_per_s"], record["tokens_per_s_per_gpu"]) == (4 * 12 / 0.5, 4 * 12 / 0.5 / 2)
+
+
+# ---- every number in the metrics against one that is counted otherwise ----------------------------------------------
+
+STEPS = "test_loop.py::test_a_run_is_what_torchs_own_parts_make_of_the_same_samples"
+FLOPS = "test_loop.py::test_flops_in_the_metrics_are_those_that_are_dispatched"
+TIMES = "test_loop.py::test_times_in_the_metrics_are_those_of_a_clock"
+NOISE = "test_noise.py::test_norms_of_local_gradients_are_those_before_the_reduction"
+EXPERTS = "test_rivals.py::test_20_steps_of_transformers_and_torch_have_the_same_losses"
+METRICS = {
+    **dict.fromkeys(("step", "tokens", "loss", "grad_norm", "lr", "val_loss"), STEPS),
+    "skipped": "test_loop.py::test_skipped_steps_are_counted_as_they_happen",
+    **dict.fromkeys(("mfu", "mfu_causal", "hfu", "tokens_per_s_per_gpu"), FLOPS),
+    **dict.fromkeys(("step_s", "tokens_per_s", "check_replicas_s", "save_wait_s", "save_gb_per_s"), TIMES),
+    "memory_gb": "test_loop.py::test_memory_in_the_metrics_is_the_kernels_peak",
+    "comm_gb": "test_loop.py::test_bytes_in_the_metrics_are_those_of_the_step_by_axis",
+    **dict.fromkeys(("noise_trace", "noise_gradient2"), NOISE),
+    **dict.fromkeys(("aux_loss", "load_max_over_mean"), EXPERTS),
+    "busy_s": "test_faults.py::test_a_slow_rank_is_named"}
+
+
+def test_times_in_the_metrics_are_those_of_a_clock(corpora, tmp_path):
+    """A clock that stands still but for what is listed; the thread that saves has its own."""
+    clock, hashed = threading.local(), []
+
+    def takes(seconds: float, function):
+        def timed(*args, **settings):
+            clock.now = getattr(clock, "now", 0.0) + seconds
+            if function is hash_of:
+                hashed.append(seconds)
+            return function(*args, **settings)
+        return timed
+
+    hash_of = faults.hash_of
+    with (patch("time.perf_counter", lambda: getattr(clock, "now", 0.0)),
+          patch.object(train, "forward_backward", takes(2, train.forward_backward)),
+          patch.object(train, "read", takes(0.25, train.read)),
+          patch.object(train, "mean_loss", takes(7, train.mean_loss)),
+          patch.object(checkpoint.Stage, "copy", takes(3, checkpoint.Stage.copy)),
+          patch.object(checkpoint, "checksums_of", takes(5, checkpoint.checksums_of)),
+          patch.object(faults, "hash_of", takes(0.125, hash_of))):
+        records, _, _ = run(corpora, f"--dtype fp32 --steps 4 --global-batch 4 --out {tmp_path} --save-every 2 "
+                                     f"--check-replicas 4 --val-data {corpora}/unseen.npy --eval-every 1")
+    assert [record["step_s"] for record in records] == [2.25, 2.25, 2.25, 2]  # no step is read after the last
+    assert [record["tokens_per_s"] for record in records] == [48 / record["step_s"] for record in records]
+    assert [record.get("save_wait_s") for record in records] == [None, 3, None, 3]
+    state = 3 * 4 * costs.parameters(config.parse(MODEL.split()).model).total
+    assert records[1]["save_gb_per_s"] == 0  # no save has ended
+    assert records[3]["save_gb_per_s"] == pytest.approx(state / 5 / 1e9, rel=1e-3)
+    assert [record.get("check_replicas_s") for record in records] == [None, sum(hashed) / 2, None, sum(hashed) / 2]
+
+
+def test_memory_in_the_metrics_is_the_kernels_peak():
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    assert log.peak_memory(torch.device("cpu")) == pytest.approx(int(peak.split()[1]) * 1024, rel=0.05)
+
+
+def communicated(folder: str, flags: str) -> list[tuple[dict, dict]]:
+    """For every step of a run on these ranks, what its metrics say this rank has sent, in bytes by group, and what its
+    collectives have sent between the beginning of the step and its metrics."""
+    settings = config.parse(f"{MODEL} --data {folder}/train.npy --metrics {folder}/metrics {flags}".split(),
+                            dist.get_world_size())
+    training = assemble.open_samples(settings, settings.data.data, 0)
+    unseen = assemble.open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
+    meter, experts, steps = Meter(memory=False), [], []
+    exchange, record, write, begin = dist.all_to_all_single, Log.record, Log.write, Log.begin
+
+    def counted_exchange(out, x, output_splits, input_splits, group, *rest):
+        experts.append((group.group_name, x.nbytes - x[:input_splits[group.rank()]].nbytes))
+        return exchange(out, x, output_splits, input_splits, group, *rest)
+
+    def counted_record(log, *args, **numbers):
+        bytes_of = Counter()
+        for call in meter.collectives:
+            if call.name != "alltoall_base_":
+                bytes_of[call.group] += bench.bytes_sent(call)
+        for group, count in experts:
+            bytes_of[group] += count
+        metrics, sums = record(log, *args, **numbers), {}
+        for axis, group in log.groups.items():
+            if group:  # axes may share a group, and a pipeline has one more per link
+                shared = group.process_group.group_name
+                for link in group.links.values():
+                    bytes_of[shared] += bytes_of.pop(link.group_name, 0)
+                sums[shared] = sums.get(shared, 0) + round(metrics["comm_gb"][axis] * 1e9)
+        steps.append((sums, bytes_of))
+        return metrics
+
+    def restart(function):
+        def restarted(*args):
+            function(*args)
+            meter.collectives.clear()
+            experts.clear()
+        return restarted
+
+    with (patch.object(dist, "all_to_all_single", counted_exchange), patch.object(Log, "record", counted_record),
+          patch.object(Log, "write", restart(write)), patch.object(Log, "begin", restart(begin)), meter,
+          contextlib.redirect_stdout(io.StringIO())):
+        train.train(settings, training, unseen, torch.device("cpu"), "as asked", job.RunState())
+    return steps
+
+
+def test_bytes_in_the_metrics_are_those_of_the_step_by_axis(pool, corpora, tmp_path):
+    """Of this step, not of all so far, nor of evaluations, saving and comparisons between steps."""
+    common = "--dtype fp64 --steps 3 --global-batch 8"
+    everything = (f"{common} --pp 2 --ep 2 --zero 1 --micro-batch 2 --experts 4 --expert-ffn 8 --out {tmp_path} "
+                  f"--save-every 1 --check-replicas 1 --val-data {corpora}/unseen.npy --eval-every 1")
+    for flags in everything, f"{common} --cp 2 --cp-style ring --tp 2 --micro-batch 4":
+        results = pool.run(4, "test_loop:communicated", folder=str(corpora), flags=flags)
+        for steps in results:
+            for sent, counted in steps:
+                assert sum(sent.values()) > 0 and sent == {group: counted[group] for group in sent}
+        if flags == everything:
+            keys = {key for line in (corpora / "metrics").read_text().splitlines() for key in json.loads(line)}
+            assert keys == METRICS.keys()
+
+
+def test_every_metric_has_a_test():
+    for place in set(METRICS.values()):
+        file, name = place.split("::")
+        assert f"def {name}(" in Path(__file__).with_name(file).read_text()
+    readme = Path(__file__).parent.parent.joinpath("README.md").read_text()
+    assert all(name in readme for name in METRICS)
