@@ -296,10 +296,10 @@ def test_errors_in_bf16_stay_those_of_one_rank(pool, record_property):
 
 # ---- what is sent, what is saved, and when --------------------------------------------------------------------------
 
-def metered(style: str, seq: int = S) -> dict:
+def metered(style: str, seq: int = S, dtype: torch.dtype = torch.float32) -> dict:
     group, c = dist.group.WORLD, dist.get_world_size()
     mine = cp.own_positions(seq, c, dist.get_rank())
-    q, k, v, do = (x[:, :, mine].contiguous() for x in inputs(torch.float32, seq=seq))
+    q, k, v, do = (x[:, :, mine].contiguous() for x in inputs(dtype, seq=seq))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     attend = context_parallel(group, style, seq, CAUSAL, SDPA)
     meter, out = Meter(), {}
@@ -314,17 +314,18 @@ def metered(style: str, seq: int = S) -> dict:
     return out
 
 
-@pytest.mark.parametrize("c", [2, 4, *slow(8)])
+@pytest.mark.parametrize("c, dtype", [(2, torch.bfloat16), (4, torch.float32), *slow((8, torch.float32))])
 @pytest.mark.parametrize("style", STYLES)
-def test_bytes_sent_are_those_of_the_table(pool, style, c):
-    s, e = B * S // c, 4
+def test_bytes_sent_are_those_of_the_table(pool, style, c, dtype):
+    """Block by block, gradients of keys and values are summed, and so sent, in fp32."""
+    s, e = B * S // c, dtype.itemsize
     q, k = N * D, K * D
     if style == "ulysses":
         copies = c // math.gcd(c, K)
         both = 2 * [(c - 1) * s * (2 * q + 2 * k * copies) * e // c]
     else:
         both = [(c - 1) * 2 * s * k * e, (c - 1) * 2 * s * k * (e + 4)]
-    for seen in pool.run(c, "test_cp:metered", style=style):
+    for seen in pool.run(c, "test_cp:metered", style=style, dtype=dtype):
         assert [seen["sent forward"], seen["sent backward"]] == both
 
 

@@ -959,6 +959,28 @@ MUTANTS = [
            "--zero 2 --dp-replicate 2 --pp 2 --layers 4 --schedule zb1p --recompute full --kv-heads 1 --tied "
            "--qk-norm --qkv-bias --batch-ramp 16@0,32@1 --dtype fp64 --experts 8 --top-k 2 --expert-ffn 12 "
            "--router-z-loss 0.02 --aux-loss 0.3 --ep 1]"),
+    Mutant("gradients of keys and values that go round the ring in bf16", "cp.py",
+           "own_dkv = torch.zeros_like(kv, dtype=lse.dtype)", "own_dkv = torch.zeros_like(kv)",
+           "tests/test_cp.py::test_bytes_sent_are_those_of_the_table[ring-2-dtype0]"),
+    Mutant("a row parallel product of sums in bf16", "tp.py",
+           "    return tp.start_reduce(x @ matrix)\n",
+           "    return tp.start_reduce(sum(a @ b for a, b in zip(x.chunk(8, 1), matrix.chunk(8))))\n",
+           "tests/test_tp.py::test_products_in_bf16_are_rounded_once[1-False]"),
+    Mutant("losses of micro-batches summed in bf16", "train.py",
+           "total = torch.zeros((), dtype=acc_dtype(model.execution.dtype), device=valid.device)",
+           "total = torch.zeros((), dtype=model.execution.dtype, device=valid.device)",
+           "tests/test_loop.py::test_losses_of_bf16_micro_batches_are_summed_in_fp32"),
+    Mutant("bytes sent since the run began", "train.py",
+           "        collectives.sent.clear()\n", "",
+           "tests/test_loop.py::test_bytes_in_the_metrics_are_those_of_the_step_by_axis"),
+    Mutant("a step that only the ranks skip whose own gradient is infinite", "zero.py",
+           "found_inf = (~(norm < limit)).float()",
+           "found_inf = (~(torch.stack([bucket.squared_norm() for bucket in self.buckets]).sum() < limit)).float()",
+           "tests/test_zero.py::test_all_ranks_skip_a_step_in_which_one_overflows"),
+    Mutant("weights from before the update, after a forward without a backward", "zero.py",
+           "            self.users = 0\n            self.weights.untyped_storage().resize_(0)\n        elif",
+           "            pass\n        elif",
+           "tests/test_zero.py::test_a_forward_without_a_backward_leaves_no_old_weights"),
 ]
 
 

@@ -76,6 +76,38 @@ def test_a_pair_of_matrices_equals_the_dense_one(pool, n, sequence, async_tp):
             assert max(errors.values()) < 1e-13, errors
 
 
+def rounded(sequence: bool) -> list[float]:
+    """How many elements of the results of a column and a row parallel layer in bf16, and of their inputs' gradients,
+    are those of products in fp64 that each rank rounds once."""
+    group, T, H, C = dist.group.WORLD, 32, 512, 1024
+    how, n, me = TensorParallel(group, sequence), size(group), rank(group)
+    a, b = (torch.nn.Parameter(normal(*shape, seed=me).bfloat16()) for shape in ((C, H), (H, C)))
+    a.sink = b.sink = None
+    part = shard_slice(T, n, me) if sequence else slice(None)
+    x, up = normal(T, H, seed=3).bfloat16(), normal(T, H, seed=4).bfloat16()
+    mine = x[part].clone().requires_grad_()
+    hidden = tp.column(mine, a, tp=how)
+    y = tp.row(hidden, b, how)
+    d_hidden, dx = torch.autograd.grad(y, (hidden, mine), up[part])
+
+    def exact(left, right, summed=False):
+        product = (left.double() @ right.double()).bfloat16()
+        if summed:
+            collectives.all_reduce(product, group)
+        return product[part] if summed else product
+
+    pairs = [(hidden, exact(x, a.t())), (y, exact(hidden, b.t(), True)), (d_hidden, exact(up, b)),
+             (dx, exact(d_hidden, a, True))]
+    return [(got == want).double().mean().item() for got, want in pairs]
+
+
+@pytest.mark.parametrize("n, sequence", [(1, False), (2, True), (2, False)])
+def test_products_in_bf16_are_rounded_once(pool, n, sequence):
+    """Apart from those that fp32 sums put on the other side of a tie."""
+    for shares in pool.run(n, "test_tp:rounded", sequence=sequence):
+        assert min(shares) > 0.99, shares
+
+
 def events() -> list[str]:
     """What a column parallel layer does in backward, in order."""
     seen, names = [], {"_allgather_base_": "gather", "_reduce_scatter_base_": "scatter", "mm": "dX", "addmm_": "dW"}
