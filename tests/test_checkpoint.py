@@ -174,6 +174,18 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path):
     assert gate and torch.equal(tensors(tmp_path / "step-000001")["w/master"], want)
 
 
+def test_a_save_waits_for_the_one_before_which_reads_the_same_copies(tmp_path):
+    pieces = state_of(0)
+    saver, wants = checkpoint.Saver(str(tmp_path), pieces, 0, None), []
+    saver.stage.wait = lambda: time.sleep(0.1)  # so that the thread has not read them when the next save begins
+    for step in (1, 2, 3):
+        wants.append(pieces[0].values.add_(1).clone())
+        saver.save(step, {})
+    saver.finish()
+    for step, want in enumerate(wants, 1):
+        assert torch.equal(tensors(tmp_path / f"step-{step:06d}")["w/master"], want)
+
+
 def test_the_newest_are_kept_and_latest_names_the_last(tmp_path):
     saved(tmp_path, (2, 4, 10), keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "lock", "step-000004", "step-000010"]

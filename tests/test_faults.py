@@ -222,6 +222,18 @@ def test_a_rewind_leaves_out_the_samples_and_nothing_else(pool, tmp_path):
 def test_samples_that_were_left_out_are_passed_over_by_any_batch():
     found = [faults.next_sample(first, 4, [[8, 12], [12, 16]]) for first in (0, 4, 5, 8, 12, 16)]
     assert found == [0, 4, 16, 16, 16, 16]
+    for left_out in ([[8, 12], [12, 16]], [[12, 16], [8, 12]], [[12, 16], [8, 14]]):  # later rewinds go further
+        assert faults.next_sample(6, 4, left_out) == 16
+
+
+def test_statistics_of_norms_are_their_mean_and_variance():
+    """Of all norms so far, while they are fewer than the horizon; a constant norm has no variance."""
+    norms = torch.rand(60, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    guard = faults.Guard(faults.Stop(), None, torch.device("cpu"), [0, 0.0, 0.0])
+    for count, norm in enumerate(norms.tolist(), 1):
+        guard.update_statistics(norm)
+        seen = norms[:count]
+        assert guard.norms == pytest.approx([count, seen.mean().item(), seen.var(correction=0).item()], abs=1e-12)
 
 
 def test_a_spike_is_skipped_with_a_flag_and_statistics_are_resumed(tmp_path):

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
+import assemble
 import config
 from costs import flops_by_convention, flops_per_token, parameters
 from grids import ALONE
@@ -58,6 +59,25 @@ TOTALS = {
     "--preset mixtral-8x7b": 46702792704,
     "--preset qwen3-30b-a3b": 30532122624,
 }
+
+def test_first_weights_are_those_of_gpt_2():
+    """0.02, and less where layers write to the residual stream: by the root of twice the layers of all stages."""
+    flags = "--layers 8 --hidden 64 --heads 4 --head-dim 16 --ffn 96 --qkv-bias --qk-norm --pp 2 --schedule 1f1b"
+    for moe in "", "--experts 4 --expert-ffn 24 --shared-experts 1":
+        settings, seen = config.parse(f"--data {__file__} {flags} {moe}".split(), 2), set()
+        for stage in range(2):
+            group = type("", (), dict(size=lambda self: 2, rank=lambda self, stage=stage: stage))()
+            for p in Llama(settings.model, {}, pipeline=assemble.build_pipeline(settings, group)).parameters():
+                kind, values = p.spec.name.rsplit(".")[-1], draw(0)(p.spec, p.box)
+                seen.add(kind)
+                if p.ndim == 1:
+                    assert (values == (1 if "norm" in kind else 0)).all()
+                else:
+                    std = 0.02 / 16 ** 0.5 if kind in ("wo", "w_down") else 0.02
+                    assert values.std().item() == pytest.approx(std, rel=0.05 if kind != "router" else 0.2), kind
+        assert {"embedding", "head", "norm", "wq", "wo", "bq", "w_down"} <= seen
+
+
 ACTIVE = {"--preset mixtral-8x7b": 12879925248, "--preset qwen3-30b-a3b": 3353032704}  # "13B", "A3B"
 
 

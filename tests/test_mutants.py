@@ -981,6 +981,27 @@ MUTANTS = [
            "            self.users = 0\n            self.weights.untyped_storage().resize_(0)\n        elif",
            "            pass\n        elif",
            "tests/test_zero.py::test_a_forward_without_a_backward_leaves_no_old_weights"),
+    Mutant("first output projections without the number of layers doubled", "model.py",
+           "return INIT_STD / (2 * model.layers) ** 0.5", "return INIT_STD / model.layers ** 0.5",
+           "tests/test_model.py::test_first_weights_are_those_of_gpt_2"),
+    Mutant("good steps of the loss scale that no checkpoint has", "zero.py",
+           '({"scale": scale.value, "good_steps": scale.good_steps} if scale else {})',
+           '({"scale": scale.value} if scale else {})',
+           "tests/test_zero.py::test_the_loss_scale_goes_on_where_it_was"),
+    Mutant("copies overwritten while they are saved", "checkpoint.py",
+           "        self.finish()  # the save before reads the same copies\n        self.stage.copy()\n",
+           "        self.stage.copy()\n        self.finish()\n",
+           "tests/test_checkpoint.py::test_a_save_waits_for_the_one_before_which_reads_the_same_copies"),
+    Mutant("samples of an earlier rewind read after a later one", "faults.py",
+           "    for start, end in sorted(left_out):\n", "    for start, end in left_out:\n",
+           "tests/test_faults.py::test_samples_that_were_left_out_are_passed_over_by_any_batch"),
+    Mutant("a first norm that counts as a deviation from nothing", "faults.py",
+           "(1 - weight) * (variance + weight * difference**2)", "(1 - weight) * variance + weight * difference**2",
+           "tests/test_faults.py::test_statistics_of_norms_are_their_mean_and_variance"),
+    Mutant("weights that are resharded one use too early", "zero.py",
+           "if self.level == 3 and self.users == 0:", "if self.level == 3 and self.users <= 1:",
+           "tests/test_grids.py::test_a_grid_equals_one_process[4 ranks --micro-batch 6 --pp 2 --zero 3 --schedule "
+           "dualpipev --layers 4 --tied]"),
 ]
 
 

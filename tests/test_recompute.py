@@ -271,6 +271,23 @@ def test_a_cheap_result_is_recomputed_once_for_all_who_ask_and_freed_with_its_ba
     torch.testing.assert_close((x.grad, a.grad, b.grad), want)
 
 
+def test_cheap_results_die_as_backward_passes_their_layers():
+    """When backward reaches the first of 12 layers, the results recomputed for those behind it are gone."""
+    meter, seen, size = Meter(), [], 64 * 64 * 4
+    x, *weights = (torch.randn(64, 64, requires_grad=True) for _ in range(13))
+    meter.label("inputs", x, *weights)
+    x.register_hook(lambda grad: seen.append(meter.live()["other"]))
+    with meter:
+        with selective(), dropping_cheap():
+            y = x
+            for weight in weights:
+                y = cheap(torch.tanh, y) @ weight
+            loss = y.sum()
+            del y
+        loss.backward()
+    assert seen[0] - 12 * size < 5 * size  # besides the weights' gradients
+
+
 @pytest.mark.parametrize("mode", RECOMPUTE)
 @pytest.mark.parametrize("flags", [
     "--experts 8", "--experts 8 --aux-loss 0", "--experts 8 --aux-loss 0 --router-z-loss 1",

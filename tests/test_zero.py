@@ -178,6 +178,27 @@ def first_unit(requires_grad: bool) -> None:
             unit(x)
 
 
+def gathered_after_forward(has_head: bool) -> list[int]:
+    """Elements of each unit's weights that are whole between the forward and the backward of a stage at level 3."""
+    groups = {"world": dist.group.WORLD, "replicate": None, "dp": dist.group.WORLD}
+    units = [Unit(Spec(f"{i}.a", (3, 3), std=1.0), Spec(f"{i}.b", (3, 3), std=1.0)) for i in range(3)]
+    optimizer = Optimizer({0: units}, groups, level=3, last_unit=units[-1] if has_head else None)
+    optimizer.load(draw(0))
+    optimizer.begin_step({0: 1})
+    y = nn.Sequential(*units)(torch.ones(2, 3, requires_grad=True))
+    whole = [bucket.weights.untyped_storage().nbytes() // 4 for bucket in optimizer.buckets]
+    y.sum().backward()
+    optimizer.finish_step()
+    return whole
+
+
+def test_at_level_3_only_the_head_stays_whole_from_forward_to_backward(pool):
+    """Its backward follows at once, for which the unit before it is prefetched. A pipeline stage without the head runs
+    its backward much later."""
+    assert pool.run(2, "test_zero:gathered_after_forward", has_head=False) == [[0, 0, 0]] * 2
+    assert pool.run(2, "test_zero:gathered_after_forward", has_head=True) == [[0, 18, 18]] * 2
+
+
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_at_level_3_an_input_without_gradient_is_refused_unless_it_is_token_ids(pool, requires_grad):
     pool.run(2, "test_zero:first_unit", requires_grad=requires_grad)
@@ -379,6 +400,24 @@ def test_the_loss_scale_follows_the_rule_of_torch():
         theirs.update()
         ours.update(torch.tensor(float(bad)))
         assert ours.value.item() == theirs.get_scale()
+
+
+def test_the_loss_scale_goes_on_where_it_was():
+    """Its value, and the steps towards the next doubling, are in the state that checkpoints have."""
+    optimizers = [make(Spec("w", (4,)), dtype=torch.float16)[1] for _ in range(2)]
+    for optimizer in optimizers:
+        optimizer.loss_scale.interval = 5
+    first, second = optimizers
+    for step in range(12):
+        if step == 3:
+            state = {name: number.clone() for name, number in first.extra_state().items()}
+            for name, number in second.extra_state().items():
+                number.copy_(state[name])
+        for optimizer in optimizers[:1 if step < 3 else 2]:
+            optimizer.loss_scale.update(torch.zeros(()))
+        if step >= 3:
+            assert first.loss_scale.value == second.loss_scale.value
+    assert first.loss_scale.value == 4 * 2.0**16
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
