@@ -109,6 +109,12 @@ def test_documents_of_queries_and_keys_may_differ(small_tiles, kind):
     attention_agrees(heads(21, 50), False, documents_of(kind, 21, 50))
 
 
+def test_documents_are_searched_in_chunks_of_1024_tokens():
+    """That of the queries ends in the first of two chunks of keys."""
+    keys = torch.tensor([0] * 100 + [1] * 600 + [2] * 360, device=DEVICE)[None]
+    attention_agrees(heads(9, 1060, N=1, B=1), False, (torch.ones_like(keys[:, :9]), keys))
+
+
 @pytest.mark.parametrize("N, K", [(6, 6), (6, 2), (6, 1)])
 def test_heads_share_keys(N, K):
     attention_agrees(heads(24, 24, N, K), True, None)

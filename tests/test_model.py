@@ -1,4 +1,6 @@
 """The model: published totals, transformers' logits, and the equalities that sampling, masks and formulas promise."""
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -216,6 +218,16 @@ def test_fused_attention_equals_the_written_out_one(heads, kv_heads):
             results.append((o, *torch.autograd.grad(o, (q, k, v), up)))
         for one, other in zip(*results):
             assert (one - other).abs().max() < 1e-12
+
+
+def test_a_mask_is_of_the_kind_that_its_scores_show():
+    sizes = [(rows, columns) for rows in range(1, 6) for columns in range(1, 6)]
+    for (rows, columns), offset, window in product(sizes, range(4), range(10)):
+        mask = Mask(window=window, offset=offset)
+        seen, square = mask.visible(rows, columns, "cpu"), torch.ones(rows, columns, dtype=torch.bool)
+        causal = rows == columns and torch.equal(seen, square.tril())
+        want = "unmasked" if torch.equal(seen, square) else "causal" if causal else "general"
+        assert mask.kind(rows, columns) == want, (rows, columns, mask)
 
 
 # ---- documents, sampling --------------------------------------------------------------------------------------------

@@ -1002,6 +1002,17 @@ MUTANTS = [
            "if self.level == 3 and self.users == 0:", "if self.level == 3 and self.users <= 1:",
            "tests/test_grids.py::test_a_grid_equals_one_process[4 ranks --micro-batch 6 --pp 2 --zero 3 --schedule "
            "dualpipev --layers 4 --tied]"),
+    Mutant("a window of all tokens but one taken for none", "operations.py",
+           "self.offset + rows > self.window", "self.offset + rows - 1 > self.window",
+           "tests/test_model.py::test_a_mask_is_of_the_kind_that_its_scores_show"),
+    Mutant("sums of earlier blocks of a vocabulary that are not rescaled", "kernels.py",
+           "sum_exp = sum_exp * tl.exp(largest - new_largest) + tl.sum(tl.exp(x - new_largest), 0)",
+           "sum_exp += tl.sum(tl.exp(x - new_largest), 0)",
+           "tests/test_kernels.py::test_any_vocabulary_and_any_logits[9000-1]"),
+    Mutant("documents that end at the last chunk searched", "flash.py",
+           "stop = tl.maximum(stop, tl.max(tl.where(meets, j + 1, 0)))",
+           "stop = tl.max(tl.where(meets, j + 1, 0))",
+           "tests/test_flash.py::test_documents_are_searched_in_chunks_of_1024_tokens"),
 ]
 
 

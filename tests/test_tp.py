@@ -17,7 +17,7 @@ from groups import build_groups
 from meter import Meter
 from param import Spec, draw, local_box, parameter, shard_slice
 from pool import slow
-from recompute import cheap, selective
+from recompute import Recompute, cheap, selective
 from tp import IGNORED, TensorParallel
 
 SHAPE = "--layers 2 --hidden 48 --heads 8 --kv-heads 4 --head-dim 6 --ffn 40 --seq 24 --global-batch 2 --dtype fp64"
@@ -140,12 +140,14 @@ def test_every_message_of_a_column_parallel_backward_hides_under_a_matmul(pool):
         assert seen[start:] == ["gather", "dX", "scatter", "gathered", "dW", "scattered"]
 
 
-def gathers_of_a_split_backward(keep_gathered: bool) -> list[int]:
-    """How many all-gathers a pair of layers issues for its input gradients, and then for its weight gradients."""
-    group = dist.group.WORLD
+def gathers_of_a_split_backward(keep_gathered: bool, mode: str) -> list[int]:
+    """How many all-gathers a pair of layers issues for its input gradients, and then for its weight gradients. mode: of
+    recomputation."""
+    group, recompute = dist.group.WORLD, Recompute(mode, 1, None)
     how = TensorParallel(group, sequence=True, keep_gathered=keep_gathered)
-    x = normal(4, 10).requires_grad_()
-    z = tp.row(tp.column(x, weight("a", (8, 10), 0, group), tp=how), weight("b", (10, 8), 1, group), how).sum()
+    x, a, b = normal(4, 10).requires_grad_(), weight("a", (8, 10), 0, group), weight("b", (10, 8), 1, group)
+    with recompute.scope():
+        z = recompute(lambda x: tp.row(tp.column(x, a, tp=how), b, how), x).sum()
     counts = []
     for half in (lambda: param.backward_input((0, 0), z, None), lambda: param.backward_weight((0, 0))):
         with Meter() as meter:
@@ -154,10 +156,12 @@ def gathers_of_a_split_backward(keep_gathered: bool) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("keep_gathered, with_weights", [(False, 2), (True, 1)])
-def test_a_split_backward_gathers_the_output_gradient_twice(pool, keep_gathered, with_weights):
-    for counts in pool.run(2, "test_tp:gathers_of_a_split_backward", keep_gathered=keep_gathered):
-        assert counts == [1, with_weights]  # dZ; then dZ once more, and X unless it is saved
+@pytest.mark.parametrize("keep_gathered, mode, want", [(False, "none", [1, 2]), (True, "none", [1, 1]),
+                                                       (False, "full", [2, 2])])
+def test_a_split_backward_gathers_the_output_gradient_twice(pool, keep_gathered, mode, want):
+    """For the inputs dZ, and X where it is recomputed; then dZ once more, and X unless --sp-keep has saved it."""
+    for counts in pool.run(2, "test_tp:gathers_of_a_split_backward", keep_gathered=keep_gathered, mode=mode):
+        assert counts == want
 
 
 def test_the_demo_runs_on_one_rank_too(capsys):
