@@ -38,7 +38,8 @@ def build(settings: config.Config, groups: Groups, device: torch.device, dtype: 
     optimizer = Optimizer(model.units(), groups, bucket_mb=grid.bucket_mb, level=grid.zero, rule=optim.optimizer,
                           betas=optim.betas, weight_decay=optim.weight_decay, clip=optim.clip,
                           moments_dtype=moments_dtype(settings, dtype), last_unit=model.head,
-                          reduce_dtype=torch.bfloat16 if settings.precision.reduce_dtype == "bf16" else None)
+                          reduce_dtype=torch.bfloat16 if settings.precision.reduce_dtype == "bf16" else None,
+                          offload=settings.precision.offloads("optimizer"))
     if filled:
         optimizer.load(draw(optim.seed))
     return model, optimizer
@@ -49,7 +50,8 @@ def build_model(settings: config.Config, groups: Groups, device: torch.device | 
     grid, precision, optim = settings.grid, settings.precision, settings.optim
     fp8_linear, fp8_experts = fp8_of(settings, groups, dtype)
     execution = Execution(dtype=dtype, device=device, attention=precision.attention, recompute=precision.recompute,
-                          cp_style=grid.cp_style, sequence=grid.sp, async_tp=grid.async_tp, keep_gathered=grid.sp_keep,
+                          offload=precision.offloads("activations"), cp_style=grid.cp_style, sequence=grid.sp,
+                          async_tp=grid.async_tp, keep_gathered=grid.sp_keep,
                           fp8_linear=fp8_linear, fp8_experts=fp8_experts, fp8_layers=settings.fp8_layers())
     balance = Balance(optim.aux_loss, optim.aux_over, optim.router_z_loss, optim.bias_rate)
     return Llama(settings.model, groups, execution, pipeline=build_pipeline(settings, groups.get("pp"), device),

@@ -32,6 +32,7 @@ def complete(config, world: int) -> None:
     check_optim(config.optim, config.model, config.precision)
     check_attention(config.precision, config.model)
     check_fp8(config.precision, config.model, config.grid)
+    check_offload(config)
     check_data(config.data, config.model)
     check_run(config.run)
     check_graph(config.run, config.model, world)
@@ -316,6 +317,20 @@ def check_fp8(precision, model, grid) -> None:
             widths["--shared-experts x --expert-ffn"] = model.shared_experts * model.expert_ffn // tp
     for name, n in widths.items():
         need(n % unit == 0, f"--fp8 {fp8}: {name} is {n} on a rank of --tp {tp}, and must be a multiple of {unit}")
+
+
+def check_offload(config) -> None:
+    precision = config.precision
+    need(not precision.offloads("activations") or precision.recompute == "full",
+         f"--offload {precision.offload} with --recompute {precision.recompute}: what is offloaded are the inputs of "
+         "blocks, add --recompute full")
+    need(not precision.offloads("optimizer") or config.optim.optimizer != "adamw-one-pass",
+         f"--offload {precision.offload} with --optimizer adamw-one-pass: the CPU updates what is offloaded, use adamw")
+    need(precision.offload == "none" or not config.run.graph,
+         f"--offload {precision.offload} with --graph: the host takes part in every step, use one of them")
+    need(precision.offload == "none" or not config.run.dry_run,
+         f"--offload {precision.offload} with --dry-run: one device stands for GPU and host, python plan.py memory has "
+         "the formula")
 
 
 def check_data(data, model) -> None:

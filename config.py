@@ -52,6 +52,7 @@ class Fp8Recipe(NamedTuple):
 
 
 FP8_RECIPES = {"tensorwise": Fp8Recipe("e5m2", blocks=False), "blockwise": Fp8Recipe("e4m3", blocks=True)}
+OFFLOADS = "none", "optimizer", "activations", "both"
 
 
 def padded_length(seq: int, cp: int, tp: int = 1) -> int:
@@ -146,9 +147,14 @@ class Precision:
                              ("auto", "triton", "sdpa", "math"))
     recompute: str = setting("none", "what backward recomputes; selective: norms, SwiGLU, scores; full: whole blocks",
                              ("none", "selective", "full"))
+    offload: str = setting("none", "what is in the host's memory: optimizer: master weights and moments, which the CPU "
+                                   "updates; activations: the inputs of blocks that --recompute full saves", OFFLOADS)
 
     def fp8_recipe(self) -> Fp8Recipe | None:
         return FP8_RECIPES.get(self.fp8)
+
+    def offloads(self, what: str) -> bool:
+        return self.offload in (what, "both")
 
 
 @dataclass

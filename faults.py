@@ -238,7 +238,7 @@ def check_replicas(optimizer: Optimizer, routers: list[Router], groups: Groups) 
     began = time.perf_counter()
     hashes: dict[str, dict[str, torch.Tensor]] = {}
     for tensor_name, tensor, axes in replicated_tensors(optimizer, routers):
-        tensor_hash = hash_of(tensor)
+        tensor_hash = hash_of(tensor).to(optimizer.steps.device)  # offloaded state is on the host
         for axis in axes:
             if size(groups[axis]) > 1:
                 hashes.setdefault(axis, {})[tensor_name] = tensor_hash

@@ -62,7 +62,8 @@ def activation_bytes(settings: Config, element: int, stages: Collection[Iterable
     element: bytes per element of an activation. stages: the layers of each pipeline stage on this rank; None: all
     layers, in one stage. in_flight: micro-batches whose activations the rank has at once. has_head: whether it has the
     last stage. This is what plain torch saves. Triton's kernels on GPUs save less: no statistics of norms, and dx and
-    dW of the head instead of logits. Left out: masks of documents and windows, and small tensors per sequence.
+    dW of the head instead of logits. Left out: masks of documents and windows, small tensors per sequence, and what is
+    offloaded.
     """
     model, grid, batch, precision = settings.model, settings.grid, settings.batch, settings.precision
     tp, sp, acc, recompute = grid.tp, grid.sp, acc_bytes(element), precision.recompute
@@ -87,6 +88,8 @@ def activation_bytes(settings: Config, element: int, stages: Collection[Iterable
     stages = stages or [range(model.layers)]
     kinds, saved = layer_kinds(settings), by_kind(settings, bytes_per_token)
     per_token = in_flight * max(sum(saved[kinds[layer]] for layer in layers) for layers in stages)
+    if precision.offloads("activations"):  # of the blocks' inputs, two are on the GPU
+        per_token -= max(0, in_flight * max(map(len, stages)) - 2) * model.hidden * element / tp
     if has_head:
         losses = in_flight // grid.chunks if grid.schedule == "afab" else 1  # of these logits are saved
         norm = model.hidden * element if recompute == "selective" else 2 * model.hidden * element + acc
@@ -145,7 +148,7 @@ def memory_bytes(settings: Config, element: int, moments: int, buckets: dict[str
                  * (level == 3) + moment.temporaries - moment.freed)
     memory = dict(weights=(sharded + moment.weights if level == 3 else unsharded) * element,
                   gradients=(sharded + moment.gradients if level >= 2 else unsharded) * acc,
-                  optimizer=sharded * (master + moments))
+                  optimizer=0 if settings.precision.offloads("optimizer") else sharded * (master + moments))
     if fp8_weights and grid.zero < 3:
         memory["FP8 weights"] = 2 * fp8_weights
     return memory | dict(activations=activations - round(moment.freed), temporaries=round(moment.temporaries))

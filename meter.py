@@ -60,6 +60,7 @@ class Storage:
     made_by: Any  # the operator that returned it first; None: it was there before
     shape: tuple[int, ...]  # of the tensor that the operator returned
     dtype: torch.dtype
+    device: str  # its type
     nbytes: int = 0  # when it was last looked at
 
 
@@ -97,7 +98,7 @@ class Meter(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if id(storage) in self.alive:
                 self.remove(id(storage))
-            self.add(storage, Storage(kind, None, tuple(tensor.shape), tensor.dtype))
+            self.add(storage, Storage(kind, None, tuple(tensor.shape), tensor.dtype, tensor.device.type))
 
     def label_size(self, kind: str, *nbytes: int) -> None:
         self.sizes |= dict.fromkeys(nbytes, kind)
@@ -161,7 +162,7 @@ class Meter(TorchDispatchMode):
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor) and id(storage := leaf.untyped_storage()) not in self.alive:
                 kind = self.sizes.get(storage.nbytes(), self.kind)
-                self.add(storage, Storage(kind, function, tuple(leaf.shape), leaf.dtype))
+                self.add(storage, Storage(kind, function, tuple(leaf.shape), leaf.dtype, leaf.device.type))
         return len(self.alive) > before
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):

@@ -200,14 +200,15 @@ class Execution:
     """How a model is executed. Apart from rounding, which is coarse in FP8, no setting here changes the result.
 
     dtype, device: of parameters. attention: "auto", "sdpa", "triton" or "math". recompute: "none", "selective" or
-    "full". cp_style: of config.CP_STYLES. sequence, async_tp, keep_gathered: see tp.TensorParallel. fp8_layers: the
-    blocks that multiply in FP8; fp8_linear, fp8_experts: their fp8.Fp8 for linear layers and for experts, or None.
-    Sampling never uses FP8.
+    "full". offload: what "full" saves is in the host's memory. cp_style: of config.CP_STYLES. sequence, async_tp,
+    keep_gathered: see tp.TensorParallel. fp8_layers: the blocks that multiply in FP8; fp8_linear, fp8_experts: their
+    fp8.Fp8 for linear layers and for experts, or None. Sampling never uses FP8.
     """
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
     attention: str = "auto"
     recompute: str = "none"
+    offload: bool = False
     cp_style: str = "allgather"
     sequence: bool = True
     async_tp: bool = False
@@ -237,7 +238,8 @@ class Llama(nn.Module):
             self.tp = self.tp._replace(sequence=options.sequence, async_tp=options.async_tp,
                                        keep_gathered=options.keep_gathered and options.recompute != "selective")
         checkpoints = self.pipeline.in_flight * max(len(layers) for layers in self.stages.values())
-        self.recompute = Recompute(options.recompute, checkpoints, None if self.tp.sequence else self.tp.group)
+        self.recompute = Recompute(options.recompute, checkpoints, None if self.tp.sequence else self.tp.group,
+                                   options.offload)
         norm_along = {"tp": "partial" if self.tp.sequence else "replicate"}  # partial: tp ranks see different tokens
         self.embedding = VocabParallelEmbedding(make, embedding_spec(model)) if 0 in self.stages else None
         self.blocks = nn.ModuleDict({

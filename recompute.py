@@ -59,18 +59,28 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
 from collectives import Group, all_gather, rank, run_demo, size
+from offload import Copied, HostCopies
 
 # ---- full -----------------------------------------------------------------------------------------------------------
 
 class CheckpointArena:
-    """Memory for `slots` checkpoints in one allocation, which every step uses again."""
+    """Memory for `slots` checkpoints in one allocation, which every step uses again.
 
-    def __init__(self, slots: int, x: torch.Tensor, group: Group = None):
+    With `copies` it is the host's; then restoring a checkpoint starts to fetch the one that was saved before it in the
+    same forward, whose block will be next.
+    """
+
+    def __init__(self, slots: int, x: torch.Tensor, group: Group = None, copies: HostCopies | None = None):
         """x: any tensor with the shape and dtype of a checkpoint, of which the ranks of the group save equal parts."""
         if x.numel() % size(group):
             raise ValueError(f"{size(group)} ranks cannot share a checkpoint of {x.numel()} elements in equal parts")
-        self.group, self.shape = group, x.shape
-        self.shards = x.new_empty(slots, x.numel() // size(group))
+        self.group, self.shape, self.copies = group, x.shape, copies
+        shape = slots, x.numel() // size(group)
+        self.shards = copies.zeros(shape, x.dtype) if copies else x.new_empty(shape)
+        self.on_device = list(x.new_empty(2 if copies else 0, shape[1]))  # one is used while the next one is fetched
+        self.fetched: dict[int, tuple[torch.Tensor, Copied]] = {}
+        self.saved_before: dict[int, int | None] = {}  # slot -> the slot saved before it in the same forward
+        self.last_saved: int | None = None
         self.whole = x.new_empty(x.numel() if size(group) > 1 else 0)
         self.free_slots = list(reversed(range(slots)))
 
@@ -80,15 +90,40 @@ class CheckpointArena:
         assert x.dtype == self.shards.dtype, f"a checkpoint in {x.dtype} in an arena for {self.shards.dtype}"
         assert self.free_slots, f"all {len(self.shards)} slots of the arena hold checkpoints that wait for a backward"
         slot = self.free_slots.pop()
-        self.shards[slot].copy_(x.reshape(size(self.group), -1)[rank(self.group)])
+        shard = x.reshape(size(self.group), -1)[rank(self.group)]
+        if self.copies:
+            self.fetched.pop(slot, None)  # by a backward that has failed
+            self.copies.start(self.shards[slot], shard)
+        else:
+            self.shards[slot].copy_(shard)
+        self.saved_before[slot], self.last_saved = self.last_saved, slot
         return slot
+
+    def fetch(self, slot: int) -> None:
+        """Start to copy a checkpoint from the host."""
+        if slot not in self.fetched:
+            target = self.on_device.pop(0)
+            self.on_device.append(target)  # they take turns
+            self.fetched[slot] = target, self.copies.start(target, self.shards[slot])
+
+    def shard(self, slot: int) -> torch.Tensor:
+        """This rank's shard of a checkpoint, on the device."""
+        if not self.copies:
+            return self.shards[slot]
+        self.fetch(slot)
+        shard, copied = self.fetched.pop(slot)
+        copied.wait()
+        if self.saved_before[slot] is not None:
+            self.fetch(self.saved_before[slot])
+        return shard
 
     def restore(self, slot: int) -> torch.Tensor:
         """The whole checkpoint, valid until the next one is saved or restored. Frees the slot."""
+        shard = self.shard(slot)
         self.free_slots.append(slot)
         if size(self.group) == 1:
-            return self.shards[slot].view(self.shape)
-        all_gather(self.whole, self.shards[slot], self.group)
+            return shard.view(self.shape)
+        all_gather(self.whole, shard, self.group)
         return self.whole.view(self.shape)
 
 
@@ -233,14 +268,17 @@ def is_cheap(x: torch.Tensor) -> bool:
 
 class Recompute:
     """--recompute. mode: "none", "selective" or "full". For "full": slots: the most block inputs saved at once; group:
-    ranks that hold the same inputs. The first call raises ValueError if they cannot share one equally."""
+    ranks that hold the same inputs; offload: save them in the host's memory (offload.py). The first call raises
+    ValueError if they cannot share one equally."""
 
-    def __init__(self, mode: str, slots: int = 1, group: Group = None):
-        self.mode, self.slots, self.group = mode, slots, group
+    def __init__(self, mode: str, slots: int = 1, group: Group = None, offload: bool = False):
+        self.mode, self.slots, self.group, self.offload = mode, slots, group, offload
         self.arena: CheckpointArena | None = None
 
     def scope(self) -> AbstractContextManager[None]:
         """Wrap every forward pass in this."""
+        if self.arena:
+            self.arena.last_saved = None
         return selective(self.mode == "selective")
 
     def __call__(self, block: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -248,7 +286,8 @@ class Recompute:
         if self.mode != "full" or not x.requires_grad:
             return block(x)
         if self.arena is None or self.arena.shape != x.shape:
-            self.arena = CheckpointArena(self.slots, x.detach(), self.group)
+            copies = HostCopies(x.device) if self.offload else None
+            self.arena = CheckpointArena(self.slots, x.detach(), self.group, copies)
         return Checkpoint.apply(block, self.arena, x)
 
 

@@ -80,6 +80,7 @@ from collectives import (
     size,
 )
 from dp import Bucket, DataParallel, Units
+from offload import AlreadyCopied, HostCopies
 from operations import uses_kernels
 from param import Box, Source, Spec, box_shape, boxes, draw, is_first_replica, parameter, shard_slice
 
@@ -95,7 +96,7 @@ class ShardedBucket(Bucket):
 
     def __init__(self, params: list[nn.Parameter], stages_of: dict[nn.Parameter, list[int]], groups: Groups, *,
                  level: int, rule_state: tuple[str, ...], moments_dtype: torch.dtype | None,
-                 reduce_dtype: torch.dtype | None, reducing: dict[Group, Bucket]):
+                 reduce_dtype: torch.dtype | None, reducing: dict[Group, Bucket], offload: bool):
         super().__init__(params, stages_of, groups)
         self.level = level if size(self.group) > 1 else 0
         shards, index = (size(self.group), rank(self.group)) if self.level else (1, 0)
@@ -115,9 +116,15 @@ class ShardedBucket(Bucket):
             self.weights.untyped_storage().resize_(0)
         self.unsharding = Pending(None)
         self.users = 0  # calls of `unshard` less calls of `reshard`
-        self.master = self.weight_shard if dtype == self.acc_dtype else self.zeros(length, self.acc_dtype)
-        moments = {name: self.zeros(length, moments_dtype or self.acc_dtype) for name in rule_state}
+        self.copies = HostCopies(self.device) if offload else None
+        zeros = self.copies.zeros if offload else self.zeros
+        is_own_master = dtype == self.acc_dtype and not offload
+        self.master = self.weight_shard if is_own_master else zeros(length, self.acc_dtype)
+        moments = {name: zeros(length, moments_dtype or self.acc_dtype) for name in rule_state}
         self.state = {"master": self.master} | moments
+        if offload:
+            self.host_grad, self.host_weights = zeros(length, self.acc_dtype), zeros(length, dtype)
+            self.weights_copied = AlreadyCopied()
 
         self.grads_per_micro_batch = sum(len(stages_of[param]) for param in params)
         self.grad_shard = self.received = None  # received: the result of a reduction under way at levels 2 and 3
@@ -214,6 +221,18 @@ class ShardedBucket(Bucket):
             for axis in spec.partial_axes:
                 all_reduce(self.within_shard(self.grad_shard, start, stop), self.groups[axis])
 
+    def start_offload(self) -> None:
+        """If the optimizer's state is on the host: start to copy the gradient there."""
+        if self.copies:
+            self.grad_copied = self.copies.start(self.host_grad, self.grad_shard)
+
+    def grad_of_update(self) -> torch.Tensor:
+        """The gradient of this rank's shard, where the optimizer's state is."""
+        if not self.copies:
+            return self.grad_shard
+        self.grad_copied.synchronize()
+        return self.host_grad
+
     # Weights. Levels 1 and 2 all-gather them after the update; at level 3 they are whole from unshard to reshard.
 
     def update_weights(self, copied: bool = False) -> None:
@@ -221,7 +240,12 @@ class ShardedBucket(Bucket):
         start to all-gather it."""
         for param in self.params:
             param.generation += 1
-        if self.master is not self.weight_shard and not copied:
+        if self.copies:
+            self.weights_copied.synchronize()
+            self.host_weights.copy_(self.master)
+            self.weights_copied = self.copies.start(self.weight_shard, self.host_weights)
+            self.weights_copied.wait()
+        elif self.master is not self.weight_shard and not copied:
             self.weight_shard.copy_(self.master)
         if self.level == 3:  # a forward whose backward never ran has left old weights unsharded
             self.users = 0
@@ -299,7 +323,7 @@ class ShardedBucket(Bucket):
         """Fill state[what] from a source. "master" also updates the weights, with a collective at levels 1 and 2."""
         self.unsharding.wait()  # or an all-gather of old weights would overwrite these
         for param, box, place in self.pieces():
-            self.state[what][place] = source(param.spec, box).flatten().to(self.device, self.acc_dtype)
+            self.state[what][place] = source(param.spec, box).flatten().to(self.state[what].device, self.acc_dtype)
         if what == "master":
             self.update_weights()
 
@@ -356,16 +380,17 @@ class Optimizer(DataParallel):
     clip: largest norm of the whole gradient, 0 for none. weight_decay: applied where Spec.decay is true.
     moments_dtype: of what the rule remembers; None: the accumulation dtype. reduce_dtype: in which gradients are sent
     and summed over ranks; None: the accumulation dtype, in which micro-batches are always summed. last_unit: its
-    backward follows its forward at once (the head), so its weights stay unsharded in between.
+    backward follows its forward at once (the head), so its weights stay unsharded in between. offload: what the rule
+    remembers and the master weights are on the host, whose CPU updates them (offload.py).
     """
 
     def __init__(self, units: Units, groups: Groups, *, bucket_mb: float = 25.0, level: int = 0, rule: str = "adamw",
                  betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1,
                  clip: float = 1.0, moments_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None,
-                 last_unit: nn.Module | None = None):
+                 last_unit: nn.Module | None = None, offload: bool = False):
         self.rule = UPDATE_RULES[rule]
         make_bucket = partial(ShardedBucket, level=level, rule_state=self.rule.state, moments_dtype=moments_dtype,
-                              reduce_dtype=reduce_dtype, reducing={})
+                              reduce_dtype=reduce_dtype, reducing={}, offload=offload)
         super().__init__(units, groups, 0 if level == 3 else bucket_mb, make_bucket)
         self.world, self.last_unit = groups["world"], last_unit
         self.clip, self.weight_decay, self.rule_settings = clip, weight_decay, dict(betas=betas, eps=eps)
@@ -406,22 +431,28 @@ class Optimizer(DataParallel):
                 bucket.grad_is_zero = bucket.level == 0
             else:
                 bucket.grad_shard.mul_(clip_factor * unscale)
-                self.update(bucket, lr, found_inf)
+                bucket.start_offload()
+        scalars = [x.to(self.buckets[0].master.device) for x in (self.steps, found_inf)]
+        for bucket in self.buckets:
+            if not one_pass:
+                self.update(bucket, lr, *scalars)
             bucket.update_weights(copied=bool(one_pass))
         self.steps += 1 - found_inf
         if self.loss_scale:
             self.loss_scale.update(found_inf)
         return norm
 
-    def update(self, bucket: ShardedBucket, lr: float, found_inf: torch.Tensor) -> None:
-        """Apply the rule to this rank's shard, in the accumulation dtype: to what decays, then to what does not."""
+    def update(self, bucket: ShardedBucket, lr: float, steps: torch.Tensor, found_inf: torch.Tensor) -> None:
+        """Apply the rule to this rank's shard, in the accumulation dtype: to what decays, then to what does not. All
+        tensors are where the optimizer's state is."""
+        grad = bucket.grad_of_update()
         moments = {name: bucket.state[name].to(bucket.acc_dtype) for name in self.rule.state}  # a copy only if bf16
         for decays in (True, False):
             spans = [(start, stop) for start, stop, spec in bucket.spans if spec.decay == decays]
             lists = [[bucket.within_shard(flat, start, stop) for start, stop in spans]
-                     for flat in (bucket.master, bucket.grad_shard, *moments.values())]
+                     for flat in (bucket.master, grad, *moments.values())]
             if spans:
-                self.rule.apply(*lists, steps=self.steps, lr=lr, found_inf=found_inf, **self.rule_settings,
+                self.rule.apply(*lists, steps=steps, lr=lr, found_inf=found_inf, **self.rule_settings,
                                 weight_decay=self.weight_decay if decays else 0.0)
         for name, moment in moments.items():
             if moment is not bucket.state[name]:

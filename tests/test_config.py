@@ -31,6 +31,14 @@ WRONG = [  # ranks, command line, what the line must say
     (2, "--sp-keep", "--sp-keep at --tp 1: there is no sequence parallelism, use --tp 2 or more"),
     (2, "--async-tp", "--async-tp at --tp 1: there is no sequence parallelism"),
     (2, "--tp 2 --no-sp --async-tp", "--async-tp at --tp 2 --no-sp"),
+    (1, "--offload both", "--offload both with --recompute none: what is offloaded are the inputs of blocks, add "
+                          "--recompute full"),
+    (1, "--offload optimizer --optimizer adamw-one-pass", "--offload optimizer with --optimizer adamw-one-pass: the "
+                                                          "CPU updates what is offloaded, use adamw"),
+    (1, "--offload optimizer --dry-run --gpus 8 --dp 8", "--offload optimizer with --dry-run: one device stands for "
+                                                         "GPU and host, python plan.py memory has the formula"),
+    (1, "--offload optimizer --graph", "--offload optimizer with --graph: the host takes part in every step, use one "
+                                       "of them"),
     (1, "--recompute some", "--recompute: invalid choice: 'some'"),
     (8, "--pp 3", "--pp 3 does not divide 8 ranks: use one of 1, 2, 4, 8"),
     (8, "--pp 8", "--pp 8 with --chunks 1 splits 4 layers into 8 stages: use less, or --layers 8"),

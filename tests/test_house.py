@@ -9,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
-SHARED = {"collectives", "param", "operations", "recompute", "kernels", "flash", "fp8_kernels", "adamw", "config",
-          "profiling"}
+SHARED = {"collectives", "param", "operations", "recompute", "offload", "kernels", "flash", "fp8_kernels", "adamw",
+          "config", "profiling"}
 TECHNIQUES = {"dp": set(), "zero": {"dp"}, "tp": set(), "cp": set(), "pp": {"schedules"}, "ep": set(), "fp8": set()}
 
 

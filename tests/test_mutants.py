@@ -168,8 +168,8 @@ MUTANTS = [
            "self.padded = self.numel",
            "tests/test_grids.py::test_a_grid_equals_one_process[3 ranks --micro-batch 4 --zero 1 --bucket-mb 0.05]"),
     Mutant("a last rank whose shard is never updated", "zero.py",
-           "for flat in (bucket.master, bucket.grad_shard, *moments.values())]",
-           "for flat in (bucket.master, bucket.grad_shard * (size(bucket.group) == 1 or rank(bucket.group) < "
+           "for flat in (bucket.master, grad, *moments.values())]",
+           "for flat in (bucket.master, grad * (size(bucket.group) == 1 or rank(bucket.group) < "
            "size(bucket.group) - 1), *moments.values())]",
            "tests/test_grids.py::test_a_grid_equals_one_process[2 ranks --micro-batch 6 --zero 1]"),
     Mutant("only the last micro-batch's gradient kept", "zero.py",
@@ -237,8 +237,8 @@ MUTANTS = [
            "found_inf, 2.0, 0.5, self.interval)", "found_inf, 1.0, 0.5, self.interval)",
            "tests/test_zero.py::test_the_loss_scale_follows_the_rule_of_torch"),
     Mutant("a checkpoint of another rank's shard", "recompute.py",
-           "self.shards[slot].copy_(x.reshape(size(self.group), -1)[rank(self.group)])",
-           "self.shards[slot].copy_(x.reshape(size(self.group), -1)[0])",
+           "shard = x.reshape(size(self.group), -1)[rank(self.group)]",
+           "shard = x.reshape(size(self.group), -1)[0]",
            "tests/test_recompute.py::test_checkpoints_are_shared_and_gathered_once_a_layer[2]"),
     Mutant("norms whose partial gradients are not summed under sequence parallelism", "model.py",
            '"partial" if self.tp.sequence else "replicate"',
@@ -552,7 +552,7 @@ MUTANTS = [
            "if weights in self.cache and self.cache[weights][0] == state:", "if weights in self.cache:",
            "tests/test_fp8.py::test_whatever_changes_weights_makes_fp8_weights_anew"),
     Mutant("an update that nobody hears of", "zero.py",
-           "param.generation += 1\n        if self.master", "param.generation += 0\n        if self.master",
+           "param.generation += 1\n        if self.copies", "param.generation += 0\n        if self.copies",
            "tests/test_fp8.py::test_loaded_and_updated_weights_are_new_ones"),
     Mutant("a scale of the own shard alone", "fp8.py",
            "        for group in groups:\n"

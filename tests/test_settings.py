@@ -64,6 +64,7 @@ COMMUNICATED = {
     "sp": ("--tp 2", "--no-sp"), "sp_keep": ("--tp 2", "--sp-keep"), "async_tp": ("--tp 2", "--async-tp"),
     "bucket_mb": ("", "--bucket-mb 0")}
 ELSEWHERE = {
+    "offload": "test_offload.py::test_what_is_offloaded_is_on_the_host",
     "preset": "test_config.py::test_a_preset_fills_the_model_and_any_field_overrides_it",
     "dp": "test_config.py::test_choices_left_open_are_made",
     "reduce_dtype":

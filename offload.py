@@ -1,0 +1,119 @@
+"""Offload: what a GPU does not need now waits in the host's memory. --offload optimizer, activations or both.
+
+Saves: optimizer: the master weights and the moments, 12 of the 18 bytes per parameter in bf16. activations: the inputs
+       of blocks, which are all that full recomputation saves, but for two.
+Costs: optimizer: per step and parameter 4 bytes to the host, 2 back, and an update by the CPU, which moves 34 bytes of
+       the host's memory. activations: 2 H bytes per token and block to the host, and back.
+Stops helping when: the update on the CPU takes longer than more GPUs would cost; or a block's forward and backward are
+       shorter than the copies of its input, 2 H bytes per token, under which they hide.
+
+Copies have a stream of their own, so they run beside kernels:
+
+    optimizer     GPU      ... backward │ norm, clip │                                │ next forward
+                  copies                │         g0 ↓  g1 ↓  g2 ↓      w0 ↑     w1 ↑ │ w2 ↑
+                  CPU                   │               AdamW 0  AdamW 1  AdamW 2     │
+
+    activations   GPU      forward 1  forward 2  forward 3       backward 3  backward 2  backward 1
+                  copies              x2 ↓       x3 ↓       x3 ↑ x2 ↑        x1 ↑
+
+A copy to the host begins when the kernels before it are done. The input of a block returns while the backward of the
+block after it runs, one block ahead: so two are on the GPU at once. Gradients leave bucket by bucket, while the CPU
+updates the bucket before.
+
+The host's memory is pinned, because only from there the copy engine reads while the CPU goes on. Of memory that the
+allocator may give to others, it is told that the stream uses it.
+
+Ren et al. 2021 (ZeRO-Offload: the optimizer on the CPU); Rajbhandari et al. 2020 (ZeRO, section 6: P_a+cpu, the inputs
+of blocks).
+"""
+from collections.abc import Sequence
+from functools import cache
+from typing import Protocol
+
+import torch
+
+
+class Copied(Protocol):
+    """A copy that was started. On GPUs a torch.cuda.Event."""
+
+    def wait(self) -> None:
+        """Let kernels that are launched from now on wait for it."""
+
+    def synchronize(self) -> None:
+        """Let the host wait for it."""
+
+
+class AlreadyCopied:
+    """A copy on a CPU, which was made at once."""
+
+    def wait(self) -> None:
+        pass
+
+    synchronize = wait
+
+
+@cache
+def stream_of(device: torch.device) -> torch.cuda.Stream:
+    """The one that all copies share."""
+    return torch.cuda.Stream(device)
+
+
+class HostCopies:
+    """Copies between a device and the memory of the host. On a CPU both are the same memory."""
+
+    def __init__(self, device: torch.device):
+        self.stream = stream_of(device) if device.type == "cuda" else None
+
+    def zeros(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory of the host, filled with zeros."""
+        return torch.zeros(shape, dtype=dtype, pin_memory=self.stream is not None)
+
+    def start(self, target: torch.Tensor, source: torch.Tensor) -> Copied:
+        """Start to copy to or from the host, after the kernels that have been launched so far."""
+        if self.stream is None:
+            target.copy_(source)
+            return AlreadyCopied()
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+            for x in (target, source):
+                if x.is_cuda:
+                    x.record_stream(self.stream)
+            return self.stream.record_event()
+
+
+# ---- demo: python offload.py ----------------------------------------------------------------------------------------
+
+def largest_model(offload: str, room: float) -> tuple[int, dict[str, int]]:
+    """(layers of 8B's shape, GPU memory by kind) of the largest model that trains in `room` bytes, by formula."""
+    import config
+    import estimate
+    import machines
+    import stagetime
+
+    flags = f"--preset llama-3.1-8b --seq 4096 --global-batch 1 --dtype bf16 --recompute full --offload {offload}"
+    layers, kinds = 0, {}
+    while True:
+        settings = config.parse(f"{flags} --layers {layers + 1}".split())
+        found = estimate.memory(stagetime.Run(settings, machines.MACHINES["h200"]))
+        if sum(found.values()) > room:
+            return layers, kinds
+        layers, kinds = layers + 1, found
+
+
+def demo() -> None:
+    from config import OFFLOADS
+    from machines import MACHINES
+    from stagetime import CONSTANTS
+
+    room = MACHINES["h200"].memory_bytes * CONSTANTS.usable - CONSTANTS.reserved
+    print("The largest model of 8B's layers (8B has 32) that trains on one H200 on a sequence of 4096 tokens with\n"
+          f"--recompute full, in {room / 1e9:.0f} GB, by the formulas of plan.py; GB on the GPU:\n")
+    for offload in OFFLOADS:
+        layers, kinds = largest_model(offload, room)
+        print(f"    --offload {offload:12s}{layers:4d} layers: " +
+              ", ".join(f"{kind} {nbytes / 1e9:.1f}" for kind, nbytes in kinds.items() if nbytes))
+
+
+if __name__ == "__main__":
+    demo()

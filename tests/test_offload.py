@@ -1,0 +1,173 @@
+"""Offloading changes no bit; copies are in order, one block ahead; on a fake GPU, bytes are where they belong."""
+from collections import Counter
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+import assemble
+import config
+import grids
+import offload
+import recompute
+import train
+import zero
+from data import MicroBatch
+from meter import Meter
+
+MODEL = ("--layers 4 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 61 --seq 16 --global-batch 4 --micro-batch 2 "
+         "--warmup 0 --data " + __file__)
+
+
+def build(flags: str, device: str = "cpu") -> tuple:
+    settings = config.parse(f"{MODEL} {flags}".split())
+    dtype = assemble.DTYPES[settings.precision.dtype]
+    return assemble.build(settings, grids.ALONE, torch.device(device), dtype)
+
+
+def micro_batches(device: str = "cpu") -> list[MicroBatch]:
+    tokens = torch.arange(2 * 2 * 16, device=device).view(2, 2, 16) % 61
+    return [MicroBatch(one, one.roll(-1, 1), None, None) for one in tokens]
+
+
+def train_steps(flags: str, steps: int = 3) -> list[torch.Tensor]:
+    """Losses, weights and the optimizer's state."""
+    model, optimizer = build(flags)
+    losses = []
+    for _ in range(steps):
+        losses.append(train.forward_backward(model, optimizer, micro_batches(), grids.ALONE))
+        optimizer.step(0.01)
+    return [*losses, *(flat for bucket in optimizer.buckets for flat in (bucket.weights, *bucket.state.values()))]
+
+
+@pytest.mark.parametrize("dtype", ["bf16 --moments bf16", "fp32"])
+def test_offloading_changes_no_bit(dtype):
+    flags = f"--recompute full --dtype {dtype}"
+    assert all(map(torch.equal, train_steps(flags), train_steps(f"{flags} --offload both")))
+
+
+# ---- order ----------------------------------------------------------------------------------------------------------
+
+class Recorded:
+    """A copy on a GPU, which is not done until somebody waits for it."""
+
+    def __init__(self, events: list[str], what: str):
+        self.events, self.what = events, what
+
+    def wait(self) -> None:
+        self.events.append(f"kernels wait for {self.what}")
+
+    def synchronize(self) -> None:
+        self.events.append(f"host waits for {self.what}")
+
+
+class RecordingCopies(offload.HostCopies):
+    """Names a copy by the sum of what is copied."""
+    events: list[str] = []
+
+    def __init__(self, device: torch.device):
+        self.stream, self.on_host = None, []
+
+    def zeros(self, shape, dtype) -> torch.Tensor:
+        self.on_host.append(torch.zeros(shape, dtype=dtype))
+        return self.on_host[-1]
+
+    def start(self, target: torch.Tensor, source: torch.Tensor) -> Recorded:
+        target.copy_(source)
+        to_host = any(x.untyped_storage().data_ptr() == target.untyped_storage().data_ptr() for x in self.on_host)
+        self.events.append(f"{'save' if to_host else 'fetch'} {source.sum().item():g}")
+        return Recorded(self.events, f"{source.sum().item():g}")
+
+
+@pytest.fixture
+def events(monkeypatch) -> list[str]:
+    monkeypatch.setattr(RecordingCopies, "events", [])
+    for module in (recompute, zero):
+        monkeypatch.setattr(module, "HostCopies", RecordingCopies)
+    return RecordingCopies.events
+
+
+def test_checkpoints_return_one_block_ahead(events):
+    """The input of the block before is fetched before a block runs again, and waited for only when its turn comes."""
+    recomputing, x = recompute.Recompute("full", slots=3, offload=True), torch.ones(1, requires_grad=True)
+    y = x
+    with recomputing.scope():
+        for factor in (2, 3, 5):
+            y = recomputing(lambda x, factor=factor: (events.append(f"times {factor}"), x * factor)[1], y)
+    y.backward()
+    assert x.grad == 30 and events == [
+        "save 1", "times 2", "save 2", "times 3", "save 6", "times 5",
+        "fetch 6", "kernels wait for 6", "fetch 2", "times 5",
+        "kernels wait for 2", "fetch 1", "times 3", "kernels wait for 1", "times 2"]
+
+
+def test_two_micro_batches_fetch_their_own_checkpoints(events):
+    """As in a pipeline, where forwards of other micro-batches run before a backward."""
+    recomputing = recompute.Recompute("full", slots=4, offload=True)
+    inputs, outputs = [torch.full((1,), float(value), requires_grad=True) for value in (1, 10)], []
+    for x in inputs:
+        with recomputing.scope():
+            outputs.append(recomputing(lambda x: x * x, recomputing(lambda x: x * 2, x)))
+    for y in outputs:
+        y.backward()
+    assert [x.grad.item() for x in inputs] == [8, 80]
+    assert events[4:] == ["fetch 2", "kernels wait for 2", "fetch 1", "kernels wait for 1",
+                          "fetch 20", "kernels wait for 20", "fetch 10", "kernels wait for 10"]
+
+
+def test_gradients_leave_while_the_cpu_updates(events):
+    """All are on their way before the first update, and each update waits for its own only."""
+    _, optimizer = build("--dtype fp32 --bucket-mb 0 --offload optimizer --optimizer sgd --clip 0 --weight-decay 0")
+    optimizer.begin_step({0: 1})
+    for number, bucket in enumerate(optimizer.buckets):
+        bucket.master.zero_()
+        bucket.update_weights()
+        bucket.grad[0] = number + 1.0
+    events.clear()
+    optimizer.step(1.0)
+    count = len(optimizer.buckets)
+    assert count > 4 and events[:count] == [f"save {number + 1}" for number in range(count)]
+    assert events[count:] == [event for number in range(1, count + 1) for event in (
+        f"host waits for {number}", "host waits for 0", f"fetch {-number}", f"kernels wait for {-number}")]
+
+
+# ---- live bytes by device -------------------------------------------------------------------------------------------
+
+class CopiesOfFakeTensors(offload.HostCopies):
+    def __init__(self, device: torch.device):
+        self.stream = None
+
+
+def bytes_by_device(flags: str) -> tuple[Counter, dict[str, int], int]:
+    """(live bytes of a step's peak by device, where "meta" stands in for a GPU; the formula's by kind; parameters)."""
+    settings = config.parse(f"{MODEL} --attention math {flags}".split())
+    with FakeTensorMode(), Meter() as meter:
+        model, optimizer = assemble.build(settings, grids.ALONE, torch.device("meta"), torch.bfloat16, filled=False)
+        train.forward_backward(model, optimizer, micro_batches("meta"), grids.ALONE)
+        optimizer.step(0.01)
+    found = Counter()
+    for storage, nbytes in meter.alive_at_peak():
+        found[storage.device] += nbytes
+    return found, assemble.memory_of_rank(settings, {}, fused=False), sum(p.numel() for p in model.parameters())
+
+
+def test_what_is_offloaded_is_on_the_host(monkeypatch):
+    """12 bytes per parameter, and all inputs of blocks but two, leave the GPU, as the formula says."""
+    for module in (recompute, zero):
+        monkeypatch.setattr(module, "HostCopies", CopiesOfFakeTensors)
+    flags, inputs = "--dtype bf16 --recompute full --offload ", 4 * 2 * 16 * 32 * 2
+    (none, formula, count), (optimizer, without_state, _), (activations, without_inputs, _) = (
+        bytes_by_device(flags + what) for what in ("none", "optimizer", "activations"))
+    assert none["meta"] - optimizer["meta"] == formula["optimizer"] == 12 * count and without_state["optimizer"] == 0
+    assert optimizer["cpu"] - none["cpu"] == (12 + 4 + 2) * count  # and the copies of gradients and weights
+    assert none["meta"] - activations["meta"] == inputs // 2
+    assert formula["activations"] - without_inputs["activations"] == inputs // 2
+    assert activations["cpu"] - none["cpu"] == inputs
+
+
+def test_an_8b_model_trains_on_one_h200_only_with_its_optimizer_on_the_host():
+    flags = "--preset llama-3.1-8b --seq 4096 --global-batch 1 --dtype bf16 --recompute full --offload"
+    needed = [sum(assemble.memory_of_rank(config.parse(f"{flags} {what}".split()), {}, fused=True).values())
+              for what in ("none", "optimizer", "both")]
+    h200 = 141e9
+    assert needed[0] > 18 * 8.03e9 > h200 > needed[1] > needed[2] > 6 * 8.03e9
