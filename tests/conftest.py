@@ -19,7 +19,6 @@ if not torch.cuda.is_available():
 
 from pool import Pool  # noqa: E402
 
-SLOWEST = ["test_bench", "test_flash", "test_checkpoint", "test_train", "test_grids"]
 
 
 @pytest.fixture(autouse=True)
@@ -33,12 +32,17 @@ def pytest_addoption(parser):
     parser.addoption("--first-grid", type=int, default=0, help="with -m random: the seed of the first of them")
 
 
+def pytest_xdist_auto_num_workers(config):
+    """Two processes share the tests of a whole tier, half each, then what the other has left. Tests that are chosen by
+    name, and those that measure time, run in this process."""
+    chosen = config.args_source is pytest.Config.ArgsSource.ARGS or config.option.keyword
+    return 0 if chosen or config.option.markexpr == "timing" else 2
+
+
 def pytest_collection_modifyitems(items):
-    """Files whose tests need no worlds of processes first, then those that need some, then the slowest: what is broken
-    shows soon, and worlds that are known (tests marked `ahead`) are run by the pool meanwhile."""
+    """Files whose tests need no worlds of processes first: much of what is broken shows soon."""
     needs_pool = {item.path for item in items if "pool" in getattr(item, "fixturenames", ())}
-    items.sort(key=lambda item: (SLOWEST.index(item.path.stem) if item.path.stem in SLOWEST else -1,
-                                 item.path in needs_pool))
+    items.sort(key=lambda item: item.path in needs_pool)
 
 
 def pytest_collection_finish():
@@ -47,18 +51,9 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def ahead(request):
-    if any(item.get_closest_marker("ahead") for item in request.session.items):
-        request.getfixturevalue("pool")
-
-
 @pytest.fixture(scope="session")
-def pool(request):
+def pool():
     pool = Pool()
-    for item in request.session.items:
-        for mark in item.iter_markers("ahead"):
-            pool.ahead(*mark.args, **mark.kwargs)
     yield pool
     pool.close()
 

@@ -23,7 +23,7 @@ FEATURES = {
     "qk": {"plain": "", "norm": "--qk-norm"},
     "biases": {"none": "", "qkv": "--qkv-bias"},
     "optimizer": {"adamw": "", "sgd": "--optimizer sgd"},
-    "batch": {"constant": "", "ramp": "--batch-ramp 16@0,32@1"},
+    "batch": {"constant": "", "ramp": "--batch-ramp 8@0,16@1"},
     "dtype": {"fp64": "--dtype fp64", "bf16": "--dtype bf16", "fp16": "--dtype fp16"},
     "fp8": {"none": "", "tensorwise": "--fp8 tensorwise", "blockwise": "--fp8 blockwise"},
     "moments": {"auto": "", "bf16": "--moments bf16"},
@@ -75,13 +75,16 @@ def ranks_of(choice: Choice) -> int:
 
 
 def grid_of(choice: Choice) -> tuple[int, str]:
-    """(ranks, flags). Two accumulations without a pipeline, four with one, of which dualpipev needs all."""
+    """(ranks, flags). Two accumulations without a pipeline, four with one, half of them while a batch ramp begins; but
+    dualpipev needs four."""
     size, wide = sizes(choice), choice["fp8"] != "none"
     accumulated = 4 if size["pp"] > 1 else 2
     flags = [f"--global-batch {SEQUENCES} --micro-batch {SEQUENCES // size['dp'] // accumulated}"]
     if wide:
         flags.append(WIDE.format(64 if choice["kv"] == "heads" else 128))
     flags += [FEATURES[name][value] for name, value in choice.items()]
+    if choice["schedule"] == "dualpipev":
+        flags = [words.replace("8@0,16@1", "16@0,32@1") for words in flags]
     if choice["experts"] != "none":
         kind = DEEPSEEK if choice["experts"] == "edp 1" else MIXTRAL
         flags.append(kind.format(128 if wide else 12) + f" --ep {size['ep']}")

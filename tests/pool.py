@@ -3,10 +3,6 @@
 Starting processes costs seconds, so it is done once (a fork server that has torch loaded makes eight in one second); a
 world costs a tenth of a second, so every job gets its own: `run(4, "grids:train", ...)` initialises a default process
 group over ranks 0..3, exactly as torchrun would, calls `train` of tests/grids.py on each, and returns their results.
-
-A job takes as many workers as it has ranks, so two of four ranks run at once. Jobs that are known when the session
-begins (tests marked `ahead`) run in the background, while the session's own process is busy with tests that need no
-other: `run` then finds their results.
 """
 import contextlib
 import datetime
@@ -17,10 +13,8 @@ import os
 import pickle
 import signal
 import tempfile
-import threading
 import time
 import traceback
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
@@ -28,7 +22,6 @@ import torch.distributed as dist
 from program import forks
 
 RANKS = 8
-AT_ONCE = 2  # jobs in the background
 
 
 def slow(*cases) -> list:
@@ -67,8 +60,6 @@ class Pool:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.context = forks()
         self.workers = [self.start(number) for number in range(ranks)]
-        self.free, self.turn, self.released = list(range(ranks)), threading.Lock(), threading.Condition()
-        self.background, self.known = ThreadPoolExecutor(AT_ONCE), dict[tuple, Future]()
 
     def start(self, number: int) -> tuple:
         here, there = self.context.Pipe()
@@ -80,65 +71,37 @@ class Pool:
     def stacks_of(self, number: int) -> str:
         return os.path.join(self.folder.name, f"stacks{number}")
 
-    def ahead(self, world: int, function: str, **arguments) -> None:
-        """Run this in the background: `run`, called with the same, will return its results."""
-        self.known[self.key(world, function, arguments)] = self.background.submit(
-            self.run_now, world, function, 300, arguments)
-
-    def key(self, world: int, function: str, arguments: dict) -> tuple:
-        return world, function, repr(sorted(arguments.items()))
-
     def run(self, world: int, function: str, timeout: float = 300, **arguments) -> list:
         """The results of `function` ("module:name", called with `arguments`) on every rank of a world of its own.
 
         Raises RuntimeError with the traceback of every rank that failed, or with where each stood when time ran out.
         """
-        if known := self.known.pop(self.key(world, function, arguments), None):
-            return known.result()
-        return self.run_now(world, function, timeout, arguments)
-
-    def run_now(self, world: int, function: str, timeout: float, arguments: dict) -> list:
-        with self.turn, self.released:  # whoever has the turn gets the next workers that are released
-            self.released.wait_for(lambda: len(self.free) >= world)
-            mine, self.free = self.free[:world], self.free[world:]
-            self.jobs += 1
-            job = self.jobs
-        try:
-            results = self.results_of(mine, (job, world, function, arguments, timeout))
-        finally:
-            with self.released:
-                self.free = sorted(self.free + mine)
-                self.released.notify_all()
+        self.jobs += 1
+        connections = [connection for _, connection in self.workers[:world]]
+        for rank, connection in enumerate(connections):
+            connection.send((self.jobs, rank, world, function, arguments, timeout))
+        deadline, results = time.monotonic() + timeout, []
+        for connection in connections:
+            if not connection.poll(max(0, deadline - time.monotonic())):
+                raise RuntimeError(f"{function} on {world} ranks took more than {timeout} s.\n{self.replace(world)}")
+            results.append(pickle.loads(connection.recv_bytes()))
         failed = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(results) if not ok]
         if failed:
             raise RuntimeError(f"{function} on {world} ranks:\n" + "\n".join(failed))
         return [result for _, result in results]
 
-    def results_of(self, mine: list[int], job: tuple) -> list:
-        number, world, function, arguments, timeout = job
-        connections = [self.workers[worker][1] for worker in mine]
-        for rank, connection in enumerate(connections):
-            connection.send((number, rank, world, function, arguments, timeout))
-        deadline, results = time.monotonic() + timeout, []
-        for connection in connections:
-            if not connection.poll(max(0, deadline - time.monotonic())):
-                stacks = self.where_they_stand(mine)
-                raise RuntimeError(f"{function} on {world} ranks took more than {timeout} s.\n{stacks}")
-            results.append(pickle.loads(connection.recv_bytes()))
-        return results
-
-    def where_they_stand(self, mine: list[int]) -> str:
-        """The stack of every rank; then new workers in their places, since these cannot be trusted any more."""
-        for worker in mine:
+    def replace(self, world: int) -> str:
+        """Where every rank stands; then new workers in their places, since these cannot be trusted any more."""
+        for process, _ in self.workers[:world]:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.workers[worker][0].pid, signal.SIGUSR1)
+                os.kill(process.pid, signal.SIGUSR1)
         time.sleep(1)
         stacks = []
-        for rank, worker in enumerate(mine):
-            with open(self.stacks_of(worker)) as file:
+        for rank in range(world):
+            with open(self.stacks_of(rank)) as file:
                 stacks.append(f"rank {rank}:\n{file.read()}")
-            self.stop(worker)
-            self.workers[worker] = self.start(worker)
+            self.stop(rank)
+            self.workers[rank] = self.start(rank)
         return "\n".join(stacks)
 
     def stop(self, worker: int) -> None:
@@ -147,6 +110,5 @@ class Pool:
         process.join()
 
     def close(self) -> None:
-        self.background.shutdown(wait=False, cancel_futures=True)
         for worker in range(len(self.workers)):
             self.stop(worker)

@@ -200,9 +200,7 @@ def compare(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: s
 
 
 def cases(grids: list[tuple[int, str]], marks=()) -> list:
-    """As parameters of a test whose worlds the pool may run before it comes to them."""
-    return [pytest.param(ranks, grid, id=f"{ranks} ranks {grid}",
-                         marks=[pytest.mark.ahead(ranks, "grids:run", grid=grid), *marks]) for ranks, grid in grids]
+    return [pytest.param(ranks, grid, id=f"{ranks} ranks {grid}", marks=marks) for ranks, grid in grids]
 
 
 @pytest.mark.parametrize("ranks, grid", cases(GRIDS) + cases(MORE, [pytest.mark.slow]))
@@ -239,9 +237,7 @@ def problem_of(pool, choice: pairs.Choice, more: list[str]) -> str:
 def pytest_generate_tests(metafunc):
     if "number" in metafunc.fixturenames and metafunc.function is test_a_grid_at_random_equals_one_process:
         first, count = metafunc.config.getoption("--first-grid"), metafunc.config.getoption("--grids")
-        lines = [(seed, *line_of(*pairs.at_random(seed))) for seed in range(first, first + count)]
-        metafunc.parametrize("number", [pytest.param(seed, marks=pytest.mark.ahead(ranks, "grids:run", grid=grid))
-                                      for seed, ranks, grid in lines])
+        metafunc.parametrize("number", range(first, first + count))
 
 
 # ---- all pairs of features ------------------------------------------------------------------------------------------

@@ -305,8 +305,9 @@ def test_a_long_step_is_drawn_smaller(capsys):
     assert all(len(line) <= 120 for line in capsys.readouterr().out.splitlines()[1:])
 
 
-def test_all_schedules_are_drawn_to_one_scale_and_a_rank_takes_equally_long_in_all(capsys):
+def test_all_schedules_are_drawn_to_one_scale_and_a_rank_takes_equally_long_in_all(capsys, monkeypatch):
     """A rank of a schedule with two model chunks per rank has two stages of half the layers."""
+    monkeypatch.setenv("COLUMNS", "120")
     pp.main([])
     lines = capsys.readouterr().out.splitlines()
     ends = {line.split(":")[0]: float(line.split()[1]) for line in lines if "units of time" in line}
