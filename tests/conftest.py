@@ -20,7 +20,6 @@ if not torch.cuda.is_available():
 from pool import Pool  # noqa: E402
 
 
-
 @pytest.fixture(autouse=True)
 def seed():
     """A test draws the same numbers whichever tests ran before it."""
