@@ -210,9 +210,9 @@ def shown(shape: Iterable[int]) -> str:
 class Saver:
     """Writes the checkpoints of a run. All ranks must call its methods, in the same order.
 
-    folder: on a file system that all ranks share. pieces: that this rank saves, views of the state. keep: how many
+    folder: on a file system that all ranks share. pieces: what this rank saves, views of the state. keep: how many
     checkpoints stay; 0: all. step: that of the checkpoint in this folder that the run was resumed from, or 0.
-    temporary: made for an export alone, and removed by it. Raises ValueError if the folder cannot be written to, if
+    temporary: the folder is made for an export alone, which removes it. Raises ValueError if the folder cannot be written to, if
     there is no room for one checkpoint, if another run writes there, or if it has checkpoints of another run.
 
     done_before: how many steps the run before had done, as it noted in the lock file; None if that is not known.

@@ -23,7 +23,7 @@ Routing. The router computes E logits per token. A softmax over all of them, or 
 least fp32. The k experts with the highest scores are chosen; their scores, usually divided by their sum, are the gates.
 (After a softmax this equals a softmax over the k chosen logits.) With groups of experts, a token may choose only from
 the best groups: with a group per machine, it is sent to few machines. The choice has no derivative; the router learns
-through the gates. CheapCall reuses the saved choice, because a near tie could be decided differently.
+through the gates. Recomputation reuses the saved choice, because a near tie could be decided differently.
 
 Balance. Nothing above keeps the router from sending all tokens to one expert. Two remedies, and a loss that keeps
 logits small; c_e of the S tokens of a sequence chose expert e, and p_te is its probability for token t:

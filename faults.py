@@ -134,7 +134,9 @@ class Guard:
     def limit(self) -> float:
         """The threshold for the gradient's norm: a step whose norm is not below it is skipped."""
         count, mean, variance = self.norms
-        return mean + self.spikes * math.sqrt(variance) if self.spikes and count >= SETTLED else math.inf
+        if not self.spikes or count < SETTLED:
+            return math.inf
+        return torch.tensor(mean + self.spikes * math.sqrt(variance)).item()  # in fp32, as the optimizer compares it
 
     def ballot(self) -> torch.Tensor:
         """[1 + ranks], to be summed in place: 1 if this rank wants to stop; at 1 + rank, its seconds without waits."""

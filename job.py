@@ -152,7 +152,7 @@ def rewind(job: Job) -> None:
     state, run, guard = job.state, job.settings.run, job.guard
     (step, first), end = guard.streak[0], state.samples  # leave out samples [first, end)
     what = f"{len(guard.streak)} steps in a row, from step {step} on, were skipped"
-    if state.rewinds == run.rewind:
+    if state.rewinds >= run.rewind:  # a resumed run may allow fewer than there were
         raise faults.Failure(f"{what}: lower --lr, raise --max-skipped, or allow to go back to the last checkpoint and "
                              "leave out these samples, with --rewind" + (f" {run.rewind + 1}" if run.rewind else ""))
     state.activity = f"going back from step {state.step}"

@@ -45,7 +45,7 @@ token of everything that a layer saves, and the share of a step's FLOPs that rec
    low-rank vectors. (By formula: this project has no latent attention.) So make this table for your architecture.
 
 Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost; Rajbhandari et al. 2020, ZeRO, sections 6 and 8 (P_a:
-sharded checkpoints, M_D: the arena); Korthikanti et al. 2022, Reducing Activation CheapCall in Large Transformer
+sharded checkpoints, M_D: the arena); Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer
 Models, sections 4 and 5. Shapes: n ranks.
 """
 import textwrap

@@ -201,6 +201,8 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path):
     with pytest.raises(faults.Failure, match="^3 steps in a row, from step 5 on, were skipped: lower --lr, raise"):
         run("--steps 20 --max-skipped 3", "inf_in_steps_5_to_7")
     assert "trained 20 steps" in run("--steps 20 --max-skipped 4", "inf_in_steps_5_to_7")
+    with pytest.raises(faults.Failure, match="were skipped: lower --lr"):  # it has gone back twice already
+        run("--steps 20 --max-skipped 3", "inf_in_steps_5_to_7", state=job.RunState(rewinds=2))
 
 
 def test_a_rewind_leaves_out_the_samples_and_nothing_else(pool, tmp_path):
