@@ -212,8 +212,9 @@ class Saver:
 
     folder: on a file system that all ranks share. pieces: what this rank saves, views of the state. keep: how many
     checkpoints stay; 0: all. step: that of the checkpoint in this folder that the run was resumed from, or 0.
-    temporary: the folder is made for an export alone, which removes it. Raises ValueError if the folder cannot be written to, if
-    there is no room for one checkpoint, if another run writes there, or if it has checkpoints of another run.
+    temporary: the folder is made for an export alone, which removes it. Raises ValueError if the folder cannot be
+    written to, if there is no room for one checkpoint, if another run writes there, or if it has checkpoints of
+    another run.
 
     done_before: how many steps the run before had done, as it noted in the lock file; None if that is not known.
     """
