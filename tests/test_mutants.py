@@ -1013,6 +1013,19 @@ MUTANTS = [
            "stop = tl.maximum(stop, tl.max(tl.where(meets, j + 1, 0)))",
            "stop = tl.max(tl.where(meets, j + 1, 0))",
            "tests/test_flash.py::test_documents_are_searched_in_chunks_of_1024_tokens"),
+    Mutant("blocks that stay unsharded from forward to backward", "zero.py",
+           "if has_backward and unit is self.last_unit:", "if has_backward and self.next_unit[unit] is None:",
+           "tests/test_zero.py::test_at_level_3_only_the_head_stays_whole_from_forward_to_backward"),
+    Mutant("buckets of twice the size in 16 bits", "dp.py",
+           "sum(param.numel() * acc_dtype(param.dtype).itemsize for param in params)",
+           "sum(param.nbytes for param in params)",
+           "tests/test_dp.py::test_buckets_have_as_many_gradients_in_16_bits_as_in_fp32"),
+    Mutant("whole inputs queued with the weight gradients of a recomputed block", "tp.py",
+           "(tp.keep_gathered or is_recomputing()) and not is_deferred(defer)", "tp.keep_gathered or is_recomputing()",
+           "tests/test_tp.py::test_a_split_backward_gathers_the_output_gradient_twice[False-full-want2]"),
+    Mutant("cheap results that live until backward ends", "recompute.py",
+           "ctx.call.output = ctx.call.inputs = None", "ctx.call.inputs = None",
+           "tests/test_recompute.py::test_cheap_results_die_as_backward_passes_their_layers"),
 ]
 
 
