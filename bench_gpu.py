@@ -244,6 +244,9 @@ PARTS = {
     "more": [
         Row(SHORT, partial(measure_training, SHORT_FLAGS)),
         Row("the same with --graph", partial(measure_training, f"{SHORT_FLAGS} --graph", profiled=0), "below 1", SHORT),
+        *(Row(f"training {LARGEST}, --recompute full --offload {what}",
+              partial(measure_training, f"{LARGEST_FLAGS} --recompute full --offload {what}", 5, 1))
+          for what in ("none", "activations", "both")),
         *(Row(f"2,000 small steps, --fp8 {recipe}", partial(measure_final_loss, recipe), aim) for recipe, aim in (
             ("none", ""), ("tensorwise", "loss of none + 0.5%"), ("blockwise", "loss of none + 0.25%"))),
         *(Row(f"matmul, {rung}", partial(measure_matmul, rung), "1.09" if rung == "persistent" else "")

@@ -3,7 +3,7 @@
 Saves: optimizer: the master weights and the moments, 12 of the 18 bytes per parameter in bf16. activations: the inputs
        of blocks, which are all that full recomputation saves, but for two.
 Costs: optimizer: per step and parameter 4 bytes to the host, 2 back, and an update by the CPU, which moves 34 bytes of
-       the host's memory. activations: 2 H bytes per token and block to the host, and back.
+       the host's memory, of which it takes 18. activations: 2 H bytes per token and block to the host, and back.
 Stops helping when: the update on the CPU takes longer than more GPUs would cost; or a block's forward and backward are
        shorter than the copies of its input, 2 H bytes per token, under which they hide.
 
