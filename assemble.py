@@ -127,9 +127,17 @@ def choose_device(asked: str) -> tuple[torch.device, str]:
     return torch.device("cpu"), "there is no GPU here"
 
 
-def check_device(precision: config.Precision, device: torch.device) -> None:
+def check_device(settings: config.Config, device: torch.device) -> None:
     """Raises ValueError for settings that this device cannot run. FP8 needs a GPU of compute capability 8.9 or above,
-    blockwise FP8 one of 9.x (cuBLAS). On a CPU Triton's kernels need its interpreter, which computes bf16 wrongly."""
+    blockwise FP8 one of 9.x (cuBLAS). On a CPU Triton's kernels need its interpreter, which computes bf16 wrongly. On
+    GPUs context parallelism calls torch's FlashAttention itself, which does not pad heads."""
+    precision, grid, width = settings.precision, settings.grid, settings.model.head_dim
+    if device.type == "cuda" and grid.cp > 1 and not config.CP_STYLES[grid.cp_style].whole_sequences:
+        is_unused = precision.attention in ("math", "triton") or precision.dtype in ("fp32", "fp64")
+        need(is_unused or (width % 8 == 0 and width <= 256), f"--cp {grid.cp} with heads {width} wide: torch's "
+             "FlashAttention takes multiples of 8 up to 256, use --attention math")
+    need(not (settings.run.graph and settings.model.experts and device.type == "cpu") or precision.dtype == "bf16",
+         f"--graph with --experts {settings.model.experts} on a CPU: captures no other dtype than --dtype bf16")
     if precision.fp8 != "none" and device.type == "cuda":
         capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
         if capability < (8, 9) or (precision.fp8_recipe().blocks and capability[0] != 9):

@@ -306,10 +306,35 @@ def receive(x: torch.Tensor, peer: int, group: Group) -> Pending:
         return Pending(dist.irecv(x, **link(group, peer, rank(group))), x, call=call)
 
 
-def to_host(*scalars: torch.Tensor) -> list[float]:
-    """The numbers in these tensors. On a GPU this is where the host waits for all that it has called before."""
-    with waiting_for(record.last):
-        return [scalar.item() for scalar in scalars]
+def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A tensor of the host on the device. The host does not wait for the copy: it is made from pinned memory."""
+    if torch.device(device).type == "cuda" and not x.is_cuda:
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
+
+
+class HostCopy:
+    """A copy of named scalars and vectors to the host, which the device makes when it has computed them. `read` waits
+    for it; what is called in between, the device does meanwhile."""
+
+    def __init__(self, **tensors: torch.Tensor):
+        self.lengths = {name: x.numel() if x.dim() else None for name, x in tensors.items()}
+        self.numbers = torch.cat([x.detach().double().flatten() for x in tensors.values()])
+        self.call, self.copied = record.last, None
+        if self.numbers.is_cuda:
+            host = torch.empty(self.numbers.shape, dtype=self.numbers.dtype, pin_memory=True)
+            self.numbers = host.copy_(self.numbers, non_blocking=True)
+            self.copied = torch.cuda.Event()
+            self.copied.record()
+
+    def read(self) -> dict[str, float | list[float]]:
+        """Name -> number or list of numbers. On a GPU the host waits here, for what it called before the copy."""
+        with waiting_for(self.call):
+            if self.copied:
+                self.copied.synchronize()
+            numbers = iter(self.numbers.tolist())
+        return {name: next(numbers) if length is None else [next(numbers) for _ in range(length)]
+                for name, length in self.lengths.items()}
 
 
 def link(group: Group, source: int, target: int) -> dict:

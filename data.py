@@ -38,6 +38,7 @@ import torch
 from tqdm import tqdm
 
 import config
+from collectives import to_device
 from param import IGNORED
 
 BYTES_SEPARATOR = config.TEXT_VOCAB - 1  # 256, behind the 256 bytes
@@ -196,11 +197,10 @@ class MicroBatch(NamedTuple):
     positions: torch.Tensor | None = None  # of a token in its document; None: in its sequence
     documents: torch.Tensor | None = None  # number of a token's document in its sequence; None: attention crosses them
 
-    def to(self, device: torch.device) -> "MicroBatch":
-        """A copy on the device. The host does not wait for it: it is made from pinned memory."""
-        if device.type == "cuda":
-            return MicroBatch(*(None if x is None else x.pin_memory().to(device, non_blocking=True) for x in self))
-        return MicroBatch(*(None if x is None else x.to(device) for x in self))
+    def to(self, device: torch.device, documents: bool = True) -> "MicroBatch":
+        """A copy on the device, for which the host does not wait. documents: whether they are copied, too."""
+        return self._replace(**{name: to_device(x, device) for name, x in self._asdict().items()
+                                if x is not None and (documents or name != "documents")})
 
 
 class Samples:

@@ -10,8 +10,9 @@
     a rank dies                    ranks whose connection to it breaks        an error; torchrun restarts all ranks
 
 In a step, ranks agree without an additional collective: the request to stop and each rank's seconds are appended to the
-squared norm of the gradient, and every step sums this vector over all ranks anyway. The last two events are those of
-watchdog.py.
+squared norm of the gradient, and every step sums this vector over all ranks anyway. The device decides whether to skip
+a step. The host learns all this when it reads the step's results, on a GPU after it has issued the next step.
+The last two events are those of watchdog.py.
 
 Shapes: no tensors but scalars, hashes [tensors] and ballots [1 + ranks].
 """
@@ -35,7 +36,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import config
-from collectives import MAX, Group, Groups, all_gather, all_reduce, process_group, rank, record, size
+from collectives import MAX, Group, Groups, all_gather, all_reduce, process_group, rank, record, size, to_device
 from ep import Router
 from zero import Optimizer
 
@@ -117,13 +118,14 @@ class Guard:
     """The decisions that all ranks make alike after every step, from numbers summed together with the gradient's norm.
 
     spikes: a norm this many standard deviations above the mean is a spike; 0: none is. norms: [count, mean, variance]
-    of the norms of steps that were not skipped, over about HORIZON steps; changed in place and saved in checkpoints.
+    of the norms of steps that were not skipped, over about HORIZON steps, saved in checkpoints; fp64, on the device.
     """
 
     def __init__(self, stop: Stop, world: Group, device: torch.device, norms: list[float], spikes: float = 0.0):
-        self.stop, self.world, self.device, self.norms, self.spikes = stop, world, device, norms, spikes
+        self.stop, self.world, self.device, self.spikes = stop, world, device, spikes
+        self.norms = torch.tensor(norms, dtype=torch.float64, device=device)
         self.stopping = False  # all ranks have agreed to stop
-        self.streak: list[tuple[int, int]] = []  # (step, its first sample) of the latest consecutive skipped steps
+        self.streak: list[tuple[int, range]] = []  # (step, its samples) of the latest consecutive skipped steps
         self.seconds: list[float] = []  # per rank: its time in the last step minus its waits for collectives
         self.slow_rank, self.slow_steps = -1, 0
         self.began = self.waited = 0.0
@@ -131,39 +133,40 @@ class Guard:
     def begin_step(self) -> None:
         self.began, self.waited = time.perf_counter(), record.waited_s
 
-    def limit(self) -> float:
-        """The threshold for the gradient's norm: a step whose norm is not below it is skipped."""
-        count, mean, variance = self.norms
-        if not self.spikes or count < SETTLED:
-            return math.inf
-        return torch.tensor(mean + self.spikes * math.sqrt(variance)).item()  # in fp32, as the optimizer compares it
+    def limit(self) -> torch.Tensor:
+        """The threshold for the gradient's norm, a scalar: a step whose norm is not below it is skipped."""
+        count, mean, variance = self.norms.unbind()
+        return (mean + self.spikes * variance.sqrt()).where((count >= SETTLED) & bool(self.spikes), math.inf)
 
     def ballot(self) -> torch.Tensor:
         """[1 + ranks], to be summed in place: 1 if this rank wants to stop; at 1 + rank, its seconds without waits."""
-        self.votes = torch.zeros(1 + size(self.world))
-        self.votes[0] = float(self.stop.wanted())
-        self.votes[1 + rank(self.world)] = time.perf_counter() - self.began - (record.waited_s - self.waited)
-        self.votes = self.votes.to(self.device, non_blocking=True)
-        return self.votes
+        votes = torch.zeros(1 + size(self.world))
+        votes[0] = float(self.stop.wanted())
+        votes[1 + rank(self.world)] = time.perf_counter() - self.began - (record.waited_s - self.waited)
+        return to_device(votes, self.device)
 
-    def after_step(self, step: int, first_sample: int, norm: float, limit: float) -> None:
-        """Read the summed votes and record whether the optimizer skipped the step: unless norm < limit, it did."""
-        stop_votes, *self.seconds = self.votes.tolist()
-        self.stopping = stop_votes > 0
+    def update_statistics(self, norm: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+        """Add a step's norm to the statistics on the device, unless it was skipped. Returns the mean before."""
+        count, mean, variance = self.norms.unbind()
+        weight = 1 / (count + 1).clamp(max=HORIZON)
+        difference = norm - mean
+        updated = count + 1, mean + weight * difference, (1 - weight) * (variance + weight * difference**2)
+        self.norms = torch.where(norm < limit, torch.stack(updated), self.norms)
+        return mean
+
+    def after_step(self, step: int, samples: range, *, norm: float, limit: float, mean: float,
+                   ballot: list[float]) -> None:
+        """Record a step's results: the summed ballot, and whether it was skipped: unless norm < limit, it was. mean: of
+        the norms before it."""
+        stop_votes, *self.seconds = ballot
+        self.stopping = self.stopping or stop_votes > 0
         self.find_slow_rank(step)
         if norm < limit:
             self.streak.clear()
-            self.update_statistics(norm)
             return
-        self.streak.append((step, first_sample))
-        mean = f", the mean {self.norms[1]:.4g}" if math.isfinite(norm) else ""
-        warn(f"step {step} was skipped: the norm of its gradient is {norm:.4g}{mean}", self.world)
-
-    def update_statistics(self, norm: float) -> None:
-        count, mean, variance = self.norms
-        weight = 1 / min(count + 1, HORIZON)
-        difference = norm - mean
-        self.norms[:] = count + 1, mean + weight * difference, (1 - weight) * (variance + weight * difference**2)
+        self.streak.append((step, samples))
+        usual = f", the mean {mean:.4g}" if math.isfinite(norm) else ""
+        warn(f"step {step} was skipped: the norm of its gradient is {norm:.4g}{usual}", self.world)
 
     def find_slow_rank(self, step: int) -> None:
         median, most = statistics.median(self.seconds), max(self.seconds)

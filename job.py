@@ -142,6 +142,7 @@ def tokenizer_folder(settings: config.Config, training: Samples) -> str:
 def save(job: Job) -> dict:
     """Start to save the current state in the background. Returns the metrics save_wait_s and save_gb_per_s."""
     job.state.activity = f"saving after step {job.state.step - 1}"
+    job.state.norms = job.guard.norms.tolist()
     wait = job.saver.save(job.state.step, description(job))
     return dict(save_wait_s=wait, save_gb_per_s=job.saver.bytes_per_s / 1e9)
 
@@ -150,7 +151,7 @@ def rewind(job: Job) -> None:
     """Go back to the newest checkpoint from before the consecutive skipped steps, and leave out their samples.
     Raises faults.Failure if --rewind does not allow it, or if there is no such checkpoint."""
     state, run, guard = job.state, job.settings.run, job.guard
-    (step, first), end = guard.streak[0], state.samples  # leave out samples [first, end)
+    (step, samples), (_, last) = guard.streak[0], guard.streak[-1]
     what = f"{len(guard.streak)} steps in a row, from step {step} on, were skipped"
     if state.rewinds >= run.rewind:  # a resumed run may allow fewer than there were
         raise faults.Failure(f"{what}: lower --lr, raise --max-skipped, or allow to go back to the last checkpoint and "
@@ -162,12 +163,13 @@ def rewind(job: Job) -> None:
     if not paths:
         raise faults.Failure(f"{what}, and there is no checkpoint of an earlier step")
     path = checkpoint.find_whole(paths, job.host)
-    left_out, rewinds = [*state.left_out, [first, end]], state.rewinds + 1
+    left_out, rewinds = [*state.left_out, [samples.start, last.stop]], state.rewinds + 1
     restore(job, path, config.read_run(path))
     state.left_out, state.rewinds = left_out, rewinds
     guard.streak.clear()
-    guard.norms = state.norms
+    guard.norms.copy_(torch.tensor(state.norms))
     job.saver.set_aside(state.step)
     job.saver.note(state.step)
     job.log.begin(state.step)
-    faults.warn(f"{what}: went back to {path} and left out samples {first} to {end - 1}", job.groups["world"])
+    faults.warn(f"{what}: went back to {path} and left out samples {samples.start} to {last.stop - 1}",
+                job.groups["world"])

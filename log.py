@@ -4,6 +4,7 @@ import math
 import os
 import resource
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -11,7 +12,6 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import checkpoint
-import collectives
 import config
 import costs
 import faults
@@ -34,6 +34,7 @@ class Log:
         self.peak = costs.peak_flops(torch.cuda.get_device_name(device)) if has_peak else None
         self.flops = costs.flops_by_convention(settings)
         self.last_loss: float | None = None  # of the last step of this process; None before its first
+        self.last_lap = 0.0
         self.noise: list[tuple[float, float]] = []  # noise_trace and noise_gradient2 of each step
         self.metrics_begun = self.metrics_failed = False
         self.bar = tqdm(total=settings.optim.steps, unit="step", disable=True)
@@ -68,17 +69,21 @@ class Log:
                 faults.warn(f"--metrics {path}: {error.strerror}: training goes on without", self.groups["world"])
             self.metrics_failed = True
 
-    def record(self, step: int, *, tokens: int, skipped: int, sequences: int, loss: float, norm: float, lr: float,
-               seconds: float) -> dict:
-        """The metrics of a step. skipped, tokens: since the beginning of the run. seconds: of this step."""
-        rate = sequences * self.settings.batch.seq / seconds
+    def lap(self, began: float) -> float:
+        """Seconds since `began`, or since the last call if that was later."""
+        began, self.last_lap = max(began, self.last_lap), time.perf_counter()
+        return self.last_lap - began
+
+    def record(self, issued, *, skipped: int, loss: float, norm: float, seconds: float) -> dict:
+        """The metrics of a step. issued: a train.Issued. skipped: steps since the beginning of the run."""
+        rate = issued.sequences * self.settings.batch.seq / seconds
         utilisation = {name: flops * rate / self.ranks / self.peak if self.peak else None
                        for name, flops in self.flops.items()}
         return dict(
-            step=step, tokens=tokens, loss=loss, grad_norm=norm, lr=lr,
+            step=issued.step, tokens=issued.tokens, loss=loss, grad_norm=norm, lr=issued.lr,
             step_s=seconds, tokens_per_s=rate, tokens_per_s_per_gpu=rate / self.ranks, **utilisation,
             memory_gb=peak_memory(self.device) / 1e9,
-            comm_gb={axis: collectives.sent[axis] / 1e9 for axis in AXES if size(self.groups[axis]) > 1},
+            comm_gb={axis: issued.sent[axis] / 1e9 for axis in AXES if size(self.groups[axis]) > 1},
             skipped=skipped)
 
     def write(self, record: dict) -> None:

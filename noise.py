@@ -68,8 +68,8 @@ class GradientNoise:
         self.local = torch.zeros_like(self.local)
         return sums[0]
 
-    def estimate(self, tokens: int) -> dict[str, float]:
-        """Estimates of the last step: noise_gradient2, |G|^2, and noise_trace, tr(S). tokens: B."""
-        large, small = self.sums.tolist()
+    def estimate(self, tokens: int) -> dict[str, torch.Tensor]:
+        """Estimates of the last step, scalars: noise_gradient2, |G|^2, and noise_trace, tr(S). tokens: B."""
+        large, small = self.sums.double().unbind()
         gradient2, trace = solve(tokens / self.count, small * self.count, tokens, large)
         return dict(noise_gradient2=gradient2, noise_trace=trace)

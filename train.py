@@ -23,9 +23,11 @@ import math
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -44,7 +46,7 @@ from assemble import (
     open_samples,
 )
 from checks import need
-from collectives import Groups, all_reduce, rank, size
+from collectives import Groups, HostCopy, all_reduce, rank, size
 from cp import shard_sequences
 from data import Codec, MicroBatch, Samples, codec_of
 from ep import update_biases
@@ -74,7 +76,7 @@ def main(settings: config.Config) -> None:
         device, device_reason = choose_device(run.device)
         if settings.grid.grid == "auto":
             settings = choose_grid(settings, device)
-        check_device(settings.precision, device)
+        check_device(settings, device)
         need(device.type == "cuda" or not run.memory_snapshot, f"--memory-snapshot {run.memory_snapshot}: needs a GPU")
         training = open_samples(settings, settings.data.data, settings.optim.seed)
         validation = open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
@@ -120,8 +122,24 @@ def train(settings: config.Config, training: Samples, validation: Samples | None
     finish(job)
 
 
+class Issued(NamedTuple):
+    """A step that the device has been given, and what the host will need when it reads the step's results."""
+    step: int
+    samples: range
+    sequences: int
+    tokens: int  # since the beginning of the run
+    lr: float
+    began: float
+    sent: Counter[str]  # bytes by axis
+    results: HostCopy
+
+
 def train_steps(job: Job, end_step: Callable[[], None]) -> None:
-    """The loop: until --steps are done, or the run is asked to end. end_step: see profiling.py."""
+    """The loop: until --steps are done, or the run is asked to end. end_step: see profiling.py.
+
+    A GPU computes a step while the host issues the next one; only then the host reads the step's results, so that the
+    GPU never waits for it. It reads them at once where something else waits for the step: see `pause_after`.
+    """
     settings, groups, state, guard = job.settings, job.groups, job.state, job.guard
     optim, run = settings.optim, settings.run
     measured = run.metrics and settings.grid.cp == 1 and size(groups["data"]) > 1
@@ -130,46 +148,92 @@ def train_steps(job: Job, end_step: Callable[[], None]) -> None:
     if run.graph:  # the optimizer's update is not captured, as its learning rate changes
         compute_gradients = Captured(compute_gradients)
     upcoming = read(job) if state.step < optim.steps else None
+    unread: Issued | None = None
+
+    def too_many_skipped() -> bool:
+        return 0 < run.max_skipped <= len(guard.streak) and not guard.stopping
+
     while state.step < optim.steps and not guard.stopping:
-        step, first, began = state.step, state.samples, time.perf_counter()
-        state.activity = f"in step {step}"
-        collectives.sent.clear()
-        guard.begin_step()
-        lr, limit, (sequences, micro_batches) = learning_rate(step, optim), guard.limit(), upcoming
-        with named("forward and backward"):
-            loss = compute_gradients(micro_batches)
-        with named("optimizer"):
-            norm = job.optimizer.step(lr, limit, guard.ballot())
-        balance = update_balance(job.model, groups, norm < limit, sequences) if settings.model.experts else {}
-        state.step += 1
-        state.samples += sequences
-        state.tokens += sequences * settings.batch.seq
+        issued = issue_step(job, compute_gradients, noise, *upcoming)
         if state.step < optim.steps:
             with named("read data"):
                 upcoming = read(job)  # while the device computes
-            state.activity = f"in step {step}"
-        loss, norm = collectives.to_host(loss, norm)  # waits for the device
-        guard.after_step(step, first, norm, limit)
-        if job.saver:
-            job.saver.note(state.step)
-        state.skipped += bool(guard.streak)
-        record = job.log.record(step, tokens=state.tokens, skipped=state.skipped, sequences=sequences, loss=loss,
-                                norm=norm, lr=lr, seconds=time.perf_counter() - began) | guard.metrics()
-        record |= {name: value.item() for name, value in balance.items()}
-        record |= noise.estimate(sequences * settings.batch.seq) if noise else {}
-        if job.validation and not guard.stopping and is_due(step, settings.data.eval_every, optim.steps):
-            state.activity = f"evaluating after step {step}"
-            record["val_loss"] = validation_loss(job)
-        saves = job.saver and (guard.stopping or is_due(step, run.save_every, optim.steps))
-        if run.check_replicas and (saves or is_due(step, run.check_replicas, math.inf)):
-            record["check_replicas_s"] = faults.check_replicas(job.optimizer, job.model.routers, groups)
-        if saves:
-            record |= save(job)
-        job.log.write(record)
+            state.activity = f"in step {issued.step}"
+        if unread:
+            job.log.write(read_results(job, unread))
+        unread = issued
+        reads_now = guard.stopping or not reads_late(job.device) or pause_after(issued.step, job)
+        if reads_now and not too_many_skipped():
+            record, unread = read_results(job, issued), None
+            job.log.write(record | pause(job, issued.step))
         end_step()
-        if len(guard.streak) == run.max_skipped > 0 and not guard.stopping:
+        if too_many_skipped():
             rewind(job)
-            upcoming = read(job)
+            upcoming, unread = read(job), None
+
+
+def issue_step(job: Job, compute_gradients: Callable[[list[MicroBatch]], torch.Tensor], noise: GradientNoise | None,
+               sequences: int, micro_batches: list[MicroBatch]) -> Issued:
+    """Give a step to the device: gradients, the optimizer's update, and a copy of what the host wants to know."""
+    settings, state, guard, began = job.settings, job.state, job.guard, time.perf_counter()
+    step, first, lr = state.step, state.samples, learning_rate(state.step, settings.optim)
+    state.activity = f"in step {step}"
+    collectives.sent.clear()
+    guard.begin_step()
+    with named("forward and backward"):
+        loss = compute_gradients(micro_batches)
+    with named("optimizer"):
+        limit, ballot = guard.limit(), guard.ballot()
+        norm = job.optimizer.step(lr, limit, ballot)
+    results = dict(loss=loss, norm=norm, limit=limit, mean=guard.update_statistics(norm, limit), ballot=ballot)
+    if settings.model.experts:
+        results |= update_balance(job.model, job.groups, norm < limit, sequences)
+    if noise:
+        results |= noise.estimate(sequences * settings.batch.seq)
+    state.step += 1
+    state.samples += sequences
+    state.tokens += sequences * settings.batch.seq
+    return Issued(step, range(first, state.samples), sequences, state.tokens, lr, began, collectives.sent.copy(),
+                  HostCopy(**results))
+
+
+def reads_late(device: torch.device) -> bool:
+    """Whether a step's results are read after the next step has been issued. On a CPU they are there at once."""
+    return device.type == "cuda"
+
+
+def read_results(job: Job, issued: Issued) -> dict:
+    """Wait for a step's results, let the guard see them, and return the step's metrics."""
+    found, state, guard = issued.results.read(), job.state, job.guard
+    loss, norm, limit, mean, ballot = (found.pop(name) for name in ("loss", "norm", "limit", "mean", "ballot"))
+    guard.after_step(issued.step, issued.samples, norm=norm, limit=limit, mean=mean, ballot=ballot)
+    state.skipped += bool(guard.streak)
+    if job.saver:
+        job.saver.note(issued.step + 1)
+    record = job.log.record(issued, skipped=state.skipped, loss=loss, norm=norm, seconds=job.log.lap(issued.began))
+    return record | guard.metrics() | found
+
+
+def pause_after(step: int, job: Job) -> bool:
+    """Whether something follows this step that needs its results: an evaluation, a save, or the end."""
+    settings, steps = job.settings, job.settings.optim.steps
+    every = settings.data.eval_every if job.validation else 0, settings.run.save_every, settings.run.check_replicas
+    return any(is_due(step, interval, steps) for interval in every)
+
+
+def pause(job: Job, step: int) -> dict:
+    """Between two steps: evaluate, compare replicas and save, if it is time to. Returns their metrics."""
+    settings, groups, state, guard, record = job.settings, job.groups, job.state, job.guard, {}
+    run, steps = settings.run, settings.optim.steps
+    if job.validation and not guard.stopping and is_due(step, settings.data.eval_every, steps):
+        state.activity = f"evaluating after step {step}"
+        record["val_loss"] = validation_loss(job)
+    saves = job.saver and (guard.stopping or is_due(step, run.save_every, steps))
+    if run.check_replicas and (saves or is_due(step, run.check_replicas, math.inf)):
+        record["check_replicas_s"] = faults.check_replicas(job.optimizer, job.model.routers, groups)
+    if saves:
+        record |= save(job)
+    return record
 
 
 def read(job: Job) -> tuple[int, list[MicroBatch]]:
@@ -179,7 +243,8 @@ def read(job: Job) -> tuple[int, list[MicroBatch]]:
     sequences = sequences_at(state.tokens, job.settings.batch.ramp())
     state.samples = faults.next_sample(state.samples, sequences, state.left_out)
     micro_batches = local_micro_batches(job.training, state.samples, sequences, job.settings, job.groups)
-    return sequences, [micro_batch.to(job.device) for micro_batch in micro_batches]
+    documents = size(job.groups["cp"]) == 1  # context parallel ranks read them on the host
+    return sequences, [micro_batch.to(job.device, documents) for micro_batch in micro_batches]
 
 
 def dry_run(settings: config.Config) -> None:
@@ -188,7 +253,7 @@ def dry_run(settings: config.Config) -> None:
     if precision.dtype == "auto":
         precision.dtype = "bf16"  # as on GPUs
     try:
-        check_device(precision, torch.device("cpu"))
+        check_device(settings, torch.device("cpu"))
     except ValueError as error:
         config.refuse(error)
     with dryrun.fake_world(run.gpus, run.rank):
@@ -359,7 +424,7 @@ def validation_loss(job: Job) -> float | None:
             if job.guard.agree_to_stop():
                 return
             micro_batches = local_micro_batches(samples, first, sequences, settings, job.groups, end)
-            yield [micro_batch.to(job.device) for micro_batch in micro_batches]
+            yield [micro_batch.to(job.device, size(job.groups["cp"]) == 1) for micro_batch in micro_batches]
     loss = mean_loss(job.model, global_batches(), job.groups)
     return None if job.guard.stopping else loss
 

@@ -404,7 +404,8 @@ class Optimizer(DataParallel):
         """What to call backward on: the loss, times the loss scale in fp16 runs."""
         return loss * self.loss_scale.value if self.loss_scale else loss
 
-    def step(self, lr: float, limit: float = math.inf, extra: torch.Tensor | None = None) -> torch.Tensor:
+    def step(self, lr: float, limit: float | torch.Tensor = math.inf,
+             extra: torch.Tensor | None = None) -> torch.Tensor:
         """Clip and update. Returns the norm of the whole gradient before clipping, the same on every rank. If that is
         not below `limit`, or not a number, the step is skipped: nothing changes but the loss scale.
 

@@ -1,12 +1,14 @@
 """The named collectives: results, derivatives against dense autograd, and bytes counted against bytes computed."""
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import collectives
+from data import MicroBatch
 
 
 def numbers(*shape: int, seed: int) -> torch.Tensor:
@@ -158,3 +160,28 @@ def unwaited() -> bool:
 
 def test_tensors_live_until_the_collective_is_waited_on(pool):
     assert pool.run(2, "test_collectives:unwaited") == [True, True]
+
+
+# ---- copies between the host and a GPU, by stand-ins -----------------------------------------------------------------
+
+def test_copies_to_a_gpu_are_made_from_pinned_memory_and_not_waited_for(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: (seen.append("pinned"), x)[1])
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, device, non_blocking: (
+        seen.append((str(device), non_blocking)), x)[1])
+    MicroBatch(torch.ones(1, 2), torch.ones(1, 2)).to(torch.device("cuda"))
+    assert seen == 2 * ["pinned", ("cuda", True)]
+
+
+def test_numbers_of_a_gpu_are_copied_to_pinned_memory_and_waited_for_when_they_are_read(monkeypatch):
+    seen, empty = [], torch.empty
+    event = SimpleNamespace(record=lambda: seen.append("recorded"), synchronize=lambda: seen.append("waited"))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory, **how: (seen.append(f"pinned {pin_memory}"),
+                                                                           empty(*shape, **how))[1])
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda out, x, non_blocking: (
+        seen.append(f"copied, not waited for {non_blocking}"), torch.add(x, 0, out=out))[1])
+    copy = collectives.HostCopy(loss=torch.tensor(2.5), votes=torch.tensor([1.0, 0.0]))
+    assert seen == ["pinned True", "copied, not waited for True", "recorded"]
+    assert copy.read() == dict(loss=2.5, votes=[1.0, 0.0]) and seen[3:] == ["waited"]

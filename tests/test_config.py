@@ -260,3 +260,20 @@ def test_a_command_line_that_names_no_grid_shows_one(monkeypatch, ranks, line, a
 def test_a_pipeline_gets_enough_micro_batches_unless_a_flag_says_how_many(flags, micro_batches):
     batch = config.parse(["--dp", "1", *flags.split()], 2 if "--pp 2" in flags else 4).batch
     assert batch.global_batch // batch.micro_batch == micro_batches
+
+
+@pytest.mark.parametrize("local_rank, said", [("0", "train.py: wrong\n"), ("1", "")])
+def test_of_every_node_the_first_rank_says_what_is_wrong(local_rank, said, monkeypatch, capsys):
+    """Rank 8 is the first of the second node."""
+    for name, value in dict(RANK="8", LOCAL_RANK=local_rank).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(config.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(config.os, "_exit", lambda code: (_ for _ in ()).throw(SystemExit(code)))
+    with pytest.raises(SystemExit, match="2"):
+        config.refuse(ValueError("wrong"))
+    assert capsys.readouterr().err == said
+
+
+def test_replicas_may_be_as_many_as_sequences_are_divided_among():
+    grid = config.parse(f"--dp 2 --cp 2 --zero 1 --dp-replicate 2 --data {__file__}".split(), 4).grid
+    assert (grid.dp, grid.cp, grid.dp_replicate) == (2, 2, 2)

@@ -109,6 +109,14 @@ def inf_in_steps_5_to_7(state):
     return patch.object(train, "forward_backward", first_time)
 
 
+def inf_in_steps_5_to_7_read_late(state):
+    """As on a GPU: a step's results are read after the next one has been issued."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(patch.object(train, "reads_late", lambda device: True))
+    stack.enter_context(inf_in_steps_5_to_7(state))
+    return stack
+
+
 def spike_in_step_30(state):
     return spoil(state, {30}, 100.0)
 
@@ -205,20 +213,23 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path):
         run("--steps 20 --max-skipped 3", "inf_in_steps_5_to_7", state=job.RunState(rewinds=2))
 
 
-def test_a_rewind_leaves_out_the_samples_and_nothing_else(pool, tmp_path):
-    """It ends as a run does that never reads those samples; and so does one that is resumed after it."""
-    flags = f"--steps 12 --save-every 4 --keep 0 --max-skipped 3 --rewind 1 --metrics {tmp_path}/m"
-    said = pool.run(2, "test_faults:run", flags=f"{flags} --out {tmp_path}/out", patches="inf_in_steps_5_to_7")[0]
-    assert "3 steps in a row, from step 5 on, were skipped: went back to" in said
-    assert "step-000004 and left out samples 60 to 95" in said
+@pytest.mark.parametrize("patches, most, end", [("inf_in_steps_5_to_7", 3, 96),
+                                                ("inf_in_steps_5_to_7_read_late", 2, 84)])
+def test_a_rewind_leaves_out_the_samples_and_nothing_else(pool, tmp_path, patches, most, end):
+    """It ends as a run does that never reads those samples. Read late, a step is under way that nobody will read."""
+    flags = f"--steps 12 --save-every 4 --keep 0 --max-skipped {most} --rewind 1 --metrics {tmp_path}/m"
+    said = pool.run(2, "test_faults:run", flags=f"{flags} --out {tmp_path}/out", patches=patches)[0]
+    assert f"{most} steps in a row, from step 5 on, were skipped: went back to" in said
+    assert f"step-000004 and left out samples 60 to {end - 1}" in said
     assert [line["step"] for line in metrics(tmp_path / "m")] == list(range(12))
     flags = f"--steps 12 --save-every 4 --keep 0 --out {tmp_path}/straight"
-    pool.run(2, "test_faults:run", flags=flags, state=job.RunState(left_out=[[60, 96]]))
+    pool.run(2, "test_faults:run", flags=flags, state=job.RunState(left_out=[[60, end]]))
     want, got = (tensors(tmp_path / name / "step-000012") for name in ("straight", "out"))
     assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
     written = config.read_run(str(tmp_path / "out" / "step-000012"))
-    assert (written["samples"], written["left_out"], written["rewinds"]) == (12 * 15, [[60, 96]], 1)
-    assert any(path.name.startswith("set-aside-step-000008") for path in (tmp_path / "out").iterdir())
+    assert (written["samples"], written["left_out"], written["rewinds"]) == (12 * 12 + end - 60, [[60, end]], 1)
+    set_aside = any(path.name.startswith("set-aside-step-000008") for path in (tmp_path / "out").iterdir())
+    assert set_aside == (most == 3)
 
 
 def test_samples_that_were_left_out_are_passed_over_by_any_batch():
@@ -232,10 +243,11 @@ def test_statistics_of_norms_are_their_mean_and_variance():
     """Of all norms so far, while they are fewer than the horizon; a constant norm has no variance."""
     norms = torch.rand(60, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     guard = faults.Guard(faults.Stop(), None, torch.device("cpu"), [0, 0.0, 0.0])
-    for count, norm in enumerate(norms.tolist(), 1):
-        guard.update_statistics(norm)
+    for count, norm in enumerate(norms, 1):
+        guard.update_statistics(norm, guard.limit())
         seen = norms[:count]
-        assert guard.norms == pytest.approx([count, seen.mean().item(), seen.var(correction=0).item()], abs=1e-12)
+        want = [count, seen.mean().item(), seen.var(correction=0).item()]
+        assert guard.norms.tolist() == pytest.approx(want, abs=1e-12)
 
 
 def test_a_spike_is_skipped_with_a_flag_and_statistics_are_resumed(tmp_path):

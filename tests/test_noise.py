@@ -79,7 +79,8 @@ def estimate(grid: str) -> dict:
     share = train.local_micro_batches(samples, 0, settings.batch.global_batch, settings, groups)
     train.forward_backward(model, optimizer, share, groups)
     optimizer.step(0.0)
-    return noise.estimate(settings.batch.global_batch * settings.batch.seq)
+    found = noise.estimate(settings.batch.global_batch * settings.batch.seq)
+    return {name: value.item() for name, value in found.items()}
 
 
 def test_every_grid_measures_the_same_noise(pool):
