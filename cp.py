@@ -60,7 +60,18 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch.autograd import Function
 
-from collectives import AllToAll__AllToAll, Group, Pending, all_gather, rank, reduce_scatter, run_demo, shift, size
+from collectives import (
+    AllToAll__AllToAll,
+    Group,
+    Pending,
+    all_gather,
+    rank,
+    reduce_scatter,
+    run_demo,
+    shift,
+    size,
+    to_device,
+)
 from config import padded_length
 from operations import CAUSAL, MATH, SDPA, AttentionKernel, Mask
 from param import IGNORED, acc_dtype
@@ -364,8 +375,9 @@ def attention_by_window(windows: Iterable[int], tokens: Tensor, documents: Tenso
                         earlier: int = 0) -> dict[int, Attend]:
     """Attention of this rank's tokens [B, s] for the layers of each window (0: none), made once per micro-batch.
 
-    documents: [B, S], of whole sequences. kernel: "auto", "sdpa", "triton" or "math". dtype: of q, k and v. earlier:
-    tokens before these, whose keys and values are cached as far as the window reaches.
+    documents: [B, S], of whole sequences, in the host's memory if `group` has several ranks. kernel: "auto", "sdpa",
+    "triton" or "math". dtype: of q, k and v. earlier: tokens before these, whose keys and values are cached as far as
+    the window reaches.
     """
     out = {}
     for window in set(windows):
@@ -391,8 +403,10 @@ def context_parallel(group: Group, style: str, seq: int, mask: Mask, attention: 
     """Attention of this rank's tokens. seq, mask: length and mask of whole sequences. style: a name in STYLES."""
     c, chosen = size(group), STYLES[style]
     if c > 1 and isinstance(chosen, BlockStyle):
-        steps = visible_blocks(chosen, seq, c, rank(group), mask)
+        steps = visible_blocks(chosen, seq, c, rank(group), mask, device)
         return lambda q, k, v: chosen.function.apply(q, k, v, steps, attention, group)
+    if mask.documents is not None:
+        mask = mask._replace(documents=tuple(to_device(documents, device) for documents in mask.documents))
     attend = partial(attention.attend, mask=attention.prepare_mask(mask, seq, seq + mask.offset, device))
     if attention.saves_scores:
         attend = partial(cheap, attend)
@@ -403,16 +417,21 @@ def context_parallel(group: Group, style: str, seq: int, mask: Mask, attention: 
     return partial(chosen, attend=attend, order=(chunks.argsort(), chunks), group=group)
 
 
-def visible_blocks(style: BlockStyle, seq: int, c: int, i: int, mask: Mask) -> list[list[ScoreBlock]]:
-    """The blocks that rank i computes at each step, clipped to documents."""
+def visible_blocks(style: BlockStyle, seq: int, c: int, i: int, mask: Mask,
+                   device: torch.device | str = "cpu") -> list[list[ScoreBlock]]:
+    """The blocks that rank i computes at each step, clipped to documents. The mask's documents are in the host's
+    memory, where they are read; those of the blocks' masks are on `device`."""
     steps = style.blocks(seq // c, c, i, mask.window)
     if mask.documents is None:
         return steps
-    documents, own = mask.documents[0], own_positions(seq, c, i)
-    host = documents.cpu()  # the only time that the host waits
-    return [[clipped for block in blocks if (clipped := clip_to_documents(
-                block, documents[:, own], documents[:, at], (host[:, own], host[:, at])))]
-            for blocks, at in zip(steps, style.positions(seq, c, i))]
+    own = mask.documents[0][:, own_positions(seq, c, i)]
+    own_there, clipped = to_device(own, device), []
+    for blocks, positions in zip(steps, style.positions(seq, c, i)):
+        keys = mask.documents[0][:, positions]
+        keys_there = to_device(keys, device)
+        visible = [clip_to_documents(block, own_there, keys_there, (own, keys)) for block in blocks]
+        clipped.append([block for block in visible if block])
+    return clipped
 
 
 # ---- demo: python cp.py ---------------------------------------------------------------------------------------------

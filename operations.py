@@ -118,26 +118,49 @@ class SwiGLUFunction(Function):
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)
-        if uses_kernels(x):
-            return load_kernels().swiglu(x)
-        gate, up = x.chunk(2, -1)
-        return F.silu(gate).mul_(up)
+        return swiglu_no_grad(x)
 
     @staticmethod
     def backward(ctx, dy):
-        x, = ctx.saved_tensors
-        if uses_kernels(x):
-            return load_kernels().swiglu_backward(dy, x)
-        gate, up = x.chunk(2, -1)
-        dx = torch.empty_like(x)
-        dgate, dup = dx.chunk(2, -1)  # views: results are written into dx, without temporaries
-        torch.ops.aten.silu.out(gate, out=dup).mul_(dy)
-        torch.mul(dy, up, out=dgate)
-        torch.ops.aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
-        return dx
+        return swiglu_backward(dy, *ctx.saved_tensors)
 
 
-swiglu = SwiGLUFunction.apply
+class WeightedSwiGLU(Function):
+    """SwiGLU(x) times a weight per row: [R, 2F], [R] -> [R, F]. Saves x and the weights; backward repeats SwiGLU(x)."""
+
+    @staticmethod
+    def forward(ctx, x, weights):
+        ctx.save_for_backward(x, weights)
+        return swiglu_no_grad(x).mul_(weights[:, None])
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weights = ctx.saved_tensors
+        dweights = swiglu_no_grad(x).mul_(dy).sum(-1, dtype=weights.dtype)
+        return swiglu_backward(dy, x).mul_(weights[:, None]), dweights
+
+
+def swiglu_no_grad(x: Tensor) -> Tensor:
+    if uses_kernels(x):
+        return load_kernels().swiglu(x)
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    """dx [..., 2F], from dy [..., F] and x [..., 2F]."""
+    if uses_kernels(x):
+        return load_kernels().swiglu_backward(dy, x)
+    gate, up = x.chunk(2, -1)
+    dx = torch.empty_like(x)
+    dgate, dup = dx.chunk(2, -1)  # views: results are written into dx, without temporaries
+    torch.ops.aten.silu.out(gate, out=dup).mul_(dy)
+    torch.mul(dy, up, out=dgate)
+    torch.ops.aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
+    return dx
+
+
+swiglu, weighted_swiglu = SwiGLUFunction.apply, WeightedSwiGLU.apply
 
 
 # ---- rotary embedding -----------------------------------------------------------------------------------------------
@@ -350,7 +373,6 @@ def sdpa_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, T
     if q.is_cuda and (kind == "general" or q.itemsize > 2):  # torch's FlashAttention for GPUs takes neither
         return math_forward(q, k, v, mask)
     if q.is_cuda:
-        k, v = repeat_kv_heads(q, k, v)
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, kind == "causal")[:2]
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     if kind != "general":
@@ -362,15 +384,13 @@ def sdpa_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, T
 
 def sdpa_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
                   mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
-    kind, kv_heads = mask.kind(q.shape[2], k.shape[2]), k.shape[1]
+    kind = mask.kind(q.shape[2], k.shape[2])
     if q.is_cuda and (kind == "general" or q.itemsize > 2):  # torch's FlashAttention for GPUs takes neither
         return math_backward(do, q, k, v, o, lse, mask)
     if q.is_cuda:
-        k, v = repeat_kv_heads(q, k, v)
         seed = torch.empty(0, dtype=torch.int64, device=q.device)  # unused: there is no dropout
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
             do, q, k, v, o, lse, None, None, q.shape[2], k.shape[2], 0.0, kind == "causal", seed, seed)
-        return dq, sum_over_query_heads(dk, kv_heads), sum_over_query_heads(dv, kv_heads)
     bias = additive_mask(mask.visible(q.shape[2], k.shape[2], q.device), q.dtype) if kind == "general" else None
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         do, q, k, v, o, lse, 0.0, kind == "causal", attn_mask=bias)

@@ -7,12 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import assemble
 import collectives
+import config
 import cp
 from config import CP_STYLES, padded_length
 from cp import STYLES, context_parallel
+from data import MicroBatch
 from meter import Meter
-from operations import CAUSAL, MATH, SDPA, Mask
+from operations import CAUSAL, MATH, SDPA, AttentionKernel, Mask
+from param import acc_dtype
 from pool import slow
 
 B, N, K, S, D = 2, 24, 6, 48, 10  # 6 kv heads: fewer than 8 ranks, and no multiple of 4
@@ -185,6 +189,64 @@ def attended(style: str, kernel: str, dtype=torch.float64, scale=1.0, documents=
     o = context_parallel(group, style, seq, mask, KERNELS[kernel])(q, k, v)
     o.backward(do)
     return o.detach(), q.grad, k.grad, v.grad, mine
+
+
+def by_pieces(style: str, kernel, c: int, q, k, v, do, mask: Mask) -> list[torch.Tensor]:
+    """o, dq, dk, dv by the blocks of all c ranks, one after the other on one device. mask: its documents on the CPU."""
+    S, o = q.shape[2], torch.zeros_like(q, dtype=acc_dtype(q.dtype))
+    dq, dkv = torch.zeros_like(o), o.new_zeros(2, *k.shape)
+    for i in range(c):
+        own, positions = cp.own_positions(S, c, i), STYLES[style].positions(S, c, i)
+        steps = cp.visible_blocks(STYLES[style], S, c, i, mask, q.device)
+        blocks = [(block, at) for blocks, at in zip(steps, positions) for block in blocks]
+        here, up = q[:, :, own], do[:, :, own]
+        part, lse = torch.empty_like(here, dtype=o.dtype), o.new_empty(here.shape[:3])
+        for block, at in blocks:
+            cp.attend_to_block(part, lse, here, k[:, :, at], v[:, :, at], block, kernel)
+        o[:, :, own], share = part, torch.zeros_like(part)
+        part = part.to(q.dtype)
+        for block, at in blocks:
+            of_keys = torch.zeros_like(dkv[:, :, :, at])
+            cp.add_gradients(share, of_keys, up, here, k[:, :, at], v[:, :, at], part, lse, block, kernel)
+            dkv[:, :, :, at] += of_keys
+        dq[:, :, own] = share
+    return [o, dq, *dkv]
+
+
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("device, dtype", [("cpu", torch.float32), pytest.param("cuda", torch.bfloat16, marks=ON_GPU)])
+@pytest.mark.parametrize("style", BLOCK_STYLES)
+def test_the_pieces_of_all_ranks_on_one_device_equal_attention_at_once(style, device, dtype):
+    """With grouped heads, which no kernel needs expanded. On a GPU by torch's FlashAttention and by flash.py."""
+    kernels = [SDPA]
+    if device == "cuda":
+        import flash
+        kernels.append(AttentionKernel(flash.flash_attention, flash.flash_forward, flash.flash_backward))
+    generator, seq = torch.Generator().manual_seed(5), 256
+    q, k, v, do = (torch.randn(2, heads, seq, 64, generator=generator).to(dtype) for heads in (8, 2, 2, 8))
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    want = dense(*leaves, None)
+    want = want.detach(), *torch.autograd.grad(want, leaves, do.double())
+    for kernel in kernels:
+        found = by_pieces(style, kernel, 4, *(x.to(device) for x in (q, k, v, do)), CAUSAL)
+        for ours, exact in zip(found, want):
+            bound = 1e-5 if dtype == torch.float32 else 2e-2
+            assert (ours.double().cpu() - exact).abs().max() < bound * exact.abs().max()
+
+
+@pytest.mark.parametrize("flags, line", [
+    ("--cp 2 --head-dim 12", "--cp 2 with heads 12 wide: torch's FlashAttention takes multiples of 8 up to 256, use"),
+    ("--cp 2 --head-dim 264", "--cp 2 with heads 264 wide"), ("--cp 2 --head-dim 12 --dtype fp32", ""),
+    ("--cp 2 --head-dim 12 --attention math", ""), ("--cp 2 --head-dim 12 --cp-style ulysses", ""),
+    ("--head-dim 12", ""), ("--cp 2 --head-dim 96", "")])
+def test_heads_that_torchs_kernel_for_gpus_does_not_take_are_refused(flags, line):
+    settings = config.parse(flags.split(), 2)
+    if not line:
+        return assemble.check_device(settings, torch.device("cuda"))
+    with pytest.raises(ValueError, match=f"^{line}"):
+        assemble.check_device(settings, torch.device("cuda"))
 
 
 def put_together(results: list[tuple], seq=S) -> list[torch.Tensor]:
@@ -393,6 +455,26 @@ def test_documents_of_a_long_sequence_take_the_host_no_time():
         for i in range(c):
             cp.visible_blocks(STYLES[style], seq, c, i, Mask(documents=(documents, documents)))
         assert (time.process_time() - began) / c < 0.05
+
+
+class OnDevice(torch.Tensor):
+    """A tensor whose values the host cannot ask for."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        assert function.__name__ not in ("item", "tolist", "cpu", "numpy", "__bool__", "nonzero"), function.__name__
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("style", BLOCK_STYLES)
+def test_documents_are_read_on_the_host_alone(style, monkeypatch):
+    """They stay there, and no copy of them is asked for what it holds."""
+    documents = documents_of(S)
+    batch = MicroBatch(documents, documents, documents, documents).to(torch.device("meta"), documents=False)
+    assert batch.tokens.is_meta and batch.positions.is_meta and torch.equal(batch.documents, documents)
+    monkeypatch.setattr(cp, "to_device", lambda x, device: x.as_subclass(OnDevice))
+    steps = cp.visible_blocks(STYLES[style], S, 4, 1, Mask(documents=(documents, documents)))
+    assert all(isinstance(x, OnDevice) for blocks in steps for block in blocks for x in block.mask.documents)
 
 
 def test_keys_are_sent_while_those_before_them_are_used(pool):

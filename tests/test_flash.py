@@ -14,6 +14,7 @@ from ahead import COMPILERS, fits, run
 from exact import DEVICE, close, compare, dense_attention, gpu, is_refused, leaves, numbers
 from flash import Tiling, flash_attention, flash_backward, flash_forward
 from operations import CAUSAL, AttentionKernel, Mask, attention_math, attention_sdpa
+from test_cp import by_pieces
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # the interpreter at log2(0) = -inf
 
@@ -203,21 +204,8 @@ def test_attention_by_blocks(small_tiles, style, kind, window):
     c, S, (q, k, v) = 2, 36, heads(36, 36, B=1)
     documents, _ = documents_of(kind, S, S, B=1) or (None, None)
     mask = Mask(window=window, documents=None if documents is None else (documents, documents))
-    do, (dq, dk, dv), o = numbers(*q.shape, seed=9), (torch.zeros_like(x) for x in (q, k, v)), torch.empty_like(q)
-    for i in range(c):
-        own, positions = cp.own_positions(S, c, i), cp.STYLES[style].positions(S, c, i)
-        blocks = [(block, at) for blocks, at in zip(cp.visible_blocks(cp.STYLES[style], S, c, i, mask), positions)
-                  for block in blocks]
-        here, part, lse = q[:, :, own], torch.empty_like(q[:, :, own]), q.new_empty(q[:, :, own].shape[:3])
-        for block, at in blocks:
-            cp.attend_to_block(part, lse, here, k[:, :, at], v[:, :, at], block, kernel)
-        o[:, :, own], share = part, torch.zeros_like(here)
-        for block, at in blocks:
-            dkv = torch.zeros(2, *k[:, :, at].shape, device=DEVICE)
-            cp.add_gradients(share, dkv, do[:, :, own], here, k[:, :, at], v[:, :, at], part, lse, block, kernel)
-            dk[:, :, at] += dkv[0]
-            dv[:, :, at] += dkv[1]
-        dq[:, :, own] = share
+    do = numbers(*q.shape, seed=9)
+    o, dq, dk, dv = by_pieces(style, kernel, c, q, k, v, do, mask)
     exact = leaves(q, k, v, dtype=torch.float64)
     wanted = dense_attention(*exact, mask)[0]
     wanted.backward(do.double())
