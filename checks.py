@@ -35,7 +35,7 @@ def complete(config, world: int) -> None:
     check_offload(config)
     check_data(config.data, config.model)
     check_run(config.run)
-    check_graph(config.run, config.model, world)
+    check_graph(config.run, config.model, config.precision, world)
 
 
 def flag(name: str) -> str:
@@ -377,7 +377,10 @@ def check_dry_run(run, data, grid, world: int) -> None:
     need(not data.doc_mask, "--dry-run with --doc-mask: what documents hide depends on the data, leave one of them out")
 
 
-def check_graph(run, model, world: int) -> None:
+def check_graph(run, model, precision, world: int) -> None:
     need(not run.graph or world == 1, f"--graph with {world} ranks: communication is not captured, use one rank")
-    need(not run.graph or not model.experts, f"--graph with --experts {model.experts}: how many tokens an expert gets "
-                                             "is not known when a step is captured, use --no-graph")
+    need(not run.graph or not model.experts or (
+        precision.dtype in ("auto", "bf16") and precision.fp8 == "none"
+        and model.hidden % 8 == model.expert_ffn % 8 == 0),
+        f"--graph with --experts {model.experts}: how many tokens an expert gets is not known when a step is captured, "
+        "which needs --dtype bf16, --fp8 none, and a --hidden and an --expert-ffn that are multiples of 8")

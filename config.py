@@ -222,7 +222,7 @@ class Run:
     memory_snapshot: str = setting("", "write who allocated the GPU's memory in the first six steps, of rank 0")
     sample: str = setting("def ", "after training on text, continue this prompt; '' for none")
     device: str = setting("auto", "auto: GPUs when there is one per rank", ("auto", "cpu", "cuda"))
-    graph: bool = setting(False, "capture the third step as a CUDA graph and replay it: one rank, no experts")
+    graph: bool = setting(False, "capture the third step as a CUDA graph and replay it: one rank, experts in bf16 only")
     dry_run: bool = setting(False, "run one step on fake tensors as --rank of --gpus ranks, and print what it needs")
     gpus: int = setting(0, "ranks of a dry run")
     rank: int = setting(0, "which of them to be")

@@ -17,6 +17,7 @@ per token, S = sequence, L = layers, W = window, P = parameters.
 """
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -328,7 +329,7 @@ class LayerOptions(NamedTuple):
     element: bytes per element of an activation. tp: ranks; above kv_heads, each kv head exists tp / kv_heads times.
     attention: "math" saves scores. sp_keep: gathered inputs of linear layers are saved. fp8: bytes per element in which
     FP8 linear layers save their inputs, scales included; 0: not FP8. aux, router_z: whether the router has these
-    losses. dispatched: whether tokens are sent to experts on other ranks.
+    losses. copies: of each token that are sent to experts, see copies_per_token; 0: all experts are on one rank.
     """
     element: int = 2
     tp: int = 1
@@ -337,7 +338,7 @@ class LayerOptions(NamedTuple):
     fp8: float = 0.0
     aux: bool = True
     router_z: bool = False
-    dispatched: bool = False
+    copies: float = 0.0
 
 
 BF16 = LayerOptions()
@@ -397,17 +398,18 @@ def experts_half(model: Model, options: LayerOptions) -> Layer:
     e, acc = options.element, acc_bytes(options.element)
     linear_input = options.fp8 or e
     router_scores = 1 + options.aux + options.router_z  # times E: scores, the auxiliary loss's coefficients, logits
+    sent = options.copies
     gates = k + model.router_norm * (k + 1) + options.aux * (model.router == "sigmoid") + 2 * options.router_z
     activations = dict(
         ffn_norm=Activation(H * e, "none", "sp"),
         ffn_norm_statistic=Activation(acc, "none", "sp"),
         router_scores=Activation(router_scores * E * acc, "selective", "tp", 2 * H * E),
         gates=Activation(gates * acc, "selective", "tp"),
-        route=Activation((40 if options.dispatched else 24) * k, "full", "tp"),
+        route=Activation(24 * k + 8 + (24 * sent if sent else 0), "full", "tp"),
         tokens_dispatched=Activation(k * H * linear_input, "selective", "tp"),
         experts_gate_up=Activation(2 * k * F * e, "selective", "tp", 4 * H * k * F),
         experts_swiglu=Activation(k * F * linear_input, "selective" if options.fp8 else "none", "tp"),
-        experts_output=Activation(k * H * e, "selective", "tp", 2 * k * F * H))  # for the gates' gradient
+        experts_output=Activation(0, "full", "tp", 2 * k * F * H))
     shared = model.shared_experts * F
     if shared:
         activations |= dict(shared_gate_up=Activation(2 * shared * e, "selective", "tp", 4 * H * shared),
@@ -417,6 +419,12 @@ def experts_half(model: Model, options: LayerOptions) -> Layer:
         if options.sp_keep:
             activations["ffn_norm_gathered"] = Activation(H * e, "none", "")
     return activations | dict(output=Activation(0, "full", "sp", 2 * shared * H))
+
+
+def copies_per_token(model: Model, ranks: int) -> float:
+    """The expected number of ranks with experts of a token, if any top_k of all experts are equally likely."""
+    E, k = model.experts, model.top_k
+    return ranks * (1 - math.comb(E - E // ranks, k) / math.comb(E, k))
 
 
 def latent_attention_half(hidden: int, heads: int, seq: int, element: int, q_rank: int, kv_rank: int, width: int,

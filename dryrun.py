@@ -3,12 +3,13 @@ r"""A dry run: the training code itself, run in one process as any rank of any n
     python train.py --dry-run --gpus 16384 --preset llama-3.1-405b --tp 8 --cp 16 --pp 16 --seq 131072 --zero 1 \
                     --global-batch 128 --micro-batch 1
 
-The code is not simulated: train.py builds its groups, model, buckets and pipeline engine, and runs steps. Only four
+The code is not simulated: train.py builds its groups, model, buckets and pipeline engine, and runs steps. Only five
 things are replaced:
 
     tensors               by fake ones (FakeTensorMode): a shape, a dtype and a storage with a size, but no memory
     process groups        by fake ones: every collective returns at once and sends nothing
     ep.exchange_counts    by `uniform_counts`: fake counts cannot be read, so all experts get equally many tokens
+    ep.read_counts        by `uniform_rows`, for the same reason
     Pending.completed     by `complete`: what a rank sends has been received by its next action, so that it is freed
 
 So meter.py sees every operation, tensor and collective that this rank would execute. It counts the peak of live bytes,
@@ -60,9 +61,9 @@ def fake_world(ranks: int, me: int) -> Iterator[None]:
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
     """Within this context tensors have no memory, and all experts get equally many tokens."""
-    with patch.object(ep, "exchange_counts", uniform_counts), patch.object(Pending, "completed", complete):
-        with FakeTensorMode():
-            yield
+    with (patch.object(ep, "exchange_counts", uniform_counts), patch.object(ep, "read_counts", uniform_rows),
+          patch.object(Pending, "completed", complete), FakeTensorMode()):
+        yield
 
 
 def complete(pending: Pending) -> bool:
@@ -72,14 +73,24 @@ def complete(pending: Pending) -> bool:
     return True
 
 
-def uniform_counts(counts: torch.Tensor, rows: int, group: Group) -> tuple[list[list[int]], list[list[int]]]:
-    """As ep.exchange_counts if each rank assigns its `rows` to experts in turn: counts differ by at most one."""
-    experts, n = len(counts), size(group)
-    splits = [experts // n] * n
-    collectives.all_to_all(torch.empty_like(counts), counts, splits, splits, group)
-    of_expert = [rows // experts + (expert < rows % experts) for expert in range(experts)]
-    sent = [of_expert[first:first + splits[0]] for first in range(0, experts, splits[0])]
+def uniform_counts(counts: torch.Tensor, T: int, k: int, group: Group) -> tuple[list[list[int]], list[list[int]]]:
+    """As ep.exchange_counts if all choices of k experts are equally often made: counts differ by at most one."""
+    n, e = size(group), counts.shape[1] - 1
+    collectives.all_to_all(torch.empty_like(counts), counts, [1] * n, [1] * n, group)
+    of_expert = dealt(T * k, n * e)
+    copies = round(T * (1 - math.comb(n * e - e, k) / math.comb(n * e, k)))  # see costs.copies_per_token
+    sent = [[*of_expert[first:first + e], copies] for first in range(0, n * e, e)]
     return sent, [sent[rank(group)]] * n
+
+
+def dealt(count: int, experts: int) -> list[int]:
+    """How many of `count` rows each expert gets if they get them in turn."""
+    return [count // experts + (expert < count % experts) for expert in range(experts)]
+
+
+def uniform_rows(route: ep.Route) -> list[int]:
+    """As ep.read_counts, on one rank."""
+    return dealt(route.chosen.numel(), len(route.ends))
 
 
 class ZeroSamples(Samples):

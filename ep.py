@@ -1,23 +1,28 @@
 """Expert parallelism: a layer's feed-forward networks, its experts, are sharded over ranks; each token uses k of them.
 
 Saves: all but 1/n of the experts' weights, gradients and optimizer state.
-Costs: every token is sent to its experts and back: a rank sends 4 T k H (n-1)/n elements per layer in forward and
-       backward, 6 if the layer is recomputed, if experts are used equally. Once per layer the host waits for the
-       device, to learn how many rows the rank will receive.
+Costs: every token is sent once to each of the u ranks that have experts of it, and back: a rank sends 4 T u H (n-1)/n
+       elements per layer in forward and backward, 5 if the layer is recomputed; also 8 k bytes with each token, and 4 k
+       with its gradient. If all choices are equally likely, u = n (1 - C(E - e, k) / C(E, k)): for k = 8 of 256 experts
+       on 8 ranks 5.3. Once per layer the host waits for the device, to learn how many tokens the rank will receive; on
+       one rank it never does.
 Stops helping when: experts get too few rows for a fast matmul, or one gets so many that all ranks wait for it.
 
 Two ranks, four experts, k = 2. Rank 0 has the tokens a b c, rank 1 has d e:
 
                  rank 0, experts 0 and 1            rank 1, experts 2 and 3
     route        a: 0 2   b: 2 3   c: 0 1           d: 1 2   e: 2 3
-    permute      a0 c0 c1 | a2 b2 b3                d1 | d2 e2 e3
-    dispatch     a0 c0 c1   d1                      a2 b2 b3   d2 e2 e3
-    permute      0: a c   1: c d                    2: a b d e   3: b e
-    combine      a0 c0 c1 | a2 b2 b3                d1 | d2 e2 e3
+    copies       a c | a b                          d | d e
+    dispatch     a c d                              a b d e
+    rows         0: a c   1: c d                    2: a b d e   3: b e
+    combine      a0  c0+c1  d1                      a2  b2+b3  d2  e2+e3
+                 a0+a2   b2+b3   c0+c1              d1+d2   e2+e3
 
-The first permutation sorts rows by expert, and so by rank. Dispatch is an all-to-all with uneven splits; after it, rows
-are sorted by expert again. One grouped matmul multiplies each expert's rows by its matrix: no row is dropped, and none
-is padded. Combine sends the results back and sums the k rows of each token, each times its gate.
+Each token is copied once for each rank with experts of it. Dispatch is an all-to-all with uneven splits. A rank makes
+rows of the tokens that it has received, one for each of its experts, sorted by expert. One grouped matmul multiplies
+each expert's rows by its matrix: no row is dropped, and none is padded. A token brings its gates, which multiply the
+experts' hidden activations: by linearity this is the results times the gates, and no result has to be saved for the
+gates' gradients. Combine sums a token's results on each rank, sends the sums back, and sums those.
 
 Routing. The router computes E logits per token. A softmax over all of them, or a sigmoid of each, makes scores, in at
 least fp32. The k experts with the highest scores are chosen; their scores, usually divided by their sum, are the gates.
@@ -44,10 +49,12 @@ al. 2022 (ST-MoE: the z-loss); Gale et al. 2022 (MegaBlocks: no dropped rows); W
 2024 (V3, section 2.1.2: groups, the loss per sequence); Liu et al. 2025 (folding).
 
 Shapes: T tokens of a rank, H hidden, F ffn of an expert, E experts, k experts per token, n ranks of ep, e = E/n experts
-of a rank, B sequences of S tokens, R rows that a rank receives.
+of a rank, B sequences of S tokens, U copies of tokens that a rank sends, M that it receives, R rows of its experts.
 """
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -56,9 +63,9 @@ from einops import rearrange
 from torch import nn
 from torch.autograd import Function
 
-from collectives import AllToAll__AllToAll, Group, all_reduce, all_to_all, rank, run_demo, size
+from collectives import Group, all_reduce, all_to_all, exchange_rows, rank, run_demo, size, to_device
 from config import Model
-from operations import swiglu
+from operations import load_kernels, uses_kernels, weighted_swiglu
 from param import Spec, acc_dtype, accumulate_grad, accumulate_product, draw, parameter, shard_slice
 from recompute import cheap, decide_once, dropping_cheap, is_recomputing
 
@@ -99,19 +106,41 @@ def make_routing_info(tokens: Tensor, cp: Group, tp: Group, sequence_weight: flo
     return RoutingInfo(sequence_ids, B, (cp, tp), sequence_weight)
 
 
-class Route(NamedTuple):
-    """Which rows are sent where: decided once per layer, and used in forward, backward and recomputation."""
+class Rows(NamedTuple):
+    """The rows of this rank's experts, one for each token that it has (M tokens) and each of its experts among the
+    token's k choices, sorted by expert."""
+    order: Tensor  # [R], row i is choice order[i] of all M k, of token order[i] // k
+    by_token: Tensor  # [R], the order that sorts rows by token
+    starts: Tensor  # [M], where a token's rows start in by_token
+
+
+def sort_rows(experts: Tensor, of_rank: int, count: int) -> Rows:
+    """experts: [M, k], the choices of each token; of_rank and above: an expert of a different rank. count: R."""
+    order = experts.flatten().argsort(stable=True)[:count].clone()  # a view would save all M k
+    rows_per_token = (experts < of_rank).sum(1)
+    by_token = (order // experts.shape[1]).argsort(stable=True)
+    return Rows(order, by_token, rows_per_token.cumsum(0) - rows_per_token)
+
+
+@dataclass
+class Route:
+    """Who computes which tokens: decided once per layer, and used in forward, backward and recomputation."""
     group: Group
     chosen: Tensor  # [T, k], the experts of each token
-    order: Tensor  # [T k], choices sorted by expert: row i is choice order[i], of token order[i] // k
-    inverse: Tensor  # [T k], its inverse: choice i is row inverse[i]
-    input_splits: list[int]  # rows sent to each rank
-    output_splits: list[int]  # rows received from each rank
-    rows_per_expert: list[int]  # rows received for each expert of this rank
     ends: Tensor  # [e] int32 on the device: where the rows of each expert of this rank end
-    by_expert: Tensor | None  # [R], the order that sorts received rows by expert; None on one rank: they are sorted
-    by_rank: Tensor | None  # [R], its inverse
     coefficients: tuple[Tensor, Tensor] | None  # see Router.loss_coefficients
+    rows: Rows | None = None  # of this rank's experts; on several ranks known when tokens have been received
+    # On several ranks, the U copies of tokens that are sent: one to each rank with experts of the token.
+    copies: Tensor | None = None  # [U], sorted by rank: copy i of all n T is that of token copies[i] % T
+    by_token: Tensor | None = None  # [U], the order that sorts copies by token
+    starts: Tensor | None = None  # [T], where a token's copies start in by_token
+    input_splits: list[int] | None = None  # copies sent to each rank
+    output_splits: list[int] | None = None  # copies received from each rank
+
+    @cached_property
+    def rows_per_expert(self) -> list[int]:
+        """Rows of each expert of this rank. On one rank the host waits for them if anything asks: not in bf16."""
+        return read_counts(self)
 
 
 # ---- routing --------------------------------------------------------------------------------------------------------
@@ -159,19 +188,12 @@ class Router:
             if self.balance.aux_loss or self.balance.z_loss:
                 coefficients = self.loss_coefficients(counts[:-1], info)
 
-        order = chosen.flatten().argsort(stable=True)
-        sent, received = exchange_counts(counts.sum(0), chosen.numel(), group)
-        input_splits, output_splits = [sum(row) for row in sent], [sum(row) for row in received]
-        rows_per_expert = [sum(column) for column in zip(*received)]
-        ends = torch.tensor(rows_per_expert).cumsum(0).int().to(scores.device, non_blocking=True)
-        by_expert = by_rank = None
-        if size(group) > 1:
-            row_counts = torch.tensor(received).flatten().to(scores.device, non_blocking=True)
-            experts = torch.arange(len(rows_per_expert), device=scores.device).repeat(size(group))
-            by_expert = experts.repeat_interleave(row_counts, output_size=sum(rows_per_expert)).argsort(stable=True)
-            by_rank = invert(by_expert)
-        return Route(group, chosen, order, invert(order), input_splits, output_splits, rows_per_expert, ends,
-                     by_expert, by_rank, coefficients)
+        route = Route(group, chosen, counts.sum(0).cumsum(0).int(), coefficients)
+        if size(group) == 1:
+            route.rows = sort_rows(chosen, E, chosen.numel())
+        else:
+            plan_copies(route, counts.sum(0))
+        return route
 
     def loss_coefficients(self, counts: Tensor, info: RoutingInfo) -> tuple[Tensor, Tensor]:
         """The factors of probabilities, [B + 1, E], and of squared logsumexps, [B + 1, 1], in the losses of their
@@ -243,20 +265,39 @@ def normalise(scores: Tensor) -> Tensor:
     return scores / (scores.sum(-1, keepdim=True) + 1e-20)  # all sigmoids of a token may underflow
 
 
-def invert(order: Tensor) -> Tensor:
-    """The inverse of a permutation."""
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+def plan_copies(route: Route, rows: Tensor) -> None:
+    """Fill the fields for several ranks. rows: [E], how many rows of this rank's tokens each expert has."""
+    (T, k), n = route.chosen.shape, size(route.group)
+    rank_of = route.chosen // (len(rows) // n)
+    sent = rows.new_zeros(n, T, dtype=torch.bool).scatter_(0, rank_of.t(), True)
+    counts = torch.cat((rows.view(n, -1), sent.sum(1, keepdim=True)), 1)
+    given, received = exchange_counts(counts, T, k, route.group)
+    route.input_splits, route.output_splits = ([copies for *_, copies in ranks] for ranks in (given, received))
+    *received_rows, _ = zip(*received)
+    route.rows_per_expert = [sum(of_expert) for of_expert in received_rows]
+    route.ends = to_device(torch.tensor(route.rows_per_expert), rows.device).cumsum(0).int()
+    route.copies = (~sent.flatten()).argsort(stable=True)[:sum(route.input_splits)].clone()
+    route.by_token = (route.copies % T).argsort(stable=True)
+    copies_per_token = sent.sum(0)
+    route.starts = copies_per_token.cumsum(0) - copies_per_token
 
 
-def exchange_counts(counts: Tensor, rows: int, group: Group) -> tuple[list[list[int]], list[list[int]]]:
-    """(rows sent to each rank, rows received from each rank), for each expert of the receiver: lists [n][e]. counts:
-    [E], rows of this rank; rows: their sum. Only here does the host wait for the device; dryrun.py replaces this."""
+def exchange_counts(counts: Tensor, T: int, k: int, group: Group) -> tuple[list[list[int]], list[list[int]]]:
+    """counts: [n, e + 1], for each rank the rows of its e experts, and the copies that it is sent, of T tokens that
+    chose k experts each. Returns them as lists, and those that the other ranks have for this one. The host waits for
+    the device here; dryrun.py replaces this."""
     n = size(group)
-    received_counts, splits = torch.empty_like(counts), [len(counts) // n] * n
+    received_counts, splits = torch.empty_like(counts), [1] * n
     all_to_all(received_counts, counts, splits, splits, group)
-    sent, received = torch.stack((counts, received_counts)).view(2, n, -1).tolist()
-    assert sum(map(sum, sent)) == rows, "a choice of an expert was not counted, or counted twice"
+    sent, received = torch.stack((counts, received_counts)).tolist()
+    assert sum(sum(rows) for *rows, _ in sent) == T * k, "a choice of an expert was not counted, or counted twice"
     return sent, received
+
+
+def read_counts(route: Route) -> list[int]:
+    """The rows of each expert. The host waits for the device here, too; dryrun.py replaces this."""
+    ends = [0, *map(int, route.ends.cpu())]
+    return [stop - start for start, stop in pairwise(ends)]
 
 
 @torch.no_grad()
@@ -281,71 +322,39 @@ def update_biases(routers: list[Router], groups: tuple[Group, ...],
 
 # ---- dispatch and combine -------------------------------------------------------------------------------------------
 
-def dispatch(x: Tensor, route: Route) -> Callable[[], Tensor]:
-    """Start to send tokens [T, H]. Calling the result waits, and returns the rows received [R, H], by expert."""
-    rows = Permute.apply(x, route.order, route.inverse, route.chosen.shape[1])
+def dispatch(x: Tensor, gates: Tensor, route: Route) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Start to send tokens [T, H] and gates [T, k]. Calling the result waits, and returns the rows of this rank's
+    experts [R, H], and their gates, [R]."""
     if size(route.group) == 1:
-        return lambda: rows
+        received = MakeRows.apply(x, gates, route)
+        return lambda: received
     transfer = Transfer(route)
-    placeholder = StartDispatch.apply(rows, transfer)
-    return lambda: Permute.apply(FinishDispatch.apply(placeholder, transfer), route.by_expert, route.by_rank, 1)
+    placeholder = StartDispatch.apply(x, gates, transfer)
+    return lambda: FinishDispatch.apply(placeholder, x.shape[1], gates.dtype, transfer)
 
 
-def combine(y: Tensor, gates: Tensor, route: Route) -> Tensor:
-    """Send the experts' results [R, H] back, and sum those of each token, times its gates [T, k]: [T, H]."""
-    if size(route.group) > 1:
-        y = Permute.apply(y, route.by_rank, route.by_expert, 1)
-        y = AllToAll__AllToAll.apply(y, route.input_splits, route.output_splits, route.group)
-    return UnpermuteAndSum.apply(y, gates, route)
-
-
-class Permute(Function):
-    """[T, H] -> [T k, H]: row i is that of choice order[i]. Backward sums each token's k rows in a fixed order."""
+class MakeRows(Function):
+    """Tokens [T, H] and gates [T, k] -> rows [R, H] by expert, and their gates [R]."""
 
     @staticmethod
-    def forward(ctx, x, order, inverse, k):
-        ctx.inverse, ctx.k = inverse, k
-        return x[order // k if k > 1 else order]
-
-    @staticmethod
-    def backward(ctx, grad):
-        rows = unpermute(grad, ctx.inverse, ctx.k)
-        return rows.sum(1) if ctx.k > 1 else rows[:, 0], None, None, None
-
-
-class UnpermuteAndSum(Function):
-    """Rows [T k, H] as sent, gates [T, k] -> [T, H]: the sum of each token's rows times gates, in at least fp32."""
-
-    @staticmethod
-    def forward(ctx, y, gates, route):
-        ctx.save_for_backward(y, gates)
+    def forward(ctx, x, gates, route):
         ctx.route = route
-        return (gates[:, None] @ unpermute(y, route.inverse, gates.shape[1]).to(gates.dtype))[:, 0].to(y.dtype)
+        return x[route.rows.order // gates.shape[1]], gates.flatten()[route.rows.order]
 
     @staticmethod
-    def backward(ctx, grad):
-        y, gates = ctx.saved_tensors
-        grad_acc = grad.to(gates.dtype)
-        dgates = (unpermute(y, ctx.route.inverse, gates.shape[1]).to(gates.dtype) @ grad_acc[..., None])[..., 0]
-        dy = (gates[..., None] * grad_acc[:, None]).to(y.dtype).flatten(0, 1)
-        return dy[ctx.route.order], dgates, None
-
-
-def unpermute(rows: Tensor, inverse: Tensor, k: int) -> Tensor:
-    """[T k, H], permuted -> [T, k, H]."""
-    return rows[inverse].view(-1, k, rows.shape[1])
+    def backward(ctx, drows, dgates):
+        return *sum_rows(drows, dgates, ctx.route), None
 
 
 class Transfer:
-    """An all-to-all of rows that is under way, in forward or in backward."""
+    """An all-to-all of copies that is under way, to the experts in forward, of gradients back in backward."""
 
     def __init__(self, route: Route):
-        self.input_splits, self.output_splits, self.group = route.input_splits, route.output_splits, route.group
+        self.route = route
 
-    def start(self, x: Tensor, output_splits: list[int], input_splits: list[int]) -> Tensor:
+    def start(self, x: Tensor, output_splits: list[int], input_splits: list[int]) -> None:
         self.out = x.new_empty(sum(output_splits), x.shape[1])
-        self.pending = all_to_all(self.out, x.contiguous(), output_splits, input_splits, self.group, async_op=True)
-        return self.out
+        self.pending = all_to_all(self.out, x, output_splits, input_splits, self.route.group, async_op=True)
 
     def finish(self) -> Tensor:
         self.pending.wait()
@@ -354,58 +363,131 @@ class Transfer:
 
 
 class StartDispatch(Function):
-    """Start to send rows; the result is a placeholder for FinishDispatch, which in backward starts to send gradients.
-    What forward computes in between (shared experts) has its backward in between, too."""
+    """Start to send tokens [T, H], with their gates [T, k]. The result is a placeholder for FinishDispatch, which in
+    backward starts to send gradients. What forward computes in between (shared experts) has its backward in between."""
 
     @staticmethod
-    def forward(ctx, x, transfer):
-        ctx.transfer = transfer
-        transfer.start(x, transfer.output_splits, transfer.input_splits)
-        return x.new_zeros(()).expand(x.shape)  # a gradient must have this shape; one element of memory
+    def forward(ctx, x, gates, transfer):
+        ctx.transfer, ctx.shapes = transfer, (x.shape[1], gates.shape[1], gates.dtype)
+        route, e = transfer.route, len(transfer.route.ends)
+        rank_of_copy, token = route.copies // len(x), route.copies % len(x)
+        expert = route.chosen[token] - e * rank_of_copy[:, None]  # 0 to e - 1 on that rank; elsewhere e
+        expert = expert.where((expert >= 0) & (expert < e), e)
+        copies = pack(x, token, torch.cat((gates[token], expert.to(gates.dtype)), 1))
+        transfer.start(copies, route.output_splits, route.input_splits)
+        return x.new_zeros(())
 
     @staticmethod
-    def backward(ctx, grad):
-        return ctx.transfer.finish(), None
+    def backward(ctx, _):
+        route = ctx.transfer.route
+        dx, dgates = unpack(ctx.transfer.finish(), *ctx.shapes)
+        return sum_bags(dx, route.by_token, route.starts), sum_bags(dgates, route.by_token, route.starts), None
 
 
 class FinishDispatch(Function):
-    """The rows received. Backward returns memory that is still being filled: only StartDispatch reads it, and waits."""
+    """The rows [R, H] of the copies received, by expert, and their gates [R]."""
 
     @staticmethod
-    def forward(ctx, placeholder, transfer):
-        ctx.transfer = transfer
-        return transfer.finish()
+    def forward(ctx, placeholder, H, dtype, transfer):
+        ctx.transfer, route = transfer, transfer.route
+        k = route.chosen.shape[1]
+        copies, notes = unpack(transfer.finish(), H, 2 * k, dtype)
+        gates, experts = notes.split(k, 1)
+        route.rows = sort_rows(experts, len(route.ends), sum(route.rows_per_expert))
+        return copies[route.rows.order // k], gates.flatten()[route.rows.order]
+
+    @staticmethod
+    def backward(ctx, drows, dgates):
+        route = ctx.transfer.route
+        dx, dgates = sum_rows(drows, dgates, route)
+        ctx.transfer.start(pack(dx, None, dgates), route.input_splits, route.output_splits)
+        return drows.new_zeros(()), None, None, None
+
+
+def combine(y: Tensor, route: Route) -> Tensor:
+    """Sum the results [R, H] of each token on each rank, send the sums back, and sum those: [T, H]."""
+    return Combine.apply(y, route)
+
+
+class Combine(Function):
+    """See combine. Backward needs no result, so full recomputation does not communicate, and returns a placeholder."""
+
+    @staticmethod
+    def forward(ctx, y, route):
+        ctx.route = route
+        if is_recomputing():
+            return y.new_zeros(()).expand(len(route.chosen), y.shape[1])
+        sums = sum_bags(y, route.rows.by_token, route.rows.starts)
+        if size(route.group) == 1:
+            return sums
+        received = exchange_rows(sums, route.input_splits, route.output_splits, route.group)
+        return sum_bags(received, route.by_token, route.starts)
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.transfer.start(grad, ctx.transfer.input_splits, ctx.transfer.output_splits), None
+        route = ctx.route
+        if size(route.group) > 1:
+            copies = grad[route.copies % len(grad)]
+            grad = exchange_rows(copies, route.output_splits, route.input_splits, route.group)
+        return grad[route.rows.order // route.chosen.shape[1]], None
+
+
+def sum_rows(drows: Tensor, dgates: Tensor, route: Route) -> tuple[Tensor, Tensor]:
+    """The gradients of tokens [M, H] and gates [M, k], from those of rows [R, H] and their gates [R]."""
+    order, by_token, starts = route.rows
+    of_gates = dgates.new_zeros(len(starts), route.chosen.shape[1])
+    return sum_bags(drows, by_token, starts), of_gates.view(-1).index_copy_(0, order, dgates).view_as(of_gates)
+
+
+def sum_bags(x: Tensor, order: Tensor, starts: Tensor) -> Tensor:
+    """[R, H] -> [M, H]: sum i is that of x[order[starts[i]:starts[i + 1]]], in this order, in at least fp32."""
+    return torch.embedding_bag(x.contiguous(), order, starts, mode=0)[0]
+
+
+def pack(x: Tensor, order: Tensor | None, notes: Tensor) -> Tensor:
+    """Rows x[order], each followed by its notes [U, w], of any dtype, and zeros to whole 16 bytes: [U, H + c]."""
+    as_elements = notes.contiguous().view(x.dtype)  # the same bits
+    width = -(-notes.shape[1] * notes.itemsize // 16) * 16 // x.itemsize
+    packed = x.new_empty(len(notes), x.shape[1] + width)
+    rows = packed[:, :x.shape[1]]
+    rows.copy_(x) if order is None else torch.index_select(x, 0, order, out=rows)
+    packed[:, x.shape[1]:] = F.pad(as_elements, (0, width - as_elements.shape[1]))
+    return packed
+
+
+def unpack(packed: Tensor, H: int, w: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The rows [U, H], a view, and their notes [U, w], of this dtype."""
+    return packed[:, :H], packed[:, H:H + w * dtype.itemsize // packed.itemsize].contiguous().view(dtype)
 
 
 # ---- experts --------------------------------------------------------------------------------------------------------
 
 class GroupedExperts(nn.Module):
-    """The SwiGLU networks of this rank's experts: rows [R, H], sorted by expert -> [R, H]."""
+    """The SwiGLU networks of this rank's experts, times gates: rows [R, H], sorted by expert, gates [R] -> [R, H]."""
 
     def __init__(self, make: Callable[[Spec], nn.Parameter], gate_up: Spec, down: Spec):
         super().__init__()
         self.w_gate_up = make(gate_up)  # [e, 2F, H]
         self.w_down = make(down)  # [e, H, F]
 
-    def forward(self, rows: Tensor, route: Route, fp8: Any = None) -> Tensor:
+    def forward(self, rows: Tensor, gates: Tensor, route: Route, fp8: Any = None) -> Tensor:
         """fp8: an fp8.Fp8, whose grouped linear layer replaces GroupedLinear."""
         linear = fp8.grouped if fp8 else GroupedLinear.apply
-        hidden = cheap(swiglu, linear(rows, self.w_gate_up, route))
+        hidden = cheap(weighted_swiglu, linear(rows, self.w_gate_up, route, False), gates)
         with dropping_cheap():
-            return linear(hidden, self.w_down, route)
+            return linear(hidden, self.w_down, route, is_recomputing())
 
 
 class GroupedLinear(Function):
-    """Rows [R, in], sorted by expert, times the transposes of the experts' weights [e, out, in] -> [R, out]."""
+    """Rows [R, in], sorted by expert, times the transposes of the experts' weights [e, out, in] -> [R, out]. skip:
+    return a placeholder, as no backward reads the result."""
 
     @staticmethod
-    def forward(ctx, x, weight, route):
+    def forward(ctx, x, weight, route, skip):
         ctx.save_for_backward(x)
         ctx.weight, ctx.route = weight, route
+        if skip:
+            return x.new_zeros(()).expand(len(x), weight.shape[1])
         return grouped_matmul(x, weight.transpose(1, 2), route)
 
     @staticmethod
@@ -414,7 +496,7 @@ class GroupedLinear(Function):
         x, grad, route = x.detach(), grad.contiguous(), ctx.route
         # Also without any row: a bucket counts the gradients of all its parameters.
         accumulate_grad(ctx.weight, lambda out: accumulate_grouped_product(out, grad, x, route))
-        return grouped_matmul(grad, ctx.weight, route), None, None
+        return grouped_matmul(grad, ctx.weight, route), None, None, None
 
 
 def grouped_matmul(x: Tensor, matrices: Tensor, route: Route) -> Tensor:
@@ -427,8 +509,13 @@ def grouped_matmul(x: Tensor, matrices: Tensor, route: Route) -> Tensor:
 def accumulate_grouped_product(out: Tensor, grad: Tensor, x: Tensor, route: Route) -> None:
     """out [e, out, in] += grad^T x of each expert's rows, in fp32 as of dense layers. (grouped_mm rounds to bf16, and
     on some GPUs leaves numbers where an expert has no row.) An expert without rows gets nothing."""
-    for matrix, dy, rows in zip(out, grad.split(route.rows_per_expert), x.split(route.rows_per_expert)):
-        accumulate_product(matrix, dy.t(), rows)
+    if size(route.group) == 1 and uses_kernels(x):
+        load_kernels().add_grouped_product(out, grad, x, route.ends)
+    elif size(route.group) == 1 and fits_grouped_mm(grad, x):
+        out.add_(F.grouped_mm(grad.t(), x, offs=route.ends))
+    else:
+        for matrix, dy, rows in zip(out, grad.split(route.rows_per_expert), x.split(route.rows_per_expert)):
+            accumulate_product(matrix, dy.t(), rows)
 
 
 def fits_grouped_mm(*tensors: Tensor) -> bool:
@@ -465,7 +552,7 @@ def train_demo(balance: Balance, group: Group, steps: int = 300) -> tuple[list[f
         x = embedding[text[positions[:, None] + torch.arange(context)]].flatten(1)
         h = F.rms_norm(x, (H,))
         route, gates = router(h, w_router, info, group)
-        y = combine(experts(dispatch(h, route)(), route), gates, route)
+        y = combine(experts(*dispatch(h, gates, route)(), route), route)
         loss = F.cross_entropy((x + y) @ head.t(), text[positions + context]) / size(group)
         loss.backward()
         if step >= steps - 20:

@@ -24,6 +24,7 @@ from costs import (
     acc_bytes,
     bucket_elements,
     by_kind,
+    copies_per_token,
     layer_kinds,
     llama_layer,
     reduced_bytes,
@@ -110,7 +111,8 @@ def activation_bytes(settings: Config, element: int, stages: Collection[Iterable
 def layer_options(settings: Config, element: int, by_blocks: bool = False) -> LayerOptions:
     grid, optim = settings.grid, settings.optim
     return LayerOptions(element, grid.tp, "auto" if by_blocks else settings.precision.attention, grid.sp_keep,
-                        aux=optim.aux_loss > 0, router_z=optim.router_z_loss > 0, dispatched=grid.ep > 1)
+                        aux=optim.aux_loss > 0, router_z=optim.router_z_loss > 0,
+                        copies=copies_per_token(settings.model, grid.ep) if grid.ep > 1 else 0.0)
 
 
 # ---- the peak of a step ---------------------------------------------------------------------------------------------

@@ -334,9 +334,9 @@ class Fp8:
         """tp.row."""
         return Fp8Row.apply(x, self, tp, skip, weight)
 
-    def grouped(self, x: Tensor, weight: nn.Parameter, route) -> Tensor:
+    def grouped(self, x: Tensor, weight: nn.Parameter, route, skip: bool) -> Tensor:
         """ep.GroupedLinear. route: an ep.Route."""
-        return Fp8Grouped.apply(x, self, weight, route)
+        return Fp8Grouped.apply(x, self, weight, route, skip)
 
     # The three matmuls.
 
@@ -447,10 +447,12 @@ class Fp8Grouped(Function):
     """ep.GroupedLinear with FP8 matmuls. In columnwise copies each expert's tokens are padded to whole blocks."""
 
     @staticmethod
-    def forward(ctx, x, fp8, weight, route):
+    def forward(ctx, x, fp8, weight, route, skip):
         rowwise, columnwise = quantise_by_expert(fp8, x, route, grad=False)
         ctx.save_for_backward(*columnwise)
         ctx.fp8, ctx.weight, ctx.route = fp8, weight, route
+        if skip:
+            return x.new_zeros(()).expand(len(x), weight.shape[1])
         return multiply_by_expert(fp8, rowwise, fp8.quantise_weight((weight,))[0], route)
 
     @staticmethod
@@ -459,7 +461,8 @@ class Fp8Grouped(Function):
         rowwise, columnwise = quantise_by_expert(fp8, grad.contiguous(), route, grad=True)
         # Also without any row: a bucket counts the gradients of all its parameters.
         accumulate_grad(ctx.weight, lambda out: add_weight_grad_by_expert(fp8, out, columnwise, x, route))
-        return multiply_by_expert(fp8, rowwise, fp8.quantise_weight((ctx.weight,))[1], route), None, None, None
+        dx = multiply_by_expert(fp8, rowwise, fp8.quantise_weight((ctx.weight,))[1], route)
+        return dx, None, None, None, None
 
 
 def quantise_by_expert(fp8: Fp8, x: Tensor, route, grad: bool) -> tuple[Quantised, Quantised]:

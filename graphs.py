@@ -16,8 +16,9 @@ Kernels are captured, with the addresses and the numbers that they were given:
 So whatever changes from step to step must be in memory, at the same address in every step: a batch is copied to the one
 that was captured, weights and main gradients stay where they are (zero.py), FP8 weights are quantised in every step,
 the loss scale of fp16 is a tensor. Python runs only once: a value that it reads (`.item()`), or a shape that depends on
-values, would be that of the captured step in every replay. This rules out experts, whose numbers of tokens depend on
-the router. Several processes are ruled out because Python waits for some of their communication.
+values, would be that of the captured step in every replay. Experts can be captured only where no size depends on how
+many tokens the router gives them: on one rank, in bf16 (ep.py). Several processes are ruled out because Python waits
+for some of their communication.
 
 On a CPU, `Operations` captures the list of operations that torch dispatches, and a replay calls each of them with the
 same tensors. This saves no time and frees no activation, but tests the rules of a GPU without one, except that a GPU

@@ -364,6 +364,46 @@ swiglu.register_fake(make_swiglu_output)
 swiglu_backward.register_fake(lambda dy, x: x.new_empty(x.shape))
 
 
+# ---- weight gradients of experts ------------------------------------------------------------------------------------
+
+GROUPED_TILE = (64, 128, 128)  # rows per step, and the tile of the result
+
+
+@triton.jit
+def grouped_product_kernel(dy, x, ends, out, N, K, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """A program adds to a tile of an expert's matrix: out[e] += dy^T x of its rows; without rows it adds nothing."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    expert = tl.program_id(2)
+    first, end = tl.load(ends + expert - 1, expert > 0, other=0), tl.load(ends + expert)
+    total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for start in range(first, end, ROWS):
+        row = (start + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        a = tl.load(dy + row * N + n[None, :], (row < end) & (n[None, :] < N), other=0.0)
+        b = tl.load(x + row * K + k[None, :], (row < end) & (k[None, :] < K), other=0.0)
+        total = tl.dot(tl.trans(a), b, total, input_precision="ieee")
+    if end > first:
+        place = out + expert.to(tl.int64) * N * K + n[:, None] * K + k[None, :]
+        inside = (n[:, None] < N) & (k[None, :] < K)
+        tl.store(place, tl.load(place, inside) + total, inside)
+
+
+@custom_op("penteract::add_grouped_product", mutates_args=("out",))
+def add_grouped_product(out: Tensor, dy: Tensor, x: Tensor, ends: Tensor) -> None:
+    """out[e] += dy[rows]^T x[rows] for the rows of each expert e, which end at ends[e]: fp32 [E, N, K], dy [R, N], x
+    [R, K], ends int32 [E]. The host need not know how many rows an expert has."""
+    check_launch(dy, x)
+    check(out.dtype == torch.float32 and out.is_contiguous() and out.shape == (len(ends), dy.shape[1], x.shape[1]),
+          f"out {list(out.shape)} must be contiguous, in fp32, [{len(ends)}, {dy.shape[1]}, {x.shape[1]}]")
+    rows, block_n, block_k = GROUPED_TILE
+    grid = triton.cdiv(out.shape[1], block_n), triton.cdiv(out.shape[2], block_k), len(out)
+    grouped_product_kernel[grid](dy.contiguous(), x.contiguous(), ends, out, *out.shape[1:], rows, block_n, block_k,
+                                 num_warps=8, num_stages=3)
+
+
+add_grouped_product.register_fake(lambda out, dy, x, ends: None)
+
+
 # ---- cross-entropy, fused with the head's matmul --------------------------------------------------------------------
 
 SOFTMAX_PROGRAMS = 0  # among which the rows are divided; 0: each row has its own

@@ -147,9 +147,9 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:  # [T/t, H] -> [T/t, H]
         tokens = split_tokens(x, context.tp)
         route, gates = self.router(tokens, self.w_router, context.routing, self.ep_group)
-        receive = dispatch(tokens, route)
+        receive = dispatch(tokens, gates, route)
         shared = self.shared(x, context) if self.shared else None  # hides the dispatch
-        y = combine(self.experts(receive(), route, context.fp8_experts), gates, route)
+        y = combine(self.experts(*receive(), route, context.fp8_experts), route)
         y = merge_tokens(y, len(x), context.tp)
         return y if shared is None else y + shared
 

@@ -263,6 +263,7 @@ def overlaps(run: Run) -> list[Overlap]:
     dp, cp, tp, ep = grid.dp * grid.cp, grid.cp, grid.tp, grid.ep
     r = costs.reduced_bytes(run.settings, 2)
     layers, keys = model.layers / (grid.pp * grid.chunks), batch.seq / cp
+    copies = costs.copies_per_token(model, ep) if model.experts else 0  # of each token, for experts
 
     def tokens(ratio: float) -> str:
         return f"from {T * ratio:,.0f} tokens per micro-batch on"
@@ -284,8 +285,8 @@ def overlaps(run: Run) -> list[Overlap]:
          2 * p * layers * T / tp, "H F / (B P)",
          lambda ratio: f"from {layers * ratio:,.2f} layers per stage on, whatever the batch"),
         ("ep: dispatch, combine beside the experts' forward", ep, 1, "all_gather",
-         2 * (ep - 1) / ep * 2 * model.top_k * T * H, 6 * model.top_k * T * H * model.expert_ffn,
-         "2/3 (n-1)/n F / (B ffn)",
+         2 * (ep - 1) / ep * 2 * copies * T * H, 6 * model.top_k * T * H * model.expert_ffn,
+         "2/3 u (n-1)/n F / (B k ffn)",
          lambda ratio: f"from experts {model.expert_ffn * ratio:,.0f} wide on, whatever the batch")]
     return [Overlap(technique, nbytes, 1e9 / machines.collective_seconds(machine, 1e9, n, stride, collective), flops,
                     speed, formula, limit)

@@ -2,7 +2,7 @@
 
 Saves: full: all activations of a block but its input, of which n ranks that hold the same input save 1/n each.
        selective: the results of norms and SwiGLU; with --attention math also attention, whose scores would be saved.
-Costs: full: nearly one more forward, 26% (Llama 8B) to 33% (Mixtral) more FLOPs in the layers, and per block one
+Costs: full: nearly one more forward, 24% (Mixtral) to 26% (Llama 8B) more FLOPs in the layers, and per block one
        all-gather of the input where it is sharded.
        selective: the memory traffic of norms and SwiGLU once more; no matmul but those of --attention math.
 Stops helping when: the blocks' inputs themselves, the logits or the model state are what fills the memory.
@@ -16,7 +16,7 @@ Stops helping when: the blocks' inputs themselves, the logits or the model state
 Full. `Recompute("full")(block, x)` saves x alone: the block runs with autograd off. Backward runs it a second time
 with autograd on. That second run takes over the first one's decisions, such as which experts a token goes to
 (`decide_once`). It saves the inputs that it gathers, since backward uses them at once. It leaves out the last matmul of
-a dense feed-forward, whose result no backward reads. (That of experts runs again: the gates' gradients need it.)
+a feed-forward, whose result no backward reads, and sends no results of experts back.
 
 Sharded checkpoints. Tensor parallel ranks (without sequence parallelism) hold the same x between layers. ZeRO-R lets
 each of n ranks save 1/n of it, flat, and all-gathers it just before it is needed. Per block that sends (n-1)/n |x|
@@ -37,11 +37,11 @@ token of everything that a layer saves, and the share of a step's FLOPs that rec
    says 2.7%: its formula adds attention's forward and backward once more, but only the forward runs again.)
 2. With fused attention, no: scores are never saved, and of a Llama 8B layer's 139 kB, norms and SwiGLU, which cost no
    matmul at all, are the 32% that selective recomputation drops.
-3. Mixtral is like Llama with a larger feed-forward: two experts' gate, up and SwiGLU are 67% of 258 kB; selective
-   recomputation drops 29%.
-4. DeepSeek-V3 differs: it has many narrow experts, so 40% of its 572 kB are tokens dispatched to experts and their
-   results, which only a second exchange would bring back; selective recomputation drops 12%.
-5. In DeepSeek-V3 the thing to recompute is queries, keys and values: 23% of the bytes, for 2.4% more FLOPs, from
+3. Mixtral is like Llama with a larger feed-forward: two experts' gate, up and SwiGLU are 71% of 242 kB; selective
+   recomputation drops 30%.
+4. DeepSeek-V3 differs: it has many narrow experts, so 25% of its 458 kB are tokens dispatched to experts, which
+   only a second exchange would bring back; selective recomputation drops 15%.
+5. In DeepSeek-V3 the thing to recompute is queries, keys and values: 29% of the bytes, for 2.4% more FLOPs, from
    low-rank vectors. (By formula: this project has no latent attention.) So make this table for your architecture.
 
 Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost; Rajbhandari et al. 2020, ZeRO, sections 6 and 8 (P_a:

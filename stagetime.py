@@ -178,7 +178,8 @@ def layer_parts(run: Run, layer: int) -> Parts:
     parts |= context_parallel_part(run, parts["attention"]) | expert_parallel_part(run, layer)
     if recompute == "full":
         last = run.matmul(costs.forward_flops(table) - costs.recomputed_flops(table, "full"), fp8) * T / grid.tp
-        again = sum(part.forward for part in parts.values()) - last - parts.get("tp", Seconds()).forward / 4
+        again = sum(part.forward for part in parts.values()) - last
+        again -= parts.get("tp", Seconds()).forward / 4 + parts.get("ep", Seconds()).forward / 2
         parts["recomputed"] = Seconds(0.0, again)
     elif recompute == "selective":
         parts["recomputed"] = Seconds(0.0, touched / 6)
@@ -208,11 +209,13 @@ def context_parallel_part(run: Run, attention: Seconds) -> Parts:
 
 
 def expert_parallel_part(run: Run, layer: int) -> Parts:
-    """Dispatch and combine, in forward and in backward: k T H elements each."""
+    """Dispatch and combine, in forward and in backward: H elements per copy of a token each; with a copy 8 k bytes,
+    with its gradient 4 k."""
     model, grid = run.settings.model, run.settings.grid
     if grid.ep == 1 or not model.has_experts(layer):
         return {}
-    nbytes = 2 * model.top_k * run.tokens * model.hidden / grid.tp * (grid.ep - 1) / grid.ep * run.imbalance
+    copies = costs.copies_per_token(model, grid.ep) * run.tokens
+    nbytes = copies * (2 * model.hidden + 3 * model.top_k) / grid.tp * (grid.ep - 1) / grid.ep * run.imbalance
     one = run.collective(nbytes, grid.ep, 1 if grid.sp else grid.tp, "all_to_all")
     return dict(ep=Seconds(2 * one, 2 * one))
 

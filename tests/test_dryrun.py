@@ -5,6 +5,7 @@ import re
 import resource
 import subprocess
 import sys
+from itertools import combinations
 from unittest.mock import patch
 
 import pytest
@@ -21,7 +22,7 @@ from groups import build_groups
 
 BASE = ("--layers 4 --hidden 64 --heads 8 --kv-heads 4 --ffn 112 --vocab 97 --seq 32 --global-batch 16 --micro-batch 1 "
         "--dtype fp32")
-MOE = "--experts 8 --top-k 2 --expert-ffn 48 "
+MOE = "--experts 8 --top-k 2 --expert-ffn 48 --seq 56 --micro-batch 2 "  # 28 tokens or a multiple: all pairs of experts
 GRIDS = [  # 8 ranks each; the first ones, of every axis, are compared by default
     "--dp 8 --zero 3 --global-batch 32 --micro-batch 2 --bucket-mb 0",
     "--dp 2 --tp 2 --pp 2 --zero 1 --schedule zb-v --layers 5",
@@ -62,8 +63,10 @@ SLOW_GRIDS = [
 
 
 def uniform_choice(scores: torch.Tensor, model: config.Model) -> torch.Tensor:
-    """Choices dealt round the experts: what dryrun.uniform_counts counts."""
-    return torch.arange(scores.shape[0] * model.top_k).view(-1, model.top_k) % model.experts
+    """All choices of experts in turn, equally often: what dryrun.uniform_counts counts."""
+    choices = torch.tensor([*combinations(range(model.experts), model.top_k)])
+    assert len(scores) % len(choices) == 0
+    return choices[torch.arange(len(scores)) % len(choices)]
 
 
 def measured(grid: str) -> dict:

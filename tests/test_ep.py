@@ -15,6 +15,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 import assemble
 import collectives
 import config
+import costs
 import ep
 import grids
 import model as model_py
@@ -177,7 +178,7 @@ def balanced_choice(scores: torch.Tensor, model: config.Model) -> torch.Tensor:
     return torch.arange(len(scores) * model.top_k).view(-1, model.top_k) % model.experts
 
 
-def bytes_sent(chosen: int, rows: int) -> tuple[int, int]:
+def bytes_sent(chosen: int, rows: int, recompute: str) -> tuple[int, int]:
     """What a layer's forward and backward send of tokens and of their numbers, T being `rows`."""
     group = dist.group.WORLD
     layer = make_layer(settings_of(f"{MIXTRAL} --top-k {chosen} --aux-loss 0 --no-router-norm"), group, torch.float32)
@@ -190,7 +191,8 @@ def bytes_sent(chosen: int, rows: int) -> tuple[int, int]:
         return usual(out, x, *rest, **how)
 
     with patched(ep, choose_experts=balanced_choice, all_to_all=all_to_all):
-        run_layer(layer, x, torch.zeros(rows, dtype=torch.long)).sum().backward()
+        block = partial(run_layer, layer, number=torch.zeros(rows, dtype=torch.long))
+        Recompute(recompute)(block, x).sum().backward()
     n = dist.get_world_size()
     loads = sum(x.nbytes for x in numbers if x.dtype == torch.int64) * (n - 1) // n
     return collectives.sent[collectives.name(group)] - loads, loads
@@ -209,11 +211,27 @@ def patched(module, **replaced):
 
 
 @pytest.mark.parametrize("n", [2, 4, *slow(8)])
-def test_a_layer_sends_every_token_there_and_back_twice(pool, n):
-    for k, T in ((1, 16), (3, 24)):
-        for tokens, loads in pool.run(n, "test_ep:bytes_sent", chosen=k, rows=T):
-            assert tokens == 4 * T * k * 16 * 4 * (n - 1) // n
-            assert loads == 8 * 8 * (n - 1) // n
+def test_a_layer_sends_every_token_once_to_a_rank_and_back_and_that_twice(pool, n):
+    """However many experts it has there; recomputation sends it once more, and no result. Beside a token go its gates
+    and experts, beside its gradient those of its gates, in whole 16 bytes."""
+    for k, T, mode in ((1, 16, "none"), (3, 24, "none"), (3, 24, "full")):
+        of_tokens = [{(t * k + i) % 8 * n // 8 for i in range(k)} for t in range(T)]
+        there, back = (16 if k == 1 else 32), 16
+        for rank, (tokens, loads) in enumerate(pool.run(n, "test_ep:bytes_sent", chosen=k, rows=T, recompute=mode)):
+            copies = sum(len(ranks - {rank}) for ranks in of_tokens)
+            gradients = sum(rank in ranks for ranks in of_tokens) * (n - 1)  # of what it receives from others
+            assert tokens == copies * (2 * 16 * 4 + there) + gradients * (2 * 16 * 4 + back) + (
+                copies * (16 * 4 + there) if mode == "full" else 0)
+            assert loads == 8 * (8 + n) * (n - 1) // n
+
+
+@pytest.mark.parametrize("E, k, n, share", [(256, 8, 8, 0.66), (8, 2, 4, 0.93), (128, 8, 2, 0.25)])
+def test_copies_are_as_many_as_the_formula_expects(E, k, n, share):
+    """Of random choices; share: of k, as each choice would be sent otherwise."""
+    chosen = torch.rand(4000, E, generator=torch.Generator().manual_seed(0)).topk(k).indices * n // E
+    found = sum(len(set(ranks)) for ranks in chosen.tolist()) / 4000
+    expected = costs.copies_per_token(config.Model(experts=E, top_k=k), n)
+    assert found == pytest.approx(expected, rel=0.01) and expected / k == pytest.approx(share, abs=0.005)
 
 
 class Hidden(TorchDispatchMode):
@@ -233,9 +251,12 @@ WAITS = "item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__f
 
 def waits() -> list[int]:
     """How often the host asked a tensor for its values: in forward, and in backward."""
-    settings, group = settings_of(KINDS["sigmoid"]), dist.group.WORLD
-    layer = make_layer(settings, group, torch.float32)
-    x, number = torch.randn(12, 16, requires_grad=True), torch.arange(12) // 6
+    settings, group = settings_of(KINDS["sigmoid"] + " --expert-ffn 16"), dist.group.WORLD
+    layer = make_layer(settings, group, torch.bfloat16)
+    main_grads = {weight: torch.zeros(weight.shape) for weight in layer.parameters()}
+    for weight in main_grads:
+        weight.sink = SimpleNamespace(main_grad=main_grads.__getitem__)
+    x, number = torch.randn(12, 16, dtype=torch.bfloat16, requires_grad=True), torch.arange(12) // 6
     seen = [0, 0]
 
     def counting(usual, which):
@@ -257,7 +278,8 @@ def waits() -> list[int]:
 
 @pytest.mark.parametrize("n", [1, 4])
 def test_the_host_waits_once_a_layer(pool, n):
-    assert pool.run(n, "test_ep:waits") == [[1, 0]] * n
+    """Where experts are sharded; on one rank it never does."""
+    assert pool.run(n, "test_ep:waits") == [[int(n > 1), 0]] * n
 
 
 def events() -> list[str]:
@@ -279,7 +301,7 @@ def events() -> list[str]:
     start, finish, usual = ep.Transfer.start, ep.Transfer.finish, ep.all_to_all
 
     def all_to_all(out, x, *rest, async_op=False):
-        assert async_op or x.ndim == 1, "only the numbers of rows are waited for at once"
+        assert async_op or x.dtype == torch.int64, "only counts are waited for at once"
         return usual(out, x, *rest, async_op=async_op)
 
     logged = dict(start=lambda *args: (seen.append("sent"), start(*args))[1],
@@ -333,19 +355,22 @@ def test_rows_are_used_only_once_they_have_arrived(pool):
 
 # ---- matmuls --------------------------------------------------------------------------------------------------------
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("counts", [[3, 0, 5, 1], [0, 0, 0, 0], [0, 40, 0, 0]])
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_grouped_matmuls_equal_the_loop(counts, dtype, bound):
+def test_grouped_matmuls_equal_the_loop(counts, dtype, bound, ranks):
+    """On one rank the device alone knows the counts, on several the host, too."""
     generator = torch.Generator().manual_seed(0)
     x, weight, up = (torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype).double() for shape in
                      ((sum(counts), 16), (4, 24, 16), (sum(counts), 24)))
-    route = SimpleNamespace(rows_per_expert=counts, ends=torch.tensor(counts).cumsum(0).int())
+    route = SimpleNamespace(rows_per_expert=counts, ends=torch.tensor(counts).cumsum(0).int(),
+                            group=SimpleNamespace(size=lambda: ranks))
 
     def results(dtype) -> list[torch.Tensor]:
         given, matrix = x.to(dtype).requires_grad_(), torch.nn.Parameter(weight.to(dtype))
         matrix.sink, matrix.grad = None, torch.zeros(matrix.shape, dtype=torch.promote_types(dtype, torch.float32)
                                                      ) if dtype != torch.bfloat16 else None
-        y = ep.GroupedLinear.apply(given, matrix, route)
+        y = ep.GroupedLinear.apply(given, matrix, route, False)
         y.backward(up.to(dtype))
         return [part.double() for part in (y, given.grad, matrix.grad)]
 
@@ -353,6 +378,19 @@ def test_grouped_matmuls_equal_the_loop(counts, dtype, bound):
     for got, want in zip(results(dtype), results(torch.float64)):
         assert got.shape == want.shape
         assert (got - want).abs().sum() <= bound * want.abs().sum()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weight_gradients_of_experts_are_summed_in_fp32(ranks):
+    """512 micro-batches add 2^-10 each to 1: a bf16 sum would never move."""
+    route = SimpleNamespace(rows_per_expert=[1, 0], ends=torch.tensor([1, 1], dtype=torch.int32),
+                            group=SimpleNamespace(size=lambda: ranks))
+    sink = SimpleNamespace(main_grad=lambda weight: total)
+    weight, total = torch.nn.Parameter(torch.ones(2, 8, 8).bfloat16()), torch.ones(2, 8, 8)
+    weight.sink, x = sink, torch.full((1, 8), 2.0 ** -10).bfloat16().requires_grad_()
+    for _ in range(512):
+        ep.GroupedLinear.apply(x, weight, route, False).sum().backward()
+    assert (total[0] == 1.5).all() and (total[1] == 1).all()
 
 
 def test_grouped_mm_is_not_given_rows_that_begin_between_multiples_of_16_bytes():
@@ -432,9 +470,9 @@ def of_equals() -> dict:
     model, optimizer = assemble.build(settings, groups, torch.device("cpu"), torch.float64)
     seen, dispatch = {False: [], True: []}, ep.dispatch
 
-    def watched(x, route):
+    def watched(x, gates, route):
         seen[is_recomputing()].append((route.input_splits, route.output_splits, route.chosen.tolist()))
-        return dispatch(x, route)
+        return dispatch(x, gates, route)
 
     for block in model.blocks.values():
         block.ffn.w_router.data.zero_()
@@ -447,9 +485,9 @@ def of_equals() -> dict:
 
 
 def test_a_run_without_tokens_can_say_how_many_travel():
-    """Shapes alone, with fake tensors: nothing in a layer needs values but the one function that is replaced."""
+    """Shapes alone, with fake tensors: on one rank nothing in a layer needs values."""
     settings, bf16 = settings_of(KINDS["sigmoid"] + " --expert-ffn 16"), torch.bfloat16
-    with FakeTensorMode(), patched(ep, exchange_counts=lambda loads, rows, group: ([[18] * 8], [[18] * 8])):
+    with FakeTensorMode():
         make = partial(parameter, groups={}, dtype=bf16)
         layer = MixtureOfExperts(0, settings.model, make, None, ep.Balance())
         for weight in layer.parameters():
@@ -571,10 +609,11 @@ def test_statistics_of_a_bf16_router_are_fp32():
 
 def test_results_in_bf16_are_rounded_once():
     T, k = 200, 3
-    y, weights = torch.randn(T * k, 16).bfloat16(), torch.rand(T, k)
-    route = SimpleNamespace(chosen=torch.zeros(T, k), inverse=torch.arange(T * k))
-    exact = (y.double().view(T, k, 16) * weights.double()[..., None]).sum(1)
-    got = ep.UnpermuteAndSum.apply(y, weights, route)
+    y = torch.randn(T * k, 16).bfloat16()
+    chosen = torch.arange(T * k).view(T, k) % 8
+    route = SimpleNamespace(group=None, chosen=chosen, rows=ep.sort_rows(chosen, 8, T * k))
+    exact = torch.zeros(T, 16, dtype=torch.double).index_add_(0, route.rows.order // k, y.double())
+    got = ep.combine(y, route)
     assert got.dtype == torch.bfloat16
     assert ((got.double() - exact).abs() <= exact.abs() * 2 ** -8 + 1e-6).all()
 

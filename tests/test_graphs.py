@@ -47,6 +47,8 @@ def trained(flags: str, capsys, device: torch.device = CPU) -> tuple[list[str], 
     ("", 6), ("--recompute selective --tied", 6), ("--recompute full --qk-norm --attention math", 6),
     ("--dtype bf16 --moments bf16 --z-loss 0.01", 6), ("--dtype fp16", 6),
     ("--fp8 tensorwise --hidden 64 --ffn 64 --dtype bf16", 6),
+    ("--experts 4 --top-k 2 --expert-ffn 24 --bias-rate 0.01 --router-z-loss 0.1 --dtype bf16", 6),
+    ("--experts 4 --top-k 1 --no-router-norm --expert-ffn 24 --shared-experts 1 --dtype bf16 --recompute full", 6),
     ("--batch-ramp 2@0,4@144 --steps 8", 3 * 1 + 3 * 2), ("--batch-ramp 4@0,6@96", 1 * 2 + 3 * 3)])
 def test_a_replayed_step_equals_an_executed_one(flags, forwards, capsys):
     """Two steps are executed and one is captured, anew where batches grow; evaluations in between are executed."""
@@ -141,7 +143,9 @@ def test_a_gpu_replays_what_it_executes(flags, capsys):
 
 @pytest.mark.parametrize("flags, world, line", [
     ("--graph", 2, "--graph with 2 ranks: communication is not captured"),
-    ("--graph --experts 4", 1, "--graph with --experts 4: how"),
+    ("--graph --experts 4 --dtype fp16", 1, "--graph with --experts 4: how"),
+    ("--graph --experts 4 --expert-ffn 20", 1, "--graph with --experts 4: how"),
+    ("--graph --experts 4 --fp8 tensorwise --expert-ffn 64", 1, "--graph with --experts 4: how"),
 ])
 def test_what_cannot_be_captured_is_refused(flags, world, line):
     with pytest.raises(ValueError, match=f"^{line}"):

@@ -266,7 +266,7 @@ def test_vocabulary_in_uneven_parts(pool):
 # ---- as operators of torch ------------------------------------------------------------------------------------------
 
 OPERATORS = ["rms_norm", "add_rms_norm", "rms_norm_backward", "rope_", "rope_backward", "swiglu", "swiglu_backward",
-             "softmax_"]
+             "softmax_", "add_grouped_product"]
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -281,8 +281,24 @@ def test_torch_accepts_the_operator(name):
         "rope_backward": (numbers(2, 3, 2, 8), *[numbers(2, 3, 1, 8)] * 2, angle.cos(), angle.sin()),
         "swiglu": (x,), "swiglu_backward": (numbers(3, 4), x),
         "softmax_": (numbers(3, 8), some_labels(3, 8), *statistics, 0, 0.1, True, True),
+        "add_grouped_product": (numbers(2, 4, 8), numbers(3, 4), x, some_ends(1, 2)),
     }
     torch.library.opcheck(getattr(torch.ops.penteract, name).default, inputs[name])
+
+
+def some_ends(*counts: int) -> torch.Tensor:
+    return torch.tensor(counts, device=DEVICE).cumsum(0).int()
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 70, 1], [0, 0, 0], [130]])
+def test_a_grouped_product_adds_each_experts_rows(counts):
+    """To tiles that are not whole, and nothing for an expert without rows, whose memory may hold anything."""
+    dy, x, out = numbers(sum(counts), 33), numbers(sum(counts), 130), numbers(len(counts), 33, 130)
+    out[[count == 0 for count in counts]] = torch.nan
+    want = [matrix.double() + a.double().t() @ b.double()
+            for matrix, a, b in zip(out, dy.split(counts), x.split(counts))]
+    kernels.add_grouped_product(out, dy, x, some_ends(*counts))
+    torch.testing.assert_close(out.double(), torch.stack(want), rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 HEADS, ROW, ANGLES = (1, 3, 2, 8), (3, 8), (3, 1, 4)
@@ -300,6 +316,7 @@ REFUSED = {  # what is launched -> what the error says
     "head of another width": (lambda n: kernels.linear_cross_entropy(n(*ROW), n(9, 7), some_labels(3, 9)), "T H, V H"),
     "labels": (lambda n: kernels.linear_cross_entropy(n(*ROW), n(9, 8), some_labels(4, 9)), "3 tokens"),
     "vocab": (lambda n: kernels.linear_cross_entropy(n(*ROW), n(9, 8), some_labels(3, 9), vocab=slice(3, 9)), "3..9"),
+    "experts": (lambda n: kernels.add_grouped_product(n(2, 4, 8), n(3, 4), n(3, 7), some_ends(1, 2)), "must be contig"),
     "chunk": (lambda n: kernels.linear_cross_entropy(n(*ROW), n(9, 8), some_labels(3, 9), chunk=0), "chunk"),
 }
 
@@ -344,6 +361,7 @@ angles, heads = torch.ones(8, 1, 64), x.view(1, 8, 32, 128)
 kernels.rope_(heads, angles, angles, 24)
 kernels.rope_backward(heads, *heads.split([8, 24], 2)[:1] * 2, angles, angles)
 kernels.swiglu_backward(kernels.swiglu(x), x)
+kernels.add_grouped_product(torch.zeros(4, 4096, 4096), x, x, torch.ones(4, dtype=torch.int32))
 kernels.softmax_(torch.zeros(8, 128256, dtype=torch.bfloat16), one.long(), one, one, one, 0, 0.0, True, True)
 """
 

@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import assemble
 import bench
 import checkpoint
 import config
 import costs
+import cp
 import faults
 import grids
 import job
@@ -26,8 +28,10 @@ import log
 import reference
 import train
 from data import Samples
+from graphs import reads_values
 from log import Log
 from meter import Meter
+from pool import slow
 
 MODEL = ("--layers 2 --hidden 24 --heads 4 --kv-heads 2 --head-dim 6 --ffn 32 --vocab 61 --seq 12 --sample= "
          "--separator 0 --device cpu")
@@ -128,6 +132,105 @@ def test_losses_of_bf16_micro_batches_are_summed_in_fp32(corpora):
     assert loss.dtype == torch.float32 and loss.item() == pytest.approx(sum(losses) / (40 * 12), rel=1e-6)
 
 
+MEASURED = "step_s", "tokens_per_s", "tokens_per_s_per_gpu", "memory_gb", "busy_s"
+
+
+def test_a_step_is_read_after_the_next_has_been_issued(corpora, monkeypatch):
+    """On a GPU, here feigned; but where an evaluation or the end waits for it, at once. The metrics are the same."""
+    seen, flags = [], FLAGS.format(RAMP, corpora) + " --skip-spikes 6"
+    want, _, _ = run(corpora, flags)
+
+    def noted(name: str, number):
+        usual = getattr(train, name)
+
+        def call(*args):
+            result = usual(*args)
+            seen.append((name, number(args, result)))
+            return result
+        monkeypatch.setattr(train, name, call)
+
+    noted("issue_step", lambda args, issued: issued.step)
+    noted("read_results", lambda args, record: args[1].step)
+    noted("validation_loss", lambda args, loss: args[0].state.step - 1)
+    monkeypatch.setattr(train, "reads_late", lambda device: True)
+    found, _, _ = run(corpora, flags)
+    order = [(what, step) for step in range(9) for what, step, there in (
+        ("issue_step", step, True), ("read_results", step - 1, step not in (0, 4, 8)),
+        ("read_results", step, step in (3, 7, 8)), ("validation_loss", step, step in (3, 7, 8))) if there]
+    assert seen == order
+    assert [{name: value for name, value in record.items() if name not in MEASURED} for record in found] == [
+        {name: value for name, value in record.items() if name not in MEASURED} for record in want]
+
+
+READS = "item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "unique"
+
+
+class Counting(TorchDispatchMode):
+    """Counts operations for which a GPU's host waits, because the size of the result is in a tensor."""
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        is_method = function == torch.ops.aten._local_scalar_dense.default  # counted among READS
+        self.count += not is_method and "output_size" not in (kwargs or {}) and reads_values(function, args)
+        return function(*args, **kwargs or {})
+
+
+def waits(flags: str) -> list[int]:
+    """How often a rank asks for a tensor's values while it issues a step and reads the step before, for each step."""
+    ranks = dist.get_world_size()
+    settings = config.parse(f"{MODEL} --data {assemble.__file__} --vocab 257 --separator -1 --dtype bf16 --steps 6 "
+                            f"--metrics /dev/null --global-batch 8 {flags}".split(), ranks)
+    samples = assemble.open_samples(settings, settings.data.data, settings.optim.seed)
+    found, inside, mode = [], [], Counting()
+
+    def counted(usual):
+        def call(*args, **rest):
+            mode.count += bool(inside)
+            return usual(*args, **rest)
+        return call
+
+    def entered(usual):
+        def call(*args):
+            found.extend([mode.count] if usual is issue else [])
+            inside.append(usual)
+            with mode:
+                result = usual(*args)
+            inside.pop()
+            return result
+        return call
+
+    def on_host(*args):  # documents of context parallel ranks have never left the host
+        entered, inside[:] = inside[:], []
+        try:
+            return clip(*args)
+        finally:
+            inside[:] = entered
+
+    issue, clip = train.issue_step, cp.clip_to_documents
+    with contextlib.ExitStack() as stack:
+        for name in READS:
+            stack.enter_context(patch.object(torch.Tensor, name, counted(getattr(torch.Tensor, name))))
+        for name in ("issue_step", "read_results"):
+            stack.enter_context(patch.object(train, name, entered(getattr(train, name))))
+        stack.enter_context(patch.object(train, "reads_late", lambda device: True))
+        stack.enter_context(patch.object(cp, "clip_to_documents", on_host))
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        train.train(settings, samples, None, torch.device("cpu"), "as asked", job.RunState())
+    return np.diff(found)[1:].tolist()
+
+
+MIXTURE = "--experts 4 --top-k 2 --expert-ffn 16 --bias-rate 0.01"
+
+
+@pytest.mark.parametrize("ranks, flags, count", [
+    (1, "--micro-batch 2", 1), (1, MIXTURE, 1), (2, "--dp 2 --zero 2 --skip-spikes 6", 1), (2, "--cp 2 --doc-mask", 1),
+    (2, f"--dp 2 --ep 2 --micro-batch 4 {MIXTURE}", 1 + 2), *slow((4, "--pp 2 --tp 2 --schedule zb-h1", 1))])
+def test_a_step_waits_for_the_device_once(pool, ranks, flags, count):
+    """To read the results of the step before; and once per layer of sharded experts and micro-batch."""
+    assert pool.run(ranks, "test_loop:waits", flags=flags) == ranks * [4 * [count]]
+
+
 def test_skipped_steps_are_counted_as_they_happen(corpora):
     """In fp16, z-loss makes gradients overflow until the loss scale has been halved often enough."""
     records, _, _ = run(corpora, "--dtype fp16 --z-loss 30 --steps 20 --global-batch 4")
@@ -148,7 +251,8 @@ def test_flops_in_the_metrics_are_those_that_are_dispatched(recompute):
         train.forward_backward(model, optimizer, share, grids.ALONE)
     log = Log(settings, grids.ALONE, torch.device("cpu"))
     log.peak, log.ranks = 1e9, 2
-    record = log.record(0, tokens=0, skipped=0, sequences=4, loss=1.0, norm=1.0, lr=1.0, seconds=0.5)
+    issued = train.Issued(0, range(4), 4, 0, 1.0, 0.0, Counter(), None)
+    record = log.record(issued, skipped=0, loss=1.0, norm=1.0, seconds=0.5)
     norms = 5 * 24  # weights that the convention of 6 FLOPs per parameter and token counts, too
     assert record["hfu"] * 0.5 * 2 * 1e9 == pytest.approx(meter.flops + 6 * norms * 4 * 12)
     assert (record["mfu"] == record["hfu"]) == (recompute == "none")

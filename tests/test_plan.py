@@ -285,14 +285,16 @@ def test_ratios_are_those_of_their_formulas(dtype):
     model, machine = run.settings.model, run.machine
     p = costs.forward_flops(costs.llama_layer(model, 4096)) / 2
     letters = dict(F=machine.best_matmul(), T=2048, S=4096, H=model.hidden, p=p,
-                   P=p * model.layers / 2, kv=model.kv_heads, q=model.heads, ffn=model.expert_ffn)
+                   P=p * model.layers / 2, kv=model.kv_heads, q=model.heads, ffn=model.expert_ffn, k=2,
+                   u=4 * (1 - 15 / 28))  # C(6, 2) of C(8, 2) pairs of experts are on other ranks
     ranks = {"dp": 8, "Ze": 8, "tp": 4, "cp": 2, "pp": 2, "ep": 4}
     found = plan.overlaps(run)
     assert [overlap.technique[:2] for overlap in found] == ["dp", "Ze", "Ze", "tp", "cp", "pp", "ep"]
     assert found[0].formula.startswith("2 (n" if dtype == "fp32" else "1 (n")
     for overlap in found:
         expression = overlap.formula.replace(" F / (B ", " * F / (B * ").replace(" (n-1)", " * (n-1)")
-        expression = expression.replace(") H", ") * H").replace("2 kv", "2 * kv")
+        for product in (") H", "2 kv", "3 u", "k f"):
+            expression = expression.replace(product, product.replace(" ", " * "))
         value = eval(expression, letters | dict(B=overlap.bandwidth, n=ranks[overlap.technique[:2]]))
         assert overlap.ratio == pytest.approx(value)
 

@@ -317,8 +317,7 @@ def test_a_mixture_of_experts_keeps_what_the_formula_says(mode, flags):
     coefficients = 3 * (model.experts + 1) * 4 if any(losses.values()) else 0
     constants = coefficients + 4 * model.experts  # the ends of the experts' rows
     assert nbytes == 2 * S * saved_bytes(made, mode) + constants
-    assert flops == 2 * S * (3 * forward_flops(made) + recomputed_flops(made, mode)
-                             + (3 if mode == "full" else 2) * 2 * model.top_k * 16)  # sums of experts' results
+    assert flops == 2 * S * (3 * forward_flops(made) + recomputed_flops(made, mode))
 
 
 @pytest.mark.parametrize("mode", ["none", "selective"])
