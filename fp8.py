@@ -231,11 +231,13 @@ class Fp8Column(Function):
         x = gather() if gather else None
         reduce = tp.start_reduce(terms)
 
-        def add(out):
-            gathered = fp8.start_gather_columnwise(saved, tp)() if x is None else x
-            fp8.add_weight_grad(out, columnwise, gathered)
+        def start_gather():
+            return fp8.start_gather_columnwise(saved, tp) if x is None else lambda: x
 
-        accumulate_grad(ctx.weights, add, ctx.defer)  # while dX is reduced
+        def add(out, x):
+            fp8.add_weight_grad(out, columnwise, x)
+
+        accumulate_grad(ctx.weights, add, ctx.defer, start_gather)  # while dX is reduced
         return reduce(), None, None, None, *[None] * len(ctx.weights)
 
 
@@ -262,8 +264,8 @@ class Fp8Row(Function):
         dx = fp8.input_grad(rowwise, ctx.weights)
         if is_deferred() and tp.sequence:  # T/t tokens wait in the queue, not T
             shard = fp8.quantise_columnwise(grad, tp, grad=True)
-            accumulate_grad(ctx.weights, lambda out: fp8.add_weight_grad(
-                out, fp8.start_gather_columnwise(shard, tp, grad=True)(), x))
+            accumulate_grad(ctx.weights, lambda out, dy: fp8.add_weight_grad(out, dy, x),
+                            fetch=lambda: fp8.start_gather_columnwise(shard, tp, grad=True))
         else:
             accumulate_grad(ctx.weights, lambda out: fp8.add_weight_grad(out, columnwise, x))
         return dx, None, None, None, None

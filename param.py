@@ -24,6 +24,7 @@ Shapes: t tensor parallel ranks, K key and value heads, F ffn, H hidden.
 """
 import hashlib
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -164,7 +165,8 @@ def draw(seed: int) -> Source:
 
 Key = tuple[int, int]  # (pipeline stage, micro-batch)
 Params = tuple[nn.Parameter, ...]
-Add = Callable[[Tensor], None]
+Add = Callable[..., None]
+Fetch = Callable[[], Callable[[], Tensor]]  # starts a communication; calling what it returns waits for the result
 
 
 class Sink(Protocol):
@@ -180,22 +182,24 @@ class Sink(Protocol):
 # Set while a backward computes input gradients only. A plain global, not thread-local: on CUDA, autograd runs backward
 # functions in its own threads.
 _deferring: Key | None = None
-_queue: dict[Key, dict[Params, list[Add]]] = {}  # for backward_weight
+_queue: dict[Key, dict[Params, list[tuple[Add, Fetch | None]]]] = {}  # for backward_weight
 
 
-def accumulate_grad(params: nn.Parameter | Params, add: Add, defer: bool = True) -> None:
+def accumulate_grad(params: nn.Parameter | Params, add: Add, defer: bool = True, fetch: Fetch | None = None) -> None:
     """Accumulate the gradient of one use of `params`: now, or in backward_weight if a split backward is running.
 
     params: a parameter, or a tuple of matrices with equally long rows that multiply the same input (wq, wk, wv).
     add: add(out) adds the gradient to `out`, which has the shape of the parameter or of the stacked matrices. Called
         without autograd. It must not hold tensors that require gradients, which would keep their graph alive.
     defer: False if `add` reads tensors too large to be saved until backward_weight, such as the head's logits.
+    fetch: starts to gather a tensor; then add(out, tensor) is called. backward_weight fetches for the next `add` before
+        it calls this one, which hides the communication.
     """
     params = params if isinstance(params, tuple) else (params,)
     if is_deferred(defer):
-        _queue[_deferring].setdefault(params, []).append(add)
+        _queue[_deferring].setdefault(params, []).append((add, fetch))
     else:
-        add_now(params, add)
+        add_now(params, add, fetch and fetch())
 
 
 def is_deferred(defer: bool = True) -> bool:
@@ -203,16 +207,17 @@ def is_deferred(defer: bool = True) -> bool:
     return defer and _deferring is not None
 
 
-def add_now(params: Params, add: Add) -> None:
-    """Call `add` on one view of all gradient buffers; on a temporary if they are not contiguous in memory."""
+def add_now(params: Params, add: Add, finish: Callable[[], Tensor] | None = None) -> None:
+    """Call `add` on one view of all gradient buffers; on a temporary if they are not contiguous in memory. finish: what
+    a Fetch has returned."""
     grads = [main_grad(param) for param in params]
-    view = stacked_view(grads)
+    view, fetched = stacked_view(grads), [finish()] if finish else []
     if view is not None:
-        add(view)
+        add(view, *fetched)
         return
     rows = [len(grad) for grad in grads]
     out = grads[0].new_zeros(sum(rows), *grads[0].shape[1:])
-    add(out)
+    add(out, *fetched)
     for grad, part in zip(grads, out.split(rows)):
         grad.add_(part)
 
@@ -290,12 +295,22 @@ def backward_input(key: Key, output: GradientEdge | Tensor, grad: Tensor | None)
 def backward_weight(key: Key) -> None:
     """The second half: the weight gradients that backward_input has queued."""
     queue = _queue.pop(key)
-    for params, adds in queue.items():
-        while adds:
-            add_now(params, adds.pop(0))  # popped, so that activations are freed one by one
+    work = deque((params, *call) for params, calls in queue.items() for call in calls)
+    for calls in queue.values():
+        calls.clear()  # `work` alone holds activations, which are freed one by one
+    fetched = fetch_for_next(work)
+    while work:
+        params, add, _ = work.popleft()
+        finish, fetched = fetched, fetch_for_next(work)
+        add_now(params, add, finish)
     for param in dict.fromkeys(param for params in queue for param in params):
         if param.sink is not None:
             param.sink.ready(param)
+
+
+def fetch_for_next(work: deque[tuple[Params, Add, Fetch | None]]) -> Callable[[], Tensor] | None:
+    """Start the communication for the next `add`, if it needs one."""
+    return work[0][-1]() if work and work[0][-1] else None
 
 
 def queued_keys() -> list[Key]:

@@ -35,8 +35,8 @@ Asynchronous tensor parallelism also hides those of forward and of a row paralle
 independent is left to compute: a ring sends one shard while the matmul of another shard runs.
 
 Split backward, as in zero-bubble pipelines: input gradients first, weight gradients later. In between, only shards of X
-and dZ are kept. Both are all-gathered just before dA and dB, hidden by nothing. For dZ it is the second time: 2 more
-all-gathers per layer.
+and dZ are kept. Both are all-gathered for dA and dB, each under the matmul before it. For dZ it is the second time, as
+[T, H] in the queue would take t times the memory: 4 + 2 + 2 all-gathers per layer.
 
 Replicated parameters. A norm's weight is "replicate" (see param.py) without sequence parallelism, where every rank
 computes its complete gradient, and "partial" with it, where ranks see different tokens. If ranks outnumber the key and
@@ -182,11 +182,11 @@ class Column(Function):
         finish_gather = None if is_deferred(ctx.defer) else start_gather()
         finish_reduce = start_matmul_reduce(grad, stacked_weight(ctx.weights), tp)  # dX, while X is gathered
 
-        def add_weight_grad(out: Tensor) -> None:
-            x = (finish_gather or start_gather())()
+        def add_weight_grad(out: Tensor, x: Tensor) -> None:
             accumulate_product(out, grad.t(), x)
 
-        accumulate_grad(ctx.weights, add_weight_grad, ctx.defer)  # while dX is reduced
+        fetch = (lambda: finish_gather) if finish_gather else start_gather
+        accumulate_grad(ctx.weights, add_weight_grad, ctx.defer, fetch)  # while dX is reduced
         return finish_reduce(), None, None, *[None] * len(ctx.weights)
 
 
@@ -210,11 +210,13 @@ class Row(Function):
         if is_deferred():
             gathered = None  # the weight gradient gathers dZ again: its queue keeps [T/t, H], not [T, H]
 
-        def add_weight_grad(out: Tensor) -> None:
-            dz = tp.start_gather(grad)() if gathered is None else gathered
+        def start_gather() -> Finish:
+            return tp.start_gather(grad) if gathered is None else lambda: gathered
+
+        def add_weight_grad(out: Tensor, dz: Tensor) -> None:
             accumulate_product(out, dz.t(), x)
 
-        accumulate_grad(ctx.weight, add_weight_grad)
+        accumulate_grad(ctx.weight, add_weight_grad, fetch=start_gather)
         return dx, None, None, None
 
 

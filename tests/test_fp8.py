@@ -411,7 +411,7 @@ def test_what_waits_for_a_weight_gradient_is_fp8(name, block):
     y = (tp.column(x, w, tp=how) if block == "column" else tp.row(x, w, how)).sum()
     param.backward_input((0, 0), y, None)
     held, seen = [], []
-    todo = [add for adds in param._queue[0, 0].values() for add in adds]
+    todo = [call for calls in param._queue[0, 0].values() for call in calls]
     while todo:
         item = todo.pop()
         if id(item) in seen:
@@ -747,11 +747,11 @@ def test_gpus_without_it_are_refused(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
         for name in RECIPES:
             if name in fits:
-                assemble.check_device(config.Precision(fp8=name), gpu)
+                assemble.check_device(config.parse(["--fp8", name]), gpu)
             else:
                 with pytest.raises(ValueError, match=f"--fp8 {name}: cannot run on a GPU: use a Hopper GPU"):
-                    assemble.check_device(config.Precision(fp8=name), gpu)
-        assemble.check_device(config.Precision(), gpu)
+                    assemble.check_device(config.parse(["--fp8", name]), gpu)
+        assemble.check_device(config.parse([]), gpu)
 
 
 def test_fp8_is_for_blocks_and_their_ends_may_be_spared():
