@@ -168,14 +168,15 @@ def build_adamw(model: torch.nn.Module, optim: config.Optim, zero1: bool = False
     return make(groups, lr=optim.lr, betas=optim.betas, fused=True)
 
 
-def shard_fully(model: torch.nn.Module) -> None:
-    """FSDP2 of transformers' Llama, with the same units as ours."""
-    from torch.distributed.fsdp import fully_shard
+def shard_fully(model: torch.nn.Module, reduce_dtype: torch.dtype | None = None) -> None:
+    """FSDP2 of transformers' Llama, with the same units as ours. reduce_dtype: in which gradients are reduced."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    shard = partial(fully_shard, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
     for layer in (model.model.embed_tokens, *model.model.layers):
-        fully_shard(layer)
-    fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False)
-    fully_shard(model)
+        shard(layer)
+    shard([model.model.norm, model.lm_head], reshard_after_forward=False)
+    shard(model)
 
 
 def build_theirs(settings: config.Config, tokens: Tensor, labels: Tensor, wrap: str = "") -> Step:
@@ -184,7 +185,7 @@ def build_theirs(settings: config.Config, tokens: Tensor, labels: Tensor, wrap: 
 
     model, optim = build_llama(settings.model), settings.optim
     if wrap == "fsdp":
-        shard_fully(model)
+        shard_fully(model, torch.bfloat16 if settings.precision.reduce_dtype == "bf16" else None)
     elif wrap:
         model = DistributedDataParallel(model, bucket_cap_mb=settings.grid.bucket_mb, forward_sync_buffers=False)
     adamw = build_adamw(model, optim, zero1=wrap == "zero1")
@@ -257,7 +258,8 @@ TRAINING = {  # by part: our flags, the rival, what builds the rival's step
     "train": [("", "transformers + fused AdamW", build_theirs)],
     "dp": [("--zero 0", "DistributedDataParallel", partial(build_theirs, wrap="ddp"))],
     "zero": [("--zero 1", "ZeroRedundancyOptimizer", partial(build_theirs, wrap="zero1")),
-             ("--zero 3", "fully_shard", partial(build_theirs, wrap="fsdp"))],
+             ("--zero 3", "fully_shard", partial(build_theirs, wrap="fsdp")),
+             ("--zero 3 --reduce-dtype bf16", "fully_shard, reduce_dtype bf16", partial(build_theirs, wrap="fsdp"))],
     "tp": [("--tp {n}", "DTensor", build_dtensor), ("--tp {n} --sp-keep", "DTensor", build_dtensor)]}
 
 
@@ -393,7 +395,7 @@ def build_experts(how: str, group: Group) -> Step:
 
         def forward(x: Tensor) -> Tensor:
             route, gates = router(x, w_router, info, group)
-            return combine(layer(dispatch(x, route)(), route), gates, route)
+            return combine(layer(*dispatch(x, gates, route)(), route), route)
     else:
         from transformers import MixtralConfig
         from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock

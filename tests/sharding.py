@@ -9,6 +9,7 @@ import collectives
 import config
 import dp
 import grids
+import pp
 import train
 import zero
 from groups import build_groups
@@ -94,7 +95,9 @@ def delayed(flags: str) -> dict:
         def __init__(self, work, *tensors, call=None):
             super().__init__(work, *tensors, call=call)
             self.late, self.inputs = None, []
-            if work is not None:
+            if call and call.operation == "send":  # which may end only once the receive, below, has been called
+                self.inputs = [(x, x.clone()) for x in tensors]
+            elif work is not None and call.operation != "receive":
                 for one in self.works:
                     one.wait()
                 self.works = []  # gloo's sends and receives can be waited for once
@@ -104,18 +107,36 @@ def delayed(flags: str) -> dict:
                 self.late = out, out.clone()
                 out.fill_(torch.nan if out.is_floating_point() else 1)
 
+        def check_inputs(self):
+            assert all(torch.equal(x, was) for x, was in self.inputs), "an input of a collective that is under way"
+            self.inputs = []
+
+        def completed(self):
+            ended = super().completed()
+            if ended:
+                self.check_inputs()
+            return ended
+
         def wait(self):
+            self.check_inputs()
+            super().wait()
             if self.late:
                 self.late[0].copy_(self.late[1])
-            assert all(torch.equal(x, was) for x, was in self.inputs), "an input of a collective that is under way"
-            self.late, self.inputs = None, []
-            super().wait()
+            self.late = None
 
-    usual, collectives.Pending, zero.Pending = collectives.Pending, Late, Late
+    def receive(x, peer, group):
+        hidden = torch.empty_like(x)
+        pending = usual_receive(hidden, peer, group)
+        pending.late = x, hidden
+        x.fill_(torch.nan)
+        return pending
+
+    usual, usual_receive = collectives.Pending, collectives.receive
+    collectives.Pending, zero.Pending, pp.receive = Late, Late, receive
     try:
         return grids.run(flags)
     finally:
-        collectives.Pending = zero.Pending = usual
+        collectives.Pending, zero.Pending, pp.receive = usual, usual, usual_receive
 
 
 def overflow() -> list[tuple]:

@@ -243,8 +243,13 @@ def test_gradients_are_reduced_while_backward_goes_on(pool, flags):
         assert sorted(set(gradients)) == gradients and gradients[-1] == backward.count("ready")
 
 
-LATE = [(4, "--zero 3 --dp-replicate 2"), (2, "--zero 2"), (2, "--zero 3"), (2, "--cp 2 --cp-style ring"),
-        (2, f"{MIXTRAL} --ep 2 --zero 2"), (2, "--zero 0"), (2, "--zero 1"), (4, "--zero 1 --dp-replicate 2"),
+LATE = [(4, "--zero 3 --dp-replicate 2"), (2, "--zero 2"), (2, "--cp 2 --cp-style ring"),
+        (2, f"{MIXTRAL} --ep 2 --zero 2"), (2, "--pp 2 --schedule interleaved --layers 4 --tied"),
+        (2, "--zero 0"), (2, "--zero 1"), (2, "--zero 3"), (4, "--zero 1 --dp-replicate 2"),
+        (2, "--pp 2 --schedule zb-v --layers 4"), (4, "--micro-batch 6 --pp 4 --schedule 1f1b --layers 4"),
+        (4, "--micro-batch 6 --pp 2 --zero 3 --schedule dualpipev --layers 4"),
+        (4, "--pp 2 --tp 2 --schedule zb-h1"), (4, "--pp 2 --cp 2 --schedule afab --cp-style ring"),
+        (4, f"{MIXTRAL} --pp 2 --ep 2 --schedule zb1p --layers 4 --zero 2 --micro-batch 6"),
         (2, "--cp 2"), (2, "--tp 2"), (2, "--tp 2 --async-tp"), (2, f"{MIXTRAL} --tp 2 --ep 2"),
         (4, f"{MIXTRAL} --cp 2 --ep 2 --zero 3"), (2, "--cp 2 --cp-style ulysses --zero 1"),
         (4, "--tp 2 --zero 3 --recompute full")]
