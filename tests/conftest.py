@@ -44,8 +44,10 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path in needs_pool)
 
 
-def pytest_collection_finish():
-    """Modules and tests are no garbage: train.py, which collects before its loop, need not look at them every time."""
+@pytest.fixture(autouse=True, scope="module")
+def frozen():
+    """Modules, and what earlier tests keep, are no garbage: train.py, which collects before its loop, need not look at
+    them every time."""
     gc.collect()
     gc.freeze()
 
