@@ -1038,6 +1038,9 @@ MUTANTS = [
     Mutant("cheap results that live until backward ends", "recompute.py",
            "ctx.call.output = ctx.call.inputs = None", "ctx.call.inputs = None",
            "tests/test_recompute.py::test_cheap_results_die_as_backward_passes_their_layers"),
+    Mutant("activations that a split backward frees all at once", "param.py",
+           "        calls.clear()  # `work` alone", "        pass  # `work` alone",
+           "tests/test_param.py::test_what_deferred_gradients_read_is_freed_one_by_one"),
 ]
 
 

@@ -1,4 +1,5 @@
 """Specs and boxes, initial values, and the entry for gradients."""
+import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -177,6 +178,34 @@ def test_weight_gradients_wait_until_they_are_asked_for(weights):
     assert bucket.heard == [weights[1], weights[0]]
     assert bucket.grads[weights[0]].item() == 60
     assert not bucket.grads[weights[0]].requires_grad, "a graph would grow from every deferred gradient"
+
+
+def test_what_deferred_gradients_read_is_freed_one_by_one(weights):
+    alive, seen = [], []
+
+    class Layer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.weight = weight
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            activation = grad.clone()
+            alive.append(weakref.ref(activation))
+
+            def add(out):
+                seen.append(sum(reference() is not None for reference in alive))
+                out.add_(activation.sum())
+            param.accumulate_grad(ctx.weight, add)
+            return grad, None
+
+    y = torch.tensor([5.0], requires_grad=True)
+    for weight in (*weights, weights[0]):
+        y = Layer.apply(y, weight)
+    param.backward_input((0, 0), y, None)
+    param.backward_weight((0, 0))
+    assert seen == [3, 2, 1]
 
 
 def test_what_must_not_be_deferred_is_not(weights):
