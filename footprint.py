@@ -217,7 +217,8 @@ def moments_of_backwards(work: Work, stages: Mapping[int, range], backwards: lis
             found.append(Moment(pending + last, 0, work.block_of_weights, freed))
             continue
         first_pair = units[0] + (sum(units[1:2]) + sum(units[1:2]) // shards["dp"] * (passes > 1)) * sent // acc
-        done = 1.0 if settings.grid.zero == 3 else 1 - units[0] / max(1, sum(units))  # of the stage's backward, by then
+        table = rows * settings.model.hidden * (stage == 0)  # the embedding's backward is the last, and reads nothing
+        done = 1 - max(0, units[0] - table) / max(1, sum(units) - table)  # of the blocks' backwards
         found.append(Moment(first_pair, two, work.block, freed + done * per_micro_batch))
         if stage < settings.grid.pp * settings.grid.chunks - 1:
             first = experts[-1] if experts and op == "B" else last  # a block's experts come before the rest of it
