@@ -100,8 +100,8 @@ class Stop:
                 orphaned_at = min(orphaned_at, time.monotonic())
                 self.reason = self.reason or "torchrun is gone"
             if time.monotonic() > orphaned_at + self.timeout_s:
-                say(f"rank {os.environ.get('RANK', 0)} ends at once: torchrun is gone for --timeout "
-                    f"{self.timeout_s:g} s, and it is still {innermost_line()}")
+                say(f"rank {os.environ.get('RANK', 0)} ends at once: torchrun has been gone for --timeout "
+                    f"{self.timeout_s:g} s, and this rank is still {innermost_line()}")
                 os._exit(1)
 
     def on_signal(self, number: signal.Signals) -> None:

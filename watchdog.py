@@ -113,7 +113,7 @@ class Watchdog:
         self.reporting.acquire()
         time.sleep(2 * self.poll_s)  # until ranks that are about to post have done so
         states = self.states()
-        if self.rank == min((number for number, (state, _) in states.items() if state == "waits"), default=self.rank):
+        if self.rank == min(ranks_that("waits", states), default=self.rank):
             last_words(f"rank {self.rank} failed {self.activity()}: {self.describe(self.rank, self.posts(states))} "
                        f"(after {stalled:.1f} s of --timeout {self.timeout_s:g})", time.time() - stalled)
         else:
@@ -166,16 +166,19 @@ class Watchdog:
         self.post("lost" if lost else "failed")
         time.sleep(0.5 if lost else 0.3)  # until all failed ranks have posted
         states = self.states()
-        failed, losers = ([number for number, (state, _) in states.items() if state == which]
-                          for which in ("failed", "lost"))
-        if self.rank != min(failed or losers):
+        if self.rank != min(ranks_that("failed", states) or ranks_that("lost", states)):
             time.sleep(1)
-        elif failed:
+        elif not lost:
             explain(f"rank {self.rank} failed {self.activity()}: {reason(error)}", error)
         else:
             died = sorted({number for _, seen in states.values() for number in seen})
             last_words(f"rank {self.rank} failed {self.activity()}: {self.name_call(record.waiting)} lost its "
                        f"connection: {f'rank {listed(died)} has died' if died else reason(error)}")
+
+
+def ranks_that(have: str, states: dict[int, tuple[str, list[int]]]) -> list[int]:
+    """The ranks with this state, of Watchdog.states()."""
+    return [number for number, (state, _) in states.items() if state == have]
 
 
 def is_sibling(process: int) -> bool:

@@ -3,8 +3,10 @@
 The fault happens once, to the first start of the run, when this rank comes to this place in this step (counted from 0):
 before, loading, forward, backward, collective, optimizer, staging, writing, commit, evaluation, sampling or exit.
 """
+import contextlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -35,11 +37,21 @@ def kill_parent_and_loop() -> None:
     loop()
 
 
+def kill_machine() -> None:
+    """Kill torchrun and all its ranks."""
+    parent = os.getppid()
+    ranks = subprocess.run(["ps", "-o", "pid=", "--ppid", str(parent)], capture_output=True, text=True).stdout.split()
+    for process in (parent, *(int(rank) for rank in ranks if int(rank) != os.getpid()), os.getpid()):
+        with contextlib.suppress(ProcessLookupError):  # ps itself has ended
+            os.kill(process, signal.SIGKILL)
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL), "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "term": lambda: os.kill(os.getpid(), signal.SIGTERM), "int": lambda: os.kill(os.getpid(), signal.SIGINT),
     "term-parent": lambda: os.kill(os.getppid(), signal.SIGTERM), "kill-parent": lambda: os.kill(os.getppid(), 9),
-    "kill-parent-and-loop": kill_parent_and_loop, "loop": loop, "raise": fail, "none": lambda: None}
+    "kill-machine": kill_machine, "kill-parent-and-loop": kill_parent_and_loop, "loop": loop, "raise": fail,
+    "none": lambda: None}
 
 
 def inject(fault: str, where: str, step: int) -> None:

@@ -193,7 +193,7 @@ def test_a_rank_in_an_endless_loop_ends_when_its_torchrun_has_gone(monkeypatch, 
         stop.hear(reading, parent=-1)
     ended.assert_called_with(1)
     assert stop.reason == "torchrun is gone" and 30 < next(clock) < 70
-    line = "train.py: rank 0 ends at once: torchrun is gone for --timeout 30 s, and it is still in "
+    line = "train.py: rank 0 ends at once: torchrun has been gone for --timeout 30 s, and this rank is still in "
     assert capsys.readouterr().err.startswith(line)
 
 
@@ -606,11 +606,11 @@ def test_a_rank_may_be_killed_anywhere(pool, tmp_path, where):
     assert process.returncode == 0, err
     assert "exitcode: -9" in err  # it was killed
     done = dict(evaluation=[6], staging=[10], writing=[10, 11, 12], commit=[10, 11, 12], sampling=[12], exit=[12])
-    said = re.search(r"resumed .* after (\d+) steps: (\d+) later", out)
+    said = re.search(r"(?:resumed .* after (\d+) steps|begins at step (0), .*): (\d+) later", out)
     if where in ("before", "loading"):  # nothing was done
         assert not said and "lost" not in out
     else:
-        assert int(said[1]) + int(said[2]) in done.get(where, [7])
+        assert int(said[1] or said[2]) + int(said[3]) in done.get(where, [7])
     pool.run(2, "test_faults:run", flags=f"--steps 12 --metrics {tmp_path}/straight")
     assert losses(tmp_path / "m") == losses(tmp_path / "straight")
     assert checkpoint.damage(tmp_path / "out" / "step-000012") is None
@@ -651,12 +651,12 @@ def test_no_rank_stays_when_torchrun_is_killed_and_a_rank_loops_for_ever(tmp_pat
         time.sleep(0.5)
     assert orphans(str(tmp_path)) == []
     _, err = finished(process)
-    assert "train.py: rank 1 ends at once: torchrun is gone for --timeout 20 s, and it is still in faulty.py:" in err
+    assert ("train.py: rank 1 ends at once: torchrun has been gone for --timeout 20 s, and this rank is still in "
+            "faulty.py:") in err
 
 
 @pytest.mark.slow
 def test_two_torchruns_restart_their_ranks_together(pool, tmp_path):
-    """The one whose rank was killed counts this restart, the other one may not: their ranks meet nevertheless."""
     port, flags = free_port(), (f"--steps 12 --dtype fp64 --out {tmp_path}/out --save-every 2 --timeout 60 "
                                 f"--metrics {tmp_path}/m --resume auto")
     nodes = f"--nnodes 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --rdzv-id two"
@@ -666,6 +666,51 @@ def test_two_torchruns_restart_their_ranks_together(pool, tmp_path):
     pool.run(4, "test_faults:run", flags=f"--steps 12 --metrics {tmp_path}/straight")
     assert losses(tmp_path / "m") == losses(tmp_path / "straight") and orphans(str(tmp_path)) == []
     assert any("rank 3 has died" in err for _, err in said)
+
+
+@pytest.mark.slow
+def test_a_run_that_another_machine_joins_goes_on_with_all_ranks(tmp_path):
+    """Its torchrun restarts the ranks, on the same store, and does not count this as a restart."""
+    nodes = f"--nnodes 1:2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-id joined " \
+            "--rdzv-conf last_call_timeout=1"
+    flags = f"--steps 100000 --out {tmp_path}/out --timeout 60 --metrics {tmp_path}/m --resume auto"
+    first = launch(2, "none", 0, 0, "forward", flags, nodes=nodes)
+    deadline = time.monotonic() + 240
+    while newest_step(tmp_path) < 5 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    joins = launch(2, "none", 0, 0, "forward", flags, nodes=nodes)
+    saved = []
+    while (not saved or newest_step(tmp_path) < config.step_of(saved[0]) + 5) and time.monotonic() < deadline:
+        saved = config.checkpoints_in(tmp_path / "out")
+        time.sleep(0.1)
+    for process in (first, joins):
+        process.send_signal(signal.SIGTERM)
+    out, err = finished(first)
+    finished(joins)
+    assert ", 2 ranks, gloo" in out and ", 4 ranks, gloo" in out, err
+    assert f"after {config.step_of(saved[0])} steps: 0 later steps are lost\n" in out
+    assert config.read_run(str(config.checkpoints_in(tmp_path / "out")[0]))["ranks"] == 4
+    assert "train.py:" not in err and orphans(str(tmp_path)) == []
+
+
+@pytest.mark.slow
+def test_a_torchrun_that_has_lost_another_machine_goes_on_with_fewer_ranks(pool, tmp_path):
+    """Four ranks, then two: the same global batch, the same samples."""
+    port, flags = free_port(), (f"--steps 12 --dtype fp64 --out {tmp_path}/out --save-every 2 --timeout 60 "
+                                f"--metrics {tmp_path}/m --resume auto")
+    nodes = (f"--nnodes 1:2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --rdzv-id lost "
+             "--rdzv-conf last_call_timeout=10")
+    stays = launch(2, "kill-machine", 3, 7, "forward", flags, restarts=3, nodes=nodes)
+    while stays.poll() is None and socket.socket().connect_ex(("127.0.0.1", port)):  # it serves torchrun's store
+        time.sleep(0.1)
+    lost = launch(2, "kill-machine", 3, 7, "forward", flags, restarts=3, nodes=nodes)
+    out, err = finished(stays)
+    finished(lost)
+    assert stays.returncode == 0 and lost.returncode == -9, err
+    assert ", 4 ranks, gloo" in out and ", 2 ranks, gloo" in out and "lost its connection" in err
+    pool.run(4, "test_faults:run", flags=f"--steps 12 --metrics {tmp_path}/straight")
+    assert losses(tmp_path / "m") == pytest.approx(losses(tmp_path / "straight"), rel=1e-10)
+    assert len(losses(tmp_path / "m")) == 12 and orphans(str(tmp_path)) == []
 
 
 @pytest.mark.slow
