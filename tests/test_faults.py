@@ -657,40 +657,17 @@ def test_no_rank_stays_when_torchrun_is_killed_and_a_rank_loops_for_ever(tmp_pat
 
 @pytest.mark.slow
 def test_two_torchruns_restart_their_ranks_together(pool, tmp_path):
+    """One counts the restart, since its rank was killed; the other hears of it before its own rank has failed, and does
+    not count it. Their ranks meet nevertheless."""
     port, flags = free_port(), (f"--steps 12 --dtype fp64 --out {tmp_path}/out --save-every 2 --timeout 60 "
                                 f"--metrics {tmp_path}/m --resume auto")
     nodes = f"--nnodes 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --rdzv-id two"
-    processes = [launch(2, "kill", 3, 7, "forward", flags, restarts=3, nodes=nodes) for _ in range(2)]
+    processes = [launch(1, "kill", 1, 7, "forward", flags, restarts=3, nodes=nodes) for _ in range(2)]
     said = [finished(process) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], said
-    pool.run(4, "test_faults:run", flags=f"--steps 12 --metrics {tmp_path}/straight")
+    assert any("lost its connection" in err for _, err in said)
+    pool.run(2, "test_faults:run", flags=f"--steps 12 --metrics {tmp_path}/straight")
     assert losses(tmp_path / "m") == losses(tmp_path / "straight") and orphans(str(tmp_path)) == []
-    assert any("rank 3 has died" in err for _, err in said)
-
-
-@pytest.mark.slow
-def test_a_run_that_another_machine_joins_goes_on_with_all_ranks(tmp_path):
-    """Its torchrun restarts the ranks, on the same store, and does not count this as a restart."""
-    nodes = f"--nnodes 1:2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-id joined " \
-            "--rdzv-conf last_call_timeout=1"
-    flags = f"--steps 100000 --out {tmp_path}/out --timeout 60 --metrics {tmp_path}/m --resume auto"
-    first = launch(2, "none", 0, 0, "forward", flags, nodes=nodes)
-    deadline = time.monotonic() + 240
-    while newest_step(tmp_path) < 5 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    joins = launch(2, "none", 0, 0, "forward", flags, nodes=nodes)
-    saved = []
-    while (not saved or newest_step(tmp_path) < config.step_of(saved[0]) + 5) and time.monotonic() < deadline:
-        saved = config.checkpoints_in(tmp_path / "out")
-        time.sleep(0.1)
-    for process in (first, joins):
-        process.send_signal(signal.SIGTERM)
-    out, err = finished(first)
-    finished(joins)
-    assert ", 2 ranks, gloo" in out and ", 4 ranks, gloo" in out, err
-    assert f"after {config.step_of(saved[0])} steps: 0 later steps are lost\n" in out
-    assert config.read_run(str(config.checkpoints_in(tmp_path / "out")[0]))["ranks"] == 4
-    assert "train.py:" not in err and orphans(str(tmp_path)) == []
 
 
 @pytest.mark.slow
