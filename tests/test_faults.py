@@ -657,8 +657,7 @@ def test_no_rank_stays_when_torchrun_is_killed_and_a_rank_loops_for_ever(tmp_pat
 
 @pytest.mark.slow
 def test_two_torchruns_restart_their_ranks_together(pool, tmp_path):
-    """One counts the restart, since its rank was killed; the other hears of it before its own rank has failed, and does
-    not count it. Their ranks meet nevertheless."""
+    """The rank of one was killed, the rank of the other has lost its connection."""
     port, flags = free_port(), (f"--steps 12 --dtype fp64 --out {tmp_path}/out --save-every 2 --timeout 60 "
                                 f"--metrics {tmp_path}/m --resume auto")
     nodes = f"--nnodes 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --rdzv-id two"
