@@ -176,8 +176,8 @@ def issue_step(job: Job, compute_gradients: Callable[[list[MicroBatch]], torch.T
                sequences: int, micro_batches: list[MicroBatch]) -> Issued:
     """Give a step to the device: gradients, the optimizer's update, and a copy of what the host wants to know."""
     settings, state, guard, began = job.settings, job.state, job.guard, time.perf_counter()
+    state.activity = f"in step {state.step}"
     step, first, lr = state.step, state.samples, learning_rate(state.step, settings.optim)
-    state.activity = f"in step {step}"
     collectives.sent.clear()
     guard.begin_step()
     with named("forward and backward"):
