@@ -73,7 +73,8 @@ class Tiling(NamedTuple):
 
     copy_engine: one thread asks for a tile of keys or values, and TMA computes the addresses. specialize: a warp of its
     own asks, and num_warps are those that compute, 4 on each half of the rows; all tiles then go through one loop,
-    because Triton compiles only one like this, so that the mask is applied to all.
+    because Triton compiles only one like this, so that the mask is applied to all. (Forward only: the compiler of
+    Triton 3.7 gives up on the loops of backward.)
     """
     rows: int
     columns: int
@@ -93,31 +94,41 @@ TILINGS = {
         Tiling(128, 64, 8, 3, copy_engine=True),  # 142: addresses are no longer in registers
         Tiling(128, 128, 8, 2, copy_engine=True),  # 196: half as many softmax steps
         Tiling(128, 128, 4, 2, copy_engine=True, specialize=True)],  # FlashAttention-3's: one half computes softmax
-    ("dq", 64): [Tiling(128, 64, 8, 3)], ("dq", 128): [Tiling(128, 64, 8, 3), Tiling(64, 64, 4, 3)],
-    ("dkv", 64): [Tiling(32, 128, 8, 2), Tiling(64, 128, 8, 1)],  # 64 rows, loaded ahead: Triton 3.6 spills a register
+    ("dq", 64): [Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 3, copy_engine=True)],  # 123: two programs per SM
+    ("dq", 128): [
+        Tiling(128, 64, 8, 3),  # 210
+        Tiling(128, 64, 8, 3, copy_engine=True),  # 167
+        Tiling(64, 64, 4, 3),
+        Tiling(64, 64, 4, 2, copy_engine=True)],  # 165, and shared memory for two programs per SM
+    ("dkv", 64): [
+        Tiling(32, 128, 8, 2),
+        Tiling(64, 128, 8, 1),  # loaded ahead, Triton 3.6 spills a register
+        Tiling(32, 128, 8, 2, copy_engine=True)],  # 183, with a loop for tiles that need no mask
     ("dkv", 128): [
         Tiling(32, 128, 8, 2),  # dk and dv take 128 registers of 255: 64 rows of queries would be spilled to memory
-        Tiling(32, 128, 8, 1)]}  # no tile is loaded ahead
+        Tiling(32, 128, 8, 1),  # no tile is loaded ahead
+        Tiling(32, 128, 8, 2, copy_engine=True)]}
 FP32_TILINGS = [Tiling(32, 32, 4, 2)]
 
 
 def choose_tiling(step: str, q: Tensor, causal: bool, window: int, documents: Tensor | None,
-                  others: tuple[Tensor, ...] = ()) -> tuple[Tiling, dict]:
+                  *others: Tensor) -> tuple[Tiling, dict]:
     """A kernel's tiling and launch options. WIDTH: D rounded up to a power of 2, at least 16 for tensor cores. others:
-    k and v, which with q decide whether the copy engine can load them: it needs rows at multiples of 16 bytes."""
+    what is loaded beside q. The copy engine needs rows that begin at multiples of 16 bytes."""
     D = q.shape[-1]
     width = max(16, triton.next_power_of_2(D))
-    can_copy = D == width and all(x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0
-                                                                 for stride in x.stride()[:3]) for x in (q, *others))
+    can_copy = D == width and all(x.data_ptr() % 16 == 0 and x.stride(2) > 0 and all(
+        stride * x.element_size() % 16 == 0 for stride in x.stride()[:3]) for x in (q, *others))
     hides_much = window > 0 or documents is not None
     tiles = next(tiling for tiling in (TILINGS[step, max(64, width)] if q.element_size() == 2 else FP32_TILINGS)
                  if can_copy >= tiling.copy_engine and not (hides_much and tiling.specialize))
     if step == "dkv" and D < width:  # the mask of narrow heads takes the registers of a tile loaded ahead
         tiles = tiles._replace(num_stages=1)
     options = dict(D=D, WIDTH=width, ROWS=tiles.rows, COLUMNS=tiles.columns, CAUSAL=causal, WINDOW=int(window > 0),
-                   DOCUMENTS=int(documents is not None), num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+                   DOCUMENTS=int(documents is not None), COPY_ENGINE=int(tiles.copy_engine), num_warps=tiles.num_warps,
+                   num_stages=tiles.num_stages)
     if step == "forward":
-        options |= dict(COPY_ENGINE=tiles.copy_engine, SPECIALIZE=int(tiles.specialize))
+        options["SPECIALIZE"] = int(tiles.specialize)
     if tiles.copy_engine:  # descriptors are made by the programs, in memory that Triton asks for here
         device = q.device  # the allocator must not refer to q itself, which Triton would keep alive
         triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
@@ -160,6 +171,25 @@ def load_tile(x, start, stride, count, D: tl.constexpr, WIDTH: tl.constexpr, COU
         return tl.load(pointers, in_bounds(start, count, D, WIDTH, COUNT), other=0.0)
     else:
         return tl.load(pointers)
+
+
+@triton.jit
+def make_tiles(x, stride, count, D: tl.constexpr, COUNT: tl.constexpr, COPY_ENGINE: tl.constexpr):
+    """What next_tile takes: a descriptor of x [count, D] for the copy engine, or the pointer itself."""
+    if COPY_ENGINE:
+        return tl.make_tensor_descriptor(x, [count, D], [stride, 1], [COUNT, D])
+    else:
+        return x
+
+
+@triton.jit
+def next_tile(tiles, start, stride, count, D: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr,
+              EDGE: tl.constexpr, COPY_ENGINE: tl.constexpr):
+    """load_tile, or the same by the copy engine."""
+    if COPY_ENGINE:
+        return tiles.load([start, 0])
+    else:
+        return load_tile(tiles, start, stride, count, D, WIDTH, COUNT, EDGE)
 
 
 @triton.jit
@@ -236,15 +266,10 @@ def flash_forward_kernel(q, k, v, o, lse, q_documents, k_documents, q_strides, k
     COPY_ENGINE, SPECIALIZE: see Tiling."""
     b, h, start, masked_from, stop, i_document = assign_queries(
         q_documents, k_documents, heads, rows, columns, offset, window, ROWS, COLUMNS, CAUSAL, WINDOW, DOCUMENTS)
-    k, v = head_of(k, k_strides, b, h // group), head_of(v, v_strides, b, h // group)
-    q = head_of(q, q_strides, b, h)
-    if COPY_ENGINE:
-        q_tiles = tl.make_tensor_descriptor(q, [rows, D], [q_strides[2], 1], [ROWS, D])
-        k_tiles = tl.make_tensor_descriptor(k, [columns, D], [k_strides[2], 1], [COLUMNS, D])
-        v_tiles = tl.make_tensor_descriptor(v, [columns, D], [v_strides[2], 1], [COLUMNS, D])
-        queries = q_tiles.load([start, 0])
-    else:
-        queries = load_tile(q, start, q_strides[2], rows, D, WIDTH, ROWS, True)
+    k = make_tiles(head_of(k, k_strides, b, h // group), k_strides[2], columns, D, COLUMNS, COPY_ENGINE)
+    v = make_tiles(head_of(v, v_strides, b, h // group), v_strides[2], columns, D, COLUMNS, COPY_ENGINE)
+    q = make_tiles(head_of(q, q_strides, b, h), q_strides[2], rows, D, ROWS, COPY_ENGINE)
+    queries = next_tile(q, start, q_strides[2], rows, D, WIDTH, ROWS, True, COPY_ENGINE)
     i, lse = start + tl.arange(0, ROWS), row_of(lse, b * heads + h, rows)
     first_masked = 0 if SPECIALIZE else masked_from
     top = tl.full([ROWS], -float("inf"), tl.float32)
@@ -253,10 +278,7 @@ def flash_forward_kernel(q, k, v, o, lse, q_documents, k_documents, q_strides, k
     for MASKED in tl.static_range(WINDOW | DOCUMENTS | SPECIALIZE, 2):
         for n in tl.range(first_masked if MASKED else 0, stop if MASKED else masked_from, COLUMNS,
                           warp_specialize=SPECIALIZE):
-            if COPY_ENGINE:
-                keys = k_tiles.load([n, 0])
-            else:
-                keys = load_tile(k, n, k_strides[2], columns, D, WIDTH, COLUMNS, MASKED)
+            keys = next_tile(k, n, k_strides[2], columns, D, WIDTH, COLUMNS, MASKED, COPY_ENGINE)
             s = tl.dot(queries, tl.trans(keys), input_precision="ieee")
             if MASKED:
                 j = n + tl.arange(0, COLUMNS)
@@ -269,10 +291,7 @@ def flash_forward_kernel(q, k, v, o, lse, q_documents, k_documents, q_strides, k
             p = tl.exp2(s * scale - shift[:, None])
             decay = tl.exp2(top - shift)
             total = total * decay + tl.sum(p, 1)
-            if COPY_ENGINE:
-                values = v_tiles.load([n, 0])
-            else:
-                values = load_tile(v, n, v_strides[2], columns, D, WIDTH, COLUMNS, MASKED)
+            values = next_tile(v, n, v_strides[2], columns, D, WIDTH, COLUMNS, MASKED, COPY_ENGINE)
             out = tl.dot(p.to(values.dtype), values, out * decay[:, None], input_precision="ieee")
             top = higher
     store_tile(head_of(o, o_strides, b, h), out / tl.where(total == 0, 1.0, total)[:, None], start, o_strides[2], rows,
@@ -284,14 +303,18 @@ def flash_forward_kernel(q, k, v, o, lse, q_documents, k_documents, q_strides, k
 def flash_dq_kernel(do, q, k, v, o, lse, dq, delta, q_documents, k_documents, do_strides, q_strides, k_strides,
                     v_strides, o_strides, dq_strides, scale, heads, group, rows, columns, offset, window,
                     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-                    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr):
+                    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, COPY_ENGINE: tl.constexpr):
     """A program has a tile of queries and loops over keys. It also writes delta, for flash_dkv_kernel."""
     b, h, start, masked_from, stop, i_document = assign_queries(
         q_documents, k_documents, heads, rows, columns, offset, window, ROWS, COLUMNS, CAUSAL, WINDOW, DOCUMENTS)
-    k, v = head_of(k, k_strides, b, h // group), head_of(v, v_strides, b, h // group)
-    queries = load_tile(head_of(q, q_strides, b, h), start, q_strides[2], rows, D, WIDTH, ROWS, True)
-    grads = load_tile(head_of(do, do_strides, b, h), start, do_strides[2], rows, D, WIDTH, ROWS, True)
-    outs = load_tile(head_of(o, o_strides, b, h), start, o_strides[2], rows, D, WIDTH, ROWS, True)
+    k = make_tiles(head_of(k, k_strides, b, h // group), k_strides[2], columns, D, COLUMNS, COPY_ENGINE)
+    v = make_tiles(head_of(v, v_strides, b, h // group), v_strides[2], columns, D, COLUMNS, COPY_ENGINE)
+    q = make_tiles(head_of(q, q_strides, b, h), q_strides[2], rows, D, ROWS, COPY_ENGINE)
+    do = make_tiles(head_of(do, do_strides, b, h), do_strides[2], rows, D, ROWS, COPY_ENGINE)
+    o = make_tiles(head_of(o, o_strides, b, h), o_strides[2], rows, D, ROWS, COPY_ENGINE)
+    queries = next_tile(q, start, q_strides[2], rows, D, WIDTH, ROWS, True, COPY_ENGINE)
+    grads = next_tile(do, start, do_strides[2], rows, D, WIDTH, ROWS, True, COPY_ENGINE)
+    outs = next_tile(o, start, o_strides[2], rows, D, WIDTH, ROWS, True, COPY_ENGINE)
     i, row = start + tl.arange(0, ROWS), b * heads + h
     own_delta = tl.sum(grads.to(tl.float32) * outs.to(tl.float32), 1)
     tl.store(row_of(delta, row, rows) + i, own_delta, i < rows)
@@ -299,8 +322,8 @@ def flash_dq_kernel(do, q, k, v, o, lse, dq, delta, q_documents, k_documents, do
     out = tl.zeros([ROWS, WIDTH], tl.float32)
     for MASKED in tl.static_range(WINDOW | DOCUMENTS, 2):
         for n in range(masked_from if MASKED else 0, stop if MASKED else masked_from, COLUMNS):
-            keys = load_tile(k, n, k_strides[2], columns, D, WIDTH, COLUMNS, MASKED)
-            values = load_tile(v, n, v_strides[2], columns, D, WIDTH, COLUMNS, MASKED)
+            keys = next_tile(k, n, k_strides[2], columns, D, WIDTH, COLUMNS, MASKED, COPY_ENGINE)
+            values = next_tile(v, n, v_strides[2], columns, D, WIDTH, COLUMNS, MASKED, COPY_ENGINE)
             p = tl.exp2(tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale - own_lse[:, None])
             if MASKED:
                 j = n + tl.arange(0, COLUMNS)
@@ -317,9 +340,10 @@ def flash_dq_kernel(do, q, k, v, o, lse, dq, delta, q_documents, k_documents, do
 def flash_dkv_kernel(do, q, k, v, lse, delta, dk, dv, q_documents, k_documents, do_strides, q_strides, k_strides,
                      v_strides, dkv_strides, scale, heads, group, rows, columns, offset, window, D: tl.constexpr,
                      WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr,
-                     WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr):
+                     WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, COPY_ENGINE: tl.constexpr):
     """A program has a tile of keys and loops over queries of all heads that use them. Tiles of scores are transposed:
-    keys x queries. The loop is compiled once, always with the mask: dk and dv take too many registers for two loops."""
+    keys x queries. If the copy engine loads them and D is at most 64, the loop is compiled twice, without the mask for
+    tiles off the diagonal; else dk and dv take too many registers for two loops."""
     tiles = tl.cdiv(columns, COLUMNS)
     start, head = tl.program_id(0) % tiles * COLUMNS, tl.program_id(0) // tiles
     b, kv_head = head // (heads // group), head % (heads // group)
@@ -335,23 +359,34 @@ def flash_dkv_kernel(do, q, k, v, lse, delta, dk, dv, q_documents, k_documents, 
         first, j_document = tl.maximum(first, begin), j_document[:, None]
     if WINDOW:
         stop = tl.minimum(stop, start + COLUMNS - 1 + window - offset)
+    first, unmasked_from = first // ROWS * ROWS, stop
+    masks_all: tl.constexpr = WINDOW | DOCUMENTS | (1 - COPY_ENGINE) | (WIDTH > 64)
+    if not masks_all:
+        unmasked_from = first
+        if CAUSAL:  # queries that see the last key of the tile see all
+            unmasked_from = tl.minimum(tl.cdiv(tl.maximum(start + COLUMNS - 1 - offset, 0), ROWS) * ROWS, stop)
     grad_k = tl.zeros([COLUMNS, WIDTH], tl.float32)
     grad_v = tl.zeros([COLUMNS, WIDTH], tl.float32)
     for member in range(group):
         h = kv_head * group + member
-        head_q, head_do, row = head_of(q, q_strides, b, h), head_of(do, do_strides, b, h), b * heads + h
-        for n in range(first // ROWS * ROWS, stop, ROWS):
-            queries = load_tile(head_q, n, q_strides[2], rows, D, WIDTH, ROWS, True)
-            grads = load_tile(head_do, n, do_strides[2], rows, D, WIDTH, ROWS, True)
-            i = n + tl.arange(0, ROWS)
-            row_lse = tl.load(row_of(lse, row, rows) + i, i < rows, other=float("inf")) * LOG2_E  # no row: p = 0
-            row_delta = tl.load(row_of(delta, row, rows) + i, i < rows, other=0.0)
-            p = tl.exp2(tl.dot(keys, tl.trans(queries), input_precision="ieee") * scale - row_lse[None, :])
-            i_document = load_documents(q_documents, b, i, rows)[None, :] if DOCUMENTS else 0
-            p = hide(p, i[None, :], j[:, None], i_document, j_document, offset, window, 0.0, CAUSAL, WINDOW, DOCUMENTS)
-            grad_v = tl.dot(p.to(grads.dtype), grads, grad_v, input_precision="ieee")
-            ds = p * (tl.dot(values, tl.trans(grads), input_precision="ieee") - row_delta[None, :])
-            grad_k = tl.dot(ds.to(queries.dtype), queries, grad_k, input_precision="ieee")
+        row = b * heads + h
+        head_q = make_tiles(head_of(q, q_strides, b, h), q_strides[2], rows, D, ROWS, COPY_ENGINE)
+        head_do = make_tiles(head_of(do, do_strides, b, h), do_strides[2], rows, D, ROWS, COPY_ENGINE)
+        for UNMASKED in tl.static_range(0, 2 - masks_all):
+            for n in range(unmasked_from if UNMASKED else first, stop if UNMASKED else unmasked_from, ROWS):
+                queries = next_tile(head_q, n, q_strides[2], rows, D, WIDTH, ROWS, True, COPY_ENGINE)
+                grads = next_tile(head_do, n, do_strides[2], rows, D, WIDTH, ROWS, True, COPY_ENGINE)
+                i = n + tl.arange(0, ROWS)
+                row_lse = tl.load(row_of(lse, row, rows) + i, i < rows, other=float("inf")) * LOG2_E  # no row: p = 0
+                row_delta = tl.load(row_of(delta, row, rows) + i, i < rows, other=0.0)
+                p = tl.exp2(tl.dot(keys, tl.trans(queries), input_precision="ieee") * scale - row_lse[None, :])
+                if not UNMASKED:
+                    i_document = load_documents(q_documents, b, i, rows)[None, :] if DOCUMENTS else 0
+                    p = hide(p, i[None, :], j[:, None], i_document, j_document, offset, window, 0.0, CAUSAL, WINDOW,
+                             DOCUMENTS)
+                grad_v = tl.dot(p.to(grads.dtype), grads, grad_v, input_precision="ieee")
+                ds = p * (tl.dot(values, tl.trans(grads), input_precision="ieee") - row_delta[None, :])
+                grad_k = tl.dot(ds.to(queries.dtype), queries, grad_k, input_precision="ieee")
     store_tile(head_of(dk, dkv_strides, b, kv_head), grad_k * (scale / LOG2_E), start, dkv_strides[2], columns, D,
                WIDTH, COLUMNS)
     store_tile(head_of(dv, dkv_strides, b, kv_head), grad_v, start, dkv_strides[2], columns, D, WIDTH, COLUMNS)
@@ -393,7 +428,7 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int, o
     q, k, v = make_rows_contiguous(q, k, v)
     q_documents, k_documents = as_int32(q_documents), as_int32(k_documents)
     (B, N, rows, D), (_, K, columns, _) = q.shape, k.shape
-    tiles, launch = choose_tiling("forward", q, causal, window, q_documents, (k, v))
+    tiles, launch = choose_tiling("forward", q, causal, window, q_documents, k, v)
     flash_forward_kernel[(B * N * triton.cdiv(rows, tiles.rows),)](
         q, k, v, o, lse, q_documents, k_documents, q.stride(), k.stride(), v.stride(), o.stride(),
         D ** -0.5 * LOG2_E.value, N, N // K, rows, columns, offset, window, **launch)
@@ -416,10 +451,10 @@ def _flash_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse:
     delta, (B, N, rows, D), (_, K, columns, _) = torch.empty_like(lse), q.shape, k.shape
     scalars = D ** -0.5 * LOG2_E.value, N, N // K, rows, columns, offset, window
     strides = do.stride(), q.stride(), k.stride(), v.stride()
-    tiles, launch = choose_tiling("dq", q, causal, window, q_documents)
+    tiles, launch = choose_tiling("dq", q, causal, window, q_documents, k, v, do, o)
     flash_dq_kernel[(B * N * triton.cdiv(rows, tiles.rows),)](
         do, q, k, v, o, lse, dq, delta, q_documents, k_documents, *strides, o.stride(), dq.stride(), *scalars, **launch)
-    tiles, launch = choose_tiling("dkv", q, causal, window, q_documents)
+    tiles, launch = choose_tiling("dkv", q, causal, window, q_documents, do)
     flash_dkv_kernel[(B * K * triton.cdiv(columns, tiles.columns),)](
         do, q, k, v, lse, delta, dk, dv, q_documents, k_documents, *strides, dk.stride(), *scalars, **launch)
     return dq, dk, dv

@@ -63,7 +63,7 @@ def test_tiles_loaded_by_the_copy_engine(monkeypatch, rows, columns, causal, kin
     tilings = [Tiling(16, 32, 4, 2, True, specialize), Tiling(32, 16, 4, 2, True)]
     monkeypatch.setattr(flash, "FP32_TILINGS", tilings)
     inputs, documents = heads(rows, columns, B=1), documents_of(kind, rows, columns, 1)
-    tiles, launch = flash.choose_tiling("forward", inputs[0], causal, window, documents, tuple(inputs[1:]))
+    tiles, launch = flash.choose_tiling("forward", inputs[0], causal, window, documents, *inputs[1:])
     assert tiles is tilings[specialize and (window > 0 or documents is not None)] and launch["COPY_ENGINE"]
     attention_agrees(inputs, causal, documents, window)
 
@@ -74,7 +74,7 @@ def test_what_the_copy_engine_cannot_load_takes_pointers(monkeypatch):
     monkeypatch.setattr(flash, "FP32_TILINGS", [Tiling(16, 16, 4, 2, True), pointers])
     odd_width, odd_stride, odd_start = numbers(1, 2, 8, 12), numbers(1, 2, 8, 18)[..., :16], numbers(257)[1:]
     for x in odd_width, odd_stride, odd_start.view(1, 2, 8, 16):
-        assert flash.choose_tiling("forward", x, True, 0, None, (x, x))[0] is pointers
+        assert flash.choose_tiling("forward", x, True, 0, None, x, x)[0] is pointers
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -339,23 +339,27 @@ def test_registers_suffice(compiled):
 
 
 def test_attention_uses_the_matmul_instruction_of_hopper(compiled):
-    matmuls = {"flash_forward_kernel": 2, "flash_dq_kernel": 3, "flash_dkv_kernel": 4}
-    assert {name for name, _ in compiled} == set(matmuls)
-    assert all(found["wgmma"] >= matmuls[name] and found["setmaxnreg"] == 0 for name, found in compiled)
+    assert {name for name, _ in compiled} == set(MATMULS)
+    assert all(found["wgmma"] >= MATMULS[name] and found["setmaxnreg"] == 0 for name, found in compiled)
+
+
+MATMULS = {"flash_forward_kernel": 2, "flash_dq_kernel": 3, "flash_dkv_kernel": 4}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_other_tilings_fit_and_are_what_they_say(tmp_path, compiler):
     """Specialized: 4 warps that load and 8 that compute, among which registers are dealt anew."""
-    found = [json.loads(line) for line in run(OTHER_TILINGS, compiler, TRITON_CACHE_DIR=str(tmp_path)).splitlines()]
-    for name, used in found:
-        fits(name, used)
-    forward = [used for name, used in found if name == "flash_forward_kernel"]
-    others = [tiling for D in (64, 128) for tiling in flash.TILINGS["forward", D][1:]]
-    for used, tiling in zip(forward, others, strict=True):
-        assert used["tma"] >= 3 and used["wgmma"] >= 2
-        assert (used["setmaxnreg"] > 0) == tiling.specialize and (used["threads"] == 384) == tiling.specialize
+    lines = iter(run(OTHER_TILINGS, compiler, TRITON_CACHE_DIR=str(tmp_path)).splitlines())
+    for (step, _), tilings in flash.TILINGS.items():
+        for tiling in tilings[1:]:
+            launched = dict(json.loads(next(lines)) for _ in range(1 if step == "forward" else 2))
+            used, name = launched[f"flash_{step}_kernel"], f"flash_{step}_kernel {tiling}"
+            fits(name, used)
+            assert used["wgmma"] >= MATMULS[f"flash_{step}_kernel"], name
+            assert used["tma"] >= 3 if tiling.copy_engine else used["tma"] == 0, name
+            assert (used["setmaxnreg"] > 0) == tiling.specialize, name
+            assert used["threads"] == 32 * tiling.num_warps + 256 * tiling.specialize, name
 
 
 # ---- on a GPU only --------------------------------------------------------------------------------------------------
