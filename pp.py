@@ -36,12 +36,13 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import schedules
-from collectives import Group, rank, receive, send, size, world
+from collectives import Group, process_group, rank, receive, send, size, world
 from param import accumulate_grad, backward_input, backward_weight, queued_keys
 from profiling import named
 from schedules import (
@@ -60,14 +61,34 @@ from schedules import (
 
 # ---- the engine -----------------------------------------------------------------------------------------------------
 
-class Engine:
-    """Runs one rank's part of any plan; a plan of one stage, without a group, is gradient accumulation."""
+def moment(device: torch.device) -> "float | torch.cuda.Event":
+    """Now, in seconds; on a GPU an event of its stream, which the host does not wait for."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
-    def __init__(self, plan: Plan, group: Group = None, device: torch.device | str = "cpu"):
+
+def seconds_between(start: "float | torch.cuda.Event", stop: "float | torch.cuda.Event") -> float:
+    if isinstance(start, float):
+        return stop - start
+    stop.synchronize()
+    return start.elapsed_time(stop) / 1e3
+
+
+class Engine:
+    """Runs one rank's part of any plan; a plan of one stage, without a group, is gradient accumulation.
+
+    timed: keep when each action of the latest step began and ended, for `timeline`.
+    """
+
+    def __init__(self, plan: Plan, group: Group = None, device: torch.device | str = "cpu", timed: bool = False):
         me, lists = rank(group), lower(plan)
         self.items, self.backwards = lists[me], backwards(plan.ranks[me])
-        self.last_stage, self.group, self.device = plan.stages - 1, group, device
-        self.spans: list[Span] | None = None  # if a list, `run` appends when each action began and ended
+        self.last_stage, self.group, self.device = plan.stages - 1, group, torch.device(device)
+        self.timed, self.began = timed, None
+        self.moments: list[tuple] = []  # (action, when it began, when it ended)
         pairs = {(r, item.peer) for r, items in enumerate(lists) for item in items
                  if isinstance(item, Transfer) and item.op == "send"}
         for source, target in sorted(pairs):  # NCCL connects two ranks at their first transfer: all do so in one order
@@ -83,6 +104,7 @@ class Engine:
         forward(stage, micro-batch, x) -> y: x is None in the first stage; y is the loss in the last stage. shape,
         dtype: those of x and y between stages.
         """
+        self.began, self.moments = moment(self.device) if self.timed else None, []
         alive = {}  # (stage, micro-batch) -> (input, the output's edge in the graph), between forward and backward
         local = {}  # ("F" or "B", the stage that needs it, micro-batch) -> a result, to be sent or used on this rank
         receiving, sending = {}, []  # the same key -> (a tensor, the pending receive that fills it); pending sends
@@ -105,33 +127,43 @@ class Engine:
                     receiving[key] = x, receive(x, item.peer, self.group)
                 continue
             op, stage, k = item
-            began = time.perf_counter()
+            x = take("F", stage, k).requires_grad_(torch.is_grad_enabled()) if op == "F" and stage else None
+            grad = take("B", stage, k) if op in "BI" and stage < self.last_stage else None
+            began = moment(self.device) if self.timed else None  # what it waits for is there
             with named(str(item)):
                 if op == "F":
-                    x = take("F", stage, k).requires_grad_(torch.is_grad_enabled()) if stage else None
                     y = forward(stage, k, x)
                     if y.requires_grad:
                         alive[stage, k] = x, torch.autograd.graph.get_gradient_edge(y)
                     if stage < self.last_stage:
                         local["F", stage + 1, k] = y.detach()
-                    x = y = None  # not to hold them until the next action
+                    y = None
                 elif op == "W":
                     backward_weight((stage, k))
                 else:
                     x, edge = alive.pop((stage, k))
-                    grad = take("B", stage, k) if stage < self.last_stage else None
                     if op == "I":
                         backward_input((stage, k), edge, grad)
                     else:
                         torch.autograd.backward(edge, grad)
                     if stage:
                         local["B", stage - 1, k] = x.grad
-                    x = edge = grad = None
-            if self.spans is not None:
-                self.spans.append(Span(item, began, time.perf_counter()))
+                    edge = None
+            x = grad = None  # not to hold them until the next action
+            if self.timed:
+                self.moments.append((item, began, moment(self.device)))
         for pending in sending:
             pending.wait()
         assert not (alive or local or receiving or queued_keys()), "something was computed that nobody used"
+
+    def timeline(self, unit_s: float) -> list[list[Span]]:
+        """Each rank's spans of the latest step, in units of time since the step began on that rank. All ranks of the
+        group must call it. Ranks begin a step together, as the step before ended with the reduction of a norm."""
+        mine = [Span(item, *(seconds_between(self.began, when) / unit_s for when in moments))
+                for item, *moments in self.moments]
+        spans = [None] * size(self.group)
+        dist.all_gather_object(spans, mine, group=process_group(self.group))
+        return spans
 
 
 class Pipeline:
@@ -145,6 +177,7 @@ class Pipeline:
     def __init__(self, plan_of: Callable[[int], Plan], layers_of: list[range], max_micro_batches: int = 1,
                  group: Group = None, device: torch.device | str = "cpu"):
         self.plan_of, self.group, self.device, self.engines = plan_of, group, device, {}
+        self.timed = False  # of engines to be made
         largest, me = plan_of(max_micro_batches), rank(group)
         self.owners, = largest.owners  # no schedule that runs has two directions
         self.stages = {stage: layers for stage, layers in enumerate(layers_of) if self.owners[stage] == me}
@@ -163,8 +196,16 @@ class Pipeline:
             chosen = self.plan_of(micro_batches)
             forwards = [[action for action in actions if action.op == "F"] for actions in chosen.ranks]
             executed = chosen._replace(ranks=forwards) if evaluating else chosen
-            self.engines[key] = Engine(executed, self.group, self.device)
+            self.engines[key] = Engine(executed, self.group, self.device, self.timed)
         return self.engines[key]
+
+    def draw_timeline(self, path: Path) -> None:
+        """Draw the latest training step, in milliseconds, as SVG. All ranks must call it; the first one writes."""
+        trained = [key for key, engine in self.engines.items() if engine.moments and not key[1]]
+        if trained:
+            spans = self.engines[trained[-1]].timeline(1e-3)
+            if dist.get_rank() == 0:
+                path.write_text(schedules.svg({f"{trained[-1][0]} micro-batches": spans}))
 
 
 # ---- the demo: a drawing --------------------------------------------------------------------------------------------
@@ -194,16 +235,11 @@ def measure(plan: Plan, group: Group) -> list[list[Span]]:
     def forward(stage: int, k: int, x: torch.Tensor | None) -> torch.Tensor:
         return Sleep.apply(torch.zeros(1, requires_grad=True) if x is None else x)
 
-    engine = Engine(plan, group)
+    engine = Engine(plan, group, timed=True)
     engine.run(forward, (1,), torch.float32)  # the first backward of a process takes longer than a whole step
     dist.barrier()
-    engine.spans = []
     engine.run(forward, (1,), torch.float32)
-    all_spans = [None] * size(group)
-    dist.all_gather_object(all_spans, engine.spans)
-    first = min(spans[0].start for spans in all_spans)
-    return [[Span(Action(*action), (start - first) / UNIT_S, (stop - first) / UNIT_S) for action, start, stop in spans]
-            for spans in all_spans]
+    return engine.timeline(UNIT_S)
 
 
 def make_parser() -> argparse.ArgumentParser:

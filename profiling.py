@@ -6,7 +6,8 @@
 Steps 3, 4 and 5, counted from 0, are recorded; earlier ones allocate, compile and connect. In the trace every phase of
 a step and every action of a pipeline has a name, such as "F1.0", the forward of stage 1 for micro-batch 0; kernels lie
 under the name that launched them. The first rank also prints the ten operations that take longest, on the GPU if there
-is one, else on the CPU.
+is one, else on the CPU. With --pp, traces/pipeline.svg shows when each rank's actions of the last step began and ended,
+by events on GPUs.
 """
 import os
 from collections.abc import Callable, Iterator

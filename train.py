@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -116,9 +117,12 @@ def train(settings: config.Config, training: Samples, validation: Samples | None
         config.refuse(error)
     job.log.begin(state.step)
     job.guard = faults.Guard(stop or faults.Stop(), groups["world"], device, state.norms, settings.run.skip_spikes)
-    run = settings.run
+    run, pipeline = settings.run, job.model.pipeline
+    pipeline.timed = bool(run.profile)
     with without_garbage_collector(), profiling(run.profile, run.memory_snapshot, job.log.rank, device) as end_step:
         train_steps(job, end_step)
+    if run.profile and settings.grid.pp > 1:
+        pipeline.draw_timeline(Path(run.profile, "pipeline.svg"))
     finish(job)
 
 

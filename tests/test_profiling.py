@@ -3,6 +3,7 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import assemble
 import config
@@ -14,8 +15,9 @@ from meter import Meter
 
 
 def run(flags: str) -> None:
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
     settings = config.parse("--layers 2 --hidden 32 --heads 2 --ffn 48 --seq 32 --dtype fp32 --sample= --micro-batch 8 "
-                            f"--data {pp.__file__} {flags}".split())
+                            f"--data {pp.__file__} {flags}".split(), ranks)
     samples = assemble.open_samples(settings, settings.data.data, 0)
     train.train(settings, samples, None, torch.device("cpu"), "as asked", job.RunState())
 
@@ -30,6 +32,39 @@ def test_a_trace_names_phases_and_actions(tmp_path, capsys):
              for name in ("F0.0", "F0.1", "B0.1", "forward and backward", "optimizer", "read data", "ProfilerStep#2",
                           "ProfilerStep#3", "ProfilerStep#5", "ProfilerStep#6")}
     assert list(count.values()) == [3] * 6 + [0, 1, 1, 0]
+
+
+def run_rank(flags: str) -> None:
+    run(f"--pp 2 --layers 2 --micro-batch 4 {flags}")
+
+
+def test_the_timeline_of_a_pipeline_shows_every_action_of_the_last_step(pool, tmp_path):
+    pool.run(2, "test_profiling:run_rank", flags=f"--steps 2 --global-batch 16 --profile {tmp_path}")
+    drawn = (tmp_path / "pipeline.svg").read_text()
+    assert "4 micro-batches" in drawn and [drawn.count(f'class="{op}"') for op in "FB"] == [1 + 2 * 4, 1 + 2 * 4]
+
+
+def test_on_a_gpu_moments_are_events_of_its_stream(monkeypatch):
+    """Nobody waits for the device before the timeline is asked for."""
+    clock, waited = iter(range(100, 200, 7)), []
+
+    class Event:
+        def __init__(self, enable_timing: bool):
+            assert enable_timing
+
+        def record(self):
+            self.ms = next(clock)
+
+        def synchronize(self):
+            waited.append(self.ms)
+
+        def elapsed_time(self, other) -> float:
+            assert other.ms in waited
+            return other.ms - self.ms
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    start, stop = pp.moment(torch.device("cuda")), pp.moment(torch.device("cuda"))
+    assert not waited and pp.seconds_between(start, stop) == 0.007
 
 
 def test_names_cost_no_operation_unless_a_profiler_is_on():
