@@ -46,7 +46,6 @@ from collectives import Group, process_group, rank, receive, send, size, world
 from param import accumulate_grad, backward_input, backward_weight, queued_keys
 from profiling import named
 from schedules import (
-    Action,
     Costs,
     Plan,
     Span,
