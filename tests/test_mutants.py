@@ -857,7 +857,7 @@ MUTANTS = [
            'RESULTS.write_text(before + "\\n".join(["", title, *blocks, ""]) + END)',
            "tests/test_bench.py::test_all_rewrites_one_part_of_the_results_and_names_what_failed"),
     Mutant("a dry run that keeps all it has sent", "dryrun.py",
-           "    return True",
+           "    pending.wait()\n    return True",
            "    return False",
            "tests/test_bench.py::test_what_is_counted_grows_as_the_formulas_say[micro-batches]"),
     Mutant("a fit for the largest payloads alone", "probe.py",
