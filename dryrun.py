@@ -41,7 +41,7 @@ from collectives import Group, Groups, Pending, name, process_group, rank, size
 from data import MicroBatch, Samples
 from footprint import format_bytes
 from meter import Meter, Storage
-from schedules import Action, Span
+from schedules import Action
 
 KINDS = "weights", "gradients", "optimizer", "FP8 weights", "activations", "temporaries"
 
@@ -118,18 +118,6 @@ class DryRun(NamedTuple):
     sent: dict[str, int]  # axis -> bytes that this rank sends
 
 
-class ActionPeaks(list):
-    """A list of (action, its peak of live bytes), which pp.Engine fills as its list of spans."""
-
-    def __init__(self, meter: Meter):
-        super().__init__()
-        self.meter = meter
-        meter.restart_window()
-
-    def append(self, span: Span) -> None:
-        super().append((span.action, self.meter.restart_window()))
-
-
 def measure(step: Callable[[], Any], model: Any, optimizer: Any, engine: Any, groups: Groups) -> DryRun:
     """Run `step()`, one forward, backward and update, and measure it. It uses `model` (model.Llama), `optimizer`
     (zero.Optimizer) and `engine` (pp.Engine); their tensors and groups may be fake or real."""
@@ -138,7 +126,7 @@ def measure(step: Callable[[], Any], model: Any, optimizer: Any, engine: Any, gr
     label(meter, model, optimizer)
     with meter:
         collectives.sent.clear()
-        engine.spans = ActionPeaks(meter)
+        engine.clock = meter.restart_window
         step()
     alive = meter.alive_at_peak()
     at_peak = Counter()
@@ -157,7 +145,8 @@ def measure(step: Callable[[], Any], model: Any, optimizer: Any, engine: Any, gr
     for call in meter.collectives:
         calls[axes[call.group]][call.name] += 1
     return DryRun(meter.peak["all"], {kind: at_peak[kind] for kind in KINDS if at_peak[kind]},
-                  {kind: meter.peak[kind] for kind in KINDS if meter.peak[kind]}, list(engine.spans),
+                  {kind: meter.peak[kind] for kind in KINDS if meter.peak[kind]},
+                  [(action, max(before, within)) for action, before, within in engine.moments],
                   sorted(largest, key=lambda entry: -entry[0]), meter.flops, calls,
                   {axis: collectives.sent[name(groups[axis])] for axis in calls})
 

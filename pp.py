@@ -36,6 +36,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -86,8 +87,8 @@ class Engine:
         me, lists = rank(group), lower(plan)
         self.items, self.backwards = lists[me], backwards(plan.ranks[me])
         self.last_stage, self.group, self.device = plan.stages - 1, group, torch.device(device)
-        self.timed, self.began = timed, None
-        self.moments: list[tuple] = []  # (action, when it began, when it ended)
+        self.clock: Callable | None = partial(moment, self.device) if timed else None  # asked around every action
+        self.began, self.moments = None, list[tuple]()  # moments: (action, when it began, when it ended)
         pairs = {(r, item.peer) for r, items in enumerate(lists) for item in items
                  if isinstance(item, Transfer) and item.op == "send"}
         for source, target in sorted(pairs):  # NCCL connects two ranks at their first transfer: all do so in one order
@@ -103,7 +104,7 @@ class Engine:
         forward(stage, micro-batch, x) -> y: x is None in the first stage; y is the loss in the last stage. shape,
         dtype: those of x and y between stages.
         """
-        self.began, self.moments = moment(self.device) if self.timed else None, []
+        self.began, self.moments = self.clock and self.clock(), []
         alive = {}  # (stage, micro-batch) -> (input, the output's edge in the graph), between forward and backward
         local = {}  # ("F" or "B", the stage that needs it, micro-batch) -> a result, to be sent or used on this rank
         receiving, sending = {}, []  # the same key -> (a tensor, the pending receive that fills it); pending sends
@@ -128,7 +129,7 @@ class Engine:
             op, stage, k = item
             x = take("F", stage, k).requires_grad_(torch.is_grad_enabled()) if op == "F" and stage else None
             grad = take("B", stage, k) if op in "BI" and stage < self.last_stage else None
-            began = moment(self.device) if self.timed else None  # what it waits for is there
+            began = self.clock and self.clock()  # what it waits for is there
             with named(str(item)):
                 if op == "F":
                     y = forward(stage, k, x)
@@ -149,8 +150,8 @@ class Engine:
                         local["B", stage - 1, k] = x.grad
                     edge = None
             x = grad = None  # not to hold them until the next action
-            if self.timed:
-                self.moments.append((item, began, moment(self.device)))
+            if self.clock:
+                self.moments.append((item, began, self.clock()))
         for pending in sending:
             pending.wait()
         assert not (alive or local or receiving or queued_keys()), "something was computed that nobody used"

@@ -334,7 +334,7 @@ def slow_forward(state):
     original = train.forward_backward
 
     def slow(*args, **kwargs):
-        time.sleep(0.1)
+        time.sleep(0.3)
         return original(*args, **kwargs)
     return patch.object(train, "forward_backward", slow)
 
@@ -344,7 +344,7 @@ def test_a_slow_rank_is_named(pool, tmp_path):
     assert "train.py: warning: rank 1 is slow: without its waits it took 0." in said[0]
     for line in metrics(tmp_path / "m"):
         assert line["busy_s"]["slowest_rank"] == 1
-        assert line["busy_s"]["min"] <= line["busy_s"]["median"] < 0.1 < line["busy_s"]["max"] < line["step_s"] + 0.1
+        assert line["busy_s"]["min"] <= line["busy_s"]["median"] < 0.3 < line["busy_s"]["max"] < line["step_s"] + 0.1
 
 
 def test_ten_steps_make_a_rank_slow_and_it_is_said_once(capsys):

@@ -743,14 +743,18 @@ def test_what_cannot_run_in_fp8_is_refused(flags, line):
 def test_gpus_without_it_are_refused(monkeypatch):
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+
+    def of(recipe: str) -> config.Config:
+        return config.parse(f"--hidden 128 --heads 4 --kv-heads 4 --head-dim 64 --ffn 256 --fp8 {recipe}".split())
+
     for capability, fits in ((8, 0), []), ((8, 9), ["tensorwise"]), ((9, 0), [*RECIPES]), ((10, 0), ["tensorwise"]):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
         for name in RECIPES:
             if name in fits:
-                assemble.check_device(config.parse(["--fp8", name]), gpu)
+                assemble.check_device(of(name), gpu)
             else:
                 with pytest.raises(ValueError, match=f"--fp8 {name}: cannot run on a GPU: use a Hopper GPU"):
-                    assemble.check_device(config.parse(["--fp8", name]), gpu)
+                    assemble.check_device(of(name), gpu)
         assemble.check_device(config.parse([]), gpu)
 
 
