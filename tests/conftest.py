@@ -32,10 +32,10 @@ def pytest_addoption(parser):
 
 
 def pytest_xdist_auto_num_workers(config):
-    """Two processes share the tests of a whole tier, half each, then what the other has left. Tests that are chosen by
-    name, and those that measure time, run in this process."""
+    """Three processes share the tests of a whole tier, then what the others have left: on two cores one may wait for a
+    time to pass. Tests that are chosen by name, and those that measure time, run in this process."""
     chosen = config.args_source is pytest.Config.ArgsSource.ARGS or config.option.keyword
-    return 0 if chosen or config.option.markexpr == "timing" else 2
+    return 0 if chosen or config.option.markexpr == "timing" else 3
 
 
 def pytest_collection_modifyitems(items):

@@ -90,8 +90,8 @@ def test_attention_of_documents(small_tiles, kind, causal):
 
 
 @pytest.mark.parametrize("window", [1, 5, 16, 17, 40])
-@pytest.mark.parametrize("rows, columns", [(37, 37), (1, 50), (21, 50)])
-@pytest.mark.parametrize("kind", ["one", "packed"])
+@pytest.mark.parametrize("rows, columns, kind", [(37, 37, "one"), (37, 37, "packed"), (1, 50, "packed"),
+                                                 (21, 50, "packed")])
 def test_attention_in_a_window(small_tiles, kind, rows, columns, window):
     attention_agrees(heads(rows, columns, N=1), True, documents_of(kind, rows, columns), window)
 

@@ -217,7 +217,8 @@ MUTANTS = [
            "        self.prefetch()\n"
            "        self.unsharding.wait()",
            "        self.prefetch()",
-           "tests/test_zero.py::test_every_collective_is_waited_for_before_its_tensors_are_used[4---zero 3 --dp-replicate 2]"),
+           "tests/test_zero.py::test_every_collective_is_waited_for_before_its_tensors_are_used"
+           "[4---zero 3 --dp-replicate 2]"),
     Mutant("weights that are never resharded", "zero.py",
            "if self.level == 3 and self.users == 0:",
            "if False:",
