@@ -342,6 +342,7 @@ GRIDS = [
     (4, LONG, "--cp 2 --tp 2 --recompute full --zero 1"),
     (2, f"{ONE} {MOE}", "--tp 2 --ep 2"),
     (2, "--global-batch 2 --micro-batch 1 --seq 192", "--tp 2"),
+    (2, LONG, "--cp 2"),
 ]
 SLOW = GRIDS[1:6]  # tests/pairs.py has FP8 with every other feature
 

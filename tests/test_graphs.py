@@ -118,6 +118,12 @@ def test_batches_of_another_structure_are_captured_anew():
     assert captured([torch.ones(3), None]).tolist() == [2, 2, 2]
 
 
+def test_replays_leave_the_callers_tensors_alone():
+    captured, given = Captured(lambda x: 2 * x, warmups=1), [torch.full((2,), float(i)) for i in range(4)]
+    assert [captured(x).tolist() for x in given] == [[0, 0], [2, 2], [4, 4], [6, 6]]
+    assert [x.tolist() for x in given] == [[0, 0], [1, 1], [2, 2], [3, 3]]
+
+
 def test_batches_that_cannot_be_replayed_are_refused():
     captured, x = Captured(lambda batches: batches[0] * 2, warmups=1), torch.arange(3)
     captured([x])

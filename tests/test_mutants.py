@@ -1045,6 +1045,16 @@ MUTANTS = [
     Mutant("activations that a split backward frees all at once", "param.py",
            "        calls.clear()  # `work` alone", "        pass  # `work` alone",
            "tests/test_param.py::test_what_deferred_gradients_read_is_freed_one_by_one"),
+    Mutant("a warmup of chunks where a rank has one", "schedules.py",
+           "p - 1 - r if v == 1 else 2 * (p - 1 - r)", "2 * (p - 1 - r)",
+           "tests/test_pp.py::test_interleaving_one_model_chunk_is_1f1b[2-4]"),
+    Mutant("shards of a sequence with scales of their own", "assemble.py",
+           "amax_groups=(cp, tp)", "amax_groups=(tp,)",
+           "tests/test_fp8.py::test_a_grid_equals_one_process_in_fp8"
+           "[--global-batch 2 --micro-batch 1 --seq 512 --cp 2-tensorwise]"),
+    Mutant("replays that overwrite what the caller gave", "graphs.py",
+           "tree_map(lambda x: None if x is None else x.clone(), batches)", "batches",
+           "tests/test_graphs.py::test_replays_leave_the_callers_tensors_alone"),
 ]
 
 

@@ -96,6 +96,11 @@ def test_a_plan_that_cannot_end_is_found():
             function(stuck)
 
 
+@pytest.mark.parametrize("p, m", [(2, 4), (4, 4), (4, 8)])
+def test_interleaving_one_model_chunk_is_1f1b(p, m):
+    assert make_plan("interleaved", p, m, 1).ranks == make_plan("1f1b", p, m).ranks
+
+
 def test_transfers_just_before_their_use_would_block():
     """What most often goes wrong: each rank receives when it needs something. Here both send first."""
     lists = [[], []]
