@@ -99,7 +99,7 @@ TILINGS = {
         Tiling(128, 64, 8, 3),  # 210
         Tiling(128, 64, 8, 3, copy_engine=True),  # 167
         Tiling(64, 64, 4, 3),
-        Tiling(64, 64, 4, 2, copy_engine=True)],  # 165, and shared memory for two programs per SM
+        Tiling(64, 64, 4, 2, copy_engine=True)],  # 166
     ("dkv", 64): [
         Tiling(32, 128, 8, 2),
         Tiling(64, 128, 8, 1),  # loaded ahead, Triton 3.6 spills a register

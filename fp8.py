@@ -265,7 +265,7 @@ class Fp8Row(Function):
         if is_deferred() and tp.sequence:  # T/t tokens wait in the queue, not T
             shard = fp8.quantise_columnwise(grad, tp, grad=True)
             accumulate_grad(ctx.weights, lambda out, dy: fp8.add_weight_grad(out, dy, x),
-                            fetch=lambda: fp8.start_gather_columnwise(shard, tp, grad=True))
+                            start_gather=lambda: fp8.start_gather_columnwise(shard, tp, grad=True))
         else:
             accumulate_grad(ctx.weights, lambda out: fp8.add_weight_grad(out, columnwise, x))
         return dx, None, None, None, None

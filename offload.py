@@ -20,8 +20,8 @@ A copy to the host begins when the kernels before it are done. The input of a bl
 block after it runs, one block ahead: so two are on the GPU at once. Gradients leave bucket by bucket, while the CPU
 updates the bucket before.
 
-The host's memory is pinned, because only from there the copy engine reads while the CPU goes on. Of memory that the
-allocator may give to others, it is told that the stream uses it.
+The host's memory is pinned, because only from there the copy engine reads while the CPU goes on. `record_stream` keeps
+the allocator from reusing a tensor's memory before its copy has ended.
 
 Ren et al. 2021 (ZeRO-Offload: the optimizer on the CPU); Rajbhandari et al. 2020 (ZeRO, section 6: P_a+cpu, the inputs
 of blocks).
@@ -109,10 +109,13 @@ def demo() -> None:
     room = MACHINES["h200"].memory_bytes * CONSTANTS.usable - CONSTANTS.reserved
     print("The largest model of 8B's layers (8B has 32) that trains on one H200 on a sequence of 4096 tokens with\n"
           f"--recompute full, in {room / 1e9:.0f} GB, by the formulas of plan.py; GB on the GPU:\n")
+    layers_of = {}
     for offload in OFFLOADS:
-        layers, kinds = largest_model(offload, room)
-        print(f"    --offload {offload:12s}{layers:4d} layers: " +
+        layers_of[offload], kinds = largest_model(offload, room)
+        print(f"    --offload {offload:12s}{layers_of[offload]:4d} layers: " +
               ", ".join(f"{kind} {nbytes / 1e9:.1f}" for kind, nbytes in kinds.items() if nbytes))
+    times = layers_of["optimizer"] / layers_of["none"]
+    print(f"\nWith the optimizer's state on the host {times:.1f} times as many layers fit.")
 
 
 if __name__ == "__main__":

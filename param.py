@@ -166,7 +166,7 @@ def draw(seed: int) -> Source:
 Key = tuple[int, int]  # (pipeline stage, micro-batch)
 Params = tuple[nn.Parameter, ...]
 Add = Callable[..., None]
-Fetch = Callable[[], Callable[[], Tensor]]  # starts a communication; calling what it returns waits for the result
+StartGather = Callable[[], Callable[[], Tensor]]  # starts a communication; calling what it returns waits for the result
 
 
 class Sink(Protocol):
@@ -182,24 +182,25 @@ class Sink(Protocol):
 # Set while a backward computes input gradients only. A plain global, not thread-local: on CUDA, autograd runs backward
 # functions in its own threads.
 _deferring: Key | None = None
-_queue: dict[Key, dict[Params, list[tuple[Add, Fetch | None]]]] = {}  # for backward_weight
+_queue: dict[Key, dict[Params, list[tuple[Add, StartGather | None]]]] = {}  # for backward_weight
 
 
-def accumulate_grad(params: nn.Parameter | Params, add: Add, defer: bool = True, fetch: Fetch | None = None) -> None:
+def accumulate_grad(params: nn.Parameter | Params, add: Add, defer: bool = True,
+                    start_gather: StartGather | None = None) -> None:
     """Accumulate the gradient of one use of `params`: now, or in backward_weight if a split backward is running.
 
     params: a parameter, or a tuple of matrices with equally long rows that multiply the same input (wq, wk, wv).
     add: add(out) adds the gradient to `out`, which has the shape of the parameter or of the stacked matrices. Called
         without autograd. It must not hold tensors that require gradients, which would keep their graph alive.
     defer: False if `add` reads tensors too large to be saved until backward_weight, such as the head's logits.
-    fetch: starts to gather a tensor; then add(out, tensor) is called. backward_weight fetches for the next `add` before
-        it calls this one, which hides the communication.
+    start_gather: starts to gather a tensor; then add(out, tensor) is called. backward_weight starts the gather of the
+        next `add` before it calls this one, which hides the communication.
     """
     params = params if isinstance(params, tuple) else (params,)
     if is_deferred(defer):
-        _queue[_deferring].setdefault(params, []).append((add, fetch))
+        _queue[_deferring].setdefault(params, []).append((add, start_gather))
     else:
-        add_now(params, add, fetch and fetch())
+        add_now(params, add, start_gather and start_gather())
 
 
 def is_deferred(defer: bool = True) -> bool:
@@ -209,15 +210,15 @@ def is_deferred(defer: bool = True) -> bool:
 
 def add_now(params: Params, add: Add, finish: Callable[[], Tensor] | None = None) -> None:
     """Call `add` on one view of all gradient buffers; on a temporary if they are not contiguous in memory. finish: what
-    a Fetch has returned."""
+    a StartGather has returned."""
     grads = [main_grad(param) for param in params]
-    view, fetched = stacked_view(grads), [finish()] if finish else []
+    view, gathered = stacked_view(grads), [finish()] if finish else []
     if view is not None:
-        add(view, *fetched)
+        add(view, *gathered)
         return
     rows = [len(grad) for grad in grads]
     out = grads[0].new_zeros(sum(rows), *grads[0].shape[1:])
-    add(out, *fetched)
+    add(out, *gathered)
     for grad, part in zip(grads, out.split(rows)):
         grad.add_(part)
 
@@ -298,17 +299,17 @@ def backward_weight(key: Key) -> None:
     work = deque((params, *call) for params, calls in queue.items() for call in calls)
     for calls in queue.values():
         calls.clear()  # `work` alone holds activations, which are freed one by one
-    fetched = fetch_for_next(work)
+    gathered = start_next_gather(work)
     while work:
         params, add, _ = work.popleft()
-        finish, fetched = fetched, fetch_for_next(work)
+        finish, gathered = gathered, start_next_gather(work)
         add_now(params, add, finish)
     for param in dict.fromkeys(param for params in queue for param in params):
         if param.sink is not None:
             param.sink.ready(param)
 
 
-def fetch_for_next(work: deque[tuple[Params, Add, Fetch | None]]) -> Callable[[], Tensor] | None:
+def start_next_gather(work: deque[tuple[Params, Add, StartGather | None]]) -> Callable[[], Tensor] | None:
     """Start the communication for the next `add`, if it needs one."""
     return work[0][-1]() if work and work[0][-1] else None
 

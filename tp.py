@@ -185,8 +185,8 @@ class Column(Function):
         def add_weight_grad(out: Tensor, x: Tensor) -> None:
             accumulate_product(out, grad.t(), x)
 
-        fetch = (lambda: finish_gather) if finish_gather else start_gather
-        accumulate_grad(ctx.weights, add_weight_grad, ctx.defer, fetch)  # while dX is reduced
+        accumulate_grad(ctx.weights, add_weight_grad, ctx.defer,  # while dX is reduced
+                        (lambda: finish_gather) if finish_gather else start_gather)
         return finish_reduce(), None, None, *[None] * len(ctx.weights)
 
 
@@ -216,7 +216,7 @@ class Row(Function):
         def add_weight_grad(out: Tensor, dz: Tensor) -> None:
             accumulate_product(out, dz.t(), x)
 
-        accumulate_grad(ctx.weight, add_weight_grad, fetch=start_gather)
+        accumulate_grad(ctx.weight, add_weight_grad, start_gather=start_gather)
         return dx, None, None, None
 
 

@@ -247,8 +247,12 @@ def read(job: Job) -> tuple[int, list[MicroBatch]]:
     sequences = sequences_at(state.tokens, job.settings.batch.ramp())
     state.samples = faults.next_sample(state.samples, sequences, state.left_out)
     micro_batches = local_micro_batches(job.training, state.samples, sequences, job.settings, job.groups)
+    return sequences, on_device(job, micro_batches)
+
+
+def on_device(job: Job, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
     documents = size(job.groups["cp"]) == 1  # context parallel ranks read them on the host
-    return sequences, [micro_batch.to(job.device, documents) for micro_batch in micro_batches]
+    return [micro_batch.to(job.device, documents) for micro_batch in micro_batches]
 
 
 def dry_run(settings: config.Config) -> None:
@@ -427,8 +431,7 @@ def validation_loss(job: Job) -> float | None:
         for first in range(0, end, sequences):
             if job.guard.agree_to_stop():
                 return
-            micro_batches = local_micro_batches(samples, first, sequences, settings, job.groups, end)
-            yield [micro_batch.to(job.device, size(job.groups["cp"]) == 1) for micro_batch in micro_batches]
+            yield on_device(job, local_micro_batches(samples, first, sequences, settings, job.groups, end))
     loss = mean_loss(job.model, global_batches(), job.groups)
     return None if job.guard.stopping else loss
 

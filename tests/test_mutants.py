@@ -288,10 +288,10 @@ MUTANTS = [
            "        finish_reduce = (lambda: terms) if not tp.sequence else tp.start_reduce(terms)\n",
            "tests/test_tp.py::test_a_pair_of_matrices_equals_the_dense_one[False-False-2]"),
     Mutant("deferred weight gradients whose gathers hide under nothing", "param.py",
-           "        finish, fetched = fetched, fetch_for_next(work)\n"
+           "        finish, gathered = gathered, start_next_gather(work)\n"
            "        add_now(params, add, finish)\n",
-           "        add_now(params, add, fetched)\n"
-           "        fetched = fetch_for_next(work)\n",
+           "        add_now(params, add, gathered)\n"
+           "        gathered = start_next_gather(work)\n",
            "tests/test_tp.py::test_a_deferred_weight_gradient_hides_the_gather_of_the_next"),
     Mutant("a gather that hides under nothing", "tp.py",
            "        finish_reduce = start_matmul_reduce(grad, stacked_weight(ctx.weights), tp)  # dX, while X "
