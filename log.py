@@ -88,7 +88,7 @@ class Log:
 
     def write(self, record: dict) -> None:
         self.last_loss = record["loss"]
-        if record.get("val_loss") is not None:
+        if "val_loss" in record:
             self.validated(record["step"] + 1, record["val_loss"])
         if math.isfinite(record.get("noise_trace", math.nan)):
             self.noise.append((record["noise_trace"], record["noise_gradient2"]))
@@ -101,8 +101,8 @@ class Log:
         if self.is_first_rank and self.bar.disable and (done % max(1, steps // 20) == 0 or done == steps):
             print(f"step {done}/{steps}: {progress}", file=sys.stderr, flush=True)
 
-    def validated(self, steps: int, loss: float) -> None:
-        if self.is_first_rank:
+    def validated(self, steps: int, loss: float | None) -> None:
+        if self.is_first_rank and loss is not None:  # None: the run was asked to end meanwhile
             self.bar.write(f"after {steps} steps: validation loss {loss:.4f}", file=sys.stdout)
 
     def close(self, steps: int, tokens: int) -> None:

@@ -294,10 +294,10 @@ def finish(job: Job) -> None:
     """After the last step: evaluate, if no step did; finish saving and export; sample. Of a run that was asked to end:
     finish saving."""
     settings, state, log, saver, problem = job.settings, job.state, job.log, job.saver, ""
-    run, stopping = settings.run, job.guard.stopping
     if job.validation and log.last_loss is None:
         state.activity = "evaluating"
         log.validated(state.step, validation_loss(job))
+    run, stopping = settings.run, job.guard.stopping
     log.close(state.step, state.tokens)
     if saver:
         state.activity = "saving"

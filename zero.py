@@ -440,7 +440,7 @@ class Optimizer(DataParallel):
             bucket.update_weights(copied=bool(one_pass))
         self.steps += 1 - found_inf
         if self.loss_scale:
-            self.loss_scale.update(found_inf)
+            self.loss_scale.update((~norm.isfinite()).float())  # a finite norm above `limit` is no overflow
         return norm
 
     def update(self, bucket: ShardedBucket, lr: float, steps: torch.Tensor, found_inf: torch.Tensor) -> None:

@@ -1,4 +1,5 @@
 """Jobs that ranks run for tests/test_zero.py: what steps send, what they hold, and how they skip."""
+import math
 import time
 
 import torch
@@ -140,13 +141,13 @@ def delayed(flags: str) -> dict:
 
 
 def overflow() -> list[tuple]:
-    """Four fp16 steps on a 2 x 2 grid of replicas and shards. In step 1 the gradient of rank 3 alone is infinite, in
-    step 2 one element of the shard that rank 1 has of the sum."""
+    """Five fp16 steps on a 2 x 2 grid of replicas and shards. In step 1 the gradient of rank 3 alone is infinite, in
+    step 2 one element of the shard that rank 1 has of the sum; in step 3 the norm is finite but not below the limit."""
     settings, groups, model, optimizer, share = built(
         "--global-batch 8 --micro-batch 1 --zero 2 --dp-replicate 2 --dtype fp16", torch.float16)
     optimizer.loss_scale.value.fill_(1024.0)
     seen = []
-    for step in range(4):
+    for step in range(5):
         if step == 1 and dist.get_rank() == 3:
             optimizer.scale_loss = lambda loss: loss * torch.inf
         train.forward_backward(model, optimizer, share, groups)
@@ -154,7 +155,7 @@ def overflow() -> list[tuple]:
         if step == 2 and dist.get_rank() == 1:
             optimizer.buckets[2].grad_shard[7] = torch.inf
         before = [bucket.master.clone() for bucket in optimizer.buckets]
-        norm = optimizer.step(1e-2)
+        norm = optimizer.step(1e-2, 1e-9 if step == 3 else math.inf)
         moved = any(not torch.equal(was, bucket.master) for was, bucket in zip(before, optimizer.buckets))
         scale, steps = optimizer.loss_scale.value.item(), optimizer.steps.item()
         seen.append((norm.isfinite().item(), moved, scale, steps))

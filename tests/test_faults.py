@@ -148,6 +148,7 @@ def test_a_request_in_an_evaluation_does_not_wait_for_its_end(pool, tmp_path):
     said = pool.run(2, "test_faults:run", flags=flags, patches="ask_in_evaluation", rank=1)[0]
     assert "ended after 2 of 6" in said and metrics(tmp_path / "m")[1]["val_loss"] is None
     assert (tmp_path / "out" / "step-000002" / "run.json").exists()
+    assert "ended after 0 of 0 steps, as asked" in run(f"--steps 0 --val-data {ROOT}/pp.py", "ask_in_evaluation")
 
 
 def test_a_time_limit_ends_a_run():

@@ -992,7 +992,7 @@ MUTANTS = [
     Mutant("a step that only the ranks skip whose own gradient is infinite", "zero.py",
            "found_inf = (~(norm < limit)).float()",
            "found_inf = (~(torch.stack([bucket.squared_norm() for bucket in self.buckets]).sum() < limit)).float()",
-           "tests/test_zero.py::test_all_ranks_skip_a_step_in_which_one_overflows"),
+           "tests/test_zero.py::test_all_ranks_skip_a_step_that_overflows_or_whose_norm_is_too_large"),
     Mutant("weights from before the update, after a forward without a backward", "zero.py",
            "            self.users = 0\n            self.weights.untyped_storage().resize_(0)\n        elif",
            "            pass\n        elif",
