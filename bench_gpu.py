@@ -55,6 +55,7 @@ from bench_kernels import (
     measure_amax,
     measure_attention,
     measure_block_matmul,
+    measure_block_of_keys,
     measure_fp8_linear,
     measure_fused,
     measure_gelu,
@@ -177,7 +178,8 @@ def measure_final_loss(fp8_recipe: str) -> Result:
 def run_gpu_tests() -> Result:
     """The tests that need a GPU, and those of kernels, which run compiled where there is one."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_kernels.py",
-               "tests/test_flash.py", "-k", "bf16 or billion or linear_cross_entropy or norm or rope or swiglu"]
+               "tests/test_flash.py", "tests/test_cp.py", "-k",
+               "bf16 or billion or linear_cross_entropy or norm or rope or swiglu or for_gpus_gives or one_device"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)  # it ends before the row does
     lines = done.stdout.strip().splitlines() or [done.stderr.strip()]
     return Result(0.0, f"exit code {done.returncode}: {lines[-1]}", report=done.stdout + done.stderr)
@@ -230,6 +232,8 @@ PARTS = {
     "variants": [
         *(Row(f"attention, {step}, heads of {D}: tilings", partial(measure_tilings, step, D))
           for step, D in flash.TILINGS if len(flash.TILINGS[step, D]) > 1),
+        *(Row(f"attention under context parallelism, a block {direction}", partial(measure_block_of_keys, direction))
+          for direction in ("forward", "backward")),
         Row("a step of the optimizer, 268M parameters", measure_adamw, "at least 90% of a copy, 38 bytes a parameter"),
         Row("softmax of 4096 rows of logits", measure_softmax, COPY),
         Row("RMSNorm backward: programs", measure_norm_programs, COPY),

@@ -189,6 +189,37 @@ def measure_tilings(step: str, D: int) -> Result:
                    partial(heads_of_the_model, 1, min(S, 1024), N, K, D))
 
 
+def measure_block_of_keys(direction: str, rows: int = 4096, columns: int = 2048, N: int = 32, K: int = 8,
+                          D: int = 128) -> Result:
+    """Context parallelism: a rank's queries and an earlier chunk of keys, "forward" or "backward". See cp.py."""
+    mask = operations.Mask(causal=False)
+    kernels = {"torch's flash": (operations.sdpa_forward, operations.sdpa_backward),
+               "cuDNN": (operations.cudnn_forward, operations.cudnn_backward),
+               "flash.py": (flash.flash_forward, flash.flash_backward)}
+
+    def make(rows: int, columns: int) -> tuple[Tensor, ...]:
+        shapes = [(1, rows, N, D), (1, columns, K, D), (1, columns, K, D), (1, rows, N, D)]
+        return tuple(x.transpose(1, 2) for x in random_tensors(*shapes))
+
+    @cache  # the warm-up computes it
+    def result(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return flash.flash_forward(q, k, v, mask)
+
+    def attend(name: str, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
+        forward, backward = kernels[name]
+        return forward(q, k, v, mask) if direction == "forward" else backward(do, q, k, v, *result(q, k, v), mask)
+
+    def exact(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
+        o, lse = operations.math_forward(q, k, v, mask)
+        return (o, lse) if direction == "forward" else operations.math_backward(do, q, k, v, o, lse, mask)
+
+    matmuls = 2 if direction == "forward" else 5
+    return compare({name: partial(attend, name) for name in kernels},
+                   make_cold_inputs(partial(make, rows, columns))[:3],
+                   flops_rate(2 * matmuls * N * rows * columns * D), in_fp64(exact),
+                   partial(make, min(rows, 512), min(columns, 256)))
+
+
 def measure_softmax(rows: int = 4096, V: int = 128256) -> Result:
     """The pass of the loss over a chunk of logits, by as many programs as rows, or by 1 or 2 per SM."""
     def make() -> tuple[Tensor, ...]:

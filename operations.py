@@ -349,6 +349,7 @@ MATH = AttentionKernel(attention_math, math_forward, math_backward, saves_scores
 
 # Fastest first. The last one is not fused and saves the scores: only where no other runs.
 SDPA_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+BLOCKS_BY_CUDNN = False  # on a GPU, blocks of cp.py by cuDNN and not by torch's FlashAttention: see bench_gpu.py
 
 
 def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
@@ -370,8 +371,10 @@ def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
 
 def sdpa_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
     kind = mask.kind(q.shape[2], k.shape[2])
-    if q.is_cuda and (kind == "general" or q.itemsize > 2):  # torch's FlashAttention for GPUs takes neither
+    if q.is_cuda and (kind == "general" or q.itemsize > 2):  # torch's kernels for GPUs take neither
         return math_forward(q, k, v, mask)
+    if q.is_cuda and BLOCKS_BY_CUDNN:
+        return cudnn_forward(q, k, v, mask)
     if q.is_cuda:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, kind == "causal")[:2]
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -385,8 +388,10 @@ def sdpa_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, T
 def sdpa_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
                   mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
     kind = mask.kind(q.shape[2], k.shape[2])
-    if q.is_cuda and (kind == "general" or q.itemsize > 2):  # torch's FlashAttention for GPUs takes neither
+    if q.is_cuda and (kind == "general" or q.itemsize > 2):  # torch's kernels for GPUs take neither
         return math_backward(do, q, k, v, o, lse, mask)
+    if q.is_cuda and BLOCKS_BY_CUDNN:
+        return cudnn_backward(do, q, k, v, o, lse, mask)
     if q.is_cuda:
         seed = torch.empty(0, dtype=torch.int64, device=q.device)  # unused: there is no dropout
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
@@ -394,6 +399,23 @@ def sdpa_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: T
     bias = additive_mask(mask.visible(q.shape[2], k.shape[2], q.device), q.dtype) if kind == "general" else None
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         do, q, k, v, o, lse, 0.0, kind == "causal", attn_mask=bias)
+
+
+def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    """In 16 bits, for masks of kind "causal" or "unmasked", and heads at most 128 wide (256 on Hopper, from cuDNN 9.10
+    on). cuDNN makes a plan for each new shape."""
+    is_causal = mask.kind(q.shape[2], k.shape[2]) == "causal"
+    o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal)
+    return o, lse.view(q.shape[:3])  # from [B, N, rows, 1]
+
+
+def cudnn_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+                   mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
+    """Unless torch.use_deterministic_algorithms is on, its sums are in no fixed order."""
+    is_causal = mask.kind(q.shape[2], k.shape[2]) == "causal"
+    seed = torch.empty(0, dtype=torch.int64, device=q.device)  # unused: there is no dropout
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        do, q, k, v, o, lse.unsqueeze(-1), seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, is_causal)
 
 
 def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:

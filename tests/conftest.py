@@ -78,3 +78,28 @@ def pytest_terminal_summary(terminalreporter):
         readme = Path(ROOT, "tests", "README.md")
         line = f"Planted bugs found: {killed} of {len(reports)} ({datetime.date.today()})."
         readme.write_text(re.sub(r"Planted bugs found: .*\.", line, readme.read_text()))
+
+
+@pytest.fixture
+def cudnn():
+    """Torch's two operators of cuDNN's attention, on the CPU: what they must be given, and results in their layout."""
+    from operations import Mask, math_backward, math_forward
+
+    def forward(q, k, v, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, debug=False, *, scale=None):
+        assert attn_bias is scale is None and compute_log_sumexp and dropout_p == 0
+        o, lse = math_forward(q, k, v, Mask(is_causal))
+        empty = q.new_empty(0, dtype=torch.int64)
+        return o, lse.float().unsqueeze(-1), empty, empty, q.shape[2], k.shape[2], empty, empty, q.new_empty(0)
+
+    def backward(do, q, k, v, o, lse, seed, offset, attn_bias, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, *,
+                 scale=None):
+        assert attn_bias is cum_q is cum_k is scale is None and dropout_p == 0 and seed.dtype == torch.int64
+        assert (max_q, max_k) == (q.shape[2], k.shape[2]) and lse.shape == (*q.shape[:3], 1) and lse.is_contiguous()
+        assert lse.dtype == torch.float32 and do.stride(-1) == 1
+        return math_backward(do, q, k, v, o, lse[..., 0], Mask(is_causal))
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_scaled_dot_product_cudnn_attention", forward, "CPU")
+    library.impl("_scaled_dot_product_cudnn_attention_backward", backward, "CPU")
+    yield
+    library._destroy()

@@ -198,6 +198,14 @@ def test_rows_of_attention_and_of_the_loss_run(direction):
     assert list(attention.rivals) == ["cuDNN", "torch's flash"] and list(loss.rivals) == ["compiled", "eager"]
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_rows_of_blocks_of_keys_agree_with_fp64(cudnn, direction):
+    with on_a_small_cpu():
+        found = bench_kernels.measure_block_of_keys(direction, 32, 16, 4, 2, 16)
+    is_right(found)
+    assert [found.ours, *found.rivals] == ["torch's flash", "cuDNN", "flash.py"]
+
+
 @pytest.mark.parametrize("step", ["forward", "dkv"])
 def test_every_tiling_is_a_contender(step):
     """In fp32 all have the same tiles: only that each is called, and checked."""

@@ -6,16 +6,20 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
+from torch.distributed.tensor.experimental._context_parallel._attention import _SDPAMerger
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import assemble
 import collectives
 import config
 import cp
+import operations
 from config import CP_STYLES, padded_length
 from cp import STYLES, context_parallel
 from data import MicroBatch
 from meter import Meter
-from operations import CAUSAL, MATH, SDPA, AttentionKernel, Mask
+from operations import CAUSAL, MATH, SDPA, AttentionKernel, Mask, cudnn_backward, cudnn_forward
 from param import acc_dtype
 from pool import slow
 
@@ -213,14 +217,18 @@ def by_pieces(style: str, kernel, c: int, q, k, v, do, mask: Mask) -> list[torch
     return [o, dq, *dkv]
 
 
+CUDNN = AttentionKernel(None, cudnn_forward, cudnn_backward)
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.mark.parametrize("device, dtype", [("cpu", torch.float32), pytest.param("cuda", torch.bfloat16, marks=ON_GPU)])
 @pytest.mark.parametrize("style", BLOCK_STYLES)
-def test_the_pieces_of_all_ranks_on_one_device_equal_attention_at_once(style, device, dtype):
-    """With grouped heads, which no kernel needs expanded. On a GPU by torch's FlashAttention and by flash.py."""
-    kernels = [SDPA]
+def test_the_pieces_of_all_ranks_on_one_device_equal_attention_at_once(style, device, dtype, request):
+    """With grouped heads, which no kernel needs expanded. By torch's kernel for the device; by cuDNN's, for which there
+    is a stand-in on the CPU; on a GPU by flash.py, too."""
+    kernels = [SDPA, CUDNN]
+    if device == "cpu":
+        request.getfixturevalue("cudnn")
     if device == "cuda":
         import flash
         kernels.append(AttentionKernel(flash.flash_attention, flash.flash_forward, flash.flash_backward))
@@ -330,16 +338,64 @@ def test_packed_documents_are_like_separate_ones(pool, style):
             assert (have[:, :, start:stop] - want).abs().max() < 1e-12
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: its flash kernel")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: its kernels")
+@pytest.mark.parametrize("kernel", [SDPA, CUDNN], ids=["flash", "cudnn"])
 @pytest.mark.parametrize("mask", [CAUSAL, cp.ALL])
-def test_the_kernel_for_gpus_gives_what_is_written_out(mask):
+def test_the_kernel_for_gpus_gives_what_is_written_out(mask, kernel):
     q, k, v, do = (torch.randn(2, heads, 128, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2, 8))
     outs = []
-    for attention in (SDPA, MATH):
+    for attention in (kernel, MATH):
         o, lse = attention.forward(q, k, v, mask)
         outs.append((o, lse, *attention.backward(do, q, k, v, o, lse, mask)))
     for have, want in zip(*outs):
         assert (have.double() - want.double()).norm() < 1e-2 * want.double().norm()
+
+
+class Called(TorchDispatchMode):
+    """The names of attention operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "attention" in function.__name__:
+            self.names.append(function.overloadpacket.__name__)
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("by_cudnn, kernel", [(False, "flash"), (True, "cudnn")])
+def test_a_switch_chooses_the_kernel_of_blocks_on_gpus(monkeypatch, by_cudnn, kernel):
+    """On fake tensors of a GPU: torch's own rules for them check the layout of what both operators are given."""
+    monkeypatch.setattr(operations, "BLOCKS_BY_CUDNN", by_cudnn)
+    with FakeTensorMode(), Called() as called:
+        q, k, v, do = (torch.empty(2, 16, heads, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+                       for heads in (8, 2, 2, 8))
+        for mask in (CAUSAL, cp.ALL):
+            o, lse = SDPA.forward(q, k, v, mask)
+            assert lse.shape == q.shape[:3] and lse.dtype == torch.float32 and o.stride() == q.stride()
+            grads = SDPA.backward(do, q, k, v, o, lse, mask)
+            assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+        assert called.names == 2 * [f"_scaled_dot_product_{kernel}_attention",
+                                    f"_scaled_dot_product_{kernel}_attention_backward"]
+        for direction in ("forward", "backward"):
+            monkeypatch.setattr(operations, f"math_{direction}", lambda *args: called.names.append("math"))
+        SDPA.forward(q, k, v, Mask(window=3))
+        SDPA.backward(do, q.float(), k.float(), v.float(), o, lse, CAUSAL)
+    assert called.names[4:] == ["math", "math"]  # what neither operator takes
+
+
+def test_the_logsumexp_of_cudnn_is_what_torchs_own_ring_merges(cudnn):
+    """Which says that its logarithms are natural: torch merges two blocks of ours to attention at once."""
+    q, k, v, _ = inputs(torch.float32)
+    merger = _SDPAMerger(convert_to_f32=True, seq_dim=2)
+    for half in (slice(0, S // 2), slice(S // 2, S)):
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k[:, :, half], v[:, :, half], None, True)
+        merger.step(*found[:2], partial=False)
+    o, lse = merger.results()
+    want, want_lse = MATH.forward(q, k, v, cp.ALL)
+    assert torch.allclose(o, want, atol=1e-5) and torch.allclose(lse[..., 0], want_lse, atol=1e-5)
+    assert torch.equal(cudnn_forward(q, k, v, cp.ALL)[1], want_lse)
 
 
 def test_errors_in_bf16_stay_those_of_one_rank(pool, record_property):
