@@ -134,12 +134,12 @@ def memory_bytes(settings: Config, element: int, moments: int, buckets: dict[str
     this rank's matrices that multiply in FP8. activations: bytes saved for backward, of in_flight micro-batches.
     stages: of this rank, and their layers. backwards: of its plan. fused: as on GPUs, where kernels compute the loss
     chunk by chunk and add matrix gradients to fp32. Left out: activations and gradients that pipeline ranks are sending
-    or have received; a tied table's gradient at ZeRO levels 2 and 3. With split backwards the sum of all kinds is up to
-    13% too large at level 3.
+    or have received; at ZeRO levels 2 and 3 a tied table's gradient, and the gradients being reduced if experts alone
+    are sharded. With split backwards the sum of all kinds is up to 13% too large at level 3.
     """
     grid, acc = settings.grid, acc_bytes(element)
-    level = grid.zero if grid.dp // grid.dp_replicate * grid.cp * grid.tp > 1 else 0
     padded = pad(settings, buckets)
+    level = grid.zero if any(n > 1 and padded[axis] for axis, n in shards_of(settings).items()) else 0
     unsharded = sum(map(sum, padded.values()))  # elements of all buckets
     sharded = sum(sum(padded[axis]) // n for axis, n in shards_of(settings).items())  # of this rank's shards
     master = 0 if element == acc else acc

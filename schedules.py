@@ -445,7 +445,7 @@ class Backward(NamedTuple):
 
 
 def backwards_in_memory(actions: list[Action]) -> list[Backward]:
-    found: dict[tuple, Backward] = {}
+    found: dict[Backward, Backward] = {}
     passes: dict[int | None, int] = {}
     before, held, halves = None, 0, 0
     for op, stage, _ in actions:
@@ -453,7 +453,8 @@ def backwards_in_memory(actions: list[Action]) -> list[Backward]:
             held += 1
             continue
         backward = Backward(op, stage, before, min(2, passes.get(before, 0)), held, halves)
-        found[backward[:4]] = max(found.get(backward[:4], backward), backward)
+        key = backward._replace(held=0)
+        found[key] = max(found.get(key, backward), backward)
         if op == "I":
             halves += 1
         else:

@@ -172,6 +172,8 @@ PLANNED = [  # (flags, rank); 8 ranks; the first ones by default
     (SIZE + "--dp 8 --zero 3 --reduce-dtype bf16 --seq 64 --global-batch 32", 0),
     (SIZE + "--pp 4 --dp 2 --schedule zb-h1 --zero 1 --recompute full", 7),
     (SIZE + "--pp 2 --dp 4 --schedule interleaved --zero 2", 7),
+    (SIZE + "--tp 8 --zero 2", 0),
+    (SIZE + "--pp 2 --dp 4 --schedule zb-v --layers 8 --recompute full --global-batch 32", 7),
 ]
 PLANNED_SLOW = [(f"{SIZE}{axes} --zero {zero} --recompute {recompute}", rank)
                 for axes, ranks in (("--dp 8", [0]), ("--tp 8", [0]), ("--tp 4 --dp 2 --no-sp", [0]),
@@ -181,7 +183,7 @@ PLANNED_SLOW = [(f"{SIZE}{axes} --zero {zero} --recompute {recompute}", rank)
                                     ("--pp 2 --dp 2 --tp 2 --schedule afab", [0, 7]),
                                     ("--pp 2 --cp 2 --tp 2 --schedule interleaved", [0, 7]))
                 for rank in ranks for zero, recompute in ((0, "none"), (1, "selective"), (2, "none"), (3, "full"))
-                if not (zero and "--tp 8" in axes or zero == 3 and "zb" in axes)]
+                if not (zero == 3 and "zb" in axes)]
 PLANNED_SLOW += [(f"{SIZE_MOE}{axes} --zero {zero}", rank) for axes in ("--dp 8 --ep 8", "--pp 2 --dp 4 --ep 4")
                  for zero in range(4) for rank in (0, 7)]
 PLANNED_SLOW += [(SIZE + flags, 0) for flags in (
