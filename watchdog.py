@@ -15,17 +15,19 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NoReturn
 
 import torch.distributed as dist
 
-from collectives import Groups, name, record
+from collectives import Groups, record
 from faults import Stop, explain, innermost_line, last_words, listed, ranks_of, reason, say
 
-STORE_S = 20.0  # a rank that has failed reports alone if torchrun's store has not answered after this time
+STORE_TIMEOUT_S = 20.0  # a rank that has failed reports alone if torchrun's store has not answered after this time
+GRACE_S = 5.0  # this long after it was asked to stop, a rank looks for dead ones: torchrun stops all when one has died
 
 
 class Watchdog:
@@ -36,9 +38,12 @@ class Watchdog:
     rank has waited for nine tenths of the timeout, all ranks that still respond have posted. The lowest one that waits
     then reports the missing ranks: those that have called fewer collectives of its group, or have not posted.
 
-    A rank that makes progress never calls the store; one that does not, once per poll, however many ranks there are.
-    Only the rank that reports reads the posts. store: of this start of the ranks alone, and of this thread: a
-    connection that the main thread uses may be blocked by a call.
+    Unless it has been asked to stop, a rank that makes progress never calls the store; one that does not calls it once
+    per poll, however many ranks there are. Only the rank that reports reads the posts.
+
+    store: what collectives.meet returns, cloned, because a blocked call would hold the main thread's connection.
+    activity(): what the rank does, in words, such as "in step 3"; it changes when the rank makes progress.
+    stop: its `asked_at` and `ending` are read.
     """
 
     def __init__(self, store: dist.Store, timeout_s: float, activity: Callable[[], str], stop: Stop):
@@ -46,15 +51,19 @@ class Watchdog:
         self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         first = self.rank - int(os.environ["LOCAL_RANK"])
         self.siblings = range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))  # the ranks of the same torchrun
-        self.axes: dict[str, tuple[str, list[int]]] = {}  # name(group) -> (axis, its ranks)
+        self.members: dict[str, list[int]] = {}  # axis -> the ranks of this rank's group
         self.poll_s = min(1.0, timeout_s / 40)
         self.reporting = threading.Lock()  # taken for good by the thread, watchdog's or main, that ends this process
         self.store.set(f"process {self.rank}", str(os.getpid()))
         threading.Thread(target=self.run, name="watchdog", daemon=True).start()
 
     def learn(self, groups: Groups) -> None:
-        """Give the names of axes to messages, as soon as groups exist."""
-        self.axes = {name(group): (axis, ranks_of(group)) for axis, group in reversed(groups.items()) if group}
+        """From now on messages name the axes of these groups and their ranks; until then all is "world"."""
+        self.members = {axis: ranks_of(group) for axis, group in groups.items() if group}
+
+    def axis_of(self, group: str) -> tuple[str, list[int]]:
+        """(axis, ranks) of a group by its name in `record`; a group of no axis is taken for all ranks."""
+        return (group, self.members[group]) if group in self.members else ("world", list(range(self.ranks)))
 
     def run(self) -> None:
         """The watchdog thread."""
@@ -70,7 +79,7 @@ class Watchdog:
             time.sleep(self.poll_s)
             if self.stop.ending:
                 return
-            if self.stop.asked_at and time.monotonic() > self.stop.asked_at + 5 and self.dead():
+            if self.stop.asked_at and time.monotonic() > self.stop.asked_at + GRACE_S and self.dead():
                 self.reporting.acquire()
                 os._exit(128 + signal.SIGTERM)  # torchrun sent the signal, to restart all ranks
             now = sum(record.calls.values()), record.waiting, self.activity()
@@ -86,7 +95,7 @@ class Watchdog:
                 posted = True
             if (record.waiting and stalled > 0.9 * self.timeout_s) or (posted and self.store.check(["end"])):
                 self.store.set("end", "")
-                self.end(stalled)
+                self.end_process(stalled)
 
     def post(self, state: str) -> None:
         """Write to the store where this rank is. state: "waits", "computes", "moves" (again), "lost" (a connection) or
@@ -100,15 +109,15 @@ class Watchdog:
     def states(self) -> dict[int, tuple[str, list[int]]]:
         """Rank -> (its last state, the ranks that it has seen die), of ranks that have posted and do not move."""
         latest = {}
-        for number, state, died in map(json.loads, self.store.get("states").splitlines()):
-            latest[number] = state, died
-        return {number: found for number, found in latest.items() if found[0] != "moves"}
+        for rank, state, died in map(json.loads, self.store.get("states").splitlines()):
+            latest[rank] = state, died
+        return {rank: found for rank, found in latest.items() if found[0] != "moves"}
 
-    def posts(self, numbers: Iterable[int]) -> dict[int, dict]:
+    def posts(self, ranks: Collection[int]) -> dict[int, dict]:
         """Rank -> its post, of ranks that have posted."""
-        return dict(zip(numbers, map(json.loads, self.store.multi_get([f"post {number}" for number in numbers]))))
+        return dict(zip(ranks, map(json.loads, self.store.multi_get([f"post {rank}" for rank in ranks]))))
 
-    def end(self, stalled: float) -> NoReturn:
+    def end_process(self, stalled: float) -> NoReturn:
         """Report the missing rank if this is the lowest rank that waits; then end this process with exit code 1."""
         self.reporting.acquire()
         time.sleep(2 * self.poll_s)  # until ranks that are about to post have done so
@@ -118,21 +127,21 @@ class Watchdog:
                        f"(after {stalled:.1f} s of --timeout {self.timeout_s:g})", time.time() - stalled)
         else:
             time.sleep(1)  # the rank that reports exits first, so that torchrun names it as the cause
-        for number, process in self.processes().items():
-            if number not in states and is_sibling(process):
+        for rank, pid in self.processes().items():
+            if rank not in states and is_alive(pid):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)  # torchrun would wait 30 s for a stopped process to exit
+                    os.kill(pid, signal.SIGKILL)  # torchrun would wait 30 s for a stopped process to exit
         os._exit(1)
 
-    def describe(self, number: int, posts: dict[int, dict], visited: tuple[int, ...] = ()) -> str:
+    def describe(self, rank: int, posts: dict[int, dict], visited: tuple[int, ...] = ()) -> str:
         """Where a rank is, and where the first rank is that it waits for. visited: ranks described before it."""
-        if number not in posts:
+        if rank not in posts:
             return "does not answer"
-        post = posts[number]
+        post = posts[rank]
         if not post["call"]:
             return f"is in no collective but {post['where'] or post['activity']}"
-        operation, group, count, peer = post["call"]
-        _, ranks = self.axes.get(group, ("world", list(range(self.ranks))))
+        _, group, count, peer = post["call"]
+        _, ranks = self.axis_of(group)
         missing = [ranks[peer]] if peer is not None else [
             member for member in ranks if member not in posts or posts[member]["calls"].get(group, 0) < count]
         text = self.name_call(post["call"])
@@ -142,26 +151,26 @@ class Watchdog:
         if missing[0] in visited:
             return f"{text}: they wait for each other"
         return f"{text}, which {'is in ' if posts.get(missing[0], {}).get('call') else ''}" \
-               f"{self.describe(missing[0], posts, (*visited, number))}"
+               f"{self.describe(missing[0], posts, (*visited, rank))}"
 
     def name_call(self, call: Sequence) -> str:
         operation, group, count, _ = call
-        axis, ranks = self.axes.get(group, ("world", list(range(self.ranks))))
+        axis, ranks = self.axis_of(group)
         return f"{operation}, call {count} on axis {axis} (ranks {listed(ranks)}),"
 
     def dead(self) -> list[int]:
         """The siblings whose processes no longer exist, or have ended and wait for torchrun to notice."""
-        return [number for number, process in self.processes().items() if not is_sibling(process)]
+        return [rank for rank, pid in self.processes().items() if not is_alive(pid)]
 
     def processes(self) -> dict[int, int]:
         """Rank -> process id, of the siblings that have started."""
-        return {number: int(self.store.get(f"process {number}")) for number in self.siblings
-                if self.store.check([f"process {number}"])}
+        return {rank: int(self.store.get(f"process {rank}")) for rank in self.siblings
+                if self.store.check([f"process {rank}"])}
 
-    def fail(self, error: Exception) -> None:
+    def report(self, error: Exception) -> None:
         """Report why this rank failed, if it is the rank that reports; see the top of this file."""
         self.reporting.acquire()
-        lost = record.waiting is not None  # the exception came from a collective: a peer has gone
+        lost = record.waiting is not None and may_be_lost_connection(error)
         time.sleep(0.5 if lost else 0.0)  # until torchrun has reaped dead ranks
         self.post("lost" if lost else "failed")
         time.sleep(0.5 if lost else 0.3)  # until all failed ranks have posted
@@ -171,27 +180,33 @@ class Watchdog:
         elif not lost:
             explain(f"rank {self.rank} failed {self.activity()}: {reason(error)}", error)
         else:
-            died = sorted({number for _, seen in states.values() for number in seen})
+            died = sorted({rank for _, seen in states.values() for rank in seen})
             last_words(f"rank {self.rank} failed {self.activity()}: {self.name_call(record.waiting)} lost its "
                        f"connection: {f'rank {listed(died)} has died' if died else reason(error)}")
 
 
 def ranks_that(have: str, states: dict[int, tuple[str, list[int]]]) -> list[int]:
     """The ranks with this state, of Watchdog.states()."""
-    return [number for number, (state, _) in states.items() if state == have]
+    return [rank for rank, (state, _) in states.items() if state == have]
 
 
-def is_sibling(process: int) -> bool:
-    """Whether a process runs that has this id and this process's parent; the id of a dead rank may be used again."""
+def may_be_lost_connection(error: Exception) -> bool:
+    """Whether a collective raises such an error when a peer has gone: gloo a plain RuntimeError, NCCL a DistError. A
+    fault of the GPU, which may also surface while the host waits, is an AcceleratorError."""
+    return type(error) is RuntimeError or isinstance(error, dist.DistError)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a sibling still runs: a process with this id and this process's parent, as ids are used again."""
     try:
-        os.kill(process, 0)  # signal 0 only asks whether the process exists
-        with open(f"/proc/{process}/stat") as file:
+        os.kill(pid, 0)  # signal 0 only asks whether the process exists
+        if sys.platform != "linux":
+            return True
+        with open(f"/proc/{pid}/stat") as file:
             state, parent, *_ = file.read().rpartition(")")[2].split()
         return state != "Z" and int(parent) == os.getppid()
-    except (ProcessLookupError, PermissionError):
+    except (ProcessLookupError, PermissionError, FileNotFoundError):
         return False
-    except FileNotFoundError:  # no Linux
-        return True
 
 
 def fail(activity: str, error: Exception, watchdog: Watchdog | None, stop: Stop) -> NoReturn:
@@ -202,8 +217,8 @@ def fail(activity: str, error: Exception, watchdog: Watchdog | None, stop: Stop)
 
     stop.ending = True  # the watchdog stops
     if watchdog:
-        threading.Timer(STORE_S, report_alone).start()  # the store may be gone, with the machine that served it
+        threading.Timer(STORE_TIMEOUT_S, report_alone).start()  # the store may be gone, with the machine that served it
         with contextlib.suppress(Exception):
-            watchdog.fail(error)
+            watchdog.report(error)
             os._exit(1)
     report_alone()

@@ -367,7 +367,7 @@ def watched(port: int, late: int, timeout_s: float) -> list[str]:
     said, rank = [], dist.get_rank()
     os.environ |= as_local_rank(rank, dist.get_world_size())
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    group, _ = dist.new_subgroups_by_enumeration([[0, 1, 2]])
+    group = collectives.AxisGroup("tp", dist.new_subgroups_by_enumeration([[0, 1, 2]])[0])
     stop = faults.Stop()
     collectives.record.calls.clear()
     with (patch.object(watchdog, "last_words", lambda line, when: said.append(line)),
@@ -398,13 +398,14 @@ def test_a_rank_that_waits_names_step_collective_axis_and_who_is_missing(pool):
 
 def test_who_waits_for_whom_is_followed_to_its_end():
     dog = watchdog.Watchdog.__new__(watchdog.Watchdog)
-    dog.ranks, dog.axes = 4, {"a": ("tp", [0, 1]), "b": ("dp", [1, 3]), "c": ("pp", [0, 2])}
-    posts = {0: dict(call=["all_gather", "a", 5, None], calls={"a": 5}),
-             1: dict(call=["reduce_scatter", "b", 9, None], calls={"a": 4, "b": 9})}
+    dog.ranks, dog.members = 4, dict(tp=[0, 1], dp=[1, 3], pp=[0, 2])
+    posts = {0: dict(call=["all_gather", "tp", 5, None], calls=dict(tp=5)),
+             1: dict(call=["reduce_scatter", "dp", 9, None], calls=dict(tp=4, dp=9))}
     assert dog.describe(0, posts) == (
         "all_gather, call 5 on axis tp (ranks 0, 1), waits for rank 1, which is in reduce_scatter, call 9 on axis dp "
         "(ranks 1, 3), waits for rank 3, which does not answer")
-    posts = {0: dict(call=["receive", "c", 2, 1], calls={"c": 2}), 2: dict(call=["receive", "c", 7, 0], calls={"c": 7})}
+    posts = {0: dict(call=["receive", "pp", 2, 1], calls=dict(pp=2)),
+             2: dict(call=["receive", "pp", 7, 0], calls=dict(pp=7))}
     assert dog.describe(0, posts).endswith("waits for rank 0: they wait for each other")
 
 
@@ -454,11 +455,11 @@ def calls_of_a_rank_that_stalls(monkeypatch, ranks: int, its_state: str, moves_s
         return f"in step {min(clock[0], moves_s)}"
     waiting = collectives.Call("all_reduce", "dp", 3)
     with (patch.object(watchdog.time, "sleep", sleep), patch.object(watchdog.time, "monotonic", lambda: clock[0]),
-          patch.object(watchdog.threading, "Thread"), patch.object(watchdog, "is_sibling", return_value=True),
+          patch.object(watchdog.threading, "Thread"), patch.object(watchdog, "is_alive", return_value=True),
           patch.object(watchdog.os, "kill") as kill, patch.object(watchdog.os, "_exit", side_effect=SystemExit),
           patch.object(watchdog.record, "waiting", waiting), patch.object(watchdog, "say")):
         dog = watchdog.Watchdog(store, 40.0, activity, faults.Stop())
-        dog.axes = {"dp": ("dp", list(range(ranks)))}
+        dog.members = dict(dp=list(range(ranks)))
         with pytest.raises(SystemExit):
             dog.watch()
     kill.assert_called_once_with(1004, signal.SIGKILL)  # and no process of another torchrun
@@ -476,16 +477,37 @@ def test_calls_of_the_store_do_not_depend_on_the_number_of_ranks(monkeypatch, it
     assert len(stalled) < 30
 
 
-def test_a_process_is_a_rank_only_if_it_has_the_same_parent():
+def test_a_process_is_a_living_rank_only_if_it_has_the_same_parent():
     child = subprocess.Popen(["sleep", "60"])
-    assert watchdog.is_sibling(os.getpid()) and not watchdog.is_sibling(child.pid)
+    assert watchdog.is_alive(os.getpid()) and not watchdog.is_alive(child.pid)
     with patch.object(os, "getppid", return_value=os.getpid()):
-        assert watchdog.is_sibling(child.pid)
+        assert watchdog.is_alive(child.pid)
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert not watchdog.is_sibling(child.pid)  # it has ended, but this process has not been told
+        assert not watchdog.is_alive(child.pid)  # it has ended, but this process has not been told
         child.wait()
-        assert not watchdog.is_sibling(child.pid)
+        assert not watchdog.is_alive(child.pid)
+        with patch.object(os, "kill"):  # it was still there when it was asked, and has vanished since
+            assert not watchdog.is_alive(child.pid)
+
+
+@pytest.mark.parametrize("error, says", [
+    (RuntimeError("Connection closed by peer"), "all_reduce, call 3 on axis world (ranks 0, 1), lost its connection: "
+     "Connection closed by peer"),  # gloo's
+    (dist.DistBackendError("NCCL error"), "all_reduce, call 3 on axis world (ranks 0, 1), lost its connection: NCCL "
+     "error"),
+    (torch.AcceleratorError("CUDA error: an illegal memory access"), "CUDA error: an illegal memory access"),
+    (torch.OutOfMemoryError("CUDA out of memory"), "CUDA out of memory"), (TypeError("no tensor"), "no tensor")])
+def test_an_error_while_a_rank_waits_is_a_lost_connection_only_if_it_is_one_of_the_network(monkeypatch, error, says):
+    dog, said = watchdog.Watchdog.__new__(watchdog.Watchdog), []
+    dog.rank, dog.ranks, dog.siblings, dog.members, dog.activity = 0, 2, (), {}, lambda: "in step 3"
+    dog.store, dog.reporting = CountingStore(), threading.Lock()
+    monkeypatch.setattr(watchdog.record, "waiting", collectives.Call("all_reduce", "world", 3))
+    monkeypatch.setattr(watchdog.time, "sleep", lambda _: None)
+    monkeypatch.setattr(watchdog, "explain", lambda line, error: said.append(line))
+    monkeypatch.setattr(watchdog, "last_words", said.append)
+    dog.report(error)
+    assert said == [f"rank 0 failed in step 3: {says}"]
 
 
 def test_a_watchdog_is_silent_once_its_rank_ends(monkeypatch):
@@ -498,10 +520,10 @@ def test_a_watchdog_is_silent_once_its_rank_ends(monkeypatch):
 
 def test_a_rank_that_fails_ends_although_the_store_does_not_answer(monkeypatch, capsys):
     ended = threading.Event()
-    monkeypatch.setattr(watchdog, "STORE_S", 0.1)
+    monkeypatch.setattr(watchdog, "STORE_TIMEOUT_S", 0.1)
     monkeypatch.setattr(watchdog.os, "_exit", lambda code: ended.set())
     dog = watchdog.Watchdog.__new__(watchdog.Watchdog)
-    dog.fail = lambda error: ended.wait(60)
+    dog.report = lambda error: ended.wait(60)
     began = time.monotonic()
     watchdog.fail("in step 3", faults.Failure("of a kind"), dog, faults.Stop())
     assert time.monotonic() - began < 30
