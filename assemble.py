@@ -94,7 +94,7 @@ def memory_of_rank(settings: config.Config, groups: Groups, fused: bool = False)
     activations = footprint.activation_bytes(settings, dtype.itemsize, pipeline.stages.values(), pipeline.in_flight,
                                              has_head)
     return footprint.memory_bytes(settings, dtype.itemsize, moments, buckets, model.fp8_weights(), activations,
-                                  pipeline.in_flight, pipeline.stages, pipeline.backwards, fused)
+                                  pipeline.in_flight, pipeline.stages, pipeline.backwards_in_memory, fused)
 
 
 def open_samples(settings: config.Config, paths: list[str], seed: int | None) -> Samples:

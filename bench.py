@@ -357,7 +357,7 @@ def run_theirs(schedule_class: str, plan: schedules.Plan, chunks: dict[int, Stag
 
 def build_pipeline(name: str, schedule_class: str | None) -> Step:
     """name: of our schedule. schedule_class: the name of torch's, which is run unless it is None."""
-    plan = schedules.plan(name, dist.get_world_size(), PP_MICRO_BATCHES)
+    plan = schedules.make_plan(name, dist.get_world_size(), PP_MICRO_BATCHES)
     chunks = {stage: Stage(ours=schedule_class is None) for stage, owner in enumerate(plan.owners[0])
               if owner == dist.get_rank()}
     x = torch.randn(PP_MICRO_BATCHES * PP_TOKENS, PP_WIDTH)

@@ -126,7 +126,7 @@ def measure(step: Callable[[], Any], model: Any, optimizer: Any, engine: Any, gr
     label(meter, model, optimizer)
     with meter:
         collectives.sent.clear()
-        engine.clock = meter.restart_window
+        engine.timed, engine.now = True, meter.restart_window
         step()
     alive = meter.alive_at_peak()
     at_peak = Counter()

@@ -33,7 +33,7 @@ from stagetime import Parts, Run, Seconds, add_parts, stage_parts, stage_seconds
 def order(schedule: str, p: int, m: int, v: int, n: int) -> list[tuple[int, str, int, int, tuple]]:
     """A plan's actions, each after all that it needs: (rank, op, stage, number of its result, what it needs:
     (number, whether another rank sends it))."""
-    plan = schedules.plan(schedule, p, m, v, n)
+    plan = schedules.make_plan(schedule, p, m, v, n)
     numbers, actions = {}, []
     for rank, action in schedules.execute_in_turns(plan):
         needs = tuple((numbers[result], plan.owner(result.stage, result.micro_batch) != rank)
@@ -190,8 +190,8 @@ def step_seconds(run: Run, stages: list[Parts] | None = None, simulated: bool = 
 @lru_cache(4096)
 def plans_in_memory(schedule: str, p: int, m: int, v: int, n: int) -> list[tuple[int, list[schedules.Backward]]]:
     """For each rank: (micro-batches whose activations it has at once, at most, in those of one stage; backwards)."""
-    plan = schedules.plan(schedule, p, m, v, n)
-    return [(int(max(schedules.activations_held(actions))), schedules.backwards_in_memory(actions))
+    plan = schedules.make_plan(schedule, p, m, v, n)
+    return [(max(schedules.activations_held(actions)), schedules.backwards_in_memory(actions))
             for actions in plan.ranks]
 
 

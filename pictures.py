@@ -117,7 +117,7 @@ def grid() -> None:
 def timelines(name: str, which: list[str]) -> None:
     panels = {}
     for schedule in which:
-        made = schedules.plan(schedule, 4, 8)
+        made = schedules.make_plan(schedule, 4, 8)
         panels[schedule] = schedules.simulate(made, schedules.Costs(*[4 / made.stages] * 3))
     (FOLDER / f"{name}.svg").write_text(schedules.svg(panels))
 
@@ -139,7 +139,7 @@ def bubble() -> None:
     for i, name in enumerate(name for name in schedules.SCHEDULES if name not in ("afab", "zb-h2")):
         shares = []
         for m in counts:
-            made = schedules.plan(name, 8, m)
+            made = schedules.make_plan(name, 8, m)
             spans = schedules.simulate(made, schedules.Costs(*[8 / made.stages] * 3))
             shares.append(100 * schedules.bubble(spans) / max(rank[-1].stop for rank in spans))
         axes.plot(counts, shares, marker="osv^D<>"[i], ms=4, lw=1.3, label="afab, 1f1b" if name == "1f1b" else name)

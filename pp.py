@@ -18,8 +18,8 @@ What is easily got wrong:
 - The loss is divided once, in the last stage, by the number of tokens of the global batch; no stage scales gradients.
 - Two ranks must issue their transfers in the same order, or both wait for ever: `lower` enters both ends at once.
 - A receive holds up all later work of its process group until its sender comes: each directed pair of ranks that
-  exchanges has a group of its own (groups.py). With one for all, an interleaved step of 8 ranks and 16 micro-batches
-  takes 44% longer.
+  exchanges has a group of its own (groups.py). With one for all, an interleaved step of 8 ranks, two model chunks per
+  rank and 16 micro-batches takes 44% longer, by simulation.
 - Only the next stage needs a stage's output: the engine saves its edge in the graph alone and frees the output.
 - I is a backward in which param.py queues the weight gradients; W computes those in the queue.
 - A tied embedding's gradients in the first and in the last stage are added after their data parallel reductions.
@@ -36,7 +36,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -55,20 +54,11 @@ from schedules import (
     backwards,
     backwards_in_memory,
     lower,
-    plan,
+    make_plan,
     simulate,
 )
 
 # ---- the engine -----------------------------------------------------------------------------------------------------
-
-def moment(device: torch.device) -> "float | torch.cuda.Event":
-    """Now, in seconds; on a GPU an event of its stream, which the host does not wait for."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
 
 def seconds_between(start: "float | torch.cuda.Event", stop: "float | torch.cuda.Event") -> float:
     if isinstance(start, float):
@@ -80,23 +70,32 @@ def seconds_between(start: "float | torch.cuda.Event", stop: "float | torch.cuda
 class Engine:
     """Runs one rank's part of any plan; a plan of one stage, without a group, is gradient accumulation.
 
-    timed: keep when each action of the latest step began and ended, for `timeline`.
+    timed: keep what `now` returned before and after each action of the latest step, for `timeline`.
     """
 
     def __init__(self, plan: Plan, group: Group = None, device: torch.device | str = "cpu", timed: bool = False):
         me, lists = rank(group), lower(plan)
         self.items, self.backwards = lists[me], backwards(plan.ranks[me])
         self.last_stage, self.group, self.device = plan.stages - 1, group, torch.device(device)
-        self.clock: Callable | None = partial(moment, self.device) if timed else None  # asked around every action
-        self.began, self.moments = None, list[tuple]()  # moments: (action, when it began, when it ended)
+        self.timed, self.began, self.moments = timed, None, list[tuple]()  # (action, when it began, when it ended)
         pairs = {(r, item.peer) for r, items in enumerate(lists) for item in items
                  if isinstance(item, Transfer) and item.op == "send"}
-        for source, target in sorted(pairs):  # NCCL connects two ranks at their first transfer: all do so in one order
+        for source, target in sorted(pairs):  # connect now, in one order: NCCL connects at the first transfer
             word = torch.zeros(1, device=device)
             if me == source:
                 send(word, target, group).wait()
             elif me == target:
                 receive(word, source, group).wait()
+
+    def now(self) -> "float | torch.cuda.Event | None":
+        """In seconds, or on a GPU as an event of its stream, which the host does not wait for; None if not `timed`."""
+        if not self.timed:
+            return None
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def run(self, forward: Callable, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Run the forwards and backwards of a step.
@@ -104,7 +103,7 @@ class Engine:
         forward(stage, micro-batch, x) -> y: x is None in the first stage; y is the loss in the last stage. shape,
         dtype: those of x and y between stages.
         """
-        self.began, self.moments = self.clock and self.clock(), []
+        self.began, self.moments = self.now(), []
         alive = {}  # (stage, micro-batch) -> (input, the output's edge in the graph), between forward and backward
         local = {}  # ("F" or "B", the stage that needs it, micro-batch) -> a result, to be sent or used on this rank
         receiving, sending = {}, []  # the same key -> (a tensor, the pending receive that fills it); pending sends
@@ -129,7 +128,7 @@ class Engine:
             op, stage, k = item
             x = take("F", stage, k).requires_grad_(torch.is_grad_enabled()) if op == "F" and stage else None
             grad = take("B", stage, k) if op in "BI" and stage < self.last_stage else None
-            began = self.clock and self.clock()  # what it waits for is there
+            began = self.now()  # what it waits for is there
             with named(str(item)):
                 if op == "F":
                     y = forward(stage, k, x)
@@ -137,7 +136,6 @@ class Engine:
                         alive[stage, k] = x, torch.autograd.graph.get_gradient_edge(y)
                     if stage < self.last_stage:
                         local["F", stage + 1, k] = y.detach()
-                    y = None
                 elif op == "W":
                     backward_weight((stage, k))
                 else:
@@ -148,17 +146,16 @@ class Engine:
                         torch.autograd.backward(edge, grad)
                     if stage:
                         local["B", stage - 1, k] = x.grad
-                    edge = None
-            x = grad = None  # not to hold them until the next action
-            if self.clock:
-                self.moments.append((item, began, self.clock()))
+            x = y = edge = grad = None  # otherwise they would be held until the next action
+            if self.timed:
+                self.moments.append((item, began, self.now()))
         for pending in sending:
             pending.wait()
         assert not (alive or local or receiving or queued_keys()), "something was computed that nobody used"
 
     def timeline(self, unit_s: float) -> list[list[Span]]:
         """Each rank's spans of the latest step, in units of time since the step began on that rank. All ranks of the
-        group must call it. Ranks begin a step together, as the step before ended with the reduction of a norm."""
+        group must call it, and must have begun the step together: after the reduction of a norm, or a barrier."""
         mine = [Span(item, *(seconds_between(self.began, when) / unit_s for when in moments))
                 for item, *moments in self.moments]
         spans = [None] * size(self.group)
@@ -170,42 +167,46 @@ class Pipeline:
     """A rank's stages, and an engine per number of micro-batches.
 
     plan_of: number of micro-batches -> plan. layers_of: the layers of every stage. max_micro_batches: of any step.
-    stages: this rank's stages -> their layers. in_flight: micro-batches whose activations it holds at once, at most.
-    backwards: what its memory depends on (footprint.py).
+    stages: this rank's stages -> their layers. in_flight: the most (stage, micro-batch) activations that it holds at
+    once. backwards_in_memory: what its memory depends on (footprint.py).
     """
 
     def __init__(self, plan_of: Callable[[int], Plan], layers_of: list[range], max_micro_batches: int = 1,
                  group: Group = None, device: torch.device | str = "cpu"):
         self.plan_of, self.group, self.device, self.engines = plan_of, group, device, {}
         self.timed = False  # of engines to be made
+        self.latest: int | None = None  # micro-batches of the latest training step
         largest, me = plan_of(max_micro_batches), rank(group)
         self.owners, = largest.owners  # no schedule that runs has two directions
         self.stages = {stage: layers for stage, layers in enumerate(layers_of) if self.owners[stage] == me}
         self.last = len(layers_of) - 1
-        self.in_flight = int(max(activations_held(largest.ranks[me])))
-        self.backwards = backwards_in_memory(largest.ranks[me])
+        self.in_flight = max(activations_held(largest.ranks[me]))
+        self.backwards_in_memory = backwards_in_memory(largest.ranks[me])
 
     @classmethod
     def one_stage(cls, layers: int, **options) -> "Pipeline":
         """No pipeline: a forward and a backward in turns. options: as of Pipeline."""
-        return cls(lambda micro_batches: plan("1f1b", 1, micro_batches), [range(layers)], **options)
+        return cls(lambda micro_batches: make_plan("1f1b", 1, micro_batches), [range(layers)], **options)
 
     def engine(self, micro_batches: int, evaluating: bool = False) -> Engine:
+        """The engine of a step. evaluating: it runs forwards only."""
+        if not evaluating:
+            self.latest = micro_batches
         key = micro_batches, evaluating
         if key not in self.engines:
-            chosen = self.plan_of(micro_batches)
-            forwards = [[action for action in actions if action.op == "F"] for actions in chosen.ranks]
-            executed = chosen._replace(ranks=forwards) if evaluating else chosen
-            self.engines[key] = Engine(executed, self.group, self.device, self.timed)
+            plan = self.plan_of(micro_batches)
+            if evaluating:
+                forwards = [[action for action in actions if action.op == "F"] for actions in plan.ranks]
+                plan = plan._replace(ranks=forwards)
+            self.engines[key] = Engine(plan, self.group, self.device, self.timed)
         return self.engines[key]
 
     def draw_timeline(self, path: Path) -> None:
         """Draw the latest training step, in milliseconds, as SVG. All ranks must call it; the first one writes."""
-        trained = [key for key, engine in self.engines.items() if engine.moments and not key[1]]
-        if trained:
-            spans = self.engines[trained[-1]].timeline(1e-3)
+        if self.latest:
+            spans = self.engine(self.latest).timeline(1e-3)
             if dist.get_rank() == 0:
-                path.write_text(schedules.svg({f"{trained[-1][0]} micro-batches": spans}))
+                path.write_text(schedules.svg({f"{self.latest} micro-batches, in ms": spans}))
 
 
 # ---- the demo: a drawing --------------------------------------------------------------------------------------------
@@ -215,9 +216,9 @@ UNIT_S = 0.01  # what a rank sleeps for an F, I or W of all its stages
 
 def measure(plan: Plan, group: Group) -> list[list[Span]]:
     """Run a plan on the ranks that torchrun started, with stages that sleep, so that even two processors show how eight
-    ranks wait. Returns each rank's spans, in units of UNIT_S since the first start."""
+    ranks wait. Returns each rank's spans, in units of UNIT_S since all began together."""
     weight = torch.nn.Parameter(torch.zeros(1))
-    weight.sink = None
+    weight.sink = None  # accumulate_grad reads it
     seconds = UNIT_S * len(plan.ranks) / plan.stages
 
     class Sleep(torch.autograd.Function):
@@ -249,7 +250,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--pp", type=int, default=ranks, metavar="P", help="ranks; under torchrun as many as there are")
     parser.add_argument("--micro-batches", type=int, default=8, metavar="M")
     parser.add_argument("--chunks", type=int, default=0, metavar="V", help="model chunks per rank; 0: as it needs")
-    parser.add_argument("--group", type=int, default=0, metavar="N", help="micro-batches per interleaved group; 0: P")
+    parser.add_argument("--group", type=int, default=0, metavar="N",
+                        help="micro-batches per interleaved group; 0: as few as possible")
     parser.add_argument("--costs", type=float, nargs=3, default=(1.0, 1.0, 1.0), metavar=("F", "I", "W"),
                         help="times of a rank, for all its model chunks together")
     parser.add_argument("--svg", metavar="FILE", help="write the picture here")
@@ -269,10 +271,10 @@ def chosen_plans(args: argparse.Namespace, measuring: bool) -> dict[str, Plan]:
     if args.schedule != "all":
         if measuring and not schedules.SCHEDULES[args.schedule].runs:
             raise ValueError(f"schedule {args.schedule} is drawn and does not run")
-        return {args.schedule: plan(args.schedule, args.pp, args.micro_batches, args.chunks, args.group)}
+        return {args.schedule: make_plan(args.schedule, args.pp, args.micro_batches, args.chunks, args.group)}
     if args.trace or args.chunks or args.group:
         raise ValueError("--trace, --chunks and --group are for one schedule: name it with --schedule")
-    return {name: plan(name, args.pp, args.micro_batches) for name, schedule in schedules.SCHEDULES.items()
+    return {name: make_plan(name, args.pp, args.micro_batches) for name, schedule in schedules.SCHEDULES.items()
             if schedule.runs or not measuring}
 
 
@@ -292,12 +294,12 @@ def main(arguments: list[str]) -> None:
             panels = {name: measure(chosen, group) for name, chosen in plans.items()}
     if me:
         return
-    color, longest = sys.stdout.isatty(), max(rank[-1].stop for spans in panels.values() for rank in spans)
+    color, longest = sys.stdout.isatty(), max(row[-1].stop for spans in panels.values() for row in spans)
     columns = shutil.get_terminal_size((120, 24)).columns - 9
     print("F forward, B backward, I its half for the input, W that for the weights; later model chunks of a rank are "
           + ("underlined" if color else "in lower case") + "\n")
     for name, spans in panels.items():
-        share = max(rank[-1].stop for rank in spans) / longest
+        share = max(row[-1].stop for row in spans) / longest
         print(schedules.draw(spans, color, columns=share * min(columns, 3 * longest)))
         print(f"{name}: {schedules.summary(spans)}" + (f"\n    stages sleep {UNIT_S * 1e3:g} ms per unit; simulated: "
               f"{schedules.summary(simulated[name])}" if measuring else "") + "\n")
@@ -305,10 +307,11 @@ def main(arguments: list[str]) -> None:
         order = sorted(panels, key=lambda name: schedules.bubble(panels[name]))
         print(f"Ranks are idle least with {order[0]}, for {schedules.bubble(panels[order[0]]):.3g} units, and longest "
               f"with {order[-1]}, for {schedules.bubble(panels[order[-1]]):.3g}.")
-    for file, text in ((args.svg, schedules.svg(panels)), (args.trace, schedules.chrome_trace(spans))):
-        if file:
-            with open(file, "w") as out:
-                out.write(text)
+    if args.svg:
+        Path(args.svg).write_text(schedules.svg(panels))
+    if args.trace:
+        unit_us = UNIT_S * 1e6 if measuring else 1e3
+        Path(args.trace).write_text(schedules.chrome_trace(panels[args.schedule], unit_us))
 
 
 if __name__ == "__main__":

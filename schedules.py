@@ -1,12 +1,13 @@
 """Pipeline schedules as data: who does what in which order, what is sent when, and what it costs in time and memory.
 
-A schedule gives each rank a list of actions (op, stage, micro-batch), op one of
+A schedule makes a Plan for p ranks and m micro-batches: for each rank a list of actions (op, stage, micro-batch), op
+one of
 
     F  forward     B  backward     I  the half of it that gives the gradient of the input     W  that of the weights
 
 Nothing but the end of the step waits for a W, so W can fill bubbles: that is the whole idea of "zero bubble". Most
 schedules differ by two numbers only: how many forwards a rank does before it alternates one forward and one backward,
-`warmup`, and how many backwards after its I a W follows, `lag`.
+`warmup`, and by how many backwards a W trails its I, `lag`.
 
 Shapes: p ranks, rank r, m micro-batches, v model chunks per rank (each the layers of one of v p stages), groups of n
 micro-batches; F, B, I, W: a rank's time for one micro-batch in all chunks that it goes through.
@@ -76,8 +77,8 @@ class Plan(NamedTuple):
 def alternating(warmup: Callable[..., int], lag: Callable[[int], int] | None = None) -> Callable[..., Plan]:
     """Schedules of `warmup` forwards, then one forward and one backward in turns, then the remaining backwards.
 
-    warmup(r, p, m, v, n): a number of forwards. lag(r): how many backwards after its I a W follows; None: backwards are
-    not split. Rank r has the stages r, p + r, 2p + r … and goes through them in groups of n micro-batches.
+    warmup(r, p, m, v, n): a number of forwards. lag(r): by how many backwards a W trails its I; None: backwards are not
+    split. Rank r has the stages r, p + r, 2p + r … and goes through them in groups of n micro-batches.
     """
     def build(p: int, m: int, v: int, n: int) -> Plan:
         groups = [range(first, min(first + n, m)) for first in range(0, m, n)]
@@ -87,35 +88,36 @@ def alternating(warmup: Callable[..., int], lag: Callable[[int], int] | None = N
             forwards = [Action("F", chunk * p + r, k) for chunk, k in order]
             backwards = [((v - 1 - chunk) * p + r, k) for chunk, k in order]
             ahead = min(len(order), warmup(r, p, m, v, n))
+            late = lag(r) if lag else 0
             actions = forwards[:ahead]
-            for i, backward in enumerate(backwards):
+            for i in range(len(order) + late):  # slices are empty once forwards or backwards run out
                 actions += forwards[ahead + i:ahead + i + 1]
-                actions.append(Action("I" if lag else "B", *backward))
-                if lag and i >= lag(r):
-                    actions.append(Action("W", *backwards[i - lag(r)]))
-            if lag:
-                actions += [Action("W", *backward) for backward in backwards[max(0, len(order) - lag(r)):]]
+                actions += [Action("I" if lag else "B", *backward) for backward in backwards[i:i + 1]]
+                if lag and i >= late:
+                    actions.append(Action("W", *backwards[i - late]))
             ranks.append(actions)
         return Plan(ranks, [[stage % p for stage in range(v * p)]], m)
     return build
 
 
 class TwoChunks:
-    """Builds the list of a rank with two stages from words such as "F0", "I1" or "W": op, and which of the two stages.
-    A W belongs to the oldest I that has none yet. Micro-batches from m on are left out."""
+    """Builds the list of a rank with two stages from words such as "F0" or "I1": op, and which of the two stages. "W0"
+    belongs to the oldest I of that stage that has no W yet, "W" to the oldest of both. Micro-batches from m on are left
+    out."""
 
     def __init__(self, stages: tuple[int, int], m: int, first: tuple[int, int] = (0, 0)):
         """m: micro-batches per stage. first: the first one's number, for each stage."""
         self.stages, self.m, self.first = stages, m, first
         self.count: Counter[tuple[str, int]] = Counter()  # ("F" or "B", which) -> forwards or backwards so far
-        self.without_w: deque[tuple[int, int]] = deque()  # (which, micro-batch) of every I that no W has followed
+        self.without_w: list[tuple[int, int]] = []  # (which, micro-batch) of every I that no W has followed
         self.actions: list[Action] = []
 
     def add(self, words: str, times: int = 1) -> None:
         for word in words.split() * max(0, times):
             op = word[0]
             if op == "W":
-                which, k = self.without_w.popleft()
+                which, k = next(pair for pair in self.without_w if word in ("W", f"W{pair[0]}"))
+                self.without_w.remove((which, k))
             else:
                 which = int(word[1])
                 key = "F" if op == "F" else "B", which
@@ -137,34 +139,33 @@ def zb_v(p: int, m: int, v: int, n: int) -> Plan:
     full = max(2 * p - 1, m)
     for r in range(p):
         order = TwoChunks((r, 2 * p - 1 - r), m)
-        order.add("F0", 2 * (p - r) - 1)
+        order.add("F0", 2 * (p - r) - 1)  # warm-up
         order.add("F1 F0", r)
         order.add("F1 I1 W", p - r)
-        while order.count["F", 1] < full:
+        while order.count["F", 1] < full:  # steady
             order.add("F0", order.count["F", 0] < full)
             order.add("I0 W F1 I1 W")
-        order.add("I0 I1", r)
-        second = [pair for pair in order.without_w if pair[0] == 1]  # their W come after p - r W of the first stage
-        order.without_w = deque(pair for pair in order.without_w if pair[0] == 0)
-        order.add("I0 W", p - r)
-        order.without_w.extendleft(reversed(second))
+        order.add("I0 I1", r)  # drain
+        order.add("I0 W0", p - r)
+        order.add("W1", sum(which for which, _ in order.without_w))
         order.add("W", len(order.without_w))
         ranks.append(order.actions)
     return Plan(ranks, v_shape(p), m)
 
 
 def dual(order: TwoChunks) -> list[Action]:
-    """The eight steps of DualPipe for a rank with the stages r and 2n - 1 - r."""
-    r, n = order.stages[0], sum(order.stages) // 2 + 1
-    order.add("F0", 2 * (n - r - 1))
-    order.add("F0 F1", r + 1)
-    order.add("I1 W F1", n - r - 1)
-    order.add("F0 B1 F1 B0", order.m - 2 * n + r + 1)  # a forward and the backward after it may run at the same time
-    order.add("B1 F1 B0", n - r - 1)
-    for i in range(r + 1):
-        order.add(f"{'I' if i > r // 2 else 'B'}1 {'I' if i >= (r + 1) // 2 else 'B'}0")
-    order.add("W I0", n - r - 1)
-    order.add("W", r + 1)
+    """The eight steps of DualPipe for a rank with the stages `near` and 2 half - 1 - near, of 2 half stages."""
+    near, half = order.stages[0], sum(order.stages) // 2 + 1
+    order.add("F0", 2 * (half - near - 1))  # warm-up
+    order.add("F0 F1", near + 1)
+    order.add("I1 W F1", half - near - 1)
+    # Steady: a forward and the backward after it may run at the same time.
+    order.add("F0 B1 F1 B0", order.m - 2 * half + near + 1)
+    order.add("B1 F1 B0", half - near - 1)  # drain
+    for i in range(near + 1):
+        order.add(f"{'I' if i > near // 2 else 'B'}1 {'I' if i >= (near + 1) // 2 else 'B'}0")
+    order.add("W I0", half - near - 1)
+    order.add("W", near + 1)
     return order.actions
 
 
@@ -175,11 +176,11 @@ def dual_pipe_v(p: int, m: int, v: int, n: int) -> Plan:
 def dual_pipe(p: int, m: int, v: int, n: int) -> Plan:
     """Half of the micro-batches enter at the first rank, half at the last."""
     ranks = []
-    half = m // 2
+    entering = m // 2  # in each direction
     for r in range(p):
         near = min(r, p - 1 - r)
-        first = (0, half) if r < p // 2 else (half, 0)
-        ranks.append(dual(TwoChunks((near, p - 1 - near), half, first)))
+        first = (0, entering) if r < p // 2 else (entering, 0)
+        ranks.append(dual(TwoChunks((near, p - 1 - near), entering, first)))
     return Plan(ranks, [list(range(p)), list(reversed(range(p)))], m)
 
 
@@ -212,7 +213,7 @@ SCHEDULES = {
 }
 
 
-def plan(schedule: str, p: int, m: int, v: int = 0, n: int = 0) -> Plan:
+def make_plan(schedule: str, p: int, m: int, v: int = 0, n: int = 0) -> Plan:
     """The plan of a schedule for p ranks and m micro-batches. v: model chunks per rank, by default as many as the
     schedule chosen. n: micro-batches per group, by default as few as possible.
 
@@ -228,10 +229,10 @@ def plan(schedule: str, p: int, m: int, v: int = 0, n: int = 0) -> Plan:
         any_number = " and ".join(name for name, needed in SCHEDULES.items() if not needed.chunks)
         raise ValueError(f"{v} model chunks per rank: schedule {schedule} has {chosen.chunks}, {any_number} any")
 
-    def possible(n: int) -> bool:
-        return n == m or (n >= p and (m % n == 0 or m % n >= p))
+    def possible(size: int) -> bool:
+        return size == m or (size >= p and (m % size == 0 or m % size >= p))
 
-    n = min(n, m) or next(n for n in range(1, m + 1) if possible(n))
+    n = min(n, m) or next(size for size in range(1, m + 1) if possible(size))
     if v > 1 and chosen.grouped and not possible(n):
         raise ValueError(f"groups of {n} of {m} micro-batches on {p} ranks would wait for each other for ever: groups "
                          f"must hold at least {p}, the last one, too, or all {m}")
@@ -243,8 +244,8 @@ def plan(schedule: str, p: int, m: int, v: int = 0, n: int = 0) -> Plan:
 
 
 def plan_of(grid, micro_batches: int) -> Plan:
-    """The plan of a config.Grid. Raises ValueError as `plan` does."""
-    return plan(grid.schedule if grid.pp > 1 else "1f1b", grid.pp, micro_batches, grid.chunks, grid.pp_group)
+    """The plan of a config.Grid. Raises ValueError as `make_plan` does."""
+    return make_plan(grid.schedule if grid.pp > 1 else "1f1b", grid.pp, micro_batches, grid.chunks, grid.pp_group)
 
 
 def backwards(actions: list[Action]) -> dict[int, int]:
@@ -294,6 +295,15 @@ def deadlock_error(waiting: list[deque]) -> ValueError:
         f"rank {r} cannot start {items[0]}" for r, items in enumerate(waiting) if items))
 
 
+def send_of(plan: Plan, r: int, action: Action) -> Transfer | None:
+    """What rank r sends after an action; None if nobody needs the result, or this rank itself."""
+    what, stage, k = action.result
+    to = {"F": stage + 1, "B": stage - 1, "W": -1}[what]  # nobody needs the result of a W
+    if not 0 <= to < plan.stages or plan.owner(to, k) == r:
+        return None
+    return Transfer("send", what, to, k, plan.owner(to, k))
+
+
 def lower(plan: Plan) -> list[list[Action | Transfer]]:
     """The lists with sends and receives, each entered on both ranks right after the action that it sends the result of.
 
@@ -303,11 +313,9 @@ def lower(plan: Plan) -> list[list[Action | Transfer]]:
     lists = [[] for _ in plan.ranks]
     for r, action in execute_in_turns(plan):
         lists[r].append(action)
-        what, stage, k = action.result
-        to = stage + {"F": 1, "B": -1, "W": plan.stages}[what]  # nobody needs the result of a W
-        if 0 <= to < plan.stages and (peer := plan.owner(to, k)) != r:
-            lists[r].append(Transfer("send", what, to, k, peer))
-            lists[peer].append(Transfer("receive", what, to, k, r))
+        if send := send_of(plan, r, action):
+            lists[r].append(send)
+            lists[send.peer].append(send._replace(op="receive", peer=r))
     return lists
 
 
@@ -333,104 +341,35 @@ class Span(NamedTuple):
 def simulate(plan: Plan, costs: Costs | None = None, one_stream: bool = False) -> list[list[Span]]:
     """When each rank does what, if each action, in order, starts as soon as it can. Raises ValueError as `lower`.
 
-    one_stream: each transfer of a rank waits for its earlier ones, as in one process group with NCCL.
+    one_stream: a transfer waits for the earlier transfers and actions of both of its ranks, in the order of `lower`, as
+    in one process group with NCCL.
     """
     costs = costs or Costs()
-    if one_stream:
-        return replay(lower(plan), costs, lambda item: isinstance(item, Transfer))
     spans = [[] for _ in plan.ranks]
-    finished = {}  # result -> when
+    acted = [0.0] * len(plan.ranks)  # when each rank's latest action ended
+    sent = [0.0] * len(plan.ranks)  # when each rank's latest transfer ended, sent or received
+    received = {}  # (rank, result of another rank) -> when it was received
     for r, action in execute_in_turns(plan):
-        start = spans[r][-1].stop if spans[r] else 0.0
-        for result in required_results(action, plan.stages):
-            hop = 0.0 if plan.owner(result.stage, result.micro_batch) == r else costs.hop
-            start = max(start, finished[result] + hop)
-        finished[action.result] = start + costs.of(action.op)
-        spans[r].append(Span(action, start, finished[action.result]))
-    return spans
-
-
-def stream_of_link(item: Action | Transfer) -> tuple | None:
-    """The stream on which a rank runs an item where each directed pair of ranks has a process group of its own."""
-    return (item.op, item.peer) if isinstance(item, Transfer) else None
-
-
-def check_rendezvous(lists: list[list[Action | Transfer]]) -> None:
-    """Raises ValueError, as `replay`, if lowered lists block where everything waits for all that is before it."""
-    replay(lists, Costs(), lambda item: None)
-
-
-def replay(lists: list[list[Action | Transfer]], costs: Costs, stream_of: Callable) -> list[list[Span]]:
-    """When each rank does what, if a send and its receive run together, each on a stream of its rank, in order.
-
-    stream_of(item): the stream on which a rank runs it. A transfer also waits for the actions before it in the list; an
-    action waits for no transfer of another stream but those that bring what it needs. Raises ValueError if ranks wait
-    for each other for ever, or if a send meets the receive of a different transfer.
-    """
-    stages = 1 + max((item.stage for items in lists for item in items), default=0)
-    queues, free = [{} for _ in lists], [{} for _ in lists]  # of each rank: stream -> what waits, when it is free
-    spans, known = [[] for _ in lists], [{} for _ in lists]  # known: result -> when this rank has it
-    for items, streams in zip(lists, queues):
-        before = 0  # how many actions are before this item
-        for item in items:
-            needs = required_results(item, stages) if isinstance(item, Action) else set()
-            streams.setdefault(stream_of(item), deque()).append((item, needs, before))
-            before += isinstance(item, Action)
-
-    def earliest(r: int, stream, needs: set[Action], before: int) -> float | None:
-        """When this rank can begin the first item of a stream; None if it waits for something that has not run yet."""
-        if len(spans[r]) < before or not needs <= known[r].keys():
-            return None
-        last = spans[r][before - 1].stop if before else 0.0
-        return max([last, free[r].get(stream, 0.0), *(known[r][result] for result in needs)])
-
-    def run(r: int, stream, item: Action | Transfer, needs: set[Action], before: int) -> bool:
-        """Run the first item of a stream of this rank, a send with its receive; False if it has to wait."""
-        if item.op == "receive" or (start := earliest(r, stream, needs, before)) is None:
-            return False
-        queue, user = queues[r][stream], r
-        if isinstance(item, Action):
-            result, stop = item.result, start + costs.of(item.op)
-            spans[r].append(Span(item, start, stop))
-        else:
-            user, receive = item.peer, Transfer("receive", *item[1:4], r)
-            there = queues[user].get(other := stream_of(receive))
-            if not there or (there[0][0][0], there[0][0][-1]) != ("receive", r):
-                return False
-            if there[0][0] != receive:
-                raise ValueError(f"rank {r} sends {item} and rank {user} receives {there[0][0]}")
-            if (ready := earliest(user, other, *there[0][1:])) is None:
-                return False
-            result = Action(item.what, item.stage + (1 if item.what == "B" else -1), item.micro_batch)
-            free[user][other] = stop = max(start, ready) + costs.hop
-            there.popleft()
-        known[user][result] = free[r][stream] = stop
-        queue.popleft()
-        return True
-
-    moved = True
-    while moved:
-        moved = False
-        for r, streams in enumerate(queues):
-            for stream, queue in streams.items():
-                while queue and run(r, stream, *queue[0]):
-                    moved = True
-    waiting = [[queue[0][0] for queue in streams.values() if queue] for streams in queues]
-    if any(waiting):
-        raise deadlock_error(waiting)
+        start = max([acted[r], *(received.get((r, result), 0.0) for result in required_results(action, plan.stages))])
+        acted[r] = start + costs.of(action.op)
+        spans[r].append(Span(action, start, acted[r]))
+        if send := send_of(plan, r, action):
+            peer = send.peer
+            began = max(acted[r], acted[peer], sent[r], sent[peer]) if one_stream else acted[r]
+            received[peer, action.result] = sent[r] = sent[peer] = began + costs.hop
     return spans
 
 
 def bubble(spans: list[list[Span]]) -> float:
     """The longest time that a rank is idle, from the first start to the last stop of all ranks."""
-    end = max(rank[-1].stop for rank in spans)
-    return end - min(sum(span.stop - span.start for span in rank) for rank in spans)
+    end = max(row[-1].stop for row in spans)
+    return end - min(sum(span.stop - span.start for span in row) for row in spans)
 
 
-def activations_held(actions: list[Action], after_input: float = 1.0) -> list[float]:
-    """Activations after each action, in those of one stage and micro-batch. after_input: the part that an I leaves."""
-    change = {"F": 1.0, "B": -1.0, "I": after_input - 1.0, "W": -after_input}
-    return list(accumulate(change[action.op] for action in actions))
+def activations_held(actions: list[Action]) -> list[int]:
+    """Activations after each action, in those of one stage and micro-batch. The first half of a backward, I, frees
+    none."""
+    return list(accumulate(dict(F=1, B=-1, I=0, W=-1)[action.op] for action in actions))
 
 
 class Backward(NamedTuple):
@@ -473,14 +412,14 @@ def draw(spans: list[list[Span]], color: bool = True, columns: float = 600) -> s
     """A row per rank, of about `columns` characters at most. Each action is a box with the number of its micro-batch
     (without color: op and number), or, where that does not fit, with its op. A rank's later stages are underlined
     (without color: their ops are in lower case)."""
-    longest = max(len(str(action.micro_batch)) for rank in spans for action, _, _ in rank) + (0 if color else 1)
-    shortest = min(stop - start for rank in spans for _, start, stop in rank)
-    width = min(max(3, longest + 1) / shortest, columns / max(rank[-1].stop for rank in spans))  # characters per unit
+    longest = max(len(str(action.micro_batch)) for row in spans for action, _, _ in row) + (0 if color else 1)
+    shortest = min(stop - start for row in spans for _, start, stop in row)
+    width = min(max(3, longest + 1) / shortest, columns / max(row[-1].stop for row in spans))  # characters per unit
     lines = []
-    for r, rank in enumerate(spans):
+    for r, row in enumerate(spans):
         line, at = f"rank {r:2d} ", 0
-        first_stage = min(span.action.stage for span in rank)
-        for action, start, stop in rank:
+        first_stage = min(span.action.stage for span in row)
+        for action, start, stop in row:
             begin, end = round(start * width), round(stop * width)
             room = max(0, end - begin - 1)
             op = action.op if color or action.stage == first_stage else action.op.lower()
@@ -498,42 +437,41 @@ def draw(spans: list[list[Span]], color: bool = True, columns: float = 600) -> s
 
 def held_by_rank(spans: list[list[Span]]) -> list[list[float]]:
     """Activations that each rank holds after each action, in those of 1/p of the layers for one micro-batch."""
-    stages = 1 + max(span.action.stage for rank in spans for span in rank)
-    return [[held * len(spans) / stages for held in activations_held([span.action for span in rank])]
-            for rank in spans]
+    stages = 1 + max(span.action.stage for row in spans for span in row)
+    return [[held * len(spans) / stages for held in activations_held([span.action for span in row])] for row in spans]
 
 
 def summary(spans: list[list[Span]]) -> str:
-    end, idle = max(rank[-1].stop for rank in spans), bubble(spans)
+    end, idle = max(row[-1].stop for row in spans), bubble(spans)
     return (f"{end:.4g} units of time, the worst rank idle for {idle:.3g} of them ({idle / end:.1%}), holding up to "
             f"{max(map(max, held_by_rank(spans))):g} micro-batches")
 
 
 def svg(panels: dict[str, list[list[Span]]], width: float = 780.0) -> str:
-    """The same as an SVG picture, of several schedules to one scale. A rank's later stages are lighter; the area below
-    a rank's actions is the activations that it holds."""
-    unit = width / max(rank[-1].stop for spans in panels.values() for rank in spans)  # pixels per unit of time
+    """`draw` as SVG, for several schedules to one scale: title -> spans. A rank's later stages are lighter; the area
+    below a rank's actions is the activations that it holds."""
+    unit = width / max(row[-1].stop for spans in panels.values() for row in spans)  # pixels per unit of time
     most = max(max(held) for spans in panels.values() for held in held_by_rank(spans))
     out, y = [], 4
     for name, spans in panels.items():
         out.append(f'<text class="title" x="4" y="{y + 12}">{name}: {summary(spans)}</text>')
-        for r, (rank, held) in enumerate(zip(spans, held_by_rank(spans))):
-            top, first = y + 20 + r * 34, min(span.action.stage for span in rank)
+        for r, (row, held) in enumerate(zip(spans, held_by_rank(spans))):
+            top, first = y + 20 + r * 34, min(span.action.stage for span in row)
             out.append(f'<text x="4" y="{top + 12}">rank {r}</text>')
             line = f"M56 {top + 31}"
-            for ((op, stage, k), start, stop), now in zip(rank, held):
+            for ((op, stage, k), start, stop), now in zip(row, held):
                 x, wide, faded = 56 + start * unit, (stop - start) * unit, "" if stage == first else ' opacity=".55"'
                 out.append(f'<rect class="{op}" x="{x:.1f}" y="{top}" width="{wide:.1f}" height="16"{faded}/>')
                 if wide > 5 * len(str(k)):
                     out.append(f'<text class="k" x="{x + wide / 2:.1f}" y="{top + 12}">{k}</text>')
                 line += f"H{x if op == 'F' else x + wide:.1f}V{top + 31 - 13 * now / most:.1f}"
             out.append(f'<path class="held" d="{line}Z"/>')
-        end, y = max(rank[-1].stop for rank in spans), y + 20 + len(spans) * 34
-        for tick in range(0, int(end) + 1, max(1, round(end / 80) * 10 or 5)):
+        end, y = max(row[-1].stop for row in spans), y + 20 + len(spans) * 34
+        for tick in range(0, int(end) + 1, round(end / 80) * 10 or 5):
             out.append(f'<path d="M{56 + tick * unit:.1f} {y}v4"/><text class="k" x="{56 + tick * unit:.1f}" '
                        f'y="{y + 14}">{tick}</text>')
         y += 24
-    ops = {span.action.op for spans in panels.values() for rank in spans for span in rank}
+    ops = {span.action.op for spans in panels.values() for row in spans for span in row}
     for i, op in enumerate(op for op in COLORS if op in ops):
         out.append(f'<rect class="{op}" x="{56 + i * 126}" y="{y}" width="14" height="14"/>'
                    f'<text x="{76 + i * 126}" y="{y + 11}">{COLORS[op][2]}</text>')
@@ -547,8 +485,8 @@ def svg(panels: dict[str, list[list[Span]]], width: float = 780.0) -> str:
         '<rect width="100%" height="100%" fill="#fff"/>', *out, "</svg>\n"])
 
 
-def chrome_trace(spans: list[list[Span]], unit_us: float = 1000.0) -> str:
+def chrome_trace(spans: list[list[Span]], unit_us: float) -> str:
     """JSON for chrome://tracing or Perfetto, a thread per rank."""
     return json.dumps([dict(name=str(action), cat=action.op, ph="X", pid=0, tid=r, ts=start * unit_us,
                             dur=(stop - start) * unit_us)
-                       for r, rank in enumerate(spans) for action, start, stop in rank])
+                       for r, row in enumerate(spans) for action, start, stop in row])

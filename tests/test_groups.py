@@ -13,7 +13,7 @@ import grids
 import groups
 import train
 from meter import Meter
-from schedules import SCHEDULES, Transfer, lower, plan
+from schedules import SCHEDULES, Transfer, lower, make_plan
 from test_grids import MIXTRAL
 
 EVERY_AXIS = ("--layers 32 --heads 16 --kv-heads 4 --head-dim 6 --hidden 40 --vocab 97 --experts 8 --cp 2 --tp 8 "
@@ -48,7 +48,7 @@ def test_a_rank_makes_groups_in_as_many_calls_as_there_are_axes(monkeypatch, wor
 @pytest.mark.parametrize("p", [2, 3, 4, 8])
 def test_every_pair_that_exchanges_has_a_link(schedule, p):
     """And no other pair."""
-    exchanging = {(r, item.peer) for r, items in enumerate(lower(plan(schedule, p, 2 * p))) for item in items
+    exchanging = {(r, item.peer) for r, items in enumerate(lower(make_plan(schedule, p, 2 * p))) for item in items
                   if isinstance(item, Transfer) and item.op == "send"}
     pairs = groups.pairs_of(config.Grid(pp=p, chunks=SCHEDULES[schedule].default_chunks(), schedule=schedule))
     assert set(pairs) == exchanging and len(pairs) == len(exchanging)

@@ -401,7 +401,7 @@ MUTANTS = [
            '"dp": "(pp replicate cp kv copy) shard",',
            CP_2),
     Mutant("receives that are issued before everything else", "schedules.py",
-           'lists[peer].append(Transfer("receive"', 'lists[peer].insert(0, Transfer("receive"',
+           "lists[send.peer].append(", "lists[send.peer].insert(0, ",
            "tests/test_pp.py::test_everything_happens_once_in_order_and_nobody_waits_for_ever[1f1b]"),
     Mutant("one buffer for all that is received", "pp.py",
            "                    x = torch.empty(shape, dtype=dtype, device=self.device)\n",
@@ -429,9 +429,9 @@ MUTANTS = [
            "self.__dict__.setdefault('kept', []).append((x, y))",
            "tests/test_pp.py::test_bytes_alive_at_every_action_are_the_plans[1f1b]"),
     Mutant("a W that follows its I at once", "schedules.py",
-           "                if lag and i >= lag(r):\n"
-           '                    actions.append(Action("W", *backwards[i - lag(r)]))',
-           "                if lag:\n"
+           "                if lag and i >= late:\n"
+           '                    actions.append(Action("W", *backwards[i - late]))',
+           "                if lag and i < len(order):\n"
            '                    actions.append(Action("W", *backwards[i]))',
            "tests/test_pp.py::test_four_ranks_as_drawn_by_hand[zb-h1]"),
     Mutant("a backward that is not split", "pp.py",

@@ -150,7 +150,7 @@ def test_a_cluster_file_is_a_machine(tmp_path):
 def test_a_pipeline_of_equal_stages_is_simulated_as_schedules_does(name):
     p, m = 4, 8
     chunks = schedules.SCHEDULES[name].default_chunks()
-    built = schedules.plan(name, p, m, chunks)
+    built = schedules.make_plan(name, p, m, chunks)
     costs_of_stage = schedules.Costs(1.0, 1.2, 0.8, 0.3)
     spans = schedules.simulate(built, costs_of_stage)
     times = [dict(F=1.0, B=2.0, I=1.2, W=0.8)] * p * chunks

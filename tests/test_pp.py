@@ -3,8 +3,9 @@ import inspect
 import json
 import re
 import time
+from contextlib import nullcontext
 from functools import cache
-from itertools import combinations
+from itertools import accumulate, combinations
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
@@ -19,6 +20,7 @@ import pp
 from meter import Meter
 from model import Execution, Llama
 from param import Spec, accumulate_grad, draw, parameter
+from rendezvous import check_rendezvous, replay, stream_of_link
 from schedules import (
     SCHEDULES,
     Action,
@@ -27,13 +29,10 @@ from schedules import (
     Transfer,
     activations_held,
     bubble,
-    check_rendezvous,
     lower,
-    replay,
+    make_plan,
     simulate,
-    stream_of_link,
 )
-from schedules import plan as make_plan
 from tp import TensorParallel, column, row
 from zero import Optimizer
 
@@ -170,6 +169,11 @@ def test_bubbles_are_those_of_the_formulas():
             assert longest == pytest.approx(m * (F + B) + (p - 1) * (F + I - 2 * W))
 
 
+def held_if_inputs_leave(part: float, actions: list[Action]) -> list[float]:
+    """Activations after each action, in those of one stage and micro-batch, of which an I leaves this part."""
+    return list(accumulate(dict(F=1, B=-1, I=part - 1, W=-part)[action.op] for action in actions))
+
+
 def test_activations_held_are_those_of_the_formulas():
     for p, m in [(p, m) for p, m in VALID if m >= 2 * p]:
         def most(schedule, v=0, n=0, p=p, m=m):
@@ -187,7 +191,7 @@ def test_activations_held_are_those_of_the_formulas():
         if p % 2 == 0 and m % 2 == 0:
             assert max(most("dualpipe")) == p + 1
     plan = make_plan("zb-h1", 4, 8)  # with half of it needed until W
-    assert [max(activations_held(actions, 0.5)) for actions in plan.ranks] == [4, 3.5, 3, 2.5]
+    assert [max(held_if_inputs_leave(0.5, actions)) for actions in plan.ranks] == [4, 3.5, 3, 2.5]
 
 
 @pytest.mark.parametrize("schedule, p, m, extra", [
@@ -195,9 +199,12 @@ def test_activations_held_are_those_of_the_formulas():
     ("interleaved", 8, 32, 24), ("zb1p", 8, 16, 47), ("zb-v", 8, 16, 12), ("dualpipev", 8, 16, 16)])
 def test_transfers_in_one_stream_cost_time_and_in_a_link_for_each_pair_none(schedule, p, m, extra):
     plan = make_plan(schedule, p, m)
-    ends = [max(rank[-1].stop for rank in spans) for spans in (
-        simulate(plan), simulate(plan, one_stream=True), replay(lower(plan), Costs(), stream_of_link))]
-    assert round(100 * (ends[1] / ends[0] - 1)) == extra and ends[2] == ends[0]
+    in_turn, in_one_stream = simulate(plan), simulate(plan, one_stream=True)
+    ends = [max(rank[-1].stop for rank in spans) for spans in (in_turn, in_one_stream)]
+    assert round(100 * (ends[1] / ends[0] - 1)) == extra
+    lists = lower(plan)
+    assert replay(lists, Costs(), stream_of_link) == in_turn
+    assert replay(lists, Costs(), lambda item: isinstance(item, Transfer)) == in_one_stream
 
 
 @pytest.mark.parametrize("p, m, n, held", [(4, 9, 5, 6.0), (8, 30, 10, 12.5), (8, 16, 8, 11.5), (4, 3, 3, 3.0)])
@@ -275,6 +282,29 @@ def test_pictures_show_every_action(tmp_path, capsys):
     assert len(events) == count and {event["tid"] for event in events} == {0, 1, 2, 3}
     for r, actions in enumerate(plan.ranks):
         assert [event["name"] for event in events if event["tid"] == r] == [str(action) for action in actions]
+
+
+def test_a_unit_of_a_measured_trace_is_what_a_stage_sleeps(monkeypatch, tmp_path):
+    file = tmp_path / "a.json"
+    request = f"--schedule 1f1b --pp 1 --micro-batches 2 --costs 1 0.5 0.5 --trace {file}".split()
+
+    def starts_in_ms() -> list[float]:
+        pp.main(request)
+        return [event["ts"] / 1e3 for event in json.loads(file.read_text())]
+    assert starts_in_ms() == [0, 1, 2, 3]  # a simulated unit is drawn as a millisecond
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(pp, "world", nullcontext)
+    monkeypatch.setattr(pp, "measure", lambda plan, group: simulate(plan, Costs(1, 0.5, 0.5)))
+    assert starts_in_ms() == pytest.approx([0, 10, 20, 30])
+
+
+def test_the_latest_training_step_is_drawn():
+    pipeline = pp.Pipeline.one_stage(1)
+    assert pipeline.latest is None
+    for m in (4, 2, 4):
+        pipeline.engine(m)
+        pipeline.engine(8, evaluating=True)
+    assert pipeline.latest == 4
 
 
 @pytest.mark.parametrize("flags, says", [
@@ -370,7 +400,7 @@ def live_bytes(schedule: str, m: int) -> list[tuple[int, float]]:
     finally:
         pp.backward_input, pp.backward_weight, torch.autograd.backward = usual
     dist.barrier()
-    planned = [0.0, *(count * T * (H + F) * 8 for count in activations_held(actions, after_input=2.0))]
+    planned = [0.0, *(count * T * (H + F) * 8 for count in held_if_inputs_leave(2.0, actions))]
     return list(zip([*seen, meter.settled()["other"]], planned))
 
 
