@@ -74,9 +74,9 @@ class Log:
         began, self.last_lap = max(began, self.last_lap), time.perf_counter()
         return self.last_lap - began
 
-    def record(self, issued, *, skipped: int, loss: float, norm: float, seconds: float) -> dict:
+    def metrics(self, issued, *, skipped: int, loss: float, norm: float, seconds: float) -> dict:
         """The metrics of a step. issued: a train.Issued. skipped: steps since the beginning of the run."""
-        rate = issued.sequences * self.settings.batch.seq / seconds
+        rate = len(issued.samples) * self.settings.batch.seq / seconds
         utilisation = {name: flops * rate / self.ranks / self.peak if self.peak else None
                        for name, flops in self.flops.items()}
         return dict(

@@ -6,8 +6,9 @@
     python train.py --dry-run --gpus 1024             what a rank of 1,024 would need, compute and send (dryrun.py)
     python train.py --help                            every setting
 
-The file reads from the whole to its parts: the run and its loop; one step; evaluation and sampling. assemble.py puts a
-run together from its settings, job.py begins, resumes and saves it, log.py prints and writes what it does.
+The file reads from the whole to its parts: the run; its loop, step by step; a step's data and rate; evaluation and
+sampling; the dry run. assemble.py puts a run together from its settings, job.py begins, resumes and saves it, log.py
+prints and writes what it does.
 
 A step divides every loss by the number of valid tokens of the global batch, so that each gradient is a plain sum over
 micro-batches and ranks. The files of the techniques communicate gradients, activations and weights; this one
@@ -65,7 +66,6 @@ from zero import Optimizer
 
 # ---- the run --------------------------------------------------------------------------------------------------------
 
-
 def main(settings: config.Config) -> None:
     state, run = RunState(), settings.run
     if run.dry_run:
@@ -77,14 +77,14 @@ def main(settings: config.Config) -> None:
         device, device_reason = choose_device(run.device)
         if settings.grid.grid == "auto":
             settings = choose_grid(settings, device)
+        if settings.precision.dtype == "auto":
+            settings.precision.dtype = "bf16" if device.type == "cuda" else "fp32"
         check_device(settings, device)
         need(device.type == "cuda" or not run.memory_snapshot, f"--memory-snapshot {run.memory_snapshot}: needs a GPU")
         training = open_samples(settings, settings.data.data, settings.optim.seed)
         validation = open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
     except ValueError as error:
         config.refuse(error)
-    if settings.precision.dtype == "auto":
-        settings.precision.dtype = "bf16" if device.type == "cuda" else "fp32"
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
@@ -126,11 +126,24 @@ def train(settings: config.Config, training: Samples, validation: Samples | None
     finish(job)
 
 
+@contextmanager
+def without_garbage_collector() -> Iterator[None]:
+    """Collect once, then switch Python's collector off: a step leaves no reference cycles, and a collection would only
+    delay kernel launches."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+# ---- the loop -------------------------------------------------------------------------------------------------------
+
 class Issued(NamedTuple):
     """A step that the device has been given, and what the host will need when it reads the step's results."""
     step: int
     samples: range
-    sequences: int
     tokens: int  # since the beginning of the run
     lr: float
     began: float
@@ -142,7 +155,7 @@ def train_steps(job: Job, end_step: Callable[[], None]) -> None:
     """The loop: until --steps are done, or the run is asked to end. end_step: see profiling.py.
 
     A GPU computes a step while the host issues the next one; only then the host reads the step's results, so that the
-    GPU never waits for it. It reads them at once where something else waits for the step: see `pause_after`.
+    GPU never waits for it. It reads them at once where something else waits for the step: see `needs_pause`.
     """
     settings, groups, state, guard = job.settings, job.groups, job.state, job.guard
     optim, run = settings.optim, settings.run
@@ -166,7 +179,7 @@ def train_steps(job: Job, end_step: Callable[[], None]) -> None:
         if unread:
             job.log.write(read_results(job, unread))
         unread = issued
-        reads_now = guard.stopping or not reads_late(job.device) or pause_after(issued.step, job)
+        reads_now = guard.stopping or not reads_late(job.device) or needs_pause(job, issued.step)
         if reads_now and not too_many_skipped():
             record, unread = read_results(job, issued), None
             job.log.write(record | pause(job, issued.step))
@@ -197,8 +210,61 @@ def issue_step(job: Job, compute_gradients: Callable[[list[MicroBatch]], torch.T
     state.step += 1
     state.samples += sequences
     state.tokens += sequences * settings.batch.seq
-    return Issued(step, range(first, state.samples), sequences, state.tokens, lr, began, collectives.sent.copy(),
+    return Issued(step, range(first, state.samples), state.tokens, lr, began, collectives.sent.copy(),
                   HostCopy(**results))
+
+
+def forward_backward(model: Llama, optimizer: Optimizer, micro_batches: list[MicroBatch],
+                     groups: Groups) -> torch.Tensor:
+    """Forward and backward of a step: the gradient of the mean loss over all valid tokens of the global batch.
+
+    Returns that mean. Its denominator is counted over all ranks and micro-batches before the first backward, so that
+    every gradient is a plain sum from there on. Auxiliary losses of experts are means over the global batch's
+    sequences.
+    """
+    # The axis "data" is dp x cp, and context parallel ranks have shards of the same sequences.
+    sequences = sum(len(batch.tokens) for batch in micro_batches) * size(groups["data"]) // size(groups["cp"])
+    # `valid`, the tokens with a loss, is this rank's count until all_reduce has made it that of all ranks.
+    valid = sum((batch.labels != IGNORED).sum() for batch in micro_batches)
+    counting = all_reduce(valid, groups["data"], async_op=True)
+    total = torch.zeros((), dtype=acc_dtype(model.execution.dtype), device=valid.device)
+
+    def forward(stage: int, k: int, x: torch.Tensor | None) -> torch.Tensor:
+        batch, loss_grad = micro_batches[k], None
+        if stage == model.last_stage:
+            counting.wait()
+            # The fused loss computes its gradient in forward, so it must know what backward will multiply it by.
+            loss_grad = optimizer.scale_loss(1 / valid.clamp(min=1).to(total.dtype))  # perhaps no token is valid
+        y = model(batch.tokens, batch.positions, batch.documents, stage=stage, x=x, labels=batch.labels,
+                  loss_grad=loss_grad, sequence_weight=optimizer.scale_loss(1 / sequences))
+        if stage == model.last_stage:
+            total.add_(y.detach())
+            y = y * loss_grad
+        return y
+
+    # The engine calls `forward` for each micro-batch and stage, and runs backward from what the last stage returned.
+    engine = model.pipeline.engine(len(micro_batches))
+    optimizer.begin_step(engine.backwards)
+    engine.run(forward, model.boundary_shape(micro_batches[0].tokens), model.execution.dtype)
+    counting.wait()  # ranks without the last stage have not waited in forward
+    optimizer.finish_step()  # of gradients: waits for their reductions
+    all_reduce(total, groups["data"])
+    all_reduce(total, groups["pp"])  # one pipeline rank has it, the others zeros
+    return total / valid.clamp(min=1)
+
+
+def update_balance(model: Llama, groups: Groups, updated: torch.Tensor, sequences: int) -> dict[str, torch.Tensor]:
+    """Update the routers' biases, if the step was not skipped: if it has `updated` the weights.
+
+    Returns the metrics of experts: aux_loss, the auxiliary losses, summed over layers and averaged over sequences;
+    load_max_over_mean, the tokens of the most loaded expert over its layer's mean, for the worst layer.
+    """
+    load, loss = torch.zeros(2, dtype=torch.float64, device=updated.device).unbind()
+    if model.routers:  # the layers of a pipeline rank may all be dense
+        load, loss = update_biases(model.routers, (groups["data"], groups["tp"]), updated)
+    all_reduce(load, groups["pp"], collectives.MAX)
+    all_reduce(loss, groups["pp"])
+    return dict(aux_loss=loss / sequences, load_max_over_mean=load)
 
 
 def reads_late(device: torch.device) -> bool:
@@ -214,11 +280,11 @@ def read_results(job: Job, issued: Issued) -> dict:
     state.skipped += bool(guard.streak)
     if job.saver:
         job.saver.note(issued.step + 1)
-    record = job.log.record(issued, skipped=state.skipped, loss=loss, norm=norm, seconds=job.log.lap(issued.began))
-    return record | guard.metrics() | found
+    metrics = job.log.metrics(issued, skipped=state.skipped, loss=loss, norm=norm, seconds=job.log.lap(issued.began))
+    return metrics | guard.metrics() | found
 
 
-def pause_after(step: int, job: Job) -> bool:
+def needs_pause(job: Job, step: int) -> bool:
     """Whether something follows this step that needs its results: an evaluation, a save, or the end."""
     settings, steps = job.settings, job.settings.optim.steps
     every = settings.data.eval_every if job.validation else 0, settings.run.save_every, settings.run.check_replicas
@@ -238,56 +304,6 @@ def pause(job: Job, step: int) -> dict:
     if saves:
         record |= save(job)
     return record
-
-
-def read(job: Job) -> tuple[int, list[MicroBatch]]:
-    """(sequences of the global batch, this rank's micro-batches) of the step that begins now."""
-    state = job.state
-    state.activity = f"in step {state.step}"
-    sequences = sequences_at(state.tokens, job.settings.batch.ramp())
-    state.samples = faults.next_sample(state.samples, sequences, state.left_out)
-    micro_batches = local_micro_batches(job.training, state.samples, sequences, job.settings, job.groups)
-    return sequences, on_device(job, micro_batches)
-
-
-def on_device(job: Job, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-    documents = size(job.groups["cp"]) == 1  # context parallel ranks read them on the host
-    return [micro_batch.to(job.device, documents) for micro_batch in micro_batches]
-
-
-def dry_run(settings: config.Config) -> None:
-    """Run a step on fake tensors as --rank of --gpus ranks, and print what it would need, compute and send."""
-    precision, run, began = settings.precision, settings.run, time.perf_counter()
-    if precision.dtype == "auto":
-        precision.dtype = "bf16"  # as on GPUs
-    try:
-        check_device(settings, torch.device("cpu"))
-    except ValueError as error:
-        config.refuse(error)
-    with dryrun.fake_world(run.gpus, run.rank):
-        groups = build_groups(settings.grid, settings.model)
-        print(first_lines(settings, groups, f"none (dry run), {run.gpus:,} ranks"), flush=True)
-        with dryrun.fake_tensors():
-            found = measured_step(settings, groups)
-        formula = memory_of_rank(settings, groups)
-        print(dryrun.report(found, groups, formula, time.perf_counter() - began))
-        if run.metrics:
-            dryrun.write(run.metrics, found, groups, formula)
-
-
-def measured_step(settings: config.Config, groups: Groups) -> dryrun.DryRun:
-    """What this rank needs, computes and sends in the first step, of --batch-ramp's largest batch."""
-    model, optimizer = build(settings, groups, torch.device("cpu"), DTYPES[settings.precision.dtype], filled=False)
-    sequences = max(sequences for sequences, _ in settings.batch.ramp())
-    samples = dryrun.ZeroSamples(settings.batch.seq)
-    micro_batches = local_micro_batches(samples, 0, sequences, settings, groups)
-
-    def step() -> None:
-        forward_backward(model, optimizer, micro_batches, groups)
-        norm = optimizer.step(settings.optim.lr)
-        if settings.model.experts:
-            update_balance(model, groups, norm.isfinite(), sequences)
-    return dryrun.measure(step, model, optimizer, model.pipeline.engine(len(micro_batches)), groups)
 
 
 def finish(job: Job) -> None:
@@ -327,67 +343,21 @@ def is_due(step: int, every: int, steps: float) -> bool:
     return step == steps - 1 or (every > 0 and (step + 1) % every == 0)
 
 
-@contextmanager
-def without_garbage_collector() -> Iterator[None]:
-    """Collect once, then switch Python's collector off: a step leaves no reference cycles, and a collection would only
-    delay kernel launches."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+# ---- data and rates -------------------------------------------------------------------------------------------------
+
+def read(job: Job) -> tuple[int, list[MicroBatch]]:
+    """(sequences of the global batch, this rank's micro-batches) of the step that begins now."""
+    state = job.state
+    state.activity = f"in step {state.step}"
+    sequences = sequences_at(state.tokens, job.settings.batch.ramp())
+    state.samples = faults.next_sample(state.samples, sequences, state.left_out)
+    micro_batches = local_micro_batches(job.training, state.samples, sequences, job.settings, job.groups)
+    return sequences, on_device(job, micro_batches)
 
 
-# ---- one step -------------------------------------------------------------------------------------------------------
-
-def forward_backward(model: Llama, optimizer: Optimizer, micro_batches: list[MicroBatch],
-                     groups: Groups) -> torch.Tensor:
-    """Forward and backward of a step: the gradient of the mean loss over all valid tokens of the global batch.
-
-    Returns that mean. Its denominator is counted over all ranks and micro-batches before the first backward, so that
-    every gradient is a plain sum from there on. Auxiliary losses of experts are means over the global batch's
-    sequences.
-    """
-    # Context parallel ranks have shards of the same sequences.
-    sequences = sum(len(batch.tokens) for batch in micro_batches) * size(groups["data"]) // size(groups["cp"])
-    valid = sum((batch.labels != IGNORED).sum() for batch in micro_batches)  # tokens with a loss, on this rank
-    counting = all_reduce(valid, groups["data"], async_op=True)  # of all ranks, once the last stage waits for it
-    total = torch.zeros((), dtype=acc_dtype(model.execution.dtype), device=valid.device)
-
-    def forward(stage: int, k: int, x: torch.Tensor | None) -> torch.Tensor:
-        batch, loss_grad = micro_batches[k], None
-        if stage == model.last_stage:
-            counting.wait()
-            loss_grad = optimizer.scale_loss(1 / valid.clamp(min=1).to(total.dtype))  # perhaps no token is valid
-        y = model(batch.tokens, batch.positions, batch.documents, stage=stage, x=x, labels=batch.labels,
-                  loss_grad=loss_grad, sequence_weight=optimizer.scale_loss(1 / sequences))
-        if stage == model.last_stage:
-            total.add_(y.detach())
-            y = y * loss_grad
-        return y
-
-    # The engine calls `forward` for each micro-batch and stage, and runs backward from what the last stage returned.
-    engine = model.pipeline.engine(len(micro_batches))
-    optimizer.begin_step(engine.backwards)
-    engine.run(forward, model.boundary_shape(micro_batches[0].tokens), model.execution.dtype)
-    counting.wait()  # ranks without the last stage have not waited in forward
-    optimizer.finish_step()  # of gradients: waits for their reductions
-    all_reduce(total, groups["data"])
-    all_reduce(total, groups["pp"])  # one pipeline rank has it, the others zeros
-    return total / valid.clamp(min=1)
-
-
-def update_balance(model: Llama, groups: Groups, finite: torch.Tensor, sequences: int) -> dict[str, torch.Tensor]:
-    """Update the routers' biases after a step, if it was `finite`. Returns the metrics of experts: aux_loss, the
-    auxiliary losses, summed over layers and averaged over sequences; load_max_over_mean, the tokens of the most loaded
-    expert over its layer's mean, for the worst layer."""
-    load, loss = torch.zeros(2, dtype=torch.float64, device=finite.device).unbind()
-    if model.routers:  # the layers of a pipeline rank may all be dense
-        load, loss = update_biases(model.routers, (groups["data"], groups["tp"]), finite)
-    all_reduce(load, groups["pp"], collectives.MAX)
-    all_reduce(loss, groups["pp"])
-    return dict(aux_loss=loss / sequences, load_max_over_mean=load)
+def on_device(job: Job, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+    documents = size(job.groups["cp"]) == 1  # context parallel ranks read them on the host
+    return [micro_batch.to(job.device, documents) for micro_batch in micro_batches]
 
 
 def local_micro_batches(samples: Samples, first: int, sequences: int, settings: config.Config, groups: Groups,
@@ -400,8 +370,14 @@ def local_micro_batches(samples: Samples, first: int, sequences: int, settings: 
             for micro_batch in micro_batches]
 
 
+def sequences_at(tokens: int, ramp: list[tuple[int, float]]) -> int:
+    """The global batch, in sequences, after so many tokens. ramp: see config.Batch.ramp."""
+    return [sequences for sequences, start in ramp if start <= tokens][-1]
+
+
 def learning_rate(step: int, optim: config.Optim) -> float:
-    """The rate of step 0, 1, … steps - 1: a linear warmup to lr, then constant, or down to min_lr at the last step."""
+    """The rate of step 0, 1, … steps - 1: a linear warmup to lr; then constant, or down to min_lr at the last step, by
+    a cosine or, with "wsd", linearly over the last fifth of the steps."""
     if step < optim.warmup:
         return optim.lr * (step + 1) / optim.warmup
     if optim.lr_schedule == "constant":
@@ -411,11 +387,6 @@ def learning_rate(step: int, optim: config.Optim) -> float:
     else:
         fraction = (1 + math.cos(math.pi * (step - optim.warmup + 1) / (optim.steps - optim.warmup))) / 2
     return optim.min_lr + (optim.lr - optim.min_lr) * fraction
-
-
-def sequences_at(tokens: int, ramp: list[tuple[int, float]]) -> int:
-    """The global batch, in sequences, after so many tokens. ramp: see config.Batch.ramp."""
-    return [sequences for sequences, start in ramp if start <= tokens][-1]
 
 
 # ---- evaluation and sampling ----------------------------------------------------------------------------------------
@@ -469,6 +440,43 @@ def continue_prompt(model: Llama, codec: Codec, settings: config.Config, groups:
         if rank(groups["world"]) == 0:
             text = codec.decode(tokens)  # whose control characters would ring and erase
             print("".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text))
+
+
+# ---- the dry run ----------------------------------------------------------------------------------------------------
+
+def dry_run(settings: config.Config) -> None:
+    """Run a step on fake tensors as --rank of --gpus ranks, and print what it would need, compute and send."""
+    precision, run, began = settings.precision, settings.run, time.perf_counter()
+    if precision.dtype == "auto":
+        precision.dtype = "bf16"  # as on GPUs
+    try:
+        check_device(settings, torch.device("cpu"))
+    except ValueError as error:
+        config.refuse(error)
+    with dryrun.fake_world(run.gpus, run.rank):
+        groups = build_groups(settings.grid, settings.model)
+        print(first_lines(settings, groups, f"none (dry run), {run.gpus:,} ranks"), flush=True)
+        with dryrun.fake_tensors():
+            found = measured_step(settings, groups)
+        formula = memory_of_rank(settings, groups)
+        print(dryrun.report(found, groups, formula, time.perf_counter() - began))
+        if run.metrics:
+            dryrun.write(run.metrics, found, groups, formula)
+
+
+def measured_step(settings: config.Config, groups: Groups) -> dryrun.DryRun:
+    """What this rank needs, computes and sends in the first step, of --batch-ramp's largest batch."""
+    model, optimizer = build(settings, groups, torch.device("cpu"), DTYPES[settings.precision.dtype], filled=False)
+    sequences = max(sequences for sequences, _ in settings.batch.ramp())
+    samples = dryrun.ZeroSamples(settings.batch.seq)
+    micro_batches = local_micro_batches(samples, 0, sequences, settings, groups)
+
+    def step() -> None:
+        forward_backward(model, optimizer, micro_batches, groups)
+        norm = optimizer.step(settings.optim.lr)
+        if settings.model.experts:
+            update_balance(model, groups, norm.isfinite(), sequences)
+    return dryrun.measure(step, model, optimizer, model.pipeline.engine(len(micro_batches)), groups)
 
 
 if __name__ == "__main__":

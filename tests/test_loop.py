@@ -251,8 +251,8 @@ def test_flops_in_the_metrics_are_those_that_are_dispatched(recompute):
         train.forward_backward(model, optimizer, share, grids.ALONE)
     log = Log(settings, grids.ALONE, torch.device("cpu"))
     log.peak, log.ranks = 1e9, 2
-    issued = train.Issued(0, range(4), 4, 0, 1.0, 0.0, Counter(), None)
-    record = log.record(issued, skipped=0, loss=1.0, norm=1.0, seconds=0.5)
+    issued = train.Issued(0, range(4), 0, 1.0, 0.0, Counter(), None)
+    record = log.metrics(issued, skipped=0, loss=1.0, norm=1.0, seconds=0.5)
     norms = 5 * 24  # weights that the convention of 6 FLOPs per parameter and token counts, too
     assert record["hfu"] * 0.5 * 2 * 1e9 == pytest.approx(meter.flops + 6 * norms * 4 * 12)
     assert (record["mfu"] == record["hfu"]) == (recompute == "none")

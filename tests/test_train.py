@@ -286,12 +286,12 @@ def test_a_step_leaves_no_cycles(flags):
 def test_biases_stay_when_a_step_is_skipped():
     settings = config.parse(f"{SMALL} --data {ROOT}/train.py --experts 4 --bias-rate 0.1".split())
     model, _ = assemble.build(settings, dict.fromkeys(AXES), torch.device("cpu"), torch.float32)
-    for finite in (False, True):
+    for updated in (False, True):
         for router in model.routers:
             router.load.copy_(torch.tensor([3, 0, 0, 1]))
-        metrics = train.update_balance(model, dict.fromkeys(AXES), torch.tensor(finite), 16)
+        metrics = train.update_balance(model, dict.fromkeys(AXES), torch.tensor(updated), 16)
         assert metrics["load_max_over_mean"] == 3
-        assert all(router.bias.any() == finite for router in model.routers)
+        assert all(router.bias.any() == updated for router in model.routers)
 
 
 def test_the_first_lines_count_experts_where_they_are():
