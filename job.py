@@ -43,7 +43,7 @@ class RunState:
 
 @dataclass
 class Job:
-    """The parts of a run on this rank. `begin_or_resume` fills those that are None."""
+    """The parts of a run on this rank. `begin_or_resume` fills those that are None, and then train.py `guard`."""
     settings: config.Config
     groups: Groups
     device: torch.device

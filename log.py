@@ -30,12 +30,13 @@ class Log:
         self.ranks, self.rank = size(groups["world"]), rank(groups["world"])
         self.is_first_rank = self.rank == 0
         dtype = DTYPES[settings.precision.dtype]
-        has_peak = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)  # the peak of FP8 runs, too
+        # FP8 runs are measured against the peak of bf16, too.
+        has_peak = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
         self.peak = costs.peak_flops(torch.cuda.get_device_name(device)) if has_peak else None
-        self.flops = costs.flops_by_convention(settings)
+        self.flops = costs.flops_by_convention(settings)  # per token: mfu, mfu_causal and hfu
         self.last_loss: float | None = None  # of the last step of this process; None before its first
         self.last_lap = 0.0
-        self.noise: list[tuple[float, float]] = []  # noise_trace and noise_gradient2 of each step
+        self.noise: list[tuple[float, float]] = []  # noise_trace and noise_gradient2 of each step, on rank 0
         self.metrics_begun = self.metrics_failed = False
         self.bar = tqdm(total=settings.optim.steps, unit="step", disable=True)
 
@@ -43,7 +44,8 @@ class Log:
         if self.is_first_rank:
             ranks = f"{self.ranks} ranks, {dist.get_backend()}" if self.groups["world"] else "one process"
             device = f"{self.device.type} ({device_reason}), {ranks}"
-            print(first_lines(self.settings, self.groups, device, samples), flush=True)
+            fused = self.device.type == "cuda"
+            print(first_lines(self.settings, self.groups, device, samples, fused), flush=True)
 
     def begin(self, step: int) -> None:
         """Prepare the bar and the metrics for `step`, when the run begins, is resumed, or has gone back."""
@@ -75,7 +77,8 @@ class Log:
         return self.last_lap - began
 
     def metrics(self, issued, *, skipped: int, loss: float, norm: float, seconds: float) -> dict:
-        """The metrics of a step. issued: a train.Issued. skipped: steps since the beginning of the run."""
+        """The metrics of a step; memory_gb, the peak so far, and comm_gb are this rank's. issued: a train.Issued.
+        skipped: number of steps since the beginning of the run."""
         rate = len(issued.samples) * self.settings.batch.seq / seconds
         utilisation = {name: flops * rate / self.ranks / self.peak if self.peak else None
                        for name, flops in self.flops.items()}
@@ -90,7 +93,7 @@ class Log:
         self.last_loss = record["loss"]
         if "val_loss" in record:
             self.validated(record["step"] + 1, record["val_loss"])
-        if math.isfinite(record.get("noise_trace", math.nan)):
+        if self.is_first_rank and math.isfinite(record.get("noise_trace", math.nan)):
             self.noise.append((record["noise_trace"], record["noise_gradient2"]))
         if self.settings.run.metrics and self.is_first_rank:
             self.append(record)
@@ -124,25 +127,27 @@ def is_before(line: str, step: int) -> bool:
         return False
 
 
-def first_lines(settings: config.Config, groups: Groups, device: str, samples: Samples | None = None) -> str:
-    """The lines that describe a run: device, grid, batch, model and, if there are samples, data."""
+def first_lines(settings: config.Config, groups: Groups, device: str, samples: Samples | None = None,
+                fused: bool = False) -> str:
+    """The lines that describe a run: device, in words; grid, batch, model and, if there are samples, data. fused:
+    whether memory is that of fused kernels, as on GPUs."""
     grid, batch, precision, model = settings.grid, settings.batch, settings.precision, settings.model
-    shards, count = grid.dp // grid.dp_replicate * grid.cp, costs.parameters(model)
+    count = costs.parameters(model)
     fp8 = f", linear layers of blocks in fp8 {precision.fp8}" if precision.fp8 != "none" else ""
     sequences, _ = batch.ramp()[0]
     ramp = f"; ramp {batch.batch_ramp}" if batch.batch_ramp else ""
-    memory = memory_of_rank(settings, groups, fused=device.startswith("cuda"))
+    memory = memory_of_rank(settings, groups, fused)
+    kinds = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in memory.items())
     active = f" ({count.active:,} active)" if model.experts else ""
     lines = [
         f"device  {device}, {precision.dtype}{fp8}",
-        f"grid    {grid_line(grid, model, shards)}",
-        *([f"        to show a grid; --dp {grid.dp * grid.cp * grid.tp * grid.pp} is pure data parallelism"]
+        f"grid    {grid_line(grid, model)}",
+        *([f"        (chosen to show the axes; --dp {grid.dp * grid.cp * grid.tp * grid.pp} is pure data parallelism)"]
           if settings.shown else []),
         f"batch   global batch {sequences} = micro {batch.micro_batch} x accum "
         f"{sequences // batch.micro_batch // grid.dp} x dp {grid.dp}; {sequences * batch.seq:,} tokens per step{ramp}",
         f"model   {model.preset}: {count.total:,} parameters{active}; rank {rank(groups.get('world'))} needs about "
-        + ": ".join((format_bytes(sum(memory.values())), ", ".join(f"{kind} {format_bytes(n)}" for kind, n
-                                                                   in memory.items())))]
+        f"{format_bytes(sum(memory.values()))}: {kinds}"]
     if samples:
         lines.append(
             f"data    {len(samples.corpus):,} tokens in {len(samples.corpus.files):,} files: "
@@ -150,8 +155,9 @@ def first_lines(settings: config.Config, groups: Groups, device: str, samples: S
     return "\n".join(lines)
 
 
-def grid_line(grid: config.Grid, model: config.Model, shards: int) -> str:
-    """The axes' sizes, and which part of model and data each rank has. shards: the number of ranks ZeRO shards over."""
+def grid_line(grid: config.Grid, model: config.Model) -> str:
+    """The axes' sizes, and which part of model and data each rank has."""
+    shards = grid.dp // grid.dp_replicate * grid.cp  # of ZeRO
     state = ("", "optimizer state", "gradients, optimizer state", "weights, gradients, optimizer state")[grid.zero]
     layers = "the whole model" if grid.tp == 1 else f"1/{grid.tp} of every layer and " + (
         f"1/{grid.tp} of the tokens between layers" if grid.sp else "all tokens between layers")

@@ -1,24 +1,26 @@
 """Offload: what a GPU does not need now waits in the host's memory. --offload optimizer, activations or both.
 
 Saves: optimizer: the master weights and the moments, 12 of the 18 bytes per parameter in bf16. activations: the inputs
-       of blocks, which are all that full recomputation saves, but for two.
+       of blocks, which are all that full recomputation saves; two of them stay on the GPU.
 Costs: optimizer: per step and parameter 4 bytes to the host, 2 back, and an update by the CPU, which moves 34 bytes of
-       the host's memory, of which it takes 18. activations: 2 H bytes per token and block to the host, and back.
-Stops helping when: the update on the CPU takes longer than more GPUs would cost; or a block's forward and backward are
-       shorter than the copies of its input, 2 H bytes per token, under which they hide.
+       the host's memory; 18 bytes of it are needed (12 of state, 4 of gradient, 2 of weights). activations: 2 H bytes
+       per token and block to the host, and back.
+Stops helping when: the GPU waits too long for the CPU's update, during which it computes nothing; or copying a block's
+       input takes longer than the forward or backward of a block, beside which it is copied.
 
-Copies have a stream of their own, so they run beside kernels:
+This file has the copies. Buckets (zero.py, `start_offload` and `update_weights`) and checkpoints (recompute.py,
+`CheckpointArena`) start them, on a stream of their own, beside kernels:
 
     optimizer     GPU      ... backward │ norm, clip │                                │ next forward
                   copies                │         g0 ↓  g1 ↓  g2 ↓      w0 ↑     w1 ↑ │ w2 ↑
                   CPU                   │               AdamW 0  AdamW 1  AdamW 2     │
 
     activations   GPU      forward 1  forward 2  forward 3       backward 3  backward 2  backward 1
-                  copies              x2 ↓       x3 ↓       x3 ↑ x2 ↑        x1 ↑
+                  copies   x1 ↓       x2 ↓       x3 ↓       x3 ↑ x2 ↑        x1 ↑
 
-A copy to the host begins when the kernels before it are done. The input of a block returns while the backward of the
-block after it runs, one block ahead: so two are on the GPU at once. Gradients leave bucket by bucket, while the CPU
-updates the bucket before.
+A copy, in either direction, begins when the kernels and copies before it are done: copies share one stream, so the two
+directions do not overlap. The input of a block returns while the backward of the block after it runs, one block ahead:
+so two are on the GPU at once. Gradients leave bucket by bucket, while the CPU updates the bucket before.
 
 The host's memory is pinned, because only from there the copy engine reads while the CPU goes on. `record_stream` keeps
 the allocator from reusing a tensor's memory before its copy has ended.

@@ -324,20 +324,20 @@ def communicated(folder: str, flags: str) -> list[tuple[dict, dict]]:
     training = assemble.open_samples(settings, settings.data.data, 0)
     unseen = assemble.open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
     meter, experts, steps = Meter(memory=False), [], []
-    exchange, record, write, begin = dist.all_to_all_single, Log.record, Log.write, Log.begin
+    exchange, measure, write, begin = dist.all_to_all_single, Log.metrics, Log.write, Log.begin
 
     def counted_exchange(out, x, output_splits, input_splits, group, *rest):
         experts.append((group.group_name, x.nbytes - x[:input_splits[group.rank()]].nbytes))
         return exchange(out, x, output_splits, input_splits, group, *rest)
 
-    def counted_record(log, *args, **numbers):
+    def counted_metrics(log, *args, **numbers):
         bytes_of = Counter()
         for call in meter.collectives:
             if call.name != "alltoall_base_":
                 bytes_of[call.group] += bench.bytes_sent(call)
         for group, count in experts:
             bytes_of[group] += count
-        metrics, sums = record(log, *args, **numbers), {}
+        metrics, sums = measure(log, *args, **numbers), {}
         for axis, group in log.groups.items():
             if group:  # axes may share a group, and a pipeline has one more per link
                 shared = group.process_group.group_name
@@ -354,7 +354,7 @@ def communicated(folder: str, flags: str) -> list[tuple[dict, dict]]:
             experts.clear()
         return restarted
 
-    with (patch.object(dist, "all_to_all_single", counted_exchange), patch.object(Log, "record", counted_record),
+    with (patch.object(dist, "all_to_all_single", counted_exchange), patch.object(Log, "metrics", counted_metrics),
           patch.object(Log, "write", restart(write)), patch.object(Log, "begin", restart(begin)), meter,
           contextlib.redirect_stdout(io.StringIO())):
         train.train(settings, training, unseen, torch.device("cpu"), "as asked", job.RunState())
