@@ -52,7 +52,6 @@ from schedules import (
     Transfer,
     activations_held,
     backwards,
-    backwards_in_memory,
     lower,
     make_plan,
     simulate,
@@ -77,7 +76,8 @@ class Engine:
         me, lists = rank(group), lower(plan)
         self.items, self.backwards = lists[me], backwards(plan.ranks[me])
         self.last_stage, self.group, self.device = plan.stages - 1, group, torch.device(device)
-        self.timed, self.began, self.moments = timed, None, list[tuple]()  # (action, when it began, when it ended)
+        self.timed = timed
+        self.began, self.moments = None, list[tuple]()  # moments: (action, when it began, when it ended)
         pairs = {(r, item.peer) for r, items in enumerate(lists) for item in items
                  if isinstance(item, Transfer) and item.op == "send"}
         for source, target in sorted(pairs):  # connect now, in one order: NCCL connects at the first transfer
@@ -167,8 +167,8 @@ class Pipeline:
     """A rank's stages, and an engine per number of micro-batches.
 
     plan_of: number of micro-batches -> plan. layers_of: the layers of every stage. max_micro_batches: of any step.
-    stages: this rank's stages -> their layers. in_flight: the most (stage, micro-batch) activations that it holds at
-    once. backwards_in_memory: what its memory depends on (footprint.py).
+    stages: this rank's stages -> their layers. actions: this rank's, of a step with most micro-batches. in_flight: the
+    most (stage, micro-batch) activations that it holds at once.
     """
 
     def __init__(self, plan_of: Callable[[int], Plan], layers_of: list[range], max_micro_batches: int = 1,
@@ -180,8 +180,8 @@ class Pipeline:
         self.owners, = largest.owners  # no schedule that runs has two directions
         self.stages = {stage: layers for stage, layers in enumerate(layers_of) if self.owners[stage] == me}
         self.last = len(layers_of) - 1
-        self.in_flight = max(activations_held(largest.ranks[me]))
-        self.backwards_in_memory = backwards_in_memory(largest.ranks[me])
+        self.actions = largest.ranks[me]
+        self.in_flight = max(activations_held(self.actions))
 
     @classmethod
     def one_stage(cls, layers: int, **options) -> "Pipeline":
