@@ -5,7 +5,8 @@ A step is, on each rank,
     the pipeline       every action of the schedule's plan (schedules.py), with its stage's times (stagetime.py)
     communication      of the data axis, as far as it is not hidden under a backward; all other axes' is in the stages
     a tied table       its gradient is summed over the first and the last stage
-    the optimizer      reads and writes 40 bytes per parameter, 16 of them AdamW's moments in fp32
+    the optimizer      reads and writes 40 bytes per parameter, 16 of them AdamW's moments in fp32; with --offload 22 on
+                       the GPU and 34 on the host, see offload.py
 
 Memory is that of footprint.py, for the pipeline rank that needs most; other codes save more, see stagetime.Kernels.
 
@@ -157,6 +158,23 @@ def bound_seconds(run: Run, sums: list[Seconds]) -> tuple[float, list[float]]:
     return m * max(busy) + (sum(busy) - max(busy)) / grid.chunks + hops, [m * seconds for seconds in busy]
 
 
+def update_seconds(run: Run, buckets: list[float]) -> float:
+    """Of the optimizer's update of so many parameters per bucket. If the host has its state, all copies share a stream:
+    gradients, then weights as they are updated (offload.py)."""
+    moments, machine = 2 * moment_bytes(run), run.machine
+    if not run.settings.precision.offloads("optimizer"):
+        return run.memory((24 + moments) * sum(buckets))
+    arrived, updated, ends = 0.0, 0.0, []  # when gradients are on the host, when they have been applied
+    for count in buckets:
+        arrived += 4 * count / machine.host_link
+        updated = max(arrived, updated) + (18 + moments) * count / machine.host_memory
+        ends.append(updated)
+    copied = arrived
+    for count, end in zip(buckets, ends):
+        copied = max(copied, end) + 2 * count / machine.host_link
+    return run.memory(22 * sum(buckets)) + copied
+
+
 def step_seconds(run: Run, stages: list[Parts] | None = None, simulated: bool = True) -> Step:
     """The time of a step and what it is made of. stages: those of stage_parts, if they are known. Not simulated: the
     pipeline takes what bound_seconds says."""
@@ -179,8 +197,8 @@ def step_seconds(run: Run, stages: list[Parts] | None = None, simulated: bool = 
         shards = grid.dp // grid.dp_replicate * grid.cp if grid.zero else 1
         quantised = costs.fp8_elements(run.settings, chain(*mine.values())) * costs.fp8_bytes(run.settings)
         times = 2 * run.micro_batches if grid.zero == 3 else 1  # weights are quantised when they change or are gathered
-        update = max(update, run.memory((24 + 2 * moment_bytes(run)) * sum(map(sum, elements.values())) / shards
-                                        + times * quantised))
+        update = max(update, update_seconds(run, [count / shards for count in chain(*elements.values())])
+                     + run.memory(times * quantised))
     spent |= dict(dp=data, tie=tied_seconds(run), optimizer=update, fixed=run.constants.fixed_s)
     return Step(seconds + sum(spent[name] for name in ("dp", "tie", "optimizer", "fixed")), spent)
 

@@ -96,6 +96,10 @@ class Quantised(NamedTuple):
     data: Tensor  # [R, C] or [e, R, C], in FP8
     scales: Tensor  # fp32: [] of the tensor, [R, C/128] of 1 x 128 blocks, [R/128, C/128] of tiles, or e of these
 
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + self.scales.nbytes
+
     def select(self, index: int | slice) -> "Quantised":
         """A slice of the rows of a matrix without tiles, or one of e matrices."""
         return Quantised(self.data[index], self.scales[index] if self.scales.ndim else self.scales)
@@ -237,7 +241,7 @@ class Fp8Column(Function):
         def add(out, x):
             fp8.add_weight_grad(out, columnwise, x)
 
-        accumulate_grad(ctx.weights, add, ctx.defer, start_gather)  # while dX is reduced
+        accumulate_grad(ctx.weights, add, ctx.defer, start_gather, holds=columnwise.nbytes)  # while dX is reduced
         return reduce(), None, None, None, *[None] * len(ctx.weights)
 
 
@@ -264,7 +268,7 @@ class Fp8Row(Function):
         dx = fp8.input_grad(rowwise, ctx.weights)
         if is_deferred() and tp.sequence:  # T/t tokens wait in the queue, not T
             shard = fp8.quantise_columnwise(grad, tp, grad=True)
-            accumulate_grad(ctx.weights, lambda out, dy: fp8.add_weight_grad(out, dy, x),
+            accumulate_grad(ctx.weights, lambda out, dy: fp8.add_weight_grad(out, dy, x), holds=x.nbytes,
                             start_gather=lambda: fp8.start_gather_columnwise(shard, tp, grad=True))
         else:
             accumulate_grad(ctx.weights, lambda out: fp8.add_weight_grad(out, columnwise, x))

@@ -27,7 +27,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -179,28 +179,35 @@ class Sink(Protocol):
         """A backward pass has accumulated its gradient of `param`."""
 
 
+class Deferred(NamedTuple):
+    """What waits for backward_weight: see accumulate_grad."""
+    params: Params
+    add: Add
+    start_gather: StartGather | None
+    holds: int
+
+
 # Set while a backward computes input gradients only. A plain global, not thread-local: on CUDA, autograd runs backward
 # functions in its own threads.
 _deferring: Key | None = None
-_queue: dict[Key, dict[Params, list[tuple[Add, StartGather | None]]]] = {}  # for backward_weight
+_queue: dict[Key, dict[Params, list[Deferred]]] = {}  # for backward_weight
 
 
 def accumulate_grad(params: nn.Parameter | Params, add: Add, defer: bool = True,
-                    start_gather: StartGather | None = None) -> None:
+                    start_gather: StartGather | None = None, holds: int = 0) -> None:
     """Accumulate the gradient of one use of `params`: now, or in backward_weight if a split backward is running.
 
     params: a parameter, or a tuple of matrices with equally long rows that multiply the same input (wq, wk, wv).
     add: add(out) adds the gradient to `out`, which has the shape of the parameter or of the stacked matrices. Called
         without autograd. It must not hold tensors that require gradients, which would keep their graph alive.
     defer: False if `add` reads tensors too large to be saved until backward_weight, such as the head's logits.
-    start_gather: starts to gather a tensor; then add(out, tensor) is called. backward_weight starts the gather of the
-        next `add` before it calls this one, which hides the communication.
+    start_gather: starts to gather a tensor; then add(out, tensor) is called. holds: bytes that `add` reads besides.
     """
     params = params if isinstance(params, tuple) else (params,)
     if is_deferred(defer):
-        _queue[_deferring].setdefault(params, []).append((add, start_gather))
+        _queue[_deferring].setdefault(params, []).append(Deferred(params, add, start_gather, holds))
     else:
-        add_now(params, add, start_gather and start_gather())
+        add_now(params, add, start_gather and start_gather()())
 
 
 def is_deferred(defer: bool = True) -> bool:
@@ -208,17 +215,16 @@ def is_deferred(defer: bool = True) -> bool:
     return defer and _deferring is not None
 
 
-def add_now(params: Params, add: Add, finish: Callable[[], Tensor] | None = None) -> None:
-    """Call `add` on one view of all gradient buffers; on a temporary if they are not contiguous in memory. finish: what
-    a StartGather has returned."""
+def add_now(params: Params, add: Add, gathered: Tensor | None = None) -> None:
+    """Call `add` on one view of all gradient buffers; on a temporary if they are not contiguous in memory."""
     grads = [main_grad(param) for param in params]
-    view, gathered = stacked_view(grads), [finish()] if finish else []
+    view, operands = stacked_view(grads), () if gathered is None else (gathered,)
     if view is not None:
-        add(view, *gathered)
+        add(view, *operands)
         return
     rows = [len(grad) for grad in grads]
     out = grads[0].new_zeros(sum(rows), *grads[0].shape[1:])
-    add(out, *gathered)
+    add(out, *operands)
     for grad, part in zip(grads, out.split(rows)):
         grad.add_(part)
 
@@ -294,24 +300,29 @@ def backward_input(key: Key, output: GradientEdge | Tensor, grad: Tensor | None)
 
 @torch.no_grad()  # autograd is not running here: without this each gradient would build a graph that is never freed
 def backward_weight(key: Key) -> None:
-    """The second half: the weight gradients that backward_input has queued."""
+    """The second half: the weight gradients that backward_input has queued.
+
+    A gather is hidden under the matmul before it as soon as enough has been freed for two gathered tensors at once: the
+    peak is that of gathers which begin when their turn comes.
+    """
     queue = _queue.pop(key)
-    work = deque((params, *call) for params, calls in queue.items() for call in calls)
+    work = deque(deferred for calls in queue.values() for deferred in calls)
     for calls in queue.values():
         calls.clear()  # `work` alone holds activations, which are freed one by one
-    gathered = start_next_gather(work)
+    freed, finish_gather = 0, None
     while work:
-        params, add, _ = work.popleft()
-        finish, gathered = gathered, start_next_gather(work)
-        add_now(params, add, finish)
+        params, add, start_gather, holds = work.popleft()
+        if start_gather and finish_gather is None:
+            finish_gather = start_gather()
+        gathered, finish_gather = finish_gather and finish_gather(), None
+        if work and work[0].start_gather and gathered is not None and freed >= gathered.nbytes:
+            finish_gather = work[0].start_gather()
+        add_now(params, add, gathered)
+        freed += holds
+        add = start_gather = gathered = None  # freed before another gather starts
     for param in dict.fromkeys(param for params in queue for param in params):
         if param.sink is not None:
             param.sink.ready(param)
-
-
-def start_next_gather(work: deque[tuple[Params, Add, StartGather | None]]) -> Callable[[], Tensor] | None:
-    """Start the communication for the next `add`, if it needs one."""
-    return work[0][-1]() if work and work[0][-1] else None
 
 
 def queued_keys() -> list[Key]:

@@ -409,9 +409,10 @@ def main(arguments: list[str]) -> None:
     machine = search.this_machine(gpus) if asked.machine == "cpu" else read_machine(asked.machine)
     searching = asked.command in ("search", "sweep")
     settings = config.parse([*rest, "--grid", "auto"] if searching else rest, gpus)
-    need(settings.precision.offload == "none" or asked.command in ("params", "memory"),
-         f"{asked.command} with --offload {settings.precision.offload}: the time of copies to the host, and of the "
-         "CPU's update, is not known; use memory, or leave it out")
+    knows_host = machine.host_link and machine.host_memory
+    need(settings.precision.offload == "none" or asked.command in ("params", "memory") or knows_host,
+         f"--offload {settings.precision.offload}: {asked.machine} has no host_link_bytes_per_s and "
+         "host_memory_bytes_per_s, which probe.py measures")
     run = Run(in_16_bits(settings), machine, imbalance=asked.imbalance)
     if asked.command == "search":
         return print_search(run, gpus, search.given_by_flags(rest))

@@ -34,6 +34,7 @@ from groups import build_groups
 AXES = "tp", "cp", "ep", "edp", "dp", "data", "replicate", "pp"
 SECONDS = {"cpu": 10, "cuda": 90}  # for all collectives; three payloads are measured anyway
 TURNS, PAIR_BYTES, SLOW_PAIR = 7, 1 << 20, 2.0  # slow: a pair that takes so many times the median of its kind
+HOST_BYTES = 1 << 26  # more than a core has of caches
 FACTORS = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     **dict.fromkeys(("reduce_scatter", "all_gather", "all_to_all", "scatter", "gather"), lambda n: (n - 1) / n),
@@ -243,6 +244,16 @@ def describe_level(name: str, ranks: int, n: int, fits: dict[str, Fit]) -> dict:
     return {"name": name, "ranks": ranks, **medians, "per_collective": per_collective}
 
 
+def host_rates(device: torch.device) -> dict[str, float]:
+    """Bytes per second of this rank's copies from the host's memory to the device, and of what a CPU reads and writes
+    there, all ranks at once. On a CPU both are copies of the same memory."""
+    one, other = torch.zeros(2, HOST_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    there = torch.zeros_like(one, device=device)
+    link, memory = (HOST_BYTES / statistics.median(time_turns(copy, device))
+                    for copy in (lambda: there.copy_(one, non_blocking=True), lambda: other.copy_(one)))
+    return {"host_link_bytes_per_s": link, "host_memory_bytes_per_s": 2 * memory}
+
+
 def describe_cluster(levels: list[dict], device: torch.device, local_ranks: int) -> dict:
     """The cluster file's content. Where a device's peak is not known, it is what a matmul reaches here, in fp32 on
     CPUs, all ranks at once."""
@@ -258,7 +269,7 @@ def describe_cluster(levels: list[dict], device: torch.device, local_ranks: int)
                 "device": kind}
     return {"name": f"{dist.get_world_size() // local_ranks} x {local_ranks} {kind}", "gpus_per_node": local_ranks,
             "peak_flops": {"bf16": peak or reached}, "achieved_fraction": reached / peak if peak else None,
-            "memory_bytes": memory, "levels": levels, "measured": measured}
+            "memory_bytes": memory, **host_rates(device), "levels": levels, "measured": measured}
 
 
 def parse(flags: list[str], ranks: int) -> tuple[config.Config, str]:

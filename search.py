@@ -230,4 +230,4 @@ def this_machine(ranks: int, device_name: str | None = None, memory_bytes: float
     cores = min(1.0, (os.cpu_count() or 1) / ranks)  # per rank, one at most
     flops = {"bf16": 3e10 * cores}
     levels = (Level("host", ranks, 1e-4, 5e8 * cores), Level("network", 1 << 20, 2e-4, 1e8))
-    return Machine("cpu", ranks, flops, flops, memory_bytes / ranks, 5e9 * cores, levels)
+    return Machine("cpu", ranks, flops, flops, memory_bytes / ranks, 5e9 * cores, levels, "", 5e9 * cores, 5e9 * cores)

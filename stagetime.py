@@ -183,9 +183,12 @@ def layer_parts(run: Run, layer: int) -> Parts:
         parts["recomputed"] = Seconds(0.0, again)
     elif recompute == "selective":
         parts["recomputed"] = Seconds(0.0, touched / 6)
+    forward, backward = (sum(part.forward for part in parts.values()),
+                         sum(part.input + part.weight for part in parts.values()))
+    if settings.precision.offloads("activations"):  # the block's input, to the host in forward and back in backward
+        copied = 2 * T * model.hidden / grid.tp / run.machine.host_link
+        parts["offload"] = Seconds(max(0.0, copied - forward), max(0.0, copied - backward))
     if run.kernels.launch:
-        forward, backward = (sum(part.forward for part in parts.values()),
-                             sum(part.input + part.weight for part in parts.values()))
         parts["launch"] = Seconds(max(0.0, constants.launch_s / 3 - forward),
                                   max(0.0, constants.launch_s * 2 / 3 - backward))
     return parts

@@ -35,8 +35,9 @@ Asynchronous tensor parallelism also hides those of forward and of a row paralle
 independent is left to compute: a ring sends one shard while the matmul of another shard runs.
 
 Split backward, as in zero-bubble pipelines: input gradients first, weight gradients later. In between, only shards of X
-and dZ are kept. Both are all-gathered for dA and dB, each under the matmul before it. For dZ it is the second time, as
-[T, H] in the queue would take t times the memory: 4 + 2 + 2 all-gathers per layer.
+and dZ are kept. Both are all-gathered for dA and dB, each under the matmul before it, but for the first few, where two
+gathered tensors at once would raise the peak of memory. For dZ it is the second time, as [T, H] in the queue would take
+t times the memory: 4 + 2 + 2 all-gathers per layer.
 
 Replicated parameters. A norm's weight is "replicate" (see param.py) without sequence parallelism, where every rank
 computes its complete gradient, and "partial" with it, where ranks see different tokens. If ranks outnumber the key and
@@ -186,7 +187,7 @@ class Column(Function):
             accumulate_product(out, grad.t(), x)
 
         accumulate_grad(ctx.weights, add_weight_grad, ctx.defer,  # while dX is reduced
-                        (lambda: finish_gather) if finish_gather else start_gather)
+                        (lambda: finish_gather) if finish_gather else start_gather, holds=grad.nbytes)
         return finish_reduce(), None, None, *[None] * len(ctx.weights)
 
 
@@ -216,7 +217,7 @@ class Row(Function):
         def add_weight_grad(out: Tensor, dz: Tensor) -> None:
             accumulate_product(out, dz.t(), x)
 
-        accumulate_grad(ctx.weight, add_weight_grad, start_gather=start_gather)
+        accumulate_grad(ctx.weight, add_weight_grad, start_gather=start_gather, holds=x.nbytes)
         return dx, None, None, None
 
 

@@ -288,11 +288,14 @@ MUTANTS = [
            "        finish_reduce = (lambda: terms) if not tp.sequence else tp.start_reduce(terms)\n",
            "tests/test_tp.py::test_a_pair_of_matrices_equals_the_dense_one[False-False-2]"),
     Mutant("deferred weight gradients whose gathers hide under nothing", "param.py",
-           "        finish, gathered = gathered, start_next_gather(work)\n"
-           "        add_now(params, add, finish)\n",
-           "        add_now(params, add, gathered)\n"
-           "        gathered = start_next_gather(work)\n",
-           "tests/test_tp.py::test_a_deferred_weight_gradient_hides_the_gather_of_the_next"),
+           "if work and work[0].start_gather and gathered is not None and freed >= gathered.nbytes:", "if False:",
+           "tests/test_tp.py::test_deferred_weight_gradients_hide_the_gather_of_the_next_if_there_is_room[20-hidden0]"),
+    Mutant("deferred weight gradients with two gathered tensors at the peak", "param.py",
+           "gathered is not None and freed >= gathered.nbytes:", "True:",
+           "tests/test_tp.py::test_hidden_gathers_of_weight_gradients_raise_no_peak[8-zb-v-8]"),
+    Mutant("cuDNN's logsumexp without its last dimension", "operations.py",
+           "do, q, k, v, o, lse.unsqueeze(-1), seed", "do, q, k, v, o, lse, seed",
+           "tests/test_cp.py::test_the_pieces_of_all_ranks_on_one_device_equal_attention_at_once[ring-cpu-dtype0]"),
     Mutant("a gather that hides under nothing", "tp.py",
            "        finish_reduce = start_matmul_reduce(grad, stacked_weight(ctx.weights), tp)  # dX, while X "
            "is gathered\n",

@@ -139,7 +139,11 @@ def test_a_cluster_file_is_a_machine(tmp_path):
     file.write_text(json.dumps(written))
     machine = machines.read_machine(str(file))
     assert machine.levels[0] == Level("node", 4, 2e-6, 1e11, {"all_reduce": 2e11})
-    assert (machine.peak(), machine.memory_bytes) == (2e14, 2**34)
+    assert (machine.peak(), machine.memory_bytes, machine.host_link) == (2e14, 2**34, 0.0)
+    with pytest.raises(ValueError, match="--offload both: .*cluster.json has no host_link_bytes_per_s and host_memory"):
+        plan.main(f"step --machine {file} --recompute full --offload both --gpus 1".split())
+    file.write_text(json.dumps(written | dict(host_link_bytes_per_s=3e10, host_memory_bytes_per_s=5e10)))
+    assert machines.read_machine(str(file))[-2:] == (3e10, 5e10)
     del written["memory_bytes"]
     file.write_text(json.dumps(written))
     with pytest.raises(ValueError, match="--machine .*cluster.json: the file has no 'memory_bytes'"):
@@ -173,6 +177,39 @@ def test_many_micro_batches_take_what_a_whole_simulation_takes(flags):
 
 
 # ---- a step ---------------------------------------------------------------------------------------------------------
+
+OFFLOADED = "--preset llama-3.1-8b --seq 4096 --global-batch 4 --micro-batch 1 --recompute full --offload"
+
+
+def test_an_update_on_the_host_hides_all_copies_but_the_first_and_the_last():
+    """By hand: a bucket's gradient takes 2 s, its update 1 s, its weights 1 s. All gradients are copied first."""
+    run = run_for(f"{OFFLOADED} optimizer", 1)._replace(
+        machine=TWO_LEVELS._replace(memory_bandwidth=math.inf, host_link=2.0, host_memory=34.0))
+    assert estimate.update_seconds(run, [1.0, 1.0]) == 6  # 2 + 2, then weights: the second are updated at 5
+    assert estimate.update_seconds(run, [1.0]) == 2 + 1 + 1
+    slow_cpu = run._replace(machine=run.machine._replace(host_memory=3.4))
+    assert estimate.update_seconds(slow_cpu, [1.0, 1.0]) == 2 + 10 + 10 + 1
+
+
+def test_inputs_of_blocks_are_copied_under_the_blocks():
+    """What a copy takes longer than the block is left: 2 T H / t bytes each way."""
+    def parts(link: float) -> dict[str, Seconds]:
+        run = run_for(f"{OFFLOADED} activations --tp 2", 2)
+        return stagetime.layer_parts(run._replace(machine=run.machine._replace(host_link=link)), 0)
+
+    fast, slow = parts(1e15), parts(1e8)
+    others = [part for name, part in slow.items() if name not in ("offload", "launch")]
+    copied = 2 * 4096 * 4096 / 2 / 1e8
+    assert fast["offload"] == Seconds()
+    assert slow["offload"].forward == pytest.approx(copied - sum(part.forward for part in others))
+    assert slow["offload"].input == pytest.approx(copied - sum(part.input + part.weight for part in others))
+
+
+def test_what_is_offloaded_changes_the_predicted_step():
+    none, optimizer, activations, both = (
+        estimate.step_seconds(run_for(f"{OFFLOADED} {what}", 1, machine="h200")) for what in config.OFFLOADS)
+    assert activations.seconds == none.seconds and both.seconds == optimizer.seconds  # hidden
+    assert optimizer.parts["optimizer"] > 8.03e9 * 34 / MACHINES["h200"].host_memory > none.parts["optimizer"]
 
 def test_the_parts_of_a_step_are_its_time():
     for flags in GRID, GRID + " --schedule zb-h1", "--preset mixtral-8x7b --dp 8 --ep 8 --global-batch 16":

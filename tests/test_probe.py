@@ -110,7 +110,8 @@ def test_a_probe_measures_every_axis_and_writes_the_cluster_file(pool, tmp_path)
     assert not any(others)
     cluster = json.loads(out.read_text())
     assert set(cluster) == {"name", "gpus_per_node", "peak_flops", "achieved_fraction", "memory_bytes", "levels",
-                            "measured"}
+                            "host_link_bytes_per_s", "host_memory_bytes_per_s", "measured"}
+    assert 1e8 < cluster["host_link_bytes_per_s"] < 1e12 and 1e8 < cluster["host_memory_bytes_per_s"] < 1e12
     assert cluster["gpus_per_node"] == 2 and cluster["name"].startswith("2 x 2 ")
     assert cluster["peak_flops"]["bf16"] > 0 and cluster["achieved_fraction"] is None and cluster["memory_bytes"] > 1e6
     assert set(cluster["measured"]) == {"date", "backend", "torch", "device"}

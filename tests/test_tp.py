@@ -10,9 +10,11 @@ import assemble
 import collectives
 import config
 import cp
+import dryrun
 import ep
 import param
 import tp
+import train
 from collectives import rank, size
 from costs import LayerOptions, copies_per_token, llama_layer, recomputed_flops
 from footprint import activation_bytes
@@ -111,8 +113,9 @@ def test_products_in_bf16_are_rounded_once(pool, n, sequence):
         assert min(shares) > 0.99, shares
 
 
-def events(split: bool) -> list[str]:
-    """What a column parallel layer does in backward, in order; split: what a pair does in the second half."""
+def events(split: bool, width: int = 8) -> list[str]:
+    """What a column parallel layer does in backward, in order; split: what two pairs do in the second half. width:
+    between the matrices of a pair."""
     seen, names = [], {"_allgather_base_": "gather", "_reduce_scatter_base_": "scatter", "mm": "dX", "addmm_": "dW"}
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -130,10 +133,12 @@ def events(split: bool) -> list[str]:
     collectives.Pending.wait = logged
     group = dist.group.WORLD
     x = normal(4, 10).requires_grad_()
-    y = tp.column(x, weight("a", (8, 10), 0, group), tp=TensorParallel(group, True))
+    how, z = TensorParallel(group, True), x
+    for name in ("1", "2") if split else ("1",):
+        y = tp.column(z, weight("a" + name, (width, 10), 0, group), tp=how)
+        z = tp.row(y, weight("b" + name, (10, width), 1, group), how)
     if split:
-        z = tp.row(y, weight("b", (10, 8), 1, group), TensorParallel(group, True)).sum()
-        param.backward_input((0, 0), z, None)
+        param.backward_input((0, 0), z.sum(), None)
     seen.clear()
     with Watch():
         param.backward_weight((0, 0)) if split else y.sum().backward()
@@ -147,9 +152,32 @@ def test_every_message_of_a_column_parallel_backward_hides_under_a_matmul(pool):
         assert seen[start:] == ["gather", "dX", "scatter", "gathered", "dW", "scattered"]
 
 
-def test_a_deferred_weight_gradient_hides_the_gather_of_the_next(pool):
-    for seen in pool.run(2, "test_tp:events", split=True):
-        assert seen == ["gather", "gather", "gathered", "dW", "gathered", "dW"]
+@pytest.mark.parametrize("width, hidden", [(20, [False, True, True]), (12, [False, False, True]), (4, [False] * 3)])
+def test_deferred_weight_gradients_hide_the_gather_of_the_next_if_there_is_room(pool, width, hidden):
+    """What is gathered is 10 wide. Each weight gradient frees what is width / 2 wide."""
+    want = ["gather", "gathered"]
+    for under_the_matmul in hidden:
+        want += ["gather", "dW", "gathered"] if under_the_matmul else ["dW", "gather", "gathered"]
+    for seen in pool.run(2, "test_tp:events", split=True, width=width):
+        assert seen == [*want, "dW"]
+
+
+@pytest.mark.parametrize("t, schedule, rank", [(8, "zb-v", 8), *slow((8, "zb1p", 0), (2, "zb-h1", 0), (4, "zb-v", 4))])
+def test_hidden_gathers_of_weight_gradients_raise_no_peak(monkeypatch, t, schedule, rank):
+    """No more bytes are alive than if each gather began when its turn comes."""
+    settings = config.parse(("--layers 4 --hidden 256 --heads 8 --ffn 896 --vocab 64 --seq 256 --global-batch 4 "
+                             f"--micro-batch 1 --dtype fp32 --tp {t} --pp 2 --schedule {schedule}").split(), 2 * t)
+
+    def peaks_of_weight_gradients() -> list[int]:
+        with dryrun.fake_world(2 * t, rank):
+            groups = build_groups(settings.grid, settings.model)
+            with dryrun.fake_tensors():
+                found = train.measured_step(settings, groups)
+        return [peak for action, peak in found.peak_of_action if action.op == "W"]
+
+    hidden, gather = peaks_of_weight_gradients(), TensorParallel.start_gather
+    monkeypatch.setattr(TensorParallel, "start_gather", lambda tp, x: lambda: gather(tp, x)())
+    assert hidden == peaks_of_weight_gradients() != []
 
 
 def gathers_of_a_split_backward(keep_gathered: bool, mode: str) -> list[int]:
