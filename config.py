@@ -60,6 +60,12 @@ def padded_length(seq: int, cp: int, tp: int = 1) -> int:
     return -(-seq // (2 * cp * tp)) * 2 * cp * tp if cp > 1 else seq
 
 
+def padded_elements(count: int, shards: int) -> int:
+    """count rounded up so that equal shards begin at multiples of 8 elements, 16 bytes or more, which kernels and NCCL
+    move at once. One shard is not padded."""
+    return -(-count // (8 * shards)) * 8 * shards if shards > 1 else count
+
+
 # ---- the settings ---------------------------------------------------------------------------------------------------
 
 def setting(default, help, choices=None):

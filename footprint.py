@@ -17,7 +17,7 @@ from dataclasses import replace
 from math import gcd
 from typing import NamedTuple
 
-from config import Config, padded_length
+from config import Config, padded_elements, padded_length
 from costs import (
     Activation,
     LayerOptions,
@@ -45,7 +45,7 @@ def state_bytes(buckets: list[int], level: int, n: int, *, weight: int, accumula
     """
     if n == 1:
         level = 0
-    padded = [-(-count // n) * n for count in buckets] if level else buckets
+    padded = [padded_elements(count, n) for count in buckets] if level else buckets
     all_elements = sum(padded)
     shard = all_elements // n
     two_weights = sum(sorted(padded)[-2:])
@@ -165,7 +165,8 @@ def shards_of(settings: Config) -> dict[str, int]:
 
 
 def pad(settings: Config, buckets: dict[str, list[int]]) -> dict[str, list[int]]:
-    return {axis: [-(-count // n) * n for count in buckets.get(axis, [])] for axis, n in shards_of(settings).items()}
+    return {axis: [padded_elements(count, n) for count in buckets.get(axis, [])]
+            for axis, n in shards_of(settings).items()}
 
 
 class Work:

@@ -22,7 +22,7 @@ and the next forward waits for it where it first uses the weights. Level 3 prefe
 Hybrid sharding: the n ranks of each of R replicas do all this; once per step R ranks all-reduce a gradient shard, which
 starts when the next bucket of the group is reduced.
 
-Bytes per parameter at level 0 (divide what is sharded by n; padding adds less than n elements per bucket):
+Bytes per parameter at level 0 (divide what is sharded by n; padding adds less than 8 n elements per bucket):
 
     recipe                  weights   gradients   master   moments   together
     fp32                       4          4          -       4 + 4       16     --dtype fp32
@@ -79,6 +79,7 @@ from collectives import (
     run_demo,
     size,
 )
+from config import padded_elements
 from dp import Bucket, DataParallel, Units
 from offload import AlreadyCopied, HostCopies
 from operations import uses_kernels
@@ -100,7 +101,7 @@ class ShardedBucket(Bucket):
         super().__init__(params, stages_of, groups)
         self.level = level if size(self.group) > 1 else 0
         shards, index = (size(self.group), rank(self.group)) if self.level else (1, 0)
-        self.padded = -(-self.numel // shards) * shards
+        self.padded = padded_elements(self.numel, shards)
         length = self.padded // shards
         self.shard = slice(index * length, (index + 1) * length)
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import dryrun
 import footprint
 import grids
 import zero
@@ -56,6 +57,15 @@ def test_1024_bf16_gradients_add_up():
         bf16 += grad
     assert ((optimizer.buckets[0].grad_shard.view(64, 64) - want) / want).abs().max() < 1e-5
     assert ((bf16.double() - want) / want).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("me", [0, 2])
+def test_shards_of_an_odd_number_of_ranks_begin_at_multiples_of_16_bytes(me):
+    with dryrun.fake_world(3, me):
+        groups = ALONE | {"world": dist.group.WORLD, "dp": dist.group.WORLD}
+        bucket = Optimizer({0: [Unit(Spec("a", (7, 5)), dtype=torch.bfloat16)]}, groups, level=1).buckets[0]
+    assert bucket.padded == 48 and bucket.shard == slice(me * 16, me * 16 + 16)  # of 35 weights
+    assert (bucket.weight_shard.data_ptr() - bucket.weights.data_ptr()) % 16 == 0
 
 
 def test_small_steps_move_bf16_weights():
@@ -196,7 +206,7 @@ def test_at_level_3_only_the_head_stays_whole_from_forward_to_backward(pool):
     """Its backward follows at once, for which the unit before it is prefetched. A pipeline stage without the head runs
     its backward much later."""
     assert pool.run(2, "test_zero:gathered_after_forward", has_head=False) == [[0, 0, 0]] * 2
-    assert pool.run(2, "test_zero:gathered_after_forward", has_head=True) == [[0, 18, 18]] * 2
+    assert pool.run(2, "test_zero:gathered_after_forward", has_head=True) == [[0, 32, 32]] * 2  # 18 weights, padded
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])
