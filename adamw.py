@@ -133,6 +133,7 @@ class OnePass:
                   f"not {', '.join(map(str, types))}")
             check(all(x.is_contiguous() and x.numel() == span.grad.numel() for x in tensors), "spans must be flat")
         check(INTERPRETED or first.grad.is_cuda, f"one pass of AdamW runs on GPUs, not on {first.grad.device}")
+        self.addresses = addresses(spans)
         spans = [span for span in spans if span.grad.numel()]
         rows, self.programs = [], 0
         for span in spans:
@@ -140,7 +141,6 @@ class OnePass:
             pointers = [x.data_ptr() for x in span.tensors()]
             rows.append(pointers + [span.grad.numel(), flags, self.programs])
             self.programs += triton.cdiv(span.grad.numel(), BLOCK)
-        self.addresses = addresses(spans)
         self.table = torch.tensor(rows, dtype=torch.int64, device=first.grad.device).view(-1, COLUMNS)
         self.options = dict(SPANS=triton.next_power_of_2(max(1, len(rows))), COLUMNS=COLUMNS, BLOCK=BLOCK, num_warps=8,
                             ALIGNED=all(x.data_ptr() % 16 == x.numel() % 16 == 0 for span in spans

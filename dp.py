@@ -90,6 +90,9 @@ class Bucket:
         """Zero the gradients. backwards: stage -> number of backward passes through it in this step."""
         self.expected = sum(backwards[stage] for param in self.params for stage in self.stages_of[param])
         assert self.expected > 0, f"{self.name}: a step without a gradient would leave the other ranks waiting"
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
         if self.grad is None:
             self.grad = torch.zeros(self.numel, dtype=self.acc_dtype, device=self.device)
         else:

@@ -73,14 +73,13 @@ def complete(pending: Pending) -> bool:
     return True
 
 
-def uniform_counts(counts: torch.Tensor, T: int, k: int, group: Group) -> tuple[list[list[int]], list[list[int]]]:
+def uniform_counts(counts: torch.Tensor, T: int, k: int, group: Group) -> tuple[list[int], list[int], list[int]]:
     """As ep.exchange_counts if all choices of k experts are equally often made: counts differ by at most one."""
     n, e = size(group), counts.shape[1] - 1
     collectives.all_to_all(torch.empty_like(counts), counts, [1] * n, [1] * n, group)
-    of_expert = dealt(T * k, n * e)
+    own = dealt(T * k, n * e)[rank(group) * e:][:e]  # of each rank's rows, those of this rank's experts
     copies = round(T * (1 - math.comb(n * e - e, k) / math.comb(n * e, k)))  # see costs.copies_per_token
-    sent = [[*of_expert[first:first + e], copies] for first in range(0, n * e, e)]
-    return sent, [sent[rank(group)]] * n
+    return [copies] * n, [copies] * n, [n * count for count in own]
 
 
 def dealt(count: int, experts: int) -> list[int]:

@@ -2,11 +2,20 @@
 
 Saves: all but 1/n of the experts' weights, gradients and optimizer state.
 Costs: every token is sent once to each of the u ranks that have experts of it, and back: a rank sends 4 T u H (n-1)/n
-       elements per layer in forward and backward, 5 if the layer is recomputed; also 8 k bytes with each token, and 4 k
-       with its gradient. If all choices are equally likely, u = n (1 - C(E - e, k) / C(E, k)): for k = 8 of 256 experts
-       on 8 ranks 5.3. Once per layer the host waits for the device, to learn how many tokens the rank will receive; on
-       one rank it never does.
+       elements per layer in forward and backward, 5 with full recomputation; also 8 k bytes with each token, and 4 k
+       with its gradient, rounded up to 16. If all choices are equally likely, u = n (1 - C(E - e, k) / C(E, k)), with
+       binomials C: for k = 8 of 256 experts on 8 ranks 5.3. Once per layer the host waits for the device, to learn how
+       many tokens the rank will receive; on one rank in bf16 it never does.
 Stops helping when: experts get too few rows for a fast matmul, or one gets so many that all ranks wait for it.
+
+Shapes: T tokens of a rank, H hidden, F ffn of an expert, E experts, k experts per token, n ranks of ep, e = E/n experts
+of a rank, B sequences of S tokens, U copies of tokens that a rank sends, M that it receives, R rows of its experts.
+
+A layer in three lines:
+
+    route, gates = router(x, weight, info, group)             x [T, H], gates [T, k]; the router's logits are [T, E]
+    rows, row_gates = dispatch(x, gates, route)()             [R, H], [R]
+    y = combine(experts(rows, row_gates, route), route)       [R, H] -> [T, H]
 
 Two ranks, four experts, k = 2. Rank 0 has the tokens a b c, rank 1 has d e:
 
@@ -47,9 +56,6 @@ expert's complete gradient, with no further factor.
 Shazeer et al. 2017; Lepikhin et al. 2020 (GShard); Fedus et al. 2021 (Switch, section 2.2: the auxiliary loss); Zoph et
 al. 2022 (ST-MoE: the z-loss); Gale et al. 2022 (MegaBlocks: no dropped rows); Wang et al. 2024 (the bias); DeepSeek-AI
 2024 (V3, section 2.1.2: groups, the loss per sequence); Liu et al. 2025 (folding).
-
-Shapes: T tokens of a rank, H hidden, F ffn of an expert, E experts, k experts per token, n ranks of ep, e = E/n experts
-of a rank, B sequences of S tokens, U copies of tokens that a rank sends, M that it receives, R rows of its experts.
 """
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -106,20 +112,16 @@ def make_routing_info(tokens: Tensor, cp: Group, tp: Group, sequence_weight: flo
     return RoutingInfo(sequence_ids, B, (cp, tp), sequence_weight)
 
 
-class Rows(NamedTuple):
-    """The rows of this rank's experts, one for each token that it has (M tokens) and each of its experts among the
-    token's k choices, sorted by expert."""
-    order: Tensor  # [R], row i is choice order[i] of all M k, of token order[i] // k
-    by_token: Tensor  # [R], the order that sorts rows by token
-    starts: Tensor  # [M], where a token's rows start in by_token
+class Copies(NamedTuple):
+    """Copies of tokens, and what `sum_per_token` needs to sum what became of them. C copies of N tokens."""
+    order: Tensor  # [C], where each copy is from: see Route
+    by_token: Tensor  # [C], the order that sorts copies by token
+    starts: Tensor  # [N], where a token's copies start in by_token
 
 
-def sort_rows(experts: Tensor, of_rank: int, count: int) -> Rows:
-    """experts: [M, k], the choices of each token; of_rank and above: an expert of a different rank. count: R."""
-    order = experts.flatten().argsort(stable=True)[:count].clone()  # a view would save all M k
-    rows_per_token = (experts < of_rank).sum(1)
-    by_token = (order // experts.shape[1]).argsort(stable=True)
-    return Rows(order, by_token, rows_per_token.cumsum(0) - rows_per_token)
+def group_by_token(order: Tensor, token: Tensor, per_token: Tensor) -> Copies:
+    """token: [C], of which token each copy is. per_token: [N], how many copies a token has."""
+    return Copies(order, token.argsort(stable=True), per_token.cumsum(0) - per_token)
 
 
 @dataclass
@@ -127,19 +129,20 @@ class Route:
     """Who computes which tokens: decided once per layer, and used in forward, backward and recomputation."""
     group: Group
     chosen: Tensor  # [T, k], the experts of each token
-    ends: Tensor  # [e] int32 on the device: where the rows of each expert of this rank end
+    ends: Tensor  # on the device, int32: where the rows of each expert end; [E] at first, [e] of this rank's after all
     coefficients: tuple[Tensor, Tensor] | None  # see Router.loss_coefficients
-    rows: Rows | None = None  # of this rank's experts; on several ranks known when tokens have been received
-    # On several ranks, the U copies of tokens that are sent: one to each rank with experts of the token.
-    copies: Tensor | None = None  # [U], sorted by rank: copy i of all n T is that of token copies[i] % T
-    by_token: Tensor | None = None  # [U], the order that sorts copies by token
-    starts: Tensor | None = None  # [T], where a token's copies start in by_token
+    # The R rows of this rank's experts, sorted by expert: row i is choice order[i] of all M k, of token order[i] // k.
+    # On several ranks they are known when tokens have been received.
+    rows: Copies | None = None
+    # On several ranks, the U copies that are sent, one to each rank with experts of the token, sorted by rank: entry
+    # r T + t of `order` is token t's copy for rank r.
+    sent: Copies | None = None
     input_splits: list[int] | None = None  # copies sent to each rank
     output_splits: list[int] | None = None  # copies received from each rank
 
     @cached_property
     def rows_per_expert(self) -> list[int]:
-        """Rows of each expert of this rank. On one rank the host waits for them if anything asks: not in bf16."""
+        """Rows of each expert of this rank. On several ranks it is set; on one the host waits if asked: not in bf16."""
         return read_counts(self)
 
 
@@ -190,7 +193,7 @@ class Router:
 
         route = Route(group, chosen, counts.sum(0).cumsum(0).int(), coefficients)
         if size(group) == 1:
-            route.rows = sort_rows(chosen, E, chosen.numel())
+            route.rows = sort_by_expert(chosen, E, chosen.numel())
         else:
             plan_copies(route, counts.sum(0))
         return route
@@ -265,33 +268,36 @@ def normalise(scores: Tensor) -> Tensor:
     return scores / (scores.sum(-1, keepdim=True) + 1e-20)  # all sigmoids of a token may underflow
 
 
+def sort_by_expert(experts: Tensor, e: int, R: int) -> Copies:
+    """The rows of this rank's experts. experts: [M, k], the choices of each token; e: an expert of a different rank."""
+    order = experts.flatten().argsort(stable=True)[:R].clone()  # a view would save all M k
+    return group_by_token(order, order // experts.shape[1], (experts < e).sum(1))
+
+
 def plan_copies(route: Route, rows: Tensor) -> None:
     """Fill the fields for several ranks. rows: [E], how many rows of this rank's tokens each expert has."""
     (T, k), n = route.chosen.shape, size(route.group)
     rank_of = route.chosen // (len(rows) // n)
-    sent = rows.new_zeros(n, T, dtype=torch.bool).scatter_(0, rank_of.t(), True)
-    counts = torch.cat((rows.view(n, -1), sent.sum(1, keepdim=True)), 1)
-    given, received = exchange_counts(counts, T, k, route.group)
-    route.input_splits, route.output_splits = ([copies for *_, copies in ranks] for ranks in (given, received))
-    *received_rows, _ = zip(*received)
-    route.rows_per_expert = [sum(of_expert) for of_expert in received_rows]
+    is_sent = rows.new_zeros(n, T, dtype=torch.bool).scatter_(0, rank_of.t(), True)
+    counts = torch.cat((rows.view(n, -1), is_sent.sum(1, keepdim=True)), 1)
+    route.input_splits, route.output_splits, route.rows_per_expert = exchange_counts(counts, T, k, route.group)
     route.ends = to_device(torch.tensor(route.rows_per_expert), rows.device).cumsum(0).int()
-    route.copies = (~sent.flatten()).argsort(stable=True)[:sum(route.input_splits)].clone()
-    route.by_token = (route.copies % T).argsort(stable=True)
-    copies_per_token = sent.sum(0)
-    route.starts = copies_per_token.cumsum(0) - copies_per_token
+    order = (~is_sent.flatten()).argsort(stable=True)[:sum(route.input_splits)].clone()
+    route.sent = group_by_token(order, order % T, is_sent.sum(0))
 
 
-def exchange_counts(counts: Tensor, T: int, k: int, group: Group) -> tuple[list[list[int]], list[list[int]]]:
-    """counts: [n, e + 1], for each rank the rows of its e experts, and the copies that it is sent, of T tokens that
-    chose k experts each. Returns them as lists, and those that the other ranks have for this one. The host waits for
-    the device here; dryrun.py replaces this."""
-    n = size(group)
-    received_counts, splits = torch.empty_like(counts), [1] * n
+def exchange_counts(counts: Tensor, T: int, k: int, group: Group) -> tuple[list[int], list[int], list[int]]:
+    """(copies that this rank sends to each rank, copies that it receives from each, rows of each of its experts).
+
+    counts: [n, e + 1], for each rank the rows of its e experts, and the copies that it is sent, of T tokens that chose
+    k experts each. The host waits for the device here; dryrun.py replaces this.
+    """
+    received_counts, splits = torch.empty_like(counts), [1] * size(group)
     all_to_all(received_counts, counts, splits, splits, group)
     sent, received = torch.stack((counts, received_counts)).tolist()
-    assert sum(sum(rows) for *rows, _ in sent) == T * k, "a choice of an expert was not counted, or counted twice"
-    return sent, received
+    input_splits, output_splits = ([of_rank.pop() for of_rank in both] for both in (sent, received))
+    assert sum(map(sum, sent)) == T * k, "a choice of an expert was not counted, or counted twice"
+    return input_splits, output_splits, [sum(of_expert) for of_expert in zip(*received)]
 
 
 def read_counts(route: Route) -> list[int]:
@@ -310,11 +316,11 @@ def update_biases(routers: list[Router], groups: tuple[Group, ...],
     """
     sums = torch.stack([torch.cat((router.load.double(), router.loss.double()[None])) for router in routers])
     for group in groups:
-        all_reduce(sums, group)  # one for loads, which fp64 counts exactly, and losses of all layers
+        all_reduce(sums, group)  # one for loads (counts are exact in fp64) and losses of all layers
     loads, loss = sums[:, :-1], sums[:, -1].sum()
     mean = loads.mean(-1, keepdim=True)
-    for router, above_mean in zip(routers, (loads - mean).sign()):
-        router.bias -= above_mean.to(router.bias.dtype) * router.balance.bias_rate * apply
+    for router, direction in zip(routers, (mean - loads).sign()):
+        router.bias += direction.to(router.bias.dtype) * router.balance.bias_rate * apply
         router.load.zero_()
         router.loss.zero_()
     return (loads / mean).max(), loss
@@ -330,11 +336,11 @@ def dispatch(x: Tensor, gates: Tensor, route: Route) -> Callable[[], tuple[Tenso
         return lambda: received
     transfer = Transfer(route)
     placeholder = StartDispatch.apply(x, gates, transfer)
-    return lambda: FinishDispatch.apply(placeholder, x.shape[1], gates.dtype, transfer)
+    return lambda: MakeRows.apply(*FinishDispatch.apply(placeholder, x.shape[1], gates.dtype, transfer), route)
 
 
 class MakeRows(Function):
-    """Tokens [T, H] and gates [T, k] -> rows [R, H] by expert, and their gates [R]."""
+    """Permute: tokens [M, H] and gates [M, k] -> rows [R, H] by expert, and their gates [R]. On one rank M = T."""
 
     @staticmethod
     def forward(ctx, x, gates, route):
@@ -343,7 +349,10 @@ class MakeRows(Function):
 
     @staticmethod
     def backward(ctx, drows, dgates):
-        return *sum_rows(drows, dgates, ctx.route), None
+        rows, k = ctx.route.rows, ctx.route.chosen.shape[1]
+        of_choices = dgates.new_zeros(len(rows.starts), k)  # those of other ranks' experts get 0
+        of_choices.view(-1).index_copy_(0, rows.order, dgates)
+        return sum_per_token(drows, rows), of_choices, None
 
 
 class Transfer:
@@ -370,7 +379,7 @@ class StartDispatch(Function):
     def forward(ctx, x, gates, transfer):
         ctx.transfer, ctx.shapes = transfer, (x.shape[1], gates.shape[1], gates.dtype)
         route, e = transfer.route, len(transfer.route.ends)
-        rank_of_copy, token = route.copies // len(x), route.copies % len(x)
+        rank_of_copy, token = route.sent.order // len(x), route.sent.order % len(x)
         expert = route.chosen[token] - e * rank_of_copy[:, None]  # 0 to e - 1 on that rank; elsewhere e
         expert = expert.where((expert >= 0) & (expert < e), e)
         copies = pack(x, token, torch.cat((gates[token], expert.to(gates.dtype)), 1))
@@ -381,27 +390,26 @@ class StartDispatch(Function):
     def backward(ctx, _):
         route = ctx.transfer.route
         dx, dgates = unpack(ctx.transfer.finish(), *ctx.shapes)
-        return sum_bags(dx, route.by_token, route.starts), sum_bags(dgates, route.by_token, route.starts), None
+        return sum_per_token(dx, route.sent), sum_per_token(dgates, route.sent), None
 
 
 class FinishDispatch(Function):
-    """The rows [R, H] of the copies received, by expert, and their gates [R]."""
+    """Wait for the copies of this rank's tokens [M, H] and their gates [M, k], and learn their experts."""
 
     @staticmethod
     def forward(ctx, placeholder, H, dtype, transfer):
         ctx.transfer, route = transfer, transfer.route
         k = route.chosen.shape[1]
-        copies, notes = unpack(transfer.finish(), H, 2 * k, dtype)
-        gates, experts = notes.split(k, 1)
-        route.rows = sort_rows(experts, len(route.ends), sum(route.rows_per_expert))
-        return copies[route.rows.order // k], gates.flatten()[route.rows.order]
+        x, metadata = unpack(transfer.finish(), H, 2 * k, dtype)
+        gates, experts = metadata.split(k, 1)
+        route.rows = sort_by_expert(experts, len(route.ends), sum(route.rows_per_expert))
+        return x, gates
 
     @staticmethod
-    def backward(ctx, drows, dgates):
+    def backward(ctx, dx, dgates):
         route = ctx.transfer.route
-        dx, dgates = sum_rows(drows, dgates, route)
         ctx.transfer.start(pack(dx, None, dgates), route.input_splits, route.output_splits)
-        return drows.new_zeros(()), None, None, None
+        return dx.new_zeros(()), None, None, None
 
 
 def combine(y: Tensor, route: Route) -> Tensor:
@@ -410,45 +418,40 @@ def combine(y: Tensor, route: Route) -> Tensor:
 
 
 class Combine(Function):
-    """See combine. Backward needs no result, so full recomputation does not communicate, and returns a placeholder."""
+    """See combine; unpermute. Backward needs no result, so full recomputation skips this exchange and returns a
+    placeholder."""
 
     @staticmethod
     def forward(ctx, y, route):
         ctx.route = route
         if is_recomputing():
             return y.new_zeros(()).expand(len(route.chosen), y.shape[1])
-        sums = sum_bags(y, route.rows.by_token, route.rows.starts)
+        sums = sum_per_token(y, route.rows)
         if size(route.group) == 1:
             return sums
         received = exchange_rows(sums, route.input_splits, route.output_splits, route.group)
-        return sum_bags(received, route.by_token, route.starts)
+        return sum_per_token(received, route.sent)
 
     @staticmethod
     def backward(ctx, grad):
         route = ctx.route
         if size(route.group) > 1:
-            copies = grad[route.copies % len(grad)]
+            copies = grad[route.sent.order % len(grad)]
             grad = exchange_rows(copies, route.output_splits, route.input_splits, route.group)
         return grad[route.rows.order // route.chosen.shape[1]], None
 
 
-def sum_rows(drows: Tensor, dgates: Tensor, route: Route) -> tuple[Tensor, Tensor]:
-    """The gradients of tokens [M, H] and gates [M, k], from those of rows [R, H] and their gates [R]."""
-    order, by_token, starts = route.rows
-    of_gates = dgates.new_zeros(len(starts), route.chosen.shape[1])
-    return sum_bags(drows, by_token, starts), of_gates.view(-1).index_copy_(0, order, dgates).view_as(of_gates)
+def sum_per_token(x: Tensor, copies: Copies) -> Tensor:
+    """[C, w] -> [N, w]: each token's copies, summed in a fixed order, in at least fp32."""
+    return torch.embedding_bag(x.contiguous(), copies.by_token, copies.starts, mode=0)[0]  # mode 0 sums
 
 
-def sum_bags(x: Tensor, order: Tensor, starts: Tensor) -> Tensor:
-    """[R, H] -> [M, H]: sum i is that of x[order[starts[i]:starts[i + 1]]], in this order, in at least fp32."""
-    return torch.embedding_bag(x.contiguous(), order, starts, mode=0)[0]
-
-
-def pack(x: Tensor, order: Tensor | None, notes: Tensor) -> Tensor:
-    """Rows x[order], each followed by its notes [U, w], of any dtype, and zeros to whole 16 bytes: [U, H + c]."""
-    as_elements = notes.contiguous().view(x.dtype)  # the same bits
-    width = -(-notes.shape[1] * notes.itemsize // 16) * 16 // x.itemsize
-    packed = x.new_empty(len(notes), x.shape[1] + width)
+def pack(x: Tensor, order: Tensor | None, metadata: Tensor) -> Tensor:
+    """Rows x[order], each followed by its metadata [U, w], of any dtype: [U, H + c]. Zeros fill them up to whole 16
+    bytes, so that the next row is aligned for vector loads."""
+    as_elements = metadata.contiguous().view(x.dtype)  # the same bits
+    width = -(-metadata.shape[1] * metadata.itemsize // 16) * 16 // x.itemsize
+    packed = x.new_empty(len(metadata), x.shape[1] + width)
     rows = packed[:, :x.shape[1]]
     rows.copy_(x) if order is None else torch.index_select(x, 0, order, out=rows)
     packed[:, x.shape[1]:] = F.pad(as_elements, (0, width - as_elements.shape[1]))
@@ -456,7 +459,7 @@ def pack(x: Tensor, order: Tensor | None, notes: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, H: int, w: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The rows [U, H], a view, and their notes [U, w], of this dtype."""
+    """The rows [U, H], a view, and their metadata [U, w], of this dtype."""
     return packed[:, :H], packed[:, H:H + w * dtype.itemsize // packed.itemsize].contiguous().view(dtype)
 
 
@@ -507,8 +510,8 @@ def grouped_matmul(x: Tensor, matrices: Tensor, route: Route) -> Tensor:
 
 
 def accumulate_grouped_product(out: Tensor, grad: Tensor, x: Tensor, route: Route) -> None:
-    """out [e, out, in] += grad^T x of each expert's rows, in fp32 as of dense layers. (grouped_mm rounds to bf16, and
-    on some GPUs leaves numbers where an expert has no row.) An expert without rows gets nothing."""
+    """out [e, out, in] += grad^T x of each expert's rows, rounded only where accumulate_product rounds: on a GPU not at
+    all. An expert without rows gets nothing. On one rank the host does not know the counts; on several it does."""
     if size(route.group) == 1 and uses_kernels(x):
         load_kernels().add_grouped_product(out, grad, x, route.ends)
     elif size(route.group) == 1 and fits_grouped_mm(grad, x):

@@ -18,7 +18,7 @@ sink    The object that collects a parameter's gradient: its flat bucket. A matm
             layer's backward --add(out)--> accumulate_grad --now or in backward_weight--> sink's buffer, or .grad
 
 ready   `sink.ready(param)` is called once per backward pass, when the pass has accumulated its gradient of `param`.
-        The bucket counts the calls. After the last one of the step it is ready, and its reduction starts.
+        The bucket counts the calls; the last one of the step starts its reduction.
 
 Shapes: t tensor parallel ranks, K key and value heads, F ffn, H hidden.
 """
@@ -122,7 +122,8 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
 
 
 def parameter(spec: Spec, groups: Groups, dtype: torch.dtype, device: torch.device | str = "cpu") -> nn.Parameter:
-    """A Parameter of the local shape without memory (one element, expanded), until its bucket allocates some."""
+    """A Parameter of the local shape without memory (one element, expanded), until its bucket allocates some. Its
+    attributes are those that all else here is about: spec, box, sink and generation."""
     box = local_box(spec, groups)
     param = nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(box_shape(box)))
     param.spec, param.box = spec, box
@@ -166,7 +167,8 @@ def draw(seed: int) -> Source:
 Key = tuple[int, int]  # (pipeline stage, micro-batch)
 Params = tuple[nn.Parameter, ...]
 Add = Callable[..., None]
-StartGather = Callable[[], Callable[[], Tensor]]  # starts a communication; calling what it returns waits for the result
+Finish = Callable[[], Tensor]  # waits for a communication that was started, and returns its result
+StartGather = Callable[[], Finish]
 
 
 class Sink(Protocol):
@@ -190,7 +192,7 @@ class Deferred(NamedTuple):
 # Set while a backward computes input gradients only. A plain global, not thread-local: on CUDA, autograd runs backward
 # functions in its own threads.
 _deferring: Key | None = None
-_queue: dict[Key, dict[Params, list[Deferred]]] = {}  # for backward_weight
+_queue: dict[Key, deque[Deferred]] = {}  # for backward_weight
 
 
 def accumulate_grad(params: nn.Parameter | Params, add: Add, defer: bool = True,
@@ -200,12 +202,13 @@ def accumulate_grad(params: nn.Parameter | Params, add: Add, defer: bool = True,
     params: a parameter, or a tuple of matrices with equally long rows that multiply the same input (wq, wk, wv).
     add: add(out) adds the gradient to `out`, which has the shape of the parameter or of the stacked matrices. Called
         without autograd. It must not hold tensors that require gradients, which would keep their graph alive.
-    defer: False if `add` reads tensors too large to be saved until backward_weight, such as the head's logits.
+    defer: False if `add` reads tensors too large to be saved until backward_weight, such as the head's logits, or has
+        too little work to fill a bubble.
     start_gather: starts to gather a tensor; then add(out, tensor) is called. holds: bytes that `add` reads besides.
     """
     params = params if isinstance(params, tuple) else (params,)
     if is_deferred(defer):
-        _queue[_deferring].setdefault(params, []).append(Deferred(params, add, start_gather, holds))
+        _queue[_deferring].append(Deferred(params, add, start_gather, holds))
     else:
         add_now(params, add, start_gather and start_gather()())
 
@@ -280,7 +283,7 @@ def on_grad_accumulated(param: nn.Parameter) -> None:
         param.sink.main_grad(param).add_(param.grad)
         param.grad = None
     queued = _queue.get(_deferring, ())
-    if not any(param is other for params in queued for other in params):  # else backward_weight calls ready
+    if not any(param is other for deferred in queued for other in deferred.params):  # else backward_weight calls ready
         param.sink.ready(param)
 
 
@@ -288,7 +291,7 @@ def backward_input(key: Key, output: GradientEdge | Tensor, grad: Tensor | None)
     """The first half of a split backward: compute input gradients, queue the weight gradients that may be deferred."""
     global _deferring
     assert key not in _queue, f"(stage, micro-batch) {key} already waits for its backward_weight"
-    _deferring, _queue[key] = key, {}
+    _deferring, _queue[key] = key, deque()
     try:
         torch.autograd.backward(output, grad)
     except BaseException:
@@ -305,13 +308,11 @@ def backward_weight(key: Key) -> None:
     A gather is hidden under the matmul before it as soon as enough has been freed for two gathered tensors at once: the
     peak is that of gathers which begin when their turn comes.
     """
-    queue = _queue.pop(key)
-    work = deque(deferred for calls in queue.values() for deferred in calls)
-    for calls in queue.values():
-        calls.clear()  # `work` alone holds activations, which are freed one by one
+    work = _queue.pop(key)
+    accumulated = dict.fromkeys(param for deferred in work for param in deferred.params)
     freed, finish_gather = 0, None
     while work:
-        params, add, start_gather, holds = work.popleft()
+        params, add, start_gather, holds = work.popleft()  # what `add` reads is freed before the next one
         if start_gather and finish_gather is None:
             finish_gather = start_gather()
         gathered, finish_gather = finish_gather and finish_gather(), None
@@ -320,7 +321,7 @@ def backward_weight(key: Key) -> None:
         add_now(params, add, gathered)
         freed += holds
         add = start_gather = gathered = None  # freed before another gather starts
-    for param in dict.fromkeys(param for params in queue for param in params):
+    for param in accumulated:
         if param.sink is not None:
             param.sink.ready(param)
 

@@ -82,6 +82,7 @@ from collectives import (
 from operations import load_kernels, uses_kernels
 from param import (
     IGNORED,
+    Finish,
     Spec,
     acc_dtype,
     accumulate_grad,
@@ -96,7 +97,6 @@ from param import (
 from recompute import dropping_cheap, is_recomputing
 
 Tensor = torch.Tensor
-Finish = Callable[[], Tensor]  # waits for an exchange that was started, and returns its result
 MakeParameter = Callable[[Spec], nn.Parameter]  # makes this rank's shard of a parameter
 
 

@@ -1,10 +1,10 @@
-"""ZeRO: shard optimizer state, gradients and parameters over the data parallel ranks. Level 0 is a plain optimizer.
+"""ZeRO: shard optimizer state, gradients and weights over the data parallel ranks. Level 0 is plain data parallelism.
 
 Saves: all but 1/n of the optimizer state (level 1), also of the gradients (level 2), also of the weights (level 3).
-Costs: elements that a rank sends per step of A micro-batches, times (n-1)/n: 2P, 2P, (A+1)P and almost 3AP at levels 0
-       to 3. (Almost: the embedding's backward needs no weights, and the head's runs right after its forward, so each
-       saves one all-gather per micro-batch.) Gradients are sent in fp32, or by --reduce-dtype in bf16; weights in their
-       own dtype.
+Costs: a rank sends 2P, 2P, (A+1)P and almost 3AP elements, times (n-1)/n, per step of A micro-batches at levels 0 to
+       3: gradients in fp32, or by --reduce-dtype in bf16, and weights in their own dtype. In bytes of a bf16 model 8P,
+       6P, (4A+2)P and 8AP. (Almost: the embedding's backward needs no weights, and the head's runs right after its
+       forward, so each saves one all-gather per micro-batch.)
 Stops helping when: activations are what fills the memory, or A is so large that levels 2 and 3 only communicate.
 
 What each rank holds of one bucket of dp.py on n = 4 ranks:
@@ -19,8 +19,8 @@ Level 3 unshards (all-gathers) the weights of a unit (embedding, block or head) 
 backward, and reshards (frees) them after each.
 Overlap: gradients are reduced during backward, as in dp.py. At levels 1 and 2 the all-gather starts after the update,
 and the next forward waits for it where it first uses the weights. Level 3 prefetches the next unit's weights.
-Hybrid sharding: the n ranks of each of R replicas do all this; once per step R ranks all-reduce a gradient shard, which
-starts when the next bucket of the group is reduced.
+Hybrid sharding: the n ranks of each of R replicas do all this; once per step R ranks all-reduce each gradient shard. A
+shard's all-reduce starts when the next bucket's reduction does.
 
 Bytes per parameter at level 0 (divide what is sharded by n; padding adds less than 8 n elements per bucket):
 
@@ -47,9 +47,9 @@ over the world. So all ranks clip by the same number and skip the same steps. Wi
 does the norm in one kernel and all the rest of a step in another: adamw.py, which counts the bytes of both ways.
 
 ZeRO-R, the second half of the paper, is about activations (see recompute.py) and buffers of constant size: at levels 2
-and 3 at most two whole gradients, and at level 3 two units' whole weights, exist at once. Exceptions: a tied table's
-gradient, which waits for its second backward; and schedules that split backward (zb-*), where every bucket's gradient
-is whole from the input half to the weight half.
+and 3 at most two whole gradients per data axis exist at once, and at level 3 two units' whole weights. Exceptions: a
+tied table's gradient, which waits for its second backward; and schedules that split backward (zb-*), where every
+bucket's gradient is whole from the input half to the weight half.
 
 Rajbhandari et al. 2020 (ZeRO: section 5 the levels, 7 their communication); Zhao et al. 2023 (FSDP: prefetching);
 Micikevicius et al. 2018 (master weights, loss scaling); Loshchilov & Hutter 2019 (AdamW); Hugging Face 2025 (the
@@ -64,7 +64,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.autograd import Function
-from torch.optim.adamw import adamw
+from torch.optim.adamw import adamw as torch_adamw
 from torch.optim.sgd import sgd
 
 from collectives import (
@@ -114,21 +114,22 @@ class ShardedBucket(Bucket):
         self.weight_shard = self.weights[self.shard]
         if self.level == 3:
             self.weight_shard = self.zeros(length, dtype)
-            self.weights.untyped_storage().resize_(0)
+            self.free_weights()
         self.unsharding = Pending(None)
         self.users = 0  # calls of `unshard` less calls of `reshard`
         self.copies = HostCopies(self.device) if offload else None
-        zeros = self.copies.zeros if offload else self.zeros
+        state_zeros = self.copies.zeros if offload else self.zeros
         is_own_master = dtype == self.acc_dtype and not offload
-        self.master = self.weight_shard if is_own_master else zeros(length, self.acc_dtype)
-        moments = {name: zeros(length, moments_dtype or self.acc_dtype) for name in rule_state}
+        self.master = self.weight_shard if is_own_master else state_zeros(length, self.acc_dtype)
+        moments = {name: state_zeros(length, moments_dtype or self.acc_dtype) for name in rule_state}
         self.state = {"master": self.master} | moments
         if offload:
-            self.host_grad, self.host_weights = zeros(length, self.acc_dtype), zeros(length, dtype)
+            self.host_grad, self.host_weights = state_zeros(length, self.acc_dtype), state_zeros(length, dtype)
             self.weights_copied = AlreadyCopied()
 
         self.grads_per_micro_batch = sum(len(stages_of[param]) for param in params)
-        self.grad_shard = self.received = None  # received: the result of a reduction under way at levels 2 and 3
+        self.grad_shard = None
+        self.reduced = self.store = None  # the result of the reduction under way, and what puts it into grad_shard
         self.grad_is_zero = False  # the update has zeroed it
         self.before_reduction = lambda: None  # see noise.py
         self.reduce_dtype = reduce_dtype or self.acc_dtype
@@ -139,20 +140,18 @@ class ShardedBucket(Bucket):
 
     def within_shard(self, flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Those elements of `flat`, a tensor as long as the shard, that are start..stop of the whole bucket."""
-        first, last = self.shard.start, self.shard.stop
-        start = min(max(start, first), last) - first
-        stop = min(max(stop, first), last) - first
+        start, stop = (min(max(i - self.shard.start, 0), len(flat)) for i in (start, stop))
         return flat[start:stop]
 
     # Gradients. Levels 0 and 1 reduce the whole gradient once per step; 2 and 3 reduce and free it per micro-batch.
 
     def begin_step(self, backwards: dict[int, int]) -> None:
-        """backwards: stage -> number of backward passes through it in this step."""
-        self.expected = sum(backwards[stage] for param in self.params for stage in self.stages_of[param])
-        assert self.expected > 0, f"{self.name}: a step without a gradient would leave the other ranks waiting"
+        super().begin_step(backwards)
         self.accumulated, self.replicas_started = 0, False
         for param in self.params:
             param.generation += 1  # so that a captured step includes quantising weights to FP8, and replays repeat it
+
+    def zero_grad(self) -> None:
         if self.level < 2:
             if self.grad is None:
                 self.grad = self.zeros(self.padded, self.acc_dtype)
@@ -174,8 +173,8 @@ class ShardedBucket(Bucket):
         super().ready(param)
 
     def start_reduction(self) -> None:
-        """Start to sum the gradient over the data axis. The group's reduction before it is finished first, where only
-        two whole gradients of a group may exist, or replicas wait for the bucket's shard."""
+        """Start to sum the gradient over the data axis. First finish the group's previous reduction: at levels 2 and 3,
+        so that at most two whole gradients exist; with replicas, so that its shard can be summed over them."""
         self.before_reduction()
         if self.level >= 2 or size(self.groups["replicate"]) > 1:
             if before := self.reducing.get(process_group(self.group)):
@@ -186,30 +185,31 @@ class ShardedBucket(Bucket):
         first = self.level < 2 or self.accumulated <= self.grads_per_micro_batch
         sent = self.grad.to(self.reduce_dtype) if size(self.group) > 1 else self.grad
         in_place = first and sent is self.grad
-        self.receive = None if in_place else self.grad_shard.copy_ if first else self.grad_shard.add_
+        store = self.grad_shard.copy_ if first else self.grad_shard.add_
+        self.store = None if in_place else store
         if self.level == 0:
-            self.received = sent
+            self.reduced = sent
             self.reduction = all_reduce(sent, self.group, async_op=True)
         else:
-            self.received = self.grad_shard if in_place else sent.new_empty(len(self.grad_shard))
-            self.reduction = reduce_scatter(self.received, sent, self.group, async_op=True)
+            self.reduced = self.grad_shard if in_place else sent.new_empty(len(self.grad_shard))
+            self.reduction = reduce_scatter(self.reduced, sent, self.group, async_op=True)
         if self.level >= 2:
             self.grad = None
 
     def finish_reduction(self) -> None:
         """Wait for the reduction under way and add its result to those of earlier micro-batches."""
         self.reduction.wait()
-        if self.receive:
-            self.receive(self.received)
-        self.receive = self.received = None
+        if self.store:
+            self.store(self.reduced)
+        self.store = self.reduced = None
 
     def start_replicas(self) -> None:
         """After the step's last reduction: start to sum the shard over replicas (hybrid sharding)."""
         if self.expected == 0 and not self.replicas_started and size(self.groups["replicate"]) > 1:
             self.replicas_started = True
-            self.received = self.grad_shard.to(self.reduce_dtype)
-            self.receive = None if self.received is self.grad_shard else self.grad_shard.copy_
-            self.reduction = all_reduce(self.received, self.groups["replicate"], async_op=True)
+            self.reduced = self.grad_shard.to(self.reduce_dtype)
+            self.store = None if self.reduced is self.grad_shard else self.grad_shard.copy_
+            self.reduction = all_reduce(self.reduced, self.groups["replicate"], async_op=True)
 
     def finish_step(self) -> None:
         """Finish `grad_shard`: sum it over the data axis, over replicas and over partial axes."""
@@ -250,7 +250,7 @@ class ShardedBucket(Bucket):
             self.weight_shard.copy_(self.master)
         if self.level == 3:  # a forward whose backward never ran has left old weights unsharded
             self.users = 0
-            self.weights.untyped_storage().resize_(0)
+            self.free_weights()
         elif self.level:
             self.unsharding = all_gather(self.weights, self.weight_shard, self.group, async_op=True)
 
@@ -265,7 +265,11 @@ class ShardedBucket(Bucket):
         self.users -= 1
         assert self.users >= 0, f"{self.name}: more calls of reshard than of unshard"
         if self.level == 3 and self.users == 0:
-            self.weights.untyped_storage().resize_(0)
+            self.free_weights()
+
+    def free_weights(self) -> None:
+        """Free the memory of the whole weights. The parameters stay views of it, valid once it is allocated again."""
+        self.weights.untyped_storage().resize_(0)
 
     def prefetch(self) -> None:
         """Start the all-gather of the weights at level 3, if they are not whole already."""
@@ -276,7 +280,7 @@ class ShardedBucket(Bucket):
     # Ownership, and state in and out.
 
     def owns(self, spec: Spec) -> bool:
-        """Whether this rank, of all that hold the same shard of such a parameter, counts and saves it."""
+        """Whether this rank, of all that hold the same shard of such a parameter, counts it in the norm."""
         first_replica = rank(self.groups["replicate"]) == 0 and (self.level > 0 or rank(self.group) == 0)
         return first_replica and is_first_replica(spec, self.groups)
 
@@ -345,8 +349,9 @@ class UpdateRule(NamedTuple):
 
 def apply_adamw(weights, grads, m, v, *, steps, betas, **settings) -> None:
     """torch's fused AdamW."""
-    adamw(weights, grads, m, v, [], [steps.clone() for _ in weights], beta1=betas[0], beta2=betas[1], fused=True,
-          amsgrad=False, maximize=False, **settings)
+    steps_of = [steps.clone() for _ in weights]  # the kernel increments them
+    torch_adamw(weights, grads, m, v, [], steps_of, beta1=betas[0], beta2=betas[1], fused=True, amsgrad=False,
+                maximize=False, **settings)
 
 
 def apply_sgd(weights, grads, *, lr, weight_decay, found_inf, **_) -> None:
@@ -412,7 +417,31 @@ class Optimizer(DataParallel):
 
         extra: a vector that is replaced by its sum over all ranks, in the same reduction as the norm.
         """
-        one_pass = self.load_one_pass() if self.rule.one_pass and uses_kernels(self.buckets[0].master) else None
+        one_pass = self.one_pass_of_spans() if self.rule.one_pass and uses_kernels(self.buckets[0].master) else None
+        unscale = 1 / self.loss_scale.value if self.loss_scale else 1.0
+        norm = self.summed_norm(one_pass, unscale, extra)
+        found_inf = (~(norm < limit)).float()
+        factor = unscale * (self.clip / (norm + 1e-6)).clamp(max=1) if self.clip else unscale
+        if one_pass:
+            one_pass.update(factor, found_inf, self.steps, lr=lr, weight_decay=self.weight_decay, **self.rule_settings)
+            for bucket in self.buckets:
+                bucket.grad_is_zero = bucket.level == 0
+                bucket.update_weights(copied=True)
+        else:
+            for bucket in self.buckets:
+                bucket.grad_shard.mul_(factor)
+                bucket.start_offload()
+            scalars = [x.to(self.buckets[0].master.device) for x in (self.steps, found_inf)]
+            for bucket in self.buckets:
+                self.update(bucket, lr, *scalars)
+                bucket.update_weights()
+        self.steps += 1 - found_inf
+        if self.loss_scale:
+            self.loss_scale.update((~norm.isfinite()).float())  # a finite norm above `limit` is no overflow
+        return norm
+
+    def summed_norm(self, one_pass, unscale: float | torch.Tensor, extra: torch.Tensor | None) -> torch.Tensor:
+        """The norm of the whole gradient times `unscale`, from squares of all buckets and ranks. extra: see step."""
         squared = (one_pass.squared_norm() if one_pass else
                    torch.stack([bucket.squared_norm() for bucket in self.buckets]).sum())
         terms = torch.stack([squared, *(self.noise.squares() if self.noise else ())])
@@ -420,29 +449,8 @@ class Optimizer(DataParallel):
         all_reduce(summed, self.world)
         if extra is not None:
             extra.copy_(summed[len(terms):])
-        unscale = 1 / self.loss_scale.value if self.loss_scale else 1.0
         squared = self.noise.receive(summed[:len(terms)], unscale) if self.noise else summed[0]
-        norm = squared.sqrt() * unscale
-        found_inf = (~(norm < limit)).float()
-        clip_factor = (self.clip / (norm + 1e-6)).clamp(max=1) if self.clip else 1.0
-        if one_pass:
-            one_pass.update(clip_factor * unscale, found_inf, self.steps, lr=lr, weight_decay=self.weight_decay,
-                            **self.rule_settings)
-        for bucket in self.buckets:
-            if one_pass:
-                bucket.grad_is_zero = bucket.level == 0
-            else:
-                bucket.grad_shard.mul_(clip_factor * unscale)
-                bucket.start_offload()
-        scalars = [x.to(self.buckets[0].master.device) for x in (self.steps, found_inf)]
-        for bucket in self.buckets:
-            if not one_pass:
-                self.update(bucket, lr, *scalars)
-            bucket.update_weights(copied=bool(one_pass))
-        self.steps += 1 - found_inf
-        if self.loss_scale:
-            self.loss_scale.update((~norm.isfinite()).float())  # a finite norm above `limit` is no overflow
-        return norm
+        return squared.sqrt() * unscale
 
     def update(self, bucket: ShardedBucket, lr: float, steps: torch.Tensor, found_inf: torch.Tensor) -> None:
         """Apply the rule to this rank's shard, in the accumulation dtype: to what decays, then to what does not. All
@@ -460,8 +468,8 @@ class Optimizer(DataParallel):
             if moment is not bucket.state[name]:
                 bucket.state[name].copy_(moment)
 
-    def load_one_pass(self):
-        """The adamw.OnePass of all buckets: this step's, or that of earlier steps if gradients are where they were."""
+    def one_pass_of_spans(self):
+        """The adamw.OnePass of all buckets, rebuilt only if gradients have been reallocated."""
         import adamw  # needs Triton, which a CPU does without
 
         spans = [adamw.Span(*(bucket.within_shard(flat, start, stop) for flat in (
@@ -472,7 +480,8 @@ class Optimizer(DataParallel):
             self.one_pass = adamw.OnePass(spans)
         return self.one_pass
 
-    # Hooks around every unit: unshard its weights before its forward and its backward, reshard them after each.
+    # Hooks around every unit: unshard its weights before its forward and its backward, reshard them after each. At
+    # levels 1 and 2 they wait for the all-gather that followed the update.
 
     def attach_unshard_hooks(self, units: Units) -> None:
         bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
@@ -559,7 +568,8 @@ class Layer(nn.Module):
 
 
 def measure(level: int, groups: Groups) -> dict[str, int]:
-    """The peak of live bytes by kind in two steps of a model of 12 layers."""
+    """The peak of live bytes by kind in two steps of a model of 12 layers; and "sent", the bytes sent per step."""
+    from collectives import sent
     from meter import Meter
 
     layers = [Layer(number, groups) for number in range(12)]
@@ -571,29 +581,35 @@ def measure(level: int, groups: Groups) -> dict[str, int]:
         meter.label("weights", bucket.weights, bucket.weight_shard)
         meter.label_size("gradients", 4 * bucket.padded, 4 * bucket.master.numel())
     x = torch.ones(1, 256, dtype=torch.bfloat16, requires_grad=True)
+    sent.clear()
     with meter:
         for _ in range(2):
             optimizer.begin_step({0: 1})
             nn.Sequential(*layers)(x).sum().backward()
             optimizer.finish_step()
             optimizer.step(1e-3)
-    return {kind: meter.peak[kind] for kind in ("weights", "gradients", "optimizer")}
+    peak = {kind: meter.peak[kind] for kind in ("weights", "gradients", "optimizer")}
+    return peak | {"sent": sum(sent.values()) // 2}
 
 
-def demo(group) -> None:
+def demo(group: Group) -> None:
     from footprint import state_bytes
 
     groups: Groups = {"world": group, "replicate": None, "dp": group}
-    lines = [f"Megabytes on each of {size(group)} ranks, 12 layers in bf16, AdamW; measured: the sum of three peaks.",
-             "█ weights  ▓ gradients  ▒ optimizer state", "", "             measured  formula"]
-    totals = []
+    lines = [f"Megabytes on each of {size(group)} ranks, 12 layers in bf16, AdamW; measured: the sum of three peaks; "
+             "sent: per step.", "█ weights  ▓ gradients  ▒ optimizer state", "",
+             "             measured  formula     sent"]
+    totals, sends = [], []
     for level in range(4):
         peak = measure(level, groups)
         formula = state_bytes(12 * [256 * 256], level, size(group), weight=2, accumulated=4, moments=8)
+        sends.append(peak.pop("sent"))
         totals.append(sum(peak.values()))
         bar = "".join(sign * round(peak[kind] / 3e5) for sign, kind in zip("█▓▒", peak))
-        lines.append(f"    level {level}  {sum(peak.values()) / 1e6:8.2f} {sum(formula.values()) / 1e6:8.2f}   {bar}")
-    lines.append(f"\nLevel 3 holds 1/{totals[0] / totals[3]:.1f} of what level 0 does, and sends half as much again.")
+        lines.append(f"    level {level}  {totals[-1] / 1e6:8.2f} {sum(formula.values()) / 1e6:8.2f} "
+                     f"{sends[-1] / 1e6:8.2f}   {bar}")
+    lines.append(f"\nLevel 3 holds 1/{totals[0] / totals[3]:.1f} of what level 0 does, and sends "
+                 f"{sends[3] / sends[0]:.2f} times as much.")
     if rank(group) == 0:
         print("\n".join(lines))
 

@@ -164,6 +164,12 @@ def test_launches_do_not_depend_on_the_number_of_parameters(monkeypatch, count):
     assert [kernel.launches for kernel in kernels] == [1, 1]
 
 
+def test_a_table_is_known_by_the_addresses_of_all_spans():
+    """Of those without elements, too: most shards lack a span, and their table must not be rebuilt in every step."""
+    spans = [*spans_of(2, 8, torch.float32), *spans_of(1, 0, torch.float32)]
+    assert adamw.OnePass(spans).addresses == adamw.addresses(spans)
+
+
 @pytest.mark.parametrize("change, message", [
     (lambda span: span._replace(grad=span.grad.double()), "needs fp32 master weights and gradients"),
     (lambda span: span._replace(m=span.m[:5]), "spans must be flat")])

@@ -611,7 +611,7 @@ def test_results_in_bf16_are_rounded_once():
     T, k = 200, 3
     y = torch.randn(T * k, 16).bfloat16()
     chosen = torch.arange(T * k).view(T, k) % 8
-    route = SimpleNamespace(group=None, chosen=chosen, rows=ep.sort_rows(chosen, 8, T * k))
+    route = SimpleNamespace(group=None, chosen=chosen, rows=ep.sort_by_expert(chosen, 8, T * k))
     exact = torch.zeros(T, 16, dtype=torch.double).index_add_(0, route.rows.order // k, y.double())
     got = ep.combine(y, route)
     assert got.dtype == torch.bfloat16

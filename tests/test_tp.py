@@ -292,9 +292,9 @@ def step(flags: str) -> dict:
 
     def counted(*args):
         nonlocal copies
-        given, received = exchange(*args)
-        copies += sum(rows[-1] for rows in given)
-        return given, received
+        splits = exchange(*args)
+        copies += sum(splits[0])
+        return splits
 
     class Watch(Meter):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
