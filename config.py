@@ -61,9 +61,9 @@ def padded_length(seq: int, cp: int, tp: int = 1) -> int:
 
 
 def padded_elements(count: int, shards: int) -> int:
-    """count rounded up so that equal shards begin at multiples of 8 elements, 16 bytes or more, which kernels and NCCL
-    move at once. One shard is not padded."""
-    return -(-count // (8 * shards)) * 8 * shards if shards > 1 else count
+    """count rounded up to equal shards of 16 elements or a multiple, which kernels (adamw.py) and NCCL move 16 bytes at
+    once. One shard is not padded."""
+    return -(-count // (16 * shards)) * 16 * shards if shards > 1 else count
 
 
 # ---- the settings ---------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ and the next forward waits for it where it first uses the weights. Level 3 prefe
 Hybrid sharding: the n ranks of each of R replicas do all this; once per step R ranks all-reduce each gradient shard. A
 shard's all-reduce starts when the next bucket's reduction does.
 
-Bytes per parameter at level 0 (divide what is sharded by n; padding adds less than 8 n elements per bucket):
+Bytes per parameter at level 0 (divide what is sharded by n; padding adds less than 16 n elements per bucket):
 
     recipe                  weights   gradients   master   moments   together
     fp32                       4          4          -       4 + 4       16     --dtype fp32
