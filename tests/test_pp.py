@@ -199,12 +199,13 @@ def test_activations_held_are_those_of_the_formulas():
     ("interleaved", 8, 32, 24), ("zb1p", 8, 16, 47), ("zb-v", 8, 16, 12), ("dualpipev", 8, 16, 16)])
 def test_transfers_in_one_stream_cost_time_and_in_a_link_for_each_pair_none(schedule, p, m, extra):
     plan = make_plan(schedule, p, m)
-    in_turn, in_one_stream = simulate(plan), simulate(plan, one_stream=True)
-    ends = [max(rank[-1].stop for rank in spans) for spans in (in_turn, in_one_stream)]
+    ends = [max(rank[-1].stop for rank in simulate(plan, one_stream=one)) for one in (False, True)]
     assert round(100 * (ends[1] / ends[0] - 1)) == extra
     lists = lower(plan)
-    assert replay(lists, Costs(), stream_of_link) == in_turn
-    assert replay(lists, Costs(), lambda item: isinstance(item, Transfer)) == in_one_stream
+    assert replay(lists, Costs(), stream_of_link) == simulate(plan)
+    for times in Costs(), Costs(hop=0.3):
+        in_one_stream = replay(lists, times, lambda item: isinstance(item, Transfer))
+        assert in_one_stream == simulate(plan, times, one_stream=True)
 
 
 @pytest.mark.parametrize("p, m, n, held", [(4, 9, 5, 6.0), (8, 30, 10, 12.5), (8, 16, 8, 11.5), (4, 3, 3, 3.0)])
