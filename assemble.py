@@ -22,7 +22,7 @@ from fp8 import RECIPES, Fp8
 from model import Execution, Llama
 from param import acc_dtype, draw
 from pp import Pipeline
-from schedules import backwards_in_memory, plan_of
+from schedules import plan_of
 from zero import UPDATE_RULES, Optimizer
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -94,7 +94,8 @@ def memory_of_rank(settings: config.Config, groups: Groups, fused: bool = False)
     activations = footprint.activation_bytes(settings, dtype.itemsize, pipeline.stages.values(), pipeline.in_flight,
                                              has_head)
     return footprint.memory_bytes(settings, dtype.itemsize, moments, buckets, model.fp8_weights(), activations,
-                                  pipeline.in_flight, pipeline.stages, backwards_in_memory(pipeline.actions), fused)
+                                  pipeline.in_flight, pipeline.stages, footprint.backwards_in_memory(pipeline.actions),
+                                  fused)
 
 
 def open_samples(settings: config.Config, paths: list[str], seed: int | None) -> Samples:

@@ -206,10 +206,10 @@ def step_seconds(run: Run, stages: list[Parts] | None = None, simulated: bool = 
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 @lru_cache(4096)
-def plans_in_memory(schedule: str, p: int, m: int, v: int, n: int) -> list[tuple[int, list[schedules.Backward]]]:
-    """For each rank: (micro-batches whose activations it has at once, at most, in those of one stage; backwards)."""
+def plans_in_memory(schedule: str, p: int, m: int, v: int, n: int) -> list[tuple[int, list[footprint.Backward]]]:
+    """For each rank: (the most (stage, micro-batch) activations that it has at once, its backwards)."""
     plan = schedules.make_plan(schedule, p, m, v, n)
-    return [(max(schedules.activations_held(actions)), schedules.backwards_in_memory(actions))
+    return [(max(schedules.activations_held(actions)), footprint.backwards_in_memory(actions))
             for actions in plan.ranks]
 
 
@@ -218,7 +218,7 @@ def stages_of_rank(run: Run, rank: int) -> dict[int, range]:
     return {stage: layers for stage, layers in enumerate(divided) if owner(run.settings.grid, stage) == rank}
 
 
-def plan_in_memory(run: Run, rank: int) -> tuple[int, list[schedules.Backward]]:
+def plan_in_memory(run: Run, rank: int) -> tuple[int, list[footprint.Backward]]:
     """See plans_in_memory. The steady state of a schedule repeats, so few micro-batches show what many need."""
     grid, m = run.settings.grid, run.micro_batches
     enough = m

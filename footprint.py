@@ -30,7 +30,7 @@ from costs import (
     reduced_bytes,
     saved_bytes,
 )
-from schedules import Backward
+from schedules import Action
 
 
 def state_bytes(buckets: list[int], level: int, n: int, *, weight: int, accumulated: int,
@@ -61,7 +61,7 @@ def activation_bytes(settings: Config, element: int, stages: Collection[Iterable
     """Bytes that forwards save on a rank for their backwards, if all experts get equally many tokens.
 
     element: bytes per element of an activation. stages: the layers of each pipeline stage on this rank; None: all
-    layers, in one stage. in_flight: micro-batches whose activations the rank has at once. has_head: whether it has the
+    layers, in one stage. in_flight: the most (stage, micro-batch) activations at once. has_head: whether it has the
     last stage. This is what plain torch saves. Triton's kernels on GPUs save less: no statistics of norms, and dx and
     dW of the head instead of logits. Left out: masks of documents and windows, small tensors per sequence, and what is
     offloaded.
@@ -125,13 +125,43 @@ class Moment(NamedTuple):
     freed: float = 0.0  # bytes of saved activations that have been freed by then
 
 
+class Backward(NamedTuple):
+    """A backward of a rank's plan, as far as the memory depends on its place in the plan."""
+    op: str  # B, I or W
+    stage: int
+    before: int | None  # the stage whose gradients were complete last, and may still be summed over the data axis
+    passes: int  # how many micro-batches' gradients of that stage are complete; 2: two or more
+    held: int  # micro-batches whose activations the rank has when it begins, in those of one stage
+    halves: int  # of these, how many have had their I and not their W
+
+
+def backwards_in_memory(actions: list[Action]) -> list[Backward]:
+    """The different backwards of a rank's plan; of those that differ in `held` alone, the one that holds most."""
+    found: dict[Backward, Backward] = {}
+    passes: dict[int | None, int] = {}
+    before, held, halves = None, 0, 0
+    for op, stage, _ in actions:
+        if op == "F":
+            held += 1
+            continue
+        backward = Backward(op, stage, before, min(2, passes.get(before, 0)), held, halves)
+        key = backward._replace(held=0)
+        found[key] = max(found.get(key, backward), backward)
+        if op == "I":
+            halves += 1
+        else:
+            held, halves = held - 1, halves - (op == "W")
+            before, passes[stage] = stage, passes.get(stage, 0) + 1
+    return list(found.values())
+
+
 def memory_bytes(settings: Config, element: int, moments: int, buckets: dict[str, list[int]], fp8_weights: int,
                  activations: int, in_flight: int, stages: Mapping[int, range], backwards: list[Backward],
                  fused: bool = False) -> dict[str, int]:
     """Bytes of a rank by kind ("weights", "gradients", ...), at the peak of a step.
 
     buckets: data axis -> elements of each bucket. moments: bytes per element of all moments. fp8_weights: elements of
-    this rank's matrices that multiply in FP8. activations: bytes saved for backward, of in_flight micro-batches.
+    this rank's matrices that multiply in FP8. activations, in_flight: what activation_bytes returns and is given.
     stages: of this rank, and their layers. backwards: of its plan. fused: as on GPUs, where kernels compute the loss
     chunk by chunk and add matrix gradients to fp32. Left out: activations and gradients that pipeline ranks are sending
     or have received; at ZeRO levels 2 and 3 a tied table's gradient, and the gradients being reduced if experts alone

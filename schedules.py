@@ -372,36 +372,6 @@ def activations_held(actions: list[Action]) -> list[int]:
     return list(accumulate(dict(F=1, B=-1, I=0, W=-1)[action.op] for action in actions))
 
 
-class Backward(NamedTuple):
-    """A backward of a rank's plan, as far as the memory depends on its place in the plan. Where several differ in
-    `held` alone, the one with most."""
-    op: str  # B, I or W
-    stage: int
-    before: int | None  # the stage whose gradients were complete last, and may still be summed over the data axis
-    passes: int  # how many micro-batches' gradients of that stage are complete; 2: two or more
-    held: int  # micro-batches whose activations the rank has when it begins, in those of one stage
-    halves: int  # of these, how many have had their I and not their W
-
-
-def backwards_in_memory(actions: list[Action]) -> list[Backward]:
-    found: dict[Backward, Backward] = {}
-    passes: dict[int | None, int] = {}
-    before, held, halves = None, 0, 0
-    for op, stage, _ in actions:
-        if op == "F":
-            held += 1
-            continue
-        backward = Backward(op, stage, before, min(2, passes.get(before, 0)), held, halves)
-        key = backward._replace(held=0)
-        found[key] = max(found.get(key, backward), backward)
-        if op == "I":
-            halves += 1
-        else:
-            held, halves = held - 1, halves - (op == "W")
-            before, passes[stage] = stage, passes.get(stage, 0) + 1
-    return list(found.values())
-
-
 # ---- pictures -------------------------------------------------------------------------------------------------------
 
 COLORS = {"F": ("#7aa6da", 110, "forward"), "B": ("#8cc98c", 114, "backward"),  # SVG, terminal, legend
