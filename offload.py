@@ -30,13 +30,12 @@ of blocks).
 """
 from collections.abc import Sequence
 from functools import cache
-from typing import Protocol
 
 import torch
 
 
-class Copied(Protocol):
-    """A copy that was started. On GPUs a torch.cuda.Event."""
+class Copied:
+    """A copy that was made at once, on a CPU; on GPUs a torch.cuda.Event is in its place."""
 
     def wait(self) -> None:
         """Let kernels that are launched from now on wait for it."""
@@ -45,23 +44,14 @@ class Copied(Protocol):
         """Let the host wait for it."""
 
 
-class AlreadyCopied:
-    """A copy on a CPU, which was made at once."""
-
-    def wait(self) -> None:
-        pass
-
-    synchronize = wait
-
-
 @cache
 def stream_of(device: torch.device) -> torch.cuda.Stream:
     """The one that all copies share."""
     return torch.cuda.Stream(device)
 
 
-class HostCopies:
-    """Copies between a device and the memory of the host. On a CPU both are the same memory."""
+class CopyStream:
+    """Copies between a device and the memory of the host, on one stream. On a CPU both are the same memory."""
 
     def __init__(self, device: torch.device):
         self.stream = stream_of(device) if device.type == "cuda" else None
@@ -70,11 +60,11 @@ class HostCopies:
         """Memory of the host, filled with zeros."""
         return torch.zeros(shape, dtype=dtype, pin_memory=self.stream is not None)
 
-    def start(self, target: torch.Tensor, source: torch.Tensor) -> Copied:
+    def start(self, target: torch.Tensor, source: torch.Tensor) -> "Copied | torch.cuda.Event":
         """Start to copy to or from the host, after the kernels that have been launched so far."""
         if self.stream is None:
             target.copy_(source)
-            return AlreadyCopied()
+            return Copied()
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
             target.copy_(source, non_blocking=True)

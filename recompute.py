@@ -59,7 +59,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
 from collectives import Group, all_gather, rank, run_demo, size
-from offload import Copied, HostCopies
+from offload import Copied, CopyStream
 
 # ---- full -----------------------------------------------------------------------------------------------------------
 
@@ -70,7 +70,7 @@ class CheckpointArena:
     same forward, whose block will be next.
     """
 
-    def __init__(self, slots: int, x: torch.Tensor, group: Group = None, copies: HostCopies | None = None):
+    def __init__(self, slots: int, x: torch.Tensor, group: Group = None, copies: CopyStream | None = None):
         """x: any tensor with the shape and dtype of a checkpoint, of which the ranks of the group save equal parts."""
         if x.numel() % size(group):
             raise ValueError(f"{size(group)} ranks cannot share a checkpoint of {x.numel()} elements in equal parts")
@@ -286,7 +286,7 @@ class Recompute:
         if self.mode != "full" or not x.requires_grad:
             return block(x)
         if self.arena is None or self.arena.shape != x.shape:
-            copies = HostCopies(x.device) if self.offload else None
+            copies = CopyStream(x.device) if self.offload else None
             self.arena = CheckpointArena(self.slots, x.detach(), self.group, copies)
         return Checkpoint.apply(block, self.arena, x)
 

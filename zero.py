@@ -81,7 +81,7 @@ from collectives import (
 )
 from config import padded_elements
 from dp import Bucket, DataParallel, Units
-from offload import AlreadyCopied, HostCopies
+from offload import Copied, CopyStream
 from operations import uses_kernels
 from param import Box, Source, Spec, box_shape, boxes, draw, is_first_replica, parameter, shard_slice
 
@@ -117,7 +117,7 @@ class ShardedBucket(Bucket):
             self.free_weights()
         self.unsharding = Pending(None)
         self.users = 0  # calls of `unshard` less calls of `reshard`
-        self.copies = HostCopies(self.device) if offload else None
+        self.copies = CopyStream(self.device) if offload else None
         state_zeros = self.copies.zeros if offload else self.zeros
         is_own_master = dtype == self.acc_dtype and not offload
         self.master = self.weight_shard if is_own_master else state_zeros(length, self.acc_dtype)
@@ -125,7 +125,7 @@ class ShardedBucket(Bucket):
         self.state = {"master": self.master} | moments
         if offload:
             self.host_grad, self.host_weights = state_zeros(length, self.acc_dtype), state_zeros(length, dtype)
-            self.weights_copied = AlreadyCopied()
+            self.weights_copied = Copied()
 
         self.grads_per_micro_batch = sum(len(stages_of[param]) for param in params)
         self.grad_shard = None

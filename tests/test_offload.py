@@ -61,7 +61,7 @@ class Recorded:
         self.events.append(f"host waits for {self.what}")
 
 
-class RecordingCopies(offload.HostCopies):
+class RecordingCopies(offload.CopyStream):
     """Names a copy by the sum of what is copied."""
     events: list[str] = []
 
@@ -83,7 +83,7 @@ class RecordingCopies(offload.HostCopies):
 def events(monkeypatch) -> list[str]:
     monkeypatch.setattr(RecordingCopies, "events", [])
     for module in (recompute, zero):
-        monkeypatch.setattr(module, "HostCopies", RecordingCopies)
+        monkeypatch.setattr(module, "CopyStream", RecordingCopies)
     return RecordingCopies.events
 
 
@@ -133,7 +133,7 @@ def test_gradients_leave_while_the_cpu_updates(events):
 
 # ---- live bytes by device -------------------------------------------------------------------------------------------
 
-class CopiesOfFakeTensors(offload.HostCopies):
+class CopiesOfFakeTensors(offload.CopyStream):
     def __init__(self, device: torch.device):
         self.stream = None
 
@@ -154,7 +154,7 @@ def bytes_by_device(flags: str) -> tuple[Counter, dict[str, int], int]:
 def test_what_is_offloaded_is_on_the_host(monkeypatch):
     """12 bytes per parameter, and all inputs of blocks but two, leave the GPU, as the formula says."""
     for module in (recompute, zero):
-        monkeypatch.setattr(module, "HostCopies", CopiesOfFakeTensors)
+        monkeypatch.setattr(module, "CopyStream", CopiesOfFakeTensors)
     flags, inputs = "--dtype bf16 --recompute full --offload ", 4 * 2 * 16 * 32 * 2
     (none, formula, count), (optimizer, without_state, _), (activations, without_inputs, _) = (
         bytes_by_device(flags + what) for what in ("none", "optimizer", "activations"))
