@@ -493,11 +493,12 @@ def test_a_process_is_a_living_rank_only_if_it_has_the_same_parent():
 
 @pytest.mark.parametrize("error, says", [
     (RuntimeError("Connection closed by peer"), "all_reduce, call 3 on axis world (ranks 0, 1), lost its connection: "
-     "Connection closed by peer"),  # gloo's
+     "Connection closed by peer"),
     (dist.DistBackendError("NCCL error"), "all_reduce, call 3 on axis world (ranks 0, 1), lost its connection: NCCL "
      "error"),
     (torch.AcceleratorError("CUDA error: an illegal memory access"), "CUDA error: an illegal memory access"),
-    (torch.OutOfMemoryError("CUDA out of memory"), "CUDA out of memory"), (TypeError("no tensor"), "no tensor")])
+    (torch.OutOfMemoryError("CUDA out of memory"), "CUDA out of memory"), (TypeError("no tensor"), "no tensor")],
+    ids=["gloo", "NCCL", "GPU", "memory", "usage"])
 def test_an_error_while_a_rank_waits_is_a_lost_connection_only_if_it_is_one_of_the_network(monkeypatch, error, says):
     dog, said = watchdog.Watchdog.__new__(watchdog.Watchdog), []
     dog.rank, dog.ranks, dog.siblings, dog.members, dog.activity = 0, 2, (), {}, lambda: "in step 3"

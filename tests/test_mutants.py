@@ -434,6 +434,13 @@ MUTANTS = [
            "alive[stage, k] = x, torch.autograd.graph.get_gradient_edge(y); self.items = self.items; "
            "self.__dict__.setdefault('kept', []).append((x, y))",
            "tests/test_pp.py::test_bytes_alive_at_every_action_are_the_plans[1f1b]"),
+    Mutant("a receive that does not wait for its rank", "schedules.py",
+           "max(acted[r], acted[peer], sent[r]", "max(acted[r], sent[r]",
+           "tests/test_pp.py::test_transfers_in_one_stream_cost_time_and_in_a_link_for_each_pair_none"
+           "[interleaved-8-16-44]"),
+    Mutant("a measured trace in units of a millisecond", "pp.py",
+           "UNIT_S * 1e6 if measuring else 1e3", "1e3",
+           "tests/test_pp.py::test_a_unit_of_a_measured_trace_is_what_a_stage_sleeps"),
     Mutant("a W that follows its I at once", "schedules.py",
            "                if lag and i >= late:\n"
            '                    actions.append(Action("W", *backwards[i - late]))',
@@ -965,6 +972,10 @@ MUTANTS = [
     Mutant("a step that is done and not noted", "train.py",
            "        job.saver.note(issued.step + 1)\n", "        pass\n",
            "tests/test_faults.py::test_a_run_that_goes_on_says_how_many_steps_are_lost[two]"),
+    Mutant("a fault of a GPU taken for a lost connection", "watchdog.py",
+           "type(error) is RuntimeError or", "isinstance(error, RuntimeError) or",
+           "tests/test_faults.py::"
+           "test_an_error_while_a_rank_waits_is_a_lost_connection_only_if_it_is_one_of_the_network[GPU]"),
     Mutant("processes of another machine's ranks killed", "watchdog.py",
            'range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))', "range(self.ranks)",
            "tests/test_faults.py::test_calls_of_the_store_do_not_depend_on_the_number_of_ranks[waits]"),
