@@ -269,7 +269,8 @@ def all_to_all(out: torch.Tensor, x: torch.Tensor, output_splits: list[int], inp
         return Pending(None)
     assert x.is_contiguous() and out.is_contiguous()
     with calling("all_to_all", group, x.nbytes - x[:input_splits[rank(group)]].nbytes) as call:
-        work = dist.all_to_all_single(out, x, output_splits, input_splits, process_group(group), async_op)
+        work = dist.all_to_all_single(out, x, output_splits, input_splits, group=process_group(group),
+                                      async_op=async_op)
         return Pending(work, out, x, call=call)
 
 
