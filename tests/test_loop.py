@@ -326,9 +326,9 @@ def communicated(folder: str, flags: str) -> list[tuple[dict, dict]]:
     meter, experts, steps = Meter(memory=False), [], []
     exchange, measure, write, begin = dist.all_to_all_single, Log.metrics, Log.write, Log.begin
 
-    def counted_exchange(out, x, output_splits, input_splits, group, *rest):
+    def counted_exchange(out, x, output_splits, input_splits, group, **rest):
         experts.append((group.group_name, x.nbytes - x[:input_splits[group.rank()]].nbytes))
-        return exchange(out, x, output_splits, input_splits, group, *rest)
+        return exchange(out, x, output_splits, input_splits, group, **rest)
 
     def counted_metrics(log, *args, **numbers):
         bytes_of = Counter()
