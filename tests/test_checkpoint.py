@@ -373,6 +373,15 @@ def test_flags_that_are_given_win_and_the_rest_is_the_checkpoints(trained):
     assert settings.run.out == str(trained) and settings.batch.global_batch == 8
 
 
+def test_what_belongs_to_one_start_of_a_run_is_not_inherited(trained):
+    saved = config.read_run(str(trained / "step-000002"))
+    given = dict(insist=True, resume="auto", init_from="a", export_hf="b", profile="c", memory_snapshot="d")
+    with patch.object(config, "read_run", lambda path: saved | {"settings": saved["settings"] | given}):
+        run = config.parse(f"--resume {trained}".split()).run
+    assert run.resume == str(trained) and not run.insist
+    assert run.init_from == run.export_hf == run.profile == run.memory_snapshot == ""
+
+
 def test_a_checkpoint_is_evaluated_without_a_step(trained, tokens):
     said = run(f"--resume {trained} --steps 0 --val-data {tokens}")
     assert "after 2 steps: validation loss 4." in said and "trained 2" not in said

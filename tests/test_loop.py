@@ -239,6 +239,20 @@ def test_skipped_steps_are_counted_as_they_happen(corpora):
     assert [record["skipped"] for record in records] == [finite[:i + 1].count(False) for i in range(20)]
 
 
+def test_a_step_that_is_skipped_leaves_weights_and_biases(corpora):
+    """A spike, whose gradient is finite: here every one is. It counts as no update, and is read."""
+    jobs, flags = [], "--experts 4 --expert-ffn 8 --bias-rate 0.1 --dtype fp32 --steps 2 --global-batch 4"
+    with (patch.object(faults.Guard, "limit", lambda guard: torch.tensor(0.0)),
+          patch.object(train, "finish", jobs.append)):
+        records, _, _ = run(corpora, flags)
+    (done,), settings = jobs, config.parse(f"{MODEL} --data {corpora}/train.npy {flags}".split())
+    first = grids.initial(settings)
+    assert all(torch.equal(p.double(), first[p.spec.name]) for p in done.model.parameters())
+    assert not any(router.bias.any() for router in done.model.routers) and done.optimizer.steps == 0
+    assert (done.state.step, done.state.samples, done.state.skipped) == (2, 8, 2)
+    assert records[0]["grad_norm"] > 0 and records[0]["load_max_over_mean"] > 1
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_flops_in_the_metrics_are_those_that_are_dispatched(recompute):
     """HFU with what is recomputed, MFU without; a rank of two has half of the peak's share."""

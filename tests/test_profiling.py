@@ -1,5 +1,6 @@
 """Profiling: a trace of steps 3 to 5 in which phases and actions have names; nothing where it is not asked for."""
 import json
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ def run(flags: str) -> None:
     settings = config.parse("--layers 2 --hidden 32 --heads 2 --ffn 48 --seq 32 --dtype fp32 --sample= --micro-batch 8 "
                             f"--data {pp.__file__} {flags}".split(), ranks)
     samples = assemble.open_samples(settings, settings.data.data, 0)
-    train.train(settings, samples, None, torch.device("cpu"), "as asked", job.RunState())
+    unseen = samples if settings.data.val_data else None
+    train.train(settings, samples, unseen, torch.device("cpu"), "as asked", job.RunState())
 
 
 def test_a_trace_names_phases_and_actions(tmp_path, capsys):
@@ -40,9 +42,38 @@ def run_rank(flags: str) -> None:
 
 
 def test_the_timeline_of_a_pipeline_shows_every_action_of_the_last_step(pool, tmp_path):
-    pool.run(2, "test_profiling:run_rank", flags=f"--steps 2 --global-batch 16 --profile {tmp_path}")
+    """And not of the evaluation after it."""
+    pool.run(2, "test_profiling:run_rank", flags=f"--steps 2 --global-batch 16 --profile {tmp_path} --val-data "
+             f"{pp.__file__} --eval-steps 1")
     drawn = (tmp_path / "pipeline.svg").read_text()
     assert "4 micro-batches" in drawn and [drawn.count(f'class="{op}"') for op in "FB"] == [1 + 2 * 4, 1 + 2 * 4]
+
+
+def order_of_waits() -> list[str]:
+    """When the engine of this rank of 1f1b waits for a receive, and when it asks its clock."""
+    seen, receive = [], pp.receive
+
+    class Noted:
+        def __init__(self, *arguments):
+            self.pending = receive(*arguments)
+
+        def wait(self):
+            seen.append("wait")
+            self.pending.wait()
+
+    weight = torch.nn.Parameter(torch.ones(1))
+    engine = pp.Engine(make_plan("1f1b", 2, 2), dist.group.WORLD)
+    engine.clock = lambda: seen.append("clock")
+    with patch.object(pp, "receive", Noted):
+        engine.run(lambda stage, k, x: (torch.ones(1) if x is None else x) * weight, (1,), torch.float32)
+    return seen
+
+
+def test_what_an_action_waits_for_is_not_its_time(pool):
+    """1f1b's first rank does F F B B and waits before each B; its last rank F B F B, and waits before each F."""
+    start, action, late = ["clock"], ["clock", "clock"], ["wait", "clock", "clock"]
+    assert pool.run(2, "test_profiling:order_of_waits") == [
+        [*start, *action, *action, *late, *late], [*start, *late, *action, *late, *action]]
 
 
 def test_on_a_gpu_moments_are_events_of_its_stream(monkeypatch):
