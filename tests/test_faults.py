@@ -109,6 +109,19 @@ def inf_in_steps_5_to_7(state):
     return patch.object(train, "forward_backward", first_time)
 
 
+def inf_in_steps_5_to_7_twice(state):
+    """The second time, too, before a checkpoint of a later step is there."""
+    steps = 2 * [5, 6, 7]
+    original = train.forward_backward
+
+    def twice(*args, **kwargs):
+        if steps and state.step == steps[0]:
+            with spoil(state, {steps.pop(0)}, math.inf):
+                return original(*args, **kwargs)
+        return original(*args, **kwargs)
+    return patch.object(train, "forward_backward", twice)
+
+
 def inf_in_steps_5_to_7_read_late(state):
     """As on a GPU: a step's results are read after the next one has been issued."""
     stack = contextlib.ExitStack()
@@ -231,6 +244,14 @@ def test_a_rewind_leaves_out_the_samples_and_nothing_else(pool, tmp_path, patche
     assert (written["samples"], written["left_out"], written["rewinds"]) == (12 * 12 + end - 60, [[60, end]], 1)
     set_aside = any(path.name.startswith("set-aside-step-000008") for path in (tmp_path / "out").iterdir())
     assert set_aside == (most == 3)
+
+
+def test_a_second_rewind_to_a_checkpoint_leaves_out_more_and_counts(tmp_path):
+    flags = f"--steps 9 --save-every 4 --max-skipped 3 --out {tmp_path} --rewind"
+    assert run(f"{flags} 2", "inf_in_steps_5_to_7_twice").count("step-000004 and left out samples") == 2
+    written = config.read_run(str(tmp_path / "step-000009"))
+    assert (written["left_out"], written["rewinds"]) == ([[60, 96], [96, 132]], 2)
+    assert written["samples"] == 5 * 12 + 72 + 4 * 12
 
 
 def test_samples_that_were_left_out_are_passed_over_by_any_batch():

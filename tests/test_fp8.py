@@ -241,8 +241,8 @@ def weight(name: str, shape: tuple[int, int], dim: int, group) -> torch.nn.Param
 
 
 def pair(name: str, T: int, sequence: bool, recompute: bool) -> tuple[list[bool], dict[str, int]]:
-    """Whether a column and row parallel pair is the recipe's formula for whole matrices, and bytes sent by it and by a
-    pair without FP8."""
+    """Whether a column and row parallel pair is the recipe's formula for whole matrices, then also where its backward
+    is split, and bytes sent by it and by a pair without FP8."""
     group, recipe, H = dist.group.WORLD, RECIPES[name], 128
     n, me, act = group.size(), group.rank(), torch.tanh
     a, b, c = weight("a", (512, H), 0, group), weight("b", (512, H), 0, group), weight("c", (H, 1024), 1, group)
@@ -253,18 +253,22 @@ def pair(name: str, T: int, sequence: bool, recompute: bool) -> tuple[list[bool]
     x, up = normal(T, H, seed=1), normal(T, H, seed=2) * torch.logspace(0, -6, T, 2).double()[:, None]
     part = shard_slice(T, n, me) if sequence else slice(None)
 
-    def run(how: TensorParallel):
+    def run(how: TensorParallel, split: bool = False):
+        a.grad = b.grad = c.grad = None
         mine = x[part].clone().requires_grad_()
         with selective(recompute):
             y = tp.row(cheap(act, tp.column(cheap(act, mine), a, b, tp=how)), c, how)
-        y.backward(up[part])
-        return y, mine.grad
+        if split:
+            param.backward_input((0, 0), y, up[part])
+            param.backward_weight((0, 0))
+        else:
+            y.backward(up[part])
+        return y, mine.grad, c.grad, torch.cat((a.grad, b.grad))
 
     sent = {}
     for kind, linear in ("plain", None), ("fp8", Fp8(recipe, torch.float64, (group,), (group,))):
         collectives.sent.clear()
-        a.grad = b.grad = c.grad = None
-        y, dx = run(TensorParallel(group, sequence, fp8=linear))
+        results = run(how := TensorParallel(group, sequence, fp8=linear))
         sent[kind] = collectives.sent[collectives.name(group)]
 
     whole_ab, dense = torch.cat((whole_a, whole_b)), act(x)
@@ -272,9 +276,8 @@ def pair(name: str, T: int, sequence: bool, recompute: bool) -> tuple[list[bool]
     hidden = act(middle)
     want_y, d_hidden, want_dc = emulated(hidden, whole_c, up, recipe)
     _, d_dense, want_dab = emulated(dense, whole_ab, d_hidden * (1 - hidden.square()), recipe)
-    pairs = [(y, want_y[part]), (dx, (d_dense * (1 - dense.square()))[part]), (c.grad, want_dc[:, columns]),
-             (torch.cat((a.grad, b.grad)), want_dab[columns])]
-    return [close(got, want, 1e-11) for got, want in pairs], sent
+    wanted = want_y[part], (d_dense * (1 - dense.square()))[part], want_dc[:, columns], want_dab[columns]
+    return [close(got, want, 1e-11) for got, want in zip((*results, *run(how, split=True)), 2 * wanted)], sent
 
 
 @pytest.mark.parametrize("name", RECIPES)
