@@ -303,6 +303,16 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, cap
         checkpoint.find_whole(candidates[:1], None)
 
 
+def test_any_number_of_ranks_verifies_each_file_once(tmp_path):
+    saved(tmp_path)
+    [folder], checksum = tmp_path.glob("step-*"), checkpoint.checksum
+    for parts in range(1, 6):
+        verified = []
+        with patch.object(checkpoint, "checksum", lambda file, to=verified: (to.append(file.name), checksum(file))[1]):
+            assert [checkpoint.damage(folder, part, parts) for part in range(parts)] == parts * [None]
+        assert sorted(verified) == sorted({file.name for file in folder.iterdir()} - {"run.json"})
+
+
 def test_tensors_of_another_model_are_named(tmp_path):
     saved(tmp_path)
     path = str(tmp_path / "step-000001")
@@ -371,6 +381,29 @@ def test_flags_that_are_given_win_and_the_rest_is_the_checkpoints(trained):
     settings = config.parse(f"--resume {trained} --lr 0.5".split())
     assert settings.optim.lr == 0.5 and settings.model.hidden == 32 and settings.optim.betas == (0.9, 0.95)
     assert settings.run.out == str(trained) and settings.batch.global_batch == 8
+
+
+def test_a_damaged_run_json_is_passed_over_for_the_one_before(trained, tmp_path):
+    for step in (2, 3):
+        shutil.copytree(trained / "step-000002", tmp_path / f"step-00000{step}")
+    (tmp_path / "step-000003" / "run.json").write_text("{")
+    settings = config.parse(f"--resume auto --out {tmp_path}".split())
+    assert settings.model.hidden == 32 and config.resumed_run("auto", str(tmp_path))["step"] == 2
+    (tmp_path / "step-000002" / "run.json").write_text("{")
+    with pytest.raises(ValueError, match="step-000003/run.json is damaged or cannot be read"):
+        config.resumed_run("auto", str(tmp_path))
+
+
+def test_a_run_is_resumed_from_any_folder(tokens, tmp_path, monkeypatch):
+    """Its files were named from where it began; a checkpoint names them from everywhere."""
+    monkeypatch.chdir(os.path.dirname(tokens))
+    flags = f"{SMALL} --data tokens.npy --val-data tokens.npy --out {os.path.relpath(tmp_path)}/out --metrics m --steps"
+    run(f"{flags} 2")
+    monkeypatch.chdir(ROOT)
+    assert "trained 3 steps" in run(f"--resume {tmp_path}/out --steps 3")
+    settings = config.parse(f"--resume {tmp_path}/out".split())
+    assert settings.data.data == settings.data.val_data == [tokens] and settings.run.out == f"{tmp_path}/out"
+    assert settings.run.metrics == os.path.join(os.path.dirname(tokens), "m")
 
 
 def test_what_belongs_to_one_start_of_a_run_is_not_inherited(trained):

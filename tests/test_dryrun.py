@@ -19,6 +19,7 @@ import ep
 import train
 from collectives import Pending
 from groups import build_groups
+from meter import Meter
 
 BASE = ("--layers 4 --hidden 64 --heads 8 --kv-heads 4 --ffn 112 --vocab 97 --seq 32 --global-batch 16 --micro-batch 1 "
         "--dtype fp32")
@@ -105,6 +106,22 @@ def test_a_dry_run_is_a_real_run_in_flops_calls_bytes_and_memory(number, pool):
 @pytest.mark.parametrize("grid", GRIDS + SLOW_GRIDS)
 def test_every_grid_is_dry_run_exactly(grid, pool):
     compare(grid, pool, [0, 3, 7])
+
+
+def test_a_dry_run_is_of_the_largest_batch_of_a_ramp():
+    with dryrun.fake_world(2, 0):
+        small = "--layers 1 --micro-batch 4"
+        ramp, constant = measured(f"{small} --batch-ramp 8@0,16@9,8@99"), measured(small)
+    assert (ramp["flops"], ramp["peak"]) == (constant["flops"], constant["peak"])
+
+
+def test_an_action_that_allocates_nothing_has_what_is_alive():
+    meter = Meter()
+    with meter:
+        x = torch.zeros(25)
+        y = x + 1
+        del y
+        assert [meter.restart_window(), meter.restart_window(), x.add_(1).numel()] == [200, 100, 25]
 
 
 # ---- what it is for -------------------------------------------------------------------------------------------------

@@ -246,6 +246,21 @@ def test_a_rewind_leaves_out_the_samples_and_nothing_else(pool, tmp_path, patche
     assert set_aside == (most == 3)
 
 
+def test_without_a_checkpoint_of_an_earlier_step_a_rewind_is_a_failure(tmp_path):
+    flags = f"--steps 9 --save-every 8 --max-skipped 3 --rewind 1 --out {tmp_path}"
+    with pytest.raises(faults.Failure, match="^3 steps in a row, from step 5 on, were skipped, and there is no check"):
+        run(flags, "inf_in_steps_5_to_7")
+
+
+def test_replicas_are_compared_every_so_many_steps_and_before_a_checkpoint_is_saved(tmp_path):
+    run(f"--steps 6 --check-replicas 4 --save-every 2 --out {tmp_path}/out --metrics {tmp_path}/saves")
+    run(f"--steps 6 --check-replicas 4 --metrics {tmp_path}/m")
+    compared = [[line["step"] for line in metrics(tmp_path / name) if "check_replicas_s" in line]
+                for name in ("saves", "m")]
+    assert compared == [[1, 3, 5], [3]]
+    assert [line["step"] for line in metrics(tmp_path / "saves") if "save_wait_s" in line] == [1, 3, 5]
+
+
 def test_a_second_rewind_to_a_checkpoint_leaves_out_more_and_counts(tmp_path):
     flags = f"--steps 9 --save-every 4 --max-skipped 3 --out {tmp_path} --rewind"
     assert run(f"{flags} 2", "inf_in_steps_5_to_7_twice").count("step-000004 and left out samples") == 2

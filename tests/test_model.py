@@ -8,7 +8,7 @@ import transformers
 
 import assemble
 import config
-from costs import flops_by_convention, flops_per_token, parameters
+from costs import flops_by_convention, flops_per_token, parameters, peak_flops
 from grids import ALONE
 from meter import Meter
 from model import Execution, Llama
@@ -290,6 +290,16 @@ def test_flops_equal_those_of_a_real_step(more):
     assert meter.flops == pytest.approx(flops_per_token(model, 64) * tokens.numel(), rel=0.01)
     scores = 12 * 3 * 96 * 64  # L h S; the causal convention counts half of them
     assert flops_per_token(model, 64) - flops_per_token(model, 64, causal=True) == scores / 2
+
+
+@pytest.mark.parametrize("name, peak", [
+    ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835), ("NVIDIA H200", 989),
+    ("NVIDIA H200 NVL", 835), ("NVIDIA GH200 480GB", 989), ("NVIDIA B200", 2250), ("NVIDIA GB200", 2500),
+    ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA A100 80GB PCIe", 312), ("NVIDIA L40S", 362),
+    ("AMD Instinct MI300X", 1307), ("NVIDIA L4", None), ("Tesla V100-SXM2-16GB", None), ("NVIDIA A10", None)])
+def test_the_peak_of_a_gpu_is_that_of_its_data_sheet(name, peak):
+    """Dense, in 16 bits; of a GPU that is not in the table none is assumed."""
+    assert peak_flops(name) == (peak and peak * 1e12)
 
 
 @pytest.mark.parametrize("window", ["", " --window 128"])

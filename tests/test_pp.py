@@ -213,6 +213,7 @@ def test_interleaving_takes_the_smallest_possible_group(p, m, n, held):
     """Which takes as long as one group of all micro-batches."""
     chosen, in_one_group = make_plan("interleaved", p, m), make_plan("interleaved", p, m, 2, m)
     assert chosen == make_plan("interleaved", p, m, 2, n)
+    assert make_plan("interleaved", p, m, 2, m + 1) == in_one_group  # a ramp begins with fewer than a group
     assert max(max(activations_held(actions)) for actions in chosen.ranks) / 2 == held
     assert bubble(simulate(chosen)) == bubble(simulate(in_one_group))
 

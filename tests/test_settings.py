@@ -53,7 +53,7 @@ CHANGES = {
 # Field -> (what else, what is changed); the losses are the same, and something that is counted differs.
 COUNTED = {
     "micro_batch": ("", "--micro-batch 2"), "attention": ("", "--attention math"),
-    "recompute": ("", "--recompute full")}
+    "recompute": (f"{MOE} --aux-loss 1", "--recompute full")}
 # Field -> (what else a grid of four ranks has, what is changed); what its ranks communicate differs.
 COMMUNICATED = {
     "cp": ("", "--cp 2"), "cp_style": ("--cp 2", "--cp-style ring"), "tp": ("", "--tp 2"), "pp": ("", "--pp 2"),
@@ -121,7 +121,7 @@ def run(folder, flags: str) -> tuple[list[dict], Meter]:
     unseen = assemble.open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
     with contextlib.redirect_stdout(io.StringIO()), Meter(memory=False) as meter:
         train.train(settings, training, unseen, torch.device("cpu"), "as asked", job.RunState())
-    kept = "step", "tokens", "loss", "grad_norm", "lr", "val_loss", "aux_loss"
+    kept = "step", "tokens", "loss", "grad_norm", "lr", "val_loss", "aux_loss", "load_max_over_mean"
     records = [json.loads(record) for record in (folder / "metrics").read_text().splitlines()]
     return [{name: record[name] for name in kept if name in record} for record in records], meter
 

@@ -18,8 +18,9 @@ import config
 import costs
 import job
 import log
+import sampling
 import train
-from data import Corpus, Samples
+from data import Codec, Corpus, Samples
 from groups import AXES, build_groups
 from pool import slow
 from program import python
@@ -53,7 +54,8 @@ def test_a_run_says_what_it_does_and_learns(tmp_path):
     assert lines[4].startswith("data    ")
     assert lines[5].startswith("trained 60 steps on 30,720 tokens: last loss ")
     assert lines[6].startswith("import")
-    assert "60/60" in done.stderr  # the progress bar
+    progress = [line.split(":")[0] for line in done.stderr.splitlines() if line.startswith("step ")]
+    assert progress == [f"step {step}/60" for step in range(3, 61, 3)]  # 20 lines where there is no terminal
 
     records = metrics(tmp_path / "m.jsonl")
     assert [record["step"] for record in records] == list(range(60))
@@ -257,6 +259,44 @@ def test_the_first_lines_count_what_a_rank_holds():
     assert hybrid[3].split("activations")[0] == sharded[3].split("activations")[0] != plain[3].split("activations")[0]
     assert "1/2 of its weights, gradients, optimizer state in 2 replicas, and reads 1/4 of the" in hybrid[1]
     assert "weights 3.2 MB, gradients 3.2 MB, optimizer 6.4 MB" in plain[3]
+
+
+@pytest.mark.parametrize("flags, line", [
+    ("--tp 2 --pp 2 --schedule interleaved --zero 1 --layers 4", "pp 2 x dp 2 x cp 1 x tp 2, zero 1: a rank holds 2 of "
+     "4 stages (interleaved), of these 1/2 of every layer and 1/2 of the tokens between layers, 1/2 of its optimizer "
+     "state, and reads 1/2 of the sequences"),
+    ("--cp 2 --tp 2 --no-sp", "pp 1 x dp 2 x cp 2 x tp 2, zero 0: a rank holds 1/2 of every layer and all tokens "
+     "between layers, and reads 1/2 of the sequences, 1/2 of each sequence"),
+    ("--cp 8 --zero 2", "pp 1 x dp 1 x cp 8 x tp 1, zero 2: a rank holds the whole model, 1/8 of its gradients, "
+     "optimizer state, and reads 1/8 of each sequence"),
+    ("--zero 3 --dp-replicate 4", "pp 1 x dp 8 x cp 1 x tp 1, zero 3: a rank computes with the whole model, holds 1/2 "
+     "of its weights, gradients, optimizer state in 4 replicas, and reads 1/8 of the sequences")])
+def test_the_second_line_says_which_part_a_rank_has(flags, line):
+    grid = config.parse(flags.split(), 8).grid
+    assert log.grid_line(grid, config.parse(flags.split(), 8).model, grid.dp // grid.dp_replicate * grid.cp) == line
+
+
+def test_a_sample_begins_with_a_separator_and_rings_no_bell(monkeypatch, capsys):
+    prompts, said = [], [256, *b"ab", 7, 8, *b"\n\tc\xff"]
+    monkeypatch.setattr(train, "sample", lambda model, prompt, length: (
+        prompts.append(prompt.tolist()), torch.tensor([said]))[1])
+    settings = config.parse("--sample ab".split())
+    train.continue_prompt(None, Codec(256), settings, dict.fromkeys(AXES), torch.device("cpu"))
+    assert prompts == [[[256, *b"ab"]]] and capsys.readouterr().out == "ab\ufffd\ufffd\n\tc\ufffd\n"
+
+
+def test_sampling_is_a_run_of_no_steps(monkeypatch, tmp_path):
+    called = []
+    monkeypatch.setattr(os, "execv", lambda program, arguments: called.append(arguments))
+    sampling.main([str(tmp_path), "--tp", "2", "--prompt", "@home"])
+    (tmp_path / "config.json").touch()
+    sampling.main([str(tmp_path), "--prompt", "-"])
+    for (_, file, where, path, *flags), wanted, prompt in zip(called, ("--resume", "--init-from"), ("@home", "-")):
+        assert (os.path.basename(file), where, path) == ("train.py", wanted, str(tmp_path))
+        assert flags[flags.index("--steps") + 1] == "0" and f"--sample={prompt}" in flags and "--prompt" not in flags
+    assert called[0][-3:-1] == ["--tp", "2"]
+    with pytest.raises(SystemExit, match="2"):
+        sampling.main(["--prompt", "a"])
 
 
 @pytest.mark.parametrize("flags", ["--recompute full", "--recompute selective --experts 4 --shared-experts 1"])
