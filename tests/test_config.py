@@ -219,6 +219,7 @@ def test_choices_left_open_are_made():
     assert (parsed.grid.dp, parsed.batch.micro_batch, parsed.model.head_dim) == (8, 2, 32)
     assert (parsed.optim.lr, parsed.optim.min_lr) == (2e-3, 2e-4)
     assert config.parse(["--preset", "llama-3.1-8b"]).optim.lr == pytest.approx(3e-4, rel=0.03)
+    assert config.parse(["--batch-ramp", "16@0,24@9"]).batch.micro_batch == 8  # which divides both
 
 
 def test_torchrun_lets_every_flag_through():
