@@ -62,8 +62,8 @@ def order_of_waits() -> list[str]:
             self.pending.wait()
 
     weight = torch.nn.Parameter(torch.ones(1))
-    engine = pp.Engine(make_plan("1f1b", 2, 2), dist.group.WORLD)
-    engine.clock = lambda: seen.append("clock")
+    engine = pp.Engine(make_plan("1f1b", 2, 2), dist.group.WORLD, timed=True)
+    engine.now = lambda: seen.append("clock")
     with patch.object(pp, "receive", Noted):
         engine.run(lambda stage, k, x: (torch.ones(1) if x is None else x) * weight, (1,), torch.float32)
     return seen
