@@ -272,8 +272,8 @@ def test_the_first_lines_count_what_a_rank_holds():
     ("--zero 3 --dp-replicate 4", "pp 1 x dp 8 x cp 1 x tp 1, zero 3: a rank computes with the whole model, holds 1/2 "
      "of its weights, gradients, optimizer state in 4 replicas, and reads 1/8 of the sequences")])
 def test_the_second_line_says_which_part_a_rank_has(flags, line):
-    grid = config.parse(flags.split(), 8).grid
-    assert log.grid_line(grid, config.parse(flags.split(), 8).model, grid.dp // grid.dp_replicate * grid.cp) == line
+    settings = config.parse(flags.split(), 8)
+    assert log.grid_line(settings.grid, settings.model) == line
 
 
 def test_a_sample_begins_with_a_separator_and_rings_no_bell(monkeypatch, capsys):
