@@ -91,15 +91,10 @@ def owner(grid: Grid, stage: int) -> int:
 
 
 def hop_seconds(run: Run) -> float:
-    """Of sending a micro-batch's activations to the next stage."""
+    """Of sending a micro-batch's activations to the next stage, over the network unless all stages are in one node."""
     grid = run.settings.grid
-    stride = grid.dp * grid.cp * grid.tp
-    levels = run.machine.levels
-    number = next((i for i, level in enumerate(levels) if stride * grid.pp <= level.ranks), len(levels) - 1)
-    relative = run.constants.network if number else run.constants.node
     nbytes = 2 * run.tokens * run.settings.model.hidden / (grid.tp if grid.sp else 1)
-    level = levels[number]
-    return nbytes / (level.bandwidth_bytes_per_s * relative) + level.latency_s * run.constants.latency
+    return run.collective(nbytes, 2, -(-grid.dp * grid.cp * grid.tp * grid.pp // 2))
 
 
 # ---- a step ---------------------------------------------------------------------------------------------------------
@@ -121,8 +116,9 @@ def data_parallel_seconds(run: Run, elements: Mapping[str, list[int]], layers: i
     """
     grid, A = run.settings.grid, run.micro_batches
     gradient, weight = costs.reduced_bytes(run.settings, 2), 2
+    sums = 1 if run.kernels.reduce_scatter else 2
     per_element, calls, under = {
-        0: (2 * gradient, 2, one.total - one.forward), 1: (gradient + weight, 2, one.total),
+        0: (2 * gradient, 2, one.total - one.forward), 1: (sums * gradient + weight, 2, one.total),
         2: (A * gradient + weight, A + 1, busy), 3: (A * (gradient + 2 * weight), 3 * A, busy)}[grid.zero]
     seconds = 0.0
     shards = grid.dp * grid.cp
@@ -131,7 +127,7 @@ def data_parallel_seconds(run: Run, elements: Mapping[str, list[int]], layers: i
         if n > 1 and count:
             seconds += run.collective((n - 1) / n * count * per_element, n, stride,
                                       "all_gather" if grid.zero else "all_reduce", calls * layers / 2)
-    if not run.kernels.overlap:
+    if not run.kernels.overlap or grid.tp > run.machine.levels[0].ranks:  # tensor parallel ranks use the network, too
         return seconds
     return max(seconds * (1 - run.constants.hidden) if grid.zero >= 2 else 0.0, seconds - under)
 
@@ -261,9 +257,9 @@ def memory_of_rank(run: Run, rank: int, own: int | None = None) -> dict[str, int
                                     own, in_flight, stages, backwards, fused=True)
     if kernels.two_gradients:
         memory["gradients"] += 2 * sum(map(sum, elements.values()))
-    if kernels.gathered and grid.tp > 1:  # two inputs of a layer in 16 bits, of all tokens
-        tokens = in_flight * run.tokens * (1 - 1 / grid.tp)
-        memory["gathered"] = round(2 * 2 * tokens * settings.model.hidden * max(map(len, stages.values())))
+    if kernels.gathered and grid.tp > 1:  # in 16 bits, of all tokens
+        inputs = kernels.gathered * max(map(len, stages.values()))
+        memory["gathered"] = round(inputs * in_flight * run.tokens * 2 * settings.model.hidden * (1 - 1 / grid.tp))
     return memory
 
 

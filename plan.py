@@ -39,10 +39,13 @@ import stagetime
 import sweep
 from checks import need
 from config import Config
+from footprint import format_bytes
 from machines import MACHINES, read_machine
 from stagetime import Kernels, Run
 
 GB = 1e9
+KERNELS = {"attention": ("standard", *stagetime.ATTENTION_FRACTION), "division": ("balanced", "any", "cumulative"),
+           "tp_overlap": ("none", "backward", "all")}  # what fields of stagetime.Kernels may be
 
 
 # ---- settings -------------------------------------------------------------------------------------------------------
@@ -72,8 +75,9 @@ def run_of(request: dict) -> Run:
     unknown = set(given) - set(Kernels._fields)
     need(not unknown, f"kernels: {', '.join(sorted(unknown))} unknown, use {', '.join(Kernels._fields)}")
     kernels = Kernels(**given)
-    known = ("standard", *stagetime.ATTENTION_FRACTION)
-    need(kernels.attention in known, f"kernels: attention {kernels.attention}: use one of {', '.join(known)}")
+    for name, known in KERNELS.items():
+        value = getattr(kernels, name)
+        need(value in known, f"kernels: {name} {value}: use one of {', '.join(known)}")
     imbalance = float(asked.pop("imbalance", 1.0))
     layers = int(asked.get("layers") or config.PRESETS.get(asked.get("preset", "tiny"), {}).get("layers", 4))
     if kernels.division != "balanced":  # other codes' stages may have the embedding, the norm or the head alone
@@ -95,12 +99,9 @@ def in_16_bits(settings: Config) -> Config:
     return settings
 
 
-def changed(run: Run, **values) -> Run | None:
-    """The run with these settings changed; None if that cannot run."""
-    settings = copy.deepcopy(run.settings)
-    for section in config.SECTIONS:
-        for name in values.keys() & vars(getattr(settings, section)).keys():
-            setattr(getattr(settings, section), name, values[name])
+def changed(run: Run, section: str, **values) -> Run | None:
+    """The run with these settings of a section changed; None if that cannot run."""
+    settings = search.replaced(copy.deepcopy(run.settings), section, **values)
     grid = settings.grid
     try:
         checks.complete(settings, grid.dp * grid.cp * grid.tp * grid.pp)
@@ -136,10 +137,6 @@ def bar(value: float, whole: float, width: int = 40) -> str:
     return "█" * round(width * min(1.0, value / whole)) if whole else ""
 
 
-def size(nbytes: float) -> str:
-    return f"{nbytes / GB:,.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"
-
-
 def print_params(run: Run) -> None:
     """Exact, beside h V + L (12 h^2 + 13 h) + 2 h, which the lectures use, and what is different."""
     model = run.settings.model
@@ -173,23 +170,23 @@ def print_memory(run: Run) -> None:
     settings, machine = run.settings, run.machine
     kinds = estimate.memory(run)
     needed, there = sum(kinds.values()), machine.memory_bytes
-    print(f"{machine.name}: the pipeline rank that needs most, of {settings.grid.pp}, needs {size(needed)} of "
-          f"{size(there)}, {size(run.constants.reserved)} reserved besides: fits with probability "
+    print(f"{machine.name}: the pipeline rank that needs most, of {settings.grid.pp}, needs {format_bytes(needed)} of "
+          f"{format_bytes(there)}, {format_bytes(run.constants.reserved)} reserved besides: fits with probability "
           f"{estimate.probability_of_fit(run, needed):.2f}")
     for kind, nbytes in kinds.items():
-        print(f"  {kind:14s}{size(nbytes):>14s}  {bar(nbytes, there)}")
+        print(f"  {kind:14s}{format_bytes(nbytes):>14s}  {bar(nbytes, there)}")
     choices = {"pipeline rank": {str(rank): estimate.memory_of_rank(run, rank) for rank in
                                  range(settings.grid.pp)} if settings.grid.pp > 1 else {}}
-    for name, values in (("recompute", costs.RECOMPUTE), ("zero", (0, 1, 2, 3)),
-                         ("seq", [settings.batch.seq << k >> 2 for k in range(6)])):
-        made = {str(value): changed(run, **{name: value}) for value in values}
+    for section, name, values in (("precision", "recompute", costs.RECOMPUTE), ("grid", "zero", (0, 1, 2, 3)),
+                                  ("batch", "seq", [settings.batch.seq << k >> 2 for k in range(6)])):
+        made = {str(value): changed(run, section, **{name: value}) for value in values}
         choices["--" + name] = {value: estimate.memory(other) for value, other in made.items() if other}
     for title, choice in choices.items():
         if choice:
             print(f"by {title}, total and activations:")
         for value, kinds in choice.items():
-            nbytes = sum(kinds.values())
-            print(f"  {value:14s}{size(nbytes):>14s}{size(kinds['activations']):>14s}  {bar(nbytes, there)}")
+            total, saved = sum(kinds.values()), kinds["activations"]
+            print(f"  {value:14s}{format_bytes(total):>14s}{format_bytes(saved):>14s}  {bar(total, there)}")
     print_state(costs.parameters(settings.model).total, settings.model.preset)
 
 
@@ -229,20 +226,11 @@ def print_step(run: Run) -> None:
 class Overlap(NamedTuple):
     """What a technique communicates beside the compute that it can hide under; it is exposed where ratio is above 1."""
     technique: str
-    nbytes: float  # that a rank sends
     bandwidth: float  # bytes per second and rank, of its group
-    flops: float  # of a rank
-    speed: float  # FLOP/s that matmuls reach
+    communication_s: float
+    compute_s: float  # at the speed of the best matmul
     formula: str  # of the ratio
     limit: Callable[[float], str]  # the ratio -> when it falls below 1
-
-    @property
-    def communication_s(self) -> float:
-        return self.nbytes / self.bandwidth
-
-    @property
-    def compute_s(self) -> float:
-        return self.flops / self.speed
 
     @property
     def ratio(self) -> float:
@@ -256,8 +244,8 @@ def overlaps(run: Run) -> list[Overlap]:
     F: FLOP/s. B: bandwidth. n: ranks. T: tokens of a micro-batch on a rank. p: multiplications per token in a layer
     (its parameters, and scores); P: in a stage. A forward takes 2 p T / F, a backward twice that.
     """
-    model, grid, batch, machine = run.settings.model, run.settings.grid, run.settings.batch, run.machine
-    speed, T = machine.best_matmul(), batch.micro_batch * batch.seq / grid.cp
+    model, grid, batch = run.settings.model, run.settings.grid, run.settings.batch
+    T = batch.micro_batch * batch.seq / grid.cp
     p = costs.forward_flops(costs.llama_layer(model, batch.seq)) / 2
     H, q, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
     dp, cp, tp, ep = grid.dp * grid.cp, grid.cp, grid.tp, grid.ep
@@ -288,9 +276,13 @@ def overlaps(run: Run) -> list[Overlap]:
          2 * (ep - 1) / ep * 2 * copies * T * H, 6 * model.top_k * T * H * model.expert_ffn,
          "2/3 u (n-1)/n F / (B k ffn)",
          lambda ratio: f"from experts {model.expert_ffn * ratio:,.0f} wide on, whatever the batch")]
-    return [Overlap(technique, nbytes, 1e9 / machines.collective_seconds(machine, 1e9, n, stride, collective), flops,
-                    speed, formula, limit)
-            for technique, n, stride, collective, nbytes, flops, formula, limit in rows if n > 1]
+    found = []
+    for technique, n, stride, collective, nbytes, flops, formula, limit in rows:
+        if n > 1:
+            bandwidth = 1e9 / machines.collective_seconds(run.machine, 1e9, n, stride, collective)
+            found.append(Overlap(technique, bandwidth, nbytes / bandwidth, flops / run.machine.best_matmul(), formula,
+                                 limit))
+    return found
 
 
 def print_balance(run: Run) -> None:
@@ -315,7 +307,7 @@ def print_pipeline(run: Run) -> None:
     for rank, spent in enumerate(busy):
         layers = sum(map(len, estimate.stages_of_rank(run, rank).values()))
         nbytes = sum(estimate.memory_of_rank(run, rank).values())
-        print(f"{rank:4d}{layers:8d}{spent:9.3f} s{1 - spent / seconds:8.1%}{size(nbytes):>14s}  "
+        print(f"{rank:4d}{layers:8d}{spent:9.3f} s{1 - spent / seconds:8.1%}{format_bytes(nbytes):>14s}  "
               f"{bar(spent, seconds, 30)}")
 
 
@@ -329,8 +321,9 @@ def print_search(run: Run, gpus: int, given: dict) -> None:
     print(f"{run.machine.name}, {gpus} GPUs: {len(found)} settings fit; the best, with what limits each:")
     print(f"{'step':>10s}{'tokens/s/GPU':>14s}{'memory':>12s}  limit            flags")
     for candidate in found[:10]:
-        print(f"{candidate.seconds:8.3f} s{gpu_tokens / candidate.seconds:14,.0f}{size(candidate.memory):>12s}  "
-              f"{candidate.limit():15s}  {search.describe(candidate.run.settings)}")
+        seconds, memory = candidate.seconds, format_bytes(candidate.memory)
+        print(f"{seconds:8.3f} s{gpu_tokens / seconds:14,.0f}{memory:>12s}  {candidate.limit():15s}  "
+              f"{search.describe(candidate.run.settings)}")
     print("others fell: " + "; ".join(f"{why}: {count:,}" for why, count in fell.most_common(8)))
 
 

@@ -47,22 +47,23 @@ def gpt(row: dict, tp: int, vocab: int) -> dict[str, Any]:
 
 def playbook(table: dict, row: dict) -> Made:
     """nanotron: bf16 gradients beside fp32 ones; the data axis overlaps in ZeRO-0 without a pipeline only; stages by
-    cumulative cost. Runs are of two versions, which the table does not tell apart: the later one gathers inputs again
-    in backward, as the memory of its runs shows: most of those of the 80B model, of two stages, and on 64 nodes."""
+    cumulative cost. Runs are of several versions, which the table does not tell apart. What each saves of a layer's
+    gathered inputs is read off the memory of its runs: nothing of those of the 80B model, on 64 nodes, of pipelines
+    with tp 32, and of slow pipelines of two stages; one of other pipelines, two without a pipeline."""
     arch, pp1 = table["arch"][str(row["model_B"])], row["pp"] == 1
-    later = row["model_B"] > 10 or row["pp"] == 2 or row["nodes"] > 32
+    slow = row.get("throughput_flag") == "pp_suspect"
+    none = row["model_B"] > 10 or row["nodes"] > 32 or not pp1 and row["tp"] == 32 or slow and row["pp"] == 2
     request = {name: arch[name] for name in ("layers", "hidden", "heads", "ffn", "vocab", "tied")}
     request |= dict(kv_heads=8 if row.get("gqa_variant") else arch["kv_heads"], dp=row["dp"], pp=row["pp"],
                     tp=row["tp"], zero=row["zero"], seq=4096, global_batch=row["gbs_seqs"], micro_batch=row["mbs"],
                     machine="h100-efa", gpus=row["gpus"],
                     kernels=dict(overlap=row["zero"] == 0 and pp1, fused=False, two_gradients=True,
-                                 gathered=not later, division="cumulative"))
+                                 gathered=0 if none else 1 + pp1, division="cumulative"))
     ran = row["status"] == "ok"
     groups = ["playbook_runs, all that ran" if ran else "playbook_runs, failed"]
     if ran and row.get("throughput_flag") in ("pp1", "pp_consistent") and row["nodes"] <= 32:
         groups.append(FLAGGED)
-        if row["tp"] <= 8:
-            groups.append("playbook_runs, of these tp <= 8")
+        groups.append(f"playbook_runs, of these tp {'<=' if row['tp'] <= 8 else '>'} 8")
     memory = row["mem_gb"] * 2**30 / 1e9 if ran and row.get("mem_gb") else None
     return groups, request, dict(step_s=row.get("step_time_s") if ran else None, memory_gb=memory, fits=ran)
 
@@ -72,7 +73,7 @@ def megatron_2021(row: dict, chunks: int, **rest) -> dict[str, Any]:
     return gpt(row, row["tp"], row["vocab"]) | dict(
         dp=row["dp"], pp=row["pp"], tp=row["tp"], schedule="interleaved" if chunks > 1 else "1f1b",
         chunks=chunks if row["pp"] > 1 else 0, seq=row["seq"], machine="a100", gpus=row["gpus"], reduce_dtype="bf16",
-        kernels=dict(attention="standard", overlap=False)) | rest
+        kernels=dict(attention="standard", overlap=False, tp_overlap="none")) | rest
 
 
 def sc21(table: dict, row: dict) -> Made | None:
@@ -92,14 +93,16 @@ def korthikanti(table: dict, row: dict) -> Iterator[Made]:
 
 
 def bloom(table: dict, row: dict) -> Made | None:
-    """Megatron-DeepSpeed on four 100 Gb/s cards per node."""
+    """Megatron-DeepSpeed on four 100 Gb/s cards per node. With fp32 gradients it all-reduces them at level 1 of ZeRO
+    (PipelineEngine._bf16_reduce_grads)."""
     if not row.get("sec_per_iter") or not row.get("gbs"):
         return None
+    fp32 = "fp32" in row["optimizer"]
     request = gpt(row, row["TP"], 250680) | dict(
         dp=row.get("DP") or 1, pp=row["PP"], tp=row["TP"], zero=row["zero"], sp=False, seq=2048,
         global_batch=row["gbs"], micro_batch=row["mbs"], recompute="full", machine="a100-opa", gpus=row["gpus"],
-        reduce_dtype="fp32" if "fp32" in row["optimizer"] else "bf16",
-        kernels=dict(attention="standard", overlap=False))
+        reduce_dtype="fp32" if fp32 else "bf16",
+        kernels=dict(attention="standard", overlap=False, reduce_scatter=not fp32, tp_overlap="none"))
     memory = row["mem_gb"] * 2**30 / 1e9 if row.get("mem_gb") else None
     return ["BLOOM"], request, dict(step_s=row["sec_per_iter"], memory_gb=memory, fits=True)
 
@@ -126,7 +129,7 @@ def megatron_readme(table: dict, row: dict) -> Made | None:
     request = gpt(row, row["tp"], row["vocab"]) | dict(
         tied=False, dp=row["dp"], pp=row["pp"], tp=row["tp"], zero=1, seq=row["seq"], global_batch=row["batch"],
         micro_batch=1, machine="h100", gpus=row["gpus"],
-        kernels=dict(attention="flash3", tp_overlap=True, launch=False))
+        kernels=dict(attention="flash3", tp_overlap="all", launch=False))
     return ["Megatron-LM on H100"], request, dict(step_s=row["implied_iter_s"])
 
 
@@ -138,7 +141,8 @@ NVIDIA_SYSTEMS = {"DGX-H100": "h100", "H100": "h100", "DGX-B200": "b200", "DGX-B
 
 
 def nvidia(table: dict, row: dict) -> Made | None:
-    """NeMo and Megatron-Bridge. FP8 unless said otherwise; neither NVFP4 nor fine-tuning is predicted."""
+    """NeMo and Megatron-Bridge: keys and values go round a ring. FP8 unless said otherwise; neither NVFP4 nor
+    fine-tuning is predicted."""
     precision = row.get("precision") or "FP8"
     known = row["model"] in NVIDIA_MODELS and row["system"] in NVIDIA_SYSTEMS and row.get("tokens_sec_gpu")
     if not known or "NVFP4" in precision or row.get("task", "")[:3] in ("SFT", "LoR"):
@@ -149,10 +153,10 @@ def nvidia(table: dict, row: dict) -> Made | None:
     attention = "flash2" if "24.03" in row.get("release", "") else "flash3"
     request = dict(preset=NVIDIA_MODELS[row["model"]], dp=row["gpus"] // (tp * pp * cp), tp=tp, pp=pp, cp=cp,
                    ep=(row.get("ep") or 1) if moe else 1, zero=3 if row.get("fsdp") else 1, chunks=chunks,
-                   schedule="interleaved" if chunks > 1 else "1f1b", seq=seq, global_batch=row["gbs"],
+                   schedule="interleaved" if chunks > 1 else "1f1b", cp_style="ring", seq=seq, global_batch=row["gbs"],
                    micro_batch=row.get("mbs") or 1, fp8="none" if "BF16" in precision else "tensorwise",
                    machine=NVIDIA_SYSTEMS[row["system"]], gpus=row["gpus"],
-                   kernels=dict(attention=attention, tp_overlap=True, launch=False, division="any"))
+                   kernels=dict(attention=attention, tp_overlap="all", launch=False, division="any"))
     group = "NVIDIA, experts" if moe else "NVIDIA, dense with CP" if cp > 1 else "NVIDIA, dense without CP"
     return [group], request, dict(step_s=row["gbs"] * seq / row["gpus"] / row["tokens_sec_gpu"], fits=True)
 

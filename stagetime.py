@@ -25,41 +25,43 @@ class Kernels(NamedTuple):
     """What the code of a run does, as far as it changes time or memory: facts, not fits.
 
     attention: standard, flash1, flash2 or flash3 (cuDNN's is as fast). overlap: the data axis communicates under
-    backward. tp_overlap: tensor parallel communication is hidden under matmuls. fused: a norm is one kernel, and so is
-    an activation function. launch: operations are launched from Python, many per layer. two_gradients: in bf16
-    and in fp32. gathered: what tensor parallel ranks gather is saved. division: of layers into stages, see
-    costs.stages_of.
+    backward. reduce_scatter: at level 1 of ZeRO gradients are reduce-scattered, not all-reduced. tp_overlap: which
+    tensor parallel communication is under matmuls: none, that of column parallel layers' backward (tp.py), or all.
+    fused: a norm is one kernel, and so is an activation function. launch: operations are launched from Python, many per
+    layer. two_gradients: in bf16 and in fp32. gathered: how many of a layer's two inputs that tensor parallel ranks
+    gather are saved. division: of layers into stages, see costs.stages_of.
     """
     attention: str = "flash2"
     overlap: bool = True
-    tp_overlap: bool = False
+    reduce_scatter: bool = True
+    tp_overlap: str = "backward"
     fused: bool = True
     launch: bool = True
     two_gradients: bool = False
-    gathered: bool = False
+    gathered: int = 0
     division: str = "balanced"
 
 
 # Fractions of the peak that attention reaches, forward and backward together, on Ampere and on later GPUs: Dao 2022;
-# Dao 2023, figures 4 to 7; Shah et al. 2024, figures 5 and 6.
-ATTENTION_FRACTION = {"flash1": (0.35, 0.20), "flash2": (0.60, 0.40), "flash3": (0.60, 0.60)}
+# Dao 2023, figures 4 to 7; Shah et al. 2024, figures 5 and 6 (flash2: 335 TFLOP/s forward, 322 backward on an H100).
+ATTENTION_FRACTION = {"flash1": (0.35, 0.20), "flash2": (0.60, 0.33), "flash3": (0.60, 0.60)}
 
 
 class Constants(NamedTuple):
     """Fitted on public runs by tests/published/fit.py."""
-    ampere: float = 0.814  # speed of a model's matmuls, relative to the machine's best one, by generation of GPUs
-    hopper: float = 0.79
-    blackwell: float = 0.92
-    passes: float = 17.5  # reads and writes of each activation byte that a layer makes, forward and backward
-    fused: float = 6.39  # the same, where norms and SwiGLU are one kernel each
-    logit_bytes: float = 62.8  # read and written per logit, forward and backward
-    launch_s: float = 4.35e-3  # for a layer, forward and backward, from Python
-    hidden: float = 0.62  # of the data axis' communication under computation, at levels 2 and 3 of ZeRO
-    tp_hidden: float = 0.99  # of tensor parallel communication, where it overlaps with matmuls
-    fixed_s: float = 23.3e-3  # per step
-    node: float = 0.961  # bandwidth of a node, relative to what is measured for one large collective
-    network: float = 0.85  # the same of the network
-    latency: float = 1.65  # relative to the machine's
+    ampere: float = 0.817  # speed of a model's matmuls, relative to the machine's best one, by generation of GPUs
+    hopper: float = 0.787
+    blackwell: float = 0.98
+    passes: float = 17.2  # reads and writes of each activation byte that a layer makes, forward and backward
+    fused: float = 6.63  # the same, where norms and SwiGLU are one kernel each
+    logit_bytes: float = 62.0  # read and written per logit, forward and backward
+    launch_s: float = 4.34e-3  # for a layer, forward and backward, from Python
+    hidden: float = 0.67  # of the data axis' communication under computation, at levels 2 and 3 of ZeRO
+    exchange_s: float = 3e-5  # per tensor parallel exchange, besides latency: streams wait for each other
+    fixed_s: float = 27e-3  # per step
+    node: float = 0.80  # bandwidth of a node, relative to what is measured for one large collective
+    network: float = 0.9  # the same of the network
+    latency: float = 1.5  # relative to the machine's
     unfused: float = 1.4  # activations that a layer saves in code which is not `fused`, relative to footprint.py
     reserved: float = 0.3e9  # bytes that the allocator and libraries hold besides
     usable: float = 0.95  # of a GPU's memory
@@ -137,12 +139,16 @@ class Run(NamedTuple):
         return collective_seconds(self.machine._replace(levels=levels), nbytes, n, stride, collective, calls)
 
 
-def tensor_parallel_seconds(run: Run) -> float:
-    """Of one all-gather or reduce-scatter of a micro-batch's activations [T, H] that no matmul hides."""
-    grid = run.settings.grid
+def tensor_parallel_part(run: Run, exchanges: int, columns: list[float]) -> Parts:
+    """All-gathers and reduce-scatters of a micro-batch's activations [T, H], so many in forward and as many in
+    backward, less what is under matmuls. columns: seconds of each column parallel layer's weight gradient."""
+    grid, overlap = run.settings.grid, run.kernels.tp_overlap
+    if grid.tp == 1 or grid.async_tp or overlap == "all":
+        return {}
     nbytes = (grid.tp - 1) / grid.tp * 2 * run.tokens * run.settings.model.hidden
-    exposed = 1 - run.constants.tp_hidden if run.kernels.tp_overlap or grid.async_tp else 1.0
-    return exposed * run.collective(nbytes, grid.tp)
+    one = run.collective(nbytes, grid.tp) + run.constants.exchange_s
+    hidden = sum(min(one, seconds) for seconds in columns) if overlap == "backward" else 0.0
+    return dict(tp=Seconds(exchanges * one, exchanges * one - hidden))
 
 
 def layer_parts(run: Run, layer: int) -> Parts:
@@ -167,14 +173,13 @@ def layer_parts(run: Run, layer: int) -> Parts:
     if run.kernels.attention == "standard":  # all scores, in memory
         cost = costs.attention_cost("standard", 1, model.heads, settings.batch.seq, model.head_dim)
         nbytes = cost.nbytes / settings.batch.seq * T / grid.tp
-        seconds = run.matmul(2 * scores)
+        seconds = run.matmul(2 * scores) * (16 if model.head_dim % 8 else 1)  # A100: without tensor cores peak / 16
         parts["attention"] = Seconds(seconds + run.memory(nbytes / 3), 2 * seconds + run.memory(nbytes * 2 / 3))
     else:
         seconds = run.attention(scores)
         parts["attention"] = Seconds(seconds, 2.5 * seconds)
-    if grid.tp > 1:
-        one = tensor_parallel_seconds(run)
-        parts["tp"] = Seconds(4 * one, 4 * one)
+    columns = [run.matmul(flops[name], fp8) for name in ("qkv", "gate_up", "shared_gate_up") if name in flops]
+    parts |= tensor_parallel_part(run, 4, columns)
     parts |= context_parallel_part(run, parts["attention"]) | expert_parallel_part(run, layer)
     if recompute == "full":
         last = run.matmul(costs.forward_flops(table) - costs.recomputed_flops(table, "full"), fp8) * T / grid.tp
@@ -228,10 +233,7 @@ def head_parts(run: Run) -> Parts:
     product = run.matmul(2 * run.tokens * model.hidden * model.vocab / grid.tp)
     logits = run.memory(run.constants.logit_bytes * run.tokens * model.vocab / grid.tp)
     parts = dict(head=Seconds(product + logits / 3, product + logits * 2 / 3, product))
-    if grid.tp > 1:
-        one = tensor_parallel_seconds(run)
-        parts["tp"] = Seconds(one, one)
-    return parts
+    return parts | tensor_parallel_part(run, 1, [product])
 
 
 def stage_parts(run: Run) -> list[Parts]:

@@ -274,6 +274,40 @@ def test_reductions_hide_under_the_last_backward_as_far_as_there_is_time():
     assert estimate.step_seconds(sharded).parts["dp"] == pytest.approx(sent * (1 - run.constants.hidden))
 
 
+def test_reductions_do_not_hide_where_tensor_parallel_ranks_use_the_network():
+    for tp in (8, 16):
+        run = run_for(f"--preset llama-3.1-8b --dp 2 --tp {tp} --zero 0 --global-batch 64 --micro-batch 1")
+        after = run._replace(kernels=stagetime.Kernels(overlap=False))  # after the backward
+        exposed, all_of_it = (estimate.step_seconds(which).parts["dp"] for which in (run, after))
+        assert exposed == all_of_it if tp == 16 else exposed < 0.7 * all_of_it
+
+
+@pytest.mark.parametrize("overlap, of_layer, of_head", [("none", 8, 2), ("backward", 6, 1), ("all", 0, 0)])
+def test_tensor_parallel_exchanges_hide_as_far_as_the_code_overlaps_them(overlap, of_layer, of_head):
+    """Of 8 exchanges of a layer, 2 reduce-scatters of its backward are under the matmuls of weight gradients."""
+    run = run_for("--preset llama-3.1-8b --tp 8 --global-batch 4 --micro-batch 1 --seq 32768")
+    run = run._replace(kernels=stagetime.Kernels(tp_overlap=overlap))
+    fast = run.machine._replace(levels=(Level("node", 8, 0.0, 3e12),))
+    one = 7 / 8 * 2 * 32768 * 4096 / 3e12 / run.constants.node + run.constants.exchange_s
+    spent = estimate.step_seconds(run._replace(machine=fast)).parts.get("tp", 0.0)
+    assert spent == pytest.approx(4 * (32 * of_layer + of_head) * one)
+
+
+def test_exchanges_hide_as_far_as_there_is_time():
+    run = run_for("--preset llama-3.1-8b --tp 8 --global-batch 4 --micro-batch 1 --seq 32768")
+    one = 7 / 8 * 2 * 32768 * 4096 / 300e9 / run.constants.node + 7 * 3e-6 * run.constants.latency
+    one += run.constants.exchange_s
+    assert stagetime.tensor_parallel_part(run, 2, [1e-4, 1.0])["tp"] == pytest.approx((2 * one, one - 1e-4, 0.0))
+
+
+def test_heads_that_tensor_cores_cannot_multiply_take_longer():
+    """Of 14400 elements, 80 heads have 180 each, no multiple of 8; 75 heads have 192."""
+    model, kernels = "--layers 4 --hidden 14400 --vocab 1000 --seq 2048", stagetime.Kernels(attention="standard")
+    times = [estimate.step_seconds(run_for(f"{model} --heads {n} --kv-heads {n}", kernels=kernels)).parts["attention"]
+             for n in (80, 75)]
+    assert times[0] > 3 * times[1]
+
+
 @pytest.mark.parametrize("flags, shards", [("--zero 0", 1), ("--zero 1", 4), ("--zero 1 --schedule zb-v", math.inf)])
 def test_a_tied_tables_gradient_is_summed_over_its_stages(flags, shards):
     """In fp32; at level 1 a shard of it; not at all where one rank has both stages."""
@@ -305,6 +339,15 @@ def test_gradients_reduced_in_bf16_are_half_of_their_bytes(level, halves):
     fp32, bf16 = (estimate.step_seconds(run_for(flags + dtype, kernels=stagetime.Kernels(overlap=False))._replace(
         machine=node)).parts["dp"] for dtype in ("fp32", "bf16"))
     assert bf16 == pytest.approx(halves * fp32)
+
+
+def test_an_all_reduce_at_level_1_sends_gradients_twice():
+    """Per element 2 x 4 bytes and a weight's 2, instead of 4 and 2; without latency."""
+    node = Machine("test", 8, {"bf16": 1e15}, {"bf16": 8e14}, 80e9, 3e12, (Level("node", 8, 0.0, 300e9),))
+    run = run_for("--preset llama-3.1-8b --dp 8 --zero 1 --global-batch 8 --micro-batch 1")._replace(machine=node)
+    scattered, reduced = (estimate.step_seconds(run._replace(
+        kernels=stagetime.Kernels(overlap=False, reduce_scatter=scatter))).parts["dp"] for scatter in (True, False))
+    assert reduced == pytest.approx(10 / 6 * scattered)
 
 
 def test_balance_and_step_say_units(capsys):
