@@ -49,19 +49,19 @@ ATTENTION_FRACTION = {"flash1": (0.35, 0.20), "flash2": (0.60, 0.33), "flash3": 
 
 class Constants(NamedTuple):
     """Fitted on public runs by tests/published/fit.py."""
-    ampere: float = 0.817  # speed of a model's matmuls, relative to the machine's best one, by generation of GPUs
-    hopper: float = 0.787
+    ampere: float = 0.819  # speed of a model's matmuls, relative to the machine's best one, by generation of GPUs
+    hopper: float = 0.786
     blackwell: float = 0.98
-    passes: float = 17.2  # reads and writes of each activation byte that a layer makes, forward and backward
-    fused: float = 6.63  # the same, where norms and SwiGLU are one kernel each
-    logit_bytes: float = 62.0  # read and written per logit, forward and backward
-    launch_s: float = 4.34e-3  # for a layer, forward and backward, from Python
+    passes: float = 16.67  # reads and writes of each activation byte that a layer makes, forward and backward
+    fused: float = 7.14  # the same, where norms and SwiGLU are one kernel each
+    logit_bytes: float = 61.7  # read and written per logit, forward and backward
+    launch_s: float = 4.357e-3  # for a layer, forward and backward, from Python
     hidden: float = 0.67  # of the data axis' communication under computation, at levels 2 and 3 of ZeRO
-    exchange_s: float = 3e-5  # per tensor parallel exchange, besides latency: streams wait for each other
-    fixed_s: float = 27e-3  # per step
+    exchange_s: float = 3.66e-5  # per tensor parallel exchange, besides latency: streams wait for each other
+    fixed_s: float = 26.4e-3  # per step
     node: float = 0.80  # bandwidth of a node, relative to what is measured for one large collective
-    network: float = 0.9  # the same of the network
-    latency: float = 1.5  # relative to the machine's
+    network: float = 0.912  # the same of the network
+    latency: float = 1.592  # relative to the machine's
     unfused: float = 1.4  # activations that a layer saves in code which is not `fused`, relative to footprint.py
     reserved: float = 0.3e9  # bytes that the allocator and libraries hold besides
     usable: float = 0.95  # of a GPU's memory
