@@ -4,8 +4,9 @@ Saves: all but 1/c of the activations, so sequences can be c times as long; and 
 Costs: in each layer, keys and values are sent (with Ulysses, queries and results as well); see the table.
 Stops helping when: sending keys and values takes longer than attention to them, or another axis would do.
 
-Everything but attention treats tokens one by one. Under a causal mask late tokens have more work than early ones, so a
-sequence is split into 2c chunks and rank i has chunks i and 2c-1-i ("zig-zag"). For 4 ranks, who computes which scores:
+Everything but attention treats tokens one by one; the axis "dp", over which gradients are summed, includes these ranks.
+Under a causal mask late tokens have more work than early ones, so a sequence is split into 2c chunks and rank i has
+chunks i and 2c-1-i ("zig-zag"). For 4 ranks, who computes which scores:
 
     keys       0 1 2 3 4 5 6 7
     queries 0  0
@@ -24,7 +25,7 @@ keys, and the second chunk of queries sees all keys of a later rank.
 Three styles, per sequence, with q = N D and k = K D elements per token (k after copying, for Ulysses) of e bytes, or of
 a bytes in the accumulation dtype (fp32):
 
-                 bytes sent per rank and layer, forward  backward                              in memory at a time
+                 bytes sent per rank and layer, forward  backward                              more in memory at a time
     ring         (c-1) 2 s k e                           (c-1) 2 s k (e + a)                   two shards of K and V
     allgather    (c-1) 2 s k e                           (c-1) 2 s k (e + a)                   all of K and V
     ulysses      (c-1)/c s (2 q + 2 k) e                 the same                              all tokens, 1/c of heads
@@ -38,8 +39,9 @@ l and o, no block needs another: its probabilities are exp(scores - l), and the 
 rowsum(dO * O). dK and dV of a shard follow it one step behind; after c-1 hops its owner adds its own term.
 
 All-gather. All of K and V are gathered (again in backward, so that only 1/c is saved). Meanwhile the rank attends to
-its own keys; then the first chunk of queries to the chunks before it, and the second to those before it and between
-the two: at most four blocks. In both styles, blocks that documents or a window hide entirely are skipped.
+its own keys; then the first chunk of queries to the chunks before it, and the second to the same and to those between
+the two: at most four blocks. In both styles, blocks that documents or a window hide entirely are not computed, but
+their keys are sent.
 
 Ulysses. An all-to-all from sequence shards to head shards: each rank gets all tokens for 1/c of the heads and computes
 attention as one process does; a second all-to-all sends the result back. Where c does not divide K, key and value heads
@@ -97,8 +99,9 @@ def shard_sequences(tokens: Tensor, labels: Tensor, positions: Tensor | None, do
     """Rank i's shard of sequences: tokens and (already shifted) labels, [B, S] -> [B, s].
 
     positions and documents [B, S]: both, or neither. Returned are positions [B, s], or [s] where none were given, and
-    documents [B, S], as a rank compares its queries' documents with those of all keys. A sequence that c (and tp) ranks
-    cannot share equally is padded at its end with tokens -1, which no other token sees and which have no label.
+    documents [B, S], as a rank compares its queries' documents with those of all keys. With c > 1 a sequence that c
+    (and tp) ranks cannot share equally is padded at its end with tokens -1, which no other token sees and which have no
+    label.
     """
     assert (positions is None) == (documents is None), "positions are counted from the beginning of documents"
     if c == 1:
@@ -229,7 +232,8 @@ class RingAttention(Function):
             for block in blocks:
                 add_gradients(dq, dkv, do, q, step_k, step_v, o, lse, block, ctx.attention)
             pending.wait()
-            dkv += received  # the sum over the ranks that had these keys before
+            if step > 1:
+                dkv += received  # the sum over the ranks that had these keys before
             if step:
                 received = torch.empty_like(dkv)
                 pending = shift(received, dkv, ctx.group)
@@ -373,7 +377,7 @@ STYLES = {"allgather": BlockStyle(gathered_blocks, gathered_positions, AllGather
 def attention_by_window(windows: Iterable[int], tokens: Tensor, documents: Tensor | None, *, kernel: str, head_dim: int,
                         dtype: torch.dtype, group: Group = None, style: str = "allgather",
                         earlier: int = 0) -> dict[int, Attend]:
-    """Attention of this rank's tokens [B, s] for the layers of each window (0: none), made once per micro-batch.
+    """Attention of this rank's tokens [B, s] for the layers of each window (0: none), made once per forward.
 
     documents: [B, S], of whole sequences, in the host's memory if `group` has several ranks. kernel: "auto", "sdpa",
     "triton" or "math". dtype: of q, k and v. earlier: tokens before these, whose keys and values are cached as far as

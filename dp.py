@@ -1,4 +1,4 @@
-"""Data parallelism: every rank has the whole model and its own sequences; gradients are summed over the ranks.
+"""Data parallelism: every rank has the whole model and its own tokens; gradients are summed over the ranks.
 
 Saves: time. n ranks compute n times as many sequences per step.
 Costs: 2 (n-1)/n P elements sent per rank and step, for P parameters, independent of the batch size.
@@ -18,7 +18,7 @@ Naive reductions overlap with nothing. One reduction per parameter overlaps, but
 Buckets. Consecutive layers share one flat gradient buffer, which is reduced by one call. Which parameters share it
 follows from their order in the model, never from the order in which gradients are computed: all ranks must reduce the
 same buffers. Inside a bucket, parameters that are reduced and decayed alike are contiguous (see `sort_key`), in the
-order of the model, so that a matmul can read wq, wk and wv as one matrix.
+order of the model, so that one matmul can add the gradients of wq, wk and wv.
 
 When. A bucket knows how many gradients to expect: with m micro-batches, m per parameter. The last one starts the
 reduction. So there is one reduction per step, and no flag that marks the last micro-batch. All ranks of a data parallel
@@ -28,7 +28,7 @@ One loss, one scale. Every rank divides the *sum* of its token losses by the num
 batch, and every reduction is a plain sum. A mean of means would give tokens of ranks that have few a larger weight.
 
 Source: Li et al. 2020, PyTorch Distributed: Experiences on Accelerating Data Parallel Training, sections 3.2 and 4.2.
-Shapes: n ranks, P parameters, m micro-batches.
+Shapes: n ranks of the axis "dp", which includes context parallel ranks; P parameters, m micro-batches.
 """
 from collections import Counter
 from collections.abc import Iterable
@@ -167,8 +167,7 @@ def assign_to_buckets(units: Units, bucket_mb: float) -> list[list[nn.Parameter]
                     continue
                 key = param.spec.data_axis, param.dtype
                 if key not in filling:
-                    filling[key] = []
-                    buckets.append(filling[key])
+                    buckets.append(filling.setdefault(key, []))
                 filling[key].append(param)
             for key, params in list(filling.items()):
                 if sum(param.numel() * acc_dtype(param.dtype).itemsize for param in params) >= bucket_mb * 1e6:

@@ -60,10 +60,10 @@ class ForwardContext(NamedTuple):
     cache: Any = None  # a sampling.KVCache
 
 
-def embedding_spec(model: Model) -> Spec:
+def table_spec(model: Model, name: str) -> Spec:
     """A tied table is on the first and on the last pipeline stage; its gradient is the sum of theirs (axis "tie")."""
     tie = {"tie": "partial"} if model.tied else {}
-    return Spec("embedding", (model.vocab, model.hidden), {"tp": 0} | tie, std=INIT_STD)
+    return Spec(name, (model.vocab, model.hidden), {"tp": 0} | tie, std=INIT_STD)
 
 
 def output_std(model: Model) -> float:
@@ -121,7 +121,7 @@ class FeedForward(nn.Module):
         self.gate_up = ColumnParallelLinear(make, Spec(name + "w_gate", (ffn, H), {"tp": 0}, std=INIT_STD),
                                             Spec(name + "w_up", (ffn, H), {"tp": 0}, std=INIT_STD))
         self.down = RowParallelLinear(make, Spec(name + "w_down", (H, ffn), {"tp": 1}, std=output_std(model)),
-                                      skip_when_recomputing=True)  # no backward reads its result
+                                      skip_when_recomputing=True)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:  # [T/t, H] -> [T/t, H]
         return self.down(cheap(swiglu, self.gate_up(x, context.tp)), context.tp)
@@ -184,8 +184,7 @@ class Head(nn.Module):
     def __init__(self, model: Model, make: MakeParameter, norm_along: dict, table: nn.Parameter | None, z_loss: float):
         super().__init__()
         self.norm = RMSNorm(make, "norm", model.hidden, model.norm_eps, norm_along)
-        own_spec = Spec("head", (model.vocab, model.hidden), {"tp": 0}, std=INIT_STD)
-        spec = embedding_spec(model) if model.tied else own_spec
+        spec = table_spec(model, "embedding" if model.tied else "head")
         self.vocabulary = VocabParallelHead(make, spec, table, z_loss)
 
     def forward(self, x: Tensor, context: ForwardContext, labels: Tensor | None = None,
@@ -221,9 +220,9 @@ class Execution:
 class Llama(nn.Module):
     """The layers of a Llama that this rank has.
 
-    groups: the grid, axis -> process group. pipeline: which stages are on this rank; None: all layers, in one stage.
-    z_loss: see tp.cross_entropy. balance: of experts, see ep.py. Parameters have no memory until an Optimizer's buckets
-    (zero.py) allocate it, and no values until `Optimizer.load`.
+    groups: the grid, axis -> process group; {}: one rank. pipeline: which stages are on this rank; None: all layers, in
+    one stage. z_loss: see tp.cross_entropy. balance: of experts, see ep.py. Parameters have no memory until an
+    Optimizer's buckets (zero.py) allocate it, and no values until `Optimizer.load`.
     """
 
     def __init__(self, model: Model, groups: Groups, execution: Execution | None = None, *,
@@ -234,14 +233,14 @@ class Llama(nn.Module):
         self.stages, self.last_stage = self.pipeline.stages, self.pipeline.last
         options, self.tp = self.execution, TensorParallel(groups.get("tp"))
         make = partial(parameter, groups=groups, dtype=options.dtype, device=options.device)
-        if self.tp.size > 1:  # with selective, gathered inputs (the norms' results) are recomputed, so none is kept
+        if self.tp.size > 1:  # selective recomputes the norms' shards and gathers them again: no gathered input is kept
             self.tp = self.tp._replace(sequence=options.sequence, async_tp=options.async_tp,
                                        keep_gathered=options.keep_gathered and options.recompute != "selective")
         checkpoints = self.pipeline.in_flight * max(len(layers) for layers in self.stages.values())
         self.recompute = Recompute(options.recompute, checkpoints, None if self.tp.sequence else self.tp.group,
                                    options.offload)
         norm_along = {"tp": "partial" if self.tp.sequence else "replicate"}  # partial: tp ranks see different tokens
-        self.embedding = VocabParallelEmbedding(make, embedding_spec(model)) if 0 in self.stages else None
+        self.embedding = VocabParallelEmbedding(make, table_spec(model, "embedding")) if 0 in self.stages else None
         self.blocks = nn.ModuleDict({
             str(layer): Block(layer, model, make, self.tp.size, norm_along, groups.get("ep"), balance)
             for layers in self.stages.values() for layer in layers})
@@ -268,7 +267,7 @@ class Llama(nn.Module):
         stage returns logits or the loss.
         positions: [S] or [B, S], by default 0, 1, 2 … documents: [B, S], numbers of the documents, which do not see
         each other. With context parallelism tokens and positions are this rank's, as cp.shard_sequences returns them,
-        and documents are those of whole sequences. Tokens below 0 are padding.
+        and documents are those of whole sequences, in the host's memory. Tokens below 0 are padding.
         sequence_weight: the factor of a sequence's auxiliary losses of experts, of which only the gradient is added
         (ep.AddAuxiliaryLoss), not the value; None: no such loss.
         cache: keys and values of earlier tokens, which these follow; every rank then has all tokens.
@@ -297,7 +296,7 @@ class Llama(nn.Module):
             assert cp is None, "with context parallelism a rank's positions must be given"
             positions = torch.arange(past, past + seq, device=tokens.device)
         attention = attention_by_window(
-            map(model.window_of, range(model.layers)), tokens, documents, kernel=options.attention,
+            map(model.window_of, self.stages[stage]), tokens, documents, kernel=options.attention,
             head_dim=model.head_dim, dtype=options.dtype, group=cp, style=options.cp_style, earlier=past)
         context = ForwardContext(
             tp, seq, rotary_angles(positions, model, options.dtype), attention, self.recompute,
@@ -319,13 +318,13 @@ class Llama(nn.Module):
 # ---- demo: python model.py ------------------------------------------------------------------------------------------
 
 def demo(group: Any) -> None:
-    """Parameters, unit by unit, as a rank of 4 tensor parallel ranks would have them, and the loss before training."""
+    """Parameters, unit by unit, with their global shapes, and the loss before training."""
     from param import draw
 
     settings = Model(heads=4, kv_heads=2, head_dim=32)
-    model = Llama(settings, {}, Execution(torch.float32))
+    model = Llama(settings, {})
     print(f"The tiny Llama, {sum(p.numel() for p in model.parameters()):,} parameters; along tp: the dimension that is "
-          "sharded, or why none is\n")
+          "sharded, or replicate\n")
     for name, unit in {"embedding": model.embedding, "each block": model.blocks["0"], "head": model.head}.items():
         print(f"    {name}, {sum(p.numel() for p in unit.parameters()):,} parameters")
         for p in unit.parameters():

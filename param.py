@@ -88,7 +88,7 @@ def local_box(spec: Spec, groups: Groups) -> Box:
     """The box of the parameter that this rank has."""
     box = [slice(0, n) for n in spec.shape]
     for axis, dim in spec.along.items():
-        if dim not in ("replicate", "partial"):
+        if isinstance(dim, int):
             box[dim] = shard_slice(spec.shape[dim], size(groups.get(axis)), rank(groups.get(axis)))
     return tuple(box)
 

@@ -2,8 +2,8 @@
 
 Saves: full: all activations of a block but its input, of which n ranks that hold the same input save 1/n each.
        selective: the results of norms and SwiGLU; with --attention math also attention, whose scores would be saved.
-Costs: full: nearly one more forward, 24% (Mixtral) to 26% (Llama 8B) more FLOPs in the layers, and per block one
-       all-gather of the input where it is sharded.
+Costs: full: a forward without each layer's last matmul, 22% (GPT-3) to 28% (DeepSeek-V3) more FLOPs in the layers, and
+       per block one all-gather of the input where it is sharded.
        selective: the memory traffic of norms and SwiGLU once more; no matmul but those of --attention math.
 Stops helping when: the blocks' inputs themselves, the logits or the model state are what fills the memory.
 
@@ -21,9 +21,9 @@ a feed-forward, whose result no backward reads, and sends no results of experts 
 Sharded checkpoints. Tensor parallel ranks (without sequence parallelism) hold the same x between layers. ZeRO-R lets
 each of n ranks save 1/n of it, flat, and all-gathers it just before it is needed. Per block that sends (n-1)/n |x|
 bytes more, a tenth of what tensor parallelism sends with recomputation: five all-reduces of 2 (n-1)/n |x| each, two in
-forward, two in backward, one in the second run (two in the paper's: a twelfth). In this file a checkpoint is a block's
-saved input. Checkpoints outlive other activations; scattered among them they would fragment memory, so all lie in one
-arena.
+forward, two in backward, one in the second run, which leaves out the last (the paper's has two: a twelfth). In this
+file a checkpoint is a block's saved input. Checkpoints outlive other activations; scattered among them they would
+fragment memory, so all lie in one arena.
 
 Selective. A model writes `cheap(f, x)` for `f(x)` where f costs little. While `selective()` is on, this runs f with
 autograd off and registers the storage of the result, with f and x. A layer that reads the result saves it as always,
@@ -92,7 +92,6 @@ class CheckpointArena:
         slot = self.free_slots.pop()
         shard = x.reshape(size(self.group), -1)[rank(self.group)]
         if self.copies:
-            self.fetched.pop(slot, None)  # by a backward that has failed
             self.copies.start(self.shards[slot], shard)
         else:
             self.shards[slot].copy_(shard)
@@ -138,11 +137,12 @@ def is_recomputing() -> bool:
 
 def decide_once(decide: Callable[[], Any]) -> Any:
     """decide(), or in the second run of a block what it returned in the first."""
-    if _decisions is None:
-        return decide()
-    if not _recomputing:
-        _decisions.append(decide())
-    return _decisions.pop(0) if _recomputing else _decisions[-1]
+    if _recomputing:
+        return _decisions.pop(0)
+    decision = decide()
+    if _decisions is not None:
+        _decisions.append(decision)
+    return decision
 
 
 @contextmanager
@@ -256,6 +256,7 @@ def unpack(packed: torch.Tensor | tuple) -> torch.Tensor:
 
 
 def is_selective() -> bool:
+    """Whether the result of cheap(f, x) is recomputed."""
     return _cheap_calls is not None
 
 

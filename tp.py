@@ -35,13 +35,14 @@ Asynchronous tensor parallelism also hides those of forward and of a row paralle
 independent is left to compute: a ring sends one shard while the matmul of another shard runs.
 
 Split backward, as in zero-bubble pipelines: input gradients first, weight gradients later. In between, only shards of X
-and dZ are kept. Both are all-gathered for dA and dB, each under the matmul before it, but for the first few, where two
-gathered tensors at once would raise the peak of memory. For dZ it is the second time, as [T, H] in the queue would take
-t times the memory: 4 + 2 + 2 all-gathers per layer.
+(unless --sp-keep) and dZ are kept. Both are all-gathered for dA and dB, each under the matmul before it, but for the
+first few, where two gathered tensors at once would raise the peak of memory. For dZ it is the second time, as [T, H] in
+the queue would take t times the memory: 4 + 2 + 2 all-gathers per layer.
 
 Replicated parameters. A norm's weight is "replicate" (see param.py) without sequence parallelism, where every rank
-computes its complete gradient, and "partial" with it, where ranks see different tokens. If ranks outnumber the key and
-value heads, the weights of those are always "partial": ranks that share a head have different queries.
+computes its complete gradient, and "partial" with it, where ranks see different tokens. Always "partial": the norms of
+queries and keys, since ranks have different heads; and if ranks outnumber the key and value heads, the weights of
+those, since ranks that share a head have different queries.
 
 Vocabulary. The embedding table is sharded by rows; a rank looks up the tokens of its rows and adds zeros for the rest.
 In training no rank has a complete row of logits: the loss reduces the largest logsumexp of a row's shards, then the sum
@@ -59,6 +60,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd import Function
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -167,6 +169,7 @@ class Column(Function):
     @staticmethod
     def forward(ctx, x, tp, defer, *weights):
         product, gathered = start_gather_matmul(x, stacked_weight(weights).t(), tp)()
+        # The second run of a block keeps all of X, as backward follows at once; a split backward keeps shards.
         ctx.saves_gathered = (tp.keep_gathered or is_recomputing()) and not is_deferred(defer)
         ctx.save_for_backward(gathered if ctx.saves_gathered else x)
         ctx.weights, ctx.tp, ctx.defer = weights, tp, defer  # not saved: unpacked weights would lack spec and sink
@@ -180,14 +183,14 @@ class Column(Function):
         def start_gather() -> Finish:
             return (lambda: saved) if saves_gathered else tp.start_gather(saved)
 
-        finish_gather = None if is_deferred(ctx.defer) else start_gather()
+        started = None if is_deferred(ctx.defer) else start_gather()
         finish_reduce = start_matmul_reduce(grad, stacked_weight(ctx.weights), tp)  # dX, while X is gathered
 
         def add_weight_grad(out: Tensor, x: Tensor) -> None:
             accumulate_product(out, grad.t(), x)
 
-        accumulate_grad(ctx.weights, add_weight_grad, ctx.defer,  # while dX is reduced
-                        (lambda: finish_gather) if finish_gather else start_gather, holds=grad.nbytes)
+        accumulate_grad(ctx.weights, add_weight_grad, ctx.defer, lambda: started or start_gather(),  # dX is reduced
+                        holds=grad.nbytes)
         return finish_reduce(), None, None, *[None] * len(ctx.weights)
 
 
@@ -222,7 +225,8 @@ class Row(Function):
 
 
 def start_gather_matmul(x: Tensor, matrix: Tensor, tp: TensorParallel) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Gather the tokens of x, then multiply. The function returned finishes both: (gathered x @ matrix, gathered x)."""
+    """Gather the tokens of x, then multiply. The function returned finishes both (async_tp: does both), and returns
+    (gathered x @ matrix, gathered x)."""
     if tp.async_tp:
         return partial(all_gather_matmul, x, matrix, tp.group)
     finish_gather = tp.start_gather(x)
@@ -450,7 +454,7 @@ class Trace(TorchDispatchMode):
 
     def __enter__(self):
         self.wait = Pending.wait
-        Pending.wait = lambda pending: (self.events.append("…done") if pending.works else None, self.wait(pending))[1]
+        Pending.wait = lambda pending: self.events.extend(["…done"] * bool(pending.works)) or self.wait(pending)
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -466,18 +470,19 @@ class Trace(TorchDispatchMode):
 def trace_pair(x: Tensor, up: nn.Parameter, down: nn.Parameter, tp: TensorParallel) -> list[str]:
     """What a column and a row parallel layer do, in order: forward, whole backward, and a backward in two halves."""
     lines = []
-    for split in False, True:
+
+    def traced(part: str, run: Callable[..., Any], *args: Any) -> Any:
         with Trace() as trace:
-            y = row(torch.tanh(column(x, up, tp=tp)), down, tp).sum()
-        parts = {"forward": trace.events} if not split else {}
-        edge = torch.autograd.graph.get_gradient_edge(y)
-        halves = {"gradient of the input": partial(backward_input, "demo", edge, None),
-                  "of the weights, later": partial(backward_weight, "demo")}
-        for part, run in halves.items() if split else [("backward", partial(torch.autograd.backward, edge))]:
-            with Trace() as trace:
-                run()
-            parts[part] = trace.events
-        lines += [f"    {part:22s} {' '.join(events)}" for part, events in parts.items()]
+            result = run(*args)
+        lines.append(f"    {part:22s} {' '.join(trace.events)}")
+        return result
+
+    def forward() -> GradientEdge:
+        return get_gradient_edge(row(torch.tanh(column(x, up, tp=tp)), down, tp).sum())
+
+    traced("backward", torch.autograd.backward, traced("forward", forward))
+    traced("gradient of the input", backward_input, (0, 0), forward(), None)
+    traced("of the weights, later", backward_weight, (0, 0))
     return lines
 
 
@@ -504,8 +509,8 @@ def demo(group: Group) -> None:
     x = torch.randn(T // t, H, requires_grad=True)
     lines += ["", "The pair with sequence parallelism, on a rank (matmul+add: of a weight's gradient):", "",
               *trace_pair(x, up, down, TensorParallel(group, sequence=True)), "",
-              "In backward a matmul lies between the start of a gather or scatter and the wait for it. The weights' "
-              "half runs later."]
+              "In the column layer's backward a matmul lies between each start and its wait; the row layer's has none "
+              "to hide under. The weights' half runs later."]
     if rank(group) == 0:
         print("\n".join(lines))
 
