@@ -1,4 +1,5 @@
 """The plan: memory equal to train.py's, pipelines as schedules.py simulates them, published runs, refusals."""
+import importlib.util
 import json
 import math
 import os
@@ -415,6 +416,17 @@ def test_published_step_times_are_predicted(table, every, goal):
     for row in rows:
         errors.append(abs(estimate.step_seconds(plan.run_of(row.request)).seconds / row.step_s - 1))
     assert median(errors) < goal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["model", "nodes"])
+def test_models_and_numbers_of_nodes_that_were_not_fitted_are_predicted(by):
+    """Constants are fitted without the runs of each in turn, from the same start, and asked for those."""
+    spec = importlib.util.spec_from_file_location("fit", os.path.join(published.FOLDER, "fit.py"))
+    fit = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fit)
+    errors = [error for _, found in fit.left_out(fit.runs(), by, rounds=4) for error in found]
+    assert len(errors) > 300 and median(errors) < 0.04
 
 
 def test_published_memory_and_fits_are_predicted():
