@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import assemble
 import config
+import costs
 import dryrun
 import ep
 import train
@@ -113,6 +114,9 @@ def test_a_dry_run_is_of_the_largest_batch_of_a_ramp():
         small = "--layers 1 --micro-batch 4"
         ramp, constant = measured(f"{small} --batch-ramp 8@0,16@9,8@99"), measured(small)
     assert (ramp["flops"], ramp["peak"]) == (constant["flops"], constant["peak"])
+    count = costs.parameters(config.parse(f"{BASE} {small}".split(), 2).model).total
+    for kind, nbytes in ("weights", 4), ("gradients", 4), ("optimizer", 8):  # in fp32 weights are their own masters
+        assert constant["peak_of_kind"][kind] == pytest.approx(nbytes * count, rel=1e-3)
 
 
 def test_an_action_that_allocates_nothing_has_what_is_alive():

@@ -242,6 +242,7 @@ def test_a_rewind_leaves_out_the_samples_and_nothing_else(pool, tmp_path, patche
     assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
     written = config.read_run(str(tmp_path / "out" / "step-000012"))
     assert (written["samples"], written["left_out"], written["rewinds"]) == (12 * 12 + end - 60, [[60, end]], 1)
+    assert written["norms"] == config.read_run(str(tmp_path / "straight" / "step-000012"))["norms"]
     set_aside = any(path.name.startswith("set-aside-step-000008") for path in (tmp_path / "out").iterdir())
     assert set_aside == (most == 3)
 
@@ -470,6 +471,12 @@ class CountingStore:
     def multi_get(self, keys: list[str]) -> list[bytes]:
         self.calls.append("multi_get")
         return [self.content[key].encode() for key in keys]
+
+
+def test_a_rank_that_moves_again_is_where_nobody_knows():
+    dog = watchdog.Watchdog.__new__(watchdog.Watchdog)
+    dog.store = CountingStore(states='[0, "waits", []]\n[1, "computes", []]\n[0, "moves", []]\n[1, "lost", [2]]\n')
+    assert dog.states() == {1: ("lost", [2])}
 
 
 def calls_of_a_rank_that_stalls(monkeypatch, ranks: int, its_state: str, moves_s: int) -> tuple[list[str], list[str]]:

@@ -220,7 +220,9 @@ def test_the_parts_of_a_step_are_its_time():
 
 
 def test_utilisation_is_flops_over_time_and_peak():
-    found = plan.predict(run_for("--preset llama-2-7b --dp 8 --zero 1 --seq 4096 --global-batch 64 --micro-batch 1"))
+    flags = "--preset llama-2-7b --dp 8 --zero 1 --seq 4096 --micro-batch 1"
+    found = plan.predict(run_for(f"{flags} --global-batch 64"))
+    assert found == plan.predict(run_for(f"{flags} --batch-ramp 16@0,64@1e6"))  # at its last size
     flops = 6 * (6_738_415_616 - 32000 * 4096) + 12 * 32 * 4096 * 4096  # per token
     assert found.mfu == pytest.approx(flops * 64 * 4096 / found.step_s / 8 / 989e12)
     assert found.hfu == found.mfu > found.mfu_causal

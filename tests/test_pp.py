@@ -17,6 +17,7 @@ from torch.distributed.pipelining import schedules as torchs
 import costs
 import grids
 import pp
+from footprint import backwards_in_memory
 from meter import Meter
 from model import Execution, Llama
 from param import Spec, accumulate_grad, draw, parameter
@@ -172,6 +173,20 @@ def test_bubbles_are_those_of_the_formulas():
 def held_if_inputs_leave(part: float, actions: list[Action]) -> list[float]:
     """Activations after each action, in those of one stage and micro-batch, of which an I leaves this part."""
     return list(accumulate(dict(F=1, B=-1, I=part - 1, W=-part)[action.op] for action in actions))
+
+
+def test_backwards_that_memory_depends_on_hold_most():
+    for schedule in EXECUTED:
+        for actions in make_plan(schedule, 4, 12).ranks:
+            most, held = {}, 0
+            for op, stage, _ in actions:
+                if op == "F":
+                    held += 1
+                    continue
+                most[op, stage] = max(most.get((op, stage), 0), held)
+                held -= op in "BW"
+            found = backwards_in_memory(actions)
+            assert {key: max(one.held for one in found if (one.op, one.stage) == key) for key in most} == most
 
 
 def test_activations_held_are_those_of_the_formulas():
