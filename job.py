@@ -167,7 +167,7 @@ def rewind(job: Job) -> None:
     restore(job, path, config.read_run(path))
     state.left_out, state.rewinds = left_out, rewinds
     guard.streak.clear()
-    guard.norms.copy_(torch.tensor(state.norms))
+    guard.norms.copy_(torch.tensor(state.norms, dtype=guard.norms.dtype))
     job.saver.set_aside(state.step)
     job.saver.note(state.step)
     job.log.begin(state.step)

@@ -1079,6 +1079,93 @@ MUTANTS = [
     Mutant("replays that overwrite what the caller gave", "graphs.py",
            "tree_map(lambda x: None if x is None else x.clone(), batches)", "batches",
            "tests/test_graphs.py::test_replays_leave_the_callers_tensors_alone"),
+    Mutant("waits for a receive that count as work", "pp.py",
+           "            x = take(\"F\", stage, k).requires_grad_(torch.is_grad_enabled()) if op == \"F\" and stage"
+           " else None\n"
+           "            grad = take(\"B\", stage, k) if op in \"BI\" and stage < self.last_stage else None\n"
+           "            began = self.now()  # what it waits for is there\n",
+           "            began = self.now()\n"
+           "            x = take(\"F\", stage, k).requires_grad_(torch.is_grad_enabled()) if op == \"F\" and stage"
+           " else None\n"
+           "            grad = take(\"B\", stage, k) if op in \"BI\" and stage < self.last_stage else None\n",
+           "tests/test_profiling.py::test_what_an_action_waits_for_is_not_its_time"),
+    Mutant("a group of more micro-batches than there are refused", "schedules.py",
+           "    n = min(n, m) or next(",
+           "    n = n or next(",
+           "tests/test_pp.py::test_interleaving_takes_the_smallest_possible_group[4-9-5-6.0]"),
+    Mutant("auxiliary losses in the metrics once more for each recomputation", "ep.py",
+           "            if not is_recomputing():\n                self.loss += loss.detach()\n",
+           "            self.loss += loss.detach()\n",
+           "tests/test_settings.py::test_a_setting_changes_how_it_is_computed[recompute]"),
+    Mutant("gradients of a split backward in the format of activations", "fp8.py",
+           "shard = fp8.quantise_columnwise(grad, tp, grad=True)",
+           "shard = fp8.quantise_columnwise(grad, tp)",
+           "tests/test_fp8.py::test_a_pair_of_matrices_is_the_formula_on_every_grid[2-256-True-tensorwise]"),
+    Mutant("a second rewind that forgets the first", "job.py",
+           "    left_out, rewinds = [*state.left_out, [samples.start, last.stop]], state.rewinds + 1\n"
+           "    restore(job, path, config.read_run(path))\n"
+           "    state.left_out, state.rewinds = left_out, rewinds\n",
+           "    restore(job, path, config.read_run(path))\n"
+           "    state.left_out, state.rewinds = [*state.left_out, [samples.start, last.stop]], state.rewinds +"
+           " 1\n",
+           "tests/test_faults.py::test_a_second_rewind_to_a_checkpoint_leaves_out_more_and_counts"),
+    Mutant("biases that move in a step skipped as a spike", "train.py",
+           "update_balance(job.model, job.groups, norm < limit, sequences)",
+           "update_balance(job.model, job.groups, norm.isfinite(), sequences)",
+           "tests/test_loop.py::test_a_step_that_is_skipped_leaves_weights_and_biases"),
+    Mutant("a resume that insists because the run before did", "config.py",
+           "NOT_INHERITED = (\"resume\", \"insist\", \"init_from\",",
+           "NOT_INHERITED = (\"resume\", \"init_from\",",
+           "tests/test_checkpoint.py::test_what_belongs_to_one_start_of_a_run_is_not_inherited"),
+    Mutant("files that no rank verifies", "checkpoint.py",
+           "        for name, (nbytes, expected) in [*files.items()][part::parts]:\n",
+           "        share = len(files) // parts\n"
+           "        for name, (nbytes, expected) in [*files.items()][part * share:(part + 1) * share]:\n",
+           "tests/test_checkpoint.py::test_any_number_of_ranks_verifies_each_file_once"),
+    Mutant("whole inputs offloaded without sequence parallelism", "footprint.py",
+           "- 2) * model.hidden * element / tp",
+           "- 2) * model.hidden * element / (tp if sp else 1)",
+           "tests/test_offload.py::test_inputs_of_blocks_are_offloaded_in_shards_with_and_without_sequence_par"
+           "allelism"),
+    Mutant("windows of a measurement that begin empty", "meter.py",
+           "most, self.window_peak = self.window_peak, self.live()[\"all\"]",
+           "most, self.window_peak = self.window_peak, 0",
+           "tests/test_dryrun.py::test_an_action_that_allocates_nothing_has_what_is_alive"),
+    Mutant("dry runs of a ramp's first batch", "train.py",
+           "sequences = max(sequences for sequences, _ in settings.batch.ramp())\n    samples",
+           "sequences, _ = settings.batch.ramp()[0]\n    samples",
+           "tests/test_dryrun.py::test_a_dry_run_is_of_the_largest_batch_of_a_ramp"),
+    Mutant("a micro-batch for a ramp's smallest batch alone", "checks.py",
+           "default_micro_batch(math.gcd(*sizes) // grid.dp, batch, grid)",
+           "default_micro_batch(min(sizes) // grid.dp, batch, grid)",
+           "tests/test_config.py::test_choices_left_open_are_made"),
+    Mutant("the last of alike backwards taken for the one that holds most", "footprint.py",
+           "        found[key] = max(found.get(key, backward), backward)\n",
+           "        found[key] = backward\n",
+           "tests/test_pp.py::test_backwards_that_memory_depends_on_hold_most"),
+    Mutant("norms of steps that were undone in the statistics", "job.py",
+           "    guard.norms.copy_(torch.tensor(state.norms, dtype=guard.norms.dtype))\n",
+           "",
+           "tests/test_faults.py::test_a_rewind_leaves_out_the_samples_and_nothing_else[inf_in_steps_5_to_7-3-96]"),
+    Mutant("the first token that is none accepted", "data.py",
+           "            if part.max() >= self.vocab or part.min() < 0:\n",
+           "            if part.max() > self.vocab or part.min() < 0:\n",
+           "tests/test_data.py::test_a_token_outside_the_vocabulary_names_its_file[values0]"),
+    Mutant("weights of fp32 runs that count as their optimizer's", "dryrun.py",
+           "        meter.label(\"optimizer\", *bucket.state.values())\n"
+           "        meter.label(\"weights\", bucket.weights, bucket.weight_shard)  # \"weights\" even if they are "
+           "also master weights\n",
+           "        meter.label(\"weights\", bucket.weights, bucket.weight_shard)\n"
+           "        meter.label(\"optimizer\", *bucket.state.values())\n",
+           "tests/test_dryrun.py::test_a_dry_run_is_of_the_largest_batch_of_a_ramp"),
+    Mutant("predicted rates of --global-batch where there is a ramp", "plan.py",
+           "    rate = settings.batch.ramp()[-1][0] * settings.batch.seq / seconds / gpus\n",
+           "    rate = settings.batch.global_batch * settings.batch.seq / seconds / gpus\n",
+           "tests/test_plan.py::test_utilisation_is_flops_over_time_and_peak"),
+    Mutant("a rank that moves again said to wait", "watchdog.py",
+           "        return {rank: found for rank, found in latest.items() if found[0] != \"moves\"}\n",
+           "        return latest\n",
+           "tests/test_faults.py::test_a_rank_that_moves_again_is_where_nobody_knows"),
 ]
 
 
