@@ -74,7 +74,7 @@ class Pool:
     def run(self, world: int, function: str, timeout: float = 300, **arguments) -> list:
         """The results of `function` ("module:name", called with `arguments`) on every rank of a world of its own.
 
-        Raises RuntimeError with the traceback of every rank that failed, or with where each stood when time ran out.
+        Raises RuntimeError with the traceback of every rank that failed, and with where each stood if time ran out.
         """
         self.jobs += 1
         connections = [connection for _, connection in self.workers[:world]]
@@ -83,11 +83,16 @@ class Pool:
         deadline, results = time.monotonic() + timeout, []
         for connection in connections:
             if not connection.poll(max(0, deadline - time.monotonic())):
-                raise RuntimeError(f"{function} on {world} ranks took more than {timeout} s.\n{self.replace(world)}")
+                break
             results.append(pickle.loads(connection.recv_bytes()))
-        failed = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(results) if not ok]
-        if failed:
-            raise RuntimeError(f"{function} on {world} ranks:\n" + "\n".join(failed))
+        late = [rank for rank in range(len(results), world) if not connections[rank].poll()]
+        results += [pickle.loads(connections[rank].recv_bytes()) if rank not in late else (True, None)
+                    for rank in range(len(results), world)]
+        problems = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(results) if not ok]
+        if late:  # perhaps because another one has failed
+            problems.append(f"took more than {timeout} s.\n{self.replace(world)}")
+        if problems:
+            raise RuntimeError(f"{function} on {world} ranks:\n" + "\n".join(problems))
         return [result for _, result in results]
 
     def replace(self, world: int) -> str:
