@@ -112,7 +112,8 @@ def data_parallel_seconds(run: Run, elements: Mapping[str, list[int]], layers: i
     backward, at level 1 under a forward, too; at levels 2 and 3 the part `hidden` of it, under all micro-batches.
 
     Elements sent per rank with A micro-batches: 2 P, 2 P, (A+1) P and 3 A P at levels 0 to 3 of ZeRO, times (n-1)/n;
-    gradients in fp32 or as --reduce-dtype says, weights in 16 bits.
+    gradients in fp32 or as --reduce-dtype says, weights in 16 bits. With R replicas n ranks shard, and the gradients of
+    a shard are all-reduced over R.
     """
     grid, A = run.settings.grid, run.micro_batches
     gradient, weight = costs.reduced_bytes(run.settings, 2), 2
@@ -121,12 +122,15 @@ def data_parallel_seconds(run: Run, elements: Mapping[str, list[int]], layers: i
         0: (2 * gradient, 2, one.total - one.forward), 1: (sums * gradient + weight, 2, one.total),
         2: (A * gradient + weight, A + 1, busy), 3: (A * (gradient + 2 * weight), 3 * A, busy)}[grid.zero]
     seconds = 0.0
-    shards = grid.dp * grid.cp
-    for axis, n, stride in ("dp", shards, grid.tp), ("edp", shards * grid.tp // grid.ep, 1):
+    R = grid.dp_replicate
+    shards = grid.dp // R * grid.cp
+    for axis, n, stride in ("dp", shards, grid.tp), ("edp", shards * grid.tp // grid.ep, grid.ep):
         count = sum(elements.get(axis, []))
         if n > 1 and count:
             seconds += run.collective((n - 1) / n * count * per_element, n, stride,
                                       "all_gather" if grid.zero else "all_reduce", calls * layers / 2)
+        if R > 1 and count:
+            seconds += run.collective(2 * (R - 1) / R * count / n * gradient, R, stride * n, "all_reduce", layers / 2)
     if not run.kernels.overlap or grid.tp > run.machine.levels[0].ranks:  # tensor parallel ranks use the network, too
         return seconds
     return max(seconds * (1 - run.constants.hidden) if grid.zero >= 2 else 0.0, seconds - under)

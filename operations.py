@@ -373,7 +373,7 @@ def sdpa_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, T
     kind = mask.kind(q.shape[2], k.shape[2])
     if q.is_cuda and (kind == "general" or q.itemsize > 2):  # torch's kernels for GPUs take neither
         return math_forward(q, k, v, mask)
-    if q.is_cuda and BLOCKS_BY_CUDNN:
+    if takes_cudnn(q):
         return cudnn_forward(q, k, v, mask)
     if q.is_cuda:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, kind == "causal")[:2]
@@ -390,7 +390,7 @@ def sdpa_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: T
     kind = mask.kind(q.shape[2], k.shape[2])
     if q.is_cuda and (kind == "general" or q.itemsize > 2):  # torch's kernels for GPUs take neither
         return math_backward(do, q, k, v, o, lse, mask)
-    if q.is_cuda and BLOCKS_BY_CUDNN:
+    if takes_cudnn(q):
         return cudnn_backward(do, q, k, v, o, lse, mask)
     if q.is_cuda:
         seed = torch.empty(0, dtype=torch.int64, device=q.device)  # unused: there is no dropout
@@ -399,6 +399,10 @@ def sdpa_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: T
     bias = additive_mask(mask.visible(q.shape[2], k.shape[2], q.device), q.dtype) if kind == "general" else None
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         do, q, k, v, o, lse, 0.0, kind == "causal", attn_mask=bias)
+
+
+def takes_cudnn(q: Tensor) -> bool:
+    return q.is_cuda and BLOCKS_BY_CUDNN and q.shape[-1] <= 128
 
 
 def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:

@@ -43,7 +43,7 @@ class Kernels(NamedTuple):
 
 
 # Fractions of the peak that attention reaches, forward and backward together, on Ampere and on later GPUs: Dao 2022;
-# Dao 2023, figures 4 to 7; Shah et al. 2024, figures 5 and 6 (flash2: 335 TFLOP/s forward, 322 backward on an H100).
+# Dao 2023, figures 4 to 7; Shah et al. 2024, figures 5 and 6.
 ATTENTION_FRACTION = {"flash1": (0.35, 0.20), "flash2": (0.60, 0.33), "flash3": (0.60, 0.60)}
 
 

@@ -364,12 +364,12 @@ class Called(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize("by_cudnn, kernel", [(False, "flash"), (True, "cudnn")])
-def test_a_switch_chooses_the_kernel_of_blocks_on_gpus(monkeypatch, by_cudnn, kernel):
+@pytest.mark.parametrize("by_cudnn, D, kernel", [(False, 64, "flash"), (True, 64, "cudnn"), (True, 192, "flash")])
+def test_a_switch_chooses_the_kernel_of_blocks_on_gpus(monkeypatch, by_cudnn, D, kernel):
     """On fake tensors of a GPU: torch's own rules for them check the layout of what both operators are given."""
     monkeypatch.setattr(operations, "BLOCKS_BY_CUDNN", by_cudnn)
     with FakeTensorMode(), Called() as called:
-        q, k, v, do = (torch.empty(2, 16, heads, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        q, k, v, do = (torch.empty(2, 16, heads, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
                        for heads in (8, 2, 2, 8))
         for mask in (CAUSAL, cp.ALL):
             o, lse = SDPA.forward(q, k, v, mask)

@@ -243,6 +243,21 @@ def test_what_costs_time_does():
     assert estimate.step_seconds(run_for(across)).parts["tp"] > estimate.step_seconds(run_for(inside)).parts["tp"]
 
 
+@pytest.mark.parametrize("flags, axis, sent", [
+    ("--dp 8 --tp 2", "dp", [(7 / 8 * 960 * 6, 8, 2, "all_gather")]),
+    ("--dp 8 --tp 2 --dp-replicate 2", "dp", [(3 / 4 * 960 * 6, 4, 2, "all_gather"), (960, 2, 8, "all_reduce")]),
+    ("--preset tiny-moe --dp 8 --ep 4", "edp", [(1 / 2 * 960 * 6, 2, 4, "all_gather")])])
+def test_what_the_data_axis_sends_to_whom(monkeypatch, flags, axis, sent):
+    """Bytes of gradients in fp32 and weights in 16 bits, ranks, and how far apart they are; tensor parallel ranks are
+    next to each other, as are those of an expert group, and replicas are the farthest."""
+    seen = []
+    monkeypatch.setattr(Run, "collective", lambda self, nbytes, n, stride=1, collective="all_gather", calls=1:
+                        seen.append((nbytes, n, stride, collective)) or 0.0)
+    run = run_for(f"{flags} --zero 1 --global-batch 16")
+    estimate.data_parallel_seconds(run, {axis: [960]}, 1, Seconds(0.0, 0.0), 0.0)
+    assert seen == sent
+
+
 @pytest.mark.parametrize("flags, nbytes", [("", 40), ("--moments bf16", 32), ("--optimizer sgd", 24)])
 def test_an_update_reads_and_writes_its_moments(flags, nbytes):
     """AdamW's two moments in fp32 are 16 of 40 bytes per parameter."""
