@@ -81,8 +81,11 @@ LEGS: list[tuple[str, str, dict[str, Any], list[tuple[dict[str, Any], str]]]] = 
                                                      "exposed."),
         (dict(dp=64, ep=8, zero=2, recompute="selective"), "ep 8 keeps experts where they are and sends tokens to them "
                                                            "in the node: {exposed:.0%} exposed, {memory:.0f} GB."),
-        (dict(dp=512, ep=8, zero=1, recompute="selective"), "On 512 GPUs it stays in the node: {exposed:.0%} exposed, "
-                                                            "MFU {mfu:.0%}.")]),
+        (dict(dp=512, ep=8, zero=1, recompute="selective"), "On 512 GPUs tokens stay in the node, but gradients of "
+                                                            "experts are reduced over 64 nodes under one micro-batch: "
+                                                            "{exposed:.0%} exposed."),
+        (dict(dp=512, ep=8, zero=1, recompute="selective", reduce_dtype="bf16"),
+         "Reducing in bf16 halves these bytes: {exposed:.0%} exposed, MFU {mfu:.0%}.")]),
 ]
 
 
@@ -99,7 +102,9 @@ def numbers_of(request: dict[str, Any]) -> dict[str, Any]:
                 attention=part["attention"],
                 fixed=part["fixed"] + part["optimizer"], active=count.active / 1e9, total=count.total / 1e9,
                 gpus=request["dp"] * request.get("cp", 1) * request.get("tp", 1) * request.get("pp", 1),
-                flags=search.describe(run.settings))
+                flags=search.describe(run.settings) + "".join(
+                    f" --{name.replace('_', '-')} {request[name]}" for name in ("cp_style", "chunks", "reduce_dtype")
+                    if name in request))
 
 
 def text() -> str:
