@@ -159,20 +159,17 @@ def bound_seconds(run: Run, sums: list[Seconds]) -> tuple[float, list[float]]:
 
 
 def update_seconds(run: Run, buckets: list[float]) -> float:
-    """Of the optimizer's update of so many parameters per bucket. If the host has its state, all copies share a stream:
-    gradients, then weights as they are updated (offload.py)."""
+    """Of the optimizer's update of so many parameters per bucket. If the host has its state, gradients are copied there
+    while it updates those that have arrived, and weights are copied back at the same time (offload.py)."""
     moments, machine = 2 * moment_bytes(run), run.machine
     if not run.settings.precision.offloads("optimizer"):
         return run.memory((24 + moments) * sum(buckets))
-    arrived, updated, ends = 0.0, 0.0, []  # when gradients are on the host, when they have been applied
+    arrived = updated = returned = 0.0  # when a bucket's gradient is on the host, is applied, its weights are back
     for count in buckets:
         arrived += 4 * count / machine.host_link
         updated = max(arrived, updated) + (18 + moments) * count / machine.host_memory
-        ends.append(updated)
-    copied = arrived
-    for count, end in zip(buckets, ends):
-        copied = max(copied, end) + 2 * count / machine.host_link
-    return run.memory(22 * sum(buckets)) + copied
+        returned = max(updated, returned) + 2 * count / machine.host_link
+    return run.memory(22 * sum(buckets)) + returned
 
 
 def step_seconds(run: Run, stages: list[Parts] | None = None, simulated: bool = True) -> Step:

@@ -9,18 +9,20 @@ Stops helping when: the GPU waits too long for the CPU's update, during which it
        input takes longer than the forward or backward of a block, beside which it is copied.
 
 This file has the copies. Buckets (zero.py, `start_offload` and `update_weights`) and checkpoints (recompute.py,
-`CheckpointArena`) start them, on a stream of their own, beside kernels:
+`CheckpointArena`) start them, beside kernels. Each direction has a stream: the link carries both at once.
 
-    optimizer     GPU      ... backward │ norm, clip │                                │ next forward
-                  copies                │         g0 ↓  g1 ↓  g2 ↓      w0 ↑     w1 ↑ │ w2 ↑
-                  CPU                   │               AdamW 0  AdamW 1  AdamW 2     │
+    optimizer     GPU     ... backward │ norm, clip │                                       │ next forward
+                  to host              │        g0 ↓  g1 ↓  g2 ↓                            │
+                  CPU                  │              AdamW 0   AdamW 1   AdamW 2           │
+                  to GPU               │                        w0 ↑      w1 ↑      w2 ↑    │
 
-    activations   GPU      forward 1  forward 2  forward 3       backward 3  backward 2  backward 1
-                  copies   x1 ↓       x2 ↓       x3 ↓       x3 ↑ x2 ↑        x1 ↑
+    activations   GPU     forward 1   forward 2   forward 3           backward 3   backward 2   backward 1
+                  to host x1 ↓        x2 ↓        x3 ↓
+                  to GPU                                      x3 ↑    x2 ↑         x1 ↑
 
-A copy, in either direction, begins when the kernels and copies before it are done: copies share one stream, so the two
-directions do not overlap. The input of a block returns while the backward of the block after it runs, one block ahead:
-so two are on the GPU at once. Gradients leave bucket by bucket, while the CPU updates the bucket before.
+A copy begins when the kernels launched before it, and the copies before it in its direction, are done; a block's input
+comes back after it has been saved. It does so while the backward of the block after it runs, one block ahead: so two
+are on the GPU at once. Gradients leave bucket by bucket, while the CPU updates the bucket before.
 
 The host's memory is pinned, because only from there the copy engine reads while the CPU goes on. `record_stream` keeps
 the allocator from reusing a tensor's memory before its copy has ended.
@@ -45,33 +47,35 @@ class Copied:
 
 
 @cache
-def stream_of(device: torch.device) -> torch.cuda.Stream:
-    """The one that all copies share."""
+def stream_of(device: torch.device, to_host: bool) -> torch.cuda.Stream:
+    """The one that all copies in this direction share."""
     return torch.cuda.Stream(device)
 
 
-class CopyStream:
-    """Copies between a device and the memory of the host, on one stream. On a CPU both are the same memory."""
+class CopyStreams:
+    """Copies between a device and the memory of the host, which is the same on a CPU; a stream for each direction."""
 
     def __init__(self, device: torch.device):
-        self.stream = stream_of(device) if device.type == "cuda" else None
+        self.device = device
 
     def zeros(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory of the host, filled with zeros."""
-        return torch.zeros(shape, dtype=dtype, pin_memory=self.stream is not None)
+        return torch.zeros(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
 
-    def start(self, target: torch.Tensor, source: torch.Tensor) -> "Copied | torch.cuda.Event":
-        """Start to copy to or from the host, after the kernels that have been launched so far."""
-        if self.stream is None:
+    def start(self, target: torch.Tensor, source: torch.Tensor,
+              after: "Copied | torch.cuda.Event | None" = None) -> "Copied | torch.cuda.Event":
+        """Start to copy to or from the host, after the kernels that have been launched so far and the copy `after`."""
+        if self.device.type != "cuda":
             target.copy_(source)
             return Copied()
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        with torch.cuda.stream(self.stream):
+        stream = stream_of(self.device, to_host=source.is_cuda)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            if after:
+                after.wait()
             target.copy_(source, non_blocking=True)
-            for x in (target, source):
-                if x.is_cuda:
-                    x.record_stream(self.stream)
-            return self.stream.record_event()
+            (source if source.is_cuda else target).record_stream(stream)
+            return stream.record_event()
 
 
 # ---- demo: python offload.py ----------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
 from collectives import Group, all_gather, rank, run_demo, size
-from offload import Copied, CopyStream
+from offload import Copied, CopyStreams
 
 # ---- full -----------------------------------------------------------------------------------------------------------
 
@@ -70,7 +70,7 @@ class CheckpointArena:
     same forward, whose block will be next.
     """
 
-    def __init__(self, slots: int, x: torch.Tensor, group: Group = None, copies: CopyStream | None = None):
+    def __init__(self, slots: int, x: torch.Tensor, group: Group = None, copies: CopyStreams | None = None):
         """x: any tensor with the shape and dtype of a checkpoint, of which the ranks of the group save equal parts."""
         if x.numel() % size(group):
             raise ValueError(f"{size(group)} ranks cannot share a checkpoint of {x.numel()} elements in equal parts")
@@ -78,6 +78,7 @@ class CheckpointArena:
         shape = slots, x.numel() // size(group)
         self.shards = copies.zeros(shape, x.dtype) if copies else x.new_empty(shape)
         self.on_device = list(x.new_empty(2 if copies else 0, shape[1]))  # one is used while the next one is fetched
+        self.saved: dict[int, Copied] = {}  # slot -> the copy to the host
         self.fetched: dict[int, tuple[torch.Tensor, Copied]] = {}
         self.saved_before: dict[int, int | None] = {}  # slot -> the slot saved before it in the same forward
         self.last_saved: int | None = None
@@ -92,7 +93,7 @@ class CheckpointArena:
         slot = self.free_slots.pop()
         shard = x.reshape(size(self.group), -1)[rank(self.group)]
         if self.copies:
-            self.copies.start(self.shards[slot], shard)
+            self.saved[slot] = self.copies.start(self.shards[slot], shard)
         else:
             self.shards[slot].copy_(shard)
         self.saved_before[slot], self.last_saved = self.last_saved, slot
@@ -103,7 +104,7 @@ class CheckpointArena:
         if slot not in self.fetched:
             target = self.on_device.pop(0)
             self.on_device.append(target)  # they take turns
-            self.fetched[slot] = target, self.copies.start(target, self.shards[slot])
+            self.fetched[slot] = target, self.copies.start(target, self.shards[slot], after=self.saved[slot])
 
     def shard(self, slot: int) -> torch.Tensor:
         """This rank's shard of a checkpoint, on the device."""
@@ -287,7 +288,7 @@ class Recompute:
         if self.mode != "full" or not x.requires_grad:
             return block(x)
         if self.arena is None or self.arena.shape != x.shape:
-            copies = CopyStream(x.device) if self.offload else None
+            copies = CopyStreams(x.device) if self.offload else None
             self.arena = CheckpointArena(self.slots, x.detach(), self.group, copies)
         return Checkpoint.apply(block, self.arena, x)
 

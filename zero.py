@@ -81,7 +81,7 @@ from collectives import (
 )
 from config import padded_elements
 from dp import Bucket, DataParallel, Units
-from offload import Copied, CopyStream
+from offload import Copied, CopyStreams
 from operations import uses_kernels
 from param import Box, Source, Spec, box_shape, boxes, draw, is_first_replica, parameter, shard_slice
 
@@ -117,7 +117,7 @@ class ShardedBucket(Bucket):
             self.free_weights()
         self.unsharding = Pending(None)
         self.users = 0  # calls of `unshard` less calls of `reshard`
-        self.copies = CopyStream(self.device) if offload else None
+        self.copies = CopyStreams(self.device) if offload else None
         state_zeros = self.copies.zeros if offload else self.zeros
         is_own_master = dtype == self.acc_dtype and not offload
         self.master = self.weight_shard if is_own_master else state_zeros(length, self.acc_dtype)

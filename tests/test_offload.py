@@ -1,5 +1,10 @@
 """Offloading changes no bit; copies are in order, one block ahead; on a fake GPU, bytes are where they belong."""
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -48,43 +53,98 @@ def test_offloading_changes_no_bit(dtype):
 
 # ---- order ----------------------------------------------------------------------------------------------------------
 
-class Recorded:
-    """A copy on a GPU, which is not done until somebody waits for it."""
+class LateCopy:
+    """A copy on a GPU at the latest possible moment: when somebody waits for it."""
 
-    def __init__(self, events: list[str], what: str):
-        self.events, self.what = events, what
+    def __init__(self, events: list[str], what: str, copy: Callable):
+        self.events, self.what, self.copy = events, what, cache(copy)
 
     def wait(self) -> None:
         self.events.append(f"kernels wait for {self.what}")
+        self.copy()
 
     def synchronize(self) -> None:
         self.events.append(f"host waits for {self.what}")
+        self.copy()
 
 
-class RecordingCopies(offload.CopyStream):
-    """Names a copy by the sum of what is copied."""
+class LateCopies(offload.CopyStreams):
+    """Names a copy by the sum of what is copied, or by the copy that comes first."""
     events: list[str] = []
 
     def __init__(self, device: torch.device):
-        self.stream, self.on_host = None, []
+        super().__init__(device)
+        self.on_host = []
 
     def zeros(self, shape, dtype) -> torch.Tensor:
         self.on_host.append(torch.zeros(shape, dtype=dtype))
         return self.on_host[-1]
 
-    def start(self, target: torch.Tensor, source: torch.Tensor) -> Recorded:
-        target.copy_(source)
+    def start(self, target: torch.Tensor, source: torch.Tensor, after: LateCopy | None = None) -> LateCopy:
+        def copy() -> None:
+            if after:
+                after.copy()
+            target.copy_(source)
+
+        what = after.what if after else f"{source.sum().item():g}"
         to_host = any(x.untyped_storage().data_ptr() == target.untyped_storage().data_ptr() for x in self.on_host)
-        self.events.append(f"{'save' if to_host else 'fetch'} {source.sum().item():g}")
-        return Recorded(self.events, f"{source.sum().item():g}")
+        self.events.append(f"{'save' if to_host else 'fetch'} {what}")
+        return LateCopy(self.events, what, copy)
 
 
 @pytest.fixture
 def events(monkeypatch) -> list[str]:
-    monkeypatch.setattr(RecordingCopies, "events", [])
+    monkeypatch.setattr(LateCopies, "events", [])
     for module in (recompute, zero):
-        monkeypatch.setattr(module, "CopyStream", RecordingCopies)
-    return RecordingCopies.events
+        monkeypatch.setattr(module, "CopyStreams", LateCopies)
+    return LateCopies.events
+
+
+def test_late_copies_change_no_bit(events):
+    flags = "--recompute full --dtype bf16"
+    late = train_steps(f"{flags} --offload both")
+    assert {event.split()[0] for event in events} == {"save", "fetch", "kernels", "host"}
+    assert all(map(torch.equal, train_steps(flags), late))
+
+
+def test_each_direction_has_a_stream_which_waits_for_kernels_and_for_the_copy_named(monkeypatch):
+    """On stand-ins for a GPU's streams and memory, which list what they are asked for."""
+    calls, streams = [], ["kernels"]
+
+    class Stream(NamedTuple):
+        name: str
+
+        def wait_stream(self, other: str) -> None:
+            calls.append(f"{self.name} waits for {other}")
+
+        def record_event(self) -> SimpleNamespace:
+            return SimpleNamespace(wait=lambda: calls.append(f"{streams[-1]} waits for what was copied {self.name}"))
+
+    class Memory(NamedTuple):
+        is_cuda: bool
+
+        def copy_(self, source: "Memory", non_blocking: bool) -> None:
+            calls.append(f"{streams[-1]} copies" + " while the host goes on" * non_blocking)
+
+        def record_stream(self, stream: Stream) -> None:
+            calls.append(f"{stream.name} keeps the {'GPU' if self.is_cuda else 'host'}'s memory")
+
+    @contextmanager
+    def on_stream(stream: Stream) -> Iterator[None]:
+        streams.append(stream.name)
+        yield
+        streams.pop()
+
+    monkeypatch.setattr(offload, "stream_of", lambda device, to_host: Stream("out" if to_host else "in"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[-1])
+    monkeypatch.setattr(torch.cuda, "stream", on_stream)
+    copies, gpu, host = offload.CopyStreams(torch.device("cuda")), Memory(True), Memory(False)
+    saved = copies.start(host, gpu)
+    copies.start(gpu, host, after=saved).wait()
+    assert calls == [
+        "out waits for kernels", "out copies while the host goes on", "out keeps the GPU's memory",
+        "in waits for kernels", "in waits for what was copied out", "in copies while the host goes on",
+        "in keeps the GPU's memory", "kernels waits for what was copied in"]
 
 
 def test_checkpoints_return_one_block_ahead(events):
@@ -133,11 +193,6 @@ def test_gradients_leave_while_the_cpu_updates(events):
 
 # ---- live bytes by device -------------------------------------------------------------------------------------------
 
-class CopiesOfFakeTensors(offload.CopyStream):
-    def __init__(self, device: torch.device):
-        self.stream = None
-
-
 def bytes_by_device(flags: str) -> tuple[Counter, dict[str, int], int]:
     """(live bytes of a step's peak by device, where "meta" stands in for a GPU; the formula's by kind; parameters)."""
     settings = config.parse(f"{MODEL} --attention math {flags}".split())
@@ -151,10 +206,8 @@ def bytes_by_device(flags: str) -> tuple[Counter, dict[str, int], int]:
     return found, assemble.memory_of_rank(settings, {}, fused=False), sum(p.numel() for p in model.parameters())
 
 
-def test_what_is_offloaded_is_on_the_host(monkeypatch):
+def test_what_is_offloaded_is_on_the_host():
     """12 bytes per parameter, and all inputs of blocks but two, leave the GPU, as the formula says."""
-    for module in (recompute, zero):
-        monkeypatch.setattr(module, "CopyStream", CopiesOfFakeTensors)
     flags, inputs = "--dtype bf16 --recompute full --offload ", 4 * 2 * 16 * 32 * 2
     (none, formula, count), (optimizer, without_state, _), (activations, without_inputs, _) = (
         bytes_by_device(flags + what) for what in ("none", "optimizer", "activations"))

@@ -183,11 +183,13 @@ OFFLOADED = "--preset llama-3.1-8b --seq 4096 --global-batch 4 --micro-batch 1 -
 
 
 def test_an_update_on_the_host_hides_all_copies_but_the_first_and_the_last():
-    """By hand: a bucket's gradient takes 2 s, its update 1 s, its weights 1 s. All gradients are copied first."""
+    """By hand: a bucket's gradient takes 2 s, its update 1 s, its weights 1 s; the link carries both ways at once."""
     run = run_for(f"{OFFLOADED} optimizer", 1)._replace(
         machine=TWO_LEVELS._replace(memory_bandwidth=math.inf, host_link=2.0, host_memory=34.0))
-    assert estimate.update_seconds(run, [1.0, 1.0]) == 6  # 2 + 2, then weights: the second are updated at 5
+    assert estimate.update_seconds(run, [1.0, 1.0]) == 2 + 2 + 1 + 1
     assert estimate.update_seconds(run, [1.0]) == 2 + 1 + 1
+    fast_cpu = run._replace(machine=run.machine._replace(host_memory=math.inf))
+    assert estimate.update_seconds(fast_cpu, [1.0, 1.0]) == 2 + 2 + 1  # the first weights return under a gradient
     slow_cpu = run._replace(machine=run.machine._replace(host_memory=3.4))
     assert estimate.update_seconds(slow_cpu, [1.0, 1.0]) == 2 + 10 + 10 + 1
 
