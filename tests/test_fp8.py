@@ -697,6 +697,19 @@ def test_torch_s_scaled_mm_takes_our_operands(monkeypatch, name, by, N, K):
         assert out.shape == (len(a.data), len(b.data)) and out.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_product_lays_out_scales(monkeypatch, name):
+    """They are where cuBLAS reads them from when x or a weight, also one of several experts', was quantised."""
+    monkeypatch.setattr(fp8, "quantise", by_the_kernel)
+    layer, operands = Fp8(RECIPES[name], torch.float32), []
+    for shape in (128, 640), (2, 128, 640):
+        w = parameter(Spec("w", shape), {}, torch.float32)
+        w.data = normal(*shape, dtype=torch.float32)
+        operands += [q.select(1) if len(shape) == 3 else q for q in layer.quantise_weight((w,))]
+    for q in (*operands, *layer.quantise(normal(256, 640, dtype=torch.float32), False)):
+        assert fp8.for_scaled_mm(q)[0].data_ptr() == q.scales.data_ptr()
+
+
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
