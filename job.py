@@ -14,7 +14,7 @@ from assemble import DTYPES, build
 from checkpoint import Saver, host_group
 from checks import need
 from collectives import Group, Groups, rank, size
-from data import Samples
+from data import Corpus, Samples
 from log import Log
 from model import Llama
 from param import draw
@@ -43,7 +43,8 @@ class RunState:
 
 @dataclass
 class Job:
-    """The parts of a run on this rank. `begin_or_resume` fills those that are None, and then train.py `guard`."""
+    """The parts of a run on this rank. `begin_or_resume` fills the tokenizer and those that are None, and then train.py
+    `guard`."""
     settings: config.Config
     groups: Groups
     device: torch.device
@@ -51,6 +52,7 @@ class Job:
     validation: Samples | None
     state: RunState
     log: Log
+    tokenizer: str = ""  # the folder with the run's tokenizer.json, "" if there is none
     host: Group = None  # all ranks, on gloo: for threads and CPU tensors
     model: Llama | None = None
     optimizer: Optimizer | None = None
@@ -62,6 +64,7 @@ def begin_or_resume(job: Job) -> None:
     """Make the model and its optimizer, with initial weights or those of a checkpoint; and the Saver, if the run saves.
     Raises ValueError, on every rank, for a checkpoint, data or a folder that cannot be used."""
     settings, run, state, groups, path = job.settings, job.settings.run, job.state, job.groups, ""
+    saved: dict = {}
     host = host_group(run.timeout) if run.out or run.resume or run.init_from or run.export_hf else None
     for samples in filter(None, (job.training, job.validation)):
         checkpoint.agree(samples.identity, host)  # reads the tokens, so bad ones are refused now
@@ -80,6 +83,7 @@ def begin_or_resume(job: Job) -> None:
         def fill() -> None:
             job.optimizer.load(huggingface.source(run.init_from) if run.init_from else draw(settings.optim.seed))
         checkpoint.agree(fill, host)
+    job.tokenizer = tokenizer_folder(run.init_from, saved.get("tokenizer", ""), job.training.corpus)
     pieces = list(checkpoint.pieces_of_run(job.optimizer, job.model.routers, groups, saving=True))
     out = run.out if state.step < settings.optim.steps else ""  # after the last step there is nothing left to save
     folder = out or (run.export_hf and os.path.join(run.export_hf, ".checkpoint"))
@@ -126,14 +130,12 @@ def description(job: Job) -> dict:
         given[name] = given[name] and os.path.abspath(given[name])
     return job.state.progress() | dict(
         settings=given, model=asdict(settings.model), grid=asdict(settings.grid), ranks=size(job.groups["world"]),
-        corpus=job.training.identity(), tokenizer=tokenizer_folder(settings, job.training), torch=torch.__version__)
+        corpus=job.training.identity(), tokenizer=job.tokenizer, torch=torch.__version__)
 
 
-def tokenizer_folder(settings: config.Config, training: Samples) -> str:
-    """The folder with the run's tokenizer.json, "" if there is none: --init-from, the resumed run's, the data's."""
-    run, corpus = settings.run, training.corpus
-    resumed = config.resumed_run(run.resume, run.out) or dict(tokenizer="")
-    for folder in (run.init_from, resumed["tokenizer"], "" if corpus.is_text else str(corpus.files[0].parent)):
+def tokenizer_folder(init_from: str, resumed: str, corpus: Corpus) -> str:
+    """The folder with the run's tokenizer.json: --init-from, the resumed run's, or the data's. "" if there is none."""
+    for folder in (init_from, resumed, "" if corpus.is_text else str(corpus.files[0].parent)):
         if folder and os.path.isfile(os.path.join(folder, "tokenizer.json")):
             return os.path.abspath(folder)
     return ""

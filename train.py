@@ -54,7 +54,7 @@ from data import Codec, MicroBatch, Samples, codec_of
 from ep import update_biases
 from graphs import Captured, leave_default_stream
 from groups import build_groups
-from job import Job, RunState, begin_or_resume, description, rewind, save, tokenizer_folder
+from job import Job, RunState, begin_or_resume, description, rewind, save
 from log import Log, first_lines
 from model import Llama
 from noise import GradientNoise
@@ -330,7 +330,7 @@ def finish(job: Job) -> None:
         saver.export(run.export_hf, "fp32" if dtype == "fp64" else dtype, state.step)
     if run.sample and math.isfinite(log.last_loss or 0.0) and not stopping:
         state.activity = "sampling"
-        if codec := codec_of(job.training.corpus, tokenizer_folder(settings, job.training)):
+        if codec := codec_of(job.training.corpus, job.tokenizer):
             continue_prompt(job.model, codec, settings, job.groups, job.device)
         elif rank(job.groups["world"]) == 0:
             print("no sample: the data are tokens, without a tokenizer.json beside them", file=sys.stderr)

@@ -406,6 +406,13 @@ def test_a_run_is_resumed_from_any_folder(tokens, tmp_path, monkeypatch):
     assert settings.run.metrics == os.path.join(os.path.dirname(tokens), "m")
 
 
+def test_a_run_outlives_the_checkpoint_that_it_was_resumed_from(tokens, tmp_path):
+    """--keep removes it after two more."""
+    run(f"{SMALL} --data {tokens} --out {tmp_path} --steps 2")
+    said = run(f"--resume {tmp_path}/step-000002 --steps 6 --save-every 1 --sample 2")
+    assert "trained 6 steps" in said and not (tmp_path / "step-000002").exists()
+
+
 def test_what_belongs_to_one_start_of_a_run_is_not_inherited(trained):
     saved = config.read_run(str(trained / "step-000002"))
     given = dict(insist=True, resume="auto", init_from="a", export_hf="b", profile="c", memory_snapshot="d")
