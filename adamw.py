@@ -28,10 +28,10 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kernels import INTERPRETED, check
 
-Tensor = torch.Tensor
 BLOCK = 4096
 COLUMNS = 8  # of the table: five addresses, the length, decays + 2 owned + 4 zeroes, the number of the first program
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}

@@ -41,6 +41,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed import pipelining
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -65,7 +66,6 @@ from param import Spec, draw, parameter
 from pp import Engine
 from tp import TensorParallel, column, row
 
-Tensor = torch.Tensor
 Step = Callable[[], None]
 Build = Callable[[], Step]  # makes a contender's model; what it returns runs one step
 CP_SEQUENCES = 4096, 8192  # tokens of each sequence

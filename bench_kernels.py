@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash
@@ -26,7 +27,6 @@ from primer import LADDER, gelu_eager, gelu_triton, make_cold_inputs, matmul, me
 from tp import TensorParallel, column
 from zero import Optimizer
 
-Tensor = torch.Tensor
 T, S, H, FFN = 16384, 4096, 4096, 14336  # of most kernels
 
 

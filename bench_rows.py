@@ -27,10 +27,10 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from primer import measure_seconds
 
-Tensor = torch.Tensor
 Contenders = dict[str, Callable]  # by name; the first is ours, what training runs by default
 Rate = Callable[[float], str]  # of a time in seconds
 CLOCKS = "timestamp,clocks.sm,power.draw,temperature.gpu,utilization.gpu"

@@ -46,6 +46,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import (
@@ -69,7 +70,6 @@ from model import Llama
 from param import Box, Source, Spec, box_shape
 from zero import Optimizer
 
-Tensor = torch.Tensor
 LOCK_WAIT_S = 5.0  # a killed run's lock is free as soon as its process is gone
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP says so of every save of one process

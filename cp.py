@@ -60,6 +60,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from einops import rearrange
+from torch import Tensor
 from torch.autograd import Function
 
 from collectives import (
@@ -78,9 +79,6 @@ from config import padded_length
 from operations import CAUSAL, MATH, SDPA, AttentionKernel, Mask
 from param import IGNORED, acc_dtype
 from recompute import cheap
-
-Tensor = torch.Tensor
-
 
 # ---- which tokens a rank has ----------------------------------------------------------------------------------------
 

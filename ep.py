@@ -66,7 +66,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from collectives import Group, all_reduce, all_to_all, exchange_rows, rank, run_demo, size, to_device
@@ -74,9 +74,6 @@ from config import Model
 from operations import load_kernels, uses_kernels, weighted_swiglu
 from param import Spec, acc_dtype, accumulate_grad, accumulate_product, draw, parameter, shard_slice
 from recompute import cheap, decide_once, dropping_cheap, is_recomputing
-
-Tensor = torch.Tensor
-
 
 # ---- records --------------------------------------------------------------------------------------------------------
 

@@ -56,13 +56,13 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch.library import custom_op
 
 from collectives import run_demo
 from kernels import check, check_launch
 from operations import CAUSAL, Mask
 
-Tensor = torch.Tensor
 LOG2_E = tl.constexpr(1.4426950408889634)  # GPUs have 2^x: exp(x) = 2^(x log2 e)
 
 

@@ -66,7 +66,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from collectives import MAX, Group, all_reduce, run_demo
@@ -75,7 +75,6 @@ from operations import load_kernels, uses_kernels
 from param import acc_dtype, accumulate_grad, is_deferred, stacked_weight
 from recompute import is_cheap
 
-Tensor = torch.Tensor
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCK = 128
 # Whether a kernel of fp8_kernels.py multiplies and adds weight gradients, instead of F.scaled_mm and an addition: until

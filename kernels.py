@@ -27,6 +27,7 @@ from functools import partial
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch.autograd import Function
 from torch.library import custom_op
 from torch.utils.weak import WeakIdKeyDictionary
@@ -34,7 +35,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from collectives import MAX, Group, all_reduce, size
 from param import IGNORED, accumulate_grad, accumulate_product
 
-Tensor = torch.Tensor
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1 when triton was imported: on CPUs, slowly
 DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
 

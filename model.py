@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
-from torch import nn
+from torch import Tensor, nn
 
 from collectives import Groups
 from config import Model
@@ -43,7 +43,6 @@ from tp import (
     split_tokens,
 )
 
-Tensor = torch.Tensor
 MakeParameter = Callable[[Spec], nn.Parameter]
 INIT_STD = 0.02  # of weights, as in GPT-2
 

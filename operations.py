@@ -20,15 +20,13 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from config import Model
 from param import Spec, acc_dtype, accumulate_grad
 from recompute import cheap, is_selective
-
-Tensor = torch.Tensor
 
 
 def load_kernels() -> ModuleType:

@@ -49,8 +49,8 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import Tensor
 
-Tensor = torch.Tensor
 SECTOR = 32  # bytes, the least that memory moves
 WARP = 32  # threads that execute one instruction together
 L2_BYTES = 50 << 20  # of H100 and H200

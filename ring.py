@@ -46,10 +46,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from collectives import Group, name, rank, run_demo, sent, size
-
-Tensor = torch.Tensor
 
 
 class Step(NamedTuple):

@@ -58,7 +58,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.functional import pad
@@ -98,7 +98,6 @@ from param import (
 )
 from recompute import dropping_cheap, is_recomputing
 
-Tensor = torch.Tensor
 MakeParameter = Callable[[Spec], nn.Parameter]  # makes this rank's shard of a parameter
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.tensor import DTensor, parallel
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_ring
@@ -27,8 +27,6 @@ import huggingface
 import param
 import train
 from test_grids import compare
-
-Tensor = torch.Tensor
 
 
 def exported(settings: config.Config) -> nn.Module:
