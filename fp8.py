@@ -51,13 +51,21 @@ if T/t is a multiple of 128 (16 with one scale); otherwise X is gathered unquant
 any number of tensor parallel ranks. (With context parallelism they are if S/2c is a multiple of 128. Those of an
 expert's columnwise copy are not: they consist of the rows that the expert received on its rank.)
 
+Bytes per parameter at ZeRO level 0, as in zero.py; of others as their papers and sources say:
+
+    recipe                  weights   gradients   master   moments   together
+    --fp8 with bf16          2 + 2        4          4       4 + 4       20     two FP8 copies of blocks' matrices
+    fp8 and bf16 moments     2 + 2        4          4       2 + 2       16     (not cached at level 3: 2 less)
+    Transformer Engine         4          4          -       4 + 4       16     FP8 copies made for each matmul
+    DeepSeek-V3                1        2 + 4        4       2 + 2       15     FP8 weights
+    nanotron fp8               1        1 + 4        2       1 + 1       10     FP8 weights, gradients, moments
+    FP8-LM                     1        1 + 2        2       1 + 2        9     FP8 weights, gradients, first moments
+
 Micikevicius et al. 2022 (FP8 formats for deep learning); DeepSeek-AI 2024 (V3: section 3.3, appendix B); Fishman et al.
 2024 (Scaling FP8 training to trillion-token LLMs); NVIDIA Transformer Engine (rowwise, columnwise).
 Shapes: T tokens, K the dimension of a sum, N rows of a weight, t tensor parallel ranks, e experts, R rows, C columns.
 """
 import importlib
-import json
-import sys
 from collections.abc import Callable
 from itertools import accumulate
 from types import ModuleType
@@ -501,24 +509,7 @@ def select_columns(q: Quantised, start: int, stop: int) -> Quantised:
     return Quantised(q.data[:, start:stop], q.scales[:, start // BLOCK:stop // BLOCK] if q.scales.ndim else q.scales)
 
 
-# ---- demo: python fp8.py, or python fp8.py bf16.jsonl fp8.jsonl, files of train.py --metrics -------------------------
-
-def compare_losses(losses: dict[str, list[float]], parts: int = 10) -> str:
-    """How far each run's loss is above the first run's: of means over `parts` equal parts of their steps."""
-    (first, base), *others = losses.items()
-    steps = min(len(run) for run in losses.values())
-    ends = [steps * i // parts for i in range(parts + 1)]
-    lines = [f"Loss relative to that of {first}, in {parts} parts of {steps} steps:"]
-    for name, run in others:
-        ratios = [sum(run[start:stop]) / sum(base[start:stop]) for start, stop in zip(ends, ends[1:])]
-        lines.append(f"    {name}  " + "".join(f"{ratio - 1:+8.2%}" for ratio in ratios))
-    return "\n".join(lines)
-
-
-def read_losses(path: str) -> list[float]:
-    with open(path) as file:
-        return [json.loads(line)["loss"] for line in file]
-
+# ---- demo: python fp8.py --------------------------------------------------------------------------------------------
 
 def demo() -> None:
     """What each recipe does to gradients with large tokens: the errors of products, and how much is rounded to 0."""
@@ -549,7 +540,4 @@ def demo() -> None:
 
 
 if __name__ == "__main__":
-    if paths := [word for word in sys.argv[1:] if not word.startswith("-")]:
-        print(compare_losses({path: read_losses(path) for path in paths}))
-    else:
-        run_demo(lambda group: demo())
+    run_demo(lambda group: demo())

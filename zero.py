@@ -22,19 +22,14 @@ and the next forward waits for it where it first uses the weights. Level 3 prefe
 Hybrid sharding: the n ranks of each of R replicas do all this; once per step R ranks all-reduce each gradient shard. A
 shard's all-reduce starts when the next bucket's reduction does.
 
-Bytes per parameter at level 0 (divide what is sharded by n; padding adds less than 16 n elements per bucket):
+Bytes per parameter at level 0 (divide what is sharded by n; padding adds less than 16 n elements per bucket); fp8.py
+has those of FP8 recipes:
 
     recipe                  weights   gradients   master   moments   together
     fp32                       4          4          -       4 + 4       16     --dtype fp32
     bf16 or fp16, mixed        2          4          4       4 + 4       18     --dtype bf16
     the same, bf16 moments     2          4          4       2 + 2       14     --dtype bf16 --moments bf16
-    --fp8 with bf16          2 + 2        4          4       4 + 4       20     two FP8 copies of blocks' matrices
-    fp8 and bf16 moments     2 + 2        4          4       2 + 2       16     (not cached at level 3: 2 less)
     Ultra-Scale Playbook       2        2 + 4        4       4 + 4       20     bf16 gradients beside their fp32 sum
-    Transformer Engine         4          4          -       4 + 4       16     FP8 copies made for each matmul
-    DeepSeek-V3                1        2 + 4        4       2 + 2       15     FP8 weights
-    nanotron fp8               1        1 + 4        2       1 + 1       10     FP8 weights, gradients, moments
-    FP8-LM                     1        1 + 2        2       1 + 2        9     FP8 weights, gradients, first moments
 
 The next bf16 number above 1 is 1 + 7.8e-3 (fp32: 1 + 1.2e-7), so adding 1e-3 to a bf16 weight of 1 changes nothing:
 hence fp32 master weights. fp16 has normal numbers from 6.1e-5 to 65504, and gradients are often smaller: hence the loss
@@ -53,7 +48,7 @@ bucket's gradient is whole from the input half to the weight half.
 
 Rajbhandari et al. 2020 (ZeRO: section 5 the levels, 7 their communication); Zhao et al. 2023 (FSDP: prefetching);
 Micikevicius et al. 2018 (master weights, loss scaling); Loshchilov & Hutter 2019 (AdamW); Hugging Face 2025 (the
-playbook; recipes below it in the table are as their papers and sources say).
+playbook).
 Shapes: n ranks of the data axis, P parameters, A micro-batches per step.
 """
 import math

@@ -108,12 +108,30 @@ def recorded() -> Iterator[list[Call]]:
         yield calls
 
 
+def build(settings: config.Config) -> tuple:
+    """(groups, model, optimizer) of this rank, also without any process group."""
+    groups = build_groups(settings.grid, settings.model)
+    dtype = assemble.DTYPES[settings.precision.dtype]
+    return groups, *assemble.build(settings, groups, torch.device("cpu"), dtype)
+
+
+def micro_batches(settings: config.Config, groups, tokens: torch.Tensor, labels: torch.Tensor) -> list[MicroBatch]:
+    """This rank's part of a global batch."""
+    samples = GivenSamples(tokens, labels, settings.data.doc_mask)
+    return train.local_micro_batches(samples, 0, len(tokens), settings, groups)
+
+
+def forward_backward(settings: config.Config, groups, model, optimizer, tokens: torch.Tensor,
+                     labels: torch.Tensor) -> torch.Tensor:
+    """The loss of a global batch, whose gradients are then in the optimizer's buckets."""
+    return train.forward_backward(model, optimizer, micro_batches(settings, groups, tokens, labels), groups)
+
+
 def run(grid: str, first: int = 0, last: int = STEPS, state: dict | None = None) -> dict:
     """One rank of a grid, also without any process group: steps first .. last, the earlier ones' results in `state`."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     settings = settings_of(grid, world)
-    groups = build_groups(settings.grid, settings.model)
-    model, optimizer = assemble.build(settings, groups, torch.device("cpu"), assemble.DTYPES[settings.precision.dtype])
+    groups, model, optimizer = build(settings)
     if state:
         load(model, optimizer, state)
     given, out = batches(settings), dict(loss=[], norm=[], grads=[], square=[])
@@ -123,9 +141,7 @@ def run(grid: str, first: int = 0, last: int = STEPS, state: dict | None = None)
             sequences = train.sequences_at(seen, settings.batch.ramp())
             assert sequences == len(tokens)
             seen += tokens.numel()
-            samples = GivenSamples(tokens, labels, settings.data.doc_mask)
-            share = train.local_micro_batches(samples, 0, sequences, settings, groups)
-            out["loss"].append(train.forward_backward(model, optimizer, share, groups).item())
+            out["loss"].append(forward_backward(settings, groups, model, optimizer, tokens, labels).item())
             out["grads"].append(pieces(optimizer, "grad"))
             out["square"].append(sum(values.square().sum().item() for *_, owned, values in out["grads"][-1] if owned))
             out["norm"].append(optimizer.step(settings.optim.lr).item())

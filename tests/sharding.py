@@ -1,6 +1,7 @@
 """Jobs that ranks run for tests/test_zero.py: what steps send, what they hold, and how they skip."""
 import math
 import time
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -23,20 +24,17 @@ PRIMES = ("--layers 4 --hidden 37 --heads 3 --kv-heads 1 --head-dim 6 --ffn 101 
 
 
 def built(flags: str, dtype: torch.dtype):
-    """(settings, groups, model, optimizer, this rank's micro-batches of a global batch)"""
-    world = dist.get_world_size()
-    settings = config.parse(f"{PRIMES} --data {__file__} {flags}".split(), world)
+    """(groups, model, optimizer, this rank's micro-batches of a global batch)"""
+    settings = config.parse(f"{PRIMES} --data {__file__} {flags}".split(), dist.get_world_size())
     groups = build_groups(settings.grid, settings.model)
     model, optimizer = assemble.build(settings, groups, torch.device("cpu"), dtype)
-    tokens, labels = grids.batches(settings)[0]
-    batch = settings.batch
-    share = grids.GivenSamples(tokens, tokens).step(0, batch.global_batch, batch.micro_batch, dist.get_rank(), world)
-    return settings, groups, model, optimizer, share
+    tokens, _ = grids.batches(settings)[0]
+    return groups, model, optimizer, grids.micro_batches(settings, groups, tokens, tokens)
 
 
 def sent(flags: str, dtype: torch.dtype) -> dict:
     """Bytes of gradients and weights that a second step sends, and what they are counted against."""
-    settings, groups, model, optimizer, share = built(flags, dtype)
+    groups, model, optimizer, share = built(flags, dtype)
     for _ in range(2):
         with Meter(memory=False) as meter:
             train.forward_backward(model, optimizer, share, groups)
@@ -50,15 +48,19 @@ def sent(flags: str, dtype: torch.dtype) -> dict:
 
 
 def held(flags: str, dtype: torch.dtype) -> dict:
-    """Live bytes by kind: at rest after two steps, and the most during a third."""
+    """Live bytes by kind: at rest after a step, and the most during a second."""
     wait = collectives.Pending.wait
 
     def wait_and_let_go(pending):
         wait(pending)
         time.sleep(0.01)  # gloo's threads hold the tensors for a moment longer
 
-    collectives.Pending.wait = wait_and_let_go
-    settings, groups, model, optimizer, share = built(flags, dtype)
+    with patch.object(collectives.Pending, "wait", wait_and_let_go):
+        return held_in_steps(flags, dtype)
+
+
+def held_in_steps(flags: str, dtype: torch.dtype) -> dict:
+    groups, model, optimizer, share = built(flags, dtype)
     meter = Meter()
     exact = torch.promote_types(dtype, torch.float32)
     for bucket in optimizer.buckets:  # what exists before the first step
@@ -70,10 +72,9 @@ def held(flags: str, dtype: torch.dtype) -> dict:
             if state.untyped_storage().data_ptr() != bucket.weight_shard.untyped_storage().data_ptr():
                 meter.label("optimizer", state)
     del bucket, state
-    for _ in range(1):
-        with meter:
-            train.forward_backward(model, optimizer, share, groups)
-            optimizer.step(1e-3)
+    with meter:
+        train.forward_backward(model, optimizer, share, groups)
+        optimizer.step(1e-3)
     for unit in model.units()[0]:  # let the last all-gather of stages 1 and 2 arrive
         optimizer.unshard(unit, None)
         optimizer.reshard(unit)
@@ -82,7 +83,6 @@ def held(flags: str, dtype: torch.dtype) -> dict:
         train.forward_backward(model, optimizer, share, groups)
         optimizer.step(1e-3)
     padded = [bucket.padded for bucket in optimizer.buckets]
-    collectives.Pending.wait = wait
     return dict(rest=rest, peak=meter.peak, padded=padded, n=size(groups["dp"]))
 
 
@@ -127,23 +127,20 @@ def delayed(flags: str) -> dict:
 
     def receive(x, peer, group):
         hidden = torch.empty_like(x)
-        pending = usual_receive(hidden, peer, group)
+        pending = collectives.receive(hidden, peer, group)
         pending.late = x, hidden
         x.fill_(torch.nan)
         return pending
 
-    usual, usual_receive = collectives.Pending, collectives.receive
-    collectives.Pending, zero.Pending, pp.receive = Late, Late, receive
-    try:
+    with (patch.object(collectives, "Pending", Late), patch.object(zero, "Pending", Late),
+          patch.object(pp, "receive", receive)):
         return grids.run(flags)
-    finally:
-        collectives.Pending, zero.Pending, pp.receive = usual, usual, usual_receive
 
 
 def overflow() -> list[tuple]:
     """Five fp16 steps on a 2 x 2 grid of replicas and shards. In step 1 the gradient of rank 3 alone is infinite, in
     step 2 one element of the shard that rank 1 has of the sum; in step 3 the norm is finite but not below the limit."""
-    settings, groups, model, optimizer, share = built(
+    groups, model, optimizer, share = built(
         "--global-batch 8 --micro-batch 1 --zero 2 --dp-replicate 2 --dtype fp16", torch.float16)
     optimizer.loss_scale.value.fill_(1024.0)
     seen = []
@@ -166,7 +163,7 @@ def scaled_and_not() -> tuple[float, float, float]:
     """The norm of the first step in fp16 under two loss scales, and in fp32."""
     norms = []
     for dtype, scale in ((torch.float16, 256.0), (torch.float16, 8192.0), (torch.float32, None)):
-        settings, groups, model, optimizer, share = built("--global-batch 8 --micro-batch 2 --zero 1", dtype)
+        groups, model, optimizer, share = built("--global-batch 8 --micro-batch 2 --zero 1", dtype)
         if scale:
             optimizer.loss_scale.value.fill_(scale)
         train.forward_backward(model, optimizer, share, groups)
@@ -176,7 +173,7 @@ def scaled_and_not() -> tuple[float, float, float]:
 
 def one_step(dtype: torch.dtype, clip: float) -> list[tuple]:
     """The weights after one step of SGD, which unlike AdamW shows the size of gradients."""
-    settings, groups, model, optimizer, share = built(
+    groups, model, optimizer, share = built(
         f"--global-batch 8 --micro-batch 2 --zero 1 --optimizer sgd --clip {clip}", dtype)
     if dtype == torch.float16:
         optimizer.loss_scale.value.fill_(1024.0)
@@ -187,7 +184,7 @@ def one_step(dtype: torch.dtype, clip: float) -> list[tuple]:
 
 def evaluated() -> int:
     """Bytes of gathered weights that an evaluation at stage 3 leaves behind, weights being shards before it."""
-    settings, groups, model, optimizer, share = built("--global-batch 8 --micro-batch 2 --zero 3", torch.float32)
+    groups, model, optimizer, share = built("--global-batch 8 --micro-batch 2 --zero 3", torch.float32)
     train.mean_loss(model, [share], groups)
     return sum(bucket.weights.untyped_storage().nbytes() for bucket in optimizer.buckets)
 
@@ -195,7 +192,7 @@ def evaluated() -> int:
 def interrupted(forwards: int) -> tuple[list[tuple], int]:
     """The weights after two steps at level 3, each after so many forwards that no backward follows; and the bytes of
     gathered weights that are left."""
-    settings, groups, model, optimizer, share = built("--global-batch 4 --micro-batch 2 --zero 3", torch.float32)
+    groups, model, optimizer, share = built("--global-batch 4 --micro-batch 2 --zero 3", torch.float32)
     for _ in range(2):
         for _ in range(forwards):
             model(share[0].tokens, labels=share[0].labels)
@@ -208,9 +205,9 @@ def interrupted(forwards: int) -> tuple[list[tuple], int]:
 def events(flags: str) -> list[str]:
     """What a step of two micro-batches does with gradients, in order: "ready", when one is accumulated; the name and
     the group of each collective on gradients as it is launched; and "finish", when backward has ended."""
-    settings, groups, model, optimizer, share = built(f"--global-batch 16 --micro-batch 2 {flags}", torch.float32)
+    groups, model, optimizer, share = built(f"--global-batch 16 --micro-batch 2 {flags}", torch.float32)
     seen, axes = [], {id(group): axis for axis, group in groups.items() if group is not None}
-    usual = zero.all_reduce, dp.all_reduce, zero.reduce_scatter, zero.ShardedBucket.ready, optimizer.finish_step
+    usual_ready, finish_step = zero.ShardedBucket.ready, optimizer.finish_step
 
     def watched(call):
         def launch(*args, async_op=False, **rest):
@@ -221,21 +218,19 @@ def events(flags: str) -> list[str]:
 
     def ready(bucket, param):
         seen.append("ready")
-        usual[3](bucket, param)
+        usual_ready(bucket, param)
 
-    zero.all_reduce, dp.all_reduce, zero.reduce_scatter = map(watched, usual[:3])
-    zero.ShardedBucket.ready = ready
-    optimizer.finish_step = lambda: (seen.append("finish"), usual[4]())
-    try:
+    optimizer.finish_step = lambda: (seen.append("finish"), finish_step())
+    with (patch.object(dp, "all_reduce", watched(dp.all_reduce)),
+          patch.multiple(zero, all_reduce=watched(zero.all_reduce), reduce_scatter=watched(zero.reduce_scatter)),
+          patch.object(zero.ShardedBucket, "ready", ready)):
         train.forward_backward(model, optimizer, share, groups)
-    finally:
-        zero.all_reduce, dp.all_reduce, zero.reduce_scatter, zero.ShardedBucket.ready = usual[:4]
     return seen
 
 
 def reduced(flags: str) -> dict:
     """Bytes of gradients that a step sends, and the gradients."""
-    settings, groups, model, optimizer, share = built(f"--global-batch 16 --micro-batch 2 {flags}", torch.bfloat16)
+    groups, model, optimizer, share = built(f"--global-batch 16 --micro-batch 2 {flags}", torch.bfloat16)
     with Meter(memory=False) as meter:
         train.forward_backward(model, optimizer, share, groups)
     calls = [call for call in meter.collectives if len(call.shape) == 1 and "allgather" not in call.name]
@@ -245,7 +240,7 @@ def reduced(flags: str) -> dict:
 
 def low_moments(flags: str) -> dict:
     """Weights by name after 20 steps with moments as the flags ask for."""
-    settings, groups, model, optimizer, share = built(f"--global-batch 8 --micro-batch 2 {flags}", torch.float32)
+    groups, model, optimizer, share = built(f"--global-batch 8 --micro-batch 2 {flags}", torch.float32)
     for _ in range(20):
         train.forward_backward(model, optimizer, share, groups)
         optimizer.step(1e-3)

@@ -2,13 +2,13 @@
 import math
 import time
 from functools import cache
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor.experimental._context_parallel._attention import _SDPAMerger
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import assemble
 import collectives
@@ -22,6 +22,7 @@ from meter import Meter
 from operations import CAUSAL, MATH, SDPA, AttentionKernel, Mask, cudnn_backward, cudnn_forward
 from param import acc_dtype
 from pool import slow
+from watch import Watch
 
 B, N, K, S, D = 2, 24, 6, 48, 10  # 6 kv heads: fewer than 8 ranks, and no multiple of 4
 KERNELS = {"sdpa": SDPA, "math": MATH}
@@ -351,24 +352,17 @@ def test_the_kernel_for_gpus_gives_what_is_written_out(mask, kernel):
         assert (have.double() - want.double()).norm() < 1e-2 * want.double().norm()
 
 
-class Called(TorchDispatchMode):
-    """The names of attention operators."""
-
-    def __init__(self):
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if "attention" in function.__name__:
-            self.names.append(function.overloadpacket.__name__)
-        return function(*args, **kwargs or {})
-
-
 @pytest.mark.parametrize("by_cudnn, D, kernel", [(False, 64, "flash"), (True, 64, "cudnn"), (True, 192, "flash")])
 def test_a_switch_chooses_the_kernel_of_blocks_on_gpus(monkeypatch, by_cudnn, D, kernel):
     """On fake tensors of a GPU: torch's own rules for them check the layout of what both operators are given."""
     monkeypatch.setattr(operations, "BLOCKS_BY_CUDNN", by_cudnn)
-    with FakeTensorMode(), Called() as called:
+    called = []
+
+    def see(function, args, kwargs, out):
+        if "attention" in function.__name__:
+            called.append(function.overloadpacket.__name__)
+
+    with FakeTensorMode(), Watch(see):
         q, k, v, do = (torch.empty(2, 16, heads, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
                        for heads in (8, 2, 2, 8))
         for mask in (CAUSAL, cp.ALL):
@@ -376,13 +370,13 @@ def test_a_switch_chooses_the_kernel_of_blocks_on_gpus(monkeypatch, by_cudnn, D,
             assert lse.shape == q.shape[:3] and lse.dtype == torch.float32 and o.stride() == q.stride()
             grads = SDPA.backward(do, q, k, v, o, lse, mask)
             assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
-        assert called.names == 2 * [f"_scaled_dot_product_{kernel}_attention",
-                                    f"_scaled_dot_product_{kernel}_attention_backward"]
+        assert called == 2 * [f"_scaled_dot_product_{kernel}_attention",
+                              f"_scaled_dot_product_{kernel}_attention_backward"]
         for direction in ("forward", "backward"):
-            monkeypatch.setattr(operations, f"math_{direction}", lambda *args: called.names.append("math"))
+            monkeypatch.setattr(operations, f"math_{direction}", lambda *args: called.append("math"))
         SDPA.forward(q, k, v, Mask(window=3))
         SDPA.backward(do, q.float(), k.float(), v.float(), o, lse, CAUSAL)
-    assert called.names[4:] == ["math", "math"]  # what neither operator takes
+    assert called[4:] == ["math", "math"]  # what neither operator takes
 
 
 def test_the_logsumexp_of_cudnn_is_what_torchs_own_ring_merges(cudnn):
@@ -463,14 +457,7 @@ def test_what_is_saved_is_divided_and_what_is_received_is_freed(pool, style):
 
 
 def order_of_events(style: str) -> list[str]:
-    events = []
-    usual, wait = (cp.shift, cp.all_gather), collectives.Pending.wait
-
-    def sending(function):
-        def send(*args, **how):
-            events.append("send")
-            return function(*args, **how)
-        return send
+    events, wait = [], collectives.Pending.wait
 
     def waited(pending):
         if pending.works:
@@ -478,20 +465,18 @@ def order_of_events(style: str) -> list[str]:
         wait(pending)
 
     def logged(function, name):
-        def call(*args):
+        def call(*args, **how):
             events.append(name)
-            return function(*args)
+            return function(*args, **how)
         return call
 
     mine = cp.own_positions(S, dist.get_world_size(), dist.get_rank())
     q, k, v, do = (x[:, :, mine] for x in inputs(torch.float64))
     kernel = SDPA._replace(forward=logged(SDPA.forward, "forward"), backward=logged(SDPA.backward, "backward"))
     attend = context_parallel(dist.group.WORLD, style, S, CAUSAL, kernel)
-    cp.shift, cp.all_gather, collectives.Pending.wait = *map(sending, usual), waited
-    try:
+    sends = {name: logged(getattr(cp, name), "send") for name in ("shift", "all_gather")}
+    with patch.multiple(cp, **sends), patch.object(collectives.Pending, "wait", waited):
         attend(q.requires_grad_(), k, v).backward(do)
-    finally:
-        (cp.shift, cp.all_gather), collectives.Pending.wait = usual, wait
     return events
 
 

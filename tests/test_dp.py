@@ -4,14 +4,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import assemble
+import collectives
 import config
 import grids
 import param
-import train
 from dp import Bucket, DataParallel, assign_to_buckets, reduce_naively
 from grids import ALONE
-from groups import build_groups
 from meter import Meter
 from model import Execution, Llama
 from param import Spec, parameter
@@ -76,17 +74,14 @@ def elements_sent(flags: str) -> tuple[int, int, float, list[str]]:
     """Of one step: gradient reductions, parameters, elements a rank sends for them, the names of all collectives."""
     world = dist.get_world_size()
     settings = grids.settings_of(flags, world)
-    groups = build_groups(settings.grid, settings.model)
-    model, optimizer = assemble.build(settings, groups, torch.device("cpu"), torch.float64)
-    tokens, labels = grids.batches(settings)[0]
-    share = grids.GivenSamples(tokens, labels).step(0, 48, settings.batch.micro_batch, dist.get_rank(), world)
-    train.collectives.sent.clear()
+    groups, model, optimizer = grids.build(settings)
+    collectives.sent.clear()
     with Meter(memory=False) as meter:
-        train.forward_backward(model, optimizer, share, groups)
+        grids.forward_backward(settings, groups, model, optimizer, *grids.batches(settings)[0])
     sizes = [torch.Size(call.shape).numel() for call in meter.collectives if call.name == "allreduce_"]
     gradients = [count for count in sizes if count > 1]
     sent = sum(gradients) * 2 * (world - 1) / world
-    counted = train.collectives.sent["dp"] / 8
+    counted = collectives.sent["dp"] / 8
     assert abs(counted - sent) <= len(sizes), "the bytes in the metrics are those that were dispatched, rounded down"
     return len(gradients), sum(p.numel() for p in model.parameters()), sent, [call.name for call in meter.collectives]
 

@@ -1,18 +1,16 @@
 """Experts: whoever has them and however unequally they are chosen, the same results and gradients as one dense loop."""
-from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
-import assemble
 import collectives
 import config
 import costs
@@ -23,7 +21,6 @@ import param
 import reference
 import train
 import zero
-from groups import build_groups
 from model import ForwardContext, MixtureOfExperts
 from operations import RMSNorm
 from param import draw, parameter, shard_slice
@@ -31,6 +28,7 @@ from pool import slow
 from recompute import Recompute, cheap, is_recomputing, selective
 from test_grids import DEEPSEEK, compare, truth
 from tp import TensorParallel
+from watch import Watch
 
 MIXTRAL = "--hidden 16 --heads 2 --kv-heads 2 --experts 8 --expert-ffn 12 --dtype fp64 --aux-loss 0.5"
 KINDS = {"softmax": MIXTRAL + " --top-k 1 --no-router-norm --router-z-loss 0.1",
@@ -124,7 +122,7 @@ def test_the_routers_gradient_is_the_slope(kind):
         layer.w_router.data = weight
         routes, usual = [], ep.Router.route
         layer.router.loss.zero_()
-        with torch.no_grad(), patched(ep.Router, route=lambda *args: (routes.append(usual(*args)), routes[-1])[1]):
+        with torch.no_grad(), patch.object(ep.Router, "route", lambda *args: routes.append(usual(*args)) or routes[-1]):
             y = run_layer(layer, x, number)
         return (y * up).sum().item() + layer.router.loss.item() / B, routes[0].rows_per_expert
 
@@ -190,24 +188,12 @@ def bytes_sent(chosen: int, rows: int, recompute: str) -> tuple[int, int]:
         numbers.append(x)
         return usual(out, x, *rest, **how)
 
-    with patched(ep, choose_experts=balanced_choice, all_to_all=all_to_all):
+    with patch.multiple(ep, choose_experts=balanced_choice, all_to_all=all_to_all):
         block = partial(run_layer, layer, number=torch.zeros(rows, dtype=torch.long))
         Recompute(recompute)(block, x).sum().backward()
     n = dist.get_world_size()
     loads = sum(x.nbytes for x in numbers if x.dtype == torch.int64) * (n - 1) // n
     return collectives.sent[collectives.name(group)] - loads, loads
-
-
-@contextmanager
-def patched(module, **replaced):
-    usual = {name: getattr(module, name) for name in replaced}
-    for name, value in replaced.items():
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for name, value in usual.items():
-            setattr(module, name, value)
 
 
 @pytest.mark.parametrize("n", [2, 4, *slow(8)])
@@ -234,16 +220,11 @@ def test_copies_are_as_many_as_the_formula_expects(E, k, n, share):
     assert found == pytest.approx(expected, rel=0.01) and expected / k == pytest.approx(share, abs=0.005)
 
 
-class Hidden(TorchDispatchMode):
-    """Counts operations for which a GPU's host waits, because the size of the result is in a tensor."""
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = str(function.overloadpacket)
-        sized = "repeat_interleave" not in name or (kwargs or {}).get("output_size") is not None
-        unsized = any(word in name for word in ("nonzero", "unique", "bincount", "masked_select"))
-        self.count += unsized or not sized
-        return function(*args, **kwargs or {})
+def sizes_are_known(function, args, kwargs, out) -> None:
+    """No operation makes a GPU's host wait because the size of its result is in a tensor."""
+    name = str(function.overloadpacket)
+    assert not any(word in name for word in ("nonzero", "unique", "bincount", "masked_select")), name
+    assert "repeat_interleave" not in name or kwargs.get("output_size") is not None
 
 
 WAITS = "item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "unique"
@@ -266,13 +247,12 @@ def waits() -> list[int]:
         return call
 
     which = [0]
-    with patched(torch.Tensor, **{name: counting(getattr(torch.Tensor, name), which) for name in WAITS}):
+    with patch.multiple(torch.Tensor, **{name: counting(getattr(torch.Tensor, name), which) for name in WAITS}):
         y = run_layer(layer, x, number)
         which[0] = 1
         y.sum().backward()
-    with Hidden() as hidden:
+    with Watch(sizes_are_known):
         run_layer(layer, x, number).sum().backward()
-    assert hidden.count == 0
     return seen
 
 
@@ -287,16 +267,13 @@ def events() -> list[str]:
     settings, group, seen = settings_of(KINDS["sigmoid"] + " --shared-experts 3"), dist.group.WORLD, []
     layer = make_layer(settings, group)
 
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            out = function(*args, **kwargs or {})
-            if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_):
-                widths = {size for leaf in tree_leaves((args, out)) if isinstance(leaf, torch.Tensor)
-                          for size in leaf.shape}
-                kind = "shared" if widths & {36, 72} else "router" if 8 in widths else "experts"  # none gets 8 rows
-                if seen[-1:] != [kind]:
-                    seen.append(kind)
-            return out
+    def see(function, args, kwargs, out):
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_):
+            widths = {size for leaf in tree_leaves((args, out)) if isinstance(leaf, torch.Tensor)
+                      for size in leaf.shape}
+            kind = "shared" if widths & {36, 72} else "router" if 8 in widths else "experts"  # none gets 8 rows
+            if seen[-1:] != [kind]:
+                seen.append(kind)
 
     start, finish, usual = ep.Transfer.start, ep.Transfer.finish, ep.all_to_all
 
@@ -307,7 +284,7 @@ def events() -> list[str]:
     logged = dict(start=lambda *args: (seen.append("sent"), start(*args))[1],
                   finish=lambda self: (seen.append("received"), finish(self))[1])
     x = torch.randn(24, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
-    with patched(ep, all_to_all=all_to_all), patched(ep.Transfer, **logged), Watch():
+    with patch.multiple(ep, all_to_all=all_to_all), patch.multiple(ep.Transfer, **logged), Watch(see):
         y = run_layer(layer, x, torch.arange(24) // 6)
         seen.append("backward")
         y.sum().backward()
@@ -325,16 +302,13 @@ def unordered() -> list[torch.Size]:
     """What operations make that add several numbers to one place, in whatever order they come."""
     seen, group = [], dist.group.WORLD
 
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            out = function(*args, **kwargs or {})
-            if any(word in str(function) for word in ("index_add", "index_put", "scatter_add", "scatter_reduce")):
-                seen.extend(leaf.shape for leaf in tree_leaves(out) if leaf.is_floating_point())
-            return out
+    def see(function, args, kwargs, out):
+        if any(word in str(function) for word in ("index_add", "index_put", "scatter_add", "scatter_reduce")):
+            seen.extend(leaf.shape for leaf in tree_leaves(out) if leaf.is_floating_point())
 
     layer = make_layer(settings_of(KINDS["sigmoid"]), group, torch.float32)
     x = inputs().flatten(0, 1).float().requires_grad_()
-    with Watch():
+    with Watch(see):
         run_layer(layer, x, torch.arange(B).repeat_interleave(S)).sum().backward()
     return seen
 
@@ -419,7 +393,15 @@ def test_weight_gradients_of_experts_can_wait():
 # ---- choosing again, and not at all ---------------------------------------------------------------------------------
 
 TINY = ("--preset tiny-moe --layers 3 --hidden 16 --heads 2 --ffn 24 --expert-ffn 12 --vocab 61 --seq 12 "
-        "--global-batch 8 --micro-batch 2 --data " + __file__)
+        "--global-batch 8 --micro-batch 2 --dtype fp64 --data " + __file__)
+
+
+def tiny(flags: str) -> tuple:
+    """(groups, model, optimizer, this rank's micro-batches) of a small model."""
+    settings = config.parse(f"{TINY} {flags}".split(), dist.get_world_size() if dist.is_initialized() else 1)
+    groups, model, optimizer = grids.build(settings)
+    tokens = torch.randint(61, (8, 13), generator=torch.Generator().manual_seed(0))
+    return groups, model, optimizer, grids.micro_batches(settings, groups, tokens[:, :-1], tokens[:, 1:])
 
 
 def whims(scores: torch.Tensor, model: config.Model) -> torch.Tensor:
@@ -431,14 +413,8 @@ def whims(scores: torch.Tensor, model: config.Model) -> torch.Tensor:
 
 def whimsical(recompute: str) -> dict:
     whims.calls, counts, usual = 0, [], ep.exchange_counts
-    settings = config.parse(f"{TINY} --ep {dist.get_world_size()} --recompute {recompute}".split(),
-                            dist.get_world_size())
-    groups = build_groups(settings.grid, settings.model)
-    model, optimizer = assemble.build(settings, groups, torch.device("cpu"), torch.float64)
-    tokens = torch.randint(61, (8, 13), generator=torch.Generator().manual_seed(0))
-    samples = grids.GivenSamples(tokens[:, :-1], tokens[:, 1:])
-    share = train.local_micro_batches(samples, 0, 8, settings, groups)
-    with patched(ep, choose_experts=whims, exchange_counts=lambda *args: (counts.append(1), usual(*args))[1]):
+    groups, model, optimizer, share = tiny(f"--ep 2 --recompute {recompute}")
+    with patch.multiple(ep, choose_experts=whims, exchange_counts=lambda *args: counts.append(1) or usual(*args)):
         train.forward_backward(model, optimizer, share, groups)
     return dict(grads=grids.pieces(optimizer, "grad"), chosen=whims.calls, exchanged=len(counts),
                 load=[router.load.clone() for router in model.routers], share=len(share))
@@ -465,9 +441,7 @@ def test_all_equal_logits_are_split_alike_again(pool):
 
 
 def of_equals() -> dict:
-    settings = config.parse(f"{TINY} --ep 2 --recompute full".split(), 2)
-    groups = build_groups(settings.grid, settings.model)
-    model, optimizer = assemble.build(settings, groups, torch.device("cpu"), torch.float64)
+    groups, model, optimizer, share = tiny("--ep 2 --recompute full")
     seen, dispatch = {False: [], True: []}, ep.dispatch
 
     def watched(x, gates, route):
@@ -476,10 +450,8 @@ def of_equals() -> dict:
 
     for block in model.blocks.values():
         block.ffn.w_router.data.zero_()
-    tokens = torch.randint(61, (8, 13), generator=torch.Generator().manual_seed(0))
-    with patched(model_py, dispatch=watched):
-        train.forward_backward(model, optimizer, train.local_micro_batches(
-            grids.GivenSamples(tokens[:, :-1], tokens[:, 1:]), 0, 8, settings, groups), groups)
+    with patch.object(model_py, "dispatch", watched):
+        train.forward_backward(model, optimizer, share, groups)
     return dict(first=sorted(seen[False]), again=sorted(seen[True]),
                 load=torch.stack([router.load.sum() for router in model.routers]))
 
@@ -547,13 +519,9 @@ def test_the_losses_carry_the_scale_of_fp16():
     """Every gradient is multiplied by it, or what balance asks for would shrink to nothing."""
     grads = []
     for scale in (1.0, 1024.0):
-        settings = config.parse(f"{TINY} --aux-loss 1 --router-z-loss 0.1".split())
-        model, optimizer = assemble.build(settings, grids.ALONE, torch.device("cpu"), torch.float64)
+        groups, model, optimizer, share = tiny("--aux-loss 1 --router-z-loss 0.1")
         optimizer.loss_scale = zero.LossScale(torch.device("cpu"), scale)
-        tokens = torch.randint(61, (8, 13), generator=torch.Generator().manual_seed(0))
-        samples = grids.GivenSamples(tokens[:, :-1], tokens[:, 1:])
-        share = train.local_micro_batches(samples, 0, 8, settings, grids.ALONE)
-        train.forward_backward(model, optimizer, share, grids.ALONE)
+        train.forward_backward(model, optimizer, share, groups)
         grads.append(torch.cat([bucket.grad_shard for bucket in optimizer.buckets]) / scale)
     assert (grads[0] - grads[1]).abs().max() < 1e-12 * grads[0].abs().max()
 
@@ -574,14 +542,10 @@ def test_biases_leave_one_grid_and_enter_another(pool, chain):
 
 
 def test_evaluation_counts_nothing():
-    settings = config.parse(f"{TINY} --bias-rate 0.1".split())
-    model, optimizer = assemble.build(settings, grids.ALONE, torch.device("cpu"), torch.float32)
-    tokens = torch.randint(61, (8, 13), generator=torch.Generator().manual_seed(0))
-    samples = grids.GivenSamples(tokens[:, :-1], tokens[:, 1:])
-    share = train.local_micro_batches(samples, 0, 8, settings, grids.ALONE)
-    train.forward_backward(model, optimizer, share, grids.ALONE)
+    groups, model, optimizer, share = tiny("--bias-rate 0.1")
+    train.forward_backward(model, optimizer, share, groups)
     loads = [router.load.clone() for router in model.routers]
-    train.mean_loss(model, [share], grids.ALONE)
+    train.mean_loss(model, [share], groups)
     assert all(torch.equal(router.load, load) for router, load in zip(model.routers, loads))
     assert [load.sum() for load in loads] == [8 * 12 * 2] * 3
 

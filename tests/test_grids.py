@@ -3,6 +3,7 @@
 A new grid is one more line in GRIDS: (ranks, flags).
 """
 import os
+from contextlib import closing
 from functools import cache
 from statistics import median
 
@@ -14,6 +15,7 @@ import grids
 import pairs
 import reference
 from pool import Pool
+from watch import Watch
 
 MIXTRAL, DEEPSEEK = pairs.MIXTRAL.format(20), pairs.DEEPSEEK.format(12)
 GRIDS = [
@@ -64,108 +66,34 @@ GRIDS = [
     (3, "--micro-batch 16 --cp 3 --cp-style ring --seq 23 --window 9 --window-every 3 --attention math"),
     (4, "--micro-batch 12 --cp 2 --cp-style ulysses --tp 2 --window 2 --recompute selective --attention math"),
 ]
-MORE = [  # in the slow tier: most of what they combine is in some pair
-    (2, "--micro-batch 3 --bucket-mb 0"),
-    (2, "--micro-batch 6 --qk-norm --qkv-bias"),
-    (2, "--micro-batch 4 --optimizer sgd --tied"),
-    (3, "--micro-batch 4 --bucket-mb 0"),
-    (4, "--micro-batch 6 --tied --bucket-mb 0"),
-    (4, "--micro-batch 3 --optimizer sgd"),
-    (4, "--micro-batch 2 --qk-norm --tied --bucket-mb 0.1"),
-    (8, "--micro-batch 3"),
-    (1, "--micro-batch 8 --zero 3 --tied"),
-    (2, "--micro-batch 6 --zero 3"),
-    (2, "--micro-batch 24 --zero 1 --tied --bucket-mb 0"),
-    (2, "--micro-batch 6 --zero 2 --tied --bucket-mb 0"),
-    (2, "--micro-batch 6 --zero 3 --tied --qk-norm --qkv-bias"),
-    (3, "--micro-batch 4 --zero 2 --optimizer sgd"),
-    (3, "--micro-batch 8 --zero 3 --tied"),
-    (4, "--micro-batch 6 --zero 1 --optimizer sgd --tied"),
-    (4, "--micro-batch 4 --zero 2 --qk-norm --tied"),
-    (4, "--micro-batch 12 --zero 3 --clip 0"),
-    (4, "--micro-batch 3 --zero 3 --optimizer sgd --tied"),
-    (4, "--micro-batch 6 --zero 2 --dp-replicate 2 --tied --bucket-mb 0"),
-    (4, "--micro-batch 4 --zero 3 --dp-replicate 2"),
-    (8, "--micro-batch 2 --zero 1 --tied"),
-    (8, "--micro-batch 3 --zero 2 --dp-replicate 4"),
-    (8, "--micro-batch 2 --zero 3 --dp-replicate 2 --tied"),
+MORE = [  # in the slow tier: axes of more ranks than pairs have, and what is beside the features
     (8, "--micro-batch 3 --zero 3"),
-    (2, "--micro-batch 24 --tp 2 --tied --async-tp --recompute selective"),
-    (2, "--micro-batch 12 --tp 2 --no-sp --qk-norm --qkv-bias --recompute full"),
+    (8, "--micro-batch 3 --zero 2 --dp-replicate 4"),
     (3, "--micro-batch 16 --tp 3 --heads 6 --kv-heads 3 --ffn 57 --no-sp --vocab 257 --tied --recompute full"),
-    (4, "--micro-batch 12 --tp 4 --vocab 257 --recompute full"),
     (4, "--micro-batch 12 --tp 4 --kv-heads 1 --qkv-bias --qk-norm --tied --optimizer sgd"),
-    (4, "--micro-batch 6 --tp 2 --zero 1 --tied"),
-    (4, "--micro-batch 6 --tp 2 --zero 2 --no-sp --recompute selective"),
-    (4, "--micro-batch 6 --tp 2 --zero 3 --recompute full --tied"),
-    (4, "--micro-batch 6 --tp 2 --zero 3 --recompute selective --async-tp --kv-heads 1"),
-    (4, "--micro-batch 6 --tp 2 --zero 2 --sp-keep --async-tp --tied"),
     (8, "--micro-batch 6 --tp 4 --zero 3 --kv-heads 2 --vocab 257 --recompute selective"),
-    (8, "--micro-batch 6 --tp 2 --zero 2 --dp-replicate 2 --qk-norm --tied --recompute full"),
-    (8, "--micro-batch 3 --tp 2 --no-sp --zero 1 --optimizer sgd --bucket-mb 0.05"),
-    (2, "--micro-batch 24 --cp 2 --cp-style ring --tied"),
-    (2, "--micro-batch 12 --cp 2 --cp-style ulysses --qk-norm --qkv-bias"),
     (2, "--micro-batch 12 --cp 2 --cp-style ring --recompute full --attention math --seq 21"),
-    (4, "--micro-batch 24 --cp 4 --cp-style ulysses --kv-heads 2 --tied --zero 1"),
-    (4, "--micro-batch 6 --cp 2 --cp-style ring --zero 2 --qk-norm"),
-    (4, "--micro-batch 12 --cp 2 --tp 2 --seq 21 --tied"),
-    (4, "--micro-batch 12 --cp 2 --cp-style ring --tp 2 --no-sp --zero 1 --recompute selective"),
-    (4, "--micro-batch 12 --cp 2 --cp-style ulysses --tp 2 --kv-heads 2 --attention math --recompute selective"),
+    (4, "--micro-batch 12 --cp 4 --cp-style ring --window 8 --zero 3 --tied"),
     (8, "--micro-batch 12 --cp 8 --cp-style ulysses --kv-heads 2 --seq 32"),
     (8, "--micro-batch 6 --cp 4 --tp 2 --zero 2 --kv-heads 1 --recompute full"),
-    (8, "--micro-batch 3 --cp 2 --cp-style ring --tp 2 --zero 3 --tied --async-tp --recompute selective"),
-    (8, "--micro-batch 4 --cp 2 --zero 3 --dp-replicate 2 --optimizer sgd"),
     (8, "--micro-batch 12 --cp 2 --cp-style ulysses --tp 4 --kv-heads 2 --zero 1 --recompute full --qk-norm --tied"),
     (2, "--micro-batch 48 --pp 2 --qk-norm --qkv-bias"),
-    (2, "--micro-batch 12 --pp 2 --schedule zb-h1 --recompute full --layers 5"),
-    (2, "--micro-batch 12 --pp 2 --schedule interleaved --layers 4 --tied"),
-    (2, "--micro-batch 12 --pp 2 --schedule zb1p --layers 5 --recompute selective --attention math"),
-    (2, "--micro-batch 12 --pp 2 --schedule zb-v --layers 4 --tied"),
-    (2, "--micro-batch 6 --pp 2 --schedule zb-v --layers 6 --recompute full --optimizer sgd"),
-    (2, "--micro-batch 12 --pp 2 --schedule dualpipev --layers 4 --recompute selective"),
     (3, "--micro-batch 8 --pp 3 --schedule zb-h1 --layers 4 --bucket-mb 0"),
     (4, "--micro-batch 4 --pp 4 --schedule interleaved --layers 8 --tied --clip 0"),
     (4, "--micro-batch 6 --pp 4 --schedule zb-v --layers 9 --qk-norm --qkv-bias"),
-    (4, "--micro-batch 6 --pp 2 --zero 1 --tied"),
-    (4, "--micro-batch 6 --pp 2 --zero 2 --schedule zb-h1 --tied --bucket-mb 0"),
-    (4, "--micro-batch 6 --pp 2 --zero 3 --schedule zb-h1 --tied --recompute selective"),
-    (4, "--micro-batch 6 --pp 2 --zero 3 --schedule interleaved --layers 4 --recompute full"),
-    (4, "--micro-batch 6 --pp 2 --zero 2 --schedule zb-v --layers 4 --tied"),
-    (4, "--micro-batch 12 --pp 2 --tp 2 --schedule zb-h1 --tied"),
-    (4, "--micro-batch 12 --pp 2 --tp 2 --sp-keep --schedule zb-h1"),
-    (4, "--micro-batch 12 --pp 2 --tp 2 --no-sp --recompute full --schedule afab"),
-    (4, "--micro-batch 12 --pp 2 --tp 2 --kv-heads 1 --schedule zb-v --layers 4 --recompute selective --async-tp"),
-    (4, "--micro-batch 12 --pp 2 --cp 2 --schedule zb-h1 --recompute selective"),
-    (4, "--micro-batch 12 --pp 2 --cp 2 --cp-style ring --schedule interleaved --layers 4 --seq 22"),
-    (8, "--micro-batch 6 --pp 2 --tp 2 --zero 1 --tied --recompute selective"),
-    (8, "--micro-batch 6 --pp 2 --tp 2 --zero 3 --schedule dualpipev --layers 4"),
     (8, "--micro-batch 6 --pp 4 --zero 2 --schedule zb1p --layers 8 --tied"),
-    (8, "--micro-batch 12 --pp 2 --cp 2 --tp 2 --schedule zb-v --layers 5 --tied --recompute full"),
-    (8, "--micro-batch 6 --pp 2 --cp 2 --zero 2 --schedule zb-h1 --qk-norm"),
     (8, "--micro-batch 6 --pp 8 --schedule 1f1b --layers 8 --tied"),
-    (8, "--micro-batch 3 --pp 2 --zero 1 --dp-replicate 2 --schedule interleaved --layers 4 --optimizer sgd"),
-    (2, f"--micro-batch 6 {DEEPSEEK} --ep 2 --recompute full"),
-    (2, f"--micro-batch 12 {DEEPSEEK} --tp 2 --recompute selective"),
-    (2, f"--micro-batch 12 {DEEPSEEK} --pp 2 --schedule zb-h1"),
-    (4, f"--micro-batch 6 {DEEPSEEK} --ep 2 --zero 2 --tied"),
-    (4, f"--micro-batch 6 {MIXTRAL} --ep 2 --zero 3 --recompute full"),
-    (4, f"--micro-batch 6 {MIXTRAL} --ep 2 --zero 1 --dp-replicate 2"),
-    (4, f"--micro-batch 6 {DEEPSEEK} --tp 2 --ep 4 --zero 1"),
-    (4, f"--micro-batch 12 {MIXTRAL} --cp 2 --cp-style ring --tp 2 --ep 2 --seq 23 --recompute full"),
+    (8, "--micro-batch 6 --pp 2 --tp 2 --zero 3 --schedule dualpipev --layers 4"),
+    (8, "--micro-batch 12 --pp 2 --cp 2 --tp 2 --schedule zb-v --layers 5 --tied --recompute full"),
     (4, f"--micro-batch 12 {MIXTRAL} --aux-over micro-batch --cp 2 --tp 2 --no-sp --ep 4 --recompute selective"),
-    (4, f"--micro-batch 6 {DEEPSEEK} --pp 2 --ep 2 --schedule interleaved --layers 4 --zero 1"),
-    (4, f"--micro-batch 12 {MIXTRAL} --pp 2 --tp 2 --ep 2 --schedule zb-v --layers 4 --tied --recompute selective"),
     (8, f"--micro-batch 6 {MIXTRAL} --ep 8 --optimizer sgd"),
-    (8, f"--micro-batch 6 {DEEPSEEK} --ep 4 --zero 3 --recompute selective"),
+    (8, f"--micro-batch 6 {MIXTRAL} --ep 2 --zero 2 --dp-replicate 2"),
     (8, f"--micro-batch 3 {DEEPSEEK} --tp 2 --ep 8 --bucket-mb 0"),
+    (8, f"--micro-batch 6 {DEEPSEEK} --ep 4 --zero 3 --recompute selective"),
     (8, f"--micro-batch 6 {MIXTRAL} --cp 2 --cp-style ulysses --tp 2 --ep 4 --zero 2 --qk-norm"),
     (8, f"--micro-batch 6 {DEEPSEEK} --pp 2 --tp 2 --ep 4 --schedule zb1p --layers 5 --zero 2"),
     (8, f"--micro-batch 6 {MIXTRAL} --pp 2 --cp 2 --ep 4 --zero 3 --recompute full --tied --seq 21"),
     (8, f"--micro-batch 12 {DEEPSEEK} --pp 2 --cp 2 --tp 2 --ep 4 --schedule dualpipev --layers 5 --recompute full"),
-    (8, f"--micro-batch 6 {MIXTRAL} --ep 2 --zero 2 --dp-replicate 2"),
-    (4, "--micro-batch 12 --cp 4 --cp-style ring --window 8 --zero 3 --tied"),
-    (1, "--micro-batch 16 --recompute full --tied"),
-    (2, "--micro-batch 8 --recompute selective --attention math --zero 3"),
 ]
 # What the README runs: five dimensions, each of at least two.
 FIVE_DIMENSIONS = "--dp 2 --cp 2 --tp 2 --pp 2 --ep 4 --zero 1 --schedule zb-h1 --recompute selective"
@@ -303,11 +231,8 @@ def errors(results: list[dict], want: dict) -> dict[str, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("experts", [MIXTRAL, DEEPSEEK], ids=["mixtral", "deepseek"])
 def test_five_dimensions_equal_one_process(experts):
-    pool = Pool(16)
-    try:
+    with closing(Pool(16)) as pool:
         equals_one_process(pool, 16, f"--micro-batch 6 {experts} {FIVE_DIMENSIONS} --tied --layers 4")
-    finally:
-        pool.close()
 
 
 def test_five_dimensions_are_what_the_readme_runs():
@@ -381,19 +306,14 @@ def test_a_second_run_gives_the_same_bits(pool):
 def test_nothing_is_computed_below_fp64():
     below = set()
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            out = function(*args, **kwargs or {})
-            for tensor in torch.utils._pytree.tree_leaves(out):
-                if isinstance(tensor, torch.Tensor) and tensor.dtype in (torch.float32, torch.bfloat16) and tensor.ndim:
-                    below.add(f"{function} -> {tensor.dtype} {tuple(tensor.shape)}")
-            return out
+    def see(function, args, kwargs, out):
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.dtype in (torch.float32, torch.bfloat16) and tensor.ndim:
+                below.add(f"{function} -> {tensor.dtype} {tuple(tensor.shape)}")
 
     settings = grids.settings_of("--micro-batch 24 --qk-norm --qkv-bias")
-    model, optimizer = grids.assemble.build(settings, grids.ALONE, torch.device("cpu"), torch.float64)
-    tokens, labels = grids.batches(settings)[0]
-    with Watch():
-        grids.train.forward_backward(model, optimizer, grids.GivenSamples(tokens, labels).step(0, 48, 24, 0, 1),
-                              grids.ALONE)
+    groups, model, optimizer = grids.build(settings)
+    with Watch(see):
+        grids.forward_backward(settings, groups, model, optimizer, *grids.batches(settings)[0])
         optimizer.step(0.01)
     assert not below

@@ -4,11 +4,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import assemble
 import grids
-import train
 from collectives import size
-from groups import build_groups
 from noise import GradientNoise, solve
 from param import Spec, draw, parameter
 from zero import Optimizer
@@ -71,13 +68,9 @@ def test_norms_of_local_gradients_are_those_before_the_reduction(pool, level):
 
 def estimate(grid: str) -> dict:
     settings = grids.settings_of(grid, dist.get_world_size())
-    groups = build_groups(settings.grid, settings.model)
-    model, optimizer = assemble.build(settings, groups, torch.device("cpu"), torch.float64)
+    groups, model, optimizer = grids.build(settings)
     noise = GradientNoise(optimizer, size(groups["data"]))
-    tokens, labels = grids.batches(settings)[0]
-    samples = grids.GivenSamples(tokens, labels)
-    share = train.local_micro_batches(samples, 0, settings.batch.global_batch, settings, groups)
-    train.forward_backward(model, optimizer, share, groups)
+    grids.forward_backward(settings, groups, model, optimizer, *grids.batches(settings)[0])
     optimizer.step(0.0)
     found = noise.estimate(settings.batch.global_batch * settings.batch.seq)
     return {name: value.item() for name, value in found.items()}

@@ -5,7 +5,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import assemble
 import config
 import cp
 import flash
@@ -17,7 +16,6 @@ import tp
 import train
 from cp import choose_attention
 from data import MicroBatch
-from groups import build_groups
 from program import python
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels need tensors on the GPU")
@@ -28,7 +26,7 @@ MODEL = ("--layers 2 --hidden 32 --heads 4 --kv-heads 2 --head-dim 16 --ffn 40 -
 def gradients(flags: str, documents: torch.Tensor | None = None) -> list[torch.Tensor]:
     """The loss, and the gradient of every parameter."""
     settings = config.parse(f"{MODEL} {flags}".split())
-    llama, optimizer = assemble.build(settings, grids.ALONE, torch.device("cpu"), torch.float32)
+    groups, llama, optimizer = grids.build(settings)
     for bucket in optimizer.buckets:  # larger weights, so that outputs are of order one
         for param in bucket.params:
             if param.ndim > 1:
@@ -38,7 +36,7 @@ def gradients(flags: str, documents: torch.Tensor | None = None) -> list[torch.T
     labels[:, 3] = -100
     positions = None if documents is None else torch.arange(12).expand(2, -1)
     batch = MicroBatch(tokens[:, :-1], labels, positions, documents)
-    loss = train.forward_backward(llama, optimizer, [batch], grids.ALONE)
+    loss = train.forward_backward(llama, optimizer, [batch], groups)
     return [loss, *(bucket.view(bucket.grad, param) for bucket in optimizer.buckets for param in bucket.params)]
 
 
@@ -85,11 +83,9 @@ def test_fp8_reads_nothing_for_scales_that_kernels_have_stored(monkeypatch):
 def on_ranks(flags: str) -> list[tuple]:
     """Every piece of this rank's gradients, by name and box."""
     settings = config.parse(f"{MODEL} {flags}".split(), dist.get_world_size())
-    groups = build_groups(settings.grid, settings.model)
-    llama, optimizer = assemble.build(settings, groups, torch.device("cpu"), torch.float32)
+    groups, llama, optimizer = grids.build(settings)
     tokens = torch.randint(61, (2, 13), generator=torch.Generator().manual_seed(0))
-    samples = grids.GivenSamples(tokens[:, :-1], tokens[:, 1:])
-    train.forward_backward(llama, optimizer, train.local_micro_batches(samples, 0, 2, settings, groups), groups)
+    grids.forward_backward(settings, groups, llama, optimizer, tokens[:, :-1], tokens[:, 1:])
     return grids.pieces(optimizer, "grad")
 
 

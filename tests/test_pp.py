@@ -2,11 +2,11 @@
 import inspect
 import json
 import re
-import time
 from contextlib import nullcontext
 from functools import cache
 from itertools import accumulate, combinations
 from types import SimpleNamespace
+from unittest.mock import patch
 from xml.etree import ElementTree
 
 import pytest
@@ -20,7 +20,7 @@ import pp
 from footprint import backwards_in_memory
 from meter import Meter
 from model import Execution, Llama
-from param import Spec, accumulate_grad, draw, parameter
+from param import Spec, draw, parameter
 from rendezvous import check_rendezvous, replay, stream_of_link
 from schedules import (
     SCHEDULES,
@@ -395,6 +395,7 @@ def live_bytes(schedule: str, m: int) -> list[tuple[int, float]]:
             meter.label("weights", weight, weight.grad)
     start, seen = torch.randn(T, H, dtype=torch.float64), []
     meter.label("weights", start)
+
     def before(function):
         def call(*args):
             seen.append(meter.live()["other"])
@@ -406,16 +407,16 @@ def live_bytes(schedule: str, m: int) -> list[tuple[int, float]]:
         y = row(torch.tanh(column(start if x is None else x, up, tp=tp)), down, tp)
         return y.sum() if stage == plan.stages - 1 else y
 
-    usual = pp.backward_input, pp.backward_weight, torch.autograd.backward
-    pp.backward_input, pp.backward_weight = before(usual[0]), before(usual[1])
-    whole = before(usual[2])
-    torch.autograd.backward = lambda edge, grad: (  # called by the engine, or by what the engine calls
-        whole if inspect.stack()[1].function == "run" else usual[2])(edge, grad)
-    try:
-        with meter:
-            engine.run(before(forward), (T, H), torch.float64)
-    finally:
-        pp.backward_input, pp.backward_weight, torch.autograd.backward = usual
+    backward = torch.autograd.backward
+    whole = before(backward)
+
+    def backward_of_all(edge, grad):
+        by_engine = inspect.stack()[1].function == "run"  # else by what the engine calls
+        (whole if by_engine else backward)(edge, grad)
+
+    halves = {name: before(getattr(pp, name)) for name in ("backward_input", "backward_weight")}
+    with patch.multiple(pp, **halves), patch.object(torch.autograd, "backward", backward_of_all), meter:
+        engine.run(before(forward), (T, H), torch.float64)
     dist.barrier()
     planned = [0.0, *(count * T * (H + F) * 8 for count in held_if_inputs_leave(2.0, actions))]
     return list(zip([*seen, meter.settled()["other"]], planned))
@@ -432,33 +433,11 @@ def test_bytes_alive_at_every_action_are_the_plans(pool, schedule):
         assert seen[-1] == (0, 0.0)
 
 
-def slept(schedule: str, m: int) -> tuple[float, float]:
-    """When this rank began and ended a step whose F, I and W of a stage take 20 ms each."""
-    plan, pause = make_plan(schedule, dist.get_world_size(), m), 0.02
-    engine = pp.Engine(plan, dist.group.WORLD)
-    weight = torch.nn.Parameter(torch.zeros(1))
-    weight.sink = None
-
-    class Work(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            time.sleep(pause)
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, grad):
-            time.sleep(pause)
-            accumulate_grad(weight, lambda out: time.sleep(pause))
-            return grad
-
-    def forward(stage, k, x):
-        y = Work.apply(torch.zeros(1, requires_grad=True) if x is None else x)
-        return y.sum() if stage == plan.stages - 1 else y
-
-    dist.barrier()
-    began = time.monotonic()
-    engine.run(forward, (1,), torch.float32)
-    return began, time.monotonic()
+def slept(schedule: str, m: int) -> float:
+    """How long a step takes whose F, I and W of a stage take 20 ms each, in those of all stages of a rank."""
+    plan = make_plan(schedule, dist.get_world_size(), m)
+    with patch.object(pp, "UNIT_S", 0.02 * plan.stages / len(plan.ranks)):
+        return max(row[-1].stop for row in pp.measure(plan, dist.group.WORLD))
 
 
 @pytest.mark.timing
@@ -467,11 +446,11 @@ def slept(schedule: str, m: int) -> tuple[float, float]:
 def test_a_step_takes_as_long_as_simulated(pool, schedule, p):
     """Stages that sleep need no processor, so on two cores eight of them can be seen to wait for each other."""
     plan = make_plan(schedule, p, 2 * p)
-    simulated = max(rank[-1].stop for rank in simulate(plan, Costs(0.02, 0.02, 0.02)))
+    of_stage = p / plan.stages
+    simulated = max(rank[-1].stop for rank in simulate(plan, Costs(of_stage, of_stage, of_stage)))
     tries = []
     for _ in range(3):  # others may have used the machine
-        times = pool.run(p, "test_pp:slept", schedule=schedule, m=2 * p)
-        tries.append(max(end for _, end in times) - min(began for began, _ in times))
+        tries.append(max(pool.run(p, "test_pp:slept", schedule=schedule, m=2 * p)))
         if tries[-1] < 1.1 * simulated:
             break
     assert simulated <= min(tries) < 1.1 * simulated
@@ -487,10 +466,8 @@ def test_two_halves_of_a_backward_are_one(recompute):
         model = Llama(settings.model, grids.ALONE, Execution(torch.float64, "cpu", "math", recompute), pipeline=stages)
         optimizer = Optimizer(model.units(), grids.ALONE)
         optimizer.load(draw(0))
-        tokens, labels = grids.batches(settings)[0]
-        batches = grids.GivenSamples(tokens, labels).step(0, 48, 24, 0, 1)
         with Meter(memory=False) as meter:
-            grids.train.forward_backward(model, optimizer, batches, grids.ALONE)
+            grids.forward_backward(settings, grids.ALONE, model, optimizer, *grids.batches(settings)[0])
         flops.append(meter.flops)
     assert flops[0] == flops[1] > 0
 

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpreterBuilder
 
 import primer
 from ahead import by_the_pinned_compiler, run
+from exact import gpu
 from primer import (
     LADDER,
     SECTOR,
@@ -37,6 +37,7 @@ from primer import (
     matmul,
     sectors,
 )
+from watch import Watch
 
 DIVIDING = [name for name, rung in LADDER.items() if rung.kernel not in (primer.masked, primer.persistent)]
 ANY_SHAPE = [name for name in LADDER if name not in DIVIDING]
@@ -346,17 +347,10 @@ def test_gelu(function):
 
 
 def test_eager_gelu_moves_eight_times_the_bytes():
-    class Bytes(TorchDispatchMode):
-        total = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            out = function(*args, **kwargs or {})
-            self.total += sum(x.nbytes for x in (*args, out) if isinstance(x, torch.Tensor) and x.ndim)
-            return out
-
-    with Bytes() as moved:
+    moved = []
+    with Watch(lambda function, args, kwargs, out: moved.extend(x for x in (*args, out) if torch.is_tensor(x))):
         gelu_eager(NUMBERS)
-    assert moved.total == 64 * NUMBERS.numel()
+    assert sum(x.nbytes for x in moved) == 64 * NUMBERS.numel()
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
@@ -405,10 +399,7 @@ def test_a_profile_lists_operations():
     assert all(f"aten::{name}" in table for name in ("pow", "exp", "div"))
 
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-@needs_gpu
+@gpu
 def test_compiled_rungs_multiply_in_bf16():
     run("""
 import torch, primer
@@ -421,7 +412,7 @@ for name, rung in primer.LADDER.items():
 """)
 
 
-@needs_gpu
+@gpu
 def test_every_gelu_agrees_on_a_gpu():
     run("""
 import torch, primer
@@ -433,7 +424,7 @@ for name, way in primer.gelus().items():
 """)
 
 
-@needs_gpu
+@gpu
 @pytest.mark.timing
 def test_the_ladder_climbs_to_torch_mm():
     rows = json.loads(run("import json, primer; print(json.dumps(primer.measure_ladder(8192)))"))

@@ -155,11 +155,8 @@ def test_messages_bytes_hops_and_time_are_those_of_the_docstring(comparison, n):
 
 @pytest.mark.slow
 def test_nine_ranks():
-    pool = Pool(9)
-    try:
+    with contextlib.closing(Pool(9)) as pool:
         outcomes = pool.run(9, "test_ring:compare", every_dtype=True)
-    finally:
-        pool.close()
     check_results(outcomes, 9)
     check_costs(outcomes, 9)
 

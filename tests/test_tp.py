@@ -24,12 +24,13 @@ from param import Spec, draw, local_box, parameter, shard_slice
 from pool import slow
 from recompute import Recompute, cheap, selective
 from tp import IGNORED, TensorParallel
+from watch import Watch
 
 SHAPE = "--layers 2 --hidden 48 --heads 8 --kv-heads 4 --head-dim 6 --ffn 40 --seq 24 --global-batch 2 --dtype fp64"
 
 
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
 
 def weight(name: str, shape: tuple[int, int], dim: int, group) -> torch.nn.Parameter:
@@ -118,10 +119,8 @@ def events(split: bool, width: int = 8) -> list[str]:
     between the matrices of a pair."""
     seen, names = [], {"_allgather_base_": "gather", "_reduce_scatter_base_": "scatter", "mm": "dX", "addmm_": "dW"}
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            seen.append(names.get(function.overloadpacket.__name__))
-            return function(*args, **kwargs or {})
+    def see(function, args, kwargs, out):
+        seen.append(names.get(function.overloadpacket.__name__))
 
     wait = collectives.Pending.wait
 
@@ -130,7 +129,6 @@ def events(split: bool, width: int = 8) -> list[str]:
             seen.append("gathered" if len(pending.tensors[0]) > len(pending.tensors[1]) else "scattered")
         wait(pending)
 
-    collectives.Pending.wait = logged
     group = dist.group.WORLD
     x = normal(4, 10).requires_grad_()
     how, z = TensorParallel(group, True), x
@@ -139,10 +137,8 @@ def events(split: bool, width: int = 8) -> list[str]:
         z = tp.row(y, weight("b" + name, (10, width), 1, group), how)
     if split:
         param.backward_input((0, 0), z.sum(), None)
-    seen.clear()
-    with Watch():
+    with patch.object(collectives.Pending, "wait", logged), Watch(see):
         param.backward_weight((0, 0)) if split else y.sum().backward()
-    collectives.Pending.wait = wait
     return [event for event in seen if event]
 
 
@@ -296,7 +292,7 @@ def step(flags: str) -> dict:
         copies += sum(splits[0])
         return splits
 
-    class Watch(Meter):
+    class Longest(Meter):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             nonlocal longest
             out = super().__torch_dispatch__(function, types, args, kwargs)
@@ -306,7 +302,7 @@ def step(flags: str) -> dict:
 
     for _ in range(2):  # the first makes what stays
         optimizer.begin_step({0: 1})
-        meter = Watch()
+        meter = Longest()
         for bucket in optimizer.buckets:
             meter.label("state", bucket.weights, bucket.grad, *bucket.state.values())
         if arena := model.recompute.arena:
