@@ -386,7 +386,8 @@ def build_experts(how: str, group: Group) -> Step:
     if how == "ours":
         E, H, F = model.experts, model.hidden, model.expert_ffn
         make = partial(parameter, groups={"ep": group}, dtype=torch.float32)
-        w_router, router = make(Spec("router", (E, H), std=0.02)), Router("router.bias", model)
+        w_router = make(Spec("router", (E, H), std=0.02))
+        router = Router("router.bias", w_router, model)
         layer = GroupedExperts(make, Spec("w_gate_up", (E, 2 * F, H), {"ep": 0}, "edp", std=0.02),
                                Spec("w_down", (E, H, F), {"ep": 0}, "edp", std=0.02))
         for weight in (w_router, *layer.parameters()):
@@ -394,7 +395,7 @@ def build_experts(how: str, group: Group) -> Step:
         info = make_routing_info(torch.zeros(1, EP_TOKENS, dtype=torch.long), None, None, None)
 
         def forward(x: Tensor) -> Tensor:
-            route, gates = router(x, w_router, info, group)
+            route, gates = router(x, info, group)
             return combine(layer(*dispatch(x, gates, route)(), route), route)
     else:
         from transformers import MixtralConfig

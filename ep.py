@@ -13,7 +13,7 @@ of a rank, B sequences of S tokens, U copies of tokens that a rank sends, M that
 
 A layer in three lines:
 
-    route, gates = router(x, weight, info, group)             x [T, H], gates [T, k]; the router's logits are [T, E]
+    route, gates = router(x, info, group)                     x [T, H], gates [T, k]; the router's logits are [T, E]
     rows, row_gates = dispatch(x, gates, route)()             [R, H], [R]
     y = combine(experts(rows, row_gates, route), route)       [R, H] -> [T, H]
 
@@ -148,20 +148,19 @@ class Route:
 class Router:
     """Chooses the experts of a layer's tokens. Its state is a bias per expert, and loads and losses per step.
 
-    name: of the bias, in checkpoints. dtype, device: of the router's weight, which is a parameter of the model.
+    name: of the bias, in checkpoints. weight: [E, H], a parameter of the model.
     """
 
-    def __init__(self, name: str, model: Model, balance: Balance = Balance(), dtype: torch.dtype = torch.float32,
-                 device: torch.device | str = "cpu"):
-        self.name, self.model, self.balance = name, model, balance
-        self.bias = torch.zeros(model.experts, dtype=acc_dtype(dtype), device=device)
-        self.load = torch.zeros(model.experts, dtype=torch.int64, device=device)  # tokens that chose each expert
-        self.loss = torch.zeros((), dtype=self.bias.dtype, device=device)  # auxiliary losses, summed over sequences
+    def __init__(self, name: str, weight: nn.Parameter, model: Model, balance: Balance = Balance()):
+        self.name, self.weight, self.model, self.balance = name, weight, model, balance
+        self.bias = torch.zeros(model.experts, dtype=acc_dtype(weight.dtype), device=weight.device)
+        self.load = torch.zeros_like(self.bias, dtype=torch.int64)  # tokens that chose each expert
+        self.loss = torch.zeros_like(self.bias[0])  # auxiliary losses, summed over sequences
 
-    def __call__(self, x: Tensor, weight: nn.Parameter, info: RoutingInfo, group: Group) -> tuple[Route, Tensor]:
+    def __call__(self, x: Tensor, info: RoutingInfo, group: Group) -> tuple[Route, Tensor]:
         """Where tokens [T, H] are sent, and their gates [T, k]. group: of expert parallelism."""
         with dropping_cheap():
-            logits = RouterLogits.apply(x, weight)
+            logits = RouterLogits.apply(x, self.weight)
         scores = logits.softmax(-1) if self.model.router == "softmax" else logits.sigmoid()
         route = decide_once(lambda: self.route(scores.detach(), info, group))
         gates = scores.gather(-1, route.chosen)
@@ -409,14 +408,9 @@ class FinishDispatch(Function):
         return dx.new_zeros(()), None, None, None
 
 
-def combine(y: Tensor, route: Route) -> Tensor:
-    """Sum the results [R, H] of each token on each rank, send the sums back, and sum those: [T, H]."""
-    return Combine.apply(y, route)
-
-
 class Combine(Function):
-    """See combine; unpermute. Backward needs no result, so full recomputation skips this exchange and returns a
-    placeholder."""
+    """Unpermute: sum the results [R, H] of each token on each rank, send the sums back, and sum those: [T, H]. Backward
+    needs no result, so full recomputation skips this exchange and returns a placeholder."""
 
     @staticmethod
     def forward(ctx, y, route):
@@ -436,6 +430,9 @@ class Combine(Function):
             copies = grad[route.sent.order % len(grad)]
             grad = exchange_rows(copies, route.output_splits, route.input_splits, route.group)
         return grad[route.rows.order // route.chosen.shape[1]], None
+
+
+combine = Combine.apply
 
 
 def sum_per_token(x: Tensor, copies: Copies) -> Tensor:
@@ -542,7 +539,7 @@ def train_demo(balance: Balance, group: Group, steps: int = 300) -> tuple[list[f
     params = [*replicated, *experts.parameters()]
     for param in params:
         param.data = draw(0)(param.spec, param.box)
-    router = Router("demo", Model(experts=E, top_k=1, router_norm=False), balance)
+    router = Router("demo", w_router, Model(experts=E, top_k=1, router_norm=False), balance)
     info = RoutingInfo(torch.zeros(batch, dtype=torch.long), 1, (group,), sequence_weight=1.0)
     optimizer = torch.optim.AdamW(params, lr=3e-3)
     generator = torch.Generator().manual_seed(rank(group))  # ranks read different positions
@@ -551,7 +548,7 @@ def train_demo(balance: Balance, group: Group, steps: int = 300) -> tuple[list[f
         positions = torch.randint(len(text) - context, (batch,), generator=generator)
         x = embedding[text[positions[:, None] + torch.arange(context)]].flatten(1)
         h = F.rms_norm(x, (H,))
-        route, gates = router(h, w_router, info, group)
+        route, gates = router(h, info, group)
         y = combine(experts(*dispatch(h, gates, route)(), route), route)
         loss = F.cross_entropy((x + y) @ head.t(), text[positions + context]) / size(group)
         loss.backward()

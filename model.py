@@ -135,7 +135,7 @@ class MixtureOfExperts(nn.Module):
         self.ep_group = ep_group
         # Partial: tensor parallel ranks route different tokens.
         self.w_router = make(Spec(name + "router", (E, H), {"tp": "partial"}, std=INIT_STD))
-        self.router = Router(name + "router.bias", model, balance, self.w_router.dtype, self.w_router.device)
+        self.router = Router(name + "router.bias", self.w_router, model, balance)
         self.experts = GroupedExperts(
             make, Spec(name + "experts.w_gate_up", (E, 2 * F, H), {"ep": 0}, data_axis="edp", std=INIT_STD),
             Spec(name + "experts.w_down", (E, H, F), {"ep": 0}, data_axis="edp", std=output_std(model)))
@@ -145,7 +145,7 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:  # [T/t, H] -> [T/t, H]
         tokens = split_tokens(x, context.tp)
-        route, gates = self.router(tokens, self.w_router, context.routing, self.ep_group)
+        route, gates = self.router(tokens, context.routing, self.ep_group)
         receive = dispatch(tokens, gates, route)
         shared = self.shared(x, context) if self.shared else None  # hides the dispatch
         y = combine(self.experts(*receive(), route, context.fp8_experts), route)

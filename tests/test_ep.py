@@ -162,8 +162,8 @@ def test_softmax_over_the_chosen_is_softmax_over_all_normalised():
     logits = torch.randn(50, 8, dtype=torch.float64)
     layer = make_layer(settings_of(MIXTRAL + " --top-k 3"), None)
     layer.w_router.data = torch.eye(8, 16, dtype=torch.float64)
-    route, weights = layer.router(torch.cat((logits, logits), 1), layer.w_router,
-                                  ep.RoutingInfo(torch.zeros(50, dtype=torch.long), 1), None)
+    info = ep.RoutingInfo(torch.zeros(50, dtype=torch.long), 1)
+    route, weights = layer.router(torch.cat((logits, logits), 1), info, None)
     chosen = logits.topk(3)
     assert torch.equal(route.chosen, chosen.indices)
     assert (weights - chosen.values.softmax(-1)).abs().max() < 1e-14
@@ -472,35 +472,35 @@ def test_a_run_without_tokens_can_say_how_many_travel():
 
 # ---- balance --------------------------------------------------------------------------------------------------------
 
-def skewed(kind: str, **balance) -> tuple[ep.Router, torch.nn.Parameter, torch.Tensor]:
+def skewed(kind: str, **balance) -> tuple[ep.Router, torch.Tensor]:
     """A router whose tokens have much in common, so that few experts are chosen."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(8, 16, generator=generator) / 4)
     weight.sink = None
     x = torch.randn(512, 16, generator=generator) + 2 * torch.randn(16, generator=generator)
     model = config.Model(experts=8, top_k=2, router=kind)
-    return ep.Router("r", model, ep.Balance(**balance)), weight, x
+    return ep.Router("r", weight, model, ep.Balance(**balance)), x
 
 
 def test_the_bias_makes_loads_equal():
-    router, weight, x = skewed("sigmoid", bias_rate=0.02)
+    router, x = skewed("sigmoid", bias_rate=0.02)
     tokens, worst = ep.RoutingInfo(torch.zeros(512, dtype=torch.long), 1, sequence_weight=1.0), []
     for _ in range(60):
-        router(x, weight, tokens, None)
+        router(x, tokens, None)
         worst.append(ep.update_biases([router], ())[0].item())
     assert worst[0] > 2.5 and worst[-1] < 1.25
     assert router.load.sum() == 0 and router.bias.abs().max() > 0.02
 
 
 def test_the_loss_makes_loads_equal():
-    router, weight, x = skewed("softmax", aux_loss=1.0)
+    router, x = skewed("softmax", aux_loss=1.0)
     tokens, worst = ep.RoutingInfo(torch.arange(512) // 64, 8, sequence_weight=1 / 8), []
     for _ in range(100):
-        _, weights = router(x, weight, tokens, None)
+        _, weights = router(x, tokens, None)
         (0 * weights).sum().backward()
         with torch.no_grad():
-            weight -= 0.3 * weight.grad
-            weight.grad = None
+            router.weight -= 0.3 * router.weight.grad
+            router.weight.grad = None
         highest, loss = ep.update_biases([router], ())
         worst.append(highest.item())
     assert worst[0] > 2.5 and worst[-1] < 1.3
@@ -508,7 +508,8 @@ def test_the_loss_makes_loads_equal():
 
 
 def test_biases_move_by_the_rate_once_a_step_and_not_at_all_when_it_is_skipped():
-    router = ep.Router("r", config.Model(experts=4, top_k=1), ep.Balance(bias_rate=0.25))
+    model, weight = config.Model(experts=4, top_k=1), torch.nn.Parameter(torch.eye(4))
+    router = ep.Router("r", weight, model, ep.Balance(bias_rate=0.25))
     for apply, want in ((True, [-0.25, 0.25, 0.25, 0.0]), (False, [-0.25, 0.25, 0.25, 0.0])):
         router.load.copy_(torch.tensor([9, 1, 2, 4]))
         worst, _ = ep.update_biases([router], (), torch.tensor(apply))
@@ -561,12 +562,13 @@ def test_a_layer_without_tokens_takes_part(kind):
 
 
 def test_statistics_of_a_bf16_router_are_fp32():
-    router, weight, x = skewed("softmax", aux_loss=1.0)
-    weight.data, x = weight.data.bfloat16(), x.bfloat16()
+    router, x = skewed("softmax", aux_loss=1.0)
+    router.weight.data, x = router.weight.bfloat16().data, x.bfloat16()
     info = ep.RoutingInfo(torch.zeros(512, dtype=torch.long), 1, sequence_weight=1.0)
-    route, weights = router(x, weight, info, None)
+    route, weights = router(x, info, None)
     assert weights.dtype == router.bias.dtype == torch.float32
-    exact = (x.double() @ weight.double().t()).topk(2)  # logits in bf16 would send one token in seventy elsewhere
+    # Logits in bf16 would send one token in seventy elsewhere.
+    exact = (x.double() @ router.weight.double().t()).topk(2)
     assert torch.equal(route.chosen, exact.indices)
     assert (weights - exact.values.softmax(-1)).abs().max() < 1e-5
 
@@ -584,9 +586,9 @@ def test_results_in_bf16_are_rounded_once():
 
 def test_a_sigmoid_that_underflows_is_no_nan():
     model, weight = config.Model(experts=4, top_k=2, router="sigmoid"), torch.nn.Parameter(torch.eye(4))
-    router = ep.Router("r", model, ep.Balance(aux_loss=1.0))
+    router = ep.Router("r", weight, model, ep.Balance(aux_loss=1.0))
     weight.sink, x = None, torch.full((3, 4), -120.0, requires_grad=True)
-    _, weights = router(x, weight, ep.RoutingInfo(torch.zeros(3, dtype=torch.long), 1, sequence_weight=1.0), None)
+    _, weights = router(x, ep.RoutingInfo(torch.zeros(3, dtype=torch.long), 1, sequence_weight=1.0), None)
     weights.sum().backward()
     assert x.grad.isfinite().all() and weight.grad.isfinite().all() and router.loss.isfinite()
 

@@ -10,6 +10,7 @@ import assemble
 import config
 from costs import flops_by_convention, flops_per_token, parameters, peak_flops
 from grids import ALONE
+from huggingface import NAMES
 from meter import Meter
 from model import Execution, Llama
 from operations import Mask, RMSNormFunction, attention_math, attention_sdpa, rotary_angles
@@ -104,16 +105,8 @@ def test_deepseeks_totals_follow_from_ours_and_its_attention():
 
 # ---- against transformers -------------------------------------------------------------------------------------------
 
-HF_NAMES = {"embedding": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight",
-            "attention_norm": "input_layernorm.weight", "ffn_norm": "post_attention_layernorm.weight",
-            "attention.wq": "self_attn.q_proj.weight", "attention.wk": "self_attn.k_proj.weight",
-            "attention.wv": "self_attn.v_proj.weight", "attention.wo": "self_attn.o_proj.weight",
-            "attention.bq": "self_attn.q_proj.bias", "attention.bk": "self_attn.k_proj.bias",
-            "attention.bv": "self_attn.v_proj.bias", "attention.q_norm": "self_attn.q_norm.weight",
-            "attention.k_norm": "self_attn.k_norm.weight", "router": "mlp.gate.weight",
-            "experts.w_gate_up": "mlp.experts.gate_up_proj", "experts.w_down": "mlp.experts.down_proj",
-            "ffn.w_gate": "mlp.gate_proj.weight", "ffn.w_up": "mlp.up_proj.weight",
-            "ffn.w_down": "mlp.down_proj.weight"}
+HF_NAMES = NAMES | {"router": "mlp.gate.weight", "experts.w_gate_up": "mlp.experts.gate_up_proj",
+                    "experts.w_down": "mlp.experts.down_proj"}  # of modules: in files experts are apart
 
 
 def of_transformers(model: config.Model, kind: str) -> transformers.PreTrainedModel:

@@ -133,6 +133,13 @@ class Bucket:
         self.heard.append(weight)
 
 
+def attach_bucket(weights: list[torch.nn.Parameter]) -> Bucket:
+    bucket = Bucket()
+    for weight in weights:
+        param.attach_sink(weight, bucket)
+    return bucket
+
+
 @pytest.fixture
 def weights():
     made = [parameter(Spec(f"w{i}", (1,)), {}, torch.float32) for i in range(2)]
@@ -155,9 +162,7 @@ def test_without_a_sink_gradients_are_in_grad(weights):
 
 
 def test_a_sink_hears_of_every_parameter_once_a_backward(weights):
-    bucket = Bucket()
-    for weight in weights:
-        param.attach_sink(weight, bucket)
+    bucket = attach_bucket(weights)
     for passes in (1, 2):
         loss(torch.tensor([5.0], requires_grad=True), weights).backward()
         assert len(bucket.heard) == 2 * passes and set(map(id, bucket.heard)) == set(map(id, weights))
@@ -166,9 +171,7 @@ def test_a_sink_hears_of_every_parameter_once_a_backward(weights):
 
 
 def test_weight_gradients_wait_until_they_are_asked_for(weights):
-    bucket = Bucket()
-    for weight in weights:
-        param.attach_sink(weight, bucket)
+    bucket = attach_bucket(weights)
     x = torch.tensor([5.0], requires_grad=True)
     param.backward_input((0, 7), loss(x, weights), None)
     assert x.grad.item() == 12
@@ -209,9 +212,7 @@ def test_what_deferred_gradients_read_is_freed_one_by_one(weights):
 
 
 def test_what_must_not_be_deferred_is_not(weights):
-    bucket = Bucket()
-    for weight in weights:
-        param.attach_sink(weight, bucket)
+    bucket = attach_bucket(weights)
     param.backward_input((0, 0), loss(torch.tensor([5.0], requires_grad=True), weights, defer=False), None)
     assert bucket.grads[weights[0]].item() == 60 and len(bucket.heard) == 2
     param.backward_weight((0, 0))
@@ -250,9 +251,7 @@ def test_a_parameter_has_one_sink(weights):
 
 
 def test_a_parameter_used_alone_and_with_others_is_ready_once(weights):
-    bucket = Bucket()
-    for weight in weights:
-        param.attach_sink(weight, bucket)
+    bucket = attach_bucket(weights)
 
     class Both(torch.autograd.Function):
         @staticmethod

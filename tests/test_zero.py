@@ -451,13 +451,3 @@ def test_bf16_moments_train_almost_as_fp32_ones(pool):
     for name, fp32 in runs["auto"].items():
         difference = (runs["bf16"][name] - fp32).norm() / fp32.norm()
         assert 0 < difference < 0.02, name  # neither nan nor infinite
-
-
-def test_what_fp32_and_mixed_recipes_hold_a_parameter_is_in_the_docstring():
-    for start, dtype, moments in (("fp32", torch.float32, torch.float32),
-                                  ("bf16 or fp16, mixed", torch.bfloat16, torch.float32),
-                                  ("the same, bf16 moments", torch.bfloat16, torch.bfloat16)):
-        line = next(line for line in zero.__doc__.splitlines() if line.strip().startswith(start + "  "))
-        total = int(line.split("--dtype")[0].split()[-1])
-        held = footprint.state_bytes([1000], 0, 1, weight=dtype.itemsize, accumulated=4, moments=2 * moments.itemsize)
-        assert sum(held.values()) == 1000 * total
