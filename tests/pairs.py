@@ -91,8 +91,8 @@ def grid_of(choice: Choice) -> tuple[int, str]:
     return ranks_of(choice), " ".join(filter(None, flags))
 
 
-def drawn(generator: random.Random, fixed: Choice) -> Choice:
-    """A random choice with what is fixed, made of values that can be beside each other."""
+def draw_choice(generator: random.Random, fixed: Choice) -> Choice:
+    """A random choice with the `fixed` values, of which no two are IMPOSSIBLE."""
     choice = dict(fixed)
     names = [name for name in FEATURES if name not in fixed]
     for name in generator.sample(names, len(names)):
@@ -101,11 +101,12 @@ def drawn(generator: random.Random, fixed: Choice) -> Choice:
     return {name: choice[name] for name in FEATURES}
 
 
-def covering(missing: set[tuple], fixed: Choice, generator: random.Random) -> list[Choice]:
-    """Choices with what is fixed that have all of the pairs, each chosen for how many more it has for its ranks."""
+def cover(missing: set[tuple], fixed: Choice, generator: random.Random) -> list[Choice]:
+    """Choices with the `fixed` values that together have all `missing` pairs. Each is the best of TRIED random ones: it
+    has most new pairs for its ranks."""
     out = []
     while missing:
-        candidates = [drawn(generator, fixed | dict(min(missing))) for _ in range(TRIED)]
+        candidates = [draw_choice(generator, fixed | dict(min(missing))) for _ in range(TRIED)]
         best = max((choice for choice in candidates if ranks_of(choice) <= MOST_RANKS),
                    key=lambda choice: len(pairs_of(choice) & missing) / (2 + ranks_of(choice)))
         out.append(best)
@@ -113,25 +114,25 @@ def covering(missing: set[tuple], fixed: Choice, generator: random.Random) -> li
     return out
 
 
-MORE = {  # what grids at random have besides; for each feature most often nothing
+EXTRAS = {  # flags that random grids have besides, most often none of a row
     "window": ["", "", "--window 5", "--window 9 --window-every 2"], "clip": ["", "", "--clip 0"],
     "buckets": ["", "--bucket-mb 0", "--bucket-mb 0.05"], "attention": ["", "", "--attention math"],
     "z loss": ["", "", "--z-loss 0.01"], "head": ["", "", "--head-dim 4"], "vocab": ["", "", "--vocab 101"],
     "rope": ["", "", "--rope-theta 100"]}
 
 
-def at_random(seed: int) -> tuple[Choice, list[str]]:
-    """(a choice that is exact, more flags): another one for every seed, that no search has chosen. A third each has at
-    most 2, 4 and 8 ranks: grids of two cost a seventh of those of eight, and have most of what can go wrong."""
+def random_grid(seed: int) -> tuple[Choice, list[str]]:
+    """(a choice that is exact, flags of EXTRAS): a different one for every seed. A third each has at most 2, 4 and 8
+    ranks: grids of two cost a seventh of those of eight, and have most of what can go wrong."""
     generator = random.Random(f"a grid at random {seed}")
-    most, choice = generator.choice((2, 4, MOST_RANKS)), drawn(generator, EXACT)
+    most, choice = generator.choice((2, 4, MOST_RANKS)), draw_choice(generator, EXACT)
     while ranks_of(choice) > most:
-        choice = drawn(generator, EXACT)
-    return choice, [flags for values in MORE.values() if (flags := generator.choice(values))]
+        choice = draw_choice(generator, EXACT)
+    return choice, [flags for values in EXTRAS.values() if (flags := generator.choice(values))]
 
 
-def simpler(choice: Choice, more: list[str]) -> list[tuple[Choice, list[str]]]:
-    """What has one feature less."""
+def simplify(choice: Choice, more: list[str]) -> list[tuple[Choice, list[str]]]:
+    """All grids with one feature less."""
     plain = [(choice | {name: next(iter(FEATURES[name]))}, more) for name in FEATURES
              if name not in EXACT and choice[name] != next(iter(FEATURES[name]))]
     plain += [(choice, more[:i] + more[i + 1:]) for i in range(len(more))]
@@ -141,6 +142,6 @@ def simpler(choice: Choice, more: list[str]) -> list[tuple[Choice, list[str]]]:
 def all_pairs() -> list[Choice]:
     """Pairs that can be exact meet in grids that are."""
     generator, possible = random.Random(0), every_pair() - IMPOSSIBLE
-    exact = covering({pair for pair in possible if all(EXACT.get(name, value) == value for name, value in pair)},
-                     EXACT, generator)
-    return exact + covering(possible - {pair for choice in exact for pair in pairs_of(choice)}, {}, generator)
+    exact = cover({pair for pair in possible if all(EXACT.get(name, value) == value for name, value in pair)},
+                  EXACT, generator)
+    return exact + cover(possible - {pair for choice in exact for pair in pairs_of(choice)}, {}, generator)

@@ -8,16 +8,16 @@ import torch.nn.functional as F
 
 
 def rotary(x: torch.Tensor, theta: float, positions: torch.Tensor) -> torch.Tensor:
-    """x B S heads D, positions B S: multiply (x[i] + j x[i + D/2]) by exp(j angle), as complex numbers."""
+    """x [B, S, heads, D], positions [B, S]: multiply (x[i] + j x[i + D/2]) by exp(j angle), as complex numbers."""
     half = x.shape[-1] // 2
     frequency = theta ** -(torch.arange(half, dtype=x.dtype) / half)
-    turn = torch.polar(torch.ones(()).to(x), positions.to(x)[..., None] * frequency)  # B S D/2
+    turn = torch.polar(torch.ones(()).to(x), positions.to(x)[..., None] * frequency)  # [B, S, D/2]
     z = torch.complex(x[..., :half], x[..., half:]) * turn[:, :, None]
     return torch.cat((z.real, z.imag), -1)
 
 
-def placed(begins: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the document of each token, its position there), both B S. begins: whether a token begins a document, B S."""
+def find_documents(begins: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the document of each token, its position in it), [B, S]. begins: [B, S], whether a token begins a document."""
     documents, positions = torch.zeros(begins.shape, dtype=torch.int), torch.zeros(begins.shape, dtype=torch.int)
     for b, row in enumerate(begins.tolist()):
         for s in range(1, len(row)):
@@ -26,12 +26,12 @@ def placed(begins: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return documents, positions
 
 
-def rms_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
-    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * gain
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
 def open_experts(scores: torch.Tensor, model) -> list[int]:
-    """The numbers of the experts that a token with these scores may choose."""
+    """The experts from which a token with these scores [E] may choose: those of the best groups."""
     n = model.experts // model.expert_groups
     groups = [range(first, first + n) for first in range(0, model.experts, n)]
     merit = [sum(sorted((scores[e].item() for e in group), reverse=True)[:2]) for group in groups]
@@ -40,9 +40,10 @@ def open_experts(scores: torch.Tensor, model) -> list[int]:
 
 
 def mixture(h: torch.Tensor, w: dict[str, torch.Tensor], layer: str, bias: torch.Tensor, model) -> tuple:
-    """h: B S H. Every expert computes every token; weights of those that were not chosen are 0.
+    """Every expert computes every token; the weights of experts that were not chosen are 0.
 
-    Returns the result; how often each expert was chosen, B E; the probabilities, B S E; the router's logits.
+    h: [B, S, H]. Returns the result [B, S, H], how many tokens of a sequence chose each expert [B, E], probabilities
+    [B, S, E], and the router's logits [B, S, E].
     """
     router = h @ w[layer + "router"].T
     scores = router.softmax(-1) if model.router == "softmax" else torch.sigmoid(router)
@@ -65,8 +66,8 @@ def mixture(h: torch.Tensor, w: dict[str, torch.Tensor], layer: str, bias: torch
     return out, chosen.sum(1), scores / scores.sum(-1, keepdim=True), router
 
 
-def unequal(mixtures: list[tuple], model, optim, micro_batch: int) -> torch.Tensor:
-    """The losses that keep experts equally used, of all layers, as means over sequences (or micro-batches)."""
+def balance_losses(mixtures: list[tuple], model, optim, micro_batch: int) -> torch.Tensor:
+    """The losses that balance experts, of all layers: means over sequences (or micro-batches)."""
     total = 0
     for _, loads, probabilities, router in mixtures:
         size = 1 if optim.aux_over == "sequence" else micro_batch
@@ -79,18 +80,19 @@ def unequal(mixtures: list[tuple], model, optim, micro_batch: int) -> torch.Tens
     return total
 
 
-def swiglu(h: torch.Tensor, w: dict[str, torch.Tensor], place: str) -> torch.Tensor:
-    gate, up = h @ w[place + "w_gate"].T, h @ w[place + "w_up"].T
-    return (gate * torch.sigmoid(gate) * up) @ w[place + "w_down"].T
+def swiglu(h: torch.Tensor, w: dict[str, torch.Tensor], prefix: str) -> torch.Tensor:
+    gate, up = h @ w[prefix + "w_gate"].T, h @ w[prefix + "w_up"].T
+    return (gate * torch.sigmoid(gate) * up) @ w[prefix + "w_down"].T
 
 
 def logits(w: dict[str, torch.Tensor], tokens: torch.Tensor, model, biases: dict[str, torch.Tensor],
            mixtures: list, begins: torch.Tensor) -> torch.Tensor:
-    """w: weights by name. model: anything with the fields of the architecture. mixtures: gets what `mixture` gave.
-    begins: whether a token begins a document that neither sees others nor goes on counting their tokens, B S."""
+    """w: weights by name. model: anything with the fields of the architecture. mixtures: a list, to which the results
+    of `mixture` are appended. begins: [B, S], whether a token begins a document, which sees no other and counts its
+    positions from 0."""
     S = tokens.shape[1]
-    documents, positions = placed(begins)
-    foreign = (documents[:, :, None] != documents[:, None, :])[:, None, None]  # B 1 1 S S
+    documents, positions = find_documents(begins)
+    foreign = (documents[:, :, None] != documents[:, None, :])[:, None, None]  # [B, 1, 1, S, S]
     above = torch.ones(S, S, dtype=torch.bool).triu(1)
     x = w["embedding"][tokens]
     for i in range(model.layers):
@@ -121,7 +123,7 @@ def logits(w: dict[str, torch.Tensor], tokens: torch.Tensor, model, biases: dict
     return x @ w["embedding" if model.tied else "head"].T
 
 
-def rule_of(w: dict[str, torch.Tensor], optim) -> torch.optim.Optimizer:
+def make_optimizer(w: dict[str, torch.Tensor], optim) -> torch.optim.Optimizer:
     groups = [dict(params=[p for p in w.values() if p.ndim >= 2], weight_decay=optim.weight_decay),
               dict(params=[p for p in w.values() if p.ndim < 2], weight_decay=0.0)]
     if optim.optimizer == "adamw":
@@ -140,27 +142,27 @@ def train(weights: dict[str, torch.Tensor], batches: list[tuple[torch.Tensor, ..
     moe_layers = range(model.dense_layers, model.layers) if model.experts else ()
     biases = {f"layers.{i}.router.bias": torch.zeros(model.experts, dtype=torch.float64) for i in moe_layers}
     w = {name: value.clone().requires_grad_() for name, value in weights.items()}
-    rule = rule_of(w, optim)
+    optimizer = make_optimizer(w, optim)
     out = dict(loss=[], norm=[], grads=[])
     for tokens, labels, begins in batches:
-        rule.zero_grad()
+        optimizer.zero_grad()
         valid = labels >= 0
         mixtures = []
         rows = logits(w, tokens, model, biases, mixtures, begins)[valid]
         loss = F.cross_entropy(rows, labels[valid], reduction="sum") + optim.z_loss * rows.logsumexp(-1).pow(2).sum()
         loss = loss / valid.sum()
-        (loss + unequal(mixtures, model, optim, micro_batch)).backward()
+        (loss + balance_losses(mixtures, model, optim, micro_batch)).backward()
         out["loss"].append(loss.item())
         out["grads"].append({name: p.grad.clone() for name, p in w.items()})
         limit = optim.clip or float("inf")
         out["norm"].append(torch.nn.utils.clip_grad_norm_(list(w.values()), limit).item())
-        rule.step()
+        optimizer.step()
         for bias, (_, loads, *_) in zip(biases.values(), mixtures):
             load = loads.sum(0).double()
             bias += optim.bias_rate * torch.sign(load.mean() - load)
     out["biases"] = biases
     out["params"] = {name: p.detach() for name, p in w.items()}
     if optim.optimizer == "adamw":
-        out["m"] = {name: rule.state[p]["exp_avg"] for name, p in w.items()}
-        out["v"] = {name: rule.state[p]["exp_avg_sq"] for name, p in w.items()}
+        out["m"] = {name: optimizer.state[p]["exp_avg"] for name, p in w.items()}
+        out["v"] = {name: optimizer.state[p]["exp_avg_sq"] for name, p in w.items()}
     return out

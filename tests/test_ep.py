@@ -93,8 +93,8 @@ def test_experts_on_ranks_equal_a_dense_loop(pool, kind, n):
     mixture = reference.mixture(x, weights, "layers.0.", torch.zeros(8), settings.model)
     want, loads = mixture[0], mixture[1]
     assert loads[:, 2].sum() == 0 and (loads[1, 5] == S) and loads.sum() == B * S * settings.model.top_k
-    unequal = reference.unequal([mixture], settings.model, settings.optim, 1)
-    ((want * want.detach().cos()).sum() + unequal).backward()
+    losses = reference.balance_losses([mixture], settings.model, settings.optim, 1)
+    ((want * want.detach().cos()).sum() + losses).backward()
 
     results = pool.run(n, "test_ep:on_ranks", kind=kind)
     assert (torch.cat([r["y"] for r in results]) - want.flatten(0, 1)).abs().max() < 1e-12 * want.abs().max()
@@ -108,7 +108,7 @@ def test_experts_on_ranks_equal_a_dense_loop(pool, kind, n):
         assert (total - weight.grad).abs().max() < 1e-11 * weight.grad.abs().max(), name
         assert weight.grad.abs().max() > 0
     assert torch.equal(sum(r["load"] for r in results), loads.sum(0))
-    assert sum(r["loss"] for r in results).item() / B == pytest.approx(unequal.item(), rel=1e-12)
+    assert sum(r["loss"] for r in results).item() / B == pytest.approx(losses.item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)

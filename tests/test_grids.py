@@ -146,9 +146,9 @@ def line_of(choice: pairs.Choice, more: list[str]) -> tuple[int, str]:
 @pytest.mark.random
 def test_a_grid_at_random_equals_one_process(pool, number):
     """`pytest -m random --grids 200`: as many seeds. Of a grid that fails the simplest that still does is named."""
-    choice, more = pairs.at_random(number)
+    choice, more = pairs.random_grid(number)
     problem = problem_of(pool, choice, more)
-    while problem and (less := next((less for less in pairs.simpler(choice, more) if problem_of(pool, *less)), None)):
+    while problem and (less := next((less for less in pairs.simplify(choice, more) if problem_of(pool, *less)), None)):
         choice, more = less
         problem = problem_of(pool, choice, more)
     assert not problem, "{} ranks {}: {}".format(*line_of(choice, more), problem)
@@ -313,7 +313,8 @@ def test_nothing_is_computed_below_fp64():
 
     settings = grids.settings_of("--micro-batch 24 --qk-norm --qkv-bias")
     groups, model, optimizer = grids.build(settings)
+    batch = grids.batches(settings)[0]
     with Watch(see):
-        grids.forward_backward(settings, groups, model, optimizer, *grids.batches(settings)[0])
+        grids.forward_backward(settings, groups, model, optimizer, *batch)
         optimizer.step(0.01)
     assert not below

@@ -78,7 +78,7 @@ def by_torch(folder, settings: config.Config) -> list[dict]:
     """The same run out of the reference's model, torch's AdamW, clipping and schedulers, and a list of samples."""
     optim = settings.optim
     w = {name: value.clone().requires_grad_() for name, value in grids.initial(settings).items()}
-    rule = reference.rule_of(w, optim)
+    rule = reference.make_optimizer(w, optim)
     rate = SequentialLR(rule, [LinearLR(rule, 1 / optim.warmup, total_iters=optim.warmup - 1),
                                CosineAnnealingLR(rule, optim.steps - optim.warmup, optim.min_lr)], [optim.warmup - 1])
     corpus, unseen = (np.load(folder / f"{name}.npy") for name in ("train", "unseen"))
