@@ -169,7 +169,7 @@ def test_softmax_over_the_chosen_is_softmax_over_all_normalised():
     assert (weights - chosen.values.softmax(-1)).abs().max() < 1e-14
 
 
-# ---- what travels, when, and what the host waits for ----------------------------------------------------------------
+# ---- what is sent, when, and what the host waits for -----------------------------------------------------------------
 
 def balanced_choice(scores: torch.Tensor, model: config.Model) -> torch.Tensor:
     """Experts in turn, so that all get the same."""
@@ -404,25 +404,27 @@ def tiny(flags: str) -> tuple:
     return groups, model, optimizer, grids.micro_batches(settings, groups, tokens[:, :-1], tokens[:, 1:])
 
 
-def whims(scores: torch.Tensor, model: config.Model) -> torch.Tensor:
-    """Another choice at every call, as near ties may be decided: a layer that chose again would choose otherwise."""
-    whims.calls += 1
-    generator = torch.Generator().manual_seed(whims.calls)
+def choose_at_random(scores: torch.Tensor, model: config.Model) -> torch.Tensor:
+    """A different choice in every call, as near ties may be decided."""
+    choose_at_random.calls += 1
+    generator = torch.Generator().manual_seed(choose_at_random.calls)
     return torch.rand(scores.shape, generator=generator).topk(model.top_k, -1).indices
 
 
-def whimsical(recompute: str) -> dict:
-    whims.calls, counts, usual = 0, [], ep.exchange_counts
+def random_choices(recompute: str) -> dict:
+    """Gradients and loads of a step whose layers would choose differently if they chose again."""
+    choose_at_random.calls, counts, usual = 0, [], ep.exchange_counts
     groups, model, optimizer, share = tiny(f"--ep 2 --recompute {recompute}")
-    with patch.multiple(ep, choose_experts=whims, exchange_counts=lambda *args: counts.append(1) or usual(*args)):
+    with patch.multiple(ep, choose_experts=choose_at_random,
+                        exchange_counts=lambda *args: counts.append(1) or usual(*args)):
         train.forward_backward(model, optimizer, share, groups)
-    return dict(grads=grids.pieces(optimizer, "grad"), chosen=whims.calls, exchanged=len(counts),
+    return dict(grads=grids.pieces(optimizer, "grad"), chosen=choose_at_random.calls, exchanged=len(counts),
                 load=[router.load.clone() for router in model.routers], share=len(share))
 
 
 def test_a_layer_that_runs_again_does_not_choose_again(pool):
-    """All-equal scores leave the choice to whims; every recomputation gives the same gradients to the bit."""
-    plain, *others = (pool.run(2, "test_ep:whimsical", recompute=how) for how in ("none", "selective", "full"))
+    """Every recomputation gives the same gradients to the bit."""
+    plain, *others = (pool.run(2, "test_ep:random_choices", recompute=how) for how in ("none", "selective", "full"))
     for results in (plain, *others):
         for result, want in zip(results, plain):
             assert result["chosen"] == result["exchanged"] == 3 * result["share"]
@@ -432,15 +434,15 @@ def test_a_layer_that_runs_again_does_not_choose_again(pool):
             assert sum(result["load"][layer] for result in results).sum() == 8 * 12 * 2
 
 
-def test_all_equal_logits_are_split_alike_again(pool):
-    """A router of zeros: the choice is between equals."""
-    results = pool.run(2, "test_ep:of_equals")
+def test_recomputation_repeats_the_choice_between_equal_logits(pool):
+    results = pool.run(2, "test_ep:choices_of_zeros")
     for result in results:
         assert result["first"] == result["again"] and len(result["first"]) == 3 * 2
     assert sum(result["load"] for result in results).tolist() == [8 * 12 * 2] * 3
 
 
-def of_equals() -> dict:
+def choices_of_zeros() -> dict:
+    """What routers of zeros choose in the first run of blocks, and in the second."""
     groups, model, optimizer, share = tiny("--ep 2 --recompute full")
     seen, dispatch = {False: [], True: []}, ep.dispatch
 
@@ -456,8 +458,8 @@ def of_equals() -> dict:
                 load=torch.stack([router.load.sum() for router in model.routers]))
 
 
-def test_a_run_without_tokens_can_say_how_many_travel():
-    """Shapes alone, with fake tensors: on one rank nothing in a layer needs values."""
+def test_a_layer_runs_on_fake_tensors():
+    """On one rank nothing in a layer needs values."""
     settings, bf16 = settings_of(KINDS["sigmoid"] + " --expert-ffn 16"), torch.bfloat16
     with FakeTensorMode():
         make = partial(parameter, groups={}, dtype=bf16)

@@ -40,7 +40,6 @@ EXAMPLES = {
     "a norm under sequence parallelism": (Spec("a", (9,), {"tp": "partial"}, mean=1.0, std=0.1), dict(tp=4), 4),
     "2 kv heads on tp 4": (Spec("a", (2 * 6, 5), {"kv": 0, "kv_copy": "partial"}, std=1.0), dict(kv=2, kv_copy=2), 2),
     "a tied table": (Spec("a", (11, 5), {"tp": 0, "tie": "partial"}, std=1.0), dict(tie=2, tp=2), 2),
-    "a mirrored copy": (Spec("a", (6, 5), {"tp": 1, "mirror": "partial"}, std=1.0), dict(mirror=2, tp=2), 2),
     "experts": (Spec("a", (8, 3, 5), {"ep": 0}, "edp", std=1.0), dict(ep=4), 1),
 }
 

@@ -64,17 +64,12 @@ def test_every_rung_multiplies(name, M, N, K):
     assert torch.equal(matmul(small(name), a, b), torch.mm(a, b))
 
 
-@pytest.mark.parametrize("name", ANY_SHAPE)
-@pytest.mark.parametrize("M, N, K", [(1, 4, 4), (17, 20, 36), (33, 12, 16), (16, 48, 20), (50, 68, 4)])
-def test_ragged_matrices(name, M, N, K):
+@pytest.mark.parametrize("M, N, K", [(1, 4, 4), (17, 20, 36), (33, 12, 16), (16, 48, 20), (50, 68, 4), (1, 1, 1),
+                                     (5, 7, 3), (31, 17, 33)])
+def test_ragged_matrices(M, N, K):
+    """Masked rungs need no multiple of anything, persistent ones rows of a multiple of 16 bytes."""
     a, b = integers(M, K), integers(K, N, seed=1)
-    assert torch.equal(matmul(small(name), a, b), torch.mm(a, b))
-
-
-@pytest.mark.parametrize("M, N, K", [(1, 1, 1), (5, 7, 3), (31, 17, 33)])
-def test_masked_rungs_need_no_multiple_of_anything(M, N, K):
-    a, b = integers(M, K), integers(K, N, seed=1)
-    for name in ("masked", "pipelined"):
+    for name in ANY_SHAPE if N % 4 == K % 4 == 0 else ("masked", "pipelined"):
         assert torch.equal(matmul(small(name), a, b), torch.mm(a, b))
 
 
