@@ -1,6 +1,6 @@
 """Kernels and training on one GPU, each beside its rivals: `python bench.py gpu --out FOLDER`, nine minutes at most.
 
-PARTS, at the end, says what is measured, the most important first; `--only NAMES` takes some of them, in this order:
+PARTS, at the end, says what is measured, in this order, the most important first; `--only NAMES` takes some of them:
 
     checks      what kernels and calls of torch compute here, against fp64, and the tests that need a GPU
     training    Llama in bf16 and FP8 by train.py's loop, on sequences of 4096 tokens: a step, and its kernels by time
@@ -10,8 +10,8 @@ PARTS, at the end, says what is measured, the most important first; `--only NAME
     variants    implementations that do the same: the first named is what runs by default, and which one to choose
     more        other training runs, losses after 2,000 steps, the primer's kernels
 
-On an unknown GPU run them one after the other, each within ten minutes: `--only checks`, then `--only training
-matmuls`, which decide what to tune, then the others. bench_rows.py says which files are in FOLDER.
+Nine minutes are too short for all: the same command goes on where it ended. On an unknown GPU look at FOLDER after each
+part: `checks` says what to mend, `training` and `matmuls` what to tune. bench_rows.py says which files are in FOLDER.
 
 Kernels: medians of 20 calls between CUDA events, on random bf16 inputs that take turns so that none is in the L2 cache.
 Contenders of one row do equal work. A ratio is our time divided by the fastest rival's: below 1 we win. What is bound

@@ -4,7 +4,8 @@ A row is measured in another process, which is replaced after a failure, so that
 contender that fails is named beside the times of those that do not. In the output folder:
 
     table.md       a line per row; rewritten after each
-    rows.jsonl     the same as JSON, with the time and everything that the table leaves out
+    rows.jsonl     the same as JSON, with everything that the table leaves out. A row that is in here is not measured
+                   again, so the same command goes on where it ended; delete a line to measure its row again
     reports.txt    longer texts: kernels by the time that they take
     clocks.csv     twice a second the SM clock, the power, the temperature and the utilisation, by nvidia-smi
 
@@ -51,6 +52,9 @@ class Row(NamedTuple):
     measure: Callable[[], Result]  # picklable
     aim: str = ""  # the largest good ratio, or the rate to reach
     rival: str = ""  # the name of the earlier row that this one is compared with, if any
+
+
+Outcomes = dict[str, tuple[Result | str, str]]  # by a row's name: its result, or why there is none, and the clocks
 
 
 # ---- contenders -----------------------------------------------------------------------------------------------------
@@ -111,7 +115,8 @@ class ClockLog:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        with open(self.path, "w") as file:
+        with open(self.path, "a") as file:
+            self.place = file.tell()
             try:
                 command = ["nvidia-smi", "-i", "0", f"--query-gpu={CLOCKS}", "--format=csv,nounits", "-lms", "500"]
                 process = subprocess.Popen(command, stdout=file, stderr=subprocess.DEVNULL)
@@ -146,12 +151,13 @@ def as_ms(seconds: dict[str, float]) -> str:
     return ", ".join(f"{name} {value * 1e3:.3f}" for name, value in seconds.items())
 
 
-def table(rows: list[Row], outcomes: list[Result | str], clocks: list[str]) -> str:
-    """Markdown. An outcome is a result, or the reason why there is none."""
+def table(rows: list[Row], outcomes: Outcomes) -> str:
+    """Markdown."""
     lines = ["| what | ours, ms | rate | rivals, ms | ratio: ours / fastest rival | aim | errors; the choice | clock |",
              "|---|---|---|---|---|---|---|---|"]
-    results = {row.name: outcome for row, outcome in zip(rows, outcomes) if isinstance(outcome, Result)}
-    for row, outcome, clock in zip(rows, outcomes, clocks):
+    results = {name: outcome for name, (outcome, _) in outcomes.items() if isinstance(outcome, Result)}
+    for row in rows:
+        outcome, clock = outcomes.get(row.name, ("no time was left", ""))
         if row.name not in results:
             lines.append(f"| {row.name} | not measured: {outcome} | | | | {row.aim} | | |")
             continue
@@ -167,38 +173,57 @@ def table(rows: list[Row], outcomes: list[Result | str], clocks: list[str]) -> s
     return "\n".join(lines)
 
 
+class Worker:
+    """A process that measures one row after the other, and is replaced after a failure."""
+    executor: ProcessPoolExecutor | None = None
+
+    def measure(self, row: Row, limit_s: float) -> Result | str:
+        """The result, or why there is none."""
+        self.executor = self.executor or ProcessPoolExecutor(1, multiprocessing.get_context("forkserver"))
+        try:
+            return self.executor.submit(row.measure).result(limit_s)
+        except Exception as error:
+            traceback.print_exc()
+            for process in list(self.executor._processes.values()):  # Python 3.14 has kill_workers()
+                process.kill()
+            self.executor = None
+            return f"more than {limit_s:g} s" if isinstance(error, TimeoutError) else first_line(error)
+
+
 def measure_rows(rows: list[Row], title: str, folder: str, start_limit_s: float, row_limit_s: float = 120) -> None:
-    """Measure in this order, writing the files after each row. No row begins after start_limit_s; one that takes longer
-    than row_limit_s is abandoned."""
+    """Measure in this order what is not in the folder yet, writing the files after each row. No row begins after
+    start_limit_s; one that takes longer than row_limit_s is abandoned."""
     os.makedirs(folder, exist_ok=True)
     os.environ["TQDM_DISABLE"] = "1"  # of the process that measures: no progress bars in the log
-    began, outcomes, clocks, executor, log = time.monotonic(), [], [], None, ClockLog(folder)
+    began, known, worker, log = time.monotonic(), read_outcomes(folder), Worker(), ClockLog(folder)
     with log.running():
         for row in rows:
-            executor = executor or ProcessPoolExecutor(1, multiprocessing.get_context("forkserver"))
-            elapsed_s, outcome = time.monotonic() - began, "no time was left"
-            try:
-                if elapsed_s <= start_limit_s:
-                    outcome = executor.submit(row.measure).result(row_limit_s)
-            except Exception as error:
-                traceback.print_exc()
-                outcome = f"more than {row_limit_s:g} s" if isinstance(error, TimeoutError) else first_line(error)
-                for process in list(executor._processes.values()):  # Python 3.14 has kill_workers()
-                    process.kill()
-                executor = None
-            outcomes.append(outcome)
-            clocks.append(log.since_last_call())
-            write_outcome(folder, row, outcome, elapsed_s, clocks[-1])
+            elapsed_s = time.monotonic() - began
+            if row.name not in known and elapsed_s <= start_limit_s:
+                known[row.name] = worker.measure(row, row_limit_s), log.since_last_call()
+                write_outcome(folder, row, *known[row.name], elapsed_s)
             with open(os.path.join(folder, "table.md"), "w") as file:
-                file.write(f"{title}\n\n{table(rows, outcomes, clocks)}\n")
+                file.write(f"{title}\n\n{table(rows, known)}\n")
+    left = sum(row.name not in known for row in rows)
+    more = ": the same command measures the others" if left else ""
+    print(f"{len(rows) - left} of {len(rows)} rows are in {folder}{more}")
 
 
-def write_outcome(folder: str, row: Row, outcome: Result | str, elapsed_s: float, clock: str) -> None:
+def read_outcomes(folder: str) -> Outcomes:
+    if not os.path.exists(path := os.path.join(folder, "rows.jsonl")):
+        return {}
+    with open(path) as file:
+        found = [json.loads(line) for line in file]
+    return {one["row"]: (one.get("failure") or Result(**one["result"]), one["clock"]) for one in found}
+
+
+def write_outcome(folder: str, row: Row, outcome: Result | str, clock: str, began_s: float) -> None:
     """Print an outcome, and append it to rows.jsonl and its report to reports.txt."""
-    measured = outcome._asdict() if isinstance(outcome, Result) else {"failure": outcome}
-    report = measured.pop("report", "")
-    print(f"{elapsed_s:.0f} s: {row.name}: {clock} {measured}\n{report}", flush=True)
+    measured, report = dict(failure=outcome), ""
+    if isinstance(outcome, Result):
+        measured, report = dict(result=outcome._replace(report="")._asdict()), outcome.report
+    print(f"{began_s:.0f} s: {row.name}: {clock} {measured}\n{report}", flush=True)
     with open(os.path.join(folder, "rows.jsonl"), "a") as file:
-        print(json.dumps({"row": row.name, "began_s": elapsed_s, "clock": clock} | measured), file=file)
+        print(json.dumps(dict(row=row.name, began_s=began_s, clock=clock) | measured), file=file)
     with open(os.path.join(folder, "reports.txt"), "a") as file:
         file.write(f"## {row.name}\n\n{report}\n\n" if report else "")

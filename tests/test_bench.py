@@ -29,11 +29,11 @@ ROOT = os.path.dirname(config.__file__)
 
 def test_a_table_has_a_line_per_row_and_ratios_to_the_fastest_rival():
     rows = [Row("x", None, "1.0"), Row("y", None), Row("z", None, "0.5", rival="x"), Row("w", None, rival="y")]
-    outcomes = [Result(0.0015, "3 TB/s", {"torch": 0.002, "eager": 0.004}), "no time left",
-                Result(0.003, failures={"TMA": "OutOfResources: shared"}), Result(1)]
-    assert bench_rows.table(rows, outcomes, ["9 MHz", "", "", ""]).splitlines()[2:] == [
+    outcomes = dict(x=(Result(0.0015, "3 TB/s", {"torch": 0.002, "eager": 0.004}), "9 MHz"),
+                    z=(Result(0.003, failures={"TMA": "OutOfResources: shared"}), ""), w=(Result(1), ""))
+    assert bench_rows.table(rows, outcomes).splitlines()[2:] == [
         "| x | 1.500 | 3 TB/s | torch 2.000, eager 4.000 | 0.75 | 1.0 |  | 9 MHz |",
-        "| y | not measured: no time left | | | |  | | |",
+        "| y | not measured: no time was left | | | |  | | |",
         "| z | 3.000 |  | x 1.500; TMA: OutOfResources: shared | 2.00 | 0.5 |  |  |",
         "| w | 1000.000 |  |  |  |  |  |  |"]
 
@@ -75,15 +75,14 @@ def result() -> Result:
     return Result(1.0, report="many kernels")
 
 
-def outcomes_of(folder) -> list[tuple]:
-    """Of every row in the files: (name, its time in ms or the failure), from the table."""
+def outcomes_of(folder) -> dict[str, str]:
+    """Of every row in the files: its time in ms or the failure, from the table."""
     lines = (folder / "table.md").read_text().splitlines()
     assert lines[:2] == ["a GPU", ""]
-    found = [tuple(line.split(" | ")[:2]) for line in lines[4:]]
-    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
-    assert [f"| {row['row']}" for row in rows] == [name for name, _ in found]
-    assert [f"not measured: {row['failure']}" if "failure" in row else f"{1e3 * row['seconds']:.3f}" for row in rows
-            ] == [outcome.rstrip(" |") for _, outcome in found]
+    found = dict(line.rstrip(" |").removeprefix("| ").split(" | ")[:2] for line in lines[4:])
+    for row in map(json.loads, (folder / "rows.jsonl").read_text().splitlines()):
+        assert found[row["row"]] == (f"not measured: {row['failure']}" if "failure" in row else
+                                     f"{1e3 * row['result']['seconds']:.3f}")
     return found
 
 
@@ -91,21 +90,32 @@ def test_a_failing_row_harms_no_other_and_is_named_in_the_files(tmp_path):
     rows = [Row("first", result), Row("raises", partial(int, "x")), Row("dies", partial(os._exit, 3)),
             Row("last", result)]
     bench_rows.measure_rows(rows, "a GPU", str(tmp_path / "new"), 420)
-    first, raises, dies, last = outcomes_of(tmp_path / "new")
-    assert first == ("| first", "1000.000") and last == ("| last", "1000.000")
-    assert raises[1].startswith("not measured: ValueError: invalid literal for int() with base 10: 'x'")
-    assert dies[1].startswith("not measured: BrokenProcessPool")
+    found = outcomes_of(tmp_path / "new")
+    assert found["first"] == found["last"] == "1000.000"
+    assert found["raises"].startswith("not measured: ValueError: invalid literal for int() with base 10: 'x'")
+    assert found["dies"].startswith("not measured: BrokenProcessPool")
     assert (tmp_path / "new" / "reports.txt").read_text() == "## first\n\nmany kernels\n\n## last\n\nmany kernels\n\n"
 
 
 def test_a_row_that_takes_too_long_is_abandoned(tmp_path):
     bench_rows.measure_rows([Row("hangs", partial(time.sleep, 600))], "a GPU", str(tmp_path), 420, row_limit_s=0.5)
-    assert outcomes_of(tmp_path)[0][1].startswith("not measured: more than 0.5 s")
+    assert outcomes_of(tmp_path) == {"hangs": "not measured: more than 0.5 s"}
 
 
-def test_rows_for_which_no_time_is_left_are_named_in_the_files(tmp_path):
-    bench_rows.measure_rows([Row("a", result), Row("b", result)], "a GPU", str(tmp_path), start_limit_s=-1)
-    assert [outcome.rstrip(" |") for _, outcome in outcomes_of(tmp_path)] == ["not measured: no time was left"] * 2
+def test_the_same_command_goes_on_where_it_ended(tmp_path, capsys):
+    """Rows for which no time was left are measured the next time, and those alone."""
+    def measure(*rows: Row, start_limit_s: float = 420) -> str:
+        bench_rows.measure_rows(list(rows), "a GPU", str(tmp_path), start_limit_s)
+        return capsys.readouterr().out.splitlines()[-1]
+
+    a, b, c = Row("a", result), Row("b", partial(int, "x")), Row("c", result, rival="a")
+    assert measure(a, b) == f"2 of 2 rows are in {tmp_path}"
+    assert measure(a, b, c, start_limit_s=-1).endswith("the same command measures the others")
+    before = outcomes_of(tmp_path)
+    assert before["a"] == "1000.000" and before["c"] == "not measured: no time was left"
+    assert measure(Row("a", None), Row("b", None), c) == f"3 of 3 rows are in {tmp_path}"
+    assert outcomes_of(tmp_path) == before | dict(c="1000.000")
+    assert "| a 1000.000 | 1.00 |" in (tmp_path / "table.md").read_text()
 
 
 ROWS = [row for rows in bench_gpu.PARTS.values() for row in rows]
