@@ -151,25 +151,26 @@ def check_device(settings: config.Config, device: torch.device) -> None:
              "wrongly, use fp32, or --attention auto or math")
 
 
+def memory_of_device(device: torch.device) -> int:
+    """The bytes of this rank's GPU, or its share of the machine's memory."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
 def check_memory(settings: config.Config, groups: Groups, device: torch.device) -> None:
     """Raises ValueError if weights, gradients and optimizer state exceed this rank's memory, or all kinds twice it."""
     parts = memory_of_rank(settings, groups, fused=device.type == "cuda")
     needed = max(sum(parts[kind] for kind in ("weights", "gradients", "optimizer")), sum(parts.values()) / 2)
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else (
-        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks)
+    memory = memory_of_device(device)
     need(needed <= memory, f"--preset {settings.model.preset}: takes {format_bytes(sum(parts.values()))} on this rank, "
          f"which has {format_bytes(memory)}: use a smaller model or --micro-batch, or more ranks with --zero 3 or --tp")
 
 
 def choose_grid(settings: config.Config, device: torch.device) -> config.Config:
     """The settings with search.py's grid for this machine, which rank 0 prints. Raises ValueError if none fits."""
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if device.type == "cuda":
-        gpu = torch.cuda.get_device_properties(device)
-        machine = search.this_machine(local_ranks, gpu.name, gpu.total_memory)
-    else:
-        machine = search.this_machine(local_ranks)
+    gpu = (torch.cuda.get_device_name(device), memory_of_device(device)) if device.type == "cuda" else ()
+    machine = search.this_machine(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), *gpu)
     settings, reason = search.fill_grid(settings, int(os.environ.get("WORLD_SIZE", 1)), machine)
     if int(os.environ.get("RANK", 0)) == 0:
         print("auto    " + reason, flush=True)

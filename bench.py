@@ -1,16 +1,14 @@
 """Our techniques beside what torch and transformers ship: the same work in one run, the contenders taking turns.
 
     python bench.py train                            a training step; rival: transformers' Llama with fused AdamW
-    python bench.py ep                               a layer of experts; rivals: transformers' Mixtral block with its
-                                                     loop over experts, and with its grouped matmul
-    python bench.py growth                           bytes sent, bytes live and FLOPs as sequences, ranks,
-                                                     micro-batches and experts grow, beside formulas
+    python bench.py ep                               a layer of experts; rivals: transformers' Mixtral blocks
+    python bench.py growth                           bytes and FLOPs as the work grows, see bench_growth.py
     python bench.py all                              all on this page but gpu, into RESULTS.md, see bench_all.py
     python bench.py gpu                              kernels and training on one GPU, see bench_gpu.py; --out FOLDER
     torchrun --nproc_per_node=4 bench.py dp zero tp  a training step; rivals: DistributedDataParallel; at ZeRO level 1
                                                      ZeroRedundancyOptimizer, at level 3 fully_shard (FSDP2); DTensor
-    torchrun --nproc_per_node=4 bench.py cp          attention over one long sequence in three styles; rival: torch's
-                                                     attention with a mask, over all-gathered keys and values
+    torchrun --nproc_per_node=4 bench.py cp          attention over one long sequence; rival: torch's with a mask,
+                                                     over all-gathered keys and values
     torchrun --nproc_per_node=4 bench.py pp          a pipeline step; rival: torch.distributed.pipelining
     torchrun --nproc_per_node=4 bench.py ep          a layer of experts on 1, 2 and 4 ranks
     torchrun --nproc_per_node=4 bench.py checkpoint  saving a training state; rivals: torch.distributed.checkpoint of
@@ -20,10 +18,9 @@ In train, dp, zero and tp, flags of train.py choose the model, the batch and the
 and other parts refuse all. A training step computes in fp32 the mean loss over the valid tokens of the global batch,
 clips the norm of the complete gradient, and updates with fused AdamW.
 
-Columns: the median time per step, that of the fastest and of the slowest turn, tokens per second; and per step of rank
-0, counted at every operation (meter.py): MB that a ring sends, collectives, MB live between two steps (at rest) and at
-the peak.
-The ratio in brackets divides a figure by that of the last line: below 1 we are faster, or send or hold less.
+Columns: the median time per step, the fastest and the slowest turn's, tokens per second; and per step of rank 0,
+counted at every operation (meter.py): MB that a ring sends, collectives, MB live between two steps (at rest) and at the
+peak. In brackets: divided by the figure of the last line; below 1 we are faster, or send or hold less.
 """
 import argparse
 import importlib
@@ -44,7 +41,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import pipelining
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import Replicate, Shard, parallel
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
+from torch.nn.parallel import DistributedDataParallel
 
 import assemble
 import bench_all
@@ -160,8 +163,6 @@ def build_llama(model: config.Model) -> torch.nn.Module:
 
 def build_adamw(model: torch.nn.Module, optim: config.Optim, zero1: bool = False) -> torch.optim.Optimizer:
     """Fused AdamW that decays matrices and not vectors. zero1: torch's ZeRO level 1."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
     groups = [dict(params=[p for p in model.parameters() if p.ndim >= 2], weight_decay=optim.weight_decay),
               dict(params=[p for p in model.parameters() if p.ndim < 2], weight_decay=0.0)]
     make = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW) if zero1 else torch.optim.AdamW
@@ -170,8 +171,6 @@ def build_adamw(model: torch.nn.Module, optim: config.Optim, zero1: bool = False
 
 def shard_fully(model: torch.nn.Module, reduce_dtype: torch.dtype | None = None) -> None:
     """FSDP2 of transformers' Llama, with the same units as ours. reduce_dtype: in which gradients are reduced."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     shard = partial(fully_shard, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
     for layer in (model.model.embed_tokens, *model.model.layers):
         shard(layer)
@@ -179,44 +178,8 @@ def shard_fully(model: torch.nn.Module, reduce_dtype: torch.dtype | None = None)
     shard(model)
 
 
-def build_theirs(settings: config.Config, tokens: Tensor, labels: Tensor, wrap: str = "") -> Step:
-    """transformers' Llama and torch's AdamW, alone or wrapped by "ddp", "zero1" or "fsdp"."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    model, optim = build_llama(settings.model), settings.optim
-    if wrap == "fsdp":
-        shard_fully(model, torch.bfloat16 if settings.precision.reduce_dtype == "bf16" else None)
-    elif wrap:
-        model = DistributedDataParallel(model, bucket_cap_mb=settings.grid.bucket_mb, forward_sync_buffers=False)
-    adamw = build_adamw(model, optim, zero1=wrap == "zero1")
-    sequences = slice(dist.get_rank(), None, dist.get_world_size()) if wrap else slice(None)  # of this rank
-    tokens, labels = tokens[sequences].contiguous(), labels[sequences].contiguous()
-
-    def step() -> None:
-        valid = (labels >= 0).sum()
-        if wrap:
-            dist.all_reduce(valid)
-        logits = model(input_ids=tokens).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / valid
-        scale = dist.get_world_size() if wrap else 1  # all three wrappers divide gradients by the number of ranks
-        (loss * scale).backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip)
-        if wrap:
-            dist.all_reduce(loss.detach())
-        if wrap == "fsdp":
-            norm.full_tensor()
-        adamw.step()
-        adamw.zero_grad()
-
-    return step
-
-
 def shard_by_dtensor(model: torch.nn.Module, ranks: int) -> None:
     """Tensor and sequence parallelism of transformers' Llama by parallelize_module, with torchtitan's plan."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, parallel
-    from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
-
     gather, scatter = dict(input_layouts=Shard(1)), dict(output_layouts=Shard(1))
     plan = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), **scatter),
             "model.norm": SequenceParallel(),
@@ -233,21 +196,34 @@ def shard_by_dtensor(model: torch.nn.Module, ranks: int) -> None:
     parallel.parallelize_module(model, init_device_mesh("cpu", (ranks,)), plan)
 
 
-def build_dtensor(settings: config.Config, tokens: Tensor, labels: Tensor) -> Step:
-    """transformers' Llama on DTensors, with a vocabulary parallel loss."""
-    from torch.distributed.tensor import parallel
-
-    model, optim = build_llama(settings.model), settings.optim
-    shard_by_dtensor(model, settings.grid.tp)
-    adamw = build_adamw(model, optim)
-    positions = torch.arange(tokens.shape[1])[None]
+def build_theirs(settings: config.Config, tokens: Tensor, labels: Tensor, wrap: str = "") -> Step:
+    """transformers' Llama and torch's AdamW, alone or wrapped by "ddp", "zero1", "fsdp" or "dtensor"."""
+    model, optim, inputs = build_llama(settings.model), settings.optim, {}
+    if wrap == "fsdp":
+        shard_fully(model, torch.bfloat16 if settings.precision.reduce_dtype == "bf16" else None)
+    elif wrap == "dtensor":
+        shard_by_dtensor(model, settings.grid.tp)
+        inputs = dict(position_ids=torch.arange(tokens.shape[1])[None])
+    elif wrap:
+        model = DistributedDataParallel(model, bucket_cap_mb=settings.grid.bucket_mb, forward_sync_buffers=False)
+    adamw = build_adamw(model, optim, zero1=wrap == "zero1")
+    data_parallel = dist.get_world_size() if wrap in ("ddp", "zero1", "fsdp") else 1
+    if data_parallel > 1:
+        tokens, labels = (x[dist.get_rank()::data_parallel].contiguous() for x in (tokens, labels))
 
     def step() -> None:
-        with parallel.loss_parallel():
-            logits = model(input_ids=tokens, position_ids=positions).logits
-            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / (labels >= 0).sum()
-            loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip).full_tensor()
+        valid = (labels >= 0).sum()
+        if data_parallel > 1:
+            dist.all_reduce(valid)
+        with parallel.loss_parallel() if wrap == "dtensor" else nullcontext():
+            logits = model(input_ids=tokens, **inputs).logits
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / valid
+            (loss * data_parallel).backward()  # all three wrappers divide gradients by the number of ranks
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip)
+        if data_parallel > 1:
+            dist.all_reduce(loss.detach())
+        if wrap in ("fsdp", "dtensor"):
+            norm.full_tensor()
         adamw.step()
         adamw.zero_grad()
 
@@ -260,7 +236,8 @@ TRAINING = {  # by part: our flags, the rival, what builds the rival's step
     "zero": [("--zero 1", "ZeroRedundancyOptimizer", partial(build_theirs, wrap="zero1")),
              ("--zero 3", "fully_shard", partial(build_theirs, wrap="fsdp")),
              ("--zero 3 --reduce-dtype bf16", "fully_shard, reduce_dtype bf16", partial(build_theirs, wrap="fsdp"))],
-    "tp": [("--tp {n}", "DTensor", build_dtensor), ("--tp {n} --sp-keep", "DTensor", build_dtensor)]}
+    "tp": [("--tp {n}", "DTensor", partial(build_theirs, wrap="dtensor")),
+           ("--tp {n} --sp-keep", "DTensor", partial(build_theirs, wrap="dtensor"))]}
 
 
 def bench_training(part: str, flags: list[str]) -> None:
@@ -447,8 +424,8 @@ def bench_checkpoint() -> None:
     groups = build_groups(settings.grid, settings.model)
     model, optimizer = assemble.build(settings, groups, torch.device("cpu"), torch.float32)
     shards = [tensor for bucket in optimizer.buckets for tensor in bucket.state.values()]
-    host = checkpoint.host_group(600)
-    folder = checkpoint.exchange(tempfile.mkdtemp() if dist.get_rank() == 0 else None, host)[0]
+    host = collectives.host_group(600)
+    folder = collectives.gather_objects(tempfile.mkdtemp() if dist.get_rank() == 0 else None, host)[0]
     pieces = list(checkpoint.pieces_of_run(optimizer, model.routers, groups, saving=True))
     saver = None
 
@@ -462,10 +439,9 @@ def bench_checkpoint() -> None:
         saver.finish()
         return wait
 
-    def save_shards(turn: int) -> None:
-        dcp.save({f"{rank(host)} {i}": x for i, x in enumerate(shards)}, checkpoint_id=f"{folder}/dcp {turn}")
-
-    contenders = {"checkpoint.py": save_ours, "DCP, each rank's shards": save_shards,
+    named = {f"{rank(host)} {i}": x for i, x in enumerate(shards)}
+    contenders = {"checkpoint.py": save_ours,
+                  "DCP, each rank's shards": lambda turn: dcp.save(named, checkpoint_id=f"{folder}/dcp {turn}"),
                   "torch.save of the gathered state": lambda turn: gather_and_save(list(shards), f"{folder}/{turn}.pt")}
     lines = ["".ljust(40) + "s a step waits".rjust(18) + "s until saved".rjust(18) + "min to max, s".rjust(18)
              + "MB/s".rjust(10) + "MB more at peak".rjust(18)]
@@ -478,7 +454,7 @@ def bench_checkpoint() -> None:
             began = time.perf_counter()
             wait = save(turn)
             totals.append(time.perf_counter() - began)
-            waits.append(totals[-1] if wait is None else wait)
+            waits.append(wait if isinstance(wait, float) else totals[-1])
         total, spread = statistics.median(totals), f"{min(totals):.3f} to {max(totals):.3f}"
         lines.append(name.ljust(40) + f"{statistics.median(waits):.3f}".rjust(18) + f"{total:.3f}".rjust(18)
                      + spread.rjust(18) + f"{saver.nbytes / total / 1e6:,.0f}".rjust(10)

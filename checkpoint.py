@@ -17,17 +17,14 @@ which boxes there are. A planner, DCP's interface for that, is given a list of `
 A save is asynchronous and atomic. The step waits until the save before is done and the state is copied ("staged"); on a
 GPU the copies to pinned memory are queued before the kernels of the next update. A thread writes, on a process group of
 its own. All files are on the disk (fsync) before the folder gets its name, and `latest` changes last: whatever has the
-name of a checkpoint is whole. The checksums find what a disk or a person damaged later.
+name of a checkpoint is complete. The checksums find what a disk or a person damaged later.
 
     python checkpoint.py show CKPT                 step, grid, settings, sizes
     python checkpoint.py diff CKPT_A CKPT_B        which tensors differ
     python checkpoint.py export CKPT FOLDER        weights as transformers reads them
-
-Shapes: this file has no tensors of its own; a piece has the shape of its box.
 """
 import argparse
 import contextlib
-import datetime
 import fcntl
 import hashlib
 import json
@@ -38,39 +35,28 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from tqdm import tqdm
 
 import config
 import huggingface
-from collectives import Group, Groups, rank, size
+from checks import need
+from collectives import Group, Groups, agree, gather_objects, rank, size
 from ep import Router
 from model import Llama
 from param import Box, Source, Spec, box_shape
 from zero import Optimizer
-
-LOCK_WAIT_S = 5.0  # a killed run's lock is free as soon as its process is gone
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP says so of every save of one process
 
@@ -128,8 +114,11 @@ class Stage:
 
 # ---- planners for DCP -----------------------------------------------------------------------------------------------
 
-class SaveBoxes(SavePlanner):
+class SaveBoxes(DefaultSavePlanner):
+    """Writes pieces. DCP checks that those of all ranks together are whole tensors, each element once."""
+
     def __init__(self, pieces: list[Piece]):
+        super().__init__(flatten_state_dict=False)
         self.values = {(piece.name, piece.chunk.offsets): piece.values for piece in pieces}
         self.plan = SavePlan([
             WriteItem(MetadataIndex(piece.name, piece.chunk.offsets), WriteItemType.SHARD,
@@ -137,68 +126,37 @@ class SaveBoxes(SavePlanner):
                                                   torch.Size(piece.shape)))
             for piece in pieces])
 
-    def set_up_planner(self, state_dict: dict, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        pass
-
     def create_local_plan(self) -> SavePlan:
         return self.plan
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return create_default_global_save_plan(all_plans)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self.values[write_item.index.fqn, write_item.index.offset]
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.values[index.fqn, index.offset]
 
 
-class LoadBoxes(LoadPlanner):
-    """Raises ValueError for a tensor that the checkpoint lacks, has in another shape, or has only in part."""
+class LoadBoxes(DefaultLoadPlanner):
+    """Fills pieces. Raises ValueError for a tensor that the checkpoint lacks, has in another shape, or only in part."""
 
-    def __init__(self, pieces: Iterable[Piece], metadata: Metadata, path: str):
+    def __init__(self, pieces: Iterable[Piece], metadata: Metadata, path: Path):
+        super().__init__()
         self.pieces: dict[str, list[Piece]] = {}
         for piece in pieces:
             self.pieces.setdefault(piece.name, []).append(piece)
-        stored = metadata.state_dict_metadata
-        differ = [f"{name} is {shown(there[0].shape)} here and "
-                  + (shown(stored[name].size) if name in stored else "missing") + " there"
-                  for name, there in self.pieces.items()
-                  if name not in stored or tuple(stored[name].size) != there[0].shape]
+        stored, items = metadata.state_dict_metadata, []
+        here = {name: shown(named[0].shape) for name, named in self.pieces.items()}
+        there = {name: shown(stored[name].size) if name in stored else "missing" for name in here}
+        differ = [f"{name} is {here[name]} here and {there[name]} there" for name in here if here[name] != there[name]]
         if differ:
-            more = f", and {len(differ) - 1} more tensors differ" if len(differ) > 1 else ""
+            more = f", and {len(differ) - 1} more tensors differ" if differ[1:] else ""
             raise ValueError(f"{path} does not fit the settings (model, --optimizer, --dtype fp16): {differ[0]}{more}")
-        items = []
-        for name, pieces_of_name in self.pieces.items():
-            found = create_read_items_for_chunk_list(name, stored[name], [piece.chunk for piece in pieces_of_name])
-            if sum(math.prod(item.lengths) for item in found) != sum(p.values.numel() for p in pieces_of_name):
-                raise ValueError(f"{path} does not have all of {name}")
+        for name, named in self.pieces.items():
+            found = create_read_items_for_chunk_list(name, stored[name], [piece.chunk for piece in named])
+            wanted = sum(piece.values.numel() for piece in named)
+            need(sum(math.prod(item.lengths) for item in found) == wanted, f"{path} does not have all of {name}")
             items += found
         self.plan = LoadPlan(items)
 
-    def set_up_planner(self, state_dict: dict, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        pass
-
-    def create_local_plan(self) -> LoadPlan:
-        return self.plan
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        raise AssertionError("a checkpoint has tensors only")
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        values = self.pieces[read_item.dest_index.fqn][read_item.dest_index.index].values.detach()
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths)):
-            values = values.narrow(dim, start, length)
-        return values
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.pieces[index.fqn][index.index].values.detach()
 
 
 def shown(shape: Iterable[int]) -> str:
@@ -213,20 +171,16 @@ class Saver:
     folder: on a file system that all ranks share. pieces: what this rank saves, views of the state. keep: how many
     checkpoints stay; 0: all. step: that of the checkpoint in this folder that the run was resumed from, or 0.
     temporary: the folder is made for an export alone, which removes it. Raises ValueError if the folder cannot be
-    written to, if there is no room for one checkpoint, if another run writes there, or if it has checkpoints of
-    another run.
-
-    done_before: how many steps the run before had done, as it noted in the lock file; None if that is not known.
+    written to, has too little room for a checkpoint, is another run's, or has checkpoints of another run.
     """
 
     def __init__(self, folder: str, pieces: list[Piece], keep: int, group: Group, step: int = 0,
                  temporary: bool = False):
         self.folder, self.keep, self.group, self.temporary = Path(folder), keep, group, temporary
         self.stage, self.thread, self.error = Stage(pieces), None, ""
-        self.seconds = self.bytes_per_s = 0.0  # of the last save
-        self.done_before: int | None = None
-        nbytes = sum(piece.values.nbytes for piece in pieces)
-        self.nbytes = sum(exchange(nbytes, group))
+        self.bytes_per_s = 0.0  # of the last save
+        self.done_before: int | None = None  # steps that the run before had done, if the lock file says it
+        self.nbytes = sum(gather_objects(sum(piece.values.nbytes for piece in pieces), group))
         agree(lambda: self.open_folder(step) if rank(group) == 0 else None, group)
 
     def open_folder(self, step: int) -> None:
@@ -236,21 +190,21 @@ class Saver:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "lock").touch()
             self.lock = open(self.folder / "lock", "r+b", buffering=0)
-            self.take_lock()
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed by the kernel when this process ends
             noted = self.lock.read().strip()
             self.done_before = int(noted) if noted.isdigit() else None
             for unfinished in (*self.folder.glob(".writing-*"), *self.folder.glob(".removing-*"),
                                *(self.folder.glob("step-*") if self.temporary else ())):
                 shutil.rmtree(unfinished)
             free = shutil.disk_usage(self.folder).free
-            if free < self.nbytes:
-                raise ValueError(f"{self.folder}: a checkpoint takes {self.nbytes / 1e9:.2f} GB, and "
-                                 f"{free / 1e9:.2f} GB are free")
-            if step == 0 and config.checkpoints_in(self.folder):
-                raise ValueError(f"--out {self.folder}: has checkpoints of another run, or of this one from its "
-                                 "beginning: give --resume auto to continue it, or another folder")
-            self.set_aside(step)
-            self.note(step)
+            need(free >= self.nbytes, f"{self.folder}: a checkpoint takes {self.nbytes / 1e9:.2f} GB, and "
+                                      f"{free / 1e9:.2f} GB are free")
+            need(step or not config.checkpoints_in(self.folder),
+                 f"--out {self.folder}: has checkpoints of another run, or of this one from its beginning: give "
+                 "--resume auto to continue it, or another folder")
+            self.begin_at(step)
+        except BlockingIOError:
+            raise ValueError(f"--out {self.folder}: another run writes there: use another folder") from None
         except OSError as error:
             raise ValueError(f"--out {self.folder}: cannot be written to: {error.strerror}") from None
 
@@ -261,25 +215,14 @@ class Saver:
             with contextlib.suppress(OSError):
                 os.pwrite(self.lock.fileno(), b"%12d\n" % step, 0)
 
-    def set_aside(self, step: int) -> None:
-        """Rename the checkpoints of later steps than this one."""
+    def begin_at(self, step: int) -> None:
+        """Rename the checkpoints of later steps than this one, and note it."""
         for path in config.checkpoints_in(self.folder) if rank(self.group) == 0 else ():
             if config.step_of(path) > step:
                 aside = path.with_name(f"set-aside-{path.name}-{time.time_ns()}")
                 path.rename(aside)
                 print(f"{path} is of a later step than the one resumed, so it was renamed {aside.name}", flush=True)
-
-    def take_lock(self) -> None:
-        """Wait a moment for the lock, which the kernel frees when a killed run's process is gone."""
-        deadline = time.monotonic() + LOCK_WAIT_S
-        while True:
-            try:
-                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise ValueError(f"--out {self.folder}: another run writes there: use another folder") from None
-                time.sleep(0.2)
+        self.note(step)
 
     def save(self, step: int, run: dict) -> float:
         """Save in the background. run: what run.json says besides. Returns the seconds that this call took."""
@@ -296,40 +239,33 @@ class Saver:
                   disable=rank(self.group) > 0) as bar:
             while self.thread and self.thread.is_alive():
                 self.thread.join(0.2)
-                if rank(self.group) == 0:
-                    bar.update(self.written() - bar.n)
+                files = [] if bar.disable else self.folder.glob(".writing-*/*")
+                with contextlib.suppress(OSError):  # they are renamed at the end
+                    bar.update(sum(file.stat().st_size for file in files) - bar.n)
         self.thread = None
         error, self.error = self.error, ""
         if error and rank(self.group) == 0:
             print(f"train.py: warning: {error}", file=sys.stderr, flush=True)
         return error
 
-    def written(self) -> int:
-        """Bytes on the disk of the save under way."""
-        try:
-            return sum(file.stat().st_size for file in self.folder.glob(".writing-*/*"))
-        except OSError:  # renamed meanwhile: the save is about to end
-            return self.nbytes
-
     def export(self, folder: str, dtype: str, step: int) -> None:
         """Write the weights of the checkpoint of this step as transformers reads them. Raises ValueError."""
-        agree(lambda: export(str(self.folder / f"step-{step:06d}"), folder, dtype, self.group), self.group)
+        agree(lambda: export(self.folder / f"step-{step:06d}", folder, dtype, self.group), self.group)
         if self.temporary and rank(self.group) == 0:
             shutil.rmtree(self.folder)
 
     def write(self, step: int, run: dict) -> None:
-        """What the thread does."""
+        """Run by the thread."""
         began = time.perf_counter()
         try:
             problem = self.write_and_commit(self.folder / f".writing-step-{step:06d}", run)
         except Exception as error:  # a rank did not answer within --timeout
             problem = describe(error)
         self.error = problem and f"the checkpoint of step {step} could not be saved: {problem}"
-        self.seconds = time.perf_counter() - began
-        self.bytes_per_s = 0.0 if problem else self.nbytes / self.seconds
+        self.bytes_per_s = 0.0 if problem else self.nbytes / (time.perf_counter() - began)
 
     def write_and_commit(self, temporary: Path, run: dict) -> str:
-        """Returns what failed, "" if nothing did. Every rank takes part in both exchanges, whatever fails on one."""
+        """Returns what failed, "" if nothing did. Whatever fails on one rank, all call both collectives."""
         checksums, problem = {}, ""
         try:
             self.stage.wait()
@@ -338,7 +274,7 @@ class Saver:
             checksums = checksums_of(temporary, rank(self.group))
         except (Exception, dcp.api.CheckpointException) as error:  # DCP raises on all ranks what it caught on one
             problem = describe(error)
-        found = exchange((checksums, problem), self.group)
+        found = gather_objects((checksums, problem), self.group)
         problem = next((problem for _, problem in found if problem), "")
         if rank(self.group) == 0:
             try:
@@ -349,12 +285,12 @@ class Saver:
                 problem = describe(error)
             if problem:
                 shutil.rmtree(temporary, ignore_errors=True)
-        return exchange(problem, self.group)[0]
+        return gather_objects(problem, self.group)[0]
 
     def commit(self, temporary: Path, run: dict) -> None:
         """Make the written files a checkpoint, then `latest`, and only then remove old ones."""
         final = self.folder / temporary.name.removeprefix(".writing-")
-        write_json(temporary / "run.json", run)
+        write_text(temporary / "run.json", json.dumps(run | {"checksum": config.checksum_of_json(run)}, indent=1))
         sync(temporary)
         if final.exists():  # without a run.json, or saved a second time
             self.remove(final)
@@ -372,7 +308,7 @@ class Saver:
 
 
 def describe(error: Exception) -> str:
-    """In one line. DCP's errors have those of its ranks inside."""
+    """An error in one line; of DCP's errors, which contain those of its ranks, the first of these."""
     failures = getattr(error, "failures", None)
     reason = next(iter(failures.values()))[0] if failures else error
     return f"{type(reason).__name__}: {reason}".splitlines()[0]
@@ -387,11 +323,6 @@ def checksums_of(folder: Path, writer: int) -> dict[str, list]:
 def checksum(file: Path) -> str:
     with open(file, "rb") as stream:
         return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-def write_json(path: Path, content: dict) -> None:
-    """With a checksum of its own, over all the rest."""
-    write_text(path, json.dumps(content | {"checksum": config.checksum_of_json(content)}, indent=1))
 
 
 def write_text(path: Path, text: str) -> None:
@@ -414,46 +345,16 @@ def sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-# ---- agreement of ranks ---------------------------------------------------------------------------------------------
-
-def host_group(timeout_s: float) -> Group:
-    """All ranks, with gloo: it serves threads and CPU tensors beside the groups of a step. None in one process."""
-    if not dist.is_initialized():
-        return None
-    return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
-
-
-def exchange(value: Any, group: Group) -> list:
-    """Every rank's value. group: a gloo group that no step uses, so that a thread may use it during a step."""
-    if group is None:
-        return [value]
-    values = [None] * size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
-def agree(work: Callable[[], Any], group: Group) -> Any:
-    """Do the work on every rank. If it raises ValueError on one, so it does on all, with that one's message."""
-    try:
-        result, problem = work(), None
-    except ValueError as error:
-        result, problem = None, str(error)
-    for found in exchange(problem, group):
-        if found is not None:
-            raise ValueError(found)
-    return result
-
-
 # ---- loading --------------------------------------------------------------------------------------------------------
 
-def open_checkpoint(path: str) -> tuple[dcp.FileSystemReader, Metadata]:
+def open_checkpoint(path: Path) -> tuple[dcp.FileSystemReader, Metadata]:
     reader = dcp.FileSystemReader(path)
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     return reader, metadata
 
 
-def read(path: str, pieces: Iterable[Piece], progress: bool = False) -> None:
+def read(path: Path, pieces: Iterable[Piece], progress: bool = False) -> None:
     """Fill the pieces from a checkpoint. Raises ValueError, see LoadBoxes. At most two stored boxes are in memory."""
     reader, metadata = open_checkpoint(path)
     planner = LoadBoxes(pieces, metadata, path)
@@ -463,7 +364,7 @@ def read(path: str, pieces: Iterable[Piece], progress: bool = False) -> None:
         reader.read_data(planner.plan, planner).wait()
 
 
-def load(path: str, optimizer: Optimizer, routers: list[Router], groups: Groups, group: Group) -> None:
+def load(path: Path, optimizer: Optimizer, routers: list[Router], groups: Groups, group: Group) -> None:
     """The state of a run from a checkpoint of any grid. Raises ValueError on all ranks if it raises on one."""
     pieces = pieces_of_run(optimizer, routers, groups, saving=False)
     agree(lambda: read(path, pieces, progress=rank(group) == 0), group)
@@ -472,59 +373,51 @@ def load(path: str, optimizer: Optimizer, routers: list[Router], groups: Groups,
         bucket.update_weights()
 
 
-def source(path: str) -> Source:
+def source(path: Path) -> Source:
     """The master weights of a checkpoint."""
+    reader, metadata = open_checkpoint(path)
+
     def read_box(spec: Spec, box: Box) -> Tensor:
-        values = torch.empty(box_shape(box), dtype=stored_dtype[f"{spec.name}/master"])
-        planner = LoadBoxes([Piece(f"{spec.name}/master", spec.shape, box, values)], metadata, path)
+        name = f"{spec.name}/master"
+        values = torch.empty(box_shape(box), dtype=metadata.state_dict_metadata[name].properties.dtype)
+        planner = LoadBoxes([Piece(name, spec.shape, box, values)], metadata, path)
         reader.read_data(planner.plan, planner).wait()
         return values
 
-    reader, metadata = open_checkpoint(path)
-    stored_dtype = {name: tensor.properties.dtype for name, tensor in metadata.state_dict_metadata.items()}
     return read_box
 
 
-def find_whole(candidates: list[str], group: Group) -> str:
-    """The first of the checkpoints whose files have their checksums; damaged ones are named on stderr.
-
-    Raises ValueError if all are damaged, or gone.
-    """
-    if not candidates:
-        raise ValueError("the checkpoint to resume is gone: another run has removed it")
+def find_whole(candidates: list[Path], group: Group) -> Path:
+    """The first checkpoint that is undamaged; damaged ones are named on stderr. Raises ValueError if all are."""
+    need(candidates != [], "the checkpoint to resume is gone: another run has removed it")
     for path in candidates:
-        problems = exchange(damage(Path(path), rank(group), size(group)), group)
-        problem = next((found for found in problems if found), None)
-        if problem is None:
+        try:
+            agree(partial(verify, path, rank(group), size(group)), group)
             return path
-        if path is candidates[-1]:
-            raise ValueError(problem)
-        if rank(group) == 0:
-            print(f"train.py: warning: {problem}: passed over", file=sys.stderr, flush=True)
+        except ValueError as error:
+            if path is candidates[-1]:
+                raise
+            if rank(group) == 0:
+                print(f"train.py: warning: {error}: passed over", file=sys.stderr, flush=True)
 
 
-def damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
-    """What is wrong with a checkpoint, in words, or None. Only files number part, part + parts, … are read."""
+def verify(folder: Path, part: int = 0, parts: int = 1) -> None:
+    """Raises ValueError for a damaged checkpoint. Only its files number part, part + parts, … are read."""
     try:
-        files = config.read_run(str(folder))["files"]
+        files = config.read_run(folder)["files"]
         for name, (nbytes, expected) in [*files.items()][part::parts]:
             file = folder / name
-            if not file.exists():
-                return f"{file} is missing"
-            if file.stat().st_size != nbytes:
-                return f"{file} has {file.stat().st_size:,} bytes, not {nbytes:,}: it was cut short"
-            if checksum(file) != expected:
-                return f"{file} is damaged: its checksum differs"
-    except ValueError as error:
-        return str(error)
+            need(file.exists(), f"{file} is missing")
+            there = file.stat().st_size
+            need(there == nbytes, f"{file} has {there:,} bytes, not {nbytes:,}: it was cut short")
+            need(checksum(file) == expected, f"{file} is damaged: its checksum differs")
     except OSError as error:
-        return f"{folder} cannot be read: {error.strerror}"
-    return None
+        raise ValueError(f"{folder} cannot be read: {error.strerror}") from None
 
 
 # ---- the command line -----------------------------------------------------------------------------------------------
 
-def show(path: str) -> None:
+def show(path: Path) -> None:
     run, (_, metadata) = config.read_run(path), open_checkpoint(path)
     stored = metadata.state_dict_metadata
     nbytes = sum(size for size, _ in run["files"].values())
@@ -534,44 +427,43 @@ def show(path: str) -> None:
     print(f"    {len(stored):,} tensors in {sum(len(tensor.chunks) for tensor in stored.values()):,} boxes, "
           f"{len(run['files'])} files, {nbytes / 1e6:,.1f} MB")
     print(f"    data: {run['corpus']['tokens']:,} tokens in {run['corpus']['files']} files")
-    defaults = {f.name: getattr(section(), f.name) for section in config.SECTIONS.values() for f in fields(section)}
-    changed = {name: value for name, value in run["settings"].items()
-               if value != json.loads(json.dumps(defaults.get(name)))}
+    defaults = json.loads(json.dumps(config.parse([]).given))  # as JSON has them
+    changed = {name: value for name, value in run["settings"].items() if value != defaults.get(name)}
     print("    " + " ".join(f"{config.flag(name)} {value}" for name, value in changed.items()))
     for name, tensor in stored.items():
         print(f"    {name:48s} {str(tensor.properties.dtype).removeprefix('torch.'):9s} {shown(tensor.size)}")
 
 
-def diff(path: str, other: str) -> int:
+def diff(path: Path, other: Path) -> int:
     """Print which tensors differ; returns how many. One tensor of each is read at a time."""
     (_, ours), (_, theirs) = open_checkpoint(path), open_checkpoint(other)
     count = 0
     for name in sorted(ours.state_dict_metadata.keys() | theirs.state_dict_metadata.keys()):
-        found = [whole_tensor(folder, name, metadata) for folder, metadata in ((path, ours), (other, theirs))]
-        if any(tensor is None for tensor in found):
-            line = f"only in {path if found[1] is None else other}"
-        elif found[0].shape != found[1].shape:
-            line = f"{shown(found[0].shape)} and {shown(found[1].shape)}"
-        elif torch.equal(*found):
+        x, y = whole_tensor(path, name, ours), whole_tensor(other, name, theirs)
+        if x is None or y is None:
+            line = f"only in {other if x is None else path}"
+        elif x.shape != y.shape:
+            line = f"{shown(x.shape)} and {shown(y.shape)}"
+        elif torch.equal(x, y):
             continue
         else:
-            line = f"differ by up to {(found[0].double() - found[1].double()).abs().max():.3g}"
+            line = f"differ by up to {(x.double() - y.double()).abs().max():.3g}"
         count += 1
         print(f"{name:48s} {line}")
     print(f"{count} tensors differ")
     return count
 
 
-def whole_tensor(path: str, name: str, metadata: Metadata) -> Tensor | None:
-    if name not in metadata.state_dict_metadata:
+def whole_tensor(path: Path, name: str, metadata: Metadata) -> Tensor | None:
+    stored = metadata.state_dict_metadata.get(name)
+    if stored is None:
         return None
-    stored = metadata.state_dict_metadata[name]
     values = torch.empty(tuple(stored.size), dtype=stored.properties.dtype)
     read(path, [Piece(name, tuple(stored.size), tuple(slice(0, n) for n in stored.size), values)])
     return values
 
 
-def export(path: str, folder: str, dtype: str, group: Group = None) -> None:
+def export(path: Path, folder: str, dtype: str, group: Group = None) -> None:
     """Weights as transformers reads them; every rank writes some files. Raises ValueError, see huggingface.py."""
     run = config.read_run(path)
     model = config.Model(**run["model"])
@@ -580,33 +472,30 @@ def export(path: str, folder: str, dtype: str, group: Group = None) -> None:
                        tokenizer_from=run["tokenizer"], seq=run["settings"]["seq"])
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(prog="checkpoint.py", description="Look at, compare and export checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("show", help="step, grid, settings, sizes").add_argument("path")
-    compare = commands.add_parser("diff", help="which tensors differ; exit code 1 if any does")
-    compare.add_argument("path")
-    compare.add_argument("other")
-    to_hf = commands.add_parser("export", help="weights as transformers reads them")
-    to_hf.add_argument("path")
-    to_hf.add_argument("folder")
-    to_hf.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32"))
+    to_show = commands.add_parser("show", help="step, grid, settings, sizes")
+    to_diff = commands.add_parser("diff", help="which tensors differ; exit code 1 if any does")
+    to_export = commands.add_parser("export", help="weights as transformers reads them")
+    for command in (to_show, to_diff, to_export):
+        command.add_argument("path", type=Path)
+    to_diff.add_argument("other", type=Path)
+    to_export.add_argument("folder")
+    to_export.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32"))
     args = parser.parse_args()
     try:
-        for path in (args.path, *([args.other] if args.command == "diff" else [])):
-            if problem := damage(Path(path)):
-                raise ValueError(problem)
+        for path in (args.path, args.other) if args.command == "diff" else (args.path,):
+            verify(path)
         if args.command == "show":
             show(args.path)
         elif args.command == "diff":
-            return int(diff(args.path, args.other) > 0)
+            sys.exit(diff(args.path, args.other) > 0)
         else:
             export(args.path, args.folder, args.dtype)
     except (ValueError, OSError) as error:
-        print(f"checkpoint.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+        config.refuse(error, "checkpoint.py")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

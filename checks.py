@@ -51,20 +51,20 @@ def need(condition: bool, line: str) -> None:
 LARGEST, MOST_LAYERS, MOST_MICRO_BATCHES = 2**40, 10_000, 100_000  # beyond these a check would take minutes
 
 
-def need_positive(section, *names: str) -> None:
-    need_not_negative(section, *names, above="above 0 and finite")
-
-
 def need_at_most(value: float, most: int, line: str) -> None:
     need(value <= most, f"{line}: must be at most {most:,}")
 
 
-def need_not_negative(section, *names: str, above: str = "") -> None:
+def need_not_negative(section, *names: str, positive: bool = False) -> None:
     for name in names:
-        value = getattr(section, name)
-        need((0 < value if above else 0 <= value) and value < math.inf,
-             f"{flag(name)} {value}: must be {above or 'finite and not negative'}")
-        need_at_most(0 if isinstance(value, float) else value, LARGEST, f"{flag(name)} {value}")
+        value, must_be = getattr(section, name), "above 0 and finite" if positive else "finite and not negative"
+        need(0 <= value < math.inf and not (positive and value == 0), f"{flag(name)} {value}: must be {must_be}")
+        if isinstance(value, int):
+            need_at_most(value, LARGEST, f"{flag(name)} {value}")
+
+
+def need_positive(section, *names: str) -> None:
+    need_not_negative(section, *names, positive=True)
 
 
 def divisors(n: int) -> str:

@@ -347,6 +347,35 @@ def link(group: Group, source: int, target: int) -> dict:
     return {"group": pair, end: 1 - pair.rank()}
 
 
+# ---- objects and errors ----------------------------------------------------------------------------------------------
+
+def host_group(timeout_s: float) -> Group:
+    """All ranks, with gloo: for objects, and for a thread beside the groups of a step. None in one process."""
+    if not dist.is_initialized():
+        return None
+    return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+
+
+def gather_objects(value: Any, group: Group) -> list:
+    """The value of every rank. group: of `host_group`."""
+    values = [value] * size(group)
+    if group is not None:
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def agree(work: Callable[[], Any], group: Group) -> Any:
+    """Do the work on every rank. If it raises ValueError on one, so it does on all, with that one's message."""
+    try:
+        result, problem = work(), None
+    except ValueError as error:
+        result, problem = None, str(error)
+    for found in gather_objects(problem, group):
+        if found is not None:
+            raise ValueError(found)
+    return result
+
+
 # ---- collectives that return a new tensor ----------------------------------------------------------------------------
 
 def sum_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:

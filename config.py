@@ -8,11 +8,11 @@ A setting is declared once, in the dataclasses below: its name, default and help
 A preset fills the model section, and flags override any field. `@file` reads flags from a file, where `#` begins a
 comment. `parse` returns settings in which defaults that follow from other settings are filled in, and which checks.py
 has accepted for the number of ranks; or it raises ValueError with one line: the flag, its value, what would work.
-Defaults that follow from the machine or the data ("auto", --separator -1) are decided later.
 
 This file needs the standard library alone, so that a typo in a flag is answered at once, not after torch's import.
 """
 import argparse
+import contextlib
 import difflib
 import hashlib
 import json
@@ -35,8 +35,7 @@ CHECKPOINT_FORMAT = 1  # of run.json and of tensors' names
 
 
 class CpStyle(NamedTuple):
-    """What a style of context parallelism needs. whole_sequences: a rank attends over whole sequences with heads/cp of
-    the heads, which must divide; else over blocks of them with all heads."""
+    """whole_sequences: a rank attends over whole sequences with 1/cp of the heads; else over blocks with all heads."""
     whole_sequences: bool
 
 
@@ -45,8 +44,7 @@ CP_STYLES = {"allgather": CpStyle(whole_sequences=False), "ring": CpStyle(whole_
 
 
 class Fp8Recipe(NamedTuple):
-    """grad: the format of gradients; activations and weights are in E4M3. blocks: one scale per 1x128 or 128x128
-    elements, else per tensor."""
+    """grad: the gradients' format; activations and weights are in E4M3. blocks: a scale per block, else per tensor."""
     grad: str
     blocks: bool
 
@@ -61,8 +59,7 @@ def padded_length(seq: int, cp: int, tp: int = 1) -> int:
 
 
 def padded_elements(count: int, shards: int) -> int:
-    """count rounded up to equal shards of 16 elements or a multiple, which kernels (adamw.py) and NCCL move 16 bytes at
-    once. One shard is not padded."""
+    """count rounded up to equal shards of 16 elements or a multiple, for kernels and NCCL. One shard is not padded."""
     return -(-count // (16 * shards)) * 16 * shards if shards > 1 else count
 
 
@@ -221,10 +218,8 @@ class Run:
     insist: bool = setting(False, "resume although the data changed, or settings of the model that change no shape")
     init_from: str = setting("", "start from weights and config.json as published on Hugging Face, in this folder")
     export_hf: str = setting("", "after training, write the weights here as transformers reads them")
-    metrics: str = setting("", "write the metrics of every step here, one JSON object per line; of a dry run, one "
-                               "object")
-    profile: str = setting("", "write a trace of steps 3 to 5 in this folder, a file per rank, and print what takes "
-                               "longest")
+    metrics: str = setting("", "write the metrics of every step here as lines of JSON; of a dry run, one object")
+    profile: str = setting("", "write a trace of steps 3 to 5 in this folder, and print what takes longest")
     memory_snapshot: str = setting("", "write who allocated the GPU's memory in the first six steps, of rank 0")
     sample: str = setting("def ", "after training on text, continue this prompt; '' for none")
     device: str = setting("auto", "auto: GPUs when there is one per rank", ("auto", "cpu", "cuda"))
@@ -234,12 +229,11 @@ class Run:
     rank: int = setting(0, "which of them to be")
     timeout: float = setting(600.0, "seconds a collective may wait for a rank before the run fails")
     time_limit: float = setting(0.0, "minutes after which the run saves and ends, as after SIGTERM or Ctrl-C; 0: none")
-    max_skipped: int = setting(25, "so many steps in a row without an update (gradients not finite, or spikes) are a "
-                                   "failure; 0: any number is none")
+    max_skipped: int = setting(25, "steps in a row without an update (not finite, or spikes) that are a failure; 0: "
+                                   "any number is none")
     rewind: int = setting(0, "instead of failing so, go back to the checkpoint before these steps and leave out their "
                              "samples, this many times in a run")
-    skip_spikes: float = setting(0.0, "skip a step whose gradient norm is this many standard deviations above the "
-                                      "running mean; 0: none")
+    skip_spikes: float = setting(0.0, "skip a gradient norm this many standard deviations above its mean; 0: none")
     check_replicas: int = setting(0, "steps between comparisons of what ranks must hold alike, to the bit; 0: never")
 
 
@@ -254,7 +248,7 @@ class Config:
     run: Run
     given: dict = field(default_factory=dict)  # the sections' values before defaults were filled in
     shown: bool = False  # whether the grid is that of SHOWN, because the command line names none
-    arguments: list = field(default_factory=list)  # the command line that they come from
+    arguments: list = field(default_factory=list)  # the command line
 
     def fp8_layers(self) -> range:
         """The blocks whose linear layers multiply in FP8."""
@@ -301,15 +295,14 @@ PRESETS = {  #             layers hidden heads kv    ffn
     "deepseek-v3-gqa": llama(61, 7168, 128,   8, 18432, 129280, **moe(  256, 8,  2048, **DEEPSEEK), head_dim=128),
 }
 
-
-SECTIONS = {f.name: f.type for f in fields(Config) if f.name not in ("given", "shown", "arguments")}
-SHOWN = {4: ["--tp", "2"], 8: ["--tp", "2", "--pp", "2"]}  # ranks -> the grid where no flag names grid or model
+SECTIONS = {"model": Model, "grid": Grid, "precision": Precision, "batch": Batch, "optim": Optim, "data": Data,
+            "run": Run}
+SHOWN = {4: ["--tp", "2"], 8: ["--tp", "2", "--pp", "2"]}  # ranks -> the grid if no flag names grid or model
 
 
 # ---- finding and reading run.json of checkpoints (checkpoint.py writes them) ----------------------------------------
 
-# What belongs to one start of a run, and not to the run.
-NOT_INHERITED = ("resume", "insist", "init_from", "export_hf", "profile", "memory_snapshot")
+NOT_INHERITED = ("resume", "insist", "init_from", "export_hf", "profile", "memory_snapshot")  # of one start of a run
 
 
 def checkpoints_in(folder: str | Path) -> list[Path]:
@@ -324,21 +317,22 @@ def step_of(path: Path) -> int:
     return int(digits) if digits.isdecimal() else -1
 
 
-def candidates(resume: str, out: str) -> list[str]:
+def candidates(resume: str, out: str) -> list[Path]:
     """The checkpoints that --resume may take, newest first. Raises ValueError if there are none where it points."""
+    if not resume:
+        return []
     if resume == "auto":
         need(out != "", "--resume auto needs --out, the folder to look in")
-        return list(map(str, checkpoints_in(out)))
-    if not resume or (Path(resume) / "run.json").is_file():
-        return [resume] if resume else []
-    found = list(map(str, checkpoints_in(resume)))
+        return checkpoints_in(out)
+    if Path(resume, "run.json").is_file():
+        return [Path(resume)]
+    found = checkpoints_in(resume)
     need(found != [], f"--resume {resume}: is no checkpoint, and no folder that has any")
     return found
 
 
 def resumed_run(resume: str, out: str) -> dict | None:
-    """run.json of the newest checkpoint where that is undamaged; tensors are not read here. None if there is nothing to
-    resume."""
+    """run.json of the newest checkpoint where that is undamaged; None if there is nothing to resume."""
     problem = None
     for path in candidates(resume, out):
         try:
@@ -348,7 +342,7 @@ def resumed_run(resume: str, out: str) -> dict | None:
             continue
         run["settings"] = {name: tuple(value) if name == "betas" else value  # JSON has no tuples
                            for name, value in run["settings"].items() if name not in NOT_INHERITED}
-        if os.path.realpath(run["settings"]["out"]) != os.path.realpath(Path(path).parent):  # a copy of the checkpoint
+        if os.path.realpath(run["settings"]["out"]) != os.path.realpath(path.parent):  # a copy of the checkpoint
             run["settings"] |= dict(out="", metrics="") | ({} if out else dict(save_every=0))
         return run
     if problem:
@@ -356,9 +350,9 @@ def resumed_run(resume: str, out: str) -> dict | None:
     return None
 
 
-def read_run(path: str) -> dict[str, Any]:
+def read_run(path: str | Path) -> dict[str, Any]:
     """run.json of a checkpoint. Raises ValueError if it is missing, damaged or of another format."""
-    file = Path(path) / "run.json"
+    file = Path(path, "run.json")
     try:
         run = json.loads(file.read_text())
         expected = run.pop("checksum")
@@ -387,18 +381,14 @@ def two_numbers(text: str) -> tuple:
 
 
 def expand(arguments: list[str], inside: tuple[str, ...] = ()) -> list[str]:
-    """`@file` becomes the flags in it, `--global_batch=8` becomes `--global-batch=8`. inside: the files being read.
-
-    Raises ValueError for a file that is not there, or that reads itself.
-    """
+    """`@file` becomes the flags in it, `--global_batch=8` becomes `--global-batch=8`. inside: the files being read."""
     out = []
     for argument in arguments:
         if argument.startswith("@"):
             path = argument[1:]
             need(os.path.isfile(path), f"{argument}: there is no file {path}")
             need(path not in inside, f"{argument}: the file reads itself")
-            with open(path) as file:
-                out += expand(shlex.split(file.read(), comments=True), (*inside, path))
+            out += expand(shlex.split(Path(path).read_text(), comments=True), (*inside, path))
         elif argument.startswith("--"):
             name, equals, value = argument.partition("=")
             out.append(name.replace("_", "-") + equals + value)
@@ -439,71 +429,48 @@ def make_parser() -> Parser:
 
 def parse(arguments: list[str], world: int = 1) -> Config:
     """The complete and checked settings of a run on `world` ranks; with --grid auto, what the grid decides is neither.
-
-    Raises ValueError, one line, for whatever cannot run.
-    """
+    Raises ValueError, one line, for whatever cannot run."""
     args, unknown = make_parser().parse_known_args(expand(arguments))
     if unknown:
         known = [flag(f.name) for section in SECTIONS.values() for f in fields(section)]
         close = difflib.get_close_matches(unknown[0].partition("=")[0], known, 1, 0.7)
         raise ValueError(f"{unknown[0]}: unknown flag, {f'did you mean {close[0]}?' if close else '--help lists all'}")
-    flags = vars(args)
-    preset = flags.get("preset", "tiny")
+    flags, preset = vars(args), getattr(args, "preset", "tiny")
     need(preset in PRESETS, f"--preset {preset}: unknown, use one of {', '.join(PRESETS)}")
     resumed = resumed_run(flags.get("resume", ""), flags.get("out", ""))
-    if not resumed:
-        flags["resume"] = ""
     if resumed:
         values = resumed["settings"] | (PRESETS[preset] if "preset" in flags else {}) | flags
     elif folder := flags.get("init_from"):
-        values = {"preset": os.path.basename(os.path.normpath(folder))} | huggingface.read_config(folder) | flags
+        values = dict(preset=Path(folder).name) | huggingface.read_config(folder) | flags | dict(resume="")
     else:
-        values = PRESETS[preset] | flags
-    config = Config(**{
-        name: section(**{f.name: values[f.name] for f in fields(section) if f.name in values})
-        for name, section in SECTIONS.items()
-    })
+        values = PRESETS[preset] | flags | dict(resume="")
+    config = Config(**{name: section(**{f.name: values[f.name] for f in fields(section) if f.name in values})
+                       for name, section in SECTIONS.items()})
     config.arguments = list(arguments)
     config.given = {name: value for section in SECTIONS for name, value in asdict(getattr(config, section)).items()}
     checks.complete(config, world)
-    check_export(config)
+    huggingface.check_export(config)
     if resumed and not config.run.insist:
         for name, there in resumed["model"].items():
             here = getattr(config.model, name)
-            need(here == there or name == "preset", f"{flag(name)} {here}: the checkpoint's model has {there}; give "
-                                                    "--insist to change it")
+            need(here == there or name == "preset",
+                 f"{flag(name)} {here}: the checkpoint's model has {there}; give --insist to change it")
     return config
 
 
-def check_export(config: Config) -> None:
-    """Raises ValueError for what --export-hf could not write after the last step."""
-    target, published = config.run.export_hf, config.run.init_from
-    if target:
-        huggingface.exportable(config.model)
-        need(config.optim.bias_rate == 0, f"--export-hf with --bias-rate {config.optim.bias_rate}: no class of "
-                                          "transformers has the routers' biases")
-        need(not published or os.path.realpath(target) != os.path.realpath(published),
-             f"--export-hf {target} is the folder of --init-from: name another one")
-        folders = {os.path.realpath(os.path.dirname(path)) for path in config.data.data}
-        need(os.path.realpath(target) not in folders,
-             f"--export-hf {target} is the folder of the data: name another one")
-
-
 def from_command_line() -> Config:
-    """`parse` for the command line of this process, which may be one of many ranks. One that names neither a grid nor a
-    model shows what a grid is, if it can run on it."""
+    """`parse` for the command line of this process, which may be one of many ranks. If it names neither grid nor model,
+    the grid is that of SHOWN."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until faults.py listens: Ctrl-C ends without imports' traceback
     arguments, ranks = sys.argv[1:], int(os.environ.get("WORLD_SIZE", 1))
     try:
         flags = vars(make_parser().parse_known_args(expand(arguments))[0])
         names = {f.name for section in (Model, Grid) for f in fields(section)} | {"resume", "init_from"}
         if ranks in SHOWN and not flags.keys() & names:
-            try:
+            with contextlib.suppress(ValueError):  # a batch that only pure data parallelism can divide, for example
                 config = parse([*SHOWN[ranks], *arguments], ranks)
                 config.shown = True
                 return config
-            except ValueError:
-                pass  # such as a batch that only pure data parallelism can divide; if none can, parse says why
         return parse(arguments, ranks)
     except ValueError as error:
         refuse(error)

@@ -28,7 +28,6 @@ import argparse
 import hashlib
 import os
 import shutil
-import sys
 import sysconfig
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,11 +37,13 @@ import torch
 from tqdm import tqdm
 
 import config
+from checks import need
 from collectives import to_device
 from param import IGNORED
 
 BYTES_SEPARATOR = config.TEXT_VOCAB - 1  # 256, behind the 256 bytes
-LLM_C = {(20240520, 1): (np.uint16, 50256), (20240801, 7): (np.uint32, 128000)}  # (magic, version): dtype, separator
+# (magic, version): dtype, separator
+LLM_C = {(20240520, 1): (np.dtype("u2"), 50256), (20240801, 7): (np.dtype("u4"), 128000)}
 LLM_C_HEADER = 256 * 4  # bytes
 OUR_HEADER = np.dtype([("magic", "S8"), ("count", "<i8"), ("itemsize", "<i4"), ("separator", "<i4")])
 MAGIC = b"penterac"
@@ -62,20 +63,18 @@ class Corpus:
     def __init__(self, paths: list[str], vocab: int, dtype: str = "uint16", separator: int = -1):
         files = [file for path in paths for file in files_in(Path(path))] if paths else standard_library()
         kinds = {file.suffix in (".bin", ".npy") for file in files}
-        if len(kinds) > 1:
-            raise ValueError(f"{paths[0]}: text and token files (.bin, .npy) are mixed: give one kind")
+        need(len(kinds) == 1, f"--data {' '.join(paths)}: text and token files (.bin, .npy) are mixed: give one kind")
         self.is_text = kinds == {False}
-        if self.is_text and vocab < config.TEXT_VOCAB:
-            raise ValueError(f"--vocab {vocab} is too small for text: use at least {config.TEXT_VOCAB}, bytes and "
-                             "document separator")
-        if self.is_text and separator != -1:
-            raise ValueError(f"--separator {separator} is for token files: in text, {BYTES_SEPARATOR} separates files")
+        if self.is_text:
+            need(vocab >= config.TEXT_VOCAB, f"--vocab {vocab} is too small for text: use at least {config.TEXT_VOCAB},"
+                                             " bytes and document separator")
+            need(separator == -1, f"--separator {separator} is for token files: in text, {BYTES_SEPARATOR} separates "
+                                  "files")
         opened = [read_text(file) if self.is_text else open_tokens(file, dtype) for file in files]
         self.files, self.vocab = files, vocab
         self.arrays = [array for array, _ in opened]
         separators = {of_format for _, of_format in opened} if separator == -1 else {separator}
-        if len(separators) > 1:
-            raise ValueError(f"{paths[0]}: the files separate documents by different tokens: give --separator")
+        need(len(separators) == 1, "the data's files separate documents by different tokens: give --separator")
         self.separator, = separators
         self.starts = np.cumsum([0] + [len(array) for array in self.arrays])
 
@@ -90,9 +89,8 @@ class Corpus:
         while filled < count:
             skip = start + filled - self.starts[file]
             part = self.arrays[file][skip:skip + count - filled]
-            if part.max() >= self.vocab or part.min() < 0:
-                raise ValueError(f"{self.files[file]}: holds a token outside 0..{self.vocab - 1}: raise --vocab, "
-                                 "or give the file's --data-dtype")
+            need(0 <= part.min() and part.max() < self.vocab, f"{self.files[file]}: holds a token outside "
+                 f"0..{self.vocab - 1}: raise --vocab, or give the file's --data-dtype")
             tokens[filled:filled + len(part)] = part
             begins[filled] |= self.separator is None and skip == 0
             filled += len(part)
@@ -102,19 +100,17 @@ class Corpus:
 
 def files_in(path: Path) -> list[Path]:
     """The file; of a folder its token files if it has any, else all its text files."""
-    if not path.exists():
-        raise ValueError(f"{path}: no such file or folder")
+    need(path.exists(), f"{path}: no such file or folder")
     if path.is_file():
         return [path]
     for folder in (path, *path.rglob("*")):  # which passes over those that it cannot read
-        if folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK):
-            raise ValueError(f"{folder}: cannot be read: Permission denied")
+        need(not folder.is_dir() or os.access(folder, os.R_OK | os.X_OK),
+             f"{folder}: cannot be read: Permission denied")
     inside = sorted(file for file in path.rglob("*") if file.is_file()
                     and not any(part.startswith((".", "__pycache__")) for part in file.relative_to(path).parts))
     tokens = [file for file in inside if file.suffix in (".bin", ".npy")]
     chosen = tokens or [file for file in inside if file.stat().st_size and 0 not in file.read_bytes()]
-    if not chosen:
-        raise ValueError(f"{path}: holds no text and no .bin or .npy files")
+    need(chosen != [], f"{path}: holds no text and no .bin or .npy files")
     return chosen
 
 
@@ -129,10 +125,8 @@ def standard_library() -> list[Path]:
 def read_text(file: Path) -> tuple[np.ndarray, int]:
     """(a separator and then the file's bytes, uint16; the separator)."""
     content = np.fromfile(file, np.uint8)
-    if len(content) == 0:
-        raise ValueError(f"{file}: is empty")
-    if not content.all():
-        raise ValueError(f"{file}: holds zero bytes, so it is not text; token files end in .bin or .npy")
+    need(len(content) > 0, f"{file}: is empty")
+    need(content.all(), f"{file}: holds zero bytes, so it is not text; token files end in .bin or .npy")
     tokens = np.empty(len(content) + 1, np.uint16)
     tokens[0], tokens[1:] = BYTES_SEPARATOR, content
     return tokens, BYTES_SEPARATOR
@@ -145,47 +139,31 @@ def open_tokens(file: Path, dtype: str) -> tuple[np.ndarray, int | None]:
             tokens = np.lib.format.open_memmap(file, "r")
         except (ValueError, OSError, EOFError) as error:
             raise ValueError(f"{file}: cannot be read as .npy, truncated or of another format ({error})") from None
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise ValueError(f"{file}: holds {tokens.ndim} dimensions of {tokens.dtype}: need one, of integers")
-        return not_empty(file, tokens), None
+        need(tokens.ndim == 1 and tokens.dtype.kind in "iu",
+             f"{file}: holds {tokens.ndim} dimensions of {tokens.dtype}: need one, of integers")
+        need(len(tokens) > 0, f"{file}: is empty")
+        return tokens, None
 
-    ours = np.fromfile(file, OUR_HEADER, 1)
+    nbytes, ours, header = file.stat().st_size, np.fromfile(file, OUR_HEADER, 1), np.fromfile(file, np.int32, 3)
     if len(ours) and ours[0]["magic"] == MAGIC:
-        kind = {2: np.uint16, 4: np.uint32}.get(int(ours[0]["itemsize"]))
-        if kind is None:
-            raise ValueError(f"{file}: its header is damaged")
-        need_count(file, int(ours[0]["count"]), OUR_HEADER.itemsize, kind)
-        return not_empty(file, np.memmap(file, kind, "r", OUR_HEADER.itemsize)), int(ours[0]["separator"])
-
-    header = np.fromfile(file, np.int32, 3)
-    if len(header) == 3 and header[0] in {magic for magic, _ in LLM_C}:
-        magic, version, count = (int(number) for number in header)
-        if (magic, version) not in LLM_C:
-            raise ValueError(f"{file}: version {version} of llm.c's format {magic} is unknown: know {list(LLM_C)}")
-        kind, separator = LLM_C[magic, version]
-        need_count(file, count, LLM_C_HEADER, kind)
-        return not_empty(file, np.memmap(file, kind, "r", LLM_C_HEADER)), separator
-
-    unit = np.dtype(dtype).itemsize
-    if file.stat().st_size % unit:
-        raise ValueError(f"{file}: {file.stat().st_size:,} bytes are not a whole number of {dtype} tokens: "
-                         "truncated, or of another --data-dtype")
-    if file.stat().st_size == 0:
-        raise ValueError(f"{file}: is empty")
-    return np.memmap(file, dtype, "r"), None
-
-
-def need_count(file: Path, count: int, header: int, kind: type) -> None:
-    present = (file.stat().st_size - header) / np.dtype(kind).itemsize
-    if present != count:
-        raise ValueError(f"{file}: its header promises {count:,} tokens and {max(present, 0):,.10g} follow: "
-                         f"{'truncated' if present < count else 'not this format'}")
-
-
-def not_empty(file: Path, tokens: np.ndarray) -> np.ndarray:
-    if len(tokens) == 0:
-        raise ValueError(f"{file}: is empty")
-    return tokens
+        _, count, itemsize, separator = ours[0].tolist()
+        need(itemsize in (2, 4), f"{file}: its header is damaged")
+        kind, start = np.dtype(f"u{itemsize}"), OUR_HEADER.itemsize
+    elif len(header) == 3 and header[0] in {magic for magic, _ in LLM_C}:
+        magic, version, count = header.tolist()
+        need((magic, version) in LLM_C,
+             f"{file}: version {version} of llm.c's format {magic} is unknown: know {list(LLM_C)}")
+        (kind, separator), start = LLM_C[magic, version], LLM_C_HEADER
+    else:
+        kind, start, separator = np.dtype(dtype), 0, None
+        count = nbytes // kind.itemsize
+        need(nbytes % kind.itemsize == 0, f"{file}: {nbytes:,} bytes are not a whole number of {dtype} tokens: "
+                                          "truncated, or of another --data-dtype")
+    present = (nbytes - start) / kind.itemsize
+    need(present == count, f"{file}: its header promises {count:,} tokens and {max(present, 0):,.10g} follow: "
+                           f"{'truncated' if present < count else 'not this format'}")
+    need(count > 0, f"{file}: is empty")
+    return np.memmap(file, kind, "r", start), separator
 
 
 # ---- samples --------------------------------------------------------------------------------------------------------
@@ -213,8 +191,7 @@ class Samples:
     def __init__(self, corpus: Corpus, seq: int, seed: int | None, doc_mask: bool = False):
         self.corpus, self.seq, self.seed, self.doc_mask = corpus, seq, seed, doc_mask
         self.spans = (len(corpus) - 1) // seq
-        if self.spans == 0:
-            raise ValueError(f"the data holds {len(corpus):,} tokens: fewer than one sample of --seq {seq} + 1")
+        need(self.spans > 0, f"the data holds {len(corpus):,} tokens: fewer than one sample of --seq {seq} + 1")
 
     def identity(self) -> dict[str, int | str | None]:
         """What the samples depend on. The hash covers the files' lengths and 64 evenly spaced blocks only."""
@@ -311,8 +288,7 @@ def separator_of(tokenizer: Any, path: str) -> int:
     """The token that begins a document, found by the names that published tokenizers use."""
     names = ("<|endoftext|>", "<|begin_of_text|>", "<|end_of_text|>", "<s>", "</s>", "[SEP]")
     found = [tokenizer.token_to_id(name) for name in names if tokenizer.token_to_id(name) is not None]
-    if not found:
-        raise ValueError(f"{path}: has none of {', '.join(names)}: name the token between documents with --separator")
+    need(found != [], f"{path}: has none of {', '.join(names)}: name the token between documents with --separator")
     return found[0]
 
 
@@ -323,19 +299,14 @@ def tokenize(paths: list[str], tokenizer_path: str, out: str, separator: str = "
     """
     tokenizer, target = read_tokenizer(tokenizer_path), Path(out)
     mark = tokenizer.token_to_id(separator) if separator else separator_of(tokenizer, tokenizer_path)
-    if mark is None:
-        raise ValueError(f"--separator {separator}: {tokenizer_path} has no such token")
-    if target.suffix != ".bin":
-        raise ValueError(f"--out {out}: its name must end in .bin")
-    missing = [path for path in paths if not os.path.exists(path)]
-    if missing:
-        raise ValueError(f"{missing[0]}: no such file or folder")
+    need(mark is not None, f"--separator {separator}: {tokenizer_path} has no such token")
+    need(target.suffix == ".bin", f"--out {out}: its name must end in .bin")
     files = [file for path in paths for file in files_in(Path(path))]
     kind = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32)
     target.parent.mkdir(parents=True, exist_ok=True)
     beside, temporary, count = target.parent / "tokenizer.json", target.with_suffix(".tmp"), 0
-    if beside.exists() and beside.read_bytes() != Path(tokenizer_path).read_bytes():
-        raise ValueError(f"{beside}: is another tokenizer: use another folder for --out")
+    need(not beside.exists() or beside.read_bytes() == Path(tokenizer_path).read_bytes(),
+         f"{beside}: is another tokenizer: use another folder for --out")
     try:
         with open(temporary, "wb") as stream:
             stream.write(np.zeros(1, OUR_HEADER).tobytes())
@@ -364,7 +335,7 @@ def text_of(file: Path) -> str:
         raise ValueError(f"{file}: is no UTF-8 text ({error.reason} at byte {error.start:,})") from None
 
 
-def demo() -> int:
+def demo() -> None:
     """What a run without --data reads, and that the number of ranks does not change it."""
     samples = Samples(Corpus([], config.TEXT_VOCAB), seq=256, seed=0)
     print(f"{len(samples.corpus.files)} files of Python's own library are {len(samples.corpus):,} tokens, or "
@@ -375,10 +346,9 @@ def demo() -> int:
     tokens = samples.micro_batch([0]).tokens[0, :48].tolist()
     print(f"\nThe first sample begins: {bytes(token for token in tokens if token < 256).decode(errors='replace')!r}")
     print("Whatever the number of ranks, a step reads the same spans.")
-    return 0
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(prog="data.py", description="Without a command: what a run reads by default.")
     command = parser.add_subparsers(dest="command").add_parser("tokenize", help="text to a token file")
     command.add_argument("--tokenizer", required=True, help="tokenizer.json, as published with a model")
@@ -391,11 +361,9 @@ def main() -> int:
     try:
         count = tokenize(args.paths, args.tokenizer, args.out, args.separator)
     except (ValueError, OSError) as error:
-        print(f"data.py: {error}", file=sys.stderr)
-        return 2
+        config.refuse(error, "data.py")
     print(f"{args.out}: {count:,} tokens")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

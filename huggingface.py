@@ -25,7 +25,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import fields
-from glob import escape, glob
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from checks import flag, need
@@ -145,8 +145,7 @@ def read_config(folder: str) -> dict[str, Any]:
 def read_json(path: str) -> dict[str, Any]:
     need(os.path.isfile(path), f"{path}: there is no such file")
     try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: is no JSON: {error}") from None
     need(isinstance(content, dict), f"{path}: must be a JSON object")
@@ -259,6 +258,19 @@ def exportable(model: Any) -> str:
     raise ValueError(f"no class of transformers computes this model: {'; '.join(refusals)}")
 
 
+def check_export(settings: Any) -> None:
+    """Raises ValueError for what --export-hf of a config.Config could not write after the last step."""
+    target, rate = settings.run.export_hf, settings.optim.bias_rate
+    if target:
+        exportable(settings.model)
+        need(rate == 0, f"--export-hf with --bias-rate {rate}: no class of transformers has the routers' biases")
+        sources = {os.path.realpath(os.path.dirname(path)) for path in settings.data.data}
+        if settings.run.init_from:
+            sources.add(os.path.realpath(settings.run.init_from))
+        need(os.path.realpath(target) not in sources,
+             f"--export-hf {target}: is the folder of --init-from or of the data, name another one")
+
+
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 def source(folder: str) -> Source:
@@ -356,11 +368,12 @@ def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: st
         if tokenizer_from:
             published = copy_tokenizer(tokenizer_from, folder)
             config |= {field: published[field] for field in (*TOKENS, "max_position_embeddings") if field in published}
-        write_json(os.path.join(folder, "config.json"), config)
+        Path(folder, "config.json").write_text(json.dumps(config, indent=2))
         if len(shards) > 1:
             size = torch_dtype.itemsize * sum(math.prod(spec.shape) for spec in specs)
             files = {name: file for file, shard in shards.items() for name in shard}
-            write_json(os.path.join(folder, INDEX), {"metadata": {"total_size": size}, "weight_map": files})
+            index = {"metadata": {"total_size": size}, "weight_map": files}
+            Path(folder, INDEX).write_text(json.dumps(index, indent=2))
 
 
 def plan_shards(specs: list[Spec], architecture: str, element_bytes: int,
@@ -391,18 +404,10 @@ def write_shard(path: str, shard: dict[str, tuple[Spec, Box]], source: Source, d
     os.replace(path + ".tmp", path)
 
 
-def write_json(path: str, content: dict[str, Any]) -> None:
-    with open(path + ".tmp", "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2)
-    os.replace(path + ".tmp", path)
-
-
 def copy_tokenizer(published: str, folder: str) -> dict[str, Any]:
     """Copy the tokenizer's files that exist, and return the published config.json."""
     for pattern in TOKENIZER_FILES:
-        for path in glob(os.path.join(escape(published), pattern)):
-            target = os.path.join(folder, os.path.basename(path))
-            shutil.copyfile(path, target + ".tmp")
-            os.replace(target + ".tmp", target)
+        for path in Path(published).glob(pattern):
+            shutil.copy(path, folder)
     where = os.path.join(published, "config.json")
     return read_json(where) if os.path.isfile(where) else {}

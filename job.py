@@ -11,9 +11,9 @@ import config
 import faults
 import huggingface
 from assemble import DTYPES, build
-from checkpoint import Saver, host_group
+from checkpoint import Saver
 from checks import need
-from collectives import Group, Groups, rank, size
+from collectives import Group, Groups, agree, gather_objects, host_group, rank, size
 from data import Corpus, Samples
 from log import Log
 from model import Llama
@@ -63,43 +63,49 @@ class Job:
 def begin_or_resume(job: Job) -> None:
     """Make the model and its optimizer, with initial weights or those of a checkpoint; and the Saver, if the run saves.
     Raises ValueError, on every rank, for a checkpoint, data or a folder that cannot be used."""
-    settings, run, state, groups, path = job.settings, job.settings.run, job.state, job.groups, ""
-    saved: dict = {}
-    host = host_group(run.timeout) if run.out or run.resume or run.init_from or run.export_hf else None
+    settings, run, path, tokenizer = job.settings, job.settings.run, None, ""
+    if run.out or run.resume or run.init_from or run.export_hf:
+        job.host = host_group(run.timeout)
     for samples in filter(None, (job.training, job.validation)):
-        checkpoint.agree(samples.identity, host)  # reads the tokens, so bad ones are refused now
+        agree(samples.identity, job.host)  # reads the tokens, so bad ones are refused now
     sections = [section for name, section in asdict(settings).items() if name not in ("data", "given", "arguments")]
     faults.agree_on({"settings": sections, "data": job.training.identity(),
-                     "version of Python or torch": (sys.version, torch.__version__)}, groups["world"], job.device)
+                     "version of Python or torch": (sys.version, torch.__version__)}, job.groups["world"], job.device)
     dtype = DTYPES[settings.precision.dtype]
-    job.host, (job.model, job.optimizer) = host, build(settings, groups, job.device, dtype, filled=False)
+    job.model, job.optimizer = build(settings, job.groups, job.device, dtype, filled=False)
     if run.resume:
-        found = checkpoint.agree(lambda: config.candidates(run.resume, run.out), host)
-        path = checkpoint.find_whole(checkpoint.exchange(found, host)[0], host)
+        found = agree(lambda: config.candidates(run.resume, run.out), job.host)
+        path = checkpoint.find_whole(gather_objects(found, job.host)[0], job.host)
         saved = config.read_run(path)
-        checkpoint.agree(lambda: check_data(job.training, saved, settings), host)
+        agree(lambda: check_data(job.training, saved, settings), job.host)
         restore(job, path, saved)
+        tokenizer = saved["tokenizer"]
     else:
-        def fill() -> None:
-            job.optimizer.load(huggingface.source(run.init_from) if run.init_from else draw(settings.optim.seed))
-        checkpoint.agree(fill, host)
-    job.tokenizer = tokenizer_folder(run.init_from, saved.get("tokenizer", ""), job.training.corpus)
-    pieces = list(checkpoint.pieces_of_run(job.optimizer, job.model.routers, groups, saving=True))
-    out = run.out if state.step < settings.optim.steps else ""  # after the last step there is nothing left to save
+        agree(lambda: job.optimizer.load(
+            huggingface.source(run.init_from) if run.init_from else draw(settings.optim.seed)), job.host)
+    job.tokenizer = tokenizer_folder(run.init_from, tokenizer, job.training.corpus)
+    open_saver(job, path)
+
+
+def open_saver(job: Job, path: Path | None) -> None:
+    """Make the Saver, if the run saves, and say where the run continues. path: the checkpoint that is resumed."""
+    run, state, steps = job.settings.run, job.state, job.settings.optim.steps
+    out = run.out if state.step < steps else ""  # after the last step there is nothing left to save
     folder = out or (run.export_hf and os.path.join(run.export_hf, ".checkpoint"))
-    continues = bool(path) and os.path.realpath(os.path.dirname(path)) == os.path.realpath(folder)
+    continues = path is not None and os.path.realpath(path.parent) == os.path.realpath(folder)
     if folder:
-        job.saver = Saver(folder, pieces, run.keep, host, state.step if continues else 0, temporary=not out)
-    done = state.step if state.step == settings.optim.steps else None
+        pieces = list(checkpoint.pieces_of_run(job.optimizer, job.model.routers, job.groups, saving=True))
+        job.saver = Saver(folder, pieces, run.keep, job.host, state.step if continues else 0, temporary=not out)
+    done = state.step if state.step == steps else None
     if out and (continues or not path):
         done = job.saver.done_before
-    if rank(groups["world"]) == 0 and (path or done):
+    if rank(job.groups["world"]) == 0 and (path or done):
         print(where_it_continues(path, state.step, done), flush=True)
 
 
-def where_it_continues(path: str, step: int, done: int | None) -> str:
-    """The line that names the checkpoint of this step, "" for none, and what is lost. done: how many steps the run
-    before had done; None if that is not known."""
+def where_it_continues(path: Path | None, step: int, done: int | None) -> str:
+    """The line that names the checkpoint of this step and what is lost. done: how many steps the run before had done;
+    None if that is not known."""
     begins = f"resumed {path} after {step} steps" if path else "begins at step 0, as there is no checkpoint"
     if done is None:
         return f"{begins}: later steps, if there were any, are lost and taken again"
@@ -107,7 +113,7 @@ def where_it_continues(path: str, step: int, done: int | None) -> str:
     return f"{begins}: {lost} later step{'s are' if lost != 1 else ' is'} lost{' and taken again' if lost else ''}"
 
 
-def restore(job: Job, path: str, saved: dict) -> None:
+def restore(job: Job, path: Path, saved: dict) -> None:
     """Load the checkpoint at `path` into the job. saved: its run.json."""
     job.state.restore(saved)
     checkpoint.load(path, job.optimizer, job.model.routers, job.groups, job.host)
@@ -160,8 +166,8 @@ def rewind(job: Job) -> None:
                              "leave out these samples, with --rewind" + (f" {run.rewind + 1}" if run.rewind else ""))
     state.activity = f"going back from step {state.step}"
     job.saver.finish()
-    paths = [path for path in config.candidates("auto", run.out) if config.step_of(Path(path)) <= step]
-    paths, *_ = checkpoint.exchange(paths, job.host)  # those that the first rank sees
+    paths = [path for path in config.checkpoints_in(run.out) if config.step_of(path) <= step]
+    paths, *_ = gather_objects(paths, job.host)  # those that the first rank sees
     if not paths:
         raise faults.Failure(f"{what}, and there is no checkpoint of an earlier step")
     path = checkpoint.find_whole(paths, job.host)
@@ -170,8 +176,7 @@ def rewind(job: Job) -> None:
     state.left_out, state.rewinds = left_out, rewinds
     guard.streak.clear()
     guard.norms.copy_(torch.tensor(state.norms, dtype=guard.norms.dtype))
-    job.saver.set_aside(state.step)
-    job.saver.note(state.step)
+    job.saver.begin_at(state.step)
     job.log.begin(state.step)
     faults.warn(f"{what}: went back to {path} and left out samples {samples.start} to {last.stop - 1}",
                 job.groups["world"])

@@ -32,6 +32,7 @@ import plan
 import schedules
 import search
 import train
+from checks import need
 from cp import own_chunks
 from groups import build_groups
 from meter import Meter
@@ -59,10 +60,12 @@ def save(figure, name: str) -> None:
     (FOLDER / f"{name}.svg").write_text(re.sub(r"\s*\n\s*", "\n", text))
 
 
-def bare(*all_axes) -> None:
-    for axes in all_axes:
-        axes.set_axis_off()
-        axes.set_aspect("equal")
+def bare(axes, x: tuple[float, float], y: tuple[float, float]) -> None:
+    """Only what is drawn, between these limits, to one scale."""
+    axes.set_axis_off()
+    axes.set_aspect("equal")
+    axes.set_xlim(*x)
+    axes.set_ylim(*y)
 
 
 def arrow(axes, start, end, color: str, style: str = "<->", **options) -> None:
@@ -108,9 +111,7 @@ def grid() -> None:
     for i, (axis, note) in enumerate(notes.items()):
         axes.text(-.25, -.85 - i * .48, axis, color=COLORS[axis], weight="bold")
         axes.text(.45, -.85 - i * .48, note)
-    bare(axes)
-    axes.set_xlim(-.5, 12.2)
-    axes.set_ylim(-3.1, 6.7)
+    bare(axes, (-.5, 12.2), (-3.1, 6.7))
     save(figure, "grid")
 
 
@@ -234,9 +235,7 @@ def zigzag() -> None:
         ax.set_title(f"{name}: {', '.join(map(str, work))} blocks on ranks 0 to 3", loc="left")
         ax.text(4, -.55, "chunks of keys", ha="center")
         ax.text(-.35, 4, "chunks of queries", va="center", rotation=90)
-        ax.set_xlim(-.9, 8.1)
-        ax.set_ylim(-1, 8.1)
-    bare(*axes)
+        bare(ax, (-.9, 8.1), (-1, 8.1))
     save(figure, "zigzag")
 
 
@@ -260,9 +259,7 @@ def ring() -> None:
         sent = [(rank, chunk, set(have[rank][chunk])) for rank, chunk in moved]
         for rank, chunk, terms in sent:
             have[(rank + 1) % 4][chunk] |= terms
-        ax.set_xlim(-.5, 4.1)
-        ax.set_ylim(-.7, 4.1)
-    bare(*axes)
+        bare(ax, (-.5, 4.1), (-.7, 4.1))
     figure.supxlabel("ranks 0 to 3, chunks a to d; a rank sends one chunk per hop, 2 (n-1)/n of all", fontsize=9)
     save(figure, "ring")
 
@@ -291,9 +288,7 @@ def collectives() -> None:
                 ax.text(left - .15, 3.5 - row, row, ha="right", va="center", fontsize=7.5)
         arrow(ax, (4.2, 2), (5.1, 2), "#666666", "->")
         ax.set_title(name, loc="left")
-        ax.set_xlim(-.7, 9.8)
-        ax.set_ylim(-.1, 4.1)
-    bare(*axes.flat)
+        bare(ax, (-.7, 9.8), (-.1, 4.1))
     figure.supxlabel("a row is a rank; to the left before, to the right after", fontsize=9)
     save(figure, "collectives")
 
@@ -432,16 +427,16 @@ PICTURES = {"grid": grid, "timeline": timeline, "schedules": all_schedules, "bub
 
 
 def main(names: list[str]) -> None:
-    if names[:1] == ["loss"] and names[1:]:
-        missing = [path for path in names[1:] if not os.path.isfile(path)]
-        jobs = {"loss": partial(loss, names[1:])}
-        problem = f"{missing[0]}: there is no such file" if missing else ""
-    else:
-        unknown = [name for name in names if name not in PICTURES]
-        jobs = {name: PICTURES[name] for name in names or PICTURES if name in PICTURES}
-        problem = f"{unknown[0]}: unknown, use {', '.join(PICTURES)}, or loss FILES" if unknown else ""
-    if problem:
-        config.refuse(ValueError(problem), "pictures.py")
+    jobs = {name: PICTURES.get(name) for name in names or PICTURES}
+    try:
+        if names[:1] == ["loss"] and names[1:]:
+            for path in names[1:]:
+                need(os.path.isfile(path), f"{path}: there is no such file")
+            jobs = {"loss": partial(loss, names[1:])}
+        for name, draw in jobs.items():
+            need(draw is not None, f"{name}: unknown, use {', '.join(PICTURES)}, or loss FILES")
+    except ValueError as error:
+        config.refuse(error, "pictures.py")
     torch.set_num_threads(1)
     for name, draw in jobs.items():
         draw()

@@ -171,8 +171,8 @@ def describe(level: str, group: Group, measured: dict[str, list[Sample]], fits: 
     n = size(group)
     ranks = " ".join(map(str, dist.get_process_group_ranks(group)))
     lines = [f"{level}: {n} ranks ({ranks}); groups at once: {dist.get_world_size() // n}", ""]
-    lines.append("collective".ljust(16) + "bytes".rjust(14) + "us".rjust(12) + "10% to 90%, us".rjust(22)
-                 + "algorithm GB/s".rjust(16) + "bus GB/s".rjust(10))
+    lines.append(f"{'collective':16}{'bytes':>14}{'us':>12}{'10% to 90%, us':>22}{'algorithm GB/s':>16}"
+                 f"{'bus GB/s':>10}")
     for op, samples in measured.items():
         for nbytes, seconds, low, high in samples:
             spread = f"{low * 1e6:,.0f} to {high * 1e6:,.0f}"
@@ -180,8 +180,8 @@ def describe(level: str, group: Group, measured: dict[str, list[Sample]], fits: 
             lines.append(f"{op:16s}{nbytes:14,}{seconds * 1e6:12,.1f}{spread:>22s}{rate:16.3f}"
                          f"{rate * FACTORS[op](n):10.3f}")
     top = max(nbytes * FACTORS[op](n) / seconds for op in measured for nbytes, seconds, *_ in measured[op])
-    lines += ["", "fitted".ljust(16) + "latency, us".rjust(14) + "bus GB/s".rjust(10) + "off by".rjust(8)
-              + f"    bus bandwidth over payload, 1 kB, 4 kB, …; █ is {top / 1e9:.2g} GB/s, ▇ half as much, …"]
+    lines += ["", f"{'fitted':16}{'latency, us':>14}{'bus GB/s':>10}{'off by':>8}    bus bandwidth over payload, 1 kB, "
+                  f"4 kB, …; █ is {top / 1e9:.2g} GB/s, ▇ half as much, …"]
     for op, (latency, bandwidth, error) in fits.items():
         lines.append(f"{op:16s}{latency * 1e6:14,.1f}{bandwidth / 1e9:10.3f}{error:8.0%}    "
                      + curve(measured[op], FACTORS[op](n), top))
@@ -263,13 +263,12 @@ def describe_cluster(levels: list[dict], device: torch.device, local_ranks: int)
     x = torch.randn(width, width, device=device, dtype=dtype)
     seconds = statistics.median(time_turns(lambda: x @ x, device))
     peak, reached = costs.peak_flops(kind) if cuda else None, 2 * width ** 3 / seconds
-    memory = (torch.cuda.get_device_properties(device).total_memory if cuda
-              else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // local_ranks)
     measured = {"date": date.today().isoformat(), "backend": dist.get_backend(), "torch": torch.__version__,
                 "device": kind}
     return {"name": f"{dist.get_world_size() // local_ranks} x {local_ranks} {kind}", "gpus_per_node": local_ranks,
             "peak_flops": {"bf16": peak or reached}, "achieved_fraction": reached / peak if peak else None,
-            "memory_bytes": memory, **host_rates(device), "levels": levels, "measured": measured}
+            "memory_bytes": assemble.memory_of_device(device), **host_rates(device), "levels": levels,
+            "measured": measured}
 
 
 def parse(flags: list[str], ranks: int) -> tuple[config.Config, str]:

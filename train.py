@@ -33,20 +33,11 @@ from typing import NamedTuple
 
 import torch
 
+import assemble
 import collectives
 import config
 import dryrun
 import faults
-from assemble import (
-    DTYPES,
-    build,
-    check_device,
-    check_memory,
-    choose_device,
-    choose_grid,
-    memory_of_rank,
-    open_samples,
-)
 from checks import need
 from collectives import Groups, HostCopy, all_reduce, rank, size
 from cp import shard_sequences
@@ -74,15 +65,15 @@ def main(settings: config.Config) -> None:
     stop, watchdog, store = faults.Stop(run.time_limit, run.timeout), None, None
     stop.listen()
     try:  # mistakes of the user: one line, no traceback
-        device, device_reason = choose_device(run.device)
+        device, device_reason = assemble.choose_device(run.device)
         if settings.grid.grid == "auto":
-            settings = choose_grid(settings, device)
+            settings = assemble.choose_grid(settings, device)
         if settings.precision.dtype == "auto":
             settings.precision.dtype = "bf16" if device.type == "cuda" else "fp32"
-        check_device(settings, device)
+        assemble.check_device(settings, device)
         need(device.type == "cuda" or not run.memory_snapshot, f"--memory-snapshot {run.memory_snapshot}: needs a GPU")
-        training = open_samples(settings, settings.data.data, settings.optim.seed)
-        validation = open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
+        training = assemble.open_samples(settings, settings.data.data, settings.optim.seed)
+        validation = assemble.open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
     except ValueError as error:
         config.refuse(error)
     if device.type == "cuda":
@@ -111,7 +102,7 @@ def train(settings: config.Config, training: Samples, validation: Samples | None
     if settings.run.graph:
         leave_default_stream(device)
     try:  # mistakes of the user that show only now, on every rank
-        check_memory(settings, groups, device)
+        assemble.check_memory(settings, groups, device)
         begin_or_resume(job)
     except ValueError as error:
         config.refuse(error)
@@ -286,9 +277,9 @@ def read_results(job: Job, issued: Issued) -> dict:
 
 def needs_pause(job: Job, step: int) -> bool:
     """Whether something follows this step that needs its results: an evaluation, a save, or the end."""
-    settings, steps = job.settings, job.settings.optim.steps
-    every = settings.data.eval_every if job.validation else 0, settings.run.save_every, settings.run.check_replicas
-    return any(is_due(step, interval, steps) for interval in every)
+    data, run, steps = job.settings.data, job.settings.run, job.settings.optim.steps
+    intervals = run.save_every, run.check_replicas, data.eval_every if job.validation else 0
+    return any(is_due(step, every, steps) for every in intervals)
 
 
 def pause(job: Job, step: int) -> dict:
@@ -450,7 +441,7 @@ def dry_run(settings: config.Config) -> None:
     if precision.dtype == "auto":
         precision.dtype = "bf16"  # as on GPUs
     try:
-        check_device(settings, torch.device("cpu"))
+        assemble.check_device(settings, torch.device("cpu"))
     except ValueError as error:
         config.refuse(error)
     with dryrun.fake_world(run.gpus, run.rank):
@@ -458,7 +449,7 @@ def dry_run(settings: config.Config) -> None:
         print(first_lines(settings, groups, f"none (dry run), {run.gpus:,} ranks"), flush=True)
         with dryrun.fake_tensors():
             found = measured_step(settings, groups)
-        formula = memory_of_rank(settings, groups)
+        formula = assemble.memory_of_rank(settings, groups)
         print(dryrun.report(found, groups, formula, time.perf_counter() - began))
         if run.metrics:
             dryrun.write(run.metrics, found, groups, formula)
@@ -466,7 +457,8 @@ def dry_run(settings: config.Config) -> None:
 
 def measured_step(settings: config.Config, groups: Groups) -> dryrun.DryRun:
     """What this rank needs, computes and sends in the first step, of --batch-ramp's largest batch."""
-    model, optimizer = build(settings, groups, torch.device("cpu"), DTYPES[settings.precision.dtype], filled=False)
+    dtype = assemble.DTYPES[settings.precision.dtype]
+    model, optimizer = assemble.build(settings, groups, torch.device("cpu"), dtype, filled=False)
     sequences = max(sequences for sequences, _ in settings.batch.ramp())
     samples = dryrun.ZeroSamples(settings.batch.seq)
     micro_batches = local_micro_batches(samples, 0, sequences, settings, groups)

@@ -123,8 +123,9 @@ class Watchdog:
         time.sleep(2 * self.poll_s)  # until ranks that are about to post have done so
         states = self.states()
         if self.rank == min(ranks_that("waits", states), default=self.rank):
-            last_words(f"rank {self.rank} failed {self.activity()}: {self.describe(self.rank, self.posts(states))} "
-                       f"(after {stalled:.1f} s of --timeout {self.timeout_s:g})", time.time() - stalled)
+            where = self.describe(self.rank, self.posts(states)).removeprefix("is in ")
+            last_words(f"rank {self.rank} failed {self.activity()}: {where} (after {stalled:.1f} s of --timeout "
+                       f"{self.timeout_s:g})", time.time() - stalled)
         else:
             time.sleep(1)  # the rank that reports exits first, so that torchrun names it as the cause
         for rank, pid in self.processes().items():
@@ -134,7 +135,7 @@ class Watchdog:
         os._exit(1)
 
     def describe(self, rank: int, posts: dict[int, dict], visited: tuple[int, ...] = ()) -> str:
-        """Where a rank is, and where the first rank is that it waits for. visited: ranks described before it."""
+        """What a rank does, and what the first rank does that it waits for. visited: ranks described before it."""
         if rank not in posts:
             return "does not answer"
         post = posts[rank]
@@ -144,14 +145,13 @@ class Watchdog:
         _, ranks = self.axis_of(group)
         missing = [ranks[peer]] if peer is not None else [
             member for member in ranks if member not in posts or posts[member]["calls"].get(group, 0) < count]
-        text = self.name_call(post["call"])
+        text = f"is in {self.name_call(post['call'])}"
         if not missing:
             return f"{text} has not ended although all ranks have called it"
         text += f" waits for rank {listed(missing)}"
         if missing[0] in visited:
             return f"{text}: they wait for each other"
-        return f"{text}, which {'is in ' if posts.get(missing[0], {}).get('call') else ''}" \
-               f"{self.describe(missing[0], posts, (*visited, rank))}"
+        return f"{text}, which {self.describe(missing[0], posts, (*visited, rank))}"
 
     def name_call(self, call: Sequence) -> str:
         operation, group, count, _ = call

@@ -40,6 +40,12 @@ def python(*arguments: str, timeout: float = 300, **env: str) -> subprocess.Comp
     return subprocess.CompletedProcess(words, process.exitcode, *printed)
 
 
+def torchrun(ranks: int, *arguments: str) -> subprocess.CompletedProcess:
+    """What `torchrun --nproc_per_node=RANKS ARGUMENTS` does in the project's folder."""
+    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
+    return subprocess.run([*launch, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=600)
+
+
 def run(words: list[str], folder: str, env: dict[str, str]) -> None:
     """In the forked process. Exits as the program does."""
     os.setsid()

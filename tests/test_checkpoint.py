@@ -1,15 +1,10 @@
 """Any grid writes a checkpoint, any grid reads it; a resumed run is the uninterrupted one; what is damaged is named."""
-import contextlib
 import gc
-import io
-import json
 import math
 import os
 import pickle
 import random
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 from unittest.mock import patch
@@ -27,12 +22,12 @@ import assemble
 import checkpoint
 import config
 import grids
-import job
 import program
 import train
 from data import Corpus
 from groups import build_groups
 from meter import Meter
+from runs import metrics, run
 
 ROOT = os.path.dirname(config.__file__)
 SMALL = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 97 --seq 24 --global-batch 8 --warmup 2"
@@ -49,28 +44,10 @@ def tokens(tmp_path_factory) -> str:
     return str(file)
 
 
-def run(flags: str) -> str:
-    """The ranks of the pool as a run of train.py; what it prints."""
-    settings = config.parse(flags.split(), dist.get_world_size() if dist.is_initialized() else 1)
-    samples = assemble.open_samples(settings, settings.data.data, settings.optim.seed)
-    unseen = assemble.open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
-    if settings.precision.dtype == "auto":
-        settings.precision.dtype = "fp32"
-    refuse = patch.object(config, "refuse", side_effect=lambda error: (_ for _ in ()).throw(error))
-    with refuse, contextlib.redirect_stdout(io.StringIO()) as printed:
-        train.train(settings, samples, unseen, torch.device("cpu"), "as asked", job.RunState())
-    return printed.getvalue()
-
-
 def tensors(path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, whole, by name."""
     _, metadata = checkpoint.open_checkpoint(str(path))
-    stored = metadata.state_dict_metadata
-    pieces = [checkpoint.Piece(name, tuple(tensor.size), tuple(slice(0, n) for n in tensor.size),
-                               torch.full(tuple(tensor.size), torch.nan).to(tensor.properties.dtype))
-              for name, tensor in stored.items()]
-    checkpoint.read(str(path), pieces)
-    return {piece.name: piece.values for piece in pieces}
+    return {name: checkpoint.whole_tensor(str(path), name, metadata) for name in metadata.state_dict_metadata}
 
 
 # ---- exact resumption -----------------------------------------------------------------------------------------------
@@ -85,18 +62,17 @@ def tensors(path) -> dict[str, torch.Tensor]:
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(pool, tmp_path, tokens, ranks, flags):
     flags = f"{SMALL} --data {tokens} {flags.format(tokens=tokens)} --steps 6 --save-every 2 --keep 0"
     folders = [tmp_path / name for name in ("straight", "resumed", "twice")]
-    pool.run(ranks, "test_checkpoint:run", flags=f"{flags} --out {folders[0]} --metrics {tmp_path}/straight.jsonl")
+    pool.run(ranks, "runs:run", flags=f"{flags} --out {folders[0]} --metrics {tmp_path}/straight.jsonl")
     for before, step, folder in zip(folders, (2, 4), folders[1:]):
         shutil.copytree(before / f"step-{step:06d}", folder / f"step-{step:06d}")
         shutil.copy(tmp_path / f"{before.name}.jsonl", tmp_path / f"{folder.name}.jsonl")
-        pool.run(ranks, "test_checkpoint:run",
+        pool.run(ranks, "runs:run",
                  flags=f"--resume auto --out {folder} --metrics {tmp_path}/{folder.name}.jsonl")
         for later in range(step + 2, 7, 2):
             want, got = tensors(folders[0] / f"step-{later:06d}"), tensors(folder / f"step-{later:06d}")
             assert want.keys() == got.keys()
             assert all(torch.equal(want[name], got[name]) for name in want)
-        lines = [[json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
-                 for name in ("straight", folder.name)]
+        lines = [metrics(tmp_path / f"{name}.jsonl") for name in ("straight", folder.name)]
         assert [line["step"] for line in lines[1]] == list(range(6))
         assert [line["step"] for line in lines[1] if "save_wait_s" in line] == [1, 3, 5]
         for name in ("tokens", "loss", "grad_norm", "lr", "skipped", "val_loss", "aux_loss"):
@@ -132,11 +108,11 @@ def test_a_checkpoint_of_any_grid_continues_on_any_other(pool, tmp_path, tokens,
     model, chain = CHAINS[name]
     flags = f"{grids.BASE} --layers 4 {model} --data {tokens} --save-every 1 --keep 0"
     straight = f"--micro-batch 24 --steps {len(chain)} --out {tmp_path / 'straight'}"
-    pool.run(1, "test_checkpoint:run", flags=f"{flags} {straight}")
+    pool.run(1, "runs:run", flags=f"{flags} {straight}")
     for step, (ranks, grid) in enumerate(chain, 1):
         dp = config.parse(f"{flags} {ONE} {grid} --out {tmp_path}".split(), ranks).grid.dp
         grid = f"{ONE} {grid} --micro-batch {48 // dp // (4 if dp == 1 else 2)}"
-        said = pool.run(ranks, "test_checkpoint:run",
+        said = pool.run(ranks, "runs:run",
                         flags=f"{flags} {grid} --steps {step} --out {tmp_path / 'chain'} --resume auto")[0]
         assert (f"step-{step - 1:06d} after {step - 1} steps" in said) == (step > 1)
         want, got = (tensors(tmp_path / name / f"step-{step:06d}") for name in ("straight", "chain"))
@@ -208,7 +184,8 @@ def test_a_checkpoint_has_its_name_only_when_it_is_whole_and_latest_follows(tmp_
 
     def renamed(source, target):
         if Path(target).name == "step-000002":
-            events.append(("whole" if checkpoint.damage(source) is None else "not whole", "named"))
+            checkpoint.verify(source)
+            events.append(("whole", "named"))
         elif Path(target).name == "latest":
             events.append(("step-000002" if (tmp_path / "step-000002" / "run.json").exists() else "nothing", "latest"))
         elif Path(target).name.startswith(".removing"):
@@ -218,14 +195,6 @@ def test_a_checkpoint_has_its_name_only_when_it_is_whole_and_latest_follows(tmp_
     with patch.object(Path, "rename", renamed):
         saved(tmp_path, (2,), keep=1, resumed=1)
     assert events == [("whole", "named"), ("step-000002", "latest"), ("step-000001", "removed")]
-
-
-def test_a_save_that_fails_is_a_warning_and_leaves_nothing(tmp_path, capsys):
-    with patch.object(checkpoint, "write_json", side_effect=OSError(28, "No space left on device")):
-        saved(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock"]
-    assert capsys.readouterr().err == ("train.py: warning: the checkpoint of step 1 could not be saved: OSError: "
-                                       "[Errno 28] No space left on device\n")
 
 
 def share(flags: str) -> tuple[int, int, int]:
@@ -295,7 +264,7 @@ def remove(file: Path) -> str:
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, capsys, file, harm):
     saved(tmp_path, (1, 2))
     said = harm(tmp_path / "step-000002" / file)
-    candidates = [str(tmp_path / f"step-{step:06d}") for step in (2, 1)]
+    candidates = [tmp_path / f"step-{step:06d}" for step in (2, 1)]
     assert checkpoint.find_whole(candidates, None) == candidates[1]
     warning = capsys.readouterr().err
     assert warning.startswith(f"train.py: warning: {candidates[0]}") and said in warning and warning.count("\n") == 1
@@ -309,7 +278,8 @@ def test_any_number_of_ranks_verifies_each_file_once(tmp_path):
     for parts in range(1, 6):
         verified = []
         with patch.object(checkpoint, "checksum", lambda file, to=verified: (to.append(file.name), checksum(file))[1]):
-            assert [checkpoint.damage(folder, part, parts) for part in range(parts)] == parts * [None]
+            for part in range(parts):
+                checkpoint.verify(folder, part, parts)
         assert sorted(verified) == sorted({file.name for file in folder.iterdir()} - {"run.json"})
 
 
@@ -333,7 +303,7 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path):
     saved(tmp_path / "used")
     with pytest.raises(ValueError, match="used: has checkpoints of another run, or of this one from its beginning"):
         checkpoint.Saver(str(tmp_path / "used"), state_of(0), 0, None)
-    with patch.object(checkpoint, "LOCK_WAIT_S", 0), pytest.raises(ValueError, match="another run writes there"):
+    with pytest.raises(ValueError, match="another run writes there"):
         checkpoint.Saver(str(tmp_path / "busy"), state_of(0), 0, None)
     saver.lock.close()
 
@@ -364,17 +334,6 @@ def test_a_change_of_model_or_data_is_refused_unless_insisted_on(trained, tokens
     assert line in str(error.value) and "\n" not in str(error.value)
     if "--layers" not in flags:
         assert "trained 3 steps" in run(f"--resume {trained} --out {tmp_path / 'new'} --steps 3 --insist {flags}")
-
-
-@pytest.mark.parametrize("flags, line", [
-    ("--resume auto", "--resume auto needs --out"), ("--resume nowhere", "--resume nowhere: is no checkpoint"),
-    ("--save-every 3", "--save-every 3 needs --out"), ("--out train.py", "--out train.py: is a file"),
-    ("--keep -1", "--keep -1: must be"),
-])
-def test_wrong_flags_are_refused(flags, line, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(ValueError, match=f"^{line}"):
-        config.parse(flags.split())
 
 
 def test_flags_that_are_given_win_and_the_rest_is_the_checkpoints(trained):
@@ -441,7 +400,7 @@ def test_an_evaluation_leaves_the_metrics_alone_and_torn_lines_are_dropped(train
     run(f"--resume {trained} --steps 0 --val-data {tokens} --metrics {path}")
     assert path.read_text() == before
     run(f"--resume {trained} --steps 3 --out {tmp_path / 'out'} --metrics {path}")
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2]
+    assert [record["step"] for record in metrics(path)] == [0, 1, 2]
 
 
 def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
@@ -452,7 +411,7 @@ def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
 
 
 def test_a_run_whose_last_checkpoint_failed_exports_nothing_and_fails(tokens, tmp_path):
-    with patch.object(checkpoint, "write_json", side_effect=OSError(28, "No space left on device")):
+    with patch.object(checkpoint, "write_text", side_effect=OSError(28, "No space left on device")):
         with pytest.raises(RuntimeError, match="the checkpoint of step 1 could not be saved"):
             run(f"{SMALL} --data {tokens} --steps 1 --warmup 0 --export-hf {tmp_path / 'hf'}")
     assert not (tmp_path / "hf" / "config.json").exists()
@@ -463,20 +422,16 @@ def test_a_run_whose_last_checkpoint_failed_exports_nothing_and_fails(tokens, tm
 
 # ---- the command line -----------------------------------------------------------------------------------------------
 
-def command(*arguments: str) -> subprocess.CompletedProcess:
-    return program.python("checkpoint.py", *arguments)
-
-
 def test_show_and_diff(trained, tmp_path):
     run(f"--resume {trained} --out {tmp_path} --steps 3")
     old, new = trained / "step-000002", tmp_path / "step-000003"
-    shown = command("show", old)
+    shown = program.python("checkpoint.py", "show", old)
     assert shown.returncode == 0 and f"{old}: step 2, 16 samples, 384 tokens, 0 skipped\n" in shown.stdout
     assert "--hidden 32" in shown.stdout and "layers.1.ffn.w_down/master" in shown.stdout
-    differ, same = command("diff", old, new), command("diff", old, old)
+    differ, same = program.python("checkpoint.py", "diff", old, new), program.python("checkpoint.py", "diff", old, old)
     assert differ.returncode == 1 and "steps" in differ.stdout and "differ by up to" in differ.stdout
     assert same.returncode == 0 and same.stdout == "0 tensors differ\n"
-    wrong = command("show", tmp_path / "none")
+    wrong = program.python("checkpoint.py", "show", tmp_path / "none")
     assert wrong.returncode == 2 and wrong.stderr.startswith("checkpoint.py: ") and wrong.stderr.count("\n") == 1
 
 
@@ -484,13 +439,7 @@ def test_show_and_diff(trained, tmp_path):
 
 class FakeGroup:
     def __init__(self, index: int, count: int):
-        self.index, self.count = index, count
-
-    def rank(self) -> int:
-        return self.index
-
-    def size(self) -> int:
-        return self.count
+        self.index, self.rank, self.size = index, lambda: self.index, lambda: count
 
 
 @pytest.mark.slow
@@ -511,10 +460,11 @@ def test_the_plan_of_70b_on_1024_ranks_is_small(tokens):
                     bucket.shard = slice(data.index * length, (data.index + 1) * length)
                 began = time.process_time()
                 pieces = list(checkpoint.pieces_of_run(optimizer, model.routers, groups, saving=True))
-                plans.append(checkpoint.SaveBoxes(pieces).create_local_plan())
+                planner = checkpoint.SaveBoxes(pieces)
+                plans.append(planner.create_local_plan())
                 longest = max(longest, time.process_time() - began)
     began = time.process_time()
-    new_plans, metadata = checkpoint.create_default_global_save_plan(plans)
+    new_plans, metadata = planner.create_global_plan(plans)
     assert longest + time.process_time() - began < 10
     for tensor in metadata.state_dict_metadata.values():
         assert sum(math.prod(chunk.sizes) for chunk in tensor.chunks) == math.prod(tensor.size)
@@ -543,11 +493,7 @@ def published(tmp_path_factory) -> Path:
 
 def python(*arguments, ranks: int = 0) -> str:
     """What a command prints, which must end well."""
-    if ranks:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
-        done = subprocess.run([*torchrun, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    else:
-        done = program.python(*arguments)
+    done = program.torchrun(ranks, *arguments) if ranks else program.python(*arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -579,7 +525,7 @@ def test_a_downloaded_model_is_tuned_on_a_folder_of_text_in_two_commands(publish
 
 @pytest.mark.parametrize("ranks, grid", [(2, "--tp 2"), (2, "--pp 2"), (3, "--zero 3")])
 def test_published_weights_pass_through_a_grid_to_the_bit(pool, published, tokens, tmp_path, ranks, grid):
-    pool.run(ranks, "test_checkpoint:run", flags=f"--init-from {published} --data {tokens} --steps 0 --sample= "
+    pool.run(ranks, "runs:run", flags=f"--init-from {published} --data {tokens} --steps 0 --sample= "
              f"--global-batch 12 --micro-batch 1 --export-hf {tmp_path} {grid}")
     want, got = (load_file(folder / "model.safetensors") for folder in (published, tmp_path))
     assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)

@@ -7,7 +7,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 import config
-from program import python
+from program import torchrun
 
 ROOT = os.path.dirname(config.__file__)
 
@@ -137,6 +137,11 @@ WRONG = [  # ranks, command line, what the line must say
     (1, "--seed -1", "--seed -1: must be finite and not negative"),
     (1, "--clip -0.5", "--clip -0.5: must be finite and not negative"),
     (1, "@no-such-file", "@no-such-file: there is no file no-such-file"),
+    (1, "--resume auto", "--resume auto needs --out"),
+    (1, "--resume nowhere", "--resume nowhere: is no checkpoint, and no folder that has any"),
+    (1, "--save-every 3", "--save-every 3 needs --out"),
+    (1, f"--out {__file__}", f"--out {__file__}: is a file"),
+    (1, "--keep -1", "--keep -1: must be finite and not negative"),
 ]
 
 
@@ -149,7 +154,8 @@ def test_a_wrong_command_line_is_one_clear_line(world, line, says):
 
 
 @pytest.mark.parametrize("flags, ranks, micro_batch", [
-    ("--global-batch 16", 2, 8), ("--pp 4", 4, 2), ("--pp 2", 8, 1), ("--pp 2 --global-batch 12", 2, 3),
+    ("--global-batch 16", 2, 8), ("--pp 4", 4, 2), ("--pp 2", 2, 4), ("--pp 2", 8, 1), ("--tp 4", 4, 16),
+    ("--pp 2 --global-batch 12", 2, 3), ("--pp 4 --global-batch 4", 4, 1), ("--pp 2 --global-batch 30", 2, 6),
     ("--pp 4 --layers 8 --schedule dualpipev", 4, 2), ("--pp 2 --global-batch 7", 2, 1),
     ("--pp 2 --tp 2 --seq 5", 4, 4), ("--pp 2 --tp 2 --seq 5 --global-batch 4", 4, 2)])
 def test_without_a_micro_batch_a_pipeline_is_filled(flags, ranks, micro_batch):
@@ -171,29 +177,17 @@ def test_metrics_that_cannot_be_written_are_refused(tmp_path, monkeypatch):
         config.parse(["--metrics", f"{tmp_path}/m"])
 
 
-def run(command: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True, timeout=300)
-
-
 def test_a_real_run_answers_before_torch_is_imported():
-    done = run("-X importtime train.py --ep 2")
+    done = subprocess.run([sys.executable, "-X", "importtime", "train.py", "--ep", "2"], cwd=ROOT, capture_output=True,
+                          text=True)
     assert done.returncode == 2
     lines = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
     assert lines == ["train.py: --ep 2: --preset tiny has no experts, use --experts or --ep 1"]
     assert "torch" not in done.stderr.replace(lines[0], "")
 
 
-def test_a_real_run_names_a_file_it_cannot_train_on(tmp_path):
-    file = tmp_path / "tokens.bin"
-    file.write_bytes(b"abc")
-    done = python("train.py", "--data", file)
-    assert done.returncode == 2
-    assert done.stderr.splitlines() == [f"train.py: {file}: 3 bytes are not a whole number of uint16 tokens: "
-                                        "truncated, or of another --data-dtype"]
-
-
 def test_under_torchrun_rank_0_says_it_once_and_torchrun_repeats_it():
-    done = run("-m torch.distributed.run --nproc_per_node=4 train.py --heads 3")
+    done = torchrun(4, "train.py", "--heads", "3")
     assert done.returncode != 0
     said = "train.py: --heads 3 does not divide --hidden 128: use one of 1, 2, 4, 8, 16, 32, 64, 128, or set --head-dim"
     assert done.stderr.count(said) == 2 and done.stderr.splitlines().count(said) == 1
@@ -254,13 +248,6 @@ def test_a_command_line_that_names_no_grid_shows_one(monkeypatch, ranks, line, a
     grid = (settings := command_line(monkeypatch, ranks, line)).grid
     assert (grid.dp, grid.tp, grid.pp) == axes
     assert settings.shown == (axes in ((2, 2, 2), (2, 2, 1)))
-
-
-@pytest.mark.parametrize("flags, micro_batches", [("--pp 2", 4), ("--pp 4", 8), ("--pp 4 --global-batch 4", 4),
-                                                  ("--pp 2 --global-batch 30", 5), ("--tp 4", 1)])
-def test_a_pipeline_gets_enough_micro_batches_unless_a_flag_says_how_many(flags, micro_batches):
-    batch = config.parse(["--dp", "1", *flags.split()], 2 if "--pp 2" in flags else 4).batch
-    assert batch.global_batch // batch.micro_batch == micro_batches
 
 
 @pytest.mark.parametrize("local_rank, said", [("0", "train.py: wrong\n"), ("1", "")])

@@ -1,11 +1,13 @@
 """Samples are a pure function of (seed, number); files that are not what they seem are named."""
 import hashlib
+import io
+import os
 
 import numpy as np
 import pytest
 import torch
 
-from data import BYTES_SEPARATOR, Corpus, Samples, shuffled
+from data import BYTES_SEPARATOR, MAGIC, OUR_HEADER, Corpus, Samples, shuffled
 
 
 def token_file(path, tokens, kind="raw", dtype=np.uint16):
@@ -64,60 +66,49 @@ def test_tokens_are_mapped_and_not_read(tmp_path):
     assert all(isinstance(array, np.memmap) for array in corpus.arrays)
 
 
-def damaged(folder, what):
-    """(a file with something wrong, what must be said of it)"""
-    whole = token_file(folder / "whole.bin", range(100), "gpt2")
-    content, file = open(whole, "rb").read(), folder / "damaged.bin"
-    if what == "truncated llm.c":
-        file.write_bytes(content[:-10])
-        return file, "its header promises 100 tokens and 95 follow: truncated"
-    if what == "llm.c cut in a token":
-        file.write_bytes(content[:-1])
-        return file, "its header promises 100 tokens and 99.5 follow: truncated"
-    if what == "llm.c with more behind":
-        file.write_bytes(content + b"more")
-        return file, "its header promises 100 tokens and 102 follow: not this format"
-    if what == "llm.c of another version":
-        file.write_bytes(np.array([20240520, 9, 100], np.int32).tobytes() + content[12:])
-        return file, "version 9 of llm.c's format 20240520 is unknown"
-    if what == "odd":
-        file.write_bytes(b"12345")
-        return file, "5 bytes are not a whole number of uint16 tokens: truncated, or of another --data-dtype"
-    if what == "empty":
-        file.write_bytes(b"")
-        return file, "is empty"
-    if what == "no tokens":
-        return token_file(folder / "damaged.bin", [], "gpt2"), "is empty"
-    file = folder / "damaged.npy"
-    token_file(file, range(100), "npy")
-    if what == "truncated npy":
-        file.write_bytes(file.read_bytes()[:-20])
-        return file, "cannot be read as .npy, truncated or of another format"
-    if what == "foreign npy":
-        file.write_bytes(b"PK\x03\x04 not numpy at all")
-        return file, "cannot be read as .npy, truncated or of another format"
-    if what == "floats":
-        np.save(file, np.zeros(5))
-        return file, "holds 1 dimensions of float64: need one, of integers"
-    if what == "matrix":
-        np.save(file, np.zeros((5, 5), int))
-        return file, "holds 2 dimensions of int64"
-    if what == "binary as text":
-        file = folder / "damaged.txt"
-        file.write_bytes(b"text\x00")
-        return file, "holds zero bytes, so it is not text"
-    file = folder / "damaged.txt"
-    file.write_text("")
-    return file, "is empty"
+def npy(array) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, array)
+    return stream.getvalue()
 
 
-@pytest.mark.parametrize("what", ["truncated llm.c", "llm.c cut in a token", "llm.c with more behind",
-                                  "llm.c of another version", "odd", "empty", "no tokens", "truncated npy",
-                                  "foreign npy", "floats", "matrix", "binary as text", "empty text"])
-def test_a_damaged_file_is_named(tmp_path, what):
-    file, says = damaged(tmp_path, what)
+def llm_c(*numbers: int) -> bytes:
+    return np.array([*numbers, *[0] * (256 - len(numbers))], np.int32).tobytes()
+
+
+def ours(count: int, itemsize: int) -> bytes:
+    return np.array([(MAGIC, count, itemsize, 0)], OUR_HEADER).tobytes()
+
+
+NO_NPY = "cannot be read as .npy, truncated or of another format"
+OUTSIDE = "holds a token outside 0..256"
+WRONG = [  # name, content, what must be said of it
+    ("empty.txt", b"", "is empty"), ("binary.txt", b"text\0text", "holds zero bytes, so it is not text"),
+    ("empty.bin", b"", "is empty"), ("odd.bin", b"abc", "3 bytes are not a whole number of uint16 tokens: truncated"),
+    ("large.bin", b"\xff" * 400, OUTSIDE), ("large.npy", npy(np.full(400, 999)), OUTSIDE),
+    ("negative.npy", npy(np.full(400, -1)), OUTSIDE), ("empty.npy", b"", NO_NPY), ("no.npy", b"PK\x03\x04 no", NO_NPY),
+    ("cut.npy", npy(np.zeros(400, int))[:200], NO_NPY), ("header.npy", npy(np.zeros(400, int))[:40], NO_NPY),
+    ("object.npy", npy(np.array([{}] * 400)), NO_NPY), ("none.npy", npy(np.zeros(0, int)), "is empty"),
+    ("float.npy", npy(np.zeros(400)), "holds 1 dimensions of float64: need one, of integers"),
+    ("square.npy", npy(np.zeros((20, 20), int)), "holds 2 dimensions of int64"),
+    ("text.npy", npy(np.array(["a"] * 400)), "holds 1 dimensions of <U1"),
+    ("llm_c_cut.bin", llm_c(20240520, 1, 100) + bytes(190), "its header promises 100 tokens and 95 follow: truncated"),
+    ("llm_c_odd.bin", llm_c(20240520, 1, 100) + bytes(199), "its header promises 100 tokens and 99.5 follow: trunc"),
+    ("llm_c_long.bin", llm_c(20240520, 1, 4) + bytes(12), "its header promises 4 tokens and 6 follow: not this format"),
+    ("llm_c_9.bin", llm_c(20240520, 9, 4) + bytes(8), "version 9 of llm.c's format 20240520 is unknown"),
+    ("llm_c_none.bin", llm_c(20240520, 1, 0), "is empty"),
+    ("llm_c_header.bin", llm_c(20240520, 1, 400)[:99], "its header promises 400 tokens and 0 follow: truncated"),
+    ("ours_header.bin", MAGIC + bytes(16), "its header is damaged"), ("ours_size.bin", ours(4, 3), "its header is dam"),
+    ("ours_cut.bin", ours(400, 2) + bytes(10), "its header promises 400 tokens and 5 follow: truncated")]
+
+
+@pytest.mark.parametrize("name, content, says", WRONG, ids=[name for name, _, _ in WRONG])
+def test_a_wrong_file_is_named_in_one_line(tmp_path, name, content, says):
+    file = tmp_path / name
+    file.write_bytes(content)
     with pytest.raises(ValueError) as error:
-        Corpus([str(file)], 60000)
+        corpus = Corpus([str(file)], 257)
+        corpus.read(0, len(corpus))
     assert str(error.value).startswith(f"{file}: {says}") and "\n" not in str(error.value)
 
 
@@ -133,6 +124,13 @@ def test_a_token_outside_the_vocabulary_names_its_file(tmp_path, values):
     token_file(bad, values, "npy", np.int64)
     with pytest.raises(ValueError, match=r"b\.npy: holds a token outside 0\.\.511"):
         Corpus([str(good), str(bad)], 512).read(5, 7)
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    (tmp_path / "inside").mkdir()
+    monkeypatch.setattr(os, "access", lambda folder, mode: folder != tmp_path / "inside")
+    with pytest.raises(ValueError, match=f"^{tmp_path}/inside: cannot be read: Permission denied"):
+        Corpus([str(tmp_path)], 257)
 
 
 def test_what_cannot_be_one_corpus_is_refused(tmp_path):

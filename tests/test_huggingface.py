@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -15,6 +16,7 @@ import transformers
 import config
 import huggingface
 from grids import ALONE
+from huggingface import INDEX
 from model import Execution, Llama
 from param import Source, box_shape
 from sampling import sample
@@ -89,6 +91,10 @@ def specs_of(llama: Llama) -> list:
 def weights_of(llama: Llama) -> Source:
     weights = {param.spec.name: param.detach() for param in llama.parameters()}
     return lambda spec, box: weights[spec.name][box]
+
+
+def export(llama: Llama, folder, dtype: str = "fp32", **rest) -> None:
+    huggingface.export(str(folder), llama.model, specs_of(llama), weights_of(llama), dtype, **rest)
 
 
 def logits(model) -> torch.Tensor:
@@ -280,8 +286,7 @@ def test_experts_that_are_not_implemented_are_refused_in_one_line(changed, messa
 
 
 def refused_config(case, changed, message, published, tmp_path):
-    with open(f"{published(case)}/config.json") as file:
-        settings = json.load(file)
+    settings = json.loads(Path(published(case), "config.json").read_text())
     if "rope_scaling" in changed:
         settings["rope_parameters"] = None
     settings = {name: value for name, value in settings.items() if name != "layer_types"} | changed
@@ -304,80 +309,57 @@ def test_a_folder_without_a_sound_config_json_is_refused(content, message, tmp_p
         assert str(error.value).startswith(f"{tmp_path}/config.json: {message}")
 
 
+def change(path, **changed):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+
+
 def without_weights(folder):
-    os.remove(f"{folder}/model.safetensors.index.json")
-    for name in os.listdir(folder):
-        if name.endswith(".safetensors"):
-            os.rename(f"{folder}/{name}", f"{folder}/{name}.bin")
-
-
-def without_a_shard(folder):
-    os.remove(f"{folder}/model-00002-of-00005.safetensors")
-
-
-def with_a_cut_shard(folder):
-    os.truncate(f"{folder}/model-00002-of-00005.safetensors", 5000)
+    (folder / INDEX).unlink()
+    for path in folder.glob("*.safetensors"):
+        path.rename(f"{path}.bin")
 
 
 def with_a_wrong_index(folder):
-    with open(f"{folder}/model.safetensors.index.json") as file:
-        index = json.load(file)
-    index["weight_map"]["model.norm.weight"] = index["weight_map"]["model.embed_tokens.weight"]
-    with open(f"{folder}/model.safetensors.index.json", "w") as file:
-        json.dump(index, file)
-
-
-def with_a_cut_index(folder):
-    os.truncate(f"{folder}/model.safetensors.index.json", 100)
-
-
-def with_other_heads(folder):
-    change_config(folder, num_key_value_heads=6)
+    files = json.loads((folder / INDEX).read_text())["weight_map"]
+    change(folder / INDEX, weight_map=files | {"model.norm.weight": files["model.embed_tokens.weight"]})
 
 
 def with_8_bits(folder):
-    path = f"{folder}/model-00001-of-00005.safetensors"
+    path = folder / "model-00001-of-00005.safetensors"
     weights = safetensors.torch.load_file(path)
     safetensors.torch.save_file({name: weight.to(torch.float8_e4m3fn) for name, weight in weights.items()}, path)
 
 
-def with_more_layers(folder):
-    change_config(folder, num_hidden_layers=4)
-
-
-def change_config(folder, **changed):
-    with open(f"{folder}/config.json") as file:
-        settings = json.load(file)
-    with open(f"{folder}/config.json", "w") as file:
-        json.dump(settings | changed, file)
+SECOND = "model-00002-of-00005.safetensors"
 
 
 @pytest.mark.parametrize("damage, message", [
     (without_weights, ": has no model.safetensors and no model.safetensors.index.json: weights in another format"),
-    (without_a_shard, "/model-00002-of-00005.safetensors: is missing"),
-    (with_a_cut_shard, "/model-00002-of-00005.safetensors: cannot read model.layers"),
+    (lambda folder: (folder / SECOND).unlink(), f"/{SECOND}: is missing"),
+    (lambda folder: os.truncate(folder / SECOND, 5000), f"/{SECOND}: cannot read model.layers"),
     (with_a_wrong_index, "/model-00001-of-00005.safetensors: cannot read model.norm.weight"),
-    (with_a_cut_index, "/model.safetensors.index.json: is no JSON"),
-    (with_other_heads, "model.layers.0.self_attn.k_proj.weight has the shape (30, 48), the model asks for (60, 48)"),
+    (lambda folder: os.truncate(folder / INDEX, 100), "/model.safetensors.index.json: is no JSON"),
+    (lambda folder: change(folder / "config.json", num_key_value_heads=6),
+     "model.layers.0.self_attn.k_proj.weight has the shape (30, 48), the model asks for (60, 48)"),
     (with_8_bits, "/model-00001-of-00005.safetensors: model.embed_tokens.weight is F8_E4M3: use a model that is not"),
-    (with_more_layers, ": model.safetensors.index.json has no tensor model.layers.3."),
-])
+    (lambda folder: change(folder / "config.json", num_hidden_layers=4),
+     ": model.safetensors.index.json has no tensor model.layers.3."),
+], ids=["weights", "shard", "cut shard", "index", "cut index", "heads", "8 bits", "layers"])
 def test_damaged_weights_are_refused_in_one_line(damage, message, published, tmp_path):
-    folder = str(tmp_path / "damaged")
+    folder = tmp_path / "damaged"
     shutil.copytree(published("mistral", "50KB"), folder)
     damage(folder)
     with pytest.raises(ValueError) as error:
-        loaded(folder)
+        loaded(str(folder))
     line = str(error.value)
-    assert line.startswith(folder) and message in line and "\n" not in line
+    assert line.startswith(str(folder)) and message in line and "\n" not in line
 
 
 def test_a_tensor_that_a_single_file_has_not_is_refused(published, tmp_path):
-    folder = str(tmp_path / "untied")
-    shutil.copytree(published("llama tied"), folder)
-    change_config(folder, tie_word_embeddings=False)
+    shutil.copytree(published("llama tied"), tmp_path / "untied")
+    change(tmp_path / "untied" / "config.json", tie_word_embeddings=False)
     with pytest.raises(ValueError, match=r"/model\.safetensors: cannot read lm_head\.weight: "):
-        loaded(folder)
+        loaded(str(tmp_path / "untied"))
 
 
 def test_a_weight_that_the_published_model_has_not_is_refused(published):
@@ -392,8 +374,7 @@ def test_a_weight_that_the_published_model_has_not_is_refused(published):
 def test_transformers_opens_what_is_exported(case, published, tmp_path):
     llama, folder = loaded(published(case)), str(tmp_path / "exported")
     for rank in (1, 0, 2):
-        huggingface.export(folder, llama.model, specs_of(llama), weights_of(llama), "fp32", rank=rank, world=3,
-                           shard_bytes=30000)
+        export(llama, folder, rank=rank, world=3, shard_bytes=30000)
     files = os.listdir(folder)
     assert not any(name.endswith(".tmp") for name in files)
     stored = set()
@@ -441,7 +422,7 @@ def test_an_export_replaces_an_earlier_one_with_other_shards(published, tmp_path
     folder = str(tmp_path)
     for case, shard_bytes in [("llama", 30000), ("llama tied", 10**9), ("qwen2", 50000), ("mistral", 30000)]:
         llama = loaded(published(case))
-        huggingface.export(folder, llama.model, specs_of(llama), weights_of(llama), "fp32", shard_bytes=shard_bytes)
+        export(llama, folder, shard_bytes=shard_bytes)
         again = transformers.AutoModelForCausalLM.from_pretrained(folder)
         assert torch.equal(logits(again), logits(of_transformers(case)))
         assert os.path.exists(f"{folder}/model.safetensors.index.json") == (shard_bytes < 10**9)
@@ -450,7 +431,7 @@ def test_an_export_replaces_an_earlier_one_with_other_shards(published, tmp_path
 @pytest.mark.parametrize("dtype, torch_dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_weights_are_rounded_to_the_dtype_of_the_export(dtype, torch_dtype, published, tmp_path):
     llama = loaded(published("qwen3 moe"))
-    huggingface.export(str(tmp_path), llama.model, specs_of(llama), weights_of(llama), dtype)
+    export(llama, tmp_path, dtype)
     assert not os.path.exists(tmp_path / "model.safetensors.index.json")
     again = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path), dtype="auto")
     assert again.dtype == torch_dtype
@@ -465,19 +446,17 @@ def test_the_tokenizer_and_its_special_tokens_are_copied(published, tmp_path):
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", chat_template="{{ x }}")
     given = str(tmp_path / "given")
     fast.save_pretrained(given)
-    with open(f"{given}/config.json", "w") as file:
-        json.dump(dict(eos_token_id=[2, 3], max_position_embeddings=777), file)
+    Path(given, "config.json").write_text(json.dumps(dict(eos_token_id=[2, 3], max_position_embeddings=777)))
     for tokenizer_from, eos, longest in [("", None, 99), (given, [2, 3], 777)]:
         folder = str(tmp_path / "exported")
-        huggingface.export(folder, llama.model, specs_of(llama), weights_of(llama), "fp32", seq=99,
-                           tokenizer_from=tokenizer_from)
+        export(llama, folder, seq=99, tokenizer_from=tokenizer_from)
         settings = transformers.AutoConfig.from_pretrained(folder)
         assert settings.eos_token_id == eos and settings.bos_token_id is None
         assert settings.max_position_embeddings == longest
     again = transformers.AutoTokenizer.from_pretrained(folder)
     assert again("two one three").input_ids == [2, 1, 3] and again.chat_template == "{{ x }}"
     with pytest.raises(ValueError, match="export to another folder"):
-        huggingface.export(given, llama.model, specs_of(llama), weights_of(llama), "fp32", tokenizer_from=given)
+        export(llama, given, tokenizer_from=given)
 
 
 @pytest.mark.parametrize("flags, architecture", [

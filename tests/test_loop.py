@@ -1,7 +1,5 @@
 """The loop of train.py: what it reads, at which rate it steps, and what its metrics say, after every step."""
 import contextlib
-import io
-import json
 import threading
 from collections import Counter
 from pathlib import Path
@@ -23,9 +21,9 @@ import costs
 import cp
 import faults
 import grids
-import job
 import log
 import reference
+import runs
 import train
 from data import Samples
 from graphs import reads_values
@@ -48,8 +46,8 @@ def corpora(tmp_path_factory):
     return folder
 
 
-def run(folder, flags: str) -> tuple[list[dict], list[tuple], str]:
-    """(the metrics of every step, (seed, sample numbers) of every micro-batch that was read, what was printed)"""
+def run(folder, flags: str) -> tuple[list[dict], list[tuple]]:
+    """(the metrics of every step, (seed, sample numbers) of every micro-batch that was read)"""
     read, usual = [], Samples.micro_batch
 
     def micro_batch(samples, numbers):
@@ -57,12 +55,9 @@ def run(folder, flags: str) -> tuple[list[dict], list[tuple], str]:
         return usual(samples, numbers)
 
     file = folder / "metrics"
-    settings = config.parse(f"{MODEL} --data {folder}/train.npy --metrics {file} {flags}".split())
-    training = assemble.open_samples(settings, settings.data.data, settings.optim.seed)
-    unseen = assemble.open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
-    with patch.object(Samples, "micro_batch", micro_batch), contextlib.redirect_stdout(io.StringIO()) as printed:
-        train.train(settings, training, unseen, torch.device("cpu"), "as asked", job.RunState())
-    return [json.loads(line) for line in file.read_text().splitlines()], read, printed.getvalue()
+    with patch.object(Samples, "micro_batch", micro_batch):
+        runs.run(f"{MODEL} --data {folder}/train.npy --metrics {file} {flags}")
+    return runs.metrics(file), read
 
 
 def loss_of(w: dict, spans: list[int], corpus: np.ndarray, settings: config.Config) -> torch.Tensor:
@@ -109,7 +104,7 @@ FLAGS = ("--dtype fp64 --steps 9 --batch-ramp {} --micro-batch 2 --lr 0.02 --min
 def test_a_run_is_what_torchs_own_parts_make_of_the_same_samples(corpora):
     """With a batch ramp, accumulation, documents, warmup, clipping, and evaluations in between."""
     flags = FLAGS.format(RAMP, corpora)
-    records, read, _ = run(corpora, flags)
+    records, read = run(corpora, flags)
     want = by_torch(corpora, config.parse(f"{MODEL} --data {corpora}/train.npy {flags}".split()))
     for record, true in zip(records, want, strict=True):
         assert {name: record[name] for name in true} == pytest.approx(true, rel=1e-10)
@@ -138,7 +133,7 @@ MEASURED = "step_s", "tokens_per_s", "tokens_per_s_per_gpu", "memory_gb", "busy_
 def test_a_step_is_read_after_the_next_has_been_issued(corpora, monkeypatch):
     """On a GPU, here feigned; but where an evaluation or the end waits for it, at once. The metrics are the same."""
     seen, flags = [], FLAGS.format(RAMP, corpora) + " --skip-spikes 6"
-    want, _, _ = run(corpora, flags)
+    want, _ = run(corpora, flags)
 
     def noted(name: str, number):
         usual = getattr(train, name)
@@ -153,7 +148,7 @@ def test_a_step_is_read_after_the_next_has_been_issued(corpora, monkeypatch):
     noted("read_results", lambda args, record: args[1].step)
     noted("validation_loss", lambda args, loss: args[0].state.step - 1)
     monkeypatch.setattr(train, "reads_late", lambda device: True)
-    found, _, _ = run(corpora, flags)
+    found, _ = run(corpora, flags)
     order = [(what, step) for step in range(9) for what, step, there in (
         ("issue_step", step, True), ("read_results", step - 1, step not in (0, 4, 8)),
         ("read_results", step, step in (3, 7, 8)), ("validation_loss", step, step in (3, 7, 8))) if there]
@@ -177,10 +172,6 @@ class Counting(TorchDispatchMode):
 
 def waits(flags: str) -> list[int]:
     """How often a rank asks for a tensor's values while it issues a step and reads the step before, for each step."""
-    ranks = dist.get_world_size()
-    settings = config.parse(f"{MODEL} --data {assemble.__file__} --vocab 257 --separator -1 --dtype bf16 --steps 6 "
-                            f"--metrics /dev/null --global-batch 8 {flags}".split(), ranks)
-    samples = assemble.open_samples(settings, settings.data.data, settings.optim.seed)
     found, inside, mode = [], [], Counting()
 
     def counted(usual):
@@ -214,9 +205,8 @@ def waits(flags: str) -> list[int]:
             stack.enter_context(patch.object(train, name, entered(getattr(train, name))))
         stack.enter_context(patch.object(train, "reads_late", lambda device: True))
         stack.enter_context(patch.object(cp, "clip_to_documents", on_host))
-        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        train.train(settings, samples, None, torch.device("cpu"), "as asked", job.RunState())
+        runs.run(f"{MODEL} --data {assemble.__file__} --vocab 257 --separator -1 --dtype bf16 --steps 6 "
+                 f"--metrics /dev/null --global-batch 8 {flags}")
     return np.diff(found)[1:].tolist()
 
 
@@ -233,7 +223,7 @@ def test_a_step_waits_for_the_device_once(pool, ranks, flags, count):
 
 def test_skipped_steps_are_counted_as_they_happen(corpora):
     """In fp16, z-loss makes gradients overflow until the loss scale has been halved often enough."""
-    records, _, _ = run(corpora, "--dtype fp16 --z-loss 30 --steps 20 --global-batch 4")
+    records, _ = run(corpora, "--dtype fp16 --z-loss 30 --steps 20 --global-batch 4")
     finite = [record["grad_norm"] is not None for record in records]
     assert not finite[0] and finite[-1]
     assert [record["skipped"] for record in records] == [finite[:i + 1].count(False) for i in range(20)]
@@ -244,7 +234,7 @@ def test_a_step_that_is_skipped_leaves_weights_and_biases(corpora):
     jobs, flags = [], "--experts 4 --expert-ffn 8 --bias-rate 0.1 --dtype fp32 --steps 1 --global-batch 4"
     with (patch.object(faults.Guard, "limit", lambda guard: torch.tensor(0.0)),
           patch.object(train, "finish", jobs.append)):
-        records, _, _ = run(corpora, flags)
+        records, _ = run(corpora, flags)
     (done,), settings = jobs, config.parse(f"{MODEL} --data {corpora}/train.npy {flags}".split())
     first = grids.initial(settings)
     assert all(torch.equal(p.double(), first[p.spec.name]) for p in done.model.parameters())
@@ -314,7 +304,7 @@ def test_times_in_the_metrics_are_those_of_a_clock(corpora, tmp_path):
           patch.object(checkpoint.Stage, "copy", takes(3, checkpoint.Stage.copy)),
           patch.object(checkpoint, "checksums_of", takes(5, checkpoint.checksums_of)),
           patch.object(faults, "hash_of", takes(0.125, hash_of))):
-        records, _, _ = run(corpora, f"--dtype fp32 --steps 4 --global-batch 4 --out {tmp_path} --save-every 2 "
+        records, _ = run(corpora, f"--dtype fp32 --steps 4 --global-batch 4 --out {tmp_path} --save-every 2 "
                                      f"--check-replicas 4 --val-data {corpora}/unseen.npy --eval-every 1")
     assert [record["step_s"] for record in records] == [2.25, 2.25, 2.25, 2]  # no step is read after the last
     assert [record["tokens_per_s"] for record in records] == [48 / record["step_s"] for record in records]
@@ -333,10 +323,6 @@ def test_memory_in_the_metrics_is_the_kernels_peak():
 def communicated(folder: str, flags: str) -> list[tuple[dict, dict]]:
     """For every step of a run on these ranks, what its metrics say this rank has sent, in bytes by group, and what its
     collectives have sent between the beginning of the step and its metrics."""
-    settings = config.parse(f"{MODEL} --data {folder}/train.npy --metrics {folder}/metrics {flags}".split(),
-                            dist.get_world_size())
-    training = assemble.open_samples(settings, settings.data.data, 0)
-    unseen = assemble.open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
     meter, experts, steps = Meter(memory=False), [], []
     exchange, measure, write, begin = dist.all_to_all_single, Log.metrics, Log.write, Log.begin
 
@@ -369,9 +355,8 @@ def communicated(folder: str, flags: str) -> list[tuple[dict, dict]]:
         return restarted
 
     with (patch.object(dist, "all_to_all_single", counted_exchange), patch.object(Log, "metrics", counted_metrics),
-          patch.object(Log, "write", restart(write)), patch.object(Log, "begin", restart(begin)), meter,
-          contextlib.redirect_stdout(io.StringIO())):
-        train.train(settings, training, unseen, torch.device("cpu"), "as asked", job.RunState())
+          patch.object(Log, "write", restart(write)), patch.object(Log, "begin", restart(begin)), meter):
+        runs.run(f"{MODEL} --data {folder}/train.npy --metrics {folder}/metrics {flags}")
     return steps
 
 
@@ -386,7 +371,7 @@ def test_bytes_in_the_metrics_are_those_of_the_step_by_axis(pool, corpora, tmp_p
             for sent, counted in steps:
                 assert sum(sent.values()) > 0 and sent == {group: counted[group] for group in sent}
         if flags == everything:
-            keys = {key for line in (corpora / "metrics").read_text().splitlines() for key in json.loads(line)}
+            keys = {key for record in runs.metrics(corpora / "metrics") for key in record}
             assert keys == METRICS.keys()
 
 

@@ -1,7 +1,4 @@
 """Every setting reaches the code: for each field of the configuration a run that it changes, or another test."""
-import contextlib
-import io
-import json
 from functools import cache
 from pathlib import Path
 
@@ -13,7 +10,7 @@ import torch.distributed as dist
 import assemble
 import config
 import grids
-import job
+import runs
 import train
 from groups import build_groups
 from meter import Meter
@@ -115,14 +112,10 @@ def folder(tmp_path_factory):
 @cache
 def run(folder, flags: str) -> tuple[list[dict], Meter]:
     """The metrics of every step that do not depend on time, and what was counted."""
-    line = f"{MODEL} --data {folder}/train.npy --metrics {folder}/metrics {flags}".format(folder=folder)
-    settings = config.parse(line.split())
-    training = assemble.open_samples(settings, settings.data.data, settings.optim.seed)
-    unseen = assemble.open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
-    with contextlib.redirect_stdout(io.StringIO()), Meter(memory=False) as meter:
-        train.train(settings, training, unseen, torch.device("cpu"), "as asked", job.RunState())
+    with Meter(memory=False) as meter:
+        runs.run(f"{MODEL} --data {folder}/train.npy --metrics {folder}/metrics {flags}".format(folder=folder))
     kept = "step", "tokens", "loss", "grad_norm", "lr", "val_loss", "aux_loss", "load_max_over_mean"
-    records = [json.loads(record) for record in (folder / "metrics").read_text().splitlines()]
+    records = runs.metrics(folder / "metrics")
     return [{name: record[name] for name in kept if name in record} for record in records], meter
 
 

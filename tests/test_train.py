@@ -1,12 +1,7 @@
 """The program as its users start it: what it prints, writes and refuses, and that it learns."""
-import contextlib
 import gc
-import io
-import json
 import os
 import subprocess
-import sys
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -23,8 +18,8 @@ import train
 from data import Codec, Corpus, Samples
 from groups import AXES, build_groups
 from pool import slow
-from program import python
-from sampling import sample
+from program import python, torchrun
+from runs import metrics, run
 
 ROOT = os.path.dirname(config.__file__)
 SMALL = "--layers 2 --hidden 32 --heads 2 --ffn 48 --seq 32 --warmup 2"
@@ -33,14 +28,7 @@ SMALL = "--layers 2 --hidden 32 --heads 2 --ffn 48 --seq 32 --warmup 2"
 def start(flags: str, ranks: int = 0) -> subprocess.CompletedProcess:
     """`python train.py`, or torchrun with so many ranks."""
     command = f"train.py {SMALL} {flags}".split()
-    if not ranks:
-        return python(*command)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
-    return subprocess.run([*torchrun, *command], cwd=ROOT, capture_output=True, text=True, timeout=600)
-
-
-def metrics(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return torchrun(ranks, *command) if ranks else python(*command)
 
 
 def test_a_run_says_what_it_does_and_learns(tmp_path):
@@ -67,17 +55,6 @@ def test_a_run_says_what_it_does_and_learns(tmp_path):
     assert records[5]["tokens_per_s"] == pytest.approx(512 / records[5]["step_s"])
 
 
-def trained(flags: str) -> str:
-    """What the ranks of the pool print when they are a run of train.py, which ends with 16 tokens."""
-    settings = config.parse(f"{SMALL} {flags}".split(), dist.get_world_size())
-    samples = assemble.open_samples(settings, settings.data.data, settings.optim.seed)
-    unseen = assemble.open_samples(settings, settings.data.val_data, None)
-    shorter = patch.object(train, "sample", lambda model, prompt, count: sample(model, prompt, 16))
-    with shorter, contextlib.redirect_stdout(io.StringIO()) as printed:
-        train.train(settings, samples, unseen, torch.device("cpu"), "as asked", job.RunState())
-    return printed.getvalue()
-
-
 def test_every_grid_trains_evaluates_and_samples_as_one_process(pool, tmp_path):
     """Of ten validation samples every grid takes each once, whatever its micro-batches; and all write the same text."""
     unseen, outcomes = tmp_path / "unseen.txt", []
@@ -91,8 +68,7 @@ def test_every_grid_trains_evaluates_and_samples_as_one_process(pool, tmp_path):
              (4, "--micro-batch 2 --pp 2 --schedule zb-h1 --zero 3"), (2, "--micro-batch 4 --pp 2"),
              (4, "--cp 2 --tp 2 --zero 3")]
     for i, (ranks, grid) in enumerate(grids):
-        printed = pool.run(ranks, "test_train:trained", timeout=120,
-                           flags=f"{flags} {grid} --metrics {tmp_path / str(i)}")
+        printed = pool.run(ranks, "runs:run", flags=f"{SMALL} {flags} {grid} --metrics {tmp_path / str(i)}")
         assert not any(printed[1:])
         outcomes.append((metrics(tmp_path / str(i)), printed[0]))
     records, printed = outcomes[1]
@@ -117,7 +93,7 @@ def test_every_grid_of_experts_trains_evaluates_and_samples_as_one_process(pool,
                                        (4, "--cp 2 --ep 4 --zero 3"), (2, "--pp 2 --micro-batch 2"),
                                        (1, "--micro-batch 4 --dense-layers 1"),
                                        (4, "--pp 2 --ep 2 --micro-batch 2 --dense-layers 1")]):
-        printed = pool.run(ranks, "test_train:trained", flags=f"{flags} {grid} --metrics {tmp_path / str(i)}")
+        printed = pool.run(ranks, "runs:run", flags=f"{SMALL} {flags} {grid} --metrics {tmp_path / str(i)}")
         outcomes.append((metrics(tmp_path / str(i)), printed[0]))
     records, _ = outcomes[0]
     assert 0.01 * 2 < records[0]["aux_loss"] < 0.01 * 2 * 1.3  # of two layers, a little above the least
@@ -131,41 +107,15 @@ def test_every_grid_of_experts_trains_evaluates_and_samples_as_one_process(pool,
             assert text.split("\nimport")[1][:8] == printed.split("\nimport")[1][:8]
 
 
-def test_an_evaluation_in_rounds_is_one_over_everything(pool, tmp_path):
+def test_an_evaluation_in_rounds_is_one_over_everything(tmp_path):
     """Ten samples, as eight and two or at once, of a model that hardly learns."""
     unseen, losses = tmp_path / "unseen.txt", []
     unseen.write_text("".join(f"{i * i} bottles of beer on the wall, " for i in range(20))[:10 * 32])
     for i, batch in enumerate(("--global-batch 8", "--global-batch 10")):
         flags = f"--data {ROOT}/train.py --val-data {unseen} --dtype fp64 --steps 1 --warmup 0 --lr 1e-15 --sample="
-        pool.run(1, "test_train:trained", flags=f"{flags} {batch} --metrics {tmp_path / str(i)}")
+        run(f"{SMALL} {flags} {batch} --metrics {tmp_path / str(i)}")
         losses.append(metrics(tmp_path / str(i))[0]["val_loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-11)
-
-
-def test_the_optimizer_gets_the_schedules_rate(tmp_path):
-    """With SGD and no decay, the step that a third of the rate takes is the first step of a warmup of three."""
-    losses = []
-    for i, flags in enumerate(("--warmup 3 --lr 0.3", "--warmup 0 --lr 0.1 --lr-schedule constant")):
-        done = start(f"--data {ROOT}/train.py --steps 3 --optimizer sgd --weight-decay 0 --clip 0 --sample= "
-                     f"--metrics {tmp_path / str(i)} {flags}")
-        assert done.returncode == 0, done.stderr
-        losses.append([record["loss"] for record in metrics(tmp_path / str(i))])
-    assert losses[0][1] == pytest.approx(losses[1][1], rel=1e-6)
-    assert losses[0][2] < losses[1][2] - 1e-3 and losses[0][1] < losses[0][0] - 1e-3
-
-
-def test_bf16_and_evaluation_and_ramp(tmp_path):
-    text = tmp_path / "unseen.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog\n" * 100)
-    done = start(f"--steps 6 --dtype bf16 --metrics {tmp_path / 'm.jsonl'} --batch-ramp 8@0,16@1000 --sample= "
-                 f"--val-data {text} --eval-every 4 --eval-steps 2 --attention math")
-    assert done.returncode == 0, done.stderr
-    assert "global batch 8 = micro 8 x accum 1 x dp 1; 256 tokens per step; ramp 8@0,16@1000" in done.stdout
-    records = metrics(tmp_path / "m.jsonl")
-    assert [record["tokens"] for record in records] == [256, 512, 768, 1024, 1536, 2048]
-    assert [i for i, record in enumerate(records) if "val_loss" in record] == [3, 5]
-    assert 3 < records[5]["val_loss"] < 6 and done.stdout.count("after 6 steps: validation loss") == 1
-    assert done.stdout.splitlines()[-1].startswith("trained 6 steps")  # no sample was asked for
 
 
 def test_a_step_that_fails_is_named_and_not_the_one_before(monkeypatch):
@@ -175,10 +125,10 @@ def test_a_step_that_fails_is_named_and_not_the_one_before(monkeypatch):
         return optim.lr
 
     monkeypatch.setattr(train, "learning_rate", fails)
-    settings, progress = config.parse("--dtype fp32 --seq 32 --global-batch 2 --steps 4".split()), job.RunState()
+    state = job.RunState()
     with pytest.raises(FloatingPointError):
-        train.train(settings, assemble.open_samples(settings, [], 0), None, torch.device("cpu"), "asked for", progress)
-    assert progress.activity == "in step 2"
+        run("--seq 32 --global-batch 2 --steps 4", state)
+    assert state.activity == "in step 2"
 
 
 @pytest.mark.parametrize("number, step", [(40, 2), *slow((9, 0))])
@@ -245,16 +195,14 @@ def ranks_of_groups(flags: str) -> dict[str, list[int] | None]:
     return {axis: group and dist.get_process_group_ranks(group.process_group) for axis, group in groups.items()}
 
 
+def first_lines(flags: str, ranks: int, groups: dict) -> list[str]:
+    return log.first_lines(config.parse(f"--micro-batch 1 --dtype fp32 {flags}".split(), ranks), groups, "cpu"
+                           ).splitlines()
+
+
 def test_the_first_lines_count_what_a_rank_holds():
     """Two replicas of two shards hold what two shards hold."""
-    class Text:
-        corpus, spans = type("", (), dict(files=[""], __len__=lambda self: 100))(), 3
-
-    def lines(flags, ranks):
-        settings = config.parse(flags.split(), ranks)
-        return log.first_lines(settings, {}, "cpu", Text).splitlines()
-
-    hybrid, sharded, plain = (lines(f"--micro-batch 1 --dtype fp32 {flags}", ranks) for flags, ranks in (
+    hybrid, sharded, plain = (first_lines(flags, ranks, {}) for flags, ranks in (
         ("--zero 3 --dp-replicate 2", 4), ("--zero 3", 2), ("", 1)))
     assert hybrid[3].split("activations")[0] == sharded[3].split("activations")[0] != plain[3].split("activations")[0]
     assert "1/2 of its weights, gradients, optimizer state in 2 replicas, and reads 1/4 of the" in hybrid[1]
@@ -323,27 +271,12 @@ def test_a_step_leaves_no_cycles(flags):
         gc.enable()
 
 
-def test_biases_stay_when_a_step_is_skipped():
-    settings = config.parse(f"{SMALL} --data {ROOT}/train.py --experts 4 --bias-rate 0.1".split())
-    model, _ = assemble.build(settings, dict.fromkeys(AXES), torch.device("cpu"), torch.float32)
-    for updated in (False, True):
-        for router in model.routers:
-            router.load.copy_(torch.tensor([3, 0, 0, 1]))
-        metrics = train.update_balance(model, dict.fromkeys(AXES), torch.tensor(updated), 16)
-        assert metrics["load_max_over_mean"] == 3
-        assert all(router.bias.any() == updated for router in model.routers)
-
-
 def test_the_first_lines_count_experts_where_they_are():
     """Bytes of optimizer state: two moments in fp32 of 1/4 of everything but experts, and of 1/2 of half of those."""
-    class Text:
-        corpus, spans = type("", (), dict(files=[""], __len__=lambda self: 100))(), 3
-
-    settings = config.parse("--preset tiny-moe --ep 2 --zero 1 --micro-batch 1 --dtype fp32".split(), 4)
     experts = 4 * 8 * 3 * 128 * 128
-    others = costs.parameters(settings.model).total - experts
+    others = costs.parameters(config.parse("--preset tiny-moe".split()).model).total - experts
     group = type("", (), dict(size=lambda self: 2, rank=lambda self: 0))()
-    lines = log.first_lines(settings, {"ep": group}, "cpu", Text).splitlines()
+    lines = first_lines("--preset tiny-moe --ep 2 --zero 1", 4, {"ep": group})
     assert f"optimizer {8 * (others / 4 + experts / 4) / 1e6:.1f} MB" in lines[3]
     assert "ep 2 x edp 2, zero 1: a rank holds the whole model, but 4 of 8 experts" in lines[1]
     assert "1/4 of its optimizer state (1/2 of experts')" in lines[1]
@@ -376,13 +309,9 @@ def test_neighbours_share_layers_then_shards_and_replicas_are_far_apart(pool):
 @pytest.mark.slow
 def test_the_grid_that_is_shown_trains_as_one_process(tmp_path):
     """`torchrun --nproc_per_node=8 train.py`, in fp32: its first 20 losses."""
-    losses = {}
-    for ranks in (0, 8):
-        launch = f"-m torch.distributed.run --nproc_per_node={ranks} " if ranks else ""
-        done = subprocess.run([sys.executable, *f"{launch}train.py --steps 20 --warmup 20 --sample= --metrics "
-                               f"{tmp_path / str(ranks)}".split()], cwd=ROOT, capture_output=True, text=True,
-                              env=os.environ | {"OMP_NUM_THREADS": "1"})
-        assert done.returncode == 0, done.stderr
-        losses[ranks] = [record["loss"] for record in metrics(tmp_path / str(ranks))]
-    assert "pp 2 x dp 2 x cp 1 x tp 2" in done.stdout and "--dp 8 is pure data parallelism" in done.stdout
-    assert losses[8] == pytest.approx(losses[0], abs=1e-4)
+    command = "train.py --steps 20 --warmup 20 --sample= --metrics".split()
+    alone, shown = python(*command, tmp_path / "alone"), torchrun(8, *command, tmp_path / "shown")
+    assert (alone.returncode, shown.returncode) == (0, 0), alone.stderr + shown.stderr
+    assert "pp 2 x dp 2 x cp 1 x tp 2" in shown.stdout and "--dp 8 is pure data parallelism" in shown.stdout
+    want, got = ([record["loss"] for record in metrics(tmp_path / name)] for name in ("alone", "shown"))
+    assert got == pytest.approx(want, abs=1e-4)
