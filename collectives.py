@@ -485,4 +485,5 @@ def run_demo(demo: Callable[[Group], None], ranks: int = 1) -> None:
 
 
 if __name__ == "__main__":
-    importlib.import_module("ring").main()  # ring.py imports this file
+    ring = importlib.import_module("ring")  # which imports this file
+    ring.run_demo(ring.demo, ranks=4)

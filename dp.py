@@ -175,7 +175,7 @@ def assign_to_buckets(units: Units, bucket_mb: float) -> list[list[nn.Parameter]
     return buckets
 
 
-# ---- demo: torchrun --nproc_per_node=4 dp.py ------------------------------------------------------------------------
+# ---- demo: python dp.py ---------------------------------------------------------------------------------------------
 
 class Layer(nn.Module):
     def __init__(self, number: int, groups: Groups, hidden: int = 64):

@@ -11,7 +11,8 @@ box     A block of the global tensor, one slice per dimension. With t = 2, the s
         (slice(F/2, F), slice(0, H)).
 source  A function (spec, box) -> tensor that returns the values of any box of any parameter. `draw` returns seeded
         random numbers; a checkpoint is another source. A rank asks only for boxes that it has.
-sink    The object that collects a parameter's gradient: its flat bucket. A matmul can add its result to the bucket
+sink    The object that collects a parameter's gradient: its flat bucket. `sink.main_grad(param)` is the buffer to add
+        to; it changes while ZeRO-2 and 3 reduce, so ask for it at every use. A matmul can add its result to the buffer
         without a temporary, and a pipeline schedule may compute weight gradients later than input gradients. So a
         layer says *how* to add, and `accumulate_grad`, the one entry for gradients, decides *where* and *when*:
 
@@ -27,7 +28,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -171,16 +172,6 @@ Finish = Callable[[], Tensor]  # waits for a communication that was started, and
 StartGather = Callable[[], Finish]
 
 
-class Sink(Protocol):
-    """What collects the gradients of parameters: a flat bucket."""
-
-    def main_grad(self, param: nn.Parameter) -> Tensor:
-        """The buffer to add to. Ask for it at every use: under ZeRO-2 and 3 it changes during a reduction."""
-
-    def ready(self, param: nn.Parameter) -> None:
-        """A backward pass has accumulated its gradient of `param`."""
-
-
 class Deferred(NamedTuple):
     """What waits for backward_weight: see accumulate_grad."""
     params: Params
@@ -270,7 +261,7 @@ def accumulate_product(out: Tensor, a: Tensor, b: Tensor) -> None:
         out.add_(a @ b)
 
 
-def attach_sink(param: nn.Parameter, sink: Sink) -> None:
+def attach_sink(param: nn.Parameter, sink: Any) -> None:
     """From now on `sink` collects the gradient of `param`, from accumulate_grad and from autograd."""
     assert param.sink is None, f"{param.spec.name} has a sink already"  # a second hook would call ready twice
     param.sink = sink

@@ -87,8 +87,6 @@ class CheckpointArena:
 
     def save(self, x: torch.Tensor) -> int:
         """Save this rank's shard of x; returns its slot."""
-        assert x.shape == self.shape, f"a checkpoint of {[*x.shape]} in an arena for checkpoints of {[*self.shape]}"
-        assert x.dtype == self.shards.dtype, f"a checkpoint in {x.dtype} in an arena for {self.shards.dtype}"
         assert self.free_slots, f"all {len(self.shards)} slots of the arena hold checkpoints that wait for a backward"
         slot = self.free_slots.pop()
         shard = x.reshape(size(self.group), -1)[rank(self.group)]

@@ -33,10 +33,7 @@ Sources: Thakur, Rabenseifner and Gropp 2005 (the choice by size); Patarasuk and
 Hensgen, Finkel and Manber 1988 (dissemination).
 """
 import math
-import os
 import re
-import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -533,7 +530,7 @@ def replay(logs: list[list[Step]], link: Callable[[int, int], tuple[float, float
     return sorted(messages, key=lambda message: (message.end, message.source, message.to))
 
 
-# ---- demo: torchrun --nproc_per_node=4 ring.py, or collectives.py ----------------------------------------------------
+# ---- demo: python ring.py, or collectives.py ------------------------------------------------------------------------
 
 def two_levels(n: int) -> tuple[int, Group, Group]:
     """Ranks per node, this rank's node and the ranks with its place in a node, for two nodes if n is even, else one."""
@@ -566,22 +563,22 @@ def examples(group: Group, inner: Group, outer: Group, x: Tensor, shard: Tensor)
 
 
 def label(values: list[int], n: int) -> str:
-    """What a message of the demo has. Bit c n + r of a value: chunk c of rank r is a term of it."""
+    """The chunks in a message of the demo, each with the ranks whose terms have been added to it."""
     parts: list[list[str]] = []  # [letters of chunks, digits of ranks]
-    for value in values:
-        for chunk in range(n):
-            ranks = "".join(str(r) for r in range(n) if value >> (chunk * n + r) & 1)
-            if ranks and parts and parts[-1][1] == ranks:
-                parts[-1][0] += "abcdefgh"[chunk]
-            elif ranks:
-                parts.append(["abcdefgh"[chunk], ranks])
+    for row in (values[i:i + n] for i in range(0, len(values), n)):
+        if any(row):
+            letter, ranks = chr(ord("a") + max(row) - 1), "".join(str(r) for r in range(n) if row[r])
+            if parts and parts[-1][1] == ranks:
+                parts[-1][0] += letter
+            else:
+                parts.append([letter, ranks])
     return ",".join(letters + ranks for letters, ranks in parts)
 
 
 def picture(messages: list[Message], n: int) -> list[str]:
     """A line per hop, and more where it would be longer than a screen is wide."""
     cells = [f"{message.source} → {message.to}: {label(message.values, n)}".removesuffix(": ") for message in messages]
-    width = max(len(cell) for cell in cells) + 3
+    width = max(map(len, cells), default=0) + 3
     lines, hop = [], 0
     for message, cell in zip(messages, cells):
         if message.end > hop or len(lines[-1]) + width > 120:
@@ -594,8 +591,8 @@ def picture(messages: list[Message], n: int) -> list[str]:
 def demo(group: Group) -> None:
     n, r = size(group), rank(group)
     m, inner, outer = two_levels(n)
-    bits = [(1 << (chunk * n + r)) % 2 ** 64 for chunk in range(n)]
-    x = torch.tensor([bit - 2 ** 64 if bit >= 2 ** 63 else bit for bit in bits])
+    x = torch.zeros(n, n, dtype=torch.int64)
+    x[:, r] = torch.arange(1, n + 1)  # row c is chunk c, and column r of it is rank r's term
     lines = [f"{n} ranks. a, b, c, … are chunks; c013 is chunk c of ranks 0, 1 and 3, summed.", ""]
     table = ["collective                  messages     bytes  hops    time by formula"]
     for function, call in examples(group, inner, outer, x, x[r:r + 1]).items():
@@ -605,10 +602,11 @@ def demo(group: Group) -> None:
         dist.all_gather_object(logs, steps, group=group)
         messages = replay(logs)
         nbytes = sum(message.nbytes for message in messages)
-        X = 8 if function in (gather, ring_all_gather, bruck_all_gather) else 8 * n
-        assert (len(messages), nbytes, messages[-1].end) == cost(function, n, X, m=m)[:3], function
+        hops = messages[-1].end if messages else 0
+        X = 8 * n if function in (gather, ring_all_gather, bruck_all_gather) else 8 * n * n
+        assert (len(messages), nbytes, hops) == cost(function, n, X, m=m)[:3], function
         lines += [function.__name__, "    " + function.__doc__.splitlines()[0], *picture(messages, n), ""]
-        table.append(function.__name__.ljust(26) + f"{len(messages):10,}{nbytes:10,}{messages[-1].end:6g}    "
+        table.append(function.__name__.ljust(26) + f"{len(messages):10,}{nbytes:10,}{hops:6g}    "
                      + formulas(function)["time"])
     counts = [(N, break_even(ring_all_reduce, tree_all_reduce, N)) for N in (4, 8, 64, 1024)]
     lines += [*table, "", "Messages, bytes and hops were counted, and equal the formulas in the docstrings. A ring "
@@ -618,15 +616,5 @@ def demo(group: Group) -> None:
         print("\n".join(lines))
 
 
-def main() -> None:
-    if not 2 <= int(os.environ.get("WORLD_SIZE", 4)) <= 8:
-        if int(os.environ.get("LOCAL_RANK", 0)):
-            time.sleep(2)  # torchrun kills all ranks once one has ended, and the first says why
-        else:
-            print("ring.py: the pictures are of 2 to 8 ranks: run torchrun --nproc_per_node=4 ring.py", file=sys.stderr)
-        sys.exit(2)
-    run_demo(demo, ranks=4)
-
-
 if __name__ == "__main__":
-    main()
+    run_demo(demo, ranks=4)

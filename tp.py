@@ -438,7 +438,7 @@ def gather_logits(logits: Tensor, vocab: int, group: Group) -> Tensor:
     return torch.cat([rows[:, :width] for rows, width in zip(out.chunk(n), widths)], -1)
 
 
-# ---- demo: torchrun --nproc_per_node=4 tp.py; on one rank: python tp.py ----------------------------------------------
+# ---- demo: python tp.py ---------------------------------------------------------------------------------------------
 
 NAMES = {"mm": "matmul", "addmm_": "matmul+add", "_allgather_base_": "gather…", "_reduce_scatter_base_": "scatter…",
          "allreduce_": "all-reduce…"}

@@ -551,7 +551,7 @@ class CallInBackward(Function):
         return grad, None
 
 
-# ---- demo: python zero.py --------------------------------------------------------------------------------------------
+# ---- demo: python zero.py -------------------------------------------------------------------------------------------
 
 class Layer(nn.Module):
     def __init__(self, number: int, groups: Groups):

@@ -159,18 +159,6 @@ def overflow() -> list[tuple]:
     return seen
 
 
-def scaled_and_not() -> tuple[float, float, float]:
-    """The norm of the first step in fp16 under two loss scales, and in fp32."""
-    norms = []
-    for dtype, scale in ((torch.float16, 256.0), (torch.float16, 8192.0), (torch.float32, None)):
-        groups, model, optimizer, share = built("--global-batch 8 --micro-batch 2 --zero 1", dtype)
-        if scale:
-            optimizer.loss_scale.value.fill_(scale)
-        train.forward_backward(model, optimizer, share, groups)
-        norms.append(optimizer.step(1e-2).item())
-    return tuple(norms)
-
-
 def one_step(dtype: torch.dtype, clip: float) -> list[tuple]:
     """The weights after one step of SGD, which unlike AdamW shows the size of gradients."""
     groups, model, optimizer, share = built(

@@ -1,17 +1,19 @@
 """Buckets: what is in them, when they are sent, how much is sent."""
+import contextlib
+import io
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import collectives
-import config
+import dp
 import grids
 import param
-from dp import Bucket, DataParallel, assign_to_buckets, reduce_naively
+from dp import Bucket, DataParallel, assign_to_buckets
 from grids import ALONE
 from meter import Meter
-from model import Execution, Llama
 from param import Spec, parameter
 from pool import slow
 
@@ -136,32 +138,15 @@ def test_a_bucket_is_sent_by_its_last_gradient_before_backward_ends(pool):
                           "finish", "finish", "finish"]
 
 
-def ways_to_sum() -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of a Llama summed naively, and by buckets, of this rank's own loss."""
-    groups = ALONE | {"world": dist.group.WORLD, "data": dist.group.WORLD, "dp": dist.group.WORLD}
-    model = config.parse("--layers 2 --hidden 24 --heads 3 --kv-heads 1 --ffn 20".split()).model
-    tokens = torch.randint(257, (2, 8), generator=torch.Generator().manual_seed(dist.get_rank()))
-    sums = []
-    for bucketed in (False, True):
-        llama = Llama(model, groups, Execution(torch.float64))
-        for p in llama.parameters():
-            p.data = param.draw(0)(p.spec, p.box).double() * 10
-        if bucketed:
-            replicas = DataParallel(llama.units(), groups, 0.01)
-            replicas.begin_step({0: 1})
-        llama(tokens, labels=tokens).backward()
-        if bucketed:
-            replicas.finish_step()
-            sums.append(torch.cat([p.sink.main_grad(p).flatten() for p in llama.parameters()]))
-        else:
-            reduce_naively(llama.parameters(), dist.group.WORLD)
-            sums.append(torch.cat([p.grad.flatten() for p in llama.parameters()]))
-    return tuple(sums)
+def demo() -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        dp.demo(dist.group.WORLD)  # asserts that all ways to sum have the same gradients
+    return printed.getvalue()
 
 
-def test_buckets_sum_what_naive_data_parallelism_sums(pool):
-    for one_by_one, bucketed in pool.run(3, "test_dp:ways_to_sum"):
-        assert (one_by_one - bucketed).abs().max() < 1e-12 * bucketed.abs().max()
+def test_the_demo_sums_naively_per_parameter_and_by_buckets(pool):
+    first, *others = pool.run(3, "test_dp:demo")
+    assert "R6 R5 R4 R3 R2 R1" in first and "R654" in first and not any(others)
 
 
 def sums_over_other_axes() -> dict[str, float]:

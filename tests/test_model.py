@@ -16,7 +16,7 @@ from model import Execution, Llama
 from operations import Mask, RMSNormFunction, attention_math, attention_sdpa, rotary_angles
 from param import Source, draw
 from sampling import KVCache, sample
-from tp import IGNORED, cross_entropy
+from tp import cross_entropy
 from zero import Optimizer
 
 
@@ -189,14 +189,6 @@ def test_angles_norms_and_loss_are_exact_in_bf16_runs():
     want = F.cross_entropy(logits.double()[0], labels[0], reduction="sum")
     assert cross_entropy(logits, labels).dtype == torch.float32
     assert cross_entropy(logits, labels).item() == pytest.approx(want.item(), rel=1e-6)
-
-
-def test_the_loss_is_a_sum_that_skips_ignored_labels():
-    logits, labels = torch.randn(2, 5, 7, dtype=torch.float64), torch.randint(7, (2, 5))
-    labels[0, 3:], labels[1] = IGNORED, IGNORED
-    want = sum(logits[0, i].logsumexp(0) - logits[0, i, labels[0, i]] for i in range(3))
-    assert cross_entropy(logits, labels).item() == pytest.approx(want.item(), rel=1e-12)
-    assert cross_entropy(logits[1:], labels[1:]).item() == 0
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(6, 6), (6, 2), (4, 1)])

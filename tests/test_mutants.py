@@ -615,7 +615,8 @@ MUTANTS = [
            " --tp 2 --no-sp --ep 2]"),
     Mutant("rows used before they have arrived", "ep.py",
            "        self.pending.wait()\n        out, self.out", "        out, self.out",
-           "tests/test_ep.py::test_rows_are_used_only_once_they_have_arrived"),
+           "tests/test_zero.py::test_every_collective_is_waited_for_before_its_tensors_are_used"
+           f"[2-{MIXTRAL} --ep 2 --zero 2]"),
     Mutant("a host that asks for every expert's rows", "ep.py",
            "[sum(of_expert) for of_expert in zip(*received)]",
            "[int(sum(torch.tensor(of_expert))) for of_expert in zip(*received)]",

@@ -67,15 +67,6 @@ def test_one_rank_counts_every_element(name):
     assert (counted == 1).all()
 
 
-def test_shards_of_gate_and_up_stay_a_pair():
-    """Gate and up, sharded over tp and read as one matrix: the rank's rows of gate above its rows of up."""
-    gate, up = (Spec(name, (12, 5), {"tp": 0}, std=1.0) for name in ("gate", "up"))
-    full = {spec.name: draw(0)(spec, (slice(0, 12), slice(0, 5))) for spec in (gate, up)}
-    for i, groups in enumerate(ranks(tp=4)):
-        both = torch.cat([draw(0)(spec, local_box(spec, groups)) for spec in (gate, up)])
-        assert torch.equal(both, torch.cat([full["gate"][3 * i:3 * i + 3], full["up"][3 * i:3 * i + 3]]))
-
-
 def test_values_are_drawn_as_asked_for_in_blocks_of_rows():
     spec = Spec("layers.0.ffn.w_up", (4000, 600), std=0.02)
     values = draw(0)(spec, (slice(0, 4000), slice(0, 600)))

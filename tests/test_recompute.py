@@ -1,5 +1,4 @@
 """Recomputed layers: the same gradients from saved inputs alone, sharded over ranks, in memory allocated once."""
-import re
 from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -105,15 +104,11 @@ def test_a_checkpoint_that_cannot_be_shared_is_refused():
         CheckpointArena(1, torch.zeros(3, 8, 20), group)
 
 
-@pytest.mark.parametrize("x, message", [
-    (torch.zeros(1, 3), "a checkpoint of [1, 3] in an arena for checkpoints of [2, 3]"),
-    (torch.zeros(2, 3).double(), "a checkpoint in torch.float64 in an arena for torch.float32"),
-    (torch.zeros(2, 3), "all 1 slots of the arena hold checkpoints that wait for a backward")])
-def test_an_arena_names_a_checkpoint_that_it_cannot_save(x, message):
+def test_a_checkpoint_without_a_free_slot_is_refused():
     arena = CheckpointArena(1, torch.zeros(2, 3))
     arena.save(torch.zeros(2, 3))
-    with pytest.raises(AssertionError, match=re.escape(message)):
-        arena.save(x)
+    with pytest.raises(AssertionError, match="all 1 slots of the arena hold checkpoints that wait for a backward"):
+        arena.save(torch.zeros(2, 3))
 
 
 # ---- the paper, and other layers ------------------------------------------------------------------------------------
