@@ -89,7 +89,7 @@ def test_attention_of_documents(small_tiles, kind, causal):
     attention_agrees(heads(37, 37, N=1), causal, documents_of(kind, 37, 37))
 
 
-@pytest.mark.parametrize("window", [1, 5, 16, 17, 40])
+@pytest.mark.parametrize("window", [1, 2, 16, 17, 40])
 @pytest.mark.parametrize("rows, columns, kind", [(37, 37, "one"), (37, 37, "packed"), (1, 50, "packed"),
                                                  (21, 50, "packed")])
 def test_attention_in_a_window(small_tiles, kind, rows, columns, window):

@@ -267,10 +267,10 @@ def test_parameters_side_by_side_get_one_gradient():
             return flat[:12].view(3, 4) if weight is first else flat[12:].view(2, 4)
     first, second = parameter(Spec("a", (3, 4)), {}, torch.float32), parameter(Spec("b", (2, 4)), {}, torch.float32)
     outs = []
-    for sink in (Flat(), None):
+    for sink in (Flat(), None, None):
         first.sink = second.sink = sink
         param.accumulate_grad((first, second), lambda out: outs.append(out) or out.add_(torch.arange(20.0).view(5, 4)))
     assert outs[0].data_ptr() == flat.data_ptr() and torch.equal(flat, torch.arange(20.0))
-    assert torch.equal(torch.cat([first.grad, second.grad]), torch.arange(20.0).view(5, 4))
+    assert torch.equal(torch.cat([first.grad, second.grad]), 2 * torch.arange(20.0).view(5, 4))
     assert param.stacked_view([flat[:12].view(3, 4), flat[8:].view(3, 4)]) is None
     assert param.stacked_view([flat[:12].view(3, 4), torch.zeros(2, 4)]) is None
