@@ -105,8 +105,7 @@ def bytes_sent(call: Collective) -> float:
 
 def count(build: Build) -> dict[str, float]:
     """What this rank sends and holds in a step, the second one. Live bytes count from before the model is made."""
-    meter = Meter()
-    with meter:
+    with Meter() as meter:
         step = build()
         step()
         at_rest = meter.settled()["all"]
@@ -196,8 +195,8 @@ def shard_by_dtensor(model: torch.nn.Module, ranks: int) -> None:
     parallel.parallelize_module(model, init_device_mesh("cpu", (ranks,)), plan)
 
 
-def build_theirs(settings: config.Config, tokens: Tensor, labels: Tensor, wrap: str = "") -> Step:
-    """transformers' Llama and torch's AdamW, alone or wrapped by "ddp", "zero1", "fsdp" or "dtensor"."""
+def build_theirs(settings: config.Config, tokens: Tensor, labels: Tensor, wrap: str) -> Step:
+    """transformers' Llama and torch's AdamW, alone ("") or wrapped by "ddp", "zero1", "fsdp" or "dtensor"."""
     model, optim, inputs = build_llama(settings.model), settings.optim, {}
     if wrap == "fsdp":
         shard_fully(model, torch.bfloat16 if settings.precision.reduce_dtype == "bf16" else None)
@@ -230,19 +229,17 @@ def build_theirs(settings: config.Config, tokens: Tensor, labels: Tensor, wrap: 
     return step
 
 
-TRAINING = {  # by part: our flags, the rival, what builds the rival's step
-    "train": [("", "transformers + fused AdamW", build_theirs)],
-    "dp": [("--zero 0", "DistributedDataParallel", partial(build_theirs, wrap="ddp"))],
-    "zero": [("--zero 1", "ZeroRedundancyOptimizer", partial(build_theirs, wrap="zero1")),
-             ("--zero 3", "fully_shard", partial(build_theirs, wrap="fsdp")),
-             ("--zero 3 --reduce-dtype bf16", "fully_shard, reduce_dtype bf16", partial(build_theirs, wrap="fsdp"))],
-    "tp": [("--tp {n}", "DTensor", partial(build_theirs, wrap="dtensor")),
-           ("--tp {n} --sp-keep", "DTensor", partial(build_theirs, wrap="dtensor"))]}
+TRAINING = {  # by part: our flags, the rival's name, what wraps it
+    "train": [("", "transformers + fused AdamW", "")],
+    "dp": [("--zero 0", "DistributedDataParallel", "ddp")],
+    "zero": [("--zero 1", "ZeroRedundancyOptimizer", "zero1"), ("--zero 3", "fully_shard", "fsdp"),
+             ("--zero 3 --reduce-dtype bf16", "fully_shard, reduce_dtype bf16", "fsdp")],
+    "tp": [("--tp {n}", "DTensor", "dtensor"), ("--tp {n} --sp-keep", "DTensor", "dtensor")]}
 
 
 def bench_training(part: str, flags: list[str]) -> None:
     n = dist.get_world_size() if dist.is_initialized() else 1
-    for our_flags, rival, build_rival in TRAINING[part]:
+    for our_flags, rival, wrap in TRAINING[part]:
         our_flags = our_flags.format(n=n)
         heads = ["--kv-heads", str(n)] if part == "tp" else []  # DTensor cannot replicate them
         try:
@@ -256,7 +253,7 @@ def bench_training(part: str, flags: list[str]) -> None:
         batch = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
         repeats, steps = (5, 20) if n > 1 else (60, 1)
         compare({f"penteract {our_flags}": partial(build_ours, settings, *batch),
-                 rival: partial(build_rival, settings, *batch)}, batch[0].numel(), repeats, steps)
+                 rival: partial(build_theirs, settings, *batch, wrap)}, batch[0].numel(), repeats, steps)
 
 
 # ---- attention, a pipeline, a layer of experts ----------------------------------------------------------------------

@@ -36,7 +36,6 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,6 +74,11 @@ class Piece(NamedTuple):
         return ChunkStorageMetadata(torch.Size(part.start for part in self.box), torch.Size(box_shape(self.box)))
 
 
+def whole(name: str, values: Tensor) -> Piece:
+    """The piece that is the whole tensor."""
+    return Piece(name, tuple(values.shape), tuple(slice(0, n) for n in values.shape), values)
+
+
 def pieces_of_run(optimizer: Optimizer, routers: list[Router], groups: Groups, saving: bool) -> Iterator[Piece]:
     """All tensors of a run's state on this rank, as views. saving: only those that this rank writes, so that all ranks
     together write everything once."""
@@ -87,7 +91,7 @@ def pieces_of_run(optimizer: Optimizer, routers: list[Router], groups: Groups, s
     biases = {router.name: (router.bias, first) for router in routers}
     for name, (value, is_saved_here) in (numbers | biases).items():
         if is_saved_here or not saving:
-            yield Piece(name, tuple(value.shape), tuple(slice(0, n) for n in value.shape), value)
+            yield whole(name, value)
 
 
 class Stage:
@@ -210,7 +214,7 @@ class Saver:
 
     def note(self, step: int) -> None:
         """Write in the lock file how many steps are done: a run that resumes this one can say how many it has lost.
-        This survives the process, and on a local disk not the machine: it is not forced to the disk."""
+        It is not forced to the disk: this survives the process, not the machine."""
         if rank(self.group) == 0:
             with contextlib.suppress(OSError):
                 os.pwrite(self.lock.fileno(), b"%12d\n" % step, 0)
@@ -387,20 +391,6 @@ def source(path: Path) -> Source:
     return read_box
 
 
-def find_whole(candidates: list[Path], group: Group) -> Path:
-    """The first checkpoint that is undamaged; damaged ones are named on stderr. Raises ValueError if all are."""
-    need(candidates != [], "the checkpoint to resume is gone: another run has removed it")
-    for path in candidates:
-        try:
-            agree(partial(verify, path, rank(group), size(group)), group)
-            return path
-        except ValueError as error:
-            if path is candidates[-1]:
-                raise
-            if rank(group) == 0:
-                print(f"train.py: warning: {error}: passed over", file=sys.stderr, flush=True)
-
-
 def verify(folder: Path, part: int = 0, parts: int = 1) -> None:
     """Raises ValueError for a damaged checkpoint. Only its files number part, part + parts, … are read."""
     try:
@@ -459,7 +449,7 @@ def whole_tensor(path: Path, name: str, metadata: Metadata) -> Tensor | None:
     if stored is None:
         return None
     values = torch.empty(tuple(stored.size), dtype=stored.properties.dtype)
-    read(path, [Piece(name, tuple(stored.size), tuple(slice(0, n) for n in stored.size), values)])
+    read(path, [whole(name, values)])
     return values
 
 

@@ -63,7 +63,7 @@ class Corpus:
     def __init__(self, paths: list[str], vocab: int, dtype: str = "uint16", separator: int = -1):
         files = [file for path in paths for file in files_in(Path(path))] if paths else standard_library()
         kinds = {file.suffix in (".bin", ".npy") for file in files}
-        need(len(kinds) == 1, f"--data {' '.join(paths)}: text and token files (.bin, .npy) are mixed: give one kind")
+        need(len(kinds) == 1, f"{' '.join(paths)}: text and token files (.bin, .npy) are mixed: give one kind")
         self.is_text = kinds == {False}
         if self.is_text:
             need(vocab >= config.TEXT_VOCAB, f"--vocab {vocab} is too small for text: use at least {config.TEXT_VOCAB},"

@@ -408,6 +408,6 @@ def copy_tokenizer(published: str, folder: str) -> dict[str, Any]:
     """Copy the tokenizer's files that exist, and return the published config.json."""
     for pattern in TOKENIZER_FILES:
         for path in Path(published).glob(pattern):
-            shutil.copy(path, folder)
+            shutil.copyfile(path, Path(folder, path.name))
     where = os.path.join(published, "config.json")
     return read_json(where) if os.path.isfile(where) else {}

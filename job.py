@@ -2,6 +2,7 @@
 import os
 import sys
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,7 +38,7 @@ class RunState:
         return {name: value for name, value in asdict(self).items() if name != "activity"}
 
     def restore(self, saved: dict) -> None:
-        for name in self.progress().keys() & saved.keys():  # a checkpoint of an earlier version may lack some
+        for name in self.progress():
             setattr(self, name, saved[name])
 
 
@@ -75,7 +76,7 @@ def begin_or_resume(job: Job) -> None:
     job.model, job.optimizer = build(settings, job.groups, job.device, dtype, filled=False)
     if run.resume:
         found = agree(lambda: config.candidates(run.resume, run.out), job.host)
-        path = checkpoint.find_whole(gather_objects(found, job.host)[0], job.host)
+        path = find_whole(gather_objects(found, job.host)[0], job.host)
         saved = config.read_run(path)
         agree(lambda: check_data(job.training, saved, settings), job.host)
         restore(job, path, saved)
@@ -111,6 +112,20 @@ def where_it_continues(path: Path | None, step: int, done: int | None) -> str:
         return f"{begins}: later steps, if there were any, are lost and taken again"
     lost = max(0, done - step)
     return f"{begins}: {lost} later step{'s are' if lost != 1 else ' is'} lost{' and taken again' if lost else ''}"
+
+
+def find_whole(candidates: list[Path], group: Group) -> Path:
+    """The first checkpoint that is undamaged; damaged ones are named on stderr. Raises ValueError if all are."""
+    need(candidates != [], "the checkpoint to resume is gone: another run has removed it")
+    for path in candidates:
+        try:
+            agree(partial(checkpoint.verify, path, rank(group), size(group)), group)
+            return path
+        except ValueError as error:
+            if path is candidates[-1]:
+                raise
+            if rank(group) == 0:
+                print(f"train.py: warning: {error}: passed over", file=sys.stderr, flush=True)
 
 
 def restore(job: Job, path: Path, saved: dict) -> None:
@@ -170,7 +185,7 @@ def rewind(job: Job) -> None:
     paths, *_ = gather_objects(paths, job.host)  # those that the first rank sees
     if not paths:
         raise faults.Failure(f"{what}, and there is no checkpoint of an earlier step")
-    path = checkpoint.find_whole(paths, job.host)
+    path = find_whole(paths, job.host)
     left_out, rewinds = [*state.left_out, [samples.start, last.stop]], state.rewinds + 1
     restore(job, path, config.read_run(path))
     state.left_out, state.rewinds = left_out, rewinds

@@ -92,7 +92,7 @@ class Log:
     def write(self, record: dict) -> None:
         self.last_loss = record["loss"]
         if "val_loss" in record:
-            self.validated(record["step"] + 1, record["val_loss"])
+            self.print_validation_loss(record["step"] + 1, record["val_loss"])
         if self.is_first_rank and math.isfinite(record.get("noise_trace", math.nan)):
             self.noise.append((record["noise_trace"], record["noise_gradient2"]))
         if self.settings.run.metrics and self.is_first_rank:
@@ -104,7 +104,7 @@ class Log:
         if self.is_first_rank and self.bar.disable and (done % max(1, steps // 20) == 0 or done == steps):
             print(f"step {done}/{steps}: {progress}", file=sys.stderr, flush=True)
 
-    def validated(self, steps: int, loss: float | None) -> None:
+    def print_validation_loss(self, steps: int, loss: float | None) -> None:
         if self.is_first_rank and loss is not None:  # None: the run was asked to end meanwhile
             self.bar.write(f"after {steps} steps: validation loss {loss:.4f}", file=sys.stdout)
 
@@ -139,11 +139,11 @@ def first_lines(settings: config.Config, groups: Groups, device: str, samples: S
     memory = memory_of_rank(settings, groups, fused)
     kinds = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in memory.items())
     active = f" ({count.active:,} active)" if model.experts else ""
-    lines = [
-        f"device  {device}, {precision.dtype}{fp8}",
-        f"grid    {grid_line(grid, model)}",
-        *([f"        (chosen to show the axes; --dp {grid.dp * grid.cp * grid.tp * grid.pp} is pure data parallelism)"]
-          if settings.shown else []),
+    lines = [f"device  {device}, {precision.dtype}{fp8}", f"grid    {grid_line(grid, model)}"]
+    if settings.shown:
+        ranks = grid.dp * grid.cp * grid.tp * grid.pp
+        lines.append(f"        (chosen to show the axes; --dp {ranks} is pure data parallelism)")
+    lines += [
         f"batch   global batch {sequences} = micro {batch.micro_batch} x accum "
         f"{sequences // batch.micro_batch // grid.dp} x dp {grid.dp}; {sequences * batch.seq:,} tokens per step{ramp}",
         f"model   {model.preset}: {count.total:,} parameters{active}; rank {rank(groups.get('world'))} needs about "
@@ -174,10 +174,10 @@ def grid_line(grid: config.Grid, model: config.Model) -> str:
         holds, sharded = "computes with", f", holds 1/{shards} of its {state}"
     if sharded and grid.dp_replicate > 1:
         sharded += f" in {grid.dp_replicate} replicas"
-    reads = f", and reads 1/{grid.dp} of the sequences" if grid.dp > 1 else ""
-    reads += (", " if reads else ", and reads ") + f"1/{grid.cp} of each sequence" if grid.cp > 1 else ""
+    parts = (grid.dp, "of the sequences"), (grid.cp, "of each sequence")
+    reads = ", ".join(f"1/{ranks} {of}" for ranks, of in parts if ranks > 1)
     return (f"pp {grid.pp} x dp {grid.dp} x cp {grid.cp} x tp {grid.tp}{experts}, zero {grid.zero}: a rank {holds} "
-            f"{layers}{sharded}{reads}")
+            f"{layers}{sharded}{', and reads ' + reads if reads else ''}")
 
 
 def peak_memory(device: torch.device) -> float:

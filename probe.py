@@ -7,7 +7,6 @@
 As in nccl-tests: the payload is the larger of a rank's input and output, algorithm bandwidth is payload / time, and bus
 bandwidth is that times the factor below (FACTORS), so that with the best algorithm it is what a rank sends per second.
 """
-import argparse
 import json
 import os
 import platform
@@ -140,7 +139,7 @@ def largest_payload(device: torch.device, local_ranks: int) -> int:
         free = torch.cuda.mem_get_info(device)[0]
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // local_ranks
-    return int(-slowest([-free / 8], device)[0])
+    return int(-slowest([-free / 8], device)[0])  # the least of all ranks
 
 
 def probed_groups(settings: config.Config, local_ranks: int) -> dict[str, Group]:
@@ -273,12 +272,9 @@ def describe_cluster(levels: list[dict], device: torch.device, local_ranks: int)
 
 def parse(flags: list[str], ranks: int) -> tuple[config.Config, str]:
     """The settings, of which the grid and the device count, and the file to write ("": none). Raises ValueError."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser = config.Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--out", default="")
-    try:
-        known, flags = parser.parse_known_args(flags)
-    except argparse.ArgumentError:
-        raise ValueError("--out needs the name of a file") from None
+    known, flags = parser.parse_known_args(flags)
     folder = os.path.dirname(known.out) or "."
     need(os.path.isdir(folder), f"--out {known.out}: there is no folder {folder}")
     need(not os.path.isdir(known.out), f"--out {known.out} is a folder: name a file")

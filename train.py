@@ -303,7 +303,7 @@ def finish(job: Job) -> None:
     settings, state, log, saver, problem = job.settings, job.state, job.log, job.saver, ""
     if job.validation and log.last_loss is None:
         state.activity = "evaluating"
-        log.validated(state.step, validation_loss(job))
+        log.print_validation_loss(state.step, validation_loss(job))
     run, stopping = settings.run, job.guard.stopping
     log.close(state.step, state.tokens)
     if saver:

@@ -22,6 +22,7 @@ import assemble
 import checkpoint
 import config
 import grids
+import job
 import program
 import train
 from data import Corpus
@@ -125,20 +126,18 @@ def test_a_checkpoint_of_any_grid_continues_on_any_other(pool, tmp_path, tokens,
 # ---- what a save does -----------------------------------------------------------------------------------------------
 
 def state_of(seed: int, shape=(4, 3)) -> list[checkpoint.Piece]:
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    return [checkpoint.Piece("w/master", shape, tuple(slice(0, n) for n in shape), values)]
+    return [checkpoint.whole("w/master", torch.randn(shape, generator=torch.Generator().manual_seed(seed)))]
 
 
-def saved(folder, steps=(1,), keep: int = 0, resumed: int = 0) -> list[checkpoint.Piece]:
-    """A folder of checkpoints of one small tensor, which grows by 1 per step."""
-    pieces = state_of(0)
+def saved(folder, steps=(1,), keep: int = 0, resumed: int = 0, pieces: list[checkpoint.Piece] | None = None) -> None:
+    """Checkpoints of a small tensor, which grows by 1 per step, or of these pieces."""
+    pieces = pieces or state_of(0)
     saver = checkpoint.Saver(str(folder), pieces, keep, None, resumed)
     for step in steps:
         pieces[0].values.add_(1)
         saver.save(step, dict(step=step))
     saver.finish()
     saver.lock.close()
-    return pieces
 
 
 def test_what_is_saved_is_the_state_at_the_call(tmp_path):
@@ -222,22 +221,15 @@ def test_ranks_write_equal_shares_and_copy_nothing_else(pool, ranks, flags):
 
 def test_loading_needs_no_more_than_two_stored_boxes(tmp_path):
     """DCP keeps one until it has read the next."""
-    values = {name: torch.randn(shape) for name, shape in (("a", (64, 64)), ("b", (32, 64)), ("c", (64,)),
-                                                           ("d", (30, 64)))}
-
-    def pieces(named):
-        return [checkpoint.Piece(name, tuple(x.shape), tuple(slice(0, n) for n in x.shape), x)
-                for name, x in named.items()]
-    saver = checkpoint.Saver(str(tmp_path), pieces(values), 0, None)
-    saver.save(1, dict(step=1))
-    saver.finish()
-    saver.lock.close()
-    loaded, meter = {name: torch.zeros_like(x) for name, x in values.items()}, Meter()
-    meter.label("state", *loaded.values())
+    shapes = dict(a=(64, 64), b=(32, 64), c=(64,), d=(30, 64))
+    pieces = [checkpoint.whole(name, torch.randn(shape)) for name, shape in shapes.items()]
+    saved(tmp_path, pieces=pieces)
+    loaded, meter = [checkpoint.whole(piece.name, torch.zeros_like(piece.values)) for piece in pieces], Meter()
+    meter.label("state", *(piece.values for piece in loaded))
     with meter:
-        checkpoint.read(str(tmp_path / "step-000001"), pieces(loaded))
-    assert all(torch.equal(loaded[name], x) for name, x in values.items())
-    assert 0 < meter.peak["other"] + meter.peak["outside"] <= values["a"].nbytes + values["b"].nbytes
+        checkpoint.read(tmp_path / "step-000001", loaded)
+    assert all(torch.equal(piece.values, there.values) for piece, there in zip(pieces, loaded))
+    assert 0 < meter.peak["other"] + meter.peak["outside"] <= 4 * (64 * 64 + 32 * 64)
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
@@ -264,12 +256,13 @@ def remove(file: Path) -> str:
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, capsys, file, harm):
     saved(tmp_path, (1, 2))
     said = harm(tmp_path / "step-000002" / file)
+    capsys.readouterr()  # the bar of a slow save
     candidates = [tmp_path / f"step-{step:06d}" for step in (2, 1)]
-    assert checkpoint.find_whole(candidates, None) == candidates[1]
+    assert job.find_whole(candidates, None) == candidates[1]
     warning = capsys.readouterr().err
     assert warning.startswith(f"train.py: warning: {candidates[0]}") and said in warning and warning.count("\n") == 1
     with pytest.raises(ValueError, match=said):
-        checkpoint.find_whole(candidates[:1], None)
+        job.find_whole(candidates[:1], None)
 
 
 def test_any_number_of_ranks_verifies_each_file_once(tmp_path):
@@ -289,7 +282,7 @@ def test_tensors_of_another_model_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"--dtype fp16\): w/master is 4 x 2 here and 4 x 3 there$"):
         checkpoint.read(path, state_of(0, (4, 2)))
     with pytest.raises(ValueError, match=r"b is 2 here and missing there, and 1 more tensors differ"):
-        checkpoint.read(path, [checkpoint.Piece(name, (2,), (slice(0, 2),), torch.zeros(2)) for name in "bc"])
+        checkpoint.read(path, [checkpoint.whole(name, torch.zeros(2)) for name in "bc"])
 
 
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path):

@@ -73,7 +73,7 @@ def test_a_level_of_the_cluster_file_has_latencies_per_hop():
 
 
 @pytest.mark.parametrize("flags, message", [
-    ("--out", "--out needs the name of a file"),
+    ("--out", "--out: expected one argument"),
     ("--out /nowhere/c.json", "--out /nowhere/c.json: there is no folder /nowhere"),
     ("--out /tmp", "--out /tmp is a folder: name a file"),
     ("--tp 3", "--tp 3 does not divide the 4 ranks")])
