@@ -291,9 +291,10 @@ def exchange_counts(counts: Tensor, T: int, k: int, group: Group) -> tuple[list[
     received_counts, splits = torch.empty_like(counts), [1] * size(group)
     all_to_all(received_counts, counts, splits, splits, group)
     sent, received = torch.stack((counts, received_counts)).tolist()
-    input_splits, output_splits = ([of_rank.pop() for of_rank in both] for both in (sent, received))
-    assert sum(map(sum, sent)) == T * k, "a choice of an expert was not counted, or counted twice"
-    return input_splits, output_splits, [sum(of_expert) for of_expert in zip(*received)]
+    assert sum(sum(rows) for *rows, _ in sent) == T * k, "a choice of an expert was not counted, or counted twice"
+    input_splits, output_splits = ([copies for *_, copies in of_ranks] for of_ranks in (sent, received))
+    *rows_per_expert, _ = map(sum, zip(*received))
+    return input_splits, output_splits, rows_per_expert
 
 
 def read_counts(route: Route) -> list[int]:

@@ -47,7 +47,8 @@ class GradientNoise:
 
     def add_local(self, bucket) -> None:
         """Add the bucket's squared local norm. The bucket calls this just before it is reduced."""
-        self.reductions += bucket is self.buckets[0]
+        if bucket is self.buckets[0]:
+            self.reductions += 1
         for start, stop, spec in bucket.spans:
             if self.counts(bucket, spec):
                 self.local += torch.linalg.vector_norm(bucket.grad[start:stop]).square()

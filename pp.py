@@ -45,17 +45,7 @@ import schedules
 from collectives import Group, process_group, rank, receive, send, size, world
 from param import accumulate_grad, backward_input, backward_weight, queued_keys
 from profiling import named
-from schedules import (
-    Costs,
-    Plan,
-    Span,
-    Transfer,
-    activations_held,
-    backwards,
-    lower,
-    make_plan,
-    simulate,
-)
+from schedules import Costs, Plan, Span, Transfer, activations_held, backwards, lower, make_plan, simulate
 
 # ---- the engine -----------------------------------------------------------------------------------------------------
 

@@ -623,8 +623,8 @@ MUTANTS = [
            "tests/test_zero.py::test_every_collective_is_waited_for_before_its_tensors_are_used"
            f"[2-{MIXTRAL} --ep 2 --zero 2]"),
     Mutant("a host that asks for every expert's rows", "ep.py",
-           "[sum(of_expert) for of_expert in zip(*received)]",
-           "[int(sum(torch.tensor(of_expert))) for of_expert in zip(*received)]",
+           "*rows_per_expert, _ = map(sum, zip(*received))",
+           "*rows_per_expert, _ = (int(sum(torch.tensor(rows))) for rows in zip(*received))",
            "tests/test_ep.py::test_the_host_waits_once_a_layer[4]"),
     Mutant("a token that uses all of its experts on every rank", "ep.py",
            "expert = expert.where((expert >= 0) & (expert < e), e)",

@@ -22,18 +22,7 @@ from meter import Meter
 from model import Execution, Llama
 from param import Spec, draw, parameter
 from rendezvous import check_rendezvous, replay, stream_of_link
-from schedules import (
-    SCHEDULES,
-    Action,
-    Costs,
-    Plan,
-    Transfer,
-    activations_held,
-    bubble,
-    lower,
-    make_plan,
-    simulate,
-)
+from schedules import SCHEDULES, Action, Costs, Plan, Transfer, activations_held, bubble, lower, make_plan, simulate
 from tp import TensorParallel, column, row
 from zero import Optimizer
 

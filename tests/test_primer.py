@@ -22,21 +22,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 import primer
 from ahead import by_the_pinned_compiler, run
 from exact import gpu
-from primer import (
-    LADDER,
-    SECTOR,
-    WARP,
-    Rung,
-    bound,
-    bytes_asked,
-    bytes_moved,
-    check,
-    find_tile,
-    gelu_eager,
-    gelu_triton,
-    matmul,
-    sectors,
-)
+from primer import LADDER, SECTOR, WARP, Rung, bound, bytes_asked, bytes_moved, check, find_tile, matmul, sectors
 from watch import Watch
 
 DIVIDING = [name for name, rung in LADDER.items() if rung.kernel not in (primer.masked, primer.persistent)]
@@ -334,7 +320,7 @@ def assert_gelu(y: torch.Tensor) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # exp(100) is inf, as it should be
-@pytest.mark.parametrize("function", [gelu_eager, gelu_triton])
+@pytest.mark.parametrize("function", [primer.gelu_eager, primer.gelu_triton])
 def test_gelu(function):
     assert_gelu(function(NUMBERS))
     assert function(torch.tensor([100.0, -100.0, 0.0])).tolist() == [100, 0, 0]
@@ -344,7 +330,7 @@ def test_gelu(function):
 def test_eager_gelu_moves_eight_times_the_bytes():
     moved = []
     with Watch(lambda function, args, kwargs, out: moved.extend(x for x in (*args, out) if torch.is_tensor(x))):
-        gelu_eager(NUMBERS)
+        primer.gelu_eager(NUMBERS)
     assert sum(x.nbytes for x in moved) == 64 * NUMBERS.numel()
 
 
@@ -390,7 +376,7 @@ def test_the_demo_shows_what_there_is_without_a_gpu(capsys):
 
 
 def test_a_profile_lists_operations():
-    table = primer.format_profile(gelu_eager, NUMBERS)
+    table = primer.format_profile(primer.gelu_eager, NUMBERS)
     assert all(f"aten::{name}" in table for name in ("pow", "exp", "div"))
 
 

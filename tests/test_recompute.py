@@ -9,16 +9,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import config
-from costs import (
-    RECOMPUTE,
-    LayerOptions,
-    experts_half,
-    forward_flops,
-    gpt_layer,
-    latent_attention_half,
-    recomputed_flops,
-    saved_bytes,
-)
+import costs
+from costs import RECOMPUTE, LayerOptions, experts_half, forward_flops, gpt_layer, recomputed_flops, saved_bytes
 from ep import Balance, RoutingInfo
 from meter import Meter
 from model import ForwardContext, MixtureOfExperts
@@ -334,7 +326,7 @@ def test_tiny_latent_attention_keeps_what_the_formula_says(mode):
 
     x = torch.randn(s, H, requires_grad=True)
     nbytes, flops = saved_and_flops(layer, x, [down, up_q, up_k, up_v, wo, *(norm.weight for norm in norms)])
-    formula = latent_attention_half(H, heads, s, 4, *ranks, width, 0)
+    formula = costs.latent_attention_half(H, heads, s, 4, *ranks, width, 0)
     assert nbytes + x.nbytes + 4 * s * H == s * saved_bytes(formula, mode)  # the result is x + ...
     core = 4 * s * heads * width
     assert flops == s * (3 * forward_flops(formula) + core / 2)  # torch: five matmuls in a core's backward

@@ -150,23 +150,6 @@ def test_state_leaves_one_grid_and_enters_another(pool, tied):
             compare(state[what], want[what], what)
 
 
-def test_state_comes_in_by_name_and_box():
-    specs = [Spec("norm", (4,), decay=False), Spec("w", (3, 4))]
-    params, optimizer = make(*specs, dtype=torch.bfloat16)
-    values = {what: {spec.name: torch.rand(spec.shape) for spec in specs} for what in ("master", "m", "v")}
-    for what, named in values.items():
-        optimizer.load(lambda spec, box, named=named: named[spec.name][box], what)
-    for p in params:
-        assert torch.equal(p.data, values["master"][p.spec.name].bfloat16())
-    for what, named in values.items():
-        for bucket in optimizer.buckets:
-            seen = 0
-            for p, box, place in bucket.pieces():
-                assert torch.equal(bucket.state[what][place], named[p.spec.name][box].flatten())
-                seen += place.stop - place.start
-            assert seen == bucket.numel
-
-
 def test_a_step_without_a_gradient_is_refused():
     _, optimizer = make(Spec("w", (4,)))
     with pytest.raises(AssertionError, match="w: a step without a gradient would leave the other ranks waiting"):
