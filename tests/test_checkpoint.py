@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 import assemble
 import checkpoint
+import collectives
 import config
 import grids
 import job
@@ -274,6 +275,19 @@ def test_any_number_of_ranks_verifies_each_file_once(tmp_path):
             for part in range(parts):
                 checkpoint.verify(folder, part, parts)
         assert sorted(verified) == sorted({file.name for file in folder.iterdir()} - {"run.json"})
+
+
+def find_whole(candidates: list[Path]) -> Path:
+    return job.find_whole(candidates, collectives.host_group(60))
+
+
+def test_all_ranks_pass_over_a_checkpoint_that_one_finds_damaged(pool, tmp_path):
+    """The ranks share the files; one of these two is checked by the second rank."""
+    saved(tmp_path, (1, 2, 3))
+    newest, middle, oldest = (tmp_path / f"step-{step:06d}" for step in (3, 2, 1))
+    flip(newest / ".metadata")
+    flip(middle / "__0_0.distcp")
+    assert pool.run(2, "test_checkpoint:find_whole", candidates=[newest, middle, oldest]) == [oldest] * 2
 
 
 def test_tensors_of_another_model_are_named(tmp_path):

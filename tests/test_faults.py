@@ -444,6 +444,20 @@ def test_a_rank_that_moves_again_is_where_nobody_knows():
     assert dog.states() == {1: ("lost", [2])}
 
 
+def test_a_rank_that_stalls_and_moves_on_posts_both_once():
+    dog, clock, posts = watchdog.Watchdog.__new__(watchdog.Watchdog), [0.0], []
+    dog.stop, dog.timeout_s, dog.poll_s, dog.post, dog.store = faults.Stop(), 40.0, 1.0, posts.append, store_with()
+
+    def sleep(seconds):
+        clock[0] += seconds
+        dog.stop.ending = clock[0] > 100
+
+    dog.activity = lambda: "in step 1" if clock[0] < 30 else f"in step {clock[0]}"
+    with patch.object(watchdog.time, "sleep", sleep), patch.object(watchdog.time, "monotonic", lambda: clock[0]):
+        dog.watch()
+    assert posts == ["computes", "moves"]
+
+
 def calls_of_a_rank_that_stalls(monkeypatch, ranks: int, its_state: str, moves_s: int) -> tuple[list[str], list[str]]:
     """What rank 5, of a torchrun that started ranks 4 and 5, asks of the store: while it moves, and from then on until
     it ends. Rank 4 has not posted; all others have, and are in its_state."""
