@@ -117,7 +117,7 @@ def data_parallel_seconds(run: Run, elements: Mapping[str, list[int]], layers: i
     """
     grid, A = run.settings.grid, run.micro_batches
     gradient, weight = costs.reduced_bytes(run.settings, 2), 2
-    sums = 1 if run.kernels.reduce_scatter else 2
+    sums = 1 if run.kernels.overlap else 2
     per_element, calls, under = {
         0: (2 * gradient, 2, one.total - one.forward), 1: (sums * gradient + weight, 2, one.total),
         2: (A * gradient + weight, A + 1, busy), 3: (A * (gradient + 2 * weight), 3 * A, busy)}[grid.zero]
@@ -256,7 +256,7 @@ def memory_of_rank(run: Run, rank: int, own: int | None = None) -> dict[str, int
     numbers = [layer for layers in stages.values() for layer in layers]
     memory = footprint.memory_bytes(settings, 2, moment_bytes(run), elements, costs.fp8_elements(settings, numbers),
                                     own, in_flight, stages, backwards, fused=True)
-    if kernels.two_gradients:
+    if not kernels.fused:
         memory["gradients"] += 2 * sum(map(sum, elements.values()))
     if kernels.gathered and grid.tp > 1:  # in 16 bits, of all tokens
         inputs = kernels.gathered * max(map(len, stages.values()))

@@ -49,7 +49,8 @@ def playbook(table: dict, row: dict) -> Made:
     """nanotron: bf16 gradients beside fp32 ones; the data axis overlaps in ZeRO-0 without a pipeline only; stages by
     cumulative cost. Runs are of several versions, which the table does not tell apart. What each saves of a layer's
     gathered inputs is read off the memory of its runs: nothing of those of the 80B model, on 64 nodes, of pipelines
-    with tp 32, and of slow pipelines of two stages; one of other pipelines, two without a pipeline."""
+    with tp 32, and of slow pipelines of two stages; one of other pipelines, two without a pipeline. That pipelines hide
+    no tensor parallel exchange is read off their times."""
     arch, pp1 = table["arch"][str(row["model_B"])], row["pp"] == 1
     slow = row.get("throughput_flag") == "pp_suspect"
     none = row["model_B"] > 10 or row["nodes"] > 32 or not pp1 and row["tp"] == 32 or slow and row["pp"] == 2
@@ -57,8 +58,8 @@ def playbook(table: dict, row: dict) -> Made:
     request |= dict(kv_heads=8 if row.get("gqa_variant") else arch["kv_heads"], dp=row["dp"], pp=row["pp"],
                     tp=row["tp"], zero=row["zero"], seq=4096, global_batch=row["gbs_seqs"], micro_batch=row["mbs"],
                     machine="h100-efa", gpus=row["gpus"],
-                    kernels=dict(overlap=row["zero"] == 0 and pp1, fused=False, two_gradients=True,
-                                 gathered=0 if none else 1 + pp1, division="cumulative"))
+                    kernels=dict(overlap=row["zero"] == 0 and pp1, tp_overlap="backward" if pp1 else "none",
+                                 fused=False, gathered=0 if none else 1 + pp1, division="cumulative"))
     ran = row["status"] == "ok"
     groups = ["playbook_runs, all that ran" if ran else "playbook_runs, failed"]
     if ran and row.get("throughput_flag") in ("pp1", "pp_consistent") and row["nodes"] <= 32:
@@ -69,11 +70,12 @@ def playbook(table: dict, row: dict) -> Made:
 
 
 def megatron_2021(row: dict, chunks: int, **rest) -> dict[str, Any]:
-    """Megatron-LM: scores in memory, interleaved schedule, gradients reduced in 16 bits after backward."""
+    """Megatron-LM: scores in memory, interleaved schedule, gradients reduced in 16 bits after backward, which hides
+    exchanges of sequence parallelism (Korthikanti et al. 2022, section 4.2.2)."""
     return gpt(row, row["tp"], row["vocab"]) | dict(
         dp=row["dp"], pp=row["pp"], tp=row["tp"], schedule="interleaved" if chunks > 1 else "1f1b",
         chunks=chunks if row["pp"] > 1 else 0, seq=row["seq"], machine="a100", gpus=row["gpus"], reduce_dtype="bf16",
-        kernels=dict(attention="standard", overlap=False, tp_overlap="none")) | rest
+        kernels=dict(attention="standard", overlap=False, tp_overlap="backward" if rest["sp"] else "none")) | rest
 
 
 def sc21(table: dict, row: dict) -> Made | None:
@@ -93,16 +95,14 @@ def korthikanti(table: dict, row: dict) -> Iterator[Made]:
 
 
 def bloom(table: dict, row: dict) -> Made | None:
-    """Megatron-DeepSpeed on four 100 Gb/s cards per node. With fp32 gradients it all-reduces them at level 1 of ZeRO
-    (PipelineEngine._bf16_reduce_grads)."""
+    """Megatron-DeepSpeed on four 100 Gb/s cards per node."""
     if not row.get("sec_per_iter") or not row.get("gbs"):
         return None
-    fp32 = "fp32" in row["optimizer"]
     request = gpt(row, row["TP"], 250680) | dict(
         dp=row.get("DP") or 1, pp=row["PP"], tp=row["TP"], zero=row["zero"], sp=False, seq=2048,
         global_batch=row["gbs"], micro_batch=row["mbs"], recompute="full", machine="a100-opa", gpus=row["gpus"],
-        reduce_dtype="fp32" if fp32 else "bf16",
-        kernels=dict(attention="standard", overlap=False, reduce_scatter=not fp32, tp_overlap="none"))
+        reduce_dtype="fp32" if "fp32" in row["optimizer"] else "bf16",
+        kernels=dict(attention="standard", overlap=False, tp_overlap="none"))
     memory = row["mem_gb"] * 2**30 / 1e9 if row.get("mem_gb") else None
     return ["BLOOM"], request, dict(step_s=row["sec_per_iter"], memory_gb=memory, fits=True)
 

@@ -25,19 +25,18 @@ class Kernels(NamedTuple):
     """What the code of a run does, as far as it changes time or memory: facts, not fits.
 
     attention: standard, flash1, flash2 or flash3 (cuDNN's is as fast). overlap: the data axis communicates under
-    backward. reduce_scatter: at level 1 of ZeRO gradients are reduce-scattered, not all-reduced. tp_overlap: which
-    tensor parallel communication is under matmuls: none, that of column parallel layers' backward (tp.py), or all.
-    fused: a norm is one kernel, and so is an activation function. launch: operations are launched from Python, many per
-    layer. two_gradients: in bf16 and in fp32. gathered: how many of a layer's two inputs that tensor parallel ranks
-    gather are saved. division: of layers into stages, see costs.stages_of.
+    backward; where it does not, gradients are all-reduced at level 1 of ZeRO, too (DeepSpeed's _bf16_reduce_grads,
+    nanotron's trainer.py). tp_overlap: which tensor parallel communication is under matmuls: none, that of column
+    parallel layers' backward (tp.py), or all. fused: a norm is one kernel, and so is an activation function, and
+    gradients in bf16 are not held beside those in fp32. launch: operations are launched from Python, many per layer.
+    gathered: how many of a layer's two inputs that tensor parallel ranks gather are saved. division: into stages, see
+    costs.stages_of.
     """
     attention: str = "flash2"
     overlap: bool = True
-    reduce_scatter: bool = True
     tp_overlap: str = "backward"
     fused: bool = True
     launch: bool = True
-    two_gradients: bool = False
     gathered: int = 0
     division: str = "balanced"
 
@@ -49,19 +48,19 @@ ATTENTION_FRACTION = {"flash1": (0.35, 0.20), "flash2": (0.60, 0.33), "flash3": 
 
 class Constants(NamedTuple):
     """Fitted on public runs by tests/published/fit.py."""
-    ampere: float = 0.819  # speed of a model's matmuls, relative to the machine's best one, by generation of GPUs
-    hopper: float = 0.786
-    blackwell: float = 0.98
-    passes: float = 16.67  # reads and writes of each activation byte that a layer makes, forward and backward
-    fused: float = 7.14  # the same, where norms and SwiGLU are one kernel each
-    logit_bytes: float = 61.7  # read and written per logit, forward and backward
-    launch_s: float = 4.357e-3  # for a layer, forward and backward, from Python
-    hidden: float = 0.67  # of the data axis' communication under computation, at levels 2 and 3 of ZeRO
-    exchange_s: float = 3.66e-5  # per tensor parallel exchange, besides latency: streams wait for each other
-    fixed_s: float = 26.4e-3  # per step
-    node: float = 0.80  # bandwidth of a node, relative to what is measured for one large collective
-    network: float = 0.912  # the same of the network
-    latency: float = 1.592  # relative to the machine's
+    ampere: float = 0.83  # speed of a model's matmuls, relative to the machine's best one, by generation of GPUs
+    hopper: float = 0.785
+    blackwell: float = 0.929
+    passes: float = 15.3  # reads and writes of each activation byte that a layer makes, forward and backward
+    fused: float = 6.41  # the same, where norms and SwiGLU are one kernel each
+    logit_bytes: float = 58.4  # read and written per logit, forward and backward
+    launch_s: float = 4.33e-3  # for a layer, forward and backward, from Python
+    hidden: float = 0.667  # of the data axis' communication under computation, at levels 2 and 3 of ZeRO
+    exchange_s: float = 7.43e-5  # per tensor parallel exchange, besides latency: streams wait for each other
+    fixed_s: float = 33.7e-3  # per step
+    node: float = 0.848  # bandwidth of a node, relative to what is measured for one large collective
+    network: float = 0.799  # the same of the network
+    latency: float = 1.57  # relative to the machine's
     unfused: float = 1.4  # activations that a layer saves in code which is not `fused`, relative to footprint.py
     reserved: float = 0.3e9  # bytes that the allocator and libraries hold besides
     usable: float = 0.95  # of a GPU's memory
@@ -141,14 +140,16 @@ class Run(NamedTuple):
 
 def tensor_parallel_part(run: Run, exchanges: int, columns: list[float]) -> Parts:
     """All-gathers and reduce-scatters of a micro-batch's activations [T, H], so many in forward and as many in
-    backward, less what is under matmuls. columns: seconds of each column parallel layer's weight gradient."""
+    backward, less what is under matmuls. Inputs of column parallel layers that are not saved are gathered again: under
+    matmuls, if anything is. columns: seconds of each such layer's weight gradient."""
     grid, overlap = run.settings.grid, run.kernels.tp_overlap
     if grid.tp == 1 or grid.async_tp or overlap == "all":
         return {}
     nbytes = (grid.tp - 1) / grid.tp * 2 * run.tokens * run.settings.model.hidden
     one = run.collective(nbytes, grid.tp) + run.constants.exchange_s
     hidden = sum(min(one, seconds) for seconds in columns) if overlap == "backward" else 0.0
-    return dict(tp=Seconds(exchanges * one, exchanges * one - hidden))
+    again = len(columns[run.kernels.gathered:]) if overlap == "none" and grid.sp else 0
+    return dict(tp=Seconds(exchanges * one, (exchanges + again) * one - hidden))
 
 
 def layer_parts(run: Run, layer: int) -> Parts:

@@ -302,11 +302,13 @@ def test_reductions_do_not_hide_where_tensor_parallel_ranks_use_the_network():
         assert exposed == all_of_it if tp == 16 else exposed < 0.7 * all_of_it
 
 
-@pytest.mark.parametrize("overlap, of_layer, of_head", [("none", 8, 2), ("backward", 6, 1), ("all", 0, 0)])
-def test_tensor_parallel_exchanges_hide_as_far_as_the_code_overlaps_them(overlap, of_layer, of_head):
-    """Of 8 exchanges of a layer, 2 reduce-scatters of its backward are under the matmuls of weight gradients."""
+@pytest.mark.parametrize("overlap, gathered, of_layer, of_head", [
+    ("none", 0, 10, 3), ("none", 1, 9, 2), ("backward", 0, 6, 1), ("all", 0, 0, 0)])
+def test_tensor_parallel_exchanges_hide_as_far_as_the_code_overlaps_them(overlap, gathered, of_layer, of_head):
+    """Of 8 exchanges of a layer, 2 reduce-scatters of its backward are under the matmuls of weight gradients, as are 2
+    all-gathers of inputs that are not saved."""
     run = run_for("--preset llama-3.1-8b --tp 8 --global-batch 4 --micro-batch 1 --seq 32768")
-    run = run._replace(kernels=stagetime.Kernels(tp_overlap=overlap))
+    run = run._replace(kernels=stagetime.Kernels(tp_overlap=overlap, gathered=gathered))
     fast = run.machine._replace(levels=(Level("node", 8, 0.0, 3e12),))
     one = 7 / 8 * 2 * 32768 * 4096 / 3e12 / run.constants.node + run.constants.exchange_s
     spent = estimate.step_seconds(run._replace(machine=fast)).parts.get("tp", 0.0)
@@ -315,7 +317,7 @@ def test_tensor_parallel_exchanges_hide_as_far_as_the_code_overlaps_them(overlap
 
 def test_exchanges_hide_as_far_as_there_is_time():
     run = run_for("--preset llama-3.1-8b --tp 8 --global-batch 4 --micro-batch 1 --seq 32768")
-    one = 7 / 8 * 2 * 32768 * 4096 / 300e9 / run.constants.node + 7 * 3e-6 * run.constants.latency
+    one = 7 / 8 * 2 * 32768 * 4096 / 363e9 / run.constants.node + 7 * 3e-6 * run.constants.latency
     one += run.constants.exchange_s
     assert stagetime.tensor_parallel_part(run, 2, [1e-4, 1.0])["tp"] == pytest.approx((2 * one, one - 1e-4, 0.0))
 
@@ -350,7 +352,7 @@ def test_unbalanced_experts_take_longer():
     assert even["matmul"] < uneven["matmul"] < 1.5 * even["matmul"]
 
 
-@pytest.mark.parametrize("level, halves", [(0, 4 / 8), (1, 4 / 6), (2, (2 * 8 + 2) / (4 * 8 + 2)), (3, 6 / 8)])
+@pytest.mark.parametrize("level, halves", [(0, 4 / 8), (1, 6 / 10), (2, (2 * 8 + 2) / (4 * 8 + 2)), (3, 6 / 8)])
 def test_gradients_reduced_in_bf16_are_half_of_their_bytes(level, halves):
     """Bytes per element with 8 micro-batches: gradients once or 8 times, weights once, or 16 times at level 3; without
     latency and with nothing hidden, the time is theirs."""
@@ -361,13 +363,14 @@ def test_gradients_reduced_in_bf16_are_half_of_their_bytes(level, halves):
     assert bf16 == pytest.approx(halves * fp32)
 
 
-def test_an_all_reduce_at_level_1_sends_gradients_twice():
-    """Per element 2 x 4 bytes and a weight's 2, instead of 4 and 2; without latency."""
-    node = Machine("test", 8, {"bf16": 1e15}, {"bf16": 8e14}, 80e9, 3e12, (Level("node", 8, 0.0, 300e9),))
+def test_code_without_overlap_all_reduces_at_level_1_and_sends_gradients_twice():
+    """Per element 2 x 4 bytes and a weight's 2, instead of 4 and 2; without latency, and so slowly that what is hidden
+    is little."""
+    node = Machine("test", 8, {"bf16": 1e15}, {"bf16": 8e14}, 80e9, 3e12, (Level("node", 8, 0.0, 3e6),))
     run = run_for("--preset llama-3.1-8b --dp 8 --zero 1 --global-batch 8 --micro-batch 1")._replace(machine=node)
     scattered, reduced = (estimate.step_seconds(run._replace(
-        kernels=stagetime.Kernels(overlap=False, reduce_scatter=scatter))).parts["dp"] for scatter in (True, False))
-    assert reduced == pytest.approx(10 / 6 * scattered)
+        kernels=stagetime.Kernels(overlap=overlap))).parts["dp"] for overlap in (True, False))
+    assert reduced == pytest.approx(10 / 6 * scattered, rel=1e-3)
 
 
 def test_balance_and_step_say_units(capsys):
@@ -437,14 +440,25 @@ def test_published_step_times_are_predicted(table, every, goal):
     assert median(errors) < goal
 
 
+def fit_module():
+    spec = importlib.util.spec_from_file_location("fit", os.path.join(published.FOLDER, "fit.py"))
+    fit = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fit)
+    return fit
+
+
+@pytest.mark.slow
+def test_the_constants_are_what_fit_py_finds():
+    fit = fit_module()
+    assert fit.fit(fit.runs(), fit.ROUNDS) == pytest.approx(tuple(stagetime.CONSTANTS), rel=0.01)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["model", "nodes"])
 def test_models_and_numbers_of_nodes_that_were_not_fitted_are_predicted(by):
     """Constants are fitted without the runs of each in turn, from the same start, and asked for those."""
-    spec = importlib.util.spec_from_file_location("fit", os.path.join(published.FOLDER, "fit.py"))
-    fit = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(fit)
-    errors = [error for _, found in fit.left_out(fit.runs(), by, rounds=4) for error in found]
+    fit = fit_module()
+    errors = [error for _, found in fit.left_out(fit.runs(), by, rounds=6) for error in found]
     assert len(errors) > 300 and median(errors) < 0.04
 
 

@@ -1,12 +1,12 @@
 """Fit stagetime.Constants on the published runs of this folder, again, or without some of them.
 
-    python tests/published/fit.py [--rounds 8] [--go-on] [--polish 4] [--leave model|nodes]
+    python tests/published/fit.py [--rounds 10] [--leave model|nodes]     prints stagetime's constants
 
-The objective is the mean over tables of |log(predicted / measured)| of step times, where a run counts at most 0.35 and
-errors beyond what a group should reach count more. It is minimised by reweighted least squares: each round linearises
-the errors in the logarithms of the constants, and takes the step, or a half, quarter, ... of it, that is better.
+What is minimised is the mean over tables of |log(predicted / measured)| of step times, where a run counts at most 0.35
+and errors beyond what a group should reach count more, plus what the errors that `plan.py check` prints exceed of
+their goals. Each round takes the errors as linear in the logarithms of the constants, and descends along one at a time.
 `--leave` fits without the playbook's runs of each model, or of each number of nodes, in turn, and prints the errors on
-those that were left out. A part of the rows of large tables is fitted: the others are only predicted.
+those that were left out.
 """
 import argparse
 import math
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from statistics import median
 
-import torch
+import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
@@ -28,7 +28,6 @@ from published import FLAGGED
 WEIGHTS = {FLAGGED: 1.0, "playbook_runs, of these tp <= 8": 1.0, "llmfoundry, bf16": 0.6, "BLOOM": 0.3,
            "SC21 (Narayanan et al. 2021)": 0.15, "Korthikanti et al. 2022": 0.15, "Megatron-LM on H100": 0.2,
            "NVIDIA, dense without CP": 0.2, "NVIDIA, dense with CP": 0.4}
-EVERY = {FLAGGED: 2, "playbook_runs, of these tp <= 8": 2, "llmfoundry, bf16": 3, "BLOOM": 4}  # rows that are fitted
 LIMIT = {"playbook_runs, of these tp <= 8": 0.09}  # beyond which errors count more, by default 0.2
 GOALS = [(FLAGGED, 0.5, 0.04), (FLAGGED, 0.9, 0.2), ("playbook_runs, of these tp <= 8", 0.5, 0.03),
          ("playbook_runs, of these tp <= 8", 0.9, 0.1), ("llmfoundry, bf16", 0.5, 0.04), ("BLOOM", 0.5, 0.05),
@@ -36,10 +35,12 @@ GOALS = [(FLAGGED, 0.5, 0.04), (FLAGGED, 0.9, 0.2), ("playbook_runs, of these tp
          ("NVIDIA, dense with CP", 0.5, 0.06)]  # group, quantile of its errors, its goal
 FREE = ("ampere", "hopper", "blackwell", "passes", "fused", "logit_bytes", "launch_s", "hidden", "exchange_s",
         "fixed_s", "node", "network", "latency")
+ROUNDS = 10
 MOST = dict(ampere=0.98, hopper=0.98, blackwell=0.98, hidden=0.98)  # parts of what there is
 START = stagetime.CONSTANTS._replace(ampere=0.8, hopper=0.8, blackwell=0.8, passes=12.0, fused=8.0, logit_bytes=40.0,
-                                    launch_s=4e-3, hidden=0.8, fixed_s=0.03, node=1.0, network=0.8,
+                                    launch_s=4e-3, hidden=0.8, exchange_s=5e-5, fixed_s=0.03, node=1.0, network=0.8,
                                     latency=1.0)  # so that a run that is left out has had no influence
+Members = dict[str, np.ndarray]  # group -> indices of its rows
 
 
 def runs() -> list[tuple[published.Row, stagetime.Run]]:
@@ -57,84 +58,70 @@ def log_error(row: published.Row, run: stagetime.Run, constants: stagetime.Const
     return math.log(estimate.step_seconds(run._replace(constants=constants), simulated=simulated).seconds / row.step_s)
 
 
-def cost(error: float, limit: float) -> float:
-    """Of a run: an error above `limit`, but not beyond twice as much, counts 2.5 times."""
-    return min(abs(error), 0.35) + 1.5 * min(max(abs(error) - limit, 0.0), limit)
-
-
-def objective(rows: list, errors: list[float]) -> float:
-    return sum(weight * cost(error, limit) for (_, _, weight, limit), error in zip(rows, errors))
-
-
-def weighted(rows: list) -> list:
-    """(row, run, weight, limit) of the rows that are fitted."""
-    out = []
+def value(errors: np.ndarray, members: Members) -> float:
+    """What is minimised. An error above a group's limit, but not beyond twice as much, counts 2.5 times."""
+    total = 0.0
     for group, weight in WEIGHTS.items():
-        members = [pair for pair in rows if group in pair[0].groups][::EVERY.get(group, 1)]
-        out += [(*pair, weight / len(members), LIMIT.get(group, 0.2)) for pair in members]
-    return out
+        found, limit = np.abs(errors[members[group]]), LIMIT.get(group, 0.2)
+        costs = np.minimum(found, 0.35) + 1.5 * np.minimum(np.maximum(found - limit, 0.0), limit)
+        total += weight * costs.mean() if len(found) else 0.0
+    for group, part, goal in GOALS:
+        if len(members[group]):
+            found = np.sort(np.abs(np.expm1(errors[members[group]])))
+            total += 2 * max(0.0, published.quantile(found, part) / goal - 0.96)
+    return total
+
+
+def descend(errors: np.ndarray, slopes: list[np.ndarray], members: Members, reach: float, most: list[float]) -> list:
+    """The change of each logarithm, at most `reach` and its `most`, with the smallest value, along one at a time."""
+    changes, sizes, best = [0.0] * len(slopes), [reach / 3] * len(slopes), value(errors, members)
+    while max(sizes) > 5e-4:
+        for i, slope in enumerate(slopes):
+            for size in (sizes[i], -sizes[i]):
+                changed = min(max(changes[i] + size, -reach), reach, most[i])
+                tried = errors + (changed - changes[i]) * slope
+                if (found := value(tried, members)) < best - 1e-6:
+                    errors, best, changes[i] = tried, found, changed
+                    break
+            else:
+                sizes[i] *= 0.6
+    return changes
 
 
 def fit(rows: list, rounds: int, start: stagetime.Constants = START) -> stagetime.Constants:
-    chosen = weighted(rows)
+    """The constants with the smallest value after so many rounds, with three digits."""
+    rows = [pair for pair in rows if set(pair[0].groups) & set(WEIGHTS)]
+    members = {group: np.array([i for i, (row, _) in enumerate(rows) if group in row.groups], int)
+               for group in WEIGHTS}
 
-    def errors_of(constants: stagetime.Constants, simulated: bool = True) -> list[float]:
-        return [log_error(row, run, constants, simulated) for row, run, _, _ in chosen]
+    def errors_of(constants: stagetime.Constants, simulated: bool = True) -> np.ndarray:
+        return np.array([log_error(row, run, constants, simulated) for row, run in rows])
 
-    def moved(constants: stagetime.Constants, step: list[float]) -> stagetime.Constants:
-        values = {name: getattr(constants, name) * math.exp(change) for name, change in zip(FREE, step)}
-        return constants._replace(**{name: min(value, MOST.get(name, value)) for name, value in values.items()})
+    def moved(constants: stagetime.Constants, changes: dict[str, float]) -> stagetime.Constants:
+        return constants._replace(**{name: float(f"{getattr(constants, name) * math.exp(change):.3g}")
+                                     for name, change in changes.items()})
 
-    constants, errors = start, errors_of(start)
-    for _ in range(rounds):
-        bounds, columns = errors_of(constants, simulated=False), []  # pipelines are not simulated for derivatives
-        for i in range(len(FREE)):
-            beside = errors_of(moved(constants, [0.01 * (i == j) for j in range(len(FREE))]), simulated=False)
-            columns.append([(b - a) / 0.01 for a, b in zip(bounds, beside)])
-        factors = torch.tensor([weight / max(abs(error), 0.02) * (abs(error) < 0.35) * (1 + 1.5 * (abs(error) > limit))
-                                for (_, _, weight, limit), error in zip(chosen, errors)]).sqrt()
-        matrix, target = torch.tensor(columns).T * factors[:, None], -torch.tensor(errors) * factors
-        damping = 0.03 * matrix.norm(dim=0).max() * torch.eye(len(FREE))
-        step = torch.linalg.lstsq(torch.cat((matrix, damping)), torch.cat((target, torch.zeros(len(FREE)))))[0]
-        for part in (1.0, 0.5, 0.25, 0.1, 0.03):
-            tried = moved(constants, (part * step.clamp(-0.3, 0.3)).tolist())
-            found = errors_of(tried)
-            if objective(chosen, found) < objective(chosen, errors):
-                constants, errors = tried, found
-                break
-        else:
-            break
-    return constants
-
-
-def polish(rows: list, constants: stagetime.Constants, rounds: int) -> stagetime.Constants:
-    """The constants after a descent along one of them at a time on what `plan.py check` prints, relative to its goals:
-    by quantiles, which least squares do not know."""
-    members = {group: [pair for pair in rows if group in pair[0].groups] for group, _, _ in GOALS}
-
-    def value(constants: stagetime.Constants) -> float:
-        shares = [published.quantile(relative_errors(members[group], constants), part) / goal
-                  for group, part, goal in GOALS]
-        return sum(max(0.0, share - 0.97) for share in shares) + 0.03 * sum(shares)
-
-    steps, best = dict.fromkeys(FREE, 0.03), value(constants)
-    for _ in range(rounds):
+    constants, best, reach = start, (math.inf, start), 0.3
+    for number in range(rounds + 1):
+        errors = errors_of(constants)
+        best = min(best, (value(errors, members), constants), key=lambda pair: pair[0])
+        print(f"round {number}: {best[0]:.4f}", file=sys.stderr)
+        if number == rounds:
+            return best[1]
+        bounds, slopes = errors_of(constants, simulated=False), []  # pipelines are not simulated for slopes
         for name in FREE:
-            steps[name] /= 2
-            for change in (2 * steps[name], -2 * steps[name]):
-                value_tried = min(getattr(constants, name) * (1 + change), MOST.get(name, math.inf))
-                tried = constants._replace(**{name: value_tried})
-                if (found := value(tried)) < best - 1e-4:
-                    constants, best, steps[name] = tried, found, 1.3 * change
-                    break
-    return constants
+            beside = constants._replace(**{name: 1.01 * getattr(constants, name)})
+            slopes.append((errors_of(beside, simulated=False) - bounds) / math.log(1.01))
+        most = [math.log(MOST.get(name, math.inf) / getattr(constants, name)) for name in FREE]
+        constants = moved(constants, dict(zip(FREE, descend(errors, slopes, members, reach, most))))
+        reach *= 0.75
 
 
 def relative_errors(rows: list, constants: stagetime.Constants) -> list[float]:
     return sorted(abs(math.exp(log_error(row, run, constants)) - 1) for row, run in rows)
 
 
-def left_out(rows: list, by: str, rounds: int, start: stagetime.Constants = START) -> Iterator[tuple[int, list[float]]]:
+def left_out(rows: list, by: str, rounds: int) -> Iterator[tuple[int, list[float]]]:
     """Yield each model (its hidden size) or number of nodes of the playbook's runs, and the errors of its runs with
     constants that were fitted without them."""
     def key(row: published.Row) -> int:
@@ -143,7 +130,7 @@ def left_out(rows: list, by: str, rounds: int, start: stagetime.Constants = STAR
     flagged = [pair for pair in rows if FLAGGED in pair[0].groups]
     for value in sorted({key(row) for row, _ in flagged}):
         rest = [pair for pair in rows if pair[0].table != "playbook_runs" or key(pair[0]) != value]
-        yield value, relative_errors([pair for pair in flagged if key(pair[0]) == value], fit(rest, rounds, start))
+        yield value, relative_errors([pair for pair in flagged if key(pair[0]) == value], fit(rest, rounds))
 
 
 def print_errors(title: str, found: list[float]) -> None:
@@ -153,20 +140,18 @@ def print_errors(title: str, found: list[float]) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--leave", choices=("model", "nodes"))
-    parser.add_argument("--polish", type=int, default=0, help="rounds of descent on the goals")
-    parser.add_argument("--go-on", action="store_true", help="start from the constants of stagetime.py")
     asked = parser.parse_args()
-    everything, first = runs(), stagetime.CONSTANTS if asked.go_on else START
+    everything = runs()
     if not asked.leave:
-        found = polish(everything, fit(everything, asked.rounds, first), asked.polish)
+        found = fit(everything, asked.rounds)
         print(found)
         for group in WEIGHTS:
             print_errors(group, relative_errors([pair for pair in everything if group in pair[0].groups], found))
     else:
         pooled = []
-        for value, found in left_out(everything, asked.leave, asked.rounds, first):
-            print_errors(f"without {'hidden' if asked.leave == 'model' else 'nodes'} {value}, on those", found)
+        for value_left, found in left_out(everything, asked.leave, asked.rounds):
+            print_errors(f"without {'hidden' if asked.leave == 'model' else 'nodes'} {value_left}, on those", found)
             pooled += found
         print_errors("all, each with constants fitted without it", sorted(pooled))
