@@ -103,11 +103,11 @@ TILINGS = {
     ("dkv", 64): [
         Tiling(32, 128, 8, 2),
         Tiling(64, 128, 8, 1),  # loaded ahead, Triton 3.6 spills a register
-        Tiling(32, 128, 8, 2, copy_engine=True)],  # 183, with a loop for tiles that need no mask
+        Tiling(32, 128, 8, 2, copy_engine=True)],  # 166, and off the diagonal no mask
     ("dkv", 128): [
         Tiling(32, 128, 8, 2),  # dk and dv take 128 registers of 255: 64 rows of queries would be spilled to memory
         Tiling(32, 128, 8, 1),  # no tile is loaded ahead
-        Tiling(32, 128, 8, 2, copy_engine=True)]}
+        Tiling(32, 128, 8, 2, copy_engine=True)]}  # 250, and off the diagonal no mask
 FP32_TILINGS = [Tiling(32, 32, 4, 2)]
 
 
@@ -342,8 +342,8 @@ def flash_dkv_kernel(do, q, k, v, lse, delta, dk, dv, q_documents, k_documents, 
                      WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr,
                      WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, COPY_ENGINE: tl.constexpr):
     """A program has a tile of keys and loops over queries of all heads that use them. Tiles of scores are transposed:
-    keys x queries. If the copy engine loads them and D is at most 64, the loop is compiled twice, without the mask for
-    tiles off the diagonal; else dk and dv take too many registers for two loops."""
+    keys x queries. If the copy engine loads them, those off the diagonal skip the mask: by a branch, because dk and dv
+    take too many registers for a second loop."""
     tiles = tl.cdiv(columns, COLUMNS)
     start, head = tl.program_id(0) % tiles * COLUMNS, tl.program_id(0) // tiles
     b, kv_head = head // (heads // group), head % (heads // group)
@@ -359,12 +359,9 @@ def flash_dkv_kernel(do, q, k, v, lse, delta, dk, dv, q_documents, k_documents, 
         first, j_document = tl.maximum(first, begin), j_document[:, None]
     if WINDOW:
         stop = tl.minimum(stop, start + COLUMNS - 1 + window - offset)
-    first, unmasked_from = first // ROWS * ROWS, stop
-    masks_all: tl.constexpr = WINDOW | DOCUMENTS | (1 - COPY_ENGINE) | (WIDTH > 64)
-    if not masks_all:
-        unmasked_from = first
-        if CAUSAL:  # queries that see the last key of the tile see all
-            unmasked_from = tl.minimum(tl.cdiv(tl.maximum(start + COLUMNS - 1 - offset, 0), ROWS) * ROWS, stop)
+    first = first // ROWS * ROWS
+    masks_all: tl.constexpr = WINDOW | DOCUMENTS | (1 - COPY_ENGINE)
+    unmasked_from = start + COLUMNS - 1 - offset if CAUSAL else 0  # queries that see the last key of the tile see all
     grad_k = tl.zeros([COLUMNS, WIDTH], tl.float32)
     grad_v = tl.zeros([COLUMNS, WIDTH], tl.float32)
     for member in range(group):
@@ -372,21 +369,20 @@ def flash_dkv_kernel(do, q, k, v, lse, delta, dk, dv, q_documents, k_documents, 
         row = b * heads + h
         head_q = make_tiles(head_of(q, q_strides, b, h), q_strides[2], rows, D, ROWS, COPY_ENGINE)
         head_do = make_tiles(head_of(do, do_strides, b, h), do_strides[2], rows, D, ROWS, COPY_ENGINE)
-        for UNMASKED in tl.static_range(0, 2 - masks_all):
-            for n in range(unmasked_from if UNMASKED else first, stop if UNMASKED else unmasked_from, ROWS):
-                queries = next_tile(head_q, n, q_strides[2], rows, D, WIDTH, ROWS, True, COPY_ENGINE)
-                grads = next_tile(head_do, n, do_strides[2], rows, D, WIDTH, ROWS, True, COPY_ENGINE)
-                i = n + tl.arange(0, ROWS)
-                row_lse = tl.load(row_of(lse, row, rows) + i, i < rows, other=float("inf")) * LOG2_E  # no row: p = 0
-                row_delta = tl.load(row_of(delta, row, rows) + i, i < rows, other=0.0)
-                p = tl.exp2(tl.dot(keys, tl.trans(queries), input_precision="ieee") * scale - row_lse[None, :])
-                if not UNMASKED:
-                    i_document = load_documents(q_documents, b, i, rows)[None, :] if DOCUMENTS else 0
-                    p = hide(p, i[None, :], j[:, None], i_document, j_document, offset, window, 0.0, CAUSAL, WINDOW,
-                             DOCUMENTS)
-                grad_v = tl.dot(p.to(grads.dtype), grads, grad_v, input_precision="ieee")
-                ds = p * (tl.dot(values, tl.trans(grads), input_precision="ieee") - row_delta[None, :])
-                grad_k = tl.dot(ds.to(queries.dtype), queries, grad_k, input_precision="ieee")
+        for n in range(first, stop, ROWS):
+            queries = next_tile(head_q, n, q_strides[2], rows, D, WIDTH, ROWS, True, COPY_ENGINE)
+            grads = next_tile(head_do, n, do_strides[2], rows, D, WIDTH, ROWS, True, COPY_ENGINE)
+            i = n + tl.arange(0, ROWS)
+            row_lse = tl.load(row_of(lse, row, rows) + i, i < rows, other=float("inf")) * LOG2_E  # no row: p = 0
+            row_delta = tl.load(row_of(delta, row, rows) + i, i < rows, other=0.0)
+            p = tl.exp2(tl.dot(keys, tl.trans(queries), input_precision="ieee") * scale - row_lse[None, :])
+            if masks_all or n < unmasked_from:
+                i_document = load_documents(q_documents, b, i, rows)[None, :] if DOCUMENTS else 0
+                p = hide(p, i[None, :], j[:, None], i_document, j_document, offset, window, 0.0, CAUSAL, WINDOW,
+                         DOCUMENTS)
+            grad_v = tl.dot(p.to(grads.dtype), grads, grad_v, input_precision="ieee")
+            ds = p * (tl.dot(values, tl.trans(grads), input_precision="ieee") - row_delta[None, :])
+            grad_k = tl.dot(ds.to(queries.dtype), queries, grad_k, input_precision="ieee")
     store_tile(head_of(dk, dkv_strides, b, kv_head), grad_k * (scale / LOG2_E), start, dkv_strides[2], columns, D,
                WIDTH, COLUMNS)
     store_tile(head_of(dv, dkv_strides, b, kv_head), grad_v, start, dkv_strides[2], columns, D, WIDTH, COLUMNS)

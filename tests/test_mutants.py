@@ -161,7 +161,7 @@ MUTANTS = [
            "first_masked = 0 if SPECIALIZE else masked_from\n    top", "first_masked = masked_from\n    top",
            "tests/test_flash.py::test_tiles_loaded_by_the_copy_engine[True-33-33-True-one-0]"),
     Mutant("tiles on the diagonal without their mask", "flash.py",
-           "tl.maximum(start + COLUMNS - 1 - offset, 0)", "tl.maximum(start - offset, 0)",
+           "unmasked_from = start + COLUMNS - 1 - offset", "unmasked_from = start - offset",
            "tests/test_flash.py::test_tiles_loaded_by_the_copy_engine[False-33-33-True-one-0]"),
     Mutant("the last query that sees a tile of keys in a window, where it is the first of its tile", "flash.py",
            "start + COLUMNS - 1 + window - offset", "start + COLUMNS - 2 + window - offset",
