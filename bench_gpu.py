@@ -8,7 +8,7 @@ PARTS, at the end, says what is measured, in this order, the most important firs
     attention   on heads as the model has them: slices of the product of the fused projection
     kernels     what is bound by memory, and the loss
     variants    implementations that do the same: the first named is what runs by default, and which one to choose
-    more        other training runs, losses after 2,000 steps, the primer's kernels
+    more        other training runs, losses after 2,000 steps, primer.py
 
 Nine minutes are too short for all: the same command goes on where it ended. On an unknown GPU look at FOLDER after each
 part: `checks` says what to mend, `training` and `matmuls` what to tune. bench_rows.py says which files are in FOLDER.
@@ -39,38 +39,16 @@ import triton
 from torch.profiler import ProfilerActivity, profile
 
 import assemble
+import bench_kernels
 import config
 import flash
 import fp8
 import job
 import log
 import train
-from bench_kernels import (
-    MATMULS,
-    H,
-    T,
-    fused,
-    measure_adamw,
-    measure_addmm,
-    measure_amax,
-    measure_attention,
-    measure_block_matmul,
-    measure_block_of_keys,
-    measure_fp8_linear,
-    measure_fused,
-    measure_gelu,
-    measure_loss,
-    measure_matmul,
-    measure_norm_programs,
-    measure_quantise,
-    measure_scaled_mm,
-    measure_softmax,
-    measure_tilings,
-)
 from bench_rows import Result, Row, measure_rows
 from checks import need
 from param import Source, box_shape
-from primer import LADDER
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 
@@ -175,12 +153,10 @@ def measure_final_loss(fp8_recipe: str) -> Result:
     return Result(statistics.median(record["step_s"] for record in records), f"loss {loss:.4f} nats per token")
 
 
-def run_gpu_tests() -> Result:
-    """The tests that need a GPU, and those of kernels, which run compiled where there is one."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_kernels.py",
-               "tests/test_flash.py", "tests/test_cp.py", "-k",
-               "bf16 or billion or linear_cross_entropy or norm or rope or swiglu or for_gpus_gives or one_device"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)  # it ends before the row does
+def run_python(*arguments: str) -> Result:
+    """What another process prints, as the row's report."""
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True,
+                          timeout=110)  # it ends before the row does
     lines = done.stdout.strip().splitlines() or [done.stderr.strip()]
     return Result(0.0, f"exit code {done.returncode}: {lines[-1]}", report=done.stdout + done.stderr)
 
@@ -195,17 +171,21 @@ LARGEST, (LARGEST_FLAGS, _) = next(iter(SIZES.items()))
 SMALLEST_FLAGS = SIZES["Llama 1B"][0]
 SHORT, SHORT_FLAGS = "training Llama 1B, one sequence of 1024", "--preset llama-3.2-1b --seq 1024 --global-batch 1"
 COPY = "at least 90% of a copy"
+# Those that need a GPU, and those of kernels, which run compiled where there is one.
+TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_kernels.py", "tests/test_flash.py",
+         "tests/test_cp.py", "tests/test_fp8.py", "-k", "bf16 or billion or linear_cross_entropy or norm or rope or "
+         "swiglu or for_gpus_gives or one_device or a_gpu_computes")
 PARTS = {
     "checks": [
-        Row("dW in fp32 by addmm.dtype_out", measure_addmm),
-        *(Row(f"F.scaled_mm, {kind}", partial(measure_scaled_mm, kind))
+        Row("dW in fp32 by addmm.dtype_out", bench_kernels.measure_addmm),
+        *(Row(f"F.scaled_mm, {kind}", partial(bench_kernels.measure_scaled_mm, kind))
           for kind in ("one scale", "1 x 128 by 128 x 128", "1 x 128 by 1 x 128")),
         *(Row(f"two steps of Llama 1B, --fp8 {recipe}", partial(measure_two_steps, f"{SMALLEST_FLAGS} --fp8 {recipe}"))
           for recipe in ("none", *fp8.RECIPES)),
-        *(Row(f"small attention {direction}", partial(measure_attention, direction, 1, 1024, 8, 2, 128))
+        *(Row(f"small attention {direction}", partial(bench_kernels.measure_attention, direction, 1, 1024, 8, 2, 128))
           for direction in ("forward", "backward")),
-        Row("small linear cross-entropy", partial(measure_loss, tokens=2048)),
-        Row("tests that need a GPU", run_gpu_tests)],
+        Row("small linear cross-entropy", partial(bench_kernels.measure_loss, tokens=2048)),
+        Row("tests that need a GPU", partial(run_python, *TESTS))],
     "training": [
         Row(f"training {LARGEST}", partial(measure_training, LARGEST_FLAGS), "MFU 66%"),
         *(Row(f"training {LARGEST}, --fp8 {recipe}", partial(measure_training, f"{LARGEST_FLAGS} --fp8 {recipe}"), aim,
@@ -215,29 +195,32 @@ PARTS = {
             f"training {LARGEST}"),
         *(Row(f"training {name}", partial(measure_training, flags), f"MFU {mfu}")
           for name, (flags, mfu) in list(SIZES.items())[1:])],
-    "matmuls": [Row(f"matmul of {name}, {kind}", partial(measure_block_matmul, kind, *shape))
-                for name, shape in MATMULS.items() for kind in ("forward", "input gradients", "weight gradients")],
+    "matmuls": [Row(f"matmul of {name}, {kind}", partial(bench_kernels.measure_block_matmul, kind, *shape))
+                for name, shape in bench_kernels.MATMULS.items()
+                for kind in ("forward", "input gradients", "weight gradients")],
     "attention": [
         Row(f"attention {direction}, B {B}, S {S}, N {N}, K {K}, D {D}",
-            partial(measure_attention, direction, B, S, N, K, D), aim)
+            partial(bench_kernels.measure_attention, direction, B, S, N, K, D), aim)
         for B, S, N, K, D in ((4, 4096, 32, 8, 128), (2, 8192, 32, 8, 128), (8, 4096, 32, 8, 64))
         for direction, aim in (("forward", "1.33"), ("backward", "1.61"))],
     "kernels": [
-        Row(f"linear cross-entropy, {T} x {H} x 128256", measure_loss, "1.05, with 0.06 of eager's memory"),
-        *(Row(name, partial(measure_fused, name), COPY) for name in fused()),
-        *(Row(f"quantise, {kind}", partial(measure_quantise, kind), COPY)
+        Row(f"linear cross-entropy, {bench_kernels.T} x {bench_kernels.H} x 128256", bench_kernels.measure_loss,
+            "1.05, with 0.06 of eager's memory"),
+        *(Row(name, partial(bench_kernels.measure_fused, name), COPY) for name in bench_kernels.fused()),
+        *(Row(f"quantise, {kind}", partial(bench_kernels.measure_quantise, kind), COPY)
           for kind in ("one scale", "1 x 128 blocks of rows and of columns", "128 x 128 tiles")),
-        *(Row(f"FP8: linear layer, {recipe}", partial(measure_fp8_linear, recipe), aim)
+        *(Row(f"FP8: linear layer, {recipe}", partial(bench_kernels.measure_fp8_linear, recipe), aim)
           for recipe, aim in (("tensorwise", "0.69"), ("blockwise", "0.80")))],
     "variants": [
-        *(Row(f"attention, {step}, heads of {D}: tilings", partial(measure_tilings, step, D))
+        *(Row(f"attention, {step}, heads of {D}: tilings", partial(bench_kernels.measure_tilings, step, D))
           for step, D in flash.TILINGS if len(flash.TILINGS[step, D]) > 1),
-        *(Row(f"attention under context parallelism, a block {direction}", partial(measure_block_of_keys, direction))
-          for direction in ("forward", "backward")),
-        Row("a step of the optimizer, 268M parameters", measure_adamw, "at least 90% of a copy, 38 bytes a parameter"),
-        Row("softmax of 4096 rows of logits", measure_softmax, COPY),
-        Row("RMSNorm backward: programs", measure_norm_programs, COPY),
-        Row("SwiGLU and its amax", measure_amax, COPY),
+        *(Row(f"attention under context parallelism, a block {direction}",
+              partial(bench_kernels.measure_block_of_keys, direction)) for direction in ("forward", "backward")),
+        Row("a step of the optimizer, 268M parameters", bench_kernels.measure_adamw,
+            "at least 90% of a copy, 38 bytes a parameter"),
+        Row("softmax of 4096 rows of logits", bench_kernels.measure_softmax, COPY),
+        Row("RMSNorm backward: programs", bench_kernels.measure_norm_programs, COPY),
+        Row("SwiGLU and its amax", bench_kernels.measure_amax, COPY),
         *(Row(f"training {LARGEST}, --fp8 {recipe}, {switch}",
               partial(measure_training_with, switch, f"{LARGEST_FLAGS} --fp8 {recipe}"), "below 1",
               f"training {LARGEST}, --fp8 {recipe}")
@@ -253,9 +236,7 @@ PARTS = {
           for what in ("none", "activations", "both")),
         *(Row(f"2,000 small steps, --fp8 {recipe}", partial(measure_final_loss, recipe), aim) for recipe, aim in (
             ("none", ""), ("tensorwise", "loss of none + 0.5%"), ("blockwise", "loss of none + 0.25%"))),
-        *(Row(f"matmul, {rung}", partial(measure_matmul, rung), "1.09" if rung == "persistent" else "")
-          for rung in reversed(LADDER)),
-        Row("GELU of 2^28 fp32 numbers", measure_gelu)]}
+        Row("python primer.py", partial(run_python, "primer.py"))]}
 
 
 def parse(flags: list[str]) -> argparse.Namespace:

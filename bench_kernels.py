@@ -23,7 +23,7 @@ import kernels
 import operations
 from bench_rows import Rate, Result, compare
 from param import Spec, accumulate_product, parameter
-from primer import LADDER, gelu_eager, gelu_triton, make_cold_inputs, matmul, measure_seconds, random_pair
+from primer import make_cold_inputs, measure_seconds
 from tp import TensorParallel, column
 from zero import Optimizer
 
@@ -433,16 +433,3 @@ def measure_adamw(side: int = 16384) -> Result:
 
     return compare({rule: partial(step, rule) for rule in ("adamw", "adamw-one-pass")}, [(side,)],
                    bytes_rate(38 * side * side), exact, lambda: (small,))
-
-
-def measure_matmul(rung: str) -> Result:
-    n = 8192 if LADDER[rung].on_tensor_cores else 2048
-    return compare({"ours": partial(matmul, LADDER[rung]), "torch.mm": torch.mm},
-                   make_cold_inputs(partial(random_pair, n)), flops_rate(2 * n**3),
-                   in_fp64(torch.mm), partial(random_pair, 1024))
-
-
-def measure_gelu() -> Result:
-    contenders = {"ours": gelu_triton, "compiled": torch.compile(gelu_eager), "eager": gelu_eager,
-                  "F.gelu": partial(F.gelu, approximate="tanh")}
-    return compare(contenders, make_cold_inputs(lambda: (torch.randn(2**28, device="cuda"),)), bytes_rate(8 * 2**28))

@@ -18,6 +18,7 @@ import json
 import math
 import multiprocessing
 import os
+import shutil
 import statistics
 import subprocess
 import time
@@ -117,11 +118,8 @@ class ClockLog:
     def running(self) -> Iterator[None]:
         with open(self.path, "a") as file:
             self.place = file.tell()
-            try:
-                command = ["nvidia-smi", "-i", "0", f"--query-gpu={CLOCKS}", "--format=csv,nounits", "-lms", "500"]
-                process = subprocess.Popen(command, stdout=file, stderr=subprocess.DEVNULL)
-            except OSError:
-                process = None
+            command = ["nvidia-smi", "-i", "0", f"--query-gpu={CLOCKS}", "--format=csv,nounits", "-lms", "500"]
+            process = subprocess.Popen(command, stdout=file) if shutil.which(command[0]) else None
             try:
                 yield
             finally:
