@@ -53,7 +53,8 @@ Wang et al. 2023, Overlap Communication with Dependent Computation via Decomposi
 Shapes: t ranks, T tokens of a micro-batch (batch x sequence, flat), H hidden, V vocabulary, R rows or C columns of a
 whole weight; [T/t, H] is [T, H] without sequence parallelism.
 """
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -444,26 +445,29 @@ NAMES = {"mm": "matmul", "addmm_": "matmul+add", "_allgather_base_": "gather…"
          "allreduce_": "all-reduce…"}
 
 
-class Trace(TorchDispatchMode):
-    """The order of matmuls and communication: "gather…" is started, "…done" has been waited for."""
+@contextmanager
+def tracing() -> Iterator[list[str]]:
+    """Yield a list that gets matmuls and communication, in order: "gather…" is started, "…done" has been waited for."""
+    events: list[str] = []
+    wait = Pending.wait
 
-    def __init__(self):
-        super().__init__()
-        self.events: list[str] = []
+    class Trace(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if event := NAMES.get(function.overloadpacket.__name__):
+                events.append(event)
+            return function(*args, **kwargs or {})
 
-    def __enter__(self):
-        self.wait = Pending.wait
-        Pending.wait = lambda pending: self.events.extend(["…done"] * bool(pending.works)) or self.wait(pending)
-        return super().__enter__()
+    def logged_wait(pending: Pending) -> None:
+        if pending.works:
+            events.append("…done")
+        wait(pending)
 
-    def __exit__(self, *error):
-        Pending.wait = self.wait
-        return super().__exit__(*error)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if event := NAMES.get(function.overloadpacket.__name__):
-            self.events.append(event)
-        return function(*args, **kwargs or {})
+    Pending.wait = logged_wait
+    try:
+        with Trace():
+            yield events
+    finally:
+        Pending.wait = wait
 
 
 def trace_pair(x: Tensor, up: nn.Parameter, down: nn.Parameter, tp: TensorParallel) -> list[str]:
@@ -471,9 +475,9 @@ def trace_pair(x: Tensor, up: nn.Parameter, down: nn.Parameter, tp: TensorParall
     lines = []
 
     def traced(part: str, run: Callable[..., Any], *args: Any) -> Any:
-        with Trace() as trace:
+        with tracing() as events:
             result = run(*args)
-        lines.append(f"    {part:22s} {' '.join(trace.events)}")
+        lines.append(f"    {part:22s} {' '.join(events)}")
         return result
 
     def forward() -> GradientEdge:
