@@ -5,8 +5,8 @@
 What is minimised is the mean over tables of |log(predicted / measured)| of step times, where a run counts at most 0.35
 and errors beyond what a group should reach count more, plus what the errors that `plan.py check` prints exceed of
 their goals. Each round takes the errors as linear in the logarithms of the constants, and descends along one at a time.
-`--leave` fits without the playbook's runs of each model, or of each number of nodes, in turn, and prints the errors on
-those that were left out.
+`--leave` fits without the playbook's runs of each model, or of each number of nodes, in turn, and without goals, which
+are for all runs together; it prints the errors on those that were left out.
 """
 import argparse
 import math
@@ -58,29 +58,29 @@ def log_error(row: published.Row, run: stagetime.Run, constants: stagetime.Const
     return math.log(estimate.step_seconds(run._replace(constants=constants), simulated=simulated).seconds / row.step_s)
 
 
-def value(errors: np.ndarray, members: Members) -> float:
+def value(errors: np.ndarray, members: Members, goals: list) -> float:
     """What is minimised. An error above a group's limit, but not beyond twice as much, counts 2.5 times."""
     total = 0.0
     for group, weight in WEIGHTS.items():
         found, limit = np.abs(errors[members[group]]), LIMIT.get(group, 0.2)
         costs = np.minimum(found, 0.35) + 1.5 * np.minimum(np.maximum(found - limit, 0.0), limit)
         total += weight * costs.mean() if len(found) else 0.0
-    for group, part, goal in GOALS:
+    for group, part, goal in goals:
         if len(members[group]):
             found = np.sort(np.abs(np.expm1(errors[members[group]])))
             total += 2 * max(0.0, published.quantile(found, part) / goal - 0.96)
     return total
 
 
-def descend(errors: np.ndarray, slopes: list[np.ndarray], members: Members, reach: float, most: list[float]) -> list:
+def descend(errors: np.ndarray, slopes: list, members: Members, goals: list, reach: float, most: list) -> list[float]:
     """The change of each logarithm, at most `reach` and its `most`, with the smallest value, along one at a time."""
-    changes, sizes, best = [0.0] * len(slopes), [reach / 3] * len(slopes), value(errors, members)
+    changes, sizes, best = [0.0] * len(slopes), [reach / 3] * len(slopes), value(errors, members, goals)
     while max(sizes) > 5e-4:
         for i, slope in enumerate(slopes):
             for size in (sizes[i], -sizes[i]):
                 changed = min(max(changes[i] + size, -reach), reach, most[i])
                 tried = errors + (changed - changes[i]) * slope
-                if (found := value(tried, members)) < best - 1e-6:
+                if (found := value(tried, members, goals)) < best - 1e-6:
                     errors, best, changes[i] = tried, found, changed
                     break
             else:
@@ -88,7 +88,7 @@ def descend(errors: np.ndarray, slopes: list[np.ndarray], members: Members, reac
     return changes
 
 
-def fit(rows: list, rounds: int, start: stagetime.Constants = START) -> stagetime.Constants:
+def fit(rows: list, rounds: int, goals: list = GOALS) -> stagetime.Constants:
     """The constants with the smallest value after so many rounds, with three digits."""
     rows = [pair for pair in rows if set(pair[0].groups) & set(WEIGHTS)]
     members = {group: np.array([i for i, (row, _) in enumerate(rows) if group in row.groups], int)
@@ -101,10 +101,10 @@ def fit(rows: list, rounds: int, start: stagetime.Constants = START) -> stagetim
         return constants._replace(**{name: float(f"{getattr(constants, name) * math.exp(change):.3g}")
                                      for name, change in changes.items()})
 
-    constants, best, reach = start, (math.inf, start), 0.3
+    constants, best, reach = START, (math.inf, START), 0.3
     for number in range(rounds + 1):
         errors = errors_of(constants)
-        best = min(best, (value(errors, members), constants), key=lambda pair: pair[0])
+        best = min(best, (value(errors, members, goals), constants), key=lambda pair: pair[0])
         print(f"round {number}: {best[0]:.4f}", file=sys.stderr)
         if number == rounds:
             return best[1]
@@ -113,7 +113,7 @@ def fit(rows: list, rounds: int, start: stagetime.Constants = START) -> stagetim
             beside = constants._replace(**{name: 1.01 * getattr(constants, name)})
             slopes.append((errors_of(beside, simulated=False) - bounds) / math.log(1.01))
         most = [math.log(MOST.get(name, math.inf) / getattr(constants, name)) for name in FREE]
-        constants = moved(constants, dict(zip(FREE, descend(errors, slopes, members, reach, most))))
+        constants = moved(constants, dict(zip(FREE, descend(errors, slopes, members, goals, reach, most))))
         reach *= 0.75
 
 
@@ -130,7 +130,7 @@ def left_out(rows: list, by: str, rounds: int) -> Iterator[tuple[int, list[float
     flagged = [pair for pair in rows if FLAGGED in pair[0].groups]
     for value in sorted({key(row) for row, _ in flagged}):
         rest = [pair for pair in rows if pair[0].table != "playbook_runs" or key(pair[0]) != value]
-        yield value, relative_errors([pair for pair in flagged if key(pair[0]) == value], fit(rest, rounds))
+        yield value, relative_errors([pair for pair in flagged if key(pair[0]) == value], fit(rest, rounds, []))
 
 
 def print_errors(title: str, found: list[float]) -> None:
