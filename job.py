@@ -38,7 +38,7 @@ class RunState:
         return {name: value for name, value in asdict(self).items() if name != "activity"}
 
     def restore(self, saved: dict) -> None:
-        for name in self.progress():
+        for name in self.progress().keys() & saved.keys():  # a checkpoint of an earlier version may lack some
             setattr(self, name, saved[name])
 
 
