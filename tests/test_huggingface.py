@@ -446,12 +446,13 @@ def test_the_tokenizer_and_its_special_tokens_are_copied(published, tmp_path):
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", chat_template="{{ x }}")
     given = str(tmp_path / "given")
     fast.save_pretrained(given)
-    Path(given, "config.json").write_text(json.dumps(dict(eos_token_id=[2, 3], max_position_embeddings=777)))
-    for tokenizer_from, eos, longest in [("", None, 99), (given, [2, 3], 777)]:
+    Path(given, "config.json").write_text(json.dumps(
+        dict(bos_token_id=0, eos_token_id=[2, 3], max_position_embeddings=777)))
+    for tokenizer_from, bos, eos, longest in [("", None, None, 99), (given, 0, [2, 3], 777)]:
         folder = str(tmp_path / "exported")
         export(llama, folder, seq=99, tokenizer_from=tokenizer_from)
         settings = transformers.AutoConfig.from_pretrained(folder)
-        assert settings.eos_token_id == eos and settings.bos_token_id is None
+        assert settings.eos_token_id == eos and settings.bos_token_id == bos
         assert settings.max_position_embeddings == longest
     again = transformers.AutoTokenizer.from_pretrained(folder)
     assert again("two one three").input_ids == [2, 1, 3] and again.chat_template == "{{ x }}"
