@@ -174,7 +174,7 @@ COPY = "at least 90% of a copy"
 # Those that need a GPU, and those of kernels, which run compiled where there is one.
 TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_kernels.py", "tests/test_flash.py",
          "tests/test_cp.py", "tests/test_fp8.py", "-k", "bf16 or billion or linear_cross_entropy or norm or rope or "
-         "swiglu or for_gpus_gives or one_device or a_gpu_computes")
+         "swiglu or one_device or a_gpu_computes")
 PARTS = {
     "checks": [
         Row("dW in fp32 by addmm.dtype_out", bench_kernels.measure_addmm),

@@ -12,6 +12,7 @@ contender that fails is named beside the times of those that do not. In the outp
 A contender's error is that of its results relative to the same in fp64, |x - exact| / |exact|, the largest of all its
 results. `choose` names the fastest contender whose error is at most twice the smallest.
 """
+import contextlib
 import csv
 import io
 import json
@@ -25,7 +26,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -114,7 +114,7 @@ class ClockLog:
     def __init__(self, folder: str):
         self.path, self.place = os.path.join(folder, "clocks.csv"), 0
 
-    @contextmanager
+    @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         with open(self.path, "a") as file:
             self.place = file.tell()
@@ -210,9 +210,13 @@ def measure_rows(rows: list[Row], title: str, folder: str, start_limit_s: float,
 def read_outcomes(folder: str) -> Outcomes:
     if not os.path.exists(path := os.path.join(folder, "rows.jsonl")):
         return {}
+    outcomes = {}
     with open(path) as file:
-        found = [json.loads(line) for line in file]
-    return {one["row"]: (one.get("failure") or Result(**one["result"]), one["clock"]) for one in found}
+        for line in file:
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # cut short, or of another version: again
+                found = json.loads(line)
+                outcomes[found["row"]] = found.get("failure") or Result(**found["result"]), found["clock"]
+    return outcomes
 
 
 def write_outcome(folder: str, row: Row, outcome: Result | str, clock: str, began_s: float) -> None:

@@ -57,6 +57,8 @@ from model import Llama
 from param import Box, Source, Spec, box_shape
 from zero import Optimizer
 
+LOCK_WAIT_S = 5.0
+
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP says so of every save of one process
 
 
@@ -194,7 +196,7 @@ class Saver:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "lock").touch()
             self.lock = open(self.folder / "lock", "r+b", buffering=0)
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed by the kernel when this process ends
+            self.take_lock()
             noted = self.lock.read().strip()
             self.done_before = int(noted) if noted.isdigit() else None
             for unfinished in (*self.folder.glob(".writing-*"), *self.folder.glob(".removing-*"),
@@ -207,10 +209,18 @@ class Saver:
                  f"--out {self.folder}: has checkpoints of another run, or of this one from its beginning: give "
                  "--resume auto to continue it, or another folder")
             self.begin_at(step)
-        except BlockingIOError:
-            raise ValueError(f"--out {self.folder}: another run writes there: use another folder") from None
         except OSError as error:
             raise ValueError(f"--out {self.folder}: cannot be written to: {error.strerror}") from None
+
+    def take_lock(self) -> None:
+        """Wait a moment for the lock, which the kernel frees when a killed run's process is gone."""
+        deadline = time.monotonic() + LOCK_WAIT_S
+        while True:
+            try:
+                return fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                need(time.monotonic() < deadline, f"--out {self.folder}: another run writes there: use another folder")
+                time.sleep(0.2)
 
     def note(self, step: int) -> None:
         """Write in the lock file how many steps are done: a run that resumes this one can say how many it has lost.

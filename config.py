@@ -486,6 +486,7 @@ def refuse(error: ValueError, program: str = "train.py") -> NoReturn:
         tell_torchrun(f"{program}: {error}", time.time())
     else:
         time.sleep(2)
+    sys.stdout.flush()
     os._exit(2)  # at once, without destroying process groups, whose other ranks may be gone
 
 

@@ -368,12 +368,11 @@ def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: st
         if tokenizer_from:
             published = copy_tokenizer(tokenizer_from, folder)
             config |= {field: published[field] for field in (*TOKENS, "max_position_embeddings") if field in published}
-        Path(folder, "config.json").write_text(json.dumps(config, indent=2))
+        write_json(os.path.join(folder, "config.json"), config)
         if len(shards) > 1:
             size = torch_dtype.itemsize * sum(math.prod(spec.shape) for spec in specs)
             files = {name: file for file, shard in shards.items() for name in shard}
-            index = {"metadata": {"total_size": size}, "weight_map": files}
-            Path(folder, INDEX).write_text(json.dumps(index, indent=2))
+            write_json(os.path.join(folder, INDEX), {"metadata": {"total_size": size}, "weight_map": files})
 
 
 def plan_shards(specs: list[Spec], architecture: str, element_bytes: int,
@@ -404,10 +403,18 @@ def write_shard(path: str, shard: dict[str, tuple[Spec, Box]], source: Source, d
     os.replace(path + ".tmp", path)
 
 
+def write_json(path: str, content: dict[str, Any]) -> None:
+    with open(path + ".tmp", "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2)
+    os.replace(path + ".tmp", path)
+
+
 def copy_tokenizer(published: str, folder: str) -> dict[str, Any]:
     """Copy the tokenizer's files that exist, and return the published config.json."""
     for pattern in TOKENIZER_FILES:
         for path in Path(published).glob(pattern):
-            shutil.copyfile(path, Path(folder, path.name))
+            target = os.path.join(folder, path.name)
+            shutil.copyfile(path, target + ".tmp")
+            os.replace(target + ".tmp", target)
     where = os.path.join(published, "config.json")
     return read_json(where) if os.path.isfile(where) else {}

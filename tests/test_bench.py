@@ -86,6 +86,13 @@ def outcomes_of(folder) -> dict[str, str]:
     return found
 
 
+def test_rows_that_were_cut_short_are_measured_again(tmp_path):
+    bench_rows.write_outcome(str(tmp_path), Row("whole", result), Result(1.0), "1650 MHz", 2.0)
+    with open(tmp_path / "rows.jsonl", "a") as file:
+        file.write('{"row": "of another version", "clock": ""}\n{"row": "cut sho')
+    assert bench_rows.read_outcomes(str(tmp_path)) == {"whole": (Result(1.0), "1650 MHz")}
+
+
 def test_a_failing_row_harms_no_other_and_is_named_in_the_files(tmp_path):
     rows = [Row("first", result), Row("raises", partial(int, "x")), Row("dies", partial(os._exit, 3)),
             Row("last", result)]
