@@ -132,9 +132,9 @@ class Meter(TorchDispatchMode):
     def live(self) -> Counter[str]:
         """Bytes alive now, by label."""
         for number, reference in list(self.given.items()):
-            storage, (_, entry) = reference(), self.alive[number]
-            if storage is not None and (nbytes := storage.nbytes()) != entry.nbytes:
-                self.resize(entry, nbytes)
+            storage = reference()  # None if another thread has freed it meanwhile: then it is no longer in `alive`
+            if storage is not None and (nbytes := storage.nbytes()) != self.alive[number][1].nbytes:
+                self.resize(self.alive[number][1], nbytes)
         return self.bytes_of.copy()
 
     def restart_window(self) -> int:
