@@ -441,7 +441,7 @@ def parse(arguments: list[str], world: int = 1) -> Config:
     if resumed:
         values = resumed["settings"] | (PRESETS[preset] if "preset" in flags else {}) | flags
     elif folder := flags.get("init_from"):
-        values = dict(preset=Path(folder).name) | huggingface.read_config(folder) | flags | dict(resume="")
+        values = dict(preset=Path(folder).resolve().name) | huggingface.read_config(folder) | flags | dict(resume="")
     else:
         values = PRESETS[preset] | flags | dict(resume="")
     config = Config(**{name: section(**{f.name: values[f.name] for f in fields(section) if f.name in values})

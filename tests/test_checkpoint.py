@@ -506,6 +506,11 @@ def python(*arguments, ranks: int = 0) -> str:
     return done.stdout
 
 
+def test_a_model_is_called_by_the_name_of_its_folder(published, monkeypatch):
+    monkeypatch.chdir(published)
+    assert config.parse(["--init-from", "."]).model.preset == published.name
+
+
 def test_a_downloaded_model_is_tuned_on_a_folder_of_text_in_two_commands(published, tmp_path):
     (tmp_path / "texts").mkdir()
     for name in ("train.py", "model.py"):
