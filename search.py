@@ -80,9 +80,9 @@ def variants(run: Run, axes: dict[str, int], given: Mapping[str, Any], rejected:
         rejected["step 2: the global batch is not a multiple of dp"] += 1
         return
     per_rank = sequences // axes["dp"]
+    schedules = ["1f1b", "interleaved"] if 1 < pp <= model.layers // 2 else ["1f1b"]
     for micro_batch in choices(given, "micro_batch", [n for n in (1, 2, 4, 8, 16, 32) if per_rank % n == 0]):
-        can_interleave = pp > 1 and per_rank // micro_batch % pp == 0 and model.layers >= 2 * pp
-        for schedule in choices(given, "schedule", ["1f1b", "interleaved"] if can_interleave else ["1f1b"]):
+        for schedule in choices(given, "schedule", schedules):
             chunks = (run.settings.grid.chunks or SCHEDULES[schedule].default_chunks()) if pp > 1 else 1
             settings = replaced(replaced(base, "batch", micro_batch=micro_batch), "grid", schedule=schedule,
                                 chunks=chunks)

@@ -289,7 +289,7 @@ def pause(job: Job, step: int) -> dict:
     if job.validation and not guard.stopping and is_due(step, settings.data.eval_every, steps):
         state.activity = f"evaluating after step {step}"
         record["val_loss"] = validation_loss(job)
-    saves = job.saver and (guard.stopping or is_due(step, run.save_every, steps))
+    saves = needs_checkpoints(job) and (guard.stopping or is_due(step, run.save_every, steps))
     if run.check_replicas and (saves or is_due(step, run.check_replicas, math.inf)):
         record["check_replicas_s"] = faults.check_replicas(job.optimizer, job.model.routers, groups)
     if saves:
@@ -308,7 +308,7 @@ def finish(job: Job) -> None:
     log.close(state.step, state.tokens)
     if saver:
         state.activity = "saving"
-        if log.last_loss is None:  # no step was left to train, so none has saved
+        if log.last_loss is None and needs_checkpoints(job):  # no step was left to train, so none has saved
             saver.save(state.step, description(job))
         problem = saver.finish()
     if stopping and rank(job.groups["world"]) == 0:
@@ -327,6 +327,11 @@ def finish(job: Job) -> None:
             print("no sample: the data are tokens, without a tokenizer.json beside them", file=sys.stderr)
     if problem:
         raise faults.Failure(problem)  # the work of the last steps is lost: nobody shall take this run for a good one
+
+
+def needs_checkpoints(job: Job) -> bool:
+    """Without --out a checkpoint is for the export alone, which a run that was asked to end skips."""
+    return job.saver is not None and bool(job.settings.run.out or not job.guard.stopping)
 
 
 def is_due(step: int, every: int, steps: float) -> bool:

@@ -398,7 +398,9 @@ def test_a_copy_of_a_run_writes_into_no_folder_of_the_original(trained, tmp_path
     shutil.copytree(trained, tmp_path / "copy")
     settings = config.parse(f"--resume {tmp_path / 'copy'} --steps 3".split())
     assert settings.run.out == settings.run.metrics == ""
-    assert config.parse(f"--resume {trained}".split()).run.out == str(trained)
+    (tmp_path / "link").symlink_to(trained)  # no copy
+    for same in (trained, tmp_path / "link", os.path.relpath(trained)):
+        assert config.parse(f"--resume {same}".split()).run.out == str(trained)
 
 
 def test_an_evaluation_leaves_the_metrics_alone_and_torn_lines_are_dropped(trained, tokens, tmp_path):
@@ -441,6 +443,22 @@ def test_show_and_diff(trained, tmp_path):
     assert same.returncode == 0 and same.stdout == "0 tensors differ\n"
     wrong = program.python("checkpoint.py", "show", tmp_path / "none")
     assert wrong.returncode == 2 and wrong.stderr.startswith("checkpoint.py: ") and wrong.stderr.count("\n") == 1
+
+
+def test_diff_names_the_smallest_differences_and_tensors_of_one_alone(trained, tokens, tmp_path, capsys):
+    """--lr 1e-7: masters of both differ by less than what torch.allclose allows."""
+    run(f"--resume {trained} --out {tmp_path}/next --steps 3 --lr 1e-7")
+    run(f"{SMALL} --data {tokens} --steps 2 --optimizer sgd --out {tmp_path}/sgd")
+    old = trained / "step-000002"
+    for other in (tmp_path / "next" / "step-000003", tmp_path / "sgd" / "step-000002"):
+        x, y = tensors(old), tensors(other)
+        expected = {name for name in x.keys() | y.keys()
+                    if name not in x or name not in y or (x[name] != y[name]).any()}
+        alone = {name for name in x if name not in y}
+        assert checkpoint.diff(old, other) == len(expected)
+        lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[:-1])
+        assert lines.keys() == expected and {name for name in lines if lines[name] == f"only in {old}"} == alone
+    assert "layers.1.ffn.w_down/m" in alone and "layers.1.ffn.w_down/master" in expected - alone
 
 
 # ---- at scale -------------------------------------------------------------------------------------------------------

@@ -149,8 +149,10 @@ def test_a_request_in_an_evaluation_does_not_wait_for_its_end(pool, tmp_path):
     assert "ended after 0 of 0 steps, as asked" in run(f"--steps 0 --val-data {ROOT}/pp.py", "ask_in_evaluation")
 
 
-def test_a_time_limit_ends_a_run():
-    assert "ended after 1 of 500 steps, as asked (--time-limit)" in run("--steps 500 --time-limit 1e-9")
+def test_a_time_limit_ends_a_run_which_without_out_leaves_no_checkpoint(tmp_path):
+    said = run(f"--steps 500 --time-limit 1e-9 --export-hf {tmp_path}")
+    assert "ended after 1 of 500 steps, as asked (--time-limit): nothing is saved: there is no --out" in said
+    assert not list(tmp_path.rglob("*step-*"))
 
 
 def test_sigterm_saves_and_ends_with_exit_code_0(tmp_path):

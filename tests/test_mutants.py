@@ -1190,6 +1190,19 @@ MUTANTS = [
            "        return {rank: found for rank, found in latest.items() if found[0] != \"moves\"}\n",
            "        return latest\n",
            "tests/test_faults.py::test_a_rank_that_moves_again_is_where_nobody_knows"),
+    Mutant("tensors of one checkpoint alone not compared", "checkpoint.py",
+           "ours.state_dict_metadata.keys() | theirs", "ours.state_dict_metadata.keys() & theirs",
+           "tests/test_checkpoint.py::test_diff_names_the_smallest_differences_and_tensors_of_one_alone"),
+    Mutant("a run resumed by a relative path taken for a copy", "config.py",
+           'if os.path.realpath(run["settings"]["out"]) != os.path.realpath(path.parent):',
+           'if run["settings"]["out"] != str(path.parent):',
+           "tests/test_checkpoint.py::test_a_copy_of_a_run_writes_into_no_folder_of_the_original"),
+    Mutant("a search that never shards over context parallel ranks alone", "search.py",
+           '(0, 1, 2, 3) if axes["dp"] * axes["cp"] > 1', '(0, 1, 2, 3) if axes["dp"] > 1',
+           "tests/test_plan.py::test_search_leaves_nothing_out_that_the_command_line_takes"),
+    Mutant("a checkpoint left behind by a run that nothing was to be kept of", "train.py",
+           "saves = needs_checkpoints(job) and", "saves = job.saver and",
+           "tests/test_faults.py::test_a_time_limit_ends_a_run_which_without_out_leaves_no_checkpoint"),
 ]
 
 

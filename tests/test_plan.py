@@ -1,4 +1,5 @@
 """The plan: memory equal to train.py's, pipelines as schedules.py simulates them, published runs, refusals."""
+import contextlib
 import importlib.util
 import json
 import math
@@ -7,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from itertools import product
 from statistics import median
 
 import pytest
@@ -396,8 +398,8 @@ def test_ratios_are_those_of_their_formulas(dtype):
     assert found[0].formula.startswith("2 (n" if dtype == "fp32" else "1 (n")
     for overlap in found:
         expression = overlap.formula.replace(" F / (B ", " * F / (B * ").replace(" (n-1)", " * (n-1)")
-        for product in (") H", "2 kv", "3 u", "k f"):
-            expression = expression.replace(product, product.replace(" ", " * "))
+        for factors in (") H", "2 kv", "3 u", "k f"):
+            expression = expression.replace(factors, factors.replace(" ", " * "))
         value = eval(expression, letters | dict(B=overlap.bandwidth, n=ranks[overlap.technique[:2]]))
         assert overlap.ratio == pytest.approx(value)
 
@@ -509,10 +511,19 @@ def test_search_proposes_runs_that_are_valid_fit_and_are_in_order():
     assert min(bound.values()) > 0.9 * found[0].seconds  # what was not simulated is hardly better
 
 
-def test_search_leaves_no_grid_out():
-    base = run_for("--preset tiny --global-batch 8")
-    axes = {(g["tp"], g["pp"], g["cp"], g["dp"]) for g in search.grids(base.settings, 8, {})}
-    assert axes == {(tp, pp_, 1, 8 // tp // pp_) for tp in (1, 2, 4) for pp_ in (1, 2, 4, 8) if tp * pp_ <= 8}
+def test_search_leaves_nothing_out_that_the_command_line_takes():
+    """All fit, and recomputation would only be slower; ZeRO shards over dp x cp, and 1 rank has nothing to shard."""
+    model, sizes = "--preset tiny --seq 1024 --global-batch 4", (1, 2, 4)
+    found, _ = search.search(run_for(f"{model} --grid auto", 4), 4)
+    taken = set()
+    for tp, pp_, cp, level, micro, schedule in product(sizes, sizes, (1, 2), range(4), sizes, ("1f1b", "interleaved")):
+        dp = 4 // (tp * pp_ * cp)
+        if dp and (level == 0 or dp * cp > 1) and (pp_ > 1 or schedule == "1f1b"):
+            flags = (f"--dp {dp} --cp {cp} --tp {tp} --pp {pp_} --ep 1 --zero {level} --micro-batch {micro} "
+                     f"--schedule {schedule}")
+            with contextlib.suppress(ValueError):
+                taken.add(search.describe(config.parse(f"{model} {flags}".split(), 4)))
+    assert len(taken) > 50 and {search.describe(candidate.run.settings) for candidate in found} == taken
 
 
 @pytest.mark.slow
@@ -701,7 +712,7 @@ def test_a_sweep_runs_what_search_proposes_and_does_not_repeat_it(tmp_path, caps
     monkeypatch.setattr(sweep, "run", run)
     command = f"sweep --preset tiny --gpus 4 --top 5 --out {out} --lr 0.001"
     first = printed(capsys, command).splitlines()
-    best, _ = search.search(run_for("--preset tiny --dp 4"), 4)
+    best, _ = search.search(run_for("--preset tiny --grid auto", 4), 4)
     assert runs == [f"--preset tiny --lr 0.001 {search.describe(candidate.run.settings)}" for candidate in best[:5]]
     written = [json.loads(line) for line in out.read_text().splitlines()]
     assert [record["command"] for record in written] == runs
