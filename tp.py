@@ -329,7 +329,8 @@ class VocabParallelHead(nn.Module):
 
     def forward(self, x: Tensor, tp: TensorParallel, labels: Tensor | None = None,
                 loss_grad: Tensor | None = None) -> Tensor:
-        loss_options = dict(z_loss=self.z_loss, vocab=self.weight.box[0], group=tp.group)
+        z_loss = self.z_loss if torch.is_grad_enabled() else 0.0  # an evaluation's loss is the cross entropy alone
+        loss_options = dict(z_loss=z_loss, vocab=self.weight.box[0], group=tp.group)
         if labels is not None and uses_kernels(x):  # this kernel never stores all logits
             return load_kernels().linear_cross_entropy(gather_tokens(x, tp), self.weight, labels, loss_grad=loss_grad,
                                                        **loss_options)

@@ -60,13 +60,13 @@ def run(folder, flags: str) -> tuple[list[dict], list[tuple]]:
     return runs.metrics(file), read
 
 
-def loss_of(w: dict, spans: list[int], corpus: np.ndarray, settings: config.Config) -> torch.Tensor:
+def loss_of(w: dict, spans: list[int], corpus: np.ndarray, settings: config.Config, z_loss=0.0) -> torch.Tensor:
     """The mean loss over samples that are these spans of the corpus, every document on its own."""
     S = settings.batch.seq
     windows = torch.from_numpy(np.stack([corpus[span * S:span * S + S + 1] for span in spans]).astype(np.int64))
     tokens, labels = windows[:, :-1], windows[:, 1:]
     rows = reference.logits(w, tokens, settings.model, {}, [], tokens == 0)
-    return F.cross_entropy(rows.flatten(0, 1), labels.flatten())
+    return F.cross_entropy(rows.flatten(0, 1), labels.flatten()) + z_loss * rows.logsumexp(-1).square().mean()
 
 
 def by_torch(folder, settings: config.Config) -> list[dict]:
@@ -83,7 +83,7 @@ def by_torch(folder, settings: config.Config) -> list[dict]:
         seen = first * settings.batch.seq
         sequences = 4 if seen < 90 else 8 if seen < 250 else 12
         rule.zero_grad()
-        loss = loss_of(w, [order(number) for number in range(first, first + sequences)], corpus, settings)
+        loss = loss_of(w, [order(number) for number in range(first, first + sequences)], corpus, settings, optim.z_loss)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(list(w.values()), optim.clip)
         record = dict(loss=loss.item(), grad_norm=norm.item(), lr=rate.get_last_lr()[0])
@@ -97,12 +97,12 @@ def by_torch(folder, settings: config.Config) -> list[dict]:
 
 
 FLAGS = ("--dtype fp64 --steps 9 --batch-ramp {} --micro-batch 2 --lr 0.02 --min-lr 0.003 --warmup 3 --clip 0.5 "
-         "--weight-decay 0.2 --betas 0.8,0.9 --seed 5 --doc-mask "
+         "--weight-decay 0.2 --betas 0.8,0.9 --seed 5 --doc-mask --z-loss 0.01 "
          "--val-data {}/unseen.npy --eval-every 4 --eval-steps 2")
 
 
 def test_a_run_is_what_torchs_own_parts_make_of_the_same_samples(corpora):
-    """With a batch ramp, accumulation, documents, warmup, clipping, and evaluations in between."""
+    """With a batch ramp, accumulation, documents, a z-loss, warmup, clipping, and evaluations without the z-loss."""
     flags = FLAGS.format(RAMP, corpora)
     records, read = run(corpora, flags)
     want = by_torch(corpora, config.parse(f"{MODEL} --data {corpora}/train.npy {flags}".split()))

@@ -1203,6 +1203,9 @@ MUTANTS = [
     Mutant("a checkpoint left behind by a run that nothing was to be kept of", "train.py",
            "saves = needs_checkpoints(job) and", "saves = job.saver and",
            "tests/test_faults.py::test_a_time_limit_ends_a_run_which_without_out_leaves_no_checkpoint"),
+    Mutant("a validation loss with the z-loss in it", "tp.py",
+           "z_loss = self.z_loss if torch.is_grad_enabled() else 0.0", "z_loss = self.z_loss",
+           "tests/test_loop.py::test_a_run_is_what_torchs_own_parts_make_of_the_same_samples"),
 ]
 
 
