@@ -6,6 +6,7 @@ import pickle
 import random
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -25,6 +26,7 @@ import config
 import grids
 import job
 import program
+import sampling
 import train
 from data import Corpus
 from groups import build_groups
@@ -389,6 +391,19 @@ def test_what_belongs_to_one_start_of_a_run_is_not_inherited(trained):
     assert run.init_from == run.export_hf == run.profile == run.memory_snapshot == ""
 
 
+def test_a_run_on_any_grid_is_sampled_from_on_one_rank(trained, monkeypatch):
+    called, saved = [], config.read_run(str(trained / "step-000002"))
+    given = dict(dp=2, dp_replicate=2, cp=2, cp_style="ring", tp=4, sp_keep=True, async_tp=True, pp=4, zero=1, ep=4,
+                 schedule="interleaved", chunks=2, pp_group=4, recompute="full", graph=True, micro_batch=4,
+                 global_batch=32, batch_ramp="16@0,32@99", eval_every=3, save_every=2, metrics="m", out="o")
+    monkeypatch.setattr(os, "execv", lambda program, arguments: called.append(arguments))
+    sampling.main([str(trained), "--prompt", "a"])
+    with patch.object(config, "read_run", lambda path: saved | {"settings": saved["settings"] | given}):
+        settings = config.parse(called[0][2:])
+    assert replace(settings.grid, cp_style="allgather") == config.parse([]).grid
+    assert (settings.run.metrics, settings.run.out, settings.optim.steps) == ("", "", 0)
+
+
 def test_a_checkpoint_is_evaluated_without_a_step(trained, tokens):
     said = run(f"--resume {trained} --steps 0 --val-data {tokens}")
     assert "after 2 steps: validation loss 4." in said and "trained 2" not in said
@@ -396,8 +411,11 @@ def test_a_checkpoint_is_evaluated_without_a_step(trained, tokens):
 
 def test_a_copy_of_a_run_writes_into_no_folder_of_the_original(trained, tmp_path):
     shutil.copytree(trained, tmp_path / "copy")
-    settings = config.parse(f"--resume {tmp_path / 'copy'} --steps 3".split())
-    assert settings.run.out == settings.run.metrics == ""
+    saved = config.read_run(str(trained / "step-000002"))
+    given = dict(metrics=f"{tmp_path}/m", save_every=2)
+    with patch.object(config, "read_run", lambda path: saved | {"settings": saved["settings"] | given}):
+        settings = config.parse(f"--resume {tmp_path / 'copy'} --steps 3".split())
+    assert settings.run.out == settings.run.metrics == "" and settings.run.save_every == 0
     (tmp_path / "link").symlink_to(trained)  # no copy
     for same in (trained, tmp_path / "link", os.path.relpath(trained)):
         assert config.parse(f"--resume {same}".split()).run.out == str(trained)

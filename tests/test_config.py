@@ -201,6 +201,7 @@ def test_flags_can_be_written_in_every_way(tmp_path):
         parsed = config.parse(line.split(), 2)
         assert (parsed.batch.global_batch, parsed.batch.seq, parsed.batch.micro_batch) == (32, 64, 16)
     assert parsed.data.doc_mask and parsed.optim.betas == (0.8, 0.9)
+    assert config.parse(["--metrics=my_run.jsonl", "--sample", "a_b"]).run.metrics == "my_run.jsonl"
 
 
 def test_a_preset_fills_the_model_and_any_field_overrides_it():
@@ -214,6 +215,8 @@ def test_choices_left_open_are_made():
     assert (parsed.optim.lr, parsed.optim.min_lr) == (2e-3, 2e-4)
     assert config.parse(["--preset", "llama-3.1-8b"]).optim.lr == pytest.approx(3e-4, rel=0.03)
     assert config.parse(["--batch-ramp", "16@0,24@9"]).batch.micro_batch == 8  # which divides both
+    for vocab, dtype in (2**16, "uint16"), (2**16 + 1, "uint32"):  # the largest token is vocab - 1
+        assert config.parse(["--vocab", str(vocab)]).data.data_dtype == dtype
 
 
 def test_torchrun_lets_every_flag_through():

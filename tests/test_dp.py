@@ -147,6 +147,16 @@ def demo() -> str:
 def test_the_demo_sums_naively_per_parameter_and_by_buckets(pool):
     first, *others = pool.run(3, "test_dp:demo")
     assert "R6 R5 R4 R3 R2 R1" in first and "R654" in first and not any(others)
+    layer, summed, means = dp.Layer(1, ALONE), [], []
+    for r in range(3):
+        x = torch.randn(8, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(r))
+        errors = (layer(x) - x.flip(1)).square().sum(1)  # per token
+        for losses in errors[:r + 1], errors:
+            summed += losses
+            means.append(losses.mean())
+    right, wrong = (torch.autograd.grad(torch.stack(terms).mean(), layer.weight, retain_graph=True)[0]
+                    for terms in (summed, means))
+    assert f"puts the gradient {(wrong - right).norm() / right.norm():.0%} off" in first
 
 
 def sums_over_other_axes() -> dict[str, float]:

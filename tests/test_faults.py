@@ -319,7 +319,8 @@ def found(flags: str, rank: int, what: str, bit: int) -> str:
     (3, "--dtype fp32", "v", 2, "rank 2 has different values from 0, 1 (axis dp)"),
     (3, "--dtype bf16 --zero 2", "weights", 0, "rank 0 has different values from 1, 2 ("),
     (4, "--dtype fp32 --zero 3 --dp-replicate 2", "m", 3, "ranks 1, 3 have different values (axis replicate)"),
-    (2, "--dtype fp32 --experts 2 --bias-rate 0.01", "bias", 1, "ranks 0, 1 have different values (axis data)"),
+    (4, "--dtype fp32 --zero 1 --dp-replicate 2 --experts 2 --bias-rate 0.01", "bias", 3,
+     "rank 3 has different values from 0, 1, 2 (axis data)"),
     (2, "--dtype fp32 --tp 2", "steps", 1, "steps: ranks 0, 1 have different values (axis world)"),
 ])
 def test_one_flipped_bit_is_found_with_its_tensor_and_rank(pool, ranks, flags, what, rank, says):

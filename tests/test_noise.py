@@ -8,7 +8,7 @@ import grids
 from collectives import size
 from noise import GradientNoise, solve
 from param import Spec, draw, parameter
-from zero import Optimizer
+from zero import LossScale, Optimizer
 
 SHAPE, TOKENS = (6, 5), 24  # of a step
 
@@ -44,11 +44,12 @@ def measured(level: int, micro_batches: int) -> list[dict]:
     line = Line(groups)
     optimizer = Optimizer({0: [line]}, groups, level=level)
     optimizer.load(draw(0))
+    optimizer.loss_scale = LossScale(torch.device("cpu"), start=4.0)  # as in fp16
     noise, found = GradientNoise(optimizer, size(world)), []
     for _ in range(2):  # the second step's are its own
         optimizer.begin_step({0: micro_batches})
         for x in given(size(world), micro_batches)[world.rank()]:
-            line(x.clone().requires_grad_()).backward()
+            optimizer.scale_loss(line(x.clone().requires_grad_())).backward()
         optimizer.finish_step()
         optimizer.step(1e-3)
         found.append(noise.estimate(TOKENS))

@@ -226,6 +226,14 @@ def test_an_8b_model_trains_on_one_h200_only_with_its_optimizer_on_the_host():
     assert needed[0] > 18 * 8.03e9 > h200 > needed[1] > needed[2] > 6 * 8.03e9
 
 
+def test_the_demo_shows_the_last_model_that_fits():
+    for room in (60e9, 200e9):
+        layers, kinds = offload.largest_model("none", room)
+        one_more, of_one_more = offload.largest_model("none", room + 18 * 218e6)  # a layer has 218 M parameters
+        assert sum(kinds.values()) <= room and one_more == layers + 1
+        assert room < sum(of_one_more.values()) <= room + 18 * 218e6
+
+
 def test_inputs_of_blocks_are_offloaded_in_shards_with_and_without_sequence_parallelism():
     """Of 4 blocks' inputs, 2 stay; each rank of 2 has half of every one: 64 tokens of 32 numbers of 4 bytes."""
     flags = "--layers 4 --hidden 32 --heads 2 --ffn 32 --seq 64 --global-batch 1 --dtype fp32 --tp 2 --recompute full"

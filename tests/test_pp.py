@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -289,14 +290,14 @@ def test_a_unit_of_a_measured_trace_is_what_a_stage_sleeps(monkeypatch, tmp_path
     file = tmp_path / "a.json"
     request = f"--schedule 1f1b --pp 1 --micro-batches 2 --costs 1 0.5 0.5 --trace {file}".split()
 
-    def starts_in_ms() -> list[float]:
+    def events_in_ms() -> list[list[float]]:
         pp.main(request)
-        return [event["ts"] / 1e3 for event in json.loads(file.read_text())]
-    assert starts_in_ms() == [0, 1, 2, 3]  # a simulated unit is drawn as a millisecond
+        return [[event["ts"] / 1e3, event["dur"] / 1e3] for event in json.loads(file.read_text())]
+    assert events_in_ms() == [[0, 1], [1, 1], [2, 1], [3, 1]]  # a simulated unit is drawn as a millisecond
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(pp, "world", nullcontext)
     monkeypatch.setattr(pp, "measure", lambda plan, group: simulate(plan, Costs(1, 0.5, 0.5)))
-    assert starts_in_ms() == pytest.approx([0, 10, 20, 30])
+    assert np.array(events_in_ms()) == pytest.approx(np.array([[0, 10], [10, 10], [20, 10], [30, 10]]))
 
 
 def test_the_latest_training_step_is_drawn():

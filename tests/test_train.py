@@ -200,6 +200,11 @@ def first_lines(flags: str, ranks: int, groups: dict) -> list[str]:
                            ).splitlines()
 
 
+def test_the_first_lines_name_the_batch_that_a_ramp_begins_with():
+    line = first_lines("--batch-ramp 4@0,8@2e3 --seq 32", 2, {})[2]
+    assert line.startswith("batch   global batch 4 = micro 1 x accum 2 x dp 2")
+
+
 def test_the_first_lines_count_what_a_rank_holds():
     """Two replicas of two shards hold what two shards hold."""
     hybrid, sharded, plain = (first_lines(flags, ranks, {}) for flags, ranks in (
