@@ -266,6 +266,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, cap
     assert warning.startswith(f"train.py: warning: {candidates[0]}") and said in warning and warning.count("\n") == 1
     with pytest.raises(ValueError, match=said):
         job.find_whole(candidates[:1], None)
+    harm(candidates[1] / file)
+    with pytest.raises(ValueError, match=f"{candidates[1]}.*{said}"):
+        job.find_whole(candidates, None)
 
 
 def test_any_number_of_ranks_verifies_each_file_once(tmp_path):

@@ -277,6 +277,12 @@ def test_micro_batches_are_summed_in_fp32_whatever_is_sent(pool):
         assert seen == [2 * (1 + 300 * 2**-9)]
 
 
+def test_gradients_that_are_sent_to_nobody_are_not_rounded():
+    [weight], optimizer = make(Spec("weight", (4, 4)), reduce_dtype=torch.bfloat16, rule="sgd", clip=0.0)
+    step([weight], optimizer, [torch.full((4, 4), 1 / 3)])
+    assert optimizer.buckets[0].grad_shard.unique().tolist() == [torch.tensor(1 / 3).item()]
+
+
 @pytest.mark.parametrize("flags", ["--zero 0", "--zero 2", "--zero 3 --dp-replicate 2"])
 def test_gradients_sent_in_bf16_take_half_the_bytes_and_are_rounded_once_a_reduction(pool, flags):
     """Half a unit in the last place (2^-9) of each rank's term, and of each partial sum of n ranks."""
