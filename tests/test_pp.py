@@ -300,6 +300,19 @@ def test_a_unit_of_a_measured_trace_is_what_a_stage_sleeps(monkeypatch, tmp_path
     assert np.array(events_in_ms()) == pytest.approx(np.array([[0, 10], [10, 10], [20, 10], [30, 10]]))
 
 
+def naps(schedule: str) -> float:
+    """Units that a rank sleeps in the two steps of a measurement with 4 micro-batches."""
+    seconds = []
+    with patch.object(pp.time, "sleep", seconds.append):
+        pp.measure(make_plan(schedule, 2, 4), dist.group.WORLD)
+    return sum(seconds) / pp.UNIT_S
+
+
+def test_ranks_sleep_a_unit_for_each_forward_and_half_a_backward_of_their_stages(pool):
+    for schedule in ("1f1b", "zb-v"):
+        assert pool.run(2, "test_pp:naps", schedule=schedule) == pytest.approx([2 * 4 * 3] * 2)
+
+
 def test_the_latest_training_step_is_drawn():
     pipeline = pp.Pipeline.one_stage(1)
     assert pipeline.latest is None
