@@ -28,7 +28,7 @@ import job
 import program
 import sampling
 import train
-from data import Corpus
+from data import Corpus, codec_of
 from groups import build_groups
 from meter import Meter
 from runs import metrics, run
@@ -543,6 +543,11 @@ def python(*arguments, ranks: int = 0) -> str:
     done = program.torchrun(ranks, *arguments) if ranks else program.python(*arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_text_has_no_separator_that_a_tokenizer_knows(published, tokens):
+    for corpus, separator in (Corpus([__file__], 257), None), (Corpus([tokens], 97, separator=3), 3):
+        assert codec_of(corpus, str(published)).separator == separator
 
 
 def test_a_model_is_called_by_the_name_of_its_folder(published, monkeypatch):

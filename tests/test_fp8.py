@@ -36,6 +36,7 @@ from meter import Meter
 from param import Spec, draw, parameter, shard_slice
 from pool import Pool
 from recompute import cheap, selective
+from sampling import KVCache
 from test_tp import normal, weight
 from tp import TensorParallel
 
@@ -760,6 +761,16 @@ def test_fp8_is_for_blocks_and_their_ends_may_be_spared():
         names = {weight.spec.name for weights in model.execution.fp8_linear.cache for weight in weights}
         assert names == {f"layers.{layer}.{name}" for layer in layers for name in (
             "attention.wq", "attention.wk", "attention.wv", "attention.wo", "ffn.w_gate", "ffn.w_up", "ffn.w_down")}
+
+
+def test_text_is_sampled_without_fp8():
+    tokens, found = torch.arange(32)[None], []
+    for flags in "--fp8 tensorwise", "":
+        _, model, _ = grids.build(config.parse(f"{MODEL} --dtype bf16 {flags}".split()))
+        with torch.no_grad():
+            found.append((model(tokens), model(tokens, cache=KVCache())))
+    (of_fp8, sampled), (of_bf16, wanted) = found
+    assert torch.equal(sampled, wanted) and not torch.equal(of_fp8, of_bf16)
 
 
 def test_triton_is_not_needed_on_a_cpu():

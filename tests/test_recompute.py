@@ -10,8 +10,9 @@ import torch.nn.functional as F
 
 import config
 import costs
-from costs import RECOMPUTE, LayerOptions, experts_half, forward_flops, gpt_layer, recomputed_flops, saved_bytes
+from costs import RECOMPUTE, experts_half, forward_flops, gpt_layer, recomputed_flops, saved_bytes
 from ep import Balance, RoutingInfo
+from footprint import layer_options
 from meter import Meter
 from model import ForwardContext, MixtureOfExperts
 from operations import RMSNorm
@@ -295,9 +296,8 @@ def test_a_mixture_of_experts_keeps_what_the_formula_says(mode, flags):
     recompute.arena = CheckpointArena(1, x)  # the formula counts its memory as the layer's input
     few = layer.router.bias, layer.router.load, layer.router.loss, tokens.sequence_ids, recompute.arena.shards
     nbytes, flops = saved_and_flops(run, x, [norm.weight, *layer.parameters(), *few, recompute.arena.whole])
-    losses = dict(aux=optim.aux_loss > 0, router_z=optim.router_z_loss > 0)
-    made = experts_half(model, LayerOptions(4, **losses))
-    coefficients = 3 * (model.experts + 1) * 4 if any(losses.values()) else 0
+    made = experts_half(model, layer_options(settings, 4))
+    coefficients = 3 * (model.experts + 1) * 4 if optim.aux_loss or optim.router_z_loss else 0
     constants = coefficients + 4 * model.experts  # the ends of the experts' rows
     assert nbytes == 2 * S * saved_bytes(made, mode) + constants
     assert flops == 2 * S * (3 * forward_flops(made) + recomputed_flops(made, mode))

@@ -276,6 +276,14 @@ def test_a_step_leaves_no_cycles(flags):
         gc.enable()
 
 
+@pytest.mark.parametrize("flags, nbytes", [("--optimizer sgd", 4), ("", 4 + 8), ("--moments bf16", 4 + 4)])
+def test_the_first_lines_count_the_state_of_the_rule(flags, nbytes):
+    """In bf16: the masters, and what the rule remembers, per parameter."""
+    settings = config.parse(f"--dtype bf16 {flags}".split())
+    count = sum(p.numel() for p in assemble.build_model(settings, {}, "cpu", torch.bfloat16).parameters())
+    assert assemble.memory_of_rank(settings, {})["optimizer"] == nbytes * count
+
+
 def test_the_first_lines_count_experts_where_they_are():
     """Bytes of optimizer state: two moments in fp32 of 1/4 of everything but experts, and of 1/2 of half of those."""
     experts = 4 * 8 * 3 * 128 * 128
