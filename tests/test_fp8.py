@@ -8,6 +8,7 @@ import os
 import re
 from contextlib import closing
 from functools import cache, partial
+from types import SimpleNamespace
 from unittest.mock import patch
 
 os.environ["TRITON_INTERPRET"] = "1"  # before fp8_kernels defines its kernels
@@ -220,6 +221,30 @@ def test_a_layer_is_the_recipe_s_formula(name, pow2):
         y.backward(dy)
         for got, want in zip((y, x.grad, w.grad), emulated(x.detach(), w.detach(), dy, recipe)):
             assert close(got, want)
+
+
+@pytest.mark.parametrize("name, pow2", [("tensorwise", False), ("blockwise", False), ("blockwise", True)])
+def test_experts_are_the_recipe_s_formula_too(name, pow2):
+    """One expert has no rows. A single scale is that of all experts; blocks of 128 rows are of one expert each."""
+    recipe, route = RECIPES[name]._replace(pow2=pow2), SimpleNamespace(rows_per_expert=[200, 0, 130])
+    w = parameter(Spec("w", (3, 256, 384)), {}, torch.float64)
+    w.data = normal(3 * 256, 384, seed=1).view(3, 256, 384)
+    x, dy = normal(330, 384).requires_grad_(), normal(330, 256, seed=2)
+    y = Fp8(recipe, torch.float64).grouped(x, w, route, False)
+    y.backward(dy)
+    if recipe.blocks:
+        (x0, _, x2), (dy0, _, dy2) = (rows.detach().split(route.rows_per_expert) for rows in (x, dy))
+        y0, dx0, dw0 = emulated(x0, w[0].detach(), dy0, recipe)
+        y2, dx2, dw2 = emulated(x2, w[2].detach(), dy2, recipe)
+        wanted = torch.cat((y0, y2)), torch.cat((dx0, dx2)), torch.stack((dw0, torch.zeros_like(dw0), dw2))
+    else:
+        xs, ws, dys = (in_blocks(whole, format, 0, 0) for whole, format in (
+            (x.detach(), recipe.x), (w.detach().flatten(0, 1), recipe.x), (dy, recipe.grad)))
+        parts = [*zip(xs.split(route.rows_per_expert), ws.split(256), dys.split(route.rows_per_expert))]
+        wanted = (torch.cat([x @ w.t() for x, w, _ in parts]), torch.cat([dy @ w for _, w, dy in parts]),
+                  torch.stack([dy.t() @ x for x, _, dy in parts]))
+    for got, want in zip((y, x.grad, w.grad), wanted):
+        assert close(got, want)
 
 
 def test_shapes_that_are_no_blocks_are_refused():

@@ -493,6 +493,14 @@ def test_constants_are_few_and_the_same_for_every_run():
     assert all(isinstance(value, float) for value in Constants())
 
 
+def test_only_the_last_of_equal_stages_has_the_head():
+    run = run_for("--layers 8 --hidden 2048 --ffn 8192 --vocab 256 --pp 4 --dp 1 --global-batch 8 --micro-batch 1")
+    assert [len(layers) for layers in costs.stages_of(run.settings, run.kernels.division)] == [2] * 4
+    parts = stagetime.stage_parts(run)
+    assert parts[0] == parts[1] == parts[2] and "head" not in parts[0]
+    assert parts[3].keys() - parts[2].keys() == {"head"}
+
+
 # ---- search ---------------------------------------------------------------------------------------------------------
 
 def test_search_proposes_runs_that_are_valid_fit_and_are_in_order():
