@@ -193,25 +193,30 @@ def why_none_fits(run: Run, gpus: int, given: Mapping[str, Any], rejected: Count
 
 # ---- train.py --grid auto -------------------------------------------------------------------------------------------
 
-def given_by_flags(arguments: list[str]) -> dict[str, Any]:
-    """The settings of CHOSEN that these command line arguments give: name -> value."""
+def given_by_flags(arguments: list[str], names: Sequence[str] = CHOSEN) -> dict[str, Any]:
+    """Those of these settings that command line arguments give: name -> value."""
     flags, _ = config.make_parser().parse_known_args(config.expand(arguments))
     return {name: value for name, value in vars(flags).items()
-            if name in CHOSEN and (name, value) not in (("dp", -1), ("micro_batch", 0))}
+            if name in names and (name, value) not in (("dp", -1), ("micro_batch", 0))}
 
 
 def fill_grid(settings: Config, gpus: int, machine: Machine) -> tuple[Config, str]:
-    """(the settings with the fastest grid that fits, why it was chosen). Raises ValueError if none fits."""
-    run, given = Run(settings, machine), given_by_flags(settings.arguments)
+    """(the settings with the fastest grid that fits, why it was chosen). Raises ValueError if none fits. Of a resumed
+    run's grid nothing is kept, unless a flag gives it."""
+    rest = dict(schedule="1f1b", dp_replicate=1, chunks=0, pp_group=0)
+    rest |= given_by_flags(settings.arguments, tuple(rest))
+    run, given = Run(replaced(settings, "grid", **rest), machine), given_by_flags(settings.arguments)
     found, rejected = search(run, gpus, given)
     if not found:
         raise ValueError("--grid auto: " + why_none_fits(run, gpus, given, rejected))
-    best, flags = found[0], describe(found[0].run.settings)
-    reason = (f"{flags}: of {len(found)} settings that fit on {gpus} x {machine.name}, predicted to be the fastest: "
-              f"{best.seconds:.3g} s per step, {best.memory / 1e9:.2f} GB, limit {best.limit()}")
+    best, chosen = found[0], found[0].run.settings
+    values = vars(chosen.grid) | vars(chosen.batch) | vars(chosen.precision)
+    flags = [word for name in dict.fromkeys((*CHOSEN, *rest)) for word in (config.flag(name), str(values[name]))]
+    reason = (f"{describe(chosen)}: of {len(found)} settings that fit on {gpus} x {machine.name}, predicted to be the "
+              f"fastest: {best.seconds:.3g} s per step, {best.memory / 1e9:.2f} GB, limit {best.limit()}")
     if len(found) > 1:
         reason += f"; next {describe(found[1].run.settings)}, {found[1].seconds:.3g} s"
-    return config.parse([*settings.arguments, *flags.split(), "--grid", "given"], gpus), reason
+    return config.parse([*settings.arguments, *flags, "--grid", "given"], gpus), reason
 
 
 def this_machine(ranks: int, device_name: str | None = None, memory_bytes: float = 0.0) -> Machine:

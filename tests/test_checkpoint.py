@@ -27,6 +27,7 @@ import grids
 import job
 import program
 import sampling
+import search
 import train
 from data import Corpus, codec_of
 from groups import build_groups
@@ -405,6 +406,20 @@ def test_a_run_on_any_grid_is_sampled_from_on_one_rank(trained, monkeypatch):
         settings = config.parse(called[0][2:])
     assert replace(settings.grid, cp_style="allgather") == config.parse([]).grid
     assert (settings.run.metrics, settings.run.out, settings.optim.steps) == ("", "", 0)
+
+
+def test_grid_auto_keeps_nothing_of_the_grid_of_the_run_that_is_resumed(trained):
+    saved = config.read_run(str(trained / "step-000002"))
+    given = dict(dp=4, dp_replicate=2, tp=2, pp=2, zero=1, schedule="interleaved", chunks=4, pp_group=4,
+                 recompute="full", micro_batch=2, global_batch=16)
+    flags = f"--resume {trained} --layers 8 --insist --grid auto"
+    with patch.object(config, "read_run", lambda path: saved | {"settings": saved["settings"] | given}):
+        for ranks, more in (1, ""), (2, "--pp 2 --schedule 1f1b"), (2, "--pp 2 --chunks 2 --schedule interleaved"):
+            settings = config.parse(f"{flags} {more}".split(), ranks)
+            settings, _ = search.fill_grid(settings, ranks, search.this_machine(ranks))
+            grid = settings.grid
+            assert grid.dp * grid.pp * grid.tp * grid.cp == ranks and grid.pp == ranks and grid.pp_group == 0
+            assert grid.chunks == (2 if "--chunks" in more else 1) and settings.precision.recompute == "none"
 
 
 def test_a_checkpoint_is_evaluated_without_a_step(trained, tokens):

@@ -427,7 +427,8 @@ def test_who_waits_for_whom_is_followed_to_its_end():
     posts = {0: dict(call=["receive", "pp", 2, 1], calls=dict(pp=2)),
              2: dict(call=["receive", "pp", 7, 0], calls=dict(pp=7))}
     assert dog.describe(0, posts).endswith("waits for rank 0: they wait for each other")
-    posts = {rank: dict(call=["receive", "pp", 1, source], calls=dict(pp=1))
+    dog.members = dict(cp=[0, 1, 2, 3])
+    posts = {rank: dict(call=["receive", "cp", 1, source], calls=dict(cp=1))
              for rank, source in enumerate([1, 2, 0, 0])}
     assert dog.describe(3, posts).endswith("waits for rank 0: they wait for each other")
 
