@@ -297,12 +297,12 @@ def pair(name: str, T: int, sequence: bool, recompute: bool) -> tuple[list[bool]
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("n, T, sequence", [(2, 256, True), (4, 256, True), (2, 200, False)])
+@pytest.mark.parametrize("n, T, sequence", [(2, 256, True), (4, 256, True), (2, 200, True), (2, 200, False)])
 def test_a_pair_of_matrices_is_the_formula_on_every_grid(pool, name, n, T, sequence):
     for recompute in (False, True):
         for equal, sent in pool.run(n, "test_fp8:pair", name=name, T=T, sequence=sequence, recompute=recompute):
             assert all(equal), equal
-            if sequence:
+            if sequence and T == 256:
                 check_bytes(name, n, T, recompute, sent)
 
 
