@@ -361,7 +361,7 @@ def simulate(plan: Plan, costs: Costs | None = None, one_stream: bool = False) -
 
 
 def bubble(spans: list[list[Span]]) -> float:
-    """The longest time that a rank is idle, from the first start to the last stop of all ranks."""
+    """The longest time that a rank is idle, from time 0 to the last stop of all ranks."""
     end = max(row[-1].stop for row in spans)
     return end - min(sum(span.stop - span.start for span in row) for row in spans)
 
