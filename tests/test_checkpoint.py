@@ -449,6 +449,14 @@ def test_an_evaluation_leaves_the_metrics_alone_and_torn_lines_are_dropped(train
     assert [record["step"] for record in metrics(path)] == [0, 1, 2]
 
 
+def test_what_a_killed_run_left_unfinished_is_removed(tmp_path):
+    for left in ".writing-step-000003", ".removing-step-000001":
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "__0_0.distcp").touch()
+    saved(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "lock", "step-000001"]
+
+
 def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
     for name in ("step-999900", "step-1000000", "step-000300-good", "step-x"):
         (tmp_path / name).mkdir()

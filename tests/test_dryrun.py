@@ -119,6 +119,15 @@ def test_a_dry_run_is_of_the_largest_batch_of_a_ramp():
         assert constant["peak_of_kind"][kind] == pytest.approx(nbytes * count, rel=1e-3)
 
 
+def test_the_formulas_are_of_the_largest_batch_of_a_ramp():
+    pipeline, needed = "--pp 2 --dp 1 --schedule afab --micro-batch 1", []
+    for batch in "--global-batch 16", "--batch-ramp 4@0,16@4000,8@9000":
+        settings = config.parse(f"{BASE} {pipeline} {batch}".split(), 2)
+        with dryrun.fake_world(2, 0):
+            needed.append(assemble.memory_of_rank(settings, build_groups(settings.grid, settings.model)))
+    assert needed[0] == needed[1]
+
+
 def test_an_action_that_allocates_nothing_has_what_is_alive():
     meter = Meter()
     with meter:

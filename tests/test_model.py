@@ -8,7 +8,7 @@ import transformers
 
 import assemble
 import config
-from costs import flops_by_convention, flops_per_token, parameters, peak_flops
+from costs import flops_by_convention, flops_per_token, parameters, peak_flops, visible_keys
 from grids import ALONE
 from huggingface import NAMES
 from meter import Meter
@@ -244,6 +244,15 @@ def test_sampling_with_the_cache_equals_sampling_without(flags):
     assert torch.equal(sample(llama, tokens, 10, temperature=0), greedy)
     windows = [llama.model.window_of(layer) for layer in range(llama.model.layers)]
     assert [len(k[0]) for k, _ in cache.layers.values()] == [window - 1 if window else 20 for window in windows]
+
+
+@pytest.mark.parametrize("window", [0, 1, 5, 12, 13, 40])
+def test_visible_keys_are_those_of_a_drawn_mask(window):
+    """But for the half key of the diagonal, as in 6 L q S; a window may be longer than the sequence."""
+    i = torch.arange(12)
+    seen = (i[:, None] >= i) & (not window or (i[:, None] - i < window))
+    excess = visible_keys(architecture(f"{SMALL} --window {window}"), 0, 12) - seen.sum(-1).double().mean().item()
+    assert excess == pytest.approx(-min(window or 12, 12) / 24)
 
 
 def test_every_so_many_layers_are_without_a_window():

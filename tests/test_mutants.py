@@ -1236,6 +1236,28 @@ MUTANTS = [
            "router_z=optim.router_z_loss > 0", "router_z=optim.z_loss > 0",
            "tests/test_recompute.py::test_a_mixture_of_experts_keeps_what_the_formula_says["
            "--experts 8 --top-k 3 --router-z-loss 0.1-none]"),
+    Mutant("a window longer than the sequence taken at its word", "costs.py",
+           "window = min(model.window_of(layer) or seq, seq)", "window = model.window_of(layer) or seq",
+           "tests/test_model.py::test_visible_keys_are_those_of_a_drawn_mask[40]"),
+    Mutant("few micro-batches in place of all that afab holds", "estimate.py",
+           'grid.pp > 1 and grid.schedule != "afab" and not in_groups', "grid.pp > 1 and not in_groups",
+           "tests/test_plan.py::test_a_pipeline_that_runs_all_forwards_first_holds_all_of_them"),
+    Mutant("every rank drawn as if it began at once", "pp.py",
+           "seconds_between(self.began, when)", "seconds_between(self.moments[0][1], when)",
+           "tests/test_pp.py::test_a_measured_timeline_shows_that_later_ranks_begin_later"),
+    Mutant("a pipeline's memory at the beginning of a ramp", "assemble.py",
+           "most = max(sequences for sequences, _ in batch.ramp())", "most = batch.ramp()[0][0]",
+           "tests/test_dryrun.py::test_the_formulas_are_of_the_largest_batch_of_a_ramp"),
+    Mutant("half a removed checkpoint left for ever", "checkpoint.py",
+           '*self.folder.glob(".removing-*"),', "",
+           "tests/test_checkpoint.py::test_what_a_killed_run_left_unfinished_is_removed"),
+    Mutant("a table of two stages reduced twice a micro-batch", "zero.py",
+           "sum(len(stages_of[param]) for param in params)", "len(params)",
+           "tests/test_zero.py::test_a_table_that_two_stages_of_a_rank_use_is_reduced_once_a_micro_batch"),
+    Mutant("gathered gradients quantised as if they were activations", "fp8.py",
+           "return lambda: self.quantise(gather(), grad, rowwise=False)[1]",
+           "return lambda: self.quantise(gather(), False, rowwise=False)[1]",
+           "tests/test_fp8.py::test_a_pair_of_matrices_is_the_formula_on_every_grid[2-200-True-tensorwise]"),
 ]
 
 

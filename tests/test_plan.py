@@ -493,6 +493,11 @@ def test_constants_are_few_and_the_same_for_every_run():
     assert all(isinstance(value, float) for value in Constants())
 
 
+def test_a_pipeline_that_runs_all_forwards_first_holds_all_of_them():
+    run = run_for("--layers 8 --pp 4 --dp 1 --schedule afab --global-batch 64 --micro-batch 1")
+    assert [estimate.plan_in_memory(run, rank)[0] for rank in range(4)] == [64] * 4
+
+
 def test_only_the_last_of_equal_stages_has_the_head():
     run = run_for("--layers 8 --hidden 2048 --ffn 8192 --vocab 256 --pp 4 --dp 1 --global-batch 8 --micro-batch 1")
     assert [len(layers) for layers in costs.stages_of(run.settings, run.kernels.division)] == [2] * 4

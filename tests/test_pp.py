@@ -313,6 +313,16 @@ def test_ranks_sleep_a_unit_for_each_forward_and_half_a_backward_of_their_stages
         assert pool.run(2, "test_pp:naps", schedule=schedule) == pytest.approx([2 * 4 * 3] * 2)
 
 
+def first_starts(schedule: str) -> list[float]:
+    return [row[0].start for row in pp.measure(make_plan(schedule, 2, 2), dist.group.WORLD)]
+
+
+def test_a_measured_timeline_shows_that_later_ranks_begin_later(pool):
+    """The second rank waits for the first one's forward, a unit of sleep."""
+    for first, second in pool.run(2, "test_pp:first_starts", schedule="1f1b"):
+        assert 0 <= first < second and second > 0.9
+
+
 def test_the_latest_training_step_is_drawn():
     pipeline = pp.Pipeline.one_stage(1)
     assert pipeline.latest is None

@@ -303,6 +303,13 @@ def test_a_hybrid_sums_over_replicas_what_a_rank_owns_once(pool):
             assert seen["n"] == 2 and seen["by_op"]["allreduce_"] / 4 == 2 * sum(seen["padded"]) / 2
 
 
+def test_a_table_that_two_stages_of_a_rank_use_is_reduced_once_a_micro_batch(pool):
+    """zb-v has the embedding and the head on one rank. Each backward of a micro-batch adds to the tied table."""
+    flags = "--tied --pp 2 --schedule zb-v --layers 4 --zero 2 --global-batch 8 --micro-batch 1"
+    for seen in pool.run(4, "sharding:sent", flags=flags, dtype=torch.float32):
+        assert seen["by_op"]["_reduce_scatter_base_"] / 4 == 4 * sum(seen["padded"])
+
+
 # ---- live bytes -----------------------------------------------------------------------------------------------------
 
 @cache
