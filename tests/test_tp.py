@@ -1,4 +1,5 @@
 """Tensor parallelism: layers against dense ones, the order of events, what is sent, and what no rank ever computes."""
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -140,6 +141,19 @@ def events(split: bool, width: int = 8) -> list[str]:
     with patch.object(collectives.Pending, "wait", logged), Watch(see):
         param.backward_weight((0, 0)) if split else y.sum().backward()
     return [event for event in seen if event]
+
+
+def test_the_head_s_weight_gradient_is_not_deferred():
+    """It would hold the gradient of all logits until the second half of a split backward."""
+    make = partial(parameter, groups={}, dtype=torch.float64)
+    head = tp.VocabParallelHead(make, Spec("head", (50, 8)))
+    head.weight.data = draw(0)(head.weight.spec, head.weight.box).double()
+    x, labels = torch.randn(6, 8, dtype=torch.float64, requires_grad=True), torch.arange(6)
+    param.backward_input((0, 0), head(x, TensorParallel(), labels), None)
+    complete = head.weight.grad.clone()
+    param.backward_weight((0, 0))
+    expected, = torch.autograd.grad(F.cross_entropy(x @ head.weight.t(), labels, reduction="sum"), head.weight)
+    assert torch.equal(head.weight.grad, complete) and (complete - expected).abs().max() < 1e-12
 
 
 def test_every_message_of_a_column_parallel_backward_hides_under_a_matmul(pool):
