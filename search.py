@@ -204,8 +204,9 @@ def fill_grid(settings: Config, gpus: int, machine: Machine) -> tuple[Config, st
     """(the settings with the fastest grid that fits, why it was chosen). Raises ValueError if none fits. Of a resumed
     run's grid nothing is kept, unless a flag gives it."""
     rest = dict(schedule="1f1b", dp_replicate=1, chunks=0, pp_group=0)
-    rest |= given_by_flags(settings.arguments, tuple(rest))
-    run, given = Run(replaced(settings, "grid", **rest), machine), given_by_flags(settings.arguments)
+    given = given_by_flags(settings.arguments, (*CHOSEN, *rest))
+    rest |= {name: given[name] for name in rest.keys() & given.keys()}
+    run = Run(replaced(settings, "grid", **rest), machine)
     found, rejected = search(run, gpus, given)
     if not found:
         raise ValueError("--grid auto: " + why_none_fits(run, gpus, given, rejected))

@@ -201,7 +201,7 @@ def test_flags_can_be_written_in_every_way(tmp_path):
         parsed = config.parse(line.split(), 2)
         assert (parsed.batch.global_batch, parsed.batch.seq, parsed.batch.micro_batch) == (32, 64, 16)
     assert parsed.data.doc_mask and parsed.optim.betas == (0.8, 0.9)
-    assert config.parse(["--metrics=my_run.jsonl", "--sample", "a_b"]).run.metrics == "my_run.jsonl"
+    assert config.parse(["--metrics=my_run.jsonl"]).run.metrics == "my_run.jsonl"
 
 
 def test_a_preset_fills_the_model_and_any_field_overrides_it():
