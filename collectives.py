@@ -469,17 +469,21 @@ class AllToAll__AllToAll(torch.autograd.Function):
 
 def run_demo(demo: Callable[[Group], None], ranks: int = 1) -> None:
     """What `python FILE.py` does: run the demo, with one thread per process, on the ranks that torchrun started, or
-    start so many; --help prints the file's docstring."""
+    start so many; --help prints the file's docstring, and there are no other flags."""
+    program, *flags = sys.argv
     torch.set_num_threads(1)
-    if {"-h", "--help"} & set(sys.argv[1:]):
+    if flags in (["-h"], ["--help"]):
         print(sys.modules["__main__"].__doc__)
+    elif flags:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"{os.path.basename(program)}: {' '.join(flags)}: unknown, it needs no flags", file=sys.stderr)
+        sys.exit(2)
     elif "WORLD_SIZE" in os.environ:
         with world() as group:
             demo(group)
     elif ranks > 1:
         os.environ["OMP_NUM_THREADS"] = "1"  # or torchrun says that it sets it
-        launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", *sys.argv]
-        os.execv(sys.executable, launch)
+        os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", program])
     else:
         demo(None)
 

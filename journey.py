@@ -14,6 +14,7 @@ import machines
 import plan
 import search
 import stagetime
+from collectives import run_demo
 
 FILE = Path(__file__).parent / "JOURNEY.md"
 MEMORY = machines.MACHINES["h100"].memory_bytes / 1e9
@@ -130,6 +131,10 @@ def text() -> str:
     return "\n".join(lines) + "\n"
 
 
-if __name__ == "__main__":
+def write() -> None:
     FILE.write_text(text())
     print(f"written: {FILE}")
+
+
+if __name__ == "__main__":
+    run_demo(lambda group: write())

@@ -35,6 +35,8 @@ from functools import cache
 
 import torch
 
+from collectives import run_demo
+
 
 class Copied:
     """A copy that was made at once, on a CPU; on GPUs a torch.cuda.Event is in its place."""
@@ -115,4 +117,4 @@ def demo() -> None:
 
 
 if __name__ == "__main__":
-    demo()
+    run_demo(lambda group: demo())

@@ -51,6 +51,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from collectives import run_demo
+
 SECTOR = 32  # bytes, the least that memory moves
 WARP = 32  # threads that execute one instruction together
 L2_BYTES = 50 << 20  # of H100 and H200
@@ -478,4 +480,4 @@ def show_on_gpu(n: int = 8192, numbers: int = 1 << 28) -> None:
 
 
 if __name__ == "__main__":
-    show_on_gpu() if torch.cuda.is_available() else show_on_cpu()
+    run_demo(lambda group: show_on_gpu() if torch.cuda.is_available() else show_on_cpu())

@@ -1,4 +1,5 @@
 """The named collectives: results, derivatives against dense autograd, and bytes counted against bytes computed."""
+import ast
 import time
 import weakref
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 import collectives
 from data import MicroBatch
+from program import ROOT, python
 
 
 def numbers(*shape: int, seed: int) -> torch.Tensor:
@@ -185,3 +187,12 @@ def test_numbers_of_a_gpu_are_copied_to_pinned_memory_and_waited_for_when_they_a
     copy = collectives.HostCopy(loss=torch.tensor(2.5), votes=torch.tensor([1.0, 0.0]))
     assert seen == ["pinned True", "copied, not waited for True", "recorded"]
     assert copy.read() == dict(loss=2.5, votes=[1.0, 0.0]) and seen[3:] == ["waited"]
+
+
+@pytest.mark.parametrize("file", ["zero.py", "offload.py", "journey.py"])
+def test_a_file_without_flags_refuses_them_and_explains_itself(file):
+    wrong = python(file, "--pp", "2")
+    assert (wrong.returncode, wrong.stdout, wrong.stderr) == (2, "", f"{file}: --pp 2: unknown, it needs no flags\n")
+    helped = python(file, "--help")
+    docstring = ast.get_docstring(ast.parse((ROOT / file).read_text()), clean=False)
+    assert (helped.returncode, helped.stdout, helped.stderr) == (0, docstring + "\n", "")
