@@ -264,11 +264,13 @@ def check_export(settings: Any) -> None:
     if target:
         exportable(settings.model)
         need(rate == 0, f"--export-hf with --bias-rate {rate}: no class of transformers has the routers' biases")
-        sources = {os.path.realpath(os.path.dirname(path)) for path in settings.data.data}
-        if settings.run.init_from:
-            sources.add(os.path.realpath(settings.run.init_from))
-        need(os.path.realpath(target) not in sources,
-             f"--export-hf {target}: is the folder of --init-from or of the data, name another one")
+        folder, init_from = Path(target).resolve(), settings.run.init_from
+        need(not init_from or folder != Path(init_from).resolve(),
+             f"--export-hf {target}: is the folder of --init-from")
+        for path in settings.data.data:
+            where = Path(path).resolve()
+            need(where not in (folder, *folder.parents) if where.is_dir() else where.parent != folder,
+                 f"--export-hf {target}: is the folder of --data {path}, or in it")
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -489,3 +490,26 @@ def test_what_no_class_of_transformers_computes_is_not_exported(flags, named, tm
         huggingface.export(str(tmp_path / "out"), model, [], None, "fp32")
     assert named in str(error.value) and "\n" not in str(error.value)
     assert not os.path.exists(tmp_path / "out")
+
+
+@pytest.mark.parametrize("data, target, refused", [
+    ("corpus", "corpus", True), ("corpus/", "corpus", True), ("corpus", "corpus/part", True), (".", "out", True),
+    ("corpus/part/tokens.txt", "corpus/part", True), ("corpus/part/tokens.txt", "corpus", False),
+    ("corpus/part", "corpus", False), ("corpus", ".", False), ("tokens.txt", "corpus", False),
+    ("tokens.txt", ".", True),
+])
+def test_an_export_goes_to_no_folder_that_the_run_reads(data, target, refused, tmp_path, monkeypatch):
+    (tmp_path / "corpus/part").mkdir(parents=True)
+    for file in "corpus/part/tokens.txt", "tokens.txt":
+        (tmp_path / file).write_text("text " * 999)
+    monkeypatch.chdir(tmp_path)
+    says = f"^--export-hf {target}: is the folder of --data {data}, or in it$"
+    with pytest.raises(ValueError, match=says) if refused else nullcontext():
+        config.parse(f"--data {data} --export-hf {target}".split())
+
+
+def test_a_published_model_is_not_replaced_by_an_export(published, monkeypatch):
+    folder = published("llama")
+    with pytest.raises(ValueError, match="^--export-hf .: is the folder of --init-from$"):
+        monkeypatch.chdir(folder)
+        config.parse(f"--data {__file__} --init-from {folder} --export-hf .".split())
