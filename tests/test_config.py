@@ -142,6 +142,16 @@ WRONG = [  # ranks, command line, what the line must say
     (1, "--save-every 3", "--save-every 3 needs --out"),
     (1, f"--out {__file__}", f"--out {__file__}: is a file"),
     (1, "--keep -1", "--keep -1: must be finite and not negative"),
+    (1, "--global-batsh 3", "--global-batsh: unknown flag, did you mean --global-batch?"),
+    (1, "--micro_bach=3", "--micro-bach=3: unknown flag, did you mean --micro-batch?"),
+    (2, "--dry-run --gpus 8", "--dry-run on 2 ranks: one process pretends to be one of --gpus, leave out torchrun"),
+    (1, "--rank 3", "--gpus 0 --rank 3: only --dry-run pretends to be one of many ranks"),
+    (1, "--reduce-dtype bf16 --dtype fp64", "--reduce-dtype bf16 with --dtype fp64 would undo it: use --reduce-dtype"),
+    (1, "--batch-ramp 16@0,0@9", '--batch-ramp "16@0,0@9": write sequences@tokens'),
+    (1, f"--export-hf {__file__}", f"--export-hf {__file__}: is a file, name a folder"),
+    (8, "--tp 8 --heads 8 --kv-heads 8 --vocab 7", "--tp 8 is more than --vocab 7: some ranks would have no rows"),
+    (4, "--pp 4 --layers 8 --schedule dualpipev --micro-batch 1 --batch-ramp 8@0,7@9", "--micro-batch 1 at 7 sequences "
+     "per step: "),
 ]
 
 
@@ -150,7 +160,53 @@ def test_a_wrong_command_line_is_one_clear_line(world, line, says):
     with pytest.raises(ValueError) as error:
         config.parse(line.split(), world)
     assert says in str(error.value)
-    assert "\n" not in str(error.value)
+    assert str(error.value).startswith(("--", "@", "16: ")) and "\n" not in str(error.value)
+
+
+POSITIVE = {"layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "rope_theta", "rope_scaling", "norm_eps", "top_k",
+            "router_scale", "expert_groups", "top_groups", "dp", "cp", "tp", "pp", "ep", "dp_replicate", "seq",
+            "global_batch", "eval_steps", "timeout"}
+
+
+@pytest.mark.parametrize("field", [field for section in config.SECTIONS.values() for field in config.fields(section)
+                                   if field.type in (int, float) and not field.metadata["choices"]],
+                         ids=lambda field: field.name)
+def test_a_number_outside_its_range_is_refused_by_its_flag(field):
+    """And 0 where it has no meaning."""
+    others = "--dry-run --gpus 8" if field.name in ("gpus", "rank") else f"--experts 8 --val-data {__file__}"
+    refused = ["-7"] + ["0"] * (field.name in POSITIVE | {"gpus"}) + ["inf", "nan"] * (field.type is float)
+    for value in refused:
+        with pytest.raises(ValueError, match=f"{config.flag(field.name)} {field.type(value)}\\b"):
+            config.parse([*others.split(), config.flag(field.name), value])
+    if "0" not in refused:
+        config.parse([*others.split(), config.flag(field.name), "0"])
+
+
+@pytest.mark.parametrize("ranks, works, does_not", [
+    (1, "--moments bf16 --betas 0,0.99", "--moments bf16 --betas 0,0.991"),
+    (1, "--attention triton --head-dim 128", "--attention triton --head-dim 130"),
+    (1, "--separator 256", "--separator 257"), (1, "--timeout 1e7", "--timeout 10000001"),
+    (1, "--layers 10000", "--layers 10001"), (1, "--lr 1e-3 --min-lr 1e-3", "--lr 1e-3 --min-lr 1.001e-3"),
+    (1, "--warmup 200", "--warmup 201"), (1, "--steps 0 --warmup 1", "--steps 1 --warmup 2"),
+    (1, "--experts 8 --dense-layers 3", "--experts 8 --dense-layers 4"),
+    (1, "--experts 8 --top-k 8", "--experts 8 --top-k 9"),
+    (1, "--experts 8 --expert-groups 4 --top-k 2", "--experts 8 --expert-groups 4 --top-k 3"),
+    (1, "--experts 8 --expert-groups 4 --top-groups 4", "--experts 8 --expert-groups 4 --top-groups 5"),
+    (1, "--experts 1 --top-k 1", "--experts 2 --top-k 1"), (1, "--router sigmoid --experts 2", "--router sigmoid"),
+    (2, "--experts 8 --tp 2 --ffn 55 --expert-ffn 8", "--experts 8 --tp 2 --ffn 55 --expert-ffn 8 --dense-layers 1"),
+    (8, "--tp 8 --heads 8 --kv-heads 8 --vocab 8", "--tp 8 --heads 8 --kv-heads 8 --vocab 7"),
+    (2, "--tp 2 --seq 255 --micro-batch 1 --no-sp", "--tp 2 --seq 255 --micro-batch 1"),
+    (4, "--tp 2 --seq 255 --micro-batch 1 --cp 2 --dp 1", "--tp 2 --seq 255 --micro-batch 1 --dp 2"),
+    (2, "--pp 2 --layers 2", "--pp 2 --layers 1"), (1, "--rewind 1 --out a --save-every 1", "--rewind 1 --out a"),
+    (1, "--graph --experts 4 --dtype bf16 --expert-ffn 24", "--graph --experts 4 --dtype fp32 --expert-ffn 24"),
+    (1, "--graph --experts 4 --hidden 136 --expert-ffn 24", "--graph --experts 4 --hidden 132 --expert-ffn 24"),
+    (1, "--offload activations --recompute full", "--offload activations --recompute selective"),
+    (1, "--offload activations --recompute full --optimizer adamw-one-pass", "--offload both --recompute full "
+     "--optimizer adamw-one-pass")])
+def test_a_limit_is_where_the_line_says(ranks, works, does_not):
+    config.parse(works.split(), ranks)
+    with pytest.raises(ValueError):
+        config.parse(does_not.split(), ranks)
 
 
 @pytest.mark.parametrize("flags, ranks, micro_batch", [
@@ -209,12 +265,21 @@ def test_a_preset_fills_the_model_and_any_field_overrides_it():
     assert (model.layers, model.hidden, model.kv_heads, model.head_dim, model.tied) == (3, 4096, 8, 128, True)
 
 
+def test_a_preset_may_balance_experts_as_published():
+    """DeepSeek-V3's report, section 4.2: a bias update speed of 0.001 and a balance factor of 0.0001."""
+    optim = config.parse("--preset deepseek-v3-gqa".split()).optim
+    assert (optim.bias_rate, optim.aux_loss, optim.aux_over) == (0.001, 0.0001, "sequence")
+    assert config.parse("--preset deepseek-v3-gqa --bias-rate 0".split()).optim.bias_rate == 0
+
+
 def test_choices_left_open_are_made():
     parsed = config.parse([], 8)
     assert (parsed.grid.dp, parsed.batch.micro_batch, parsed.model.head_dim) == (8, 2, 32)
     assert (parsed.optim.lr, parsed.optim.min_lr) == (2e-3, 2e-4)
     assert config.parse(["--preset", "llama-3.1-8b"]).optim.lr == pytest.approx(3e-4, rel=0.03)
     assert config.parse(["--batch-ramp", "16@0,24@9"]).batch.micro_batch == 8  # which divides both
+    assert [config.parse(["--steps", steps]).optim.warmup for steps in ("9", "50", "200", "9999")] == [0, 5, 20, 20]
+    assert config.parse("--experts 4 --ffn 40".split()).model.expert_ffn == 40
     for vocab, dtype in (2**16, "uint16"), (2**16 + 1, "uint32"):  # the largest token is vocab - 1
         assert config.parse(["--vocab", str(vocab)]).data.data_dtype == dtype
 
@@ -236,6 +301,15 @@ def test_help_shows_every_flag_with_its_meaning_and_the_exit_codes():
             assert config.flag(field.name) + " " in text or config.flag(field.name) + "," in text
 
 
+def test_help_ends_with_the_default():
+    helps = {action.dest: action.help for action in config.make_parser()._actions}
+    for section in config.SECTIONS.values():
+        for field in config.fields(section):
+            shown = {True: "on", False: "off"}[field.default] if field.type is bool else field.default
+            has_default = field.type is not list and field.default != ""
+            assert helps[field.name] == field.metadata["help"] + (f" [{shown}]" if has_default else "")
+
+
 def command_line(monkeypatch, ranks: int, line: str) -> config.Config:
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setattr("sys.argv", ["train.py", *line.split()])
@@ -246,8 +320,10 @@ def command_line(monkeypatch, ranks: int, line: str) -> config.Config:
     (8, "", (2, 2, 2)), (4, "", (2, 2, 1)), (2, "", (2, 1, 1)), (6, "--global-batch 12", (6, 1, 1)),
     (8, "--steps 3", (2, 2, 2)),
     (8, "--dp 8", (8, 1, 1)), (8, "--tp 4", (2, 4, 1)), (8, "--zero 3", (8, 1, 1)), (8, "--layers 3", (8, 1, 1)),
-    (8, "--preset smollm-135m", (8, 1, 1)), (4, "--seq 255 --micro-batch 1", (4, 1, 1))])
+    (8, "--preset smollm-135m", (8, 1, 1)), (4, "--seq 255 --micro-batch 1", (4, 1, 1)),
+    (8, "--resume auto --out no/such/folder", (8, 1, 1)), (8, "--init-from folder", (8, 1, 1))])
 def test_a_command_line_that_names_no_grid_shows_one(monkeypatch, ranks, line, axes):
+    monkeypatch.setattr(config.huggingface, "read_config", lambda folder: dict(layers=4))
     grid = (settings := command_line(monkeypatch, ranks, line)).grid
     assert (grid.dp, grid.tp, grid.pp) == axes
     assert settings.shown == (axes in ((2, 2, 2), (2, 2, 1)))

@@ -249,7 +249,9 @@ def test_the_pieces_of_all_ranks_on_one_device_equal_attention_at_once(style, de
     ("--cp 2 --head-dim 12", "--cp 2 with heads 12 wide: torch's FlashAttention takes multiples of 8 up to 256, use"),
     ("--cp 2 --head-dim 264", "--cp 2 with heads 264 wide"), ("--cp 2 --head-dim 12 --dtype fp32", ""),
     ("--cp 2 --head-dim 12 --attention math", ""), ("--cp 2 --head-dim 12 --cp-style ulysses", ""),
-    ("--head-dim 12", ""), ("--cp 2 --head-dim 96", "")])
+    ("--cp 2 --head-dim 12 --attention triton", ""), ("--cp 2 --head-dim 12 --dtype fp64", ""),
+    ("--cp 2 --head-dim 12 --cp-style ring --dtype bf16", "--cp 2 with heads 12 wide"),
+    ("--head-dim 12", ""), ("--cp 2 --head-dim 96", ""), ("--cp 2 --head-dim 256", "")])
 def test_heads_that_torchs_kernel_for_gpus_does_not_take_are_refused(flags, line):
     settings = config.parse(flags.split(), 2)
     if not line:

@@ -156,3 +156,11 @@ def test_a_gpu_replays_what_it_executes(flags, capsys):
 def test_what_cannot_be_captured_is_refused(flags, world, line):
     with pytest.raises(ValueError, match=f"^{line}"):
         config.parse(flags.split(), world)
+
+
+def test_experts_are_captured_on_a_cpu_in_bf16_only():
+    settings = config.parse("--graph --experts 4 --expert-ffn 64".split())
+    for settings.precision.dtype, device in ("bf16", "cpu"), ("fp32", "cuda"):
+        assemble.check_device(settings, torch.device(device))
+    with pytest.raises(ValueError, match="^--graph with --experts 4 on a CPU: captures no other dtype than --dtype bf"):
+        assemble.check_device(settings, CPU)
