@@ -1,11 +1,15 @@
 """A dry run says what a real one does: FLOPs, calls and bytes exactly, live bytes to 1%; and what it is for: scale."""
 import contextlib
 import json
+import math
 import re
 import resource
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Callable
 from itertools import combinations
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -13,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import assemble
+import collectives
 import config
 import costs
 import dryrun
@@ -20,7 +25,8 @@ import ep
 import train
 from collectives import Pending
 from groups import build_groups
-from meter import Meter
+from meter import Meter, Storage
+from schedules import Action
 
 BASE = ("--layers 4 --hidden 64 --heads 8 --kv-heads 4 --ffn 112 --vocab 97 --seq 32 --global-batch 16 --micro-batch 1 "
         "--dtype fp32")
@@ -128,6 +134,87 @@ def test_the_formulas_are_of_the_largest_batch_of_a_ramp():
     assert needed[0] == needed[1]
 
 
+def test_what_is_alive_at_the_peak_is_listed_with_its_shapes():
+    """Its bytes are those of shape and dtype, and together those of the peak, which some action has."""
+    settings = config.parse(f"{BASE} --pp 2 --dp 1 --layers 2".split(), 2)
+    with dryrun.fake_world(2, 1):
+        groups = build_groups(settings.grid, settings.model)
+        with dryrun.fake_tensors():
+            found = train.measured_step(settings, groups)
+    sizes, by_kind = [nbytes for nbytes, *_ in found.largest], Counter()
+    assert sizes == sorted(sizes, reverse=True)
+    for nbytes, count, storage in found.largest:
+        by_kind[storage.kind] += nbytes
+        assert nbytes == count * math.prod(storage.shape) * storage.dtype.itemsize
+    keys = [(storage.kind, storage.shape, storage.dtype, storage.made_by) for *_, storage in found.largest]
+    assert len(set(keys)) == len(keys) and max(count for _, count, _ in found.largest) > 1
+    assert by_kind == found.at_peak and sum(sizes) == found.peak
+    assert found.peak == max(nbytes for _, nbytes in found.peak_of_action)
+
+
+def test_choices_that_do_not_divide_are_dealt_in_turn():
+    """Ten choices of four experts on two ranks, two by each of five tokens."""
+    with dryrun.fake_world(2, 1):
+        found = dryrun.uniform_counts(torch.zeros(2, 3, dtype=torch.long), 5, 2, dist.group.WORLD)
+    copies = round(5 * (1 - 1 / 6))  # one pair of six has both of its experts on the other rank
+    assert found == ([copies] * 2, [copies] * 2, [2 * 2, 2 * 2])
+    route = SimpleNamespace(chosen=torch.zeros(5, 2), ends=torch.zeros(4))
+    assert dryrun.uniform_rows(route) == [3, 3, 2, 2]
+
+
+def test_a_meter_counts_every_storage_under_its_label_and_at_its_moment():
+    before, weights, meter = torch.ones(1000), torch.zeros(10), Meter()
+    meter.label("masters", weights)
+    meter.label("weights", weights)  # counted once, under the latest
+    meter.label_size("buffers", 400, 1)
+    with meter:
+        x = torch.zeros(100)
+        y = x + 1
+        z = torch.zeros(7)
+        meter.kind = "activations"
+        a = z * 2
+        del y
+        b = before[:7] + a
+        weights.untyped_storage().resize_(0)
+        c = z + 1
+    live = dict(masters=0, weights=0, buffers=400, other=28, activations=84, outside=4000, all=512)
+    assert meter.live() == Counter(live) and a.shape == b.shape == c.shape
+    assert meter.peak == Counter(weights=40, buffers=800, other=28, activations=84, outside=4000, all=40 + 800 + 2 * 28)
+    assert [(storage.kind, nbytes) for storage, nbytes in meter.alive_at_peak()] == [
+        ("buffers", 400), ("buffers", 400), ("weights", 40), ("other", 28), ("activations", 28)]
+
+
+def flops_of(step: Callable[[], object]) -> int:
+    with Meter(memory=False) as meter:
+        step()
+    return meter.flops
+
+
+def test_flops_that_torch_does_not_count_are_those_of_the_shapes():
+    a, b, out = torch.ones(5, 7), torch.ones(7, 11), torch.ones(5, 11)
+    assert flops_of(lambda: out.addmm_(a, b)) == 2 * 5 * 7 * 11
+    rows, experts, ends = torch.ones(8, 16), torch.ones(2, 16, 24), torch.tensor([3, 8], dtype=torch.int32)
+    assert flops_of(lambda: torch._grouped_mm(rows.bfloat16(), experts.bfloat16(), offs=ends)) == 2 * 8 * 16 * 24
+    q = torch.ones(2, 4, 6, 8, requires_grad=True)
+    k, v = torch.ones(2, 2, 2, 10, 8, requires_grad=True).unbind()
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    scores = 2 * 4 * 6 * 10
+    attended = torch.nn.functional.scaled_dot_product_attention
+    assert flops_of(lambda: attended(q, k, v)) == 2 * (2 * scores * 8)
+    assert flops_of(attended(q, k, v).sum().backward) == 5 * (2 * scores * 8)
+
+
+def test_a_collective_has_the_bytes_of_its_larger_side():
+    with dryrun.fake_world(4, 0), Meter(memory=False) as meter:
+        collectives.all_gather(torch.ones(8), torch.ones(2), dist.group.WORLD)
+        collectives.reduce_scatter(torch.ones(2).half(), torch.ones(8).half(), dist.group.WORLD)
+        collectives.all_reduce(torch.ones(3).double(), dist.group.WORLD)
+        dist.barrier()
+    found = [(call.name, call.shape, call.dtype, call.bytes) for call in meter.collectives if call.name != "barrier"]
+    assert found == [("_allgather_base_", (8,), torch.float32, 32), ("_reduce_scatter_base_", (2,), torch.float16, 16),
+                     ("allreduce_", (3,), torch.float64, 24)]
+
+
 def test_an_action_that_allocates_nothing_has_what_is_alive():
     meter = Meter()
     with meter:
@@ -155,6 +242,7 @@ def test_the_page_names_memory_plan_and_network(tmp_path):
     out = dry_run("--preset tiny-moe --tp 2 --pp 2 --ep 4 --zero 1 --schedule zb-h1 --micro-batch 2 "
                   f"--metrics {tmp_path}/dry.json", 16, 9)
     lines = out.splitlines()
+    assert lines[0] == "device  none (dry run), 16 ranks, bf16"
     assert "dry run rank 9 of 16 (pp 1 of 2" in out and "rank 9 needs about" in out
     assert [line.split()[0] for line in lines if line.endswith("█")][:3] == ["weights", "gradients", "optimizer"]
     assert "    FIFIWW" in lines  # micro-batches of the last pipeline rank
@@ -166,6 +254,42 @@ def test_the_page_names_memory_plan_and_network(tmp_path):
     assert [action[0] for action, _ in figures["actions"]] == list("FIFIWW")
     assert sum(figures["formula_bytes"].values()) == pytest.approx(figures["peak_bytes"], rel=0.1)
     assert f"{figures['flops']:.4g} FLOPs" in out and figures["sent_bytes"]["ep"] > 0
+
+
+class FakeGroup:
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = lambda: rank, lambda: size
+
+
+def test_the_page_is_what_was_found():
+    """Every number of one that is made up, which also has more than 8 kinds of tensors and more than 100 actions."""
+    MB, mm = 10**6, torch.ops.aten.mm.default
+    largest = [(300 * MB, 1200, Storage("activations", mm, (5, 7), torch.bfloat16, "cpu")),
+               (200 * MB, 1, Storage("weights", None, (9,), torch.float32, "cpu"))]
+    found = dryrun.DryRun(
+        peak=800 * MB, at_peak=dict(weights=400 * MB, activations=390 * MB, temporaries=10 * MB),
+        peak_of_kind=dict(weights=400 * MB, gradients=200 * MB, activations=500 * MB, temporaries=20 * MB),
+        peak_of_action=[(Action("F", 0, 0), 800 * MB), (Action("B", 0, 0), 100 * MB + 1)] * 60,
+        largest=largest * 5, flops=123_456_789, sent=dict(world=40_000, dp=5 * 10**9),
+        calls=dict(world=dict(allreduce_=1), dp=dict(gather=1200, allreduce_=2)))
+    groups = dict(world=FakeGroup(5, 2048), tp=None, dp=FakeGroup(1, 4))
+    lines = dryrun.report(found, groups, dict(weights=410 * MB, activations=470 * MB), 3.14).splitlines()
+    assert lines[:2] == ["dry run rank 5 of 2,048 (dp 1 of 4), 3.1 s", "memory  peak 0.80 GB; by kind, at that moment, "
+                         "at its own peak, and by formula:"]
+    assert [line.split() for line in lines[2:6]] == [
+        ["weights", "0.40", "GB", "0.40", "GB", "0.41", "GB", 20 * "█"], ["gradients", "0.0", "MB", "0.20", "GB"],
+        ["activations", "0.39", "GB", "0.50", "GB", "0.47", "GB", 20 * "█"],  # 19.5 of 40
+        ["temporaries", "10.0", "MB", "20.0", "MB"]]
+    assert [" ".join(line.split()) for line in lines[7:15]] == [
+        "0.30 GB 1,200 x [5, 7] bfloat16, activations, by mm",
+        "0.20 GB 1 x [9] float32, weights, there before the step"] * 4
+    assert lines[15].startswith("plan    120 actions ") and lines[15].endswith("each with its peak (█ 0.80 GB):")
+    assert [line.strip() for line in lines[16:20]] == [50 * "FB", 50 * "█▂", 10 * "FB", 10 * "█▂"]
+    assert lines[20] == "compute 1.235e+08 FLOPs in matmuls per step"
+    assert [" ".join(line.split()) for line in lines[22:]] == [
+        "world 2,048 ranks 1 calls 0.0 MB 1 allreduce_", "dp 4 ranks 1,202 calls 5.00 GB 1,200 gather, 2 allreduce_"]
+    alone = dryrun.report(found._replace(sent={}), dict(world=None), {}, 0).splitlines()
+    assert alone[0] == "dry run rank 0 of 1 (alone), 0.0 s" and alone[-1].startswith("compute")
 
 
 @pytest.mark.slow
