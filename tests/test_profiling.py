@@ -1,5 +1,6 @@
 """Profiling: a trace of steps 3 to 5 in which phases and actions have names; nothing where it is not asked for."""
 import json
+from typing import NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -35,6 +36,40 @@ def test_a_trace_names_phases_and_actions(tmp_path, capsys):
              for name in ("F0.0", "F0.1", "B0.1", "forward and backward", "optimizer", "read data", "ProfilerStep#2",
                           "ProfilerStep#3", "ProfilerStep#5", "ProfilerStep#6")}
     assert list(count.values()) == [3] * 6 + [0, 1, 1, 0]
+
+
+class Event(NamedTuple):
+    """As an average of torch.profiler's."""
+    key: str
+    self_cpu_time_total: float  # in microseconds
+    self_device_time_total: float
+    count: int
+
+
+@pytest.mark.parametrize("cuda, total_us, longest", [(False, 78_000, 12), (True, 7_800, 1)])
+def test_the_longest_are_listed_with_their_share_of_all_time(cuda, total_us, longest):
+    """Twelve operations, of 1 to 12 ms on the CPU and of 1.2 to 0.1 ms on the device."""
+    events = [Event(f"op {i}", 1e3 * i, 100.0 * (13 - i), 1000 * i) for i in range(1, 13)]
+    profiler = type("Profiler", (), dict(key_averages=lambda self: events))()
+    head, *lines = profiling.longest(profiler, cuda).splitlines()
+    assert head.split() == f"the longest, by {'device' if cuda else 'CPU'} time of their own ms share calls".split()
+    order = sorted(range(1, 13), key=lambda i: abs(i - longest))[:10]
+    for line, i in zip(lines, order, strict=True):
+        us = 100 * (13 - i) if cuda else 1000 * i
+        name, ms, share, calls = line.rsplit(maxsplit=3)
+        assert (name.strip(), float(ms), calls) == (f"op {i}", us / 1000, f"{1000 * i:,}")
+        assert share == f"{100 * us / total_us:.1f}%"
+
+
+@pytest.mark.parametrize("rank, steps, dumped_after", [(0, 4, [4]), (0, 6, [6]), (0, 9, [6]), (1, 9, [])])
+def test_rank_0_writes_who_allocated_memory_once_after_six_steps_or_at_the_end(monkeypatch, rank, steps, dumped_after):
+    dumps, recorded, done = [], [], 0
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **_: recorded.append(done))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: dumps.append((path, done)))
+    with profiling.profiling("", "memory.pickle", rank, torch.device("cpu")) as end_step:
+        for done in range(1, steps + 1):
+            end_step()
+    assert recorded == [0] and dumps == [("memory.pickle", step) for step in dumped_after]
 
 
 def run_rank(flags: str) -> None:
