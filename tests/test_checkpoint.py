@@ -347,13 +347,17 @@ def test_a_change_of_model_or_data_is_refused_unless_insisted_on(trained, tokens
         run(f"--resume {trained} --out {tmp_path / 'new'} --steps 3 {flags}")
     assert line in str(error.value) and "\n" not in str(error.value)
     if "--layers" not in flags:
-        assert "trained 3 steps" in run(f"--resume {trained} --out {tmp_path / 'new'} --steps 3 --insist {flags}")
+        said = run(f"--resume {trained} --out {tmp_path / 'new'} --steps 3 --insist {flags}")
+        assert "trained 3 steps" in said and "2 steps: later steps, if there were any, are lost and taken again" in said
 
 
 def test_flags_that_are_given_win_and_the_rest_is_the_checkpoints(trained):
     settings = config.parse(f"--resume {trained} --lr 0.5".split())
     assert settings.optim.lr == 0.5 and settings.model.hidden == 32 and settings.optim.betas == (0.9, 0.95)
     assert settings.run.out == str(trained) and settings.batch.global_batch == 8
+    settings = config.parse(f"--resume {trained} --preset qwen3-0.6b --hidden 64 --insist".split())
+    assert (settings.model.preset, settings.model.layers, settings.model.hidden) == ("qwen3-0.6b", 28, 64)
+    assert settings.model.qk_norm and settings.batch.global_batch == 8
 
 
 def test_a_damaged_run_json_is_passed_over_for_the_one_before(trained, tmp_path):
@@ -425,6 +429,8 @@ def test_grid_auto_keeps_nothing_of_the_grid_of_the_run_that_is_resumed(trained)
 def test_a_checkpoint_is_evaluated_without_a_step(trained, tokens):
     said = run(f"--resume {trained} --steps 0 --val-data {tokens}")
     assert "after 2 steps: validation loss 4." in said and "trained 2" not in said
+    assert "no sample: the data are tokens, without a tokenizer.json beside them" in said
+    assert f"resumed {trained}/step-000002 after 2 steps: 0 later steps are lost\n" in run(f"--resume {trained}")
 
 
 def test_a_copy_of_a_run_writes_into_no_folder_of_the_original(trained, tmp_path):
@@ -571,6 +577,22 @@ def python(*arguments, ranks: int = 0) -> str:
 def test_text_has_no_separator_that_a_tokenizer_knows(published, tokens):
     for corpus, separator in (Corpus([__file__], 257), None), (Corpus([tokens], 97, separator=3), 3):
         assert codec_of(corpus, str(published)).separator == separator
+
+
+def test_a_tokenizer_is_that_of_the_weights_then_of_the_run_before_then_of_the_data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in "weights", "before", "data", "none":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokens.npy").touch()
+        if name != "none":
+            (tmp_path / name / "tokenizer.json").touch()
+    (tmp_path / "data" / "a.txt").write_text("text")
+    np.save(tmp_path / "data" / "tokens.npy", np.zeros(9, np.uint16))
+    corpus, text = Corpus([str(tmp_path / "data" / "tokens.npy")], 97), Corpus([str(tmp_path / "data" / "a.txt")], 257)
+    for given, found in ((("weights", "before", corpus), "weights"), (("none", "before", corpus), "before"),
+                         (("", "before", corpus), "before"), (("", "none", corpus), "data"), (("", "", corpus), "data"),
+                         (("none", "", text), "")):
+        assert job.tokenizer_folder(*given) == (found and str(tmp_path / found))
 
 
 def test_a_model_is_called_by_the_name_of_its_folder(published, monkeypatch):

@@ -107,10 +107,14 @@ def inf_in_steps_5_to_7_twice(state):
     return inf_in_steps_5_to_7(state, 2)
 
 
-def inf_in_steps_5_to_7_read_late(state):
+def read_late(state):
     """As on a GPU: a step's results are read after the next one has been issued."""
+    return patch.object(train, "reads_late", lambda device: True)
+
+
+def inf_in_steps_5_to_7_read_late(state):
     stack = contextlib.ExitStack()
-    stack.enter_context(patch.object(train, "reads_late", lambda device: True))
+    stack.enter_context(read_late(state))
     stack.enter_context(inf_in_steps_5_to_7(state))
     return stack
 
@@ -125,7 +129,8 @@ def spike_in_step_30(state):
 def test_a_request_to_one_rank_ends_all_after_the_same_step_and_nothing_is_lost(pool, tmp_path, ranks, flags):
     flags = f"--steps 6 --metrics {tmp_path}/m {flags}"
     said = pool.run(ranks, "test_faults:run", flags=f"{flags} --out {tmp_path}/out", rank=ranks - 1, stop_at=2)
-    assert "trained 3 steps" in said[0] and "ended after 3 of 6 steps, as asked" in said[0]
+    assert "trained 3 steps" in said[0] and (f"ended after 3 of 6 steps, as asked (on another rank): continue with "
+                                             f"--out {tmp_path}/out --resume auto\n") in said[0]
     assert len(metrics(tmp_path / "m")) == 3
     pool.run(ranks, "test_faults:run", flags=f"{flags} --out {tmp_path}/out --resume auto")
     pool.run(ranks, "test_faults:run", flags=f"{flags} --out {tmp_path}/straight --metrics {tmp_path}/straight.jsonl")
@@ -210,8 +215,13 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path):
     with pytest.raises(faults.Failure, match="^3 steps in a row, from step 5 on, were skipped: lower --lr, raise"):
         run("--steps 20 --max-skipped 3", "inf_in_steps_5_to_7")
     assert "trained 20 steps" in run("--steps 20 --max-skipped 4", "inf_in_steps_5_to_7")
-    with pytest.raises(faults.Failure, match="were skipped: lower --lr"):  # it has gone back twice already
+    with pytest.raises(faults.Failure, match="were skipped: lower --lr.*, with --rewind\n"):  # it has gone back twice
         run("--steps 20 --max-skipped 3", "inf_in_steps_5_to_7", state=job.RunState(rewinds=2))
+    with pytest.raises(faults.Failure, match="with --rewind 3\n"):
+        run(f"--steps 20 --max-skipped 3 --rewind 2 --save-every 9 --out {tmp_path}", "inf_in_steps_5_to_7",
+            state=job.RunState(rewinds=2))
+    said = run("--steps 20 --max-skipped 3", "inf_in_steps_5_to_7", stop_at=7)
+    assert "ended after 8 of 20 steps, as asked" in said
 
 
 @pytest.mark.parametrize("patches, most, end", [("inf_in_steps_5_to_7", 3, 96),
@@ -243,15 +253,17 @@ def test_without_a_checkpoint_of_an_earlier_step_a_rewind_is_a_failure(tmp_path)
 def test_replicas_are_compared_every_so_many_steps_and_before_a_checkpoint_is_saved(tmp_path):
     run(f"--steps 6 --check-replicas 4 --save-every 2 --out {tmp_path}/out --metrics {tmp_path}/saves")
     run(f"--steps 6 --check-replicas 4 --metrics {tmp_path}/m")
+    run(f"--steps 6 --check-replicas 4 --metrics {tmp_path}/late", "read_late")
     compared = [[line["step"] for line in metrics(tmp_path / name) if "check_replicas_s" in line]
-                for name in ("saves", "m")]
-    assert compared == [[1, 3, 5], [3]]
+                for name in ("saves", "m", "late")]
+    assert compared == [[1, 3, 5], [3], [3]]
     assert [line["step"] for line in metrics(tmp_path / "saves") if "save_wait_s" in line] == [1, 3, 5]
 
 
 def test_a_second_rewind_to_a_checkpoint_leaves_out_more_and_counts(tmp_path):
-    flags = f"--steps 9 --save-every 4 --max-skipped 3 --out {tmp_path} --rewind"
-    assert run(f"{flags} 2", "inf_in_steps_5_to_7_twice").count("step-000004 and left out samples") == 2
+    """The checkpoint is that of just before the first step that was skipped."""
+    flags = f"--steps 9 --save-every 5 --max-skipped 3 --out {tmp_path} --rewind"
+    assert run(f"{flags} 2", "inf_in_steps_5_to_7_twice").count("step-000005 and left out samples") == 2
     written = config.read_run(str(tmp_path / "step-000009"))
     assert (written["left_out"], written["rewinds"]) == ([[60, 96], [96, 132]], 2)
     assert written["samples"] == 5 * 12 + 72 + 4 * 12

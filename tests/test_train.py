@@ -1,4 +1,5 @@
 """The program as its users start it: what it prints, writes and refuses, and that it learns."""
+import contextlib
 import gc
 import os
 import subprocess
@@ -14,6 +15,7 @@ import costs
 import job
 import log
 import sampling
+import search
 import train
 from data import Codec, Corpus, Samples
 from groups import AXES, build_groups
@@ -79,6 +81,11 @@ def test_every_grid_trains_evaluates_and_samples_as_one_process(pool, tmp_path):
             for what in {"loss", "grad_norm", "val_loss"} & want.keys():
                 assert record[what] == pytest.approx(want[what], rel=1e-10)
         assert text.split("\nimport")[1][:8] == printed.split("\nimport")[1][:8]
+    said = [f"after {step} steps: validation loss {records[step - 1]['val_loss']:.4f}" for step in (2, 4)]
+    assert [line for line in printed.splitlines() if line.startswith("after ")] == said
+    assert outcomes[0][1].startswith("device  cpu (there is no GPU here), 2 ranks, gloo, fp64\n")
+    measured = ["noise_trace" in other[0] for other, _ in outcomes]  # with two gradients, and no shared sequences
+    assert measured == [True, False, True, False, True, False, False]
     sent = outcomes[0][0][0]["comm_gb"]["dp"] * 1e9
     assert sent == pytest.approx(2 * 1 / 2 * 34016 * 8)  # gradients in fp64
 
@@ -119,7 +126,9 @@ def test_an_evaluation_in_rounds_is_one_over_everything(tmp_path):
 
 
 def test_a_step_that_fails_is_named_and_not_the_one_before(monkeypatch):
+    """And Python's garbage collector, which is off in the loop, is on again."""
     def fails(step: int, optim: config.Optim) -> float:
+        assert not gc.isenabled()
         if step == 2:
             raise FloatingPointError
         return optim.lr
@@ -128,7 +137,7 @@ def test_a_step_that_fails_is_named_and_not_the_one_before(monkeypatch):
     state = job.RunState()
     with pytest.raises(FloatingPointError):
         run("--seq 32 --global-batch 2 --steps 4", state)
-    assert state.activity == "in step 2"
+    assert state.activity == "in step 2" and gc.isenabled()
 
 
 @pytest.mark.parametrize("number, step", [(40, 2), *slow((9, 0))])
@@ -152,6 +161,12 @@ def test_tokens_of_another_vocabulary_are_refused_before_the_first_step(tmp_path
     assert not (tmp_path / "out").exists()
 
 
+def test_a_snapshot_of_a_gpus_memory_needs_a_gpu(tmp_path):
+    done = start(f"--steps 20 --device cpu --memory-snapshot {tmp_path}/memory")
+    said = f"train.py: --memory-snapshot {tmp_path}/memory: needs a GPU\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+
+
 def test_fewer_gpus_than_ranks_is_an_error_and_none_is_not(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_RANK", "3")
@@ -164,6 +179,37 @@ def test_fewer_gpus_than_ranks_is_an_error_and_none_is_not(monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         with pytest.raises(ValueError, match=says):
             assemble.choose_device(asked)
+
+
+def test_the_memory_of_a_machine_is_shared_by_its_ranks(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    total = next(line for line in open("/proc/meminfo") if line.startswith("MemTotal"))
+    assert assemble.memory_of_device(torch.device("cpu")) == pytest.approx(int(total.split()[1]) * 1024 / 4, rel=1e-3)
+
+
+@pytest.mark.parametrize("activations, least", [(0, 16), (16, 16), (18, 17)])
+def test_what_stays_must_fit_and_all_may_take_twice_the_memory(monkeypatch, activations, least):
+    """As activations and temporaries are estimates."""
+    kinds = dict(weights=2, gradients=4, optimizer=10, activations=activations)
+    monkeypatch.setattr(assemble, "memory_of_rank", lambda *_, **__: kinds)
+    for memory in least, least - 1:
+        monkeypatch.setattr(assemble, "memory_of_device", lambda device, memory=memory: memory)
+        with pytest.raises(ValueError) if memory < least else contextlib.nullcontext():
+            assemble.check_memory(config.parse([]), {}, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("rank", [0, 5])
+def test_grid_auto_is_chosen_for_this_machine_and_all_ranks_and_rank_0_says_it(monkeypatch, capsys, rank):
+    """Two machines of four ranks each."""
+    for name, value in dict(WORLD_SIZE=8, LOCAL_WORLD_SIZE=4, RANK=rank, LOCAL_RANK=rank % 4).items():
+        monkeypatch.setenv(name, str(value))
+    machines, this_machine = [], search.this_machine
+    monkeypatch.setattr(search, "this_machine", lambda *args: machines.append(this_machine(*args)) or machines[0])
+    settings = config.parse(f"--grid auto --data {__file__}".split(), 8)
+    chosen = assemble.choose_grid(settings, torch.device("cpu"))
+    grid, again, said = chosen.grid, search.fill_grid(settings, 8, this_machine(4)), capsys.readouterr().out
+    assert grid.dp * grid.cp * grid.tp * grid.pp == 8 and machines[0].gpus_per_node == 4
+    assert (chosen.grid, said) == (again[0].grid, "" if rank else f"auto    {again[1]}\n")
 
 
 @pytest.mark.parametrize("schedule, halfway", [("cosine", 0.55), ("wsd", 1.0), ("constant", 1.0)])
@@ -189,6 +235,27 @@ def test_numbers_that_are_not_finite_become_null():
     assert log.as_json(dict(loss=float("nan"), norm=0.1, n=3)) == '{"loss": null, "norm": 0.1, "n": 3}'
 
 
+def test_progress_is_20_lines_or_a_few_more_and_the_last_step_is_one(capsys):
+    of_45 = log.Log(config.parse("--steps 45 --dtype fp32".split()), dict.fromkeys(AXES), torch.device("cpu"))
+    for step in range(45):
+        of_45.write(dict(step=step, loss=0.5, tokens_per_s=1234.4))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"step {done}/45: loss 0.500, 1,234 tokens/s" for done in (*range(2, 45, 2), 45)]
+
+
+@pytest.mark.parametrize("noise, line", [
+    ([(9e9, 1), (9e9, 1), (1e4, 1), (2e4, 2), (float("nan"), 1), (6e4, 3)], "of the last 3 steps: 15,000 tokens"),
+    ([(1, 1), (-3, 2)], "of the last 1 steps: 0 tokens"), ([(1, 1), (3, -2)], ""), ([], "")])
+def test_the_last_lines_are_of_the_whole_run_and_of_the_noise_in_its_second_half(capsys, noise, line):
+    end = log.Log(config.parse(["--dtype", "fp32"]), dict.fromkeys(AXES), torch.device("cpu"))
+    end.close(3, 99)
+    for step, (trace, gradient2) in enumerate(noise or [(float("nan"), 1)]):
+        end.write(dict(step=step, loss=1.23456 + step, tokens_per_s=1.0, noise_trace=trace, noise_gradient2=gradient2))
+    end.close(200, 1234567)
+    last = f"trained 200 steps on 1,234,567 tokens: last loss {1.23456 + step:.4f} nats per token"
+    assert capsys.readouterr().out.splitlines() == [last] + [f"gradient noise scale {line}"] * bool(line)
+
+
 def ranks_of_groups(flags: str) -> dict[str, list[int] | None]:
     settings = config.parse(flags.split(), 8)
     groups = build_groups(settings.grid, settings.model)
@@ -202,7 +269,21 @@ def first_lines(flags: str, ranks: int, groups: dict) -> list[str]:
 
 def test_the_first_lines_name_the_batch_that_a_ramp_begins_with():
     line = first_lines("--batch-ramp 4@0,8@2e3 --seq 32", 2, {})[2]
-    assert line.startswith("batch   global batch 4 = micro 1 x accum 2 x dp 2")
+    assert line == "batch   global batch 4 = micro 1 x accum 2 x dp 2; 128 tokens per step; ramp 4@0,8@2e3"
+
+
+def test_the_first_lines_name_fp8_active_parameters_the_grid_that_is_shown_and_the_data(tmp_path):
+    np.save(tmp_path / "tokens.npy", np.zeros(32 * 1234, np.uint16))
+    settings = config.parse(f"--preset tiny-moe --fp8 tensorwise --hidden 128 --seq 32 --dtype bf16 --global-batch 8 "
+                            f"--data {tmp_path}/tokens.npy".split(), 8)
+    settings.shown, samples = True, assemble.open_samples(settings, settings.data.data, 0)
+    device, _, shown, batch, model, data = log.first_lines(settings, {}, "cpu", samples).splitlines()
+    assert device == "device  cpu, bf16, linear layers of blocks in fp8 tensorwise"
+    assert shown == "        (chosen to show the axes; --dp 8 is pure data parallelism)"
+    dense = 2 * 257 * 128 + 128 + 4 * (128 * (128 + 64 + 64 + 128) + 2 * 128 + 8 * 128)
+    every, active = (f"{dense + 4 * experts * 3 * 128 * 128:,}" for experts in (8, 2))
+    assert model.startswith(f"model   tiny-moe: {every} parameters ({active} active); rank 0 needs about ")
+    assert data == "data    39,488 tokens in 1 files: 1,233 samples of 32"  # a sample takes one more token
 
 
 def test_the_first_lines_count_what_a_rank_holds():
@@ -223,7 +304,15 @@ def test_the_first_lines_count_what_a_rank_holds():
     ("--cp 8 --zero 2", "pp 1 x dp 1 x cp 8 x tp 1, zero 2: a rank holds the whole model, 1/8 of its gradients, "
      "optimizer state, and reads 1/8 of each sequence"),
     ("--zero 3 --dp-replicate 4", "pp 1 x dp 8 x cp 1 x tp 1, zero 3: a rank computes with the whole model, holds 1/2 "
-     "of its weights, gradients, optimizer state in 4 replicas, and reads 1/8 of the sequences")])
+     "of its weights, gradients, optimizer state in 4 replicas, and reads 1/8 of the sequences"),
+    ("--zero 1 --dp-replicate 4", "pp 1 x dp 8 x cp 1 x tp 1, zero 1: a rank holds the whole model, 1/2 of its "
+     "optimizer state in 4 replicas, and reads 1/8 of the sequences"),
+    ("--tp 4 --pp 2 --zero 1 --experts 8 --expert-ffn 8 --ep 2 --micro-batch 1", "pp 2 x dp 1 x cp 1 x tp 4, ep 2 x "
+     "edp 2, zero 1: a rank holds 1 of 2 stages (1f1b), of these 1/4 of every layer and 1/4 of the tokens between "
+     "layers, but 4 of 8 experts"),
+    ("--cp 2 --zero 2 --dp-replicate 2 --experts 8 --expert-ffn 8 --ep 4", "pp 1 x dp 4 x cp 2 x tp 1, ep 4 x edp 1, "
+     "zero 2: a rank holds the whole model, but 2 of 8 experts, 1/4 of its gradients, optimizer state (1/1 of "
+     "experts') in 2 replicas, and reads 1/4 of the sequences, 1/2 of each sequence")])
 def test_the_second_line_says_which_part_a_rank_has(flags, line):
     settings = config.parse(flags.split(), 8)
     assert log.grid_line(settings.grid, settings.model) == line
