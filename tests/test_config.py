@@ -143,7 +143,7 @@ WRONG = [  # ranks, command line, what the line must say
     (1, f"--out {__file__}", f"--out {__file__}: is a file"),
     (1, "--keep -1", "--keep -1: must be finite and not negative"),
     (1, "--global-batsh 3", "--global-batsh: unknown flag, did you mean --global-batch?"),
-    (1, "--micro_bach=3", "--micro-bach=3: unknown flag, did you mean --micro-batch?"),
+    (1, "--init_frm=a/folder/of/weights", "--init-frm=a/folder/of/weights: unknown flag, did you mean --init-from?"),
     (2, "--dry-run --gpus 8", "--dry-run on 2 ranks: one process pretends to be one of --gpus, leave out torchrun"),
     (1, "--rank 3", "--gpus 0 --rank 3: only --dry-run pretends to be one of many ranks"),
     (1, "--reduce-dtype bf16 --dtype fp64", "--reduce-dtype bf16 with --dtype fp64 would undo it: use --reduce-dtype"),
@@ -173,13 +173,17 @@ POSITIVE = {"layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "rope_theta
                          ids=lambda field: field.name)
 def test_a_number_outside_its_range_is_refused_by_its_flag(field):
     """And 0 where it has no meaning."""
-    others = "--dry-run --gpus 8" if field.name in ("gpus", "rank") else f"--experts 8 --val-data {__file__}"
+    others, ranks = f"--experts 8 --val-data {__file__} --out no/such/folder --save-every 1", 1
+    if field.name in ("gpus", "rank"):
+        others = "--dry-run --gpus 8"
+    if field.name in ("chunks", "pp_group"):
+        others, ranks = "--pp 2 --schedule interleaved", 2
     refused = ["-7"] + ["0"] * (field.name in POSITIVE | {"gpus"}) + ["inf", "nan"] * (field.type is float)
     for value in refused:
         with pytest.raises(ValueError, match=f"{config.flag(field.name)} {field.type(value)}\\b"):
-            config.parse([*others.split(), config.flag(field.name), value])
+            config.parse([*others.split(), config.flag(field.name), value], ranks)
     if "0" not in refused:
-        config.parse([*others.split(), config.flag(field.name), "0"])
+        config.parse([*others.split(), config.flag(field.name), "0"], ranks)
 
 
 @pytest.mark.parametrize("ranks, works, does_not", [

@@ -153,11 +153,11 @@ def test_what_is_alive_at_the_peak_is_listed_with_its_shapes():
 
 
 def test_choices_that_do_not_divide_are_dealt_in_turn():
-    """Ten choices of four experts on two ranks, two by each of five tokens."""
+    """Ten choices of six experts on two ranks, two by each of five tokens."""
     with dryrun.fake_world(2, 1):
-        found = dryrun.uniform_counts(torch.zeros(2, 3, dtype=torch.long), 5, 2, dist.group.WORLD)
-    copies = round(5 * (1 - 1 / 6))  # one pair of six has both of its experts on the other rank
-    assert found == ([copies] * 2, [copies] * 2, [2 * 2, 2 * 2])
+        found = dryrun.uniform_counts(torch.zeros(2, 4, dtype=torch.long), 5, 2, dist.group.WORLD)
+    copies = round(5 * (1 - 3 / 15))  # of 15 pairs three have both of their experts on the other rank
+    assert found == ([copies] * 2, [copies] * 2, [2 * 2, 2 * 1, 2 * 1])
     route = SimpleNamespace(chosen=torch.zeros(5, 2), ends=torch.zeros(4))
     assert dryrun.uniform_rows(route) == [3, 3, 2, 2]
 
