@@ -633,6 +633,14 @@ def test_published_weights_pass_through_a_grid_to_the_bit(pool, published, token
     assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
 
 
+@pytest.mark.parametrize("dtype, stored", [("bf16", "bfloat16"), ("fp16", "float16"), ("fp64", "float32")])
+def test_weights_are_exported_in_the_dtype_of_the_run_or_in_fp32(tokens, tmp_path, dtype, stored):
+    run(f"{SMALL} --data {tokens} --steps 0 --dtype {dtype} --export-hf {tmp_path}")
+    assert {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()} == {getattr(torch, stored)}
+    described = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert described.dtype == getattr(torch, stored)
+
+
 def test_a_published_model_writes_text(published):
     assert "def" in python("sampling.py", published, "--prompt", "def")
 
