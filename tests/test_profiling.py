@@ -67,7 +67,8 @@ def test_rank_0_writes_who_allocated_memory_once_after_six_steps_or_at_the_end(m
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **_: recorded.append(done))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: dumps.append((path, done)))
     with profiling.profiling("", "memory.pickle", rank, torch.device("cpu")) as end_step:
-        for done in range(1, steps + 1):
+        for _ in range(steps):
+            done += 1
             end_step()
     assert recorded == [0] and dumps == [("memory.pickle", step) for step in dumped_after]
 
