@@ -73,6 +73,32 @@ def test_three_steps_are_those_of_torch(monkeypatch, dtype, moments, bad):
     assert ours["steps"] == (3 if bad is None else 2)
 
 
+def test_a_table_is_built_once_and_again_when_gradients_have_moved(monkeypatch):
+    """An update zeroes the gradient for the next step; a step that is begun again, without one, does that itself."""
+    made, usual = [], adamw.OnePass
+    monkeypatch.setattr(adamw, "OnePass", lambda spans: (made.append(spans), usual(spans))[1])
+    monkeypatch.setattr(zero, "uses_kernels", lambda x: True)
+    unit = Unit(SPECS[1:2], ALONE, torch.float32)
+    optimizer = Optimizer({0: [unit]}, ALONE, rule="adamw-one-pass")
+    bucket, = optimizer.buckets
+
+    def step(updates: bool = True) -> None:
+        optimizer.begin_step({0: 1})
+        unit(torch.ones((), device=DEVICE, requires_grad=True), [torch.ones(40, device=DEVICE)]).backward()
+        optimizer.finish_step()
+        assert bucket.grad[:40].unique().tolist() == [1]
+        if updates:
+            optimizer.step(0.1)
+
+    for updates in (True, True, False, True):
+        step(updates)
+    assert len(made) == 1
+    bucket.grad = None
+    weight = bucket.master[0].item()
+    step()
+    assert len(made) == 2 and bucket.master[0] < weight
+
+
 def train_on_ranks(level: int) -> tuple[dict, dict]:
     groups = ALONE | {name: torch.distributed.group.WORLD for name in ("world", "dp")}
     theirs = train("adamw", groups, level, torch.float32)

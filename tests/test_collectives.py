@@ -1,5 +1,10 @@
 """The named collectives: results, derivatives against dense autograd, and bytes counted against bytes computed."""
 import ast
+import contextlib
+import itertools
+import os
+import sys
+import threading
 import time
 import weakref
 from types import SimpleNamespace
@@ -164,6 +169,79 @@ def test_tensors_live_until_the_collective_is_waited_on(pool):
     assert pool.run(2, "test_collectives:unwaited") == [True, True]
 
 
+def test_a_pending_has_ended_when_all_of_its_work_has_and_then_holds_nothing():
+    ended, x = [True, False], torch.ones(1)
+    works = [SimpleNamespace(is_completed=lambda i=i: ended[i], wait=lambda i=i: ended.__setitem__(i, True))
+             for i in range(2)]
+    pending = collectives.Pending(works, x)
+    assert not pending.completed() and pending.tensors == (x,)
+    pending.wait()
+    assert pending.completed() and (pending.works, pending.tensors) == ([], ())
+    synchronous = collectives.Pending(None, x)
+    assert synchronous.completed() and synchronous.tensors == ()
+
+
+def test_seconds_of_all_waits_of_the_main_thread_add_up(monkeypatch):
+    """And what it waits for stays known if that fails. Another thread's waits count for nothing."""
+    ticks = itertools.count(step=2.5)
+    record = collectives.Record()
+    monkeypatch.setattr(collectives, "record", record)
+    monkeypatch.setattr(collectives.time, "perf_counter", lambda: next(ticks))
+    calls = [collectives.Call("all_reduce", "dp", number) for number in (1, 2, 3)]
+
+    def wait(call):
+        with collectives.waiting_for(call):
+            return record.waiting
+
+    assert [wait(call) for call in calls[:2]] == calls[:2]
+    assert record.waited_s == 2 * 2.5 and record.waiting is None
+    saving = threading.Thread(target=wait, args=calls[:1])
+    saving.start()
+    saving.join()
+    assert record.waited_s == 2 * 2.5
+    with pytest.raises(KeyError), collectives.waiting_for(calls[2]):
+        saving = threading.Thread(target=wait, args=calls[:1])
+        saving.start()
+        saving.join()
+        raise KeyError
+    assert record.waiting == calls[2]
+
+
+@pytest.mark.parametrize("index, seconds", [(0, 30), (1, 40)])
+def test_rank_0_which_knows_who_is_missing_gives_up_first(monkeypatch, index, seconds):
+    """Waiting ranks call the store at most 10,000 times a second, however many they are, and do something meanwhile."""
+    clock, meanwhile = [0.0], []
+    monkeypatch.setattr(collectives.dist, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), index, 2000)]))
+    monkeypatch.setattr(collectives.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(collectives.time, "sleep", lambda pause: clock.__setitem__(0, clock[0] + pause))
+    missing = ", ".join(map(str, range(1, 2000))) if index == 0 else "0"
+    with pytest.raises(TimeoutError, match=f"^rank {missing} has not started in 30 s$"):
+        collectives.meet(30, lambda: meanwhile.append(clock[0]))
+    assert seconds < clock[0] < seconds + 1 and len(meanwhile) == round(clock[0] * 10_000 / 2000)
+
+
+# ---- what `python FILE.py` does --------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("flags, env, ranks, want", [
+    (["-h"], {}, 4, "printed"), (["--help"], {"WORLD_SIZE": "4"}, 1, "printed"), ([], {}, 1, "alone"),
+    (["4", "--x"], {}, 3, "started"), (["4"], {"WORLD_SIZE": "1"}, 3, "in a world")])
+def test_a_demo_runs_alone_in_torchruns_ranks_or_in_ranks_that_it_starts(monkeypatch, capsys, flags, env, ranks, want):
+    done = []
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for key, value in dict(OMP_NUM_THREADS="7", **env).items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(sys, "argv", ["demo.py", *flags])
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__doc__="What the file is about."))
+    monkeypatch.setattr(os, "execv", lambda *how: done.append((*how, os.environ["OMP_NUM_THREADS"])))
+    monkeypatch.setattr(collectives, "world", lambda: contextlib.nullcontext("all ranks"))
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: done.append(count))
+    collectives.run_demo(done.append, ranks)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3", "demo.py", "4", "--x"]
+    assert done == [1] + {"printed": [], "alone": [None], "in a world": ["all ranks"],
+                          "started": [(sys.executable, torchrun, "1")]}[want]
+    assert capsys.readouterr().out == ("What the file is about.\n" if want == "printed" else "")
+
+
 # ---- copies between the host and a GPU, by stand-ins -----------------------------------------------------------------
 
 def test_copies_to_a_gpu_are_made_from_pinned_memory_and_not_waited_for(monkeypatch):
@@ -177,14 +255,18 @@ def test_copies_to_a_gpu_are_made_from_pinned_memory_and_not_waited_for(monkeypa
 
 def test_numbers_of_a_gpu_are_copied_to_pinned_memory_and_waited_for_when_they_are_read(monkeypatch):
     seen, empty = [], torch.empty
-    event = SimpleNamespace(record=lambda: seen.append("recorded"), synchronize=lambda: seen.append("waited"))
+    event = SimpleNamespace(record=lambda: seen.append("recorded"), synchronize=lambda: seen.append(collectives.record.waiting))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory, **how: (seen.append(f"pinned {pin_memory}"),
                                                                            empty(*shape, **how))[1])
     monkeypatch.setattr(torch.Tensor, "copy_", lambda out, x, non_blocking: (
         seen.append(f"copied, not waited for {non_blocking}"), torch.add(x, 0, out=out))[1])
-    copy = collectives.HostCopy(loss=torch.tensor(2.5), votes=torch.tensor([1.0, 0.0]))
+    calls = [collectives.Call("all_reduce", "world", number) for number in (1, 2)]
+    monkeypatch.setattr(collectives.record, "last", calls[0])
+    copy = collectives.HostCopy(loss=torch.tensor(2.5), votes=torch.tensor([1.0, 0.0]), one=torch.tensor([3.0]),
+                                steps=torch.tensor(2**24 + 1))
+    collectives.record.last = calls[1]
     assert seen == ["pinned True", "copied, not waited for True", "recorded"]
     assert copy.read() == dict(loss=2.5, votes=[1.0, 0.0]) and seen[3:] == ["waited"]
 
@@ -196,3 +278,5 @@ def test_a_file_without_flags_refuses_them_and_explains_itself(file):
     helped = python(file, "--help")
     docstring = ast.get_docstring(ast.parse((ROOT / file).read_text()), clean=False)
     assert (helped.returncode, helped.stdout, helped.stderr) == (0, docstring + "\n", "")
+    assert copy.read() == dict(loss=2.5, votes=[1.0, 0.0], one=[3.0], steps=2**24 + 1)
+    assert seen[3:] == [calls[0]]  # as a watchdog sees it: what was called before the copy

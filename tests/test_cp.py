@@ -1,5 +1,6 @@
 """Context parallelism: who has which tokens, attention by blocks against attention at once, what is sent and saved."""
 import math
+import re
 import time
 from functools import cache
 from unittest.mock import patch
@@ -159,6 +160,27 @@ def test_no_mask_of_rows_x_columns_is_computed_to_find_them(style):
         cp.visible_blocks(STYLES[style], seq, 2, 1, Mask(documents=(documents, documents)))
     assert meter.peak["other"] < 10 * seq * 8 < (seq // 2) ** 2 / 4
     assert meter.peak["other"] > seq * 8  # the positions alone
+
+
+def test_the_demo_draws_who_computes_what(capsys):
+    """As in the docstring; and of each step of the ring, by positions, which queries see which keys."""
+    cp.demo(4)
+    printed = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    drawn = re.search(r"queries 0 +(0\n(?: +\d +[\d ]+\n){7})", cp.__doc__)[1].splitlines()
+    at = printed.index("zig-zag: [9, 9, 9, 9] blocks per rank") + 1
+    assert printed[at:at + 8] == [drawn[0], *(line.split(maxsplit=1)[1] for line in drawn[1:])]
+    at = printed.index("contiguous: [3, 7, 11, 15] blocks per rank") + 1
+    assert printed[at:at + 8] == [" ".join(str(j // 2) * (j + 1)) for j in range(8)]
+    steps = [re.findall(r"(\d) (own|all\|1st|2nd\|all)", line) for line in printed if line.startswith("step")]
+    own = [cp.own_positions(8, 4, i) for i in range(4)]
+    for step, ranks in enumerate(steps):
+        for i, (owner, seen) in enumerate(ranks):
+            assert int(owner) == (i - step) % 4
+            visible = own[i][:, None] >= own[int(owner)]
+            halves = {"own": [[True, False], [True, True]], "all|1st": [[True, False], [True, False]],
+                      "2nd|all": [[False, False], [True, True]]}[seen]
+            assert visible.tolist() == halves
+    assert len(steps) == 4 and all(len(ranks) == 4 for ranks in steps)
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------

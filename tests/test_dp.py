@@ -146,7 +146,11 @@ def demo() -> str:
 
 def test_the_demo_sums_naively_per_parameter_and_by_buckets(pool):
     first, *others = pool.run(3, "test_dp:demo")
-    assert "R6 R5 R4 R3 R2 R1" in first and "R654" in first and not any(others)
+    nbytes = 6 * (2 * 2 * 64 * 64 * 8 // 3), 2 * (2 * 2 * 3 * 64 * 64 * 8 // 3)  # by layers, and by threes of them
+    assert [line.split() for line in first.splitlines()[2:5]] == [line.split() for line in (
+        f"naive g6 g5 g4 g3 g2 g1 R6 R5 R4 R3 R2 R1 sends {nbytes[0]:,} bytes",
+        f"per parameter g6 R6 g5 R5 g4 R4 g3 R3 g2 R2 g1 R1 sends {nbytes[0]:,} bytes",
+        f"bucketed g6 g5 g4 R654 g3 g2 g1 R321 sends {nbytes[1]:,} bytes")] and not any(others)
     layer, summed, means = dp.Layer(1, ALONE), [], []
     for r in range(3):
         x = torch.randn(8, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(r))

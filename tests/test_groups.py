@@ -9,6 +9,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import assemble
 import collectives
 import config
+import dryrun
 import grids
 import groups
 import train
@@ -25,19 +26,21 @@ def test_a_rank_makes_groups_in_as_many_calls_as_there_are_axes(monkeypatch, wor
     """A recording stand-in for NCCL, which makes all groups of one call by one split of the world's communicator."""
     settings = config.parse(f"{EVERY_AXIS} --global-batch {world}".split(), world)
     dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=world)
-    calls = []
+    calls, timeouts = [], set()
 
     def split(split_ranks, timeout):
         calls.append(split_ranks)
+        timeouts.add(timeout.total_seconds())
         mine, = (ranks for ranks in split_ranks if 5 in ranks)
         return SimpleNamespace(size=lambda: len(mine), rank=lambda: mine.index(5))
 
     monkeypatch.setattr(dist, "split_group", split)
     dist.group.WORLD.bound_device_id = torch.device("cpu:0")
     try:
-        made = groups.build_groups(settings.grid, settings.model)
+        made = groups.build_groups(settings.grid, settings.model, 90)
     finally:
         dist.destroy_process_group()
+    assert timeouts == {90}, "of axes and of links"
     assert all(sorted(sum(call, [])) == list(range(world)) for call in calls), "every rank is in one group of each call"
     assert len(calls) <= len(groups.AXES) + 4  # a ring of 4 ranks has 8 directed pairs, two of them disjoint
     assert set(made["pp"].links) == {(0, 1), (1, 0), (3, 0), (0, 3)}
@@ -52,6 +55,21 @@ def test_every_pair_that_exchanges_has_a_link(schedule, p):
                   if isinstance(item, Transfer) and item.op == "send"}
     pairs = groups.pairs_of(config.Grid(pp=p, chunks=SCHEDULES[schedule].default_chunks(), schedule=schedule))
     assert set(pairs) == exchanging and len(pairs) == len(exchanging)
+
+
+@pytest.mark.parametrize("schedule, p, rounds", [
+    ("1f1b", 2, 2), ("interleaved", 2, 2), ("1f1b", 3, 4), ("dualpipev", 8, 4), ("interleaved", 3, 6),
+    ("interleaved", 4, 4), ("interleaved", 5, 6), ("interleaved", 8, 4)])
+def test_pairs_without_a_common_rank_get_their_links_in_one_call(monkeypatch, schedule, p, rounds):
+    """2 calls for two ranks, 4 for a chain, and for a ring 4, or 6 if its ranks are odd, as its edges need 3 colours."""
+    calls, pipelines = [], [list(range(p)), list(range(p, 2 * p))]
+    monkeypatch.setattr(groups, "create_groups", lambda members, timeout_s: calls.append(members) or len(calls))
+    monkeypatch.setattr(dist, "get_rank", lambda: p + 1)
+    pairs = groups.pairs_of(config.Grid(pp=p, chunks=SCHEDULES[schedule].default_chunks(), schedule=schedule))
+    links = groups.connect(pipelines, pairs, 60)
+    assert len(calls) == rounds and all(sorted(sum(call, [])) == list(range(2 * p)) for call in calls)
+    assert links == {(a, b): number for number, call in enumerate(calls, 1) for a, b in pairs
+                     if [a, b] in call and 1 in (a, b)}
 
 
 def transfers() -> dict[str, set]:
@@ -99,3 +117,16 @@ def shared(flags: str) -> list[list[str]]:
 def test_axes_with_the_same_ranks_share_a_group_unless_they_are_busy_together(pool, flags, axes):
     for made in pool.run(4, "test_groups:shared", flags=flags):
         assert made == axes
+
+
+@pytest.mark.parametrize("flags, axes", [
+    ("--tp 4", [["world", "tp"]]),  # a key and value head per rank
+    ("--tp 4 --kv-heads 2", [["kv"], ["kv_copy"], ["world", "tp"]]),
+    (f"{MIXTRAL} --tp 4 --ep 4 --kv-heads 1", [["ep"], ["world", "tp", "kv_copy"]])])  # tokens not behind activations
+def test_axes_of_heads_are_made_where_ranks_are_more_than_heads(flags, axes):
+    settings, made = grids.settings_of(flags, 4), {}
+    with dryrun.fake_world(4, 0):
+        for axis, group in groups.build_groups(settings.grid, settings.model).items():
+            if group is not None:
+                made.setdefault(group.process_group.group_name, []).append(axis)
+    assert sorted(made.values()) == axes

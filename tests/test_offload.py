@@ -218,6 +218,16 @@ def test_what_is_offloaded_is_on_the_host():
     assert activations["cpu"] - none["cpu"] == inputs
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_master_weights_are_on_the_host_also_where_the_weights_have_their_dtype(dtype):
+    with FakeTensorMode():
+        settings = config.parse(f"{MODEL} --offload optimizer".split())
+        _, optimizer = assemble.build(settings, grids.ALONE, torch.device("meta"), dtype, filled=False)
+        for bucket in optimizer.buckets:
+            on_host = {what: flat.device.type for what, flat in bucket.state.items()}
+            assert on_host == dict(master="cpu", m="cpu", v="cpu") and bucket.weights.is_meta
+
+
 def test_an_8b_model_trains_on_one_h200_only_with_its_optimizer_on_the_host():
     flags = "--preset llama-3.1-8b --seq 4096 --global-batch 1 --dtype bf16 --recompute full --offload"
     needed = [sum(assemble.memory_of_rank(config.parse(f"{flags} {what}".split()), {}, fused=True).values())

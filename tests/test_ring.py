@@ -176,11 +176,16 @@ def test_the_bytes_of_trees_and_of_two_levels_are_those_worked_out_by_hand():
     assert ring.cost(ring.scatter, 4, 40).bytes == 20 + 2 * 10
     between = ring.cost(ring.hierarchical_all_reduce, 8, 80, α=0, β=0, m=4, α2=0, β2=1).time
     assert between == 2 * 80 / 8  # of each rank: one exchange of half its quarter in each of two rounds
+    inside = ring.cost(ring.hierarchical_all_reduce, 8, 80, α=5, β=1, m=4, α2=0, β2=0).time
+    assert inside == 2 * 3 * (5 + 80 / 4)  # of links between nodes that take no time
+    alike = ring.cost(ring.hierarchical_all_reduce, 8, 80, α=5, β=1, m=4).time
+    assert alike == inside + 2 * (5 + 80 / 8)  # of links between nodes that are as those inside
 
 
 def test_ring_beats_tree_from_the_size_given():
     assert [ring.break_even(ring.ring_all_reduce, ring.tree_all_reduce, n) for n in (2, 4, 8)] == [0, 0.8, 4 / 2.125]
     assert ring.break_even(ring.ring_all_reduce, ring.doubling_all_reduce, 2) == float("inf")
+    assert ring.break_even(ring.doubling_all_reduce, ring.tree_all_reduce, 8) == 0  # 3 hops and loads against 6
     α, β = 5e-6, 2e-11
     for n in (4, 5, 64):
         size = ring.break_even(ring.ring_all_reduce, ring.tree_all_reduce, n) * α / β
@@ -225,7 +230,24 @@ def test_the_demo_shows_who_sends_which_terms_of_which_chunk(pool):
     for line in ("    hop 3   0 → 1: b023   1 → 2: c013   2 → 3: d012   3 → 0: a123",
                  "    hop 2   0 → 2: a0,b1   1 → 3: b1,c2   2 → 0: c2,d3   3 → 1: d3,a0"):
         assert re.sub(" {2,}", "  ", line.strip()) in re.sub(" {2,}", "  ", printed)
+    rows = {name: numbers.split() for name, numbers in re.findall(r"^(\w+) +((?:[\d,]+ +){3})", printed, re.MULTILINE)}
+    assert rows.keys() == set(NAMES)
+    assert rows["ring_all_reduce"] == ["24", "768", "6"]  # 2 · 4 · 3 messages of a chunk, 4 numbers of 8 bytes each
+    assert rows["gather"] == ["3", "128", "2"] and rows["barrier"] == ["8", "8", "2"]
+    assert "than a tree above 0.8 α/β on 4 ranks, 1.9 α/β on 8 ranks, 11." in printed  # as ring_all_reduce says
     assert ring.label([0] * 7 + [8] + [8, 8] + [0] * 6, 8) == "h7,h01"
+
+
+def test_a_picture_is_no_wider_than_a_screen():
+    """16 messages of a hop take two lines; a line more names no hop. Recording ends with its block."""
+    messages = [ring.Message(i, 15 - i, 8, [1] * 16, hop) for hop in (1.0, 2.0) for i in range(16)]
+    lines = ring.picture(messages, 16)
+    assert all(len(line) <= 120 for line in lines) and sum("hop" in line for line in lines) == 2
+    assert [line[:12] for line in lines if "hop" not in line] == [" " * 12] * (len(lines) - 2) and len(lines) > 2
+    assert len(lines[0]) > 80 and " ".join(lines).count("→") == 32
+    with pytest.raises(KeyError), ring.recording():
+        raise KeyError
+    assert ring.log is None
 
 
 def barriers() -> list[tuple[float, float]]:
@@ -253,9 +275,15 @@ def refusals() -> list[str]:
                  lambda: ring.bruck_all_gather(x.double() if r == 1 else x, group),
                  lambda: ring.broadcast(x, r // 3, group),
                  lambda: ring.gather(x, 4, group),
+                 lambda: ring.gather(x, -1, group),
                  lambda: ring.scatter(torch.tensor(1.0), 0, group),
                  lambda: ring.all_to_all(x, [1, 1, 1, 1], [1, 1, 2, 0] if r == 1 else [1, 1, 1, 1], group),
+                 lambda: ring.ring_reduce_scatter(torch.tensor(1.0), group),
                  lambda: ring.all_to_all(x, [1, 1, 1, 1], [4], group),
+                 lambda: ring.all_to_all(x, [4], [1, 1, 1, 1], group),
+                 lambda: ring.all_to_all(x, [1, 1, 1, 1], [1, 1, 1, 0 if r == 3 else 1], group),
+                 lambda: ring.all_to_all(x, [-1, 2, 2, 1], [-1, 2, 2, 1], group),
+                 lambda: ring.all_to_all(torch.tensor(1.0), [0] * 4, [0] * 4, group),
                  lambda: ring.all_to_all(torch.zeros(4, 2 + r), [1, 1, 1, 1], [1, 1, 1, 1], group)):
         try:
             call()
@@ -273,10 +301,14 @@ def test_what_cannot_be_is_refused_in_one_line_on_every_rank(pool):
             "rank 0 passes float32 [4], but rank 1 passes float64 [4]: all must pass the same",
             "rank 0 passes float32 [4] and root 0, but rank 3 passes float32 [4] and root 1: all must pass the same",
             "root 4 is not a rank of this group: use 0 to 3",
+            "root -1 is not a rank of this group: use 0 to 3",
             "x is a scalar, which has no rows to divide among ranks: pass x[None]",
             "rank 1 sends 2 rows to rank 2, which expects 1",
-            "rank 0 cannot divide 4 rows as input_splits [4] and output_splits [1, 1, 1, 1] say: each needs 4 numbers, "
-            "and the first must sum to the rows",
+            "x is a scalar, which has no rows to divide among ranks: pass x[None]",
+            *(f"rank {rank} cannot divide {rows} rows as input_splits {inputs} and output_splits {outputs} say: each "
+              "needs 4 numbers, and the first must sum to the rows" for rank, rows, inputs, outputs in (
+                  (0, 4, [4], [1, 1, 1, 1]), (0, 4, [1, 1, 1, 1], [4]), (3, 4, [1, 1, 1, 0], [1, 1, 1, 1]),
+                  (0, 4, [-1, 2, 2, 1], [-1, 2, 2, 1]), (0, 0, [0, 0, 0, 0], [0, 0, 0, 0]))),
             "rank 0 passes float32 rows of shape [2], but rank 1 passes float32 rows of shape [3]: all must pass the "
             "same"]
 

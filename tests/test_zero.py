@@ -1,6 +1,10 @@
 """ZeRO: the update, precision, collectives and live bytes. tests/test_grids.py proves that it equals torch.optim."""
+import contextlib
+import io
 import math
+import re
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -192,6 +196,48 @@ def test_at_level_3_only_the_head_stays_whole_from_forward_to_backward(pool):
     assert pool.run(2, "test_zero:gathered_after_forward", has_head=True) == [[0, 32, 32]] * 2  # 18 weights, padded
 
 
+def test_at_level_3_the_next_units_weights_are_gathered_while_a_unit_computes():
+    """The unit after it in forward, the one before it in backward: which are whole as the result, and its gradient, of
+    each is there."""
+    def whole(*_) -> None:
+        seen.append([i for i, bucket in enumerate(optimizer.buckets) if bucket.weights.untyped_storage().nbytes()])
+
+    class Watched(Unit):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            whole()
+            if y.requires_grad:
+                y.register_hook(whole)
+            return y
+
+    seen = []
+    with dryrun.fake_world(2, 0):
+        groups = ALONE | {"world": dist.group.WORLD, "dp": dist.group.WORLD}
+        units = [Watched(Spec(f"{i}.a", (3, 3)), Spec(f"{i}.b", (3, 3))) for i in range(4)]
+        optimizer = Optimizer({0: units}, groups, level=3)
+        for _ in range(2):  # the second time, an evaluation may have run in between
+            optimizer.begin_step({0: 1})
+            nn.Sequential(*units)(torch.ones(2, 3, requires_grad=True)).sum().backward()
+            optimizer.finish_step()
+            with torch.no_grad():
+                nn.Sequential(*units)(torch.ones(2, 3))
+    forward, backward = [[0, 1], [1, 2], [2, 3], [3]], [[2, 3], [1, 2], [0, 1], [0]]
+    assert seen == 2 * (forward + backward + forward)
+
+
+def test_new_values_wait_for_a_gather_of_the_old_ones(monkeypatch):
+    """Else it would overwrite them when it ends."""
+    events = []
+    monkeypatch.setattr(zero, "all_gather", lambda *_, **__: (
+        events.append("gather"), SimpleNamespace(wait=lambda: events.append("wait")))[1])
+    with dryrun.fake_world(2, 0):
+        groups = ALONE | {"world": dist.group.WORLD, "dp": dist.group.WORLD}
+        optimizer = Optimizer({0: [Unit(Spec("a", (4, 4)))]}, groups, level=1)
+        for _ in range(2):
+            optimizer.load(lambda spec, box: (events.append("read"), torch.ones([s.stop - s.start for s in box]))[1])
+    assert events == ["read", "gather", "wait", "read", "gather"]
+
+
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_at_level_3_an_input_without_gradient_is_refused_unless_it_is_token_ids(pool, requires_grad):
     pool.run(2, "test_zero:first_unit", requires_grad=requires_grad)
@@ -379,6 +425,27 @@ def test_temporaries_do_not_grow_with_the_model(pool, level):
     assert sum(temporaries[0].values()) > 0 or level == 1
 
 
+def shown() -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        zero.demo(dist.group.WORLD)
+    return printed.getvalue()
+
+
+def test_the_demo_measures_the_bytes_of_the_table(pool):
+    """Of P weights in 12 matrices, of which at most two are whole at levels 2 and 3."""
+    n, P, two = 4, 12 * 256**2, 2 * 256**2
+    weights, gradients = [2 * P] * 3 + [2 * (P // n + two)], [4 * P] * 2 + [4 * (P // n + two)] * 2
+    state, sent = [12 * P] + [12 * P // n] * 3, [(n - 1) * P * times // n for times in (8, 6, 6, 8)]
+    printed, *others = pool.run(n, "test_zero:shown")
+    rows = re.findall(r"level (\d) +(\S+) +(\S+) +(\S+) +(█+)(▓+)(▒+)$", printed, re.MULTILINE)
+    for level, kinds in enumerate(zip(weights, gradients, state)):
+        megabytes = f"{sum(kinds) / 1e6:.2f}"
+        assert rows[level][:4] == (str(level), megabytes, megabytes, f"{sent[level] / 1e6:.2f}")
+        assert [len(bar) for bar in rows[level][4:]] == [round(kind / 3e5) for kind in kinds]
+    assert len(rows) == 4 and not any(others)
+    assert "holds 1/3.3 of what level 0 does, and sends 1.00 times as much" in printed  # 14.16 / 4.33
+
+
 # ---- precision ------------------------------------------------------------------------------------------------------
 
 def test_all_ranks_skip_a_step_that_overflows_or_whose_norm_is_too_large(pool):
@@ -399,6 +466,8 @@ def test_the_loss_scale_follows_the_rule_of_torch():
     ours, theirs = zero.LossScale(torch.device("cpu"), interval=3), torch.amp.GradScaler("cpu", growth_interval=3)
     weight = torch.zeros(1, requires_grad=True)
     rule = torch.optim.SGD([weight], lr=0.0)
+    usual, of_torch = zero.LossScale(torch.device("cpu")), torch.amp.GradScaler("cpu")
+    assert (usual.value, usual.interval) == (of_torch.get_scale(), of_torch.get_growth_interval())
     for bad in (0, 0, 0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0):
         weight.grad = torch.tensor([torch.inf if bad else 1.0])
         theirs.scale(torch.zeros(1))
