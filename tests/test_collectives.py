@@ -1,6 +1,7 @@
 """The named collectives: results, derivatives against dense autograd, and bytes counted against bytes computed."""
 import ast
 import contextlib
+import datetime
 import itertools
 import os
 import sys
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import collectives
+import dryrun
 from data import MicroBatch
 from program import ROOT, python
 
@@ -96,6 +98,54 @@ def test_bytes_are_those_of_the_ring(pool, n):
                         "reduce_scatter": (n - 1) * 12 * 4}
 
 
+def recorded() -> tuple[list[collectives.Call], dict[str, int]]:
+    """The flight record after each collective, and bytes by axis; a second group has a record of its own."""
+    group, me = collectives.AxisGroup("pp", dist.group.WORLD), dist.get_rank()
+    other, x, y, out = collectives.AxisGroup("dp", dist.group.WORLD), torch.ones(4), torch.ones(2), []
+    collectives.record.calls.clear()
+    collectives.sent.clear()
+    for call in (lambda: collectives.all_reduce(x, group), lambda: collectives.all_reduce(x, other, collectives.MAX),
+                 lambda: collectives.all_gather(x, y, group), lambda: collectives.reduce_scatter(y, x, group),
+                 lambda: collectives.all_to_all(x, x.clone(), [2, 2], [2, 2], group),
+                 lambda: collectives.shift(y, torch.ones(2), group).wait(),
+                 lambda: (collectives.receive if me else collectives.send)(x, 1 - me, group).wait()):
+        call()
+        assert collectives.record.waiting is None
+        out.append(collectives.record.last)
+    return out, dict(collectives.sent)
+
+
+def test_a_rank_records_what_it_calls_on_which_axis(pool):
+    """As a watchdog reads it: operation, axis, the number of the call there, and who is at the other end."""
+    operations = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift"]
+    for me, (calls, sent) in enumerate(pool.run(2, "test_collectives:recorded")):
+        assert calls.pop(1) == ("all_reduce", "dp", 1, None)
+        assert calls == [*((name, "pp", number, None) for number, name in enumerate(operations, 1)),
+                         ("receive" if me else "send", "pp", 6, 1 - me)]
+        assert sent == {"dp": 16, "pp": 16 + 8 + 8 + 8 + 8 + 16 * (1 - me)}
+
+
+@pytest.mark.parametrize("device, where", [
+    ("cpu", dict(backend="gloo")), ("cuda:1", dict(backend="nccl", device_id=torch.device("cuda:1")))])
+def test_a_world_waits_as_long_as_asked_and_is_left_together(monkeypatch, device, where):
+    did, store = [], dist.HashStore()
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr(dist, "init_process_group", lambda **how: did.append(how))
+    monkeypatch.setattr(collectives, "meet", lambda timeout_s: did.append(timeout_s) or store)
+    monkeypatch.setattr(dist, "barrier", lambda: did.append("barrier"))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: did.append("destroyed"))
+    how = dict(where, store=store, rank=2, world_size=3, timeout=datetime.timedelta(seconds=90))
+    with collectives.world(device, 90, store):
+        did.append("body")
+    with pytest.raises(KeyError), collectives.world(device, 90):
+        raise KeyError
+    assert did == [how, "body", "barrier", "destroyed", 90, how]  # after an exception the process exits
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "new_group", lambda **how: how)
+    assert collectives.host_group(90) == dict(backend="gloo", timeout=datetime.timedelta(seconds=90))
+
+
 def lonely() -> list[torch.Tensor]:
     x, out = torch.arange(6.0), torch.empty(6)
     collectives.all_reduce(x, None)
@@ -138,6 +188,20 @@ def strided() -> str:
 def test_a_result_is_never_written_to_a_copy(pool):
     for said in pool.run(2, "test_collectives:strided"):
         assert said == "the result would be written to a copy"
+
+
+@pytest.mark.parametrize("call", [
+    lambda x, y, group: collectives.all_gather(x, y[:2], group), lambda x, y, group: collectives.send(x, 1, group),
+    lambda x, y, group: collectives.all_gather(y, x[:2], group), lambda x, y, group: collectives.receive(x, 1, group),
+    lambda x, y, group: collectives.reduce_scatter(x[:2], y, group), lambda x, y, group: collectives.shift(x, y, group),
+    lambda x, y, group: collectives.reduce_scatter(y[:2], x, group), lambda x, y, group: collectives.shift(y, x, group),
+    lambda x, y, group: collectives.all_to_all(x, y, [2, 2], [2, 2], group),
+    lambda x, y, group: collectives.all_to_all(y, x, [2, 2], [2, 2], group)])
+def test_no_collective_takes_a_strided_tensor(call):
+    with dryrun.fake_world(2, 0):
+        call(torch.ones(4, 4), torch.ones(4, 4), dist.group.WORLD)
+        with pytest.raises(AssertionError):
+            call(torch.ones(4, 4).t(), torch.ones(4, 4), dist.group.WORLD)
 
 
 def unequal() -> str:
@@ -255,7 +319,8 @@ def test_copies_to_a_gpu_are_made_from_pinned_memory_and_not_waited_for(monkeypa
 
 def test_numbers_of_a_gpu_are_copied_to_pinned_memory_and_waited_for_when_they_are_read(monkeypatch):
     seen, empty = [], torch.empty
-    event = SimpleNamespace(record=lambda: seen.append("recorded"), synchronize=lambda: seen.append(collectives.record.waiting))
+    event = SimpleNamespace(record=lambda: seen.append("recorded"),
+                            synchronize=lambda: seen.append(collectives.record.waiting))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory, **how: (seen.append(f"pinned {pin_memory}"),

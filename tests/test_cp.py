@@ -3,6 +3,7 @@ import math
 import re
 import time
 from functools import cache
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -16,6 +17,7 @@ import collectives
 import config
 import cp
 import operations
+import recompute
 from config import CP_STYLES, padded_length
 from cp import STYLES, context_parallel
 from data import MicroBatch
@@ -282,6 +284,35 @@ def test_heads_that_torchs_kernel_for_gpus_does_not_take_are_refused(flags, line
         assemble.check_device(settings, torch.device("cuda"))
 
 
+@pytest.mark.parametrize("kernel, mask, D, dtype, chosen", [
+    ("auto", CAUSAL, 64, torch.bfloat16, "sdpa"), ("auto", Mask(window=5), 128, torch.bfloat16, "flash"),
+    ("auto", Mask(documents=(1, 1)), 128, torch.float32, "flash"), ("auto", Mask(window=5), 136, torch.half, "sdpa"),
+    ("auto", Mask(window=5), 64, torch.float64, "sdpa"), ("triton", CAUSAL, 256, torch.bfloat16, "flash"),
+    ("math", Mask(window=5), 64, torch.bfloat16, "math"), ("sdpa", Mask(window=5), 64, torch.bfloat16, "sdpa")])
+def test_auto_takes_our_kernel_where_torchs_would_read_a_mask(kernel, mask, D, dtype, chosen):
+    """On a GPU, for documents and windows; not for what it does not compute: heads wider than 128, or fp64."""
+    import flash
+    attends = {"sdpa": SDPA.attend, "math": MATH.attend, "flash": flash.flash_attention}
+    on_gpu = cp.choose_attention(kernel, mask, D, SimpleNamespace(is_cuda=True), dtype)
+    assert on_gpu.attend is attends[chosen]
+    on_cpu = cp.choose_attention(kernel, mask, D, SimpleNamespace(is_cuda=False), dtype)
+    assert on_cpu.attend is attends[chosen if kernel != "auto" else "sdpa"]
+
+
+@pytest.mark.parametrize("selects", [False, True])
+def test_selective_recomputation_saves_no_scores_of_plain_attention(selects):
+    saved, (q, k, v, do) = [], (x.requires_grad_() for x in inputs(torch.float64))
+    attend = context_parallel(None, "allgather", S, CAUSAL, MATH)
+    save = torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape[-2:]) or x, lambda x: x)
+    with recompute.selective(selects), recompute.dropping_cheap():
+        with save:
+            o = attend(q, k, v)
+        o.backward(do)
+    assert ((S, S) in saved) != selects
+    for grad, want in zip((q.grad, k.grad, v.grad), exact()[1:]):
+        assert (grad - want).abs().max() < 1e-10
+
+
 def put_together(results: list[tuple], seq=S) -> list[torch.Tensor]:
     wholes = []
     for parts in zip(*(result[:4] for result in results)):
@@ -465,6 +496,14 @@ def test_what_is_saved_is_divided_and_what_is_received_is_freed(pool, style):
             meanwhile = seen["peak forward"] - seen["saved"]
             keys = (received + copies) * 2 * s * K * D
             assert keys <= meanwhile <= keys + block + 2 * s * N
+
+
+@pytest.mark.parametrize("c", [2, 4])
+def test_of_ulysses_exchanged_heads_are_gone_when_attention_runs(pool, c):
+    """Besides what is saved: all tokens with 1/c of the heads, once more, and a result."""
+    s, q, k = B * S // c * 4, N * D, K * D * (c // math.gcd(c, K))
+    for seen in pool.run(c, "test_cp:metered", style="ulysses"):
+        assert s * (q + 2 * k) <= seen["peak forward"] - seen["saved"] <= s * (q + 2 * k) + s * q
 
 
 def order_of_events(style: str) -> list[str]:

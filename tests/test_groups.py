@@ -61,7 +61,7 @@ def test_every_pair_that_exchanges_has_a_link(schedule, p):
     ("1f1b", 2, 2), ("interleaved", 2, 2), ("1f1b", 3, 4), ("dualpipev", 8, 4), ("interleaved", 3, 6),
     ("interleaved", 4, 4), ("interleaved", 5, 6), ("interleaved", 8, 4)])
 def test_pairs_without_a_common_rank_get_their_links_in_one_call(monkeypatch, schedule, p, rounds):
-    """2 calls for two ranks, 4 for a chain, and for a ring 4, or 6 if its ranks are odd, as its edges need 3 colours."""
+    """2 calls for two ranks, 4 for a chain, and for a ring 4, or 6 if its ranks are odd: its edges need 3 colours."""
     calls, pipelines = [], [list(range(p)), list(range(p, 2 * p))]
     monkeypatch.setattr(groups, "create_groups", lambda members, timeout_s: calls.append(members) or len(calls))
     monkeypatch.setattr(dist, "get_rank", lambda: p + 1)
@@ -122,7 +122,8 @@ def test_axes_with_the_same_ranks_share_a_group_unless_they_are_busy_together(po
 @pytest.mark.parametrize("flags, axes", [
     ("--tp 4", [["world", "tp"]]),  # a key and value head per rank
     ("--tp 4 --kv-heads 2", [["kv"], ["kv_copy"], ["world", "tp"]]),
-    (f"{MIXTRAL} --tp 4 --ep 4 --kv-heads 1", [["ep"], ["world", "tp", "kv_copy"]])])  # tokens not behind activations
+    (f"{MIXTRAL} --tp 4", [["edp"], ["world", "tp"]]),  # experts' gradients are not to wait for activations
+    (f"{MIXTRAL} --tp 4 --ep 4 --kv-heads 1", [["ep"], ["world", "tp", "kv_copy"]])])  # nor tokens
 def test_axes_of_heads_are_made_where_ranks_are_more_than_heads(flags, axes):
     settings, made = grids.settings_of(flags, 4), {}
     with dryrun.fake_world(4, 0):

@@ -15,6 +15,7 @@ import config
 import grids
 import offload
 import recompute
+import sharding
 import train
 import zero
 from data import MicroBatch
@@ -49,6 +50,28 @@ def train_steps(flags: str, steps: int = 3) -> list[torch.Tensor]:
 def test_offloading_changes_no_bit(dtype):
     flags = f"--recompute full --dtype {dtype}"
     assert all(map(torch.equal, train_steps(flags), train_steps(f"{flags} --offload both")))
+
+
+def equal_on_ranks() -> list[bool]:
+    """Whether weights, master weights and moments are, at levels 1 and 3, after two steps with and without offload."""
+    found = []
+    for level in (1, 3):
+        states = []
+        for what in ("none", "optimizer"):
+            flags = f"--zero {level} --layers 1 --global-batch 2 --micro-batch 1 --offload {what}"
+            groups, model, optimizer, share = sharding.built(flags, torch.bfloat16)
+            for _ in range(2):
+                train.forward_backward(model, optimizer, share, groups)
+                optimizer.step(0.01)
+            for bucket in optimizer.buckets:
+                bucket.unshard()
+            states.append([flat for bucket in optimizer.buckets for flat in (bucket.weights, *bucket.state.values())])
+        found.append(all(map(torch.equal, *states)))
+    return found
+
+
+def test_offloaded_shards_train_to_the_same_bits(pool):
+    assert pool.run(2, "test_offload:equal_on_ranks") == [[True, True]] * 2
 
 
 # ---- order ----------------------------------------------------------------------------------------------------------

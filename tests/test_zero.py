@@ -160,6 +160,22 @@ def test_a_step_without_a_gradient_is_refused():
         optimizer.begin_step({0: 0})
 
 
+def test_gradients_and_weights_that_do_not_match_the_step_are_noticed():
+    (first, second), optimizer = make(Spec("a", (4,)), Spec("b", (4,)))
+    optimizer.begin_step({0: 1})
+    first.sum().backward()
+    with pytest.raises(AssertionError, match="a and 1 more wait for 1 gradients"):
+        optimizer.finish_step()
+    second.sum().backward()
+    optimizer.finish_step()
+    with pytest.raises(AssertionError, match="b: more backward passes than the step was begun with"):
+        second.sum().backward()
+    optimizer.buckets[0].unshard()
+    optimizer.buckets[0].reshard()
+    with pytest.raises(AssertionError, match="a: more calls of reshard than of unshard"):
+        optimizer.buckets[0].reshard()
+
+
 def first_unit(requires_grad: bool) -> None:
     """A step at level 3 of a unit whose backward reads its weights."""
     groups = {"world": dist.group.WORLD, "replicate": None, "dp": dist.group.WORLD}
