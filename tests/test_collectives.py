@@ -271,6 +271,20 @@ def test_seconds_of_all_waits_of_the_main_thread_add_up(monkeypatch):
     assert record.waiting == calls[2]
 
 
+def test_of_several_problems_all_ranks_raise_the_first(monkeypatch):
+    def fail():
+        raise ValueError("second")
+
+    monkeypatch.setattr(collectives, "gather_objects", lambda problem, group: [None, "first", problem, None])
+    for work in (fail, lambda: 7):
+        with pytest.raises(ValueError, match="^first$"):
+            collectives.agree(work, "all ranks")
+    monkeypatch.setattr(collectives, "gather_objects", lambda problem, group: [None, problem])
+    with pytest.raises(ValueError, match="^second$"):
+        collectives.agree(fail, "all ranks")
+    assert collectives.agree(lambda: 7, "all ranks") == 7
+
+
 @pytest.mark.parametrize("index, seconds", [(0, 30), (1, 40)])
 def test_rank_0_which_knows_who_is_missing_gives_up_first(monkeypatch, index, seconds):
     """Waiting ranks call the store at most 10,000 times a second, however many they are, and do something meanwhile."""

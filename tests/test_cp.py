@@ -28,6 +28,15 @@ from pool import slow
 from watch import Watch
 
 B, N, K, S, D = 2, 24, 6, 48, 10  # 6 kv heads: fewer than 8 ranks, and no multiple of 4
+def unrounded_forward(q, k, v, mask):
+    return tuple(x.float() for x in MATH.forward(q.double(), k.double(), v.double(), mask))
+
+
+def unrounded_backward(*tensors_and_mask):
+    *tensors, mask = tensors_and_mask
+    return tuple(x.float() for x in MATH.backward(*(x.double() for x in tensors), mask))
+
+
 KERNELS = {"sdpa": SDPA, "math": MATH}
 BLOCK_STYLES = [name for name, style in CP_STYLES.items() if not style.whole_sequences]
 
@@ -446,6 +455,23 @@ def test_errors_in_bf16_stay_those_of_one_rank(pool):
     for (style, c), row in errors.items():
         print(f"{style:9s} c {c}   o {row[0]:.2e}   dq {row[1]:.2e}   dk {row[2]:.2e}   dv {row[3]:.2e}")
         assert all(error <= 2 * alone for error, alone in zip(row, errors["ulysses", 1]))
+
+
+def attended_unrounded(style: str) -> tuple:
+    """In bf16, with a kernel that returns fp32."""
+    with patch.dict(KERNELS, unrounded=AttentionKernel(None, unrounded_forward, unrounded_backward)):
+        return attended(style, "unrounded", torch.bfloat16)
+
+
+@pytest.mark.parametrize("style", BLOCK_STYLES)
+def test_what_blocks_add_up_to_is_rounded_to_bf16_once(pool, style):
+    """So each number is half a unit in the last place off, given that backward reads the rounded result."""
+    found = put_together(pool.run(3, "test_cp:attended_unrounded", style=style))
+    q, k, v, do = (x.double() for x in inputs(torch.bfloat16))
+    o, lse = MATH.forward(q, k, v, CAUSAL)
+    wants = o, *MATH.backward(do, q, k, v, found[0].double(), lse, CAUSAL)
+    for name, have, want in zip(("o", "dq", "dk", "dv"), found, wants):
+        assert ((have.double() - want).abs() <= 2**-8 * want.abs() + 1e-5).all(), name
 
 
 # ---- what is sent, what is saved, and when --------------------------------------------------------------------------

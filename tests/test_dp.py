@@ -184,6 +184,22 @@ def test_partial_gradients_are_summed_over_their_axis_and_replicated_ones_are_no
         assert gradients == {"shard": over_dp, "replica": over_dp, "partial": [1111.0]}
 
 
+def test_buckets_are_finished_in_one_order_and_each_step_begins_at_zero():
+    """However a pipeline rank lists its stages."""
+    for stages in ("ab", "ba"):
+        units = {stage: [Unit(Spec(stage, (3,)))] for stage in stages}
+        replicas, finished = DataParallel(units, ALONE), []
+        for bucket in replicas.buckets:
+            bucket.params[0].data = torch.ones(3, dtype=torch.float64)
+            bucket.finish_step = lambda name=bucket.name, finish=bucket.finish_step: (finished.append(name), finish())
+        for _ in range(2):
+            replicas.begin_step(dict.fromkeys(stages, 1))
+            sum((2 * bucket.params[0]).sum() for bucket in replicas.buckets).backward()
+            replicas.finish_step()
+            assert [bucket.grad.tolist() for bucket in replicas.buckets] == [[2.0] * 3] * 2
+        assert finished == ["a", "b"] * 2
+
+
 def test_a_gradient_too_few_or_too_many_is_noticed():
     unit = Unit(Spec("a", (3,)), Spec("b", (3,)))
     replicas = DataParallel({0: [unit]}, ALONE)

@@ -1277,6 +1277,27 @@ MUTANTS = [
     Mutant("a machine whose memory every rank has for itself", "assemble.py",
            ' // int(os.environ.get("LOCAL_WORLD_SIZE", 1))\n\n\ndef check_memory', "\n\n\ndef check_memory",
            "tests/test_train.py::test_the_memory_of_a_machine_is_shared_by_its_ranks"),
+    Mutant("weights that are not prefetched in forward", "zero.py",
+           "self.unshard(unit, self.next_unit[unit])", "self.unshard(unit, None)",
+           "tests/test_zero.py::test_at_level_3_the_next_units_weights_are_gathered_while_a_unit_computes"),
+    Mutant("offloaded shards that are not gathered", "zero.py",
+           "        elif self.level:\n            self.unsharding",
+           "        elif self.level and not self.copies:\n            self.unsharding",
+           "tests/test_offload.py::test_offloaded_shards_train_to_the_same_bits"),
+    Mutant("a gradient that stays after a step without an update", "zero.py",
+           "self.grad_is_zero, self.grad_shard = False, self.grad[self.shard]",
+           "self.grad_shard = self.grad[self.shard]",
+           "tests/test_adamw.py::test_a_table_is_built_once_and_again_when_gradients_have_moved"),
+    Mutant("tokens behind activations, once scalars have shared their group", "groups.py",
+           'entry["kind"] = traffic or entry["kind"]', 'entry["kind"] = traffic',
+           "tests/test_groups.py::test_axes_of_heads_are_made_where_ranks_are_more_than_heads"
+           f"[{MIXTRAL} --tp 4 --ep 4 --kv-heads 1-axes3]"),
+    Mutant("only the last wait counted", "collectives.py",
+           "record.waited_s += time.perf_counter() - began", "record.waited_s = time.perf_counter() - began",
+           "tests/test_collectives.py::test_seconds_of_all_waits_of_the_main_thread_add_up"),
+    Mutant("scores saved that selective recomputation makes again", "cp.py",
+           "    if attention.saves_scores:", "    if False:",
+           "tests/test_cp.py::test_selective_recomputation_saves_no_scores_of_plain_attention[True]"),
 ]
 
 
