@@ -1,6 +1,7 @@
 """Buckets: what is in them, when they are sent, how much is sent."""
 import contextlib
 import io
+from functools import partial
 
 import pytest
 import torch
@@ -187,11 +188,10 @@ def test_partial_gradients_are_summed_over_their_axis_and_replicated_ones_are_no
 def test_buckets_are_finished_in_one_order_and_each_step_begins_at_zero():
     """However a pipeline rank lists its stages."""
     for stages in ("ab", "ba"):
-        units = {stage: [Unit(Spec(stage, (3,)))] for stage in stages}
-        replicas, finished = DataParallel(units, ALONE), []
+        replicas, finished = DataParallel({stage: [Unit(Spec(stage, (3,)))] for stage in stages}, ALONE), []
         for bucket in replicas.buckets:
             bucket.params[0].data = torch.ones(3, dtype=torch.float64)
-            bucket.finish_step = lambda name=bucket.name, finish=bucket.finish_step: (finished.append(name), finish())
+            bucket.finish_step = partial(finished.append, bucket.name)
         for _ in range(2):
             replicas.begin_step(dict.fromkeys(stages, 1))
             sum((2 * bucket.params[0]).sum() for bucket in replicas.buckets).backward()
