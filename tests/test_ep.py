@@ -1,4 +1,5 @@
 """Experts: whoever has them and however unequally they are chosen, the same results and gradients as one dense loop."""
+import re
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -6,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import transformers
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
@@ -300,6 +302,7 @@ def unordered() -> list[torch.Size]:
     seen, group = [], dist.group.WORLD
 
     def see(function, args, kwargs, out):
+        assert "sort" not in str(function) or str(function).endswith("sort.stable"), "a GPU mixes equal numbers up"
         if any(word in str(function) for word in ("index_add", "index_put", "scatter_add", "scatter_reduce")):
             seen.extend(leaf.shape for leaf in tree_leaves(out) if leaf.is_floating_point())
 
@@ -591,6 +594,14 @@ def test_a_closed_group_stays_closed_when_biases_are_negative():
     assert ep.choose_experts(torch.tensor([[0.9, 0.1, 0.6, 0.5]]), model).tolist() == [[2, 3]]  # 1.1 is more than 1.0
 
 
+def test_a_group_is_as_good_as_its_two_best_experts_or_its_only_one():
+    threes = config.Model(experts=6, top_k=2, expert_groups=2, top_groups=1)
+    scores = torch.tensor([[0.6, 0.5, 0.0, 0.45, 0.4, 0.4]])  # 1.1 against 0.85, though all three are 1.1 against 1.25
+    assert ep.choose_experts(scores, threes).tolist() == [[0, 1]]
+    ones = config.Model(experts=4, top_k=2, expert_groups=4, top_groups=2)
+    assert ep.choose_experts(torch.tensor([[0.1, 0.4, 0.3, 0.2]]), ones).tolist() == [[1, 2]]
+
+
 def test_selective_recomputation_changes_no_bit():
     """What it saves of a layer, tests/test_recompute.py says."""
     settings, grads = settings_of(KINDS["sigmoid"]), []
@@ -604,3 +615,52 @@ def test_selective_recomputation_changes_no_bit():
         y.square().sum().backward()
         grads.append([x.grad, norm.weight.grad, *(weight.grad for weight in layer.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*grads))
+
+
+# ---- the demo -------------------------------------------------------------------------------------------------------
+
+def trained_demo() -> tuple[tuple, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """What the demo returns after 22 steps, this rank's loads and losses in each, and its embedding and head."""
+    loads, losses, params, update = [], [], [], ep.update_biases
+    cross_entropy, adamw = F.cross_entropy, torch.optim.AdamW
+
+    def updated(routers, *rest):
+        assert all(param.grad is None for param in params)
+        loads.append(routers[0].load.clone())
+        return update(routers, *rest)
+
+    def noted(*args):
+        losses.append(cross_entropy(*args))
+        return losses[-1]
+
+    with (patch.object(ep, "update_biases", updated), patch.object(F, "cross_entropy", noted),
+          patch.object(torch.optim, "AdamW", lambda given, lr: params.extend(given) or adamw(given, lr))):
+        returned = ep.train_demo(ep.Balance(bias_rate=0.01), dist.group.WORLD, steps=22)
+    tables = [param.detach() for param in params if len(param) == 256]
+    return returned, torch.stack(loads), torch.stack(losses).detach(), tables
+
+
+def test_the_demo_returns_means_of_all_ranks_over_the_last_20_steps(pool):
+    results = pool.run(2, "test_ep:trained_demo")
+    loads, losses = (sum(result[i][-20:].double().sum(0) for result in results) for i in (1, 2))
+    assert not torch.equal(results[0][1], results[1][1]), "ranks read different positions"
+    for (shares, loss), *_ in results:
+        assert shares == pytest.approx((loads / (2 * 20 * 256)).tolist(), rel=1e-6)  # 256 tokens a step choose one each
+        assert loss == pytest.approx(losses.item() / 40, rel=1e-6)
+    assert losses < 40 * 0.9 * results[0][2][0]  # it learns
+    assert len(results[0][3]) == 2 and all(map(torch.equal, results[0][3], results[1][3]))
+
+
+def test_the_demo_draws_shares_and_compares_the_largest_with_the_mean(monkeypatch, capsys):
+    largest = {ep.Balance(): 0.75, ep.Balance(aux_loss=0.1): 0.25, ep.Balance(bias_rate=0.01): 0.125}
+    monkeypatch.setattr(ep, "train_demo", lambda balance, group: (
+        [(1 - largest[balance]) / 7] * 5 + [largest[balance]] + [(1 - largest[balance]) / 7] * 2, 1 + largest[balance]))
+    ep.demo(None)
+    printed = capsys.readouterr().out
+    for line in ("balanced by nothing: the most used 6.00 times the mean, loss 1.750",
+                 "balanced by a loss: the most used 2.00 times the mean, loss 1.250",
+                 "balanced by a bias: the most used 1.00 times the mean, loss 1.125",
+                 "one expert gets 6.0 times the mean, with a loss 2.0, with biases 1.0."):
+        assert line in printed
+    bars = [len(bar) for bar in re.findall(r"^ +\d  (█*)$", printed, re.MULTILINE)]
+    assert bars == [1] * 5 + [24] + [1] * 2 + [3] * 5 + [8] + [3] * 2 + [4] * 8

@@ -1,4 +1,6 @@
 """The model: published totals, transformers' logits, and the equalities that sampling, masks and formulas promise."""
+import math
+import re
 from itertools import product
 
 import pytest
@@ -8,11 +10,12 @@ import transformers
 
 import assemble
 import config
+import reference
 from costs import flops_by_convention, flops_per_token, parameters, peak_flops, visible_keys
 from grids import ALONE
 from huggingface import NAMES
 from meter import Meter
-from model import Execution, Llama
+from model import Execution, Llama, demo
 from operations import Mask, RMSNormFunction, attention_math, attention_sdpa, rotary_angles
 from param import Source, draw
 from sampling import KVCache, sample
@@ -300,3 +303,37 @@ def test_the_peak_of_a_gpu_is_that_of_its_data_sheet(name, peak):
 def test_full_recomputation_repeats_at_most_the_forward(window):
     flops = flops_by_convention(config.parse(f"--seq 4096 --recompute full{window}".split(), 1))
     assert 1.2 * flops["mfu"] < flops["hfu"] <= 4 / 3 * flops["mfu"]
+
+
+# ---- what is refused, and the demo ----------------------------------------------------------------------------------
+
+def test_what_a_forward_cannot_know_is_refused():
+    llama, tokens = filled(architecture(SMALL)), torch.zeros(1, 4, dtype=torch.long)
+    with pytest.raises(AssertionError, match="a KV cache knows of no documents"):
+        llama(tokens, documents=tokens, cache=KVCache())
+    llama.groups = {"cp": object()}
+    with pytest.raises(AssertionError, match="with context parallelism a rank's positions must be given"):
+        llama(tokens)
+
+
+def test_the_demo_lists_every_parameter_and_the_loss_of_first_weights(capsys):
+    demo(None)
+    printed, tiny = capsys.readouterr().out, config.Model(heads=4, kv_heads=2, head_dim=32)
+    listed = {name: (torch.Size(map(int, shape.replace(",", " ").split())), along) for name, shape, along in re.findall(
+        r"^ {8}(\S+) +\(([\d, ]+)\) +tp: (\w+)$", printed, re.MULTILINE)}
+    llama = Llama(tiny, {})
+    for unit, parts in {"embedding": ["embedding"], "each block": ["layers.0."], "head": ["norm", "head"]}.items():
+        count = sum(shape.numel() for name, (shape, _) in listed.items() if name.startswith(tuple(parts)))
+        assert f"    {unit}, {count:,} parameters\n" in printed
+    assert f"The tiny Llama, {parameters(tiny).total:,} parameters" in printed
+    specs = [p.spec for p in llama.parameters()]
+    assert listed.keys() == {spec.name for spec in specs if not re.match(r"layers\.[1-9]", spec.name)}
+    for name, (shape, along) in listed.items():
+        assert along == ("replicate" if "norm" in name else "1" if name.endswith(("wo", "w_down")) else "0")
+        assert shape in [spec.shape for spec in specs if spec.name == name]
+    tokens = torch.randint(257, (2, 65), generator=torch.Generator().manual_seed(0))
+    weights = {p.spec.name: draw(0)(p.spec, p.box).double() for p in llama.parameters()}
+    logits = reference.logits(weights, tokens[:, :-1], tiny, {}, [], torch.zeros(2, 64, dtype=torch.bool))
+    loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
+    assert f"the loss is {loss:.3f} nats per token, close to that of guessing: ln 257 = {math.log(257):.3f}." in printed
+    assert abs(loss - math.log(257)) < 0.05

@@ -1,4 +1,5 @@
 """Recomputed layers: the same gradients from saved inputs alone, sharded over ranks, in memory allocated once."""
+import re
 from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 
 import config
 import costs
+import recompute
 from costs import RECOMPUTE, experts_half, forward_flops, gpt_layer, recomputed_flops, saved_bytes
 from ep import Balance, RoutingInfo
 from footprint import layer_options
@@ -18,7 +20,16 @@ from model import ForwardContext, MixtureOfExperts
 from operations import RMSNorm
 from param import Spec, draw, parameter
 from pool import slow
-from recompute import CheckpointArena, Recompute, cheap, dropping_cheap, selective
+from recompute import (
+    CheckpointArena,
+    Recompute,
+    cheap,
+    decide_once,
+    dropping_cheap,
+    is_recomputing,
+    is_selective,
+    selective,
+)
 from tp import TensorParallel, column, row
 
 
@@ -102,6 +113,35 @@ def test_a_checkpoint_without_a_free_slot_is_refused():
     arena.save(torch.zeros(2, 3))
     with pytest.raises(AssertionError, match="all 1 slots of the arena hold checkpoints that wait for a backward"):
         arena.save(torch.zeros(2, 3))
+
+
+def test_inputs_of_another_shape_have_an_arena_of_their_own():
+    """As in a run whose batches grow, and back."""
+    recompute = Recompute("full", slots=2)
+    for rows in (4, 6, 2):
+        x = torch.full((rows, 3), 5.0, requires_grad=True)
+        recompute(lambda x: x * x, recompute(lambda x: 2 * x, x)).sum().backward()
+        assert torch.equal(x.grad, torch.full((rows, 3), 40.0))
+        assert recompute.arena.shards.shape == (2, rows * 3) and len(recompute.arena.free_slots) == 2
+
+
+@pytest.mark.parametrize("run", [1, 2])
+def test_a_block_that_fails_leaves_nothing_switched_on(run):
+    """In its first run, and in its second."""
+    x, seen = torch.ones(3, requires_grad=True), []
+
+    def block(x):
+        seen.append((is_recomputing(), is_selective()))
+        if len(seen) == run:
+            raise ValueError("fails")
+        return x * decide_once(lambda: 2)
+
+    with pytest.raises(ValueError, match="fails"), selective():
+        Recompute("full")(block, x).sum().backward()
+    assert seen == [(False, True), (True, True)][:run]
+    assert not is_recomputing() and not is_selective()
+    Recompute("full")(block, x).sum().backward()
+    assert x.grad.tolist() == [2, 2, 2] and [decide_once(lambda i=i: i) for i in range(2)] == [0, 1]
 
 
 # ---- the paper, and other layers ------------------------------------------------------------------------------------
@@ -255,6 +295,19 @@ def test_a_cheap_result_is_recomputed_once_for_all_who_ask_and_freed_with_its_ba
     torch.testing.assert_close((x.grad, a.grad, b.grad), want)
 
 
+def test_a_view_of_a_cheap_result_is_recomputed_as_that_view():
+    """A part of it, transposed, as a matmul saves it, or all of it."""
+    x, a = torch.randn(7, 6, requires_grad=True), torch.randn(4, 3, requires_grad=True)
+
+    def loss(y: torch.Tensor) -> torch.Tensor:
+        return (y[2:6, 1:].t() @ a).square().sum() + (y.view(6, 7) @ y).square().sum() + (y @ y.t()).square().sum()
+
+    want = torch.autograd.grad(loss(x.tanh()), [x, a])
+    with selective(), dropping_cheap():
+        got = loss(cheap(torch.tanh, x))
+    assert all(map(torch.equal, torch.autograd.grad(got, [x, a]), want))
+
+
 def test_cheap_results_die_as_backward_passes_their_layers():
     """When backward reaches the first of 12 layers, the results recomputed for those behind it are gone."""
     meter, seen, size = Meter(), [], 64 * 64 * 4
@@ -330,3 +383,30 @@ def test_tiny_latent_attention_keeps_what_the_formula_says(mode):
     assert nbytes + x.nbytes + 4 * s * H == s * saved_bytes(formula, mode)  # the result is x + ...
     core = 4 * s * heads * width
     assert flops == s * (3 * forward_flops(formula) + core / 2)  # torch: five matmuls in a core's backward
+
+
+def test_the_demo_counts_and_adds_up(capsys):
+    """What a layer saves in two modes differs by what is said to be dropped, and FLOPs by what runs again."""
+    recompute.demo()
+    table, printed = [], capsys.readouterr().out
+    matmul = 2 * 4 * 64 * 128 * 128  # a layer saves the product, its sigmoid and its tangent (and x, the one before)
+    for line, inputs, matmuls in (("everything", 24, 3 * 8), ("inputs alone", 9, 4 * 8)):
+        megabytes, mflop = inputs * 4 * 64 * 128 * 4 / 1e6, matmuls * matmul / 1e6
+        number = rf"{line} +{megabytes:.2f} MB +{mflop:.0f} MFLOP   █{{{inputs}}} "
+        assert re.search(number, printed), number
+    for part in printed.split("(16 bits):\n")[1].split("\n\n")[:-1]:
+        title, *drops = re.split(r"\n +(?:selective|full) drops ", part)
+        modes = re.findall(r"(none|selective|full) (\d+) kB(?: \+([\d.]+)%)?", title)
+        sizes, flops = [int(kb) for _, kb, _ in modes], [float(more or 0) for *_, more in modes]
+        assert [mode for mode, *_ in modes] == ["none", "selective", "full"] and len(drops) == 2
+        for i, listed in enumerate(drops):
+            dropped = re.findall(r"\w+\s+(\d+)\s+kB(?:\s+\+([\d.]+)%)?", listed)
+            assert sum(int(kb) for kb, _ in dropped) == pytest.approx(sizes[i] - sizes[i + 1], abs=0.01 * sizes[0])
+            assert sum(float(more or 0) for _, more in dropped) == pytest.approx(flops[i + 1] - flops[i], abs=0.3)
+        table.append((title.split(",")[0].strip(), sizes, flops))
+    (_, gpt, gpt_more), (_, llama, _), (_, mixtral, _), (_, deepseek, deepseek_more) = table
+    assert [name for name, *_ in table] == ["GPT-3", "Llama 8B", "Mixtral 8x7B", "DeepSeek-V3"]
+    assert gpt == [round(12288 * (34 + 5 * 96 * 2048 / 12288) / 1e3), round(34 * 12.288), round(2 * 12.288)]
+    assert gpt_more[1] == 0.9 and [round(gpt_more[2]), round(deepseek_more[2])] == [22, 28]
+    assert [1 - sizes[1] / sizes[0] for sizes in (gpt, llama, mixtral, deepseek)] == pytest.approx(
+        [0.70, 0.32, 0.30, 0.15], abs=0.01)  # as the file's docstring says; GPT-3's bytes are the paper's

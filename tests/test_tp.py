@@ -1,5 +1,10 @@
 """Tensor parallelism: layers against dense ones, the order of events, what is sent, and what no rank ever computes."""
+import contextlib
+import io
+import re
+import weakref
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -13,6 +18,7 @@ import config
 import cp
 import dryrun
 import ep
+import grids
 import param
 import tp
 import train
@@ -156,6 +162,65 @@ def test_the_head_s_weight_gradient_is_not_deferred():
     assert torch.equal(head.weight.grad, complete) and (complete - expected).abs().max() < 1e-12
 
 
+class Token(torch.autograd.Function):
+    """x, in a graph that keeps a token alive."""
+
+    @staticmethod
+    def forward(ctx, x, token):
+        ctx.token = token
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+@pytest.mark.parametrize("layer", ["column", "row", "experts"])
+def test_a_queued_weight_gradient_keeps_no_graph_alive(layer):
+    """Nor what is in it, until the second half of a split backward."""
+    matrix = torch.nn.Parameter(normal(2, 8, 10) if layer == "experts" else normal(8, 10))
+    matrix.sink, route = None, SimpleNamespace(rows_per_expert=[1, 3], group=None)
+    run = {"column": lambda x: tp.column(x, matrix, tp=TensorParallel()),
+           "row": lambda x: tp.row(x, matrix, TensorParallel()),
+           "experts": lambda x: ep.GroupedLinear.apply(x, matrix, route, False)}[layer]
+    token = set()
+    alive, x = weakref.ref(token), normal(4, 10).requires_grad_()
+    param.backward_input((0, 0), run(Token.apply(x, token)).sum(), None)
+    del token
+    assert alive() is None and matrix.grad is None
+    param.backward_weight((0, 0))
+    assert matrix.grad.abs().sum() > 0
+
+
+def test_only_matrices_of_blocks_wait_for_the_second_half_of_a_split_backward():
+    """What tables, routers, norms and biases would keep until then is larger than their gradients."""
+    settings = config.parse(f"{SHAPE} --qk-norm --qkv-bias --experts 4 --expert-ffn 12 --shared-experts 1 "
+                            f"--dense-layers 1 --vocab 61 --data {__file__}".split())
+    _, model, optimizer = grids.build(settings)
+    optimizer.begin_step({0: 1})
+    tokens = torch.arange(48).view(2, 24)
+    param.backward_input((0, 0), model(tokens, labels=tokens), None)
+    waiting = {weight.spec.name for deferred in param._queue[0, 0] for weight in deferred.params}
+    param.backward_weight((0, 0))
+    want = {weight.spec.name for weight in model.parameters() if weight.ndim > 1}
+    assert waiting == want - {"embedding", "head", "layers.1.router"} and len(waiting) == 2 * 4 + 3 + 2 + 3
+
+
+def test_a_cheap_input_is_recomputed_while_the_gradient_of_the_output_is_gathered():
+    seen, matrix = [], weight("w", (10, 8), 1, None)
+
+    def act(x: torch.Tensor) -> torch.Tensor:
+        seen.append("act")
+        return x.tanh()
+
+    how = SimpleNamespace(fp8=None, async_tp=False, start_reduce=lambda x: lambda: x, start_gather=lambda x: (
+        seen.append("gather"), lambda: (seen.append("gathered"), x)[1])[1])
+    with selective():
+        y = tp.row(cheap(act, normal(4, 8).requires_grad_()), matrix, how)
+    y.sum().backward()
+    assert seen == ["act", "gather", "act", "gathered"]
+
+
 def test_every_message_of_a_column_parallel_backward_hides_under_a_matmul(pool):
     for seen in pool.run(2, "test_tp:events", split=False):
         start = seen.index("dX") - 1
@@ -215,8 +280,33 @@ def test_a_split_backward_gathers_the_output_gradient_twice(pool, keep_gathered,
 
 
 def test_the_demo_runs_on_one_rank_too(capsys):
+    wait = collectives.Pending.wait
     tp.demo(None)
     assert capsys.readouterr().out.count("sent: 0 x (t-1)/t of T H") == 3
+    assert collectives.Pending.wait is wait
+
+
+def shown() -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        tp.demo(dist.group.WORLD)
+    return printed.getvalue()
+
+
+def test_the_demo_shows_what_is_sent_and_what_hides(pool):
+    """As in the file's docstring."""
+    printed, other = pool.run(2, "test_tp:shown")
+    assert not other and "over 2 rank(s)" in printed and "64 tokens of width 32" in printed
+    assert re.findall(r"(\w+) *\n", printed.split("T H")[0]).count("A" * 16 + "B" * 16) == 2
+    assert re.findall(r"tokens between: (.{32})   sent: (\d+) x", printed) == [
+        ("every rank has all".ljust(32), "4"), ("A" * 16 + "B" * 16, "5"), ("A" * 16 + "B" * 16, "5")]
+    column_forward, row_forward = "gather… …done matmul", "matmul scatter… …done"
+    row_backward, column_backward = "gather… …done matmul matmul+add", "gather… matmul scatter… …done matmul+add …done"
+    lines = dict(re.findall(r"^ {4}(forward|backward|gradient of the input|of the weights, later) +(.*)", printed,
+                            re.MULTILINE))
+    assert lines == {
+        "forward": f"{column_forward} {row_forward}", "backward": f"{row_backward} {column_backward}",
+        "gradient of the input": "gather… …done matmul matmul scatter… …done",
+        "of the weights, later": "gather… …done matmul+add gather… …done matmul+add"}
 
 
 # ---- the vocabulary -------------------------------------------------------------------------------------------------
@@ -255,6 +345,45 @@ def test_the_loss_and_its_gradient_equal_the_dense_ones(pool, n, vocab):
     for scale in (1.0, 1e4):
         for errors in pool.run(n, "test_tp:losses", vocab=vocab, scale=scale):
             assert max(errors.values()) < 1e-12, errors
+
+
+def fused_heads(sequence: bool) -> list[tuple]:
+    """Loss in training and in evaluation, dx and dW of this rank's part of a head: without the kernel, and with it."""
+    group, T, V = dist.group.WORLD, 10, 37
+    part, how = shard_slice(T, size(group), rank(group)), TensorParallel(group, sequence)
+    labels, found = torch.arange(T) * 3, []
+    labels[4] = IGNORED
+    for fused in False, True:
+        head = tp.VocabParallelHead(partial(parameter, groups={"tp": group}, dtype=torch.float32),
+                                    Spec("head", (V, 8), {"tp": 0}), z_loss=0.1)
+        head.weight.data = normal(V, 8, seed=1)[head.weight.box].float()
+        x = normal(T, 8, seed=2).float()[part if sequence else slice(None)].requires_grad_()
+        with patch.object(tp, "uses_kernels", lambda x, fused=fused: fused):
+            loss = head(x, how, labels, torch.tensor(3.0))
+            (3 * loss).backward()
+            with torch.no_grad():
+                evaluated = head(x, how, labels)
+        found.append((loss.detach(), evaluated, x.grad, head.weight.grad))
+    return found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels need tensors on the GPU")
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_fused_head_on_ranks_equals_the_dense_one(pool, sequence):
+    labels = torch.arange(10) * 3
+    labels[4] = IGNORED
+    x, table = normal(10, 8, seed=2).requires_grad_(), normal(37, 8, seed=1).requires_grad_()
+    plain = F.cross_entropy(x @ table.t(), labels, ignore_index=IGNORED, reduction="sum")
+    loss = plain + 0.1 * (x @ table.t()).logsumexp(-1).square()[labels >= 0].sum()
+    dx, dw = torch.autograd.grad(3 * loss, [x, table])
+    results = pool.run(2, "test_tp:fused_heads", sequence=sequence)
+    for i in range(2):  # without the kernel, and with it
+        for found in (result[i] for result in results):
+            assert found[0].item() == pytest.approx(loss.item(), rel=1e-5)
+            assert found[1].item() == pytest.approx(plain.item(), rel=1e-5)
+            assert sequence or (found[2] - dx).abs().max() < 1e-5 * dx.abs().max()
+        for j, want in ((2, dx),) * sequence + ((3, dw),):
+            assert (torch.cat([result[i][j] for result in results]) - want).abs().max() < 1e-5 * want.abs().max()
 
 
 def looked_up(vocab: int, sequence: bool) -> tuple[float, float]:
