@@ -320,6 +320,14 @@ def test_rows_are_summed_in_a_fixed_order(pool, n):
         assert set(seen) <= {(B * S, 8)}
 
 
+def test_a_choice_that_is_not_counted_is_noticed():
+    """Of 2 tokens that choose 2 experts each."""
+    assert ep.exchange_counts(torch.tensor([[3, 1, 2]]), 2, 2, None) == ([2], [2], [3, 1])
+    for rows in (2, 4):
+        with pytest.raises(AssertionError, match="a choice of an expert was not counted, or counted twice"):
+            ep.exchange_counts(torch.tensor([[rows, 1, 2]]), 2, 2, None)
+
+
 # ---- matmuls --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -496,6 +504,7 @@ def test_the_loss_makes_loads_equal():
         with torch.no_grad():
             router.weight -= 0.3 * router.weight.grad
             router.weight.grad = None
+        assert not router.loss.requires_grad, "or a step's graphs would live until its end"
         highest, loss = ep.update_biases([router], ())
         worst.append(highest.item())
     assert worst[0] > 2.5 and worst[-1] < 1.3
@@ -509,6 +518,9 @@ def test_biases_move_by_the_rate_once_a_step_and_not_at_all_when_it_is_skipped()
         router.load.copy_(torch.tensor([9, 1, 2, 4]))
         worst, _ = ep.update_biases([router], (), torch.tensor(apply))
         assert worst == 9 / 4 and router.bias.tolist() == want and router.load.sum() == 0
+    router.load.copy_(2 ** 24 + torch.tensor([1, -1, 0, 0]))  # one token more than fp32 counts to
+    ep.update_biases([router], ())
+    assert router.bias.tolist() == [-0.5, 0.5, 0.25, 0.0]
 
 
 def test_the_losses_carry_the_scale_of_fp16():

@@ -20,6 +20,7 @@ from operations import Mask, RMSNormFunction, attention_math, attention_sdpa, ro
 from param import Source, draw
 from sampling import KVCache, sample
 from tp import cross_entropy
+from watch import Watch
 from zero import Optimizer
 
 
@@ -218,6 +219,18 @@ def test_a_mask_is_of_the_kind_that_its_scores_show():
         assert mask.kind(rows, columns) == want, (rows, columns, mask)
 
 
+@pytest.mark.parametrize("attention, flags, packed, count", [
+    ("math", "", False, 1), ("math", " --window 5 --window-every 2", False, 2), ("sdpa", "", False, 0),
+    ("sdpa", "", True, 1), ("sdpa", " --window 5 --window-every 2", False, 1)])
+def test_a_mask_is_made_once_for_all_layers(attention, flags, packed, count):
+    """For each window, if attention reads it; a mask for each layer would be saved until backward."""
+    made, tokens = [], torch.arange(24).view(2, 12)
+    llama = filled(architecture(SMALL + " --layers 4" + flags), attention=attention)
+    with Watch(lambda function, *rest: "tril" in str(function) and made.append(function)):
+        llama(tokens, documents=tokens // 5 if packed else None).sum().backward()
+    assert len(made) == count
+
+
 # ---- documents, sampling --------------------------------------------------------------------------------------------
 
 def test_a_packed_batch_equals_separate_documents():
@@ -287,6 +300,16 @@ def test_flops_equal_those_of_a_real_step(more):
     assert meter.flops == pytest.approx(flops_per_token(model, 64) * tokens.numel(), rel=0.01)
     scores = 12 * 3 * 96 * 64  # L h S; the causal convention counts half of them
     assert flops_per_token(model, 64) - flops_per_token(model, 64, causal=True) == scores / 2
+
+
+def test_matrices_of_blocks_in_fp8_are_counted():
+    """Not routers, norms and biases; of the middle one of three layers, or the first two, of which one is dense."""
+    model = architecture(SMALL + " --layers 3 --qk-norm --qkv-bias --experts 4 --expert-ffn 20 --shared-experts 2 "
+                         "--dense-layers 1")
+    attention, dense, experts = 48 * 10 * (6 + 3 + 3 + 6), 3 * 48 * 56, (4 + 2) * 3 * 48 * 20
+    counts = {range(0): 0, range(1, 2): attention + experts, range(2): 2 * attention + dense + experts}
+    for layers, count in counts.items():
+        assert Llama(model, ALONE, Execution(fp8_layers=layers)).fp8_weights() == count
 
 
 @pytest.mark.parametrize("name, peak", [

@@ -30,6 +30,7 @@ from meter import Meter
 from param import Spec, draw, local_box, parameter, shard_slice
 from pool import slow
 from recompute import Recompute, cheap, selective
+from sampling import sample
 from tp import IGNORED, TensorParallel
 from watch import Watch
 
@@ -484,6 +485,27 @@ def test_a_layer_sends_what_the_papers_say(pool):
     assert calls_a_layer(pool, "--recompute full") == {gathers: (4 + 2) * [whole], scatters: (4 + 1) * [whole]}
     # Shared inputs: the sum after attention is repeated, and the input gathered (flat, hence not counted here).
     assert calls_a_layer(pool, "--recompute full --no-sp") == {"allreduce_": (4 + 1) * [whole]}
+
+
+def sampled(flags: str) -> tuple[torch.Tensor, int]:
+    """Text of a model, continued, and how many tokens its routers have counted."""
+    settings = config.parse(f"{SHAPE} --vocab 61 --data {__file__} {flags}".split(),
+                            dist.get_world_size() if dist.is_initialized() else 1)
+    _, model, optimizer = grids.build(settings)
+    for bucket in optimizer.buckets:
+        bucket.master.mul_(10)  # or all logits are alike
+        bucket.update_weights()
+    tokens = sample(model, torch.arange(10).view(2, 5), 4, temperature=0)
+    return tokens, sum(router.load.sum().item() for router in model.routers)
+
+
+def test_stages_of_tensor_parallel_ranks_sample_what_one_rank_does(pool):
+    """Then each has all tokens, which are too few to share, whatever it has in training; and experts count none."""
+    flags = "--experts 4 --expert-ffn 24 --shared-experts 1 --dense-layers 1"
+    want, counted = sampled(flags)
+    assert len(want[:, 5:].unique()) > 2 and counted == 0
+    for tokens, counted in pool.run(4, "test_tp:sampled", flags=f"{flags} --tp 2 --pp 2 --micro-batch 1"):
+        assert torch.equal(tokens, want) and counted == 0
 
 
 @pytest.mark.parametrize("n, flags", [(2, ""), (2, "--tied"), (2, "--no-sp"), (4, "--kv-heads 2 --async-tp")])
