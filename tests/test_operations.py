@@ -143,3 +143,39 @@ def test_written_out_attention_in_bf16_computes_in_fp32(mask):
     whole = operations.attention_math(*leaves, mask)
     for got, want in zip((whole, *torch.autograd.grad(whole, leaves, do)), (exact_o, *exact)):
         assert (got - want).abs().max() < 0.01 * want.abs().max()
+
+
+def test_norms_rotations_and_losses_in_bf16_are_rounded_once():
+    """Results and gradients. A norm's weight has its gradient in fp32."""
+    def check(got: torch.Tensor, want: torch.Tensor) -> None:
+        assert got.dtype == torch.bfloat16
+        assert ((got - want).abs() <= want.abs() * 2 ** -8 + want.abs().max() * 1e-6).all()
+
+    def derive(results, inputs: list[torch.Tensor], up: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [*results, *torch.autograd.grad(results, inputs, [grad.to(results[0].dtype) for grad in up])]
+
+    x, weight, total = bf16(0, 40, 96).requires_grad_(), torch.nn.Parameter(1 + bf16(1, 1, 96)[0, 0]), torch.zeros(96)
+    weight.sink = SimpleNamespace(main_grad=lambda weight: total)
+    got = derive(operations.RMSNormFunction.apply(x, None, weight, 1e-5)[1:], [x], [bf16(2, 40, 96)])
+    leaves = [x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()]
+    *want, dw = derive([torch.nn.functional.rms_norm(leaves[0], (96,), leaves[1], 1e-5)], leaves, [bf16(2, 40, 96)])
+    for ours, exact in zip(got, want, strict=True):
+        check(ours, exact)
+    assert (total - dw).abs().max() < 1e-6 * dw.abs().max()
+
+    angles = operations.rotary_angles(torch.arange(40), config.Model(head_dim=24), torch.bfloat16)
+    x, heads = bf16(3, 40, 4, 24).requires_grad_(), [2, 1, 1]
+    ups = [bf16(4 + i, 40, count, 24) for i, count in enumerate(heads)]
+    got = derive(operations.rotate_and_split(x * 1, angles, heads), [x], ups)
+    exact = x.detach().double().requires_grad_()
+    want = derive(operations.rotate_and_split(exact * 1, [part.double() for part in angles], heads), [exact], ups)
+    for ours, exact in zip(got, want, strict=True):
+        check(ours, exact)
+
+    logits, labels = (4 * bf16(7, 40, 61)).requires_grad_(), torch.arange(80).view(2, 40) % 61
+    labels[0] = logits[0].argmax(-1)  # whose gradient is the small difference of a probability and 1
+    loss = tp.cross_entropy(logits, labels)
+    exact = logits.detach().double().requires_grad_()
+    want = torch.nn.functional.cross_entropy(exact.flatten(0, 1), labels.flatten(), reduction="sum")
+    assert loss.item() == pytest.approx(want.item(), rel=1e-6)
+    check(*(torch.autograd.grad(3 * result, of)[0] for result, of in ((loss, logits), (want, exact))))
