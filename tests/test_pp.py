@@ -2,10 +2,12 @@
 import inspect
 import json
 import re
+import weakref
 from contextlib import nullcontext
 from functools import cache
 from itertools import accumulate
 from types import SimpleNamespace
+from typing import NamedTuple
 from unittest.mock import patch
 from xml.etree import ElementTree
 
@@ -21,9 +23,10 @@ import pp
 from footprint import backwards_in_memory
 from meter import Meter
 from model import Execution, Llama
-from param import Spec, draw, parameter
+from param import Spec, backward_weight, draw, parameter
 from rendezvous import check_rendezvous, replay, stream_of_link
-from schedules import SCHEDULES, Action, Costs, Plan, Transfer, activations_held, bubble, lower, make_plan, simulate
+from schedules import (SCHEDULES, Action, Costs, Plan, Span, Transfer, activations_held, bubble, lower, make_plan,
+                       simulate)
 from tp import TensorParallel, column, row
 from zero import Optimizer
 
@@ -84,6 +87,9 @@ def test_a_plan_that_cannot_end_is_found():
     for function in (lower, simulate):
         with pytest.raises(ValueError, match="wait for each other: rank 0 cannot start B0.1, rank 1 cannot start F1"):
             function(stuck)
+    ended = plan._replace(ranks=[[Action("B", 0, 0)], []])  # the second rank waits for nobody
+    with pytest.raises(ValueError, match="^ranks wait for each other: rank 0 cannot start B0.0$"):
+        lower(ended)
 
 
 @pytest.mark.parametrize("p, m", [(2, 4), (4, 4), (4, 8)])
@@ -116,7 +122,9 @@ def test_swapped_transfers_are_found():
 
 
 @pytest.mark.parametrize("wrong, says", [
-    (("1f1c", 2, 4), "unknown, use one of afab"), (("1f1b", 2, 4, 2), "schedule 1f1b has 1"),
+    (("1f1c", 2, 4), "unknown, use one of afab"),
+    (("1f1b", 2, 4, 2), "2 model chunks per rank: schedule 1f1b has 1, interleaved and zb1p any$"),
+    (("1f1b", 2, 4, 0, -1), "groups of -1: must be above 0"), (("1f1b", 2, 0), "0 micro-batches, .* above 0"),
     (("zb-v", 2, 4, 3), "schedule zb-v has 2"), (("interleaved", 4, 9, 3, 4), "the last one, too"),
     (("interleaved", 4, 8, 2, 3), "must hold at least 4"), (("dualpipev", 4, 7), "needs at least 8 on 4 ranks"),
     (("dualpipe", 3, 6), "needs even numbers of both")])
@@ -153,6 +161,12 @@ def test_bubbles_are_those_of_the_formulas():
             spans = simulate(make_plan("zb-h2", p, m), Costs(F, I, W))
             longest = max(rank[-1].stop - rank[0].start for rank in spans)  # from a rank's own first F to its last W
             assert longest == pytest.approx(m * (F + B) + (p - 1) * (F + I - 2 * W))
+
+
+def test_the_bubble_is_that_of_the_rank_that_is_idle_longest():
+    """Also before its first action and after its last, where ranks have unequal work."""
+    row = Action("F", 0, 0), 1.0, 4.0
+    assert bubble([[Span(*row)], [Span(*row)._replace(stop=2.0), Span(*row)._replace(start=3.0, stop=3.5)]]) == 4 - 1.5
 
 
 def held_if_inputs_leave(part: float, actions: list[Action]) -> list[float]:
@@ -286,6 +300,101 @@ def test_pictures_show_every_action(tmp_path, capsys):
         assert [event["name"] for event in events if event["tid"] == r] == [str(action) for action in actions]
 
 
+def test_boxes_lie_where_their_times_are_and_later_chunks_look_different():
+    """Of three columns per unit: a box is as wide as its time, but for the gap after it. Lower case, or underlined."""
+    spans = simulate(make_plan("zb-v", 2, 4))
+    plain, colored = (pp.schedules.draw(spans, color).splitlines() for color in (False, True))
+    colors = set()
+    for r, (row, line) in enumerate(zip(spans, plain)):
+        assert line.startswith(f"rank  {r} ") and len(line[8:].split()) == len(row)
+        boxes = re.findall(r"\033\[(4;)?48;5;(\d+);30m(.*?)\033\[0m", colored[r])
+        for ((op, stage, k), start, stop), (underline, number, text) in zip(row, boxes, strict=True):
+            assert line[8 + round(3 * start):8 + round(3 * stop)].strip() == f"{op if stage == r else op.lower()}{k}"
+            assert text.strip() == str(k) and len(text) == 3 * (stop - start) - 1 and bool(underline) == (stage != r)
+            colors.add((op, number))
+        assert len(re.sub(r"\033.*?m", "", colored[r])) == 8 + 3 * row[-1].stop - 1  # no gap at the end
+    assert len(colors) == len(dict(colors)) == len({number for _, number in colors}) == 3  # F, I and W
+
+
+def numbers_of(element, *names: str) -> list[float]:
+    return [float(element.attrib[name]) for name in names]
+
+
+def test_an_svg_shows_times_chunks_and_activations_to_scale():
+    """780 pixels for the longest step, from x = 56 on; 13 for the most activations that a rank holds."""
+    panels = {name: simulate(make_plan(name, 2, 4), Costs(*[of_stage] * 3))
+              for name, of_stage in (("1f1b", 1.0), ("zb-v", 0.5))}
+    unit, most = 780 / 15, 2  # 1f1b takes (4 + 1) (F + I + W) and holds 2 micro-batches, as zb-v does
+    elements = [(item.tag.split("}")[1], item) for item in ElementTree.fromstring(pp.schedules.svg(panels))]
+    boxes = [item for tag, item in elements if tag == "rect" and "class" in item.attrib]
+    numbers = [item for tag, item in elements if tag == "text" and item.get("class") == "k"]
+    held = [item.attrib["d"] for tag, item in elements if tag == "path" and item.get("class") == "held"]
+    assert [item.text.split(":")[0] for _, item in elements if item.get("class") == "title"] == ["1f1b", "zb-v"]
+    for spans in panels.values():
+        for r, row in enumerate(spans):
+            mine, boxes = boxes[:len(row)], boxes[len(row):]
+            labels, numbers = numbers[:len(row)], numbers[len(row):]
+            top, = {box.attrib["y"] for box in mine}
+            path, count = [], 0
+            for ((op, stage, k), start, stop), box, label in zip(row, mine, labels):
+                assert numbers_of(box, "x", "width") == pytest.approx([56 + start * unit, (stop - start) * unit], abs=0.1)
+                assert box.attrib["class"] == op and ("opacity" in box.attrib) == (stage != r)
+                assert label.text == str(k)
+                assert numbers_of(label, "x")[0] == pytest.approx(56 + (start + stop) / 2 * unit, abs=0.1)
+                count += dict(F=1, B=-1, I=0, W=-1)[op] * 2 / (1 + max(s for one in spans for (_, s, _), *_ in one))
+                path += [56 + (start if op == "F" else stop) * unit, float(top) + 31 - 13 * count / most]
+            drawn = re.fullmatch(r"M56 (\d+)((?:H[\d.]+V[\d.]+)+)Z", held.pop(0))
+            assert float(drawn[1]) == float(top) + 31
+            assert [float(x) for x in re.findall(r"[\d.]+", drawn[2])] == pytest.approx(path, abs=0.1)
+        ticks = 1 + int(max(row[-1].stop for row in spans)) // 5
+        for i, tick in enumerate(numbers[:ticks]):
+            assert tick.text == str(5 * i) and numbers_of(tick, "x") == pytest.approx([56 + 5 * i * unit], abs=0.1)
+        numbers = numbers[ticks:]
+    assert not numbers and not held
+    texts = [item.text for tag, item in elements if tag == "text"]
+    assert [box.attrib["class"] for box in boxes] == ["F", "B", "I", "W"]
+    assert texts[-5:-1] == ["forward", "backward", "backward, input", "backward, weights"]
+    assert texts[-1].endswith("activations held, up to 2 micro-batches of a rank's layers")
+
+
+def test_a_schedule_is_drawn_with_the_chunks_and_groups_asked_for(capsys):
+    """The first of four ranks holds most, by its warmup."""
+    for flags, v, n in ("", 2, 4), ("--chunks 3", 3, 4), ("--group 8", 2, 8), ("--chunks 3 --group 8", 3, 8):
+        pp.main(f"--schedule interleaved {flags}".split())
+        held = ((v - 1) * n + 2 * (4 - 1) + 1) / v
+        assert capsys.readouterr().out.splitlines()[-2].endswith(f"holding up to {held:g} micro-batches")
+
+
+def test_under_torchrun_what_was_measured_is_shown_beside_what_was_simulated(monkeypatch, tmp_path, capsys):
+    """On the first rank only; the ranks are those of torchrun, and schedules those that run. Here all takes twice as
+    long as was simulated."""
+    monkeypatch.setattr(pp, "world", nullcontext)
+    monkeypatch.setattr(pp, "measure", lambda plan, group: simulate(plan, Costs(*[2 * 2 / plan.stages] * 3)))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    trace, svg = tmp_path / "a.json", tmp_path / "a.svg"
+    pp.main(f"--schedule 1f1b --trace {trace} --svg {svg}".split())
+    measured, simulated = capsys.readouterr().out.splitlines()[-3:-1]
+    said = "units of time, the worst rank idle for {} of them (11.1%), holding up to 2 micro-batches"
+    assert measured == f"1f1b: 54 {said.format(6)}"  # (8 + 1) 3 units, of which 3 are the bubble
+    assert simulated == f"    stages sleep 10 ms per unit; simulated: 27 {said.format(3)}"
+    last = max(json.loads(trace.read_text()), key=lambda event: event["ts"])
+    assert (last["ts"] + last["dur"], last["ph"], last["name"]) == (54 * pp.UNIT_S * 1e6, "X", "B0.7")
+    assert f"1f1b: 54 {said.format(6)}" in svg.read_text()
+    pp.main([])
+    shown = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if "worst rank" in line]
+    assert shown[::2] == EXECUTED and "dualpipe" not in shown
+    refused = [("--pp 4", "--pp 4: torchrun started 2 ranks"),
+               ("--schedule zb-h2", "schedule zb-h2 is drawn and does not run")]
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        for flags, says in refused:
+            with pytest.raises(SystemExit):
+                pp.main(flags.split())
+            assert capsys.readouterr().err == ("" if rank == "1" else f"pp.py: {says}\n")
+    pp.main(["--schedule", "1f1b"])
+    assert capsys.readouterr().out == ""
+
+
 def test_a_unit_of_a_measured_trace_is_what_a_stage_sleeps(monkeypatch, tmp_path):
     file = tmp_path / "a.json"
     request = f"--schedule 1f1b --pp 1 --micro-batches 2 --costs 1 0.5 0.5 --trace {file}".split()
@@ -339,7 +448,11 @@ def test_the_latest_training_step_is_drawn():
      "above 0"),
     ("--costs 0 1 1", "--costs [0.0, 1.0, 1.0]: must be above 0 and below a million"),
     ("--costs nan 1 1", "--costs [nan, 1.0, 1.0]: must be above 0 and below a million"),
+    ("--costs 1 1e6 1", "--costs [1.0, 1000000.0, 1.0]: must be above 0 and below a million"),
     ("--trace a.json", "--trace, --chunks and --group are for one schedule: name it with --schedule"),
+    ("--chunks 2", "--trace, --chunks and --group are for one schedule: name it with --schedule"),
+    ("--group 4", "--trace, --chunks and --group are for one schedule: name it with --schedule"),
+    ("--schedule 1f1b --trace no/such/a.json", "--trace no/such/a.json: there is no folder no/such"),
     ("--svg no/such/a.svg", "--svg no/such/a.svg: there is no folder no/such")])
 def test_a_wrong_request_is_one_line(capsys, flags, says):
     with pytest.raises(SystemExit) as stop:
@@ -439,6 +552,60 @@ def test_bytes_alive_at_every_action_are_the_plans(pool, schedule):
         for counted, planned in seen:
             assert abs(counted - planned) <= in_transit < 0.2 * T * (H + F) * 8
         assert seen[-1] == (0, 0.0)
+
+
+class Pending(NamedTuple):
+    """Stands in for a transfer; the third one is not over before the end of the step."""
+    x: torch.Tensor
+    number: int
+    waited: list[int]
+
+    def completed(self) -> bool:
+        return self.number != 2
+
+    def wait(self) -> None:
+        self.waited.append(self.number)
+
+
+def test_what_is_sent_is_freed_when_it_has_left_and_waited_for_at_the_end(monkeypatch):
+    """By the first of two ranks, which also connects to the other and back before its first step."""
+    sent, received, waited = [], [], []
+    monkeypatch.setattr(pp, "rank", lambda group: 0)
+
+    def send(x, peer, group):
+        assert x.is_contiguous() and peer == 1
+        sent.append(weakref.ref(x))
+        return Pending(x, len(sent) - 1, waited)
+
+    def receive(x, peer, group):
+        received.append(peer)
+        return Pending(x.zero_(), -1, [])
+
+    monkeypatch.setattr(pp, "send", send)
+    monkeypatch.setattr(pp, "receive", receive)
+    engine = pp.Engine(make_plan("1f1b", 2, 4))
+    assert len(sent) == len(received) == len(waited) == 1
+    alive, weight = [], torch.ones(3, 2, requires_grad=True)
+    for log in sent, waited:
+        log.clear()
+
+    def forward(stage, k, x):
+        alive.append(sum(tensor() is not None for tensor in sent))
+        return (weight * k).t()
+
+    engine.run(forward, (2, 3), torch.float32)
+    assert alive == [0, 0, 0, 1] and waited == [2] and len(sent) == 4 and received == [1] * 5
+
+
+def test_a_weight_gradient_that_nobody_computes_is_noticed():
+    plan, weight = make_plan("zb-h1", 1, 1), parameter(Spec("w", (2, 2)), {}, torch.float32)
+    weight.data = torch.ones(2, 2)
+    x = torch.ones(3, 2, requires_grad=True)
+    without_w = plan._replace(ranks=[[action for action in plan.ranks[0] if action.op != "W"]])
+    with pytest.raises(AssertionError, match="something was computed that nobody used"):
+        pp.Engine(without_w).run(lambda stage, k, _: column(x, weight, tp=TensorParallel()).sum(), (), torch.float32)
+    backward_weight((0, 0))
+    assert weight.grad.eq(3).all()
 
 
 def slept(schedule: str, m: int) -> float:
