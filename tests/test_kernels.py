@@ -2,6 +2,7 @@
 which needs no GPU: do registers suffice?"""
 import json
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -33,7 +34,7 @@ def exact_swiglu(x: torch.Tensor) -> torch.Tensor:
 
 # ---- norms, rotary embedding, SwiGLU --------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("shape", [(7, 5), (2, 3, 16), (1, 1), (20, 1000)])
+@pytest.mark.parametrize("shape", [(7, 5), (2, 3, 16), (1, 1), (20, 1000), (1, 2 ** 15)])
 def test_rms_norm(shape, monkeypatch):
     monkeypatch.setattr(kernels, "PROGRAMS", 3)  # fewer than rows, and no divisor
     x, weight, residual = numbers(*shape), numbers(shape[-1], seed=1), numbers(*shape, seed=2)
@@ -119,6 +120,64 @@ def test_nothing_goes_in_and_nothing_comes_out(monkeypatch):
     assert x.grad.shape == (0, 16) and torch.equal(weight.grad, torch.zeros_like(weight))
 
 
+def test_in_16_bits_all_is_computed_in_fp32_and_rounded_once():
+    """Rows whose squares fp16 cannot hold; an epsilon that counts, of inputs both large and small."""
+    half = partial(numbers, dtype=torch.float16)
+    x, dy, weight = 40 * half(7, 300), half(7, 300, seed=1), half(300, seed=2)
+    x[3] *= 2.0 ** -7
+    y, angle = half(7, 300, seed=3), numbers(7, 1, 5)
+    cos, sin, qkv = angle.cos(), angle.sin(), half(1, 7, 4, 10)
+    wide, exact = [each.double().requires_grad_() for each in (x, weight, qkv)], []
+    for result, grad in ((torch.nn.functional.rms_norm(wide[0], (300,), wide[1], 0.5), dy),
+                         (exact_swiglu(wide[0]), dy[:, :150]),
+                         (torch.cat(exact_rotation(wide[2], cos.double(), sin.double(), [2, 1, 1]), 2), qkv)):
+        source = wide[2] if result.ndim == 4 else wide[0]
+        exact.append((result, *torch.autograd.grad(result, [source, wide[1]], grad.double(), allow_unused=True)))
+    total, normal = kernels.add_rms_norm(x, y, weight, 0.5)
+    assert torch.equal(total, (x.float() + y.float()).half())
+    (norm, dx, dweight), (swiglu, dswiglu, _), (rotated, dqkv, _) = exact
+    turned = qkv.clone()
+    kernels.rope_(turned, cos, sin, 3)
+    found = kernels.rms_norm_backward(dy, None, x, weight, 0.5)
+    torch.testing.assert_close(found[1].double(), dweight, rtol=1e-5, atol=1e-4)
+    for got, want in ((kernels.rms_norm(x, weight, 0.5), norm), (found[0], dx), (kernels.swiglu(x), swiglu),
+                      (normal, torch.nn.functional.rms_norm(total.double(), (300,), weight.double(), 0.5)),
+                      (kernels.swiglu_backward(dy[:, :150], x), dswiglu), (turned, rotated),
+                      (kernels.rope_backward(*qkv.split([2, 1, 1], 2), cos, sin), dqkv)):
+        assert got.dtype == torch.float16
+        limit = want.abs() * (2.0 ** -11 + 2.0 ** -18) + 2.0 ** -18  # half a step; what fp32 loses where terms cancel
+        assert ((got.double() - want).abs() <= limit).all()
+
+
+def apart(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers, with others between them in memory."""
+    return torch.stack((x, torch.full_like(x, torch.nan)), -1)[..., 0]
+
+
+def test_operands_need_not_be_contiguous():
+    x, y, weight, angle, dq = numbers(7, 40), numbers(7, 40, seed=1), numbers(40), numbers(7, 1, 4), numbers(1, 7, 2, 8)
+
+    def rotated(cos, sin):
+        out = dq.clone()
+        kernels.rope_(out, cos, sin, 2)
+        return out
+
+    def grouped(a, b):
+        out = torch.zeros(2, 40, 40, device=DEVICE)
+        kernels.add_grouped_product(out, a, b, some_ends(3, 4))
+        return out
+
+    for operator, operands in [
+            (lambda x: kernels.rms_norm(x, weight, 1e-5), [x]), (kernels.swiglu, [x]), (grouped, [x, y]),
+            (lambda x, y: kernels.add_rms_norm(x, y, weight, 1e-5), [x, y]),
+            (lambda dy, more, x: kernels.rms_norm_backward(dy, more, x, weight, 1e-5), [y, numbers(7, 40, seed=2), x]),
+            (kernels.swiglu_backward, [numbers(7, 20), x]), (rotated, [angle.cos(), angle.sin()]),
+            (kernels.rope_backward, [dq, dq + 1, dq + 2, angle.cos(), angle.sin()])]:
+        wanted, found = operator(*operands), operator(*map(apart, operands))
+        for one, other in zip(*(each if isinstance(each, tuple) else (each,) for each in (wanted, found))):
+            assert torch.equal(one, other)
+
+
 # ---- the largest number of a result ---------------------------------------------------------------------------------
 
 def test_kernels_store_the_largest_number_of_their_result(monkeypatch):
@@ -147,6 +206,7 @@ def test_the_largest_number_of_a_result_is_known_until_it_changes(monkeypatch):
     assert kernels.known_amax(y).isinf() and kernels.known_amax(y.detach().view(-1)) is not None
     assert kernels.known_amax(y[:3]) is None  # a part of it
     assert kernels.known_amax(y.mul_(2)) is None
+    assert kernels.known_amax(kernels.swiglu(x[:0])) is None  # there is none
 
 
 # ---- cross-entropy --------------------------------------------------------------------------------------------------
@@ -159,8 +219,10 @@ def some_labels(T: int, V: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("chunk", [1, 4, 100])
 @pytest.mark.parametrize("weighted, z_loss", [(False, 0.0), (True, 0.1)])
-def test_linear_cross_entropy(chunk, weighted, z_loss):
-    """The incoming gradient is not 1, as forward has been told, and tokens have different weights."""
+def test_linear_cross_entropy(chunk, weighted, z_loss, monkeypatch):
+    """The incoming gradient is not 1, as forward has been told, and tokens have different weights. Programs may have
+    several rows."""
+    monkeypatch.setattr(kernels, "SOFTMAX_PROGRAMS", {1: 0, 4: 3, 100: 4}[chunk])
     x, weight, labels = numbers(11, 8), numbers(37, 8, seed=1), some_labels(11, 37)
     weights = numbers(11, seed=2).exp() if weighted else None
     compare(lambda x, weight: kernels.linear_cross_entropy(x, weight, labels, weights, z_loss, chunk=chunk,
@@ -191,9 +253,15 @@ def test_beside_a_chunk_of_logits_nothing_is_as_large_as_the_weight():
     T, H, V, chunk = 64, 32, 512, 16
     x, weight = leaves(numbers(T, H), numbers(V, H))
     main_grad = torch.zeros(V, H, device=DEVICE)
-    weight.sink = SimpleNamespace(main_grad=lambda _: main_grad)
+    asked = []
+    weight.sink = SimpleNamespace(main_grad=lambda _: asked.append(1) or main_grad)
     with Meter() as meter:
-        kernels.linear_cross_entropy(x, weight, some_labels(T, V), chunk=chunk).backward()
+        loss = kernels.linear_cross_entropy(x, weight, some_labels(T, V), chunk=chunk)
+        before = main_grad.sum().item()
+        assert len(asked) == T // chunk
+        loss.backward()
+    assert len(asked) == T // chunk + 1  # backward, too, names its use of the weight, and adds nothing
+    assert main_grad.sum() == before
     assert 0 < meter.peak["other"] - 4 * chunk * V - 4 * T * H < 12 * 4 * T < 4 * V * H  # a chunk, dx, little else
     assert main_grad.any() and weight.grad is None
 
@@ -304,6 +372,14 @@ def test_a_grouped_product_adds_each_experts_rows(counts):
 HEADS, ROW, ANGLES = (1, 3, 2, 8), (3, 8), (3, 1, 4)
 REFUSED = {  # what is launched -> what the error says
     "norm weight": (lambda n: kernels.rms_norm(n(*ROW), n(7), 1e-5), "as long as rows"),
+    "no columns": (lambda n: kernels.rms_norm(n(3, 0), n(0), 1e-5), "1 to 32768 elements"),
+    "too wide a norm": (lambda n: kernels.rms_norm(n(1, 2 ** 15 + 1), n(2 ** 15 + 1), 1e-5), "1 to 32768 elements"),
+    "two types": (lambda n: kernels.add_rms_norm(n(*ROW), n(*ROW).half(), n(8), 1e-5), "type torch.float32 of x"),
+    "two devices": (lambda n: kernels.check_launch(n(3), n(3).to("meta")), f"on {DEVICE}.* and on meta"),
+    "other sines": (lambda n: kernels.rope_(n(*HEADS), n(*ANGLES), n(1, *ANGLES), 1), r"must be \[B\] S 1 D/2 for x"),
+    "no heads": (lambda n: kernels.rope_(n(*HEADS), n(*ANGLES), n(*ANGLES), 0), "no 0 heads"),
+    "keys without values": (lambda n: kernels.rope_backward(n(*HEADS), n(1, 3, 1, 8), None, n(*ANGLES), n(*ANGLES)),
+                            "dq alone"),
     "residual": (lambda n: kernels.add_rms_norm(n(*ROW), n(2, 8), n(8), 1e-5), "shape"),
     "wide angles": (lambda n: kernels.rope_(n(*HEADS), n(3, 1, 8), n(3, 1, 8), 1), "must be B S heads 16"),
     "too few angles": (lambda n: kernels.rope_(n(1, 4, 2, 8), n(*ANGLES), n(*ANGLES), 1), r"for x \[1, 4, 1, 8\]"),
@@ -315,6 +391,15 @@ REFUSED = {  # what is launched -> what the error says
     "dy of another width": (lambda n: kernels.swiglu_backward(n(3, 7), n(*ROW)), "half as wide"),
     "head of another width": (lambda n: kernels.linear_cross_entropy(n(*ROW), n(9, 7), some_labels(3, 9)), "T H, V H"),
     "labels": (lambda n: kernels.linear_cross_entropy(n(*ROW), n(9, 8), some_labels(4, 9)), "3 tokens"),
+    "weights": (lambda n: kernels.linear_cross_entropy(n(*ROW), n(9, 8), some_labels(3, 9), n(4)), "3 tokens"),
+    "head of another type": (lambda n: kernels.linear_cross_entropy(n(*ROW), n(9, 8).half(), some_labels(3, 9)),
+                             "of one type"),
+    "rows of labels": (lambda n: kernels.softmax_(n(3, 9), some_labels(4, 9), n(3), n(3), n(3), 0, 0.0, True, True),
+                       "3 rows of logits need as many .* not 4, 3, 3 and 3"),
+    "logits apart": (lambda n: kernels.softmax_(apart(n(3, 9)), some_labels(3, 9), *[n(3)] * 3, 0, 0.0, True, True),
+                     "must be contiguous"),
+    "a sum in 16 bits": (lambda n: kernels.add_grouped_product(n(2, 4, 8).half(), n(3, 4), n(3, 8), some_ends(1, 2)),
+                         "in fp32"),
     "vocab": (lambda n: kernels.linear_cross_entropy(n(*ROW), n(9, 8), some_labels(3, 9), vocab=slice(3, 9)), "3..9"),
     "experts": (lambda n: kernels.add_grouped_product(n(2, 4, 8), n(3, 4), n(3, 7), some_ends(1, 2)), "must be contig"),
     "chunk": (lambda n: kernels.linear_cross_entropy(n(*ROW), n(9, 8), some_labels(3, 9), chunk=0), "chunk"),

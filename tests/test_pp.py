@@ -337,7 +337,8 @@ def test_an_svg_shows_times_chunks_and_activations_to_scale():
             top, = {box.attrib["y"] for box in mine}
             path, count = [], 0
             for ((op, stage, k), start, stop), box, label in zip(row, mine, labels):
-                assert numbers_of(box, "x", "width") == pytest.approx([56 + start * unit, (stop - start) * unit], abs=0.1)
+                place = [56 + start * unit, (stop - start) * unit]
+                assert numbers_of(box, "x", "width") == pytest.approx(place, abs=0.1)
                 assert box.attrib["class"] == op and ("opacity" in box.attrib) == (stage != r)
                 assert label.text == str(k)
                 assert numbers_of(label, "x")[0] == pytest.approx(56 + (start + stop) / 2 * unit, abs=0.1)
