@@ -1,6 +1,8 @@
 """FlashAttention against a reference in fp64; its costs; and compiled for sm_90, which needs no GPU: does it use the
 matmul instruction, and do registers suffice?"""
 import json
+import re
+from collections import defaultdict
 from functools import partial
 
 import pytest
@@ -75,6 +77,30 @@ def test_what_the_copy_engine_cannot_load_takes_pointers(monkeypatch):
     odd_width, odd_stride, odd_start = numbers(1, 2, 8, 12), numbers(1, 2, 8, 18)[..., :16], numbers(257)[1:]
     for x in odd_width, odd_stride, odd_start.view(1, 2, 8, 16):
         assert flash.choose_tiling("forward", x, True, 0, None, x, x)[0] is pointers
+
+
+def test_the_copy_engine_takes_all_that_is_loaded_or_nothing(monkeypatch):
+    """Tokens, heads and sequences must be apart by multiples of 16 bytes, and tokens by more than 0."""
+    tilings = [Tiling(16, 16, 4, 2, True), Tiling(16, 16, 4, 2)]
+    monkeypatch.setattr(flash, "FP32_TILINGS", tilings)
+    fits, memory = numbers(2, 2, 8, 16), numbers(1000)
+    for strides, copied in (((256, 128, 16, 1), True), ((257, 128, 16, 1), False), ((256, 130, 16, 1), False),
+                            ((256, 128, 18, 1), False), ((256, 128, 0, 1), False)):
+        other = memory.as_strided(fits.shape, strides)
+        for tensors in (fits, fits, other), (fits, other, fits), (other, fits, fits):
+            tiling, _ = flash.choose_tiling("forward", tensors[0], True, 0, None, *tensors[1:])
+            assert tiling is tilings[not copied]
+    given, lse = [numbers(1, 1, 8, 16, seed=seed) for seed in range(5)], numbers(1, 1, 8)  # do, q, k, v, o
+    chosen, choose = [], flash.choose_tiling
+    for kernel in "flash_dq_kernel", "flash_dkv_kernel":
+        monkeypatch.setattr(flash, kernel, defaultdict(lambda: lambda *args, **options: None))
+    monkeypatch.setattr(flash, "choose_tiling", lambda *args: chosen.append(choose(*args)) or chosen[-1])
+    for part, x in enumerate(given):
+        odd = numbers(1, 1, 8, 18)[..., :16].copy_(x)
+        flash_backward(*given[:part], odd, *given[part + 1:], lse)
+    by_copy_engine = [tiles.copy_engine for tiles, _ in chosen]
+    assert by_copy_engine[::2] == [False] * 5  # that of dq loads all five
+    assert by_copy_engine[1::2] == [False, False, True, True, True]  # that of dk and dv passes do and q through it
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -158,6 +184,29 @@ def test_strides_do_not_matter(small_tiles):
     q, k, v = (x.transpose(1, 2) for x in exact.split([4, 1, 1], 2))
     dense_attention(q, k, v, CAUSAL)[0].sum().backward()
     close(qkv.grad, exact.grad)
+
+
+def test_numbers_of_a_head_need_not_be_contiguous():
+    """Of any operand; those of lse neither."""
+    q, k, v = heads(21, 21, 1, B=1)
+    o, lse = flash_forward(q, k, v)
+    do, apart = numbers(*o.shape), [torch.stack((x, x + 1), -1)[..., 0] for x in (q, k, v, o, lse)]
+    found = (*flash_forward(*apart[:3]), *flash_backward(torch.stack((do, do), -1)[..., 0], *apart))
+    for one, other in zip((o, lse, *flash_backward(do, q, k, v, o, lse)), found):
+        assert torch.equal(one, other)
+
+
+def test_attention_in_16_bits():
+    """Probabilities, results and derivatives of scores are rounded to fp16 before they are used; all else is fp32."""
+    half = [x.half() for x in heads(70, 70, D=64, B=1)]
+    do, exact = numbers(1, 2, 70, 64, dtype=torch.float16), leaves(*half, dtype=torch.float64)
+    o, lse = flash_forward(*half)
+    want, want_lse = dense_attention(*exact, CAUSAL)
+    want.backward(do.double())
+    close(lse, want_lse.detach())
+    for got, want in zip((o, *flash_backward(do, *half, o, lse)), (want.detach(), *(x.grad for x in exact))):
+        assert got.dtype == torch.float16
+        assert (got.double() - want).norm() <= 2.0 ** -10 * want.norm()
 
 
 def test_the_same_bits_every_time(small_tiles):
@@ -249,15 +298,24 @@ Q, KV = (1, 2, 8, 16), (1, 1, 8, 16)
 REFUSED = {  # what is launched -> what the error says
     "keys and values differ": (lambda n: flash_forward(n(*Q), n(*KV), n(1, 1, 9, 16)), "B K columns D"),
     "widths differ": (lambda n: flash_forward(n(*Q), n(1, 1, 8, 8), n(1, 1, 8, 8)), "must be B N rows D"),
+    "batches differ": (lambda n: flash_forward(n(2, 2, 8, 16), *[n(*KV)] * 2), "must be B N rows D"),
     "no batch": (lambda n: flash_forward(*[n(2, 8, 16)] * 3), "must be B N rows D"),
     "heads": (lambda n: flash_forward(n(1, 3, 8, 16), *[n(1, 2, 8, 16)] * 2), "3 heads cannot share 2 kv heads"),
-    "too wide": (lambda n: flash_forward(*[n(1, 1, 8, 130)] * 3), "130 wide"),
+    "too wide": (lambda n: flash_forward(*[n(1, 1, 8, 129)] * 3), "129 wide"),
     "two types": (lambda n: flash_forward(n(*Q), *[n(*KV).half()] * 2), "one type"),
     "fp64": (lambda n: flash_forward(*[n(*Q).double()] * 3), "float64 is not among"),
     "documents of other keys": (lambda n: flash_forward(n(*Q), *[n(*KV)] * 2,
                                                         Mask(documents=documents_of("packed", 8, 9, 1))),
                                 r"\[1, 8\] integers"),
+    "documents of other queries": (lambda n: flash_forward(n(*Q), *[n(*KV)] * 2,
+                                                           Mask(documents=documents_of("packed", 9, 8, 1))),
+                                   r"\[1, 8\] integers"),
+    "documents of keys alone": (lambda n: flash._flash_forward(n(*Q), *[n(*KV)] * 2, True, 0, 0, None,
+                                                               documents_of("packed", 8, 8, 1)[0]), "or neither"),
     "no integers": (lambda n: flash_attention(n(*Q), *[n(*KV)] * 2, Mask(documents=(n(1, 8),) * 2)), "integers"),
+    "lse in 16 bits": (lambda n: flash_backward(n(*Q), n(*Q), *[n(*KV)] * 2, n(*Q), n(1, 2, 8).half()), "rows, fp32"),
+    "lse of other rows": (lambda n: flash_backward(n(*Q), n(*Q), *[n(*KV)] * 2, n(*Q), n(1, 2, 9)), "its rows"),
+    "other o": (lambda n: flash_backward(n(*Q), n(*Q), *[n(*KV)] * 2, n(*KV), n(1, 2, 8)), "as q"),
     "other do": (lambda n: flash_backward(n(*KV), n(*Q), *[n(*KV)] * 2, n(*Q), n(1, 2, 8)), "as q"),
 }
 
@@ -311,6 +369,33 @@ def test_flops_are_what_torch_counts():
     flops = {how: costs.attention_cost(how, 3, 2, 32, 16).flops for how in ("standard", "flash 1", "here")}
     assert flops["standard"] == counter.get_total_flops()
     assert [flops[how] / flops["standard"] for how in ("flash 1", "here")] == [7 / 6, 9 / 6]
+
+
+def test_the_demo_shows_tiles_and_the_published_costs(monkeypatch, capsys):
+    """Tiles as a dense mask has them; 6, 7 and 9 matmuls of B N S^2 D products, and the least bytes by hand."""
+    found = []
+
+    def dense(mask, *_):
+        pairs = mask.visible(256, 256, "cpu").reshape(-1, 256, 256)[0]
+        found.append(pairs.unflatten(0, (8, 32)).unflatten(-1, (8, 32)))
+        return found[-1].any(-1).any(1).tolist()
+
+    monkeypatch.setattr(flash, "find_loaded_tiles", dense)
+    flash.demo()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith(": causal; documents of [70, 60, 20, 106] tokens; window 64:")
+    assert [[found[i].any(-1).any(1)[row].tolist() for i in range(3)] for row in range(8)] == [
+        [[tile == "■" for tile in part.split()] for part in line.strip().split(" " * 8)] for line in lines[2:10]]
+    assert [pairs.sum() for pairs in found] == [256 * 257 // 2, sum(n * (n + 1) // 2 for n in (70, 60, 20, 106)),
+                                                64 * 65 // 2 + 192 * 64]
+    matmul, tensor, rows = 2 * 64 * 16 * 1024 ** 2 * 64 / 1e9, 64 * 16 * 1024 * 64 * 2 / 1e9, 64 * 16 * 1024 * 4 / 1e9
+    for line, name, matmuls, gigabytes, published in zip(
+            lines[-5:-2], ("standard", "flash 1", "here"), (6, 7, 9), (40.3, 4.4, 16 * tensor + 5 * rows),
+            ("66.6 and 40.3; by formula 66.6", "75.2 and 4.4; by formula 75.2", None)):
+        printed = re.match(r"    (.*?) +(\d+) GFLOP of matmuls +([\d.]+) GB +(\d+) FLOPs per byte", line)
+        assert printed.groups()[:3] == (name, f"{matmuls * matmul:.0f}", f"{gigabytes:.1f}")
+        assert float(printed[4]) == pytest.approx(matmuls * matmul / gigabytes, rel=0.02)
+        assert line[printed.end():] == (f"  (published: {published})" if published else "")
 
 
 # ---- compiled for sm_90, without a GPU ------------------------------------------------------------------------------
