@@ -394,7 +394,7 @@ def test_the_demo_shows_tiles_and_the_published_costs(monkeypatch, capsys):
             ("66.6 and 40.3; by formula 66.6", "75.2 and 4.4; by formula 75.2", None)):
         printed = re.match(r"    (.*?) +(\d+) GFLOP of matmuls +([\d.]+) GB +(\d+) FLOPs per byte", line)
         assert printed.groups()[:3] == (name, f"{matmuls * matmul:.0f}", f"{gigabytes:.1f}")
-        assert float(printed[4]) == pytest.approx(matmuls * matmul / gigabytes, rel=0.02)
+        assert float(printed[4]) == pytest.approx(matmuls * matmul / gigabytes, rel=0.03)
         assert line[printed.end():] == (f"  (published: {published})" if published else "")
 
 

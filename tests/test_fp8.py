@@ -247,11 +247,50 @@ def test_experts_are_the_recipe_s_formula_too(name, pow2):
         assert close(got, want)
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_experts_without_any_row_have_no_gradient(name):
+    w, route = parameter(Spec("w", (2, 256, 128)), {}, torch.float64), SimpleNamespace(rows_per_expert=[0, 0])
+    w.data = normal(512, 128).view(2, 256, 128)
+    x = normal(0, 128).requires_grad_()
+    y = Fp8(RECIPES[name], torch.float64).grouped(x, w, route, False)
+    y.sum().backward()
+    assert y.shape == (0, 256) and x.grad.shape == (0, 128) and not w.grad.any()
+
+
+def test_only_the_forward_of_linear_layers_with_one_scale_accumulates_fast(monkeypatch):
+    """With about 14 bits: not what backward and experts multiply, and no blocks."""
+    made, product = [], fp8.product
+    monkeypatch.setattr(fp8, "product", lambda *args, fast=False: made.append(fast) or product(*args, fast=fast))
+    route = SimpleNamespace(rows_per_expert=[128])
+    for name, forward in ("tensorwise", True), ("blockwise", False):
+        layer, w = Fp8(RECIPES[name], torch.float64), parameter(Spec("w", (128, 128)), {}, torch.float64)
+        expert = parameter(Spec("expert", (1, 128, 128)), {}, torch.float64)
+        w.data, expert.data, x = normal(128, 128), normal(128, 128)[None], normal(128, 128).requires_grad_()
+        for y in tp.column(x, w, tp=TensorParallel(fp8=layer)), tp.row(x, w, TensorParallel(fp8=layer)):
+            y.sum().backward()
+        assert made == [forward] * 2 + [False] * 4
+        layer.grouped(x, expert, route, False).sum().backward()
+        assert made[6:] == [False] * 3
+        made.clear()
+
+
+def test_the_largest_number_that_a_kernel_has_stored_is_not_looked_for_again(monkeypatch):
+    stored = {"x": torch.tensor(896.0), "y": None}
+    monkeypatch.setattr(fp8, "uses_kernels", lambda x: True)
+    for name, scale in ("x", 2.0), ("y", 1.0):
+        monkeypatch.setattr(fp8, "load_kernels", lambda name=name: SimpleNamespace(known_amax=lambda x: stored[name]))
+        layer = Fp8(RECIPES["tensorwise"], torch.float32)
+        assert layer.agreed_scale(torch.tensor([3.0, -448.0]), E4M3, ()) == scale
+
+
 def test_shapes_that_are_no_blocks_are_refused():
-    w = parameter(Spec("layers.3.ffn.w_up", (256, 200)), {}, torch.float32)
-    for name, unit in (("blockwise", 128), ("tensorwise", 16)):
-        with pytest.raises(ValueError, match=f"layers.3.ffn.w_up is 256 x 200 .* multiples of {unit}"):
-            Fp8(RECIPES[name], torch.float32).quantise_weight((w,))
+    for name, unit, how in ("blockwise", 128, "128 x 128 blocks"), ("tensorwise", 16, "one scale"):
+        for rows, columns in (256, 200), (200, 256):
+            w = parameter(Spec("layers.3.ffn.w_up", (rows, columns)), {}, torch.float32)
+            with pytest.raises(ValueError) as error:
+                Fp8(RECIPES[name], torch.float32).quantise_weight((w,))
+            assert str(error.value) == (f"layers.3.ffn.w_up is {rows} x {columns} on this rank: in FP8 with {how}, "
+                                        f"multiples of {unit}")
 
 
 # ---- layers on ranks ------------------------------------------------------------------------------------------------
@@ -539,6 +578,22 @@ def test_the_kernel_quantises_as_torch_does(format, T, K):
             assert all(map(same, both, quantise(x, format, pow2=pow2, tiles=True)))
     rows, nothing = fp8_kernels.quantise(x, format, None, SMALLEST, columnwise=False)
     assert nothing is None and same(rows, quantise(x, format)[0])
+    nothing, columns = fp8_kernels.quantise(x, format, None, SMALLEST, rowwise=False)
+    assert nothing is None and same(columns, quantise(x, format)[1])
+
+
+@pytest.mark.parametrize("T, K", [(40, 144), (128, 16), (130, 80), (0, 128)])
+def test_with_one_scale_the_kernel_needs_no_whole_tiles_and_no_rows(T, K):
+    """Nor rows that are contiguous."""
+    x, scale = normal(K, T, dtype=torch.float32).t(), torch.tensor(0.005)
+    assert all(map(same, fp8_kernels.quantise(x, E4M3, scale, SMALLEST), quantise(x, E4M3, scale)))
+    assert T or all(map(same, fp8_kernels.quantise(x, E4M3, None, SMALLEST), quantise(x, E4M3)))
+
+
+def test_the_kernel_quantises_experts_in_one_copy():
+    x = normal(256, 384, dtype=torch.float32)
+    rows, nothing = fp8_kernels.quantise(x, E4M3, None, SMALLEST, columnwise=False, tiles=True)
+    assert nothing is None and same(rows, quantise(x, E4M3, tiles=True)[0])
 
 
 def test_the_kernel_refuses_blocks_that_are_not_whole():
@@ -807,6 +862,28 @@ sys.modules["triton"] = None
 import torch, fp8, train
 fp8.demo()
 """)
+
+
+def test_the_demo_prints_the_errors_of_the_recipes_formula(capsys):
+    """In the same order, of the same numbers."""
+    fp8.demo()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("    ")][1:]
+    generator = torch.Generator().manual_seed(0)
+    x, w = torch.randn(512, 384, generator=generator), torch.randn(256, 384, generator=generator) / 384 ** 0.5
+    dy = torch.randn(512, 256, generator=generator) * torch.exp2(-12 * torch.rand(512, 1, generator=generator))
+    recipes = {**RECIPES, "E4M3 for all, one scale": NAIVE}
+    for outlier, said in (("1", lines[:4]), ("1e+06", lines[4:])):
+        dy[0] *= float(outlier)
+        assert said[0] == f"    the first token's gradient {outlier} times as large"
+        wide = [each.double() for each in (x, w, dy)]
+        exact = wide[0] @ wide[1].t(), wide[2] @ wide[1], wide[2].t() @ wide[0]
+        for line, (name, recipe) in zip(said[1:], recipes.items(), strict=True):
+            assert line.startswith(f"        {name:26s}")
+            errors = [100 * ((a - b).norm(dim=1) / b.norm(dim=1)).mean().item()
+                      for a, b in zip(emulated(*wide, recipe), exact)]
+            errors.append(100 * (in_blocks(dy, recipe.grad, *((1, 128) if recipe.blocks else (0, 0))) == 0).double()
+                          .mean().item())
+            assert [float(number.strip("%")) for number in line[34:].split()] == pytest.approx(errors, abs=0.006)
 
 
 # ---- training -------------------------------------------------------------------------------------------------------

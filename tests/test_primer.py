@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 from collections import Counter
+from functools import cache, partial
 
 os.environ["TRITON_INTERPRET"] = "1"  # before primer defines its kernels
 
@@ -365,14 +366,88 @@ def test_cuda_gelu_computes_gelu_when_a_cpu_plays_every_thread(tmp_path):
 
 # ---- the demo, and what only a GPU can show -------------------------------------------------------------------------
 
-def test_the_demo_shows_what_there_is_without_a_gpu(capsys):
+def test_the_demo_shows_what_there_is_without_a_gpu(monkeypatch, capsys):
+    """Bytes asked for by hand, in multiples of n^3 bytes; of L1 at 132 SMs x 128 bytes x 1.98 GHz."""
+    monkeypatch.setattr(primer, "bytes_moved", cache(bytes_moved))
     primer.show_on_cpu()
     out = capsys.readouterr().out
     assert all(len(line) <= 120 and line == line.rstrip() for line in out.splitlines())
     for text in ("32 sectors: 1,024 bytes asked for, 64 used", "2 sectors: 64 bytes asked for, 64 used",
                  "2 rows + 6 columns = 8        3 rows + 3 columns = 6", "Not run: any timing"):
         assert text in out
-    assert all(f"    {name} " in out for name in LADDER)
+    lines = {line.split()[0]: line for line in out.splitlines() if " from memory " in line}
+    n, asked = 8192, {"uncoalesced": 33, "coalesced": 3, "tiled": 2 * 2 / 64, "grouped": 2 * 2 / 128,
+                      "masked": 2 * 2 / 128, "pipelined": 2 / 128 + 2 / 256, "persistent": 2 / 128 + 2 / 256}
+    for name, each in asked.items():
+        l1 = each * n ** 3 + (32 if name == "uncoalesced" else 2) * n ** 2
+        times = {"compute": 2 * n ** 3 / (989e12 if each < 1 else 67e12), "L1": l1 / (132 * 128 * 1.98e9),
+                 "memory": primer.bytes_moved(LADDER[name], n, n, n, 2) / 4.8e12}
+        least = max(times, key=times.get)
+        printed = re.search(r"asked for +([\d,]+) GB +from memory +([\d.]+) GB +([\d.]+) ms \((\w+)\)$", lines[name])
+        assert printed.groups() == (f"{l1 / 1e9:,.0f}", f"{times['memory'] * 4.8e12 / 1e9:.1f}",
+                                    f"{times[least] * 1e3:.1f}", least)
+    assert lines["A,"].endswith(f"from memory {6 * n * n / 1e9:4.1f} GB") and list(lines) == [*LADDER, "A,"]
+
+
+def test_the_demo_draws_sectors_and_the_order_of_programs():
+    name, strip = primer.draw_sectors("coalesced", 4, 4).splitlines()
+    assert name == f"    {'coalesced':31s} at bytes 0 4 8 12 16 ..."
+    assert strip == "          8  8  8  8" + "  ·" * 13 + " ...   4 sectors: 128 bytes asked for, 128 used"
+    assert primer.draw_order(2, 4, 5) == [
+        "GROUP = 2", "[ 0][ 2][ 4]  6 ", "[ 1][ 3]  5   7 ", "  8  10  12  14 ", "  9  11  13  15 ",
+        "2 rows + 3 columns = 5"]
+
+
+def test_what_a_gpu_would_print(monkeypatch, capsys):
+    """Of measurements that take exactly twice their bound; torch.mm takes half of the last rung's time."""
+    n = 4096
+    monkeypatch.setattr(primer, "processors", lambda device: 132)
+    monkeypatch.setattr(primer, "make_cold_inputs", lambda make: [make])
+
+    def seconds(function, inputs, repeats=20):
+        if function is torch.mm:
+            return bound(LADDER["persistent"], n, n, n, 2, primer.H200)[0]
+        if isinstance(function, partial) and function.func is matmul:
+            rung, (size,) = function.args[0], inputs[0].args
+            return 2 * bound(rung, size, size, size, 2, primer.H200)[0]
+        return 2 * 8 * 2 ** 20 / 4.8e12
+
+    monkeypatch.setattr(primer, "measure_seconds", seconds)
+    rows = primer.measure_ladder(n)
+    assert [row.name for row in rows] == [*LADDER, "torch.mm"]
+    for row in rows:
+        size, rung = 2048 if "coalesced" in row.name else n, LADDER.get(row.name)
+        assert row.flops == 2 * size ** 3
+        assert row.bytes == (bytes_moved(rung, size, size, size, 2, 132) if rung else 3 * n * n * 2)
+    monkeypatch.setattr(primer, "gelus", lambda: {"eager": primer.gelu_eager})
+    monkeypatch.setattr(primer, "format_profile", lambda function, *inputs: "a profile")
+    monkeypatch.setattr(primer, "random_pair", lambda n: ())
+    monkeypatch.setattr(primer, "measure_ladder", lambda n: rows)
+    monkeypatch.setattr(torch, "randn", lambda *shape, device: None)
+    for card, known in ("NVIDIA H200", True), ("NVIDIA H100 80GB HBM3", True), ("NVIDIA H100 PCIe", False):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda card=card: card)
+        primer.show_on_gpu(n, 2 ** 20)
+        lines = capsys.readouterr().out.splitlines()
+        assert sum("of the bound (" in line for line in lines) == known * (len(LADDER) + 1)
+        if card == "NVIDIA H200":
+            for line, row, before in zip(lines[2:], rows[:-1], [None, *rows]):
+                rate = row.flops / row.seconds
+                gain = before and rate / (before.flops / before.seconds)
+                size = 2048 if "coalesced" in row.name else n
+                assert line.startswith(f"    {row.name:12s} n = {size:5d} {row.seconds * 1e3:9.3f} ms "
+                                       f"{rate / 1e12:7.2f} TFLOP/s   50% of the bound (")
+                assert line.endswith(f")  {gain:5.2f} x: {LADDER[row.name].idea}" if gain else ")")
+            assert lines[11] == "    the last rung has 0.50 of the rate of torch.mm (cuBLAS)"
+            assert lines[13].endswith("2,400 GB/s, as if fused   50% of the bound (memory)")
+        assert lines[14] == "    GELU, CUDA: not run, since it needs nvcc, what it links with, and ninja"
+
+
+def test_versions_of_gelu_are_the_same_function(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    versions = primer.gelus.__wrapped__()
+    assert [*versions] == ["eager", "F.gelu", "torch.compile", "Triton"]
+    torch.testing.assert_close(versions["F.gelu"](NUMBERS), versions["eager"](NUMBERS), rtol=1e-5, atol=1e-6)
 
 
 def test_a_profile_lists_operations():
