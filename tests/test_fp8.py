@@ -482,6 +482,8 @@ def test_what_waits_for_a_weight_gradient_is_fp8(name, block):
     assert {item.dtype for item in held} <= {E4M3, E5M2, torch.float32} and not any(item.requires_grad for item in held)
     assert sum(item.nbytes for item in held if item.dtype == torch.float32) <= (256 + 128) * 256 // BLOCK * 4  # scales
     assert sum(item.numel() for item in held if item.dtype != torch.float32) == 256 * (128 + 256)  # x and dY
+    freed, = (call.holds for call in param._queue[0, 0])  # beside what it gathers
+    assert freed == (0 if block == "row" else 256 * 256 + (256 * 256 // BLOCK * 4 if name == "blockwise" else 4))
     assert w.grad is None
     param.backward_weight((0, 0))
     assert w.grad is not None and not w.grad.requires_grad

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from triton.runtime.interpreter import InterpreterBuilder
 
+import costs
 import primer
 from ahead import by_the_pinned_compiler, run
 from exact import gpu
@@ -240,12 +241,16 @@ def test_the_roof_is_the_largest_of_three():
     assert bound(rung, 64, 64, 64, 2, card._replace(memory=1.0)) == (bytes_moved(rung, 64, 64, 64, 2), "memory")
     assert bound(rung, 64, 64, 64, 2, card._replace(l1=1.0)) == (bytes_asked(rung, 64, 64, 64, 2), "L1")
     assert bound(LADDER["coalesced"], 1, 128, 64, 2, card) == (2 * 128 * 64, "compute")  # no tensor cores
+    for name, card in primer.CARDS.items():
+        assert card.tensor == costs.PEAK_TFLOPS[name] * 1e12
+        assert card.fma == pytest.approx(132 * 128 * 2 * 1.98e9, rel=0.01)  # SMs, fp32 lanes, an FMA, clock
 
 
 # ---- what rungs compile to ------------------------------------------------------------------------------------------
 
 AHEAD = """
 import json
+import costs
 import primer
 from ahead import ahead
 
@@ -390,9 +395,9 @@ def test_the_demo_shows_what_there_is_without_a_gpu(monkeypatch, capsys):
 
 
 def test_the_demo_draws_sectors_and_the_order_of_programs():
-    name, strip = primer.draw_sectors("coalesced", 4, 4).splitlines()
-    assert name == f"    {'coalesced':31s} at bytes 0 4 8 12 16 ..."
-    assert strip == "          8  8  8  8" + "  ·" * 13 + " ...   4 sectors: 128 bytes asked for, 128 used"
+    name, strip = primer.draw_sectors("apart", 8, 2).splitlines()
+    assert name == f"    {'apart':31s} at bytes 0 8 16 24 32 ..."
+    assert strip == "        " + "  4" * 8 + "  ·" * 9 + " ...   8 sectors: 256 bytes asked for, 64 used"
     assert primer.draw_order(2, 4, 5) == [
         "GROUP = 2", "[ 0][ 2][ 4]  6 ", "[ 1][ 3]  5   7 ", "  8  10  12  14 ", "  9  11  13  15 ",
         "2 rows + 3 columns = 5"]
@@ -439,6 +444,8 @@ def test_what_a_gpu_would_print(monkeypatch, capsys):
                 assert line.endswith(f")  {gain:5.2f} x: {LADDER[row.name].idea}" if gain else ")")
             assert lines[11] == "    the last rung has 0.50 of the rate of torch.mm (cuBLAS)"
             assert lines[13].endswith("2,400 GB/s, as if fused   50% of the bound (memory)")
+        if card == "NVIDIA H100 80GB HBM3":  # whose memory moves 3.35e12 bytes per second
+            assert lines[13].endswith("2,400 GB/s, as if fused   72% of the bound (memory)")
         assert lines[14] == "    GELU, CUDA: not run, since it needs nvcc, what it links with, and ninja"
 
 
