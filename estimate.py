@@ -191,11 +191,11 @@ def step_seconds(run: Run, stages: list[Parts] | None = None, simulated: bool = 
         elements = costs.bucket_elements(run.settings, mine, 2)
         one = Seconds(*map(sum, zip(*(sums[stage] for stage in mine))))
         data = max(data, data_parallel_seconds(run, elements, sum(map(len, mine.values())), one, busy[busiest]))
-        shards = grid.dp // grid.dp_replicate * grid.cp if grid.zero else 1
+        shards = footprint.shards_of(run.settings)
         quantised = costs.fp8_elements(run.settings, chain(*mine.values())) * costs.fp8_bytes(run.settings)
         times = 2 * run.micro_batches if grid.zero == 3 else 1  # weights are quantised when they change or are gathered
-        update = max(update, update_seconds(run, [count / shards for count in chain(*elements.values())])
-                     + run.memory(times * quantised))
+        sharded = [count / shards[axis] for axis, counts in elements.items() for count in counts]
+        update = max(update, update_seconds(run, sharded) + run.memory(times * quantised))
     spent |= dict(dp=data, tie=tied_seconds(run), optimizer=update, fixed=run.constants.fixed_s)
     return Step(seconds + sum(spent[name] for name in ("dp", "tie", "optimizer", "fixed")), spent)
 

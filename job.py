@@ -97,7 +97,7 @@ def open_saver(job: Job, path: Path | None) -> None:
     if folder:
         pieces = list(checkpoint.pieces_of_run(job.optimizer, job.model.routers, job.groups, saving=True))
         job.saver = Saver(folder, pieces, run.keep, job.host, state.step if continues else 0, temporary=not out)
-    done = state.step if state.step == steps else None
+    done = state.step if state.step >= steps else None
     if out and (continues or not path):
         done = job.saver.done_before
     if rank(job.groups["world"]) == 0 and (path or done):

@@ -527,7 +527,7 @@ def linear_cross_entropy(x: Tensor, weight: torch.nn.Parameter, labels: Tensor, 
     check_launch(x, weight)
     if not torch.is_grad_enabled():  # gradients would be computed for nothing
         x, weight = x.detach(), weight.detach()
-    counts = (labels != IGNORED).float()
+    labels, counts = labels.contiguous(), (labels != IGNORED).float()
     weights = counts if weights is None else counts * weights
     loss_grad = counts.new_ones(()) if loss_grad is None else loss_grad.to(counts.dtype)
     return LinearCrossEntropy.apply(x, weight, labels, weights, z_loss, vocab.start, group, chunk, loss_grad)

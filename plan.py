@@ -202,7 +202,7 @@ WHY = {"matmul": "matrix products at the speed that models reach",
        "elementwise": "norms, SwiGLU, residuals: limited by memory",
        "quantise": "operands of FP8 matmuls", "attention": "visible scores",
        "tp": "tensor parallel, not hidden", "cp": "keys and values, not hidden",
-       "ep": "dispatch and combine", "recomputed": "forward in backward", "launch": "layers below their launches",
+       "ep": "dispatch and combine", "offload": "inputs of blocks, to the host and back, not hidden", "recomputed": "forward in backward", "launch": "layers below their launches",
        "head": "logits and loss", "bubble": "the pipeline fills, drains or waits", "dp": "data axis, not hidden",
        "tie": "a tied table's gradient, summed over its two stages",
        "optimizer": "gradients, weights and moments, read and written; FP8 weights", "fixed": "per step"}

@@ -485,7 +485,9 @@ def break_even(first: Callable, second: Callable, n: int) -> float:
     """The bytes, in units of α/β, above which `first` is faster than `second`; inf: never, 0: always."""
     hops = cost(first, n, 1).hops - cost(second, n, 1).hops
     load = cost(second, n, 1, α=0, β=1).time - cost(first, n, 1, α=0, β=1).time
-    return math.inf if load <= 0 else max(0.0, hops / load)
+    if load <= 0:
+        return math.inf if load < 0 or hops >= 0 else 0.0
+    return max(0.0, hops / load)
 
 
 class Message(NamedTuple):

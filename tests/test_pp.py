@@ -25,8 +25,19 @@ from meter import Meter
 from model import Execution, Llama
 from param import Spec, backward_weight, draw, parameter
 from rendezvous import check_rendezvous, replay, stream_of_link
-from schedules import (SCHEDULES, Action, Costs, Plan, Span, Transfer, activations_held, bubble, lower, make_plan,
-                       simulate)
+from schedules import (
+    SCHEDULES,
+    Action,
+    Costs,
+    Plan,
+    Span,
+    Transfer,
+    activations_held,
+    bubble,
+    lower,
+    make_plan,
+    simulate,
+)
 from tp import TensorParallel, column, row
 from zero import Optimizer
 
@@ -305,14 +316,14 @@ def test_boxes_lie_where_their_times_are_and_later_chunks_look_different():
     spans = simulate(make_plan("zb-v", 2, 4))
     plain, colored = (pp.schedules.draw(spans, color).splitlines() for color in (False, True))
     colors = set()
-    for r, (row, line) in enumerate(zip(spans, plain)):
-        assert line.startswith(f"rank  {r} ") and len(line[8:].split()) == len(row)
+    for r, (actions, line) in enumerate(zip(spans, plain)):
+        assert line.startswith(f"rank  {r} ") and len(line[8:].split()) == len(actions)
         boxes = re.findall(r"\033\[(4;)?48;5;(\d+);30m(.*?)\033\[0m", colored[r])
-        for ((op, stage, k), start, stop), (underline, number, text) in zip(row, boxes, strict=True):
+        for ((op, stage, k), start, stop), (underline, number, text) in zip(actions, boxes, strict=True):
             assert line[8 + round(3 * start):8 + round(3 * stop)].strip() == f"{op if stage == r else op.lower()}{k}"
             assert text.strip() == str(k) and len(text) == 3 * (stop - start) - 1 and bool(underline) == (stage != r)
             colors.add((op, number))
-        assert len(re.sub(r"\033.*?m", "", colored[r])) == 8 + 3 * row[-1].stop - 1  # no gap at the end
+        assert len(re.sub(r"\033.*?m", "", colored[r])) == 8 + 3 * actions[-1].stop - 1  # no gap at the end
     assert len(colors) == len(dict(colors)) == len({number for _, number in colors}) == 3  # F, I and W
 
 
@@ -331,12 +342,12 @@ def test_an_svg_shows_times_chunks_and_activations_to_scale():
     held = [item.attrib["d"] for tag, item in elements if tag == "path" and item.get("class") == "held"]
     assert [item.text.split(":")[0] for _, item in elements if item.get("class") == "title"] == ["1f1b", "zb-v"]
     for spans in panels.values():
-        for r, row in enumerate(spans):
-            mine, boxes = boxes[:len(row)], boxes[len(row):]
-            labels, numbers = numbers[:len(row)], numbers[len(row):]
+        for r, actions in enumerate(spans):
+            mine, boxes = boxes[:len(actions)], boxes[len(actions):]
+            labels, numbers = numbers[:len(actions)], numbers[len(actions):]
             top, = {box.attrib["y"] for box in mine}
             path, count = [], 0
-            for ((op, stage, k), start, stop), box, label in zip(row, mine, labels):
+            for ((op, stage, k), start, stop), box, label in zip(actions, mine, labels):
                 place = [56 + start * unit, (stop - start) * unit]
                 assert numbers_of(box, "x", "width") == pytest.approx(place, abs=0.1)
                 assert box.attrib["class"] == op and ("opacity" in box.attrib) == (stage != r)
@@ -347,7 +358,7 @@ def test_an_svg_shows_times_chunks_and_activations_to_scale():
             drawn = re.fullmatch(r"M56 (\d+)((?:H[\d.]+V[\d.]+)+)Z", held.pop(0))
             assert float(drawn[1]) == float(top) + 31
             assert [float(x) for x in re.findall(r"[\d.]+", drawn[2])] == pytest.approx(path, abs=0.1)
-        ticks = 1 + int(max(row[-1].stop for row in spans)) // 5
+        ticks = 1 + int(max(actions[-1].stop for actions in spans)) // 5
         for i, tick in enumerate(numbers[:ticks]):
             assert tick.text == str(5 * i) and numbers_of(tick, "x") == pytest.approx([56 + 5 * i * unit], abs=0.1)
         numbers = numbers[ticks:]
