@@ -237,6 +237,154 @@ def slower(flags: str, more: str, **rest) -> float:
         run_for(flags, **rest)).seconds
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "afab", "interleaved", "zb-h1", "zb1p", "zb-v", "dualpipev"])
+def test_few_micro_batches_show_what_many_need(schedule):
+    """Memory and time of a plan that is cut short, beside those of all of it; also where p does not divide them, and
+    where chunks take turns in groups."""
+    for m, group in ((61, 0), (64, 0), (66, 0), (63, 7)):
+        if group and schedule != "interleaved":
+            continue
+        flags = f"--layers 16 --pp 4 --global-batch {m} --micro-batch 1 --schedule {schedule} --pp-group {group}"
+        try:
+            run = run_for(flags, 4)
+        except ValueError:
+            continue  # not with so many micro-batches
+        grid = run.settings.grid
+        whole = estimate.plans_in_memory(schedule, 4, m, grid.chunks, group)
+        for rank in range(4):
+            most, backwards = estimate.plan_in_memory(run, rank)
+            assert most == whole[rank][0] and set(backwards) == set(whole[rank][1]), (m, rank)
+        stages = [Seconds(1.0, 1.1, 0.9 + 0.05 * i) for i in range(4 * grid.chunks)]
+        times = [dict(F=s.forward, B=s.input + s.weight, I=s.input, W=s.weight) for s in stages]
+        actions = estimate.order(schedule, 4, m, grid.chunks, group)
+        expected, _ = estimate.simulate(actions, 4, times, estimate.hop_seconds(run))
+        assert estimate.pipeline_seconds(run, stages)[0] == pytest.approx(expected, rel=2e-3), m
+
+
+def test_the_bound_of_equal_stages_is_the_pipelines_formula():
+    """(m + p - 1) times a micro-batch, p - 1 of them in 1 / chunks of the time, and 2 (p - 1) hops."""
+    for chunks, schedule in (1, "1f1b"), (2, "interleaved"):
+        run = run_for(f"--layers 8 --pp 4 --global-batch 8 --micro-batch 1 --schedule {schedule}", 4)
+        stages = [Seconds(1.0, 1.0, 1.0)] * 4 * chunks
+        hops = 6 * estimate.hop_seconds(run)
+        bound, busy = estimate.bound_seconds(run, stages)
+        assert bound == pytest.approx((8 + 3 / chunks) * 3 * chunks + hops) and busy == [24.0 * chunks] * 4
+        assert bound <= estimate.pipeline_seconds(run, stages)[0] * 1.001
+    assert estimate.bound_seconds(run_for("--layers 8 --global-batch 8 --micro-batch 1"), [Seconds(1.0, 1.0, 1.0)]) == (
+        24.0, [24.0])
+
+
+@pytest.mark.parametrize("flags, nbytes, stride", [
+    ("--dp 2 --tp 4 --pp 2", 2 * 4096 * 4096 / 4, 8), ("--dp 2 --tp 4 --pp 2 --no-sp", 2 * 4096 * 4096, 8),
+    ("--cp 2 --pp 4", 2 * 2048 * 4096, 4)])
+def test_a_hop_is_a_micro_batchs_activations_to_the_other_half_of_the_ranks(flags, nbytes, stride):
+    run = run_for(f"--preset llama-3.1-8b --seq 4096 --global-batch 8 --micro-batch 1 {flags}")
+    assert estimate.hop_seconds(run) == pytest.approx(run.collective(nbytes, 2, stride))
+
+
+@pytest.mark.parametrize("level, overlap, sent, calls", [
+    (0, True, 8, 2), (1, True, 4 + 2, 2), (1, False, 8 + 2, 2), (2, True, 4 * 4 + 2, 5), (3, True, 4 * (4 + 4), 12)])
+def test_what_each_level_of_zero_sends_and_how_often(monkeypatch, level, overlap, sent, calls):
+    """4 micro-batches: 2 P, 2 P, (A + 1) P and 3 A P elements, times (n-1)/n; gradients 4 bytes, weights 2. Calls:
+    gradients, weights; per micro-batch gradients, or weights twice and gradients; two layers share one."""
+    seen = []
+    monkeypatch.setattr(Run, "collective", lambda self, nbytes, n, stride=1, collective="all_gather", calls=1:
+                        seen.append((nbytes, collective, calls)) or 0.0)
+    run = run_for(f"--dp 8 --zero {level} --global-batch 32 --micro-batch 1", kernels=stagetime.Kernels(
+        overlap=overlap))
+    estimate.data_parallel_seconds(run, dict(dp=[900, 60]), 10, Seconds(), 0.0)
+    assert seen == [(7 / 8 * 960 * sent, "all_gather" if level else "all_reduce", calls * 10 / 2)]
+    seen.clear()
+    hybrid = run_for("--dp 8 --zero 1 --dp-replicate 2 --global-batch 32 --micro-batch 1")
+    estimate.data_parallel_seconds(hybrid, dict(dp=[960]), 10, Seconds(), 0.0)
+    assert [calls for _, _, calls in seen] == [10, 5]
+
+
+@pytest.mark.parametrize("level, hides", [(0, 2 + 3), (1, 1 + 2 + 3), (2, 60), (3, 60)])
+def test_the_data_axis_hides_under_what_its_level_lets_it(monkeypatch, level, hides):
+    """The last backward, with level 1 a forward, too; with 2 and 3 all micro-batches, but only a part of it."""
+    monkeypatch.setattr(Run, "collective", lambda *_, **__: 200.0)
+    run = run_for(f"--dp 8 --zero {level} --global-batch 80 --micro-batch 1")
+    exposed = estimate.data_parallel_seconds(run, dict(dp=[960]), 1, Seconds(1.0, 2.0, 3.0), 60.0)
+    least = 200 * (1 - run.constants.hidden) if level >= 2 else 0.0
+    assert exposed == max(200 - hides, least)
+
+
+@pytest.mark.parametrize("flags, shards", [
+    ("--dp 4 --zero 1 --dp-replicate 2", 2), ("--dp 4 --zero 3", 4), ("--dp 4 --zero 0", 1),
+    ("--dp 2 --cp 2 --zero 1", 4)])
+def test_an_update_is_of_a_shard(flags, shards):
+    parts = estimate.step_seconds(run_for(f"--preset llama-3.1-8b --global-batch 8 {flags}")).parts
+    assert parts["optimizer"] == pytest.approx(40 * 8_030_261_248 / shards / 3.35e12)
+
+
+def test_an_update_on_the_host_is_of_the_moments_that_there_are():
+    """Of a parameter: on the GPU 22 bytes, on the host 18 and the moments' reads and writes."""
+    for flags, moments in ("", 16), ("--moments bf16", 8), ("--optimizer sgd", 0):
+        run = run_for(f"{OFFLOADED} optimizer {flags}", 1)._replace(
+            machine=TWO_LEVELS._replace(memory_bandwidth=1.0, host_link=math.inf, host_memory=1.0))
+        assert estimate.update_seconds(run, [3.0]) == (22 + 18 + moments) * 3
+
+
+def test_fp8_weights_are_quantised_whenever_they_are_gathered():
+    """Twice per micro-batch at level 3, once a step below it."""
+    flags = "--preset llama-3.1-8b --dp 8 --seq 4096 --global-batch 32 --micro-batch 1 --fp8-ends --fp8"
+    matrices = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336)
+    for level, times in (1, 1), (3, 2 * 4):
+        with_fp8, without = (estimate.step_seconds(run_for(f"{flags} {recipe} --zero {level}")).parts["optimizer"]
+                             for recipe in ("tensorwise", "none"))
+        assert with_fp8 - without == pytest.approx(times * matrices * 6 / 3.35e12)
+
+
+def test_the_ends_of_a_pipeline_both_count():
+    """The first rank has a table, the last one has it and fewer layers: the larger is what the step waits for."""
+    for flags in "--layers 8 --vocab 200000", "--layers 9 --vocab 128":
+        run = run_for(f"{flags} --hidden 256 --heads 4 --dp 2 --pp 2 --zero 0 --global-batch 8 --micro-batch 1")
+        elements = [sum(map(sum, costs.bucket_elements(run.settings, estimate.stages_of_rank(run, rank), 2).values()))
+                    for rank in (0, 1)]
+        assert estimate.step_seconds(run).parts["optimizer"] == pytest.approx(40 * max(elements) / 3.35e12)
+
+
+@pytest.mark.parametrize("flags", [
+    "--pp 4 --schedule 1f1b", "--pp 4 --schedule zb-v", "--pp 4 --schedule interleaved", "--pp 3 --layers 15",
+    "--pp 4 --schedule zb-h1 --recompute full", "--pp 4 --vocab 200000", "--pp 4 --layers 17", "--pp 2 --tied"])
+def test_no_rank_needs_more_than_what_is_said(flags):
+    run = run_for(f"--layers 16 --hidden 256 --heads 4 --vocab 256 --global-batch 16 --micro-batch 1 {flags}")
+    every = [sum(estimate.memory_of_rank(run, rank).values()) for rank in range(run.settings.grid.pp)]
+    assert sum(estimate.memory(run).values()) == max(every)
+
+
+def test_a_fit_is_as_likely_as_the_error_of_a_prediction_says():
+    """Half where a run needs, with what is reserved, all that can be used; 84% where it needs a standard deviation of
+    12% less: e^-0.12 of it."""
+    run = run_for("--preset tiny")
+    usable = 0.95 * 80 * 2**30
+    for share, expected in (1.0, 0.5), (math.exp(-0.12), 0.8413), (math.exp(0.24), 0.0228):
+        assert estimate.probability_of_fit(run, share * usable - 0.3e9) == pytest.approx(expected, abs=1e-4)
+    large = run_for("--preset llama-3.1-8b --dp 8 --zero 1 --seq 8192 --global-batch 8 --micro-batch 1")
+    found = plan.predict(large)
+    assert found.memory_gb == pytest.approx(sum(estimate.memory(large).values()) / 1e9 + 0.3)
+    assert found.fits == pytest.approx(estimate.probability_of_fit(large, found.memory_gb * 1e9 - 0.3e9))
+
+
+def test_other_codes_hold_more():
+    """Gradients in 16 bits beside those in fp32; what layers save times 1.4, logits in 16 bits and in fp32, twice;
+    gathered inputs of all layers in flight, less the shard that is saved anyway."""
+    flags = "--preset llama-3.2-1b --dp 2 --tp 2 --pp 2 --global-batch 8 --micro-batch 1 --seq 2048"
+    ours = run_for(flags)
+    theirs = ours._replace(kernels=stagetime.Kernels(fused=False, gathered=2))
+    logits = 2048 * 128256 / 2 * (2 + 4 + 4)
+    for rank, count in (0, 2), (1, 1):
+        fused, unfused = (estimate.memory_of_rank(run, rank) for run in (ours, theirs))
+        elements = fused["weights"] // 2
+        assert unfused["gradients"] - fused["gradients"] == 2 * elements
+        layers = len(costs.stages_of(ours.settings)[rank])
+        assert unfused["gathered"] == 2 * layers * count * 2048 * 2 * 2048 / 2 and "gathered" not in fused
+        body = estimate.activations_of_rank(ours, 0) if rank == 0 else estimate.footprint.activation_bytes(
+            ours.settings, 2, [range(layers)], 1, False)
+        assert estimate.activations_of_rank(theirs, rank) == pytest.approx(1.4 * body + (logits if rank else 0))
+
+
 def test_what_costs_time_does():
     grid = "--preset llama-3.1-8b --dp 8 --zero 1 --seq 4096 --global-batch 64 --micro-batch 2"
     assert 1.2 < slower(grid, "--recompute full") < 1.4
@@ -347,6 +495,145 @@ def test_zigzag_context_parallelism_divides_the_scores_equally():
     assert four.parts["cp"] > 0
 
 
+def layer(flags: str, number: int = 0, ranks: int = 0, **rest) -> dict[str, Seconds]:
+    return stagetime.layer_parts(run_for(f"--preset llama-3.1-8b --seq 4096 --global-batch 64 --micro-batch 2 {flags}",
+                                         ranks, **rest), number)
+
+
+def test_a_layers_parts_are_their_formulas():
+    """On an H100, with T = 8,192 tokens: matrices 3 times, each with what it reads and writes, weight gradients with 14
+    bytes per weight; activations a third in forward; half of the scores, 3.5 times, at half of the peak or so."""
+    parts, c = layer("--micro-batch 2"), stagetime.CONSTANTS
+    weights = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)
+    product = 2 * 8192 * weights / (794e12 * c.hopper)
+    norms = 2 * 4096  # they are read and written, too
+    assert parts["matmul"] == pytest.approx((product + 2 * (weights + norms) / 3.35e12,) * 2
+                                            + (product + 14 * (weights + norms) / 3.35e12,))
+    scores = 2 * 2 * 8192 * 4096 * 2048 / (0.33 * 989e12)
+    assert parts["attention"] == pytest.approx((scores, 2.5 * scores, 0))
+    saved = 2 * (4096 * 6 + 2 * 1024 + 3 * 14336) + 2 * 4 + 4 * 32  # inputs of all, statistics, logsumexp
+    touched = 8192 * saved * c.fused / 3.35e12
+    assert parts["elementwise"] == pytest.approx((touched / 3, touched * 2 / 3, 0))
+    unfused = layer("", kernels=stagetime.Kernels(fused=False))["elementwise"]
+    assert unfused.total == pytest.approx(8192 * saved * c.passes / 3.35e12)
+    assert set(parts) == {"matmul", "attention", "elementwise", "launch"} and parts["launch"] == Seconds()
+    assert "launch" not in layer("", kernels=stagetime.Kernels(launch=False))
+
+
+@pytest.mark.parametrize("attention, machine, fraction", [
+    ("flash1", "a100", 0.35), ("flash1", "h100", 0.20), ("flash2", "a100", 0.60), ("flash2", "h100", 0.33),
+    ("flash3", "a100", 0.60), ("flash3", "h100", 0.60), ("flash3", "b200", 0.60)])
+def test_attention_reaches_its_fraction_of_the_peak(attention, machine, fraction):
+    made = layer("", machine=machine, kernels=stagetime.Kernels(attention=attention))["attention"]
+    peak = dict(a100=312e12, h100=989e12, b200=2250e12)[machine]
+    assert made.forward == pytest.approx(4 * 8192 * 4096 * 2048 / (fraction * peak))
+
+
+def test_scores_in_memory_are_read_and_written():
+    """8.5 passes forward and 9.5 backward in 16 bits, of which a third is forward, and all of q, k, v and the result."""
+    made = layer("", kernels=stagetime.Kernels(attention="standard"))["attention"]
+    flops = 2 * 2 * 8192 * 4096 * 4096 / (794e12 * stagetime.CONSTANTS.hopper)  # masked ones, too
+    nbytes = (18 * 2 * 32 * 4096 * 4096 + 12 * 2 * 32 * 4096 * 128) * 2 / 3.35e12  # of two sequences
+    assert made == pytest.approx((flops + nbytes / 3, 2 * flops + nbytes * 2 / 3, 0))
+
+
+def test_a_layer_below_its_launches_takes_as_long_as_those():
+    parts = stagetime.layer_parts(run_for("--preset tiny --global-batch 1 --micro-batch 1"), 0)
+    forward = sum(part.forward for part in parts.values())
+    whole = sum(part.total for part in parts.values())
+    assert (forward, whole) == pytest.approx((stagetime.CONSTANTS.launch_s / 3, stagetime.CONSTANTS.launch_s))
+
+
+def test_recomputation_repeats_the_forward_but_what_no_backward_reads():
+    """In full: neither the last matmul, down, nor its reduce-scatter; selective: half of what a forward touches."""
+    parts = layer("--tp 2 --recompute full")
+    others = {name: part for name, part in parts.items() if name != "recomputed"}
+    down = 2 * 8192 * 4096 * 14336 / 2 / (794e12 * stagetime.CONSTANTS.hopper)
+    expected = sum(part.forward for part in others.values()) - down - others["tp"].forward / 4
+    assert parts["recomputed"] == pytest.approx((0, expected, 0))
+    some = layer("--tp 2 --recompute selective")
+    assert some["recomputed"] == pytest.approx((0, some["elementwise"].forward / 2, 0))
+    experts = dict(preset="mixtral-8x7b", seq=4096, global_batch=64, micro_batch=1, dp=8, ep=8, recompute="full")
+    parts = stagetime.layer_parts(plan.run_of(experts), 0)
+    others = {name: part for name, part in parts.items() if name != "recomputed"}
+    down = 2 * 4096 * 2 * 4096 * 14336 / (794e12 * stagetime.CONSTANTS.hopper)  # of two experts per token
+    expected = sum(part.forward for part in others.values()) - down - others["ep"].forward / 2
+    assert parts["recomputed"] == pytest.approx((0, expected, 0))
+
+
+def no_latency(run: Run, bandwidth: float) -> Run:
+    return run._replace(machine=run.machine._replace(levels=(Level("node", 1 << 20, 0.0, bandwidth),)))
+
+
+@pytest.mark.parametrize("style, forward, backward", [("allgather", 1, 2), ("ring", 1, 2), ("ulysses", 0, 0)])
+def test_what_context_parallel_ranks_send(style, forward, backward):
+    """Of 4 ranks with 2,048 tokens each, 2 bytes: all-gather and ring: 3 times its own keys and values, gradients too;
+    Ulysses: 3/4 of q, k, v and the result, forward and backward. A ring's are under the scores."""
+    run = no_latency(run_for("--preset llama-3.1-8b --cp 4 --tp 2 --seq 8192 --global-batch 1 --micro-batch 1 "
+                             f"--cp-style {style}"), 1e9)
+    kv, q = 2 * 4 * 128, 16 * 128  # on one of two tensor parallel ranks
+    one = 3 * 2 * 2048 * kv / 1e9 / run.constants.node
+    scores = Seconds(0.2e-3, 0.5e-3) if style == "ring" else Seconds(9.0, 9.0)
+    made = stagetime.context_parallel_part(run, scores)["cp"]
+    if style == "ulysses":
+        forward = backward = 2 * 2048 * (2 * q + kv) * 3 / 4 / 1e9 / run.constants.node / one
+    hidden = scores if style == "ring" else Seconds()
+    assert made == pytest.approx((forward * one - hidden.forward, backward * one - hidden.input, 0))
+    if style == "ring":
+        assert stagetime.context_parallel_part(run, Seconds(9.0, 9.0))["cp"] == Seconds()
+
+
+@pytest.mark.parametrize("flags, tp", [("--dp 8", 1), ("--dp 4 --tp 2", 2)])
+def test_what_experts_are_sent(flags, tp):
+    """In 16 bits, with 8 bytes per choice and copy and 4 with its gradient: 1.5 choices' mean of both ways. 8 experts
+    on 8 ranks: 2 copies of each token, 7/8 of them elsewhere; dispatch and combine, in forward and in backward."""
+    run = no_latency(run_for(f"--preset mixtral-8x7b {flags} --ep 8 --seq 4096 --global-batch 8 --micro-batch 1"), 1e9)
+    copies = 2 * 4096 / tp
+    one = copies * (2 * 4096 + 2 * (8 + 4) / 4) * 7 / 8 / 1e9 / run.constants.node
+    assert stagetime.expert_parallel_part(run, 0)["ep"] == pytest.approx((2 * one, 2 * one, 0))
+    assert stagetime.expert_parallel_part(run_for("--preset tiny-moe --ep 1"), 3) == {}
+    dense = run_for("--preset tiny-moe --dense-layers 1 --dp 2 --ep 2")
+    assert stagetime.expert_parallel_part(dense, 0) == {} != stagetime.expert_parallel_part(dense, 1)
+
+
+def test_the_heads_parts_are_their_formulas():
+    run = run_for("--preset llama-3.1-8b --tp 2 --seq 4096 --global-batch 2 --micro-batch 2")
+    product = 2 * 8192 * 4096 * 128256 / 2 / (794e12 * stagetime.CONSTANTS.hopper)
+    logits = stagetime.CONSTANTS.logit_bytes * 8192 * 128256 / 2 / 3.35e12
+    parts = stagetime.head_parts(run)
+    assert parts["head"] == pytest.approx((product + logits / 3, product + logits * 2 / 3, product))
+    assert parts["tp"] == stagetime.tensor_parallel_part(run, 1, [product])["tp"]
+
+
+@pytest.mark.parametrize("machine, name", [("a100", "ampere"), ("h100", "hopper"), ("b200", "blackwell"),
+                                           ("mi300x", "hopper")])
+def test_matmuls_have_their_generations_speed(machine, name):
+    run = run_for("--preset tiny", machine=machine)
+    assert run.matmul(1e15) == pytest.approx(1e15 / run.machine.best_matmul() / getattr(run.constants, name))
+
+
+def test_tokens_of_a_rank_are_padded_to_equal_shares():
+    """Of 2 sequences of 50 tokens on cp 2 (two halves of a zig-zag each) and tp 3: 60 tokens, 30 on a rank."""
+    model = "--layers 4 --hidden 48 --heads 6 --kv-heads 6 --ffn 96 --vocab 96 --seq 50 --global-batch 8 --micro-batch 2"
+    assert run_for(f"{model} --cp 2 --tp 3").tokens == 2 * 60 / 2
+    assert run_for(f"{model} --cp 2 --tp 3 --no-sp").tokens == 2 * 52 / 2
+    assert run_for(f"{model} --dp 2").micro_batches == 2
+
+
+@pytest.mark.parametrize("sp, tp", [(True, 1), (True, 2), (False, 2)])
+def test_fp8_operands_of_experts_are_those_of_their_matrices(sp, tp):
+    """Inputs of qkv, the output's, the shared and the routed experts' gate and up, and down; gradients of results.
+    Column parallel layers take a rank's own tokens, row parallel ones its own channels."""
+    model = "--preset tiny-moe --hidden 64 --heads 4 --kv-heads 2 --expert-ffn 48 --shared-experts 2 --top-k 2"
+    flags = f"{model} --dp 2 --tp {tp}" + ("" if sp else " --no-sp")
+    settings, own, q, kv = run_for(flags).settings, tp if sp else 1, 64 / tp, 32 / tp
+    inputs = 64 / own + q + 2 / tp * (64 + 48) + 64 / own + 96 / tp
+    gradients = (q + 2 * kv) + 64 + 2 / tp * (2 * 48 + 64) + 2 * 96 / tp + 64
+    assert costs.fp8_operands(settings, 3) == pytest.approx((inputs, gradients))
+    settings.model.shared_experts = 0
+    assert costs.fp8_operands(settings, 3) == pytest.approx((64 / own + q + 2 / tp * 112, q + 2 * kv + 64 + 320 / tp))
+
+
 def test_unbalanced_experts_take_longer():
     flags = "--preset mixtral-8x7b --dp 8 --ep 8 --zero 1 --seq 4096 --global-batch 64 --micro-batch 1"
     even, uneven = (estimate.step_seconds(run_for(flags, imbalance=x)).parts for x in (1.0, 1.5))
@@ -412,6 +699,171 @@ def test_what_would_hide_hides():
     for name in ("dp: ", "ZeRO", "cp: "):
         few, many = rows[8192][name], rows[16384][name]
         assert many.ratio == pytest.approx(few.ratio / 2) and many.limit(many.ratio) == few.limit(few.ratio)
+
+
+# ---- what is printed ------------------------------------------------------------------------------------------------
+
+def number(text: str) -> float:
+    """The first number of a text."""
+    return float(re.search(r"-?\d[\d,]*(\.\d+)?(e[+-]?\d+)?", text)[0].replace(",", ""))
+
+
+@pytest.mark.parametrize("flags, ours, gpt, why", [
+    ("--preset mixtral-8x7b", dict(
+        vocabulary=2 * 32000 * 4096, attention=32 * (2 * 4096 * 4096 + 2 * 4096 * 1024), experts=32 * 24 * 4096 * 14336,
+        router=32 * 8 * 4096, norms=65 * 4096), (32, 4096, 32000), ["a table for the input and one", "8 of 32 heads"]),
+    ("--layers 3 --hidden 96 --heads 6 --kv-heads 6 --ffn 200 --vocab 120 --tied", dict(
+        vocabulary=120 * 96, attention=3 * 4 * 96 * 96, norms=7 * 96) | {"feed-forward": 3 * 3 * 96 * 200},
+     (3, 96, 120), ["one tied table, as theirs", "four matrices, as theirs", "F = 200; with 8/3 h = 256 "])])
+def test_params_counts_every_component(capsys, flags, ours, gpt, why):
+    """GPT-2's layer: four and eight h x h matrices, biases of 4 h and 5 h, two norms of 2 h; one table, a last norm."""
+    out = printed(capsys, f"params {flags}")
+    rows = {line[:15].strip(" ,").split(",")[0]: line[15:] for line in out.splitlines()[2:]}
+    counts = {name: [int(word.replace(",", "")) for word in re.findall(r"(?:^|\s)([\d,]+)(?=\s)", line)[:2]]
+              for name, line in rows.items()}
+    L, h, V = gpt
+    theirs = dict(vocabulary=h * V, attention=4 * L * h * h, norms=L * (4 + 5 + 4) * h + 2 * h) | {
+        "feed-forward": 8 * L * h * h}
+    total, gpt_total = sum(ours.values()), sum(theirs.values())
+    assert counts == {name: [ours.get(name, 0), theirs.get(name, 0)] for name in rows if name != "total"} | {
+        "total": [total, gpt_total]}
+    assert set(rows) >= ours.keys() | theirs.keys() and f": {total:,} parameters, " in out
+    for name, line in rows.items():
+        assert f"{ours.get(name, total if name == 'total' else 0) / total:.1%}" in line
+    assert f"{gpt_total / total - 1:+.1%} off" in out and all(words in out for words in why)
+
+
+def test_memory_prints_what_each_choice_needs(capsys):
+    """Each row beside a run that has its flag; the first lines are the rank that needs most of."""
+    flags = "--preset llama-3.2-1b --pp 2 --dp 2 --seq 2048 --global-batch 16 --micro-batch 1"
+    run, out = run_for(flags), printed(capsys, f"memory {flags}")
+    kinds = estimate.memory(run)
+    first, *rest = out.splitlines()
+    assert first == (
+        f"h100: the pipeline rank that needs most, of 2, needs {sum(kinds.values()) / 1e9:.2f} GB of 85.90 GB, 0.30 GB "
+        f"reserved besides: fits with probability {estimate.probability_of_fit(run, sum(kinds.values())):.2f}")
+    for (kind, nbytes), line in zip(kinds.items(), rest):
+        there = number(line[16:]) * (1e9 if " GB" in line else 1e6)
+        assert line.split()[0] == kind and there == pytest.approx(nbytes, rel=5e-3, abs=5e6)
+        assert line.count("█") == round(40 * nbytes / (80 * 2**30))
+    choices, title = {}, ""
+    for line in rest[len(kinds):]:
+        if line.startswith("by "):
+            title = line.split()[1].rstrip(",")
+        elif line.startswith("model state"):
+            break
+        else:
+            choices[title, line.split()[0]] = [number(text) for text in re.findall(r"[\d,.]+ GB", line)]
+    values = dict(recompute=costs.RECOMPUTE, zero=range(4), seq=(512, 1024, 2048, 4096, 8192, 16384))
+    expected = {(f"--{name}", str(value)): estimate.memory(run_for(f"{flags} --{name} {value}"))
+                for name, of in values.items() for value in of}
+    expected |= {("pipeline", str(rank)): estimate.memory_of_rank(run, rank) for rank in (0, 1)}
+    assert choices == {name: pytest.approx([sum(made.values()) / 1e9, made["activations"] / 1e9], abs=0.006)
+                       for name, made in expected.items()}
+
+
+def test_bytes_of_state_are_those_of_their_tensors(capsys):
+    """Per parameter: weights, gradients, master weights and two moments; those of this code are in the table, too."""
+    lines = printed(capsys, "memory --preset llama-3.2-1b").splitlines()
+    rows = [line.strip() for line in lines[lines.index(next(x for x in lines if x.startswith("model state"))) + 1:]]
+    state = [2 + 2 + 4 + 8, 2 + 2 + 4 + 4 + 8, 2 + 2 + 4 + 4, 2 + 4 + 4 + 8, 2 + 4 + 4 + 4]
+    assert [int(row.split(":")[0]) for row in rows] == state
+    count = 1_235_814_400
+    assert [row.split()[-5:] for row in rows] == [
+        [f"{n * size / 1e9:,.0f}" for size in (count, 1e9, 7e9, 70e9, 405e9)] for n in state]
+    for nbytes, flags in (18, ""), (14, "--moments bf16"):
+        kinds = estimate.memory(run_for(f"--preset llama-3.2-1b --dp 1 --global-batch 1 {flags}"))
+        assert sum(kinds[kind] for kind in ("weights", "gradients", "optimizer")) == nbytes * count
+
+
+def test_step_prints_rates_shares_and_utilisation(capsys):
+    flags = ("--preset llama-3.1-8b --dp 2 --cp 2 --tp 4 --pp 2 --zero 1 --seq 8192 --global-batch 64 --micro-batch 1 "
+             "--recompute full")
+    found, step = plan.predict(run_for(flags)), estimate.step_seconds(run_for(flags))
+    first, *rows, utilisation, memory = printed(capsys, f"step {flags}").splitlines()
+    rate = 64 * 8192 / step.seconds
+    assert first == (f"h100: {step.seconds:.3f} s per step of 64 sequences, {rate:,.0f} tokens/s, {rate / 32:,.0f} "
+                     "tokens/s per GPU")
+    printed_parts = {row.split()[0]: number(row[14:]) for row in rows}
+    assert printed_parts == {name: pytest.approx(seconds, abs=6e-4) for name, seconds in step.parts.items() if seconds}
+    assert list(printed_parts.values()) == sorted(printed_parts.values(), reverse=True)
+    shares = [number(row.split(" s ")[1]) for row in rows]
+    assert shares == pytest.approx([100 * step.parts[name] / step.seconds for name in printed_parts], abs=0.06)
+    assert [float(share) for share in re.findall(r"([\d.]+)%", utilisation)] == pytest.approx(
+        [100 * found.mfu, 100 * found.mfu_causal, 100 * found.hfu], abs=0.06)
+    assert found.mfu_causal < found.mfu < found.hfu < 4 / 3 * found.mfu and "of 989 TFLOP/s" in utilisation
+    needed = sum(estimate.memory(run_for(flags)).values()) + 0.3e9
+    assert memory == f"memory {needed / 1e9:.1f} GB, fits with probability {found.fits:.2f}"
+
+
+def test_balance_prints_what_its_rows_hold(capsys):
+    flags = "--preset llama-3.1-8b --dp 2 --tp 4 --pp 2 --zero 1 --global-batch 16 --micro-batch 1"
+    run, out = run_for(flags), printed(capsys, f"balance {flags}").splitlines()
+    assert out[0] == "h100: matmuls reach 794 TFLOP/s" and "NVLink 4 (H100, H200) 450, " in "\n".join(out)
+    for overlap, line in zip(plan.overlaps(run), out[2:]):
+        figures = re.search(r" *([\d.]+) GB/s +([\d.]+) ms +([\d.]+) ms +([\d.]+)  ", line[53:]).groups()
+        assert list(map(float, figures)) == pytest.approx([
+            overlap.bandwidth / 1e9, 1e3 * overlap.communication_s, 1e3 * overlap.compute_s, overlap.ratio], rel=6e-3)
+    sums = stagetime.stage_seconds(stagetime.stage_parts(run))
+    seconds, _ = estimate.pipeline_seconds(run, sums)
+    for rank, line in enumerate(out[-2:]):  # a rank computes for 8 micro-batches
+        _, layers, busy, idle, memory = map(number, re.findall(r"[\d.]+", line))
+        assert layers == len(costs.stages_of(run.settings)[rank])
+        assert busy == pytest.approx(8 * sums[rank].total, abs=6e-4)
+        assert idle == pytest.approx(100 * (1 - 8 * sums[rank].total / seconds), abs=0.06)
+        assert memory == pytest.approx(sum(estimate.memory_of_rank(run, rank).values()) / 1e9, abs=6e-3)
+
+
+def test_search_prints_a_rate_per_gpu_and_where_others_fell(capsys):
+    lines = printed(capsys, "search --preset tiny --gpus 4 --seq 512 --global-batch 64").splitlines()
+    found, fell = search.search(run_for("--preset tiny --grid auto --seq 512 --global-batch 64", 4), 4)
+    assert lines[0].startswith(f"h100, 4 GPUs: {len(found)} settings fit")
+    assert len(lines) == 2 + 10 + 1
+    for candidate, line in zip(found, lines[2:-1]):
+        assert number(line) == pytest.approx(candidate.seconds, abs=6e-4)
+        assert number(line[12:]) == pytest.approx(64 * 512 / candidate.seconds / 4, abs=0.6)
+        assert number(line[24:]) == pytest.approx(candidate.memory / 1e9, abs=6e-3)
+        most = max((seconds, name) for name, seconds in candidate.parts.items() if name != "matmul")
+        assert f"  {most[1]} {most[0] / candidate.seconds:.0%} " in line
+        assert line.endswith("  " + search.describe(candidate.run.settings))
+    fallen = dict(part.rsplit(": ", 1) for part in lines[-1][len("others fell: "):].split("; "))
+    assert {why: int(count) for why, count in fallen.items()} == dict(fell.most_common(8))
+
+
+def test_scaling_prints_days_dollars_and_optima(capsys):
+    flags = "--preset mixtral-8x7b --dp 8 --ep 8 --zero 3 --seq 4096 --global-batch 64 --micro-batch 1"
+    found = plan.predict(run_for(flags))
+    out = printed(capsys, f"scaling {flags} --price 3").splitlines()
+    N, D = 12_879_925_248, 20 * 12_879_925_248  # by default 20 tokens per active parameter
+    assert f"N {N:,} active, D {D:.3g} tokens (20.0 per parameter)" in out[0]
+    assert f"{6 * N * D / 8.64e19:,.1f} PF-days" in out[0]
+    seconds = D / (found.tokens_per_s_per_gpu * 8)
+    days, hours, dollars = (number(text) for text in out[1].split(": ")[1].split(", "))
+    assert days == pytest.approx(seconds / 86400, rel=1e-3) and hours == pytest.approx(8 * seconds / 3600, rel=1e-3)
+    assert dollars == pytest.approx(3 * hours, rel=1e-3) and out[1].startswith("on 8 x h100, ")
+    laws = scaling.optima(6 * N * D)
+    for (name, (parameters, tokens)), line in zip(laws.items(), out[3:]):
+        assert line[2:42].strip() == name
+        assert list(map(float, line[42:].split()))[:3] == pytest.approx(
+            [parameters, tokens, tokens / parameters], rel=6e-3, abs=0.06)
+        if name in scaling.FITS:
+            assert float(line.split()[-1]) == pytest.approx(scaling.FITS[name].loss(parameters, tokens), abs=6e-4)
+    for (name, run), line in zip(scaling.TRAININGS.items(), out[4 + len(laws):]):
+        assert line[2:42].strip() == name and number(line[66:]) == pytest.approx(run.pf_days, abs=0.6)
+        assert number(line[76:]) == pytest.approx(run.days, abs=0.06)
+    loss, critical = number(out[-3].split(": ")[1]), number(out[-3].split("critical batch ")[1])
+    assert loss == pytest.approx(1.81686 + 482.00572 / N ** 0.34781 + 2085.4342 / D ** 0.36585, abs=6e-4)
+    assert critical == pytest.approx(2e8 / loss ** (1 / 0.21), rel=6e-3) and out[-3].endswith(f"{64 * 4096:.3g}")
+    ours, theirs = map(float, re.findall(r"([\d.]+) s", out[-1]))
+    assert (ours, theirs) == pytest.approx([scaling.ring_seconds(n, 4800, 6e15 / 8) for n in (46_702_792_704, 72e12)],
+                                           abs=6e-4)
+
+
+def test_what_is_left_out_has_its_default(capsys):
+    """2.5 dollars per GPU-hour, an H100, bf16; as many GPUs as the grid has."""
+    out = printed(capsys, "scaling --preset llama-3.1-8b --cp 2 --tp 2 --pp 2 --global-batch 4 --micro-batch 1")
+    hours, dollars = map(number, out.splitlines()[1].split(", ")[-2:])
+    assert dollars == pytest.approx(2.5 * hours, rel=1e-3) and "on 8 x h100, " in out
 
 
 # ---- predictions and published runs ---------------------------------------------------------------------------------
