@@ -316,6 +316,7 @@ def test_matrices_of_blocks_in_fp8_are_counted():
     ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835), ("NVIDIA H200", 989),
     ("NVIDIA H200 NVL", 835), ("NVIDIA GH200 480GB", 989), ("NVIDIA B200", 2250), ("NVIDIA GB200", 2500),
     ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA A100 80GB PCIe", 312), ("NVIDIA L40S", 362),
+    ("NVIDIA B300", 2250), ("NVIDIA GB300", 2500), ("AMD Instinct MI325X", 1307),
     ("AMD Instinct MI300X", 1307), ("NVIDIA L4", None), ("Tesla V100-SXM2-16GB", None), ("NVIDIA A10", None)])
 def test_the_peak_of_a_gpu_is_that_of_its_data_sheet(name, peak):
     """Dense, in 16 bits; of a GPU that is not in the table none is assumed."""
@@ -360,3 +361,9 @@ def test_the_demo_lists_every_parameter_and_the_loss_of_first_weights(capsys):
     loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
     assert f"the loss is {loss:.3f} nats per token, close to that of guessing: ln 257 = {math.log(257):.3f}." in printed
     assert abs(loss - math.log(257)) < 0.05
+def test_scores_that_are_in_memory_are_recomputed():
+    """Selective recomputation repeats no matmul but those of the scores, if they are saved: a third of 12 L h S."""
+    flags = "--preset llama-2-7b --seq 2048 --recompute selective --attention"
+    flops = {way: flops_by_convention(config.parse(f"{flags} {way}".split(), 1)) for way in ("auto", "math")}
+    assert flops["auto"]["hfu"] == flops["auto"]["mfu"] == flops["math"]["mfu"]
+    assert flops["math"]["hfu"] - flops["math"]["mfu"] == 4 * 32 * 4096 * 2048

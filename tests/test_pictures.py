@@ -23,7 +23,7 @@ def test_every_picture_is_there_small_and_well_formed():
 
 def test_pictures_are_those_that_the_code_draws(tmp_path, monkeypatch):
     monkeypatch.setattr(pictures, "FOLDER", tmp_path)
-    for name in "schedules", "zigzag":
+    for name in "schedules", "timeline", "zigzag", "grid", "ring", "collectives", "formats", "memory":
         pictures.PICTURES[name]()
         assert (tmp_path / f"{name}.svg").read_bytes() == (ROOT / "pictures" / f"{name}.svg").read_bytes()
 

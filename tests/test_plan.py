@@ -17,6 +17,7 @@ import assemble
 import config
 import costs
 import estimate
+import footprint
 import machines
 import plan
 import published
@@ -143,6 +144,10 @@ def test_a_cluster_file_is_a_machine(tmp_path):
     machine = machines.read_machine(str(file))
     assert machine.levels[0] == Level("node", 4, 2e-6, 1e11, {"all_reduce": 2e11})
     assert (machine.peak(), machine.memory_bytes, machine.host_link) == (2e14, 2**34, 0.0)
+    assert (machine.best_matmul(), machine.best_matmul(fp8=True)) == (0.8 * 2e14, 2 * 0.8 * 2e14)  # 80% if unknown
+    assert machine.memory_bandwidth == pytest.approx(2e14 * 3.35e12 / 989e12, rel=2e-3)  # an H100's per FLOP
+    file.write_text(json.dumps(written | dict(achieved_fraction=0.5, memory_bytes_per_s=1e12)))
+    assert machines.read_machine(str(file))[3] == {"bf16": 1e14} and machines.read_machine(str(file))[5] == 1e12
     with pytest.raises(ValueError, match="--offload both: .*cluster.json has no host_link_bytes_per_s and host_memory"):
         plan.main(f"step --machine {file} --recompute full --offload both --gpus 1".split())
     file.write_text(json.dumps(written | dict(host_link_bytes_per_s=3e10, host_memory_bytes_per_s=5e10)))
@@ -245,10 +250,7 @@ def test_few_micro_batches_show_what_many_need(schedule):
         if group and schedule != "interleaved":
             continue
         flags = f"--layers 16 --pp 4 --global-batch {m} --micro-batch 1 --schedule {schedule} --pp-group {group}"
-        try:
-            run = run_for(flags, 4)
-        except ValueError:
-            continue  # not with so many micro-batches
+        run = run_for(flags, 4)
         grid = run.settings.grid
         whole = estimate.plans_in_memory(schedule, 4, m, grid.chunks, group)
         for rank in range(4):
@@ -380,7 +382,7 @@ def test_other_codes_hold_more():
         assert unfused["gradients"] - fused["gradients"] == 2 * elements
         layers = len(costs.stages_of(ours.settings)[rank])
         assert unfused["gathered"] == 2 * layers * count * 2048 * 2 * 2048 / 2 and "gathered" not in fused
-        body = estimate.activations_of_rank(ours, 0) if rank == 0 else estimate.footprint.activation_bytes(
+        body = estimate.activations_of_rank(ours, 0) if rank == 0 else footprint.activation_bytes(
             ours.settings, 2, [range(layers)], 1, False)
         assert estimate.activations_of_rank(theirs, rank) == pytest.approx(1.4 * body + (logits if rank else 0))
 
@@ -530,7 +532,7 @@ def test_attention_reaches_its_fraction_of_the_peak(attention, machine, fraction
 
 
 def test_scores_in_memory_are_read_and_written():
-    """8.5 passes forward and 9.5 backward in 16 bits, of which a third is forward, and all of q, k, v and the result."""
+    """8.5 passes forward and 9.5 backward in 16 bits, a third of it forward, and all of q, k, v and the result."""
     made = layer("", kernels=stagetime.Kernels(attention="standard"))["attention"]
     flops = 2 * 2 * 8192 * 4096 * 4096 / (794e12 * stagetime.CONSTANTS.hopper)  # masked ones, too
     nbytes = (18 * 2 * 32 * 4096 * 4096 + 12 * 2 * 32 * 4096 * 128) * 2 / 3.35e12  # of two sequences
@@ -596,6 +598,26 @@ def test_what_experts_are_sent(flags, tp):
     assert stagetime.expert_parallel_part(dense, 0) == {} != stagetime.expert_parallel_part(dense, 1)
 
 
+@pytest.mark.parametrize("flags, stride", [("", 1), (" --no-sp", 8)])
+def test_expert_ranks_without_sequence_parallelism_are_as_far_apart_as_tensor_parallel_groups(flags, stride):
+    run = run_for(f"--preset mixtral-8x7b --dp 2 --tp 8 --ep 2 --seq 4096 --global-batch 2 --micro-batch 1{flags}")
+    copies = 2 * (1 - 6 / 28) * 4096 / 8  # C(4, 2) of C(8, 2) pairs of experts are on the other rank
+    one = run.collective(copies * (2 * 4096 + 3 * 2) / 2, 2, stride, "all_to_all")
+    assert stagetime.expert_parallel_part(run, 0)["ep"] == pytest.approx((2 * one, 2 * one, 0))
+    assert run.collective(1e9, 2, 8) > 5 * run.collective(1e9, 2, 1)
+
+
+def test_shared_experts_hide_an_exchange_and_copies_of_heads_are_sent():
+    """Of four exchanges of a backward two are under weight gradients, of qkv and of the shared experts; with more ranks
+    than heads of keys and values each rank has one."""
+    run = no_latency(run_for("--preset mixtral-8x7b --shared-experts 2 --tp 8 --seq 32768 --global-batch 1"), 1e15)
+    made = stagetime.layer_parts(run, 0)["tp"]
+    assert made.input == pytest.approx(made.forward / 2)
+    copies = no_latency(run_for("--preset llama-3.2-1b --cp 2 --tp 16 --seq 4096 --global-batch 1"), 1e9)
+    one = 2 * 2048 * 2 * 64 / 1e9 / copies.constants.node
+    assert stagetime.context_parallel_part(copies, Seconds())["cp"].forward == pytest.approx(one)
+
+
 def test_the_heads_parts_are_their_formulas():
     run = run_for("--preset llama-3.1-8b --tp 2 --seq 4096 --global-batch 2 --micro-batch 2")
     product = 2 * 8192 * 4096 * 128256 / 2 / (794e12 * stagetime.CONSTANTS.hopper)
@@ -614,7 +636,8 @@ def test_matmuls_have_their_generations_speed(machine, name):
 
 def test_tokens_of_a_rank_are_padded_to_equal_shares():
     """Of 2 sequences of 50 tokens on cp 2 (two halves of a zig-zag each) and tp 3: 60 tokens, 30 on a rank."""
-    model = "--layers 4 --hidden 48 --heads 6 --kv-heads 6 --ffn 96 --vocab 96 --seq 50 --global-batch 8 --micro-batch 2"
+    model = ("--layers 4 --hidden 48 --heads 6 --kv-heads 6 --ffn 96 --vocab 96 --seq 50 --global-batch 8 "
+             "--micro-batch 2")
     assert run_for(f"{model} --cp 2 --tp 3").tokens == 2 * 60 / 2
     assert run_for(f"{model} --cp 2 --tp 3 --no-sp").tokens == 2 * 52 / 2
     assert run_for(f"{model} --dp 2").micro_batches == 2
@@ -689,6 +712,24 @@ def test_ratios_are_those_of_their_formulas(dtype):
             expression = expression.replace(factors, factors.replace(" ", " * "))
         value = eval(expression, letters | dict(B=overlap.bandwidth, n=ranks[overlap.technique[:2]]))
         assert overlap.ratio == pytest.approx(value)
+        limit = number(overlap.limit(overlap.ratio))  # of this letter, at which the ratio is 1
+        letter, each = {"tp": ("n", 1), "cp": ("S", 1), "pp": ("P", p), "ep": ("ffn", 1)}.get(
+            overlap.technique[:2], ("T", 1))
+        at = letters | dict(B=overlap.bandwidth, n=ranks[overlap.technique[:2]]) | {letter: limit * each}
+        assert eval(expression, at) == pytest.approx(1, rel=0.02)
+
+
+@pytest.mark.parametrize("flags, bandwidths", [
+    ("--dp 2 --tp 4 --pp 2", dict(dp=400, Ze=300, tp=300, pp=40)),  # pipeline ranks 8 apart: one card
+    ("--dp 4 --cp 2 --tp 4", dict(dp=80, Ze=80, tp=300, cp=300)),  # two of dp x cp in each node
+    ("--preset tiny-moe --dp 16 --ep 4 --layers 4", dict(dp=320, Ze=300, ep=300))])
+def test_ratios_have_the_bandwidth_of_their_group(flags, bandwidths):
+    """GB/s in a node and between nodes of 8, where a group's ranks in a node use as many cards."""
+    levels = tuple(level._replace(latency_s=0.0) for level in TWO_LEVELS.levels)
+    run = run_for(f"{flags} --global-batch 16 --micro-batch 1")._replace(machine=TWO_LEVELS._replace(levels=levels))
+    found = {overlap.technique[:2]: overlap.bandwidth / 1e9 for overlap in plan.overlaps(run)}
+    assert found == pytest.approx(bandwidths)
+    assert not plan.overlaps(run_for("--preset tiny --dp 1"))
 
 
 def test_what_would_hide_hides():
@@ -894,6 +935,186 @@ def test_published_step_times_are_predicted(table, every, goal):
     assert median(errors) < goal
 
 
+@pytest.mark.parametrize("request_, line", [
+    (dict(kernels=["flash2"]), "kernels ['flash2']: write an object with fields of attention, overlap"),
+    (dict(kernels=dict(attention="flash4")), "kernels: attention flash4: use one of standard, flash1, flash2, flash3"),
+    (dict(kernels=dict(division="equal")), "kernels: division equal: use one of balanced, any, cumulative"),
+    (dict(kernels=dict(tp_overlap="forward")), "kernels: tp_overlap forward: use one of none, backward, all"),
+    (dict(kernels=dict(division="any"), layers=4, pp=9), "--pp 9: 9 stages of 4 layers and four parts besides"),
+    (dict(kernels=dict(division="cumulative"), layers=16, hidden=64, heads=4, vocab=90000, pp=16),
+     "--pp 16: the last of these stages gets no block of 16 layers and a head"),
+    (dict(dtype="fp32"), "--dtype fp32: times are known in bf16 and fp16, use one of them, or auto"),
+    (dict(tp=3, gpus=3), "--tp 3 does not divide --heads"), (dict(machine="abacus"), "--machine abacus: unknown")])
+def test_a_request_that_cannot_be_predicted_is_refused(request_, line):
+    with pytest.raises(ValueError, match="^" + re.escape(line)):
+        plan.run_of(dict(global_batch=9, micro_batch=1) | request_)
+
+
+def test_a_request_is_its_flags():
+    asked = {"preset": "mixtral-8x7b", "dp": 4, "tp": 2, "ep": 4, "no_such": None, "global-batch": 8, "micro_batch": 1,
+             "sp": False, "tied": True, "dtype": "fp16", "imbalance": 1.5, "seq": 2048, "kernels": None}
+    run = plan.run_of(asked)
+    grid = run.settings.grid
+    assert (grid.dp, grid.tp, grid.ep, grid.sp, run.settings.model.tied) == (4, 2, 4, False, True)
+    assert (run.imbalance, run.settings.precision.dtype, run.machine.name) == (1.5, "fp16", "h100")
+    assert run.kernels == stagetime.Kernels() and plan.run_of(dict(preset="tiny")).settings.precision.dtype == "bf16"
+    with pytest.raises(ValueError, match="--imbalance 0.5: must be at least 1"):
+        plan.main("step --preset tiny-moe --imbalance 0.5".split())
+
+
+def test_uneven_experts_make_the_printed_step_longer(capsys):
+    flags = "step --preset mixtral-8x7b --dp 8 --ep 8 --zero 1 --seq 4096 --global-batch 8 --micro-batch 1"
+    even, uneven = (number(printed(capsys, flags + more).split(": ")[1]) for more in ("", " --imbalance 2"))
+    assert uneven > 1.3 * even
+
+
+def test_stages_of_other_codes():
+    """More stages than layers, where the head may be alone; cumulative cost counts no scores."""
+    run = plan.run_of(dict(layers=4, hidden=64, heads=4, vocab=4096, pp=6, global_batch=6, micro_batch=1,
+                           kernels=dict(division="any")))
+    assert run.settings.model.layers == 4
+    stages = costs.stages_of(run.settings, "any")
+    assert len(stages) == 6 and [layer for stage in stages for layer in stage] == list(range(4)) and not stages[-1]
+    flags = "--layers 24 --hidden 512 --heads 8 --vocab 32000 --pp 6 --global-batch 6 --micro-batch 1 --seq"
+    cut = [[len(stage) for stage in costs.stages_of(run_for(f"{flags} {seq}").settings, "cumulative")]
+           for seq in (128, 1 << 18)]
+    assert cut[0] == cut[1]
+
+
+BLOOM = dict(gpus=384, hidden=14336, layers=70, heads=112, DP=8, TP=4, PP=12, mbs=2, gbs=2048, zero=1, mem_gb=59,
+             sec_per_iter=104.5, optimizer="bf16 optimizer, fp32 grad accumulation")
+NVIDIA = dict(model="LLAMA3.1_405B", system="DGX-GB200", gpus=256, precision="FP8", gbs=1536, mbs=1,
+              sequence_length=8192, tp=4, pp=16, cp=2, vp=4, tokens_sec_gpu=843, release="26.06")
+STANDARD = dict(attention="standard", overlap=False)
+FUSED = dict(tp_overlap="all", launch=False)
+
+
+@pytest.mark.parametrize("table, row, request_, measured", [
+    ("bloom_a100", BLOOM, dict(
+        layers=70, hidden=14336, heads=112, kv_heads=112, ffn=38228, vocab=250680, tied=True, dp=8, tp=4, pp=12, zero=1,
+        sp=False, seq=2048, global_batch=2048, micro_batch=2, recompute="full", machine="a100-opa", gpus=384,
+        reduce_dtype="fp32", kernels=STANDARD | dict(tp_overlap="none")), (104.5, 59 * 1.073741824, True)),
+    ("bloom_a100", BLOOM | dict(optimizer="fp16/bf16 apex", DP=None, mem_gb=None, heads=None, hidden=14400), dict(
+        dp=1, reduce_dtype="bf16", heads=80, ffn=38400), (104.5, None, True)),
+    ("bloom_a100", BLOOM | dict(sec_per_iter=None), None, None), ("bloom_a100", BLOOM | dict(gbs=None), None, None),
+    ("narayanan2021_sc21", dict(
+        table="T1 weak scaling", hidden=10240, layers=60, heads=80, vocab=51200, tp=8, pp=4, dp=32, gpus=1024,
+        batch=1792, micro_batch=2, virtual_stages_per_gpu=3, seq=2048, implied_iter_s=16.058), dict(
+        schedule="interleaved", chunks=3, micro_batch=2, global_batch=1792, sp=False, recompute="full", machine="a100",
+        reduce_dtype="bf16", kernels=STANDARD | dict(tp_overlap="none")), (16.058, None, None)),
+    ("narayanan2021_sc21", dict(table="T2"), None, None),
+    ("korthikanti2022", dict(
+        hidden=25600, layers=128, heads=160, vocab=51200, tp=8, pp=64, dp=1, gpus=512, global_batch=512, micro_batch=1,
+        interleave_m=1, seq=2048, iter_s_sp_selective=71.49), dict(
+        schedule="1f1b", chunks=1, sp=True, recompute="selective", ffn=68264,
+        kernels=STANDARD | dict(tp_overlap="backward")), (71.49, None, None)),
+    ("megatron_lm_readme", dict(
+        hidden=10240, layers=92, heads=80, vocab=131072, tp=8, pp=4, dp=48, gpus=1536, batch=768, seq=4096,
+        implied_iter_s=3.648), dict(tied=False, zero=1, micro_batch=1, global_batch=768, machine="h100",
+                                    kernels=FUSED | dict(attention="flash3")), (3.648, None, None)),
+    ("llmfoundry", dict(
+        gpu="a100_40gb", gpus=64, hidden=1024, layers=24, seq=2048, micro_batch=4, grad_accum=2, precision="amp_bf16",
+        sharding="SHARD_GRAD_OP", activation_checkpointing=False, mp_mode="PURE", tok_s_gpu=16384), dict(
+        heads=16, vocab=50368, dp=64, zero=2, global_batch=512, recompute="none", fp8="none", machine="a100-40gb",
+        reduce_dtype="bf16", kernels=dict(attention="flash1")), (1.0, None, True)),
+    ("llmfoundry", dict(
+        gpu="h100_80gb", gpus=8, hidden=2048, layers=24, seq=2048, micro_batch=8, grad_accum=1, precision="amp_fp8",
+        sharding="FULL_SHARD", activation_checkpointing=True, mp_mode="DEFAULT", tok_s_gpu=16384), dict(
+        heads=16, zero=3, global_batch=64, recompute="full", fp8="tensorwise", machine="h100", reduce_dtype="fp32"),
+     (1.0, None, True)),
+    ("nvidia_perf", NVIDIA, dict(
+        preset="llama-3.1-405b", dp=2, tp=4, pp=16, cp=2, ep=1, zero=1, chunks=4, schedule="interleaved",
+        cp_style="ring", seq=8192, global_batch=1536, micro_batch=1, fp8="tensorwise", machine="gb200", gpus=256,
+        kernels=FUSED | dict(attention="flash3", division="any")), (1536 * 8192 / 256 / 843, None, True)),
+    ("nvidia_perf", NVIDIA | dict(
+        model="Qwen3_30B_a3B", system="DGX-B300", precision="BF16", sequence_length=None, seq_k=4, pp=1, cp=None,
+        vp=3, ep=8, fsdp=1, release="24.03"), dict(
+        preset="qwen3-30b-a3b", machine="b200", dp=64, ep=8, cp=1, zero=3, chunks=0, schedule="1f1b", seq=4096,
+        fp8="none", kernels=FUSED | dict(attention="flash2", division="any")), (1536 * 4096 / 256 / 843, None, True)),
+    *(("nvidia_perf", NVIDIA | other, None, None) for other in (
+        dict(precision="NVFP4"), dict(task="SFT"), dict(task="LoRA"), dict(model="GPT"), dict(system="TPU"),
+        dict(tokens_sec_gpu=None)))])
+def test_published_rows_are_the_requests_that_their_authors_describe(tmp_path, table, row, request_, measured):
+    (tmp_path / f"{table}.json").write_text(json.dumps(dict(rows=[row])))
+    rows = list(published.rows(str(tmp_path)))
+    if request_ is None:
+        assert rows == []
+    else:
+        assert {name: rows[0].request[name] for name in request_} == request_
+        assert rows[0][-3:] == pytest.approx(measured)
+
+
+def test_published_grids_have_the_ranks_and_sizes_that_are_published():
+    sizes = {"narayanan2021_sc21": [1.7e9, 18.4e9, 76.1e9, 310.1e9, 1008e9],
+             "korthikanti2022": [22e9, 22e9, 175e9, 175e9, 530e9, 530e9, 1008e9, 1008e9]}
+    made = {name: [] for name in sizes}
+    groups = set()
+    for row in published.rows():
+        asked = row.request
+        assert math.prod(asked.get(axis, 1) for axis in ("dp", "cp", "tp", "pp")) == asked["gpus"], row
+        groups |= set(row.groups)
+        if row.table in sizes:
+            made[row.table].append(costs.parameters(plan.run_of(asked).settings.model).total)
+    assert made == {name: pytest.approx(of, rel=0.035) for name, of in sizes.items()}  # 1.65B is "1.7"
+    assert set(published.GOALS) < groups
+
+
+def test_what_nanotron_does_is_read_off_the_row():
+    table = dict(arch={"1.34": dict(layers=16, hidden=2048, heads=32, kv_heads=32, ffn=8192, vocab=49152, tied=True),
+                       "80": dict(layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=49152, tied=False)})
+    row = dict(model_B=1.34, nodes=1, gpus=8, dp=4, tp=2, pp=1, zero=0, gbs_seqs=64, mbs=2, status="ok", mem_gb=10,
+               step_time_s=2.0, throughput_flag="pp1")
+
+    def made(**other):
+        groups, request, measured = published.playbook(table, row | other)
+        return groups, request, measured, tuple(request["kernels"][name] for name in (
+            "overlap", "tp_overlap", "gathered"))
+
+    groups, request, measured, kernels = made()
+    assert kernels == (True, "backward", 2) and groups == [
+        "playbook_runs, all that ran", published.FLAGGED, "playbook_runs, of these tp <= 8"]
+    assert measured == dict(step_s=2.0, memory_gb=10 * 2**30 / 1e9, fits=True)
+    assert (request["seq"], request["global_batch"], request["micro_batch"], request["kv_heads"]) == (4096, 64, 2, 32)
+    assert request["kernels"]["fused"] is False and request["kernels"]["division"] == "cumulative"
+    assert made(gqa_variant=True)[1]["kv_heads"] == 8 and made(tp=16)[0][-1].endswith("tp > 8")
+    assert made(zero=1)[3] == (False, "backward", 2) and made(pp=2)[3] == (False, "none", 1)
+    assert made(model_B=80)[3][2] == made(nodes=64)[3][2] == made(pp=2, tp=32)[3][2] == 0
+    assert made(pp=2, throughput_flag="pp_suspect")[3][2] == 0 != made(pp=4, throughput_flag="pp_suspect")[3][2]
+    assert made(tp=32)[3][2] == 2 and len(made(nodes=64)[0]) == len(made(throughput_flag="pp_suspect")[0]) == 1
+    assert made(status="oom")[0] == ["playbook_runs, failed"]
+    assert made(status="oom")[2] == dict(step_s=None, memory_gb=None, fits=False)
+
+
+def published_run(groups: list[str], step_s: float | None, tp: int = 1, gpus: int = 8, micro_batch: int = 1):
+    request = dict(hidden=64, gpus=gpus, tp=tp, pp=1, micro_batch=micro_batch, global_batch=8, seq=16)
+    return published.Row("playbook_runs", 0, groups, request, step_s, None, step_s is not None)
+
+
+def test_proposals_noise_and_quantiles_by_hand():
+    """Of two groups the prediction finds the best run in both, the rule in one: in the other its three failed."""
+    ran, failed = [published.FLAGGED], ["playbook_runs, failed"]
+    runs = [published_run(ran, 1.0, 8), published_run(ran, 1.06, 1), published_run(failed, None, 2),
+            published_run(failed, None, 4), published_run(ran, 2.0, 1, 16), published_run(ran, 0.1, 1, 512)]
+    seconds = dict(zip((1.0, 1.06, None, 2.0, 0.1), (1.0, 1.3, 1.2, 9.0, 9.0)))
+    objects = published.check_rows(runs, lambda request: dict(
+        step_s=1.0, tokens_per_s_per_gpu=1.0, memory_gb=1.0, fits=1.0))
+    for row, found in zip(runs, objects):
+        found["predicted"]["step_s"] = seconds[row.step_s]
+    assert published.proposals_close(runs, objects) == dict(predicted=1.0, rule=0.5)
+    assert objects[0]["measured"]["tokens_per_s_per_gpu"] == 8 * 16 / 8 / 1.0
+    objects[0]["predicted"]["fits"] = 0.4  # not proposed
+    assert published.proposals_close(runs, objects) == dict(predicted=1.0, rule=1.0)
+    assert published.errors(objects, "step_s")[-1] == pytest.approx(9 / 0.1 - 1)
+    same = [published_run(ran, time) for time in (1.0, 1.1, 1.3)] + [published_run(ran, 9.0, 2)]
+    assert published.noise(same) == pytest.approx(1.3 / 1.1 - 1) and published.noise(same[2:]) is None  # 10, 18, 30%
+    assert [published.quantile([1, 2, 3, 4, 5], part) for part in (0.5, 0.9, 1.0)] == [3, 5, 5]
+
+    def refuse(request):
+        raise ValueError("--pp 32: the last of these stages")
+    refused, = published.check_rows(runs[:1], refuse)
+    assert refused["predicted"] == {"fits": 0.0} and refused["refused"].startswith("--pp 32: ")
+
+
 def fit_module():
     spec = importlib.util.spec_from_file_location("fit", os.path.join(published.FOLDER, "fit.py"))
     fit = importlib.util.module_from_spec(spec)
@@ -934,6 +1155,9 @@ def test_check_reads_a_folder_and_writes_an_object_per_run(tmp_path, capsys):
     (tmp_path / "narayanan2021_sc21.json").write_text(json.dumps(table))
     out = printed(capsys, f"check --tables {tmp_path} --json {tmp_path}/out.jsonl")
     assert "SC21 (Narayanan et al. 2021)" in out and "step 5%" in out
+    found = plan.predict_request(next(published.rows(str(tmp_path))).request)
+    error = 100 * abs(found["step_s"] / 3.528 - 1)
+    assert re.search(r"SC21 \(Narayanan et al. 2021\) +1 +([\d.]+)% ", out)[1] == f"{error:.1f}"
     written, = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
     assert (written["table"], written["row"], written["measured"]["step_s"]) == ("narayanan2021_sc21", 0, 3.528)
     names = {"step_s", "tokens_per_s_per_gpu", "memory_gb", "fits"}
@@ -976,19 +1200,79 @@ def test_search_proposes_runs_that_are_valid_fit_and_are_in_order():
     assert min(bound.values()) > 0.9 * found[0].seconds  # what was not simulated is hardly better
 
 
-def test_search_leaves_nothing_out_that_the_command_line_takes():
+@pytest.mark.parametrize("preset, experts", [("tiny", (1,)), ("tiny-moe", (1, 2, 4))])
+def test_search_leaves_nothing_out_that_the_command_line_takes(preset, experts):
     """All fit, and recomputation would only be slower; ZeRO shards over dp x cp, and 1 rank has nothing to shard."""
-    model, sizes = "--preset tiny --seq 1024 --global-batch 4", (1, 2, 4)
+    model, sizes = f"--preset {preset} --seq 1024 --global-batch 4", (1, 2, 4)
     found, _ = search.search(run_for(f"{model} --grid auto", 4), 4)
     taken = set()
-    for tp, pp_, cp, level, micro, schedule in product(sizes, sizes, (1, 2), range(4), sizes, ("1f1b", "interleaved")):
+    for tp, pp_, cp, ep, level, micro, schedule in product(sizes, sizes, (1, 2), experts, range(4), sizes,
+                                                           ("1f1b", "interleaved")):
         dp = 4 // (tp * pp_ * cp)
         if dp and (level == 0 or dp * cp > 1) and (pp_ > 1 or schedule == "1f1b"):
-            flags = (f"--dp {dp} --cp {cp} --tp {tp} --pp {pp_} --ep 1 --zero {level} --micro-batch {micro} "
+            flags = (f"--dp {dp} --cp {cp} --tp {tp} --pp {pp_} --ep {ep} --zero {level} --micro-batch {micro} "
                      f"--schedule {schedule}")
             with contextlib.suppress(ValueError):
                 taken.add(search.describe(config.parse(f"{model} {flags}".split(), 4)))
     assert len(taken) > 50 and {search.describe(candidate.run.settings) for candidate in found} == taken
+
+
+def test_advice_is_the_fewest_ranks_and_the_largest_model(monkeypatch):
+    """Of twice to 256 times as many ranks, and of the presets below this one; an own --dp does not count then."""
+    asked = []
+
+    def fits(run, gpus, given):
+        asked.append((gpus, dict(given)))
+        return gpus >= 100 or costs.parameters(run.settings.model).total < 9e9
+
+    monkeypatch.setattr(search, "fits", fits)
+    run = run_for("--preset llama-3.1-70b --dp 8")
+    models = {name: costs.parameters(config.parse(["--preset", name]).model).total for name in config.PRESETS}
+    largest = max((count, name) for name, count in models.items() if count < 9e9)[1]
+    assert search.nearest(run, 8, dict(dp=8, tp=1)) == f"use 128 ranks or --preset {largest}, the largest that fits"
+    assert asked[:4] == [(gpus, dict(tp=1)) for gpus in (16, 32, 64, 128)] and asked[4] == (8, dict(dp=8, tp=1))
+    monkeypatch.setattr(search, "fits", lambda run, gpus, given: gpus > 8 * 256)
+    assert search.nearest(run, 8) == "use more GPUs, a smaller --seq or a smaller model"
+    line = search.why_none_fits(run, 8, {}, search.Counter(a=3, b=5, c=1))
+    assert line.startswith("on 8 x h100 with 85.9 GB each, of 9 settings none fits (b: 5, a: 3); model state alone is "
+                           f"{18 * models['llama-3.1-70b'] / 1e9:,.2f} GB: ")
+    assert "no grid has these axes" in search.why_none_fits(run, 8, {}, search.Counter())
+
+
+def test_what_is_left_to_the_search_is_not_given():
+    given = search.given_by_flags("--dp -1 --micro-batch 0 --tp 2 --zero 0 --recompute none --lr 1".split())
+    assert given == dict(tp=2, zero=0, recompute="none")
+    assert search.given_by_flags("--dp 4 --micro-batch 1".split()) == dict(dp=4, micro_batch=1)
+    assert search.kind_of(ValueError("--tp 3 does not divide --heads 32: use 1")) == (
+        "cannot run: --tp does not divide --heads")
+
+
+def test_a_host_is_its_cores(monkeypatch):
+    """30 GFLOP/s, 5 GB/s of memory and 0.5 GB/s of gloo for a core, of which a rank has one at most."""
+    monkeypatch.setattr(search.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(search.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1 << 20}[name])
+    for ranks, cores in (2, 1.0), (8, 0.5):
+        host = search.this_machine(ranks)
+        assert (host.peak(), host.memory_bandwidth, host.host_link, host.host_memory) == (
+            3e10 * cores, 5e9 * cores, 5e9 * cores, 5e9 * cores)
+        assert (host.name, host.gpus_per_node, host.memory_bytes) == ("cpu", ranks, 2**32 / ranks)
+        assert host.levels[0][1:4] == (ranks, 1e-4, 5e8 * cores)
+    assert search.this_machine(2, None, 6e9).memory_bytes == 3e9
+
+
+def test_peaks_of_machines_are_those_of_data_sheets():
+    for name, machine in MACHINES.items():
+        sheet = dict(a100="NVIDIA A100", mi300x="AMD Instinct MI300X").get(
+            name.split("-")[0], "NVIDIA " + name.split("-")[0].upper().replace("GB300", "GB200"))
+        assert machine.peak() == costs.peak_flops(sheet) > machine.best_matmul() > 0.5 * machine.peak()
+        node, network = machine.levels
+        assert node.ranks == machine.gpus_per_node == (64 if name.startswith("gb") else 8) and network.ranks >= 1 << 16
+        latencies = node.latency_s, network.latency_s
+        assert latencies == pytest.approx((3e-6, 33e-6 if name == "h100-efa" else 10e-6))
+        assert network.bandwidth_bytes_per_s < machine.host_link < machine.host_memory < node.bandwidth_bytes_per_s
+        assert machine.best_matmul(fp8=True) == pytest.approx(2 * machine.best_matmul(), rel=0.15)
+    assert [MACHINES[name].memory_bytes / 2**30 for name in ("a100", "a100-40gb", "h100", "h200", "mi300x")] == [
+        80, 40, 80, 141, 192]
 
 
 @pytest.mark.slow
@@ -1122,9 +1406,13 @@ def auto(flags: str, ranks: int, machine: Machine) -> tuple[config.Config, str]:
 def test_the_grid_that_is_chosen_is_the_best_one_that_was_found():
     flags = "--preset llama-3.1-8b --seq 4096 --global-batch 64"
     settings, reason = auto(flags, 16, MACHINES["h100"])
-    best = search.search(run_for(f"{flags} --dp 16 --micro-batch 1"), 16)[0][0]
+    found, _ = search.search(run_for(f"{flags} --dp 16 --micro-batch 1"), 16)
+    best, second = found[:2]
     assert search.describe(settings) == search.describe(best.run.settings)
-    assert reason.startswith(search.describe(settings)) and f"{best.seconds:.3g} s per step" in reason
+    assert reason == (
+        f"{search.describe(settings)}: of {len(found)} settings that fit on 16 x h100, predicted to be the fastest: "
+        f"{best.seconds:.3g} s per step, {best.memory / 1e9:.2f} GB, limit {best.limit()}; next "
+        f"{search.describe(second.run.settings)}, {second.seconds:.3g} s")
     again = config.parse([*flags.split(), *search.describe(settings).split()], 16)
     assert (settings.grid, settings.batch, settings.precision) == (again.grid, again.batch, again.precision)
 
@@ -1185,6 +1473,57 @@ def test_a_sweep_runs_what_search_proposes_and_does_not_repeat_it(tmp_path, caps
     assert [line.split()[0] for line in first[1:6]] == ["out" if "--tp 2" in line else "ok" for line in runs]
     fastest = next(8191 - number for number, line in enumerate(runs) if "--tp 2" not in line)
     assert f"{fastest:,} (z" in "\n".join(first[6:])
+
+
+def trained(monkeypatch, code: int, stderr: str = "", mfu: list | None = None) -> dict:
+    """What sweep.run makes of a program that ends with this code, or of ten steps; some of them slow."""
+    def run(command, capture_output, text, timeout):
+        if code == -1:
+            raise subprocess.TimeoutExpired(command, timeout)
+        if code == 0:
+            steps = [9.0, 9.0, 9.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 70.0]
+            with open(command[command.index("--metrics") + 1], "w") as file:
+                for step, seconds in enumerate(steps):
+                    record = dict(step_s=seconds, tokens_per_s=100 / seconds, mfu=mfu and mfu[step], memory_gb=step / 2)
+                    print(json.dumps(record), file=file)
+        assert command[3:5] == ["--standalone", "--nproc_per_node=4"] and command[6:] == [
+            "--tp", "2", "--steps", "10", "--sample", "", "--metrics", command[-1]]
+        return subprocess.CompletedProcess(command, code, "", stderr)
+
+    monkeypatch.setattr(sweep.subprocess, "run", run)
+    return sweep.run(["--tp", "2"], 4, 60.0)
+
+
+def test_a_swept_run_is_its_median_after_the_first_steps_or_its_error(monkeypatch):
+    ok = dict(status="ok", error="", step_s=4.0, tokens_per_s=25.0, mfu=None, memory_gb=4.5)
+    assert trained(monkeypatch, 0) == ok
+    assert trained(monkeypatch, 0, mfu=[9, 9, 9, .1, .2, .3, .4, .5, .6, .7]) == ok | dict(mfu=0.4)
+    assert trained(monkeypatch, -1) == dict(status="failed", error="took more than 60 s")
+    for text in "torch.OutOfMemoryError: CUDA", "CUDA out of memory.", "rank 1 exitcode: -9", "can't allocate memory y":
+        assert trained(monkeypatch, 1, f"Traceback\n{text}\n") == dict(status="out of memory", error="")
+    refused = trained(monkeypatch, 2, "W: x\ntrain.py: --tp 3: no\ntrain.py: --tp 3: no\n")
+    assert refused == dict(status="failed", error="train.py: --tp 3: no")
+    assert trained(monkeypatch, 1, "x" * 300 + "the end\n") == dict(status="failed", error="x" * 193 + "the end")
+
+
+def test_the_map_of_a_sweep_shows_the_fastest_run_of_each_grid():
+    rest = dict(error="", step_s=1.5, mfu=0.25, memory_gb=3.0, predicted_s=1.25)
+    records = [dict(rest, status="ok", tokens_per_s=speed, flags=flags) for speed, flags in (
+        (1000.0, "--dp 4 --zero 1 --micro-batch 2"), (3000.0, "--dp 4 --zero 3 --micro-batch 4"),
+        (2000.0, "--dp 1 --tp 2 --pp 2 --zero 0 --micro-batch 8"))]
+    records.append(dict(rest, status="out of memory", flags="--dp 2 --pp 2 --zero 1 --micro-batch 1"))
+    title, columns, first, second = sweep.draw(records).splitlines()
+    assert columns.split() == ["tp", "1", "tp", "2"]
+    assert first.split(maxsplit=2)[:2] == ["pp", "1"] and first.split(maxsplit=2)[2].strip() == "3,000 (z3, mb 4)"
+    assert second.index("out of memory") + len("out of memory") == columns.index("tp 1") + 4
+    assert second.endswith("2,000 (z0, mb 8)") and len(second) == len(columns)
+    assert sweep.table_line(records[0]).split() == [
+        "ok", "1.500", "s", "1,000", "25.0%", "3.00", "GB", "1.250", "s", *records[0]["flags"].split()]
+    assert sweep.table_line(records[0] | dict(mfu=None)).split()[4] == "-"
+    failed = sweep.table_line(records[3] | dict(status="failed", error="took more than 60 s"))
+    assert failed.split() == ["failed", "1.250", "s", *records[3]["flags"].split(), *"took more than 60 s".split()]
+    ends = {line.index("1.250") for line in (failed, sweep.table_line(records[0]))}
+    assert ends == {sweep.HEADER.index("predicted") + 2}
 
 
 @pytest.mark.slow

@@ -135,3 +135,68 @@ def test_a_probe_of_nested_axes_goes_from_the_innermost_outward(pool):
     assert [line.split(":")[0] for line in printed.splitlines() if "groups at once" in line] == [
         "tp", "dp, data", "node"]
     assert "written" not in printed
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """One rank, whose times count."""
+    monkeypatch.setattr(probe, "slowest", lambda seconds, device: seconds)
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    return torch.device("cpu")
+
+
+def test_a_turn_repeats_short_calls_for_three_milliseconds(alone, monkeypatch):
+    """One call first, one to estimate, then 7 turns, of 20 calls at most; a turn's time is that of one call."""
+    now = [0.0]
+    monkeypatch.setattr(probe.time, "perf_counter", lambda: now[0])
+    for seconds, repeats in (1e-3, 3), (1e-5, 20), (0.5, 1):
+        calls = []
+
+        def call(seconds=seconds, calls=calls):
+            now[0] += seconds
+            calls.append(seconds)
+
+        assert probe.time_turns(call, alone) == pytest.approx([seconds] * 7)
+        assert len(calls) == 2 + 7 * repeats
+
+
+def test_a_sample_is_the_median_with_its_deciles_while_time_allows(alone, monkeypatch):
+    turns = [7e-3, 1e-3, 3e-3, 2e-3, 5e-3, 4e-3, 6e-3, 8e-3, 9e-3, 10e-3, 11e-3]
+    monkeypatch.setattr(probe, "time_turns", lambda call, device: turns)
+    monkeypatch.setattr(probe, "prepare", lambda op, nbytes, group, device: (nbytes, None))
+    found = probe.measure_op("send", None, alone, 1 << 16, 1e9)
+    assert [sample.nbytes for sample in found] == [1 << k for k in (10, 12, 14, 16, 18, 22)]
+    assert set(sample[1:] for sample in found) == {(6e-3, 2e-3, 10e-3)}
+    assert [sample.nbytes for sample in probe.measure_op("send", None, alone, 1 << 30, 0.0)] == [1 << 10, 1 << 18,
+                                                                                                 1 << 22]
+    # 4 kB more would take 9 turns at the best rate of before, 4 MB in 6 ms
+    monkeypatch.setattr(probe.time, "perf_counter", lambda: 1.0)
+    limit = 9 * (1 << 12) / ((1 << 22) / 6e-3)
+    assert [len(probe.measure_op("send", None, alone, 1 << 12, share * limit)) for share in (0.9, 1.1)] == [3, 4]
+
+
+def test_rates_of_the_host_count_what_is_read_and_written(alone, monkeypatch):
+    monkeypatch.setattr(probe, "time_turns", lambda call, device: (call(), [0.25, 0.5, 4.0])[1])
+    monkeypatch.setattr(probe, "HOST_BYTES", 1 << 20)
+    assert probe.host_rates(alone) == dict(host_link_bytes_per_s=2.0 ** 21, host_memory_bytes_per_s=2.0 ** 22)
+    cluster = probe.describe_cluster([], alone, 4)
+    assert cluster["peak_flops"] == {"bf16": 2 * 512 ** 3 / 0.5} and cluster["name"].startswith("2 x 4 ")
+
+
+def test_a_payload_is_an_eighth_of_a_ranks_free_memory(alone, monkeypatch):
+    monkeypatch.setattr(probe.os, "sysconf", lambda name: {"SC_AVPHYS_PAGES": 1 << 20, "SC_PAGE_SIZE": 4096}[name])
+    assert probe.largest_payload(alone, 4) == 2 ** 32 // 4 // 8
+
+
+def test_a_probe_prints_microseconds_and_bus_bandwidth(monkeypatch):
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 4])
+    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(probe, "size", lambda group: 2)
+    found = [probe.Sample(1 << 20, 2e-3, 1e-3, 4e-3), probe.Sample(1 << 22, 4e-3, 3e-3, 5e-3)]
+    lines = probe.describe("dp", None, dict(all_gather=found), dict(all_gather=probe.Fit(15e-6, 0.75e9, 0.2)))
+    assert lines[0] == "dp: 2 ranks (0 4); groups at once: 4"
+    assert lines[3].split() == ["all_gather", "1,048,576", "2,000.0", "1,000", "to", "4,000", "0.524", "0.262"]
+    assert "█ is 0.52 GB/s" in lines[-3]  # of 4 MB in 4 ms, half of them sent
+    assert lines[-2].split() == ["all_gather", "15.0", "0.750", "20%", "·····▇█"]
