@@ -482,12 +482,17 @@ def test_heads_that_tensor_cores_cannot_multiply_take_longer():
     assert times[0] > 3 * times[1]
 
 
-@pytest.mark.parametrize("flags, shards", [("--zero 0", 1), ("--zero 1", 4), ("--zero 1 --schedule zb-v", math.inf)])
+@pytest.mark.parametrize("flags, shards", [("--zero 0", 1), ("--zero 1", 4), ("--zero 1 --schedule zb-v", math.inf),
+                                           ("--zero 1 --dp 2 --cp 2", 4), ("--zero 1 --dp-replicate 2", 2)])
 def test_a_tied_tables_gradient_is_summed_over_its_stages(flags, shards):
     """In fp32; at level 1 a shard of it; not at all where one rank has both stages."""
     parts = estimate.step_seconds(run_for(f"--preset llama-3.2-1b --dp 4 --pp 2 --global-batch 32 {flags}")).parts
     expected = 4 * 128256 * 2048 / shards / 436e9 + 3e-6 * stagetime.CONSTANTS.latency
     assert parts["tie"] == (pytest.approx(expected) if shards < math.inf else 0.0)
+    whole = 4 * 128256 * 2048 / 436e9 + 3e-6 * stagetime.CONSTANTS.latency
+    after = run_for(f"--preset llama-3.2-1b --dp 4 --pp 2 --global-batch 32 {flags}", kernels=stagetime.Kernels(
+        overlap=False))  # before anything is sharded
+    assert estimate.tied_seconds(after) == (pytest.approx(whole) if shards < math.inf else 0.0)
 
 
 def test_zigzag_context_parallelism_divides_the_scores_equally():
