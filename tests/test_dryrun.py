@@ -329,7 +329,6 @@ PLANNED = [  # (flags, rank); 8 ranks; the first ones by default
     (SIZE + "--tp 8 --zero 2", 0),
     (SIZE + "--pp 2 --dp 4 --schedule zb-v --layers 8 --recompute full --global-batch 32", 7),
     (SIZE + "--dp 8 --zero 1 --dp-replicate 2 --reduce-dtype bf16 --seq 64", 0),
-    (SIZE + "--dp 8 --zero 2 --reduce-dtype bf16 --global-batch 16", 0),
 ]
 PLANNED_SLOW = [(f"{SIZE}{axes} --zero {zero} --recompute {recompute}", rank)
                 for axes, ranks in (("--dp 8", [0]), ("--tp 8", [0]), ("--tp 4 --dp 2 --no-sp", [0]),
@@ -347,7 +346,7 @@ PLANNED_SLOW += [(SIZE + flags, 0) for flags in (
     "--tp 2 --dp 4 --fp8 tensorwise --zero 1", "--tp 2 --dp 2 --cp 2 --cp-style ring --zero 1",
     "--tp 4 --dp 2 --sp-keep", "--tp 8 --async-tp --recompute full", "--dp 8 --zero 1 --optimizer sgd",
     "--dp 8 --attention math", "--dp 8 --zero 1 --reduce-dtype bf16 --seq 64",
-    "--pp 2 --dp 4 --zero 2 --reduce-dtype bf16 --seq 64")]
+    "--pp 2 --dp 4 --zero 2 --reduce-dtype bf16 --seq 64", "--dp 8 --zero 2 --reduce-dtype bf16 --global-batch 16")]
 PLANNED_SLOW += [(f"{SIZE_MOE}--dp 8 --ep 4 --zero {zero} --reduce-dtype bf16 --seq 64", 0) for zero in (0, 1)]
 
 

@@ -263,7 +263,7 @@ def test_few_micro_batches_show_what_many_need(schedule):
         assert estimate.pipeline_seconds(run, stages)[0] == pytest.approx(expected, rel=2e-3), m
 
 
-def test_the_bound_of_equal_stages_is_the_pipelines_formula():
+def test_the_bound_of_equal_stages_is_the_pipelines_formula(monkeypatch):
     """(m + p - 1) times a micro-batch, p - 1 of them in 1 / chunks of the time, and 2 (p - 1) hops."""
     for chunks, schedule in (1, "1f1b"), (2, "interleaved"):
         run = run_for(f"--layers 8 --pp 4 --global-batch 8 --micro-batch 1 --schedule {schedule}", 4)
@@ -272,6 +272,8 @@ def test_the_bound_of_equal_stages_is_the_pipelines_formula():
         bound, busy = estimate.bound_seconds(run, stages)
         assert bound == pytest.approx((8 + 3 / chunks) * 3 * chunks + hops) and busy == [24.0 * chunks] * 4
         assert bound <= estimate.pipeline_seconds(run, stages)[0] * 1.001
+    monkeypatch.setattr(estimate, "hop_seconds", lambda run: 0.5)
+    assert estimate.bound_seconds(run, stages)[0] == pytest.approx(bound - hops + 6 * 0.5)
     assert estimate.bound_seconds(run_for("--layers 8 --global-batch 8 --micro-batch 1"), [Seconds(1.0, 1.0, 1.0)]) == (
         24.0, [24.0])
 
@@ -872,6 +874,8 @@ def test_search_prints_a_rate_per_gpu_and_where_others_fell(capsys):
         most = max((seconds, name) for name, seconds in candidate.parts.items() if name != "matmul")
         assert f"  {most[1]} {most[0] / candidate.seconds:.0%} " in line
         assert line.endswith("  " + search.describe(candidate.run.settings))
+    limited = found[0]._replace(seconds=10.0, parts=dict(matmul=6.0, attention=3.0, bubble=1.0))
+    assert limited.limit() == "attention 30%"
     fallen = dict(part.rsplit(": ", 1) for part in lines[-1][len("others fell: "):].split("; "))
     assert {why: int(count) for why, count in fallen.items()} == dict(fell.most_common(8))
 
@@ -1058,6 +1062,8 @@ def test_published_grids_have_the_ranks_and_sizes_that_are_published():
         asked = row.request
         assert math.prod(asked.get(axis, 1) for axis in ("dp", "cp", "tp", "pp")) == asked["gpus"], row
         groups |= set(row.groups)
+        if row.table == "korthikanti2022":  # the paper's two ways
+            assert asked["sp"] == (asked["recompute"] == "selective")
         if row.table in sizes:
             made[row.table].append(costs.parameters(plan.run_of(asked).settings.model).total)
     assert made == {name: pytest.approx(of, rel=0.035) for name, of in sizes.items()}  # 1.65B is "1.7"
