@@ -3,11 +3,16 @@ import hashlib
 import io
 import os
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+import tokenizers
 import torch
 
-from data import BYTES_SEPARATOR, MAGIC, OUR_HEADER, Corpus, Samples, shuffled
+import config
+import data
+from data import BYTES_SEPARATOR, MAGIC, OUR_HEADER, Corpus, MicroBatch, Samples, shuffled
 
 
 def token_file(path, tokens, kind="raw", dtype=np.uint16):
@@ -39,6 +44,27 @@ def test_text_is_bytes_with_a_separator_before_every_file(tmp_path):
     corpus = Corpus([str(tmp_path)], 257)
     assert everything(corpus) == ([256, 104, 195, 169, 256, 120], [0, 4])
     assert corpus.is_text and corpus.separator == BYTES_SEPARATOR
+
+
+def test_of_a_folder_its_token_files_are_read_and_nothing_hidden_inside_it(tmp_path):
+    """The folder itself may be in a hidden one, such as ~/.cache."""
+    folder = tmp_path / ".cache" / "corpus"
+    for name in ("a.txt", "b/c.txt", ".hidden/d.txt", "__pycache__/e.txt", "b/.f.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("x")
+    assert [file.name for file in Corpus([str(folder)], 257).files] == ["a.txt", "c.txt"]
+    (folder / "tokenizer.json").write_text("{}")
+    token_file(folder / "b" / "tokens.bin", [1, 2])
+    token_file(folder / ".hidden" / "tokens.npy", [3], "npy")
+    corpus = Corpus([str(folder)], 257)
+    assert [file.name for file in corpus.files] == ["tokens.bin"] and not corpus.is_text
+
+
+def test_the_default_text_is_the_standard_library_without_its_tests():
+    root = Path(os.__file__).parent
+    files = {file.relative_to(root) for file in data.standard_library()}
+    assert {Path("os.py"), Path("json/decoder.py")} <= files and all(file.suffix == ".py" for file in files)
+    assert not {"test", "tests", "idle_test", "site-packages"} & {part for file in files for part in file.parts}
 
 
 @pytest.mark.parametrize("kind, dtype, separator", [("raw", np.uint16, None), ("gpt2", np.uint16, 50256),
@@ -174,6 +200,54 @@ def test_every_epoch_reads_every_window_once_in_another_order(corpus):
     assert [Samples(corpus, 9, seed=None).span(i) for i in (0, 1, 110, 111)] == [0, 1, 110, 0]
 
 
+def test_orders_are_as_random_as_their_keys():
+    """Over 2,000 keys each of 16 numbers goes everywhere about equally often, and so do the differences of neighbours:
+    125 times, 11 being the standard deviation."""
+    keys = [f"{key} 0" for key in range(2000)]
+    images = np.array([[shuffled(i, 16, key) for i in range(16)] for key in keys])
+    differences = (images[:, 1:] - images[:, :-1]) % 16
+    for column in images.T:
+        assert (abs(np.bincount(column, minlength=16) - 125) < 6 * 11).all()
+    for column in differences.T:
+        assert (abs(np.bincount(column, minlength=16)[1:] - 2000 / 15) < 6 * 11).all()
+
+
+def test_a_corpus_of_one_sample_is_enough(tmp_path):
+    samples = Samples(Corpus([token_file(tmp_path / "a.bin", range(7))], 7), 6, seed=0)
+    assert samples.spans == 1 and samples.micro_batch([0, 1]).labels.tolist() == [[1, 2, 3, 4, 5, 6]] * 2
+
+
+def test_data_are_known_by_lengths_of_files_and_by_tokens_from_the_first_to_the_last(tmp_path):
+    """And by what else the samples depend on."""
+    tokens, other = np.zeros(200_000, np.uint16), []
+    for place in (0, 100_000, 199_999):  # 64 blocks of 1,024 are spread over them
+        other.append(tokens.copy())
+        other[-1][max(0, place - 2500):place + 2500] = 1
+    splits = [[tokens], [tokens[:7], tokens[7:]], [tokens[:8], tokens[8:]], *([content] for content in other)]
+    seen = []
+    for i, parts in enumerate(splits):
+        files = [token_file(tmp_path / f"{i}-{j}.bin", part) for j, part in enumerate(parts)]
+        assert Samples(Corpus(files, 9), 8, 0).identity() == Samples(Corpus(files, 10), 8, 0).identity()
+        seen.append(Samples(Corpus(files, 9), 8, 0).identity())
+    assert len({identity["hash"] for identity in seen}) == len(splits)
+    assert [identity["files"] for identity in seen[:2]] == [1, 2]
+    corpus = Corpus(files, 9, separator=3)
+    changed = [Samples(corpus, 9, 0), Samples(corpus, 8, 1), Samples(corpus, 8, None), Samples(corpus, 8, 0)]
+    whole = dict(seen[-1], separator=3)
+    assert [sample.identity() for sample in changed] == [whole | dict(seq=9), whole | dict(seed=1),
+                                                         whole | dict(seed=None), whole]
+
+
+def test_what_stays_on_the_host_are_documents_for_context_parallel_ranks():
+    here = torch.zeros(1, 2, dtype=torch.int64)
+    for batch in MicroBatch(here, here), MicroBatch(here, here, here, here):
+        for copied in (False, True):
+            there = batch.to(torch.device("meta"), documents=copied)
+            where = [x if x is None else x.device.type for x in there]
+            places = [None, None] if batch.documents is None else ["meta", "meta" if copied else "cpu"]
+            assert where == ["meta", "meta", *places]
+
+
 def test_labels_are_the_tokens_one_place_further(corpus):
     batch = Samples(corpus, 9, seed=5).micro_batch([0, 1, 2])  # the corpus counts up
     assert torch.equal(batch.labels, batch.tokens + 1)
@@ -223,3 +297,90 @@ def test_samples_that_fill_up_a_micro_batch_have_no_labels(tmp_path):
         batches = [batch for rank in range(ranks) for first in range(0, 10, at_once)
                    for batch in samples.step(first, at_once, micro_batch, rank, ranks, end=10)]
         assert sum((batch.labels >= 0).sum().item() for batch in batches) == 10 * 16
+
+
+# ---- text to tokens and back ----------------------------------------------------------------------------------------
+
+def tokenizer_of(path, *words: str) -> str:
+    """A tokenizer whose tokens are these words, from 0 on, which puts [CLS] before a text if it is allowed to."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, words[-1]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("[CLS] $A", special_tokens=[("[CLS]", 1)])
+    tokenizer.save(str(path))
+    return str(path)
+
+
+@pytest.mark.parametrize("count, dtype", [(140, np.uint16), (2**16 + 1, np.uint32)])
+def test_text_of_many_files_becomes_tokens_of_two_or_four_bytes(tmp_path, count, dtype):
+    """130 files, a separator of number 0 before each, and nothing else that the texts have not."""
+    words = ["<s>", "[CLS]", *(f"w{i}" for i in range(2, count))]
+    path, out = tokenizer_of(tmp_path / "tokenizer.json", *words), tmp_path / "corpus" / "tokens.bin"
+    (tmp_path / "texts").mkdir()
+    for i in range(130):
+        (tmp_path / "texts" / f"{i:03d}").write_text(f"w{count - 1 - i} w{i + 2}\n")
+    wanted = [token for i in range(130) for token in (0, count - 1 - i, i + 2)]
+    assert data.tokenize([str(tmp_path / "texts")], path, str(out)) == 3 * 130
+    corpus = Corpus([str(out)], count)
+    assert everything(corpus) == (wanted, list(range(0, 390, 3))) and corpus.arrays[0].dtype == dtype
+    assert sorted(file.name for file in out.parent.iterdir()) == ["tokenizer.json", "tokens.bin"]
+    codec = data.codec_of(corpus, str(out.parent))
+    assert codec.separator == 0 and codec.encode("w9 w7") == [9, 7] and codec.decode([9, 7]) == "w9 w7"
+
+
+@pytest.mark.parametrize("names, wanted", [
+    (["[SEP]", "</s>", "<s>"], "<s>"), (["<|end_of_text|>", "<|begin_of_text|>"], "<|begin_of_text|>"),
+    (["<|endoftext|>", "<s>"], "<|endoftext|>"), (["[PAD]", "[SEP]"], "[SEP]"), (["</s>"], "</s>")])
+def test_separators_are_those_that_published_tokenizers_put_first(tmp_path, names, wanted):
+    """As Llama 2, Llama 3, GPT-2, BERT and T5 do, of the tokens that they have."""
+    path, text, out = tokenizer_of(tmp_path / "tokenizer.json", *names, "?"), tmp_path / "text", tmp_path / "out.bin"
+    text.write_text("a")
+    data.tokenize([str(text)], path, str(out))
+    assert everything(Corpus([str(out)], 9))[0] == [names.index(wanted), len(names)]
+    data.tokenize([str(text)], path, str(out), separator="?")  # a second time, by name
+    assert Corpus([str(out)], 9).separator == len(names)
+
+
+def test_what_cannot_be_tokenized_is_refused_and_leaves_nothing(tmp_path):
+    path, other = (tokenizer_of(tmp_path / name, *words) for name, words in (
+        ("tokenizer.json", ["<s>", "?"]), ("other.json", ["a", "?"])))
+    good, bad, out = tmp_path / "good.txt", tmp_path / "bad.txt", tmp_path / "out" / "tokens.bin"
+    good.write_text("a")
+    bad.write_bytes(b"ab\xff\xfe")
+    for arguments, says in (
+            (([str(good), str(bad)], path, str(out)), f"{bad}: is no UTF-8 text (invalid start byte at byte 2)"),
+            (([str(good)], str(good), str(out)), f"{good}: is no tokenizer.json: "),
+            (([str(good)], other, str(out)), f"{other}: has none of <|endoftext|>, "),
+            (([str(good)], path, str(out), "<sep>"), f"--separator <sep>: {path} has no such token"),
+            (([str(good)], path, str(out.with_suffix(".npy"))), f"--out {out.with_suffix('.npy')}: its name must end "),
+            (([str(good)], other, str(tmp_path / "t.bin"), "a"), f"{path}: is another tokenizer: use another folder")):
+        with pytest.raises(ValueError) as error:
+            data.tokenize(*arguments)
+        assert str(error.value).startswith(says), arguments
+    assert not list(out.parent.glob("*")) and not (tmp_path / "t.bin").exists()
+
+
+def test_bytes_become_text_and_what_is_no_text_is_marked():
+    codec = data.Codec(BYTES_SEPARATOR)
+    assert codec.encode("hé") == [104, 195, 169] and codec.decode([256, 104, 195, 169, 300, 195]) == "hé\ufffd"
+
+
+def test_without_a_tokenizer_only_text_is_sampled(tmp_path):
+    for corpus, separator in (Corpus([__file__], 257), 256), (Corpus([token_file(tmp_path / "a.bin", [1])], 9), None):
+        assert getattr(data.codec_of(corpus, ""), "separator", None) == separator
+
+
+def test_the_demo_shows_that_all_numbers_of_ranks_read_the_same_spans(monkeypatch, capsys):
+    files = [Path(file) for file in (data.__file__, config.__file__)]
+    monkeypatch.setattr(data, "standard_library", lambda: files)
+    data.demo()
+    first, *rows, begins, last = filter(None, capsys.readouterr().out.splitlines())
+    tokens = sum(file.stat().st_size + 1 for file in files)
+    assert first.startswith(f"2 files of Python's own library are {tokens:,} tokens, or {(tokens - 1) // 256:,} samples")
+    samples = Samples(Corpus(list(map(str, files)), 257), 256, 0)
+    wanted = [samples.span(i) for i in range(8)]
+    for row, dp in zip(rows, (1, 2, 4), strict=True):
+        ranks = [list(map(int, part.split(": ")[1].split(", "))) for part in row.split("   ")[-dp:]]
+        assert row.split()[:2] == ["dp", str(dp)] and [len(spans) for spans in ranks] == [8 // dp] * dp
+        assert sum(ranks, []) == wanted
+    text = "".join(f"\0{file.read_text()}" for file in files)[wanted[0] * 256:][:48].replace("\0", "")
+    assert begins == f"The first sample begins: {text!r}"

@@ -189,6 +189,73 @@ def test_the_same_signal_twice_within_a_second_is_one_request_and_later_ends_at_
     assert capsys.readouterr().err == "train.py: rank 0 ends at once: SIGINT again\n"
 
 
+def test_signals_within_a_second_of_the_first_are_one_request_however_many(monkeypatch):
+    stop, clock = faults.Stop(), iter([10.0, 10.5, 10.9, 11.5])
+    monkeypatch.setattr(faults.time, "monotonic", lambda: next(clock))
+    with patch.object(os, "_exit", side_effect=SystemExit) as ended, pytest.raises(SystemExit):
+        for number in signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGTERM:
+            stop.on_signal(number)
+    ended.assert_called_once_with(128 + signal.SIGTERM)
+    assert stop.reason == "SIGHUP" and next(clock, None) is None
+
+
+def test_a_time_limit_is_in_minutes_and_gives_way_to_an_earlier_request(monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr(faults.time, "monotonic", lambda: clock[0])
+    stop, asked = faults.Stop(time_limit_min=2.0), faults.Stop(time_limit_min=2.0)
+    asked.on_signal(signal.SIGTERM)
+    for clock[0] in 1000.0 + 119, 1000.0 + 121:
+        assert stop.wanted() == (clock[0] > 1120) and asked.wanted()
+    assert (stop.reason, asked.reason) == ("--time-limit", "SIGTERM")
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_run_that_is_asked_to_end_before_its_first_step_says_so_once(monkeypatch, capsys, rank):
+    monkeypatch.setenv("RANK", rank)
+    stop = faults.Stop()
+    with patch.object(os, "_exit", side_effect=SystemExit) as ended:
+        stop.end_if_asked()
+        stop.reason = "SIGTERM"
+        with pytest.raises(SystemExit):
+            stop.end_if_asked()
+    ended.assert_called_once_with(0)
+    assert capsys.readouterr().out == "ended before the first step, as asked (SIGTERM)\n" * (rank == "0")
+
+
+def test_signals_that_nohup_ignores_stay_ignored(monkeypatch):
+    asked, ignored = [], [signal.SIGHUP]
+    monkeypatch.setattr(faults.signal, "getsignal", lambda n: signal.SIG_IGN if n in ignored else signal.SIG_DFL)
+    monkeypatch.setattr(faults.signal, "signal", lambda number, handler: asked.append(number))
+    monkeypatch.setattr(faults.signal, "set_wakeup_fd", lambda fd, warn_on_full_buffer: asked.append(
+        (os.get_blocking(fd), warn_on_full_buffer)))
+    monkeypatch.setattr(faults.threading, "Thread", Mock())
+    faults.Stop().listen()
+    ignored.clear()
+    faults.Stop().listen()
+    requests = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+    assert asked == [(False, False), *requests[:2], (False, False), *requests]  # a full pipe must not block a handler
+
+
+@pytest.mark.parametrize("under_torchrun", [False, True])
+def test_only_requests_and_the_end_of_torchrun_end_a_run(monkeypatch, under_torchrun):
+    """Other signals are in the pipe, too, and without torchrun a parent may end, as the shell of a nohup does."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if under_torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "id")
+    stop, (reading, writing), reasons = faults.Stop(), os.pipe(), []
+    sent = iter([b"", bytes([signal.SIGCHLD]), bytes([signal.SIGCHLD, signal.SIGINT])])
+
+    def select(*_):
+        reasons.append(stop.reason)
+        os.write(writing, content := next(sent))  # and when there is no more, the thread ends
+        return [reading] if content else [], [], []
+    monkeypatch.setattr(faults.select, "select", select)
+    with pytest.raises(StopIteration):
+        stop.hear(reading, parent=-1)
+    first = "torchrun is gone" if under_torchrun else ""
+    assert reasons == ["", first, first, first or "SIGINT"] and stop.asked_at
+
+
 def test_a_rank_in_an_endless_loop_ends_when_its_torchrun_has_gone(monkeypatch, capsys):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "id")
     stop, (reading, _) = faults.Stop(timeout_s=30), os.pipe()
@@ -287,10 +354,29 @@ def test_statistics_of_norms_are_their_mean_and_variance():
         assert guard.norms.tolist() == pytest.approx(want, abs=1e-12)
 
 
+def test_older_norms_fade_and_spikes_are_found_once_there_are_enough():
+    """Beyond 100 norms each counts 1/100: mean and variance are sums with weights 1/100, 99/100/100, ... of the norms,
+    and of the first 100, of which each counts as much. After 20 norms the limit is 3 standard deviations."""
+    norms = torch.rand(300, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    guard, plain = (faults.Guard(faults.Stop(), None, torch.device("cpu"), [0, 0.0, 0.0], spikes) for spikes in (3, 0))
+    for count, norm in enumerate(norms):
+        _, mean, variance = guard.norms.tolist()
+        want = mean + 3 * math.sqrt(variance) if count >= 20 else math.inf
+        assert guard.limit().item() == pytest.approx(want, rel=1e-12) and plain.limit() == math.inf
+        guard.update_statistics(norm, torch.tensor(math.inf))
+        plain.update_statistics(norm, torch.tensor(math.inf))
+    weights = torch.cat((torch.full((100,), 0.99 ** 200 / 100), 0.01 * 0.99 ** torch.arange(199.0, -1, -1))).double()
+    mean = (weights * norms).sum().item()
+    variance = (weights * (norms - mean) ** 2).sum().item()
+    assert guard.norms.tolist() == pytest.approx([300, mean, variance], rel=1e-6)  # weights are of fp32
+
+
 def test_a_spike_is_skipped_with_a_flag_and_statistics_are_resumed(tmp_path):
     said = run(f"--steps 36 --skip-spikes 8 --metrics {tmp_path}/m --out {tmp_path}/out --save-every 25 --keep 0",
                "spike_in_step_30")
-    assert "step 30 was skipped: the norm of its gradient is" in said and ", the mean" in said
+    norm, mean = re.search(r"step 30 was skipped: the norm of its gradient is (\S+), the mean (\S+)\n", said).groups()
+    norms = [line["grad_norm"] for line in metrics(tmp_path / "m")]
+    assert [float(norm), float(mean)] == pytest.approx([norms[30], statistics.mean(norms[:30])], rel=1e-3)
     assert metrics(tmp_path / "m")[-1]["skipped"] == 1
     assert tensors(tmp_path / "out" / "step-000036")["steps"] == 35  # updates
     assert "skipped" not in run("--steps 36", "spike_in_step_30")
@@ -366,6 +452,29 @@ def test_ranks_that_were_started_differently_do_not_begin(pool):
         assert said == [f"{line}: start every rank with the same"] * 3
 
 
+@pytest.mark.parametrize("ranks, values, says", [
+    (3, {}, ""), (3, dict(b={1: -5}), "b: rank 1 has different values from 0, 2"),
+    (3, dict(b={1: 5}, c={2: 4}), "b (and 1 more): rank 1 has different values from 0, 2"),
+    (4, dict(a={0: 9, 3: 9}), "a: ranks 0, 1, 2, 3 have different values"),
+    (5, dict(a={0: 9, 3: 8}), "a: rank 0, 3 has different values from 1, 2, 4"),
+    (10, dict(c={4: 1}), "c: rank 4 has different values from 0, 1, 2, 3, 5, 6, 7, 8 and 1 more"),
+    (9, dict(c={4: 1}), "c: rank 4 has different values from 0, 1, 2, 3, 5, 6, 7, 8")])
+def test_what_differs_between_ranks_is_named_with_the_ranks_that_are_in_the_minority(monkeypatch, ranks, values, says):
+    """Names a, b and c have the same values, but those of `values` on some ranks: what the first rank says."""
+    hashes = torch.tensor([[values.get(name, {}).get(rank, -2) for name in "abc"] for rank in range(ranks)])
+
+    def all_reduce(x, group, operation):
+        x.copy_(torch.cat((hashes, ~hashes), 1).amax(0))
+
+    def all_gather(out, x, group):
+        out.copy_(hashes[:, (hashes != hashes[0]).any(0)][:, 0])
+    monkeypatch.setattr(faults, "all_reduce", all_reduce)
+    monkeypatch.setattr(faults, "all_gather", all_gather)
+    monkeypatch.setattr(faults, "size", lambda group: ranks)
+    monkeypatch.setattr(faults, "ranks_of", lambda group: list(range(ranks)))
+    assert faults.difference(list("abc"), hashes[0], None) == says
+
+
 # ---- slow, silent and dead ranks ------------------------------------------------------------------------------------
 
 def slow_forward(state):
@@ -387,6 +496,23 @@ def test_ten_steps_make_a_rank_slow_and_it_is_said_once(capsys):
         guard.seconds[slowest] = 1.6
         guard.find_slow_rank(step)
     assert capsys.readouterr().err.count("rank 1 is slow") == 1
+
+
+def test_a_slow_rank_takes_more_than_one_and_a_half_times_the_median_ten_steps_in_a_row(capsys):
+    guard = faults.Guard(faults.Stop(), None, torch.device("cpu"), [0, 0.0, 0.0])
+    for step, most in enumerate([1.0] * 30 + [1.125] * 9 + [1.0] + [1.125] * 10):
+        guard.seconds = [0.75, most, 0.5]  # 1.5 times the median is 1.125, which is not more
+        guard.find_slow_rank(step)
+    assert capsys.readouterr().err == ""
+    for step in range(100, 112):
+        guard.seconds = [0.75, 0.5, 1.25]
+        guard.find_slow_rank(step)
+    assert capsys.readouterr().err == ("train.py: warning: rank 2 is slow: without its waits it took 1.250 s in step "
+                                       "109, the median rank 0.750 s, and so for 10 steps\n")
+    for step, most in enumerate([1.25] * 9 + [1.0] + [1.25] * 9):
+        guard.seconds = [most, 0.75, 0.75]
+        guard.find_slow_rank(step)
+    assert capsys.readouterr().err == ""
 
 
 def as_local_rank(rank: int, ranks: int) -> dict[str, str]:
@@ -439,6 +565,14 @@ def test_who_waits_for_whom_is_followed_to_its_end():
     posts = {0: dict(call=["receive", "pp", 2, 1], calls=dict(pp=2)),
              2: dict(call=["receive", "pp", 7, 0], calls=dict(pp=7))}
     assert dog.describe(0, posts).endswith("waits for rank 0: they wait for each other")
+    dog.members = dict(dp=[0, 1, 2])
+    computes = dict(call=None, calls=dict(dp=1), where="", activity="in step 3")
+    posts = {0: dict(call=["all_reduce", "dp", 2, None], calls=dict(dp=2)), 1: computes, 2: computes}
+    assert dog.describe(0, posts) == ("is in all_reduce, call 2 on axis dp (ranks 0, 1, 2), waits for rank 1, 2, which "
+                                      "is in no collective but in step 3")
+    posts = {rank: dict(call=["all_reduce", "odd", 2, None], calls=dict(odd=2)) for rank in range(4)}
+    assert dog.describe(0, posts) == ("is in all_reduce, call 2 on axis world (ranks 0, 1, 2, 3), has not ended although "
+                                      "all ranks have called it")
     dog.members = dict(cp=[0, 1, 2, 3])
     posts = {rank: dict(call=["receive", "cp", 1, source], calls=dict(cp=1))
              for rank, source in enumerate([1, 2, 0, 0])}
@@ -471,7 +605,7 @@ def test_a_rank_that_stalls_and_moves_on_posts_both_once():
         clock[0] += seconds
         dog.stop.ending = clock[0] > 100
 
-    dog.activity = lambda: "in step 1" if clock[0] < 30 else f"in step {clock[0]}"
+    dog.activity = lambda: "in step 1" if clock[0] < 60 else f"in step {clock[0]}"  # it computes, and nobody waits
     with patch.object(watchdog.time, "sleep", sleep), patch.object(watchdog.time, "monotonic", lambda: clock[0]):
         dog.watch()
     assert posts == ["computes", "moves"]
@@ -498,12 +632,16 @@ def calls_of_a_rank_that_stalls(monkeypatch, ranks: int, its_state: str, moves_s
     with (patch.object(watchdog.time, "sleep", sleep), patch.object(watchdog.time, "monotonic", lambda: clock[0]),
           patch.object(watchdog.threading, "Thread"), patch.object(watchdog, "is_alive", return_value=True),
           patch.object(watchdog.os, "kill") as kill, patch.object(watchdog.os, "_exit", side_effect=SystemExit),
-          patch.object(watchdog.record, "waiting", waiting), patch.object(watchdog, "say")):
+          patch.object(watchdog.record, "waiting", waiting), patch.object(watchdog, "last_words") as last_words):
         dog = watchdog.Watchdog(store, 40.0, activity, faults.Stop())
         dog.members = dict(dp=list(range(ranks)))
         with pytest.raises(SystemExit):
             dog.watch()
     kill.assert_called_once_with(1004, signal.SIGKILL)  # and no process of another torchrun
+    if its_state == "computes":  # all others: this rank reports, as of when it began to wait
+        (line, when), _ = last_words.call_args
+        assert line.endswith("(after 37.0 s of --timeout 40)") and abs(time.time() - 37 - when) < 20
+    assert last_words.called == (its_state == "computes")
     return moving, calls_of(store)[len(moving):]
 
 
@@ -516,6 +654,16 @@ def test_calls_of_the_store_do_not_depend_on_the_number_of_ranks(monkeypatch, it
         "set post 5": 1, "append states": 1, "check ['end']": 16, "set end": 1, "get states": 1,
         "multi_get": int(its_state == "computes")})
     assert len(stalled) < 30
+
+
+@pytest.mark.parametrize("timeout_s", [2.0, 20.0, 600.0])
+def test_a_watchdog_reports_before_the_collective_s_own_timeout(monkeypatch, timeout_s):
+    """It waits for up to a poll after nine tenths of the timeout, and for two more until others have posted."""
+    for key, value in as_local_rank(0, 1).items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(watchdog.threading, "Thread", Mock())
+    dog = watchdog.Watchdog(store_with(), timeout_s, lambda: "", faults.Stop())
+    assert 0 < dog.poll_s <= 1 and 0.9 * timeout_s + 3 * dog.poll_s < timeout_s
 
 
 def test_a_process_is_a_living_rank_only_if_it_has_the_same_parent():
@@ -550,6 +698,67 @@ def test_an_error_while_a_rank_waits_is_a_lost_connection_only_if_it_is_one_of_t
     monkeypatch.setattr(watchdog, "last_words", said.append)
     dog.report(error)
     assert said == [f"rank 0 failed in step 3: {says}"]
+
+
+@pytest.mark.parametrize("states, reports", [
+    ({0: ("lost", [3]), 1: ("lost", [2]), 4: ("waits", [])}, 0), ({0: ("lost", []), 2: ("failed", [])}, 2),
+    ({0: ("computes", []), 1: ("failed", []), 2: ("failed", [])}, 1)])
+def test_of_ranks_that_fail_one_reports_and_names_all_that_died(monkeypatch, states, reports):
+    """The lowest that raised an error of its own, else the lowest that lost a connection."""
+    said, content = {}, "".join(json.dumps([rank, *state]) + "\n" for rank, state in states.items())
+    call = collectives.Call("all_reduce", "world", 3)
+    monkeypatch.setattr(watchdog.time, "sleep", lambda _: None)
+    for rank, (state, died) in states.items():
+        dog = watchdog.Watchdog.__new__(watchdog.Watchdog)
+        dog.rank, dog.ranks, dog.members, dog.activity = rank, 5, {}, lambda: "in step 3"
+        dog.dead, dog.store, dog.reporting = lambda died=died: died, store_with(states=content), threading.Lock()
+        monkeypatch.setattr(watchdog.record, "waiting", call if state == "lost" else None)
+        monkeypatch.setattr(watchdog, "explain", lambda line, error, rank=rank: said.update({rank: line}))
+        monkeypatch.setattr(watchdog, "last_words", lambda line, rank=rank: said.update({rank: line}))
+        if state in ("lost", "failed"):
+            dog.report(RuntimeError("closed"))
+            posted = json.loads(dog.store.get("states").splitlines()[-1])
+            assert posted == [rank, state, died] and dog.reporting.locked()
+            assert (json.loads(dog.store.get(f"post {rank}"))["where"] == "") == (state == "lost")
+    lost = "all_reduce, call 3 on axis world (ranks 0, 1, 2, 3, 4), lost its connection: rank 2, 3 has died"
+    assert said == {reports: f"rank {reports} failed in step 3: {'closed' if reports else lost}"}
+
+
+@pytest.mark.parametrize("died, ends", [([], None), ([1], 143)])
+def test_a_rank_whose_torchrun_stops_it_because_another_died_does_not_save(monkeypatch, died, ends):
+    """Five seconds after the request it looks for dead ranks. If none is, it saves, as it was asked to."""
+    dog, clock = watchdog.Watchdog.__new__(watchdog.Watchdog), [100.0]
+    dog.stop, dog.timeout_s, dog.poll_s, dog.reporting = faults.Stop(), 400.0, 1.0, threading.Lock()
+    dog.dead, dog.activity, dog.stop.asked_at = lambda: clock[0] >= 103 and died, lambda: "in step 1", 100.0
+
+    def sleep(seconds):
+        clock[0] += seconds
+        dog.stop.ending = clock[0] > 120
+    monkeypatch.setattr(watchdog.time, "sleep", sleep)
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock[0])
+    with patch.object(watchdog.os, "_exit", side_effect=SystemExit) as ended, contextlib.suppress(SystemExit):
+        dog.watch()
+    assert [call.args for call in ended.mock_calls] == [(ends,)] * bool(died) and dog.reporting.locked() == bool(died)
+    assert clock[0] == (106 if died else 121)
+
+
+def test_a_watchdog_that_loses_its_store_says_so_unless_its_rank_ends(monkeypatch, capsys):
+    dog = watchdog.Watchdog.__new__(watchdog.Watchdog)
+    dog.rank, dog.stop, dog.watch = 3, faults.Stop(), Mock(side_effect=RuntimeError("Broken pipe\nat ..."))
+    for dog.stop.ending in False, True:
+        dog.run()
+    line = "train.py: warning: rank 3 is no longer watched, as torchrun's store failed: Broken pipe\n"
+    assert capsys.readouterr().err == line
+    assert faults.reason(KeyError()) == "KeyError"  # of an error without a message its type
+
+
+def test_a_rank_whose_report_fails_reports_alone(monkeypatch, capsys):
+    stop = faults.Stop()
+    monkeypatch.setattr(watchdog.threading, "Timer", Mock())
+    with patch.object(watchdog.os, "_exit", side_effect=SystemExit) as ended, pytest.raises(SystemExit):
+        watchdog.fail("in step 3", faults.Failure("of a kind"), Mock(report=Mock(side_effect=RuntimeError)), stop)
+    ended.assert_called_with(1)
+    assert capsys.readouterr().err == "train.py: rank 0 failed in step 3: of a kind\n" and stop.ending
 
 
 def test_a_watchdog_is_silent_once_its_rank_ends(monkeypatch):
@@ -602,6 +811,9 @@ def test_torchruns_report_has_the_last_line(tmp_path, monkeypatch, capsys):
     failure = ProcessFailure(0, 1, 1, str(tmp_path / "error.json"))
     assert failure.message["extraInfo"]["py_callstack"] == "train.py: rank 0 failed in step 3: of a kind"
     assert abs(failure.timestamp - time.time()) < 60
+    faults.last_words("earlier", 1e9)  # of several ranks torchrun names the one that failed first
+    assert ProcessFailure(0, 1, 1, str(tmp_path / "error.json")).timestamp == 1e9
+    assert capsys.readouterr().err == "train.py: earlier\n"
     with patch.object(faults.os, "_exit", side_effect=SystemExit), pytest.raises(SystemExit):
         watchdog.fail("in step 3", ZeroDivisionError("unexpected"), None, faults.Stop())
     err = capsys.readouterr().err
