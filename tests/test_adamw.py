@@ -146,6 +146,17 @@ def test_spans_decay_are_counted_and_zeroed_as_they_say():
         assert torch.equal(span.weights, span.master.half())
 
 
+def test_a_first_step_is_as_long_as_the_rate():
+    """To all digits of fp32, although 1 - 0.999 has four in it."""
+    span, = spans_of(1, 5, torch.float32)
+    before = span.master.clone()
+    for moment in (span.m, span.v):
+        moment.zero_()
+    zero_ = torch.zeros((), device=DEVICE)
+    adamw.OnePass([span]).update(1.0, zero_, zero_, lr=100.0, betas=(0.9, 0.999), eps=0.0, weight_decay=0.0)
+    torch.testing.assert_close(span.master, before - 100, rtol=1e-6, atol=0)
+
+
 @pytest.mark.skipif(DEVICE == "cuda", reason="counts what the interpreter does")
 @pytest.mark.parametrize("moments, wanted", [(torch.float32, 38), (torch.float16, 30)])
 def test_bytes_per_parameter_are_those_of_the_formula(monkeypatch, moments, wanted):
@@ -188,6 +199,21 @@ def test_launches_do_not_depend_on_the_number_of_parameters(monkeypatch, count):
     monkeypatch.setattr(adamw, "adamw_kernel", kernels[1])
     update(spans_of(count, 100, torch.float32))
     assert [kernel.launches for kernel in kernels] == [1, 1]
+    assert update(spans_of(count, 0, torch.float32)) == 0  # a shard that is all padding
+    assert [kernel.launches for kernel in kernels] == [1, 1]
+
+
+def test_vector_loads_need_addresses_and_lengths_that_are_multiples_of_16():
+    def aligned(length: int, *first: int) -> bool:
+        """With spans that begin at these elements of a buffer of fp32 and of one of 16 bits."""
+        wide, narrow = torch.zeros(4 * length), torch.zeros(4 * length, dtype=torch.float16)
+        assert wide.data_ptr() % 16 == narrow.data_ptr() % 16 == 0
+        spans = [adamw.Span(*(x[i:i + length] for x in (wide, wide, wide, wide, narrow)), True, True, True)
+                 for i in first]
+        return adamw.OnePass(spans).options["ALIGNED"]
+    assert aligned(32, 0, 32, 8) and aligned(16, 16)
+    assert not aligned(32, 0, 4)  # 8 bytes into the buffer of 16 bits
+    assert not aligned(32, 2, 32) and not aligned(33, 0) and not aligned(40, 0) and not aligned(20, 0)
 
 
 def test_a_table_is_known_by_the_addresses_of_all_spans():
@@ -198,10 +224,23 @@ def test_a_table_is_known_by_the_addresses_of_all_spans():
 
 @pytest.mark.parametrize("change, message", [
     (lambda span: span._replace(grad=span.grad.double()), "needs fp32 master weights and gradients"),
-    (lambda span: span._replace(m=span.m[:5]), "spans must be flat")])
+    (lambda span: span._replace(m=span.m[:5]), "spans must be flat"),
+    (lambda span: span._replace(master=torch.zeros(16)[::2]), "spans must be flat"),
+    (lambda span: span._replace(m=span.m.half(), v=span.v.half()), "one type of moments and of weights"),
+    (lambda span: span._replace(v=span.v.half()), "one type of moments and of weights, not torch.float32, "
+     "torch.float32, torch.float32, torch.float16, torch.float16$"),
+    (lambda span: span._replace(weights=span.weights.float()), "one type of moments and of weights")])
 def test_spans_that_do_not_fit_are_refused(change, message):
+    first, second = spans_of(2, 8, torch.float32)
     with pytest.raises(ValueError, match=message):
-        adamw.OnePass([change(span) for span in spans_of(1, 8, torch.float32)])
+        adamw.OnePass([first, change(second)])
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="shows what happens without a GPU")
+def test_without_a_gpu_one_pass_is_refused(monkeypatch):
+    monkeypatch.setattr(adamw, "INTERPRETED", False)
+    with pytest.raises(ValueError, match="one pass of AdamW runs on GPUs, not on cpu"):
+        adamw.OnePass(spans_of(1, 8, torch.float32))
 
 
 AHEAD = """

@@ -403,13 +403,18 @@ def test_a_run_on_any_grid_is_sampled_from_on_one_rank(trained, monkeypatch):
     called, saved = [], config.read_run(str(trained / "step-000002"))
     given = dict(dp=2, dp_replicate=2, cp=2, cp_style="ring", tp=4, sp_keep=True, async_tp=True, pp=4, zero=1, ep=4,
                  schedule="interleaved", chunks=2, pp_group=4, recompute="full", graph=True, micro_batch=4,
-                 global_batch=32, batch_ramp="16@0,32@99", eval_every=3, save_every=2, metrics="m", out="o")
+                 global_batch=32, batch_ramp="16@0,32@99", eval_every=3, save_every=2, metrics="m", out="o",
+                 val_data=[__file__], moments="bf16", dtype="bf16")
     monkeypatch.setattr(os, "execv", lambda program, arguments: called.append(arguments))
-    sampling.main([str(trained), "--prompt", "a"])
+    for ranks in "1", "4":
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+        sampling.main([str(trained), "--prompt", "a"])
     with patch.object(config, "read_run", lambda path: saved | {"settings": saved["settings"] | given}):
-        settings = config.parse(called[0][2:])
+        settings, on_four = config.parse(called[0][2:]), config.parse(called[1][2:], 4)
     assert replace(settings.grid, cp_style="allgather") == config.parse([]).grid
     assert (settings.run.metrics, settings.run.out, settings.optim.steps) == ("", "", 0)
+    assert settings.data.val_data == [] and settings.optim.optimizer == "sgd" and settings.precision.moments != "bf16"
+    assert on_four.grid.dp == on_four.batch.global_batch == 4
 
 
 def test_grid_auto_keeps_nothing_of_the_grid_of_the_run_that_is_resumed(trained):

@@ -239,6 +239,48 @@ def test_settings_that_config_json_leaves_out_are_transformers_defaults(architec
         assert got.get("router_norm", True) == getattr(theirs, "norm_topk_prob", True)
 
 
+@pytest.mark.parametrize("architecture, layers, settings", [
+    ("Qwen2", 28, dict(use_sliding_window=True, sliding_window=7)),  # by default the first 28 layers have none
+    ("Qwen3", 4, dict(use_sliding_window=True, sliding_window=7, max_window_layers=4)),
+    ("Qwen3", 4, dict(use_sliding_window=True, sliding_window=7, max_window_layers=0)),
+    ("Qwen2", 4, dict(use_sliding_window=False, sliding_window=7, max_window_layers=0)),
+    ("Qwen2", 4, dict(use_sliding_window=False, sliding_window=7, layer_types=["full_attention"] * 4)),
+    *(("Qwen3", 5, dict(use_sliding_window=True, sliding_window=7, layer_types=[
+        "full_attention" if layer % every == every - 1 else "sliding_attention" for layer in range(5)]))
+      for every in (1, 2, 3, 5, 6)),
+    ("Mistral", 3, dict(sliding_window=None)), ("Mistral", 3, dict(sliding_window=9)),
+    ("Qwen3Moe", 3, dict(use_sliding_window=True, sliding_window=9)),
+    ("Qwen3Moe", 3, dict(use_sliding_window=False, sliding_window=9))])
+def test_the_layers_with_a_window_are_those_of_transformers(architecture, layers, settings, tmp_path):
+    """And those of what is exported."""
+    settings = SMALL | settings | dict(num_hidden_layers=layers)
+    theirs = getattr(transformers, architecture + "Config")(**settings)
+    settings["architectures"] = [architecture + "ForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    model = config.Model(**huggingface.read_config(str(tmp_path)))
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * layers
+    width = theirs.sliding_window or 0
+    assert [model.window_of(layer) for layer in range(layers)] == [
+        width if kind == "sliding_attention" else 0 for kind in kinds]
+    again = huggingface.model_fields(huggingface.config_of(model, settings["architectures"][0]), "")
+    assert config.Model(**again) == model
+
+
+def test_one_file_of_weights_is_preferred_to_an_index(published, tmp_path):
+    """As transformers does."""
+    shutil.copytree(published("llama tied"), tmp_path / "both")
+    (tmp_path / "both" / INDEX).write_text('{"weight_map": {"model.norm.weight": "gone.safetensors"}}')
+    assert torch.equal(logits(loaded(str(tmp_path / "both"))), logits(loaded(published("llama tied"))))
+
+
+@pytest.mark.parametrize("changed", [dict(hidden_act="swish"), dict(partial_rotary_factor=1.0), dict(mlp_bias=False),
+                                     dict(rope_scaling=dict(type="default")), dict(quantization_config=None)])
+def test_settings_that_change_nothing_are_accepted(changed, published, tmp_path):
+    settings = json.loads(Path(published("llama tied"), "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | changed))
+    assert huggingface.read_config(str(tmp_path)) == huggingface.read_config(published("llama tied"))
+
+
 def test_config_json_is_read_without_torch(tmp_path):
     (tmp_path / "config.json").write_text(HUB["qwen3-30b-a3b"])
     code = f"import sys, huggingface; huggingface.read_config({str(tmp_path)!r}); assert 'torch' not in sys.modules"
@@ -272,6 +314,10 @@ def test_config_json_is_read_without_torch(tmp_path):
     (dict(vocab_size="61"), 'vocab_size "61": must be a whole number'),
     (dict(tie_word_embeddings=1), "tie_word_embeddings 1: must be true or false"),
     (dict(rms_norm_eps=-1e-6), "rms_norm_eps -1e-06: must be a number above 0"),
+    (dict(rms_norm_eps=0), "rms_norm_eps 0: must be a number above 0"),
+    (dict(router_jitter_noise=0.1), "router_jitter_noise 0.1: must be 0"),
+    (dict(rope_parameters=dict(sliding_attention=dict(rope_type="default"))), "sliding_attention"),
+    (dict(architectures=["Qwen2ForCausalLM", "Qwen3ForCausalLM"]), "architectures ['Qwen2ForCausalLM', 'Qwen3"),
 ])
 def test_settings_that_are_not_implemented_are_refused_in_one_line(changed, message, published, tmp_path):
     refused_config("qwen2", changed, message, published, tmp_path)
@@ -385,6 +431,10 @@ def test_transformers_opens_what_is_exported(case, published, tmp_path):
                 assert file.metadata() == {"format": "pt"}
                 stored.update(file.keys())
     assert ("lm_head.weight" in stored) != llama.model.tied
+    index = json.loads(Path(folder, INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(weight.nbytes for name in files if name.endswith(".safetensors")
+                                                  for weight in safetensors.torch.load_file(f"{folder}/{name}").values())
+    assert index["weight_map"].keys() == stored
     again = transformers.AutoModelForCausalLM.from_pretrained(folder)
     theirs = of_transformers(case)
     assert type(again) is type(theirs) and again.dtype == torch.float32
@@ -459,6 +509,48 @@ def test_the_tokenizer_and_its_special_tokens_are_copied(published, tmp_path):
     assert again("two one three").input_ids == [2, 1, 3] and again.chat_template == "{{ x }}"
     with pytest.raises(ValueError, match="export to another folder"):
         export(llama, given, tokenizer_from=given)
+    with pytest.raises(ValueError, match=f"{tmp_path}/none: there is no such folder"):
+        export(llama, folder, tokenizer_from=str(tmp_path / "none"))
+
+
+def test_every_file_of_a_tokenizer_is_copied_and_nothing_else(published, tmp_path):
+    """Of those that transformers reads; without a config.json, too."""
+    from transformers import tokenization_utils_base as base
+    names = {base.SPECIAL_TOKENS_MAP_FILE, base.ADDED_TOKENS_FILE, base.TOKENIZER_CONFIG_FILE, base.FULL_TOKENIZER_FILE,
+             base.CHAT_TEMPLATE_FILE, "generation_config.json", "tokenizer.model", "vocab.json", "merges.txt"}
+    given, folder = tmp_path / "given", tmp_path / "exported"
+    given.mkdir()
+    for name in names | {"model-00001-of-00002.safetensors", "README.md", "pytorch_model.bin"}:
+        (given / name).write_text(name)
+    export(loaded(published("llama")), folder, tokenizer_from=str(given), seq=77)
+    copied = {path.name for path in folder.iterdir()} - {"config.json", "model.safetensors"}
+    assert copied == names and all((folder / name).read_text() == name for name in names)
+    assert transformers.AutoConfig.from_pretrained(folder).max_position_embeddings == 77
+
+
+def test_an_export_that_could_not_be_written_is_refused_before_the_first_step(tmp_path, monkeypatch):
+    text, copy = tmp_path / "text" / "a.txt", tmp_path / "link"
+    text.parent.mkdir()
+    text.write_text("some text " * 100)
+    copy.symlink_to(text.parent)
+    monkeypatch.chdir(tmp_path)
+    for flags, says in (("--export-hf text", "is the folder of --init-from or of the data, name another one"),
+                        ("--export-hf link", "is the folder of --init-from or of the data"),
+                        ("--export-hf model", ""), ("--export-hf out --init-from model", ""),
+                        ("--export-hf model --init-from model", "is the folder of --init-from or of the data"),
+                        ("--export-hf out --preset tiny-moe --bias-rate 0.01", "--bias-rate 0.01: no class of trans")):
+        settings = config.parse("--data text/a.txt".split())
+        words = flags.split()
+        settings.run.export_hf = words[1]
+        settings.run.init_from = "model" if "--init-from" in words else ""
+        if "--preset" in words:
+            moe = config.parse("--data text/a.txt --preset tiny-moe --bias-rate 0.01".split())
+            settings.model, settings.optim = moe.model, moe.optim
+        if says:
+            with pytest.raises(ValueError, match=says):
+                huggingface.check_export(settings)
+        else:
+            huggingface.check_export(settings)
 
 
 @pytest.mark.parametrize("flags, architecture", [

@@ -285,6 +285,13 @@ def test_samples_follow_the_temperature_and_the_seed():
         want = (llama(prompt[:1])[0, -1] / 0.5).softmax(-1)
     got = torch.bincount(drawn, minlength=61) / 400
     assert (got - want).abs().max() < 0.1
+    longer = sample(llama, prompt[:3], 4)  # by default at 0.8, with one generator for all tokens
+    generator, again = torch.Generator().manual_seed(0), prompt[:3]
+    with torch.no_grad():
+        for _ in range(4):
+            shares = (llama(again)[:, -1].float() / 0.8).softmax(-1)
+            again = torch.cat((again, torch.multinomial(shares, 1, generator=generator)), 1)
+    assert torch.equal(longer, again)
 
 
 # ---- costs ----------------------------------------------------------------------------------------------------------

@@ -13,9 +13,11 @@ from torch._subclasses import FakeTensorMode
 import assemble
 import config
 import grids
+import machines
 import offload
 import recompute
 import sharding
+import stagetime
 import train
 import zero
 from data import MicroBatch
@@ -170,6 +172,18 @@ def test_each_direction_has_a_stream_which_waits_for_kernels_and_for_the_copy_na
         "in keeps the GPU's memory", "kernels waits for what was copied in"]
 
 
+def test_copies_of_one_direction_share_a_stream_and_memory_of_the_host_is_pinned(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
+    first, second = torch.device("cuda:6"), torch.device("cuda:7")
+    streams = {offload.stream_of(device, to_host) for device in 2 * (first, second) for to_host in (False, True)}
+    assert len(streams) == 4
+    asked = []
+    monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: asked.append(kwargs))
+    for device in first, torch.device("cpu"):
+        offload.CopyStreams(device).zeros(4, torch.float32)
+    assert asked == [dict(dtype=torch.float32, pin_memory=True), dict(dtype=torch.float32, pin_memory=False)]
+
+
 def test_checkpoints_return_one_block_ahead(events):
     """The input of the block before is fetched before a block runs again, and waited for only when its turn comes."""
     recomputing, x = recompute.Recompute("full", slots=3, offload=True), torch.ones(1, requires_grad=True)
@@ -265,6 +279,22 @@ def test_the_demo_shows_the_last_model_that_fits():
         one_more, of_one_more = offload.largest_model("none", room + 18 * 218e6)  # a layer has 218 M parameters
         assert sum(kinds.values()) <= room and one_more == layers + 1
         assert room < sum(of_one_more.values()) <= room + 18 * 218e6
+
+
+def test_the_demo_says_what_fits_in_gb_and_how_many_times_as_many_layers(monkeypatch, capsys):
+    rooms = []
+
+    def largest_model(what: str, room: float) -> tuple[int, dict[str, int]]:
+        rooms.append(room)
+        return dict(none=24, optimizer=60, activations=30, both=90)[what], dict(weights=12_340_000_000, optimizer=0,
+                                                                                activations=250_000_000)
+    monkeypatch.setattr(offload, "largest_model", largest_model)
+    offload.demo()
+    said = capsys.readouterr().out
+    room = machines.MACHINES["h200"].memory_bytes * stagetime.CONSTANTS.usable - stagetime.CONSTANTS.reserved
+    assert rooms == [room] * 4 and f"in {room / 1e9:.0f} GB" in said
+    assert "    --offload optimizer     60 layers: weights 12.3, activations 0.2\n" in said
+    assert said.endswith("With the optimizer's state on the host 2.5 times as many layers fit.\n")
 
 
 def test_inputs_of_blocks_are_offloaded_in_shards_with_and_without_sequence_parallelism():

@@ -67,6 +67,11 @@ def test_one_rank_counts_every_element(name):
     assert (counted == 1).all()
 
 
+def test_no_two_of_a_thousand_parameters_begin_alike():
+    first = [draw(0)(Spec(f"layers.{i}.attention.wq", (1,), std=1.0), (slice(0, 1),)).item() for i in range(1000)]
+    assert len(set(first)) == 1000
+
+
 def test_values_are_drawn_as_asked_for_in_blocks_of_rows():
     spec = Spec("layers.0.ffn.w_up", (4000, 600), std=0.02)
     values = draw(0)(spec, (slice(0, 4000), slice(0, 600)))
@@ -75,6 +80,8 @@ def test_values_are_drawn_as_asked_for_in_blocks_of_rows():
     other = draw(0)(Spec("layers.1.ffn.w_up", (4000, 600), std=0.02), (slice(0, 4000), slice(0, 600)))
     assert not torch.equal(values, other) and not torch.equal(values, draw(1)(spec, (slice(0, 4000), slice(0, 600))))
     assert torch.equal(draw(0)(Spec("norm", (4,), mean=1.0), (slice(1, 3),)), torch.ones(2))
+    moved = draw(0)(Spec("layers.0.ffn.w_up", (4000, 600), mean=3.0, std=0.02), (slice(0, 4000), slice(0, 600)))
+    torch.testing.assert_close(moved, values + 3, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(7,), (5, 7), (3, 4, 5), (2, 3, 2, 3), (1, 1, 4), (4, 1)])
@@ -268,3 +275,4 @@ def test_parameters_side_by_side_get_one_gradient():
     assert torch.equal(torch.cat([first.grad, second.grad]), 2 * torch.arange(20.0).view(5, 4))
     assert param.stacked_view([flat[:12].view(3, 4), flat[8:].view(3, 4)]) is None
     assert param.stacked_view([flat[:12].view(3, 4), torch.zeros(2, 4)]) is None
+    assert param.stacked_view([flat[:16].view(4, 4).t(), flat[16:].view(1, 4)]) is None  # not in the order of memory

@@ -337,8 +337,11 @@ def test_sampling_is_a_run_of_no_steps(monkeypatch, tmp_path):
         assert (os.path.basename(file), where, path) == ("train.py", wanted, str(tmp_path))
         assert flags[flags.index("--steps") + 1] == "0" and f"--sample={prompt}" in flags and "--prompt" not in flags
     assert called[0][-3:-1] == ["--tp", "2"]
-    with pytest.raises(SystemExit, match="2"):
-        sampling.main(["--prompt", "a"])
+    for wrong in (["--prompt", "a"], ["--tp", "--prompt", "a"], [str(tmp_path), "--tp", "2"],
+                  [str(tmp_path), "--tp", "--prompt"]):
+        with pytest.raises(SystemExit, match="2"):
+            sampling.main(wrong)
+    assert file == os.path.join(ROOT, "train.py")  # from whatever folder it is started
 
 
 @pytest.mark.parametrize("flags", ["--recompute full", "--recompute selective --experts 4 --shared-experts 1"])
