@@ -1,5 +1,6 @@
 """Any grid writes a checkpoint, any grid reads it; a resumed run is the uninterrupted one; what is damaged is named."""
 import gc
+import json
 import math
 import os
 import pickle
@@ -8,7 +9,8 @@ import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
+from types import SimpleNamespace
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -76,6 +78,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(pool, tmp_path, token
         for later in range(step + 2, 7, 2):
             want, got = tensors(folders[0] / f"step-{later:06d}"), tensors(folder / f"step-{later:06d}")
             assert want.keys() == got.keys()
+            files = {path.name for path in (folder / f"step-{later:06d}").iterdir()}
+            assert {*config.read_run(folder / f"step-{later:06d}")["files"], "run.json"} == files  # of all ranks
             assert all(torch.equal(want[name], got[name]) for name in want)
         lines = [metrics(tmp_path / f"{name}.jsonl") for name in ("straight", folder.name)]
         assert [line["step"] for line in lines[1]] == list(range(6))
@@ -171,13 +175,16 @@ def test_the_newest_are_kept_and_latest_names_the_last(tmp_path):
     assert (tmp_path / "latest").read_text() == "step-000010\n"
 
 
-def test_checkpoints_of_later_steps_than_the_one_resumed_are_set_aside(tmp_path):
+def test_checkpoints_of_later_steps_than_the_one_resumed_are_set_aside(tmp_path, capsys):
     """Else `keep` would count them, and --resume auto go on with them."""
     saved(tmp_path, (2, 4, 6))
     saved(tmp_path, (5,), keep=2, resumed=4)
+    said = capsys.readouterr().out
     names = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
     assert names[1:] == ["step-000004", "step-000005"] and names[0].startswith("set-aside-step-000006-")
     assert len(tensors(tmp_path / names[0])) == 1
+    line = f"{tmp_path}/step-000006 is of a later step than the one resumed, so it was renamed {names[0]}\n"
+    assert said == line
 
 
 def test_a_checkpoint_has_its_name_only_when_it_is_whole_and_latest_follows(tmp_path):
@@ -198,6 +205,108 @@ def test_a_checkpoint_has_its_name_only_when_it_is_whole_and_latest_follows(tmp_
     with patch.object(Path, "rename", renamed):
         saved(tmp_path, (2,), keep=1, resumed=1)
     assert events == [("whole", "named"), ("step-000002", "latest"), ("step-000001", "removed")]
+
+
+def test_nothing_is_renamed_before_it_is_on_the_disk(tmp_path):
+    """Files and folders are forced to the disk before the name that makes them count, and then that name."""
+    saved(tmp_path)
+    events, rename, sync = [], Path.rename, os.fsync
+
+    def synced(descriptor):
+        number = descriptor if isinstance(descriptor, int) else descriptor.fileno()
+        events.append(f"sync {Path(os.readlink(f'/proc/self/fd/{number}')).name}")
+        return sync(descriptor)
+
+    def renamed(source, target):
+        events.append(f"{Path(source).name} -> {Path(target).name}")
+        return rename(source, target)
+
+    with patch.object(Path, "rename", renamed), patch.object(os, "fsync", synced):
+        saved(tmp_path, (2,), resumed=1)
+    first = events.index("sync .run.json.tmp")
+    assert "sync __0_0.distcp" in events[:first] and "sync .writing-step-000002" in events
+    assert events[first:] == [
+        "sync .run.json.tmp", ".run.json.tmp -> run.json", "sync .writing-step-000002", "sync .writing-step-000002",
+        ".writing-step-000002 -> step-000002", f"sync {tmp_path.name}", "sync .latest.tmp", ".latest.tmp -> latest",
+        f"sync {tmp_path.name}"]
+
+
+def test_a_step_that_is_saved_a_second_time_replaces_what_has_its_name(tmp_path, capfd):
+    """Such as a folder without run.json, which a copy that was interrupted leaves."""
+    (tmp_path / "step-000001").mkdir()
+    (tmp_path / "step-000001" / "__0_0.distcp").write_text("a part")
+    saved(tmp_path, (1, 2, 2))
+    for step in 1, 2:
+        checkpoint.verify(tmp_path / f"step-{step:06d}")
+    assert capfd.readouterr().err == "" and len([*tmp_path.iterdir()]) == 4  # with latest and the lock
+    assert torch.equal(tensors(tmp_path / "step-000002")["w/master"], state_of(0)[0].values + 1 + 1 + 1)
+
+
+def test_steps_that_are_done_are_noted_and_so_is_where_a_run_goes_back_to(tmp_path):
+    def noted(step: int) -> int | None:
+        saver = checkpoint.Saver(str(tmp_path), state_of(0), 0, None, step)
+        saver.lock.close()
+        return saver.done_before
+
+    saver = checkpoint.Saver(str(tmp_path), state_of(0), 0, None)
+    for step in 1, 1234, 7:  # later steps may have fewer digits, after a rewind
+        saver.note(step)
+    saver.lock.close()
+    assert [noted(5), noted(12), noted(0), noted(0)] == [7, 5, 12, 0]
+    (tmp_path / "lock").write_text("torn")
+    assert noted(0) is None
+
+
+def test_what_a_killed_run_left_makes_room_before_the_disk_is_found_full(tmp_path):
+    """An export's own folder gives up whole checkpoints, too."""
+    def free(folder):
+        return shutil._ntuple_diskusage(10**9, 0, 0 if any(tmp_path.rglob("*step-*")) else 10**8)
+
+    for name, temporary in (".writing-step-000003", False), ("step-000002", True):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text("{}")
+        with patch.object(shutil, "disk_usage", free):
+            checkpoint.Saver(str(tmp_path), state_of(0), 0, None, temporary=temporary).lock.close()
+        assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_a_save_that_failed_is_said_once_and_why_in_one_line(tmp_path, capsys):
+    problem = OSError(28, "No space left on device\nat all")
+    saver = checkpoint.Saver(str(tmp_path), state_of(0), 0, None)
+    with patch.object(checkpoint, "checksums_of", side_effect=problem):
+        saver.save(1, {})
+        line = "the checkpoint of step 1 could not be saved: OSError: [Errno 28] No space left on device"
+        assert (saver.finish(), saver.finish()) == (line, "") and saver.bytes_per_s == 0
+    assert capsys.readouterr().err == f"train.py: warning: {line}\n"
+    of_ranks = checkpoint.dcp.api.CheckpointException("a write", {3: (problem, None), 4: (ValueError(), None)})
+    assert checkpoint.describe(of_ranks) == "OSError: [Errno 28] No space left on device"
+
+
+@pytest.mark.parametrize("at_fault", [0, 1])
+def test_a_save_that_fails_on_one_rank_leaves_nothing(tmp_path, at_fault):
+    """What the first rank does when this or the other one cannot read its files back."""
+    saver, found = checkpoint.Saver(str(tmp_path), state_of(0), 0, None), [({}, ""), ({}, "")]
+    found[at_fault] = {}, "OSError: gone"
+    answers = iter([found, ["OSError: gone"]])
+    with patch.object(checkpoint, "gather_objects", lambda mine, group: next(answers)):
+        saver.save(1, {})
+        assert saver.finish().endswith("could not be saved: OSError: gone")
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_copies_of_gpus_are_queued_before_the_event_that_the_thread_waits_for(monkeypatch):
+    """On stand-ins for a GPU's memory and event, which list what they are asked for."""
+    calls, shape = [], torch.Size((2,))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(
+        record=lambda: calls.append("event"), synchronize=lambda: calls.append("host waits")))
+    monkeypatch.setattr(torch, "empty", lambda shape, dtype, pin_memory: SimpleNamespace(
+        copy_=lambda values, non_blocking: calls.append((values.name, non_blocking, pin_memory))))
+    pieces = [checkpoint.Piece(name, shape, (), SimpleNamespace(name=name, is_cuda=is_cuda, shape=shape, dtype=None))
+              for name, is_cuda in (("offloaded", False), ("weights", True))]
+    stage = checkpoint.Stage(pieces)
+    stage.copy()
+    stage.wait()
+    assert calls == [("offloaded", True, True), ("weights", True, True), "event", "host waits"]
 
 
 def share(flags: str) -> tuple[int, int, int]:
@@ -240,7 +349,8 @@ def test_loading_needs_no_more_than_two_stored_boxes(tmp_path):
 
 def cut(file: Path) -> str:
     file.write_bytes(file.read_bytes()[:-1])
-    return "cut short" if file.name != "run.json" else "damaged"
+    size = file.stat().st_size
+    return f"has {size:,} bytes, not {size + 1:,}: it was cut short" if file.name != "run.json" else "damaged"
 
 
 def flip(file: Path) -> str:
@@ -303,6 +413,10 @@ def test_tensors_of_another_model_are_named(tmp_path):
         checkpoint.read(path, state_of(0, (4, 2)))
     with pytest.raises(ValueError, match=r"b is 2 here and missing there, and 1 more tensors differ"):
         checkpoint.read(path, [checkpoint.whole(name, torch.zeros(2)) for name in "bc"])
+    _, metadata = checkpoint.open_checkpoint(path)
+    metadata.state_dict_metadata["w/master"].chunks.clear()
+    with pytest.raises(ValueError, match="step-000001 does not have all of w/master"):
+        checkpoint.LoadBoxes(state_of(0), metadata, path)
 
 
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path):
@@ -312,6 +426,11 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path):
     with patch.object(shutil, "disk_usage", return_value=shutil._ntuple_diskusage(100, 90, 10)):
         with pytest.raises(ValueError, match="a checkpoint takes 0.00 GB, and 0.00 GB are free"):
             checkpoint.Saver(str(tmp_path / "full"), state_of(0), 0, None)
+        large = checkpoint.Piece("w", (1,), (slice(0, 1),), Mock(
+            nbytes=2_500_000_000, is_cuda=False, shape=(1,), dtype=torch.float32))
+        shutil.disk_usage.return_value = shutil._ntuple_diskusage(3e9, 0, 1_250_000_000)
+        with pytest.raises(ValueError, match=r"full: a checkpoint takes 2\.50 GB, and 1\.25 GB are free"):
+            checkpoint.Saver(str(tmp_path / "full"), [large], 0, None)
     saver = checkpoint.Saver(str(tmp_path / "busy"), state_of(0), 0, None)
     saved(tmp_path / "used")
     with pytest.raises(ValueError, match="used: has checkpoints of another run, or of this one from its beginning"):
@@ -498,6 +617,74 @@ def test_show_and_diff(trained, tmp_path):
     assert same.returncode == 0 and same.stdout == "0 tensors differ\n"
     wrong = program.python("checkpoint.py", "show", tmp_path / "none")
     assert wrong.returncode == 2 and wrong.stderr.startswith("checkpoint.py: ") and wrong.stderr.count("\n") == 1
+
+
+def test_show_says_who_wrote_what(trained, capsys):
+    """A checkpoint with the numbers of a larger run in its run.json."""
+    path = trained / "step-000002"
+    run, want = config.read_run(path), tensors(path)
+    grid = dict(pp=2, dp=3, cp=5, tp=7, ep=11, zero=1)
+    larger = run | dict(step=4000, samples=50_000, tokens=6_000_000, skipped=8, ranks=210, grid=grid, torch="9.9")
+    with patch.object(config, "read_run", lambda path: larger):
+        checkpoint.show(path)
+    first, ranks, sizes, data, settings, *rest = capsys.readouterr().out.splitlines()
+    assert first == f"{path}: step 4000, 50,000 samples, 6,000,000 tokens, 8 skipped"
+    assert ranks == "    written by 210 ranks (pp 2 x dp 3 x cp 5 x tp 7 x ep 11, zero 1), torch 9.9"
+    nbytes = sum(file.stat().st_size for file in path.iterdir() if file.name != "run.json")
+    assert sizes == f"    {len(want)} tensors in {len(want)} boxes, 2 files, {nbytes / 1e6:.1f} MB"
+    assert data == "    data: 5,000 tokens in 1 files"
+    flags = f"{SMALL} --data {run['settings']['data']} --steps 2 --out {trained}"
+    given = set(f" {flags}".split(" --")[1:]) - {"heads 4", "kv-heads 2"}  # which are the defaults
+    assert set(f" {settings.strip()}".split(" --")[1:]) == given
+    shapes = {name: " x ".join(map(str, value.shape)) or "a number" for name, value in want.items()}
+    assert {tuple(line.split(maxsplit=2)) for line in rest} == {
+        (name, str(value.dtype).removeprefix("torch."), shapes[name]) for name, value in want.items()}
+
+
+def test_boxes_are_counted_in_all_tensors(tmp_path, capsys):
+    values = torch.arange(12.0).view(4, 3)
+    saved(tmp_path, pieces=[checkpoint.Piece("w", (4, 3), (rows, slice(0, 3)), values[rows].clone())
+                            for rows in (slice(0, 1), slice(1, 4))])
+    run = dict(step=1, samples=0, tokens=0, skipped=0, ranks=1, torch="", corpus=dict(tokens=0, files=0), settings={},
+               grid=dict.fromkeys(("pp", "dp", "cp", "tp", "ep", "zero"), 1), files={"a": [0, ""]})
+    with patch.object(config, "read_run", lambda path: run):
+        checkpoint.show(tmp_path / "step-000001")
+    assert "    1 tensors in 2 boxes, 1 files, 0.0 MB\n" in capsys.readouterr().out
+
+
+def test_diff_says_by_how_much_tensors_differ(tmp_path, capsys, monkeypatch):
+    x = dict(c=torch.zeros(2, 3), b=torch.tensor([1.0, 2.0, 3.0]), a=torch.tensor(7), d=torch.zeros(2), e=torch.ones(2))
+    y = dict(a=torch.tensor(4), b=torch.tensor([1.5, 2.0, 0.75]), c=torch.zeros(3, 2), e=torch.ones(2), f=torch.ones(1))
+    for name, content in ("x", x), ("y", y):
+        pieces = [checkpoint.whole("first", torch.zeros(1)), *(checkpoint.whole(*item) for item in content.items())]
+        saved(tmp_path / name, pieces=pieces)
+    ours, theirs = (tmp_path / name / "step-000001" for name in "xy")
+    monkeypatch.setattr("sys.argv", ["checkpoint.py", "diff", str(ours), str(theirs)])
+    with pytest.raises(SystemExit) as ended:
+        checkpoint.main()
+    assert ended.value.code == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(maxsplit=1) for line in lines] == [
+        ["a", "differ by up to 3"], ["b", "differ by up to 2.25"], ["c", "2 x 3 and 3 x 2"], ["d", f"only in {ours}"],
+        ["f", f"only in {theirs}"], ["5", "tensors differ"]]
+    flip(theirs / "__0_0.distcp")
+    with patch.object(os, "_exit", side_effect=SystemExit) as refused, pytest.raises(SystemExit):
+        checkpoint.main()
+    refused.assert_called_once_with(2)
+    assert capsys.readouterr().err == f"checkpoint.py: {theirs}/__0_0.distcp is damaged: its checksum differs\n"
+
+
+@pytest.mark.parametrize("flags, dtype", [([], torch.bfloat16), (["--dtype", "fp32"], torch.float32)])
+def test_the_command_line_exports_the_master_weights_in_bf16_or_as_asked(trained, tmp_path, monkeypatch, flags, dtype):
+    path = trained / "step-000002"
+    monkeypatch.setattr("sys.argv", ["checkpoint.py", "export", str(path), str(tmp_path), *flags])
+    checkpoint.main()
+    masters, exported = tensors(path), load_file(tmp_path / "model.safetensors")
+    for theirs, ours in (("model.layers.1.mlp.up_proj", "layers.1.ffn.w_up"), ("model.norm", "norm"),
+                         ("lm_head", "head")):
+        assert torch.equal(exported[f"{theirs}.weight"], masters[f"{ours}/master"].to(dtype))
+    settings = json.loads((tmp_path / "config.json").read_text())
+    assert settings["max_position_embeddings"] == 24 and settings["torch_dtype"] == str(dtype).removeprefix("torch.")
 
 
 def test_diff_names_the_smallest_differences_and_tensors_of_one_alone(trained, tokens, tmp_path, capsys):

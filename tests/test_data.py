@@ -375,7 +375,8 @@ def test_the_demo_shows_that_all_numbers_of_ranks_read_the_same_spans(monkeypatc
     data.demo()
     first, *rows, begins, last = filter(None, capsys.readouterr().out.splitlines())
     tokens = sum(file.stat().st_size + 1 for file in files)
-    assert first.startswith(f"2 files of Python's own library are {tokens:,} tokens, or {(tokens - 1) // 256:,} samples")
+    assert first.startswith(f"2 files of Python's own library are {tokens:,} tokens, or {(tokens - 1) // 256:,} "
+                            "samples of 256.")
     samples = Samples(Corpus(list(map(str, files)), 257), 256, 0)
     wanted = [samples.span(i) for i in range(8)]
     for row, dp in zip(rows, (1, 2, 4), strict=True):

@@ -571,8 +571,8 @@ def test_who_waits_for_whom_is_followed_to_its_end():
     assert dog.describe(0, posts) == ("is in all_reduce, call 2 on axis dp (ranks 0, 1, 2), waits for rank 1, 2, which "
                                       "is in no collective but in step 3")
     posts = {rank: dict(call=["all_reduce", "odd", 2, None], calls=dict(odd=2)) for rank in range(4)}
-    assert dog.describe(0, posts) == ("is in all_reduce, call 2 on axis world (ranks 0, 1, 2, 3), has not ended although "
-                                      "all ranks have called it")
+    assert dog.describe(0, posts) == ("is in all_reduce, call 2 on axis world (ranks 0, 1, 2, 3), has not ended "
+                                      "although all ranks have called it")
     dog.members = dict(cp=[0, 1, 2, 3])
     posts = {rank: dict(call=["receive", "cp", 1, source], calls=dict(cp=1))
              for rank, source in enumerate([1, 2, 0, 0])}
