@@ -244,7 +244,7 @@ def test_settings_that_config_json_leaves_out_are_transformers_defaults(architec
     ("Qwen3", 4, dict(use_sliding_window=True, sliding_window=7, max_window_layers=4)),
     ("Qwen3", 4, dict(use_sliding_window=True, sliding_window=7, max_window_layers=0)),
     ("Qwen2", 4, dict(use_sliding_window=False, sliding_window=7, max_window_layers=0)),
-    ("Qwen2", 4, dict(use_sliding_window=False, sliding_window=7, layer_types=["full_attention"] * 4)),
+    ("Qwen2", 4, dict(use_sliding_window=False, sliding_window=7, layer_types=["sliding_attention"] * 4)),
     *(("Qwen3", 5, dict(use_sliding_window=True, sliding_window=7, layer_types=[
         "full_attention" if layer % every == every - 1 else "sliding_attention" for layer in range(5)]))
       for every in (1, 2, 3, 5, 6)),

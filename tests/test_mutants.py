@@ -1357,6 +1357,27 @@ MUTANTS = [
     Mutant("a host's memory that writes for nothing", "probe.py",
            '"host_memory_bytes_per_s": 2 * memory}', '"host_memory_bytes_per_s": memory}',
            "tests/test_probe.py::test_rates_of_the_host_count_what_is_read_and_written"),
+    Mutant("copies that begin after the event that the save waits for", "checkpoint.py",
+           "        for piece, copy in zip(self.pieces, self.copies):\n",
+           "        if self.copied:\n            self.copied.record()\n"
+           "        for piece, copy in zip(self.pieces, self.copies):\n",
+           "tests/test_checkpoint.py::test_copies_of_gpus_are_queued_before_the_event_that_the_thread_waits_for"),
+    Mutant("a checkpoint that has its name before its folder is on the disk", "checkpoint.py",
+           "        sync(temporary)\n", "",
+           "tests/test_checkpoint.py::test_nothing_is_renamed_before_it_is_on_the_disk"),
+    Mutant("all layers with a window where most have none by default", "huggingface.py",
+           "BY_LAYER = dict(max_window_layers=28,", "BY_LAYER = dict(max_window_layers=0,",
+           "tests/test_huggingface.py::test_the_layers_with_a_window_are_those_of_transformers[Qwen2-28-settings0]"),
+    Mutant("a separator of number 0 taken for none", "data.py",
+           "for name in names if tokenizer.token_to_id(name) is not None]",
+           "for name in names if tokenizer.token_to_id(name)]",
+           "tests/test_data.py::test_text_of_many_files_becomes_tokens_of_two_or_four_bytes[140-uint16]"),
+    Mutant("a run without torchrun that ends with the shell that started it", "faults.py",
+           'if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid()', "if os.getppid()",
+           "tests/test_faults.py::test_only_requests_and_the_end_of_torchrun_end_a_run[False]"),
+    Mutant("a rank that computes for long taken for one that hangs", "watchdog.py",
+           "(record.waiting and stalled > 0.9 * self.timeout_s)", "(stalled > 0.9 * self.timeout_s)",
+           "tests/test_faults.py::test_a_rank_that_stalls_and_moves_on_posts_both_once"),
 ]
 
 
