@@ -254,6 +254,10 @@ def test_only_requests_and_the_end_of_torchrun_end_a_run(monkeypatch, under_torc
         stop.hear(reading, parent=-1)
     first = "torchrun is gone" if under_torchrun else ""
     assert reasons == ["", first, first, first or "SIGINT"] and stop.asked_at
+    stop.reason, sent = "SIGTERM", iter([b""])  # torchrun was asked, too, and has gone before its ranks
+    with pytest.raises(StopIteration):
+        stop.hear(reading, parent=-1)
+    assert stop.reason == "SIGTERM"
 
 
 def test_a_rank_in_an_endless_loop_ends_when_its_torchrun_has_gone(monkeypatch, capsys):
@@ -593,8 +597,9 @@ def calls_of(store: Mock) -> list[str]:
 
 def test_a_rank_that_moves_again_is_where_nobody_knows():
     dog = watchdog.Watchdog.__new__(watchdog.Watchdog)
-    dog.store = store_with(states='[0, "waits", []]\n[1, "computes", []]\n[0, "moves", []]\n[1, "lost", [2]]\n')
-    assert dog.states() == {1: ("lost", [2])}
+    dog.store = store_with(states='[0, "waits", []]\n[1, "computes", []]\n[0, "moves", []]\n[1, "lost", [2]]\n'
+                           '[3, "computes", []]\n')
+    assert dog.states() == {1: ("lost", [2]), 3: ("computes", [])}
 
 
 def test_a_rank_that_stalls_and_moves_on_posts_both_once():
