@@ -523,7 +523,7 @@ def test_a_run_on_any_grid_is_sampled_from_on_one_rank(trained, monkeypatch):
     given = dict(dp=2, dp_replicate=2, cp=2, cp_style="ring", tp=4, sp_keep=True, async_tp=True, pp=4, zero=1, ep=4,
                  schedule="interleaved", chunks=2, pp_group=4, recompute="full", graph=True, micro_batch=4,
                  global_batch=32, batch_ramp="16@0,32@99", eval_every=3, save_every=2, metrics="m", out="o",
-                 val_data=[__file__], moments="bf16", dtype="bf16")
+                 val_data=[__file__], moments="bf16", dtype="bf16", offload="both", rewind=1)
     monkeypatch.setattr(os, "execv", lambda program, arguments: called.append(arguments))
     for ranks in "1", "4":
         monkeypatch.setenv("WORLD_SIZE", ranks)
@@ -600,7 +600,10 @@ def test_a_run_whose_last_checkpoint_failed_exports_nothing_and_fails(tokens, tm
             run(f"{SMALL} --data {tokens} --steps 1 --warmup 0 --export-hf {tmp_path / 'hf'}")
     assert not (tmp_path / "hf" / "config.json").exists()
     gc.collect()  # frees the lock, as the end of a process does
-    run(f"{SMALL} --data {tokens} --steps 1 --warmup 0 --export-hf {tmp_path / 'hf'}")  # after one that was killed
+    left = tmp_path / "hf" / ".checkpoint" / "step-000009"  # of one that was killed while it exported
+    left.mkdir()
+    (left / "run.json").write_text("{}")
+    run(f"{SMALL} --data {tokens} --steps 1 --warmup 0 --export-hf {tmp_path / 'hf'}")
     assert (tmp_path / "hf" / "config.json").exists() and not (tmp_path / "hf" / ".checkpoint").exists()
 
 

@@ -2,7 +2,6 @@
 import hashlib
 import io
 import os
-
 from pathlib import Path
 
 import numpy as np

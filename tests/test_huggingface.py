@@ -534,10 +534,10 @@ def test_an_export_that_could_not_be_written_is_refused_before_the_first_step(tm
     text.write_text("some text " * 100)
     copy.symlink_to(text.parent)
     monkeypatch.chdir(tmp_path)
-    for flags, says in (("--export-hf text", "is the folder of --init-from or of the data, name another one"),
-                        ("--export-hf link", "is the folder of --init-from or of the data"),
+    for flags, says in (("--export-hf text", "is the folder of --data text/a.txt, or in it"),
+                        ("--export-hf link", "is the folder of --data text/a.txt, or in it"),
                         ("--export-hf model", ""), ("--export-hf out --init-from model", ""),
-                        ("--export-hf model --init-from model", "is the folder of --init-from or of the data"),
+                        ("--export-hf model --init-from model", "is the folder of --init-from"),
                         ("--export-hf out --preset tiny-moe --bias-rate 0.01", "--bias-rate 0.01: no class of trans")):
         settings = config.parse("--data text/a.txt".split())
         words = flags.split()
@@ -598,10 +598,3 @@ def test_an_export_goes_to_no_folder_that_the_run_reads(data, target, refused, t
     says = f"^--export-hf {target}: is the folder of --data {data}, or in it$"
     with pytest.raises(ValueError, match=says) if refused else nullcontext():
         config.parse(f"--data {data} --export-hf {target}".split())
-
-
-def test_a_published_model_is_not_replaced_by_an_export(published, monkeypatch):
-    folder = published("llama")
-    with pytest.raises(ValueError, match="^--export-hf .: is the folder of --init-from$"):
-        monkeypatch.chdir(folder)
-        config.parse(f"--data {__file__} --init-from {folder} --export-hf .".split())

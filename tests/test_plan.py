@@ -322,6 +322,13 @@ def test_an_update_is_of_a_shard(flags, shards):
     assert parts["optimizer"] == pytest.approx(40 * 8_030_261_248 / shards / 3.35e12)
 
 
+@pytest.mark.parametrize("ep", [1, 2, 8])
+def test_an_update_of_experts_is_of_an_equal_share_too(ep):
+    """On 8 ranks, whether an expert is on one of them or sharded over several. 46,702,792,704 parameters."""
+    parts = estimate.step_seconds(run_for(f"--preset mixtral-8x7b --dp 8 --ep {ep} --zero 1 --global-batch 8")).parts
+    assert parts["optimizer"] == pytest.approx(40 * 46_702_792_704 / 8 / 3.35e12)
+
+
 def test_an_update_on_the_host_is_of_the_moments_that_there_are():
     """Of a parameter: on the GPU 22 bytes, on the host 18 and the moments' reads and writes."""
     for flags, moments in ("", 16), ("--moments bf16", 8), ("--optimizer sgd", 0):
@@ -822,6 +829,12 @@ def test_bytes_of_state_are_those_of_their_tensors(capsys):
     for nbytes, flags in (18, ""), (14, "--moments bf16"):
         kinds = estimate.memory(run_for(f"--preset llama-3.2-1b --dp 1 --global-batch 1 {flags}"))
         assert sum(kinds[kind] for kind in ("weights", "gradients", "optimizer")) == nbytes * count
+
+
+def test_step_says_what_an_offload_costs(capsys):
+    flags = "--hidden 256 --layers 8 --heads 4 --vocab 1000 --seq 512 --global-batch 64 --micro-batch 64"
+    out = printed(capsys, f"step {flags} --recompute full --offload activations --gpus 1")
+    assert re.search("  offload .* s .*% *inputs of blocks, to the host and back, not hidden\n", out), out
 
 
 def test_step_prints_rates_shares_and_utilisation(capsys):
