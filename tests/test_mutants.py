@@ -1199,7 +1199,7 @@ MUTANTS = [
            "tests/test_checkpoint.py::test_a_copy_of_a_run_writes_into_no_folder_of_the_original"),
     Mutant("a search that never shards over context parallel ranks alone", "search.py",
            '(0, 1, 2, 3) if axes["dp"] * axes["cp"] > 1', '(0, 1, 2, 3) if axes["dp"] > 1',
-           "tests/test_plan.py::test_search_leaves_nothing_out_that_the_command_line_takes"),
+           "tests/test_plan.py::test_search_leaves_nothing_out_that_the_command_line_takes[tiny-experts0]"),
     Mutant("a checkpoint left behind by a run that nothing was to be kept of", "train.py",
            "saves = needs_checkpoints(job) and", "saves = job.saver and",
            "tests/test_faults.py::test_a_time_limit_ends_a_run_which_without_out_leaves_no_checkpoint"),
