@@ -30,6 +30,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 import shutil
 import sys
 import threading
@@ -429,9 +430,22 @@ def show(path: Path) -> None:
     print(f"    data: {run['corpus']['tokens']:,} tokens in {run['corpus']['files']} files")
     defaults = json.loads(json.dumps(config.parse([]).given))  # as JSON has them
     changed = {name: value for name, value in run["settings"].items() if value != defaults.get(name)}
-    print("    " + " ".join(f"{config.flag(name)} {value}" for name, value in changed.items()))
+    print("    " + shlex.join(words_of(changed)))
     for name, tensor in stored.items():
         print(f"    {name:48s} {str(tensor.properties.dtype).removeprefix('torch.'):9s} {shown(tensor.size)}")
+
+
+def words_of(settings: dict) -> list[str]:
+    """The command line that gives these settings."""
+    words = []
+    for name, value in settings.items():
+        if isinstance(value, bool):
+            words.append(config.flag(name if value else f"no_{name}"))
+        elif name == "betas":
+            words += ["--betas", ",".join(map(str, value))]
+        else:
+            words += [config.flag(name), *map(str, value if isinstance(value, list) else [value])]
+    return words
 
 
 def diff(path: Path, other: Path) -> int:

@@ -636,12 +636,20 @@ def test_show_says_who_wrote_what(trained, capsys):
     assert ranks == "    written by 210 ranks (pp 2 x dp 3 x cp 5 x tp 7 x ep 11, zero 1), torch 9.9"
     assert sizes == f"    {len(want)} tensors in {len(want)} boxes, 2 files, 2,123.5 MB"
     assert data == "    data: 5,000 tokens in 1 files"
-    flags = f"{SMALL} --data {run['settings']['data']} --steps 2 --out {trained}"
+    flags = f"{SMALL} --data {run['settings']['data'][0]} --steps 2 --out {trained}"
     given = set(f" {flags}".split(" --")[1:]) - {"heads 4", "kv-heads 2"}  # which are the defaults
     assert set(f" {settings.strip()}".split(" --")[1:]) == given
     shapes = {name: " x ".join(map(str, value.shape)) or "a number" for name, value in want.items()}
     assert {tuple(line.split(maxsplit=2)) for line in rest} == {
         (name, str(value.dtype).removeprefix("torch."), shapes[name]) for name, value in want.items()}
+
+
+def test_the_settings_that_are_shown_can_be_given_again():
+    command = [*f"--tied --no-sp --lr 0.0001 --betas 0.8,0.9 --data {__file__} {config.__file__} --doc-mask".split(),
+               "--sample", "a b"]
+    given, defaults = (json.loads(json.dumps(config.parse(words).given)) for words in (command, []))
+    words = checkpoint.words_of({name: value for name, value in given.items() if value != defaults[name]})
+    assert sorted(words) == sorted(command) and config.parse(words).given == config.parse(command).given
 
 
 def test_boxes_are_counted_in_all_tensors(tmp_path, capsys):
