@@ -331,13 +331,14 @@ def ulysses(q: Tensor, k: Tensor, v: Tensor, attend: Attend, order: tuple[Tensor
     """
     c = size(group)
     copies = c // math.gcd(c, k.shape[1])  # of each key and value head, so that c divides them
-    k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
-    by_head = torch.cat([rearrange(x, "b (c n) s d -> c b n s d", c=c) for x in (q, k, v)], 2)
+    heads = [q, *(x.repeat_interleave(copies, 1) for x in (k, v))]
+    by_head = torch.cat([rearrange(x, "b (c n) s d -> c b n s d", c=c) for x in heads], 2)
     chunks = AllToAll__AllToAll.apply(by_head, [1] * c, [1] * c, group)
     chunks = rearrange(chunks, "c b n (half m) d -> b n (c half) m d", half=2)
     tokens = rearrange(Reorder.apply(chunks, order), "b n chunk m d -> b n (chunk m) d")
-    del by_head, chunks  # else they would exist during attention
-    o = attend(*tokens.split([x.shape[1] // c for x in (q, k, v)], 1))
+    counts = [x.shape[1] // c for x in heads]
+    del heads, by_head, chunks  # else they would exist during attention
+    o = attend(*tokens.split(counts, 1))
     chunks = Reorder.apply(rearrange(o, "b n (chunk m) d -> b n chunk m d", chunk=2 * c), order[::-1])
     by_token = rearrange(chunks, "b n (c half) m d -> c b n (half m) d", c=c)
     received = AllToAll__AllToAll.apply(by_token, [1] * c, [1] * c, group)

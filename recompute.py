@@ -2,7 +2,7 @@
 
 Saves: full: all activations of a block but its input, of which n ranks that hold the same input save 1/n each.
        selective: the results of norms and SwiGLU; with --attention math also attention, whose scores would be saved.
-Costs: full: a forward without each layer's last matmul, 22% (GPT-3) to 28% (DeepSeek-V3) more FLOPs in the layers, and
+Costs: full: a forward without each layer's last matmul, 23% (GPT-3) to 27% (DeepSeek-V3) more FLOPs in the layers, and
        per block one all-gather of the input where it is sharded.
        selective: the memory traffic of norms and SwiGLU once more; no matmul but those of --attention math.
 Stops helping when: the blocks' inputs themselves, the logits or the model state are what fills the memory.

@@ -1,6 +1,7 @@
 """Jobs that ranks run for tests/test_zero.py: what steps send, what they hold, and how they skip."""
 import math
 import time
+from contextlib import AbstractContextManager
 from unittest.mock import patch
 
 import torch
@@ -47,19 +48,15 @@ def sent(flags: str, dtype: torch.dtype) -> dict:
                 padded=[bucket.padded for bucket in optimizer.buckets])
 
 
+def waiting_longer() -> AbstractContextManager:
+    """Every wait lasts until gloo's threads, too, have let the tensors go, which they hold for a moment longer."""
+    wait = collectives.Pending.wait
+    return patch.object(collectives.Pending, "wait", lambda pending: (wait(pending), time.sleep(0.01)))
+
+
+@waiting_longer()
 def held(flags: str, dtype: torch.dtype) -> dict:
     """Live bytes by kind: at rest after a step, and the most during a second."""
-    wait = collectives.Pending.wait
-
-    def wait_and_let_go(pending):
-        wait(pending)
-        time.sleep(0.01)  # gloo's threads hold the tensors for a moment longer
-
-    with patch.object(collectives.Pending, "wait", wait_and_let_go):
-        return held_in_steps(flags, dtype)
-
-
-def held_in_steps(flags: str, dtype: torch.dtype) -> dict:
     groups, model, optimizer, share = built(flags, dtype)
     meter = Meter()
     exact = torch.promote_types(dtype, torch.float32)

@@ -336,6 +336,14 @@ def test_full_recomputation_repeats_at_most_the_forward(window):
     assert 1.2 * flops["mfu"] < flops["hfu"] <= 4 / 3 * flops["mfu"]
 
 
+def test_scores_that_are_in_memory_are_recomputed():
+    """Selective recomputation repeats no matmul but those of the scores, if they are saved: a third of 12 L h S."""
+    flags = "--preset llama-2-7b --seq 2048 --recompute selective --attention"
+    flops = {way: flops_by_convention(config.parse(f"{flags} {way}".split(), 1)) for way in ("auto", "math")}
+    assert flops["auto"]["hfu"] == flops["auto"]["mfu"] == flops["math"]["mfu"]
+    assert flops["math"]["hfu"] - flops["math"]["mfu"] == 4 * 32 * 4096 * 2048
+
+
 # ---- what is refused, and the demo ----------------------------------------------------------------------------------
 
 def test_what_a_forward_cannot_know_is_refused():
@@ -368,9 +376,3 @@ def test_the_demo_lists_every_parameter_and_the_loss_of_first_weights(capsys):
     loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
     assert f"the loss is {loss:.3f} nats per token, close to that of guessing: ln 257 = {math.log(257):.3f}." in printed
     assert abs(loss - math.log(257)) < 0.05
-def test_scores_that_are_in_memory_are_recomputed():
-    """Selective recomputation repeats no matmul but those of the scores, if they are saved: a third of 12 L h S."""
-    flags = "--preset llama-2-7b --seq 2048 --recompute selective --attention"
-    flops = {way: flops_by_convention(config.parse(f"{flags} {way}".split(), 1)) for way in ("auto", "math")}
-    assert flops["auto"]["hfu"] == flops["auto"]["mfu"] == flops["math"]["mfu"]
-    assert flops["math"]["hfu"] - flops["math"]["mfu"] == 4 * 32 * 4096 * 2048

@@ -55,7 +55,7 @@ def test_offloading_changes_no_bit(dtype):
 
 
 def equal_on_ranks() -> list[bool]:
-    """Whether weights, master weights and moments are, at levels 1 and 3, after two steps with and without offload."""
+    """For levels 1 and 3: whether two steps with and without offload give equal weights, master weights and moments."""
     found = []
     for level in (1, 3):
         states = []
@@ -174,6 +174,7 @@ def test_each_direction_has_a_stream_which_waits_for_kernels_and_for_the_copy_na
 
 def test_copies_of_one_direction_share_a_stream_and_memory_of_the_host_is_pinned(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
+    monkeypatch.setattr(offload, "stream_of", cache(offload.stream_of.__wrapped__))
     first, second = torch.device("cuda:6"), torch.device("cuda:7")
     streams = {offload.stream_of(device, to_host) for device in 2 * (first, second) for to_host in (False, True)}
     assert len(streams) == 4
@@ -255,11 +256,10 @@ def test_what_is_offloaded_is_on_the_host():
     assert activations["cpu"] - none["cpu"] == inputs
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_master_weights_are_on_the_host_also_where_the_weights_have_their_dtype(dtype):
+def test_master_weights_are_on_the_host_also_where_the_weights_have_their_dtype():
     with FakeTensorMode():
         settings = config.parse(f"{MODEL} --offload optimizer".split())
-        _, optimizer = assemble.build(settings, grids.ALONE, torch.device("meta"), dtype, filled=False)
+        _, optimizer = assemble.build(settings, grids.ALONE, torch.device("meta"), torch.float32, filled=False)
         for bucket in optimizer.buckets:
             on_host = {what: flat.device.type for what, flat in bucket.state.items()}
             assert on_host == dict(master="cpu", m="cpu", v="cpu") and bucket.weights.is_meta

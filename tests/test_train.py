@@ -183,8 +183,8 @@ def test_fewer_gpus_than_ranks_is_an_error_and_none_is_not(monkeypatch):
 
 def test_the_memory_of_a_machine_is_shared_by_its_ranks(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    total = next(line for line in open("/proc/meminfo") if line.startswith("MemTotal"))
-    assert assemble.memory_of_device(torch.device("cpu")) == pytest.approx(int(total.split()[1]) * 1024 / 4, rel=1e-3)
+    monkeypatch.setattr(assemble.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1 << 20}[name])
+    assert assemble.memory_of_device(torch.device("cpu")) == 2**32 // 4
 
 
 @pytest.mark.parametrize("activations, least", [(0, 16), (16, 16), (18, 17)])
@@ -192,10 +192,12 @@ def test_what_stays_must_fit_and_all_may_take_twice_the_memory(monkeypatch, acti
     """As activations and temporaries are estimates."""
     kinds = dict(weights=2, gradients=4, optimizer=10, activations=activations)
     monkeypatch.setattr(assemble, "memory_of_rank", lambda *_, **__: kinds)
+    settings = config.parse([])
     for memory in least, least - 1:
         monkeypatch.setattr(assemble, "memory_of_device", lambda device, memory=memory: memory)
-        with pytest.raises(ValueError) if memory < least else contextlib.nullcontext():
-            assemble.check_memory(config.parse([]), {}, torch.device("cpu"))
+        too_small = pytest.raises(ValueError, match="takes .* on this rank")
+        with too_small if memory < least else contextlib.nullcontext():
+            assemble.check_memory(settings, {}, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("rank", [0, 4])
@@ -210,6 +212,7 @@ def test_grid_auto_is_chosen_for_this_machine_and_all_ranks_and_rank_0_says_it(m
     grid, again, said = chosen.grid, search.fill_grid(settings, 8, this_machine(4)), capsys.readouterr().out
     assert grid.dp * grid.cp * grid.tp * grid.pp == 8 and machines[0].gpus_per_node == 4
     assert (chosen.grid, said) == (again[0].grid, "" if rank else f"auto    {again[1]}\n")
+    assert rank or "on 8 x cpu" in said
 
 
 @pytest.mark.parametrize("schedule, halfway", [("cosine", 0.55), ("wsd", 1.0), ("constant", 1.0)])
@@ -235,7 +238,7 @@ def test_numbers_that_are_not_finite_become_null():
     assert log.as_json(dict(loss=float("nan"), norm=0.1, n=3)) == '{"loss": null, "norm": 0.1, "n": 3}'
 
 
-def test_progress_is_20_lines_or_a_few_more_and_the_last_step_is_one(capsys):
+def test_progress_is_20_to_40_lines_of_which_the_last_step_is_one(capsys):
     of_45 = log.Log(config.parse("--steps 45 --dtype fp32".split()), dict.fromkeys(AXES), torch.device("cpu"))
     for step in range(45):
         of_45.write(dict(step=step, loss=0.5, tokens_per_s=1234.4))
@@ -245,11 +248,11 @@ def test_progress_is_20_lines_or_a_few_more_and_the_last_step_is_one(capsys):
 
 @pytest.mark.parametrize("noise, line", [
     ([(9e9, 1), (9e9, 1), (1e4, 1), (2e4, 2), (float("nan"), 1), (6e4, 3)], "of the last 3 steps: 15,000 tokens"),
-    ([(1, 1), (-3, 2)], "of the last 1 steps: 0 tokens"), ([(1, 1), (3, -2)], ""), ([], "")])
+    ([(1, 1), (-3, 2)], "of the last 1 steps: 0 tokens"), ([(1, 1), (3, -2)], ""), ([(float("nan"), 1)], "")])
 def test_the_last_lines_are_of_the_whole_run_and_of_the_noise_in_its_second_half(capsys, noise, line):
     end = log.Log(config.parse(["--dtype", "fp32"]), dict.fromkeys(AXES), torch.device("cpu"))
-    end.close(3, 99)
-    for step, (trace, gradient2) in enumerate(noise or [(float("nan"), 1)]):
+    end.close(3, 99)  # prints nothing, as nothing has been trained yet
+    for step, (trace, gradient2) in enumerate(noise):
         end.write(dict(step=step, loss=1.23456 + step, tokens_per_s=1.0, noise_trace=trace, noise_gradient2=gradient2))
     end.close(200, 1234567)
     last = f"trained 200 steps on 1,234,567 tokens: last loss {1.23456 + step:.4f} nats per token"
@@ -329,6 +332,7 @@ def test_a_sample_begins_with_a_separator_and_rings_no_bell(monkeypatch, capsys)
 
 def test_sampling_is_a_run_of_no_steps(monkeypatch, tmp_path):
     called = []
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "execv", lambda program, arguments: called.append(arguments))
     sampling.main([str(tmp_path), "--tp", "2", "--prompt", "@home"])
     (tmp_path / "config.json").touch()
@@ -341,7 +345,7 @@ def test_sampling_is_a_run_of_no_steps(monkeypatch, tmp_path):
                   [str(tmp_path), "--tp", "--prompt"]):
         with pytest.raises(SystemExit, match="2"):
             sampling.main(wrong)
-    assert file == os.path.join(ROOT, "train.py")  # from whatever folder it is started
+    assert called[-1][1] == os.path.join(ROOT, "train.py")  # from whatever folder it is started
 
 
 @pytest.mark.parametrize("flags", ["--recompute full", "--recompute selective --experts 4 --shared-experts 1"])

@@ -14,6 +14,7 @@ from torch import nn
 import dryrun
 import footprint
 import grids
+import sharding
 import zero
 from grids import ALONE
 from param import Spec, draw, parameter
@@ -213,8 +214,8 @@ def test_at_level_3_only_the_head_stays_whole_from_forward_to_backward(pool):
 
 
 def test_at_level_3_the_next_units_weights_are_gathered_while_a_unit_computes():
-    """The unit after it in forward, the one before it in backward: which are whole as the result, and its gradient, of
-    each is there."""
+    """When a unit's result is there, its weights and those of the next unit are whole; when the result's gradient is
+    there, its weights and those of the unit before it."""
     def whole(*_) -> None:
         seen.append([i for i, bucket in enumerate(optimizer.buckets) if bucket.weights.untyped_storage().nbytes()])
 
@@ -231,7 +232,7 @@ def test_at_level_3_the_next_units_weights_are_gathered_while_a_unit_computes():
         groups = ALONE | {"world": dist.group.WORLD, "dp": dist.group.WORLD}
         units = [Watched(Spec(f"{i}.a", (3, 3)), Spec(f"{i}.b", (3, 3))) for i in range(4)]
         optimizer = Optimizer({0: units}, groups, level=3)
-        for _ in range(2):  # the second time, an evaluation may have run in between
+        for _ in range(2):  # the second time after an evaluation, which must leave nothing gathered
             optimizer.begin_step({0: 1})
             nn.Sequential(*units)(torch.ones(2, 3, requires_grad=True)).sum().backward()
             optimizer.finish_step()
@@ -442,7 +443,7 @@ def test_temporaries_do_not_grow_with_the_model(pool, level):
 
 
 def shown() -> str:
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
+    with sharding.waiting_longer(), contextlib.redirect_stdout(io.StringIO()) as printed:
         zero.demo(dist.group.WORLD)
     return printed.getvalue()
 
