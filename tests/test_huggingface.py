@@ -1,11 +1,13 @@
 """Published models: transformers' folders are read as the same model, and transformers opens what is exported."""
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -477,6 +479,14 @@ def test_an_export_replaces_an_earlier_one_with_other_shards(published, tmp_path
         again = transformers.AutoModelForCausalLM.from_pretrained(folder)
         assert torch.equal(logits(again), logits(of_transformers(case)))
         assert os.path.exists(f"{folder}/model.safetensors.index.json") == (shard_bytes < 10**9)
+
+
+def test_a_file_is_as_full_as_it_may_be(published):
+    """The first tensor of the next file would be too much for it."""
+    shards = huggingface.plan_shards(specs_of(loaded(published("llama"))), "LlamaForCausalLM", 4, 30000)
+    sizes = [[4 * math.prod(box_shape(box)) for _, box in shard.values()] for shard in shards.values()]
+    assert len(sizes) > 3 and all(sum(size) <= 30000 for size in sizes)
+    assert all(sum(size) + first > 30000 for size, (first, *_) in pairwise(sizes))
 
 
 @pytest.mark.parametrize("dtype, torch_dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16)])

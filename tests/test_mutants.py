@@ -1378,6 +1378,9 @@ MUTANTS = [
     Mutant("a rank that computes for long taken for one that hangs", "watchdog.py",
            "(record.waiting and stalled > 0.9 * self.timeout_s)", "(stalled > 0.9 * self.timeout_s)",
            "tests/test_faults.py::test_a_rank_that_stalls_and_moves_on_posts_both_once"),
+    Mutant("files of an export that are nearly empty after the first", "huggingface.py",
+           "                shards.append({})\n                room = shard_bytes", "                shards.append({})",
+           "tests/test_huggingface.py::test_a_file_is_as_full_as_it_may_be"),
 ]
 
 
