@@ -42,6 +42,7 @@ COLORS = {"dp": "#4c78a8", "cp": "#2a9d8f", "tp": "#e07b39", "pp": "#8e5ea2", "e
 KINDS = {"weights": "#4c78a8", "gradients": "#54a24b", "optimizer": "#e0a030", "activations": "#c8443c",
          "temporaries": "#999999"}
 RANKS = ["#7aa6da", "#8cc98c", "#e0b15e", "#c98ac0"]
+matplotlib.rcdefaults()  # whatever the user's own file says
 matplotlib.rcParams.update({
     "svg.fonttype": "none", "svg.hashsalt": "penteract", "font.size": 9, "axes.titlesize": 9.5, "legend.fontsize": 8.5,
     "axes.spines.top": False, "axes.spines.right": False, "axes.titleweight": "bold", "legend.frameon": False,
@@ -57,7 +58,7 @@ def save(figure, name: str) -> None:
     text = re.sub(r'<!--.*?-->| id="(text|patch|line2d|xtick|ytick|axes|figure|legend)_[0-9]+"', "", text.getvalue(),
                   flags=re.DOTALL)
     text = re.sub(r'"[^"]*"', lambda attribute: re.sub(r"(\.[0-9])[0-9]+", r"\1", attribute[0]), text)  # of a point
-    (FOLDER / f"{name}.svg").write_text(re.sub(r"\s*\n\s*", "\n", text))
+    (FOLDER / f"{name}.svg").write_text(re.sub(r"\s*\n\s*", "\n", text), encoding="utf-8")
 
 
 def bare(axes, x: tuple[float, float], y: tuple[float, float]) -> None:

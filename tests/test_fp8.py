@@ -258,7 +258,7 @@ def test_experts_without_any_row_have_no_gradient(name):
 
 
 def test_only_the_forward_of_linear_layers_with_one_scale_accumulates_fast(monkeypatch):
-    """With about 14 bits: not what backward and experts multiply, and no blocks."""
+    """Fast sums have about 14 bits: used neither in backward, nor for experts, nor with a scale per block."""
     made, product = [], fp8.product
     monkeypatch.setattr(fp8, "product", lambda *args, fast=False: made.append(fast) or product(*args, fast=fast))
     route = SimpleNamespace(rows_per_expert=[128])

@@ -143,8 +143,8 @@ def test_batches_that_cannot_be_replayed_are_refused():
 
 @pytest.mark.skipif(GPU, reason="its times are those of a CPU")
 def test_the_demo_compares_medians_and_counts_operations(monkeypatch, capsys):
-    """Of eight layers, each of which takes a clock 1.5 ms; replayed, Python executes none of them."""
-    clock, threads = [0.0], torch.get_num_threads()
+    """Of eight layers, each of which moves the clock on by 1.5 ms; replayed, Python executes none of them."""
+    clock = [0.0]
 
     class Layer(torch.nn.Linear):
         def __init__(self, width, *_, **__):
@@ -158,8 +158,8 @@ def test_the_demo_compares_medians_and_counts_operations(monkeypatch, capsys):
     monkeypatch.setattr(torch.nn, "TransformerEncoderLayer", Layer)
     monkeypatch.setattr(graphs.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(graphs, "Captured", lambda run: made.append(Captured(run)) or made[0])
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     graphs.demo()
-    torch.set_num_threads(threads)
     with Meter(memory=False) as meter:
         made[0].run(torch.randn(1, 16, 64))
     assert capsys.readouterr().out.splitlines() == [
@@ -191,7 +191,8 @@ def test_what_cannot_be_captured_is_refused(flags, world, line):
 
 def test_experts_are_captured_on_a_cpu_in_bf16_only():
     settings = config.parse("--graph --experts 4 --expert-ffn 64".split())
-    for settings.precision.dtype, device in ("bf16", "cpu"), ("fp32", "cuda"):
+    for dtype, device in ("bf16", "cpu"), ("fp32", "cuda"):
+        settings.precision.dtype = dtype
         assemble.check_device(settings, torch.device(device))
     with pytest.raises(ValueError, match="^--graph with --experts 4 on a CPU: captures no other dtype than --dtype bf"):
         assemble.check_device(settings, CPU)

@@ -22,6 +22,7 @@ def test_every_picture_is_there_small_and_well_formed():
 
 
 def test_pictures_are_those_that_the_code_draws(tmp_path, monkeypatch):
+    """Of the others, losses, steps and experts train; bubble and planner take long."""
     monkeypatch.setattr(pictures, "FOLDER", tmp_path)
     for name in "schedules", "timeline", "zigzag", "grid", "ring", "collectives", "formats", "memory":
         pictures.PICTURES[name]()

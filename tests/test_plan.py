@@ -58,12 +58,6 @@ def test_params_says_where_the_formula_and_a_llama_differ(capsys):
     assert "8/3 h = 10,923" in out
 
 
-def test_state_of_round_sizes_is_the_playbooks(capsys):
-    lines = printed(capsys, "memory --preset llama-3.2-1b").splitlines()
-    row = next(line for line in lines if line.startswith("  16: "))
-    assert row.split()[-4:] == ["16", "112", "1,120", "6,480"]
-
-
 def test_stages_by_cumulative_cost_are_nanotrons():
     """A head worth 2.2 layers: of 34.2 in 16 stages the first takes 3, since 2 do not exceed its share of 2.14."""
     divided = costs.cumulative_partition([1.0] * 32, 16, 2.2)
@@ -110,12 +104,6 @@ def test_memory_is_what_train_py_says_of_every_rank(flags, ranks):
         assert estimate.memory_of_rank(run, stage) == expected
 
 
-def test_memory_is_that_of_the_rank_that_needs_most():
-    run = run_for(GRID)
-    every = [sum(estimate.memory_of_rank(run, rank).values()) for rank in range(4)]
-    assert sum(estimate.memory(run).values()) == max(every) == every[0]
-
-
 # ---- machines -------------------------------------------------------------------------------------------------------
 
 TWO_LEVELS = Machine("test", 8, {"bf16": 1e15}, {"bf16": 8e14}, 80e9, 3e12,
@@ -147,7 +135,8 @@ def test_a_cluster_file_is_a_machine(tmp_path):
     assert (machine.best_matmul(), machine.best_matmul(fp8=True)) == (0.8 * 2e14, 2 * 0.8 * 2e14)  # 80% if unknown
     assert machine.memory_bandwidth == pytest.approx(2e14 * 3.35e12 / 989e12, rel=2e-3)  # an H100's per FLOP
     file.write_text(json.dumps(written | dict(achieved_fraction=0.5, memory_bytes_per_s=1e12)))
-    assert machines.read_machine(str(file))[3] == {"bf16": 1e14} and machines.read_machine(str(file))[5] == 1e12
+    assert machines.read_machine(str(file)).matmul_flops == {"bf16": 1e14}
+    assert machines.read_machine(str(file)).memory_bandwidth == 1e12
     with pytest.raises(ValueError, match="--offload both: .*cluster.json has no host_link_bytes_per_s and host_memory"):
         plan.main(f"step --machine {file} --recompute full --offload both --gpus 1".split())
     file.write_text(json.dumps(written | dict(host_link_bytes_per_s=3e10, host_memory_bytes_per_s=5e10)))
@@ -169,19 +158,6 @@ def test_a_pipeline_of_equal_stages_is_simulated_as_schedules_does(name):
     end, busy = estimate.simulate(estimate.order(name, p, m, chunks, 0), p, times, 0.3)
     assert end == pytest.approx(max(rank[-1].stop for rank in spans))
     assert busy == pytest.approx([sum(span.stop - span.start for span in rank) for rank in spans])
-
-
-@pytest.mark.parametrize("flags", ["--schedule 1f1b", "--schedule interleaved", "--schedule zb-h1", "--schedule zb-v"])
-def test_many_micro_batches_take_what_a_whole_simulation_takes(flags):
-    run = run_for(f"--preset tiny --layers 16 --pp 4 --global-batch 64 --micro-batch 1 {flags}", 4)
-    grid = run.settings.grid
-    stages = [Seconds(1.0 + 0.1 * i, 1.1, 0.9 + 0.05 * i) for i in range(4 * grid.chunks)]
-    times = [dict(F=s.forward, B=s.input + s.weight, I=s.input, W=s.weight) for s in stages]
-    actions = estimate.order(grid.schedule, 4, 64, grid.chunks, 0)
-    whole, busy = estimate.simulate(actions, 4, times, estimate.hop_seconds(run))
-    seconds, spent = estimate.pipeline_seconds(run, stages)
-    assert seconds == pytest.approx(whole, rel=1e-3)
-    assert spent == pytest.approx(busy)
 
 
 # ---- a step ---------------------------------------------------------------------------------------------------------
@@ -246,9 +222,7 @@ def slower(flags: str, more: str, **rest) -> float:
 def test_few_micro_batches_show_what_many_need(schedule):
     """Memory and time of a plan that is cut short, beside those of all of it; also where p does not divide them, and
     where chunks take turns in groups."""
-    for m, group in ((61, 0), (64, 0), (66, 0), (63, 7)):
-        if group and schedule != "interleaved":
-            continue
+    for m, group in [(61, 0), (64, 0), (66, 0)] + [(63, 7)] * (schedule == "interleaved"):
         flags = f"--layers 16 --pp 4 --global-batch {m} --micro-batch 1 --schedule {schedule} --pp-group {group}"
         run = run_for(flags, 4)
         grid = run.settings.grid
@@ -256,11 +230,12 @@ def test_few_micro_batches_show_what_many_need(schedule):
         for rank in range(4):
             most, backwards = estimate.plan_in_memory(run, rank)
             assert most == whole[rank][0] and set(backwards) == set(whole[rank][1]), (m, rank)
-        stages = [Seconds(1.0, 1.1, 0.9 + 0.05 * i) for i in range(4 * grid.chunks)]
+        stages = [Seconds(1.0 + 0.1 * i, 1.1, 0.9 + 0.05 * i) for i in range(4 * grid.chunks)]
         times = [dict(F=s.forward, B=s.input + s.weight, I=s.input, W=s.weight) for s in stages]
         actions = estimate.order(schedule, 4, m, grid.chunks, group)
-        expected, _ = estimate.simulate(actions, 4, times, estimate.hop_seconds(run))
-        assert estimate.pipeline_seconds(run, stages)[0] == pytest.approx(expected, rel=2e-3), m
+        expected, busy = estimate.simulate(actions, 4, times, estimate.hop_seconds(run))
+        seconds, spent = estimate.pipeline_seconds(run, stages)
+        assert (seconds, spent) == (pytest.approx(expected, rel=2e-3), pytest.approx(busy)), m
 
 
 def test_the_bound_of_equal_stages_is_the_pipelines_formula(monkeypatch):
@@ -281,7 +256,8 @@ def test_the_bound_of_equal_stages_is_the_pipelines_formula(monkeypatch):
 @pytest.mark.parametrize("flags, nbytes, stride", [
     ("--dp 2 --tp 4 --pp 2", 2 * 4096 * 4096 / 4, 8), ("--dp 2 --tp 4 --pp 2 --no-sp", 2 * 4096 * 4096, 8),
     ("--cp 2 --pp 4", 2 * 2048 * 4096, 4)])
-def test_a_hop_is_a_micro_batchs_activations_to_the_other_half_of_the_ranks(flags, nbytes, stride):
+def test_a_hop_takes_what_sending_half_of_all_ranks_away_takes(flags, nbytes, stride):
+    """Pessimistic: over the network, unless all stages are in one node."""
     run = run_for(f"--preset llama-3.1-8b --seq 4096 --global-batch 8 --micro-batch 1 {flags}")
     assert estimate.hop_seconds(run) == pytest.approx(run.collective(nbytes, 2, stride))
 
@@ -307,11 +283,12 @@ def test_what_each_level_of_zero_sends_and_how_often(monkeypatch, level, overlap
 @pytest.mark.parametrize("level, hides", [(0, 2 + 3), (1, 1 + 2 + 3), (2, 60), (3, 60)])
 def test_the_data_axis_hides_under_what_its_level_lets_it(monkeypatch, level, hides):
     """The last backward, with level 1 a forward, too; with 2 and 3 all micro-batches, but only a part of it."""
-    monkeypatch.setattr(Run, "collective", lambda *_, **__: 200.0)
     run = run_for(f"--dp 8 --zero {level} --global-batch 80 --micro-batch 1")
-    exposed = estimate.data_parallel_seconds(run, dict(dp=[960]), 1, Seconds(1.0, 2.0, 3.0), 60.0)
-    least = 200 * (1 - run.constants.hidden) if level >= 2 else 0.0
-    assert exposed == max(200 - hides, least)
+    for sent in 200.0, 80.0:
+        monkeypatch.setattr(Run, "collective", lambda *_, sent=sent, **__: sent)
+        exposed = estimate.data_parallel_seconds(run, dict(dp=[960]), 1, Seconds(1.0, 2.0, 3.0), 60.0)
+        least = sent * (1 - run.constants.hidden) if level >= 2 else 0.0
+        assert exposed == max(sent - hides, least)
 
 
 @pytest.mark.parametrize("flags, shards", [
@@ -348,11 +325,12 @@ def test_fp8_weights_are_quantised_whenever_they_are_gathered():
 
 
 def test_the_ends_of_a_pipeline_both_count():
-    """The first rank has a table, the last one has it and fewer layers: the larger is what the step waits for."""
-    for flags in "--layers 8 --vocab 200000", "--layers 9 --vocab 128":
+    """The first rank has the table, the last one the head and a norm: the larger is what the step waits for."""
+    for flags in "--layers 8 --vocab 200000", "--layers 8 --vocab 128":
         run = run_for(f"{flags} --hidden 256 --heads 4 --dp 2 --pp 2 --zero 0 --global-batch 8 --micro-batch 1")
         elements = [sum(map(sum, costs.bucket_elements(run.settings, estimate.stages_of_rank(run, rank), 2).values()))
                     for rank in (0, 1)]
+        assert elements.index(max(elements)) == ("--vocab 128" in flags)
         assert estimate.step_seconds(run).parts["optimizer"] == pytest.approx(40 * max(elements) / 3.35e12)
 
 
@@ -601,7 +579,7 @@ def test_what_context_parallel_ranks_send(style, forward, backward):
 
 @pytest.mark.parametrize("flags, tp", [("--dp 8", 1), ("--dp 4 --tp 2", 2)])
 def test_what_experts_are_sent(flags, tp):
-    """In 16 bits, with 8 bytes per choice and copy and 4 with its gradient: 1.5 choices' mean of both ways. 8 experts
+    """In 16 bits; each copy also carries 8 bytes per choice, its gradient 4: on average 6. 8 experts
     on 8 ranks: 2 copies of each token, 7/8 of them elsewhere; dispatch and combine, in forward and in backward."""
     run = no_latency(run_for(f"--preset mixtral-8x7b {flags} --ep 8 --seq 4096 --global-batch 8 --micro-batch 1"), 1e9)
     copies = 2 * 4096 / tp
@@ -621,12 +599,14 @@ def test_expert_ranks_without_sequence_parallelism_are_as_far_apart_as_tensor_pa
     assert run.collective(1e9, 2, 8) > 5 * run.collective(1e9, 2, 1)
 
 
-def test_shared_experts_hide_an_exchange_and_copies_of_heads_are_sent():
-    """Of four exchanges of a backward two are under weight gradients, of qkv and of the shared experts; with more ranks
-    than heads of keys and values each rank has one."""
+def test_shared_experts_hide_an_exchange():
+    """Of four exchanges of a backward two are under weight gradients, of qkv and of the shared experts."""
     run = no_latency(run_for("--preset mixtral-8x7b --shared-experts 2 --tp 8 --seq 32768 --global-batch 1"), 1e15)
     made = stagetime.layer_parts(run, 0)["tp"]
     assert made.input == pytest.approx(made.forward / 2)
+
+
+def test_ranks_beyond_the_number_of_kv_heads_send_one_head_each():
     copies = no_latency(run_for("--preset llama-3.2-1b --cp 2 --tp 16 --seq 4096 --global-batch 1"), 1e9)
     one = 2 * 2048 * 2 * 64 / 1e9 / copies.constants.node
     assert stagetime.context_parallel_part(copies, Seconds())["cp"].forward == pytest.approx(one)
@@ -638,7 +618,8 @@ def test_the_heads_parts_are_their_formulas():
     logits = stagetime.CONSTANTS.logit_bytes * 8192 * 128256 / 2 / 3.35e12
     parts = stagetime.head_parts(run)
     assert parts["head"] == pytest.approx((product + logits / 3, product + logits * 2 / 3, product))
-    assert parts["tp"] == stagetime.tensor_parallel_part(run, 1, [product])["tp"]
+    one = 8192 * 4096 / 363e9 / run.constants.node + 3e-6 * run.constants.latency + run.constants.exchange_s
+    assert parts["tp"] == pytest.approx((one, 0, 0))  # backward's is under the weight gradient
 
 
 @pytest.mark.parametrize("machine, name", [("a100", "ampere"), ("h100", "hopper"), ("b200", "blackwell"),
@@ -826,6 +807,7 @@ def test_bytes_of_state_are_those_of_their_tensors(capsys):
     count = 1_235_814_400
     assert [row.split()[-5:] for row in rows] == [
         [f"{n * size / 1e9:,.0f}" for size in (count, 1e9, 7e9, 70e9, 405e9)] for n in state]
+    assert rows[0].split()[-4:] == ["16", "112", "1,120", "6,480"]  # the playbook's
     for nbytes, flags in (18, ""), (14, "--moments bf16"):
         kinds = estimate.memory(run_for(f"--preset llama-3.2-1b --dp 1 --global-batch 1 {flags}"))
         assert sum(kinds[kind] for kind in ("weights", "gradients", "optimizer")) == nbytes * count
@@ -1115,11 +1097,12 @@ def published_run(groups: list[str], step_s: float | None, tp: int = 1, gpus: in
 
 
 def test_proposals_noise_and_quantiles_by_hand():
-    """Of two groups the prediction finds the best run in both, the rule in one: in the other its three failed."""
+    """Predicted times find the best run of both groups, the rule that of one: of its three proposals in the other two
+    failed, and one is 6% slower."""
     ran, failed = [published.FLAGGED], ["playbook_runs, failed"]
     runs = [published_run(ran, 1.0, 8), published_run(ran, 1.06, 1), published_run(failed, None, 2),
             published_run(failed, None, 4), published_run(ran, 2.0, 1, 16), published_run(ran, 0.1, 1, 512)]
-    seconds = dict(zip((1.0, 1.06, None, 2.0, 0.1), (1.0, 1.3, 1.2, 9.0, 9.0)))
+    seconds = {1.0: 1.0, 1.06: 1.3, None: 1.2, 2.0: 9.0, 0.1: 9.0}  # measured -> predicted
     objects = published.check_rows(runs, lambda request: dict(
         step_s=1.0, tokens_per_s_per_gpu=1.0, memory_gb=1.0, fits=1.0))
     for row, found in zip(runs, objects):
@@ -1284,7 +1267,7 @@ def test_a_host_is_its_cores(monkeypatch):
     assert search.this_machine(2, None, 6e9).memory_bytes == 3e9
 
 
-def test_peaks_of_machines_are_those_of_data_sheets():
+def test_machines_agree_with_the_table_of_peaks_and_faster_levels_are_nearer():
     for name, machine in MACHINES.items():
         sheet = dict(a100="NVIDIA A100", mi300x="AMD Instinct MI300X").get(
             name.split("-")[0], "NVIDIA " + name.split("-")[0].upper().replace("GB300", "GB200"))

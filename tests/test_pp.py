@@ -176,8 +176,8 @@ def test_bubbles_are_those_of_the_formulas():
 
 def test_the_bubble_is_that_of_the_rank_that_is_idle_longest():
     """Also before its first action and after its last, where ranks have unequal work."""
-    row = Action("F", 0, 0), 1.0, 4.0
-    assert bubble([[Span(*row)], [Span(*row)._replace(stop=2.0), Span(*row)._replace(start=3.0, stop=3.5)]]) == 4 - 1.5
+    F = Action("F", 0, 0)
+    assert bubble([[Span(F, 1.0, 4.0)], [Span(F, 1.0, 2.0), Span(F, 3.0, 3.5)]]) == 4 - 1.5
 
 
 def held_if_inputs_leave(part: float, actions: list[Action]) -> list[float]:
@@ -312,7 +312,8 @@ def test_pictures_show_every_action(tmp_path, capsys):
 
 
 def test_boxes_lie_where_their_times_are_and_later_chunks_look_different():
-    """Of three columns per unit: a box is as wide as its time, but for the gap after it. Lower case, or underlined."""
+    """Three columns per unit of time; a box is as wide as its time, less a gap of one. A rank's later chunk is in lower
+    case or, with color, underlined."""
     spans = simulate(make_plan("zb-v", 2, 4))
     plain, colored = (pp.schedules.draw(spans, color).splitlines() for color in (False, True))
     colors = set()
@@ -383,6 +384,7 @@ def test_under_torchrun_what_was_measured_is_shown_beside_what_was_simulated(mon
     monkeypatch.setattr(pp, "world", nullcontext)
     monkeypatch.setattr(pp, "measure", lambda plan, group: simulate(plan, Costs(*[2 * 2 / plan.stages] * 3)))
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
     trace, svg = tmp_path / "a.json", tmp_path / "a.svg"
     pp.main(f"--schedule 1f1b --trace {trace} --svg {svg}".split())
     measured, simulated = capsys.readouterr().out.splitlines()[-3:-1]

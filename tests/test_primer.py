@@ -250,7 +250,6 @@ def test_the_roof_is_the_largest_of_three():
 
 AHEAD = """
 import json
-import costs
 import primer
 from ahead import ahead
 
@@ -449,12 +448,14 @@ def test_what_a_gpu_would_print(monkeypatch, capsys):
         assert lines[14] == "    GELU, CUDA: not run, since it needs nvcc, what it links with, and ninja"
 
 
-def test_versions_of_gelu_are_the_same_function(monkeypatch):
+def test_without_nvcc_gelu_has_four_versions_of_one_function(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function: function)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     versions = primer.gelus.__wrapped__()
     assert [*versions] == ["eager", "F.gelu", "torch.compile", "Triton"]
-    torch.testing.assert_close(versions["F.gelu"](NUMBERS), versions["eager"](NUMBERS), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(versions.pop("F.gelu")(NUMBERS), versions["eager"](NUMBERS), rtol=1e-5, atol=1e-6)
+    for version in versions.values():
+        assert_gelu(version(NUMBERS))
 
 
 def test_a_profile_lists_operations():

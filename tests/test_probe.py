@@ -151,7 +151,7 @@ def test_a_turn_repeats_short_calls_for_three_milliseconds(alone, monkeypatch):
     """One call first, one to estimate, then 7 turns, of 20 calls at most; a turn's time is that of one call."""
     now = [0.0]
     monkeypatch.setattr(probe.time, "perf_counter", lambda: now[0])
-    for seconds, repeats in (1e-3, 3), (1e-5, 20), (0.5, 1):
+    for seconds, repeats in (0.9e-3, 3), (1e-5, 20), (0.5, 1):
         calls = []
 
         def call(seconds=seconds, calls=calls):
