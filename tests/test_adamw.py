@@ -206,7 +206,7 @@ def test_launches_do_not_depend_on_the_number_of_parameters(monkeypatch, count):
 def test_vector_loads_need_addresses_and_lengths_that_are_multiples_of_16():
     def aligned(length: int, *first: int) -> bool:
         """With spans that begin at these elements of a buffer of fp32 and of one of 16 bits."""
-        wide, narrow = torch.zeros(4 * length), torch.zeros(4 * length, dtype=torch.float16)
+        wide, narrow = (torch.zeros(4 * length, dtype=dtype, device=DEVICE) for dtype in (torch.float32, torch.float16))
         assert wide.data_ptr() % 16 == narrow.data_ptr() % 16 == 0
         spans = [adamw.Span(*(x[i:i + length] for x in (wide, wide, wide, wide, narrow)), True, True, True)
                  for i in first]

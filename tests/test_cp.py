@@ -28,15 +28,6 @@ from pool import slow
 from watch import Watch
 
 B, N, K, S, D = 2, 24, 6, 48, 10  # 6 kv heads: fewer than 8 ranks, and no multiple of 4
-def unrounded_forward(q, k, v, mask):
-    return tuple(x.float() for x in MATH.forward(q.double(), k.double(), v.double(), mask))
-
-
-def unrounded_backward(*tensors_and_mask):
-    *tensors, mask = tensors_and_mask
-    return tuple(x.float() for x in MATH.backward(*(x.double() for x in tensors), mask))
-
-
 KERNELS = {"sdpa": SDPA, "math": MATH}
 BLOCK_STYLES = [name for name, style in CP_STYLES.items() if not style.whole_sequences]
 
@@ -455,6 +446,15 @@ def test_errors_in_bf16_stay_those_of_one_rank(pool):
     for (style, c), row in errors.items():
         print(f"{style:9s} c {c}   o {row[0]:.2e}   dq {row[1]:.2e}   dk {row[2]:.2e}   dv {row[3]:.2e}")
         assert all(error <= 2 * alone for error, alone in zip(row, errors["ulysses", 1]))
+
+
+def unrounded_forward(q, k, v, mask):
+    return tuple(x.float() for x in MATH.forward(q.double(), k.double(), v.double(), mask))
+
+
+def unrounded_backward(*tensors_and_mask):
+    *tensors, mask = tensors_and_mask
+    return tuple(x.float() for x in MATH.backward(*(x.double() for x in tensors), mask))
 
 
 def attended_unrounded(style: str) -> tuple:

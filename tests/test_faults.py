@@ -359,8 +359,8 @@ def test_statistics_of_norms_are_their_mean_and_variance():
 
 
 def test_older_norms_fade_and_spikes_are_found_once_there_are_enough():
-    """Beyond 100 norms each counts 1/100: mean and variance are sums with weights 1/100, 99/100/100, ... of the norms,
-    and of the first 100, of which each counts as much. After 20 norms the limit is 3 standard deviations."""
+    """From the 100th on, a norm has weight 1/100 when it is new, and each later one takes 1/100 of it away; the first
+    100 weigh the same. From 20 norms on, the limit is the mean and 3 standard deviations."""
     norms = torch.rand(300, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     guard, plain = (faults.Guard(faults.Stop(), None, torch.device("cpu"), [0, 0.0, 0.0], spikes) for spikes in (3, 0))
     for count, norm in enumerate(norms):
@@ -369,10 +369,11 @@ def test_older_norms_fade_and_spikes_are_found_once_there_are_enough():
         assert guard.limit().item() == pytest.approx(want, rel=1e-12) and plain.limit() == math.inf
         guard.update_statistics(norm, torch.tensor(math.inf))
         plain.update_statistics(norm, torch.tensor(math.inf))
-    weights = torch.cat((torch.full((100,), 0.99 ** 200 / 100), 0.01 * 0.99 ** torch.arange(199.0, -1, -1))).double()
+    ages = torch.arange(199, -1, -1, dtype=torch.float64)
+    weights = torch.cat((torch.full((100,), 0.99 ** 200 / 100, dtype=torch.float64), 0.01 * 0.99 ** ages))
     mean = (weights * norms).sum().item()
     variance = (weights * (norms - mean) ** 2).sum().item()
-    assert guard.norms.tolist() == pytest.approx([300, mean, variance], rel=1e-6)  # weights are of fp32
+    assert guard.norms.tolist() == pytest.approx([300, mean, variance], rel=1e-12)
 
 
 def test_a_spike_is_skipped_with_a_flag_and_statistics_are_resumed(tmp_path):
@@ -464,14 +465,16 @@ def test_ranks_that_were_started_differently_do_not_begin(pool):
     (10, dict(c={4: 1}), "c: rank 4 has different values from 0, 1, 2, 3, 5, 6, 7, 8 and 1 more"),
     (9, dict(c={4: 1}), "c: rank 4 has different values from 0, 1, 2, 3, 5, 6, 7, 8")])
 def test_what_differs_between_ranks_is_named_with_the_ranks_that_are_in_the_minority(monkeypatch, ranks, values, says):
-    """Names a, b and c have the same values, but those of `values` on some ranks: what the first rank says."""
-    hashes = torch.tensor([[values.get(name, {}).get(rank, -2) for name in "abc"] for rank in range(ranks)])
+    """Names a, b and c have a value each, the same on all ranks, but for `values`: what the first rank says."""
+    usual = dict(a=-2, b=-3, c=-4)
+    hashes = torch.tensor([[values.get(name, {}).get(rank, usual[name]) for name in "abc"] for rank in range(ranks)])
 
     def all_reduce(x, group, operation):
+        assert torch.equal(x, torch.cat((hashes[0], ~hashes[0])))
         x.copy_(torch.cat((hashes, ~hashes), 1).amax(0))
 
     def all_gather(out, x, group):
-        out.copy_(hashes[:, (hashes != hashes[0]).any(0)][:, 0])
+        out.copy_(hashes[:, hashes[0].tolist().index(x.item())])
     monkeypatch.setattr(faults, "all_reduce", all_reduce)
     monkeypatch.setattr(faults, "all_gather", all_gather)
     monkeypatch.setattr(faults, "size", lambda group: ranks)

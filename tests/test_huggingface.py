@@ -538,29 +538,15 @@ def test_every_file_of_a_tokenizer_is_copied_and_nothing_else(published, tmp_pat
     assert transformers.AutoConfig.from_pretrained(folder).max_position_embeddings == 77
 
 
-def test_an_export_that_could_not_be_written_is_refused_before_the_first_step(tmp_path, monkeypatch):
-    text, copy = tmp_path / "text" / "a.txt", tmp_path / "link"
-    text.parent.mkdir()
-    text.write_text("some text " * 100)
-    copy.symlink_to(text.parent)
+@pytest.mark.parametrize("flags, says", [
+    ("--export-hf model --init-from model", "--export-hf model: is the folder of --init-from"),
+    ("--export-hf out --preset tiny-moe --bias-rate 0.01", "--export-hf with --bias-rate 0.01: no class of trans")])
+def test_an_export_that_could_not_be_written_is_refused_before_the_run(flags, says, published, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for flags, says in (("--export-hf text", "is the folder of --data text/a.txt, or in it"),
-                        ("--export-hf link", "is the folder of --data text/a.txt, or in it"),
-                        ("--export-hf model", ""), ("--export-hf out --init-from model", ""),
-                        ("--export-hf model --init-from model", "is the folder of --init-from"),
-                        ("--export-hf out --preset tiny-moe --bias-rate 0.01", "--bias-rate 0.01: no class of trans")):
-        settings = config.parse("--data text/a.txt".split())
-        words = flags.split()
-        settings.run.export_hf = words[1]
-        settings.run.init_from = "model" if "--init-from" in words else ""
-        if "--preset" in words:
-            moe = config.parse("--data text/a.txt --preset tiny-moe --bias-rate 0.01".split())
-            settings.model, settings.optim = moe.model, moe.optim
-        if says:
-            with pytest.raises(ValueError, match=says):
-                huggingface.check_export(settings)
-        else:
-            huggingface.check_export(settings)
+    shutil.copytree(published("llama"), "model")
+    config.parse(f"--data {__file__} --export-hf out --init-from model".split())
+    with pytest.raises(ValueError, match=f"^{says}"):
+        config.parse(f"--data {__file__} {flags}".split())
 
 
 @pytest.mark.parametrize("flags, architecture", [
@@ -598,10 +584,11 @@ def test_what_no_class_of_transformers_computes_is_not_exported(flags, named, tm
     ("corpus", "corpus", True), ("corpus/", "corpus", True), ("corpus", "corpus/part", True), (".", "out", True),
     ("corpus/part/tokens.txt", "corpus/part", True), ("corpus/part/tokens.txt", "corpus", False),
     ("corpus/part", "corpus", False), ("corpus", ".", False), ("tokens.txt", "corpus", False),
-    ("tokens.txt", ".", True),
+    ("tokens.txt", ".", True), ("corpus/part/tokens.txt", "link/part", True),
 ])
 def test_an_export_goes_to_no_folder_that_the_run_reads(data, target, refused, tmp_path, monkeypatch):
     (tmp_path / "corpus/part").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("corpus")
     for file in "corpus/part/tokens.txt", "tokens.txt":
         (tmp_path / file).write_text("text " * 999)
     monkeypatch.chdir(tmp_path)
