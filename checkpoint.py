@@ -441,10 +441,11 @@ def words_of(settings: dict) -> list[str]:
     for name, value in settings.items():
         if isinstance(value, bool):
             words.append(config.flag(name if value else f"no_{name}"))
-        elif name == "betas":
-            words += ["--betas", ",".join(map(str, value))]
+        elif isinstance(value, list) and name != "betas":
+            words += [config.flag(name), *value]
         else:
-            words += [config.flag(name), *map(str, value if isinstance(value, list) else [value])]
+            text = ",".join(map(str, value)) if name == "betas" else str(value)
+            words += [f"{config.flag(name)}={text}"] if text.startswith(("-", "@")) else [config.flag(name), text]
     return words
 
 

@@ -486,7 +486,7 @@ def break_even(first: Callable, second: Callable, n: int) -> float:
     hops = cost(first, n, 1).hops - cost(second, n, 1).hops
     load = cost(second, n, 1, α=0, β=1).time - cost(first, n, 1, α=0, β=1).time
     if load <= 0:
-        return math.inf if load < 0 or hops >= 0 else 0.0
+        return 0.0 if load == 0 and hops < 0 else math.inf
     return max(0.0, hops / load)
 
 

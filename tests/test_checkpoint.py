@@ -474,6 +474,10 @@ def test_a_change_of_model_or_data_is_refused_unless_insisted_on(trained, tokens
         assert "trained 3 steps" in said and "2 steps: later steps, if there were any, are lost and taken again" in said
 
 
+def test_a_run_of_no_steps_loses_none(trained):
+    assert "after 2 steps: 0 later steps are lost\n" in run(f"--resume {trained} --steps 0 --warmup 0")
+
+
 def test_flags_that_are_given_win_and_the_rest_is_the_checkpoints(trained):
     settings = config.parse(f"--resume {trained} --lr 0.5".split())
     assert settings.optim.lr == 0.5 and settings.model.hidden == 32 and settings.optim.betas == (0.9, 0.95)
@@ -650,7 +654,7 @@ def test_show_says_who_wrote_what(trained, capsys):
 
 def test_the_settings_that_are_shown_can_be_given_again():
     command = [*f"--tied --no-sp --lr 0.0001 --betas 0.8,0.9 --data {__file__} {config.__file__} --doc-mask".split(),
-               "--sample", "a b"]
+               "--sample=- a b"]
     given, defaults = (json.loads(json.dumps(config.parse(words).given)) for words in (command, []))
     words = checkpoint.words_of({name: value for name, value in given.items() if value != defaults[name]})
     assert sorted(words) == sorted(command) and config.parse(words).given == config.parse(command).given

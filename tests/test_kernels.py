@@ -230,6 +230,12 @@ def test_linear_cross_entropy(chunk, weighted, z_loss, monkeypatch):
             lambda x, weight: cross_entropy(x @ weight.t(), labels, weights, z_loss), [x, weight])
 
 
+def test_labels_of_a_loss_may_lie_apart():
+    x, weight, labels = numbers(11, 8), numbers(37, 8, seed=1), some_labels(11, 37)
+    apart = torch.stack((labels, 0 * labels), 1)[:, 0]
+    assert torch.equal(kernels.linear_cross_entropy(x, weight, apart), kernels.linear_cross_entropy(x, weight, labels))
+
+
 @pytest.mark.parametrize("V, scale", [(1, 1), (9000, 1), (37, 1000)])
 def test_any_vocabulary_and_any_logits(V, scale):
     """Of a large vocabulary, which is read in blocks, the last block has the largest logits."""

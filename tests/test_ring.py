@@ -186,6 +186,8 @@ def test_ring_beats_tree_from_the_size_given():
     assert [ring.break_even(ring.ring_all_reduce, ring.tree_all_reduce, n) for n in (2, 4, 8)] == [0, 0.8, 4 / 2.125]
     assert ring.break_even(ring.ring_all_reduce, ring.doubling_all_reduce, 2) == float("inf")
     assert ring.break_even(ring.doubling_all_reduce, ring.tree_all_reduce, 8) == 0  # 3 hops and loads against 6
+    assert ring.break_even(ring.bruck_all_gather, ring.ring_all_gather, 8) == 0  # 3 hops against 7, and equal loads
+    assert ring.break_even(ring.ring_all_gather, ring.bruck_all_gather, 8) == float("inf")
     α, β = 5e-6, 2e-11
     for n in (4, 5, 64):
         size = ring.break_even(ring.ring_all_reduce, ring.tree_all_reduce, n) * α / β
