@@ -65,16 +65,17 @@ def pytest_terminal_summary(terminalreporter):
                if report.when == "call" and "test_a_mutant_is_killed" in report.nodeid]
     if not reports:
         return
-    from test_mutants import MUTANTS
-    killers = {mutant.name: mutant.killer for mutant in MUTANTS}
+    from planted import BUGS
+    tests = {bug.name: bug.test for bug in BUGS}
     terminalreporter.section("mutants")
     for report in reports:
         name = report.nodeid.split("[", 1)[1][:-1]
-        outcome = "SURVIVED" if report.failed else dict(report.user_properties)["outcome"]
-        terminalreporter.line(f"{outcome:8s} {name:52s} {killers[name]}")
+        outcome = dict(report.user_properties).get("outcome", "error")
+        terminalreporter.line(f"{'SURVIVED' if outcome == 'passed' else outcome:12s} {name:52s} {tests[name]}")
     killed = sum(report.passed for report in reports)
-    terminalreporter.line(f"kill rate: {killed} of {len(reports)}")
-    if len(reports) == len(MUTANTS):
+    lost = sum(dict(report.user_properties).get("outcome") == "no passage" for report in reports)
+    terminalreporter.line(f"kill rate: {killed} of {len(reports)}; bugs whose passage is gone: {lost}")
+    if len(reports) == len(BUGS):
         readme = Path(ROOT, "tests", "README.md")
         line = f"Planted bugs found: {killed} of {len(reports)} ({datetime.date.today()})."
         readme.write_text(re.sub(r"Planted bugs found: .*\.", line, readme.read_text()))
