@@ -19,7 +19,7 @@ partial sum per program in a fixed order, without atomics: it has the same bits 
 host: if the gradient is not finite (`found_inf`), the kernel updates nothing.
 
 `--optimizer adamw-one-pass` selects it on GPUs. The reference is torch's fused AdamW, with the same results except for
-rounding. It stays the default until both have been compared on a GPU (`python bench.py gpu --only variants`).
+rounding. It stays the default until both have been compared on a GPU (`python -m bench gpu --only variants`).
 
 Loshchilov & Hutter 2019 (AdamW); Rajbhandari et al. 2020 (flat shards). Shapes: all tensors are flat, [elements].
 """

@@ -9,19 +9,18 @@ from functools import partial
 import torch
 
 import config
-import costs
-import footprint
-import search
 from checks import need
 from collectives import Group, Groups
-from data import Corpus, Samples
 from dp import assign_to_buckets
 from ep import Balance
-from footprint import format_bytes
 from fp8 import RECIPES, Fp8
 from model import Execution, Llama
 from param import acc_dtype, draw
+from plan import costs, search
+from plan import memory as footprint
+from plan.memory import format_bytes
 from pp import Pipeline
+from run.data import Corpus, Samples
 from schedules import plan_of
 from zero import UPDATE_RULES, Optimizer
 
@@ -83,7 +82,7 @@ def moments_dtype(settings: config.Config, dtype: torch.dtype) -> torch.dtype:
 
 
 def memory_of_rank(settings: config.Config, groups: Groups, fused: bool = False) -> dict[str, int]:
-    """Kind -> bytes at this rank's peak, from the shapes of its parameters and the formulas of footprint.py."""
+    """Kind -> bytes at this rank's peak, from the shapes of its parameters and the formulas of plan/memory.py."""
     dtype, grid, optim = DTYPES[settings.precision.dtype], settings.grid, settings.optim
     model = build_model(settings, groups, "cpu", dtype)
     buckets: dict[str, list[int]] = {}
@@ -168,7 +167,7 @@ def check_memory(settings: config.Config, groups: Groups, device: torch.device) 
 
 
 def choose_grid(settings: config.Config, device: torch.device) -> config.Config:
-    """The settings with search.py's grid for this machine, which rank 0 prints. Raises ValueError if none fits."""
+    """The settings with plan/search.py's grid for this machine, which rank 0 prints. Raises ValueError if none fits."""
     gpu = (torch.cuda.get_device_name(device), memory_of_device(device)) if device.type == "cuda" else ()
     machine = search.this_machine(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), *gpu)
     settings, reason = search.fill_grid(settings, int(os.environ.get("WORLD_SIZE", 1)), machine)

@@ -25,7 +25,7 @@ def complete(config, world: int) -> None:
     check_model(config.model)
     check_experts(config.model)
     if config.grid.grid == "auto":
-        return  # search.py chooses one, with which all is checked
+        return  # plan/search.py chooses one, with which all is checked
     check_grid(config.grid, config.model, world)
     check_batch(config.batch, config.grid)
     check_schedule(config.batch, config.grid)
@@ -329,7 +329,7 @@ def check_offload(config) -> None:
     need(precision.offload == "none" or not config.run.graph,
          f"--offload {precision.offload} with --graph: the host takes part in every step, use one of them")
     need(precision.offload == "none" or not config.run.dry_run,
-         f"--offload {precision.offload} with --dry-run: one device stands for GPU and host, python plan.py memory has "
+         f"--offload {precision.offload} with --dry-run: one device stands for GPU and host, python -m plan memory has "
          "the formula")
 
 
@@ -372,7 +372,7 @@ def check_dry_run(run, data, grid, world: int) -> None:
     need(world == 1, f"--dry-run on {count(world)}: one process pretends to be one of --gpus, leave out torchrun")
     need(run.gpus > 0, f"--dry-run with --gpus {run.gpus}: say how many ranks the run would have, such as --gpus 64")
     need(grid.grid == "given", "--dry-run with --grid auto: search chooses for the machine that it runs on; ask "
-                               "plan.py search for the best grid of another one, and give that")
+                               "python -m plan search for the best grid of another one, and give that")
     need(0 <= run.rank < run.gpus, f"--rank {run.rank}: the ranks of --gpus {run.gpus} are 0 to {run.gpus - 1}")
     need(not data.doc_mask, "--dry-run with --doc-mask: what documents hide depends on the data, leave one of them out")
 

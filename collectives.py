@@ -17,15 +17,14 @@ Bytes that a rank sends for a tensor x of |x| bytes on n ranks, with a ring (NCC
 and sends nothing, so each module also works alone in one process; only `send` and `receive` need a second rank.
 
 `record` is a flight record: how many collectives this rank has called on each group, and for which one it waits. From
-these of all ranks watchdog.py finds out who is missing when ranks wait for ever.
+these of all ranks run/watchdog.py finds out who is missing when ranks wait for ever.
 
-ring.py has every collective written out; `torchrun --nproc_per_node=4 collectives.py` shows who sends what to whom.
+learn/collectives.py has every collective written out, and shows who sends what to whom.
 
 Shapes: n ranks, R rows (the first dimension) per rank.
 """
 import datetime
 import gc
-import importlib
 import os
 import sys
 import threading
@@ -470,24 +469,21 @@ class AllToAll__AllToAll(torch.autograd.Function):
 def run_demo(demo: Callable[[Group], None], ranks: int = 1) -> None:
     """What `python FILE.py` does: run the demo, with one thread per process, on the ranks that torchrun started, or
     start so many; --help prints the file's docstring, and there are no other flags."""
-    program, *flags = sys.argv
+    flags, spec = sys.argv[1:], sys.modules["__main__"].__spec__
+    program = ["-m", spec.name] if spec else sys.argv[:1]
     torch.set_num_threads(1)
     if flags in (["-h"], ["--help"]):
         print(sys.modules["__main__"].__doc__)
     elif flags:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"{os.path.basename(program)}: {' '.join(flags)}: unknown, it needs no flags", file=sys.stderr)
+            print(f"{os.path.basename(program[-1])}: {' '.join(flags)}: unknown, it needs no flags", file=sys.stderr)
         sys.exit(2)
     elif "WORLD_SIZE" in os.environ:
         with world() as group:
             demo(group)
     elif ranks > 1:
         os.environ["OMP_NUM_THREADS"] = "1"  # or torchrun says that it sets it
-        os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", program])
+        os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}",
+                                  *program])
     else:
         demo(None)
-
-
-if __name__ == "__main__":
-    ring = importlib.import_module("ring")  # which imports this file
-    ring.run_demo(ring.demo, ranks=4)

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import checks
-import huggingface
 from checks import flag, need
+from run import huggingface
 from schedules import SCHEDULES
 
 TEXT_VOCAB = 257  # 256 byte values and the token that begins a document
@@ -110,7 +110,7 @@ class Model:
 @dataclass
 class Grid:
     grid: str = setting("given", "auto: axes, ZeRO level, micro-batch, schedule and recomputation that no flag gives "
-                                 "become what search.py predicts to be the fastest here", ("given", "auto"))
+                                 "become what plan/search.py predicts to be the fastest here", ("given", "auto"))
     dp: int = setting(-1, "data parallel ranks; -1: all that pp, cp and tp leave")
     cp: int = setting(1, "context parallel ranks: each has 1/cp of every sequence")
     cp_style: str = setting("allgather", "allgather: gather keys and values; ring: send them round a ring; ulysses: "
@@ -300,7 +300,7 @@ SECTIONS = {"model": Model, "grid": Grid, "precision": Precision, "batch": Batch
 SHOWN = {4: ["--tp", "2"], 8: ["--tp", "2", "--pp", "2"]}  # ranks -> the grid if no flag names grid or model
 
 
-# ---- finding and reading run.json of checkpoints (checkpoint.py writes them) ----------------------------------------
+# ---- finding and reading run.json of checkpoints (run/checkpoint.py writes them) ------------------------------------
 
 NOT_INHERITED = ("resume", "insist", "init_from", "export_hf", "profile", "memory_snapshot")  # of one start of a run
 
@@ -461,7 +461,7 @@ def parse(arguments: list[str], world: int = 1) -> Config:
 def from_command_line() -> Config:
     """`parse` for the command line of this process, which may be one of many ranks. If it names neither grid nor model,
     the grid is that of SHOWN."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until faults.py listens: Ctrl-C ends without imports' traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until run/faults.py listens: Ctrl-C ends without imports' traceback
     arguments, ranks = sys.argv[1:], int(os.environ.get("WORLD_SIZE", 1))
     try:
         flags = vars(make_parser().parse_known_args(expand(arguments))[0])

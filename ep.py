@@ -286,7 +286,7 @@ def exchange_counts(counts: Tensor, T: int, k: int, group: Group) -> tuple[list[
     """(copies that this rank sends to each rank, copies that it receives from each, rows of each of its experts).
 
     counts: [n, e + 1], for each rank the rows of its e experts, and the copies that it is sent, of T tokens that chose
-    k experts each. The host waits for the device here; dryrun.py replaces this.
+    k experts each. The host waits for the device here; run/dryrun.py replaces this.
     """
     received_counts, splits = torch.empty_like(counts), [1] * size(group)
     all_to_all(received_counts, counts, splits, splits, group)
@@ -298,7 +298,7 @@ def exchange_counts(counts: Tensor, T: int, k: int, group: Group) -> tuple[list[
 
 
 def read_counts(route: Route) -> list[int]:
-    """The rows of each expert. The host waits for the device here, too; dryrun.py replaces this."""
+    """The rows of each expert. The host waits for the device here, too; run/dryrun.py replaces this."""
     ends = [0, *map(int, route.ends.cpu())]
     return [stop - start for start, stop in pairwise(ends)]
 

@@ -84,7 +84,7 @@ class Tiling(NamedTuple):
     specialize: bool = False
 
 
-# The first of each list is taken; `python bench.py gpu --only variants` says which one should be.
+# The first of each list is taken; `python -m bench gpu --only variants` says which one should be.
 # Registers per thread decide, 65,536 of an SM's: up to 168 let three groups of 4 warps live on it, up to 255 two.
 TILINGS = {
     ("forward", 64): [Tiling(128, 128, 8, 3), Tiling(128, 128, 8, 3, copy_engine=True),
@@ -518,7 +518,7 @@ def find_loaded_tiles(mask: Mask, S: int, rows: int, columns: int) -> list[list[
 
 
 def demo() -> None:
-    import costs
+    from plan import costs
 
     sizes = torch.tensor([70, 60, 20, 106])
     documents = torch.arange(4).repeat_interleave(sizes)[None]

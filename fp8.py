@@ -86,7 +86,7 @@ from recompute import is_cheap
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCK = 128
 # Whether a kernel of fp8_kernels.py multiplies and adds weight gradients, instead of F.scaled_mm and an addition: until
-# `python bench.py gpu --only matmuls variants` has shown that it is faster.
+# `python -m bench gpu --only matmuls variants` has shown that it is faster.
 ADDS_BY_KERNEL = False
 SMALLEST = 2.0 ** -100  # an amax is taken to be at least this, so that scales and their reciprocals are normal numbers
 

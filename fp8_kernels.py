@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from primer import find_tile_jit
+from learn.gpu import find_tile_jit
 
 BLOCK = 128
 TILE, GROUP = 128, 8  # rows and columns of an output tile; tiles of A that reuse those of B while they are in L2

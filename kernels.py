@@ -57,7 +57,7 @@ def check_launch(*tensors: Tensor) -> None:
 # ---- the largest number of a result ---------------------------------------------------------------------------------
 # FP8 with one scale per tensor needs the largest |x| of what it quantises, which otherwise costs one more reading of x.
 
-EMITS_AMAX = False  # whether the kernels of norms, rotary embedding and SwiGLU also store it; see bench_gpu.py
+EMITS_AMAX = False  # whether the kernels of norms, rotary embedding and SwiGLU also store it; see bench/gpu.py
 _amax = WeakIdKeyDictionary()  # storage of a result -> (its version, the largest |x| of each program's part)
 
 
@@ -86,7 +86,7 @@ def largest(x):
 # ---- RMSNorm --------------------------------------------------------------------------------------------------------
 
 # Among how many programs backward divides the rows: two per SM of an H100 or H200. STAGES - 1 rows are loaded ahead, so
-# that a program does not wait for memory with nothing under way. `python bench.py gpu --only variants` compares others.
+# that a program does not wait for memory with nothing under way. `python -m bench gpu --only variants` compares others.
 PROGRAMS, STAGES = 264, 1
 
 

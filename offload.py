@@ -85,9 +85,8 @@ class CopyStreams:
 def largest_model(offload: str, room: float) -> tuple[int, dict[str, int]]:
     """(layers of 8B's shape, GPU memory by kind) of the largest model that trains in `room` bytes, by formula."""
     import config
-    import estimate
-    import machines
-    import stagetime
+    from plan import machines, stagetime
+    from plan import time as estimate
 
     flags = f"--preset llama-3.1-8b --seq 4096 --global-batch 1 --dtype bf16 --recompute full --offload {offload}"
     layers, kinds = 0, {}
@@ -101,12 +100,12 @@ def largest_model(offload: str, room: float) -> tuple[int, dict[str, int]]:
 
 def demo() -> None:
     from config import OFFLOADS
-    from machines import MACHINES
-    from stagetime import CONSTANTS
+    from plan.machines import MACHINES
+    from plan.stagetime import CONSTANTS
 
     room = MACHINES["h200"].memory_bytes * CONSTANTS.usable - CONSTANTS.reserved
     print("The largest model of 8B's layers (8B has 32) that trains on one H200 on a sequence of 4096 tokens with\n"
-          f"--recompute full, in {room / 1e9:.0f} GB, by the formulas of plan.py; GB on the GPU:\n")
+          f"--recompute full, in {room / 1e9:.0f} GB, by the formulas of plan/; GB on the GPU:\n")
     layers_of = {}
     for offload in OFFLOADS:
         layers_of[offload], kinds = largest_model(offload, room)

@@ -347,7 +347,7 @@ MATH = AttentionKernel(attention_math, math_forward, math_backward, saves_scores
 
 # Fastest first. The last one is not fused and saves the scores: only where no other runs.
 SDPA_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-BLOCKS_BY_CUDNN = False  # on a GPU, blocks of cp.py by cuDNN and not by torch's FlashAttention: see bench_gpu.py
+BLOCKS_BY_CUDNN = False  # on a GPU, blocks of cp.py by cuDNN and not by torch's FlashAttention: see bench/gpu.py
 
 
 def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:

@@ -44,7 +44,7 @@ import torch.distributed as dist
 import schedules
 from collectives import Group, process_group, rank, receive, send, size, world
 from param import accumulate_grad, backward_input, backward_weight, queued_keys
-from profiling import named
+from run.profiling import named
 from schedules import Costs, Plan, Span, Transfer, activations_held, backwards, lower, make_plan, simulate
 
 # ---- the engine -----------------------------------------------------------------------------------------------------

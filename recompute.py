@@ -296,7 +296,7 @@ class Recompute:
 def print_layers() -> None:
     """For each mode: what a layer saves and recomputes, and what this mode drops that the mode before it saves."""
     import config
-    import costs
+    from plan import costs
 
     llama, mixtral, deepseek = (config.parse(["--preset", name]).model
                                 for name in ("llama-3.1-8b", "mixtral-8x7b", "deepseek-v3-gqa"))
@@ -322,7 +322,7 @@ def print_layers() -> None:
 
 
 def demo() -> None:
-    from meter import Meter
+    from run.meter import Meter
 
     x = torch.randn(4, 64, 128, requires_grad=True)
     weights = [torch.randn(128, 128, requires_grad=True) for _ in range(8)]

@@ -2,13 +2,13 @@
 
     python train.py                                   one process
     torchrun --nproc_per_node=8 train.py              8 ranks: NCCL if there is a GPU for each, else CPUs with gloo
-    torchrun --nproc_per_node=8 train.py --grid auto  on the grid that is predicted to be the fastest here (search.py)
-    python train.py --dry-run --gpus 1024             what a rank of 1,024 would need, compute and send (dryrun.py)
+    torchrun --nproc_per_node=8 train.py --grid auto  on the grid that is predicted to be the fastest here
+    python train.py --dry-run --gpus 1024             what a rank of 1,024 would need, compute and send (run/dryrun.py)
     python train.py --help                            every setting
 
 The file reads from the whole to its parts: the run; its loop, step by step; a step's data and rate; evaluation and
-sampling; the dry run. assemble.py puts a run together from its settings, job.py begins, resumes and saves it, log.py
-prints and writes what it does.
+sampling; the dry run. assemble.py puts a run together from its settings, run/job.py begins, resumes and saves it,
+run/log.py prints and writes what it does.
 
 A step divides every loss by the number of valid tokens of the global batch, so that each gradient is a plain sum over
 micro-batches and ranks. The files of the techniques communicate gradients, activations and weights; this one
@@ -36,23 +36,22 @@ import torch
 import assemble
 import collectives
 import config
-import dryrun
-import faults
 from checks import need
 from collectives import Groups, HostCopy, all_reduce, rank, size
 from cp import shard_sequences
-from data import Codec, MicroBatch, Samples, codec_of
 from ep import update_biases
 from graphs import Captured, leave_default_stream
 from groups import build_groups
-from job import Job, RunState, begin_or_resume, description, rewind, save
-from log import Log, first_lines
 from model import Llama
-from noise import GradientNoise
 from param import IGNORED, acc_dtype
-from profiling import named, profiling
-from sampling import sample
-from watchdog import Watchdog, fail
+from run import dryrun, faults
+from run.data import Codec, MicroBatch, Samples, codec_of
+from run.job import Job, RunState, begin_or_resume, description, rewind, save
+from run.log import Log, first_lines
+from run.noise import GradientNoise
+from run.profiling import named, profiling
+from run.sampling import sample
+from run.watchdog import Watchdog, fail
 from zero import Optimizer
 
 # ---- the run --------------------------------------------------------------------------------------------------------
@@ -143,7 +142,7 @@ class Issued(NamedTuple):
 
 
 def train_steps(job: Job, end_step: Callable[[], None]) -> None:
-    """The loop: until --steps are done, or the run is asked to end. end_step: see profiling.py.
+    """The loop: until --steps are done, or the run is asked to end. end_step: see run/profiling.py.
 
     A GPU computes a step while the host issues the next one; only then the host reads the step's results, so that the
     GPU never waits for it. It reads them at once where something else waits for the step: see `needs_pause`.

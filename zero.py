@@ -126,7 +126,7 @@ class ShardedBucket(Bucket):
         self.grad_shard = None
         self.reduced = self.store = None  # the result of the reduction under way, and what puts it into grad_shard
         self.grad_is_zero = False  # the update has zeroed it
-        self.before_reduction = lambda: None  # see noise.py
+        self.before_reduction = lambda: None  # see run/noise.py
         self.reduce_dtype = reduce_dtype or self.acc_dtype
         self.reducing = reducing  # shared by all buckets: a group -> the bucket whose gradient it is reducing
 
@@ -398,7 +398,7 @@ class Optimizer(DataParallel):
         self.steps = torch.zeros((), device=self.buckets[0].device)  # updates so far, for AdamW's bias correction
         fp16 = any(bucket.weights.dtype == torch.float16 for bucket in self.buckets)
         self.loss_scale = LossScale(self.steps.device) if fp16 else None
-        self.one_pass = self.noise = None  # noise: see noise.py
+        self.one_pass = self.noise = None  # noise: see run/noise.py
         self.attach_unshard_hooks(units)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
@@ -565,7 +565,7 @@ class Layer(nn.Module):
 def measure(level: int, groups: Groups) -> dict[str, int]:
     """The peak of live bytes by kind in two steps of a model of 12 layers; and "sent", the bytes sent per step."""
     from collectives import sent
-    from meter import Meter
+    from run.meter import Meter
 
     layers = [Layer(number, groups) for number in range(12)]
     optimizer = Optimizer({0: layers}, groups, bucket_mb=0, level=level)
@@ -588,7 +588,7 @@ def measure(level: int, groups: Groups) -> dict[str, int]:
 
 
 def demo(group: Group) -> None:
-    from footprint import state_bytes
+    from plan.memory import state_bytes
 
     groups: Groups = {"world": group, "replicate": None, "dp": group}
     lines = [f"Megabytes on each of {size(group)} ranks, 12 layers in bf16, AdamW; measured: the sum of three peaks; "

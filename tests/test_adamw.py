@@ -6,14 +6,14 @@ from collections import Counter
 import pytest
 import torch
 import triton
+from ahead import COMPILERS, run
+from exact import DEVICE, numbers
+from grids import ALONE
 from torch import nn
 from torch.optim.adamw import adamw as torch_adamw
 
 import adamw
 import zero
-from ahead import COMPILERS, run
-from exact import DEVICE, numbers
-from grids import ALONE
 from param import Spec, parameter
 from zero import Optimizer
 

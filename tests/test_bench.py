@@ -11,18 +11,18 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from program import python
 
 import assemble
-import bench
-import bench_all
-import bench_gpu
-import bench_growth
-import bench_kernels
-import bench_rows
 import config
 import param
-from bench_rows import Result, Row
-from program import python
+from bench import __main__ as bench
+from bench import all as bench_all
+from bench import gpu as bench_gpu
+from bench import growth as bench_growth
+from bench import kernels as bench_kernels
+from bench import rows as bench_rows
+from bench.rows import Result, Row
 
 ROOT = os.path.dirname(config.__file__)
 
@@ -258,25 +258,25 @@ def test_the_sizes_that_are_trained_can_be(size):
 
 @pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="there is a GPU")
 def test_without_a_gpu_it_says_so():
-    done = python("bench.py", "gpu")
-    assert (done.returncode, done.stderr) == (2, "bench.py: gpu needs a GPU, and there is none here\n")
+    done = python("-m", "bench", "gpu")
+    assert (done.returncode, done.stderr) == (2, "bench: gpu needs a GPU, and there is none here\n")
 
 
 # ---- rows against rivals --------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("arguments, message", [
-    ("cp", "cp needs several ranks: run under torchrun --nproc_per_node=4 bench.py cp"),
-    ("zero --layers 2", "zero needs several ranks: run under torchrun --nproc_per_node=4 bench.py zero"),
+    ("cp", "cp needs several ranks: run under torchrun --nproc_per_node=4 -m bench cp"),
+    ("zero --layers 2", "zero needs several ranks: run under torchrun --nproc_per_node=4 -m bench zero"),
     ("ep --layers 2", "--layers 2: ep has fixed sizes and needs no flags"),
     ("gpu dp", "gpu shares no run: its flags are not those of train.py"),
     ("train --dtype bf16", "--dtype bf16: all contenders compute in fp32, so leave it out")])
 def test_what_a_part_cannot_do_is_refused_in_one_line(arguments, message):
-    done = python("bench.py", *arguments.split())
-    assert (done.returncode, done.stderr) == (2, f"bench.py: {message}\n")
+    done = python("-m", "bench", *arguments.split())
+    assert (done.returncode, done.stderr) == (2, f"bench: {message}\n")
 
 
 def test_parts_for_one_process_are_refused_on_several_ranks():
-    with pytest.raises(ValueError, match="^train is for one process, not 4 ranks: run python bench.py train$"):
+    with pytest.raises(ValueError, match="^train is for one process, not 4 ranks: run python -m bench train$"):
         bench.check(["dp", "train"], [], 4)
 
 
@@ -327,9 +327,9 @@ def test_saving_a_checkpoint_is_compared(pool):
     assert not other and heading.split("  ")[-1].strip() == "MB more at peak"
     figures = {name: [float(x.replace(",", "")) for x in columns]
                for name, *columns in (re.split("  +| to ", line) for line in lines)}
-    assert list(figures) == ["checkpoint.py", "DCP, each rank's shards", "torch.save of the gathered state"]
+    assert list(figures) == ["run/checkpoint.py", "DCP, each rank's shards", "torch.save of the gathered state"]
     copies = 804_224 * 12 / 2 / 1e6  # half of master weights and both moments
-    assert figures["checkpoint.py"][-1] == pytest.approx(copies, abs=0.1)
+    assert figures["run/checkpoint.py"][-1] == pytest.approx(copies, abs=0.1)
     assert figures["torch.save of the gathered state"][-1] > 2 * copies
     for _, total, fastest, slowest, *_ in figures.values():
         assert fastest <= total <= slowest
@@ -357,7 +357,7 @@ OLD = f"# Results\n\nbefore\n{bench_all.BEGIN}what was measured earlier\n{bench_
 
 def test_all_rewrites_one_part_of_the_results_and_names_what_failed(tmp_path):
     programs = {"good": "print('a table')",
-                "bad": "import sys; print('half of it'); sys.exit('bench.py: --x 3: no such thing')",
+                "bad": "import sys; print('half of it'); sys.exit('bench: --x 3: no such thing')",
                 "raises": "[][1]", "hangs": "import time; print('begun', flush=True); time.sleep(600)",
                 "last": "print('another')"}
     for name, text in programs.items():
@@ -366,14 +366,14 @@ def test_all_rewrites_one_part_of_the_results_and_names_what_failed(tmp_path):
     results.write_text(OLD)
     there = dict(ROOT=tmp_path, RESULTS=results, LIMIT_S=3, COMMANDS=[f"python {name}.py" for name in programs])
     with patch.multiple(bench_all, **there), contextlib.redirect_stdout(io.StringIO()), pytest.raises(
-            SystemExit, match="^bench.py: 3 of 5"):
+            SystemExit, match="^bench: 3 of 5"):
         bench_all.main()
     before, after = bench_all.split_at_markers(results.read_text())
     assert OLD.startswith(before) and OLD.endswith(after)
     made = results.read_text()[len(before):-len(after)]
     assert f"torch {torch.__version__}" in made and "earlier" not in made
     assert re.findall(r"^`python (\w+)\.py`, (failed: .*|\d s)$", made, re.MULTILINE) == [
-        ("good", "0 s"), ("bad", "failed: bench.py: --x 3: no such thing"),
+        ("good", "0 s"), ("bad", "failed: bench: --x 3: no such thing"),
         ("raises", "failed: IndexError: list index out of range"), ("hangs", "failed: took more than 3 s"),
         ("last", "0 s")]
     assert re.findall("```\n(.*?)\n```", made) == ["a table", "half of it", "begun", "another"]
@@ -382,12 +382,12 @@ def test_all_rewrites_one_part_of_the_results_and_names_what_failed(tmp_path):
 def test_results_without_the_two_comments_are_left_alone():
     bench_all.split_at_markers(bench_all.RESULTS.read_text())
     for text in "", OLD.replace(bench_all.END, ""), OLD + bench_all.BEGIN, bench_all.END + bench_all.BEGIN:
-        with pytest.raises(ValueError, match="^RESULTS.md: needs one line <!-- bench.py all: begin --> and after it"):
+        with pytest.raises(ValueError, match="^RESULTS.md: needs one line <!-- bench all: begin --> and after it"):
             bench_all.split_at_markers(text)
 
 
 def test_all_runs_every_comparison_that_needs_no_gpu():
-    parts = [command.split("bench.py ")[1] for command in bench_all.COMMANDS]
+    parts = [command.split("bench ")[1] for command in bench_all.COMMANDS]
     assert {*parts, "gpu", "all"} == set(bench.PARTS) and parts.count("ep") == 2
     for command, part in zip(bench_all.COMMANDS, parts):
         bench.check([part], [], 4 if command.startswith("torchrun") else 1)

@@ -12,29 +12,27 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
+import grids
 import numpy as np
+import program
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from runs import metrics, run
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 import assemble
-import checkpoint
 import collectives
 import config
-import grids
-import job
-import program
-import sampling
-import search
 import train
-from data import Corpus, codec_of
 from groups import build_groups
-from meter import Meter
-from runs import metrics, run
+from plan import search
+from run import checkpoint, job, sampling
+from run.data import Corpus, codec_of
+from run.meter import Meter
 
 ROOT = os.path.dirname(config.__file__)
 SMALL = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 97 --seq 24 --global-batch 8 --warmup 2"
@@ -620,14 +618,14 @@ def test_a_run_whose_last_checkpoint_failed_exports_nothing_and_fails(tokens, tm
 def test_show_and_diff(trained, tmp_path):
     run(f"--resume {trained} --out {tmp_path} --steps 3")
     old, new = trained / "step-000002", tmp_path / "step-000003"
-    shown = program.python("checkpoint.py", "show", old)
+    shown = program.python("-m", "run.checkpoint", "show", old)
     assert shown.returncode == 0 and f"{old}: step 2, 16 samples, 384 tokens, 0 skipped\n" in shown.stdout
     assert "--hidden 32" in shown.stdout and "layers.1.ffn.w_down/master" in shown.stdout
-    differ, same = program.python("checkpoint.py", "diff", old, new), program.python("checkpoint.py", "diff", old, old)
+    differ, same = (program.python("-m", "run.checkpoint", "diff", old, other) for other in (new, old))
     assert differ.returncode == 1 and "steps" in differ.stdout and "differ by up to" in differ.stdout
     assert same.returncode == 0 and same.stdout == "0 tensors differ\n"
-    wrong = program.python("checkpoint.py", "show", tmp_path / "none")
-    assert wrong.returncode == 2 and wrong.stderr.startswith("checkpoint.py: ") and wrong.stderr.count("\n") == 1
+    wrong = program.python("-m", "run.checkpoint", "show", tmp_path / "none")
+    assert wrong.returncode == 2 and wrong.stderr.startswith("run.checkpoint: ") and wrong.stderr.count("\n") == 1
 
 
 def test_show_says_who_wrote_what(trained, capsys):
@@ -678,7 +676,7 @@ def test_diff_says_by_how_much_tensors_differ(tmp_path, capsys, monkeypatch):
         pieces = [checkpoint.whole("first", torch.zeros(1)), *(checkpoint.whole(*item) for item in content.items())]
         saved(tmp_path / name, pieces=pieces)
     ours, theirs = (tmp_path / name / "step-000001" for name in "xy")
-    monkeypatch.setattr("sys.argv", ["checkpoint.py", "diff", str(ours), str(theirs)])
+    monkeypatch.setattr("sys.argv", ["run.checkpoint", "diff", str(ours), str(theirs)])
     with pytest.raises(SystemExit) as ended:
         checkpoint.main()
     assert ended.value.code == 1
@@ -690,13 +688,13 @@ def test_diff_says_by_how_much_tensors_differ(tmp_path, capsys, monkeypatch):
     with patch.object(os, "_exit", side_effect=SystemExit) as refused, pytest.raises(SystemExit):
         checkpoint.main()
     refused.assert_called_once_with(2)
-    assert capsys.readouterr().err == f"checkpoint.py: {theirs}/__0_0.distcp is damaged: its checksum differs\n"
+    assert capsys.readouterr().err == f"run.checkpoint: {theirs}/__0_0.distcp is damaged: its checksum differs\n"
 
 
 @pytest.mark.parametrize("flags, dtype", [([], torch.bfloat16), (["--dtype", "fp32"], torch.float32)])
 def test_the_command_line_exports_the_master_weights_in_bf16_or_as_asked(trained, tmp_path, monkeypatch, flags, dtype):
     path = trained / "step-000002"
-    monkeypatch.setattr("sys.argv", ["checkpoint.py", "export", str(path), str(tmp_path), *flags])
+    monkeypatch.setattr("sys.argv", ["run.checkpoint", "export", str(path), str(tmp_path), *flags])
     checkpoint.main()
     masters, exported = tensors(path), load_file(tmp_path / "model.safetensors")
     for theirs, ours in (("model.layers.1.mlp.up_proj", "layers.1.ffn.w_up"), ("model.norm", "norm"),
@@ -816,7 +814,7 @@ def test_a_downloaded_model_is_tuned_on_a_folder_of_text_in_two_commands(publish
     for name in ("train.py", "model.py"):
         shutil.copy(os.path.join(ROOT, name), tmp_path / "texts")
     corpus, tuned = tmp_path / "corpus" / "tokens.bin", tmp_path / "tuned"
-    said = python("data.py", "tokenize", "--tokenizer", published / "tokenizer.json", "--out", corpus,
+    said = python("-m", "run.data", "tokenize", "--tokenizer", published / "tokenizer.json", "--out", corpus,
                   tmp_path / "texts")
     said_of_run = python("train.py", "--init-from", published, "--data", corpus, "--seq", 32, "--global-batch", 8,
                          "--steps", 5, "--warmup", 0, "--zero", 1, "--export-hf", tuned, "--sample", "def main",
@@ -853,9 +851,9 @@ def test_weights_are_exported_in_the_dtype_of_the_run_or_in_fp32(tokens, tmp_pat
 
 
 def test_a_published_model_writes_text(published):
-    assert "def" in python("sampling.py", published, "--prompt", "def")
+    assert "def" in python("-m", "run.sampling", published, "--prompt", "def")
 
 
 @pytest.mark.slow
 def test_a_checkpoint_writes_text_on_any_grid(trained):
-    assert "warning" not in python("sampling.py", trained, "--prompt", "def", "--tp", "2", ranks=2)
+    assert "warning" not in python("-m", "run.sampling", trained, "--prompt", "def", "--tp", "2", ranks=2)

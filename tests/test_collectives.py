@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from program import ROOT, python
 
 import collectives
-import dryrun
-from data import MicroBatch
-from program import ROOT, python
+from run import dryrun
+from run.data import MicroBatch
 
 
 def numbers(*shape: int, seed: int) -> torch.Tensor:
@@ -351,10 +351,11 @@ def test_numbers_of_a_gpu_are_copied_to_pinned_memory_and_waited_for_when_they_a
     assert seen[3:] == [calls[0]]  # as a watchdog sees it: what was called before the copy
 
 
-@pytest.mark.parametrize("file", ["zero.py", "offload.py", "journey.py"])
+@pytest.mark.parametrize("file", ["zero.py", "offload.py", "learn.journey"])
 def test_a_file_without_flags_refuses_them_and_explains_itself(file):
-    wrong = python(file, "--pp", "2")
+    words, path = ([file], file) if file.endswith(".py") else (["-m", file], file.replace(".", "/") + ".py")
+    wrong = python(*words, "--pp", "2")
     assert (wrong.returncode, wrong.stdout, wrong.stderr) == (2, "", f"{file}: --pp 2: unknown, it needs no flags\n")
-    helped = python(file, "--help")
-    docstring = ast.get_docstring(ast.parse((ROOT / file).read_text()), clean=False)
+    helped = python(*words, "--help")
+    docstring = ast.get_docstring(ast.parse((ROOT / path).read_text()), clean=False)
     assert (helped.returncode, helped.stdout, helped.stderr) == (0, docstring + "\n", "")

@@ -4,10 +4,10 @@ import subprocess
 import sys
 
 import pytest
+from program import torchrun
 from torch.distributed.run import get_args_parser
 
 import config
-from program import torchrun
 
 ROOT = os.path.dirname(config.__file__)
 
@@ -36,7 +36,7 @@ WRONG = [  # ranks, command line, what the line must say
     (1, "--offload optimizer --optimizer adamw-one-pass", "--offload optimizer with --optimizer adamw-one-pass: the "
                                                           "CPU updates what is offloaded, use adamw"),
     (1, "--offload optimizer --dry-run --gpus 8 --dp 8", "--offload optimizer with --dry-run: one device stands for "
-                                                         "GPU and host, python plan.py memory has the formula"),
+                                                         "GPU and host, python -m plan memory has the formula"),
     (1, "--offload optimizer --graph", "--offload optimizer with --graph: the host takes part in every step, use one "
                                        "of them"),
     (1, "--recompute some", "--recompute: invalid choice: 'some'"),

@@ -9,8 +9,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from pool import slow
 from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor.experimental._context_parallel._attention import _SDPAMerger
+from watch import Watch
 
 import assemble
 import collectives
@@ -20,12 +22,10 @@ import operations
 import recompute
 from config import CP_STYLES, padded_length
 from cp import STYLES, context_parallel
-from data import MicroBatch
-from meter import Meter
 from operations import CAUSAL, MATH, SDPA, AttentionKernel, Mask, cudnn_backward, cudnn_forward
 from param import acc_dtype
-from pool import slow
-from watch import Watch
+from run.data import MicroBatch
+from run.meter import Meter
 
 B, N, K, S, D = 2, 24, 6, 48, 10  # 6 kv heads: fewer than 8 ranks, and no multiple of 4
 KERNELS = {"sdpa": SDPA, "math": MATH}

@@ -10,8 +10,8 @@ import tokenizers
 import torch
 
 import config
-import data
-from data import BYTES_SEPARATOR, MAGIC, OUR_HEADER, Corpus, MicroBatch, Samples, shuffled
+from run import data
+from run.data import BYTES_SEPARATOR, MAGIC, OUR_HEADER, Corpus, MicroBatch, Samples, shuffled
 
 
 def token_file(path, tokens, kind="raw", dtype=np.uint16):

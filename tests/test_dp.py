@@ -3,20 +3,20 @@ import contextlib
 import io
 from functools import partial
 
+import grids
 import pytest
 import torch
 import torch.distributed as dist
+from grids import ALONE
+from pool import slow
 from torch import nn
 
 import collectives
 import dp
-import grids
 import param
 from dp import Bucket, DataParallel, assign_to_buckets
-from grids import ALONE
-from meter import Meter
 from param import Spec, parameter
-from pool import slow
+from run.meter import Meter
 
 
 class Unit(nn.Module):

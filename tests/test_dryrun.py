@@ -19,13 +19,13 @@ import torch.distributed as dist
 import assemble
 import collectives
 import config
-import costs
-import dryrun
 import ep
 import train
 from collectives import Pending
 from groups import build_groups
-from meter import Meter, Storage
+from plan import costs
+from run import dryrun
+from run.meter import Meter, Storage
 from schedules import Action
 
 BASE = ("--layers 4 --hidden 64 --heads 8 --kv-heads 4 --ffn 112 --vocab 97 --seq 32 --global-batch 16 --micro-batch 1 "

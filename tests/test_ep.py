@@ -4,33 +4,33 @@ from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import grids
 import pytest
+import reference
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
+from pool import slow
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+from watch import Watch
 
 import collectives
 import config
-import costs
 import ep
-import grids
 import model as model_py
 import param
-import reference
 import train
 import zero
 from model import ForwardContext, MixtureOfExperts
 from operations import RMSNorm
 from param import draw, parameter, shard_slice
-from pool import slow
+from plan import costs
 from recompute import Recompute, cheap, is_recomputing, selective
 from test_grids import DEEPSEEK, compare, truth
 from tp import TensorParallel
-from watch import Watch
 
 MIXTRAL = "--hidden 16 --heads 2 --kv-heads 2 --experts 8 --expert-ffn 12 --dtype fp64 --aux-loss 0.5"
 KINDS = {"softmax": MIXTRAL + " --top-k 1 --no-router-norm --router-z-loss 0.1",

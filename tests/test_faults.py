@@ -26,22 +26,19 @@ from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
+import runs
 import torch
 import torch.distributed as dist
+from pool import slow
+from runs import metrics
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import assemble
-import checkpoint
 import collectives
 import config
-import faults
-import job
-import runs
 import train
-import watchdog
 from groups import build_groups
-from pool import slow
-from runs import metrics
+from run import checkpoint, faults, job, watchdog
 from test_checkpoint import saved, tensors
 
 ROOT = Path(config.__file__).parent
@@ -831,7 +828,7 @@ def test_torchruns_report_has_the_last_line(tmp_path, monkeypatch, capsys):
 def launch(ranks: int, fault: str, number: int, step: int, where: str, flags: str, restarts: int = 0,
            nodes: str = "", **options) -> subprocess.Popen:
     torchrun = f"-m torch.distributed.run {nodes} --nproc_per_node={ranks} --max-restarts {restarts}"
-    command = f"{torchrun} tests/faulty.py {fault} {number} {step} {where} {SMALL} {flags}".split()
+    command = f"{torchrun} tests/help/faulty.py {fault} {number} {step} {where} {SMALL} {flags}".split()
     return subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                             text=True, start_new_session=True, **options)
 

@@ -7,15 +7,15 @@ from functools import partial
 
 import pytest
 import torch
+from ahead import COMPILERS, fits, run
+from exact import DEVICE, close, compare, dense_attention, gpu, is_refused, leaves, numbers
 
-import costs
 import cp
 import flash
 import kernels
-from ahead import COMPILERS, fits, run
-from exact import DEVICE, close, compare, dense_attention, gpu, is_refused, leaves, numbers
 from flash import Tiling, flash_attention, flash_backward, flash_forward
 from operations import CAUSAL, AttentionKernel, Mask, attention_math, attention_sdpa
+from plan import costs
 from test_cp import by_pieces
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # the interpreter at log2(0) = -inf

@@ -13,10 +13,14 @@ from unittest.mock import patch
 
 os.environ["TRITON_INTERPRET"] = "1"  # before fp8_kernels defines its kernels
 
+import grids
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from ahead import COMPILERS, run
+from exact import gpu
+from pool import Pool
 from torch._subclasses import FakeTensorMode
 
 import assemble
@@ -24,20 +28,16 @@ import collectives
 import config
 import fp8
 import fp8_kernels
-import grids
 import param
 import tp
 import train
 import zero
-from ahead import COMPILERS, run
-from exact import gpu
-from footprint import activation_bytes
 from fp8 import BLOCK, E4M3, E5M2, RECIPES, SMALLEST, Fp8, Quantised, dequantise, quantise, to_fp8
-from meter import Meter
 from param import Spec, draw, parameter, shard_slice
-from pool import Pool
+from plan.memory import activation_bytes
 from recompute import cheap, selective
-from sampling import KVCache
+from run.meter import Meter
+from run.sampling import KVCache
 from test_tp import normal, weight
 from tp import TensorParallel
 
@@ -399,7 +399,7 @@ GRIDS = [
     (2, "--global-batch 2 --micro-batch 1 --seq 192", "--tp 2"),
     (2, LONG, "--cp 2"),
 ]
-SLOW = GRIDS[1:6]  # tests/pairs.py has FP8 with every other feature
+SLOW = GRIDS[1:6]  # tests/help/pairs.py has FP8 with every other feature
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -920,8 +920,9 @@ def trained() -> list[float]:
 @pytest.mark.slow
 def test_fp8_trains_like_bf16():
     """2,000 steps on Python's own library, of two seeds each; the last loss is the mean of 200 steps of both. A spike
-    would be 100 steps whose mean is 2% above bf16's. Chaos alone sets runs apart, the more the higher the learning rate
-    (RESULTS.md): at 2e-3, bf16 and fp32 are 1.2% apart, and nothing could be told. Without scales, it does not learn.
+    would be 100 steps whose mean is 2% above bf16's. Chaos alone sets runs apart, the more the higher the learning
+    rate (docs/RESULTS.md): at 2e-3, bf16 and fp32 are 1.2% apart, and nothing could be told. Without scales, it does
+    not learn.
     """
     with closing(Pool(len(RUNS))) as pool:
         runs = dict(zip(RUNS, pool.run(len(RUNS), "test_fp8:trained", timeout=6000)))

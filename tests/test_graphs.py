@@ -1,21 +1,21 @@
 """A replayed step equals an executed one: to the bit as a list of operations on a CPU, and as a CUDA graph."""
 import re
 
+import grids
 import pytest
 import torch
 
 import assemble
 import config
 import graphs
-import grids
-import job
 import model
 import operations
 import tp
 import train
-from data import MicroBatch
 from graphs import Captured
-from meter import Meter
+from run import job
+from run.data import MicroBatch
+from run.meter import Meter
 
 CPU, GPU = torch.device("cpu"), torch.cuda.is_available()
 SMALL = ("--layers 3 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --seq 24 --global-batch 4 --micro-batch 2 --steps 6 "

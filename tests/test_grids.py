@@ -7,15 +7,15 @@ from contextlib import closing
 from functools import cache
 from statistics import median
 
-import pytest
-import torch
-
-import config
 import grids
 import pairs
+import pytest
 import reference
+import torch
 from pool import Pool
 from watch import Watch
+
+import config
 
 MIXTRAL, DEEPSEEK = pairs.MIXTRAL.format(20), pairs.DEEPSEEK.format(12)
 GRIDS = [

@@ -1,6 +1,7 @@
 """Process groups: few calls however many ranks, none twice for the same members, a link for each pair that sends."""
 from types import SimpleNamespace
 
+import grids
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,11 +10,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import assemble
 import collectives
 import config
-import dryrun
-import grids
 import groups
 import train
-from meter import Meter
+from run import dryrun
+from run.meter import Meter
 from schedules import SCHEDULES, Transfer, lower, make_plan
 from test_grids import MIXTRAL
 

@@ -1,4 +1,4 @@
-"""The rules of the house: files that read only files below them, short functions, and names that exist."""
+"""The rules of the house: files that read only files below them and keep to their budgets, and names that exist."""
 import ast
 import importlib
 import re
@@ -8,43 +8,111 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
+FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(path.read_text())
+         for folder in (".", "plan", "run", "bench", "learn") for path in (ROOT / folder).glob("*.py")}
+FOLDERS = {"plan", "run", "bench", "learn"}
+# From the top to the bottom: a file imports files of lower lines alone, its demo aside.
+FLOORS = """
+bench.__main__ bench.all bench.growth bench.gpu bench.kernels bench.rows
+learn.pictures
+learn.journey
+plan.fit
+plan.__main__
+plan.published
+plan.sweep
+plan.scaling
+bench.probe
+train
+run.job
+run.log
+assemble
+run.watchdog
+run.faults
+run.dryrun
+plan.search
+plan.time
+plan.stagetime
+plan.machines
+run.checkpoint
+run.sampling
+model
+zero
+adamw
+dp
+tp
+cp
+pp
+ep
+fp8 fp8_kernels
+flash
+operations
+kernels
+recompute
+offload
+graphs
+groups
+run.data
+plan.memory
+plan.costs
+config
+run.huggingface
+checks
+schedules
+run.profiling
+run.noise
+param
+learn.collectives
+learn.gpu
+collectives
+run.meter
+bench.__init__ learn.__init__ plan.__init__ run.__init__
+"""
 SHARED = {"collectives", "param", "operations", "recompute", "offload", "kernels", "flash", "fp8_kernels", "adamw",
-          "config", "profiling"}
-TECHNIQUES = {"dp": set(), "zero": {"dp"}, "tp": set(), "cp": set(), "pp": {"schedules"}, "ep": set(), "fp8": set()}
+          "config"}
+TECHNIQUES = {"dp": set(), "zero": {"dp"}, "tp": set(), "cp": set(), "pp": {"schedules", "run.profiling"}, "ep": set(),
+              "fp8": set()}
 
 
 def imports(name: str, demo: bool = True) -> set[str]:
-    """The project's files that a file imports, inside functions too; demo: those of its demo, at its end, as well."""
-    lines = (ROOT / f"{name}.py").read_text().splitlines()
+    """The project's files that a file imports, inside functions and by name too; demo: those of its demo, at its end,
+    as well."""
+    lines = (ROOT / (name.replace(".", "/") + ".py")).read_text().splitlines()
     end = next((i for i, line in enumerate(lines) if line.startswith("# ---- demo") and not demo), len(lines))
     found = set()
     for node in ast.walk(FILES[name]):
-        if isinstance(node, ast.Import) and node.lineno <= end:
+        if getattr(node, "lineno", end + 1) > end:
+            continue
+        if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.lineno <= end:
-            found.add(node.module)
-    return found & set(FILES)
+        elif isinstance(node, ast.ImportFrom):
+            found.update({node.module} | {f"{node.module}.{alias.name}" for alias in node.names})
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module":
+            found.add(getattr(node.args[0], "value", ""))
+    return found & set(FILES) - {name}
 
 
 def test_imports_form_no_circle():
     TopologicalSorter({name: imports(name) for name in FILES}).prepare()  # raises CycleError, naming it
 
 
-def test_imports_point_down_the_table_of_the_readme():
-    rows = [re.findall(r"\[(\w+)\.py\]", line) for line in (ROOT / "README.md").read_text().splitlines()
-            if line.startswith("| [") and "](tests/" not in line]
-    assert sorted(name for row in rows for name in row) == sorted(FILES)
+def test_imports_point_down():
+    floors = [line.split() for line in FLOORS.strip().splitlines()]
+    assert sorted(name for floor in floors for name in floor) == sorted(FILES)
     below = set()
-    for row in reversed(rows):
-        below |= set(row)
-        for name in row:
-            assert imports(name, demo=False) <= below, name
+    for floor in reversed(floors):
+        for name in floor:
+            assert imports(name, demo=False) <= below | set(floor), name
+        below |= set(floor)
 
 
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_a_technique_imports_no_other(name):
     assert imports(name, demo=False) - SHARED <= TECHNIQUES[name]
+
+
+def test_the_readme_has_every_file_of_the_root_and_every_folder():
+    shown = set(re.findall(r"\[([\w/.]+)\]\(\1\)", (ROOT / "README.md").read_text()))
+    assert {f"{name}.py" for name in FILES if "." not in name} | {f"{folder}/" for folder in FOLDERS} <= shown
 
 
 def test_functions_are_short():
@@ -65,13 +133,17 @@ def test_the_model_is_a_page_that_anybody_can_read():
 @pytest.mark.parametrize("name", FILES)
 def test_names_taken_from_other_files_exist(name):
     """Also those in functions that run on GPUs only."""
-    nodes = list(ast.walk(FILES[name]))
-    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names} & set(FILES)
+    nodes, modules, taken = list(ast.walk(FILES[name])), {}, []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            modules.update({alias.name: alias.name for alias in node.names if alias.name in FILES})
+        elif isinstance(node, ast.ImportFrom) and node.module in FOLDERS:
+            modules.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
+        elif isinstance(node, ast.ImportFrom) and node.module in FILES:
+            taken += [(node.module, alias.name) for alias in node.names]
     variables = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     variables |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-    taken = [(node.module, alias.name) for node in nodes if isinstance(node, ast.ImportFrom) and node.module in FILES
-             for alias in node.names]
-    taken += [(node.value.id, node.attr) for node in nodes if isinstance(node, ast.Attribute)
-              and isinstance(node.value, ast.Name) and node.value.id in modules - variables]
+    taken += [(modules[node.value.id], node.attr) for node in nodes if isinstance(node, ast.Attribute)
+              and isinstance(node.value, ast.Name) and node.value.id in modules.keys() - variables]
     assert [f"{module}.{attribute}" for module, attribute in taken
             if not hasattr(importlib.import_module(module), attribute)] == []

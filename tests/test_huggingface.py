@@ -15,14 +15,14 @@ import safetensors.torch
 import tokenizers
 import torch
 import transformers
+from grids import ALONE
 
 import config
-import huggingface
-from grids import ALONE
-from huggingface import INDEX
 from model import Execution, Llama
 from param import Source, box_shape
-from sampling import sample
+from run import huggingface
+from run.huggingface import INDEX
+from run.sampling import sample
 from zero import Optimizer
 
 SMALL = dict(vocab_size=61, hidden_size=48, intermediate_size=56, num_hidden_layers=3, num_attention_heads=6,

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ahead import COMPILERS, fits, run
+from exact import DEVICE, close, compare, gpu, is_refused, leaves, numbers
 
 import kernels
 import operations
-from ahead import COMPILERS, fits, run
-from exact import DEVICE, close, compare, gpu, is_refused, leaves, numbers
-from meter import Meter
 from param import IGNORED
+from run.meter import Meter
 from tp import cross_entropy
 
 

@@ -5,31 +5,29 @@ from collections import Counter
 from pathlib import Path
 from unittest.mock import patch
 
+import grids
 import numpy as np
 import pytest
+import reference
+import runs
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from pool import slow
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import assemble
-import bench
-import checkpoint
 import config
-import costs
 import cp
-import faults
-import grids
-import log
-import reference
-import runs
 import train
-from data import Samples
+from bench import __main__ as bench
 from graphs import reads_values
-from log import Log
-from meter import Meter
-from pool import slow
+from plan import costs
+from run import checkpoint, faults, log
+from run.data import Samples
+from run.log import Log
+from run.meter import Meter
 
 MODEL = ("--layers 2 --hidden 24 --heads 4 --kv-heads 2 --head-dim 6 --ffn 32 --vocab 61 --seq 12 --sample= "
          "--separator 0 --device cpu")

@@ -4,23 +4,23 @@ import re
 from itertools import product
 
 import pytest
+import reference
 import torch
 import torch.nn.functional as F
 import transformers
+from grids import ALONE
+from watch import Watch
 
 import assemble
 import config
-import reference
-from costs import flops_by_convention, flops_per_token, parameters, peak_flops, visible_keys
-from grids import ALONE
-from huggingface import NAMES
-from meter import Meter
 from model import Execution, Llama, demo
 from operations import Mask, RMSNormFunction, attention_math, attention_sdpa, rotary_angles
 from param import Source, draw
-from sampling import KVCache, sample
+from plan.costs import flops_by_convention, flops_per_token, parameters, peak_flops, visible_keys
+from run.huggingface import NAMES
+from run.meter import Meter
+from run.sampling import KVCache, sample
 from tp import cross_entropy
-from watch import Watch
 from zero import Optimizer
 
 

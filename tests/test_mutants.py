@@ -5,9 +5,8 @@ Each is a way in which parallel training has silently gone wrong somewhere.
 """
 import os
 
-import pytest
-
 import planted
+import pytest
 
 each_mutant = pytest.mark.parametrize("mutant", planted.BUGS, ids=[mutant.name for mutant in planted.BUGS])
 

@@ -1,16 +1,16 @@
 """The gradient noise scale: unbiased, from norms before the reduction, and the same on every grid."""
 from itertools import accumulate
 
+import grids
 import pytest
+import runs
 import torch
 import torch.distributed as dist
 from torch import nn
 
-import grids
-import runs
 from collectives import size
-from noise import GradientNoise, solve
 from param import Spec, draw, parameter
+from run.noise import GradientNoise, solve
 from zero import LossScale, Optimizer
 
 SHAPE, TOKENS = (6, 5), 24  # of a step

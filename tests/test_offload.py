@@ -6,22 +6,21 @@ from functools import cache
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import grids
 import pytest
+import sharding
 import torch
 from torch._subclasses import FakeTensorMode
 
 import assemble
 import config
-import grids
-import machines
 import offload
 import recompute
-import sharding
-import stagetime
 import train
 import zero
-from data import MicroBatch
-from meter import Meter
+from plan import machines, stagetime
+from run.data import MicroBatch
+from run.meter import Meter
 
 MODEL = ("--layers 4 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 61 --seq 16 --global-batch 4 --micro-batch 2 "
          "--warmup 0 --data " + __file__)

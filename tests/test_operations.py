@@ -1,23 +1,23 @@
 """A model that computes with kernels, as on GPUs but interpreted, has the loss and gradients of one without."""
 from types import SimpleNamespace
 
+import grids
 import pytest
 import torch
 import torch.distributed as dist
+from program import python
 
 import config
 import cp
 import flash
 import fp8
-import grids
 import kernels
 import operations
 import tp
 import train
 from cp import choose_attention
-from data import MicroBatch
 from operations import Mask
-from program import python
+from run.data import MicroBatch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels need tensors on the GPU")
 MODEL = ("--layers 2 --hidden 32 --heads 4 --kv-heads 2 --head-dim 16 --ffn 40 --vocab 61 --seq 12 --global-batch 2 "

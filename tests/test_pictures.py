@@ -6,18 +6,18 @@ from xml.etree import ElementTree
 
 import pytest
 
-import pictures
+from learn import pictures
 
 ROOT = Path(__file__).parent.parent
 
 
 def test_every_picture_is_there_small_and_well_formed():
-    files = {path.stem: path for path in (ROOT / "pictures").iterdir()}
+    files = {path.stem: path for path in (ROOT / "docs" / "pictures").iterdir()}
     assert set(files) == set(pictures.PICTURES)
     for path in files.values():
         ElementTree.parse(path)
         assert path.stat().st_size < 150_000, path
-    shown = set(re.findall(r"\(pictures/(\w+)\.svg\)", (ROOT / "README.md").read_text()))
+    shown = set(re.findall(r"\(docs/pictures/(\w+)\.svg\)", (ROOT / "README.md").read_text()))
     assert shown == set(files)
 
 
@@ -26,7 +26,7 @@ def test_pictures_are_those_that_the_code_draws(tmp_path, monkeypatch):
     monkeypatch.setattr(pictures, "FOLDER", tmp_path)
     for name in "schedules", "timeline", "zigzag", "grid", "ring", "collectives", "formats", "memory":
         pictures.PICTURES[name]()
-        assert (tmp_path / f"{name}.svg").read_bytes() == (ROOT / "pictures" / f"{name}.svg").read_bytes()
+        assert (tmp_path / f"{name}.svg").read_bytes() == (ROOT / "docs" / "pictures" / f"{name}.svg").read_bytes()
 
 
 def test_losses_of_runs_are_drawn_beside_each_other(tmp_path, monkeypatch):
@@ -43,7 +43,7 @@ def test_losses_of_runs_are_drawn_beside_each_other(tmp_path, monkeypatch):
     (["rings"], "rings: unknown, use grid, timeline, "), (["loss", "no.jsonl"], "no.jsonl: there is no such file")])
 def test_a_wrong_name_is_one_line(monkeypatch, names, says):
     def refuse(error, program):
-        assert program == "pictures.py" and str(error).startswith(says)
+        assert program == "learn.pictures" and str(error).startswith(says)
         raise SystemExit(2)
     monkeypatch.setattr(pictures.config, "refuse", refuse)
     with pytest.raises(SystemExit):

@@ -12,23 +12,18 @@ from itertools import product
 from statistics import median
 
 import pytest
+from program import ROOT
 
 import assemble
 import config
-import costs
-import estimate
-import footprint
-import machines
-import plan
-import published
-import scaling
 import schedules
-import search
-import stagetime
-import sweep
 from groups import AXES
-from machines import MACHINES, Level, Machine
-from stagetime import Constants, Run, Seconds
+from plan import __main__ as plan
+from plan import costs, machines, published, scaling, search, stagetime, sweep
+from plan import memory as footprint
+from plan import time as estimate
+from plan.machines import MACHINES, Level, Machine
+from plan.stagetime import Constants, Run, Seconds
 
 GRID = "--preset llama-3.1-8b --dp 4 --tp 4 --pp 4 --zero 1 --seq 4096 --global-batch 64 --micro-batch 1"
 
@@ -1394,11 +1389,11 @@ def test_a_long_ring_is_bandwidth_and_one_lap_of_light():
     ("sweep --top 0", "--top 0: must be above 0"),
     ("abacus", "command: invalid choice: 'abacus'")])
 def test_a_mistake_is_one_line_and_exit_code_2_without_torch(command, line):
-    program = ("import runpy, sys; sys.modules['torch'] = None; sys.argv = ['plan.py', *sys.argv[1:]]; "
-               f"runpy.run_path({plan.__file__!r}, run_name='__main__')")
-    ended = subprocess.run([sys.executable, "-c", program, *command.split()], capture_output=True, text=True)
+    program = ("import runpy, sys; sys.modules['torch'] = None; "
+               "runpy.run_module('plan', run_name='__main__', alter_sys=True)")
+    ended = subprocess.run([sys.executable, "-c", program, *command.split()], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 2, ended.stderr
-    assert ended.stderr.startswith("plan.py: ") and ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith("plan: ") and ended.stderr.count("\n") == 1
     assert line in ended.stderr
     if "none fits" in line:
         assert "use 128 ranks or --preset qwen3-32b, the largest that fits" in ended.stderr

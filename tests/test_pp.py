@@ -11,20 +11,20 @@ from typing import NamedTuple
 from unittest.mock import patch
 from xml.etree import ElementTree
 
+import grids
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from rendezvous import check_rendezvous, replay, stream_of_link
 from torch.distributed.pipelining import schedules as torchs
 
-import costs
-import grids
 import pp
-from footprint import backwards_in_memory
-from meter import Meter
 from model import Execution, Llama
 from param import Spec, backward_weight, draw, parameter
-from rendezvous import check_rendezvous, replay, stream_of_link
+from plan import costs
+from plan.memory import backwards_in_memory
+from run.meter import Meter
 from schedules import (
     SCHEDULES,
     Action,

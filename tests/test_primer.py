@@ -18,14 +18,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from triton.runtime.interpreter import InterpreterBuilder
-
-import costs
-import primer
 from ahead import by_the_pinned_compiler, run
 from exact import gpu
-from primer import LADDER, SECTOR, WARP, Rung, bound, bytes_asked, bytes_moved, check, find_tile, matmul, sectors
+from triton.runtime.interpreter import InterpreterBuilder
 from watch import Watch
+
+from learn import gpu as primer
+from learn.gpu import LADDER, SECTOR, WARP, Rung, bound, bytes_asked, bytes_moved, check, find_tile, matmul, sectors
+from plan import costs
 
 DIVIDING = [name for name, rung in LADDER.items() if rung.kernel not in (primer.masked, primer.persistent)]
 ANY_SHAPE = [name for name in LADDER if name not in DIVIDING]
@@ -250,7 +250,7 @@ def test_the_roof_is_the_largest_of_three():
 
 AHEAD = """
 import json
-import primer
+from learn import gpu as primer
 from ahead import ahead
 
 pointers, sizes = dict.fromkeys("abc", "*bf16"), dict.fromkeys("MNK", "i32")

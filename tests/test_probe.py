@@ -1,4 +1,4 @@
-"""The network probe: fits that find latency and bandwidth, slow pairs by name, and the file that plan.py reads."""
+"""The network probe: fits that find latency and bandwidth, slow pairs by name, and the file that plan/ reads."""
 import contextlib
 import io
 import json
@@ -10,9 +10,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-
-import probe
 from program import python
+
+from bench import probe
 
 
 def samples(latency: float, bandwidth: float, factor: float) -> list[probe.Sample]:
@@ -83,9 +83,9 @@ def test_a_probe_that_cannot_run_is_refused(flags, message):
 
 
 def test_a_probe_needs_ranks():
-    done = python("probe.py", "--tp", "2")
-    assert (done.returncode, done.stderr) == (2, "probe.py: a network needs several ranks: run under torchrun "
-                                                 "--nproc_per_node=4 probe.py\n")
+    done = python("-m", "bench.probe", "--tp", "2")
+    assert (done.returncode, done.stderr) == (2, "bench.probe: a network needs several ranks: run under torchrun "
+                                                 "--nproc_per_node=4 -m bench.probe\n")
 
 
 def short_probe(flags: list[str], local_ranks: int, slow: tuple[int, ...]) -> str:

@@ -10,11 +10,10 @@ import torch.distributed as dist
 
 import assemble
 import config
-import job
 import pp
-import profiling
 import train
-from meter import Meter
+from run import job, profiling
+from run.meter import Meter
 from schedules import make_plan
 
 

@@ -1,4 +1,4 @@
-"""What README.md, JOURNEY.md and CONTRIBUTING.md name exists: files, functions, commands, flags."""
+"""What README.md, docs/JOURNEY.md and CONTRIBUTING.md name exists: files, functions, commands, flags."""
 import ast
 import re
 import shlex
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import config
-import journey
 import zero
+from learn import journey
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -30,8 +30,13 @@ def names_in(file: str) -> set[str]:
 
 def check_command(command: str) -> None:
     words = shlex.split(command, comments=True)
-    script = next(word for word in words if word.endswith(".py"))
-    text, own = (ROOT / script).read_text(), words[words.index(script) + 1:]
+    if "-m" in words:
+        script = words[words.index("-m") + 1].replace(".", "/")
+        own, script = words[words.index("-m") + 2:], f"{script}/__main__.py" if "/" not in script else f"{script}.py"
+    else:
+        script = next(word for word in words if word.endswith(".py"))
+        own = words[words.index(script) + 1:]
+    text = (ROOT / script).read_text()
     for word in own:
         if word.startswith("--"):
             assert word.split("=")[0] in FLAGS or f'"{word.split("=")[0]}"' in text, (command, word)
@@ -42,22 +47,22 @@ def check_command(command: str) -> None:
 def test_the_map_of_the_playbook_names_what_exists():
     assert len(MAP) > 25
     for section, where, command in MAP:
-        parts = re.findall(r"\[([\w.]+)\]\(([\w.]+)\)((?: `\w+`)+)", where)
+        parts = re.findall(r"\[([\w./\\]+)\]\(([\w./]+)\)((?: `\w+`)+)", where)
         assert parts, section
         for shown, file, names in parts:
-            assert shown == file and set(re.findall(r"`(\w+)`", names)) <= names_in(file), section
+            assert shown.replace("\\", "") == file and set(re.findall(r"`(\w+)`", names)) <= names_in(file), section
         check_command(command.strip("`"))
 
 
 def test_commands_and_links_of_the_pages_exist():
-    for page in "README.md", "CONTRIBUTING.md", "JOURNEY.md":
+    for page in "README.md", "CONTRIBUTING.md", "docs/JOURNEY.md":
         text = (ROOT / page).read_text()
         for block in re.findall(r"```\n(.*?)```", text, re.DOTALL):
             for line in block.splitlines():
                 if re.match(r"(python|torchrun) ", line) and " -c " not in line:
                     check_command(line)
         for link in re.findall(r"\]\(([^)#]+)\)", text):
-            assert link.startswith("https://") or (ROOT / link).exists(), (page, link)
+            assert link.startswith("https://") or (ROOT / page).parent.joinpath(link).exists(), (page, link)
 
 
 def test_the_readme_is_short():

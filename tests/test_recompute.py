@@ -8,18 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from pool import slow
 
 import config
-import costs
 import recompute
-from costs import RECOMPUTE, experts_half, forward_flops, gpt_layer, recomputed_flops, saved_bytes
 from ep import Balance, RoutingInfo
-from footprint import layer_options
-from meter import Meter
 from model import ForwardContext, MixtureOfExperts
 from operations import RMSNorm
 from param import Spec, draw, parameter
-from pool import slow
+from plan import costs
+from plan.costs import RECOMPUTE, experts_half, forward_flops, gpt_layer, recomputed_flops, saved_bytes
+from plan.memory import layer_options
 from recompute import (
     CheckpointArena,
     Recompute,
@@ -30,6 +29,7 @@ from recompute import (
     is_selective,
     selective,
 )
+from run.meter import Meter
 from tp import TensorParallel, column, row
 
 

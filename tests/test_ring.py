@@ -10,10 +10,11 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
+from pool import Pool, slow
+from program import ROOT
 
 import collectives
-import ring
-from pool import Pool, slow
+from learn import collectives as ring
 
 SUMMED = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8,
           torch.uint8]
@@ -323,7 +324,7 @@ def test_without_a_group_they_are_the_identity():
 
 
 @pytest.mark.slow
-def test_collectives_py_shows_the_demo():
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", collectives.__file__]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+def test_the_demo_of_collectives_shows_every_hop():
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "learn.collectives"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "hop 2   0 → 1: a01" in re.sub("  +", "   ", done.stdout)

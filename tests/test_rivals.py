@@ -6,6 +6,7 @@ Both sides begin with the same weights: ours are exported, and transformers open
 import tempfile
 from unittest.mock import patch
 
+import grids
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,12 +21,11 @@ from transformers.models.llama import modeling_llama
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import assemble
-import bench
 import config
-import grids
-import huggingface
 import param
 import train
+from bench import __main__ as bench
+from run import huggingface
 from test_grids import compare
 
 

@@ -2,18 +2,18 @@
 from functools import cache
 from pathlib import Path
 
+import grids
 import numpy as np
 import pytest
+import runs
 import torch
 import torch.distributed as dist
 
 import assemble
 import config
-import grids
-import runs
 import train
 from groups import build_groups
-from meter import Meter
+from run.meter import Meter
 
 MODEL = ("--layers 2 --hidden 24 --heads 4 --kv-heads 2 --head-dim 6 --ffn 32 --vocab 61 --seq 12 --dtype fp64 "
          "--steps 3 --warmup 1 --lr 0.02 --global-batch 8 --sample= --device cpu")

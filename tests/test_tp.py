@@ -7,32 +7,32 @@ from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import grids
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from pool import slow
+from watch import Watch
 
 import assemble
 import collectives
 import config
 import cp
-import dryrun
 import ep
-import grids
 import param
 import tp
 import train
 from collectives import rank, size
-from costs import LayerOptions, copies_per_token, llama_layer, recomputed_flops
-from footprint import activation_bytes
 from groups import build_groups
-from meter import Meter
 from param import Spec, draw, local_box, parameter, shard_slice
-from pool import slow
+from plan.costs import LayerOptions, copies_per_token, llama_layer, recomputed_flops
+from plan.memory import activation_bytes
 from recompute import Recompute, cheap, selective
-from sampling import sample
+from run import dryrun
+from run.meter import Meter
+from run.sampling import sample
 from tp import IGNORED, TensorParallel
-from watch import Watch
 
 SHAPE = "--layers 2 --hidden 48 --heads 8 --kv-heads 4 --head-dim 6 --ffn 40 --seq 24 --global-batch 2 --dtype fp64"
 

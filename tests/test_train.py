@@ -8,20 +8,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-
-import assemble
-import config
-import costs
-import job
-import log
-import sampling
-import search
-import train
-from data import Codec, Corpus, Samples
-from groups import AXES, build_groups
 from pool import slow
 from program import python, torchrun
 from runs import metrics, run
+
+import assemble
+import config
+import train
+from groups import AXES, build_groups
+from plan import costs, search
+from run import job, log, sampling
+from run.data import Codec, Corpus, Samples
 
 ROOT = os.path.dirname(config.__file__)
 SMALL = "--layers 2 --hidden 32 --heads 2 --ffn 48 --seq 32 --warmup 2"

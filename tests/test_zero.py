@@ -6,19 +6,19 @@ import re
 from functools import cache
 from types import SimpleNamespace
 
+import grids
 import pytest
+import sharding
 import torch
 import torch.distributed as dist
+from grids import ALONE
+from pool import slow
 from torch import nn
 
-import dryrun
-import footprint
-import grids
-import sharding
 import zero
-from grids import ALONE
 from param import Spec, draw, parameter
-from pool import slow
+from plan import memory as footprint
+from run import dryrun
 from test_grids import MIXTRAL, compare, model_flags, truth
 from zero import Optimizer
 

@@ -1,0 +1,435 @@
+"""What `python -m bench gpu` measures of single kernels: ours, their rivals, and the same in fp64.
+
+Each function makes the contenders of one row, which do equal work on equal inputs, and returns bench_rows.compare's
+result. bench/gpu.py lists the rows.
+
+Shapes: B batch, S sequence, N heads, K kv heads, D head dim, T tokens, H hidden, V vocabulary.
+"""
+from collections.abc import Callable
+from functools import cache, partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import flash
+import fp8
+import fp8_kernels
+import kernels
+import operations
+from bench.rows import Rate, Result, compare
+from learn.gpu import make_cold_inputs, measure_seconds
+from param import Spec, accumulate_product, parameter
+from tp import TensorParallel, column
+from zero import Optimizer
+
+T, S, H, FFN = 16384, 4096, 4096, 14336  # of most kernels
+
+
+def random_inputs(*shapes: tuple[int, ...], grad: bool = False) -> list[tuple[Tensor, ...]]:
+    """bf16 tensors of these shapes, so many times that none is in the L2 cache when its turn comes."""
+    return make_cold_inputs(partial(random_tensors, *shapes, grad=grad))
+
+
+def random_tensors(*shapes: tuple[int, ...], grad: bool = False) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=grad) for shape in shapes)
+
+
+def in_fp64(function: Callable) -> Callable:
+    """The same function of the same numbers in fp64."""
+    return lambda *inputs: function(*(x.double() for x in inputs))
+
+
+def flops_rate(flops: float) -> Rate:
+    return lambda seconds: f"{flops / seconds / 1e12:.0f} TFLOP/s"
+
+
+@cache
+def copy_rate() -> float:
+    """Bytes per second, read and written, of a copy of 1 GiB."""
+    x = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    return 2 * x.nbytes / measure_seconds(torch.clone, [(x,)])
+
+
+def bytes_rate(nbytes: float) -> Rate:
+    return lambda seconds: f"{nbytes / seconds / 1e12:.2f} TB/s, {nbytes / seconds / copy_rate():.0%} of a copy"
+
+
+# ---- calls of torch that training relies on --------------------------------------------------------------------------
+
+def measure_addmm() -> Result:
+    """accumulate_product, which training uses for weight gradients: bf16 operands, added to an fp32 matrix."""
+    def make() -> tuple[Tensor, ...]:
+        return *random_tensors((2048, 1024), (2048, 1536)), torch.randn(1024, 1536, device="cuda")
+
+    def add(dy: Tensor, x: Tensor, out: Tensor) -> Tensor:
+        accumulate_product(out, dy.t(), x)
+        return out
+
+    return compare({"ours": add}, [make()], flops_rate(2 * 2048 * 1024 * 1536),
+                   in_fp64(lambda dy, x, out: out + dy.t() @ x), make)
+
+
+def measure_scaled_mm(kind: str) -> Result:
+    """F.scaled_mm on operands as the recipes have them, against the product in fp64 of what they stand for."""
+    x, w = random_tensors((1024, 2048), (512, 2048))
+    one = x.abs().amax().float() / 448 if kind == "one scale" else None
+    a, _ = fp8.quantise(x, fp8.E4M3, one)
+    b = fp8.pad_tile_scales(fp8.quantise(w, fp8.E4M3, one, tiles=kind == "1 x 128 by 128 x 128")[0])
+
+    def exact() -> Tensor:
+        a64, b64 = (fp8.dequantise(fp8.Quantised(q.data.cpu(), q.scales.cpu()), torch.float64) for q in (a, b))
+        return (a64 @ b64.t()).cuda()
+
+    contenders = {"F.scaled_mm": lambda: fp8.product(a, b, torch.bfloat16)}
+    out = torch.empty(1024, 512, device="cuda", dtype=torch.bfloat16)
+    contenders["Triton"] = lambda: fp8_kernels.product(a, b, out)
+    return compare(contenders, [()], flops_rate(2 * x.numel() * len(w)), exact)
+
+
+# ---- matmuls --------------------------------------------------------------------------------------------------------
+
+MATMULS = {"qkv": (8192, 6144, 4096), "attention out": (8192, 4096, 4096), "gate and up": (8192, 28672, 4096),
+           "down": (8192, 4096, 14336), "head, 4096 tokens": (4096, 128256, 4096)}  # T, N, K of X W^T
+
+
+def measure_block_matmul(kind: str, tokens: int, N: int, K: int) -> Result:
+    """X W^T, its input gradients, or its weight gradients added to an fp32 matrix, in bf16 and in both FP8 recipes.
+    Operands in FP8 are quantised beforehand."""
+    x, w, dy = random_tensors((tokens, K), (N, K), (tokens, N))
+    a, b = {"forward": (x, w.t()), "input gradients": (dy, w), "weight gradients": (dy.t(), x)}[kind]
+    out = torch.zeros(N, K, device="cuda")
+
+    def contender(recipe: str) -> Callable[[], Any]:
+        if recipe == "bf16":
+            return partial(accumulate_product, out, a, b) if kind == "weight gradients" else partial(torch.mm, a, b)
+        layer = fp8.Fp8(fp8.RECIPES[recipe], torch.bfloat16)
+        if kind == "weight gradients":
+            return partial(layer.add_weight_grad, out, layer.quantise(dy, True)[1], layer.quantise(x, False)[1])
+        weight = parameter(Spec("w", (N, K)), {}, torch.bfloat16, "cuda")
+        weight.data = w
+        if kind == "forward":
+            return partial(layer.output, layer.quantise(x, False)[0], (weight,))
+        return partial(layer.input_grad, layer.quantise(dy, True)[0], (weight,))
+
+    contenders = {"bf16": contender("bf16")}
+    if kind == "weight gradients":
+        contenders["bf16, rounded, then added"] = lambda: out.add_(a @ b)
+    for recipe in fp8.RECIPES if N < 128256 else ():  # the head is never in FP8
+        contenders[recipe] = contender(recipe)
+        if kind == "weight gradients":  # instead of F.scaled_mm and an addition
+            layer = fp8.Fp8(fp8.RECIPES[recipe], torch.bfloat16)
+            columns = layer.quantise(dy, True)[1], layer.quantise(x, False)[1]
+            contenders[f"{recipe}, added by our kernel"] = partial(fp8_kernels.product, *columns, out, add=True)
+    return compare(contenders, [()], flops_rate(2 * tokens * N * K))
+
+
+# ---- kernels --------------------------------------------------------------------------------------------------------
+
+def heads_of_the_model(B: int, S: int, N: int, K: int, D: int) -> tuple[Tensor, ...]:
+    """q [B, N, S, D], k and v [B, K, S, D]: slices of the product of the fused projection, as Attention has them; and
+    a gradient of the result, as the matmul after it returns it."""
+    qkv, do = random_tensors((B, S, N + 2 * K, D), (B, S, N, D))
+    return *(x.transpose(1, 2).detach().requires_grad_() for x in qkv.split([N, K, K], 2)), do.transpose(1, 2)
+
+
+def attention_in_fp64(q: Tensor, k: Tensor, v: Tensor, do: Tensor, backward: bool) -> Tensor | tuple[Tensor, ...]:
+    qkv = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    o = operations.attention_math(*qkv, operations.CAUSAL)
+    return torch.autograd.grad(o, qkv, do.double()) if backward else o.detach()
+
+
+def measure_attention(direction: str, B: int, S: int, N: int, K: int, D: int) -> Result:
+    """Causal attention, "forward" or "backward"."""
+    def sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel([backend]):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    def forward(attend: Callable) -> Callable:
+        return lambda q, k, v, do: attend(q, k, v).detach()
+
+    def backward(attend: Callable) -> Callable:
+        graph = cache(attend)  # the warm-up computes it
+        return lambda q, k, v, do: torch.autograd.grad(graph(q, k, v), (q, k, v), do, retain_graph=True)
+
+    contenders = {"ours": flash.flash_attention, "cuDNN": partial(sdpa, SDPBackend.CUDNN_ATTENTION),
+                  "torch's flash": partial(sdpa, SDPBackend.FLASH_ATTENTION)}
+    one_way, matmuls = (forward, 2) if direction == "forward" else (backward, 5)
+    return compare({name: one_way(attend) for name, attend in contenders.items()},
+                   make_cold_inputs(partial(heads_of_the_model, B, S, N, K, D))[:3],
+                   flops_rate(matmuls * B * N * S * S * D),  # half of the scores are masked
+                   partial(attention_in_fp64, backward=direction == "backward"),
+                   partial(heads_of_the_model, 1, min(S, 1024), N, K, D))
+
+
+def measure_tilings(step: str, D: int) -> Result:
+    """Causal attention by every tiling of flash.TILINGS[step, D]; step: "forward", or "dq" or "dkv", of backward."""
+    B, S, N, K = 4, 4096, 32, 8
+    tilings = flash.TILINGS[step, D]
+
+    def attend(tiling: flash.Tiling, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Tensor | tuple[Tensor, ...]:
+        with torch.no_grad(), patch.dict(flash.TILINGS, {(step, D): [tiling]}):
+            return flash.flash_forward(q, k, v)[0] if step == "forward" else flash.flash_backward(
+                do, q, k, v, *forward(q, k, v))
+
+    @cache  # the warm-up computes it
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return flash.flash_forward(q, k, v)
+
+    names = [f"{tiling.rows} x {tiling.columns}, {tiling.num_warps} warps, {tiling.num_stages} stages"
+             f"{', TMA' * tiling.copy_engine}{', specialized' * tiling.specialize}" for tiling in tilings]
+    return compare({name: partial(attend, tiling) for name, tiling in zip(names, tilings)},
+                   make_cold_inputs(partial(heads_of_the_model, B, S, N, K, D))[:3],
+                   flops_rate((2 if step == "forward" else 5) * B * N * S * S * D),
+                   partial(attention_in_fp64, backward=step != "forward"),
+                   partial(heads_of_the_model, 1, min(S, 1024), N, K, D))
+
+
+def measure_block_of_keys(direction: str, rows: int = 4096, columns: int = 2048, N: int = 32, K: int = 8,
+                          D: int = 128) -> Result:
+    """Context parallelism: a rank's queries and an earlier chunk of keys, "forward" or "backward". See cp.py."""
+    mask = operations.Mask(causal=False)
+    kernels = {"torch's flash": (operations.sdpa_forward, operations.sdpa_backward),
+               "cuDNN": (operations.cudnn_forward, operations.cudnn_backward),
+               "flash.py": (flash.flash_forward, flash.flash_backward)}
+
+    def make(rows: int, columns: int) -> tuple[Tensor, ...]:
+        shapes = [(1, rows, N, D), (1, columns, K, D), (1, columns, K, D), (1, rows, N, D)]
+        return tuple(x.transpose(1, 2) for x in random_tensors(*shapes))
+
+    @cache  # the warm-up computes it
+    def result(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return flash.flash_forward(q, k, v, mask)
+
+    def attend(name: str, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
+        forward, backward = kernels[name]
+        return forward(q, k, v, mask) if direction == "forward" else backward(do, q, k, v, *result(q, k, v), mask)
+
+    def exact(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
+        o, lse = operations.math_forward(q, k, v, mask)
+        return (o, lse) if direction == "forward" else operations.math_backward(do, q, k, v, o, lse, mask)
+
+    matmuls = 2 if direction == "forward" else 5
+    return compare({name: partial(attend, name) for name in kernels},
+                   make_cold_inputs(partial(make, rows, columns))[:3],
+                   flops_rate(2 * matmuls * N * rows * columns * D), in_fp64(exact),
+                   partial(make, min(rows, 512), min(columns, 256)))
+
+
+def measure_softmax(rows: int = 4096, V: int = 128256) -> Result:
+    """The pass of the loss over a chunk of logits, by as many programs as rows, or by 1 or 2 per SM."""
+    def make() -> tuple[Tensor, ...]:
+        logits, = random_tensors((rows, V))
+        return logits, torch.randint(V, (rows,), device="cuda"), *(torch.ones(rows, device="cuda") for _ in range(3))
+
+    def softmax(programs: int, logits: Tensor, *others: Tensor) -> Tensor:
+        kernels.softmax_(logits, *others, 0, 0.0, True, True, programs)
+        return logits
+
+    def exact(logits: Tensor, labels: Tensor, *_: Tensor) -> Tensor:
+        return logits.double().softmax(1) - F.one_hot(labels, V)
+
+    return compare({name: partial(softmax, programs) for name, programs in (
+        ("a program per row", 0), ("132 programs", 132), ("264 programs", 264))}, [make()], bytes_rate(4 * rows * V),
+        exact, make)
+
+
+def measure_amax() -> Result:
+    """SwiGLU and the largest number of its result, for FP8 with one scale: read from it, or stored by the kernel."""
+    def stored(x: Tensor) -> Tensor:
+        with patch.object(kernels, "EMITS_AMAX", True):
+            return kernels.known_amax(kernels.swiglu(x))
+
+    contenders = {"read": lambda x: torch.linalg.vector_norm(kernels.swiglu(x), torch.inf), "stored": stored}
+    return compare(contenders, random_inputs((T, 2 * FFN)), bytes_rate(2 * 3 * T * FFN),
+                   in_fp64(lambda x: swiglu(x).abs().amax()), partial(random_tensors, (S, 2 * FFN)))
+
+
+def measure_norm_programs() -> Result:
+    """RMSNorm's backward in a residual stream, with other kernels.PROGRAMS and STAGES: 2, 4 and 8 programs per SM, and
+    2 that load one or two rows ahead."""
+    def backward(programs: int, stages: int, dy: Tensor, dtotal: Tensor, x: Tensor, weight: Tensor) -> tuple:
+        with patch.multiple(kernels, PROGRAMS=programs, STAGES=stages):
+            return kernels.rms_norm_backward(dy, dtotal, x, weight, 1e-5)
+
+    def exact(dy: Tensor, dtotal: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        dx, dweight = norm_backward(dy, x, weight)
+        return dx + dtotal, dweight
+
+    variants = (kernels.PROGRAMS, kernels.STAGES), (528, 1), (1056, 1), (264, 2), (264, 3)
+    return compare({f"{programs} programs, {stages} stages": partial(backward, programs, stages)
+                    for programs, stages in variants}, random_inputs(*[(T, H)] * 3, (H,)), bytes_rate(8 * T * H),
+                   in_fp64(exact), partial(random_tensors, *[(S, H)] * 3, (H,)))
+
+
+def measure_loss(V: int = 128256, tokens: int = 16384) -> Result:
+    """The loss with the head's matmul, forward and backward, the weight's gradient added to an fp32 matrix; also the
+    memory that this takes besides its inputs."""
+    x, weight = random_tensors((tokens, H), (V, H), grad=True)
+    labels, main_grad = torch.randint(V, (tokens,), device="cuda"), torch.zeros(V, H, device="cuda")
+    head = torch.nn.Parameter(weight.detach())
+    head.sink = SimpleNamespace(main_grad=lambda _: main_grad)  # as in a training run
+
+    def loss_of(x: Tensor, weight: Tensor) -> Tensor:
+        return F.cross_entropy((x @ weight.t()).float(), labels, reduction="sum")
+
+    def by_torch(function: Callable) -> Tensor:
+        dx, dw = torch.autograd.grad(function(x, weight), (x, weight))
+        main_grad.add_(dw)
+        return dx
+
+    contenders = {"ours": lambda: torch.autograd.grad(kernels.linear_cross_entropy(x, head, labels), x)[0],
+                  "compiled": partial(by_torch, torch.compile(loss_of)), "eager": partial(by_torch, loss_of)}
+
+    def exact() -> Tensor:
+        matrix = weight.detach().double()
+        return torch.cat([((rows.double() @ matrix.t()).softmax(1) - F.one_hot(label, V)) @ matrix
+                          for rows, label in zip(x.detach().split(512), labels.split(512))])
+
+    result, memory = compare(contenders, [()], flops_rate(6 * tokens * H * V), exact), []
+    for name in ("ours", *result.rivals):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        contenders[name]()
+        memory.append(f"{name} {(torch.cuda.max_memory_allocated() - before) / 1e9:.2f} GB")
+    return result._replace(rate=f"{result.rate}; extra memory: {', '.join(memory)}")
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return operations.rms_norm(x, weight, 1e-5)[0]
+
+
+def norm_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    x, weight = (leaf.detach().requires_grad_() for leaf in (x, weight))
+    return torch.autograd.grad(F.rms_norm(x, weight.shape, weight, 1e-5), (x, weight), dy)
+
+
+@cache
+def angles() -> tuple[Tensor, Tensor]:
+    angle = torch.arange(S, device="cuda")[:, None, None] * torch.logspace(0, -4, 64, device="cuda")
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, sign: int = 1) -> Tensor:
+    """All heads of x [B, S, heads, D]."""
+    a, b = x.float().chunk(2, -1)
+    cos, sin = angles()
+    return torch.cat((a * cos - sign * b * sin, b * cos + sign * a * sin), -1).to(x.dtype)
+
+
+def rotate_by_kernel(x: Tensor) -> Tensor:
+    kernels.rope_(x, *angles(), 40)
+    return x[:, :, :40]
+
+
+def rotate_back(dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
+    return torch.cat((rotate(dq, -1), rotate(dk, -1), dv), 2)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    gate, up = x.float().chunk(2, -1)
+    dy_acc, sigmoid = dy.float(), gate.sigmoid()
+    return torch.cat((dy_acc * up * sigmoid * (1 + gate * (1 - sigmoid)), dy_acc * gate * sigmoid), -1).to(x.dtype)
+
+
+def fused() -> dict[str, tuple[Callable, Callable, int, list[tuple[int, ...]]]]:
+    """Kernels that are bound by memory: (ours, the formula, elements read and written, shapes of the inputs)."""
+    return {
+        "RMSNorm": (lambda x, w: kernels.rms_norm(x, w, 1e-5), norm, 2 * T * H, [(T, H), (H,)]),
+        "add and RMSNorm": (lambda x, y, w: kernels.add_rms_norm(x, y, w, 1e-5),
+                            lambda x, y, w: (x + y, norm(x + y, w)), 4 * T * H, [(T, H), (T, H), (H,)]),
+        "RMSNorm backward": (lambda dy, x, w: kernels.rms_norm_backward(dy, None, x, w, 1e-5), norm_backward,
+                             3 * T * H, [(T, H), (T, H), (H,)]),
+        "rotary embedding, 32 + 8 heads of 128": (rotate_by_kernel, lambda x: rotate(x[:, :, :40]), 2 * T * 40 * 128,
+                                                  [(T // S, S, 48, 128)]),
+        "rotary embedding backward, into one gradient": (
+            lambda dq, dk, dv: kernels.rope_backward(dq, dk, dv, *angles()), rotate_back, 2 * T * 48 * 128,
+            [(T // S, S, heads, 128) for heads in (32, 8, 8)]),
+        "SwiGLU": (kernels.swiglu, swiglu, 3 * T * FFN, [(T, 2 * FFN)]),
+        "SwiGLU backward": (kernels.swiglu_backward, swiglu_backward, 5 * T * FFN, [(T, FFN), (T, 2 * FFN)])}
+
+
+def measure_fused(name: str) -> Result:
+    """The rivals are torch.compile and, for norms, torch's own kernel."""
+    ours, formula, elements, shapes = fused()[name]
+    contenders = {"ours": ours}
+    if name == "RMSNorm backward":  # the rival's time includes a forward
+        contenders["F.rms_norm, forward and backward"] = formula
+    else:
+        contenders["compiled"] = torch.compile(formula)
+    if name == "RMSNorm":
+        contenders["F.rms_norm"] = lambda x, w: F.rms_norm(x, (H,), w, 1e-5)
+    checked = [(S, *shape[1:]) if shape[0] == T else shape for shape in shapes]
+    return compare(contenders, random_inputs(*shapes), bytes_rate(2 * elements), in_fp64(formula),
+                   partial(random_tensors, *checked))
+
+
+def measure_quantise(kind: str) -> Result:
+    """Both FP8 copies of x [T, H]: two bytes read per element and two written. The rival is our formula, compiled."""
+    scale = torch.ones((), device="cuda") if kind == "one scale" else None
+    tiles = kind == "128 x 128 tiles"
+
+    def by_torch(x: Tensor) -> tuple:
+        if scale is not None:
+            return fp8.quantise_at_scale(x, scale, fp8.E4M3)
+        if tiles:
+            return fp8.quantise_blocks(x, fp8.E4M3, False, fp8.BLOCK)
+        return *fp8.quantise_blocks(x, fp8.E4M3, False), *fp8.quantise_blocks(x.t(), fp8.E4M3, False)
+
+    contenders = {"ours": lambda x: fp8_kernels.quantise(x, fp8.E4M3, scale, fp8.SMALLEST, tiles=tiles),
+                  "compiled" if scale is None and not tiles else "compiled, without the columnwise copy":
+                  torch.compile(by_torch)}
+    return compare(contenders, random_inputs((T, H)), bytes_rate(4 * T * H))
+
+
+def measure_fp8_linear(recipe: str) -> Result:
+    """A linear layer, forward and backward, the weight's gradient added to an fp32 matrix as in training."""
+    weight, main_grad = parameter(Spec("w", (FFN, H)), {}, torch.bfloat16, "cuda"), torch.zeros(FFN, H, device="cuda")
+    weight.data = torch.randn(FFN, H, device="cuda", dtype=torch.bfloat16) / 64
+    weight.sink = SimpleNamespace(main_grad=lambda _: main_grad)
+    dy = torch.randn(T, FFN, device="cuda", dtype=torch.bfloat16)
+
+    def run(tp: TensorParallel, x: Tensor) -> None:
+        column(x.detach().requires_grad_(), weight, tp=tp).backward(dy)
+
+    contenders = {"ours": partial(run, TensorParallel(fp8=fp8.Fp8(fp8.RECIPES[recipe], torch.bfloat16))),
+                  "bf16": partial(run, TensorParallel())}
+    return compare(contenders, random_inputs((T, H)), flops_rate(6 * T * H * FFN))
+
+
+def measure_adamw(side: int = 16384) -> Result:
+    """A step of the optimizer for side x side weights, from zeroing the gradient to the 16-bit weights."""
+    small, lr, decay = 256, 1e-2, 0.1
+    grads = torch.randn(small * small, device="cuda") / small
+
+    @cache
+    def optimizer_of(rule: str, side: int) -> Optimizer:
+        unit = torch.nn.Module()
+        unit.weight = parameter(Spec("w", (side, side)), {}, torch.bfloat16, "cuda")
+        optimizer = Optimizer({0: [unit]}, dict.fromkeys(("world", "replicate", "dp")), rule=rule, weight_decay=decay)
+        optimizer.buckets[0].master.fill_(1.0)
+        return optimizer
+
+    def step(rule: str, side: int) -> Tensor:
+        optimizer = optimizer_of(rule, side)
+        optimizer.begin_step({0: 1})
+        if side == small:
+            optimizer.buckets[0].grad_shard.copy_(grads)
+        optimizer.step(lr)
+        return optimizer.buckets[0].master
+
+    def exact(side: int) -> Tensor:  # the first moments are the gradient, once their bias is corrected
+        clipped = grads.double() / max(1, grads.double().norm() + 1e-6)
+        return 1 - lr * decay - lr * clipped / (clipped.abs() + 1e-8)
+
+    return compare({rule: partial(step, rule) for rule in ("adamw", "adamw-one-pass")}, [(side,)],
+                   bytes_rate(38 * side * side), exact, lambda: (small,))

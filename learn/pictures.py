@@ -1,0 +1,447 @@
+"""The pictures of the README and of the files' companions, made by the code that they show.
+
+    python -m learn.pictures                        all of them, in docs/pictures/ (some minutes: three train models)
+    python -m learn.pictures grid schedules         these
+    python -m learn.pictures loss a.jsonl b.jsonl   losses of runs with --metrics beside each other, in loss.svg
+
+Each function below draws one, and its first line says what there is to see. Numbers are those of plan/, schedules.py
+and cp.py, or measured here. Needs matplotlib (requirements-test.txt).
+"""
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import matplotlib
+import torch
+from matplotlib import pyplot
+from matplotlib.patches import FancyArrowPatch, Rectangle
+
+import assemble
+import config
+import ep
+import schedules
+import train
+from checks import need
+from cp import own_chunks
+from groups import build_groups
+from plan import __main__ as plan
+from plan import costs, search
+from plan import time as estimate
+from run.meter import Meter
+
+FOLDER = Path(__file__).parent.parent / "docs" / "pictures"
+COLORS = {"dp": "#4c78a8", "cp": "#2a9d8f", "tp": "#e07b39", "pp": "#8e5ea2", "ep": "#c8443c"}
+KINDS = {"weights": "#4c78a8", "gradients": "#54a24b", "optimizer": "#e0a030", "activations": "#c8443c",
+         "temporaries": "#999999"}
+RANKS = ["#7aa6da", "#8cc98c", "#e0b15e", "#c98ac0"]
+matplotlib.rcdefaults()  # whatever the user's own file says
+matplotlib.rcParams.update({
+    "svg.fonttype": "none", "svg.hashsalt": "penteract", "font.size": 9, "axes.titlesize": 9.5, "legend.fontsize": 8.5,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.titleweight": "bold", "legend.frameon": False,
+    "font.family": ["DejaVu Sans", "sans-serif"], "figure.constrained_layout.use": True})
+
+
+def save(figure, name: str) -> None:
+    """Save as SVG: white background, readable on dark pages; no date, so that equal pictures are equal files."""
+    FOLDER.mkdir(exist_ok=True)
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None}, facecolor="white")
+    pyplot.close(figure)
+    text = re.sub(r'<!--.*?-->| id="(text|patch|line2d|xtick|ytick|axes|figure|legend)_[0-9]+"', "", text.getvalue(),
+                  flags=re.DOTALL)
+    text = re.sub(r'"[^"]*"', lambda attribute: re.sub(r"(\.[0-9])[0-9]+", r"\1", attribute[0]), text)  # of a point
+    (FOLDER / f"{name}.svg").write_text(re.sub(r"\s*\n\s*", "\n", text), encoding="utf-8")
+
+
+def bare(axes, x: tuple[float, float], y: tuple[float, float]) -> None:
+    """Only what is drawn, between these limits, to one scale."""
+    axes.set_axis_off()
+    axes.set_aspect("equal")
+    axes.set_xlim(*x)
+    axes.set_ylim(*y)
+
+
+def arrow(axes, start, end, color: str, style: str = "<->", **options) -> None:
+    axes.add_patch(FancyArrowPatch(start, end, arrowstyle=style, mutation_scale=11, color=color, lw=1.8, shrinkA=0,
+                                   shrinkB=0, **options))
+
+
+def box(axes, x: float, y: float, width: float, height: float, text: str = "", color: str = "#dde7f3", **options):
+    options = {"edgecolor": "#666666", "lw": 0.8, "clip_on": False} | options
+    axes.add_patch(Rectangle((x, y), width, height, facecolor=color, **options))
+    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=8)
+
+
+# ---- the grid and its schedules -------------------------------------------------------------------------------------
+
+def grid() -> None:
+    """Sixteen ranks as pp 2 x dp 2 x cp 2 x tp 2, numbered as train.py does, with experts over ep 4."""
+    figure, axes = pyplot.subplots(figsize=(9, 4.9))
+    numbers = torch.arange(16).view(2, 2, 2, 2)  # pp, dp, cp, tp: the last varies fastest
+    for p, d, c, t in product(range(2), repeat=4):
+        x, y = p * 6.4 + t * 2.4, (1 - d) * 3.4 + (1 - c) * 1.5
+        box(axes, x, y, 1.7, 1.0, f"rank {numbers[p, d, c, t]}", ["#fbe3d3", "#f6c6a7"][t], edgecolor=COLORS["cp"])
+        if t == 0 and c == 0:
+            axes.add_patch(Rectangle((x - .25, y - 1.75), 4.6, 3, fill=False, ls="--", lw=1.4, edgecolor=COLORS["ep"]))
+        if t == 0:
+            arrow(axes, (x + 1.7, y + .5), (x + 2.4, y + .5), COLORS["tp"])
+        if c == 0:
+            arrow(axes, (x + .85, y), (x + .85, y - .5), COLORS["cp"])
+        if d == 0 and c == 1:
+            arrow(axes, (x + .85, y), (x + .85, y - .9), COLORS["dp"])
+        if p == 0 and t == 1 and c == 1:
+            arrow(axes, (x + 1.7, y + .3), (x + 4.0, y + .3), COLORS["pp"])
+    for p in range(2):
+        axes.text(p * 6.4 + 2.05, 6.25, f"pipeline stage {p}: {['first', 'second'][p]} half of the layers", ha="center",
+                  color=COLORS["pp"], weight="bold")
+        for d in range(2):
+            axes.text(p * 6.4 + 4.5, (1 - d) * 3.4 + 2.55, f"dp {d}", color=COLORS["dp"], weight="bold")
+    notes = {"tp": "tensor: 1/2 of every matrix, 1/2 of the tokens in between; several exchanges per layer: innermost",
+             "cp": "context: 1/2 of every sequence; keys and values in each attention",
+             "ep": "expert: these four ranks have each expert once; tokens are sent to theirs and back in each layer",
+             "dp": "data: different sequences; gradients are summed once per step; ZeRO shards what is replicated here",
+             "pp": "pipeline: different layers; activations of a micro-batch at each stage boundary: outermost"}
+    for i, (axis, note) in enumerate(notes.items()):
+        axes.text(-.25, -.85 - i * .48, axis, color=COLORS[axis], weight="bold")
+        axes.text(.45, -.85 - i * .48, note)
+    bare(axes, (-.5, 12.2), (-3.1, 6.7))
+    save(figure, "grid")
+
+
+def timelines(name: str, which: list[str]) -> None:
+    panels = {}
+    for schedule in which:
+        made = schedules.make_plan(schedule, 4, 8)
+        panels[schedule] = schedules.simulate(made, schedules.Costs(*[4 / made.stages] * 3))
+    (FOLDER / f"{name}.svg").write_text(schedules.svg(panels))
+
+
+def timeline() -> None:
+    """What a pipeline schedule improves: less idle time, or fewer saved activations."""
+    timelines("timeline", ["afab", "1f1b", "interleaved", "zb-v"])
+
+
+def all_schedules() -> None:
+    """Every schedule for four ranks and eight micro-batches, on one time scale."""
+    timelines("schedules", list(schedules.SCHEDULES))
+
+
+def bubble() -> None:
+    """More micro-batches make every bubble smaller; zero-bubble schedules start smaller."""
+    figure, axes = pyplot.subplots(figsize=(8.6, 3.6))
+    counts = range(16, 129, 8)
+    for i, name in enumerate(name for name in schedules.SCHEDULES if name not in ("afab", "zb-h2")):
+        shares = []
+        for m in counts:
+            made = schedules.make_plan(name, 8, m)
+            spans = schedules.simulate(made, schedules.Costs(*[8 / made.stages] * 3))
+            shares.append(100 * schedules.bubble(spans) / max(rank[-1].stop for rank in spans))
+        axes.plot(counts, shares, marker="osv^D<>"[i], ms=4, lw=1.3, label="afab, 1f1b" if name == "1f1b" else name)
+    axes.set(xlabel="micro-batches per step", ylabel="% of the step", xticks=range(16, 129, 16), ylim=0,
+             title="The bubble on 8 pipeline ranks, if F, I and W take equally long")
+    axes.legend(ncols=2)
+    save(figure, "bubble")
+
+
+# ---- memory and step time, as plan/ predicts them -----------------------------------------------------------------
+
+def stacked(axes, bars: dict[str, dict[str, float]], title: str, limit: float = 0.0) -> None:
+    """Horizontal bars of bytes by kind, from top to bottom."""
+    for row, kinds in enumerate(bars.values()):
+        at = 0.0
+        for kind, color in KINDS.items():
+            value = kinds[kind] / 1e9
+            axes.barh(row, value, left=at, color=color, height=0.7)
+            at += value
+        axes.text(at, row, f" {at:,.0f}", va="center", fontsize=8)
+    axes.set_yticks(range(len(bars)), bars)
+    axes.invert_yaxis()
+    axes.set_title(title, loc="left")
+    axes.set_xlabel("GB on the rank that needs most")
+    axes.set_xlim(0, 1.12 * max(sum(kinds.values()) for kinds in bars.values()) / 1e9)
+    if limit:
+        axes.axvline(limit, color="black", lw=1, ls=":")
+
+
+def memory() -> None:
+    """What fills a GPU, by ZeRO level, sequence length, recomputation and grid; dotted: the 80 GB of an H100."""
+    def of(**request) -> dict[str, float]:
+        return estimate.memory(plan.run_of(dict(global_batch=256, micro_batch=1, machine="h100") | request))
+
+    figure, axes = pyplot.subplots(2, 2, figsize=(9, 6))
+    eight = dict(preset="llama-3.1-8b")
+    stacked(axes[0, 0], {f"ZeRO-{level}": of(**eight, seq=4096, dp=64, zero=level) for level in range(4)},
+            "Llama 3.1 8B, dp 64, sequences of 4,096", 80)
+    stacked(axes[0, 1], {f"{seq:,}": of(**eight, seq=seq, dp=64, zero=3) for seq in (2048, 4096, 8192, 16384, 32768)},
+            "the same, ZeRO-3, by sequence length", 80)
+    stacked(axes[1, 0], {way: of(**eight, seq=16384, dp=64, zero=3, recompute=way) for way in costs.RECOMPUTE},
+            "the same, 16,384 tokens, by what is recomputed", 80)
+    seventy = dict(preset="llama-3.1-70b", seq=8192, recompute="selective")
+    grids = ((256, 1, 1, 1, 3), (32, 8, 1, 1, 1), (8, 8, 4, 1, 1), (4, 8, 4, 2, 1), (2, 8, 8, 2, 1))
+    stacked(axes[1, 1], {f"dp {dp} tp {tp} pp {pp} cp {cp}, ZeRO-{zero}": of(**seventy, dp=dp, tp=tp, pp=pp, cp=cp,
+                                                                                zero=zero)
+                         for dp, tp, pp, cp, zero in grids}, "Llama 3.1 70B on 256 GPUs, by grid", 80)
+    handles = [Rectangle((0, 0), 1, 1, color=color) for color in KINDS.values()]
+    figure.legend(handles, KINDS, loc="outside lower center", ncols=5)
+    save(figure, "memory")
+
+
+def planner() -> None:
+    """The planner's map: per model and number of H100s, the fastest grid that fits and its utilisation."""
+    models = {"llama-3.2-1b": 256, "llama-3.1-8b": 512, "llama-3.1-70b": 1024, "mixtral-8x7b": 512}
+    gpus = (8, 32, 128, 512)
+    figure, axes = pyplot.subplots(figsize=(9, 3.6))
+    cells = torch.full((len(models), len(gpus)), float("nan"))
+    for (row, (preset, batch)), (column, count) in product(enumerate(models.items()), enumerate(gpus)):
+        run = plan.run_of(dict(preset=preset, seq=8192, global_batch=max(batch, count), machine="h100"))
+        found, _ = search.search(run, count, simulated=10)
+        text = "does not fit"
+        if found:
+            settings = found[0].run.settings
+            cells[row, column] = 100 * plan.predict(found[0].run).mfu
+            axes_of = [f"{axis} {getattr(settings.grid, axis)}" for axis in ("dp", "cp", "tp", "pp", "ep")
+                       if getattr(settings.grid, axis) > 1]
+            text = f"{', '.join(axes_of)}\nZeRO-{settings.grid.zero}, {cells[row, column]:.0f}%"
+            text += {"none": "", "selective": "\nselective", "full": "\nfull"}[settings.precision.recompute]
+        axes.text(column, row, text, ha="center", va="center", fontsize=8)
+    axes.imshow(cells, cmap="YlGn", vmin=0, vmax=90, aspect="auto")
+    axes.set(xticks=range(len(gpus)), yticks=range(len(models)), title="The fastest grid that fits, and its predicted "
+             "MFU, for 8,192 tokens on H100s")
+    axes.set_xticklabels([f"{count} GPUs" for count in gpus])
+    axes.set_yticklabels(models)
+    axes.spines[:].set_visible(False)
+    save(figure, "planner")
+
+
+# ---- how techniques work --------------------------------------------------------------------------------------------
+
+def zigzag() -> None:
+    """Causal attention on four ranks: contiguous shards are unequal work, zig-zag shards equal."""
+    figure, axes = pyplot.subplots(1, 2, figsize=(8, 3.9))
+    owner = {chunk: rank for rank in range(4) for chunk in own_chunks(4, rank)}
+    for ax, name, of in ((axes[0], "contiguous", lambda chunk: chunk // 2), (axes[1], "zig-zag", owner.get)):
+        work = [0] * 4
+        for query, key in product(range(8), repeat=2):
+            if key <= query:
+                box(ax, key, 7 - query, 1, 1, str(of(query)), RANKS[of(query)], edgecolor="white")
+                work[of(query)] += 1
+        ax.set_title(f"{name}: {', '.join(map(str, work))} blocks on ranks 0 to 3", loc="left")
+        ax.text(4, -.55, "chunks of keys", ha="center")
+        ax.text(-.35, 4, "chunks of queries", va="center", rotation=90)
+        bare(ax, (-.9, 8.1), (-1, 8.1))
+    save(figure, "zigzag")
+
+
+def ring() -> None:
+    """A ring all-reduce of four chunks on four ranks: n - 1 hops of reduce-scatter, n - 1 of all-gather; in each hop
+    each rank sends one chunk. A cell shows the ranks whose terms have been summed."""
+    figure, axes = pyplot.subplots(1, 7, figsize=(9, 2.0))
+    have = [[{rank} for _ in range(4)] for rank in range(4)]
+    for hop, ax in enumerate(axes):
+        for rank, chunk in product(range(4), repeat=2):
+            terms = have[rank][chunk]
+            box(ax, rank, 3 - chunk, 1, 1, "Σ" if len(terms) == 4 else "".join(map(str, sorted(terms))),
+                ["#eef3f9", "#c5d8ee", "#94bbe3", "#f3b562"][len(terms) - 1], edgecolor="white")
+        lap = "reduce-scatter" if 0 < hop < 4 else "all-gather"
+        ax.set_title("at first" if hop == 0 else f"hop {hop}\n{lap}", fontsize=8)
+        for k in range(4):
+            ax.text(k + .5, -.45, k, ha="center", fontsize=7)
+            if hop == 0:
+                ax.text(-.3, 3.5 - k, "abcd"[k], va="center", ha="center", fontsize=7)
+        moved = [(rank, (rank - hop) % 4 if hop < 3 else (rank + 4 - hop) % 4) for rank in range(4)]
+        sent = [(rank, chunk, set(have[rank][chunk])) for rank, chunk in moved]
+        for rank, chunk, terms in sent:
+            have[(rank + 1) % 4][chunk] |= terms
+        bare(ax, (-.5, 4.1), (-.7, 4.1))
+    figure.supxlabel("ranks 0 to 3, chunks a to d; a rank sends one chunk per hop, 2 (n-1)/n of all", fontsize=9)
+    save(figure, "ring")
+
+
+def collectives() -> None:
+    """What each collective makes of four ranks' data: letters are chunks, digits the rank that they come from."""
+    chunks, ranks = "abcd", "0123"
+    shards = [[f"{chunks[r]}{r}" if c == r else "" for c in range(4)] for r in range(4)]
+    full = [[f"{c}{r}" for c in chunks] for r in ranks]
+    summed, nothing = [f"Σ{c}" for c in chunks], [""] * 4
+    shown = {"broadcast": ([full[0]] + [nothing] * 3, [full[0]] * 4), "reduce": (full, [summed] + [nothing] * 3),
+             "all-reduce": (full, [summed] * 4),
+             "reduce-scatter": (full, [[s if i == r else "" for i, s in enumerate(summed)] for r in range(4)]),
+             "all-gather": (shards, [[f"{c}{r}" for r, c in enumerate(chunks)]] * 4),
+             "all-to-all": (full, [[f"{chunks[r]}{s}" for s in ranks] for r in range(4)]),
+             "scatter": ([full[0]] + [nothing] * 3, [[f"{c}0" if i == r else "" for i, c in enumerate(chunks)]
+                                                     for r in range(4)]),
+             "gather": (shards, [[f"{c}{r}" for r, c in enumerate(chunks)]] + [nothing] * 3)}
+    figure, axes = pyplot.subplots(4, 2, figsize=(9, 6.4))
+    for ax, (name, states) in zip(axes.flat, shown.items()):
+        for left, state in zip((0, 5.6), states):
+            for row, cells in enumerate(state):
+                for column, cell in enumerate(cells):
+                    color = "#f7f7f7" if not cell else "#f3b562" if "Σ" in cell else RANKS[int(cell[1])]
+                    box(ax, left + column, 3 - row, 1, 1, cell, color, edgecolor="white")
+                ax.text(left - .15, 3.5 - row, row, ha="right", va="center", fontsize=7.5)
+        arrow(ax, (4.2, 2), (5.1, 2), "#666666", "->")
+        ax.set_title(name, loc="left")
+        bare(ax, (-.7, 9.8), (-.1, 4.1))
+    figure.supxlabel("a row is a rank; to the left before, to the right after", fontsize=9)
+    save(figure, "collectives")
+
+
+def formats() -> None:
+    """Number formats: their range from smallest to largest on a scale of powers of two, and their precision."""
+    figure, axes = pyplot.subplots(figsize=(8.6, 2.7))
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "FP8 E5M2": torch.float8_e5m2,
+              "FP8 E4M3": torch.float8_e4m3fn}
+    for row, dtype in enumerate(dtypes.values()):
+        info = torch.finfo(dtype)
+        least, normal, most = (torch.tensor(x, dtype=torch.float64).log2().item() for x in
+                               (info.tiny * info.eps, info.tiny, info.max))
+        axes.barh(row, most - normal, left=normal, color=COLORS["dp"], height=.55)
+        axes.barh(row, normal - least, left=least, color="#bcd0e6", height=.55)
+        axes.text(most + 3, row, f"steps of 1/{1 / info.eps:,.0f}, up to {info.max:.3g}", va="center", fontsize=8)
+    axes.set_yticks(range(len(dtypes)), dtypes)
+    axes.invert_yaxis()
+    axes.set(xlabel="power of two (light: subnormal numbers, with fewer digits)", xlim=(-155, 235),
+             xticks=range(-150, 151, 50))
+    axes.axvline(0, color="#888888", lw=.6)
+    save(figure, "formats")
+
+
+# ---- measured -------------------------------------------------------------------------------------------------------
+
+class Recorder(Meter):
+    """A Meter that also keeps the live bytes after each operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.samples: list[dict[str, int]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(function, types, args, kwargs)
+        self.samples.append(self.live())
+        return out
+
+
+def steps() -> None:
+    """Live bytes in the first four steps, by kind, counted after every operation of a small Llama on one process."""
+    settings = config.parse("--layers 8 --seq 512 --global-batch 8 --micro-batch 4 --device cpu".split())
+    device = torch.device("cpu")
+    groups = build_groups(settings.grid, settings.model)
+    samples = assemble.open_samples(settings, [], 0)
+    model, optimizer = assemble.build(settings, groups, device, torch.float32)
+    meter, ends = Recorder(), []
+    for bucket in optimizer.buckets:
+        meter.label_size("gradients", 4 * bucket.padded)
+        meter.label("optimizer", bucket.master, *bucket.state.values())
+        meter.label("weights", bucket.weights)
+    with meter:
+        for step in range(4):
+            batches = train.local_micro_batches(samples, step * 8, 8, settings, groups)
+            train.forward_backward(model, optimizer, batches, groups)
+            optimizer.step(1e-3)
+            ends.append(len(meter.samples))
+    series = {kind: [sample[kind] / 1e6 for sample in meter.samples] for kind in ("weights", "gradients", "optimizer")}
+    series["activations"] = [sample["other"] / 1e6 for sample in meter.samples]
+    for step, (first, last) in enumerate(zip([0, *ends], ends)):
+        at = max(range(first, last), key=lambda i: sum(values[i] for values in series.values()))
+        kinds = ", ".join(f"{kind} {values[at]:.1f}" for kind, values in series.items())
+        print(f"step {step}: peak {sum(values[at] for values in series.values()):.1f} MB: {kinds}")
+    figure, axes = pyplot.subplots(figsize=(8.6, 3.4))
+    thin = slice(None, None, max(1, len(meter.samples) // 400))
+    axes.stackplot(range(len(meter.samples))[thin], *[values[thin] for values in series.values()], labels=series,
+                   colors=[KINDS[kind] for kind in series], lw=0)
+    axes.vlines(ends[:-1], 0, axes.get_ylim()[1], color="#555555", lw=.7, ls=":")
+    axes.set(xlabel="operations; dotted: ends of steps", ylabel="MB", xlim=(0, ends[-1]),
+             title="Four steps of two micro-batches: activations grow in forward, shrink in backward")
+    axes.legend(loc="upper right", ncols=4)
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.15)
+    save(figure, "steps")
+
+
+GRIDS = {"one process": (1, ""), "dp 4": (4, "--dp 4"), "dp 4, ZeRO-3": (4, "--dp 4 --zero 3"),
+         "tp 2": (2, "--tp 2"), "cp 4, ring": (4, "--cp 4 --cp-style ring"),
+         "pp 4, 1f1b": (4, "--pp 4 --micro-batch 1"),
+         "dp 2, tp 2, ZeRO-1": (4, "--tp 2 --zero 1"),
+         "dp 2, cp 2, ulysses, ZeRO-2": (4, "--cp 2 --cp-style ulysses --zero 2 --micro-batch 2"),
+         "tp 2, pp 2, zb-v": (4, "--tp 2 --pp 2 --schedule zb-v --micro-batch 1"),
+         "dp 2, pp 2, interleaved": (4, "--pp 2 --schedule interleaved --micro-batch 1"),
+         "dp 2, tp 2, pp 2": (8, "--tp 2 --pp 2 --micro-batch 1"),
+         "cp 2, tp 2, pp 2, zb-h1": (8, "--cp 2 --tp 2 --pp 2 --schedule zb-h1 --micro-batch 2")}
+
+
+def losses() -> None:
+    """Twelve grids train the same model in fp64: their losses are equal up to rounding."""
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (name, (ranks, flags)) in enumerate(GRIDS.items()):
+            print(f"{name}, {number + 1} of {len(GRIDS)}", file=sys.stderr, flush=True)
+            launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
+            subprocess.run([*(launch if ranks > 1 else launch[:1]), train.__file__, *flags.split(), "--dtype", "fp64",
+                            *"--device cpu --steps 60 --seq 128 --global-batch 8 --sample=".split(),
+                            "--metrics", os.path.join(folder, f"{name}.jsonl")],
+                           check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        loss([os.path.join(folder, f"{name}.jsonl") for name in GRIDS], "losses")
+
+
+def loss(paths: list[str], name: str = "loss") -> None:
+    """Losses of runs by step, and the difference of each from the first run's."""
+    runs = {Path(path).stem: {row["step"]: row["loss"] for row in map(json.loads, open(path))} for path in paths}
+    first, *others = runs
+    figure, axes = pyplot.subplots(1, 2 if others else 1, figsize=(9, 3.9), squeeze=False)
+    for number, (title, values) in enumerate(runs.items()):
+        style = dict(color=pyplot.cm.tab20(number % 20), ls=["-", "--", ":"][number % 3], lw=1.6)
+        axes[0, 0].plot(values.keys(), values.values(), label=title, **style)
+        if number:
+            shared = [step for step in values if step in runs[first]]
+            axes[0, 1].semilogy(shared, [max(abs(values[step] - runs[first][step]), 1e-17) for step in shared], **style)
+    axes[0, 0].set(xlabel="step", ylabel="nats per token", title="loss")
+    if others:
+        axes[0, 1].set(xlabel="step", title=f"absolute difference to “{first}”")
+    figure.legend(loc="outside lower center", ncols=4)
+    save(figure, name)
+
+
+def experts() -> None:
+    """Tokens of each expert after 300 steps, relative to the mean, without balancing and with two ways of it."""
+    ways = {"nothing": ep.Balance(), "an auxiliary loss": ep.Balance(aux_loss=0.1),
+            "biases": ep.Balance(bias_rate=0.01)}
+    figure, axes = pyplot.subplots(1, 3, figsize=(9, 2.7), sharey=True)
+    for ax, (way, balance) in zip(axes, ways.items()):
+        shares, final = ep.train_demo(balance, None)
+        ax.bar(range(8), [8 * share for share in shares], color=COLORS["ep"])
+        ax.axhline(1, color="#555555", lw=.8, ls=":")
+        ax.set_title(f"balanced by {way}: loss {final:.2f}", fontsize=8.5)
+        ax.set(xlabel="expert", xticks=range(8))
+    axes[0].set_ylabel("load / mean")
+    save(figure, "experts")
+
+
+PICTURES = {"grid": grid, "timeline": timeline, "schedules": all_schedules, "bubble": bubble, "memory": memory,
+            "planner": planner, "zigzag": zigzag, "ring": ring, "collectives": collectives, "formats": formats,
+            "steps": steps, "experts": experts, "losses": losses}
+
+
+def main(names: list[str]) -> None:
+    jobs = {name: PICTURES.get(name) for name in names or PICTURES}
+    try:
+        if names[:1] == ["loss"] and names[1:]:
+            for path in names[1:]:
+                need(os.path.isfile(path), f"{path}: there is no such file")
+            jobs = {"loss": partial(loss, names[1:])}
+        for name, draw in jobs.items():
+            need(draw is not None, f"{name}: unknown, use {', '.join(PICTURES)}, or loss FILES")
+    except ValueError as error:
+        config.refuse(error, "learn.pictures")
+    torch.set_num_threads(1)
+    for name, draw in jobs.items():
+        draw()
+        print(FOLDER / f"{name}.svg", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,423 @@
+"""What a run needs before it runs: does it fit, how long does a step take, which grid is best, what does it cost?
+
+    python -m plan params   --preset llama-3.1-8b                                          parameters by component
+    python -m plan memory   --preset llama-3.1-8b --tp 8 --pp 2 --gpus 64 --machine h100   bytes by kind and choice
+    python -m plan step     … the same flags                                            seconds by cause; MFU
+    python -m plan balance  … the same flags             does communication hide under compute, and from what batch on?
+    python -m plan search   --preset llama-3.1-70b --gpus 256 --global-batch 1024 --seq 8192     the best grids
+    python -m plan sweep    … the same flags, on these GPUs                           the best grids, run for ten steps
+    python -m plan scaling  --preset llama-3.1-8b --gpus 64 --train-tokens 1e12             compute, data, days, cost
+    python -m plan predict  runs.jsonl                                                  one JSON object per line
+    python -m plan check    [--tables DIR] [--json FILE]                                errors on published runs
+
+Flags are those of train.py, plus --gpus and --machine (a name, or the file that bench/probe.py writes). Neither torch
+nor a GPU is needed: formulas are those of plan/costs.py, times those of plan/time.py, pipelines those of schedules.py,
+the best grid that of plan/search.py, laws those of plan/scaling.py.
+
+Letters: N parameters; h hidden, L layers, V vocabulary.
+"""
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import checks
+import config
+from checks import need
+from config import Config
+from plan import costs, machines, published, scaling, search, stagetime, sweep
+from plan import time as estimate
+from plan.machines import MACHINES, read_machine
+from plan.memory import format_bytes
+from plan.stagetime import Kernels, Run
+
+GB = 1e9
+KERNELS = {"attention": ("standard", *stagetime.ATTENTION_FRACTION), "division": ("balanced", "any", "cumulative"),
+           "tp_overlap": ("none", "backward", "all")}  # what fields of stagetime.Kernels may be
+
+
+# ---- settings -------------------------------------------------------------------------------------------------------
+
+def to_flags(request: dict) -> list[str]:
+    """A request's settings as flags: {"tp": 2, "sp": False} -> ["--tp", "2", "--no-sp"]."""
+    flags = []
+    for name, value in request.items():
+        flag = checks.flag(name)
+        if value is True:
+            flags.append(flag)
+        elif value is False:
+            flags.append("--no-" + flag[2:])
+        elif value is not None:
+            flags += [flag, str(value)]
+    return flags
+
+
+def run_of(request: dict) -> Run:
+    """What a request asks for. Raises ValueError for what cannot run. Keys: settings by name; machine; gpus, by default
+    as many as the grid has; kernels, a dict of fields of stagetime.Kernels; imbalance."""
+    asked = {name.replace("-", "_"): value for name, value in request.items()}
+    machine = read_machine(asked.pop("machine", "h100"))
+    gpus = int(asked.pop("gpus", 0)) or math.prod(max(1, int(asked.get(axis, 1))) for axis in ("dp", "cp", "tp", "pp"))
+    given = asked.pop("kernels", None) or {}
+    need(isinstance(given, dict), f"kernels {given}: write an object with fields of {', '.join(Kernels._fields)}")
+    unknown = set(given) - set(Kernels._fields)
+    need(not unknown, f"kernels: {', '.join(sorted(unknown))} unknown, use {', '.join(Kernels._fields)}")
+    kernels = Kernels(**given)
+    for name, known in KERNELS.items():
+        value = getattr(kernels, name)
+        need(value in known, f"kernels: {name} {value}: use one of {', '.join(known)}")
+    imbalance = float(asked.pop("imbalance", 1.0))
+    layers = int(asked.get("layers") or config.PRESETS.get(asked.get("preset", "tiny"), {}).get("layers", 4))
+    if kernels.division != "balanced":  # other codes' stages may have the embedding, the norm or the head alone
+        stages = int(asked.get("pp", 1)) * max(1, int(asked.get("chunks") or 1))
+        need(stages <= layers + 4, f"--pp {asked.get('pp')}: {stages} stages of {layers} layers and four parts besides")
+        asked["layers"] = max(layers, stages)
+    settings = config.parse(to_flags(asked), gpus)
+    settings.model.layers = layers if "layers" in asked else settings.model.layers
+    costs.stages_of(settings, kernels.division)  # raises ValueError for stages that cannot be
+    return Run(in_16_bits(settings), machine, kernels, imbalance=imbalance)
+
+
+def in_16_bits(settings: Config) -> Config:
+    """The settings with their dtype decided. Raises ValueError for one that has no times here."""
+    if settings.precision.dtype == "auto":
+        settings.precision.dtype = "bf16"
+    dtype = settings.precision.dtype
+    need(dtype in ("bf16", "fp16"), f"--dtype {dtype}: times are known in bf16 and fp16, use one of them, or auto")
+    return settings
+
+
+def changed(run: Run, section: str, **values) -> Run | None:
+    """The run with these settings of a section changed; None if that cannot run."""
+    settings = search.replaced(copy.deepcopy(run.settings), section, **values)
+    grid = settings.grid
+    try:
+        checks.complete(settings, grid.dp * grid.cp * grid.tp * grid.pp)
+    except ValueError:
+        return None
+    return run._replace(settings=settings)
+
+
+class Prediction(NamedTuple):
+    step_s: float
+    tokens_per_s_per_gpu: float
+    mfu: float
+    mfu_causal: float
+    hfu: float
+    memory_gb: float
+    fits: float  # a probability
+
+
+def predict(run: Run) -> Prediction:
+    settings, grid = run.settings, run.settings.grid
+    seconds = estimate.step_seconds(run).seconds
+    gpus = grid.dp * grid.cp * grid.tp * grid.pp
+    rate = settings.batch.ramp()[-1][0] * settings.batch.seq / seconds / gpus
+    share = {name: flops * rate / run.machine.peak() for name, flops in costs.flops_by_convention(settings).items()}
+    needed = sum(estimate.memory(run).values())
+    return Prediction(seconds, rate, **share, memory_gb=(needed + run.constants.reserved) / GB,
+                      fits=estimate.probability_of_fit(run, needed))
+
+
+# ---- what is printed ------------------------------------------------------------------------------------------------
+
+def bar(value: float, whole: float, width: int = 40) -> str:
+    return "█" * round(width * min(1.0, value / whole)) if whole else ""
+
+
+def print_params(run: Run) -> None:
+    """Exact, beside h V + L (12 h^2 + 13 h) + 2 h, which the lectures use, and what is different."""
+    model = run.settings.model
+    ours, gpt = costs.parameters(model), costs.lecture_parameters(model)
+    rows = [("vocabulary", ours.embedding + ours.head, gpt["vocabulary"],
+             "one tied table, as theirs" if model.tied else "a table for the input and one for the output"),
+            ("attention", ours.attention, gpt["attention"],
+             f"{model.kv_heads} of {model.heads} heads have keys and values" if model.kv_heads < model.heads
+             else "four matrices, as theirs"),
+            ("feed-forward", ours.ffn, gpt["ffn"], f"SwiGLU has 3 h F, F = {model.ffn}; with 8/3 h = "
+                                                   f"{8 * model.hidden / 3:,.0f} it would be 8 h^2, as theirs"),
+            ("experts", ours.experts, 0, f"{model.experts} per layer, {model.top_k} per token"),
+            ("router", ours.router, 0, ""),
+            ("norms, biases", ours.norms, gpt["norms_and_biases"], "RMSNorm has no biases, nor have matrices")]
+    total = sum(gpt.values())
+    print(f"{model.preset}: {ours.total:,} parameters, {ours.active:,} active per token")
+    print(f"{'component':15s}{'parameters':>20s}{'share':>9s}{'GPT formula':>20s}  why they differ")
+    for name, count, theirs, why in rows:
+        if count or theirs:
+            print(f"{name:15s}{count:20,d}{count / ours.total:9.1%}{theirs:20,d}  {why}")
+    print(f"{'total':15s}{ours.total:20,d}{1:9.1%}{total:20,d}  h V + L (12 h^2 + 13 h) + 2 h is "
+          f"{total / ours.total - 1:+.1%} off (Narayanan et al. 2021)")
+
+
+STATE = {"bf16 weights 2 + gradients 2, fp32 master 4 + moments 8": 16, "with fp32 gradients besides": 20,
+         "16 with moments in bf16": 12, "this code: fp32 gradients instead": 18,
+         "this code with --moments bf16": 14}  # bytes per parameter
+
+
+def print_memory(run: Run) -> None:
+    settings, machine = run.settings, run.machine
+    kinds = estimate.memory(run)
+    needed, there = sum(kinds.values()), machine.memory_bytes
+    print(f"{machine.name}: the pipeline rank that needs most, of {settings.grid.pp}, needs {format_bytes(needed)} of "
+          f"{format_bytes(there)}, {format_bytes(run.constants.reserved)} reserved besides: fits with probability "
+          f"{estimate.probability_of_fit(run, needed):.2f}")
+    for kind, nbytes in kinds.items():
+        print(f"  {kind:14s}{format_bytes(nbytes):>14s}  {bar(nbytes, there)}")
+    choices = {"pipeline rank": {str(rank): estimate.memory_of_rank(run, rank) for rank in
+                                 range(settings.grid.pp)} if settings.grid.pp > 1 else {}}
+    for section, name, values in (("precision", "recompute", costs.RECOMPUTE), ("grid", "zero", (0, 1, 2, 3)),
+                                  ("batch", "seq", [settings.batch.seq << k >> 2 for k in range(6)])):
+        made = {str(value): changed(run, section, **{name: value}) for value in values}
+        choices["--" + name] = {value: estimate.memory(other) for value, other in made.items() if other}
+    for title, choice in choices.items():
+        if choice:
+            print(f"by {title}, total and activations:")
+        for value, kinds in choice.items():
+            total, saved = sum(kinds.values()), kinds["activations"]
+            print(f"  {value:14s}{format_bytes(total):>14s}{format_bytes(saved):>14s}  {bar(total, there)}")
+    print_state(costs.parameters(settings.model).total, settings.model.preset)
+
+
+def print_state(parameters: int, name: str) -> None:
+    """Bytes of model state per parameter (Rajbhandari et al. 2020, section 3.1), before anything is sharded."""
+    counts = {name: parameters, "1B": 10**9, "7B": 7 * 10**9, "70B": 70 * 10**9, "405B": 405 * 10**9}
+    print(f"{'model state, GB, bytes per parameter':60s}" + "".join(f"{title:>16s}" for title in counts))
+    for kind, nbytes in STATE.items():
+        print(f"  {f'{nbytes}: {kind}':58s}" + "".join(f"{nbytes * count / GB:16,.0f}" for count in counts.values()))
+
+
+WHY = {"matmul": "matrix products at the speed that models reach",
+       "elementwise": "norms, SwiGLU, residuals: limited by memory",
+       "quantise": "operands of FP8 matmuls", "attention": "visible scores",
+       "tp": "tensor parallel, not hidden", "cp": "keys and values, not hidden",
+       "ep": "dispatch and combine", "offload": "inputs of blocks, to the host and back, not hidden",
+       "recomputed": "forward in backward", "launch": "layers below their launches",
+       "head": "logits and loss", "bubble": "the pipeline fills, drains or waits", "dp": "data axis, not hidden",
+       "tie": "a tied table's gradient, summed over its two stages",
+       "optimizer": "gradients, weights and moments, read and written; FP8 weights", "fixed": "per step"}
+
+
+def print_step(run: Run) -> None:
+    step, found = estimate.step_seconds(run), predict(run)
+    batch, grid = run.settings.batch, run.settings.grid
+    print(f"{run.machine.name}: {step.seconds:.3f} s per step of {batch.ramp()[-1][0]} sequences, "
+          f"{found.tokens_per_s_per_gpu * grid.dp * grid.cp * grid.tp * grid.pp:,.0f} tokens/s, "
+          f"{found.tokens_per_s_per_gpu:,.0f} tokens/s per GPU")
+    for name, seconds in sorted(step.parts.items(), key=lambda item: -item[1]):
+        if seconds > 0:
+            print(f"  {name:12s}{seconds:9.3f} s {seconds / step.seconds:6.1%}  {bar(seconds, step.seconds, 30):30s} "
+                  f"{WHY[name]}")
+    print(f"MFU {found.mfu:.1%} (6 N + 12 L h s), {found.mfu_causal:.1%} (6 N + 6 L h s, visible scores), HFU "
+          f"{found.hfu:.1%} (with what is recomputed), of {run.machine.peak() / 1e12:,.0f} TFLOP/s in bf16")
+    print(f"memory {found.memory_gb:.1f} GB, fits with probability {found.fits:.2f}")
+
+
+class Overlap(NamedTuple):
+    """What a technique communicates beside the compute that it can hide under; it is exposed where ratio is above 1."""
+    technique: str
+    bandwidth: float  # bytes per second and rank, of its group
+    communication_s: float
+    compute_s: float  # at the speed of the best matmul
+    formula: str  # of the ratio
+    limit: Callable[[float], str]  # the ratio -> when it falls below 1
+
+    @property
+    def ratio(self) -> float:
+        return self.communication_s / self.compute_s
+
+
+def overlaps(run: Run) -> list[Overlap]:
+    """The Ultra-Scale Playbook's question of each technique, for one layer (pp: one stage), with activations and
+    weights in 16 bits and r bytes per element of a reduced gradient.
+
+    F: FLOP/s. B: bandwidth. n: ranks. T: tokens of a micro-batch on a rank. p: multiplications per token in a layer
+    (its parameters, and scores); P: in a stage. A forward takes 2 p T / F, a backward twice that.
+    """
+    model, grid, batch = run.settings.model, run.settings.grid, run.settings.batch
+    T = batch.micro_batch * batch.seq / grid.cp
+    p = costs.forward_flops(costs.llama_layer(model, batch.seq)) / 2
+    H, q, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
+    dp, cp, tp, ep = grid.dp * grid.cp, grid.cp, grid.tp, grid.ep
+    r = costs.reduced_bytes(run.settings, 2)
+    layers, keys = model.layers / (grid.pp * grid.chunks), batch.seq / cp
+    copies = costs.copies_per_token(model, ep) if model.experts else 0  # of each token, for experts
+
+    def tokens(ratio: float) -> str:
+        return f"from {T * ratio:,.0f} tokens per micro-batch on"
+
+    rows = [  # what, n, stride, collective, bytes, FLOPs, ratio, limit
+        ("dp: gradients' all-reduce under a backward", dp, tp, "all_reduce", 2 * (dp - 1) / dp * r * p / tp,
+         4 * p * T / tp, f"{r // 2} (n-1)/n F / (B T)", tokens),
+        ("ZeRO-3: the next layer's all-gather under a forward", dp, tp, "all_gather", (dp - 1) / dp * 2 * p / tp,
+         2 * p * T / tp, "(n-1)/n F / (B T)", tokens),
+        ("ZeRO-3: all-gather, reduce-scatter under a backward", dp, tp, "all_gather", (dp - 1) / dp * (2 + r) * p / tp,
+         4 * p * T / tp, f"{(2 + r) / 4:g} (n-1)/n F / (B T)", tokens),
+        ("tp: 2 all-gathers, 2 reduce-scatters of a forward", tp, 1, "all_gather", 4 * (tp - 1) / tp * 2 * T * H,
+         2 * p * T / tp, "4 (n-1) H F / (B p)",
+         lambda ratio: f"up to {1 + (tp - 1) / ratio:,.1f} ranks, whatever the batch"),
+        ("cp: the ring's keys, values under a block of scores", cp, tp, "all_gather", 2 * 2 * kv * T / tp,
+         4 * q * T * keys / 2 / tp, "2 kv/q F / (B S/n)",
+         lambda ratio: f"from sequences of {batch.seq * ratio:,.0f} tokens on"),
+        ("pp: a boundary's activations under a stage's forward", grid.pp, tp * dp, "all_gather", 2 * T * H / tp,
+         2 * p * layers * T / tp, "H F / (B P)",
+         lambda ratio: f"from {layers * ratio:,.2f} layers per stage on, whatever the batch"),
+        ("ep: dispatch, combine beside the experts' forward", ep, 1, "all_gather",
+         2 * (ep - 1) / ep * 2 * copies * T * H, 6 * model.top_k * T * H * model.expert_ffn,
+         "2/3 u (n-1)/n F / (B k ffn)",
+         lambda ratio: f"from experts {model.expert_ffn * ratio:,.0f} wide on, whatever the batch")]
+    found = []
+    for technique, n, stride, collective, nbytes, flops, formula, limit in rows:
+        if n > 1:
+            bandwidth = 1e9 / machines.collective_seconds(run.machine, 1e9, n, stride, collective)
+            found.append(Overlap(technique, bandwidth, nbytes / bandwidth, flops / run.machine.best_matmul(), formula,
+                                 limit))
+    return found
+
+
+def print_balance(run: Run) -> None:
+    """Communication beside the compute that can hide it, by technique; interconnects; what each pipeline rank does."""
+    print(f"{run.machine.name}: matmuls reach {run.machine.best_matmul() / 1e12:.3g} TFLOP/s")
+    print(f"{'per layer (pp: per stage)':53s}{'B':>10s}{'sending':>13s}{'computing':>13s}{'ratio':>8s}  "
+          f"{'ratio =':25s}hidden")
+    for overlap in overlaps(run):
+        print(f"{overlap.technique:53s}{overlap.bandwidth / GB:5.3g} GB/s{overlap.communication_s * 1e3:10.3g} ms"
+              f"{overlap.compute_s * 1e3:10.3g} ms{overlap.ratio:8.3g}  {overlap.formula:25s}"
+              f"{overlap.limit(overlap.ratio)}")
+    print("\ninterconnects, GB/s per direction: "
+          + ", ".join(f"{name} {gb_s:g}" for name, gb_s in machines.INTERCONNECTS.items()) + "\n")
+    print_pipeline(run)
+
+
+def print_pipeline(run: Run) -> None:
+    """What each pipeline rank holds and does in a step."""
+    sums = stagetime.stage_seconds(stagetime.stage_parts(run))
+    seconds, busy = estimate.pipeline_seconds(run, sums)
+    print(f"{'rank':>4s}{'layers':>8s}{'busy':>11s}{'idle':>8s}{'memory':>14s}")
+    for rank, spent in enumerate(busy):
+        layers = sum(map(len, estimate.stages_of_rank(run, rank).values()))
+        nbytes = sum(estimate.memory_of_rank(run, rank).values())
+        print(f"{rank:4d}{layers:8d}{spent:9.3f} s{1 - spent / seconds:8.1%}{format_bytes(nbytes):>14s}  "
+              f"{bar(spent, seconds, 30)}")
+
+
+# ---- search ---------------------------------------------------------------------------------------------------------
+
+def print_search(run: Run, gpus: int, given: dict) -> None:
+    found, fell = search.search(run, gpus, given)
+    if not found:
+        raise ValueError(search.why_none_fits(run, gpus, given, fell))
+    gpu_tokens = run.settings.batch.ramp()[-1][0] * run.settings.batch.seq / gpus
+    print(f"{run.machine.name}, {gpus} GPUs: {len(found)} settings fit; the best, with what limits each:")
+    print(f"{'step':>10s}{'tokens/s/GPU':>14s}{'memory':>12s}  limit            flags")
+    for candidate in found[:10]:
+        seconds, memory = candidate.seconds, format_bytes(candidate.memory)
+        print(f"{seconds:8.3f} s{gpu_tokens / seconds:14,.0f}{memory:>12s}  {candidate.limit():15s}  "
+              f"{search.describe(candidate.run.settings)}")
+    print("others fell: " + "; ".join(f"{why}: {count:,}" for why, count in fell.most_common(8)))
+
+
+def run_sweep(run: Run, gpus: int, flags: list[str], top: int, out: str, timeout_s: float) -> None:
+    """Run the best proposals here and print each as soon as it has ended, then the map."""
+    given = search.given_by_flags(flags)
+    found, fell = search.search(run, gpus, given)
+    need(found != [], search.why_none_fits(run, gpus, given, fell))
+    print(sweep.HEADER)
+    records = []
+    for record in sweep.sweep(found[:top], flags, gpus, out, timeout_s):
+        records.append(record)
+        print(sweep.table_line(record), flush=True)
+    print(sweep.draw(records))
+
+
+# ---- predictions ----------------------------------------------------------------------------------------------------
+
+def predict_request(request: dict) -> dict[str, float]:
+    return predict(run_of(request))._asdict()
+
+
+def predict_file(path: str) -> None:
+    """Print each line of a file of requests, with its prediction added. Raises ValueError, naming the line."""
+    need(os.path.isfile(path), f"{path}: there is no such file")
+    with open(path) as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    request = json.loads(line)
+                    need(isinstance(request, dict), "not an object")
+                    print(json.dumps(request | predict_request(request)))
+                except (ValueError, TypeError) as error:
+                    raise ValueError(f"{path}, line {number}: {error}") from None
+
+
+# ---- the command line -----------------------------------------------------------------------------------------------
+
+def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = config.Parser(prog="plan", usage="python -m plan COMMAND [flags of train.py] [--gpus N] [--machine "
+                           f"{'|'.join(MACHINES)}|FILE]", allow_abbrev=False)
+    parser.add_argument("command", choices=("params", "memory", "step", "balance", "search", "sweep", "scaling",
+                                            "predict", "check"))
+    parser.add_argument("--gpus", type=int, default=0, help="GPUs; 0: as many as the grid's flags multiply to")
+    parser.add_argument("--machine", default="h100", help="a built-in one, a file of bench/probe.py, or cpu: this host")
+    parser.add_argument("--train-tokens", type=float, default=0.0, help="scaling: tokens; 0: 20 per active parameter")
+    parser.add_argument("--price", type=float, default=2.5, help="scaling: dollars per GPU-hour")
+    parser.add_argument("--tables", default=published.FOLDER, help="check: a folder of published runs")
+    parser.add_argument("--json", default="", help="check: write one object per run here")
+    parser.add_argument("--top", type=int, default=8, help="sweep: how many proposals to run")
+    parser.add_argument("--out", default="", help="sweep: write one JSON object per run here, and skip what it has")
+    parser.add_argument("--limit", type=float, default=600.0, help="sweep: seconds that a run may take")
+    parser.add_argument("--imbalance", type=float, default=1.0, help="tokens of the fullest expert rank over the mean")
+    return parser.parse_known_args(arguments)
+
+
+def world_of(flags: list[str]) -> int:
+    axes = config.Parser(allow_abbrev=False)
+    for axis in ("dp", "cp", "tp", "pp"):
+        axes.add_argument("--" + axis, type=int, default=1)
+    given, _ = axes.parse_known_args(flags)
+    return math.prod(max(1, value) for value in vars(given).values())
+
+
+def main(arguments: list[str]) -> None:
+    asked, rest = parse(config.expand(arguments))
+    if asked.command == "predict":
+        need(len(rest) == 1, "predict needs one file of requests, one JSON object per line")
+        return predict_file(rest[0])
+    if asked.command == "check":
+        need(not rest, f"check: {' '.join(rest)} unknown")
+        return published.print_check(asked.tables, asked.json, predict_request)
+    need(asked.gpus >= 0, f"--gpus {asked.gpus}: must be above 0")
+    gpus = asked.gpus or world_of(rest)
+    need(asked.imbalance >= 1, f"--imbalance {asked.imbalance}: must be at least 1")
+    machine = search.this_machine(gpus) if asked.machine == "cpu" else read_machine(asked.machine)
+    searching = asked.command in ("search", "sweep")
+    settings = config.parse([*rest, "--grid", "auto"] if searching else rest, gpus)
+    knows_host = machine.host_link and machine.host_memory
+    need(settings.precision.offload == "none" or asked.command in ("params", "memory") or knows_host,
+         f"--offload {settings.precision.offload}: {asked.machine} has no host_link_bytes_per_s and "
+         "host_memory_bytes_per_s, which bench/probe.py measures")
+    run = Run(in_16_bits(settings), machine, imbalance=asked.imbalance)
+    if asked.command == "search":
+        return print_search(run, gpus, search.given_by_flags(rest))
+    if asked.command == "sweep":
+        need(asked.top > 0, f"--top {asked.top}: must be above 0")
+        return run_sweep(run, gpus, rest, asked.top, asked.out, asked.limit)
+    if asked.command == "scaling":
+        rate = predict(run).tokens_per_s_per_gpu * gpus
+        return scaling.print_scaling(settings, machine.name, gpus, rate, asked.train_tokens, asked.price)
+    dict(params=print_params, memory=print_memory, step=print_step, balance=print_balance)[asked.command](run)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except ValueError as error:
+        print(f"plan: {error}", file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:
+        sys.exit(1)

@@ -1,0 +1,515 @@
+"""What a run costs, by formula: parameters, FLOPs, and what its layers make and save.
+
+Nothing is measured here and nothing needs torch: formulas take settings and shapes, so they answer before anything
+runs. The tests compare them: parameters with published totals, exactly; state and activations with what run/meter.py
+counts in a real step, to the byte (FP8 to 2%); FLOPs to 1% (norms and softmax are left out).
+
+Parameters and FLOPs. Each of the P parameters that a token passes through takes part in one multiplication and one
+addition in forward, and in two of each in backward: 6 P FLOPs per token (papers write 6 N). Attention's scores and
+their product with the values add 12 L q S, where q is heads x head width, or 6 L q S if only the visible half of the
+scores counts (causal). Experts that a token is not sent to do not count in P.
+
+Activations. A layer is a table of what its forward makes: bytes per token, the strongest recomputation under which it
+is still saved, what shards it, and the FLOPs that make it. From it follow what a rank saves and what is recomputed.
+
+Letters: H = hidden, F = ffn, q = heads x head width, kv = key and value heads x head width, E = experts, k = experts
+per token, S = sequence, L = layers, W = window, P = parameters.
+"""
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from config import Config, Model
+
+RECOMPUTE = ("none", "selective", "full")  # from weakest to strongest
+
+
+def acc_bytes(element: int) -> int:
+    """Bytes per element of the accumulation dtype (of main gradients, norms' statistics) if weights take `element`."""
+    return max(element, 4)
+
+
+def reduced_bytes(settings: Config, element: int) -> int:
+    """Bytes per element of a gradient that is summed over the data axis, by --reduce-dtype."""
+    return 2 if settings.precision.reduce_dtype == "bf16" else acc_bytes(element)
+
+
+# ---- parameters and FLOPs -------------------------------------------------------------------------------------------
+
+class Parameters(NamedTuple):
+    """How many parameters a model has, by component. experts: of all experts; active_experts: of a token's top k."""
+    embedding: int
+    attention: int
+    ffn: int
+    experts: int
+    active_experts: int
+    router: int
+    norms: int
+    head: int  # 0 if it is tied to the embedding
+
+    @property
+    def total(self) -> int:
+        return sum(self) - self.active_experts
+
+    @property
+    def active(self) -> int:
+        """The parameters that a token passes through."""
+        return self.total - self.experts + self.active_experts
+
+
+def parameters(model: Model) -> Parameters:
+    H, L, q, kv = model.hidden, model.layers, model.heads * model.head_dim, model.kv_heads * model.head_dim
+    moe = sum(map(model.has_experts, range(L)))  # layers with experts
+    expert = 3 * H * model.expert_ffn
+    return Parameters(
+        embedding=model.vocab * H,
+        attention=L * (2 * H * q + 2 * H * kv + model.qkv_bias * (q + 2 * kv)),
+        ffn=(L - moe) * 3 * H * model.ffn + moe * model.shared_experts * expert,
+        experts=moe * model.experts * expert,
+        active_experts=moe * model.top_k * expert,
+        router=moe * model.experts * H,
+        norms=(2 * L + 1) * H + model.qk_norm * 2 * L * model.head_dim,
+        head=0 if model.tied else model.vocab * H)
+
+
+def lecture_parameters(model: Model) -> dict[str, int]:
+    """The count of GPT-2's architecture, h V + L (12 h^2 + 13 h) + 2 h, by component: tied table, four h x h matrices
+    and a feed-forward of 4 h, each with biases, and norms with biases. Positions left out (Narayanan et al. 2021)."""
+    h, L = model.hidden, model.layers
+    return dict(vocabulary=model.vocab * h, attention=4 * L * h * h, ffn=8 * L * h * h,
+                norms_and_biases=L * (4 + 5 + 4) * h + 2 * h)
+
+
+def visible_keys(model: Model, layer: int, seq: int) -> float:
+    """How many keys a token sees in a layer, averaged over a sequence: S/2, or W - W^2 / 2S with a window of W."""
+    window = min(model.window_of(layer) or seq, seq)
+    return window - window * window / (2 * seq)
+
+
+def flops_per_token(model: Model, seq: int, causal: bool = False) -> float:
+    """Floating-point operations per token, forward and backward: 6 P + 12 L q S (Chowdhery et al. 2022, appendix B).
+
+    P: active parameters without the input embedding, which multiplies nothing. causal: count only the visible scores,
+    half of them: 6 P + 6 L q S. In a layer with a window, twice its visible keys take the place of S.
+    """
+    count = parameters(model)
+    multiplied = count.active - (0 if model.tied else count.embedding)
+    visible = sum(visible_keys(model, layer, seq) for layer in range(model.layers))
+    return 6 * multiplied + (1 if causal else 2) * 12 * model.heads * model.head_dim * visible
+
+
+# ---- layers of a stage, elements of its buckets ---------------------------------------------------------------------
+
+def partition(work: Sequence[float], stages: int, last: float = 0.0, least: int = 1) -> list[range]:
+    """The layers of each stage, such that the largest work of a stage is as small as possible. Of equally good
+    partitions, the one with fewer layers in early stages, which hold activations of more micro-batches.
+
+    work: of each layer; last: of the head. least: layers of a stage, 1 or 0. Raises ValueError if layers are too few.
+    """
+    if stages * least > len(work):
+        raise ValueError(f"{len(work)} layers cannot be split into {stages} stages: use 1 to {len(work)}")
+    sums = [0.0, *accumulate(work)]
+
+    def fill(limit: float) -> list[int] | None:
+        """The first layer of each stage if late stages take as many as the limit allows, but `least` at least."""
+        starts, stop = [], len(work)
+        for stage in reversed(range(stages)):
+            room = limit + 1e-9 - last * (stage == stages - 1)
+            start = max(stage * least, min(stop - least, bisect_left(sums, sums[stop] - room))) if stage else 0
+            if stop - start > least and sums[stop] - sums[start] > room:
+                return None
+            starts.insert(0, start)
+            stop = start
+        return starts
+
+    ends = range(len(work) + 1)
+    limits = sorted({round(sums[j] - sums[i] + more, 9) for j in ends for i in range(j) for more in {0, last}})
+    starts = fill(limits[bisect_left(limits, True, key=lambda limit: fill(limit) is not None)])
+    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(work)])]
+
+
+def cumulative_partition(work: Sequence[float], stages: int, last: float = 0.0) -> list[range]:
+    """The layers of each stage as nanotron divides them: a stage takes blocks until the sum of all so far reaches its
+    share of the total, so that early stages have more, and the last ones may have none. After the layers come four
+    blocks: norm, head (last), cast and loss. Raises ValueError if the last stage gets none of all, which crashes."""
+    blocks = [*work, 0.0, last, 0.0, 0.0]
+    total, stage, starts, so_far = sum(blocks), 0, [0], 0.0
+    for block, flops in enumerate(blocks):
+        so_far += flops
+        if so_far >= total * (stage + 1) / stages - 1e-9 and block + 1 < len(blocks) and stage + 1 < stages:
+            stage += 1
+            starts.append(min(block + 1, len(work)))
+    if stage + 1 < stages:
+        raise ValueError(f"--pp {stages}: the last of these stages gets no block of {len(work)} layers and a head")
+    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(work)])]
+
+
+def layer_kinds(settings: Config) -> tuple[tuple, ...]:
+    """The kind of every layer; layers of one kind cost the same."""
+    model = settings.model
+    first_expert = model.dense_layers if model.experts else model.layers
+    return kinds_of_layers(model.layers, first_expert, model.window, model.window_every, settings.fp8_layers())
+
+
+@lru_cache(64)
+def kinds_of_layers(layers: int, first_expert: int, window: int, window_every: int, fp8: range) -> tuple[tuple, ...]:
+    return tuple((layer >= first_expert, window > 0 and not (window_every and (layer + 1) % window_every == 0),
+                  layer in fp8) for layer in range(layers))
+
+
+def by_kind(settings: Config, cost: Callable[[int], Any]) -> dict[tuple, Any]:
+    """cost(layer) of one layer of each kind."""
+    numbers = {kind: layer for layer, kind in enumerate(layer_kinds(settings))}
+    return {kind: cost(layer) for kind, layer in numbers.items()}
+
+
+def stages_of(settings: Config, division: str = "balanced") -> list[range]:
+    """The layers of every pipeline stage, of about equal FLOPs, those of the head included. division: "balanced", as
+    train.py; "any": the same, but the head may be alone; "cumulative": see cumulative_partition."""
+    grid, fields = settings.grid, tuple(vars(settings.model).values())
+    return divide(fields, layer_kinds(settings), settings.batch.seq, grid.pp * grid.chunks, division)
+
+
+@lru_cache(1024)
+def divide(fields: tuple, kinds: tuple[tuple, ...], seq: int, stages: int, division: str) -> list[range]:
+    """fields: of the Model; kinds: of its layers."""
+    model = Model(*fields)
+    tables = {kind: llama_layer(model, seq, layer=layer) for layer, kind in enumerate(kinds)}
+    of_kind = {kind: forward_flops(table) - table["attention"].flops * (division == "cumulative")
+               for kind, table in tables.items()}
+    unit = max(of_kind.values())
+    work, head = [of_kind[kind] / unit for kind in kinds], 2 * model.vocab * model.hidden / unit
+    if division == "cumulative":
+        return cumulative_partition(work, stages, head)
+    return partition(work, stages, head, int(division == "balanced"))
+
+
+def layer_elements(settings: Config, layer: int) -> dict[str, int]:
+    """Parameters of a block on one rank, by data axis: "dp", or "edp" for experts."""
+    model, grid = settings.model, settings.grid
+    H, t, D = model.hidden, grid.tp, model.head_dim
+    q, kv = model.heads // t * D, max(model.kv_heads // t, 1) * D
+    dense = 2 * H + 2 * H * q + 2 * H * kv + model.qkv_bias * (q + 2 * kv) + model.qk_norm * 2 * D
+    if not model.has_experts(layer):
+        return dict(dp=dense + 3 * H * model.ffn // t)
+    shared = model.shared_experts * model.expert_ffn
+    return dict(dp=dense + model.experts * H + 3 * H * shared // t,
+                edp=model.experts // grid.ep * 3 * H * model.expert_ffn)
+
+
+def bucket_elements(settings: Config, stages: Mapping[int, range], element: int) -> dict[str, list[int]]:
+    """Elements of each bucket of a rank by data axis, as dp.assign_to_buckets makes them. stages: this rank's, and
+    their layers. element: bytes per element of a weight. Of tp ranks the one with the most rows of the vocabulary."""
+    model, grid = settings.model, settings.grid
+    capacity = 0 if grid.zero == 3 else grid.bucket_mb * 1e6 / acc_bytes(element)
+    table, last_stage = -(-model.vocab // grid.tp) * model.hidden, grid.pp * grid.chunks - 1
+    tables = (0 in stages) + (last_stage in stages)
+    buckets: dict[str, list[int]] = {"dp": [table] if model.tied and tables else []}
+    kinds, elements = layer_kinds(settings), by_kind(settings, lambda layer: layer_elements(settings, layer))
+    for stage, layers in stages.items():
+        units = [elements[kinds[layer]] for layer in layers]
+        if stage == 0 and not model.tied:
+            units.insert(0, dict(dp=table))
+        if stage == last_stage:
+            units.append(dict(dp=model.hidden + (0 if model.tied else table)))
+        filling: dict[str, int] = {}
+        for unit in units:
+            for axis, count in unit.items():
+                filling[axis] = filling.get(axis, 0) + count
+                if filling[axis] >= capacity:
+                    buckets.setdefault(axis, []).append(filling.pop(axis))
+        for axis, count in filling.items():
+            buckets.setdefault(axis, []).append(count)
+    return buckets
+
+
+def fp8_elements(settings: Config, layers: Iterable[int]) -> int:
+    """Elements of the matrices of these blocks, on one rank, that multiply in FP8: all but the router."""
+    model = settings.model
+    vectors = 2 * model.hidden + model.qk_norm * 2 * model.head_dim
+    biases = model.qkv_bias * (model.heads // settings.grid.tp + 2 * max(model.kv_heads // settings.grid.tp, 1))
+    return sum(sum(layer_elements(settings, layer).values()) - vectors - biases * model.head_dim
+               - model.has_experts(layer) * model.experts * model.hidden
+               for layer in layers if layer in settings.fp8_layers())
+
+
+def fp8_operands(settings: Config, layer: int) -> tuple[float, float]:
+    """Elements per token of a micro-batch that a rank quantises in a block: (inputs of FP8 linear layers, gradients of
+    their outputs). With sequence parallelism ranks quantise the tokens that they have, and gather FP8; only gradients
+    of row parallel layers are counted whole, as all ranks quantise or transpose them."""
+    model, grid = settings.model, settings.grid
+    H, t, sp = model.hidden, grid.tp, grid.tp if grid.sp else 1
+    q, kv = model.heads // t * model.head_dim, max(model.kv_heads // t, 1) * model.head_dim
+    inputs, gradients = H / sp + q, q + 2 * kv + H
+    if model.has_experts(layer):
+        routed, F = model.top_k / t, model.expert_ffn
+        inputs, gradients = inputs + routed * (H + F), gradients + routed * (2 * F + H)
+    F = model.shared_experts * model.expert_ffn if model.has_experts(layer) else model.ffn
+    if F:
+        inputs, gradients = inputs + H / sp + F / t, gradients + 2 * F / t + H
+    return inputs, gradients
+
+
+def fp8_bytes(settings: Config) -> int:
+    """Bytes read and written to quantise an element of 16 bits (fp8.py): it is read once, with a scale per tensor once
+    more before, for the largest; a rowwise and a columnwise copy are written."""
+    recipe = settings.precision.fp8_recipe()
+    return (2 if recipe.blocks else 4) + 2 if recipe else 0
+
+
+# ---- what a layer makes ---------------------------------------------------------------------------------------------
+
+class Activation(NamedTuple):
+    """A tensor that a layer's forward makes, per token.
+
+    nbytes: of all tensor parallel ranks together, copies of key and value heads included. saved_under: the strongest of
+    RECOMPUTE under which it is still saved. sharded_by: "tp": by tensor parallelism; "sp": by sequence parallelism
+    only; "": by neither. flops: to make it.
+    """
+    nbytes: float
+    saved_under: str
+    sharded_by: str
+    flops: float = 0
+
+
+Layer = dict[str, Activation]
+
+
+def saved_bytes(layer: Layer, recompute: str, tp: int = 1, sp: bool = True) -> float:
+    """Bytes per token that a layer saves on each of tp ranks, with or without sequence parallelism."""
+    shards = {"tp": tp, "sp": tp if sp else 1, "": 1}
+    return sum(activation.nbytes / shards[activation.sharded_by] for activation in layer.values()
+               if RECOMPUTE.index(activation.saved_under) >= RECOMPUTE.index(recompute))
+
+
+def forward_flops(layer: Layer) -> float:
+    return sum(activation.flops for activation in layer.values())
+
+
+def recomputed_flops(layer: Layer, recompute: str) -> float:
+    """FLOPs per token that backward repeats, of all activations that are not saved. A layer's last matmul is never
+    repeated: no backward of the layer reads its result."""
+    return sum(activation.flops for activation in layer.values()
+               if RECOMPUTE.index(activation.saved_under) < RECOMPUTE.index(recompute))
+
+
+def gpt_layer(hidden: int, heads: int, seq: int) -> Layer:
+    """The layer of Korthikanti et al. 2022, section 4: 16 bits, GELU, dropout, scores saved: s b h (34 + 5 a s / h).
+
+    Attention's FLOPs count all scores, masked ones too, as the paper and torch do. "selective" means what it does in
+    that paper: only the scores are recomputed (in model.py norms and SwiGLU are, too).
+    """
+    h, scores = hidden, heads * seq
+    return dict(
+        input=Activation(2 * h, "full", "sp"),
+        attention_norm=Activation(2 * h, "selective", "sp"),
+        qkv=Activation(6 * h, "selective", "tp", 6 * h * h),
+        softmax=Activation(2 * scores, "none", "tp", 4 * h * seq),  # q k^T and softmax v
+        softmax_dropped=Activation(2 * scores, "none", "tp"),
+        softmax_mask=Activation(scores, "none", "tp"),
+        attention=Activation(2 * h, "selective", "tp"),
+        attention_mask=Activation(h, "selective", "sp", 2 * h * h),
+        residual=Activation(2 * h, "selective", "sp"),
+        ffn_norm=Activation(2 * h, "selective", "sp"),
+        up=Activation(8 * h, "selective", "tp", 8 * h * h),
+        gelu=Activation(8 * h, "selective", "tp"),
+        ffn_mask=Activation(h, "selective", "sp"),
+        output=Activation(0, "full", "sp", 8 * h * h))
+
+
+class LayerOptions(NamedTuple):
+    """How a layer is executed, as far as it changes what is saved.
+
+    element: bytes per element of an activation. tp: ranks; above kv_heads, each kv head exists tp / kv_heads times.
+    attention: "math" saves scores. sp_keep: gathered inputs of linear layers are saved. fp8: bytes per element in which
+    FP8 linear layers save their inputs, scales included; 0: not FP8. aux, router_z: whether the router has these
+    losses. copies: of each token that are sent to experts, see copies_per_token; 0: all experts are on one rank.
+    """
+    element: int = 2
+    tp: int = 1
+    attention: str = "auto"
+    sp_keep: bool = False
+    fp8: float = 0.0
+    aux: bool = True
+    router_z: bool = False
+    copies: float = 0.0
+
+
+BF16 = LayerOptions()
+
+
+def llama_layer(model: Model, seq: int, options: LayerOptions = BF16, layer: int = -1) -> Layer:
+    """A block of model.py; by default the last."""
+    layer %= model.layers
+    ffn = experts_half(model, options) if model.has_experts(layer) else ffn_half(model, options)
+    return attention_half(model, layer, seq, options) | ffn
+
+
+def attention_half(model: Model, layer: int, seq: int, options: LayerOptions) -> Layer:
+    e, acc = options.element, acc_bytes(options.element)
+    kv_heads = max(model.kv_heads, options.tp)
+    H, q, kv = model.hidden, model.heads * model.head_dim, kv_heads * model.head_dim
+    qkv = (q + 2 * kv) * e  # the matmul's result, in which queries and keys are rotated in place
+    if model.qk_norm:
+        qkv += (q + kv) * e + (model.heads + kv_heads) * acc  # normalised copies, and the norms' statistics
+    scores_flops = 4 * q * 2 * visible_keys(model, layer, seq)  # q k^T and its product with v, masked half included
+    math = options.attention == "math"
+    activations = dict(
+        input=Activation(H * e, "full", "sp"),
+        attention_norm=Activation(H * (options.fp8 or e), "none", "" if options.sp_keep else "sp"),
+        attention_norm_statistic=Activation(acc, "none", "sp"),
+        qkv=Activation(qkv, "selective", "tp", 2 * H * (q + 2 * kv)),
+        attention=Activation(q * e, "selective", "tp", 0 if math else scores_flops),
+        residual=Activation(H * e, "selective", "sp", 2 * q * H))
+    if options.fp8:
+        activations["attention_fp8"] = Activation(q * options.fp8, "selective", "tp")
+    if not math:
+        return activations | dict(logsumexp=Activation(model.heads * acc, "selective", "tp"))
+    scores = model.heads * seq * (acc if e == acc else acc + e)  # the softmax, and its result rounded
+    copies = (2 * acc + e) * q - (q + (kv if model.qk_norm else 2 * kv)) * e  # of q, k, v, in place of qkv
+    return activations | dict(scores=Activation(scores, "none", "tp", scores_flops),
+                              attention_copies=Activation(copies, "none", "tp"))
+
+
+def ffn_half(model: Model, options: LayerOptions) -> Layer:
+    H, F = model.hidden, model.ffn
+    e, acc = options.element, acc_bytes(options.element)
+    return dict(
+        ffn_norm=Activation(H * (options.fp8 or e), "none", "" if options.sp_keep else "sp"),
+        ffn_norm_statistic=Activation(acc, "none", "sp"),
+        gate_up=Activation(2 * F * e, "selective", "tp", 4 * H * F),
+        swiglu=Activation(F * (options.fp8 or e), "none", "tp"),
+        output=Activation(0, "full", "sp", 2 * F * H))
+
+
+def experts_half(model: Model, options: LayerOptions) -> Layer:
+    """The feed-forward half of a block with experts (ep.py) which all get equally many tokens.
+
+    Under selective recomputation, too, the tokens dispatched to experts are saved, since making them again would
+    communicate again. The routing is saved under full recomputation as well, see ep.py.
+    """
+    H, F, E, k = model.hidden, model.expert_ffn, model.experts, model.top_k
+    e, acc = options.element, acc_bytes(options.element)
+    linear_input = options.fp8 or e
+    router_scores = 1 + options.aux + options.router_z  # times E: scores, the auxiliary loss's coefficients, logits
+    sent = options.copies
+    gates = k + model.router_norm * (k + 1) + options.aux * (model.router == "sigmoid") + 2 * options.router_z
+    activations = dict(
+        ffn_norm=Activation(H * e, "none", "sp"),
+        ffn_norm_statistic=Activation(acc, "none", "sp"),
+        router_scores=Activation(router_scores * E * acc, "selective", "tp", 2 * H * E),
+        gates=Activation(gates * acc, "selective", "tp"),
+        route=Activation(24 * k + 8 + (24 * sent if sent else 0), "full", "tp"),
+        tokens_dispatched=Activation(k * H * linear_input, "selective", "tp"),
+        experts_gate_up=Activation(2 * k * F * e, "selective", "tp", 4 * H * k * F),
+        experts_swiglu=Activation(k * F * linear_input, "selective" if options.fp8 else "none", "tp"),
+        experts_output=Activation(0, "full", "tp", 2 * k * F * H))
+    shared = model.shared_experts * F
+    if shared:
+        activations |= dict(shared_gate_up=Activation(2 * shared * e, "selective", "tp", 4 * H * shared),
+                            shared_swiglu=Activation(shared * linear_input, "none", "tp"))
+        if options.fp8:
+            activations["ffn_norm_fp8"] = Activation(H * options.fp8, "none", "sp")
+        if options.sp_keep:
+            activations["ffn_norm_gathered"] = Activation(H * e, "none", "")
+    return activations | dict(output=Activation(0, "full", "sp", 2 * shared * H))
+
+
+def copies_per_token(model: Model, ranks: int) -> float:
+    """The expected number of ranks with experts of a token, if any top_k of all experts are equally likely."""
+    E, k = model.experts, model.top_k
+    return ranks * (1 - math.comb(E - E // ranks, k) / math.comb(E, k))
+
+
+def latent_attention_half(hidden: int, heads: int, seq: int, element: int, q_rank: int, kv_rank: int, width: int,
+                          rotated: int) -> Layer:
+    """Attention of DeepSeek-V3 (MLA) with fused scores: queries, keys and values made from two low-rank vectors.
+
+    width: channels per head without position. rotated: channels per head that are rotated by position; their keys are
+    shared by all heads.
+    """
+    H, e, acc = hidden, element, acc_bytes(element)
+    qk = heads * (width + rotated)
+    narrow = q_rank + kv_rank + rotated
+    return dict(
+        input=Activation(H * e, "full", "sp"),
+        attention_norm=Activation(H * e, "none", "sp"),
+        attention_norm_statistic=Activation(acc, "none", "sp"),
+        narrow=Activation(narrow * e, "selective", "sp", 2 * H * narrow),
+        narrow_norms=Activation((q_rank + kv_rank) * e + 2 * acc, "none", "sp"),
+        qkv=Activation((2 * qk + heads * width) * e, "selective", "tp", 2 * q_rank * qk + 4 * kv_rank * heads * width),
+        attention=Activation(heads * width * e, "selective", "tp", 2 * seq * heads * (2 * width + rotated)),
+        logsumexp=Activation(heads * acc, "selective", "tp"),
+        residual=Activation(H * e, "selective", "sp", 2 * heads * width * H))
+
+
+class AttentionCost(NamedTuple):
+    flops: float  # of all matmuls, forward and backward
+    nbytes: float  # read and written
+
+
+def attention_cost(algorithm: str, B: int, N: int, S: int, D: int, itemsize: int = 2,
+                   on_chip: int = 192 * 1024) -> AttentionCost:
+    """Attention without a causal mask, forward and backward, for B sequences of S tokens, N heads of width D.
+    algorithm: one of
+
+    "standard": scores in memory, with mask and dropout. Passes over them (one for a read or a write) in forward: 1
+    writes s, 2 add the mask, 2 softmax, 2.5 dropout (its mask is a byte), 1 for p v; in backward 1 dv, 1 dp, 2.5
+    dropout, 3 softmax, 2 dq and dk.
+    "flash 1": algorithms 1 and 4 of Dao et al. 2022, with on_chip bytes of memory in each SM, by default an A100's. The
+    outer loop takes on_chip / (4 D itemsize) keys and values per turn.
+    "here": flash.py, where the L2 cache serves what a kernel reads twice.
+    """
+    matmul, tensor, rows = 2 * B * N * S * S * D, B * N * S * D * itemsize, B * N * S * 4
+    if algorithm == "standard":
+        passes = (1 + 2 + 2 + 2.5 + 1) + (1 + 1 + 2.5 + 3 + 2)
+        return AttentionCost(6 * matmul, passes * B * N * S * S * itemsize + (4 + 8) * tensor)
+    if algorithm == "flash 1":
+        turns = -(-S // (on_chip // itemsize // (4 * D)))
+        forward = (2 + 1 + 3 * turns) * tensor + (2 + 4 * turns) * rows  # k v; o = 0; q o, o; m l = 0; m l, m l
+        backward = (2 + 2 + 1 + 5 * turns) * tensor + 2 * turns * rows  # k v; dk dv; dq = 0; q o do dq, dq; m l
+        return AttentionCost(7 * matmul, forward + backward)
+    assert algorithm == "here", algorithm
+    forward, backward = 4 * tensor, (6 + 6) * tensor  # q k v, o; q k v o do, dq; q k v do, dk dv
+    return AttentionCost(9 * matmul, forward + backward + 5 * rows)
+
+
+def published_flops(algorithm: str, B: int, N: int, S: int, D: int) -> float:
+    """FLOPs as figure 2 of Dao et al. 2022 seems to count them.
+
+    The paper prints 66.6 "GFLOPs" and 40.3 GB for standard attention, 75.2 and 4.4 for FlashAttention (GPT-2 medium: B
+    64, N 16, S 1024, D 64), where 6 and 7 matmuls are 825 and 962 GFLOP. Its text does not say what is counted. But if
+    matmuls count 1/16, as an A100's tensor cores are 16 times as fast as its other units, and each score has 14 other
+    operations (1 mask, 5 softmax, 2 dropout; backward 2 and 4), both figures are as printed.
+    """
+    return attention_cost(algorithm, B, N, S, D).flops / 16 + 14 * B * N * S * S
+
+
+# ---- utilisation ----------------------------------------------------------------------------------------------------
+
+# Peak dense TFLOP/s in bf16 and fp16, from data sheets. The first entry whose words the device's name has counts.
+PEAK_TFLOPS = {"H100 PCIe": 756, "H100 NVL": 835, "H200 NVL": 835, "H100": 989, "H200": 989, "GH200": 989, "B200": 2250,
+               "GB200": 2500, "B300": 2250, "GB300": 2500, "A100": 312, "L40S": 362, "MI300X": 1307, "MI325X": 1307}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """FLOP/s of a GPU in 16 bits; None for one that is not in the table, since a utilisation needs a known peak."""
+    words = set(re.split("[ -]", device_name))
+    return next((peak * 1e12 for key, peak in PEAK_TFLOPS.items() if set(key.split()) <= words), None)
+
+
+def flops_by_convention(settings: Config) -> dict[str, float]:
+    """FLOPs per token, forward and backward, as each kind of utilisation counts them. mfu: masked scores, too (in a
+    layer with a window as many as visible ones). mfu_causal: visible ones only. hfu: mfu plus what is recomputed."""
+    model, precision, seq = settings.model, settings.precision, settings.batch.seq
+    options = LayerOptions(attention=precision.attention)
+    recomputed = sum(recomputed_flops(llama_layer(model, seq, options, layer), precision.recompute)
+                     for layer in range(model.layers))
+    flops = flops_per_token(model, seq)
+    return dict(mfu=flops, mfu_causal=flops_per_token(model, seq, causal=True), hfu=flops + recomputed)

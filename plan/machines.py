@@ -1,0 +1,141 @@
+"""Machines: what their GPUs and the levels of their network do, and how long a collective takes on them.
+
+A collective of n ranks that sends b bytes per rank takes b / bandwidth + (n - 1) x latency, a ring's (Patarasuk and
+Yuan 2009). A group that leaves a node shares the node's network cards with its neighbours: r of its ranks in each node
+use the cards of r ranks.
+
+A machine is a built-in one, whose figures others have measured, or a file that bench/probe.py wrote:
+
+    {"name", "gpus_per_node", "peak_flops": {"bf16": FLOP/s, ...}, "memory_bytes", "memory_bytes_per_s",
+     "achieved_fraction": what the best matmul reaches of the peak,
+     "host_link_bytes_per_s", "host_memory_bytes_per_s": see Machine; only --offload needs them,
+     "levels": [{"name", "ranks", "latency_s", "bandwidth_bytes_per_s",            from the innermost outward
+                 "per_collective": {"all_reduce": {"bandwidth_bytes_per_s"}, ...}}, ...]}
+"""
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from checks import need
+
+
+class Level(NamedTuple):
+    """A level of the network. ranks: how many it connects. The bandwidth is per rank and direction, the latency is per
+    hop of a ring. per_collective: name -> bandwidth, where it is known and differs."""
+    name: str
+    ranks: int
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    per_collective: Mapping[str, float] = {}
+
+    def bandwidth(self, collective: str) -> float:
+        return self.per_collective.get(collective, self.bandwidth_bytes_per_s)
+
+
+class Machine(NamedTuple):
+    """matmul_flops: FLOP/s of the best matmul. peak_flops, matmul_flops: by dtype, "bf16" and "fp8"; without the latter
+    twice as much as in bf16. levels: from the innermost outward. In bytes per second and GPU, 0 if unknown: host_link,
+    of copies to or from the host's memory; host_memory, what the CPUs read and write there."""
+    name: str
+    gpus_per_node: int
+    peak_flops: Mapping[str, float]
+    matmul_flops: Mapping[str, float]
+    memory_bytes: float
+    memory_bandwidth: float
+    levels: tuple[Level, ...]
+    source: str = ""
+    host_link: float = 0.0
+    host_memory: float = 0.0
+
+    def peak(self) -> float:
+        return self.peak_flops["bf16"]
+
+    def best_matmul(self, fp8: bool = False) -> float:
+        return self.matmul_flops.get("fp8", 2 * self.matmul_flops["bf16"]) if fp8 else self.matmul_flops["bf16"]
+
+
+ML_ENGINEERING = "github:stas00/ml-engineering @744d01e"
+EFA = (f"{ML_ENGINEERING}: a ring of 32 H200s on EFA sends 365 GB/s; hops of the playbook's cluster take what a line "
+       "through the times of its 256 MB all-gathers on 2 to 32 nodes says")
+
+
+def gpu_node(name: str, peak: float, bf16: float, fp8: float, memory_gib: float, memory_tb_s: float, node_gb_s: float,
+             network_gb_s: float, link_gb_s: float, host_gb_s: float, latency_us: tuple[float, float] = (3.0, 10.0),
+             ranks: int = 8, source: str = ML_ENGINEERING, **per_collective: float) -> Machine:
+    """peak: TFLOP/s in bf16; bf16, fp8: those of the best matmul, 0 if unknown; bandwidths per GPU and direction. As
+    measured, but for the peak and what the makers say of the host: its link, and the memory of all its CPUs divided by
+    its GPUs (16 channels of DDR4-3200, DDR5-4800 or DDR5-5600, 24 of DDR5-4800; or 512 GB/s for two)."""
+    in_node = {collective: gb_s * 1e9 for collective, gb_s in per_collective.items()}
+    levels = (Level("node", ranks, latency_us[0] * 1e-6, node_gb_s * 1e9, in_node),
+              Level("network", 1 << 20, latency_us[1] * 1e-6, network_gb_s * 1e9))
+    best = dict(bf16=bf16 * 1e12) | (dict(fp8=fp8 * 1e12) if fp8 else {})
+    return Machine(name, ranks, dict(bf16=peak * 1e12), best, memory_gib * 2**30, memory_tb_s * 1e12, levels, source,
+                   link_gb_s * 1e9, host_gb_s * 1e9)
+
+
+MACHINES = {machine.name: machine for machine in (
+    #                  peak  bf16  fp8    GiB  TB/s  node  network, link, host: GB/s per GPU
+    gpu_node("a100",   312,  271,  0,     80,  2.04, 175,  22.5, 31,  51),
+    gpu_node("a100-40gb", 312, 271, 0,    40,  1.56, 175,  22.5, 31,  51),
+    gpu_node("a100-opa", 312, 271, 0,     80,  2.04, 175,   5.5, 31,  51, source="BLOOM: four 100 Gb/s cards per node"),
+    gpu_node("h100",   989,  794,  1403,  80,  3.35, 363,  45,   63,  77, all_reduce=436),
+    gpu_node("h100-efa", 989, 794, 1403,  80,  3.35, 363,  45,   63,  77, (3.0, 33.0), all_reduce=436, source=EFA),
+    gpu_node("h200",   989,  794,  1453,  141, 4.8,  363,  45,   63,  77, all_reduce=480),
+    gpu_node("b200",   2250, 1745, 3432,  180, 8.0,  680,  45,   63,  90, all_reduce=838),
+    gpu_node("gb200",  2500, 1822, 3616,  186, 8.0,  680,  45,   225, 256, ranks=64),
+    gpu_node("gb300",  2500, 1966, 3726,  288, 8.0,  680,  90,   225, 256, ranks=64),  # matmuls: a B300's, scaled
+    gpu_node("mi300x", 1307, 668,  0,     192, 5.3,  310,  45,   63,  115),
+)}
+
+
+# GB/s per direction and GPU (network: and node, all its cards), as their makers say; ML Engineering, network/README.md.
+# PCIe 6 is 64 GT/s x 16 lanes x 242/256, its encoding; Ethernet its line rate.
+INTERCONNECTS = {
+    "NVLink 3 (A100)": 300, "NVLink 4 (H100, H200)": 450, "NVLink 5 (B200)": 900, "PCIe 4 x16": 31, "PCIe 5 x16": 63,
+    "PCIe 6 x16": 121, "InfiniBand NDR400, one card": 50, "InfiniBand XDR, two cards": 200, "EFA v1 (P4d node)": 50,
+    "EFA v2 (P5 node)": 400, "EFA v3 (P5en node)": 400, "EFA v4 (P6-B200 node)": 400,
+    "Ethernet 100 Gb/s, one card": 12.5}
+
+
+def read_machine(name: str) -> Machine:
+    """A machine by its name, or from a file that `bench/probe.py` wrote. Raises ValueError if there is none, or if the
+    file lacks a field."""
+    if name.lower() in MACHINES:
+        return MACHINES[name.lower()]
+    need(os.path.isfile(name), f"--machine {name}: unknown, use one of {', '.join(MACHINES)} or a cluster file")
+    try:
+        with open(name) as file:
+            found = json.load(file)
+        levels = tuple(Level(level["name"], int(level["ranks"]), float(level["latency_s"]),
+                             float(level["bandwidth_bytes_per_s"]),
+                             {op: float(figures["bandwidth_bytes_per_s"])
+                              for op, figures in (level.get("per_collective") or {}).items()})
+                       for level in found["levels"])
+        peaks = {dtype: float(peak) for dtype, peak in found["peak_flops"].items()}
+        best = {dtype: peak * (found["achieved_fraction"] or 0.8) for dtype, peak in peaks.items()}
+        bandwidth = found.get("memory_bytes_per_s") or peaks["bf16"] / 295  # an H100's FLOPs per byte
+        return Machine(found["name"], int(found["gpus_per_node"]), peaks, best, float(found["memory_bytes"]),
+                       float(bandwidth), levels, name, float(found.get("host_link_bytes_per_s", 0)),
+                       float(found.get("host_memory_bytes_per_s", 0)))
+    except KeyError as error:
+        raise ValueError(f"--machine {name}: the file has no {error}") from None
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"--machine {name}: cannot be read: {error}") from None
+
+
+def collective_seconds(machine: Machine, nbytes: float, n: int, stride: int = 1, collective: str = "all_gather",
+                       calls: int = 1) -> float:
+    """Seconds that `calls` collectives take, in which each of n ranks, `stride` apart, sends nbytes in all."""
+    if n == 1:
+        return 0.0
+    bandwidth, inside = 0.0, 1  # ranks of the group inside a unit of the level below
+    for level in machine.levels:
+        shared = level.bandwidth(collective) * (inside if bandwidth else 1)
+        bandwidth = min(bandwidth, shared) if bandwidth else shared
+        inside = max(1, min(n, level.ranks // stride))
+        if inside == n:
+            break
+    return nbytes / bandwidth + calls * (n - 1) * level.latency_s

@@ -1,0 +1,317 @@
+"""The memory of a rank by formula: model state, saved activations, and the moment of a step that needs most.
+
+Model state of P parameters at ZeRO level 0, in bytes: weights w P, gradients a P, master weights a P (none if w = a)
+and AdamW's moments m P, with w = 2, a = 4, m = 8 in bf16: 18 bytes per parameter. zero.py says what each level shards.
+
+Tests compare these formulas with dry runs (run/dryrun.py), which count the tensors of the code that trains. The peak is
+where a backward begins, with all activations saved: in the head, whose gradient of the logits is in the accumulation
+dtype, or in the last block, whose matrix gradients exist in the weights' dtype before they are added to the main
+gradients (unless a kernel adds to fp32). At ZeRO levels 2 and 3 few buckets have unsharded gradients at that moment.
+
+Shapes: T tokens of a micro-batch on a rank, H hidden, F ffn, V vocabulary, t tensor parallel ranks.
+"""
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from math import gcd
+from typing import NamedTuple
+
+from config import Config, padded_elements, padded_length
+from plan.costs import (
+    Activation,
+    LayerOptions,
+    acc_bytes,
+    bucket_elements,
+    by_kind,
+    copies_per_token,
+    layer_kinds,
+    llama_layer,
+    reduced_bytes,
+    saved_bytes,
+)
+from schedules import Action
+
+
+def state_bytes(buckets: list[int], level: int, n: int, *, weight: int, accumulated: int,
+                moments: int) -> dict[str, int]:
+    """Upper bounds of the bytes that a rank has at once of weights, gradients and optimizer state.
+
+    buckets: elements of each bucket. n: ranks that shard them. level: of ZeRO. weight: bytes per element of weights;
+    accumulated: of main gradients and master weights; moments: of all moments together. Two buckets' weights (level 3)
+    or gradients (levels 2 and 3) are unsharded at once; the bound takes the two largest, though only neighbours are.
+    Left out at levels 2 and 3: schedules that split the backward, where all gradients are unsharded; the gradient of a
+    tied table; one shard being received; and, with bf16 moments, one bucket's moments in fp32 during its update.
+    """
+    if n == 1:
+        level = 0
+    padded = [padded_elements(count, n) for count in buckets] if level else buckets
+    all_elements = sum(padded)
+    shard = all_elements // n
+    two_weights = sum(sorted(padded)[-2:])
+    two_grads = two_weights if len(padded) > 1 else 2 * all_elements  # one is reduced while the other is filled
+    master = 0 if weight == accumulated else accumulated
+    return dict(weights=(shard + two_weights if level == 3 else all_elements) * weight,
+                gradients=(shard + two_grads if level >= 2 else all_elements) * accumulated,
+                optimizer=(shard if level else all_elements) * (master + moments))
+
+
+def activation_bytes(settings: Config, element: int, stages: Collection[Iterable[int]] | None = None,
+                     in_flight: int = 1, has_head: bool = True) -> int:
+    """Bytes that forwards save on a rank for their backwards, if all experts get equally many tokens.
+
+    element: bytes per element of an activation. stages: the layers of each pipeline stage on this rank; None: all
+    layers, in one stage. in_flight: the most (stage, micro-batch) activations at once. has_head: whether it has the
+    last stage. This is what plain torch saves. Triton's kernels on GPUs save less: no statistics of norms, and dx and
+    dW of the head instead of logits. Left out: masks of documents and windows, small tensors per sequence, and what is
+    offloaded.
+    """
+    model, grid, batch, precision = settings.model, settings.grid, settings.batch, settings.precision
+    tp, sp, acc, recompute = grid.tp, grid.sp, acc_bytes(element), precision.recompute
+    seq = padded_length(batch.seq, grid.cp, tp if sp else 1)
+    local_seq = seq // grid.cp
+    by_heads = grid.cp > 1 and grid.style().whole_sequences  # Ulysses
+    by_blocks = grid.cp > 1 and not by_heads  # attention by blocks saves no scores
+    options = layer_options(settings, element, by_blocks)
+    recipe = precision.fp8_recipe()
+    fp8_bytes = (1 + 4 / 128 if recipe.blocks else 1.0) if recipe else 0.0  # a scale per 128 elements
+
+    def bytes_per_token(number: int) -> float:
+        fp8 = fp8_bytes if number in settings.fp8_layers() else 0.0
+        layer = llama_layer(model, seq, options._replace(fp8=fp8), number)
+        if by_heads:  # also saved: the output before its all-to-all, and kv heads repeated until cp divides them
+            kv_heads = max(model.kv_heads // tp, 1)  # per rank
+            repeated = 2 * tp * kv_heads * (grid.cp // gcd(grid.cp, kv_heads) - 1)
+            layer["attention_by_heads"] = Activation((model.heads + repeated) * model.head_dim * element, "selective",
+                                                     "tp")
+        return saved_bytes(layer, recompute, tp, sp or recompute == "full")  # checkpoints are always sharded
+
+    stages = stages or [range(model.layers)]
+    kinds, saved = layer_kinds(settings), by_kind(settings, bytes_per_token)
+    per_token = in_flight * max(sum(saved[kinds[layer]] for layer in layers) for layers in stages)
+    if precision.offloads("activations"):  # of the blocks' inputs, two are on the GPU
+        per_token -= max(0, in_flight * max(map(len, stages)) - 2) * model.hidden * element / tp
+    if has_head:
+        losses = in_flight // grid.chunks if grid.schedule == "afab" else 1  # of these logits are saved
+        norm = model.hidden * element if recompute == "selective" else 2 * model.hidden * element + acc
+        logits = -(-model.vocab // tp) * element + 3 * acc
+        indices = 2 * 9  # per token: its index in the table and its label's in the vocabulary, each with a mask
+        per_token += losses * (norm / (tp if sp else 1) + logits + indices)
+        if grid.sp_keep and recompute != "selective":
+            per_token += losses * model.hidden * element * (1 - 1 / tp)
+    if recompute == "full" and tp > 1 and not sp:
+        per_token += model.hidden * element  # one gathered checkpoint
+    if model.experts and recompute == "full":
+        per_token += in_flight * 8 / tp  # each token's sequence number, for recomputing a block
+    angles = local_seq * model.head_dim * acc  # cos and sin of rotary embedding
+    mask = seq * seq if precision.attention == "math" and not by_blocks else 0
+    return round(batch.micro_batch * local_seq * per_token + angles + mask)
+
+
+def layer_options(settings: Config, element: int, by_blocks: bool = False) -> LayerOptions:
+    grid, optim = settings.grid, settings.optim
+    return LayerOptions(element, grid.tp, "auto" if by_blocks else settings.precision.attention, grid.sp_keep,
+                        aux=optim.aux_loss > 0, router_z=optim.router_z_loss > 0,
+                        copies=copies_per_token(settings.model, grid.ep) if grid.ep > 1 else 0.0)
+
+
+# ---- the peak of a step ---------------------------------------------------------------------------------------------
+
+class Moment(NamedTuple):
+    """What a rank has at one moment of a step besides its shards and the saved activations."""
+    gradients: int  # at ZeRO levels 2 and 3: elements unsharded or being reduced, in the accumulation dtype
+    weights: int  # at level 3: elements unsharded
+    temporaries: float  # bytes
+    freed: float = 0.0  # bytes of saved activations that have been freed by then
+
+
+class Backward(NamedTuple):
+    """A backward of a rank's plan, as far as the memory depends on its place in the plan."""
+    op: str  # B, I or W
+    stage: int
+    before: int | None  # the stage whose gradients were complete last, and may still be summed over the data axis
+    passes: int  # how many micro-batches' gradients of that stage are complete; 2: two or more
+    held: int  # micro-batches whose activations the rank has when it begins, in those of one stage
+    halves: int  # of these, how many have had their I and not their W
+
+
+def backwards_in_memory(actions: list[Action]) -> list[Backward]:
+    """The different backwards of a rank's plan; of those that differ in `held` alone, the one that holds most."""
+    found: dict[Backward, Backward] = {}
+    passes: dict[int | None, int] = {}
+    before, held, halves = None, 0, 0
+    for op, stage, _ in actions:
+        if op == "F":
+            held += 1
+            continue
+        backward = Backward(op, stage, before, min(2, passes.get(before, 0)), held, halves)
+        key = backward._replace(held=0)
+        found[key] = max(found.get(key, backward), backward)
+        if op == "I":
+            halves += 1
+        else:
+            held, halves = held - 1, halves - (op == "W")
+            before, passes[stage] = stage, passes.get(stage, 0) + 1
+    return list(found.values())
+
+
+def memory_bytes(settings: Config, element: int, moments: int, buckets: dict[str, list[int]], fp8_weights: int,
+                 activations: int, in_flight: int, stages: Mapping[int, range], backwards: list[Backward],
+                 fused: bool = False) -> dict[str, int]:
+    """Bytes of a rank by kind ("weights", "gradients", ...), at the peak of a step.
+
+    buckets: data axis -> elements of each bucket. moments: bytes per element of all moments. fp8_weights: elements of
+    this rank's matrices that multiply in FP8. activations, in_flight: what activation_bytes returns and is given.
+    stages: of this rank, and their layers. backwards: of its plan. fused: as on GPUs, where kernels compute the loss
+    chunk by chunk and add matrix gradients to fp32. Left out: activations and gradients that pipeline ranks are sending
+    or have received; at ZeRO levels 2 and 3 a tied table's gradient, and the gradients being reduced if experts alone
+    are sharded. With split backwards the sum of all kinds is up to 13% too large at level 3.
+    """
+    grid, acc = settings.grid, acc_bytes(element)
+    padded = pad(settings, buckets)
+    level = grid.zero if any(n > 1 and padded[axis] for axis, n in shards_of(settings).items()) else 0
+    unsharded = sum(map(sum, padded.values()))  # elements of all buckets
+    sharded = sum(sum(padded[axis]) // n for axis, n in shards_of(settings).items())  # of this rank's shards
+    master = 0 if element == acc else acc
+    work = Work(settings, element, fused)
+    found = moments_of_backwards(work, stages, backwards, activations, in_flight)
+    if reduced_bytes(settings, element) < acc:
+        found += moments_of_reduction(work, padded, activations, grid.pp * grid.chunks - 1 in stages)
+    moment = max(found, key=lambda moment: moment.gradients * acc * (level >= 2) + moment.weights * element
+                 * (level == 3) + moment.temporaries - moment.freed)
+    memory = dict(weights=(sharded + moment.weights if level == 3 else unsharded) * element,
+                  gradients=(sharded + moment.gradients if level >= 2 else unsharded) * acc,
+                  optimizer=0 if settings.precision.offloads("optimizer") else sharded * (master + moments))
+    if fp8_weights and grid.zero < 3:
+        memory["FP8 weights"] = 2 * fp8_weights
+    return memory | dict(activations=activations - round(moment.freed), temporaries=round(moment.temporaries))
+
+
+def shards_of(settings: Config) -> dict[str, int]:
+    """Data axis -> how many ranks shard its buckets."""
+    grid = settings.grid
+    shards = grid.dp // grid.dp_replicate * grid.cp
+    return dict(dp=shards, edp=shards * grid.tp // grid.ep) if grid.zero else dict(dp=1, edp=1)
+
+
+def pad(settings: Config, buckets: dict[str, list[int]]) -> dict[str, list[int]]:
+    return {axis: [padded_elements(count, n) for count in buckets.get(axis, [])]
+            for axis, n in shards_of(settings).items()}
+
+
+class Work:
+    """What the moments of a step have in common. T: see above. rows: of the vocabulary. block, block_of_weights: bytes
+    of a block's temporaries, in its backward and in the second half of a split one."""
+
+    def __init__(self, settings: Config, element: int, fused: bool):
+        self.settings, self.element, self.fused = settings, element, fused
+        grid, batch, acc = settings.grid, settings.batch, acc_bytes(element)
+        self.T = batch.micro_batch * padded_length(batch.seq, grid.cp, grid.tp if grid.sp else 1) // grid.cp
+        self.rows = -(-settings.model.vocab // grid.tp)
+        self.sent = reduced_bytes(settings, element)
+        self.rounded = element if element < acc and not fused else 0  # per element of a gradient not yet added
+        self.block = self.of_block(settings)
+        self.block_of_weights = self.of_block(without_recomputation(settings))
+
+    def of_block(self, settings: Config) -> float:
+        return max(by_kind(settings, lambda layer: block_temporaries(settings, self.element, self.rounded, self.T,
+                                                                     layer)).values())
+
+
+def moments_of_backwards(work: Work, stages: Mapping[int, range], backwards: list[Backward], activations: int,
+                         in_flight: int) -> list[Moment]:
+    """Candidates for the peak in each backward: its loss, its head's matrix, its last block; and its end."""
+    settings, rounded, T, rows = work.settings, work.rounded, work.T, work.rows
+    acc, sent, shards = acc_bytes(work.element), work.sent, shards_of(settings)
+    padded = {stage: pad(settings, bucket_elements(settings, {stage: layers}, work.element))
+              for stage, layers in stages.items()}
+    for buckets in padded.values():  # other codes' stages may be empty
+        buckets["dp"] = buckets["dp"] or [0]
+    per_micro_batch, found = activations / in_flight, []
+    for op, stage, before, passes, held, halves in backwards:
+        units, experts = padded[stage]["dp"], padded[stage]["edp"] if shards["edp"] > 1 else []
+        shares_bucket = units[-1] > (rows + 1) * settings.model.hidden  # the head's bucket also has blocks
+        if op in "IW" and before is None and halves > 1:  # gradients that no W waits for are reduced after I
+            before, passes = stage, 1 if shares_bucket else 2
+        # The gradient that is still being reduced, and the shard that receives the sum. (The first one of a step
+        # receives it in the main shard itself.)
+        pending = padded[before]["dp"][-1 if op in "IW" else 0] * sent // acc if before is not None else 0
+        pending += pending // shards["dp"] * (passes > 1)
+        last, two = units[-1], sum(units[stage == 0:][-2:])  # the embedding's backward needs no weights
+        pair = last * sent // acc + sum(units[-2:-1]) + sum(experts[-1:])
+        if op in "IW":  # between the halves of a backward all gradients are unsharded
+            last = pair = sum(units) + sum(experts)
+        freed = (in_flight - held) * per_micro_batch
+        if halves:
+            freed -= halves * recomputed_bytes(settings, work.element, stages)
+        if op == "W":
+            found.append(Moment(pending + last, 0, work.block_of_weights, freed))
+            continue
+        first_pair = units[0] + (sum(units[1:2]) + sum(units[1:2]) // shards["dp"] * (passes > 1)) * sent // acc
+        table = rows * settings.model.hidden * (stage == 0)  # the embedding's backward is the last, and reads nothing
+        done = 1 - max(0, units[0] - table) / max(1, sum(units) - table)  # of the blocks' backwards
+        found.append(Moment(first_pair, two, work.block, freed + done * per_micro_batch))
+        if stage < settings.grid.pp * settings.grid.chunks - 1:
+            first = experts[-1] if experts and op == "B" else last  # a block's experts come before the rest of it
+            found.append(Moment(pending + first, two + sum(experts[-2:]), work.block, freed))
+            continue
+        loss, dlogits = 0 if work.fused else (acc + rounded) * T * rows, work.element * T * rows
+        found += [Moment(pending + last * (halves > 0), two, loss, freed),
+                  Moment(pending + last, two, rounded * rows * settings.model.hidden, freed),
+                  Moment(pending + last if shares_bucket else pair, sum(units[-3:-1]) + sum(experts[-2:]), work.block,
+                         freed + dlogits)]
+    return found
+
+
+def recomputed_bytes(settings: Config, element: int, stages: Mapping[int, range]) -> int:
+    """Bytes of a micro-batch's recomputed activations, which the second half of a split backward still needs."""
+    all_saved, some = (activation_bytes(which, element, stages.values(), has_head=False)
+                       for which in (without_recomputation(settings), settings))
+    return all_saved - some
+
+
+def without_recomputation(settings: Config) -> Config:
+    return replace(settings, precision=replace(settings.precision, recompute="none"))
+
+
+def moments_of_reduction(work: Work, padded: dict[str, list[int]], activations: int, has_head: bool) -> list[Moment]:
+    """Candidates for the peak while copies of gradients, in the dtype that is sent, are reduced. ZeRO levels 2 and 3
+    make one copy beside an unsharded gradient. Levels 0 and 1 have all copies until the backward ends, and level 1 the
+    shards that receive the sums, too; with replicas they have the shards and one copy."""
+    grid, units, sent = work.settings.grid, padded["dp"], work.sent
+    shards = grid.dp // grid.dp_replicate * grid.cp
+    if grid.zero >= 2:
+        dlogits = work.element * work.T * work.rows * has_head
+        return [Moment(units[-1], sum(units[-2:]), sent * units[-1], dlogits)] if shards > 1 else []
+    copies = received = 0
+    for axis, n in dict(dp=shards, edp=shards * grid.tp // grid.ep).items():
+        if n > 1:
+            copies += sum(padded[axis])
+            received += grid.zero * sum(padded[axis]) // n
+    if grid.dp_replicate > 1:
+        copies = units[0]
+    return [Moment(0, 0, sent * (copies + received), activations),
+            Moment(0, 0, work.block + sent * max(0, copies + received - units[0]), activations)]
+
+
+def block_temporaries(settings: Config, element: int, rounded: int, T: int, layer: int) -> float:
+    """Bytes of a block's temporaries in the middle of its feed-forward's backward, less the saved activations freed by
+    then: the gradients of gate, up and input, the input gathered once more, and the gradient of the matrix before it is
+    added to the main gradient. With recomputation, the recomputed activations are added."""
+    model, grid, recompute = settings.model, settings.grid, settings.precision.recompute
+    H, t, sp = model.hidden, grid.tp, grid.sp and grid.tp > 1
+    if model.has_experts(layer):
+        rows, F = T / t * model.top_k, model.expert_ffn
+        nbytes = element * rows * (F + H) + rounded * model.experts // grid.ep * 2 * F * H
+    else:
+        F = model.ffn / t
+        nbytes = element * (T * F + T * H * (2 if sp else 1) + T * H / (t if sp else 1)) + rounded * 2 * F * H
+    if recompute != "none":
+        table = llama_layer(model, settings.batch.seq, layer_options(settings, element), layer)
+        recomputed = saved_bytes(table, "none", t, grid.sp) - saved_bytes(table, recompute, t, grid.sp)
+        nbytes += T * (recomputed if recompute == "full" else element * F)
+    return nbytes
+
+
+def format_bytes(count: float) -> str:
+    return f"{count / 1e9:,.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

@@ -1,0 +1,134 @@
+"""How large a model, on how much data: scaling laws, the critical batch, days and cost, a ring between datacentres.
+
+    python -m plan scaling --preset llama-3.1-8b --gpus 64 --train-tokens 1e12
+
+Letters: N parameters, D tokens, C = 6 N D FLOPs (Kaplan et al. 2020); L nats per token.
+"""
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from config import Config
+from plan import costs
+
+PF_DAY = 8.64e19  # FLOPs: 1e15 per second for a day (Kaplan et al. 2020)
+
+
+class Fit(NamedTuple):
+    """L(N, D) = E + A / N^alpha + B / D^beta, whose minimum at C = 6 N D is N = G (C/6)^a, with a = beta / (alpha +
+    beta) and G = (alpha A / beta B)^(1 / (alpha + beta)) (Hoffmann et al. 2022, equation 4)."""
+    E: float
+    A: float
+    B: float
+    alpha: float
+    beta: float
+
+    def optimum(self, flops: float) -> tuple[float, float]:
+        """(N, D) with the least loss."""
+        both = self.alpha + self.beta
+        scale = (self.alpha * self.A / (self.beta * self.B)) ** (1 / both)
+        parameters = scale * (flops / 6) ** (self.beta / both)
+        return parameters, flops / 6 / parameters
+
+    def loss(self, parameters: float, tokens: float) -> float:
+        return self.E + self.A / parameters ** self.alpha + self.B / tokens ** self.beta
+
+
+FITS = {"approach 3, as printed (Hoffmann 2022)": Fit(1.69, 406.4, 410.7, 0.34, 0.28),
+        "approach 3, unrounded (its TeX source)": Fit(1.6933736809989528, 406.4010175194737, 410.7228269450398,
+                                                      0.33917084, 0.2849083),
+        "refit (Besiroglu et al. 2024)": Fit(1.81686, 482.00572, 2085.4342, 0.34781, 0.36585)}
+
+
+def power_law(flops: float, parameters: float, at_flops: float, exponent: float) -> tuple[float, float]:
+    found = parameters * (flops / at_flops) ** exponent
+    return found, flops / 6 / found
+
+
+def optima(flops: float) -> dict[str, tuple[float, float]]:
+    """(N, D) that each law says is best for so many FLOPs. Approaches 1 and 2: through the rows for 67B and 1T of their
+    tables, with exponents that are printed with two digits."""
+    laws = {"approach 1 (Hoffmann 2022, table 3)": power_law(flops, 67e9, 5.76e23, 0.50),
+            "approach 2 (Hoffmann 2022, table A3)": power_law(flops, 1e12, 1.59e26, 0.49)}
+    laws |= {name: fit.optimum(flops) for name, fit in FITS.items()}
+    return laws | {"Kaplan et al. 2020": power_law(flops, 1.3e9, PF_DAY, 0.73)}
+
+
+class Training(NamedTuple):
+    """A training run, as published. flops_per_s: of a GPU, counted in hardware, with what is recomputed. recomputed:
+    every forward, in backward."""
+    parameters: float
+    tokens: float
+    gpus: int
+    flops_per_s: float
+    recomputed: bool = True
+
+    @property
+    def pf_days(self) -> float:
+        return 6 * self.parameters * self.tokens / PF_DAY
+
+    @property
+    def days(self) -> float:
+        """8 N D / (n X) with recomputation, 6 N D / (n X) without (Narayanan et al. 2021, equation 4)."""
+        flops = (8 if self.recomputed else 6) * self.parameters * self.tokens
+        return flops / (self.gpus * self.flops_per_s) / 86400
+
+    @property
+    def gpu_hours(self) -> float:
+        return 24 * self.days * self.gpus
+
+
+TRAININGS = {"GPT-3 (Narayanan et al. 2021)": Training(174.6e9, 300e9, 1024, 140e12),
+             "1T (Narayanan et al. 2021)": Training(1008e9, 450e9, 3072, 163e12),
+             "OPT-175B (Zhang et al. 2022)": Training(175e9, 300e9, 992, 147e12)}  # all on A100s
+
+
+def critical_batch(loss: float) -> float:
+    """Tokens: 2e8 L^(-1/0.21), at which steps and tokens are both twice their least (Kaplan et al. 2020, section 5.1;
+    McCandlish et al. 2018)."""
+    return 2e8 * loss ** (-1 / 0.21)
+
+
+def ramp(final: int, seq: int) -> str:
+    """A --batch-ramp of four doublings up to the final number of sequences, at the tokens where MiniMax-01 doubled, in
+    proportion to the critical batch: 1, 11.4 and 68 times the first stage's 69B tokens at a last batch of 128M."""
+    first = 69e9 * final * seq / 128e6
+    starts = (0, first, first * 790 / 69, first * 4700 / 69)
+    return ",".join(f"{max(1, final >> (3 - i))}@{start:.3g}" for i, start in enumerate(starts))
+
+
+def ring_seconds(parameters: float, km: float, bytes_per_s: float, sites: int = 23, itemsize: int = 2) -> float:
+    """Of an all-reduce round a ring of datacentres, km long, in both directions at once: each carries half of the
+    2 (n-1)/n of all bytes that a ring sends, and the latency is one lap of light in glass, at 2e8 m/s (Epoch AI 2025:
+    72T parameters, 23 sites, 4,800 km). bytes_per_s: of a link in one direction."""
+    return (sites - 1) / sites * parameters * itemsize / bytes_per_s + km * 1000 / 2e8
+
+
+def print_scaling(settings: Config, machine: str, gpus: int, rate: float, tokens: float, price: float) -> None:
+    """rate: tokens per second of all GPUs. tokens: 0 for 20 per active parameter. price: dollars per GPU-hour."""
+    count = costs.parameters(settings.model)
+    tokens = tokens or 20 * count.active
+    flops = 6 * count.active * tokens
+    seconds = tokens / rate
+    print(f"{settings.model.preset}: N {count.active:,} active, D {tokens:.3g} tokens ({tokens / count.active:.1f} per "
+          f"parameter): C = 6 N D = {flops:.3g} FLOPs = {flops / PF_DAY:,.1f} PF-days")
+    hours = gpus * seconds / 3600
+    print(f"on {gpus} x {machine}, as `step` predicts: {seconds / 86400:,.2f} days, {hours:,.0f} GPU-hours, "
+          f"{hours * price:,.0f} dollars at {price} per GPU-hour")
+    print(f"{'compute-optimal for these FLOPs':42s}{'N':>12s}{'D':>12s}{'D/N':>8s}{'loss':>8s}")
+    for name, (parameters, data) in optima(flops).items():
+        loss = f"{FITS[name].loss(parameters, data):8.3f}" if name in FITS else ""
+        print(f"  {name:40s}{parameters:12.3g}{data:12.3g}{data / parameters:8.1f}{loss}")
+    print(f"{'published runs on A100s':42s}{'N':>12s}{'D':>12s}{'PF-days':>10s}{'days':>8s}{'GPU-hours':>12s}")
+    for name, run in TRAININGS.items():
+        print(f"  {name:40s}{run.parameters:12.3g}{run.tokens:12.3g}{run.pf_days:10,.0f}{run.days:8.1f}"
+              f"{run.gpu_hours:12,.0f}")
+    loss = FITS["refit (Besiroglu et al. 2024)"].loss(count.active, tokens)
+    sequences = settings.batch.ramp()[-1][0]
+    print(f"loss of this N and D: {loss:.3f} nats per token (refit); critical batch {critical_batch(loss):.3g} tokens "
+          f"(Kaplan et al. 2020), this run's {sequences * settings.batch.seq:.3g}")
+    if sequences >= 8 and sequences % (8 * settings.grid.dp) == 0:
+        print(f'a ramp in proportion to MiniMax-01\'s: --batch-ramp "{ramp(sequences, settings.batch.seq)}"')
+    ours, epochs = (ring_seconds(parameters, 4800, 6e15 / 8) for parameters in (count.total, 72e12))
+    print("an all-reduce in bf16 round a ring of 23 datacentres, 4,800 km long, at 6 Pb/s each way: "
+          f"{ours:.3f} s; of 72T parameters (Epoch AI 2025) {epochs:.3f} s")

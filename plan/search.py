@@ -1,0 +1,239 @@
+"""The best grid for a model, a batch and a number of GPUs, by formula: neither torch nor a GPU is needed.
+
+    python -m plan search --preset llama-3.1-70b --gpus 256 --global-batch 1024 --seq 8192     the best grids
+    torchrun --nproc_per_node=8 train.py --grid auto --tp 2                  the best one with --tp 2, for this machine
+
+The search has the three steps of the Ultra-Scale Playbook: of all combinations of grid, micro-batch, schedule,
+recomputation and ZeRO level, keep those that fit in memory and reach the global batch, and take the fastest. All are
+ranked by a lower bound (estimate.bound_seconds), the best are then simulated. Settings given by flags stay fixed.
+"""
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import checks
+import config
+from config import Config
+from plan import costs
+from plan import time as estimate
+from plan.machines import MACHINES, Level, Machine
+from plan.stagetime import Run, stage_parts
+from schedules import SCHEDULES
+
+CHOSEN = "dp", "cp", "tp", "pp", "ep", "zero", "micro_batch", "schedule", "recompute"  # by search, unless flags do
+
+
+class Candidate(NamedTuple):
+    """Settings that fit, with predictions per rank."""
+    run: Run
+    seconds: float  # per step: simulated, or else a lower bound
+    parts: dict[str, float]  # name -> its seconds of these
+    memory: float  # bytes
+
+    def limit(self) -> str:
+        """The name and share of what takes most time besides matrix products."""
+        name, seconds = max(((name, seconds) for name, seconds in self.parts.items() if name != "matmul"),
+                            key=lambda item: item[1])
+        return f"{name} {seconds / self.seconds:.0%}"
+
+
+def grids(settings: Config, gpus: int, given: Mapping[str, Any]) -> Iterator[dict[str, int]]:
+    """Yield axis -> size for all grids of `gpus` ranks that have the `given` sizes and at least 512 tokens per context
+    parallel rank. Some of them are invalid: `variants` rejects these."""
+    divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
+    experts, seq = settings.model.experts, settings.batch.seq
+    for tp in choices(given, "tp", [n for n in divisors if n <= settings.model.heads]):
+        for pp in choices(given, "pp", divisors):
+            for cp in choices(given, "cp", [n for n in divisors if n * 512 <= max(512, seq)]):
+                dp, remainder = divmod(gpus, tp * pp * cp)
+                if remainder or not dp or given.get("dp", dp) != dp:
+                    continue
+                ep_sizes = [n for n in divisors if experts and experts % n == 0 and dp * cp * tp % n == 0]
+                for ep in choices(given, "ep", ep_sizes or [1]):
+                    yield dict(tp=tp, pp=pp, cp=cp, ep=ep, dp=dp)
+
+
+def choices(given: Mapping[str, Any], name: str, values: Sequence) -> Sequence:
+    """The values to try for a setting: the given one alone, else all of `values`."""
+    return [given[name]] if name in given else values
+
+
+def variants(run: Run, axes: dict[str, int], given: Mapping[str, Any], rejected: Counter) -> Iterator[Run]:
+    """Yield a grid with every valid micro-batch, schedule and recomputation. rejected: counts the reasons of others."""
+    base = run.settings
+    model, pp = base.model, axes["pp"]
+    try:
+        base = replaced(base, "grid", **axes, chunks=base.grid.chunks if pp > 1 else 1)
+        checks.check_grid(base.grid, model, math.prod(axes[axis] for axis in ("tp", "pp", "cp", "dp")))
+        checks.check_fp8(base.precision, model, base.grid)
+    except ValueError as error:
+        rejected[kind_of(error)] += 1
+        return
+    sequences = base.batch.ramp()[-1][0]
+    if sequences % axes["dp"]:
+        rejected["step 2: the global batch is not a multiple of dp"] += 1
+        return
+    per_rank = sequences // axes["dp"]
+    schedules = ["1f1b", "interleaved"] if 1 < pp <= model.layers // 2 else ["1f1b"]
+    for micro_batch in choices(given, "micro_batch", [n for n in (1, 2, 4, 8, 16, 32) if per_rank % n == 0]):
+        for schedule in choices(given, "schedule", schedules):
+            chunks = (run.settings.grid.chunks or SCHEDULES[schedule].default_chunks()) if pp > 1 else 1
+            settings = replaced(replaced(base, "batch", micro_batch=micro_batch), "grid", schedule=schedule,
+                                chunks=chunks)
+            try:
+                checks.check_pipeline(settings.grid, model)
+                checks.check_batch(settings.batch, settings.grid)
+                if "schedule" in given:
+                    checks.check_schedule(settings.batch, settings.grid)
+            except ValueError as error:
+                rejected[kind_of(error)] += 1
+                continue
+            for recompute in choices(given, "recompute", costs.RECOMPUTE):
+                yield run._replace(settings=replaced(settings, "precision", recompute=recompute))
+
+
+def replaced(settings: Config, section: str, **values: Any) -> Config:
+    """A copy of the settings with these values in one section."""
+    return replace(settings, **{section: replace(getattr(settings, section), **values)})
+
+
+def kind_of(error: ValueError) -> str:
+    return "cannot run: " + " ".join(word for word in str(error).split(":")[0].split() if not word[0].isdigit())
+
+
+def search(run: Run, gpus: int, given: Mapping[str, Any] | None = None,
+           simulated: int = 40) -> tuple[list[Candidate], Counter]:
+    """(candidates that fit, fastest first; reason -> number of rejected settings). given: values of settings in CHOSEN
+    that stay fixed. simulated: how many of the best are simulated, not only bounded."""
+    rejected, found, given = Counter(), [], given or {}
+    usable = run.machine.memory_bytes * run.constants.usable
+    for axes in grids(run.settings, gpus, given):
+        levels = choices(given, "zero", (0, 1, 2, 3) if axes["dp"] * axes["cp"] > 1 else (0,))
+        fitting: set[tuple] = set()  # these fit with less recomputation; more of it would only be slower
+        for variant in variants(run, axes, given, rejected):
+            key = variant.settings.batch.micro_batch, variant.settings.grid.schedule
+            levels_left = [level for level in levels if (key, level) not in fitting]
+            rejected["step 3: slower"] += len(levels) - len(levels_left)
+            if not levels_left:
+                continue
+            stages, saved = None, estimate.activations(variant)
+            if max(saved.values()) > usable:
+                rejected["step 1: does not fit in memory"] += len(levels_left)
+                continue
+            for level in levels_left:
+                candidate = variant._replace(settings=replaced(variant.settings, "grid", zero=level))
+                needed = sum(estimate.memory(candidate, saved).values()) + run.constants.reserved
+                if needed > usable:
+                    rejected["step 1: does not fit in memory"] += 1
+                    continue
+                fitting.add((key, level))
+                stages = stages or stage_parts(variant)
+                step = estimate.step_seconds(candidate, stages, simulated=False)
+                found.append(Candidate(candidate, step.seconds, step.parts, needed))
+    found.sort(key=lambda candidate: candidate.seconds)
+    best = [candidate._replace(**estimate.step_seconds(candidate.run)._asdict()) for candidate in found[:simulated]]
+    best.sort(key=lambda candidate: candidate.seconds)
+    rejected["step 3: slower"] += max(0, len(found) - 10)
+    return best + found[simulated:], rejected
+
+
+def describe(settings: Config) -> str:
+    """The settings of CHOSEN as flags of train.py."""
+    grid, batch = settings.grid, settings.batch
+    axes = "".join(f" --{axis} {getattr(grid, axis)}" for axis in ("dp", "cp", "tp", "pp", "ep")
+                   if getattr(grid, axis) > 1 or axis == "dp")
+    schedule = f" --schedule {grid.schedule}" if grid.pp > 1 and grid.schedule != "1f1b" else ""
+    recompute = f" --recompute {settings.precision.recompute}" if settings.precision.recompute != "none" else ""
+    return f"{axes} --zero {grid.zero} --micro-batch {batch.micro_batch}{schedule}{recompute}".strip()
+
+
+def fits(run: Run, gpus: int, given: Mapping[str, Any]) -> bool:
+    """Whether any grid fits with full recomputation and the highest ZeRO level: 3, or 1 in a pipeline."""
+    usable = run.machine.memory_bytes * run.constants.usable
+    for axes in grids(run.settings, gpus, given):
+        level = (3 if axes["pp"] == 1 else 1) if axes["dp"] * axes["cp"] > 1 else 0
+        smallest = dict(recompute="full", zero=level) | given
+        for variant in variants(run, axes, smallest, Counter()):
+            candidate = variant._replace(settings=replaced(variant.settings, "grid", zero=smallest["zero"]))
+            if sum(estimate.memory(candidate).values()) + run.constants.reserved <= usable:
+                return True
+    return False
+
+
+def nearest(run: Run, gpus: int, given: Mapping[str, Any] | None = None) -> str:
+    """Advice on what would fit: how many GPUs for this model, and the largest preset for this many GPUs."""
+    given, advice = given or {}, []
+    for more in (2 * gpus, 4 * gpus, 8 * gpus, 16 * gpus, 64 * gpus, 256 * gpus):
+        if fits(run, more, {name: value for name, value in given.items() if name != "dp"}):
+            advice.append(f"use {more} ranks")
+            break
+    models = [config.parse(["--preset", name]).model for name in config.PRESETS]
+    models.sort(key=lambda model: costs.parameters(model).total, reverse=True)
+    size = costs.parameters(run.settings.model).total
+    for model in (model for model in models if costs.parameters(model).total < size):
+        if fits(run._replace(settings=replace(run.settings, model=model)), gpus, given):
+            advice.append(f"{'or' if advice else 'use'} --preset {model.preset}, the largest that fits")
+            break
+    return " ".join(advice) or "use more GPUs, a smaller --seq or a smaller model"
+
+
+def why_none_fits(run: Run, gpus: int, given: Mapping[str, Any], rejected: Counter) -> str:
+    top = ", ".join(f"{why}: {count}" for why, count in rejected.most_common(2) if count) or "no grid has these axes"
+    state = 18 * costs.parameters(run.settings.model).total / 1e9  # bytes per parameter: see plan/memory.py
+    return (f"on {gpus} x {run.machine.name} with {run.machine.memory_bytes / 1e9:.3g} GB each, of "
+            f"{sum(rejected.values())} settings none fits ({top}); model state alone is {state:,.2f} GB: "
+            f"{nearest(run, gpus, given)}")
+
+
+# ---- train.py --grid auto -------------------------------------------------------------------------------------------
+
+def given_by_flags(arguments: list[str], names: Sequence[str] = CHOSEN) -> dict[str, Any]:
+    """Those of these settings that command line arguments give: name -> value."""
+    flags, _ = config.make_parser().parse_known_args(config.expand(arguments))
+    return {name: value for name, value in vars(flags).items()
+            if name in names and (name, value) not in (("dp", -1), ("micro_batch", 0))}
+
+
+def fill_grid(settings: Config, gpus: int, machine: Machine) -> tuple[Config, str]:
+    """(the settings with the fastest grid that fits, why it was chosen). Raises ValueError if none fits. Of a resumed
+    run's grid nothing is kept, unless a flag gives it."""
+    rest = dict(schedule="1f1b", dp_replicate=1, chunks=0, pp_group=0)
+    given = given_by_flags(settings.arguments, (*CHOSEN, *rest))
+    rest |= {name: given[name] for name in rest.keys() & given.keys()}
+    run = Run(replaced(settings, "grid", **rest), machine)
+    found, rejected = search(run, gpus, given)
+    if not found:
+        raise ValueError("--grid auto: " + why_none_fits(run, gpus, given, rejected))
+    best, chosen = found[0], found[0].run.settings
+    values = vars(chosen.grid) | vars(chosen.batch) | vars(chosen.precision)
+    flags = [word for name in dict.fromkeys((*CHOSEN, *rest)) for word in (config.flag(name), str(values[name]))]
+    reason = (f"{describe(chosen)}: of {len(found)} settings that fit on {gpus} x {machine.name}, predicted to be the "
+              f"fastest: {best.seconds:.3g} s per step, {best.memory / 1e9:.2f} GB, limit {best.limit()}")
+    if len(found) > 1:
+        reason += f"; next {describe(found[1].run.settings)}, {found[1].seconds:.3g} s"
+    return config.parse([*settings.arguments, *flags, "--grid", "given"], gpus), reason
+
+
+def this_machine(ranks: int, device_name: str | None = None, memory_bytes: float = 0.0) -> Machine:
+    """The Machine that this process runs on, with so many ranks. device_name, memory_bytes: of one of its GPUs; without
+    a name the ranks are on CPUs and share memory_bytes, by default all that the host has.
+
+    An unknown GPU is treated as an A100. A core is assumed to do 30 GFLOP/s in fp32 and to read 5 GB/s, gloo to send
+    0.5 GB/s per core: low for any server, but the choice depends on the ratios only.
+    """
+    if device_name is not None:
+        words = re.split(r"[ -]", device_name.lower())
+        known = next((machine for name, machine in MACHINES.items() if name in words), MACHINES["a100"])
+        return known._replace(memory_bytes=memory_bytes, gpus_per_node=ranks,
+                              levels=(known.levels[0]._replace(ranks=ranks), *known.levels[1:]))
+    memory_bytes = memory_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cores = min(1.0, (os.cpu_count() or 1) / ranks)  # per rank, one at most
+    flops = {"bf16": 3e10 * cores}
+    levels = (Level("host", ranks, 1e-4, 5e8 * cores), Level("network", 1 << 20, 2e-4, 1e8))
+    return Machine("cpu", ranks, flops, flops, memory_bytes / ranks, 5e9 * cores, levels, "", 5e9 * cores, 5e9 * cores)

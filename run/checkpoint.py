@@ -1,0 +1,516 @@
+"""Checkpoints: any grid writes them, any other reads them.
+
+    OUT/step-000300/      __0_0.distcp, __1_0.distcp, ...   one file per rank: boxes of tensors
+                          .metadata                         which box is where
+                          run.json                          step, data, settings, and a checksum of every file
+    OUT/latest            the name of the newest
+
+A checkpoint knows nothing of the grid that wrote it. Every tensor has a global name, such as
+"layers.7.attention.wq/master" (or /m, /v), and a global shape; what a rank has of it is a few boxes (`pieces` in
+zero.py), and of all ranks that have the same elements one writes them. To read, a rank asks for the boxes that it needs
+on its own grid. So nothing is gathered, and no rank ever has more of a parameter than its own part. Of weights only the
+masters are saved: the model's own are these, rounded.
+
+torch.distributed.checkpoint (DCP) stores boxes, plans which file has which, and writes in parallel; this file decides
+which boxes there are. A planner, DCP's interface for that, is given a list of `Piece`s in either direction.
+
+A save is asynchronous and atomic. The step waits until the save before is done and the state is copied ("staged"); on a
+GPU the copies to pinned memory are queued before the kernels of the next update. A thread writes, on a process group of
+its own. All files are on the disk (fsync) before the folder gets its name, and `latest` changes last: whatever has the
+name of a checkpoint is complete. The checksums find what a disk or a person damaged later.
+
+    python -m run.checkpoint show CKPT                 step, grid, settings, sizes
+    python -m run.checkpoint diff CKPT_A CKPT_B        which tensors differ
+    python -m run.checkpoint export CKPT FOLDER        weights as transformers reads them
+"""
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import json
+import math
+import os
+import shlex
+import shutil
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from tqdm import tqdm
+
+import config
+from checks import need
+from collectives import Group, Groups, agree, gather_objects, rank, size
+from ep import Router
+from model import Llama
+from param import Box, Source, Spec, box_shape
+from run import huggingface
+from zero import Optimizer
+
+LOCK_WAIT_S = 5.0
+
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP says so of every save of one process
+
+
+# ---- what is saved --------------------------------------------------------------------------------------------------
+
+class Piece(NamedTuple):
+    """A box of a global tensor. values: a tensor of the box's shape, read by a save and filled by a load."""
+    name: str
+    shape: tuple[int, ...]  # of the whole tensor
+    box: Box
+    values: Tensor
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(torch.Size(part.start for part in self.box), torch.Size(box_shape(self.box)))
+
+
+def whole(name: str, values: Tensor) -> Piece:
+    """The piece that is the whole tensor."""
+    return Piece(name, tuple(values.shape), tuple(slice(0, n) for n in values.shape), values)
+
+
+def pieces_of_run(optimizer: Optimizer, routers: list[Router], groups: Groups, saving: bool) -> Iterator[Piece]:
+    """All tensors of a run's state on this rank, as views. saving: only those that this rank writes, so that all ranks
+    together write everything once."""
+    for bucket in optimizer.buckets:
+        for param, box, place in bucket.pieces_to_save() if saving else bucket.pieces():
+            for what, flat in bucket.state.items():
+                yield Piece(f"{param.spec.name}/{what}", param.spec.shape, box, flat[place].view(box_shape(box)))
+    first = not any(rank(groups[axis]) for axis in ("data", "tp"))
+    numbers = {name: (value, first and rank(groups["pp"]) == 0) for name, value in optimizer.extra_state().items()}
+    biases = {router.name: (router.bias, first) for router in routers}
+    for name, (value, is_saved_here) in (numbers | biases).items():
+        if is_saved_here or not saving:
+            yield whole(name, value)
+
+
+class Stage:
+    """Copies of pieces, in memory that is allocated once: pinned, if they are on a GPU."""
+
+    def __init__(self, pieces: list[Piece]):
+        self.pieces = pieces
+        on_gpu = any(piece.values.is_cuda for piece in pieces)
+        self.copies = [piece._replace(values=torch.empty(piece.values.shape, dtype=piece.values.dtype,
+                                                         pin_memory=on_gpu)) for piece in pieces]
+        self.copied = torch.cuda.Event() if on_gpu else None
+
+    def copy(self) -> None:
+        """Queue the copies. On a GPU they are behind the last update's kernels and before the next one's."""
+        for piece, copy in zip(self.pieces, self.copies):
+            copy.values.copy_(piece.values, non_blocking=True)
+        if self.copied:
+            self.copied.record()
+
+    def wait(self) -> None:
+        if self.copied:
+            self.copied.synchronize()
+
+
+# ---- planners for DCP -----------------------------------------------------------------------------------------------
+
+class SaveBoxes(DefaultSavePlanner):
+    """Writes pieces. DCP checks that those of all ranks together are whole tensors, each element once."""
+
+    def __init__(self, pieces: list[Piece]):
+        super().__init__(flatten_state_dict=False)
+        self.values = {(piece.name, piece.chunk.offsets): piece.values for piece in pieces}
+        self.plan = SavePlan([
+            WriteItem(MetadataIndex(piece.name, piece.chunk.offsets), WriteItemType.SHARD,
+                      tensor_data=TensorWriteData(piece.chunk, TensorProperties(piece.values.dtype),
+                                                  torch.Size(piece.shape)))
+            for piece in pieces])
+
+    def create_local_plan(self) -> SavePlan:
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.values[index.fqn, index.offset]
+
+
+class LoadBoxes(DefaultLoadPlanner):
+    """Fills pieces. Raises ValueError for a tensor that the checkpoint lacks, has in another shape, or only in part."""
+
+    def __init__(self, pieces: Iterable[Piece], metadata: Metadata, path: Path):
+        super().__init__()
+        self.pieces: dict[str, list[Piece]] = {}
+        for piece in pieces:
+            self.pieces.setdefault(piece.name, []).append(piece)
+        stored, items = metadata.state_dict_metadata, []
+        here = {name: shown(named[0].shape) for name, named in self.pieces.items()}
+        there = {name: shown(stored[name].size) if name in stored else "missing" for name in here}
+        differ = [f"{name} is {here[name]} here and {there[name]} there" for name in here if here[name] != there[name]]
+        if differ:
+            more = f", and {len(differ) - 1} more tensors differ" if differ[1:] else ""
+            raise ValueError(f"{path} does not fit the settings (model, --optimizer, --dtype fp16): {differ[0]}{more}")
+        for name, named in self.pieces.items():
+            found = create_read_items_for_chunk_list(name, stored[name], [piece.chunk for piece in named])
+            wanted = sum(piece.values.numel() for piece in named)
+            need(sum(math.prod(item.lengths) for item in found) == wanted, f"{path} does not have all of {name}")
+            items += found
+        self.plan = LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.pieces[index.fqn][index.index].values.detach()
+
+
+def shown(shape: Iterable[int]) -> str:
+    return " x ".join(map(str, shape)) or "a number"
+
+
+# ---- saving ---------------------------------------------------------------------------------------------------------
+
+class Saver:
+    """Writes the checkpoints of a run. All ranks must call its methods, in the same order.
+
+    folder: on a file system that all ranks share. pieces: what this rank saves, views of the state. keep: how many
+    checkpoints stay; 0: all. step: that of the checkpoint in this folder that the run was resumed from, or 0.
+    temporary: the folder is made for an export alone, which removes it. Raises ValueError if the folder cannot be
+    written to, has too little room for a checkpoint, is another run's, or has checkpoints of another run.
+    """
+
+    def __init__(self, folder: str, pieces: list[Piece], keep: int, group: Group, step: int = 0,
+                 temporary: bool = False):
+        self.folder, self.keep, self.group, self.temporary = Path(folder), keep, group, temporary
+        self.stage, self.thread, self.error = Stage(pieces), None, ""
+        self.bytes_per_s = 0.0  # of the last save
+        self.done_before: int | None = None  # steps that the run before had done, if the lock file says it
+        self.nbytes = sum(gather_objects(sum(piece.values.nbytes for piece in pieces), group))
+        agree(lambda: self.open_folder(step) if rank(group) == 0 else None, group)
+
+    def open_folder(self, step: int) -> None:
+        """Take the folder for this run; remove what an earlier run could not finish. Checkpoints of later steps than
+        the one resumed (damaged, or the run was rewound) are renamed: neither --resume auto nor keep counts them."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "lock").touch()
+            self.lock = open(self.folder / "lock", "r+b", buffering=0)
+            self.take_lock()
+            noted = self.lock.read().strip()
+            self.done_before = int(noted) if noted.isdigit() else None
+            for unfinished in (*self.folder.glob(".writing-*"), *self.folder.glob(".removing-*"),
+                               *(self.folder.glob("step-*") if self.temporary else ())):
+                shutil.rmtree(unfinished)
+            free = shutil.disk_usage(self.folder).free
+            need(free >= self.nbytes, f"{self.folder}: a checkpoint takes {self.nbytes / 1e9:.2f} GB, and "
+                                      f"{free / 1e9:.2f} GB are free")
+            need(step or not config.checkpoints_in(self.folder),
+                 f"--out {self.folder}: has checkpoints of another run, or of this one from its beginning: give "
+                 "--resume auto to continue it, or another folder")
+            self.begin_at(step)
+        except OSError as error:
+            raise ValueError(f"--out {self.folder}: cannot be written to: {error.strerror}") from None
+
+    def take_lock(self) -> None:
+        """Wait a moment for the lock, which the kernel frees when a killed run's process is gone."""
+        deadline = time.monotonic() + LOCK_WAIT_S
+        while True:
+            try:
+                return fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                need(time.monotonic() < deadline, f"--out {self.folder}: another run writes there: use another folder")
+                time.sleep(0.2)
+
+    def note(self, step: int) -> None:
+        """Write in the lock file how many steps are done: a run that resumes this one can say how many it has lost.
+        It is not forced to the disk: this survives the process, not the machine."""
+        if rank(self.group) == 0:
+            with contextlib.suppress(OSError):
+                os.pwrite(self.lock.fileno(), b"%12d\n" % step, 0)
+
+    def begin_at(self, step: int) -> None:
+        """Rename the checkpoints of later steps than this one, and note it."""
+        for path in config.checkpoints_in(self.folder) if rank(self.group) == 0 else ():
+            if config.step_of(path) > step:
+                aside = path.with_name(f"set-aside-{path.name}-{time.time_ns()}")
+                path.rename(aside)
+                print(f"{path} is of a later step than the one resumed, so it was renamed {aside.name}", flush=True)
+        self.note(step)
+
+    def save(self, step: int, run: dict) -> float:
+        """Save in the background. run: what run.json says besides. Returns the seconds that this call took."""
+        began = time.perf_counter()
+        self.finish()  # the save before reads the same copies
+        self.stage.copy()
+        self.thread = threading.Thread(target=self.write, args=(step, run), name="checkpoint")
+        self.thread.start()
+        return time.perf_counter() - began
+
+    def finish(self) -> str:
+        """Wait until the save under way is on the disk. If it failed: why, which is printed, too; training goes on."""
+        with tqdm(total=self.nbytes, unit="B", unit_scale=True, desc="saving", delay=1, leave=False,
+                  disable=rank(self.group) > 0) as bar:
+            while self.thread and self.thread.is_alive():
+                self.thread.join(0.2)
+                files = [] if bar.disable else self.folder.glob(".writing-*/*")
+                with contextlib.suppress(OSError):  # they are renamed at the end
+                    bar.update(sum(file.stat().st_size for file in files) - bar.n)
+        self.thread = None
+        error, self.error = self.error, ""
+        if error and rank(self.group) == 0:
+            print(f"train.py: warning: {error}", file=sys.stderr, flush=True)
+        return error
+
+    def export(self, folder: str, dtype: str, step: int) -> None:
+        """Write the weights of the checkpoint of this step as transformers reads them. Raises ValueError."""
+        agree(lambda: export(self.folder / f"step-{step:06d}", folder, dtype, self.group), self.group)
+        if self.temporary and rank(self.group) == 0:
+            shutil.rmtree(self.folder)
+
+    def write(self, step: int, run: dict) -> None:
+        """Run by the thread."""
+        began = time.perf_counter()
+        try:
+            problem = self.write_and_commit(self.folder / f".writing-step-{step:06d}", run)
+        except Exception as error:  # a rank did not answer within --timeout
+            problem = describe(error)
+        self.error = problem and f"the checkpoint of step {step} could not be saved: {problem}"
+        self.bytes_per_s = 0.0 if problem else self.nbytes / (time.perf_counter() - began)
+
+    def write_and_commit(self, temporary: Path, run: dict) -> str:
+        """Returns what failed, "" if nothing did. Whatever fails on one rank, all call both collectives."""
+        checksums, problem = {}, ""
+        try:
+            self.stage.wait()
+            dcp.save({}, storage_writer=dcp.FileSystemWriter(temporary), planner=SaveBoxes(self.stage.copies),
+                     process_group=self.group, no_dist=self.group is None)
+            checksums = checksums_of(temporary, rank(self.group))
+        except (Exception, dcp.api.CheckpointException) as error:  # DCP raises on all ranks what it caught on one
+            problem = describe(error)
+        found = gather_objects((checksums, problem), self.group)
+        problem = next((problem for _, problem in found if problem), "")
+        if rank(self.group) == 0:
+            try:
+                if not problem:
+                    files = {name: entry for checksums, _ in found for name, entry in checksums.items()}
+                    self.commit(temporary, run | dict(format=config.CHECKPOINT_FORMAT, files=files))
+            except Exception as error:
+                problem = describe(error)
+            if problem:
+                shutil.rmtree(temporary, ignore_errors=True)
+        return gather_objects(problem, self.group)[0]
+
+    def commit(self, temporary: Path, run: dict) -> None:
+        """Make the written files a checkpoint, then `latest`, and only then remove old ones."""
+        final = self.folder / temporary.name.removeprefix(".writing-")
+        write_text(temporary / "run.json", json.dumps(run | {"checksum": config.checksum_of_json(run)}, indent=1))
+        sync(temporary)
+        if final.exists():  # without a run.json, or saved a second time
+            self.remove(final)
+        temporary.rename(final)
+        sync(self.folder)
+        write_text(self.folder / "latest", final.name + "\n")
+        for old in config.checkpoints_in(self.folder)[self.keep:] if self.keep else ():
+            self.remove(old)
+
+    def remove(self, path: Path) -> None:
+        """First its name, so that a kill in between leaves nothing that looks like a checkpoint."""
+        gone = path.with_name(f".removing-{path.name}-{time.time_ns()}")
+        path.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)  # what is left is removed by the next run here
+
+
+def describe(error: Exception) -> str:
+    """An error in one line; of DCP's errors, which contain those of its ranks, the first of these."""
+    failures = getattr(error, "failures", None)
+    reason = next(iter(failures.values()))[0] if failures else error
+    return f"{type(reason).__name__}: {reason}".splitlines()[0]
+
+
+def checksums_of(folder: Path, writer: int) -> dict[str, list]:
+    """{name: [bytes, checksum]} of the files that this rank has written."""
+    files = [*folder.glob(f"__{writer}_*"), *([folder / ".metadata"] if writer == 0 else [])]
+    return {file.name: [file.stat().st_size, checksum(file)] for file in files}
+
+
+def checksum(file: Path) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces the file as a whole, once the text is on the disk."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+    sync(path.parent)
+
+
+def sync(folder: Path) -> None:
+    """Put a folder's list of names on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---- loading --------------------------------------------------------------------------------------------------------
+
+def open_checkpoint(path: Path) -> tuple[dcp.FileSystemReader, Metadata]:
+    reader = dcp.FileSystemReader(path)
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    return reader, metadata
+
+
+def read(path: Path, pieces: Iterable[Piece], progress: bool = False) -> None:
+    """Fill the pieces from a checkpoint. Raises ValueError, see LoadBoxes. At most two stored boxes are in memory."""
+    reader, metadata = open_checkpoint(path)
+    planner = LoadBoxes(pieces, metadata, path)
+    with tqdm(total=len(planner.plan.items), desc="loading", unit="box", disable=not progress, delay=1,
+              leave=False) as bar:
+        planner.commit_tensor = lambda *_: bar.update()
+        reader.read_data(planner.plan, planner).wait()
+
+
+def load(path: Path, optimizer: Optimizer, routers: list[Router], groups: Groups, group: Group) -> None:
+    """The state of a run from a checkpoint of any grid. Raises ValueError on all ranks if it raises on one."""
+    pieces = pieces_of_run(optimizer, routers, groups, saving=False)
+    agree(lambda: read(path, pieces, progress=rank(group) == 0), group)
+    for bucket in optimizer.buckets:
+        bucket.unsharding.wait()
+        bucket.update_weights()
+
+
+def source(path: Path) -> Source:
+    """The master weights of a checkpoint."""
+    reader, metadata = open_checkpoint(path)
+
+    def read_box(spec: Spec, box: Box) -> Tensor:
+        name = f"{spec.name}/master"
+        values = torch.empty(box_shape(box), dtype=metadata.state_dict_metadata[name].properties.dtype)
+        planner = LoadBoxes([Piece(name, spec.shape, box, values)], metadata, path)
+        reader.read_data(planner.plan, planner).wait()
+        return values
+
+    return read_box
+
+
+def verify(folder: Path, part: int = 0, parts: int = 1) -> None:
+    """Raises ValueError for a damaged checkpoint. Only its files number part, part + parts, … are read."""
+    try:
+        files = config.read_run(folder)["files"]
+        for name, (nbytes, expected) in [*files.items()][part::parts]:
+            file = folder / name
+            need(file.exists(), f"{file} is missing")
+            there = file.stat().st_size
+            need(there == nbytes, f"{file} has {there:,} bytes, not {nbytes:,}: it was cut short")
+            need(checksum(file) == expected, f"{file} is damaged: its checksum differs")
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be read: {error.strerror}") from None
+
+
+# ---- the command line -----------------------------------------------------------------------------------------------
+
+def show(path: Path) -> None:
+    run, (_, metadata) = config.read_run(path), open_checkpoint(path)
+    stored = metadata.state_dict_metadata
+    nbytes = sum(size for size, _ in run["files"].values())
+    axes = " x ".join(f"{axis} {run['grid'][axis]}" for axis in ("pp", "dp", "cp", "tp", "ep"))
+    print(f"{path}: step {run['step']}, {run['samples']:,} samples, {run['tokens']:,} tokens, {run['skipped']} skipped")
+    print(f"    written by {run['ranks']} ranks ({axes}, zero {run['grid']['zero']}), torch {run['torch']}")
+    print(f"    {len(stored):,} tensors in {sum(len(tensor.chunks) for tensor in stored.values()):,} boxes, "
+          f"{len(run['files'])} files, {nbytes / 1e6:,.1f} MB")
+    print(f"    data: {run['corpus']['tokens']:,} tokens in {run['corpus']['files']} files")
+    defaults = json.loads(json.dumps(config.parse([]).given))  # as JSON has them
+    changed = {name: value for name, value in run["settings"].items() if value != defaults.get(name)}
+    print("    " + shlex.join(words_of(changed)))
+    for name, tensor in stored.items():
+        print(f"    {name:48s} {str(tensor.properties.dtype).removeprefix('torch.'):9s} {shown(tensor.size)}")
+
+
+def words_of(settings: dict) -> list[str]:
+    """The command line that gives these settings."""
+    words = []
+    for name, value in settings.items():
+        if isinstance(value, bool):
+            words.append(config.flag(name if value else f"no_{name}"))
+        elif isinstance(value, list) and name != "betas":
+            words += [config.flag(name), *value]
+        else:
+            text = ",".join(map(str, value)) if name == "betas" else str(value)
+            words += [f"{config.flag(name)}={text}"] if text.startswith(("-", "@")) else [config.flag(name), text]
+    return words
+
+
+def diff(path: Path, other: Path) -> int:
+    """Print which tensors differ; returns how many. One tensor of each is read at a time."""
+    (_, ours), (_, theirs) = open_checkpoint(path), open_checkpoint(other)
+    count = 0
+    for name in sorted(ours.state_dict_metadata.keys() | theirs.state_dict_metadata.keys()):
+        x, y = whole_tensor(path, name, ours), whole_tensor(other, name, theirs)
+        if x is None or y is None:
+            line = f"only in {other if x is None else path}"
+        elif x.shape != y.shape:
+            line = f"{shown(x.shape)} and {shown(y.shape)}"
+        elif torch.equal(x, y):
+            continue
+        else:
+            line = f"differ by up to {(x.double() - y.double()).abs().max():.3g}"
+        count += 1
+        print(f"{name:48s} {line}")
+    print(f"{count} tensors differ")
+    return count
+
+
+def whole_tensor(path: Path, name: str, metadata: Metadata) -> Tensor | None:
+    stored = metadata.state_dict_metadata.get(name)
+    if stored is None:
+        return None
+    values = torch.empty(tuple(stored.size), dtype=stored.properties.dtype)
+    read(path, [whole(name, values)])
+    return values
+
+
+def export(path: Path, folder: str, dtype: str, group: Group = None) -> None:
+    """Weights as transformers reads them; every rank writes some files. Raises ValueError, see run/huggingface.py."""
+    run = config.read_run(path)
+    model = config.Model(**run["model"])
+    specs = [param.spec for param in Llama(model, {}).parameters()]
+    huggingface.export(folder, model, specs, source(path), dtype, rank=rank(group), world=size(group),
+                       tokenizer_from=run["tokenizer"], seq=run["settings"]["seq"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="run.checkpoint", description="Look at, compare and export checkpoints.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    to_show = commands.add_parser("show", help="step, grid, settings, sizes")
+    to_diff = commands.add_parser("diff", help="which tensors differ; exit code 1 if any does")
+    to_export = commands.add_parser("export", help="weights as transformers reads them")
+    for command in (to_show, to_diff, to_export):
+        command.add_argument("path", type=Path)
+    to_diff.add_argument("other", type=Path)
+    to_export.add_argument("folder")
+    to_export.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32"))
+    args = parser.parse_args()
+    try:
+        for path in (args.path, args.other) if args.command == "diff" else (args.path,):
+            verify(path)
+        if args.command == "show":
+            show(args.path)
+        elif args.command == "diff":
+            sys.exit(diff(args.path, args.other) > 0)
+        else:
+            export(args.path, args.folder, args.dtype)
+    except (ValueError, OSError) as error:
+        config.refuse(error, "run.checkpoint")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,369 @@
+"""Text and token files as one endless stream of samples, each a pure function of (seed, its number).
+
+    files     [ doc ][ doc    ][ doc ][ doc  ]        a separator token begins every document
+    stream    ........................................  the files end to end
+    spans     |   0   |   1   |   2   |   3   |   4      seq + 1 tokens each, the last one shared with the next span
+    samples   3, 0, 4, 1, 2,   2, 4, 0, 3, 1,   ...      all spans, in a different order every epoch
+
+No state is carried from step to step: a step takes samples first .. first + global_batch, each data parallel rank picks
+its own of them, and one integer is all that is needed to resume, on any number of ranks. A sample's labels are its
+tokens shifted by one. They are made here, before context parallelism shards a sequence, since a shard's last label is
+the first token of another shard.
+
+Documents are packed: a span may hold the end of one document and the beginning of others. Whether attention crosses
+from one to the next is a choice (`--doc-mask`). Without a mask, the default, the model has to learn to ignore what
+precedes a separator. A mask matters when documents are short against the sequence or the context is long. Its cost
+depends on the kernel: flash.py skips the tiles that a document hides, while torch's attention takes a dense mask of
+S x S and then skips nothing.
+
+Formats: text (bytes as tokens 0..255, separator 256); .bin, raw uint16 or uint32, or with llm.c's header of 256 int32
+(magic, version, count), or with ours; .npy, one dimension, integers. Token files are memory-mapped, so their size does
+not matter; text is read by every rank and takes two bytes of memory per byte. Text becomes a token file by
+
+    python -m run.data tokenize --tokenizer tokenizer.json --out corpus/tokens.bin PATH...
+
+which puts the tokenizer beside it, so that whoever trains on the file can sample text.
+"""
+import argparse
+import hashlib
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import config
+from checks import need
+from collectives import to_device
+from param import IGNORED
+
+BYTES_SEPARATOR = config.TEXT_VOCAB - 1  # 256, behind the 256 bytes
+# (magic, version): dtype, separator
+LLM_C = {(20240520, 1): (np.dtype("u2"), 50256), (20240801, 7): (np.dtype("u4"), 128000)}
+LLM_C_HEADER = 256 * 4  # bytes
+OUR_HEADER = np.dtype([("magic", "S8"), ("count", "<i8"), ("itemsize", "<i4"), ("separator", "<i4")])
+MAGIC = b"penterac"
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+class Corpus:
+    """The files of `paths` end to end, as one read-only array of tokens.
+
+    paths: files and folders, of text or of tokens; none: the Python standard library's sources.
+    vocab: every token must be below it. dtype: of .bin files without a header. separator: the token that begins a
+    document in token files; -1: the one that the format names, else every file is one document.
+    Raises ValueError naming the file that is missing, empty, truncated or in another format.
+    """
+
+    def __init__(self, paths: list[str], vocab: int, dtype: str = "uint16", separator: int = -1):
+        files = [file for path in paths for file in files_in(Path(path))] if paths else standard_library()
+        kinds = {file.suffix in (".bin", ".npy") for file in files}
+        need(len(kinds) == 1, f"{' '.join(paths)}: text and token files (.bin, .npy) are mixed: give one kind")
+        self.is_text = kinds == {False}
+        if self.is_text:
+            need(vocab >= config.TEXT_VOCAB, f"--vocab {vocab} is too small for text: use at least {config.TEXT_VOCAB},"
+                                             " bytes and document separator")
+            need(separator == -1, f"--separator {separator} is for token files: in text, {BYTES_SEPARATOR} separates "
+                                  "files")
+        opened = [read_text(file) if self.is_text else open_tokens(file, dtype) for file in files]
+        self.files, self.vocab = files, vocab
+        self.arrays = [array for array, _ in opened]
+        separators = {of_format for _, of_format in opened} if separator == -1 else {separator}
+        need(len(separators) == 1, "the data's files separate documents by different tokens: give --separator")
+        self.separator, = separators
+        self.starts = np.cumsum([0] + [len(array) for array in self.arrays])
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def read(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens start .. start + count (int64), and which of them begin a document (bool)."""
+        tokens, begins = np.empty(count, np.int64), np.zeros(count, bool)
+        file = int(np.searchsorted(self.starts, start, "right")) - 1
+        filled = 0
+        while filled < count:
+            skip = start + filled - self.starts[file]
+            part = self.arrays[file][skip:skip + count - filled]
+            need(0 <= part.min() and part.max() < self.vocab, f"{self.files[file]}: holds a token outside "
+                 f"0..{self.vocab - 1}: raise --vocab, or give the file's --data-dtype")
+            tokens[filled:filled + len(part)] = part
+            begins[filled] |= self.separator is None and skip == 0
+            filled += len(part)
+            file += 1
+        return tokens, begins if self.separator is None else tokens == self.separator
+
+
+def files_in(path: Path) -> list[Path]:
+    """The file; of a folder its token files if it has any, else all its text files."""
+    need(path.exists(), f"{path}: no such file or folder")
+    if path.is_file():
+        return [path]
+    for folder in (path, *path.rglob("*")):  # which passes over those that it cannot read
+        need(not folder.is_dir() or os.access(folder, os.R_OK | os.X_OK),
+             f"{folder}: cannot be read: Permission denied")
+    inside = sorted(file for file in path.rglob("*") if file.is_file()
+                    and not any(part.startswith((".", "__pycache__")) for part in file.relative_to(path).parts))
+    tokens = [file for file in inside if file.suffix in (".bin", ".npy")]
+    chosen = tokens or [file for file in inside if file.stat().st_size and 0 not in file.read_bytes()]
+    need(chosen != [], f"{path}: holds no text and no .bin or .npy files")
+    return chosen
+
+
+def standard_library() -> list[Path]:
+    """Text that every machine has: the sources of Python's standard library, without its tests."""
+    root = Path(sysconfig.get_path("stdlib"))
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    files = sorted(file for file in root.rglob("*.py") if file.stat().st_size)
+    return [file for file in files if not left_out & set(file.relative_to(root).parts)]
+
+
+def read_text(file: Path) -> tuple[np.ndarray, int]:
+    """(a separator and then the file's bytes, uint16; the separator)."""
+    content = np.fromfile(file, np.uint8)
+    need(len(content) > 0, f"{file}: is empty")
+    need(content.all(), f"{file}: holds zero bytes, so it is not text; token files end in .bin or .npy")
+    tokens = np.empty(len(content) + 1, np.uint16)
+    tokens[0], tokens[1:] = BYTES_SEPARATOR, content
+    return tokens, BYTES_SEPARATOR
+
+
+def open_tokens(file: Path, dtype: str) -> tuple[np.ndarray, int | None]:
+    """(the tokens of a .bin or .npy file, memory-mapped; the separator, if the format has one)."""
+    if file.suffix == ".npy":
+        try:
+            tokens = np.lib.format.open_memmap(file, "r")
+        except (ValueError, OSError, EOFError) as error:
+            raise ValueError(f"{file}: cannot be read as .npy, truncated or of another format ({error})") from None
+        need(tokens.ndim == 1 and tokens.dtype.kind in "iu",
+             f"{file}: holds {tokens.ndim} dimensions of {tokens.dtype}: need one, of integers")
+        need(len(tokens) > 0, f"{file}: is empty")
+        return tokens, None
+
+    nbytes, ours, header = file.stat().st_size, np.fromfile(file, OUR_HEADER, 1), np.fromfile(file, np.int32, 3)
+    if len(ours) and ours[0]["magic"] == MAGIC:
+        _, count, itemsize, separator = ours[0].tolist()
+        need(itemsize in (2, 4), f"{file}: its header is damaged")
+        kind, start = np.dtype(f"u{itemsize}"), OUR_HEADER.itemsize
+    elif len(header) == 3 and header[0] in {magic for magic, _ in LLM_C}:
+        magic, version, count = header.tolist()
+        need((magic, version) in LLM_C,
+             f"{file}: version {version} of llm.c's format {magic} is unknown: know {list(LLM_C)}")
+        (kind, separator), start = LLM_C[magic, version], LLM_C_HEADER
+    else:
+        kind, start, separator = np.dtype(dtype), 0, None
+        count = nbytes // kind.itemsize
+        need(nbytes % kind.itemsize == 0, f"{file}: {nbytes:,} bytes are not a whole number of {dtype} tokens: "
+                                          "truncated, or of another --data-dtype")
+    present = (nbytes - start) / kind.itemsize
+    need(present == count, f"{file}: its header promises {count:,} tokens and {max(present, 0):,.10g} follow: "
+                           f"{'truncated' if present < count else 'not this format'}")
+    need(count > 0, f"{file}: is empty")
+    return np.memmap(file, kind, "r", start), separator
+
+
+# ---- samples --------------------------------------------------------------------------------------------------------
+
+class MicroBatch(NamedTuple):
+    """B sequences that a rank computes at once; all fields are int64, [B, S]."""
+    tokens: torch.Tensor
+    labels: torch.Tensor  # the tokens shifted by one
+    positions: torch.Tensor | None = None  # of a token in its document; None: in its sequence
+    documents: torch.Tensor | None = None  # number of a token's document in its sequence; None: attention crosses them
+
+    def to(self, device: torch.device, documents: bool = True) -> "MicroBatch":
+        """A copy on the device, for which the host does not wait. documents: whether they are copied, too."""
+        return self._replace(**{name: to_device(x, device) for name, x in self._asdict().items()
+                                if x is not None and (documents or name != "documents")})
+
+
+class Samples:
+    """The samples of a corpus: number 0, 1, 2 … without end.
+
+    seed: of the order, which differs from epoch to epoch; None: the order of the stream. doc_mask: give positions and
+    documents in each micro-batch. Raises ValueError for a corpus shorter than one sample.
+    """
+
+    def __init__(self, corpus: Corpus, seq: int, seed: int | None, doc_mask: bool = False):
+        self.corpus, self.seq, self.seed, self.doc_mask = corpus, seq, seed, doc_mask
+        self.spans = (len(corpus) - 1) // seq
+        need(self.spans > 0, f"the data holds {len(corpus):,} tokens: fewer than one sample of --seq {seq} + 1")
+
+    def identity(self) -> dict[str, int | str | None]:
+        """What the samples depend on. The hash covers the files' lengths and 64 evenly spaced blocks only."""
+        digest = hashlib.blake2b(np.diff(self.corpus.starts).astype(np.int64).tobytes(), digest_size=16)
+        block = min(1024, len(self.corpus))
+        for start in np.linspace(0, len(self.corpus) - block, 64, dtype=np.int64):
+            digest.update(self.corpus.read(int(start), block)[0].tobytes())
+        return dict(files=len(self.corpus.files), tokens=len(self.corpus), hash=digest.hexdigest(), seq=self.seq,
+                    seed=self.seed, separator=self.corpus.separator)
+
+    def span(self, number: int) -> int:
+        """The span of the stream that is sample `number`."""
+        epoch, place = divmod(number, self.spans)
+        return place if self.seed is None else shuffled(place, self.spans, f"{self.seed} {epoch}")
+
+    def micro_batch(self, numbers: list[int]) -> MicroBatch:
+        tokens, begins = (torch.from_numpy(np.stack(rows)) for rows in zip(
+            *(self.corpus.read(self.span(number) * self.seq, self.seq + 1) for number in numbers)))
+        batch = MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        if self.doc_mask:
+            begins = begins[:, :-1]
+            places = torch.arange(self.seq).expand_as(begins)
+            document_start = torch.where(begins, places, 0).cummax(1).values  # of each token's document
+            batch = batch._replace(documents=begins.cumsum(1), positions=places - document_start)
+        return batch
+
+    def step(self, first: int, global_batch: int, micro_batch: int, dp_rank: int, dp: int,
+             end: int | None = None) -> list[MicroBatch]:
+        """The micro-batches of one of dp ranks, for samples first .. first + global_batch.
+
+        Samples from number `end` on only fill up a micro-batch: their labels are IGNORED.
+        """
+        numbers_of = [range(start + dp_rank * micro_batch, start + (dp_rank + 1) * micro_batch)
+                 for start in range(first, first + global_batch, micro_batch * dp)]
+        batches = [self.micro_batch(list(numbers)) for numbers in numbers_of]
+        for batch, numbers in zip(batches, numbers_of):
+            if end is not None and numbers.stop > end:
+                batch.labels[max(0, end - numbers.start):] = IGNORED
+        return batches
+
+
+def shuffled(index: int, n: int, key: str) -> int:
+    """The image of `index` under a pseudo-random permutation of range(n) chosen by `key`, without a table of n entries.
+
+    A Feistel network of four rounds permutes the numbers below a power of 4, the least that is not below n. A result of
+    n or above goes through the network again until it is below n, which is a permutation, too (cycle walking, Black &
+    Rogaway 2002).
+    """
+    half = ((n - 1).bit_length() + 1) // 2
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for turn in range(4):
+            digest = hashlib.blake2b(f"{key} {turn} {right}".encode(), digest_size=8).digest()
+            left, right = right, left ^ (int.from_bytes(digest, "big") & mask)
+        index = left << half | right
+        if index < n:
+            return index
+
+
+# ---- text to tokens and back ----------------------------------------------------------------------------------------
+
+class Codec(NamedTuple):
+    """Text to tokens and back: by a tokenizer of the tokenizers library, or as bytes if that is None."""
+    separator: int | None  # the token that begins a document
+    tokenizer: Any = None
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids if self.tokenizer else list(text.encode())
+
+    def decode(self, tokens: list[int]) -> str:
+        if self.tokenizer:
+            return self.tokenizer.decode(tokens)
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+
+def codec_of(corpus: Corpus, folder: str) -> Codec | None:
+    """By the tokenizer.json in the folder, "" for none; without it as bytes if the data is text; else None."""
+    if folder:
+        tokenizer = read_tokenizer(os.path.join(folder, "tokenizer.json"))
+        return Codec(None if corpus.is_text else corpus.separator, tokenizer)
+    return Codec(BYTES_SEPARATOR) if corpus.is_text else None
+
+
+def read_tokenizer(path: str) -> Any:
+    from tokenizers import Tokenizer
+    try:
+        return Tokenizer.from_file(path)
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{path}: is no tokenizer.json: {error}") from None
+
+
+def separator_of(tokenizer: Any, path: str) -> int:
+    """The token that begins a document, found by the names that published tokenizers use."""
+    names = ("<|endoftext|>", "<|begin_of_text|>", "<|end_of_text|>", "<s>", "</s>", "[SEP]")
+    found = [tokenizer.token_to_id(name) for name in names if tokenizer.token_to_id(name) is not None]
+    need(found != [], f"{path}: has none of {', '.join(names)}: name the token between documents with --separator")
+    return found[0]
+
+
+def tokenize(paths: list[str], tokenizer_path: str, out: str, separator: str = "") -> int:
+    """Write the tokens of text files, a separator before each, and the tokenizer beside them. Returns how many.
+
+    The tokenizers library uses all cores. Raises ValueError naming a file that is missing or no text.
+    """
+    tokenizer, target = read_tokenizer(tokenizer_path), Path(out)
+    mark = tokenizer.token_to_id(separator) if separator else separator_of(tokenizer, tokenizer_path)
+    need(mark is not None, f"--separator {separator}: {tokenizer_path} has no such token")
+    need(target.suffix == ".bin", f"--out {out}: its name must end in .bin")
+    files = [file for path in paths for file in files_in(Path(path))]
+    kind = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside, temporary, count = target.parent / "tokenizer.json", target.with_suffix(".tmp"), 0
+    need(not beside.exists() or beside.read_bytes() == Path(tokenizer_path).read_bytes(),
+         f"{beside}: is another tokenizer: use another folder for --out")
+    try:
+        with open(temporary, "wb") as stream:
+            stream.write(np.zeros(1, OUR_HEADER).tobytes())
+            for first in tqdm(range(0, len(files), 64), desc="tokenizing", unit=" x 64 files", disable=len(files) < 64):
+                texts = [text_of(file) for file in files[first:first + 64]]
+                for encoded in tokenizer.encode_batch(texts, add_special_tokens=False):
+                    tokens = np.array([mark, *encoded.ids], kind)
+                    stream.write(tokens.tobytes())
+                    count += len(tokens)
+            stream.seek(0)
+            stream.write(np.array([(MAGIC, count, kind.itemsize, mark)], OUR_HEADER).tobytes())
+            stream.flush()
+            os.fsync(stream.fileno())
+        if not beside.exists():
+            shutil.copy(tokenizer_path, beside)
+        temporary.rename(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return count
+
+
+def text_of(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: is no UTF-8 text ({error.reason} at byte {error.start:,})") from None
+
+
+def demo() -> None:
+    """What a run without --data reads, and that the number of ranks does not change it."""
+    samples = Samples(Corpus([], config.TEXT_VOCAB), seq=256, seed=0)
+    print(f"{len(samples.corpus.files)} files of Python's own library are {len(samples.corpus):,} tokens, or "
+          f"{samples.spans:,} samples of {samples.seq}. Spans of the first 8, by rank:\n")
+    for dp in (1, 2, 4):
+        ranks = [[samples.span(8 // dp * rank + i) for i in range(8 // dp)] for rank in range(dp)]
+        print(f"    dp {dp}   " + "   ".join(f"{r}: {', '.join(map(str, spans))}" for r, spans in enumerate(ranks)))
+    tokens = samples.micro_batch([0]).tokens[0, :48].tolist()
+    print(f"\nThe first sample begins: {bytes(token for token in tokens if token < 256).decode(errors='replace')!r}")
+    print("Whatever the number of ranks, a step reads the same spans.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="run.data", description="Without a command: what a run reads by default.")
+    command = parser.add_subparsers(dest="command").add_parser("tokenize", help="text to a token file")
+    command.add_argument("--tokenizer", required=True, help="tokenizer.json, as published with a model")
+    command.add_argument("--out", required=True, help="the file to write, .bin")
+    command.add_argument("--separator", default="", help="the token that begins a document; by default the tokenizer's")
+    command.add_argument("paths", nargs="+", help="text files and folders")
+    args = parser.parse_args()
+    if args.command is None:
+        return demo()
+    try:
+        count = tokenize(args.paths, args.tokenizer, args.out, args.separator)
+    except (ValueError, OSError) as error:
+        config.refuse(error, "run.data")
+    print(f"{args.out}: {count:,} tokens")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+r"""A dry run: the training code itself, run in one process as any rank of any number of ranks, in seconds.
+
+    python train.py --dry-run --gpus 16384 --preset llama-3.1-405b --tp 8 --cp 16 --pp 16 --seq 131072 --zero 1 \
+                    --global-batch 128 --micro-batch 1
+
+The code is not simulated: train.py builds its groups, model, buckets and pipeline engine, and runs steps. Only five
+things are replaced:
+
+    tensors               by fake ones (FakeTensorMode): a shape, a dtype and a storage with a size, but no memory
+    process groups        by fake ones: every collective returns at once and sends nothing
+    ep.exchange_counts    by `uniform_counts`: fake counts cannot be read, so all experts get equally many tokens
+    ep.read_counts        by `uniform_rows`, for the same reason
+    Pending.completed     by `complete`: what a rank sends has been received by its next action, so that it is freed
+
+So run/meter.py sees every operation, tensor and collective that this rank would execute. It counts the peak of live
+bytes, by kind and by action of the pipeline, the tensors alive at that peak, FLOPs, and the bytes sent on each axis.
+
+A dry run does not show time, fragmentation of the allocator, or what CUDA, NCCL and cuBLAS allocate themselves. It runs
+plain torch, as on CPUs; Triton's kernels on GPUs save less. Temporaries inside torch's own kernels are not counted; nor
+does run/meter.py see them in a real run.
+
+Kinds of bytes: "weights", "gradients" and "optimizer" are the buckets' tensors (zero.py); "FP8 weights" are cached
+copies; "activations" are allocated in forward; "temporaries" are all others, allocated in backward or in the update.
+"""
+import contextlib
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore  # private: torch has no public group without peers
+
+import collectives
+import ep
+from collectives import Group, Groups, Pending, name, process_group, rank, size
+from plan.memory import format_bytes
+from run.data import MicroBatch, Samples
+from run.meter import Meter, Storage
+from schedules import Action
+
+KINDS = "weights", "gradients", "optimizer", "FP8 weights", "activations", "temporaries"
+
+
+# ---- the environment ------------------------------------------------------------------------------------------------
+
+@contextlib.contextmanager
+def fake_world(ranks: int, me: int) -> Iterator[None]:
+    """Within this context this process is rank `me` of `ranks`, and every collective returns at once."""
+    dist.init_process_group("fake", store=FakeStore(), rank=me, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Within this context tensors have no memory, and all experts get equally many tokens."""
+    with (patch.object(ep, "exchange_counts", uniform_counts), patch.object(ep, "read_counts", uniform_rows),
+          patch.object(Pending, "completed", complete), FakeTensorMode()):
+        yield
+
+
+def complete(pending: Pending) -> bool:
+    """As Pending.completed if each transfer ends as early as its receiver lets it. (NCCL reports a transfer's end; gloo
+    and the fake group do not.)"""
+    pending.wait()
+    return True
+
+
+def uniform_counts(counts: torch.Tensor, T: int, k: int, group: Group) -> tuple[list[int], list[int], list[int]]:
+    """As ep.exchange_counts if all choices of k experts are equally often made: counts differ by at most one."""
+    n, e = size(group), counts.shape[1] - 1
+    collectives.all_to_all(torch.empty_like(counts), counts, [1] * n, [1] * n, group)
+    own = dealt(T * k, n * e)[rank(group) * e:][:e]  # of each rank's rows, those of this rank's experts
+    copies = round(T * (1 - math.comb(n * e - e, k) / math.comb(n * e, k)))  # see costs.copies_per_token
+    return [copies] * n, [copies] * n, [n * count for count in own]
+
+
+def dealt(count: int, experts: int) -> list[int]:
+    """How many of `count` rows each expert gets if they get them in turn."""
+    return [count // experts + (expert < count % experts) for expert in range(experts)]
+
+
+def uniform_rows(route: ep.Route) -> list[int]:
+    """As ep.read_counts, on one rank."""
+    return dealt(route.chosen.numel(), len(route.ends))
+
+
+class ZeroSamples(Samples):
+    """Samples of token 0, without files."""
+
+    def __init__(self, seq: int):
+        self.seq = seq
+
+    def micro_batch(self, numbers: list[int]) -> MicroBatch:
+        tokens = torch.zeros(len(numbers), self.seq, dtype=torch.long)
+        return MicroBatch(tokens, tokens.clone())
+
+
+# ---- measuring ------------------------------------------------------------------------------------------------------
+
+class DryRun(NamedTuple):
+    """Measurements of one rank's first step, which later steps repeat."""
+    peak: int  # the most bytes alive at once
+    at_peak: dict[str, int]  # kind -> its bytes at that moment
+    peak_of_kind: dict[str, int]  # kind -> the most bytes of it at any moment
+    peak_of_action: list[tuple[Action, int]]  # bytes, in the order of the pipeline's plan
+    largest: list[tuple[int, int, Storage]]  # alive at the peak: (bytes, number of equal ones, one of them), descending
+    flops: int  # of matmuls
+    calls: dict[str, dict[str, int]]  # axis -> collective -> number of calls
+    sent: dict[str, int]  # axis -> bytes that this rank sends
+
+
+def measure(step: Callable[[], Any], model: Any, optimizer: Any, engine: Any, groups: Groups) -> DryRun:
+    """Run `step()`, one forward, backward and update, and measure it. It uses `model` (model.Llama), `optimizer`
+    (zero.Optimizer) and `engine` (pp.Engine); their tensors and groups may be fake or real."""
+    meter = Meter()
+    meter.kind = "temporaries"
+    label(meter, model, optimizer)
+    with meter:
+        collectives.sent.clear()
+        engine.timed, engine.now = True, meter.restart_window
+        step()
+    alive = meter.alive_at_peak()
+    at_peak = Counter()
+    for storage, nbytes in alive:
+        at_peak[storage.kind] += nbytes
+    equal: dict[tuple, list] = {}
+    for storage, nbytes in alive:
+        key = storage.kind, storage.shape, storage.dtype, str(storage.made_by)
+        equal.setdefault(key, []).append((nbytes, storage))
+    largest = [(sum(nbytes for nbytes, _ in found), len(found), found[0][1]) for found in equal.values()]
+    axes: dict[str, str] = {}  # torch's name of a group -> its axis, the last one if several axes share the group
+    for axis, group in groups.items():
+        if size(group) > 1:
+            axes |= {name(part): axis for part in (process_group(group), *getattr(group, "links", {}).values())}
+    calls: dict[str, dict[str, int]] = {axis: Counter() for axis, group in groups.items() if size(group) > 1}
+    for call in meter.collectives:
+        calls[axes[call.group]][call.name] += 1
+    return DryRun(meter.peak["all"], {kind: at_peak[kind] for kind in KINDS if at_peak[kind]},
+                  {kind: meter.peak[kind] for kind in KINDS if meter.peak[kind]},
+                  [(action, max(before, within)) for action, before, within in engine.moments],
+                  sorted(largest, key=lambda entry: -entry[0]), meter.flops, calls,
+                  {axis: collectives.sent[name(groups[axis])] for axis in calls})
+
+
+def label(meter: Meter, model: Any, optimizer: Any) -> None:
+    """Tell the meter which kind each tensor is: existing ones now, others by the function that allocates them."""
+    def label_made_by(function: Callable, kind: str) -> Callable:
+        def labelling(*args, **kwargs):
+            before, meter.kind = meter.kind, kind
+            try:
+                return function(*args, **kwargs)
+            finally:
+                meter.kind = before
+        return labelling
+
+    for bucket in optimizer.buckets:
+        meter.label("optimizer", *bucket.state.values())
+        meter.label("weights", bucket.weights, bucket.weight_shard)  # "weights" even if they are also master weights
+        bucket.zeros = label_made_by(bucket.zeros, "gradients")  # during steps a bucket allocates nothing else
+        bucket.start_reduction = label_made_by(bucket.start_reduction, "gradients")
+    for fp8 in (model.execution.fp8_linear, model.execution.fp8_experts):
+        if fp8 and fp8.cached:
+            fp8.quantise_weight = label_made_by(fp8.quantise_weight, "FP8 weights")
+    model.forward = label_made_by(model.forward, "activations")
+
+
+# ---- printing -------------------------------------------------------------------------------------------------------
+
+BARS = " ▁▂▃▄▅▆▇█"
+
+
+def report(found: DryRun, groups: Groups, formula: dict[str, int], seconds: float) -> str:
+    """Memory, pipeline, FLOPs and communication as printed. formula: kind -> bytes by plan/memory.py, to compare."""
+    coordinates = ", ".join(f"{axis} {rank(group)} of {size(group)}" for axis, group in groups.items()
+                            if size(group) > 1 and axis != "world")
+    lines = [f"dry run rank {rank(groups['world'])} of {size(groups['world']):,} ({coordinates or 'alone'}), "
+             f"{seconds:.1f} s",
+             f"memory  peak {format_bytes(found.peak)}; by kind, at that moment, at its own peak, and by formula:"]
+    lines += [f"    {kind:14s}{format_bytes(found.at_peak.get(kind, 0)):>12s}{format_bytes(most):>12s}"
+              f"{format_bytes(formula[kind]) if kind in formula else '':>12s}  "
+              f"{'█' * round(40 * found.at_peak.get(kind, 0) / found.peak)}"
+              for kind, most in found.peak_of_kind.items()]
+    lines += ["        largest at the peak, alike ones together:"]
+    lines += [f"    {format_bytes(nbytes):>12s}  {count:5,d} x {list(storage.shape)} {str(storage.dtype)[6:]}, "
+              f"{storage.kind}, {made_by(storage)}" for nbytes, count, storage in found.largest[:8]]
+    lines += [f"plan    {len(found.peak_of_action)} actions (F forward, B backward, I and W its halves), each with its "
+              f"peak (█ {format_bytes(found.peak)}):"]
+    for first in range(0, len(found.peak_of_action), 100):
+        part = found.peak_of_action[first:first + 100]
+        lines += ["    " + "".join(action.op for action, _ in part),
+                  "    " + "".join(BARS[math.ceil(8 * nbytes / found.peak)] for _, nbytes in part)]
+    lines += [f"compute {found.flops:.4g} FLOPs in matmuls per step"]
+    if found.sent:
+        lines += ["network calls and bytes that this rank sends per step:"]
+    lines += [f"    {axis:10s}{size(groups[axis]):7,d} ranks{sum(found.calls[axis].values()):9,d} calls"
+              f"{format_bytes(nbytes):>12s}  {', '.join(f'{n:,} {call}' for call, n in found.calls[axis].items())}"
+              for axis, nbytes in found.sent.items()]
+    return "\n".join(lines)
+
+
+def write(path: str, found: DryRun, groups: Groups, formula: dict[str, int]) -> None:
+    """Write what `report` prints as a JSON object: bytes by kind, action and axis, calls by axis, FLOPs."""
+    figures = dict(rank=rank(groups["world"]), ranks=size(groups["world"]), peak_bytes=found.peak,
+                   bytes_at_peak=found.at_peak, formula_bytes=formula, flops=found.flops, sent_bytes=found.sent,
+                   calls=found.calls, actions=[[str(action), nbytes] for action, nbytes in found.peak_of_action])
+    with open(path, "w") as file:
+        json.dump(figures, file)
+
+
+def made_by(storage: Storage) -> str:
+    return "there before the step" if storage.made_by is None else f"by {storage.made_by.overloadpacket.__name__}"

@@ -1,0 +1,352 @@
+"""Faults and stop requests: no finished work is lost, no rank waits for ever, and one line says what happened.
+
+    event                          detected by                                consequence
+    SIGTERM, Ctrl-C, --time-limit  any rank: it asks all ranks to stop        all ranks save after this step and exit
+    the gradient is not finite     all ranks: they have the same norm         no update; if repeated, error or rewind
+    the gradient's norm spikes     all ranks: same norm and statistics        the same, with --skip-spikes
+    replicas differ                --check-replicas: a reduction of hashes    an error that names tensor and ranks
+    a rank is slow                 all ranks: they have the seconds of each   a warning that names the rank
+    a rank hangs                   watchdog threads of the ranks that wait    an error that names the missing rank
+    a rank dies                    ranks whose connection to it breaks        an error; torchrun restarts all ranks
+
+In a step, ranks agree without an additional collective: the request to stop and each rank's seconds are appended to the
+squared norm of the gradient, and every step sums this vector over all ranks anyway. The device decides whether to skip
+a step. The host learns all this when it reads the step's results, on a GPU after it has issued the next step.
+The last two events are those of run/watchdog.py.
+
+Shapes: no tensors but scalars, hashes [tensors] and ballots [1 + ranks].
+"""
+import contextlib
+import hashlib
+import math
+import os
+import select
+import signal
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+import config
+from collectives import MAX, Group, Groups, all_gather, all_reduce, process_group, rank, record, size, to_device
+from ep import Router
+from zero import Optimizer
+
+REQUESTS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP  # to save and end
+SAME_REQUEST_S = 1.0  # within this time a second signal is the same request, forwarded by torchrun
+SLOW, SLOW_STEPS = 1.5, 10  # a rank is slow if it takes more than SLOW times the median, for SLOW_STEPS steps in a row
+HORIZON, SETTLED = 100, 20  # norms are averaged over about HORIZON steps; spikes are detected after SETTLED steps
+
+
+class Failure(RuntimeError):
+    """An error that the run itself has diagnosed: its message suffices, so no traceback is printed."""
+
+
+# ---- stop requests --------------------------------------------------------------------------------------------------
+
+class Stop:
+    """Whether this rank has been asked to save and exit: by a signal, by the time limit, or by torchrun's death.
+
+    torchrun also sends SIGTERM when a different rank has died; Watchdog.watch then ends this process without saving.
+    A thread reads signals from a pipe: while the main thread is inside a collective, Python runs no signal handlers.
+    """
+
+    def __init__(self, time_limit_min: float = 0.0, timeout_s: float = math.inf):
+        self.deadline = time.monotonic() + 60 * time_limit_min if time_limit_min else math.inf
+        self.timeout_s = timeout_s
+        self.reason, self.asked_at = "", 0.0
+        self.ending = False  # this process has failed or finished: the watchdog stops
+
+    def wanted(self) -> bool:
+        if not self.reason and time.monotonic() > self.deadline:
+            self.reason = "--time-limit"
+        return bool(self.reason)
+
+    def end_if_asked(self) -> None:
+        """End this process if it has been asked to, while it waits for ranks to start: there is nothing to save."""
+        if self.wanted():
+            if os.environ.get("RANK") == "0":
+                print(f"ended before the first step, as asked ({self.reason})", flush=True)
+            os._exit(0)
+
+    def listen(self) -> None:
+        """Treat SIGTERM, SIGINT and SIGHUP as requests from now on. Python allows this in the main thread only."""
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        for number in REQUESTS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, lambda *_: None)
+        threading.Thread(target=self.hear, args=(reading, os.getppid()), name="signals", daemon=True).start()
+
+    def hear(self, pipe: int, parent: int) -> None:
+        """The signal thread. It also polls its parent: ranks whose torchrun was killed would otherwise train on, or,
+        if they hang, stay for ever."""
+        orphaned_at = math.inf
+        while True:
+            if select.select([pipe], [], [], 1.0)[0]:
+                for number in os.read(pipe, 64):
+                    if number in REQUESTS:  # the pipe also gets the signals of other handlers
+                        self.on_signal(signal.Signals(number))
+            if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != parent:
+                orphaned_at = min(orphaned_at, time.monotonic())
+                self.reason = self.reason or "torchrun is gone"
+            if time.monotonic() > orphaned_at + self.timeout_s:
+                say(f"rank {os.environ.get('RANK', 0)} ends at once: torchrun has been gone for --timeout "
+                    f"{self.timeout_s:g} s, and this rank is still {innermost_line()}")
+                os._exit(1)
+
+    def on_signal(self, number: signal.Signals) -> None:
+        now = time.monotonic()
+        if self.asked_at and now > self.asked_at + SAME_REQUEST_S:
+            say(f"rank {os.environ.get('RANK', 0)} ends at once: {number.name} again")
+            os._exit(128 + number)
+        self.reason, self.asked_at = self.reason or number.name, self.asked_at or now
+
+
+# ---- decisions after every step -------------------------------------------------------------------------------------
+
+class Guard:
+    """The decisions that all ranks make alike after every step, from numbers summed together with the gradient's norm.
+
+    spikes: a norm this many standard deviations above the mean is a spike; 0: none is. norms: [count, mean, variance]
+    of the norms of steps that were not skipped, over about HORIZON steps, saved in checkpoints; fp64, on the device.
+    """
+
+    def __init__(self, stop: Stop, world: Group, device: torch.device, norms: list[float], spikes: float = 0.0):
+        self.stop, self.world, self.device, self.spikes = stop, world, device, spikes
+        self.norms = torch.tensor(norms, dtype=torch.float64, device=device)
+        self.stopping = False  # all ranks have agreed to stop
+        self.streak: list[tuple[int, range]] = []  # (step, its samples) of the latest consecutive skipped steps
+        self.seconds: list[float] = []  # per rank: its time in the last step minus its waits for collectives
+        self.slow_rank, self.slow_steps = -1, 0
+        self.began = self.waited = 0.0
+
+    def begin_step(self) -> None:
+        self.began, self.waited = time.perf_counter(), record.waited_s
+
+    def limit(self) -> torch.Tensor:
+        """The threshold for the gradient's norm, a scalar: a step whose norm is not below it is skipped."""
+        count, mean, variance = self.norms.unbind()
+        return (mean + self.spikes * variance.sqrt()).where((count >= SETTLED) & bool(self.spikes), math.inf)
+
+    def ballot(self) -> torch.Tensor:
+        """[1 + ranks], to be summed in place: 1 if this rank wants to stop; at 1 + rank, its seconds without waits."""
+        votes = torch.zeros(1 + size(self.world))
+        votes[0] = float(self.stop.wanted())
+        votes[1 + rank(self.world)] = time.perf_counter() - self.began - (record.waited_s - self.waited)
+        return to_device(votes, self.device)
+
+    def update_statistics(self, norm: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+        """Add a step's norm to the statistics on the device, unless it was skipped. Returns the mean before."""
+        count, mean, variance = self.norms.unbind()
+        weight = 1 / (count + 1).clamp(max=HORIZON)
+        difference = norm - mean
+        updated = count + 1, mean + weight * difference, (1 - weight) * (variance + weight * difference**2)
+        self.norms = torch.where(norm < limit, torch.stack(updated), self.norms)
+        return mean
+
+    def after_step(self, step: int, samples: range, *, norm: float, limit: float, mean: float,
+                   ballot: list[float]) -> None:
+        """Record a step's results: the summed ballot, and whether it was skipped: unless norm < limit, it was. mean: of
+        the norms before it."""
+        stop_votes, *self.seconds = ballot
+        self.stopping = self.stopping or stop_votes > 0
+        self.find_slow_rank(step)
+        if norm < limit:
+            self.streak.clear()
+            return
+        self.streak.append((step, samples))
+        usual = f", the mean {mean:.4g}" if math.isfinite(norm) else ""
+        warn(f"step {step} was skipped: the norm of its gradient is {norm:.4g}{usual}", self.world)
+
+    def find_slow_rank(self, step: int) -> None:
+        median, most = statistics.median(self.seconds), max(self.seconds)
+        slowest = self.seconds.index(most) if most > SLOW * median else -1
+        self.slow_steps = self.slow_steps + 1 if slowest == self.slow_rank else 1
+        self.slow_rank = slowest
+        if slowest >= 0 and self.slow_steps == SLOW_STEPS:
+            warn(f"rank {slowest} is slow: without its waits it took {most:.3f} s in step {step}, the median rank "
+                 f"{median:.3f} s, and so for {SLOW_STEPS} steps", self.world)
+
+    def metrics(self) -> dict[str, Any]:
+        """busy_s: seconds per rank in the last step, without waits, as min, median and max; {} for a single rank.
+
+        On GPUs these are seconds of the host, which issues kernels and does not wait for them: a rank is named whose
+        data or processor is slow, and not one whose GPU is.
+        """
+        if len(self.seconds) < 2:
+            return {}
+        least, most = min(self.seconds), max(self.seconds)
+        return dict(busy_s=dict(min=least, median=statistics.median(self.seconds), max=most,
+                                slowest_rank=self.seconds.index(most)))
+
+    def agree_to_stop(self) -> bool:
+        """Agree on `stopping` outside of a step, by a separate reduction; every rank must call this."""
+        wanted = torch.tensor(float(self.stop.wanted()), device=self.device)
+        all_reduce(wanted, self.world, MAX)
+        self.stopping = self.stopping or wanted.item() > 0
+        return self.stopping
+
+
+def next_sample(first: int, count: int, left_out: list[list[int]]) -> int:
+    """The smallest n >= first with no sample from n to n + count - 1 in a range [start, end) of `left_out`."""
+    for start, end in sorted(left_out):
+        if first < end and start < first + count:
+            first = end
+    return first
+
+
+# ---- replicas -------------------------------------------------------------------------------------------------------
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def hash_of(x: torch.Tensor) -> torch.Tensor:
+    """The sum, modulo 2^64, of the elements' bits read as integers: a flip of one single bit always changes it."""
+    return x.detach().reshape(-1).view(INTEGERS[x.element_size()]).sum(dtype=torch.int64)
+
+
+def replicated_tensors(optimizer: Optimizer, routers: list[Router]) -> Iterator[tuple[str, torch.Tensor, set[str]]]:
+    """Yield (name, tensor, axes) of weights, master weights, moments, biases and counters; all ranks of each of these
+    axes must have the same bits."""
+    for bucket in optimizer.buckets:
+        bucket.unsharding.wait()
+        for param in bucket.params:
+            start, stop = bucket.offset[param], bucket.offset[param] + param.numel()
+            replicated = {"replicate", *param.spec.replicated_axes}
+            unsharded = replicated | {param.spec.data_axis}
+            shards = bucket.state | {"weight": bucket.weight_shard}
+            if bucket.level < 3:
+                yield param.spec.name, bucket.weights[start:stop], unsharded
+                shards = {what: shard for what, shard in shards.items() if shard is not bucket.weight_shard}
+            for what, shard in shards.items():
+                axes = unsharded if bucket.level == 0 else replicated
+                yield f"{param.spec.name}/{what}", bucket.within_shard(shard, start, stop), axes
+    for router in routers:
+        yield router.name, router.bias, {"data", "tp"}
+    for what, value in optimizer.extra_state().items():
+        yield what, value, {"world"}
+
+
+def check_replicas(optimizer: Optimizer, routers: list[Router], groups: Groups) -> float:
+    """Compare replicated tensors by hashes and return the seconds that this took. Raises Failure, on all ranks of a
+    group with a difference. Every rank calls this; one reduction of 16 bytes per tensor on every replicated axis."""
+    began = time.perf_counter()
+    hashes: dict[str, dict[str, torch.Tensor]] = {}
+    for tensor_name, tensor, axes in replicated_tensors(optimizer, routers):
+        tensor_hash = hash_of(tensor).to(optimizer.steps.device)  # offloaded state is on the host
+        for axis in axes:
+            if size(groups[axis]) > 1:
+                hashes.setdefault(axis, {})[tensor_name] = tensor_hash
+    differences = []
+    for axis in sorted(hashes):  # all axes, even after a difference: ranks of a different group find none and go on
+        names = sorted(hashes[axis])
+        stacked = torch.stack([hashes[axis][tensor_name] for tensor_name in names])
+        if found := difference(names, stacked, groups[axis]):
+            differences.append(f"{found} (axis {axis})")
+    if differences:
+        raise Failure("; ".join(differences) + ": memory or arithmetic of a rank is faulty; continue from a checkpoint "
+                      "(--resume auto)")
+    return time.perf_counter() - began
+
+
+def agree_on(facts: dict[str, Any], world: Group, device: torch.device) -> None:
+    """Compare `facts` (name -> any value) over all ranks by their repr. Raises ValueError on all if one differs."""
+    digests = [hashlib.blake2b(repr(fact).encode(), digest_size=7).digest() for fact in facts.values()]
+    hashes = torch.tensor([int.from_bytes(digest) for digest in digests], device=device)
+    if found := difference(list(facts), hashes, world):
+        raise ValueError(f"{found}: start every rank with the same")
+
+
+def difference(names: list[str], hashes: torch.Tensor, group: Group) -> str:
+    """A sentence that names what differs between ranks, and the ranks; "" if nothing does. hashes: int64 [names]."""
+    extremes = torch.cat((hashes, ~hashes))  # ~x = -x - 1: one MAX gives the largest x and, inverted, the smallest
+    all_reduce(extremes, group, MAX)
+    differ = (extremes[:len(names)] != ~extremes[len(names):]).nonzero().flatten().tolist()
+    if not differ:
+        return ""
+    gathered = hashes.new_empty(size(group))
+    all_gather(gathered, hashes[differ[:1]], group)
+    ranks, found = ranks_of(group), gathered.tolist()
+    [(most_common, count)] = Counter(found).most_common(1)
+    more = f" (and {len(differ) - 1} more)" if len(differ) > 1 else ""
+    if 2 * count <= len(ranks):
+        return f"{names[differ[0]]}{more}: ranks {listed(ranks)} have different values"
+    odd = [number for number, its_hash in zip(ranks, found) if its_hash != most_common]
+    equal = [number for number in ranks if number not in odd]
+    return f"{names[differ[0]]}{more}: rank {listed(odd)} has different values from {listed(equal)}"
+
+
+def ranks_of(group: Group) -> list[int]:
+    return dist.get_process_group_ranks(process_group(group))
+
+
+def listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
+# ---- messages -------------------------------------------------------------------------------------------------------
+
+def reason(error: Exception) -> str:
+    """The first line of an error's message, or its type if there is no message."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def innermost_line() -> str:
+    """The innermost line of the project's files that the main thread executes now, as words."""
+    frame = sys._current_frames()[threading.main_thread().ident]
+    folder = os.path.dirname(config.__file__)
+    while frame.f_back and not frame.f_code.co_filename.startswith(folder):
+        frame = frame.f_back
+    return f"in {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}, {frame.f_code.co_name}"
+
+
+def explain(line: str, error: Exception) -> None:
+    """Print the traceback, unless the error is a Failure, and the line."""
+    if not isinstance(error, Failure):
+        traceback.print_exception(error)
+    last_words(line)
+
+
+def last_words(line: str, when: float | None = None) -> None:
+    """Print the line and add it to torchrun's report. when: the time of the failure; torchrun names the earliest."""
+    say(line)
+    config.tell_torchrun(f"train.py: {line}", when or time.time())
+
+
+def say(line: str) -> None:
+    tqdm.write(f"train.py: {line}", file=sys.stderr)  # tqdm moves its progress bar out of the way
+    sys.stderr.flush()
+
+
+def warn(line: str, world: Group) -> None:
+    if rank(world) == 0:
+        say(f"warning: {line}")
+
+
+class Tolerant:
+    """A stream that drops what it cannot write, because its reader is gone or its disk is full."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self.stream, attribute)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self.stream.flush()

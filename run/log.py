@@ -1,0 +1,193 @@
+"""What a run prints and writes: its first lines, its progress, its metrics. Only rank 0 prints and writes."""
+import json
+import math
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+import config
+from assemble import DTYPES, memory_of_rank
+from collectives import Groups, rank, size
+from groups import AXES
+from plan import costs
+from plan.memory import format_bytes
+from run import checkpoint, faults
+from run.data import Samples
+
+
+class Log:
+    """The first lines, the progress bar and the metrics of every step. All ranks call it; only rank 0 has output."""
+
+    def __init__(self, settings: config.Config, groups: Groups, device: torch.device):
+        self.settings, self.groups, self.device = settings, groups, device
+        self.ranks, self.rank = size(groups["world"]), rank(groups["world"])
+        self.is_first_rank = self.rank == 0
+        dtype = DTYPES[settings.precision.dtype]
+        # FP8 runs are measured against the peak of bf16, too.
+        has_peak = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+        self.peak = costs.peak_flops(torch.cuda.get_device_name(device)) if has_peak else None
+        self.flops = costs.flops_by_convention(settings)  # per token: mfu, mfu_causal and hfu
+        self.last_loss: float | None = None  # of the last step of this process; None before its first
+        self.last_lap = 0.0
+        self.noise: list[tuple[float, float]] = []  # noise_trace and noise_gradient2 of each step, on rank 0
+        self.metrics_begun = self.metrics_failed = False
+        self.bar = tqdm(total=settings.optim.steps, unit="step", disable=True)
+
+    def start(self, device_reason: str, samples: Samples) -> None:
+        if self.is_first_rank:
+            ranks = f"{self.ranks} ranks, {dist.get_backend()}" if self.groups["world"] else "one process"
+            device = f"{self.device.type} ({device_reason}), {ranks}"
+            fused = self.device.type == "cuda"
+            print(first_lines(self.settings, self.groups, device, samples, fused), flush=True)
+
+    def begin(self, step: int) -> None:
+        """Prepare the bar and the metrics for `step`, when the run begins, is resumed, or has gone back."""
+        self.bar.close()
+        self.bar = tqdm(total=self.settings.optim.steps, initial=step, unit="step", dynamic_ncols=True,
+                        disable=not self.is_first_rank or not sys.stderr.isatty())
+        self.metrics_begun = False
+
+    def append(self, record: dict) -> None:
+        """Append `record` to the file of metrics. The first call removes all lines that are not of earlier steps."""
+        path, text = self.settings.run.metrics, as_json(record) + "\n"
+        try:
+            if not self.metrics_begun and os.path.isfile(path):
+                with open(path) as file:
+                    lines = [line for line in file if is_before(line, record["step"])]
+                checkpoint.write_text(Path(path), "".join(lines))
+            self.metrics_begun = True
+            with open(path, "a") as file:  # reopened for every line: the file may have been removed
+                file.write(text)
+            self.metrics_failed = False
+        except OSError as error:
+            if not self.metrics_failed:
+                faults.warn(f"--metrics {path}: {error.strerror}: training goes on without", self.groups["world"])
+            self.metrics_failed = True
+
+    def lap(self, began: float) -> float:
+        """Seconds since `began`, or since the last call if that was later."""
+        began, self.last_lap = max(began, self.last_lap), time.perf_counter()
+        return self.last_lap - began
+
+    def metrics(self, issued, *, skipped: int, loss: float, norm: float, seconds: float) -> dict:
+        """The metrics of a step; memory_gb, the peak so far, and comm_gb are this rank's. issued: a train.Issued.
+        skipped: number of steps since the beginning of the run."""
+        rate = len(issued.samples) * self.settings.batch.seq / seconds
+        utilisation = {name: flops * rate / self.ranks / self.peak if self.peak else None
+                       for name, flops in self.flops.items()}
+        return dict(
+            step=issued.step, tokens=issued.tokens, loss=loss, grad_norm=norm, lr=issued.lr,
+            step_s=seconds, tokens_per_s=rate, tokens_per_s_per_gpu=rate / self.ranks, **utilisation,
+            memory_gb=peak_memory(self.device) / 1e9,
+            comm_gb={axis: issued.sent[axis] / 1e9 for axis in AXES if size(self.groups[axis]) > 1},
+            skipped=skipped)
+
+    def write(self, record: dict) -> None:
+        self.last_loss = record["loss"]
+        if "val_loss" in record:
+            self.print_validation_loss(record["step"] + 1, record["val_loss"])
+        if self.is_first_rank and math.isfinite(record.get("noise_trace", math.nan)):
+            self.noise.append((record["noise_trace"], record["noise_gradient2"]))
+        if self.settings.run.metrics and self.is_first_rank:
+            self.append(record)
+        done, steps = record["step"] + 1, self.settings.optim.steps
+        progress = f"loss {record['loss']:.3f}, {record['tokens_per_s']:,.0f} tokens/s"
+        self.bar.set_postfix_str(progress, refresh=False)
+        self.bar.update()
+        if self.is_first_rank and self.bar.disable and (done % max(1, steps // 20) == 0 or done == steps):
+            print(f"step {done}/{steps}: {progress}", file=sys.stderr, flush=True)
+
+    def print_validation_loss(self, steps: int, loss: float | None) -> None:
+        if self.is_first_rank and loss is not None:  # None: the run was asked to end meanwhile
+            self.bar.write(f"after {steps} steps: validation loss {loss:.4f}", file=sys.stdout)
+
+    def close(self, steps: int, tokens: int) -> None:
+        self.bar.close()
+        if self.is_first_rank and self.last_loss is not None:
+            print(f"trained {steps} steps on {tokens:,} tokens: last loss {self.last_loss:.4f} nats per token")
+            late = self.noise[len(self.noise) // 2:]
+            trace = sum(trace for trace, _ in late)
+            gradient2 = sum(gradient2 for _, gradient2 in late)
+            if gradient2 > 0:
+                print(f"gradient noise scale of the last {len(late)} steps: {max(0.0, trace / gradient2):,.0f} tokens")
+
+
+def is_before(line: str, step: int) -> bool:
+    """Whether a line of metrics is of a step before `step`. The last line of a killed run may be incomplete: False."""
+    try:
+        return json.loads(line)["step"] < step
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def first_lines(settings: config.Config, groups: Groups, device: str, samples: Samples | None = None,
+                fused: bool = False) -> str:
+    """The lines that describe a run: device, in words; grid, batch, model and, if there are samples, data. fused:
+    whether memory is that of fused kernels, as on GPUs."""
+    grid, batch, precision, model = settings.grid, settings.batch, settings.precision, settings.model
+    count = costs.parameters(model)
+    fp8 = f", linear layers of blocks in fp8 {precision.fp8}" if precision.fp8 != "none" else ""
+    sequences, _ = batch.ramp()[0]
+    ramp = f"; ramp {batch.batch_ramp}" if batch.batch_ramp else ""
+    memory = memory_of_rank(settings, groups, fused)
+    kinds = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in memory.items())
+    active = f" ({count.active:,} active)" if model.experts else ""
+    lines = [f"device  {device}, {precision.dtype}{fp8}", f"grid    {grid_line(grid, model)}"]
+    if settings.shown:
+        ranks = grid.dp * grid.cp * grid.tp * grid.pp
+        lines.append(f"        (chosen to show the axes; --dp {ranks} is pure data parallelism)")
+    lines += [
+        f"batch   global batch {sequences} = micro {batch.micro_batch} x accum "
+        f"{sequences // batch.micro_batch // grid.dp} x dp {grid.dp}; {sequences * batch.seq:,} tokens per step{ramp}",
+        f"model   {model.preset}: {count.total:,} parameters{active}; rank {rank(groups.get('world'))} needs about "
+        f"{format_bytes(sum(memory.values()))}: {kinds}"]
+    if samples:
+        lines.append(
+            f"data    {len(samples.corpus):,} tokens in {len(samples.corpus.files):,} files: "
+            f"{samples.spans:,} samples of {batch.seq}")
+    return "\n".join(lines)
+
+
+def grid_line(grid: config.Grid, model: config.Model) -> str:
+    """The axes' sizes, and which part of model and data each rank has."""
+    shards = grid.dp // grid.dp_replicate * grid.cp  # of ZeRO
+    state = ("", "optimizer state", "gradients, optimizer state", "weights, gradients, optimizer state")[grid.zero]
+    layers = "the whole model" if grid.tp == 1 else f"1/{grid.tp} of every layer and " + (
+        f"1/{grid.tp} of the tokens between layers" if grid.sp else "all tokens between layers")
+    if grid.pp > 1:
+        layers = f"{grid.chunks} of {grid.pp * grid.chunks} stages ({grid.schedule}), of these {layers}"
+    experts = ""
+    if model.experts:
+        edp = shards * grid.tp // grid.ep
+        experts = f", ep {grid.ep} x edp {edp}"
+        layers += f", but {model.experts // grid.ep} of {model.experts} experts"
+        state += f" (1/{edp} of experts')"
+    holds, sharded = "holds", f", 1/{shards} of its {state}" if shards > 1 and grid.zero else ""
+    if sharded and grid.zero == 3:
+        holds, sharded = "computes with", f", holds 1/{shards} of its {state}"
+    if sharded and grid.dp_replicate > 1:
+        sharded += f" in {grid.dp_replicate} replicas"
+    parts = (grid.dp, "of the sequences"), (grid.cp, "of each sequence")
+    reads = ", ".join(f"1/{ranks} {of}" for ranks, of in parts if ranks > 1)
+    return (f"pp {grid.pp} x dp {grid.dp} x cp {grid.cp} x tp {grid.tp}{experts}, zero {grid.zero}: a rank {holds} "
+            f"{layers}{sharded}{', and reads ' + reads if reads else ''}")
+
+
+def peak_memory(device: torch.device) -> float:
+    """This rank's peak of memory so far, in bytes: allocated on the GPU, or resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def as_json(record: dict) -> str:
+    """`record` as one line of JSON; NaN and inf, which JSON lacks, become null."""
+    finite = {key: None if isinstance(value, float) and not math.isfinite(value) else value
+              for key, value in record.items()}
+    return json.dumps(finite)

@@ -1,0 +1,97 @@
+"""Sampling: continue a text token by token, on any grid.
+
+A cache has the keys and values of earlier tokens, so a step computes one token. Every rank has all tokens. Tensor
+parallel ranks compute their shards of each layer, and pipeline ranks run their stages one after the other. Context
+parallel ranks all compute the same; so do data parallel ranks, or they do not take part.
+
+    python -m run.sampling CKPT --prompt TEXT          CKPT: a checkpoint, or a folder with a published model
+    torchrun --nproc_per_node=2 -m run.sampling CKPT --prompt TEXT --tp 2          and any other flags of train.py
+"""
+import os
+import sys
+
+import torch
+
+import config
+from collectives import all_reduce, rank, receive, send
+from model import Llama
+from tp import gather_logits
+
+
+class KVCache:
+    """Keys and values of earlier tokens, by layer. With a window, those that no later token will see are dropped."""
+
+    def __init__(self):
+        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.lengths: dict[int, int] = {}  # tokens so far, including dropped ones
+
+    def length(self, layer: int) -> int:
+        return self.lengths.get(layer, 0)
+
+    def extend(self, layer: int, k: torch.Tensor, v: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append k and v, both [B, S, K, D]; return all that these tokens may see. window: of the layer, 0: none."""
+        self.lengths[layer] = self.length(layer) + k.shape[1]
+        if layer in self.layers:
+            k, v = (torch.cat(pair, 1) for pair in zip(self.layers[layer], (k, v)))
+        dropped = max(0, k.shape[1] - (window - 1)) if window else 0
+        self.layers[layer] = k[:, dropped:], v[:, dropped:]
+        return k, v
+
+
+@torch.no_grad()
+def sample(model: Llama, tokens: torch.Tensor, count: int, temperature: float = 0.8, seed: int = 0) -> torch.Tensor:
+    """Tokens [B, S] continued by `count` tokens, [B, S + count], each drawn from softmax(logits / temperature).
+
+    temperature 0 takes the likeliest token. All ranks of the grid must call it, with the same arguments.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    cache, new = KVCache(), tokens
+    for _ in range(count):
+        logits = next_logits(model, new, cache)
+        new = torch.zeros_like(tokens[:, :1])
+        if logits is not None:
+            logits = gather_logits(logits[:, -1], model.model.vocab, model.tp.group).float().cpu()
+            if temperature == 0:
+                new.copy_(logits.argmax(-1, keepdim=True))
+            else:
+                new.copy_(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+        all_reduce(new, model.pipeline.group)  # one pipeline rank has it, the others zeros
+        tokens = torch.cat((tokens, new), 1)
+    return tokens
+
+
+def next_logits(model: Llama, tokens: torch.Tensor, cache: KVCache) -> torch.Tensor | None:
+    """Logits [B, S, V/t] of tokens that follow those in the cache; None on pipeline ranks without the last stage."""
+    group, owners, x = model.pipeline.group, model.pipeline.owners, None
+    for stage in model.stages:
+        if stage and owners[stage - 1] != rank(group):
+            x = torch.empty(model.boundary_shape(tokens, sequence=False), dtype=model.execution.dtype,
+                            device=tokens.device)
+            receive(x, owners[stage - 1], group).wait()
+        x = model(tokens, cache=cache, stage=stage, x=x)
+        if stage < model.last_stage and owners[stage + 1] != rank(group):
+            send(x, owners[stage + 1], group).wait()
+    return x if model.last_stage in model.stages else None
+
+
+def main(arguments: list[str]) -> None:
+    """Replace this process by train.py with --steps 0: it has the grid, the checkpoints and the data."""
+    if len(arguments) < 3 or arguments[0].startswith("-") or "--prompt" not in arguments[:-1]:
+        print("run.sampling: usage: python -m run.sampling CKPT --prompt TEXT [flags of train.py]", file=sys.stderr)
+        sys.exit(2)
+    path, *flags = arguments
+    where = flags.index("--prompt")
+    flags[where:where + 2] = ["--sample=" + flags[where + 1]]  # in one word, so that a prompt may begin with @ or -
+    published = os.path.isfile(os.path.join(path, "config.json"))
+    default_grid = ("--dp -1 --dp-replicate 1 --cp 1 --tp 1 --no-sp-keep --no-async-tp --pp 1 --schedule 1f1b "
+                    "--chunks 0 --pp-group 0 --ep 1 --zero 0 --no-graph --recompute none --offload none").split()
+    batch = ["--batch-ramp", "", "--micro-batch", "1", "--global-batch", os.environ.get("WORLD_SIZE", "1")]
+    no_training = ["--steps", "0", "--out", "", "--save-every", "0", "--rewind", "0", "--metrics", "", "--val-data",
+                   "--eval-every", "0", "--optimizer", "sgd", "--moments", "auto"]  # SGD has no moments to load
+    train = os.path.join(os.path.dirname(config.__file__), "train.py")
+    os.execv(sys.executable, [sys.executable, train, "--init-from" if published else "--resume", path, *default_grid,
+                              *batch, *no_training, *flags])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

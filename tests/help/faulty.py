@@ -1,0 +1,107 @@
+"""train.py with a fault: torchrun ... faulty.py FAULT RANK STEP WHERE, and then the flags of train.py.
+
+The fault happens once, to the first start of the run, when this rank comes to this place in this step (counted from 0):
+before, loading, forward, backward, collective, optimizer, staging, writing, commit, evaluation, sampling or exit.
+"""
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import assemble
+import config
+import train
+from run import checkpoint
+from zero import Optimizer
+
+
+def loop() -> None:
+    while True:
+        time.sleep(0.01)
+
+
+def fail() -> None:
+    raise FloatingPointError("a fault of its own")
+
+
+def kill_parent_and_loop() -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+    loop()
+
+
+def kill_machine() -> None:
+    """Kill torchrun and all its ranks."""
+    parent = os.getppid()
+    ranks = subprocess.run(["ps", "-o", "pid=", "--ppid", str(parent)], capture_output=True, text=True).stdout.split()
+    for process in (parent, *(int(rank) for rank in ranks if int(rank) != os.getpid()), os.getpid()):
+        with contextlib.suppress(ProcessLookupError):  # ps itself has ended
+            os.kill(process, signal.SIGKILL)
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL), "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "term": lambda: os.kill(os.getpid(), signal.SIGTERM), "int": lambda: os.kill(os.getpid(), signal.SIGINT),
+    "term-parent": lambda: os.kill(os.getppid(), signal.SIGTERM), "kill-parent": lambda: os.kill(os.getppid(), 9),
+    "kill-machine": kill_machine, "kill-parent-and-loop": kill_parent_and_loop, "loop": loop, "raise": fail,
+    "none": lambda: None}
+
+
+def inject(fault: str, where: str, step: int) -> None:
+    """Let `fault` happen at the place."""
+    state = train.RunState()
+    train.RunState = lambda: state
+    done = []
+
+    def before(owner: Any, attribute: str, happens: Callable[[], bool] = lambda: state.step == step) -> None:
+        original = getattr(owner, attribute)
+
+        def replaced(*args, **kwargs):
+            if happens() and not done:
+                done.append(True)
+                print(f"fault at {time.time()}", flush=True)
+                FAULTS[fault]()
+            return original(*args, **kwargs)
+        setattr(owner, attribute, replaced)
+
+    def is_in_thread() -> bool:
+        return threading.current_thread().name == "checkpoint" and state.step > step
+
+    if where == "collective":  # half of a collective: the other ranks are inside
+        before(dist, "all_reduce", lambda: state.step == step and "in step" in state.activity)
+    elif where == "backward":
+        before(torch.Tensor, "backward")
+        before(torch.autograd, "backward")
+    elif where in PLACES:
+        before(*PLACES[where])
+    elif where in ("staging", "writing", "commit"):
+        place = {"staging": (checkpoint.Stage, "copy"), "writing": (checkpoint, "checksums_of"),
+                 "commit": (checkpoint, "sync")}[where]
+        before(*place, (lambda: state.step > step) if where == "staging" else is_in_thread)
+    else:
+        before(*{"evaluation": (train, "mean_loss"), "sampling": (train, "continue_prompt"),
+                 "exit": (dist, "destroy_process_group")}[where], lambda: state.step > step)
+
+
+PLACES = {"before": (train, "local_micro_batches"), "loading": (assemble, "build_model"),
+          "forward": (train.Llama, "forward"), "optimizer": (Optimizer, "step")}
+
+
+def main() -> None:
+    fault, number, step, where, *flags = sys.argv[1:]
+    sys.argv[1:] = flags
+    settings = config.from_command_line()
+    if os.environ.get("RANK", "0") == number and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        inject(fault, where, int(step))
+    train.main(settings)
+
+
+if __name__ == "__main__":
+    main()

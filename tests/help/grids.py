@@ -1,0 +1,205 @@
+"""How a grid is tried: what its ranks run, and what is put together from what they return.
+
+A grid is a command line. Its ranks train two steps, in fp64 unless it names another dtype, from the seed's weights on
+fixed global batches with ragged masks, using the functions that train.py itself uses, and return every piece of every
+tensor they hold.
+"""
+import hashlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import assemble
+import collectives
+import config
+import param
+import train
+from ep import update_biases
+from groups import AXES, build_groups
+from run.data import MicroBatch, Samples
+
+# All dimensions differ, so that no two can be mistaken for each other. Clipping and weight decay are active.
+BASE = ("--layers 3 --hidden 40 --heads 8 --kv-heads 4 --head-dim 6 --ffn 56 --vocab 97 --seq 24 --global-batch 48 "
+        "--dtype fp64 --steps 2 --warmup 0 --lr-schedule constant --lr 0.003 --clip 0.2 --weight-decay 0.3 "
+        "--data " + __file__)
+STEPS = 2
+SEPARATORS = 9  # tokens below it begin documents
+ALONE = dict.fromkeys(AXES)  # the groups of a process without others
+
+
+def settings_of(grid: str, world: int = 1) -> config.Config:
+    return config.parse(f"{BASE} {grid}".split(), world)
+
+
+def batches(settings: config.Config) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(tokens, labels) of the global batch of each step. Many labels are ignored, and all of some sequences."""
+    generator, out, seen = torch.Generator().manual_seed(11), [], 0
+    for _ in range(STEPS):
+        sequences = settings.batch.global_batch
+        for size, first in settings.batch.ramp():
+            sequences = size if seen >= first else sequences
+        window = torch.randint(settings.model.vocab, (sequences, settings.batch.seq + 1), generator=generator)
+        labels = window[:, 1:].clone()
+        labels[torch.rand(labels.shape, generator=generator) < torch.rand(sequences, 1, generator=generator)] = -100
+        labels[:min(6, 3 * sequences // 8)] = -100  # on every grid, whole micro-batches have nothing to learn
+        out.append((window[:, :-1], labels))
+        seen += labels.numel()
+    return out
+
+
+def begins(tokens: torch.Tensor, settings: config.Config) -> torch.Tensor:
+    """Which tokens begin a document that attention keeps apart, B S: none without --doc-mask."""
+    return (tokens < SEPARATORS) & settings.data.doc_mask
+
+
+class GivenSamples(Samples):
+    """Sample number i is row i of a given global batch; who reads which number is decided by the code under test."""
+
+    def __init__(self, tokens: torch.Tensor, labels: torch.Tensor, doc_mask: bool = False):
+        self.tokens, self.labels, self.doc_mask, self.spans = tokens, labels, doc_mask, len(tokens)
+        self.corpus, self.seq, self.seed = self, tokens.shape[1], None
+
+    def read(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """As Corpus.read: the tokens of a sample and one more, and which begin a document."""
+        tokens = self.tokens[start // self.seq].numpy()
+        tokens = np.append(tokens, 0)
+        return tokens, tokens < SEPARATORS
+
+    def micro_batch(self, numbers: list[int]) -> MicroBatch:
+        return super().micro_batch(numbers)._replace(labels=self.labels[numbers])
+
+
+class Call(NamedTuple):
+    """One collective that this rank called."""
+    group: str
+    name: str
+    shapes: list[torch.Size]
+    dtype: torch.dtype
+
+
+@contextmanager
+def recorded() -> Iterator[list[Call]]:
+    """All collectives of the body but the transfers of a pipeline, whose order tests/test_pp.py checks. A Meter would
+    see them, too, but with every other operation, which takes a grid twice the time."""
+    calls = []
+
+    def recording(function):
+        def call(*args, group, **kwargs):
+            tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+            calls.append(Call(group.group_name, function.__name__, [x.shape for x in tensors], tensors[0].dtype))
+            return function(*args, group=group, **kwargs)
+        return call
+
+    def shift(transfers):
+        calls.extend(Call(t.group.group_name, t.op.__name__, [t.tensor.shape], t.tensor.dtype) for t in transfers)
+        return together(transfers)
+
+    together = dist.batch_isend_irecv
+    with ExitStack() as patches:
+        for module, name in ((dist, "all_reduce"), (dist, "all_to_all_single"), (collectives, "_all_gather"),
+                             (collectives, "_reduce_scatter")):
+            patches.enter_context(mock.patch.object(module, name, recording(getattr(module, name))))
+        patches.enter_context(mock.patch.object(dist, "batch_isend_irecv", shift))
+        yield calls
+
+
+def build(settings: config.Config) -> tuple:
+    """(groups, model, optimizer) of this rank, also without any process group."""
+    groups = build_groups(settings.grid, settings.model)
+    dtype = assemble.DTYPES[settings.precision.dtype]
+    return groups, *assemble.build(settings, groups, torch.device("cpu"), dtype)
+
+
+def micro_batches(settings: config.Config, groups, tokens: torch.Tensor, labels: torch.Tensor) -> list[MicroBatch]:
+    """This rank's part of a global batch."""
+    samples = GivenSamples(tokens, labels, settings.data.doc_mask)
+    return train.local_micro_batches(samples, 0, len(tokens), settings, groups)
+
+
+def forward_backward(settings: config.Config, groups, model, optimizer, tokens: torch.Tensor,
+                     labels: torch.Tensor) -> torch.Tensor:
+    """The loss of a global batch, whose gradients are then in the optimizer's buckets."""
+    return train.forward_backward(model, optimizer, micro_batches(settings, groups, tokens, labels), groups)
+
+
+def run(grid: str, first: int = 0, last: int = STEPS, state: dict | None = None) -> dict:
+    """One rank of a grid, also without any process group: steps first .. last, the earlier ones' results in `state`."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    settings = settings_of(grid, world)
+    groups, model, optimizer = build(settings)
+    if state:
+        load(model, optimizer, state)
+    given, out = batches(settings), dict(loss=[], norm=[], grads=[], square=[])
+    seen = sum(tokens.numel() for tokens, _ in given[:first])
+    with recorded() as calls:
+        for tokens, labels in given[first:last]:
+            sequences = train.sequences_at(seen, settings.batch.ramp())
+            assert sequences == len(tokens)
+            seen += tokens.numel()
+            out["loss"].append(forward_backward(settings, groups, model, optimizer, tokens, labels).item())
+            out["grads"].append(pieces(optimizer, "grad"))
+            out["square"].append(sum(values.square().sum().item() for *_, owned, values in out["grads"][-1] if owned))
+            out["norm"].append(optimizer.step(settings.optim.lr).item())
+            if model.routers:
+                update_biases(model.routers, (groups["data"], groups["tp"]))
+    for bucket in optimizer.buckets:
+        bucket.unshard()
+    out["rounded"] = all(torch.equal(bucket.weights[bucket.shard], bucket.master.to(bucket.weights.dtype))
+                         for bucket in optimizer.buckets)
+    out["visible"] = {(p.spec.name, str(p.box)): digest(p.detach().clone()) for p in model.parameters()}
+    for bucket in optimizer.buckets:
+        bucket.reshard()
+    out |= {name: pieces(optimizer, what) for name, what in (("params", "master"), ("m", "m"), ("v", "v"))
+            if settings.optim.optimizer == "adamw" or name == "params"}
+    out |= dict(extra_state=extra_state(model, optimizer))
+    experts = groups["ep"].process_group.group_name if groups["ep"] else None
+    exchange = experts, "all_to_all_single"  # of as many rows as tokens choose
+    out["collectives"] = [call._replace(shapes=[]) if call[:2] == exchange else call for call in calls]
+    return out
+
+
+def load(model, optimizer, state: dict) -> None:
+    """Whole tensors by name, and numbers, into whatever this rank holds of them."""
+    for name, what in (("params", "master"), ("m", "m"), ("v", "v")):
+        optimizer.load(lambda spec, box, named=state[name]: named[spec.name][box], what)
+    for name, number in extra_state(model, optimizer).items():
+        number.copy_(state["extra_state"][name])
+
+
+def extra_state(model, optimizer) -> dict[str, torch.Tensor]:
+    """The state that belongs to no parameter, by name."""
+    return optimizer.extra_state() | {router.name: router.bias for router in model.routers}
+
+
+def pieces(optimizer, what: str) -> list[tuple]:
+    """(name, shape, box, whether this rank counts it, values) of everything a rank holds of one kind."""
+    return [(p.spec.name, p.spec.shape, box, bucket.owns(p.spec), flat[place].clone().reshape(param.box_shape(box)))
+            for bucket in optimizer.buckets for flat in [bucket.grad_shard if what == "grad" else bucket.state[what]]
+            for p, box, place in bucket.pieces()]
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def whole(ranks: list[list[tuple]]) -> dict[str, torch.Tensor]:
+    """Full tensors by name out of the pieces of all ranks. Every element must be owned by exactly one rank."""
+    full, owners = {}, {}
+    for name, shape, box, owned, values in (piece for rank in ranks for piece in rank):
+        if owned:
+            full.setdefault(name, torch.full(shape, torch.nan, dtype=values.dtype))[box] = values
+            owners.setdefault(name, torch.zeros(shape, dtype=torch.int))[box] += 1
+    wrong = {name: count.unique().tolist() for name, count in owners.items() if not (count == 1).all()}
+    assert not wrong, f"elements owned by another number of ranks than one: {wrong}"
+    return full
+
+
+def initial(settings: config.Config) -> dict[str, torch.Tensor]:
+    """The whole model's first weights by name."""
+    model = train.Llama(settings.model, {})
+    return {p.spec.name: param.draw(settings.optim.seed)(p.spec, p.box).double() for p in model.parameters()}

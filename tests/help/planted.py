@@ -1,0 +1,65 @@
+"""A copy of the project with one bug in it, and whether a test finds it; data/planted.toml has the bugs.
+
+The test runs in a process forked from a server that has torch loaded, which takes seconds instead of a minute. This
+file imports nothing of the project, since the fork must import the copy's files.
+"""
+import os
+import shutil
+import signal
+import sys
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+from program import ROOT, forks
+
+LIMIT_S = 60  # a bug that makes its test hang is found, too; on a machine that is busy otherwise, more
+
+
+class Bug(NamedTuple):
+    name: str
+    file: str
+    old: str  # a passage that the file has once
+    new: str  # what is there instead
+    test: str  # the test that must fail, as pytest names it
+
+
+BUGS = [Bug(**bug) for bug in tomllib.loads((ROOT / "tests" / "data" / "planted.toml").read_text())["bug"]]
+
+
+def find(folder: Path, bug: Bug) -> tuple[str, str]:
+    """("failed", "passed", "hung", "no such test" or "no passage", what pytest printed) of the test, given the bug."""
+    copy, printed = folder / "project", folder / "printed"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+    source = (copy / bug.file).read_text()
+    if source.count(bug.old) != 1:
+        return "no passage", ""
+    mutated = source.replace(bug.old, bug.new)
+    compile(mutated, bug.file, "exec")  # a bug, not a typing error
+    (copy / bug.file).write_text(mutated)
+
+    process = forks().Process(target=run, args=(str(copy), str(printed), bug.test))
+    process.start()
+    process.join(LIMIT_S * max(1.0, os.getloadavg()[0] / os.cpu_count()))
+    hung = process.is_alive()
+    if hung:
+        os.killpg(process.pid, signal.SIGKILL)  # with the processes that the test started
+        process.join()
+    text = printed.read_text() if printed.exists() else ""
+    if hung:
+        return "hung", text
+    return ("failed" if "1 failed" in text else "passed" if "1 passed" in text else "no such test"), text
+
+
+def run(folder: str, printed: str, test: str) -> None:
+    """In the forked process: the test, with everything it prints in a file. Exits with pytest's code."""
+    os.setsid()
+    os.chdir(folder)
+    descriptor = os.open(printed, os.O_CREAT | os.O_WRONLY)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.path[:] = [path for path in sys.path if Path(path) not in (ROOT, ROOT / "tests", ROOT / "tests" / "help")]
+    os.environ.pop("PYTHONPATH", None)
+    del sys.modules["program"]
+    import pytest
+    sys.exit(int(pytest.main(["-q", "-p", "no:cacheprovider", "-m", "", test])))

@@ -1,0 +1,118 @@
+"""Eight processes that stay alive for the whole test session and run any function as the ranks of a fresh world.
+
+Starting processes costs seconds, so it is done once (a fork server that has torch loaded makes eight in one second); a
+world costs a tenth of a second, so every job gets its own: `run(4, "grids:train", ...)` initialises a default process
+group over ranks 0..3, exactly as torchrun would, calls `train` of grids.py on each, and returns their results.
+"""
+import contextlib
+import datetime
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+
+import pytest
+import torch.distributed as dist
+from program import forks
+
+RANKS = 8
+
+
+def slow(*cases) -> list:
+    """Cases of a parametrised test that are in the slow tier: most have many ranks."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases]
+
+
+def work(number: int, port: int, stacks_of: str, connection) -> None:
+    """A worker: jobs in, (ok, result) out, until None comes."""
+    import torch
+    torch.set_num_threads(1)
+    stacks = open(stacks_of, "w")
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)  # asked for when a job hangs
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    gc.freeze()  # what is here now is no garbage, and need not be looked at again
+    while (job := connection.recv()) is not None:
+        number, rank, world, function, arguments, timeout = job
+        try:
+            dist.init_process_group("gloo", store=dist.PrefixStore(str(number), store), rank=rank, world_size=world,
+                                    timeout=datetime.timedelta(seconds=timeout))
+            module, _, name = function.partition(":")
+            result = True, getattr(importlib.import_module(module), name)(**arguments)
+            dist.barrier()
+        except BaseException:
+            result = False, traceback.format_exc()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()  # or models, in cycles, would keep their groups, and each group two threads that never sleep
+        connection.send_bytes(pickle.dumps(result))  # plain pickle: tensors travel by value
+
+
+class Pool:
+    def __init__(self, ranks: int = RANKS):
+        self.jobs = 0
+        self.folder = tempfile.TemporaryDirectory()
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.context = forks()
+        self.workers = [self.start(number) for number in range(ranks)]
+
+    def start(self, number: int) -> tuple:
+        here, there = self.context.Pipe()
+        arguments = number, self.store.port, self.stacks_of(number), there
+        process = self.context.Process(target=work, args=arguments, daemon=True)
+        process.start()
+        return process, here
+
+    def stacks_of(self, number: int) -> str:
+        return os.path.join(self.folder.name, f"stacks{number}")
+
+    def run(self, world: int, function: str, timeout: float = 300, **arguments) -> list:
+        """The results of `function` ("module:name", called with `arguments`) on every rank of a world of its own.
+
+        Raises RuntimeError with the traceback of every rank that failed, and with where each stood if time ran out.
+        """
+        self.jobs += 1
+        connections = [connection for _, connection in self.workers[:world]]
+        for rank, connection in enumerate(connections):
+            connection.send((self.jobs, rank, world, function, arguments, timeout))
+        deadline, results = time.monotonic() + timeout, []
+        for connection in connections:
+            if not connection.poll(max(0, deadline - time.monotonic())):
+                break
+            results.append(pickle.loads(connection.recv_bytes()))
+        late = [rank for rank in range(len(results), world) if not connections[rank].poll()]
+        results += [pickle.loads(connections[rank].recv_bytes()) if rank not in late else (True, None)
+                    for rank in range(len(results), world)]
+        problems = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(results) if not ok]
+        if late:  # perhaps because another one has failed
+            problems.append(f"took more than {timeout} s.\n{self.replace(world)}")
+        if problems:
+            raise RuntimeError(f"{function} on {world} ranks:\n" + "\n".join(problems))
+        return [result for _, result in results]
+
+    def replace(self, world: int) -> str:
+        """Where every rank stands; then new workers in their places, since these cannot be trusted any more."""
+        for process, _ in self.workers[:world]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1)
+        stacks = []
+        for rank in range(world):
+            with open(self.stacks_of(rank)) as file:
+                stacks.append(f"rank {rank}:\n{file.read()}")
+            self.stop(rank)
+            self.workers[rank] = self.start(rank)
+        return "\n".join(stacks)
+
+    def stop(self, worker: int) -> None:
+        process, _ = self.workers[worker]
+        process.kill()
+        process.join()
+
+    def close(self) -> None:
+        for worker in range(len(self.workers)):
+            self.stop(worker)

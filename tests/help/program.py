@@ -1,0 +1,63 @@
+"""Programs of the project run as their users start them, but forked from a server that has torch loaded.
+
+Starting Python and importing torch takes two or three seconds of a core, a fork some hundredths. This file imports
+nothing of the project, so that the server has none of it loaded either.
+"""
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "triton", "numpy", "einops", "tqdm", "pytest"]
+
+
+def forks() -> multiprocessing.context.BaseContext:
+    """How to make processes that have torch loaded. One that is such a process itself forks."""
+    if multiprocessing.parent_process():
+        return multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def python(*arguments: str, timeout: float = 300, **env: str) -> subprocess.CompletedProcess:
+    """What `python ARGUMENTS` does in the project's folder, the first being a file there, or -m and a module."""
+    words = [str(argument) for argument in arguments]
+    with tempfile.TemporaryDirectory() as folder:
+        process = forks().Process(target=run, args=(words, folder, env))
+        process.start()
+        process.join(timeout)
+        if process.is_alive():
+            os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+            raise subprocess.TimeoutExpired(words, timeout)
+        printed = [Path(folder, name).read_text() for name in ("stdout", "stderr")]
+    return subprocess.CompletedProcess(words, process.exitcode, *printed)
+
+
+def torchrun(ranks: int, *arguments: str) -> subprocess.CompletedProcess:
+    """What `torchrun --nproc_per_node=RANKS ARGUMENTS` does in the project's folder."""
+    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
+    return subprocess.run([*launch, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=600)
+
+
+def run(words: list[str], folder: str, env: dict[str, str]) -> None:
+    """In the forked process. Exits as the program does."""
+    os.setsid()
+    os.chdir(ROOT)
+    os.environ.update(env)
+    for descriptor, name in (1, "stdout"), (2, "stderr"):
+        os.dup2(os.open(os.path.join(folder, name), os.O_CREAT | os.O_WRONLY), descriptor)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)
+    sys.path[:] = [str(ROOT), *(path for path in sys.path if ROOT not in (Path(path), *Path(path).parents))]
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")

@@ -1,0 +1,41 @@
+"""Runs of train.py, in this process or by the ranks of the pool, and what they leave."""
+import contextlib
+import io
+import json
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+import assemble
+import config
+import train
+from run import faults, job
+from run.sampling import sample
+
+
+def run(flags: str, state: job.RunState | None = None) -> str:
+    """What a run prints, on both streams; a sample is of 16 tokens. state: is updated as the run goes on.
+
+    A mistake of the user is raised as ValueError. A faults.Failure has what was printed as a note.
+    """
+    settings = config.parse(flags.split(), dist.get_world_size() if dist.is_initialized() else 1)
+    if settings.precision.dtype == "auto":
+        settings.precision.dtype = "fp32"
+    samples = assemble.open_samples(settings, settings.data.data, settings.optim.seed)
+    unseen = assemble.open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
+    stop, printed = faults.Stop(settings.run.time_limit), io.StringIO()
+    shorter = patch.object(train, "sample", lambda model, prompt, count: sample(model, prompt, 16))
+    refuse = patch.object(config, "refuse", side_effect=lambda error: (_ for _ in ()).throw(error))
+    with shorter, refuse, contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            train.train(settings, samples, unseen, torch.device("cpu"), "as asked", state or job.RunState(), stop)
+        except faults.Failure as error:
+            error.add_note(printed.getvalue())
+            raise
+    return printed.getvalue()
+
+
+def metrics(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

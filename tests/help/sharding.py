@@ -1,0 +1,234 @@
+"""Jobs that ranks run for tests/test_zero.py: what steps send, what they hold, and how they skip."""
+import math
+import time
+from contextlib import AbstractContextManager
+from unittest.mock import patch
+
+import grids
+import torch
+import torch.distributed as dist
+
+import assemble
+import collectives
+import config
+import dp
+import pp
+import train
+import zero
+from groups import build_groups
+from param import size
+from run.meter import Meter
+
+# Widths that are prime, so that nothing divides; blocks are the largest units; few tokens, so activations are small.
+PRIMES = ("--layers 4 --hidden 37 --heads 3 --kv-heads 1 --head-dim 6 --ffn 101 --vocab 97 --seq 5 --bucket-mb 0 "
+          "--clip 0.1")
+
+
+def built(flags: str, dtype: torch.dtype):
+    """(groups, model, optimizer, this rank's micro-batches of a global batch)"""
+    settings = config.parse(f"{PRIMES} --data {__file__} {flags}".split(), dist.get_world_size())
+    groups = build_groups(settings.grid, settings.model)
+    model, optimizer = assemble.build(settings, groups, torch.device("cpu"), dtype)
+    tokens, _ = grids.batches(settings)[0]
+    return groups, model, optimizer, grids.micro_batches(settings, groups, tokens, tokens)
+
+
+def sent(flags: str, dtype: torch.dtype) -> dict:
+    """Bytes of gradients and weights that a second step sends, and what they are counted against."""
+    groups, model, optimizer, share = built(flags, dtype)
+    for _ in range(2):
+        with Meter(memory=False) as meter:
+            train.forward_backward(model, optimizer, share, groups)
+            optimizer.step(1e-3)
+    n = size(groups["dp"])
+    factor = {"allreduce_": 2, "_reduce_scatter_base_": 1, "_allgather_base_": 1}
+    buckets = [call for call in meter.collectives if len(call.shape) == 1 and call.shape != (1,)]  # not the norm
+    by_op = {op: sum(call.bytes for call in buckets if call.name == op) * times for op, times in factor.items()}
+    return dict(by_op=by_op, others={call.name for call in meter.collectives} - factor.keys(), n=n,
+                padded=[bucket.padded for bucket in optimizer.buckets])
+
+
+def waiting_longer() -> AbstractContextManager:
+    """Every wait lasts until gloo's threads, too, have let the tensors go, which they hold for a moment longer."""
+    wait = collectives.Pending.wait
+    return patch.object(collectives.Pending, "wait", lambda pending: (wait(pending), time.sleep(0.01)))
+
+
+@waiting_longer()
+def held(flags: str, dtype: torch.dtype) -> dict:
+    """Live bytes by kind: at rest after a step, and the most during a second."""
+    groups, model, optimizer, share = built(flags, dtype)
+    meter = Meter()
+    exact = torch.promote_types(dtype, torch.float32)
+    for bucket in optimizer.buckets:  # what exists before the first step
+        meter.label("weights", bucket.weights, bucket.weight_shard)
+        meter.label_size("gradients", bucket.padded * exact.itemsize)
+        if bucket.level >= 2:
+            meter.label_size("gradient shards", (bucket.shard.stop - bucket.shard.start) * exact.itemsize)
+        for state in bucket.state.values():
+            if state.untyped_storage().data_ptr() != bucket.weight_shard.untyped_storage().data_ptr():
+                meter.label("optimizer", state)
+    del bucket, state
+    with meter:
+        train.forward_backward(model, optimizer, share, groups)
+        optimizer.step(1e-3)
+    for unit in model.units()[0]:  # let the last all-gather of stages 1 and 2 arrive
+        optimizer.unshard(unit, None)
+        optimizer.reshard(unit)
+    rest, meter.peak = meter.settled(), type(meter.peak)()
+    with meter:
+        train.forward_backward(model, optimizer, share, groups)
+        optimizer.step(1e-3)
+    padded = [bucket.padded for bucket in optimizer.buckets]
+    return dict(rest=rest, peak=meter.peak, padded=padded, n=size(groups["dp"]))
+
+
+def delayed(flags: str) -> dict:
+    """The steps of a grid when every asynchronous collective delivers its result only once it is waited for, and finds
+    its inputs as they were when it was started.
+
+    gloo is so fast here that a result is nearly always there before anybody waits, which hides a wait that is missing.
+    """
+    class Late(collectives.Pending):
+        def __init__(self, work, *tensors, call=None):
+            super().__init__(work, *tensors, call=call)
+            self.late, self.inputs = None, []
+            if call and call.operation == "send":  # which may end only once the receive, below, has been called
+                self.inputs = [(x, x.clone()) for x in tensors]
+            elif work is not None and call.operation != "receive":
+                for one in self.works:
+                    one.wait()
+                self.works = []  # gloo's sends and receives can be waited for once
+                out, *inputs = tensors
+                self.inputs = [(x, x.clone()) for x in inputs
+                               if x.untyped_storage().data_ptr() != out.untyped_storage().data_ptr()]
+                self.late = out, out.clone()
+                out.fill_(torch.nan if out.is_floating_point() else 1)
+
+        def check_inputs(self):
+            assert all(torch.equal(x, was) for x, was in self.inputs), "an input of a collective that is under way"
+            self.inputs = []
+
+        def completed(self):
+            ended = super().completed()
+            if ended:
+                self.check_inputs()
+            return ended
+
+        def wait(self):
+            self.check_inputs()
+            super().wait()
+            if self.late:
+                self.late[0].copy_(self.late[1])
+            self.late = None
+
+    def receive(x, peer, group):
+        hidden = torch.empty_like(x)
+        pending = collectives.receive(hidden, peer, group)
+        pending.late = x, hidden
+        x.fill_(torch.nan)
+        return pending
+
+    with (patch.object(collectives, "Pending", Late), patch.object(zero, "Pending", Late),
+          patch.object(pp, "receive", receive)):
+        return grids.run(flags)
+
+
+def overflow() -> list[tuple]:
+    """Five fp16 steps on a 2 x 2 grid of replicas and shards. In step 1 the gradient of rank 3 alone is infinite, in
+    step 2 one element of the shard that rank 1 has of the sum; in step 3 the norm is finite but not below the limit."""
+    groups, model, optimizer, share = built(
+        "--global-batch 8 --micro-batch 1 --zero 2 --dp-replicate 2 --dtype fp16", torch.float16)
+    optimizer.loss_scale.value.fill_(1024.0)
+    seen = []
+    for step in range(5):
+        if step == 1 and dist.get_rank() == 3:
+            optimizer.scale_loss = lambda loss: loss * torch.inf
+        train.forward_backward(model, optimizer, share, groups)
+        optimizer.__dict__.pop("scale_loss", None)
+        if step == 2 and dist.get_rank() == 1:
+            optimizer.buckets[2].grad_shard[7] = torch.inf
+        before = [bucket.master.clone() for bucket in optimizer.buckets]
+        norm = optimizer.step(1e-2, 1e-9 if step == 3 else math.inf)
+        moved = any(not torch.equal(was, bucket.master) for was, bucket in zip(before, optimizer.buckets))
+        scale, steps = optimizer.loss_scale.value.item(), optimizer.steps.item()
+        seen.append((norm.isfinite().item(), moved, scale, steps))
+    return seen
+
+
+def one_step(dtype: torch.dtype, clip: float) -> list[tuple]:
+    """The weights after one step of SGD, which unlike AdamW shows the size of gradients."""
+    groups, model, optimizer, share = built(
+        f"--global-batch 8 --micro-batch 2 --zero 1 --optimizer sgd --clip {clip}", dtype)
+    if dtype == torch.float16:
+        optimizer.loss_scale.value.fill_(1024.0)
+    train.forward_backward(model, optimizer, share, groups)
+    optimizer.step(1.0)
+    return grids.pieces(optimizer, "master")
+
+
+def evaluated() -> int:
+    """Bytes of gathered weights that an evaluation at stage 3 leaves behind, weights being shards before it."""
+    groups, model, optimizer, share = built("--global-batch 8 --micro-batch 2 --zero 3", torch.float32)
+    train.mean_loss(model, [share], groups)
+    return sum(bucket.weights.untyped_storage().nbytes() for bucket in optimizer.buckets)
+
+
+def interrupted(forwards: int) -> tuple[list[tuple], int]:
+    """The weights after two steps at level 3, each after so many forwards that no backward follows; and the bytes of
+    gathered weights that are left."""
+    groups, model, optimizer, share = built("--global-batch 4 --micro-batch 2 --zero 3", torch.float32)
+    for _ in range(2):
+        for _ in range(forwards):
+            model(share[0].tokens, labels=share[0].labels)
+        train.forward_backward(model, optimizer, share, groups)
+        optimizer.step(1e-2)
+    return (grids.pieces(optimizer, "master"),
+            sum(bucket.weights.untyped_storage().nbytes() for bucket in optimizer.buckets))
+
+
+def events(flags: str) -> list[str]:
+    """What a step of two micro-batches does with gradients, in order: "ready", when one is accumulated; the name and
+    the group of each collective on gradients as it is launched; and "finish", when backward has ended."""
+    groups, model, optimizer, share = built(f"--global-batch 16 --micro-batch 2 {flags}", torch.float32)
+    seen, axes = [], {id(group): axis for axis, group in groups.items() if group is not None}
+    usual_ready, finish_step = zero.ShardedBucket.ready, optimizer.finish_step
+
+    def watched(call):
+        def launch(*args, async_op=False, **rest):
+            group = args[-1]
+            seen.append(f"{call.__name__} {axes.get(id(group))}{'' if async_op else ' and wait'}")
+            return call(*args, async_op=async_op, **rest)
+        return launch
+
+    def ready(bucket, param):
+        seen.append("ready")
+        usual_ready(bucket, param)
+
+    optimizer.finish_step = lambda: (seen.append("finish"), finish_step())
+    with (patch.object(dp, "all_reduce", watched(dp.all_reduce)),
+          patch.multiple(zero, all_reduce=watched(zero.all_reduce), reduce_scatter=watched(zero.reduce_scatter)),
+          patch.object(zero.ShardedBucket, "ready", ready)):
+        train.forward_backward(model, optimizer, share, groups)
+    return seen
+
+
+def reduced(flags: str) -> dict:
+    """Bytes of gradients that a step sends, and the gradients."""
+    groups, model, optimizer, share = built(f"--global-batch 16 --micro-batch 2 {flags}", torch.bfloat16)
+    with Meter(memory=False) as meter:
+        train.forward_backward(model, optimizer, share, groups)
+    calls = [call for call in meter.collectives if len(call.shape) == 1 and "allgather" not in call.name]
+    return dict(dtypes={call.dtype for call in calls}, grads=grids.pieces(optimizer, "grad"),
+                sent=sum(call.bytes * (2 if call.name == "allreduce_" else 1) for call in calls))
+
+
+def low_moments(flags: str) -> dict:
+    """Weights by name after 20 steps with moments as the flags ask for."""
+    groups, model, optimizer, share = built(f"--global-batch 8 --micro-batch 2 {flags}", torch.float32)
+    for _ in range(20):
+        train.forward_backward(model, optimizer, share, groups)
+        optimizer.step(1e-3)
+    out = dict(state={optimizer.buckets[0].state[what].dtype for what in ("m", "v")})
+    out["params"] = grids.pieces(optimizer, "master")
+    return out
