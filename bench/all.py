@@ -56,7 +56,7 @@ def run(command: str) -> tuple[str, str]:
         return process.communicate()[0], f"took more than {LIMIT_S} s"
     if process.returncode == 0:
         return printed, ""
-    named = re.search(r"^(?:\[rank\d+\]: )?(\w[\w.]*(?:Error|Exception): .*|bench\.py: .*)", errors, re.MULTILINE)
+    named = re.search(r"^(?:\[rank\d+\]: )?(\w[\w.]*(?:Error|Exception): .*|bench: .*)", errors, re.MULTILINE)
     return printed, named[1] if named else f"exit code {process.returncode}"
 
 

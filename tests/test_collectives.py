@@ -300,21 +300,23 @@ def test_rank_0_which_knows_who_is_missing_gives_up_first(monkeypatch, index, se
 
 # ---- what `python FILE.py` does --------------------------------------------------------------------------------------
 
+@pytest.mark.parametrize("spec, words", [(None, ["demo.py"]), (SimpleNamespace(name="learn.x"), ["-m", "learn.x"])])
 @pytest.mark.parametrize("flags, env, ranks, want", [
     (["-h"], {}, 4, "printed"), (["--help"], {"WORLD_SIZE": "4"}, 1, "printed"), ([], {}, 1, "alone"),
     ([], {}, 3, "started"), ([], {"WORLD_SIZE": "1"}, 3, "in a world")])
-def test_a_demo_runs_alone_in_torchruns_ranks_or_in_ranks_that_it_starts(monkeypatch, capsys, flags, env, ranks, want):
+def test_a_demo_runs_alone_in_torchruns_ranks_or_in_ranks_that_it_starts(monkeypatch, capsys, flags, env, ranks,
+                                                                               want, spec, words):
     done = []
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     for key, value in dict(OMP_NUM_THREADS="7", **env).items():
         monkeypatch.setenv(key, value)
     monkeypatch.setattr(sys, "argv", ["demo.py", *flags])
-    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__doc__="What the file is about."))
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=spec, __doc__="What the file is about."))
     monkeypatch.setattr(os, "execv", lambda *how: done.append((*how, os.environ["OMP_NUM_THREADS"])))
     monkeypatch.setattr(collectives, "world", lambda: contextlib.nullcontext("all ranks"))
     monkeypatch.setattr(torch, "set_num_threads", lambda count: done.append(count))
     collectives.run_demo(done.append, ranks)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3", "demo.py"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3", *words]
     assert done == [1] + {"printed": [], "alone": [None], "in a world": ["all ranks"],
                           "started": [(sys.executable, torchrun, "1")]}[want]
     assert capsys.readouterr().out == ("What the file is about.\n" if want == "printed" else "")

@@ -16,6 +16,7 @@ import tokenizers
 import torch
 import transformers
 from grids import ALONE
+from program import ROOT
 
 import config
 from model import Execution, Llama
@@ -285,8 +286,9 @@ def test_settings_that_change_nothing_are_accepted(changed, published, tmp_path)
 
 def test_config_json_is_read_without_torch(tmp_path):
     (tmp_path / "config.json").write_text(HUB["qwen3-30b-a3b"])
-    code = f"import sys, huggingface; huggingface.read_config({str(tmp_path)!r}); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    code = (f"import sys; from run import huggingface; huggingface.read_config({str(tmp_path)!r}); "
+            "assert 'torch' not in sys.modules")
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
