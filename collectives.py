@@ -17,7 +17,7 @@ Bytes that a rank sends for a tensor x of |x| bytes on n ranks, with a ring (NCC
 and sends nothing, so each module also works alone in one process; only `send` and `receive` need a second rank.
 
 `record` is a flight record: how many collectives this rank has called on each group, and for which one it waits. From
-these of all ranks run/watchdog.py finds out who is missing when ranks wait for ever.
+these of all ranks the watchdog of run/faults.py finds out who is missing when ranks wait for ever.
 
 learn/collectives.py has every collective written out, and shows who sends what to whom.
 

@@ -36,18 +36,24 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 import schedules
 from collectives import Group, process_group, rank, receive, send, size, world
 from param import accumulate_grad, backward_input, backward_weight, queued_keys
-from run.profiling import named
 from schedules import Costs, Plan, Span, Transfer, activations_held, backwards, lower, make_plan, simulate
 
 # ---- the engine -----------------------------------------------------------------------------------------------------
+
+def named(name: str) -> AbstractContextManager:
+    """Within this context operations have this name in a trace. Without a running profiler it adds no operation."""
+    return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
+
 
 def seconds_between(start: "float | torch.cuda.Event", stop: "float | torch.cuda.Event") -> float:
     if isinstance(start, float):

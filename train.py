@@ -44,14 +44,12 @@ from graphs import Captured, leave_default_stream
 from groups import build_groups
 from model import Llama
 from param import IGNORED, acc_dtype
+from pp import named
 from run import dryrun, faults
 from run.data import Codec, MicroBatch, Samples, codec_of
 from run.job import Job, RunState, begin_or_resume, description, rewind, save
-from run.log import Log, first_lines
-from run.noise import GradientNoise
-from run.profiling import named, profiling
+from run.log import GradientNoise, Log, first_lines, profiling
 from run.sampling import sample
-from run.watchdog import Watchdog, fail
 from zero import Optimizer
 
 # ---- the run --------------------------------------------------------------------------------------------------------
@@ -81,17 +79,17 @@ def main(settings: config.Config) -> None:
         if "WORLD_SIZE" in os.environ:
             store = collectives.meet(run.timeout, stop.end_if_asked)
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            watchdog = Watchdog(store.clone(), run.timeout, lambda: state.activity, stop)
+            watchdog = faults.Watchdog(store.clone(), run.timeout, lambda: state.activity, stop)
         with collectives.world(device, run.timeout, store) if store else nullcontext():
             train(settings, training, validation, device, device_reason, state, stop, watchdog)
             stop.ending = True
     except Exception as error:
-        fail(state.activity, error, watchdog, stop)
+        faults.fail(state.activity, error, watchdog, stop)
 
 
 def train(settings: config.Config, training: Samples, validation: Samples | None, device: torch.device,
           device_reason: str, state: RunState, stop: faults.Stop | None = None,
-          watchdog: Watchdog | None = None) -> None:
+          watchdog: faults.Watchdog | None = None) -> None:
     """device_reason: why this device, for the first line. state is updated as the run goes on."""
     groups = build_groups(settings.grid, settings.model, settings.run.timeout)
     if watchdog:
@@ -142,7 +140,7 @@ class Issued(NamedTuple):
 
 
 def train_steps(job: Job, end_step: Callable[[], None]) -> None:
-    """The loop: until --steps are done, or the run is asked to end. end_step: see run/profiling.py.
+    """The loop: until --steps are done, or the run is asked to end. end_step: see run/log.py.
 
     A GPU computes a step while the host issues the next one; only then the host reads the step's results, so that the
     GPU never waits for it. It reads them at once where something else waits for the step: see `needs_pause`.

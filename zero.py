@@ -126,7 +126,7 @@ class ShardedBucket(Bucket):
         self.grad_shard = None
         self.reduced = self.store = None  # the result of the reduction under way, and what puts it into grad_shard
         self.grad_is_zero = False  # the update has zeroed it
-        self.before_reduction = lambda: None  # see run/noise.py
+        self.before_reduction = lambda: None  # see run/log.py
         self.reduce_dtype = reduce_dtype or self.acc_dtype
         self.reducing = reducing  # shared by all buckets: a group -> the bucket whose gradient it is reducing
 
@@ -398,7 +398,7 @@ class Optimizer(DataParallel):
         self.steps = torch.zeros((), device=self.buckets[0].device)  # updates so far, for AdamW's bias correction
         fp16 = any(bucket.weights.dtype == torch.float16 for bucket in self.buckets)
         self.loss_scale = LossScale(self.steps.device) if fp16 else None
-        self.one_pass = self.noise = None  # noise: see run/noise.py
+        self.one_pass = self.noise = None  # noise: see run/log.py
         self.attach_unshard_hooks(units)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:

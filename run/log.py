@@ -1,20 +1,25 @@
-"""What a run prints and writes: its first lines, its progress, its metrics. Only rank 0 prints and writes."""
+"""What a run prints and writes: its first lines, its progress, its metrics, profiles, the gradient noise scale."""
 import json
 import math
 import os
 import resource
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, schedule
 from tqdm import tqdm
 
 import config
 from assemble import DTYPES, memory_of_rank
 from collectives import Groups, rank, size
 from groups import AXES
+from param import Spec, is_first_replica
 from plan import costs
 from plan.memory import format_bytes
 from run import checkpoint, faults
@@ -191,3 +196,131 @@ def as_json(record: dict) -> str:
     finite = {key: None if isinstance(value, float) and not math.isfinite(value) else value
               for key, value in record.items()}
     return json.dumps(finite)
+
+
+# ---- profiles -------------------------------------------------------------------------------------------------------
+
+WAIT, ACTIVE = 3, 3  # steps that are not recorded, and steps that are
+
+
+@contextmanager
+def profiling(folder: str, snapshot: str, rank: int, device: torch.device) -> Iterator[Callable[[], None]]:
+    """Yield a function to be called after each step. folder, snapshot: --profile and --memory-snapshot; "": off.
+
+    Earlier steps than those recorded allocate, compile and connect. In folder/rank-0.json … (for Perfetto) every phase
+    of a step and every action of a pipeline has a name, such as "F1.0", the forward of stage 1 for micro-batch 0;
+    kernels lie under the name that launched them. The first rank also prints the ten operations that take longest.
+    """
+    cuda = device.type == "cuda"
+    if snapshot:
+        torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+    with start_profiler(folder, rank, cuda) if folder else nullcontext() as profiler:
+        steps = 0
+
+        def end_step() -> None:
+            nonlocal steps
+            steps += 1
+            if profiler:
+                profiler.step()
+            if snapshot and rank == 0 and steps == WAIT + ACTIVE:
+                torch.cuda.memory._dump_snapshot(snapshot)
+
+        yield end_step
+        if snapshot and rank == 0 and steps < WAIT + ACTIVE:
+            torch.cuda.memory._dump_snapshot(snapshot)
+
+
+def start_profiler(folder: str, rank: int, cuda: bool) -> profile:
+    os.makedirs(folder, exist_ok=True)
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
+
+    def write(profiler: profile) -> None:
+        path = os.path.join(folder, f"rank-{rank}.json")
+        profiler.export_chrome_trace(path)
+        if rank == 0:
+            print(longest(profiler, cuda) + f"\nwritten: {path}", flush=True)
+
+    return profile(activities=activities, schedule=schedule(wait=WAIT - 1, warmup=1, active=ACTIVE, repeat=1),
+                   on_trace_ready=write, acc_events=True)
+
+
+def longest(profiler: profile, cuda: bool, count: int = 10) -> str:
+    """A table of the `count` operations with the longest time of their own, without the operations they call."""
+    times = {event.key: (event.self_device_time_total if cuda else event.self_cpu_time_total, event.count)
+             for event in profiler.key_averages()}
+    total = sum(us for us, _ in times.values()) or 1.0
+    lines = [f"{'the longest, by ' + ('device' if cuda else 'CPU') + ' time of their own':60s}{'ms':>10s}{'share':>8s}"
+             f"{'calls':>8s}"]
+    for name, (us, calls) in sorted(times.items(), key=lambda item: -item[1][0])[:count]:
+        lines.append(f"  {name[:58]:58s}{us / 1e3:10.2f}{us / total:8.1%}{calls:8,d}")
+    return "\n".join(lines)
+
+
+# ---- the gradient noise scale ---------------------------------------------------------------------------------------
+#
+# Up to which size is a larger batch worth its tokens? The gradient of a batch of b tokens is the true gradient G plus
+# noise of covariance S/b. In expectation its squared norm is |G|^2 + tr(S)/b. Data parallel training has gradients of
+# two batch sizes in every step: each rank's own before the reduction (b = B/n) and the reduced one (b = B). So
+#
+#     |G|^2 = (B |g_B|^2 - b |g_b|^2) / (B - b)          tr(S) = (|g_b|^2 - |g_B|^2) / (1/b - 1/B)
+#
+# Both estimates are unbiased but noisy: average them over steps before dividing. tr(S) / |G|^2, in tokens, is the batch
+# at which a step makes half of the progress of an infinite batch. McCandlish et al. 2018, An Empirical Model of
+# Large-Batch Training, appendix A.1. n ranks, B tokens per step, b tokens per local gradient.
+
+def solve(b: float, small: float, B: float, large: float) -> tuple[float, float]:
+    """(|G|^2, tr(S)) from the squared norms `small` and `large` of gradients of b and of B tokens."""
+    return (B * large - b * small) / (B - b), (small - large) / (1 / b - 1 / B)
+
+
+class GradientNoise:
+    """Measures the noise of the gradients of an Optimizer (zero.py). ranks: the number of data parallel ranks.
+
+    One pass over the gradients and no collective: the norms are summed together with the clipping norm. Left out are
+    experts and parameters whose gradient is partial over tensor parallel ranks (norms). At ZeRO levels 2 and 3 every
+    micro-batch is reduced, so b is the size of a rank's micro-batch. Context parallel ranks share sequences, whose
+    tokens are not independent: with them there is no estimate.
+    """
+
+    def __init__(self, optimizer, ranks: int):
+        self.buckets, self.ranks = optimizer.buckets, ranks
+        self.reductions = 0  # of the first bucket in this step: 1, or one per micro-batch
+        self.local = torch.zeros((), dtype=self.buckets[0].acc_dtype, device=self.buckets[0].device)
+        self.sums = self.local.new_zeros(2)  # of the last step: |g_B|^2, and the sum over ranks of |b/B g_b|^2
+        optimizer.noise = self
+        for bucket in self.buckets:
+            bucket.before_reduction = partial(self.add_local, bucket)
+
+    def counts(self, bucket, spec: Spec) -> bool:
+        """Whether this rank counts the parameter: one of the ranks with the same shard and the same tokens does."""
+        return not spec.partial_axes and spec.data_axis == "dp" and is_first_replica(spec, bucket.groups)
+
+    def add_local(self, bucket) -> None:
+        """Add the bucket's squared local norm. The bucket calls this just before it is reduced."""
+        if bucket is self.buckets[0]:
+            self.reductions += 1
+        for start, stop, spec in bucket.spans:
+            if self.counts(bucket, spec):
+                self.local += torch.linalg.vector_norm(bucket.grad[start:stop]).square()
+
+    def squares(self) -> list[torch.Tensor]:
+        """This rank's terms of `sums`, two scalars; call it after the reductions of a step."""
+        large = torch.zeros_like(self.local)
+        for bucket in self.buckets:
+            for start, stop, spec in bucket.spans:
+                if self.counts(bucket, spec) and bucket.owns(spec):
+                    large += torch.linalg.vector_norm(bucket.within_shard(bucket.grad_shard, start, stop)).square()
+        return [large, self.local]
+
+    def receive(self, sums: torch.Tensor, unscale: torch.Tensor | float) -> torch.Tensor:
+        """Store `squares` and return the squared norm. sums [3]: both, summed over ranks. unscale: 1 / loss scale."""
+        self.sums = sums[1:] * unscale ** 2
+        self.count, self.reductions = self.ranks * self.reductions, 0
+        self.local = torch.zeros_like(self.local)
+        return sums[0]
+
+    def estimate(self, tokens: int) -> dict[str, torch.Tensor]:
+        """Estimates of the last step, scalars: noise_gradient2, |G|^2, and noise_trace, tr(S). tokens: B."""
+        large, small = self.sums.double().unbind()
+        gradient2, trace = solve(tokens / self.count, small * self.count, tokens, large)
+        return dict(noise_gradient2=gradient2, noise_trace=trace)

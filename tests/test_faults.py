@@ -38,7 +38,7 @@ import collectives
 import config
 import train
 from groups import build_groups
-from run import checkpoint, faults, job, watchdog
+from run import checkpoint, faults, job
 from test_checkpoint import saved, tensors
 
 ROOT = Path(config.__file__).parent
@@ -532,9 +532,9 @@ def watched(port: int, late: int, timeout_s: float) -> list[str]:
     group = collectives.AxisGroup("tp", dist.new_subgroups_by_enumeration([[0, 1, 2]])[0])
     stop = faults.Stop()
     collectives.record.calls.clear()
-    with (patch.object(watchdog, "last_words", lambda line, when: said.append(line)),
-          patch.object(watchdog.os, "_exit", side_effect=SystemExit), patch.object(watchdog.os, "kill")):
-        dog = watchdog.Watchdog(store, timeout_s, lambda: "in step 7", stop)
+    with (patch.object(faults, "last_words", lambda line, when: said.append(line)),
+          patch.object(faults.os, "_exit", side_effect=SystemExit), patch.object(faults.os, "kill")):
+        dog = faults.Watchdog(store, timeout_s, lambda: "in step 7", stop)
         dog.learn({"tp": group, "cp": None})
         collectives.all_reduce(torch.ones(2), group)
         if rank == late:
@@ -559,7 +559,7 @@ def test_a_rank_that_waits_names_step_collective_axis_and_who_is_missing(pool):
 
 
 def test_who_waits_for_whom_is_followed_to_its_end():
-    dog = watchdog.Watchdog.__new__(watchdog.Watchdog)
+    dog = faults.Watchdog.__new__(faults.Watchdog)
     dog.ranks, dog.members = 4, dict(tp=[0, 1], dp=[1, 3], pp=[0, 2])
     posts = {0: dict(call=["all_gather", "tp", 5, None], calls=dict(tp=5)),
              1: dict(call=["reduce_scatter", "dp", 9, None], calls=dict(tp=4, dp=9))}
@@ -596,14 +596,14 @@ def calls_of(store: Mock) -> list[str]:
 
 
 def test_a_rank_that_moves_again_is_where_nobody_knows():
-    dog = watchdog.Watchdog.__new__(watchdog.Watchdog)
+    dog = faults.Watchdog.__new__(faults.Watchdog)
     dog.store = store_with(states='[0, "waits", []]\n[1, "computes", []]\n[0, "moves", []]\n[1, "lost", [2]]\n'
                            '[3, "computes", []]\n')
     assert dog.states() == {1: ("lost", [2]), 3: ("computes", [])}
 
 
 def test_a_rank_that_stalls_and_moves_on_posts_both_once():
-    dog, clock, posts = watchdog.Watchdog.__new__(watchdog.Watchdog), [0.0], []
+    dog, clock, posts = faults.Watchdog.__new__(faults.Watchdog), [0.0], []
     dog.stop, dog.timeout_s, dog.poll_s, dog.post, dog.store = faults.Stop(), 40.0, 1.0, posts.append, store_with()
 
     def sleep(seconds):
@@ -611,7 +611,7 @@ def test_a_rank_that_stalls_and_moves_on_posts_both_once():
         dog.stop.ending = clock[0] > 100
 
     dog.activity = lambda: "in step 1" if clock[0] < 60 else f"in step {clock[0]}"  # it computes, and nobody waits
-    with patch.object(watchdog.time, "sleep", sleep), patch.object(watchdog.time, "monotonic", lambda: clock[0]):
+    with patch.object(faults.time, "sleep", sleep), patch.object(faults.time, "monotonic", lambda: clock[0]):
         dog.watch()
     assert posts == ["computes", "moves"]
 
@@ -634,11 +634,11 @@ def calls_of_a_rank_that_stalls(monkeypatch, ranks: int, its_state: str, moves_s
         moving[:] = moving if clock[0] > moves_s else calls_of(store)
         return f"in step {min(clock[0], moves_s)}"
     waiting = collectives.Call("all_reduce", "dp", 3)
-    with (patch.object(watchdog.time, "sleep", sleep), patch.object(watchdog.time, "monotonic", lambda: clock[0]),
-          patch.object(watchdog.threading, "Thread"), patch.object(watchdog, "is_alive", return_value=True),
-          patch.object(watchdog.os, "kill") as kill, patch.object(watchdog.os, "_exit", side_effect=SystemExit),
-          patch.object(watchdog.record, "waiting", waiting), patch.object(watchdog, "last_words") as last_words):
-        dog = watchdog.Watchdog(store, 40.0, activity, faults.Stop())
+    with (patch.object(faults.time, "sleep", sleep), patch.object(faults.time, "monotonic", lambda: clock[0]),
+          patch.object(faults.threading, "Thread"), patch.object(faults, "is_alive", return_value=True),
+          patch.object(faults.os, "kill") as kill, patch.object(faults.os, "_exit", side_effect=SystemExit),
+          patch.object(faults.record, "waiting", waiting), patch.object(faults, "last_words") as last_words):
+        dog = faults.Watchdog(store, 40.0, activity, faults.Stop())
         dog.members = dict(dp=list(range(ranks)))
         with pytest.raises(SystemExit):
             dog.watch()
@@ -666,23 +666,23 @@ def test_a_watchdog_reports_before_the_collective_s_own_timeout(monkeypatch, tim
     """It waits for up to a poll after nine tenths of the timeout, and for two more until others have posted."""
     for key, value in as_local_rank(0, 1).items():
         monkeypatch.setenv(key, value)
-    monkeypatch.setattr(watchdog.threading, "Thread", Mock())
-    dog = watchdog.Watchdog(store_with(), timeout_s, lambda: "", faults.Stop())
+    monkeypatch.setattr(faults.threading, "Thread", Mock())
+    dog = faults.Watchdog(store_with(), timeout_s, lambda: "", faults.Stop())
     assert 0 < dog.poll_s <= 1 and 0.9 * timeout_s + 3 * dog.poll_s < timeout_s
 
 
 def test_a_process_is_a_living_rank_only_if_it_has_the_same_parent():
     child = subprocess.Popen(["sleep", "60"])
-    assert watchdog.is_alive(os.getpid()) and not watchdog.is_alive(child.pid)
+    assert faults.is_alive(os.getpid()) and not faults.is_alive(child.pid)
     with patch.object(os, "getppid", return_value=os.getpid()):
-        assert watchdog.is_alive(child.pid)
+        assert faults.is_alive(child.pid)
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert not watchdog.is_alive(child.pid)  # it has ended, but this process has not been told
+        assert not faults.is_alive(child.pid)  # it has ended, but this process has not been told
         child.wait()
-        assert not watchdog.is_alive(child.pid)
+        assert not faults.is_alive(child.pid)
         with patch.object(os, "kill"):  # it was still there when it was asked, and has vanished since
-            assert not watchdog.is_alive(child.pid)
+            assert not faults.is_alive(child.pid)
 
 
 @pytest.mark.parametrize("error, says", [
@@ -694,13 +694,13 @@ def test_a_process_is_a_living_rank_only_if_it_has_the_same_parent():
     (torch.OutOfMemoryError("CUDA out of memory"), "CUDA out of memory"), (TypeError("no tensor"), "no tensor")],
     ids=["gloo", "NCCL", "GPU", "memory", "usage"])
 def test_an_error_while_a_rank_waits_is_a_lost_connection_only_if_it_is_one_of_the_network(monkeypatch, error, says):
-    dog, said = watchdog.Watchdog.__new__(watchdog.Watchdog), []
+    dog, said = faults.Watchdog.__new__(faults.Watchdog), []
     dog.rank, dog.ranks, dog.siblings, dog.members, dog.activity = 0, 2, (), {}, lambda: "in step 3"
     dog.store, dog.reporting = store_with(), threading.Lock()
-    monkeypatch.setattr(watchdog.record, "waiting", collectives.Call("all_reduce", "world", 3))
-    monkeypatch.setattr(watchdog.time, "sleep", lambda _: None)
-    monkeypatch.setattr(watchdog, "explain", lambda line, error: said.append(line))
-    monkeypatch.setattr(watchdog, "last_words", said.append)
+    monkeypatch.setattr(faults.record, "waiting", collectives.Call("all_reduce", "world", 3))
+    monkeypatch.setattr(faults.time, "sleep", lambda _: None)
+    monkeypatch.setattr(faults, "explain", lambda line, error: said.append(line))
+    monkeypatch.setattr(faults, "last_words", said.append)
     dog.report(error)
     assert said == [f"rank 0 failed in step 3: {says}"]
 
@@ -712,14 +712,14 @@ def test_of_ranks_that_fail_one_reports_and_names_all_that_died(monkeypatch, sta
     """The lowest that raised an error of its own, else the lowest that lost a connection."""
     said, content = {}, "".join(json.dumps([rank, *state]) + "\n" for rank, state in states.items())
     call = collectives.Call("all_reduce", "world", 3)
-    monkeypatch.setattr(watchdog.time, "sleep", lambda _: None)
+    monkeypatch.setattr(faults.time, "sleep", lambda _: None)
     for rank, (state, died) in states.items():
-        dog = watchdog.Watchdog.__new__(watchdog.Watchdog)
+        dog = faults.Watchdog.__new__(faults.Watchdog)
         dog.rank, dog.ranks, dog.members, dog.activity = rank, 5, {}, lambda: "in step 3"
         dog.dead, dog.store, dog.reporting = lambda died=died: died, store_with(states=content), threading.Lock()
-        monkeypatch.setattr(watchdog.record, "waiting", call if state == "lost" else None)
-        monkeypatch.setattr(watchdog, "explain", lambda line, error, rank=rank: said.update({rank: line}))
-        monkeypatch.setattr(watchdog, "last_words", lambda line, rank=rank: said.update({rank: line}))
+        monkeypatch.setattr(faults.record, "waiting", call if state == "lost" else None)
+        monkeypatch.setattr(faults, "explain", lambda line, error, rank=rank: said.update({rank: line}))
+        monkeypatch.setattr(faults, "last_words", lambda line, rank=rank: said.update({rank: line}))
         if state in ("lost", "failed"):
             dog.report(RuntimeError("closed"))
             posted = json.loads(dog.store.get("states").splitlines()[-1])
@@ -732,23 +732,23 @@ def test_of_ranks_that_fail_one_reports_and_names_all_that_died(monkeypatch, sta
 @pytest.mark.parametrize("died, ends", [([], None), ([1], 143)])
 def test_a_rank_whose_torchrun_stops_it_because_another_died_does_not_save(monkeypatch, died, ends):
     """Five seconds after the request it looks for dead ranks. If none is, it saves, as it was asked to."""
-    dog, clock = watchdog.Watchdog.__new__(watchdog.Watchdog), [100.0]
+    dog, clock = faults.Watchdog.__new__(faults.Watchdog), [100.0]
     dog.stop, dog.timeout_s, dog.poll_s, dog.reporting = faults.Stop(), 400.0, 1.0, threading.Lock()
     dog.dead, dog.activity, dog.stop.asked_at = lambda: clock[0] >= 103 and died, lambda: "in step 1", 100.0
 
     def sleep(seconds):
         clock[0] += seconds
         dog.stop.ending = clock[0] > 120
-    monkeypatch.setattr(watchdog.time, "sleep", sleep)
-    monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock[0])
-    with patch.object(watchdog.os, "_exit", side_effect=SystemExit) as ended, contextlib.suppress(SystemExit):
+    monkeypatch.setattr(faults.time, "sleep", sleep)
+    monkeypatch.setattr(faults.time, "monotonic", lambda: clock[0])
+    with patch.object(faults.os, "_exit", side_effect=SystemExit) as ended, contextlib.suppress(SystemExit):
         dog.watch()
     assert [call.args for call in ended.mock_calls] == [(ends,)] * bool(died) and dog.reporting.locked() == bool(died)
     assert clock[0] == (106 if died else 121)
 
 
 def test_a_watchdog_that_loses_its_store_says_so_unless_its_rank_ends(monkeypatch, capsys):
-    dog = watchdog.Watchdog.__new__(watchdog.Watchdog)
+    dog = faults.Watchdog.__new__(faults.Watchdog)
     dog.rank, dog.stop, dog.watch = 3, faults.Stop(), Mock(side_effect=RuntimeError("Broken pipe\nat ..."))
     for dog.stop.ending in False, True:
         dog.run()
@@ -759,29 +759,29 @@ def test_a_watchdog_that_loses_its_store_says_so_unless_its_rank_ends(monkeypatc
 
 def test_a_rank_whose_report_fails_reports_alone(monkeypatch, capsys):
     stop = faults.Stop()
-    monkeypatch.setattr(watchdog.threading, "Timer", Mock())
-    with patch.object(watchdog.os, "_exit", side_effect=SystemExit) as ended, pytest.raises(SystemExit):
-        watchdog.fail("in step 3", faults.Failure("of a kind"), Mock(report=Mock(side_effect=RuntimeError)), stop)
+    monkeypatch.setattr(faults.threading, "Timer", Mock())
+    with patch.object(faults.os, "_exit", side_effect=SystemExit) as ended, pytest.raises(SystemExit):
+        faults.fail("in step 3", faults.Failure("of a kind"), Mock(report=Mock(side_effect=RuntimeError)), stop)
     ended.assert_called_with(1)
     assert capsys.readouterr().err == "train.py: rank 0 failed in step 3: of a kind\n" and stop.ending
 
 
 def test_a_watchdog_is_silent_once_its_rank_ends(monkeypatch):
-    dog = watchdog.Watchdog.__new__(watchdog.Watchdog)
+    dog = faults.Watchdog.__new__(faults.Watchdog)
     dog.poll_s, dog.stop = 1.0, faults.Stop()
-    monkeypatch.setattr(watchdog.time, "sleep", lambda _: setattr(dog.stop, "ending", True))
+    monkeypatch.setattr(faults.time, "sleep", lambda _: setattr(dog.stop, "ending", True))
     dog.stop.asked_at = -10.0
     dog.watch()  # it asks no store, which it does not have
 
 
 def test_a_rank_that_fails_ends_although_the_store_does_not_answer(monkeypatch, capsys):
     ended = threading.Event()
-    monkeypatch.setattr(watchdog, "STORE_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(watchdog.os, "_exit", lambda code: ended.set())
-    dog = watchdog.Watchdog.__new__(watchdog.Watchdog)
+    monkeypatch.setattr(faults, "STORE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(faults.os, "_exit", lambda code: ended.set())
+    dog = faults.Watchdog.__new__(faults.Watchdog)
     dog.report = lambda error: ended.wait(60)
     began = time.monotonic()
-    watchdog.fail("in step 3", faults.Failure("of a kind"), dog, faults.Stop())
+    faults.fail("in step 3", faults.Failure("of a kind"), dog, faults.Stop())
     assert time.monotonic() - began < 30
     assert capsys.readouterr().err.startswith("train.py: rank 0 failed in step 3: of a kind\n")
 
@@ -810,7 +810,7 @@ def test_ranks_that_are_started_again_read_no_key_of_those_before(monkeypatch):
 def test_torchruns_report_has_the_last_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     with patch.object(faults.os, "_exit", side_effect=SystemExit) as ended, pytest.raises(SystemExit):
-        watchdog.fail("in step 3", faults.Failure("of a kind"), None, faults.Stop())
+        faults.fail("in step 3", faults.Failure("of a kind"), None, faults.Stop())
     ended.assert_called_with(1)
     assert capsys.readouterr().err == "train.py: rank 0 failed in step 3: of a kind\n"  # and no traceback
     failure = ProcessFailure(0, 1, 1, str(tmp_path / "error.json"))
@@ -820,7 +820,7 @@ def test_torchruns_report_has_the_last_line(tmp_path, monkeypatch, capsys):
     assert ProcessFailure(0, 1, 1, str(tmp_path / "error.json")).timestamp == 1e9
     assert capsys.readouterr().err == "train.py: earlier\n"
     with patch.object(faults.os, "_exit", side_effect=SystemExit), pytest.raises(SystemExit):
-        watchdog.fail("in step 3", ZeroDivisionError("unexpected"), None, faults.Stop())
+        faults.fail("in step 3", ZeroDivisionError("unexpected"), None, faults.Stop())
     err = capsys.readouterr().err
     assert err.startswith("ZeroDivisionError") and err.endswith("train.py: rank 0 failed in step 3: unexpected\n")
 

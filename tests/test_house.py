@@ -26,7 +26,6 @@ train
 run.job
 run.log
 assemble
-run.watchdog
 run.faults
 run.dryrun
 plan.search
@@ -58,8 +57,6 @@ config
 run.huggingface
 checks
 schedules
-run.profiling
-run.noise
 param
 learn.collectives
 learn.gpu
@@ -69,7 +66,7 @@ bench.__init__ learn.__init__ plan.__init__ run.__init__
 """
 SHARED = {"collectives", "param", "operations", "recompute", "offload", "kernels", "flash", "fp8_kernels", "adamw",
           "config"}
-TECHNIQUES = {"dp": set(), "zero": {"dp"}, "tp": set(), "cp": set(), "pp": {"schedules", "run.profiling"}, "ep": set(),
+TECHNIQUES = {"dp": set(), "zero": {"dp"}, "tp": set(), "cp": set(), "pp": {"schedules"}, "ep": set(),
               "fp8": set()}
 
 

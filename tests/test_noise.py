@@ -10,7 +10,7 @@ from torch import nn
 
 from collectives import size
 from param import Spec, draw, parameter
-from run.noise import GradientNoise, solve
+from run.log import GradientNoise, solve
 from zero import LossScale, Optimizer
 
 SHAPE, TOKENS = (6, 5), 24  # of a step

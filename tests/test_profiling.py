@@ -12,7 +12,7 @@ import assemble
 import config
 import pp
 import train
-from run import job, profiling
+from run import job, log
 from run.meter import Meter
 from schedules import make_plan
 
@@ -51,7 +51,7 @@ def test_the_longest_are_listed_with_their_share_of_all_time(cuda, total_us):
     """Twelve operations, of 1 to 12 ms on the CPU and of 1.2 to 0.1 ms on the device."""
     events = [Event(f"op {i}", 1e3 * i, 100.0 * (13 - i), 1000 * i) for i in range(1, 13)]
     profiler = SimpleNamespace(key_averages=lambda: events)
-    head, *lines = profiling.longest(profiler, cuda).splitlines()
+    head, *lines = log.longest(profiler, cuda).splitlines()
     assert head.split() == f"the longest, by {'device' if cuda else 'CPU'} time of their own ms share calls".split()
     for line, i in zip(lines, range(1, 11) if cuda else range(12, 2, -1), strict=True):
         us = 100 * (13 - i) if cuda else 1000 * i
@@ -65,7 +65,7 @@ def test_rank_0_writes_who_allocated_memory_once_after_six_steps_or_at_the_end(m
     dumps, recorded, done = [], [], 0
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **_: recorded.append(done))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: dumps.append((path, done)))
-    with profiling.profiling("", "memory.pickle", rank, torch.device("cpu")) as end_step:
+    with log.profiling("", "memory.pickle", rank, torch.device("cpu")) as end_step:
         for _ in range(steps):
             done += 1
             end_step()
@@ -136,7 +136,7 @@ def test_on_a_gpu_moments_are_events_of_its_stream(monkeypatch):
 
 
 def test_names_cost_no_operation_unless_a_profiler_is_on():
-    with Meter() as meter, profiling.named("a name"):
+    with Meter() as meter, pp.named("a name"):
         pass
     assert meter.operations == 0
 
