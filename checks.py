@@ -12,6 +12,7 @@ from schedules import SCHEDULES
 
 EXPERT_FIELDS = ("top_k", "expert_ffn", "shared_experts", "dense_layers", "router", "router_norm", "router_scale",
                  "expert_groups", "top_groups")
+METRIC = b'{"step":'  # how a line of --metrics begins
 
 
 def complete(config, world: int) -> None:
@@ -366,6 +367,11 @@ def check_run(run) -> None:
     need(not os.path.isdir(run.metrics), f"--metrics {run.metrics}: is a folder, name a file")
     target = run.metrics if os.path.exists(run.metrics) else folder
     need(not run.metrics or os.access(target, os.W_OK), f"--metrics {run.metrics}: {target} cannot be written to")
+    if os.path.isfile(run.metrics) and not run.dry_run:  # which is what a resumed run cuts, so it must be of metrics
+        need(os.access(run.metrics, os.R_OK), f"--metrics {run.metrics}: cannot be read")
+        with open(run.metrics, "rb") as file:
+            need(os.path.getsize(run.metrics) == 0 or any(line.startswith(METRIC) for line in file),
+                 f"--metrics {run.metrics}: has lines, but none of metrics: name another file, or remove it")
 
 
 def check_dry_run(run, data, grid, world: int) -> None:

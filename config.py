@@ -218,7 +218,8 @@ class Run:
     insist: bool = setting(False, "resume although the data changed, or settings of the model that change no shape")
     init_from: str = setting("", "start from weights and config.json as published on Hugging Face, in this folder")
     export_hf: str = setting("", "after training, write the weights here as transformers reads them")
-    metrics: str = setting("", "write the metrics of every step here as lines of JSON; of a dry run, one object")
+    metrics: str = setting("", "append the metrics of every step to this file or pipe, as lines of JSON; of a dry "
+                               "run, write one object")
     profile: str = setting("", "write a trace of steps 3 to 5 in this folder, and print what takes longest")
     memory_snapshot: str = setting("", "write who allocated the GPU's memory in the first six steps, of rank 0")
     sample: str = setting("def ", "after training on text, continue this prompt; '' for none")

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
+from itertools import takewhile
+from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -17,12 +18,13 @@ from tqdm import tqdm
 
 import config
 from assemble import DTYPES, memory_of_rank
+from checks import METRIC
 from collectives import Groups, rank, size
 from groups import AXES
 from param import Spec, is_first_replica
 from plan import costs
 from plan.memory import format_bytes
-from run import checkpoint, faults
+from run import faults
 from run.data import Samples
 
 
@@ -42,6 +44,7 @@ class Log:
         self.last_lap = 0.0
         self.noise: list[tuple[float, float]] = []  # noise_trace and noise_gradient2 of each step, on rank 0
         self.metrics_begun = self.metrics_failed = False
+        self.stream: BinaryIO | None = None  # --metrics, if that is no regular file or where standard output goes
         self.bar = tqdm(total=settings.optim.steps, unit="step", disable=True)
 
     def start(self, device_reason: str, samples: Samples) -> None:
@@ -59,16 +62,20 @@ class Log:
         self.metrics_begun = False
 
     def append(self, record: dict) -> None:
-        """Append `record` to the file of metrics. The first call removes all lines that are not of earlier steps."""
-        path, text = self.settings.run.metrics, as_json(record) + "\n"
+        """Append `record` to --metrics. The first call removes metrics that are not of earlier steps from a file."""
+        path, text = self.settings.run.metrics, as_json(record).encode() + b"\n"
         try:
-            if not self.metrics_begun and os.path.isfile(path):
-                with open(path) as file:
-                    lines = [line for line in file if is_before(line, record["step"])]
-                checkpoint.write_text(Path(path), "".join(lines))
-            self.metrics_begun = True
-            with open(path, "a") as file:  # reopened for every line: the file may have been removed
-                file.write(text)
+            self.stream = self.stream or open_stream(path)
+            if self.stream:
+                self.stream.write(text)
+            else:
+                if not self.metrics_begun and os.path.exists(path):
+                    cut(path, record["step"])
+                self.metrics_begun = True
+                with open(path, "a+b") as file:  # reopened for every line: the file may have been removed
+                    file.seek(max(0, file.tell() - 1))
+                    is_torn = file.read(1) not in (b"", b"\n")  # a full disk, or a killed run
+                    file.write(b"\n" * is_torn + text)
             self.metrics_failed = False
         except OSError as error:
             if not self.metrics_failed:
@@ -114,6 +121,8 @@ class Log:
 
     def close(self, steps: int, tokens: int) -> None:
         self.bar.close()
+        if self.stream:
+            self.stream.close()
         if self.is_first_rank and self.last_loss is not None:
             print(f"trained {steps} steps on {tokens:,} tokens: last loss {self.last_loss:.4f} nats per token")
             late = self.noise[len(self.noise) // 2:]
@@ -123,12 +132,34 @@ class Log:
                 print(f"gradient noise scale of the last {len(late)} steps: {max(0.0, trace / gradient2):,.0f} tokens")
 
 
-def is_before(line: str, step: int) -> bool:
-    """Whether a line of metrics is of a step before `step`. The last line of a killed run may be incomplete: False."""
+def open_stream(path: str) -> BinaryIO | None:
+    """What `path` names, opened to write on, if it is a pipe or a device, or where standard output goes; else None.
+
+    It stays open: the reader of a pipe takes its closing for the end. A file that is standard output gets metrics
+    through the same descriptor as all that is printed: neither overwrites the other.
+    """
+    if os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(1)):
+        return open(os.dup(1), "ab", buffering=0)
+    return open(path, "ab", buffering=0) if os.path.exists(path) and not os.path.isfile(path) else None
+
+
+def cut(path: str, step: int) -> None:
+    """Remove the metrics that are not of steps before `step`, in place: a link stays one. While steps are in order
+    these are the end of the file, and a crash loses no others."""
+    with open(path, "r+b") as file:
+        lines = file.readlines()
+        begin = list(takewhile(lambda line: stays(line, step), lines))
+        file.seek(sum(map(len, begin)))
+        file.writelines(line for line in lines[len(begin):] if stays(line, step))
+        file.truncate()
+
+
+def stays(line: bytes, step: int) -> bool:
+    """Whether a line is a metric of a step before `step`, or none at all. A metric that is torn does not stay."""
     try:
         return json.loads(line)["step"] < step
     except (ValueError, KeyError, TypeError):
-        return False
+        return not METRIC.startswith(line[:len(METRIC)])
 
 
 def first_lines(settings: config.Config, groups: Groups, device: str, samples: Samples | None = None,

@@ -32,6 +32,7 @@ from groups import build_groups
 from plan import search
 from run import checkpoint, job, sampling
 from run.data import Corpus, codec_of
+from run.log import Log
 from run.meter import Meter
 
 ROOT = os.path.dirname(config.__file__)
@@ -583,6 +584,68 @@ def test_an_evaluation_leaves_the_metrics_alone_and_torn_lines_are_dropped(train
     assert path.read_text() == before
     run(f"--resume {trained} --steps 3 --out {tmp_path / 'out'} --metrics {path}")
     assert [record["step"] for record in metrics(path)] == [0, 1, 2]
+
+
+def log_to(path: Path) -> Log:
+    settings = config.parse(f"--dtype fp32 --metrics {path}".split())
+    return Log(settings, build_groups(settings.grid, settings.model), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("before, after", [
+    ('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"step": 3}\n', '{"step": 0}\n{"step": 1}\n'),
+    ('{"step": 0}\n{"step": 1}\n{"step": 2, "lo', '{"step": 0}\n{"step": 1}\n'),
+    ('{"step": 0}\n{"step": 1}', '{"step": 0}\n{"step": 1}\n'),
+    ('{"step": 0}\n{"step": 5}\n{"step": 1}\n{"step": 2}', '{"step": 0}\n{"step": 1}\n'),
+    ('notes\n\n{"step": 1}\n{"a": 1}\n7\n{"step": 2}\nmore', 'notes\n\n{"step": 1}\n{"a": 1}\n7\nmore\n'),
+    ("", ""),
+], ids=["later", "torn", "without a newline", "out of order", "other lines", "empty"])
+def test_metrics_are_cut_once_and_in_place(before, after, tmp_path):
+    """The file stays the same one, behind the same link; what tears a later line costs no other."""
+    path, link = tmp_path / "metrics", tmp_path / "link"
+    path.write_text(before)
+    link.symlink_to(path)
+    inode, log = path.stat().st_ino, log_to(link)
+    log.append(dict(step=2))
+    assert path.read_text() == after + '{"step": 2}\n'
+    path.write_text('{"step": 9}\n{"st')
+    log.append(dict(step=3))
+    assert path.read_text() == '{"step": 9}\n{"st\n{"step": 3}\n'
+    assert link.is_symlink() and path.stat().st_ino == inode and len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_pipe_of_metrics_stays_open_and_its_end_is_no_failure(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    log = log_to(tmp_path / "pipe")
+    for step in range(2):
+        log.append(dict(step=step))
+        assert os.read(reader, 99) == b'{"step": %d}\n' % step
+        with pytest.raises(BlockingIOError):  # nothing to read; were it closed, there would be an end of the file
+            os.read(reader, 99)
+        log.begin(0)
+    os.close(reader)
+    for step in range(2):
+        log.append(dict(step=step))
+    assert capsys.readouterr().err.count("pipe: Broken pipe: training goes on without") == 1
+    assert (tmp_path / "pipe").is_fifo()
+    log.close(0, 0)
+
+
+def test_metrics_in_the_file_that_standard_output_goes_to_overwrite_nothing(tmp_path):
+    with open(tmp_path / "out", "wb") as file:
+        stdout = os.dup(1)
+        os.dup2(file.fileno(), 1)
+        try:
+            log = log_to(tmp_path / "out")
+            os.write(1, b"first\n")
+            for step in range(2):
+                log.append(dict(step=step))
+            os.write(1, b"last\n")
+        finally:
+            os.dup2(stdout, 1)
+            os.close(stdout)
+    log.close(0, 0)
+    assert (tmp_path / "out").read_text() == 'first\n{"step": 0}\n{"step": 1}\nlast\n'
 
 
 def test_what_a_killed_run_left_unfinished_is_removed(tmp_path):

@@ -238,6 +238,22 @@ def test_metrics_that_cannot_be_written_are_refused(tmp_path, monkeypatch):
         config.parse(["--metrics", f"{tmp_path}/m"])
 
 
+def test_a_file_without_a_metric_is_not_taken_for_metrics(tmp_path):
+    """A resumed run cuts it, and a pipe is not read: there it would wait for ever."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("text")
+    for name, content in ("empty", b""), ("metrics", b'a line\n{"step": 0}\n'), ("torn", b'{"step": 0, "lo'):
+        (tmp_path / name).write_bytes(content)
+    for name in "empty", "metrics", "torn", "pipe", "none":
+        assert config.parse(["--metrics", f"{tmp_path}/{name}"]).run.metrics == f"{tmp_path}/{name}"
+    for content in b"some notes\n", b'{"rank": 0}\n', b"\x93NUMPY\xff\n":
+        (tmp_path / "text").write_bytes(content)
+        for name in "text", "link":
+            with pytest.raises(ValueError, match=f"^--metrics {tmp_path}/{name}: has lines, but none of metrics: name"):
+                config.parse(["--metrics", f"{tmp_path}/{name}"])
+        config.parse(["--metrics", f"{tmp_path}/text", "--dry-run", "--gpus", "1"])
+
+
 def test_a_real_run_answers_before_torch_is_imported():
     done = subprocess.run([sys.executable, "-X", "importtime", "train.py", "--ep", "2"], cwd=ROOT, capture_output=True,
                           text=True)

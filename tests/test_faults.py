@@ -1021,10 +1021,10 @@ def test_metrics_on_a_full_disk_are_a_warning():
 
 
 def test_metrics_of_an_earlier_run_stay_until_a_step_is_done(tmp_path):
-    (tmp_path / "m").write_text("earlier\n")
+    (tmp_path / "m").write_text('{"step": 0}\n')
     with patch.object(train, "forward_backward", side_effect=ZeroDivisionError), pytest.raises(ZeroDivisionError):
         run(f"--steps 2 --metrics {tmp_path}/m")
-    assert (tmp_path / "m").read_text() == "earlier\n"
+    assert (tmp_path / "m").read_text() == '{"step": 0}\n'
 
 
 def full_disk_from_step_3(state):
