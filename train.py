@@ -308,6 +308,9 @@ def finish(job: Job) -> None:
         if log.last_loss is None and needs_checkpoints(job):  # no step was left to train, so none has saved
             saver.save(state.step, description(job))
         problem = saver.finish()
+    if log.last_loss is not None and state.skipped == state.step and not stopping:
+        problem = problem or (f"all {state.step} steps were skipped, so the weights are those of the beginning: lower "
+                              "--lr, or look at the data and the weights that the run began with")
     if stopping and rank(job.groups["world"]) == 0:
         saved = f"continue with --out {run.out} --resume auto" if run.out else "nothing is saved: there is no --out"
         print(f"ended after {state.step} of {settings.optim.steps} steps, as asked "
@@ -323,7 +326,7 @@ def finish(job: Job) -> None:
         elif rank(job.groups["world"]) == 0:
             print("no sample: the data are tokens, without a tokenizer.json beside them", file=sys.stderr)
     if problem:
-        raise faults.Failure(problem)  # the work of the last steps is lost: nobody shall take this run for a good one
+        raise faults.Failure(problem)  # work is lost, or none was done: nobody shall take this run for a good one
 
 
 def needs_checkpoints(job: Job) -> bool:

@@ -381,11 +381,19 @@ def read(path: Path, pieces: Iterable[Piece], progress: bool = False) -> None:
 
 def load(path: Path, optimizer: Optimizer, routers: list[Router], groups: Groups, group: Group) -> None:
     """The state of a run from a checkpoint of any grid. Raises ValueError on all ranks if it raises on one."""
-    pieces = pieces_of_run(optimizer, routers, groups, saving=False)
+    pieces = list(pieces_of_run(optimizer, routers, groups, saving=False))
     agree(lambda: read(path, pieces, progress=rank(group) == 0), group)
+    agree(lambda: need_finite(path, pieces), group)
     for bucket in optimizer.buckets:
         bucket.unsharding.wait()
         bucket.update_weights()
+
+
+def need_finite(path: Path, pieces: Iterable[Piece]) -> None:
+    """Raises ValueError for weights that are not finite: no step could train them."""
+    for piece in pieces:
+        need(not piece.name.endswith("/master") or piece.values.isfinite().all(),
+             f"{path}: {piece.name} has values that are not finite: continue from an earlier checkpoint")
 
 
 def source(path: Path) -> Source:

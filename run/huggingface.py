@@ -301,7 +301,9 @@ def source(folder: str) -> Source:
         got, dtype = tuple(stored.get_shape()), stored.get_dtype()
         need(got == shape, f"{path}: {name} has the shape {got}, the model asks for {shape}")
         need(dtype in ("F64", "F32", "F16", "BF16"), f"{path}: {name} is {dtype}: use a model that is not quantised")
-        return stored[box]
+        values = stored[box]
+        need(values.isfinite().all(), f"{path}: {name} has values that are not finite: no step could train it")
+        return values
 
     def read_box(spec: Spec, box: Box) -> torch.Tensor:
         out = None

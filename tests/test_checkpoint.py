@@ -663,6 +663,24 @@ def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
     assert [path.name for path in config.checkpoints_in(tmp_path)] == ["step-1000000", "step-999900"]
 
 
+def refused_if_one_rank_reads_nan(flags: str) -> str:
+    """What a rank says to a checkpoint with a weight that is not finite among those that rank 1 reads."""
+    def spoiled(path, pieces, *args, original=checkpoint.read, **kwargs):
+        original(path, pieces, *args, **kwargs)
+        if dist.get_rank() == 1:
+            next(piece for piece in pieces if piece.name.endswith("wk/master")).values[-1, -1] = math.nan
+    with patch.object(checkpoint, "read", spoiled), pytest.raises(ValueError) as error:
+        run(flags)
+    return str(error.value)
+
+
+def test_weights_that_are_not_finite_on_one_rank_are_not_resumed_on_any(pool, trained):
+    flags = f"--resume {trained} --steps 3 --out= --save-every 0 --dp 2"
+    line = (f"{trained}/step-000002: layers.0.attention.wk/master has values that are not finite: continue from an "
+            "earlier checkpoint")
+    assert pool.run(2, "test_checkpoint:refused_if_one_rank_reads_nan", flags=flags) == [line] * 2
+
+
 def test_a_run_whose_last_checkpoint_failed_exports_nothing_and_fails(tokens, tmp_path):
     with patch.object(checkpoint, "write_text", side_effect=OSError(28, "No space left on device")):
         with pytest.raises(RuntimeError, match="the checkpoint of step 1 could not be saved"):

@@ -78,6 +78,10 @@ def nan_in_step_2(state):
     return spoil(state, {2}, math.nan)
 
 
+def nan_in_steps_0_to_2(state):
+    return spoil(state, {0, 1, 2}, math.nan)
+
+
 def before_each_step(happens: Callable[[], None]):
     """A context in which this happens before each step's forward."""
     original = train.forward_backward
@@ -290,6 +294,16 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path):
             state=job.RunState(rewinds=2))
     said = run("--steps 20 --max-skipped 3", "inf_in_steps_5_to_7", stop_at=7)
     assert "ended after 8 of 20 steps, as asked" in said
+
+
+def test_a_run_that_skips_all_its_steps_fails_and_exports_nothing(tmp_path):
+    flags = f"--steps 3 --dtype fp32 --out {tmp_path}/out --export-hf {tmp_path}/hf"
+    with pytest.raises(faults.Failure, match="^all 3 steps were skipped, so the weights are those of the beginning"):
+        run(flags, "nan_in_steps_0_to_2")
+    assert not (tmp_path / "hf").exists()
+    run(f"--resume {tmp_path}/out --steps 3 --val-data {ROOT}/pp.py")  # an evaluation, which has no step to take
+    assert "trained 4 steps" in run("--steps 4", "nan_in_steps_0_to_2")
+    assert "ended after 3 of 9 steps, as asked" in run("--steps 9", "nan_in_steps_0_to_2", stop_at=2)
 
 
 @pytest.mark.parametrize("patches, most, end", [("inf_in_steps_5_to_7", 3, 96),

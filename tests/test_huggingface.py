@@ -381,6 +381,13 @@ def with_8_bits(folder):
     safetensors.torch.save_file({name: weight.to(torch.float8_e4m3fn) for name, weight in weights.items()}, path)
 
 
+def with_an_infinite_weight(folder):
+    path = folder / "model-00001-of-00005.safetensors"
+    weights = safetensors.torch.load_file(path)
+    weights["model.embed_tokens.weight"][-1, -1] = -math.inf
+    safetensors.torch.save_file(weights, path)
+
+
 SECOND = "model-00002-of-00005.safetensors"
 
 
@@ -393,9 +400,10 @@ SECOND = "model-00002-of-00005.safetensors"
     (lambda folder: change(folder / "config.json", num_key_value_heads=6),
      "model.layers.0.self_attn.k_proj.weight has the shape (30, 48), the model asks for (60, 48)"),
     (with_8_bits, "/model-00001-of-00005.safetensors: model.embed_tokens.weight is F8_E4M3: use a model that is not"),
+    (with_an_infinite_weight, "/model-00001-of-00005.safetensors: model.embed_tokens.weight has values that are not"),
     (lambda folder: change(folder / "config.json", num_hidden_layers=4),
      ": model.safetensors.index.json has no tensor model.layers.3."),
-], ids=["weights", "shard", "cut shard", "index", "cut index", "heads", "8 bits", "layers"])
+], ids=["weights", "shard", "cut shard", "index", "cut index", "heads", "8 bits", "infinite", "layers"])
 def test_damaged_weights_are_refused_in_one_line(damage, message, published, tmp_path):
     folder = tmp_path / "damaged"
     shutil.copytree(published("mistral", "50KB"), folder)
