@@ -117,7 +117,7 @@ def train(settings: config.Config, training: Samples, validation: Samples | None
 @contextmanager
 def without_garbage_collector() -> Iterator[None]:
     """Collect once, then switch Python's collector off: a step leaves no reference cycles, and a collection would only
-    delay kernel launches."""
+    delay kernel launches. What a save leaves, its thread collects."""
     gc.collect()
     gc.disable()
     try:

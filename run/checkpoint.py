@@ -26,10 +26,12 @@ name of a checkpoint is complete. The checksums find what a disk or a person dam
 import argparse
 import contextlib
 import fcntl
+import gc
 import hashlib
 import json
 import math
 import os
+import pickle
 import shlex
 import shutil
 import sys
@@ -38,7 +40,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -276,6 +278,7 @@ class Saver:
             problem = self.write_and_commit(self.folder / f".writing-step-{step:06d}", run)
         except Exception as error:  # a rank did not answer within --timeout
             problem = describe(error)
+        gc.collect(1)  # DCP leaves two classes per tensor; objects from before the loop are older and not looked at
         self.error = problem and f"the checkpoint of step {step} could not be saved: {problem}"
         self.bytes_per_s = 0.0 if problem else self.nbytes / (time.perf_counter() - began)
 
@@ -362,9 +365,33 @@ def sync(folder: Path) -> None:
 
 # ---- loading --------------------------------------------------------------------------------------------------------
 
+ADMITTED = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            *(("torch.distributed.checkpoint.metadata", name) for name in (
+                "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "ChunkStorageMetadata",
+                "TensorProperties", "_MEM_FORMAT_ENCODING"))}
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """A pickle may name any function of this machine, to be called: this one makes what DCP writes, nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        need(is_dtype or (module, name) in ADMITTED, f"names {module}.{name}, which no checkpoint needs")
+        return super().find_class(module, name)
+
+
 def open_checkpoint(path: Path) -> tuple[dcp.FileSystemReader, Metadata]:
+    """Raises ValueError if `.metadata` is not what DCP writes, or names files outside of the folder."""
+    file = Path(path, ".metadata")
+    try:
+        with open(file, "rb") as stream:
+            metadata = MetadataUnpickler(stream).load()
+        need(all(huggingface.is_inside(stored.relative_path) for stored in metadata.storage_data.values()),
+             "names files outside of its folder")
+    except (ValueError, pickle.UnpicklingError, EOFError, OSError, AttributeError, TypeError) as error:
+        raise ValueError(f"{file} cannot be trusted or read: {error}") from None
     reader = dcp.FileSystemReader(path)
-    metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     return reader, metadata
 
@@ -415,6 +442,7 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> None:
     try:
         files = config.read_run(folder)["files"]
         for name, (nbytes, expected) in [*files.items()][part::parts]:
+            need(huggingface.is_inside(name), f"{folder}/run.json names {name}, which is outside of its folder")
             file = folder / name
             need(file.exists(), f"{file} is missing")
             there = file.stat().st_size

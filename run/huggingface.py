@@ -334,8 +334,14 @@ def read_index(folder: str) -> dict[str, str] | None:
     files = read_json(path).get("weight_map")
     need(isinstance(files, dict), f"{path}: weight_map must be an object of tensors and files")
     for file in sorted(set(files.values())):
+        need(is_inside(file), f"{path} names {file}, which is outside of its folder")
         need(os.path.isfile(os.path.join(folder, file)), f"{folder}/{file}: is missing, {INDEX} names it")
     return files
+
+
+def is_inside(path: str) -> bool:
+    """Whether a relative path leads to something in its folder."""
+    return not os.path.isabs(path) and os.pardir not in path.split(os.sep)
 
 
 # ---- writing --------------------------------------------------------------------------------------------------------

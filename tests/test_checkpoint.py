@@ -1,6 +1,7 @@
 """Any grid writes a checkpoint, any grid reads it; a resumed run is the uninterrupted one; what is damaged is named."""
 import gc
 import json
+import logging
 import math
 import os
 import pickle
@@ -938,3 +939,69 @@ def test_a_published_model_writes_text(published):
 @pytest.mark.slow
 def test_a_checkpoint_writes_text_on_any_grid(trained):
     assert "warning" not in python("-m", "run.sampling", trained, "--prompt", "def", "--tp", "2", ranks=2)
+
+
+# ---- what a checkpoint may do and leave ------------------------------------------------------------------------------
+
+class Planted:
+    """Pickled as a call of a function."""
+
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize("call", [(os.mkdir,), (eval, "open('ran', 'w')"), (exec, "open('ran', 'w')")])
+def test_a_checkpoint_runs_no_code(tmp_path, monkeypatch, capsys, call):
+    """Nor does one whose checksums are right."""
+    saved(tmp_path)
+    path, ran = tmp_path / "step-000001", tmp_path / "ran"
+    monkeypatch.chdir(tmp_path)
+    (path / ".metadata").write_bytes(pickle.dumps(Planted(call[0], *call[1:] or [str(ran)])))
+    run = config.read_run(path)
+    run["files"][".metadata"] = [(path / ".metadata").stat().st_size, checkpoint.checksum(path / ".metadata")]
+    (path / "run.json").write_text(json.dumps(run | {"checksum": config.checksum_of_json(run)}))
+    monkeypatch.setattr("sys.argv", ["run.checkpoint", "show", str(path)])
+    with patch.object(os, "_exit", side_effect=SystemExit) as refused, pytest.raises(SystemExit):
+        checkpoint.main()
+    refused.assert_called_once_with(2)
+    said = capsys.readouterr().err
+    assert not ran.exists() and said.count("\n") == 1 and f"{path}/.metadata cannot be trusted or read: names " in said
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "/etc/passwd", "a/../../elsewhere"])
+def test_files_of_a_checkpoint_lie_in_its_folder(tmp_path, name):
+    saved(tmp_path)
+    path = tmp_path / "step-000001"
+    _, metadata = checkpoint.open_checkpoint(path)
+    for stored in metadata.storage_data.values():
+        stored.relative_path = name
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=r"\.metadata cannot be trusted or read: names files outside of its folder$"):
+        checkpoint.open_checkpoint(path)
+    run = config.read_run(path)
+    run["files"] = {name: [0, ""]}
+    (path / "run.json").write_text(json.dumps(run | {"checksum": config.checksum_of_json(run)}))
+    with pytest.raises(ValueError, match=f"run.json names {name}, which is outside of its folder$"):
+        checkpoint.verify(path)
+
+
+def test_saves_leave_no_objects(tmp_path):
+    """The collector is off while a run goes on; DCP leaves two classes per tensor and save."""
+    state = [checkpoint.whole(f"w{i}", torch.ones(2)) for i in range(8)]
+    saver = checkpoint.Saver(str(tmp_path), state, 1, None)
+    logging.disable()  # pytest keeps all that is logged
+    gc.collect()
+    gc.disable()
+    try:
+        counts = []
+        for step in range(1, 21):
+            saver.save(step, dict(step=step))
+            assert saver.finish() == ""
+            counts.append(len(gc.get_objects()))
+    finally:
+        gc.enable()
+        logging.disable(logging.NOTSET)
+    assert max(counts[5:]) <= counts[4], counts

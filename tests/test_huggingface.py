@@ -394,6 +394,8 @@ SECOND = "model-00002-of-00005.safetensors"
 @pytest.mark.parametrize("damage, message", [
     (without_weights, ": has no model.safetensors and no model.safetensors.index.json: weights in another format"),
     (lambda folder: (folder / SECOND).unlink(), f"/{SECOND}: is missing"),
+    (lambda folder: change(folder / INDEX, weight_map={"a": "../b"}), "names ../b, which is outside of its folder"),
+    (lambda folder: change(folder / INDEX, weight_map={"a": "/b"}), "names /b, which is outside of its folder"),
     (lambda folder: os.truncate(folder / SECOND, 5000), f"/{SECOND}: cannot read model.layers"),
     (with_a_wrong_index, "/model-00001-of-00005.safetensors: cannot read model.norm.weight"),
     (lambda folder: os.truncate(folder / INDEX, 100), "/model.safetensors.index.json: is no JSON"),
@@ -403,7 +405,8 @@ SECOND = "model-00002-of-00005.safetensors"
     (with_an_infinite_weight, "/model-00001-of-00005.safetensors: model.embed_tokens.weight has values that are not"),
     (lambda folder: change(folder / "config.json", num_hidden_layers=4),
      ": model.safetensors.index.json has no tensor model.layers.3."),
-], ids=["weights", "shard", "cut shard", "index", "cut index", "heads", "8 bits", "infinite", "layers"])
+], ids=["weights", "shard", "outside", "absolute", "cut shard", "index", "cut index", "heads", "8 bits", "infinite",
+        "layers"])
 def test_damaged_weights_are_refused_in_one_line(damage, message, published, tmp_path):
     folder = tmp_path / "damaged"
     shutil.copytree(published("mistral", "50KB"), folder)
