@@ -28,6 +28,7 @@ def seed():
 
 def pytest_addoption(parser):
     parser.addoption("--grids", type=int, default=20, help="with -m random: how many grids")
+    parser.addoption("--record", action="store_true", help="with -m baseline: record what the program does now")
     parser.addoption("--first-grid", type=int, default=0, help="with -m random: the seed of the first of them")
 
 

@@ -1,0 +1,157 @@
+"""What the program did on a day that can be named, to compare with while it is rebuilt.
+
+    pytest -m baseline                 names each difference from data/baseline.json
+    pytest -m baseline --record        writes that file anew; the commit says why a difference was wanted
+
+Of each command line: bytes sent by axis, calls of collectives, bytes alive between two steps and at most, FLOPs and
+dispatched operations of the third step on rank 0, and losses and gradient norms of three steps, to all digits. And what
+`--help` prints, and which pairs of features are refused, with which line.
+"""
+import gc
+import json
+from collections import Counter
+from itertools import combinations
+from pathlib import Path
+
+import grids
+import pairs
+import pytest
+import torch
+import torch.distributed as dist
+
+import collectives
+import config
+from ep import update_biases
+from run.meter import Meter
+
+FILE = Path(__file__).parent / "data" / "baseline.json"
+MIXTRAL, DEEPSEEK = pairs.MIXTRAL.format(20), pairs.DEEPSEEK.format(12)
+WIDE = pairs.WIDE.format(64) + " --dtype bf16 --warmup 0"
+STEPS = 3
+LINES = [
+    (1, "--micro-batch 8"),
+    (1, "--micro-batch 8 --tied --qk-norm --qkv-bias --z-loss 0.01"),
+    (1, "--micro-batch 8 --optimizer sgd --clip 0"),
+    (1, "--micro-batch 8 --recompute selective --attention math"),
+    (1, "--micro-batch 8 --recompute full --doc-mask"),
+    (1, "--micro-batch 8 --window 5 --window-every 2"),
+    (1, "--micro-batch 8 --offload both --recompute full"),
+    (1, "--micro-batch 8 --dtype bf16 --moments bf16"),
+    (1, "--micro-batch 8 --dtype fp16"),
+    (1, f"--micro-batch 8 {MIXTRAL}"),
+    (1, f"--micro-batch 6 {DEEPSEEK} --recompute selective"),
+    (1, f"--micro-batch 8 {WIDE} --fp8 tensorwise"),
+    (1, f"--micro-batch 8 {WIDE} --fp8 blockwise"),
+    (2, "--micro-batch 6 --bucket-mb 0.05"),
+    (2, "--micro-batch 6 --zero 1"),
+    (2, "--micro-batch 6 --zero 2"),
+    (2, "--micro-batch 6 --zero 3"),
+    (2, "--micro-batch 6 --zero 1 --reduce-dtype bf16 --dtype bf16"),
+    (2, "--micro-batch 8 --global-batch 16 --batch-ramp 16@0,32@384 --zero 1"),
+    (4, "--micro-batch 3 --zero 1 --dp-replicate 2"),
+    (4, "--micro-batch 3 --zero 3 --dp-replicate 2"),
+    (2, "--micro-batch 12 --tp 2"),
+    (2, "--micro-batch 12 --tp 2 --no-sp --tied"),
+    (2, "--micro-batch 12 --tp 2 --async-tp"),
+    (4, "--micro-batch 12 --tp 4 --kv-heads 2 --recompute selective"),
+    (2, f"--micro-batch 8 {WIDE} --tp 2 --fp8 tensorwise"),
+    (2, f"--micro-batch 8 {WIDE} --tp 2 --fp8 blockwise --zero 1"),
+    (2, "--micro-batch 12 --cp 2"),
+    (3, "--micro-batch 16 --cp 3 --cp-style ring --seq 23"),
+    (2, "--micro-batch 12 --cp 2 --cp-style ulysses --doc-mask"),
+    (4, "--micro-batch 12 --cp 2 --tp 2 --recompute full --window 7"),
+    (2, "--micro-batch 6 --pp 2 --schedule afab --tied"),
+    (2, "--micro-batch 6 --pp 2"),
+    (2, "--micro-batch 6 --pp 2 --schedule interleaved --layers 4"),
+    (2, "--micro-batch 6 --pp 2 --schedule zb-h1 --recompute selective"),
+    (2, "--micro-batch 6 --pp 2 --schedule zb1p --layers 4"),
+    (2, "--micro-batch 6 --pp 2 --schedule zb-v --layers 4 --tied"),
+    (4, "--micro-batch 6 --pp 2 --zero 3 --schedule dualpipev --layers 4 --tied"),
+    (2, f"--micro-batch 6 {MIXTRAL} --ep 2"),
+    (4, f"--micro-batch 6 {DEEPSEEK} --ep 2 --zero 2 --recompute full"),
+    (2, f"--micro-batch 6 {MIXTRAL} --tp 2 --ep 2"),
+    (2, f"--micro-batch 12 {DEEPSEEK} --cp 2 --ep 2"),
+    (8, f"--micro-batch 6 {MIXTRAL} --tp 2 --cp 2 --pp 2 --ep 4 --zero 0 --schedule zb-h1 --recompute selective"),
+]
+
+
+def train(flags: str) -> dict:
+    """One rank of a command line."""
+    settings = grids.settings_of(flags, dist.get_world_size() if dist.is_initialized() else 1)
+    groups, model, optimizer = grids.build(settings)
+    generator, out = torch.Generator().manual_seed(11), dict(loss=[], norm=[])
+    seen = 0
+    for step in range(STEPS):
+        sequences = next(size for size, first in reversed(settings.batch.ramp() or [(settings.batch.global_batch, 0)])
+                         if seen >= first)
+        window = torch.randint(settings.model.vocab, (sequences, settings.batch.seq + 1), generator=generator)
+        seen += sequences * settings.batch.seq
+        gc.collect()
+        collectives.sent.clear()
+        with Meter() as meter:
+            for bucket in optimizer.buckets:
+                meter.label("state", *bucket.state.values(), bucket.weights, bucket.weight_shard)
+            loss = grids.forward_backward(settings, groups, model, optimizer, window[:, :-1], window[:, 1:].clone())
+            norm = optimizer.step(settings.optim.lr)
+            if model.routers:
+                update_biases(model.routers, (groups["data"], groups["tp"]))
+            gc.collect()
+            at_rest = meter.live()["all"]
+        out["loss"].append(loss.item())
+        out["norm"].append(norm.item())
+    calls = Counter(call.name for call in meter.collectives)
+    return out | dict(bytes_sent=dict(sorted(collectives.sent.items())), calls=dict(sorted(calls.items())),
+                      bytes_at_rest=at_rest, bytes_at_peak=meter.peak["all"], flops=meter.flops,
+                      operations=meter.operations)
+
+
+def refusals() -> dict[str, str]:
+    """Of every two features that the command line does not take together: what it says."""
+    first, out = {name: next(iter(values)) for name, values in pairs.FEATURES.items()}, {}
+    for a, b in combinations(pairs.FEATURES, 2):
+        for x in pairs.FEATURES[a]:
+            for y in pairs.FEATURES[b]:
+                choice = first | {a: x, b: y}
+                if choice["fp8"] != "none" and "dtype" not in (a, b):
+                    choice["dtype"] = "bf16"
+                ranks, flags = pairs.grid_of(choice)
+                try:
+                    grids.settings_of(flags, ranks)
+                except ValueError as error:
+                    out[f"{a} {x}, {b} {y}"] = str(error)
+    return out
+
+
+def flat(value, path: tuple = ()) -> dict[tuple, object]:
+    """Every leaf of what JSON holds, by the way to it."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        return {path: value}
+    return {place: leaf for key, inner in items for place, leaf in flat(inner, (*path, str(key))).items()}
+
+
+def differ(place: tuple, old, new) -> bool:
+    """Peaks may differ by 2%: when a transfer in the background lets go of its tensors is a matter of time."""
+    if place[-1] == "bytes_at_peak" and None not in (old, new):
+        return abs(new - old) > 0.02 * old
+    return old != new
+
+
+def described(place: tuple, old, new) -> str:
+    by = f", by {abs(new - old) / abs(old):.1e}" if all(isinstance(x, float) and x for x in (old, new)) else ""
+    return f"{' · '.join(place)}: {old} -> {new}{by}"
+
+
+@pytest.mark.baseline
+def test_nothing_has_changed(pool, request, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")  # of --help
+    assert len(LINES) >= 40
+    found = dict(lines={f"{ranks} ranks, {flags}": pool.run(ranks, "test_baseline:train", flags=flags)[0]
+                        for ranks, flags in LINES},
+                 help=config.make_parser().format_help().splitlines(), refused=refusals())
+    if request.config.option.record:
+        FILE.write_text(json.dumps(found, indent=1) + "\n")
+    old, new = flat(json.loads(FILE.read_text())), flat(json.loads(json.dumps(found)))
+    different = [described(place, old.get(place), new.get(place)) for place in sorted(old.keys() | new.keys())
+                 if differ(place, old.get(place), new.get(place))]
+    assert not different, f"{len(different)} differences\n" + "\n".join(different)
