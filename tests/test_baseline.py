@@ -81,7 +81,7 @@ def train(flags: str) -> dict:
     groups, model, optimizer = grids.build(settings)
     generator, out = torch.Generator().manual_seed(11), dict(loss=[], norm=[])
     seen = 0
-    for step in range(STEPS):
+    for _ in range(STEPS):
         sequences = next(size for size, first in reversed(settings.batch.ramp() or [(settings.batch.global_batch, 0)])
                          if seen >= first)
         window = torch.randint(settings.model.vocab, (sequences, settings.batch.seq + 1), generator=generator)
