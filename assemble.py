@@ -49,8 +49,8 @@ def build_model(settings: config.Config, groups: Groups, device: torch.device | 
     grid, precision, optim = settings.grid, settings.precision, settings.optim
     fp8_linear, fp8_experts = fp8_of(settings, groups, dtype)
     execution = Execution(dtype=dtype, device=device, attention=precision.attention, recompute=precision.recompute,
-                          offload=precision.offloads("activations"), cp_style=grid.cp_style, sequence=grid.sp,
-                          async_tp=grid.async_tp, keep_gathered=grid.sp_keep,
+                          offload=precision.offloads("activations"), cp_style=grid.cp_style,
+                          sequence=grid.sequence_parallel, async_tp=grid.async_tp,
                           fp8_linear=fp8_linear, fp8_experts=fp8_experts, fp8_layers=settings.fp8_layers())
     balance = Balance(optim.aux_loss, optim.aux_over, optim.router_z_loss, optim.bias_rate)
     return Llama(settings.model, groups, execution, pipeline=build_pipeline(settings, groups.get("pp"), device),
@@ -136,8 +136,6 @@ def check_device(settings: config.Config, device: torch.device) -> None:
         is_unused = precision.attention in ("math", "triton") or precision.dtype in ("fp32", "fp64")
         need(is_unused or (width % 8 == 0 and width <= 256), f"--cp {grid.cp} with heads {width} wide: torch's "
              "FlashAttention takes multiples of 8 up to 256, use --attention math")
-    need(not (settings.run.graph and settings.model.experts and device.type == "cpu") or precision.dtype == "bf16",
-         f"--graph with --experts {settings.model.experts} on a CPU: captures no other dtype than --dtype bf16")
     if precision.fp8 != "none" and device.type == "cuda":
         capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
         if capability < (8, 9) or (precision.fp8_recipe().blocks and capability[0] != 9):

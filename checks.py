@@ -36,7 +36,6 @@ def complete(config, world: int) -> None:
     check_offload(config)
     check_data(config.data, config.model)
     check_run(config.run)
-    check_graph(config.run, config.model, config.precision, world)
 
 
 def flag(name: str) -> str:
@@ -185,9 +184,7 @@ def check_tensor_parallel(grid, model) -> None:
     need(n % tp == 0, f"--tp {tp} does not divide the {n} channels of --shared-experts: use one of {divisors(n)}")
     need(kv % tp == 0 or tp % kv == 0, f"--tp {tp} and --kv-heads {kv}: one must be a multiple of the other")
     need(model.vocab >= tp, f"--tp {tp} is more than --vocab {model.vocab}: some ranks would have no rows of it")
-    for name in "sp_keep", "async_tp":
-        need(not getattr(grid, name) or (grid.sp and tp > 1), f"{flag(name)} at --tp {tp}"
-             f"{'' if grid.sp else ' --no-sp'}: there is no sequence parallelism, use --tp 2 or more and --sp")
+    need(not grid.async_tp or tp > 1, "--sp async at --tp 1: there is no communication to overlap, use --tp 2 or more")
 
 
 def check_context_parallel(grid, model) -> None:
@@ -236,9 +233,9 @@ def check_batch(batch, grid) -> None:
         need_at_most(share // batch.micro_batch, MOST_MICRO_BATCHES, f"--micro-batch {batch.micro_batch} makes "
                      f"{share // batch.micro_batch:,} micro-batches per step of {name} {size}")
     tokens = batch.micro_batch * batch.seq  # with cp, sequences are padded to fit (config.padded_length)
-    need(not grid.sp or grid.cp > 1 or tokens % grid.tp == 0,
+    need(not grid.sequence_parallel or grid.cp > 1 or tokens % grid.tp == 0,
          f"--tp {grid.tp} cannot share --micro-batch {batch.micro_batch} x --seq {batch.seq} = {tokens} tokens in "
-         "equal parts: use another --seq, or --no-sp")
+         "equal parts: use another --seq, or --sp off")
 
 
 def default_micro_batch(share: int, batch, grid) -> int:
@@ -247,7 +244,7 @@ def default_micro_batch(share: int, batch, grid) -> int:
     fills = 2 * grid.pp
     counts = [*range(fills, 100 * fills), *range(fills - 1, 0, -1)] if grid.pp > 1 else [1]
     sizes = [share // count for count in counts if share % count == 0]
-    return next((size for size in sizes if not grid.sp or grid.cp > 1 or size * batch.seq % grid.tp == 0), sizes[0])
+    return next((size for size in sizes if grid.cp > 1 or size * batch.seq % grid.sequence_shards == 0), sizes[0])
 
 
 def check_schedule(batch, grid) -> None:
@@ -304,9 +301,7 @@ def check_fp8(precision, model, grid) -> None:
          f"--fp8 {fp8} with --dtype {precision.dtype}: FP8 goes with bf16, or with fp32 where a CPU emulates it")
     need(precision.fp8_ends or model.layers > 2,
          f"--no-fp8-ends: of --layers {model.layers} none would multiply in FP8, use 3 or more, or --fp8 none")
-    need(not grid.async_tp, f"--fp8 {fp8} with --async-tp: matmuls shard by shard have no FP8 version, use one of them")
-    need(not grid.sp_keep, f"--fp8 {fp8} with --sp-keep: forward gathers FP8 rows and backward needs FP8 columns, use "
-                           "one of them")
+    need(not grid.async_tp, f"--fp8 {fp8} with --sp async: matmuls shard by shard have no FP8 version, use one of them")
     unit = 128 if precision.fp8_recipe().blocks else 16  # the blocks' size; what FP8 matmuls demand of their extents
     widths = {"--hidden": model.hidden, "--heads x --head-dim": model.heads // tp * model.head_dim,
               "--kv-heads x --head-dim": max(model.kv_heads // tp, 1) * model.head_dim}
@@ -325,10 +320,6 @@ def check_offload(config) -> None:
     need(not precision.offloads("activations") or precision.recompute == "full",
          f"--offload {precision.offload} with --recompute {precision.recompute}: what is offloaded are the inputs of "
          "blocks, add --recompute full")
-    need(not precision.offloads("optimizer") or config.optim.optimizer != "adamw-one-pass",
-         f"--offload {precision.offload} with --optimizer adamw-one-pass: the CPU updates what is offloaded, use adamw")
-    need(precision.offload == "none" or not config.run.graph,
-         f"--offload {precision.offload} with --graph: the host takes part in every step, use one of them")
     need(precision.offload == "none" or not config.run.dry_run,
          f"--offload {precision.offload} with --dry-run: one device stands for GPU and host, python -m plan memory has "
          "the formula")
@@ -381,12 +372,3 @@ def check_dry_run(run, data, grid, world: int) -> None:
                                "python -m plan search for the best grid of another one, and give that")
     need(0 <= run.rank < run.gpus, f"--rank {run.rank}: the ranks of --gpus {run.gpus} are 0 to {run.gpus - 1}")
     need(not data.doc_mask, "--dry-run with --doc-mask: what documents hide depends on the data, leave one of them out")
-
-
-def check_graph(run, model, precision, world: int) -> None:
-    need(not run.graph or world == 1, f"--graph with {world} ranks: communication is not captured, use one rank")
-    need(not run.graph or not model.experts or (
-        precision.dtype in ("auto", "bf16") and precision.fp8 == "none"
-        and model.hidden % 8 == model.expert_ffn % 8 == 0),
-        f"--graph with --experts {model.experts}: how many tokens an expert gets is not known when a step is captured, "
-        "which needs --dtype bf16, --fp8 none, and a --hidden and an --expert-ffn that are multiples of 8")

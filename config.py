@@ -125,10 +125,23 @@ class Grid:
     zero: int = setting(0, "ZeRO level: data parallel ranks shard 1 optimizer state, 2 also gradients, 3 also "
                            "weights", (0, 1, 2, 3))
     dp_replicate: int = setting(1, "hybrid sharding: dp-replicate replicas, each sharded over dp / dp-replicate ranks")
-    sp: bool = setting(True, "sequence parallelism: between layers each tensor parallel rank has 1/tp of the tokens")
-    sp_keep: bool = setting(False, "save gathered inputs instead of gathering them again (not with selective)")
-    async_tp: bool = setting(False, "overlap matmuls with sequence parallel communication, shard by shard round a ring")
+    sp: str = setting("on", "sequence parallelism: between layers each tensor parallel rank has 1/tp of the tokens; "
+                            "async: its communication overlaps matmuls, shard by shard round a ring",
+                      ("off", "on", "async"))
     bucket_mb: float = setting(25.0, "a gradient bucket: whole layers, until it has so many MB (10^6); 0: one layer")
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.sp != "off"
+
+    @property
+    def sequence_shards(self) -> int:
+        """How many tensor parallel ranks share the tokens between layers."""
+        return self.tp if self.sequence_parallel else 1
+
+    @property
+    def async_tp(self) -> bool:
+        return self.sp == "async"
 
     def style(self) -> CpStyle:
         return CP_STYLES[self.cp_style]
@@ -176,8 +189,7 @@ class Batch:
 
 @dataclass
 class Optim:
-    optimizer: str = setting("adamw", "the update rule; adamw-one-pass: the same by one kernel on GPUs",
-                              ("adamw", "adamw-one-pass", "sgd"))
+    optimizer: str = setting("adamw", "the update rule", ("adamw", "sgd"))
     lr: float = setting(0.0, "peak learning rate; 0: 1.2 / hidden, as Llama 3 from 8B to 405B, but at most 2e-3")
     lr_schedule: str = setting("cosine", "after the warmup; wsd: constant, then linear over the last fifth",
                                ("cosine", "wsd", "constant"))
@@ -224,7 +236,6 @@ class Run:
     memory_snapshot: str = setting("", "write who allocated the GPU's memory in the first six steps, of rank 0")
     sample: str = setting("def ", "after training on text, continue this prompt; '' for none")
     device: str = setting("auto", "auto: GPUs when there is one per rank", ("auto", "cpu", "cuda"))
-    graph: bool = setting(False, "capture the third step as a CUDA graph and replay it: one rank, experts in bf16 only")
     dry_run: bool = setting(False, "run one step on fake tensors as --rank of --gpus ranks, and print what it needs")
     gpus: int = setting(0, "ranks of a dry run")
     rank: int = setting(0, "which of them to be")
@@ -343,12 +354,23 @@ def resumed_run(resume: str, out: str) -> dict | None:
             continue
         run["settings"] = {name: tuple(value) if name == "betas" else value  # JSON has no tuples
                            for name, value in run["settings"].items() if name not in NOT_INHERITED}
+        run["settings"] |= renamed(run["settings"])
         if os.path.realpath(run["settings"]["out"]) != os.path.realpath(path.parent):  # a copy of the checkpoint
             run["settings"] |= dict(out="", metrics="") | ({} if out else dict(save_every=0))
         return run
     if problem:
         raise problem
     return None
+
+
+def renamed(settings: dict[str, Any]) -> dict[str, Any]:
+    """What settings of ca8fd7d and before are called now."""
+    found = {}
+    if settings["optimizer"] == "adamw-one-pass":  # the same update
+        found["optimizer"] = "adamw"
+    if isinstance(settings["sp"], bool):
+        found["sp"] = "async" if settings["async_tp"] else "on" if settings["sp"] else "off"
+    return found
 
 
 def read_run(path: str | Path) -> dict[str, Any]:

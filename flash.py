@@ -34,15 +34,12 @@ What decides the speed on a GPU of Hopper's kind:
     asynchronous wgmma  A group of 4 warps starts a matmul on operands in shared memory, and may compute something else
                         until it needs the result. But the softmax of a tile needs its scores: a program that alone has
                         an SM waits for them, tensor cores idle meanwhile, then they wait for it.
-    producer, consumers One warp (producer) does nothing but ask the copy engine (TMA) for tiles, a few ahead; it needs
-                        few registers, and `setmaxnreg` gives the rest to two groups of 4 warps (consumers), which have
-                        half of the rows each. While one computes its softmax, the other's matmul runs.
 
 FlashAttention 1 has the loop over queries inside that over keys, so it reads and writes o and dq once per tile of keys.
 FlashAttention 2, like this file, exchanges the loops: o stays in registers until it is complete, and each tile of
-queries is a program, so that even a few long sequences fill a GPU. FlashAttention 3 is 2 with producer and consumers,
-optionally in FP8. TILINGS has both; the simpler one is taken until a GPU has shown that the other is right and faster.
-costs.attention_cost has the FLOPs and bytes of all.
+queries is a program, so that even a few long sequences fill a GPU. FlashAttention 3 is 2 with warps of two kinds: one
+asks the copy engine (TMA) for tiles, a few ahead; two groups of 4 have half of the rows each, and while one computes
+its softmax, the other's matmul runs. costs.attention_cost has the FLOPs and bytes of all.
 Sums and exponentials are fp32. Offsets that may exceed 2^31 elements are 64 bits.
 
 Dao et al. 2022, FlashAttention (algorithms 1 and 4, figure 2); Dao 2023, FlashAttention-2; Shah et al. 2024,
@@ -69,70 +66,33 @@ LOG2_E = tl.constexpr(1.4426950408889634)  # GPUs have 2^x: exp(x) = 2^(x log2 e
 # ---- tiles ----------------------------------------------------------------------------------------------------------
 
 class Tiling(NamedTuple):
-    """A tile of scores has rows x columns; num_warps are those of a program; num_stages - 1 tiles are loaded ahead.
-
-    copy_engine: one thread asks for a tile of keys or values, and TMA computes the addresses. specialize: a warp of its
-    own asks, and num_warps are those that compute, 4 on each half of the rows; all tiles then go through one loop,
-    because Triton compiles only one like this, so that the mask is applied to all. (Forward only: the compiler of
-    Triton 3.7 gives up on the loops of backward.)
-    """
+    """A tile of scores has rows x columns; num_warps are those of a program; num_stages - 1 tiles are loaded ahead."""
     rows: int
     columns: int
     num_warps: int
     num_stages: int
-    copy_engine: bool = False
-    specialize: bool = False
 
 
-# The first of each list is taken; `python -m bench gpu --only variants` says which one should be.
 # Registers per thread decide, 65,536 of an SM's: up to 168 let three groups of 4 warps live on it, up to 255 two.
 TILINGS = {
-    ("forward", 64): [Tiling(128, 128, 8, 3), Tiling(128, 128, 8, 3, copy_engine=True),
-                      Tiling(128, 128, 4, 2, copy_engine=True, specialize=True)],
-    ("forward", 128): [
-        Tiling(128, 64, 8, 3),  # 184 registers: one program per SM, which waits for each matmul before its softmax
-        Tiling(128, 64, 8, 3, copy_engine=True),  # 142: addresses are no longer in registers
-        Tiling(128, 128, 8, 2, copy_engine=True),  # 196: half as many softmax steps
-        Tiling(128, 128, 4, 2, copy_engine=True, specialize=True)],  # FlashAttention-3's: one half computes softmax
-    ("dq", 64): [Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 3, copy_engine=True)],  # 123: two programs per SM
-    ("dq", 128): [
-        Tiling(128, 64, 8, 3),  # 210
-        Tiling(128, 64, 8, 3, copy_engine=True),  # 167
-        Tiling(64, 64, 4, 3),
-        Tiling(64, 64, 4, 2, copy_engine=True)],  # 166
-    ("dkv", 64): [
-        Tiling(32, 128, 8, 2),
-        Tiling(64, 128, 8, 1),  # loaded ahead, Triton 3.6 spills a register
-        Tiling(32, 128, 8, 2, copy_engine=True)],  # 166, and off the diagonal no mask
-    ("dkv", 128): [
-        Tiling(32, 128, 8, 2),  # dk and dv take 128 registers of 255: 64 rows of queries would be spilled to memory
-        Tiling(32, 128, 8, 1),  # no tile is loaded ahead
-        Tiling(32, 128, 8, 2, copy_engine=True)]}  # 250, and off the diagonal no mask
-FP32_TILINGS = [Tiling(32, 32, 4, 2)]
+    ("forward", 64): Tiling(128, 128, 8, 3),
+    ("forward", 128): Tiling(128, 64, 8, 3),  # 184: one program per SM, which waits for each matmul before its softmax
+    ("dq", 64): Tiling(128, 64, 8, 3),  # 123: two programs per SM
+    ("dq", 128): Tiling(128, 64, 8, 3),  # 210
+    ("dkv", 64): Tiling(32, 128, 8, 2),
+    ("dkv", 128): Tiling(32, 128, 8, 2)}  # dk and dv take 128 registers of 255: 64 rows of queries would be spilled
+FP32_TILING = Tiling(32, 32, 4, 2)
 
 
-def choose_tiling(step: str, q: Tensor, causal: bool, window: int, documents: Tensor | None,
-                  *others: Tensor) -> tuple[Tiling, dict]:
-    """A kernel's tiling and launch options. WIDTH: D rounded up to a power of 2, at least 16 for tensor cores. others:
-    what is loaded beside q. The copy engine needs rows that begin at multiples of 16 bytes."""
+def choose_tiling(step: str, q: Tensor, causal: bool, window: int, documents: Tensor | None) -> tuple[Tiling, dict]:
+    """A kernel's tiling and launch options. WIDTH: D rounded up to a power of 2, at least 16 for tensor cores."""
     D = q.shape[-1]
     width = max(16, triton.next_power_of_2(D))
-    can_copy = D == width and all(x.data_ptr() % 16 == 0 and x.stride(2) > 0 and all(
-        stride * x.element_size() % 16 == 0 for stride in x.stride()[:3]) for x in (q, *others))
-    hides_much = window > 0 or documents is not None
-    tiles = next(tiling for tiling in (TILINGS[step, max(64, width)] if q.element_size() == 2 else FP32_TILINGS)
-                 if can_copy >= tiling.copy_engine and not (hides_much and tiling.specialize))
+    tiles = TILINGS[step, max(64, width)] if q.element_size() == 2 else FP32_TILING
     if step == "dkv" and D < width:  # the mask of narrow heads takes the registers of a tile loaded ahead
         tiles = tiles._replace(num_stages=1)
-    options = dict(D=D, WIDTH=width, ROWS=tiles.rows, COLUMNS=tiles.columns, CAUSAL=causal, WINDOW=int(window > 0),
-                   DOCUMENTS=int(documents is not None), COPY_ENGINE=int(tiles.copy_engine), num_warps=tiles.num_warps,
-                   num_stages=tiles.num_stages)
-    if step == "forward":
-        options["SPECIALIZE"] = int(tiles.specialize)
-    if tiles.copy_engine:  # descriptors are made by the programs, in memory that Triton asks for here
-        device = q.device  # the allocator must not refer to q itself, which Triton would keep alive
-        triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
-    return tiles, options
+    return tiles, dict(D=D, WIDTH=width, ROWS=tiles.rows, COLUMNS=tiles.columns, CAUSAL=causal, WINDOW=int(window > 0),
+                       DOCUMENTS=int(documents is not None), num_warps=tiles.num_warps, num_stages=tiles.num_stages)
 
 
 @triton.jit
@@ -171,25 +131,6 @@ def load_tile(x, start, stride, count, D: tl.constexpr, WIDTH: tl.constexpr, COU
         return tl.load(pointers, in_bounds(start, count, D, WIDTH, COUNT), other=0.0)
     else:
         return tl.load(pointers)
-
-
-@triton.jit
-def make_tiles(x, stride, count, D: tl.constexpr, COUNT: tl.constexpr, COPY_ENGINE: tl.constexpr):
-    """What next_tile takes: a descriptor of x [count, D] for the copy engine, or the pointer itself."""
-    if COPY_ENGINE:
-        return tl.make_tensor_descriptor(x, [count, D], [stride, 1], [COUNT, D])
-    else:
-        return x
-
-
-@triton.jit
-def next_tile(tiles, start, stride, count, D: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr,
-              EDGE: tl.constexpr, COPY_ENGINE: tl.constexpr):
-    """load_tile, or the same by the copy engine."""
-    if COPY_ENGINE:
-        return tiles.load([start, 0])
-    else:
-        return load_tile(tiles, start, stride, count, D, WIDTH, COUNT, EDGE)
 
 
 @triton.jit
@@ -261,24 +202,21 @@ def assign_queries(q_documents, k_documents, heads, rows, columns, offset, windo
 def flash_forward_kernel(q, k, v, o, lse, q_documents, k_documents, q_strides, k_strides, v_strides, o_strides, scale,
                          heads, group, rows, columns, offset, window, D: tl.constexpr, WIDTH: tl.constexpr,
                          ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-                         DOCUMENTS: tl.constexpr, COPY_ENGINE: tl.constexpr, SPECIALIZE: tl.constexpr):
-    """A program has a tile of queries and loops over keys. top, total, out: m, l and o above, exponents to base 2.
-    COPY_ENGINE, SPECIALIZE: see Tiling."""
+                         DOCUMENTS: tl.constexpr):
+    """A program has a tile of queries and loops over keys. top, total, out: m, l and o above, exponents to base 2."""
     b, h, start, masked_from, stop, i_document = assign_queries(
         q_documents, k_documents, heads, rows, columns, offset, window, ROWS, COLUMNS, CAUSAL, WINDOW, DOCUMENTS)
-    k = make_tiles(head_of(k, k_strides, b, h // group), k_strides[2], columns, D, COLUMNS, COPY_ENGINE)
-    v = make_tiles(head_of(v, v_strides, b, h // group), v_strides[2], columns, D, COLUMNS, COPY_ENGINE)
-    q = make_tiles(head_of(q, q_strides, b, h), q_strides[2], rows, D, ROWS, COPY_ENGINE)
-    queries = next_tile(q, start, q_strides[2], rows, D, WIDTH, ROWS, True, COPY_ENGINE)
+    k = head_of(k, k_strides, b, h // group)
+    v = head_of(v, v_strides, b, h // group)
+    q = head_of(q, q_strides, b, h)
+    queries = load_tile(q, start, q_strides[2], rows, D, WIDTH, ROWS, True)
     i, lse = start + tl.arange(0, ROWS), row_of(lse, b * heads + h, rows)
-    first_masked = 0 if SPECIALIZE else masked_from
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, WIDTH], tl.float32)
-    for MASKED in tl.static_range(WINDOW | DOCUMENTS | SPECIALIZE, 2):
-        for n in tl.range(first_masked if MASKED else 0, stop if MASKED else masked_from, COLUMNS,
-                          warp_specialize=SPECIALIZE):
-            keys = next_tile(k, n, k_strides[2], columns, D, WIDTH, COLUMNS, MASKED, COPY_ENGINE)
+    for MASKED in tl.static_range(WINDOW | DOCUMENTS, 2):
+        for n in range(masked_from if MASKED else 0, stop if MASKED else masked_from, COLUMNS):
+            keys = load_tile(k, n, k_strides[2], columns, D, WIDTH, COLUMNS, MASKED)
             s = tl.dot(queries, tl.trans(keys), input_precision="ieee")
             if MASKED:
                 j = n + tl.arange(0, COLUMNS)
@@ -291,7 +229,7 @@ def flash_forward_kernel(q, k, v, o, lse, q_documents, k_documents, q_strides, k
             p = tl.exp2(s * scale - shift[:, None])
             decay = tl.exp2(top - shift)
             total = total * decay + tl.sum(p, 1)
-            values = next_tile(v, n, v_strides[2], columns, D, WIDTH, COLUMNS, MASKED, COPY_ENGINE)
+            values = load_tile(v, n, v_strides[2], columns, D, WIDTH, COLUMNS, MASKED)
             out = tl.dot(p.to(values.dtype), values, out * decay[:, None], input_precision="ieee")
             top = higher
     store_tile(head_of(o, o_strides, b, h), out / tl.where(total == 0, 1.0, total)[:, None], start, o_strides[2], rows,
@@ -303,18 +241,18 @@ def flash_forward_kernel(q, k, v, o, lse, q_documents, k_documents, q_strides, k
 def flash_dq_kernel(do, q, k, v, o, lse, dq, delta, q_documents, k_documents, do_strides, q_strides, k_strides,
                     v_strides, o_strides, dq_strides, scale, heads, group, rows, columns, offset, window,
                     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-                    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, COPY_ENGINE: tl.constexpr):
+                    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr):
     """A program has a tile of queries and loops over keys. It also writes delta, for flash_dkv_kernel."""
     b, h, start, masked_from, stop, i_document = assign_queries(
         q_documents, k_documents, heads, rows, columns, offset, window, ROWS, COLUMNS, CAUSAL, WINDOW, DOCUMENTS)
-    k = make_tiles(head_of(k, k_strides, b, h // group), k_strides[2], columns, D, COLUMNS, COPY_ENGINE)
-    v = make_tiles(head_of(v, v_strides, b, h // group), v_strides[2], columns, D, COLUMNS, COPY_ENGINE)
-    q = make_tiles(head_of(q, q_strides, b, h), q_strides[2], rows, D, ROWS, COPY_ENGINE)
-    do = make_tiles(head_of(do, do_strides, b, h), do_strides[2], rows, D, ROWS, COPY_ENGINE)
-    o = make_tiles(head_of(o, o_strides, b, h), o_strides[2], rows, D, ROWS, COPY_ENGINE)
-    queries = next_tile(q, start, q_strides[2], rows, D, WIDTH, ROWS, True, COPY_ENGINE)
-    grads = next_tile(do, start, do_strides[2], rows, D, WIDTH, ROWS, True, COPY_ENGINE)
-    outs = next_tile(o, start, o_strides[2], rows, D, WIDTH, ROWS, True, COPY_ENGINE)
+    k = head_of(k, k_strides, b, h // group)
+    v = head_of(v, v_strides, b, h // group)
+    q = head_of(q, q_strides, b, h)
+    do = head_of(do, do_strides, b, h)
+    o = head_of(o, o_strides, b, h)
+    queries = load_tile(q, start, q_strides[2], rows, D, WIDTH, ROWS, True)
+    grads = load_tile(do, start, do_strides[2], rows, D, WIDTH, ROWS, True)
+    outs = load_tile(o, start, o_strides[2], rows, D, WIDTH, ROWS, True)
     i, row = start + tl.arange(0, ROWS), b * heads + h
     own_delta = tl.sum(grads.to(tl.float32) * outs.to(tl.float32), 1)
     tl.store(row_of(delta, row, rows) + i, own_delta, i < rows)
@@ -322,8 +260,8 @@ def flash_dq_kernel(do, q, k, v, o, lse, dq, delta, q_documents, k_documents, do
     out = tl.zeros([ROWS, WIDTH], tl.float32)
     for MASKED in tl.static_range(WINDOW | DOCUMENTS, 2):
         for n in range(masked_from if MASKED else 0, stop if MASKED else masked_from, COLUMNS):
-            keys = next_tile(k, n, k_strides[2], columns, D, WIDTH, COLUMNS, MASKED, COPY_ENGINE)
-            values = next_tile(v, n, v_strides[2], columns, D, WIDTH, COLUMNS, MASKED, COPY_ENGINE)
+            keys = load_tile(k, n, k_strides[2], columns, D, WIDTH, COLUMNS, MASKED)
+            values = load_tile(v, n, v_strides[2], columns, D, WIDTH, COLUMNS, MASKED)
             p = tl.exp2(tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale - own_lse[:, None])
             if MASKED:
                 j = n + tl.arange(0, COLUMNS)
@@ -340,10 +278,9 @@ def flash_dq_kernel(do, q, k, v, o, lse, dq, delta, q_documents, k_documents, do
 def flash_dkv_kernel(do, q, k, v, lse, delta, dk, dv, q_documents, k_documents, do_strides, q_strides, k_strides,
                      v_strides, dkv_strides, scale, heads, group, rows, columns, offset, window, D: tl.constexpr,
                      WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr,
-                     WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, COPY_ENGINE: tl.constexpr):
+                     WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr):
     """A program has a tile of keys and loops over queries of all heads that use them. Tiles of scores are transposed:
-    keys x queries. If the copy engine loads them, those off the diagonal skip the mask: by a branch, because dk and dv
-    take too many registers for a second loop."""
+    keys x queries. All are masked, because dk and dv take too many registers for a second loop."""
     tiles = tl.cdiv(columns, COLUMNS)
     start, head = tl.program_id(0) % tiles * COLUMNS, tl.program_id(0) // tiles
     b, kv_head = head // (heads // group), head % (heads // group)
@@ -360,26 +297,22 @@ def flash_dkv_kernel(do, q, k, v, lse, delta, dk, dv, q_documents, k_documents, 
     if WINDOW:
         stop = tl.minimum(stop, start + COLUMNS - 1 + window - offset)
     first = first // ROWS * ROWS
-    masks_all: tl.constexpr = WINDOW | DOCUMENTS | (1 - COPY_ENGINE)
-    unmasked_from = start + COLUMNS - 1 - offset if CAUSAL else 0  # queries that see the last key of the tile see all
     grad_k = tl.zeros([COLUMNS, WIDTH], tl.float32)
     grad_v = tl.zeros([COLUMNS, WIDTH], tl.float32)
     for member in range(group):
         h = kv_head * group + member
         row = b * heads + h
-        head_q = make_tiles(head_of(q, q_strides, b, h), q_strides[2], rows, D, ROWS, COPY_ENGINE)
-        head_do = make_tiles(head_of(do, do_strides, b, h), do_strides[2], rows, D, ROWS, COPY_ENGINE)
+        head_q = head_of(q, q_strides, b, h)
+        head_do = head_of(do, do_strides, b, h)
         for n in range(first, stop, ROWS):
-            queries = next_tile(head_q, n, q_strides[2], rows, D, WIDTH, ROWS, True, COPY_ENGINE)
-            grads = next_tile(head_do, n, do_strides[2], rows, D, WIDTH, ROWS, True, COPY_ENGINE)
+            queries = load_tile(head_q, n, q_strides[2], rows, D, WIDTH, ROWS, True)
+            grads = load_tile(head_do, n, do_strides[2], rows, D, WIDTH, ROWS, True)
             i = n + tl.arange(0, ROWS)
             row_lse = tl.load(row_of(lse, row, rows) + i, i < rows, other=float("inf")) * LOG2_E  # no row: p = 0
             row_delta = tl.load(row_of(delta, row, rows) + i, i < rows, other=0.0)
             p = tl.exp2(tl.dot(keys, tl.trans(queries), input_precision="ieee") * scale - row_lse[None, :])
-            if masks_all or n < unmasked_from:
-                i_document = load_documents(q_documents, b, i, rows)[None, :] if DOCUMENTS else 0
-                p = hide(p, i[None, :], j[:, None], i_document, j_document, offset, window, 0.0, CAUSAL, WINDOW,
-                         DOCUMENTS)
+            i_document = load_documents(q_documents, b, i, rows)[None, :] if DOCUMENTS else 0
+            p = hide(p, i[None, :], j[:, None], i_document, j_document, offset, window, 0.0, CAUSAL, WINDOW, DOCUMENTS)
             grad_v = tl.dot(p.to(grads.dtype), grads, grad_v, input_precision="ieee")
             ds = p * (tl.dot(values, tl.trans(grads), input_precision="ieee") - row_delta[None, :])
             grad_k = tl.dot(ds.to(queries.dtype), queries, grad_k, input_precision="ieee")
@@ -424,7 +357,7 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int, o
     q, k, v = make_rows_contiguous(q, k, v)
     q_documents, k_documents = as_int32(q_documents), as_int32(k_documents)
     (B, N, rows, D), (_, K, columns, _) = q.shape, k.shape
-    tiles, launch = choose_tiling("forward", q, causal, window, q_documents, k, v)
+    tiles, launch = choose_tiling("forward", q, causal, window, q_documents)
     flash_forward_kernel[(B * N * triton.cdiv(rows, tiles.rows),)](
         q, k, v, o, lse, q_documents, k_documents, q.stride(), k.stride(), v.stride(), o.stride(),
         D ** -0.5 * LOG2_E.value, N, N // K, rows, columns, offset, window, **launch)
@@ -447,10 +380,10 @@ def _flash_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse:
     delta, (B, N, rows, D), (_, K, columns, _) = torch.empty_like(lse), q.shape, k.shape
     scalars = D ** -0.5 * LOG2_E.value, N, N // K, rows, columns, offset, window
     strides = do.stride(), q.stride(), k.stride(), v.stride()
-    tiles, launch = choose_tiling("dq", q, causal, window, q_documents, k, v, do, o)
+    tiles, launch = choose_tiling("dq", q, causal, window, q_documents)
     flash_dq_kernel[(B * N * triton.cdiv(rows, tiles.rows),)](
         do, q, k, v, o, lse, dq, delta, q_documents, k_documents, *strides, o.stride(), dq.stride(), *scalars, **launch)
-    tiles, launch = choose_tiling("dkv", q, causal, window, q_documents, do)
+    tiles, launch = choose_tiling("dkv", q, causal, window, q_documents)
     flash_dkv_kernel[(B * K * triton.cdiv(columns, tiles.columns),)](
         do, q, k, v, lse, delta, dk, dv, q_documents, k_documents, *strides, dk.stride(), *scalars, **launch)
     return dq, dk, dv

@@ -79,15 +79,11 @@ from torch.autograd import Function
 
 from collectives import MAX, Group, all_reduce, run_demo
 from config import FP8_RECIPES
-from operations import load_kernels, uses_kernels
 from param import acc_dtype, accumulate_grad, is_deferred, stacked_weight
 from recompute import is_cheap
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCK = 128
-# Whether a kernel of fp8_kernels.py multiplies and adds weight gradients, instead of F.scaled_mm and an addition: until
-# `python -m bench gpu --only matmuls variants` has shown that it is faster.
-ADDS_BY_KERNEL = False
 SMALLEST = 2.0 ** -100  # an amax is taken to be at least this, so that scales and their reciprocals are normal numbers
 
 
@@ -362,20 +358,14 @@ class Fp8:
         return product(grad, self.quantise_weight(weights)[1], self.dtype)
 
     def add_weight_grad(self, out: Tensor, grad: Quantised, x: Quantised) -> None:
-        """out += dY^T X, of the columnwise dY and X. By our kernel: 8 bytes per element of out, else 16."""
-        if ADDS_BY_KERNEL and uses_kernels(out):
-            load_fp8_kernels().product(grad, x, out, add=True)
-        else:
-            out.add_(product(grad, x, out.dtype))
+        """out += dY^T X, of the columnwise dY and X: 16 bytes per element of out, as F.scaled_mm adds to nothing."""
+        out.add_(product(grad, x, out.dtype))
 
     # Their operands.
 
     def agreed_scale(self, x: Tensor, dtype: torch.dtype, groups: tuple[Group, ...]) -> Tensor:
-        """One scale for a tensor sharded over these groups: an all-reduce of amax, which every rank must call. amax is
-        read from x, unless the kernel that made x has stored it (kernels.EMITS_AMAX)."""
-        amax = load_kernels().known_amax(x) if uses_kernels(x) else None
-        if amax is None:
-            amax = torch.linalg.vector_norm(x, torch.inf).float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+        """One scale for a tensor sharded over these groups: an all-reduce of amax, which every rank must call."""
+        amax = torch.linalg.vector_norm(x, torch.inf).float() if x.numel() else x.new_zeros((), dtype=torch.float32)
         for group in groups:
             all_reduce(amax, group, MAX)
         return scale_of(amax, dtype, self.recipe.pow2)

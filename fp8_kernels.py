@@ -1,6 +1,6 @@
-"""FP8 on GPUs, in Triton: one kernel that makes both quantised copies of x, and a matmul of blocks of 128, to be read.
+"""FP8 on GPUs, in Triton: one kernel that makes both quantised copies of x.
 
-quantise_kernel: a program has a tile of 128 x 128. Its rows are blocks of the rowwise copy, its columns are blocks of
+A program has a tile of 128 x 128. Its rows are blocks of the rowwise copy, its columns are blocks of
 the columnwise one, so that one reading of x serves both. (With `tiles`, one scale of the tile does; if the whole tensor
 has one scale, tiles are narrower.) Bytes per element: 2 read, 1 + 1 written, 2/32 of scales. 16k x 4096 elements take
 68 us at 4 TB/s.
@@ -9,24 +9,14 @@ has one scale, tiles are narrower.) Bytes per element: 2 read, 1 + 1 written, 2/
       x  T K  ──►  │ tile │
                    └──────┘ ──► amax of each column ──► columnwise  [K, T]
 
-product_kernel: A B^T. Tensor cores add 128 products along K, with about 14 bits; that sum is multiplied by both scales
-and added in fp32. A weight has one scale per tile, everything else has one per row (or the whole tensor has one):
-
-      acc = 0;   for each 128 of K:   acc += (a tile · b tile) x scales of a (down) x scales of b (across)
-
-Training calls F.scaled_mm, cuBLAS's kernel for the same blocks. It does not add to what is in memory: dW is written and
-read again by an addition, 16 bytes per element; product_kernel moves 8 (see fp8.ADDS_BY_KERNEL). On a CPU Triton's
-interpreter runs both, in fp32.
-Shapes: T tokens, K the dimension of a sum, M and N rows of the operands, R x C a copy.
+On a CPU Triton's interpreter runs it, in fp32.
+Shapes: T tokens, K columns, R x C a copy.
 """
 import torch
 import triton
 import triton.language as tl
 
-from learn.gpu import find_tile_jit
-
 BLOCK = 128
-TILE, GROUP = 128, 8  # rows and columns of an output tile; tiles of A that reuse those of B while they are in L2
 # Columns of quantise_kernel's tile, and warps: Triton 3.6, too, needs at most 128 registers per thread for them. (With
 # 128 columns and 8 warps it takes 247 for one scale and 221 for tiles, and one program fills an SM.)
 SHAPES = {"one scale": (64, 8), "blocks": (128, 8), "tiles": (128, 16)}
@@ -97,44 +87,6 @@ def quantise_kernel(x, scale, rowwise, row_scales, columnwise, column_scales, T,
                  mask=(k < K)[:, None] & (t < T_padded)[None, :])
 
 
-@triton.jit
-def product_kernel(a, b, a_scales, b_scales, out, M, N, K, b_row, b_block, ADD: tl.constexpr, ONE: tl.constexpr,
-                   TILES: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
-                   BLOCK: tl.constexpr):
-    """out = A B^T, or out += A B^T if ADD. ONE: a and b have one scale each. Else a_scales: [K/128, M]. TILES: b has
-    128 x 128 tiles. b_row, b_block: strides of b_scales along N (or N/128) and along K/128. EDGE: K is no multiple of
-    BLOCK."""
-    i, j = find_tile_jit(tl.program_id(0), tl.cdiv(M, TILE), tl.cdiv(N, TILE), GROUP)  # neighbours in time share tiles
-    m, n, k = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE), tl.arange(0, BLOCK)
-    a_pointers = a + m.to(tl.int64)[:, None] * K + k[None, :]
-    b_pointers = b + n.to(tl.int64)[None, :] * K + k[:, None]
-    acc = tl.zeros((TILE, TILE), tl.float32)
-    for start in range(0, K, BLOCK):
-        rows, columns = (m < M)[:, None], (n < N)[None, :]
-        if EDGE:
-            rows, columns = rows & (start + k < K)[None, :], columns & (start + k < K)[:, None]
-        a_tile = tl.load(a_pointers, mask=rows, other=0.0)
-        b_tile = tl.load(b_pointers, mask=columns, other=0.0)
-        if ONE:
-            acc = tl.dot(a_tile, b_tile, acc, max_num_imprecise_acc=BLOCK)
-        else:
-            products = tl.dot(a_tile, b_tile)
-            a_scale = tl.load(a_scales + m, mask=m < M, other=0.0)
-            if TILES:  # one scale
-                acc += products * (a_scale * tl.load(b_scales + j * b_row))[:, None]
-            else:
-                acc += products * a_scale[:, None] * tl.load(b_scales + n * b_row, mask=n < N, other=0.0)[None, :]
-            a_scales, b_scales = a_scales + M, b_scales + b_block
-        a_pointers, b_pointers = a_pointers + BLOCK, b_pointers + BLOCK
-    if ONE:
-        acc *= tl.load(a_scales) * tl.load(b_scales)
-    offsets = out + m.to(tl.int64)[:, None] * N + n[None, :]
-    inside = (m < M)[:, None] & (n < N)[None, :]
-    if ADD:
-        acc += tl.load(offsets, mask=inside, other=0.0)
-    tl.store(offsets, acc.to(out.dtype.element_ty), mask=inside)
-
-
 def quantise(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None, smallest: float, pow2: bool = False,
              rowwise: bool = True, columnwise: bool = True, tiles: bool = False) -> tuple[Matrix | None, Matrix | None]:
     """fp8.quantise of x [T, K]. smallest: fp8.SMALLEST. Raises ValueError if x has no whole blocks."""
@@ -157,22 +109,3 @@ def quantise(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None, sm
     by_column = a_scales if tiles else b_scales.t()
     return ((a, a_scales.t() if by_block else scale) if rowwise else None,
             (b, by_column if by_block else scale) if columnwise else None)
-
-
-def product(a: Matrix, b: Matrix, out: torch.Tensor, add: bool = False) -> torch.Tensor:
-    """A B^T into `out` [M, N], contiguous, or added to it. a: [M, K] in 1 x 128 blocks. b: [N, K] in 1 x 128 blocks or
-    128 x 128 tiles. Or both with one scale. Raises ValueError for others."""
-    (a, a_scales), (b, b_scales) = a, b
-    (M, K), N, one = a.shape, len(b), a_scales.ndim == b_scales.ndim == 0
-    tiles = b_scales.ndim == 2 and len(b_scales) != N
-    if not one and (K % BLOCK or a_scales.shape != (M, K // BLOCK) or
-                    b_scales.shape != (N // BLOCK if tiles else N, K // BLOCK)):
-        raise ValueError(f"{M} x {K} with {tuple(a_scales.shape)} scales by {N} x {K} with {tuple(b_scales.shape)}: "
-                         f"need 1 x {BLOCK} blocks, and K a multiple of {BLOCK}, or one scale each")
-    if tiles and N % BLOCK:
-        raise ValueError(f"{BLOCK} x {BLOCK} tiles need a multiple of {BLOCK} rows, and B has {N}")
-    a_scales, strides = (a_scales, (0, 0)) if one else (a_scales.t().contiguous(), b_scales.stride())
-    product_kernel[(triton.cdiv(M, TILE) * triton.cdiv(N, TILE),)](
-        a.contiguous(), b.contiguous(), a_scales, b_scales, out, M, N, K, *strides, ADD=add, ONE=one,
-        TILES=tiles, EDGE=K % BLOCK > 0, TILE=TILE, GROUP=GROUP, BLOCK=BLOCK, num_warps=8, num_stages=3)
-    return out

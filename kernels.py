@@ -30,7 +30,6 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 from torch.library import custom_op
-from torch.utils.weak import WeakIdKeyDictionary
 
 from collectives import MAX, Group, all_reduce, size
 from param import IGNORED, accumulate_grad, accumulate_product
@@ -54,35 +53,6 @@ def check_launch(*tensors: Tensor) -> None:
         check(x.device == first.device, f"tensors are on {first.device} and on {x.device}")
 
 
-# ---- the largest number of a result ---------------------------------------------------------------------------------
-# FP8 with one scale per tensor needs the largest |x| of what it quantises, which otherwise costs one more reading of x.
-
-EMITS_AMAX = False  # whether the kernels of norms, rotary embedding and SwiGLU also store it; see bench/gpu.py
-_amax = WeakIdKeyDictionary()  # storage of a result -> (its version, the largest |x| of each program's part)
-
-
-def new_amax(x: Tensor, programs: int) -> Tensor | None:
-    """Where the programs that compute x store the largest |x| of their parts; None: nowhere."""
-    if not EMITS_AMAX:
-        return None
-    parts = x.new_empty(programs, dtype=torch.float32)
-    _amax[x.untyped_storage()] = x._version, parts
-    return parts
-
-
-def known_amax(x: Tensor) -> Tensor | None:
-    """The largest |x|, if a kernel has computed all of x and stored it, and x has not been changed since."""
-    version, parts = _amax.get(x.untyped_storage(), (None, None))
-    is_whole = x.nbytes == x.untyped_storage().nbytes()
-    return parts.amax() if version == x._version and is_whole and parts.numel() else None
-
-
-@triton.jit
-def largest(x):
-    """The largest |x| of a block, infinite if a number is NaN, which max would pass over."""
-    return tl.max(tl.where(x == x, tl.abs(x), float("inf")).to(tl.float32))
-
-
 # ---- RMSNorm --------------------------------------------------------------------------------------------------------
 
 # Among how many programs backward divides the rows: two per SM of an H100 or H200. STAGES - 1 rows are loaded ahead, so
@@ -91,8 +61,8 @@ PROGRAMS, STAGES = 264, 1
 
 
 @triton.jit
-def rms_norm_kernel(x, residual, weight, total, y, amax, eps, H, WIDTH: tl.constexpr, ADD: tl.constexpr):
-    """A program has one row. Moves 2 T H e bytes; with ADD 4 T H e. amax: of y, or None."""
+def rms_norm_kernel(x, residual, weight, total, y, eps, H, WIDTH: tl.constexpr, ADD: tl.constexpr):
+    """A program has one row. Moves 2 T H e bytes; with ADD 4 T H e."""
     start, column = tl.program_id(0).to(tl.int64) * H, tl.arange(0, WIDTH)
     inside = column < H
     row = tl.load(x + start + column, inside, other=0.0)
@@ -102,20 +72,17 @@ def rms_norm_kernel(x, residual, weight, total, y, amax, eps, H, WIDTH: tl.const
     row = row.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(row * row, 0) / H + eps)
     w = tl.load(weight + column, inside, other=0.0).to(tl.float32)
-    out = (row * rstd * w).to(y.dtype.element_ty)
-    tl.store(y + start + column, out, inside)
-    if amax is not None:
-        tl.store(amax + tl.program_id(0), largest(out))
+    tl.store(y + start + column, (row * rstd * w).to(y.dtype.element_ty), inside)
 
 
 @triton.jit
-def rms_norm_backward_kernel(dy, dtotal, x, weight, dx, dweights, amax, eps, T, H, WIDTH: tl.constexpr,
+def rms_norm_backward_kernel(dy, dtotal, x, weight, dx, dweights, eps, T, H, WIDTH: tl.constexpr,
                              ADD: tl.constexpr, STAGES: tl.constexpr):
     """A program has every PROGRAMS-th row; it sums their terms of dweight. Moves 3 T H e bytes; with ADD 4 T H e."""
     column = tl.arange(0, WIDTH)
     inside = column < H
     w = tl.load(weight + column, inside, other=0.0).to(tl.float32)
-    dweight, most = tl.zeros([WIDTH], tl.float32), 0.0
+    dweight = tl.zeros([WIDTH], tl.float32)
     for t in tl.range(tl.program_id(0), T, tl.num_programs(0), num_stages=STAGES):
         start = tl.cast(t, tl.int64) * H
         row = tl.load(x + start + column, inside, other=0.0).to(tl.float32)
@@ -128,12 +95,7 @@ def rms_norm_backward_kernel(dy, dtotal, x, weight, dx, dweights, amax, eps, T, 
         if ADD:  # rounded first, to give the same bits as two separate operations
             out = out.to(dx.dtype.element_ty).to(tl.float32)
             out += tl.load(dtotal + start + column, inside, other=0.0).to(tl.float32)
-        out = out.to(dx.dtype.element_ty)
-        tl.store(dx + start + column, out, inside)
-        if amax is not None:
-            most = tl.maximum(most, largest(out))
-    if amax is not None:
-        tl.store(amax + tl.program_id(0), most)
+        tl.store(dx + start + column, out.to(dx.dtype.element_ty), inside)
     tl.store(dweights + tl.program_id(0) * H + column, dweight, inside)
 
 
@@ -157,7 +119,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     check_norm(x, weight)
     x, H = x.contiguous(), len(weight)
     y, T = torch.empty_like(x), x.numel() // H
-    rms_norm_kernel[(T,)](x, x, weight, y, y, new_amax(y, T), eps, H, ADD=False, **row_launch(H))
+    rms_norm_kernel[(T,)](x, x, weight, y, y, eps, H, ADD=False, **row_launch(H))
     return y
 
 
@@ -167,7 +129,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     check_norm(x, weight, residual)
     x, residual, H = x.contiguous(), residual.contiguous(), len(weight)
     total, y, T = torch.empty_like(x), torch.empty_like(x), x.numel() // H
-    rms_norm_kernel[(T,)](x, residual, weight, total, y, new_amax(y, T), eps, H, ADD=True, **row_launch(H))
+    rms_norm_kernel[(T,)](x, residual, weight, total, y, eps, H, ADD=True, **row_launch(H))
     return total, y
 
 
@@ -181,7 +143,7 @@ def rms_norm_backward(dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tens
     dx, T = torch.empty_like(x), x.numel() // H
     dweights = x.new_empty(min(T, PROGRAMS), H, dtype=torch.float32)  # a row per program
     rms_norm_backward_kernel[(len(dweights),)](
-        dy.contiguous(), grads[-1].contiguous(), x, weight, dx, dweights, new_amax(dx, len(dweights)), eps, T, H,
+        dy.contiguous(), grads[-1].contiguous(), x, weight, dx, dweights, eps, T, H,
         ADD=dtotal is not None, STAGES=STAGES, **row_launch(H))
     return dx, dweights.sum(0)
 
@@ -234,7 +196,7 @@ def token_of(x, strides, b, i):
 
 
 @triton.jit
-def rope_backward_kernel(dq, dk, dv, out, amax, cos, sin, angle_rows, seq, dq_strides, dk_strides, dv_strides, heads,
+def rope_backward_kernel(dq, dk, dv, out, cos, sin, angle_rows, seq, dq_strides, dk_strides, dv_strides, heads,
                          kv_heads, HALF: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr,
                          KV_HEADS: tl.constexpr):
     """A program has a token. It rotates dq and dk by minus the angles, and writes both and dv side by side. Moves
@@ -243,17 +205,12 @@ def rope_backward_kernel(dq, dk, dv, out, amax, cos, sin, angle_rows, seq, dq_st
     b, i = t // seq, t % seq
     c, s = load_angles(cos, sin, t, angle_rows, HALF, WIDTH)
     out += tl.cast(t, tl.int64) * (heads + 2 * kv_heads) * (2 * HALF)
-    q = turn_heads(token_of(dq, dq_strides, b, i), dq_strides[2], out, heads, c, -s, HALF, WIDTH, HEADS)
-    most = tl.maximum(largest(q[0]), largest(q[1]))
+    turn_heads(token_of(dq, dq_strides, b, i), dq_strides[2], out, heads, c, -s, HALF, WIDTH, HEADS)
     if dk is not None:
         out += heads * (2 * HALF)
-        k = turn_heads(token_of(dk, dk_strides, b, i), dk_strides[2], out, kv_heads, c, -s, HALF, WIDTH, KV_HEADS)
+        turn_heads(token_of(dk, dk_strides, b, i), dk_strides[2], out, kv_heads, c, -s, HALF, WIDTH, KV_HEADS)
         out += kv_heads * (2 * HALF)
-        v = turn_heads(token_of(dv, dv_strides, b, i), dv_strides[2], out, kv_heads, 1.0, 0.0, HALF, WIDTH, KV_HEADS)
-        most = tl.maximum(most, tl.maximum(tl.maximum(largest(k[0]), largest(k[1])),
-                                           tl.maximum(largest(v[0]), largest(v[1]))))
-    if amax is not None:
-        tl.store(amax + t, most)
+        turn_heads(token_of(dv, dv_strides, b, i), dv_strides[2], out, kv_heads, 1.0, 0.0, HALF, WIDTH, KV_HEADS)
 
 
 def check_rope(x: Tensor, cos: Tensor, sin: Tensor) -> dict:
@@ -289,7 +246,7 @@ def rope_backward(dq: Tensor, dk: Tensor | None, dv: Tensor | None, cos: Tensor,
     strides = [(0, 0, 0) if x is None else x.stride()[:3] for x in (dq, dk, dv)]
     kv_heads = 0 if dk is None else dk.shape[2]
     rope_backward_kernel[(B * S,)](
-        dq, dk, dv, dx, new_amax(dx, B * S), cos.contiguous(), sin.contiguous(), cos.numel() // cos.shape[-1], S,
+        dq, dk, dv, dx, cos.contiguous(), sin.contiguous(), cos.numel() // cos.shape[-1], S,
         *strides, N, kv_heads, KV_HEADS=triton.next_power_of_2(kv_heads), **launch)
     return dx
 
@@ -309,7 +266,7 @@ SWIGLU_BLOCK = 1024
 
 
 @triton.jit
-def swiglu_kernel(x, dy, out, amax, F, BLOCK: tl.constexpr, BACKWARD: tl.constexpr):
+def swiglu_kernel(x, dy, out, F, BLOCK: tl.constexpr, BACKWARD: tl.constexpr):
     """A program has BLOCK of a row's F gates and F ups. Moves 3 T F e bytes; backward 5 T F e."""
     t, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < F
@@ -322,20 +279,15 @@ def swiglu_kernel(x, dy, out, amax, F, BLOCK: tl.constexpr, BACKWARD: tl.constex
         dup = (grad * gate * sigmoid).to(out.dtype.element_ty)
         tl.store(out + t * 2 * F + column, dgate, inside)
         tl.store(out + t * 2 * F + F + column, dup, inside)
-        most = tl.maximum(largest(dgate), largest(dup))
     else:
         y = (gate * sigmoid * up).to(out.dtype.element_ty)
         tl.store(out + t * F + column, y, inside)
-        most = largest(y)
-    if amax is not None:
-        tl.store(amax + t * tl.num_programs(1) + tl.program_id(1), most)
 
 
 def launch_swiglu(x: Tensor, dy: Tensor, out: Tensor, backward: bool) -> Tensor:
     F = x.shape[-1] // 2
     grid = x.numel() // (2 * F), triton.cdiv(F, SWIGLU_BLOCK)
-    swiglu_kernel[grid](x.contiguous(), dy.contiguous(), out, new_amax(out, grid[0] * grid[1]), F, SWIGLU_BLOCK,
-                        backward, num_warps=4)
+    swiglu_kernel[grid](x.contiguous(), dy.contiguous(), out, F, SWIGLU_BLOCK, backward, num_warps=4)
     return out
 
 
@@ -406,9 +358,6 @@ add_grouped_product.register_fake(lambda out, dy, x, ends: None)
 
 # ---- cross-entropy, fused with the head's matmul --------------------------------------------------------------------
 
-SOFTMAX_PROGRAMS = 0  # among which the rows are divided; 0: each row has its own
-
-
 @triton.jit
 def softmax_kernel(logits, labels, weights, lse, label_logit, first, T, V, z_loss, BLOCK: tl.constexpr,
                    STATISTICS: tl.constexpr, GRADIENT: tl.constexpr):
@@ -446,7 +395,7 @@ def softmax_kernel(logits, labels, weights, lse, label_logit, first, T, V, z_los
 
 @custom_op("penteract::softmax_", mutates_args=("logits", "lse", "label_logit"))
 def softmax_(logits: Tensor, labels: Tensor, weights: Tensor, lse: Tensor, label_logit: Tensor, first: int,
-             z_loss: float, statistics: bool, gradient: bool, programs: int = 0) -> None:
+             z_loss: float, statistics: bool, gradient: bool) -> None:
     """Launch softmax_kernel. logits: [T, V/t], columns `first` to first + V/t of the vocabulary. Other tensors: [T]."""
     T, V = logits.shape
     check(labels.shape == weights.shape == lse.shape == label_logit.shape == (T,), f"{T} rows of logits need as many "
@@ -454,7 +403,7 @@ def softmax_(logits: Tensor, labels: Tensor, weights: Tensor, lse: Tensor, label
     check(logits.is_contiguous() and V > 0, f"logits {list(logits.shape)} must be contiguous and not empty")
     check_launch(logits, weights, lse, label_logit)
     block = min(8192, triton.next_power_of_2(V))
-    softmax_kernel[(min(T, programs or T),)](logits, labels, weights, lse, label_logit, first, T, V, z_loss, block,
+    softmax_kernel[(T,)](logits, labels, weights, lse, label_logit, first, T, V, z_loss, block,
                                              statistics, gradient, num_warps=max(1, block // 512))
 
 
@@ -472,12 +421,11 @@ class LinearCrossEntropy(Function):
             rows = slice(start, start + chunk)
             logits = torch.mm(x[rows], matrix.t(), out=buffer[:len(x[rows])])
             inputs = labels[rows], token_grads[rows], lse[rows], label_logit[rows], first, z_loss
-            softmax_(logits, *inputs, statistics=True, gradient=wants_gradient and not is_sharded,
-                     programs=SOFTMAX_PROGRAMS)
+            softmax_(logits, *inputs, statistics=True, gradient=wants_gradient and not is_sharded)
             if is_sharded:
                 combine_statistics(lse[rows], label_logit[rows], group)
             if is_sharded and wants_gradient:
-                softmax_(logits, *inputs, statistics=False, gradient=True, programs=SOFTMAX_PROGRAMS)
+                softmax_(logits, *inputs, statistics=False, gradient=True)
             if wants_dx:
                 torch.mm(logits, matrix, out=dx[rows])
             if wants_dw:

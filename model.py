@@ -198,8 +198,8 @@ class Execution:
     """How a model is executed. Apart from rounding, which is coarse in FP8, no setting here changes the result.
 
     dtype, device: of parameters. attention: "auto", "sdpa", "triton" or "math". recompute: "none", "selective" or
-    "full". offload: what "full" saves is in the host's memory. cp_style: of config.CP_STYLES. sequence, async_tp,
-    keep_gathered: see tp.TensorParallel. fp8_layers: the blocks that multiply in FP8; fp8_linear, fp8_experts: their
+    "full". offload: what "full" saves is in the host's memory. cp_style: of config.CP_STYLES. sequence, async_tp:
+    see tp.TensorParallel. fp8_layers: the blocks that multiply in FP8; fp8_linear, fp8_experts: their
     fp8.Fp8 for linear layers and for experts, or None. Sampling never uses FP8.
     """
     dtype: torch.dtype = torch.float32
@@ -210,7 +210,6 @@ class Execution:
     cp_style: str = "allgather"
     sequence: bool = True
     async_tp: bool = False
-    keep_gathered: bool = False
     fp8_linear: Any = None
     fp8_experts: Any = None
     fp8_layers: range = field(default_factory=lambda: range(0))
@@ -233,8 +232,7 @@ class Llama(nn.Module):
         options, self.tp = self.execution, TensorParallel(groups.get("tp"))
         make = partial(parameter, groups=groups, dtype=options.dtype, device=options.device)
         if self.tp.size > 1:  # selective recomputes the norms' shards and gathers them again: no gathered input is kept
-            self.tp = self.tp._replace(sequence=options.sequence, async_tp=options.async_tp,
-                                       keep_gathered=options.keep_gathered and options.recompute != "selective")
+            self.tp = self.tp._replace(sequence=options.sequence, async_tp=options.async_tp)
         checkpoints = self.pipeline.in_flight * max(len(layers) for layers in self.stages.values())
         self.recompute = Recompute(options.recompute, checkpoints, None if self.tp.sequence else self.tp.group,
                                    options.offload)

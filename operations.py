@@ -347,7 +347,6 @@ MATH = AttentionKernel(attention_math, math_forward, math_backward, saves_scores
 
 # Fastest first. The last one is not fused and saves the scores: only where no other runs.
 SDPA_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-BLOCKS_BY_CUDNN = False  # on a GPU, blocks of cp.py by cuDNN and not by torch's FlashAttention: see bench/gpu.py
 
 
 def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
@@ -400,7 +399,7 @@ def sdpa_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: T
 
 
 def takes_cudnn(q: Tensor) -> bool:
-    return q.is_cuda and BLOCKS_BY_CUDNN and q.shape[-1] <= 128
+    return q.is_cuda and q.shape[-1] <= 128
 
 
 def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:

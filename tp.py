@@ -25,8 +25,8 @@ and Z. An all-reduce is a reduce-scatter and an all-gather: g keeps the first ha
     f   forward: all-gather X         backward: reduce-scatter dX
     g   forward: reduce-scatter Z     backward: all-gather dZ
 
-Overlap. Unless --sp-keep saves the gathered X, each rank saves its own shard and all-gathers X once more in backward,
-for dA_i = dS_i^T X. There both exchanges of a column parallel layer are hidden under matmuls:
+Overlap. Each rank saves its own shard of X, and all-gathers X once more in backward, for dA_i = dS_i^T X. There both
+exchanges of a column parallel layer are hidden under matmuls:
 
     network    ├─ all-gather X ─┤ ├─ reduce-scatter dX ─┤
     compute    ├─ dX = dS A ────┤ ├─ dA += dS^T X ──────┤
@@ -35,8 +35,8 @@ Asynchronous tensor parallelism also hides those of forward and of a row paralle
 independent is left to compute: a ring sends one shard while the matmul of another shard runs.
 
 Split backward, as in zero-bubble pipelines: input gradients first, weight gradients later. In between, only shards of X
-(unless --sp-keep) and dZ are kept. Both are all-gathered for dA and dB, each under the matmul before it, but for the
-first few, where two gathered tensors at once would raise the peak of memory. For dZ it is the second time, as [T, H] in
+and dZ are kept. Both are all-gathered for dA and dB, each under the matmul before it, but for the first few, where two
+gathered tensors at once would raise the peak of memory. For dZ it is the second time, as [T, H] in
 the queue would take t times the memory: 4 + 2 + 2 all-gathers per layer.
 
 Replicated parameters. A norm's weight is "replicate" (see param.py) without sequence parallelism, where every rank
@@ -107,13 +107,11 @@ class TensorParallel(NamedTuple):
 
     sequence: sequence parallelism; between layers each rank has T/t contiguous tokens, in rank order.
     async_tp: asynchronous tensor parallelism, which needs `sequence`.
-    keep_gathered: save the all-gathered inputs of matmuls, [T, H], instead of shards that are all-gathered again.
     fp8: an object with `column` and `row` (fp8.Fp8), whose linear layers in FP8 replace those of this file.
     """
     group: Group = None
     sequence: bool = False
     async_tp: bool = False
-    keep_gathered: bool = False
     fp8: Any = None
 
     @property
@@ -170,7 +168,7 @@ class Column(Function):
     def forward(ctx, x, tp, defer, *weights):
         product, gathered = start_gather_matmul(x, stacked_weight(weights).t(), tp)()
         # The second run of a block keeps all of X, as backward follows at once; a split backward keeps shards.
-        ctx.saves_gathered = (tp.keep_gathered or is_recomputing()) and not is_deferred(defer)
+        ctx.saves_gathered = is_recomputing() and not is_deferred(defer)
         ctx.save_for_backward(gathered if ctx.saves_gathered else x)
         ctx.weights, ctx.tp, ctx.defer = weights, tp, defer  # not saved: unpacked weights would lack spec and sink
         return product

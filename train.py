@@ -40,7 +40,6 @@ from checks import need
 from collectives import Groups, HostCopy, all_reduce, rank, size
 from cp import shard_sequences
 from ep import update_biases
-from graphs import Captured, leave_default_stream
 from groups import build_groups
 from model import Llama
 from param import IGNORED, acc_dtype
@@ -96,8 +95,6 @@ def train(settings: config.Config, training: Samples, validation: Samples | None
         watchdog.learn(groups)
     job = Job(settings, groups, device, training, validation, state, Log(settings, groups, device))
     job.log.start(device_reason, training)
-    if settings.run.graph:
-        leave_default_stream(device)
     try:  # mistakes of the user that show only now, on every rank
         assemble.check_memory(settings, groups, device)
         begin_or_resume(job)
@@ -150,8 +147,6 @@ def train_steps(job: Job, end_step: Callable[[], None]) -> None:
     measured = run.metrics and settings.grid.cp == 1 and size(groups["data"]) > 1
     noise = GradientNoise(job.optimizer, size(groups["data"])) if measured else None
     compute_gradients = partial(forward_backward, job.model, job.optimizer, groups=groups)
-    if run.graph:  # the optimizer's update is not captured, as its learning rate changes
-        compute_gradients = Captured(compute_gradients)
     upcoming = read(job) if state.step < optim.steps else None
     unread: Issued | None = None
 
@@ -362,7 +357,7 @@ def local_micro_batches(samples: Samples, first: int, sequences: int, settings: 
     grid, cp = settings.grid, groups["cp"]
     dp_rank = rank(groups["data"]) // size(cp)  # context parallel ranks, the innermost, read the same sequences
     micro_batches = samples.step(first, sequences, settings.batch.micro_batch, dp_rank, grid.dp, end)
-    return [MicroBatch(*shard_sequences(*micro_batch, size(cp), rank(cp), grid.tp if grid.sp else 1))
+    return [MicroBatch(*shard_sequences(*micro_batch, size(cp), rank(cp), grid.sequence_shards))
             for micro_batch in micro_batches]
 
 

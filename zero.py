@@ -38,8 +38,7 @@ of fp16 runs is multiplied by a scale, halved when a gradient overflows (every r
 changing.
 
 The gradient norm is that of the whole model: each element is counted by one rank, its owner, and squares are summed
-over the world. So all ranks clip by the same number and skip the same steps. With `--optimizer adamw-one-pass` a GPU
-does the norm in one kernel and all the rest of a step in another: adamw.py, which counts the bytes of both ways.
+over the world. So all ranks clip by the same number and skip the same steps.
 
 ZeRO-R, the second half of the paper, is about activations (see recompute.py) and buffers of constant size: at levels 2
 and 3 at most two whole gradients per data axis exist at once, and at level 3 two units' whole weights. Exceptions: a
@@ -77,7 +76,6 @@ from collectives import (
 from config import padded_elements
 from dp import Bucket, DataParallel, Units
 from offload import Copied, CopyStreams
-from operations import uses_kernels
 from param import Box, Source, Spec, box_shape, boxes, draw, is_first_replica, parameter, shard_slice
 
 # ---- a bucket and this rank's shard of it ---------------------------------------------------------------------------
@@ -125,7 +123,6 @@ class ShardedBucket(Bucket):
         self.grads_per_micro_batch = sum(len(stages_of[param]) for param in params)
         self.grad_shard = None
         self.reduced = self.store = None  # the result of the reduction under way, and what puts it into grad_shard
-        self.grad_is_zero = False  # the update has zeroed it
         self.before_reduction = lambda: None  # see run/log.py
         self.reduce_dtype = reduce_dtype or self.acc_dtype
         self.reducing = reducing  # shared by all buckets: a group -> the bucket whose gradient it is reducing
@@ -143,16 +140,14 @@ class ShardedBucket(Bucket):
     def begin_step(self, backwards: dict[int, int]) -> None:
         super().begin_step(backwards)
         self.accumulated, self.replicas_started = 0, False
-        for param in self.params:
-            param.generation += 1  # so that a captured step includes quantising weights to FP8, and replays repeat it
 
     def zero_grad(self) -> None:
         if self.level < 2:
             if self.grad is None:
                 self.grad = self.zeros(self.padded, self.acc_dtype)
-            elif not self.grad_is_zero:
+            else:
                 self.grad.zero_()
-            self.grad_is_zero, self.grad_shard = False, self.grad[self.shard]
+            self.grad_shard = self.grad[self.shard]
         elif self.grad_shard is None:
             self.grad_shard = self.zeros(self.shard.stop - self.shard.start, self.acc_dtype)
 
@@ -231,9 +226,8 @@ class ShardedBucket(Bucket):
 
     # Weights. Levels 1 and 2 all-gather them after the update; at level 3 they are whole from unshard to reshard.
 
-    def update_weights(self, copied: bool = False) -> None:
-        """Copy the master weights into this rank's shard of the weights, unless the update has; levels 1 and 2 then
-        start to all-gather it."""
+    def update_weights(self) -> None:
+        """Copy the master weights into this rank's shard of the weights; levels 1 and 2 then start to all-gather it."""
         for param in self.params:
             param.generation += 1
         if self.copies:
@@ -241,7 +235,7 @@ class ShardedBucket(Bucket):
             self.host_weights.copy_(self.master)
             self.weights_copied = self.copies.start(self.weight_shard, self.host_weights)
             self.weights_copied.wait()
-        elif self.master is not self.weight_shard and not copied:
+        elif self.master is not self.weight_shard:
             self.weight_shard.copy_(self.master)
         if self.level == 3:  # a forward whose backward never ran has left old weights unsharded
             self.users = 0
@@ -335,11 +329,9 @@ class UpdateRule(NamedTuple):
 
     apply(weights, grads, *state, steps=..., lr=..., betas=..., eps=..., weight_decay=..., found_inf=...) gets lists of
     flat tensors. It must itself do nothing where the tensor found_inf is 1: the host never reads that.
-    one_pass: on a GPU adamw.py does this and all around it, from the norm to zeroing the gradient.
     """
     state: tuple[str, ...]
     apply: Callable[..., None]
-    one_pass: bool = False
 
 
 def apply_adamw(weights, grads, m, v, *, steps, betas, **settings) -> None:
@@ -355,8 +347,7 @@ def apply_sgd(weights, grads, *, lr, weight_decay, found_inf, **_) -> None:
         momentum=0.0, dampening=0.0, nesterov=False, maximize=False)
 
 
-UPDATE_RULES = {"adamw": UpdateRule(("m", "v"), apply_adamw), "sgd": UpdateRule((), apply_sgd),
-                "adamw-one-pass": UpdateRule(("m", "v"), apply_adamw, one_pass=True)}
+UPDATE_RULES = {"adamw": UpdateRule(("m", "v"), apply_adamw), "sgd": UpdateRule((), apply_sgd)}
 
 
 class LossScale:
@@ -398,7 +389,7 @@ class Optimizer(DataParallel):
         self.steps = torch.zeros((), device=self.buckets[0].device)  # updates so far, for AdamW's bias correction
         fp16 = any(bucket.weights.dtype == torch.float16 for bucket in self.buckets)
         self.loss_scale = LossScale(self.steps.device) if fp16 else None
-        self.one_pass = self.noise = None  # noise: see run/log.py
+        self.noise = None  # see run/log.py
         self.attach_unshard_hooks(units)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
@@ -412,33 +403,25 @@ class Optimizer(DataParallel):
 
         extra: a vector that is replaced by its sum over all ranks, in the same reduction as the norm.
         """
-        one_pass = self.one_pass_of_spans() if self.rule.one_pass and uses_kernels(self.buckets[0].master) else None
         unscale = 1 / self.loss_scale.value if self.loss_scale else 1.0
-        norm = self.summed_norm(one_pass, unscale, extra)
+        norm = self.summed_norm(unscale, extra)
         found_inf = (~(norm < limit)).float()
         factor = unscale * (self.clip / (norm + 1e-6)).clamp(max=1) if self.clip else unscale
-        if one_pass:
-            one_pass.update(factor, found_inf, self.steps, lr=lr, weight_decay=self.weight_decay, **self.rule_settings)
-            for bucket in self.buckets:
-                bucket.grad_is_zero = bucket.level == 0
-                bucket.update_weights(copied=True)
-        else:
-            for bucket in self.buckets:
-                bucket.grad_shard.mul_(factor)
-                bucket.start_offload()
-            scalars = [x.to(self.buckets[0].master.device) for x in (self.steps, found_inf)]
-            for bucket in self.buckets:
-                self.update(bucket, lr, *scalars)
-                bucket.update_weights()
+        for bucket in self.buckets:
+            bucket.grad_shard.mul_(factor)
+            bucket.start_offload()
+        scalars = [x.to(self.buckets[0].master.device) for x in (self.steps, found_inf)]
+        for bucket in self.buckets:
+            self.update(bucket, lr, *scalars)
+            bucket.update_weights()
         self.steps += 1 - found_inf
         if self.loss_scale:
             self.loss_scale.update((~norm.isfinite()).float())  # a finite norm above `limit` is no overflow
         return norm
 
-    def summed_norm(self, one_pass, unscale: float | torch.Tensor, extra: torch.Tensor | None) -> torch.Tensor:
+    def summed_norm(self, unscale: float | torch.Tensor, extra: torch.Tensor | None) -> torch.Tensor:
         """The norm of the whole gradient times `unscale`, from squares of all buckets and ranks. extra: see step."""
-        squared = (one_pass.squared_norm() if one_pass else
-                   torch.stack([bucket.squared_norm() for bucket in self.buckets]).sum())
+        squared = torch.stack([bucket.squared_norm() for bucket in self.buckets]).sum()
         terms = torch.stack([squared, *(self.noise.squares() if self.noise else ())])
         summed = terms if extra is None else torch.cat((terms, extra.to(terms)))
         all_reduce(summed, self.world)
@@ -462,18 +445,6 @@ class Optimizer(DataParallel):
         for name, moment in moments.items():
             if moment is not bucket.state[name]:
                 bucket.state[name].copy_(moment)
-
-    def one_pass_of_spans(self):
-        """The adamw.OnePass of all buckets, rebuilt only if gradients have been reallocated."""
-        import adamw  # needs Triton, which a CPU does without
-
-        spans = [adamw.Span(*(bucket.within_shard(flat, start, stop) for flat in (
-                     bucket.master, bucket.grad_shard, bucket.state["m"], bucket.state["v"], bucket.weight_shard)),
-                     decays=spec.decay, owned=bucket.owns(spec), zeroes=bucket.level == 0)
-                 for bucket in self.buckets for start, stop, spec in bucket.spans]
-        if self.one_pass is None or self.one_pass.addresses != adamw.addresses(spans):
-            self.one_pass = adamw.OnePass(spans)
-        return self.one_pass
 
     # Hooks around every unit: unshard its weights before its forward and its backward, reshard them after each. At
     # levels 1 and 2 they wait for the all-gather that followed the update.

@@ -234,7 +234,7 @@ TRAINING = {  # by part: our flags, the rival's name, what wraps it
     "dp": [("--zero 0", "DistributedDataParallel", "ddp")],
     "zero": [("--zero 1", "ZeroRedundancyOptimizer", "zero1"), ("--zero 3", "fully_shard", "fsdp"),
              ("--zero 3 --reduce-dtype bf16", "fully_shard, reduce_dtype bf16", "fsdp")],
-    "tp": [("--tp {n}", "DTensor", "dtensor"), ("--tp {n} --sp-keep", "DTensor", "dtensor")]}
+    "tp": [("--tp {n}", "DTensor", "dtensor")]}
 
 
 def bench_training(part: str, flags: list[str]) -> None:

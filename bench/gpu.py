@@ -40,7 +40,6 @@ from torch.profiler import ProfilerActivity, profile
 
 import assemble
 import config
-import flash
 import fp8
 import train
 from bench import kernels as bench_kernels
@@ -56,7 +55,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 KERNEL_KINDS = {  # by words in a kernel's name; the first kind that fits
     "attention": "flash|fmha|attention|cudnn|sdpa", "loss": "softmax_kernel|cross_entropy",
-    "FP8 casts": "quantise", "GEMM": "gemm|nvjet|cutlass|cublas|xmma|wgmma|_mm_|product_kernel",
+    "FP8 casts": "quantise", "GEMM": "gemm|nvjet|cutlass|cublas|xmma|wgmma|_mm_",
     "optimizer": "adam|multi_tensor|foreach"}
 
 
@@ -89,9 +88,7 @@ def train_llama(flags: str, steps: int, profiled: int = 0) -> tuple[list[dict], 
         settings = config.parse(f"{defaults} {flags}".split())
         samples = assemble.open_samples(settings, [], 0)
         torch.cuda.reset_peak_memory_stats()
-        # --graph changes the current stream, which `with` restores.
-        with patch.object(job, "draw", draw_on_gpu), patch.object(log.Log, "write", write_and_profile), \
-                torch.cuda.stream(torch.cuda.current_stream()):
+        with patch.object(job, "draw", draw_on_gpu), patch.object(log.Log, "write", write_and_profile):
             train.train(settings, samples, None, *assemble.choose_device("cuda"), job.RunState())
         gc.collect()  # buckets and parameters refer to each other
         with open(f"{folder}/metrics") as file:
@@ -127,12 +124,6 @@ def measure_training(flags: str, steps: int = 8, profiled: int = 2) -> Result:
     split, report = describe_kernels(kernels, profiled) if profiled else ("", "")
     return Result(step_s, f"{rate:,.0f} tokens/s, MFU {mfu:.1%} (causal {causal:.1%}), {memory:.0f} GB; {split}",
                   report=report)
-
-
-def measure_training_with(switch: str, flags: str) -> Result:
-    """The same with a switch on, "module.NAME"."""
-    with patch(switch, True):
-        return measure_training(flags)
 
 
 def measure_two_steps(flags: str) -> Result:
@@ -211,25 +202,11 @@ PARTS = {
         *(Row(f"FP8: linear layer, {recipe}", partial(bench_kernels.measure_fp8_linear, recipe), aim)
           for recipe, aim in (("tensorwise", "0.69"), ("blockwise", "0.80")))],
     "variants": [
-        *(Row(f"attention, {step}, heads of {D}: tilings", partial(bench_kernels.measure_tilings, step, D))
-          for step, D in flash.TILINGS if len(flash.TILINGS[step, D]) > 1),
         *(Row(f"attention under context parallelism, a block {direction}",
               partial(bench_kernels.measure_block_of_keys, direction)) for direction in ("forward", "backward")),
-        Row("a step of the optimizer, 268M parameters", bench_kernels.measure_adamw,
-            "at least 90% of a copy, 38 bytes a parameter"),
-        Row("softmax of 4096 rows of logits", bench_kernels.measure_softmax, COPY),
-        Row("RMSNorm backward: programs", bench_kernels.measure_norm_programs, COPY),
-        Row("SwiGLU and its amax", bench_kernels.measure_amax, COPY),
-        *(Row(f"training {LARGEST}, --fp8 {recipe}, {switch}",
-              partial(measure_training_with, switch, f"{LARGEST_FLAGS} --fp8 {recipe}"), "below 1",
-              f"training {LARGEST}, --fp8 {recipe}")
-          for switch, recipe in (("fp8.ADDS_BY_KERNEL", "tensorwise"), ("kernels.EMITS_AMAX", "tensorwise"),
-                                 ("fp8.ADDS_BY_KERNEL", "blockwise"))),
-        Row(f"training {LARGEST}, --optimizer adamw-one-pass",
-            partial(measure_training, f"{LARGEST_FLAGS} --optimizer adamw-one-pass"), "0.99", f"training {LARGEST}")],
+        Row("RMSNorm backward: programs", bench_kernels.measure_norm_programs, COPY)],
     "more": [
         Row(SHORT, partial(measure_training, SHORT_FLAGS)),
-        Row("the same with --graph", partial(measure_training, f"{SHORT_FLAGS} --graph", profiled=0), "below 1", SHORT),
         *(Row(f"training {LARGEST}, --recompute full --offload {what}",
               partial(measure_training, f"{LARGEST_FLAGS} --recompute full --offload {what}", 5, 1))
           for what in ("none", "activations", "both")),

@@ -25,7 +25,6 @@ from bench.rows import Rate, Result, compare
 from learn.gpu import make_cold_inputs, measure_seconds
 from param import Spec, accumulate_product, parameter
 from tp import TensorParallel, column
-from zero import Optimizer
 
 T, S, H, FFN = 16384, 4096, 4096, 14336  # of most kernels
 
@@ -85,10 +84,8 @@ def measure_scaled_mm(kind: str) -> Result:
         a64, b64 = (fp8.dequantise(fp8.Quantised(q.data.cpu(), q.scales.cpu()), torch.float64) for q in (a, b))
         return (a64 @ b64.t()).cuda()
 
-    contenders = {"F.scaled_mm": lambda: fp8.product(a, b, torch.bfloat16)}
-    out = torch.empty(1024, 512, device="cuda", dtype=torch.bfloat16)
-    contenders["Triton"] = lambda: fp8_kernels.product(a, b, out)
-    return compare(contenders, [()], flops_rate(2 * x.numel() * len(w)), exact)
+    return compare({"F.scaled_mm": lambda: fp8.product(a, b, torch.bfloat16)}, [()],
+                   flops_rate(2 * x.numel() * len(w)), exact)
 
 
 # ---- matmuls --------------------------------------------------------------------------------------------------------
@@ -121,10 +118,6 @@ def measure_block_matmul(kind: str, tokens: int, N: int, K: int) -> Result:
         contenders["bf16, rounded, then added"] = lambda: out.add_(a @ b)
     for recipe in fp8.RECIPES if N < 128256 else ():  # the head is never in FP8
         contenders[recipe] = contender(recipe)
-        if kind == "weight gradients":  # instead of F.scaled_mm and an addition
-            layer = fp8.Fp8(fp8.RECIPES[recipe], torch.bfloat16)
-            columns = layer.quantise(dy, True)[1], layer.quantise(x, False)[1]
-            contenders[f"{recipe}, added by our kernel"] = partial(fp8_kernels.product, *columns, out, add=True)
     return compare(contenders, [()], flops_rate(2 * tokens * N * K))
 
 
@@ -166,29 +159,6 @@ def measure_attention(direction: str, B: int, S: int, N: int, K: int, D: int) ->
                    partial(heads_of_the_model, 1, min(S, 1024), N, K, D))
 
 
-def measure_tilings(step: str, D: int) -> Result:
-    """Causal attention by every tiling of flash.TILINGS[step, D]; step: "forward", or "dq" or "dkv", of backward."""
-    B, S, N, K = 4, 4096, 32, 8
-    tilings = flash.TILINGS[step, D]
-
-    def attend(tiling: flash.Tiling, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Tensor | tuple[Tensor, ...]:
-        with torch.no_grad(), patch.dict(flash.TILINGS, {(step, D): [tiling]}):
-            return flash.flash_forward(q, k, v)[0] if step == "forward" else flash.flash_backward(
-                do, q, k, v, *forward(q, k, v))
-
-    @cache  # the warm-up computes it
-    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return flash.flash_forward(q, k, v)
-
-    names = [f"{tiling.rows} x {tiling.columns}, {tiling.num_warps} warps, {tiling.num_stages} stages"
-             f"{', TMA' * tiling.copy_engine}{', specialized' * tiling.specialize}" for tiling in tilings]
-    return compare({name: partial(attend, tiling) for name, tiling in zip(names, tilings)},
-                   make_cold_inputs(partial(heads_of_the_model, B, S, N, K, D))[:3],
-                   flops_rate((2 if step == "forward" else 5) * B * N * S * S * D),
-                   partial(attention_in_fp64, backward=step != "forward"),
-                   partial(heads_of_the_model, 1, min(S, 1024), N, K, D))
-
-
 def measure_block_of_keys(direction: str, rows: int = 4096, columns: int = 2048, N: int = 32, K: int = 8,
                           D: int = 128) -> Result:
     """Context parallelism: a rank's queries and an earlier chunk of keys, "forward" or "backward". See cp.py."""
@@ -218,35 +188,6 @@ def measure_block_of_keys(direction: str, rows: int = 4096, columns: int = 2048,
                    make_cold_inputs(partial(make, rows, columns))[:3],
                    flops_rate(2 * matmuls * N * rows * columns * D), in_fp64(exact),
                    partial(make, min(rows, 512), min(columns, 256)))
-
-
-def measure_softmax(rows: int = 4096, V: int = 128256) -> Result:
-    """The pass of the loss over a chunk of logits, by as many programs as rows, or by 1 or 2 per SM."""
-    def make() -> tuple[Tensor, ...]:
-        logits, = random_tensors((rows, V))
-        return logits, torch.randint(V, (rows,), device="cuda"), *(torch.ones(rows, device="cuda") for _ in range(3))
-
-    def softmax(programs: int, logits: Tensor, *others: Tensor) -> Tensor:
-        kernels.softmax_(logits, *others, 0, 0.0, True, True, programs)
-        return logits
-
-    def exact(logits: Tensor, labels: Tensor, *_: Tensor) -> Tensor:
-        return logits.double().softmax(1) - F.one_hot(labels, V)
-
-    return compare({name: partial(softmax, programs) for name, programs in (
-        ("a program per row", 0), ("132 programs", 132), ("264 programs", 264))}, [make()], bytes_rate(4 * rows * V),
-        exact, make)
-
-
-def measure_amax() -> Result:
-    """SwiGLU and the largest number of its result, for FP8 with one scale: read from it, or stored by the kernel."""
-    def stored(x: Tensor) -> Tensor:
-        with patch.object(kernels, "EMITS_AMAX", True):
-            return kernels.known_amax(kernels.swiglu(x))
-
-    contenders = {"read": lambda x: torch.linalg.vector_norm(kernels.swiglu(x), torch.inf), "stored": stored}
-    return compare(contenders, random_inputs((T, 2 * FFN)), bytes_rate(2 * 3 * T * FFN),
-                   in_fp64(lambda x: swiglu(x).abs().amax()), partial(random_tensors, (S, 2 * FFN)))
 
 
 def measure_norm_programs() -> Result:
@@ -406,30 +347,3 @@ def measure_fp8_linear(recipe: str) -> Result:
     return compare(contenders, random_inputs((T, H)), flops_rate(6 * T * H * FFN))
 
 
-def measure_adamw(side: int = 16384) -> Result:
-    """A step of the optimizer for side x side weights, from zeroing the gradient to the 16-bit weights."""
-    small, lr, decay = 256, 1e-2, 0.1
-    grads = torch.randn(small * small, device="cuda") / small
-
-    @cache
-    def optimizer_of(rule: str, side: int) -> Optimizer:
-        unit = torch.nn.Module()
-        unit.weight = parameter(Spec("w", (side, side)), {}, torch.bfloat16, "cuda")
-        optimizer = Optimizer({0: [unit]}, dict.fromkeys(("world", "replicate", "dp")), rule=rule, weight_decay=decay)
-        optimizer.buckets[0].master.fill_(1.0)
-        return optimizer
-
-    def step(rule: str, side: int) -> Tensor:
-        optimizer = optimizer_of(rule, side)
-        optimizer.begin_step({0: 1})
-        if side == small:
-            optimizer.buckets[0].grad_shard.copy_(grads)
-        optimizer.step(lr)
-        return optimizer.buckets[0].master
-
-    def exact(side: int) -> Tensor:  # the first moments are the gradient, once their bias is corrected
-        clipped = grads.double() / max(1, grads.double().norm() + 1e-6)
-        return 1 - lr * decay - lr * clipped / (clipped.abs() + 1e-8)
-
-    return compare({rule: partial(step, rule) for rule in ("adamw", "adamw-one-pass")}, [(side,)],
-                   bytes_rate(38 * side * side), exact, lambda: (small,))

@@ -45,11 +45,13 @@ KERNELS = {"attention": ("standard", *stagetime.ATTENTION_FRACTION), "division":
 # ---- settings -------------------------------------------------------------------------------------------------------
 
 def to_flags(request: dict) -> list[str]:
-    """A request's settings as flags: {"tp": 2, "sp": False} -> ["--tp", "2", "--no-sp"]."""
+    """A request's settings as flags: {"tp": 2, "tied": False} -> ["--tp", "2", "--no-tied"]; sp may be a bool."""
     flags = []
     for name, value in request.items():
         flag = checks.flag(name)
-        if value is True:
+        if name == "sp" and isinstance(value, bool):
+            flags += [flag, "on" if value else "off"]
+        elif value is True:
             flags.append(flag)
         elif value is False:
             flags.append("--no-" + flag[2:])

@@ -244,7 +244,7 @@ def fp8_operands(settings: Config, layer: int) -> tuple[float, float]:
     their outputs). With sequence parallelism ranks quantise the tokens that they have, and gather FP8; only gradients
     of row parallel layers are counted whole, as all ranks quantise or transpose them."""
     model, grid = settings.model, settings.grid
-    H, t, sp = model.hidden, grid.tp, grid.tp if grid.sp else 1
+    H, t, sp = model.hidden, grid.tp, grid.sequence_shards
     q, kv = model.heads // t * model.head_dim, max(model.kv_heads // t, 1) * model.head_dim
     inputs, gradients = H / sp + q, q + 2 * kv + H
     if model.has_experts(layer):
@@ -327,14 +327,13 @@ class LayerOptions(NamedTuple):
     """How a layer is executed, as far as it changes what is saved.
 
     element: bytes per element of an activation. tp: ranks; above kv_heads, each kv head exists tp / kv_heads times.
-    attention: "math" saves scores. sp_keep: gathered inputs of linear layers are saved. fp8: bytes per element in which
-    FP8 linear layers save their inputs, scales included; 0: not FP8. aux, router_z: whether the router has these
-    losses. copies: of each token that are sent to experts, see copies_per_token; 0: all experts are on one rank.
+    attention: "math" saves scores. fp8: bytes per element in which FP8 linear layers save their inputs, scales
+    included; 0: not FP8. aux, router_z: whether the router has these losses. copies: of each token that are sent to
+    experts, see copies_per_token; 0: all experts are on one rank.
     """
     element: int = 2
     tp: int = 1
     attention: str = "auto"
-    sp_keep: bool = False
     fp8: float = 0.0
     aux: bool = True
     router_z: bool = False
@@ -362,7 +361,7 @@ def attention_half(model: Model, layer: int, seq: int, options: LayerOptions) ->
     math = options.attention == "math"
     activations = dict(
         input=Activation(H * e, "full", "sp"),
-        attention_norm=Activation(H * (options.fp8 or e), "none", "" if options.sp_keep else "sp"),
+        attention_norm=Activation(H * (options.fp8 or e), "none", "sp"),
         attention_norm_statistic=Activation(acc, "none", "sp"),
         qkv=Activation(qkv, "selective", "tp", 2 * H * (q + 2 * kv)),
         attention=Activation(q * e, "selective", "tp", 0 if math else scores_flops),
@@ -381,7 +380,7 @@ def ffn_half(model: Model, options: LayerOptions) -> Layer:
     H, F = model.hidden, model.ffn
     e, acc = options.element, acc_bytes(options.element)
     return dict(
-        ffn_norm=Activation(H * (options.fp8 or e), "none", "" if options.sp_keep else "sp"),
+        ffn_norm=Activation(H * (options.fp8 or e), "none", "sp"),
         ffn_norm_statistic=Activation(acc, "none", "sp"),
         gate_up=Activation(2 * F * e, "selective", "tp", 4 * H * F),
         swiglu=Activation(F * (options.fp8 or e), "none", "tp"),
@@ -416,8 +415,6 @@ def experts_half(model: Model, options: LayerOptions) -> Layer:
                             shared_swiglu=Activation(shared * linear_input, "none", "tp"))
         if options.fp8:
             activations["ffn_norm_fp8"] = Activation(H * options.fp8, "none", "sp")
-        if options.sp_keep:
-            activations["ffn_norm_gathered"] = Activation(H * e, "none", "")
     return activations | dict(output=Activation(0, "full", "sp", 2 * shared * H))
 
 

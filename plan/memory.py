@@ -67,7 +67,7 @@ def activation_bytes(settings: Config, element: int, stages: Collection[Iterable
     offloaded.
     """
     model, grid, batch, precision = settings.model, settings.grid, settings.batch, settings.precision
-    tp, sp, acc, recompute = grid.tp, grid.sp, acc_bytes(element), precision.recompute
+    tp, sp, acc, recompute = grid.tp, grid.sequence_parallel, acc_bytes(element), precision.recompute
     seq = padded_length(batch.seq, grid.cp, tp if sp else 1)
     local_seq = seq // grid.cp
     by_heads = grid.cp > 1 and grid.style().whole_sequences  # Ulysses
@@ -97,8 +97,6 @@ def activation_bytes(settings: Config, element: int, stages: Collection[Iterable
         logits = -(-model.vocab // tp) * element + 3 * acc
         indices = 2 * 9  # per token: its index in the table and its label's in the vocabulary, each with a mask
         per_token += losses * (norm / (tp if sp else 1) + logits + indices)
-        if grid.sp_keep and recompute != "selective":
-            per_token += losses * model.hidden * element * (1 - 1 / tp)
     if recompute == "full" and tp > 1 and not sp:
         per_token += model.hidden * element  # one gathered checkpoint
     if model.experts and recompute == "full":
@@ -110,7 +108,7 @@ def activation_bytes(settings: Config, element: int, stages: Collection[Iterable
 
 def layer_options(settings: Config, element: int, by_blocks: bool = False) -> LayerOptions:
     grid, optim = settings.grid, settings.optim
-    return LayerOptions(element, grid.tp, "auto" if by_blocks else settings.precision.attention, grid.sp_keep,
+    return LayerOptions(element, grid.tp, "auto" if by_blocks else settings.precision.attention,
                         aux=optim.aux_loss > 0, router_z=optim.router_z_loss > 0,
                         copies=copies_per_token(settings.model, grid.ep) if grid.ep > 1 else 0.0)
 
@@ -206,7 +204,7 @@ class Work:
     def __init__(self, settings: Config, element: int, fused: bool):
         self.settings, self.element, self.fused = settings, element, fused
         grid, batch, acc = settings.grid, settings.batch, acc_bytes(element)
-        self.T = batch.micro_batch * padded_length(batch.seq, grid.cp, grid.tp if grid.sp else 1) // grid.cp
+        self.T = batch.micro_batch * padded_length(batch.seq, grid.cp, grid.sequence_shards) // grid.cp
         self.rows = -(-settings.model.vocab // grid.tp)
         self.sent = reduced_bytes(settings, element)
         self.rounded = element if element < acc and not fused else 0  # per element of a gradient not yet added
@@ -299,7 +297,7 @@ def block_temporaries(settings: Config, element: int, rounded: int, T: int, laye
     then: the gradients of gate, up and input, the input gathered once more, and the gradient of the matrix before it is
     added to the main gradient. With recomputation, the recomputed activations are added."""
     model, grid, recompute = settings.model, settings.grid, settings.precision.recompute
-    H, t, sp = model.hidden, grid.tp, grid.sp and grid.tp > 1
+    H, t, sp = model.hidden, grid.tp, grid.sequence_parallel and grid.tp > 1
     if model.has_experts(layer):
         rows, F = T / t * model.top_k, model.expert_ffn
         nbytes = element * rows * (F + H) + rounded * model.experts // grid.ep * 2 * F * H
@@ -308,7 +306,7 @@ def block_temporaries(settings: Config, element: int, rounded: int, T: int, laye
         nbytes = element * (T * F + T * H * (2 if sp else 1) + T * H / (t if sp else 1)) + rounded * 2 * F * H
     if recompute != "none":
         table = llama_layer(model, settings.batch.seq, layer_options(settings, element), layer)
-        recomputed = saved_bytes(table, "none", t, grid.sp) - saved_bytes(table, recompute, t, grid.sp)
+        recomputed = saved_bytes(table, "none", t, sp) - saved_bytes(table, recompute, t, sp)
         nbytes += T * (recomputed if recompute == "full" else element * F)
     return nbytes
 

@@ -106,7 +106,7 @@ class Run(NamedTuple):
     def tokens(self) -> int:
         """Of a micro-batch on a context parallel rank."""
         batch, grid = self.settings.batch, self.settings.grid
-        return batch.micro_batch * padded_length(batch.seq, grid.cp, grid.tp if grid.sp else 1) // grid.cp
+        return batch.micro_batch * padded_length(batch.seq, grid.cp, grid.sequence_shards) // grid.cp
 
     @property
     def micro_batches(self) -> int:
@@ -148,7 +148,7 @@ def tensor_parallel_part(run: Run, exchanges: int, columns: list[float]) -> Part
     nbytes = (grid.tp - 1) / grid.tp * 2 * run.tokens * run.settings.model.hidden
     one = run.collective(nbytes, grid.tp) + run.constants.exchange_s
     hidden = sum(min(one, seconds) for seconds in columns) if overlap == "backward" else 0.0
-    again = len(columns[run.kernels.gathered:]) if overlap == "none" and grid.sp else 0
+    again = len(columns[run.kernels.gathered:]) if overlap == "none" and grid.sequence_parallel else 0
     return dict(tp=Seconds(exchanges * one, (exchanges + again) * one - hidden))
 
 
@@ -165,7 +165,7 @@ def layer_parts(run: Run, layer: int) -> Parts:
     weights = sum(costs.layer_elements(settings, layer).values())
     parts = dict(matmul=Seconds(product + run.memory(2 * weights), product + run.memory(2 * weights),
                                 product + run.memory(14 * weights)))
-    touched = run.memory(costs.saved_bytes(table, "none", grid.tp, grid.sp) * T
+    touched = run.memory(costs.saved_bytes(table, "none", grid.tp, grid.sequence_parallel) * T
                          * (constants.fused if run.kernels.fused else constants.passes))
     parts["elementwise"] = Seconds(touched / 3, touched * 2 / 3)
     if fp8:
@@ -225,7 +225,7 @@ def expert_parallel_part(run: Run, layer: int) -> Parts:
         return {}
     copies = costs.copies_per_token(model, grid.ep) * run.tokens
     nbytes = copies * (2 * model.hidden + 3 * model.top_k) / grid.tp * (grid.ep - 1) / grid.ep * run.imbalance
-    one = run.collective(nbytes, grid.ep, 1 if grid.sp else grid.tp, "all_to_all")
+    one = run.collective(nbytes, grid.ep, 1 if grid.sequence_parallel else grid.tp, "all_to_all")
     return dict(ep=Seconds(2 * one, 2 * one))
 
 

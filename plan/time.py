@@ -93,7 +93,7 @@ def owner(grid: Grid, stage: int) -> int:
 def hop_seconds(run: Run) -> float:
     """Of sending a micro-batch's activations to the next stage, over the network unless all stages are in one node."""
     grid = run.settings.grid
-    nbytes = 2 * run.tokens * run.settings.model.hidden / (grid.tp if grid.sp else 1)
+    nbytes = 2 * run.tokens * run.settings.model.hidden / (grid.sequence_shards)
     return run.collective(nbytes, 2, -(-grid.dp * grid.cp * grid.tp * grid.pp // 2))
 
 

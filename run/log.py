@@ -195,7 +195,7 @@ def grid_line(grid: config.Grid, model: config.Model) -> str:
     shards = grid.dp // grid.dp_replicate * grid.cp  # of ZeRO
     state = ("", "optimizer state", "gradients, optimizer state", "weights, gradients, optimizer state")[grid.zero]
     layers = "the whole model" if grid.tp == 1 else f"1/{grid.tp} of every layer and " + (
-        f"1/{grid.tp} of the tokens between layers" if grid.sp else "all tokens between layers")
+        f"1/{grid.tp} of the tokens between layers" if grid.sequence_parallel else "all tokens between layers")
     if grid.pp > 1:
         layers = f"{grid.chunks} of {grid.pp * grid.chunks} stages ({grid.schedule}), of these {layers}"
     experts = ""

@@ -38,7 +38,7 @@ from run.meter import Meter
 
 ROOT = os.path.dirname(config.__file__)
 SMALL = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 97 --seq 24 --global-batch 8 --warmup 2"
-ONE = ("--dp -1 --dp-replicate 1 --cp 1 --cp-style allgather --tp 1 --sp --pp 1 --schedule 1f1b --chunks 0 --ep 1 "
+ONE = ("--dp -1 --dp-replicate 1 --cp 1 --cp-style allgather --tp 1 --sp on --pp 1 --schedule 1f1b --chunks 0 --ep 1 "
        "--zero 0")  # the grid of one process: else a resumed run has the checkpoint's
 MOE = "--experts 4 --top-k 2 --expert-ffn 24"
 
@@ -98,12 +98,12 @@ CHAINS = {
     "tied": ("--tied", [(1, ""), (3, "--pp 3"), (4, "--pp 2 --tp 2 --zero 1"), (1, "")]),
     "experts": (f"{MOE} --bias-rate 0.01", [(1, ""), (2, "--ep 2"), (4, "--dp 4 --ep 2 --zero 3"), (2, "--pp 2"),
                                             (1, "")]),
-    "dense, more": ("", [(1, ""), (2, "--zero 1"), (4, "--zero 1 --dp-replicate 2"), (8, "--tp 8 --no-sp"),
-                         (4, "--pp 2 --schedule interleaved"), (2, "--tp 2 --no-sp"), (2, "--cp 2 --cp-style ulysses"),
+    "dense, more": ("", [(1, ""), (2, "--zero 1"), (4, "--zero 1 --dp-replicate 2"), (8, "--tp 8 --sp off"),
+                         (4, "--pp 2 --schedule interleaved"), (2, "--tp 2 --sp off"), (2, "--cp 2 --cp-style ulysses"),
                          (8, ""), (6, ""), (8, ""), (1, ""), (2, "--zero 2")]),
     "tied, more": ("--tied", [(2, "--pp 2 --schedule dualpipev"), (3, "--zero 2"), (2, "--cp 2 --cp-style ring")]),
     "experts, more": (f"{MOE} --bias-rate 0.01", [(4, "--ep 4 --tp 2 --zero 1"), (4, "--cp 2 --ep 4"),
-                                                  (2, "--tp 2 --no-sp"), (8, "--pp 2 --tp 2 --ep 4")])}
+                                                  (2, "--tp 2 --sp off"), (8, "--pp 2 --tp 2 --ep 4")])}
 draw = random.Random(0)
 for name in ("dense", "tied", "experts"):
     model, grids_of_model = CHAINS[name][0], CHAINS[name][1] + CHAINS[f"{name}, more"][1]
@@ -528,8 +528,8 @@ def test_what_belongs_to_one_start_of_a_run_is_not_inherited(trained):
 
 def test_a_run_on_any_grid_is_sampled_from_on_one_rank(trained, monkeypatch):
     called, saved = [], config.read_run(str(trained / "step-000002"))
-    given = dict(dp=2, dp_replicate=2, cp=2, cp_style="ring", tp=4, sp_keep=True, async_tp=True, pp=4, zero=1, ep=4,
-                 schedule="interleaved", chunks=2, pp_group=4, recompute="full", graph=True, micro_batch=4,
+    given = dict(dp=2, dp_replicate=2, cp=2, cp_style="ring", tp=4, sp="async", pp=4, zero=1, ep=4,
+                 schedule="interleaved", chunks=2, pp_group=4, recompute="full", micro_batch=4,
                  global_batch=32, batch_ramp="16@0,32@99", eval_every=3, save_every=2, metrics="m", out="o",
                  val_data=[__file__], moments="bf16", dtype="bf16", offload="both", rewind=1)
     monkeypatch.setattr(os, "execv", lambda program, arguments: called.append(arguments))
@@ -733,7 +733,7 @@ def test_show_says_who_wrote_what(trained, capsys):
 
 
 def test_the_settings_that_are_shown_can_be_given_again():
-    command = [*f"--tied --no-sp --lr 0.0001 --betas 0.8,0.9 --data {__file__} {config.__file__} --doc-mask".split(),
+    command = [*f"--tied --sp off --lr 0.0001 --betas 0.8,0.9 --data {__file__} {config.__file__} --doc-mask".split(),
                "--sample=- a b"]
     given, defaults = (json.loads(json.dumps(config.parse(words).given)) for words in (command, []))
     words = checkpoint.words_of({name: value for name, value in given.items() if value != defaults[name]})
@@ -1005,3 +1005,18 @@ def test_saves_leave_no_objects(tmp_path):
         gc.enable()
         logging.disable(logging.NOTSET)
     assert max(counts[5:]) <= counts[4], counts
+
+
+# ---- what was written before the folders ----------------------------------------------------------------------------
+
+def test_a_run_of_an_earlier_version_goes_on(tmp_path):
+    """Saved at ca8fd7d after two of four steps, in fp64, with --tp 2 --async-tp; its metrics go to the fourth step."""
+    there = Path(__file__).parent / "data" / "written_by_ca8fd7d"
+    shutil.copytree(there, tmp_path / "out")
+    program.torchrun(2, "train.py", "--resume", tmp_path / "out", "--metrics", tmp_path / "out" / "metrics.jsonl",
+                     "--data", f"{ROOT}/LICENSE").check_returncode()
+    had, got = (metrics(folder / "metrics.jsonl") for folder in (there, tmp_path / "out"))
+    assert [record["step"] for record in got] == [0, 1, 2, 3] and had[:2] == got[:2]
+    for old, new in zip(had, got):
+        assert all(new[name] == pytest.approx(old[name], rel=1e-12) for name in ("loss", "grad_norm", "lr"))
+    assert config.parse(f"--resume {tmp_path / 'out'} --data {ROOT}/LICENSE".split(), 2).grid.sp == "async"

@@ -28,17 +28,11 @@ WRONG = [  # ranks, command line, what the line must say
     (2, "--tp 2 --ffn 55", "--tp 2 does not divide --ffn 55: use one of 1, 5, 11, 55"),
     (4, "--tp 4 --heads 12 --hidden 96 --kv-heads 6", "--tp 4 and --kv-heads 6: one must be a multiple of the other"),
     (2, "--tp 2 --seq 255 --micro-batch 1", "--tp 2 cannot share --micro-batch 1 x --seq 255 = 255 tokens"),
-    (2, "--sp-keep", "--sp-keep at --tp 1: there is no sequence parallelism, use --tp 2 or more"),
-    (2, "--async-tp", "--async-tp at --tp 1: there is no sequence parallelism"),
-    (2, "--tp 2 --no-sp --async-tp", "--async-tp at --tp 2 --no-sp"),
+    (2, "--sp async", "--sp async at --tp 1: there is no communication to overlap, use --tp 2 or more"),
     (1, "--offload both", "--offload both with --recompute none: what is offloaded are the inputs of blocks, add "
                           "--recompute full"),
-    (1, "--offload optimizer --optimizer adamw-one-pass", "--offload optimizer with --optimizer adamw-one-pass: the "
-                                                          "CPU updates what is offloaded, use adamw"),
     (1, "--offload optimizer --dry-run --gpus 8 --dp 8", "--offload optimizer with --dry-run: one device stands for "
                                                          "GPU and host, python -m plan memory has the formula"),
-    (1, "--offload optimizer --graph", "--offload optimizer with --graph: the host takes part in every step, use one "
-                                       "of them"),
     (1, "--recompute some", "--recompute: invalid choice: 'some'"),
     (8, "--pp 3", "--pp 3 does not divide 8 ranks: use one of 1, 2, 4, 8"),
     (8, "--pp 8", "--pp 8 with --chunks 1 splits 4 layers into 8 stages: use less, or --layers 8"),
@@ -199,15 +193,10 @@ def test_a_number_outside_its_range_is_refused_by_its_flag(field):
     (1, "--experts 1 --top-k 1", "--experts 2 --top-k 1"), (1, "--router sigmoid --experts 2", "--router sigmoid"),
     (2, "--experts 8 --tp 2 --ffn 55 --expert-ffn 8", "--experts 8 --tp 2 --ffn 55 --expert-ffn 8 --dense-layers 1"),
     (8, "--tp 8 --heads 8 --kv-heads 8 --vocab 8", "--tp 8 --heads 8 --kv-heads 8 --vocab 7"),
-    (2, "--tp 2 --seq 255 --micro-batch 1 --no-sp", "--tp 2 --seq 255 --micro-batch 1"),
+    (2, "--tp 2 --seq 255 --micro-batch 1 --sp off", "--tp 2 --seq 255 --micro-batch 1"),
     (4, "--tp 2 --seq 255 --micro-batch 1 --cp 2 --dp 1", "--tp 2 --seq 255 --micro-batch 1 --dp 2"),
     (2, "--pp 2 --layers 2", "--pp 2 --layers 1"), (1, "--rewind 1 --out a --save-every 1", "--rewind 1 --out a"),
-    (1, "--graph --experts 4 --dtype bf16 --expert-ffn 24", "--graph --experts 4 --dtype fp32 --expert-ffn 24"),
-    (1, "--graph --experts 4 --heads 2 --hidden 136 --expert-ffn 24",
-     "--graph --experts 4 --heads 2 --hidden 132 --expert-ffn 24"),
-    (1, "--offload activations --recompute full", "--offload activations --recompute selective"),
-    (1, "--offload activations --recompute full --optimizer adamw-one-pass", "--offload both --recompute full "
-     "--optimizer adamw-one-pass")])
+    (1, "--offload activations --recompute full", "--offload activations --recompute selective")])
 def test_a_limit_is_where_the_line_says(ranks, works, does_not):
     config.parse(works.split(), ranks)
     with pytest.raises(ValueError):
@@ -324,7 +313,7 @@ def test_help_shows_every_flag_with_its_meaning_and_the_exit_codes():
 
 def test_help_ends_with_the_default():
     helps = {action.dest: action.help for action in config.make_parser()._actions}
-    for name, end in dict(layers="blocks [4]", sp="of the tokens [on]", tied="the output [off]", out="all ranks share",
+    for name, end in dict(layers="blocks [4]", sp="round a ring [on]", tied="the output [off]", out="all ranks share",
                           betas="its square [(0.9, 0.95)]", schedule="draws it [1f1b]", data="own library").items():
         assert helps[name].endswith(end), name
 

@@ -394,10 +394,9 @@ def test_packed_documents_are_like_separate_ones(pool, style):
             assert (have[:, :, start:stop] - want).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("by_cudnn, D, kernel", [(False, 64, "flash"), (True, 64, "cudnn"), (True, 192, "flash")])
-def test_a_switch_chooses_the_kernel_of_blocks_on_gpus(monkeypatch, by_cudnn, D, kernel):
+@pytest.mark.parametrize("D, kernel", [(64, "cudnn"), (128, "cudnn"), (192, "flash")])
+def test_the_width_of_heads_chooses_the_kernel_of_blocks_on_gpus(monkeypatch, D, kernel):
     """On fake tensors of a GPU: torch's own rules for them check the layout of what both operators are given."""
-    monkeypatch.setattr(operations, "BLOCKS_BY_CUDNN", by_cudnn)
     called = []
 
     def see(function, args, kwargs, out):

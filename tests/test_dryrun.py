@@ -46,10 +46,9 @@ SLOW_GRIDS = [
     "--dp 8 --zero 2 --optimizer sgd --global-batch 32",
     "--dp 8 --zero 3 --dp-replicate 2 --dtype bf16",
     "--tp 8 --dtype bf16",
-    "--tp 8 --no-sp --recompute full",
-    "--tp 4 --dp 2 --sp-keep --zero 3",
-    "--tp 4 --dp 2 --async-tp --zero 1",
-    "--tp 2 --dp 4 --no-sp --recompute selective --qkv-bias",
+    "--tp 8 --sp off --recompute full",
+    "--tp 4 --dp 2 --sp async --zero 1",
+    "--tp 2 --dp 4 --sp off --recompute selective --qkv-bias",
     "--cp 8 --zero 3 --cp-style ring --seq 64",
     "--cp 8 --cp-style allgather --zero 1 --seq 50",
     "--cp 2 --dp 4 --cp-style ulysses --qk-norm --attention math",
@@ -62,7 +61,7 @@ SLOW_GRIDS = [
     "--pp 2 --dp 2 --tp 2 --schedule interleaved --chunks 2 --zero 1 --tied",
     MOE + "--dp 8 --ep 8",
     MOE + "--dp 8 --ep 2 --zero 3 --recompute full --router sigmoid --bias-rate 0.001",
-    MOE + "--tp 4 --dp 2 --ep 4 --no-sp --dp 2 --ep 2",
+    MOE + "--tp 4 --dp 2 --ep 4 --sp off --dp 2 --ep 2",
     MOE + "--tp 2 --pp 2 --dp 2 --ep 2 --schedule zb-v --zero 1 --recompute selective --dense-layers 1",
     MOE + "--cp 4 --dp 2 --ep 8 --router-z-loss 0.001 --aux-over micro-batch",
     "--dp 2 --tp 2 --pp 2 --hidden 128 --ffn 256 --fp8 blockwise --dtype bf16 --seq 128 --head-dim 32 --kv-heads 8 "
@@ -331,7 +330,7 @@ PLANNED = [  # (flags, rank); 8 ranks; the first ones by default
     (SIZE + "--dp 8 --zero 1 --dp-replicate 2 --reduce-dtype bf16 --seq 64", 0),
 ]
 PLANNED_SLOW = [(f"{SIZE}{axes} --zero {zero} --recompute {recompute}", rank)
-                for axes, ranks in (("--dp 8", [0]), ("--tp 8", [0]), ("--tp 4 --dp 2 --no-sp", [0]),
+                for axes, ranks in (("--dp 8", [0]), ("--tp 8", [0]), ("--tp 4 --dp 2 --sp off", [0]),
                                     ("--cp 8", [0]), ("--cp 2 --tp 2 --dp 2 --cp-style ulysses", [0]),
                                     ("--pp 2 --dp 4", [0, 7]), ("--pp 4 --dp 2 --schedule zb-h1", [0, 7]),
                                     ("--pp 4 --dp 2 --schedule zb-v --layers 8", [0, 7]),
@@ -344,7 +343,7 @@ PLANNED_SLOW += [(f"{SIZE_MOE}{axes} --zero {zero}", rank) for axes in ("--dp 8 
 PLANNED_SLOW += [(SIZE + flags, 0) for flags in (
     "--dp 8 --tied --dtype fp32", "--pp 2 --dp 4 --dtype fp32 --moments bf16",
     "--tp 2 --dp 4 --fp8 tensorwise --zero 1", "--tp 2 --dp 2 --cp 2 --cp-style ring --zero 1",
-    "--tp 4 --dp 2 --sp-keep", "--tp 8 --async-tp --recompute full", "--dp 8 --zero 1 --optimizer sgd",
+    "--tp 8 --sp async --recompute full", "--dp 8 --zero 1 --optimizer sgd",
     "--dp 8 --attention math", "--dp 8 --zero 1 --reduce-dtype bf16 --seq 64",
     "--pp 2 --dp 4 --zero 2 --reduce-dtype bf16 --seq 64", "--dp 8 --zero 2 --reduce-dtype bf16 --global-batch 16")]
 PLANNED_SLOW += [(f"{SIZE_MOE}--dp 8 --ep 4 --zero {zero} --reduce-dtype bf16 --seq 64", 0) for zero in (0, 1)]

@@ -444,7 +444,7 @@ def test_one_flipped_bit_is_found_with_its_tensor_and_rank(pool, ranks, flags, w
 
 
 @pytest.mark.parametrize("ranks, flags", [
-    (4, "--tp 2 --no-sp --zero 1 --dtype bf16"), (4, "--experts 4 --ep 2 --tp 2 --zero 1"),
+    (4, "--tp 2 --sp off --zero 1 --dtype bf16"), (4, "--experts 4 --ep 2 --tp 2 --zero 1"),
     *(pytest.param(*grid, marks=pytest.mark.slow) for grid in (
         (4, "--tp 2 --zero 3 --kv-heads 1"), (3, "--tp 3 --heads 3 --ffn 18"), (4, "--pp 2 --tied --zero 2 --layers 2"),
         (4, "--cp 2 --zero 1")))])

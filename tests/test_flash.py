@@ -2,7 +2,6 @@
 matmul instruction, and do registers suffice?"""
 import json
 import re
-from collections import defaultdict
 from functools import partial
 
 import pytest
@@ -25,12 +24,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning") 
 
 @pytest.fixture(params=["16x32", "32x16"])
 def tiles(request, monkeypatch):
-    monkeypatch.setattr(flash, "FP32_TILINGS", [Tiling(*map(int, request.param.split("x")), 4, 1)])
+    monkeypatch.setattr(flash, "FP32_TILING", Tiling(*map(int, request.param.split("x")), 4, 1))
 
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(flash, "FP32_TILINGS", [Tiling(16, 16, 4, 1)])
+    monkeypatch.setattr(flash, "FP32_TILING", Tiling(16, 16, 4, 1))
 
 
 def heads(rows: int, columns: int, N: int = 2, K: int = 1, D: int = 16, B: int = 2) -> list[torch.Tensor]:
@@ -54,53 +53,6 @@ def attention_agrees(inputs, causal, documents, window=0):
     mask = Mask(causal, window, documents, offset=inputs[1].shape[2] - inputs[0].shape[2])
     compare(lambda q, k, v: flash_forward(q, k, v, mask)[0], lambda q, k, v: dense_attention(q, k, v, mask)[0], inputs)
     close(flash_forward(*inputs, mask)[1], dense_attention(*(x.double() for x in inputs), mask)[1])
-
-
-@pytest.mark.parametrize("rows, columns, causal, kind, window", [
-    (33, 33, True, "one", 0), (17, 40, False, "one", 0), (40, 17, True, "one", 0), (33, 33, True, "packed", 0),
-    (33, 33, True, "one", 9)])
-@pytest.mark.parametrize("specialize", [False, True])
-def test_tiles_loaded_by_the_copy_engine(monkeypatch, rows, columns, causal, kind, window, specialize):
-    """With documents or a window nothing is specialized: the next tiling of the list is taken."""
-    tilings = [Tiling(16, 32, 4, 2, True, specialize), Tiling(32, 16, 4, 2, True)]
-    monkeypatch.setattr(flash, "FP32_TILINGS", tilings)
-    inputs, documents = heads(rows, columns, B=1), documents_of(kind, rows, columns, 1)
-    tiles, launch = flash.choose_tiling("forward", inputs[0], causal, window, documents, *inputs[1:])
-    assert tiles is tilings[specialize and (window > 0 or documents is not None)] and launch["COPY_ENGINE"]
-    attention_agrees(inputs, causal, documents, window)
-
-
-def test_what_the_copy_engine_cannot_load_takes_pointers(monkeypatch):
-    """Rows must start at multiples of 16 bytes, and heads be as wide as the tile."""
-    pointers = Tiling(16, 16, 4, 2)
-    monkeypatch.setattr(flash, "FP32_TILINGS", [Tiling(16, 16, 4, 2, True), pointers])
-    odd_width, odd_stride, odd_start = numbers(1, 2, 8, 12), numbers(1, 2, 8, 18)[..., :16], numbers(257)[1:]
-    for x in odd_width, odd_stride, odd_start.view(1, 2, 8, 16):
-        assert flash.choose_tiling("forward", x, True, 0, None, x, x)[0] is pointers
-
-
-def test_the_copy_engine_takes_all_that_is_loaded_or_nothing(monkeypatch):
-    """Tokens, heads and sequences must be apart by multiples of 16 bytes, and tokens by more than 0."""
-    tilings = [Tiling(16, 16, 4, 2, True), Tiling(16, 16, 4, 2)]
-    monkeypatch.setattr(flash, "FP32_TILINGS", tilings)
-    fits, memory = numbers(2, 2, 8, 16), numbers(1000)
-    for strides, copied in (((256, 128, 16, 1), True), ((257, 128, 16, 1), False), ((256, 130, 16, 1), False),
-                            ((256, 128, 18, 1), False), ((256, 128, 0, 1), False)):
-        other = memory.as_strided(fits.shape, strides)
-        for tensors in (fits, fits, other), (fits, other, fits), (other, fits, fits):
-            tiling, _ = flash.choose_tiling("forward", tensors[0], True, 0, None, *tensors[1:])
-            assert tiling is tilings[not copied]
-    given, lse = [numbers(1, 1, 8, 16, seed=seed) for seed in range(5)], numbers(1, 1, 8)  # do, q, k, v, o
-    chosen, choose = [], flash.choose_tiling
-    for kernel in "flash_dq_kernel", "flash_dkv_kernel":
-        monkeypatch.setattr(flash, kernel, defaultdict(lambda: lambda *args, **options: None))
-    monkeypatch.setattr(flash, "choose_tiling", lambda *args: chosen.append(choose(*args)) or chosen[-1])
-    for part, x in enumerate(given):
-        odd = numbers(1, 1, 8, 18)[..., :16].copy_(x)
-        flash_backward(*given[:part], odd, *given[part + 1:], lse)
-    by_copy_engine = [tiles.copy_engine for tiles, _ in chosen]
-    assert by_copy_engine[::2] == [False] * 5  # that of dq loads all five
-    assert by_copy_engine[1::2] == [False, False, True, True, True]  # that of dk and dv passes do and q through it
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -417,24 +369,6 @@ for D, mask in [*((D, mask) for D in (64, 128) for mask in masks), (80, masks[1]
 """
 
 
-OTHER_TILINGS = """
-import flash
-import torch
-from ahead import only_compile
-
-only_compile(flash)
-for (step, D), tilings in flash.TILINGS.items():
-    qkv = torch.zeros(1, 256, 6, D, dtype=torch.bfloat16)
-    q, k, v = (x.transpose(1, 2) for x in qkv.split([4, 1, 1], 2))
-    for tiling in tilings[1:]:
-        flash.TILINGS[step, D] = [tiling]
-        if step == "forward":
-            flash.flash_forward(q, k, v)
-        else:
-            flash.flash_backward(q, q, k, v, q, torch.zeros(1, 4, 256))
-"""
-
-
 @pytest.fixture(scope="module", params=COMPILERS)
 def compiled(request, tmp_path_factory) -> list:
     folder = str(tmp_path_factory.mktemp("triton"))
@@ -454,22 +388,6 @@ def test_attention_uses_the_matmul_instruction_of_hopper(compiled):
 
 
 MATMULS = {"flash_forward_kernel": 2, "flash_dq_kernel": 3, "flash_dkv_kernel": 4}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("compiler", COMPILERS)
-def test_other_tilings_fit_and_are_what_they_say(tmp_path, compiler):
-    """Specialized: 4 warps that load and 8 that compute, among which registers are dealt anew."""
-    lines = iter(run(OTHER_TILINGS, compiler, TRITON_CACHE_DIR=str(tmp_path)).splitlines())
-    for (step, _), tilings in flash.TILINGS.items():
-        for tiling in tilings[1:]:
-            launched = dict(json.loads(next(lines)) for _ in range(1 if step == "forward" else 2))
-            used, name = launched[f"flash_{step}_kernel"], f"flash_{step}_kernel {tiling}"
-            fits(name, used)
-            assert used["wgmma"] >= MATMULS[f"flash_{step}_kernel"], name
-            assert used["tma"] >= 3 if tiling.copy_engine else used["tma"] == 0, name
-            assert (used["setmaxnreg"] > 0) == tiling.specialize, name
-            assert used["threads"] == 32 * tiling.num_warps + 256 * tiling.specialize, name
 
 
 # ---- on a GPU only --------------------------------------------------------------------------------------------------

@@ -30,13 +30,13 @@ GRIDS = [
     (3, "--micro-batch 4 --zero 1 --bucket-mb 0.05"),
     (4, "--micro-batch 3 --zero 1 --dp-replicate 2"),
     (4, "--micro-batch 6 --pp 2 --zero 3 --schedule dualpipev --layers 4 --tied"),  # stages that share gathered weights
-    (2, f"--global-batch 12 --micro-batch 3 {MIXTRAL} --tp 2 --no-sp --ep 2 --seq 21"),  # 63 tokens on 2 ranks
+    (2, f"--global-batch 12 --micro-batch 3 {MIXTRAL} --tp 2 --sp off --ep 2 --seq 21"),  # 63 tokens on 2 ranks
     (2, "--micro-batch 12 --tp 2"),
-    (2, "--micro-batch 12 --tp 2 --no-sp --tied"),
+    (2, "--micro-batch 12 --tp 2 --sp off --tied"),
     (2, "--micro-batch 12 --tp 2 --qk-norm --qkv-bias --recompute selective --z-loss 0.01"),
     (3, "--micro-batch 16 --tp 3 --heads 6 --kv-heads 3 --ffn 57"),
     (4, "--micro-batch 12 --tp 4 --kv-heads 2"),
-    (4, "--micro-batch 12 --tp 4 --kv-heads 2 --no-sp --recompute selective --attention math"),
+    (4, "--micro-batch 12 --tp 4 --kv-heads 2 --sp off --recompute selective --attention math"),
     (8, "--micro-batch 12 --tp 8 --kv-heads 2 --bucket-mb 0"),
     (2, "--micro-batch 12 --cp 2"),
     (3, "--micro-batch 16 --cp 3 --cp-style ring --seq 23"),
@@ -57,7 +57,7 @@ GRIDS = [
     (2, f"--micro-batch 6 {MIXTRAL} --ep 2"),
     (2, f"--micro-batch 12 {MIXTRAL} --aux-over micro-batch --ep 2 --zero 1"),
     (2, f"--micro-batch 3 {MIXTRAL} --tp 2 --ep 2"),
-    (2, f"--micro-batch 12 {DEEPSEEK} --tp 2 --no-sp --ep 2"),
+    (2, f"--micro-batch 12 {DEEPSEEK} --tp 2 --sp off --ep 2"),
     (2, f"--micro-batch 12 {MIXTRAL} --cp 2 --ep 2 --seq 21"),
     (4, f"--micro-batch 6 {MIXTRAL} --ep 4"),
     (1, "--micro-batch 8 --window 5 --window-every 2 --qk-norm"),
@@ -69,7 +69,7 @@ GRIDS = [
 MORE = [  # in the slow tier: axes of more ranks than pairs have, and what is beside the features
     (8, "--micro-batch 3 --zero 3"),
     (8, "--micro-batch 3 --zero 2 --dp-replicate 4"),
-    (3, "--micro-batch 16 --tp 3 --heads 6 --kv-heads 3 --ffn 57 --no-sp --vocab 257 --tied --recompute full"),
+    (3, "--micro-batch 16 --tp 3 --heads 6 --kv-heads 3 --ffn 57 --sp off --vocab 257 --tied --recompute full"),
     (4, "--micro-batch 12 --tp 4 --kv-heads 1 --qkv-bias --qk-norm --tied --optimizer sgd"),
     (8, "--micro-batch 6 --tp 4 --zero 3 --kv-heads 2 --vocab 257 --recompute selective"),
     (2, "--micro-batch 12 --cp 2 --cp-style ring --recompute full --attention math --seq 21"),
@@ -85,7 +85,7 @@ MORE = [  # in the slow tier: axes of more ranks than pairs have, and what is be
     (8, "--micro-batch 6 --pp 8 --schedule 1f1b --layers 8 --tied"),
     (8, "--micro-batch 6 --pp 2 --tp 2 --zero 3 --schedule dualpipev --layers 4"),
     (8, "--micro-batch 12 --pp 2 --cp 2 --tp 2 --schedule zb-v --layers 5 --tied --recompute full"),
-    (4, f"--micro-batch 12 {MIXTRAL} --aux-over micro-batch --cp 2 --tp 2 --no-sp --ep 4 --recompute selective"),
+    (4, f"--micro-batch 12 {MIXTRAL} --aux-over micro-batch --cp 2 --tp 2 --sp off --ep 4 --recompute selective"),
     (8, f"--micro-batch 6 {MIXTRAL} --ep 8 --optimizer sgd"),
     (8, f"--micro-batch 6 {MIXTRAL} --ep 2 --zero 2 --dp-replicate 2"),
     (8, f"--micro-batch 3 {DEEPSEEK} --tp 2 --ep 8 --bucket-mb 0"),
@@ -99,8 +99,7 @@ MORE = [  # in the slow tier: axes of more ranks than pairs have, and what is be
 FIVE_DIMENSIONS = "--dp 2 --cp 2 --tp 2 --pp 2 --ep 4 --zero 1 --schedule zb-h1 --recompute selective"
 # Flags that must not change a result.
 NOT_THE_MODEL = ("--micro-batch", "--bucket-mb", "--attention", "--zero", "--dp-replicate", "--tp", "--recompute",
-                 "--cp", "--cp-style", "--pp", "--schedule", "--chunks", "--pp-group", "--ep", "--dp")
-NOR_ARE = ("--no-sp", "--async-tp", "--sp-keep")  # without a value
+                 "--sp", "--cp", "--cp-style", "--pp", "--schedule", "--chunks", "--pp-group", "--ep", "--dp")
 
 
 @cache
@@ -116,7 +115,7 @@ def model_flags(grid: str) -> str:
     for name in NOT_THE_MODEL:
         if name in words and not (name == "--micro-batch" and "--aux-over" in words):
             del words[words.index(name):words.index(name) + 2]
-    return " ".join(word for word in words if word not in NOR_ARE)
+    return " ".join(words)
 
 
 def compare(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: str) -> None:

@@ -36,7 +36,6 @@ run.checkpoint
 run.sampling
 model
 zero
-adamw
 dp
 tp
 cp
@@ -48,7 +47,6 @@ operations
 kernels
 recompute
 offload
-graphs
 groups
 run.data
 plan.memory
@@ -64,7 +62,7 @@ collectives
 run.meter
 bench.__init__ learn.__init__ plan.__init__ run.__init__
 """
-SHARED = {"collectives", "param", "operations", "recompute", "offload", "kernels", "flash", "fp8_kernels", "adamw",
+SHARED = {"collectives", "param", "operations", "recompute", "offload", "kernels", "flash", "fp8_kernels",
           "config"}
 TECHNIQUES = {"dp": set(), "zero": {"dp"}, "tp": set(), "cp": set(), "pp": {"schedules"}, "ep": set(),
               "fp8": set()}

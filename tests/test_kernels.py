@@ -178,37 +178,6 @@ def test_operands_need_not_be_contiguous():
             assert torch.equal(one, other)
 
 
-# ---- the largest number of a result ---------------------------------------------------------------------------------
-
-def test_kernels_store_the_largest_number_of_their_result(monkeypatch):
-    """Of results whose largest number is anywhere, negative ones too."""
-    monkeypatch.setattr(kernels, "EMITS_AMAX", True)
-    monkeypatch.setattr(kernels, "PROGRAMS", 3)
-    monkeypatch.setattr(kernels, "SWIGLU_BLOCK", 16)
-    x, weight, angle = numbers(7, 40), numbers(40), numbers(7, 1, 4)
-    for seed in range(3):
-        y, qkv = numbers(7, 40, seed=seed), [numbers(1, 7, heads, 8, seed=seed) for heads in (2, 1, 1)]
-        results = [kernels.rms_norm(y, weight, 1e-5), kernels.add_rms_norm(x, y, weight, 1e-5)[1],
-                   kernels.rms_norm_backward(x, y, y, weight, 1e-5)[0], kernels.swiglu(y),
-                   kernels.swiglu_backward(numbers(7, 20), y), kernels.rope_backward(*qkv, angle.cos(), angle.sin())]
-        for result in results:
-            assert torch.equal(kernels.known_amax(result), result.abs().max())
-    assert kernels.known_amax(x) is None
-    monkeypatch.setattr(kernels, "EMITS_AMAX", False)
-    assert kernels.known_amax(kernels.swiglu(x)) is None
-
-
-def test_the_largest_number_of_a_result_is_known_until_it_changes(monkeypatch):
-    monkeypatch.setattr(kernels, "EMITS_AMAX", True)
-    x = numbers(7, 40)
-    x[3, 5] = torch.nan
-    y = kernels.swiglu(x)
-    assert kernels.known_amax(y).isinf() and kernels.known_amax(y.detach().view(-1)) is not None
-    assert kernels.known_amax(y[:3]) is None  # a part of it
-    assert kernels.known_amax(y.mul_(2)) is None
-    assert kernels.known_amax(kernels.swiglu(x[:0])) is None  # there is none
-
-
 # ---- cross-entropy --------------------------------------------------------------------------------------------------
 
 def some_labels(T: int, V: int) -> torch.Tensor:
@@ -219,10 +188,8 @@ def some_labels(T: int, V: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("chunk", [1, 4, 100])
 @pytest.mark.parametrize("weighted, z_loss", [(False, 0.0), (True, 0.1)])
-def test_linear_cross_entropy(chunk, weighted, z_loss, monkeypatch):
-    """The incoming gradient is not 1, as forward has been told, and tokens have different weights. Programs may have
-    several rows."""
-    monkeypatch.setattr(kernels, "SOFTMAX_PROGRAMS", {1: 0, 4: 3, 100: 4}[chunk])
+def test_linear_cross_entropy(chunk, weighted, z_loss):
+    """The incoming gradient is not 1, as forward has been told, and tokens have different weights."""
     x, weight, labels = numbers(11, 8), numbers(37, 8, seed=1), some_labels(11, 37)
     weights = numbers(11, seed=2).exp() if weighted else None
     compare(lambda x, weight: kernels.linear_cross_entropy(x, weight, labels, weights, z_loss, chunk=chunk,
@@ -443,7 +410,6 @@ from ahead import only_compile
 x, weight = torch.zeros(8, 4096, dtype=torch.bfloat16), torch.ones(4096, dtype=torch.bfloat16)
 one = torch.ones(8)
 only_compile(kernels)
-kernels.EMITS_AMAX = True
 kernels.rms_norm(x, weight, 1e-5)
 kernels.add_rms_norm(x, x, weight, 1e-5)
 for kernels.STAGES in 1, 3:

@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from pool import slow
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.utils._python_dispatch import TorchDispatchMode
+from watch import reads_values
 
 import assemble
 import config
 import cp
 import train
 from bench import __main__ as bench
-from graphs import reads_values
 from plan import costs
 from run import checkpoint, faults, log
 from run.data import Samples

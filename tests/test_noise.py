@@ -86,7 +86,7 @@ def estimate(grid: str, left_out: str | None = None) -> dict:
 def test_every_grid_measures_the_same_noise(pool):
     want = pool.run(2, "test_noise:estimate", grid="--micro-batch 12")[0]  # which sets whose sequences are whose
     assert want["noise_trace"] > 0
-    for ranks, grid in (4, "--tp 2 --no-sp"), (4, "--pp 2"), (2, "--zero 1"):
+    for ranks, grid in (4, "--tp 2 --sp off"), (4, "--pp 2"), (2, "--zero 1"):
         for found in pool.run(ranks, "test_noise:estimate", grid=f"--micro-batch 12 {grid}"):
             assert found == pytest.approx(want, rel=1e-9)
 

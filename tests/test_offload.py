@@ -299,7 +299,7 @@ def test_the_demo_says_what_fits_in_gb_and_how_many_times_as_many_layers(monkeyp
 def test_inputs_of_blocks_are_offloaded_in_shards_with_and_without_sequence_parallelism():
     """Of 4 blocks' inputs, 2 stay; each rank of 2 has half of every one: 64 tokens of 32 numbers of 4 bytes."""
     flags = "--layers 4 --hidden 32 --heads 2 --ffn 32 --seq 64 --global-batch 1 --dtype fp32 --tp 2 --recompute full"
-    for sp in ("--sp", "--no-sp"):
+    for sp in ("--sp on", "--sp off"):
         needed = [sum(assemble.memory_of_rank(config.parse(f"{flags} {sp} --offload {what}".split(), 2), {}, fused=True)
                       .values()) for what in ("none", "activations")]
         assert needed[0] - needed[1] == (4 - 2) * 64 * 32 * 4 / 2

@@ -10,8 +10,6 @@ from program import python
 import config
 import cp
 import flash
-import fp8
-import kernels
 import operations
 import tp
 import train
@@ -64,21 +62,6 @@ def test_a_model_with_kernels_equals_one_without(monkeypatch, attention, flags, 
     for ours, plain in zip(got, want):
         assert (ours - plain).abs().max() < 1e-4 * plain.abs().max()
     assert max(grad.abs().max() for grad in want) > 0.01
-
-
-def test_fp8_reads_nothing_for_scales_that_kernels_have_stored(monkeypatch):
-    """Of the 12 tensors of a layer: the 4 weights, and attention's result. And the bits are the same."""
-    found, reads, vector_norm = [], [], torch.linalg.vector_norm
-    for module in (operations, tp, fp8):
-        monkeypatch.setattr(module, "uses_kernels", lambda x: True)
-    for emits in (False, True):
-        monkeypatch.setattr(kernels, "EMITS_AMAX", emits)
-        with monkeypatch.context() as patch:
-            reads.append([])
-            patch.setattr(torch.linalg, "vector_norm", lambda x, *a: reads[-1].append(x.shape) or vector_norm(x, *a))
-            found.append(gradients("--attention math --fp8 tensorwise --ffn 48"))
-    assert [len(shapes) for shapes in reads] == [2 * 12, 2 * 5]
-    assert all(torch.equal(one, other) for one, other in zip(*found))
 
 
 def on_ranks(flags: str) -> list[tuple]:

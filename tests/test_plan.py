@@ -85,7 +85,7 @@ def groups_of(grid, model, stage: int) -> dict:
 @pytest.mark.parametrize("flags, ranks", [
     ("--preset llama-3.2-1b --tp 2 --pp 2 --recompute selective", 8),
     ("--preset llama-3.1-8b --tp 2 --zero 3 --bucket-mb 100", 8),
-    ("--preset qwen2.5-0.5b --tp 2 --cp 2 --zero 2 --no-sp", 8),
+    ("--preset qwen2.5-0.5b --tp 2 --cp 2 --zero 2 --sp off", 8),
     ("--preset smollm-135m --pp 3 --schedule zb-h1 --moments bf16", 6),
     ("--preset mixtral-8x7b --tp 2 --ep 4 --zero 1 --pp 2 --schedule zb-v", 16),
     ("--preset qwen3-0.6b --fp8 tensorwise --pp 4 --schedule interleaved --zero 1", 8),
@@ -249,7 +249,7 @@ def test_the_bound_of_equal_stages_is_the_pipelines_formula(monkeypatch):
 
 
 @pytest.mark.parametrize("flags, nbytes, stride", [
-    ("--dp 2 --tp 4 --pp 2", 2 * 4096 * 4096 / 4, 8), ("--dp 2 --tp 4 --pp 2 --no-sp", 2 * 4096 * 4096, 8),
+    ("--dp 2 --tp 4 --pp 2", 2 * 4096 * 4096 / 4, 8), ("--dp 2 --tp 4 --pp 2 --sp off", 2 * 4096 * 4096, 8),
     ("--cp 2 --pp 4", 2 * 2048 * 4096, 4)])
 def test_a_hop_takes_what_sending_half_of_all_ranks_away_takes(flags, nbytes, stride):
     """Pessimistic: over the network, unless all stages are in one node."""
@@ -585,7 +585,7 @@ def test_what_experts_are_sent(flags, tp):
     assert stagetime.expert_parallel_part(dense, 0) == {} != stagetime.expert_parallel_part(dense, 1)
 
 
-@pytest.mark.parametrize("flags, stride", [("", 1), (" --no-sp", 8)])
+@pytest.mark.parametrize("flags, stride", [("", 1), (" --sp off", 8)])
 def test_expert_ranks_without_sequence_parallelism_are_as_far_apart_as_tensor_parallel_groups(flags, stride):
     run = run_for(f"--preset mixtral-8x7b --dp 2 --tp 8 --ep 2 --seq 4096 --global-batch 2 --micro-batch 1{flags}")
     copies = 2 * (1 - 6 / 28) * 4096 / 8  # C(4, 2) of C(8, 2) pairs of experts are on the other rank
@@ -629,7 +629,7 @@ def test_tokens_of_a_rank_are_padded_to_equal_shares():
     model = ("--layers 4 --hidden 48 --heads 6 --kv-heads 6 --ffn 96 --vocab 96 --seq 50 --global-batch 8 "
              "--micro-batch 2")
     assert run_for(f"{model} --cp 2 --tp 3").tokens == 2 * 60 / 2
-    assert run_for(f"{model} --cp 2 --tp 3 --no-sp").tokens == 2 * 52 / 2
+    assert run_for(f"{model} --cp 2 --tp 3 --sp off").tokens == 2 * 52 / 2
     assert run_for(f"{model} --dp 2").micro_batches == 2
 
 
@@ -638,7 +638,7 @@ def test_fp8_operands_of_experts_are_those_of_their_matrices(sp, tp):
     """Inputs of qkv, the output's, the shared and the routed experts' gate and up, and down; gradients of results.
     Column parallel layers take a rank's own tokens, row parallel ones its own channels."""
     model = "--preset tiny-moe --hidden 64 --heads 4 --kv-heads 2 --expert-ffn 48 --shared-experts 2 --top-k 2"
-    flags = f"{model} --dp 2 --tp {tp}" + ("" if sp else " --no-sp")
+    flags = f"{model} --dp 2 --tp {tp}" + ("" if sp else " --sp off")
     settings, own, q, kv = run_for(flags).settings, tp if sp else 1, 64 / tp, 32 / tp
     inputs = 64 / own + q + 2 / tp * (64 + 48) + 64 / own + 96 / tp
     gradients = (q + 2 * kv) + 64 + 2 / tp * (2 * 48 + 64) + 2 * 96 / tp + 64
@@ -954,7 +954,7 @@ def test_a_request_is_its_flags():
              "sp": False, "tied": True, "dtype": "fp16", "imbalance": 1.5, "seq": 2048, "kernels": None}
     run = plan.run_of(asked)
     grid = run.settings.grid
-    assert (grid.dp, grid.tp, grid.ep, grid.sp, run.settings.model.tied) == (4, 2, 4, False, True)
+    assert (grid.dp, grid.tp, grid.ep, grid.sp, run.settings.model.tied) == (4, 2, 4, "off", True)
     assert (run.imbalance, run.settings.precision.dtype, run.machine.name) == (1.5, "fp16", "h100")
     assert run.kernels == stagetime.Kernels() and plan.run_of(dict(preset="tiny")).settings.precision.dtype == "bf16"
     with pytest.raises(ValueError, match="--imbalance 0.5: must be at least 1"):

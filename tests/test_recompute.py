@@ -95,7 +95,7 @@ def test_sharded_checkpoints_send_a_tenth_of_what_tensor_parallelism_sends(pool)
     """Per layer, measured as what a third layer adds; in units of (n-1)/n, an all-reduce sends its bytes twice."""
     sent = []
     for layers in (2, 3):
-        calls = pool.run(4, "test_tp:step", flags=f"--recompute full --no-sp --tp 4 --layers {layers}")[0]["calls"]
+        calls = pool.run(4, "test_tp:step", flags=f"--recompute full --sp off --tp 4 --layers {layers}")[0]["calls"]
         sent.append({name: sum(call.bytes for call in calls if call.name == name)
                      for name in ("allreduce_", "_allgather_base_")})
     reduced, gathered = (sent[1][name] - sent[0][name] for name in sent[0])

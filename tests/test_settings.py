@@ -58,7 +58,7 @@ COMMUNICATED = {
     "chunks": ("--pp 2 --micro-batch 1 --layers 4 --schedule interleaved", "--chunks 1"),
     "pp_group": ("--pp 2 --micro-batch 1 --layers 4 --schedule interleaved", "--pp-group 4"),
     "ep": (MOE, "--ep 2"), "zero": ("", "--zero 2"), "dp_replicate": ("--zero 1", "--dp-replicate 2"),
-    "sp": ("--tp 2", "--no-sp"), "sp_keep": ("--tp 2", "--sp-keep"), "async_tp": ("--tp 2", "--async-tp"),
+    "sp,": ("--tp 2", "--sp off"), "sp": ("--tp 2", "--sp async"),
     "bucket_mb": ("", "--bucket-mb 0")}
 ELSEWHERE = {
     "offload": "test_offload.py::test_what_is_offloaded_is_on_the_host",
@@ -87,7 +87,6 @@ ELSEWHERE = {
     "grid": "test_plan.py::test_the_grid_that_is_chosen_is_the_best_one_that_was_found",
     "profile": "test_profiling.py::test_a_trace_names_phases_and_actions",
     "memory_snapshot": "test_profiling.py::test_what_cannot_be_written_is_refused_before_the_run",
-    "graph": "test_graphs.py::test_a_replayed_step_equals_an_executed_one",
     "timeout": "test_settings.py::test_collectives_wait_as_long_as_the_timeout_says"}
 
 

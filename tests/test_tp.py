@@ -257,11 +257,11 @@ def test_hidden_gathers_of_weight_gradients_raise_no_peak(monkeypatch, t, schedu
     assert hidden == peaks_of_weight_gradients() != []
 
 
-def gathers_of_a_split_backward(keep_gathered: bool, mode: str) -> list[int]:
+def gathers_of_a_split_backward(mode: str) -> list[int]:
     """How many all-gathers a pair of layers issues for its input gradients, and then for its weight gradients. mode: of
     recomputation."""
     group, recompute = dist.group.WORLD, Recompute(mode, 1, None)
-    how = TensorParallel(group, sequence=True, keep_gathered=keep_gathered)
+    how = TensorParallel(group, sequence=True)
     x, a, b = normal(4, 10).requires_grad_(), weight("a", (8, 10), 0, group), weight("b", (10, 8), 1, group)
     with recompute.scope():
         z = recompute(lambda x: tp.row(tp.column(x, a, tp=how), b, how), x).sum()
@@ -273,11 +273,10 @@ def gathers_of_a_split_backward(keep_gathered: bool, mode: str) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("keep_gathered, mode, want", [(False, "none", [1, 2]), (True, "none", [1, 1]),
-                                                       (False, "full", [2, 2])])
-def test_a_split_backward_gathers_the_output_gradient_twice(pool, keep_gathered, mode, want):
-    """For the inputs dZ, and X where it is recomputed; then dZ once more, and X unless --sp-keep has saved it."""
-    for counts in pool.run(2, "test_tp:gathers_of_a_split_backward", keep_gathered=keep_gathered, mode=mode):
+@pytest.mark.parametrize("mode, want", [("none", [1, 2]), ("full", [2, 2])])
+def test_a_split_backward_gathers_the_output_gradient_twice(pool, mode, want):
+    """For the inputs dZ, and X where it is recomputed; then both once more."""
+    for counts in pool.run(2, "test_tp:gathers_of_a_split_backward", mode=mode):
         assert counts == want
 
 
@@ -476,16 +475,15 @@ def calls_a_layer(pool, flags: str) -> dict[str, list[int]]:
 
 def test_a_layer_sends_what_the_papers_say(pool):
     whole = 2 * 24 * 48 * 8  # T H in fp64
-    assert calls_a_layer(pool, "--no-sp") == {"allreduce_": 4 * [whole]}
+    assert calls_a_layer(pool, "--sp off") == {"allreduce_": 4 * [whole]}
     gathers, scatters = "_allgather_base_", "_reduce_scatter_base_"
     # Sent of an all-reduce is 2 (n-1)/n, of a gather or scatter (n-1)/n: the same but for the two that save memory.
     for mode in ("none", "selective"):
         assert calls_a_layer(pool, f"--recompute {mode}") == {gathers: (4 + 2) * [whole], scatters: 4 * [whole]}
-    assert calls_a_layer(pool, "--sp-keep") == {gathers: 4 * [whole], scatters: 4 * [whole]}
     # A layer that runs again repeats neither its last sum nor, just before it is needed, a gather.
     assert calls_a_layer(pool, "--recompute full") == {gathers: (4 + 2) * [whole], scatters: (4 + 1) * [whole]}
     # Shared inputs: the sum after attention is repeated, and the input gathered (flat, hence not counted here).
-    assert calls_a_layer(pool, "--recompute full --no-sp") == {"allreduce_": (4 + 1) * [whole]}
+    assert calls_a_layer(pool, "--recompute full --sp off") == {"allreduce_": (4 + 1) * [whole]}
 
 
 def sampled(flags: str) -> tuple[torch.Tensor, int]:
@@ -509,7 +507,7 @@ def test_stages_of_tensor_parallel_ranks_sample_what_one_rank_does(pool):
         assert torch.equal(tokens, want) and counted == 0
 
 
-@pytest.mark.parametrize("n, flags", [(2, ""), (2, "--tied"), (2, "--no-sp"), (4, "--kv-heads 2 --async-tp")])
+@pytest.mark.parametrize("n, flags", [(2, ""), (2, "--tied"), (2, "--sp off"), (4, "--kv-heads 2 --sp async")])
 def test_no_rank_sees_a_row_of_logits(pool, n, flags):
     for i, seen in enumerate(pool.run(n, "test_tp:step", flags=f"--tp {n} --layers 1 --vocab 4001 {flags}")):
         part = shard_slice(4001, n, i)
@@ -518,8 +516,8 @@ def test_no_rank_sees_a_row_of_logits(pool, n, flags):
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("attention", ["auto", pytest.param("math", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("n, flags", [(1, ""), (1, "--qk-norm"), (2, ""), (2, "--sp-keep"), (2, "--no-sp"),
-                                      (2, "--kv-heads 1 --qk-norm --no-sp"), *slow((8, "--kv-heads 2"))])
+@pytest.mark.parametrize("n, flags", [(1, ""), (1, "--qk-norm"), (2, ""), (2, "--sp off"),
+                                      (2, "--kv-heads 1 --qk-norm --sp off"), *slow((8, "--kv-heads 2"))])
 def test_a_rank_keeps_what_the_formula_says(pool, n, flags, recompute, attention):
     """To the byte, as storages that live between forward and backward. But written-out attention's output for a rank's
     only head is a view of what selective recomputation makes again."""
@@ -541,9 +539,9 @@ def test_a_context_parallel_rank_keeps_its_part(pool, n, flags, recompute):
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("n, flags", [(1, "--router sigmoid"), (2, "--ep 2"), (2, "--tp 2 --no-sp"),
+@pytest.mark.parametrize("n, flags", [(1, "--router sigmoid"), (2, "--ep 2"), (2, "--tp 2 --sp off"),
                                       (2, "--tp 2 --ep 2 --shared-experts 2 --dense-layers 1"),
-                                      *slow((4, "--tp 2 --ep 4"), (4, "--tp 4 --no-sp"))])
+                                      *slow((4, "--tp 2 --ep 4"), (4, "--tp 4 --sp off"))])
 def test_ranks_keep_what_the_formula_says_of_experts(pool, n, flags, recompute):
     """On average, as some get more tokens than others; besides, prices and ends, a few numbers a layer, and three for
     each copy of a token that is sent beyond those that random choices make."""
@@ -560,13 +558,14 @@ def test_ranks_keep_what_the_formula_says_of_experts(pool, n, flags, recompute):
     assert saved == pytest.approx(formula + few, abs=1)
 
 
-@pytest.mark.parametrize("n, flags", [(1, ""), (2, "--qkv-bias"), (2, "--no-sp --qk-norm"), *slow((4, "--kv-heads 2"))])
+@pytest.mark.parametrize("n, flags", [(1, ""), (2, "--qkv-bias"), (2, "--sp off --qk-norm"),
+                                      *slow((4, "--kv-heads 2"))])
 @pytest.mark.parametrize("attention", ["auto", pytest.param("math", marks=pytest.mark.slow)])
 def test_recomputation_changes_no_bit_and_adds_the_flops_it_says(pool, n, flags, attention):
     flags_of = {mode: f"--tp {n} --layers 3 --recompute {mode} --attention {attention} {flags}"
                 for mode in ("none", "selective", "full")}
     results = {mode: pool.run(n, "test_tp:step", flags=flags) for mode, flags in flags_of.items()}
-    model = config.parse(f"{SHAPE} {flags}".replace("--no-sp", "").split()).model
+    model = config.parse(f"{SHAPE} {flags}".replace("--sp off", "").split()).model
     for mode in ("selective", "full"):
         for plain, again in zip(results["none"], results[mode]):
             assert all(torch.equal(a, b) for a, b in zip(plain["grads"], again["grads"]))

@@ -93,7 +93,7 @@ def test_every_grid_of_experts_trains_evaluates_and_samples_as_one_process(pool,
              f"--val-data {ROOT}/pp.py --dtype fp64 --steps 4 --lr 0.01 --global-batch 8 --eval-every 2 --eval-steps 1 "
              "--sample import")
     for i, (ranks, grid) in enumerate([(1, "--micro-batch 2"), (2, "--ep 2 --recompute full"),
-                                       (2, "--tp 2 --no-sp --ep 2 --micro-batch 2"),
+                                       (2, "--tp 2 --sp off --ep 2 --micro-batch 2"),
                                        (4, "--cp 2 --ep 4 --zero 3"), (2, "--pp 2 --micro-batch 2"),
                                        (1, "--micro-batch 4 --dense-layers 1"),
                                        (4, "--pp 2 --ep 2 --micro-batch 2 --dense-layers 1")]):
@@ -299,7 +299,7 @@ def test_the_first_lines_count_what_a_rank_holds():
     ("--tp 2 --pp 2 --schedule interleaved --zero 1 --layers 4", "pp 2 x dp 2 x cp 1 x tp 2, zero 1: a rank holds 2 of "
      "4 stages (interleaved), of these 1/2 of every layer and 1/2 of the tokens between layers, 1/2 of its optimizer "
      "state, and reads 1/2 of the sequences"),
-    ("--cp 2 --tp 2 --no-sp", "pp 1 x dp 2 x cp 2 x tp 2, zero 0: a rank holds 1/2 of every layer and all tokens "
+    ("--cp 2 --tp 2 --sp off", "pp 1 x dp 2 x cp 2 x tp 2, zero 0: a rank holds 1/2 of every layer and all tokens "
      "between layers, and reads 1/2 of the sequences, 1/2 of each sequence"),
     ("--cp 8 --zero 2", "pp 1 x dp 1 x cp 8 x tp 1, zero 2: a rank holds the whole model, 1/8 of its gradients, "
      "optimizer state, and reads 1/8 of each sequence"),

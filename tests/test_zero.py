@@ -306,7 +306,7 @@ LATE = [(4, "--zero 3 --dp-replicate 2"), (2, "--zero 2"), (2, "--cp 2 --cp-styl
         (4, "--micro-batch 6 --pp 2 --zero 3 --schedule dualpipev --layers 4"),
         (4, "--pp 2 --tp 2 --schedule zb-h1"), (4, "--pp 2 --cp 2 --schedule afab --cp-style ring"),
         (4, f"{MIXTRAL} --pp 2 --ep 2 --schedule zb1p --layers 4 --zero 2 --micro-batch 6"),
-        (2, "--cp 2"), (2, "--tp 2"), (2, "--tp 2 --async-tp"), (2, f"{MIXTRAL} --tp 2 --ep 2"),
+        (2, "--cp 2"), (2, "--tp 2"), (2, "--tp 2 --sp async"), (2, f"{MIXTRAL} --tp 2 --ep 2"),
         (4, f"{MIXTRAL} --cp 2 --ep 2 --zero 3"), (2, "--cp 2 --cp-style ulysses --zero 1"),
         (4, "--tp 2 --zero 3 --recompute full")]
 

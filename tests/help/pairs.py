@@ -10,8 +10,7 @@ FEATURES = {
     "zero": {"0": "", "1": "--zero 1", "2": "--zero 2", "3": "--zero 3"},
     "replicas": {"1": "", "2": "--dp-replicate 2"},
     "cp": {"none": "", "allgather": "--cp 2", "ring": "--cp 2 --cp-style ring", "ulysses": "--cp 2 --cp-style ulysses"},
-    "tp": {"none": "", "sp": "--tp 2", "no sp": "--tp 2 --no-sp", "async": "--tp 2 --async-tp",
-           "keep": "--tp 2 --sp-keep"},
+    "tp": {"none": "", "sp": "--tp 2", "no sp": "--tp 2 --sp off", "async": "--tp 2 --sp async"},
     "schedule": {"none": "", **{name: f"--pp 2 --layers 4 --schedule {name}" for name in (
         "afab", "1f1b", "interleaved", "zb-h1", "zb1p", "zb-v", "dualpipev")}},
     "experts": {"none": "", "ep 1": "", "edp 1": "", "edp 2": ""},
@@ -32,7 +31,6 @@ EXACT = {"dtype": "fp64", "fp8": "none", "moments": "auto"}  # what can be compa
 IMPOSSIBLE = {
     (("zero", "0"), ("replicas", "2")),
     (("tp", "async"), ("fp8", "tensorwise")), (("tp", "async"), ("fp8", "blockwise")),
-    (("tp", "keep"), ("fp8", "tensorwise")), (("tp", "keep"), ("fp8", "blockwise")),
     *((("dtype", dtype), ("fp8", fp8)) for dtype in ("fp64", "fp16") for fp8 in ("tensorwise", "blockwise")),
     (("dtype", "fp64"), ("moments", "bf16")), (("optimizer", "sgd"), ("moments", "bf16")),
 }
