@@ -1,4 +1,4 @@
-"""Collectives with async handles, byte counters and autograd wrappers: all communication of the project.
+"""The groups of the grid, and collectives with async handles, byte counters and autograd wrappers: all communication.
 
 Three mistakes that torch.distributed does not report, and what this file does about them:
 - `all_reduce(x.contiguous())` may leave its result in a copy of x. Here a tensor that is not contiguous is an error.
@@ -31,13 +31,17 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from einops import rearrange
+
+from schedules import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -346,6 +350,77 @@ def link(group: Group, source: int, target: int) -> dict:
     return {"group": pair, end: 1 - pair.rank()}
 
 
+# ---- what waits in the host's memory (--offload) --------------------------------------------------------------------
+#
+# Saves: optimizer: the master weights and the moments, 12 of the 18 bytes per parameter in bf16. activations: the
+#        inputs of blocks, which are all that full recomputation saves; two of them stay on the GPU.
+# Costs: optimizer: per step and parameter 4 bytes to the host, 2 back, and an update by the CPU, which moves 34 bytes
+#        of the host's memory; 18 bytes of it are needed (12 of state, 4 of gradient, 2 of weights). activations: 2 H
+#        bytes per token and block to the host, and back.
+# Stops helping when: the GPU waits too long for the CPU's update, during which it computes nothing; or copying a
+#        block's input takes longer than the forward or backward of a block, beside which it is copied.
+#
+# Buckets (zero.py, `start_offload` and `update_weights`) and recompute.py's `CheckpointArena` start the copies.
+#
+#     optimizer     GPU     ... backward │ norm, clip │                                       │ next forward
+#                   to host              │        g0 ↓  g1 ↓  g2 ↓                            │
+#                   CPU                  │              AdamW 0   AdamW 1   AdamW 2           │
+#                   to GPU               │                        w0 ↑      w1 ↑      w2 ↑    │
+#
+#     activations   GPU     forward 1   forward 2   forward 3           backward 3   backward 2   backward 1
+#                   to host x1 ↓        x2 ↓        x3 ↓
+#                   to GPU                                      x3 ↑    x2 ↑         x1 ↑
+#
+# A copy begins when the kernels launched before it, and the copies before it in its direction, are done; a block's
+# input comes back after it has been saved. It does so while the backward of the block after it runs, one block ahead:
+# so two are on the GPU at once. Gradients leave bucket by bucket, while the CPU updates the bucket before.
+#
+# Ren et al. 2021 (ZeRO-Offload: the optimizer on the CPU); Rajbhandari et al. 2020 (ZeRO, section 6: P_a+cpu).
+
+class Copied:
+    """A copy that was made at once, on a CPU; on GPUs a torch.cuda.Event is in its place."""
+
+    def wait(self) -> None:
+        """Let kernels that are launched from now on wait for it."""
+
+    def synchronize(self) -> None:
+        """Let the host wait for it."""
+
+
+@cache
+def stream_of(device: torch.device, to_host: bool) -> torch.cuda.Stream:
+    """The one that all copies in this direction share."""
+    return torch.cuda.Stream(device)
+
+
+class CopyStreams:
+    """Copies between a device and the memory of the host, which is the same on a CPU; a stream for each direction, as
+    the link carries both at once. The host's memory is pinned, because only from there the copy engine reads while the
+    CPU goes on; `record_stream` keeps the allocator from reusing a tensor's memory before its copy has ended."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def zeros(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory of the host, filled with zeros."""
+        return torch.zeros(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
+
+    def start(self, target: torch.Tensor, source: torch.Tensor,
+              after: "Copied | torch.cuda.Event | None" = None) -> "Copied | torch.cuda.Event":
+        """Start to copy to or from the host, after the kernels that have been launched so far and the copy `after`."""
+        if self.device.type != "cuda":
+            target.copy_(source)
+            return Copied()
+        stream = stream_of(self.device, to_host=source.is_cuda)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            if after:
+                after.wait()
+            target.copy_(source, non_blocking=True)
+            (source if source.is_cuda else target).record_stream(stream)
+            return stream.record_event()
+
+
 # ---- objects and errors ----------------------------------------------------------------------------------------------
 
 def host_group(timeout_s: float) -> Group:
@@ -465,6 +540,114 @@ class AllToAll__AllToAll(torch.autograd.Function):
     def backward(ctx, grad):
         return exchange_rows(grad, ctx.input_splits, ctx.output_splits, ctx.group), None, None, None
 
+
+# ---- the grid: which ranks share an axis ----------------------------------------------------------------------------
+#
+# RANKS is an einops pattern that numbers the ranks. Its last name varies fastest: tensor parallel ranks (kv x copy)
+# have consecutive numbers, pipeline ranks are furthest apart. AXIS_GROUPS arranges the ranks as matrices
+# [groups, members]:
+#
+#     pp          the ranks of one pipeline
+#     data        all ranks with different tokens: --dp x --cp
+#     replicate   hybrid sharding: ranks that have the same shard, --dp-replicate of them
+#     dp          the ranks that ZeRO shards over: --dp / --dp-replicate x --cp
+#     cp          the ranks with shards of the same sequences
+#     tp          the ranks with shards of the same layers; if they are more than the key and value heads, also:
+#     kv, kv_copy    one rank per head, and the ranks with copies of the same head
+#     ep, edp     the same ranks divided for experts: an ep group has each expert once, an edp group copies of the same
+#     tie         the first and the last pipeline rank, which share a tied embedding
+#     world       all ranks
+#
+# With NCCL each process group has a communicator with buffers, and a stream that executes its work in order. So few are
+# made: one call makes all groups of an axis, and axes with the same members share a group unless both have TRAFFIC, of
+# different kinds. (While gradients are reduced, backward goes on to communicate over cp, tp and ep.)
+#
+# Pipeline transfers need the opposite: a receive that waits for its sender must not block any other. So each directed
+# pair of ranks that communicate has its own group, a link. One call makes the links of all pairs without a common rank:
+# 2 calls for two ranks, 4 for a chain, 4 or 6 for a ring.
+
+RANKS = "(pp replicate shard cp kv copy)"
+AXIS_GROUPS = {
+    "pp": "(replicate shard cp kv copy) pp",
+    "data": "(pp kv copy) (replicate shard cp)",
+    "replicate": "(pp shard cp kv copy) replicate",
+    "dp": "(pp replicate kv copy) (shard cp)",
+    "cp": "(pp replicate shard kv copy) cp",
+    "tp": "(pp replicate shard cp) (kv copy)",
+    "kv": "(pp replicate shard cp copy) kv",
+    "kv_copy": "(pp replicate shard cp kv) copy",
+}
+EXPERT_RANKS, EXPERT_GROUPS = "(pp replicate edp ep)", {"edp": "(pp replicate ep) edp", "ep": "(pp replicate edp) ep"}
+AXES = ("world", "pp", "tie", "data", "replicate", "dp", "cp", "tp", "kv", "kv_copy", "ep", "edp")
+TRAFFIC = {"dp": "gradients", "edp": "gradients", "cp": "keys", "tp": "activations", "ep": "tokens"}  # rest: scalars
+
+
+def build_groups(grid, model, timeout_s: float = 600) -> Groups:
+    """Axis -> this rank's group, None where the group has one rank. Every rank must call this, with equal arguments.
+    grid, model: a config.Grid and a config.Model."""
+    groups: Groups = dict.fromkeys(AXES)
+    if not dist.is_initialized():
+        return groups
+    made = []  # per call: the ranks of all groups that it makes, this rank's group, the kind of traffic on it or None
+    for axis, members in members_of_axes(grid, model, dist.get_world_size()).items():
+        if max(map(len, members)) == 1:
+            continue
+        traffic = TRAFFIC.get(axis)
+        entry = next((e for e in made if e["ranks"] == members and (not traffic or e["kind"] in (None, traffic))), None)
+        if not entry:
+            group = create_groups(members, timeout_s) if made else dist.group.WORLD  # "world" is the first axis
+            entry = dict(ranks=members, group=group, kind=None)
+            made.append(entry)
+        entry["kind"] = traffic or entry["kind"]
+        links = connect(members, pairs_of(grid), timeout_s) if axis == "pp" else {}
+        groups[axis] = entry["group"] and AxisGroup(axis, entry["group"], links)
+    return groups
+
+
+def members_of_axes(grid, model, world: int) -> dict[str, list[list[int]]]:
+    """Axis -> a list of the ranks of each of its groups; "world" comes first. An axis's groups cover all ranks."""
+    ranks, heads = torch.arange(world), min(grid.tp, model.kv_heads)
+    lengths = dict(pp=grid.pp, replicate=grid.dp_replicate, cp=grid.cp, kv=heads, copy=grid.tp // heads)
+    matrices = {axis: rearrange(ranks, f"{RANKS} -> {pattern}", **lengths) for axis, pattern in AXIS_GROUPS.items()
+                if axis not in ("kv", "kv_copy") or grid.tp > model.kv_heads}
+    if model.experts:
+        lengths = dict(pp=grid.pp, replicate=grid.dp_replicate, ep=grid.ep)
+        matrices |= {axis: rearrange(ranks, f"{EXPERT_RANKS} -> {pattern}", **lengths)
+                     for axis, pattern in EXPERT_GROUPS.items()}
+    members = {"world": [list(range(world))]} | {axis: matrix.tolist() for axis, matrix in matrices.items()}
+    if grid.pp > 1 and not SCHEDULES[grid.schedule].v_shaped:  # else one rank has the first and the last stage
+        members["tie"] = []
+        for pipeline in members["pp"]:
+            members["tie"] += [[pipeline[0], pipeline[-1]]] + [[r] for r in pipeline[1:-1]]
+    return members
+
+
+def pairs_of(grid) -> list[tuple[int, int]]:
+    """(sender, receiver) of all transfers of a pipeline: activations in one direction, their gradients in the other."""
+    p = grid.pp
+    chain = [(r, r + 1) for r in range(p - 1)]
+    if grid.chunks > 1 and not SCHEDULES[grid.schedule].v_shaped and p > 2:
+        chain.append((p - 1, 0))  # from the last rank's chunk to the next chunk of the first
+    return [pair for a, b in chain for pair in ((a, b), (b, a))]
+
+
+def connect(pipelines: list[list[int]], pairs: list[tuple[int, int]],
+            timeout_s: float) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """This rank's links: (sender, receiver) -> process group, for each pair that this rank is in."""
+    rounds = [[] for _ in pairs]  # each pair joins the first round in which both of its ranks are free
+    for pair in pairs:
+        next(busy for busy in rounds if not any(set(pair) & set(other) for other in busy)).append(pair)
+    me, links = dist.get_rank(), {}
+    for together in filter(None, rounds):
+        alone = [(r,) for r in range(len(pipelines[0])) if not any(r in pair for pair in together)]
+        members = [[ranks[r] for r in part] for ranks in pipelines for part in together + alone]
+        group = create_groups(members, timeout_s)
+        for ranks in pipelines:
+            links |= {(a, b): group for a, b in together if me in (ranks[a], ranks[b])}
+    return links
+
+
+# ---- what `python FILE.py` does -------------------------------------------------------------------------------------
 
 def run_demo(demo: Callable[[Group], None], ranks: int = 1) -> None:
     """What `python FILE.py` does: run the demo, with one thread per process, on the ranks that torchrun started, or

@@ -65,10 +65,8 @@ Micikevicius et al. 2022 (FP8 formats for deep learning); DeepSeek-AI 2024 (V3: 
 2024 (Scaling FP8 training to trillion-token LLMs); NVIDIA Transformer Engine (rowwise, columnwise).
 Shapes: T tokens, K the dimension of a sum, N rows of a weight, t tensor parallel ranks, e experts, R rows, C columns.
 """
-import importlib
 from collections.abc import Callable
 from itertools import accumulate
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -79,17 +77,13 @@ from torch.autograd import Function
 
 from collectives import MAX, Group, all_reduce, run_demo
 from config import FP8_RECIPES
+from operations import load_kernels
 from param import acc_dtype, accumulate_grad, is_deferred, stacked_weight
 from recompute import is_cheap
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCK = 128
 SMALLEST = 2.0 ** -100  # an amax is taken to be at least this, so that scales and their reciprocals are normal numbers
-
-
-def load_fp8_kernels() -> ModuleType:
-    """Import fp8_kernels.py when it is first needed: it imports Triton, which machines without a GPU may lack."""
-    return importlib.import_module("fp8_kernels")
 
 
 # ---- formats and scaling --------------------------------------------------------------------------------------------
@@ -154,7 +148,7 @@ def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None, pow2: b
     x 128 blocks, and T and K must be multiples of 128. On a GPU one kernel reads x once.
     """
     if x.is_cuda:
-        copies = load_fp8_kernels().quantise(x, dtype, scale, SMALLEST, pow2, rowwise, columnwise, tiles)
+        copies = load_kernels().quantise(x, dtype, scale, SMALLEST, pow2, rowwise, columnwise, tiles)
         return tuple(None if copy is None else Quantised(*copy) for copy in copies)
     if scale is None and not tiles:
         return (quantise_blocks(x, dtype, pow2) if rowwise else None,

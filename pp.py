@@ -18,7 +18,7 @@ What is easily got wrong:
 - The loss is divided once, in the last stage, by the number of tokens of the global batch; no stage scales gradients.
 - Two ranks must issue their transfers in the same order, or both wait for ever: `lower` enters both ends at once.
 - A receive holds up all later work of its process group until its sender comes: each directed pair of ranks that
-  exchanges has a group of its own (groups.py). With one for all, an interleaved step of 8 ranks, two model chunks per
+  exchanges has a group of its own. With one for all, an interleaved step of 8 ranks, two model chunks per
   rank and 16 micro-batches takes 44% longer, by simulation.
 - Only the next stage needs a stage's output: the engine saves its edge in the graph alone and frees the output.
 - I is a backward in which param.py queues the weight gradients; W computes those in the queue.

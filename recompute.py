@@ -58,8 +58,7 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
-from collectives import Group, all_gather, rank, run_demo, size
-from offload import Copied, CopyStreams
+from collectives import Copied, CopyStreams, Group, all_gather, rank, run_demo, size
 
 # ---- full -----------------------------------------------------------------------------------------------------------
 
@@ -268,7 +267,7 @@ def is_cheap(x: torch.Tensor) -> bool:
 
 class Recompute:
     """--recompute. mode: "none", "selective" or "full". For "full": slots: the most block inputs saved at once; group:
-    ranks that hold the same inputs; offload: save them in the host's memory (offload.py). The first call raises
+    ranks that hold the same inputs; offload: save them in the host's memory (collectives.py). The first call raises
     ValueError if they cannot share one equally."""
 
     def __init__(self, mode: str, slots: int = 1, group: Group = None, offload: bool = False):

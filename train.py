@@ -37,10 +37,9 @@ import assemble
 import collectives
 import config
 from checks import need
-from collectives import Groups, HostCopy, all_reduce, rank, size
+from collectives import Groups, HostCopy, all_reduce, build_groups, rank, size
 from cp import shard_sequences
 from ep import update_biases
-from groups import build_groups
 from model import Llama
 from param import IGNORED, acc_dtype
 from pp import named

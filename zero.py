@@ -62,6 +62,8 @@ from torch.optim.adamw import adamw as torch_adamw
 from torch.optim.sgd import sgd
 
 from collectives import (
+    Copied,
+    CopyStreams,
     Group,
     Groups,
     Pending,
@@ -75,7 +77,6 @@ from collectives import (
 )
 from config import padded_elements
 from dp import Bucket, DataParallel, Units
-from offload import Copied, CopyStreams
 from param import Box, Source, Spec, box_shape, boxes, draw, is_first_replica, parameter, shard_slice
 
 # ---- a bucket and this rank's shard of it ---------------------------------------------------------------------------
@@ -373,7 +374,7 @@ class Optimizer(DataParallel):
     moments_dtype: of what the rule remembers; None: the accumulation dtype. reduce_dtype: in which gradients are sent
     and summed over ranks; None: the accumulation dtype, in which micro-batches are always summed. last_unit: its
     backward follows its forward at once (the head), so its weights stay unsharded in between. offload: what the rule
-    remembers and the master weights are on the host, whose CPU updates them (offload.py).
+    remembers and the master weights are on the host, whose CPU updates them (collectives.py).
     """
 
     def __init__(self, units: Units, groups: Groups, *, bucket_mb: float = 25.0, level: int = 0, rule: str = "adamw",

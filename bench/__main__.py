@@ -57,11 +57,10 @@ import train
 from bench import all as bench_all
 from bench import growth as bench_growth
 from checks import need
-from collectives import Group, rank, size
+from collectives import Group, build_groups, rank, size
 from config import CP_STYLES
 from cp import attention_by_window
 from ep import GroupedExperts, Router, combine, dispatch, make_routing_info
-from groups import build_groups
 from param import Spec, draw, parameter
 from pp import Engine
 from run import checkpoint

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import assemble
 import config
 import train
-from groups import build_groups
+from collectives import build_groups
 from plan import costs
 from run import dryrun
 

@@ -25,8 +25,7 @@ import assemble
 import collectives
 import config
 from checks import need
-from collectives import Group, rank, size
-from groups import build_groups
+from collectives import Group, build_groups, rank, size
 from learn import collectives as ring
 from plan import costs
 

@@ -29,8 +29,8 @@ import ep
 import schedules
 import train
 from checks import need
+from collectives import build_groups
 from cp import own_chunks
-from groups import build_groups
 from plan import __main__ as plan
 from plan import costs, search
 from plan import time as estimate

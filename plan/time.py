@@ -6,7 +6,7 @@ A step is, on each rank,
     communication      of the data axis, as far as it is not hidden under a backward; all other axes' is in the stages
     a tied table       its gradient is summed over the first and the last stage
     the optimizer      reads and writes 40 bytes per parameter, 16 of them AdamW's moments in fp32; with --offload 22 on
-                       the GPU and 34 on the host, see offload.py
+                       the GPU and 34 on the host, see zero.py
 
 Memory is that of plan/memory.py, for the pipeline rank that needs most; other codes save more, see stagetime.Kernels.
 
@@ -160,7 +160,7 @@ def bound_seconds(run: Run, sums: list[Seconds]) -> tuple[float, list[float]]:
 
 def update_seconds(run: Run, buckets: list[float]) -> float:
     """Of the optimizer's update of so many parameters per bucket. If the host has its state, gradients are copied there
-    while it updates those that have arrived, and weights are copied back at the same time (offload.py)."""
+    while it updates those that have arrived, and weights are copied back at the same time (collectives.py)."""
     moments, machine = 2 * moment_bytes(run), run.machine
     if not run.settings.precision.offloads("optimizer"):
         return run.memory((24 + moments) * sum(buckets))

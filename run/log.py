@@ -19,8 +19,7 @@ from tqdm import tqdm
 import config
 from assemble import DTYPES, memory_of_rank
 from checks import METRIC
-from collectives import Groups, rank, size
-from groups import AXES
+from collectives import AXES, Groups, rank, size
 from param import Spec, is_first_replica
 from plan import costs
 from plan.memory import format_bytes

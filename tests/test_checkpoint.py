@@ -29,7 +29,7 @@ import assemble
 import collectives
 import config
 import train
-from groups import build_groups
+from collectives import build_groups
 from plan import search
 from run import checkpoint, job, sampling
 from run.data import Corpus, codec_of

@@ -353,7 +353,7 @@ def test_numbers_of_a_gpu_are_copied_to_pinned_memory_and_waited_for_when_they_a
     assert seen[3:] == [calls[0]]  # as a watchdog sees it: what was called before the copy
 
 
-@pytest.mark.parametrize("file", ["zero.py", "offload.py", "learn.journey"])
+@pytest.mark.parametrize("file", ["zero.py", "learn.journey"])
 def test_a_file_without_flags_refuses_them_and_explains_itself(file):
     words, path = ([file], file) if file.endswith(".py") else (["-m", file], file.replace(".", "/") + ".py")
     wrong = python(*words, "--pp", "2")

@@ -21,8 +21,7 @@ import collectives
 import config
 import ep
 import train
-from collectives import Pending
-from groups import build_groups
+from collectives import Pending, build_groups
 from plan import costs
 from run import dryrun
 from run.meter import Meter, Storage

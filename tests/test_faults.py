@@ -37,7 +37,7 @@ import assemble
 import collectives
 import config
 import train
-from groups import build_groups
+from collectives import build_groups
 from run import checkpoint, faults, job
 from test_checkpoint import saved, tensors
 

@@ -11,7 +11,7 @@ from functools import cache, partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
-os.environ["TRITON_INTERPRET"] = "1"  # before fp8_kernels defines its kernels
+os.environ["TRITON_INTERPRET"] = "1"  # before kernels.py defines its kernels
 
 import grids
 import pytest
@@ -27,7 +27,7 @@ import assemble
 import collectives
 import config
 import fp8
-import fp8_kernels
+import kernels
 import param
 import tp
 import train
@@ -78,7 +78,7 @@ def emulated(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, recipe: fp8.Rec
 
 
 def by_the_kernel(x, dtype, scale=None, pow2=False, rowwise=True, columnwise=True, tiles=False):
-    both = fp8_kernels.quantise(x, dtype, scale, SMALLEST, pow2, rowwise, columnwise, tiles)
+    both = kernels.quantise(x, dtype, scale, SMALLEST, pow2, rowwise, columnwise, tiles)
     return tuple(None if one is None else Quantised(*one) for one in both)
 
 
@@ -564,14 +564,14 @@ def test_the_kernel_quantises_as_torch_does(format, T, K):
     x[0, :3] = torch.tensor([0.0, 1e-42, -1e-42])
     for pow2 in (False, True):
         for scale in (None, fp8.scale_of(x.abs().max() / 3, format, pow2)):  # a third: what does not fit is clamped
-            both = fp8_kernels.quantise(x, format, scale, SMALLEST, pow2)
+            both = kernels.quantise(x, format, scale, SMALLEST, pow2)
             assert all(map(same, both, quantise(x, format, scale, pow2)))
         if T % BLOCK == 0:  # as weights are
-            both = fp8_kernels.quantise(x, format, None, SMALLEST, pow2, tiles=True)
+            both = kernels.quantise(x, format, None, SMALLEST, pow2, tiles=True)
             assert all(map(same, both, quantise(x, format, pow2=pow2, tiles=True)))
-    rows, nothing = fp8_kernels.quantise(x, format, None, SMALLEST, columnwise=False)
+    rows, nothing = kernels.quantise(x, format, None, SMALLEST, columnwise=False)
     assert nothing is None and same(rows, quantise(x, format)[0])
-    nothing, columns = fp8_kernels.quantise(x, format, None, SMALLEST, rowwise=False)
+    nothing, columns = kernels.quantise(x, format, None, SMALLEST, rowwise=False)
     assert nothing is None and same(columns, quantise(x, format)[1])
 
 
@@ -579,21 +579,21 @@ def test_the_kernel_quantises_as_torch_does(format, T, K):
 def test_with_one_scale_the_kernel_needs_no_whole_tiles_and_no_rows(T, K):
     """Nor rows that are contiguous."""
     x, scale = normal(K, T, dtype=torch.float32).t(), torch.tensor(0.005)
-    assert all(map(same, fp8_kernels.quantise(x, E4M3, scale, SMALLEST), quantise(x, E4M3, scale)))
-    assert T or all(map(same, fp8_kernels.quantise(x, E4M3, None, SMALLEST), quantise(x, E4M3)))
+    assert all(map(same, kernels.quantise(x, E4M3, scale, SMALLEST), quantise(x, E4M3, scale)))
+    assert T or all(map(same, kernels.quantise(x, E4M3, None, SMALLEST), quantise(x, E4M3)))
 
 
 def test_the_kernel_quantises_experts_in_one_copy():
     x = normal(256, 384, dtype=torch.float32)
-    rows, nothing = fp8_kernels.quantise(x, E4M3, None, SMALLEST, columnwise=False, tiles=True)
+    rows, nothing = kernels.quantise(x, E4M3, None, SMALLEST, columnwise=False, tiles=True)
     assert nothing is None and same(rows, quantise(x, E4M3, tiles=True)[0])
 
 
 def test_the_kernel_refuses_blocks_that_are_not_whole():
     with pytest.raises(ValueError, match="128 x 100 has no blocks of 128"):
-        fp8_kernels.quantise(torch.ones(128, 100), E4M3, None, SMALLEST)
+        kernels.quantise(torch.ones(128, 100), E4M3, None, SMALLEST)
     with pytest.raises(ValueError, match="100 x 128 has no blocks of 128 x 128"):
-        fp8_kernels.quantise(torch.ones(100, 128), E4M3, None, SMALLEST, tiles=True)
+        kernels.quantise(torch.ones(100, 128), E4M3, None, SMALLEST, tiles=True)
 
 
 def test_weights_side_by_side_in_a_buffer_are_quantised_without_a_copy(monkeypatch):
@@ -615,7 +615,7 @@ def test_weights_side_by_side_in_a_buffer_are_quantised_without_a_copy(monkeypat
 
 AHEAD = """
 import json
-import fp8_kernels as kernels
+import kernels
 from ahead import ahead
 
 made = {}
@@ -656,7 +656,7 @@ def test_casts_are_one_instruction(compiled):
 
 def test_a_form_is_read_and_written_16_bytes_at_once(compiled):
     for name, used in compiled.items():
-        width, num_warps = fp8_kernels.SHAPES[name.split(maxsplit=2)[2]]
+        width, num_warps = kernels.SHAPES[name.split(maxsplit=2)[2]]
         moves = 128 * width // (32 * num_warps) // 8  # of 8 numbers of 16 bits, or 16 of 8 bits in two copies
         assert re.findall(r"ld\.global\S*", used["ptx"]).count("ld.global.v4.b32") == moves
         assert re.findall(r"st\.global\S*", used["ptx"]).count("st.global.v4.b32") == moves

@@ -41,28 +41,26 @@ tp
 cp
 pp
 ep
-fp8 fp8_kernels
+fp8
 flash
 operations
 kernels
 recompute
-offload
-groups
 run.data
 plan.memory
 plan.costs
 config
 run.huggingface
 checks
-schedules
 param
 learn.collectives
 learn.gpu
 collectives
 run.meter
+schedules
 bench.__init__ learn.__init__ plan.__init__ run.__init__
 """
-SHARED = {"collectives", "param", "operations", "recompute", "offload", "kernels", "flash", "fp8_kernels",
+SHARED = {"collectives", "schedules", "param", "operations", "recompute", "kernels", "flash",
           "config"}
 TECHNIQUES = {"dp": set(), "zero": {"dp"}, "tp": set(), "cp": set(), "pp": {"schedules"}, "ep": set(),
               "fp8": set()}

@@ -13,12 +13,11 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import assemble
+import collectives
 import config
-import offload
 import recompute
 import train
 import zero
-from plan import machines, stagetime
 from run.data import MicroBatch
 from run.meter import Meter
 
@@ -92,7 +91,7 @@ class LateCopy:
         self.copy()
 
 
-class LateCopies(offload.CopyStreams):
+class LateCopies(collectives.CopyStreams):
     """Names a copy by the sum of what is copied, or by the copy that comes first."""
     events: list[str] = []
 
@@ -159,10 +158,10 @@ def test_each_direction_has_a_stream_which_waits_for_kernels_and_for_the_copy_na
         yield
         streams.pop()
 
-    monkeypatch.setattr(offload, "stream_of", lambda device, to_host: Stream("out" if to_host else "in"))
+    monkeypatch.setattr(collectives, "stream_of", lambda device, to_host: Stream("out" if to_host else "in"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[-1])
     monkeypatch.setattr(torch.cuda, "stream", on_stream)
-    copies, gpu, host = offload.CopyStreams(torch.device("cuda")), Memory(True), Memory(False)
+    copies, gpu, host = collectives.CopyStreams(torch.device("cuda")), Memory(True), Memory(False)
     saved = copies.start(host, gpu)
     copies.start(gpu, host, after=saved).wait()
     assert calls == [
@@ -173,14 +172,14 @@ def test_each_direction_has_a_stream_which_waits_for_kernels_and_for_the_copy_na
 
 def test_copies_of_one_direction_share_a_stream_and_memory_of_the_host_is_pinned(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
-    monkeypatch.setattr(offload, "stream_of", cache(offload.stream_of.__wrapped__))
+    monkeypatch.setattr(collectives, "stream_of", cache(collectives.stream_of.__wrapped__))
     first, second = torch.device("cuda:6"), torch.device("cuda:7")
-    streams = {offload.stream_of(device, to_host) for device in 2 * (first, second) for to_host in (False, True)}
+    streams = {collectives.stream_of(device, to_host) for device in 2 * (first, second) for to_host in (False, True)}
     assert len(streams) == 4
     asked = []
     monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: asked.append(kwargs))
     for device in first, torch.device("cpu"):
-        offload.CopyStreams(device).zeros(4, torch.float32)
+        collectives.CopyStreams(device).zeros(4, torch.float32)
     assert asked == [dict(dtype=torch.float32, pin_memory=True), dict(dtype=torch.float32, pin_memory=False)]
 
 
@@ -270,30 +269,6 @@ def test_an_8b_model_trains_on_one_h200_only_with_its_optimizer_on_the_host():
               for what in ("none", "optimizer", "both")]
     h200 = 141e9
     assert needed[0] > 18 * 8.03e9 > h200 > needed[1] > needed[2] > 6 * 8.03e9
-
-
-def test_the_demo_shows_the_last_model_that_fits():
-    for room in (60e9, 200e9):
-        layers, kinds = offload.largest_model("none", room)
-        one_more, of_one_more = offload.largest_model("none", room + 18 * 218e6)  # a layer has 218 M parameters
-        assert sum(kinds.values()) <= room and one_more == layers + 1
-        assert room < sum(of_one_more.values()) <= room + 18 * 218e6
-
-
-def test_the_demo_says_what_fits_in_gb_and_how_many_times_as_many_layers(monkeypatch, capsys):
-    rooms = []
-
-    def largest_model(what: str, room: float) -> tuple[int, dict[str, int]]:
-        rooms.append(room)
-        return dict(none=24, optimizer=60, activations=30, both=90)[what], dict(weights=12_340_000_000, optimizer=0,
-                                                                                activations=250_000_000)
-    monkeypatch.setattr(offload, "largest_model", largest_model)
-    offload.demo()
-    said = capsys.readouterr().out
-    room = machines.MACHINES["h200"].memory_bytes * stagetime.CONSTANTS.usable - stagetime.CONSTANTS.reserved
-    assert rooms == [room] * 4 and f"in {room / 1e9:.0f} GB" in said
-    assert "    --offload optimizer     60 layers: weights 12.3, activations 0.2\n" in said
-    assert said.endswith("With the optimizer's state on the host 2.5 times as many layers fit.\n")
 
 
 def test_inputs_of_blocks_are_offloaded_in_shards_with_and_without_sequence_parallelism():

@@ -17,7 +17,7 @@ from program import ROOT
 import assemble
 import config
 import schedules
-from groups import AXES
+from collectives import AXES
 from plan import __main__ as plan
 from plan import costs, machines, published, scaling, search, stagetime, sweep
 from plan import memory as footprint

@@ -23,8 +23,7 @@ import ep
 import param
 import tp
 import train
-from collectives import rank, size
-from groups import build_groups
+from collectives import build_groups, rank, size
 from param import Spec, draw, local_box, parameter, shard_slice
 from plan.costs import LayerOptions, copies_per_token, llama_layer, recomputed_flops
 from plan.memory import activation_bytes

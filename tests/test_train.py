@@ -15,7 +15,7 @@ from runs import metrics, run
 import assemble
 import config
 import train
-from groups import AXES, build_groups
+from collectives import AXES, build_groups
 from plan import costs, search
 from run import job, log, sampling
 from run.data import Codec, Corpus, Samples

@@ -19,8 +19,8 @@ import collectives
 import config
 import param
 import train
+from collectives import AXES, build_groups
 from ep import update_biases
-from groups import AXES, build_groups
 from run.data import MicroBatch, Samples
 
 # All dimensions differ, so that no two can be mistaken for each other. Clipping and weight decay are active.

@@ -15,7 +15,7 @@ import dp
 import pp
 import train
 import zero
-from groups import build_groups
+from collectives import build_groups
 from param import size
 from run.meter import Meter
 
