@@ -37,6 +37,7 @@ from torch.autograd.graph import GradientEdge
 from collectives import Groups, rank, size
 
 Box = tuple[slice, ...]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 IGNORED = -100  # the label of a token that has no loss
 
 

@@ -49,7 +49,6 @@ from torch.distributed.tensor import Replicate, Shard, parallel
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 from torch.nn.parallel import DistributedDataParallel
 
-import assemble
 import collectives
 import config
 import schedules
@@ -57,16 +56,18 @@ import train
 from bench import all as bench_all
 from bench import growth as bench_growth
 from checks import need
-from collectives import Group, build_groups, rank, size
+from collectives import Group, Groups, build_groups, rank, size
 from config import CP_STYLES
 from cp import attention_by_window
 from ep import GroupedExperts, Router, combine, dispatch, make_routing_info
+from model import Llama
 from param import Spec, draw, parameter
 from pp import Engine
 from run import checkpoint
 from run.data import MicroBatch
 from run.meter import Collective, Meter
 from tp import TensorParallel, column, row
+from zero import Optimizer
 
 Step = Callable[[], None]
 Build = Callable[[], Step]  # makes a contender's model; what it returns runs one step
@@ -137,9 +138,18 @@ def compare(contenders: dict[str, Build], tokens: int, repeats: int = 5, steps: 
 
 # ---- training steps -------------------------------------------------------------------------------------------------
 
+def build(settings: config.Config, groups: Groups) -> tuple[Llama, Optimizer]:
+    """In fp32, with the seed's weights."""
+    settings.precision.dtype = "fp32"
+    model = train.build_model(settings, groups, "cpu")
+    optimizer = train.build_optimizer(settings, model, groups)
+    optimizer.load(draw(settings.optim.seed))
+    return model, optimizer
+
+
 def build_ours(settings: config.Config, tokens: Tensor, labels: Tensor) -> Step:
     groups = build_groups(settings.grid, settings.model)
-    model, optimizer = assemble.build(settings, groups, torch.device("cpu"), torch.float32)
+    model, optimizer = build(settings, groups)
     sequences = slice(rank(groups["data"]), None, size(groups["data"]))  # of this rank
     batch = MicroBatch(tokens[sequences].contiguous(), labels[sequences].contiguous())
 
@@ -418,7 +428,7 @@ def bench_checkpoint() -> None:
     """Saving the optimizer's state, without the check that files can be read back."""
     settings = config.parse(CHECKPOINT_MODEL.split(), dist.get_world_size())
     groups = build_groups(settings.grid, settings.model)
-    model, optimizer = assemble.build(settings, groups, torch.device("cpu"), torch.float32)
+    model, optimizer = build(settings, groups)
     shards = [tensor for bucket in optimizer.buckets for tensor in bucket.state.values()]
     host = collectives.host_group(600)
     folder = collectives.gather_objects(tempfile.mkdtemp() if dist.get_rank() == 0 else None, host)[0]

@@ -38,7 +38,6 @@ import torch
 import triton
 from torch.profiler import ProfilerActivity, profile
 
-import assemble
 import config
 import fp8
 import train
@@ -46,7 +45,7 @@ from bench import kernels as bench_kernels
 from bench.rows import Result, Row, measure_rows
 from checks import need
 from param import Source, box_shape
-from run import job, log
+from run import device, job, log
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -86,10 +85,10 @@ def train_llama(flags: str, steps: int, profiled: int = 0) -> tuple[list[dict], 
     with tempfile.TemporaryDirectory() as folder:
         defaults = f"--seq 4096 --dtype bf16 --steps {steps} --warmup 0 --sample= --metrics {folder}/metrics"
         settings = config.parse(f"{defaults} {flags}".split())
-        samples = assemble.open_samples(settings, [], 0)
+        samples = device.open_samples(settings, [], 0)
         torch.cuda.reset_peak_memory_stats()
         with patch.object(job, "draw", draw_on_gpu), patch.object(log.Log, "write", write_and_profile):
-            train.train(settings, samples, None, *assemble.choose_device("cuda"), job.RunState())
+            train.train(job.Run(settings, samples, None, *device.choose_device("cuda")))
         gc.collect()  # buckets and parameters refer to each other
         with open(f"{folder}/metrics") as file:
             records = [json.loads(line) for line in file]

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-import assemble
 import config
 import train
 from collectives import build_groups
 from plan import costs
 from run import dryrun
+from run.device import memory_of_rank
 
 BASE = "--layers 4 --hidden 512 --heads 8 --kv-heads 4 --ffn 1408 --vocab 16000 --dtype bf16 --micro-batch 1 --seq 512"
 ELEMENT, MAIN_GRAD = 2, 4  # bytes: of weights and activations in bf16; of gradients in fp32
@@ -93,7 +93,7 @@ def count(table: Growth, value: int) -> tuple[Costs, Costs]:
     settings = config.parse(f"{BASE} {table.flags.format(value)}".split(), ranks)
     with dryrun.fake_world(ranks, table.rank):
         groups = build_groups(settings.grid, settings.model)
-        live = sum(assemble.memory_of_rank(settings, groups).values())
+        live = sum(memory_of_rank(settings, train.build_model(settings, groups, "cpu")).values())
         with dryrun.fake_tensors():
             found = train.measured_step(settings, groups)
     return (Costs(found.sent[table.axis], found.peak, found.flops),

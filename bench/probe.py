@@ -21,13 +21,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-import assemble
 import collectives
 import config
 from checks import need
 from collectives import Group, build_groups, rank, size
 from learn import collectives as ring
 from plan import costs
+from run.device import choose_device, memory_of_device
 
 AXES = "tp", "cp", "ep", "edp", "dp", "data", "replicate", "pp"
 SECONDS = {"cpu": 10, "cuda": 90}  # for all collectives; three payloads are measured anyway
@@ -265,7 +265,7 @@ def describe_cluster(levels: list[dict], device: torch.device, local_ranks: int)
                 "device": kind}
     return {"name": f"{dist.get_world_size() // local_ranks} x {local_ranks} {kind}", "gpus_per_node": local_ranks,
             "peak_flops": {"bf16": peak or reached}, "achieved_fraction": reached / peak if peak else None,
-            "memory_bytes": assemble.memory_of_device(device), **host_rates(device), "levels": levels,
+            "memory_bytes": memory_of_device(device), **host_rates(device), "levels": levels,
             "measured": measured}
 
 
@@ -315,7 +315,7 @@ if __name__ == "__main__":
     try:
         need(ranks > 1, "a network needs several ranks: run under torchrun --nproc_per_node=4 -m bench.probe")
         settings, out = parse(sys.argv[1:], ranks)
-        device = assemble.choose_device(settings.run.device)[0]
+        device = choose_device(settings.run.device)[0]
     except ValueError as error:
         config.refuse(error, "bench.probe")
     if device.type == "cuda":

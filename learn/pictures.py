@@ -23,7 +23,6 @@ import torch
 from matplotlib import pyplot
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-import assemble
 import config
 import ep
 import schedules
@@ -31,9 +30,11 @@ import train
 from checks import need
 from collectives import build_groups
 from cp import own_chunks
+from param import draw
 from plan import __main__ as plan
 from plan import costs, search
 from plan import time as estimate
+from run.device import open_samples
 from run.meter import Meter
 
 FOLDER = Path(__file__).parent.parent / "docs" / "pictures"
@@ -333,8 +334,11 @@ def steps() -> None:
     settings = config.parse("--layers 8 --seq 512 --global-batch 8 --micro-batch 4 --device cpu".split())
     device = torch.device("cpu")
     groups = build_groups(settings.grid, settings.model)
-    samples = assemble.open_samples(settings, [], 0)
-    model, optimizer = assemble.build(settings, groups, device, torch.float32)
+    samples = open_samples(settings, [], 0)
+    settings.precision.dtype = "fp32"
+    model = train.build_model(settings, groups, device)
+    optimizer = train.build_optimizer(settings, model, groups)
+    optimizer.load(draw(settings.optim.seed))
     meter, ends = Recorder(), []
     for bucket in optimizer.buckets:
         meter.label_size("gradients", 4 * bucket.padded)

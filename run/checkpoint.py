@@ -365,7 +365,8 @@ def sync(folder: Path) -> None:
 
 # ---- loading --------------------------------------------------------------------------------------------------------
 
-ADMITTED = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"),
+ADMITTED = {("torch", "Size"), ("torch.serialization", "_get_layout"),
+            ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),  # of the folder; the second by Python 3.13
             ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
             *(("torch.distributed.checkpoint.metadata", name) for name in (
                 "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "ChunkStorageMetadata",

@@ -25,6 +25,7 @@ copies; "activations" are allocated in forward; "temporaries" are all others, al
 import contextlib
 import json
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -36,10 +37,13 @@ from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore  # private: torch has no public group without peers
 
 import collectives
+import config
 import ep
-from collectives import Group, Groups, Pending, name, process_group, rank, size
+from collectives import Group, Groups, Pending, build_groups, name, process_group, rank, size
 from plan.memory import format_bytes
 from run.data import MicroBatch, Samples
+from run.device import check_device, memory_of_rank
+from run.log import first_lines
 from run.meter import Meter, Storage
 from schedules import Action
 
@@ -170,6 +174,30 @@ def label(meter: Meter, model: Any, optimizer: Any) -> None:
         if fp8 and fp8.cached:
             fp8.quantise_weight = label_made_by(fp8.quantise_weight, "FP8 weights")
     model.forward = label_made_by(model.forward, "activations")
+
+
+# ---- train.py --dry-run ---------------------------------------------------------------------------------------------
+
+def main(settings: config.Config, build_model: Callable[..., Any], measured_step: Callable[..., DryRun]) -> None:
+    """Run a step on fake tensors as --rank of --gpus ranks, and print what it would need, compute and send. The two
+    functions are train.py's."""
+    precision, run, began = settings.precision, settings.run, time.perf_counter()
+    if precision.dtype == "auto":
+        precision.dtype = "bf16"  # as on GPUs
+    try:
+        check_device(settings, torch.device("cpu"))
+    except ValueError as error:
+        config.refuse(error)
+    with fake_world(run.gpus, run.rank):
+        groups = build_groups(settings.grid, settings.model)
+        model = build_model(settings, groups, "cpu")
+        print(first_lines(settings, groups, f"none (dry run), {run.gpus:,} ranks", model), flush=True)
+        with fake_tensors():
+            found = measured_step(settings, groups)
+        formula = memory_of_rank(settings, model)
+        print(report(found, groups, formula, time.perf_counter() - began))
+        if run.metrics:
+            write(run.metrics, found, groups, formula)
 
 
 # ---- printing -------------------------------------------------------------------------------------------------------

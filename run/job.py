@@ -1,23 +1,38 @@
-"""A run on one rank: its parts and its progress; how it begins or resumes, saves, and goes back to a checkpoint."""
+"""A run on one rank: how it begins, resumes or goes back; what it does between two steps; how it ends.
+
+`start` has what surrounds a run: the device, the ranks' world, signals, the watchdog. `Run` is what train.py's loop
+meets: `begin`, `steps`, `end_step`.
+"""
+import contextlib
+import gc
+import math
 import os
 import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
+import collectives
 import config
-from assemble import DTYPES, build
 from checks import need
-from collectives import Group, Groups, agree, gather_objects, host_group, rank, size
+from collectives import Group, Groups, HostCopy, agree, gather_objects, host_group, rank, size
 from model import Llama
 from param import draw
-from run import checkpoint, faults, huggingface
+from pp import named
+from run import checkpoint, device, faults, huggingface, sampling
 from run.checkpoint import Saver
-from run.data import Corpus, Samples
-from run.log import Log
+from run.data import Corpus, MicroBatch, Samples, codec_of
+from run.log import GradientNoise, Log, profiling
 from zero import Optimizer
+
+BEFORE = "before the first step"
 
 
 @dataclass
@@ -30,7 +45,7 @@ class RunState:
     norms: list[float] = field(default_factory=lambda: [0, 0.0, 0.0])  # see faults.Guard
     left_out: list[list[int]] = field(default_factory=list)  # samples [first, end) that rewinds have left out
     rewinds: int = 0  # number of times that the run has gone back to a checkpoint
-    activity: str = "before the first step"  # what the run is doing, for error messages
+    activity: str = BEFORE  # what the run is doing, for error messages
 
     def progress(self) -> dict:
         return {name: value for name, value in asdict(self).items() if name != "activity"}
@@ -40,65 +55,215 @@ class RunState:
             setattr(self, name, saved[name])
 
 
+class Step(NamedTuple):
+    """What a step of the loop is given."""
+    number: int
+    sequences: int  # of the global batch
+    micro_batches: list[MicroBatch]  # of this rank
+
+
+class Issued(NamedTuple):
+    """A step that the device has been given, and what the host will need when it reads the step's results."""
+    step: int
+    samples: range
+    tokens: int  # since the beginning of the run
+    lr: float
+    began: float
+    sent: Counter[str]  # bytes by axis
+    results: HostCopy
+
+
 @dataclass
-class Job:
-    """The parts of a run on this rank. `begin_or_resume` fills the tokenizer and those that are None, and then train.py
-    `guard`."""
+class Run:
+    """The parts of a run on this rank. `begin` and `steps` fill those that are None."""
     settings: config.Config
-    groups: Groups
-    device: torch.device
     training: Samples
     validation: Samples | None
-    state: RunState
-    log: Log
-    tokenizer: str = ""  # the folder with the run's tokenizer.json, "" if there is none
-    host: Group = None  # all ranks, on gloo: for threads and CPU tensors
+    device: torch.device
+    device_reason: str  # why this device, for the first line
+    state: RunState = field(default_factory=RunState)
+    stop: faults.Stop = field(default_factory=faults.Stop)
+    watchdog: faults.Watchdog | None = None
+    groups: Groups | None = None
     model: Llama | None = None
+    log: Log | None = None
+    host: Group = None  # all ranks, on gloo: for threads and CPU tensors
     optimizer: Optimizer | None = None
+    tokenizer: str = ""  # the folder with the run's tokenizer.json, "" if there is none
     saver: Saver | None = None
     guard: faults.Guard | None = None
+    noise: GradientNoise | None = None
+    issued: Issued | None = None  # the step that `end_step` was last called for
+    local_micro_batches: Callable[..., list[MicroBatch]] | None = None  # of train.py, as is mean_loss
+    mean_loss: Callable[..., float] | None = None
+    sequences: int = 0  # of the step that `begin_step` has begun, and when
+    began: float = 0.0
+
+    def begin(self, groups: Groups, model: Llama) -> None:
+        """Say what will happen, and find out whether it can. Raises ValueError, on every rank."""
+        self.groups, self.model, settings, run = groups, model, self.settings, self.settings.run
+        if self.watchdog:
+            self.watchdog.learn(groups)
+        self.log = Log(settings, groups, self.device)
+        self.log.start(self.device_reason, model, self.training)
+        device.check_memory(settings, model, self.device)
+        if run.out or run.resume or run.init_from or run.export_hf:
+            self.host = host_group(run.timeout)
+        for samples in filter(None, (self.training, self.validation)):
+            agree(samples.identity, self.host)  # reads the tokens, so bad ones are refused now
+        sections = [section for name, section in asdict(settings).items() if name not in ("data", "given", "arguments")]
+        faults.agree_on({"settings": sections, "data": self.training.identity(),
+                         "version of Python or torch": (sys.version, torch.__version__)}, groups["world"], self.device)
+
+    def steps(self, optimizer: Optimizer, local_micro_batches: Callable[..., list[MicroBatch]],
+              mean_loss: Callable[..., float]) -> Iterator[Step]:
+        """The steps of a run that begins or is resumed, until --steps are done or it is asked to end; what is due
+        between them and after the last. The two functions are train.py's.
+
+        A GPU computes a step while the host issues the next one; only then the host reads the step's results, so that
+        the GPU never waits for it. It reads them at once where something else waits for the step: see `needs_pause`.
+        """
+        settings, state, optim, run = self.settings, self.state, self.settings.optim, self.settings.run
+        self.optimizer, self.local_micro_batches, self.mean_loss = optimizer, local_micro_batches, mean_loss
+        load_weights(self)
+        self.log.begin(state.step)
+        guard = self.guard = faults.Guard(self.stop, self.groups["world"], self.device, state.norms, run.skip_spikes)
+        measured = run.metrics and settings.grid.cp == 1 and size(self.groups["data"]) > 1
+        self.noise = GradientNoise(optimizer, size(self.groups["data"])) if measured else None
+        self.model.pipeline.timed = bool(run.profile)
+        with without_garbage_collector(), profiling(run.profile, run.memory_snapshot, self.log.rank,
+                                                    self.device) as profiled_step:
+            upcoming = read(self) if state.step < optim.steps else None
+            unread: Issued | None = None
+            while state.step < optim.steps and not guard.stopping:
+                yield self.begin_step(*upcoming)
+                issued = self.issued
+                if state.step < optim.steps:
+                    with named("read data"):
+                        upcoming = read(self)  # while the device computes
+                    state.activity = f"in step {issued.step}"
+                if unread:
+                    self.log.write(read_results(self, unread))
+                unread = issued
+                reads_now = guard.stopping or not reads_late(self.device) or needs_pause(self, issued.step)
+                if reads_now and not self.too_many_skipped():
+                    record, unread = read_results(self, issued), None
+                    self.log.write(record | pause(self, issued.step))
+                profiled_step()
+                if self.too_many_skipped():
+                    rewind(self)
+                    upcoming, unread = read(self), None
+        if run.profile and settings.grid.pp > 1:
+            self.model.pipeline.draw_timeline(Path(run.profile, "pipeline.svg"))
+        finish(self)
+
+    def begin_step(self, sequences: int, micro_batches: list[MicroBatch]) -> Step:
+        self.began, self.sequences = time.perf_counter(), sequences
+        self.state.activity = f"in step {self.state.step}"
+        collectives.sent.clear()
+        self.guard.begin_step()
+        return Step(self.state.step, sequences, micro_batches)
+
+    def end_step(self, lr: float, results: dict[str, torch.Tensor]) -> None:
+        """Take what the device will know when the step is done: loss, norm, limit and ballot (see faults.Guard), and
+        other metrics. The host reads a copy of it later."""
+        state, tokens = self.state, self.sequences * self.settings.batch.seq
+        results = results | dict(mean=self.guard.update_statistics(results["norm"], results["limit"]))
+        if self.noise:
+            results |= self.noise.estimate(tokens)
+        samples = range(state.samples, state.samples + self.sequences)
+        state.step, state.samples, state.tokens = state.step + 1, samples.stop, state.tokens + tokens
+        self.issued = Issued(state.step - 1, samples, state.tokens, lr, self.began, collectives.sent.copy(),
+                             HostCopy(**results))
+
+    def too_many_skipped(self) -> bool:
+        return 0 < self.settings.run.max_skipped <= len(self.guard.streak) and not self.guard.stopping
 
 
-def begin_or_resume(job: Job) -> None:
-    """Make the model and its optimizer, with initial weights or those of a checkpoint; and the Saver, if the run saves.
-    Raises ValueError, on every rank, for a checkpoint, data or a folder that cannot be used."""
-    settings, run, path, tokenizer = job.settings, job.settings.run, None, ""
-    if run.out or run.resume or run.init_from or run.export_hf:
-        job.host = host_group(run.timeout)
-    for samples in filter(None, (job.training, job.validation)):
-        agree(samples.identity, job.host)  # reads the tokens, so bad ones are refused now
-    sections = [section for name, section in asdict(settings).items() if name not in ("data", "given", "arguments")]
-    faults.agree_on({"settings": sections, "data": job.training.identity(),
-                     "version of Python or torch": (sys.version, torch.__version__)}, job.groups["world"], job.device)
-    dtype = DTYPES[settings.precision.dtype]
-    job.model, job.optimizer = build(settings, job.groups, job.device, dtype, filled=False)
-    if run.resume:
-        found = agree(lambda: config.candidates(run.resume, run.out), job.host)
-        path = find_whole(gather_objects(found, job.host)[0], job.host)
+@contextmanager
+def start(settings: config.Config) -> Iterator[Run]:
+    """What surrounds a run. A mistake of the user before the first step is one line and exit code 2; whatever else
+    fails is reported by one rank, see run/faults.py."""
+    state, run = RunState(), settings.run
+    sys.stdout, sys.stderr = faults.Tolerant(sys.stdout), faults.Tolerant(sys.stderr)
+    stop, watchdog, store = faults.Stop(run.time_limit, run.timeout), None, None
+    stop.listen()
+    try:
+        chosen, reason = device.choose_device(run.device)
+        if settings.grid.grid == "auto":
+            settings = device.choose_grid(settings, chosen)
+        if settings.precision.dtype == "auto":
+            settings.precision.dtype = "bf16" if chosen.type == "cuda" else "fp32"
+        device.check_device(settings, chosen)
+        need(chosen.type == "cuda" or not run.memory_snapshot, f"--memory-snapshot {run.memory_snapshot}: needs a GPU")
+        training = device.open_samples(settings, settings.data.data, settings.optim.seed)
+        validation = device.open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
+    except ValueError as error:
+        config.refuse(error)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    try:
+        if "WORLD_SIZE" in os.environ:
+            store = collectives.meet(run.timeout, stop.end_if_asked)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            watchdog = faults.Watchdog(store.clone(), run.timeout, lambda: state.activity, stop)
+        with collectives.world(chosen, run.timeout, store) if store else contextlib.nullcontext():
+            try:
+                yield Run(settings, training, validation, chosen, reason, state, stop, watchdog)
+            except ValueError as error:
+                if state.activity == BEFORE:
+                    config.refuse(error)
+                raise
+            stop.ending = True
+    except Exception as error:
+        faults.fail(state.activity, error, watchdog, stop)
+
+
+@contextmanager
+def without_garbage_collector() -> Iterator[None]:
+    """Collect once, then switch Python's collector off: a step leaves no reference cycles, and a collection would only
+    delay kernel launches. What a save leaves, its thread collects."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+# ---- where a run begins ---------------------------------------------------------------------------------------------
+
+def load_weights(run: Run) -> None:
+    """Initial weights, published ones, or those of a checkpoint; then the Saver, if the run saves. Raises ValueError,
+    on every rank, for a checkpoint, data or a folder that cannot be used."""
+    settings, asked, path, tokenizer = run.settings, run.settings.run, None, ""
+    if asked.resume:
+        found = agree(lambda: config.candidates(asked.resume, asked.out), run.host)
+        path = find_whole(gather_objects(found, run.host)[0], run.host)
         saved = config.read_run(path)
-        agree(lambda: check_data(job.training, saved, settings), job.host)
-        restore(job, path, saved)
+        agree(lambda: check_data(run.training, saved, settings), run.host)
+        restore(run, path, saved)
         tokenizer = saved["tokenizer"]
     else:
-        agree(lambda: job.optimizer.load(
-            huggingface.source(run.init_from) if run.init_from else draw(settings.optim.seed)), job.host)
-    job.tokenizer = tokenizer_folder(run.init_from, tokenizer, job.training.corpus)
-    open_saver(job, path)
+        agree(lambda: run.optimizer.load(
+            huggingface.source(asked.init_from) if asked.init_from else draw(settings.optim.seed)), run.host)
+    run.tokenizer = tokenizer_folder(asked.init_from, tokenizer, run.training.corpus)
+    open_saver(run, path)
 
 
-def open_saver(job: Job, path: Path | None) -> None:
+def open_saver(run: Run, path: Path | None) -> None:
     """Make the Saver, if the run saves, and say where the run continues. path: the checkpoint that is resumed."""
-    run, state, steps = job.settings.run, job.state, job.settings.optim.steps
-    out = run.out if state.step < steps else ""  # after the last step there is nothing left to save
-    folder = out or (run.export_hf and os.path.join(run.export_hf, ".checkpoint"))
+    asked, state, steps = run.settings.run, run.state, run.settings.optim.steps
+    out = asked.out if state.step < steps else ""  # after the last step there is nothing left to save
+    folder = out or (asked.export_hf and os.path.join(asked.export_hf, ".checkpoint"))
     continues = path is not None and os.path.realpath(path.parent) == os.path.realpath(folder)
     if folder:
-        pieces = list(checkpoint.pieces_of_run(job.optimizer, job.model.routers, job.groups, saving=True))
-        job.saver = Saver(folder, pieces, run.keep, job.host, state.step if continues else 0, temporary=not out)
+        pieces = list(checkpoint.pieces_of_run(run.optimizer, run.model.routers, run.groups, saving=True))
+        run.saver = Saver(folder, pieces, asked.keep, run.host, state.step if continues else 0, temporary=not out)
     done = state.step if state.step >= steps else None
     if out and (continues or not path):
-        done = job.saver.done_before
-    if rank(job.groups["world"]) == 0 and (path or done):
+        done = run.saver.done_before
+    if rank(run.groups["world"]) == 0 and (path or done):
         print(where_it_continues(path, state.step, done), flush=True)
 
 
@@ -126,10 +291,10 @@ def find_whole(candidates: list[Path], group: Group) -> Path:
                 print(f"train.py: warning: {error}: passed over", file=sys.stderr, flush=True)
 
 
-def restore(job: Job, path: Path, saved: dict) -> None:
-    """Load the checkpoint at `path` into the job. saved: its run.json."""
-    job.state.restore(saved)
-    checkpoint.load(path, job.optimizer, job.model.routers, job.groups, job.host)
+def restore(run: Run, path: Path, saved: dict) -> None:
+    """Load the checkpoint at `path` into the run. saved: its run.json."""
+    run.state.restore(saved)
+    checkpoint.load(path, run.optimizer, run.model.routers, run.groups, run.host)
 
 
 def check_data(training: Samples, saved: dict, settings: config.Config) -> None:
@@ -140,16 +305,16 @@ def check_data(training: Samples, saved: dict, settings: config.Config) -> None:
              f"{value}; give --insist to change it")
 
 
-def description(job: Job) -> dict:
+def description(run: Run) -> dict:
     """The content of run.json except the list of files: progress, settings, model, grid, data, tokenizer."""
-    settings, given = job.settings, dict(job.settings.given)
+    settings, given = run.settings, dict(run.settings.given)
     for name in ("data", "val_data"):
         given[name] = [os.path.abspath(path) for path in given[name]]
     for name in ("out", "metrics"):
         given[name] = given[name] and os.path.abspath(given[name])
-    return job.state.progress() | dict(
-        settings=given, model=asdict(settings.model), grid=asdict(settings.grid), ranks=size(job.groups["world"]),
-        corpus=job.training.identity(), tokenizer=job.tokenizer, torch=torch.__version__)
+    return run.state.progress() | dict(
+        settings=given, model=asdict(settings.model), grid=asdict(settings.grid), ranks=size(run.groups["world"]),
+        corpus=run.training.identity(), tokenizer=run.tokenizer, torch=torch.__version__)
 
 
 def tokenizer_folder(init_from: str, resumed: str, corpus: Corpus) -> str:
@@ -160,36 +325,160 @@ def tokenizer_folder(init_from: str, resumed: str, corpus: Corpus) -> str:
     return ""
 
 
-def save(job: Job) -> dict:
+# ---- what a step reads ----------------------------------------------------------------------------------------------
+
+def read(run: Run) -> tuple[int, list[MicroBatch]]:
+    """(sequences of the global batch, this rank's micro-batches) of the step that begins now."""
+    state = run.state
+    state.activity = f"in step {state.step}"
+    sequences = sequences_at(state.tokens, run.settings.batch.ramp())
+    state.samples = faults.next_sample(state.samples, sequences, state.left_out)
+    micro_batches = run.local_micro_batches(run.training, state.samples, sequences, run.settings, run.groups)
+    return sequences, on_device(run, micro_batches)
+
+
+def on_device(run: Run, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+    documents = size(run.groups["cp"]) == 1  # context parallel ranks read them on the host
+    return [micro_batch.to(run.device, documents) for micro_batch in micro_batches]
+
+
+def sequences_at(tokens: int, ramp: list[tuple[int, float]]) -> int:
+    """The global batch, in sequences, after so many tokens. ramp: see config.Batch.ramp."""
+    return [sequences for sequences, start in ramp if start <= tokens][-1]
+
+
+# ---- between two steps, and at the end ------------------------------------------------------------------------------
+
+def reads_late(device: torch.device) -> bool:
+    """Whether a step's results are read after the next step has been issued. On a CPU they are there at once."""
+    return device.type == "cuda"
+
+
+def read_results(run: Run, issued: Issued) -> dict:
+    """Wait for a step's results, let the guard see them, and return the step's metrics."""
+    found, state, guard = issued.results.read(), run.state, run.guard
+    loss, norm, limit, mean, ballot = (found.pop(name) for name in ("loss", "norm", "limit", "mean", "ballot"))
+    guard.after_step(issued.step, issued.samples, norm=norm, limit=limit, mean=mean, ballot=ballot)
+    state.skipped += bool(guard.streak)
+    if run.saver:
+        run.saver.note(issued.step + 1)
+    metrics = run.log.metrics(issued, skipped=state.skipped, loss=loss, norm=norm, seconds=run.log.lap(issued.began))
+    return metrics | guard.metrics() | found
+
+
+def needs_pause(run: Run, step: int) -> bool:
+    """Whether something follows this step that needs its results: an evaluation, a save, or the end."""
+    data, asked, steps = run.settings.data, run.settings.run, run.settings.optim.steps
+    intervals = asked.save_every, asked.check_replicas, data.eval_every if run.validation else 0
+    return any(is_due(step, every, steps) for every in intervals)
+
+
+def pause(run: Run, step: int) -> dict:
+    """Between two steps: evaluate, compare replicas and save, if it is time to. Returns their metrics."""
+    settings, groups, state, guard, record = run.settings, run.groups, run.state, run.guard, {}
+    asked, steps = settings.run, settings.optim.steps
+    if run.validation and not guard.stopping and is_due(step, settings.data.eval_every, steps):
+        state.activity = f"evaluating after step {step}"
+        record["val_loss"] = validation_loss(run)
+    saves = needs_checkpoints(run) and (guard.stopping or is_due(step, asked.save_every, steps))
+    if asked.check_replicas and (saves or is_due(step, asked.check_replicas, math.inf)):
+        record["check_replicas_s"] = faults.check_replicas(run.optimizer, run.model.routers, groups)
+    if saves:
+        record |= save(run)
+    return record
+
+
+def finish(run: Run) -> None:
+    """After the last step: evaluate, if no step did; finish saving and export; sample. Of a run that was asked to end:
+    finish saving."""
+    settings, state, log, saver, problem = run.settings, run.state, run.log, run.saver, ""
+    if run.validation and log.last_loss is None:
+        state.activity = "evaluating"
+        log.print_validation_loss(state.step, validation_loss(run))
+    asked, stopping = settings.run, run.guard.stopping
+    log.close(state.step, state.tokens)
+    if saver:
+        state.activity = "saving"
+        if log.last_loss is None and needs_checkpoints(run):  # no step was left to train, so none has saved
+            saver.save(state.step, description(run))
+        problem = saver.finish()
+    if log.last_loss is not None and state.skipped == state.step and not stopping:
+        problem = problem or (f"all {state.step} steps were skipped, so the weights are those of the beginning: lower "
+                              "--lr, or look at the data and the weights that the run began with")
+    if stopping and rank(run.groups["world"]) == 0:
+        saved = f"continue with --out {asked.out} --resume auto" if asked.out else "nothing is saved: there is no --out"
+        print(f"ended after {state.step} of {settings.optim.steps} steps, as asked "
+              f"({run.guard.stop.reason or 'on another rank'}): {saved}")
+    if asked.export_hf and not problem and not stopping:
+        state.activity = "exporting"
+        dtype = settings.precision.dtype
+        saver.export(asked.export_hf, "fp32" if dtype == "fp64" else dtype, state.step)
+    if asked.sample and math.isfinite(log.last_loss or 0.0) and not stopping:
+        state.activity = "sampling"
+        if codec := codec_of(run.training.corpus, run.tokenizer):
+            sampling.continue_prompt(run.model, codec, settings, run.groups, run.device)
+        elif rank(run.groups["world"]) == 0:
+            print("no sample: the data are tokens, without a tokenizer.json beside them", file=sys.stderr)
+    if problem:
+        raise faults.Failure(problem)  # work is lost, or none was done: nobody shall take this run for a good one
+
+
+def needs_checkpoints(run: Run) -> bool:
+    """Without --out a checkpoint is for the export alone, which a run that was asked to end skips."""
+    return run.saver is not None and bool(run.settings.run.out or not run.guard.stopping)
+
+
+def is_due(step: int, every: int, steps: float) -> bool:
+    """Whether this step is the last, or a multiple of `every` steps has now been done. every=0: only after the last."""
+    return step == steps - 1 or (every > 0 and (step + 1) % every == 0)
+
+
+def validation_loss(run: Run) -> float | None:
+    """The mean loss over the first samples: --eval-steps global batches (of a ramp's first size), or all there are.
+    None if the run is asked to end meanwhile."""
+    settings, samples = run.settings, run.validation
+    sequences = settings.batch.ramp()[0][0]
+    end = min(settings.data.eval_steps * sequences, samples.spans)
+
+    def global_batches() -> Iterator[list[MicroBatch]]:
+        for first in range(0, end, sequences):
+            if run.guard.agree_to_stop():
+                return
+            yield on_device(run, run.local_micro_batches(samples, first, sequences, settings, run.groups, end))
+    loss = run.mean_loss(run.model, global_batches(), run.groups)
+    return None if run.guard.stopping else loss
+
+
+def save(run: Run) -> dict:
     """Start to save the current state in the background. Returns the metrics save_wait_s and save_gb_per_s."""
-    job.state.activity = f"saving after step {job.state.step - 1}"
-    job.state.norms = job.guard.norms.tolist()
-    wait = job.saver.save(job.state.step, description(job))
-    return dict(save_wait_s=wait, save_gb_per_s=job.saver.bytes_per_s / 1e9)
+    run.state.activity = f"saving after step {run.state.step - 1}"
+    run.state.norms = run.guard.norms.tolist()
+    wait = run.saver.save(run.state.step, description(run))
+    return dict(save_wait_s=wait, save_gb_per_s=run.saver.bytes_per_s / 1e9)
 
 
-def rewind(job: Job) -> None:
+def rewind(run: Run) -> None:
     """Go back to the newest checkpoint from before the consecutive skipped steps, and leave out their samples.
     Raises faults.Failure if --rewind does not allow it, or if there is no such checkpoint."""
-    state, run, guard = job.state, job.settings.run, job.guard
+    state, asked, guard = run.state, run.settings.run, run.guard
     (step, samples), (_, last) = guard.streak[0], guard.streak[-1]
     what = f"{len(guard.streak)} steps in a row, from step {step} on, were skipped"
-    if state.rewinds >= run.rewind:  # a resumed run may allow fewer than there were
+    if state.rewinds >= asked.rewind:  # a resumed run may allow fewer than there were
         raise faults.Failure(f"{what}: lower --lr, raise --max-skipped, or allow to go back to the last checkpoint and "
-                             "leave out these samples, with --rewind" + (f" {run.rewind + 1}" if run.rewind else ""))
+                             f"leave out these samples, with --rewind{f' {asked.rewind + 1}' if asked.rewind else ''}")
     state.activity = f"going back from step {state.step}"
-    job.saver.finish()
-    paths = [path for path in config.checkpoints_in(run.out) if config.step_of(path) <= step]
-    paths, *_ = gather_objects(paths, job.host)  # those that the first rank sees
+    run.saver.finish()
+    paths = [path for path in config.checkpoints_in(asked.out) if config.step_of(path) <= step]
+    paths, *_ = gather_objects(paths, run.host)  # those that the first rank sees
     if not paths:
         raise faults.Failure(f"{what}, and there is no checkpoint of an earlier step")
-    path = find_whole(paths, job.host)
+    path = find_whole(paths, run.host)
     left_out, rewinds = [*state.left_out, [samples.start, last.stop]], state.rewinds + 1
-    restore(job, path, config.read_run(path))
+    restore(run, path, config.read_run(path))
     state.left_out, state.rewinds = left_out, rewinds
     guard.streak.clear()
     guard.norms.copy_(torch.tensor(state.norms, dtype=guard.norms.dtype))
-    job.saver.begin_at(state.step)
-    job.log.begin(state.step)
+    run.saver.begin_at(state.step)
+    run.log.begin(state.step)
     faults.warn(f"{what}: went back to {path} and left out samples {samples.start} to {last.stop - 1}",
-                job.groups["world"])
+                run.groups["world"])

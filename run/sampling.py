@@ -13,8 +13,9 @@ import sys
 import torch
 
 import config
-from collectives import all_reduce, rank, receive, send
+from collectives import Groups, all_reduce, rank, receive, send
 from model import Llama
+from run.data import Codec
 from tp import gather_logits
 
 
@@ -72,6 +73,22 @@ def next_logits(model: Llama, tokens: torch.Tensor, cache: KVCache) -> torch.Ten
         if stage < model.last_stage and owners[stage + 1] != rank(group):
             send(x, owners[stage + 1], group).wait()
     return x if model.last_stage in model.stages else None
+
+
+def continue_prompt(model: Llama, codec: Codec, settings: config.Config, groups: Groups, device: torch.device,
+                    length: int = 240) -> None:
+    """Print how the model continues --sample by `length` tokens.
+
+    The first rank of the data axis, with its tp and pp partners, can do this alone, unless ZeRO-3 or expert parallelism
+    shards weights over the data axis: then all ranks take part.
+    """
+    if rank(groups["data"]) == 0 or settings.grid.zero == 3 or settings.grid.ep > 1:
+        begin = [] if codec.separator is None else [codec.separator]
+        prompt = torch.tensor([[*begin, *codec.encode(settings.run.sample)]], device=device)
+        tokens = sample(model, prompt, length)[0, len(begin):].tolist()
+        if rank(groups["world"]) == 0:
+            text = codec.decode(tokens)  # whose control characters would ring and erase
+            print("".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text))
 
 
 def main(arguments: list[str]) -> None:

@@ -25,7 +25,6 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-import assemble
 import collectives
 import config
 import train
@@ -317,7 +316,7 @@ def share(flags: str) -> tuple[int, int, int]:
     """(bytes that this rank writes, bytes of its copies, boxes) in a run on this grid."""
     settings = config.parse(f"{grids.BASE} {flags}".split(), dist.get_world_size())
     groups = build_groups(settings.grid, settings.model)
-    model, optimizer = assemble.build(settings, groups, torch.device("cpu"), torch.float32)
+    model, optimizer = grids.built(settings, groups, "fp32")
     stage = checkpoint.Stage(list(checkpoint.pieces_of_run(optimizer, model.routers, groups, saving=True)))
     storages = {copy.values.untyped_storage().data_ptr(): copy.values.untyped_storage().nbytes()
                 for copy in stage.copies}
@@ -820,7 +819,7 @@ def test_the_plan_of_70b_on_1024_ranks_is_small(tokens):
         for shard in range(tp):
             data = FakeGroup(0, dp)
             groups = grids.ALONE | dict(pp=FakeGroup(stage, pp), tp=FakeGroup(shard, tp), dp=data, data=data)
-            model, optimizer = assemble.build(settings, groups, torch.device("meta"), torch.bfloat16, filled=False)
+            model, optimizer = grids.built(settings, groups, "bf16", device="meta", filled=False)
             for data.index in range(dp):
                 for bucket in optimizer.buckets:
                     length = bucket.shard.stop - bucket.shard.start

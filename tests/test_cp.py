@@ -14,7 +14,6 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor.experimental._context_parallel._attention import _SDPAMerger
 from watch import Watch
 
-import assemble
 import collectives
 import config
 import cp
@@ -24,6 +23,7 @@ from config import CP_STYLES, padded_length
 from cp import STYLES, context_parallel
 from operations import CAUSAL, MATH, SDPA, AttentionKernel, Mask, cudnn_backward, cudnn_forward
 from param import acc_dtype
+from run import device
 from run.data import MicroBatch
 from run.meter import Meter
 
@@ -279,9 +279,9 @@ def test_the_pieces_of_all_ranks_on_one_device_equal_attention_at_once(style, de
 def test_heads_that_torchs_kernel_for_gpus_does_not_take_are_refused(flags, line):
     settings = config.parse(flags.split(), 2)
     if not line:
-        return assemble.check_device(settings, torch.device("cuda"))
+        return device.check_device(settings, torch.device("cuda"))
     with pytest.raises(ValueError, match=f"^{line}"):
-        assemble.check_device(settings, torch.device("cuda"))
+        device.check_device(settings, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("kernel, mask, D, dtype, chosen", [

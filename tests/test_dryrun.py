@@ -12,11 +12,11 @@ from itertools import combinations
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import grids
 import pytest
 import torch
 import torch.distributed as dist
 
-import assemble
 import collectives
 import config
 import ep
@@ -128,7 +128,7 @@ def test_the_formulas_are_of_the_largest_batch_of_a_ramp():
     for batch in "--global-batch 16", "--batch-ramp 4@0,16@4000,8@9000":
         settings = config.parse(f"{BASE} {pipeline} {batch}".split(), 2)
         with dryrun.fake_world(2, 0):
-            needed.append(assemble.memory_of_rank(settings, build_groups(settings.grid, settings.model)))
+            needed.append(grids.memory_of_rank(settings, build_groups(settings.grid, settings.model)))
     assert needed[0] == needed[1]
 
 
@@ -352,7 +352,7 @@ def check_formula(flags: str, rank: int) -> None:
     settings = config.parse(flags.split(), 8)
     with dryrun.fake_world(8, rank):
         groups = build_groups(settings.grid, settings.model)
-        formula = assemble.memory_of_rank(settings, groups)
+        formula = grids.memory_of_rank(settings, groups)
         with dryrun.fake_tensors():
             found = train.measured_step(settings, groups)
     assert sum(formula.values()) == pytest.approx(found.peak, rel=0.03)

@@ -24,6 +24,7 @@ from itertools import product
 from pathlib import Path
 from unittest.mock import Mock, patch
 
+import grids
 import numpy as np
 import pytest
 import runs
@@ -33,12 +34,12 @@ from pool import slow
 from runs import metrics
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-import assemble
 import collectives
 import config
 import train
+import zero
 from collectives import build_groups
-from run import checkpoint, faults, job
+from run import checkpoint, device, faults, job
 from test_checkpoint import saved, tensors
 
 ROOT = Path(config.__file__).parent
@@ -66,12 +67,12 @@ def losses(path: Path) -> list[float | None]:
 
 def spoil(state: job.RunState, steps: set[int], factor: float):
     """A context in which the loss of these steps is multiplied by a factor when it is about to be differentiated."""
-    original = train.Optimizer.scale_loss
+    original = zero.Optimizer.scale_loss
 
     def scaled(self, loss):
         loss = original(self, loss)
         return loss * factor if state.step in steps and isinstance(loss, torch.Tensor) else loss
-    return patch.object(train.Optimizer, "scale_loss", scaled)
+    return patch.object(zero.Optimizer, "scale_loss", scaled)
 
 
 def nan_in_step_2(state):
@@ -110,7 +111,7 @@ def inf_in_steps_5_to_7_twice(state):
 
 def read_late(state):
     """As on a GPU: a step's results are read after the next one has been issued."""
-    return patch.object(train, "reads_late", lambda device: True)
+    return patch.object(job, "reads_late", lambda device: True)
 
 
 def inf_in_steps_5_to_7_read_late(state):
@@ -408,9 +409,9 @@ def found(flags: str, rank: int, what: str, bit: int) -> str:
     """What check_replicas says if one bit of a tensor, of this rank and bucket 0, is another one. what "": none is."""
     settings = config.parse(f"{SMALL} {flags}".split(), dist.get_world_size())
     groups = build_groups(settings.grid, settings.model)
-    dtype = assemble.DTYPES.get(settings.precision.dtype, torch.float32)
-    model, optimizer = assemble.build(settings, groups, torch.device("cpu"), dtype)
-    samples = assemble.open_samples(settings, settings.data.data, 0)
+    precision = settings.precision.dtype
+    model, optimizer = grids.built(settings, groups, "fp32" if precision == "auto" else precision)
+    samples = device.open_samples(settings, settings.data.data, 0)
     for _ in range(2):
         train.forward_backward(model, optimizer, train.local_micro_batches(samples, 0, 12, settings, groups), groups)
         optimizer.step(0.01)
@@ -1146,7 +1147,7 @@ def test_validation_data_is_checked_before_the_first_step(tmp_path):
 def test_a_model_that_does_not_fit_is_refused_before_it_is_allocated():
     settings = config.parse("--preset llama-3.1-405b --dtype bf16".split())
     with pytest.raises(ValueError, match="^--preset llama-3.1-405b: takes .* on this rank, which has .*: use a small"):
-        assemble.check_memory(settings, build_groups(settings.grid, settings.model), torch.device("cpu"))
+        device.check_memory(settings, train.build_model(settings, grids.ALONE, "cpu"), torch.device("cpu"))
 
 
 def test_a_run_goes_on_when_the_reader_of_its_output_has_gone():

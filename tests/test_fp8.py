@@ -23,7 +23,6 @@ from exact import gpu
 from pool import Pool
 from torch._subclasses import FakeTensorMode
 
-import assemble
 import collectives
 import config
 import fp8
@@ -36,6 +35,7 @@ from fp8 import BLOCK, E4M3, E5M2, RECIPES, SMALLEST, Fp8, Quantised, dequantise
 from param import Spec, draw, parameter, shard_slice
 from plan.memory import activation_bytes
 from recompute import cheap, selective
+from run import device
 from run.meter import Meter
 from run.sampling import KVCache
 from test_tp import normal, weight
@@ -752,13 +752,13 @@ def test_gpus_without_it_are_refused(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
         for name in RECIPES:
             if name in fits:
-                assemble.check_device(of(name), gpu)
+                device.check_device(of(name), gpu)
             else:
                 other = ", or --fp8 tensorwise" if "tensorwise" in fits else ""
                 line = f"^--fp8 {name}: cannot run on a GPU: use a Hopper GPU, or --fp8 none{other}$"
                 with pytest.raises(ValueError, match=line):
-                    assemble.check_device(of(name), gpu)
-        assemble.check_device(config.parse([]), gpu)
+                    device.check_device(of(name), gpu)
+        device.check_device(config.parse([]), gpu)
 
 
 def test_fp8_is_for_blocks_and_their_ends_may_be_spared():
@@ -831,9 +831,9 @@ def trained() -> list[float]:
     name, seed = RUNS[dist.get_rank()]
     flag = {"bf16": "none", "unscaled": "tensorwise"}.get(name, name)
     settings = config.parse(f"{TRAINED} --seed {seed} --fp8 {flag}".split())
-    with patch.object(assemble, "Fp8", Unscaled if name == "unscaled" else Fp8):
+    with patch.object(train, "Fp8", Unscaled if name == "unscaled" else Fp8):
         groups, model, optimizer = grids.build(settings)
-    samples, losses = assemble.open_samples(settings, [], seed), []
+    samples, losses = device.open_samples(settings, [], seed), []
     for step in range(settings.optim.steps):
         share = train.local_micro_batches(samples, 4 * step, 4, settings, groups)
         losses.append(train.forward_backward(model, optimizer, share, groups).item())

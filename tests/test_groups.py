@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import assemble
 import collectives
 import config
 import train
@@ -75,7 +74,7 @@ def transfers() -> dict[str, set]:
     """The collectives of a step on each link, and on all other groups."""
     settings = grids.settings_of("--pp 4 --schedule interleaved --layers 8 --micro-batch 12", 4)
     made = collectives.build_groups(settings.grid, settings.model)
-    model, optimizer = assemble.build(settings, made, torch.device("cpu"), torch.float64)
+    model, optimizer = grids.built(settings, made, "fp64")
     tokens, labels = grids.batches(settings)[0]
     share = train.local_micro_batches(grids.GivenSamples(tokens, labels), 0, 48, settings, made)
     with Meter(memory=False) as meter:

@@ -18,16 +18,16 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.utils._python_dispatch import TorchDispatchMode
 from watch import reads_values
 
-import assemble
 import config
 import cp
 import train
 from bench import __main__ as bench
 from plan import costs
-from run import checkpoint, faults, log
+from run import checkpoint, device, faults, job, log
 from run.data import Samples
 from run.log import Log
 from run.meter import Meter
+from zero import Optimizer
 
 MODEL = ("--layers 2 --hidden 24 --heads 4 --kv-heads 2 --head-dim 6 --ffn 32 --vocab 61 --seq 12 --sample= "
          "--separator 0 --device cpu")
@@ -75,7 +75,7 @@ def by_torch(folder, settings: config.Config) -> list[dict]:
     rate = SequentialLR(rule, [LinearLR(rule, 1 / optim.warmup, total_iters=optim.warmup - 1),
                                CosineAnnealingLR(rule, optim.steps - optim.warmup, optim.min_lr)], [optim.warmup - 1])
     corpus, unseen = (np.load(folder / f"{name}.npy") for name in ("train", "unseen"))
-    order = assemble.open_samples(settings, settings.data.data, optim.seed).span
+    order = device.open_samples(settings, settings.data.data, optim.seed).span
     first, out = 0, []
     for step in range(optim.steps):
         seen = first * settings.batch.seq
@@ -116,8 +116,8 @@ def test_a_run_is_what_torchs_own_parts_make_of_the_same_samples(corpora):
 def test_losses_of_bf16_micro_batches_are_summed_in_fp32(corpora):
     settings = config.parse(f"{MODEL} --data {corpora}/train.npy --dtype bf16 --global-batch 40 --micro-batch 1"
                             .split())
-    model, optimizer = assemble.build(settings, grids.ALONE, torch.device("cpu"), torch.bfloat16)
-    samples = assemble.open_samples(settings, settings.data.data, 0)
+    model, optimizer = grids.built(settings, grids.ALONE, "bf16")
+    samples = device.open_samples(settings, settings.data.data, 0)
     share = train.local_micro_batches(samples, 0, 40, settings, grids.ALONE)
     with torch.no_grad():
         losses = [model(batch.tokens, labels=batch.labels).item() for batch in share]
@@ -133,22 +133,22 @@ def test_a_step_is_read_after_the_next_has_been_issued(corpora, monkeypatch):
     seen, flags = [], FLAGS.format(RAMP, corpora) + " --skip-spikes 6"
     want, _ = run(corpora, flags)
 
-    def noted(name: str, number):
-        usual = getattr(train, name)
+    def noted(owner, name: str, number):
+        usual = getattr(owner, name)
 
         def call(*args):
             result = usual(*args)
-            seen.append((name, number(args, result)))
+            seen.append((name, number(args)))
             return result
-        monkeypatch.setattr(train, name, call)
+        monkeypatch.setattr(owner, name, call)
 
-    noted("issue_step", lambda args, issued: issued.step)
-    noted("read_results", lambda args, record: args[1].step)
-    noted("validation_loss", lambda args, loss: args[0].state.step - 1)
-    monkeypatch.setattr(train, "reads_late", lambda device: True)
+    noted(job.Run, "end_step", lambda args: args[0].issued.step)
+    noted(job, "read_results", lambda args: args[1].step)
+    noted(job, "validation_loss", lambda args: args[0].state.step - 1)
+    monkeypatch.setattr(job, "reads_late", lambda device: True)
     found, _ = run(corpora, flags)
     order = [(what, step) for step in range(9) for what, step, there in (
-        ("issue_step", step, True), ("read_results", step - 1, step not in (0, 4, 8)),
+        ("end_step", step, True), ("read_results", step - 1, step not in (0, 4, 8)),
         ("read_results", step, step in (3, 7, 8)), ("validation_loss", step, step in (3, 7, 8))) if there]
     assert seen == order
     assert [{name: value for name, value in record.items() if name not in MEASURED} for record in found] == [
@@ -179,11 +179,11 @@ def waits(flags: str) -> list[int]:
         return call
 
     def entered(usual):
-        def call(*args):
-            found.extend([mode.count] if usual is issue else [])
+        def call(*args, **rest):
+            found.extend([mode.count] if usual is begin else [])
             inside.append(usual)
             with mode:
-                result = usual(*args)
+                result = usual(*args, **rest)
             inside.pop()
             return result
         return call
@@ -195,15 +195,16 @@ def waits(flags: str) -> list[int]:
         finally:
             inside[:] = entered
 
-    issue, clip = train.issue_step, cp.clip_to_documents
+    begin, clip = job.Run.begin_step, cp.clip_to_documents
     with contextlib.ExitStack() as stack:
         for name in READS:
             stack.enter_context(patch.object(torch.Tensor, name, counted(getattr(torch.Tensor, name))))
-        for name in ("issue_step", "read_results"):
-            stack.enter_context(patch.object(train, name, entered(getattr(train, name))))
-        stack.enter_context(patch.object(train, "reads_late", lambda device: True))
+        for owner, name in ((job.Run, "begin_step"), (train, "forward_backward"), (Optimizer, "step"),
+                            (train, "update_balance"), (job.Run, "end_step"), (job, "read_results")):
+            stack.enter_context(patch.object(owner, name, entered(getattr(owner, name))))
+        stack.enter_context(patch.object(job, "reads_late", lambda device: True))
         stack.enter_context(patch.object(cp, "clip_to_documents", on_host))
-        runs.run(f"{MODEL} --data {assemble.__file__} --vocab 257 --separator -1 --dtype bf16 --steps 6 "
+        runs.run(f"{MODEL} --data {config.__file__} --vocab 257 --separator -1 --dtype bf16 --steps 6 "
                  f"--metrics /dev/null --global-batch 8 {flags}")
     return np.diff(found)[1:].tolist()
 
@@ -231,7 +232,7 @@ def test_a_step_that_is_skipped_leaves_weights_and_biases(corpora):
     """A spike, whose gradient is finite: here every one is. It counts as no update, and is read."""
     jobs, flags = [], "--experts 4 --expert-ffn 8 --bias-rate 0.1 --dtype fp32 --steps 1 --global-batch 4"
     with (patch.object(faults.Guard, "limit", lambda guard: torch.tensor(0.0)),
-          patch.object(train, "finish", jobs.append)):
+          patch.object(job, "finish", jobs.append)):
         records, _ = run(corpora, flags)
     (done,), settings = jobs, config.parse(f"{MODEL} --data {corpora}/train.npy {flags}".split())
     first = grids.initial(settings)
@@ -246,14 +247,14 @@ def test_flops_in_the_metrics_are_those_that_are_dispatched(recompute):
     """HFU with what is recomputed, MFU without; a rank of two has half of the peak's share."""
     flags = f"{MODEL} --data {__file__} --vocab 257 --separator -1 --dtype fp32 --attention math --global-batch 4"
     settings = config.parse(f"{flags} --recompute {recompute}".split())
-    model, optimizer = assemble.build(settings, grids.ALONE, torch.device("cpu"), torch.float32)
-    samples = assemble.open_samples(settings, settings.data.data, 0)
+    model, optimizer = grids.built(settings, grids.ALONE, "fp32")
+    samples = device.open_samples(settings, settings.data.data, 0)
     share = train.local_micro_batches(samples, 0, 4, settings, grids.ALONE)
     with Meter(memory=False) as meter:
         train.forward_backward(model, optimizer, share, grids.ALONE)
     log = Log(settings, grids.ALONE, torch.device("cpu"))
     log.peak, log.ranks = 1e9, 2
-    issued = train.Issued(0, range(4), 0, 1.0, 0.0, Counter(), None)
+    issued = job.Issued(0, range(4), 0, 1.0, 0.0, Counter(), None)
     record = log.metrics(issued, skipped=0, loss=1.0, norm=1.0, seconds=0.5)
     norms = 5 * 24  # weights that the convention of 6 FLOPs per parameter and token counts, too
     assert record["hfu"] * 0.5 * 2 * 1e9 == pytest.approx(meter.flops + 6 * norms * 4 * 12)
@@ -297,7 +298,7 @@ def test_times_in_the_metrics_are_those_of_a_clock(corpora, tmp_path):
     hash_of = faults.hash_of
     with (patch("time.perf_counter", lambda: getattr(clock, "now", 0.0)),
           patch.object(train, "forward_backward", takes(2, train.forward_backward)),
-          patch.object(train, "read", takes(0.25, train.read)),
+          patch.object(job, "read", takes(0.25, job.read)),
           patch.object(train, "mean_loss", takes(7, train.mean_loss)),
           patch.object(checkpoint.Stage, "copy", takes(3, checkpoint.Stage.copy)),
           patch.object(checkpoint, "checksums_of", takes(5, checkpoint.checksums_of)),

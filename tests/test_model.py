@@ -11,8 +11,8 @@ import transformers
 from grids import ALONE
 from watch import Watch
 
-import assemble
 import config
+import train
 from model import Execution, Llama, demo
 from operations import Mask, RMSNormFunction, attention_math, attention_sdpa, rotary_angles
 from param import Source, draw
@@ -74,7 +74,7 @@ def test_first_weights_are_those_of_gpt_2():
         settings, seen = config.parse(f"--data {__file__} {flags} {moe}".split(), 2), set()
         for stage in range(2):
             group = type("", (), dict(size=lambda self: 2, rank=lambda self, stage=stage: stage))()
-            for p in Llama(settings.model, {}, pipeline=assemble.build_pipeline(settings, group)).parameters():
+            for p in Llama(settings.model, {}, pipeline=train.build_pipeline(settings, group)).parameters():
                 kind, values = p.spec.name.rsplit(".")[-1], draw(0)(p.spec, p.box)
                 seen.add(kind)
                 if p.ndim == 1:

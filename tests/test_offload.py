@@ -12,7 +12,6 @@ import sharding
 import torch
 from torch._subclasses import FakeTensorMode
 
-import assemble
 import collectives
 import config
 import recompute
@@ -27,8 +26,7 @@ MODEL = ("--layers 4 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 61 --se
 
 def build(flags: str, device: str = "cpu") -> tuple:
     settings = config.parse(f"{MODEL} {flags}".split())
-    dtype = assemble.DTYPES[settings.precision.dtype]
-    return assemble.build(settings, grids.ALONE, torch.device(device), dtype)
+    return grids.built(settings, grids.ALONE, device=device)
 
 
 def micro_batches(device: str = "cpu") -> list[MicroBatch]:
@@ -233,13 +231,13 @@ def bytes_by_device(flags: str) -> tuple[Counter, dict[str, int], int]:
     """(live bytes of a step's peak by device, where "meta" stands in for a GPU; the formula's by kind; parameters)."""
     settings = config.parse(f"{MODEL} --attention math {flags}".split())
     with FakeTensorMode(), Meter() as meter:
-        model, optimizer = assemble.build(settings, grids.ALONE, torch.device("meta"), torch.bfloat16, filled=False)
+        model, optimizer = grids.built(settings, grids.ALONE, "bf16", device="meta", filled=False)
         train.forward_backward(model, optimizer, micro_batches("meta"), grids.ALONE)
         optimizer.step(0.01)
     found = Counter()
     for storage, nbytes in meter.alive_at_peak():
         found[storage.device] += nbytes
-    return found, assemble.memory_of_rank(settings, {}, fused=False), sum(p.numel() for p in model.parameters())
+    return found, grids.memory_of_rank(settings, {}, fused=False), sum(p.numel() for p in model.parameters())
 
 
 def test_what_is_offloaded_is_on_the_host():
@@ -257,7 +255,7 @@ def test_what_is_offloaded_is_on_the_host():
 def test_master_weights_are_on_the_host_also_where_the_weights_have_their_dtype():
     with FakeTensorMode():
         settings = config.parse(f"{MODEL} --offload optimizer".split())
-        _, optimizer = assemble.build(settings, grids.ALONE, torch.device("meta"), torch.float32, filled=False)
+        _, optimizer = grids.built(settings, grids.ALONE, "fp32", device="meta", filled=False)
         for bucket in optimizer.buckets:
             on_host = {what: flat.device.type for what, flat in bucket.state.items()}
             assert on_host == dict(master="cpu", m="cpu", v="cpu") and bucket.weights.is_meta
@@ -265,7 +263,7 @@ def test_master_weights_are_on_the_host_also_where_the_weights_have_their_dtype(
 
 def test_an_8b_model_trains_on_one_h200_only_with_its_optimizer_on_the_host():
     flags = "--preset llama-3.1-8b --seq 4096 --global-batch 1 --dtype bf16 --recompute full --offload"
-    needed = [sum(assemble.memory_of_rank(config.parse(f"{flags} {what}".split()), {}, fused=True).values())
+    needed = [sum(grids.memory_of_rank(config.parse(f"{flags} {what}".split()), {}, fused=True).values())
               for what in ("none", "optimizer", "both")]
     h200 = 141e9
     assert needed[0] > 18 * 8.03e9 > h200 > needed[1] > needed[2] > 6 * 8.03e9
@@ -275,6 +273,6 @@ def test_inputs_of_blocks_are_offloaded_in_shards_with_and_without_sequence_para
     """Of 4 blocks' inputs, 2 stay; each rank of 2 has half of every one: 64 tokens of 32 numbers of 4 bytes."""
     flags = "--layers 4 --hidden 32 --heads 2 --ffn 32 --seq 64 --global-batch 1 --dtype fp32 --tp 2 --recompute full"
     for sp in ("--sp on", "--sp off"):
-        needed = [sum(assemble.memory_of_rank(config.parse(f"{flags} {sp} --offload {what}".split(), 2), {}, fused=True)
+        needed = [sum(grids.memory_of_rank(config.parse(f"{flags} {sp} --offload {what}".split(), 2), {}, fused=True)
                       .values()) for what in ("none", "activations")]
         assert needed[0] - needed[1] == (4 - 2) * 64 * 32 * 4 / 2

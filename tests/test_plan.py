@@ -11,10 +11,10 @@ import time
 from itertools import product
 from statistics import median
 
+import grids
 import pytest
 from program import ROOT
 
-import assemble
 import config
 import schedules
 from collectives import AXES
@@ -95,7 +95,7 @@ def test_memory_is_what_train_py_says_of_every_rank(flags, ranks):
     run = run_for(f"{flags} --global-batch 64 --micro-batch 1", ranks)
     for stage in range(run.settings.grid.pp):
         groups = groups_of(run.settings.grid, run.settings.model, stage)
-        expected = assemble.memory_of_rank(run.settings, groups, fused=True)
+        expected = grids.memory_of_rank(run.settings, groups, fused=True)
         assert estimate.memory_of_rank(run, stage) == expected
 
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import assemble
 import config
 import pp
 import train
-from run import job, log
+from run import device, job, log
 from run.meter import Meter
 from schedules import make_plan
 
@@ -21,9 +20,9 @@ def run(flags: str) -> None:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     settings = config.parse("--layers 2 --hidden 32 --heads 2 --ffn 48 --seq 32 --dtype fp32 --sample= --micro-batch 8 "
                             f"--data {pp.__file__} {flags}".split(), ranks)
-    samples = assemble.open_samples(settings, settings.data.data, 0)
+    samples = device.open_samples(settings, settings.data.data, 0)
     unseen = samples if settings.data.val_data else None
-    train.train(settings, samples, unseen, torch.device("cpu"), "as asked", job.RunState())
+    train.train(job.Run(settings, samples, unseen, torch.device("cpu"), "as asked"))
 
 
 def test_a_trace_names_phases_and_actions(tmp_path, capsys):

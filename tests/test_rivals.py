@@ -20,7 +20,6 @@ from torch.distributed.tensor.experimental._context_parallel._load_balancer impo
 from transformers.models.llama import modeling_llama
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-import assemble
 import config
 import param
 import train
@@ -190,7 +189,7 @@ MIXTRAL = "--experts 8 --top-k 2 --expert-ffn 20 --micro-batch 16 --aux-loss {} 
 def losses(settings: config.Config, batches: list[tuple[Tensor, Tensor]]) -> tuple[list[float], ...]:
     """(the loss, the loss that balances experts, the largest load of an expert over the mean) of every step."""
     out, model, optim = ([], [], []), settings.model, settings.optim
-    ours, optimizer = assemble.build(settings, grids.ALONE, torch.device("cpu"), torch.float64)
+    ours, optimizer = grids.built(settings, grids.ALONE, "fp64")
     for tokens, labels in batches:
         share = grids.GivenSamples(tokens, labels).step(0, len(tokens), settings.batch.micro_batch, 0, 1)
         out[0].append(train.forward_backward(ours, optimizer, share, grids.ALONE).item())

@@ -9,7 +9,6 @@ import runs
 import torch
 import torch.distributed as dist
 
-import assemble
 import config
 import train
 from collectives import build_groups
@@ -141,7 +140,7 @@ def communicated(lines: list[str]) -> list[list[tuple]]:
         settings = config.parse(f"{MODEL} --data {__file__} {line}".split(), dist.get_world_size())
         groups = build_groups(settings.grid, settings.model)
         axes = {group.process_group.group_name: axis for axis, group in groups.items() if group}
-        model, optimizer = assemble.build(settings, groups, torch.device("cpu"), torch.float64)
+        model, optimizer = grids.built(settings, groups, "fp64")
         tokens, labels = grids.batches(settings)[0]
         share = train.local_micro_batches(grids.GivenSamples(tokens, labels), 0, 8, settings, groups)
         with Meter(memory=False) as meter:

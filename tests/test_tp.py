@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from pool import slow
 from watch import Watch
 
-import assemble
 import collectives
 import config
 import cp
@@ -424,7 +423,7 @@ def step(flags: str) -> dict:
     """What one forward and backward of a model sends, makes and keeps on this rank, and its gradients."""
     settings = config.parse(f"{SHAPE} --data {__file__} {flags}".split(), dist.get_world_size())
     groups = build_groups(settings.grid, settings.model)
-    model, optimizer = assemble.build(settings, groups, torch.device("cpu"), torch.float64)
+    model, optimizer = grids.built(settings, groups, "fp64")
     tokens = torch.randint(settings.model.vocab, (2, 24), generator=torch.Generator().manual_seed(0))
     tokens, labels, positions, _ = cp.shard_sequences(tokens, tokens, None, None, settings.grid.cp, rank(groups["cp"]))
     longest, copies, exchange = 0, 0, ep.exchange_counts

@@ -4,6 +4,7 @@ import gc
 import os
 import subprocess
 
+import grids
 import numpy as np
 import pytest
 import torch
@@ -12,12 +13,11 @@ from pool import slow
 from program import python, torchrun
 from runs import metrics, run
 
-import assemble
 import config
 import train
 from collectives import AXES, build_groups
 from plan import costs, search
-from run import job, log, sampling
+from run import device, job, log, sampling
 from run.data import Codec, Corpus, Samples
 
 ROOT = os.path.dirname(config.__file__)
@@ -170,31 +170,31 @@ def test_fewer_gpus_than_ranks_is_an_error_and_none_is_not(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     for gpus, asked, want in ((0, "auto", "cpu"), (0, "cpu", "cpu"), (2, "cpu", "cpu"), (4, "auto", "cuda:3")):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        assert str(assemble.choose_device(asked)[0]) == want
+        assert str(device.choose_device(asked)[0]) == want
     for gpus, asked, says in ((2, "auto", "4 ranks on this machine and 2 GPUs: use --nproc_per_node=2 or --device cpu"),
                               (0, "cuda", "--device cuda: 4 ranks on this machine and 0 GPUs: use --device cpu")):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         with pytest.raises(ValueError, match=says):
-            assemble.choose_device(asked)
+            device.choose_device(asked)
 
 
 def test_the_memory_of_a_machine_is_shared_by_its_ranks(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr(assemble.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1 << 20}[name])
-    assert assemble.memory_of_device(torch.device("cpu")) == 2**32 // 4
+    monkeypatch.setattr(device.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1 << 20}[name])
+    assert device.memory_of_device(torch.device("cpu")) == 2**32 // 4
 
 
 @pytest.mark.parametrize("activations, least", [(0, 16), (16, 16), (18, 17)])
 def test_what_stays_must_fit_and_all_may_take_twice_the_memory(monkeypatch, activations, least):
     """As activations and temporaries are estimates."""
     kinds = dict(weights=2, gradients=4, optimizer=10, activations=activations)
-    monkeypatch.setattr(assemble, "memory_of_rank", lambda *_, **__: kinds)
+    monkeypatch.setattr(device, "memory_of_rank", lambda *_, **__: kinds)
     settings = config.parse([])
     for memory in least, least - 1:
-        monkeypatch.setattr(assemble, "memory_of_device", lambda device, memory=memory: memory)
+        monkeypatch.setattr(device, "memory_of_device", lambda device, memory=memory: memory)
         too_small = pytest.raises(ValueError, match="takes .* on this rank")
         with too_small if memory < least else contextlib.nullcontext():
-            assemble.check_memory(settings, {}, torch.device("cpu"))
+            device.check_memory(settings, None, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("rank", [0, 4])
@@ -205,7 +205,7 @@ def test_grid_auto_is_chosen_for_this_machine_and_all_ranks_and_rank_0_says_it(m
     machines, this_machine = [], search.this_machine
     monkeypatch.setattr(search, "this_machine", lambda *args: machines.append(this_machine(*args)) or machines[0])
     settings = config.parse(f"--grid auto --data {__file__}".split(), 8)
-    chosen = assemble.choose_grid(settings, torch.device("cpu"))
+    chosen = device.choose_grid(settings, torch.device("cpu"))
     grid, again, said = chosen.grid, search.fill_grid(settings, 8, this_machine(4)), capsys.readouterr().out
     assert grid.dp * grid.cp * grid.tp * grid.pp == 8 and machines[0].gpus_per_node == 4
     assert (chosen.grid, said) == (again[0].grid, "" if rank else f"auto    {again[1]}\n")
@@ -228,7 +228,7 @@ def test_learning_rate_schedules(schedule, halfway):
 def test_the_batch_grows_with_the_tokens_seen():
     ramp = config.parse("--batch-ramp 16@0,32@1e3,64@5000".split()).batch.ramp()
     seen = 0, 999, 1000, 4999, 5000, 10**9
-    assert [train.sequences_at(tokens, ramp) for tokens in seen] == [16, 16, 32, 32, 64, 64]
+    assert [job.sequences_at(tokens, ramp) for tokens in seen] == [16, 16, 32, 32, 64, 64]
 
 
 def test_numbers_that_are_not_finite_become_null():
@@ -263,8 +263,8 @@ def ranks_of_groups(flags: str) -> dict[str, list[int] | None]:
 
 
 def first_lines(flags: str, ranks: int, groups: dict) -> list[str]:
-    return log.first_lines(config.parse(f"--micro-batch 1 --dtype fp32 {flags}".split(), ranks), groups, "cpu"
-                           ).splitlines()
+    settings = config.parse(f"--micro-batch 1 --dtype fp32 {flags}".split(), ranks)
+    return log.first_lines(settings, groups, "cpu", train.build_model(settings, groups, "cpu")).splitlines()
 
 
 def test_the_first_lines_name_the_batch_that_a_ramp_begins_with():
@@ -276,9 +276,10 @@ def test_the_first_lines_name_fp8_active_parameters_the_grid_that_is_shown_and_t
     np.save(tmp_path / "tokens.npy", np.zeros(32 * 1234, np.uint16))
     settings = config.parse(f"--preset tiny-moe --fp8 tensorwise --seq 32 --dtype bf16 --tp 2 --pp 2 --cp 2 "
                             f"--data {tmp_path}/tokens.npy".split(), 8)
-    settings.shown, samples = True, assemble.open_samples(settings, settings.data.data, 0)
-    device, _, shown, batch, model, data = log.first_lines(settings, {}, "cpu", samples).splitlines()
-    assert device == "device  cpu, bf16, linear layers of blocks in fp8 tensorwise"
+    settings.shown, samples = True, device.open_samples(settings, settings.data.data, 0)
+    built = train.build_model(settings, {}, "cpu")
+    first, _, shown, batch, model, data = log.first_lines(settings, {}, "cpu", built, samples).splitlines()
+    assert first == "device  cpu, bf16, linear layers of blocks in fp8 tensorwise"
     assert shown == "        (chosen to show the axes; --dp 8 is pure data parallelism)"
     dense = 2 * 257 * 128 + 128 + 4 * (128 * (128 + 64 + 64 + 128) + 2 * 128 + 8 * 128)
     every, active = (f"{dense + 4 * experts * 3 * 128 * 128:,}" for experts in (8, 2))
@@ -320,10 +321,10 @@ def test_the_second_line_says_which_part_a_rank_has(flags, line):
 
 def test_a_sample_begins_with_a_separator_and_rings_no_bell(monkeypatch, capsys):
     prompts, said = [], [256, *b"ab", 7, 8, *b"\n\tc\xff"]
-    monkeypatch.setattr(train, "sample", lambda model, prompt, length: (
+    monkeypatch.setattr(sampling, "sample", lambda model, prompt, length: (
         prompts.append(prompt.tolist()), torch.tensor([said]))[1])
     settings = config.parse("--sample ab".split())
-    train.continue_prompt(None, Codec(256), settings, dict.fromkeys(AXES), torch.device("cpu"))
+    sampling.continue_prompt(None, Codec(256), settings, dict.fromkeys(AXES), torch.device("cpu"))
     assert prompts == [[[256, *b"ab"]]] and capsys.readouterr().out == "ab\ufffd\ufffd\n\tc\ufffd\n"
 
 
@@ -350,8 +351,8 @@ def test_a_step_leaves_no_cycles(flags):
     """The collector is off while a run goes on: whatever refers to itself would stay."""
     settings = config.parse(f"{SMALL} --data {ROOT}/train.py {flags}".split())
     groups = dict.fromkeys(AXES)
-    model, optimizer = assemble.build(settings, groups, torch.device("cpu"), torch.float32)
-    share = train.local_micro_batches(assemble.open_samples(settings, settings.data.data, 0), 0, 16, settings, groups)
+    model, optimizer = grids.built(settings, groups, "fp32")
+    share = train.local_micro_batches(device.open_samples(settings, settings.data.data, 0), 0, 16, settings, groups)
 
     def step():
         train.forward_backward(model, optimizer, share, groups)
@@ -373,8 +374,8 @@ def test_a_step_leaves_no_cycles(flags):
 def test_the_first_lines_count_the_state_of_the_rule(flags, nbytes):
     """In bf16: the masters, and what the rule remembers, per parameter."""
     settings = config.parse(f"--dtype bf16 {flags}".split())
-    count = sum(p.numel() for p in assemble.build_model(settings, {}, "cpu", torch.bfloat16).parameters())
-    assert assemble.memory_of_rank(settings, {})["optimizer"] == nbytes * count
+    count = sum(p.numel() for p in train.build_model(settings, {}, "cpu").parameters())
+    assert grids.memory_of_rank(settings, {})["optimizer"] == nbytes * count
 
 
 def test_the_first_lines_count_experts_where_they_are():
@@ -394,7 +395,7 @@ def test_the_head_counts_as_layers():
     layers = []
     for stage in range(4):
         group = type("", (), dict(size=lambda self: 4, rank=lambda self, stage=stage: stage))()
-        layers.append(len(assemble.build_pipeline(settings, group).stages[stage]))
+        layers.append(len(train.build_pipeline(settings, group).stages[stage]))
     assert sum(layers) == 16 and layers[3] <= min(layers[:3]) - 2
 
 

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import assemble
 import config
 import train
-from run import checkpoint
+from run import checkpoint, job, sampling
 from zero import Optimizer
 
 
@@ -56,8 +55,8 @@ FAULTS: dict[str, Callable[[], Any]] = {
 
 def inject(fault: str, where: str, step: int) -> None:
     """Let `fault` happen at the place."""
-    state = train.RunState()
-    train.RunState = lambda: state
+    state = job.RunState()
+    job.RunState = lambda: state
     done = []
 
     def before(owner: Any, attribute: str, happens: Callable[[], bool] = lambda: state.step == step) -> None:
@@ -86,11 +85,11 @@ def inject(fault: str, where: str, step: int) -> None:
                  "commit": (checkpoint, "sync")}[where]
         before(*place, (lambda: state.step > step) if where == "staging" else is_in_thread)
     else:
-        before(*{"evaluation": (train, "mean_loss"), "sampling": (train, "continue_prompt"),
+        before(*{"evaluation": (train, "mean_loss"), "sampling": (sampling, "continue_prompt"),
                  "exit": (dist, "destroy_process_group")}[where], lambda: state.step > step)
 
 
-PLACES = {"before": (train, "local_micro_batches"), "loading": (assemble, "build_model"),
+PLACES = {"before": (train, "local_micro_batches"), "loading": (train, "build_model"),
           "forward": (train.Llama, "forward"), "optimizer": (Optimizer, "step")}
 
 

@@ -4,9 +4,11 @@ A grid is a command line. Its ranks train two steps, in fp64 unless it names ano
 fixed global batches with ragged masks, using the functions that train.py itself uses, and return every piece of every
 tensor they hold.
 """
+import copy
 import hashlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 from unittest import mock
 
@@ -14,13 +16,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import assemble
 import collectives
 import config
 import param
 import train
 from collectives import AXES, build_groups
 from ep import update_biases
+from run import device, job
 from run.data import MicroBatch, Samples
 
 # All dimensions differ, so that no two can be mistaken for each other. Clipping and weight decay are active.
@@ -111,8 +113,23 @@ def recorded() -> Iterator[list[Call]]:
 def build(settings: config.Config) -> tuple:
     """(groups, model, optimizer) of this rank, also without any process group."""
     groups = build_groups(settings.grid, settings.model)
-    dtype = assemble.DTYPES[settings.precision.dtype]
-    return groups, *assemble.build(settings, groups, torch.device("cpu"), dtype)
+    return groups, *built(settings, groups)
+
+
+def built(settings: config.Config, groups, dtype: str = "", device: str = "cpu", filled: bool = True) -> tuple:
+    """(model, optimizer), filled with the seed's weights. dtype: other than the settings'."""
+    if dtype:
+        settings = copy.copy(settings)
+        settings.precision = replace(settings.precision, dtype=dtype)
+    model = train.build_model(settings, groups, device)
+    optimizer = train.build_optimizer(settings, model, groups)
+    if filled:
+        optimizer.load(param.draw(settings.optim.seed))
+    return model, optimizer
+
+
+def memory_of_rank(settings: config.Config, groups, fused: bool = False) -> dict[str, int]:
+    return device.memory_of_rank(settings, train.build_model(settings, groups, "cpu"), fused)
 
 
 def micro_batches(settings: config.Config, groups, tokens: torch.Tensor, labels: torch.Tensor) -> list[MicroBatch]:
@@ -138,7 +155,7 @@ def run(grid: str, first: int = 0, last: int = STEPS, state: dict | None = None)
     seen = sum(tokens.numel() for tokens, _ in given[:first])
     with recorded() as calls:
         for tokens, labels in given[first:last]:
-            sequences = train.sequences_at(seen, settings.batch.ramp())
+            sequences = job.sequences_at(seen, settings.batch.ramp())
             assert sequences == len(tokens)
             seen += tokens.numel()
             out["loss"].append(forward_backward(settings, groups, model, optimizer, tokens, labels).item())

@@ -8,10 +8,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-import assemble
 import config
 import train
-from run import faults, job
+from run import device, faults, job, sampling
 from run.sampling import sample
 
 
@@ -23,14 +22,15 @@ def run(flags: str, state: job.RunState | None = None) -> str:
     settings = config.parse(flags.split(), dist.get_world_size() if dist.is_initialized() else 1)
     if settings.precision.dtype == "auto":
         settings.precision.dtype = "fp32"
-    samples = assemble.open_samples(settings, settings.data.data, settings.optim.seed)
-    unseen = assemble.open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
+    samples = device.open_samples(settings, settings.data.data, settings.optim.seed)
+    unseen = device.open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
     stop, printed = faults.Stop(settings.run.time_limit), io.StringIO()
-    shorter = patch.object(train, "sample", lambda model, prompt, count: sample(model, prompt, 16))
+    shorter = patch.object(sampling, "sample", lambda model, prompt, count: sample(model, prompt, 16))
     refuse = patch.object(config, "refuse", side_effect=lambda error: (_ for _ in ()).throw(error))
     with shorter, refuse, contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
-            train.train(settings, samples, unseen, torch.device("cpu"), "as asked", state or job.RunState(), stop)
+            train.train(job.Run(settings, samples, unseen, torch.device("cpu"), "as asked", state or job.RunState(),
+                                stop))
         except faults.Failure as error:
             error.add_note(printed.getvalue())
             raise

@@ -8,7 +8,6 @@ import grids
 import torch
 import torch.distributed as dist
 
-import assemble
 import collectives
 import config
 import dp
@@ -16,7 +15,7 @@ import pp
 import train
 import zero
 from collectives import build_groups
-from param import size
+from param import DTYPES, size
 from run.meter import Meter
 
 # Widths that are prime, so that nothing divides; blocks are the largest units; few tokens, so activations are small.
@@ -28,7 +27,7 @@ def built(flags: str, dtype: torch.dtype):
     """(groups, model, optimizer, this rank's micro-batches of a global batch)"""
     settings = config.parse(f"{PRIMES} --data {__file__} {flags}".split(), dist.get_world_size())
     groups = build_groups(settings.grid, settings.model)
-    model, optimizer = assemble.build(settings, groups, torch.device("cpu"), dtype)
+    model, optimizer = grids.built(settings, groups, {v: k for k, v in DTYPES.items()}[dtype])
     tokens, _ = grids.batches(settings)[0]
     return groups, model, optimizer, grids.micro_batches(settings, groups, tokens, tokens)
 

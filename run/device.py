@@ -1,0 +1,106 @@
+"""What a rank runs on: its device, its memory, its samples, and what of the settings cannot run there."""
+import os
+
+import torch
+
+import config
+from checks import need
+from dp import assign_to_buckets
+from param import DTYPES, acc_dtype
+from plan import memory as footprint
+from plan import search
+from plan.memory import format_bytes
+from run.data import Corpus, Samples
+from zero import UPDATE_RULES
+
+
+def open_samples(settings: config.Config, paths: list[str], seed: int | None) -> Samples:
+    """The samples of the files at `paths`, shuffled by a seed; None: in order. Raises ValueError naming a bad file."""
+    data = settings.data
+    try:
+        corpus = Corpus(paths, settings.model.vocab, data.data_dtype, data.separator)
+    except OSError as error:
+        raise ValueError(f"{error.filename}: cannot be read: {error.strerror}") from None
+    return Samples(corpus, settings.batch.seq, seed, data.doc_mask)
+
+
+def choose_device(asked: str) -> tuple[torch.device, str]:
+    """(device of this rank, its name or why it was chosen). asked: "auto", "cpu" or "cuda".
+
+    "auto" chooses GPUs if this machine has one for each of its ranks, and the CPU if it has none. Raises ValueError if
+    it has some but too few, and for "cuda" if it has too few.
+    """
+    ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    if asked == "cpu":
+        return torch.device("cpu"), "as asked"
+    if gpus >= ranks:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        return device, torch.cuda.get_device_name(device)
+    if gpus or asked == "cuda":
+        raise ValueError(f"--device {asked}: {ranks} ranks on this machine and {gpus} GPUs: "
+                         + (f"use --nproc_per_node={gpus} or " if gpus else "use ") + "--device cpu")
+    return torch.device("cpu"), "there is no GPU here"
+
+
+def check_device(settings: config.Config, device: torch.device) -> None:
+    """Raises ValueError for settings that this device cannot run. FP8 needs a GPU of compute capability 8.9 or above,
+    blockwise FP8 one of 9.x (cuBLAS). On a CPU Triton's kernels need its interpreter, which computes bf16 wrongly. On
+    GPUs context parallelism calls torch's FlashAttention itself, which does not pad heads."""
+    precision, grid, width = settings.precision, settings.grid, settings.model.head_dim
+    if device.type == "cuda" and grid.cp > 1 and not config.CP_STYLES[grid.cp_style].whole_sequences:
+        is_unused = precision.attention in ("math", "triton") or precision.dtype in ("fp32", "fp64")
+        need(is_unused or (width % 8 == 0 and width <= 256), f"--cp {grid.cp} with heads {width} wide: torch's "
+             "FlashAttention takes multiples of 8 up to 256, use --attention math")
+    if precision.fp8 != "none" and device.type == "cuda":
+        capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+        if capability < (8, 9) or (precision.fp8_recipe().blocks and capability[0] != 9):
+            option = ", or --fp8 tensorwise" if capability >= (8, 9) else ""
+            raise ValueError(f"--fp8 {precision.fp8}: cannot run on {name}: use a Hopper GPU, or --fp8 none{option}")
+    if precision.attention == "triton" and device.type == "cpu":
+        need(os.environ.get("TRITON_INTERPRET") == "1", "--attention triton needs a GPU, or TRITON_INTERPRET=1 "
+             "to be interpreted, slowly: use auto or math")
+        need(precision.dtype != "bf16", "--attention triton with --dtype bf16: Triton's interpreter computes it "
+             "wrongly, use fp32, or --attention auto or math")
+
+
+def memory_of_device(device: torch.device) -> int:
+    """The bytes of this rank's GPU, or its share of the machine's memory."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def check_memory(settings: config.Config, model, device: torch.device) -> None:
+    """Raises ValueError if weights, gradients and optimizer state exceed this rank's memory, or all kinds twice it."""
+    parts = memory_of_rank(settings, model, fused=device.type == "cuda")
+    needed = max(sum(parts[kind] for kind in ("weights", "gradients", "optimizer")), sum(parts.values()) / 2)
+    memory = memory_of_device(device)
+    need(needed <= memory, f"--preset {settings.model.preset}: takes {format_bytes(sum(parts.values()))} on this rank, "
+         f"which has {format_bytes(memory)}: use a smaller model or --micro-batch, or more ranks with --zero 3 or --tp")
+
+
+def choose_grid(settings: config.Config, device: torch.device) -> config.Config:
+    """The settings with plan/search.py's grid for this machine, which rank 0 prints. Raises ValueError if none fits."""
+    gpu = (torch.cuda.get_device_name(device), memory_of_device(device)) if device.type == "cuda" else ()
+    machine = search.this_machine(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), *gpu)
+    settings, reason = search.fill_grid(settings, int(os.environ.get("WORLD_SIZE", 1)), machine)
+    if int(os.environ.get("RANK", 0)) == 0:
+        print("auto    " + reason, flush=True)
+    return settings
+
+
+def memory_of_rank(settings: config.Config, model, fused: bool = False) -> dict[str, int]:
+    """Kind -> bytes at this rank's peak, from the shapes of its parameters and the formulas of plan/memory.py. model: a
+    model.Llama."""
+    dtype, grid, optim = DTYPES[settings.precision.dtype], settings.grid, settings.optim
+    buckets: dict[str, list[int]] = {}
+    for params in assign_to_buckets(model.units(), 0 if grid.zero == 3 else grid.bucket_mb):
+        buckets.setdefault(params[0].spec.data_axis, []).append(sum(param.numel() for param in params))
+    moment = 2 if settings.precision.moments == "bf16" else acc_dtype(dtype).itemsize
+    moments = len(UPDATE_RULES[optim.optimizer].state) * moment
+    pipeline, has_head = model.pipeline, model.head is not None
+    activations = footprint.activation_bytes(settings, dtype.itemsize, pipeline.stages.values(), pipeline.in_flight,
+                                             has_head)
+    return footprint.memory_bytes(settings, dtype.itemsize, moments, buckets, model.fp8_weights(), activations,
+                                  pipeline.in_flight, pipeline.stages, footprint.backwards_in_memory(pipeline.actions),
+                                  fused)
