@@ -12,26 +12,18 @@ has accepted for the number of ranks; or it raises ValueError with one line: the
 This file needs the standard library alone, so that a typo in a flag is answered at once, not after torch's import.
 """
 import argparse
-import contextlib
 import difflib
-import hashlib
-import json
 import os
 import shlex
-import signal
-import sys
-import time
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import checks
 from checks import flag, need
-from run import huggingface
 from schedules import SCHEDULES
 
 TEXT_VOCAB = 257  # 256 byte values and the token that begins a document
-CHECKPOINT_FORMAT = 1  # of run.json and of tensors' names
 
 
 class CpStyle(NamedTuple):
@@ -309,88 +301,6 @@ PRESETS = {  #             layers hidden heads kv    ffn
 
 SECTIONS = {"model": Model, "grid": Grid, "precision": Precision, "batch": Batch, "optim": Optim, "data": Data,
             "run": Run}
-SHOWN = {4: ["--tp", "2"], 8: ["--tp", "2", "--pp", "2"]}  # ranks -> the grid if no flag names grid or model
-
-
-# ---- finding and reading run.json of checkpoints (run/checkpoint.py writes them) ------------------------------------
-
-NOT_INHERITED = ("resume", "insist", "init_from", "export_hf", "profile", "memory_snapshot")  # of one start of a run
-
-
-def checkpoints_in(folder: str | Path) -> list[Path]:
-    """The checkpoints in a folder, newest first."""
-    found = [path.parent for path in Path(folder).glob("step-*/run.json")]
-    return sorted((path for path in found if step_of(path) >= 0), key=step_of, reverse=True)
-
-
-def step_of(path: Path) -> int:
-    """The step in a checkpoint's name; -1 if it is no such name."""
-    digits = path.name.removeprefix("step-")
-    return int(digits) if digits.isdecimal() else -1
-
-
-def candidates(resume: str, out: str) -> list[Path]:
-    """The checkpoints that --resume may take, newest first. Raises ValueError if there are none where it points."""
-    if not resume:
-        return []
-    if resume == "auto":
-        need(out != "", "--resume auto needs --out, the folder to look in")
-        return checkpoints_in(out)
-    if Path(resume, "run.json").is_file():
-        return [Path(resume)]
-    found = checkpoints_in(resume)
-    need(found != [], f"--resume {resume}: is no checkpoint, and no folder that has any")
-    return found
-
-
-def resumed_run(resume: str, out: str) -> dict | None:
-    """run.json of the newest checkpoint where that is undamaged; None if there is nothing to resume."""
-    problem = None
-    for path in candidates(resume, out):
-        try:
-            run = read_run(path)
-        except ValueError as error:
-            problem = problem or error
-            continue
-        run["settings"] = {name: tuple(value) if name == "betas" else value  # JSON has no tuples
-                           for name, value in run["settings"].items() if name not in NOT_INHERITED}
-        run["settings"] |= renamed(run["settings"])
-        if os.path.realpath(run["settings"]["out"]) != os.path.realpath(path.parent):  # a copy of the checkpoint
-            run["settings"] |= dict(out="", metrics="") | ({} if out else dict(save_every=0))
-        return run
-    if problem:
-        raise problem
-    return None
-
-
-def renamed(settings: dict[str, Any]) -> dict[str, Any]:
-    """What settings of ca8fd7d and before are called now."""
-    found = {}
-    if settings["optimizer"] == "adamw-one-pass":  # the same update
-        found["optimizer"] = "adamw"
-    if isinstance(settings["sp"], bool):
-        found["sp"] = "async" if settings["async_tp"] else "on" if settings["sp"] else "off"
-    return found
-
-
-def read_run(path: str | Path) -> dict[str, Any]:
-    """run.json of a checkpoint. Raises ValueError if it is missing, damaged or of another format."""
-    file = Path(path, "run.json")
-    try:
-        run = json.loads(file.read_text())
-        expected = run.pop("checksum")
-    except FileNotFoundError:
-        raise ValueError(f"{path} is no checkpoint: it has no run.json") from None
-    except (OSError, ValueError, KeyError, AttributeError):
-        raise ValueError(f"{file} is damaged or cannot be read") from None
-    need(checksum_of_json(run) == expected, f"{file} is damaged: its checksum differs")
-    need(run["format"] == CHECKPOINT_FORMAT,
-         f"{path} has format {run['format']}, and this version reads {CHECKPOINT_FORMAT}")
-    return run
-
-
-def checksum_of_json(content: dict) -> str:
-    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 # ---- reading the command line ---------------------------------------------------------------------------------------
@@ -450,73 +360,27 @@ def make_parser() -> Parser:
     return parser
 
 
-def parse(arguments: list[str], world: int = 1) -> Config:
-    """The complete and checked settings of a run on `world` ranks; with --grid auto, what the grid decides is neither.
-    Raises ValueError, one line, for whatever cannot run."""
-    args, unknown = make_parser().parse_known_args(expand(arguments))
+def read(arguments: list[str]) -> dict[str, Any]:
+    """The settings that a command line gives: name -> value. Raises ValueError for what is no setting or no value."""
+    given, unknown = make_parser().parse_known_args(expand(arguments))
     if unknown:
         known = [flag(f.name) for section in SECTIONS.values() for f in fields(section)]
         close = difflib.get_close_matches(unknown[0].partition("=")[0], known, 1, 0.7)
         raise ValueError(f"{unknown[0]}: unknown flag, {f'did you mean {close[0]}?' if close else '--help lists all'}")
-    flags, preset = vars(args), getattr(args, "preset", "tiny")
+    return vars(given)
+
+
+def parse(arguments: list[str], world: int = 1, inherited: dict[str, Any] | None = None) -> Config:
+    """The complete and checked settings of a run on `world` ranks; with --grid auto, what the grid decides is neither.
+    inherited: what flags override, in place of the preset. Raises ValueError, one line, for whatever cannot run."""
+    flags = read(arguments)
+    assert inherited or not (flags.get("resume") or flags.get("init_from")), "run/start.py reads what these inherit"
+    preset = flags.get("preset", "tiny")
     need(preset in PRESETS, f"--preset {preset}: unknown, use one of {', '.join(PRESETS)}")
-    resumed = resumed_run(flags.get("resume", ""), flags.get("out", ""))
-    if resumed:
-        values = resumed["settings"] | (PRESETS[preset] if "preset" in flags else {}) | flags
-    elif folder := flags.get("init_from"):
-        values = dict(preset=Path(folder).resolve().name) | huggingface.read_config(folder) | flags | dict(resume="")
-    else:
-        values = PRESETS[preset] | flags | dict(resume="")
+    values = (PRESETS[preset] if inherited is None else inherited) | flags
     config = Config(**{name: section(**{f.name: values[f.name] for f in fields(section) if f.name in values})
                        for name, section in SECTIONS.items()})
     config.arguments = list(arguments)
     config.given = {name: value for section in SECTIONS for name, value in asdict(getattr(config, section)).items()}
     checks.complete(config, world)
-    huggingface.check_export(config)
-    if resumed and not config.run.insist:
-        for name, there in resumed["model"].items():
-            here = getattr(config.model, name)
-            need(here == there or name == "preset",
-                 f"{flag(name)} {here}: the checkpoint's model has {there}; give --insist to change it")
     return config
-
-
-def from_command_line() -> Config:
-    """`parse` for the command line of this process, which may be one of many ranks. If it names neither grid nor model,
-    the grid is that of SHOWN."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until run/faults.py listens: Ctrl-C ends without imports' traceback
-    arguments, ranks = sys.argv[1:], int(os.environ.get("WORLD_SIZE", 1))
-    try:
-        flags = vars(make_parser().parse_known_args(expand(arguments))[0])
-        names = {f.name for section in (Model, Grid) for f in fields(section)} | {"resume", "init_from"}
-        if ranks in SHOWN and not flags.keys() & names:
-            with contextlib.suppress(ValueError):  # a batch that only pure data parallelism can divide, for example
-                config = parse([*SHOWN[ranks], *arguments], ranks)
-                config.shown = True
-                return config
-        return parse(arguments, ranks)
-    except ValueError as error:
-        refuse(error)
-
-
-def refuse(error: ValueError, program: str = "train.py") -> NoReturn:
-    """End this rank with exit code 2 because of a mistake of the user, which every rank of a node must find.
-
-    The first rank of the node says it. The others wait a moment, because torchrun kills all as soon as one has ended.
-    """
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        print(f"{program}: {error}", file=sys.stderr, flush=True)
-        tell_torchrun(f"{program}: {error}", time.time())
-    else:
-        time.sleep(2)
-    sys.stdout.flush()
-    os._exit(2)  # at once, without destroying process groups, whose other ranks may be gone
-
-
-def tell_torchrun(line: str, when: float) -> None:
-    """Let torchrun's report say why this rank failed, and when; it takes the first to fail for the cause. The file is
-    what torch.distributed.elastic's @record would write."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        extra = dict(py_callstack=line, timestamp=str(int(when)))
-        with open(path, "w") as file:
-            json.dump(dict(message=dict(message=line, extraInfo=extra)), file)

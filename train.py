@@ -14,9 +14,9 @@ micro-batches and ranks. The files of the techniques communicate gradients, acti
 communicates scalars only: token counts, losses, metrics.
 """
 if __name__ == "__main__":
-    import config
+    from run import start
 
-    settings = config.from_command_line()  # before torch is imported, so that a wrong flag is answered at once
+    settings = start.from_command_line()  # before torch is imported, so that a wrong flag is answered at once
 
 import math
 from collections.abc import Iterable
@@ -42,7 +42,7 @@ from zero import Optimizer
 def main(settings: config.Config) -> None:
     if settings.run.dry_run:
         return dryrun.main(settings, build_model, measured_step)
-    with job.start(settings) as run:  # the device, ranks that know each other, signals, the watchdog
+    with job.started(settings) as run:  # the device, ranks that know each other, signals, the watchdog
         train(run)
 
 

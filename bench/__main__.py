@@ -63,7 +63,7 @@ from ep import GroupedExperts, Router, combine, dispatch, make_routing_info
 from model import Llama
 from param import Spec, draw, parameter
 from pp import Engine
-from run import checkpoint
+from run import checkpoint, start
 from run.data import MicroBatch
 from run.meter import Collective, Meter
 from tp import TensorParallel, column, row
@@ -252,11 +252,11 @@ def bench_training(part: str, flags: list[str]) -> None:
         our_flags = our_flags.format(n=n)
         heads = ["--kv-heads", str(n)] if part == "tp" else []  # DTensor cannot replicate them
         try:
-            settings = config.parse([*heads, *flags, *our_flags.split()], n)
+            settings = start.parse([*heads, *flags, *our_flags.split()], n)
             dtype = settings.precision.dtype
             need(dtype in ("auto", "fp32"), f"--dtype {dtype}: all contenders compute in fp32, so leave it out")
         except ValueError as error:
-            config.refuse(error, "bench")
+            start.refuse(error, "bench")
         torch.manual_seed(0)  # all ranks draw the same global batch
         windows = torch.randint(settings.model.vocab, (settings.batch.global_batch, settings.batch.seq + 1))
         batch = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
@@ -502,7 +502,7 @@ if __name__ == "__main__":
         if "all" in known.parts:
             bench_all.split_at_markers(bench_all.RESULTS.read_text())
     except ValueError as error:
-        config.refuse(error, "bench")
+        start.refuse(error, "bench")
     with collectives.world(torch.device("cpu")) if "WORLD_SIZE" in os.environ else nullcontext():
         for part in known.parts:
             PARTS[part](flags) if part in WITH_FLAGS else PARTS[part]()

@@ -27,6 +27,7 @@ from checks import need
 from collectives import Group, build_groups, rank, size
 from learn import collectives as ring
 from plan import costs
+from run import start
 from run.device import choose_device, memory_of_device
 
 AXES = "tp", "cp", "ep", "edp", "dp", "data", "replicate", "pp"
@@ -277,7 +278,7 @@ def parse(flags: list[str], ranks: int) -> tuple[config.Config, str]:
     folder = os.path.dirname(known.out) or "."
     need(os.path.isdir(folder), f"--out {known.out}: there is no folder {folder}")
     need(not os.path.isdir(known.out), f"--out {known.out} is a folder: name a file")
-    return config.parse(flags, ranks), known.out
+    return start.parse(flags, ranks), known.out
 
 
 def probe(settings: config.Config, out: str, device: torch.device) -> None:
@@ -317,7 +318,7 @@ if __name__ == "__main__":
         settings, out = parse(sys.argv[1:], ranks)
         device = choose_device(settings.run.device)[0]
     except ValueError as error:
-        config.refuse(error, "bench.probe")
+        start.refuse(error, "bench.probe")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with collectives.world(device):

@@ -34,6 +34,7 @@ from param import draw
 from plan import __main__ as plan
 from plan import costs, search
 from plan import time as estimate
+from run import start
 from run.device import open_samples
 from run.meter import Meter
 
@@ -440,7 +441,7 @@ def main(names: list[str]) -> None:
         for name, draw in jobs.items():
             need(draw is not None, f"{name}: unknown, use {', '.join(PICTURES)}, or loss FILES")
     except ValueError as error:
-        config.refuse(error, "learn.pictures")
+        start.refuse(error, "learn.pictures")
     torch.set_num_threads(1)
     for name, draw in jobs.items():
         draw()

@@ -36,6 +36,7 @@ from plan import time as estimate
 from plan.machines import MACHINES, read_machine
 from plan.memory import format_bytes
 from plan.stagetime import Kernels, Run
+from run import start
 
 GB = 1e9
 KERNELS = {"attention": ("standard", *stagetime.ATTENTION_FRACTION), "division": ("balanced", "any", "cumulative"),
@@ -80,7 +81,7 @@ def run_of(request: dict) -> Run:
         stages = int(asked.get("pp", 1)) * max(1, int(asked.get("chunks") or 1))
         need(stages <= layers + 4, f"--pp {asked.get('pp')}: {stages} stages of {layers} layers and four parts besides")
         asked["layers"] = max(layers, stages)
-    settings = config.parse(to_flags(asked), gpus)
+    settings = start.parse(to_flags(asked), gpus)
     settings.model.layers = layers if "layers" in asked else settings.model.layers
     costs.stages_of(settings, kernels.division)  # raises ValueError for stages that cannot be
     return Run(in_16_bits(settings), machine, kernels, imbalance=imbalance)
@@ -398,7 +399,7 @@ def main(arguments: list[str]) -> None:
     need(asked.imbalance >= 1, f"--imbalance {asked.imbalance}: must be at least 1")
     machine = search.this_machine(gpus) if asked.machine == "cpu" else read_machine(asked.machine)
     searching = asked.command in ("search", "sweep")
-    settings = config.parse([*rest, "--grid", "auto"] if searching else rest, gpus)
+    settings = start.parse([*rest, "--grid", "auto"] if searching else rest, gpus)
     knows_host = machine.host_link and machine.host_memory
     need(settings.precision.offload == "none" or asked.command in ("params", "memory") or knows_host,
          f"--offload {settings.precision.offload}: {asked.machine} has no host_link_bytes_per_s and "

@@ -217,7 +217,7 @@ def fill_grid(settings: Config, gpus: int, machine: Machine) -> tuple[Config, st
               f"fastest: {best.seconds:.3g} s per step, {best.memory / 1e9:.2f} GB, limit {best.limit()}")
     if len(found) > 1:
         reason += f"; next {describe(found[1].run.settings)}, {found[1].seconds:.3g} s"
-    return config.parse([*settings.arguments, *flags, "--grid", "given"], gpus), reason
+    return config.parse([*settings.arguments, *flags, "--grid", "given"], gpus, settings.given), reason
 
 
 def this_machine(ranks: int, device_name: str | None = None, memory_bytes: float = 0.0) -> Machine:

@@ -57,7 +57,7 @@ from collectives import Group, Groups, agree, gather_objects, rank, size
 from ep import Router
 from model import Llama
 from param import Box, Source, Spec, box_shape
-from run import huggingface
+from run import huggingface, start
 from zero import Optimizer
 
 LOCK_WAIT_S = 5.0
@@ -208,7 +208,7 @@ class Saver:
             free = shutil.disk_usage(self.folder).free
             need(free >= self.nbytes, f"{self.folder}: a checkpoint takes {self.nbytes / 1e9:.2f} GB, and "
                                       f"{free / 1e9:.2f} GB are free")
-            need(step or not config.checkpoints_in(self.folder),
+            need(step or not start.checkpoints_in(self.folder),
                  f"--out {self.folder}: has checkpoints of another run, or of this one from its beginning: give "
                  "--resume auto to continue it, or another folder")
             self.begin_at(step)
@@ -234,8 +234,8 @@ class Saver:
 
     def begin_at(self, step: int) -> None:
         """Rename the checkpoints of later steps than this one, and note it."""
-        for path in config.checkpoints_in(self.folder) if rank(self.group) == 0 else ():
-            if config.step_of(path) > step:
+        for path in start.checkpoints_in(self.folder) if rank(self.group) == 0 else ():
+            if start.step_of(path) > step:
                 aside = path.with_name(f"set-aside-{path.name}-{time.time_ns()}")
                 path.rename(aside)
                 print(f"{path} is of a later step than the one resumed, so it was renamed {aside.name}", flush=True)
@@ -298,7 +298,7 @@ class Saver:
             try:
                 if not problem:
                     files = {name: entry for checksums, _ in found for name, entry in checksums.items()}
-                    self.commit(temporary, run | dict(format=config.CHECKPOINT_FORMAT, files=files))
+                    self.commit(temporary, run | dict(format=start.CHECKPOINT_FORMAT, files=files))
             except Exception as error:
                 problem = describe(error)
             if problem:
@@ -308,14 +308,14 @@ class Saver:
     def commit(self, temporary: Path, run: dict) -> None:
         """Make the written files a checkpoint, then `latest`, and only then remove old ones."""
         final = self.folder / temporary.name.removeprefix(".writing-")
-        write_text(temporary / "run.json", json.dumps(run | {"checksum": config.checksum_of_json(run)}, indent=1))
+        write_text(temporary / "run.json", json.dumps(run | {"checksum": start.checksum_of_json(run)}, indent=1))
         sync(temporary)
         if final.exists():  # without a run.json, or saved a second time
             self.remove(final)
         temporary.rename(final)
         sync(self.folder)
         write_text(self.folder / "latest", final.name + "\n")
-        for old in config.checkpoints_in(self.folder)[self.keep:] if self.keep else ():
+        for old in start.checkpoints_in(self.folder)[self.keep:] if self.keep else ():
             self.remove(old)
 
     def remove(self, path: Path) -> None:
@@ -441,7 +441,7 @@ def source(path: Path) -> Source:
 def verify(folder: Path, part: int = 0, parts: int = 1) -> None:
     """Raises ValueError for a damaged checkpoint. Only its files number part, part + parts, … are read."""
     try:
-        files = config.read_run(folder)["files"]
+        files = start.read_run(folder)["files"]
         for name, (nbytes, expected) in [*files.items()][part::parts]:
             need(huggingface.is_inside(name), f"{folder}/run.json names {name}, which is outside of its folder")
             file = folder / name
@@ -456,7 +456,7 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> None:
 # ---- the command line -----------------------------------------------------------------------------------------------
 
 def show(path: Path) -> None:
-    run, (_, metadata) = config.read_run(path), open_checkpoint(path)
+    run, (_, metadata) = start.read_run(path), open_checkpoint(path)
     stored = metadata.state_dict_metadata
     nbytes = sum(size for size, _ in run["files"].values())
     axes = " x ".join(f"{axis} {run['grid'][axis]}" for axis in ("pp", "dp", "cp", "tp", "ep"))
@@ -517,7 +517,7 @@ def whole_tensor(path: Path, name: str, metadata: Metadata) -> Tensor | None:
 
 def export(path: Path, folder: str, dtype: str, group: Group = None) -> None:
     """Weights as transformers reads them; every rank writes some files. Raises ValueError, see run/huggingface.py."""
-    run = config.read_run(path)
+    run = start.read_run(path)
     model = config.Model(**run["model"])
     specs = [param.spec for param in Llama(model, {}).parameters()]
     huggingface.export(folder, model, specs, source(path), dtype, rank=rank(group), world=size(group),
@@ -546,7 +546,7 @@ def main() -> None:
         else:
             export(args.path, args.folder, args.dtype)
     except (ValueError, OSError) as error:
-        config.refuse(error, "run.checkpoint")
+        start.refuse(error, "run.checkpoint")
 
 
 if __name__ == "__main__":

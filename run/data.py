@@ -40,6 +40,7 @@ import config
 from checks import need
 from collectives import to_device
 from param import IGNORED
+from run.start import refuse
 
 BYTES_SEPARATOR = config.TEXT_VOCAB - 1  # 256, behind the 256 bytes
 # (magic, version): dtype, separator
@@ -361,7 +362,7 @@ def main() -> None:
     try:
         count = tokenize(args.paths, args.tokenizer, args.out, args.separator)
     except (ValueError, OSError) as error:
-        config.refuse(error, "run.data")
+        refuse(error, "run.data")
     print(f"{args.out}: {count:,} tokens")
 
 

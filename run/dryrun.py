@@ -41,6 +41,7 @@ import config
 import ep
 from collectives import Group, Groups, Pending, build_groups, name, process_group, rank, size
 from plan.memory import format_bytes
+from run import start
 from run.data import MicroBatch, Samples
 from run.device import check_device, memory_of_rank
 from run.log import first_lines
@@ -187,7 +188,7 @@ def main(settings: config.Config, build_model: Callable[..., Any], measured_step
     try:
         check_device(settings, torch.device("cpu"))
     except ValueError as error:
-        config.refuse(error)
+        start.refuse(error)
     with fake_world(run.gpus, run.rank):
         groups = build_groups(settings.grid, settings.model)
         model = build_model(settings, groups, "cpu")

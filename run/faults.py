@@ -47,6 +47,7 @@ from tqdm import tqdm
 import config
 from collectives import MAX, Group, Groups, all_gather, all_reduce, process_group, rank, record, size, to_device
 from ep import Router
+from run.start import tell_torchrun
 from zero import Optimizer
 
 REQUESTS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP  # to save and end
@@ -527,7 +528,7 @@ def explain(line: str, error: Exception) -> None:
 def last_words(line: str, when: float | None = None) -> None:
     """Print the line and add it to torchrun's report. when: the time of the failure; torchrun names the earliest."""
     say(line)
-    config.tell_torchrun(f"train.py: {line}", when or time.time())
+    tell_torchrun(f"train.py: {line}", when or time.time())
 
 
 def say(line: str) -> None:

@@ -12,7 +12,7 @@ writing both follow `tensors_on_disk`, which says what box of a parameter each t
                                rows F .. 2F   0.up_proj      1.up_proj      model.layers.7.mlp.experts.1.up_proj.weight
 
 What config.json asks for and our model has not is refused, and so is the export of a model that no class of
-transformers computes. config.py reads config.json before torch is imported: only functions import torch here.
+transformers computes. run/start.py reads config.json before torch is imported: only functions import torch here.
 
 Shapes: E experts, F ffn, H hidden.
 """

@@ -1,6 +1,6 @@
 """A run on one rank: how it begins, resumes or goes back; what it does between two steps; how it ends.
 
-`start` has what surrounds a run: the device, the ranks' world, signals, the watchdog. `Run` is what train.py's loop
+`started` has what surrounds a run: the device, the ranks' world, signals, the watchdog. `Run` is what train.py's loop
 meets: `begin`, `steps`, `end_step`.
 """
 import contextlib
@@ -26,7 +26,7 @@ from collectives import Group, Groups, HostCopy, agree, gather_objects, host_gro
 from model import Llama
 from param import draw
 from pp import named
-from run import checkpoint, device, faults, huggingface, sampling
+from run import checkpoint, device, faults, huggingface, sampling, start
 from run.checkpoint import Saver
 from run.data import Corpus, MicroBatch, Samples, codec_of
 from run.log import GradientNoise, Log, profiling
@@ -181,7 +181,7 @@ class Run:
 
 
 @contextmanager
-def start(settings: config.Config) -> Iterator[Run]:
+def started(settings: config.Config) -> Iterator[Run]:
     """What surrounds a run. A mistake of the user before the first step is one line and exit code 2; whatever else
     fails is reported by one rank, see run/faults.py."""
     state, run = RunState(), settings.run
@@ -199,7 +199,7 @@ def start(settings: config.Config) -> Iterator[Run]:
         training = device.open_samples(settings, settings.data.data, settings.optim.seed)
         validation = device.open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
     except ValueError as error:
-        config.refuse(error)
+        start.refuse(error)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     try:
@@ -212,7 +212,7 @@ def start(settings: config.Config) -> Iterator[Run]:
                 yield Run(settings, training, validation, chosen, reason, state, stop, watchdog)
             except ValueError as error:
                 if state.activity == BEFORE:
-                    config.refuse(error)
+                    start.refuse(error)
                 raise
             stop.ending = True
     except Exception as error:
@@ -238,9 +238,9 @@ def load_weights(run: Run) -> None:
     on every rank, for a checkpoint, data or a folder that cannot be used."""
     settings, asked, path, tokenizer = run.settings, run.settings.run, None, ""
     if asked.resume:
-        found = agree(lambda: config.candidates(asked.resume, asked.out), run.host)
+        found = agree(lambda: start.candidates(asked.resume, asked.out), run.host)
         path = find_whole(gather_objects(found, run.host)[0], run.host)
-        saved = config.read_run(path)
+        saved = start.read_run(path)
         agree(lambda: check_data(run.training, saved, settings), run.host)
         restore(run, path, saved)
         tokenizer = saved["tokenizer"]
@@ -468,13 +468,13 @@ def rewind(run: Run) -> None:
                              f"leave out these samples, with --rewind{f' {asked.rewind + 1}' if asked.rewind else ''}")
     state.activity = f"going back from step {state.step}"
     run.saver.finish()
-    paths = [path for path in config.checkpoints_in(asked.out) if config.step_of(path) <= step]
+    paths = [path for path in start.checkpoints_in(asked.out) if start.step_of(path) <= step]
     paths, *_ = gather_objects(paths, run.host)  # those that the first rank sees
     if not paths:
         raise faults.Failure(f"{what}, and there is no checkpoint of an earlier step")
     path = find_whole(paths, run.host)
     left_out, rewinds = [*state.left_out, [samples.start, last.stop]], state.rewinds + 1
-    restore(run, path, config.read_run(path))
+    restore(run, path, start.read_run(path))
     state.left_out, state.rewinds = left_out, rewinds
     guard.streak.clear()
     guard.norms.copy_(torch.tensor(state.norms, dtype=guard.norms.dtype))

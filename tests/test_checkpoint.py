@@ -30,7 +30,7 @@ import config
 import train
 from collectives import build_groups
 from plan import search
-from run import checkpoint, job, sampling
+from run import checkpoint, job, sampling, start
 from run.data import Corpus, codec_of
 from run.log import Log
 from run.meter import Meter
@@ -78,7 +78,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(pool, tmp_path, token
             want, got = tensors(folders[0] / f"step-{later:06d}"), tensors(folder / f"step-{later:06d}")
             assert want.keys() == got.keys()
             files = {path.name for path in (folder / f"step-{later:06d}").iterdir()}
-            assert {*config.read_run(folder / f"step-{later:06d}")["files"], "run.json"} == files  # of all ranks
+            assert {*start.read_run(folder / f"step-{later:06d}")["files"], "run.json"} == files  # of all ranks
             assert all(torch.equal(want[name], got[name]) for name in want)
         lines = [metrics(tmp_path / f"{name}.jsonl") for name in ("straight", folder.name)]
         assert [line["step"] for line in lines[1]] == list(range(6))
@@ -478,10 +478,10 @@ def test_a_run_of_no_steps_loses_none(trained):
 
 
 def test_flags_that_are_given_win_and_the_rest_is_the_checkpoints(trained):
-    settings = config.parse(f"--resume {trained} --lr 0.5".split())
+    settings = start.parse(f"--resume {trained} --lr 0.5".split())
     assert settings.optim.lr == 0.5 and settings.model.hidden == 32 and settings.optim.betas == (0.9, 0.95)
     assert settings.run.out == str(trained) and settings.batch.global_batch == 8
-    settings = config.parse(f"--resume {trained} --preset qwen3-0.6b --hidden 64 --insist".split())
+    settings = start.parse(f"--resume {trained} --preset qwen3-0.6b --hidden 64 --insist".split())
     assert (settings.model.preset, settings.model.layers, settings.model.hidden) == ("qwen3-0.6b", 28, 64)
     assert settings.model.qk_norm and settings.batch.global_batch == 8
 
@@ -490,11 +490,11 @@ def test_a_damaged_run_json_is_passed_over_for_the_one_before(trained, tmp_path)
     for step in (2, 3):
         shutil.copytree(trained / "step-000002", tmp_path / f"step-00000{step}")
     (tmp_path / "step-000003" / "run.json").write_text("{")
-    settings = config.parse(f"--resume auto --out {tmp_path}".split())
-    assert settings.model.hidden == 32 and config.resumed_run("auto", str(tmp_path))["step"] == 2
+    settings = start.parse(f"--resume auto --out {tmp_path}".split())
+    assert settings.model.hidden == 32 and start.resumed_run("auto", str(tmp_path))["step"] == 2
     (tmp_path / "step-000002" / "run.json").write_text("{")
     with pytest.raises(ValueError, match="step-000003/run.json is damaged or cannot be read"):
-        config.resumed_run("auto", str(tmp_path))
+        start.resumed_run("auto", str(tmp_path))
 
 
 def test_a_run_is_resumed_from_any_folder(tokens, tmp_path, monkeypatch):
@@ -504,7 +504,7 @@ def test_a_run_is_resumed_from_any_folder(tokens, tmp_path, monkeypatch):
     run(f"{flags} 2")
     monkeypatch.chdir(ROOT)
     assert "trained 3 steps" in run(f"--resume {tmp_path}/out --steps 3")
-    settings = config.parse(f"--resume {tmp_path}/out".split())
+    settings = start.parse(f"--resume {tmp_path}/out".split())
     assert settings.data.data == settings.data.val_data == [tokens] and settings.run.out == f"{tmp_path}/out"
     assert settings.run.metrics == os.path.join(os.path.dirname(tokens), "m")
 
@@ -517,16 +517,16 @@ def test_a_run_outlives_the_checkpoint_that_it_was_resumed_from(tokens, tmp_path
 
 
 def test_what_belongs_to_one_start_of_a_run_is_not_inherited(trained):
-    saved = config.read_run(str(trained / "step-000002"))
+    saved = start.read_run(str(trained / "step-000002"))
     given = dict(insist=True, resume="auto", init_from="a", export_hf="b", profile="c", memory_snapshot="d")
-    with patch.object(config, "read_run", lambda path: saved | {"settings": saved["settings"] | given}):
-        run = config.parse(f"--resume {trained}".split()).run
+    with patch.object(start, "read_run", lambda path: saved | {"settings": saved["settings"] | given}):
+        run = start.parse(f"--resume {trained}".split()).run
     assert run.resume == str(trained) and not run.insist
     assert run.init_from == run.export_hf == run.profile == run.memory_snapshot == ""
 
 
 def test_a_run_on_any_grid_is_sampled_from_on_one_rank(trained, monkeypatch):
-    called, saved = [], config.read_run(str(trained / "step-000002"))
+    called, saved = [], start.read_run(str(trained / "step-000002"))
     given = dict(dp=2, dp_replicate=2, cp=2, cp_style="ring", tp=4, sp="async", pp=4, zero=1, ep=4,
                  schedule="interleaved", chunks=2, pp_group=4, recompute="full", micro_batch=4,
                  global_batch=32, batch_ramp="16@0,32@99", eval_every=3, save_every=2, metrics="m", out="o",
@@ -535,8 +535,8 @@ def test_a_run_on_any_grid_is_sampled_from_on_one_rank(trained, monkeypatch):
     for ranks in "1", "4":
         monkeypatch.setenv("WORLD_SIZE", ranks)
         sampling.main([str(trained), "--prompt", "a"])
-    with patch.object(config, "read_run", lambda path: saved | {"settings": saved["settings"] | given}):
-        settings, on_four = config.parse(called[0][2:]), config.parse(called[1][2:], 4)
+    with patch.object(start, "read_run", lambda path: saved | {"settings": saved["settings"] | given}):
+        settings, on_four = start.parse(called[0][2:]), start.parse(called[1][2:], 4)
     assert replace(settings.grid, cp_style="allgather") == config.parse([]).grid
     assert (settings.run.metrics, settings.run.out, settings.optim.steps) == ("", "", 0)
     assert settings.data.val_data == [] and settings.optim.optimizer == "sgd" and settings.precision.moments != "bf16"
@@ -544,13 +544,13 @@ def test_a_run_on_any_grid_is_sampled_from_on_one_rank(trained, monkeypatch):
 
 
 def test_grid_auto_keeps_nothing_of_the_grid_of_the_run_that_is_resumed(trained):
-    saved = config.read_run(str(trained / "step-000002"))
+    saved = start.read_run(str(trained / "step-000002"))
     given = dict(dp=4, dp_replicate=2, tp=2, pp=2, zero=1, schedule="interleaved", chunks=4, pp_group=4,
                  recompute="full", micro_batch=2, global_batch=16)
     flags = f"--resume {trained} --layers 8 --insist --grid auto"
-    with patch.object(config, "read_run", lambda path: saved | {"settings": saved["settings"] | given}):
+    with patch.object(start, "read_run", lambda path: saved | {"settings": saved["settings"] | given}):
         for ranks, more in (1, ""), (2, "--pp 2 --schedule 1f1b"), (2, "--pp 2 --chunks 2 --schedule interleaved"):
-            settings = config.parse(f"{flags} {more}".split(), ranks)
+            settings = start.parse(f"{flags} {more}".split(), ranks)
             settings, _ = search.fill_grid(settings, ranks, search.this_machine(ranks))
             grid = settings.grid
             assert grid.dp * grid.pp * grid.tp * grid.cp == ranks and grid.pp == ranks and grid.pp_group == 0
@@ -566,14 +566,14 @@ def test_a_checkpoint_is_evaluated_without_a_step(trained, tokens):
 
 def test_a_copy_of_a_run_writes_into_no_folder_of_the_original(trained, tmp_path):
     shutil.copytree(trained, tmp_path / "copy")
-    saved = config.read_run(str(trained / "step-000002"))
+    saved = start.read_run(str(trained / "step-000002"))
     given = dict(metrics=f"{tmp_path}/m", save_every=2)
-    with patch.object(config, "read_run", lambda path: saved | {"settings": saved["settings"] | given}):
-        settings = config.parse(f"--resume {tmp_path / 'copy'} --steps 3".split())
+    with patch.object(start, "read_run", lambda path: saved | {"settings": saved["settings"] | given}):
+        settings = start.parse(f"--resume {tmp_path / 'copy'} --steps 3".split())
     assert settings.run.out == settings.run.metrics == "" and settings.run.save_every == 0
     (tmp_path / "link").symlink_to(trained)  # no copy
     for same in (trained, tmp_path / "link", os.path.relpath(trained)):
-        assert config.parse(f"--resume {same}".split()).run.out == str(trained)
+        assert start.parse(f"--resume {same}".split()).run.out == str(trained)
 
 
 def test_an_evaluation_leaves_the_metrics_alone_and_torn_lines_are_dropped(trained, tokens, tmp_path):
@@ -660,7 +660,7 @@ def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
     for name in ("step-999900", "step-1000000", "step-000300-good", "step-x"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text("{}")
-    assert [path.name for path in config.checkpoints_in(tmp_path)] == ["step-1000000", "step-999900"]
+    assert [path.name for path in start.checkpoints_in(tmp_path)] == ["step-1000000", "step-999900"]
 
 
 def refused_if_one_rank_reads_nan(flags: str) -> str:
@@ -712,11 +712,11 @@ def test_show_and_diff(trained, tmp_path):
 def test_show_says_who_wrote_what(trained, capsys):
     """A checkpoint with the numbers of a larger run in its run.json."""
     path = trained / "step-000002"
-    run, want = config.read_run(path), tensors(path)
+    run, want = start.read_run(path), tensors(path)
     grid = dict(pp=2, dp=3, cp=5, tp=7, ep=11, zero=1)
     larger = run | dict(step=4000, samples=50_000, tokens=6_000_000, skipped=8, ranks=210, grid=grid, torch="9.9",
                         files=dict(a=[123_456_789, ""], b=[2_000_000_000, ""]))
-    with patch.object(config, "read_run", lambda path: larger):
+    with patch.object(start, "read_run", lambda path: larger):
         checkpoint.show(path)
     first, ranks, sizes, data, settings, *rest = capsys.readouterr().out.splitlines()
     assert first == f"{path}: step 4000, 50,000 samples, 6,000,000 tokens, 8 skipped"
@@ -745,7 +745,7 @@ def test_boxes_are_counted_in_all_tensors(tmp_path, capsys):
                             for rows in (slice(0, 1), slice(1, 4))])
     run = dict(step=1, samples=0, tokens=0, skipped=0, ranks=1, torch="", corpus=dict(tokens=0, files=0), settings={},
                grid=dict.fromkeys(("pp", "dp", "cp", "tp", "ep", "zero"), 1), files={"a": [0, ""]})
-    with patch.object(config, "read_run", lambda path: run):
+    with patch.object(start, "read_run", lambda path: run):
         checkpoint.show(tmp_path / "step-000001")
     assert "    1 tensors in 2 boxes, 1 files, 0.0 MB\n" in capsys.readouterr().out
 
@@ -887,7 +887,7 @@ def test_a_tokenizer_is_that_of_the_weights_then_of_the_run_before_then_of_the_d
 
 def test_a_model_is_called_by_the_name_of_its_folder(published, monkeypatch):
     monkeypatch.chdir(published)
-    assert config.parse(["--init-from", "."]).model.preset == published.name
+    assert start.parse(["--init-from", "."]).model.preset == published.name
 
 
 def test_a_downloaded_model_is_tuned_on_a_folder_of_text_in_two_commands(published, tmp_path):
@@ -959,9 +959,9 @@ def test_a_checkpoint_runs_no_code(tmp_path, monkeypatch, capsys, call):
     path, ran = tmp_path / "step-000001", tmp_path / "ran"
     monkeypatch.chdir(tmp_path)
     (path / ".metadata").write_bytes(pickle.dumps(Planted(call[0], *call[1:] or [str(ran)])))
-    run = config.read_run(path)
+    run = start.read_run(path)
     run["files"][".metadata"] = [(path / ".metadata").stat().st_size, checkpoint.checksum(path / ".metadata")]
-    (path / "run.json").write_text(json.dumps(run | {"checksum": config.checksum_of_json(run)}))
+    (path / "run.json").write_text(json.dumps(run | {"checksum": start.checksum_of_json(run)}))
     monkeypatch.setattr("sys.argv", ["run.checkpoint", "show", str(path)])
     with patch.object(os, "_exit", side_effect=SystemExit) as refused, pytest.raises(SystemExit):
         checkpoint.main()
@@ -980,9 +980,9 @@ def test_files_of_a_checkpoint_lie_in_its_folder(tmp_path, name):
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(ValueError, match=r"\.metadata cannot be trusted or read: names files outside of its folder$"):
         checkpoint.open_checkpoint(path)
-    run = config.read_run(path)
+    run = start.read_run(path)
     run["files"] = {name: [0, ""]}
-    (path / "run.json").write_text(json.dumps(run | {"checksum": config.checksum_of_json(run)}))
+    (path / "run.json").write_text(json.dumps(run | {"checksum": start.checksum_of_json(run)}))
     with pytest.raises(ValueError, match=f"run.json names {name}, which is outside of its folder$"):
         checkpoint.verify(path)
 
@@ -1018,4 +1018,4 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path):
     assert [record["step"] for record in got] == [0, 1, 2, 3] and had[:2] == got[:2]
     for old, new in zip(had, got):
         assert all(new[name] == pytest.approx(old[name], rel=1e-12) for name in ("loss", "grad_norm", "lr"))
-    assert config.parse(f"--resume {tmp_path / 'out'} --data {ROOT}/LICENSE".split(), 2).grid.sp == "async"
+    assert start.parse(f"--resume {tmp_path / 'out'} --data {ROOT}/LICENSE".split(), 2).grid.sp == "async"

@@ -8,6 +8,7 @@ from program import torchrun
 from torch.distributed.run import get_args_parser
 
 import config
+from run import start
 
 ROOT = os.path.dirname(config.__file__)
 
@@ -152,7 +153,7 @@ WRONG = [  # ranks, command line, what the line must say
 @pytest.mark.parametrize("world, line, says", WRONG, ids=[line for _, line, _ in WRONG])
 def test_a_wrong_command_line_is_one_clear_line(world, line, says):
     with pytest.raises(ValueError) as error:
-        config.parse(line.split(), world)
+        start.parse(line.split(), world)
     assert says in str(error.value)
     assert str(error.value).startswith(("--", "@", "16: ")) and "\n" not in str(error.value)
 
@@ -321,7 +322,7 @@ def test_help_ends_with_the_default():
 def command_line(monkeypatch, ranks: int, line: str) -> config.Config:
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setattr("sys.argv", ["train.py", *line.split()])
-    return config.from_command_line()
+    return start.from_command_line()
 
 
 @pytest.mark.parametrize("ranks, line, axes", [
@@ -331,7 +332,7 @@ def command_line(monkeypatch, ranks: int, line: str) -> config.Config:
     (8, "--preset smollm-135m", (8, 1, 1)), (4, "--seq 255 --micro-batch 1", (4, 1, 1)),
     (8, "--resume auto --out no/such/folder", (8, 1, 1)), (8, "--init-from folder", (8, 1, 1))])
 def test_a_command_line_that_names_no_grid_shows_one(monkeypatch, ranks, line, axes):
-    monkeypatch.setattr(config.huggingface, "read_config", lambda folder: dict(layers=4))
+    monkeypatch.setattr(start.huggingface, "read_config", lambda folder: dict(layers=4))
     grid = (settings := command_line(monkeypatch, ranks, line)).grid
     assert (grid.dp, grid.tp, grid.pp) == axes
     assert settings.shown == (axes in ((2, 2, 2), (2, 2, 1)))
@@ -342,10 +343,10 @@ def test_of_every_node_the_first_rank_says_what_is_wrong(local_rank, said, monke
     """Rank 8 is the first of the second node."""
     for name, value in dict(RANK="8", LOCAL_RANK=local_rank).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(config.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(config.os, "_exit", lambda code: (_ for _ in ()).throw(SystemExit(code)))
+    monkeypatch.setattr(start.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(start.os, "_exit", lambda code: (_ for _ in ()).throw(SystemExit(code)))
     with pytest.raises(SystemExit, match="2"):
-        config.refuse(ValueError("wrong"))
+        start.refuse(ValueError("wrong"))
     assert capsys.readouterr().err == said
 
 

@@ -39,7 +39,7 @@ import config
 import train
 import zero
 from collectives import build_groups
-from run import checkpoint, device, faults, job
+from run import checkpoint, device, faults, job, start
 from test_checkpoint import saved, tensors
 
 ROOT = Path(config.__file__).parent
@@ -171,9 +171,9 @@ def test_sigterm_saves_and_ends_with_exit_code_0(tmp_path):
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    step, = config.checkpoints_in(tmp_path / "out")
+    step, = start.checkpoints_in(tmp_path / "out")
     last = out.splitlines()[-1]
-    assert last == f"ended after {config.step_of(step)} of 100000 steps, as asked (SIGTERM): continue with --out " \
+    assert last == f"ended after {start.step_of(step)} of 100000 steps, as asked (SIGTERM): continue with --out " \
                    f"{tmp_path}/out --resume auto"
     checkpoint.verify(step)
 
@@ -320,9 +320,9 @@ def test_a_rewind_leaves_out_the_samples_and_nothing_else(pool, tmp_path, patche
     pool.run(2, "test_faults:run", flags=flags, state=job.RunState(left_out=[[60, end]]))
     want, got = (tensors(tmp_path / name / "step-000012") for name in ("straight", "out"))
     assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
-    written = config.read_run(str(tmp_path / "out" / "step-000012"))
+    written = start.read_run(str(tmp_path / "out" / "step-000012"))
     assert (written["samples"], written["left_out"], written["rewinds"]) == (12 * 12 + end - 60, [[60, end]], 1)
-    assert written["norms"] == config.read_run(str(tmp_path / "straight" / "step-000012"))["norms"]
+    assert written["norms"] == start.read_run(str(tmp_path / "straight" / "step-000012"))["norms"]
     set_aside = any(path.name.startswith("set-aside-step-000008") for path in (tmp_path / "out").iterdir())
     assert set_aside == (most == 3)
 
@@ -347,7 +347,7 @@ def test_a_second_rewind_to_a_checkpoint_leaves_out_more_and_counts(tmp_path):
     """The checkpoint is that of just before the first step that was skipped."""
     flags = f"--steps 9 --save-every 5 --max-skipped 3 --out {tmp_path} --rewind"
     assert run(f"{flags} 2", "inf_in_steps_5_to_7_twice").count("step-000005 and left out samples") == 2
-    written = config.read_run(str(tmp_path / "step-000009"))
+    written = start.read_run(str(tmp_path / "step-000009"))
     assert (written["left_out"], written["rewinds"]) == ([[60, 96], [96, 132]], 2)
     assert written["samples"] == 5 * 12 + 72 + 4 * 12
 
@@ -399,7 +399,7 @@ def test_a_spike_is_skipped_with_a_flag_and_statistics_are_resumed(tmp_path):
     assert "skipped" not in run("--steps 36", "spike_in_step_30")
     shutil.copytree(tmp_path / "out" / "step-000025", tmp_path / "again" / "step-000025")
     run(f"--out {tmp_path}/again --resume auto", "spike_in_step_30")
-    want, got = (config.read_run(str(tmp_path / name / "step-000036")) for name in ("out", "again"))
+    want, got = (start.read_run(str(tmp_path / name / "step-000036")) for name in ("out", "again"))
     assert want["norms"] == got["norms"] and want["norms"][0] == 35
 
 
@@ -920,11 +920,11 @@ def test_all_ranks_save_and_end_when_one_is_asked_to(tmp_path, fault, where):
     assert orphans(str(tmp_path)) == [] and time.monotonic() - began < 100
     if where == "loading" and fault == "kill-parent":  # with torchrun its store has gone: ranks cannot find each other
         return
-    newest = config.checkpoints_in(tmp_path / "out")[0]
+    newest = start.checkpoints_in(tmp_path / "out")[0]
     checkpoint.verify(newest)
     assert left_over(tmp_path / "out") == []
     if fault != "kill-parent":
-        assert f"ended after {config.step_of(newest)} of 4000 steps, as asked" in out
+        assert f"ended after {start.step_of(newest)} of 4000 steps, as asked" in out
         assert "train.py:" not in err and "exitcode" not in err
 
 
@@ -1085,7 +1085,7 @@ def test_a_save_that_fails_is_a_warning_and_the_last_whole_checkpoint_stays(tmp_
     assert all(f"the checkpoint of step {step} could not be saved" in line
                for step, line in zip((6, 5, 4, 3), reversed(warnings)))
     folder = tmp_path / ("out-gone" if fault.startswith("folder") else "out")
-    whole = config.checkpoints_in(folder)
+    whole = start.checkpoints_in(folder)
     assert whole
     for path in whole:
         checkpoint.verify(path)

@@ -50,8 +50,9 @@ recompute
 run.data
 plan.memory
 plan.costs
-config
+run.start
 run.huggingface
+config
 checks
 param
 learn.collectives
@@ -63,10 +64,10 @@ bench.__init__ learn.__init__ plan.__init__ run.__init__
 """
 # The most lines of a root file, of a folder, and of the longest chain of imports: these numbers only fall. A commit
 # that needs more raises one here, and lowers another.
-LINES = dict(checks=374, collectives=672, config=522, cp=458, dp=252, ep=584, flash=475, fp8=527, kernels=586,
+LINES = dict(checks=374, collectives=672, config=386, cp=458, dp=252, ep=584, flash=475, fp8=527, kernels=586,
              model=341, operations=428, param=323, pp=314, recompute=350, schedules=462, tp=521, train=235, zero=585)
-FOLDER_LINES = dict(bench=1844, learn=1693, plan=2859, run=3427)
-CHAIN = 16
+FOLDER_LINES = dict(bench=1845, learn=1694, plan=2860, run=3597)
+CHAIN = 14
 SHARED = {"collectives", "schedules", "param", "operations", "recompute", "kernels", "flash",
           "config"}
 TECHNIQUES = {"dp": set(), "zero": {"dp"}, "tp": set(), "cp": set(), "pp": {"schedules"}, "ep": set(),

@@ -21,7 +21,7 @@ from program import ROOT
 import config
 from model import Execution, Llama
 from param import Source, box_shape
-from run import huggingface
+from run import huggingface, start
 from run.huggingface import INDEX
 from run.sampling import sample
 from zero import Optimizer
@@ -557,9 +557,9 @@ def test_every_file_of_a_tokenizer_is_copied_and_nothing_else(published, tmp_pat
 def test_an_export_that_could_not_be_written_is_refused_before_the_run(flags, says, published, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(published("llama"), "model")
-    config.parse(f"--data {__file__} --export-hf out --init-from model".split())
+    start.parse(f"--data {__file__} --export-hf out --init-from model".split())
     with pytest.raises(ValueError, match=f"^{says}"):
-        config.parse(f"--data {__file__} {flags}".split())
+        start.parse(f"--data {__file__} {flags}".split())
 
 
 @pytest.mark.parametrize("flags, architecture", [
@@ -607,4 +607,4 @@ def test_an_export_goes_to_no_folder_that_the_run_reads(data, target, refused, t
     monkeypatch.chdir(tmp_path)
     says = f"^--export-hf {target}: is the folder of --data {data}, or in it$"
     with pytest.raises(ValueError, match=says) if refused else nullcontext():
-        config.parse(f"--data {data} --export-hf {target}".split())
+        start.parse(f"--data {data} --export-hf {target}".split())

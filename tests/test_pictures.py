@@ -45,6 +45,6 @@ def test_a_wrong_name_is_one_line(monkeypatch, names, says):
     def refuse(error, program):
         assert program == "learn.pictures" and str(error).startswith(says)
         raise SystemExit(2)
-    monkeypatch.setattr(pictures.config, "refuse", refuse)
+    monkeypatch.setattr(pictures.start, "refuse", refuse)
     with pytest.raises(SystemExit):
         pictures.main(names)

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import config
 import train
-from run import checkpoint, job, sampling
+from run import checkpoint, job, sampling, start
 from zero import Optimizer
 
 
@@ -96,7 +95,7 @@ PLACES = {"before": (train, "local_micro_batches"), "loading": (train, "build_mo
 def main() -> None:
     fault, number, step, where, *flags = sys.argv[1:]
     sys.argv[1:] = flags
-    settings = config.from_command_line()
+    settings = start.from_command_line()
     if os.environ.get("RANK", "0") == number and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         inject(fault, where, int(step))
     train.main(settings)

@@ -8,9 +8,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-import config
 import train
-from run import device, faults, job, sampling
+from run import device, faults, job, sampling, start
 from run.sampling import sample
 
 
@@ -19,14 +18,14 @@ def run(flags: str, state: job.RunState | None = None) -> str:
 
     A mistake of the user is raised as ValueError. A faults.Failure has what was printed as a note.
     """
-    settings = config.parse(flags.split(), dist.get_world_size() if dist.is_initialized() else 1)
+    settings = start.parse(flags.split(), dist.get_world_size() if dist.is_initialized() else 1)
     if settings.precision.dtype == "auto":
         settings.precision.dtype = "fp32"
     samples = device.open_samples(settings, settings.data.data, settings.optim.seed)
     unseen = device.open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
     stop, printed = faults.Stop(settings.run.time_limit), io.StringIO()
     shorter = patch.object(sampling, "sample", lambda model, prompt, count: sample(model, prompt, 16))
-    refuse = patch.object(config, "refuse", side_effect=lambda error: (_ for _ in ()).throw(error))
+    refuse = patch.object(start, "refuse", side_effect=lambda error: (_ for _ in ()).throw(error))
     with shorter, refuse, contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
             train.train(job.Run(settings, samples, unseen, torch.device("cpu"), "as asked", state or job.RunState(),

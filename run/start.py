@@ -1,0 +1,167 @@
+"""How a command of ours starts: its settings, or one line that says what is wrong with them.
+
+A run inherits what its flags do not give: with --resume from a checkpoint, with --init-from from a published model. All
+is read and checked before torch is imported, so that a wrong flag is answered at once: this file needs the standard
+library alone. run/checkpoint.py writes the run.json that is read here.
+"""
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+import config
+from checks import flag, need
+from config import PRESETS, Config
+from run import huggingface
+
+CHECKPOINT_FORMAT = 1  # of run.json and of tensors' names
+NOT_INHERITED = ("resume", "insist", "init_from", "export_hf", "profile", "memory_snapshot")  # of one start of a run
+SHOWN = {4: ["--tp", "2"], 8: ["--tp", "2", "--pp", "2"]}  # ranks -> the grid if no flag names grid or model
+
+
+# ---- settings -------------------------------------------------------------------------------------------------------
+
+def parse(arguments: list[str], world: int = 1) -> Config:
+    """config.parse, with what these flags inherit. Raises ValueError also for a checkpoint that cannot be resumed, and
+    for an --export-hf that could not be written after the last step."""
+    flags, inherited, model = config.read(arguments), None, {}
+    resumed = resumed_run(flags.get("resume", ""), flags.get("out", ""))
+    if resumed:
+        inherited, model = resumed["settings"] | PRESETS.get(flags.get("preset"), {}), resumed["model"]
+    else:
+        arguments = [*arguments, *(["--resume="] if "resume" in flags else [])]  # there is nothing to resume
+        if folder := flags.get("init_from"):
+            inherited = dict(preset=Path(folder).resolve().name) | huggingface.read_config(folder)
+    settings = config.parse(arguments, world, inherited)
+    huggingface.check_export(settings)
+    for name, there in model.items():
+        here = getattr(settings.model, name)
+        need(here == there or name == "preset" or settings.run.insist,
+             f"{flag(name)} {here}: the checkpoint's model has {there}; give --insist to change it")
+    return settings
+
+
+def from_command_line() -> Config:
+    """`parse` for the command line of this process, which may be one of many ranks. If it names neither grid nor model,
+    the grid is that of SHOWN."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until run/faults.py listens: Ctrl-C ends without imports' traceback
+    arguments, ranks = sys.argv[1:], int(os.environ.get("WORLD_SIZE", 1))
+    try:
+        names = {f.name for section in (config.Model, config.Grid) for f in fields(section)} | {"resume", "init_from"}
+        if ranks in SHOWN and not config.read(arguments).keys() & names:
+            with contextlib.suppress(ValueError):  # a batch that only pure data parallelism can divide, for example
+                settings = parse([*SHOWN[ranks], *arguments], ranks)
+                settings.shown = True
+                return settings
+        return parse(arguments, ranks)
+    except ValueError as error:
+        refuse(error)
+
+
+# ---- run.json of checkpoints ----------------------------------------------------------------------------------------
+
+def checkpoints_in(folder: str | Path) -> list[Path]:
+    """The checkpoints in a folder, newest first."""
+    found = [path.parent for path in Path(folder).glob("step-*/run.json")]
+    return sorted((path for path in found if step_of(path) >= 0), key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's name; -1 if it is no such name."""
+    digits = path.name.removeprefix("step-")
+    return int(digits) if digits.isdecimal() else -1
+
+
+def candidates(resume: str, out: str) -> list[Path]:
+    """The checkpoints that --resume may take, newest first. Raises ValueError if there are none where it points."""
+    if not resume:
+        return []
+    if resume == "auto":
+        need(out != "", "--resume auto needs --out, the folder to look in")
+        return checkpoints_in(out)
+    if Path(resume, "run.json").is_file():
+        return [Path(resume)]
+    found = checkpoints_in(resume)
+    need(found != [], f"--resume {resume}: is no checkpoint, and no folder that has any")
+    return found
+
+
+def resumed_run(resume: str, out: str) -> dict | None:
+    """run.json of the newest checkpoint where that is undamaged; None if there is nothing to resume."""
+    problem = None
+    for path in candidates(resume, out):
+        try:
+            run = read_run(path)
+        except ValueError as error:
+            problem = problem or error
+            continue
+        run["settings"] = {name: tuple(value) if name == "betas" else value  # JSON has no tuples
+                           for name, value in run["settings"].items() if name not in NOT_INHERITED}
+        run["settings"] |= renamed(run["settings"])
+        if os.path.realpath(run["settings"]["out"]) != os.path.realpath(path.parent):  # a copy of the checkpoint
+            run["settings"] |= dict(out="", metrics="") | ({} if out else dict(save_every=0))
+        return run
+    if problem:
+        raise problem
+    return None
+
+
+def renamed(settings: dict[str, Any]) -> dict[str, Any]:
+    """What settings of ca8fd7d and before are called now."""
+    found = {}
+    if settings["optimizer"] == "adamw-one-pass":  # the same update
+        found["optimizer"] = "adamw"
+    if isinstance(settings["sp"], bool):
+        found["sp"] = "async" if settings["async_tp"] else "on" if settings["sp"] else "off"
+    return found
+
+
+def read_run(path: str | Path) -> dict[str, Any]:
+    """run.json of a checkpoint. Raises ValueError if it is missing, damaged or of another format."""
+    file = Path(path, "run.json")
+    try:
+        run = json.loads(file.read_text())
+        expected = run.pop("checksum")
+    except FileNotFoundError:
+        raise ValueError(f"{path} is no checkpoint: it has no run.json") from None
+    except (OSError, ValueError, KeyError, AttributeError):
+        raise ValueError(f"{file} is damaged or cannot be read") from None
+    need(checksum_of_json(run) == expected, f"{file} is damaged: its checksum differs")
+    need(run["format"] == CHECKPOINT_FORMAT,
+         f"{path} has format {run['format']}, and this version reads {CHECKPOINT_FORMAT}")
+    return run
+
+
+def checksum_of_json(content: dict) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+# ---- mistakes -------------------------------------------------------------------------------------------------------
+
+def refuse(error: ValueError, program: str = "train.py") -> NoReturn:
+    """End this rank with exit code 2 because of a mistake of the user, which every rank of a node must find.
+
+    The first rank of the node says it. The others wait a moment, because torchrun kills all as soon as one has ended.
+    """
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        print(f"{program}: {error}", file=sys.stderr, flush=True)
+        tell_torchrun(f"{program}: {error}", time.time())
+    else:
+        time.sleep(2)
+    sys.stdout.flush()
+    os._exit(2)  # at once, without destroying process groups, whose other ranks may be gone
+
+
+def tell_torchrun(line: str, when: float) -> None:
+    """Let torchrun's report say why this rank failed, and when; it takes the first to fail for the cause. The file is
+    what torch.distributed.elastic's @record would write."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = dict(py_callstack=line, timestamp=str(int(when)))
+        with open(path, "w") as file:
+            json.dump(dict(message=dict(message=line, extraInfo=extra)), file)
