@@ -41,8 +41,6 @@ import torch
 import torch.distributed as dist
 from einops import rearrange
 
-from schedules import SCHEDULES
-
 
 @dataclass(frozen=True)
 class AxisGroup:
@@ -615,7 +613,7 @@ def members_of_axes(grid, model, world: int) -> dict[str, list[list[int]]]:
         matrices |= {axis: rearrange(ranks, f"{EXPERT_RANKS} -> {pattern}", **lengths)
                      for axis, pattern in EXPERT_GROUPS.items()}
     members = {"world": [list(range(world))]} | {axis: matrix.tolist() for axis, matrix in matrices.items()}
-    if grid.pp > 1 and not SCHEDULES[grid.schedule].v_shaped:  # else one rank has the first and the last stage
+    if grid.pp > 1 and not grid.v_shaped:  # else one rank has the first and the last stage
         members["tie"] = []
         for pipeline in members["pp"]:
             members["tie"] += [[pipeline[0], pipeline[-1]]] + [[r] for r in pipeline[1:-1]]
@@ -626,7 +624,7 @@ def pairs_of(grid) -> list[tuple[int, int]]:
     """(sender, receiver) of all transfers of a pipeline: activations in one direction, their gradients in the other."""
     p = grid.pp
     chain = [(r, r + 1) for r in range(p - 1)]
-    if grid.chunks > 1 and not SCHEDULES[grid.schedule].v_shaped and p > 2:
+    if grid.chunks > 1 and not grid.v_shaped and p > 2:
         chain.append((p - 1, 0))  # from the last rank's chunk to the next chunk of the first
     return [pair for a, b in chain for pair in ((a, b), (b, a))]
 

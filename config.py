@@ -5,22 +5,24 @@ A setting is declared once, in the dataclasses below: its name, default and help
 
     python train.py --preset smollm-135m --layers 12 --global-batch=64 @more.args
 
-A preset fills the model section, and flags override any field. `@file` reads flags from a file, where `#` begins a
-comment. `parse` returns settings in which defaults that follow from other settings are filled in, and which checks.py
-has accepted for the number of ranks; or it raises ValueError with one line: the flag, its value, what would work.
+A preset fills the model section, and how experts are balanced; flags override any field. `@file` reads flags from a
+file, where `#` begins a comment. `parse` returns settings in which defaults that follow from other settings are filled
+in, and which fit together on the number of ranks; or it raises ValueError with one line: the flag, its value, what
+would work. Which settings go together is a table, RULES, and each row has a command line that it refuses.
 
 This file needs the standard library alone, so that a typo in a flag is answered at once, not after torch's import.
 """
 import argparse
 import difflib
+import math
 import os
 import shlex
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import checks
-from checks import flag, need
+import schedules
 from schedules import SCHEDULES
 
 TEXT_VOCAB = 257  # 256 byte values and the token that begins a document
@@ -57,42 +59,64 @@ def padded_elements(count: int, shards: int) -> int:
 
 # ---- the settings ---------------------------------------------------------------------------------------------------
 
-def setting(default, help, choices=None):
+LARGEST, MOST_LAYERS, MOST_MICRO_BATCHES = 2**40, 10_000, 100_000  # beyond these a check would take minutes
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def need(condition: bool, line: str) -> None:
+    """Raise ValueError(line) unless the condition holds."""
+    if not condition:
+        raise ValueError(line)
+
+
+def setting(default, help, choices=None, most=LARGEST, positive=False):
+    """Declare a field and its flag. A number is its default (which may be a -1 that stands for something), or from 0
+    (positive: above 0) to `most`."""
     initial = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
-    return field(**initial, metadata={"help": help, "choices": choices})
+    return field(**initial, metadata={"help": help, "choices": choices, "most": most, "positive": positive})
+
+
+def positive(default, help, most=LARGEST):
+    return setting(default, help, most=most, positive=True)
 
 
 @dataclass
 class Model:
     preset: str = setting("tiny", "an architecture; the flags below override its fields: see PRESETS in config.py")
-    layers: int = setting(4, "transformer blocks")
-    hidden: int = setting(128, "width of the residual stream")
-    heads: int = setting(4, "query heads")
-    kv_heads: int = setting(2, "key and value heads, each shared by heads / kv-heads query heads")
+    layers: int = positive(4, "transformer blocks", most=MOST_LAYERS)
+    hidden: int = positive(128, "width of the residual stream")
+    heads: int = positive(4, "query heads")
+    kv_heads: int = positive(2, "key and value heads, each shared by heads / kv-heads query heads")
     head_dim: int = setting(0, "width of a head; 0: hidden / heads")
-    ffn: int = setting(352, "width of the SwiGLU layer")
-    vocab: int = setting(TEXT_VOCAB, "tokens in the vocabulary; text needs 257: the bytes and the document separator")
+    ffn: int = positive(352, "width of the SwiGLU layer")
+    vocab: int = positive(TEXT_VOCAB, "tokens in the vocabulary; text needs 257: the bytes and the document separator")
     tied: bool = setting(False, "tied embeddings: one table for the input and the output")
-    rope_theta: float = setting(10000.0, "base of rotary embedding")
-    rope_scaling: float = setting(1.0, "rotary scaling by the rule of Llama 3.1: 8 in Llama 3.1, 32 in 3.2; 1: off")
-    norm_eps: float = setting(1e-5, "added to the mean square in RMSNorm")
+    rope_theta: float = positive(10000.0, "base of rotary embedding")
+    rope_scaling: float = positive(1.0, "rotary scaling by the rule of Llama 3.1: 8 in Llama 3.1, 32 in 3.2; 1: off")
+    norm_eps: float = positive(1e-5, "added to the mean square in RMSNorm")
     qk_norm: bool = setting(False, "RMSNorm on every query and key head (Qwen 3)")
     qkv_bias: bool = setting(False, "biases on queries, keys and values (Qwen 2)")
     window: int = setting(0, "sliding window: a token sees itself and the window - 1 before it; 0: all before it")
-    window_every: int = setting(0, "with --window W, every K-th layer has full attention; 0: none has")
+    window_every: int = setting(0, "with --window, every so many layers one has full attention; 0: none has")
     experts: int = setting(0, "experts in each layer, in place of its feed-forward; 0: none, a dense model")
-    top_k: int = setting(2, "experts that a token is sent to")
+    top_k: int = positive(2, "experts that a token is sent to")
     expert_ffn: int = setting(0, "width of an expert; 0: ffn")
     shared_experts: int = setting(0, "experts that every token is sent to, besides its top-k")
     dense_layers: int = setting(0, "how many of the first layers have a dense feed-forward instead of experts")
     router: str = setting("softmax", "function from the router's logits to scores", ("softmax", "sigmoid"))
     router_norm: bool = setting(True, "normalise the weights of a token's top-k experts to sum to 1")
-    router_scale: float = setting(1.0, "factor of these weights")
-    expert_groups: int = setting(1, "group-limited routing: how many groups the experts form")
-    top_groups: int = setting(1, "groups, those with the best scores, whose experts a token may be sent to")
+    router_scale: float = positive(1.0, "multiplies the weights of a token's top-k experts")
+    expert_groups: int = positive(1, "group-limited routing: how many groups the experts form")
+    top_groups: int = positive(1, "groups, those with the best scores, whose experts a token may be sent to")
 
     def has_experts(self, layer: int) -> bool:
         return self.experts > 0 and layer >= self.dense_layers
+
+    def has_dense_ffn(self) -> bool:
+        return self.dense_layers > 0 or not self.experts
 
     def window_of(self, layer: int) -> int:
         """How many tokens a token of this layer sees; 0: all before it."""
@@ -103,20 +127,20 @@ class Model:
 class Grid:
     grid: str = setting("given", "auto: axes, ZeRO level, micro-batch, schedule and recomputation that no flag gives "
                                  "become what plan/search.py predicts to be the fastest here", ("given", "auto"))
-    dp: int = setting(-1, "data parallel ranks; -1: all that pp, cp and tp leave")
-    cp: int = setting(1, "context parallel ranks: each has 1/cp of every sequence")
+    dp: int = positive(-1, "data parallel ranks; -1: all that pp, cp and tp leave")
+    cp: int = positive(1, "context parallel ranks: each has 1/cp of every sequence")
     cp_style: str = setting("allgather", "allgather: gather keys and values; ring: send them round a ring; ulysses: "
                                          "all-to-all from sequence to head shards", tuple(CP_STYLES))
-    tp: int = setting(1, "tensor parallel ranks")
-    pp: int = setting(1, "pipeline ranks: each has the layers of one pipeline stage, or of several")
-    schedule: str = setting("1f1b", "pipeline schedule; python pp.py --schedule NAME draws it",
+    tp: int = positive(1, "tensor parallel ranks")
+    pp: int = positive(1, "pipeline ranks: each has the layers of one pipeline stage, or of several")
+    schedule: str = setting("1f1b", "pipeline schedule; python -m run.timeline --schedule NAME draws it",
                             tuple(name for name, schedule in SCHEDULES.items() if schedule.runs))
     chunks: int = setting(0, "model chunks (pipeline stages) per rank; 0: as many as the schedule needs")
-    pp_group: int = setting(0, "interleaved: micro-batches in a group; 0: as few as possible, pp if it divides them")
-    ep: int = setting(1, "expert parallel ranks, among those of dp, cp and tp: each has 1/ep of the experts")
+    pp_group: int = setting(0, "interleaved, zb1p: micro-batches in a group; 0: as few as possible, at least pp")
+    ep: int = positive(1, "expert parallel ranks, among those of dp, cp and tp: each has 1/ep of the experts")
     zero: int = setting(0, "ZeRO level: data parallel ranks shard 1 optimizer state, 2 also gradients, 3 also "
                            "weights", (0, 1, 2, 3))
-    dp_replicate: int = setting(1, "hybrid sharding: dp-replicate replicas, each sharded over dp / dp-replicate ranks")
+    dp_replicate: int = positive(1, "hybrid sharding: so many replicas, each sharded over dp x cp / dp-replicate ranks")
     sp: str = setting("on", "sequence parallelism: between layers each tensor parallel rank has 1/tp of the tokens; "
                             "async: its communication overlaps matmuls, shard by shard round a ring",
                       ("off", "on", "async"))
@@ -130,6 +154,11 @@ class Grid:
     def sequence_shards(self) -> int:
         """How many tensor parallel ranks share the tokens between layers."""
         return self.tp if self.sequence_parallel else 1
+
+    @property
+    def v_shaped(self) -> bool:
+        """Whether the last pipeline stage is on the rank of the first."""
+        return SCHEDULES[self.schedule].v_shaped
 
     @property
     def async_tp(self) -> bool:
@@ -153,7 +182,7 @@ class Precision:
     attention: str = setting("auto", "sdpa: torch's fused kernels; triton: ours; auto: torch's, but on a GPU ours for "
                                      "documents and windows; math: plain torch, which saves scores",
                              ("auto", "triton", "sdpa", "math"))
-    recompute: str = setting("none", "what backward recomputes; selective: norms, SwiGLU, scores; full: whole blocks",
+    recompute: str = setting("none", "what backward recomputes; selective: norms, SwiGLU and scores; full: layers",
                              ("none", "selective", "full"))
     offload: str = setting("none", "what is in the host's memory: optimizer: master weights and moments, which the CPU "
                                    "updates; activations: the inputs of blocks that --recompute full saves", OFFLOADS)
@@ -167,10 +196,10 @@ class Precision:
 
 @dataclass
 class Batch:
-    seq: int = setting(256, "tokens per sequence")
+    seq: int = positive(256, "tokens per sequence")
     micro_batch: int = setting(0, "sequences that a rank computes at once; 0: all that it has in a step, or what "
-                                  "makes 2 pp micro-batches")
-    global_batch: int = setting(16, "sequences per step, over all ranks and micro-batches")
+                                  "makes 2 x pp micro-batches")
+    global_batch: int = positive(16, "sequences per step, over all ranks and micro-batches")
     batch_ramp: str = setting("", 'replaces global-batch: "16@0,32@1e6" is 16 sequences, from 1e6 tokens seen on 32')
 
     def ramp(self) -> list[tuple[int, float]]:
@@ -194,7 +223,7 @@ class Optim:
     aux_over: str = setting("sequence", "what --aux-loss balances: the tokens of each sequence, or of a micro-batch",
                             ("sequence", "micro-batch"))
     router_z_loss: float = setting(0.0, "coefficient of the routers' z-loss")
-    bias_rate: float = setting(0.0, "per step, up or down, of the biases that balance experts (DeepSeek-V3: 0.001)")
+    bias_rate: float = setting(0.0, "how far a step moves the biases that balance experts (DeepSeek-V3: 0.001)")
     clip: float = setting(1.0, "largest norm of the whole gradient; 0: no clipping")
     steps: int = setting(200, "optimizer steps")
     seed: int = setting(0, "initial weights and order of the samples")
@@ -202,14 +231,14 @@ class Optim:
 
 @dataclass
 class Data:
-    data: list = setting([], "text (files, folders) or tokens (.bin, .npy); none given: Python's own library")
+    data: list = setting([], "text (files, folders) or tokens (.bin, .npy); by default the sources of Python's library")
     data_dtype: str = setting("auto", "tokens of .bin files without a header; auto: uint16 if the vocabulary fits",
                               ("auto", "uint16", "uint32"))
-    separator: int = setting(-1, "token that begins a document in token files; -1: the format's, or one a file")
+    separator: int = setting(-1, "token that begins a document in token files; -1: the format's, or each file is one")
     doc_mask: bool = setting(False, "no attention across documents, and positions start anew in each")
     val_data: list = setting([], "evaluate the loss on this text or these tokens")
     eval_every: int = setting(0, "steps between evaluations; 0: at the end only")
-    eval_steps: int = setting(8, "global batches per evaluation, at most all there are")
+    eval_steps: int = positive(8, "global batches per evaluation, at most all there are")
 
 
 @dataclass
@@ -225,20 +254,25 @@ class Run:
     metrics: str = setting("", "append the metrics of every step to this file or pipe, as lines of JSON; of a dry "
                                "run, write one object")
     profile: str = setting("", "write a trace of steps 3 to 5 in this folder, and print what takes longest")
-    memory_snapshot: str = setting("", "write who allocated the GPU's memory in the first six steps, of rank 0")
+    memory_snapshot: str = setting("", "write torch's snapshot of rank 0's GPU memory in the first six steps")
     sample: str = setting("def ", "after training on text, continue this prompt; '' for none")
     device: str = setting("auto", "auto: GPUs when there is one per rank", ("auto", "cpu", "cuda"))
-    dry_run: bool = setting(False, "run one step on fake tensors as --rank of --gpus ranks, and print what it needs")
-    gpus: int = setting(0, "ranks of a dry run")
-    rank: int = setting(0, "which of them to be")
-    timeout: float = setting(600.0, "seconds a collective may wait for a rank before the run fails")
+    dry_run: str = setting("", "RANK/GPUS, such as 0/64: run one step on fake tensors as that rank of so many, and "
+                               "print what it needs")
+    timeout: float = positive(600.0, "seconds a collective may wait for a rank before the run fails", most=1e7)
     time_limit: float = setting(0.0, "minutes after which the run saves and ends, as after SIGTERM or Ctrl-C; 0: none")
-    max_skipped: int = setting(25, "steps in a row without an update (not finite, or spikes) that are a failure; 0: "
-                                   "any number is none")
-    rewind: int = setting(0, "instead of failing so, go back to the checkpoint before these steps and leave out their "
-                             "samples, this many times in a run")
+    max_skipped: int = setting(25, "fail after so many skipped steps in a row (not finite, or spikes); 0: never")
+    rewind: int = setting(0, "instead of ending by --max-skipped, go back to the checkpoint before these steps and "
+                             "leave out their samples, this many times in a run")
     skip_spikes: float = setting(0.0, "skip a gradient norm this many standard deviations above its mean; 0: none")
     check_replicas: int = setting(0, "steps between comparisons of what ranks must hold alike, to the bit; 0: never")
+
+    def dry_run_as(self) -> tuple[int, int]:
+        """(rank, how many there are). Raises ValueError if malformed."""
+        rank, _, ranks = self.dry_run.partition("/")
+        need(rank.isdecimal() and ranks.isdecimal() and int(rank) < int(ranks),
+             f"--dry-run {self.dry_run}: write RANK/GPUS, such as 0/64 for the first of 64")
+        return int(rank), int(ranks)
 
 
 @dataclass
@@ -250,9 +284,13 @@ class Config:
     optim: Optim
     data: Data
     run: Run
-    given: dict = field(default_factory=dict)  # the sections' values before defaults were filled in
-    shown: bool = False  # whether the grid is that of SHOWN, because the command line names none
+    before_defaults: dict = field(default_factory=dict)  # all settings before `fill_in`: as flags or a preset gave them
+    shown: bool = False  # whether run/start.py chose the grid as an example, because the command line names none
     arguments: list = field(default_factory=list)  # the command line
+    ranks: int = 1  # the world size
+
+    def value(self, name: str) -> Any:
+        return getattr(getattr(self, SECTION_OF[name]), name)
 
     def fp8_layers(self) -> range:
         """The blocks whose linear layers multiply in FP8."""
@@ -301,6 +339,323 @@ PRESETS = {  #             layers hidden heads kv    ffn
 
 SECTIONS = {"model": Model, "grid": Grid, "precision": Precision, "batch": Batch, "optim": Optim, "data": Data,
             "run": Run}
+SECTION_OF = {f.name: name for name, section in SECTIONS.items() for f in fields(section)}
+FIELDS: dict[str, Field] = {f.name: f for section in SECTIONS.values() for f in fields(section)}
+
+
+# ---- which settings go together -------------------------------------------------------------------------------------
+
+def name_of(flags: str) -> str:
+    """The setting that a line of flags begins with: "--no-router-norm --tp 2" -> "router_norm"."""
+    name = flags.split()[0].removeprefix("--").replace("-", "_")
+    return name if name in FIELDS else name.removeprefix("no_")
+
+
+def is_set(c: Config, asked: str) -> bool:
+    """Whether a setting has the value of "--sp async", or of "--sp" any but its default."""
+    _, *values = asked.split()
+    value, default = c.value(name_of(asked)), FIELDS[name_of(asked)].default
+    return str(value) == values[0] if values else value != default
+
+
+def as_typed(c: Config, asked: str) -> str:
+    """A setting and its value, as one writes it."""
+    name, value = flag(name_of(asked)), c.value(name_of(asked))
+    return name if value is True else f"--no-{name[2:]}" if value is False else f"{name} {value}"
+
+
+def divisors(number: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return list(dict.fromkeys((*small, *(number // d for d in reversed(small)))))
+
+
+def need_divisor(asked: str, value: int, what: str, number: int, hint: str = "") -> None:
+    """Raise ValueError unless `value` divides `number`."""
+    if number % value:
+        works = divisors(number)
+        raise ValueError(f"{asked} does not divide {what} ({number}): use {'one of ' * (len(works) > 1)}"
+                         f"{', '.join(map(str, works))}{hint}")
+
+
+class Needs(NamedTuple):
+    """A setting needs another one. In all four kinds of rows a setting is "--sp async", this value, or "--sp", any but
+    its default; and `example` is a command line that the row refuses, on 8 ranks."""
+    setting: str
+    needs: str
+    holds: Callable[[Config], Any]
+    example: str
+
+    def check(self, c: Config) -> None:
+        need(not is_set(c, self.setting) or self.holds(c), f"{as_typed(c, self.setting)} needs {self.needs}")
+
+
+class Excludes(NamedTuple):
+    """Two settings do not go together."""
+    setting: str
+    other: str
+    why: str
+    example: str
+
+    def check(self, c: Config) -> None:
+        need(not (is_set(c, self.setting) and is_set(c, self.other)),
+             f"{as_typed(c, self.setting)} does not go with {as_typed(c, self.other)}: {self.why}")
+
+
+class Divides(NamedTuple):
+    """A setting must divide a number, where the row applies."""
+    setting: str
+    what: str
+    number: Callable[[Config], int]
+    example: str
+    applies: Callable[[Config], Any] = lambda c: True
+    hint: str = ""
+
+    def check(self, c: Config) -> None:
+        if self.applies(c):
+            value = c.value(name_of(self.setting))
+            need_divisor(as_typed(c, self.setting), value, self.what, self.number(c), self.hint)
+
+
+class AtMost(NamedTuple):
+    """A setting must not be more than a number, where the row applies."""
+    setting: str
+    what: str
+    most: Callable[[Config], float]
+    example: str
+    applies: Callable[[Config], Any] = lambda c: True
+
+    def check(self, c: Config) -> None:
+        need(not self.applies(c) or c.value(name_of(self.setting)) <= self.most(c),
+             f"{as_typed(c, self.setting)} is more than {self.what} ({self.most(c)})")
+
+
+def has_experts(c: Config) -> bool:
+    return c.model.experts > 0
+
+
+def has_fp8(c: Config) -> bool:
+    return c.precision.fp8 != "none"
+
+
+MORE_RANKS = ", or start more ranks (torchrun --nproc_per_node)"
+RULES = [  # in this order: a row may rely on those before it, and all on the defaults that fill_in has filled in
+    Divides("--heads", "--hidden", lambda c: c.model.hidden, "--heads 5",
+            applies=lambda c: not c.before_defaults["head_dim"], hint=", or set --head-dim"),
+    Divides("--kv-heads", "--heads", lambda c: c.model.heads, "--kv-heads 3"),
+    Divides("--expert-groups", "--experts", lambda c: c.model.experts, "--expert-groups 3 --experts 8",
+            applies=has_experts),
+    Divides("--pp", "the number of ranks", lambda c: c.ranks, "--pp 3", hint=MORE_RANKS),
+    Divides("--tp", "the ranks that --pp leaves", lambda c: c.ranks // c.grid.pp, "--tp 3", hint=MORE_RANKS),
+    Divides("--cp", "the ranks that --pp and --tp leave", lambda c: c.ranks // c.grid.pp // c.grid.tp, "--cp 3",
+            hint=MORE_RANKS),
+    Divides("--tp", "--heads", lambda c: c.model.heads, "--tp 8"),
+    Divides("--tp", "--ffn", lambda c: c.model.ffn, "--tp 2 --ffn 55",
+            applies=lambda c: c.model.has_dense_ffn()),
+    Divides("--tp", "the channels of --shared-experts", lambda c: c.model.shared_experts * c.model.expert_ffn,
+            "--tp 2 --experts 8 --expert-ffn 7 --shared-experts 1", applies=has_experts),
+    Divides("--cp", "the heads of a tensor parallel rank", lambda c: c.model.heads // c.grid.tp,
+            "--cp 8 --cp-style ulysses", applies=lambda c: c.grid.style().whole_sequences,
+            hint=", or another --cp-style"),
+    Divides("--dp-replicate", "--dp", lambda c: c.grid.dp, "--dp-replicate 3 --zero 1"),
+    Divides("--ep", "--experts", lambda c: c.model.experts, "--ep 4 --experts 6", applies=has_experts),
+    Divides("--ep", "the ranks of --dp, --cp and --tp in a replica",
+            lambda c: c.grid.dp // c.grid.dp_replicate * c.grid.cp * c.grid.tp,
+            "--ep 8 --experts 8 --zero 1 --dp-replicate 2", applies=has_experts),
+
+    *(Needs(example.split()[0], "--experts", has_experts, example) for example in (
+        "--top-k 3", "--expert-ffn 8", "--shared-experts 1", "--dense-layers 1", "--router sigmoid", "--no-router-norm",
+        "--router-scale 2", "--expert-groups 2", "--top-groups 2", "--ep 2", "--router-z-loss 1", "--bias-rate 1")),
+    Needs("--top-k 1", "--no-router-norm: else the weights are always 1, and the router gets no gradient",
+          lambda c: c.model.experts == 1 or not c.model.router_norm, "--top-k 1 --experts 8"),
+    Needs("--head-dim", "to be even: rotary embedding rotates pairs of channels", lambda c: c.model.head_dim % 2 == 0,
+          "--head-dim 15"),
+    Needs("--window-every", "--window, without which all layers have full attention", lambda c: c.model.window,
+          "--window-every 2"),
+    Needs("--schedule", "--pp 2 or more", lambda c: c.grid.pp > 1, "--schedule afab"),
+    Needs("--chunks", "--pp 2 or more", lambda c: c.grid.pp > 1 or c.grid.chunks == 1, "--chunks 2"),
+    Needs("--chunks", "another --schedule: interleaved and zb1p have any number of chunks",
+          lambda c: c.grid.pp == 1 or SCHEDULES[c.grid.schedule].chunks in (0, c.grid.chunks), "--chunks 2 --pp 2"),
+    Needs("--pp-group", "--pp 2 or more with --schedule interleaved or zb1p",
+          lambda c: c.grid.pp > 1 and SCHEDULES[c.grid.schedule].grouped, "--pp-group 4 --pp 2"),
+    Needs("--sp async", "--tp 2 or more", lambda c: c.grid.tp > 1, "--sp async"),
+    Needs("--tp", "--kv-heads that it divides, or that divide it",
+          lambda c: c.model.kv_heads % c.grid.tp == 0 or c.grid.tp % c.model.kv_heads == 0,
+          "--tp 4 --kv-heads 6 --heads 12 --head-dim 8"),
+    Needs("--dp-replicate", "--zero 1, 2 or 3: something that is sharded", lambda c: c.grid.zero, "--dp-replicate 2"),
+    Needs("--no-fp8-ends", "--fp8", has_fp8, "--no-fp8-ends"),
+    Needs("--no-fp8-ends", "--layers 3 or more", lambda c: c.model.layers > 2,
+          "--no-fp8-ends --fp8 tensorwise --layers 2"),
+    Needs("--fp8-pow2", "--fp8", has_fp8, "--fp8-pow2"),
+    Needs("--offload", "--recompute full: what is offloaded are the inputs of layers that it saves",
+          lambda c: c.precision.recompute == "full" or not c.precision.offloads("activations"),
+          "--offload activations"),
+    Needs("--eval-every", "--val-data", lambda c: c.data.val_data, "--eval-every 2"),
+    Needs("--save-every", "--out, the folder to save in", lambda c: c.run.out, "--save-every 2"),
+    Needs("--rewind", "--save-every, for a checkpoint to go back to", lambda c: c.run.save_every, "--rewind 1"),
+    Needs("--rewind", "--max-skipped", lambda c: c.run.max_skipped,
+          "--rewind 1 --save-every 2 --out no/such --max-skipped 0"),
+
+    Excludes("--offload", "--dry-run", "one device stands for GPU and host; python -m plan memory has the formula",
+             "--offload optimizer --dry-run 0/8"),
+    Excludes("--grid auto", "--dry-run", "it is chosen for the machine that it runs on; ask python -m plan search for "
+             "the best grid of another one, and give that", "--grid auto --dry-run 0/8"),
+    Excludes("--doc-mask", "--dry-run", "what documents hide depends on the data, leave one of them out",
+             "--doc-mask --dry-run 0/8"),
+    Excludes("--reduce-dtype bf16", "--dtype fp64", "it would undo it, leave one of them out",
+             "--reduce-dtype bf16 --dtype fp64"),
+    Excludes("--moments bf16", "--dtype fp64", "it would undo it, leave one of them out",
+             "--moments bf16 --dtype fp64"),
+    Excludes("--moments bf16", "--optimizer sgd", "it has none, use adamw", "--moments bf16 --optimizer sgd"),
+    Excludes("--attention triton", "--dtype fp64", "the kernel has at most fp32, use --attention auto or math",
+             "--attention triton --dtype fp64"),
+    Excludes("--fp8", "--dtype fp64", "FP8 goes with bf16, or with fp32 where a CPU emulates it",
+             "--fp8 tensorwise --dtype fp64"),
+    Excludes("--fp8", "--dtype fp16", "FP8 goes with bf16, or with fp32 where a CPU emulates it",
+             "--fp8 tensorwise --dtype fp16"),
+    Excludes("--fp8", "--sp async", "matmuls shard by shard have no FP8 version, leave one of them out",
+             "--fp8 tensorwise --sp async --tp 2"),
+
+    AtMost("--dense-layers", "--layers less one", lambda c: c.model.layers - 1, "--dense-layers 4 --experts 8"),
+    AtMost("--top-k", "--experts", lambda c: c.model.experts, "--top-k 9 --experts 8", applies=has_experts),
+    AtMost("--top-groups", "--expert-groups", lambda c: c.model.expert_groups, "--top-groups 2 --experts 8"),
+    AtMost("--top-k", "the experts of --top-groups",
+           lambda c: c.model.experts // c.model.expert_groups * c.model.top_groups,
+           "--top-k 3 --experts 8 --expert-groups 4", applies=has_experts),
+    AtMost("--pp", "--layers / --chunks", lambda c: c.model.layers // c.grid.chunks, "--pp 8",
+           applies=lambda c: c.grid.pp > 1),
+    AtMost("--tp", "--vocab", lambda c: c.model.vocab, "--tp 8 --heads 8 --kv-heads 8 --vocab 7"),  # shards may differ
+    AtMost("--dp-replicate", "what leaves each replica two ranks to shard over, of --dp x --cp",
+           lambda c: c.grid.dp // (1 if c.grid.cp > 1 else 2), "--dp-replicate 8 --zero 3",
+           applies=lambda c: c.grid.dp_replicate > 1),
+    AtMost("--head-dim", "the kernel of --attention triton takes", lambda c: 128, "--head-dim 160 --attention triton",
+           applies=lambda c: c.precision.attention == "triton"),
+    AtMost("--separator", "the largest token of --vocab", lambda c: c.model.vocab - 1, "--separator 257"),
+    AtMost("--min-lr", "--lr", lambda c: c.optim.lr, "--min-lr 1"),
+    AtMost("--warmup", "--steps", lambda c: c.optim.steps, "--warmup 201", applies=lambda c: c.optim.steps),
+]
+
+
+def complete(c: Config, ranks: int) -> None:
+    """Fill in, in place, defaults that follow from other settings, and check all for `ranks` ranks, or as many as a dry
+    run has. Raises ValueError for what cannot run."""
+    if c.run.dry_run:
+        need(ranks == 1, f"--dry-run on {ranks} ranks: one process pretends to be one of them, leave out torchrun")
+        ranks = c.run.dry_run_as()[1]
+    c.ranks = ranks
+    check_ranges(c)
+    fill_in(c)
+    check_rules(c)
+    if c.grid.grid == "given":  # else plan/search.py chooses one, with which `parse` is called again
+        check_ranks(c)
+        check_fp8_widths(c)
+        check_batch(c)
+        check_schedule(c)
+
+
+def check_ranges(c: Config) -> None:
+    for name, f in FIELDS.items():
+        value = c.value(name)
+        if f.type in (int, float) and not f.metadata["choices"] and value != f.default:
+            most, above = f.metadata["most"], f.metadata["positive"]
+            need(value >= 0 and (value or not above),
+                 f"{flag(name)} {value}: must be {'above 0' if above else '0 or more'}")
+            need(value <= most, f"{flag(name)} {value}: must be at most {most:,}")
+    need(all(0 <= beta < 1 for beta in c.optim.betas), f"--betas {c.optim.betas}: each must be at least 0 and below 1")
+    need(c.precision.moments == "auto" or c.optim.betas[1] <= 0.99, f"--betas {c.optim.betas} with --moments bf16: an "
+         "average in bf16 cannot move by less than 1/256 of itself, use a second beta of at most 0.99")
+
+
+def fill_in(c: Config) -> None:
+    """Defaults that follow from other settings, but for the micro-batch. What does not fit is left for RULES to say."""
+    model, grid, optim = c.model, c.grid, c.optim
+    model.head_dim = model.head_dim or model.hidden // model.heads
+    model.expert_ffn = model.expert_ffn or (model.ffn if model.experts else 0)
+    if grid.grid == "given":
+        grid.chunks = grid.chunks or (SCHEDULES[grid.schedule].default_chunks() if grid.pp > 1 else 1)
+        grid.dp = c.ranks // (grid.pp * grid.cp * grid.tp) if grid.dp == -1 else grid.dp
+    optim.lr = optim.lr or min(1.2 / model.hidden, 2e-3)
+    optim.min_lr = optim.lr / 10 if optim.min_lr == -1 else optim.min_lr
+    optim.warmup = min(20, optim.steps // 10) if optim.warmup == -1 else optim.warmup
+    if c.data.data_dtype == "auto":
+        c.data.data_dtype = "uint16" if model.vocab <= 2**16 else "uint32"
+
+
+def check_rules(c: Config) -> None:
+    """With --grid auto only those of the model, and of --grid itself."""
+    for rule in RULES:
+        name = name_of(rule.setting)
+        if c.grid.grid == "given" or SECTION_OF[name] == "model" or name == "grid":
+            rule.check(c)
+
+
+def check_ranks(c: Config) -> None:
+    grid = c.grid
+    ranks = grid.dp * grid.cp * grid.tp * grid.pp
+    need(ranks == c.ranks, f"--dp {grid.dp} x --cp {grid.cp} x --tp {grid.tp} x --pp {grid.pp} = {ranks} ranks, and "
+         f"there are {c.ranks}: use --dp {c.ranks // (grid.cp * grid.tp * grid.pp)}, or start {ranks}")
+
+
+def check_fp8_widths(c: Config) -> None:
+    """The extents of FP8 matmuls on a rank: multiples of 128, the width of a block of scales, or of 16, the alignment
+    that torch._scaled_mm asks for."""
+    model, tp, fp8 = c.model, c.grid.tp, c.precision.fp8
+    if fp8 == "none":
+        return
+    unit = 128 if c.precision.fp8_recipe().blocks else 16
+    widths = {"--hidden": model.hidden, "--heads x --head-dim": model.heads // tp * model.head_dim,
+              "--kv-heads x --head-dim": max(model.kv_heads // tp, 1) * model.head_dim,
+              "--ffn": model.ffn // tp if model.has_dense_ffn() else 0, "--expert-ffn": model.expert_ffn,
+              "--shared-experts x --expert-ffn": model.shared_experts * model.expert_ffn // tp}
+    for name, n in widths.items():
+        need(n % unit == 0, f"--fp8 {fp8}: {name} is {n} on a rank of --tp {tp}, and must be a multiple of {unit}")
+
+
+def check_batch(c: Config) -> None:
+    """Fill in the micro-batch. Every size of a ramp must make whole micro-batches on every rank."""
+    batch, grid = c.batch, c.grid
+    usage = f'--batch-ramp "{batch.batch_ramp}": write sequences@tokens, such as "16@0,32@1e6"'
+    try:
+        sizes, starts = zip(*batch.ramp())
+    except ValueError:
+        raise ValueError(usage) from None
+    need(min(sizes) > 0, usage)
+    need(starts[0] == 0, f"{usage}, beginning at 0 tokens")
+    need(all(a < b for a, b in zip(starts, starts[1:])), f"{usage}, each stage after the one before")
+
+    name = "--batch-ramp" if batch.batch_ramp else "--global-batch"
+    for size in sizes:
+        below = size // grid.dp * grid.dp
+        use = f"{below} or {below + grid.dp}" if below else f"{grid.dp}"
+        need(size % grid.dp == 0, f"{name} {size} is not a multiple of --dp {grid.dp}: use {use}")
+    if batch.micro_batch == 0:
+        batch.micro_batch = default_micro_batch(math.gcd(*sizes) // grid.dp, batch, grid)
+    asked = f"--micro-batch {batch.micro_batch}"
+    tokens = batch.micro_batch * batch.seq  # with cp, sequences are padded to fit (padded_length)
+    need(grid.cp > 1 or tokens % grid.sequence_shards == 0,
+         f"--tp {grid.tp} cannot share {asked} x --seq {batch.seq} = {tokens} tokens in equal parts: use another "
+         "--seq, or --sp off")
+    for size in sizes:
+        need_divisor(asked, batch.micro_batch, f"a rank's share of {name} {size}", size // grid.dp)
+        count = size // grid.dp // batch.micro_batch
+        need(count <= MOST_MICRO_BATCHES, f"{asked} makes {count:,} micro-batches per step of {name} {size}: must be "
+                                          f"at most {MOST_MICRO_BATCHES:,}")
+
+
+def check_schedule(c: Config) -> None:
+    for size, _ in c.batch.ramp():
+        try:
+            schedules.plan_of(c.grid, size // c.grid.dp // c.batch.micro_batch)
+        except ValueError as error:
+            raise ValueError(f"--micro-batch {c.batch.micro_batch} at {size} sequences per step: {error}") from None
+
+
+def default_micro_batch(share: int, batch: Batch, grid: Grid) -> int:
+    """All of a rank's share of a step. Of a pipeline what makes the fewest micro-batches that are at least 2 pp, which
+    fill any schedule, or else the most below that; but of tokens that tensor parallel ranks can share, if there are."""
+    fills = 2 * grid.pp
+    counts = sorted(divisors(share), key=lambda n: (n < fills, abs(n - fills))) if grid.pp > 1 else [1]
+    sizes = [share // count for count in counts]
+    return next((size for size in sizes if grid.cp > 1 or size * batch.seq % grid.sequence_shards == 0), sizes[0])
 
 
 # ---- reading the command line ---------------------------------------------------------------------------------------
@@ -340,14 +695,16 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(message.removeprefix("argument "))
 
 
-def make_parser() -> Parser:
+def make_parser(sections: dict[str, type] = SECTIONS, description: str = "Train a Llama-style model.",
+                usage: str = "torchrun --nproc_per_node=8 train.py [flags] [@file of flags]") -> Parser:
     """One flag a field. What is not given stays absent, so that a preset knows what it may fill."""
-    parser = Parser(usage="torchrun --nproc_per_node=8 train.py [flags] [@file of flags]", allow_abbrev=False,
-                    argument_default=argparse.SUPPRESS, description="Train a Llama-style model.", epilog=EXIT_CODES)
-    for name, section in SECTIONS.items():
+    parser = Parser(usage=usage, allow_abbrev=False, argument_default=argparse.SUPPRESS, description=description,
+                    epilog=EXIT_CODES if sections is SECTIONS else None)
+    for name, section in sections.items():
         group = parser.add_argument_group(name)
         for f in fields(section):
-            default = "" if f.type is list or f.default == "" else f" [{f.default}]"
+            shown = ",".join(map(str, f.default)) if f.type is tuple else f.default
+            default = "" if f.type is list or f.default == "" else f" [{shown}]"
             if f.type is bool:
                 kwargs, default = dict(action=argparse.BooleanOptionalAction), " [on]" if f.default else " [off]"
             elif f.type is list:
@@ -364,23 +721,31 @@ def read(arguments: list[str]) -> dict[str, Any]:
     """The settings that a command line gives: name -> value. Raises ValueError for what is no setting or no value."""
     given, unknown = make_parser().parse_known_args(expand(arguments))
     if unknown:
-        known = [flag(f.name) for section in SECTIONS.values() for f in fields(section)]
-        close = difflib.get_close_matches(unknown[0].partition("=")[0], known, 1, 0.7)
+        close = difflib.get_close_matches(unknown[0].partition("=")[0], map(flag, FIELDS), 1, 0.7)
         raise ValueError(f"{unknown[0]}: unknown flag, {f'did you mean {close[0]}?' if close else '--help lists all'}")
     return vars(given)
 
 
+def read_known(section: type, arguments: list[str], usage: str) -> tuple[Any, list[str]]:
+    """Flags that a command has besides those of train.py, or in their place, declared in a dataclass as settings are.
+    Returns an instance of it, and what else the command line has. Raises ValueError for what is no value."""
+    given, rest = make_parser({"flags": section}, "", usage).parse_known_args(arguments)
+    return section(**vars(given)), rest
+
+
 def parse(arguments: list[str], world: int = 1, inherited: dict[str, Any] | None = None) -> Config:
-    """The complete and checked settings of a run on `world` ranks; with --grid auto, what the grid decides is neither.
-    inherited: what flags override, in place of the preset. Raises ValueError, one line, for whatever cannot run."""
+    """The complete and checked settings of a run on `world` ranks; with --grid auto, plan/search.py completes the grid.
+    inherited: settings that flags override, in place of the preset's. Raises ValueError, one line, for what cannot
+    run."""
     flags = read(arguments)
-    assert inherited or not (flags.get("resume") or flags.get("init_from")), "run/start.py reads what these inherit"
+    assert inherited is not None or not (flags.get("resume") or flags.get("init_from")), "run/start.py reads these"
     preset = flags.get("preset", "tiny")
     need(preset in PRESETS, f"--preset {preset}: unknown, use one of {', '.join(PRESETS)}")
     values = (PRESETS[preset] if inherited is None else inherited) | flags
     config = Config(**{name: section(**{f.name: values[f.name] for f in fields(section) if f.name in values})
                        for name, section in SECTIONS.items()})
     config.arguments = list(arguments)
-    config.given = {name: value for section in SECTIONS for name, value in asdict(getattr(config, section)).items()}
-    checks.complete(config, world)
+    config.before_defaults = {name: value for section in SECTIONS
+                              for name, value in asdict(getattr(config, section)).items()}
+    complete(config, world)
     return config

@@ -90,23 +90,23 @@ class RoutingInfo(NamedTuple):
     """What a router needs to know of the T tokens that this rank routes.
 
     sequence_ids: [T], the sequence of each token, 0 to B-1; B for padding. sequences: B. groups: those whose ranks have
-    different tokens of the same sequences. sequence_weight: the factor of a sequence's losses, 1 / (sequences per step)
+    different tokens of the same sequences. aux_loss_scale: the factor of a sequence's losses, 1 / (sequences per step)
     times fp16's loss scale; None outside of training.
     """
     sequence_ids: Tensor
     sequences: int
     groups: tuple[Group, ...] = ()
-    sequence_weight: float | Tensor | None = None
+    aux_loss_scale: float | Tensor | None = None
 
 
-def make_routing_info(tokens: Tensor, cp: Group, tp: Group, sequence_weight: float | Tensor | None) -> RoutingInfo:
+def make_routing_info(tokens: Tensor, cp: Group, tp: Group, aux_loss_scale: float | Tensor | None) -> RoutingInfo:
     """The RoutingInfo of tokens [B, S]. The ranks of `tp` have the same tokens, and each routes a shard of them; the
     ranks of `cp` have different tokens of the same sequences. Tokens below 0 are padding."""
     B, S = tokens.shape
     shard = shard_slice(tokens.numel(), size(tp), rank(tp))
     sequence_ids = torch.arange(shard.start, shard.stop, device=tokens.device) // S
     sequence_ids = sequence_ids.masked_fill(tokens.flatten()[shard] < 0, B)
-    return RoutingInfo(sequence_ids, B, (cp, tp), sequence_weight)
+    return RoutingInfo(sequence_ids, B, (cp, tp), aux_loss_scale)
 
 
 class Copies(NamedTuple):
@@ -169,7 +169,7 @@ class Router:
         gates = gates * self.model.router_scale
         if route.coefficients is not None:
             loss = self.auxiliary_loss(logits, scores, info, route.coefficients)
-            gates = AddAuxiliaryLoss.apply(gates, loss, info.sequence_weight)
+            gates = AddAuxiliaryLoss.apply(gates, loss, info.aux_loss_scale)
             if not is_recomputing():
                 self.loss += loss.detach()
         return route, gates
@@ -182,7 +182,7 @@ class Router:
         cells = (info.sequence_ids[:, None] * E + chosen).flatten()  # each choice's cell in a table [B + 1, E]
         counts = cells.new_zeros((info.sequences + 1) * E).scatter_add_(0, cells, torch.ones_like(cells)).view(-1, E)
         coefficients = None
-        if info.sequence_weight is not None:
+        if info.aux_loss_scale is not None:
             self.load += counts[:-1].sum(0)
             if self.balance.aux_loss or self.balance.z_loss:
                 coefficients = self.loss_coefficients(counts[:-1], info)
@@ -541,7 +541,7 @@ def train_demo(balance: Balance, group: Group, steps: int = 300) -> tuple[list[f
     for param in params:
         param.data = draw(0)(param.spec, param.box)
     router = Router("demo", w_router, Model(experts=E, top_k=1, router_norm=False), balance)
-    info = RoutingInfo(torch.zeros(batch, dtype=torch.long), 1, (group,), sequence_weight=1.0)
+    info = RoutingInfo(torch.zeros(batch, dtype=torch.long), 1, (group,), aux_loss_scale=1.0)
     optimizer = torch.optim.AdamW(params, lr=3e-3)
     generator = torch.Generator().manual_seed(rank(group))  # ranks read different positions
     loads, mean_loss = torch.zeros(E), torch.zeros(())

@@ -39,7 +39,7 @@ FlashAttention 1 has the loop over queries inside that over keys, so it reads an
 FlashAttention 2, like this file, exchanges the loops: o stays in registers until it is complete, and each tile of
 queries is a program, so that even a few long sequences fill a GPU. FlashAttention 3 is 2 with warps of two kinds: one
 asks the copy engine (TMA) for tiles, a few ahead; two groups of 4 have half of the rows each, and while one computes
-its softmax, the other's matmul runs. costs.attention_cost has the FLOPs and bytes of all.
+its softmax, the other's matmul runs. `python -m plan.costs` prints the FLOPs and bytes of all.
 Sums and exponentials are fp32. Offsets that may exceed 2^31 elements are 64 bits.
 
 Dao et al. 2022, FlashAttention (algorithms 1 and 4, figure 2); Dao 2023, FlashAttention-2; Shah et al. 2024,
@@ -451,22 +451,12 @@ def find_loaded_tiles(mask: Mask, S: int, rows: int, columns: int) -> list[list[
 
 
 def demo() -> None:
-    from plan import costs
-
     sizes = torch.tensor([70, 60, 20, 106])
     documents = torch.arange(4).repeat_interleave(sizes)[None]
     print(f"Tiles of 32 x 32 scores that are computed (■): causal; documents of {sizes.tolist()} tokens; window 64:\n")
     masks = CAUSAL, Mask(documents=(documents, documents)), Mask(window=64)
     for rows in zip(*(find_loaded_tiles(mask, 256, 32, 32) for mask in masks)):
         print("    " + "        ".join(" ".join("■" if tile else "·" for tile in row) for row in rows))
-    shape = dict(B=64, N=16, S=1024, D=64)
-    print(f"\nForward and backward without causal mask, {shape}:\n")
-    for how, printed in (("standard", "66.6 and 40.3"), ("flash 1", "75.2 and 4.4"), ("here", None)):
-        cost = costs.attention_cost(how, **shape)
-        published = f"  (published: {printed}; by formula {costs.published_flops(how, **shape) / 1e9:.1f})"
-        print(f"    {how:9s} {cost.flops / 1e9:5.0f} GFLOP of matmuls {cost.nbytes / 1e9:6.1f} GB  "
-              f"{cost.flops / cost.nbytes:4.0f} FLOPs per byte{published if printed else ''}")
-    print("\nAn H200 moves a byte in the time of 206 bf16 FLOPs: with fewer per byte, attention waits for memory.")
 
 
 if __name__ == "__main__":

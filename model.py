@@ -254,7 +254,7 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None, *,
                 labels: Tensor | None = None, stage: int = 0, x: Tensor | None = None, cache: Any = None,
-                loss_grad: Tensor | None = None, sequence_weight: float | Tensor | None = None) -> Tensor:
+                loss_grad: Tensor | None = None, aux_loss_scale: float | Tensor | None = None) -> Tensor:
         """Logits [B, S, V/t] of tokens [B, S], for the part of the vocabulary that this rank has.
 
         labels: [B, S], IGNORED for tokens without a loss. With labels the result is the sum of this rank's tokens'
@@ -265,12 +265,12 @@ class Llama(nn.Module):
         positions: [S] or [B, S], by default 0, 1, 2 … documents: [B, S], numbers of the documents, which do not see
         each other. With context parallelism tokens and positions are this rank's, as cp.shard_sequences returns them,
         and documents are those of whole sequences, in the host's memory. Tokens below 0 are padding.
-        sequence_weight: the factor of a sequence's auxiliary losses of experts, of which only the gradient is added
+        aux_loss_scale: the factor of a sequence's auxiliary losses of experts, of which only the gradient is added
         (ep.AddAuxiliaryLoss), not the value; None: no such loss.
         cache: keys and values of earlier tokens, which these follow; every rank then has all tokens.
         """
         assert cache is None or documents is None, "a KV cache knows of no documents"
-        context, fp8_context = self.contexts(stage, tokens, positions, documents, cache, sequence_weight)
+        context, fp8_context = self.contexts(stage, tokens, positions, documents, cache, aux_loss_scale)
         with self.recompute.scope():
             if stage == 0:
                 x = self.embedding(tokens.flatten(), context.tp)
@@ -283,7 +283,7 @@ class Llama(nn.Module):
             return self.head(x, context).unflatten(0, tokens.shape)
 
     def contexts(self, stage: int, tokens: Tensor, positions: Tensor | None, documents: Tensor | None, cache: Any,
-                 sequence_weight: float | Tensor | None) -> tuple[ForwardContext, ForwardContext]:
+                 aux_loss_scale: float | Tensor | None) -> tuple[ForwardContext, ForwardContext]:
         """(of layers in the model's dtype, of layers in FP8)."""
         options, model, seq = self.execution, self.model, tokens.shape[1]
         tp, cp, past = self.tp, self.groups.get("cp"), 0
@@ -297,7 +297,7 @@ class Llama(nn.Module):
             head_dim=model.head_dim, dtype=options.dtype, group=cp, style=options.cp_style, earlier=past)
         context = ForwardContext(
             tp, seq, rotary_angles(positions, model, options.dtype), attention, self.recompute,
-            make_routing_info(tokens, cp, tp.group, sequence_weight) if self.routers else None, cache=cache)
+            make_routing_info(tokens, cp, tp.group, aux_loss_scale) if self.routers else None, cache=cache)
         if cache is not None:
             return context, context
         return context, context._replace(tp=tp._replace(fp8=options.fp8_linear), fp8_experts=options.fp8_experts)
@@ -305,11 +305,6 @@ class Llama(nn.Module):
     def boundary_shape(self, tokens: Tensor, sequence: bool = True) -> tuple[int, int]:
         """The shape of what one stage sends to the next. tokens: [B, S]. sequence=False: as when text is sampled."""
         return tokens.numel() // (self.tp.size if self.tp.sequence and sequence else 1), self.model.hidden
-
-    def fp8_weights(self) -> int:
-        """Elements of the matrices on this rank that multiply in FP8."""
-        return sum(param.numel() for layer, block in self.blocks.items() if int(layer) in self.execution.fp8_layers
-                   for param in block.parameters() if param.ndim > 1 and not param.spec.name.endswith("router"))
 
 
 # ---- demo: python model.py ------------------------------------------------------------------------------------------

@@ -26,31 +26,22 @@ What is easily got wrong:
 
 Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B, interleaved); Qi et al. 2023 (halves of a backward).
 Shapes: p ranks, m micro-batches.
-
-    python pp.py [--pp 4] [--micro-batches 8] [--svg plans.svg]                       all schedules, as simulated
-    torchrun --nproc_per_node=4 pp.py --schedule zb-v [--trace plan.json]             one of them, as measured
 """
-import argparse
-import os
-import shutil
-import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-import schedules
-from collectives import Group, process_group, rank, receive, send, size, world
-from param import accumulate_grad, backward_input, backward_weight, queued_keys
-from schedules import Costs, Plan, Span, Transfer, activations_held, backwards, lower, make_plan, simulate
+from collectives import Group, process_group, rank, receive, run_demo, send, size
+from param import backward_input, backward_weight, queued_keys
+from schedules import Plan, Span, Transfer, activations_held, backwards, bubble, lower, make_plan, simulate
 
 # ---- the engine -----------------------------------------------------------------------------------------------------
 
-def named(name: str) -> AbstractContextManager:
+def profile_range(name: str) -> AbstractContextManager:
     """Within this context operations have this name in a trace. Without a running profiler it adds no operation."""
     return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
 
@@ -125,7 +116,7 @@ class Engine:
             x = take("F", stage, k).requires_grad_(torch.is_grad_enabled()) if op == "F" and stage else None
             grad = take("B", stage, k) if op in "BI" and stage < self.last_stage else None
             began = self.now()  # what it waits for is there
-            with named(str(item)):
+            with profile_range(str(item)):
                 if op == "F":
                     y = forward(stage, k, x)
                     if y.requires_grad:
@@ -197,118 +188,21 @@ class Pipeline:
             self.engines[key] = Engine(plan, self.group, self.device, self.timed)
         return self.engines[key]
 
-    def draw_timeline(self, path: Path) -> None:
-        """Draw the latest training step, in milliseconds, as SVG. All ranks must call it; the first one writes."""
-        if self.latest:
-            spans = self.engine(self.latest).timeline(1e-3)
-            if dist.get_rank() == 0:
-                path.write_text(schedules.svg({f"{self.latest} micro-batches, in ms": spans}))
 
+# ---- demo: python pp.py ---------------------------------------------------------------------------------------------
 
-# ---- the demo: a drawing --------------------------------------------------------------------------------------------
-
-UNIT_S = 0.01  # what a rank sleeps for an F, I or W of all its stages
-
-
-def measure(plan: Plan, group: Group) -> list[list[Span]]:
-    """Run a plan on the ranks that torchrun started, with stages that sleep, so that even two processors show how eight
-    ranks wait. Returns each rank's spans, in units of UNIT_S since all began together."""
-    weight = torch.nn.Parameter(torch.zeros(1))
-    weight.sink = None  # accumulate_grad reads it
-    seconds = UNIT_S * len(plan.ranks) / plan.stages
-
-    class Sleep(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            time.sleep(seconds)
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, grad):
-            time.sleep(seconds)
-            accumulate_grad(weight, lambda out: time.sleep(seconds))
-            return grad
-
-    def forward(stage: int, k: int, x: torch.Tensor | None) -> torch.Tensor:
-        return Sleep.apply(torch.zeros(1, requires_grad=True) if x is None else x)
-
-    engine = Engine(plan, group, timed=True)
-    engine.run(forward, (1,), torch.float32)  # the first backward of a process takes longer than a whole step
-    dist.barrier()
-    engine.run(forward, (1,), torch.float32)
-    return engine.timeline(UNIT_S)
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Draw pipeline schedules; under torchrun, as measured.")
-    parser.add_argument("--schedule", default="all", choices=(*schedules.SCHEDULES, "all"))
-    ranks = int(os.environ.get("WORLD_SIZE", 4))
-    parser.add_argument("--pp", type=int, default=ranks, metavar="P", help="ranks; under torchrun as many as there are")
-    parser.add_argument("--micro-batches", type=int, default=8, metavar="M")
-    parser.add_argument("--chunks", type=int, default=0, metavar="V", help="model chunks per rank; 0: as it needs")
-    parser.add_argument("--group", type=int, default=0, metavar="N",
-                        help="micro-batches per interleaved group; 0: as few as possible")
-    parser.add_argument("--costs", type=float, nargs=3, default=(1.0, 1.0, 1.0), metavar=("F", "I", "W"),
-                        help="times of a rank, for all its model chunks together")
-    parser.add_argument("--svg", metavar="FILE", help="write the picture here")
-    parser.add_argument("--trace", metavar="FILE", help="write it for chrome://tracing here")
-    return parser
-
-
-def chosen_plans(args: argparse.Namespace, measuring: bool) -> dict[str, Plan]:
-    """The plan of each schedule to draw. Raises ValueError for what cannot be drawn."""
-    for name, file in (("--svg", args.svg), ("--trace", args.trace)):
-        if file and not os.path.isdir(os.path.dirname(file) or "."):
-            raise ValueError(f"{name} {file}: there is no folder {os.path.dirname(file)}")
-    if not all(0 < cost < 1e6 for cost in args.costs):
-        raise ValueError(f"--costs {args.costs}: must be above 0 and below a million")
-    if measuring and args.pp != int(os.environ["WORLD_SIZE"]):
-        raise ValueError(f"--pp {args.pp}: torchrun started {os.environ['WORLD_SIZE']} ranks")
-    if args.schedule != "all":
-        if measuring and not schedules.SCHEDULES[args.schedule].runs:
-            raise ValueError(f"schedule {args.schedule} is drawn and does not run")
-        return {args.schedule: make_plan(args.schedule, args.pp, args.micro_batches, args.chunks, args.group)}
-    if args.trace or args.chunks or args.group:
-        raise ValueError("--trace, --chunks and --group are for one schedule: name it with --schedule")
-    return {name: make_plan(name, args.pp, args.micro_batches) for name, schedule in schedules.SCHEDULES.items()
-            if schedule.runs or not measuring}
-
-
-def main(arguments: list[str]) -> None:
-    parser = make_parser()
-    args = parser.parse_args(arguments)
-    measuring, me = "WORLD_SIZE" in os.environ, int(os.environ.get("RANK", 0))
-    try:
-        plans = chosen_plans(args, measuring)
-    except ValueError as error:
-        parser.exit(2, "" if me else f"pp.py: {error}\n")
-    simulated = {name: simulate(chosen, Costs(*(cost * args.pp / chosen.stages for cost in args.costs)))
-                 for name, chosen in plans.items()}
-    panels = simulated
-    if measuring:
-        with world() as group:
-            panels = {name: measure(chosen, group) for name, chosen in plans.items()}
-    if me:
-        return
-    color, longest = sys.stdout.isatty(), max(row[-1].stop for spans in panels.values() for row in spans)
-    columns = shutil.get_terminal_size((120, 24)).columns - 9
-    print("F forward, B backward, I its half for the input, W that for the weights; later model chunks of a rank are "
-          + ("underlined" if color else "in lower case") + "\n")
-    for name, spans in panels.items():
-        share = max(row[-1].stop for row in spans) / longest
-        print(schedules.draw(spans, color, columns=share * min(columns, 3 * longest)))
-        print(f"{name}: {schedules.summary(spans)}" + (f"\n    stages sleep {UNIT_S * 1e3:g} ms per unit; simulated: "
-              f"{schedules.summary(simulated[name])}" if measuring else "") + "\n")
-    if len(panels) > 1:
-        order = sorted(panels, key=lambda name: schedules.bubble(panels[name]))
-        print(f"Ranks are idle least with {order[0]}, for {schedules.bubble(panels[order[0]]):.3g} units, and longest "
-              f"with {order[-1]}, for {schedules.bubble(panels[order[-1]]):.3g}.")
-    if args.svg:
-        Path(args.svg).write_text(schedules.svg(panels))
-    if args.trace:
-        unit_us = UNIT_S * 1e6 if measuring else 1e3
-        Path(args.trace).write_text(schedules.chrome_trace(panels[args.schedule], unit_us))
+def demo() -> None:
+    """Three schedules to one scale, as simulated. python -m run.timeline draws all of them, and measures."""
+    for name in "afab", "1f1b", "zb-h1":
+        plan = make_plan(name, 4, 6)
+        spans = simulate(plan)
+        print(f"{name}: a rank is idle for {bubble(spans):g} of {max(row[-1].stop for row in spans):g} units of time")
+        for row in spans:
+            line = ""
+            for action, start, _ in row:
+                line = line.ljust(3 * round(start)) + f"{action.op}{action.micro_batch}"
+            print("    " + line)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_demo(lambda group: demo())

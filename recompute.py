@@ -30,25 +30,12 @@ autograd off and registers the storage of the result, with f and x. A layer that
 but inside `dropping_cheap()`: there saved-tensor hooks find the tensor, or a view of it, by its storage, and save
 (f, x) instead. When backward unpacks it, f runs again, once for all layers that read the result.
 
-What to recompute. Korthikanti et al. 2022 drop attention's scores alone. `python recompute.py` prints the bytes per
-token of everything that a layer saves, and the share of a step's FLOPs that recomputing it takes. Does the paper hold?
-
-1. For its own layer, yes: GPT-3 saves 1,401 kB per token, 70% of it scores, which 0.9% more FLOPs recompute. (The paper
-   says 2.7%: its formula adds attention's forward and backward once more, but only the forward runs again.)
-2. With fused attention, no: scores are never saved, and of a Llama 8B layer's 139 kB, norms and SwiGLU, which cost no
-   matmul at all, are the 32% that selective recomputation drops.
-3. Mixtral is like Llama with a larger feed-forward: two experts' gate, up and SwiGLU are 71% of 242 kB; selective
-   recomputation drops 30%.
-4. DeepSeek-V3 differs: it has many narrow experts, so 25% of its 458 kB are tokens dispatched to experts, which
-   only a second exchange would bring back; selective recomputation drops 15%.
-5. In DeepSeek-V3 the thing to recompute is queries, keys and values: 29% of the bytes, for 2.4% more FLOPs, from
-   low-rank vectors. (By formula: this project has no latent attention.) So make this table for your architecture.
+What to recompute depends on the architecture: `python -m plan.costs` prints what four of them save.
 
 Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost; Rajbhandari et al. 2020, ZeRO, sections 6 and 8 (P_a:
 sharded checkpoints, M_D: the arena); Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer
 Models, sections 4 and 5. Shapes: n ranks.
 """
-import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -56,6 +43,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from collectives import Copied, CopyStreams, Group, all_gather, rank, run_demo, size
@@ -292,58 +280,27 @@ class Recompute:
 
 # ---- demo: python recompute.py --------------------------------------------------------------------------------------
 
-def print_layers() -> None:
-    """For each mode: what a layer saves and recomputes, and what this mode drops that the mode before it saves."""
-    import config
-    from plan import costs
-
-    llama, mixtral, deepseek = (config.parse(["--preset", name]).model
-                                for name in ("llama-3.1-8b", "mixtral-8x7b", "deepseek-v3-gqa"))
-    deepseek_attention = costs.latent_attention_half(7168, 128, 4096, 2, 1536, 512, 128, 64)
-    layers = {"GPT-3, 2048 tokens": costs.gpt_layer(12288, 96, 2048),
-              "Llama 8B, 4096": costs.llama_layer(llama, 4096),
-              "Mixtral 8x7B, 4096": costs.llama_layer(mixtral, 4096),
-              "DeepSeek-V3, 4096": deepseek_attention | costs.experts_half(deepseek, costs.BF16)}
-
-    def describe(name: str, nbytes: float, flops: float) -> str:
-        return f"{name} {nbytes / 1e3:.0f} kB" + (f" +{flops / step:.1%}" if flops else "")
-
-    for title, layer in layers.items():
-        step = 3 * costs.forward_flops(layer)  # backward: two forwards
-        modes = [describe(mode, costs.saved_bytes(layer, mode), costs.recomputed_flops(layer, mode))
-                 for mode in costs.RECOMPUTE]
-        print("\n    " + "   ".join([f"{title:22s}", *modes]))
-        for mode, next_mode in zip(costs.RECOMPUTE, costs.RECOMPUTE[1:]):
-            dropped = [describe(name, made.nbytes, made.flops) for name, made in layer.items()
-                       if made.saved_under == mode and made.nbytes > 0.005 * costs.saved_bytes(layer, "none")]
-            text = f"{next_mode} drops {', '.join(dropped)}"
-            print(textwrap.fill(text, 112, initial_indent=6 * " ", subsequent_indent=8 * " "))
+def measure(mode: str) -> tuple[int, int, int]:
+    """(bytes of an input, bytes that eight layers save besides the first input and weights, FLOPs of both passes)."""
+    x, *weights = (torch.randn(shape, requires_grad=True) for shape in ((256, 128), *8 * ((128, 128),)))
+    known, saved, recompute = {tensor.data_ptr() for tensor in (x, *weights)}, {}, Recompute(mode, len(weights))
+    with FlopCounterMode(display=False) as counter:
+        with saved_tensors_hooks(lambda tensor: saved.setdefault(tensor.data_ptr(), tensor), lambda tensor: tensor):
+            y = x
+            for weight in weights:
+                y = recompute(lambda x, weight=weight: x + torch.tanh(torch.sigmoid(x @ weight) * x), y)
+        nbytes = sum(tensor.nbytes for place, tensor in saved.items() if place not in known)
+        y.sum().backward()
+    arena = recompute.arena.shards.nbytes if recompute.arena else 0
+    return x.nbytes, nbytes + arena, counter.get_total_flops()
 
 
 def demo() -> None:
-    from run.meter import Meter
-
-    x = torch.randn(4, 64, 128, requires_grad=True)
-    weights = [torch.randn(128, 128, requires_grad=True) for _ in range(8)]
-
-    def layer(weight):
-        return lambda x: x + torch.tanh(torch.sigmoid(x @ weight) * x).square()
-
     print("Eight layers. Saved between forward and backward, and FLOPs of both:\n")
     for title, mode in ("everything", "none"), ("inputs alone", "full"):
-        meter, recompute = Meter(), Recompute(mode, len(weights))
-        meter.label("before", x, *weights)
-        with meter:
-            y = x
-            for weight in weights:
-                y = recompute(layer(weight), y)
-            nbytes = meter.live()["other"]
-            y.sum().backward()
-        bar = "█" * round(nbytes / x.nbytes)
-        print(f"    {title:14s} {nbytes / 1e6:5.2f} MB  {meter.flops / 1e6:5.0f} MFLOP   {bar}  (█ = an input)")
-    print("\nBytes per token that a layer saves, and the FLOPs that recomputation adds to a step (16 bits):")
-    print_layers()
-    print("\nSelective recomputation drops a third of what Llama 8B saves, and repeats no matmul.")
+        one, nbytes, flops = measure(mode)
+        bar = "█" * (nbytes // one)
+        print(f"    {title:14s} {nbytes / 1e6:5.2f} MB  {flops / 1e6:5.0f} MFLOP   {bar}  (█ = an input)")
 
 
 if __name__ == "__main__":

@@ -37,9 +37,8 @@ To add a schedule, write a function that returns its Plan and add it to SCHEDULE
 Huang et al. 2019 (GPipe: afab); Narayanan et al. 2021 (1F1B, interleaved); Llama Team 2024, section 3.3.2 (any n); Qi
 et al. 2023 and 2024 (zero bubble: H1, H2; V); DeepSeek-AI 2024, section 3.2.1, and the repository DualPipe.
 """
-import json
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -338,25 +337,44 @@ class Span(NamedTuple):
     stop: float
 
 
-def simulate(plan: Plan, costs: Costs | None = None, one_stream: bool = False) -> list[list[Span]]:
-    """When each rank does what, if each action, in order, starts as soon as it can. Raises ValueError as `lower`.
+class Turn(NamedTuple):
+    """An action of a rank, the results that it waits for, and what is sent after it."""
+    rank: int
+    action: Action
+    needs: set[Action]
+    send: Transfer | None
+
+
+def turns_of(plan: Plan) -> list[Turn]:
+    """All actions of a plan, each after all that it needs. Raises ValueError as `lower`."""
+    return [Turn(r, action, required_results(action, plan.stages), send_of(plan, r, action))
+            for r, action in execute_in_turns(plan)]
+
+
+def simulate(plan: Plan, costs: Costs | Sequence[Costs] | None = None, one_stream: bool = False,
+             turns: list[Turn] | None = None) -> list[list[Span]]:
+    """When each rank does what, if each action, in order, starts as soon as it can. costs: of every stage, if they are
+    not all alike. turns: turns_of(plan), if it is known. Raises ValueError as `lower`.
 
     one_stream: a transfer waits for the earlier transfers and actions of both of its ranks, in the order of `lower`, as
     in one process group with NCCL.
     """
-    costs = costs or Costs()
+    costs = [costs or Costs()] * plan.stages if costs is None or isinstance(costs, Costs) else costs
+    seconds = [{op: cost.of(op) for op in "FBIW"} for cost in costs]
     spans = [[] for _ in plan.ranks]
     acted = [0.0] * len(plan.ranks)  # when each rank's latest action ended
     sent = [0.0] * len(plan.ranks)  # when each rank's latest transfer ended, sent or received
-    received = {}  # (rank, result of another rank) -> when it was received
-    for r, action in execute_in_turns(plan):
-        start = max([acted[r], *(received.get((r, result), 0.0) for result in required_results(action, plan.stages))])
-        acted[r] = start + costs.of(action.op)
+    known = {}  # (rank, result) -> when this rank has it
+    for r, action, needs, send in turns_of(plan) if turns is None else turns:
+        start = acted[r]
+        for result in needs:
+            start = max(start, known[r, result])
+        acted[r] = known[r, action.result] = start + seconds[action.stage][action.op]
         spans[r].append(Span(action, start, acted[r]))
-        if send := send_of(plan, r, action):
+        if send:
             peer = send.peer
             began = max(acted[r], acted[peer], sent[r], sent[peer]) if one_stream else acted[r]
-            received[peer, action.result] = sent[r] = sent[peer] = began + costs.hop
+            known[peer, action.result] = sent[r] = sent[peer] = began + costs[action.stage].hop
     return spans
 
 
@@ -370,93 +388,3 @@ def activations_held(actions: list[Action]) -> list[int]:
     """Activations after each action, in those of one stage and micro-batch. The first half of a backward, I, frees
     none."""
     return list(accumulate(dict(F=1, B=-1, I=0, W=-1)[action.op] for action in actions))
-
-
-# ---- pictures -------------------------------------------------------------------------------------------------------
-
-COLORS = {"F": ("#7aa6da", 110, "forward"), "B": ("#8cc98c", 114, "backward"),  # SVG, terminal, legend
-          "I": ("#5fb7b0", 73, "backward, input"), "W": ("#c9b458", 179, "backward, weights")}
-
-
-def draw(spans: list[list[Span]], color: bool = True, columns: float = 600) -> str:
-    """A row per rank, of about `columns` characters at most. Each action is a box with the number of its micro-batch
-    (without color: op and number), or, where that does not fit, with its op. A rank's later stages are underlined
-    (without color: their ops are in lower case)."""
-    longest = max(len(str(action.micro_batch)) for row in spans for action, _, _ in row) + (0 if color else 1)
-    shortest = min(stop - start for row in spans for _, start, stop in row)
-    width = min(max(3, longest + 1) / shortest, columns / max(row[-1].stop for row in spans))  # characters per unit
-    lines = []
-    for r, row in enumerate(spans):
-        line, at = f"rank {r:2d} ", 0
-        first_stage = min(span.action.stage for span in row)
-        for action, start, stop in row:
-            begin, end = round(start * width), round(stop * width)
-            room = max(0, end - begin - 1)
-            op = action.op if color or action.stage == first_stage else action.op.lower()
-            text = f"{'' if color else op}{action.micro_batch}"
-            text = (text if len(text) <= room else op[:room]).center(room)
-            line += " " * (begin - at)
-            if color:
-                underline = "4;" if action.stage != first_stage else ""
-                text = f"\033[{underline}48;5;{COLORS[action.op][1]};30m{text}\033[0m"
-            line += text + " " * (end > begin)
-            at = end
-        lines.append(line.rstrip())
-    return "\n".join(lines)
-
-
-def held_by_rank(spans: list[list[Span]]) -> list[list[float]]:
-    """Activations that each rank holds after each action, in those of 1/p of the layers for one micro-batch."""
-    stages = 1 + max(span.action.stage for row in spans for span in row)
-    return [[held * len(spans) / stages for held in activations_held([span.action for span in row])] for row in spans]
-
-
-def summary(spans: list[list[Span]]) -> str:
-    end, idle = max(row[-1].stop for row in spans), bubble(spans)
-    return (f"{end:.4g} units of time, the worst rank idle for {idle:.3g} of them ({idle / end:.1%}), holding up to "
-            f"{max(map(max, held_by_rank(spans))):g} micro-batches")
-
-
-def svg(panels: dict[str, list[list[Span]]], width: float = 780.0) -> str:
-    """`draw` as SVG, for several schedules to one scale: title -> spans. A rank's later stages are lighter; the area
-    below a rank's actions is the activations that it holds."""
-    unit = width / max(row[-1].stop for spans in panels.values() for row in spans)  # pixels per unit of time
-    most = max(max(held) for spans in panels.values() for held in held_by_rank(spans))
-    out, y = [], 4
-    for name, spans in panels.items():
-        out.append(f'<text class="title" x="4" y="{y + 12}">{name}: {summary(spans)}</text>')
-        for r, (row, held) in enumerate(zip(spans, held_by_rank(spans))):
-            top, first = y + 20 + r * 34, min(span.action.stage for span in row)
-            out.append(f'<text x="4" y="{top + 12}">rank {r}</text>')
-            line = f"M56 {top + 31}"
-            for ((op, stage, k), start, stop), now in zip(row, held):
-                x, wide, faded = 56 + start * unit, (stop - start) * unit, "" if stage == first else ' opacity=".55"'
-                out.append(f'<rect class="{op}" x="{x:.1f}" y="{top}" width="{wide:.1f}" height="16"{faded}/>')
-                if wide > 5 * len(str(k)):
-                    out.append(f'<text class="k" x="{x + wide / 2:.1f}" y="{top + 12}">{k}</text>')
-                line += f"H{x if op == 'F' else x + wide:.1f}V{top + 31 - 13 * now / most:.1f}"
-            out.append(f'<path class="held" d="{line}Z"/>')
-        end, y = max(row[-1].stop for row in spans), y + 20 + len(spans) * 34
-        for tick in range(0, int(end) + 1, round(end / 80) * 10 or 5):
-            out.append(f'<path d="M{56 + tick * unit:.1f} {y}v4"/><text class="k" x="{56 + tick * unit:.1f}" '
-                       f'y="{y + 14}">{tick}</text>')
-        y += 24
-    ops = {span.action.op for spans in panels.values() for row in spans for span in row}
-    for i, op in enumerate(op for op in COLORS if op in ops):
-        out.append(f'<rect class="{op}" x="{56 + i * 126}" y="{y}" width="14" height="14"/>'
-                   f'<text x="{76 + i * 126}" y="{y + 11}">{COLORS[op][2]}</text>')
-    out.append(f'<text x="56" y="{y + 30}">numbers: micro-batches; lighter: a rank\'s later model chunks; grey: '
-               f'activations held, up to {most:g} micro-batches of a rank\'s layers</text>')
-    style = "".join(f".{op}{{fill:{color};stroke:#fff}}" for op, (color, _, _) in COLORS.items())
-    return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width + 76:.0f}" height="{y + 40}" font-family="sans-serif" '
-        f'font-size="11"><style>path{{stroke:#777}}.held{{fill:#bbb;stroke:none}}.title{{font-weight:bold}}'
-        f'.k{{text-anchor:middle;font-size:9px}}{style}</style>',
-        '<rect width="100%" height="100%" fill="#fff"/>', *out, "</svg>\n"])
-
-
-def chrome_trace(spans: list[list[Span]], unit_us: float) -> str:
-    """JSON for chrome://tracing or Perfetto, a thread per rank."""
-    return json.dumps([dict(name=str(action), cat=action.op, ph="X", pid=0, tid=r, ts=start * unit_us,
-                            dur=(stop - start) * unit_us)
-                       for r, row in enumerate(spans) for action, start, stop in row])

@@ -3,7 +3,7 @@
     python train.py                                   one process
     torchrun --nproc_per_node=8 train.py              8 ranks: NCCL if there is a GPU for each, else CPUs with gloo
     torchrun --nproc_per_node=8 train.py --grid auto  on the grid that is predicted to be the fastest here
-    python train.py --dry-run --gpus 1024             what a rank of 1,024 would need, compute and send (run/dryrun.py)
+    python train.py --dry-run 0/1024                  what a rank of 1,024 would need, compute and send (run/dryrun.py)
     python train.py --help                            every setting
 
 `train` is the whole run: a grid of ranks, a model in which each technique has its place, an optimizer, and a loop. What
@@ -32,7 +32,7 @@ from fp8 import RECIPES, Fp8
 from model import Execution, Llama
 from param import DTYPES, IGNORED, acc_dtype
 from plan.costs import stages_of
-from pp import Pipeline, named
+from pp import Pipeline, profile_range
 from run import dryrun, job
 from run.data import MicroBatch, Samples
 from schedules import plan_of
@@ -47,21 +47,33 @@ def main(settings: config.Config) -> None:
 
 
 def train(run: job.Run) -> None:
-    """A run on this rank, one of pp x dp x cp x tp."""
+    """The run of one rank.
+
+    The ranks are a grid pp x dp x cp x tp, tp innermost: its ranks have consecutive numbers, so that a node has them.
+    For experts the dp x cp x tp ranks of a pipeline rank are edp x ep: ep ranks have each expert once, edp ranks have
+    copies of the same. `groups` has this rank's process group of every axis, or None if that is this rank alone:
+
+        pp, cp, tp, edp, ep     those axes
+        data                    dp x cp: the ranks with different tokens, over which gradients and losses are summed
+        dp                      those of them that ZeRO shards over: all, or with --dp-replicate the ranks of a replica
+    """
     settings = run.settings
     groups = build_groups(settings.grid, settings.model, settings.run.timeout)
     model = build_model(settings, groups, run.device)
-    run.begin(groups, model)
+    run.begin(groups, model)  # says what will happen; ends here if that does not fit into memory
     optimizer = build_optimizer(settings, model, groups)
-    for step in run.steps(optimizer, local_micro_batches, mean_loss):  # resumed, evaluated, saved, ended as asked
-        with named("forward and backward"):
+    run.load(optimizer)  # weights: initial ones, published ones, or a checkpoint's, with the optimizer's state
+    for step in run.steps(local_micro_batches, mean_loss):  # between steps: data, evaluation, checkpoints, the end
+        with profile_range("forward and backward"):
             loss = forward_backward(model, optimizer, step.micro_batches, groups)
-        with named("optimizer"):
-            lr, limit, ballot = learning_rate(step.number, settings.optim), run.guard.limit(), run.guard.ballot()
-            norm = optimizer.step(lr, limit, ballot)  # of the gradient; above the limit, there is no update
-        results = dict(loss=loss, norm=norm, limit=limit, ballot=ballot)
+        with profile_range("optimizer"):
+            lr = learning_rate(step.number, settings.optim)
+            limit = run.guard.limit()  # a gradient norm above it is a spike: then no rank updates its weights
+            votes = run.guard.votes()  # for ending the run; summed over ranks, in place, together with the norm
+            grad_norm = optimizer.step(lr, limit, votes)
+        results = dict(loss=loss, norm=grad_norm, limit=limit, votes=votes)
         if settings.model.experts:
-            results |= update_balance(model, groups, norm < limit, step.sequences)
+            results |= update_balance(model, groups, grad_norm < limit, step.sequences)
         run.end_step(lr, results)
 
 
@@ -78,25 +90,26 @@ def build_model(settings: config.Config, groups: Groups, device: torch.device | 
                           sequence=grid.sequence_parallel, async_tp=grid.async_tp,
                           fp8_linear=fp8_linear, fp8_experts=fp8_experts, fp8_layers=settings.fp8_layers())
     balance = Balance(optim.aux_loss, optim.aux_over, optim.router_z_loss, optim.bias_rate)
-    return Llama(settings.model, groups, execution, pipeline=build_pipeline(settings, groups.get("pp"), device),
+    return Llama(settings.model, groups, execution, pipeline=build_pipeline(settings, groups["pp"], device),
                  z_loss=optim.z_loss, balance=balance)
 
 
 def build_pipeline(settings: config.Config, group: Group, device: torch.device | str = "cpu") -> Pipeline:
     """This rank's pipeline stages, and a function from a number of micro-batches to the schedule's plan."""
     grid, batch = settings.grid, settings.batch
-    most = max(sequences for sequences, _ in batch.ramp()) // batch.micro_batch // grid.dp
-    return Pipeline(partial(plan_of, grid), stages_of(settings), most, group, device)
+    max_micro_batches = max(sequences for sequences, _ in batch.ramp()) // batch.micro_batch // grid.dp
+    return Pipeline(partial(plan_of, grid), stages_of(settings), max_micro_batches, group, device)
 
 
 def fp8_of(settings: config.Config, groups: Groups) -> tuple[Fp8 | None, Fp8 | None]:
     """(Fp8 of linear layers, Fp8 of experts), or (None, None). Ranks with shards of one tensor agree on its tensorwise
     scale: of activations over cp and tp, of experts' inputs also over ep; of weights over tp, of experts' over ep."""
-    precision, dtype, cached = settings.precision, dtype_of(settings), settings.grid.zero < 3
+    precision, dtype = settings.precision, dtype_of(settings)
     if precision.fp8 == "none":
         return None, None
+    cached = settings.grid.zero < 3  # FP8 weights stay for all micro-batches; ZeRO-3 frees what they are made of
     recipe = RECIPES[precision.fp8]._replace(pow2=precision.fp8_pow2)
-    cp, tp, ep = (groups.get(axis) for axis in ("cp", "tp", "ep"))
+    cp, tp, ep = (groups[axis] for axis in ("cp", "tp", "ep"))
     return (Fp8(recipe, dtype, amax_groups=(cp, tp), weight_amax_groups=(tp,), cached=cached),
             Fp8(recipe, dtype, amax_groups=(cp, tp, ep), weight_amax_groups=(ep,), cached=cached))
 
@@ -119,9 +132,10 @@ def dtype_of(settings: config.Config) -> torch.dtype:
 
 def local_micro_batches(samples: Samples, first: int, sequences: int, settings: config.Config, groups: Groups,
                         end: int | None = None) -> list[MicroBatch]:
-    """This rank's part of the samples first … first + sequences - 1; those from number `end` on get no labels."""
+    """This rank's part of the samples first … first + sequences - 1; those from number `end` on get no labels, as the
+    last batch of an evaluation may be incomplete."""
     grid, cp = settings.grid, groups["cp"]
-    dp_rank = rank(groups["data"]) // size(cp)  # context parallel ranks, the innermost, read the same sequences
+    dp_rank = rank(groups["data"]) // size(cp)  # context parallel ranks, innermost in "data", read the same sequences
     micro_batches = samples.step(first, sequences, settings.batch.micro_batch, dp_rank, grid.dp, end)
     return [MicroBatch(*shard_sequences(*micro_batch, size(cp), rank(cp), grid.sequence_shards))
             for micro_batch in micro_batches]
@@ -139,28 +153,28 @@ def forward_backward(model: Llama, optimizer: Optimizer, micro_batches: list[Mic
     sequences = sum(len(batch.tokens) for batch in micro_batches) * size(groups["data"]) // size(groups["cp"])
     # `valid`, the tokens with a loss, is this rank's count until all_reduce has made it that of all ranks.
     valid = sum((batch.labels != IGNORED).sum() for batch in micro_batches)
-    counting = all_reduce(valid, groups["data"], async_op=True)
+    pending_count = all_reduce(valid, groups["data"], async_op=True)
     total = torch.zeros((), dtype=acc_dtype(model.execution.dtype), device=valid.device)
 
     def forward(stage: int, k: int, x: torch.Tensor | None) -> torch.Tensor:
         batch, loss_grad = micro_batches[k], None
         if stage == model.last_stage:
-            counting.wait()
-            # The fused loss computes its gradient in forward, so it must know what backward will multiply it by.
-            loss_grad = optimizer.scale_loss(1 / valid.clamp(min=1).to(total.dtype))  # perhaps no token is valid
+            pending_count.wait()
+            # The fused loss computes its gradient in forward, loss_grad included: backward does not multiply again.
+            loss_grad = optimizer.scale_loss(1 / valid.clamp(min=1).to(total.dtype))  # clamp: perhaps none is valid
         y = model(batch.tokens, batch.positions, batch.documents, stage=stage, x=x, labels=batch.labels,
-                  loss_grad=loss_grad, sequence_weight=optimizer.scale_loss(1 / sequences))
+                  loss_grad=loss_grad, aux_loss_scale=optimizer.scale_loss(1 / sequences))
         if stage == model.last_stage:
-            total.add_(y.detach())
+            total.add_(y.detach())  # the sum over this micro-batch's tokens, the same on all tp ranks
             y = y * loss_grad
         return y
 
     # The engine calls `forward` for each micro-batch and stage, and runs backward from what the last stage returned.
     engine = model.pipeline.engine(len(micro_batches))
-    optimizer.begin_step(engine.backwards)
+    optimizer.begin_step(engine.backwards)  # zeroes gradients, and learns how many backwards each stage will have
     engine.run(forward, model.boundary_shape(micro_batches[0].tokens), model.execution.dtype)
-    counting.wait()  # ranks without the last stage have not waited in forward
-    optimizer.finish_step()  # of gradients: waits for their reductions
+    pending_count.wait()  # ranks without the last stage have not waited in forward
+    optimizer.finish_step()  # waits for the reductions of gradients
     all_reduce(total, groups["data"])
     all_reduce(total, groups["pp"])  # one pipeline rank has it, the others zeros
     return total / valid.clamp(min=1)

@@ -73,6 +73,7 @@ from collectives import (
     rank,
     reduce_scatter,
     run_demo,
+    sent,
     size,
 )
 from config import padded_elements
@@ -534,49 +535,34 @@ class Layer(nn.Module):
         return torch.tanh(x @ self.weight.T)
 
 
-def measure(level: int, groups: Groups) -> dict[str, int]:
-    """The peak of live bytes by kind in two steps of a model of 12 layers; and "sent", the bytes sent per step."""
-    from collectives import sent
-    from run.meter import Meter
-
-    layers = [Layer(number, groups) for number in range(12)]
-    optimizer = Optimizer({0: layers}, groups, bucket_mb=0, level=level)
-    optimizer.load(draw(0))
-    meter = Meter()
-    for bucket in optimizer.buckets:
-        meter.label("optimizer", *bucket.state.values())
-        meter.label("weights", bucket.weights, bucket.weight_shard)
-        meter.label_size("gradients", 4 * bucket.padded, 4 * bucket.master.numel())
-    x = torch.ones(1, 256, dtype=torch.bfloat16, requires_grad=True)
-    sent.clear()
-    with meter:
-        for _ in range(2):
-            optimizer.begin_step({0: 1})
-            nn.Sequential(*layers)(x).sum().backward()
-            optimizer.finish_step()
-            optimizer.step(1e-3)
-    peak = {kind: meter.peak[kind] for kind in ("weights", "gradients", "optimizer")}
-    return peak | {"sent": sum(sent.values()) // 2}
+def nbytes(*tensors: torch.Tensor | None) -> int:
+    """Of the storages that these tensors are in, or parts of."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors if tensor is not None}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def demo(group: Group) -> None:
-    from plan.memory import state_bytes
-
     groups: Groups = {"world": group, "replicate": None, "dp": group}
-    lines = [f"Megabytes on each of {size(group)} ranks, 12 layers in bf16, AdamW; measured: the sum of three peaks; "
-             "sent: per step.", "█ weights  ▓ gradients  ▒ optimizer state", "",
-             "             measured  formula     sent"]
-    totals, sends = [], []
+    lines = [f"Megabytes that each of {size(group)} ranks holds after a backward, 12 layers in bf16, AdamW; sent: per "
+             "step.", "█ weights  ▓ gradients  ▒ optimizer state", "", "                held    sent"]
+    x = torch.ones(1, 256, dtype=torch.bfloat16, requires_grad=True)
     for level in range(4):
-        peak = measure(level, groups)
-        formula = state_bytes(12 * [256 * 256], level, size(group), weight=2, accumulated=4, moments=8)
-        sends.append(peak.pop("sent"))
-        totals.append(sum(peak.values()))
-        bar = "".join(sign * round(peak[kind] / 3e5) for sign, kind in zip("█▓▒", peak))
-        lines.append(f"    level {level}  {totals[-1] / 1e6:8.2f} {sum(formula.values()) / 1e6:8.2f} "
-                     f"{sends[-1] / 1e6:8.2f}   {bar}")
-    lines.append(f"\nLevel 3 holds 1/{totals[0] / totals[3]:.1f} of what level 0 does, and sends "
-                 f"{sends[3] / sends[0]:.2f} times as much.")
+        layers = [Layer(number, groups) for number in range(12)]
+        optimizer = Optimizer({0: layers}, groups, bucket_mb=0, level=level)
+        optimizer.load(draw(0))
+        sent.clear()
+        optimizer.begin_step({0: 1})
+        nn.Sequential(*layers)(x).sum().backward()
+        optimizer.finish_step()
+        weights, gradients, state = [], [], []
+        for bucket in optimizer.buckets:
+            weights += bucket.weights, bucket.weight_shard
+            gradients += bucket.grad, bucket.grad_shard
+            state += bucket.state.values()
+        held = [nbytes(*kind) / 1e6 for kind in (weights, gradients, state)]
+        optimizer.step(1e-3)
+        bar = "".join(sign * round(3 * megabytes) for sign, megabytes in zip("█▓▒", held))
+        lines.append(f"    level {level}  {sum(held):8.2f} {sum(sent.values()) / 1e6:7.2f}   {bar}")
     if rank(group) == 0:
         print("\n".join(lines))
 

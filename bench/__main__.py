@@ -55,9 +55,8 @@ import schedules
 import train
 from bench import all as bench_all
 from bench import growth as bench_growth
-from checks import need
 from collectives import Group, Groups, build_groups, rank, size
-from config import CP_STYLES
+from config import CP_STYLES, need
 from cp import attention_by_window
 from ep import GroupedExperts, Router, combine, dispatch, make_routing_info
 from model import Llama

@@ -15,7 +15,7 @@ import time
 from datetime import date
 from pathlib import Path
 
-from checks import need
+from config import need
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "RESULTS.md"

@@ -20,7 +20,6 @@ find the GPU cool: only `training` has the clocks that a run sustains.
 
 Shapes: B batch, S sequence, N heads, K kv heads, D head dim, T tokens, H hidden, V vocabulary.
 """
-import argparse
 import datetime
 import gc
 import json
@@ -31,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from dataclasses import dataclass
 from functools import partial
 from unittest.mock import patch
 
@@ -43,9 +43,10 @@ import fp8
 import train
 from bench import kernels as bench_kernels
 from bench.rows import Result, Row, measure_rows
-from checks import need
+from config import need, setting
 from param import Source, box_shape
 from run import device, job, log
+from run.data import open_samples
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -85,7 +86,7 @@ def train_llama(flags: str, steps: int, profiled: int = 0) -> tuple[list[dict], 
     with tempfile.TemporaryDirectory() as folder:
         defaults = f"--seq 4096 --dtype bf16 --steps {steps} --warmup 0 --sample= --metrics {folder}/metrics"
         settings = config.parse(f"{defaults} {flags}".split())
-        samples = device.open_samples(settings, [], 0)
+        samples = open_samples(settings, [], 0)
         torch.cuda.reset_peak_memory_stats()
         with patch.object(job, "draw", draw_on_gpu), patch.object(log.Log, "write", write_and_profile):
             train.train(job.Run(settings, samples, None, *device.choose_device("cuda")))
@@ -214,16 +215,19 @@ PARTS = {
         Row("python -m learn.gpu", partial(run_python, "-m", "learn.gpu"))]}
 
 
-def parse(flags: list[str]) -> argparse.Namespace:
+USAGE = f"python -m bench gpu [--out FOLDER] [--only {'|'.join(PARTS)} …] [--minutes M]"
+
+
+@dataclass
+class Flags:
+    out: str = setting("gpu-results", "the folder of what is measured")
+    only: list = setting(list(PARTS), "parts")
+    minutes: float = setting(9.0, "after which nothing is begun")
+
+
+def parse(flags: list[str]) -> Flags:
     """Raises ValueError for flags that name no part, or no folder."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--out", default="gpu-results")
-    parser.add_argument("--only", nargs="+", default=list(PARTS))
-    parser.add_argument("--minutes", type=float, default=9.0)
-    try:
-        settings, unknown = parser.parse_known_args(flags)
-    except argparse.ArgumentError as error:
-        raise ValueError(str(error)) from None
+    settings, unknown = config.read_known(Flags, flags, USAGE)
     need(not unknown, f"{' '.join(unknown)}: gpu knows --out FOLDER, --only PARTS and --minutes M")
     for part in settings.only:
         need(part in PARTS, f"--only {part}: the parts are {', '.join(PARTS)}")

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import config
 import train
-from collectives import build_groups
+from collectives import build_groups, rank
 from plan import costs
 from run import dryrun
 from run.device import memory_of_rank
@@ -93,7 +93,7 @@ def count(table: Growth, value: int) -> tuple[Costs, Costs]:
     settings = config.parse(f"{BASE} {table.flags.format(value)}".split(), ranks)
     with dryrun.fake_world(ranks, table.rank):
         groups = build_groups(settings.grid, settings.model)
-        live = sum(memory_of_rank(settings, train.build_model(settings, groups, "cpu")).values())
+        live = sum(memory_of_rank(settings, rank(groups["pp"])).values())
         with dryrun.fake_tensors():
             found = train.measured_step(settings, groups)
     return (Costs(found.sent[table.axis], found.peak, found.flops),

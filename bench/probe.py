@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import date
 from math import log2
 from typing import NamedTuple
@@ -23,8 +24,8 @@ import torch.distributed as dist
 
 import collectives
 import config
-from checks import need
 from collectives import Group, build_groups, rank, size
+from config import need, setting
 from learn import collectives as ring
 from plan import costs
 from run import start
@@ -270,11 +271,17 @@ def describe_cluster(levels: list[dict], device: torch.device, local_ranks: int)
             "measured": measured}
 
 
+USAGE = "torchrun --nproc_per_node=N -m bench.probe [--out FILE] [flags of train.py]"
+
+
+@dataclass
+class Flags:
+    out: str = setting("", "the cluster file to write, which python -m plan --machine reads")
+
+
 def parse(flags: list[str], ranks: int) -> tuple[config.Config, str]:
     """The settings, of which the grid and the device count, and the file to write ("": none). Raises ValueError."""
-    parser = config.Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--out", default="")
-    known, flags = parser.parse_known_args(flags)
+    known, flags = config.read_known(Flags, flags, USAGE)
     folder = os.path.dirname(known.out) or "."
     need(os.path.isdir(folder), f"--out {known.out}: there is no folder {folder}")
     need(not os.path.isdir(known.out), f"--out {known.out} is a folder: name a file")

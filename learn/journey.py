@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from collectives import run_demo
-from plan import __main__ as plan
-from plan import costs, machines, search, stagetime
-from plan import time as estimate
+from plan import costs, machines, predict, search, time
 
 FILE = Path(__file__).parent.parent / "docs" / "JOURNEY.md"
 MEMORY = machines.MACHINES["h100"].memory_bytes / 1e9
-USABLE = stagetime.CONSTANTS.usable * MEMORY
+USABLE = time.CONSTANTS.usable * MEMORY
 
 LEGS: list[tuple[str, str, dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
     ("Llama 3.2 1B: data parallelism is enough", "llama-3.2-1b", dict(seq=4096, global_batch=512, micro_batch=2), [
@@ -89,8 +87,8 @@ LEGS: list[tuple[str, str, dict[str, Any], list[tuple[dict[str, Any], str]]]] = 
 
 def numbers_of(request: dict[str, Any]) -> dict[str, Any]:
     """What plan/ predicts for a grid: GB on the rank that needs most, seconds per step, fractions of a step."""
-    run = plan.run_of(dict(machine="h100") | request)
-    step, found, memory = estimate.step_seconds(run), plan.predict(run), estimate.memory(run)
+    run = predict.run_of(dict(machine="h100") | request)
+    step, found, memory = time.step_seconds(run), predict.predict(run), time.needed_memory(run)
     count = costs.parameters(run.settings.model)
     part = {name: seconds / step.seconds for name, seconds in step.parts.items()}
     return dict(step=step.seconds, mfu=found.mfu, memory=found.memory_gb, fits=found.memory_gb < USABLE,

@@ -27,16 +27,15 @@ import config
 import ep
 import schedules
 import train
-from checks import need
 from collectives import build_groups
+from config import need
 from cp import own_chunks
 from param import draw
-from plan import __main__ as plan
-from plan import costs, search
-from plan import time as estimate
+from plan import costs, predict, search, time
 from run import start
-from run.device import open_samples
+from run.data import open_samples
 from run.meter import Meter
+from run.timeline import svg
 
 FOLDER = Path(__file__).parent.parent / "docs" / "pictures"
 COLORS = {"dp": "#4c78a8", "cp": "#2a9d8f", "tp": "#e07b39", "pp": "#8e5ea2", "ep": "#c8443c"}
@@ -122,7 +121,7 @@ def timelines(name: str, which: list[str]) -> None:
     for schedule in which:
         made = schedules.make_plan(schedule, 4, 8)
         panels[schedule] = schedules.simulate(made, schedules.Costs(*[4 / made.stages] * 3))
-    (FOLDER / f"{name}.svg").write_text(schedules.svg(panels))
+    (FOLDER / f"{name}.svg").write_text(svg(panels))
 
 
 def timeline() -> None:
@@ -175,7 +174,7 @@ def stacked(axes, bars: dict[str, dict[str, float]], title: str, limit: float = 
 def memory() -> None:
     """What fills a GPU, by ZeRO level, sequence length, recomputation and grid; dotted: the 80 GB of an H100."""
     def of(**request) -> dict[str, float]:
-        return estimate.memory(plan.run_of(dict(global_batch=256, micro_batch=1, machine="h100") | request))
+        return time.needed_memory(predict.run_of(dict(global_batch=256, micro_batch=1, machine="h100") | request))
 
     figure, axes = pyplot.subplots(2, 2, figsize=(9, 6))
     eight = dict(preset="llama-3.1-8b")
@@ -202,12 +201,12 @@ def planner() -> None:
     figure, axes = pyplot.subplots(figsize=(9, 3.6))
     cells = torch.full((len(models), len(gpus)), float("nan"))
     for (row, (preset, batch)), (column, count) in product(enumerate(models.items()), enumerate(gpus)):
-        run = plan.run_of(dict(preset=preset, seq=8192, global_batch=max(batch, count), machine="h100"))
+        run = predict.run_of(dict(preset=preset, seq=8192, global_batch=max(batch, count), machine="h100"))
         found, _ = search.search(run, count, simulated=10)
         text = "does not fit"
         if found:
             settings = found[0].run.settings
-            cells[row, column] = 100 * plan.predict(found[0].run).mfu
+            cells[row, column] = 100 * predict.predict(found[0].run).mfu
             axes_of = [f"{axis} {getattr(settings.grid, axis)}" for axis in ("dp", "cp", "tp", "pp", "ep")
                        if getattr(settings.grid, axis) > 1]
             text = f"{', '.join(axes_of)}\nZeRO-{settings.grid.zero}, {cells[row, column]:.0f}%"

@@ -16,116 +16,25 @@ the best grid that of plan/search.py, laws those of plan/scaling.py.
 
 Letters: N parameters; h hidden, L layers, V vocabulary.
 """
-from __future__ import annotations
 
-import argparse
-import copy
 import json
 import math
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
-import checks
 import config
-from checks import need
-from config import Config
-from plan import costs, machines, published, scaling, search, stagetime, sweep
-from plan import time as estimate
+from config import need, setting
+from plan import costs, machines, memory, published, scaling, search, time
 from plan.machines import MACHINES, read_machine
 from plan.memory import format_bytes
-from plan.stagetime import Kernels, Run
+from plan.predict import changed, in_16_bits, predict, predict_request
+from plan.time import Run
 from run import start
 
 GB = 1e9
-KERNELS = {"attention": ("standard", *stagetime.ATTENTION_FRACTION), "division": ("balanced", "any", "cumulative"),
-           "tp_overlap": ("none", "backward", "all")}  # what fields of stagetime.Kernels may be
-
-
-# ---- settings -------------------------------------------------------------------------------------------------------
-
-def to_flags(request: dict) -> list[str]:
-    """A request's settings as flags: {"tp": 2, "tied": False} -> ["--tp", "2", "--no-tied"]; sp may be a bool."""
-    flags = []
-    for name, value in request.items():
-        flag = checks.flag(name)
-        if name == "sp" and isinstance(value, bool):
-            flags += [flag, "on" if value else "off"]
-        elif value is True:
-            flags.append(flag)
-        elif value is False:
-            flags.append("--no-" + flag[2:])
-        elif value is not None:
-            flags += [flag, str(value)]
-    return flags
-
-
-def run_of(request: dict) -> Run:
-    """What a request asks for. Raises ValueError for what cannot run. Keys: settings by name; machine; gpus, by default
-    as many as the grid has; kernels, a dict of fields of stagetime.Kernels; imbalance."""
-    asked = {name.replace("-", "_"): value for name, value in request.items()}
-    machine = read_machine(asked.pop("machine", "h100"))
-    gpus = int(asked.pop("gpus", 0)) or math.prod(max(1, int(asked.get(axis, 1))) for axis in ("dp", "cp", "tp", "pp"))
-    given = asked.pop("kernels", None) or {}
-    need(isinstance(given, dict), f"kernels {given}: write an object with fields of {', '.join(Kernels._fields)}")
-    unknown = set(given) - set(Kernels._fields)
-    need(not unknown, f"kernels: {', '.join(sorted(unknown))} unknown, use {', '.join(Kernels._fields)}")
-    kernels = Kernels(**given)
-    for name, known in KERNELS.items():
-        value = getattr(kernels, name)
-        need(value in known, f"kernels: {name} {value}: use one of {', '.join(known)}")
-    imbalance = float(asked.pop("imbalance", 1.0))
-    layers = int(asked.get("layers") or config.PRESETS.get(asked.get("preset", "tiny"), {}).get("layers", 4))
-    if kernels.division != "balanced":  # other codes' stages may have the embedding, the norm or the head alone
-        stages = int(asked.get("pp", 1)) * max(1, int(asked.get("chunks") or 1))
-        need(stages <= layers + 4, f"--pp {asked.get('pp')}: {stages} stages of {layers} layers and four parts besides")
-        asked["layers"] = max(layers, stages)
-    settings = start.parse(to_flags(asked), gpus)
-    settings.model.layers = layers if "layers" in asked else settings.model.layers
-    costs.stages_of(settings, kernels.division)  # raises ValueError for stages that cannot be
-    return Run(in_16_bits(settings), machine, kernels, imbalance=imbalance)
-
-
-def in_16_bits(settings: Config) -> Config:
-    """The settings with their dtype decided. Raises ValueError for one that has no times here."""
-    if settings.precision.dtype == "auto":
-        settings.precision.dtype = "bf16"
-    dtype = settings.precision.dtype
-    need(dtype in ("bf16", "fp16"), f"--dtype {dtype}: times are known in bf16 and fp16, use one of them, or auto")
-    return settings
-
-
-def changed(run: Run, section: str, **values) -> Run | None:
-    """The run with these settings of a section changed; None if that cannot run."""
-    settings = search.replaced(copy.deepcopy(run.settings), section, **values)
-    grid = settings.grid
-    try:
-        checks.complete(settings, grid.dp * grid.cp * grid.tp * grid.pp)
-    except ValueError:
-        return None
-    return run._replace(settings=settings)
-
-
-class Prediction(NamedTuple):
-    step_s: float
-    tokens_per_s_per_gpu: float
-    mfu: float
-    mfu_causal: float
-    hfu: float
-    memory_gb: float
-    fits: float  # a probability
-
-
-def predict(run: Run) -> Prediction:
-    settings, grid = run.settings, run.settings.grid
-    seconds = estimate.step_seconds(run).seconds
-    gpus = grid.dp * grid.cp * grid.tp * grid.pp
-    rate = settings.batch.ramp()[-1][0] * settings.batch.seq / seconds / gpus
-    share = {name: flops * rate / run.machine.peak() for name, flops in costs.flops_by_convention(settings).items()}
-    needed = sum(estimate.memory(run).values())
-    return Prediction(seconds, rate, **share, memory_gb=(needed + run.constants.reserved) / GB,
-                      fits=estimate.probability_of_fit(run, needed))
 
 
 # ---- what is printed ------------------------------------------------------------------------------------------------
@@ -165,19 +74,19 @@ STATE = {"bf16 weights 2 + gradients 2, fp32 master 4 + moments 8": 16, "with fp
 
 def print_memory(run: Run) -> None:
     settings, machine = run.settings, run.machine
-    kinds = estimate.memory(run)
+    kinds = time.needed_memory(run)
     needed, there = sum(kinds.values()), machine.memory_bytes
     print(f"{machine.name}: the pipeline rank that needs most, of {settings.grid.pp}, needs {format_bytes(needed)} of "
           f"{format_bytes(there)}, {format_bytes(run.constants.reserved)} reserved besides: fits with probability "
-          f"{estimate.probability_of_fit(run, needed):.2f}")
+          f"{time.probability_of_fit(run, needed):.2f}")
     for kind, nbytes in kinds.items():
         print(f"  {kind:14s}{format_bytes(nbytes):>14s}  {bar(nbytes, there)}")
-    choices = {"pipeline rank": {str(rank): estimate.memory_of_rank(run, rank) for rank in
+    choices = {"pipeline rank": {str(rank): time.memory_of_rank(run, rank) for rank in
                                  range(settings.grid.pp)} if settings.grid.pp > 1 else {}}
     for section, name, values in (("precision", "recompute", costs.RECOMPUTE), ("grid", "zero", (0, 1, 2, 3)),
                                   ("batch", "seq", [settings.batch.seq << k >> 2 for k in range(6)])):
         made = {str(value): changed(run, section, **{name: value}) for value in values}
-        choices["--" + name] = {value: estimate.memory(other) for value, other in made.items() if other}
+        choices["--" + name] = {value: time.needed_memory(other) for value, other in made.items() if other}
     for title, choice in choices.items():
         if choice:
             print(f"by {title}, total and activations:")
@@ -207,7 +116,7 @@ WHY = {"matmul": "matrix products at the speed that models reach",
 
 
 def print_step(run: Run) -> None:
-    step, found = estimate.step_seconds(run), predict(run)
+    step, found = time.step_seconds(run), predict(run)
     batch, grid = run.settings.batch, run.settings.grid
     print(f"{run.machine.name}: {step.seconds:.3f} s per step of {batch.ramp()[-1][0]} sequences, "
           f"{found.tokens_per_s_per_gpu * grid.dp * grid.cp * grid.tp * grid.pp:,.0f} tokens/s, "
@@ -299,12 +208,12 @@ def print_balance(run: Run) -> None:
 
 def print_pipeline(run: Run) -> None:
     """What each pipeline rank holds and does in a step."""
-    sums = stagetime.stage_seconds(stagetime.stage_parts(run))
-    seconds, busy = estimate.pipeline_seconds(run, sums)
+    sums = time.stage_seconds(time.stage_parts(run))
+    seconds, busy = time.pipeline_seconds(run, sums)
     print(f"{'rank':>4s}{'layers':>8s}{'busy':>11s}{'idle':>8s}{'memory':>14s}")
     for rank, spent in enumerate(busy):
-        layers = sum(map(len, estimate.stages_of_rank(run, rank).values()))
-        nbytes = sum(estimate.memory_of_rank(run, rank).values())
+        layers = sum(map(len, memory.stages_of_rank(run.settings, rank, run.kernels.division).values()))
+        nbytes = sum(time.memory_of_rank(run, rank).values())
         print(f"{rank:4d}{layers:8d}{spent:9.3f} s{1 - spent / seconds:8.1%}{format_bytes(nbytes):>14s}  "
               f"{bar(spent, seconds, 30)}")
 
@@ -319,8 +228,8 @@ def print_search(run: Run, gpus: int, given: dict) -> None:
     print(f"{run.machine.name}, {gpus} GPUs: {len(found)} settings fit; the best, with what limits each:")
     print(f"{'step':>10s}{'tokens/s/GPU':>14s}{'memory':>12s}  limit            flags")
     for candidate in found[:10]:
-        seconds, memory = candidate.seconds, format_bytes(candidate.memory)
-        print(f"{seconds:8.3f} s{gpu_tokens / seconds:14,.0f}{memory:>12s}  {candidate.limit():15s}  "
+        seconds, needed = candidate.seconds, format_bytes(candidate.memory)
+        print(f"{seconds:8.3f} s{gpu_tokens / seconds:14,.0f}{needed:>12s}  {candidate.limit():15s}  "
               f"{search.describe(candidate.run.settings)}")
     print("others fell: " + "; ".join(f"{why}: {count:,}" for why, count in fell.most_common(8)))
 
@@ -330,19 +239,15 @@ def run_sweep(run: Run, gpus: int, flags: list[str], top: int, out: str, timeout
     given = search.given_by_flags(flags)
     found, fell = search.search(run, gpus, given)
     need(found != [], search.why_none_fits(run, gpus, given, fell))
-    print(sweep.HEADER)
+    print(search.SWEEP_HEADER)
     records = []
-    for record in sweep.sweep(found[:top], flags, gpus, out, timeout_s):
+    for record in search.sweep(found[:top], flags, gpus, out, timeout_s):
         records.append(record)
-        print(sweep.table_line(record), flush=True)
-    print(sweep.draw(records))
+        print(search.table_line(record), flush=True)
+    print(search.draw_map(records))
 
 
 # ---- predictions ----------------------------------------------------------------------------------------------------
-
-def predict_request(request: dict) -> dict[str, float]:
-    return predict(run_of(request))._asdict()
-
 
 def predict_file(path: str) -> None:
     """Print each line of a file of requests, with its prediction added. Raises ValueError, naming the line."""
@@ -360,60 +265,68 @@ def predict_file(path: str) -> None:
 
 # ---- the command line -----------------------------------------------------------------------------------------------
 
-def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = config.Parser(prog="plan", usage="python -m plan COMMAND [flags of train.py] [--gpus N] [--machine "
-                           f"{'|'.join(MACHINES)}|FILE]", allow_abbrev=False)
-    parser.add_argument("command", choices=("params", "memory", "step", "balance", "search", "sweep", "scaling",
-                                            "predict", "check"))
-    parser.add_argument("--gpus", type=int, default=0, help="GPUs; 0: as many as the grid's flags multiply to")
-    parser.add_argument("--machine", default="h100", help="a built-in one, a file of bench/probe.py, or cpu: this host")
-    parser.add_argument("--train-tokens", type=float, default=0.0, help="scaling: tokens; 0: 20 per active parameter")
-    parser.add_argument("--price", type=float, default=2.5, help="scaling: dollars per GPU-hour")
-    parser.add_argument("--tables", default=published.FOLDER, help="check: a folder of published runs")
-    parser.add_argument("--json", default="", help="check: write one object per run here")
-    parser.add_argument("--top", type=int, default=8, help="sweep: how many proposals to run")
-    parser.add_argument("--out", default="", help="sweep: write one JSON object per run here, and skip what it has")
-    parser.add_argument("--limit", type=float, default=600.0, help="sweep: seconds that a run may take")
-    parser.add_argument("--imbalance", type=float, default=1.0, help="tokens of the fullest expert rank over the mean")
-    return parser.parse_known_args(arguments)
+COMMANDS = "params", "memory", "step", "balance", "search", "sweep", "scaling", "predict", "check"
+USAGE = f"python -m plan {'|'.join(COMMANDS)} [flags of train.py] [--gpus N] [--machine {'|'.join(MACHINES)}|FILE]"
+
+
+@dataclass
+class Flags:
+    gpus: int = setting(0, "GPUs; 0: as many as the grid's flags multiply to")
+    machine: str = setting("h100", "a built-in one, a file of bench/probe.py, or cpu: this host")
+    train_tokens: float = setting(0.0, "scaling: tokens; 0: 20 per active parameter")
+    price: float = setting(2.5, "scaling: dollars per GPU-hour")
+    tables: str = setting(published.FOLDER, "check: a folder of published runs")
+    json: str = setting("", "check: write one object per run here")
+    top: int = setting(8, "sweep: how many proposals to run")
+    out: str = setting("", "sweep: write one JSON object per run here, and skip what it has")
+    limit: float = setting(600.0, "sweep: seconds that a run may take")
+    imbalance: float = setting(1.0, "tokens of the fullest expert rank over the mean")
+
+
+@dataclass
+class Axes:
+    dp: int = setting(1, "")
+    cp: int = setting(1, "")
+    tp: int = setting(1, "")
+    pp: int = setting(1, "")
 
 
 def world_of(flags: list[str]) -> int:
-    axes = config.Parser(allow_abbrev=False)
-    for axis in ("dp", "cp", "tp", "pp"):
-        axes.add_argument("--" + axis, type=int, default=1)
-    given, _ = axes.parse_known_args(flags)
-    return math.prod(max(1, value) for value in vars(given).values())
+    axes, _ = config.read_known(Axes, flags, USAGE)
+    return math.prod(max(1, value) for value in vars(axes).values())
 
 
 def main(arguments: list[str]) -> None:
-    asked, rest = parse(config.expand(arguments))
-    if asked.command == "predict":
+    asked, rest = config.read_known(Flags, config.expand(arguments), USAGE)
+    need(rest != [], f"usage: {USAGE}")
+    need(rest[0] in COMMANDS, f"{rest[0]}: use one of {', '.join(COMMANDS)}")
+    command = rest.pop(0)
+    if command == "predict":
         need(len(rest) == 1, "predict needs one file of requests, one JSON object per line")
         return predict_file(rest[0])
-    if asked.command == "check":
+    if command == "check":
         need(not rest, f"check: {' '.join(rest)} unknown")
         return published.print_check(asked.tables, asked.json, predict_request)
     need(asked.gpus >= 0, f"--gpus {asked.gpus}: must be above 0")
     gpus = asked.gpus or world_of(rest)
     need(asked.imbalance >= 1, f"--imbalance {asked.imbalance}: must be at least 1")
     machine = search.this_machine(gpus) if asked.machine == "cpu" else read_machine(asked.machine)
-    searching = asked.command in ("search", "sweep")
+    searching = command in ("search", "sweep")
     settings = start.parse([*rest, "--grid", "auto"] if searching else rest, gpus)
     knows_host = machine.host_link and machine.host_memory
-    need(settings.precision.offload == "none" or asked.command in ("params", "memory") or knows_host,
+    need(settings.precision.offload == "none" or command in ("params", "memory") or knows_host,
          f"--offload {settings.precision.offload}: {asked.machine} has no host_link_bytes_per_s and "
          "host_memory_bytes_per_s, which bench/probe.py measures")
     run = Run(in_16_bits(settings), machine, imbalance=asked.imbalance)
-    if asked.command == "search":
+    if command == "search":
         return print_search(run, gpus, search.given_by_flags(rest))
-    if asked.command == "sweep":
+    if command == "sweep":
         need(asked.top > 0, f"--top {asked.top}: must be above 0")
         return run_sweep(run, gpus, rest, asked.top, asked.out, asked.limit)
-    if asked.command == "scaling":
+    if command == "scaling":
         rate = predict(run).tokens_per_s_per_gpu * gpus
         return scaling.print_scaling(settings, machine.name, gpus, rate, asked.train_tokens, asked.price)
-    dict(params=print_params, memory=print_memory, step=print_step, balance=print_balance)[asked.command](run)
+    dict(params=print_params, memory=print_memory, step=print_step, balance=print_balance)[command](run)
 
 
 if __name__ == "__main__":

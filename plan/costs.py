@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from config import Config, Model
+from config import Config, Model, parse
 
 RECOMPUTE = ("none", "selective", "full")  # from weakest to strongest
 
@@ -510,3 +511,61 @@ def flops_by_convention(settings: Config) -> dict[str, float]:
                      for layer in range(model.layers))
     flops = flops_per_token(model, seq)
     return dict(mfu=flops, mfu_causal=flops_per_token(model, seq, causal=True), hfu=flops + recomputed)
+
+
+# ---- python -m plan.costs -------------------------------------------------------------------------------------------
+
+def print_layers() -> None:
+    """For each mode: what a layer saves and recomputes, and what this mode drops that the mode before it saves.
+
+    What to recompute? Korthikanti et al. 2022 drop attention's scores alone. Does that hold?
+
+    1. For its own layer, yes: GPT-3 saves 1,401 kB per token, 70% of it scores, which 0.9% more FLOPs recompute. (The
+       paper says 2.7%: its formula adds attention's forward and backward once more, but only the forward runs again.)
+    2. With fused attention, no: scores are never saved, and of a Llama 8B layer's 139 kB, norms and SwiGLU, which cost
+       no matmul at all, are the 32% that selective recomputation drops.
+    3. Mixtral is like Llama with a larger feed-forward: two experts' gate, up and SwiGLU are 71% of 242 kB; selective
+       recomputation drops 30%.
+    4. DeepSeek-V3 differs: it has many narrow experts, so 25% of its 458 kB are tokens dispatched to experts, which
+       only a second exchange would bring back; selective recomputation drops 15%.
+    5. In DeepSeek-V3 the thing to recompute is queries, keys and values: 29% of the bytes, for 2.4% more FLOPs, from
+       low-rank vectors. (By formula: this project has no latent attention.) So make this table for your architecture.
+    """
+    llama, mixtral, deepseek = (parse(["--preset", name]).model
+                                for name in ("llama-3.1-8b", "mixtral-8x7b", "deepseek-v3-gqa"))
+    deepseek_attention = latent_attention_half(7168, 128, 4096, 2, 1536, 512, 128, 64)
+    layers = {"GPT-3, 2048 tokens": gpt_layer(12288, 96, 2048),
+              "Llama 8B, 4096": llama_layer(llama, 4096),
+              "Mixtral 8x7B, 4096": llama_layer(mixtral, 4096),
+              "DeepSeek-V3, 4096": deepseek_attention | experts_half(deepseek, BF16)}
+
+    def describe(name: str, nbytes: float, flops: float) -> str:
+        return f"{name} {nbytes / 1e3:.0f} kB" + (f" +{flops / step:.1%}" if flops else "")
+
+    for title, layer in layers.items():
+        step = 3 * forward_flops(layer)  # backward: two forwards
+        modes = [describe(mode, saved_bytes(layer, mode), recomputed_flops(layer, mode))
+                 for mode in RECOMPUTE]
+        print("\n    " + "   ".join([f"{title:22s}", *modes]))
+        for mode, next_mode in zip(RECOMPUTE, RECOMPUTE[1:]):
+            dropped = [describe(name, made.nbytes, made.flops) for name, made in layer.items()
+                       if made.saved_under == mode and made.nbytes > 0.005 * saved_bytes(layer, "none")]
+            text = f"{next_mode} drops {', '.join(dropped)}"
+            print(textwrap.fill(text, 112, initial_indent=6 * " ", subsequent_indent=8 * " "))
+
+
+def print_attention() -> None:
+    shape = dict(B=64, N=16, S=1024, D=64)
+    print(f"\nForward and backward without causal mask, {shape}:\n")
+    for how, printed in (("standard", "66.6 and 40.3"), ("flash 1", "75.2 and 4.4"), ("here", None)):
+        cost = attention_cost(how, **shape)
+        published = f"  (published: {printed}; by formula {published_flops(how, **shape) / 1e9:.1f})"
+        print(f"    {how:9s} {cost.flops / 1e9:5.0f} GFLOP of matmuls {cost.nbytes / 1e9:6.1f} GB  "
+              f"{cost.flops / cost.nbytes:4.0f} FLOPs per byte{published if printed else ''}")
+    print("\nAn H200 moves a byte in the time of 206 bf16 FLOPs: with fewer per byte, attention waits for memory.")
+
+
+if __name__ == "__main__":
+    print("Bytes per token that a layer saves, and the FLOPs that recomputation adds to a step (16 bits):")
+    print_layers()
+    print_attention()

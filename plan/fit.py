@@ -1,6 +1,6 @@
-"""Fit stagetime.Constants on the published runs of tables/, again, or without some of them.
+"""Fit time.Constants on the published runs of tables/, again, or without some of them.
 
-    python -m plan.fit [--rounds 10] [--leave model|nodes]     prints stagetime's constants
+    python -m plan.fit [--rounds 10] [--leave model|nodes]     prints the constants of plan/time.py
 
 What is minimised is the mean over tables of |log(predicted / measured)| of step times, where a run counts at most 0.35
 and errors beyond what a group should reach count more, plus what the errors that `python -m plan check` prints exceed
@@ -8,17 +8,17 @@ of their goals. Each round takes errors as linear in the logarithms of the const
 `--leave` fits without the playbook's runs of each model, or of each number of nodes, in turn, and without goals, which
 are for all runs together; it prints the errors on those that were left out.
 """
-import argparse
 import math
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
 
-from plan import __main__ as plan
-from plan import published, stagetime
-from plan import time as estimate
+import config
+from config import need, setting
+from plan import predict, published, time
 from plan.published import FLAGGED
 
 WEIGHTS = {FLAGGED: 1.0, "playbook_runs, of these tp <= 8": 1.0, "llmfoundry, bf16": 0.6, "BLOOM": 0.3,
@@ -33,25 +33,25 @@ FREE = ("ampere", "hopper", "blackwell", "passes", "fused", "logit_bytes", "laun
         "fixed_s", "node", "network", "latency")
 ROUNDS = 10
 MOST = dict(ampere=0.98, hopper=0.98, blackwell=0.98, hidden=0.98)  # parts of what there is
-START = stagetime.CONSTANTS._replace(ampere=0.8, hopper=0.8, blackwell=0.8, passes=12.0, fused=8.0, logit_bytes=40.0,
+START = time.CONSTANTS._replace(ampere=0.8, hopper=0.8, blackwell=0.8, passes=12.0, fused=8.0, logit_bytes=40.0,
                                     launch_s=4e-3, hidden=0.8, exchange_s=5e-5, fixed_s=0.03, node=1.0, network=0.8,
                                     latency=1.0)  # so that a run that is left out has had no influence
 Members = dict[str, np.ndarray]  # group -> indices of its rows
 
 
-def runs() -> list[tuple[published.Row, stagetime.Run]]:
+def runs() -> list[tuple[published.Row, time.Run]]:
     out = []
     for row in published.rows():
         if row.step_s and set(row.groups) & set(WEIGHTS):
             try:
-                out.append((row, plan.run_of(row.request)))
+                out.append((row, predict.run_of(row.request)))
             except ValueError:
                 pass
     return out
 
 
-def log_error(row: published.Row, run: stagetime.Run, constants: stagetime.Constants, simulated: bool = True) -> float:
-    return math.log(estimate.step_seconds(run._replace(constants=constants), simulated=simulated).seconds / row.step_s)
+def log_error(row: published.Row, run: time.Run, constants: time.Constants, simulated: bool = True) -> float:
+    return math.log(time.step_seconds(run._replace(constants=constants), simulated=simulated).seconds / row.step_s)
 
 
 def value(errors: np.ndarray, members: Members, goals: list) -> float:
@@ -84,16 +84,16 @@ def descend(errors: np.ndarray, slopes: list, members: Members, goals: list, rea
     return changes
 
 
-def fit(rows: list, rounds: int, goals: list = GOALS) -> stagetime.Constants:
+def fit(rows: list, rounds: int, goals: list = GOALS) -> time.Constants:
     """The constants with the smallest value after so many rounds, with three digits."""
     rows = [pair for pair in rows if set(pair[0].groups) & set(WEIGHTS)]
     members = {group: np.array([i for i, (row, _) in enumerate(rows) if group in row.groups], int)
                for group in WEIGHTS}
 
-    def errors_of(constants: stagetime.Constants, simulated: bool = True) -> np.ndarray:
+    def errors_of(constants: time.Constants, simulated: bool = True) -> np.ndarray:
         return np.array([log_error(row, run, constants, simulated) for row, run in rows])
 
-    def moved(constants: stagetime.Constants, changes: dict[str, float]) -> stagetime.Constants:
+    def moved(constants: time.Constants, changes: dict[str, float]) -> time.Constants:
         return constants._replace(**{name: float(f"{getattr(constants, name) * math.exp(change):.3g}")
                                      for name, change in changes.items()})
 
@@ -113,7 +113,7 @@ def fit(rows: list, rounds: int, goals: list = GOALS) -> stagetime.Constants:
         reach *= 0.75
 
 
-def relative_errors(rows: list, constants: stagetime.Constants) -> list[float]:
+def relative_errors(rows: list, constants: time.Constants) -> list[float]:
     return sorted(abs(math.exp(log_error(row, run, constants)) - 1) for row, run in rows)
 
 
@@ -134,13 +134,17 @@ def print_errors(title: str, found: list[float]) -> None:
     print(f"{title:44s}{len(found):5d} runs  median {median(found):6.1%}  p90 {tail:6.1%}", flush=True)
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--leave", choices=("model", "nodes"))
-    asked = parser.parse_args()
+@dataclass
+class Flags:
+    rounds: int = setting(ROUNDS, "of fitting")
+    leave: str = setting("none", "fit without the runs of each in turn", ("none", "model", "nodes"))
+
+
+def main() -> None:
+    asked, rest = config.read_known(Flags, sys.argv[1:], "python -m plan.fit [--rounds 10] [--leave model|nodes]")
+    need(not rest, f"{' '.join(rest)}: unknown")
     everything = runs()
-    if not asked.leave:
+    if asked.leave == "none":
         found = fit(everything, asked.rounds)
         print(found)
         for group in WEIGHTS:
@@ -151,3 +155,11 @@ if __name__ == "__main__":
             print_errors(f"without {'hidden' if asked.leave == 'model' else 'nodes'} {value_left}, on those", found)
             pooled += found
         print_errors("all, each with constants fitted without it", sorted(pooled))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        print(f"plan.fit: {error}", file=sys.stderr)
+        sys.exit(2)

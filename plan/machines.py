@@ -19,7 +19,7 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from checks import need
+from config import need
 
 
 class Level(NamedTuple):

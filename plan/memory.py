@@ -14,10 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from functools import lru_cache
+from itertools import chain
 from math import gcd
 from typing import NamedTuple
 
-from config import Config, padded_elements, padded_length
+import schedules
+from config import Config, Grid, padded_elements, padded_length
 from plan.costs import (
     Activation,
     LayerOptions,
@@ -25,12 +28,14 @@ from plan.costs import (
     bucket_elements,
     by_kind,
     copies_per_token,
+    fp8_elements,
     layer_kinds,
     llama_layer,
     reduced_bytes,
     saved_bytes,
+    stages_of,
 )
-from schedules import Action
+from schedules import SCHEDULES, Action
 
 
 def state_bytes(buckets: list[int], level: int, n: int, *, weight: int, accumulated: int,
@@ -151,6 +156,56 @@ def backwards_in_memory(actions: list[Action]) -> list[Backward]:
             held, halves = held - 1, halves - (op == "W")
             before, passes[stage] = stage, passes.get(stage, 0) + 1
     return list(found.values())
+
+
+def owner(grid: Grid, stage: int) -> int:
+    """The pipeline rank of a stage."""
+    p = grid.pp
+    return min(stage, 2 * p - 1 - stage) if p > 1 and SCHEDULES[grid.schedule].v_shaped else stage % p
+
+
+def stages_of_rank(settings: Config, rank: int, division: str = "balanced") -> dict[int, range]:
+    """The pipeline stages of a rank, and their layers. division: see costs.stages_of."""
+    return {stage: layers for stage, layers in enumerate(stages_of(settings, division))
+            if owner(settings.grid, stage) == rank}
+
+
+@lru_cache(4096)
+def plans_in_memory(schedule: str, p: int, m: int, v: int, n: int) -> list[tuple[int, list[Backward]]]:
+    """For each rank: (the most (stage, micro-batch) activations that it has at once, its backwards)."""
+    plan = schedules.make_plan(schedule, p, m, v, n)
+    return [(max(schedules.activations_held(actions)), backwards_in_memory(actions)) for actions in plan.ranks]
+
+
+def plan_in_memory(settings: Config, rank: int) -> tuple[int, list[Backward]]:
+    """See plans_in_memory. The steady state of a schedule repeats, so few micro-batches show what many need."""
+    grid, batch = settings.grid, settings.batch
+    m = enough = max(size for size, _ in batch.ramp()) // batch.micro_batch // grid.dp
+    in_groups = grid.pp_group or (SCHEDULES[grid.schedule].grouped and m % grid.pp)
+    if grid.pp > 1 and grid.schedule != "afab" and not in_groups and m > 4 * grid.pp:
+        enough = 4 * grid.pp + m % grid.pp
+    if grid.pp == 1:
+        enough = min(m, 4)
+    return plans_in_memory(grid.schedule if grid.pp > 1 else "1f1b", grid.pp, enough, grid.chunks, grid.pp_group)[rank]
+
+
+def moment_bytes(settings: Config, element: int) -> int:
+    """Bytes per parameter of all moments: AdamW has two, SGD none."""
+    each = 2 if settings.precision.moments == "bf16" else acc_bytes(element)
+    return 0 if settings.optim.optimizer == "sgd" else 2 * each
+
+
+def memory_of_rank(settings: Config, rank: int, element: int, fused: bool = False, activations: int | None = None,
+                   division: str = "balanced") -> dict[str, int]:
+    """Bytes of a pipeline rank by kind ("weights", "gradients", ...), at the peak of a step; of tp ranks of the one
+    with most rows of the vocabulary. element: bytes of a weight. fused, activations: see memory_bytes."""
+    stages, (in_flight, backwards) = stages_of_rank(settings, rank, division), plan_in_memory(settings, rank)
+    if activations is None:
+        has_head = settings.grid.pp * settings.grid.chunks - 1 in stages
+        activations = activation_bytes(settings, element, stages.values(), in_flight, has_head)
+    fp8_weights = fp8_elements(settings, chain(*stages.values()))
+    return memory_bytes(settings, element, moment_bytes(settings, element), bucket_elements(settings, stages, element),
+                        fp8_weights, activations, in_flight, stages, backwards, fused)
 
 
 def memory_bytes(settings: Config, element: int, moments: int, buckets: dict[str, list[int]], fp8_weights: int,

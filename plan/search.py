@@ -5,25 +5,28 @@
 
 The search has the three steps of the Ultra-Scale Playbook: of all combinations of grid, micro-batch, schedule,
 recomputation and ZeRO level, keep those that fit in memory and reach the global batch, and take the fastest. All are
-ranked by a lower bound (estimate.bound_seconds), the best are then simulated. Settings given by flags stay fixed.
+ranked by a lower bound (time.bound_seconds), the best are then simulated. Settings given by flags stay fixed.
 """
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
+import subprocess
+import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any, NamedTuple
 
-import checks
 import config
 from config import Config
-from plan import costs
-from plan import time as estimate
+from plan import costs, time
 from plan.machines import MACHINES, Level, Machine
-from plan.stagetime import Run, stage_parts
+from plan.time import Run, stage_parts
 from schedules import SCHEDULES
 
 CHOSEN = "dp", "cp", "tp", "pp", "ep", "zero", "micro_batch", "schedule", "recompute"  # by search, unless flags do
@@ -69,9 +72,10 @@ def variants(run: Run, axes: dict[str, int], given: Mapping[str, Any], rejected:
     base = run.settings
     model, pp = base.model, axes["pp"]
     try:
-        base = replaced(base, "grid", **axes, chunks=base.grid.chunks if pp > 1 else 1)
-        checks.check_grid(base.grid, model, math.prod(axes[axis] for axis in ("tp", "pp", "cp", "dp")))
-        checks.check_fp8(base.precision, model, base.grid)
+        chunks = base.grid.chunks or SCHEDULES[base.grid.schedule].default_chunks()
+        base = replace(replaced(base, "grid", **axes, grid="given", chunks=chunks if pp > 1 else 1),
+                       ranks=math.prod(axes[axis] for axis in ("tp", "pp", "cp", "dp")))
+        check_grid(base)
     except ValueError as error:
         rejected[kind_of(error)] += 1
         return
@@ -87,15 +91,20 @@ def variants(run: Run, axes: dict[str, int], given: Mapping[str, Any], rejected:
             settings = replaced(replaced(base, "batch", micro_batch=micro_batch), "grid", schedule=schedule,
                                 chunks=chunks)
             try:
-                checks.check_pipeline(settings.grid, model)
-                checks.check_batch(settings.batch, settings.grid)
+                check_grid(settings)
+                config.check_batch(settings)
                 if "schedule" in given:
-                    checks.check_schedule(settings.batch, settings.grid)
+                    config.check_schedule(settings)
             except ValueError as error:
                 rejected[kind_of(error)] += 1
                 continue
             for recompute in choices(given, "recompute", costs.RECOMPUTE):
                 yield run._replace(settings=replaced(settings, "precision", recompute=recompute))
+
+
+def check_grid(settings: Config) -> None:
+    for check in config.check_rules, config.check_ranks, config.check_fp8_widths:
+        check(settings)
 
 
 def replaced(settings: Config, section: str, **values: Any) -> Config:
@@ -122,22 +131,22 @@ def search(run: Run, gpus: int, given: Mapping[str, Any] | None = None,
             rejected["step 3: slower"] += len(levels) - len(levels_left)
             if not levels_left:
                 continue
-            stages, saved = None, estimate.activations(variant)
+            stages, saved = None, time.activations(variant)
             if max(saved.values()) > usable:
                 rejected["step 1: does not fit in memory"] += len(levels_left)
                 continue
             for level in levels_left:
                 candidate = variant._replace(settings=replaced(variant.settings, "grid", zero=level))
-                needed = sum(estimate.memory(candidate, saved).values()) + run.constants.reserved
+                needed = sum(time.needed_memory(candidate, saved).values()) + run.constants.reserved
                 if needed > usable:
                     rejected["step 1: does not fit in memory"] += 1
                     continue
                 fitting.add((key, level))
                 stages = stages or stage_parts(variant)
-                step = estimate.step_seconds(candidate, stages, simulated=False)
+                step = time.step_seconds(candidate, stages, simulated=False)
                 found.append(Candidate(candidate, step.seconds, step.parts, needed))
     found.sort(key=lambda candidate: candidate.seconds)
-    best = [candidate._replace(**estimate.step_seconds(candidate.run)._asdict()) for candidate in found[:simulated]]
+    best = [candidate._replace(**time.step_seconds(candidate.run)._asdict()) for candidate in found[:simulated]]
     best.sort(key=lambda candidate: candidate.seconds)
     rejected["step 3: slower"] += max(0, len(found) - 10)
     return best + found[simulated:], rejected
@@ -161,7 +170,7 @@ def fits(run: Run, gpus: int, given: Mapping[str, Any]) -> bool:
         smallest = dict(recompute="full", zero=level) | given
         for variant in variants(run, axes, smallest, Counter()):
             candidate = variant._replace(settings=replaced(variant.settings, "grid", zero=smallest["zero"]))
-            if sum(estimate.memory(candidate).values()) + run.constants.reserved <= usable:
+            if sum(time.needed_memory(candidate).values()) + run.constants.reserved <= usable:
                 return True
     return False
 
@@ -217,7 +226,7 @@ def fill_grid(settings: Config, gpus: int, machine: Machine) -> tuple[Config, st
               f"fastest: {best.seconds:.3g} s per step, {best.memory / 1e9:.2f} GB, limit {best.limit()}")
     if len(found) > 1:
         reason += f"; next {describe(found[1].run.settings)}, {found[1].seconds:.3g} s"
-    return config.parse([*settings.arguments, *flags, "--grid", "given"], gpus, settings.given), reason
+    return config.parse([*settings.arguments, *flags, "--grid", "given"], gpus, settings.before_defaults), reason
 
 
 def this_machine(ranks: int, device_name: str | None = None, memory_bytes: float = 0.0) -> Machine:
@@ -237,3 +246,89 @@ def this_machine(ranks: int, device_name: str | None = None, memory_bytes: float
     flops = {"bf16": 3e10 * cores}
     levels = (Level("host", ranks, 1e-4, 5e8 * cores), Level("network", 1 << 20, 2e-4, 1e8))
     return Machine("cpu", ranks, flops, flops, memory_bytes / ranks, 5e9 * cores, levels, "", 5e9 * cores, 5e9 * cores)
+
+
+# ---- python -m plan sweep --------------------------------------------------------------------------------------------
+
+STEPS, WARMUP = 10, 3
+OUT_OF_MEMORY = "OutOfMemoryError", "out of memory", "can't allocate memory", "Cannot allocate memory", "exitcode: -9"
+
+
+def sweep(candidates: list[Candidate], flags: list[str], ranks: int, out: str, timeout_s: float) -> Iterator[dict]:
+    """Run each candidate on `ranks` processes of this machine and yield its JSON object. flags: flags of train.py that
+    all runs share. out: the file of JSON lines to append to, "" for none. timeout_s: for each run."""
+    known = {}  # command -> its JSON object
+    if out and os.path.exists(out):
+        with open(out) as file:
+            known = {record["command"]: record for record in map(json.loads, file)}
+    for candidate in candidates:
+        given = [*flags, *describe(candidate.run.settings).split()]
+        command = " ".join(given)
+        if command not in known:
+            known[command] = dict(command=command, flags=describe(candidate.run.settings), ranks=ranks,
+                                  **run_candidate(given, ranks, timeout_s), predicted_s=candidate.seconds,
+                                  predicted_gb=candidate.memory / 1e9)
+            if out:
+                with open(out, "a") as file:
+                    print(json.dumps(known[command]), file=file)
+        yield known[command]
+
+
+def run_candidate(flags: list[str], ranks: int, timeout_s: float) -> dict:
+    """Train STEPS steps with these flags of train.py. Returns the status, and medians of the metrics if it is "ok"."""
+    train = os.path.join(os.path.dirname(config.__file__), "train.py")
+    with tempfile.TemporaryDirectory() as folder:
+        metrics = os.path.join(folder, "metrics.jsonl")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", train,
+                   *flags, "--steps", str(STEPS), "--sample", "", "--metrics", metrics]
+        try:
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            return dict(status="failed", error=f"took more than {timeout_s:g} s")
+        if ended.returncode:
+            if any(word in ended.stderr for word in OUT_OF_MEMORY):
+                return dict(status="out of memory", error="")
+            errors = [line for line in ended.stderr.splitlines() if line.startswith("train.py: ")]
+            return dict(status="failed", error=errors[0] if errors else ended.stderr.strip()[-200:])
+        with open(metrics) as file:
+            records = [json.loads(line) for line in file]
+    steady = records[WARMUP:]
+    found = {name: median(record[name] for record in steady) for name in ("step_s", "tokens_per_s")}
+    mfu = [record["mfu"] for record in steady if record["mfu"] is not None]  # None: a device without a known peak
+    return dict(status="ok", error="", **found, mfu=median(mfu) if mfu else None, memory_gb=steady[-1]["memory_gb"])
+
+
+def table_line(record: dict) -> str:
+    """One run as a line of the printed table."""
+    if record["status"] != "ok":
+        return (f"{record['status']:14s}{'':42s}{record['predicted_s']:9.3f} s  {record['flags']}  "
+                f"{record['error']}").rstrip()
+    mfu = f"{record['mfu']:7.1%}" if record["mfu"] is not None else "      -"
+    return (f"{'ok':14s}{record['step_s']:8.3f} s{record['tokens_per_s']:13,.0f}{mfu} {record['memory_gb']:8.2f} GB"
+            f"{record['predicted_s']:9.3f} s  {record['flags']}")
+
+
+SWEEP_HEADER = f"{'status':14s}{'step':>10s}{'tokens/s':>13s}{'MFU':>7s}{'memory':>12s}{'predicted':>11s}  flags"
+
+
+def draw_map(records: list[dict]) -> str:
+    """The playbook's map: for each tp and pp, the tokens per second, ZeRO level and micro-batch of the fastest run, or
+    the status if no run succeeded."""
+    def value_of(record: dict, name: str) -> int:
+        words = record["flags"].split()
+        return int(words[words.index("--" + name) + 1]) if "--" + name in words else 1
+
+    columns = sorted({value_of(record, "tp") for record in records})
+    lines = ["tokens per second of the fastest run, by tp and pp (zero, micro-batch):",
+             "        " + "".join(f"{f'tp {tp}':>26s}" for tp in columns)]
+    for pp in sorted({value_of(record, "pp") for record in records}):
+        cells = []
+        for tp in columns:
+            runs = [record for record in records if (value_of(record, "tp"), value_of(record, "pp")) == (tp, pp)]
+            best = max((record for record in runs if record["status"] == "ok"), default=None,
+                       key=lambda record: record["tokens_per_s"])
+            status = runs[0]["status"] if runs else ""
+            cells.append(status if best is None else
+                         f"{best['tokens_per_s']:,.0f} (z{value_of(best, 'zero')}, mb {value_of(best, 'micro-batch')})")
+        lines.append(f"pp {pp:<5d}" + "".join(f"{cell:>26s}" for cell in cells))
+    return "\n".join(lines)

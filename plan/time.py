@@ -2,19 +2,28 @@
 
 A step is, on each rank,
 
-    the pipeline       every action of the schedule's plan (schedules.py), with its stage's times (plan/stagetime.py)
+    the pipeline       every action of the schedule's plan (schedules.py), with its stage's times
     communication      of the data axis, as far as it is not hidden under a backward; all other axes' is in the stages
     a tied table       its gradient is summed over the first and the last stage
     the optimizer      reads and writes 40 bytes per parameter, 16 of them AdamW's moments in fp32; with --offload 22 on
                        the GPU and 34 on the host, see zero.py
 
-Memory is that of plan/memory.py, for the pipeline rank that needs most; other codes save more, see stagetime.Kernels.
+A stage's forward of a layer takes the time of its matmuls and attention at the speed that kernels reach, plus that of
+reading and writing its activations, plus its exposed communication; a layer that is smaller than its kernels' launches
+takes as long as those. FLOPs, bytes and shapes are those of plan/costs.py, collectives those of plan/machines.py.
+Memory is that of plan/memory.py, for the pipeline rank that needs most; other codes save more, see Kernels.
 
-Letters: A micro-batches of a rank, P parameters of a rank, n ranks of the data axis.
+The constants of time and memory are the same for every run. They were fitted on public runs; none belongs to a row, a
+model or a paper. plan/fit.py fits those of time again, also without any one model or number of nodes.
+`Kernels` says what a run's code does: which attention, what it overlaps, what it saves.
+
+Letters: T tokens of a micro-batch on a rank, H hidden, V vocabulary, t tensor parallel ranks, A micro-batches of a
+rank, P parameters of a rank, n ranks of the data axis.
 """
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
 from itertools import chain
@@ -22,39 +31,262 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 import schedules
-from config import Grid
-from plan import costs
-from plan import memory as footprint
-from plan.stagetime import Parts, Run, Seconds, add_parts, stage_parts, stage_seconds
+from config import Config, padded_length
+from plan import costs, memory
+from plan.machines import Machine, collective_seconds
 from schedules import SCHEDULES
+
+# ---- what a run's code does -----------------------------------------------------------------------------------------
+
+class Kernels(NamedTuple):
+    """What the code of a run does, as far as it changes time or memory: facts, not fits.
+
+    attention: standard, flash1, flash2 or flash3 (cuDNN's is as fast). overlap: the data axis communicates under
+    backward; where it does not, gradients are all-reduced at level 1 of ZeRO, too (DeepSpeed's _bf16_reduce_grads,
+    nanotron's trainer.py). tp_overlap: which tensor parallel communication is under matmuls: none, that of column
+    parallel layers' backward (tp.py), or all. fused: a norm is one kernel, and so is an activation function, and
+    gradients in bf16 are not held beside those in fp32. launch: operations are launched from Python, many per layer.
+    gathered: how many of a layer's two inputs that tensor parallel ranks gather are saved. division: into stages, see
+    costs.stages_of.
+    """
+    attention: str = "flash2"
+    overlap: bool = True
+    tp_overlap: str = "backward"
+    fused: bool = True
+    launch: bool = True
+    gathered: int = 0
+    division: str = "balanced"
+
+
+# Fractions of the peak that attention reaches, forward and backward together, on Ampere and on later GPUs: Dao 2022;
+# Dao 2023, figures 4 to 7; Shah et al. 2024, figures 5 and 6.
+ATTENTION_FRACTION = {"flash1": (0.35, 0.20), "flash2": (0.60, 0.33), "flash3": (0.60, 0.60)}
+
+
+class Constants(NamedTuple):
+    """Fitted on public runs by plan/fit.py."""
+    ampere: float = 0.83  # speed of a model's matmuls, relative to the machine's best one, by generation of GPUs
+    hopper: float = 0.785
+    blackwell: float = 0.929
+    passes: float = 15.3  # reads and writes of each activation byte that a layer makes, forward and backward
+    fused: float = 6.41  # the same, where norms and SwiGLU are one kernel each
+    logit_bytes: float = 58.4  # read and written per logit, forward and backward
+    launch_s: float = 4.33e-3  # for a layer, forward and backward, from Python
+    hidden: float = 0.667  # of the data axis' communication under computation, at levels 2 and 3 of ZeRO
+    exchange_s: float = 7.43e-5  # per tensor parallel exchange, besides latency: streams wait for each other
+    fixed_s: float = 33.7e-3  # per step
+    node: float = 0.848  # bandwidth of a node, relative to what is measured for one large collective
+    network: float = 0.799  # the same of the network
+    latency: float = 1.57  # relative to the machine's
+    unfused: float = 1.4  # activations that a layer saves in code which is not `fused`, relative to plan/memory.py
+    reserved: float = 0.3e9  # bytes that the allocator and libraries hold besides
+    usable: float = 0.95  # of a GPU's memory
+    spread: float = 0.12  # standard deviation of the error of a predicted memory, relative
+
+
+CONSTANTS = Constants()
+
+
+# ---- the time of a stage --------------------------------------------------------------------------------------------
+
+class Seconds(NamedTuple):
+    """Of one micro-batch: forward, and the two halves of backward."""
+    forward: float = 0.0
+    input: float = 0.0
+    weight: float = 0.0
+
+    def plus(self, other: Seconds, times: float = 1.0) -> Seconds:
+        return Seconds(*(a + times * b for a, b in zip(self, other)))
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+Parts = dict[str, Seconds]  # what time is spent on -> how much
+
+
+def add_parts(into: Parts, parts: Parts, times: float = 1.0) -> None:
+    for name, seconds in parts.items():
+        into[name] = into.get(name, Seconds()).plus(seconds, times)
+
+
+class Run(NamedTuple):
+    """What is to be timed. imbalance: tokens of the most loaded rank's experts over the mean of all ranks."""
+    settings: Config
+    machine: Machine
+    kernels: Kernels = Kernels()
+    constants: Constants = CONSTANTS
+    imbalance: float = 1.0
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch on a context parallel rank."""
+        batch, grid = self.settings.batch, self.settings.grid
+        return batch.micro_batch * padded_length(batch.seq, grid.cp, grid.sequence_shards) // grid.cp
+
+    @property
+    def micro_batches(self) -> int:
+        batch = self.settings.batch
+        return batch.ramp()[-1][0] // batch.micro_batch // self.settings.grid.dp
+
+    def matmul(self, flops: float, fp8: bool = False) -> float:
+        machine, constants = self.machine, self.constants
+        speed = (constants.ampere if machine.peak() < 5e14 else constants.hopper if machine.peak() < 1.5e15
+                 else constants.blackwell)
+        return flops / (machine.best_matmul(fp8) * speed)
+
+    def attention(self, flops: float) -> float:
+        """flops: of visible scores, forward or backward."""
+        ampere, later = ATTENTION_FRACTION[self.kernels.attention]
+        return flops / (self.machine.peak() * (ampere if self.machine.peak() < 5e14 else later))
+
+    def memory(self, nbytes: float) -> float:
+        return nbytes / self.machine.memory_bandwidth
+
+    def collective(self, nbytes: float, n: int, stride: int = 1, collective: str = "all_gather",
+                   calls: float = 1) -> float:
+        """With the constants: see collective_seconds."""
+        constants = self.constants
+        levels = tuple(level._replace(
+            latency_s=level.latency_s * constants.latency,
+            bandwidth_bytes_per_s=level.bandwidth_bytes_per_s * (constants.network if i else constants.node))
+            for i, level in enumerate(self.machine.levels))
+        return collective_seconds(self.machine._replace(levels=levels), nbytes, n, stride, collective, calls)
+
+
+def tensor_parallel_part(run: Run, exchanges: int, columns: list[float]) -> Parts:
+    """All-gathers and reduce-scatters of a micro-batch's activations [T, H], so many in forward and as many in
+    backward, less what is under matmuls. Inputs of column parallel layers that are not saved are gathered again: under
+    matmuls, if anything is. columns: seconds of each such layer's weight gradient."""
+    grid, overlap = run.settings.grid, run.kernels.tp_overlap
+    if grid.tp == 1 or grid.async_tp or overlap == "all":
+        return {}
+    nbytes = (grid.tp - 1) / grid.tp * 2 * run.tokens * run.settings.model.hidden
+    one = run.collective(nbytes, grid.tp) + run.constants.exchange_s
+    hidden = sum(min(one, seconds) for seconds in columns) if overlap == "backward" else 0.0
+    again = len(columns[run.kernels.gathered:]) if overlap == "none" and grid.sequence_parallel else 0
+    return dict(tp=Seconds(exchanges * one, (exchanges + again) * one - hidden))
+
+
+def layer_parts(run: Run, layer: int) -> Parts:
+    """What a block takes on a rank, for one micro-batch."""
+    settings, constants, T = run.settings, run.constants, run.tokens
+    model, grid, recompute = settings.model, settings.grid, settings.precision.recompute
+    fp8 = layer in settings.fp8_layers()
+    table = costs.llama_layer(model, settings.batch.seq, costs.LayerOptions(tp=grid.tp), layer)
+    scores = table["attention"].flops / 2 * T / grid.tp  # visible ones
+    flops = {name: activation.flops * T / grid.tp * (run.imbalance if name.startswith("experts") else 1)
+             for name, activation in table.items() if name != "attention"}
+    product = run.matmul(sum(flops.values()), fp8)
+    weights = sum(costs.layer_elements(settings, layer).values())
+    parts = dict(matmul=Seconds(product + run.memory(2 * weights), product + run.memory(2 * weights),
+                                product + run.memory(14 * weights)))
+    touched = run.memory(costs.saved_bytes(table, "none", grid.tp, grid.sequence_parallel) * T
+                         * (constants.fused if run.kernels.fused else constants.passes))
+    parts["elementwise"] = Seconds(touched / 3, touched * 2 / 3)
+    if fp8:
+        quantised = (run.memory(costs.fp8_bytes(settings) * T * count) for count in costs.fp8_operands(settings, layer))
+        parts["quantise"] = Seconds(*quantised)
+    if run.kernels.attention == "standard":  # all scores, in memory
+        cost = costs.attention_cost("standard", 1, model.heads, settings.batch.seq, model.head_dim)
+        nbytes = cost.nbytes / settings.batch.seq * T / grid.tp
+        seconds = run.matmul(2 * scores) * (16 if model.head_dim % 8 else 1)  # A100: without tensor cores peak / 16
+        parts["attention"] = Seconds(seconds + run.memory(nbytes / 3), 2 * seconds + run.memory(nbytes * 2 / 3))
+    else:
+        seconds = run.attention(scores)
+        parts["attention"] = Seconds(seconds, 2.5 * seconds)
+    columns = [run.matmul(flops[name], fp8) for name in ("qkv", "gate_up", "shared_gate_up") if name in flops]
+    parts |= tensor_parallel_part(run, 4, columns)
+    parts |= context_parallel_part(run, parts["attention"]) | expert_parallel_part(run, layer)
+    if recompute == "full":
+        last = run.matmul(costs.forward_flops(table) - costs.recomputed_flops(table, "full"), fp8) * T / grid.tp
+        again = sum(part.forward for part in parts.values()) - last
+        again -= parts.get("tp", Seconds()).forward / 4 + parts.get("ep", Seconds()).forward / 2
+        parts["recomputed"] = Seconds(0.0, again)
+    elif recompute == "selective":
+        parts["recomputed"] = Seconds(0.0, touched / 6)
+    forward, backward = (sum(part.forward for part in parts.values()),
+                         sum(part.input + part.weight for part in parts.values()))
+    if settings.precision.offloads("activations"):  # the block's input, to the host in forward and back in backward
+        copied = 2 * T * model.hidden / grid.tp / run.machine.host_link
+        parts["offload"] = Seconds(max(0.0, copied - forward), max(0.0, copied - backward))
+    if run.kernels.launch:
+        parts["launch"] = Seconds(max(0.0, constants.launch_s / 3 - forward),
+                                  max(0.0, constants.launch_s * 2 / 3 - backward))
+    return parts
+
+
+def context_parallel_part(run: Run, attention: Seconds) -> Parts:
+    """Keys and values [T, 2 kv/t] of all cp ranks: gathered in forward and backward, gradients reduce-scattered; in a
+    ring as much is sent, under attention. Ulysses exchanges q, k, v and the result."""
+    model, grid = run.settings.model, run.settings.grid
+    if grid.cp == 1:
+        return {}
+    kv = 2 * max(model.kv_heads // grid.tp, 1) * model.head_dim
+    one = run.collective((grid.cp - 1) * 2 * run.tokens * kv, grid.cp, grid.tp)
+    if grid.cp_style == "ring":
+        return dict(cp=Seconds(max(0.0, one - attention.forward), max(0.0, 2 * one - attention.input)))
+    if grid.cp_style == "ulysses":
+        exchanged = 2 * run.tokens * (2 * model.heads // grid.tp * model.head_dim + kv) * (grid.cp - 1) / grid.cp
+        one = run.collective(exchanged, grid.cp, grid.tp, "all_to_all")
+        return dict(cp=Seconds(one, one))
+    return dict(cp=Seconds(one, 2 * one))
+
+
+def expert_parallel_part(run: Run, layer: int) -> Parts:
+    """Dispatch and combine, in forward and in backward: H elements per copy of a token each; with a copy 8 k bytes,
+    with its gradient 4 k."""
+    model, grid = run.settings.model, run.settings.grid
+    if grid.ep == 1 or not model.has_experts(layer):
+        return {}
+    copies = costs.copies_per_token(model, grid.ep) * run.tokens
+    nbytes = copies * (2 * model.hidden + 3 * model.top_k) / grid.tp * (grid.ep - 1) / grid.ep * run.imbalance
+    one = run.collective(nbytes, grid.ep, 1 if grid.sequence_parallel else grid.tp, "all_to_all")
+    return dict(ep=Seconds(2 * one, 2 * one))
+
+
+def head_parts(run: Run) -> Parts:
+    model, grid = run.settings.model, run.settings.grid
+    product = run.matmul(2 * run.tokens * model.hidden * model.vocab / grid.tp)
+    logits = run.memory(run.constants.logit_bytes * run.tokens * model.vocab / grid.tp)
+    parts = dict(head=Seconds(product + logits / 3, product + logits * 2 / 3, product))
+    return parts | tensor_parallel_part(run, 1, [product])
+
+
+def stage_parts(run: Run) -> list[Parts]:
+    """What every stage takes for one micro-batch."""
+    settings = run.settings
+    kinds, of_kind = costs.layer_kinds(settings), costs.by_kind(settings, lambda layer: layer_parts(run, layer))
+    stages, made = [], {}  # made: stages with the same layers share one table
+    for layers in costs.stages_of(settings, run.kernels.division):
+        counts = Counter(kinds[layer] for layer in layers)
+        key = tuple(counts.items())
+        if key not in made:
+            made[key] = {}
+            for kind, count in key:
+                add_parts(made[key], of_kind[kind], count)
+        stages.append(made[key])
+    stages[-1] = dict(stages[-1])
+    add_parts(stages[-1], head_parts(run))
+    return stages
+
+
+def stage_seconds(stages: list[Parts]) -> list[Seconds]:
+    """What every stage takes for one micro-batch, all parts together."""
+    sums: dict[int, Seconds] = {}
+    for parts in stages:
+        if id(parts) not in sums:
+            sums[id(parts)] = Seconds(*map(sum, zip(*parts.values()))) if parts else Seconds()
+    return [sums[id(parts)] for parts in stages]
+
 
 # ---- the pipeline ---------------------------------------------------------------------------------------------------
 
 @lru_cache(256)
-def order(schedule: str, p: int, m: int, v: int, n: int) -> list[tuple[int, str, int, int, tuple]]:
-    """A plan's actions, each after all that it needs: (rank, op, stage, number of its result, what it needs:
-    (number, whether another rank sends it))."""
+def plan_and_turns(schedule: str, p: int, m: int, v: int, n: int) -> tuple[schedules.Plan, list[schedules.Turn]]:
     plan = schedules.make_plan(schedule, p, m, v, n)
-    numbers, actions = {}, []
-    for rank, action in schedules.execute_in_turns(plan):
-        needs = tuple((numbers[result], plan.owner(result.stage, result.micro_batch) != rank)
-                      for result in schedules.required_results(action, plan.stages))
-        number = numbers.setdefault(action.result, len(numbers))
-        actions.append((rank, action.op, action.stage, number, needs))
-    return actions
-
-
-def simulate(actions: list, p: int, times: list[Mapping[str, float]], hop: float) -> tuple[float, list[float]]:
-    """(when the last rank ends, how long each of p ranks is busy). times: of each stage, by op. As schedules.simulate,
-    where all stages are alike."""
-    finished, free, busy = {}, [0.0] * p, [0.0] * p
-    for rank, op, stage, number, needs in actions:
-        start = free[rank]
-        for needed, sent in needs:
-            start = max(start, finished[needed] + (hop if sent else 0.0))
-        free[rank] = finished[number] = start + times[stage][op]
-        busy[rank] += times[stage][op]
-    return max(free), busy
+    return plan, schedules.turns_of(plan)
 
 
 def pipeline_seconds(run: Run, stages: list[Seconds]) -> tuple[float, list[float]]:
@@ -62,16 +294,17 @@ def pipeline_seconds(run: Run, stages: list[Seconds]) -> tuple[float, list[float
     many micro-batches 4 p are simulated; what p more of them take is what they add to 3 p."""
     grid, m = run.settings.grid, run.micro_batches
     p, hop = grid.pp, hop_seconds(run)
-    times = [dict(F=s.forward, B=s.input + s.weight, I=s.input, W=s.weight) for s in stages]
+    costs_of_stages = [schedules.Costs(*seconds, hop) for seconds in stages]
     schedule = grid.schedule if p > 1 else "1f1b"
     per_micro_batch = [0.0] * p
     for stage, seconds in enumerate(stages):
-        per_micro_batch[owner(grid, stage)] += seconds.total
+        per_micro_batch[memory.owner(grid, stage)] += seconds.total
     if p == 1:
         return m * per_micro_batch[0], [m * per_micro_batch[0]]
 
     def of(count: int) -> float:
-        return simulate(order(schedule, p, count, grid.chunks, grid.pp_group), p, times, hop)[0]
+        plan, turns = plan_and_turns(schedule, p, count, grid.chunks, grid.pp_group)
+        return max(spans[-1].stop for spans in schedules.simulate(plan, costs_of_stages, turns=turns))
 
     least = 4 * p
     in_groups = grid.pp_group or (SCHEDULES[schedule].grouped and grid.chunks > 1 and m % p)
@@ -82,12 +315,6 @@ def pipeline_seconds(run: Run, stages: list[Seconds]) -> tuple[float, list[float
         total = of(first)
         total += (m - first) / p * (total - of(first - p))
     return total, [m * seconds for seconds in per_micro_batch]
-
-
-def owner(grid: Grid, stage: int) -> int:
-    """The pipeline rank of a stage."""
-    p = grid.pp
-    return min(stage, 2 * p - 1 - stage) if p > 1 and SCHEDULES[grid.schedule].v_shaped else stage % p
 
 
 def hop_seconds(run: Run) -> float:
@@ -153,7 +380,7 @@ def bound_seconds(run: Run, sums: list[Seconds]) -> tuple[float, list[float]]:
     grid, m = run.settings.grid, run.micro_batches
     busy = [0.0] * grid.pp
     for stage, seconds in enumerate(sums):
-        busy[owner(grid, stage)] += seconds.total
+        busy[memory.owner(grid, stage)] += seconds.total
     hops = 2 * (grid.pp - 1) * hop_seconds(run) if grid.pp > 1 else 0.0
     return m * max(busy) + (sum(busy) - max(busy)) / grid.chunks + hops, [m * seconds for seconds in busy]
 
@@ -161,7 +388,7 @@ def bound_seconds(run: Run, sums: list[Seconds]) -> tuple[float, list[float]]:
 def update_seconds(run: Run, buckets: list[float]) -> float:
     """Of the optimizer's update of so many parameters per bucket. If the host has its state, gradients are copied there
     while it updates those that have arrived, and weights are copied back at the same time (collectives.py)."""
-    moments, machine = 2 * moment_bytes(run), run.machine
+    moments, machine = 2 * memory.moment_bytes(run.settings, 2), run.machine
     if not run.settings.precision.offloads("optimizer"):
         return run.memory((24 + moments) * sum(buckets))
     arrived = updated = returned = 0.0  # when a bucket's gradient is on the host, is applied, its weights are back
@@ -181,17 +408,17 @@ def step_seconds(run: Run, stages: list[Parts] | None = None, simulated: bool = 
     seconds, busy = (pipeline_seconds if simulated else bound_seconds)(run, sums)
     busiest = max(range(grid.pp), key=busy.__getitem__)
     parts: Parts = {}
-    for stage in stages_of_rank(run, busiest):
+    for stage in memory.stages_of_rank(run.settings, busiest, run.kernels.division):
         add_parts(parts, stages[stage], run.micro_batches)
     spent = {name: part.total for name, part in parts.items() if part.total}
     spent["bubble"] = seconds - busy[busiest]
     data = update = 0.0
     for rank in {0, grid.pp - 1}:
-        mine = stages_of_rank(run, rank)
+        mine = memory.stages_of_rank(run.settings, rank, run.kernels.division)
         elements = costs.bucket_elements(run.settings, mine, 2)
         one = Seconds(*map(sum, zip(*(sums[stage] for stage in mine))))
         data = max(data, data_parallel_seconds(run, elements, sum(map(len, mine.values())), one, busy[busiest]))
-        shards = footprint.shards_of(run.settings)
+        shards = memory.shards_of(run.settings)
         quantised = costs.fp8_elements(run.settings, chain(*mine.values())) * costs.fp8_bytes(run.settings)
         times = 2 * run.micro_batches if grid.zero == 3 else 1  # weights are quantised when they change or are gathered
         sharded = [count / shards[axis] for axis, counts in elements.items() for count in counts]
@@ -202,66 +429,33 @@ def step_seconds(run: Run, stages: list[Parts] | None = None, simulated: bool = 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
-@lru_cache(4096)
-def plans_in_memory(schedule: str, p: int, m: int, v: int, n: int) -> list[tuple[int, list[footprint.Backward]]]:
-    """For each rank: (the most (stage, micro-batch) activations that it has at once, its backwards)."""
-    plan = schedules.make_plan(schedule, p, m, v, n)
-    return [(max(schedules.activations_held(actions)), footprint.backwards_in_memory(actions))
-            for actions in plan.ranks]
-
-
-def stages_of_rank(run: Run, rank: int) -> dict[int, range]:
-    divided = costs.stages_of(run.settings, run.kernels.division)
-    return {stage: layers for stage, layers in enumerate(divided) if owner(run.settings.grid, stage) == rank}
-
-
-def plan_in_memory(run: Run, rank: int) -> tuple[int, list[footprint.Backward]]:
-    """See plans_in_memory. The steady state of a schedule repeats, so few micro-batches show what many need."""
-    grid, m = run.settings.grid, run.micro_batches
-    enough = m
-    in_groups = grid.pp_group or (SCHEDULES[grid.schedule].grouped and m % grid.pp)
-    if grid.pp > 1 and grid.schedule != "afab" and not in_groups and m > 4 * grid.pp:
-        enough = 4 * grid.pp + m % grid.pp
-    if grid.pp == 1:
-        enough = min(m, 4)
-    return plans_in_memory(grid.schedule if grid.pp > 1 else "1f1b", grid.pp, enough, grid.chunks, grid.pp_group)[rank]
-
-
 def activations_of_rank(run: Run, rank: int) -> int:
     """Bytes that the forwards of a pipeline rank save. Code that is not `fused` saves more of a layer, and logits in 16
     bits and in fp32, twice: as they are and less their maximum, which becomes the softmax in place."""
-    stages, last = stages_of_rank(run, rank), run.settings.grid.pp * run.settings.grid.chunks - 1
-    fused, (count, _) = run.kernels.fused, plan_in_memory(run, rank)
-    own = footprint.activation_bytes(run.settings, 2, stages.values(), count, fused and last in stages)
+    stages = memory.stages_of_rank(run.settings, rank, run.kernels.division)
+    last = run.settings.grid.pp * run.settings.grid.chunks - 1
+    fused, (count, _) = run.kernels.fused, memory.plan_in_memory(run.settings, rank)
+    own = memory.activation_bytes(run.settings, 2, stages.values(), count, fused and last in stages)
     if not fused:
         logits = run.tokens * run.settings.model.vocab / run.settings.grid.tp
         own = round(run.constants.unfused * own + (2 + 4 + 4) * logits * (last in stages))
     return own
 
 
-def moment_bytes(run: Run) -> int:
-    """Bytes per parameter of all moments of the optimizer."""
-    each = 2 if run.settings.precision.moments == "bf16" else 4
-    return 0 if run.settings.optim.optimizer == "sgd" else 2 * each
-
-
 def memory_of_rank(run: Run, rank: int, own: int | None = None) -> dict[str, int]:
-    """Bytes of a pipeline rank by kind, by the formulas of plan/memory.py, as train.py prints them for its own code.
-    own: its activations, if they are known."""
+    """Bytes of a pipeline rank by kind: of our own code those of plan/memory.py. own: its activations, if they are
+    known."""
     settings, kernels, grid = run.settings, run.kernels, run.settings.grid
-    stages = stages_of_rank(run, rank)
     own = activations_of_rank(run, rank) if own is None else own
-    in_flight, backwards = plan_in_memory(run, rank)
-    elements = costs.bucket_elements(settings, stages, 2)
-    numbers = [layer for layers in stages.values() for layer in layers]
-    memory = footprint.memory_bytes(settings, 2, moment_bytes(run), elements, costs.fp8_elements(settings, numbers),
-                                    own, in_flight, stages, backwards, fused=True)
+    kinds = memory.memory_of_rank(settings, rank, 2, fused=True, activations=own, division=kernels.division)
+    stages = memory.stages_of_rank(settings, rank, kernels.division)
     if not kernels.fused:
-        memory["gradients"] += 2 * sum(map(sum, elements.values()))
+        kinds["gradients"] += 2 * sum(map(sum, costs.bucket_elements(settings, stages, 2).values()))
     if kernels.gathered and grid.tp > 1:  # in 16 bits, of all tokens
         inputs = kernels.gathered * max(map(len, stages.values()))
-        memory["gathered"] = round(inputs * in_flight * run.tokens * 2 * settings.model.hidden * (1 - 1 / grid.tp))
-    return memory
+        in_flight, _ = memory.plan_in_memory(settings, rank)
+        kinds["gathered"] = round(inputs * in_flight * run.tokens * 2 * settings.model.hidden * (1 - 1 / grid.tp))
+    return kinds
 
 
 def activations(run: Run) -> dict[int, int]:
@@ -270,7 +464,7 @@ def activations(run: Run) -> dict[int, int]:
     return {rank: activations_of_rank(run, rank) for rank in sorted({0, min(1, p - 1), p - 1})}
 
 
-def memory(run: Run, saved: Mapping[int, int] | None = None) -> dict[str, int]:
+def needed_memory(run: Run, saved: Mapping[int, int] | None = None) -> dict[str, int]:
     """Of the pipeline rank that needs most. saved: `activations` of the run, if they are known."""
     ranks = saved or activations(run)
     return max((memory_of_rank(run, rank, own) for rank, own in ranks.items()), key=lambda kinds: sum(kinds.values()))

@@ -23,7 +23,6 @@ name of a checkpoint is complete. The checksums find what a disk or a person dam
     python -m run.checkpoint diff CKPT_A CKPT_B        which tensors differ
     python -m run.checkpoint export CKPT FOLDER        weights as transformers reads them
 """
-import argparse
 import contextlib
 import fcntl
 import gc
@@ -39,6 +38,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,13 +52,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from tqdm import tqdm
 
 import config
-from checks import need
 from collectives import Group, Groups, agree, gather_objects, rank, size
-from ep import Router
-from model import Llama
+from config import need, setting
 from param import Box, Source, Spec, box_shape
 from run import huggingface, start
-from zero import Optimizer
 
 LOCK_WAIT_S = 5.0
 
@@ -84,9 +81,9 @@ def whole(name: str, values: Tensor) -> Piece:
     return Piece(name, tuple(values.shape), tuple(slice(0, n) for n in values.shape), values)
 
 
-def pieces_of_run(optimizer: Optimizer, routers: list[Router], groups: Groups, saving: bool) -> Iterator[Piece]:
-    """All tensors of a run's state on this rank, as views. saving: only those that this rank writes, so that all ranks
-    together write everything once."""
+def pieces_of_run(optimizer, routers: list[torch.nn.Module], groups: Groups, saving: bool) -> Iterator[Piece]:
+    """All tensors of a run's state on this rank, as views. optimizer: a zero.Optimizer; routers: ep.Routers. saving:
+    only those that this rank writes, so that all ranks together write everything once."""
     for bucket in optimizer.buckets:
         for param, box, place in bucket.pieces_to_save() if saving else bucket.pieces():
             for what, flat in bucket.state.items():
@@ -407,7 +404,7 @@ def read(path: Path, pieces: Iterable[Piece], progress: bool = False) -> None:
         reader.read_data(planner.plan, planner).wait()
 
 
-def load(path: Path, optimizer: Optimizer, routers: list[Router], groups: Groups, group: Group) -> None:
+def load(path: Path, optimizer, routers: list[torch.nn.Module], groups: Groups, group: Group) -> None:
     """The state of a run from a checkpoint of any grid. Raises ValueError on all ranks if it raises on one."""
     pieces = list(pieces_of_run(optimizer, routers, groups, saving=False))
     agree(lambda: read(path, pieces, progress=rank(group) == 0), group)
@@ -465,7 +462,7 @@ def show(path: Path) -> None:
     print(f"    {len(stored):,} tensors in {sum(len(tensor.chunks) for tensor in stored.values()):,} boxes, "
           f"{len(run['files'])} files, {nbytes / 1e6:,.1f} MB")
     print(f"    data: {run['corpus']['tokens']:,} tokens in {run['corpus']['files']} files")
-    defaults = json.loads(json.dumps(config.parse([]).given))  # as JSON has them
+    defaults = json.loads(json.dumps(config.parse([]).before_defaults))  # as JSON has them
     changed = {name: value for name, value in run["settings"].items() if value != defaults.get(name)}
     print("    " + shlex.join(words_of(changed)))
     for name, tensor in stored.items():
@@ -517,34 +514,36 @@ def whole_tensor(path: Path, name: str, metadata: Metadata) -> Tensor | None:
 
 def export(path: Path, folder: str, dtype: str, group: Group = None) -> None:
     """Weights as transformers reads them; every rank writes some files. Raises ValueError, see run/huggingface.py."""
-    run = start.read_run(path)
+    run, stored = start.read_run(path), open_checkpoint(path)[1].state_dict_metadata
     model = config.Model(**run["model"])
-    specs = [param.spec for param in Llama(model, {}).parameters()]
+    names = sorted((name.removesuffix("/master") for name in stored if name.endswith("/master")),
+                   key=lambda name: [part.zfill(9) for part in name.split(".")])  # layer 2 before layer 10
+    specs = [Spec(name, tuple(stored[f"{name}/master"].size)) for name in names]
     huggingface.export(folder, model, specs, source(path), dtype, rank=rank(group), world=size(group),
                        tokenizer_from=run["tokenizer"], seq=run["settings"]["seq"])
 
 
+USAGE = "python -m run.checkpoint show CKPT | diff CKPT CKPT | export CKPT FOLDER [--dtype bf16|fp16|fp32]"
+
+
+@dataclass
+class Flags:
+    dtype: str = setting("bf16", "export: of the weights", ("bf16", "fp16", "fp32"))
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="run.checkpoint", description="Look at, compare and export checkpoints.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    to_show = commands.add_parser("show", help="step, grid, settings, sizes")
-    to_diff = commands.add_parser("diff", help="which tensors differ; exit code 1 if any does")
-    to_export = commands.add_parser("export", help="weights as transformers reads them")
-    for command in (to_show, to_diff, to_export):
-        command.add_argument("path", type=Path)
-    to_diff.add_argument("other", type=Path)
-    to_export.add_argument("folder")
-    to_export.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32"))
-    args = parser.parse_args()
     try:
-        for path in (args.path, args.other) if args.command == "diff" else (args.path,):
-            verify(path)
-        if args.command == "show":
-            show(args.path)
-        elif args.command == "diff":
-            sys.exit(diff(args.path, args.other) > 0)
+        flags, words = config.read_known(Flags, sys.argv[1:], USAGE)
+        need(len(words) == dict(show=2, diff=3, export=3).get(words[0] if words else ""), f"usage: {USAGE}")
+        command, path, *other = words
+        for folder in [path, *other] if command == "diff" else [path]:
+            verify(Path(folder))
+        if command == "show":
+            show(Path(path))
+        elif command == "diff":
+            sys.exit(diff(Path(path), Path(*other)) > 0)
         else:
-            export(args.path, args.folder, args.dtype)
+            export(Path(path), *other, flags.dtype)
     except (ValueError, OSError) as error:
         start.refuse(error, "run.checkpoint")
 

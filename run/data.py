@@ -24,11 +24,12 @@ not matter; text is read by every rank and takes two bytes of memory per byte. T
 
 which puts the tokenizer beside it, so that whoever trains on the file can sample text.
 """
-import argparse
 import hashlib
 import os
 import shutil
+import sys
 import sysconfig
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,9 +38,10 @@ import torch
 from tqdm import tqdm
 
 import config
-from checks import need
 from collectives import to_device
+from config import need, setting
 from param import IGNORED
+from run.huggingface import need_library
 from run.start import refuse
 
 BYTES_SEPARATOR = config.TEXT_VOCAB - 1  # 256, behind the 256 bytes
@@ -253,6 +255,16 @@ def shuffled(index: int, n: int, key: str) -> int:
             return index
 
 
+def open_samples(settings: config.Config, paths: list[str], seed: int | None) -> Samples:
+    """The samples of the files at `paths`, shuffled by a seed; None: in order. Raises ValueError naming a bad file."""
+    data = settings.data
+    try:
+        corpus = Corpus(paths, settings.model.vocab, data.data_dtype, data.separator)
+    except OSError as error:
+        raise ValueError(f"{error.filename}: cannot be read: {error.strerror}") from None
+    return Samples(corpus, settings.batch.seq, seed, data.doc_mask)
+
+
 # ---- text to tokens and back ----------------------------------------------------------------------------------------
 
 class Codec(NamedTuple):
@@ -278,6 +290,7 @@ def codec_of(corpus: Corpus, folder: str) -> Codec | None:
 
 
 def read_tokenizer(path: str) -> Any:
+    need_library("tokenizers")
     from tokenizers import Tokenizer
     try:
         return Tokenizer.from_file(path)
@@ -349,21 +362,27 @@ def demo() -> None:
     print("Whatever the number of ranks, a step reads the same spans.")
 
 
+USAGE = "python -m run.data [tokenize TEXT … --tokenizer tokenizer.json --out FILE.bin [--separator TOKEN]]"
+
+
+@dataclass
+class Flags:
+    tokenizer: str = setting("", "tokenizer.json, as published with a model")
+    out: str = setting("", "the file to write, .bin")
+    separator: str = setting("", "the token that begins a document; by default the tokenizer's")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="run.data", description="Without a command: what a run reads by default.")
-    command = parser.add_subparsers(dest="command").add_parser("tokenize", help="text to a token file")
-    command.add_argument("--tokenizer", required=True, help="tokenizer.json, as published with a model")
-    command.add_argument("--out", required=True, help="the file to write, .bin")
-    command.add_argument("--separator", default="", help="the token that begins a document; by default the tokenizer's")
-    command.add_argument("paths", nargs="+", help="text files and folders")
-    args = parser.parse_args()
-    if args.command is None:
-        return demo()
+    """Without a command: what a run reads by default."""
     try:
-        count = tokenize(args.paths, args.tokenizer, args.out, args.separator)
+        flags, words = config.read_known(Flags, sys.argv[1:], USAGE)
+        if not words and flags == Flags():
+            return demo()
+        need(words[:1] == ["tokenize"] and words[1:] and flags.tokenizer and flags.out, f"usage: {USAGE}")
+        count = tokenize(words[1:], flags.tokenizer, flags.out, flags.separator)
     except (ValueError, OSError) as error:
         refuse(error, "run.data")
-    print(f"{args.out}: {count:,} tokens")
+    print(f"{flags.out}: {count:,} tokens")
 
 
 if __name__ == "__main__":

@@ -1,27 +1,13 @@
-"""What a rank runs on: its device, its memory, its samples, and what of the settings cannot run there."""
+"""What a rank runs on: its device, its memory, and what of the settings cannot run there."""
 import os
 
 import torch
 
 import config
-from checks import need
-from dp import assign_to_buckets
-from param import DTYPES, acc_dtype
-from plan import memory as footprint
-from plan import search
+from config import need
+from param import DTYPES
+from plan import memory
 from plan.memory import format_bytes
-from run.data import Corpus, Samples
-from zero import UPDATE_RULES
-
-
-def open_samples(settings: config.Config, paths: list[str], seed: int | None) -> Samples:
-    """The samples of the files at `paths`, shuffled by a seed; None: in order. Raises ValueError naming a bad file."""
-    data = settings.data
-    try:
-        corpus = Corpus(paths, settings.model.vocab, data.data_dtype, data.separator)
-    except OSError as error:
-        raise ValueError(f"{error.filename}: cannot be read: {error.strerror}") from None
-    return Samples(corpus, settings.batch.seq, seed, data.doc_mask)
 
 
 def choose_device(asked: str) -> tuple[torch.device, str]:
@@ -70,37 +56,16 @@ def memory_of_device(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def check_memory(settings: config.Config, model, device: torch.device) -> None:
-    """Raises ValueError if weights, gradients and optimizer state exceed this rank's memory, or all kinds twice it."""
-    parts = memory_of_rank(settings, model, fused=device.type == "cuda")
+def check_memory(settings: config.Config, rank: int, device: torch.device) -> None:
+    """Raises ValueError if weights, gradients and optimizer state of a pipeline rank exceed its memory, or all kinds
+    twice that."""
+    parts = memory_of_rank(settings, rank, fused=device.type == "cuda")
     needed = max(sum(parts[kind] for kind in ("weights", "gradients", "optimizer")), sum(parts.values()) / 2)
-    memory = memory_of_device(device)
-    need(needed <= memory, f"--preset {settings.model.preset}: takes {format_bytes(sum(parts.values()))} on this rank, "
-         f"which has {format_bytes(memory)}: use a smaller model or --micro-batch, or more ranks with --zero 3 or --tp")
+    there = memory_of_device(device)
+    need(needed <= there, f"--preset {settings.model.preset}: takes {format_bytes(sum(parts.values()))} on this rank, "
+         f"which has {format_bytes(there)}: use a smaller model or --micro-batch, or more ranks with --zero 3 or --tp")
 
 
-def choose_grid(settings: config.Config, device: torch.device) -> config.Config:
-    """The settings with plan/search.py's grid for this machine, which rank 0 prints. Raises ValueError if none fits."""
-    gpu = (torch.cuda.get_device_name(device), memory_of_device(device)) if device.type == "cuda" else ()
-    machine = search.this_machine(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), *gpu)
-    settings, reason = search.fill_grid(settings, int(os.environ.get("WORLD_SIZE", 1)), machine)
-    if int(os.environ.get("RANK", 0)) == 0:
-        print("auto    " + reason, flush=True)
-    return settings
-
-
-def memory_of_rank(settings: config.Config, model, fused: bool = False) -> dict[str, int]:
-    """Kind -> bytes at this rank's peak, from the shapes of its parameters and the formulas of plan/memory.py. model: a
-    model.Llama."""
-    dtype, grid, optim = DTYPES[settings.precision.dtype], settings.grid, settings.optim
-    buckets: dict[str, list[int]] = {}
-    for params in assign_to_buckets(model.units(), 0 if grid.zero == 3 else grid.bucket_mb):
-        buckets.setdefault(params[0].spec.data_axis, []).append(sum(param.numel() for param in params))
-    moment = 2 if settings.precision.moments == "bf16" else acc_dtype(dtype).itemsize
-    moments = len(UPDATE_RULES[optim.optimizer].state) * moment
-    pipeline, has_head = model.pipeline, model.head is not None
-    activations = footprint.activation_bytes(settings, dtype.itemsize, pipeline.stages.values(), pipeline.in_flight,
-                                             has_head)
-    return footprint.memory_bytes(settings, dtype.itemsize, moments, buckets, model.fp8_weights(), activations,
-                                  pipeline.in_flight, pipeline.stages, footprint.backwards_in_memory(pipeline.actions),
-                                  fused)
+def memory_of_rank(settings: config.Config, rank: int, fused: bool = False) -> dict[str, int]:
+    """Kind -> bytes at the peak of a pipeline rank, by plan/memory.py. fused: see memory.memory_bytes."""
+    return memory.memory_of_rank(settings, rank, DTYPES[settings.precision.dtype].itemsize, fused)

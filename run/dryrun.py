@@ -1,6 +1,6 @@
 r"""A dry run: the training code itself, run in one process as any rank of any number of ranks, in seconds.
 
-    python train.py --dry-run --gpus 16384 --preset llama-3.1-405b --tp 8 --cp 16 --pp 16 --seq 131072 --zero 1 \
+    python train.py --dry-run 0/16384 --preset llama-3.1-405b --tp 8 --cp 16 --pp 16 --seq 131072 --zero 1 \
                     --global-batch 128 --micro-batch 1
 
 The code is not simulated: train.py builds its groups, model, buckets and pipeline engine, and runs steps. Only five
@@ -180,25 +180,25 @@ def label(meter: Meter, model: Any, optimizer: Any) -> None:
 # ---- train.py --dry-run ---------------------------------------------------------------------------------------------
 
 def main(settings: config.Config, build_model: Callable[..., Any], measured_step: Callable[..., DryRun]) -> None:
-    """Run a step on fake tensors as --rank of --gpus ranks, and print what it would need, compute and send. The two
+    """Run a step on fake tensors as rank R of N, --dry-run R/N, and print what it would need, compute and send. The two
     functions are train.py's."""
-    precision, run, began = settings.precision, settings.run, time.perf_counter()
+    precision, (me, ranks), began = settings.precision, settings.run.dry_run_as(), time.perf_counter()
     if precision.dtype == "auto":
         precision.dtype = "bf16"  # as on GPUs
     try:
         check_device(settings, torch.device("cpu"))
     except ValueError as error:
         start.refuse(error)
-    with fake_world(run.gpus, run.rank):
+    with fake_world(ranks, me):
         groups = build_groups(settings.grid, settings.model)
         model = build_model(settings, groups, "cpu")
-        print(first_lines(settings, groups, f"none (dry run), {run.gpus:,} ranks", model), flush=True)
+        print(first_lines(settings, groups, f"none (dry run), {ranks:,} ranks", model), flush=True)
         with fake_tensors():
             found = measured_step(settings, groups)
-        formula = memory_of_rank(settings, model)
+        formula = memory_of_rank(settings, rank(groups["pp"]))
         print(report(found, groups, formula, time.perf_counter() - began))
-        if run.metrics:
-            write(run.metrics, found, groups, formula)
+        if path := settings.run.metrics:
+            write(path, found, groups, formula)
 
 
 # ---- printing -------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ waited too long. They agree on it through torchrun's key-value store, otherwise 
     0.9 --timeout     sets "end"                      reads "end"
     a moment later    reports, exits                  exits
 
-Shapes: no tensors but scalars, hashes [tensors] and ballots [1 + ranks].
+Shapes: no tensors but scalars, hashes [tensors] and votes [1 + ranks].
 """
 import contextlib
 import hashlib
@@ -42,13 +42,10 @@ from typing import Any, NoReturn, TextIO
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 import config
 from collectives import MAX, Group, Groups, all_gather, all_reduce, process_group, rank, record, size, to_device
-from ep import Router
-from run.start import tell_torchrun
-from zero import Optimizer
+from run.start import say, tell_torchrun
 
 REQUESTS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP  # to save and end
 SAME_REQUEST_S = 1.0  # within this time a second signal is the same request, forwarded by torchrun
@@ -150,7 +147,7 @@ class Guard:
         count, mean, variance = self.norms.unbind()
         return (mean + self.spikes * variance.sqrt()).where((count >= SETTLED) & bool(self.spikes), math.inf)
 
-    def ballot(self) -> torch.Tensor:
+    def votes(self) -> torch.Tensor:
         """[1 + ranks], to be summed in place: 1 if this rank wants to stop; at 1 + rank, its seconds without waits."""
         votes = torch.zeros(1 + size(self.world))
         votes[0] = float(self.stop.wanted())
@@ -167,10 +164,10 @@ class Guard:
         return mean
 
     def after_step(self, step: int, samples: range, *, norm: float, limit: float, mean: float,
-                   ballot: list[float]) -> None:
-        """Record a step's results: the summed ballot, and whether it was skipped: unless norm < limit, it was. mean: of
+                   votes: list[float]) -> None:
+        """Record a step's results: the summed votes, and whether it was skipped: unless norm < limit, it was. mean: of
         the norms before it."""
-        stop_votes, *self.seconds = ballot
+        stop_votes, *self.seconds = votes
         self.stopping = self.stopping or stop_votes > 0
         self.find_slow_rank(step)
         if norm < limit:
@@ -227,9 +224,9 @@ def hash_of(x: torch.Tensor) -> torch.Tensor:
     return x.detach().reshape(-1).view(INTEGERS[x.element_size()]).sum(dtype=torch.int64)
 
 
-def replicated_tensors(optimizer: Optimizer, routers: list[Router]) -> Iterator[tuple[str, torch.Tensor, set[str]]]:
-    """Yield (name, tensor, axes) of weights, master weights, moments, biases and counters; all ranks of each of these
-    axes must have the same bits."""
+def replicated_tensors(optimizer, routers: list[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor, set[str]]]:
+    """Of a zero.Optimizer and a model's ep.Routers, yield (name, tensor, axes) of weights, master weights, moments,
+    biases and counters; all ranks of each of these axes must have the same bits."""
     for bucket in optimizer.buckets:
         bucket.unsharding.wait()
         for param in bucket.params:
@@ -249,7 +246,7 @@ def replicated_tensors(optimizer: Optimizer, routers: list[Router]) -> Iterator[
         yield what, value, {"world"}
 
 
-def check_replicas(optimizer: Optimizer, routers: list[Router], groups: Groups) -> float:
+def check_replicas(optimizer, routers: list[torch.nn.Module], groups: Groups) -> float:
     """Compare replicated tensors by hashes and return the seconds that this took. Raises Failure, on all ranks of a
     group with a difference. Every rank calls this; one reduction of 16 bytes per tensor on every replicated axis."""
     began = time.perf_counter()
@@ -529,11 +526,6 @@ def last_words(line: str, when: float | None = None) -> None:
     """Print the line and add it to torchrun's report. when: the time of the failure; torchrun names the earliest."""
     say(line)
     tell_torchrun(f"train.py: {line}", when or time.time())
-
-
-def say(line: str) -> None:
-    tqdm.write(f"train.py: {line}", file=sys.stderr)  # tqdm moves its progress bar out of the way
-    sys.stderr.flush()
 
 
 def warn(line: str, world: Group) -> None:

@@ -18,6 +18,7 @@ Shapes: E experts, F ffn, H hidden.
 """
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -28,7 +29,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from checks import flag, need
+from config import flag, need
 
 if TYPE_CHECKING:
     import torch
@@ -136,8 +137,17 @@ def tensors_on_disk(spec: Spec, architecture: str) -> Iterator[tuple[str, Box]]:
 
 # ---- config.json ----------------------------------------------------------------------------------------------------
 
+def need_library(name: str) -> None:
+    """Raises ValueError if a library is missing that published models alone need."""
+    need(importlib.util.find_spec(name) is not None, f"{name} is not installed, which published models need: "
+                                                     f"pip install {name}")
+
+
 def read_config(folder: str) -> dict[str, Any]:
     """The fields of config.Model that the model in `folder` has. Raises ValueError for what is not implemented."""
+    need_library("safetensors")
+    if os.path.isfile(os.path.join(folder, "tokenizer.json")):
+        need_library("tokenizers")
     where = os.path.join(folder, "config.json")
     return model_fields(read_json(where), where)
 
@@ -262,6 +272,7 @@ def check_export(settings: Any) -> None:
     """Raises ValueError for what --export-hf of a config.Config could not write after the last step."""
     target, rate = settings.run.export_hf, settings.optim.bias_rate
     if target:
+        need_library("safetensors")
         exportable(settings.model)
         need(rate == 0, f"--export-hf with --bias-rate {rate}: no class of transformers has the routers' biases")
         folder, init_from = Path(target).resolve(), settings.run.init_from
@@ -358,6 +369,7 @@ def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: st
     Raises ValueError for what `exportable` refuses.
     """
     import torch
+    need_library("safetensors")
     architecture = exportable(model)
     need(dtype in DTYPES, f"dtype {dtype}: use one of {', '.join(DTYPES)}")
     need(not tokenizer_from or os.path.isdir(tokenizer_from), f"{tokenizer_from}: there is no such folder")

@@ -15,22 +15,21 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 import collectives
 import config
-from checks import need
 from collectives import Group, Groups, HostCopy, agree, gather_objects, host_group, rank, size
-from model import Llama
+from config import need
 from param import draw
-from pp import named
-from run import checkpoint, device, faults, huggingface, sampling, start
+from plan import search
+from pp import profile_range
+from run import checkpoint, device, faults, huggingface, sampling, start, timeline
 from run.checkpoint import Saver
-from run.data import Corpus, MicroBatch, Samples, codec_of
+from run.data import Corpus, MicroBatch, Samples, codec_of, open_samples
 from run.log import GradientNoise, Log, profiling
-from zero import Optimizer
 
 BEFORE = "before the first step"
 
@@ -85,10 +84,10 @@ class Run:
     stop: faults.Stop = field(default_factory=faults.Stop)
     watchdog: faults.Watchdog | None = None
     groups: Groups | None = None
-    model: Llama | None = None
+    model: torch.nn.Module | None = None  # a model.Llama
     log: Log | None = None
     host: Group = None  # all ranks, on gloo: for threads and CPU tensors
-    optimizer: Optimizer | None = None
+    optimizer: Any = None  # a zero.Optimizer
     tokenizer: str = ""  # the folder with the run's tokenizer.json, "" if there is none
     saver: Saver | None = None
     guard: faults.Guard | None = None
@@ -99,23 +98,29 @@ class Run:
     sequences: int = 0  # of the step that `begin_step` has begun, and when
     began: float = 0.0
 
-    def begin(self, groups: Groups, model: Llama) -> None:
+    def begin(self, groups: Groups, model: torch.nn.Module) -> None:
         """Say what will happen, and find out whether it can. Raises ValueError, on every rank."""
         self.groups, self.model, settings, run = groups, model, self.settings, self.settings.run
         if self.watchdog:
             self.watchdog.learn(groups)
         self.log = Log(settings, groups, self.device)
         self.log.start(self.device_reason, model, self.training)
-        device.check_memory(settings, model, self.device)
+        device.check_memory(settings, rank(groups["pp"]), self.device)
         if run.out or run.resume or run.init_from or run.export_hf:
             self.host = host_group(run.timeout)
         for samples in filter(None, (self.training, self.validation)):
             agree(samples.identity, self.host)  # reads the tokens, so bad ones are refused now
-        sections = [section for name, section in asdict(settings).items() if name not in ("data", "given", "arguments")]
+        sections = [section for name, section in asdict(settings).items()
+                    if name not in ("data", "before_defaults", "arguments")]
         faults.agree_on({"settings": sections, "data": self.training.identity(),
                          "version of Python or torch": (sys.version, torch.__version__)}, groups["world"], self.device)
 
-    def steps(self, optimizer: Optimizer, local_micro_batches: Callable[..., list[MicroBatch]],
+    def load(self, optimizer) -> None:
+        """Initial weights, published ones, or the state of a checkpoint. Raises ValueError, on every rank."""
+        self.optimizer = optimizer
+        load_weights(self)
+
+    def steps(self, local_micro_batches: Callable[..., list[MicroBatch]],
               mean_loss: Callable[..., float]) -> Iterator[Step]:
         """The steps of a run that begins or is resumed, until --steps are done or it is asked to end; what is due
         between them and after the last. The two functions are train.py's.
@@ -124,12 +129,11 @@ class Run:
         the GPU never waits for it. It reads them at once where something else waits for the step: see `needs_pause`.
         """
         settings, state, optim, run = self.settings, self.state, self.settings.optim, self.settings.run
-        self.optimizer, self.local_micro_batches, self.mean_loss = optimizer, local_micro_batches, mean_loss
-        load_weights(self)
+        self.local_micro_batches, self.mean_loss = local_micro_batches, mean_loss
         self.log.begin(state.step)
         guard = self.guard = faults.Guard(self.stop, self.groups["world"], self.device, state.norms, run.skip_spikes)
         measured = run.metrics and settings.grid.cp == 1 and size(self.groups["data"]) > 1
-        self.noise = GradientNoise(optimizer, size(self.groups["data"])) if measured else None
+        self.noise = GradientNoise(self.optimizer, size(self.groups["data"])) if measured else None
         self.model.pipeline.timed = bool(run.profile)
         with without_garbage_collector(), profiling(run.profile, run.memory_snapshot, self.log.rank,
                                                     self.device) as profiled_step:
@@ -139,7 +143,7 @@ class Run:
                 yield self.begin_step(*upcoming)
                 issued = self.issued
                 if state.step < optim.steps:
-                    with named("read data"):
+                    with profile_range("read data"):
                         upcoming = read(self)  # while the device computes
                     state.activity = f"in step {issued.step}"
                 if unread:
@@ -154,7 +158,7 @@ class Run:
                     rewind(self)
                     upcoming, unread = read(self), None
         if run.profile and settings.grid.pp > 1:
-            self.model.pipeline.draw_timeline(Path(run.profile, "pipeline.svg"))
+            timeline.draw_step(self.model.pipeline, Path(run.profile, "pipeline.svg"))
         finish(self)
 
     def begin_step(self, sequences: int, micro_batches: list[MicroBatch]) -> Step:
@@ -165,7 +169,7 @@ class Run:
         return Step(self.state.step, sequences, micro_batches)
 
     def end_step(self, lr: float, results: dict[str, torch.Tensor]) -> None:
-        """Take what the device will know when the step is done: loss, norm, limit and ballot (see faults.Guard), and
+        """Take what the device will know when the step is done: loss, norm, limit and votes (see faults.Guard), and
         other metrics. The host reads a copy of it later."""
         state, tokens = self.state, self.sequences * self.settings.batch.seq
         results = results | dict(mean=self.guard.update_statistics(results["norm"], results["limit"]))
@@ -191,13 +195,13 @@ def started(settings: config.Config) -> Iterator[Run]:
     try:
         chosen, reason = device.choose_device(run.device)
         if settings.grid.grid == "auto":
-            settings = device.choose_grid(settings, chosen)
+            settings = choose_grid(settings, chosen)
         if settings.precision.dtype == "auto":
             settings.precision.dtype = "bf16" if chosen.type == "cuda" else "fp32"
         device.check_device(settings, chosen)
         need(chosen.type == "cuda" or not run.memory_snapshot, f"--memory-snapshot {run.memory_snapshot}: needs a GPU")
-        training = device.open_samples(settings, settings.data.data, settings.optim.seed)
-        validation = device.open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
+        training = open_samples(settings, settings.data.data, settings.optim.seed)
+        validation = open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
     except ValueError as error:
         start.refuse(error)
     if chosen.type == "cuda":
@@ -217,6 +221,16 @@ def started(settings: config.Config) -> Iterator[Run]:
             stop.ending = True
     except Exception as error:
         faults.fail(state.activity, error, watchdog, stop)
+
+
+def choose_grid(settings: config.Config, chosen: torch.device) -> config.Config:
+    """The settings with plan/search.py's grid for this machine, which rank 0 prints. Raises ValueError if none fits."""
+    gpu = (torch.cuda.get_device_name(chosen), device.memory_of_device(chosen)) if chosen.type == "cuda" else ()
+    machine = search.this_machine(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), *gpu)
+    settings, reason = search.fill_grid(settings, int(os.environ.get("WORLD_SIZE", 1)), machine)
+    if int(os.environ.get("RANK", 0)) == 0:
+        print("auto    " + reason, flush=True)
+    return settings
 
 
 @contextmanager
@@ -307,7 +321,7 @@ def check_data(training: Samples, saved: dict, settings: config.Config) -> None:
 
 def description(run: Run) -> dict:
     """The content of run.json except the list of files: progress, settings, model, grid, data, tokenizer."""
-    settings, given = run.settings, dict(run.settings.given)
+    settings, given = run.settings, dict(run.settings.before_defaults)
     for name in ("data", "val_data"):
         given[name] = [os.path.abspath(path) for path in given[name]]
     for name in ("out", "metrics"):
@@ -357,8 +371,8 @@ def reads_late(device: torch.device) -> bool:
 def read_results(run: Run, issued: Issued) -> dict:
     """Wait for a step's results, let the guard see them, and return the step's metrics."""
     found, state, guard = issued.results.read(), run.state, run.guard
-    loss, norm, limit, mean, ballot = (found.pop(name) for name in ("loss", "norm", "limit", "mean", "ballot"))
-    guard.after_step(issued.step, issued.samples, norm=norm, limit=limit, mean=mean, ballot=ballot)
+    loss, norm, limit, mean, votes = (found.pop(name) for name in ("loss", "norm", "limit", "mean", "votes"))
+    guard.after_step(issued.step, issued.samples, norm=norm, limit=limit, mean=mean, votes=votes)
     state.skipped += bool(guard.streak)
     if run.saver:
         run.saver.note(issued.step + 1)

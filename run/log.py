@@ -17,14 +17,12 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from tqdm import tqdm
 
 import config
-from checks import METRIC
 from collectives import AXES, Groups, rank, size
 from param import DTYPES, Spec, is_first_replica
 from plan import costs
 from plan.memory import format_bytes
-from run import faults
-from run.data import Samples
 from run.device import memory_of_rank
+from run.start import METRIC, say
 
 
 class Log:
@@ -46,7 +44,7 @@ class Log:
         self.stream: BinaryIO | None = None  # --metrics, if that is no regular file or where standard output goes
         self.bar = tqdm(total=settings.optim.steps, unit="step", disable=True)
 
-    def start(self, device_reason: str, model, samples: Samples) -> None:
+    def start(self, device_reason: str, model, samples) -> None:
         if self.is_first_rank:
             ranks = f"{self.ranks} ranks, {dist.get_backend()}" if self.groups["world"] else "one process"
             device = f"{self.device.type} ({device_reason}), {ranks}"
@@ -78,7 +76,7 @@ class Log:
             self.metrics_failed = False
         except OSError as error:
             if not self.metrics_failed:
-                faults.warn(f"--metrics {path}: {error.strerror}: training goes on without", self.groups["world"])
+                say(f"warning: --metrics {path}: {error.strerror}: training goes on without")
             self.metrics_failed = True
 
     def lap(self, began: float) -> float:
@@ -161,16 +159,15 @@ def stays(line: bytes, step: int) -> bool:
         return not METRIC.startswith(line[:len(METRIC)])
 
 
-def first_lines(settings: config.Config, groups: Groups, device: str, built, samples: Samples | None = None,
-                fused: bool = False) -> str:
-    """The lines that describe a run: device, in words; grid, batch, model and, if there are samples, data. built: the
-    model.Llama of this rank. fused: whether memory is that of fused kernels, as on GPUs."""
+def first_lines(settings: config.Config, groups: Groups, device: str, built, samples=None, fused: bool = False) -> str:
+    """The lines that describe a run: device, in words; grid, batch, model and, if there are run.data.Samples, data.
+    built: the model.Llama of this rank. fused: whether memory is that of fused kernels, as on GPUs."""
     grid, batch, precision, model = settings.grid, settings.batch, settings.precision, settings.model
     count = costs.parameters(model)
     fp8 = f", linear layers of blocks in fp8 {precision.fp8}" if precision.fp8 != "none" else ""
     sequences, _ = batch.ramp()[0]
     ramp = f"; ramp {batch.batch_ramp}" if batch.batch_ramp else ""
-    memory = memory_of_rank(settings, built, fused)
+    memory = memory_of_rank(settings, rank(groups.get("pp")), fused)
     kinds = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in memory.items())
     active = f" ({count.active:,} active)" if model.experts else ""
     lines = [f"device  {device}, {precision.dtype}{fp8}", f"grid    {grid_line(grid, model)}"]

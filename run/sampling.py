@@ -11,10 +11,10 @@ import os
 import sys
 
 import torch
+from torch.nn import Module
 
 import config
 from collectives import Groups, all_reduce, rank, receive, send
-from model import Llama
 from run.data import Codec
 from tp import gather_logits
 
@@ -40,8 +40,9 @@ class KVCache:
 
 
 @torch.no_grad()
-def sample(model: Llama, tokens: torch.Tensor, count: int, temperature: float = 0.8, seed: int = 0) -> torch.Tensor:
-    """Tokens [B, S] continued by `count` tokens, [B, S + count], each drawn from softmax(logits / temperature).
+def sample(model: Module, tokens: torch.Tensor, count: int, temperature: float = 0.8, seed: int = 0) -> torch.Tensor:
+    """Tokens [B, S] continued by `count` tokens, [B, S + count], each drawn from softmax(logits / temperature). model:
+    a model.Llama.
 
     temperature 0 takes the likeliest token. All ranks of the grid must call it, with the same arguments.
     """
@@ -61,7 +62,7 @@ def sample(model: Llama, tokens: torch.Tensor, count: int, temperature: float = 
     return tokens
 
 
-def next_logits(model: Llama, tokens: torch.Tensor, cache: KVCache) -> torch.Tensor | None:
+def next_logits(model: Module, tokens: torch.Tensor, cache: KVCache) -> torch.Tensor | None:
     """Logits [B, S, V/t] of tokens that follow those in the cache; None on pipeline ranks without the last stage."""
     group, owners, x = model.pipeline.group, model.pipeline.owners, None
     for stage in model.stages:
@@ -75,7 +76,7 @@ def next_logits(model: Llama, tokens: torch.Tensor, cache: KVCache) -> torch.Ten
     return x if model.last_stage in model.stages else None
 
 
-def continue_prompt(model: Llama, codec: Codec, settings: config.Config, groups: Groups, device: torch.device,
+def continue_prompt(model: Module, codec: Codec, settings: config.Config, groups: Groups, device: torch.device,
                     length: int = 240) -> None:
     """Print how the model continues --sample by `length` tokens.
 

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import config
-from checks import flag, need
-from config import PRESETS, Config
+from config import PRESETS, Config, flag, need
 from run import huggingface
 
 CHECKPOINT_FORMAT = 1  # of run.json and of tensors' names
 NOT_INHERITED = ("resume", "insist", "init_from", "export_hf", "profile", "memory_snapshot")  # of one start of a run
+METRIC = b'{"step":'  # how a line of --metrics begins
 SHOWN = {4: ["--tp", "2"], 8: ["--tp", "2", "--pp", "2"]}  # ranks -> the grid if no flag names grid or model
 
 
@@ -39,6 +39,7 @@ def parse(arguments: list[str], world: int = 1) -> Config:
         if folder := flags.get("init_from"):
             inherited = dict(preset=Path(folder).resolve().name) | huggingface.read_config(folder)
     settings = config.parse(arguments, world, inherited)
+    check_paths(settings)
     huggingface.check_export(settings)
     for name, there in model.items():
         here = getattr(settings.model, name)
@@ -62,6 +63,29 @@ def from_command_line() -> Config:
         return parse(arguments, ranks)
     except ValueError as error:
         refuse(error)
+
+
+def check_paths(settings: Config) -> None:
+    """Raises ValueError for what cannot be read or written."""
+    run = settings.run
+    for name in ("data", "val_data"):
+        for path in getattr(settings.data, name):
+            need(os.path.exists(path), f"{flag(name)} {path}: no such file or folder")
+    for name in ("out", "export_hf", "profile"):
+        path = getattr(run, name)
+        need(not os.path.exists(path) or os.path.isdir(path), f"{flag(name)} {path}: is a file, name a folder")
+    for name in ("memory_snapshot", "metrics"):
+        path = getattr(run, name)
+        folder = os.path.dirname(path) or "."
+        need(os.path.isdir(folder), f"{flag(name)} {path}: there is no folder {folder}")
+        need(not os.path.isdir(path), f"{flag(name)} {path}: is a folder, name a file")
+        target = path if os.path.exists(path) else folder
+        need(not path or os.access(target, os.W_OK), f"{flag(name)} {path}: {target} cannot be written to")
+    if os.path.isfile(run.metrics) and not run.dry_run:  # which is what a resumed run cuts, so it must be of metrics
+        need(os.access(run.metrics, os.R_OK), f"--metrics {run.metrics}: cannot be read")
+        with open(run.metrics, "rb") as file:
+            need(os.path.getsize(run.metrics) == 0 or any(line.startswith(METRIC) for line in file),
+                 f"--metrics {run.metrics}: has lines, but none of metrics: name another file, or remove it")
 
 
 # ---- run.json of checkpoints ----------------------------------------------------------------------------------------
@@ -117,6 +141,8 @@ def renamed(settings: dict[str, Any]) -> dict[str, Any]:
     found = {}
     if settings["optimizer"] == "adamw-one-pass":  # the same update
         found["optimizer"] = "adamw"
+    if isinstance(settings["dry_run"], bool):
+        found["dry_run"] = ""
     if isinstance(settings["sp"], bool):
         found["sp"] = "async" if settings["async_tp"] else "on" if settings["sp"] else "off"
     return found
@@ -156,6 +182,12 @@ def refuse(error: ValueError, program: str = "train.py") -> NoReturn:
         time.sleep(2)
     sys.stdout.flush()
     os._exit(2)  # at once, without destroying process groups, whose other ranks may be gone
+
+
+def say(line: str) -> None:
+    from tqdm import tqdm
+    tqdm.write(f"train.py: {line}", file=sys.stderr)  # tqdm moves its progress bar out of the way
+    sys.stderr.flush()
 
 
 def tell_torchrun(line: str, when: float) -> None:

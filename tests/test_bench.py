@@ -137,7 +137,7 @@ def test_rows_can_be_sent_to_another_process_and_have_different_names():
 @pytest.mark.parametrize("flags, message", [
     ("--only loss", "--only loss: the parts are checks, training, "), ("--layers 2", "--layers 2: gpu knows --out"),
     ("--out pyproject.toml", "--out pyproject.toml is a file: name a folder"),
-    ("--minutes x", "argument --minutes: invalid float value: 'x'")])
+    ("--minutes x", "--minutes: invalid float value: 'x'")])
 def test_flags_of_the_gpu_part_that_are_wrong_are_refused_in_a_line(monkeypatch, flags, message):
     monkeypatch.chdir(ROOT)
     with pytest.raises(ValueError, match="^" + re.escape(message)) as caught:

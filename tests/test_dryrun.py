@@ -230,7 +230,7 @@ LLAMA_405B = ("--preset llama-3.1-405b --tp 8 --cp 16 --pp 16 --dp 8 --zero 1 --
 
 def dry_run(flags: str, ranks: int, rank: int = 0) -> str:
     """What the command prints."""
-    command = [sys.executable, train.__file__, "--dry-run", "--gpus", str(ranks), "--rank", str(rank)]
+    command = [sys.executable, train.__file__, "--dry-run", f"{rank}/{ranks}"]
     ended = subprocess.run([*command, *flags.split()], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
@@ -299,12 +299,10 @@ def test_llama_405b_on_16384_ranks_takes_less_than_a_minute():
 
 
 @pytest.mark.parametrize("flags, line", [
-    ("--dry-run", "--dry-run with --gpus 0: say how many ranks the run would have, such as --gpus 64"),
-    ("--dry-run --gpus 8 --rank 8", "--rank 8: the ranks of --gpus 8 are 0 to 7"),
-    ("--dry-run --gpus 8 --tp 3", "--tp 3 does not divide the 8 ranks: use one of 1, 2, 4, 8"),
-    ("--dry-run --gpus 8 --doc-mask", "--dry-run with --doc-mask: what documents hide depends on the data"),
-    ("--dry-run --gpus 8 --grid auto", "--dry-run with --grid auto: search chooses for the machine that it runs on"),
-    ("--gpus 8", "--gpus 8 --rank 0: only --dry-run pretends to be one of many ranks")])
+    ("--dry-run", "--dry-run: expected one argument"),
+    *((f"--dry-run {asked}", f"--dry-run {asked}: write RANK/GPUS, such as 0/64 for the first of 64")
+      for asked in ("8", "8/8", "0/0", "1/", "/8", "a/8", "0/-8", "0/8/8")),
+    ("--dry-run 0/8 --tp 3", "--tp 3 does not divide the ranks that --pp leaves (8): use one of 1, 2, 4, 8")])
 def test_what_cannot_be_dry_run_is_refused(flags, line):
     with pytest.raises(ValueError, match=re.escape(line)):
         config.parse(flags.split())

@@ -70,7 +70,7 @@ def inputs(width: int = 16) -> torch.Tensor:
 
 
 def run_layer(layer: MixtureOfExperts, x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-    tokens = ep.RoutingInfo(number, B, (layer.ep_group,), sequence_weight=1 / B)
+    tokens = ep.RoutingInfo(number, B, (layer.ep_group,), aux_loss_scale=1 / B)
     return layer(x, ForwardContext(TensorParallel(), S, None, {}, Recompute("none"), tokens))
 
 
@@ -488,7 +488,7 @@ def skewed(kind: str, **balance) -> tuple[ep.Router, torch.Tensor]:
 
 def test_the_bias_makes_loads_equal():
     router, x = skewed("sigmoid", bias_rate=0.02)
-    tokens, worst = ep.RoutingInfo(torch.zeros(512, dtype=torch.long), 1, sequence_weight=1.0), []
+    tokens, worst = ep.RoutingInfo(torch.zeros(512, dtype=torch.long), 1, aux_loss_scale=1.0), []
     for _ in range(60):
         router(x, tokens, None)
         worst.append(ep.update_biases([router], ())[0].item())
@@ -498,7 +498,7 @@ def test_the_bias_makes_loads_equal():
 
 def test_the_loss_makes_loads_equal():
     router, x = skewed("softmax", aux_loss=1.0)
-    tokens, worst = ep.RoutingInfo(torch.arange(512) // 64, 8, sequence_weight=1 / 8), []
+    tokens, worst = ep.RoutingInfo(torch.arange(512) // 64, 8, aux_loss_scale=1 / 8), []
     for _ in range(100):
         _, weights = router(x, tokens, None)
         (0 * weights).sum().backward()
@@ -572,7 +572,7 @@ def test_a_layer_without_tokens_takes_part(kind):
 def test_statistics_of_a_bf16_router_are_fp32():
     router, x = skewed("softmax", aux_loss=1.0)
     router.weight.data, x = router.weight.bfloat16().data, x.bfloat16()
-    info = ep.RoutingInfo(torch.zeros(512, dtype=torch.long), 1, sequence_weight=1.0)
+    info = ep.RoutingInfo(torch.zeros(512, dtype=torch.long), 1, aux_loss_scale=1.0)
     route, weights = router(x, info, None)
     assert weights.dtype == router.bias.dtype == torch.float32
     # Logits in bf16 would send one token in seventy elsewhere.
@@ -596,7 +596,7 @@ def test_a_sigmoid_that_underflows_is_no_nan():
     model, weight = config.Model(experts=4, top_k=2, router="sigmoid"), torch.nn.Parameter(torch.eye(4))
     router = ep.Router("r", weight, model, ep.Balance(aux_loss=1.0))
     weight.sink, x = None, torch.full((3, 4), -120.0, requires_grad=True)
-    _, weights = router(x, ep.RoutingInfo(torch.zeros(3, dtype=torch.long), 1, sequence_weight=1.0), None)
+    _, weights = router(x, ep.RoutingInfo(torch.zeros(3, dtype=torch.long), 1, aux_loss_scale=1.0), None)
     weights.sum().backward()
     assert x.grad.isfinite().all() and weight.grad.isfinite().all() and router.loss.isfinite()
 

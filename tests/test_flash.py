@@ -1,7 +1,6 @@
 """FlashAttention against a reference in fp64; its costs; and compiled for sm_90, which needs no GPU: does it use the
 matmul instruction, and do registers suffice?"""
 import json
-import re
 from functools import partial
 
 import pytest
@@ -323,8 +322,7 @@ def test_flops_are_what_torch_counts():
     assert [flops[how] / flops["standard"] for how in ("flash 1", "here")] == [7 / 6, 9 / 6]
 
 
-def test_the_demo_shows_tiles_and_the_published_costs(monkeypatch, capsys):
-    """Tiles as a dense mask has them; 6, 7 and 9 matmuls of B N S^2 D products, and the least bytes by hand."""
+def test_the_demo_shows_the_tiles_of_a_dense_mask(monkeypatch, capsys):
     found = []
 
     def dense(mask, *_):
@@ -340,14 +338,6 @@ def test_the_demo_shows_tiles_and_the_published_costs(monkeypatch, capsys):
         [[tile == "■" for tile in part.split()] for part in line.strip().split(" " * 8)] for line in lines[2:10]]
     assert [pairs.sum() for pairs in found] == [256 * 257 // 2, sum(n * (n + 1) // 2 for n in (70, 60, 20, 106)),
                                                 64 * 65 // 2 + 192 * 64]
-    matmul, tensor, rows = 2 * 64 * 16 * 1024 ** 2 * 64 / 1e9, 64 * 16 * 1024 * 64 * 2 / 1e9, 64 * 16 * 1024 * 4 / 1e9
-    for line, name, matmuls, gigabytes, published in zip(
-            lines[-5:-2], ("standard", "flash 1", "here"), (6, 7, 9), (40.3, 4.4, 16 * tensor + 5 * rows),
-            ("66.6 and 40.3; by formula 66.6", "75.2 and 4.4; by formula 75.2", None)):
-        printed = re.match(r"    (.*?) +(\d+) GFLOP of matmuls +([\d.]+) GB +(\d+) FLOPs per byte", line)
-        assert printed.groups()[:3] == (name, f"{matmuls * matmul:.0f}", f"{gigabytes:.1f}")
-        assert float(printed[4]) == pytest.approx(matmuls * matmul / gigabytes, rel=0.03)
-        assert line[printed.end():] == (f"  (published: {published})" if published else "")
 
 
 # ---- compiled for sm_90, without a GPU ------------------------------------------------------------------------------

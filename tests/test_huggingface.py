@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import runs
 import safetensors.torch
 import tokenizers
 import torch
@@ -21,7 +22,7 @@ from program import ROOT
 import config
 from model import Execution, Llama
 from param import Source, box_shape
-from run import huggingface, start
+from run import data, huggingface, start
 from run.huggingface import INDEX
 from run.sampling import sample
 from zero import Optimizer
@@ -608,3 +609,19 @@ def test_an_export_goes_to_no_folder_that_the_run_reads(data, target, refused, t
     says = f"^--export-hf {target}: is the folder of --data {data}, or in it$"
     with pytest.raises(ValueError, match=says) if refused else nullcontext():
         start.parse(f"--data {data} --export-hf {target}".split())
+
+
+def test_what_alone_needs_a_library_says_so_when_it_is_missing(tmp_path, monkeypatch):
+    """Training, checkpoints and text as bytes need neither safetensors nor tokenizers."""
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    needs_tokenizers = pytest.raises(ValueError, match="^tokenizers is not installed, which published models need: pip")
+    with needs_tokenizers:
+        start.parse(["--init-from", str(tmp_path)])
+    with needs_tokenizers:
+        data.read_tokenizer("tokenizer.json")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    for flags in f"--init-from {tmp_path}", f"--export-hf {tmp_path}/e":
+        with pytest.raises(ValueError, match="^safetensors is not installed, which .*: pip install safetensors$"):
+            start.parse(flags.split())
+    runs.run(f"--layers 1 --hidden 32 --ffn 32 --seq 32 --global-batch 2 --steps 1 --data {__file__} --out {tmp_path}")

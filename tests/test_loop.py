@@ -23,8 +23,8 @@ import cp
 import train
 from bench import __main__ as bench
 from plan import costs
-from run import checkpoint, device, faults, job, log
-from run.data import Samples
+from run import checkpoint, faults, job, log
+from run.data import Samples, open_samples
 from run.log import Log
 from run.meter import Meter
 from zero import Optimizer
@@ -75,7 +75,7 @@ def by_torch(folder, settings: config.Config) -> list[dict]:
     rate = SequentialLR(rule, [LinearLR(rule, 1 / optim.warmup, total_iters=optim.warmup - 1),
                                CosineAnnealingLR(rule, optim.steps - optim.warmup, optim.min_lr)], [optim.warmup - 1])
     corpus, unseen = (np.load(folder / f"{name}.npy") for name in ("train", "unseen"))
-    order = device.open_samples(settings, settings.data.data, optim.seed).span
+    order = open_samples(settings, settings.data.data, optim.seed).span
     first, out = 0, []
     for step in range(optim.steps):
         seen = first * settings.batch.seq
@@ -117,7 +117,7 @@ def test_losses_of_bf16_micro_batches_are_summed_in_fp32(corpora):
     settings = config.parse(f"{MODEL} --data {corpora}/train.npy --dtype bf16 --global-batch 40 --micro-batch 1"
                             .split())
     model, optimizer = grids.built(settings, grids.ALONE, "bf16")
-    samples = device.open_samples(settings, settings.data.data, 0)
+    samples = open_samples(settings, settings.data.data, 0)
     share = train.local_micro_batches(samples, 0, 40, settings, grids.ALONE)
     with torch.no_grad():
         losses = [model(batch.tokens, labels=batch.labels).item() for batch in share]
@@ -248,7 +248,7 @@ def test_flops_in_the_metrics_are_those_that_are_dispatched(recompute):
     flags = f"{MODEL} --data {__file__} --vocab 257 --separator -1 --dtype fp32 --attention math --global-batch 4"
     settings = config.parse(f"{flags} --recompute {recompute}".split())
     model, optimizer = grids.built(settings, grids.ALONE, "fp32")
-    samples = device.open_samples(settings, settings.data.data, 0)
+    samples = open_samples(settings, settings.data.data, 0)
     share = train.local_micro_batches(samples, 0, 4, settings, grids.ALONE)
     with Meter(memory=False) as meter:
         train.forward_backward(model, optimizer, share, grids.ALONE)

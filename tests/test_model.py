@@ -16,7 +16,7 @@ import train
 from model import Execution, Llama, demo
 from operations import Mask, RMSNormFunction, attention_math, attention_sdpa, rotary_angles
 from param import Source, draw
-from plan.costs import flops_by_convention, flops_per_token, parameters, peak_flops, visible_keys
+from plan.costs import flops_by_convention, flops_per_token, fp8_elements, parameters, peak_flops, visible_keys
 from run.huggingface import NAMES
 from run.meter import Meter
 from run.sampling import KVCache, sample
@@ -311,12 +311,14 @@ def test_flops_equal_those_of_a_real_step(more):
 
 def test_matrices_of_blocks_in_fp8_are_counted():
     """Not routers, norms and biases; of the middle one of three layers, or the first two, of which one is dense."""
-    model = architecture(SMALL + " --layers 3 --qk-norm --qkv-bias --experts 4 --expert-ffn 20 --shared-experts 2 "
-                         "--dense-layers 1")
+    settings = config.parse(f"{SMALL} --layers 3 --qk-norm --qkv-bias --experts 4 --expert-ffn 20 --shared-experts 2 "
+                            "--dense-layers 1".split())
     attention, dense, experts = 48 * 10 * (6 + 3 + 3 + 6), 3 * 48 * 56, (4 + 2) * 3 * 48 * 20
-    counts = {range(0): 0, range(1, 2): attention + experts, range(2): 2 * attention + dense + experts}
-    for layers, count in counts.items():
-        assert Llama(model, ALONE, Execution(fp8_layers=layers)).fp8_weights() == count
+    assert fp8_elements(settings, range(3)) == 0
+    settings.precision.fp8 = "tensorwise"
+    assert fp8_elements(settings, range(2)) == 2 * attention + dense + experts
+    settings.precision.fp8_ends = False
+    assert fp8_elements(settings, range(3)) == attention + experts
 
 
 @pytest.mark.parametrize("name, peak", [

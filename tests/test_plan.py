@@ -1,6 +1,5 @@
 """The plan: memory equal to train.py's, pipelines as schedules.py simulates them, published runs, refusals."""
 import contextlib
-import importlib.util
 import json
 import math
 import os
@@ -16,27 +15,27 @@ import pytest
 from program import ROOT
 
 import config
+import plan.__main__
+import plan.memory
+import plan.time
 import schedules
 from collectives import AXES
-from plan import __main__ as plan
-from plan import costs, machines, published, scaling, search, stagetime, sweep
-from plan import memory as footprint
-from plan import time as estimate
+from plan import costs, fit, machines, predict, published, scaling, search
 from plan.machines import MACHINES, Level, Machine
-from plan.stagetime import Constants, Run, Seconds
+from plan.time import Constants, Run, Seconds
 
 GRID = "--preset llama-3.1-8b --dp 4 --tp 4 --pp 4 --zero 1 --seq 4096 --global-batch 64 --micro-batch 1"
 
 
 def run_for(flags: str, ranks: int = 0, machine: str = "h100", **rest) -> Run:
     arguments = flags.split()
-    settings = config.parse(arguments, ranks or plan.world_of(arguments))
+    settings = config.parse(arguments, ranks or plan.__main__.world_of(arguments))
     settings.precision.dtype = "bf16"
     return Run(settings, MACHINES[machine], **rest)
 
 
 def printed(capsys, command: str) -> str:
-    plan.main(command.split())
+    plan.__main__.main(command.split())
     return capsys.readouterr().out
 
 
@@ -96,7 +95,7 @@ def test_memory_is_what_train_py_says_of_every_rank(flags, ranks):
     for stage in range(run.settings.grid.pp):
         groups = groups_of(run.settings.grid, run.settings.model, stage)
         expected = grids.memory_of_rank(run.settings, groups, fused=True)
-        assert estimate.memory_of_rank(run, stage) == expected
+        assert plan.time.memory_of_rank(run, stage) == expected
 
 
 # ---- machines -------------------------------------------------------------------------------------------------------
@@ -133,26 +132,13 @@ def test_a_cluster_file_is_a_machine(tmp_path):
     assert machines.read_machine(str(file)).matmul_flops == {"bf16": 1e14}
     assert machines.read_machine(str(file)).memory_bandwidth == 1e12
     with pytest.raises(ValueError, match="--offload both: .*cluster.json has no host_link_bytes_per_s and host_memory"):
-        plan.main(f"step --machine {file} --recompute full --offload both --gpus 1".split())
+        plan.__main__.main(f"step --machine {file} --recompute full --offload both --gpus 1".split())
     file.write_text(json.dumps(written | dict(host_link_bytes_per_s=3e10, host_memory_bytes_per_s=5e10)))
     assert machines.read_machine(str(file))[-2:] == (3e10, 5e10)
     del written["memory_bytes"]
     file.write_text(json.dumps(written))
     with pytest.raises(ValueError, match="--machine .*cluster.json: the file has no 'memory_bytes'"):
         machines.read_machine(str(file))
-
-
-@pytest.mark.parametrize("name", [name for name, schedule in schedules.SCHEDULES.items() if schedule.runs])
-def test_a_pipeline_of_equal_stages_is_simulated_as_schedules_does(name):
-    p, m = 4, 8
-    chunks = schedules.SCHEDULES[name].default_chunks()
-    built = schedules.make_plan(name, p, m, chunks)
-    costs_of_stage = schedules.Costs(1.0, 1.2, 0.8, 0.3)
-    spans = schedules.simulate(built, costs_of_stage)
-    times = [dict(F=1.0, B=2.0, I=1.2, W=0.8)] * p * chunks
-    end, busy = estimate.simulate(estimate.order(name, p, m, chunks, 0), p, times, 0.3)
-    assert end == pytest.approx(max(rank[-1].stop for rank in spans))
-    assert busy == pytest.approx([sum(span.stop - span.start for span in rank) for rank in spans])
 
 
 # ---- a step ---------------------------------------------------------------------------------------------------------
@@ -164,19 +150,19 @@ def test_an_update_on_the_host_hides_all_copies_but_the_first_and_the_last():
     """By hand: a bucket's gradient takes 2 s, its update 1 s, its weights 1 s; the link carries both ways at once."""
     run = run_for(f"{OFFLOADED} optimizer", 1)._replace(
         machine=TWO_LEVELS._replace(memory_bandwidth=math.inf, host_link=2.0, host_memory=34.0))
-    assert estimate.update_seconds(run, [1.0, 1.0]) == 2 + 2 + 1 + 1
-    assert estimate.update_seconds(run, [1.0]) == 2 + 1 + 1
+    assert plan.time.update_seconds(run, [1.0, 1.0]) == 2 + 2 + 1 + 1
+    assert plan.time.update_seconds(run, [1.0]) == 2 + 1 + 1
     fast_cpu = run._replace(machine=run.machine._replace(host_memory=math.inf))
-    assert estimate.update_seconds(fast_cpu, [1.0, 1.0]) == 2 + 2 + 1  # the first weights return under a gradient
+    assert plan.time.update_seconds(fast_cpu, [1.0, 1.0]) == 2 + 2 + 1  # the first weights return under a gradient
     slow_cpu = run._replace(machine=run.machine._replace(host_memory=3.4))
-    assert estimate.update_seconds(slow_cpu, [1.0, 1.0]) == 2 + 10 + 10 + 1
+    assert plan.time.update_seconds(slow_cpu, [1.0, 1.0]) == 2 + 10 + 10 + 1
 
 
 def test_inputs_of_blocks_are_copied_under_the_blocks():
     """What a copy takes longer than the block is left: 2 T H / t bytes each way."""
     def parts(link: float) -> dict[str, Seconds]:
         run = run_for(f"{OFFLOADED} activations --tp 2", 2)
-        return stagetime.layer_parts(run._replace(machine=run.machine._replace(host_link=link)), 0)
+        return plan.time.layer_parts(run._replace(machine=run.machine._replace(host_link=link)), 0)
 
     fast, slow = parts(1e15), parts(1e8)
     others = [part for name, part in slow.items() if name not in ("offload", "launch")]
@@ -188,28 +174,28 @@ def test_inputs_of_blocks_are_copied_under_the_blocks():
 
 def test_what_is_offloaded_changes_the_predicted_step():
     none, optimizer, activations, both = (
-        estimate.step_seconds(run_for(f"{OFFLOADED} {what}", 1, machine="h200")) for what in config.OFFLOADS)
+        plan.time.step_seconds(run_for(f"{OFFLOADED} {what}", 1, machine="h200")) for what in config.OFFLOADS)
     assert activations.seconds == none.seconds and both.seconds == optimizer.seconds  # hidden
     assert optimizer.parts["optimizer"] > 8.03e9 * 34 / MACHINES["h200"].host_memory > none.parts["optimizer"]
 
 def test_the_parts_of_a_step_are_its_time():
     for flags in GRID, GRID + " --schedule zb-h1", "--preset mixtral-8x7b --dp 8 --ep 8 --global-batch 16":
-        step = estimate.step_seconds(run_for(flags))
+        step = plan.time.step_seconds(run_for(flags))
         assert sum(step.parts.values()) == pytest.approx(step.seconds)
         assert min(step.parts.values()) > -1e-9
 
 
 def test_utilisation_is_flops_over_time_and_peak():
     flags = "--preset llama-2-7b --dp 8 --zero 1 --seq 4096 --micro-batch 1"
-    found = plan.predict(run_for(f"{flags} --global-batch 64"))
-    assert found == plan.predict(run_for(f"{flags} --batch-ramp 16@0,64@1e6"))  # at its last size
+    found = predict.predict(run_for(f"{flags} --global-batch 64"))
+    assert found == predict.predict(run_for(f"{flags} --batch-ramp 16@0,64@1e6"))  # at its last size
     flops = 6 * (6_738_415_616 - 32000 * 4096) + 12 * 32 * 4096 * 4096  # per token
     assert found.mfu == pytest.approx(flops * 64 * 4096 / found.step_s / 8 / 989e12)
     assert found.hfu == found.mfu > found.mfu_causal
 
 
 def slower(flags: str, more: str, **rest) -> float:
-    return estimate.step_seconds(run_for(f"{flags} {more}", **rest)).seconds / estimate.step_seconds(
+    return plan.time.step_seconds(run_for(f"{flags} {more}", **rest)).seconds / plan.time.step_seconds(
         run_for(flags, **rest)).seconds
 
 
@@ -221,16 +207,16 @@ def test_few_micro_batches_show_what_many_need(schedule):
         flags = f"--layers 16 --pp 4 --global-batch {m} --micro-batch 1 --schedule {schedule} --pp-group {group}"
         run = run_for(flags, 4)
         grid = run.settings.grid
-        whole = estimate.plans_in_memory(schedule, 4, m, grid.chunks, group)
+        whole = plan.memory.plans_in_memory(schedule, 4, m, grid.chunks, group)
         for rank in range(4):
-            most, backwards = estimate.plan_in_memory(run, rank)
+            most, backwards = plan.memory.plan_in_memory(run.settings, rank)
             assert most == whole[rank][0] and set(backwards) == set(whole[rank][1]), (m, rank)
         stages = [Seconds(1.0 + 0.1 * i, 1.1, 0.9 + 0.05 * i) for i in range(4 * grid.chunks)]
-        times = [dict(F=s.forward, B=s.input + s.weight, I=s.input, W=s.weight) for s in stages]
-        actions = estimate.order(schedule, 4, m, grid.chunks, group)
-        expected, busy = estimate.simulate(actions, 4, times, estimate.hop_seconds(run))
-        seconds, spent = estimate.pipeline_seconds(run, stages)
-        assert (seconds, spent) == (pytest.approx(expected, rel=2e-3), pytest.approx(busy)), m
+        built = schedules.make_plan(schedule, 4, m, grid.chunks, group)
+        spans = schedules.simulate(built, [schedules.Costs(*stage, plan.time.hop_seconds(run)) for stage in stages])
+        seconds, spent = plan.time.pipeline_seconds(run, stages)
+        assert seconds == pytest.approx(max(row[-1].stop for row in spans), rel=2e-3), m
+        assert spent == pytest.approx([sum(span.stop - span.start for span in row) for row in spans]), m
 
 
 def test_the_bound_of_equal_stages_is_the_pipelines_formula(monkeypatch):
@@ -238,13 +224,14 @@ def test_the_bound_of_equal_stages_is_the_pipelines_formula(monkeypatch):
     for chunks, schedule in (1, "1f1b"), (2, "interleaved"):
         run = run_for(f"--layers 8 --pp 4 --global-batch 8 --micro-batch 1 --schedule {schedule}", 4)
         stages = [Seconds(1.0, 1.0, 1.0)] * 4 * chunks
-        hops = 6 * estimate.hop_seconds(run)
-        bound, busy = estimate.bound_seconds(run, stages)
+        hops = 6 * plan.time.hop_seconds(run)
+        bound, busy = plan.time.bound_seconds(run, stages)
         assert bound == pytest.approx((8 + 3 / chunks) * 3 * chunks + hops) and busy == [24.0 * chunks] * 4
-        assert bound <= estimate.pipeline_seconds(run, stages)[0] * 1.001
-    monkeypatch.setattr(estimate, "hop_seconds", lambda run: 0.5)
-    assert estimate.bound_seconds(run, stages)[0] == pytest.approx(bound - hops + 6 * 0.5)
-    assert estimate.bound_seconds(run_for("--layers 8 --global-batch 8 --micro-batch 1"), [Seconds(1.0, 1.0, 1.0)]) == (
+        assert bound <= plan.time.pipeline_seconds(run, stages)[0] * 1.001
+    monkeypatch.setattr(plan.time, "hop_seconds", lambda run: 0.5)
+    assert plan.time.bound_seconds(run, stages)[0] == pytest.approx(bound - hops + 6 * 0.5)
+    alone = run_for("--layers 8 --global-batch 8 --micro-batch 1")
+    assert plan.time.bound_seconds(alone, [Seconds(1.0, 1.0, 1.0)]) == (
         24.0, [24.0])
 
 
@@ -254,7 +241,7 @@ def test_the_bound_of_equal_stages_is_the_pipelines_formula(monkeypatch):
 def test_a_hop_takes_what_sending_half_of_all_ranks_away_takes(flags, nbytes, stride):
     """Pessimistic: over the network, unless all stages are in one node."""
     run = run_for(f"--preset llama-3.1-8b --seq 4096 --global-batch 8 --micro-batch 1 {flags}")
-    assert estimate.hop_seconds(run) == pytest.approx(run.collective(nbytes, 2, stride))
+    assert plan.time.hop_seconds(run) == pytest.approx(run.collective(nbytes, 2, stride))
 
 
 @pytest.mark.parametrize("level, overlap, sent, calls", [
@@ -265,13 +252,13 @@ def test_what_each_level_of_zero_sends_and_how_often(monkeypatch, level, overlap
     seen = []
     monkeypatch.setattr(Run, "collective", lambda self, nbytes, n, stride=1, collective="all_gather", calls=1:
                         seen.append((nbytes, collective, calls)) or 0.0)
-    run = run_for(f"--dp 8 --zero {level} --global-batch 32 --micro-batch 1", kernels=stagetime.Kernels(
+    run = run_for(f"--dp 8 --zero {level} --global-batch 32 --micro-batch 1", kernels=plan.time.Kernels(
         overlap=overlap))
-    estimate.data_parallel_seconds(run, dict(dp=[900, 60]), 10, Seconds(), 0.0)
+    plan.time.data_parallel_seconds(run, dict(dp=[900, 60]), 10, Seconds(), 0.0)
     assert seen == [(7 / 8 * 960 * sent, "all_gather" if level else "all_reduce", calls * 10 / 2)]
     seen.clear()
     hybrid = run_for("--dp 8 --zero 1 --dp-replicate 2 --global-batch 32 --micro-batch 1")
-    estimate.data_parallel_seconds(hybrid, dict(dp=[960]), 10, Seconds(), 0.0)
+    plan.time.data_parallel_seconds(hybrid, dict(dp=[960]), 10, Seconds(), 0.0)
     assert [calls for _, _, calls in seen] == [10, 5]
 
 
@@ -281,7 +268,7 @@ def test_the_data_axis_hides_under_what_its_level_lets_it(monkeypatch, level, hi
     run = run_for(f"--dp 8 --zero {level} --global-batch 80 --micro-batch 1")
     for sent in 200.0, 80.0:
         monkeypatch.setattr(Run, "collective", lambda *_, sent=sent, **__: sent)
-        exposed = estimate.data_parallel_seconds(run, dict(dp=[960]), 1, Seconds(1.0, 2.0, 3.0), 60.0)
+        exposed = plan.time.data_parallel_seconds(run, dict(dp=[960]), 1, Seconds(1.0, 2.0, 3.0), 60.0)
         least = sent * (1 - run.constants.hidden) if level >= 2 else 0.0
         assert exposed == max(sent - hides, least)
 
@@ -290,14 +277,14 @@ def test_the_data_axis_hides_under_what_its_level_lets_it(monkeypatch, level, hi
     ("--dp 4 --zero 1 --dp-replicate 2", 2), ("--dp 4 --zero 3", 4), ("--dp 4 --zero 0", 1),
     ("--dp 2 --cp 2 --zero 1", 4)])
 def test_an_update_is_of_a_shard(flags, shards):
-    parts = estimate.step_seconds(run_for(f"--preset llama-3.1-8b --global-batch 8 {flags}")).parts
+    parts = plan.time.step_seconds(run_for(f"--preset llama-3.1-8b --global-batch 8 {flags}")).parts
     assert parts["optimizer"] == pytest.approx(40 * 8_030_261_248 / shards / 3.35e12)
 
 
 @pytest.mark.parametrize("ep", [1, 2, 8])
 def test_an_update_of_experts_is_of_an_equal_share_too(ep):
     """On 8 ranks, whether an expert is on one of them or sharded over several. 46,702,792,704 parameters."""
-    parts = estimate.step_seconds(run_for(f"--preset mixtral-8x7b --dp 8 --ep {ep} --zero 1 --global-batch 8")).parts
+    parts = plan.time.step_seconds(run_for(f"--preset mixtral-8x7b --dp 8 --ep {ep} --zero 1 --global-batch 8")).parts
     assert parts["optimizer"] == pytest.approx(40 * 46_702_792_704 / 8 / 3.35e12)
 
 
@@ -306,7 +293,7 @@ def test_an_update_on_the_host_is_of_the_moments_that_there_are():
     for flags, moments in ("", 16), ("--moments bf16", 8), ("--optimizer sgd", 0):
         run = run_for(f"{OFFLOADED} optimizer {flags}", 1)._replace(
             machine=TWO_LEVELS._replace(memory_bandwidth=1.0, host_link=math.inf, host_memory=1.0))
-        assert estimate.update_seconds(run, [3.0]) == (22 + 18 + moments) * 3
+        assert plan.time.update_seconds(run, [3.0]) == (22 + 18 + moments) * 3
 
 
 def test_fp8_weights_are_quantised_whenever_they_are_gathered():
@@ -314,7 +301,7 @@ def test_fp8_weights_are_quantised_whenever_they_are_gathered():
     flags = "--preset llama-3.1-8b --dp 8 --seq 4096 --global-batch 32 --micro-batch 1 --fp8-ends --fp8"
     matrices = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336)
     for level, times in (1, 1), (3, 2 * 4):
-        with_fp8, without = (estimate.step_seconds(run_for(f"{flags} {recipe} --zero {level}")).parts["optimizer"]
+        with_fp8, without = (plan.time.step_seconds(run_for(f"{flags} {recipe} --zero {level}")).parts["optimizer"]
                              for recipe in ("tensorwise", "none"))
         assert with_fp8 - without == pytest.approx(times * matrices * 6 / 3.35e12)
 
@@ -323,10 +310,11 @@ def test_the_ends_of_a_pipeline_both_count():
     """The first rank has the table, the last one the head and a norm: the larger is what the step waits for."""
     for flags in "--layers 8 --vocab 200000", "--layers 8 --vocab 128":
         run = run_for(f"{flags} --hidden 256 --heads 4 --dp 2 --pp 2 --zero 0 --global-batch 8 --micro-batch 1")
-        elements = [sum(map(sum, costs.bucket_elements(run.settings, estimate.stages_of_rank(run, rank), 2).values()))
+        stages = [plan.memory.stages_of_rank(run.settings, rank) for rank in range(2)]
+        elements = [sum(map(sum, costs.bucket_elements(run.settings, stages[rank], 2).values()))
                     for rank in (0, 1)]
         assert elements.index(max(elements)) == ("--vocab 128" in flags)
-        assert estimate.step_seconds(run).parts["optimizer"] == pytest.approx(40 * max(elements) / 3.35e12)
+        assert plan.time.step_seconds(run).parts["optimizer"] == pytest.approx(40 * max(elements) / 3.35e12)
 
 
 @pytest.mark.parametrize("flags", [
@@ -334,8 +322,8 @@ def test_the_ends_of_a_pipeline_both_count():
     "--pp 4 --schedule zb-h1 --recompute full", "--pp 4 --vocab 200000", "--pp 4 --layers 17", "--pp 2 --tied"])
 def test_no_rank_needs_more_than_what_is_said(flags):
     run = run_for(f"--layers 16 --hidden 256 --heads 4 --vocab 256 --global-batch 16 --micro-batch 1 {flags}")
-    every = [sum(estimate.memory_of_rank(run, rank).values()) for rank in range(run.settings.grid.pp)]
-    assert sum(estimate.memory(run).values()) == max(every)
+    every = [sum(plan.time.memory_of_rank(run, rank).values()) for rank in range(run.settings.grid.pp)]
+    assert sum(plan.time.needed_memory(run).values()) == max(every)
 
 
 def test_a_fit_is_as_likely_as_the_error_of_a_prediction_says():
@@ -344,11 +332,11 @@ def test_a_fit_is_as_likely_as_the_error_of_a_prediction_says():
     run = run_for("--preset tiny")
     usable = 0.95 * 80 * 2**30
     for share, expected in (1.0, 0.5), (math.exp(-0.12), 0.8413), (math.exp(0.24), 0.0228):
-        assert estimate.probability_of_fit(run, share * usable - 0.3e9) == pytest.approx(expected, abs=1e-4)
+        assert plan.time.probability_of_fit(run, share * usable - 0.3e9) == pytest.approx(expected, abs=1e-4)
     large = run_for("--preset llama-3.1-8b --dp 8 --zero 1 --seq 8192 --global-batch 8 --micro-batch 1")
-    found = plan.predict(large)
-    assert found.memory_gb == pytest.approx(sum(estimate.memory(large).values()) / 1e9 + 0.3)
-    assert found.fits == pytest.approx(estimate.probability_of_fit(large, found.memory_gb * 1e9 - 0.3e9))
+    found = predict.predict(large)
+    assert found.memory_gb == pytest.approx(sum(plan.time.needed_memory(large).values()) / 1e9 + 0.3)
+    assert found.fits == pytest.approx(plan.time.probability_of_fit(large, found.memory_gb * 1e9 - 0.3e9))
 
 
 def test_other_codes_hold_more():
@@ -356,17 +344,17 @@ def test_other_codes_hold_more():
     gathered inputs of all layers in flight, less the shard that is saved anyway."""
     flags = "--preset llama-3.2-1b --dp 2 --tp 2 --pp 2 --global-batch 8 --micro-batch 1 --seq 2048"
     ours = run_for(flags)
-    theirs = ours._replace(kernels=stagetime.Kernels(fused=False, gathered=2))
+    theirs = ours._replace(kernels=plan.time.Kernels(fused=False, gathered=2))
     logits = 2048 * 128256 / 2 * (2 + 4 + 4)
     for rank, count in (0, 2), (1, 1):
-        fused, unfused = (estimate.memory_of_rank(run, rank) for run in (ours, theirs))
+        fused, unfused = (plan.time.memory_of_rank(run, rank) for run in (ours, theirs))
         elements = fused["weights"] // 2
         assert unfused["gradients"] - fused["gradients"] == 2 * elements
         layers = len(costs.stages_of(ours.settings)[rank])
         assert unfused["gathered"] == 2 * layers * count * 2048 * 2 * 2048 / 2 and "gathered" not in fused
-        body = estimate.activations_of_rank(ours, 0) if rank == 0 else footprint.activation_bytes(
+        body = plan.time.activations_of_rank(ours, 0) if rank == 0 else plan.memory.activation_bytes(
             ours.settings, 2, [range(layers)], 1, False)
-        assert estimate.activations_of_rank(theirs, rank) == pytest.approx(1.4 * body + (logits if rank else 0))
+        assert plan.time.activations_of_rank(theirs, rank) == pytest.approx(1.4 * body + (logits if rank else 0))
 
 
 def test_what_costs_time_does():
@@ -376,7 +364,7 @@ def test_what_costs_time_does():
     assert slower(grid, "--zero 3") > 1
     across = "--preset llama-3.1-8b --tp 16 --seq 4096 --global-batch 16 --micro-batch 1"
     inside = "--preset llama-3.1-8b --tp 8 --dp 2 --seq 4096 --global-batch 16 --micro-batch 1"
-    assert estimate.step_seconds(run_for(across)).parts["tp"] > estimate.step_seconds(run_for(inside)).parts["tp"]
+    assert plan.time.step_seconds(run_for(across)).parts["tp"] > plan.time.step_seconds(run_for(inside)).parts["tp"]
 
 
 @pytest.mark.parametrize("flags, axis, sent", [
@@ -390,7 +378,7 @@ def test_what_the_data_axis_sends_to_whom(monkeypatch, flags, axis, sent):
     monkeypatch.setattr(Run, "collective", lambda self, nbytes, n, stride=1, collective="all_gather", calls=1:
                         seen.append((nbytes, n, stride, collective)) or 0.0)
     run = run_for(f"{flags} --zero 1 --global-batch 16")
-    estimate.data_parallel_seconds(run, {axis: [960]}, 1, Seconds(0.0, 0.0), 0.0)
+    plan.time.data_parallel_seconds(run, {axis: [960]}, 1, Seconds(0.0, 0.0), 0.0)
     assert seen == sent
 
 
@@ -398,19 +386,19 @@ def test_what_the_data_axis_sends_to_whom(monkeypatch, flags, axis, sent):
 def test_an_update_reads_and_writes_its_moments(flags, nbytes):
     """AdamW's two moments in fp32 are 16 of 40 bytes per parameter."""
     run = run_for(f"--preset llama-3.1-8b --dp 8 --zero 1 --global-batch 8 {flags}")
-    assert estimate.step_seconds(run).parts["optimizer"] == pytest.approx(nbytes * 8_030_261_248 / 8 / 3.35e12)
+    assert plan.time.step_seconds(run).parts["optimizer"] == pytest.approx(nbytes * 8_030_261_248 / 8 / 3.35e12)
 
 
 @pytest.mark.parametrize("recipe, nbytes", [("tensorwise", 2 + 2 + 1 + 1), ("blockwise", 2 + 1 + 1)])
 def test_fp8_operands_are_read_and_written(recipe, nbytes):
     """Per element: reads for the largest, where a tensor has one scale, and for the copies; two copies are written."""
     run = run_for(f"--preset llama-3.1-8b --seq 4096 --global-batch 1 --fp8 {recipe} --fp8-ends")
-    spent = estimate.step_seconds(run).parts
+    spent = plan.time.step_seconds(run).parts
     inputs = 4096 + 4096 + 4096 + 14336  # of qkv, output, gate and up, down
     gradients = (4096 + 2 * 1024) + 4096 + 2 * 14336 + 4096
     assert spent["quantise"] == pytest.approx(32 * 4096 * (inputs + gradients) * nbytes / 3.35e12)
     matrices = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336)
-    without = estimate.step_seconds(run_for("--preset llama-3.1-8b --seq 4096 --global-batch 1")).parts
+    without = plan.time.step_seconds(run_for("--preset llama-3.1-8b --seq 4096 --global-batch 1")).parts
     assert spent["optimizer"] - without["optimizer"] == pytest.approx(matrices * nbytes / 3.35e12)
     assert spent["matmul"] < 0.62 * without["matmul"]
 
@@ -418,21 +406,21 @@ def test_fp8_operands_are_read_and_written(recipe, nbytes):
 def test_reductions_hide_under_the_last_backward_as_far_as_there_is_time():
     slow = Machine("test", 8, {"bf16": 1e15}, {"bf16": 8e14}, 80e9, 3e12, (Level("node", 8, 0.0, 30e9),))
     run = run_for("--preset llama-3.1-8b --dp 8 --zero 0 --global-batch 64 --micro-batch 1")._replace(machine=slow)
-    last, = stagetime.stage_seconds(stagetime.stage_parts(run))
+    last, = plan.time.stage_seconds(plan.time.stage_parts(run))
     sent = 2 * 7 / 8 * 4 * 8_030_261_248 / 30e9 / run.constants.node
-    assert estimate.step_seconds(run).parts["dp"] == pytest.approx(sent - last.input - last.weight)
+    assert plan.time.step_seconds(run).parts["dp"] == pytest.approx(sent - last.input - last.weight)
     fast = slow._replace(levels=(Level("node", 8, 0.0, 30e12),))
-    assert estimate.step_seconds(run._replace(machine=fast)).parts["dp"] == 0
+    assert plan.time.step_seconds(run._replace(machine=fast)).parts["dp"] == 0
     sharded = run_for("--preset llama-3.1-8b --dp 8 --zero 3 --global-batch 64 --micro-batch 1")._replace(machine=fast)
     sent = 8 * 7 / 8 * (4 + 2 + 2) * 8_030_261_248 / 30e12 / run.constants.node  # of 8 micro-batches
-    assert estimate.step_seconds(sharded).parts["dp"] == pytest.approx(sent * (1 - run.constants.hidden))
+    assert plan.time.step_seconds(sharded).parts["dp"] == pytest.approx(sent * (1 - run.constants.hidden))
 
 
 def test_reductions_do_not_hide_where_tensor_parallel_ranks_use_the_network():
     for tp in (8, 16):
         run = run_for(f"--preset llama-3.1-8b --dp 2 --tp {tp} --zero 0 --global-batch 64 --micro-batch 1")
-        after = run._replace(kernels=stagetime.Kernels(overlap=False))  # after the backward
-        exposed, all_of_it = (estimate.step_seconds(which).parts["dp"] for which in (run, after))
+        after = run._replace(kernels=plan.time.Kernels(overlap=False))  # after the backward
+        exposed, all_of_it = (plan.time.step_seconds(which).parts["dp"] for which in (run, after))
         assert exposed == all_of_it if tp == 16 else exposed < 0.7 * all_of_it
 
 
@@ -442,10 +430,10 @@ def test_tensor_parallel_exchanges_hide_as_far_as_the_code_overlaps_them(overlap
     """Of 8 exchanges of a layer, 2 reduce-scatters of its backward are under the matmuls of weight gradients, as are 2
     all-gathers of inputs that are not saved."""
     run = run_for("--preset llama-3.1-8b --tp 8 --global-batch 4 --micro-batch 1 --seq 32768")
-    run = run._replace(kernels=stagetime.Kernels(tp_overlap=overlap, gathered=gathered))
+    run = run._replace(kernels=plan.time.Kernels(tp_overlap=overlap, gathered=gathered))
     fast = run.machine._replace(levels=(Level("node", 8, 0.0, 3e12),))
     one = 7 / 8 * 2 * 32768 * 4096 / 3e12 / run.constants.node + run.constants.exchange_s
-    spent = estimate.step_seconds(run._replace(machine=fast)).parts.get("tp", 0.0)
+    spent = plan.time.step_seconds(run._replace(machine=fast)).parts.get("tp", 0.0)
     assert spent == pytest.approx(4 * (32 * of_layer + of_head) * one)
 
 
@@ -453,13 +441,13 @@ def test_exchanges_hide_as_far_as_there_is_time():
     run = run_for("--preset llama-3.1-8b --tp 8 --global-batch 4 --micro-batch 1 --seq 32768")
     one = 7 / 8 * 2 * 32768 * 4096 / 363e9 / run.constants.node + 7 * 3e-6 * run.constants.latency
     one += run.constants.exchange_s
-    assert stagetime.tensor_parallel_part(run, 2, [1e-4, 1.0])["tp"] == pytest.approx((2 * one, one - 1e-4, 0.0))
+    assert plan.time.tensor_parallel_part(run, 2, [1e-4, 1.0])["tp"] == pytest.approx((2 * one, one - 1e-4, 0.0))
 
 
 def test_heads_that_tensor_cores_cannot_multiply_take_longer():
     """Of 14400 elements, 80 heads have 180 each, no multiple of 8; 75 heads have 192."""
-    model, kernels = "--layers 4 --hidden 14400 --vocab 1000 --seq 2048", stagetime.Kernels(attention="standard")
-    times = [estimate.step_seconds(run_for(f"{model} --heads {n} --kv-heads {n}", kernels=kernels)).parts["attention"]
+    model, kernels = "--layers 4 --hidden 14400 --vocab 1000 --seq 2048", plan.time.Kernels(attention="standard")
+    times = [plan.time.step_seconds(run_for(f"{model} --heads {n} --kv-heads {n}", kernels=kernels)).parts["attention"]
              for n in (80, 75)]
     assert times[0] > 3 * times[1]
 
@@ -468,31 +456,31 @@ def test_heads_that_tensor_cores_cannot_multiply_take_longer():
                                            ("--zero 1 --dp 2 --cp 2", 4), ("--zero 1 --dp-replicate 2", 2)])
 def test_a_tied_tables_gradient_is_summed_over_its_stages(flags, shards):
     """In fp32; at level 1 a shard of it; not at all where one rank has both stages."""
-    parts = estimate.step_seconds(run_for(f"--preset llama-3.2-1b --dp 4 --pp 2 --global-batch 32 {flags}")).parts
-    expected = 4 * 128256 * 2048 / shards / 436e9 + 3e-6 * stagetime.CONSTANTS.latency
+    parts = plan.time.step_seconds(run_for(f"--preset llama-3.2-1b --dp 4 --pp 2 --global-batch 32 {flags}")).parts
+    expected = 4 * 128256 * 2048 / shards / 436e9 + 3e-6 * plan.time.CONSTANTS.latency
     assert parts["tie"] == (pytest.approx(expected) if shards < math.inf else 0.0)
-    whole = 4 * 128256 * 2048 / 436e9 + 3e-6 * stagetime.CONSTANTS.latency
-    after = run_for(f"--preset llama-3.2-1b --dp 4 --pp 2 --global-batch 32 {flags}", kernels=stagetime.Kernels(
+    whole = 4 * 128256 * 2048 / 436e9 + 3e-6 * plan.time.CONSTANTS.latency
+    after = run_for(f"--preset llama-3.2-1b --dp 4 --pp 2 --global-batch 32 {flags}", kernels=plan.time.Kernels(
         overlap=False))  # before anything is sharded
-    assert estimate.tied_seconds(after) == (pytest.approx(whole) if shards < math.inf else 0.0)
+    assert plan.time.tied_seconds(after) == (pytest.approx(whole) if shards < math.inf else 0.0)
 
 
 def test_zigzag_context_parallelism_divides_the_scores_equally():
-    one = estimate.step_seconds(run_for("--preset llama-3.1-8b --seq 32768 --global-batch 4 --micro-batch 4")).parts
-    four = estimate.step_seconds(run_for("--preset llama-3.1-8b --seq 32768 --global-batch 4 --micro-batch 4 --cp 4"))
+    one = plan.time.step_seconds(run_for("--preset llama-3.1-8b --seq 32768 --global-batch 4 --micro-batch 4")).parts
+    four = plan.time.step_seconds(run_for("--preset llama-3.1-8b --seq 32768 --global-batch 4 --micro-batch 4 --cp 4"))
     assert four.parts["attention"] == pytest.approx(one["attention"] / 4)
     assert four.parts["cp"] > 0
 
 
 def layer(flags: str, number: int = 0, ranks: int = 0, **rest) -> dict[str, Seconds]:
-    return stagetime.layer_parts(run_for(f"--preset llama-3.1-8b --seq 4096 --global-batch 64 --micro-batch 2 {flags}",
+    return plan.time.layer_parts(run_for(f"--preset llama-3.1-8b --seq 4096 --global-batch 64 --micro-batch 2 {flags}",
                                          ranks, **rest), number)
 
 
 def test_a_layers_parts_are_their_formulas():
     """On an H100, with T = 8,192 tokens: matrices 3 times, each with what it reads and writes, weight gradients with 14
     bytes per weight; activations a third in forward; half of the scores, 3.5 times, at half of the peak or so."""
-    parts, c = layer("--micro-batch 2"), stagetime.CONSTANTS
+    parts, c = layer("--micro-batch 2"), plan.time.CONSTANTS
     weights = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)
     product = 2 * 8192 * weights / (794e12 * c.hopper)
     norms = 2 * 4096  # they are read and written, too
@@ -503,49 +491,49 @@ def test_a_layers_parts_are_their_formulas():
     saved = 2 * (4096 * 6 + 2 * 1024 + 3 * 14336) + 2 * 4 + 4 * 32  # inputs of all, statistics, logsumexp
     touched = 8192 * saved * c.fused / 3.35e12
     assert parts["elementwise"] == pytest.approx((touched / 3, touched * 2 / 3, 0))
-    unfused = layer("", kernels=stagetime.Kernels(fused=False))["elementwise"]
+    unfused = layer("", kernels=plan.time.Kernels(fused=False))["elementwise"]
     assert unfused.total == pytest.approx(8192 * saved * c.passes / 3.35e12)
     assert set(parts) == {"matmul", "attention", "elementwise", "launch"} and parts["launch"] == Seconds()
-    assert "launch" not in layer("", kernels=stagetime.Kernels(launch=False))
+    assert "launch" not in layer("", kernels=plan.time.Kernels(launch=False))
 
 
 @pytest.mark.parametrize("attention, machine, fraction", [
     ("flash1", "a100", 0.35), ("flash1", "h100", 0.20), ("flash2", "a100", 0.60), ("flash2", "h100", 0.33),
     ("flash3", "a100", 0.60), ("flash3", "h100", 0.60), ("flash3", "b200", 0.60)])
 def test_attention_reaches_its_fraction_of_the_peak(attention, machine, fraction):
-    made = layer("", machine=machine, kernels=stagetime.Kernels(attention=attention))["attention"]
+    made = layer("", machine=machine, kernels=plan.time.Kernels(attention=attention))["attention"]
     peak = dict(a100=312e12, h100=989e12, b200=2250e12)[machine]
     assert made.forward == pytest.approx(4 * 8192 * 4096 * 2048 / (fraction * peak))
 
 
 def test_scores_in_memory_are_read_and_written():
     """8.5 passes forward and 9.5 backward in 16 bits, a third of it forward, and all of q, k, v and the result."""
-    made = layer("", kernels=stagetime.Kernels(attention="standard"))["attention"]
-    flops = 2 * 2 * 8192 * 4096 * 4096 / (794e12 * stagetime.CONSTANTS.hopper)  # masked ones, too
+    made = layer("", kernels=plan.time.Kernels(attention="standard"))["attention"]
+    flops = 2 * 2 * 8192 * 4096 * 4096 / (794e12 * plan.time.CONSTANTS.hopper)  # masked ones, too
     nbytes = (18 * 2 * 32 * 4096 * 4096 + 12 * 2 * 32 * 4096 * 128) * 2 / 3.35e12  # of two sequences
     assert made == pytest.approx((flops + nbytes / 3, 2 * flops + nbytes * 2 / 3, 0))
 
 
 def test_a_layer_below_its_launches_takes_as_long_as_those():
-    parts = stagetime.layer_parts(run_for("--preset tiny --global-batch 1 --micro-batch 1"), 0)
+    parts = plan.time.layer_parts(run_for("--preset tiny --global-batch 1 --micro-batch 1"), 0)
     forward = sum(part.forward for part in parts.values())
     whole = sum(part.total for part in parts.values())
-    assert (forward, whole) == pytest.approx((stagetime.CONSTANTS.launch_s / 3, stagetime.CONSTANTS.launch_s))
+    assert (forward, whole) == pytest.approx((plan.time.CONSTANTS.launch_s / 3, plan.time.CONSTANTS.launch_s))
 
 
 def test_recomputation_repeats_the_forward_but_what_no_backward_reads():
     """In full: neither the last matmul, down, nor its reduce-scatter; selective: half of what a forward touches."""
     parts = layer("--tp 2 --recompute full")
     others = {name: part for name, part in parts.items() if name != "recomputed"}
-    down = 2 * 8192 * 4096 * 14336 / 2 / (794e12 * stagetime.CONSTANTS.hopper)
+    down = 2 * 8192 * 4096 * 14336 / 2 / (794e12 * plan.time.CONSTANTS.hopper)
     expected = sum(part.forward for part in others.values()) - down - others["tp"].forward / 4
     assert parts["recomputed"] == pytest.approx((0, expected, 0))
     some = layer("--tp 2 --recompute selective")
     assert some["recomputed"] == pytest.approx((0, some["elementwise"].forward / 2, 0))
     experts = dict(preset="mixtral-8x7b", seq=4096, global_batch=64, micro_batch=1, dp=8, ep=8, recompute="full")
-    parts = stagetime.layer_parts(plan.run_of(experts), 0)
+    parts = plan.time.layer_parts(predict.run_of(experts), 0)
     others = {name: part for name, part in parts.items() if name != "recomputed"}
-    down = 2 * 4096 * 2 * 4096 * 14336 / (794e12 * stagetime.CONSTANTS.hopper)  # of two experts per token
+    down = 2 * 4096 * 2 * 4096 * 14336 / (794e12 * plan.time.CONSTANTS.hopper)  # of two experts per token
     expected = sum(part.forward for part in others.values()) - down - others["ep"].forward / 2
     assert parts["recomputed"] == pytest.approx((0, expected, 0))
 
@@ -563,13 +551,13 @@ def test_what_context_parallel_ranks_send(style, forward, backward):
     kv, q = 2 * 4 * 128, 16 * 128  # on one of two tensor parallel ranks
     one = 3 * 2 * 2048 * kv / 1e9 / run.constants.node
     scores = Seconds(0.2e-3, 0.5e-3) if style == "ring" else Seconds(9.0, 9.0)
-    made = stagetime.context_parallel_part(run, scores)["cp"]
+    made = plan.time.context_parallel_part(run, scores)["cp"]
     if style == "ulysses":
         forward = backward = 2 * 2048 * (2 * q + kv) * 3 / 4 / 1e9 / run.constants.node / one
     hidden = scores if style == "ring" else Seconds()
     assert made == pytest.approx((forward * one - hidden.forward, backward * one - hidden.input, 0))
     if style == "ring":
-        assert stagetime.context_parallel_part(run, Seconds(9.0, 9.0))["cp"] == Seconds()
+        assert plan.time.context_parallel_part(run, Seconds(9.0, 9.0))["cp"] == Seconds()
 
 
 @pytest.mark.parametrize("flags, tp", [("--dp 8", 1), ("--dp 4 --tp 2", 2)])
@@ -579,10 +567,10 @@ def test_what_experts_are_sent(flags, tp):
     run = no_latency(run_for(f"--preset mixtral-8x7b {flags} --ep 8 --seq 4096 --global-batch 8 --micro-batch 1"), 1e9)
     copies = 2 * 4096 / tp
     one = copies * (2 * 4096 + 2 * (8 + 4) / 4) * 7 / 8 / 1e9 / run.constants.node
-    assert stagetime.expert_parallel_part(run, 0)["ep"] == pytest.approx((2 * one, 2 * one, 0))
-    assert stagetime.expert_parallel_part(run_for("--preset tiny-moe --ep 1"), 3) == {}
+    assert plan.time.expert_parallel_part(run, 0)["ep"] == pytest.approx((2 * one, 2 * one, 0))
+    assert plan.time.expert_parallel_part(run_for("--preset tiny-moe --ep 1"), 3) == {}
     dense = run_for("--preset tiny-moe --dense-layers 1 --dp 2 --ep 2")
-    assert stagetime.expert_parallel_part(dense, 0) == {} != stagetime.expert_parallel_part(dense, 1)
+    assert plan.time.expert_parallel_part(dense, 0) == {} != plan.time.expert_parallel_part(dense, 1)
 
 
 @pytest.mark.parametrize("flags, stride", [("", 1), (" --sp off", 8)])
@@ -590,28 +578,28 @@ def test_expert_ranks_without_sequence_parallelism_are_as_far_apart_as_tensor_pa
     run = run_for(f"--preset mixtral-8x7b --dp 2 --tp 8 --ep 2 --seq 4096 --global-batch 2 --micro-batch 1{flags}")
     copies = 2 * (1 - 6 / 28) * 4096 / 8  # C(4, 2) of C(8, 2) pairs of experts are on the other rank
     one = run.collective(copies * (2 * 4096 + 3 * 2) / 2, 2, stride, "all_to_all")
-    assert stagetime.expert_parallel_part(run, 0)["ep"] == pytest.approx((2 * one, 2 * one, 0))
+    assert plan.time.expert_parallel_part(run, 0)["ep"] == pytest.approx((2 * one, 2 * one, 0))
     assert run.collective(1e9, 2, 8) > 5 * run.collective(1e9, 2, 1)
 
 
 def test_shared_experts_hide_an_exchange():
     """Of four exchanges of a backward two are under weight gradients, of qkv and of the shared experts."""
     run = no_latency(run_for("--preset mixtral-8x7b --shared-experts 2 --tp 8 --seq 32768 --global-batch 1"), 1e15)
-    made = stagetime.layer_parts(run, 0)["tp"]
+    made = plan.time.layer_parts(run, 0)["tp"]
     assert made.input == pytest.approx(made.forward / 2)
 
 
 def test_ranks_beyond_the_number_of_kv_heads_send_one_head_each():
     copies = no_latency(run_for("--preset llama-3.2-1b --cp 2 --tp 16 --seq 4096 --global-batch 1"), 1e9)
     one = 2 * 2048 * 2 * 64 / 1e9 / copies.constants.node
-    assert stagetime.context_parallel_part(copies, Seconds())["cp"].forward == pytest.approx(one)
+    assert plan.time.context_parallel_part(copies, Seconds())["cp"].forward == pytest.approx(one)
 
 
 def test_the_heads_parts_are_their_formulas():
     run = run_for("--preset llama-3.1-8b --tp 2 --seq 4096 --global-batch 2 --micro-batch 2")
-    product = 2 * 8192 * 4096 * 128256 / 2 / (794e12 * stagetime.CONSTANTS.hopper)
-    logits = stagetime.CONSTANTS.logit_bytes * 8192 * 128256 / 2 / 3.35e12
-    parts = stagetime.head_parts(run)
+    product = 2 * 8192 * 4096 * 128256 / 2 / (794e12 * plan.time.CONSTANTS.hopper)
+    logits = plan.time.CONSTANTS.logit_bytes * 8192 * 128256 / 2 / 3.35e12
+    parts = plan.time.head_parts(run)
     assert parts["head"] == pytest.approx((product + logits / 3, product + logits * 2 / 3, product))
     one = 8192 * 4096 / 363e9 / run.constants.node + 3e-6 * run.constants.latency + run.constants.exchange_s
     assert parts["tp"] == pytest.approx((one, 0, 0))  # backward's is under the weight gradient
@@ -649,7 +637,7 @@ def test_fp8_operands_of_experts_are_those_of_their_matrices(sp, tp):
 
 def test_unbalanced_experts_take_longer():
     flags = "--preset mixtral-8x7b --dp 8 --ep 8 --zero 1 --seq 4096 --global-batch 64 --micro-batch 1"
-    even, uneven = (estimate.step_seconds(run_for(flags, imbalance=x)).parts for x in (1.0, 1.5))
+    even, uneven = (plan.time.step_seconds(run_for(flags, imbalance=x)).parts for x in (1.0, 1.5))
     assert 1.3 * even["ep"] < uneven["ep"] <= 1.5 * even["ep"]  # bytes are 1.5 times as many, hops as many
     assert even["matmul"] < uneven["matmul"] < 1.5 * even["matmul"]
 
@@ -660,7 +648,7 @@ def test_gradients_reduced_in_bf16_are_half_of_their_bytes(level, halves):
     latency and with nothing hidden, the time is theirs."""
     node = Machine("test", 8, {"bf16": 1e15}, {"bf16": 8e14}, 80e9, 3e12, (Level("node", 8, 0.0, 300e9),))
     flags = f"--preset llama-3.1-8b --dp 8 --zero {level} --global-batch 64 --micro-batch 1 --reduce-dtype "
-    fp32, bf16 = (estimate.step_seconds(run_for(flags + dtype, kernels=stagetime.Kernels(overlap=False))._replace(
+    fp32, bf16 = (plan.time.step_seconds(run_for(flags + dtype, kernels=plan.time.Kernels(overlap=False))._replace(
         machine=node)).parts["dp"] for dtype in ("fp32", "bf16"))
     assert bf16 == pytest.approx(halves * fp32)
 
@@ -670,8 +658,8 @@ def test_code_without_overlap_all_reduces_at_level_1_and_sends_gradients_twice()
     is little."""
     node = Machine("test", 8, {"bf16": 1e15}, {"bf16": 8e14}, 80e9, 3e12, (Level("node", 8, 0.0, 3e6),))
     run = run_for("--preset llama-3.1-8b --dp 8 --zero 1 --global-batch 8 --micro-batch 1")._replace(machine=node)
-    scattered, reduced = (estimate.step_seconds(run._replace(
-        kernels=stagetime.Kernels(overlap=overlap))).parts["dp"] for overlap in (True, False))
+    scattered, reduced = (plan.time.step_seconds(run._replace(
+        kernels=plan.time.Kernels(overlap=overlap))).parts["dp"] for overlap in (True, False))
     assert reduced == pytest.approx(10 / 6 * scattered, rel=1e-3)
 
 
@@ -693,7 +681,7 @@ def test_ratios_are_those_of_their_formulas(dtype):
                    P=p * model.layers / 2, kv=model.kv_heads, q=model.heads, ffn=model.expert_ffn, k=2,
                    u=4 * (1 - 15 / 28))  # C(6, 2) of C(8, 2) pairs of experts are on other ranks
     ranks = {"dp": 8, "Ze": 8, "tp": 4, "cp": 2, "pp": 2, "ep": 4}
-    found = plan.overlaps(run)
+    found = plan.__main__.overlaps(run)
     assert [overlap.technique[:2] for overlap in found] == ["dp", "Ze", "Ze", "tp", "cp", "pp", "ep"]
     assert found[0].formula.startswith("2 (n" if dtype == "fp32" else "1 (n")
     for overlap in found:
@@ -717,15 +705,15 @@ def test_ratios_have_the_bandwidth_of_their_group(flags, bandwidths):
     """GB/s in a node and between nodes of 8, where a group's ranks in a node use as many cards."""
     levels = tuple(level._replace(latency_s=0.0) for level in TWO_LEVELS.levels)
     run = run_for(f"{flags} --global-batch 16 --micro-batch 1")._replace(machine=TWO_LEVELS._replace(levels=levels))
-    found = {overlap.technique[:2]: overlap.bandwidth / 1e9 for overlap in plan.overlaps(run)}
+    found = {overlap.technique[:2]: overlap.bandwidth / 1e9 for overlap in plan.__main__.overlaps(run)}
     assert found == pytest.approx(bandwidths)
-    assert not plan.overlaps(run_for("--preset tiny --dp 1"))
+    assert not plan.__main__.overlaps(run_for("--preset tiny --dp 1"))
 
 
 def test_what_would_hide_hides():
     """With as many tokens or as long sequences as the table says, the ratio is 1."""
     flags = "--preset llama-3.1-8b --dp 4 --cp 2 --global-batch 4 --micro-batch 1 --seq "
-    rows = {seq: {overlap.technique[:4]: overlap for overlap in plan.overlaps(run_for(flags + str(seq)))}
+    rows = {seq: {overlap.technique[:4]: overlap for overlap in plan.__main__.overlaps(run_for(flags + str(seq)))}
             for seq in (8192, 16384)}
     for name in ("dp: ", "ZeRO", "cp: "):
         few, many = rows[8192][name], rows[16384][name]
@@ -768,11 +756,11 @@ def test_memory_prints_what_each_choice_needs(capsys):
     """Each row beside a run that has its flag; the first lines are the rank that needs most of."""
     flags = "--preset llama-3.2-1b --pp 2 --dp 2 --seq 2048 --global-batch 16 --micro-batch 1"
     run, out = run_for(flags), printed(capsys, f"memory {flags}")
-    kinds = estimate.memory(run)
+    kinds = plan.time.needed_memory(run)
     first, *rest = out.splitlines()
     assert first == (
         f"h100: the pipeline rank that needs most, of 2, needs {sum(kinds.values()) / 1e9:.2f} GB of 85.90 GB, 0.30 GB "
-        f"reserved besides: fits with probability {estimate.probability_of_fit(run, sum(kinds.values())):.2f}")
+        f"reserved besides: fits with probability {plan.time.probability_of_fit(run, sum(kinds.values())):.2f}")
     for (kind, nbytes), line in zip(kinds.items(), rest):
         there = number(line[16:]) * (1e9 if " GB" in line else 1e6)
         assert line.split()[0] == kind and there == pytest.approx(nbytes, rel=5e-3, abs=5e6)
@@ -786,9 +774,9 @@ def test_memory_prints_what_each_choice_needs(capsys):
         else:
             choices[title, line.split()[0]] = [number(text) for text in re.findall(r"[\d,.]+ GB", line)]
     values = dict(recompute=costs.RECOMPUTE, zero=range(4), seq=(512, 1024, 2048, 4096, 8192, 16384))
-    expected = {(f"--{name}", str(value)): estimate.memory(run_for(f"{flags} --{name} {value}"))
+    expected = {(f"--{name}", str(value)): plan.time.needed_memory(run_for(f"{flags} --{name} {value}"))
                 for name, of in values.items() for value in of}
-    expected |= {("pipeline", str(rank)): estimate.memory_of_rank(run, rank) for rank in (0, 1)}
+    expected |= {("pipeline", str(rank)): plan.time.memory_of_rank(run, rank) for rank in (0, 1)}
     assert choices == {name: pytest.approx([sum(made.values()) / 1e9, made["activations"] / 1e9], abs=0.006)
                        for name, made in expected.items()}
 
@@ -804,7 +792,7 @@ def test_bytes_of_state_are_those_of_their_tensors(capsys):
         [f"{n * size / 1e9:,.0f}" for size in (count, 1e9, 7e9, 70e9, 405e9)] for n in state]
     assert rows[0].split()[-4:] == ["16", "112", "1,120", "6,480"]  # the playbook's
     for nbytes, flags in (18, ""), (14, "--moments bf16"):
-        kinds = estimate.memory(run_for(f"--preset llama-3.2-1b --dp 1 --global-batch 1 {flags}"))
+        kinds = plan.time.needed_memory(run_for(f"--preset llama-3.2-1b --dp 1 --global-batch 1 {flags}"))
         assert sum(kinds[kind] for kind in ("weights", "gradients", "optimizer")) == nbytes * count
 
 
@@ -817,7 +805,7 @@ def test_step_says_what_an_offload_costs(capsys):
 def test_step_prints_rates_shares_and_utilisation(capsys):
     flags = ("--preset llama-3.1-8b --dp 2 --cp 2 --tp 4 --pp 2 --zero 1 --seq 8192 --global-batch 64 --micro-batch 1 "
              "--recompute full")
-    found, step = plan.predict(run_for(flags)), estimate.step_seconds(run_for(flags))
+    found, step = predict.predict(run_for(flags)), plan.time.step_seconds(run_for(flags))
     first, *rows, utilisation, memory = printed(capsys, f"step {flags}").splitlines()
     rate = 64 * 8192 / step.seconds
     assert first == (f"h100: {step.seconds:.3f} s per step of 64 sequences, {rate:,.0f} tokens/s, {rate / 32:,.0f} "
@@ -830,7 +818,7 @@ def test_step_prints_rates_shares_and_utilisation(capsys):
     assert [float(share) for share in re.findall(r"([\d.]+)%", utilisation)] == pytest.approx(
         [100 * found.mfu, 100 * found.mfu_causal, 100 * found.hfu], abs=0.06)
     assert found.mfu_causal < found.mfu < found.hfu < 4 / 3 * found.mfu and "of 989 TFLOP/s" in utilisation
-    needed = sum(estimate.memory(run_for(flags)).values()) + 0.3e9
+    needed = sum(plan.time.needed_memory(run_for(flags)).values()) + 0.3e9
     assert memory == f"memory {needed / 1e9:.1f} GB, fits with probability {found.fits:.2f}"
 
 
@@ -838,18 +826,18 @@ def test_balance_prints_what_its_rows_hold(capsys):
     flags = "--preset llama-3.1-8b --dp 2 --tp 4 --pp 2 --zero 1 --global-batch 16 --micro-batch 1"
     run, out = run_for(flags), printed(capsys, f"balance {flags}").splitlines()
     assert out[0] == "h100: matmuls reach 794 TFLOP/s" and "NVLink 4 (H100, H200) 450, " in "\n".join(out)
-    for overlap, line in zip(plan.overlaps(run), out[2:]):
+    for overlap, line in zip(plan.__main__.overlaps(run), out[2:]):
         figures = re.search(r" *([\d.]+) GB/s +([\d.]+) ms +([\d.]+) ms +([\d.]+)  ", line[53:]).groups()
         assert list(map(float, figures)) == pytest.approx([
             overlap.bandwidth / 1e9, 1e3 * overlap.communication_s, 1e3 * overlap.compute_s, overlap.ratio], rel=6e-3)
-    sums = stagetime.stage_seconds(stagetime.stage_parts(run))
-    seconds, _ = estimate.pipeline_seconds(run, sums)
+    sums = plan.time.stage_seconds(plan.time.stage_parts(run))
+    seconds, _ = plan.time.pipeline_seconds(run, sums)
     for rank, line in enumerate(out[-2:]):  # a rank computes for 8 micro-batches
         _, layers, busy, idle, memory = map(number, re.findall(r"[\d.]+", line))
         assert layers == len(costs.stages_of(run.settings)[rank])
         assert busy == pytest.approx(8 * sums[rank].total, abs=6e-4)
         assert idle == pytest.approx(100 * (1 - 8 * sums[rank].total / seconds), abs=0.06)
-        assert memory == pytest.approx(sum(estimate.memory_of_rank(run, rank).values()) / 1e9, abs=6e-3)
+        assert memory == pytest.approx(sum(plan.time.memory_of_rank(run, rank).values()) / 1e9, abs=6e-3)
 
 
 def test_search_prints_a_rate_per_gpu_and_where_others_fell(capsys):
@@ -872,7 +860,7 @@ def test_search_prints_a_rate_per_gpu_and_where_others_fell(capsys):
 
 def test_scaling_prints_days_dollars_and_optima(capsys):
     flags = "--preset mixtral-8x7b --dp 8 --ep 8 --zero 3 --seq 4096 --global-batch 64 --micro-batch 1"
-    found = plan.predict(run_for(flags))
+    found = predict.predict(run_for(flags))
     out = printed(capsys, f"scaling {flags} --price 3").splitlines()
     N, D = 12_879_925_248, 20 * 12_879_925_248  # by default 20 tokens per active parameter
     assert f"N {N:,} active, D {D:.3g} tokens (20.0 per parameter)" in out[0]
@@ -911,15 +899,15 @@ def test_what_is_left_out_has_its_default(capsys):
 def test_every_line_of_a_file_is_predicted(tmp_path, capsys):
     file = tmp_path / "runs.jsonl"
     request = {"preset": "llama-3.1-8b", "tp": 4, "gpus": 16, "machine": "h100", "global-batch": 64, "micro_batch": 1,
-               "seq": 4096, "sp": False, "kernels": {"attention": "flash3"}}
+               "seq": 4096, "sp": "off", "kernels": {"attention": "flash3"}}
     file.write_text(json.dumps(request) + "\n\n" + json.dumps(request | {"machine": "a100"}) + "\n")
     h100, a100 = map(json.loads, printed(capsys, f"predict {file}").splitlines())
     assert request.items() <= h100.items()
-    assert set(h100) - set(request) == set(plan.Prediction._fields)
+    assert set(h100) - set(request) == set(predict.Prediction._fields)
     assert a100["step_s"] > 1.5 * h100["step_s"] and h100["fits"] > 0.9
     file.write_text(json.dumps(request) + "\n" + json.dumps(request | {"kernels": {"speed": 2}}))
     with pytest.raises(ValueError, match="line 2: kernels: speed unknown, use attention"):
-        plan.main(["predict", str(file)])
+        plan.__main__.main(["predict", str(file)])
 
 
 @pytest.mark.parametrize("table, every, goal", [
@@ -930,7 +918,7 @@ def test_published_step_times_are_predicted(table, every, goal):
     rows = [row for row in rows if "FP8" not in row.groups[0]]
     errors = []
     for row in rows:
-        errors.append(abs(estimate.step_seconds(plan.run_of(row.request)).seconds / row.step_s - 1))
+        errors.append(abs(plan.time.step_seconds(predict.run_of(row.request)).seconds / row.step_s - 1))
     assert median(errors) < goal
 
 
@@ -946,19 +934,19 @@ def test_published_step_times_are_predicted(table, every, goal):
     (dict(tp=3, gpus=3), "--tp 3 does not divide --heads"), (dict(machine="abacus"), "--machine abacus: unknown")])
 def test_a_request_that_cannot_be_predicted_is_refused(request_, line):
     with pytest.raises(ValueError, match="^" + re.escape(line)):
-        plan.run_of(dict(global_batch=9, micro_batch=1) | request_)
+        predict.run_of(dict(global_batch=9, micro_batch=1) | request_)
 
 
 def test_a_request_is_its_flags():
     asked = {"preset": "mixtral-8x7b", "dp": 4, "tp": 2, "ep": 4, "no_such": None, "global-batch": 8, "micro_batch": 1,
-             "sp": False, "tied": True, "dtype": "fp16", "imbalance": 1.5, "seq": 2048, "kernels": None}
-    run = plan.run_of(asked)
+             "sp": "off", "tied": True, "dtype": "fp16", "imbalance": 1.5, "seq": 2048, "kernels": None}
+    run = predict.run_of(asked)
     grid = run.settings.grid
     assert (grid.dp, grid.tp, grid.ep, grid.sp, run.settings.model.tied) == (4, 2, 4, "off", True)
     assert (run.imbalance, run.settings.precision.dtype, run.machine.name) == (1.5, "fp16", "h100")
-    assert run.kernels == stagetime.Kernels() and plan.run_of(dict(preset="tiny")).settings.precision.dtype == "bf16"
+    assert run.kernels == plan.time.Kernels() and predict.run_of(dict(preset="tiny")).settings.precision.dtype == "bf16"
     with pytest.raises(ValueError, match="--imbalance 0.5: must be at least 1"):
-        plan.main("step --preset tiny-moe --imbalance 0.5".split())
+        plan.__main__.main("step --preset tiny-moe --imbalance 0.5".split())
 
 
 def test_uneven_experts_make_the_printed_step_longer(capsys):
@@ -969,7 +957,7 @@ def test_uneven_experts_make_the_printed_step_longer(capsys):
 
 def test_stages_of_other_codes():
     """More stages than layers, where the head may be alone; cumulative cost counts no scores."""
-    run = plan.run_of(dict(layers=4, hidden=64, heads=4, vocab=4096, pp=6, global_batch=6, micro_batch=1,
+    run = predict.run_of(dict(layers=4, hidden=64, heads=4, vocab=4096, pp=6, global_batch=6, micro_batch=1,
                            kernels=dict(division="any")))
     assert run.settings.model.layers == 4
     stages = costs.stages_of(run.settings, "any")
@@ -978,69 +966,6 @@ def test_stages_of_other_codes():
     cut = [[len(stage) for stage in costs.stages_of(run_for(f"{flags} {seq}").settings, "cumulative")]
            for seq in (128, 1 << 18)]
     assert cut[0] == cut[1]
-
-
-BLOOM = dict(gpus=384, hidden=14336, layers=70, heads=112, DP=8, TP=4, PP=12, mbs=2, gbs=2048, zero=1, mem_gb=59,
-             sec_per_iter=104.5, optimizer="bf16 optimizer, fp32 grad accumulation")
-NVIDIA = dict(model="LLAMA3.1_405B", system="DGX-GB200", gpus=256, precision="FP8", gbs=1536, mbs=1,
-              sequence_length=8192, tp=4, pp=16, cp=2, vp=4, tokens_sec_gpu=843, release="26.06")
-STANDARD = dict(attention="standard", overlap=False)
-FUSED = dict(tp_overlap="all", launch=False)
-
-
-@pytest.mark.parametrize("table, row, request_, measured", [
-    ("bloom_a100", BLOOM, dict(
-        layers=70, hidden=14336, heads=112, kv_heads=112, ffn=38228, vocab=250680, tied=True, dp=8, tp=4, pp=12, zero=1,
-        sp=False, seq=2048, global_batch=2048, micro_batch=2, recompute="full", machine="a100-opa", gpus=384,
-        reduce_dtype="fp32", kernels=STANDARD | dict(tp_overlap="none")), (104.5, 59 * 1.073741824, True)),
-    ("bloom_a100", BLOOM | dict(optimizer="fp16/bf16 apex", DP=None, mem_gb=None, heads=None, hidden=14400), dict(
-        dp=1, reduce_dtype="bf16", heads=80, ffn=38400), (104.5, None, True)),
-    ("bloom_a100", BLOOM | dict(sec_per_iter=None), None, None), ("bloom_a100", BLOOM | dict(gbs=None), None, None),
-    ("narayanan2021_sc21", dict(
-        table="T1 weak scaling", hidden=10240, layers=60, heads=80, vocab=51200, tp=8, pp=4, dp=32, gpus=1024,
-        batch=1792, micro_batch=2, virtual_stages_per_gpu=3, seq=2048, implied_iter_s=16.058), dict(
-        schedule="interleaved", chunks=3, micro_batch=2, global_batch=1792, sp=False, recompute="full", machine="a100",
-        reduce_dtype="bf16", kernels=STANDARD | dict(tp_overlap="none")), (16.058, None, None)),
-    ("narayanan2021_sc21", dict(table="T2"), None, None),
-    ("korthikanti2022", dict(
-        hidden=25600, layers=128, heads=160, vocab=51200, tp=8, pp=64, dp=1, gpus=512, global_batch=512, micro_batch=1,
-        interleave_m=1, seq=2048, iter_s_sp_selective=71.49), dict(
-        schedule="1f1b", chunks=1, sp=True, recompute="selective", ffn=68264,
-        kernels=STANDARD | dict(tp_overlap="backward")), (71.49, None, None)),
-    ("megatron_lm_readme", dict(
-        hidden=10240, layers=92, heads=80, vocab=131072, tp=8, pp=4, dp=48, gpus=1536, batch=768, seq=4096,
-        implied_iter_s=3.648), dict(tied=False, zero=1, micro_batch=1, global_batch=768, machine="h100",
-                                    kernels=FUSED | dict(attention="flash3")), (3.648, None, None)),
-    ("llmfoundry", dict(
-        gpu="a100_40gb", gpus=64, hidden=1024, layers=24, seq=2048, micro_batch=4, grad_accum=2, precision="amp_bf16",
-        sharding="SHARD_GRAD_OP", activation_checkpointing=False, mp_mode="PURE", tok_s_gpu=16384), dict(
-        heads=16, vocab=50368, dp=64, zero=2, global_batch=512, recompute="none", fp8="none", machine="a100-40gb",
-        reduce_dtype="bf16", kernels=dict(attention="flash1")), (1.0, None, True)),
-    ("llmfoundry", dict(
-        gpu="h100_80gb", gpus=8, hidden=2048, layers=24, seq=2048, micro_batch=8, grad_accum=1, precision="amp_fp8",
-        sharding="FULL_SHARD", activation_checkpointing=True, mp_mode="DEFAULT", tok_s_gpu=16384), dict(
-        heads=16, zero=3, global_batch=64, recompute="full", fp8="tensorwise", machine="h100", reduce_dtype="fp32"),
-     (1.0, None, True)),
-    ("nvidia_perf", NVIDIA, dict(
-        preset="llama-3.1-405b", dp=2, tp=4, pp=16, cp=2, ep=1, zero=1, chunks=4, schedule="interleaved",
-        cp_style="ring", seq=8192, global_batch=1536, micro_batch=1, fp8="tensorwise", machine="gb200", gpus=256,
-        kernels=FUSED | dict(attention="flash3", division="any")), (1536 * 8192 / 256 / 843, None, True)),
-    ("nvidia_perf", NVIDIA | dict(
-        model="Qwen3_30B_a3B", system="DGX-B300", precision="BF16", sequence_length=None, seq_k=4, pp=1, cp=None,
-        vp=3, ep=8, fsdp=1, release="24.03"), dict(
-        preset="qwen3-30b-a3b", machine="b200", dp=64, ep=8, cp=1, zero=3, chunks=0, schedule="1f1b", seq=4096,
-        fp8="none", kernels=FUSED | dict(attention="flash2", division="any")), (1536 * 4096 / 256 / 843, None, True)),
-    *(("nvidia_perf", NVIDIA | other, None, None) for other in (
-        dict(precision="NVFP4"), dict(task="SFT"), dict(task="LoRA"), dict(model="GPT"), dict(system="TPU"),
-        dict(tokens_sec_gpu=None)))])
-def test_published_rows_are_the_requests_that_their_authors_describe(tmp_path, table, row, request_, measured):
-    (tmp_path / f"{table}.json").write_text(json.dumps(dict(rows=[row])))
-    rows = list(published.rows(str(tmp_path)))
-    if request_ is None:
-        assert rows == []
-    else:
-        assert {name: rows[0].request[name] for name in request_} == request_
-        assert rows[0][-3:] == pytest.approx(measured)
 
 
 def test_published_grids_have_the_ranks_and_sizes_that_are_published():
@@ -1053,37 +978,11 @@ def test_published_grids_have_the_ranks_and_sizes_that_are_published():
         assert math.prod(asked.get(axis, 1) for axis in ("dp", "cp", "tp", "pp")) == asked["gpus"], row
         groups |= set(row.groups)
         if row.table == "korthikanti2022":  # the paper's two ways
-            assert asked["sp"] == (asked["recompute"] == "selective")
+            assert (asked["sp"] == "on") == (asked["recompute"] == "selective")
         if row.table in sizes:
-            made[row.table].append(costs.parameters(plan.run_of(asked).settings.model).total)
+            made[row.table].append(costs.parameters(predict.run_of(asked).settings.model).total)
     assert made == {name: pytest.approx(of, rel=0.035) for name, of in sizes.items()}  # 1.65B is "1.7"
     assert set(published.GOALS) < groups
-
-
-def test_what_nanotron_does_is_read_off_the_row():
-    table = dict(arch={"1.34": dict(layers=16, hidden=2048, heads=32, kv_heads=32, ffn=8192, vocab=49152, tied=True),
-                       "80": dict(layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=49152, tied=False)})
-    row = dict(model_B=1.34, nodes=1, gpus=8, dp=4, tp=2, pp=1, zero=0, gbs_seqs=64, mbs=2, status="ok", mem_gb=10,
-               step_time_s=2.0, throughput_flag="pp1")
-
-    def made(**other):
-        groups, request, measured = published.playbook(table, row | other)
-        return groups, request, measured, tuple(request["kernels"][name] for name in (
-            "overlap", "tp_overlap", "gathered"))
-
-    groups, request, measured, kernels = made()
-    assert kernels == (True, "backward", 2) and groups == [
-        "playbook_runs, all that ran", published.FLAGGED, "playbook_runs, of these tp <= 8"]
-    assert measured == dict(step_s=2.0, memory_gb=10 * 2**30 / 1e9, fits=True)
-    assert (request["seq"], request["global_batch"], request["micro_batch"], request["kv_heads"]) == (4096, 64, 2, 32)
-    assert request["kernels"]["fused"] is False and request["kernels"]["division"] == "cumulative"
-    assert made(gqa_variant=True)[1]["kv_heads"] == 8 and made(tp=16)[0][-1].endswith("tp > 8")
-    assert made(zero=1)[3] == (False, "backward", 2) and made(pp=2)[3] == (False, "none", 1)
-    assert made(model_B=80)[3][2] == made(nodes=64)[3][2] == made(pp=2, tp=32)[3][2] == 0
-    assert made(pp=2, throughput_flag="pp_suspect")[3][2] == 0 != made(pp=4, throughput_flag="pp_suspect")[3][2]
-    assert made(tp=32)[3][2] == 2 and len(made(nodes=64)[0]) == len(made(throughput_flag="pp_suspect")[0]) == 1
-    assert made(status="oom")[0] == ["playbook_runs, failed"]
-    assert made(status="oom")[2] == dict(step_s=None, memory_gb=None, fits=False)
 
 
 def published_run(groups: list[str], step_s: float | None, tp: int = 1, gpus: int = 8, micro_batch: int = 1):
@@ -1117,31 +1016,22 @@ def test_proposals_noise_and_quantiles_by_hand():
     assert refused["predicted"] == {"fits": 0.0} and refused["refused"].startswith("--pp 32: ")
 
 
-def fit_module():
-    spec = importlib.util.spec_from_file_location("fit", os.path.join(published.FOLDER, "fit.py"))
-    fit = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(fit)
-    return fit
-
-
 @pytest.mark.slow
 def test_the_constants_are_what_fit_py_finds():
-    fit = fit_module()
-    assert fit.fit(fit.runs(), fit.ROUNDS) == pytest.approx(tuple(stagetime.CONSTANTS), rel=0.01)
+    assert fit.fit(fit.runs(), fit.ROUNDS) == pytest.approx(tuple(plan.time.CONSTANTS), rel=0.01)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["model", "nodes"])
 def test_models_and_numbers_of_nodes_that_were_not_fitted_are_predicted(by):
     """Constants are fitted without the runs of each in turn, from the same start, and asked for those."""
-    fit = fit_module()
     errors = [error for _, found in fit.left_out(fit.runs(), by, rounds=6) for error in found]
     assert len(errors) > 300 and median(errors) < 0.04
 
 
 def test_published_memory_and_fits_are_predicted():
     rows = [row for row in published.rows() if row.table == "playbook_runs"][::20]
-    objects = published.check_rows(rows, plan.predict_request)
+    objects = published.check_rows(rows, predict.predict_request)
     assert median(published.errors([row for row in objects if row["measured"]["fits"]], "memory_gb")) < 0.07
     ran = [row["predicted"]["fits"] for row in objects if row["measured"]["fits"]]
     failed = [row["predicted"]["fits"] for row in objects if not row["measured"]["fits"]]
@@ -1151,13 +1041,11 @@ def test_published_memory_and_fits_are_predicted():
 
 def test_check_reads_a_folder_and_writes_an_object_per_run(tmp_path, capsys):
     with open(os.path.join(published.FOLDER, "narayanan2021_sc21.json")) as file:
-        compact = json.load(file)
-    row = dict(zip(compact["columns"], compact["rows"][0]))
-    table = dict(rows=[row | {"source": "made up", "note": "not compact, and with fields that nobody reads"}])
-    (tmp_path / "narayanan2021_sc21.json").write_text(json.dumps(table))
+        table = json.load(file)
+    (tmp_path / "narayanan2021_sc21.json").write_text(json.dumps(table | dict(rows=table["rows"][:1])))
     out = printed(capsys, f"check --tables {tmp_path} --json {tmp_path}/out.jsonl")
     assert "SC21 (Narayanan et al. 2021)" in out and "step 5%" in out
-    found = plan.predict_request(next(published.rows(str(tmp_path))).request)
+    found = predict.predict_request(next(published.rows(str(tmp_path))).request)
     error = 100 * abs(found["step_s"] / 3.528 - 1)
     assert re.search(r"SC21 \(Narayanan et al. 2021\) +1 +([\d.]+)% ", out)[1] == f"{error:.1f}"
     written, = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
@@ -1173,13 +1061,13 @@ def test_constants_are_few_and_the_same_for_every_run():
 
 def test_a_pipeline_that_runs_all_forwards_first_holds_all_of_them():
     run = run_for("--layers 8 --pp 4 --dp 1 --schedule afab --global-batch 64 --micro-batch 1")
-    assert [estimate.plan_in_memory(run, rank)[0] for rank in range(4)] == [64] * 4
+    assert [plan.memory.plan_in_memory(run.settings, rank)[0] for rank in range(4)] == [64] * 4
 
 
 def test_only_the_last_of_equal_stages_has_the_head():
     run = run_for("--layers 8 --hidden 2048 --ffn 8192 --vocab 256 --pp 4 --dp 1 --global-batch 8 --micro-batch 1")
     assert [len(layers) for layers in costs.stages_of(run.settings, run.kernels.division)] == [2] * 4
-    parts = stagetime.stage_parts(run)
+    parts = plan.time.stage_parts(run)
     assert parts[0] == parts[1] == parts[2] and "head" not in parts[0]
     assert parts[3].keys() - parts[2].keys() == {"head"}
 
@@ -1193,8 +1081,9 @@ def test_search_proposes_runs_that_are_valid_fit_and_are_in_order():
     assert [candidate.seconds for candidate in found[:40]] == sorted(candidate.seconds for candidate in found[:40])
     for candidate in found[:10]:
         again = run_for(f"{model} {search.describe(candidate.run.settings)}", 16)
-        assert estimate.step_seconds(again).seconds == pytest.approx(candidate.seconds)
-        assert sum(estimate.memory(again).values()) + again.constants.reserved == pytest.approx(candidate.memory)
+        assert plan.time.step_seconds(again).seconds == pytest.approx(candidate.seconds)
+        needed = sum(plan.time.needed_memory(again).values()) + again.constants.reserved
+        assert needed == pytest.approx(candidate.memory)
         assert candidate.memory <= base.constants.usable * 80 * 2**30
     assert fell["step 1: does not fit in memory"] > 30
     assert any("--pp" in why for why in fell)
@@ -1341,10 +1230,10 @@ def test_pf_days_are_gpt_3s(parameters, pf_days):
 
 
 def test_the_optimum_has_the_least_loss_of_its_compute():
-    for fit in scaling.FITS.values():
-        parameters, tokens = fit.optimum(1e22)
-        least = fit.loss(parameters, tokens)
-        assert all(fit.loss(parameters * x, tokens / x) > least for x in (0.9, 1.1))
+    for law in scaling.FITS.values():
+        parameters, tokens = law.optimum(1e22)
+        least = law.loss(parameters, tokens)
+        assert all(law.loss(parameters * x, tokens / x) > least for x in (0.9, 1.1))
 
 
 def test_the_critical_batch_is_kaplans():
@@ -1381,13 +1270,13 @@ def test_a_long_ring_is_bandwidth_and_one_lap_of_light():
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("command, line", [
-    ("memory --preset llama-3.1-8b --tp 3", "--tp 3 does not divide --heads 32: use one of 1, 2, 4, 8, 16, 32"),
+    ("memory --preset llama-3.1-8b --tp 3", "--tp 3 does not divide --heads (32): use one of 1, 2, 4, 8, 16, 32"),
     ("step --machine abacus", "--machine abacus: unknown, use one of a100"),
     ("search --preset llama-3.1-405b --gpus 8 --global-batch 64 --seq 8192", "none fits"),
     ("predict", "predict needs one file of requests"),
-    ("check --tables /nowhere", "--tables /nowhere: has none of playbook_runs.json"),
+    ("check --tables /nowhere", "--tables /nowhere: has no tables, NAME.json"),
     ("sweep --top 0", "--top 0: must be above 0"),
-    ("abacus", "command: invalid choice: 'abacus'")])
+    ("abacus", "abacus: use one of params, memory")])
 def test_a_mistake_is_one_line_and_exit_code_2_without_torch(command, line):
     program = ("import runpy, sys; sys.modules['torch'] = None; "
                "runpy.run_module('plan', run_name='__main__', alter_sys=True)")
@@ -1430,7 +1319,7 @@ def test_what_a_flag_gives_is_not_changed():
 def test_less_memory_is_another_grid():
     model = "--preset llama-3.2-3b --seq 4096 --global-batch 64"
     roomy, tight = (auto(model, 8, MACHINES["h100"]._replace(memory_bytes=gb * 1e9))[0] for gb in (80, 14))
-    shards = [estimate.memory(Run(settings, MACHINES["h100"])) for settings in (roomy, tight)]
+    shards = [plan.time.needed_memory(Run(settings, MACHINES["h100"])) for settings in (roomy, tight)]
     assert sum(shards[1].values()) < 14e9 < sum(shards[0].values())
 
 
@@ -1464,7 +1353,7 @@ def test_a_sweep_runs_what_search_proposes_and_does_not_repeat_it(tmp_path, caps
             status="ok", error="", step_s=0.5, tokens_per_s=8192.0 - len(runs), mfu=None, memory_gb=3.0)
         return status
 
-    monkeypatch.setattr(sweep, "run", run)
+    monkeypatch.setattr(search, "run_candidate", run)
     command = f"sweep --preset tiny --gpus 4 --top 5 --out {out} --lr 0.001"
     first = printed(capsys, command).splitlines()
     best, _ = search.search(run_for("--preset tiny --grid auto", 4), 4)
@@ -1478,7 +1367,7 @@ def test_a_sweep_runs_what_search_proposes_and_does_not_repeat_it(tmp_path, caps
 
 
 def trained(monkeypatch, code: int, stderr: str = "", mfu: list | None = None) -> dict:
-    """What sweep.run makes of a program that ends with this code, or of ten steps; some of them slow."""
+    """What search.run_candidate makes of a program that ends with this code, or of ten steps; some of them slow."""
     def run(command, capture_output, text, timeout):
         if code == -1:
             raise subprocess.TimeoutExpired(command, timeout)
@@ -1492,8 +1381,8 @@ def trained(monkeypatch, code: int, stderr: str = "", mfu: list | None = None) -
             "--tp", "2", "--steps", "10", "--sample", "", "--metrics", command[-1]]
         return subprocess.CompletedProcess(command, code, "", stderr)
 
-    monkeypatch.setattr(sweep.subprocess, "run", run)
-    return sweep.run(["--tp", "2"], 4, 60.0)
+    monkeypatch.setattr(search.subprocess, "run", run)
+    return search.run_candidate(["--tp", "2"], 4, 60.0)
 
 
 def test_a_swept_run_is_its_median_after_the_first_steps_or_its_error(monkeypatch):
@@ -1514,23 +1403,61 @@ def test_the_map_of_a_sweep_shows_the_fastest_run_of_each_grid():
         (1000.0, "--dp 4 --zero 1 --micro-batch 2"), (3000.0, "--dp 4 --zero 3 --micro-batch 4"),
         (2000.0, "--dp 1 --tp 2 --pp 2 --zero 0 --micro-batch 8"))]
     records.append(dict(rest, status="out of memory", flags="--dp 2 --pp 2 --zero 1 --micro-batch 1"))
-    title, columns, first, second = sweep.draw(records).splitlines()
+    title, columns, first, second = search.draw_map(records).splitlines()
     assert columns.split() == ["tp", "1", "tp", "2"]
     assert first.split(maxsplit=2)[:2] == ["pp", "1"] and first.split(maxsplit=2)[2].strip() == "3,000 (z3, mb 4)"
     assert second.index("out of memory") + len("out of memory") == columns.index("tp 1") + 4
     assert second.endswith("2,000 (z0, mb 8)") and len(second) == len(columns)
-    assert sweep.table_line(records[0]).split() == [
+    assert search.table_line(records[0]).split() == [
         "ok", "1.500", "s", "1,000", "25.0%", "3.00", "GB", "1.250", "s", *records[0]["flags"].split()]
-    assert sweep.table_line(records[0] | dict(mfu=None)).split()[4] == "-"
-    failed = sweep.table_line(records[3] | dict(status="failed", error="took more than 60 s"))
+    assert search.table_line(records[0] | dict(mfu=None)).split()[4] == "-"
+    failed = search.table_line(records[3] | dict(status="failed", error="took more than 60 s"))
     assert failed.split() == ["failed", "1.250", "s", *records[3]["flags"].split(), *"took more than 60 s".split()]
-    ends = {line.index("1.250") for line in (failed, sweep.table_line(records[0]))}
-    assert ends == {sweep.HEADER.index("predicted") + 2}
+    ends = {line.index("1.250") for line in (failed, search.table_line(records[0]))}
+    assert ends == {search.SWEEP_HEADER.index("predicted") + 2}
 
 
 @pytest.mark.slow
 def test_a_swept_run_is_measured_or_says_why_not():
-    ok = sweep.run("--layers 1 --hidden 16 --heads 2 --ffn 16 --seq 32 --dp 2 --device cpu".split(), 2, 300)
+    ok = search.run_candidate("--layers 1 --hidden 16 --heads 2 --ffn 16 --seq 32 --dp 2 --device cpu".split(), 2, 300)
     assert ok["status"] == "ok" and ok["tokens_per_s"] > 0 and ok["step_s"] > 0 and ok["memory_gb"] > 0.05
-    bad = sweep.run("--data /nowhere --dp 2 --device cpu".split(), 2, 300)
+    bad = search.run_candidate("--data /nowhere --dp 2 --device cpu".split(), 2, 300)
     assert (bad["status"], bad["error"]) == ("failed", "train.py: --data /nowhere: no such file or folder")
+
+
+# ---- python -m plan.costs -------------------------------------------------------------------------------------------
+
+def test_what_layers_save_adds_up(capsys):
+    """What a layer saves in two modes differs by what is said to be dropped, and FLOPs by what runs again."""
+    costs.print_layers()
+    table, printed = [], capsys.readouterr().out + "\n\n"
+    for part in printed.strip().split("\n\n"):
+        title, *drops = re.split(r"\n +(?:selective|full) drops ", part)
+        modes = re.findall(r"(none|selective|full) (\d+) kB(?: \+([\d.]+)%)?", title)
+        sizes, flops = [int(kb) for _, kb, _ in modes], [float(more or 0) for *_, more in modes]
+        assert [mode for mode, *_ in modes] == ["none", "selective", "full"] and len(drops) == 2
+        for i, listed in enumerate(drops):
+            dropped = re.findall(r"\w+\s+(\d+)\s+kB(?:\s+\+([\d.]+)%)?", listed)
+            assert sum(int(kb) for kb, _ in dropped) == pytest.approx(sizes[i] - sizes[i + 1], abs=0.01 * sizes[0])
+            assert sum(float(more or 0) for _, more in dropped) == pytest.approx(flops[i + 1] - flops[i], abs=0.3)
+        table.append((title.split(",")[0].strip(), sizes, flops))
+    (_, gpt, gpt_more), (_, llama, _), (_, mixtral, _), (_, deepseek, deepseek_more) = table
+    assert [name for name, *_ in table] == ["GPT-3", "Llama 8B", "Mixtral 8x7B", "DeepSeek-V3"]
+    assert gpt == [round(12288 * (34 + 5 * 96 * 2048 / 12288) / 1e3), round(34 * 12.288), round(2 * 12.288)]
+    assert gpt_more[1] == 0.9 and [gpt_more[2], deepseek_more[2]] == [22.5, 27.5]
+    assert [1 - sizes[1] / sizes[0] for sizes in (gpt, llama, mixtral, deepseek)] == pytest.approx(
+        [0.70, 0.32, 0.30, 0.15], abs=0.01)  # as the file's docstring says; GPT-3's bytes are the paper's
+
+
+def test_costs_of_attention_are_the_published_ones(capsys):
+    """6, 7 and 9 matmuls of B N S^2 D products, and the least bytes by hand."""
+    costs.print_attention()
+    lines = capsys.readouterr().out.splitlines()
+    matmul, tensor, rows = 2 * 64 * 16 * 1024 ** 2 * 64 / 1e9, 64 * 16 * 1024 * 64 * 2 / 1e9, 64 * 16 * 1024 * 4 / 1e9
+    for line, name, matmuls, gigabytes, paper in zip(
+            lines[-5:-2], ("standard", "flash 1", "here"), (6, 7, 9), (40.3, 4.4, 16 * tensor + 5 * rows),
+            ("66.6 and 40.3; by formula 66.6", "75.2 and 4.4; by formula 75.2", None)):
+        printed = re.match(r"    (.*?) +(\d+) GFLOP of matmuls +([\d.]+) GB +(\d+) FLOPs per byte", line)
+        assert printed.groups()[:3] == (name, f"{matmuls * matmul:.0f}", f"{gigabytes:.1f}")
+        assert float(printed[4]) == pytest.approx(matmuls * matmul / gigabytes, rel=0.03)
+        assert line[printed.end():] == (f"  (published: {paper})" if paper else "")

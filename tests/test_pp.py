@@ -24,6 +24,7 @@ from model import Execution, Llama
 from param import Spec, backward_weight, draw, parameter
 from plan import costs
 from plan.memory import backwards_in_memory
+from run import timeline
 from run.meter import Meter
 from schedules import (
     SCHEDULES,
@@ -233,6 +234,13 @@ def test_transfers_in_one_stream_cost_time_and_in_a_link_for_each_pair_none(sche
         assert in_one_stream == simulate(plan, times, one_stream=True)
 
 
+def test_stages_may_take_different_times():
+    """By hand: two stages of 1 + 2 and 3 + 4, and half a unit to send."""
+    first, second = simulate(make_plan("1f1b", 2, 2), [Costs(1, 1, 1, 0.5), Costs(3, 2, 2, 0.5)])
+    assert [(span.start, span.stop) for span in first] == [(0, 1), (1, 2), (9, 11), (16, 18)]
+    assert [(span.start, span.stop) for span in second] == [(1.5, 4.5), (4.5, 8.5), (8.5, 11.5), (11.5, 15.5)]
+
+
 @pytest.mark.parametrize("p, m, n, held", [(4, 9, 5, 6.0), (8, 30, 10, 12.5), (8, 16, 8, 11.5), (4, 3, 3, 3.0)])
 def test_interleaving_takes_the_smallest_possible_group(p, m, n, held):
     """Which takes as long as one group of all micro-batches."""
@@ -295,7 +303,7 @@ def test_the_order_is_that_of_torch(schedule, name, v):
 
 def test_pictures_show_every_action(tmp_path, capsys):
     files = f"--svg {tmp_path / 'a.svg'} --trace {tmp_path / 'a.json'}"
-    pp.main(f"--schedule zb-v --pp 4 --micro-batches 8 {files}".split())
+    timeline.main(f"--schedule zb-v --pp 4 --micro-batches 8 {files}".split())
     lines = capsys.readouterr().out.splitlines()
     assert len([line for line in lines if line.startswith("rank")]) == 4
     assert lines[-2] == ("zb-v: 25.5 units of time, the worst rank idle for 1.5 of them (5.9%), holding up to 4 "
@@ -315,7 +323,7 @@ def test_boxes_lie_where_their_times_are_and_later_chunks_look_different():
     """Three columns per unit of time; a box is as wide as its time, less a gap of one. A rank's later chunk is in lower
     case or, with color, underlined."""
     spans = simulate(make_plan("zb-v", 2, 4))
-    plain, colored = (pp.schedules.draw(spans, color).splitlines() for color in (False, True))
+    plain, colored = (timeline.draw(spans, color).splitlines() for color in (False, True))
     colors = set()
     for r, (actions, line) in enumerate(zip(spans, plain)):
         assert line.startswith(f"rank  {r} ") and len(line[8:].split()) == len(actions)
@@ -337,7 +345,7 @@ def test_an_svg_shows_times_chunks_and_activations_to_scale():
     panels = {name: simulate(make_plan(name, 2, 4), Costs(*[of_stage] * 3))
               for name, of_stage in (("1f1b", 1.0), ("zb-v", 0.5))}
     unit, most = 780 / 15, 2  # 1f1b takes (4 + 1) (F + I + W) and holds 2 micro-batches, as zb-v does
-    elements = [(item.tag.split("}")[1], item) for item in ElementTree.fromstring(pp.schedules.svg(panels))]
+    elements = [(item.tag.split("}")[1], item) for item in ElementTree.fromstring(timeline.svg(panels))]
     boxes = [item for tag, item in elements if tag == "rect" and "class" in item.attrib]
     numbers = [item for tag, item in elements if tag == "text" and item.get("class") == "k"]
     held = [item.attrib["d"] for tag, item in elements if tag == "path" and item.get("class") == "held"]
@@ -373,7 +381,7 @@ def test_an_svg_shows_times_chunks_and_activations_to_scale():
 def test_a_schedule_is_drawn_with_the_chunks_and_groups_asked_for(capsys):
     """The first of four ranks holds most, by its warmup."""
     for flags, v, n in ("", 2, 4), ("--chunks 3", 3, 4), ("--group 8", 2, 8), ("--chunks 3 --group 8", 3, 8):
-        pp.main(f"--schedule interleaved {flags}".split())
+        timeline.main(f"--schedule interleaved {flags}".split())
         held = ((v - 1) * n + 2 * (4 - 1) + 1) / v
         assert capsys.readouterr().out.splitlines()[-2].endswith(f"holding up to {held:g} micro-batches")
 
@@ -381,54 +389,52 @@ def test_a_schedule_is_drawn_with_the_chunks_and_groups_asked_for(capsys):
 def test_under_torchrun_what_was_measured_is_shown_beside_what_was_simulated(monkeypatch, tmp_path, capsys):
     """On the first rank only; the ranks are those of torchrun, and schedules those that run. Here all takes twice as
     long as was simulated."""
-    monkeypatch.setattr(pp, "world", nullcontext)
-    monkeypatch.setattr(pp, "measure", lambda plan, group: simulate(plan, Costs(*[2 * 2 / plan.stages] * 3)))
+    monkeypatch.setattr(timeline, "world", nullcontext)
+    monkeypatch.setattr(timeline, "measure", lambda plan, group: simulate(plan, Costs(*[2 * 2 / plan.stages] * 3)))
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("RANK", raising=False)
     trace, svg = tmp_path / "a.json", tmp_path / "a.svg"
-    pp.main(f"--schedule 1f1b --trace {trace} --svg {svg}".split())
+    timeline.main(f"--schedule 1f1b --trace {trace} --svg {svg}".split())
     measured, simulated = capsys.readouterr().out.splitlines()[-3:-1]
     said = "units of time, the worst rank idle for {} of them (11.1%), holding up to 2 micro-batches"
     assert measured == f"1f1b: 54 {said.format(6)}"  # (8 + 1) 3 units, of which 3 are the bubble
     assert simulated == f"    stages sleep 10 ms per unit; simulated: 27 {said.format(3)}"
     last = max(json.loads(trace.read_text()), key=lambda event: event["ts"])
-    assert (last["ts"] + last["dur"], last["ph"], last["name"]) == (54 * pp.UNIT_S * 1e6, "X", "B0.7")
+    assert (last["ts"] + last["dur"], last["ph"], last["name"]) == (54 * timeline.UNIT_S * 1e6, "X", "B0.7")
     assert f"1f1b: 54 {said.format(6)}" in svg.read_text()
-    pp.main([])
+    timeline.main([])
     shown = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if "worst rank" in line]
     assert shown[::2] == EXECUTED and "dualpipe" not in shown
     refused = [("--pp 4", "--pp 4: torchrun started 2 ranks"),
                ("--schedule zb-h2", "schedule zb-h2 is drawn and does not run")]
-    for rank in "01":
-        monkeypatch.setenv("RANK", rank)
-        for flags, says in refused:
-            with pytest.raises(SystemExit):
-                pp.main(flags.split())
-            assert capsys.readouterr().err == ("" if rank == "1" else f"pp.py: {says}\n")
-    pp.main(["--schedule", "1f1b"])
+    for flags, says in refused:
+        with pytest.raises(ValueError, match=f"^{says}$"):
+            timeline.main(flags.split())
+    monkeypatch.setenv("RANK", "1")
+    timeline.main(["--schedule", "1f1b"])
     assert capsys.readouterr().out == ""
 
 
 def test_a_unit_of_a_measured_trace_is_what_a_stage_sleeps(monkeypatch, tmp_path):
     file = tmp_path / "a.json"
-    request = f"--schedule 1f1b --pp 1 --micro-batches 2 --costs 1 0.5 0.5 --trace {file}".split()
+    request = f"--schedule 1f1b --pp 1 --micro-batches 2 --costs 1,0.5,0.5 --trace {file}".split()
 
     def events_in_ms() -> list[list[float]]:
-        pp.main(request)
+        timeline.main(request)
         return [[event["ts"] / 1e3, event["dur"] / 1e3] for event in json.loads(file.read_text())]
     assert events_in_ms() == [[0, 1], [1, 1], [2, 1], [3, 1]]  # a simulated unit is drawn as a millisecond
     monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setattr(pp, "world", nullcontext)
-    monkeypatch.setattr(pp, "measure", lambda plan, group: simulate(plan, Costs(1, 0.5, 0.5)))
+    monkeypatch.setattr(timeline, "world", nullcontext)
+    monkeypatch.setattr(timeline, "measure", lambda plan, group: simulate(plan, Costs(1, 0.5, 0.5)))
     assert np.array(events_in_ms()) == pytest.approx(np.array([[0, 10], [10, 10], [20, 10], [30, 10]]))
 
 
 def naps(schedule: str) -> float:
     """Units that a rank sleeps in the two steps of a measurement with 4 micro-batches."""
     seconds = []
-    with patch.object(pp.time, "sleep", seconds.append):
-        pp.measure(make_plan(schedule, 2, 4), dist.group.WORLD)
-    return sum(seconds) / pp.UNIT_S
+    with patch.object(timeline.time, "sleep", seconds.append):
+        timeline.measure(make_plan(schedule, 2, 4), dist.group.WORLD)
+    return sum(seconds) / timeline.UNIT_S
 
 
 def test_ranks_sleep_a_unit_for_each_forward_and_half_a_backward_of_their_stages(pool):
@@ -437,13 +443,13 @@ def test_ranks_sleep_a_unit_for_each_forward_and_half_a_backward_of_their_stages
 
 
 def first_starts(schedule: str) -> list[float]:
-    return [row[0].start for row in pp.measure(make_plan(schedule, 2, 2), dist.group.WORLD)]
+    return [row[0].start for row in timeline.measure(make_plan(schedule, 2, 2), dist.group.WORLD)]
 
 
 def test_a_measured_timeline_shows_that_later_ranks_begin_later(pool):
-    """The second rank waits for the first one's forward, a unit of sleep."""
+    """The second rank waits for the first one's forward, a unit of sleep; a busy machine may let it begin later."""
     for first, second in pool.run(2, "test_pp:first_starts", schedule="1f1b"):
-        assert 0 <= first < second and second > 0.9
+        assert 0 <= first and second > first + 0.5
 
 
 def test_the_latest_training_step_is_drawn():
@@ -457,48 +463,46 @@ def test_the_latest_training_step_is_drawn():
 
 @pytest.mark.parametrize("flags, says", [
     ("--schedule dualpipev --micro-batches 4", "4 micro-batches: schedule dualpipev needs at least 8 on 4 ranks"),
-    ("--schedule 1f1b --pp 0", "0 ranks, 8 micro-batches, 0 model chunks per rank, groups of 0: must be above 0"),
+    ("--schedule 1f1b --pp -1", "-1 ranks, 8 micro-batches, 0 model chunks per rank, groups of 0: must be above 0"),
     ("--schedule interleaved --chunks -1", "4 ranks, 8 micro-batches, -1 model chunks per rank, groups of 0: must be "
      "above 0"),
-    ("--costs 0 1 1", "--costs [0.0, 1.0, 1.0]: must be above 0 and below a million"),
-    ("--costs nan 1 1", "--costs [nan, 1.0, 1.0]: must be above 0 and below a million"),
-    ("--costs 1 1e6 1", "--costs [1.0, 1000000.0, 1.0]: must be above 0 and below a million"),
+    ("--costs 0,1,1", "--costs 0,1,1: write three numbers, above 0 and below a million, such as 1,1,1"),
+    ("--costs nan,1,1", "--costs nan,1,1: write three numbers, above 0 and below a million, such as 1,1,1"),
+    ("--costs 1,1000000,1", "--costs 1,1000000,1: write three numbers, above 0 and below a million, such as 1,1,1"),
     ("--trace a.json", "--trace, --chunks and --group are for one schedule: name it with --schedule"),
     ("--chunks 2", "--trace, --chunks and --group are for one schedule: name it with --schedule"),
     ("--group 4", "--trace, --chunks and --group are for one schedule: name it with --schedule"),
     ("--schedule 1f1b --trace no/such/a.json", "--trace no/such/a.json: there is no folder no/such"),
     ("--svg no/such/a.svg", "--svg no/such/a.svg: there is no folder no/such")])
-def test_a_wrong_request_is_one_line(capsys, flags, says):
-    with pytest.raises(SystemExit) as stop:
-        pp.main(flags.split())
-    assert stop.value.code == 2
-    assert capsys.readouterr().err == f"pp.py: {says}\n"
+def test_a_wrong_request_is_one_line(flags, says):
+    with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
+        timeline.main(flags.split())
 
 
 @pytest.mark.parametrize("color", [False, True])
 @pytest.mark.parametrize("m", [8, 12, 102])
 def test_a_picture_cuts_no_number(color, m):
     plan = make_plan("zb-h1", 2, m)
-    for line, actions in zip(pp.schedules.draw(simulate(plan), color, columns=10_000).splitlines(), plan.ranks):
+    for line, actions in zip(timeline.draw(simulate(plan), color, columns=10_000).splitlines(), plan.ranks):
         boxes = re.sub(r"\033\[[0-9;]*m", "", line).split()[2:]
         assert boxes == [f"{'' if color else op}{k}" for op, _, k in actions]
-    for line in pp.schedules.draw(simulate(plan), color, columns=250).splitlines():  # where numbers do not fit: the op
+    for line in timeline.draw(simulate(plan), color, columns=250).splitlines():  # where numbers do not fit: the op
         boxes = set(re.sub(r"\033\[[0-9;]*m", "", line).split()[2:])
         assert boxes <= {f"{'' if color else op}{k}" for op, _, k in plan.ranks[0]} | {"F", "I", "W"}
 
 
 def test_a_long_step_is_drawn_smaller(capsys):
-    pp.main("--costs 1000 1 1 --pp 2 --schedule 1f1b".split())
+    timeline.main("--costs 1000,1,1 --pp 2 --schedule 1f1b".split())
     assert all(len(line) <= 120 for line in capsys.readouterr().out.splitlines()[1:])
 
 
 def test_all_schedules_are_drawn_to_one_scale_and_a_rank_takes_equally_long_in_all(capsys, monkeypatch):
     """A rank of a schedule with two model chunks per rank has two stages of half the layers."""
     monkeypatch.setenv("COLUMNS", "120")
-    pp.main([])
+    timeline.main([])
     lines = capsys.readouterr().out.splitlines()
     ends = {line.split(":")[0]: float(line.split()[1]) for line in lines if "units of time" in line}
-    assert set(ends) == set(pp.schedules.SCHEDULES)
+    assert set(ends) == set(timeline.SCHEDULES)
     assert ends["1f1b"] == 33 and ends["interleaved"] == 28.5 and ends["zb-v"] == 25.5
     widths = [max(map(len, lines[i - 4:i])) for i, line in enumerate(lines) if "units of time" in line]
     assert all(abs((width - 8) / end - 3) < 0.15 for width, end in zip(widths, ends.values()))
@@ -626,7 +630,7 @@ def slept(schedule: str, m: int) -> float:
     """How long a step takes whose F, I and W of a stage take 20 ms each, in those of all stages of a rank."""
     plan = make_plan(schedule, dist.get_world_size(), m)
     with patch.object(pp, "UNIT_S", 0.02 * plan.stages / len(plan.ranks)):
-        return max(row[-1].stop for row in pp.measure(plan, dist.group.WORLD))
+        return max(row[-1].stop for row in timeline.measure(plan, dist.group.WORLD))
 
 
 @pytest.mark.timing
@@ -687,3 +691,12 @@ def test_layers_are_cut_into_stages_of_equal_work(last):
             assert max(of_stages) == pytest.approx(best(work, stages, last))
     with pytest.raises(ValueError, match="3 layers cannot be split into 4 stages: use 1 to 3"):
         costs.partition([1] * 3, 4)
+
+
+def test_the_demo_shows_who_waits(capsys):
+    """As many units as the formulas say: 3 (p - 1) of 3 (m + p - 1), of zb-h1 a third."""
+    pp.demo()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(": a rank is idle for ")[1].split(" units")[0] for line in lines[::5]] == [
+        "9 of 27", "9 of 27", "3 of 21"]
+    assert lines[6] == "    F0 F1 F2 F3                   B0    F4 B1    F5 B2       B3       B4       B5"

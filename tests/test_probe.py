@@ -76,7 +76,7 @@ def test_a_level_of_the_cluster_file_has_latencies_per_hop():
     ("--out", "--out: expected one argument"),
     ("--out /nowhere/c.json", "--out /nowhere/c.json: there is no folder /nowhere"),
     ("--out /tmp", "--out /tmp is a folder: name a file"),
-    ("--tp 3", "--tp 3 does not divide the 4 ranks")])
+    ("--tp 3", "--tp 3 does not divide the ranks that --pp leaves (4): ")])
 def test_a_probe_that_cannot_run_is_refused(flags, message):
     with pytest.raises(ValueError, match="^" + re.escape(message)):
         probe.parse(flags.split(), 4)

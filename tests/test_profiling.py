@@ -11,7 +11,8 @@ import torch.distributed as dist
 import config
 import pp
 import train
-from run import device, job, log
+from run import job, log, start
+from run.data import open_samples
 from run.meter import Meter
 from schedules import make_plan
 
@@ -20,7 +21,7 @@ def run(flags: str) -> None:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     settings = config.parse("--layers 2 --hidden 32 --heads 2 --ffn 48 --seq 32 --dtype fp32 --sample= --micro-batch 8 "
                             f"--data {pp.__file__} {flags}".split(), ranks)
-    samples = device.open_samples(settings, settings.data.data, 0)
+    samples = open_samples(settings, settings.data.data, 0)
     unseen = samples if settings.data.val_data else None
     train.train(job.Run(settings, samples, unseen, torch.device("cpu"), "as asked"))
 
@@ -135,7 +136,7 @@ def test_on_a_gpu_moments_are_events_of_its_stream(monkeypatch):
 
 
 def test_names_cost_no_operation_unless_a_profiler_is_on():
-    with Meter() as meter, pp.named("a name"):
+    with Meter() as meter, pp.profile_range("a name"):
         pass
     assert meter.operations == 0
 
@@ -145,4 +146,4 @@ def test_names_cost_no_operation_unless_a_profiler_is_on():
     ("--memory-snapshot no/such/file", "--memory-snapshot no/such/file: there is no folder no/such")])
 def test_what_cannot_be_written_is_refused_before_the_run(flags, says):
     with pytest.raises(ValueError, match="^" + says.format(file=__file__)):
-        config.parse(flags.format(file=__file__).split())
+        start.parse(flags.format(file=__file__).split())

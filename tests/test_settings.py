@@ -81,8 +81,6 @@ ELSEWHERE = {
     "skip_spikes": "test_faults.py::test_a_spike_is_skipped_with_a_flag_and_statistics_are_resumed",
     "check_replicas": "test_faults.py::test_one_flipped_bit_is_found_with_its_tensor_and_rank",
     "dry_run": "test_dryrun.py::test_a_dry_run_is_a_real_run_in_flops_calls_bytes_and_memory",
-    "gpus": "test_dryrun.py::test_a_dry_run_is_a_real_run_in_flops_calls_bytes_and_memory",
-    "rank": "test_dryrun.py::test_every_formula_is_the_dry_runs_peak",
     "grid": "test_plan.py::test_the_grid_that_is_chosen_is_the_best_one_that_was_found",
     "profile": "test_profiling.py::test_a_trace_names_phases_and_actions",
     "memory_snapshot": "test_profiling.py::test_what_cannot_be_written_is_refused_before_the_run",

@@ -451,7 +451,7 @@ def step(flags: str) -> dict:
             meter.label("arena", arena.shards, arena.whole)
         copies = 0
         with meter, patch.object(ep, "exchange_counts", counted):
-            loss = model(tokens, positions, labels=labels, sequence_weight=0.5)
+            loss = model(tokens, positions, labels=labels, aux_loss_scale=0.5)
             saved = meter.settled()
             loss.backward()
     return dict(

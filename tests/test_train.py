@@ -18,7 +18,7 @@ import train
 from collectives import AXES, build_groups
 from plan import costs, search
 from run import device, job, log, sampling
-from run.data import Codec, Corpus, Samples
+from run.data import Codec, Corpus, Samples, open_samples
 
 ROOT = os.path.dirname(config.__file__)
 SMALL = "--layers 2 --hidden 32 --heads 2 --ffn 48 --seq 32 --warmup 2"
@@ -205,7 +205,7 @@ def test_grid_auto_is_chosen_for_this_machine_and_all_ranks_and_rank_0_says_it(m
     machines, this_machine = [], search.this_machine
     monkeypatch.setattr(search, "this_machine", lambda *args: machines.append(this_machine(*args)) or machines[0])
     settings = config.parse(f"--grid auto --data {__file__}".split(), 8)
-    chosen = device.choose_grid(settings, torch.device("cpu"))
+    chosen = job.choose_grid(settings, torch.device("cpu"))
     grid, again, said = chosen.grid, search.fill_grid(settings, 8, this_machine(4)), capsys.readouterr().out
     assert grid.dp * grid.cp * grid.tp * grid.pp == 8 and machines[0].gpus_per_node == 4
     assert (chosen.grid, said) == (again[0].grid, "" if rank else f"auto    {again[1]}\n")
@@ -264,7 +264,8 @@ def ranks_of_groups(flags: str) -> dict[str, list[int] | None]:
 
 def first_lines(flags: str, ranks: int, groups: dict) -> list[str]:
     settings = config.parse(f"--micro-batch 1 --dtype fp32 {flags}".split(), ranks)
-    return log.first_lines(settings, groups, "cpu", train.build_model(settings, groups, "cpu")).splitlines()
+    built = train.build_model(settings, grids.ALONE | groups, "cpu")
+    return log.first_lines(settings, groups, "cpu", built).splitlines()
 
 
 def test_the_first_lines_name_the_batch_that_a_ramp_begins_with():
@@ -276,8 +277,8 @@ def test_the_first_lines_name_fp8_active_parameters_the_grid_that_is_shown_and_t
     np.save(tmp_path / "tokens.npy", np.zeros(32 * 1234, np.uint16))
     settings = config.parse(f"--preset tiny-moe --fp8 tensorwise --seq 32 --dtype bf16 --tp 2 --pp 2 --cp 2 "
                             f"--data {tmp_path}/tokens.npy".split(), 8)
-    settings.shown, samples = True, device.open_samples(settings, settings.data.data, 0)
-    built = train.build_model(settings, {}, "cpu")
+    settings.shown, samples = True, open_samples(settings, settings.data.data, 0)
+    built = train.build_model(settings, grids.ALONE, "cpu")
     first, _, shown, batch, model, data = log.first_lines(settings, {}, "cpu", built, samples).splitlines()
     assert first == "device  cpu, bf16, linear layers of blocks in fp8 tensorwise"
     assert shown == "        (chosen to show the axes; --dp 8 is pure data parallelism)"
@@ -352,7 +353,7 @@ def test_a_step_leaves_no_cycles(flags):
     settings = config.parse(f"{SMALL} --data {ROOT}/train.py {flags}".split())
     groups = dict.fromkeys(AXES)
     model, optimizer = grids.built(settings, groups, "fp32")
-    share = train.local_micro_batches(device.open_samples(settings, settings.data.data, 0), 0, 16, settings, groups)
+    share = train.local_micro_batches(open_samples(settings, settings.data.data, 0), 0, 16, settings, groups)
 
     def step():
         train.forward_backward(model, optimizer, share, groups)
@@ -374,7 +375,7 @@ def test_a_step_leaves_no_cycles(flags):
 def test_the_first_lines_count_the_state_of_the_rule(flags, nbytes):
     """In bf16: the masters, and what the rule remembers, per parameter."""
     settings = config.parse(f"--dtype bf16 {flags}".split())
-    count = sum(p.numel() for p in train.build_model(settings, {}, "cpu").parameters())
+    count = sum(p.numel() for p in train.build_model(settings, grids.ALONE, "cpu").parameters())
     assert grids.memory_of_rank(settings, {})["optimizer"] == nbytes * count
 
 
@@ -422,3 +423,9 @@ def test_the_grid_that_is_shown_trains_as_one_process(tmp_path):
     assert "pp 2 x dp 2 x cp 1 x tp 2" in shown.stdout and "--dp 8 is pure data parallelism" in shown.stdout
     want, got = ([record["loss"] for record in metrics(tmp_path / name)] for name in ("alone", "shown"))
     assert got == pytest.approx(want, abs=1e-4)
+
+
+def test_a_pipeline_is_made_for_the_largest_batch_of_a_ramp():
+    """As many inputs of blocks, for example, as its first rank holds then."""
+    settings = config.parse("--pp 2 --schedule afab --micro-batch 1 --batch-ramp 4@0,8@99".split(), 2)
+    assert train.build_pipeline(settings, None).in_flight == 8

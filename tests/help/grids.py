@@ -129,7 +129,7 @@ def built(settings: config.Config, groups, dtype: str = "", device: str = "cpu",
 
 
 def memory_of_rank(settings: config.Config, groups, fused: bool = False) -> dict[str, int]:
-    return device.memory_of_rank(settings, train.build_model(settings, groups, "cpu"), fused)
+    return device.memory_of_rank(settings, collectives.rank(groups.get("pp")), fused)
 
 
 def micro_batches(settings: config.Config, groups, tokens: torch.Tensor, labels: torch.Tensor) -> list[MicroBatch]:

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 import train
-from run import device, faults, job, sampling, start
+from run import faults, job, sampling, start
+from run.data import open_samples
 from run.sampling import sample
 
 
@@ -21,8 +22,8 @@ def run(flags: str, state: job.RunState | None = None) -> str:
     settings = start.parse(flags.split(), dist.get_world_size() if dist.is_initialized() else 1)
     if settings.precision.dtype == "auto":
         settings.precision.dtype = "fp32"
-    samples = device.open_samples(settings, settings.data.data, settings.optim.seed)
-    unseen = device.open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
+    samples = open_samples(settings, settings.data.data, settings.optim.seed)
+    unseen = open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
     stop, printed = faults.Stop(settings.run.time_limit), io.StringIO()
     shorter = patch.object(sampling, "sample", lambda model, prompt, count: sample(model, prompt, 16))
     refuse = patch.object(start, "refuse", side_effect=lambda error: (_ for _ in ()).throw(error))

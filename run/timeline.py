@@ -1,0 +1,235 @@
+"""Pictures of pipelines: who does what when, as simulated and as measured.
+
+    python -m run.timeline [--pp 4] [--micro-batches 8] [--svg plans.svg]                all schedules, as simulated
+    torchrun --nproc_per_node=4 -m run.timeline --schedule zb-v [--trace plan.json]      one of them, as measured
+
+A measured step runs the engine of pp.py with stages that sleep, so that even two processors show how eight ranks wait.
+`--profile` of a run draws its last step.
+"""
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from collectives import Group, rank, world
+from config import need, read_known, setting
+from param import accumulate_grad
+from pp import Engine, Pipeline
+from run.start import refuse
+from schedules import SCHEDULES, Costs, Plan, Span, activations_held, bubble, make_plan, simulate
+
+COLORS = {"F": ("#7aa6da", 110, "forward"), "B": ("#8cc98c", 114, "backward"),  # SVG, terminal, legend
+          "I": ("#5fb7b0", 73, "backward, input"), "W": ("#c9b458", 179, "backward, weights")}
+
+
+def draw(spans: list[list[Span]], color: bool = True, columns: float = 600) -> str:
+    """A row per rank, of about `columns` characters at most. Each action is a box with the number of its micro-batch
+    (without color: op and number), or, where that does not fit, with its op. A rank's later stages are underlined
+    (without color: their ops are in lower case)."""
+    longest = max(len(str(action.micro_batch)) for row in spans for action, _, _ in row) + (0 if color else 1)
+    shortest = min(stop - start for row in spans for _, start, stop in row)
+    width = min(max(3, longest + 1) / shortest, columns / max(row[-1].stop for row in spans))  # characters per unit
+    lines = []
+    for r, row in enumerate(spans):
+        line, at = f"rank {r:2d} ", 0
+        first_stage = min(span.action.stage for span in row)
+        for action, start, stop in row:
+            begin, end = round(start * width), round(stop * width)
+            room = max(0, end - begin - 1)
+            op = action.op if color or action.stage == first_stage else action.op.lower()
+            text = f"{'' if color else op}{action.micro_batch}"
+            text = (text if len(text) <= room else op[:room]).center(room)
+            line += " " * (begin - at)
+            if color:
+                underline = "4;" if action.stage != first_stage else ""
+                text = f"\033[{underline}48;5;{COLORS[action.op][1]};30m{text}\033[0m"
+            line += text + " " * (end > begin)
+            at = end
+        lines.append(line.rstrip())
+    return "\n".join(lines)
+
+
+def held_by_rank(spans: list[list[Span]]) -> list[list[float]]:
+    """Activations that each rank holds after each action, in those of 1/p of the layers for one micro-batch."""
+    stages = 1 + max(span.action.stage for row in spans for span in row)
+    return [[held * len(spans) / stages for held in activations_held([span.action for span in row])] for row in spans]
+
+
+def summary(spans: list[list[Span]]) -> str:
+    end, idle = max(row[-1].stop for row in spans), bubble(spans)
+    return (f"{end:.4g} units of time, the worst rank idle for {idle:.3g} of them ({idle / end:.1%}), holding up to "
+            f"{max(map(max, held_by_rank(spans))):g} micro-batches")
+
+
+def svg(panels: dict[str, list[list[Span]]], width: float = 780.0) -> str:
+    """`draw` as SVG, for several schedules to one scale: title -> spans. A rank's later stages are lighter; the area
+    below a rank's actions is the activations that it holds."""
+    unit = width / max(row[-1].stop for spans in panels.values() for row in spans)  # pixels per unit of time
+    most = max(max(held) for spans in panels.values() for held in held_by_rank(spans))
+    out, y = [], 4
+    for name, spans in panels.items():
+        out.append(f'<text class="title" x="4" y="{y + 12}">{name}: {summary(spans)}</text>')
+        for r, (row, held) in enumerate(zip(spans, held_by_rank(spans))):
+            top, first = y + 20 + r * 34, min(span.action.stage for span in row)
+            out.append(f'<text x="4" y="{top + 12}">rank {r}</text>')
+            line = f"M56 {top + 31}"
+            for ((op, stage, k), start, stop), now in zip(row, held):
+                x, wide, faded = 56 + start * unit, (stop - start) * unit, "" if stage == first else ' opacity=".55"'
+                out.append(f'<rect class="{op}" x="{x:.1f}" y="{top}" width="{wide:.1f}" height="16"{faded}/>')
+                if wide > 5 * len(str(k)):
+                    out.append(f'<text class="k" x="{x + wide / 2:.1f}" y="{top + 12}">{k}</text>')
+                line += f"H{x if op == 'F' else x + wide:.1f}V{top + 31 - 13 * now / most:.1f}"
+            out.append(f'<path class="held" d="{line}Z"/>')
+        end, y = max(row[-1].stop for row in spans), y + 20 + len(spans) * 34
+        for tick in range(0, int(end) + 1, round(end / 80) * 10 or 5):
+            out.append(f'<path d="M{56 + tick * unit:.1f} {y}v4"/><text class="k" x="{56 + tick * unit:.1f}" '
+                       f'y="{y + 14}">{tick}</text>')
+        y += 24
+    ops = {span.action.op for spans in panels.values() for row in spans for span in row}
+    for i, op in enumerate(op for op in COLORS if op in ops):
+        out.append(f'<rect class="{op}" x="{56 + i * 126}" y="{y}" width="14" height="14"/>'
+                   f'<text x="{76 + i * 126}" y="{y + 11}">{COLORS[op][2]}</text>')
+    out.append(f'<text x="56" y="{y + 30}">numbers: micro-batches; lighter: a rank\'s later model chunks; grey: '
+               f'activations held, up to {most:g} micro-batches of a rank\'s layers</text>')
+    style = "".join(f".{op}{{fill:{color};stroke:#fff}}" for op, (color, _, _) in COLORS.items())
+    return "\n".join([
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width + 76:.0f}" height="{y + 40}" font-family="sans-serif" '
+        f'font-size="11"><style>path{{stroke:#777}}.held{{fill:#bbb;stroke:none}}.title{{font-weight:bold}}'
+        f'.k{{text-anchor:middle;font-size:9px}}{style}</style>',
+        '<rect width="100%" height="100%" fill="#fff"/>', *out, "</svg>\n"])
+
+
+def chrome_trace(spans: list[list[Span]], unit_us: float) -> str:
+    """JSON for chrome://tracing or Perfetto, a thread per rank."""
+    return json.dumps([dict(name=str(action), cat=action.op, ph="X", pid=0, tid=r, ts=start * unit_us,
+                            dur=(stop - start) * unit_us)
+                       for r, row in enumerate(spans) for action, start, stop in row])
+
+
+def draw_step(pipeline: Pipeline, path: Path) -> None:
+    """Draw the latest training step of a timed pipeline, in milliseconds, as SVG. All ranks must call it; the first one
+    writes."""
+    if pipeline.latest:
+        spans = pipeline.engine(pipeline.latest).timeline(1e-3)
+        if rank(dist.group.WORLD) == 0:
+            path.write_text(svg({f"{pipeline.latest} micro-batches, in ms": spans}))
+
+
+# ---- measuring ------------------------------------------------------------------------------------------------------
+
+UNIT_S = 0.01  # what a rank sleeps for an F, I or W of all its stages
+
+
+def measure(plan: Plan, group: Group) -> list[list[Span]]:
+    """Run a plan on the ranks that torchrun started, with stages that sleep, so that even two processors show how eight
+    ranks wait. Returns each rank's spans, in units of UNIT_S since all began together."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    weight.sink = None  # accumulate_grad reads it
+    seconds = UNIT_S * len(plan.ranks) / plan.stages
+
+    class Sleep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            time.sleep(seconds)
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            time.sleep(seconds)
+            accumulate_grad(weight, lambda out: time.sleep(seconds))
+            return grad
+
+    def forward(stage: int, k: int, x: torch.Tensor | None) -> torch.Tensor:
+        return Sleep.apply(torch.zeros(1, requires_grad=True) if x is None else x)
+
+    engine = Engine(plan, group, timed=True)
+    engine.run(forward, (1,), torch.float32)  # the first backward of a process takes longer than a whole step
+    dist.barrier()
+    engine.run(forward, (1,), torch.float32)
+    return engine.timeline(UNIT_S)
+
+
+# ---- python -m run.timeline -----------------------------------------------------------------------------------------
+
+USAGE = "python -m run.timeline [--schedule NAME] [--pp P] [--micro-batches M] [--svg FILE] …"
+
+
+@dataclass
+class Flags:
+    schedule: str = setting("all", "which one", (*SCHEDULES, "all"))
+    pp: int = setting(0, "ranks; under torchrun as many as there are, else 4")
+    micro_batches: int = setting(8, "of a step")
+    chunks: int = setting(0, "model chunks per rank; 0: as many as the schedule needs")
+    group: int = setting(0, "micro-batches per interleaved group; 0: as few as possible")
+    costs: str = setting("1,1,1", "times of a rank for F, I and W, for all its model chunks together")
+    svg: str = setting("", "write the picture here")
+    trace: str = setting("", "write it for chrome://tracing here")
+
+
+def chosen_plans(args: Flags, measuring: bool) -> dict[str, Plan]:
+    """The plan of each schedule to draw. Raises ValueError for what cannot be drawn."""
+    for name, file in (("--svg", args.svg), ("--trace", args.trace)):
+        if file and not os.path.isdir(os.path.dirname(file) or "."):
+            raise ValueError(f"{name} {file}: there is no folder {os.path.dirname(file)}")
+    costs = args.costs.split(",")
+    need(len(costs) == 3 and all(re.fullmatch(r"[\d.]+", cost) and 0 < float(cost) < 1e6 for cost in costs),
+         f"--costs {args.costs}: write three numbers, above 0 and below a million, such as 1,1,1")
+    if measuring and args.pp != int(os.environ["WORLD_SIZE"]):
+        raise ValueError(f"--pp {args.pp}: torchrun started {os.environ['WORLD_SIZE']} ranks")
+    if args.schedule != "all":
+        if measuring and not SCHEDULES[args.schedule].runs:
+            raise ValueError(f"schedule {args.schedule} is drawn and does not run")
+        return {args.schedule: make_plan(args.schedule, args.pp, args.micro_batches, args.chunks, args.group)}
+    if args.trace or args.chunks or args.group:
+        raise ValueError("--trace, --chunks and --group are for one schedule: name it with --schedule")
+    return {name: make_plan(name, args.pp, args.micro_batches) for name, schedule in SCHEDULES.items()
+            if schedule.runs or not measuring}
+
+
+def main(arguments: list[str]) -> None:
+    measuring, me = "WORLD_SIZE" in os.environ, int(os.environ.get("RANK", 0))
+    args, rest = read_known(Flags, arguments, USAGE)
+    need(not rest, f"{' '.join(rest)}: unknown, usage: {USAGE}")
+    args.pp = args.pp or int(os.environ.get("WORLD_SIZE", 4))
+    plans = chosen_plans(args, measuring)
+    costs = [float(cost) for cost in args.costs.split(",")]
+    simulated = {name: simulate(chosen, Costs(*(cost * args.pp / chosen.stages for cost in costs)))
+                 for name, chosen in plans.items()}
+    panels = simulated
+    if measuring:
+        with world() as group:
+            panels = {name: measure(chosen, group) for name, chosen in plans.items()}
+    if me:
+        return
+    color, longest = sys.stdout.isatty(), max(row[-1].stop for spans in panels.values() for row in spans)
+    columns = shutil.get_terminal_size((120, 24)).columns - 9
+    print("F forward, B backward, I its half for the input, W that for the weights; later model chunks of a rank are "
+          + ("underlined" if color else "in lower case") + "\n")
+    for name, spans in panels.items():
+        share = max(row[-1].stop for row in spans) / longest
+        print(draw(spans, color, columns=share * min(columns, 3 * longest)))
+        print(f"{name}: {summary(spans)}" + (f"\n    stages sleep {UNIT_S * 1e3:g} ms per unit; simulated: "
+              f"{summary(simulated[name])}" if measuring else "") + "\n")
+    if len(panels) > 1:
+        order = sorted(panels, key=lambda name: bubble(panels[name]))
+        print(f"Ranks are idle least with {order[0]}, for {bubble(panels[order[0]]):.3g} units, and longest "
+              f"with {order[-1]}, for {bubble(panels[order[-1]]):.3g}.")
+    if args.svg:
+        Path(args.svg).write_text(svg(panels))
+    if args.trace:
+        unit_us = UNIT_S * 1e6 if measuring else 1e3
+        Path(args.trace).write_text(chrome_trace(panels[args.schedule], unit_us))
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except ValueError as error:
+        refuse(error, "run.timeline")
