@@ -29,13 +29,12 @@ import os
 import sys
 import threading
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -175,46 +174,11 @@ class Pending:
         self.works, self.tensors = [], ()
 
 
-def meet(timeout_s: float = 600, while_waiting: Callable[[], Any] = lambda: None) -> dist.Store:
-    """Wait for the other ranks. Returns torchrun's key-value store, with a prefix that no earlier start of ranks used.
-
-    A torchrun that restarts its ranks keeps the store, and in it the addresses of ranks that are gone; how often it has
-    restarted them may differ between machines. So every rank draws a name and appends it to a list. Rank 0 writes, for
-    each name in the list, which prefix to use, until as many ranks as there are have confirmed this prefix. It answers
-    the last name of each rank, which is an earlier start's until this start's has come. while_waiting: called now and
-    then. Raises TimeoutError.
-    """
-    store, index, ranks = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s)))
-    name, answered, began = uuid.uuid4().hex, set(), time.monotonic()
-    store.append("names", f"{index} {name}\n")
-
-    def missing() -> set[int]:
-        """The ranks that this one still waits for."""
-        if index > 0:
-            return set() if store.check([f"prefix/{name}"]) else {0}
-        last_names = dict(line.split() for line in store.get("names").decode().splitlines())
-        for other in set(last_names.values()) - answered:
-            store.set(f"prefix/{other}", name)
-            answered.add(other)
-        return set(range(ranks)) - set(map(int, store.get(f"confirmed/{name}").split()))
-
-    if index == 0:
-        store.append(f"confirmed/{name}", "0 ")
-    while waits_for := missing():
-        if time.monotonic() > began + timeout_s + 10 * (index > 0):  # of all ranks, rank 0 knows who is missing
-            raise TimeoutError(f"rank {', '.join(map(str, sorted(waits_for)))} has not started in {timeout_s:g} s")
-        while_waiting()
-        time.sleep(max(0.01, ranks / 10_000))  # all ranks together call the store at most 10,000 times per second
-    prefix = store.get(f"prefix/{name}").decode()
-    if index > 0:
-        store.append(f"confirmed/{prefix}", f"{index} ")
-    return dist.PrefixStore(prefix, store)
-
-
 @contextmanager
 def world(device: torch.device | str = "cpu", timeout_s: float = 600,
           store: dist.Store | None = None) -> Iterator[dist.ProcessGroup]:
-    """The group of all ranks that torchrun started: NCCL on GPUs, gloo on CPUs. store: what `meet` has returned.
+    """The group of all ranks that torchrun started: NCCL on GPUs, gloo on CPUs. store: their key-value store; None:
+    torch finds it.
 
     The body of the `with` should be one function call, whose variables are freed when it returns: a gloo group that is
     still referenced when the interpreter exits aborts the process. Buckets and parameters refer to each other and to
@@ -222,7 +186,7 @@ def world(device: torch.device | str = "cpu", timeout_s: float = 600,
     """
     device = torch.device(device)
     where = dict(backend="nccl", device_id=device) if device.type == "cuda" else dict(backend="gloo")
-    dist.init_process_group(**where, store=store or meet(timeout_s), rank=int(os.environ["RANK"]),
+    dist.init_process_group(**where, store=store, rank=int(os.environ["RANK"]),
                             world_size=int(os.environ["WORLD_SIZE"]), timeout=datetime.timedelta(seconds=timeout_s))
     yield dist.group.WORLD
     dist.barrier()
@@ -315,30 +279,6 @@ def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return x.to(device, non_blocking=True)
 
 
-class HostCopy:
-    """A copy of named scalars and vectors to the host, which the device makes when it has computed them. `read` waits
-    for it; what is called in between, the device does meanwhile."""
-
-    def __init__(self, **tensors: torch.Tensor):
-        self.lengths = {name: x.numel() if x.dim() else None for name, x in tensors.items()}
-        self.numbers = torch.cat([x.detach().double().flatten() for x in tensors.values()])
-        self.call, self.copied = record.last, None
-        if self.numbers.is_cuda:
-            host = torch.empty(self.numbers.shape, dtype=self.numbers.dtype, pin_memory=True)
-            self.numbers = host.copy_(self.numbers, non_blocking=True)
-            self.copied = torch.cuda.Event()
-            self.copied.record()
-
-    def read(self) -> dict[str, float | list[float]]:
-        """Name -> number or list of numbers. On a GPU the host waits here, for what it called before the copy."""
-        with waiting_for(self.call):
-            if self.copied:
-                self.copied.synchronize()
-            numbers = iter(self.numbers.tolist())
-        return {name: next(numbers) if length is None else [next(numbers) for _ in range(length)]
-                for name, length in self.lengths.items()}
-
-
 def link(group: Group, source: int, target: int) -> dict:
     """Where torch is to send what rank `source` of the group sends to rank `target`, or to receive it."""
     peer, end = (target, "group_dst") if rank(group) == source else (source, "group_src")
@@ -417,35 +357,6 @@ class CopyStreams:
             target.copy_(source, non_blocking=True)
             (source if source.is_cuda else target).record_stream(stream)
             return stream.record_event()
-
-
-# ---- objects and errors ----------------------------------------------------------------------------------------------
-
-def host_group(timeout_s: float) -> Group:
-    """All ranks, with gloo: for objects, and for a thread beside the groups of a step. None in one process."""
-    if not dist.is_initialized():
-        return None
-    return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
-
-
-def gather_objects(value: Any, group: Group) -> list:
-    """The value of every rank. group: of `host_group`."""
-    values = [value] * size(group)
-    if group is not None:
-        dist.all_gather_object(values, value, group=group)
-    return values
-
-
-def agree(work: Callable[[], Any], group: Group) -> Any:
-    """Do the work on every rank. If it raises ValueError on one, so it does on all, with that one's message."""
-    try:
-        result, problem = work(), None
-    except ValueError as error:
-        result, problem = None, str(error)
-    for found in gather_objects(problem, group):
-        if found is not None:
-            raise ValueError(found)
-    return result
 
 
 # ---- collectives that return a new tensor ----------------------------------------------------------------------------

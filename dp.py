@@ -36,7 +36,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from collectives import Group, Groups, Pending, all_reduce, name, rank, run_demo, sent, size
+from collectives import Group, Groups, Pending, all_reduce, name, rank, run_demo, sent
 from param import Spec, acc_dtype, attach_sink, draw, main_grad, parameter
 
 Units = dict[int, list[nn.Module]]  # this rank's pipeline stages -> units (embedding, blocks, head) in forward order
@@ -217,21 +217,6 @@ def run_step(way: str, layers_per_bucket: int, x: torch.Tensor, groups: Groups) 
     return events, torch.stack([main_grad(param) for param in params])
 
 
-def error_of_averages(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """The relative error of the gradient if losses are averaged over tokens, then micro-batches, then ranks."""
-    micro_batches = x[:rank(group) + 1], x  # [r + 1, H], [8, H]: ranks have different numbers of valid tokens
-    valid = torch.tensor(float(sum(len(tokens) for tokens in micro_batches)))
-    all_reduce(valid, group)
-    summing, averaging = Layer(1, {}), Layer(1, {})
-    for tokens in micro_batches:
-        target = x.flip(1)[:len(tokens)]
-        ((summing(tokens) - target).square().sum() / valid).backward()
-        losses = (averaging(tokens) - target).square().sum(1)
-        (losses.mean() / len(micro_batches) / size(group)).backward()
-    reduce_naively([summing.weight, averaging.weight], group)
-    return (averaging.weight.grad - summing.weight.grad).norm() / summing.weight.grad.norm()
-
-
 def demo(group: Group) -> None:
     x = torch.randn(8, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(rank(group)))
     lines = ["One step of each rank (g: the gradient of a layer is complete, R: its reduction starts):", ""]
@@ -242,8 +227,6 @@ def demo(group: Group) -> None:
         gradients.append(grads)
         lines.append(f"    {way:15s} {' '.join(events):42s} sends {sent[name(group)]:,} bytes")
     assert torch.allclose(gradients[0], gradients[1]) and torch.allclose(gradients[0], gradients[2])
-    lines += ["", "With 1 to 8 valid tokens per micro-batch, a mean of means puts the gradient "
-              f"{error_of_averages(x, group):.0%} off."]
     if rank(group) == 0:
         print("\n".join(lines))
 

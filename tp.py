@@ -53,17 +53,14 @@ Wang et al. 2023, Overlap Communication with Dependent Computation via Decomposi
 Shapes: t ranks, T tokens of a micro-batch (batch x sequence, flat), H hidden, V vocabulary, R rows or C columns of a
 whole weight; [T/t, H] is [T, H] without sequence parallelism.
 """
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.functional import pad
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from collectives import (
     MAX,
@@ -90,8 +87,6 @@ from param import (
     acc_dtype,
     accumulate_grad,
     accumulate_product,
-    backward_input,
-    backward_weight,
     is_deferred,
     parameter,
     shard_slice,
@@ -428,65 +423,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None = None,
     return CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), weights, z_loss, vocab, group)
 
 
-def gather_logits(logits: Tensor, vocab: int, group: Group) -> Tensor:
-    """[T, V/t] -> [T, V] on every rank, for sampling. vocab: V, which t need not divide."""
-    n = size(group)
-    widths = [shard.stop - shard.start for shard in (shard_slice(vocab, n, i) for i in range(n))]
-    padded = pad(logits, (0, max(widths) - logits.shape[-1]))
-    out = logits.new_empty(n * len(logits), max(widths))
-    all_gather(out, padded.contiguous(), group)
-    return torch.cat([rows[:, :width] for rows, width in zip(out.chunk(n), widths)], -1)
-
-
 # ---- demo: python tp.py ---------------------------------------------------------------------------------------------
-
-NAMES = {"mm": "matmul", "addmm_": "matmul+add", "_allgather_base_": "gather…", "_reduce_scatter_base_": "scatter…",
-         "allreduce_": "all-reduce…"}
-
-
-@contextmanager
-def tracing() -> Iterator[list[str]]:
-    """Yield a list that gets matmuls and communication, in order: "gather…" is started, "…done" has been waited for."""
-    events: list[str] = []
-    wait = Pending.wait
-
-    class Trace(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if event := NAMES.get(function.overloadpacket.__name__):
-                events.append(event)
-            return function(*args, **kwargs or {})
-
-    def logged_wait(pending: Pending) -> None:
-        if pending.works:
-            events.append("…done")
-        wait(pending)
-
-    Pending.wait = logged_wait
-    try:
-        with Trace():
-            yield events
-    finally:
-        Pending.wait = wait
-
-
-def trace_pair(x: Tensor, up: nn.Parameter, down: nn.Parameter, tp: TensorParallel) -> list[str]:
-    """What a column and a row parallel layer do, in order: forward, whole backward, and a backward in two halves."""
-    lines = []
-
-    def traced(part: str, run: Callable[..., Any], *args: Any) -> Any:
-        with tracing() as events:
-            result = run(*args)
-        lines.append(f"    {part:22s} {' '.join(events)}")
-        return result
-
-    def forward() -> GradientEdge:
-        return get_gradient_edge(row(torch.tanh(column(x, up, tp=tp)), down, tp).sum())
-
-    traced("backward", torch.autograd.backward, traced("forward", forward))
-    traced("gradient of the input", backward_input, (0, 0), forward(), None)
-    traced("of the weights, later", backward_weight, (0, 0))
-    return lines
-
 
 def demo(group: Group) -> None:
     t, T, H = size(group), 64, 32
@@ -508,11 +445,6 @@ def demo(group: Group) -> None:
         lines.append(f"    {title:24s}   tokens between: {tokens:32s}   sent: {units} x (t-1)/t of T H")
     lines.append("\n4 = two all-reduces, of 2 each. 5 = two all-gathers, two reduce-scatters, and X gathered again in "
                  "backward, of 1 each.")
-    x = torch.randn(T // t, H, requires_grad=True)
-    lines += ["", "The pair with sequence parallelism, on a rank (matmul+add: of a weight's gradient):", "",
-              *trace_pair(x, up, down, TensorParallel(group, sequence=True)), "",
-              "In the column layer's backward a matmul lies between each start and its wait; the row layer's has none "
-              "to hide under. The weights' half runs later."]
     if rank(group) == 0:
         print("\n".join(lines))
 

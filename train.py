@@ -1,4 +1,4 @@
-"""Train a Llama-style model in five dimensions: data, tensor, context, pipeline and expert parallelism.
+"""Train a Llama-style model with 5D parallelism: data, context, tensor, pipeline and expert parallelism.
 
     python train.py                                   one process
     torchrun --nproc_per_node=8 train.py              8 ranks: NCCL if there is a GPU for each, else CPUs with gloo
@@ -49,28 +49,29 @@ def main(settings: config.Config) -> None:
 def train(run: job.Run) -> None:
     """The run of one rank.
 
-    The ranks are a grid pp x dp x cp x tp, tp innermost: its ranks have consecutive numbers, so that a node has them.
-    For experts the dp x cp x tp ranks of a pipeline rank are edp x ep: ep ranks have each expert once, edp ranks have
-    copies of the same. `groups` has this rank's process group of every axis, or None if that is this rank alone:
+    The ranks are a grid pp x dp x cp x tp, tp innermost: its ranks have consecutive numbers, so they are in one node.
+    For experts the dp x cp x tp ranks of a pipeline rank are edp x ep, ep innermost: each expert is whole on one of ep
+    ranks, and replicated on edp. `groups` has this rank's process group along each axis, None where its size is 1:
 
-        pp, cp, tp, edp, ep     those axes
-        data                    dp x cp: the ranks with different tokens, over which gradients and losses are summed
-        dp                      those of them that ZeRO shards over: all, or with --dp-replicate the ranks of a replica
+        world, pp, cp, tp, edp, ep
+        data    dp x cp: the ranks with different tokens, over which gradients and losses are summed
+        dp      what ZeRO shards over: "data", or with --dp-replicate (HSDP) the part of it that has one replica
     """
     settings = run.settings
     groups = build_groups(settings.grid, settings.model, settings.run.timeout)
     model = build_model(settings, groups, run.device)
-    run.begin(groups, model)  # says what will happen; ends here if that does not fit into memory
+    run.begin(groups, model)  # says what will happen; ends here, before weights are allocated, if that does not fit
     optimizer = build_optimizer(settings, model, groups)
     run.load(optimizer)  # weights: initial ones, published ones, or a checkpoint's, with the optimizer's state
-    for step in run.steps(local_micro_batches, mean_loss):  # between steps: data, evaluation, checkpoints, the end
+    # Between steps it reads, by the first function, and evaluates, by the second; saves, and ends when it is asked to.
+    for step in run.steps(local_micro_batches, mean_loss):
         with profile_range("forward and backward"):
             loss = forward_backward(model, optimizer, step.micro_batches, groups)
         with profile_range("optimizer"):
             lr = learning_rate(step.number, settings.optim)
             limit = run.guard.limit()  # a gradient norm above it is a spike: then no rank updates its weights
-            votes = run.guard.votes()  # for ending the run; summed over ranks, in place, together with the norm
-            grad_norm = optimizer.step(lr, limit, votes)
+            votes = run.guard.votes()  # of this rank, to stop; `step` sums them over ranks, in place, with the norm
+            grad_norm = optimizer.step(lr, limit, extra=votes)
         results = dict(loss=loss, norm=grad_norm, limit=limit, votes=votes)
         if settings.model.experts:
             results |= update_balance(model, groups, grad_norm < limit, step.sequences)
@@ -81,7 +82,7 @@ def train(run: job.Run) -> None:
 # Techniques do not see the settings: here each setting becomes an argument of the file that implements it.
 
 def build_model(settings: config.Config, groups: Groups, device: torch.device | str) -> Llama:
-    """This rank's pipeline stages, with its shards of their layers. The parameters have no memory yet: the Optimizer
+    """This rank's pipeline stages, with its shards of their layers. The parameters are not allocated yet: the Optimizer
     allocates them in buckets, its `load` fills them."""
     grid, precision, optim, dtype = settings.grid, settings.precision, settings.optim, dtype_of(settings)
     fp8_linear, fp8_experts = fp8_of(settings, groups)
@@ -107,7 +108,7 @@ def fp8_of(settings: config.Config, groups: Groups) -> tuple[Fp8 | None, Fp8 | N
     precision, dtype = settings.precision, dtype_of(settings)
     if precision.fp8 == "none":
         return None, None
-    cached = settings.grid.zero < 3  # FP8 weights stay for all micro-batches; ZeRO-3 frees what they are made of
+    cached = settings.grid.zero < 3  # FP8 weights stay for all micro-batches; ZeRO-3 frees what they are cast from
     recipe = RECIPES[precision.fp8]._replace(pow2=precision.fp8_pow2)
     cp, tp, ep = (groups[axis] for axis in ("cp", "tp", "ep"))
     return (Fp8(recipe, dtype, amax_groups=(cp, tp), weight_amax_groups=(tp,), cached=cached),
@@ -160,7 +161,8 @@ def forward_backward(model: Llama, optimizer: Optimizer, micro_batches: list[Mic
         batch, loss_grad = micro_batches[k], None
         if stage == model.last_stage:
             pending_count.wait()
-            # The fused loss computes its gradient in forward, loss_grad included: backward does not multiply again.
+            # The gradient that autograd will give to y, as `y * loss_grad` is returned. The fused loss computes its own
+            # gradients in forward, so it is told now, and ignores it in backward.
             loss_grad = optimizer.scale_loss(1 / valid.clamp(min=1).to(total.dtype))  # clamp: perhaps none is valid
         y = model(batch.tokens, batch.positions, batch.documents, stage=stage, x=x, labels=batch.labels,
                   loss_grad=loss_grad, aux_loss_scale=optimizer.scale_loss(1 / sequences))
@@ -172,6 +174,7 @@ def forward_backward(model: Llama, optimizer: Optimizer, micro_batches: list[Mic
     # The engine calls `forward` for each micro-batch and stage, and runs backward from what the last stage returned.
     engine = model.pipeline.engine(len(micro_batches))
     optimizer.begin_step(engine.backwards)  # zeroes gradients, and learns how many backwards each stage will have
+    # Meanwhile hooks start to reduce each bucket when its last gradient is complete.
     engine.run(forward, model.boundary_shape(micro_batches[0].tokens), model.execution.dtype)
     pending_count.wait()  # ranks without the last stage have not waited in forward
     optimizer.finish_step()  # waits for the reductions of gradients
@@ -181,7 +184,7 @@ def forward_backward(model: Llama, optimizer: Optimizer, micro_batches: list[Mic
 
 
 def update_balance(model: Llama, groups: Groups, updated: torch.Tensor, sequences: int) -> dict[str, torch.Tensor]:
-    """Update the routers' biases, if the step was not skipped: if it has `updated` the weights.
+    """Update the routers' biases, unless the step was skipped, without having `updated` the weights.
 
     Returns the metrics of experts: aux_loss, the auxiliary losses, summed over layers and averaged over sequences;
     load_max_over_mean, the tokens of the most loaded expert over its layer's mean, for the worst layer.
@@ -212,7 +215,7 @@ def learning_rate(step: int, optim: config.Optim) -> float:
 
 @torch.no_grad()
 def mean_loss(model: Llama, global_batches: Iterable[list[MicroBatch]], groups: Groups) -> float:
-    """The mean loss over all valid tokens of all ranks' micro-batches. Every rank must have equally many of them."""
+    """The mean loss over all valid tokens of all ranks' micro-batches. Every rank must have the same number of them."""
     summed = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)  # losses, tokens
     for micro_batches in global_batches:
         def forward(stage: int, k: int, x: torch.Tensor | None, given=micro_batches) -> torch.Tensor:

@@ -65,6 +65,7 @@ from pp import Engine
 from run import checkpoint, start
 from run.data import MicroBatch
 from run.meter import Collective, Meter
+from run.ranks import gather_objects, host_group
 from tp import TensorParallel, column, row
 from zero import Optimizer
 
@@ -429,8 +430,8 @@ def bench_checkpoint() -> None:
     groups = build_groups(settings.grid, settings.model)
     model, optimizer = build(settings, groups)
     shards = [tensor for bucket in optimizer.buckets for tensor in bucket.state.values()]
-    host = collectives.host_group(600)
-    folder = collectives.gather_objects(tempfile.mkdtemp() if dist.get_rank() == 0 else None, host)[0]
+    host = host_group(600)
+    folder = gather_objects(tempfile.mkdtemp() if dist.get_rank() == 0 else None, host)[0]
     pieces = list(checkpoint.pieces_of_run(optimizer, model.routers, groups, saving=True))
     saver = None
 

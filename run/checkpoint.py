@@ -52,10 +52,11 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from tqdm import tqdm
 
 import config
-from collectives import Group, Groups, agree, gather_objects, rank, size
+from collectives import Group, Groups, rank, size
 from config import need, setting
 from param import Box, Source, Spec, box_shape
 from run import huggingface, start
+from run.ranks import agree, gather_objects
 
 LOCK_WAIT_S = 5.0
 

@@ -316,7 +316,7 @@ class Watchdog:
     Unless it has been asked to stop, a rank that makes progress never calls the store; one that does not calls it once
     per poll, however many ranks there are. Only the rank that reports reads the posts.
 
-    store: what collectives.meet returns, cloned, because a blocked call would hold the main thread's connection.
+    store: what run/ranks.py's `meet` returns, cloned, because a blocked call would hold the main thread's connection.
     activity(): what the rank does, in words, such as "in step 3"; it changes when the rank makes progress.
     stop: its `asked_at` and `ending` are read.
     """

@@ -21,7 +21,7 @@ import torch
 
 import collectives
 import config
-from collectives import Group, Groups, HostCopy, agree, gather_objects, host_group, rank, size
+from collectives import Group, Groups, rank, size
 from config import need
 from param import draw
 from plan import search
@@ -30,6 +30,7 @@ from run import checkpoint, device, faults, huggingface, sampling, start, timeli
 from run.checkpoint import Saver
 from run.data import Corpus, MicroBatch, Samples, codec_of, open_samples
 from run.log import GradientNoise, Log, profiling
+from run.ranks import HostCopy, agree, gather_objects, host_group, meet
 
 BEFORE = "before the first step"
 
@@ -208,7 +209,7 @@ def started(settings: config.Config) -> Iterator[Run]:
         torch.cuda.set_device(chosen)
     try:
         if "WORLD_SIZE" in os.environ:
-            store = collectives.meet(run.timeout, stop.end_if_asked)
+            store = meet(run.timeout, stop.end_if_asked)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             watchdog = faults.Watchdog(store.clone(), run.timeout, lambda: state.activity, stop)
         with collectives.world(chosen, run.timeout, store) if store else contextlib.nullcontext():

@@ -12,11 +12,12 @@ import sys
 
 import torch
 from torch.nn import Module
+from torch.nn.functional import pad
 
 import config
-from collectives import Groups, all_reduce, rank, receive, send
+from collectives import Group, Groups, all_gather, all_reduce, rank, receive, send, size
+from param import shard_slice
 from run.data import Codec
-from tp import gather_logits
 
 
 class KVCache:
@@ -74,6 +75,16 @@ def next_logits(model: Module, tokens: torch.Tensor, cache: KVCache) -> torch.Te
         if stage < model.last_stage and owners[stage + 1] != rank(group):
             send(x, owners[stage + 1], group).wait()
     return x if model.last_stage in model.stages else None
+
+
+def gather_logits(logits: torch.Tensor, vocab: int, group: Group) -> torch.Tensor:
+    """[T, V/t] -> [T, V] on every rank, for sampling. vocab: V, which t need not divide."""
+    n = size(group)
+    widths = [shard.stop - shard.start for shard in (shard_slice(vocab, n, i) for i in range(n))]
+    padded = pad(logits, (0, max(widths) - logits.shape[-1]))
+    out = logits.new_empty(n * len(logits), max(widths))
+    all_gather(out, padded.contiguous(), group)
+    return torch.cat([rows[:, :width] for rows, width in zip(out.chunk(n), widths)], -1)
 
 
 def continue_prompt(model: Module, codec: Codec, settings: config.Config, groups: Groups, device: torch.device,

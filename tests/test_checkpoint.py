@@ -25,7 +25,6 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-import collectives
 import config
 import train
 from collectives import build_groups
@@ -34,6 +33,7 @@ from run import checkpoint, job, sampling, start
 from run.data import Corpus, codec_of
 from run.log import Log
 from run.meter import Meter
+from run.ranks import host_group
 
 ROOT = os.path.dirname(config.__file__)
 SMALL = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 97 --seq 24 --global-batch 8 --warmup 2"
@@ -397,7 +397,7 @@ def test_any_number_of_ranks_verifies_each_file_once(tmp_path):
 
 
 def find_whole(candidates: list[Path]) -> Path:
-    return job.find_whole(candidates, collectives.host_group(60))
+    return job.find_whole(candidates, host_group(60))
 
 
 def test_all_ranks_pass_over_a_checkpoint_that_one_finds_damaged(pool, tmp_path):

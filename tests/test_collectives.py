@@ -16,7 +16,7 @@ import torch.distributed as dist
 from program import ROOT, python
 
 import collectives
-from run import dryrun
+from run import dryrun, ranks
 from run.data import MicroBatch
 
 
@@ -132,7 +132,6 @@ def test_a_world_waits_as_long_as_asked_and_is_left_together(monkeypatch, device
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setattr(dist, "init_process_group", lambda **how: did.append(how))
-    monkeypatch.setattr(collectives, "meet", lambda timeout_s: did.append(timeout_s) or store)
     monkeypatch.setattr(dist, "barrier", lambda: did.append("barrier"))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: did.append("destroyed"))
     how = dict(where, store=store, rank=2, world_size=3, timeout=datetime.timedelta(seconds=90))
@@ -140,10 +139,10 @@ def test_a_world_waits_as_long_as_asked_and_is_left_together(monkeypatch, device
         did.append("body")
     with pytest.raises(KeyError), collectives.world(device, 90):
         raise KeyError
-    assert did == [how, "body", "barrier", "destroyed", 90, how]  # after an exception the process exits
+    assert did == [how, "body", "barrier", "destroyed", how | dict(store=None)]  # after an exception the process exits
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "new_group", lambda **how: how)
-    assert collectives.host_group(90) == dict(backend="gloo", timeout=datetime.timedelta(seconds=90))
+    assert ranks.host_group(90) == dict(backend="gloo", timeout=datetime.timedelta(seconds=90))
 
 
 def lonely() -> list[torch.Tensor]:
@@ -275,14 +274,14 @@ def test_of_several_problems_all_ranks_raise_the_first(monkeypatch):
     def fail():
         raise ValueError("second")
 
-    monkeypatch.setattr(collectives, "gather_objects", lambda problem, group: [None, "first", problem, None])
+    monkeypatch.setattr(ranks, "gather_objects", lambda problem, group: [None, "first", problem, None])
     for work in (fail, lambda: 7):
         with pytest.raises(ValueError, match="^first$"):
-            collectives.agree(work, "all ranks")
-    monkeypatch.setattr(collectives, "gather_objects", lambda problem, group: [None, problem])
+            ranks.agree(work, "all ranks")
+    monkeypatch.setattr(ranks, "gather_objects", lambda problem, group: [None, problem])
     with pytest.raises(ValueError, match="^second$"):
-        collectives.agree(fail, "all ranks")
-    assert collectives.agree(lambda: 7, "all ranks") == 7
+        ranks.agree(fail, "all ranks")
+    assert ranks.agree(lambda: 7, "all ranks") == 7
 
 
 @pytest.mark.parametrize("index, seconds", [(0, 30), (1, 40)])
@@ -294,7 +293,7 @@ def test_rank_0_which_knows_who_is_missing_gives_up_first(monkeypatch, index, se
     monkeypatch.setattr(collectives.time, "sleep", lambda pause: clock.__setitem__(0, clock[0] + pause))
     missing = ", ".join(map(str, range(1, 2000))) if index == 0 else "0"
     with pytest.raises(TimeoutError, match=f"^rank {missing} has not started in 30 s$"):
-        collectives.meet(30, lambda: meanwhile.append(clock[0]))
+        ranks.meet(30, lambda: meanwhile.append(clock[0]))
     assert seconds < clock[0] < seconds + 1 and len(meanwhile) == round(clock[0] * 10_000 / 2000)
 
 
@@ -345,7 +344,7 @@ def test_numbers_of_a_gpu_are_copied_to_pinned_memory_and_waited_for_when_they_a
         seen.append(f"copied, not waited for {non_blocking}"), torch.add(x, 0, out=out))[1])
     calls = [collectives.Call("all_reduce", "world", number) for number in (1, 2)]
     monkeypatch.setattr(collectives.record, "last", calls[0])
-    copy = collectives.HostCopy(loss=torch.tensor(2.5), votes=torch.tensor([1.0, 0.0]), one=torch.tensor([3.0]),
+    copy = ranks.HostCopy(loss=torch.tensor(2.5), votes=torch.tensor([1.0, 0.0]), one=torch.tensor([3.0]),
                                 steps=torch.tensor(2**24 + 1))
     collectives.record.last = calls[1]
     assert seen == ["pinned True", "copied, not waited for True", "recorded"]

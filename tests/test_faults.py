@@ -41,6 +41,7 @@ import zero
 from collectives import build_groups
 from run import checkpoint, device, faults, job, start
 from run.data import open_samples
+from run.ranks import meet
 from test_checkpoint import saved, tensors
 
 ROOT = Path(config.__file__).parent
@@ -805,13 +806,13 @@ def test_a_rank_that_fails_ends_although_the_store_does_not_answer(monkeypatch, 
 def test_ranks_that_are_started_again_read_no_key_of_those_before(monkeypatch):
     """Three starts with different numbers of ranks, and one before them that has never been complete."""
     server, here = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), threading.local()
-    monkeypatch.setattr(collectives.dist, "rendezvous", lambda *_, **__: iter([(server.clone(), *here.place)]))
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(server.clone(), *here.place)]))
     server.append("names", "1 gone\n2 gone\n0 gone\n")
 
     def start(index: int, ranks: int) -> dist.Store:
         time.sleep(0.05 * (ranks - index))  # rank 0 comes last: it finds names of this start and of earlier ones
         here.place = index, ranks
-        store = collectives.meet(5)
+        store = meet(5)
         store.append("started", f"{index} ")
         return store
     for ranks in (3, 2, 4, 4):
@@ -820,7 +821,7 @@ def test_ranks_that_are_started_again_read_no_key_of_those_before(monkeypatch):
         assert all(sorted(store.get("started").split()) == sorted(b"0 1 2 3".split()[:ranks]) for store in stores)
     here.place = 0, 3
     with pytest.raises(TimeoutError, match="^rank 1, 2 has not started in 0.1 s$"):
-        collectives.meet(0.1)
+        meet(0.1)
 
 
 def test_torchruns_report_has_the_last_line(tmp_path, monkeypatch, capsys):

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from pool import slow
+from torch.autograd.graph import get_gradient_edge
 from watch import Watch
 
 import collectives
@@ -29,7 +30,7 @@ from plan.memory import activation_bytes
 from recompute import Recompute, cheap, selective
 from run import dryrun
 from run.meter import Meter
-from run.sampling import sample
+from run.sampling import gather_logits, sample
 from tp import IGNORED, TensorParallel
 
 SHAPE = "--layers 2 --hidden 48 --heads 8 --kv-heads 4 --head-dim 6 --ffn 40 --seq 24 --global-batch 2 --dtype fp64"
@@ -278,11 +279,53 @@ def test_a_split_backward_gathers_the_output_gradient_twice(pool, mode, want):
         assert counts == want
 
 
+NAMES = {"mm": "matmul", "addmm_": "matmul+add", "_allgather_base_": "gather…", "_reduce_scatter_base_": "scatter…"}
+
+
+def traced(run, *args) -> tuple[str, object]:
+    """What run(*args) does, in order, and returns: "gather…" is started, "…done" has been waited for."""
+    events, wait = [], collectives.Pending.wait
+
+    def logged_wait(pending) -> None:
+        events.extend(["…done"] * bool(pending.works))
+        wait(pending)
+
+    with (patch.object(collectives.Pending, "wait", logged_wait),
+          Watch(lambda function, *_: events.append(NAMES.get(function.overloadpacket.__name__)))):
+        result = run(*args)
+    return " ".join(filter(None, events)), result
+
+
+def pair_in_order() -> list[str]:
+    """What a column and a row parallel layer do: forward, the whole backward, and a backward in two halves."""
+    group, H = dist.group.WORLD, 32
+    up = parameter(Spec("up", (4 * H, H), {"tp": 0}), {"tp": group}, torch.float32)
+    down = parameter(Spec("down", (H, 4 * H), {"tp": 1}), {"tp": group}, torch.float32)
+    for weight in (up, down):
+        weight.data = torch.randn(weight.shape)
+    x, both = torch.randn(8, H, requires_grad=True), TensorParallel(group, sequence=True)
+
+    def forward():
+        return get_gradient_edge(tp.row(torch.tanh(tp.column(x, up, tp=both)), down, both).sum())
+
+    first, edge = traced(forward)
+    return [first, traced(torch.autograd.backward, edge)[0],
+            traced(param.backward_input, (0, 0), forward(), None)[0], traced(param.backward_weight, (0, 0))[0]]
+
+
+def test_in_the_column_layers_backward_a_matmul_lies_between_each_start_and_its_wait(pool):
+    """As in the file's docstring; the weights' half runs later."""
+    column_forward, row_forward = "gather… …done matmul", "matmul scatter… …done"
+    row_backward, column_backward = "gather… …done matmul matmul+add", "gather… matmul scatter… …done matmul+add …done"
+    for found in pool.run(2, "test_tp:pair_in_order"):
+        assert found == [
+            f"{column_forward} {row_forward}", f"{row_backward} {column_backward}",
+            "gather… …done matmul matmul scatter… …done", "gather… …done matmul+add gather… …done matmul+add"]
+
+
 def test_the_demo_runs_on_one_rank_too(capsys):
-    wait = collectives.Pending.wait
     tp.demo(None)
     assert capsys.readouterr().out.count("sent: 0 x (t-1)/t of T H") == 3
-    assert collectives.Pending.wait is wait
 
 
 def shown() -> str:
@@ -291,21 +334,12 @@ def shown() -> str:
     return printed.getvalue()
 
 
-def test_the_demo_shows_what_is_sent_and_what_hides(pool):
-    """As in the file's docstring."""
+def test_the_demo_shows_what_is_sent(pool):
     printed, other = pool.run(2, "test_tp:shown")
     assert not other and "over 2 rank(s)" in printed and "64 tokens of width 32" in printed
     assert re.findall(r"(\w+) *\n", printed.split("T H")[0]).count("A" * 16 + "B" * 16) == 2
     assert re.findall(r"tokens between: (.{32})   sent: (\d+) x", printed) == [
         ("every rank has all".ljust(32), "4"), ("A" * 16 + "B" * 16, "5"), ("A" * 16 + "B" * 16, "5")]
-    column_forward, row_forward = "gather… …done matmul", "matmul scatter… …done"
-    row_backward, column_backward = "gather… …done matmul matmul+add", "gather… matmul scatter… …done matmul+add …done"
-    lines = dict(re.findall(r"^ {4}(forward|backward|gradient of the input|of the weights, later) +(.*)", printed,
-                            re.MULTILINE))
-    assert lines == {
-        "forward": f"{column_forward} {row_forward}", "backward": f"{row_backward} {column_backward}",
-        "gradient of the input": "gather… …done matmul matmul scatter… …done",
-        "of the weights, later": "gather… …done matmul+add gather… …done matmul+add"}
 
 
 # ---- the vocabulary -------------------------------------------------------------------------------------------------
@@ -409,7 +443,7 @@ def put_together(vocab: int) -> bool:
     group = dist.group.WORLD
     rows = normal(3, vocab)
     mine = rows[:, shard_slice(vocab, size(group), group.rank())].contiguous()
-    return torch.equal(tp.gather_logits(mine, vocab, group), rows)
+    return torch.equal(gather_logits(mine, vocab, group), rows)
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
