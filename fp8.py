@@ -41,25 +41,13 @@ along all of K in the tensor cores ("fast accumulation") is used for the forward
 backward, and experts, add partial sums in fp32. A CPU multiplies the same FP8 numbers in fp32.
 
 Embedding, head, norms, router, attention, master weights and main gradients stay in 16 bits or more: they have few
-FLOPs, or their errors have large effects. --no-fp8-ends spares the first and the last block, too. Two published
-failures: a 7B Llama with delayed scaling diverged after 200 billion tokens, when SwiGLU grew outliers (Fishman et al.
-2024); a 16B model diverged with 128 x 128 blocks of dY (DeepSeek-V3, appendix B.2), because outliers belong to single
-tokens, and such a block has one scale for 128 of them.
+FLOPs, or their errors have large effects. --no-fp8-ends spares the first and the last block, too. docs/NOTES.md has
+two published failures, and the bytes per parameter of this and other codes.
 
 With sequence parallelism a rank has T/t tokens of X. Its rowwise copy is gathered in FP8, and so is its columnwise one
 if T/t is a multiple of 128 (16 with one scale); otherwise X is gathered unquantised, so that blocks are the same for
 any number of tensor parallel ranks. (With context parallelism they are if S/2c is a multiple of 128. Those of an
 expert's columnwise copy are not: they consist of the rows that the expert received on its rank.)
-
-Bytes per parameter at ZeRO level 0, as in zero.py; of others as their papers and sources say:
-
-    recipe                  weights   gradients   master   moments   together
-    --fp8 with bf16          2 + 2        4          4       4 + 4       20     two FP8 copies of blocks' matrices
-    fp8 and bf16 moments     2 + 2        4          4       2 + 2       16     (not cached at level 3: 2 less)
-    Transformer Engine         4          4          -       4 + 4       16     FP8 copies made for each matmul
-    DeepSeek-V3                1        2 + 4        4       2 + 2       15     FP8 weights
-    nanotron fp8               1        1 + 4        2       1 + 1       10     FP8 weights, gradients, moments
-    FP8-LM                     1        1 + 2        2       1 + 2        9     FP8 weights, gradients, first moments
 
 Micikevicius et al. 2022 (FP8 formats for deep learning); DeepSeek-AI 2024 (V3: section 3.3, appendix B); Fishman et al.
 2024 (Scaling FP8 training to trillion-token LLMs); NVIDIA Transformer Engine (rowwise, columnwise).

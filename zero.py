@@ -22,28 +22,13 @@ and the next forward waits for it where it first uses the weights. Level 3 prefe
 Hybrid sharding: the n ranks of each of R replicas do all this; once per step R ranks all-reduce each gradient shard. A
 shard's all-reduce starts when the next bucket's reduction does.
 
-Bytes per parameter at level 0 (divide what is sharded by n; padding adds less than 16 n elements per bucket); fp8.py
-has those of FP8 recipes:
-
-    recipe                  weights   gradients   master   moments   together
-    fp32                       4          4          -       4 + 4       16     --dtype fp32
-    bf16 or fp16, mixed        2          4          4       4 + 4       18     --dtype bf16
-    the same, bf16 moments     2          4          4       2 + 2       14     --dtype bf16 --moments bf16
-    Ultra-Scale Playbook       2        2 + 4        4       4 + 4       20     bf16 gradients beside their fp32 sum
-
-The next bf16 number above 1 is 1 + 7.8e-3 (fp32: 1 + 1.2e-7), so adding 1e-3 to a bf16 weight of 1 changes nothing:
-hence fp32 master weights. fp16 has normal numbers from 6.1e-5 to 65504, and gradients are often smaller: hence the loss
-of fp16 runs is multiplied by a scale, halved when a gradient overflows (every rank skips that step) and doubled after
-2000 consecutive steps without overflow. bf16 moments need beta2 well below 1 - 2^-8, or the averages would stop
-changing.
-
 The gradient norm is that of the whole model: each element is counted by one rank, its owner, and squares are summed
 over the world. So all ranks clip by the same number and skip the same steps.
 
-ZeRO-R, the second half of the paper, is about activations (see recompute.py) and buffers of constant size: at levels 2
-and 3 at most two whole gradients per data axis exist at once, and at level 3 two units' whole weights. Exceptions: a
-tied table's gradient, which waits for its second backward; and schedules that split backward (zb-*), where every
-bucket's gradient is whole from the input half to the weight half.
+In bf16 a parameter takes 18 bytes: weight 2, main gradient 4, master weight 4, moments 4 + 4 (docs/NOTES.md has other
+recipes, and why). At levels 2 and 3 at most two whole gradients per data axis exist at once, and at level 3 two units'
+whole weights; but a tied table's gradient waits for its second backward, and schedules that split backward (zb-*) keep
+every bucket's gradient whole from the input half to the weight half.
 
 Rajbhandari et al. 2020 (ZeRO: section 5 the levels, 7 their communication); Zhao et al. 2023 (FSDP: prefetching);
 Micikevicius et al. 2018 (master weights, loss scaling); Loshchilov & Hutter 2019 (AdamW); Hugging Face 2025 (the

@@ -66,6 +66,7 @@ from run import checkpoint, start
 from run.data import MicroBatch
 from run.meter import Collective, Meter
 from run.ranks import gather_objects, host_group
+from run.start import table
 from tp import TensorParallel, column, row
 from zero import Optimizer
 
@@ -125,15 +126,14 @@ def compare(contenders: dict[str, Build], tokens: int, repeats: int = 5, steps: 
         return
     figures = {name: {"ms per step": statistics.median(times) * 1e3} | counts[name] for name, times in seconds.items()}
     rival = list(contenders)[-1]
-    print("(ratio to the last line)".ljust(40) + "min to max, ms".rjust(18) + "tokens/s".rjust(10)
-          + "".join(heading.rjust(18) for heading in figures[rival]))
+    rows = [("(ratio to the last line)", "min to max, ms", "tokens/s", *figures[rival])]
     for name, times in seconds.items():
-        spread = f"{min(times) * 1e3:.1f} to {max(times) * 1e3:.1f}"
-        line = spread.rjust(18) + f"{tokens / statistics.median(times):,.0f}".rjust(10)
+        row = [name, f"{min(times) * 1e3:.1f} to {max(times) * 1e3:.1f}", f"{tokens / statistics.median(times):,.0f}"]
         for heading, value in figures[name].items():
             base = figures[rival][heading]
-            line += (f"{value:,.2f}".removesuffix(".00") + (f" ({value / base:.2f})" if base else "")).rjust(18)
-        print(name.ljust(40) + line)
+            row.append(f"{value:,.2f}".removesuffix(".00") + (f" ({value / base:.2f})" if base else ""))
+        rows.append(row)
+    print(table(rows, "<" + ">" * (len(rows[0]) - 1)))
 
 
 # ---- training steps -------------------------------------------------------------------------------------------------
@@ -449,8 +449,7 @@ def bench_checkpoint() -> None:
     contenders = {"run/checkpoint.py": save_ours,
                   "DCP, each rank's shards": lambda turn: dcp.save(named, checkpoint_id=f"{folder}/dcp {turn}"),
                   "torch.save of the gathered state": lambda turn: gather_and_save(list(shards), f"{folder}/{turn}.pt")}
-    lines = ["".ljust(40) + "s a step waits".rjust(18) + "s until saved".rjust(18) + "min to max, s".rjust(18)
-             + "MB/s".rjust(10) + "MB more at peak".rjust(18)]
+    rows = [("", "s a step waits", "s until saved", "min to max, s", "MB/s", "MB more at peak")]
     for name, save in contenders.items():
         waits, totals, meter = [], [], Meter()
         with meter:
@@ -462,11 +461,10 @@ def bench_checkpoint() -> None:
             totals.append(time.perf_counter() - began)
             waits.append(wait if isinstance(wait, float) else totals[-1])
         total, spread = statistics.median(totals), f"{min(totals):.3f} to {max(totals):.3f}"
-        lines.append(name.ljust(40) + f"{statistics.median(waits):.3f}".rjust(18) + f"{total:.3f}".rjust(18)
-                     + spread.rjust(18) + f"{saver.nbytes / total / 1e6:,.0f}".rjust(10)
-                     + f"{meter.peak['other'] / 1e6:,.1f}".rjust(18))
+        rows.append((name, f"{statistics.median(waits):.3f}", f"{total:.3f}", spread,
+                     f"{saver.nbytes / total / 1e6:,.0f}", f"{meter.peak['other'] / 1e6:,.1f}"))
     if dist.get_rank() == 0:
-        print("\n".join(lines))
+        print(table(rows, "<>>>>>"))
         shutil.rmtree(folder)
 
 

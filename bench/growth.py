@@ -19,6 +19,7 @@ from collectives import build_groups, rank
 from plan import costs
 from run import dryrun
 from run.device import memory_of_rank
+from run.start import table
 
 BASE = "--layers 4 --hidden 512 --heads 8 --kv-heads 4 --ffn 1408 --vocab 16000 --dtype bf16 --micro-batch 1 --seq 512"
 ELEMENT, MAIN_GRAD = 2, 4  # bytes: of weights and activations in bf16; of gradients in fp32
@@ -87,27 +88,27 @@ def flops_of_rank(settings: config.Config, ranks: int, rank: int) -> float:
     return per_token * settings.batch.global_batch * seq * settings.grid.pp / ranks
 
 
-def count(table: Growth, value: int) -> tuple[Costs, Costs]:
+def count(growth: Growth, value: int) -> tuple[Costs, Costs]:
     """(what the rank's first step costs, the same by formula)."""
-    ranks = table.ranks or value
-    settings = config.parse(f"{BASE} {table.flags.format(value)}".split(), ranks)
-    with dryrun.fake_world(ranks, table.rank):
+    ranks = growth.ranks or value
+    settings = config.parse(f"{BASE} {growth.flags.format(value)}".split(), ranks)
+    with dryrun.fake_world(ranks, growth.rank):
         groups = build_groups(settings.grid, settings.model)
         live = sum(memory_of_rank(settings, rank(groups["pp"])).values())
         with dryrun.fake_tensors():
             found = train.measured_step(settings, groups)
-    return (Costs(found.sent[table.axis], found.peak, found.flops),
-            Costs(table.sent(settings), live, flops_of_rank(settings, ranks, table.rank)))
+    return (Costs(found.sent[growth.axis], found.peak, found.flops),
+            Costs(growth.sent(settings), live, flops_of_rank(settings, ranks, growth.rank)))
 
 
 def main() -> None:
     print("in brackets: counted / formula")
-    for table in TABLES:
-        of = f"rank {table.rank} of {table.ranks or 'all'}"
-        print(f"\n{table.grows}: {table.flags.format('…')}; {of}; sent on {table.axis}: {table.formula}")
-        print(table.grows.ljust(14) + "MB sent".rjust(22) + "MB live at peak".rjust(22) + "GFLOPs".rjust(22))
-        for value in table.values:
-            counted, formula = count(table, value)
-            cells = (f"{found / unit:,.1f} ({found / wanted:.3f})".rjust(22)
-                     for found, wanted, unit in zip(counted, formula, (1e6, 1e6, 1e9)))
-            print(f"{value:<14,}" + "".join(cells), flush=True)
+    for growth in TABLES:
+        of = f"rank {growth.rank} of {growth.ranks or 'all'}"
+        print(f"\n{growth.grows}: {growth.flags.format('…')}; {of}; sent on {growth.axis}: {growth.formula}")
+        rows = [(growth.grows, "MB sent", "MB live at peak", "GFLOPs")]
+        for value in growth.values:
+            counted, formula = count(growth, value)
+            rows.append((f"{value:,}", *(f"{found / unit:,.1f} ({found / wanted:.3f})"
+                                         for found, wanted, unit in zip(counted, formula, (1e6, 1e6, 1e9)))))
+        print(table(rows, "<>>>"), flush=True)

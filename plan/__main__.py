@@ -33,6 +33,7 @@ from plan.memory import format_bytes
 from plan.predict import changed, in_16_bits, predict, predict_request
 from plan.time import Run
 from run import start
+from run.start import table
 
 GB = 1e9
 
@@ -59,12 +60,11 @@ def print_params(run: Run) -> None:
             ("norms, biases", ours.norms, gpt["norms_and_biases"], "RMSNorm has no biases, nor have matrices")]
     total = sum(gpt.values())
     print(f"{model.preset}: {ours.total:,} parameters, {ours.active:,} active per token")
-    print(f"{'component':15s}{'parameters':>20s}{'share':>9s}{'GPT formula':>20s}  why they differ")
-    for name, count, theirs, why in rows:
-        if count or theirs:
-            print(f"{name:15s}{count:20,d}{count / ours.total:9.1%}{theirs:20,d}  {why}")
-    print(f"{'total':15s}{ours.total:20,d}{1:9.1%}{total:20,d}  h V + L (12 h^2 + 13 h) + 2 h is "
-          f"{total / ours.total - 1:+.1%} off (Narayanan et al. 2021)")
+    rows.append(("total", ours.total, total, f"h V + L (12 h^2 + 13 h) + 2 h is {total / ours.total - 1:+.1%} off "
+                                             "(Narayanan et al. 2021)"))
+    cells = [(name, f"{count:,}", f"{count / ours.total:.1%}", f"{theirs:,}", why) for name, count, theirs, why in rows
+             if count or theirs]
+    print(table([("component", "parameters", "share", "GPT formula", "why they differ"), *cells], "<>>><"))
 
 
 STATE = {"bf16 weights 2 + gradients 2, fp32 master 4 + moments 8": 16, "with fp32 gradients besides": 20,
@@ -79,8 +79,7 @@ def print_memory(run: Run) -> None:
     print(f"{machine.name}: the pipeline rank that needs most, of {settings.grid.pp}, needs {format_bytes(needed)} of "
           f"{format_bytes(there)}, {format_bytes(run.constants.reserved)} reserved besides: fits with probability "
           f"{time.probability_of_fit(run, needed):.2f}")
-    for kind, nbytes in kinds.items():
-        print(f"  {kind:14s}{format_bytes(nbytes):>14s}  {bar(nbytes, there)}")
+    print(table([("  " + kind, format_bytes(nbytes), bar(nbytes, there)) for kind, nbytes in kinds.items()], "<><"))
     choices = {"pipeline rank": {str(rank): time.memory_of_rank(run, rank) for rank in
                                  range(settings.grid.pp)} if settings.grid.pp > 1 else {}}
     for section, name, values in (("precision", "recompute", costs.RECOMPUTE), ("grid", "zero", (0, 1, 2, 3)),
@@ -89,19 +88,19 @@ def print_memory(run: Run) -> None:
         choices["--" + name] = {value: time.needed_memory(other) for value, other in made.items() if other}
     for title, choice in choices.items():
         if choice:
-            print(f"by {title}, total and activations:")
-        for value, kinds in choice.items():
-            total, saved = sum(kinds.values()), kinds["activations"]
-            print(f"  {value:14s}{format_bytes(total):>14s}{format_bytes(saved):>14s}  {bar(total, there)}")
+            totals = {value: sum(kinds.values()) for value, kinds in choice.items()}
+            print(f"by {title}, total and activations:\n" + table([
+                ("  " + value, format_bytes(total), format_bytes(choice[value]["activations"]), bar(total, there))
+                for value, total in totals.items()], "<>><"))
     print_state(costs.parameters(settings.model).total, settings.model.preset)
 
 
 def print_state(parameters: int, name: str) -> None:
     """Bytes of model state per parameter (Rajbhandari et al. 2020, section 3.1), before anything is sharded."""
     counts = {name: parameters, "1B": 10**9, "7B": 7 * 10**9, "70B": 70 * 10**9, "405B": 405 * 10**9}
-    print(f"{'model state, GB, bytes per parameter':60s}" + "".join(f"{title:>16s}" for title in counts))
-    for kind, nbytes in STATE.items():
-        print(f"  {f'{nbytes}: {kind}':58s}" + "".join(f"{nbytes * count / GB:16,.0f}" for count in counts.values()))
+    rows = [(f"  {nbytes}: {kind}", *(f"{nbytes * count / GB:,.0f}" for count in counts.values()))
+            for kind, nbytes in STATE.items()]
+    print(table([("model state, GB, bytes per parameter", *counts), *rows], "<" + ">" * len(counts)))
 
 
 WHY = {"matmul": "matrix products at the speed that models reach",
@@ -121,10 +120,9 @@ def print_step(run: Run) -> None:
     print(f"{run.machine.name}: {step.seconds:.3f} s per step of {batch.ramp()[-1][0]} sequences, "
           f"{found.tokens_per_s_per_gpu * grid.dp * grid.cp * grid.tp * grid.pp:,.0f} tokens/s, "
           f"{found.tokens_per_s_per_gpu:,.0f} tokens/s per GPU")
-    for name, seconds in sorted(step.parts.items(), key=lambda item: -item[1]):
-        if seconds > 0:
-            print(f"  {name:12s}{seconds:9.3f} s {seconds / step.seconds:6.1%}  {bar(seconds, step.seconds, 30):30s} "
-                  f"{WHY[name]}")
+    print(table([("  " + name, f"{seconds:.3f} s", f"{seconds / step.seconds:.1%}", bar(seconds, step.seconds, 30),
+                  WHY[name]) for name, seconds in sorted(step.parts.items(), key=lambda item: -item[1]) if seconds > 0],
+                "<>><<"))
     print(f"MFU {found.mfu:.1%} (6 N + 12 L h s), {found.mfu_causal:.1%} (6 N + 6 L h s, visible scores), HFU "
           f"{found.hfu:.1%} (with what is recomputed), of {run.machine.peak() / 1e12:,.0f} TFLOP/s in bf16")
     print(f"memory {found.memory_gb:.1f} GB, fits with probability {found.fits:.2f}")
@@ -195,12 +193,11 @@ def overlaps(run: Run) -> list[Overlap]:
 def print_balance(run: Run) -> None:
     """Communication beside the compute that can hide it, by technique; interconnects; what each pipeline rank does."""
     print(f"{run.machine.name}: matmuls reach {run.machine.best_matmul() / 1e12:.3g} TFLOP/s")
-    print(f"{'per layer (pp: per stage)':53s}{'B':>10s}{'sending':>13s}{'computing':>13s}{'ratio':>8s}  "
-          f"{'ratio =':25s}hidden")
-    for overlap in overlaps(run):
-        print(f"{overlap.technique:53s}{overlap.bandwidth / GB:5.3g} GB/s{overlap.communication_s * 1e3:10.3g} ms"
-              f"{overlap.compute_s * 1e3:10.3g} ms{overlap.ratio:8.3g}  {overlap.formula:25s}"
-              f"{overlap.limit(overlap.ratio)}")
+    rows = [(found.technique, f"{found.bandwidth / GB:.3g} GB/s", f"{found.communication_s * 1e3:.3g} ms",
+             f"{found.compute_s * 1e3:.3g} ms", f"{found.ratio:.3g}", found.formula, found.limit(found.ratio))
+            for found in overlaps(run)]
+    print(table([("per layer (pp: per stage)", "B", "sending", "computing", "ratio", "ratio =", "hidden"), *rows],
+                "<>>>><<"))
     print("\ninterconnects, GB/s per direction: "
           + ", ".join(f"{name} {gb_s:g}" for name, gb_s in machines.INTERCONNECTS.items()) + "\n")
     print_pipeline(run)
@@ -210,12 +207,13 @@ def print_pipeline(run: Run) -> None:
     """What each pipeline rank holds and does in a step."""
     sums = time.stage_seconds(time.stage_parts(run))
     seconds, busy = time.pipeline_seconds(run, sums)
-    print(f"{'rank':>4s}{'layers':>8s}{'busy':>11s}{'idle':>8s}{'memory':>14s}")
+    rows = [("rank", "layers", "busy", "idle", "memory", "")]
     for rank, spent in enumerate(busy):
         layers = sum(map(len, memory.stages_of_rank(run.settings, rank, run.kernels.division).values()))
         nbytes = sum(time.memory_of_rank(run, rank).values())
-        print(f"{rank:4d}{layers:8d}{spent:9.3f} s{1 - spent / seconds:8.1%}{format_bytes(nbytes):>14s}  "
-              f"{bar(spent, seconds, 30)}")
+        rows.append((rank, layers, f"{spent:.3f} s", f"{1 - spent / seconds:.1%}", format_bytes(nbytes),
+                     bar(spent, seconds, 30)))
+    print(table(rows, ">>>>><"))
 
 
 # ---- search ---------------------------------------------------------------------------------------------------------
@@ -226,11 +224,9 @@ def print_search(run: Run, gpus: int, given: dict) -> None:
         raise ValueError(search.why_none_fits(run, gpus, given, fell))
     gpu_tokens = run.settings.batch.ramp()[-1][0] * run.settings.batch.seq / gpus
     print(f"{run.machine.name}, {gpus} GPUs: {len(found)} settings fit; the best, with what limits each:")
-    print(f"{'step':>10s}{'tokens/s/GPU':>14s}{'memory':>12s}  limit            flags")
-    for candidate in found[:10]:
-        seconds, needed = candidate.seconds, format_bytes(candidate.memory)
-        print(f"{seconds:8.3f} s{gpu_tokens / seconds:14,.0f}{needed:>12s}  {candidate.limit():15s}  "
-              f"{search.describe(candidate.run.settings)}")
+    rows = [(f"{best.seconds:.3f} s", f"{gpu_tokens / best.seconds:,.0f}", format_bytes(best.memory), best.limit(),
+             search.describe(best.run.settings)) for best in found[:10]]
+    print(table([("step", "tokens/s/GPU", "memory", "limit", "flags"), *rows], ">>><<"))
     print("others fell: " + "; ".join(f"{why}: {count:,}" for why, count in fell.most_common(8)))
 
 

@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from config import need
+from run.start import table
 
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tables")
 FLAGGED = "playbook_runs, flagged, <= 32 nodes"
@@ -131,13 +132,12 @@ def print_check(folder: str, output: str, predict: Predict) -> None:
     for row in objects:
         for group in row["groups"]:
             groups.setdefault(group, []).append(row)
-    print(f"{'published runs':42s}{'rows':>6s}{'step: median':>14s}{'p90':>8s}{'memory: median':>16s}{'p90':>8s}  goal")
+    lines = [("published runs", "rows", "step: median", "p90", "memory: median", "p90", "goal")]
     for group, members in groups.items():
-        line = f"{group:42s}{len(members):6d}"
-        for name, width in ("step_s", 14), ("memory_gb", 16):
-            values = errors(members, name)
-            line += f"{quantile(values, .5):{width}.1%}{quantile(values, .9):8.1%}" if values else " " * (width + 8)
-        print(line + "  " + GOALS.get(group, "reported"))
+        found = [errors(members, name) for name in ("step_s", "memory_gb")]
+        lines.append((group, len(members), *(f"{quantile(values, part):.1%}" if values else "" for values in found
+                                             for part in (0.5, 0.9)), GOALS.get(group, "reported")))
+    print(table(lines, "<>>>>><"))
     for word, ran in (("P(fit | ran)", True), ("P(no fit | failed)", False)):
         there = [row for row in objects if row["table"] == "playbook_runs" and row["measured"]["fits"] is ran]
         if there:

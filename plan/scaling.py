@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from config import Config
 from plan import costs
+from run.start import table
 
 PF_DAY = 8.64e19  # FLOPs: 1e15 per second for a day (Kaplan et al. 2020)
 
@@ -115,14 +116,13 @@ def print_scaling(settings: Config, machine: str, gpus: int, rate: float, tokens
     hours = gpus * seconds / 3600
     print(f"on {gpus} x {machine}, as `step` predicts: {seconds / 86400:,.2f} days, {hours:,.0f} GPU-hours, "
           f"{hours * price:,.0f} dollars at {price} per GPU-hour")
-    print(f"{'compute-optimal for these FLOPs':42s}{'N':>12s}{'D':>12s}{'D/N':>8s}{'loss':>8s}")
-    for name, (parameters, data) in optima(flops).items():
-        loss = f"{FITS[name].loss(parameters, data):8.3f}" if name in FITS else ""
-        print(f"  {name:40s}{parameters:12.3g}{data:12.3g}{data / parameters:8.1f}{loss}")
-    print(f"{'published runs on A100s':42s}{'N':>12s}{'D':>12s}{'PF-days':>10s}{'days':>8s}{'GPU-hours':>12s}")
-    for name, run in TRAININGS.items():
-        print(f"  {name:40s}{run.parameters:12.3g}{run.tokens:12.3g}{run.pf_days:10,.0f}{run.days:8.1f}"
-              f"{run.gpu_hours:12,.0f}")
+    rows = [("  " + name, f"{parameters:.3g}", f"{data:.3g}", f"{data / parameters:.1f}",
+             f"{FITS[name].loss(parameters, data):.3f}" if name in FITS else "")
+            for name, (parameters, data) in optima(flops).items()]
+    print(table([("compute-optimal for these FLOPs", "N", "D", "D/N", "loss"), *rows], "<>>>>"))
+    rows = [("  " + name, f"{run.parameters:.3g}", f"{run.tokens:.3g}", f"{run.pf_days:,.0f}", f"{run.days:.1f}",
+             f"{run.gpu_hours:,.0f}") for name, run in TRAININGS.items()]
+    print(table([("published runs on A100s", "N", "D", "PF-days", "days", "GPU-hours"), *rows], "<>>>>>"))
     loss = FITS["refit (Besiroglu et al. 2024)"].loss(count.active, tokens)
     sequences = settings.batch.ramp()[-1][0]
     print(f"loss of this N and D: {loss:.3f} nats per token (refit); critical batch {critical_batch(loss):.3g} tokens "

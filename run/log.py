@@ -22,7 +22,7 @@ from param import DTYPES, Spec, is_first_replica
 from plan import costs
 from plan.memory import format_bytes
 from run.device import memory_of_rank
-from run.start import METRIC, say
+from run.start import METRIC, say, table
 
 
 class Log:
@@ -276,11 +276,10 @@ def longest(profiler: profile, cuda: bool, count: int = 10) -> str:
     times = {event.key: (event.self_device_time_total if cuda else event.self_cpu_time_total, event.count)
              for event in profiler.key_averages()}
     total = sum(us for us, _ in times.values()) or 1.0
-    lines = [f"{'the longest, by ' + ('device' if cuda else 'CPU') + ' time of their own':60s}{'ms':>10s}{'share':>8s}"
-             f"{'calls':>8s}"]
+    rows = [(f"the longest, by {'device' if cuda else 'CPU'} time of their own", "ms", "share", "calls")]
     for name, (us, calls) in sorted(times.items(), key=lambda item: -item[1][0])[:count]:
-        lines.append(f"  {name[:58]:58s}{us / 1e3:10.2f}{us / total:8.1%}{calls:8,d}")
-    return "\n".join(lines)
+        rows.append(("  " + name[:58], f"{us / 1e3:.2f}", f"{us / total:.1%}", f"{calls:,}"))
+    return table(rows, "<>>>")
 
 
 # ---- the gradient noise scale ---------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -166,6 +167,16 @@ def read_run(path: str | Path) -> dict[str, Any]:
 
 def checksum_of_json(content: dict) -> str:
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+# ---- what commands print ---------------------------------------------------------------------------------------------
+
+def table(rows: Iterable[Sequence[Any]], align: str) -> str:
+    """Lines of cells in columns, two spaces apart. align: "<" or ">" for each column."""
+    rows = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(f"{cell:{to}{width}}" for cell, to, width in zip(row, align, widths)).rstrip()
+                     for row in rows)
 
 
 # ---- mistakes -------------------------------------------------------------------------------------------------------

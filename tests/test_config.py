@@ -311,3 +311,8 @@ def test_of_every_node_the_first_rank_says_what_is_wrong(local_rank, said, monke
 def test_replicas_may_be_as_many_as_sequences_are_divided_among():
     grid = config.parse(f"--dp 2 --cp 2 --zero 1 --dp-replicate 2 --data {__file__}".split(), 4).grid
     assert (grid.dp, grid.cp, grid.dp_replicate) == (2, 2, 2)
+
+
+def test_a_table_has_columns():
+    assert start.table([("what", "n", "why"), ("a b", 12, ""), ("c", 3, "so")], "<><") == (
+        "what   n  why\na b   12\nc      3  so")
