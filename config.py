@@ -19,6 +19,7 @@ import os
 import shlex
 from collections.abc import Callable
 from dataclasses import Field, asdict, dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -345,6 +346,7 @@ FIELDS: dict[str, Field] = {f.name: f for section in SECTIONS.values() for f in 
 
 # ---- which settings go together -------------------------------------------------------------------------------------
 
+@cache
 def name_of(flags: str) -> str:
     """The setting that a line of flags begins with: "--no-router-norm --tp 2" -> "router_norm"."""
     name = flags.split()[0].removeprefix("--").replace("-", "_")

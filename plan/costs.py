@@ -235,9 +235,9 @@ def fp8_elements(settings: Config, layers: Iterable[int]) -> int:
     model = settings.model
     vectors = 2 * model.hidden + model.qk_norm * 2 * model.head_dim
     biases = model.qkv_bias * (model.heads // settings.grid.tp + 2 * max(model.kv_heads // settings.grid.tp, 1))
+    in_fp8 = settings.fp8_layers()
     return sum(sum(layer_elements(settings, layer).values()) - vectors - biases * model.head_dim
-               - model.has_experts(layer) * model.experts * model.hidden
-               for layer in layers if layer in settings.fp8_layers())
+               - model.has_experts(layer) * model.experts * model.hidden for layer in layers if layer in in_fp8)
 
 
 def fp8_operands(settings: Config, layer: int) -> tuple[float, float]:
