@@ -161,8 +161,8 @@ def forward_backward(model: Llama, optimizer: Optimizer, micro_batches: list[Mic
         batch, loss_grad = micro_batches[k], None
         if stage == model.last_stage:
             pending_count.wait()
-            # The gradient that autograd will give to y, as `y * loss_grad` is returned. The fused loss computes its own
-            # gradients in forward, so it is told now, and ignores it in backward.
+            # The gradient that autograd will give to y, as `y * loss_grad` is returned. The fused loss needs it already
+            # here, because it computes its gradients in forward; in backward it only checks that they agree.
             loss_grad = optimizer.scale_loss(1 / valid.clamp(min=1).to(total.dtype))  # clamp: perhaps none is valid
         y = model(batch.tokens, batch.positions, batch.documents, stage=stage, x=x, labels=batch.labels,
                   loss_grad=loss_grad, aux_loss_scale=optimizer.scale_loss(1 / sequences))

@@ -161,7 +161,7 @@ def backwards_in_memory(actions: list[Action]) -> list[Backward]:
 def owner(grid: Grid, stage: int) -> int:
     """The pipeline rank of a stage."""
     p = grid.pp
-    return min(stage, 2 * p - 1 - stage) if p > 1 and SCHEDULES[grid.schedule].v_shaped else stage % p
+    return min(stage, 2 * p - 1 - stage) if p > 1 and grid.v_shaped else stage % p
 
 
 def stages_of_rank(settings: Config, rank: int, division: str = "balanced") -> dict[int, range]:
