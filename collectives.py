@@ -150,28 +150,36 @@ def waiting_for(call: Call | None) -> Iterator[None]:
 
 
 class Pending:
-    """A collective in flight, and references to the tensors that it still reads and writes.
+    """A collective in flight: its result, and references to all tensors that it still reads and writes.
 
-    After `wait()` the result may be used: with gloo by this process, with NCCL by later work on the current stream.
-    work: None when nothing is in flight, because the collective was synchronous or the group has one rank.
+    `wait()` returns the result, which may then be used: with gloo by this process, with NCCL by later work on the
+    current stream; it also lets go of all tensors. work: None when nothing is in flight, because the collective was
+    synchronous.
     """
 
-    def __init__(self, work: dist.Work | list[dist.Work] | None, *tensors: torch.Tensor, call: Call | None = None):
+    def __init__(self, work: dist.Work | list[dist.Work] | None, result: torch.Tensor, *inputs: torch.Tensor,
+                 call: Call | None = None):
         works = work if isinstance(work, list) else [work]
         self.works = [work for work in works if work is not None]
-        self.tensors = tensors if self.works else ()
-        self.call = call
+        self.tensors = (result, *inputs) if self.works else ()
+        self.result, self.call = result, call
 
     def completed(self) -> bool:
         """Whether the collective has ended; does not wait."""
         return all(work.is_completed() for work in self.works)
 
-    def wait(self) -> None:
+    def wait(self) -> torch.Tensor:
         if self.works:
             with waiting_for(self.call):
                 for work in self.works:
                     work.wait()
-        self.works, self.tensors = [], ()
+        result, self.works, self.tensors, self.result = self.result, [], (), None
+        return result
+
+
+def done(result: torch.Tensor) -> Pending:
+    """A result for which nothing is in flight, as in a group of one rank."""
+    return Pending(None, result)
 
 
 @contextmanager
@@ -200,7 +208,7 @@ def world(device: torch.device | str = "cpu", timeout_s: float = 600,
 def all_reduce(x: torch.Tensor, group: Group, op=SUM, async_op: bool = False) -> Pending:
     """Replace x, of any shape, by its sum over the ranks of the group, or with op=MAX by its maximum."""
     if size(group) == 1:
-        return Pending(None)
+        return done(x)
     assert x.is_contiguous(), "the result would be written to a copy"
     with calling("all_reduce", group, 2 * x.nbytes * (size(group) - 1) // size(group)) as call:
         return Pending(dist.all_reduce(x, op, group=process_group(group), async_op=async_op), x, call=call)
@@ -209,8 +217,7 @@ def all_reduce(x: torch.Tensor, group: Group, op=SUM, async_op: bool = False) ->
 def all_gather(out: torch.Tensor, x: torch.Tensor, group: Group, async_op: bool = False) -> Pending:
     """Fill `out` with the x of every rank, in rank order: [R, ...] -> [n R, ...]."""
     if size(group) == 1:
-        out.copy_(x)
-        return Pending(None)
+        return done(out.copy_(x))
     assert x.is_contiguous() and out.is_contiguous()
     with calling("all_gather", group, x.nbytes * (size(group) - 1)) as call:
         return Pending(_all_gather(out, x, group=process_group(group), async_op=async_op), out, x, call=call)
@@ -219,8 +226,7 @@ def all_gather(out: torch.Tensor, x: torch.Tensor, group: Group, async_op: bool 
 def reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: Group, async_op: bool = False) -> Pending:
     """Fill `out` with this rank's shard of the sum of x over the ranks: [n R, ...] -> [R, ...]."""
     if size(group) == 1:
-        out.copy_(x)
-        return Pending(None)
+        return done(out.copy_(x))
     assert x.is_contiguous() and out.is_contiguous()
     with calling("reduce_scatter", group, x.nbytes * (size(group) - 1) // size(group)) as call:
         return Pending(_reduce_scatter(out, x, group=process_group(group), async_op=async_op), out, x, call=call)
@@ -230,8 +236,7 @@ def all_to_all(out: torch.Tensor, x: torch.Tensor, output_splits: list[int], inp
                async_op: bool = False) -> Pending:
     """Send input_splits[i] rows of x to rank i and receive output_splits[i] rows from it, both in rank order."""
     if size(group) == 1:
-        out.copy_(x)
-        return Pending(None)
+        return done(out.copy_(x))
     assert x.is_contiguous() and out.is_contiguous()
     with calling("all_to_all", group, x.nbytes - x[:input_splits[rank(group)]].nbytes) as call:
         work = dist.all_to_all_single(out, x, output_splits, input_splits, group=process_group(group),
@@ -245,8 +250,7 @@ def shift(incoming: torch.Tensor, outgoing: torch.Tensor, group: Group) -> Pendi
     Both are issued in one batch: with NCCL a separate send may block until its receive is issued, on every rank.
     """
     if size(group) == 1:
-        incoming.copy_(outgoing)
-        return Pending(None)
+        return done(incoming.copy_(outgoing))
     assert incoming.is_contiguous() and outgoing.is_contiguous()
     n, me = size(group), rank(group)
     with calling("shift", group, outgoing.nbytes) as call:

@@ -66,7 +66,6 @@ from torch.autograd import Function
 from collectives import (
     AllToAll__AllToAll,
     Group,
-    Pending,
     all_gather,
     rank,
     reduce_scatter,
@@ -224,19 +223,16 @@ class RingAttention(Function):
         q, k, v, o, lse = ctx.saved_tensors
         dq, kv = torch.zeros_like(q, dtype=lse.dtype), torch.stack((k, v))
         own_dkv = torch.zeros_like(kv, dtype=lse.dtype)
-        received, pending = 0, Pending(None)
+        pending = None
         for step, (blocks, (step_k, step_v)) in enumerate(zip(ctx.steps, ring_exchange(kv, ctx.group))):
             dkv = own_dkv if step == 0 else torch.zeros_like(own_dkv)
             for block in blocks:
                 add_gradients(dq, dkv, do, q, step_k, step_v, o, lse, block, ctx.attention)
-            pending.wait()
             if step > 1:
-                dkv += received  # the sum over the ranks that had these keys before
+                dkv += pending.wait()  # the sum over the ranks that had these keys before
             if step:
-                received = torch.empty_like(dkv)
-                pending = shift(received, dkv, ctx.group)
-        pending.wait()
-        own_dkv += received
+                pending = shift(torch.empty_like(dkv), dkv, ctx.group)
+        own_dkv += pending.wait()
         return dq.to(q.dtype), *own_dkv.to(k.dtype), None, None, None
 
 

@@ -80,7 +80,7 @@ class Bucket:
             attach_sink(param, self)
         self.grad: torch.Tensor | None = None
         self.expected = 0  # gradients that this step has still to accumulate
-        self.reduction = Pending(None)
+        self.reduction: Pending | None = None
 
     def view(self, flat: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
         """The slice of a flat tensor that belongs to one parameter, in the parameter's shape."""

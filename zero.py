@@ -51,9 +51,9 @@ from collectives import (
     CopyStreams,
     Group,
     Groups,
-    Pending,
     all_gather,
     all_reduce,
+    done,
     process_group,
     rank,
     reduce_scatter,
@@ -95,7 +95,7 @@ class ShardedBucket(Bucket):
         if self.level == 3:
             self.weight_shard = self.zeros(length, dtype)
             self.free_weights()
-        self.unsharding = Pending(None)
+        self.unsharding = done(self.weights)
         self.users = 0  # calls of `unshard` less calls of `reshard`
         self.copies = CopyStreams(self.device) if offload else None
         state_zeros = self.copies.zeros if offload else self.zeros
@@ -175,10 +175,11 @@ class ShardedBucket(Bucket):
 
     def finish_reduction(self) -> None:
         """Wait for the reduction under way and add its result to those of earlier micro-batches."""
-        self.reduction.wait()
+        if self.reduction:
+            self.reduction.wait()
         if self.store:
             self.store(self.reduced)
-        self.store = self.reduced = None
+        self.reduction = self.store = self.reduced = None
 
     def start_replicas(self) -> None:
         """After the step's last reduction: start to sum the shard over replicas (hybrid sharding)."""

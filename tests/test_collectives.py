@@ -238,10 +238,10 @@ def test_a_pending_has_ended_when_all_of_its_work_has_and_then_holds_nothing():
              for i in range(2)]
     pending = collectives.Pending(works, x)
     assert not pending.completed() and pending.tensors == (x,)
-    pending.wait()
+    assert pending.wait() is x
     assert pending.completed() and (pending.works, pending.tensors) == ([], ())
     synchronous = collectives.Pending(None, x)
-    assert synchronous.completed() and synchronous.tensors == ()
+    assert synchronous.completed() and synchronous.tensors == () and synchronous.wait() is x
 
 
 def test_seconds_of_all_waits_of_the_main_thread_add_up(monkeypatch):

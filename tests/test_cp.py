@@ -542,7 +542,7 @@ def order_of_events(style: str) -> list[str]:
     def waited(pending):
         if pending.works:
             events.append("wait")
-        wait(pending)
+        return wait(pending)
 
     def logged(function, name):
         def call(*args, **how):

@@ -134,7 +134,7 @@ def events(split: bool, width: int = 8) -> list[str]:
     def logged(pending):
         if pending.works:
             seen.append("gathered" if len(pending.tensors[0]) > len(pending.tensors[1]) else "scattered")
-        wait(pending)
+        return wait(pending)
 
     group = dist.group.WORLD
     x = normal(4, 10).requires_grad_()
@@ -288,7 +288,7 @@ def traced(run, *args) -> tuple[str, object]:
 
     def logged_wait(pending) -> None:
         events.extend(["…done"] * bool(pending.works))
-        wait(pending)
+        return wait(pending)
 
     with (patch.object(collectives.Pending, "wait", logged_wait),
           Watch(lambda function, *_: events.append(NAMES.get(function.overloadpacket.__name__)))):
