@@ -460,20 +460,37 @@ def unpack(packed: Tensor, H: int, w: int, dtype: torch.dtype) -> tuple[Tensor, 
 
 # ---- experts --------------------------------------------------------------------------------------------------------
 
+class GroupedMatmul:
+    """The three products of a grouped linear layer. fp8.Fp8Experts has the same methods, and multiplies in FP8."""
+
+    def forward(self, x: Tensor, weight: nn.Parameter, route: Route) -> Tensor:
+        return grouped_matmul(x, weight.transpose(1, 2), route)
+
+    def gradient(self, dy: Tensor, route: Route) -> Any:
+        """dY in the form in which the other two take it."""
+        return dy
+
+    def dgrad(self, dy: Any, weight: nn.Parameter, route: Route) -> Tensor:
+        return grouped_matmul(dy, weight, route)
+
+    def wgrad(self, out: Tensor, dy: Any, x: Tensor, route: Route) -> None:
+        accumulate_grouped_product(out, dy, x, route)
+
+
 class GroupedExperts(nn.Module):
     """The SwiGLU networks of this rank's experts, times gates: rows [R, H], sorted by expert, gates [R] -> [R, H]."""
+    mm = GroupedMatmul()  # train.py may replace it, by an fp8.Fp8Experts
 
     def __init__(self, make: Callable[[Spec], nn.Parameter], gate_up: Spec, down: Spec):
         super().__init__()
         self.w_gate_up = make(gate_up)  # [e, 2F, H]
         self.w_down = make(down)  # [e, H, F]
 
-    def forward(self, rows: Tensor, gates: Tensor, route: Route, fp8: Any = None) -> Tensor:
-        """fp8: an fp8.Fp8, whose grouped linear layer replaces GroupedLinear."""
-        linear = fp8.grouped if fp8 else GroupedLinear.apply
-        hidden = cheap(weighted_swiglu, linear(rows, self.w_gate_up, route, False), gates)
+    def forward(self, rows: Tensor, gates: Tensor, route: Route) -> Tensor:
+        gate_up = GroupedLinear.apply(rows, self.w_gate_up, self.mm, route, False)
+        hidden = cheap(weighted_swiglu, gate_up, gates)
         with dropping_cheap():
-            return linear(hidden, self.w_down, route, is_recomputing())
+            return GroupedLinear.apply(hidden, self.w_down, self.mm, route, is_recomputing())
 
 
 class GroupedLinear(Function):
@@ -481,20 +498,18 @@ class GroupedLinear(Function):
     return a placeholder, as no backward reads the result."""
 
     @staticmethod
-    def forward(ctx, x, weight, route, skip):
+    def forward(ctx, x, weight, mm, route, skip):
         ctx.save_for_backward(x)
-        ctx.weight, ctx.route = weight, route
-        if skip:
-            return x.new_zeros(()).expand(len(x), weight.shape[1])
-        return grouped_matmul(x, weight.transpose(1, 2), route)
+        ctx.weight, ctx.mm, ctx.route = weight, mm, route
+        return x.new_zeros(()).expand(len(x), weight.shape[1]) if skip else mm.forward(x, weight, route)
 
     @staticmethod
-    def backward(ctx, grad):
-        x, = ctx.saved_tensors
-        x, grad, route = x.detach(), grad.contiguous(), ctx.route
+    def backward(ctx, dy):
+        weight, mm, route, x = ctx.weight, ctx.mm, ctx.route, ctx.saved_tensors[0].detach()
+        dy = mm.gradient(dy.contiguous(), route)
         # Also without any row: a bucket counts the gradients of all its parameters.
-        accumulate_grad(ctx.weight, lambda out: accumulate_grouped_product(out, grad, x, route))
-        return grouped_matmul(grad, ctx.weight, route), None, None, None
+        accumulate_grad(weight, lambda out: mm.wgrad(out, dy, x, route))
+        return mm.dgrad(dy, weight, route), None, None, None, None
 
 
 def grouped_matmul(x: Tensor, matrices: Tensor, route: Route) -> Tensor:

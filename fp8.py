@@ -53,7 +53,6 @@ Micikevicius et al. 2022 (FP8 formats for deep learning); DeepSeek-AI 2024 (V3: 
 2024 (Scaling FP8 training to trillion-token LLMs); NVIDIA Transformer Engine (rowwise, columnwise).
 Shapes: T tokens, K the dimension of a sum, N rows of a weight, t tensor parallel ranks, e experts, R rows, C columns.
 """
-from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -61,13 +60,11 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
-from torch.autograd import Function
 
 from collectives import MAX, Group, all_reduce, run_demo
 from config import FP8_RECIPES
 from operations import load_kernels
-from param import acc_dtype, accumulate_grad, is_deferred, stacked_weight
-from recompute import is_cheap
+from param import Params, acc_dtype, stacked_weight
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCK = 128
@@ -197,92 +194,6 @@ def for_scaled_mm(q: Quantised) -> tuple[Tensor, F.ScalingType]:
     return q.scales.as_strided((rows, padded), (padded, 1)).t(), F.ScalingType.BlockWise128x128
 
 
-# ---- linear layers: those of tp.py, plain ones without a group. `fp8` is an Fp8, see below --------------------------
-
-class Fp8Column(Function):
-    """tp.Column, [T/t, K] -> [T, N], with three FP8 matmuls, in the same order of events."""
-
-    @staticmethod
-    def forward(ctx, x, fp8, tp, defer, *weights):
-        rowwise, saved = fp8.quantise_input(x, tp)
-        gather = start_gather_quantised(rowwise, 0, tp)
-        ctx.save_for_backward(*saved)
-        ctx.fp8, ctx.tp, ctx.defer, ctx.weights = fp8, tp, defer, weights
-        return fp8.output(gather(), weights)
-
-    @staticmethod
-    def backward(ctx, grad):
-        fp8, tp = ctx.fp8, ctx.tp
-        saved = fp8.quantise_columnwise(restore_saved(ctx), tp)
-        gather = None if is_deferred(ctx.defer) else fp8.start_gather_columnwise(saved, tp)
-        rowwise, columnwise = fp8.quantise(grad, True)
-        terms = fp8.input_grad(rowwise, ctx.weights)  # while X is gathered
-        x = gather() if gather else None
-        reduce = tp.start_reduce(terms)
-
-        def start_gather():
-            return fp8.start_gather_columnwise(saved, tp) if x is None else lambda: x
-
-        def add(out, x):
-            fp8.add_weight_grad(out, columnwise, x)
-
-        accumulate_grad(ctx.weights, add, ctx.defer, start_gather, holds=columnwise.nbytes)  # while dX is reduced
-        return reduce(), None, None, None, *[None] * len(ctx.weights)
-
-
-class Fp8Row(Function):
-    """tp.Row, [T, K] -> [T/t, N], with three FP8 matmuls, in the same order of events. Only dY is gathered."""
-
-    @staticmethod
-    def forward(ctx, x, fp8, tp, skip, weight):
-        ctx.fp8, ctx.tp, ctx.weights = fp8, tp, (weight,)
-        no_sp = tp._replace(sequence=False)  # X is not sharded over tokens here: its blocks cross no ranks
-        if skip:
-            ctx.save_for_backward(*fp8.quantise_columnwise(x, no_sp))
-            return tp.skipped_output(x, len(weight))
-        rowwise, saved = fp8.quantise_input(x, no_sp)
-        ctx.save_for_backward(*saved)
-        return tp.start_reduce(fp8.output(rowwise, ctx.weights))()
-
-    @staticmethod
-    def backward(ctx, grad):
-        fp8, tp = ctx.fp8, ctx.tp
-        gather = fp8.start_gather_grad(grad, tp)
-        x = fp8.quantise_columnwise(restore_saved(ctx), tp._replace(sequence=False))  # while dY is gathered
-        rowwise, columnwise = gather()
-        dx = fp8.input_grad(rowwise, ctx.weights)
-        if is_deferred() and tp.sequence:  # T/t tokens wait in the queue, not T
-            shard = fp8.quantise_columnwise(grad, tp, grad=True)
-            accumulate_grad(ctx.weights, lambda out, dy: fp8.add_weight_grad(out, dy, x), holds=x.nbytes,
-                            start_gather=lambda: fp8.start_gather_columnwise(shard, tp, grad=True))
-        else:
-            accumulate_grad(ctx.weights, lambda out: fp8.add_weight_grad(out, columnwise, x))
-        return dx, None, None, None, None
-
-
-def start_gather_quantised(q: Quantised, dim: int, tp) -> Callable[[], Quantised]:
-    """Start to gather all ranks' shards along `dim`, with sequence parallelism. Calling the result waits for them."""
-    if not tp.sequence:
-        return lambda: q
-    shards = [q.data.view(torch.uint8)]  # bytes, because gloo has no FP8
-    if q.scales.ndim:  # one scale is the same on all ranks
-        shards.append(q.scales)
-    gathers = [tp.start_gather(shard) for shard in shards]
-
-    def finish() -> Quantised:
-        parts = [gather() for gather in gathers]
-        if dim == 1:
-            parts = [rearrange(part, "(n r) c -> r (n c)", n=tp.size) for part in parts]
-        return Quantised(parts[0].view(q.data.dtype), parts[1] if q.scales.ndim else q.scales)
-    return finish
-
-
-def restore_saved(ctx) -> Tensor | Quantised:
-    """What forward saved of X, detached. If that is X itself, and it is recomputed, it is recomputed now."""
-    saved = tuple(x.detach() for x in ctx.saved_tensors)  # what waits in a queue must not hold a graph
-    return saved[0] if len(saved) == 1 else Quantised(*saved)
-
-
 # ---- recipes --------------------------------------------------------------------------------------------------------
 
 class Recipe(NamedTuple):
@@ -304,7 +215,7 @@ RECIPES = {name: Recipe(E4M3, {"e4m3": E4M3, "e5m2": E5M2}[recipe.grad], recipe.
 
 
 class Fp8:
-    """How linear layers (tp.py) and experts (ep.py) multiply by one recipe; also the cache of their FP8 weights.
+    """The three products of a linear layer, as tp.Matmul has them, by one recipe; also the cache of FP8 weights.
 
     dtype: of results. amax_groups, weight_amax_groups: the groups whose ranks have shards of one activation, or of one
     weight, and must agree on one scale. cached: FP8 weights are reused until the weights change; otherwise they are
@@ -317,31 +228,23 @@ class Fp8:
         self.amax_groups, self.weight_amax_groups = amax_groups, weight_amax_groups
         self.cache: dict[tuple[nn.Parameter, ...], tuple[list, tuple[Quantised, Quantised]]] = {}
 
-    def column(self, x: Tensor, tp, defer: bool, *weights: nn.Parameter) -> Tensor:
-        """tp.column. tp: a tp.TensorParallel."""
-        return Fp8Column.apply(x, self, tp, defer, *weights)
+    def forward(self, x: Tensor, weights: Params) -> Tensor:
+        """Y = X W^T."""
+        rowwise, _ = self.quantise(x, columnwise=False)
+        return product(rowwise, self.quantise_weight(weights)[0], self.dtype, fast=not self.recipe.blocks)
 
-    def row(self, x: Tensor, tp, skip: bool, weight: nn.Parameter) -> Tensor:
-        """tp.row."""
-        return Fp8Row.apply(x, self, tp, skip, weight)
+    def gradient(self, dy: Tensor) -> tuple[Quantised, Quantised]:
+        """(rowwise, columnwise) copies of dY, for the other two."""
+        return self.quantise(dy, grad=True)
 
-    def grouped(self, x: Tensor, weight: nn.Parameter, route, skip: bool) -> Tensor:
-        """ep.GroupedLinear. route: an ep.Route."""
-        return Fp8Grouped.apply(x, self, weight, route, skip)
+    def dgrad(self, dy: tuple[Quantised, Quantised], weights: Params) -> Tensor:
+        """dX = dY W."""
+        return product(dy[0], self.quantise_weight(weights)[1], self.dtype)
 
-    # The three matmuls.
-
-    def output(self, x: Quantised, weights: tuple[nn.Parameter, ...]) -> Tensor:
-        """X W^T, of the rowwise X."""
-        return product(x, self.quantise_weight(weights)[0], self.dtype, fast=not self.recipe.blocks)
-
-    def input_grad(self, grad: Quantised, weights: tuple[nn.Parameter, ...]) -> Tensor:
-        """dY W, of the rowwise dY."""
-        return product(grad, self.quantise_weight(weights)[1], self.dtype)
-
-    def add_weight_grad(self, out: Tensor, grad: Quantised, x: Quantised) -> None:
-        """out += dY^T X, of the columnwise dY and X: 16 bytes per element of out, as F.scaled_mm adds to nothing."""
-        out.add_(product(grad, x, out.dtype))
+    def wgrad(self, out: Tensor, dy: tuple[Quantised, Quantised], x: Tensor) -> None:
+        """out += dY^T X. 16 bytes per element of out, as F.scaled_mm adds to nothing."""
+        _, columnwise = self.quantise(x, rowwise=False)
+        out.add_(product(dy[1], columnwise, out.dtype))
 
     # Their operands.
 
@@ -357,11 +260,11 @@ class Fp8:
         dtype = self.recipe.grad if grad else self.recipe.x
         return dtype, None if self.recipe.blocks else self.agreed_scale(x, dtype, self.amax_groups)
 
-    def quantise(self, x: Tensor, grad: bool, rowwise: bool = True, columnwise: bool = True):
+    def quantise(self, x: Tensor, grad: bool = False, rowwise: bool = True, columnwise: bool = True):
         """(rowwise, columnwise) copies of activations or of their gradients."""
         return quantise(x, *self.format_and_scale(x, grad), self.recipe.pow2, rowwise, columnwise)
 
-    def quantise_weight(self, weights: tuple[nn.Parameter, ...]) -> tuple[Quantised, Quantised]:
+    def quantise_weight(self, weights: Params) -> tuple[Quantised, Quantised]:
         """(W, W^T) of matrices one below the other, or of one parameter [e, R, C]. Raises ValueError if a dimension is
         no multiple of the recipe's unit."""
         state = [(weight.generation, weight._version) for weight in weights]
@@ -384,97 +287,45 @@ class Fp8:
             self.cache[weights] = state, copies
         return copies
 
-    # For dW, columnwise copies are saved; or x itself, if that costs no memory because it is recomputed, or if blocks
-    # would contain tokens of two ranks.
-
-    def has_whole_blocks(self, x: Tensor, tp) -> bool:
-        """Whether no block of tokens would straddle two ranks: this rank has all tokens, or whole blocks of them."""
-        return not tp.sequence or len(x) % self.recipe.unit == 0
-
-    def quantise_input(self, x: Tensor, tp) -> tuple[Quantised, tuple[Tensor, ...]]:
-        """(the rowwise copy of x, what to save of x)."""
-        save_columnwise = self.has_whole_blocks(x, tp) and not is_cheap(x)
-        rowwise, columnwise = self.quantise(x, grad=False, columnwise=save_columnwise)
-        return rowwise, columnwise if save_columnwise else (x,)
-
-    def quantise_columnwise(self, x: Tensor | Quantised, tp, grad: bool = False) -> Tensor | Quantised:
-        """The columnwise copy of this rank's tokens; x itself, if it is one or if blocks would cross ranks."""
-        if isinstance(x, Quantised) or not self.has_whole_blocks(x, tp):
-            return x
-        return self.quantise(x, grad, rowwise=False)[1]
-
-    def start_gather_columnwise(self, shard: Tensor | Quantised, tp, grad: bool = False) -> Callable[[], Quantised]:
-        """The columnwise copy of all ranks' tokens. shard: see quantise_columnwise."""
-        if isinstance(shard, Quantised):
-            return start_gather_quantised(shard, 1, tp)
-        gather = tp.start_gather(shard)
-        return lambda: self.quantise(gather(), grad, rowwise=False)[1]
-
-    def start_gather_grad(self, grad: Tensor, tp) -> Callable[[], tuple[Quantised, Quantised]]:
-        """(rowwise, columnwise) copies of all ranks' tokens of a gradient."""
-        if not tp.sequence:
-            copies = self.quantise(grad, True)
-            return lambda: copies
-        if self.recipe.blocks:  # two copies in FP8 have as many bytes as one tensor in 16 bits
-            gather = tp.start_gather(grad)
-            return lambda: self.quantise(gather(), True)
-        gather_rowwise = start_gather_quantised(self.quantise(grad, True, columnwise=False)[0], 0, tp)
-
-        def finish() -> tuple[Quantised, Quantised]:
-            rowwise = gather_rowwise()
-            return rowwise, rowwise.transpose()
-        return finish
-
 
 # ---- experts: a matrix per expert, rows sorted by expert -------------------------------------------------------------
 
-class Fp8Grouped(Function):
-    """ep.GroupedLinear with FP8 matmuls. In columnwise copies each expert's tokens are padded to whole blocks."""
+class Fp8Experts(Fp8):
+    """The three products of ep.GroupedLinear, as ep.GroupedMatmul has them. In columnwise copies each expert's rows are
+    padded to whole blocks. route: an ep.Route."""
 
-    @staticmethod
-    def forward(ctx, x, fp8, weight, route, skip):
-        rowwise, columnwise = quantise_by_expert(fp8, x, route, grad=False)
-        ctx.save_for_backward(*columnwise)
-        ctx.fp8, ctx.weight, ctx.route = fp8, weight, route
-        if skip:
-            return x.new_zeros(()).expand(len(x), weight.shape[1])
-        return multiply_by_expert(fp8, rowwise, fp8.quantise_weight((weight,))[0], route)
+    def forward(self, x: Tensor, weight: nn.Parameter, route) -> Tensor:
+        rowwise, _ = self.quantise(x, columnwise=False)
+        return self.multiply(rowwise, self.quantise_weight((weight,))[0], route)
 
-    @staticmethod
-    def backward(ctx, grad):
-        fp8, route, x = ctx.fp8, ctx.route, restore_saved(ctx)
-        rowwise, columnwise = quantise_by_expert(fp8, grad.contiguous(), route, grad=True)
-        # Also without any row: a bucket counts the gradients of all its parameters.
-        accumulate_grad(ctx.weight, lambda out: add_weight_grad_by_expert(fp8, out, columnwise, x, route))
-        dx = multiply_by_expert(fp8, rowwise, fp8.quantise_weight((ctx.weight,))[1], route)
-        return dx, None, None, None, None
+    def gradient(self, dy: Tensor, route) -> tuple[Quantised, Quantised]:
+        return self.quantise_rows(dy, route, grad=True)
 
+    def dgrad(self, dy: tuple[Quantised, Quantised], weight: nn.Parameter, route) -> Tensor:
+        return self.multiply(dy[0], self.quantise_weight((weight,))[1], route)
 
-def quantise_by_expert(fp8: Fp8, x: Tensor, route, grad: bool) -> tuple[Quantised, Quantised]:
-    """(rowwise, columnwise) copies of rows sorted by expert."""
-    dtype, scale = fp8.format_and_scale(x, grad)
-    unit, pow2 = fp8.recipe.unit, fp8.recipe.pow2
-    rowwise, _ = quantise(x, dtype, scale, pow2, columnwise=False)
-    padded = torch.cat([F.pad(rows, (0, 0, 0, -len(rows) % unit)) for rows in x.split(route.rows_per_expert)])
-    return rowwise, quantise(padded, dtype, scale, pow2, rowwise=False)[1]
+    def wgrad(self, out: Tensor, dy: tuple[Quantised, Quantised], x: Tensor, route) -> None:
+        """out [e, out, in] += dY^T X of each expert's rows."""
+        (_, dy), (_, x), start = dy, self.quantise_rows(x, route, rowwise=False), 0
+        for matrix, count in zip(out, route.rows_per_expert):
+            stop = start + count + -count % self.recipe.unit
+            if count:
+                matrix.add_(product(select_columns(dy, start, stop), select_columns(x, start, stop), out.dtype))
+            start = stop
 
+    def quantise_rows(self, x: Tensor, route, grad: bool = False, rowwise: bool = True):
+        """(rowwise, columnwise) copies of rows sorted by expert."""
+        dtype, scale = self.format_and_scale(x, grad)
+        rows, _ = quantise(x, dtype, scale, self.recipe.pow2, columnwise=False) if rowwise else (None, None)
+        padded = [F.pad(rows, (0, 0, 0, -len(rows) % self.recipe.unit)) for rows in x.split(route.rows_per_expert)]
+        return rows, quantise(torch.cat(padded), dtype, scale, self.recipe.pow2, rowwise=False)[1]
 
-def multiply_by_expert(fp8: Fp8, rows: Quantised, matrices: Quantised, route) -> Tensor:
-    """[R, in] times the transposes of [e, out, in] -> [R, out]."""
-    ends = [*accumulate(route.rows_per_expert)]
-    parts = [product(rows.select(slice(end - count, end)), matrices.select(expert), fp8.dtype)
-             for expert, (count, end) in enumerate(zip(route.rows_per_expert, ends)) if count]
-    return torch.cat(parts) if parts else rows.data.new_empty(0, matrices.data.shape[1], dtype=fp8.dtype)
-
-
-def add_weight_grad_by_expert(fp8: Fp8, out: Tensor, grad: Quantised, x: Quantised, route) -> None:
-    """out [e, out, in] += dY^T X of each expert's rows, of the columnwise dY and X."""
-    start = 0
-    for matrix, count in zip(out, route.rows_per_expert):
-        stop = start + count + -count % fp8.recipe.unit
-        if count:
-            fp8.add_weight_grad(matrix, select_columns(grad, start, stop), select_columns(x, start, stop))
-        start = stop
+    def multiply(self, rows: Quantised, matrices: Quantised, route) -> Tensor:
+        """[R, in] times the transposes of [e, out, in] -> [R, out]."""
+        ends = [*accumulate(route.rows_per_expert)]
+        parts = [product(rows.select(slice(end - count, end)), matrices.select(expert), self.dtype)
+                 for expert, (count, end) in enumerate(zip(route.rows_per_expert, ends)) if count]
+        return torch.cat(parts) if parts else rows.data.new_empty(0, matrices.data.shape[1], dtype=self.dtype)
 
 
 def select_columns(q: Quantised, start: int, stop: int) -> Quantised:
@@ -500,12 +351,11 @@ def demo() -> None:
         exact = x @ w.t(), grad @ w, grad.t() @ x
         for name, recipe in {**RECIPES, "E4M3 for all, one scale": Recipe(E4M3, E4M3, blocks=False)}.items():
             layer = Fp8(recipe, torch.float32)
-            rowwise, columnwise = layer.quantise(x, False)
-            grad_rowwise, grad_columnwise = layer.quantise(grad, True)
-            got = (layer.output(rowwise, (weight,)), layer.input_grad(grad_rowwise, (weight,)),
-                   product(grad_columnwise, columnwise, x.dtype))
+            dy = layer.gradient(grad)
+            got = layer.forward(x, (weight,)), layer.dgrad(dy, (weight,)), torch.zeros(N, K)
+            layer.wgrad(got[2], dy, x)
             errors = [((a - b).norm(dim=1) / b.norm(dim=1)).mean().item() for a, b in zip(got, exact)]
-            lost = (dequantise(grad_rowwise, x.dtype) == 0).float().mean().item()
+            lost = (dequantise(dy[0], x.dtype) == 0).float().mean().item()
             print(f"        {name:26s}" + "".join(f"{error:9.2%}" for error in errors) + f"{lost:10.2%}")
     print("\nBeside one large token E4M3 with one scale rounds half of the gradient to 0; E5M2's range, or a scale per "
           "block, keeps it.")

@@ -17,7 +17,7 @@ parallel ranks, H hidden, N query heads, K key and value heads, D head width, F 
 """
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from ep import Balance, GroupedExperts, Router, combine, dispatch, make_routing_
 from operations import RMSNorm, rotary_angles, rotate_and_split, swiglu
 from param import Spec, parameter
 from pp import Pipeline
-from recompute import Recompute, cheap
+from recompute import Recompute, cheap, is_recomputing
 from tp import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -48,14 +48,14 @@ INIT_STD = 0.02  # of weights, as in GPT-2
 
 
 class ForwardContext(NamedTuple):
-    """What all layers of one forward share; those in FP8 get a copy with `tp.fp8` and `fp8_experts` set."""
+    """What all layers of one forward share. recomputing: a block runs for the second time."""
     tp: TensorParallel
     seq: int  # tokens of a sequence on this rank
     angles: tuple[Tensor, Tensor]  # cos and sin of rotary embedding: [S, 1, D/2] or [B, S, 1, D/2]
     attention: dict[int, Callable[[Tensor, Tensor, Tensor], Tensor]]  # window (0: none) -> its function of q, k, v
     recompute: Recompute
     routing: Any  # an ep.RoutingInfo; None without experts
-    fp8_experts: Any = None
+    recomputing: bool = False
     cache: Any = None  # a sampling.KVCache
 
 
@@ -119,11 +119,11 @@ class FeedForward(nn.Module):
         H = model.hidden
         self.gate_up = ColumnParallelLinear(make, Spec(name + "w_gate", (ffn, H), {"tp": 0}, std=INIT_STD),
                                             Spec(name + "w_up", (ffn, H), {"tp": 0}, std=INIT_STD))
-        self.down = RowParallelLinear(make, Spec(name + "w_down", (H, ffn), {"tp": 1}, std=output_std(model)),
-                                      skip_when_recomputing=True)
+        self.down = RowParallelLinear(make, Spec(name + "w_down", (H, ffn), {"tp": 1}, std=output_std(model)))
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:  # [T/t, H] -> [T/t, H]
-        return self.down(cheap(swiglu, self.gate_up(x, context.tp)), context.tp)
+        hidden = cheap(swiglu, self.gate_up(x, context.tp))
+        return self.down(hidden, context.tp, skip=context.recomputing)  # no backward reads the result
 
 
 class MixtureOfExperts(nn.Module):
@@ -148,7 +148,7 @@ class MixtureOfExperts(nn.Module):
         route, gates = self.router(tokens, context.routing, self.ep_group)
         receive = dispatch(tokens, gates, route)
         shared = self.shared(x, context) if self.shared else None  # hides the dispatch
-        y = combine(self.experts(*receive(), route, context.fp8_experts), route)
+        y = combine(self.experts(*receive(), route), route)
         y = merge_tokens(y, len(x), context.tp)
         return y if shared is None else y + shared
 
@@ -172,6 +172,8 @@ class Block(nn.Module):
         return context.recompute(partial(self.attention_and_ffn, context=context), x)
 
     def attention_and_ffn(self, x: Tensor, context: ForwardContext) -> Tensor:
+        if is_recomputing():  # backward follows at once, so that inputs need not be gathered again
+            context = context._replace(recomputing=True, tp=context.tp._replace(save_gathered=True))
         x, h = self.attention_norm.branch(x)  # h = norm(x)
         x, h = self.ffn_norm.branch(x, self.attention(h, context))  # x = x + attention(h); h = norm(x)
         return x + self.ffn(h, context)
@@ -199,8 +201,7 @@ class Execution:
 
     dtype, device: of parameters. attention: "auto", "sdpa", "triton" or "math". recompute: "none", "selective" or
     "full". offload: what "full" saves is in the host's memory. cp_style: of config.CP_STYLES. sequence, async_tp:
-    see tp.TensorParallel. fp8_layers: the blocks that multiply in FP8; fp8_linear, fp8_experts: their
-    fp8.Fp8 for linear layers and for experts, or None. Sampling never uses FP8.
+    see tp.TensorParallel.
     """
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
@@ -210,9 +211,6 @@ class Execution:
     cp_style: str = "allgather"
     sequence: bool = True
     async_tp: bool = False
-    fp8_linear: Any = None
-    fp8_experts: Any = None
-    fp8_layers: range = field(default_factory=lambda: range(0))
 
 
 class Llama(nn.Module):
@@ -270,21 +268,20 @@ class Llama(nn.Module):
         cache: keys and values of earlier tokens, which these follow; every rank then has all tokens.
         """
         assert cache is None or documents is None, "a KV cache knows of no documents"
-        context, fp8_context = self.contexts(stage, tokens, positions, documents, cache, aux_loss_scale)
+        context = self.context(stage, tokens, positions, documents, cache, aux_loss_scale)
         with self.recompute.scope():
             if stage == 0:
                 x = self.embedding(tokens.flatten(), context.tp)
             for layer in self.stages[stage]:
-                x = self.blocks[str(layer)](x, fp8_context if layer in self.execution.fp8_layers else context)
+                x = self.blocks[str(layer)](x, context)
             if stage < self.last_stage:
                 return x
             if labels is not None:
                 return self.head(x, context, labels.flatten(), loss_grad)
             return self.head(x, context).unflatten(0, tokens.shape)
 
-    def contexts(self, stage: int, tokens: Tensor, positions: Tensor | None, documents: Tensor | None, cache: Any,
-                 aux_loss_scale: float | Tensor | None) -> tuple[ForwardContext, ForwardContext]:
-        """(of layers in the model's dtype, of layers in FP8)."""
+    def context(self, stage: int, tokens: Tensor, positions: Tensor | None, documents: Tensor | None, cache: Any,
+                aux_loss_scale: float | Tensor | None) -> ForwardContext:
         options, model, seq = self.execution, self.model, tokens.shape[1]
         tp, cp, past = self.tp, self.groups.get("cp"), 0
         if cache is not None:  # sampling: few tokens, all of them on every rank
@@ -295,12 +292,9 @@ class Llama(nn.Module):
         attention = attention_by_window(
             map(model.window_of, self.stages[stage]), tokens, documents, kernel=options.attention,
             head_dim=model.head_dim, dtype=options.dtype, group=cp, style=options.cp_style, earlier=past)
-        context = ForwardContext(
+        return ForwardContext(
             tp, seq, rotary_angles(positions, model, options.dtype), attention, self.recompute,
             make_routing_info(tokens, cp, tp.group, aux_loss_scale) if self.routers else None, cache=cache)
-        if cache is not None:
-            return context, context
-        return context, context._replace(tp=tp._replace(fp8=options.fp8_linear), fp8_experts=options.fp8_experts)
 
     def boundary_shape(self, tokens: Tensor, sequence: bool = True) -> tuple[int, int]:
         """The shape of what one stage sends to the next. tokens: [B, S]. sequence=False: as when text is sampled."""

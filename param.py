@@ -14,9 +14,10 @@ source  A function (spec, box) -> tensor that returns the values of any box of a
 sink    The object that collects a parameter's gradient: its flat bucket. `sink.main_grad(param)` is the buffer to add
         to; it changes while ZeRO-2 and 3 reduce, so ask for it at every use. A matmul can add its result to the buffer
         without a temporary, and a pipeline schedule may compute weight gradients later than input gradients. So a
-        layer says *how* to add, and `accumulate_grad`, the one entry for gradients, decides *where* and *when*:
+        layer says *how* to add, and this file decides *where* and *when*:
 
-            layer's backward --add(out)--> accumulate_grad --now or in backward_weight--> sink's buffer, or .grad
+            layer's backward ──► accumulate_grad(params, add)      ──► add(out), now or in backward_weight
+                             ──► start_, finish_weight_grad(steps) ──► the same, if tensors must be gathered first
 
 ready   `sink.ready(param)` is called once per backward pass, when the pass has accumulated its gradient of `param`.
         The bucket counts the calls; the last one of the step starts its reduction.
@@ -28,7 +29,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from inspect import GEN_SUSPENDED, getgeneratorstate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -168,58 +170,63 @@ def draw(seed: int) -> Source:
 
 Key = tuple[int, int]  # (pipeline stage, micro-batch)
 Params = tuple[nn.Parameter, ...]
-Add = Callable[..., None]
-Finish = Callable[[], Tensor]  # waits for a communication that was started, and returns its result
-StartGather = Callable[[], Finish]
-
-
-class Deferred(NamedTuple):
-    """What waits for backward_weight: see accumulate_grad."""
-    params: Params
-    add: Add
-    start_gather: StartGather | None
-    holds: int
-
+Steps = Iterator[None]  # of a weight gradient: a generator that starts an exchange, yields, and adds to the buffers
 
 # Set while a backward computes input gradients only. A plain global, not thread-local: on CUDA, autograd runs backward
 # functions in its own threads.
 _deferring: Key | None = None
-_queue: dict[Key, deque[Deferred]] = {}  # for backward_weight
+_queue: dict[Key, deque[tuple[Params, Steps]]] = {}  # for backward_weight
 
 
-def accumulate_grad(params: nn.Parameter | Params, add: Add, defer: bool = True,
-                    start_gather: StartGather | None = None, holds: int = 0) -> None:
-    """Accumulate the gradient of one use of `params`: now, or in backward_weight if a split backward is running.
+def is_deferring() -> bool:
+    """Whether this backward is the first half of a split one, which leaves weight gradients to backward_weight."""
+    return _deferring is not None
 
-    params: a parameter, or a tuple of matrices with equally long rows that multiply the same input (wq, wk, wv).
-    add: add(out) adds the gradient to `out`, which has the shape of the parameter or of the stacked matrices. Called
-        without autograd. It must not hold tensors that require gradients, which would keep their graph alive.
-    defer: False if `add` reads tensors too large to be saved until backward_weight, such as the head's logits, or has
-        too little work to fill a bubble.
-    start_gather: starts to gather a tensor; then add(out, tensor) is called. holds: bytes that `add` reads besides.
+
+def start_weight_grad(params: Params, steps: Steps, defer: bool = True) -> None:
+    """Take the first step of a weight gradient, which starts an exchange; the caller computes something under it, then
+    calls finish_weight_grad. In a split backward both steps are left to backward_weight.
+
+    params: matrices with equally long rows that multiply the same input (wq, wk, wv), or one parameter. steps must not
+    hold tensors that require gradients, which would keep their graph alive. defer: False if they read tensors too large
+    to be saved until backward_weight, such as the head's logits, or have too little work to fill a bubble.
     """
-    params = params if isinstance(params, tuple) else (params,)
-    if is_deferred(defer):
-        _queue[_deferring].append(Deferred(params, add, start_gather, holds))
+    if defer and is_deferring():
+        _queue[_deferring].append((params, steps))
     else:
-        add_now(params, add, start_gather and start_gather()())
+        next(steps)
 
 
-def is_deferred(defer: bool = True) -> bool:
-    """Whether accumulate_grad would queue `add`: then the tensors that `add` reads are saved until backward_weight."""
-    return defer and _deferring is not None
+def finish_weight_grad(steps: Steps) -> None:
+    """Take the second step: wait for the exchange and add. Nothing if the first one was left to backward_weight."""
+    if getgeneratorstate(steps) == GEN_SUSPENDED:
+        next(steps, None)
 
 
-def add_now(params: Params, add: Add, gathered: Tensor | None = None) -> None:
-    """Call `add` on one view of all gradient buffers; on a temporary if they are not contiguous in memory."""
+def accumulate_grad(params: nn.Parameter | Params, add: Callable[[Tensor], None], defer: bool = True) -> None:
+    """The same for a weight gradient without an exchange: add(out) adds it to `out`, see `add_to`. Called without
+    autograd."""
+    params = params if isinstance(params, tuple) else (params,)
+
+    def steps() -> Steps:
+        yield
+        add_to(params, add)
+
+    start_weight_grad(params, added := steps(), defer)
+    finish_weight_grad(added)
+
+
+def add_to(params: Params, add: Callable[[Tensor], None]) -> None:
+    """Call add(out) with one view of all gradient buffers, one below the other; with a temporary if they are not
+    contiguous in memory."""
     grads = [main_grad(param) for param in params]
-    view, operands = stacked_view(grads), () if gathered is None else (gathered,)
+    view = stacked_view(grads)
     if view is not None:
-        add(view, *operands)
+        add(view)
         return
     rows = [len(grad) for grad in grads]
     out = grads[0].new_zeros(sum(rows), *grads[0].shape[1:])
-    add(out, *operands)
+    add(out)
     for grad, part in zip(grads, out.split(rows)):
         grad.add_(part)
 
@@ -275,7 +282,7 @@ def on_grad_accumulated(param: nn.Parameter) -> None:
         param.sink.main_grad(param).add_(param.grad)
         param.grad = None
     queued = _queue.get(_deferring, ())
-    if not any(param is other for deferred in queued for other in deferred.params):  # else backward_weight calls ready
+    if not any(param is other for params, _ in queued for other in params):  # else backward_weight calls ready
         param.sink.ready(param)
 
 
@@ -297,22 +304,17 @@ def backward_input(key: Key, output: GradientEdge | Tensor, grad: Tensor | None)
 def backward_weight(key: Key) -> None:
     """The second half: the weight gradients that backward_input has queued.
 
-    A gather is hidden under the matmul before it as soon as enough has been freed for two gathered tensors at once: the
-    peak is that of gathers which begin when their turn comes.
+    Each one's exchange is started before the one before it is added, whose matmul hides it: at most two gathered
+    tensors are alive at once.
     """
-    work = _queue.pop(key)
-    accumulated = dict.fromkeys(param for deferred in work for param in deferred.params)
-    freed, finish_gather = 0, None
+    work, before = _queue.pop(key), iter(())
+    accumulated = dict.fromkeys(param for params, _ in work for param in params)
     while work:
-        params, add, start_gather, holds = work.popleft()  # what `add` reads is freed before the next one
-        if start_gather and finish_gather is None:
-            finish_gather = start_gather()
-        gathered, finish_gather = finish_gather and finish_gather(), None
-        if work and work[0].start_gather and gathered is not None and freed >= gathered.nbytes:
-            finish_gather = work[0].start_gather()
-        add_now(params, add, gathered)
-        freed += holds
-        add = start_gather = gathered = None  # freed before another gather starts
+        _, steps = work.popleft()  # a generator that has ended frees what it has read
+        next(steps)
+        next(before, None)
+        before = steps
+    next(before, None)
     for param in accumulated:
         if param.sink is not None:
             param.sink.ready(param)

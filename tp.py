@@ -1,60 +1,35 @@
 """Tensor parallelism: weight matrices are sharded over t ranks. Sequence parallelism: so are the tokens between them.
 
-Saves: all but 1/t of the matrices, embedding and head, with their gradients and optimizer state (norms stay whole), and
-       of the activations inside a pair of matrices; with sequence parallelism also of those between pairs. Time: each
-       rank does 1/t of every matmul.
-Costs: per layer (two pairs), forward and backward: 4 all-reduces of T H elements. With sequence parallelism the same
-       bytes, as 4 all-gathers and 4 reduce-scatters, and 2 more all-gathers of inputs that are not saved.
+Saves: all but 1/t of the matrices, embedding and head, with their gradients and optimizer state, and of the activations
+       inside a pair of matrices; with sequence parallelism also of those between pairs; all but 1/t of the matmuls.
+Costs: per layer (two pairs), forward and backward: 4 all-reduces of T H elements. With sequence parallelism 4
+       all-gathers and 4 reduce-scatters, which are as many bytes, and 2 more all-gathers of inputs that are not saved.
 Stops helping when: ranks are not on one fast network, since every layer waits for it; or H/t makes too small a matmul.
 
-Tensor parallelism. Matrices come in pairs, S = X A^T, Y = act(S), Z = Y B^T: up and down projection of a feed-forward
-layer; queries, keys, values and the output projection of attention. A is sharded by rows, its output features ("column
-parallel": columns of A^T), B by columns, its input features ("row parallel"). A pair then needs one exchange before it,
-f, one after it, g, and none in between. X and Z are the same on every rank:
+Matrices come in pairs, S = X A^T, Y = act(S), Z = Y B^T: up and down projection of a feed-forward layer; queries, keys,
+values and the output projection of attention. A is sharded by rows, its output features ("column parallel": columns of
+A^T), B by columns, its input features ("row parallel"). A pair needs one exchange before it, f, and one after it, g:
 
     rank 0    X ─ f ─► S_0 = X A_0^T ─ act ─► Y_0 ──► Y_0 B_0^T ─┐
                                                                  ├─ g ─► Z = Y_0 B_0^T + Y_1 B_1^T
     rank 1    X ─ f ─► S_1 = X A_1^T ─ act ─► Y_1 ──► Y_1 B_1^T ─┘
 
-    f   forward: identity      backward: all-reduce    dX = sum_i dS_i A_i, since every rank has used X
-    g   forward: all-reduce    backward: identity      rank i has what dY_i = dZ B_i and dB_i = dZ^T Y_i need
+                                  f forward         f backward           g forward           g backward
+    tensor parallelism            -                 all-reduce dX        all-reduce Z        -
+    and sequence parallelism      all-gather X      reduce-scatter dX    reduce-scatter Z    all-gather dZ
 
-Sequence parallelism. Norms and residuals treat each token alone, so between pairs each rank may have T/t tokens of X
-and Z. An all-reduce is a reduce-scatter and an all-gather: g keeps the first half, and the next f does the second.
-
-    f   forward: all-gather X         backward: reduce-scatter dX
-    g   forward: reduce-scatter Z     backward: all-gather dZ
-
-Overlap. Each rank saves its own shard of X, and all-gathers X once more in backward, for dA_i = dS_i^T X. There both
-exchanges of a column parallel layer are hidden under matmuls:
+Norms and residuals treat each token alone, so with sequence parallelism a rank has T/t tokens of X and Z. It saves its
+shard of X, and gathers X once more in backward, where both exchanges of a column parallel layer hide under matmuls:
 
     network    ├─ all-gather X ─┤ ├─ reduce-scatter dX ─┤
     compute    ├─ dX = dS A ────┤ ├─ dA += dS^T X ──────┤
 
-Asynchronous tensor parallelism also hides those of forward and of a row parallel layer's backward, where nothing
-independent is left to compute: a ring sends one shard while the matmul of another shard runs.
-
-Split backward, as in zero-bubble pipelines: input gradients first, weight gradients later. In between, only shards of X
-and dZ are kept. Both are all-gathered for dA and dB, each under the matmul before it, but for the first few, where two
-gathered tensors at once would raise the peak of memory. For dZ it is the second time, as [T, H] in
-the queue would take t times the memory: 4 + 2 + 2 all-gathers per layer.
-
-Replicated parameters. A norm's weight is "replicate" (see param.py) without sequence parallelism, where every rank
-computes its complete gradient, and "partial" with it, where ranks see different tokens. Always "partial": the norms of
-queries and keys, since ranks have different heads; and if ranks outnumber the key and value heads, the weights of
-those, since ranks that share a head have different queries.
-
-Vocabulary. The embedding table is sharded by rows; a rank looks up the tokens of its rows and adds zeros for the rest.
-In training no rank has a complete row of logits: the loss reduces the largest logsumexp of a row's shards, then the sum
-of exp(logsumexp - largest) and the label's logit. Sampling gathers rows.
-
 Shoeybi et al. 2019 (Megatron-LM: f and g, section 3); Korthikanti et al. 2022 (sequence parallelism: section 4.2);
-Wang et al. 2023, Overlap Communication with Dependent Computation via Decomposition (the ring).
+Wang et al. 2023, Overlap Communication with Dependent Computation via Decomposition (asynchronous: the ring).
 Shapes: t ranks, T tokens of a micro-batch (batch x sequence, flat), H hidden, V vocabulary, R rows or C columns of a
 whole weight; [T/t, H] is [T, H] without sequence parallelism.
 """
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +46,7 @@ from collectives import (
     Pending,
     all_gather,
     all_reduce,
+    done,
     name,
     rank,
     reduce_scatter,
@@ -82,17 +58,21 @@ from collectives import (
 from operations import load_kernels, uses_kernels
 from param import (
     IGNORED,
-    Finish,
+    Params,
     Spec,
+    Steps,
     acc_dtype,
     accumulate_grad,
     accumulate_product,
-    is_deferred,
+    add_to,
+    finish_weight_grad,
+    is_deferring,
     parameter,
     shard_slice,
     stacked_weight,
+    start_weight_grad,
 )
-from recompute import dropping_cheap, is_recomputing
+from recompute import dropping_cheap
 
 MakeParameter = Callable[[Spec], nn.Parameter]  # makes this rank's shard of a parameter
 
@@ -102,143 +82,155 @@ class TensorParallel(NamedTuple):
 
     sequence: sequence parallelism; between layers each rank has T/t contiguous tokens, in rank order.
     async_tp: asynchronous tensor parallelism, which needs `sequence`.
-    fp8: an object with `column` and `row` (fp8.Fp8), whose linear layers in FP8 replace those of this file.
+    save_gathered: a column parallel layer saves its all-gathered input, where a backward follows at once.
     """
     group: Group = None
     sequence: bool = False
     async_tp: bool = False
-    fp8: Any = None
+    save_gathered: bool = False
 
     @property
     def size(self) -> int:
         return size(self.group)
 
-    # f and g only start an exchange. The caller may compute something before it calls what they return.
+    # f and g start an exchange. The caller may compute something before it waits.
 
-    def start_gather(self, x: Tensor) -> Finish:
+    def gather(self, x: Tensor) -> Pending:
         """Forward of f, backward of g, [T/t, H] -> [T, H]: all-gather by rank. Without sequence parallelism: x."""
         if not self.sequence:
-            return lambda: x
+            return done(x)
         gathered = x.new_empty(len(x) * self.size, *x.shape[1:])
-        return partial(wait_for, all_gather(gathered, x.contiguous(), self.group, async_op=True), gathered)
+        return all_gather(gathered, x.contiguous(), self.group, async_op=True)
 
-    def start_reduce(self, terms: Tensor) -> Finish:
+    def reduce(self, terms: Tensor) -> Pending:
         """Forward of g, backward of f, [T, H] -> [T/t, H]: sum the terms of all ranks, in place without sequence
         parallelism."""
         if not self.sequence:
-            return partial(wait_for, all_reduce(terms, self.group, async_op=True), terms)
+            return all_reduce(terms, self.group, async_op=True)
         total = terms.new_empty(len(terms) // self.size, *terms.shape[1:])
-        return partial(wait_for, reduce_scatter(total, terms, self.group, async_op=True), total)
-
-    def skipped_output(self, x: Tensor, width: int) -> Tensor:
-        """A placeholder with the shape of a row parallel layer's output, [T/t, width], which takes no memory."""
-        tokens = len(x) // self.size if self.sequence else len(x)
-        return x.new_zeros(()).expand(tokens, width)
-
-
-def wait_for(pending: Pending, result: Tensor) -> Tensor:
-    pending.wait()
-    return result
+        return reduce_scatter(total, terms, self.group, async_op=True)
 
 
 # ---- linear layers --------------------------------------------------------------------------------------------------
+# A split backward (zero-bubble pipelines) computes dX first, weight gradients later. In between only shards of X and dZ
+# are kept. Both are gathered again for dA and dB, dZ for the second time: [T, H] would wait in t times the memory.
 
-def column(x: Tensor, *weights: nn.Parameter, tp: TensorParallel, defer: bool = True) -> Tensor:
-    """Column parallel linear layer: [T/t, H] -> [T, R/t]. defer: in a split backward, weight gradients are
-    computed in its second half."""
+class Matmul:
+    """The three products of a linear layer Y = X W^T, where W are weights one below the other. fp8.Fp8 has the same
+    methods, and multiplies in FP8."""
+
+    def forward(self, x: Tensor, weights: Params) -> Tensor:
+        return x @ stacked_weight(weights).t()
+
+    def gradient(self, dy: Tensor) -> Any:
+        """dY in the form in which the other two take it."""
+        return dy
+
+    def dgrad(self, dy: Any, weights: Params) -> Tensor:
+        """dX = dY W."""
+        return dy @ stacked_weight(weights)
+
+    def wgrad(self, out: Tensor, dy: Any, x: Tensor) -> None:
+        """out += dY^T X."""
+        accumulate_product(out, dy.t(), x)
+
+
+MATMUL = Matmul()
+
+
+def column(x: Tensor, *weights: nn.Parameter, tp: TensorParallel, mm: Matmul = MATMUL, defer: bool = True) -> Tensor:
+    """Column parallel linear layer: [T/t, H] -> [T, R/t]. Weights that have the same input (queries, keys, values)
+    share one gather, one matmul and one dX. defer: in a split backward, weight gradients are computed in its second
+    half."""
     with dropping_cheap():
-        return (tp.fp8.column if tp.fp8 else Column.apply)(x, tp, defer, *weights)
+        return Column.apply(x, tp, mm, defer, *weights)
 
 
-def row(x: Tensor, weight: nn.Parameter, tp: TensorParallel, skip: bool = False) -> Tensor:
-    """Row parallel linear layer: [T, C/t] -> [T/t, H]. skip: return a placeholder, as no backward reads it."""
+def row(x: Tensor, weight: nn.Parameter, tp: TensorParallel, mm: Matmul = MATMUL, skip: bool = False) -> Tensor:
+    """Row parallel linear layer: [T, C/t] -> [T/t, H]. skip: nobody reads the result; return a placeholder."""
     with dropping_cheap():
-        return (tp.fp8.row if tp.fp8 else Row.apply)(x, tp, skip, weight)
+        return Row.apply(x, tp, mm, skip, weight)
 
 
 class Column(Function):
-    """S = X A^T. Weights that have the same input (queries, keys, values) share one gather, one matmul and one dX."""
+    """f, then S = X A^T."""
 
     @staticmethod
-    def forward(ctx, x, tp, defer, *weights):
-        product, gathered = start_gather_matmul(x, stacked_weight(weights).t(), tp)()
-        # The second run of a block keeps all of X, as backward follows at once; a split backward keeps shards.
-        ctx.saves_gathered = is_recomputing() and not is_deferred(defer)
-        ctx.save_for_backward(gathered if ctx.saves_gathered else x)
-        ctx.weights, ctx.tp, ctx.defer = weights, tp, defer  # not saved: unpacked weights would lack spec and sink
+    def forward(ctx, x, tp, mm, defer, *weights):
+        if tp.async_tp:
+            product, gathered = all_gather_matmul(x, stacked_weight(weights).t(), tp.group)
+        else:
+            gathered = tp.gather(x).wait()
+            product = mm.forward(gathered, weights)
+        tp = tp._replace(save_gathered=tp.save_gathered and not is_deferring())  # else X would wait in the queue whole
+        ctx.save_for_backward(gathered if tp.save_gathered else x)
+        ctx.tp, ctx.mm, ctx.defer, ctx.weights = tp, mm, defer, weights  # unpacked weights would lack spec and sink
         return product
 
     @staticmethod
-    def backward(ctx, grad):
-        tp, saves_gathered = ctx.tp, ctx.saves_gathered
-        saved = ctx.saved_tensors[0].detach()  # a queued weight gradient must not keep a graph alive
+    def backward(ctx, ds):
+        tp, mm, weights = ctx.tp, ctx.mm, ctx.weights
+        x = ctx.saved_tensors[0].detach()  # a queued weight gradient must not keep a graph alive
+        ds = mm.gradient(ds)
+        weight_grad = column_weight_grad(x, ds, tp, mm, weights)
+        start_weight_grad(weights, weight_grad, ctx.defer)
+        if tp.async_tp:
+            dx = done(matmul_reduce_scatter(ds, stacked_weight(weights), tp.group))
+        else:
+            dx = tp.reduce(mm.dgrad(ds, weights))  # the matmul hides the gather of X
+        finish_weight_grad(weight_grad)  # its matmul hides the reduction of dX
+        return dx.wait(), None, None, None, *[None] * len(weights)
 
-        def start_gather() -> Finish:
-            return (lambda: saved) if saves_gathered else tp.start_gather(saved)
 
-        started = None if is_deferred(ctx.defer) else start_gather()
-        finish_reduce = start_matmul_reduce(grad, stacked_weight(ctx.weights), tp)  # dX, while X is gathered
-
-        def add_weight_grad(out: Tensor, x: Tensor) -> None:
-            accumulate_product(out, grad.t(), x)
-
-        accumulate_grad(ctx.weights, add_weight_grad, ctx.defer, lambda: started or start_gather(),  # dX is reduced
-                        holds=grad.nbytes)
-        return finish_reduce(), None, None, *[None] * len(ctx.weights)
+def column_weight_grad(x: Tensor, ds: Any, tp: TensorParallel, mm: Matmul, weights: Params) -> Steps:
+    """dA += dS^T X, while X is gathered unless it has been saved whole."""
+    gathering = done(x) if tp.save_gathered else tp.gather(x)
+    yield
+    gathered = gathering.wait()
+    add_to(weights, lambda out: mm.wgrad(out, ds, gathered))
 
 
 class Row(Function):
-    """Z = the sum of Y B^T over the ranks."""
+    """Z = Y B^T, then g."""
 
     @staticmethod
-    def forward(ctx, x, tp, skip, weight):
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.tp = weight, tp
+    def forward(ctx, y, tp, mm, skip, weight):
+        ctx.save_for_backward(y)
+        ctx.tp, ctx.mm, ctx.weights = tp, mm, (weight,)
         if skip:
-            return tp.skipped_output(x, len(weight))
-        return start_matmul_reduce(x, weight.t(), tp)()
+            return y.new_zeros(()).expand(len(y) // tp.size if tp.sequence else len(y), len(weight))
+        if tp.async_tp:
+            return matmul_reduce_scatter(y, weight.t(), tp.group)
+        return tp.reduce(mm.forward(y, ctx.weights)).wait()
 
     @staticmethod
-    def backward(ctx, grad):
-        tp = ctx.tp
-        finish_gather_matmul = start_gather_matmul(grad, ctx.weight, tp)
-        x = ctx.saved_tensors[0].detach()  # recomputes x if it is cheap, while dZ is gathered
-        dx, gathered = finish_gather_matmul()
-        if is_deferred():
-            gathered = None  # the weight gradient gathers dZ again: its queue keeps [T/t, H], not [T, H]
-
-        def start_gather() -> Finish:
-            return tp.start_gather(grad) if gathered is None else lambda: gathered
-
-        def add_weight_grad(out: Tensor, dz: Tensor) -> None:
-            accumulate_product(out, dz.t(), x)
-
-        accumulate_grad(ctx.weight, add_weight_grad, start_gather=start_gather, holds=x.nbytes)
-        return dx, None, None, None
+    def backward(ctx, dz):
+        tp, mm, weights = ctx.tp, ctx.mm, ctx.weights
+        gathering = None if tp.async_tp else tp.gather(dz)
+        y = ctx.saved_tensors[0].detach()
+        if tp.async_tp:
+            dy, gathered = all_gather_matmul(dz, stacked_weight(weights), tp.group)
+        else:
+            gathered = mm.gradient(gathering.wait())
+            dy = mm.dgrad(gathered, weights)
+        if is_deferring():  # until then dZ waits as [T/t, H], not as [T, H]
+            start_weight_grad(weights, row_weight_grad(y, dz, tp, mm, weights))
+        else:
+            add_to(weights, lambda out: mm.wgrad(out, gathered, y))
+        return dy, None, None, None, None
 
 
-def start_gather_matmul(x: Tensor, matrix: Tensor, tp: TensorParallel) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Gather the tokens of x, then multiply. The function returned finishes both (async_tp: does both), and returns
-    (gathered x @ matrix, gathered x)."""
-    if tp.async_tp:
-        return partial(all_gather_matmul, x, matrix, tp.group)
-    finish_gather = tp.start_gather(x)
-
-    def finish_matmul() -> tuple[Tensor, Tensor]:
-        gathered = finish_gather()
-        return gathered @ matrix, gathered
-    return finish_matmul
-
-
-def start_matmul_reduce(x: Tensor, matrix: Tensor, tp: TensorParallel) -> Finish:
-    """Multiply, then sum over the ranks: x @ matrix."""
-    if tp.async_tp:
-        total = matmul_reduce_scatter(x, matrix, tp.group)
-        return lambda: total
-    return tp.start_reduce(x @ matrix)
+def row_weight_grad(y: Tensor, dz: Tensor, tp: TensorParallel, mm: Matmul, weights: Params) -> Steps:
+    """dB += dZ^T Y, of the second half of a split backward: dZ is gathered once more."""
+    gathering = tp.gather(dz)
+    yield
+    gathered = mm.gradient(gathering.wait())
+    add_to(weights, lambda out: mm.wgrad(out, gathered, y))
 
 
 # ---- asynchronous: exchanges in steps round a ring, each hidden under the matmul of a shard --------------------------
+# So the exchanges of forward and of a row parallel layer's backward are hidden too, beside which nothing independent is
+# left to compute.
 
 def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     """(gathered x @ matrix, gathered x): x [T/t, H], matrix [H, R] -> [T, R], [T, H]."""
@@ -275,6 +267,7 @@ def matmul_reduce_scatter(x: Tensor, matrix: Tensor, group: Group) -> Tensor:
 
 class ColumnParallelLinear(nn.Module):
     """[T/t, H] -> [T, R/t]: one or several weights with the same input. Their outputs are concatenated."""
+    mm = MATMUL  # train.py may replace it, by an fp8.Fp8
 
     def __init__(self, make: MakeParameter, *specs: Spec, biases: Sequence[Spec] = ()):
         super().__init__()
@@ -282,20 +275,20 @@ class ColumnParallelLinear(nn.Module):
         self.biases = nn.ParameterList(make(spec) for spec in biases)
 
     def forward(self, x: Tensor, tp: TensorParallel) -> Tensor:
-        y = column(x, *self.weights, tp=tp)
+        y = column(x, *self.weights, tp=tp, mm=self.mm)
         return y + torch.cat(tuple(self.biases)) if len(self.biases) else y
 
 
 class RowParallelLinear(nn.Module):
-    """[T, C/t] -> [T/t, H]. skip_when_recomputing: no backward reads its result, so full recomputation returns a
-    placeholder instead."""
+    """[T, C/t] -> [T/t, H]. skip: see `row`."""
+    mm = MATMUL  # train.py may replace it, by an fp8.Fp8
 
-    def __init__(self, make: MakeParameter, spec: Spec, skip_when_recomputing: bool = False):
+    def __init__(self, make: MakeParameter, spec: Spec):
         super().__init__()
-        self.weight, self.skip_when_recomputing = make(spec), skip_when_recomputing
+        self.weight = make(spec)
 
-    def forward(self, x: Tensor, tp: TensorParallel) -> Tensor:
-        return row(x, self.weight, tp, skip=self.skip_when_recomputing and is_recomputing())
+    def forward(self, x: Tensor, tp: TensorParallel, skip: bool = False) -> Tensor:
+        return row(x, self.weight, tp, self.mm, skip)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -356,6 +349,9 @@ def gather_tokens(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 # ---- the vocabulary -------------------------------------------------------------------------------------------------
+# The table is sharded by rows: a rank looks up the tokens of its rows and adds zeros for the rest. No rank has a whole
+# row of logits: the loss reduces the largest logsumexp of a row's shards, then the sum of exp(logsumexp - largest) and
+# the label's logit.
 
 class Embed(Function):
     """Rows of a table [V/t, H]. Their gradients are added row by row: a dense [V/t, H] one would be mostly zeros."""
@@ -365,12 +361,12 @@ class Embed(Function):
         rows, in_shard = local_index(tokens, table.box[0])
         ctx.save_for_backward(rows, in_shard)
         ctx.table, ctx.tp = table, tp
-        return tp.start_reduce(table[rows].mul_(in_shard[:, None]))()
+        return tp.reduce(table[rows].mul_(in_shard[:, None])).wait()
 
     @staticmethod
     def backward(ctx, grad):
         rows, in_shard = ctx.saved_tensors
-        grad = ctx.tp.start_gather(grad)() * in_shard[:, None]
+        grad = ctx.tp.gather(grad).wait() * in_shard[:, None]
         accumulate_grad(ctx.table, lambda out: out.index_add_(0, rows, grad.to(out.dtype)), defer=False)
         return None, None, None
 
@@ -385,7 +381,7 @@ class CrossEntropy(Function):
     """Saves the logits in their own dtype, and a few numbers per token; backward computes the probabilities again."""
 
     @staticmethod
-    def forward(ctx, logits, labels, weights, z_loss, vocab, group):
+    def forward(ctx, logits, labels, z_loss, vocab, group):
         upcast = logits.to(acc_dtype(logits.dtype))
         index, in_shard = local_index(labels, vocab)
         shard_logsumexp = upcast.logsumexp(-1)
@@ -396,57 +392,48 @@ class CrossEntropy(Function):
         logsumexp = sums[0].log_().add_(largest)  # over the whole vocabulary
         label_logit = sums[1]
         counted = (labels != IGNORED).to(upcast.dtype)
-        weights = counted if weights is None else counted * weights
-        ctx.save_for_backward(logits, index, in_shard, logsumexp, weights)
+        ctx.save_for_backward(logits, index, in_shard, logsumexp, counted)
         ctx.z_loss = z_loss
-        return (weights * (logsumexp - label_logit + z_loss * logsumexp.square())).sum()
+        return (counted * (logsumexp - label_logit + z_loss * logsumexp.square())).sum()
 
     @staticmethod
     def backward(ctx, grad):
-        logits, index, in_shard, logsumexp, weights = ctx.saved_tensors
-        weights = weights * grad
-        out = (logits - logsumexp[:, None]).exp_().mul_((weights * (1 + 2 * ctx.z_loss * logsumexp))[:, None])
-        out.scatter_add_(-1, index[:, None], -(weights * in_shard)[:, None])
-        return out.to(logits.dtype), None, None, None, None, None
+        logits, index, in_shard, logsumexp, counted = ctx.saved_tensors
+        grads = counted * grad
+        out = (logits - logsumexp[:, None]).exp_().mul_((grads * (1 + 2 * ctx.z_loss * logsumexp))[:, None])
+        out.scatter_add_(-1, index[:, None], -(grads * in_shard)[:, None])
+        return out.to(logits.dtype), None, None, None, None
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None = None, z_loss: float = 0.0,
-                  vocab: slice | None = None, group: Group = None) -> Tensor:
+def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float = 0.0, vocab: slice | None = None,
+                  group: Group = None) -> Tensor:
     """The sum (not the mean) of the tokens' losses in nats; tokens with the label IGNORED have none.
 
     logits: [..., V/t], for the part `vocab` of the vocabulary that this rank has (default: all of it). labels: [...].
-    weights: [...], a factor per token. z_loss: coefficient of the squared logarithm of the softmax's denominator, which
-    is added to a token's loss so that logits do not drift (Chowdhery et al. 2022, section 5).
+    z_loss: coefficient of the squared logarithm of the softmax's denominator, which is added to a token's loss so that
+    logits do not drift (Chowdhery et al. 2022, section 5).
     """
     vocab = slice(0, logits.shape[-1]) if vocab is None else vocab
-    weights = None if weights is None else weights.flatten()
-    return CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), weights, z_loss, vocab, group)
+    return CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), z_loss, vocab, group)
 
 
 # ---- demo: python tp.py ---------------------------------------------------------------------------------------------
 
 def demo(group: Group) -> None:
+    """What a pair of matrices sends, forward and backward, in three ways."""
     t, T, H = size(group), 64, 32
-    up = parameter(Spec("up", (4 * H, H), {"tp": 0}), {"tp": group}, torch.float32)
-    down = parameter(Spec("down", (H, 4 * H), {"tp": 1}), {"tp": group}, torch.float32)
-    for weight in (up, down):
-        weight.data = torch.randn(weight.shape) / 6
-    shards = "".join(chr(ord("A") + i) * (32 // t) for i in range(t))
-    lines = [f"Two matrices, sharded over {t} rank(s), one letter per rank, and {T} tokens of width {H}:\n",
-             f"    first matrix, by rows      {shards}", f"    second matrix, by columns  {shards}\n"]
+    up, down = (parameter(Spec(name, shape, {"tp": dim}), {"tp": group}, torch.float32)
+                for name, shape, dim in (("up", (4 * H, H), 0), ("down", (H, 4 * H), 1)))
+    up.data, down.data = (torch.randn(weight.shape) / 6 for weight in (up, down))
     for title, tp in {"tensor parallelism": TensorParallel(group),
                       "and sequence parallelism": TensorParallel(group, sequence=True),
                       "asynchronous": TensorParallel(group, sequence=True, async_tp=True)}.items():
         sent.clear()
         x = torch.randn(T // t if tp.sequence else T, H, requires_grad=True)
         row(torch.tanh(column(x, up, tp=tp)), down, tp).sum().backward()
-        tokens = shards if tp.sequence else "every rank has all"
         units = round(sent[name(group)] * t / max(t - 1, 1) / x.new_empty(T, H).nbytes)
-        lines.append(f"    {title:24s}   tokens between: {tokens:32s}   sent: {units} x (t-1)/t of T H")
-    lines.append("\n4 = two all-reduces, of 2 each. 5 = two all-gathers, two reduce-scatters, and X gathered again in "
-                 "backward, of 1 each.")
-    if rank(group) == 0:
-        print("\n".join(lines))
+        if rank(group) == 0:
+            print(f"{title:24s}   {len(x)} tokens between pairs   sent: {units} x (t-1)/t of T H")
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ import torch
 import config
 from collectives import MAX, Group, Groups, all_reduce, build_groups, rank, size
 from cp import shard_sequences
-from ep import Balance, update_biases
-from fp8 import RECIPES, Fp8
+from ep import Balance, GroupedExperts, update_biases
+from fp8 import RECIPES, Fp8, Fp8Experts
 from model import Execution, Llama
 from param import DTYPES, IGNORED, acc_dtype
 from plan.costs import stages_of
@@ -36,6 +36,7 @@ from pp import Pipeline, profile_range
 from run import dryrun, job
 from run.data import MicroBatch, Samples
 from schedules import plan_of
+from tp import ColumnParallelLinear, RowParallelLinear
 from zero import Optimizer
 
 
@@ -85,14 +86,15 @@ def build_model(settings: config.Config, groups: Groups, device: torch.device | 
     """This rank's pipeline stages, with its shards of their layers. The parameters are not allocated yet: the Optimizer
     allocates them in buckets, its `load` fills them."""
     grid, precision, optim, dtype = settings.grid, settings.precision, settings.optim, dtype_of(settings)
-    fp8_linear, fp8_experts = fp8_of(settings, groups)
     execution = Execution(dtype=dtype, device=device, attention=precision.attention, recompute=precision.recompute,
                           offload=precision.offloads("activations"), cp_style=grid.cp_style,
-                          sequence=grid.sequence_parallel, async_tp=grid.async_tp,
-                          fp8_linear=fp8_linear, fp8_experts=fp8_experts, fp8_layers=settings.fp8_layers())
+                          sequence=grid.sequence_parallel, async_tp=grid.async_tp)
     balance = Balance(optim.aux_loss, optim.aux_over, optim.router_z_loss, optim.bias_rate)
-    return Llama(settings.model, groups, execution, pipeline=build_pipeline(settings, groups["pp"], device),
-                 z_loss=optim.z_loss, balance=balance)
+    model = Llama(settings.model, groups, execution, pipeline=build_pipeline(settings, groups["pp"], device),
+                  z_loss=optim.z_loss, balance=balance)
+    if precision.fp8 != "none":
+        multiply_in_fp8(model, settings, groups)
+    return model
 
 
 def build_pipeline(settings: config.Config, group: Group, device: torch.device | str = "cpu") -> Pipeline:
@@ -102,17 +104,20 @@ def build_pipeline(settings: config.Config, group: Group, device: torch.device |
     return Pipeline(partial(plan_of, grid), stages_of(settings), max_micro_batches, group, device)
 
 
-def fp8_of(settings: config.Config, groups: Groups) -> tuple[Fp8 | None, Fp8 | None]:
-    """(Fp8 of linear layers, Fp8 of experts), or (None, None). Ranks with shards of one tensor agree on its tensorwise
-    scale: of activations over cp and tp, of experts' inputs also over ep; of weights over tp, of experts' over ep."""
-    precision, dtype = settings.precision, dtype_of(settings)
-    if precision.fp8 == "none":
-        return None, None
+def multiply_in_fp8(model: Llama, settings: config.Config, groups: Groups) -> None:
+    """Let blocks of the model multiply in FP8. Ranks with shards of one tensor agree on its tensorwise scale: of
+    activations over cp and tp, of experts' inputs also over ep; of weights over tp, of experts' over ep."""
     cached = settings.grid.zero < 3  # FP8 weights stay for all micro-batches; ZeRO-3 frees what they are cast from
-    recipe = RECIPES[precision.fp8]._replace(pow2=precision.fp8_pow2)
+    recipe = RECIPES[settings.precision.fp8]._replace(pow2=settings.precision.fp8_pow2)
     cp, tp, ep = (groups[axis] for axis in ("cp", "tp", "ep"))
-    return (Fp8(recipe, dtype, amax_groups=(cp, tp), weight_amax_groups=(tp,), cached=cached),
-            Fp8(recipe, dtype, amax_groups=(cp, tp, ep), weight_amax_groups=(ep,), cached=cached))
+    linear = Fp8(recipe, dtype_of(settings), amax_groups=(cp, tp), weight_amax_groups=(tp,), cached=cached)
+    experts = Fp8Experts(recipe, dtype_of(settings), amax_groups=(cp, tp, ep), weight_amax_groups=(ep,), cached=cached)
+    for layer, block in model.blocks.items():
+        for module in block.modules() if int(layer) in settings.fp8_layers() else ():
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                module.mm = linear
+            elif isinstance(module, GroupedExperts):
+                module.mm = experts
 
 
 def build_optimizer(settings: config.Config, model: Llama, groups: Groups) -> Optimizer:

@@ -23,7 +23,7 @@ import operations
 from bench.rows import Rate, Result, compare
 from learn.gpu import make_cold_inputs, measure_seconds
 from param import Spec, accumulate_product, parameter
-from tp import TensorParallel, column
+from tp import Matmul, TensorParallel, column
 
 T, S, H, FFN = 16384, 4096, 4096, 14336  # of most kernels
 
@@ -103,14 +103,15 @@ def measure_block_matmul(kind: str, tokens: int, N: int, K: int) -> Result:
     def contender(recipe: str) -> Callable[[], Any]:
         if recipe == "bf16":
             return partial(accumulate_product, out, a, b) if kind == "weight gradients" else partial(torch.mm, a, b)
-        layer = fp8.Fp8(fp8.RECIPES[recipe], torch.bfloat16)
-        if kind == "weight gradients":
-            return partial(layer.add_weight_grad, out, layer.quantise(dy, True)[1], layer.quantise(x, False)[1])
-        weight = parameter(Spec("w", (N, K)), {}, torch.bfloat16, "cuda")
+        layer, weight = fp8.Fp8(fp8.RECIPES[recipe], torch.bfloat16), parameter(Spec("w", (N, K)), {}, w.dtype, "cuda")
         weight.data = w
+        in_rows, in_columns = layer.quantise_weight((weight,))
+        (x_rows, x_columns), (dy_rows, dy_columns) = layer.quantise(x), layer.gradient(dy)
+        if kind == "weight gradients":
+            return lambda: out.add_(fp8.product(dy_columns, x_columns, out.dtype))
         if kind == "forward":
-            return partial(layer.output, layer.quantise(x, False)[0], (weight,))
-        return partial(layer.input_grad, layer.quantise(dy, True)[0], (weight,))
+            return partial(fp8.product, x_rows, in_rows, w.dtype, fast=not layer.recipe.blocks)
+        return partial(fp8.product, dy_rows, in_columns, w.dtype)
 
     contenders = {"bf16": contender("bf16")}
     if kind == "weight gradients":
@@ -338,11 +339,10 @@ def measure_fp8_linear(recipe: str) -> Result:
     weight.sink = SimpleNamespace(main_grad=lambda _: main_grad)
     dy = torch.randn(T, FFN, device="cuda", dtype=torch.bfloat16)
 
-    def run(tp: TensorParallel, x: Tensor) -> None:
-        column(x.detach().requires_grad_(), weight, tp=tp).backward(dy)
+    def run(mm: Matmul, x: Tensor) -> None:
+        column(x.detach().requires_grad_(), weight, tp=TensorParallel(), mm=mm).backward(dy)
 
-    contenders = {"ours": partial(run, TensorParallel(fp8=fp8.Fp8(fp8.RECIPES[recipe], torch.bfloat16))),
-                  "bf16": partial(run, TensorParallel())}
+    contenders = {"ours": partial(run, fp8.Fp8(fp8.RECIPES[recipe], torch.bfloat16)), "bf16": partial(run, Matmul())}
     return compare(contenders, random_inputs((T, H)), flops_rate(6 * T * H * FFN))
 
 

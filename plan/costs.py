@@ -242,26 +242,25 @@ def fp8_elements(settings: Config, layers: Iterable[int]) -> int:
 
 def fp8_operands(settings: Config, layer: int) -> tuple[float, float]:
     """Elements per token of a micro-batch that a rank quantises in a block: (inputs of FP8 linear layers, gradients of
-    their outputs). With sequence parallelism ranks quantise the tokens that they have, and gather FP8; only gradients
-    of row parallel layers are counted whole, as all ranks quantise or transpose them."""
-    model, grid = settings.model, settings.grid
-    H, t, sp = model.hidden, grid.tp, grid.sequence_shards
+    their outputs). Each rank quantises what it has gathered in 16 bits."""
+    model, t = settings.model, settings.grid.tp
+    H = model.hidden
     q, kv = model.heads // t * model.head_dim, max(model.kv_heads // t, 1) * model.head_dim
-    inputs, gradients = H / sp + q, q + 2 * kv + H
+    inputs, gradients = H + q, q + 2 * kv + H
     if model.has_experts(layer):
         routed, F = model.top_k / t, model.expert_ffn
         inputs, gradients = inputs + routed * (H + F), gradients + routed * (2 * F + H)
     F = model.shared_experts * model.expert_ffn if model.has_experts(layer) else model.ffn
     if F:
-        inputs, gradients = inputs + H / sp + F / t, gradients + 2 * F / t + H
+        inputs, gradients = inputs + H + F / t, gradients + 2 * F / t + H
     return inputs, gradients
 
 
-def fp8_bytes(settings: Config) -> int:
+def fp8_bytes(settings: Config, copies: int) -> int:
     """Bytes read and written to quantise an element of 16 bits (fp8.py): it is read once, with a scale per tensor once
-    more before, for the largest; a rowwise and a columnwise copy are written."""
+    more before, for the largest; `copies` are written, rowwise, columnwise or both."""
     recipe = settings.precision.fp8_recipe()
-    return (2 if recipe.blocks else 4) + 2 if recipe else 0
+    return (2 if recipe.blocks else 4) + copies if recipe else 0
 
 
 # ---- what a layer makes ---------------------------------------------------------------------------------------------
@@ -328,14 +327,12 @@ class LayerOptions(NamedTuple):
     """How a layer is executed, as far as it changes what is saved.
 
     element: bytes per element of an activation. tp: ranks; above kv_heads, each kv head exists tp / kv_heads times.
-    attention: "math" saves scores. fp8: bytes per element in which FP8 linear layers save their inputs, scales
-    included; 0: not FP8. aux, router_z: whether the router has these losses. copies: of each token that are sent to
-    experts, see copies_per_token; 0: all experts are on one rank.
+    attention: "math" saves scores. aux, router_z: whether the router has these losses. copies: of each token that are
+    sent to experts, see copies_per_token; 0: all experts are on one rank.
     """
     element: int = 2
     tp: int = 1
     attention: str = "auto"
-    fp8: float = 0.0
     aux: bool = True
     router_z: bool = False
     copies: float = 0.0
@@ -362,13 +359,11 @@ def attention_half(model: Model, layer: int, seq: int, options: LayerOptions) ->
     math = options.attention == "math"
     activations = dict(
         input=Activation(H * e, "full", "sp"),
-        attention_norm=Activation(H * (options.fp8 or e), "none", "sp"),
+        attention_norm=Activation(H * e, "none", "sp"),
         attention_norm_statistic=Activation(acc, "none", "sp"),
         qkv=Activation(qkv, "selective", "tp", 2 * H * (q + 2 * kv)),
         attention=Activation(q * e, "selective", "tp", 0 if math else scores_flops),
         residual=Activation(H * e, "selective", "sp", 2 * q * H))
-    if options.fp8:
-        activations["attention_fp8"] = Activation(q * options.fp8, "selective", "tp")
     if not math:
         return activations | dict(logsumexp=Activation(model.heads * acc, "selective", "tp"))
     scores = model.heads * seq * (acc if e == acc else acc + e)  # the softmax, and its result rounded
@@ -381,10 +376,10 @@ def ffn_half(model: Model, options: LayerOptions) -> Layer:
     H, F = model.hidden, model.ffn
     e, acc = options.element, acc_bytes(options.element)
     return dict(
-        ffn_norm=Activation(H * (options.fp8 or e), "none", "sp"),
+        ffn_norm=Activation(H * e, "none", "sp"),
         ffn_norm_statistic=Activation(acc, "none", "sp"),
         gate_up=Activation(2 * F * e, "selective", "tp", 4 * H * F),
-        swiglu=Activation(F * (options.fp8 or e), "none", "tp"),
+        swiglu=Activation(F * e, "none", "tp"),
         output=Activation(0, "full", "sp", 2 * F * H))
 
 
@@ -396,7 +391,6 @@ def experts_half(model: Model, options: LayerOptions) -> Layer:
     """
     H, F, E, k = model.hidden, model.expert_ffn, model.experts, model.top_k
     e, acc = options.element, acc_bytes(options.element)
-    linear_input = options.fp8 or e
     router_scores = 1 + options.aux + options.router_z  # times E: scores, the auxiliary loss's coefficients, logits
     sent = options.copies
     gates = k + model.router_norm * (k + 1) + options.aux * (model.router == "sigmoid") + 2 * options.router_z
@@ -406,16 +400,14 @@ def experts_half(model: Model, options: LayerOptions) -> Layer:
         router_scores=Activation(router_scores * E * acc, "selective", "tp", 2 * H * E),
         gates=Activation(gates * acc, "selective", "tp"),
         route=Activation(24 * k + 8 + (24 * sent if sent else 0), "full", "tp"),
-        tokens_dispatched=Activation(k * H * linear_input, "selective", "tp"),
+        tokens_dispatched=Activation(k * H * e, "selective", "tp"),
         experts_gate_up=Activation(2 * k * F * e, "selective", "tp", 4 * H * k * F),
-        experts_swiglu=Activation(k * F * linear_input, "selective" if options.fp8 else "none", "tp"),
+        experts_swiglu=Activation(k * F * e, "none", "tp"),
         experts_output=Activation(0, "full", "tp", 2 * k * F * H))
     shared = model.shared_experts * F
     if shared:
         activations |= dict(shared_gate_up=Activation(2 * shared * e, "selective", "tp", 4 * H * shared),
-                            shared_swiglu=Activation(shared * linear_input, "none", "tp"))
-        if options.fp8:
-            activations["ffn_norm_fp8"] = Activation(H * options.fp8, "none", "sp")
+                            shared_swiglu=Activation(shared * e, "none", "tp"))
     return activations | dict(output=Activation(0, "full", "sp", 2 * shared * H))
 
 

@@ -78,12 +78,9 @@ def activation_bytes(settings: Config, element: int, stages: Collection[Iterable
     by_heads = grid.cp > 1 and grid.style().whole_sequences  # Ulysses
     by_blocks = grid.cp > 1 and not by_heads  # attention by blocks saves no scores
     options = layer_options(settings, element, by_blocks)
-    recipe = precision.fp8_recipe()
-    fp8_bytes = (1 + 4 / 128 if recipe.blocks else 1.0) if recipe else 0.0  # a scale per 128 elements
 
     def bytes_per_token(number: int) -> float:
-        fp8 = fp8_bytes if number in settings.fp8_layers() else 0.0
-        layer = llama_layer(model, seq, options._replace(fp8=fp8), number)
+        layer = llama_layer(model, seq, options, number)
         if by_heads:  # also saved: the output before its all-to-all, and kv heads repeated until cp divides them
             kv_heads = max(model.kv_heads // tp, 1)  # per rank
             repeated = 2 * tp * kv_heads * (grid.cp // gcd(grid.cp, kv_heads) - 1)

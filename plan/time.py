@@ -186,8 +186,9 @@ def layer_parts(run: Run, layer: int) -> Parts:
                          * (constants.fused if run.kernels.fused else constants.passes))
     parts["elementwise"] = Seconds(touched / 3, touched * 2 / 3)
     if fp8:
-        quantised = (run.memory(costs.fp8_bytes(settings) * T * count) for count in costs.fp8_operands(settings, layer))
-        parts["quantise"] = Seconds(*quantised)
+        inputs, gradients = (T * count for count in costs.fp8_operands(settings, layer))
+        one, two = (costs.fp8_bytes(settings, copies) for copies in (1, 2))  # inputs are read again in backward
+        parts["quantise"] = Seconds(run.memory(one * inputs), run.memory(one * inputs + two * gradients))
     if run.kernels.attention == "standard":  # all scores, in memory
         cost = costs.attention_cost("standard", 1, model.heads, settings.batch.seq, model.head_dim)
         nbytes = cost.nbytes / settings.batch.seq * T / grid.tp
@@ -419,7 +420,7 @@ def step_seconds(run: Run, stages: list[Parts] | None = None, simulated: bool = 
         one = Seconds(*map(sum, zip(*(sums[stage] for stage in mine))))
         data = max(data, data_parallel_seconds(run, elements, sum(map(len, mine.values())), one, busy[busiest]))
         shards = memory.shards_of(run.settings)
-        quantised = costs.fp8_elements(run.settings, chain(*mine.values())) * costs.fp8_bytes(run.settings)
+        quantised = costs.fp8_elements(run.settings, chain(*mine.values())) * costs.fp8_bytes(run.settings, 2)
         times = 2 * run.micro_batches if grid.zero == 3 else 1  # weights are quantised when they change or are gathered
         sharded = [count / shards[axis] for axis, counts in elements.items() for count in counts]
         update = max(update, update_seconds(run, sharded) + run.memory(times * quantised))

@@ -171,9 +171,9 @@ def label(meter: Meter, model: Any, optimizer: Any) -> None:
         meter.label("weights", bucket.weights, bucket.weight_shard)  # "weights" even if they are also master weights
         bucket.zeros = label_made_by(bucket.zeros, "gradients")  # during steps a bucket allocates nothing else
         bucket.start_reduction = label_made_by(bucket.start_reduction, "gradients")
-    for fp8 in (model.execution.fp8_linear, model.execution.fp8_experts):
-        if fp8 and fp8.cached:
-            fp8.quantise_weight = label_made_by(fp8.quantise_weight, "FP8 weights")
+    for mm in {module.mm for module in model.modules() if hasattr(module, "mm")}:
+        if getattr(mm, "cached", False):
+            mm.quantise_weight = label_made_by(mm.quantise_weight, "FP8 weights")
     model.forward = label_made_by(model.forward, "activations")
 
 

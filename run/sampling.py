@@ -45,8 +45,11 @@ def sample(model: Module, tokens: torch.Tensor, count: int, temperature: float =
     """Tokens [B, S] continued by `count` tokens, [B, S + count], each drawn from softmax(logits / temperature). model:
     a model.Llama.
 
-    temperature 0 takes the likeliest token. All ranks of the grid must call it, with the same arguments.
+    temperature 0 takes the likeliest token. All ranks of the grid must call it, with the same arguments. From then on
+    the model multiplies in 16 bits, as ranks that take no part could not agree on FP8 scales.
     """
+    for module in model.modules():
+        vars(module).pop("mm", None)  # the class has the plain one
     generator = torch.Generator().manual_seed(seed)
     cache, new = KVCache(), tokens
     for _ in range(count):

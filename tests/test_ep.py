@@ -346,7 +346,7 @@ def test_grouped_matmuls_equal_the_loop(counts, dtype, bound, ranks):
         given, matrix = x.to(dtype).requires_grad_(), torch.nn.Parameter(weight.to(dtype))
         matrix.sink, matrix.grad = None, torch.zeros(matrix.shape, dtype=torch.promote_types(dtype, torch.float32)
                                                      ) if dtype != torch.bfloat16 else None
-        y = ep.GroupedLinear.apply(given, matrix, route, False)
+        y = ep.GroupedLinear.apply(given, matrix, ep.GroupedMatmul(), route, False)
         y.backward(up.to(dtype))
         return [part.double() for part in (y, given.grad, matrix.grad)]
 
@@ -365,7 +365,7 @@ def test_weight_gradients_of_experts_are_summed_in_fp32(ranks):
     weight, total = torch.nn.Parameter(torch.ones(2, 8, 8).bfloat16()), torch.ones(2, 8, 8)
     weight.sink, x = sink, torch.full((1, 8), 2.0 ** -10).bfloat16().requires_grad_()
     for _ in range(512):
-        ep.GroupedLinear.apply(x, weight, route, False).sum().backward()
+        ep.GroupedLinear.apply(x, weight, ep.GroupedMatmul(), route, False).sum().backward()
     assert (total[0] == 1.5).all() and (total[1] == 1).all()
 
 

@@ -174,7 +174,7 @@ def test_weight_gradients_wait_until_they_are_asked_for(weights):
     param.backward_input((0, 7), loss(x, weights), None)
     assert x.grad.item() == 12
     assert bucket.heard == [weights[1]] and weights[0] not in bucket.grads  # only what came by plain autograd is there
-    assert param.queued_keys() == [(0, 7)] and not param.is_deferred()
+    assert param.queued_keys() == [(0, 7)] and not param.is_deferring()
     param.backward_weight((0, 7))
     assert bucket.heard == [weights[1], weights[0]]
     assert bucket.grads[weights[0]].item() == 60
@@ -209,6 +209,44 @@ def test_what_deferred_gradients_read_is_freed_one_by_one(weights):
     assert seen == [3, 2, 1]
 
 
+def test_a_weight_gradient_in_two_steps_is_between_them_while_its_caller_computes(weights):
+    """In a split backward the caller's two calls do nothing, and each first step comes before the last one's second."""
+    seen, bucket = [], attach_bucket(weights)
+
+    def steps(name, weight):
+        seen.append(f"start {name}")
+        yield
+        seen.append(f"add {name}")
+        param.add_to((weight,), lambda out: out.add_(1.0))
+
+    class Layer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, name, weight):
+            ctx.name, ctx.weight = name, weight
+            return x * weight
+
+        @staticmethod
+        def backward(ctx, grad):
+            weight_grad = steps(ctx.name, ctx.weight)
+            param.start_weight_grad((ctx.weight,), weight_grad)
+            seen.append(f"input {ctx.name}")
+            param.finish_weight_grad(weight_grad)
+            return grad * ctx.weight, None, None
+
+    def loss():
+        x = torch.ones(1, requires_grad=True)
+        return Layer.apply(Layer.apply(Layer.apply(x, "a", weights[0]), "b", weights[1]), "c", weights[0])
+
+    loss().backward()
+    assert seen == [f"{step} {name}" for name in "cba" for step in ("start", "input", "add")]
+    seen.clear()
+    param.backward_input((0, 0), loss(), None)
+    assert seen == ["input c", "input b", "input a"]
+    param.backward_weight((0, 0))
+    assert seen[3:] == ["start c", "start b", "add c", "start a", "add b", "add a"]
+    assert [bucket.grads[weight].item() for weight in weights] == [4.0, 2.0] and len(bucket.heard) == 4
+
+
 def test_what_must_not_be_deferred_is_not(weights):
     bucket = attach_bucket(weights)
     param.backward_input((0, 0), loss(torch.tensor([5.0], requires_grad=True), weights, defer=False), None)
@@ -230,7 +268,7 @@ def test_weight_gradients_of_a_failed_step_are_not_computed_in_the_next(weights)
     param.backward_input((0, 0), loss(x, weights), None)
     with pytest.raises(FloatingPointError):
         param.backward_input((0, 1), loss(Failing.apply(x), weights), None)
-    assert param.queued_keys() == [] and not param.is_deferred() and weights[0].grad is None
+    assert param.queued_keys() == [] and not param.is_deferring() and weights[0].grad is None
     param.backward_input((0, 1), loss(x, weights), None)
     param.backward_weight((0, 1))
     assert weights[0].grad.item() == 2 * 5 * 2 * 3, "of one backward"

@@ -411,12 +411,14 @@ def test_an_update_reads_and_writes_its_moments(flags, nbytes):
 
 @pytest.mark.parametrize("recipe, nbytes", [("tensorwise", 2 + 2 + 1 + 1), ("blockwise", 2 + 1 + 1)])
 def test_fp8_operands_are_read_and_written(recipe, nbytes):
-    """Per element: reads for the largest, where a tensor has one scale, and for the copies; two copies are written."""
+    """Per element: reads for the largest, where a tensor has one scale, and for the copies; two copies are written. An
+    input's are written at two times, by the matmuls that need them."""
     run = run_for(f"--preset llama-3.1-8b --seq 4096 --global-batch 1 --fp8 {recipe} --fp8-ends")
     spent = plan.time.step_seconds(run).parts
     inputs = 4096 + 4096 + 4096 + 14336  # of qkv, output, gate and up, down
     gradients = (4096 + 2 * 1024) + 4096 + 2 * 14336 + 4096
-    assert spent["quantise"] == pytest.approx(32 * 4096 * (inputs + gradients) * nbytes / 3.35e12)
+    moved = inputs * 2 * (nbytes - 1) + gradients * nbytes
+    assert spent["quantise"] == pytest.approx(32 * 4096 * moved / 3.35e12)
     matrices = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336)
     without = plan.time.step_seconds(run_for("--preset llama-3.1-8b --seq 4096 --global-batch 1")).parts
     assert spent["optimizer"] - without["optimizer"] == pytest.approx(matrices * nbytes / 3.35e12)
@@ -644,15 +646,15 @@ def test_tokens_of_a_rank_are_padded_to_equal_shares():
 @pytest.mark.parametrize("sp, tp", [(True, 1), (True, 2), (False, 2)])
 def test_fp8_operands_of_experts_are_those_of_their_matrices(sp, tp):
     """Inputs of qkv, the output's, the shared and the routed experts' gate and up, and down; gradients of results.
-    Column parallel layers take a rank's own tokens, row parallel ones its own channels."""
+    Column parallel layers take all tokens, which have been gathered, row parallel ones a rank's own channels."""
     model = "--preset tiny-moe --hidden 64 --heads 4 --kv-heads 2 --expert-ffn 48 --shared-experts 2 --top-k 2"
     flags = f"{model} --dp 2 --tp {tp}" + ("" if sp else " --sp off")
-    settings, own, q, kv = run_for(flags).settings, tp if sp else 1, 64 / tp, 32 / tp
-    inputs = 64 / own + q + 2 / tp * (64 + 48) + 64 / own + 96 / tp
+    settings, q, kv = run_for(flags).settings, 64 / tp, 32 / tp
+    inputs = 64 + q + 2 / tp * (64 + 48) + 64 + 96 / tp
     gradients = (q + 2 * kv) + 64 + 2 / tp * (2 * 48 + 64) + 2 * 96 / tp + 64
     assert costs.fp8_operands(settings, 3) == pytest.approx((inputs, gradients))
     settings.model.shared_experts = 0
-    assert costs.fp8_operands(settings, 3) == pytest.approx((64 / own + q + 2 / tp * 112, q + 2 * kv + 64 + 320 / tp))
+    assert costs.fp8_operands(settings, 3) == pytest.approx((64 + q + 2 / tp * 112, q + 2 * kv + 64 + 320 / tp))
 
 
 def test_unbalanced_experts_take_longer():
