@@ -16,9 +16,6 @@ Bytes that a rank sends for a tensor x of |x| bytes on n ranks, with a ring (NCC
 `sent` counts these bytes per axis of the grid. With a group of None, or of one rank, every collective is the identity
 and sends nothing, so each module also works alone in one process; only `send` and `receive` need a second rank.
 
-`record` is a flight record: how many collectives this rank has called on each group, and for which one it waits. From
-these of all ranks the watchdog of run/faults.py finds out who is missing when ranks wait for ever.
-
 learn/collectives.py has every collective written out, and shows who sends what to whom.
 
 Shapes: n ranks, R rows (the first dimension) per rank.
@@ -27,14 +24,12 @@ import datetime
 import gc
 import os
 import sys
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -107,46 +102,26 @@ def create_groups(members: list[list[int]], timeout_s: float) -> dist.ProcessGro
     return group if group.size() > 1 else None
 
 
-class Call(NamedTuple):
-    """A collective that this rank has called."""
-    operation: str
-    group: str  # its name(group)
-    number: int  # of all calls on this group, from 1; the same on every rank of it, but for sends and receives
-    peer: int | None = None  # the other rank, in the group, of a send or receive
+class Observer:
+    """Is told of every collective that this rank calls and waits for. This one does nothing; run/ranks.py puts a flight
+    record in its place, from which a watchdog finds out who is missing when ranks wait for ever."""
+
+    def calling(self, operation: str, axis: str, peer: int | None = None) -> AbstractContextManager[Any]:
+        """The body of the `with` makes the call. Its value is whatever `waiting` is to be given."""
+        return nullcontext()
+
+    def waiting(self, call: Any) -> AbstractContextManager[None]:
+        """The body waits for a call."""
+        return nullcontext()
 
 
-@dataclass
-class Record:
-    """The flight record of this process, which another thread may read."""
-    last: Call | None = None
-    calls: Counter[str] = field(default_factory=Counter)  # number of calls per name(group)
-    waiting: Call | None = None  # what the main thread waits for; after an exception, what has failed
-    waited_s: float = 0.0  # by the main thread, so far
+observer = Observer()
 
 
-record = Record()
-
-
-@contextmanager
-def calling(operation: str, group: Group, nbytes: int, peer: int | None = None) -> Iterator[Call]:
-    """Count and record a call, which the body makes; nbytes: that this rank sends."""
+def calling(operation: str, group: Group, nbytes: int, peer: int | None = None) -> AbstractContextManager[Any]:
+    """Wrap every call. nbytes: that this rank sends; peer: the other rank, in the group, of a send or receive."""
     sent[name(group)] += nbytes
-    record.calls[name(group)] += 1
-    record.last = call = Call(operation, name(group), record.calls[name(group)], peer)
-    with waiting_for(call):
-        yield call
-
-
-@contextmanager
-def waiting_for(call: Call | None) -> Iterator[None]:
-    """Record that the body waits for a call. Saving has a thread of its own, whose waits hold up nobody."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    record.waiting, began = call, time.perf_counter()
-    yield  # if the body raises, this call stays recorded as the one that failed
-    record.waited_s += time.perf_counter() - began
-    record.waiting = None
+    return observer.calling(operation, name(group), peer)
 
 
 class Pending:
@@ -158,7 +133,7 @@ class Pending:
     """
 
     def __init__(self, work: dist.Work | list[dist.Work] | None, result: torch.Tensor, *inputs: torch.Tensor,
-                 call: Call | None = None):
+                 call: Any = None):
         works = work if isinstance(work, list) else [work]
         self.works = [work for work in works if work is not None]
         self.tensors = (result, *inputs) if self.works else ()
@@ -170,7 +145,7 @@ class Pending:
 
     def wait(self) -> torch.Tensor:
         if self.works:
-            with waiting_for(self.call):
+            with observer.waiting(self.call):
                 for work in self.works:
                     work.wait()
         result, self.works, self.tensors, self.result = self.result, [], (), None
@@ -294,15 +269,9 @@ def link(group: Group, source: int, target: int) -> dict:
 
 # ---- what waits in the host's memory (--offload) --------------------------------------------------------------------
 #
-# Saves: optimizer: the master weights and the moments, 12 of the 18 bytes per parameter in bf16. activations: the
-#        inputs of blocks, which are all that full recomputation saves; two of them stay on the GPU.
-# Costs: optimizer: per step and parameter 4 bytes to the host, 2 back, and an update by the CPU, which moves 34 bytes
-#        of the host's memory; 18 bytes of it are needed (12 of state, 4 of gradient, 2 of weights). activations: 2 H
-#        bytes per token and block to the host, and back.
-# Stops helping when: the GPU waits too long for the CPU's update, during which it computes nothing; or copying a
-#        block's input takes longer than the forward or backward of a block, beside which it is copied.
-#
-# Buckets (zero.py, `start_offload` and `update_weights`) and recompute.py's `CheckpointArena` start the copies.
+# A copy begins when the kernels launched before it, and the copies before it in its direction, are done. So gradients
+# leave bucket by bucket while the CPU updates the bucket before, and a block's input comes back while the backward of
+# the block after it runs: two are on the GPU at once. docs/NOTES.md says what this saves and costs.
 #
 #     optimizer     GPU     ... backward │ norm, clip │                                       │ next forward
 #                   to host              │        g0 ↓  g1 ↓  g2 ↓                            │
@@ -312,12 +281,6 @@ def link(group: Group, source: int, target: int) -> dict:
 #     activations   GPU     forward 1   forward 2   forward 3           backward 3   backward 2   backward 1
 #                   to host x1 ↓        x2 ↓        x3 ↓
 #                   to GPU                                      x3 ↑    x2 ↑         x1 ↑
-#
-# A copy begins when the kernels launched before it, and the copies before it in its direction, are done; a block's
-# input comes back after it has been saved. It does so while the backward of the block after it runs, one block ahead:
-# so two are on the GPU at once. Gradients leave bucket by bucket, while the CPU updates the bucket before.
-#
-# Ren et al. 2021 (ZeRO-Offload: the optimizer on the CPU); Rajbhandari et al. 2020 (ZeRO, section 6: P_a+cpu).
 
 class Copied:
     """A copy that was made at once, on a CPU; on GPUs a torch.cuda.Event is in its place."""

@@ -44,7 +44,8 @@ import torch
 import torch.distributed as dist
 
 import config
-from collectives import MAX, Group, Groups, all_gather, all_reduce, process_group, rank, record, size, to_device
+from collectives import MAX, Group, Groups, all_gather, all_reduce, process_group, rank, size, to_device
+from run.ranks import record
 from run.start import say, tell_torchrun
 
 REQUESTS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP  # to save and end
@@ -308,7 +309,7 @@ def listed(ranks: list[int]) -> str:
 class Watchdog:
     """A thread that ends this rank if it waits too long; of all ranks that wait, one reports which rank is missing.
 
-    The thread polls this rank's flight record (collectives.record). If it has not changed for half the timeout, the
+    The thread polls this rank's flight record (run/ranks.py). If it has not changed for half the timeout, the
     thread posts to torchrun's store where the rank is: in which call of which group, or in which line. When the first
     rank has waited for nine tenths of the timeout, all ranks that still respond have posted. The lowest one that waits
     then reports the missing ranks: those that have called fewer collectives of its group, or have not posted.
@@ -357,7 +358,7 @@ class Watchdog:
             if self.stop.asked_at and time.monotonic() > self.stop.asked_at + GRACE_S and self.dead():
                 self.reporting.acquire()
                 os._exit(128 + signal.SIGTERM)  # torchrun sent the signal, to restart all ranks
-            now = sum(record.calls.values()), record.waiting, self.activity()
+            now = sum(record.calls.values()), record.waiting_for, self.activity()
             if now != seen:
                 seen, since = now, time.monotonic()
                 if posted:
@@ -366,18 +367,18 @@ class Watchdog:
                 continue
             stalled = time.monotonic() - since
             if stalled > 0.5 * self.timeout_s and not posted:
-                self.post("waits" if record.waiting else "computes")
+                self.post("waits" if record.waiting_for else "computes")
                 posted = True
-            if (record.waiting and stalled > 0.9 * self.timeout_s) or (posted and self.store.check(["end"])):
+            if (record.waiting_for and stalled > 0.9 * self.timeout_s) or (posted and self.store.check(["end"])):
                 self.store.set("end", "")
                 self.end_process(stalled)
 
     def post(self, state: str) -> None:
         """Write to the store where this rank is. state: "waits", "computes", "moves" (again), "lost" (a connection) or
         "failed". A line of "states" has a rank, its state, and the ranks that it has seen die."""
-        where = "" if record.waiting else innermost_line()
+        where = "" if record.waiting_for else innermost_line()
         self.store.set(f"post {self.rank}", json.dumps(dict(
-            call=record.waiting, calls=record.calls, activity=self.activity(), where=where)))
+            call=record.waiting_for, calls=record.calls, activity=self.activity(), where=where)))
         died = self.dead() if state == "lost" else []
         self.store.append("states", json.dumps([self.rank, state, died]) + "\n")
 
@@ -445,7 +446,7 @@ class Watchdog:
     def report(self, error: Exception) -> None:
         """Report why this rank failed, if it is the rank that reports; see the top of this file."""
         self.reporting.acquire()
-        lost = record.waiting is not None and may_be_lost_connection(error)
+        lost = record.waiting_for is not None and may_be_lost_connection(error)
         time.sleep(0.5 if lost else 0.0)  # until torchrun has reaped dead ranks
         self.post("lost" if lost else "failed")
         time.sleep(0.5 if lost else 0.3)  # until all failed ranks have posted
@@ -456,7 +457,7 @@ class Watchdog:
             explain(f"rank {self.rank} failed {self.activity()}: {reason(error)}", error)
         else:
             died = sorted({rank for _, seen in states.values() for rank in seen})
-            last_words(f"rank {self.rank} failed {self.activity()}: {self.name_call(record.waiting)} lost its "
+            last_words(f"rank {self.rank} failed {self.activity()}: {self.name_call(record.waiting_for)} lost its "
                        f"connection: {f'rank {listed(died)} has died' if died else reason(error)}")
 
 

@@ -1,14 +1,57 @@
-"""What the ranks of a long run need of each other besides a step: to meet, to exchange objects, to fail together."""
+"""What the ranks of a long run need of each other besides a step: to meet, to exchange objects, to fail together; and
+the flight record: how many collectives this rank has called on each group, and for which one it waits."""
 import datetime
+import threading
 import time
 import uuid
-from collections.abc import Callable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from collectives import Group, record, size, waiting_for
+import collectives
+from collectives import Group, size
+
+
+class Call(NamedTuple):
+    """A collective that this rank has called."""
+    operation: str
+    group: str  # the axis, see collectives.name
+    number: int  # of all calls on this group, from 1; the same on every rank of it, but for sends and receives
+    peer: int | None = None  # the other rank, in the group, of a send or receive
+
+
+class FlightRecord(collectives.Observer):
+    """The record of this process, which another thread may read."""
+
+    def __init__(self):
+        self.last: Call | None = None
+        self.calls: Counter[str] = Counter()  # number of calls per group
+        self.waiting_for: Call | None = None  # what the main thread waits for; after an exception, what has failed
+        self.waited_s = 0.0  # by the main thread, so far
+
+    @contextmanager
+    def calling(self, operation: str, axis: str, peer: int | None = None) -> Iterator[Call]:
+        self.calls[axis] += 1
+        self.last = call = Call(operation, axis, self.calls[axis], peer)
+        with self.waiting(call):
+            yield call
+
+    @contextmanager
+    def waiting(self, call: Call | None) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():  # saving's, whose waits hold up nobody
+            yield
+            return
+        self.waiting_for, began = call, time.perf_counter()
+        yield  # if the body raises, this call stays recorded as the one that failed
+        self.waited_s += time.perf_counter() - began
+        self.waiting_for = None
+
+
+collectives.observer = record = FlightRecord()  # from now on
 
 
 def meet(timeout_s: float = 600, while_waiting: Callable[[], Any] = lambda: None) -> dist.Store:
@@ -90,7 +133,7 @@ class HostCopy:
 
     def read(self) -> dict[str, float | list[float]]:
         """Name -> number or list of numbers. On a GPU the host waits here, for what it called before the copy."""
-        with waiting_for(self.call):
+        with record.waiting(self.call):
             if self.copied:
                 self.copied.synchronize()
             numbers = iter(self.numbers.tolist())

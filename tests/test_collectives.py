@@ -98,11 +98,11 @@ def test_bytes_are_those_of_the_ring(pool, n):
                         "reduce_scatter": (n - 1) * 12 * 4}
 
 
-def recorded() -> tuple[list[collectives.Call], dict[str, int]]:
+def recorded() -> tuple[list[ranks.Call], dict[str, int]]:
     """The flight record after each collective, and bytes by axis; a second group has a record of its own."""
     group, me = collectives.AxisGroup("pp", dist.group.WORLD), dist.get_rank()
     other, x, y, out = collectives.AxisGroup("dp", dist.group.WORLD), torch.ones(4), torch.ones(2), []
-    collectives.record.calls.clear()
+    ranks.record.calls.clear()
     collectives.sent.clear()
     for call in (lambda: collectives.all_reduce(x, group), lambda: collectives.all_reduce(x, other, collectives.MAX),
                  lambda: collectives.all_gather(x, y, group), lambda: collectives.reduce_scatter(y, x, group),
@@ -110,8 +110,8 @@ def recorded() -> tuple[list[collectives.Call], dict[str, int]]:
                  lambda: collectives.shift(y, torch.ones(2), group).wait(),
                  lambda: (collectives.receive if me else collectives.send)(x, 1 - me, group).wait()):
         call()
-        assert collectives.record.waiting is None
-        out.append(collectives.record.last)
+        assert ranks.record.waiting_for is None
+        out.append(ranks.record.last)
     return out, dict(collectives.sent)
 
 
@@ -247,27 +247,26 @@ def test_a_pending_has_ended_when_all_of_its_work_has_and_then_holds_nothing():
 def test_seconds_of_all_waits_of_the_main_thread_add_up(monkeypatch):
     """And what it waits for stays known if that fails. Another thread's waits count for nothing."""
     ticks = itertools.count(step=2.5)
-    record = collectives.Record()
-    monkeypatch.setattr(collectives, "record", record)
-    monkeypatch.setattr(collectives.time, "perf_counter", lambda: next(ticks))
-    calls = [collectives.Call("all_reduce", "dp", number) for number in (1, 2, 3)]
+    record = ranks.FlightRecord()
+    monkeypatch.setattr(ranks.time, "perf_counter", lambda: next(ticks))
+    calls = [ranks.Call("all_reduce", "dp", number) for number in (1, 2, 3)]
 
     def wait(call):
-        with collectives.waiting_for(call):
-            return record.waiting
+        with record.waiting(call):
+            return record.waiting_for
 
     assert [wait(call) for call in calls[:2]] == calls[:2]
-    assert record.waited_s == 2 * 2.5 and record.waiting is None
+    assert record.waited_s == 2 * 2.5 and record.waiting_for is None
     saving = threading.Thread(target=wait, args=calls[:1])
     saving.start()
     saving.join()
     assert record.waited_s == 2 * 2.5
-    with pytest.raises(KeyError), collectives.waiting_for(calls[2]):
+    with pytest.raises(KeyError), record.waiting(calls[2]):
         saving = threading.Thread(target=wait, args=calls[:1])
         saving.start()
         saving.join()
         raise KeyError
-    assert record.waiting == calls[2]
+    assert record.waiting_for == calls[2]
 
 
 def test_of_several_problems_all_ranks_raise_the_first(monkeypatch):
@@ -289,8 +288,8 @@ def test_rank_0_which_knows_who_is_missing_gives_up_first(monkeypatch, index, se
     """Waiting ranks call the store at most 10,000 times a second, however many they are, and do something meanwhile."""
     clock, meanwhile = [0.0], []
     monkeypatch.setattr(collectives.dist, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), index, 2000)]))
-    monkeypatch.setattr(collectives.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(collectives.time, "sleep", lambda pause: clock.__setitem__(0, clock[0] + pause))
+    monkeypatch.setattr(ranks.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(ranks.time, "sleep", lambda pause: clock.__setitem__(0, clock[0] + pause))
     missing = ", ".join(map(str, range(1, 2000))) if index == 0 else "0"
     with pytest.raises(TimeoutError, match=f"^rank {missing} has not started in 30 s$"):
         ranks.meet(30, lambda: meanwhile.append(clock[0]))
@@ -335,18 +334,18 @@ def test_copies_to_a_gpu_are_made_from_pinned_memory_and_not_waited_for(monkeypa
 def test_numbers_of_a_gpu_are_copied_to_pinned_memory_and_waited_for_when_they_are_read(monkeypatch):
     seen, empty = [], torch.empty
     event = SimpleNamespace(record=lambda: seen.append("recorded"),
-                            synchronize=lambda: seen.append(collectives.record.waiting))
+                            synchronize=lambda: seen.append(ranks.record.waiting_for))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory, **how: (seen.append(f"pinned {pin_memory}"),
                                                                            empty(*shape, **how))[1])
     monkeypatch.setattr(torch.Tensor, "copy_", lambda out, x, non_blocking: (
         seen.append(f"copied, not waited for {non_blocking}"), torch.add(x, 0, out=out))[1])
-    calls = [collectives.Call("all_reduce", "world", number) for number in (1, 2)]
-    monkeypatch.setattr(collectives.record, "last", calls[0])
+    calls = [ranks.Call("all_reduce", "world", number) for number in (1, 2)]
+    monkeypatch.setattr(ranks.record, "last", calls[0])
     copy = ranks.HostCopy(loss=torch.tensor(2.5), votes=torch.tensor([1.0, 0.0]), one=torch.tensor([3.0]),
                                 steps=torch.tensor(2**24 + 1))
-    collectives.record.last = calls[1]
+    ranks.record.last = calls[1]
     assert seen == ["pinned True", "copied, not waited for True", "recorded"]
     assert copy.read() == dict(loss=2.5, votes=[1.0, 0.0], one=[3.0], steps=2**24 + 1)
     assert seen[3:] == [calls[0]]  # as a watchdog sees it: what was called before the copy

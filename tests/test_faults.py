@@ -39,9 +39,9 @@ import config
 import train
 import zero
 from collectives import build_groups
-from run import checkpoint, device, faults, job, start
+from run import checkpoint, device, faults, job, ranks, start
 from run.data import open_samples
-from run.ranks import meet
+from run.ranks import Call, meet
 from test_checkpoint import saved, tensors
 
 ROOT = Path(config.__file__).parent
@@ -548,7 +548,7 @@ def watched(port: int, late: int, timeout_s: float) -> list[str]:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     group = collectives.AxisGroup("tp", dist.new_subgroups_by_enumeration([[0, 1, 2]])[0])
     stop = faults.Stop()
-    collectives.record.calls.clear()
+    ranks.record.calls.clear()
     with (patch.object(faults, "last_words", lambda line, when: said.append(line)),
           patch.object(faults.os, "_exit", side_effect=SystemExit), patch.object(faults.os, "kill")):
         dog = faults.Watchdog(store, timeout_s, lambda: "in step 7", stop)
@@ -650,11 +650,11 @@ def calls_of_a_rank_that_stalls(monkeypatch, ranks: int, its_state: str, moves_s
     def activity():
         moving[:] = moving if clock[0] > moves_s else calls_of(store)
         return f"in step {min(clock[0], moves_s)}"
-    waiting = collectives.Call("all_reduce", "dp", 3)
+    waiting = Call("all_reduce", "dp", 3)
     with (patch.object(faults.time, "sleep", sleep), patch.object(faults.time, "monotonic", lambda: clock[0]),
           patch.object(faults.threading, "Thread"), patch.object(faults, "is_alive", return_value=True),
           patch.object(faults.os, "kill") as kill, patch.object(faults.os, "_exit", side_effect=SystemExit),
-          patch.object(faults.record, "waiting", waiting), patch.object(faults, "last_words") as last_words):
+          patch.object(faults.record, "waiting_for", waiting), patch.object(faults, "last_words") as last_words):
         dog = faults.Watchdog(store, 40.0, activity, faults.Stop())
         dog.members = dict(dp=list(range(ranks)))
         with pytest.raises(SystemExit):
@@ -714,7 +714,7 @@ def test_an_error_while_a_rank_waits_is_a_lost_connection_only_if_it_is_one_of_t
     dog, said = faults.Watchdog.__new__(faults.Watchdog), []
     dog.rank, dog.ranks, dog.siblings, dog.members, dog.activity = 0, 2, (), {}, lambda: "in step 3"
     dog.store, dog.reporting = store_with(), threading.Lock()
-    monkeypatch.setattr(faults.record, "waiting", collectives.Call("all_reduce", "world", 3))
+    monkeypatch.setattr(faults.record, "waiting_for", Call("all_reduce", "world", 3))
     monkeypatch.setattr(faults.time, "sleep", lambda _: None)
     monkeypatch.setattr(faults, "explain", lambda line, error: said.append(line))
     monkeypatch.setattr(faults, "last_words", said.append)
@@ -728,13 +728,13 @@ def test_an_error_while_a_rank_waits_is_a_lost_connection_only_if_it_is_one_of_t
 def test_of_ranks_that_fail_one_reports_and_names_all_that_died(monkeypatch, states, reports):
     """The lowest that raised an error of its own, else the lowest that lost a connection."""
     said, content = {}, "".join(json.dumps([rank, *state]) + "\n" for rank, state in states.items())
-    call = collectives.Call("all_reduce", "world", 3)
+    call = Call("all_reduce", "world", 3)
     monkeypatch.setattr(faults.time, "sleep", lambda _: None)
     for rank, (state, died) in states.items():
         dog = faults.Watchdog.__new__(faults.Watchdog)
         dog.rank, dog.ranks, dog.members, dog.activity = rank, 5, {}, lambda: "in step 3"
         dog.dead, dog.store, dog.reporting = lambda died=died: died, store_with(states=content), threading.Lock()
-        monkeypatch.setattr(faults.record, "waiting", call if state == "lost" else None)
+        monkeypatch.setattr(faults.record, "waiting_for", call if state == "lost" else None)
         monkeypatch.setattr(faults, "explain", lambda line, error, rank=rank: said.update({rank: line}))
         monkeypatch.setattr(faults, "last_words", lambda line, rank=rank: said.update({rank: line}))
         if state in ("lost", "failed"):
@@ -815,10 +815,10 @@ def test_ranks_that_are_started_again_read_no_key_of_those_before(monkeypatch):
         store = meet(5)
         store.append("started", f"{index} ")
         return store
-    for ranks in (3, 2, 4, 4):
-        with ThreadPoolExecutor(ranks) as threads:
-            stores = list(threads.map(start, range(ranks), [ranks] * ranks))
-        assert all(sorted(store.get("started").split()) == sorted(b"0 1 2 3".split()[:ranks]) for store in stores)
+    for count in (3, 2, 4, 4):
+        with ThreadPoolExecutor(count) as threads:
+            stores = list(threads.map(start, range(count), [count] * count))
+        assert all(sorted(store.get("started").split()) == sorted(b"0 1 2 3".split()[:count]) for store in stores)
     here.place = 0, 3
     with pytest.raises(TimeoutError, match="^rank 1, 2 has not started in 0.1 s$"):
         meet(0.1)
