@@ -1,57 +1,31 @@
 """FP8: linear layers multiply numbers of 8 bits, in forward and in both matmuls of backward.
 
-Saves: up to half the time of a matmul, and up to half the bytes that are saved for its backward and gathered for it.
+Saves: up to half the time of a matmul. (What is saved for backward, and gathered, stays in 16 bits.)
 Costs: each operand is read once more to quantise it (twice with one scale per tensor) and written twice. Two FP8 copies
        of each weight, 2 bytes per parameter, are cached until it changes (except at ZeRO level 3).
 Stops helping when: matrices are so small that quantising costs more than the faster matmul saves; or the loss rises.
 
-Two formats. A number has a sign, an exponent and a mantissa:
+    format   sign, exponent, mantissa   largest   smallest   largest rounding error   range                used for
+    E4M3     1 4 3                      448       2^-9       1/16 of the number       18 powers of two     X and W
+    E5M2     1 5 2                      57344     2^-16      1/8 of the number        32 powers of two     dY, see below
 
-             bits      largest    smallest normal    smallest    largest rounding error    range
-    E4M3     1 4 3     448        2^-6               2^-9        1/16 of the number        18 powers of two
-    E5M2     1 5 2     57344      2^-14              2^-16       1/8 of the number         32 powers of two
+What is stored is x / scale, with scale = amax / (largest number of the format); amax is the largest |x| of
 
-Weights and activations are within a few powers of two of each other and need precision: E4M3. Gradients spread over
-many more, and with one scale the small ones would be 0 in E4M3: hence E5M2 (Micikevicius et al. 2022).
-
-Scales. What is stored is x / scale, with scale = amax / (largest number of the format), where amax is the largest |x|.
-Current scaling takes amax from the tensor itself; delayed scaling, which is not implemented here, takes it from earlier
-steps: it saves one reading and clips a tensor that grows. Values are clamped before the cast: what is too large would
-become inf, or NaN in E4M3. Scales that are powers of two, rounded up, multiply without rounding and lose at
-most one power of two of the range.
-
-    tensorwise   One scale per tensor. If an outlier is 1000 times as large as the rest, the rest loses 10 of the 18
-                 powers of two. Ranks that have shards of one tensor must agree on its amax: a small all-reduce.
-    blockwise    One scale per 1 x 128 elements along the dimension that the product sums over; per 128 x 128 tile of a
-                 weight, so that the same numbers serve W and its transpose. An outlier affects its own block only, so
-                 E4M3 suffices for gradients, too. Ranks need not agree.
+    tensorwise   the tensor: an outlier 1000 times as large as the rest costs the rest 10 of the 18 powers of two, and
+                 small gradients would be 0, hence E5M2 for dY. Ranks with shards of one tensor agree on its amax.
+    blockwise    1 x 128 elements along the dimension that the product sums over; of a weight, a tile of 128 x 128, so
+                 that the same numbers serve W and W^T. An outlier affects its own block only: E4M3 for dY, too.
 
                         X W^T = Y                  dY W = dX                 dY^T X = dW
     sums over           K                          the rows of W             tokens
     blocks of X, dY     ▬▬▬▬▬▬▬  1 x 128           ▬▬▬▬▬▬▬  1 x 128          ▮  128 x 1 of both
     blocks of W         ■ 128 x 128                ■ the same                                    (▮ = 1 x 128 of dY^T)
 
-So X and dY are needed in two copies: rowwise [T, K], to be multiplied by weights, and columnwise [K, T], to be summed
-over tokens: stored transposed, because Hopper needs the dimension of the sum to be contiguous. With blocks neither
-copy can be made from the other: that would round twice.
+So X and dY are quantised twice: rowwise [T, K], to be multiplied by weights, and columnwise [K, T], to be summed over
+tokens: transposed, because Hopper needs the dimension of the sum to be contiguous.
 
-Accumulation. Hopper's tensor cores add FP8 products with about 14 bits: at K = 4096 errors reach 2% (DeepSeek-V3,
-3.3.2). In blockwise products they add 128 elements only; these sums, times both scales, are added in fp32. Adding
-along all of K in the tensor cores ("fast accumulation") is used for the forward of tensorwise linear layers only; their
-backward, and experts, add partial sums in fp32. A CPU multiplies the same FP8 numbers in fp32.
-
-Embedding, head, norms, router, attention, master weights and main gradients stay in 16 bits or more: they have few
-FLOPs, or their errors have large effects. --no-fp8-ends spares the first and the last block, too. docs/NOTES.md has
-two published failures, and the bytes per parameter of this and other codes.
-
-With sequence parallelism a rank has T/t tokens of X. Its rowwise copy is gathered in FP8, and so is its columnwise one
-if T/t is a multiple of 128 (16 with one scale); otherwise X is gathered unquantised, so that blocks are the same for
-any number of tensor parallel ranks. (With context parallelism they are if S/2c is a multiple of 128. Those of an
-expert's columnwise copy are not: they consist of the rows that the expert received on its rank.)
-
-Micikevicius et al. 2022 (FP8 formats for deep learning); DeepSeek-AI 2024 (V3: section 3.3, appendix B); Fishman et al.
-2024 (Scaling FP8 training to trillion-token LLMs); NVIDIA Transformer Engine (rowwise, columnwise).
-Shapes: T tokens, K the dimension of a sum, N rows of a weight, t tensor parallel ranks, e experts, R rows, C columns.
+Micikevicius et al. 2022 (the formats); DeepSeek-AI 2024 (V3, section 3.3: blocks); NVIDIA Transformer Engine (rowwise,
+columnwise). Shapes: T tokens, K the dimension of a sum, N rows of a weight, e experts, R rows, C columns.
 """
 from itertools import accumulate
 from typing import NamedTuple
@@ -78,10 +52,6 @@ class Quantised(NamedTuple):
     data: Tensor  # [R, C] or [e, R, C], in FP8
     scales: Tensor  # fp32: [] of the tensor, [R, C/128] of 1 x 128 blocks, [R/128, C/128] of tiles, or e of these
 
-    @property
-    def nbytes(self) -> int:
-        return self.data.nbytes + self.scales.nbytes
-
     def select(self, index: int | slice) -> "Quantised":
         """A slice of the rows of a matrix without tiles, or one of e matrices."""
         return Quantised(self.data[index], self.scales[index] if self.scales.ndim else self.scales)
@@ -96,13 +66,14 @@ class Quantised(NamedTuple):
 
 
 def to_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x rounded to the nearest number of the format, what is too large to its largest; NaN stays NaN."""
+    """x rounded to the nearest number of the format, what is too large to its largest, not to inf; NaN stays NaN."""
     limit = torch.finfo(dtype).max
     return x.clamp(-limit, limit).to(dtype)
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype, pow2: bool) -> Tensor:
-    """The scale that maps `amax` to the largest number of the format, in fp32; pow2: rounded up to a power of two."""
+    """The scale that maps `amax` to the largest number of the format, in fp32; pow2: rounded up to a power of two,
+    which multiplies without rounding and loses at most one power of two of the range."""
     scale = amax.float().clamp(min=SMALLEST) / torch.finfo(dtype).max
     if not pow2:
         return scale
@@ -159,8 +130,9 @@ def dequantise(q: Quantised, dtype: torch.dtype) -> Tensor:
 # ---- the product ----------------------------------------------------------------------------------------------------
 
 def product(a: Quantised, b: Quantised, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """A B^T, [M, K] x [N, K] -> [M, N], in `dtype`. fast: let tensor cores accumulate along all of K,
-    with about 14 bits; only where a and b have one scale each.
+    """A B^T, [M, K] x [N, K] -> [M, N], in `dtype`. fast: let Hopper's tensor cores add along all of K, with about 14
+    bits (errors reach 2% at K = 4096: DeepSeek-V3, 3.3.2); only where a and b have one scale each. Otherwise partial
+    sums, of 128 elements with blocks, are added in fp32.
 
     A GPU needs N and K to be multiples of 16, or of 128 with blocks; FP8 needs compute capability 8.9, blocks need 9.0
     (Hopper). A CPU multiplies what a and b stand for in fp32, or in fp64 for a result in fp64.
@@ -229,7 +201,7 @@ class Fp8:
         self.cache: dict[tuple[nn.Parameter, ...], tuple[list, tuple[Quantised, Quantised]]] = {}
 
     def forward(self, x: Tensor, weights: Params) -> Tensor:
-        """Y = X W^T."""
+        """Y = X W^T. The only product whose sums may be fast."""
         rowwise, _ = self.quantise(x, columnwise=False)
         return product(rowwise, self.quantise_weight(weights)[0], self.dtype, fast=not self.recipe.blocks)
 
@@ -292,7 +264,7 @@ class Fp8:
 
 class Fp8Experts(Fp8):
     """The three products of ep.GroupedLinear, as ep.GroupedMatmul has them. In columnwise copies each expert's rows are
-    padded to whole blocks. route: an ep.Route."""
+    padded to whole blocks, so these depend on which rows a rank has received. route: an ep.Route."""
 
     def forward(self, x: Tensor, weight: nn.Parameter, route) -> Tensor:
         rowwise, _ = self.quantise(x, columnwise=False)
@@ -335,30 +307,22 @@ def select_columns(q: Quantised, start: int, stop: int) -> Quantised:
 # ---- demo: python fp8.py --------------------------------------------------------------------------------------------
 
 def demo() -> None:
-    """What each recipe does to gradients with large tokens: the errors of products, and how much is rounded to 0."""
+    """Gradients with a large token: the errors of the three products, and what part of dY is rounded to 0."""
     generator = torch.Generator().manual_seed(0)
-    T, N, K = 512, 256, 384
-    x, w = torch.randn(T, K, generator=generator), torch.randn(N, K, generator=generator) / K ** 0.5
-    weight = nn.Parameter(w)
-    weight.generation = 0
-    grad = torch.randn(T, N, generator=generator) * torch.exp2(-12 * torch.rand(T, 1, generator=generator))
-    print(f"Products of {T} tokens, widths {K} and {N}, whose gradients spread over 12 powers of two: error\n"
-          "of a row over the row, mean of all rows, and part of the gradient that is rounded to 0:\n\n"
-          "                                      X W^T     dY W     dY^T X    dY = 0")
+    x, w = torch.randn(512, 384, generator=generator), nn.Parameter(torch.randn(256, 384, generator=generator) / 20)
+    w.generation = 0
+    dy = torch.randn(512, 256, generator=generator) * torch.exp2(-12 * torch.rand(512, 1, generator=generator))
+    print("Mean error of a row over the row.                      X W^T     dY W     dY^T X    dY = 0")
     for outlier in (1, 1e6):
-        grad[0] *= outlier
-        print(f"    the first token's gradient {outlier:g} times as large")
-        exact = x @ w.t(), grad @ w, grad.t() @ x
+        dy[0] *= outlier
         for name, recipe in {**RECIPES, "E4M3 for all, one scale": Recipe(E4M3, E4M3, blocks=False)}.items():
-            layer = Fp8(recipe, torch.float32)
-            dy = layer.gradient(grad)
-            got = layer.forward(x, (weight,)), layer.dgrad(dy, (weight,)), torch.zeros(N, K)
-            layer.wgrad(got[2], dy, x)
-            errors = [((a - b).norm(dim=1) / b.norm(dim=1)).mean().item() for a, b in zip(got, exact)]
-            lost = (dequantise(dy[0], x.dtype) == 0).float().mean().item()
-            print(f"        {name:26s}" + "".join(f"{error:9.2%}" for error in errors) + f"{lost:10.2%}")
-    print("\nBeside one large token E4M3 with one scale rounds half of the gradient to 0; E5M2's range, or a scale per "
-          "block, keeps it.")
+            mm, dw = Fp8(recipe, torch.float32), torch.zeros(w.shape)
+            quantised = mm.gradient(dy)
+            mm.wgrad(dw, quantised, x)
+            pairs = (mm.forward(x, (w,)), x @ w.t()), (mm.dgrad(quantised, (w,)), dy @ w), (dw, dy.t() @ x)
+            errors = "".join(f"{((a - b).norm(dim=1) / b.norm(dim=1)).mean():9.2%}" for a, b in pairs)
+            lost = (dequantise(quantised[0], x.dtype) == 0).float().mean().item()
+            print(f"one token {outlier:9,.0f} x   {name:26s}{errors}{lost:10.2%}")
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ bench.__init__ learn.__init__ plan.__init__ run.__init__
 # These numbers only fall. A commit that needs more raises one here, and lowers another.
 LINES = {  # of a root file: the most lines in all, of its docstring, and of its demo
     "train": (258, 15, 0), "model": (336, 17, 27), "dp": (235, 32, 58), "zero": (557, 37, 45), "tp": (440, 31, 21),
-    "cp": (458, 54, 19), "pp": (208, 29, 17), "ep": (600, 59, 60), "fp8": (375, 55, 32), "kernels": (586, 24, 0),
+    "cp": (458, 54, 19), "pp": (208, 29, 17), "ep": (600, 59, 60), "fp8": (329, 29, 23), "kernels": (586, 24, 0),
     "schedules": (390, 39, 0), "recompute": (307, 38, 27), "operations": (428, 14, 0), "flash": (465, 48, 26),
     "param": (325, 25, 0), "collectives": (548, 22, 0), "config": (753, 14, 0)}
 FOLDER_LINES = dict(bench=1855, learn=1691, plan=2786, run=4028)
