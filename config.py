@@ -476,7 +476,7 @@ RULES = [  # in this order: a row may rely on those before it, and all on the de
     Needs("--schedule", "--pp 2 or more", lambda c: c.grid.pp > 1, "--schedule afab"),
     Needs("--chunks", "--pp 2 or more", lambda c: c.grid.pp > 1 or c.grid.chunks == 1, "--chunks 2"),
     Needs("--chunks", "another --schedule: interleaved and zb1p have any number of chunks",
-          lambda c: c.grid.pp == 1 or SCHEDULES[c.grid.schedule].chunks in (0, c.grid.chunks), "--chunks 2 --pp 2"),
+          lambda c: c.grid.pp == 1 or SCHEDULES[c.grid.schedule].allows(c.grid.chunks), "--chunks 2 --pp 2"),
     Needs("--pp-group", "--pp 2 or more with --schedule interleaved or zb1p",
           lambda c: c.grid.pp > 1 and SCHEDULES[c.grid.schedule].grouped, "--pp-group 4 --pp 2"),
     Needs("--sp async", "--tp 2 or more", lambda c: c.grid.tp > 1, "--sp async"),
@@ -573,7 +573,7 @@ def fill_in(c: Config) -> None:
     model.head_dim = model.head_dim or model.hidden // model.heads
     model.expert_ffn = model.expert_ffn or (model.ffn if model.experts else 0)
     if grid.grid == "given":
-        grid.chunks = grid.chunks or (SCHEDULES[grid.schedule].default_chunks() if grid.pp > 1 else 1)
+        grid.chunks = grid.chunks or (SCHEDULES[grid.schedule].chunks if grid.pp > 1 else 1)
         grid.dp = c.ranks // (grid.pp * grid.cp * grid.tp) if grid.dp == -1 else grid.dp
     optim.lr = optim.lr or min(1.2 / model.hidden, 2e-3)
     optim.min_lr = optim.lr / 10 if optim.min_lr == -1 else optim.min_lr

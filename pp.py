@@ -27,62 +27,47 @@ What is easily got wrong:
 Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B, interleaved); Qi et al. 2023 (halves of a backward).
 Shapes: p ranks, m micro-batches.
 """
-import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import torch.distributed as dist
+from torch.autograd.graph import get_gradient_edge
 from torch.profiler import record_function
 
-from collectives import Group, process_group, rank, receive, run_demo, send, size
+from collectives import Group, done, rank, receive, run_demo, send
 from param import backward_input, backward_weight, queued_keys
-from schedules import Plan, Span, Transfer, activations_held, backwards, bubble, lower, make_plan, simulate
+from schedules import Action, Plan, Transfer, activations_held, bubble, lower, make_plan, simulate
 
 # ---- the engine -----------------------------------------------------------------------------------------------------
 
-def profile_range(name: str) -> AbstractContextManager:
+def profile_range(name: str | Action) -> AbstractContextManager:
     """Within this context operations have this name in a trace. Without a running profiler it adds no operation."""
-    return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
-
-
-def seconds_between(start: "float | torch.cuda.Event", stop: "float | torch.cuda.Event") -> float:
-    if isinstance(start, float):
-        return stop - start
-    stop.synchronize()
-    return start.elapsed_time(stop) / 1e3
+    return record_function(str(name)) if torch.autograd._profiler_enabled() else nullcontext()
 
 
 class Engine:
     """Runs one rank's part of any plan; a plan of one stage, without a group, is gradient accumulation.
 
-    timed: keep what `now` returned before and after each action of the latest step, for `timeline`.
+    around: around(action) is a context that an action runs in, once it has what it needs; run/timeline.py measures so.
     """
 
-    def __init__(self, plan: Plan, group: Group = None, device: torch.device | str = "cpu", timed: bool = False):
+    def __init__(self, plan: Plan, group: Group = None, device: torch.device | str = "cpu",
+                 around: Callable[[Action], AbstractContextManager] = profile_range):
         me, lists = rank(group), lower(plan)
-        self.items, self.backwards = lists[me], backwards(plan.ranks[me])
-        self.last_stage, self.group, self.device = plan.stages - 1, group, torch.device(device)
-        self.timed = timed
-        self.began, self.moments = None, list[tuple]()  # moments: (action, when it began, when it ended)
+        self.items, self.last_stage = lists[me], plan.stages - 1
+        self.group, self.device, self.around = group, device, around
+        self.backwards = Counter(action.stage for action in plan.ranks[me] if action.op in "BI")
+        # NCCL otherwise builds communicators lazily, in any order. So every pair that exchanges sends a word now, all
+        # ranks in the same order of pairs.
         pairs = {(r, item.peer) for r, items in enumerate(lists) for item in items
                  if isinstance(item, Transfer) and item.op == "send"}
-        for source, target in sorted(pairs):  # connect now, in one order: NCCL connects at the first transfer
+        for source, target in sorted(pairs):
             word = torch.zeros(1, device=device)
             if me == source:
                 send(word, target, group).wait()
             elif me == target:
                 receive(word, source, group).wait()
-
-    def now(self) -> "float | torch.cuda.Event | None":
-        """In seconds, or on a GPU as an event of its stream, which the host does not wait for; None if not `timed`."""
-        if not self.timed:
-            return None
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
     def run(self, forward: Callable, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Run the forwards and backwards of a step.
@@ -90,81 +75,69 @@ class Engine:
         forward(stage, micro-batch, x) -> y: x is None in the first stage; y is the loss in the last stage. shape,
         dtype: those of x and y between stages.
         """
-        self.began, self.moments = self.now(), []
-        alive = {}  # (stage, micro-batch) -> (input, the output's edge in the graph), between forward and backward
-        local = {}  # ("F" or "B", the stage that needs it, micro-batch) -> a result, to be sent or used on this rank
-        receiving, sending = {}, []  # the same key -> (a tensor, the pending receive that fills it); pending sends
-
-        def take(*key):
-            if key in local:
-                return local.pop(key)
-            x, pending = receiving.pop(key)
-            pending.wait()
-            return x
-
+        self.graphs = {}  # (stage, micro-batch) -> (input, the output's edge in the graph), from forward to backward
+        self.inputs = {}  # ("F" or "B", the stage that needs it, micro-batch) -> Pending: computed here, or received
+        self.sending = []
         for item in self.items:
-            sending = [pending for pending in sending if not pending.completed()]  # frees what was sent
+            self.sending = [pending for pending in self.sending if not pending.completed()]  # frees what was sent
             if isinstance(item, Transfer):
-                key = item.what, item.stage, item.micro_batch
-                if item.op == "send":
-                    sending.append(send(local.pop(key).contiguous(), item.peer, self.group))
-                else:
-                    x = torch.empty(shape, dtype=dtype, device=self.device)
-                    receiving[key] = x, receive(x, item.peer, self.group)
-                continue
-            op, stage, k = item
-            x = take("F", stage, k).requires_grad_(torch.is_grad_enabled()) if op == "F" and stage else None
-            grad = take("B", stage, k) if op in "BI" and stage < self.last_stage else None
-            began = self.now()  # what it waits for is there
-            with profile_range(str(item)):
-                if op == "F":
-                    y = forward(stage, k, x)
-                    if y.requires_grad:
-                        alive[stage, k] = x, torch.autograd.graph.get_gradient_edge(y)
-                    if stage < self.last_stage:
-                        local["F", stage + 1, k] = y.detach()
-                elif op == "W":
-                    backward_weight((stage, k))
-                else:
-                    x, edge = alive.pop((stage, k))
-                    if op == "I":
-                        backward_input((stage, k), edge, grad)
-                    else:
-                        torch.autograd.backward(edge, grad)
-                    if stage:
-                        local["B", stage - 1, k] = x.grad
-            x = y = edge = grad = None  # otherwise they would be held until the next action
-            if self.timed:
-                self.moments.append((item, began, self.now()))
-        for pending in sending:
+                self.transfer(item, shape, dtype)
+            else:
+                self.compute(item, forward)
+        for pending in self.sending:
             pending.wait()
-        assert not (alive or local or receiving or queued_keys()), "something was computed that nobody used"
+        assert not (self.graphs or self.inputs or queued_keys()), "something was computed that nobody used"
 
-    def timeline(self, unit_s: float) -> list[list[Span]]:
-        """Each rank's spans of the latest step, in units of time since the step began on that rank. All ranks of the
-        group must call it, and must have begun the step together: after the reduction of a norm, or a barrier."""
-        mine = [Span(item, *(seconds_between(self.began, when) / unit_s for when in moments))
-                for item, *moments in self.moments]
-        spans = [None] * size(self.group)
-        dist.all_gather_object(spans, mine, group=process_group(self.group))
-        return spans
+    def take(self, what: str, stage: int, k: int) -> torch.Tensor:
+        """The activation "F" or gradient "B" that a stage needs; waits for it if it is being received."""
+        return self.inputs.pop((what, stage, k)).wait()
+
+    def transfer(self, item: Transfer, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        op, what, stage, k, peer = item
+        if op == "send":
+            self.sending.append(send(self.take(what, stage, k).contiguous(), peer, self.group))
+        else:
+            x = torch.empty(shape, dtype=dtype, device=self.device)
+            self.inputs[what, stage, k] = receive(x, peer, self.group)
+
+    def compute(self, action: Action, forward: Callable) -> None:
+        op, stage, k = action
+        x = self.take("F", stage, k).requires_grad_(torch.is_grad_enabled()) if op == "F" and stage else None
+        grad = self.take("B", stage, k) if op in "BI" and stage < self.last_stage else None
+        with self.around(action):  # what it waits for is there
+            if op == "F":
+                y = forward(stage, k, x)
+                if y.requires_grad:
+                    self.graphs[stage, k] = x, get_gradient_edge(y)
+                if stage < self.last_stage:
+                    self.inputs["F", stage + 1, k] = done(y.detach())
+            elif op == "W":
+                backward_weight((stage, k))
+            else:
+                x, edge = self.graphs.pop((stage, k))
+                if op == "I":
+                    backward_input((stage, k), edge, grad)
+                else:
+                    torch.autograd.backward(edge, grad)
+                if stage:
+                    self.inputs["B", stage - 1, k] = done(x.grad)
 
 
 class Pipeline:
     """A rank's stages, and an engine per number of micro-batches.
 
     plan_of: number of micro-batches -> plan. layers_of: the layers of every stage. max_micro_batches: of any step.
-    stages: this rank's stages -> their layers. actions: this rank's, of a step with most micro-batches. in_flight: the
-    most (stage, micro-batch) activations that it holds at once.
+    stages: this rank's stages -> their layers. owners: the rank of every stage. actions: this rank's, of a step with
+    most micro-batches. in_flight: the most (stage, micro-batch) activations that it holds at once. around: as of
+    Engine, in training steps; set before the first.
     """
 
     def __init__(self, plan_of: Callable[[int], Plan], layers_of: list[range], max_micro_batches: int = 1,
                  group: Group = None, device: torch.device | str = "cpu"):
         self.plan_of, self.group, self.device, self.engines = plan_of, group, device, {}
-        self.timed = False  # of engines to be made
-        self.latest: int | None = None  # micro-batches of the latest training step
+        self.around = profile_range
         largest, me = plan_of(max_micro_batches), rank(group)
-        self.owners, = largest.owners  # no schedule that runs has two directions
+        self.owners = [largest.owner[stage, 0] for stage in range(largest.stages)]
         self.stages = {stage: layers for stage, layers in enumerate(layers_of) if self.owners[stage] == me}
         self.last = len(layers_of) - 1
         self.actions = largest.ranks[me]
@@ -177,15 +150,13 @@ class Pipeline:
 
     def engine(self, micro_batches: int, evaluating: bool = False) -> Engine:
         """The engine of a step. evaluating: it runs forwards only."""
-        if not evaluating:
-            self.latest = micro_batches
         key = micro_batches, evaluating
         if key not in self.engines:
-            plan = self.plan_of(micro_batches)
+            plan, around = self.plan_of(micro_batches), self.around
             if evaluating:
                 forwards = [[action for action in actions if action.op == "F"] for actions in plan.ranks]
-                plan = plan._replace(ranks=forwards)
-            self.engines[key] = Engine(plan, self.group, self.device, self.timed)
+                plan, around = plan._replace(ranks=forwards), profile_range
+            self.engines[key] = Engine(plan, self.group, self.device, around)
         return self.engines[key]
 
 

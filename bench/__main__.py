@@ -341,8 +341,8 @@ def run_theirs(schedule_class: str, plan: schedules.Plan, chunks: dict[int, Stag
 def build_pipeline(name: str, schedule_class: str | None) -> Step:
     """name: of our schedule. schedule_class: the name of torch's, which is run unless it is None."""
     plan = schedules.make_plan(name, dist.get_world_size(), PP_MICRO_BATCHES)
-    chunks = {stage: Stage(ours=schedule_class is None) for stage, owner in enumerate(plan.owners[0])
-              if owner == dist.get_rank()}
+    chunks = {stage: Stage(ours=schedule_class is None) for stage in range(plan.stages)
+              if plan.owner[stage, 0] == dist.get_rank()}
     x = torch.randn(PP_MICRO_BATCHES * PP_TOKENS, PP_WIDTH)
     run = run_theirs(schedule_class, plan, chunks, x) if schedule_class else run_ours(plan, chunks, x)
 

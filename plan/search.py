@@ -72,7 +72,7 @@ def variants(run: Run, axes: dict[str, int], given: Mapping[str, Any], rejected:
     base = run.settings
     model, pp = base.model, axes["pp"]
     try:
-        chunks = base.grid.chunks or SCHEDULES[base.grid.schedule].default_chunks()
+        chunks = base.grid.chunks or SCHEDULES[base.grid.schedule].chunks
         base = replace(replaced(base, "grid", **axes, grid="given", chunks=chunks if pp > 1 else 1),
                        ranks=math.prod(axes[axis] for axis in ("tp", "pp", "cp", "dp")))
         check_grid(base)
@@ -87,7 +87,7 @@ def variants(run: Run, axes: dict[str, int], given: Mapping[str, Any], rejected:
     schedules = ["1f1b", "interleaved"] if 1 < pp <= model.layers // 2 else ["1f1b"]
     for micro_batch in choices(given, "micro_batch", [n for n in (1, 2, 4, 8, 16, 32) if per_rank % n == 0]):
         for schedule in choices(given, "schedule", schedules):
-            chunks = (run.settings.grid.chunks or SCHEDULES[schedule].default_chunks()) if pp > 1 else 1
+            chunks = (run.settings.grid.chunks or SCHEDULES[schedule].chunks) if pp > 1 else 1
             settings = replaced(replaced(base, "batch", micro_batch=micro_batch), "grid", schedule=schedule,
                                 chunks=chunks)
             try:

@@ -285,9 +285,9 @@ def stage_seconds(stages: list[Parts]) -> list[Seconds]:
 # ---- the pipeline ---------------------------------------------------------------------------------------------------
 
 @lru_cache(256)
-def plan_and_turns(schedule: str, p: int, m: int, v: int, n: int) -> tuple[schedules.Plan, list[schedules.Turn]]:
+def plan_and_turns(schedule: str, p: int, m: int, v: int, n: int) -> tuple[schedules.Plan, list[tuple]]:
     plan = schedules.make_plan(schedule, p, m, v, n)
-    return plan, schedules.turns_of(plan)
+    return plan, schedules.in_turns(plan)
 
 
 def pipeline_seconds(run: Run, stages: list[Seconds]) -> tuple[float, list[float]]:

@@ -46,6 +46,7 @@ from run.data import MicroBatch, Samples
 from run.device import check_device, memory_of_rank
 from run.log import first_lines
 from run.meter import Meter, Storage
+from run.timeline import Clock
 from schedules import Action
 
 KINDS = "weights", "gradients", "optimizer", "FP8 weights", "activations", "temporaries"
@@ -130,7 +131,8 @@ def measure(step: Callable[[], Any], model: Any, optimizer: Any, engine: Any, gr
     label(meter, model, optimizer)
     with meter:
         collectives.sent.clear()
-        engine.timed, engine.now = True, meter.restart_window
+        clock = Clock(meter.restart_window)
+        engine.around = clock.around
         step()
     alive = meter.alive_at_peak()
     at_peak = Counter()
@@ -150,7 +152,7 @@ def measure(step: Callable[[], Any], model: Any, optimizer: Any, engine: Any, gr
         calls[axes[call.group]][call.name] += 1
     return DryRun(meter.peak["all"], {kind: at_peak[kind] for kind in KINDS if at_peak[kind]},
                   {kind: meter.peak[kind] for kind in KINDS if meter.peak[kind]},
-                  [(action, max(before, within)) for action, before, within in engine.moments],
+                  [(action, max(before, within)) for action, before, within in clock.moments],
                   sorted(largest, key=lambda entry: -entry[0]), meter.flops, calls,
                   {axis: collectives.sent[name(groups[axis])] for axis in calls})
 

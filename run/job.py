@@ -135,7 +135,8 @@ class Run:
         guard = self.guard = faults.Guard(self.stop, self.groups["world"], self.device, state.norms, run.skip_spikes)
         measured = run.metrics and settings.grid.cp == 1 and size(self.groups["data"]) > 1
         self.noise = GradientNoise(self.optimizer, size(self.groups["data"])) if measured else None
-        self.model.pipeline.timed = bool(run.profile)
+        if run.profile:
+            self.model.pipeline.around = lambda action: self.clock.around(action)
         with without_garbage_collector(), profiling(run.profile, run.memory_snapshot, self.log.rank,
                                                     self.device) as profiled_step:
             upcoming = read(self) if state.step < optim.steps else None
@@ -158,8 +159,10 @@ class Run:
                 if self.too_many_skipped():
                     rewind(self)
                     upcoming, unread = read(self), None
-        if run.profile and settings.grid.pp > 1:
-            timeline.draw_step(self.model.pipeline, Path(run.profile, "pipeline.svg"))
+        if run.profile and settings.grid.pp > 1 and self.issued:
+            spans = self.clock.spans(self.groups["pp"], 1e-3)
+            if self.log.rank == 0:
+                Path(run.profile, "pipeline.svg").write_text(timeline.svg({"the last step, in ms": spans}))
         finish(self)
 
     def begin_step(self, sequences: int, micro_batches: list[MicroBatch]) -> Step:
@@ -167,6 +170,7 @@ class Run:
         self.state.activity = f"in step {self.state.step}"
         collectives.sent.clear()
         self.guard.begin_step()
+        self.clock = timeline.Clock(timeline.gpu_event if self.device.type == "cuda" else time.perf_counter)
         return Step(self.state.step, sequences, micro_batches)
 
     def end_step(self, lr: float, results: dict[str, torch.Tensor]) -> None:

@@ -3,8 +3,7 @@
     python -m run.timeline [--pp 4] [--micro-batches 8] [--svg plans.svg]                all schedules, as simulated
     torchrun --nproc_per_node=4 -m run.timeline --schedule zb-v [--trace plan.json]      one of them, as measured
 
-A measured step runs the engine of pp.py with stages that sleep, so that even two processors show how eight ranks wait.
-`--profile` of a run draws its last step.
+A measured step runs the engine of pp.py with actions that sleep. `--profile` of a run draws its last step.
 """
 import json
 import os
@@ -12,18 +11,20 @@ import re
 import shutil
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from collectives import Group, rank, world
+from collectives import Group, process_group, world
 from config import need, read_known, setting
-from param import accumulate_grad
-from pp import Engine, Pipeline
+from pp import Engine, profile_range
+from run.ranks import gather_objects
 from run.start import refuse
-from schedules import SCHEDULES, Costs, Plan, Span, activations_held, bubble, make_plan, simulate
+from schedules import SCHEDULES, Action, Costs, Plan, Span, activations_held, bubble, make_plan, simulate
 
 COLORS = {"F": ("#7aa6da", 110, "forward"), "B": ("#8cc98c", 114, "backward"),  # SVG, terminal, legend
           "I": ("#5fb7b0", 73, "backward, input"), "W": ("#c9b458", 179, "backward, weights")}
@@ -38,19 +39,16 @@ def draw(spans: list[list[Span]], color: bool = True, columns: float = 600) -> s
     width = min(max(3, longest + 1) / shortest, columns / max(row[-1].stop for row in spans))  # characters per unit
     lines = []
     for r, row in enumerate(spans):
-        line, at = f"rank {r:2d} ", 0
-        first_stage = min(span.action.stage for span in row)
-        for action, start, stop in row:
-            begin, end = round(start * width), round(stop * width)
+        line, at, first_stage = f"rank {r:2d} ", 0, min(span.action.stage for span in row)
+        for (op, stage, k), start, stop in row:
+            begin, end, later = round(start * width), round(stop * width), stage != first_stage
             room = max(0, end - begin - 1)
-            op = action.op if color or action.stage == first_stage else action.op.lower()
-            text = f"{'' if color else op}{action.micro_batch}"
-            text = (text if len(text) <= room else op[:room]).center(room)
-            line += " " * (begin - at)
+            shown = op.lower() if later and not color else op
+            text = f"{'' if color else shown}{k}"
+            text = (text if len(text) <= room else shown[:room]).center(room)
             if color:
-                underline = "4;" if action.stage != first_stage else ""
-                text = f"\033[{underline}48;5;{COLORS[action.op][1]};30m{text}\033[0m"
-            line += text + " " * (end > begin)
+                text = f"\033[{'4;' * later}48;5;{COLORS[op][1]};30m{text}\033[0m"
+            line += " " * (begin - at) + text + " " * (end > begin)
             at = end
         lines.append(line.rstrip())
     return "\n".join(lines)
@@ -106,54 +104,62 @@ def svg(panels: dict[str, list[list[Span]]], width: float = 780.0) -> str:
         '<rect width="100%" height="100%" fill="#fff"/>', *out, "</svg>\n"])
 
 
-def chrome_trace(spans: list[list[Span]], unit_us: float) -> str:
-    """JSON for chrome://tracing or Perfetto, a thread per rank."""
-    return json.dumps([dict(name=str(action), cat=action.op, ph="X", pid=0, tid=r, ts=start * unit_us,
-                            dur=(stop - start) * unit_us)
-                       for r, row in enumerate(spans) for action, start, stop in row])
-
-
-def draw_step(pipeline: Pipeline, path: Path) -> None:
-    """Draw the latest training step of a timed pipeline, in milliseconds, as SVG. All ranks must call it; the first one
-    writes."""
-    if pipeline.latest:
-        spans = pipeline.engine(pipeline.latest).timeline(1e-3)
-        if rank(dist.group.WORLD) == 0:
-            path.write_text(svg({f"{pipeline.latest} micro-batches, in ms": spans}))
-
-
 # ---- measuring ------------------------------------------------------------------------------------------------------
+
+class Clock:
+    """When each action of a step begins and ends, by now(); `around` is for an engine (see pp.Engine). The step begins
+    when this is made: on all ranks together, after the reduction of a norm or a barrier."""
+
+    def __init__(self, now: Callable = time.perf_counter):
+        self.now, self.began = now, now()
+        self.moments = []  # (action, when it began, when it ended)
+
+    @contextmanager
+    def around(self, action: Action) -> Iterator[None]:
+        began = self.now()
+        with profile_range(action):
+            yield
+        self.moments.append((action, began, self.now()))
+
+    def spans(self, group: Group, unit_s: float) -> list[list[Span]]:
+        """Each rank's, in units of time since the step began. All ranks of the group must call this."""
+        def units(moment: "float | torch.cuda.Event") -> float:
+            if isinstance(moment, float):
+                return (moment - self.began) / unit_s
+            moment.synchronize()
+            return self.began.elapsed_time(moment) / 1e3 / unit_s
+
+        mine = [Span(action, units(began), units(ended)) for action, began, ended in self.moments]
+        return gather_objects(mine, process_group(group))
+
+
+def gpu_event() -> torch.cuda.Event:
+    """This moment of the GPU's stream; the host does not wait for it."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
 
 UNIT_S = 0.01  # what a rank sleeps for an F, I or W of all its stages
 
 
 def measure(plan: Plan, group: Group) -> list[list[Span]]:
-    """Run a plan on the ranks that torchrun started, with stages that sleep, so that even two processors show how eight
-    ranks wait. Returns each rank's spans, in units of UNIT_S since all began together."""
-    weight = torch.nn.Parameter(torch.zeros(1))
-    weight.sink = None  # accumulate_grad reads it
-    seconds = UNIT_S * len(plan.ranks) / plan.stages
+    """Run a plan on the ranks that torchrun started, with actions that sleep, so that even two processors show how
+    eight ranks wait. Returns each rank's spans, in units of UNIT_S since all began together."""
+    unit_s = UNIT_S * len(plan.ranks) / plan.stages
 
-    class Sleep(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            time.sleep(seconds)
-            return x * 1
+    @contextmanager
+    def around(action: Action) -> Iterator[None]:
+        with clock.around(action):
+            time.sleep(2 * unit_s if action.op == "B" else unit_s)
+            yield
 
-        @staticmethod
-        def backward(ctx, grad):
-            time.sleep(seconds)
-            accumulate_grad(weight, lambda out: time.sleep(seconds))
-            return grad
-
-    def forward(stage: int, k: int, x: torch.Tensor | None) -> torch.Tensor:
-        return Sleep.apply(torch.zeros(1, requires_grad=True) if x is None else x)
-
-    engine = Engine(plan, group, timed=True)
-    engine.run(forward, (1,), torch.float32)  # the first backward of a process takes longer than a whole step
-    dist.barrier()
-    engine.run(forward, (1,), torch.float32)
-    return engine.timeline(UNIT_S)
+    engine = Engine(plan, group, around=around)
+    for _ in range(2):  # the first backward of a process takes longer than a whole step
+        dist.barrier()
+        clock = Clock()
+        engine.run(lambda stage, k, x: 1 * (torch.ones(1, requires_grad=True) if x is None else x), (1,), torch.float32)
+    return clock.spans(group, UNIT_S)
 
 
 # ---- python -m run.timeline -----------------------------------------------------------------------------------------
@@ -173,31 +179,28 @@ class Flags:
     trace: str = setting("", "write it for chrome://tracing here")
 
 
-def chosen_plans(args: Flags, measuring: bool) -> dict[str, Plan]:
-    """The plan of each schedule to draw. Raises ValueError for what cannot be drawn."""
+def chosen_plans(args: Flags, ranks: int) -> dict[str, Plan]:
+    """The plan of each schedule to draw. ranks: that are to run it, 0 if it is simulated. Raises ValueError."""
     for name, file in (("--svg", args.svg), ("--trace", args.trace)):
-        if file and not os.path.isdir(os.path.dirname(file) or "."):
-            raise ValueError(f"{name} {file}: there is no folder {os.path.dirname(file)}")
+        need(os.path.isdir(os.path.dirname(file) or "."), f"{name} {file}: there is no folder {os.path.dirname(file)}")
     costs = args.costs.split(",")
     need(len(costs) == 3 and all(re.fullmatch(r"[\d.]+", cost) and 0 < float(cost) < 1e6 for cost in costs),
          f"--costs {args.costs}: write three numbers, above 0 and below a million, such as 1,1,1")
-    if measuring and args.pp != int(os.environ["WORLD_SIZE"]):
-        raise ValueError(f"--pp {args.pp}: torchrun started {os.environ['WORLD_SIZE']} ranks")
+    names = [name for name, schedule in SCHEDULES.items() if schedule.runs or not ranks]
+    need(not ranks or args.pp == ranks, f"--pp {args.pp}: torchrun started {ranks} ranks")
     if args.schedule != "all":
-        if measuring and not SCHEDULES[args.schedule].runs:
-            raise ValueError(f"schedule {args.schedule} is drawn and does not run")
-        return {args.schedule: make_plan(args.schedule, args.pp, args.micro_batches, args.chunks, args.group)}
-    if args.trace or args.chunks or args.group:
+        need(args.schedule in names, f"schedule {args.schedule} is drawn and does not run")
+        names = [args.schedule]
+    elif args.trace or args.chunks or args.group:
         raise ValueError("--trace, --chunks and --group are for one schedule: name it with --schedule")
-    return {name: make_plan(name, args.pp, args.micro_batches) for name, schedule in SCHEDULES.items()
-            if schedule.runs or not measuring}
+    return {name: make_plan(name, args.pp, args.micro_batches, args.chunks, args.group) for name in names}
 
 
 def main(arguments: list[str]) -> None:
-    measuring, me = "WORLD_SIZE" in os.environ, int(os.environ.get("RANK", 0))
+    measuring = int(os.environ.get("WORLD_SIZE", 0))  # the ranks that torchrun started
     args, rest = read_known(Flags, arguments, USAGE)
     need(not rest, f"{' '.join(rest)}: unknown, usage: {USAGE}")
-    args.pp = args.pp or int(os.environ.get("WORLD_SIZE", 4))
+    args.pp = args.pp or measuring or 4
     plans = chosen_plans(args, measuring)
     costs = [float(cost) for cost in args.costs.split(",")]
     simulated = {name: simulate(chosen, Costs(*(cost * args.pp / chosen.stages for cost in costs)))
@@ -206,7 +209,7 @@ def main(arguments: list[str]) -> None:
     if measuring:
         with world() as group:
             panels = {name: measure(chosen, group) for name, chosen in plans.items()}
-    if me:
+    if int(os.environ.get("RANK", 0)):
         return
     color, longest = sys.stdout.isatty(), max(row[-1].stop for spans in panels.values() for row in spans)
     columns = shutil.get_terminal_size((120, 24)).columns - 9
@@ -224,8 +227,10 @@ def main(arguments: list[str]) -> None:
     if args.svg:
         Path(args.svg).write_text(svg(panels))
     if args.trace:
-        unit_us = UNIT_S * 1e6 if measuring else 1e3
-        Path(args.trace).write_text(chrome_trace(panels[args.schedule], unit_us))
+        us = UNIT_S * 1e6 if measuring else 1e3
+        Path(args.trace).write_text(json.dumps([  # for chrome://tracing or Perfetto, a thread per rank
+            dict(name=str(action), cat=action.op, ph="X", pid=0, tid=r, ts=start * us, dur=(stop - start) * us)
+            for r, row in enumerate(panels[args.schedule]) for action, start, stop in row]))
 
 
 if __name__ == "__main__":

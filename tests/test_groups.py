@@ -51,7 +51,7 @@ def test_every_pair_that_exchanges_has_a_link(schedule, p):
     """And no other pair."""
     exchanging = {(r, item.peer) for r, items in enumerate(lower(make_plan(schedule, p, 2 * p))) for item in items
                   if isinstance(item, Transfer) and item.op == "send"}
-    pairs = collectives.pairs_of(config.Grid(pp=p, chunks=SCHEDULES[schedule].default_chunks(), schedule=schedule))
+    pairs = collectives.pairs_of(config.Grid(pp=p, chunks=SCHEDULES[schedule].chunks, schedule=schedule))
     assert set(pairs) == exchanging and len(pairs) == len(exchanging)
 
 
@@ -63,7 +63,7 @@ def test_pairs_without_a_common_rank_get_their_links_in_one_call(monkeypatch, sc
     calls, pipelines = [], [list(range(p)), list(range(p, 2 * p))]
     monkeypatch.setattr(collectives, "create_groups", lambda members, timeout_s: calls.append(members) or len(calls))
     monkeypatch.setattr(dist, "get_rank", lambda: p + 1)
-    pairs = collectives.pairs_of(config.Grid(pp=p, chunks=SCHEDULES[schedule].default_chunks(), schedule=schedule))
+    pairs = collectives.pairs_of(config.Grid(pp=p, chunks=SCHEDULES[schedule].chunks, schedule=schedule))
     links = collectives.connect(pipelines, pairs, 60)
     assert len(calls) == rounds and all(sorted(sum(call, [])) == list(range(2 * p)) for call in calls)
     assert links == {(a, b): number for number, call in enumerate(calls, 1) for a, b in pairs

@@ -25,8 +25,8 @@ plan.scaling
 bench.probe
 train
 run.job
-run.timeline
 run.dryrun
+run.timeline
 run.log
 run.device
 run.faults

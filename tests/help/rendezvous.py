@@ -2,7 +2,7 @@
 from collections import deque
 from collections.abc import Callable
 
-from schedules import Action, Costs, Span, Transfer, deadlock_error, required_results
+from schedules import Action, Costs, Span, Transfer, required_results
 
 
 def stream_of_link(item: Action | Transfer) -> tuple | None:
@@ -72,5 +72,6 @@ def replay(lists: list[list[Action | Transfer]], costs: Costs, stream_of: Callab
                     moved = True
     waiting = [[queue[0][0] for queue in streams.values() if queue] for streams in queues]
     if any(waiting):
-        raise deadlock_error(waiting)
+        raise ValueError("ranks wait for each other: " + ", ".join(
+            f"rank {r} cannot start {items[0]}" for r, items in enumerate(waiting) if items))
     return spans
