@@ -28,6 +28,7 @@ from schedules import SCHEDULES, Action, Costs, Plan, Span, activations_held, bu
 
 COLORS = {"F": ("#7aa6da", 110, "forward"), "B": ("#8cc98c", 114, "backward"),  # SVG, terminal, legend
           "I": ("#5fb7b0", 73, "backward, input"), "W": ("#c9b458", 179, "backward, weights")}
+UNIT_S = 0.01  # what a rank sleeps for an F, I or W of all its stages, where it is measured
 
 
 def draw(spans: list[list[Span]], color: bool = True, columns: float = 600) -> str:
@@ -138,9 +139,6 @@ def gpu_event() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-UNIT_S = 0.01  # what a rank sleeps for an F, I or W of all its stages
 
 
 def measure(plan: Plan, group: Group) -> list[list[Span]]:
