@@ -57,7 +57,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from collectives import run_demo
-from kernels import check, check_launch
+from kernels import launch
 from operations import CAUSAL, Mask
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # GPUs have 2^x: exp(x) = 2^(x log2 e)
@@ -324,16 +324,15 @@ def flash_dkv_kernel(do, q, k, v, lse, delta, dk, dv, q_documents, k_documents, 
 # ---- operators ------------------------------------------------------------------------------------------------------
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor, q_documents: Tensor | None, k_documents: Tensor | None) -> None:
-    check(q.dim() == k.dim() == 4 and k.shape == v.shape and k.shape[::3] == q.shape[::3],
-          f"q {list(q.shape)} must be B N rows D, k {list(k.shape)} and v {list(v.shape)} B K columns D")
-    check(k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} heads cannot share {k.shape[1]} kv heads")
-    check(q.shape[3] in range(1, 129), f"heads are {q.shape[3]} wide; at least 1 and at most 128 fit")
-    check(q.dtype == k.dtype == v.dtype, f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: they must be of one type")
-    check_launch(q, k, v)
-    check((q_documents is None) == (k_documents is None), "documents: give those of queries and of keys, or neither")
+    assert q.dim() == k.dim() == 4 and k.shape == v.shape and k.shape[::3] == q.shape[::3], \
+        f"q {list(q.shape)} must be B N rows D, k {list(k.shape)} and v {list(v.shape)} B K columns D"
+    assert k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} heads cannot share {k.shape[1]} kv heads"
+    assert q.shape[3] in range(1, 129), f"heads are {q.shape[3]} wide; at least 1 and at most 128 fit"
+    assert q.dtype == k.dtype == v.dtype, f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: they must be of one type"
+    assert (q_documents is None) == (k_documents is None), "documents: give those of queries and of keys, or neither"
     for documents, x in ((q_documents, q), (k_documents, k)):
-        check(documents is None or documents.shape == x.shape[::2] and not documents.is_floating_point(),
-              f"documents must be {list(x.shape[::2])} integers, one per token")
+        assert documents is None or documents.shape == x.shape[::2] and not documents.is_floating_point(), \
+            f"documents must be {list(x.shape[::2])} integers, one per token"
 
 
 def empty_heads(B: int, N: int, rows: int, D: int, like: Tensor) -> Tensor:
@@ -357,10 +356,10 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int, o
     q, k, v = make_rows_contiguous(q, k, v)
     q_documents, k_documents = as_int32(q_documents), as_int32(k_documents)
     (B, N, rows, D), (_, K, columns, _) = q.shape, k.shape
-    tiles, launch = choose_tiling("forward", q, causal, window, q_documents)
-    flash_forward_kernel[(B * N * triton.cdiv(rows, tiles.rows),)](
-        q, k, v, o, lse, q_documents, k_documents, q.stride(), k.stride(), v.stride(), o.stride(),
-        D ** -0.5 * LOG2_E.value, N, N // K, rows, columns, offset, window, **launch)
+    tiles, options = choose_tiling("forward", q, causal, window, q_documents)
+    launch(flash_forward_kernel, (B * N * triton.cdiv(rows, tiles.rows),),
+           q, k, v, o, lse, q_documents, k_documents, q.stride(), k.stride(), v.stride(), o.stride(),
+           D ** -0.5 * LOG2_E.value, N, N // K, rows, columns, offset, window, **options)
     return o, lse
 
 
@@ -380,20 +379,20 @@ def _flash_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse:
     delta, (B, N, rows, D), (_, K, columns, _) = torch.empty_like(lse), q.shape, k.shape
     scalars = D ** -0.5 * LOG2_E.value, N, N // K, rows, columns, offset, window
     strides = do.stride(), q.stride(), k.stride(), v.stride()
-    tiles, launch = choose_tiling("dq", q, causal, window, q_documents)
-    flash_dq_kernel[(B * N * triton.cdiv(rows, tiles.rows),)](
-        do, q, k, v, o, lse, dq, delta, q_documents, k_documents, *strides, o.stride(), dq.stride(), *scalars, **launch)
-    tiles, launch = choose_tiling("dkv", q, causal, window, q_documents)
-    flash_dkv_kernel[(B * K * triton.cdiv(columns, tiles.columns),)](
-        do, q, k, v, lse, delta, dk, dv, q_documents, k_documents, *strides, dk.stride(), *scalars, **launch)
+    tiles, options = choose_tiling("dq", q, causal, window, q_documents)
+    launch(flash_dq_kernel, (B * N * triton.cdiv(rows, tiles.rows),), do, q, k, v, o, lse, dq, delta, q_documents,
+           k_documents, *strides, o.stride(), dq.stride(), *scalars, **options)
+    tiles, options = choose_tiling("dkv", q, causal, window, q_documents)
+    launch(flash_dkv_kernel, (B * K * triton.cdiv(columns, tiles.columns),), do, q, k, v, lse, delta, dk, dv,
+           q_documents, k_documents, *strides, dk.stride(), *scalars, **options)
     return dq, dk, dv
 
 
 @_flash_backward.register_fake
 def _flash_backward_fake(do, q, k, v, o, lse, causal, window, offset, q_documents, k_documents):
     check_attention(q, k, v, q_documents, k_documents)
-    check(do.shape == o.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32,
-          f"do {list(do.shape)}, o {list(o.shape)} must be as q {list(q.shape)}, lse {list(lse.shape)} its rows, fp32")
+    assert do.shape == o.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32, \
+        f"do {list(do.shape)}, o {list(o.shape)} must be as q {list(q.shape)}, lse {list(lse.shape)} its rows, fp32"
     return empty_heads(*q.shape, like=q), empty_heads(*k.shape, like=k), empty_heads(*k.shape, like=k)
 
 
@@ -415,7 +414,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask = CAUSAL) -> tuple
     """o [B, N, rows, D]; and lse [B, N, rows], logsumexp of scores, fp32, -inf where a row sees no key, no derivative.
 
     q: [B, N, rows, D]. k, v: [B, K, columns, D], K a divisor of N. Any strides. D: at most 128; powers of 2 waste
-    nothing. mask: document numbers below 2^31. Raises ValueError for tensors that do not fit together.
+    nothing. mask: document numbers below 2^31. Asserts that tensors fit together.
     """
     return _flash_forward(q, k, v, *unpack_mask(mask))
 

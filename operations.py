@@ -14,7 +14,8 @@ Shapes: B batch, S sequence, T = B S, N query heads, K key and value heads, D he
 """
 import importlib
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
+from functools import cache
 from types import ModuleType
 from typing import NamedTuple
 
@@ -41,13 +42,6 @@ def uses_kernels(x: Tensor) -> bool:
 
 # ---- RMSNorm --------------------------------------------------------------------------------------------------------
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """In plain torch: x [..., H], weight [H] -> (x / rms(x) * weight, 1 / rms(x) [..., 1] in the statistics' dtype)."""
-    x_acc = x.to(acc_dtype(x.dtype))
-    rstd = torch.rsqrt(x_acc.square().mean(-1, keepdim=True) + eps)
-    return (x_acc * rstd).mul_(weight).to(x.dtype), rstd
-
-
 class RMSNormFunction(Function):
     """(x, RMSNorm(x)), or with y (x + y, RMSNorm(x + y)), over the last dimension: one backward sums the gradients that
     come from both.
@@ -58,14 +52,14 @@ class RMSNormFunction(Function):
     @staticmethod
     def forward(ctx, x, y, weight, eps):
         ctx.set_materialize_grads(False)  # None for the first result, if only the second is used
-        ctx.weight, ctx.eps, ctx.adds, rstd = weight, eps, y is not None, None
-        if not uses_kernels(x):
-            total = x if y is None else x + y
-            out, rstd = rms_norm(total, weight, eps)
-        elif y is None:
-            total, out = x, load_kernels().rms_norm(x, weight, eps)
+        ctx.weight, ctx.eps, ctx.adds = weight, eps, y is not None
+        if uses_kernels(x):
+            (total, out), rstd = load_kernels().rms_norm(x, y, weight, eps), None
         else:
-            total, out = load_kernels().add_rms_norm(x, y, weight, eps)
+            total = x if y is None else x + y
+            total_acc = total.to(acc_dtype(x.dtype))
+            rstd = torch.rsqrt(total_acc.square().mean(-1, keepdim=True) + eps)
+            out = (total_acc * rstd).mul_(weight).to(x.dtype)
         ctx.save_for_backward(total, rstd)
         return total, out
 
@@ -111,31 +105,29 @@ class RMSNorm(nn.Module):
 # ---- SwiGLU ---------------------------------------------------------------------------------------------------------
 
 class SwiGLUFunction(Function):
-    """silu(gate) * up, where x is gate and up side by side: [..., 2F] -> [..., F]. Saves x alone."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return swiglu_no_grad(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return swiglu_backward(dy, *ctx.saved_tensors)
-
-
-class WeightedSwiGLU(Function):
-    """SwiGLU(x) times a weight per row: [R, 2F], [R] -> [R, F]. Saves x and the weights; backward repeats SwiGLU(x)."""
+    """silu(gate) * up, where x is gate and up side by side: [..., 2F] -> [..., F]. With weights [R] each row of x
+    [R, 2F] is multiplied by its own, and backward repeats SwiGLU(x). Saves x and weights alone."""
 
     @staticmethod
     def forward(ctx, x, weights):
         ctx.save_for_backward(x, weights)
-        return swiglu_no_grad(x).mul_(weights[:, None])
+        y = swiglu_no_grad(x)
+        return y if weights is None else y.mul_(weights[:, None])
 
     @staticmethod
     def backward(ctx, dy):
         x, weights = ctx.saved_tensors
+        if weights is None:
+            return swiglu_backward(dy, x), None
         dweights = swiglu_no_grad(x).mul_(dy).sum(-1, dtype=weights.dtype)
         return swiglu_backward(dy, x).mul_(weights[:, None]), dweights
+
+
+def swiglu(x: Tensor) -> Tensor:
+    return weighted_swiglu(x, None)
+
+
+weighted_swiglu = SwiGLUFunction.apply
 
 
 def swiglu_no_grad(x: Tensor) -> Tensor:
@@ -148,7 +140,7 @@ def swiglu_no_grad(x: Tensor) -> Tensor:
 def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
     """dx [..., 2F], from dy [..., F] and x [..., 2F]."""
     if uses_kernels(x):
-        return load_kernels().swiglu_backward(dy, x)
+        return load_kernels().swiglu(x, dy)
     gate, up = x.chunk(2, -1)
     dx = torch.empty_like(x)
     dgate, dup = dx.chunk(2, -1)  # views: results are written into dx, without temporaries
@@ -158,14 +150,11 @@ def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
     return dx
 
 
-swiglu, weighted_swiglu = SwiGLUFunction.apply, WeightedSwiGLU.apply
-
-
 # ---- rotary embedding -----------------------------------------------------------------------------------------------
 
 class RotateFunction(Function):
-    """See rotate_and_split. Saves only the angles, which all layers share: backward rotates the gradients by minus the
-    angles, and writes them side by side in one pass."""
+    """See rotate_and_split. Saves only the angles, which all layers share. Backward puts the gradients side by side and
+    rotates them by minus the angles."""
 
     @staticmethod
     def forward(ctx, x, cos, sin, heads):
@@ -177,9 +166,6 @@ class RotateFunction(Function):
     @staticmethod
     def backward(ctx, *grads):
         cos, sin = ctx.saved_tensors
-        if uses_kernels(grads[0]):
-            dq, dk, dv = grads if len(grads) == 3 else (*grads, None, None)
-            return load_kernels().rope_backward(dq, dk, dv, cos, sin), None, None, None
         dx = torch.cat(grads, dim=2)
         rotate_no_grad_(dx, cos, -sin, sum(grad.shape[2] for grad in grads[:2]))
         return dx, None, None, None
@@ -273,11 +259,10 @@ class AttentionKernel(NamedTuple):
     """An implementation of attention. q: [B, N, rows, D]; k and v: [B, K, columns, D], K a divisor of N.
 
     attend(q, k, v, mask) -> o [B, N, rows, D]: differentiable.
-    saves_scores: attend saves [rows, columns] scores for backward, so selective recomputation recomputes the attention.
     forward(q, k, v, mask) -> (o, lse): attention to one block of keys; cp.py merges those of all blocks.
         lse [B, N, rows]: logsumexp of each row's scores, in at least fp32, -inf where a row sees no key.
-    backward(do, q, k, v, o, lse, mask) -> (dq, dk, dv): the block's share of the gradients, given the merged o and lse
-        and the gradient do of the merged o.
+    backward(do, q, k, v, o, lse, mask) -> (dq, dk, dv): the block's share of the gradients; o, lse and do are merged.
+    saves_scores: attend saves [rows, columns] scores for backward, so selective recomputation recomputes the attention.
     tensor_kinds: the kinds of mask (Mask.kind) that attend takes as a tensor, which prepare_mask makes for all layers.
     """
     attend: Callable[..., Tensor]
@@ -307,11 +292,6 @@ def repeat_kv_heads(q: Tensor, *keys_and_values: Tensor) -> list[Tensor]:
     return [x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in keys_and_values]
 
 
-def sum_over_query_heads(dx: Tensor, kv_heads: int) -> Tensor:
-    """The gradient of a key or value head from those of its copies: [B, N, columns, D] -> [B, K, columns, D]."""
-    return dx.unflatten(1, (kv_heads, -1)).sum(2)
-
-
 def attention_math(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """Saves all scores, [B, N, rows, columns], which the fused kernels never do."""
     k, v = repeat_kv_heads(q, k, v)
@@ -329,14 +309,14 @@ def math_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, T
 def math_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
                   mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
     """With p = exp(scores - lse): dv = p^T do, ds = p (do v^T - sum(do o)) / sqrt(D), dq = ds k, dk = ds^T q."""
-    acc, kv_heads = acc_dtype(q.dtype), k.shape[1]
+    acc = acc_dtype(q.dtype)
     k_acc, v_acc = repeat_kv_heads(q, k.to(acc), v.to(acc))
     do, o = do.to(acc), o.to(acc)
     p = (masked_scores(q, k_acc, mask) - lse.to(acc)[..., None]).exp()
     ds = p * (do @ v_acc.transpose(-1, -2) - (do * o).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
-    dk = sum_over_query_heads(ds.transpose(-1, -2) @ q.to(acc), kv_heads)
-    dv = sum_over_query_heads(p.transpose(-1, -2) @ do, kv_heads)
-    return (ds @ k_acc).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    dk, dv = ds.transpose(-1, -2) @ q.to(acc), p.transpose(-1, -2) @ do  # of each query head
+    dk, dv = (dx.unflatten(1, (k.shape[1], -1)).sum(2).to(k.dtype) for dx in (dk, dv))
+    return (ds @ k_acc).to(q.dtype), dk, dv
 
 
 MATH = AttentionKernel(attention_math, math_forward, math_backward, saves_scores=True,
@@ -345,32 +325,35 @@ MATH = AttentionKernel(attention_math, math_forward, math_backward, saves_scores
 
 # ---- torch's fused attention ----------------------------------------------------------------------------------------
 
-# Fastest first. The last one is not fused and saves the scores: only where no other runs.
+# Fastest first, on Hopper. The last one is not fused and saves the scores: only where no other runs.
 SDPA_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """--attention auto takes it, unless documents or windows, which torch takes only as a mask tensor, run on a GPU
-    with heads of at most 128 and not in fp64: then flash.py.
+@cache
+def set_sdpa_order() -> AbstractContextManager:
+    """Let torch take the first of SDPA_ORDER that runs, for as long as this process lives: to enter and leave the
+    context at each call would take 25 of its 32 us. Returned, and so kept, because a context that is freed is left."""
+    context = sdpa_kernel(SDPA_ORDER, set_priority=True)
+    context.__enter__()
+    return context
 
-    Reported by others in 2024, on an H100: cuDNN's causal forward at 518 TFLOP/s, Triton's tutorial, which flash.py
-    resembles, at 353 (S 4096, D 128; at D 64 both at 363: the authors of flash-attention). With a sliding window cuDNN
-    took 39 ms, a Triton kernel that skips hidden tiles 0.8 ms (S 16384, D 64: pull request 137036 of pytorch).
-    """
+
+def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     kind = mask.kind(q.shape[2], k.shape[2])
-    visible = None
-    if kind == "general":  # no fused GPU kernel takes both a mask and grouped queries: torch would save the scores
+    visible = mask.visible(q.shape[2], k.shape[2], q.device) if kind == "general" else None
+    if q.is_cuda:
+        set_sdpa_order()
+    if kind == "general" or (q.is_cuda and q.itemsize > 2):  # else no fused kernel runs: torch would save the scores
         k, v = repeat_kv_heads(q, k, v)
-        visible = mask.visible(q.shape[2], k.shape[2], q.device)
-    with sdpa_kernel(SDPA_ORDER, set_priority=True) if q.is_cuda else nullcontext():  # cuDNN's is the fastest on Hopper
-        return F.scaled_dot_product_attention(q, k, v, visible, is_causal=kind == "causal", enable_gqa=visible is None)
+    return F.scaled_dot_product_attention(q, k, v, visible, is_causal=kind == "causal",
+                                          enable_gqa=q.shape[1] > k.shape[1])
 
 
 def sdpa_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
     kind = mask.kind(q.shape[2], k.shape[2])
     if q.is_cuda and (kind == "general" or q.itemsize > 2):  # torch's kernels for GPUs take neither
         return math_forward(q, k, v, mask)
-    if takes_cudnn(q):
+    if q.is_cuda and q.shape[-1] <= 128:
         return cudnn_forward(q, k, v, mask)
     if q.is_cuda:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, kind == "causal")[:2]
@@ -384,22 +367,22 @@ def sdpa_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, T
 
 def sdpa_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
                   mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
-    kind = mask.kind(q.shape[2], k.shape[2])
-    if q.is_cuda and (kind == "general" or q.itemsize > 2):  # torch's kernels for GPUs take neither
+    kind, lengths = mask.kind(q.shape[2], k.shape[2]), (q.shape[2], k.shape[2])
+    if q.is_cuda and (kind == "general" or q.itemsize > 2):
         return math_backward(do, q, k, v, o, lse, mask)
-    if takes_cudnn(q):
+    if q.is_cuda and q.shape[-1] <= 128:
         return cudnn_backward(do, q, k, v, o, lse, mask)
     if q.is_cuda:
         seed = torch.empty(0, dtype=torch.int64, device=q.device)  # unused: there is no dropout
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            do, q, k, v, o, lse, None, None, q.shape[2], k.shape[2], 0.0, kind == "causal", seed, seed)
-    bias = additive_mask(mask.visible(q.shape[2], k.shape[2], q.device), q.dtype) if kind == "general" else None
+            do, q, k, v, o, lse, None, None, *lengths, 0.0, kind == "causal", seed, seed)
+    bias = additive_mask(mask.visible(*lengths, q.device), q.dtype) if kind == "general" else None
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         do, q, k, v, o, lse, 0.0, kind == "causal", attn_mask=bias)
 
 
-def takes_cudnn(q: Tensor) -> bool:
-    return q.is_cuda and q.shape[-1] <= 128
+def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, -torch.inf)
 
 
 def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
@@ -417,12 +400,6 @@ def cudnn_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: 
     seed = torch.empty(0, dtype=torch.int64, device=q.device)  # unused: there is no dropout
     return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         do, q, k, v, o, lse.unsqueeze(-1), seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, is_causal)
-
-
-def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """[rows, columns] or [B, 1, rows, columns] -> [1 or B, 1, rows, columns]: 0 where visible, else -inf."""
-    term = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
-    return term if term.dim() == 4 else term[None, None]
 
 
 SDPA = AttentionKernel(attention_sdpa, sdpa_forward, sdpa_backward, tensor_kinds=("general",))

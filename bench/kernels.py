@@ -191,20 +191,18 @@ def measure_block_of_keys(direction: str, rows: int = 4096, columns: int = 2048,
 
 
 def measure_norm_programs() -> Result:
-    """RMSNorm's backward in a residual stream, with other kernels.PROGRAMS and STAGES: 2, 4 and 8 programs per SM, and
-    2 that load one or two rows ahead."""
-    def backward(programs: int, stages: int, dy: Tensor, dtotal: Tensor, x: Tensor, weight: Tensor) -> tuple:
-        with patch.multiple(kernels, PROGRAMS=programs, STAGES=stages):
+    """RMSNorm's backward in a residual stream, with other kernels.PROGRAMS: 2, 4 and 8 programs per SM."""
+    def backward(programs: int, dy: Tensor, dtotal: Tensor, x: Tensor, weight: Tensor) -> tuple:
+        with patch.object(kernels, "PROGRAMS", programs):
             return kernels.rms_norm_backward(dy, dtotal, x, weight, 1e-5)
 
     def exact(dy: Tensor, dtotal: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         dx, dweight = norm_backward(dy, x, weight)
         return dx + dtotal, dweight
 
-    variants = (kernels.PROGRAMS, kernels.STAGES), (528, 1), (1056, 1), (264, 2), (264, 3)
-    return compare({f"{programs} programs, {stages} stages": partial(backward, programs, stages)
-                    for programs, stages in variants}, random_inputs(*[(T, H)] * 3, (H,)), bytes_rate(8 * T * H),
-                   in_fp64(exact), partial(random_tensors, *[(S, H)] * 3, (H,)))
+    return compare({f"{programs} programs": partial(backward, programs) for programs in (kernels.PROGRAMS, 528, 1056)},
+                   random_inputs(*[(T, H)] * 3, (H,)), bytes_rate(8 * T * H), in_fp64(exact),
+                   partial(random_tensors, *[(S, H)] * 3, (H,)))
 
 
 def measure_loss(V: int = 128256, tokens: int = 16384) -> Result:
@@ -240,10 +238,6 @@ def measure_loss(V: int = 128256, tokens: int = 16384) -> Result:
     return result._replace(rate=f"{result.rate}; extra memory: {', '.join(memory)}")
 
 
-def norm(x: Tensor, weight: Tensor) -> Tensor:
-    return operations.rms_norm(x, weight, 1e-5)[0]
-
-
 def norm_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     x, weight = (leaf.detach().requires_grad_() for leaf in (x, weight))
     return torch.autograd.grad(F.rms_norm(x, weight.shape, weight, 1e-5), (x, weight), dy)
@@ -255,25 +249,9 @@ def angles() -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
-def rotate(x: Tensor, sign: int = 1) -> Tensor:
-    """All heads of x [B, S, heads, D]."""
-    a, b = x.float().chunk(2, -1)
-    cos, sin = angles()
-    return torch.cat((a * cos - sign * b * sin, b * cos + sign * a * sin), -1).to(x.dtype)
-
-
-def rotate_by_kernel(x: Tensor) -> Tensor:
+def rotate(x: Tensor) -> Tensor:
     kernels.rope_(x, *angles(), 40)
     return x[:, :, :40]
-
-
-def rotate_back(dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
-    return torch.cat((rotate(dq, -1), rotate(dk, -1), dv), 2)
-
-
-def swiglu(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, -1)
-    return F.silu(gate) * up
 
 
 def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
@@ -285,18 +263,18 @@ def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
 def fused() -> dict[str, tuple[Callable, Callable, int, list[tuple[int, ...]]]]:
     """Kernels that are bound by memory: (ours, the formula, elements read and written, shapes of the inputs)."""
     return {
-        "RMSNorm": (lambda x, w: kernels.rms_norm(x, w, 1e-5), norm, 2 * T * H, [(T, H), (H,)]),
-        "add and RMSNorm": (lambda x, y, w: kernels.add_rms_norm(x, y, w, 1e-5),
-                            lambda x, y, w: (x + y, norm(x + y, w)), 4 * T * H, [(T, H), (T, H), (H,)]),
+        "RMSNorm": (lambda x, w: kernels.rms_norm(x, None, w, 1e-5)[1],
+                    lambda x, w: kernels.rms_norm_in_torch(x, None, w, 1e-5)[1], 2 * T * H, [(T, H), (H,)]),
+        "add and RMSNorm": (lambda x, y, w: kernels.rms_norm(x, y, w, 1e-5),
+                            lambda x, y, w: kernels.rms_norm_in_torch(x, y, w, 1e-5), 4 * T * H,
+                            [(T, H), (T, H), (H,)]),
         "RMSNorm backward": (lambda dy, x, w: kernels.rms_norm_backward(dy, None, x, w, 1e-5), norm_backward,
                              3 * T * H, [(T, H), (T, H), (H,)]),
-        "rotary embedding, 32 + 8 heads of 128": (rotate_by_kernel, lambda x: rotate(x[:, :, :40]), 2 * T * 40 * 128,
-                                                  [(T // S, S, 48, 128)]),
-        "rotary embedding backward, into one gradient": (
-            lambda dq, dk, dv: kernels.rope_backward(dq, dk, dv, *angles()), rotate_back, 2 * T * 48 * 128,
-            [(T // S, S, heads, 128) for heads in (32, 8, 8)]),
-        "SwiGLU": (kernels.swiglu, swiglu, 3 * T * FFN, [(T, 2 * FFN)]),
-        "SwiGLU backward": (kernels.swiglu_backward, swiglu_backward, 5 * T * FFN, [(T, FFN), (T, 2 * FFN)])}
+        "rotary embedding, 32 + 8 heads of 128": (rotate, lambda x: kernels.rope_in_torch(x[:, :, :40], *angles(), 40),
+                                                  2 * T * 40 * 128, [(T // S, S, 48, 128)]),
+        "SwiGLU": (kernels.swiglu, kernels.swiglu_in_torch, 3 * T * FFN, [(T, 2 * FFN)]),
+        "SwiGLU backward": (lambda dy, x: kernels.swiglu(x, dy), swiglu_backward, 5 * T * FFN,
+                            [(T, FFN), (T, 2 * FFN)])}
 
 
 def measure_fused(name: str) -> Result:

@@ -10,7 +10,6 @@ from exact import DEVICE, close, compare, dense_attention, gpu, is_refused, leav
 
 import cp
 import flash
-import kernels
 from flash import Tiling, flash_attention, flash_backward, flash_forward
 from operations import CAUSAL, AttentionKernel, Mask, attention_math, attention_sdpa
 from plan import costs
@@ -234,14 +233,12 @@ def test_a_compiler_sees_nodes():
         q = x.unflatten(-1, (2, 8)).transpose(1, 2)
         return flash_attention(q, q, q).transpose(1, 2).flatten(2)
 
-    def others(x):
-        return kernels.swiglu(kernels.rms_norm(x, x[0, 0], 1e-5))
     found = []
     for compiler in (lambda function: function, partial(torch.compile, backend="aot_eager", fullgraph=True)):
         x, = leaves(numbers(1, 9, 16))
         y = compiler(attention)(x)
         y.sum().backward()
-        found.append((y, x.grad, compiler(others)(x.detach())))
+        found.append((y, x.grad))
     assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
@@ -254,7 +251,7 @@ REFUSED = {  # what is launched -> what the error says
     "heads": (lambda n: flash_forward(n(1, 3, 8, 16), *[n(1, 2, 8, 16)] * 2), "3 heads cannot share 2 kv heads"),
     "too wide": (lambda n: flash_forward(*[n(1, 1, 8, 129)] * 3), "129 wide"),
     "two types": (lambda n: flash_forward(n(*Q), *[n(*KV).half()] * 2), "one type"),
-    "fp64": (lambda n: flash_forward(*[n(*Q).double()] * 3), "float64 is not among"),
+    "fp64": (lambda n: flash_forward(*[n(*Q).double()] * 3), "take no torch.float64"),
     "documents of other keys": (lambda n: flash_forward(n(*Q), *[n(*KV)] * 2,
                                                         Mask(documents=documents_of("packed", 8, 9, 1))),
                                 r"\[1, 8\] integers"),

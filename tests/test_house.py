@@ -65,12 +65,12 @@ bench.__init__ learn.__init__ plan.__init__ run.__init__
 # These numbers only fall. A commit that needs more raises one here, and lowers another.
 LINES = {  # of a root file: the most lines in all, of its docstring, and of its demo
     "train": (257, 15, 0), "model": (330, 17, 27), "dp": (235, 32, 58), "zero": (557, 37, 45), "tp": (440, 31, 21),
-    "cp": (454, 54, 19), "pp": (179, 29, 17), "ep": (599, 59, 60), "fp8": (329, 29, 23), "kernels": (586, 24, 0),
-    "schedules": (299, 28, 0), "recompute": (307, 38, 27), "operations": (428, 14, 0), "flash": (465, 48, 26),
+    "cp": (454, 54, 19), "pp": (179, 29, 17), "ep": (599, 59, 60), "fp8": (329, 29, 23), "kernels": (420, 22, 0),
+    "schedules": (299, 28, 0), "recompute": (307, 38, 27), "operations": (405, 14, 0), "flash": (464, 48, 26),
     "param": (325, 26, 0), "collectives": (548, 22, 0), "config": (753, 14, 0)}
-FOLDER_LINES = dict(bench=1855, learn=1691, plan=2776, run=4040)
+FOLDER_LINES = dict(bench=1833, learn=1691, plan=2776, run=4040)
 CHAIN = 10  # files of the longest chain of imports
-READ = 9, 4291  # the most files, and their lines, that a technique and all that it imports are
+READ = 9, 4101  # the most files, and their lines, that a technique and all that it imports are
 SHARED = {"collectives", "schedules", "param", "operations", "recompute", "kernels", "flash",
           "config"}
 TECHNIQUES = {"dp": set(), "zero": {"dp"}, "tp": set(), "cp": set(), "pp": {"schedules"}, "ep": set(),

@@ -17,19 +17,8 @@ from run.meter import Meter
 from tp import cross_entropy
 
 
-def exact_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, 1e-5)
-
-
 def exact_rotation(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: list[int]) -> tuple[torch.Tensor, ...]:
-    q, *kv = x.split(heads, dim=2)
-    return *(torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-             for a, b in (heads.chunk(2, -1) for heads in (q, *kv[:1]))), *kv[1:]
-
-
-def exact_swiglu(x: torch.Tensor) -> torch.Tensor:
-    gate, up = x.chunk(2, -1)
-    return torch.nn.functional.silu(gate) * up
+    return kernels.rope_in_torch(x, cos, sin, sum(heads[:2])).split(heads, 2)
 
 
 # ---- norms, rotary embedding, SwiGLU --------------------------------------------------------------------------------
@@ -39,14 +28,12 @@ def test_rms_norm(shape, monkeypatch):
     monkeypatch.setattr(kernels, "PROGRAMS", 3)  # fewer than rows, and no divisor
     x, weight, residual = numbers(*shape), numbers(shape[-1], seed=1), numbers(*shape, seed=2)
     monkeypatch.setattr(operations, "uses_kernels", lambda x: True)
-    compare(lambda x, weight: operations.RMSNormFunction.apply(x, None, weight, 1e-5)[1], exact_norm, [x, weight])
+    compare(lambda x, weight: operations.RMSNormFunction.apply(x, None, weight, 1e-5)[1],
+            lambda x, weight: kernels.rms_norm_in_torch(x, None, weight, 1e-5)[1], [x, weight])
     compare(lambda x, weight: operations.RMSNormFunction.apply(x * 1, None, weight, 1e-5),
-            lambda x, weight: (x, exact_norm(x, weight)), [x, weight])
-
-    def exact(x, residual, weight):
-        return x + residual, exact_norm(x + residual, weight)
-    compare(lambda x, residual, weight: operations.RMSNormFunction.apply(x, residual, weight, 1e-5), exact,
-            [x, residual, weight])
+            lambda x, weight: kernels.rms_norm_in_torch(x, None, weight, 1e-5), [x, weight])
+    compare(lambda *inputs: operations.RMSNormFunction.apply(*inputs, 1e-5),
+            lambda *inputs: kernels.rms_norm_in_torch(*inputs, 1e-5), [x, residual, weight])
 
 
 @pytest.mark.parametrize("kernel", [False, True])
@@ -107,7 +94,7 @@ def test_rope_takes_gradients_of_any_layout(monkeypatch, kernel):
 def test_swiglu(shape, monkeypatch):
     monkeypatch.setattr(kernels, "SWIGLU_BLOCK", 16)
     monkeypatch.setattr(operations, "uses_kernels", lambda x: True)
-    compare(operations.swiglu, exact_swiglu, [numbers(*shape) * 3])
+    compare(operations.swiglu, kernels.swiglu_in_torch, [numbers(*shape) * 3])
 
 
 def test_nothing_goes_in_and_nothing_comes_out(monkeypatch):
@@ -129,21 +116,21 @@ def test_in_16_bits_all_is_computed_in_fp32_and_rounded_once():
     cos, sin, qkv = angle.cos(), angle.sin(), half(1, 7, 4, 10)
     wide, exact = [each.double().requires_grad_() for each in (x, weight, qkv)], []
     for result, grad in ((torch.nn.functional.rms_norm(wide[0], (300,), wide[1], 0.5), dy),
-                         (exact_swiglu(wide[0]), dy[:, :150]),
-                         (torch.cat(exact_rotation(wide[2], cos.double(), sin.double(), [2, 1, 1]), 2), qkv)):
+                         (kernels.swiglu_in_torch(wide[0]), dy[:, :150]),
+                         (kernels.rope_in_torch(wide[2], cos.double(), sin.double(), 3), qkv)):
         source = wide[2] if result.ndim == 4 else wide[0]
         exact.append((result, *torch.autograd.grad(result, [source, wide[1]], grad.double(), allow_unused=True)))
-    total, normal = kernels.add_rms_norm(x, y, weight, 0.5)
+    total, normal = kernels.rms_norm(x, y, weight, 0.5)
     assert torch.equal(total, (x.float() + y.float()).half())
     (norm, dx, dweight), (swiglu, dswiglu, _), (rotated, dqkv, _) = exact
-    turned = qkv.clone()
+    turned, back = qkv.clone(), qkv.clone()
     kernels.rope_(turned, cos, sin, 3)
+    kernels.rope_(back, cos, -sin, 3)
     found = kernels.rms_norm_backward(dy, None, x, weight, 0.5)
     torch.testing.assert_close(found[1].double(), dweight, rtol=1e-5, atol=1e-4)
-    for got, want in ((kernels.rms_norm(x, weight, 0.5), norm), (found[0], dx), (kernels.swiglu(x), swiglu),
+    for got, want in ((kernels.rms_norm(x, None, weight, 0.5)[1], norm), (found[0], dx), (kernels.swiglu(x), swiglu),
                       (normal, torch.nn.functional.rms_norm(total.double(), (300,), weight.double(), 0.5)),
-                      (kernels.swiglu_backward(dy[:, :150], x), dswiglu), (turned, rotated),
-                      (kernels.rope_backward(*qkv.split([2, 1, 1], 2), cos, sin), dqkv)):
+                      (kernels.swiglu(x, dy[:, :150]), dswiglu), (turned, rotated), (back, dqkv)):
         assert got.dtype == torch.float16
         limit = want.abs() * (2.0 ** -11 + 2.0 ** -18) + 2.0 ** -18  # half a step; what fp32 loses where terms cancel
         assert ((got.double() - want).abs() <= limit).all()
@@ -168,11 +155,10 @@ def test_operands_need_not_be_contiguous():
         return out
 
     for operator, operands in [
-            (lambda x: kernels.rms_norm(x, weight, 1e-5), [x]), (kernels.swiglu, [x]), (grouped, [x, y]),
-            (lambda x, y: kernels.add_rms_norm(x, y, weight, 1e-5), [x, y]),
+            (lambda x: kernels.rms_norm(x, None, weight, 1e-5), [x]), (kernels.swiglu, [x]), (grouped, [x, y]),
+            (lambda x, y: kernels.rms_norm(x, y, weight, 1e-5), [x, y]),
             (lambda dy, more, x: kernels.rms_norm_backward(dy, more, x, weight, 1e-5), [y, numbers(7, 40, seed=2), x]),
-            (kernels.swiglu_backward, [numbers(7, 20), x]), (rotated, [angle.cos(), angle.sin()]),
-            (kernels.rope_backward, [dq, dq + 1, dq + 2, angle.cos(), angle.sin()])]:
+            (kernels.swiglu, [x, numbers(7, 20)]), (rotated, [angle.cos(), angle.sin()])]:
         wanted, found = operator(*operands), operator(*map(apart, operands))
         for one, other in zip(*(each if isinstance(each, tuple) else (each,) for each in (wanted, found))):
             assert torch.equal(one, other)
@@ -187,14 +173,13 @@ def some_labels(T: int, V: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 100])
-@pytest.mark.parametrize("weighted, z_loss", [(False, 0.0), (True, 0.1)])
-def test_linear_cross_entropy(chunk, weighted, z_loss):
-    """The incoming gradient is not 1, as forward has been told, and tokens have different weights."""
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+def test_linear_cross_entropy(chunk, z_loss):
+    """The incoming gradient is not 1, as forward has been told."""
     x, weight, labels = numbers(11, 8), numbers(37, 8, seed=1), some_labels(11, 37)
-    weights = numbers(11, seed=2).exp() if weighted else None
-    compare(lambda x, weight: kernels.linear_cross_entropy(x, weight, labels, weights, z_loss, chunk=chunk,
-                                                              loss_grad=numbers(seed=7)),
-            lambda x, weight: cross_entropy(x @ weight.t(), labels, weights, z_loss), [x, weight])
+    compare(lambda x, weight: kernels.linear_cross_entropy(x, weight, labels, z_loss=z_loss, chunk=chunk,
+                                                           loss_grad=numbers(seed=7)),
+            lambda x, weight: cross_entropy(x @ weight.t(), labels, z_loss=z_loss), [x, weight])
 
 
 def test_labels_of_a_loss_may_lie_apart():
@@ -277,14 +262,14 @@ def vocabulary_of_rank(bounds: list[int]) -> list[torch.Tensor]:
     """Loss and gradients of x and of this rank's rows, by `linear_cross_entropy` and by the model's cross_entropy."""
     group = torch.distributed.group.WORLD
     vocab = slice(bounds[group.rank()], bounds[group.rank() + 1])
-    labels, weights, found = some_labels(11, bounds[-1]), numbers(11, seed=2).exp(), []
+    labels, found = some_labels(11, bounds[-1]), []
     for fused in (True, False):
         x, weight = leaves(numbers(11, 8), numbers(bounds[-1], 8, seed=1)[vocab])
         if fused:
-            loss = kernels.linear_cross_entropy(x, weight, labels, weights, 0.1, vocab, group, chunk=4,
+            loss = kernels.linear_cross_entropy(x, weight, labels, z_loss=0.1, vocab=vocab, group=group, chunk=4,
                                                 loss_grad=torch.tensor(3.0, device=DEVICE))
         else:
-            loss = cross_entropy(x @ weight.t(), labels, weights, 0.1, vocab, group)
+            loss = cross_entropy(x @ weight.t(), labels, z_loss=0.1, vocab=vocab, group=group)
         (loss * 3).backward()
         found += [loss.detach().cpu(), x.grad.cpu(), weight.grad.cpu()]
     return found
@@ -293,7 +278,7 @@ def vocabulary_of_rank(bounds: list[int]) -> list[torch.Tensor]:
 def test_vocabulary_in_uneven_parts(pool):
     bounds = [0, 5, 20, 37]
     x, weight = leaves(numbers(11, 8), numbers(37, 8, seed=1), dtype=torch.float64)
-    wanted = cross_entropy(x @ weight.t(), some_labels(11, 37), numbers(11, seed=2).exp(), 0.1)
+    wanted = cross_entropy(x @ weight.t(), some_labels(11, 37), z_loss=0.1)
     (3 * wanted).backward()
     ranks = pool.run(3, "test_kernels:vocabulary_of_rank", bounds=bounds)
     close(sum(found[1] for found in ranks), x.grad.cpu())
@@ -304,28 +289,7 @@ def test_vocabulary_in_uneven_parts(pool):
             torch.testing.assert_close(ours, models, rtol=1e-5, atol=2e-6)
 
 
-# ---- as operators of torch ------------------------------------------------------------------------------------------
-
-OPERATORS = ["rms_norm", "add_rms_norm", "rms_norm_backward", "rope_", "rope_backward", "swiglu", "swiglu_backward",
-             "softmax_", "add_grouped_product"]
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-def test_torch_accepts_the_operator(name):
-    """Schema, fake tensors and tracing with symbolic sizes."""
-    x, weight, angle = numbers(3, 8), numbers(8), numbers(3, 1, 4)
-    statistics = [torch.ones(3, device=DEVICE) for _ in range(3)]
-    inputs = {
-        "rms_norm": (x, weight, 1e-5), "add_rms_norm": (x, x + 1, weight, 1e-5),
-        "rms_norm_backward": (x, x, x, weight, 1e-5),
-        "rope_": (numbers(2, 3, 2, 8), angle.cos(), angle.sin(), 1),
-        "rope_backward": (numbers(2, 3, 2, 8), *[numbers(2, 3, 1, 8)] * 2, angle.cos(), angle.sin()),
-        "swiglu": (x,), "swiglu_backward": (numbers(3, 4), x),
-        "softmax_": (numbers(3, 8), some_labels(3, 8), *statistics, 0, 0.1, True, True),
-        "add_grouped_product": (numbers(2, 4, 8), numbers(3, 4), x, some_ends(1, 2)),
-    }
-    torch.library.opcheck(getattr(torch.ops.penteract, name).default, inputs[name])
-
+# ---- weight gradients of experts; what is refused -------------------------------------------------------------------
 
 def some_ends(*counts: int) -> torch.Tensor:
     return torch.tensor(counts, device=DEVICE).cumsum(0).int()
@@ -342,40 +306,34 @@ def test_a_grouped_product_adds_each_experts_rows(counts):
     torch.testing.assert_close(out.double(), torch.stack(want), rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
+SOFTMAX = dict(loss_grad=torch.ones((), device=DEVICE), first=0, z_loss=0.0, statistics=True, gradient=True)
 HEADS, ROW, ANGLES = (1, 3, 2, 8), (3, 8), (3, 1, 4)
 REFUSED = {  # what is launched -> what the error says
-    "norm weight": (lambda n: kernels.rms_norm(n(*ROW), n(7), 1e-5), "as long as rows"),
-    "no columns": (lambda n: kernels.rms_norm(n(3, 0), n(0), 1e-5), "1 to 32768 elements"),
-    "too wide a norm": (lambda n: kernels.rms_norm(n(1, 2 ** 15 + 1), n(2 ** 15 + 1), 1e-5), "1 to 32768 elements"),
-    "two types": (lambda n: kernels.add_rms_norm(n(*ROW), n(*ROW).half(), n(8), 1e-5), "type torch.float32 of x"),
-    "two devices": (lambda n: kernels.check_launch(n(3), n(3).to("meta")), f"on {DEVICE}.* and on meta"),
-    "other sines": (lambda n: kernels.rope_(n(*HEADS), n(*ANGLES), n(1, *ANGLES), 1), r"must be \[B\] S 1 D/2 for x"),
+    "norm weight": (lambda n: kernels.rms_norm(n(*ROW), None, n(7), 1e-5), "of 7 .* for rows of 8"),
+    "no columns": (lambda n: kernels.rms_norm(n(3, 0), None, n(0), 1e-5), "1 to 32768"),
+    "too wide a norm": (lambda n: kernels.rms_norm(n(1, 2 ** 15 + 1), None, n(2 ** 15 + 1), 1e-5), "1 to 32768"),
+    "two types": (lambda n: kernels.rms_norm(n(*ROW), n(*ROW).half(), n(8), 1e-5), "8.* torch.float32"),
+    "residual": (lambda n: kernels.rms_norm(n(*ROW), n(2, 8), n(8), 1e-5), "not .*3, 8"),
+    "two devices": (lambda n: kernels.launch(None, (1,), n(3), n(3).to("meta")), f"on {DEVICE}.* and on meta"),
+    "other sines": (lambda n: kernels.rope_(n(*HEADS), n(*ANGLES), n(1, *ANGLES), 1), "cos .*, x"),
     "no heads": (lambda n: kernels.rope_(n(*HEADS), n(*ANGLES), n(*ANGLES), 0), "no 0 heads"),
-    "keys without values": (lambda n: kernels.rope_backward(n(*HEADS), n(1, 3, 1, 8), None, n(*ANGLES), n(*ANGLES)),
-                            "dq alone"),
-    "residual": (lambda n: kernels.add_rms_norm(n(*ROW), n(2, 8), n(8), 1e-5), "shape"),
-    "wide angles": (lambda n: kernels.rope_(n(*HEADS), n(3, 1, 8), n(3, 1, 8), 1), "must be B S heads 16"),
-    "too few angles": (lambda n: kernels.rope_(n(1, 4, 2, 8), n(*ANGLES), n(*ANGLES), 1), r"for x \[1, 4, 1, 8\]"),
+    "wide angles": (lambda n: kernels.rope_(n(*HEADS), n(3, 1, 8), n(3, 1, 8), 1), r"x .*\[1, 3, 2, 8\]"),
+    "too few angles": (lambda n: kernels.rope_(n(1, 4, 2, 8), n(*ANGLES), n(*ANGLES), 1), r"x .*\[1, 4, 2, 8\]"),
     "too few heads": (lambda n: kernels.rope_(n(*HEADS), n(*ANGLES), n(*ANGLES), 3), "no 3 heads"),
-    "heads apart": (lambda n: kernels.rope_(n(1, 2, 3, 8).mT.mT.transpose(1, 2), n(*ANGLES), n(*ANGLES), 2), "evenly"),
-    "keys of other tokens": (lambda n: kernels.rope_backward(n(*HEADS), *[n(1, 4, 1, 8)] * 2, n(*ANGLES), n(*ANGLES)),
-                             "dq alone"),
+    "heads apart": (lambda n: kernels.rope_(n(1, 2, 3, 8).mT.mT.transpose(1, 2), n(*ANGLES), n(*ANGLES), 2), "apart"),
     "odd width": (lambda n: kernels.swiglu(n(3, 7)), "gate and up"),
-    "dy of another width": (lambda n: kernels.swiglu_backward(n(3, 7), n(*ROW)), "half as wide"),
+    "dy of another width": (lambda n: kernels.swiglu(n(*ROW), n(3, 7)), "half as wide"),
     "head of another width": (lambda n: kernels.linear_cross_entropy(n(*ROW), n(9, 7), some_labels(3, 9)), "T H, V H"),
     "labels": (lambda n: kernels.linear_cross_entropy(n(*ROW), n(9, 8), some_labels(4, 9)), "3 tokens"),
-    "weights": (lambda n: kernels.linear_cross_entropy(n(*ROW), n(9, 8), some_labels(3, 9), n(4)), "3 tokens"),
     "head of another type": (lambda n: kernels.linear_cross_entropy(n(*ROW), n(9, 8).half(), some_labels(3, 9)),
                              "of one type"),
-    "rows of labels": (lambda n: kernels.softmax_(n(3, 9), some_labels(4, 9), n(3), n(3), n(3), 0, 0.0, True, True),
-                       "3 rows of logits need as many .* not 4, 3, 3 and 3"),
-    "logits apart": (lambda n: kernels.softmax_(apart(n(3, 9)), some_labels(3, 9), *[n(3)] * 3, 0, 0.0, True, True),
+    "rows of labels": (lambda n: kernels.softmax_(n(3, 9), some_labels(4, 9), *[n(3)] * 2, **SOFTMAX), "have 3 rows"),
+    "logits apart": (lambda n: kernels.softmax_(apart(n(3, 9)), some_labels(3, 9), *[n(3)] * 2, **SOFTMAX),
                      "must be contiguous"),
     "a sum in 16 bits": (lambda n: kernels.add_grouped_product(n(2, 4, 8).half(), n(3, 4), n(3, 8), some_ends(1, 2)),
-                         "in fp32"),
-    "vocab": (lambda n: kernels.linear_cross_entropy(n(*ROW), n(9, 8), some_labels(3, 9), vocab=slice(3, 9)), "3..9"),
-    "experts": (lambda n: kernels.add_grouped_product(n(2, 4, 8), n(3, 4), n(3, 7), some_ends(1, 2)), "must be contig"),
-    "chunk": (lambda n: kernels.linear_cross_entropy(n(*ROW), n(9, 8), some_labels(3, 9), chunk=0), "chunk"),
+                         "must be fp32"),
+    "experts": (lambda n: kernels.add_grouped_product(n(2, 4, 8), n(3, 4), n(3, 7), some_ends(1, 2)), "must be fp32"),
+    "vocab": (lambda n: kernels.linear_cross_entropy(n(*ROW), n(9, 8), some_labels(3, 9), vocab=slice(3, 9)), "3, 9"),
 }
 
 
@@ -386,7 +344,7 @@ def test_what_cannot_be_launched_is_refused_in_a_line(name):
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="compiled, bf16 is right")
 def test_the_interpreter_refuses_what_it_gets_wrong():
-    with pytest.raises(ValueError, match="bfloat16 is not among"):
+    with pytest.raises(AssertionError, match="interpreted take no torch.bfloat16"):
         kernels.swiglu(numbers(3, 8, dtype=torch.bfloat16))
 
 
@@ -395,8 +353,8 @@ def test_training_does_not_need_triton():
 
 
 def test_without_a_gpu_one_is_told_what_to_do():
-    with pytest.raises(AssertionError, match="ValueError: kernels run on GPUs, not on cpu, or interpreted: set "
-                                             "TRITON_INTERPRET=1 before the import"):
+    with pytest.raises(AssertionError, match="AssertionError: kernels run on GPUs, not on cpu, or interpreted: "
+                                             "set TRITON_INTERPRET=1 before the import"):
         run("import torch, kernels\nkernels.swiglu(torch.zeros(2, 4))", CUDA_VISIBLE_DEVICES="")
 
 
@@ -410,17 +368,15 @@ from ahead import only_compile
 x, weight = torch.zeros(8, 4096, dtype=torch.bfloat16), torch.ones(4096, dtype=torch.bfloat16)
 one = torch.ones(8)
 only_compile(kernels)
-kernels.rms_norm(x, weight, 1e-5)
-kernels.add_rms_norm(x, x, weight, 1e-5)
-for kernels.STAGES in 1, 3:
-    kernels.rms_norm_backward(x, x, x, weight, 1e-5)
-angles, heads = torch.ones(8, 1, 64), x.view(1, 8, 32, 128)
-kernels.rope_(heads, angles, angles, 24)
-kernels.rope_backward(heads, *heads.split([8, 24], 2)[:1] * 2, angles, angles)
-kernels.swiglu_backward(kernels.swiglu(x), x)
+for other in None, x:
+    kernels.rms_norm(x, other, weight, 1e-5)
+    kernels.rms_norm_backward(x, other, x, weight, 1e-5)
+kernels.rope_(x.view(1, 8, 32, 128), torch.ones(8, 1, 64), torch.ones(8, 1, 64), 24)
+kernels.swiglu(x, kernels.swiglu(x))
 kernels.add_grouped_product(torch.zeros(4, 4096, 4096), x, x, torch.ones(4, dtype=torch.int32))
 kernels.quantise(x, torch.float8_e4m3fn, None, 2.0 ** -100)
-kernels.softmax_(torch.zeros(8, 128256, dtype=torch.bfloat16), one.long(), one, one, one, 0, 0.0, True, True)
+kernels.softmax_(torch.zeros(8, 128256, dtype=torch.bfloat16), one.long(), one, one, loss_grad=one,
+                 first=0, z_loss=0.0, statistics=True, gradient=True)
 """
 
 
@@ -430,8 +386,6 @@ def test_registers_suffice(tmp_path, compiler):
     assert {name for name, _ in found} == {name for name in vars(kernels) if name.endswith("_kernel")}
     for name, used in found:
         fits(name, used)
-    one_row, three_rows = (used["shared"] for name, used in found if name == "rms_norm_backward_kernel")
-    assert three_rows >= 2 * 3 * 4096 * 2 > one_row  # two rows of dy, dtotal and x are loaded ahead
 
 
 # ---- on a GPU only --------------------------------------------------------------------------------------------------
@@ -443,9 +397,9 @@ def test_more_than_two_billion_elements():
     last, weight = x[-1:].clone(), numbers(2 ** 16, dtype=torch.bfloat16)[:2 ** 15]
     torch.testing.assert_close(kernels.swiglu(x)[-1:], kernels.swiglu(last))
     halves = x.view(-1, 2 ** 15)
-    normal = kernels.rms_norm(halves, weight, 1e-5)[-2:]
-    torch.testing.assert_close(normal, kernels.rms_norm(last.view(2, -1), weight, 1e-5))
+    normal = kernels.rms_norm(halves, None, weight, 1e-5)[1][-2:]
+    torch.testing.assert_close(normal, kernels.rms_norm(last.view(2, -1), None, weight, 1e-5)[1])
     one = torch.ones(len(x), device=DEVICE)
-    kernels.softmax_(x, one.long(), one, one.clone(), one.clone(), 0, 0.0, True, True)
-    kernels.softmax_(last, one.long()[:1], one[:1], one[:1].clone(), one[:1].clone(), 0, 0.0, True, True)
+    kernels.softmax_(x, one.long(), one, one.clone(), **SOFTMAX)
+    kernels.softmax_(last, one.long()[:1], one[:1].clone(), one[:1].clone(), **SOFTMAX)
     assert torch.equal(x[-1:], last) and math.isclose(last.double().sum().item(), 0, abs_tol=1e-2)

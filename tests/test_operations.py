@@ -1,4 +1,5 @@
 """A model that computes with kernels, as on GPUs but interpreted, has the loss and gradients of one without."""
+import gc
 from types import SimpleNamespace
 
 import grids
@@ -6,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from program import python
+from torch._subclasses import FakeTensorMode
 
 import config
 import cp
@@ -162,3 +164,33 @@ def test_norms_rotations_and_losses_in_bf16_are_rounded_once():
     want = torch.nn.functional.cross_entropy(exact.flatten(0, 1), labels.flatten(), reduction="sum")
     assert loss.item() == pytest.approx(want.item(), rel=1e-6)
     check(*(torch.autograd.grad(3 * result, of)[0] for result, of in ((loss, logits), (want, exact))))
+
+
+@pytest.mark.parametrize("dtype, kv_heads", [(torch.bfloat16, 2), (torch.float32, 8)])
+def test_grouped_queries_on_a_gpu_have_a_fused_kernel_in_every_type(monkeypatch, dtype, kv_heads):
+    """In fp32 none takes fewer key than query heads: torch would save the scores. By fake tensors of a GPU."""
+    given = []
+
+    def attend(q, k, v, visible, *, is_causal, enable_gqa):
+        given.append((k.shape[1], v.shape[1], enable_gqa))
+        return q
+
+    monkeypatch.setattr(operations.F, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr(operations, "set_sdpa_order", lambda: None)
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, heads, 16, 64, device="cuda", dtype=dtype) for heads in (8, 2, 2))
+        operations.attention_sdpa(q, k, v, Mask())
+    assert given == [(kv_heads, kv_heads, kv_heads < 8)]
+
+
+def test_torchs_order_of_attention_kernels_is_set_once_and_stays():
+    before = torch._C._get_sdp_priority_order()
+    context = operations.set_sdpa_order()
+    try:
+        assert operations.set_sdpa_order() is context
+        gc.collect()
+        assert torch._C._get_sdp_priority_order()[:4] == [int(kernel) for kernel in operations.SDPA_ORDER] != before[:4]
+    finally:
+        context.__exit__(None, None, None)
+        operations.set_sdpa_order.cache_clear()
+    assert torch._C._get_sdp_priority_order() == before

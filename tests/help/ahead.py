@@ -77,7 +77,7 @@ def only_compile(*modules: ModuleType) -> None:
     launch, JITFunction.run = JITFunction.run, compiled
     triton.runtime.driver.set_active(hopper)
     for module in modules:
-        module.check_launch = lambda *tensors: None
+        module.launch = lambda kernel, grid, *args, **options: kernel[grid](*args, **options)
 
 
 def fits(name: str, used: dict[str, int]) -> None:
