@@ -250,7 +250,7 @@ class Mask(NamedTuple):
         return seen
 
 
-CAUSAL = Mask()
+CAUSAL, ALL = Mask(), Mask(causal=False)
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------

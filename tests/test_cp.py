@@ -20,7 +20,7 @@ import cp
 import operations
 import recompute
 from config import CP_STYLES, padded_length
-from cp import STYLES, context_parallel
+from cp import SOURCES, context_parallel
 from operations import CAUSAL, MATH, SDPA, AttentionKernel, Mask, cudnn_backward, cudnn_forward
 from param import acc_dtype
 from run import device
@@ -33,8 +33,16 @@ BLOCK_STYLES = [name for name, style in CP_STYLES.items() if not style.whole_seq
 
 
 def test_every_style_of_the_table_is_implemented():
-    assert CP_STYLES.keys() == STYLES.keys()
-    assert {name for name, style in STYLES.items() if isinstance(style, cp.BlockStyle)} == set(BLOCK_STYLES)
+    assert set(BLOCK_STYLES) == SOURCES.keys() and CP_STYLES.keys() == {*SOURCES, "ulysses"}
+
+
+def positions_of(seq: int, c: int, chunks) -> torch.Tensor:
+    """The positions in the sequence of the tokens of these of its 2c chunks."""
+    return torch.cat([torch.arange(chunk * seq // (2 * c), (chunk + 1) * seq // (2 * c)) for chunk in chunks])
+
+
+def own_positions(seq: int, c: int, i: int) -> torch.Tensor:
+    return positions_of(seq, c, (i, 2 * c - 1 - i))
 
 
 # ---- who has which tokens -------------------------------------------------------------------------------------------
@@ -73,9 +81,10 @@ def test_padding_is_a_document_of_its_own():
 
 def covered(style: str, c: int, i: int, mask: Mask, row: int = 0) -> tuple[torch.Tensor, list[list[cp.ScoreBlock]]]:
     """How often rank i computes each score of the whole sequence, and its blocks."""
-    out, queries = torch.zeros(S, S, dtype=torch.int), cp.own_positions(S, c, i)
-    steps = cp.visible_blocks(STYLES[style], S, c, i, mask)
-    for blocks, keys in zip(steps, STYLES[style].positions(S, c, i)):
+    out, queries = torch.zeros(S, S, dtype=torch.int), own_positions(S, c, i)
+    steps = cp.visible_blocks(SOURCES[style], S, c, i, mask)
+    for blocks, chunks in zip(steps, SOURCES[style].chunks(c, i)):
+        keys = positions_of(S, c, chunks)
         for block in blocks:
             shape = block.queries.stop - block.queries.start, block.keys.stop - block.keys.start
             visible = block.mask.visible(*shape, "cpu").int()
@@ -97,6 +106,7 @@ def test_blocks_cover_every_visible_score_once_and_work_is_equal(c, style):
         scores, steps = covered(style, c, i, CAUSAL)
         total += scores
         work.append([sum(map(scores_of, blocks)) for blocks in steps])
+        assert len(steps[0]) == 1 and max(map(len, steps)) <= (2 if style == "ring" else 3)
     assert torch.equal(total, torch.ones(S, S, dtype=torch.int).tril())
     assert all(of_rank == work[0] for of_rank in work)
     if style == "ring":
@@ -148,7 +158,7 @@ def test_a_block_has_no_key_at_its_ends_that_nobody_sees(c, style, window):
     documents = torch.rand(3, 1, S, generator=torch.Generator().manual_seed(c)).lt(0.1).cumsum(-1)
     for mine in (*documents, documents_of(S)):
         for i in range(c):
-            steps = cp.visible_blocks(STYLES[style], S, c, i, Mask(window=window, documents=(mine, mine)))
+            steps = cp.visible_blocks(SOURCES[style], S, c, i, Mask(window=window, documents=(mine, mine)))
             for block in sum(steps, []):
                 rows, columns = block.queries.stop - block.queries.start, block.keys.stop - block.keys.start
                 seen = block.mask.visible(rows, columns, "cpu").flatten(0, 2).any(0)
@@ -159,30 +169,21 @@ def test_a_block_has_no_key_at_its_ends_that_nobody_sees(c, style, window):
 def test_no_mask_of_rows_x_columns_is_computed_to_find_them(style):
     seq, documents = 2048, torch.arange(2048)[None] // 700
     with Meter() as meter:
-        cp.visible_blocks(STYLES[style], seq, 2, 1, Mask(documents=(documents, documents)))
+        cp.visible_blocks(SOURCES[style], seq, 2, 1, Mask(documents=(documents, documents)))
     assert meter.peak["other"] < 10 * seq * 8 < (seq // 2) ** 2 / 4
-    assert meter.peak["other"] > seq * 8  # the positions alone
+    assert meter.peak["other"] >= seq * 8  # copies of the documents themselves
 
 
 def test_the_demo_draws_who_computes_what(capsys):
-    """As in the docstring; and of each step of the ring, by positions, which queries see which keys."""
+    """As in the docstring."""
     cp.demo(4)
     printed = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    drawn = re.search(r"queries 0 +(0\n(?: +\d +[\d ]+\n){7})", cp.__doc__)[1].splitlines()
+    picture = cp.__doc__[cp.__doc__.index("queries 0  0"):].splitlines()[:8]
+    drawn = [re.search(r"\d  ((\d )*\d)", line)[1] for line in picture]
     at = printed.index("zig-zag: [9, 9, 9, 9] blocks per rank") + 1
-    assert printed[at:at + 8] == [drawn[0], *(line.split(maxsplit=1)[1] for line in drawn[1:])]
+    assert printed[at:at + 8] == drawn
     at = printed.index("contiguous: [3, 7, 11, 15] blocks per rank") + 1
     assert printed[at:at + 8] == [" ".join(str(j // 2) * (j + 1)) for j in range(8)]
-    steps = [re.findall(r"(\d) (own|all\|1st|2nd\|all)", line) for line in printed if line.startswith("step")]
-    own = [cp.own_positions(8, 4, i) for i in range(4)]
-    for step, ranks in enumerate(steps):
-        for i, (owner, seen) in enumerate(ranks):
-            assert int(owner) == (i - step) % 4
-            visible = own[i][:, None] >= own[int(owner)]
-            halves = {"own": [[True, False], [True, True]], "all|1st": [[True, False], [True, False]],
-                      "2nd|all": [[False, False], [True, True]]}[seen]
-            assert visible.tolist() == halves
-    assert len(steps) == 4 and all(len(ranks) == 4 for ranks in steps)
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------
@@ -211,7 +212,7 @@ def inputs(dtype, scale=1.0, seq=S):
 def attended(style: str, kernel: str, dtype=torch.float64, scale=1.0, documents=None, window=0, seq=S) -> tuple:
     """o, dq, dk, dv of this rank's tokens, and where they are."""
     group, c = dist.group.WORLD, dist.get_world_size()
-    mine = cp.own_positions(seq, c, dist.get_rank())
+    mine = own_positions(seq, c, dist.get_rank())
     q, k, v, do = (x[:, :, mine] for x in inputs(dtype, scale, seq))
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     mask = Mask(window=window, documents=None if documents is None else (documents, documents))
@@ -220,26 +221,30 @@ def attended(style: str, kernel: str, dtype=torch.float64, scale=1.0, documents=
     return o.detach(), q.grad, k.grad, v.grad, mine
 
 
-def by_pieces(style: str, kernel, c: int, q, k, v, do, mask: Mask) -> list[torch.Tensor]:
-    """o, dq, dk, dv by the blocks of all c ranks, one after the other on one device. mask: its documents on the CPU."""
-    S, o = q.shape[2], torch.zeros_like(q, dtype=acc_dtype(q.dtype))
-    dq, dkv = torch.zeros_like(o), o.new_zeros(2, *k.shape)
+def by_pieces(style: str, attention: AttentionKernel, c: int, q, k, v, do) -> list[torch.Tensor]:
+    """o, dq, dk, dv by the blocks of all c ranks, one after the other on one device, where nothing need be sent."""
+    seq, whole = q.shape[2], cp.stack_by_token(k, v)
+    o, dq = torch.empty_like(q), torch.empty_like(q)
+    dkv = torch.zeros_like(whole, dtype=acc_dtype(q.dtype))
+
+    def exchange(kv, group):
+        for at in places:
+            yield whole[at]
+
+    def send_back(grads, pending, group):
+        dkv[later.pop(0)] += grads
+        return collectives.done(grads.new_zeros(()))
+
+    here = SOURCES[style]._replace(exchange=exchange, send_back=send_back)
     for i in range(c):
-        own, positions = cp.own_positions(S, c, i), STYLES[style].positions(S, c, i)
-        steps = cp.visible_blocks(STYLES[style], S, c, i, mask, q.device)
-        blocks = [(block, at) for blocks, at in zip(steps, positions) for block in blocks]
-        here, up = q[:, :, own], do[:, :, own]
-        part, lse = torch.empty_like(here, dtype=o.dtype), o.new_empty(here.shape[:3])
-        for block, at in blocks:
-            cp.attend_to_block(part, lse, here, k[:, :, at], v[:, :, at], block, kernel)
-        o[:, :, own], share = part, torch.zeros_like(part)
-        part = part.to(q.dtype)
-        for block, at in blocks:
-            of_keys = torch.zeros_like(dkv[:, :, :, at])
-            cp.add_gradients(share, of_keys, up, here, k[:, :, at], v[:, :, at], part, lse, block, kernel)
-            dkv[:, :, :, at] += of_keys
-        dq[:, :, own] = share
-    return [o, dq, *dkv]
+        own, *later = places = [positions_of(seq, c, chunks) for chunks in SOURCES[style].chunks(c, i)]
+        leaves = [x[:, :, own].requires_grad_() for x in (q, k, v)]
+        steps = cp.visible_blocks(SOURCES[style], seq, c, i, CAUSAL, q.device)
+        result = cp.BlockAttention.apply(*leaves, here, steps, attention, None)
+        o[:, :, own] = result.detach()
+        dq[:, :, own], *own_dkv = torch.autograd.grad(result, leaves, do[:, :, own])
+        dkv[own] += cp.stack_by_token(*own_dkv)
+    return [o, dq, *cp.by_head(dkv)]
 
 
 CUDNN = AttentionKernel(None, cudnn_forward, cudnn_backward)
@@ -263,7 +268,7 @@ def test_the_pieces_of_all_ranks_on_one_device_equal_attention_at_once(style, de
     want = dense(*leaves, None)
     want = want.detach(), *torch.autograd.grad(want, leaves, do.double())
     for kernel in kernels:
-        found = by_pieces(style, kernel, 4, *(x.to(device) for x in (q, k, v, do)), CAUSAL)
+        found = by_pieces(style, kernel, 4, *(x.to(device) for x in (q, k, v, do)))
         for ours, exact in zip(found, want):
             bound = 1e-5 if dtype == torch.float32 else 2e-2
             assert (ours.double().cpu() - exact).abs().max() < bound * exact.abs().max()
@@ -334,7 +339,7 @@ def exact(dtype=torch.float64, scale=1.0, documents=None, window=0, seq=S) -> li
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 100.0, 1000.0])  # the last: exp of a difference overflows
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", CP_STYLES)
 def test_attention_by_blocks_equals_attention_at_once(pool, style, kernel, scale, documents):
     """Result and each gradient to 1e-10, on 2, 3 and 4 ranks. With documents, some blocks show some rows nothing."""
     equal_at_once(pool, style, kernel, documents=documents, scale=scale)
@@ -343,7 +348,7 @@ def test_attention_by_blocks_equals_attention_at_once(pool, style, kernel, scale
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("window", [1, 9, 20])
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", CP_STYLES)
 def test_attention_in_a_window_by_blocks_equals_attention_at_once(pool, style, kernel, window, documents):
     equal_at_once(pool, style, kernel, documents=documents, window=window)
 
@@ -367,7 +372,7 @@ def by_blocks(pool, style: str, c: int) -> list[list[tuple]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", CP_STYLES)
 def test_attention_of_eight_ranks_equals_attention_at_once(pool, style):
     for kernel, how in CASES:
         equal_at_once(pool, style, kernel, (8,), **how)
@@ -382,7 +387,7 @@ def equal_at_once(pool, style: str, kernel: str, counts: tuple[int, ...] = (2, 3
             assert error < 1e-10, f"{name} on {c} ranks is {error:.1e} off"
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", CP_STYLES)
 def test_packed_documents_are_like_separate_ones(pool, style):
     documents = torch.tensor([[0] * 11 + [1] * 30 + [2] * 7] * B)
     got = put_together(pool.run(4, "test_cp:attended", style=style, kernel="sdpa", documents=documents))
@@ -437,7 +442,7 @@ def test_errors_in_bf16_stay_those_of_one_rank(pool):
     """Relative error of o, dq, dk, dv against fp64. Blocks are rounded to bf16 before they are merged in fp32."""
     seq, wants, errors = 256, exact(torch.bfloat16, seq=256), {}
     for c in (1, 2, 4):
-        for style in STYLES if c > 1 else ("ulysses",):
+        for style in CP_STYLES if c > 1 else ("ulysses",):
             results = pool.run(c, "test_cp:attended", style=style, kernel="sdpa", dtype=torch.bfloat16, seq=seq)
             errors[style, c] = [((have.double() - want).norm() / want.norm()).item()
                                 for have, want in zip(put_together(results, seq), wants)]
@@ -477,7 +482,7 @@ def test_what_blocks_add_up_to_is_rounded_to_bf16_once(pool, style):
 
 def metered(style: str, seq: int = S, dtype: torch.dtype = torch.float32) -> dict:
     group, c = dist.group.WORLD, dist.get_world_size()
-    mine = cp.own_positions(seq, c, dist.get_rank())
+    mine = own_positions(seq, c, dist.get_rank())
     q, k, v, do = (x[:, :, mine].contiguous() for x in inputs(dtype, seq=seq))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     meter, out = Meter(), {}
@@ -499,7 +504,7 @@ def metered(style: str, seq: int = S, dtype: torch.dtype = torch.float32) -> dic
 
 
 @pytest.mark.parametrize("c, dtype", [(2, torch.bfloat16), (4, torch.float32), *slow((8, torch.float32))])
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", CP_STYLES)
 def test_bytes_sent_are_those_of_the_table(pool, style, c, dtype):
     """Block by block, gradients of keys and values are summed, and so sent, in fp32."""
     s, e = B * S // c, dtype.itemsize
@@ -550,7 +555,7 @@ def order_of_events(style: str) -> list[str]:
             return function(*args, **how)
         return call
 
-    mine = cp.own_positions(S, dist.get_world_size(), dist.get_rank())
+    mine = own_positions(S, dist.get_world_size(), dist.get_rank())
     q, k, v, do = (x[:, :, mine] for x in inputs(torch.float64))
     kernel = SDPA._replace(forward=logged(SDPA.forward, "forward"), backward=logged(SDPA.backward, "backward"))
     attend = context_parallel(dist.group.WORLD, style, S, CAUSAL, kernel)
@@ -562,7 +567,7 @@ def order_of_events(style: str) -> list[str]:
 
 def test_own_keys_are_used_while_all_are_gathered(pool):
     for rank, seen in enumerate(pool.run(3, "test_cp:order_of_events", style="allgather")):
-        rest = (2, 3, 2)[rank]  # blocks of gathered keys
+        rest = (1, 3, 2)[rank]  # blocks of gathered keys
         assert seen == [event for kind in ("forward", "backward")
                         for event in ("send", "send", kind, "wait", "wait", *[kind] * rest)]
 
@@ -574,7 +579,7 @@ def test_documents_of_a_long_sequence_take_the_host_no_time():
     for style in BLOCK_STYLES:
         began = time.process_time()
         for i in range(c):
-            cp.visible_blocks(STYLES[style], seq, c, i, Mask(documents=(documents, documents)))
+            cp.visible_blocks(SOURCES[style], seq, c, i, Mask(documents=(documents, documents)))
         assert (time.process_time() - began) / c < 0.05
 
 
@@ -594,12 +599,14 @@ def test_documents_are_read_on_the_host_alone(style, monkeypatch):
     batch = MicroBatch(documents, documents, documents, documents).to(torch.device("meta"), documents=False)
     assert batch.tokens.is_meta and batch.positions.is_meta and torch.equal(batch.documents, documents)
     monkeypatch.setattr(cp, "to_device", lambda x, device: x.as_subclass(OnDevice))
-    steps = cp.visible_blocks(STYLES[style], S, 4, 1, Mask(documents=(documents, documents)))
+    steps = cp.visible_blocks(SOURCES[style], S, 4, 1, Mask(documents=(documents, documents)))
     assert all(isinstance(x, OnDevice) for blocks in steps for block in blocks for x in block.mask.documents)
 
 
 def test_keys_are_sent_while_those_before_them_are_used(pool):
-    forward = ["send", "forward", "wait"] * 2 + ["forward"]
-    backward = ["send", "backward", "wait", "send", "backward", "send", "wait", "backward", "wait", "send", "wait"]
-    for seen in pool.run(3, "test_cp:order_of_events", style="ring"):
+    """Both chunks of queries see keys of an earlier rank, one those of a later rank; each is a block."""
+    for (a, b), seen in zip(((1, 1), (2, 1), (2, 2)), pool.run(3, "test_cp:order_of_events", style="ring")):
+        forward = ["send", "forward", "wait", "send", *["forward"] * a, "wait", *["forward"] * b]
+        backward = ["send", "backward", "wait", "send", *["backward"] * a, "send", "wait", *["backward"] * b, "wait",
+                    "send", "wait"]
         assert seen == forward + backward

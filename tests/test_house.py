@@ -65,7 +65,7 @@ bench.__init__ learn.__init__ plan.__init__ run.__init__
 # These numbers only fall. A commit that needs more raises one here, and lowers another.
 LINES = {  # of a root file: the most lines in all, of its docstring, and of its demo
     "train": (257, 15, 0), "model": (330, 17, 27), "dp": (235, 32, 58), "zero": (557, 37, 45), "tp": (440, 31, 21),
-    "cp": (454, 54, 19), "pp": (179, 29, 17), "ep": (599, 59, 60), "fp8": (329, 29, 23), "kernels": (420, 22, 0),
+    "cp": (320, 26, 14), "pp": (179, 29, 17), "ep": (599, 59, 60), "fp8": (329, 29, 23), "kernels": (420, 22, 0),
     "schedules": (299, 28, 0), "recompute": (307, 38, 27), "operations": (405, 14, 0), "flash": (464, 48, 26),
     "param": (325, 26, 0), "collectives": (548, 22, 0), "config": (753, 14, 0)}
 FOLDER_LINES = dict(bench=1833, learn=1691, plan=2776, run=4040)

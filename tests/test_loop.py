@@ -191,11 +191,11 @@ def waits(flags: str) -> list[int]:
     def on_host(*args):  # documents of context parallel ranks have never left the host
         entered, inside[:] = inside[:], []
         try:
-            return clip(*args)
+            return find(*args)
         finally:
             inside[:] = entered
 
-    begin, clip = job.Run.begin_step, cp.clip_to_documents
+    begin, find = job.Run.begin_step, cp.find_first_key
     with contextlib.ExitStack() as stack:
         for name in READS:
             stack.enter_context(patch.object(torch.Tensor, name, counted(getattr(torch.Tensor, name))))
@@ -203,7 +203,7 @@ def waits(flags: str) -> list[int]:
                             (train, "update_balance"), (job.Run, "end_step"), (job, "read_results")):
             stack.enter_context(patch.object(owner, name, entered(getattr(owner, name))))
         stack.enter_context(patch.object(job, "reads_late", lambda device: True))
-        stack.enter_context(patch.object(cp, "clip_to_documents", on_host))
+        stack.enter_context(patch.object(cp, "find_first_key", on_host))
         runs.run(f"{MODEL} --data {config.__file__} --vocab 257 --separator -1 --dtype bf16 --steps 6 "
                  f"--metrics /dev/null --global-batch 8 {flags}")
     return np.diff(found)[1:].tolist()
