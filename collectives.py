@@ -326,6 +326,40 @@ class CopyStreams:
             return stream.record_event()
 
 
+class HostRows:
+    """A matrix [slots, width] in the host's memory, whose rows are written and read as those of a tensor on the device
+    of `like`. Reading a row starts to fetch the one that was written before it, which is to be read next."""
+
+    def __init__(self, slots: int, width: int, like: torch.Tensor):
+        self.copies = CopyStreams(like.device)
+        self.rows = self.copies.zeros((slots, width), like.dtype)
+        self.on_device = list(like.new_empty(2, width))  # one is used while the next one is fetched
+        self.saved: dict[int, Copied] = {}  # slot -> the copy to the host
+        self.fetched: dict[int, tuple[torch.Tensor, Copied]] = {}
+        self.before: dict[int, int | None] = {}  # slot -> the one written before it, None for the first of a forward
+        self.last: int | None = None  # written; to be set to None where a forward begins
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __setitem__(self, slot: int, row: torch.Tensor) -> None:
+        self.saved[slot] = self.copies.start(self.rows[slot], row)
+        self.before[slot], self.last = self.last, slot
+
+    def __getitem__(self, slot: int) -> torch.Tensor:
+        self.fetch(slot)
+        row, copied = self.fetched.pop(slot)
+        copied.wait()
+        self.fetch(self.before[slot])
+        return row
+
+    def fetch(self, slot: int | None) -> None:
+        if slot is not None and slot not in self.fetched:
+            target = self.on_device.pop(0)
+            self.on_device.append(target)  # they take turns
+            self.fetched[slot] = target, self.copies.start(target, self.rows[slot], after=self.saved[slot])
+
+
 # ---- collectives that return a new tensor ----------------------------------------------------------------------------
 
 def sum_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:

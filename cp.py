@@ -39,7 +39,7 @@ from collectives import AllToAll__AllToAll, Group, Pending, all_gather, done, re
 from config import padded_length
 from operations import ALL, CAUSAL, MATH, SDPA, AttentionKernel, Mask
 from param import IGNORED, acc_dtype
-from recompute import cheap
+from recompute import Checkpoint
 
 # ---- which tokens a rank has ----------------------------------------------------------------------------------------
 
@@ -264,19 +264,20 @@ def ulysses(q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor], grou
 
 def attention_by_window(windows: Iterable[int], tokens: Tensor, documents: Tensor | None, *, kernel: str, head_dim: int,
                         dtype: torch.dtype, group: Group = None, style: str = "allgather",
-                        earlier: int = 0) -> dict[int, Callable[..., Tensor]]:
+                        earlier: int = 0, recompute: bool = False) -> dict[int, Callable[..., Tensor]]:
     """Attention of this rank's tokens [B, s] for the layers of each window (0: none), made once per forward: functions
     of q [B, N, s, D], and k and v [B, K, s, D], of that dtype.
 
     documents: [B, S], of whole sequences, in the host's memory if `group` has several ranks. kernel: of --attention.
-    earlier: tokens before these, whose keys and values are cached as far as the window reaches.
+    earlier: tokens before these, whose keys and values are cached as far as the window reaches. recompute: scores are
+    not saved, but computed again in backward.
     """
     out, seq = {}, tokens.shape[1] * size(group)
     for window in set(windows):
         cached = min(earlier, window - 1) if window else earlier
         mask = Mask(True, window, None if documents is None else (documents, documents), offset=cached)
         attention = choose_attention(kernel, mask, head_dim, tokens, dtype)
-        out[window] = context_parallel(group, style, seq, mask, attention, tokens.device)
+        out[window] = context_parallel(group, style, seq, mask, attention, tokens.device, recompute)
     return out
 
 
@@ -291,7 +292,7 @@ def choose_attention(kernel: str, mask: Mask, head_dim: int, like: Tensor, dtype
 
 
 def context_parallel(group: Group, style: str, seq: int, mask: Mask, attention: AttentionKernel,
-                     device: torch.device | str = "cpu") -> Callable[..., Tensor]:
+                     device: torch.device | str = "cpu", recompute: bool = False) -> Callable[..., Tensor]:
     """Attention of this rank's tokens. seq, mask: length and mask of whole sequences. style: of config.CP_STYLES."""
     if size(group) > 1 and style in SOURCES:
         steps = visible_blocks(SOURCES[style], seq, size(group), group.rank(), mask, device)
@@ -299,8 +300,8 @@ def context_parallel(group: Group, style: str, seq: int, mask: Mask, attention: 
     if mask.documents is not None:
         mask = mask._replace(documents=tuple(to_device(documents, device) for documents in mask.documents))
     attend = partial(attention.attend, mask=attention.prepare_mask(mask, seq, seq + mask.offset, device))
-    if attention.saves_scores:
-        attend = partial(cheap, attend)
+    if recompute and attention.saves_scores:
+        attend = partial(Checkpoint.apply, attend, None)
     return attend if size(group) == 1 else partial(ulysses, attend=attend, group=group)
 
 

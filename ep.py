@@ -73,7 +73,7 @@ from collectives import Group, all_reduce, all_to_all, exchange_rows, rank, run_
 from config import Model
 from operations import load_kernels, uses_kernels, weighted_swiglu
 from param import Spec, acc_dtype, accumulate_grad, accumulate_product, draw, parameter, shard_slice
-from recompute import cheap, decide_once, dropping_cheap, is_recomputing
+from recompute import Recompute, decide_once, is_recomputing
 
 # ---- records --------------------------------------------------------------------------------------------------------
 
@@ -159,8 +159,7 @@ class Router:
 
     def __call__(self, x: Tensor, info: RoutingInfo, group: Group) -> tuple[Route, Tensor]:
         """Where tokens [T, H] are sent, and their gates [T, k]. group: of expert parallelism."""
-        with dropping_cheap():
-            logits = RouterLogits.apply(x, self.weight)
+        logits = RouterLogits.apply(x, self.weight)
         scores = logits.softmax(-1) if self.model.router == "softmax" else logits.sigmoid()
         route = decide_once(lambda: self.route(scores.detach(), info, group))
         gates = scores.gather(-1, route.chosen)
@@ -486,11 +485,12 @@ class GroupedExperts(nn.Module):
         self.w_gate_up = make(gate_up)  # [e, 2F, H]
         self.w_down = make(down)  # [e, H, F]
 
-    def forward(self, rows: Tensor, gates: Tensor, route: Route) -> Tensor:
+    def forward(self, rows: Tensor, gates: Tensor, route: Route, recompute: Recompute = Recompute()) -> Tensor:
         gate_up = GroupedLinear.apply(rows, self.w_gate_up, self.mm, route, False)
-        hidden = cheap(weighted_swiglu, gate_up, gates)
-        with dropping_cheap():
-            return GroupedLinear.apply(hidden, self.w_down, self.mm, route, is_recomputing())
+        hidden = weighted_swiglu(gate_up, gates)
+        y = GroupedLinear.apply(hidden, self.w_down, self.mm, route, is_recomputing())
+        recompute.drop(hidden, y, weighted_swiglu, gate_up, gates)
+        return y
 
 
 class GroupedLinear(Function):

@@ -27,7 +27,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from config import Model
 from param import Spec, acc_dtype, accumulate_grad
-from recompute import cheap, is_selective
 
 
 def load_kernels() -> ModuleType:
@@ -94,11 +93,7 @@ class RMSNorm(nn.Module):
         return RMSNormFunction.apply(x, None, self.weight, self.eps)[1]
 
     def branch(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(x, its norm), or with y (x + y, the norm of that): the residual stream, and what leaves it here. One fused
-        operation, or several where backward is to recompute the norm."""
-        if is_selective():
-            x = x if y is None else x + y
-            return x, cheap(self, x)
+        """(x, its norm), or with y (x + y, the norm of that): the residual stream, and what leaves it here."""
         return RMSNormFunction.apply(x, y, self.weight, self.eps)
 
 

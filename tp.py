@@ -72,7 +72,6 @@ from param import (
     stacked_weight,
     start_weight_grad,
 )
-from recompute import dropping_cheap
 
 MakeParameter = Callable[[Spec], nn.Parameter]  # makes this rank's shard of a parameter
 
@@ -110,6 +109,21 @@ class TensorParallel(NamedTuple):
         total = terms.new_empty(len(terms) // self.size, *terms.shape[1:])
         return reduce_scatter(total, terms, self.group, async_op=True)
 
+    # Experts see every token once, without sequence parallelism, too.
+
+    def split(self, x: Tensor) -> Tensor:
+        """This rank's shard of the tokens: x itself with sequence parallelism; else [T, H] -> about [T/t, H]."""
+        if self.sequence or self.size == 1:
+            return x
+        return Identity__AllReduce.apply(x, self.group)[shard_slice(len(x), self.size, rank(self.group))]
+
+    def merge(self, y: Tensor, count: int) -> Tensor:
+        """The inverse of split. count: tokens of the x that was split."""
+        if self.sequence or self.size == 1:
+            return y
+        shard = shard_slice(count, self.size, rank(self.group))
+        return AllReduce__Identity.apply(pad(y, (0, 0, shard.start, count - shard.stop)), self.group)
+
 
 # ---- linear layers --------------------------------------------------------------------------------------------------
 # A split backward (zero-bubble pipelines) computes dX first, weight gradients later. In between only shards of X and dZ
@@ -142,14 +156,12 @@ def column(x: Tensor, *weights: nn.Parameter, tp: TensorParallel, mm: Matmul = M
     """Column parallel linear layer: [T/t, H] -> [T, R/t]. Weights that have the same input (queries, keys, values)
     share one gather, one matmul and one dX. defer: in a split backward, weight gradients are computed in its second
     half."""
-    with dropping_cheap():
-        return Column.apply(x, tp, mm, defer, *weights)
+    return Column.apply(x, tp, mm, defer, *weights)
 
 
 def row(x: Tensor, weight: nn.Parameter, tp: TensorParallel, mm: Matmul = MATMUL, skip: bool = False) -> Tensor:
     """Row parallel linear layer: [T, C/t] -> [T/t, H]. skip: nobody reads the result; return a placeholder."""
-    with dropping_cheap():
-        return Row.apply(x, tp, mm, skip, weight)
+    return Row.apply(x, tp, mm, skip, weight)
 
 
 class Column(Function):
@@ -324,22 +336,7 @@ class VocabParallelHead(nn.Module):
         return logits if labels is None else cross_entropy(logits, labels, **loss_options)
 
 
-# ---- tokens for experts and for the fused head ----------------------------------------------------------------------
-
-def split_tokens(x: Tensor, tp: TensorParallel) -> Tensor:
-    """This rank's shard of the tokens: x itself with sequence parallelism; else [T, H] -> about [T/t, H]."""
-    if tp.sequence or tp.size == 1:
-        return x
-    return Identity__AllReduce.apply(x, tp.group)[shard_slice(len(x), tp.size, rank(tp.group))]
-
-
-def merge_tokens(y: Tensor, count: int, tp: TensorParallel) -> Tensor:
-    """The inverse of split_tokens. count: tokens of the x that was split."""
-    if tp.sequence or tp.size == 1:
-        return y
-    shard = shard_slice(count, tp.size, rank(tp.group))
-    return AllReduce__Identity.apply(pad(y, (0, 0, shard.start, count - shard.stop)), tp.group)
-
+# ---- tokens for the fused head --------------------------------------------------------------------------------------
 
 def gather_tokens(x: Tensor, tp: TensorParallel) -> Tensor:
     """[T/t, H] -> [T, H]: all tokens on every rank. Each rank uses them differently, so their gradients are summed."""

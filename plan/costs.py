@@ -360,7 +360,7 @@ def attention_half(model: Model, layer: int, seq: int, options: LayerOptions) ->
     activations = dict(
         input=Activation(H * e, "full", "sp"),
         attention_norm=Activation(H * e, "none", "sp"),
-        attention_norm_statistic=Activation(acc, "none", "sp"),
+        attention_norm_statistic=Activation(acc, "selective", "sp"),
         qkv=Activation(qkv, "selective", "tp", 2 * H * (q + 2 * kv)),
         attention=Activation(q * e, "selective", "tp", 0 if math else scores_flops),
         residual=Activation(H * e, "selective", "sp", 2 * q * H))
@@ -377,7 +377,7 @@ def ffn_half(model: Model, options: LayerOptions) -> Layer:
     e, acc = options.element, acc_bytes(options.element)
     return dict(
         ffn_norm=Activation(H * e, "none", "sp"),
-        ffn_norm_statistic=Activation(acc, "none", "sp"),
+        ffn_norm_statistic=Activation(acc, "selective", "sp"),
         gate_up=Activation(2 * F * e, "selective", "tp", 4 * H * F),
         swiglu=Activation(F * e, "none", "tp"),
         output=Activation(0, "full", "sp", 2 * F * H))
@@ -396,7 +396,7 @@ def experts_half(model: Model, options: LayerOptions) -> Layer:
     gates = k + model.router_norm * (k + 1) + options.aux * (model.router == "sigmoid") + 2 * options.router_z
     activations = dict(
         ffn_norm=Activation(H * e, "none", "sp"),
-        ffn_norm_statistic=Activation(acc, "none", "sp"),
+        ffn_norm_statistic=Activation(acc, "selective", "sp"),
         router_scores=Activation(router_scores * E * acc, "selective", "tp", 2 * H * E),
         gates=Activation(gates * acc, "selective", "tp"),
         route=Activation(24 * k + 8 + (24 * sent if sent else 0), "full", "tp"),
@@ -430,9 +430,10 @@ def latent_attention_half(hidden: int, heads: int, seq: int, element: int, q_ran
     return dict(
         input=Activation(H * e, "full", "sp"),
         attention_norm=Activation(H * e, "none", "sp"),
-        attention_norm_statistic=Activation(acc, "none", "sp"),
+        attention_norm_statistic=Activation(acc, "selective", "sp"),
         narrow=Activation(narrow * e, "selective", "sp", 2 * H * narrow),
-        narrow_norms=Activation((q_rank + kv_rank) * e + 2 * acc, "none", "sp"),
+        narrow_norms=Activation((q_rank + kv_rank) * e, "none", "sp"),
+        narrow_norms_statistics=Activation(2 * acc, "selective", "sp"),
         qkv=Activation((2 * qk + heads * width) * e, "selective", "tp", 2 * q_rank * qk + 4 * kv_rank * heads * width),
         attention=Activation(heads * width * e, "selective", "tp", 2 * seq * heads * (2 * width + rotated)),
         logsumexp=Activation(heads * acc, "selective", "tp"),

@@ -95,7 +95,7 @@ def activation_bytes(settings: Config, element: int, stages: Collection[Iterable
         per_token -= max(0, in_flight * max(map(len, stages)) - 2) * model.hidden * element / tp
     if has_head:
         losses = in_flight // grid.chunks if grid.schedule == "afab" else 1  # of these logits are saved
-        norm = model.hidden * element if recompute == "selective" else 2 * model.hidden * element + acc
+        norm = model.hidden * element * (1 if recompute == "selective" else 2) + acc
         logits = -(-model.vocab // tp) * element + 3 * acc
         indices = 2 * 9  # per token: its index in the table and its label's in the vocabulary, each with a mask
         per_token += losses * (norm / (tp if sp else 1) + logits + indices)

@@ -1,8 +1,9 @@
 """What a step really does, counted at every operation that torch dispatches: live bytes, matmul FLOPs, collectives.
 
 The code that is measured needs no changes. A storage counts from the operation that returned it until nothing refers to
-it any more, autograd included, with its size at that moment (a storage can be emptied and refilled). Fake tensors count
-as if they were real (run/dryrun.py), if the mode that makes them is active where the meter is entered.
+it any more, autograd included, with its size at that moment; its `resize_`, which empties and refills it, is watched as
+well. Fake tensors count as if they were real (run/dryrun.py), if the mode that makes them is active where the meter is
+entered.
 
     meter = Meter()
     meter.label("weights", *model.parameters())       storages that exist already, under a label of your choice
@@ -79,8 +80,7 @@ class Meter(TorchDispatchMode):
         self.kind = "other"  # the label of what operations bring from now on
         self.sizes: dict[int, str] = {}
         self.alive: dict[int, tuple[weakref.ref, Storage]] = {}  # by the id of the storage
-        self.given: dict[int, weakref.ref] = {}  # those that no operation made, which may be resized at any time
-        self.bytes_of: Counter[str] = Counter()  # alive now, by label, apart from resizes since the last operation
+        self.bytes_of: Counter[str] = Counter()  # alive now, by label
         self.peak: Counter[str] = Counter()  # the most bytes alive at any moment, by label
         self.window_peak = 0  # the most since restart_window
         self.changes: list[Change] = []  # in order; what was alive at a moment follows from those before it
@@ -97,7 +97,20 @@ class Meter(TorchDispatchMode):
 
     def __enter__(self):
         self.sees_fake = active_fake_mode() is not None
+        resize = self.resize_before = torch.UntypedStorage.resize_
+
+        def resize_and_count(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+            resize(storage, nbytes)
+            if id(storage) in self.alive:
+                self.resize(self.alive[id(storage)][1], nbytes)
+            return storage
+
+        torch.UntypedStorage.resize_ = resize_and_count
         return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.UntypedStorage.resize_ = self.resize_before
+        return super().__exit__(*error)
 
     def label(self, kind: str, *tensors: torch.Tensor) -> None:
         for tensor in tensors:
@@ -113,13 +126,10 @@ class Meter(TorchDispatchMode):
         number = id(storage)
         reference = weakref.ref(storage, lambda _: self.remove(number))
         self.alive[number] = reference, entry
-        if entry.made_by is None:
-            self.given[number] = reference
         self.resize(entry, storage.nbytes())
 
     def remove(self, number: int) -> None:
         _, entry = self.alive.pop(number)
-        self.given.pop(number, None)
         self.resize(entry, 0)
 
     def resize(self, entry: Storage, nbytes: int) -> None:
@@ -131,10 +141,6 @@ class Meter(TorchDispatchMode):
 
     def live(self) -> Counter[str]:
         """Bytes alive now, by label."""
-        for number, reference in list(self.given.items()):
-            storage = reference()  # None if another thread has freed it meanwhile: then it is no longer in `alive`
-            if storage is not None and (nbytes := storage.nbytes()) != self.alive[number][1].nbytes:
-                self.resize(self.alive[number][1], nbytes)
         return self.bytes_of.copy()
 
     def restart_window(self) -> int:

@@ -18,7 +18,6 @@ import collectives
 import config
 import cp
 import operations
-import recompute
 from config import CP_STYLES, padded_length
 from cp import SOURCES, context_parallel
 from operations import CAUSAL, MATH, SDPA, AttentionKernel, Mask, cudnn_backward, cudnn_forward
@@ -307,12 +306,11 @@ def test_auto_takes_our_kernel_where_torchs_would_read_a_mask(kernel, mask, D, d
 @pytest.mark.parametrize("selects", [False, True])
 def test_selective_recomputation_saves_no_scores_of_plain_attention(selects):
     saved, (q, k, v, do) = [], (x.requires_grad_() for x in inputs(torch.float64))
-    attend = context_parallel(None, "allgather", S, CAUSAL, MATH)
+    attend = context_parallel(None, "allgather", S, CAUSAL, MATH, recompute=selects)
     save = torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape[-2:]) or x, lambda x: x)
-    with recompute.selective(selects), recompute.dropping_cheap():
-        with save:
-            o = attend(q, k, v)
-        o.backward(do)
+    with save:
+        o = attend(q, k, v)
+    o.backward(do)
     assert ((S, S) in saved) != selects
     for grad, want in zip((q.grad, k.grad, v.grad), exact()[1:]):
         assert (grad - want).abs().max() < 1e-10

@@ -28,7 +28,7 @@ from model import ForwardContext, MixtureOfExperts
 from operations import RMSNorm
 from param import draw, parameter, shard_slice
 from plan import costs
-from recompute import Recompute, cheap, is_recomputing, selective
+from recompute import Recompute, is_recomputing
 from test_grids import DEEPSEEK, compare, truth
 from tp import TensorParallel
 
@@ -46,7 +46,7 @@ def settings_of(flags: str) -> config.Config:
 def make_layer(settings: config.Config, group, dtype=torch.float64) -> MixtureOfExperts:
     optim, groups = settings.optim, {"ep": group, "edp": None}
     balance = ep.Balance(optim.aux_loss, optim.aux_over, optim.router_z_loss, optim.bias_rate)
-    layer = MixtureOfExperts(0, settings.model, partial(parameter, groups=groups, dtype=dtype), group, balance)
+    layer = MixtureOfExperts(0, settings.model, partial(parameter, groups=groups, dtype=dtype), groups, balance)
     for weight in layer.parameters():
         weight.data = weights_of(settings)[weight.spec.name][weight.box].to(dtype)
     return layer
@@ -55,7 +55,7 @@ def make_layer(settings: config.Config, group, dtype=torch.float64) -> MixtureOf
 def weights_of(settings: config.Config) -> dict[str, torch.Tensor]:
     """Expert 2 is chosen by nobody (feature 0 is always 1), and tokens of the second sequence all by expert 5."""
     make = partial(parameter, groups={}, dtype=torch.float64)
-    layer = MixtureOfExperts(0, settings.model, make, None, ep.Balance())
+    layer = MixtureOfExperts(0, settings.model, make, {}, ep.Balance())
     weights = {w.spec.name: 10 * draw(0)(w.spec, w.box).double() for w in layer.parameters()}
     weights["layers.0.router"][2, 0] = -30
     weights["layers.0.router"][5, 1] = 6
@@ -69,9 +69,9 @@ def inputs(width: int = 16) -> torch.Tensor:
     return x
 
 
-def run_layer(layer: MixtureOfExperts, x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+def run_layer(layer: MixtureOfExperts, x: torch.Tensor, number: torch.Tensor, mode: str = "none") -> torch.Tensor:
     tokens = ep.RoutingInfo(number, B, (layer.ep_group,), aux_loss_scale=1 / B)
-    return layer(x, ForwardContext(TensorParallel(), S, None, {}, Recompute("none"), tokens))
+    return layer(x, ForwardContext(TensorParallel(), S, None, {}, Recompute(mode), tokens))
 
 
 def on_ranks(kind: str) -> dict:
@@ -465,7 +465,7 @@ def test_a_layer_runs_on_fake_tensors():
     settings, bf16 = settings_of(KINDS["sigmoid"] + " --expert-ffn 16"), torch.bfloat16
     with FakeTensorMode():
         make = partial(parameter, groups={}, dtype=bf16)
-        layer = MixtureOfExperts(0, settings.model, make, None, ep.Balance())
+        layer = MixtureOfExperts(0, settings.model, make, {}, ep.Balance())
         for weight in layer.parameters():
             weight.data = torch.empty(weight.shape, dtype=bf16)
         y = run_layer(layer, torch.randn(48, 16, dtype=bf16, requires_grad=True), torch.arange(48) // 6)
@@ -618,13 +618,14 @@ def test_a_group_is_as_good_as_its_two_best_experts_or_its_only_one():
 def test_selective_recomputation_changes_no_bit():
     """What it saves of a layer, tests/test_recompute.py says."""
     settings, grads = settings_of(KINDS["sigmoid"]), []
-    for on in (False, True):
+    for mode in ("none", "selective"):
         layer, norm = make_layer(settings, None), RMSNorm(partial(parameter, groups={}, dtype=torch.float64), "n", 16,
                                                           1e-5, {})
         norm.weight.data = torch.ones(16, dtype=torch.float64)
         x = inputs().flatten(0, 1).requires_grad_()
-        with selective(on):
-            y = run_layer(layer, cheap(norm, x), torch.arange(B).repeat_interleave(S))
+        h = norm(x)
+        y = run_layer(layer, h, torch.arange(B).repeat_interleave(S), mode)
+        Recompute(mode).drop(h, y, norm, x)
         y.square().sum().backward()
         grads.append([x.grad, norm.weight.grad, *(weight.grad for weight in layer.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*grads))

@@ -37,7 +37,7 @@ import train
 from fp8 import BLOCK, E4M3, E5M2, RECIPES, SMALLEST, Fp8, Fp8Experts, Quantised, dequantise, quantise, to_fp8
 from param import Spec, draw, parameter, shard_slice
 from plan.memory import activation_bytes
-from recompute import cheap, selective
+from recompute import Recompute
 from run import device
 from run.data import open_samples
 from run.meter import Meter
@@ -300,12 +300,17 @@ def pair(name: str, T: int, sequence: bool, recompute: bool) -> tuple[list[bool]
     c.data = whole_c[:, columns].clone()
     x, up = normal(T, H, seed=1), normal(T, H, seed=2) * torch.logspace(0, -6, T, 2).double()[:, None]
     part = shard_slice(T, n, me) if sequence else slice(None)
+    drop = Recompute("selective" if recompute else "none").drop
 
     def run(mm: tp.Matmul, split: bool = False):
         a.grad = b.grad = c.grad = None
         mine = x[part].clone().requires_grad_()
-        with selective(recompute):
-            y = tp.row(cheap(act, tp.column(cheap(act, mine), a, b, tp=how, mm=mm)), c, how, mm)
+        h = act(mine)
+        ab = tp.column(h, a, b, tp=how, mm=mm)
+        drop(h, ab, act, mine)
+        hidden = act(ab)
+        y = tp.row(hidden, c, how, mm)
+        drop(hidden, y, act, ab)
         if split:
             param.backward_input((0, 0), y, up[part])
             param.backward_weight((0, 0))

@@ -38,7 +38,7 @@ def test_rms_norm(shape, monkeypatch):
 
 @pytest.mark.parametrize("kernel", [False, True])
 def test_a_residual_stream_has_the_bits_of_separate_operations(monkeypatch, kernel):
-    """In 16 bits, forward and backward. So selective recomputation, which separates them, changes no bit."""
+    """In 16 bits, forward and backward. So a norm that backward makes again, without the sum, has the same bits."""
     monkeypatch.setattr(operations, "uses_kernels", lambda x: kernel)
     found, derivatives = [], [numbers(7, 40, seed=seed, dtype=torch.float16) for seed in (3, 4, 5)]
     norm = SimpleNamespace(eps=1e-5)

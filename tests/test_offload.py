@@ -116,7 +116,7 @@ class LateCopies(collectives.CopyStreams):
 @pytest.fixture
 def events(monkeypatch) -> list[str]:
     monkeypatch.setattr(LateCopies, "events", [])
-    for module in (recompute, zero):
+    for module in (collectives, zero):
         monkeypatch.setattr(module, "CopyStreams", LateCopies)
     return LateCopies.events
 
@@ -185,9 +185,8 @@ def test_checkpoints_return_one_block_ahead(events):
     """The input of the block before is fetched before a block runs again, and waited for only when its turn comes."""
     recomputing, x = recompute.Recompute("full", slots=3, offload=True), torch.ones(1, requires_grad=True)
     y = x
-    with recomputing.scope():
-        for factor in (2, 3, 5):
-            y = recomputing(lambda x, factor=factor: (events.append(f"times {factor}"), x * factor)[1], y)
+    for factor in (2, 3, 5):
+        y = recomputing(lambda x, factor=factor: (events.append(f"times {factor}"), x * factor)[1], y)
     y.backward()
     assert x.grad == 30 and events == [
         "save 1", "times 2", "save 2", "times 3", "save 6", "times 5",
@@ -200,8 +199,8 @@ def test_two_micro_batches_fetch_their_own_checkpoints(events):
     recomputing = recompute.Recompute("full", slots=4, offload=True)
     inputs, outputs = [torch.full((1,), float(value), requires_grad=True) for value in (1, 10)], []
     for x in inputs:
-        with recomputing.scope():
-            outputs.append(recomputing(lambda x: x * x, recomputing(lambda x: x * 2, x)))
+        recomputing.start_forward()
+        outputs.append(recomputing(lambda x: x * x, recomputing(lambda x: x * 2, x)))
     for y in outputs:
         y.backward()
     assert [x.grad.item() for x in inputs] == [8, 80]

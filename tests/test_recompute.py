@@ -19,16 +19,7 @@ from param import Spec, draw, parameter
 from plan import costs
 from plan.costs import RECOMPUTE, experts_half, forward_flops, gpt_layer, recomputed_flops, saved_bytes
 from plan.memory import layer_options
-from recompute import (
-    CheckpointArena,
-    Recompute,
-    cheap,
-    decide_once,
-    dropping_cheap,
-    is_recomputing,
-    is_selective,
-    selective,
-)
+from recompute import CheckpointArena, Recompute, decide_once, is_recomputing
 from run.meter import Meter
 from tp import TensorParallel, column, row
 
@@ -131,15 +122,14 @@ def test_a_block_that_fails_leaves_nothing_switched_on(run):
     x, seen = torch.ones(3, requires_grad=True), []
 
     def block(x):
-        seen.append((is_recomputing(), is_selective()))
+        seen.append(is_recomputing())
         if len(seen) == run:
             raise ValueError("fails")
         return x * decide_once(lambda: 2)
 
-    with pytest.raises(ValueError, match="fails"), selective():
+    with pytest.raises(ValueError, match="fails"):
         Recompute("full")(block, x).sum().backward()
-    assert seen == [(False, True), (True, True)][:run]
-    assert not is_recomputing() and not is_selective()
+    assert seen == [False, True][:run] and not is_recomputing()
     Recompute("full")(block, x).sum().backward()
     assert x.grad.tolist() == [2, 2, 2] and [decide_once(lambda i=i: i) for i in range(2)] == [0, 1]
 
@@ -252,41 +242,56 @@ def test_a_gpt_layer_keeps_what_the_paper_says():
     assert flops == 3 * b * s * forward_flops(parts)
 
 
-def test_of_empty_tensors_only_the_cheap_one_is_dropped():
-    """A rank's experts may get no token, and all empty tensors have the same address."""
-    x = torch.zeros(0, 3, requires_grad=True)
-    with selective(), dropping_cheap():
-        y = cheap(lambda x: x * 2, x).where(torch.zeros(0, 3, dtype=torch.bool), 0)
+SELECTIVE = Recompute("selective")
+
+
+def test_a_result_without_elements_is_dropped():
+    """A rank's experts may get no token."""
+    x, a = torch.zeros(0, 3, requires_grad=True), torch.randn(3, 2, requires_grad=True)
+    y = (h := x.sigmoid()) @ a
+    SELECTIVE.drop(h, y, torch.sigmoid, x)
     y.sum().backward()
-    assert x.grad.shape == x.shape
+    assert x.grad.shape == x.shape and not a.grad.any()
 
 
-def test_inputs_of_a_cheap_function_need_no_gradient():
+def test_inputs_of_a_dropped_result_need_no_gradient():
     """Its weight still has one; and integers can have none."""
-    weight, x = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
-    with selective(), dropping_cheap():
-        y = cheap(lambda x: x * weight, torch.full((3,), 2.0))
-        z = cheap(lambda x, i: x[i], x, torch.tensor([0, 2]))
+    weight, x, a = (torch.ones(3, requires_grad=True) for _ in range(3))
+    constant, index = torch.full((3,), 2.0), torch.tensor([0, 2])
+    y = (h := constant * weight) * a
+    SELECTIVE.drop(h, y, lambda constant: constant * weight, constant)
+    z = (picked := x[index]) * a[:2]
+    SELECTIVE.drop(picked, z, lambda x, index: x[index], x, index)
     (y.sum() + z.sum()).backward()
-    assert weight.grad.tolist() == [2.0] * 3 and x.grad.tolist() == [1.0, 0.0, 1.0]
+    assert weight.grad.tolist() == [2.0] * 3 and x.grad.tolist() == [1.0, 0.0, 1.0] and a.grad.tolist() == [3, 3, 2]
 
 
-def test_a_cheap_result_is_recomputed_once_for_all_who_ask_and_freed_with_its_backward():
-    """Two layers read it, one of them through a view; the function itself saves only its input."""
+@pytest.mark.parametrize("mode, on", [("selective", False), ("none", True), ("full", True)])
+def test_nothing_is_dropped_in_other_modes_nor_where_no_backward_follows(mode, on):
+    x, a = torch.randn(4, 3, requires_grad=True), torch.randn(3, 2, requires_grad=True)
+    with torch.set_grad_enabled(on):
+        y = (h := x.tanh()) @ a
+    Recompute(mode).drop(h, y, torch.tanh, x)
+    assert torch.equal(h, x.tanh())
+
+
+def test_a_dropped_result_takes_no_memory_until_backward_refills_it_once_for_all_who_saved_it():
+    """Two layers read it, one of them through a view. When their backwards are over it is gone."""
     runs, meter = [], Meter()
 
     def function(x):
         runs.append(1)
-        return x.tanh()
+        return x.sigmoid()
 
     x, a, b = (torch.randn(shape, requires_grad=True) for shape in ((40, 30), (30, 20), (30, 20)))
-    want = torch.autograd.grad((x.tanh() @ a + x.tanh()[::2].repeat(2, 1) @ b).sum(), [x, a, b])
+    want = torch.autograd.grad((x.sigmoid() @ a + x.sigmoid()[::2].repeat(2, 1) @ b).sum(), [x, a, b])
     meter.label("inputs", x, a, b)
     with meter:
-        with selective(), dropping_cheap():
-            y = cheap(function, x)
-            loss = (y @ a + y[::2].repeat(2, 1) @ b).sum()
-            del y
+        h = function(x)
+        y = h @ a + h[::2].repeat(2, 1) @ b
+        SELECTIVE.drop(h, y, function, x)
+        loss = y.sum()
+        del h, y
         saved = meter.live()["other"] - loss.nbytes
         loss.backward()
         del loss
@@ -295,7 +300,7 @@ def test_a_cheap_result_is_recomputed_once_for_all_who_ask_and_freed_with_its_ba
     torch.testing.assert_close((x.grad, a.grad, b.grad), want)
 
 
-def test_a_view_of_a_cheap_result_is_recomputed_as_that_view():
+def test_views_of_a_dropped_result_are_refilled():
     """A part of it, transposed, as a matmul saves it, or all of it."""
     x, a = torch.randn(7, 6, requires_grad=True), torch.randn(4, 3, requires_grad=True)
 
@@ -303,24 +308,34 @@ def test_a_view_of_a_cheap_result_is_recomputed_as_that_view():
         return (y[2:6, 1:].t() @ a).square().sum() + (y.view(6, 7) @ y).square().sum() + (y @ y.t()).square().sum()
 
     want = torch.autograd.grad(loss(x.tanh()), [x, a])
-    with selective(), dropping_cheap():
-        got = loss(cheap(torch.tanh, x))
+    got = loss(h := x.tanh())
+    SELECTIVE.drop(h, got, torch.tanh, x)
     assert all(map(torch.equal, torch.autograd.grad(got, [x, a]), want))
 
 
-def test_cheap_results_die_as_backward_passes_their_layers():
-    """When backward reaches the first of 12 layers, the results recomputed for those behind it are gone."""
+def test_a_graph_that_is_kept_keeps_what_was_refilled():
+    x, a = torch.randn(4, 3, requires_grad=True), torch.randn(3, 2, requires_grad=True)
+    y = ((h := x.tanh()) @ a).square().sum()
+    SELECTIVE.drop(h, y, torch.tanh, x)
+    first, second = (torch.autograd.grad(y, [x, a], retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, second)) and first[0].any()
+
+
+def test_refilled_results_die_as_backward_passes_their_layers():
+    """When backward reaches the first of 12 layers, what was refilled for those behind it is gone, and so is what it
+    was made of, though the loss, and with it the graph, is still there."""
     meter, seen, size = Meter(), [], 64 * 64 * 4
     x, *weights = (torch.randn(64, 64, requires_grad=True) for _ in range(13))
     meter.label("inputs", x, *weights)
     x.register_hook(lambda grad: seen.append(meter.live()["other"]))
     with meter:
-        with selective(), dropping_cheap():
-            y = x
-            for weight in weights:
-                y = cheap(torch.tanh, y) @ weight
-            loss = y.sum()
-            del y
+        y = x
+        for weight in weights:
+            before, h = y, y.sigmoid()
+            y = h @ weight
+            SELECTIVE.drop(h, y, torch.sigmoid, before)
+        loss = y.sum()
+        del y, h, before
         loss.backward()
     assert seen[0] - 12 * size < 5 * size  # besides the weights' gradients
 
@@ -334,21 +349,24 @@ def test_a_mixture_of_experts_keeps_what_the_formula_says(mode, flags):
     settings = config.parse(f"--hidden 16 --heads 2 --kv-heads 2 --expert-ffn 24 --dtype fp32 {flags}".split())
     model, optim, S = settings.model, settings.optim, 20
     make, recompute = partial(parameter, groups={}, dtype=torch.float32), Recompute(mode)
-    layer = MixtureOfExperts(0, model, make, None, Balance(optim.aux_loss, optim.aux_over, optim.router_z_loss))
+    layer = MixtureOfExperts(0, model, make, {}, Balance(optim.aux_loss, optim.aux_over, optim.router_z_loss))
     norm = RMSNorm(make, "norm", 16, 1e-5, {})
     for param in (norm.weight, *layer.parameters()):
         param.data = draw(0)(param.spec, param.box)
     tokens = RoutingInfo(torch.arange(2).repeat_interleave(S), 2, aux_loss_scale=0.5)
     context = ForwardContext(TensorParallel(), S, None, {}, recompute, tokens)
 
-    def run(x):
-        with recompute.scope():
-            return recompute(lambda x: layer(cheap(norm, x), context._replace(recomputing=is_recomputing())), x)
+    def block(x):
+        h = norm(x)
+        y = layer(h, context)
+        recompute.drop(h, y, norm, x)
+        return y
 
     x = torch.randn(2 * S, 16, requires_grad=True)
     recompute.arena = CheckpointArena(1, x)  # the formula counts its memory as the layer's input
-    few = layer.router.bias, layer.router.load, layer.router.loss, tokens.sequence_ids, recompute.arena.shards
-    nbytes, flops = saved_and_flops(run, x, [norm.weight, *layer.parameters(), *few, recompute.arena.whole])
+    few = layer.router.bias, layer.router.load, layer.router.loss, tokens.sequence_ids
+    arena = recompute.arena.shards, recompute.arena.whole
+    nbytes, flops = saved_and_flops(partial(recompute, block), x, [norm.weight, *layer.parameters(), *few, *arena])
     made = experts_half(model, layer_options(settings, 4))
     coefficients = 3 * (model.experts + 1) * 4 if optim.aux_loss or optim.router_z_loss else 0
     constants = coefficients + 4 * model.experts  # the ends of the experts' rows
@@ -366,16 +384,20 @@ def test_tiny_latent_attention_keeps_what_the_formula_says(mode):
     for norm in norms:
         norm.weight.data = torch.ones(norm.weight.shape)
 
+    drop = Recompute(mode).drop
+
     def linear(x, which, *weights):
-        return column(cheap(norms[which], x), *weights, tp=tp)
+        h = norms[which](x)
+        y = column(h, *weights, tp=tp)
+        drop(h, y, norms[which], x)
+        return y
 
     def layer(x):
-        with selective(mode == "selective"):
-            q, kv = linear(x, 0, down).split(ranks, -1)
-            q, kv = linear(q, 1, up_q), linear(kv, 2, up_k, up_v)
-            q, k, v = (part.view(1, s, heads, width).transpose(1, 2) for part in (q, *kv.chunk(2, -1)))
-            o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            return x + row(o.transpose(1, 2).reshape(s, heads * width), wo, tp)
+        q, kv = linear(x, 0, down).split(ranks, -1)
+        q, kv = linear(q, 1, up_q), linear(kv, 2, up_k, up_v)
+        q, k, v = (part.view(1, s, heads, width).transpose(1, 2) for part in (q, *kv.chunk(2, -1)))
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + row(o.transpose(1, 2).reshape(s, heads * width), wo, tp)
 
     x = torch.randn(s, H, requires_grad=True)
     nbytes, flops = saved_and_flops(layer, x, [down, up_q, up_k, up_v, wo, *(norm.weight for norm in norms)])

@@ -27,7 +27,7 @@ from collectives import build_groups, rank, size
 from param import Spec, draw, local_box, parameter, shard_slice
 from plan.costs import LayerOptions, copies_per_token, llama_layer, recomputed_flops
 from plan.memory import activation_bytes
-from recompute import Recompute, cheap, selective
+from recompute import Recompute
 from run import dryrun
 from run.meter import Meter
 from run.sampling import gather_logits, sample
@@ -50,7 +50,7 @@ def weight(name: str, shape: tuple[int, int], dim: int, group) -> torch.nn.Param
 
 # ---- layers ---------------------------------------------------------------------------------------------------------
 
-def pair(sequence: bool, async_tp: bool, recompute: bool) -> dict[str, float]:
+def pair(sequence: bool, async_tp: bool, mode: str) -> dict[str, float]:
     """The largest relative errors of a column and row parallel pair against the dense computation."""
     group, T, H = dist.group.WORLD, 24, 10
     n, me = size(group), group.rank()
@@ -60,15 +60,17 @@ def pair(sequence: bool, async_tp: bool, recompute: bool) -> dict[str, float]:
     part = shard_slice(T, n, me) if sequence else slice(None)
 
     mine = x[part].clone().requires_grad_()
-    with selective(recompute):
-        ab = tp.column(cheap(act, mine), a, b, tp=how)
+    h = act(mine)
+    ab = tp.column(h, a, b, tp=how)
+    Recompute(mode).drop(h, ab, act, mine)
     whole_ab = torch.cat((weight("a", (48, H), 0, None), weight("b", (24, H), 0, None)))
     # The rank's rows of a and of b, side by side, meet the same columns of c.
     columns = torch.cat([torch.arange(48).view(n, -1)[me], 48 + torch.arange(24).view(n, -1)[me]])
     whole_c = weight("c", (H, 72), 1, None).detach()
     c.data = whole_c[:, columns].clone()
-    with selective(recompute):
-        y = tp.row(cheap(act, ab), c, how)
+    hidden = act(ab)
+    y = tp.row(hidden, c, how)
+    Recompute(mode).drop(hidden, y, act, ab)
     y.backward(up[part])
 
     dense = x.clone().requires_grad_()
@@ -83,9 +85,8 @@ def pair(sequence: bool, async_tp: bool, recompute: bool) -> dict[str, float]:
 @pytest.mark.parametrize("n", [1, 2, 3, *slow(4, 8)])
 @pytest.mark.parametrize("sequence, async_tp", [(False, False), (True, False), (True, True)])
 def test_a_pair_of_matrices_equals_the_dense_one(pool, n, sequence, async_tp):
-    for recompute in (False, True):
-        for errors in pool.run(n, "test_tp:pair", sequence=sequence and n > 1, async_tp=async_tp and n > 1,
-                               recompute=recompute):
+    for mode in ("none", "selective"):
+        for errors in pool.run(n, "test_tp:pair", sequence=sequence and n > 1, async_tp=async_tp and n > 1, mode=mode):
             assert max(errors.values()) < 1e-13, errors
 
 
@@ -206,21 +207,6 @@ def test_only_matrices_of_blocks_wait_for_the_second_half_of_a_split_backward():
         2 * 4 + 3 + 2 + 3)  # attention of two layers, a dense layer, experts, a shared expert
 
 
-def test_a_cheap_input_is_recomputed_while_the_gradient_of_the_output_is_gathered():
-    seen, matrix = [], weight("w", (10, 8), 1, None)
-
-    def act(x: torch.Tensor) -> torch.Tensor:
-        seen.append("act")
-        return x.tanh()
-
-    how = SimpleNamespace(async_tp=False, reduce=collectives.done, gather=lambda x: (
-        seen.append("gather"), SimpleNamespace(wait=lambda: (seen.append("gathered"), x)[1]))[1])
-    with selective():
-        y = tp.row(cheap(act, normal(4, 8).requires_grad_()), matrix, how)
-    y.sum().backward()
-    assert seen == ["act", "gather", "act", "gathered"]
-
-
 def test_every_message_of_a_column_parallel_backward_hides_under_a_matmul(pool):
     for seen in pool.run(2, "test_tp:events", split=False):
         start = seen.index("dX") - 1
@@ -258,8 +244,7 @@ def gathers_of_a_split_backward(mode: str) -> list[int]:
     group, recompute = dist.group.WORLD, Recompute(mode, 1, None)
     how = TensorParallel(group, sequence=True, save_gathered=mode == "full")
     x, a, b = normal(4, 10).requires_grad_(), weight("a", (8, 10), 0, group), weight("b", (10, 8), 1, group)
-    with recompute.scope():
-        z = recompute(lambda x: tp.row(tp.column(x, a, tp=how), b, how), x).sum()
+    z = recompute(lambda x: tp.row(tp.column(x, a, tp=how), b, how), x).sum()
     counts = []
     for half in (lambda: param.backward_input((0, 0), z, None), lambda: param.backward_weight((0, 0))):
         with Meter() as meter:
@@ -546,12 +531,10 @@ def test_no_rank_sees_a_row_of_logits(pool, n, flags):
 @pytest.mark.parametrize("n, flags", [(1, ""), (1, "--qk-norm"), (2, ""), (2, "--sp off"),
                                       (2, "--kv-heads 1 --qk-norm --sp off"), *slow((8, "--kv-heads 2"))])
 def test_a_rank_keeps_what_the_formula_says(pool, n, flags, recompute, attention):
-    """To the byte, as storages that live between forward and backward. But written-out attention's output for a rank's
-    only head is a view of what selective recomputation makes again."""
+    """To the byte, as storages that live between forward and backward."""
     flags = f"--tp {n} --vocab 320 --recompute {recompute} --attention {attention} {flags}"
-    again = 2 * 2 * 24 * 6 * 8 if (n, recompute, attention) == (8, "selective", "math") else 0
     for seen in pool.run(n, "test_tp:step", flags=flags):
-        assert seen["saved"] == seen["formula"] - again
+        assert seen["saved"] == seen["formula"]
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
