@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from collectives import Groups
 from config import Model
 from cp import attention_by_window
-from ep import Balance, GroupedExperts, Router, combine, dispatch, make_routing_info
+from ep import Balance, Combine, Dispatch, GroupedExperts, Router, make_routing_info
 from operations import RMSNorm, rotary_angles, rotate_and_split, swiglu
 from param import Spec, parameter
 from pp import Pipeline
@@ -136,9 +136,9 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:  # [T/t, H] -> [T/t, H]
         tokens = context.tp.split(x)
         route, gates = self.router(tokens, context.routing, self.ep_group)
-        receive = dispatch(tokens, gates, route)
+        dispatched = Dispatch(tokens, gates, route)
         shared = self.shared(x, context) if self.shared else None  # hides the dispatch
-        y = combine(self.experts(*receive(), route, context.recompute), route)
+        y = Combine.apply(self.experts(*dispatched.wait(), route, context.recompute), route)
         y = context.tp.merge(y, len(x))
         return y if shared is None else y + shared
 

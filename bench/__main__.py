@@ -58,7 +58,7 @@ from bench import growth as bench_growth
 from collectives import Group, Groups, build_groups, rank, size
 from config import CP_STYLES, need
 from cp import attention_by_window
-from ep import GroupedExperts, Router, combine, dispatch, make_routing_info
+from ep import Combine, Dispatch, GroupedExperts, Router, make_routing_info
 from model import Llama
 from param import Spec, draw, parameter
 from pp import Engine
@@ -379,7 +379,7 @@ def build_experts(how: str, group: Group) -> Step:
 
         def forward(x: Tensor) -> Tensor:
             route, gates = router(x, info, group)
-            return combine(layer(*dispatch(x, gates, route)(), route), route)
+            return Combine.apply(layer(*Dispatch(x, gates, route).wait(), route), route)
     else:
         from transformers import MixtralConfig
         from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock

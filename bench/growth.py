@@ -61,8 +61,8 @@ def pipeline_bytes(settings: config.Config) -> float:
 def expert_bytes(settings: config.Config) -> float:
     model, n = settings.model, settings.grid.ep
     copies = round(settings.batch.seq * costs.copies_per_token(model, n) / n) * (n - 1)  # of tokens, to other ranks
-    notes = 16 + 16  # with a copy its gates and experts, 8 k bytes; with its gradient those of gates, of 16 bytes 4 k
-    return model.layers * copies * (4 * ELEMENT * model.hidden + notes)
+    notes = 8 + 4  # times k: bytes of a copy's gates and experts, and of its gates' gradients
+    return model.layers * copies * (4 * ELEMENT * model.hidden + notes * model.top_k)
 
 
 TABLES = [
@@ -73,7 +73,7 @@ TABLES = [
     Growth("micro-batches", "--pp 4 --schedule 1f1b --global-batch {}", (2, 4, 8, 16, 32), 4, 1, "pp",
            "2 m T H elements: an activation and a gradient per micro-batch", pipeline_bytes),
     Growth("experts", "--dp 8 --ep 8 --zero 1 --global-batch 8 --expert-ffn 512 --top-k 2 --experts {}",
-           (8, 16, 32, 64), 8, 0, "ep", "L u T (8 H + 32) (n-1)/n bytes, u of ep.py: dispatch, combine, gradients",
+           (8, 16, 32, 64), 8, 0, "ep", "L u T (8 H + 24) (n-1)/n bytes, u of ep.py: dispatch, combine, gradients",
            expert_bytes)]
 
 

@@ -3,13 +3,12 @@ r"""A dry run: the training code itself, run in one process as any rank of any n
     python train.py --dry-run 0/16384 --preset llama-3.1-405b --tp 8 --cp 16 --pp 16 --seq 131072 --zero 1 \
                     --global-batch 128 --micro-batch 1
 
-The code is not simulated: train.py builds its groups, model, buckets and pipeline engine, and runs steps. Only five
+The code is not simulated: train.py builds its groups, model, buckets and pipeline engine, and runs steps. Only four
 things are replaced:
 
     tensors               by fake ones (FakeTensorMode): a shape, a dtype and a storage with a size, but no memory
     process groups        by fake ones: every collective returns at once and sends nothing
     ep.exchange_counts    by `uniform_counts`: fake counts cannot be read, so all experts get equally many tokens
-    ep.read_counts        by `uniform_rows`, for the same reason
     Pending.completed     by `complete`: what a rank sends has been received by its next action, so that it is freed
 
 So run/meter.py sees every operation, tensor and collective that this rank would execute. It counts the peak of live
@@ -67,8 +66,8 @@ def fake_world(ranks: int, me: int) -> Iterator[None]:
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
     """Within this context tensors have no memory, and all experts get equally many tokens."""
-    with (patch.object(ep, "exchange_counts", uniform_counts), patch.object(ep, "read_counts", uniform_rows),
-          patch.object(Pending, "completed", complete), FakeTensorMode()):
+    with (patch.object(ep, "exchange_counts", uniform_counts), patch.object(Pending, "completed", complete),
+          FakeTensorMode()):
         yield
 
 
@@ -91,11 +90,6 @@ def uniform_counts(counts: torch.Tensor, T: int, k: int, group: Group) -> tuple[
 def dealt(count: int, experts: int) -> list[int]:
     """How many of `count` rows each expert gets if they get them in turn."""
     return [count // experts + (expert < count % experts) for expert in range(experts)]
-
-
-def uniform_rows(route: ep.Route) -> list[int]:
-    """As ep.read_counts, on one rank."""
-    return dealt(route.chosen.numel(), len(route.ends))
 
 
 class ZeroSamples(Samples):

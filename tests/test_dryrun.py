@@ -9,7 +9,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from itertools import combinations
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import grids
@@ -156,8 +155,7 @@ def test_choices_that_do_not_divide_are_dealt_in_turn():
         found = dryrun.uniform_counts(torch.zeros(2, 4, dtype=torch.long), 5, 2, dist.group.WORLD)
     copies = round(5 * (1 - 3 / 15))  # of 15 pairs three have both of their experts on the other rank
     assert found == ([copies] * 2, [copies] * 2, [2 * 2, 2 * 1, 2 * 1])
-    route = SimpleNamespace(chosen=torch.zeros(5, 2), ends=torch.zeros(4))
-    assert dryrun.uniform_rows(route) == [3, 3, 2, 2]
+    assert dryrun.uniform_counts(torch.zeros(1, 5, dtype=torch.long), 5, 2, None) == ([5], [5], [3, 3, 2, 2])
 
 
 def test_a_meter_counts_every_storage_under_its_label_and_at_its_moment():
@@ -244,10 +242,10 @@ def test_the_page_names_memory_plan_and_network(tmp_path):
     assert "dry run rank 9 of 16 (pp 1 of 2" in out and "rank 9 needs about" in out
     assert [line.split()[0] for line in lines if line.endswith("█")][:3] == ["weights", "gradients", "optimizer"]
     assert "    FIFIWW" in lines  # micro-batches of the last pipeline rank
-    # 2 layers of 2 micro-batches: counts, dispatch and combine, and the gradients of these two
-    assert any(line.split()[:4] == ["ep", "4", "ranks", "20"] and "alltoall_base_" in line for line in lines)
+    # 2 layers of 2 micro-batches: counts, experts, tokens, gates and results, and the gradients of the last three
+    assert any(line.split()[:4] == ["ep", "4", "ranks", "32"] and "alltoall_base_" in line for line in lines)
     figures = json.loads((tmp_path / "dry.json").read_text())
-    assert (figures["rank"], figures["ranks"], sum(figures["calls"]["ep"].values())) == (9, 16, 20)
+    assert (figures["rank"], figures["ranks"], sum(figures["calls"]["ep"].values())) == (9, 16, 32)
     assert sum(figures["bytes_at_peak"].values()) == figures["peak_bytes"] >= figures["actions"][0][1] > 0
     assert [action[0] for action, _ in figures["actions"]] == list("FIFIWW")
     assert sum(figures["formula_bytes"].values()) == pytest.approx(figures["peak_bytes"], rel=0.1)
