@@ -360,6 +360,40 @@ class HostRows:
             self.fetched[slot] = target, self.copies.start(target, self.rows[slot], after=self.saved[slot])
 
 
+class CopyToHost(Pending):
+    """The copy of a tensor of the device, of which the host may then read the result."""
+
+    def __init__(self, copied: "Copied | torch.cuda.Event", result: torch.Tensor):
+        super().__init__(None, result)
+        self.copied = copied
+
+    def wait(self) -> torch.Tensor:
+        self.copied.synchronize()
+        return super().wait()
+
+
+class OffloadedState:
+    """The copies of a bucket (zero.ShardedBucket) whose master weights and moments are on the host, which updates them:
+    it takes the place of the bucket's `clip`, before the update, and of `copy_master`, after it."""
+
+    def __init__(self, bucket):
+        self.bucket, self.copies = bucket, CopyStreams(bucket.device)
+        self.zeros, length = self.copies.zeros, len(bucket.weight_shard)
+        self.grad, self.weights = self.zeros(length, bucket.acc_dtype), self.zeros(length, bucket.weights.dtype)
+        self.weights_copied = Copied()
+        bucket.clip, bucket.copy_master = self.clip, self.copy_master
+
+    def clip(self, factor: torch.Tensor | float) -> Pending:
+        """The clipped gradient, on its way to the host."""
+        return CopyToHost(self.copies.start(self.grad, self.bucket.grad_shard.mul_(factor)), self.grad)
+
+    def copy_master(self) -> None:
+        self.weights_copied.synchronize()
+        self.weights.copy_(self.bucket.master)
+        self.weights_copied = self.copies.start(self.bucket.weight_shard, self.weights)
+        self.weights_copied.wait()
+
+
 # ---- collectives that return a new tensor ----------------------------------------------------------------------------
 
 def sum_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:

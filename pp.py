@@ -27,7 +27,6 @@ What is easily got wrong:
 Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B, interleaved); Qi et al. 2023 (halves of a backward).
 Shapes: p ranks, m micro-batches.
 """
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -57,7 +56,6 @@ class Engine:
         me, lists = rank(group), lower(plan)
         self.items, self.last_stage = lists[me], plan.stages - 1
         self.group, self.device, self.around = group, device, around
-        self.backwards = Counter(action.stage for action in plan.ranks[me] if action.op in "BI")
         # NCCL otherwise builds communicators lazily, in any order. So every pair that exchanges sends a word now, all
         # ranks in the same order of pairs.
         pairs = {(r, item.peer) for r, items in enumerate(lists) for item in items

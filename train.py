@@ -71,7 +71,7 @@ def train(run: job.Run) -> None:
         with profile_range("optimizer"):
             lr = learning_rate(step.number, settings.optim)
             limit = run.guard.limit()  # a gradient norm above it is a spike: then no rank updates its weights
-            votes = run.guard.votes()  # of this rank, to stop; `step` sums them over ranks, in place, with the norm
+            votes = run.votes()  # of this rank, as to stop; `step` sums them over ranks, in place, with the norm
             grad_norm = optimizer.step(lr, limit, extra=votes)
         results = dict(loss=loss, norm=grad_norm, limit=limit, votes=votes)
         if settings.model.experts:
@@ -127,7 +127,7 @@ def build_optimizer(settings: config.Config, model: Llama, groups: Groups) -> Op
     return Optimizer(model.units(), groups, bucket_mb=grid.bucket_mb, level=grid.zero, rule=optim.optimizer,
                      betas=optim.betas, weight_decay=optim.weight_decay, clip=optim.clip, moments_dtype=moments,
                      reduce_dtype=torch.bfloat16 if precision.reduce_dtype == "bf16" else None,
-                     offload=precision.offloads("optimizer"), last_unit=model.head)
+                     offload=precision.offloads("optimizer"), head=model.head)
 
 
 def dtype_of(settings: config.Config) -> torch.dtype:
@@ -178,7 +178,7 @@ def forward_backward(model: Llama, optimizer: Optimizer, micro_batches: list[Mic
 
     # The engine calls `forward` for each micro-batch and stage, and runs backward from what the last stage returned.
     engine = model.pipeline.engine(len(micro_batches))
-    optimizer.begin_step(engine.backwards)  # zeroes gradients, and learns how many backwards each stage will have
+    optimizer.begin_step(len(micro_batches))  # zeroes gradients; each stage will have so many backward passes
     # Meanwhile hooks start to reduce each bucket when its last gradient is complete.
     engine.run(forward, model.boundary_shape(micro_batches[0].tokens), model.execution.dtype)
     pending_count.wait()  # ranks without the last stage have not waited in forward

@@ -54,7 +54,7 @@ from tqdm import tqdm
 import config
 from collectives import Group, Groups, rank, size
 from config import need, setting
-from param import Box, Source, Spec, box_shape
+from param import Box, Source, Spec, box_shape, is_first_replica, shard_slice
 from run import huggingface, start
 from run.ranks import agree, gather_objects
 
@@ -82,11 +82,18 @@ def whole(name: str, values: Tensor) -> Piece:
     return Piece(name, tuple(values.shape), tuple(slice(0, n) for n in values.shape), values)
 
 
+def pieces_to_save(bucket) -> Iterator[tuple[torch.nn.Parameter, Box, slice]]:
+    """The pieces of a zero.ShardedBucket that this rank writes; ranks with the same shard write a part of it each."""
+    part = shard_slice(len(bucket.master), size(bucket.replicas), rank(bucket.replicas))
+    return ((param, box, place) for param, box, place in bucket.pieces(part)
+            if is_first_replica(param.spec, bucket.groups))
+
+
 def pieces_of_run(optimizer, routers: list[torch.nn.Module], groups: Groups, saving: bool) -> Iterator[Piece]:
     """All tensors of a run's state on this rank, as views. optimizer: a zero.Optimizer; routers: ep.Routers. saving:
     only those that this rank writes, so that all ranks together write everything once."""
     for bucket in optimizer.buckets:
-        for param, box, place in bucket.pieces_to_save() if saving else bucket.pieces():
+        for param, box, place in pieces_to_save(bucket) if saving else bucket.pieces():
             for what, flat in bucket.state.items():
                 yield Piece(f"{param.spec.name}/{what}", param.spec.shape, box, flat[place].view(box_shape(box)))
     first = not any(rank(groups[axis]) for axis in ("data", "tp"))

@@ -165,8 +165,9 @@ def label(meter: Meter, model: Any, optimizer: Any) -> None:
     for bucket in optimizer.buckets:
         meter.label("optimizer", *bucket.state.values())
         meter.label("weights", bucket.weights, bucket.weight_shard)  # "weights" even if they are also master weights
-        bucket.zeros = label_made_by(bucket.zeros, "gradients")  # during steps a bucket allocates nothing else
-        bucket.start_reduction = label_made_by(bucket.start_reduction, "gradients")
+        meter.label("gradients", *(grad for grad in (bucket.grad, bucket.grad_shard) if grad is not None))
+        bucket.main_grad = label_made_by(bucket.main_grad, "gradients")
+        bucket.ready = label_made_by(bucket.ready, "gradients")  # it starts reductions
     for mm in {module.mm for module in model.modules() if hasattr(module, "mm")}:
         if getattr(mm, "cached", False):
             mm.quantise_weight = label_made_by(mm.quantise_weight, "FP8 weights")

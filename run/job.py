@@ -173,13 +173,19 @@ class Run:
         self.clock = timeline.Clock(timeline.gpu_event if self.device.type == "cuda" else time.perf_counter)
         return Step(self.state.step, sequences, micro_batches)
 
+    def votes(self) -> torch.Tensor:
+        """What Optimizer.step is to sum over ranks: of faults.Guard, and the two squares of GradientNoise."""
+        votes = self.guard.votes()
+        return torch.cat((votes, self.noise.squares())) if self.noise else votes
+
     def end_step(self, lr: float, results: dict[str, torch.Tensor]) -> None:
-        """Take what the device will know when the step is done: loss, norm, limit and votes (see faults.Guard), and
-        other metrics. The host reads a copy of it later."""
+        """Take what the device will know when the step is done: loss, norm, limit and summed votes, and other metrics.
+        The host reads a copy of it later."""
         state, tokens = self.state, self.sequences * self.settings.batch.seq
         results = results | dict(mean=self.guard.update_statistics(results["norm"], results["limit"]))
         if self.noise:
-            results |= self.noise.estimate(tokens)
+            results["votes"], squares = results["votes"].tensor_split([-2])
+            results |= self.noise.estimate(tokens, squares)
         samples = range(state.samples, state.samples + self.sequences)
         state.step, state.samples, state.tokens = state.step + 1, samples.stop, state.tokens + tokens
         self.issued = Issued(state.step - 1, samples, state.tokens, lr, self.began, collectives.sent.copy(),

@@ -302,51 +302,48 @@ def solve(b: float, small: float, B: float, large: float) -> tuple[float, float]
 class GradientNoise:
     """Measures the noise of the gradients of an Optimizer (zero.py). ranks: the number of data parallel ranks.
 
-    One pass over the gradients and no collective: the norms are summed together with the clipping norm. Left out are
+    One pass over the gradients and no collective: Optimizer.step sums `squares` with the clipping norm. Left out are
     experts and parameters whose gradient is partial over tensor parallel ranks (norms). At ZeRO levels 2 and 3 every
     micro-batch is reduced, so b is the size of a rank's micro-batch. Context parallel ranks share sequences, whose
     tokens are not independent: with them there is no estimate.
     """
 
     def __init__(self, optimizer, ranks: int):
-        self.buckets, self.ranks = optimizer.buckets, ranks
+        self.optimizer, self.buckets, self.ranks = optimizer, optimizer.buckets, ranks
         self.reductions = 0  # of the first bucket in this step: 1, or one per micro-batch
         self.local = torch.zeros((), dtype=self.buckets[0].acc_dtype, device=self.buckets[0].device)
-        self.sums = self.local.new_zeros(2)  # of the last step: |g_B|^2, and the sum over ranks of |b/B g_b|^2
-        optimizer.noise = self
         for bucket in self.buckets:
-            bucket.before_reduction = partial(self.add_local, bucket)
+            bucket.reduction = partial(self.measured, bucket, bucket.reduction)
 
     def counts(self, bucket, spec: Spec) -> bool:
         """Whether this rank counts the parameter: one of the ranks with the same shard and the same tokens does."""
         return not spec.partial_axes and spec.data_axis == "dp" and is_first_replica(spec, bucket.groups)
 
-    def add_local(self, bucket) -> None:
-        """Add the bucket's squared local norm. The bucket calls this just before it is reduced."""
+    def measured(self, bucket, reduction: Callable[[], Iterator[None]]) -> Iterator[None]:
+        """The bucket's reduction, and before it starts: add the bucket's squared local norm."""
         if bucket is self.buckets[0]:
             self.reductions += 1
         for start, stop, spec in bucket.spans:
             if self.counts(bucket, spec):
                 self.local += torch.linalg.vector_norm(bucket.grad[start:stop]).square()
+        yield from reduction()
 
-    def squares(self) -> list[torch.Tensor]:
-        """This rank's terms of `sums`, two scalars; call it after the reductions of a step."""
+    def squares(self) -> torch.Tensor:
+        """After the reductions of a step, before its update: this rank's terms of |g_B|^2, and of the sum over ranks of
+        |b/B g_b|^2."""
         large = torch.zeros_like(self.local)
         for bucket in self.buckets:
             for start, stop, spec in bucket.spans:
                 if self.counts(bucket, spec) and bucket.owns(spec):
                     large += torch.linalg.vector_norm(bucket.within_shard(bucket.grad_shard, start, stop)).square()
-        return [large, self.local]
-
-    def receive(self, sums: torch.Tensor, unscale: torch.Tensor | float) -> torch.Tensor:
-        """Store `squares` and return the squared norm. sums [3]: both, summed over ranks. unscale: 1 / loss scale."""
-        self.sums = sums[1:] * unscale ** 2
+        squares = torch.stack((large, self.local)) / self.optimizer.scale_loss(1.0) ** 2
         self.count, self.reductions = self.ranks * self.reductions, 0
         self.local = torch.zeros_like(self.local)
-        return sums[0]
+        return squares
 
-    def estimate(self, tokens: int) -> dict[str, torch.Tensor]:
-        """Estimates of the last step, scalars: noise_gradient2, |G|^2, and noise_trace, tr(S). tokens: B."""
-        large, small = self.sums.double().unbind()
+    def estimate(self, tokens: int, sums: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Estimates of the last step, scalars: noise_gradient2, |G|^2, and noise_trace, tr(S). tokens: B. sums [2]:
+        `squares`, summed over ranks."""
+        large, small = sums.double().unbind()
         gradient2, trace = solve(tokens / self.count, small * self.count, tokens, large)
         return dict(noise_gradient2=gradient2, noise_trace=trace)

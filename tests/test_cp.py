@@ -220,7 +220,7 @@ def attended(style: str, kernel: str, dtype=torch.float64, scale=1.0, documents=
     return o.detach(), q.grad, k.grad, v.grad, mine
 
 
-def by_pieces(style: str, attention: AttentionKernel, c: int, q, k, v, do) -> list[torch.Tensor]:
+def by_pieces(style: str, attention: AttentionKernel, c: int, q, k, v, do, mask: Mask = CAUSAL) -> list[torch.Tensor]:
     """o, dq, dk, dv by the blocks of all c ranks, one after the other on one device, where nothing need be sent."""
     seq, whole = q.shape[2], cp.stack_by_token(k, v)
     o, dq = torch.empty_like(q), torch.empty_like(q)
@@ -238,7 +238,7 @@ def by_pieces(style: str, attention: AttentionKernel, c: int, q, k, v, do) -> li
     for i in range(c):
         own, *later = places = [positions_of(seq, c, chunks) for chunks in SOURCES[style].chunks(c, i)]
         leaves = [x[:, :, own].requires_grad_() for x in (q, k, v)]
-        steps = cp.visible_blocks(SOURCES[style], seq, c, i, CAUSAL, q.device)
+        steps = cp.visible_blocks(SOURCES[style], seq, c, i, mask, q.device)
         result = cp.BlockAttention.apply(*leaves, here, steps, attention, None)
         o[:, :, own] = result.detach()
         dq[:, :, own], *own_dkv = torch.autograd.grad(result, leaves, do[:, :, own])

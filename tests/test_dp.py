@@ -1,7 +1,7 @@
 """Buckets: what is in them, when they are sent, how much is sent."""
 import contextlib
 import io
-from functools import partial
+import re
 
 import grids
 import pytest
@@ -14,7 +14,7 @@ from torch import nn
 import collectives
 import dp
 import param
-from dp import Bucket, DataParallel, assign_to_buckets
+from dp import Bucket, assign_to_buckets
 from param import Spec, parameter
 from run.meter import Meter
 
@@ -54,19 +54,26 @@ def test_what_is_shared_or_different_is_apart():
     last = Unit(Spec("b", (3,)), Spec("expert", (4, 3), {"ep": 0}, "edp"), Spec("twin", (2, 3), {"tie": "partial"}),
                 groups=ALONE | {"ep": None, "edp": None})
     last.weights.append(first.weights[0])
-    assert names(assign_to_buckets({0: [first, last]}, 25)) == [["table"], ["a", "b"], ["expert"], ["twin"]]
-    mixed = Unit(Spec("wide", (3,))), Unit(Spec("narrow", (3,)), dtype=torch.bfloat16)
-    assert names(assign_to_buckets({0: list(mixed)}, 25)) == [["wide"], ["narrow"]]
+    assert names(assign_to_buckets({0: [first, last]}, 25)) == [["table"], ["twin"], ["a", "b"], ["expert"]]
+
+
+def test_a_parameter_gets_a_gradient_from_each_stage_that_uses_it():
+    """However many of the stage's units do."""
+    first, last = Unit(Spec("table", (7, 3)), Spec("a", (3,))), Unit(Spec("b", (3,)))
+    last.weights.append(first.weights[0])
+    for units, grads in ({0: [first, last]}, 1), ({0: [first], 1: [last]}, 2):
+        table, *others = assign_to_buckets(units, 25)
+        assert list(table.values()) == [grads] and {n for bucket in others for n in bucket.values()} == {1}
 
 
 def test_parameters_treated_alike_are_one_span_and_neighbours_stay_neighbours():
     groups = ALONE | {"tp": None}
     unit = Unit(Spec("norm", (4,), {"tp": "partial"}, decay=False), Spec("wq", (8, 4)), Spec("bias", (5,), decay=False),
                 Spec("wk", (2, 4)), Spec("wv", (2, 4)), Spec("router", (3, 4), {"tp": "partial"}), groups=groups)
-    bucket = Bucket(list(unit.weights), {p: [0] for p in unit.weights}, groups)
+    bucket = Bucket(dict.fromkeys(unit.weights, 1), groups)
     assert [p.spec.name for p in bucket.params] == ["wq", "wk", "wv", "bias", "router", "norm"]
     assert [(start, stop) for start, stop, _ in bucket.spans] == [(0, 48), (48, 53), (53, 65), (65, 69)]
-    bucket.begin_step({0: 1})
+    bucket.begin_step(1)
     wq, wk, wv = (bucket.main_grad(p) for p in bucket.params[:3])
     assert param.stacked_view([wq, wk, wv]).shape == (12, 4)
 
@@ -109,26 +116,24 @@ def order_of_events() -> list[str]:
             events.append(param.spec.name)
             super().ready(param)
 
-        def start_reduction(self):
+        def reduction(self):
             events.append(f"send {self.name}")
-            super().start_reduction()
+            yield from super().reduction()
 
-        def finish_step(self):
-            events.append("finish")
-            super().finish_step()
-
-    specs = [Spec(f"layers.{i}", (4, 4)) for i in range(3)]
-    units = [Unit(spec) for spec in specs]
-    replicas = DataParallel({0: units}, groups, 0, LoggedBucket)
+    units = [Unit(Spec(f"layers.{i}", (4, 4))) for i in range(3)]
+    buckets = [LoggedBucket(params, groups) for params in assign_to_buckets({0: units}, 0)]
     for unit in units:
         unit.weights[0].data = torch.eye(4, dtype=torch.float64)
-    replicas.begin_step({0: 2})
+    for bucket in buckets:
+        bucket.begin_step(2)
     for _ in range(2):
         x = torch.ones(4, dtype=torch.float64)
         for unit in units:
             x = unit.weights[0] @ x
         x.sum().backward()
-    replicas.finish_step()
+    for bucket in buckets:
+        events.append("finish")
+        bucket.finish_step()
     return events
 
 
@@ -141,65 +146,48 @@ def test_a_bucket_is_sent_by_its_last_gradient_before_backward_ends(pool):
 
 def demo() -> str:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        dp.demo(dist.group.WORLD)  # asserts that all ways to sum have the same gradients
+        dp.demo(dist.group.WORLD)
     return printed.getvalue()
 
 
-def test_the_demo_sums_naively_per_parameter_and_by_buckets(pool):
+def test_the_demo_sends_each_gradient_or_three_together_as_soon_as_they_are_complete(pool):
     first, *others = pool.run(3, "test_dp:demo")
-    nbytes = 6 * (2 * 2 * 64 * 64 * 8 // 3), 2 * (2 * 2 * 3 * 64 * 64 * 8 // 3)  # by layers, and by threes of them
-    assert [line.split() for line in first.splitlines()[2:5]] == [line.split() for line in (
-        f"naive g6 g5 g4 g3 g2 g1 R6 R5 R4 R3 R2 R1 sends {nbytes[0]:,} bytes",
-        f"per parameter g6 R6 g5 R5 g4 R4 g3 R3 g2 R2 g1 R1 sends {nbytes[0]:,} bytes",
-        f"bucketed g6 g5 g4 R654 g3 g2 g1 R321 sends {nbytes[1]:,} bytes")] and not any(others)
+    nbytes = 2 * 2 * 64 * 64 * 8 // 3  # of one layer, all-reduced by 3 ranks
+    for line, sent in zip(first.splitlines(), ((1, 2, 3, 4, 5, 6), (0, 0, 3, 3, 3, 6)), strict=True):
+        found = re.findall(r"g(\d) +([\d,]+)", line)
+        assert [name for name, _ in found] == list("654321")
+        assert [int(count.replace(",", "")) for _, count in found] == pytest.approx([n * nbytes for n in sent], abs=6)
+    assert not any(others)
 
 
-def sums_over_other_axes() -> dict[str, float]:
-    """A 2 x 2 grid (dp, tp), where the ranks' gradients of all parameters are 1, 10, 100, 1000: what each ends with."""
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    groups = ALONE | {"world": dist.group.WORLD, "dp": mesh.get_group("dp"), "tp": mesh.get_group("tp")}
-    unit = Unit(Spec("shard", (4, 1), {"tp": 0}), Spec("replica", (3,), {"tp": "replicate"}),
-                Spec("partial", (3,), {"tp": "partial"}), groups=groups)
-    replicas = DataParallel({0: [unit]}, groups)
-    for p in unit.weights:
-        p.data = torch.ones(p.shape, dtype=torch.float64)
-    replicas.begin_step({0: 1})
-    (sum(p.sum() for p in unit.weights) * 10 ** dist.get_rank()).backward()
-    replicas.finish_step()
-    return {p.spec.name: p.sink.main_grad(p).unique().tolist() for p in unit.weights}
-
-
-def test_partial_gradients_are_summed_over_their_axis_and_replicated_ones_are_not(pool):
-    for rank, gradients in enumerate(pool.run(4, "test_dp:sums_over_other_axes")):
-        over_dp = [101.0] if rank % 2 == 0 else [1010.0]  # ranks 0, 2 and ranks 1, 3
-        assert gradients == {"shard": over_dp, "replica": over_dp, "partial": [1111.0]}
-
-
-def test_buckets_are_finished_in_one_order_and_each_step_begins_at_zero():
-    """However a pipeline rank lists its stages."""
-    for stages in ("ab", "ba"):
-        replicas, finished = DataParallel({stage: [Unit(Spec(stage, (3,)))] for stage in stages}, ALONE), []
-        for bucket in replicas.buckets:
-            bucket.params[0].data = torch.ones(3, dtype=torch.float64)
-            bucket.finish_step = partial(finished.append, bucket.name)
+def sums_of_two_steps() -> list[list[float]]:
+    """Of a parameter whose gradient is 1 on rank 0 and 10 on rank 1, in each of two micro-batches."""
+    unit, sums = Unit(Spec("a", (3,))), []
+    unit.weights[0].data = torch.ones(3, dtype=torch.float64)
+    bucket = Bucket({unit.weights[0]: 1}, ALONE | {"dp": dist.group.WORLD})
+    for _ in range(2):
+        bucket.begin_step(2)
         for _ in range(2):
-            replicas.begin_step(dict.fromkeys(stages, 1))
-            sum((2 * bucket.params[0]).sum() for bucket in replicas.buckets).backward()
-            replicas.finish_step()
-            assert [bucket.grad.tolist() for bucket in replicas.buckets] == [[2.0] * 3] * 2
-        assert finished == ["a", "b"] * 2
+            (unit.weights[0].sum() * 10 ** dist.get_rank()).backward()
+        bucket.finish_step()
+        sums.append(bucket.grad.tolist())
+    return sums
+
+
+def test_each_step_sums_over_ranks_and_micro_batches_and_begins_at_zero(pool):
+    assert pool.run(2, "test_dp:sums_of_two_steps") == [[[22.0] * 3] * 2] * 2
 
 
 def test_a_gradient_too_few_or_too_many_is_noticed():
     unit = Unit(Spec("a", (3,)), Spec("b", (3,)))
-    replicas = DataParallel({0: [unit]}, ALONE)
+    bucket = Bucket(dict.fromkeys(unit.weights, 1), ALONE)
     for p in unit.weights:
         p.data = torch.ones(3, dtype=torch.float64)
-    replicas.begin_step({0: 1})
+    bucket.begin_step(1)
     unit.weights[0].sum().backward()
     with pytest.raises(AssertionError, match="a and 1 more wait for 1 gradients"):
-        replicas.finish_step()
+        bucket.finish_step()
     unit.weights[1].sum().backward()
-    replicas.finish_step()
+    bucket.finish_step()
     with pytest.raises(AssertionError, match="more backward passes than the step was begun with"):
         unit.weights[1].sum().backward()

@@ -64,13 +64,13 @@ bench.__init__ learn.__init__ plan.__init__ run.__init__
 """
 # These numbers only fall. A commit that needs more raises one here, and lowers another.
 LINES = {  # of a root file: the most lines in all, of its docstring, and of its demo
-    "train": (257, 15, 0), "model": (300, 16, 20), "dp": (235, 32, 58), "zero": (557, 37, 45), "tp": (437, 31, 21),
-    "cp": (321, 26, 14), "pp": (179, 29, 17), "ep": (420, 23, 15), "fp8": (329, 29, 23), "kernels": (420, 22, 0),
+    "train": (257, 15, 0), "model": (300, 16, 20), "dp": (156, 25, 22), "zero": (429, 29, 23), "tp": (437, 31, 21),
+    "cp": (321, 26, 14), "pp": (177, 29, 17), "ep": (420, 23, 15), "fp8": (329, 29, 23), "kernels": (420, 22, 0),
     "schedules": (299, 28, 0), "recompute": (180, 27, 20), "operations": (400, 14, 0), "flash": (464, 48, 26),
-    "param": (325, 26, 0), "collectives": (582, 22, 0), "config": (753, 14, 0)}
-FOLDER_LINES = dict(bench=1833, learn=1728, plan=2777, run=4040)
+    "param": (325, 26, 0), "collectives": (616, 22, 0), "config": (753, 14, 0)}
+FOLDER_LINES = dict(bench=1833, learn=1728, plan=2777, run=4051)
 CHAIN = 10  # files of the longest chain of imports
-READ = 9, 4101  # the most files, and their lines, that a technique and all that it imports are
+READ = 9, 4325  # the most files, and their lines, that a technique and all that it imports are
 SHARED = {"collectives", "schedules", "param", "operations", "recompute", "kernels", "flash",
           "config"}
 TECHNIQUES = {"dp": set(), "zero": {"dp"}, "tp": set(), "cp": set(), "pp": {"schedules"}, "ep": set(),

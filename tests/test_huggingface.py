@@ -81,7 +81,7 @@ def filled(model: config.Model, source: Source) -> Llama:
     llama = Llama(model, ALONE, Execution(torch.float32))
     optimizer = Optimizer(llama.units(), ALONE)
     optimizer.load(source)
-    optimizer.begin_step({0: 1})
+    optimizer.begin_step(1)
     return llama
 
 

@@ -32,7 +32,7 @@ def filled(model: config.Model, source: Source | None = None, dtype=torch.float6
     llama = Llama(model, ALONE, Execution(dtype, attention=attention))
     optimizer = Optimizer(llama.units(), ALONE)
     optimizer.load(source or wide)
-    optimizer.begin_step({0: 1})
+    optimizer.begin_step(1)
     return llama
 
 

@@ -50,12 +50,13 @@ def measured(level: int, micro_batches: int) -> list[dict]:
     optimizer.loss_scale = LossScale(torch.device("cpu"), start=4.0)  # as in fp16
     noise, found = GradientNoise(optimizer, size(world)), []
     for _ in range(2):  # the second step's are its own
-        optimizer.begin_step({0: micro_batches})
+        optimizer.begin_step(micro_batches)
         for x in given(size(world), micro_batches)[world.rank()]:
             optimizer.scale_loss(line(x.clone().requires_grad_())).backward()
         optimizer.finish_step()
-        optimizer.step(1e-3)
-        found.append(noise.estimate(TOKENS))
+        squares = noise.squares()
+        optimizer.step(1e-3, extra=squares)
+        found.append(noise.estimate(TOKENS, squares))
     return found
 
 
@@ -78,8 +79,9 @@ def estimate(grid: str, left_out: str | None = None) -> dict:
     counts = noise.counts
     noise.counts = lambda bucket, spec: (left_out is None or left_out not in spec.name) and counts(bucket, spec)
     grids.forward_backward(settings, groups, model, optimizer, *grids.batches(settings)[0])
-    optimizer.step(0.0)
-    found = noise.estimate(settings.batch.global_batch * settings.batch.seq)
+    squares = noise.squares()
+    optimizer.step(0.0, extra=squares)
+    found = noise.estimate(settings.batch.global_batch * settings.batch.seq, squares)
     return {name: value.item() for name, value in found.items()}
 
 

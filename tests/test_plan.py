@@ -107,7 +107,7 @@ def test_memory_is_that_of_the_buckets_and_stages_that_train_py_builds(flags, ra
         assert set(backwards) == set(plan.memory.backwards_in_memory(model.pipeline.actions))
         built = {}
         for params in assign_to_buckets(model.units(), 0 if grid.zero == 3 else grid.bucket_mb):
-            built.setdefault(params[0].spec.data_axis, []).append(sum(param.numel() for param in params))
+            built.setdefault(next(iter(params)).spec.data_axis, []).append(sum(param.numel() for param in params))
         buckets = costs.bucket_elements(settings, stages, 2)
         assert {axis: sorted(counts) for axis, counts in buckets.items() if counts} == {
             axis: sorted(counts) for axis, counts in built.items()}

@@ -197,7 +197,7 @@ def test_only_matrices_of_blocks_wait_for_the_second_half_of_a_split_backward():
     settings = config.parse(f"{SHAPE} --qk-norm --qkv-bias --experts 4 --expert-ffn 12 --shared-experts 1 "
                             f"--dense-layers 1 --vocab 61 --data {__file__}".split())
     _, model, optimizer = grids.build(settings)
-    optimizer.begin_step({0: 1})
+    optimizer.begin_step(1)
     tokens = torch.arange(48).view(2, 24)
     param.backward_input((0, 0), model(tokens, labels=tokens), None)
     waiting = {weight.spec.name for weights, _ in param._queue[0, 0] for weight in weights}
@@ -457,7 +457,7 @@ def step(flags: str) -> dict:
             return out
 
     for _ in range(2):  # the first makes what stays
-        optimizer.begin_step({0: 1})
+        optimizer.begin_step(1)
         meter = Longest()
         for bucket in optimizer.buckets:
             meter.label("state", bucket.weights, bucket.grad, *bucket.state.values())

@@ -3,7 +3,7 @@ import contextlib
 import io
 import math
 import re
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 
 import grids
@@ -24,9 +24,9 @@ from zero import Optimizer
 
 
 class Unit(nn.Module):
-    def __init__(self, *specs: Spec, dtype=torch.float32):
+    def __init__(self, *specs: Spec, groups=ALONE, dtype=torch.float32):
         super().__init__()
-        self.weights = nn.ParameterList(parameter(spec, ALONE, dtype) for spec in specs)
+        self.weights = nn.ParameterList(parameter(spec, groups, dtype) for spec in specs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x @ self.weights[0]).tanh() @ self.weights[1]
@@ -41,7 +41,7 @@ def make(*specs: Spec, dtype=torch.float32, **settings) -> tuple[list[nn.Paramet
 
 
 def step(params: list[nn.Parameter], optimizer: Optimizer, grads: list[torch.Tensor], lr: float = 0.1) -> torch.Tensor:
-    optimizer.begin_step({0: 1})
+    optimizer.begin_step(1)
     sum((p * grad.to(p.dtype)).sum() for p, grad in zip(params, grads)).backward()
     optimizer.finish_step()
     return optimizer.step(lr)
@@ -52,7 +52,7 @@ def test_1024_bf16_gradients_add_up():
     params, optimizer = make(Spec("w", (64, 64)), dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
     grads = [(torch.rand(64, 64, generator=generator) + 0.5).bfloat16() for _ in range(1024)]
-    optimizer.begin_step({0: 1024})
+    optimizer.begin_step(1024)
     for grad in grads:
         (params[0] * grad).sum().backward()
     optimizer.finish_step()
@@ -124,7 +124,7 @@ def test_a_step_that_is_not_finite_changes_nothing(rule, bad, clip):
 def test_refilling_the_flat_weights_between_forward_and_backward_is_no_modification():
     """Level 3 all-gathers the same values a second time before backward; autograd must not take that for a change."""
     params, optimizer = make(Spec("a", (3,)), Spec("b", (3,)))
-    optimizer.begin_step({0: 1})
+    optimizer.begin_step(1)
     x = torch.ones(3, requires_grad=True)
     y = (x * params[0]).tanh() * params[1]  # autograd saves both parameters
     weights = optimizer.buckets[0].weights
@@ -158,12 +158,41 @@ def test_state_leaves_one_grid_and_enters_another(pool, tied):
 def test_a_step_without_a_gradient_is_refused():
     _, optimizer = make(Spec("w", (4,)))
     with pytest.raises(AssertionError, match="w: a step without a gradient would leave the other ranks waiting"):
-        optimizer.begin_step({0: 0})
+        optimizer.begin_step(0)
+
+
+def sums_over_other_axes() -> dict[str, list[float]]:
+    """A 2 x 2 grid (dp, tp), where the ranks' gradients of all parameters are 1, 10, 100, 1000: what each ends with."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    groups = ALONE | {"world": dist.group.WORLD, "dp": mesh.get_group("dp"), "tp": mesh.get_group("tp")}
+    unit = Unit(Spec("shard", (4, 1), {"tp": 0}), Spec("replica", (3,), {"tp": "replicate"}),
+                Spec("partial", (3,), {"tp": "partial"}), groups=groups)
+    optimizer = Optimizer({0: [unit]}, groups)
+    optimizer.begin_step(1)
+    (sum(p.sum() for p in unit.weights) * 10 ** dist.get_rank()).backward()
+    optimizer.finish_step()
+    return {p.spec.name: p.sink.main_grad(p).unique().tolist() for p in unit.weights}
+
+
+def test_partial_gradients_are_summed_over_their_axis_and_replicated_ones_are_not(pool):
+    for rank, gradients in enumerate(pool.run(4, "test_zero:sums_over_other_axes")):
+        over_dp = [101.0] if rank % 2 == 0 else [1010.0]  # ranks 0, 2 and ranks 1, 3
+        assert gradients == {"shard": over_dp, "replica": over_dp, "partial": [1111.0]}
+
+
+def test_gradients_are_finished_in_one_order():
+    """However a pipeline rank lists its stages."""
+    for stages in ("ab", "ba"):
+        optimizer, finished = Optimizer({stage: [Unit(Spec(stage, (3,)))] for stage in stages}, ALONE), []
+        for bucket in optimizer.buckets:
+            bucket.finish_step = partial(finished.append, bucket.name)
+        optimizer.finish_step()
+        assert finished == ["a", "b"]
 
 
 def test_gradients_and_weights_that_do_not_match_the_step_are_noticed():
     (first, second), optimizer = make(Spec("a", (4,)), Spec("b", (4,)))
-    optimizer.begin_step({0: 1})
+    optimizer.begin_step(1)
     first.sum().backward()
     with pytest.raises(AssertionError, match="a and 1 more wait for 1 gradients"):
         optimizer.finish_step()
@@ -183,7 +212,7 @@ def first_unit(requires_grad: bool) -> None:
     unit, x = Unit(Spec("a", (3, 3), std=1.0), Spec("b", (3, 3), std=1.0)), torch.ones(2, 3)
     optimizer = Optimizer({0: [unit]}, groups, level=3)
     optimizer.load(draw(0))
-    optimizer.begin_step({0: 1})
+    optimizer.begin_step(1)
     if requires_grad:
         unit(x.requires_grad_()).sum().backward()
         optimizer.finish_step()
@@ -196,9 +225,9 @@ def gathered_after_forward(has_head: bool) -> list[int]:
     """Elements of each unit's weights that are whole between the forward and the backward of a stage at level 3."""
     groups = {"world": dist.group.WORLD, "replicate": None, "dp": dist.group.WORLD}
     units = [Unit(Spec(f"{i}.a", (3, 3), std=1.0), Spec(f"{i}.b", (3, 3), std=1.0)) for i in range(3)]
-    optimizer = Optimizer({0: units}, groups, level=3, last_unit=units[-1] if has_head else None)
+    optimizer = Optimizer({0: units}, groups, level=3, head=units[-1] if has_head else None)
     optimizer.load(draw(0))
-    optimizer.begin_step({0: 1})
+    optimizer.begin_step(1)
     y = nn.Sequential(*units)(torch.ones(2, 3, requires_grad=True))
     whole = [bucket.weights.untyped_storage().nbytes() // 4 for bucket in optimizer.buckets]
     y.sum().backward()
@@ -233,7 +262,7 @@ def test_at_level_3_the_next_units_weights_are_gathered_while_a_unit_computes():
         units = [Watched(Spec(f"{i}.a", (3, 3)), Spec(f"{i}.b", (3, 3))) for i in range(4)]
         optimizer = Optimizer({0: units}, groups, level=3)
         for _ in range(2):  # the second time after an evaluation, which must leave nothing gathered
-            optimizer.begin_step({0: 1})
+            optimizer.begin_step(1)
             nn.Sequential(*units)(torch.ones(2, 3, requires_grad=True)).sum().backward()
             optimizer.finish_step()
             with torch.no_grad():
@@ -327,7 +356,7 @@ def summed_over_micro_batches(dtype: torch.dtype) -> float:
     optimizer = Optimizer({0: [unit]}, ALONE | {"world": dist.group.WORLD, "dp": dist.group.WORLD}, level=2,
                           reduce_dtype=dtype)
     optimizer.load(lambda spec, box: torch.ones([s.stop - s.start for s in box]))
-    optimizer.begin_step({0: 301})
+    optimizer.begin_step(301)
     for grad in (1.0, *[2**-9] * 300):
         sum((param * grad).sum() for param in unit.weights).backward()
     optimizer.finish_step()
@@ -454,10 +483,10 @@ def test_the_demo_shows_the_bytes_of_each_level(pool):
     weights, gradients = [2 * P] * 3 + [2 * P // n], [4 * P] * 2 + [4 * P // n] * 2
     state, sent = [12 * P] + [12 * P // n] * 3, [(n - 1) * P * times // n for times in (8, 6, 6, 8)]
     printed, *others = pool.run(n, "test_zero:shown")
-    rows = re.findall(r"level (\d) +(\S+) +(\S+) +(█+)(▓+)(▒+)$", printed, re.MULTILINE)
+    rows = re.findall(r"level (\d): +(\S+) MB held, +(\S+) sent  (█+)$", printed, re.MULTILINE)
     for level, kinds in enumerate(zip(weights, gradients, state)):
         assert rows[level][:3] == (str(level), f"{sum(kinds) / 1e6:.2f}", f"{sent[level] / 1e6:.2f}")
-        assert [len(bar) for bar in rows[level][3:]] == [round(kind / 1e6 * 3) for kind in kinds]
+        assert len(rows[level][3]) == round(sum(kinds) / 1e6 * 3)
     assert len(rows) == 4 and not any(others)
 
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 import collectives
 import config
-import dp
 import pp
 import train
 import zero
@@ -63,7 +62,10 @@ def held(flags: str, dtype: torch.dtype) -> dict:
         meter.label("weights", bucket.weights, bucket.weight_shard)
         meter.label_size("gradients", bucket.padded * exact.itemsize)
         if bucket.level >= 2:
+            meter.label("gradient shards", bucket.grad_shard)
             meter.label_size("gradient shards", (bucket.shard.stop - bucket.shard.start) * exact.itemsize)
+        else:
+            meter.label("gradients", bucket.grad)
         for state in bucket.state.values():
             if state.untyped_storage().data_ptr() != bucket.weight_shard.untyped_storage().data_ptr():
                 meter.label("optimizer", state)
@@ -206,8 +208,7 @@ def events(flags: str) -> list[str]:
         usual_ready(bucket, param)
 
     optimizer.finish_step = lambda: (seen.append("finish"), finish_step())
-    with (patch.object(dp, "all_reduce", watched(dp.all_reduce)),
-          patch.multiple(zero, all_reduce=watched(zero.all_reduce), reduce_scatter=watched(zero.reduce_scatter)),
+    with (patch.multiple(zero, all_reduce=watched(zero.all_reduce), reduce_scatter=watched(zero.reduce_scatter)),
           patch.object(zero.ShardedBucket, "ready", ready)):
         train.forward_backward(model, optimizer, share, groups)
     return seen
