@@ -3,7 +3,7 @@
 Three mistakes that torch.distributed does not report, and what this file does about them:
 - `all_reduce(x.contiguous())` may leave its result in a copy of x. Here a tensor that is not contiguous is an error.
 - An asynchronous collective whose tensors are freed before it has ended sends garbage. A `Pending` keeps them alive.
-- In an autograd graph a collective has no derivative, or a wrong one. The Functions at the end have the right one.
+- In an autograd graph a collective has no derivative, or a wrong one. The Functions below have the right one.
 
 Bytes that a rank sends for a tensor x of |x| bytes on n ranks, with a ring (NCCL may choose a different algorithm):
 
@@ -13,8 +13,8 @@ Bytes that a rank sends for a tensor x of |x| bytes on n ranks, with a ring (NCC
     all_to_all                 |x|       minus the rows that stay on this rank
     shift, send                |x|
 
-`sent` counts these bytes per axis of the grid. With a group of None, or of one rank, every collective is the identity
-and sends nothing, so each module also works alone in one process; only `send` and `receive` need a second rank.
+`sent` counts these bytes per axis of the grid. In a group of one rank every collective is the identity and
+sends nothing, so each module also works alone in one process; only `send` and `receive` need a second rank.
 
 learn/collectives.py has every collective written out, and shows who sends what to whom.
 
@@ -37,54 +37,36 @@ from einops import rearrange
 
 
 @dataclass(frozen=True)
-class AxisGroup:
-    """A process group, and the axis for which its bytes are counted: axes that are never busy at once may share one.
+class Group:
+    """The ranks along an axis of the grid, for which its bytes are counted. process_group: as torch knows them (axes
+    that are never busy at once may share one); None: this rank alone, for which every collective is the identity.
 
     links: (from, to), ranks of this group -> a process group of these two, for what the first sends the second. Work of
     one process group is executed in order, so a transfer in the group of all would wait for every earlier one.
     """
-    axis: str
-    process_group: dist.ProcessGroup
+    axis: str = ""
+    process_group: dist.ProcessGroup | None = None
     links: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
 
+    @property
     def size(self) -> int:
-        return self.process_group.size()
+        return 1 if self.process_group is None else self.process_group.size()
 
+    @property
     def rank(self) -> int:
-        return self.process_group.rank()
+        """This process's rank in the group, its coordinate on the axis."""
+        return 0 if self.process_group is None else self.process_group.rank()
 
 
-Group = AxisGroup | dist.ProcessGroup | None
-Groups = dict[str, Group]  # axis of the grid -> group; this rank's coordinate on the axis is its rank in that group
+ALONE = Group()
+Groups = dict[str, Group]  # axis of the grid -> this rank's group
 SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 
-sent: Counter[str] = Counter()  # bytes per name(group); a key that held the group itself would outlive `world`
+sent: Counter[str] = Counter()  # bytes per axis
 
 # torch 2.13 deprecates the names that end in _tensor; torch 2.11 has only those.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-
-def size(group: Group) -> int:
-    """The number of ranks in a group."""
-    return 1 if group is None else group.size()
-
-
-def rank(group: Group) -> int:
-    """This process's rank in a group."""
-    return 0 if group is None else group.rank()
-
-
-def name(group: Group) -> str:
-    """The key of a group in `sent`: its axis, or torch's name of a group without one."""
-    if isinstance(group, AxisGroup):
-        return group.axis
-    return "" if group is None else group.group_name
-
-
-def process_group(group: Group) -> dist.ProcessGroup | None:
-    """The group as torch knows it."""
-    return group.process_group if isinstance(group, AxisGroup) else group
 
 
 def create_groups(members: list[list[int]], timeout_s: float) -> dist.ProcessGroup | None:
@@ -120,8 +102,8 @@ observer = Observer()
 
 def calling(operation: str, group: Group, nbytes: int, peer: int | None = None) -> AbstractContextManager[Any]:
     """Wrap every call. nbytes: that this rank sends; peer: the other rank, in the group, of a send or receive."""
-    sent[name(group)] += nbytes
-    return observer.calling(operation, name(group), peer)
+    sent[group.axis] += nbytes
+    return observer.calling(operation, group.axis, peer)
 
 
 class Pending:
@@ -159,7 +141,7 @@ def done(result: torch.Tensor) -> Pending:
 
 @contextmanager
 def world(device: torch.device | str = "cpu", timeout_s: float = 600,
-          store: dist.Store | None = None) -> Iterator[dist.ProcessGroup]:
+          store: dist.Store | None = None) -> Iterator[Group]:
     """The group of all ranks that torchrun started: NCCL on GPUs, gloo on CPUs. store: their key-value store; None:
     torch finds it.
 
@@ -171,7 +153,7 @@ def world(device: torch.device | str = "cpu", timeout_s: float = 600,
     where = dict(backend="nccl", device_id=device) if device.type == "cuda" else dict(backend="gloo")
     dist.init_process_group(**where, store=store, rank=int(os.environ["RANK"]),
                             world_size=int(os.environ["WORLD_SIZE"]), timeout=datetime.timedelta(seconds=timeout_s))
-    yield dist.group.WORLD
+    yield Group("world", dist.group.WORLD)
     dist.barrier()
     dist.destroy_process_group()
     gc.collect()
@@ -182,39 +164,39 @@ def world(device: torch.device | str = "cpu", timeout_s: float = 600,
 
 def all_reduce(x: torch.Tensor, group: Group, op=SUM, async_op: bool = False) -> Pending:
     """Replace x, of any shape, by its sum over the ranks of the group, or with op=MAX by its maximum."""
-    if size(group) == 1:
+    if group.size == 1:
         return done(x)
     assert x.is_contiguous(), "the result would be written to a copy"
-    with calling("all_reduce", group, 2 * x.nbytes * (size(group) - 1) // size(group)) as call:
-        return Pending(dist.all_reduce(x, op, group=process_group(group), async_op=async_op), x, call=call)
+    with calling("all_reduce", group, 2 * x.nbytes * (group.size - 1) // group.size) as call:
+        return Pending(dist.all_reduce(x, op, group=group.process_group, async_op=async_op), x, call=call)
 
 
 def all_gather(out: torch.Tensor, x: torch.Tensor, group: Group, async_op: bool = False) -> Pending:
     """Fill `out` with the x of every rank, in rank order: [R, ...] -> [n R, ...]."""
-    if size(group) == 1:
+    if group.size == 1:
         return done(out.copy_(x))
     assert x.is_contiguous() and out.is_contiguous()
-    with calling("all_gather", group, x.nbytes * (size(group) - 1)) as call:
-        return Pending(_all_gather(out, x, group=process_group(group), async_op=async_op), out, x, call=call)
+    with calling("all_gather", group, x.nbytes * (group.size - 1)) as call:
+        return Pending(_all_gather(out, x, group=group.process_group, async_op=async_op), out, x, call=call)
 
 
 def reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: Group, async_op: bool = False) -> Pending:
     """Fill `out` with this rank's shard of the sum of x over the ranks: [n R, ...] -> [R, ...]."""
-    if size(group) == 1:
+    if group.size == 1:
         return done(out.copy_(x))
     assert x.is_contiguous() and out.is_contiguous()
-    with calling("reduce_scatter", group, x.nbytes * (size(group) - 1) // size(group)) as call:
-        return Pending(_reduce_scatter(out, x, group=process_group(group), async_op=async_op), out, x, call=call)
+    with calling("reduce_scatter", group, x.nbytes * (group.size - 1) // group.size) as call:
+        return Pending(_reduce_scatter(out, x, group=group.process_group, async_op=async_op), out, x, call=call)
 
 
 def all_to_all(out: torch.Tensor, x: torch.Tensor, output_splits: list[int], input_splits: list[int], group: Group,
                async_op: bool = False) -> Pending:
     """Send input_splits[i] rows of x to rank i and receive output_splits[i] rows from it, both in rank order."""
-    if size(group) == 1:
+    if group.size == 1:
         return done(out.copy_(x))
     assert x.is_contiguous() and out.is_contiguous()
-    with calling("all_to_all", group, x.nbytes - x[:input_splits[rank(group)]].nbytes) as call:
-        work = dist.all_to_all_single(out, x, output_splits, input_splits, group=process_group(group),
+    with calling("all_to_all", group, x.nbytes - x[:input_splits[group.rank]].nbytes) as call:
+        work = dist.all_to_all_single(out, x, output_splits, input_splits, group=group.process_group,
                                       async_op=async_op)
         return Pending(work, out, x, call=call)
 
@@ -224,12 +206,12 @@ def shift(incoming: torch.Tensor, outgoing: torch.Tensor, group: Group) -> Pendi
 
     Both are issued in one batch: with NCCL a separate send may block until its receive is issued, on every rank.
     """
-    if size(group) == 1:
+    if group.size == 1:
         return done(incoming.copy_(outgoing))
     assert incoming.is_contiguous() and outgoing.is_contiguous()
-    n, me = size(group), rank(group)
+    n, me = group.size, group.rank
     with calling("shift", group, outgoing.nbytes) as call:
-        ring = process_group(group)
+        ring = group.process_group
         works = dist.batch_isend_irecv([dist.P2POp(dist.isend, outgoing, group=ring, group_peer=(me + 1) % n),
                                         dist.P2POp(dist.irecv, incoming, group=ring, group_peer=(me - 1) % n)])
         return Pending(works, incoming, outgoing, call=call)
@@ -237,18 +219,18 @@ def shift(incoming: torch.Tensor, outgoing: torch.Tensor, group: Group) -> Pendi
 
 def send(x: torch.Tensor, peer: int, group: Group) -> Pending:
     """Start to send x to rank `peer` of the group. Two ranks must issue their transfers in the same order."""
-    assert size(group) > 1, "a group of one rank has no peer to send to"  # for torch, None is the world
+    assert group.size > 1, "a group of one rank has no peer to send to"  # for torch, None is the world
     assert x.is_contiguous()
     with calling("send", group, x.nbytes, peer) as call:
-        return Pending(dist.isend(x, **link(group, rank(group), peer)), x, call=call)
+        return Pending(dist.isend(x, **link(group, group.rank, peer)), x, call=call)
 
 
 def receive(x: torch.Tensor, peer: int, group: Group) -> Pending:
     """Start to fill x with the tensor that rank `peer` of the group sends."""
-    assert size(group) > 1, "a group of one rank has no peer to receive from"
+    assert group.size > 1, "a group of one rank has no peer to receive from"
     assert x.is_contiguous()
     with calling("receive", group, 0, peer) as call:
-        return Pending(dist.irecv(x, **link(group, peer, rank(group))), x, call=call)
+        return Pending(dist.irecv(x, **link(group, peer, group.rank)), x, call=call)
 
 
 def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
@@ -260,10 +242,10 @@ def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 def link(group: Group, source: int, target: int) -> dict:
     """Where torch is to send what rank `source` of the group sends to rank `target`, or to receive it."""
-    peer, end = (target, "group_dst") if rank(group) == source else (source, "group_src")
-    pair = group.links.get((source, target)) if isinstance(group, AxisGroup) else None
+    peer, end = (target, "group_dst") if group.rank == source else (source, "group_src")
+    pair = group.links.get((source, target))
     if pair is None:
-        return {"group": process_group(group), end: peer}
+        return {"group": group.process_group, end: peer}
     return {"group": pair, end: 1 - pair.rank()}
 
 
@@ -406,17 +388,17 @@ def sum_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
 def all_gather_along(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     """The x of all ranks, concatenated along `dim`."""
     shard = x.movedim(dim, 0).contiguous()
-    out = shard.new_empty(shard.shape[0] * size(group), *shard.shape[1:])
+    out = shard.new_empty(shard.shape[0] * group.size, *shard.shape[1:])
     all_gather(out, shard, group)
     return out.movedim(0, dim)
 
 
 def reduce_scatter_along(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     """This rank's shard along `dim` of the sum of x. Raises ValueError if the ranks do not divide that dimension."""
-    if x.shape[dim] % size(group):
-        raise ValueError(f"{size(group)} ranks cannot share a dimension of {x.shape[dim]} in equal parts")
+    if x.shape[dim] % group.size:
+        raise ValueError(f"{group.size} ranks cannot share a dimension of {x.shape[dim]} in equal parts")
     full = x.movedim(dim, 0).contiguous()
-    out = full.new_empty(full.shape[0] // size(group), *full.shape[1:])
+    out = full.new_empty(full.shape[0] // group.size, *full.shape[1:])
     reduce_scatter(out, full, group)
     return out.movedim(0, dim)
 
@@ -523,13 +505,13 @@ AXIS_GROUPS = {
 }
 EXPERT_RANKS, EXPERT_GROUPS = "(pp replicate edp ep)", {"edp": "(pp replicate ep) edp", "ep": "(pp replicate edp) ep"}
 AXES = ("world", "pp", "tie", "data", "replicate", "dp", "cp", "tp", "kv", "kv_copy", "ep", "edp")
-TRAFFIC = {"dp": "gradients", "edp": "gradients", "cp": "keys", "tp": "activations", "ep": "tokens"}  # rest: scalars
+TRAFFIC = {"dp": "gradients", "edp": "gradients", "cp": "keys", "tp": "activations", "ep": "tokens"}
 
 
 def build_groups(grid, model, timeout_s: float = 600) -> Groups:
-    """Axis -> this rank's group, None where the group has one rank. Every rank must call this, with equal arguments.
-    grid, model: a config.Grid and a config.Model."""
-    groups: Groups = dict.fromkeys(AXES)
+    """Axis -> this rank's group. Every rank must call this, with equal arguments. grid, model: a config.Grid and a
+    config.Model."""
+    groups = {axis: Group(axis) for axis in AXES}
     if not dist.is_initialized():
         return groups
     made = []  # per call: the ranks of all groups that it makes, this rank's group, the kind of traffic on it or None
@@ -544,7 +526,7 @@ def build_groups(grid, model, timeout_s: float = 600) -> Groups:
             made.append(entry)
         entry["kind"] = traffic or entry["kind"]
         links = connect(members, pairs_of(grid), timeout_s) if axis == "pp" else {}
-        groups[axis] = entry["group"] and AxisGroup(axis, entry["group"], links)
+        groups[axis] = Group(axis, entry["group"], links)
     return groups
 
 
@@ -613,4 +595,4 @@ def run_demo(demo: Callable[[Group], None], ranks: int = 1) -> None:
         os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}",
                                   *program])
     else:
-        demo(None)
+        demo(ALONE)

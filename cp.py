@@ -2,27 +2,29 @@
 
 Saves: all but 1/c of the activations, so sequences can be c times as long; and time: each rank does 1/c of the work.
 Costs: in each layer keys and values are sent (with Ulysses, queries and results as well); see the table.
-Stops helping when: sending keys and values takes longer than attention to them, or another axis would do.
+Stops helping when: sending keys and values takes longer than attention to them, or activations fit without it.
 
-    keys       0 1 2 3 4 5 6 7     Each sequence is split into 2c chunks, of which rank i has i and 2c-1-i ("zig-zag").
-    queries 0  0                   The picture shows which of 4 ranks computes which scores of a causal mask: 2c+1 = 9
-            1  1 1                 blocks each. With contiguous shards rank 0 would compute 3 and rank 3 15 of them.
-            2  2 2 2
-            3  3 3 3 3             Attention to some of the keys has a result o' and, per row, a logsumexp l' of scores.
-            4  3 3 3 3 3           It is merged into o and l of the keys before, and cannot overflow:
-            5  2 2 2 2 2 2             o += sigmoid(l' - l) (o' - o)        l -= logsigmoid(l - l')
-            6  1 1 1 1 1 1 1       In backward, given the final o and l, no block needs another: its probabilities are
-            7  0 0 0 0 0 0 0 0     exp(scores - l), and the derivative of softmax needs rowsum(dO O).
+    keys         0 1 2 3 4 5 6 7     A sequence is split into 2c chunks, of which rank i has i and 2c-1-i ("zig-zag").
+    queries 0  | 0                   The picture shows which of 4 ranks computes which scores of a causal mask: 2c+1 = 9
+            1  | 1 1                 blocks each. With contiguous shards rank 0 would compute 3 and rank 3 15 of them.
+            2  | 2 2 2
+            3  | 3 3 3 3             Attention to some of the keys gives o' and, per row, a logsumexp l' of scores. They
+            4  | 3 3 3 3 3           are merged into o and l of other keys, without overflow:
+            5  | 2 2 2 2 2 2             o += sigmoid(l' - l) (o' - o)        l -= logsigmoid(l - l')
+            6  | 1 1 1 1 1 1 1       In backward the final o and l make blocks independent: probabilities are
+            7  | 0 0 0 0 0 0 0 0     exp(scores - l), and softmax's derivative needs only rowsum(dO * O).
 
-                 bytes sent per rank, layer and sequence, forward    backward             more in memory at a time
-    ring         (c-1) 2 s k e                                       (c-1) 2 s k (e + a)  two shards of K and V
-    allgather    (c-1) 2 s k e                                       (c-1) 2 s k (e + a)  all of K and V
-    ulysses      (c-1)/c s (2 q + 2 k) e                             the same             all tokens, 1/c of heads
+                 sent per rank, layer and sequence           memory at a time, besides this rank's K and V
+                 forward                 backward            forward               backward
+    ring         (c-1) 2 s k e           (c-1) 2 s k (e+a)   2 shards of K and V   and 4 of their gradients
+    allgather    (c-1) 2 s k e           (c-1) 2 s k (e+a)   all of K and V        and all of their gradients
+    ulysses      (c-1)/c s (2 q + 2 k) e the same            all tokens of 1/c of the heads
 
 Liu et al. 2023, Ring Attention; Brandon et al. 2023, Striped Attention, and zhuzilin's ring-flash-attention (zig-zag);
 Llama Team 2024, section 3.3.2 (all-gather); Jacobs et al. 2023, DeepSpeed Ulysses; Dao 2023, FlashAttention-2.
 Shapes: B batch, S tokens per sequence, c ranks, s = S/c tokens per rank, m = s/2 per chunk, N query heads, K key and
-value heads, D head width. q = N D, k = K D (Ulysses: after copying heads) elements of e bytes, to accumulate a (fp32).
+value heads, D head width; q = N D and k = K D elements per token (Ulysses: after copying heads) of e bytes, and of a
+bytes in the accumulation dtype (fp32), which gradients of keys and values have.
 """
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,7 +37,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd import Function
 
-from collectives import AllToAll__AllToAll, Group, Pending, all_gather, done, reduce_scatter, shift, size, to_device
+from collectives import ALONE, AllToAll__AllToAll, Group, Pending, all_gather, done, reduce_scatter, shift, to_device
 from config import padded_length
 from operations import ALL, CAUSAL, MATH, SDPA, AttentionKernel, Mask
 from param import IGNORED, acc_dtype
@@ -56,9 +58,9 @@ def take_chunks(x: Tensor, c: int, chunks: Sequence[int]) -> Tensor:
 def shard_sequences(tokens: Tensor, labels: Tensor, positions: Tensor | None, documents: Tensor | None, c: int, i: int,
                     tp: int = 1) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Rank i's shard of sequences: tokens and (already shifted) labels, [B, S] -> [B, s]. positions and documents
-    [B, S]: both, or neither. Returned are positions [B, s], or [s] where none were given, and documents [B, S], since
-    queries' are compared with those of all keys. With c > 1 sequences that c (and tp) ranks cannot share equally are
-    padded with tokens -1, which no other token sees and which have no label."""
+    [B, S]: both, or neither. Returned are positions [B, s], or [s] if none were given, and documents of whole (padded)
+    sequences, since queries' are compared with those of all keys. Sequences that c (and tp) ranks cannot share equally
+    are padded with tokens -1, which no other token sees and which have no label. c = 1 changes nothing."""
     assert (positions is None) == (documents is None), "positions are counted from the beginning of documents"
     if c == 1:
         return tokens, labels, positions, documents
@@ -72,22 +74,24 @@ def shard_sequences(tokens: Tensor, labels: Tensor, positions: Tensor | None, do
 
 
 # ---- attention, block by block --------------------------------------------------------------------------------------
+# Attention runs in steps. Each brings a buffer of keys and values: the first one the rank's own, later ones another
+# rank's (ring) or those of whole sequences (all-gather). A step's scores are a few blocks, each one call of a kernel.
+# The first step has one causal block for each row of queries, which comes first: it initialises o and lse.
 
 class ScoreBlock(NamedTuple):
-    """Scores of a slice of the rank's queries with a slice of the keys that a step brings. The mask is causal if these
-    are the queries' own keys: the first block, in which each token sees itself."""
+    """Scores of a slice of the rank's queries with a slice of a step's keys. The mask is causal if these are the
+    queries' own keys, so that each token sees itself."""
     queries: slice
     keys: slice
     mask: Mask = ALL
 
 
 class Source(NamedTuple):
-    """A style that attends block by block: where a step's keys and values, [tokens, 2, B, K, D], come from. The first
-    step's are the rank's own."""
+    """A style that attends block by block: where the keys and values of each step, [tokens, 2, B, K, D], come from."""
     chunks: Callable[[int, int], list[Sequence[int]]]  # (c, i) -> of each step the chunks of keys that rank i has
     exchange: Callable[[Tensor, Group], Iterator[Tensor]]  # (own kv, group) -> kv of each step
-    # (dkv of a later step, what this returned at the step before or None, group) -> gradients on the way to the owners;
-    # after the last step, those that other ranks have for this rank's own keys
+    # (dkv, what the last call returned or None, group), called after each step but the first. What the last call
+    # returns are all other ranks' gradients of this rank's own keys and values.
     send_back: Callable[[Tensor, Pending | None, Group], Pending]
 
 
@@ -115,7 +119,7 @@ class BlockAttention(Function):
         for kv, blocks in zip(ctx.source.exchange(stack_by_token(k, v), ctx.group), ctx.steps):
             dkv = torch.zeros_like(kv, dtype=lse.dtype)
             for rows, keys, mask in blocks:
-                row_lse = lse[:, :, rows].contiguous()
+                row_lse = lse[:, :, rows].contiguous()  # kernels take any strides of the others
                 add((dq[:, :, rows], *by_head(dkv[keys])), ctx.attention.backward(
                     do[:, :, rows], q[:, :, rows], *by_head(kv[keys]), o[:, :, rows], row_lse, mask))
             if own_dkv is None:
@@ -156,10 +160,10 @@ def add(totals: tuple[Tensor, ...], terms: tuple[Tensor, ...]) -> None:
 def ring(kv: Tensor, group: Group) -> Iterator[Tensor]:
     """This rank's keys and values, then the previous rank's, and so on; meanwhile the next shard is received."""
     incoming = torch.empty_like(kv)
-    for _ in range(size(group) - 1):
+    for _ in range(group.size - 1):
         receiving = shift(incoming, kv, group)
         yield kv
-        kv, incoming = receiving.wait(), kv  # two buffers in turns
+        kv, incoming = receiving.wait(), kv  # in turns: the next shift starts after the kernels that read this buffer
     yield kv
 
 
@@ -172,24 +176,25 @@ def ring_back(dkv: Tensor, pending: Pending | None, group: Group) -> Pending:
 
 def gather(kv: Tensor, group: Group) -> Iterator[Tensor]:
     """This rank's keys and values, then those of whole sequences, which are gathered meanwhile."""
-    whole = kv.new_empty(size(group) * len(kv), *kv.shape[1:])
+    whole = kv.new_empty(group.size * len(kv), *kv.shape[1:])
     gathers = [all_gather(half, chunk, group, async_op=True) for half, chunk in zip(whole.chunk(2), kv.chunk(2))]
     yield kv
+    del kv  # the caller is done with it, too
     _, late = [gathering.wait() for gathering in gathers]
-    late.copy_(torch.cat(late.chunk(size(group))[::-1]))  # the ranks from first to last have chunks 2c-1 … c
+    late.copy_(torch.cat(late.chunk(group.size)[::-1]))  # the ranks from first to last have chunks 2c-1 … c
     yield whole
 
 
 def gather_back(dkv: Tensor, pending: None, group: Group) -> Pending:
     """Gradients of whole sequences are summed over the ranks, and each gets those of its own keys."""
-    own = dkv.new_empty(len(dkv) // size(group), *dkv.shape[1:])
+    own = dkv.new_empty(len(dkv) // group.size, *dkv.shape[1:])
     (early, late), (own_early, own_late) = dkv.chunk(2), own.chunk(2)
     reduce_scatter(own_early, early, group)
-    reduce_scatter(own_late, torch.cat(late.chunk(size(group))[::-1], out=early), group)  # early is free again
+    reduce_scatter(own_late, torch.cat(late.chunk(group.size)[::-1], out=early), group)  # early is free again
     return done(own)
 
 
-SOURCES = {  # the names are those of config.CP_STYLES
+SOURCES = {  # those of config.CP_STYLES but "ulysses", in which a rank attends to all tokens at once
     "allgather": Source(lambda c, i: [own_chunks(c, i), range(2 * c)], gather, gather_back),
     "ring": Source(lambda c, i: [own_chunks(c, (i - step) % c) for step in range(c)], ring, ring_back)}
 
@@ -199,11 +204,12 @@ SOURCES = {  # the names are those of config.CP_STYLES
 def visible_blocks(source: Source, seq: int, c: int, i: int, mask: Mask,
                    device: torch.device | str = "cpu") -> list[list[ScoreBlock]]:
     """The blocks that rank i computes at each step, without those that documents or a window hide entirely. seq, mask:
-    length and mask of whole sequences. Numbers of documents [B, S] ascend along a sequence; the mask's are in the
-    host's memory, where they are read, and those of the blocks' masks on `device`."""
+    length and mask of whole sequences. Numbers of documents [B, S] ascend along a sequence; they are read in the
+    host's memory, and those of the blocks' masks are on `device`."""
     own, m, all_chunks = own_chunks(c, i), seq // (2 * c), source.chunks(c, i)
     first_keys = [find_first_key(mask, a * m) for a in own]
-    steps = [blocks_of_step(own, chunks, m, first_keys, mask.window) for chunks in all_chunks]
+    steps = [blocks_of_step(own, chunks, step == 0, m, first_keys, mask.window)
+             for step, chunks in enumerate(all_chunks)]
     if mask.documents is not None:
         parts = [to_device(take_chunks(mask.documents[0], c, chunks), device) for chunks in all_chunks]
         steps = [[ScoreBlock(rows, keys, seen._replace(documents=(parts[0][:, rows], part[:, keys])))
@@ -220,23 +226,24 @@ def find_first_key(mask: Mask, query: int) -> int:
     return first
 
 
-def blocks_of_step(own: tuple[int, int], chunks: Sequence[int], m: int, first_keys: list[int],
+def blocks_of_step(own: tuple[int, int], chunks: Sequence[int], is_own: bool, m: int, first_keys: list[int],
                    window: int) -> list[ScoreBlock]:
-    """A rank's blocks with the keys of `chunks`. first_keys: of both own chunks of queries, see find_first_key."""
-    if chunks == own and not window:
+    """A rank's blocks with the keys of `chunks`, which may be its own. first_keys: of both own chunks of queries."""
+    if is_own and not window:
         return [ScoreBlock(slice(0, 2 * m), slice(0, 2 * m), CAUSAL)]
-    new = [b for b in chunks if chunks == own or b not in own]
-    # Keys that lie side by side. With a window only those of one chunk, since a mask has one distance between queries
-    # and keys; the latest come first, because a block of tokens with themselves must.
+    new = [b for b in chunks if is_own or b not in own]
+    # Candidates: those of a run that a chunk of queries sees lie side by side in the step's buffer, as one block. With
+    # a window each chunk is a run, since a mask has one distance between queries and keys; the latest comes first, so
+    # that a chunk meets itself before earlier keys.
     runs = [[b] for b in reversed(new)] if window else [[b for b in new if b < own[0]], [b for b in new if b > own[0]]]
     blocks = []
     for n, a in enumerate(own):
         for run in runs:
-            run = [b for b in run if b <= a and (b + 1) * m > first_keys[n]]
-            if run:
-                hidden = max(first_keys[n] - run[0] * m, 0)
-                keys = slice(chunks.index(run[0]) * m + hidden, (chunks.index(run[-1]) + 1) * m)
-                mask = Mask(run == [a], window, offset=(a - run[0]) * m - hidden) if window else ALL
+            seen = [b for b in run if b <= a and (b + 1) * m > first_keys[n]]
+            if seen:
+                hidden = max(first_keys[n] - seen[0] * m, 0)
+                keys = slice(chunks.index(seen[0]) * m + hidden, (chunks.index(seen[-1]) + 1) * m)
+                mask = Mask(seen == [a], window, offset=(a - seen[0]) * m - hidden) if window else ALL
                 blocks.append(ScoreBlock(slice(n * m, (n + 1) * m), keys, mask))
     return blocks
 
@@ -245,7 +252,7 @@ def blocks_of_step(own: tuple[int, int], chunks: Sequence[int], m: int, first_ke
 
 def ulysses(q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor], group: Group) -> Tensor:
     """An all-to-all from sequence shards to head shards, `attend` to all tokens with 1/c of the heads, and back."""
-    c = size(group)
+    c = group.size
     copies = c // math.gcd(c, k.shape[1])  # of each key and value head, so that c divides them
     heads = [q, *(x.repeat_interleave(copies, 1) for x in (k, v))]
     by_rank = torch.cat([rearrange(x, "b (c n) s d -> c b n s d", c=c) for x in heads], 2)
@@ -263,16 +270,16 @@ def ulysses(q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor], grou
 # ---- attention for a model's layers ---------------------------------------------------------------------------------
 
 def attention_by_window(windows: Iterable[int], tokens: Tensor, documents: Tensor | None, *, kernel: str, head_dim: int,
-                        dtype: torch.dtype, group: Group = None, style: str = "allgather",
+                        dtype: torch.dtype, group: Group = ALONE, style: str = "allgather",
                         earlier: int = 0, recompute: bool = False) -> dict[int, Callable[..., Tensor]]:
-    """Attention of this rank's tokens [B, s] for the layers of each window (0: none), made once per forward: functions
-    of q [B, N, s, D], and k and v [B, K, s, D], of that dtype.
+    """Window (0: none) -> attention of this rank's tokens [B, s], made once per forward: a function of q [B, N, s, D],
+    and k and v [B, K, s, D], of that dtype.
 
     documents: [B, S], of whole sequences, in the host's memory if `group` has several ranks. kernel: of --attention.
     earlier: tokens before these, whose keys and values are cached as far as the window reaches. recompute: scores are
     not saved, but computed again in backward.
     """
-    out, seq = {}, tokens.shape[1] * size(group)
+    out, seq = {}, tokens.shape[1] * group.size
     for window in set(windows):
         cached = min(earlier, window - 1) if window else earlier
         mask = Mask(True, window, None if documents is None else (documents, documents), offset=cached)
@@ -293,16 +300,18 @@ def choose_attention(kernel: str, mask: Mask, head_dim: int, like: Tensor, dtype
 
 def context_parallel(group: Group, style: str, seq: int, mask: Mask, attention: AttentionKernel,
                      device: torch.device | str = "cpu", recompute: bool = False) -> Callable[..., Tensor]:
-    """Attention of this rank's tokens. seq, mask: length and mask of whole sequences. style: of config.CP_STYLES."""
-    if size(group) > 1 and style in SOURCES:
-        steps = visible_blocks(SOURCES[style], seq, size(group), group.rank(), mask, device)
+    """Attention of this rank's tokens. seq, mask: length (of new tokens) and mask of whole sequences. style: of
+    config.CP_STYLES."""
+    if group.size > 1 and style in SOURCES:
+        assert mask.causal and mask.offset == 0, "blocks are those of a causal mask without cached tokens"
+        steps = visible_blocks(SOURCES[style], seq, group.size, group.rank, mask, device)
         return lambda q, k, v: BlockAttention.apply(q, k, v, SOURCES[style], steps, attention, group)
     if mask.documents is not None:
         mask = mask._replace(documents=tuple(to_device(documents, device) for documents in mask.documents))
     attend = partial(attention.attend, mask=attention.prepare_mask(mask, seq, seq + mask.offset, device))
     if recompute and attention.saves_scores:
-        attend = partial(Checkpoint.apply, attend, None)
-    return attend if size(group) == 1 else partial(ulysses, attend=attend, group=group)
+        attend = partial(Checkpoint.apply, attend, None)  # its inputs are saved as any others, in no arena
+    return attend if group.size == 1 else partial(ulysses, attend=attend, group=group)
 
 
 # ---- demo: python cp.py ---------------------------------------------------------------------------------------------

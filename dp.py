@@ -31,7 +31,7 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from collectives import Group, Groups, all_reduce, name, rank, run_demo, sent
+from collectives import Group, Groups, all_reduce, run_demo, sent
 from param import Spec, acc_dtype, attach_sink, parameter
 
 Units = dict[int, list[nn.Module]]  # this rank's pipeline stages -> units (embedding, blocks, head) in forward order
@@ -142,13 +142,13 @@ def demo(group: Group) -> None:
         buckets = [Bucket(params, {"dp": group}) for params in assign_to_buckets(units, bucket_mb)]
         for weight in layers:  # this hook runs after the bucket's
             weight.register_post_accumulate_grad_hook(
-                lambda weight, events=events: events.append(f"g{weight.spec.name} {sent[name(group)]:7,}"))
+                lambda weight, events=events: events.append(f"g{weight.spec.name} {sent[group.axis]:7,}"))
         for bucket in buckets:
             bucket.begin_step(micro_batches=1)
         reduce(torch.matmul, layers, torch.ones(1, 64, dtype=torch.float64)).sum().backward()
         for bucket in buckets:
             bucket.finish_step()
-        if rank(group) == 0:
+        if group.rank == 0:
             print(f"{way:13s}", *events, "bytes sent, or being sent", sep="  ")
 
 

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from collectives import Group, all_reduce, all_to_all, exchange_rows, rank, run_demo, size, to_device
+from collectives import Group, all_reduce, all_to_all, exchange_rows, run_demo, to_device
 from config import Model
 from operations import weighted_swiglu
 from param import Spec, acc_dtype, accumulate_grad, accumulate_product, shard_slice
@@ -63,7 +63,7 @@ def make_routing_info(tokens: Tensor, cp: Group, tp: Group, aux_loss_scale: floa
     """The RoutingInfo of tokens [B, S]. The ranks of `tp` have the same tokens, and each routes a shard of them; the
     ranks of `cp` have different tokens of the same sequences. Tokens below 0 are padding."""
     B, S = tokens.shape
-    shard = shard_slice(tokens.numel(), size(tp), rank(tp))
+    shard = shard_slice(tokens.numel(), tp.size, tp.rank)
     sequence_ids = torch.arange(shard.start, shard.stop, device=tokens.device) // S
     sequence_ids = sequence_ids.masked_fill(tokens.flatten()[shard] < 0, B)
     return RoutingInfo(sequence_ids, B, (cp, tp), aux_loss_scale)
@@ -77,11 +77,11 @@ class Copies(NamedTuple):
     starts: Tensor  # [N], where the copies of each token start in by_token
 
     def permute(self, x: Tensor) -> Tensor:
-        """[N, w] -> [C, w]: the copies of each token."""
+        """[N, D] -> [C, D]: row i is that of copy i's token."""
         return x[self.cells // self.width]
 
     def unpermute(self, x: Tensor) -> Tensor:
-        """[C, w] -> [N, w]: the sum of each token's copies, in a fixed order, in at least fp32."""
+        """[C, D] -> [N, D]: the sum of each token's copies, in a fixed order, accumulated in at least fp32."""
         return torch.embedding_bag(x.contiguous(), self.by_token, self.starts, mode=0)[0]  # mode 0 sums each bag
 
 
@@ -211,7 +211,7 @@ def normalise(scores: Tensor) -> Tensor:
 
 def make_route(chosen: Tensor, loads: Tensor, group: Group, coefficients: tuple[Tensor, Tensor] | None) -> Route:
     """The Route of tokens that chose experts [T, k]. loads: [E], how many of them chose each expert."""
-    (T, k), n, e = chosen.shape, size(group), len(loads) // size(group)
+    (T, k), n, e = chosen.shape, group.size, len(loads) // group.size
     is_sent = chosen.new_zeros(T, n, dtype=torch.bool).scatter_(1, chosen // e, True)  # to a rank with experts of it
     counts = torch.cat((is_sent.sum(0)[:, None], loads.view(n, e)), 1)
     input_splits, output_splits, rows_per_expert = exchange_counts(counts, T, k, group)
@@ -219,16 +219,17 @@ def make_route(chosen: Tensor, loads: Tensor, group: Group, coefficients: tuple[
     if n > 1:
         sent = sort_copies(torch.arange(n, device=chosen.device).where(is_sent, n), n, sum(input_splits))
         experts = exchange_rows(sent.permute(chosen).int(), output_splits, input_splits, group)  # [M, k]
-    rows = sort_copies(experts - e * rank(group), e, sum(rows_per_expert))
+    rows = sort_copies(experts - e * group.rank, e, sum(rows_per_expert))
     ends = to_device(torch.tensor(rows_per_expert), chosen.device).cumsum(0).int()
-    return Route(group, chosen, sent, rows, input_splits, output_splits, rows_per_expert, ends, coefficients)
+    return Route(group, chosen, sent, rows, input_splits=input_splits, output_splits=output_splits,
+                 rows_per_expert=rows_per_expert, ends=ends, coefficients=coefficients)
 
 
 def exchange_counts(counts: Tensor, T: int, k: int, group: Group) -> tuple[list[int], list[int], list[int]]:
     """(copies that this rank sends to each rank, copies that it receives from each, rows of each of its experts).
     counts: [n, 1 + e], for each rank the copies that it is sent, and the rows of its e experts, of T tokens that chose
     k experts each. The host waits for the device here; run/dryrun.py replaces this."""
-    received, n = torch.empty_like(counts), size(group)
+    received, n = torch.empty_like(counts), group.size
     all_to_all(received, counts, [1] * n, [1] * n, group)
     sent, received = torch.stack((counts, received)).tolist()
     assert sum(sum(rows) for _, *rows in sent) == T * k, "a choice of an expert was not counted, or counted twice"
@@ -265,8 +266,11 @@ def update_biases(routers: list[Router], groups: tuple[Group, ...], apply: bool 
 
 class Dispatch:
     """Permute, all-to-all, permute. Tokens [T, H] and gates [T, k] start to be sent; `wait` returns the rows of this
-    rank's experts [R, H], sorted by expert, and their gates [R]. In backward, gradients start to be sent where forward
-    waited, and are waited for where it started: what it computes between the two (shared experts) hides both."""
+    rank's experts [R, H], sorted by expert, and their gates [R].
+
+    Forward: StartDispatch sends, FinishDispatch waits. Backward: FinishDispatch sends, StartDispatch waits (autograd
+    gives it the buffer that is being sent). Autograd runs the node that was made last first, so what forward computes
+    between the two (shared experts) has its backward between them, too, and hides both."""
 
     def __init__(self, x: Tensor, gates: Tensor, route: Route):
         self.route, self.pending, self.received = route, [], (x, gates)
@@ -278,7 +282,7 @@ class Dispatch:
         return FinishDispatch.apply(*received, self)
 
     def send(self, tensors: tuple[Tensor, ...], output_splits: list[int], input_splits: list[int]) -> tuple:
-        """Start to send these; returns the tensors that are filled until `pending` has ended."""
+        """Start to send these; returns the receive buffers, valid once all of `pending` has been waited for."""
         self.pending = [all_to_all(x.new_empty(sum(output_splits), x.shape[1]), x, output_splits, input_splits,
                                    self.route.group, async_op=True) for x in tensors]
         return tuple(pending.result for pending in self.pending)
@@ -340,8 +344,8 @@ class Combine(Function):
 class GroupedMatmul:
     """The three products of a grouped linear layer. fp8.Fp8Experts has the same methods, and multiplies in FP8."""
 
-    def forward(self, x: Tensor, weight: nn.Parameter, route: Route) -> Tensor:
-        return grouped_matmul(x, weight.transpose(1, 2), route)
+    def forward(self, x: Tensor, weight: nn.Parameter, route: Route) -> tuple[Tensor, Any]:  # see tp.Matmul
+        return grouped_matmul(x, weight.transpose(1, 2), route), None
 
     def gradient(self, dy: Tensor, route: Route) -> Any:  # dY in the form in which the other two take it
         return dy
@@ -349,15 +353,15 @@ class GroupedMatmul:
     def dgrad(self, dy: Any, weight: nn.Parameter, route: Route) -> Tensor:
         return grouped_matmul(dy, weight, route)
 
-    def wgrad(self, out: Tensor, dy: Any, x: Tensor, route: Route) -> None:
-        """out [e, out, in] += dY^T X of each expert's rows, rounded only where accumulate_product rounds."""
+    def wgrad(self, out: Tensor, dy: Any, x: Tensor, scale: Any, route: Route) -> None:
+        """out [e, out, in] += dY^T X of each expert's rows: a matmul each, as F.grouped_mm cannot add to fp32."""
         for matrix, rows_dy, rows in zip(out, dy.split(route.rows_per_expert), x.split(route.rows_per_expert)):
             accumulate_product(matrix, rows_dy.t(), rows)
 
 
 class GroupedExperts(nn.Module):
     """The SwiGLU networks of this rank's experts: rows [R, H], sorted by expert, gates [R] -> [R, H]. By linearity the
-    gates may multiply hidden activations: no result has to be saved for their gradients."""
+    gates may multiply hidden activations, W (g h) = g (W h): no result has to be saved for their gradients."""
     mm = GroupedMatmul()  # train.py may replace it, by an fp8.Fp8Experts
 
     def __init__(self, make: Callable[[Spec], nn.Parameter], gate_up: Spec, down: Spec):
@@ -379,15 +383,18 @@ class GroupedLinear(Function):
     @staticmethod
     def forward(ctx, x, weight, mm, route, skip):
         ctx.save_for_backward(x)
-        ctx.weight, ctx.mm, ctx.route = weight, mm, route
-        return x.new_zeros(()).expand(len(x), weight.shape[1]) if skip else mm.forward(x, weight, route)
+        ctx.weight, ctx.mm, ctx.route, ctx.scale = weight, mm, route, None
+        if skip:
+            return x.new_zeros(()).expand(len(x), weight.shape[1])
+        y, ctx.scale = mm.forward(x, weight, route)
+        return y
 
     @staticmethod
     def backward(ctx, dy):
-        weight, mm, route, x = ctx.weight, ctx.mm, ctx.route, ctx.saved_tensors[0].detach()
+        weight, mm, route, scale, x = ctx.weight, ctx.mm, ctx.route, ctx.scale, ctx.saved_tensors[0].detach()
         dy = mm.gradient(dy.contiguous(), route)
         # Also without any row: a bucket counts the gradients of all its parameters.
-        accumulate_grad(weight, lambda out: mm.wgrad(out, dy, x, route))
+        accumulate_grad(weight, lambda out: mm.wgrad(out, dy, x, scale, route))
         return mm.dgrad(dy, weight, route), None, None, None, None
 
 
@@ -408,11 +415,10 @@ def fits_grouped_mm(*tensors: Tensor) -> bool:
 def demo(group: Group) -> None:
     torch.manual_seed(0)
     weight, x = nn.Parameter(torch.randn(8, 16) / 4), torch.randn(256, 16) + torch.linspace(-2, 2, 16)  # much in common
-    router = Router("demo", weight, Model(experts=8, top_k=2, router="sigmoid"), Balance(bias_rate=0.02))
-    for step in range(16):
+    router = Router("demo", weight, Model(experts=8, top_k=2, router="sigmoid"), Balance(bias_rate=0.05))
+    for step in range(6):
         route, _ = router(x, RoutingInfo(torch.zeros(256, dtype=torch.long), 1, aux_loss_scale=1.0), group)
-        if step % 5 == 0:
-            print(f"rank {rank(group)}, rows per expert after {step:2} updates of biases: {route.rows_per_expert}")
+        print(f"rank {group.rank}, rows per expert after {step} updates of biases: {route.rows_per_expert}")
         update_biases([router], (group,))
 
 

@@ -1,8 +1,9 @@
 """FP8: linear layers multiply numbers of 8 bits, in forward and in both matmuls of backward.
 
 Saves: up to half the time of a matmul. (What is saved for backward, and gathered, stays in 16 bits.)
-Costs: each operand is read once more to quantise it (twice with one scale per tensor) and written twice. Two FP8 copies
-       of each weight, 2 bytes per parameter, are cached until it changes (except at ZeRO level 3).
+Costs: to quantise them, weights and dY are read once more, X twice (in forward and for dW), and each is written twice;
+       with one scale per tensor also read once for the largest, on which ranks agree. Two FP8 copies of each weight, 2
+       bytes per parameter, are cached until it changes (except at ZeRO level 3).
 Stops helping when: matrices are so small that quantising costs more than the faster matmul saves; or the loss rises.
 
     format   sign, exponent, mantissa   largest   smallest   largest rounding error   range                used for
@@ -18,8 +19,8 @@ What is stored is x / scale, with scale = amax / (largest number of the format);
 
                         X W^T = Y                  dY W = dX                 dY^T X = dW
     sums over           K                          the rows of W             tokens
-    blocks of X, dY     ▬▬▬▬▬▬▬  1 x 128           ▬▬▬▬▬▬▬  1 x 128          ▮  128 x 1 of both
-    blocks of W         ■ 128 x 128                ■ the same                                    (▮ = 1 x 128 of dY^T)
+    blocks of X, dY     ▬▬▬▬▬▬▬  1 x 128           ▬▬▬▬▬▬▬  1 x 128          ▮  128 x 1 of both (1 x 128 transposed)
+    blocks of W         ■ 128 x 128                ■ the same
 
 So X and dY are quantised twice: rowwise [T, K], to be multiplied by weights, and columnwise [K, T], to be summed over
 tokens: transposed, because Hopper needs the dimension of the sum to be contiguous.
@@ -134,8 +135,8 @@ def product(a: Quantised, b: Quantised, dtype: torch.dtype, fast: bool = False) 
     bits (errors reach 2% at K = 4096: DeepSeek-V3, 3.3.2); only where a and b have one scale each. Otherwise partial
     sums, of 128 elements with blocks, are added in fp32.
 
-    A GPU needs N and K to be multiples of 16, or of 128 with blocks; FP8 needs compute capability 8.9, blocks need 9.0
-    (Hopper). A CPU multiplies what a and b stand for in fp32, or in fp64 for a result in fp64.
+    A GPU needs N and K to be multiples of 16, or of 128 with blocks; FP8 needs compute capability 8.9, blocks exactly
+    9.0 (Hopper). A CPU multiplies what a and b stand for in fp32, or in fp64 for a result in fp64.
     """
     if a.data.is_cuda:
         return F.scaled_mm(a.data, b.data.t(), *for_scaled_mm(a), *for_scaled_mm(b), output_dtype=dtype,
@@ -200,22 +201,25 @@ class Fp8:
         self.amax_groups, self.weight_amax_groups = amax_groups, weight_amax_groups
         self.cache: dict[tuple[nn.Parameter, ...], tuple[list, tuple[Quantised, Quantised]]] = {}
 
-    def forward(self, x: Tensor, weights: Params) -> Tensor:
-        """Y = X W^T. The only product whose sums may be fast."""
-        rowwise, _ = self.quantise(x, columnwise=False)
-        return product(rowwise, self.quantise_weight(weights)[0], self.dtype, fast=not self.recipe.blocks)
+    def forward(self, x: Tensor, weights: Params) -> tuple[Tensor, Tensor | None]:
+        """(Y = X W^T, the scale of X). The only product with fast accumulation."""
+        dtype, scale = self.format_and_scale(x, grad=False)
+        rowwise, _ = quantise(x, dtype, scale, self.recipe.pow2, columnwise=False)
+        return product(rowwise, self.quantise_weight(weights)[0], self.dtype, fast=not self.recipe.blocks), scale
 
     def gradient(self, dy: Tensor) -> tuple[Quantised, Quantised]:
         """(rowwise, columnwise) copies of dY, for the other two."""
-        return self.quantise(dy, grad=True)
+        return quantise(dy, *self.format_and_scale(dy, grad=True), self.recipe.pow2)
 
     def dgrad(self, dy: tuple[Quantised, Quantised], weights: Params) -> Tensor:
         """dX = dY W."""
         return product(dy[0], self.quantise_weight(weights)[1], self.dtype)
 
-    def wgrad(self, out: Tensor, dy: tuple[Quantised, Quantised], x: Tensor) -> None:
-        """out += dY^T X. 16 bytes per element of out, as F.scaled_mm adds to nothing."""
-        _, columnwise = self.quantise(x, rowwise=False)
+    def wgrad(self, out: Tensor, dy: tuple[Quantised, Quantised], x: Tensor, scale: Tensor | None = None) -> None:
+        """out += dY^T X. This moves 16 bytes per element of out, as F.scaled_mm cannot add to its result. scale: of X,
+        from forward: for ranks to agree again here would wait for the exchange that this matmul is to hide."""
+        dtype, scale = self.format_and_scale(x, grad=False, scale=scale)
+        _, columnwise = quantise(x, dtype, scale, self.recipe.pow2, rowwise=False)
         out.add_(product(dy[1], columnwise, out.dtype))
 
     # Their operands.
@@ -227,18 +231,19 @@ class Fp8:
             all_reduce(amax, group, MAX)
         return scale_of(amax, dtype, self.recipe.pow2)
 
-    def format_and_scale(self, x: Tensor, grad: bool) -> tuple[torch.dtype, Tensor | None]:
-        """(format, scale) of activations or of their gradients; the scale is None if every block has its own."""
+    def format_and_scale(self, x: Tensor, grad: bool,
+                         scale: Tensor | None = None) -> tuple[torch.dtype, Tensor | None]:
+        """(format, scale) of activations or of their gradients; the scale is None if every block has its own. scale: if
+        it is known."""
         dtype = self.recipe.grad if grad else self.recipe.x
-        return dtype, None if self.recipe.blocks else self.agreed_scale(x, dtype, self.amax_groups)
-
-    def quantise(self, x: Tensor, grad: bool = False, rowwise: bool = True, columnwise: bool = True):
-        """(rowwise, columnwise) copies of activations or of their gradients."""
-        return quantise(x, *self.format_and_scale(x, grad), self.recipe.pow2, rowwise, columnwise)
+        if scale is None and not self.recipe.blocks:
+            scale = self.agreed_scale(x, dtype, self.amax_groups)
+        return dtype, scale
 
     def quantise_weight(self, weights: Params) -> tuple[Quantised, Quantised]:
         """(W, W^T) of matrices one below the other, or of one parameter [e, R, C]. Raises ValueError if a dimension is
         no multiple of the recipe's unit."""
+        # ZeRO writes into the flat buffer, which only `generation` shows; a parameter's own edits show in _version.
         state = [(weight.generation, weight._version) for weight in weights]
         if weights in self.cache and self.cache[weights][0] == state:
             return self.cache[weights][1]
@@ -266,31 +271,35 @@ class Fp8Experts(Fp8):
     """The three products of ep.GroupedLinear, as ep.GroupedMatmul has them. In columnwise copies each expert's rows are
     padded to whole blocks, so these depend on which rows a rank has received. route: an ep.Route."""
 
-    def forward(self, x: Tensor, weight: nn.Parameter, route) -> Tensor:
-        rowwise, _ = self.quantise(x, columnwise=False)
-        return self.multiply(rowwise, self.quantise_weight((weight,))[0], route)
+    def forward(self, x: Tensor, weight: nn.Parameter, route) -> tuple[Tensor, Tensor | None]:
+        dtype, scale = self.format_and_scale(x, grad=False)
+        rowwise, _ = quantise(x, dtype, scale, self.recipe.pow2, columnwise=False)
+        return self.multiply(rowwise, self.quantise_weight((weight,))[0], route), scale
 
     def gradient(self, dy: Tensor, route) -> tuple[Quantised, Quantised]:
-        return self.quantise_rows(dy, route, grad=True)
+        dtype, scale = self.format_and_scale(dy, grad=True)
+        rowwise, _ = quantise(dy, dtype, scale, self.recipe.pow2, columnwise=False)
+        return rowwise, self.columns_by_expert(dy, dtype, scale, route)
 
     def dgrad(self, dy: tuple[Quantised, Quantised], weight: nn.Parameter, route) -> Tensor:
         return self.multiply(dy[0], self.quantise_weight((weight,))[1], route)
 
-    def wgrad(self, out: Tensor, dy: tuple[Quantised, Quantised], x: Tensor, route) -> None:
+    def wgrad(self, out: Tensor, dy: tuple[Quantised, Quantised], x: Tensor, scale: Tensor | None, route) -> None:
         """out [e, out, in] += dY^T X of each expert's rows."""
-        (_, dy), (_, x), start = dy, self.quantise_rows(x, route, rowwise=False), 0
+        _, dy_columns = dy
+        x_columns = self.columns_by_expert(x, *self.format_and_scale(x, grad=False, scale=scale), route)
+        start = 0
         for matrix, count in zip(out, route.rows_per_expert):
             stop = start + count + -count % self.recipe.unit
             if count:
-                matrix.add_(product(select_columns(dy, start, stop), select_columns(x, start, stop), out.dtype))
+                matrix.add_(product(select_columns(dy_columns, start, stop), select_columns(x_columns, start, stop),
+                                    out.dtype))
             start = stop
 
-    def quantise_rows(self, x: Tensor, route, grad: bool = False, rowwise: bool = True):
-        """(rowwise, columnwise) copies of rows sorted by expert."""
-        dtype, scale = self.format_and_scale(x, grad)
-        rows, _ = quantise(x, dtype, scale, self.recipe.pow2, columnwise=False) if rowwise else (None, None)
-        padded = [F.pad(rows, (0, 0, 0, -len(rows) % self.recipe.unit)) for rows in x.split(route.rows_per_expert)]
-        return rows, quantise(torch.cat(padded), dtype, scale, self.recipe.pow2, rowwise=False)[1]
+    def columns_by_expert(self, x: Tensor, dtype: torch.dtype, scale: Tensor | None, route) -> Quantised:
+        """The columnwise copy of rows sorted by expert."""
+        padded = [F.pad(part, (0, 0, 0, -len(part) % self.recipe.unit)) for part in x.split(route.rows_per_expert)]
+        return quantise(torch.cat(padded), dtype, scale, self.recipe.pow2, rowwise=False)[1]
 
     def multiply(self, rows: Quantised, matrices: Quantised, route) -> Tensor:
         """[R, in] times the transposes of [e, out, in] -> [R, out]."""
@@ -319,7 +328,7 @@ def demo() -> None:
             mm, dw = Fp8(recipe, torch.float32), torch.zeros(w.shape)
             quantised = mm.gradient(dy)
             mm.wgrad(dw, quantised, x)
-            pairs = (mm.forward(x, (w,)), x @ w.t()), (mm.dgrad(quantised, (w,)), dy @ w), (dw, dy.t() @ x)
+            pairs = (mm.forward(x, (w,))[0], x @ w.t()), (mm.dgrad(quantised, (w,)), dy @ w), (dw, dy.t() @ x)
             errors = "".join(f"{((a - b).norm(dim=1) / b.norm(dim=1)).mean():9.2%}" for a, b in pairs)
             lost = (dequantise(quantised[0], x.dtype) == 0).float().mean().item()
             print(f"one token {outlier:9,.0f} x   {name:26s}{errors}{lost:10.2%}")

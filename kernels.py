@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
-from collectives import MAX, Group, all_reduce, size
+from collectives import ALONE, MAX, Group, all_reduce
 from param import IGNORED, accumulate_grad, accumulate_product
 
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1 when triton was imported: on CPUs, slowly
@@ -197,36 +197,6 @@ def swiglu(x: Tensor, dy: Tensor | None = None) -> Tensor:
     return out
 
 
-# ---- weight gradients of experts ------------------------------------------------------------------------------------
-
-@triton.jit
-def grouped_product_kernel(dy, x, ends, out, N, K, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """A program adds to a tile of an expert's matrix: out[e] += dy^T x of its rows; without rows it adds nothing."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    expert = tl.program_id(2)
-    first, end = tl.load(ends + expert - 1, expert > 0, other=0), tl.load(ends + expert)
-    total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for start in range(first, end, ROWS):
-        row = (start + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-        a = tl.load(dy + row * N + n[None, :], (row < end) & (n[None, :] < N), other=0.0)
-        b = tl.load(x + row * K + k[None, :], (row < end) & (k[None, :] < K), other=0.0)
-        total = tl.dot(tl.trans(a), b, total, input_precision="ieee")
-    if end > first:
-        place = out + expert.to(tl.int64) * N * K + n[:, None] * K + k[None, :]
-        inside = (n[:, None] < N) & (k[None, :] < K)
-        tl.store(place, tl.load(place, inside) + total, inside)
-
-
-def add_grouped_product(out: Tensor, dy: Tensor, x: Tensor, ends: Tensor) -> None:
-    """out[e] += dy[rows]^T x[rows] for the rows of each expert e, which end at ends[e]: fp32 [E, N, K], dy [R, N], x
-    [R, K], ends int32 [E]. The host need not know how many rows an expert has."""
-    E, N, K = len(ends), dy.shape[1], x.shape[1]
-    assert (out.dtype, out.shape) == (torch.float32, (E, N, K)) and out.is_contiguous(), "out must be fp32, [E, N, K]"
-    launch(grouped_product_kernel, (triton.cdiv(N, 128), triton.cdiv(K, 128), E), dy.contiguous(), x.contiguous(), ends,
-           out, N, K, ROWS=64, BLOCK_N=128, BLOCK_K=128, num_warps=8, num_stages=3)
-
-
 # ---- cross-entropy, fused with the head's matmul; tp.cross_entropy is this in torch, of all logits -------------------
 
 @triton.jit
@@ -239,6 +209,8 @@ def softmax_kernel(logits, labels, lse, label_logit, loss_grad, ignored, first, 
     row, label = logits + tl.cast(t, tl.int64) * V, tl.load(labels + t)
     own = label - first  # its column, if this rank has it
     if STATISTICS:
+        # Before the reductions below, after which other warps may have overwritten it with its gradient.
+        tl.store(label_logit + t, tl.load(row + own, (own >= 0) & (own < V), other=0.0).to(tl.float32))
         largest, sum_exp = -float("inf"), 0.0
         for n in range(0, V, BLOCK):
             column = n + tl.arange(0, BLOCK)
@@ -248,7 +220,6 @@ def softmax_kernel(logits, labels, lse, label_logit, loss_grad, ignored, first, 
             largest = new_largest
         row_lse = largest + tl.log(sum_exp)
         tl.store(lse + t, row_lse)
-        tl.store(label_logit + t, tl.load(row + own, (own >= 0) & (own < V), other=0.0).to(tl.float32))
     else:
         row_lse = tl.load(lse + t)
     if GRADIENT:
@@ -279,7 +250,7 @@ class LinearCrossEntropy(Function):
     @staticmethod
     def forward(ctx, x, weight, labels, z_loss, first, group, chunk, loss_grad):
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
-        wants_gradient, is_sharded = wants_dx or wants_dw, size(group) > 1
+        wants_gradient, is_sharded = wants_dx or wants_dw, group.size > 1
         dx, matrix = torch.empty_like(x) if wants_dx else None, weight.detach()
         lse, label_logit = x.new_empty(2, len(x), dtype=torch.float32)
         buffer = x.new_empty(min(chunk, len(x)), len(weight))
@@ -320,7 +291,7 @@ def combine_statistics(lse: Tensor, label_logit: Tensor, group: Group) -> None:
 
 
 def linear_cross_entropy(x: Tensor, weight: torch.nn.Parameter, labels: Tensor, *, z_loss: float = 0.0,
-                         vocab: slice | None = None, group: Group = None, chunk: int = 4096,
+                         vocab: slice | None = None, group: Group = ALONE, chunk: int = 4096,
                          loss_grad: Tensor | None = None) -> Tensor:
     """The sum of the tokens' losses, in nats, for logits x W^T, as tp.cross_entropy; IGNORED labels have none.
 
@@ -344,7 +315,8 @@ def linear_cross_entropy(x: Tensor, weight: torch.nn.Parameter, labels: Tensor, 
 # ---- FP8: both quantised copies of a matrix; fp8.quantise is this in torch ------------------------------------------
 
 BLOCK = 128
-# Columns of the tile, and warps. Triton 3.6, too, needs at most 128 registers: with (128, 8) up to 247, half an SM's.
+# Columns of the tile, and warps: with these a thread needs at most 128 registers on Triton 3.6, too; with (128, 8) for
+# all it needs up to 247, so that one program fills an SM.
 SHAPES = {"one scale": (64, 8), "blocks": (BLOCK, 8), "tiles": (BLOCK, 16)}
 FORMATS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 Matrix = tuple[Tensor, Tensor]  # an fp8.Quantised: data, scales (here views of [C/128, R], as cuBLAS reads)

@@ -23,7 +23,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from collectives import Groups
+from collectives import ALONE, Groups
 from config import Model
 from cp import attention_by_window
 from ep import Balance, Combine, Dispatch, GroupedExperts, Router, make_routing_info
@@ -113,7 +113,7 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:  # [T/t, H] -> [T/t, H]
         gate_up = self.gate_up(x, context.tp)
         hidden = swiglu(gate_up)
-        y = self.down(hidden, context.tp, skip=is_recomputing())  # no backward reads the result
+        y = self.down(hidden, context.tp, skip=is_recomputing())  # skipped: no backward reads y
         context.recompute.drop(hidden, y, swiglu, gate_up)
         return y
 
@@ -124,7 +124,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, layer: int, model: Model, make: MakeParameter, groups: Groups, balance: Balance):
         super().__init__()
         E, H, F, name = model.experts, model.hidden, model.expert_ffn, f"layers.{layer}."
-        self.ep_group = groups.get("ep")
+        self.ep_group = groups.get("ep", ALONE)
         self.w_router = make(Spec(name + "router", (E, H), {"tp": "partial"}, std=INIT_STD))  # ranks' tokens differ
         self.router = Router(name + "router.bias", self.w_router, model, balance)
         self.experts = GroupedExperts(
@@ -213,11 +213,12 @@ class Llama(nn.Module):
         self.pipeline = pipeline or Pipeline.one_stage(model.layers)
         self.stages, self.last_stage = self.pipeline.stages, self.pipeline.last
         make = partial(parameter, groups=groups, dtype=how.dtype, device=how.device)
-        self.tp = TensorParallel(groups.get("tp"))
+        self.tp = TensorParallel(groups.get("tp", ALONE))
         if self.tp.size > 1:
             self.tp = self.tp._replace(sequence=how.sequence, async_tp=how.async_tp)
         checkpoints = self.pipeline.in_flight * max(len(layers) for layers in self.stages.values())
-        self.recompute = Recompute(how.recompute, checkpoints, None if self.tp.sequence else self.tp.group, how.offload)
+        same_inputs = ALONE if self.tp.sequence else self.tp.group
+        self.recompute = Recompute(how.recompute, checkpoints, same_inputs, how.offload)
         norm_along = {"tp": "partial" if self.tp.sequence else "replicate"}  # partial: tp ranks see different tokens
         self.embedding = VocabParallelEmbedding(make, table_spec(model, "embedding")) if 0 in self.stages else None
         self.blocks = nn.ModuleDict({
@@ -260,11 +261,11 @@ class Llama(nn.Module):
 
     def context(self, stage: int, tokens: Tensor, positions: Tensor | None, documents: Tensor | None,
                 cache: Cache | None, aux_loss_scale: float | Tensor | None) -> ForwardContext:
-        how, model, tp, cp, past = self.execution, self.model, self.tp, self.groups.get("cp"), 0
+        how, model, tp, cp, past = self.execution, self.model, self.tp, self.groups.get("cp", ALONE), 0
         if cache is not None:  # sampling: few tokens, all of them on every rank
-            tp, cp, past = TensorParallel(tp.group), None, cache.length(self.stages[stage][0])
+            tp, cp, past = TensorParallel(tp.group), ALONE, cache.length(self.stages[stage][0])
         if positions is None:
-            assert cp is None, "with context parallelism a rank's positions must be given"
+            assert cp.size == 1, "with context parallelism a rank's positions must be given"
             positions = torch.arange(past, past + tokens.shape[1], device=tokens.device)
         attention = attention_by_window(
             map(model.window_of, self.stages[stage]), tokens, documents, kernel=how.attention, head_dim=model.head_dim,

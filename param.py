@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from collectives import Groups, rank, size
+from collectives import ALONE, Groups
 
 Box = tuple[slice, ...]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -93,13 +93,13 @@ def local_box(spec: Spec, groups: Groups) -> Box:
     box = [slice(0, n) for n in spec.shape]
     for axis, dim in spec.along.items():
         if isinstance(dim, int):
-            box[dim] = shard_slice(spec.shape[dim], size(groups.get(axis)), rank(groups.get(axis)))
+            box[dim] = shard_slice(spec.shape[dim], groups.get(axis, ALONE).size, groups.get(axis, ALONE).rank)
     return tuple(box)
 
 
 def is_first_replica(spec: Spec, groups: Groups) -> bool:
-    """Whether this rank, of those that have the same box (data axis aside), is the one that counts and saves it."""
-    return not any(rank(groups.get(axis)) for axis in spec.replicated_axes)
+    """Whether this rank, of those that have the same box (data axis aside), counts it in the norm and saves it."""
+    return not any(groups.get(axis, ALONE).rank for axis in spec.replicated_axes)
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
@@ -170,10 +170,10 @@ def draw(seed: int) -> Source:
 
 Key = tuple[int, int]  # (pipeline stage, micro-batch)
 Params = tuple[nn.Parameter, ...]
-Steps = Iterator[None]  # of a weight gradient: a generator that starts an exchange, yields, and adds to the buffers
+Steps = Iterator[None]  # a weight gradient's: a generator that starts a collective, yields once, and adds to buffers
 
-# Set while a backward computes input gradients only. A plain global, not thread-local: on CUDA, autograd runs backward
-# functions in its own threads.
+# Set during the first half of a split backward (zero-bubble's B; the second is W). A plain global, not thread-local: on
+# CUDA, autograd runs backward functions in its own threads.
 _deferring: Key | None = None
 _queue: dict[Key, deque[tuple[Params, Steps]]] = {}  # for backward_weight
 
@@ -184,8 +184,8 @@ def is_deferring() -> bool:
 
 
 def start_weight_grad(params: Params, steps: Steps, defer: bool = True) -> None:
-    """Take the first step of a weight gradient, which starts an exchange; the caller computes something under it, then
-    calls finish_weight_grad. In a split backward both steps are left to backward_weight.
+    """Take the first step of a weight gradient, which starts a collective; the caller overlaps computation with it,
+    then calls finish_weight_grad. In a split backward both steps are left to backward_weight.
 
     params: matrices with equally long rows that multiply the same input (wq, wk, wv), or one parameter. steps must not
     hold tensors that require gradients, which would keep their graph alive. defer: False if they read tensors too large
@@ -198,14 +198,15 @@ def start_weight_grad(params: Params, steps: Steps, defer: bool = True) -> None:
 
 
 def finish_weight_grad(steps: Steps) -> None:
-    """Take the second step: wait for the exchange and add. Nothing if the first one was left to backward_weight."""
+    """Take the second step: wait for the collective and add. A generator that has not been started is left to
+    backward_weight."""
     if getgeneratorstate(steps) == GEN_SUSPENDED:
         next(steps, None)
 
 
 def accumulate_grad(params: nn.Parameter | Params, add: Callable[[Tensor], None], defer: bool = True) -> None:
-    """The same for a weight gradient without an exchange: add(out) adds it to `out`, see `add_to`. Called without
-    autograd."""
+    """Both of the above in one call, for a gradient that needs no collective: add(out) adds it to `out`, see `add_to`,
+    without autograd."""
     params = params if isinstance(params, tuple) else (params,)
 
     def steps() -> Steps:
@@ -273,7 +274,8 @@ def attach_sink(param: nn.Parameter, sink: Any) -> None:
     """From now on `sink` collects the gradient of `param`, from accumulate_grad and from autograd."""
     assert param.sink is None, f"{param.spec.name} has a sink already"  # a second hook would call ready twice
     param.sink = sink
-    param.register_post_accumulate_grad_hook(on_grad_accumulated)  # gc cannot see into hooks: this one holds no sink
+    # A function of the module, no closure over the sink: gc cannot break a circle that goes through a hook.
+    param.register_post_accumulate_grad_hook(on_grad_accumulated)
 
 
 def on_grad_accumulated(param: nn.Parameter) -> None:
@@ -304,10 +306,10 @@ def backward_input(key: Key, output: GradientEdge | Tensor, grad: Tensor | None)
 def backward_weight(key: Key) -> None:
     """The second half: the weight gradients that backward_input has queued.
 
-    Each one's exchange is started before the one before it is added, whose matmul hides it: at most two gathered
+    Each one's collective is started before the one before it is added, whose matmul hides it: at most two gathered
     tensors are alive at once.
     """
-    work, before = _queue.pop(key), iter(())
+    work, before = _queue.pop(key), iter(())  # before: the weight gradient that has been started and not been added
     accumulated = dict.fromkeys(param for params, _ in work for param in params)
     while work:
         _, steps = work.popleft()  # a generator that has ended frees what it has read

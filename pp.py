@@ -5,8 +5,8 @@ Costs: ranks wait while the pipeline fills and drains (the bubble), and hold act
 Stops helping when: there are not many more micro-batches than ranks, or layers cannot be split into equal work.
 
 The order of a rank's forwards and backwards decides when it waits. schedules.py gives that order as data, a list of
-(op, stage, micro-batch) for each rank; one engine runs every schedule. On three ranks with four micro-batches, forwards
-numbered and backwards in brackets:
+(op, stage, micro-batch) for each rank; one engine runs all that have one direction. On three ranks with four
+micro-batches, forwards numbered and backwards in brackets:
 
     afab    1  2  3  4             (1)(2)(3)(4)        1f1b    1  2  3       (1) 4 (2)   (3)   (4)
                1  2  3  4       (1)(2)(3)(4)                      1  2    (1) 3 (2) 4 (3)   (4)
@@ -18,11 +18,12 @@ What is easily got wrong:
 - The loss is divided once, in the last stage, by the number of tokens of the global batch; no stage scales gradients.
 - Two ranks must issue their transfers in the same order, or both wait for ever: `lower` enters both ends at once.
 - A receive holds up all later work of its process group until its sender comes: each directed pair of ranks that
-  exchanges has a group of its own. With one for all, an interleaved step of 8 ranks, two model chunks per
-  rank and 16 micro-batches takes 44% longer, by simulation.
-- Only the next stage needs a stage's output: the engine saves its edge in the graph alone and frees the output.
-- I is a backward in which param.py queues the weight gradients; W computes those in the queue.
-- A tied embedding's gradients in the first and in the last stage are added after their data parallel reductions.
+  exchanges has a group of its own, which collectives.link picks. With one group for all an interleaved step of 8 ranks,
+  two model chunks per rank and 16 micro-batches takes 44% longer (tests/test_pp.py replays it).
+- Only the next stage needs a stage's output: the engine saves its edge in the graph alone and drops the output.
+- A split backward has two actions: I computes the gradient of the input, in which param.py queues weight gradients, W
+  those in the queue.
+- A tied embedding's gradients in the first and in the last stage are added after their data parallel ones (zero.py).
 
 Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B, interleaved); Qi et al. 2023 (halves of a backward).
 Shapes: p ranks, m micro-batches.
@@ -34,7 +35,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.profiler import record_function
 
-from collectives import Group, done, rank, receive, run_demo, send
+from collectives import ALONE, Group, done, receive, run_demo, send
 from param import backward_input, backward_weight, queued_keys
 from schedules import Action, Plan, Transfer, activations_held, bubble, lower, make_plan, simulate
 
@@ -51,13 +52,13 @@ class Engine:
     around: around(action) is a context that an action runs in, once it has what it needs; run/timeline.py measures so.
     """
 
-    def __init__(self, plan: Plan, group: Group = None, device: torch.device | str = "cpu",
+    def __init__(self, plan: Plan, group: Group = ALONE, device: torch.device | str = "cpu",
                  around: Callable[[Action], AbstractContextManager] = profile_range):
-        me, lists = rank(group), lower(plan)
+        me, lists = group.rank, lower(plan)
         self.items, self.last_stage = lists[me], plan.stages - 1
         self.group, self.device, self.around = group, device, around
-        # NCCL otherwise builds communicators lazily, in any order. So every pair that exchanges sends a word now, all
-        # ranks in the same order of pairs.
+        # NCCL otherwise builds a pair's communicator at its first transfer, where both ranks must meet: in a schedule's
+        # order, ranks could wait in a circle. So every pair sends a word now, in one order on all ranks.
         pairs = {(r, item.peer) for r, items in enumerate(lists) for item in items
                  if isinstance(item, Transfer) and item.op == "send"}
         for source, target in sorted(pairs):
@@ -100,9 +101,12 @@ class Engine:
 
     def compute(self, action: Action, forward: Callable) -> None:
         op, stage, k = action
-        x = self.take("F", stage, k).requires_grad_(torch.is_grad_enabled()) if op == "F" and stage else None
-        grad = self.take("B", stage, k) if op in "BI" and stage < self.last_stage else None
-        with self.around(action):  # what it waits for is there
+        x = grad = None  # what the action waits for
+        if op == "F" and stage > 0:
+            x = self.take("F", stage, k).requires_grad_(torch.is_grad_enabled())
+        if op in "BI" and stage < self.last_stage:
+            grad = self.take("B", stage, k)
+        with self.around(action):
             if op == "F":
                 y = forward(stage, k, x)
                 if y.requires_grad:
@@ -131,10 +135,10 @@ class Pipeline:
     """
 
     def __init__(self, plan_of: Callable[[int], Plan], layers_of: list[range], max_micro_batches: int = 1,
-                 group: Group = None, device: torch.device | str = "cpu"):
+                 group: Group = ALONE, device: torch.device | str = "cpu"):
         self.plan_of, self.group, self.device, self.engines = plan_of, group, device, {}
         self.around = profile_range
-        largest, me = plan_of(max_micro_batches), rank(group)
+        largest, me = plan_of(max_micro_batches), group.rank
         self.owners = [largest.owner[stage, 0] for stage in range(largest.stages)]
         self.stages = {stage: layers for stage, layers in enumerate(layers_of) if self.owners[stage] == me}
         self.last = len(layers_of) - 1

@@ -33,14 +33,14 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from collectives import Group, HostRows, all_gather, rank, run_demo, size
+from collectives import ALONE, Group, HostRows, all_gather, run_demo
 
 
 class Recompute:
     """--recompute. mode: "none", "selective" or "full". For "full": slots: the most block inputs saved at once; group:
     ranks with the same inputs (ValueError if they cannot share one equally); offload: save them in host memory."""
 
-    def __init__(self, mode: str = "none", slots: int = 1, group: Group = None, offload: bool = False):
+    def __init__(self, mode: str = "none", slots: int = 1, group: Group = ALONE, offload: bool = False):
         self.mode, self.slots, self.group, self.offload = mode, slots, group, offload
         self.arena: CheckpointArena | None = None
 
@@ -60,11 +60,14 @@ class Recompute:
     def drop(self, out: Tensor, until: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> None:
         """"selective": free the memory of out = function(*inputs), a whole storage, which layers have saved. When the
         backward of `until` begins, function runs again and refills the storage, so that saved views are valid, too.
-        All that reads `out` must be done, asynchronous collectives included, or be part of the backward that leads from
-        `until` to the inputs. Where autograd is off, no backward will come: nothing is freed."""
+
+        h = norm(x); y = attention(h); drop(h, y, norm, x): call it after the last use of `out` in forward, asynchronous
+        collectives included; in backward nothing else may read `out` than what leads from `until`, which has been made
+        of it, to the inputs. Where autograd is off, no backward will come: nothing is freed."""
         if self.mode != "selective" or not until.requires_grad:
             return
         storage = out.untyped_storage()
+        assert storage.nbytes() == out.nbytes, "a view, whose storage others have, too"
         nbytes, out, inputs = storage.nbytes(), out.data, [x.detach() for x in inputs]  # without autograd's graph
         storage.resize_(0)
 
@@ -82,27 +85,27 @@ class Recompute:
 class CheckpointArena:
     """Memory for `slots` checkpoints in one allocation, which every step uses again."""
 
-    def __init__(self, slots: int, x: Tensor, group: Group = None, offload: bool = False):
+    def __init__(self, slots: int, x: Tensor, group: Group = ALONE, offload: bool = False):
         """x: any tensor with the shape and dtype of a checkpoint, of which the ranks of the group save equal parts."""
-        if x.numel() % size(group):
-            raise ValueError(f"{size(group)} ranks cannot share a checkpoint of {x.numel()} elements in equal parts")
-        self.group, self.shape, each = group, x.shape, x.numel() // size(group)
+        if x.numel() % group.size:
+            raise ValueError(f"{group.size} ranks cannot share a checkpoint of {x.numel()} elements in equal parts")
+        self.group, self.shape, each = group, x.shape, x.numel() // group.size
         self.shards = HostRows(slots, each, x) if offload else x.new_empty(slots, each)
-        self.whole = x.new_empty(x.numel() if size(group) > 1 else 0)
+        self.whole = x.new_empty(x.numel() if group.size > 1 else 0)
         self.free_slots = list(reversed(range(slots)))
 
     def save(self, x: Tensor) -> int:
         """Save this rank's shard of x; returns its slot."""
         assert self.free_slots, f"all {len(self.shards)} slots of the arena hold checkpoints that wait for a backward"
         slot = self.free_slots.pop()
-        self.shards[slot] = x.reshape(size(self.group), -1)[rank(self.group)]
+        self.shards[slot] = x.reshape(self.group.size, -1)[self.group.rank]
         return slot
 
     def restore(self, slot: int) -> Tensor:
         """The whole checkpoint, valid until the next one is saved or restored. Frees the slot."""
         shard = self.shards[slot]
         self.free_slots.append(slot)
-        if size(self.group) > 1:
+        if self.group.size > 1:
             shard = all_gather(self.whole, shard, self.group).wait()
         return shard.view(self.shape)
 
@@ -151,11 +154,11 @@ def decide_once(decide: Callable):
 def run(block: Callable[..., Tensor], inputs: Sequence[Tensor], decisions: list, recomputing: bool) -> Tensor:
     """block(*inputs), in which the two functions above know what to return."""
     global _decisions, _recomputing
-    _decisions, _recomputing = decisions, recomputing
+    before, (_decisions, _recomputing) = (_decisions, _recomputing), (decisions, recomputing)
     try:
         return block(*inputs)
     finally:
-        _decisions, _recomputing = None, False
+        _decisions, _recomputing = before
 
 
 # ---- demo: python recompute.py --------------------------------------------------------------------------------------

@@ -4,6 +4,9 @@ A schedule makes a Plan for p ranks and m micro-batches: for each rank a list of
 one of F, forward; B, backward; and its halves: I computes the gradient of the input, W those of the weights. Nothing
 but the end of the step waits for a W, so W can fill bubbles: that is the whole idea of "zero bubble".
 
+Shapes: p ranks, rank r, m micro-batches, v model chunks per rank (each the layers of one of v p stages), groups of n
+micro-batches; F, B, I, W: a rank's time for one micro-batch in all chunks that it goes through.
+
                     warmup                   lag    bubble per rank            activations held, at most
     afab            all                      -      (p-1)(F+B)                 m
     1f1b            p-1-r                    -      (p-1)(F+B)                 p
@@ -23,8 +26,6 @@ To add a schedule, write the order of one rank and add it to SCHEDULES. Nothing 
 
 Huang et al. 2019 (GPipe: afab); Narayanan et al. 2021 (1F1B, interleaved); Llama Team 2024, section 3.3.2 (any n); Qi
 et al. 2023 and 2024 (zero bubble: H1, H2; V); DeepSeek-AI 2024, section 3.2.1, and the repository DualPipe.
-Shapes: p ranks, rank r, m micro-batches, v model chunks per rank (each the layers of one of v p stages), groups of n
-micro-batches; F, B, I, W: a rank's time for one micro-batch in all chunks that it goes through.
 """
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -76,7 +77,8 @@ def alternating(r: int, p: int, m: int, v: int, n: int, *, warmup: int, lag: int
 
 
 def zb_v(r: int, p: int, m: int) -> list[Action]:
-    """The stages of a rank are r and 2p-1-r: the last stage is on the first rank, and backward starts early."""
+    """The stages of a rank are r and 2p-1-r: the last stage is on the first rank, and backward starts early. The counts
+    are those of the paper's figure."""
     full = max(2 * p - 1, m)  # what fills the pipeline
     return two_chunks((r, 2 * p - 1 - r), m, [
         ("F0", 2 * (p - r) - 1), ("F1 F0", r), ("F1 I1 W", p - r),  # warm-up
@@ -114,15 +116,15 @@ def two_chunks(stages: tuple[int, int], m: int, steps: list[tuple[str, int]],
     forwards, backwards = (count(), count()), (count(), count())
     for words, times in steps:
         for word in words.split() * times:
-            op, chunk = word[0], int(word[1:] or -1)  # -1: any
+            op, chunk = word[0], int(word[1:]) if word[1:] else None
             if op == "W":
-                chunk, k = next(pair for pair in without_w if chunk in (-1, pair[0]))
+                chunk, k = next(pair for pair in without_w if chunk in (None, pair[0]))
                 without_w.remove((chunk, k))
             else:
                 k = next((forwards if op == "F" else backwards)[chunk])
                 if op == "I":
                     without_w.append((chunk, k))
-            if k < m:
+            if k < m:  # counts may run past the last micro-batch
                 actions.append(Action(op, stages[chunk], first[chunk] + k))
     return actions
 

@@ -1,14 +1,15 @@
 """Tensor parallelism: weight matrices are sharded over t ranks. Sequence parallelism: so are the tokens between them.
 
-Saves: all but 1/t of the matrices, embedding and head, with their gradients and optimizer state, and of the activations
-       inside a pair of matrices; with sequence parallelism also of those between pairs; all but 1/t of the matmuls.
+Saves: a rank has 1/t of the matrices, embedding and head, with their gradients and optimizer state, and of the
+       activations inside a pair of matrices; with sequence parallelism also of those between pairs; and computes 1/t.
 Costs: per layer (two pairs), forward and backward: 4 all-reduces of T H elements. With sequence parallelism 4
-       all-gathers and 4 reduce-scatters, which are as many bytes, and 2 more all-gathers of inputs that are not saved.
+       all-gathers and 4 reduce-scatters, which are as many bytes, and 2 more all-gathers of inputs that are not saved
+       (in a split backward 4). The embedding sends [T, H] once forward, the head as f, the loss 3 numbers per token.
 Stops helping when: ranks are not on one fast network, since every layer waits for it; or H/t makes too small a matmul.
 
 Matrices come in pairs, S = X A^T, Y = act(S), Z = Y B^T: up and down projection of a feed-forward layer; queries, keys,
 values and the output projection of attention. A is sharded by rows, its output features ("column parallel": columns of
-A^T), B by columns, its input features ("row parallel"). A pair needs one exchange before it, f, and one after it, g:
+A^T), B by columns, its input features ("row parallel"). A pair needs an exchange before it, f, and one after it, g:
 
     rank 0    X ─ f ─► S_0 = X A_0^T ─ act ─► Y_0 ──► Y_0 B_0^T ─┐
                                                                  ├─ g ─► Z = Y_0 B_0^T + Y_1 B_1^T
@@ -18,8 +19,8 @@ A^T), B by columns, its input features ("row parallel"). A pair needs one exchan
     tensor parallelism            -                 all-reduce dX        all-reduce Z        -
     and sequence parallelism      all-gather X      reduce-scatter dX    reduce-scatter Z    all-gather dZ
 
-Norms and residuals treat each token alone, so with sequence parallelism a rank has T/t tokens of X and Z. It saves its
-shard of X, and gathers X once more in backward, where both exchanges of a column parallel layer hide under matmuls:
+With sequence parallelism a rank has T/t tokens of X and Z, as norms and residuals treat each token alone. It saves its
+shard of X and gathers X once more in backward. There a column parallel layer hides both exchanges under matmuls:
 
     network    ├─ all-gather X ─┤ ├─ reduce-scatter dX ─┤
     compute    ├─ dX = dS A ────┤ ├─ dA += dS^T X ──────┤
@@ -38,6 +39,7 @@ from torch.autograd import Function
 from torch.nn.functional import pad
 
 from collectives import (
+    ALONE,
     MAX,
     AllGather__ReduceScatter,
     AllReduce__Identity,
@@ -47,13 +49,10 @@ from collectives import (
     all_gather,
     all_reduce,
     done,
-    name,
-    rank,
     reduce_scatter,
     run_demo,
     sent,
     shift,
-    size,
 )
 from operations import load_kernels, uses_kernels
 from param import (
@@ -80,61 +79,62 @@ class TensorParallel(NamedTuple):
     """How the ranks of a group share layers. Functions take it as `tp`; without a group nothing is sharded.
 
     sequence: sequence parallelism; between layers each rank has T/t contiguous tokens, in rank order.
-    async_tp: asynchronous tensor parallelism, which needs `sequence`.
-    save_gathered: a column parallel layer saves its all-gathered input, where a backward follows at once.
+    async_tp: exchanges in steps round a ring, each under the matmul of a shard; needs `sequence` and a plain `mm`.
+    save_gathered: save X as it was gathered. model.py sets it while a block is recomputed, whose backward is next.
     """
-    group: Group = None
+    group: Group = ALONE
     sequence: bool = False
     async_tp: bool = False
     save_gathered: bool = False
 
     @property
     def size(self) -> int:
-        return size(self.group)
+        return self.group.size
 
-    # f and g start an exchange. The caller may compute something before it waits.
+    # f and g start an exchange; without sequence parallelism `gather` is the identity and `reduce` an all-reduce. The
+    # caller may compute something before it waits.
 
     def gather(self, x: Tensor) -> Pending:
-        """Forward of f, backward of g, [T/t, H] -> [T, H]: all-gather by rank. Without sequence parallelism: x."""
+        """Forward of f, backward of g: [T/t, H] -> [T, H], in rank order."""
         if not self.sequence:
             return done(x)
         gathered = x.new_empty(len(x) * self.size, *x.shape[1:])
         return all_gather(gathered, x.contiguous(), self.group, async_op=True)
 
     def reduce(self, terms: Tensor) -> Pending:
-        """Forward of g, backward of f, [T, H] -> [T/t, H]: sum the terms of all ranks, in place without sequence
-        parallelism."""
+        """Forward of g, backward of f: [T, H] -> [T/t, H], the sum of all ranks' terms (an all-reduce: in place)."""
         if not self.sequence:
             return all_reduce(terms, self.group, async_op=True)
         total = terms.new_empty(len(terms) // self.size, *terms.shape[1:])
         return reduce_scatter(total, terms, self.group, async_op=True)
 
-    # Experts see every token once, without sequence parallelism, too.
+    # For experts: one rank routes each token. Without sequence parallelism the t copies of the tokens are split first.
 
     def split(self, x: Tensor) -> Tensor:
         """This rank's shard of the tokens: x itself with sequence parallelism; else [T, H] -> about [T/t, H]."""
         if self.sequence or self.size == 1:
             return x
-        return Identity__AllReduce.apply(x, self.group)[shard_slice(len(x), self.size, rank(self.group))]
+        return Identity__AllReduce.apply(x, self.group)[shard_slice(len(x), self.size, self.group.rank)]
 
     def merge(self, y: Tensor, count: int) -> Tensor:
         """The inverse of split. count: tokens of the x that was split."""
         if self.sequence or self.size == 1:
             return y
-        shard = shard_slice(count, self.size, rank(self.group))
+        shard = shard_slice(count, self.size, self.group.rank)
         return AllReduce__Identity.apply(pad(y, (0, 0, shard.start, count - shard.stop)), self.group)
 
 
 # ---- linear layers --------------------------------------------------------------------------------------------------
-# A split backward (zero-bubble pipelines) computes dX first, weight gradients later. In between only shards of X and dZ
-# are kept. Both are gathered again for dA and dB, dZ for the second time: [T, H] would wait in t times the memory.
+# Autograd sees dX and dY alone: weight gradients are added to the parameters' gradient buffers (param.py), so backward
+# returns None for weights.
 
 class Matmul:
-    """The three products of a linear layer Y = X W^T, where W are weights one below the other. fp8.Fp8 has the same
-    methods, and multiplies in FP8."""
+    """The three products of a linear layer Y = X W^T, where W are weights stacked along their output dimension. fp8.Fp8
+    has the same methods, and multiplies in FP8."""
 
-    def forward(self, x: Tensor, weights: Params) -> Tensor:
-        return x @ stacked_weight(weights).t()
+    def forward(self, x: Tensor, weights: Params) -> tuple[Tensor, Any]:
+        """(Y, what wgrad is to be given of X besides: in FP8 its scale)."""
+        return x @ stacked_weight(weights).t(), None
 
     def gradient(self, dy: Tensor) -> Any:
         """dY in the form in which the other two take it."""
@@ -144,7 +144,7 @@ class Matmul:
         """dX = dY W."""
         return dy @ stacked_weight(weights)
 
-    def wgrad(self, out: Tensor, dy: Any, x: Tensor) -> None:
+    def wgrad(self, out: Tensor, dy: Any, x: Tensor, scale: Any = None) -> None:
         """out += dY^T X."""
         accumulate_product(out, dy.t(), x)
 
@@ -160,7 +160,8 @@ def column(x: Tensor, *weights: nn.Parameter, tp: TensorParallel, mm: Matmul = M
 
 
 def row(x: Tensor, weight: nn.Parameter, tp: TensorParallel, mm: Matmul = MATMUL, skip: bool = False) -> Tensor:
-    """Row parallel linear layer: [T, C/t] -> [T/t, H]. skip: nobody reads the result; return a placeholder."""
+    """Row parallel linear layer: [T, C/t] -> [T/t, H]. skip: model.py sets it
+    while a block is recomputed, where backward reads Y but not Z: no matmul, no exchange, a placeholder."""
     return Row.apply(x, tp, mm, skip, weight)
 
 
@@ -169,14 +170,17 @@ class Column(Function):
 
     @staticmethod
     def forward(ctx, x, tp, mm, defer, *weights):
+        assert not tp.async_tp or (tp.sequence and mm is MATMUL), "the ring shards tokens, and knows no FP8"
         if tp.async_tp:
-            product, gathered = all_gather_matmul(x, stacked_weight(weights).t(), tp.group)
+            (product, gathered), ctx.scale = all_gather_matmul(x, stacked_weight(weights).t(), tp.group), None
         else:
             gathered = tp.gather(x).wait()
-            product = mm.forward(gathered, weights)
-        tp = tp._replace(save_gathered=tp.save_gathered and not is_deferring())  # else X would wait in the queue whole
-        ctx.save_for_backward(gathered if tp.save_gathered else x)
-        ctx.tp, ctx.mm, ctx.defer, ctx.weights = tp, mm, defer, weights  # unpacked weights would lack spec and sink
+            product, ctx.scale = mm.forward(gathered, weights)
+        # Deferring in a forward: it recomputes, inside of a split backward, where all of X would wait in the queue.
+        saves_gathered = tp.save_gathered and not is_deferring()
+        ctx.save_for_backward(gathered if saves_gathered else x)
+        ctx.tp, ctx.mm, ctx.defer = tp._replace(save_gathered=saves_gathered), mm, defer
+        ctx.weights = weights  # not saved: unpacked parameters would lack what param.py and zero.py know of them
         return product
 
     @staticmethod
@@ -184,9 +188,9 @@ class Column(Function):
         tp, mm, weights = ctx.tp, ctx.mm, ctx.weights
         x = ctx.saved_tensors[0].detach()  # a queued weight gradient must not keep a graph alive
         ds = mm.gradient(ds)
-        weight_grad = column_weight_grad(x, ds, tp, mm, weights)
+        weight_grad = column_weight_grad(x, ds, ctx.scale, tp, mm, weights)
         start_weight_grad(weights, weight_grad, ctx.defer)
-        if tp.async_tp:
+        if tp.async_tp and ctx.defer and is_deferring():  # no weight gradient is there to hide the reduction
             dx = done(matmul_reduce_scatter(ds, stacked_weight(weights), tp.group))
         else:
             dx = tp.reduce(mm.dgrad(ds, weights))  # the matmul hides the gather of X
@@ -194,12 +198,25 @@ class Column(Function):
         return dx.wait(), None, None, None, *[None] * len(weights)
 
 
-def column_weight_grad(x: Tensor, ds: Any, tp: TensorParallel, mm: Matmul, weights: Params) -> Steps:
+# Weight gradients are generators that param.py runs: start_weight_grad to the yield, where an exchange is in flight,
+# finish_weight_grad to the end. In a split backward (zero-bubble pipelines: dX first, weight gradients later)
+# start_weight_grad only queues the generator, finish_weight_grad does nothing, and backward_weight later runs it to the
+# end. So that the queue holds [T/t, H], X and dZ are gathered again.
+
+def column_weight_grad(x: Tensor, ds: Any, scale: Any, tp: TensorParallel, mm: Matmul, weights: Params) -> Steps:
     """dA += dS^T X, while X is gathered unless it has been saved whole."""
     gathering = done(x) if tp.save_gathered else tp.gather(x)
     yield
     gathered = gathering.wait()
-    add_to(weights, lambda out: mm.wgrad(out, ds, gathered))
+    add_to(weights, lambda out: mm.wgrad(out, ds, gathered, scale))
+
+
+def row_weight_grad(y: Tensor, dz: Tensor, scale: Any, tp: TensorParallel, mm: Matmul, weights: Params) -> Steps:
+    """dB += dZ^T Y, of the second half of a split backward."""
+    gathering = tp.gather(dz)
+    yield
+    gathered = mm.gradient(gathering.wait())
+    add_to(weights, lambda out: mm.wgrad(out, gathered, y, scale))
 
 
 class Row(Function):
@@ -208,45 +225,36 @@ class Row(Function):
     @staticmethod
     def forward(ctx, y, tp, mm, skip, weight):
         ctx.save_for_backward(y)
-        ctx.tp, ctx.mm, ctx.weights = tp, mm, (weight,)
+        ctx.tp, ctx.mm, ctx.weights, ctx.scale = tp, mm, (weight,), None
         if skip:
             return y.new_zeros(()).expand(len(y) // tp.size if tp.sequence else len(y), len(weight))
         if tp.async_tp:
             return matmul_reduce_scatter(y, weight.t(), tp.group)
-        return tp.reduce(mm.forward(y, ctx.weights)).wait()
+        product, ctx.scale = mm.forward(y, ctx.weights)
+        return tp.reduce(product).wait()
 
     @staticmethod
     def backward(ctx, dz):
-        tp, mm, weights = ctx.tp, ctx.mm, ctx.weights
-        gathering = None if tp.async_tp else tp.gather(dz)
-        y = ctx.saved_tensors[0].detach()
+        tp, mm, weights, y = ctx.tp, ctx.mm, ctx.weights, ctx.saved_tensors[0].detach()
         if tp.async_tp:
             dy, gathered = all_gather_matmul(dz, stacked_weight(weights), tp.group)
         else:
-            gathered = mm.gradient(gathering.wait())
+            gathered = mm.gradient(tp.gather(dz).wait())
             dy = mm.dgrad(gathered, weights)
-        if is_deferring():  # until then dZ waits as [T/t, H], not as [T, H]
-            start_weight_grad(weights, row_weight_grad(y, dz, tp, mm, weights))
+        if is_deferring():
+            start_weight_grad(weights, row_weight_grad(y, dz, ctx.scale, tp, mm, weights))
         else:
-            add_to(weights, lambda out: mm.wgrad(out, gathered, y))
+            add_to(weights, lambda out: mm.wgrad(out, gathered, y, ctx.scale))
         return dy, None, None, None, None
 
 
-def row_weight_grad(y: Tensor, dz: Tensor, tp: TensorParallel, mm: Matmul, weights: Params) -> Steps:
-    """dB += dZ^T Y, of the second half of a split backward: dZ is gathered once more."""
-    gathering = tp.gather(dz)
-    yield
-    gathered = mm.gradient(gathering.wait())
-    add_to(weights, lambda out: mm.wgrad(out, gathered, y))
-
-
 # ---- asynchronous: exchanges in steps round a ring, each hidden under the matmul of a shard --------------------------
-# So the exchanges of forward and of a row parallel layer's backward are hidden too, beside which nothing independent is
-# left to compute.
+# Where no independent matmul is there to hide an exchange (forward, a row parallel layer's backward, a split backward),
+# the matmul that depends on it is cut into shards.
 
 def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     """(gathered x @ matrix, gathered x): x [T/t, H], matrix [H, R] -> [T, R], [T, H]."""
-    n, me = size(group), rank(group)
+    n, me = group.size, group.rank
     gathered = x.new_empty(len(x) * n, x.shape[1])
     product = x.new_empty(len(gathered), matrix.shape[1])
     shards, products = gathered.chunk(n), product.chunk(n)
@@ -263,7 +271,7 @@ def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, 
 
 def matmul_reduce_scatter(x: Tensor, matrix: Tensor, group: Group) -> Tensor:
     """This rank's tokens of x @ matrix, summed over the ranks: x [T, C], matrix [C, H] -> [T/t, H]."""
-    n, me = size(group), rank(group)
+    n, me = group.size, group.rank
     shards = x.chunk(n)
     total = shards[me - 1] @ matrix  # a shard's sum starts at the rank after its owner and reaches it n-1 hops later
     for hop in range(1, n):
@@ -328,6 +336,7 @@ class VocabParallelHead(nn.Module):
     def forward(self, x: Tensor, tp: TensorParallel, labels: Tensor | None = None,
                 loss_grad: Tensor | None = None) -> Tensor:
         z_loss = self.z_loss if torch.is_grad_enabled() else 0.0  # an evaluation's loss is the cross entropy alone
+        # box[0]: the rows of the whole table that this rank has.
         loss_options = dict(z_loss=z_loss, vocab=self.weight.box[0], group=tp.group)
         if labels is not None and uses_kernels(x):  # this kernel never stores all logits
             return load_kernels().linear_cross_entropy(gather_tokens(x, tp), self.weight, labels, loss_grad=loss_grad,
@@ -347,8 +356,8 @@ def gather_tokens(x: Tensor, tp: TensorParallel) -> Tensor:
 
 # ---- the vocabulary -------------------------------------------------------------------------------------------------
 # The table is sharded by rows: a rank looks up the tokens of its rows and adds zeros for the rest. No rank has a whole
-# row of logits: the loss reduces the largest logsumexp of a row's shards, then the sum of exp(logsumexp - largest) and
-# the label's logit.
+# row of logits: the loss takes the largest of the shards' logsumexp, then sums exp(logsumexp - largest) and the label's
+# logit over the ranks.
 
 class Embed(Function):
     """Rows of a table [V/t, H]. Their gradients are added row by row: a dense [V/t, H] one would be mostly zeros."""
@@ -403,7 +412,7 @@ class CrossEntropy(Function):
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float = 0.0, vocab: slice | None = None,
-                  group: Group = None) -> Tensor:
+                  group: Group = ALONE) -> Tensor:
     """The sum (not the mean) of the tokens' losses in nats; tokens with the label IGNORED have none.
 
     logits: [..., V/t], for the part `vocab` of the vocabulary that this rank has (default: all of it). labels: [...].
@@ -418,7 +427,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float = 0.0, vocab: sl
 
 def demo(group: Group) -> None:
     """What a pair of matrices sends, forward and backward, in three ways."""
-    t, T, H = size(group), 64, 32
+    t, T, H = group.size, 64, 32
     up, down = (parameter(Spec(name, shape, {"tp": dim}), {"tp": group}, torch.float32)
                 for name, shape, dim in (("up", (4 * H, H), 0), ("down", (H, 4 * H), 1)))
     up.data, down.data = (torch.randn(weight.shape) / 6 for weight in (up, down))
@@ -428,8 +437,8 @@ def demo(group: Group) -> None:
         sent.clear()
         x = torch.randn(T // t if tp.sequence else T, H, requires_grad=True)
         row(torch.tanh(column(x, up, tp=tp)), down, tp).sum().backward()
-        units = round(sent[name(group)] * t / max(t - 1, 1) / x.new_empty(T, H).nbytes)
-        if rank(group) == 0:
+        units = round(sent[group.axis] * t / max(t - 1, 1) / x.new_empty(T, H).nbytes)
+        if group.rank == 0:
             print(f"{title:24s}   {len(x)} tokens between pairs   sent: {units} x (t-1)/t of T H")
 
 

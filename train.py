@@ -25,7 +25,7 @@ from functools import partial
 import torch
 
 import config
-from collectives import MAX, Group, Groups, all_reduce, build_groups, rank, size
+from collectives import MAX, Group, Groups, all_reduce, build_groups
 from cp import shard_sequences
 from ep import Balance, GroupedExperts, update_biases
 from fp8 import RECIPES, Fp8, Fp8Experts
@@ -52,7 +52,8 @@ def train(run: job.Run) -> None:
 
     The ranks are a grid pp x dp x cp x tp, tp innermost: its ranks have consecutive numbers, so they are in one node.
     For experts the dp x cp x tp ranks of a pipeline rank are edp x ep, ep innermost: each expert is whole on one of ep
-    ranks, and replicated on edp. `groups` has this rank's process group along each axis, None where its size is 1:
+    ranks, and replicated on edp. `groups` has this rank's Group along each axis (of one
+    rank: its collectives are the identity):
 
         world, pp, cp, tp, edp, ep
         data    dp x cp: the ranks with different tokens, over which gradients and losses are summed
@@ -64,14 +65,14 @@ def train(run: job.Run) -> None:
     run.begin(groups, model)  # says what will happen; ends here, before weights are allocated, if that does not fit
     optimizer = build_optimizer(settings, model, groups)
     run.load(optimizer)  # weights: initial ones, published ones, or a checkpoint's, with the optimizer's state
-    # Between steps it reads, by the first function, and evaluates, by the second; saves, and ends when it is asked to.
+    # Between steps, run.steps reads data (local_micro_batches), evaluates (mean_loss), saves, and ends when asked to.
     for step in run.steps(local_micro_batches, mean_loss):
         with profile_range("forward and backward"):
             loss = forward_backward(model, optimizer, step.micro_batches, groups)
         with profile_range("optimizer"):
             lr = learning_rate(step.number, settings.optim)
-            limit = run.guard.limit()  # a gradient norm above it is a spike: then no rank updates its weights
-            votes = run.votes()  # of this rank, as to stop; `step` sums them over ranks, in place, with the norm
+            limit = run.guard.limit()  # a gradient norm that is not below it is a spike: no rank updates its weights
+            votes = run.votes()  # requests to stop, seconds, noise: `step` sums them over ranks, in place
             grad_norm = optimizer.step(lr, limit, extra=votes)
         results = dict(loss=loss, norm=grad_norm, limit=limit, votes=votes)
         if settings.model.experts:
@@ -141,9 +142,9 @@ def local_micro_batches(samples: Samples, first: int, sequences: int, settings: 
     """This rank's part of the samples first … first + sequences - 1; those from number `end` on get no labels, as the
     last batch of an evaluation may be incomplete."""
     grid, cp = settings.grid, groups["cp"]
-    dp_rank = rank(groups["data"]) // size(cp)  # context parallel ranks, innermost in "data", read the same sequences
+    dp_rank = groups["data"].rank // cp.size  # context parallel ranks, innermost in "data", read the same sequences
     micro_batches = samples.step(first, sequences, settings.batch.micro_batch, dp_rank, grid.dp, end)
-    return [MicroBatch(*shard_sequences(*micro_batch, size(cp), rank(cp), grid.sequence_shards))
+    return [MicroBatch(*shard_sequences(*micro_batch, cp.size, cp.rank, grid.sequence_shards))
             for micro_batch in micro_batches]
 
 
@@ -156,7 +157,7 @@ def forward_backward(model: Llama, optimizer: Optimizer, micro_batches: list[Mic
     sequences.
     """
     # The axis "data" is dp x cp, and context parallel ranks have shards of the same sequences.
-    sequences = sum(len(batch.tokens) for batch in micro_batches) * size(groups["data"]) // size(groups["cp"])
+    sequences = sum(len(batch.tokens) for batch in micro_batches) * groups["data"].size // groups["cp"].size
     # `valid`, the tokens with a loss, is this rank's count until all_reduce has made it that of all ranks.
     valid = sum((batch.labels != IGNORED).sum() for batch in micro_batches)
     pending_count = all_reduce(valid, groups["data"], async_op=True)

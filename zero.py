@@ -1,9 +1,9 @@
 """ZeRO: shard optimizer state, gradients and weights over the data parallel ranks. Level 0 is plain data parallelism.
 
 Saves: all but 1/n of the optimizer state (level 1), also of the gradients (level 2), also of the weights (level 3).
-Costs: what a rank sends per step of A micro-batches, times (n-1)/n: gradients in fp32, or as --reduce-dtype says, and
-       weights in their own dtype. (Level 3 less two all-gathers per micro-batch: the embedding's backward needs no
-       weights, and the head's runs right after its forward.)
+Costs: elements sent per step of A micro-batches, see the table, times (n-1)/n: gradients in fp32, or as --reduce-dtype
+       says, and weights in their own dtype. (Level 3 saves two units' all-gathers per micro-batch: the embedding's
+       backward needs no weights, and the head's runs right after its forward.)
 Stops helping when: activations are what fills the memory, or A is so large that levels 2 and 3 only communicate.
 
 What each rank holds of one bucket of dp.py on n = 4 ranks, and sends:
@@ -15,14 +15,14 @@ What each rank holds of one bucket of dp.py on n = 4 ranks, and sends:
     3       █         █           █               3AP       reduce-scatter and two all-gathers per micro-batch
 
 The data parallel ranks are shards x replicas: level 0 is one shard on n replicas, levels 1 to 3 are n shards, hybrid
-sharding lies in between. So every gradient takes one way, `ShardedBucket.reduction`, and a level is three answers: is a
-bucket cut into shards (>= 1)? Is its gradient reduced, and freed, after every micro-batch (>= 2)? Are its weights whole
-only while a unit (embedding, block or head) uses them (3)?
+sharding lies in between. So every gradient takes one path, `ShardedBucket.reduction`, and a level answers three
+questions: is a bucket cut into shards (>= 1)? Is its gradient reduced, and freed, after every micro-batch (>= 2)? Are
+its weights whole only while a unit (embedding, block or head) uses them (3)?
 
-Reductions are hidden under backward, all-gathers of levels 1 and 2 under the forward until it needs them, those of
-level 3 under the unit before. At levels 2 and 3 at most two whole gradients per data axis exist at once, at level 3 two
-units' whole weights; but a tied table's gradient waits for its second backward, and schedules that split backward
-(zb-*) keep whole gradients from its first half to the second.
+Reductions are hidden under backward, all-gathers of levels 1 and 2 under the forward up to the unit that needs them,
+those of level 3 under the unit before. At levels 2 and 3 at most two buckets' whole gradients per data axis exist at
+once, at level 3 two units' whole weights (with the schedule afab four: there the head's backward is far away); but a
+tied table's gradient waits for its second backward, and schedules that split backward (zb-*) keep whole gradients.
 
 Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (FSDP: prefetching); Micikevicius et al. 2018 (mixed precision).
 Shapes: n ranks of the data axis, P parameters, A micro-batches per step.
@@ -39,6 +39,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from collectives import (
+    ALONE,
     Group,
     Groups,
     OffloadedState,
@@ -46,12 +47,9 @@ from collectives import (
     all_gather,
     all_reduce,
     done,
-    process_group,
-    rank,
     reduce_scatter,
     run_demo,
     sent,
-    size,
 )
 from config import padded_elements
 from dp import Bucket, Units, assign_to_buckets
@@ -68,11 +66,13 @@ class ShardedBucket(Bucket):
     def __init__(self, params: dict[nn.Parameter, int], groups: Groups, *, level: int, rule_state: tuple[str, ...],
                  moments_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, offload: bool, started: dict):
         super().__init__(params, groups)
-        self.shards, self.replicas = (self.group, groups["replicate"]) if level else (None, self.group)
-        self.level = level if size(self.shards) > 1 else 0
-        self.padded = padded_elements(self.numel, size(self.shards))
-        length, dtype = self.padded // size(self.shards), self.params[0].dtype
-        self.shard = slice(rank(self.shards) * length, (rank(self.shards) + 1) * length)
+        # Of Bucket: offset, spans (in the flat tensor); missing, expected (gradients still to come in this step, and in
+        # all); reducing (the reduction that was started last); acc_dtype (fp32; in fp64 runs fp64).
+        self.shards, self.replicas = (self.group, groups["replicate"]) if level else (ALONE, self.group)
+        self.level = level if self.shards.size > 1 else 0
+        self.padded = padded_elements(self.numel, self.shards.size)
+        length, dtype = self.padded // self.shards.size, self.params[0].dtype
+        self.shard = slice(self.shards.rank * length, (self.shards.rank + 1) * length)
         self.weights = self.zeros(self.padded, dtype)
         for param in self.params:
             # .data: a version counter of its own, or autograd would complain of saved weights that are gathered again.
@@ -83,7 +83,8 @@ class ShardedBucket(Bucket):
             self.free_weights()
         self.unsharding = done(self.weights)
         self.users = 0  # calls of `unshard` less calls of `reshard`
-        zeros, needs_master = OffloadedState(self).zeros if offload else self.zeros, offload or dtype != self.acc_dtype
+        zeros = OffloadedState(self).zeros if offload else self.zeros  # which replaces clip and copy_master, see there
+        needs_master = offload or dtype != self.acc_dtype
         self.master = zeros(length, self.acc_dtype) if needs_master else self.weight_shard
         moments = {name: zeros(length, moments_dtype or self.acc_dtype) for name in rule_state}
         self.state = {"master": self.master} | moments
@@ -109,25 +110,27 @@ class ShardedBucket(Bucket):
         each `yield` a collective is under way."""
         is_last = self.missing == 0
         is_first = self.level < 2 or self.missing + self.grads_per_micro_batch == self.expected
-        if self.level >= 2 or self.level and size(self.replicas) > 1:
+        if self.level >= 2 or (self.level and self.replicas.size > 1):
             # Resume the reduction before: so at most two whole gradients exist, and replicas are summed under backward.
-            group = process_group(self.shards)
-            next(self.started.get(group, iter(())), None)
-            self.started[group] = self.reducing
+            group = self.shards.process_group
+            if group in self.started:
+                next(self.started[group], None)
+            self.started[group] = self.reducing  # this very generator: `ready` has stored it before it started it
         if self.level:
             whole = self.grad.to(self.reduce_dtype)
             if self.level >= 2:
                 self.grad = None
             in_place = is_first and whole.dtype == self.acc_dtype
+            # In place at level 1 is NCCL's way: the result is this rank's slice of the input.
             part = self.grad_shard if in_place else whole.new_empty(len(self.grad_shard))
             pending = reduce_scatter(part, whole, self.shards, async_op=True)
-            del whole
+            del whole  # a suspended generator keeps its variables: now `pending` alone holds it, until it is waited for
             yield
             pending.wait()
             if not in_place:
                 self.grad_shard.copy_(part) if is_first else self.grad_shard.add_(part)
             del part
-        if is_last and size(self.replicas) > 1:
+        if is_last and self.replicas.size > 1:
             part = self.grad_shard.to(self.reduce_dtype)
             pending = all_reduce(part, self.replicas, async_op=True)
             yield
@@ -138,13 +141,13 @@ class ShardedBucket(Bucket):
     def finish_step(self) -> None:
         """After the last backward: then grad_shard is the sum over all ranks and micro-batches."""
         super().finish_step()
-        for start, stop, spec in self.spans:  # see param.Spec; shards lie alike on all ranks of a partial axis
+        for start, stop, spec in self.spans:  # norms under sequence parallelism: also over tp, where shards lie alike
             for axis in spec.partial_axes:
                 all_reduce(self.within_shard(self.grad_shard, start, stop), self.groups[axis])
 
     def owns(self, spec: Spec) -> bool:
         """Whether this rank, of all that hold the same shard of such a parameter, counts it in the norm."""
-        return rank(self.replicas) == 0 and is_first_replica(spec, self.groups)
+        return self.replicas.rank == 0 and is_first_replica(spec, self.groups)
 
     def squared_norm(self) -> Tensor:
         """The sum of the squared gradients that this rank owns; a scalar tensor."""
@@ -155,15 +158,17 @@ class ShardedBucket(Bucket):
         return total
 
     def clip(self, factor: Tensor | float) -> Pending:
-        """Multiply grad_shard by a factor. The result is where the optimizer's state is."""
+        """Multiply grad_shard by a factor. collectives.OffloadedState replaces this: there it is also copied to the
+        host, and `wait` returns the copy."""
         return done(self.grad_shard.mul_(factor))
 
     # Weights. Levels 1 and 2 all-gather them after the update; at level 3 they are whole from unshard to reshard.
 
     def update_weights(self) -> None:
         """From the master weights: this rank's shard, which levels 1 and 2 then start to all-gather."""
+        self.unsharding.wait()  # of a prefetch whose backward never came: it reads the shard and writes what is freed
         for param in self.params:
-            param.generation += 1
+            param.generation += 1  # caches of what was computed from the weights are invalid: fp8.py
         self.copy_master()
         if self.level == 3:  # a forward whose backward never ran has left old weights unsharded
             self.users = 0
@@ -197,15 +202,17 @@ class ShardedBucket(Bucket):
         """The parameters stay views of the freed memory, valid once it is allocated again."""
         self.weights.untyped_storage().resize_(0)
 
+    # Values in and out.
+
     def pieces(self, part: slice | None = None) -> Iterator[tuple[nn.Parameter, Box, slice]]:
         """This rank's shard, or the slice `part` of it, as boxes of global tensors: (parameter, box, where the box's
         elements are in grad_shard and in each tensor of `state`). Each element is in one piece, padding in none."""
         part = part or slice(0, len(self.master))
         for param in self.params:
-            begin = self.offset[param] - self.shard.start
+            begin = self.offset[param] - self.shard.start  # of the parameter, in the shard; perhaps before it, or after
             place, stop = max(part.start, begin), min(part.stop, begin + param.numel())
-            for local in boxes(tuple(param.shape), place - begin, stop - begin):
-                box = tuple(slice(mine.start + i.start, mine.start + i.stop) for i, mine in zip(local, param.box))
+            for local in boxes(tuple(param.shape), place - begin, stop - begin):  # none if it has no elements in `part`
+                box = tuple(slice(own.start + i.start, own.start + i.stop) for i, own in zip(local, param.box))
                 count = math.prod(box_shape(box))
                 yield param, box, slice(place, place + count)
                 place += count
@@ -224,7 +231,7 @@ class ShardedBucket(Bucket):
 class UpdateRule(NamedTuple):
     """state: names of the tensors that it remembers, each as large as the weights. apply(weights, grads, *state,
     steps=, lr=, betas=, eps=, weight_decay=, found_inf=) changes lists of flat tensors, unless the tensor found_inf is
-    1: it must see to that, as the host never reads it."""
+    1: it must see to that, as the host does not read it."""
     state: tuple[str, ...]
     apply: Callable[..., None]
 
@@ -349,7 +356,9 @@ class Optimizer:
     def attach_unshard_hooks(self, units: Units) -> None:
         bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
         self.buckets_of: dict[nn.Module | None, list[ShardedBucket]] = {None: []}
-        self.previous: dict[nn.Module | None, nn.Module] = {}  # the unit whose backward is the next one
+        # Unit -> the unit whose backward follows its own. Forwards fill it, so that no unit without a backward (the
+        # embedding, whose input is token ids) is prefetched.
+        self.previous: dict[nn.Module | None, nn.Module] = {}
         for modules in units.values():
             for unit, following in zip(modules, [*modules[1:], None]):
                 self.buckets_of[unit] = list(dict.fromkeys(bucket_of[param] for param in unit.parameters()))
@@ -369,7 +378,7 @@ class Optimizer:
     def before_forward(self, following: nn.Module | None, unit: nn.Module, inputs: tuple) -> tuple:
         self.unshard(unit, following)
         x, *others = inputs
-        if x.requires_grad:  # its gradient ends the unit's backward: weight gradients that are deferred read no weights
+        if x.requires_grad:  # its gradient is the last that the unit's backward computes with weights: reshard then
             return CallInBackward.apply(x, partial(self.reshard, unit)), *others
         # An evaluation has no backward, and the embedding's (x: token ids) reads no weights. Any other would miss them.
         if torch.is_grad_enabled() and x.is_floating_point() and any(b.level == 3 for b in self.buckets_of[unit]):
@@ -407,7 +416,7 @@ class CallInBackward(Function):
 # ---- demo: python zero.py -------------------------------------------------------------------------------------------
 
 def demo(group: Group) -> None:
-    groups, x = {"world": group, "replicate": None, "dp": group}, torch.ones(1, 256).bfloat16().requires_grad_()
+    groups, x = {"world": group, "replicate": ALONE, "dp": group}, torch.ones(1, 256).bfloat16().requires_grad_()
     for level in range(4):
         layers = [nn.Linear(256, 256, bias=False, device="meta") for _ in range(12)]
         for number, layer in enumerate(layers):
@@ -421,7 +430,7 @@ def demo(group: Group) -> None:
         storages = {id(x.untyped_storage()): x.untyped_storage().nbytes() for x in flat if isinstance(x, Tensor)}
         optimizer.step(lr=1e-3)
         held = sum(storages.values()) / 1e6
-        if rank(group) == 0:
+        if group.rank == 0:
             print(f"level {level}: {held:5.2f} MB held, {sum(sent.values()) / 1e6:5.2f} sent  {'█' * round(3 * held)}")
 
 

@@ -55,7 +55,7 @@ import schedules
 import train
 from bench import all as bench_all
 from bench import growth as bench_growth
-from collectives import Group, Groups, build_groups, rank, size
+from collectives import ALONE, Group, Groups, build_groups
 from config import CP_STYLES, need
 from cp import attention_by_window
 from ep import Combine, Dispatch, GroupedExperts, Router, make_routing_info
@@ -150,7 +150,7 @@ def build(settings: config.Config, groups: Groups) -> tuple[Llama, Optimizer]:
 def build_ours(settings: config.Config, tokens: Tensor, labels: Tensor) -> Step:
     groups = build_groups(settings.grid, settings.model)
     model, optimizer = build(settings, groups)
-    sequences = slice(rank(groups["data"]), None, size(groups["data"]))  # of this rank
+    sequences = slice(groups["data"].rank, None, groups["data"].size)  # of this rank
     batch = MicroBatch(tokens[sequences].contiguous(), labels[sequences].contiguous())
 
     def step() -> None:
@@ -281,7 +281,7 @@ def build_attention(style: str | None, seq: int) -> Step:
             return F.scaled_dot_product_attention(q, k, v, visible, enable_gqa=True)
     else:
         attend = attention_by_window([0], torch.empty(1, seq // c), None, kernel="auto", head_dim=64,
-                                     dtype=torch.float32, group=group, style=style)[0]
+                                     dtype=torch.float32, group=Group("cp", group), style=style)[0]
 
     def step() -> None:
         q.grad = k.grad = v.grad = None
@@ -317,7 +317,7 @@ class Stage(torch.nn.Module):
 
 def run_ours(plan: schedules.Plan, chunks: dict[int, Stage], x: Tensor) -> Step:
     """A step on our engine. chunks: this rank's stages by number. x: the input of all micro-batches."""
-    engine, micro_batches = Engine(plan, dist.group.WORLD), x.split(PP_TOKENS)
+    engine, micro_batches = Engine(plan, Group("pp", dist.group.WORLD)), x.split(PP_TOKENS)
 
     def forward(stage: int, k: int, received: Tensor | None) -> Tensor:
         y = chunks[stage](micro_batches[k] if received is None else received)
@@ -375,7 +375,7 @@ def build_experts(how: str, group: Group) -> Step:
                                Spec("w_down", (E, H, F), {"ep": 0}, "edp", std=0.02))
         for weight in (w_router, *layer.parameters()):
             weight.data = draw(0)(weight.spec, weight.box)
-        info = make_routing_info(torch.zeros(1, EP_TOKENS, dtype=torch.long), None, None, None)
+        info = make_routing_info(torch.zeros(1, EP_TOKENS, dtype=torch.long), ALONE, ALONE, None)
 
         def forward(x: Tensor) -> Tensor:
             route, gates = router(x, info, group)
@@ -399,11 +399,13 @@ def build_experts(how: str, group: Group) -> Step:
 def bench_ep() -> None:
     if not dist.is_initialized():
         contenders = {"penteract": "ours", "transformers, loop": "eager", "transformers, grouped": "grouped_mm"}
-        compare({name: partial(build_experts, how, None) for name, how in contenders.items()}, EP_TOKENS, 10, 2)
+        compare({name: partial(build_experts, how, ALONE) for name, how in contenders.items()}, EP_TOKENS, 10, 2)
         return
     n, contenders = dist.get_world_size(), {}
     for ep in (ep for ep in range(n, 0, -1) if n % ep == 0):
-        group = dist.new_subgroups_by_enumeration(torch.arange(n).view(-1, ep).tolist())[0] if ep > 1 else None
+        group = ALONE
+        if ep > 1:
+            group = Group("ep", dist.new_subgroups_by_enumeration(torch.arange(n).view(-1, ep).tolist())[0])
         contenders[f"penteract --ep {ep}"] = partial(build_experts, "ours", group)
     compare(contenders, n * EP_TOKENS, repeats=5, steps=2)
 
@@ -445,7 +447,7 @@ def bench_checkpoint() -> None:
         saver.finish()
         return wait
 
-    named = {f"{rank(host)} {i}": x for i, x in enumerate(shards)}
+    named = {f"{host.rank} {i}": x for i, x in enumerate(shards)}
     contenders = {"run/checkpoint.py": save_ours,
                   "DCP, each rank's shards": lambda turn: dcp.save(named, checkpoint_id=f"{folder}/dcp {turn}"),
                   "torch.save of the gathered state": lambda turn: gather_and_save(list(shards), f"{folder}/{turn}.pt")}
@@ -474,7 +476,7 @@ PARTS = {**{part: partial(bench_training, part) for part in TRAINING}, "cp": ben
          "checkpoint": bench_checkpoint, "growth": bench_growth.main, "all": bench_all.main,
          "gpu": lambda flags: importlib.import_module("bench.gpu").measure(flags)}  # it needs Triton
 WITH_FLAGS = *TRAINING, "gpu"
-ALONE = "train", "growth", "all", "gpu"  # parts for one process
+ONE_PROCESS = "train", "growth", "all", "gpu"  # parts for one process
 
 
 def check(parts: list[str], flags: list[str], ranks: int) -> None:
@@ -482,9 +484,9 @@ def check(parts: list[str], flags: list[str], ranks: int) -> None:
     need("gpu" not in parts or len(parts) == 1, "gpu shares no run: its flags are not those of train.py")
     for part in parts:
         need(not flags or part in WITH_FLAGS, f"{' '.join(flags)}: {part} has fixed sizes and needs no flags")
-        need(ranks > 1 or part in (*ALONE, "ep"),
+        need(ranks > 1 or part in (*ONE_PROCESS, "ep"),
              f"{part} needs several ranks: run under torchrun --nproc_per_node=4 -m bench {part}")
-        need(ranks == 1 or part not in ALONE,
+        need(ranks == 1 or part not in ONE_PROCESS,
              f"{part} is for one process, not {ranks} ranks: run python -m bench {part}")
     need("gpu" not in parts or torch.cuda.is_available(), "gpu needs a GPU, and there is none here")
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import config
 import train
-from collectives import build_groups, rank
+from collectives import build_groups
 from plan import costs
 from run import dryrun
 from run.device import memory_of_rank
@@ -94,7 +94,7 @@ def count(growth: Growth, value: int) -> tuple[Costs, Costs]:
     settings = config.parse(f"{BASE} {growth.flags.format(value)}".split(), ranks)
     with dryrun.fake_world(ranks, growth.rank):
         groups = build_groups(settings.grid, settings.model)
-        live = sum(memory_of_rank(settings, rank(groups["pp"])).values())
+        live = sum(memory_of_rank(settings, groups["pp"].rank).values())
         with dryrun.fake_tensors():
             found = train.measured_step(settings, groups)
     return (Costs(found.sent[growth.axis], found.peak, found.flops),

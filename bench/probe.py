@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import collectives
 import config
-from collectives import Group, build_groups, rank, size
+from collectives import Group, build_groups
 from config import need, setting
 from learn import collectives as ring
 from plan import costs
@@ -58,7 +58,7 @@ class Fit(NamedTuple):
 
 def prepare(op: str, nbytes: int, group: Group, device: torch.device) -> tuple[int, Callable[[], None]]:
     """A collective of the backend as (its payload in bytes: nbytes, rounded to equal shards; what runs it once)."""
-    n, first = size(group), rank(group) == 0
+    n, first = group.size, group.rank == 0
     count = max(1, nbytes // (4 * n))  # fp32 numbers per shard
     full, received, shard = (torch.zeros(elements, device=device) for elements in (n * count, n * count, count))
     parts, splits = list(full.split(count)) if first else None, [count] * n
@@ -66,10 +66,10 @@ def prepare(op: str, nbytes: int, group: Group, device: torch.device) -> tuple[i
              "reduce_scatter": lambda: collectives.reduce_scatter(shard, full, group),
              "all_gather": lambda: collectives.all_gather(full, shard, group),
              "all_to_all": lambda: collectives.all_to_all(received, full, splits, splits, group),
-             "broadcast": lambda: dist.broadcast(full, group=group, group_src=0),
-             "reduce": lambda: dist.reduce(full, group=group, group_dst=0),
-             "scatter": lambda: dist.scatter(shard, parts, group=group, group_src=0),
-             "gather": lambda: dist.gather(shard, parts, group=group, group_dst=0),
+             "broadcast": lambda: dist.broadcast(full, group=group.process_group, group_src=0),
+             "reduce": lambda: dist.reduce(full, group=group.process_group, group_dst=0),
+             "scatter": lambda: dist.scatter(shard, parts, group=group.process_group, group_src=0),
+             "gather": lambda: dist.gather(shard, parts, group=group.process_group, group_dst=0),
              "send": lambda: collectives.shift(received, full, group).wait()}
     return full.nbytes, calls[op]
 
@@ -149,12 +149,12 @@ def probed_groups(settings: config.Config, local_ranks: int) -> dict[str, Group]
     nodes, groups = torch.arange(dist.get_world_size()).view(-1, local_ranks), {}
     for level, members in ("node", nodes), ("network", nodes.T):
         if members.shape[1] > 1:
-            groups[level], _ = dist.new_subgroups_by_enumeration(members.tolist())
+            groups[level] = Group(level, dist.new_subgroups_by_enumeration(members.tolist())[0])
     axes = build_groups(settings.grid, settings.model)
-    groups |= {axis: axes[axis].process_group for axis in AXES if axes[axis] is not None}
+    groups |= {axis: axes[axis] for axis in AXES if axes[axis].size > 1}
     names = {}
     for level, group in groups.items():
-        names.setdefault(tuple(dist.get_process_group_ranks(group)), []).append(level)
+        names.setdefault(tuple(dist.get_process_group_ranks(group.process_group)), []).append(level)
     inward_out = sorted(names, key=lambda ranks: (ranks[-1] - ranks[0], len(ranks)))
     return {", ".join(names[ranks]): groups[names[ranks][0]] for ranks in inward_out}
 
@@ -168,8 +168,8 @@ def curve(samples: list[Sample], factor: float, top: float) -> str:
 
 def describe(level: str, group: Group, measured: dict[str, list[Sample]], fits: dict[str, Fit]) -> list[str]:
     """A line per collective and payload, then one per collective with its fit and its curve."""
-    n = size(group)
-    ranks = " ".join(map(str, dist.get_process_group_ranks(group)))
+    n = group.size
+    ranks = " ".join(map(str, dist.get_process_group_ranks(group.process_group)))
     lines = [f"{level}: {n} ranks ({ranks}); groups at once: {dist.get_world_size() // n}", ""]
     lines.append(f"{'collective':16}{'bytes':>14}{'us':>12}{'10% to 90%, us':>22}{'algorithm GB/s':>16}"
                  f"{'bus GB/s':>10}")
@@ -204,7 +204,7 @@ def measure_pairs(device: torch.device) -> torch.Tensor:
             dist.barrier()
             began = time.perf_counter()
             if partner < n:
-                ring.exchange(dist.group.WORLD, outgoing, partner, incoming, partner)
+                ring.exchange(Group("world", dist.group.WORLD), outgoing, partner, incoming, partner)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             times.append(time.perf_counter() - began)
@@ -212,7 +212,7 @@ def measure_pairs(device: torch.device) -> torch.Tensor:
             seconds[partner] = min(times)
         seats.insert(1, seats.pop())
     matrix = seconds.new_empty(n, n)
-    collectives.all_gather(matrix.view(-1), seconds, dist.group.WORLD)
+    collectives.all_gather(matrix.view(-1), seconds, Group("world", dist.group.WORLD))
     return torch.maximum(matrix, matrix.T).cpu()
 
 
@@ -300,12 +300,12 @@ def probe(settings: config.Config, out: str, device: torch.device) -> None:
             spent, = slowest([time.perf_counter() - began], device)
             measured[op] = measure_op(op, group, device, most_bytes, (SECONDS[device.type] - spent) / left)
             left -= 1
-        fits = {op: fit(samples, FACTORS[op](size(group))) for op, samples in measured.items()}
+        fits = {op: fit(samples, FACTORS[op](group.size)) for op, samples in measured.items()}
         lines += describe(level, group, measured, fits)
         if level.startswith("node"):
-            levels.append(describe_level("node", local_ranks, size(group), fits))
+            levels.append(describe_level("node", local_ranks, group.size, fits))
         elif level.startswith("network"):
-            levels.append(describe_level("network", dist.get_world_size(), size(group), fits))
+            levels.append(describe_level("network", dist.get_world_size(), group.size, fits))
     lines += name_slow_pairs(measure_pairs(device), local_ranks)
     cluster = describe_cluster(levels, device, local_ranks)
     if dist.get_rank() == 0:

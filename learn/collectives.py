@@ -27,7 +27,7 @@ evaluates them, `recording` and `replay` count and time what is really sent, and
 
 Every function returns a new tensor and leaves x alone. All ranks must pass the same shape and dtype, and the same
 root, else all of them raise ValueError; this check is not among the messages counted. Sizes need divide nothing: as in
-torch.tensor_split the first chunks have one row, or element, more. A group of None or of one rank sends nothing.
+torch.tensor_split the first chunks have one row, or element, more. A group of one rank sends nothing.
 
 Sources: Thakur, Rabenseifner and Gropp 2005 (the choice by size); Patarasuk and Yuan 2009 (ring); Bruck et al. 1997;
 Hensgen, Finkel and Manber 1988 (dissemination).
@@ -45,7 +45,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collectives import Group, name, rank, run_demo, sent, size
+from collectives import Group, run_demo, sent
 
 
 class Step(NamedTuple):
@@ -76,14 +76,14 @@ def exchange(group: Group, outgoing: Tensor | None = None, to: int | None = None
 
     Both are one batch: with NCCL a send may block until its receive is issued, and a ring of sends would never end.
     """
-    transfers = []
+    ring, transfers = group.process_group, []
     if outgoing is not None:
-        sent[name(group)] += outgoing.nbytes
-        transfers.append(dist.P2POp(dist.isend, outgoing, group=group, group_peer=to))
+        sent[group.axis] += outgoing.nbytes
+        transfers.append(dist.P2POp(dist.isend, outgoing, group=ring, group_peer=to))
     if incoming is not None:
-        transfers.append(dist.P2POp(dist.irecv, incoming, group=group, group_peer=source))
+        transfers.append(dist.P2POp(dist.irecv, incoming, group=ring, group_peer=source))
     if log is not None:
-        to, source = (None if peer is None else dist.get_global_rank(group, peer) for peer in (to, source))
+        to, source = (None if peer is None else dist.get_global_rank(ring, peer) for peer in (to, source))
         nbytes, values = (0, []) if outgoing is None else (outgoing.nbytes, outgoing.flatten().tolist())
         log.append(Step(to, source, nbytes, values))
     for work in dist.batch_isend_irecv(transfers):
@@ -98,9 +98,9 @@ def agree(x: Tensor, *groups: Group, root: int | None = None, rows: bool = False
     suffix = "" if root is None else f" and root {root}"
     described = [f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}{suffix}"]
     for group in groups:
-        if size(group) > 1:
-            lists = [None] * size(group)
-            dist.all_gather_object(lists, described, group=group)
+        if group.size > 1:
+            lists = [None] * group.size
+            dist.all_gather_object(lists, described, group=group.process_group)
             described = [text for texts in lists for text in texts]
     for i, text in enumerate(described):
         if text != described[0]:
@@ -135,8 +135,8 @@ def broadcast(x: Tensor, root: int, group: Group) -> Tensor:
         time      L * (α + X*β)
     """
     agree(x, group, root=root)
-    n = size(group)
-    v = (rank(group) - root) % n
+    n = group.size
+    v = (group.rank - root) % n
     out = copy(x)
     for step in doublings(n):
         if v < step and v + step < n:
@@ -158,8 +158,8 @@ def reduce(x: Tensor, root: int, group: Group) -> Tensor | None:
         time      L * (α + X*β)
     """
     agree(x, group, root=root)
-    n = size(group)
-    v = (rank(group) - root) % n
+    n = group.size
+    v = (group.rank - root) % n
     out = copy(x)
     for step in reversed(doublings(n)):
         if v < step and v + step < n:
@@ -183,8 +183,8 @@ def gather(x: Tensor, root: int, group: Group) -> Tensor | None:
         time      L*α + (n-1)*X*β
     """
     agree(x, group, root=root)
-    n = size(group)
-    v = (rank(group) - root) % n
+    n = group.size
+    v = (group.rank - root) % n
     blocks = x.new_empty(n, *x.shape)  # the root's comes first
     blocks[v] = x.detach()
     for step in doublings(n):
@@ -207,8 +207,8 @@ def scatter(x: Tensor, root: int, group: Group) -> Tensor:
         time      L*α + (n-1)/n * X*β
     """
     agree(x, group, root=root, rows=True)
-    n = size(group)
-    v = (rank(group) - root) % n
+    n = group.size
+    v = (group.rank - root) % n
     chunks = x.detach().tensor_split(n)
     chunks = chunks[root:] + chunks[:root]  # the root's comes first
     rows = torch.cat(chunks)
@@ -234,7 +234,7 @@ def reduce_round(chunks: tuple[Tensor, ...], group: Group) -> None:
         hop 2   0 → 1: c03     1 → 2: d01     2 → 3: a12     3 → 0: b23       c03: chunk c of ranks 0 and 3, summed
         hop 3   0 → 1: b023    1 → 2: c013    2 → 3: d012    3 → 0: a123
     """
-    n, r = size(group), rank(group)
+    n, r = group.size, group.rank
     for hop in range(n - 1):
         target = chunks[(r - hop - 2) % n]
         incoming = torch.empty_like(target)
@@ -249,7 +249,7 @@ def gather_round(chunks: tuple[Tensor, ...], group: Group) -> None:
         hop 2   0 → 1: d    1 → 2: a    2 → 3: b    3 → 0: c
         hop 3   0 → 1: c    1 → 2: d    2 → 3: a    3 → 0: b
     """
-    n, r = size(group), rank(group)
+    n, r = group.size, group.rank
     for hop in range(n - 1):
         exchange(group, chunks[(r - hop) % n], (r + 1) % n, chunks[(r - hop - 1) % n], (r - 1) % n)
 
@@ -262,9 +262,9 @@ def ring_reduce_scatter(x: Tensor, group: Group) -> Tensor:
         time      (n-1) * (α + X/n*β)
     """
     agree(x, group, rows=True)
-    chunks = copy(x).tensor_split(size(group))
+    chunks = copy(x).tensor_split(group.size)
     reduce_round(chunks, group)
-    return chunks[rank(group)].clone()
+    return chunks[group.rank].clone()
 
 
 def ring_all_gather(x: Tensor, group: Group) -> Tensor:
@@ -275,8 +275,8 @@ def ring_all_gather(x: Tensor, group: Group) -> Tensor:
         time      (n-1) * (α + X*β)
     """
     agree(x, group)
-    out = x.new_empty(size(group), *x.shape)
-    out[rank(group)] = x.detach()
+    out = x.new_empty(group.size, *x.shape)
+    out[group.rank] = x.detach()
     gather_round(out.unbind(), group)
     return out
 
@@ -293,7 +293,7 @@ def ring_all_reduce(x: Tensor, group: Group) -> Tensor:
     """
     agree(x, group)
     out = copy(x)
-    chunks = out.view(-1).tensor_split(size(group))  # views: what is added to a chunk is added to `out`
+    chunks = out.view(-1).tensor_split(group.size)  # views: what is added to a chunk is added to `out`
     reduce_round(chunks, group)
     gather_round(chunks, group)
     return out
@@ -315,8 +315,8 @@ def hierarchical_all_reduce(x: Tensor, inner: Group, outer: Group) -> Tensor:
     """
     agree(x, inner, outer)
     out = copy(x)
-    chunks = out.view(-1).tensor_split(size(inner))
-    pieces = chunks[rank(inner)].tensor_split(size(outer))
+    chunks = out.view(-1).tensor_split(inner.size)
+    pieces = chunks[inner.rank].tensor_split(outer.size)
     reduce_round(chunks, inner)
     reduce_round(pieces, outer)
     gather_round(pieces, outer)
@@ -351,7 +351,7 @@ def doubling_all_reduce(x: Tensor, group: Group) -> Tensor:
         time      (l + 2*(n > p)) * (α + X*β)
     """
     agree(x, group)
-    n, r = size(group), rank(group)
+    n, r = group.size, group.rank
     p = 2 ** (n.bit_length() - 1)
     out = copy(x)
     incoming = torch.empty_like(out)
@@ -384,7 +384,7 @@ def bruck_all_gather(x: Tensor, group: Group) -> Tensor:
         time      L*α + (n-1)*X*β
     """
     agree(x, group)
-    n, r = size(group), rank(group)
+    n, r = group.size, group.rank
     blocks = x.new_empty(n, *x.shape)  # of ranks r, r + 1, …
     blocks[0] = x.detach()
     for step in doublings(n):
@@ -403,7 +403,7 @@ def barrier(group: Group, device: torch.device | str = "cpu") -> None:
         bytes     n * L
         time      L * (α + β)
     """
-    n, r = size(group), rank(group)
+    n, r = group.size, group.rank
     outgoing, incoming = torch.zeros(2, 1, dtype=torch.uint8, device=device)
     for step in doublings(n):
         exchange(group, outgoing, (r + step) % n, incoming, (r - step) % n)
@@ -425,7 +425,7 @@ def all_to_all(x: Tensor, output_splits: list[int], input_splits: list[int], gro
         time      (n-1) * (α + X/n*β)
     """
     agree_on_splits(x, output_splits, input_splits, group)
-    n, r = size(group), rank(group)
+    n, r = group.size, group.rank
     out = x.new_empty(sum(output_splits), *x.shape[1:])
     outgoing, incoming = x.detach().contiguous().split(input_splits), out.split(output_splits)
     incoming[r].copy_(outgoing[r])
@@ -437,11 +437,11 @@ def all_to_all(x: Tensor, output_splits: list[int], input_splits: list[int], gro
 
 def agree_on_splits(x: Tensor, output_splits: list[int], input_splits: list[int], group: Group) -> None:
     """Raises ValueError, on all ranks, unless each rank sends what the others expect, and its x has these rows."""
-    n = size(group)
+    n = group.size
     row = f"{str(x.dtype).removeprefix('torch.')} rows of shape {list(x.shape[1:])}"
     calls = [(x.shape[0] if x.ndim else None, row, list(output_splits), list(input_splits))] * n
     if n > 1:
-        dist.all_gather_object(calls, calls[0], group=group)
+        dist.all_gather_object(calls, calls[0], group=group.process_group)
     for i, (rows, row, outputs, inputs) in enumerate(calls):
         if rows is None or len(outputs) != n or len(inputs) != n or min(*outputs, *inputs) < 0 or sum(inputs) != rows:
             raise ValueError(f"rank {i} cannot divide {rows or 0} rows as input_splits {inputs} and output_splits "
@@ -538,15 +538,14 @@ def two_levels(n: int) -> tuple[int, Group, Group]:
     """Ranks per node, this rank's node and the ranks with its place in a node, for two nodes if n is even, else one."""
     m = n // 2 if n % 2 == 0 and n > 2 else n
     ranks = torch.arange(n).view(-1, m)
-    inner, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
-    outer, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
-    return m, inner, outer
+    inner, outer = (dist.new_subgroups_by_enumeration(groups.tolist())[0] for groups in (ranks, ranks.T))
+    return m, Group("", inner), Group("", outer)
 
 
 def examples(group: Group, inner: Group, outer: Group, x: Tensor, shard: Tensor) -> dict[Callable, Callable]:
     """Every collective as a call without arguments, from x [n C, ...] or this rank's shard."""
-    splits = [len(chunk) for chunk in x.tensor_split(size(group))]
-    received = [splits[rank(group)]] * size(group)
+    splits = [len(chunk) for chunk in x.tensor_split(group.size)]
+    received = [splits[group.rank]] * group.size
     return {
         broadcast: lambda: broadcast(x, 0, group),
         reduce: lambda: reduce(x, 0, group),
@@ -591,7 +590,7 @@ def picture(messages: list[Message], n: int) -> list[str]:
 
 
 def demo(group: Group) -> None:
-    n, r = size(group), rank(group)
+    n, r = group.size, group.rank
     m, inner, outer = two_levels(n)
     x = torch.zeros(n, n, dtype=torch.int64)
     x[:, r] = torch.arange(1, n + 1)  # row c is chunk c, and column r of it is rank r's term
@@ -601,7 +600,7 @@ def demo(group: Group) -> None:
         with recording() as steps:
             call()
         logs = [None] * n
-        dist.all_gather_object(logs, steps, group=group)
+        dist.all_gather_object(logs, steps, group=group.process_group)
         messages = replay(logs)
         nbytes = sum(message.nbytes for message in messages)
         hops = messages[-1].end if messages else 0

@@ -28,7 +28,7 @@ import config
 import ep
 import schedules
 import train
-from collectives import build_groups
+from collectives import ALONE, build_groups
 from config import need
 from cp import own_chunks
 from param import Spec, draw, parameter
@@ -434,7 +434,7 @@ def train_experts(balance: ep.Balance, steps: int = 300) -> tuple[list[float], f
         positions = torch.randint(len(text) - context, (batch,), generator=generator)
         x = embedding[text[positions[:, None] + torch.arange(context)]].flatten(1)
         h = F.rms_norm(x, (H,))
-        route, gates = router(h, info, None)
+        route, gates = router(h, info, ALONE)
         y = ep.Combine.apply(network(*ep.Dispatch(h, gates, route).wait(), route), route)
         loss = F.cross_entropy((x + y) @ head.t(), text[positions + context])
         loss.backward()

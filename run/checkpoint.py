@@ -52,7 +52,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from tqdm import tqdm
 
 import config
-from collectives import Group, Groups, rank, size
+from collectives import ALONE, Group, Groups
 from config import need, setting
 from param import Box, Source, Spec, box_shape, is_first_replica, shard_slice
 from run import huggingface, start
@@ -84,7 +84,7 @@ def whole(name: str, values: Tensor) -> Piece:
 
 def pieces_to_save(bucket) -> Iterator[tuple[torch.nn.Parameter, Box, slice]]:
     """The pieces of a zero.ShardedBucket that this rank writes; ranks with the same shard write a part of it each."""
-    part = shard_slice(len(bucket.master), size(bucket.replicas), rank(bucket.replicas))
+    part = shard_slice(len(bucket.master), bucket.replicas.size, bucket.replicas.rank)
     return ((param, box, place) for param, box, place in bucket.pieces(part)
             if is_first_replica(param.spec, bucket.groups))
 
@@ -96,8 +96,8 @@ def pieces_of_run(optimizer, routers: list[torch.nn.Module], groups: Groups, sav
         for param, box, place in pieces_to_save(bucket) if saving else bucket.pieces():
             for what, flat in bucket.state.items():
                 yield Piece(f"{param.spec.name}/{what}", param.spec.shape, box, flat[place].view(box_shape(box)))
-    first = not any(rank(groups[axis]) for axis in ("data", "tp"))
-    numbers = {name: (value, first and rank(groups["pp"]) == 0) for name, value in optimizer.extra_state().items()}
+    first = not any(groups[axis].rank for axis in ("data", "tp"))
+    numbers = {name: (value, first and groups["pp"].rank == 0) for name, value in optimizer.extra_state().items()}
     biases = {router.name: (router.bias, first) for router in routers}
     for name, (value, is_saved_here) in (numbers | biases).items():
         if is_saved_here or not saving:
@@ -195,7 +195,7 @@ class Saver:
         self.bytes_per_s = 0.0  # of the last save
         self.done_before: int | None = None  # steps that the run before had done, if the lock file says it
         self.nbytes = sum(gather_objects(sum(piece.values.nbytes for piece in pieces), group))
-        agree(lambda: self.open_folder(step) if rank(group) == 0 else None, group)
+        agree(lambda: self.open_folder(step) if group.rank == 0 else None, group)
 
     def open_folder(self, step: int) -> None:
         """Take the folder for this run; remove what an earlier run could not finish. Checkpoints of later steps than
@@ -233,13 +233,13 @@ class Saver:
     def note(self, step: int) -> None:
         """Write in the lock file how many steps are done: a run that resumes this one can say how many it has lost.
         It is not forced to the disk: this survives the process, not the machine."""
-        if rank(self.group) == 0:
+        if self.group.rank == 0:
             with contextlib.suppress(OSError):
                 os.pwrite(self.lock.fileno(), b"%12d\n" % step, 0)
 
     def begin_at(self, step: int) -> None:
         """Rename the checkpoints of later steps than this one, and note it."""
-        for path in start.checkpoints_in(self.folder) if rank(self.group) == 0 else ():
+        for path in start.checkpoints_in(self.folder) if self.group.rank == 0 else ():
             if start.step_of(path) > step:
                 aside = path.with_name(f"set-aside-{path.name}-{time.time_ns()}")
                 path.rename(aside)
@@ -258,7 +258,7 @@ class Saver:
     def finish(self) -> str:
         """Wait until the save under way is on the disk. If it failed: why, which is printed, too; training goes on."""
         with tqdm(total=self.nbytes, unit="B", unit_scale=True, desc="saving", delay=1, leave=False,
-                  disable=rank(self.group) > 0) as bar:
+                  disable=self.group.rank > 0) as bar:
             while self.thread and self.thread.is_alive():
                 self.thread.join(0.2)
                 files = [] if bar.disable else self.folder.glob(".writing-*/*")
@@ -266,14 +266,14 @@ class Saver:
                     bar.update(sum(file.stat().st_size for file in files) - bar.n)
         self.thread = None
         error, self.error = self.error, ""
-        if error and rank(self.group) == 0:
+        if error and self.group.rank == 0:
             print(f"train.py: warning: {error}", file=sys.stderr, flush=True)
         return error
 
     def export(self, folder: str, dtype: str, step: int) -> None:
         """Write the weights of the checkpoint of this step as transformers reads them. Raises ValueError."""
         agree(lambda: export(self.folder / f"step-{step:06d}", folder, dtype, self.group), self.group)
-        if self.temporary and rank(self.group) == 0:
+        if self.temporary and self.group.rank == 0:
             shutil.rmtree(self.folder)
 
     def write(self, step: int, run: dict) -> None:
@@ -293,13 +293,13 @@ class Saver:
         try:
             self.stage.wait()
             dcp.save({}, storage_writer=dcp.FileSystemWriter(temporary), planner=SaveBoxes(self.stage.copies),
-                     process_group=self.group, no_dist=self.group is None)
-            checksums = checksums_of(temporary, rank(self.group))
+                     process_group=self.group.process_group, no_dist=self.group.process_group is None)
+            checksums = checksums_of(temporary, self.group.rank)
         except (Exception, dcp.api.CheckpointException) as error:  # DCP raises on all ranks what it caught on one
             problem = describe(error)
         found = gather_objects((checksums, problem), self.group)
         problem = next((problem for _, problem in found if problem), "")
-        if rank(self.group) == 0:
+        if self.group.rank == 0:
             try:
                 if not problem:
                     files = {name: entry for checksums, _ in found for name, entry in checksums.items()}
@@ -415,7 +415,7 @@ def read(path: Path, pieces: Iterable[Piece], progress: bool = False) -> None:
 def load(path: Path, optimizer, routers: list[torch.nn.Module], groups: Groups, group: Group) -> None:
     """The state of a run from a checkpoint of any grid. Raises ValueError on all ranks if it raises on one."""
     pieces = list(pieces_of_run(optimizer, routers, groups, saving=False))
-    agree(lambda: read(path, pieces, progress=rank(group) == 0), group)
+    agree(lambda: read(path, pieces, progress=group.rank == 0), group)
     agree(lambda: need_finite(path, pieces), group)
     for bucket in optimizer.buckets:
         bucket.unsharding.wait()
@@ -520,14 +520,14 @@ def whole_tensor(path: Path, name: str, metadata: Metadata) -> Tensor | None:
     return values
 
 
-def export(path: Path, folder: str, dtype: str, group: Group = None) -> None:
+def export(path: Path, folder: str, dtype: str, group: Group = ALONE) -> None:
     """Weights as transformers reads them; every rank writes some files. Raises ValueError, see run/huggingface.py."""
     run, stored = start.read_run(path), open_checkpoint(path)[1].state_dict_metadata
     model = config.Model(**run["model"])
     names = sorted((name.removesuffix("/master") for name in stored if name.endswith("/master")),
                    key=lambda name: [part.zfill(9) for part in name.split(".")])  # layer 2 before layer 10
     specs = [Spec(name, tuple(stored[f"{name}/master"].size)) for name in names]
-    huggingface.export(folder, model, specs, source(path), dtype, rank=rank(group), world=size(group),
+    huggingface.export(folder, model, specs, source(path), dtype, rank=group.rank, world=group.size,
                        tokenizer_from=run["tokenizer"], seq=run["settings"]["seq"])
 
 

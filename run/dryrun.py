@@ -38,7 +38,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # private: to
 import collectives
 import config
 import ep
-from collectives import Group, Groups, Pending, build_groups, name, process_group, rank, size
+from collectives import Group, Groups, Pending, build_groups
 from plan.memory import format_bytes
 from run import start
 from run.data import MicroBatch, Samples
@@ -80,9 +80,9 @@ def complete(pending: Pending) -> bool:
 
 def uniform_counts(counts: torch.Tensor, T: int, k: int, group: Group) -> tuple[list[int], list[int], list[int]]:
     """As ep.exchange_counts if all choices of k experts are equally often made: counts differ by at most one."""
-    n, e = size(group), counts.shape[1] - 1
+    n, e = group.size, counts.shape[1] - 1
     collectives.all_to_all(torch.empty_like(counts), counts, [1] * n, [1] * n, group)
-    own = dealt(T * k, n * e)[rank(group) * e:][:e]  # of each rank's rows, those of this rank's experts
+    own = dealt(T * k, n * e)[group.rank * e:][:e]  # of each rank's rows, those of this rank's experts
     copies = round(T * (1 - math.comb(n * e - e, k) / math.comb(n * e, k)))  # see costs.copies_per_token
     return [copies] * n, [copies] * n, [n * count for count in own]
 
@@ -139,16 +139,16 @@ def measure(step: Callable[[], Any], model: Any, optimizer: Any, engine: Any, gr
     largest = [(sum(nbytes for nbytes, _ in found), len(found), found[0][1]) for found in equal.values()]
     axes: dict[str, str] = {}  # torch's name of a group -> its axis, the last one if several axes share the group
     for axis, group in groups.items():
-        if size(group) > 1:
-            axes |= {name(part): axis for part in (process_group(group), *getattr(group, "links", {}).values())}
-    calls: dict[str, dict[str, int]] = {axis: Counter() for axis, group in groups.items() if size(group) > 1}
+        if group.size > 1:
+            axes |= {part.group_name: axis for part in (group.process_group, *group.links.values())}
+    calls: dict[str, dict[str, int]] = {axis: Counter() for axis, group in groups.items() if group.size > 1}
     for call in meter.collectives:
         calls[axes[call.group]][call.name] += 1
     return DryRun(meter.peak["all"], {kind: at_peak[kind] for kind in KINDS if at_peak[kind]},
                   {kind: meter.peak[kind] for kind in KINDS if meter.peak[kind]},
                   [(action, max(before, within)) for action, before, within in clock.moments],
                   sorted(largest, key=lambda entry: -entry[0]), meter.flops, calls,
-                  {axis: collectives.sent[name(groups[axis])] for axis in calls})
+                  {axis: collectives.sent[axis] for axis in calls})
 
 
 def label(meter: Meter, model: Any, optimizer: Any) -> None:
@@ -192,7 +192,7 @@ def main(settings: config.Config, build_model: Callable[..., Any], measured_step
         print(first_lines(settings, groups, f"none (dry run), {ranks:,} ranks", model), flush=True)
         with fake_tensors():
             found = measured_step(settings, groups)
-        formula = memory_of_rank(settings, rank(groups["pp"]))
+        formula = memory_of_rank(settings, groups["pp"].rank)
         print(report(found, groups, formula, time.perf_counter() - began))
         if path := settings.run.metrics:
             write(path, found, groups, formula)
@@ -205,9 +205,9 @@ BARS = " ▁▂▃▄▅▆▇█"
 
 def report(found: DryRun, groups: Groups, formula: dict[str, int], seconds: float) -> str:
     """Memory, pipeline, FLOPs and communication as printed. formula: kind -> bytes by plan/memory.py, to compare."""
-    coordinates = ", ".join(f"{axis} {rank(group)} of {size(group)}" for axis, group in groups.items()
-                            if size(group) > 1 and axis != "world")
-    lines = [f"dry run rank {rank(groups['world'])} of {size(groups['world']):,} ({coordinates or 'alone'}), "
+    coordinates = ", ".join(f"{axis} {group.rank} of {group.size}" for axis, group in groups.items()
+                            if group.size > 1 and axis != "world")
+    lines = [f"dry run rank {groups['world'].rank} of {groups['world'].size:,} ({coordinates or 'alone'}), "
              f"{seconds:.1f} s",
              f"memory  peak {format_bytes(found.peak)}; by kind, at that moment, at its own peak, and by formula:"]
     lines += [f"    {kind:14s}{format_bytes(found.at_peak.get(kind, 0)):>12s}{format_bytes(most):>12s}"
@@ -226,7 +226,7 @@ def report(found: DryRun, groups: Groups, formula: dict[str, int], seconds: floa
     lines += [f"compute {found.flops:.4g} FLOPs in matmuls per step"]
     if found.sent:
         lines += ["network calls and bytes that this rank sends per step:"]
-    lines += [f"    {axis:10s}{size(groups[axis]):7,d} ranks{sum(found.calls[axis].values()):9,d} calls"
+    lines += [f"    {axis:10s}{groups[axis].size:7,d} ranks{sum(found.calls[axis].values()):9,d} calls"
               f"{format_bytes(nbytes):>12s}  {', '.join(f'{n:,} {call}' for call, n in found.calls[axis].items())}"
               for axis, nbytes in found.sent.items()]
     return "\n".join(lines)
@@ -234,7 +234,7 @@ def report(found: DryRun, groups: Groups, formula: dict[str, int], seconds: floa
 
 def write(path: str, found: DryRun, groups: Groups, formula: dict[str, int]) -> None:
     """Write what `report` prints as a JSON object: bytes by kind, action and axis, calls by axis, FLOPs."""
-    figures = dict(rank=rank(groups["world"]), ranks=size(groups["world"]), peak_bytes=found.peak,
+    figures = dict(rank=groups["world"].rank, ranks=groups["world"].size, peak_bytes=found.peak,
                    bytes_at_peak=found.at_peak, formula_bytes=formula, flops=found.flops, sent_bytes=found.sent,
                    calls=found.calls, actions=[[str(action), nbytes] for action, nbytes in found.peak_of_action])
     with open(path, "w") as file:

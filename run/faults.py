@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 
 import config
-from collectives import MAX, Group, Groups, all_gather, all_reduce, process_group, rank, size, to_device
+from collectives import MAX, Group, Groups, all_gather, all_reduce, to_device
 from run.ranks import record
 from run.start import say, tell_torchrun
 
@@ -150,9 +150,9 @@ class Guard:
 
     def votes(self) -> torch.Tensor:
         """[1 + ranks], to be summed in place: 1 if this rank wants to stop; at 1 + rank, its seconds without waits."""
-        votes = torch.zeros(1 + size(self.world))
+        votes = torch.zeros(1 + self.world.size)
         votes[0] = float(self.stop.wanted())
-        votes[1 + rank(self.world)] = time.perf_counter() - self.began - (record.waited_s - self.waited)
+        votes[1 + self.world.rank] = time.perf_counter() - self.began - (record.waited_s - self.waited)
         return to_device(votes, self.device)
 
     def update_statistics(self, norm: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
@@ -255,7 +255,7 @@ def check_replicas(optimizer, routers: list[torch.nn.Module], groups: Groups) ->
     for tensor_name, tensor, axes in replicated_tensors(optimizer, routers):
         tensor_hash = hash_of(tensor).to(optimizer.steps.device)  # offloaded state is on the host
         for axis in axes:
-            if size(groups[axis]) > 1:
+            if groups[axis].size > 1:
                 hashes.setdefault(axis, {})[tensor_name] = tensor_hash
     differences = []
     for axis in sorted(hashes):  # all axes, even after a difference: ranks of a different group find none and go on
@@ -284,7 +284,7 @@ def difference(names: list[str], hashes: torch.Tensor, group: Group) -> str:
     differ = (extremes[:len(names)] != ~extremes[len(names):]).nonzero().flatten().tolist()
     if not differ:
         return ""
-    gathered = hashes.new_empty(size(group))
+    gathered = hashes.new_empty(group.size)
     all_gather(gathered, hashes[differ[:1]], group)
     ranks, found = ranks_of(group), gathered.tolist()
     [(most_common, count)] = Counter(found).most_common(1)
@@ -297,7 +297,7 @@ def difference(names: list[str], hashes: torch.Tensor, group: Group) -> str:
 
 
 def ranks_of(group: Group) -> list[int]:
-    return dist.get_process_group_ranks(process_group(group))
+    return dist.get_process_group_ranks(group.process_group)
 
 
 def listed(ranks: list[int]) -> str:
@@ -335,7 +335,7 @@ class Watchdog:
 
     def learn(self, groups: Groups) -> None:
         """From now on messages name the axes of these groups and their ranks; until then all is "world"."""
-        self.members = {axis: ranks_of(group) for axis, group in groups.items() if group}
+        self.members = {axis: ranks_of(group) for axis, group in groups.items() if group.size > 1}
 
     def axis_of(self, group: str) -> tuple[str, list[int]]:
         """(axis, ranks) of a group by its name in `record`; a group of no axis is taken for all ranks."""
@@ -530,7 +530,7 @@ def last_words(line: str, when: float | None = None) -> None:
 
 
 def warn(line: str, world: Group) -> None:
-    if rank(world) == 0:
+    if world.rank == 0:
         say(f"warning: {line}")
 
 

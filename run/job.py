@@ -21,7 +21,7 @@ import torch
 
 import collectives
 import config
-from collectives import Group, Groups, rank, size
+from collectives import ALONE, Group, Groups
 from config import need
 from param import draw
 from plan import search
@@ -87,7 +87,7 @@ class Run:
     groups: Groups | None = None
     model: torch.nn.Module | None = None  # a model.Llama
     log: Log | None = None
-    host: Group = None  # all ranks, on gloo: for threads and CPU tensors
+    host: Group = ALONE  # all ranks, on gloo: for threads and CPU tensors
     optimizer: Any = None  # a zero.Optimizer
     tokenizer: str = ""  # the folder with the run's tokenizer.json, "" if there is none
     saver: Saver | None = None
@@ -106,7 +106,7 @@ class Run:
             self.watchdog.learn(groups)
         self.log = Log(settings, groups, self.device)
         self.log.start(self.device_reason, model, self.training)
-        device.check_memory(settings, rank(groups["pp"]), self.device)
+        device.check_memory(settings, groups["pp"].rank, self.device)
         if run.out or run.resume or run.init_from or run.export_hf:
             self.host = host_group(run.timeout)
         for samples in filter(None, (self.training, self.validation)):
@@ -133,8 +133,8 @@ class Run:
         self.local_micro_batches, self.mean_loss = local_micro_batches, mean_loss
         self.log.begin(state.step)
         guard = self.guard = faults.Guard(self.stop, self.groups["world"], self.device, state.norms, run.skip_spikes)
-        measured = run.metrics and settings.grid.cp == 1 and size(self.groups["data"]) > 1
-        self.noise = GradientNoise(self.optimizer, size(self.groups["data"])) if measured else None
+        measured = run.metrics and settings.grid.cp == 1 and self.groups["data"].size > 1
+        self.noise = GradientNoise(self.optimizer, self.groups["data"].size) if measured else None
         if run.profile:
             self.model.pipeline.around = lambda action: self.clock.around(action)
         with without_garbage_collector(), profiling(run.profile, run.memory_snapshot, self.log.rank,
@@ -288,7 +288,7 @@ def open_saver(run: Run, path: Path | None) -> None:
     done = state.step if state.step >= steps else None
     if out and (continues or not path):
         done = run.saver.done_before
-    if rank(run.groups["world"]) == 0 and (path or done):
+    if run.groups["world"].rank == 0 and (path or done):
         print(where_it_continues(path, state.step, done), flush=True)
 
 
@@ -307,12 +307,12 @@ def find_whole(candidates: list[Path], group: Group) -> Path:
     need(candidates != [], "the checkpoint to resume is gone: another run has removed it")
     for path in candidates:
         try:
-            agree(partial(checkpoint.verify, path, rank(group), size(group)), group)
+            agree(partial(checkpoint.verify, path, group.rank, group.size), group)
             return path
         except ValueError as error:
             if path is candidates[-1]:
                 raise
-            if rank(group) == 0:
+            if group.rank == 0:
                 print(f"train.py: warning: {error}: passed over", file=sys.stderr, flush=True)
 
 
@@ -338,7 +338,7 @@ def description(run: Run) -> dict:
     for name in ("out", "metrics"):
         given[name] = given[name] and os.path.abspath(given[name])
     return run.state.progress() | dict(
-        settings=given, model=asdict(settings.model), grid=asdict(settings.grid), ranks=size(run.groups["world"]),
+        settings=given, model=asdict(settings.model), grid=asdict(settings.grid), ranks=run.groups["world"].size,
         corpus=run.training.identity(), tokenizer=run.tokenizer, torch=torch.__version__)
 
 
@@ -363,7 +363,7 @@ def read(run: Run) -> tuple[int, list[MicroBatch]]:
 
 
 def on_device(run: Run, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-    documents = size(run.groups["cp"]) == 1  # context parallel ranks read them on the host
+    documents = run.groups["cp"].size == 1  # context parallel ranks read them on the host
     return [micro_batch.to(run.device, documents) for micro_batch in micro_batches]
 
 
@@ -430,7 +430,7 @@ def finish(run: Run) -> None:
     if log.last_loss is not None and state.skipped == state.step and not stopping:
         problem = problem or (f"all {state.step} steps were skipped, so the weights are those of the beginning: lower "
                               "--lr, or look at the data and the weights that the run began with")
-    if stopping and rank(run.groups["world"]) == 0:
+    if stopping and run.groups["world"].rank == 0:
         saved = f"continue with --out {asked.out} --resume auto" if asked.out else "nothing is saved: there is no --out"
         print(f"ended after {state.step} of {settings.optim.steps} steps, as asked "
               f"({run.guard.stop.reason or 'on another rank'}): {saved}")
@@ -442,7 +442,7 @@ def finish(run: Run) -> None:
         state.activity = "sampling"
         if codec := codec_of(run.training.corpus, run.tokenizer):
             sampling.continue_prompt(run.model, codec, settings, run.groups, run.device)
-        elif rank(run.groups["world"]) == 0:
+        elif run.groups["world"].rank == 0:
             print("no sample: the data are tokens, without a tokenizer.json beside them", file=sys.stderr)
     if problem:
         raise faults.Failure(problem)  # work is lost, or none was done: nobody shall take this run for a good one

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from tqdm import tqdm
 
 import config
-from collectives import AXES, Groups, rank, size
+from collectives import ALONE, AXES, Groups
 from param import DTYPES, Spec, is_first_replica
 from plan import costs
 from plan.memory import format_bytes
@@ -30,7 +30,7 @@ class Log:
 
     def __init__(self, settings: config.Config, groups: Groups, device: torch.device):
         self.settings, self.groups, self.device = settings, groups, device
-        self.ranks, self.rank = size(groups["world"]), rank(groups["world"])
+        self.ranks, self.rank = groups["world"].size, groups["world"].rank
         self.is_first_rank = self.rank == 0
         dtype = DTYPES[settings.precision.dtype]
         # FP8 runs are measured against the peak of bf16, too.
@@ -46,7 +46,7 @@ class Log:
 
     def start(self, device_reason: str, model, samples) -> None:
         if self.is_first_rank:
-            ranks = f"{self.ranks} ranks, {dist.get_backend()}" if self.groups["world"] else "one process"
+            ranks = f"{self.ranks} ranks, {dist.get_backend()}" if self.groups["world"].size > 1 else "one process"
             device = f"{self.device.type} ({device_reason}), {ranks}"
             fused = self.device.type == "cuda"
             print(first_lines(self.settings, self.groups, device, model, samples, fused), flush=True)
@@ -94,7 +94,7 @@ class Log:
             step=issued.step, tokens=issued.tokens, loss=loss, grad_norm=norm, lr=issued.lr,
             step_s=seconds, tokens_per_s=rate, tokens_per_s_per_gpu=rate / self.ranks, **utilisation,
             memory_gb=peak_memory(self.device) / 1e9,
-            comm_gb={axis: issued.sent[axis] / 1e9 for axis in AXES if size(self.groups[axis]) > 1},
+            comm_gb={axis: issued.sent[axis] / 1e9 for axis in AXES if self.groups[axis].size > 1},
             skipped=skipped)
 
     def write(self, record: dict) -> None:
@@ -167,7 +167,7 @@ def first_lines(settings: config.Config, groups: Groups, device: str, built, sam
     fp8 = f", linear layers of blocks in fp8 {precision.fp8}" if precision.fp8 != "none" else ""
     sequences, _ = batch.ramp()[0]
     ramp = f"; ramp {batch.batch_ramp}" if batch.batch_ramp else ""
-    memory = memory_of_rank(settings, rank(groups.get("pp")), fused)
+    memory = memory_of_rank(settings, groups.get("pp", ALONE).rank, fused)
     kinds = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in memory.items())
     active = f" ({count.active:,} active)" if model.experts else ""
     lines = [f"device  {device}, {precision.dtype}{fp8}", f"grid    {grid_line(grid, model)}"]
@@ -177,8 +177,8 @@ def first_lines(settings: config.Config, groups: Groups, device: str, built, sam
     lines += [
         f"batch   global batch {sequences} = micro {batch.micro_batch} x accum "
         f"{sequences // batch.micro_batch // grid.dp} x dp {grid.dp}; {sequences * batch.seq:,} tokens per step{ramp}",
-        f"model   {model.preset}: {count.total:,} parameters{active}; rank {rank(groups.get('world'))} needs about "
-        f"{format_bytes(sum(memory.values()))}: {kinds}"]
+        f"model   {model.preset}: {count.total:,} parameters{active}; "
+        f"rank {groups.get('world', ALONE).rank} needs about {format_bytes(sum(memory.values()))}: {kinds}"]
     if samples:
         lines.append(
             f"data    {len(samples.corpus):,} tokens in {len(samples.corpus.files):,} files: "

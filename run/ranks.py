@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import collectives
-from collectives import Group, size
+from collectives import ALONE, Group
 
 
 class Call(NamedTuple):
@@ -91,17 +91,17 @@ def meet(timeout_s: float = 600, while_waiting: Callable[[], Any] = lambda: None
 
 
 def host_group(timeout_s: float) -> Group:
-    """All ranks, with gloo: for objects, and for a thread beside the groups of a step. None in one process."""
+    """All ranks, with gloo: for objects, and for a thread beside the groups of a step. ALONE in one process."""
     if not dist.is_initialized():
-        return None
-    return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+        return ALONE
+    return Group("host", dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s)))
 
 
 def gather_objects(value: Any, group: Group) -> list:
     """The value of every rank. group: of `host_group`."""
-    values = [value] * size(group)
-    if group is not None:
-        dist.all_gather_object(values, value, group=group)
+    values = [value] * group.size
+    if group.size > 1:
+        dist.all_gather_object(values, value, group=group.process_group)
     return values
 
 

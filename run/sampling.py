@@ -15,7 +15,7 @@ from torch.nn import Module
 from torch.nn.functional import pad
 
 import config
-from collectives import Group, Groups, all_gather, all_reduce, rank, receive, send, size
+from collectives import Group, Groups, all_gather, all_reduce, receive, send
 from param import shard_slice
 from run.data import Codec
 
@@ -70,19 +70,19 @@ def next_logits(model: Module, tokens: torch.Tensor, cache: KVCache) -> torch.Te
     """Logits [B, S, V/t] of tokens that follow those in the cache; None on pipeline ranks without the last stage."""
     group, owners, x = model.pipeline.group, model.pipeline.owners, None
     for stage in model.stages:
-        if stage and owners[stage - 1] != rank(group):
+        if stage and owners[stage - 1] != group.rank:
             x = torch.empty(model.boundary_shape(tokens, sequence=False), dtype=model.execution.dtype,
                             device=tokens.device)
             receive(x, owners[stage - 1], group).wait()
         x = model(tokens, cache=cache, stage=stage, x=x)
-        if stage < model.last_stage and owners[stage + 1] != rank(group):
+        if stage < model.last_stage and owners[stage + 1] != group.rank:
             send(x, owners[stage + 1], group).wait()
     return x if model.last_stage in model.stages else None
 
 
 def gather_logits(logits: torch.Tensor, vocab: int, group: Group) -> torch.Tensor:
     """[T, V/t] -> [T, V] on every rank, for sampling. vocab: V, which t need not divide."""
-    n = size(group)
+    n = group.size
     widths = [shard.stop - shard.start for shard in (shard_slice(vocab, n, i) for i in range(n))]
     padded = pad(logits, (0, max(widths) - logits.shape[-1]))
     out = logits.new_empty(n * len(logits), max(widths))
@@ -97,11 +97,11 @@ def continue_prompt(model: Module, codec: Codec, settings: config.Config, groups
     The first rank of the data axis, with its tp and pp partners, can do this alone, unless ZeRO-3 or expert parallelism
     shards weights over the data axis: then all ranks take part.
     """
-    if rank(groups["data"]) == 0 or settings.grid.zero == 3 or settings.grid.ep > 1:
+    if groups["data"].rank == 0 or settings.grid.zero == 3 or settings.grid.ep > 1:
         begin = [] if codec.separator is None else [codec.separator]
         prompt = torch.tensor([[*begin, *codec.encode(settings.run.sample)]], device=device)
         tokens = sample(model, prompt, length)[0, len(begin):].tolist()
-        if rank(groups["world"]) == 0:
+        if groups["world"].rank == 0:
             text = codec.decode(tokens)  # whose control characters would ring and erase
             print("".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text))
 

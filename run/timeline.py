@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from collectives import Group, process_group, world
+from collectives import Group, world
 from config import need, read_known, setting
 from pp import Engine, profile_range
 from run.ranks import gather_objects
@@ -131,7 +131,7 @@ class Clock:
             return self.began.elapsed_time(moment) / 1e3 / unit_s
 
         mine = [Span(action, units(began), units(ended)) for action, began, ended in self.moments]
-        return gather_objects(mine, process_group(group))
+        return gather_objects(mine, group)
 
 
 def gpu_event() -> torch.cuda.Event:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 import config
 import train
-from collectives import build_groups
+from collectives import ALONE, build_groups
 from plan import search
 from run import checkpoint, job, sampling, start
 from run.data import Corpus, codec_of
@@ -144,7 +144,7 @@ def state_of(seed: int, shape=(4, 3)) -> list[checkpoint.Piece]:
 def saved(folder, steps=(1,), keep: int = 0, resumed: int = 0, pieces: list[checkpoint.Piece] | None = None) -> None:
     """Checkpoints of a small tensor, which grows by 1 per step, or of these pieces."""
     pieces = pieces or state_of(0)
-    saver = checkpoint.Saver(str(folder), pieces, keep, None, resumed)
+    saver = checkpoint.Saver(str(folder), pieces, keep, ALONE, resumed)
     for step in steps:
         pieces[0].values.add_(1)
         saver.save(step, dict(step=step))
@@ -154,7 +154,7 @@ def saved(folder, steps=(1,), keep: int = 0, resumed: int = 0, pieces: list[chec
 
 def test_what_is_saved_is_the_state_at_the_call(tmp_path):
     pieces = state_of(0)
-    saver, want = checkpoint.Saver(str(tmp_path), pieces, 0, None), pieces[0].values.clone()
+    saver, want = checkpoint.Saver(str(tmp_path), pieces, 0, ALONE), pieces[0].values.clone()
     gate = saver.stage.wait = lambda: pieces[0].values.fill_(7)  # the next update, while the thread has not written yet
     saver.save(1, {})
     saver.finish()
@@ -163,7 +163,7 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path):
 
 def test_a_save_waits_for_the_one_before_which_reads_the_same_copies(tmp_path):
     pieces = state_of(0)
-    saver, wants = checkpoint.Saver(str(tmp_path), pieces, 0, None), []
+    saver, wants = checkpoint.Saver(str(tmp_path), pieces, 0, ALONE), []
     saver.stage.wait = lambda: time.sleep(0.1)  # so that the thread has not read them when the next save begins
     for step in (1, 2, 3):
         wants.append(pieces[0].values.add_(1).clone())
@@ -248,11 +248,11 @@ def test_a_step_that_is_saved_a_second_time_replaces_what_has_its_name(tmp_path,
 
 def test_steps_that_are_done_are_noted_and_so_is_where_a_run_goes_back_to(tmp_path):
     def noted(step: int) -> int | None:
-        saver = checkpoint.Saver(str(tmp_path), state_of(0), 0, None, step)
+        saver = checkpoint.Saver(str(tmp_path), state_of(0), 0, ALONE, step)
         saver.lock.close()
         return saver.done_before
 
-    saver = checkpoint.Saver(str(tmp_path), state_of(0), 0, None)
+    saver = checkpoint.Saver(str(tmp_path), state_of(0), 0, ALONE)
     for step in 1, 1234, 7:  # later steps may have fewer digits, after a rewind
         saver.note(step)
     saver.lock.close()
@@ -270,13 +270,13 @@ def test_what_a_killed_run_left_makes_room_before_the_disk_is_found_full(tmp_pat
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text("{}")
         with patch.object(shutil, "disk_usage", free):
-            checkpoint.Saver(str(tmp_path), state_of(0), 0, None, temporary=temporary).lock.close()
+            checkpoint.Saver(str(tmp_path), state_of(0), 0, ALONE, temporary=temporary).lock.close()
         assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
 def test_a_save_that_failed_is_said_once_and_why_in_one_line(tmp_path, capsys):
     problem = OSError(28, "No space left on device\nat all")
-    saver = checkpoint.Saver(str(tmp_path), state_of(0), 0, None)
+    saver = checkpoint.Saver(str(tmp_path), state_of(0), 0, ALONE)
     with patch.object(checkpoint, "checksums_of", side_effect=problem):
         saver.save(1, {})
         line = "the checkpoint of step 1 could not be saved: OSError: [Errno 28] No space left on device"
@@ -289,7 +289,7 @@ def test_a_save_that_failed_is_said_once_and_why_in_one_line(tmp_path, capsys):
 @pytest.mark.parametrize("at_fault", [0, 1])
 def test_a_save_that_fails_on_one_rank_leaves_nothing(tmp_path, at_fault):
     """What the first rank does when this or the other one cannot read its files back."""
-    saver, found = checkpoint.Saver(str(tmp_path), state_of(0), 0, None), [({}, ""), ({}, "")]
+    saver, found = checkpoint.Saver(str(tmp_path), state_of(0), 0, ALONE), [({}, ""), ({}, "")]
     found[at_fault] = {}, "OSError: gone"
     with patch.object(checkpoint, "gather_objects", lambda mine, group: found if isinstance(mine, tuple) else [mine]):
         saver.save(1, {})
@@ -375,14 +375,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, cap
     said = harm(tmp_path / "step-000002" / file)
     capsys.readouterr()  # the bar of a slow save
     candidates = [tmp_path / f"step-{step:06d}" for step in (2, 1)]
-    assert job.find_whole(candidates, None) == candidates[1]
+    assert job.find_whole(candidates, ALONE) == candidates[1]
     warning = capsys.readouterr().err
     assert warning.startswith(f"train.py: warning: {candidates[0]}") and said in warning and warning.count("\n") == 1
     with pytest.raises(ValueError, match=said):
-        job.find_whole(candidates[:1], None)
+        job.find_whole(candidates[:1], ALONE)
     harm(candidates[1] / file)
     with pytest.raises(ValueError, match=f"{candidates[1]}.*{said}"):
-        job.find_whole(candidates, None)
+        job.find_whole(candidates, ALONE)
 
 
 def test_any_number_of_ranks_verifies_each_file_once(tmp_path):
@@ -425,23 +425,23 @@ def test_tensors_of_another_model_are_named(tmp_path):
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="file/run: cannot be written to"):
-        checkpoint.Saver(str(tmp_path / "file" / "run"), state_of(0), 0, None)
+        checkpoint.Saver(str(tmp_path / "file" / "run"), state_of(0), 0, ALONE)
     with patch.object(shutil, "disk_usage", return_value=shutil._ntuple_diskusage(100, 90, 10)):
         with pytest.raises(ValueError, match="a checkpoint takes 0.00 GB, and 0.00 GB are free"):
-            checkpoint.Saver(str(tmp_path / "full"), state_of(0), 0, None)
+            checkpoint.Saver(str(tmp_path / "full"), state_of(0), 0, ALONE)
         large = checkpoint.Piece("w", (1,), (slice(0, 1),), Mock(
             nbytes=2_500_000_000, is_cuda=False, shape=(1,), dtype=torch.float32))
         shutil.disk_usage.return_value = shutil._ntuple_diskusage(3e9, 0, 1_250_000_000)
         with pytest.raises(ValueError, match=r"full: a checkpoint takes 2\.50 GB, and 1\.25 GB are free"):
-            checkpoint.Saver(str(tmp_path / "full"), [large], 0, None)
-    saver = checkpoint.Saver(str(tmp_path / "busy"), state_of(0), 0, None)
+            checkpoint.Saver(str(tmp_path / "full"), [large], 0, ALONE)
+    saver = checkpoint.Saver(str(tmp_path / "busy"), state_of(0), 0, ALONE)
     saved(tmp_path / "used")
     with pytest.raises(ValueError, match="used: has checkpoints of another run, or of this one from its beginning"):
-        checkpoint.Saver(str(tmp_path / "used"), state_of(0), 0, None)
+        checkpoint.Saver(str(tmp_path / "used"), state_of(0), 0, ALONE)
     with patch.object(checkpoint, "LOCK_WAIT_S", 0), pytest.raises(ValueError, match="another run writes there"):
-        checkpoint.Saver(str(tmp_path / "busy"), state_of(0), 0, None)
+        checkpoint.Saver(str(tmp_path / "busy"), state_of(0), 0, ALONE)
     with patch.object(checkpoint.time, "sleep", lambda seconds: saver.lock.close()):  # until a killed run is gone
-        checkpoint.Saver(str(tmp_path / "busy"), state_of(0), 0, None).lock.close()
+        checkpoint.Saver(str(tmp_path / "busy"), state_of(0), 0, ALONE).lock.close()
 
 
 @pytest.fixture(scope="module")
@@ -819,7 +819,7 @@ def test_the_plan_of_70b_on_1024_ranks_is_small(tokens):
     for stage in range(pp):
         for shard in range(tp):
             data = FakeGroup(0, dp)
-            groups = grids.ALONE | dict(pp=FakeGroup(stage, pp), tp=FakeGroup(shard, tp), dp=data, data=data)
+            groups = grids.NO_GROUPS | dict(pp=FakeGroup(stage, pp), tp=FakeGroup(shard, tp), dp=data, data=data)
             model, optimizer = grids.built(settings, groups, "bf16", device="meta", filled=False)
             for data.index in range(dp):
                 for bucket in optimizer.buckets:
@@ -991,7 +991,7 @@ def test_files_of_a_checkpoint_lie_in_its_folder(tmp_path, name):
 def test_saves_leave_no_objects(tmp_path):
     """The collector is off while a run goes on; DCP leaves two classes per tensor and save."""
     state = [checkpoint.whole(f"w{i}", torch.ones(2)) for i in range(8)]
-    saver = checkpoint.Saver(str(tmp_path), state, 1, None)
+    saver = checkpoint.Saver(str(tmp_path), state, 1, ALONE)
     logging.disable()  # pytest keeps all that is logged
     gc.collect()
     gc.disable()

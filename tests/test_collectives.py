@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from grids import everyone
 from program import ROOT, python
 
 import collectives
@@ -29,7 +30,7 @@ def duals() -> dict[str, float]:
 
     Upstream gradients are random and differ between ranks, so that a sum too many or too few shows.
     """
-    group, n, r = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    group, n, r = everyone(), dist.get_world_size(), dist.get_rank()
     xs = [numbers(2, 4 * n, 3, seed=i).requires_grad_() for i in range(n)]
     same = numbers(2, 4 * n, 3, seed=99).requires_grad_()
     ups = [numbers(2, 4 * n * n, 3, seed=50 + i) for i in range(n)]
@@ -61,12 +62,12 @@ def test_every_pair_is_the_derivative_of_the_other(pool, ranks):
 
 def uneven() -> tuple[torch.Tensor, torch.Tensor, int]:
     """Rank r gives rank i (r + 2 i) % 3 rows; row values name where they come from."""
-    group, n, r = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    group, n, r = everyone(), dist.get_world_size(), dist.get_rank()
     given, received = [(r + 2 * i) % 3 for i in range(n)], [(i + 2 * r) % 3 for i in range(n)]
     x = torch.full((sum(given), 2), float(r)).requires_grad_()
     collectives.sent.clear()
     y = collectives.AllToAll__AllToAll.apply(x, received, given, group)
-    sent = collectives.sent[group.group_name]
+    sent = collectives.sent[group.axis]
     y.backward(torch.full_like(y, 10.0 + r))
     return y.detach(), x.grad, sent
 
@@ -80,14 +81,14 @@ def test_uneven_all_to_all_brings_gradients_home(pool):
 
 
 def count() -> dict[str, int]:
-    group, n = dist.group.WORLD, dist.get_world_size()
+    group, n = everyone(), dist.get_world_size()
     x, out = torch.ones(12 * n), {}
     for name, call in {"all_reduce": lambda: collectives.all_reduce(x, group),
                        "all_gather": lambda: collectives.all_gather(torch.empty(12 * n * n), x, group),
                        "reduce_scatter": lambda: collectives.reduce_scatter(torch.empty(12), x, group)}.items():
         collectives.sent.clear()
         call()
-        out[name] = collectives.sent[group.group_name]
+        out[name] = collectives.sent[group.axis]
     return out
 
 
@@ -100,8 +101,8 @@ def test_bytes_are_those_of_the_ring(pool, n):
 
 def recorded() -> tuple[list[ranks.Call], dict[str, int]]:
     """The flight record after each collective, and bytes by axis; a second group has a record of its own."""
-    group, me = collectives.AxisGroup("pp", dist.group.WORLD), dist.get_rank()
-    other, x, y, out = collectives.AxisGroup("dp", dist.group.WORLD), torch.ones(4), torch.ones(2), []
+    group, me = collectives.Group("pp", dist.group.WORLD), dist.get_rank()
+    other, x, y, out = collectives.Group("dp", dist.group.WORLD), torch.ones(4), torch.ones(2), []
     ranks.record.calls.clear()
     collectives.sent.clear()
     for call in (lambda: collectives.all_reduce(x, group), lambda: collectives.all_reduce(x, other, collectives.MAX),
@@ -142,14 +143,14 @@ def test_a_world_waits_as_long_as_asked_and_is_left_together(monkeypatch, device
     assert did == [how, "body", "barrier", "destroyed", how | dict(store=None)]  # after an exception the process exits
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "new_group", lambda **how: how)
-    assert ranks.host_group(90) == dict(backend="gloo", timeout=datetime.timedelta(seconds=90))
+    assert ranks.host_group(90).process_group == dict(backend="gloo", timeout=datetime.timedelta(seconds=90))
 
 
 def lonely() -> list[torch.Tensor]:
     x, out = torch.arange(6.0), torch.empty(6)
-    collectives.all_reduce(x, None)
-    collectives.all_gather(out, x, None)
-    return [x, out, collectives.AllGather__ReduceScatter.apply(x, 0, None)]
+    collectives.all_reduce(x, collectives.ALONE)
+    collectives.all_gather(out, x, collectives.ALONE)
+    return [x, out, collectives.AllGather__ReduceScatter.apply(x, 0, collectives.ALONE)]
 
 
 def test_without_a_group_they_are_the_identity():
@@ -160,10 +161,10 @@ def alone_in_a_larger_world() -> tuple[list[float], int, list[str]]:
     """What a group of one rank receives from a shift, the bytes counted for it, and the errors of send and receive."""
     own, incoming, errors = torch.full((3,), 10.0 + dist.get_rank()), torch.empty(3), []
     collectives.sent.clear()
-    collectives.shift(incoming, own, None).wait()
+    collectives.shift(incoming, own, collectives.ALONE).wait()
     for transfer in (collectives.send, collectives.receive):
         try:
-            transfer(own, 0, None)
+            transfer(own, 0, collectives.ALONE)
         except AssertionError as error:
             errors.append(str(error))
     return incoming.tolist(), sum(collectives.sent.values()), errors
@@ -178,7 +179,7 @@ def test_a_group_of_one_rank_sends_nothing_to_the_world(pool):
 def strided() -> str:
     x = torch.ones(3, 4).t()
     try:
-        collectives.all_reduce(x, dist.group.WORLD)
+        collectives.all_reduce(x, everyone())
     except AssertionError as error:
         return str(error)
     return f"reduced to {x.tolist()}"
@@ -198,14 +199,14 @@ def test_a_result_is_never_written_to_a_copy(pool):
     lambda x, y, group: collectives.all_to_all(y, x, [2, 2], [2, 2], group)])
 def test_no_collective_takes_a_strided_tensor(call):
     with dryrun.fake_world(2, 0):
-        call(torch.ones(4, 4), torch.ones(4, 4), dist.group.WORLD)
+        call(torch.ones(4, 4), torch.ones(4, 4), everyone())
         with pytest.raises(AssertionError):
-            call(torch.ones(4, 4).t(), torch.ones(4, 4), dist.group.WORLD)
+            call(torch.ones(4, 4).t(), torch.ones(4, 4), everyone())
 
 
 def unequal() -> str:
     try:
-        collectives.reduce_scatter_along(torch.ones(5), 0, dist.group.WORLD)
+        collectives.reduce_scatter_along(torch.ones(5), 0, everyone())
     except ValueError as error:
         return str(error)
 
@@ -218,7 +219,7 @@ def unwaited() -> bool:
     """A Pending keeps its tensors alive until it is waited on, and lets them go soon after (gloo has a thread)."""
     x = torch.ones(1000)
     seen = weakref.ref(x)
-    pending = collectives.all_reduce(x, dist.group.WORLD, async_op=True)
+    pending = collectives.all_reduce(x, everyone(), async_op=True)
     del x
     alive = seen() is not None
     pending.wait()
@@ -315,7 +316,7 @@ def test_a_demo_runs_alone_in_torchruns_ranks_or_in_ranks_that_it_starts(monkeyp
     monkeypatch.setattr(torch, "set_num_threads", lambda count: done.append(count))
     collectives.run_demo(done.append, ranks)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3", *words]
-    assert done == [1] + {"printed": [], "alone": [None], "in a world": ["all ranks"],
+    assert done == [1] + {"printed": [], "alone": [collectives.ALONE], "in a world": ["all ranks"],
                           "started": [(sys.executable, torchrun, "1")]}[want]
     assert capsys.readouterr().out == ("What the file is about.\n" if want == "printed" else "")
 

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from grids import everyone
 from pool import slow
 from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor.experimental._context_parallel._attention import _SDPAMerger
@@ -177,8 +178,8 @@ def test_the_demo_draws_who_computes_what(capsys):
     """As in the docstring."""
     cp.demo(4)
     printed = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    picture = cp.__doc__[cp.__doc__.index("queries 0  0"):].splitlines()[:8]
-    drawn = [re.search(r"\d  ((\d )*\d)", line)[1] for line in picture]
+    picture = cp.__doc__[cp.__doc__.index("queries 0  | 0"):].splitlines()[:8]
+    drawn = [re.search(r"\d  \| ((\d )*\d)", line)[1] for line in picture]
     at = printed.index("zig-zag: [9, 9, 9, 9] blocks per rank") + 1
     assert printed[at:at + 8] == drawn
     at = printed.index("contiguous: [3, 7, 11, 15] blocks per rank") + 1
@@ -210,7 +211,7 @@ def inputs(dtype, scale=1.0, seq=S):
 
 def attended(style: str, kernel: str, dtype=torch.float64, scale=1.0, documents=None, window=0, seq=S) -> tuple:
     """o, dq, dk, dv of this rank's tokens, and where they are."""
-    group, c = dist.group.WORLD, dist.get_world_size()
+    group, c = everyone(), dist.get_world_size()
     mine = own_positions(seq, c, dist.get_rank())
     q, k, v, do = (x[:, :, mine] for x in inputs(dtype, scale, seq))
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
@@ -239,7 +240,7 @@ def by_pieces(style: str, attention: AttentionKernel, c: int, q, k, v, do, mask:
         own, *later = places = [positions_of(seq, c, chunks) for chunks in SOURCES[style].chunks(c, i)]
         leaves = [x[:, :, own].requires_grad_() for x in (q, k, v)]
         steps = cp.visible_blocks(SOURCES[style], seq, c, i, mask, q.device)
-        result = cp.BlockAttention.apply(*leaves, here, steps, attention, None)
+        result = cp.BlockAttention.apply(*leaves, here, steps, attention, collectives.ALONE)
         o[:, :, own] = result.detach()
         dq[:, :, own], *own_dkv = torch.autograd.grad(result, leaves, do[:, :, own])
         dkv[own] += cp.stack_by_token(*own_dkv)
@@ -306,7 +307,7 @@ def test_auto_takes_our_kernel_where_torchs_would_read_a_mask(kernel, mask, D, d
 @pytest.mark.parametrize("selects", [False, True])
 def test_selective_recomputation_saves_no_scores_of_plain_attention(selects):
     saved, (q, k, v, do) = [], (x.requires_grad_() for x in inputs(torch.float64))
-    attend = context_parallel(None, "allgather", S, CAUSAL, MATH, recompute=selects)
+    attend = context_parallel(collectives.ALONE, "allgather", S, CAUSAL, MATH, recompute=selects)
     save = torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape[-2:]) or x, lambda x: x)
     with save:
         o = attend(q, k, v)
@@ -479,7 +480,7 @@ def test_what_blocks_add_up_to_is_rounded_to_bf16_once(pool, style):
 # ---- what is sent, what is saved, and when --------------------------------------------------------------------------
 
 def metered(style: str, seq: int = S, dtype: torch.dtype = torch.float32) -> dict:
-    group, c = dist.group.WORLD, dist.get_world_size()
+    group, c = everyone(), dist.get_world_size()
     mine = own_positions(seq, c, dist.get_rank())
     q, k, v, do = (x[:, :, mine].contiguous() for x in inputs(dtype, seq=seq))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
@@ -495,9 +496,9 @@ def metered(style: str, seq: int = S, dtype: torch.dtype = torch.float32) -> dic
     with meter:
         o = attend(q, k, v)
         out["saved"], out["peak forward"] = meter.settled()["other"], meter.peak["other"]
-        out["sent forward"] = collectives.sent.pop(collectives.name(group), 0)
+        out["sent forward"] = collectives.sent.pop(group.axis, 0)
         o.backward(do)
-        out["sent backward"] = collectives.sent.pop(collectives.name(group), 0)
+        out["sent backward"] = collectives.sent.pop(group.axis, 0)
     return out
 
 
@@ -556,7 +557,7 @@ def order_of_events(style: str) -> list[str]:
     mine = own_positions(S, dist.get_world_size(), dist.get_rank())
     q, k, v, do = (x[:, :, mine] for x in inputs(torch.float64))
     kernel = SDPA._replace(forward=logged(SDPA.forward, "forward"), backward=logged(SDPA.backward, "backward"))
-    attend = context_parallel(dist.group.WORLD, style, S, CAUSAL, kernel)
+    attend = context_parallel(everyone(), style, S, CAUSAL, kernel)
     sends = {name: logged(getattr(cp, name), "send") for name in ("shift", "all_gather")}
     with patch.multiple(cp, **sends), patch.object(collectives.Pending, "wait", waited):
         attend(q.requires_grad_(), k, v).backward(do)

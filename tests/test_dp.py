@@ -7,13 +7,14 @@ import grids
 import pytest
 import torch
 import torch.distributed as dist
-from grids import ALONE
+from grids import NO_GROUPS
 from pool import slow
 from torch import nn
 
 import collectives
 import dp
 import param
+from collectives import ALONE
 from dp import Bucket, assign_to_buckets
 from param import Spec, parameter
 from run.meter import Meter
@@ -22,7 +23,7 @@ from run.meter import Meter
 class Unit(nn.Module):
     """A unit of parameters with these specs."""
 
-    def __init__(self, *specs: Spec, groups=ALONE, dtype=torch.float64):
+    def __init__(self, *specs: Spec, groups=NO_GROUPS, dtype=torch.float64):
         super().__init__()
         self.weights = nn.ParameterList(parameter(spec, groups, dtype) for spec in specs)
 
@@ -52,7 +53,7 @@ def test_what_is_shared_or_different_is_apart():
     table = Spec("table", (7, 3))
     first = Unit(table, Spec("a", (3,)))
     last = Unit(Spec("b", (3,)), Spec("expert", (4, 3), {"ep": 0}, "edp"), Spec("twin", (2, 3), {"tie": "partial"}),
-                groups=ALONE | {"ep": None, "edp": None})
+                groups=NO_GROUPS | {"ep": ALONE, "edp": ALONE})
     last.weights.append(first.weights[0])
     assert names(assign_to_buckets({0: [first, last]}, 25)) == [["table"], ["twin"], ["a", "b"], ["expert"]]
 
@@ -67,7 +68,7 @@ def test_a_parameter_gets_a_gradient_from_each_stage_that_uses_it():
 
 
 def test_parameters_treated_alike_are_one_span_and_neighbours_stay_neighbours():
-    groups = ALONE | {"tp": None}
+    groups = NO_GROUPS | {"tp": ALONE}
     unit = Unit(Spec("norm", (4,), {"tp": "partial"}, decay=False), Spec("wq", (8, 4)), Spec("bias", (5,), decay=False),
                 Spec("wk", (2, 4)), Spec("wv", (2, 4)), Spec("router", (3, 4), {"tp": "partial"}), groups=groups)
     bucket = Bucket(dict.fromkeys(unit.weights, 1), groups)
@@ -108,7 +109,7 @@ def test_a_step_sends_2P_once_whatever_the_micro_batches(pool, ranks, accumulate
 
 def order_of_events() -> list[str]:
     """Gradients as they arrive and reductions as they are started, in one step of two micro-batches."""
-    groups = ALONE | {"world": dist.group.WORLD, "data": dist.group.WORLD, "dp": dist.group.WORLD}
+    groups = NO_GROUPS | {"world": grids.everyone(), "data": grids.everyone(), "dp": grids.everyone()}
     events = []
 
     class LoggedBucket(Bucket):
@@ -146,7 +147,7 @@ def test_a_bucket_is_sent_by_its_last_gradient_before_backward_ends(pool):
 
 def demo() -> str:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        dp.demo(dist.group.WORLD)
+        dp.demo(grids.everyone())
     return printed.getvalue()
 
 
@@ -164,7 +165,7 @@ def sums_of_two_steps() -> list[list[float]]:
     """Of a parameter whose gradient is 1 on rank 0 and 10 on rank 1, in each of two micro-batches."""
     unit, sums = Unit(Spec("a", (3,))), []
     unit.weights[0].data = torch.ones(3, dtype=torch.float64)
-    bucket = Bucket({unit.weights[0]: 1}, ALONE | {"dp": dist.group.WORLD})
+    bucket = Bucket({unit.weights[0]: 1}, NO_GROUPS | {"dp": grids.everyone()})
     for _ in range(2):
         bucket.begin_step(2)
         for _ in range(2):
@@ -180,7 +181,7 @@ def test_each_step_sums_over_ranks_and_micro_batches_and_begins_at_zero(pool):
 
 def test_a_gradient_too_few_or_too_many_is_noticed():
     unit = Unit(Spec("a", (3,)), Spec("b", (3,)))
-    bucket = Bucket(dict.fromkeys(unit.weights, 1), ALONE)
+    bucket = Bucket(dict.fromkeys(unit.weights, 1), NO_GROUPS)
     for p in unit.weights:
         p.data = torch.ones(3, dtype=torch.float64)
     bucket.begin_step(1)

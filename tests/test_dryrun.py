@@ -152,10 +152,11 @@ def test_what_is_alive_at_the_peak_is_listed_with_its_shapes():
 def test_choices_that_do_not_divide_are_dealt_in_turn():
     """Ten choices of six experts on two ranks, two by each of five tokens."""
     with dryrun.fake_world(2, 1):
-        found = dryrun.uniform_counts(torch.zeros(2, 4, dtype=torch.long), 5, 2, dist.group.WORLD)
+        found = dryrun.uniform_counts(torch.zeros(2, 4, dtype=torch.long), 5, 2, grids.everyone())
     copies = round(5 * (1 - 3 / 15))  # of 15 pairs three have both of their experts on the other rank
     assert found == ([copies] * 2, [copies] * 2, [2 * 2, 2 * 1, 2 * 1])
-    assert dryrun.uniform_counts(torch.zeros(1, 5, dtype=torch.long), 5, 2, None) == ([5], [5], [3, 3, 2, 2])
+    alone = dryrun.uniform_counts(torch.zeros(1, 5, dtype=torch.long), 5, 2, collectives.ALONE)
+    assert alone == ([5], [5], [3, 3, 2, 2])
 
 
 def test_a_meter_counts_every_storage_under_its_label_and_at_its_moment():
@@ -202,9 +203,9 @@ def test_flops_that_torch_does_not_count_are_those_of_the_shapes():
 
 def test_a_collective_has_the_bytes_of_its_larger_side():
     with dryrun.fake_world(4, 0), Meter(memory=False) as meter:
-        collectives.all_gather(torch.ones(8), torch.ones(2), dist.group.WORLD)
-        collectives.reduce_scatter(torch.ones(2).half(), torch.ones(8).half(), dist.group.WORLD)
-        collectives.all_reduce(torch.ones(3).double(), dist.group.WORLD)
+        collectives.all_gather(torch.ones(8), torch.ones(2), grids.everyone())
+        collectives.reduce_scatter(torch.ones(2).half(), torch.ones(8).half(), grids.everyone())
+        collectives.all_reduce(torch.ones(3).double(), grids.everyone())
         dist.barrier()
     found = [(call.name, call.shape, call.dtype, call.bytes) for call in meter.collectives if call.name != "barrier"]
     assert found == [("_allgather_base_", (8,), torch.float32, 32), ("_reduce_scatter_base_", (2,), torch.float16, 16),
@@ -254,7 +255,7 @@ def test_the_page_names_memory_plan_and_network(tmp_path):
 
 class FakeGroup:
     def __init__(self, rank: int, size: int):
-        self.rank, self.size = lambda: rank, lambda: size
+        self.rank, self.size = rank, size
 
 
 def test_the_page_is_what_was_found():
@@ -268,7 +269,7 @@ def test_the_page_is_what_was_found():
         peak_of_action=[(Action("F", 0, 0), 800 * MB), (Action("B", 0, 0), 100 * MB + 1)] * 60,
         largest=largest * 5, flops=123_456_789, sent=dict(world=40_000, dp=5 * 10**9),
         calls=dict(world=dict(allreduce_=1), dp=dict(gather=1200, allreduce_=2)))
-    groups = dict(world=FakeGroup(5, 2048), tp=None, dp=FakeGroup(1, 4))
+    groups = dict(world=FakeGroup(5, 2048), tp=collectives.ALONE, dp=FakeGroup(1, 4))
     lines = dryrun.report(found, groups, dict(weights=410 * MB, activations=470 * MB), 3.14).splitlines()
     assert lines[:2] == ["dry run rank 5 of 2,048 (dp 1 of 4), 3.1 s", "memory  peak 0.80 GB; by kind, at that moment, "
                          "at its own peak, and by formula:"]
@@ -284,7 +285,7 @@ def test_the_page_is_what_was_found():
     assert lines[20] == "compute 1.235e+08 FLOPs in matmuls per step"
     assert [" ".join(line.split()) for line in lines[22:]] == [
         "world 2,048 ranks 1 calls 0.0 MB 1 allreduce_", "dp 4 ranks 1,202 calls 5.00 GB 1,200 gather, 2 allreduce_"]
-    alone = dryrun.report(found._replace(sent={}), dict(world=None), {}, 0).splitlines()
+    alone = dryrun.report(found._replace(sent={}), dict(world=collectives.ALONE), {}, 0).splitlines()
     assert alone[0] == "dry run rank 0 of 1 (alone), 0.0 s" and alone[-1].startswith("compute")
 
 

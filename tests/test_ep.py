@@ -22,6 +22,7 @@ import model as model_py
 import param
 import train
 import zero
+from collectives import ALONE
 from model import ForwardContext, MixtureOfExperts
 from operations import RMSNorm
 from param import draw, parameter, shard_slice
@@ -42,7 +43,7 @@ def settings_of(flags: str) -> config.Config:
 
 
 def make_layer(settings: config.Config, group, dtype=torch.float64) -> MixtureOfExperts:
-    optim, groups = settings.optim, {"ep": group, "edp": None}
+    optim, groups = settings.optim, {"ep": group, "edp": ALONE}
     balance = ep.Balance(optim.aux_loss, optim.aux_over, optim.router_z_loss, optim.bias_rate)
     layer = MixtureOfExperts(0, settings.model, partial(parameter, groups=groups, dtype=dtype), groups, balance)
     for weight in layer.parameters():
@@ -74,7 +75,7 @@ def run_layer(layer: MixtureOfExperts, x: torch.Tensor, number: torch.Tensor, mo
 
 def on_ranks(kind: str) -> dict:
     """Results, loads and gradients of one layer, whose sequences are dealt to the ranks."""
-    settings, group = settings_of(KINDS[kind]), dist.group.WORLD
+    settings, group = settings_of(KINDS[kind]), grids.everyone()
     layer, mine = make_layer(settings, group), shard_slice(B, dist.get_world_size(), dist.get_rank())
     x = inputs()[mine].flatten(0, 1).requires_grad_()
     number = torch.arange(B).repeat_interleave(S)[mine.start * S:mine.stop * S]
@@ -115,7 +116,7 @@ def test_experts_on_ranks_equal_a_dense_loop(pool, kind, n):
 def test_the_routers_gradient_is_the_slope(kind):
     """Of the result and of what balance costs, by finite differences."""
     settings, number = settings_of(KINDS[kind]), torch.arange(B).repeat_interleave(S)
-    layer, x = make_layer(settings, None), inputs().flatten(0, 1)
+    layer, x = make_layer(settings, ALONE), inputs().flatten(0, 1)
     up = torch.randn(x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
     def value(weight: torch.Tensor) -> tuple[float, list[int]]:
@@ -144,7 +145,7 @@ def test_deepseeks_layer_is_that_of_transformers():
         hidden_size=16, moe_intermediate_size=12, n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2,
         n_shared_experts=1, routed_scaling_factor=2.5, norm_topk_prob=True))
     assert model.router_scale == 2.5
-    layer, x = make_layer(settings, None, torch.float32), torch.randn(40, 16)
+    layer, x = make_layer(settings, ALONE, torch.float32), torch.randn(40, 16)
     layer.router.bias.copy_(torch.linspace(-0.3, 0.3, 8))
     names = {"gate.weight": layer.w_router, "experts.gate_up_proj": layer.experts.w_gate_up,
              "experts.down_proj": layer.experts.w_down, "gate.e_score_correction_bias": layer.router.bias,
@@ -160,10 +161,10 @@ def test_deepseeks_layer_is_that_of_transformers():
 
 def test_softmax_over_the_chosen_is_softmax_over_all_normalised():
     logits = torch.randn(50, 8, dtype=torch.float64)
-    layer = make_layer(settings_of(MIXTRAL + " --top-k 3"), None)
+    layer = make_layer(settings_of(MIXTRAL + " --top-k 3"), ALONE)
     layer.w_router.data = torch.eye(8, 16, dtype=torch.float64)
     info = ep.RoutingInfo(torch.zeros(50, dtype=torch.long), 1)
-    route, weights = layer.router(torch.cat((logits, logits), 1), info, None)
+    route, weights = layer.router(torch.cat((logits, logits), 1), info, ALONE)
     chosen = logits.topk(3)
     assert torch.equal(route.chosen, chosen.indices)
     assert (weights - chosen.values.softmax(-1)).abs().max() < 1e-14
@@ -178,7 +179,7 @@ def balanced_choice(scores: torch.Tensor, model: config.Model) -> torch.Tensor:
 
 def bytes_sent(chosen: int, rows: int, recompute: str) -> tuple[int, int]:
     """What a layer's forward and backward send of tokens and of their numbers, T being `rows`."""
-    group = dist.group.WORLD
+    group = grids.everyone()
     layer = make_layer(settings_of(f"{MIXTRAL} --top-k {chosen} --aux-loss 0 --no-router-norm"), group, torch.float32)
     x = torch.randn(rows, 16, requires_grad=True)
     numbers, usual = [], collectives.all_to_all
@@ -193,7 +194,7 @@ def bytes_sent(chosen: int, rows: int, recompute: str) -> tuple[int, int]:
         Recompute(recompute)(block, x).sum().backward()
     n = dist.get_world_size()
     loads = sum(x.nbytes for x in numbers if x.dtype == torch.int64) * (n - 1) // n
-    return collectives.sent[collectives.name(group)] - loads, loads
+    return collectives.sent[group.axis] - loads, loads
 
 
 @pytest.mark.parametrize("n", [2, 4, *slow(8)])
@@ -231,7 +232,7 @@ WAITS = "item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__f
 
 def waits() -> list[int]:
     """How often the host asked a tensor for its values: in forward, and in backward."""
-    settings, group = settings_of(KINDS["sigmoid"] + " --expert-ffn 16"), dist.group.WORLD
+    settings, group = settings_of(KINDS["sigmoid"] + " --expert-ffn 16"), grids.everyone()
     layer = make_layer(settings, group, torch.bfloat16)
     main_grads = {weight: torch.zeros(weight.shape) for weight in layer.parameters()}
     for weight in main_grads:
@@ -259,7 +260,7 @@ def test_the_host_waits_once_a_layer(pool, n):
 
 def events() -> list[str]:
     """What a rank does in which order, of a layer with shared experts: exchanges, and matmuls by their width."""
-    settings, group, seen = settings_of(KINDS["sigmoid"] + " --shared-experts 3"), dist.group.WORLD, []
+    settings, group, seen = settings_of(KINDS["sigmoid"] + " --shared-experts 3"), grids.everyone(), []
     layer = make_layer(settings, group)
 
     def see(function, args, kwargs, out):
@@ -302,7 +303,7 @@ def test_shared_experts_compute_while_tokens_travel(pool):
 
 def unordered() -> list[torch.Size]:
     """What operations make that add several numbers to one place, in whatever order they come."""
-    seen, group = [], dist.group.WORLD
+    seen, group = [], grids.everyone()
 
     def see(function, args, kwargs, out):
         name = str(function)
@@ -326,10 +327,10 @@ def test_rows_are_summed_in_a_fixed_order(pool, n):
 
 def test_a_choice_that_is_not_counted_is_noticed():
     """Of 2 tokens that choose 2 experts each."""
-    assert ep.exchange_counts(torch.tensor([[2, 3, 1]]), 2, 2, None) == ([2], [2], [3, 1])
+    assert ep.exchange_counts(torch.tensor([[2, 3, 1]]), 2, 2, ALONE) == ([2], [2], [3, 1])
     for rows in (2, 4):
         with pytest.raises(AssertionError, match="a choice of an expert was not counted, or counted twice"):
-            ep.exchange_counts(torch.tensor([[2, rows, 1]]), 2, 2, None)
+            ep.exchange_counts(torch.tensor([[2, rows, 1]]), 2, 2, ALONE)
 
 
 # ---- matmuls --------------------------------------------------------------------------------------------------------
@@ -376,7 +377,7 @@ def test_grouped_mm_is_not_given_rows_that_begin_between_multiples_of_16_bytes()
 
 
 def test_weight_gradients_of_experts_can_wait():
-    layer = make_layer(settings_of(KINDS["sigmoid"]), None)
+    layer = make_layer(settings_of(KINDS["sigmoid"]), ALONE)
     x, number = inputs().flatten(0, 1).requires_grad_(), torch.arange(B).repeat_interleave(S)
     loss = run_layer(layer, x, number).square().sum()
     loss.backward()
@@ -489,7 +490,7 @@ def test_the_bias_makes_loads_equal():
     router, x = skewed("sigmoid", bias_rate=0.02)
     tokens, worst = ep.RoutingInfo(torch.zeros(512, dtype=torch.long), 1, aux_loss_scale=1.0), []
     for _ in range(60):
-        router(x, tokens, None)
+        router(x, tokens, ALONE)
         worst.append(ep.update_biases([router], ())[0].item())
     assert worst[0] > 2.5 and worst[-1] < 1.25
     assert router.load.sum() == 0 and router.bias.abs().max() > 0.02
@@ -499,7 +500,7 @@ def test_the_loss_makes_loads_equal():
     router, x = skewed("softmax", aux_loss=1.0)
     tokens, worst = ep.RoutingInfo(torch.arange(512) // 64, 8, aux_loss_scale=1 / 8), []
     for _ in range(100):
-        _, weights = router(x, tokens, None)
+        _, weights = router(x, tokens, ALONE)
         (0 * weights).sum().backward()
         with torch.no_grad():
             router.weight -= 0.3 * router.weight.grad
@@ -560,7 +561,7 @@ def test_evaluation_counts_nothing():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_without_tokens_takes_part(kind):
-    layer = make_layer(settings_of(KINDS[kind]), None)
+    layer = make_layer(settings_of(KINDS[kind]), ALONE)
     x = torch.zeros(0, 16, dtype=torch.float64, requires_grad=True)
     y = run_layer(layer, x, torch.zeros(0, dtype=torch.long))
     y.sum().backward()
@@ -572,7 +573,7 @@ def test_statistics_of_a_bf16_router_are_fp32():
     router, x = skewed("softmax", aux_loss=1.0)
     router.weight.data, x = router.weight.bfloat16().data, x.bfloat16()
     info = ep.RoutingInfo(torch.zeros(512, dtype=torch.long), 1, aux_loss_scale=1.0)
-    route, weights = router(x, info, None)
+    route, weights = router(x, info, ALONE)
     assert weights.dtype == router.bias.dtype == torch.float32
     # Logits in bf16 would send one token in seventy elsewhere.
     exact = (x.double() @ router.weight.double().t()).topk(2)
@@ -595,7 +596,7 @@ def test_a_sigmoid_that_underflows_is_no_nan():
     model, weight = config.Model(experts=4, top_k=2, router="sigmoid"), torch.nn.Parameter(torch.eye(4))
     router = ep.Router("r", weight, model, ep.Balance(aux_loss=1.0))
     weight.sink, x = None, torch.full((3, 4), -120.0, requires_grad=True)
-    _, weights = router(x, ep.RoutingInfo(torch.zeros(3, dtype=torch.long), 1, aux_loss_scale=1.0), None)
+    _, weights = router(x, ep.RoutingInfo(torch.zeros(3, dtype=torch.long), 1, aux_loss_scale=1.0), ALONE)
     weights.sum().backward()
     assert x.grad.isfinite().all() and weight.grad.isfinite().all() and router.loss.isfinite()
 
@@ -618,7 +619,7 @@ def test_selective_recomputation_changes_no_bit():
     """What it saves of a layer, tests/test_recompute.py says."""
     settings, grads = settings_of(KINDS["sigmoid"]), []
     for mode in ("none", "selective"):
-        layer, norm = make_layer(settings, None), RMSNorm(partial(parameter, groups={}, dtype=torch.float64), "n", 16,
+        layer, norm = make_layer(settings, ALONE), RMSNorm(partial(parameter, groups={}, dtype=torch.float64), "n", 16,
                                                           1e-5, {})
         norm.weight.data = torch.ones(16, dtype=torch.float64)
         x = inputs().flatten(0, 1).requires_grad_()

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
 import grids
@@ -364,7 +365,7 @@ def test_samples_that_were_left_out_are_passed_over_by_any_batch():
 def test_statistics_of_norms_are_their_mean_and_variance():
     """Of all norms so far, while they are fewer than the horizon; a constant norm has no variance."""
     norms = torch.rand(60, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    guard = faults.Guard(faults.Stop(), None, torch.device("cpu"), [0, 0.0, 0.0])
+    guard = faults.Guard(faults.Stop(), collectives.ALONE, torch.device("cpu"), [0, 0.0, 0.0])
     for count, norm in enumerate(norms, 1):
         guard.update_statistics(norm, guard.limit())
         seen = norms[:count]
@@ -376,7 +377,8 @@ def test_older_norms_fade_and_spikes_are_found_once_there_are_enough():
     """From the 100th on, a norm has weight 1/100 when it is new, and each later one takes 1/100 of it away; the first
     100 weigh the same. From 20 norms on, the limit is the mean and 3 standard deviations."""
     norms = torch.rand(300, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    guard, plain = (faults.Guard(faults.Stop(), None, torch.device("cpu"), [0, 0.0, 0.0], spikes) for spikes in (3, 0))
+    guard, plain = (faults.Guard(faults.Stop(), collectives.ALONE, torch.device("cpu"), [0, 0.0, 0.0], spikes)
+                    for spikes in (3, 0))
     for count, norm in enumerate(norms):
         _, mean, variance = guard.norms.tolist()
         want = mean + 3 * math.sqrt(variance) if count >= 20 else math.inf
@@ -491,9 +493,8 @@ def test_what_differs_between_ranks_is_named_with_the_ranks_that_are_in_the_mino
         out.copy_(hashes[:, hashes[0].tolist().index(x.item())])
     monkeypatch.setattr(faults, "all_reduce", all_reduce)
     monkeypatch.setattr(faults, "all_gather", all_gather)
-    monkeypatch.setattr(faults, "size", lambda group: ranks)
     monkeypatch.setattr(faults, "ranks_of", lambda group: list(range(ranks)))
-    assert faults.difference(list("abc"), hashes[0], None) == says
+    assert faults.difference(list("abc"), hashes[0], SimpleNamespace(size=ranks)) == says
 
 
 # ---- slow, silent and dead ranks ------------------------------------------------------------------------------------
@@ -511,7 +512,7 @@ def test_a_slow_rank_is_named(pool, tmp_path):
 
 
 def test_ten_steps_make_a_rank_slow_and_it_is_said_once(capsys):
-    guard = faults.Guard(faults.Stop(), None, torch.device("cpu"), [0, 0.0, 0.0])
+    guard = faults.Guard(faults.Stop(), collectives.ALONE, torch.device("cpu"), [0, 0.0, 0.0])
     for step, slowest in enumerate([1] * 9 + [2] * 9 + [1] * 25):
         guard.seconds = [1.0, 1.0, 1.0, 1.0]
         guard.seconds[slowest] = 1.6
@@ -520,7 +521,7 @@ def test_ten_steps_make_a_rank_slow_and_it_is_said_once(capsys):
 
 
 def test_a_slow_rank_takes_more_than_one_and_a_half_times_the_median_ten_steps_in_a_row(capsys):
-    guard = faults.Guard(faults.Stop(), None, torch.device("cpu"), [0, 0.0, 0.0])
+    guard = faults.Guard(faults.Stop(), collectives.ALONE, torch.device("cpu"), [0, 0.0, 0.0])
     for step, most in enumerate([1.0] * 30 + [1.125] * 9 + [1.0] + [1.125] * 10):
         guard.seconds = [0.75, most, 0.5]  # 1.5 times the median is 1.125, which is not more
         guard.find_slow_rank(step)
@@ -546,13 +547,13 @@ def watched(port: int, late: int, timeout_s: float) -> list[str]:
     said, rank = [], dist.get_rank()
     os.environ |= as_local_rank(rank, dist.get_world_size())
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    group = collectives.AxisGroup("tp", dist.new_subgroups_by_enumeration([[0, 1, 2]])[0])
+    group = collectives.Group("tp", dist.new_subgroups_by_enumeration([[0, 1, 2]])[0])
     stop = faults.Stop()
     ranks.record.calls.clear()
     with (patch.object(faults, "last_words", lambda line, when: said.append(line)),
           patch.object(faults.os, "_exit", side_effect=SystemExit), patch.object(faults.os, "kill")):
         dog = faults.Watchdog(store, timeout_s, lambda: "in step 7", stop)
-        dog.learn({"tp": group, "cp": None})
+        dog.learn({"tp": group, "cp": collectives.ALONE})
         collectives.all_reduce(torch.ones(2), group)
         if rank == late:
             late_for_it(timeout_s)
@@ -1128,7 +1129,7 @@ def test_a_hundred_corruptions_are_named_or_read_right(tmp_path):
         else:
             (copy / name).unlink()
         try:
-            job.find_whole([copy], None)
+            job.find_whole([copy], collectives.ALONE)
         except ValueError as error:
             refused += 1
             assert str(copy) in str(error) and "\n" not in str(error), harm

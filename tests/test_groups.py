@@ -42,7 +42,7 @@ def test_a_rank_makes_groups_in_as_many_calls_as_there_are_axes(monkeypatch, wor
     assert all(sorted(sum(call, [])) == list(range(world)) for call in calls), "every rank is in one group of each call"
     assert len(calls) <= len(collectives.AXES) + 4  # a ring of 4 ranks has 8 directed pairs, two of them disjoint
     assert set(made["pp"].links) == {(0, 1), (1, 0), (3, 0), (0, 3)}
-    assert [made[axis].size() for axis in ("pp", "tp", "ep", "kv", "kv_copy", "world")] == [4, 8, 2, 4, 2, world]
+    assert [made[axis].size for axis in ("pp", "tp", "ep", "kv", "kv_copy", "world")] == [4, 8, 2, 4, 2, world]
 
 
 @pytest.mark.parametrize("schedule", [name for name, schedule in SCHEDULES.items() if schedule.runs])
@@ -98,7 +98,7 @@ def shared(flags: str) -> list[list[str]]:
     settings = grids.settings_of(flags, dist.get_world_size())
     made, axes = collectives.build_groups(settings.grid, settings.model), {}
     for axis, group in made.items():
-        if group is not None:
+        if group.size > 1:
             axes.setdefault(group.process_group.group_name, []).append(axis)
     collectives.sent.clear()
     collectives.all_reduce(torch.zeros(4), made["dp"])
@@ -126,6 +126,6 @@ def test_axes_of_heads_are_made_where_ranks_are_more_than_heads(flags, axes):
     settings, made = grids.settings_of(flags, 4), {}
     with dryrun.fake_world(4, 0):
         for axis, group in collectives.build_groups(settings.grid, settings.model).items():
-            if group is not None:
+            if group.size > 1:
                 made.setdefault(group.process_group.group_name, []).append(axis)
     assert sorted(made.values()) == axes

@@ -64,13 +64,13 @@ bench.__init__ learn.__init__ plan.__init__ run.__init__
 """
 # These numbers only fall. A commit that needs more raises one here, and lowers another.
 LINES = {  # of a root file: the most lines in all, of its docstring, and of its demo
-    "train": (257, 15, 0), "model": (300, 16, 20), "dp": (156, 25, 22), "zero": (429, 29, 23), "tp": (437, 31, 21),
-    "cp": (321, 26, 14), "pp": (177, 29, 17), "ep": (420, 23, 15), "fp8": (329, 29, 23), "kernels": (420, 22, 0),
-    "schedules": (299, 28, 0), "recompute": (180, 27, 20), "operations": (400, 14, 0), "flash": (464, 48, 26),
-    "param": (325, 26, 0), "collectives": (616, 22, 0), "config": (753, 14, 0)}
-FOLDER_LINES = dict(bench=1833, learn=1728, plan=2777, run=4051)
+    "train": (258, 15, 0), "model": (301, 16, 20), "dp": (156, 25, 22), "zero": (438, 29, 23), "tp": (446, 32, 21),
+    "cp": (330, 28, 14), "pp": (181, 30, 17), "ep": (426, 23, 14), "fp8": (338, 30, 23), "kernels": (392, 22, 0),
+    "schedules": (301, 29, 0), "recompute": (183, 27, 20), "operations": (400, 14, 0), "flash": (464, 48, 26),
+    "param": (327, 26, 0), "collectives": (598, 22, 0), "config": (753, 14, 0)}
+FOLDER_LINES = dict(bench=1836, learn=1727, plan=2777, run=4051)
 CHAIN = 10  # files of the longest chain of imports
-READ = 9, 4325  # the most files, and their lines, that a technique and all that it imports are
+READ = 9, 3771  # the most files, and their lines, that a technique and all that it imports are
 SHARED = {"collectives", "schedules", "param", "operations", "recompute", "kernels", "flash",
           "config"}
 TECHNIQUES = {"dp": set(), "zero": {"dp"}, "tp": set(), "cp": set(), "pp": {"schedules"}, "ep": set(),

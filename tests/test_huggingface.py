@@ -16,7 +16,7 @@ import safetensors.torch
 import tokenizers
 import torch
 import transformers
-from grids import ALONE
+from grids import NO_GROUPS
 from program import ROOT
 
 import config
@@ -78,8 +78,8 @@ def published(tmp_path_factory):
 
 
 def filled(model: config.Model, source: Source) -> Llama:
-    llama = Llama(model, ALONE, Execution(torch.float32))
-    optimizer = Optimizer(llama.units(), ALONE)
+    llama = Llama(model, NO_GROUPS, Execution(torch.float32))
+    optimizer = Optimizer(llama.units(), NO_GROUPS)
     optimizer.load(source)
     optimizer.begin_step(1)
     return llama

@@ -10,6 +10,7 @@ import torch
 from ahead import COMPILERS, fits, run
 from exact import DEVICE, close, compare, gpu, is_refused, leaves, numbers
 
+import collectives
 import kernels
 import operations
 from param import IGNORED
@@ -149,13 +150,8 @@ def test_operands_need_not_be_contiguous():
         kernels.rope_(out, cos, sin, 2)
         return out
 
-    def grouped(a, b):
-        out = torch.zeros(2, 40, 40, device=DEVICE)
-        kernels.add_grouped_product(out, a, b, some_ends(3, 4))
-        return out
-
     for operator, operands in [
-            (lambda x: kernels.rms_norm(x, None, weight, 1e-5), [x]), (kernels.swiglu, [x]), (grouped, [x, y]),
+            (lambda x: kernels.rms_norm(x, None, weight, 1e-5), [x]), (kernels.swiglu, [x]),
             (lambda x, y: kernels.rms_norm(x, y, weight, 1e-5), [x, y]),
             (lambda dy, more, x: kernels.rms_norm_backward(dy, more, x, weight, 1e-5), [y, numbers(7, 40, seed=2), x]),
             (kernels.swiglu, [x, numbers(7, 20)]), (rotated, [angle.cos(), angle.sin()])]:
@@ -260,8 +256,8 @@ def test_no_tokens_and_no_labels():
 
 def vocabulary_of_rank(bounds: list[int]) -> list[torch.Tensor]:
     """Loss and gradients of x and of this rank's rows, by `linear_cross_entropy` and by the model's cross_entropy."""
-    group = torch.distributed.group.WORLD
-    vocab = slice(bounds[group.rank()], bounds[group.rank() + 1])
+    group = collectives.Group("tp", torch.distributed.group.WORLD)
+    vocab = slice(bounds[group.rank], bounds[group.rank + 1])
     labels, found = some_labels(11, bounds[-1]), []
     for fused in (True, False):
         x, weight = leaves(numbers(11, 8), numbers(bounds[-1], 8, seed=1)[vocab])
@@ -289,22 +285,7 @@ def test_vocabulary_in_uneven_parts(pool):
             torch.testing.assert_close(ours, models, rtol=1e-5, atol=2e-6)
 
 
-# ---- weight gradients of experts; what is refused -------------------------------------------------------------------
-
-def some_ends(*counts: int) -> torch.Tensor:
-    return torch.tensor(counts, device=DEVICE).cumsum(0).int()
-
-
-@pytest.mark.parametrize("counts", [[3, 0, 70, 1], [0, 0, 0], [130]])
-def test_a_grouped_product_adds_each_experts_rows(counts):
-    """To tiles that are not whole, and nothing for an expert without rows, whose memory may hold anything."""
-    dy, x, out = numbers(sum(counts), 33), numbers(sum(counts), 130), numbers(len(counts), 33, 130)
-    out[[count == 0 for count in counts]] = torch.nan
-    want = [matrix.double() + a.double().t() @ b.double()
-            for matrix, a, b in zip(out, dy.split(counts), x.split(counts))]
-    kernels.add_grouped_product(out, dy, x, some_ends(*counts))
-    torch.testing.assert_close(out.double(), torch.stack(want), rtol=1e-5, atol=1e-5, equal_nan=True)
-
+# ---- what is refused ------------------------------------------------------------------------------------------------
 
 SOFTMAX = dict(loss_grad=torch.ones((), device=DEVICE), first=0, z_loss=0.0, statistics=True, gradient=True)
 HEADS, ROW, ANGLES = (1, 3, 2, 8), (3, 8), (3, 1, 4)
@@ -330,9 +311,6 @@ REFUSED = {  # what is launched -> what the error says
     "rows of labels": (lambda n: kernels.softmax_(n(3, 9), some_labels(4, 9), *[n(3)] * 2, **SOFTMAX), "have 3 rows"),
     "logits apart": (lambda n: kernels.softmax_(apart(n(3, 9)), some_labels(3, 9), *[n(3)] * 2, **SOFTMAX),
                      "must be contiguous"),
-    "a sum in 16 bits": (lambda n: kernels.add_grouped_product(n(2, 4, 8).half(), n(3, 4), n(3, 8), some_ends(1, 2)),
-                         "must be fp32"),
-    "experts": (lambda n: kernels.add_grouped_product(n(2, 4, 8), n(3, 4), n(3, 7), some_ends(1, 2)), "must be fp32"),
     "vocab": (lambda n: kernels.linear_cross_entropy(n(*ROW), n(9, 8), some_labels(3, 9), vocab=slice(3, 9)), "3, 9"),
 }
 
@@ -373,7 +351,6 @@ for other in None, x:
     kernels.rms_norm_backward(x, other, x, weight, 1e-5)
 kernels.rope_(x.view(1, 8, 32, 128), torch.ones(8, 1, 64), torch.ones(8, 1, 64), 24)
 kernels.swiglu(x, kernels.swiglu(x))
-kernels.add_grouped_product(torch.zeros(4, 4096, 4096), x, x, torch.ones(4, dtype=torch.int32))
 kernels.quantise(x, torch.float8_e4m3fn, None, 2.0 ** -100)
 kernels.softmax_(torch.zeros(8, 128256, dtype=torch.bfloat16), one.long(), one, one, loss_grad=one,
                  first=0, z_loss=0.0, statistics=True, gradient=True)

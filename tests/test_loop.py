@@ -116,12 +116,12 @@ def test_a_run_is_what_torchs_own_parts_make_of_the_same_samples(corpora):
 def test_losses_of_bf16_micro_batches_are_summed_in_fp32(corpora):
     settings = config.parse(f"{MODEL} --data {corpora}/train.npy --dtype bf16 --global-batch 40 --micro-batch 1"
                             .split())
-    model, optimizer = grids.built(settings, grids.ALONE, "bf16")
+    model, optimizer = grids.built(settings, grids.NO_GROUPS, "bf16")
     samples = open_samples(settings, settings.data.data, 0)
-    share = train.local_micro_batches(samples, 0, 40, settings, grids.ALONE)
+    share = train.local_micro_batches(samples, 0, 40, settings, grids.NO_GROUPS)
     with torch.no_grad():
         losses = [model(batch.tokens, labels=batch.labels).item() for batch in share]
-    loss = train.forward_backward(model, optimizer, share, grids.ALONE)
+    loss = train.forward_backward(model, optimizer, share, grids.NO_GROUPS)
     assert loss.dtype == torch.float32 and loss.item() == pytest.approx(sum(losses) / (40 * 12), rel=1e-6)
 
 
@@ -213,10 +213,11 @@ MIXTURE = "--experts 4 --top-k 2 --expert-ffn 16 --bias-rate 0.01"
 
 
 @pytest.mark.parametrize("ranks, flags, count", [
-    (1, "--micro-batch 2", 1), (1, MIXTURE, 1), (2, "--dp 2 --zero 2 --skip-spikes 6", 1), (2, "--cp 2 --doc-mask", 1),
-    (2, f"--dp 2 --ep 2 --micro-batch 4 {MIXTURE}", 1 + 2), *slow((4, "--pp 2 --tp 2 --schedule zb-h1", 1))])
+    (1, "--micro-batch 2", 1), (2, "--dp 2 --zero 2 --skip-spikes 6", 1), (2, "--cp 2 --doc-mask", 1),
+    (1, f"--micro-batch 4 {MIXTURE}", 1 + 2 * 2), (2, f"--dp 2 --ep 2 --micro-batch 4 {MIXTURE}", 1 + 2),
+    *slow((4, "--pp 2 --tp 2 --schedule zb-h1", 1))])
 def test_a_step_waits_for_the_device_once(pool, ranks, flags, count):
-    """To read the results of the step before; and once per layer of sharded experts and micro-batch."""
+    """To read the results of the step before; and once per layer of experts and micro-batch."""
     assert pool.run(ranks, "test_loop:waits", flags=flags) == ranks * [4 * [count]]
 
 
@@ -247,12 +248,12 @@ def test_flops_in_the_metrics_are_those_that_are_dispatched(recompute):
     """HFU with what is recomputed, MFU without; a rank of two has half of the peak's share."""
     flags = f"{MODEL} --data {__file__} --vocab 257 --separator -1 --dtype fp32 --attention math --global-batch 4"
     settings = config.parse(f"{flags} --recompute {recompute}".split())
-    model, optimizer = grids.built(settings, grids.ALONE, "fp32")
+    model, optimizer = grids.built(settings, grids.NO_GROUPS, "fp32")
     samples = open_samples(settings, settings.data.data, 0)
-    share = train.local_micro_batches(samples, 0, 4, settings, grids.ALONE)
+    share = train.local_micro_batches(samples, 0, 4, settings, grids.NO_GROUPS)
     with Meter(memory=False) as meter:
-        train.forward_backward(model, optimizer, share, grids.ALONE)
-    log = Log(settings, grids.ALONE, torch.device("cpu"))
+        train.forward_backward(model, optimizer, share, grids.NO_GROUPS)
+    log = Log(settings, grids.NO_GROUPS, torch.device("cpu"))
     log.peak, log.ranks = 1e9, 2
     issued = job.Issued(0, range(4), 0, 1.0, 0.0, Counter(), None)
     record = log.metrics(issued, skipped=0, loss=1.0, norm=1.0, seconds=0.5)
@@ -338,7 +339,7 @@ def communicated(folder: str, flags: str) -> list[tuple[dict, dict]]:
             bytes_of[group] += count
         metrics, sums = measure(log, *args, **numbers), {}
         for axis, group in log.groups.items():
-            if group:  # axes may share a group, and a pipeline has one more per link
+            if group.size > 1:  # axes may share a group, and a pipeline has one more per link
                 shared = group.process_group.group_name
                 for link in group.links.values():
                     bytes_of[shared] += bytes_of.pop(link.group_name, 0)

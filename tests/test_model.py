@@ -2,13 +2,14 @@
 import math
 import re
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import reference
 import torch
 import torch.nn.functional as F
 import transformers
-from grids import ALONE
+from grids import NO_GROUPS
 from watch import Watch
 
 import config
@@ -29,8 +30,8 @@ def architecture(flags: str) -> config.Model:
 
 
 def filled(model: config.Model, source: Source | None = None, dtype=torch.float64, attention="auto") -> Llama:
-    llama = Llama(model, ALONE, Execution(dtype, attention=attention))
-    optimizer = Optimizer(llama.units(), ALONE)
+    llama = Llama(model, NO_GROUPS, Execution(dtype, attention=attention))
+    optimizer = Optimizer(llama.units(), NO_GROUPS)
     optimizer.load(source or wide)
     optimizer.begin_step(1)
     return llama
@@ -73,7 +74,7 @@ def test_first_weights_are_those_of_gpt_2():
     for moe in "", "--experts 4 --expert-ffn 24 --shared-experts 1":
         settings, seen = config.parse(f"--data {__file__} {flags} {moe}".split(), 2), set()
         for stage in range(2):
-            group = type("", (), dict(size=lambda self: 2, rank=lambda self, stage=stage: stage))()
+            group = SimpleNamespace(size=2, rank=stage)
             for p in Llama(settings.model, {}, pipeline=train.build_pipeline(settings, group)).parameters():
                 kind, values = p.spec.name.rsplit(".")[-1], draw(0)(p.spec, p.box)
                 seen.add(kind)
@@ -352,7 +353,7 @@ def test_what_a_forward_cannot_know_is_refused():
     llama, tokens = filled(architecture(SMALL)), torch.zeros(1, 4, dtype=torch.long)
     with pytest.raises(AssertionError, match="a KV cache knows of no documents"):
         llama(tokens, documents=tokens, cache=KVCache())
-    llama.groups = {"cp": object()}
+    llama.groups = {"cp": SimpleNamespace(size=2)}
     with pytest.raises(AssertionError, match="with context parallelism a rank's positions must be given"):
         llama(tokens)
 

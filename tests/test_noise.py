@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from collectives import size
+from collectives import ALONE
 from param import Spec, draw, parameter
 from run.log import GradientNoise, solve
 from zero import LossScale, Optimizer
@@ -42,16 +42,16 @@ def given(ranks: int, micro_batches: int) -> torch.Tensor:
 
 
 def measured(level: int, micro_batches: int) -> list[dict]:
-    world = dist.group.WORLD
-    groups = {"world": world, "replicate": None, "dp": world}
+    world = grids.everyone()
+    groups = {"world": world, "replicate": ALONE, "dp": world}
     line = Line(groups)
     optimizer = Optimizer({0: [line]}, groups, level=level)
     optimizer.load(draw(0))
     optimizer.loss_scale = LossScale(torch.device("cpu"), start=4.0)  # as in fp16
-    noise, found = GradientNoise(optimizer, size(world)), []
+    noise, found = GradientNoise(optimizer, world.size), []
     for _ in range(2):  # the second step's are its own
         optimizer.begin_step(micro_batches)
-        for x in given(size(world), micro_batches)[world.rank()]:
+        for x in given(world.size, micro_batches)[world.rank]:
             optimizer.scale_loss(line(x.clone().requires_grad_())).backward()
         optimizer.finish_step()
         squares = noise.squares()
@@ -75,7 +75,7 @@ def estimate(grid: str, left_out: str | None = None) -> dict:
     """The estimates of a grid, without the parameters whose names contain `left_out`."""
     settings = grids.settings_of(grid, dist.get_world_size())
     groups, model, optimizer = grids.build(settings)
-    noise = GradientNoise(optimizer, size(groups["data"]))
+    noise = GradientNoise(optimizer, groups["data"].size)
     counts = noise.counts
     noise.counts = lambda bucket, spec: (left_out is None or left_out not in spec.name) and counts(bucket, spec)
     grids.forward_backward(settings, groups, model, optimizer, *grids.batches(settings)[0])

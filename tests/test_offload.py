@@ -25,7 +25,7 @@ MODEL = ("--layers 4 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 61 --se
 
 def build(flags: str, device: str = "cpu") -> tuple:
     settings = config.parse(f"{MODEL} {flags}".split())
-    return grids.built(settings, grids.ALONE, device=device)
+    return grids.built(settings, grids.NO_GROUPS, device=device)
 
 
 def micro_batches(device: str = "cpu") -> list[MicroBatch]:
@@ -38,7 +38,7 @@ def train_steps(flags: str, steps: int = 3) -> list[torch.Tensor]:
     model, optimizer = build(flags)
     losses = []
     for _ in range(steps):
-        losses.append(train.forward_backward(model, optimizer, micro_batches(), grids.ALONE))
+        losses.append(train.forward_backward(model, optimizer, micro_batches(), grids.NO_GROUPS))
         optimizer.step(0.01)
     return [*losses, *(flat for bucket in optimizer.buckets for flat in (bucket.weights, *bucket.state.values()))]
 
@@ -228,8 +228,8 @@ def bytes_by_device(flags: str) -> tuple[Counter, dict[str, int], int]:
     """(live bytes of a step's peak by device, where "meta" stands in for a GPU; the formula's by kind; parameters)."""
     settings = config.parse(f"{MODEL} --attention math {flags}".split())
     with FakeTensorMode(), Meter() as meter:
-        model, optimizer = grids.built(settings, grids.ALONE, "bf16", device="meta", filled=False)
-        train.forward_backward(model, optimizer, micro_batches("meta"), grids.ALONE)
+        model, optimizer = grids.built(settings, grids.NO_GROUPS, "bf16", device="meta", filled=False)
+        train.forward_backward(model, optimizer, micro_batches("meta"), grids.NO_GROUPS)
         optimizer.step(0.01)
     found = Counter()
     for storage, nbytes in meter.alive_at_peak():
@@ -252,7 +252,7 @@ def test_what_is_offloaded_is_on_the_host():
 def test_master_weights_are_on_the_host_also_where_the_weights_have_their_dtype():
     with FakeTensorMode():
         settings = config.parse(f"{MODEL} --offload optimizer".split())
-        _, optimizer = grids.built(settings, grids.ALONE, "fp32", device="meta", filled=False)
+        _, optimizer = grids.built(settings, grids.NO_GROUPS, "fp32", device="meta", filled=False)
         for bucket in optimizer.buckets:
             on_host = {what: flat.device.type for what, flat in bucket.state.items()}
             assert on_host == dict(master="cpu", m="cpu", v="cpu") and bucket.weights.is_meta

@@ -15,9 +15,11 @@ class Coordinate:
     n: int
     i: int
 
+    @property
     def size(self):
         return self.n
 
+    @property
     def rank(self):
         return self.i
 

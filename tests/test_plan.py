@@ -19,7 +19,7 @@ import plan.memory
 import plan.time
 import schedules
 import train
-from collectives import AXES
+from collectives import AXES, Group
 from dp import assign_to_buckets
 from plan import costs, fit, machines, predict, published, scaling, search
 from plan.machines import MACHINES, Level, Machine
@@ -72,10 +72,10 @@ def test_a_stage_without_any_block_is_refused():
 
 
 class Ranks:
-    """Stands for a process group."""
+    """Stands for a group."""
 
     def __init__(self, n: int, me: int):
-        self.size, self.rank = (lambda: n), (lambda: me)
+        self.size, self.rank = n, me
 
 
 def groups_of(grid, model, stage: int) -> dict:
@@ -84,7 +84,7 @@ def groups_of(grid, model, stage: int) -> dict:
                   tie=(2 if grid.pp > 1 else 1, 0))
     if grid.tp > model.kv_heads:
         wanted |= dict(kv=(model.kv_heads, 0), kv_copy=(grid.tp // model.kv_heads, 0))
-    return dict.fromkeys(AXES) | {axis: Ranks(n, me) for axis, (n, me) in wanted.items() if n > 1}
+    return {axis: Group(axis) for axis in AXES} | {axis: Ranks(n, me) for axis, (n, me) in wanted.items() if n > 1}
 
 
 @pytest.mark.parametrize("flags, ranks", [

@@ -439,7 +439,7 @@ def naps(schedule: str) -> float:
     """Units that a rank sleeps in the two steps of a measurement with 4 micro-batches."""
     seconds = []
     with patch.object(timeline.time, "sleep", seconds.append):
-        timeline.measure(make_plan(schedule, 2, 4), dist.group.WORLD)
+        timeline.measure(make_plan(schedule, 2, 4), grids.everyone())
     return sum(seconds) / timeline.UNIT_S
 
 
@@ -449,7 +449,7 @@ def test_ranks_sleep_a_unit_for_each_forward_and_half_a_backward_of_their_stages
 
 
 def first_starts(schedule: str) -> list[float]:
-    return [row[0].start for row in timeline.measure(make_plan(schedule, 2, 2), dist.group.WORLD)]
+    return [row[0].start for row in timeline.measure(make_plan(schedule, 2, 2), grids.everyone())]
 
 
 def test_a_measured_timeline_shows_that_later_ranks_begin_later(pool):
@@ -520,7 +520,7 @@ def live_bytes(schedule: str, m: int) -> list[tuple[int, float]]:
     """
     p, tp = dist.get_world_size(), TensorParallel()
     plan = make_plan(schedule, p, m)
-    engine = pp.Engine(plan, dist.group.WORLD)
+    engine = pp.Engine(plan, grids.everyone())
     actions = plan.ranks[dist.get_rank()]
     weights = {stage: (parameter(Spec(f"{stage} up", (F, H)), {}, torch.float64),
                        parameter(Spec(f"{stage} down", (H, F)), {}, torch.float64)) for stage in range(plan.stages)}
@@ -586,7 +586,6 @@ class Pending(NamedTuple):
 def test_what_is_sent_is_freed_when_it_has_left_and_waited_for_at_the_end(monkeypatch):
     """By the first of two ranks, which also connects to the other and back before its first step."""
     sent, received, waited = [], [], []
-    monkeypatch.setattr(pp, "rank", lambda group: 0)
 
     def send(x, peer, group):
         assert x.is_contiguous() and peer == 1
@@ -599,7 +598,7 @@ def test_what_is_sent_is_freed_when_it_has_left_and_waited_for_at_the_end(monkey
 
     monkeypatch.setattr(pp, "send", send)
     monkeypatch.setattr(pp, "receive", receive)
-    engine = pp.Engine(make_plan("1f1b", 2, 4))
+    engine = pp.Engine(make_plan("1f1b", 2, 4))  # of a group of one rank, the first
     assert len(sent) == len(received) == len(waited) == 1
     alive, weight = [], torch.ones(3, 2, requires_grad=True)
     for log in sent, waited:
@@ -642,7 +641,7 @@ def slept(schedule: str, m: int) -> float:
     """How long a step takes whose F, I and W of a stage take 20 ms each, in those of all stages of a rank."""
     plan = make_plan(schedule, dist.get_world_size(), m)
     with patch.object(timeline, "UNIT_S", 0.02 * plan.stages / len(plan.ranks)):
-        return max(row[-1].stop for row in timeline.measure(plan, dist.group.WORLD))
+        return max(row[-1].stop for row in timeline.measure(plan, grids.everyone()))
 
 
 @pytest.mark.timing
@@ -668,11 +667,12 @@ def test_two_halves_of_a_backward_are_one(recompute):
     for schedule in ("1f1b", "zb-h1"):
         settings = grids.settings_of(f"--micro-batch 24 --recompute {recompute} --attention math")
         stages = pp.Pipeline(lambda m, schedule=schedule: make_plan(schedule, 1, m), [range(settings.model.layers)], 2)
-        model = Llama(settings.model, grids.ALONE, Execution(torch.float64, "cpu", "math", recompute), pipeline=stages)
-        optimizer = Optimizer(model.units(), grids.ALONE)
+        how = Execution(torch.float64, "cpu", "math", recompute)
+        model = Llama(settings.model, grids.NO_GROUPS, how, pipeline=stages)
+        optimizer = Optimizer(model.units(), grids.NO_GROUPS)
         optimizer.load(draw(0))
         with Meter(memory=False) as meter:
-            grids.forward_backward(settings, grids.ALONE, model, optimizer, *grids.batches(settings)[0])
+            grids.forward_backward(settings, grids.NO_GROUPS, model, optimizer, *grids.batches(settings)[0])
         flops.append(meter.flops)
     assert flops[0] == flops[1] > 0
 

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import time
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -193,9 +194,9 @@ def test_a_payload_is_an_eighth_of_a_ranks_free_memory(alone, monkeypatch):
 def test_a_probe_prints_microseconds_and_bus_bandwidth(monkeypatch):
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 4])
     monkeypatch.setattr(dist, "get_world_size", lambda: 8)
-    monkeypatch.setattr(probe, "size", lambda group: 2)
     found = [probe.Sample(1 << 20, 2e-3, 1e-3, 4e-3), probe.Sample(1 << 22, 4e-3, 3e-3, 5e-3)]
-    lines = probe.describe("dp", None, dict(all_gather=found), dict(all_gather=probe.Fit(15e-6, 0.75e9, 0.2)))
+    group = SimpleNamespace(size=2, process_group=None)
+    lines = probe.describe("dp", group, dict(all_gather=found), dict(all_gather=probe.Fit(15e-6, 0.75e9, 0.2)))
     assert lines[0] == "dp: 2 ranks (0 4); groups at once: 4"
     assert lines[3].split() == ["all_gather", "1,048,576", "2,000.0", "1,000", "to", "4,000", "0.524", "0.262"]
     assert "█ is 0.52 GB/s" in lines[-3]  # of 4 MB in 4 ms, half of them sent

@@ -7,7 +7,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from grids import everyone
 
+import collectives
 import config
 import pp
 import train
@@ -98,7 +100,7 @@ def order_of_waits() -> list[str]:
 
     weight = torch.nn.Parameter(torch.ones(1))
     clock = timeline.Clock(now=lambda: seen.append("clock"))
-    engine = pp.Engine(make_plan("1f1b", 2, 2), dist.group.WORLD, around=clock.around)
+    engine = pp.Engine(make_plan("1f1b", 2, 2), everyone(), around=clock.around)
     with patch.object(pp, "receive", Noted):
         engine.run(lambda stage, k, x: (torch.ones(1) if x is None else x) * weight, (1,), torch.float32)
     return seen
@@ -134,7 +136,7 @@ def test_on_a_gpu_moments_are_events_of_its_stream(monkeypatch):
     with clock.around(Action("F", 0, 0)):
         pass
     assert not waited
-    assert clock.spans(None, 1e-3) == [[Span(Action("F", 0, 0), 7.0, 14.0)]]
+    assert clock.spans(collectives.ALONE, 1e-3) == [[Span(Action("F", 0, 0), 7.0, 14.0)]]
 
 
 def test_names_cost_no_operation_unless_a_profiler_is_on():

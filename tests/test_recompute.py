@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
+from grids import everyone
 from pool import slow
 
 import config
@@ -26,7 +26,7 @@ from tp import TensorParallel, column, row
 
 def checkpoints(layers: int, steps: int = 3) -> dict:
     """Gradients of a stack of layers on ranks that hold the same activations, without and with sharded checkpoints."""
-    group = dist.group.WORLD
+    group = everyone()
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape):
@@ -94,7 +94,7 @@ def test_sharded_checkpoints_send_a_tenth_of_what_tensor_parallelism_sends(pool)
 
 
 def test_a_checkpoint_that_cannot_be_shared_is_refused():
-    group = SimpleNamespace(size=lambda: 7, rank=lambda: 0)
+    group = SimpleNamespace(size=7, rank=0)
     with pytest.raises(ValueError, match="7 ranks cannot share a checkpoint of 480 elements in equal parts"):
         CheckpointArena(1, torch.zeros(3, 8, 20), group)
 

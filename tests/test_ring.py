@@ -10,6 +10,7 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
+from grids import everyone
 from pool import Pool, slow
 from program import ROOT
 
@@ -64,7 +65,7 @@ def theirs(x: torch.Tensor, root: int) -> dict[str, torch.Tensor | None]:
 
 
 def ours(x: torch.Tensor, root: int, names, inner, outer) -> dict[str, torch.Tensor | None]:
-    group, n, r = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    group, n, r = everyone(), dist.get_world_size(), dist.get_rank()
     calls = {name: getattr(ring, name) for name in NAMES}
     results = {}
     for name in names:
@@ -106,7 +107,7 @@ def compare(every_dtype: bool) -> tuple[int, list[str], dict[str, list], int]:
             wrong.append(f"{dtype} {shape} was changed")
     logs, before = {}, sum(collectives.sent.values())
     x = torch.arange(4 * n, dtype=torch.float32)
-    for function, call in ring.examples(dist.group.WORLD, inner, outer, x, x[:4]).items():
+    for function, call in ring.examples(everyone(), inner, outer, x, x[:4]).items():
         with ring.recording() as steps:
             call()
         logs[function.__name__] = [tuple(step) for step in steps]
@@ -218,7 +219,7 @@ def test_the_picture_in_a_docstring_is_what_is_sent(comparison, name):
 
 def shown() -> str:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        ring.demo(dist.group.WORLD)
+        ring.demo(everyone())
     return printed.getvalue()
 
 
@@ -259,7 +260,7 @@ def barriers() -> list[tuple[float, float]]:
     for late in range(3):
         time.sleep(0.05 * (dist.get_rank() == late))
         came = time.monotonic()
-        ring.barrier(dist.group.WORLD)
+        ring.barrier(everyone())
         times.append((came, time.monotonic()))
     return times
 
@@ -270,9 +271,10 @@ def test_nobody_passes_a_barrier_before_the_last_has_come(pool):
 
 
 def refusals() -> list[str]:
-    group, r = dist.group.WORLD, dist.get_rank()
+    group, r = everyone(), dist.get_rank()
     x, said = torch.zeros(4), []
-    inner, outer = (dist.new_subgroups_by_enumeration(ranks)[0] for ranks in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))
+    inner, outer = (collectives.Group("", dist.new_subgroups_by_enumeration(ranks)[0])
+                    for ranks in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))
     for call in (lambda: ring.ring_all_reduce(torch.zeros(3 + (r == 2)), group),
                  lambda: ring.hierarchical_all_reduce(torch.zeros(3 + (r == 3)), inner, outer),
                  lambda: ring.bruck_all_gather(x.double() if r == 1 else x, group),
@@ -318,7 +320,7 @@ def test_what_cannot_be_is_refused_in_one_line_on_every_rank(pool):
 
 def test_without_a_group_they_are_the_identity():
     x = torch.arange(6.0).view(3, 2)
-    for function, call in ring.examples(None, None, None, x, x).items():
+    for function, call in ring.examples(*3 * [collectives.ALONE], x, x).items():
         found = call()
         assert function is ring.barrier or torch.equal(found.view(3, 2), x)
 

@@ -189,12 +189,12 @@ MIXTRAL = "--experts 8 --top-k 2 --expert-ffn 20 --micro-batch 16 --aux-loss {} 
 def losses(settings: config.Config, batches: list[tuple[Tensor, Tensor]]) -> tuple[list[float], ...]:
     """(the loss, the loss that balances experts, the largest load of an expert over the mean) of every step."""
     out, model, optim = ([], [], []), settings.model, settings.optim
-    ours, optimizer = grids.built(settings, grids.ALONE, "fp64")
+    ours, optimizer = grids.built(settings, grids.NO_GROUPS, "fp64")
     for tokens, labels in batches:
         share = grids.GivenSamples(tokens, labels).step(0, len(tokens), settings.batch.micro_batch, 0, 1)
-        out[0].append(train.forward_backward(ours, optimizer, share, grids.ALONE).item())
+        out[0].append(train.forward_backward(ours, optimizer, share, grids.NO_GROUPS).item())
         norm = optimizer.step(optim.lr)
-        balance = train.update_balance(ours, grids.ALONE, norm.isfinite(), len(tokens)) if model.experts else {}
+        balance = train.update_balance(ours, grids.NO_GROUPS, norm.isfinite(), len(tokens)) if model.experts else {}
         out[1].append(float(balance.get("aux_loss", 0)))
         out[2].append(float(balance.get("load_max_over_mean", 0)))
     return out

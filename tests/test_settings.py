@@ -137,7 +137,7 @@ def communicated(lines: list[str]) -> list[list[tuple]]:
     for line in lines:
         settings = config.parse(f"{MODEL} --data {__file__} {line}".split(), dist.get_world_size())
         groups = build_groups(settings.grid, settings.model)
-        axes = {group.process_group.group_name: axis for axis, group in groups.items() if group}
+        axes = {group.process_group.group_name: axis for axis, group in groups.items() if group.size > 1}
         model, optimizer = grids.built(settings, groups, "fp64")
         tokens, labels = grids.batches(settings)[0]
         share = train.local_micro_batches(grids.GivenSamples(tokens, labels), 0, 8, settings, groups)

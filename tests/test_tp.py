@@ -23,7 +23,7 @@ import ep
 import param
 import tp
 import train
-from collectives import build_groups, rank, size
+from collectives import ALONE, build_groups
 from param import Spec, draw, local_box, parameter, shard_slice
 from plan.costs import LayerOptions, copies_per_token, llama_layer, recomputed_flops
 from plan.memory import activation_bytes
@@ -52,8 +52,8 @@ def weight(name: str, shape: tuple[int, int], dim: int, group) -> torch.nn.Param
 
 def pair(sequence: bool, async_tp: bool, mode: str) -> dict[str, float]:
     """The largest relative errors of a column and row parallel pair against the dense computation."""
-    group, T, H = dist.group.WORLD, 24, 10
-    n, me = size(group), group.rank()
+    group, T, H = grids.everyone(), 24, 10
+    n, me = group.size, group.rank
     how, act = TensorParallel(group, sequence, async_tp), torch.tanh
     a, b, c = weight("a", (48, H), 0, group), weight("b", (24, H), 0, group), weight("c", (H, 72), 1, group)
     x, up = normal(T, H, seed=1), normal(T, H, seed=2)
@@ -63,10 +63,10 @@ def pair(sequence: bool, async_tp: bool, mode: str) -> dict[str, float]:
     h = act(mine)
     ab = tp.column(h, a, b, tp=how)
     Recompute(mode).drop(h, ab, act, mine)
-    whole_ab = torch.cat((weight("a", (48, H), 0, None), weight("b", (24, H), 0, None)))
+    whole_ab = torch.cat((weight("a", (48, H), 0, ALONE), weight("b", (24, H), 0, ALONE)))
     # The rank's rows of a and of b, side by side, meet the same columns of c.
     columns = torch.cat([torch.arange(48).view(n, -1)[me], 48 + torch.arange(24).view(n, -1)[me]])
-    whole_c = weight("c", (H, 72), 1, None).detach()
+    whole_c = weight("c", (H, 72), 1, ALONE).detach()
     c.data = whole_c[:, columns].clone()
     hidden = act(ab)
     y = tp.row(hidden, c, how)
@@ -93,8 +93,8 @@ def test_a_pair_of_matrices_equals_the_dense_one(pool, n, sequence, async_tp):
 def rounded(sequence: bool) -> list[float]:
     """How many elements of the results of a column and a row parallel layer in bf16, and of their inputs' gradients,
     are those of products in fp64 that each rank rounds once."""
-    group, T, H, C = dist.group.WORLD, 32, 512, 1024
-    how, n, me = TensorParallel(group, sequence), size(group), rank(group)
+    group, T, H, C = grids.everyone(), 32, 512, 1024
+    how, n, me = TensorParallel(group, sequence), group.size, group.rank
     a, b = (torch.nn.Parameter(normal(*shape, seed=me).bfloat16()) for shape in ((C, H), (H, C)))
     a.sink = b.sink = None
     part = shard_slice(T, n, me) if sequence else slice(None)
@@ -136,7 +136,7 @@ def events(split: bool) -> list[str]:
             seen.append("gathered" if len(pending.tensors[0]) > len(pending.tensors[1]) else "scattered")
         return wait(pending)
 
-    group = dist.group.WORLD
+    group = grids.everyone()
     x = normal(4, 10).requires_grad_()
     how, z = TensorParallel(group, True), x
     for name in ("1", "2") if split else ("1",):
@@ -179,7 +179,7 @@ class Token(torch.autograd.Function):
 def test_a_queued_weight_gradient_keeps_no_graph_alive(layer):
     """Nor what is in it, until the second half of a split backward."""
     matrix = torch.nn.Parameter(normal(2, 8, 10) if layer == "experts" else normal(8, 10))
-    matrix.sink, route = None, SimpleNamespace(rows_per_expert=[1, 3], group=None)
+    matrix.sink, route = None, SimpleNamespace(rows_per_expert=[1, 3], group=ALONE)
     run = {"column": lambda x: tp.column(x, matrix, tp=TensorParallel()),
            "row": lambda x: tp.row(x, matrix, TensorParallel()),
            "experts": lambda x: ep.GroupedLinear.apply(x, matrix, ep.GroupedMatmul(), route, False)}[layer]
@@ -241,7 +241,7 @@ def test_hidden_gathers_of_weight_gradients_raise_the_peak_by_one_gathered_tenso
 def gathers_of_a_split_backward(mode: str) -> list[int]:
     """How many all-gathers a pair of layers issues for its input gradients, and then for its weight gradients. mode: of
     recomputation."""
-    group, recompute = dist.group.WORLD, Recompute(mode, 1, None)
+    group, recompute = grids.everyone(), Recompute(mode, 1)
     how = TensorParallel(group, sequence=True, save_gathered=mode == "full")
     x, a, b = normal(4, 10).requires_grad_(), weight("a", (8, 10), 0, group), weight("b", (10, 8), 1, group)
     z = recompute(lambda x: tp.row(tp.column(x, a, tp=how), b, how), x).sum()
@@ -279,7 +279,7 @@ def traced(run, *args) -> tuple[str, object]:
 
 def pair_in_order() -> list[str]:
     """What a column and a row parallel layer do: forward, the whole backward, and a backward in two halves."""
-    group, H = dist.group.WORLD, 32
+    group, H = grids.everyone(), 32
     up = parameter(Spec("up", (4 * H, H), {"tp": 0}), {"tp": group}, torch.float32)
     down = parameter(Spec("down", (H, 4 * H), {"tp": 1}), {"tp": group}, torch.float32)
     for weight in (up, down):
@@ -305,13 +305,13 @@ def test_in_the_column_layers_backward_a_matmul_lies_between_each_start_and_its_
 
 
 def test_the_demo_runs_on_one_rank_too(capsys):
-    tp.demo(None)
+    tp.demo(ALONE)
     assert capsys.readouterr().out.count("sent: 0 x (t-1)/t of T H") == 3
 
 
 def shown() -> str:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        tp.demo(dist.group.WORLD)
+        tp.demo(grids.everyone())
     return printed.getvalue()
 
 
@@ -326,8 +326,8 @@ def test_the_demo_shows_what_is_sent(pool):
 
 def losses(vocab: int, scale: float) -> dict[str, float]:
     """Errors of the vocabulary parallel loss and its gradient, with and without z-loss."""
-    group = dist.group.WORLD
-    n, me = size(group), group.rank()
+    group = grids.everyone()
+    n, me = group.size, group.rank
     shard, T = shard_slice(vocab, n, me), 40
     logits = normal(2, T, vocab) * scale
     labels = torch.randint(vocab, (2, T), generator=torch.Generator().manual_seed(3))
@@ -362,8 +362,8 @@ def test_the_loss_and_its_gradient_equal_the_dense_ones(pool, n, vocab):
 
 def fused_heads(sequence: bool) -> list[tuple]:
     """Loss in training and in evaluation, dx and dW of this rank's part of a head: without the kernel, and with it."""
-    group, T, V = dist.group.WORLD, 10, 37
-    part, how = shard_slice(T, size(group), rank(group)), TensorParallel(group, sequence)
+    group, T, V = grids.everyone(), 10, 37
+    part, how = shard_slice(T, group.size, group.rank), TensorParallel(group, sequence)
     labels, found = torch.arange(T) * 3, []
     labels[4] = IGNORED
     for fused in False, True:
@@ -400,11 +400,11 @@ def test_a_fused_head_on_ranks_equals_the_dense_one(pool, sequence):
 
 
 def looked_up(vocab: int, sequence: bool) -> tuple[float, float]:
-    group, H = dist.group.WORLD, 6
-    table, whole = weight("t", (vocab, H), 0, group), weight("t", (vocab, H), 0, None).detach().requires_grad_()
+    group, H = grids.everyone(), 6
+    table, whole = weight("t", (vocab, H), 0, group), weight("t", (vocab, H), 0, ALONE).detach().requires_grad_()
     tokens, up = torch.arange(2 * vocab + vocab % 2 * 22)[:, None].flatten() % vocab, None
     tokens = tokens[:len(tokens) // 24 * 24]
-    part = shard_slice(len(tokens), size(group), group.rank()) if sequence else slice(None)
+    part = shard_slice(len(tokens), group.size, group.rank) if sequence else slice(None)
     up = normal(len(tokens), H)
     y = tp.Embed.apply(tokens, table, TensorParallel(group, sequence))
     y.backward(up[part])
@@ -420,9 +420,9 @@ def test_a_table_of_any_size_is_shared(pool, n, vocab):
 
 
 def put_together(vocab: int) -> bool:
-    group = dist.group.WORLD
+    group = grids.everyone()
     rows = normal(3, vocab)
-    mine = rows[:, shard_slice(vocab, size(group), group.rank())].contiguous()
+    mine = rows[:, shard_slice(vocab, group.size, group.rank)].contiguous()
     return torch.equal(gather_logits(mine, vocab, group), rows)
 
 
@@ -439,7 +439,7 @@ def step(flags: str) -> dict:
     groups = build_groups(settings.grid, settings.model)
     model, optimizer = grids.built(settings, groups, "fp64")
     tokens = torch.randint(settings.model.vocab, (2, 24), generator=torch.Generator().manual_seed(0))
-    tokens, labels, positions, _ = cp.shard_sequences(tokens, tokens, None, None, settings.grid.cp, rank(groups["cp"]))
+    tokens, labels, positions, _ = cp.shard_sequences(tokens, tokens, None, None, settings.grid.cp, groups["cp"].rank)
     longest, copies, exchange = 0, 0, ep.exchange_counts
 
     def counted(*args):

@@ -3,6 +3,7 @@ import contextlib
 import gc
 import os
 import subprocess
+from types import SimpleNamespace
 
 import grids
 import numpy as np
@@ -15,7 +16,7 @@ from runs import metrics, run
 
 import config
 import train
-from collectives import AXES, build_groups
+from collectives import ALONE, build_groups
 from plan import costs, search
 from run import device, job, log, sampling
 from run.data import Codec, Corpus, Samples, open_samples
@@ -236,7 +237,7 @@ def test_numbers_that_are_not_finite_become_null():
 
 
 def test_progress_is_20_to_40_lines_of_which_the_last_step_is_one(capsys):
-    of_45 = log.Log(config.parse("--steps 45 --dtype fp32".split()), dict.fromkeys(AXES), torch.device("cpu"))
+    of_45 = log.Log(config.parse("--steps 45 --dtype fp32".split()), grids.NO_GROUPS, torch.device("cpu"))
     for step in range(45):
         of_45.write(dict(step=step, loss=0.5, tokens_per_s=1234.4))
     lines = capsys.readouterr().err.splitlines()
@@ -247,7 +248,7 @@ def test_progress_is_20_to_40_lines_of_which_the_last_step_is_one(capsys):
     ([(9e9, 1), (9e9, 1), (1e4, 1), (2e4, 2), (float("nan"), 1), (6e4, 3)], "of the last 3 steps: 15,000 tokens"),
     ([(1, 1), (-3, 2)], "of the last 1 steps: 0 tokens"), ([(1, 1), (3, -2)], ""), ([(float("nan"), 1)], "")])
 def test_the_last_lines_are_of_the_whole_run_and_of_the_noise_in_its_second_half(capsys, noise, line):
-    end = log.Log(config.parse(["--dtype", "fp32"]), dict.fromkeys(AXES), torch.device("cpu"))
+    end = log.Log(config.parse(["--dtype", "fp32"]), grids.NO_GROUPS, torch.device("cpu"))
     end.close(3, 99)  # prints nothing, as nothing has been trained yet
     for step, (trace, gradient2) in enumerate(noise):
         end.write(dict(step=step, loss=1.23456 + step, tokens_per_s=1.0, noise_trace=trace, noise_gradient2=gradient2))
@@ -259,12 +260,13 @@ def test_the_last_lines_are_of_the_whole_run_and_of_the_noise_in_its_second_half
 def ranks_of_groups(flags: str) -> dict[str, list[int] | None]:
     settings = config.parse(flags.split(), 8)
     groups = build_groups(settings.grid, settings.model)
-    return {axis: group and dist.get_process_group_ranks(group.process_group) for axis, group in groups.items()}
+    return {axis: dist.get_process_group_ranks(group.process_group) if group.size > 1 else None
+            for axis, group in groups.items()}
 
 
 def first_lines(flags: str, ranks: int, groups: dict) -> list[str]:
     settings = config.parse(f"--micro-batch 1 --dtype fp32 {flags}".split(), ranks)
-    built = train.build_model(settings, grids.ALONE | groups, "cpu")
+    built = train.build_model(settings, grids.NO_GROUPS | groups, "cpu")
     return log.first_lines(settings, groups, "cpu", built).splitlines()
 
 
@@ -278,7 +280,7 @@ def test_the_first_lines_name_fp8_active_parameters_the_grid_that_is_shown_and_t
     settings = config.parse(f"--preset tiny-moe --fp8 tensorwise --seq 32 --dtype bf16 --tp 2 --pp 2 --cp 2 "
                             f"--data {tmp_path}/tokens.npy".split(), 8)
     settings.shown, samples = True, open_samples(settings, settings.data.data, 0)
-    built = train.build_model(settings, grids.ALONE, "cpu")
+    built = train.build_model(settings, grids.NO_GROUPS, "cpu")
     first, _, shown, batch, model, data = log.first_lines(settings, {}, "cpu", built, samples).splitlines()
     assert first == "device  cpu, bf16, linear layers of blocks in fp8 tensorwise"
     assert shown == "        (chosen to show the axes; --dp 8 is pure data parallelism)"
@@ -325,7 +327,7 @@ def test_a_sample_begins_with_a_separator_and_rings_no_bell(monkeypatch, capsys)
     monkeypatch.setattr(sampling, "sample", lambda model, prompt, length: (
         prompts.append(prompt.tolist()), torch.tensor([said]))[1])
     settings = config.parse("--sample ab".split())
-    sampling.continue_prompt(None, Codec(256), settings, dict.fromkeys(AXES), torch.device("cpu"))
+    sampling.continue_prompt(None, Codec(256), settings, grids.NO_GROUPS, torch.device("cpu"))
     assert prompts == [[[256, *b"ab"]]] and capsys.readouterr().out == "ab\ufffd\ufffd\n\tc\ufffd\n"
 
 
@@ -351,7 +353,7 @@ def test_sampling_is_a_run_of_no_steps(monkeypatch, tmp_path):
 def test_a_step_leaves_no_cycles(flags):
     """The collector is off while a run goes on: whatever refers to itself would stay."""
     settings = config.parse(f"{SMALL} --data {ROOT}/train.py {flags}".split())
-    groups = dict.fromkeys(AXES)
+    groups = grids.NO_GROUPS
     model, optimizer = grids.built(settings, groups, "fp32")
     share = train.local_micro_batches(open_samples(settings, settings.data.data, 0), 0, 16, settings, groups)
 
@@ -375,7 +377,7 @@ def test_a_step_leaves_no_cycles(flags):
 def test_the_first_lines_count_the_state_of_the_rule(flags, nbytes):
     """In bf16: the masters, and what the rule remembers, per parameter."""
     settings = config.parse(f"--dtype bf16 {flags}".split())
-    count = sum(p.numel() for p in train.build_model(settings, grids.ALONE, "cpu").parameters())
+    count = sum(p.numel() for p in train.build_model(settings, grids.NO_GROUPS, "cpu").parameters())
     assert grids.memory_of_rank(settings, {})["optimizer"] == nbytes * count
 
 
@@ -383,7 +385,7 @@ def test_the_first_lines_count_experts_where_they_are():
     """Bytes of optimizer state: two moments in fp32 of 1/4 of everything but experts, and of 1/2 of half of those."""
     experts = 4 * 8 * 3 * 128 * 128
     others = costs.parameters(config.parse("--preset tiny-moe".split()).model).total - experts
-    group = type("", (), dict(size=lambda self: 2, rank=lambda self: 0))()
+    group = SimpleNamespace(size=2, rank=0)
     lines = first_lines("--preset tiny-moe --ep 2 --zero 1", 4, {"ep": group})
     assert f"optimizer {8 * (others / 4 + experts / 4) / 1e6:.1f} MB" in lines[3]
     assert "ep 2 x edp 2, zero 1: a rank holds the whole model, but 4 of 8 experts" in lines[1]
@@ -395,7 +397,7 @@ def test_the_head_counts_as_layers():
     settings = config.parse("--preset llama-3.2-1b --pp 4 --seq 4096 --dp 1".split(), 4)
     layers = []
     for stage in range(4):
-        group = type("", (), dict(size=lambda self: 4, rank=lambda self, stage=stage: stage))()
+        group = SimpleNamespace(size=4, rank=stage)
         layers.append(len(train.build_pipeline(settings, group).stages[stage]))
     assert sum(layers) == 16 and layers[3] <= min(layers[:3]) - 2
 
@@ -428,4 +430,4 @@ def test_the_grid_that_is_shown_trains_as_one_process(tmp_path):
 def test_a_pipeline_is_made_for_the_largest_batch_of_a_ramp():
     """As many inputs of blocks, for example, as its first rank holds then."""
     settings = config.parse("--pp 2 --schedule afab --micro-batch 1 --batch-ramp 4@0,8@99".split(), 2)
-    assert train.build_pipeline(settings, None).in_flight == 8
+    assert train.build_pipeline(settings, ALONE).in_flight == 8

@@ -11,11 +11,12 @@ import pytest
 import sharding
 import torch
 import torch.distributed as dist
-from grids import ALONE
+from grids import NO_GROUPS
 from pool import slow
 from torch import nn
 
 import zero
+from collectives import ALONE, Group
 from param import Spec, draw, parameter
 from plan import memory
 from run import dryrun
@@ -24,7 +25,7 @@ from zero import Optimizer
 
 
 class Unit(nn.Module):
-    def __init__(self, *specs: Spec, groups=ALONE, dtype=torch.float32):
+    def __init__(self, *specs: Spec, groups=NO_GROUPS, dtype=torch.float32):
         super().__init__()
         self.weights = nn.ParameterList(parameter(spec, groups, dtype) for spec in specs)
 
@@ -35,7 +36,7 @@ class Unit(nn.Module):
 def make(*specs: Spec, dtype=torch.float32, **settings) -> tuple[list[nn.Parameter], Optimizer]:
     """Parameters and their optimizer, filled with ones."""
     unit = Unit(*specs, dtype=dtype)
-    optimizer = Optimizer({0: [unit]}, ALONE, **settings)
+    optimizer = Optimizer({0: [unit]}, NO_GROUPS, **settings)
     optimizer.load(lambda spec, box: torch.ones([s.stop - s.start for s in box]))
     return list(unit.weights), optimizer
 
@@ -67,7 +68,7 @@ def test_1024_bf16_gradients_add_up():
 @pytest.mark.parametrize("me", [0, 2])
 def test_shards_of_an_odd_number_of_ranks_begin_at_multiples_of_16_bytes(me):
     with dryrun.fake_world(3, me):
-        groups = ALONE | {"world": dist.group.WORLD, "dp": dist.group.WORLD}
+        groups = NO_GROUPS | {"world": grids.everyone(), "dp": grids.everyone()}
         bucket = Optimizer({0: [Unit(Spec("a", (7, 5)), dtype=torch.bfloat16)]}, groups, level=1).buckets[0]
     assert bucket.padded == 48 and bucket.shard == slice(me * 16, me * 16 + 16)  # of 35 weights
     assert (bucket.weight_shard.data_ptr() - bucket.weights.data_ptr()) % 16 == 0
@@ -164,7 +165,8 @@ def test_a_step_without_a_gradient_is_refused():
 def sums_over_other_axes() -> dict[str, list[float]]:
     """A 2 x 2 grid (dp, tp), where the ranks' gradients of all parameters are 1, 10, 100, 1000: what each ends with."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    groups = ALONE | {"world": dist.group.WORLD, "dp": mesh.get_group("dp"), "tp": mesh.get_group("tp")}
+    groups = NO_GROUPS | {"world": grids.everyone(), "dp": Group("dp", mesh.get_group("dp")),
+                          "tp": Group("tp", mesh.get_group("tp"))}
     unit = Unit(Spec("shard", (4, 1), {"tp": 0}), Spec("replica", (3,), {"tp": "replicate"}),
                 Spec("partial", (3,), {"tp": "partial"}), groups=groups)
     optimizer = Optimizer({0: [unit]}, groups)
@@ -183,7 +185,7 @@ def test_partial_gradients_are_summed_over_their_axis_and_replicated_ones_are_no
 def test_gradients_are_finished_in_one_order():
     """However a pipeline rank lists its stages."""
     for stages in ("ab", "ba"):
-        optimizer, finished = Optimizer({stage: [Unit(Spec(stage, (3,)))] for stage in stages}, ALONE), []
+        optimizer, finished = Optimizer({stage: [Unit(Spec(stage, (3,)))] for stage in stages}, NO_GROUPS), []
         for bucket in optimizer.buckets:
             bucket.finish_step = partial(finished.append, bucket.name)
         optimizer.finish_step()
@@ -208,7 +210,7 @@ def test_gradients_and_weights_that_do_not_match_the_step_are_noticed():
 
 def first_unit(requires_grad: bool) -> None:
     """A step at level 3 of a unit whose backward reads its weights."""
-    groups = {"world": dist.group.WORLD, "replicate": None, "dp": dist.group.WORLD}
+    groups = {"world": grids.everyone(), "replicate": ALONE, "dp": grids.everyone()}
     unit, x = Unit(Spec("a", (3, 3), std=1.0), Spec("b", (3, 3), std=1.0)), torch.ones(2, 3)
     optimizer = Optimizer({0: [unit]}, groups, level=3)
     optimizer.load(draw(0))
@@ -223,7 +225,7 @@ def first_unit(requires_grad: bool) -> None:
 
 def gathered_after_forward(has_head: bool) -> list[int]:
     """Elements of each unit's weights that are whole between the forward and the backward of a stage at level 3."""
-    groups = {"world": dist.group.WORLD, "replicate": None, "dp": dist.group.WORLD}
+    groups = {"world": grids.everyone(), "replicate": ALONE, "dp": grids.everyone()}
     units = [Unit(Spec(f"{i}.a", (3, 3), std=1.0), Spec(f"{i}.b", (3, 3), std=1.0)) for i in range(3)]
     optimizer = Optimizer({0: units}, groups, level=3, head=units[-1] if has_head else None)
     optimizer.load(draw(0))
@@ -258,7 +260,7 @@ def test_at_level_3_the_next_units_weights_are_gathered_while_a_unit_computes():
 
     seen = []
     with dryrun.fake_world(2, 0):
-        groups = ALONE | {"world": dist.group.WORLD, "dp": dist.group.WORLD}
+        groups = NO_GROUPS | {"world": grids.everyone(), "dp": grids.everyone()}
         units = [Watched(Spec(f"{i}.a", (3, 3)), Spec(f"{i}.b", (3, 3))) for i in range(4)]
         optimizer = Optimizer({0: units}, groups, level=3)
         for _ in range(2):  # the second time after an evaluation, which must leave nothing gathered
@@ -277,7 +279,7 @@ def test_new_values_wait_for_a_gather_of_the_old_ones(monkeypatch):
     monkeypatch.setattr(zero, "all_gather", lambda *_, **__: (
         events.append("gather"), SimpleNamespace(wait=lambda: events.append("wait")))[1])
     with dryrun.fake_world(2, 0):
-        groups = ALONE | {"world": dist.group.WORLD, "dp": dist.group.WORLD}
+        groups = NO_GROUPS | {"world": grids.everyone(), "dp": grids.everyone()}
         optimizer = Optimizer({0: [Unit(Spec("a", (4, 4)))]}, groups, level=1)
         for _ in range(2):
             optimizer.load(lambda spec, box: (events.append("read"), torch.ones([s.stop - s.start for s in box]))[1])
@@ -353,7 +355,7 @@ def test_every_collective_is_waited_for_before_its_tensors_are_used(pool, ranks,
 def summed_over_micro_batches(dtype: torch.dtype) -> float:
     """What one gradient of 1, followed by 300 of 2^-9, add up to on two ranks at level 2."""
     unit = Unit(Spec("a", (4, 4)), Spec("b", (4, 4)))
-    optimizer = Optimizer({0: [unit]}, ALONE | {"world": dist.group.WORLD, "dp": dist.group.WORLD}, level=2,
+    optimizer = Optimizer({0: [unit]}, NO_GROUPS | {"world": grids.everyone(), "dp": grids.everyone()}, level=2,
                           reduce_dtype=dtype)
     optimizer.load(lambda spec, box: torch.ones([s.stop - s.start for s in box]))
     optimizer.begin_step(301)
@@ -473,7 +475,7 @@ def test_temporaries_do_not_grow_with_the_model(pool, level):
 
 def shown() -> str:
     with sharding.waiting_longer(), contextlib.redirect_stdout(io.StringIO()) as printed:
-        zero.demo(dist.group.WORLD)
+        zero.demo(grids.everyone())
     return printed.getvalue()
 
 

@@ -20,7 +20,7 @@ import collectives
 import config
 import param
 import train
-from collectives import AXES, build_groups
+from collectives import ALONE, AXES, build_groups
 from ep import update_biases
 from run import device, job
 from run.data import MicroBatch, Samples
@@ -31,7 +31,12 @@ BASE = ("--layers 3 --hidden 40 --heads 8 --kv-heads 4 --head-dim 6 --ffn 56 --v
         "--data " + __file__)
 STEPS = 2
 SEPARATORS = 9  # tokens below it begin documents
-ALONE = dict.fromkeys(AXES)  # the groups of a process without others
+NO_GROUPS = {axis: collectives.Group(axis) for axis in AXES}  # of a process without others
+
+
+def everyone() -> collectives.Group:
+    """All ranks of a pool's job, or of one process."""
+    return collectives.Group("", dist.group.WORLD if dist.is_initialized() else None)
 
 
 def settings_of(grid: str, world: int = 1) -> config.Config:
@@ -129,7 +134,7 @@ def built(settings: config.Config, groups, dtype: str = "", device: str = "cpu",
 
 
 def memory_of_rank(settings: config.Config, groups, fused: bool = False) -> dict[str, int]:
-    return device.memory_of_rank(settings, collectives.rank(groups.get("pp")), fused)
+    return device.memory_of_rank(settings, groups.get("pp", ALONE).rank, fused)
 
 
 def micro_batches(settings: config.Config, groups, tokens: torch.Tensor, labels: torch.Tensor) -> list[MicroBatch]:
@@ -174,7 +179,7 @@ def run(grid: str, first: int = 0, last: int = STEPS, state: dict | None = None)
     out |= {name: pieces(optimizer, what) for name, what in (("params", "master"), ("m", "m"), ("v", "v"))
             if settings.optim.optimizer == "adamw" or name == "params"}
     out |= dict(extra_state=extra_state(model, optimizer))
-    experts = groups["ep"].process_group.group_name if groups["ep"] else None
+    experts = groups["ep"].process_group.group_name if groups["ep"].size > 1 else None
     exchange = experts, "all_to_all_single"  # of as many rows as tokens choose
     out["collectives"] = [call._replace(shapes=[]) if call[:2] == exchange else call for call in calls]
     return out

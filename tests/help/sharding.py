@@ -14,7 +14,7 @@ import pp
 import train
 import zero
 from collectives import build_groups
-from param import DTYPES, size
+from param import DTYPES
 from run.meter import Meter
 
 # Widths that are prime, so that nothing divides; blocks are the largest units; few tokens, so activations are small.
@@ -38,7 +38,7 @@ def sent(flags: str, dtype: torch.dtype) -> dict:
         with Meter(memory=False) as meter:
             train.forward_backward(model, optimizer, share, groups)
             optimizer.step(1e-3)
-    n = size(groups["dp"])
+    n = groups["dp"].size
     factor = {"allreduce_": 2, "_reduce_scatter_base_": 1, "_allgather_base_": 1}
     buckets = [call for call in meter.collectives if len(call.shape) == 1 and call.shape != (1,)]  # not the norm
     by_op = {op: sum(call.bytes for call in buckets if call.name == op) * times for op, times in factor.items()}
@@ -81,7 +81,7 @@ def held(flags: str, dtype: torch.dtype) -> dict:
         train.forward_backward(model, optimizer, share, groups)
         optimizer.step(1e-3)
     padded = [bucket.padded for bucket in optimizer.buckets]
-    return dict(rest=rest, peak=meter.peak, padded=padded, n=size(groups["dp"]))
+    return dict(rest=rest, peak=meter.peak, padded=padded, n=groups["dp"].size)
 
 
 def delayed(flags: str) -> dict:
@@ -193,7 +193,7 @@ def events(flags: str) -> list[str]:
     """What a step of two micro-batches does with gradients, in order: "ready", when one is accumulated; the name and
     the group of each collective on gradients as it is launched; and "finish", when backward has ended."""
     groups, model, optimizer, share = built(f"--global-batch 16 --micro-batch 2 {flags}", torch.float32)
-    seen, axes = [], {id(group): axis for axis, group in groups.items() if group is not None}
+    seen, axes = [], {id(group): axis for axis, group in groups.items() if group.size > 1}
     usual_ready, finish_step = zero.ShardedBucket.ready, optimizer.finish_step
 
     def watched(call):
