@@ -283,7 +283,7 @@ def test_new_values_wait_for_a_gather_of_the_old_ones(monkeypatch):
         optimizer = Optimizer({0: [Unit(Spec("a", (4, 4)))]}, groups, level=1)
         for _ in range(2):
             optimizer.load(lambda spec, box: (events.append("read"), torch.ones([s.stop - s.start for s in box]))[1])
-    assert events == ["read", "gather", "wait", "read", "gather"]
+    assert events == ["read", "gather", "wait", "read", "wait", "gather"]
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])
