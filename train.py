@@ -52,8 +52,8 @@ def train(run: job.Run) -> None:
 
     The ranks are a grid pp x dp x cp x tp, tp innermost: its ranks have consecutive numbers, so they are in one node.
     For experts the dp x cp x tp ranks of a pipeline rank are edp x ep, ep innermost: each expert is whole on one of ep
-    ranks, and replicated on edp. `groups` has this rank's Group along each axis (of one
-    rank: its collectives are the identity):
+    ranks, and replicated on edp. `groups` has this rank's Group along each axis, also of size 1 (then its collectives
+    are the identity):
 
         world, pp, cp, tp, edp, ep
         data    dp x cp: the ranks with different tokens, over which gradients and losses are summed
