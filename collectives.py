@@ -85,7 +85,7 @@ def create_groups(members: list[list[int]], timeout_s: float) -> dist.ProcessGro
 
 
 class Observer:
-    """Is told of every collective that this rank calls and waits for. This one does nothing; run/ranks.py puts a flight
+    """Hears of every collective that this rank calls and waits for. This one does nothing; run/ranks.py puts a flight
     record in its place, from which a watchdog finds out who is missing when ranks wait for ever."""
 
     def calling(self, operation: str, axis: str, peer: int | None = None) -> AbstractContextManager[Any]:
@@ -366,7 +366,7 @@ class OffloadedState:
         bucket.clip, bucket.copy_master = self.clip, self.copy_master
 
     def clip(self, factor: torch.Tensor | float) -> Pending:
-        """The clipped gradient, on its way to the host."""
+        """Clip, and start to copy the gradient to the host, where `wait` returns it."""
         return CopyToHost(self.copies.start(self.grad, self.bucket.grad_shard.mul_(factor)), self.grad)
 
     def copy_master(self) -> None:

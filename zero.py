@@ -21,7 +21,7 @@ its weights whole only while a unit (embedding, block or head) uses them (3)?
 
 Reductions are hidden under backward, all-gathers of levels 1 and 2 under the forward up to the unit that needs them,
 those of level 3 under the unit before. At levels 2 and 3 at most two buckets' whole gradients per data axis exist at
-once, at level 3 two units' whole weights (with the schedule afab four: there the head's backward is far away); but a
+once, at level 3 two units' whole weights (more with the schedule afab, where the head's backward is far away); but a
 tied table's gradient waits for its second backward, and schedules that split backward (zb-*) keep whole gradients.
 
 Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (FSDP: prefetching); Micikevicius et al. 2018 (mixed precision).
