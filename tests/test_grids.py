@@ -95,7 +95,7 @@ MORE = [  # in the slow tier: axes of more ranks than pairs have, and what is be
     (8, f"--micro-batch 6 {MIXTRAL} --pp 2 --cp 2 --ep 4 --zero 3 --recompute full --tied --seq 21"),
     (8, f"--micro-batch 12 {DEEPSEEK} --pp 2 --cp 2 --tp 2 --ep 4 --schedule dualpipev --layers 5 --recompute full"),
 ]
-# What the README runs: five dimensions, each of at least two.
+# What docs/PLAYBOOK.md runs: five dimensions, each of at least two.
 FIVE_DIMENSIONS = "--dp 2 --cp 2 --tp 2 --pp 2 --ep 4 --zero 1 --schedule zb-h1 --recompute selective"
 # Flags that must not change a result.
 NOT_THE_MODEL = ("--micro-batch", "--bucket-mb", "--attention", "--zero", "--dp-replicate", "--tp", "--recompute",
@@ -234,9 +234,9 @@ def test_five_dimensions_equal_one_process(experts):
         equals_one_process(pool, 16, f"--micro-batch 6 {experts} {FIVE_DIMENSIONS} --tied --layers 4")
 
 
-def test_five_dimensions_are_what_the_readme_runs():
-    with open(os.path.join(os.path.dirname(config.__file__), "README.md")) as readme:
-        assert f"torchrun --nproc_per_node=16 train.py --preset tiny-moe {FIVE_DIMENSIONS}" in readme.read()
+def test_five_dimensions_are_what_the_playbook_page_runs():
+    with open(os.path.join(os.path.dirname(config.__file__), "docs", "PLAYBOOK.md")) as page:
+        assert f"torchrun --nproc_per_node=16 train.py --preset tiny-moe {FIVE_DIMENSIONS}" in page.read()
 
 
 def equals_one_process(pool: Pool, ranks: int, grid: str) -> None:

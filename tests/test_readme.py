@@ -1,7 +1,9 @@
-"""What README.md, docs/JOURNEY.md and CONTRIBUTING.md name exists: files, functions, commands, flags."""
+"""What the pages name exists: files, functions, commands, flags; and what they say of the program is true."""
 import ast
 import re
 import shlex
+import shutil
+import subprocess
 from dataclasses import fields
 from pathlib import Path
 
@@ -11,11 +13,14 @@ import torch
 import config
 import zero
 from learn import journey
+from plan import predict, time
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 MAP = [[cell.strip() for cell in line.strip("|").split(" | ")]
-       for line in README.split("section by section")[1].split("\n## ")[0].splitlines() if line.startswith("| ")][1:]
+       for line in (ROOT / "docs/PLAYBOOK.md").read_text().split("\n## ")[0].splitlines() if line.startswith("| ")][1:]
+COMMANDS = list(dict.fromkeys(command for *_, commands in MAP
+                              for command in re.findall(r"`((?:python|torchrun) [^`]+)`", commands)))
 FLAGS = {config.flag(f.name) for section in config.SECTIONS.values() for f in fields(section)}
 FLAGS |= {"--no-" + flag[2:] for flag in FLAGS}
 
@@ -47,17 +52,29 @@ def check_command(command: str) -> None:
 
 
 def test_the_map_of_the_playbook_names_what_exists():
-    assert len(MAP) > 25
-    for section, where, command in MAP:
-        parts = re.findall(r"\[([\w./\\]+)\]\(([\w./]+)\)((?: `\w+`)+)", where)
+    assert len(MAP) > 45
+    for section, where, commands in MAP:
+        parts = re.findall(r"\[([\w./\\]+)\]\(\.\./([\w./]+)\)((?: `\w+`)+)", where)
         assert parts, section
         for shown, file, names in parts:
             assert shown.replace("\\", "") == file and set(re.findall(r"`(\w+)`", names)) <= names_in(file), section
-        check_command(command.strip("`"))
+        assert any(command in commands for command in COMMANDS), section
+    for command in COMMANDS:
+        check_command(command)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_of_the_map_show_something(command, tmp_path):
+    """In a copy of the checkout: some write pictures and traces."""
+    shutil.copytree(ROOT, tmp_path / "here", ignore=shutil.ignore_patterns(".git", "__pycache__", "tests"))
+    done = subprocess.run(shlex.split(command), cwd=tmp_path / "here", capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout) > 40 or "written" in done.stdout
 
 
 def test_commands_and_links_of_the_pages_exist():
-    for page in "README.md", "CONTRIBUTING.md", "docs/JOURNEY.md":
+    for page in "README.md", "CONTRIBUTING.md", "docs/JOURNEY.md", "docs/PLAYBOOK.md", "docs/RUNNING.md":
         text = (ROOT / page).read_text()
         for block in re.findall(r"```\n(.*?)```", text, re.DOTALL):
             for line in block.splitlines():
@@ -68,9 +85,19 @@ def test_commands_and_links_of_the_pages_exist():
 
 
 def test_the_readme_is_short():
-    prose = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
-    words = [word for line in prose.splitlines() if not line.startswith(("|", "!")) for word in line.split()]
-    assert len(words) <= 1400
+    assert len(README.split()) <= 1200
+
+
+def test_numbers_of_the_readme_are_those_of_the_program():
+    lines, = re.findall(r"\| ([\d,]+) lines are the ten files.*`wc -l (.*)`", README)
+    assert int(lines[0].replace(",", "")) == sum(len((ROOT / file).read_text().splitlines())
+                                                 for file in lines[1].split())
+    runs = re.findall(r"\| `(--preset .*)` \| (\d+) GB \| ([\d.]+) s \| (\d+)% \|", README)
+    assert len(runs) == 2
+    for flags, *printed in runs:
+        run = predict.run_of(dict(machine="h100", gpus=8) | config.read(shlex.split(flags)))
+        found = predict.predict(run)
+        assert printed == [f"{found.memory_gb:.0f}", f"{time.step_seconds(run).seconds:.1f}", f"{100 * found.mfu:.0f}"]
 
 
 def test_the_optimizer_that_the_readme_adds_is_lion():
