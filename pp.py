@@ -169,7 +169,9 @@ def demo() -> None:
     for name in "afab", "1f1b", "zb-h1":
         plan = make_plan(name, 4, 6)
         spans = simulate(plan)
-        print(f"{name}: a rank is idle for {bubble(spans):g} of {max(row[-1].stop for row in spans):g} units of time")
+        end, idle = max(row[-1].stop for row in spans), bubble(spans)
+        print(f"{name}: a rank is idle for {idle:g} of {end:g} units of time, {idle / end:.0%} of the step, or "
+              f"{idle / (end - idle):.0%} of what it computes")  # 1F1B: (p-1)/(m+p-1) or (p-1)/m
         for row in spans:
             line = ""
             for action, start, _ in row:

@@ -113,12 +113,13 @@ def fit(rows: list, rounds: int, goals: list = GOALS) -> time.Constants:
         reach *= 0.75
 
 
-def relative_errors(rows: list, constants: time.Constants) -> list[float]:
-    return sorted(abs(math.exp(log_error(row, run, constants)) - 1) for row, run in rows)
+def ratios(rows: list, constants: time.Constants) -> list[float]:
+    """Of each run, the predicted over the measured step time."""
+    return [math.exp(log_error(row, run, constants)) for row, run in rows]
 
 
-def left_out(rows: list, by: str, rounds: int) -> Iterator[tuple[int, list[float]]]:
-    """Yield each model (its hidden size) or number of nodes of the playbook's runs, and the errors of its runs with
+def left_out(rows: list, by: str, rounds: int) -> Iterator[tuple[int, list, list[float]]]:
+    """Yield each model (its hidden size) or number of nodes of the playbook's runs, its runs, and their ratios with
     constants that were fitted without them."""
     def key(row: published.Row) -> int:
         return row.request["hidden"] if by == "model" else row.request["gpus"] // 8
@@ -126,12 +127,17 @@ def left_out(rows: list, by: str, rounds: int) -> Iterator[tuple[int, list[float
     flagged = [pair for pair in rows if FLAGGED in pair[0].groups]
     for value in sorted({key(row) for row, _ in flagged}):
         rest = [pair for pair in rows if pair[0].table != "playbook_runs" or key(pair[0]) != value]
-        yield value, relative_errors([pair for pair in flagged if key(pair[0]) == value], fit(rest, rounds, []))
+        left = [pair for pair in flagged if key(pair[0]) == value]
+        yield value, left, ratios(left, fit(rest, rounds, []))
 
 
 def print_errors(title: str, found: list[float]) -> None:
-    tail = published.quantile(found, 0.9)
-    print(f"{title:44s}{len(found):5d} runs  median {median(found):6.1%}  p90 {tail:6.1%}", flush=True)
+    """found: predicted over measured times. The range is that of measured over predicted ones, but for a tenth of the
+    runs at each end."""
+    errors, shares = sorted(abs(ratio - 1) for ratio in found), sorted(1 / ratio for ratio in found)
+    low, high = published.quantile(shares, 0.1), published.quantile(shares, 0.9)
+    print(f"{title:44s}{len(found):5d} runs  median {median(errors):6.1%}  p90 {published.quantile(errors, 0.9):6.1%}  "
+          f"four of five take {low:.2f} to {high:.2f} times what is predicted", flush=True)
 
 
 @dataclass
@@ -148,13 +154,14 @@ def main() -> None:
         found = fit(everything, asked.rounds)
         print(found)
         for group in WEIGHTS:
-            print_errors(group, relative_errors([pair for pair in everything if group in pair[0].groups], found))
+            print_errors(group, ratios([pair for pair in everything if group in pair[0].groups], found))
     else:
         pooled = []
-        for value_left, found in left_out(everything, asked.leave, asked.rounds):
+        for value_left, left, found in left_out(everything, asked.leave, asked.rounds):
             print_errors(f"without {'hidden' if asked.leave == 'model' else 'nodes'} {value_left}, on those", found)
-            pooled += found
-        print_errors("all, each with constants fitted without it", sorted(pooled))
+            pooled += [(row, ratio) for (row, _), ratio in zip(left, found)]
+        print_errors("all, each with constants fitted without it", [ratio for _, ratio in pooled])
+        print_errors("of these tp <= 8", [ratio for row, ratio in pooled if row.request["tp"] <= 8])
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Letters: N parameters, D tokens, C = 6 N D FLOPs (Kaplan et al. 2020); L nats pe
 """
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from config import Config
@@ -90,6 +91,12 @@ def critical_batch(loss: float) -> float:
     return 2e8 * loss ** (-1 / 0.21)
 
 
+def critical_batch_of_minimax(loss: float) -> float:
+    """Tokens: the power law through the losses at which MiniMax-01 (2025) doubled its batch, from 2.22 with 16M tokens
+    to 1.58 with 128M. Losses are per token, and so depend on the tokenizer."""
+    return 16e6 * (2.22 / loss) ** (math.log(128 / 16) / math.log(2.22 / 1.58))
+
+
 def ramp(final: int, seq: int) -> str:
     """A --batch-ramp of four doublings up to the final number of sequences, at the tokens where MiniMax-01 doubled, in
     proportion to the critical batch: 1, 11.4 and 68 times the first stage's 69B tokens at a last batch of 128M."""
@@ -126,7 +133,8 @@ def print_scaling(settings: Config, machine: str, gpus: int, rate: float, tokens
     loss = FITS["refit (Besiroglu et al. 2024)"].loss(count.active, tokens)
     sequences = settings.batch.ramp()[-1][0]
     print(f"loss of this N and D: {loss:.3f} nats per token (refit); critical batch {critical_batch(loss):.3g} tokens "
-          f"(Kaplan et al. 2020), this run's {sequences * settings.batch.seq:.3g}")
+          f"(Kaplan et al. 2020) or {critical_batch_of_minimax(loss):.3g} (MiniMax-01), this run's "
+          f"{sequences * settings.batch.seq:.3g}")
     if sequences >= 8 and sequences % (8 * settings.grid.dp) == 0:
         print(f'a ramp in proportion to MiniMax-01\'s: --batch-ramp "{ramp(sequences, settings.batch.seq)}"')
     ours, epochs = (ring_seconds(parameters, 4800, 6e15 / 8) for parameters in (count.total, 72e12))

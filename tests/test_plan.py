@@ -1262,6 +1262,11 @@ def test_the_critical_batch_is_kaplans():
     assert scaling.critical_batch(2.0) == pytest.approx(2e8 / 2 ** (1 / 0.21))
 
 
+@pytest.mark.parametrize("loss, millions", [(2.22, 16), (1.98, 32), (1.77, 64), (1.58, 128)])
+def test_minimax_doubled_its_batch_at_these_losses(loss, millions):
+    assert scaling.critical_batch_of_minimax(loss) == pytest.approx(millions * 1e6, rel=0.01)
+
+
 def test_the_ramp_is_minimaxs_at_its_size(capsys):
     stages = [(int(size), float(start)) for size, start in
               (stage.split("@") for stage in scaling.ramp(128_000_000 // 8192, 8192).split(","))]
@@ -1469,6 +1474,15 @@ def test_what_layers_save_adds_up(capsys):
     assert gpt_more[1] == 0.9 and [gpt_more[2], deepseek_more[2]] == [22.5, 27.5]
     assert [1 - sizes[1] / sizes[0] for sizes in (gpt, llama, mixtral, deepseek)] == pytest.approx(
         [0.70, 0.32, 0.30, 0.15], abs=0.01)  # as the file's docstring says; GPT-3's bytes are the paper's
+
+
+def test_gpt_2_is_as_large_as_published(capsys):
+    """Rajbhandari et al. 2020: 1.5B parameters, of which 24 GB at 16 bytes each are said; exactly they are 1.56B. A
+    layer saves 34 + 5 N S / H bytes per token and element of H (Korthikanti et al. 2022)."""
+    costs.print_gpt2()
+    weights, state, paper, formula = map(int, re.findall(r"(\d+) GB", capsys.readouterr().out))
+    assert (weights, paper) == (3, 60) and state == pytest.approx(24, abs=1)
+    assert formula == round(32 * 1024 * 48 * 1600 * (34 + 5 * 25 * 1024 / 1600) / 1e9)
 
 
 def test_costs_of_attention_are_the_published_ones(capsys):
