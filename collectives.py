@@ -25,10 +25,9 @@ import gc
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -247,133 +246,6 @@ def link(group: Group, source: int, target: int) -> dict:
     if pair is None:
         return {"group": group.process_group, end: peer}
     return {"group": pair, end: 1 - pair.rank()}
-
-
-# ---- what waits in the host's memory (--offload) --------------------------------------------------------------------
-#
-# A copy begins when the kernels launched before it, and the copies before it in its direction, are done. So gradients
-# leave bucket by bucket while the CPU updates the bucket before, and a block's input comes back while the backward of
-# the block after it runs: two are on the GPU at once. docs/NOTES.md says what this saves and costs.
-#
-#     optimizer     GPU     ... backward │ norm, clip │                                       │ next forward
-#                   to host              │        g0 ↓  g1 ↓  g2 ↓                            │
-#                   CPU                  │              AdamW 0   AdamW 1   AdamW 2           │
-#                   to GPU               │                        w0 ↑      w1 ↑      w2 ↑    │
-#
-#     activations   GPU     forward 1   forward 2   forward 3           backward 3   backward 2   backward 1
-#                   to host x1 ↓        x2 ↓        x3 ↓
-#                   to GPU                                      x3 ↑    x2 ↑         x1 ↑
-
-class Copied:
-    """A copy that was made at once, on a CPU; on GPUs a torch.cuda.Event is in its place."""
-
-    def wait(self) -> None:
-        """Let kernels that are launched from now on wait for it."""
-
-    def synchronize(self) -> None:
-        """Let the host wait for it."""
-
-
-@cache
-def stream_of(device: torch.device, to_host: bool) -> torch.cuda.Stream:
-    """The one that all copies in this direction share."""
-    return torch.cuda.Stream(device)
-
-
-class CopyStreams:
-    """Copies between a device and the memory of the host, which is the same on a CPU; a stream for each direction, as
-    the link carries both at once. The host's memory is pinned, because only from there the copy engine reads while the
-    CPU goes on; `record_stream` keeps the allocator from reusing a tensor's memory before its copy has ended."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-
-    def zeros(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Memory of the host, filled with zeros."""
-        return torch.zeros(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
-
-    def start(self, target: torch.Tensor, source: torch.Tensor,
-              after: "Copied | torch.cuda.Event | None" = None) -> "Copied | torch.cuda.Event":
-        """Start to copy to or from the host, after the kernels that have been launched so far and the copy `after`."""
-        if self.device.type != "cuda":
-            target.copy_(source)
-            return Copied()
-        stream = stream_of(self.device, to_host=source.is_cuda)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            if after:
-                after.wait()
-            target.copy_(source, non_blocking=True)
-            (source if source.is_cuda else target).record_stream(stream)
-            return stream.record_event()
-
-
-class HostRows:
-    """A matrix [slots, width] in the host's memory, whose rows are written and read as those of a tensor on the device
-    of `like`. Reading a row starts to fetch the one that was written before it, which is to be read next."""
-
-    def __init__(self, slots: int, width: int, like: torch.Tensor):
-        self.copies = CopyStreams(like.device)
-        self.rows = self.copies.zeros((slots, width), like.dtype)
-        self.on_device = list(like.new_empty(2, width))  # one is used while the next one is fetched
-        self.saved: dict[int, Copied] = {}  # slot -> the copy to the host
-        self.fetched: dict[int, tuple[torch.Tensor, Copied]] = {}
-        self.before: dict[int, int | None] = {}  # slot -> the one written before it, None for the first of a forward
-        self.last: int | None = None  # written; to be set to None where a forward begins
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __setitem__(self, slot: int, row: torch.Tensor) -> None:
-        self.saved[slot] = self.copies.start(self.rows[slot], row)
-        self.before[slot], self.last = self.last, slot
-
-    def __getitem__(self, slot: int) -> torch.Tensor:
-        self.fetch(slot)
-        row, copied = self.fetched.pop(slot)
-        copied.wait()
-        self.fetch(self.before[slot])
-        return row
-
-    def fetch(self, slot: int | None) -> None:
-        if slot is not None and slot not in self.fetched:
-            target = self.on_device.pop(0)
-            self.on_device.append(target)  # they take turns
-            self.fetched[slot] = target, self.copies.start(target, self.rows[slot], after=self.saved[slot])
-
-
-class CopyToHost(Pending):
-    """The copy of a tensor of the device, of which the host may then read the result."""
-
-    def __init__(self, copied: "Copied | torch.cuda.Event", result: torch.Tensor):
-        super().__init__(None, result)
-        self.copied = copied
-
-    def wait(self) -> torch.Tensor:
-        self.copied.synchronize()
-        return super().wait()
-
-
-class OffloadedState:
-    """The copies of a bucket (zero.ShardedBucket) whose master weights and moments are on the host, which updates them:
-    it takes the place of the bucket's `clip`, before the update, and of `copy_master`, after it."""
-
-    def __init__(self, bucket):
-        self.bucket, self.copies = bucket, CopyStreams(bucket.device)
-        self.zeros, length = self.copies.zeros, len(bucket.weight_shard)
-        self.grad, self.weights = self.zeros(length, bucket.acc_dtype), self.zeros(length, bucket.weights.dtype)
-        self.weights_copied = Copied()
-        bucket.clip, bucket.copy_master = self.clip, self.copy_master
-
-    def clip(self, factor: torch.Tensor | float) -> Pending:
-        """Clip, and start to copy the gradient to the host, where `wait` returns it."""
-        return CopyToHost(self.copies.start(self.grad, self.bucket.grad_shard.mul_(factor)), self.grad)
-
-    def copy_master(self) -> None:
-        self.weights_copied.synchronize()
-        self.weights.copy_(self.bucket.master)
-        self.weights_copied = self.copies.start(self.bucket.weight_shard, self.weights)
-        self.weights_copied.wait()
 
 
 # ---- collectives that return a new tensor ----------------------------------------------------------------------------

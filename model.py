@@ -195,7 +195,7 @@ class Execution(NamedTuple):
     device: torch.device | str = "cpu"
     attention: str = "auto"  # or "sdpa", "triton", "math"
     recompute: str = "none"  # or "selective", "full"
-    offload: bool = False  # what "full" saves is in the host's memory
+    rows: Callable | None = None  # of what "full" saves: run/offload.py's HostRows, or None: on the device
     cp_style: str = "allgather"  # of config.CP_STYLES
     sequence: bool = True  # sequence parallelism
     async_tp: bool = False  # asynchronous tensor parallelism
@@ -218,7 +218,7 @@ class Llama(nn.Module):
             self.tp = self.tp._replace(sequence=how.sequence, async_tp=how.async_tp)
         checkpoints = self.pipeline.in_flight * max(len(layers) for layers in self.stages.values())
         same_inputs = ALONE if self.tp.sequence else self.tp.group
-        self.recompute = Recompute(how.recompute, checkpoints, same_inputs, how.offload)
+        self.recompute = Recompute(how.recompute, checkpoints, same_inputs, how.rows)
         norm_along = {"tp": "partial" if self.tp.sequence else "replicate"}  # partial: tp ranks see different tokens
         self.embedding = VocabParallelEmbedding(make, table_spec(model, "embedding")) if 0 in self.stages else None
         self.blocks = nn.ModuleDict({

@@ -33,28 +33,29 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from collectives import ALONE, Group, HostRows, all_gather, run_demo
+from collectives import ALONE, Group, all_gather, run_demo
 
 
 class Recompute:
     """--recompute. mode: "none", "selective" or "full". For "full": slots: the most block inputs saved at once; group:
-    ranks with the same inputs (ValueError if they cannot share one equally); offload: save them in host memory."""
+    ranks with the same inputs (ValueError if they cannot share one equally); rows: run/offload.py's HostRows, which
+    saves them in the host's memory, or None: in a tensor on the device."""
 
-    def __init__(self, mode: str = "none", slots: int = 1, group: Group = ALONE, offload: bool = False):
-        self.mode, self.slots, self.group, self.offload = mode, slots, group, offload
+    def __init__(self, mode: str = "none", slots: int = 1, group: Group = ALONE, rows: Callable | None = None):
+        self.mode, self.slots, self.group, self.rows = mode, slots, group, rows
         self.arena: CheckpointArena | None = None
 
     def start_forward(self) -> None:
         """Call this before every forward: offloaded inputs return in the reverse order of one forward."""
-        if self.arena and self.offload:
-            self.arena.shards.last = None
+        if self.arena and self.rows:
+            self.arena.shards.start_forward()
 
     def __call__(self, block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """block(x), of which "full" saves x alone."""
         if self.mode != "full" or not x.requires_grad:
             return block(x)
         if self.arena is None or self.arena.shape != x.shape:
-            self.arena = CheckpointArena(self.slots, x.detach(), self.group, self.offload)
+            self.arena = CheckpointArena(self.slots, x.detach(), self.group, self.rows)
         return Checkpoint.apply(block, self.arena, x)
 
     def drop(self, out: Tensor, until: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> None:
@@ -85,12 +86,12 @@ class Recompute:
 class CheckpointArena:
     """Memory for `slots` checkpoints in one allocation, which every step uses again."""
 
-    def __init__(self, slots: int, x: Tensor, group: Group = ALONE, offload: bool = False):
+    def __init__(self, slots: int, x: Tensor, group: Group = ALONE, rows: Callable | None = None):
         """x: any tensor with the shape and dtype of a checkpoint, of which the ranks of the group save equal parts."""
         if x.numel() % group.size:
             raise ValueError(f"{group.size} ranks cannot share a checkpoint of {x.numel()} elements in equal parts")
         self.group, self.shape, each = group, x.shape, x.numel() // group.size
-        self.shards = HostRows(slots, each, x) if offload else x.new_empty(slots, each)
+        self.shards = rows(slots, each, x) if rows else x.new_empty(slots, each)
         self.whole = x.new_empty(x.numel() if group.size > 1 else 0)
         self.free_slots = list(reversed(range(slots)))
 

@@ -35,6 +35,7 @@ from plan.costs import stages_of
 from pp import Pipeline, profile_range
 from run import dryrun, job
 from run.data import MicroBatch, Samples
+from run.offload import HostRows, OffloadedState
 from schedules import plan_of
 from tp import ColumnParallelLinear, RowParallelLinear
 from zero import Optimizer
@@ -88,7 +89,7 @@ def build_model(settings: config.Config, groups: Groups, device: torch.device | 
     allocates them in buckets, its `load` fills them."""
     grid, precision, optim, dtype = settings.grid, settings.precision, settings.optim, dtype_of(settings)
     execution = Execution(dtype=dtype, device=device, attention=precision.attention, recompute=precision.recompute,
-                          offload=precision.offloads("activations"), cp_style=grid.cp_style,
+                          rows=HostRows if precision.offloads("activations") else None, cp_style=grid.cp_style,
                           sequence=grid.sequence_parallel, async_tp=grid.async_tp)
     balance = Balance(optim.aux_loss, optim.aux_over, optim.router_z_loss, optim.bias_rate)
     model = Llama(settings.model, groups, execution, pipeline=build_pipeline(settings, groups["pp"], device),
@@ -128,7 +129,7 @@ def build_optimizer(settings: config.Config, model: Llama, groups: Groups) -> Op
     return Optimizer(model.units(), groups, bucket_mb=grid.bucket_mb, level=grid.zero, rule=optim.optimizer,
                      betas=optim.betas, weight_decay=optim.weight_decay, clip=optim.clip, moments_dtype=moments,
                      reduce_dtype=torch.bfloat16 if precision.reduce_dtype == "bf16" else None,
-                     offload=precision.offloads("optimizer"), head=model.head)
+                     offload=OffloadedState if precision.offloads("optimizer") else None, head=model.head)
 
 
 def dtype_of(settings: config.Config) -> torch.dtype:

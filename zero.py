@@ -42,7 +42,6 @@ from collectives import (
     ALONE,
     Group,
     Groups,
-    OffloadedState,
     Pending,
     all_gather,
     all_reduce,
@@ -64,7 +63,8 @@ class ShardedBucket(Bucket):
     """
 
     def __init__(self, params: dict[nn.Parameter, int], groups: Groups, *, level: int, rule_state: tuple[str, ...],
-                 moments_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, offload: bool, started: dict):
+                 moments_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None,
+                 offload: Callable | None, started: dict):
         super().__init__(params, groups)
         # Of Bucket: offset, spans (in the flat tensor); missing, expected (gradients still to come in this step, and in
         # all); reducing (the reduction that was started last); acc_dtype (fp32; in fp64 runs fp64).
@@ -83,9 +83,9 @@ class ShardedBucket(Bucket):
             self.free_weights()
         self.unsharding = done(self.weights)
         self.users = 0  # calls of `unshard` less calls of `reshard`
-        zeros = OffloadedState(self).zeros if offload else self.zeros  # which replaces clip and copy_master, see there
-        needs_master = offload or dtype != self.acc_dtype
-        self.master = zeros(length, self.acc_dtype) if needs_master else self.weight_shard
+        self.host = offload(self) if offload else None  # what keeps the optimizer state in the host's memory
+        zeros = self.host.zeros if self.host else self.zeros
+        self.master = zeros(length, self.acc_dtype) if self.host or dtype != self.acc_dtype else self.weight_shard
         moments = {name: zeros(length, moments_dtype or self.acc_dtype) for name in rule_state}
         self.state = {"master": self.master} | moments
         if self.level < 2:  # else `grad` exists from a micro-batch's first main_grad to its reduction
@@ -158,9 +158,9 @@ class ShardedBucket(Bucket):
         return total
 
     def clip(self, factor: Tensor | float) -> Pending:
-        """Multiply grad_shard by a factor. collectives.OffloadedState replaces this: there it is also copied to the
-        host, and `wait` returns the copy."""
-        return done(self.grad_shard.mul_(factor))
+        """Multiply grad_shard by a factor. `wait` returns the result, or its copy on the host, where the state is."""
+        self.grad_shard.mul_(factor)
+        return self.host.copy_grad(self.grad_shard) if self.host else done(self.grad_shard)
 
     # Weights. Levels 1 and 2 all-gather them after the update; at level 3 they are whole from unshard to reshard.
 
@@ -177,7 +177,9 @@ class ShardedBucket(Bucket):
             self.unsharding = all_gather(self.weights, self.weight_shard, self.shards, async_op=True)
 
     def copy_master(self) -> None:
-        if self.master is not self.weight_shard:
+        if self.host:
+            self.host.copy_weights(self.master, self.weight_shard)
+        elif self.master is not self.weight_shard:
             self.weight_shard.copy_(self.master)
 
     def prefetch(self) -> None:
@@ -270,13 +272,13 @@ class Optimizer:
     bucket_mb: see dp.py; at level 3 each unit has its own bucket. clip: largest norm of the whole gradient, 0 for none.
     moments_dtype, reduce_dtype: of what the rule remembers; in which gradients are sent and summed over ranks (over
     micro-batches always in the accumulation dtype, the default of both). head: a unit whose backward follows its
-    forward at once, so at level 3 its weights stay unsharded. offload: master weights and moments are on the host.
+    forward at once, so at level 3 its weights stay unsharded. offload: run/offload.py's OffloadedState, or None.
     """
 
     def __init__(self, units: Units, groups: Groups, *, bucket_mb: float = 25.0, level: int = 0, rule: str = "adamw",
                  betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1,
                  clip: float = 1.0, moments_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None,
-                 head: nn.Module | None = None, offload: bool = False):
+                 head: nn.Module | None = None, offload: Callable | None = None):
         self.rule = UPDATE_RULES[rule]
         settings = dict(level=level, rule_state=self.rule.state, moments_dtype=moments_dtype, reduce_dtype=reduce_dtype,
                         offload=offload, started={})

@@ -36,6 +36,7 @@ plan.machines
 run.checkpoint
 run.sampling
 run.ranks
+run.offload
 model
 zero
 dp
@@ -64,11 +65,11 @@ bench.__init__ learn.__init__ plan.__init__ run.__init__
 """
 # These numbers only fall. A commit that needs more raises one here, and lowers another.
 LINES = {  # of a root file: the most lines in all, of its docstring, and of its demo
-    "train": (258, 15, 0), "model": (301, 16, 20), "dp": (156, 25, 22), "zero": (438, 29, 23), "tp": (446, 32, 21),
+    "train": (259, 15, 0), "model": (301, 16, 20), "dp": (156, 25, 22), "zero": (440, 29, 23), "tp": (446, 32, 21),
     "cp": (330, 28, 14), "pp": (183, 30, 19), "ep": (426, 23, 14), "fp8": (338, 30, 23), "kernels": (392, 22, 0),
-    "schedules": (301, 29, 0), "recompute": (183, 27, 20), "operations": (400, 14, 0), "flash": (464, 48, 26),
-    "param": (327, 26, 0), "collectives": (598, 22, 0), "config": (753, 14, 0)}
-FOLDER_LINES = dict(bench=1836, learn=1782, plan=2805, run=4051)
+    "schedules": (301, 29, 0), "recompute": (184, 27, 20), "operations": (400, 14, 0), "flash": (464, 48, 26),
+    "param": (327, 26, 0), "collectives": (470, 22, 0), "config": (753, 14, 0)}
+FOLDER_LINES = dict(bench=1836, learn=1782, plan=2805, run=4184)
 CHAIN = 10  # files of the longest chain of imports
 READ = 9, 3771  # the most files, and their lines, that a technique and all that it imports are
 SHARED = {"collectives", "schedules", "param", "operations", "recompute", "kernels", "flash",

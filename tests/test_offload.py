@@ -12,10 +12,10 @@ import sharding
 import torch
 from torch._subclasses import FakeTensorMode
 
-import collectives
 import config
 import recompute
 import train
+from run import offload
 from run.data import MicroBatch
 from run.meter import Meter
 
@@ -88,19 +88,17 @@ class LateCopy:
         self.copy()
 
 
-class LateCopies(collectives.CopyStreams):
+class LateCopies:
     """Names a copy by the sum of what is copied, or by the copy that comes first."""
-    events: list[str] = []
 
-    def __init__(self, device: torch.device):
-        super().__init__(device)
-        self.on_host = []
+    def __init__(self):
+        self.events, self.on_host = [], []
 
-    def zeros(self, shape, dtype) -> torch.Tensor:
+    def zeros(self, shape, dtype, device) -> torch.Tensor:
         self.on_host.append(torch.zeros(shape, dtype=dtype))
         return self.on_host[-1]
 
-    def start(self, target: torch.Tensor, source: torch.Tensor, after: LateCopy | None = None) -> LateCopy:
+    def start_copy(self, target: torch.Tensor, source: torch.Tensor, after: LateCopy | None = None) -> LateCopy:
         def copy() -> None:
             if after:
                 after.copy()
@@ -114,9 +112,10 @@ class LateCopies(collectives.CopyStreams):
 
 @pytest.fixture
 def events(monkeypatch) -> list[str]:
-    monkeypatch.setattr(LateCopies, "events", [])
-    monkeypatch.setattr(collectives, "CopyStreams", LateCopies)
-    return LateCopies.events
+    late = LateCopies()
+    monkeypatch.setattr(offload, "host_zeros", late.zeros)
+    monkeypatch.setattr(offload, "start_copy", late.start_copy)
+    return late.events
 
 
 def test_late_copies_change_no_bit(events):
@@ -141,6 +140,7 @@ def test_each_direction_has_a_stream_which_waits_for_kernels_and_for_the_copy_na
 
     class Memory(NamedTuple):
         is_cuda: bool
+        device: str = "cuda"
 
         def copy_(self, source: "Memory", non_blocking: bool) -> None:
             calls.append(f"{streams[-1]} copies" + " while the host goes on" * non_blocking)
@@ -154,12 +154,12 @@ def test_each_direction_has_a_stream_which_waits_for_kernels_and_for_the_copy_na
         yield
         streams.pop()
 
-    monkeypatch.setattr(collectives, "stream_of", lambda device, to_host: Stream("out" if to_host else "in"))
+    monkeypatch.setattr(offload, "stream_of", lambda device, to_host: Stream("out" if to_host else "in"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[-1])
     monkeypatch.setattr(torch.cuda, "stream", on_stream)
-    copies, gpu, host = collectives.CopyStreams(torch.device("cuda")), Memory(True), Memory(False)
-    saved = copies.start(host, gpu)
-    copies.start(gpu, host, after=saved).wait()
+    gpu, host = Memory(True), Memory(False)
+    saved = offload.start_copy(host, gpu)
+    offload.start_copy(gpu, host, after=saved).wait()
     assert calls == [
         "out waits for kernels", "out copies while the host goes on", "out keeps the GPU's memory",
         "in waits for kernels", "in waits for what was copied out", "in copies while the host goes on",
@@ -168,20 +168,20 @@ def test_each_direction_has_a_stream_which_waits_for_kernels_and_for_the_copy_na
 
 def test_copies_of_one_direction_share_a_stream_and_memory_of_the_host_is_pinned(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
-    monkeypatch.setattr(collectives, "stream_of", cache(collectives.stream_of.__wrapped__))
+    monkeypatch.setattr(offload, "stream_of", cache(offload.stream_of.__wrapped__))
     first, second = torch.device("cuda:6"), torch.device("cuda:7")
-    streams = {collectives.stream_of(device, to_host) for device in 2 * (first, second) for to_host in (False, True)}
+    streams = {offload.stream_of(device, to_host) for device in 2 * (first, second) for to_host in (False, True)}
     assert len(streams) == 4
     asked = []
     monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: asked.append(kwargs))
     for device in first, torch.device("cpu"):
-        collectives.CopyStreams(device).zeros(4, torch.float32)
+        offload.host_zeros(4, torch.float32, device)
     assert asked == [dict(dtype=torch.float32, pin_memory=True), dict(dtype=torch.float32, pin_memory=False)]
 
 
 def test_checkpoints_return_one_block_ahead(events):
     """The input of the block before is fetched before a block runs again, and waited for only when its turn comes."""
-    recomputing, x = recompute.Recompute("full", slots=3, offload=True), torch.ones(1, requires_grad=True)
+    recomputing, x = recompute.Recompute("full", slots=3, rows=offload.HostRows), torch.ones(1, requires_grad=True)
     y = x
     for factor in (2, 3, 5):
         y = recomputing(lambda x, factor=factor: (events.append(f"times {factor}"), x * factor)[1], y)
@@ -194,7 +194,7 @@ def test_checkpoints_return_one_block_ahead(events):
 
 def test_two_micro_batches_fetch_their_own_checkpoints(events):
     """As in a pipeline, where forwards of other micro-batches run before a backward."""
-    recomputing = recompute.Recompute("full", slots=4, offload=True)
+    recomputing = recompute.Recompute("full", slots=4, rows=offload.HostRows)
     inputs, outputs = [torch.full((1,), float(value), requires_grad=True) for value in (1, 10)], []
     for x in inputs:
         recomputing.start_forward()
