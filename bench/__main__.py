@@ -4,6 +4,7 @@
     python -m bench ep                               a layer of experts; rivals: transformers' Mixtral blocks
     python -m bench growth                           bytes and FLOPs as the work grows, see bench/growth.py
     python -m bench all                              all on this page but gpu, into docs/RESULTS.md, see bench/all.py
+    torchrun --nproc_per_node=2 -m bench smoke       three steps on every grid, on GPUs or CPUs, see bench/smoke.py
     python -m bench gpu                              kernels and training on one GPU, see bench/gpu.py; --out FOLDER
     torchrun --nproc_per_node=4 -m bench dp zero tp  a training step; rivals: DistributedDataParallel; at ZeRO level 1
                                                      ZeroRedundancyOptimizer, at level 3 fully_shard (FSDP2); DTensor
@@ -55,6 +56,7 @@ import schedules
 import train
 from bench import all as bench_all
 from bench import growth as bench_growth
+from bench import smoke
 from collectives import ALONE, Group, Groups, build_groups
 from config import CP_STYLES, need
 from cp import attention_by_window
@@ -473,18 +475,20 @@ def bench_checkpoint() -> None:
 # ---- the command line -----------------------------------------------------------------------------------------------
 
 PARTS = {**{part: partial(bench_training, part) for part in TRAINING}, "cp": bench_cp, "pp": bench_pp, "ep": bench_ep,
-         "checkpoint": bench_checkpoint, "growth": bench_growth.main, "all": bench_all.main,
+         "checkpoint": bench_checkpoint, "growth": bench_growth.main, "all": bench_all.main, "smoke": smoke.main,
          "gpu": lambda flags: importlib.import_module("bench.gpu").measure(flags)}  # it needs Triton
-WITH_FLAGS = *TRAINING, "gpu"
+WITH_FLAGS = *TRAINING, "gpu", "smoke"
+OWN_FLAGS = "gpu", "smoke"
 ONE_PROCESS = "train", "growth", "all", "gpu"  # parts for one process
 
 
 def check(parts: list[str], flags: list[str], ranks: int) -> None:
     """Raises ValueError, one line, for what cannot run."""
-    need("gpu" not in parts or len(parts) == 1, "gpu shares no run: its flags are not those of train.py")
+    for part in OWN_FLAGS:
+        need(part not in parts or len(parts) == 1, f"{part} shares no run: its flags are not those of train.py")
     for part in parts:
         need(not flags or part in WITH_FLAGS, f"{' '.join(flags)}: {part} has fixed sizes and needs no flags")
-        need(ranks > 1 or part in (*ONE_PROCESS, "ep"),
+        need(ranks > 1 or part in (*ONE_PROCESS, "ep", "smoke"),
              f"{part} needs several ranks: run under torchrun --nproc_per_node=4 -m bench {part}")
         need(ranks == 1 or part not in ONE_PROCESS,
              f"{part} is for one process, not {ranks} ranks: run python -m bench {part}")
@@ -499,6 +503,8 @@ if __name__ == "__main__":
         check(known.parts, flags, int(os.environ.get("WORLD_SIZE", 1)))
         if known.parts == ["gpu"]:
             importlib.import_module("bench.gpu").parse(flags)
+        if known.parts == ["smoke"]:
+            sys.exit(smoke.main(flags))  # each of its runs has a world of its own
         if "all" in known.parts:
             bench_all.split_at_markers(bench_all.RESULTS.read_text())
     except ValueError as error:

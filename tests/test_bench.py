@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from program import python
+from program import python, torchrun
 
 import config
 import param
@@ -21,6 +21,7 @@ from bench import gpu as bench_gpu
 from bench import growth as bench_growth
 from bench import kernels as bench_kernels
 from bench import rows as bench_rows
+from bench import smoke
 from bench.rows import Result, Row
 from run import device
 
@@ -381,3 +382,36 @@ def test_all_runs_every_comparison_that_needs_no_gpu():
     assert {*parts, "gpu", "all"} == set(bench.PARTS) and parts.count("ep") == 2
     for command, part in zip(bench_all.COMMANDS, parts):
         bench.check([part], [], 4 if command.startswith("torchrun") else 1)
+
+
+# ---- bench smoke ----------------------------------------------------------------------------------------------------
+
+def test_smoke_compares_each_dtype_with_one_process_on_the_cpu(capsys):
+    smoke.main(["--grids", "--recompute full"])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] for line in lines] == ["fp32", "bf16"] and len(lines[0][1:4]) == 3
+    assert float(lines[0][4]) <= 1e-6 < float(lines[1][4]) < 2e-2  # on the same device the fp32 run is the same one
+
+
+def test_smoke_fails_where_losses_differ(capsys, monkeypatch):
+    monkeypatch.setattr(smoke, "train_grid", lambda flags, where, store: [5.0, 4.0])
+    monkeypatch.setattr(smoke, "losses_of_one_process", lambda flags: [5.0, 4.001])
+    with pytest.raises(SystemExit) as ended:
+        smoke.main(["--grids", "--zero 1; --zero 2"])
+    lines = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 1 and [line.endswith("differs") for line in lines] == [True, False] * 2
+
+
+def test_smoke_takes_the_grids_that_its_ranks_can_be():
+    grids, _ = smoke.parse([], 1)
+    assert "--zero 0" in grids and not any("--tp 2" in grid for grid in grids)
+    assert set(smoke.parse([], 8)[0]) == set(smoke.GRIDS) and smoke.model_flags("--tp 2 --doc-mask --zero 3") == (
+        "--doc-mask")
+    with pytest.raises(ValueError, match="--tp 3"):
+        smoke.parse(["--grids", "--tp 3"], 2)
+
+
+@pytest.mark.slow
+def test_smoke_trains_every_grid_of_four_ranks():
+    done = torchrun(4, "-m", "bench", "smoke")
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 2 * len(smoke.parse([], 4)[0])

@@ -1,0 +1,136 @@
+"""Does every technique train here? Three steps on each grid, in fp32 and bf16, beside one process on the CPU.
+
+    torchrun --nproc_per_node=2 -m bench smoke [--grids "--tp 2; --pp 2 --schedule zb-v"] [--device cpu]
+
+A new machine's second command, after the tests: with a GPU per rank it runs NCCL, without GPUs gloo. More ranks than
+GPUs share them if NCCL can: from 2.30 on it has a switch for it, before that each rank is told that it is a host of its
+own, and all talk through sockets. So one GPU shows the order of streams and collectives, though not its speed.
+
+A line per grid and dtype: the losses, the largest relative difference from one process's in fp32 on the CPU, and the
+seconds. fp32 sums in another order, bf16 rounds each activation; a line beyond TOLERANCE ends in "differs", and the
+exit code is 1.
+"""
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+import collectives
+import config
+import train
+from config import need, setting
+from run import device, job, log
+from run.data import open_samples
+from run.ranks import meet
+
+ROOT = Path(__file__).parent.parent
+GRIDS = ["--zero 0", "--zero 1", "--zero 2 --micro-batch 2", "--zero 3 --recompute full", "--tp 2", "--tp 2 --sp off",
+         "--tp 2 --sp async --recompute selective", "--cp 2", "--cp 2 --cp-style ring --doc-mask",
+         "--cp 2 --cp-style ulysses", "--pp 2", "--pp 2 --schedule interleaved --chunks 2", "--pp 2 --schedule zb-v",
+         "--preset tiny-moe", "--preset tiny-moe --ep 2 --zero 1", "--zero 3 --dp-replicate 2", "--pp 2 --tp 2",
+         "--cp 2 --tp 2 --zero 3", "--pp 2 --cp 2 --tp 2 --preset tiny-moe --ep 4 --schedule zb-h1"]
+COMMON = "--steps 3 --warmup 0 --global-batch 16 --sample="
+TOLERANCE = dict(fp32=1e-4, bf16=2e-2)
+NOT_THE_MODEL = "dp", "cp", "cp_style", "tp", "pp", "schedule", "chunks", "ep", "zero", "dp_replicate", "sp"
+USAGE = 'torchrun --nproc_per_node=N -m bench smoke [--grids "FLAGS; FLAGS"] [--device auto|cpu]'
+
+
+@dataclass
+class Flags:
+    grids: str = setting("; ".join(GRIDS), "flags of train.py for each run, separated by semicolons; by default those "
+                                           "that these ranks can be")
+    device: str = setting("auto", "cpu: gloo, although there may be GPUs", ("auto", "cpu"))
+
+
+def parse(arguments: list[str], ranks: int) -> tuple[list[str], str]:
+    """(flags of each grid, device). Raises ValueError for a grid that cannot run on so many ranks."""
+    settings, rest = config.read_known(Flags, arguments, USAGE)
+    need(not rest, f"{' '.join(rest)}: unknown, usage: {USAGE}")
+    grids = []
+    for grid in settings.grids.split(";"):
+        try:
+            config.parse(f"{COMMON} {grid}".split(), ranks)
+            grids.append(grid.strip())
+        except ValueError:
+            if settings.grids != Flags().grids:
+                raise
+    return grids, settings.device
+
+
+def choose_device(asked: str) -> torch.device:
+    """This rank's GPU, which it may share, or the CPU. Prepares NCCL for sharing."""
+    gpus, rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
+    if asked == "cpu" or not gpus:
+        return torch.device("cpu")
+    if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > gpus:
+        if torch.cuda.nccl.version() >= (2, 30):
+            os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+        else:
+            os.environ |= dict(NCCL_HOSTID=f"rank {rank}", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1",
+                               NCCL_SOCKET_IFNAME="lo")
+    torch.cuda.set_device(rank % gpus)
+    return torch.device("cuda", rank % gpus)
+
+
+def train_grid(flags: str, where: torch.device, store: dist.Store | None) -> list[float]:
+    """Train in this process and its fellows, which meet in a world of their own. The losses, on rank 0."""
+    losses, write = [], log.Log.write
+    keep = patch.object(log.Log, "write", lambda self, record: (losses.append(record["loss"]), write(self, record)))
+    with keep, contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        settings = config.parse(f"{COMMON} {flags}".split(), int(os.environ.get("WORLD_SIZE", 1)))
+        device.check_device(settings, where)
+        samples = open_samples(settings, settings.data.data, settings.optim.seed)
+        with collectives.world(where, 120, store) if store else contextlib.nullcontext():
+            train.train(job.Run(settings, samples, None, where, "of bench smoke"))
+    return losses
+
+
+def model_flags(grid: str) -> str:
+    """The flags without those that only divide the work."""
+    asked = {name: value for name, value in config.read(grid.split()).items() if name not in NOT_THE_MODEL}
+    return " ".join(config.flag(name) + ("" if value is True else f" {value}") for name, value in asked.items())
+
+
+@cache
+def losses_of_one_process(flags: str) -> list[float]:
+    """Of train.py on the CPU, in fp32."""
+    alone = {name: value for name, value in os.environ.items()
+             if not name.startswith(("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC"))}
+    with tempfile.TemporaryDirectory() as folder:
+        command = f"train.py {COMMON} {flags} --device cpu --dtype fp32 --metrics {folder}/metrics"
+        done = subprocess.run([sys.executable, *command.split()], cwd=ROOT, env=alone, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"one process fails: python {command}\n{done.stderr}")
+        return [json.loads(line)["loss"] for line in Path(folder, "metrics").read_text().splitlines()]
+
+
+def main(arguments: list[str]) -> None:
+    grids, asked = parse(arguments, int(os.environ.get("WORLD_SIZE", 1)))
+    where, rank = choose_device(asked), int(os.environ.get("RANK", 0))
+    store = meet() if "WORLD_SIZE" in os.environ else None
+    failed = False
+    for number, grid in enumerate(grids):
+        for dtype in TOLERANCE:
+            began = time.monotonic()
+            own = dist.PrefixStore(f"{number} {dtype}", store) if store else None
+            losses = train_grid(f"{grid} --dtype {dtype}", where, own)
+            seconds = time.monotonic() - began
+            if rank == 0:
+                truth = losses_of_one_process(model_flags(grid))
+                off = max(abs(loss / right - 1) for loss, right in zip(losses, truth, strict=True))
+                failed |= (differs := off > TOLERANCE[dtype])
+                print(f"{dtype}  {' '.join(f'{loss:.4f}' for loss in losses)}  {off:8.1e}  {seconds:5.1f} s  {grid}"
+                      + "  differs" * differs, flush=True)
+    if failed:
+        sys.exit(1)
