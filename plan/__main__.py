@@ -117,7 +117,9 @@ WHY = {"matmul": "matrix products at the speed that models reach",
 def print_step(run: Run) -> None:
     step, found = time.step_seconds(run), predict(run)
     batch, grid = run.settings.batch, run.settings.grid
-    print(f"{run.machine.name}: {step.seconds:.3f} s per step of {batch.ramp()[-1][0]} sequences, "
+    *_, low, high = published.LEFT_OUT["model, of these tp <= 8" if grid.tp <= 8 else "model"]
+    print(f"{run.machine.name}: {step.seconds:.3f} s per step ({low * step.seconds:.3g} to {high * step.seconds:.3g}: "
+          f"so lay four of five published runs) of {batch.ramp()[-1][0]} sequences, "
           f"{found.tokens_per_s_per_gpu * grid.dp * grid.cp * grid.tp * grid.pp:,.0f} tokens/s, "
           f"{found.tokens_per_s_per_gpu:,.0f} tokens/s per GPU")
     print(table([("  " + name, f"{seconds:.3f} s", f"{seconds / step.seconds:.1%}", bar(seconds, step.seconds, 30),
