@@ -75,10 +75,15 @@ def train_llama(flags: str, steps: int, profiled: int = 0) -> tuple[list[dict], 
     """(the metrics of every step of a training run in this process, the kernels of the last `profiled` steps: their
     start and end in microseconds, and their name)."""
     profiler, write = profile(activities=[ProfilerActivity.CUDA]) if profiled else None, log.Log.write
+    (where, reason) = device.choose_device("cuda")
+    # A step's record is written when the next one has been launched already, if results are read late.
+    last_before = steps - 1 - profiled - job.reads_late(where)
 
-    def write_and_profile(self: log.Log, record: dict) -> None:  # between two steps, when the GPU has nothing to do
+    def write_and_profile(self: log.Log, record: dict) -> None:
         write(self, record)
-        if profiled and record["step"] == steps - 1 - profiled:
+        if profiled and record["step"] == last_before:
+            if where.type == "cuda":
+                torch.cuda.synchronize()  # the step that has been launched is not to be in the profile
             profiler.start()
         elif profiled and record["step"] == steps - 1:
             profiler.stop()
@@ -89,7 +94,7 @@ def train_llama(flags: str, steps: int, profiled: int = 0) -> tuple[list[dict], 
         samples = open_samples(settings, [], 0)
         torch.cuda.reset_peak_memory_stats()
         with patch.object(job, "draw", draw_on_gpu), patch.object(log.Log, "write", write_and_profile):
-            train.train(job.Run(settings, samples, None, *device.choose_device("cuda")))
+            train.train(job.Run(settings, samples, None, where, reason))
         gc.collect()  # buckets and parameters refer to each other
         with open(f"{folder}/metrics") as file:
             records = [json.loads(line) for line in file]

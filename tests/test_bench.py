@@ -7,6 +7,7 @@ import pickle
 import re
 import time
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -23,7 +24,8 @@ from bench import kernels as bench_kernels
 from bench import rows as bench_rows
 from bench import smoke
 from bench.rows import Result, Row
-from run import device
+from run import device, job
+from zero import Optimizer
 
 ROOT = os.path.dirname(config.__file__)
 
@@ -220,6 +222,21 @@ def test_rows_of_training_read_the_metrics_of_every_step():
     with on_a_small_cpu():
         records, kernels = bench_gpu.train_llama(small, 4)
     assert [record["step"] for record in records] == [0, 1, 2, 3] and records[0]["step_s"] > 0 and kernels == []
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_profile_has_the_last_steps_and_no_others(monkeypatch, late):
+    """Whether results are read at once or, as on a GPU, when the next step has been launched."""
+    launched, seen = [], []
+    profiler = SimpleNamespace(start=lambda: seen.append(len(launched)), stop=lambda: seen.append(len(launched)),
+                               events=list)
+    monkeypatch.setattr(bench_gpu, "profile", lambda activities: profiler)
+    monkeypatch.setattr(job, "reads_late", lambda device: late)
+    step = Optimizer.step
+    monkeypatch.setattr(Optimizer, "step", lambda *args, **more: (launched.append(1), step(*args, **more))[1])
+    with on_a_small_cpu():
+        bench_gpu.train_llama("--layers 1 --hidden 32 --heads 2 --kv-heads 2 --ffn 48 --seq 32 --dtype fp32", 6, 2)
+    assert seen == [4, 6]
 
 
 def test_kernels_are_listed_by_the_time_that_they_take():
