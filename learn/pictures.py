@@ -32,7 +32,8 @@ from collectives import ALONE, build_groups
 from config import need
 from cp import own_chunks
 from param import Spec, draw, parameter
-from plan import costs, predict, search, time
+from plan import costs, machines, predict, published, search, time
+from plan.__main__ import overlaps
 from run import start
 from run.data import open_samples
 from run.meter import Meter
@@ -222,7 +223,149 @@ def planner() -> None:
     save(figure, "planner")
 
 
+def scaling() -> None:
+    """What an axis costs as it grows: the playbook's runs of a 3.6B model (dots: the fastest of each), plan/ (line)."""
+    panels = {"data parallel ranks": lambda r: r["gpus"] if r["tp"] == r["pp"] == 1 else 0,
+              "tensor parallel ranks of 128": lambda r: r["tp"] if r["pp"] == 1 and r["gpus"] == 128 else 0,
+              "pipeline ranks of 128": lambda r: r["pp"] if r["tp"] == 1 and r["gpus"] == 128 else 0}
+    figure, axes = pyplot.subplots(2, 3, figsize=(9.4, 5), sharey="row")
+    runs = [row for row in published.rows() if row.table == "playbook_runs" and row.step_s
+            and row.request["hidden"] == 3072 and row.request["global_batch"] == 256]
+    for column, (title, ranks_of) in enumerate(panels.items()):
+        best: dict[int, published.Row] = {}
+        for row in runs:
+            if size := ranks_of(row.request):
+                best[size] = min(best.get(size, row), row, key=lambda row: row.step_s)
+        sizes = sorted(best)
+        found = [predict.predict(predict.run_of(best[size].request)) for size in sizes]
+        measured = [256 * 4096 / best[size].step_s / best[size].request["gpus"] for size in sizes]
+        for axis, dots, line in ((axes[0, column], measured, [p.tokens_per_s_per_gpu for p in found]),
+                                 (axes[1, column], [best[size].memory_gb for size in sizes],
+                                  [p.memory_gb for p in found])):
+            axis.plot(sizes, line, color=COLORS["dp"], lw=1.2)
+            axis.plot(sizes, dots, "o", color="black", ms=4)
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(sizes, [str(size) for size in sizes])
+            axis.set_ylim(0)
+        axes[0, column].set_title(title)
+    axes[0, 0].set_ylabel("tokens/s per GPU")
+    axes[1, 0].set_ylabel("GB per GPU")
+    save(figure, "scaling")
+
+
 # ---- how techniques work --------------------------------------------------------------------------------------------
+
+def overlap() -> None:
+    """Where communication hides: four layers of Llama 3.1 8B on 64 H100s, times of plan/; what is not covered waits."""
+    run = predict.run_of(dict(preset="llama-3.1-8b", dp=32, cp=2, zero=1, seq=16384, global_batch=256, micro_batch=1,
+                              machine="h100"))
+    times = {found.technique.split(":")[0] + (" back" if "backward" in found.technique else ""): found
+             for found in overlaps(run)}
+    gather, reduce, ring = (times[name].communication_s * 1e3 for name in ("ZeRO-3", "dp back", "cp"))
+    forward, block = times["ZeRO-3"].compute_s * 1e3, times["cp"].compute_s * 1e3
+    layers, rows = range(4), []  # (lane, start, duration, label)
+    compute = [(0, i * forward, forward, f"F{i}") for i in layers]
+    compute += [(0, (4 + 2 * i) * forward, 2 * forward, f"B{3 - i}") for i in layers]
+
+    def chain(starts: list[float], duration: float, names: list[str]) -> list[tuple]:
+        """Messages of one network: each begins when it may, and when the one before it has ended."""
+        out, free = [], 0.0
+        for may, name in zip(starts, names):
+            began = max(may, free)
+            free = began + duration
+            out.append((1, began, duration, name))
+        return out
+
+    ready = [(4 + 2 * (i + 1)) * forward for i in layers]  # gradients of layer 3 - i
+    names = [f"g{3 - i}" for i in layers]
+    rows.append(("data parallelism: all-reduce of gradients under backward", compute + chain(ready, reduce, names)))
+    rows.append(("ZeRO-1: weights gathered under the next forward, reduce-scatter of gradients under backward", compute
+                 + chain([0.0] * 4, gather, [f"w{i}" for i in layers])
+                 + chain(ready, reduce / 2, names)))
+    fetched = [0.0, *[i * forward for i in range(3)], *[(4 + 2 * i) * forward - forward for i in layers]]
+    rows.append(("ZeRO-3: each layer's weights gathered under the one before, forward and backward",
+                 compute + chain(fetched, gather, [*(f"w{i}" for i in layers), *(f"w{3 - i}" for i in layers)])
+                 + [(2, at, reduce / 2, name) for at, name in zip(ready, names)]))
+    rows.append(("context parallelism: the ring's next keys and values under a block of scores",
+                 [(0, i * block, block, "scores") for i in layers]
+                 + chain([i * block for i in range(3)], ring, [f"k{i + 1}" for i in range(3)])))
+    figure, axes = pyplot.subplots(4, 1, figsize=(9, 6))
+    for axis, (title, bars) in zip(axes, rows):
+        for lane, began, duration, label in bars:
+            axis.barh(-lane, duration, left=began, height=0.8, edgecolor="white",
+                      color=[COLORS["dp"], COLORS["tp"], COLORS["pp"]][lane])
+            axis.text(began + duration / 2, -lane, label, ha="center", va="center", color="white", fontsize=7)
+        lanes = 1 + max(lane for lane, *_ in bars)
+        axis.set_yticks([-lane for lane in range(lanes)], ["compute", "network", "network"][:lanes])
+        axis.set_title(title, loc="left")
+    axes[-1].set_xlabel("ms")
+    save(figure, "overlap")
+
+
+def layer() -> None:
+    """What rank 1 of four holds of a layer: tokens x hidden, an input and an output matrix, and eight experts."""
+    figure, axes = pyplot.subplots(figsize=(9.4, 2.9))
+    ways = {"one process": {}, "tp": dict(A="rows", B="columns"), "tp with sp": dict(X="tokens", A="rows", B="columns"),
+            "cp": dict(X="zig-zag"), "ZeRO-3": dict(A="flat", B="flat", E="flat"), "ep": dict(X="tokens", E="experts")}
+    for column, (name, how) in enumerate(ways.items()):
+        x = column * 3.1
+        axes.text(x + 1, 5.55, name, ha="center", weight="bold")
+        parts = {"X": (x, 3.6, 2, 1.6, "X"), "A": (x, 1.9, 0.9, 1.2, "A"), "B": (x + 1.1, 1.9, 0.9, 1.2, "B")}
+        parts |= {f"E{i}": (x + 0.51 * (i % 4), 0.6 - 0.6 * (i // 4), 0.45, 0.5, str(i)) for i in range(8)}
+        for key, (left, bottom, width, height, text) in parts.items():
+            cut = how.get(key[0])
+            whole = cut is None or (cut == "experts" and int(key[1:]) in (2, 3))
+            color = {"X": "#f6c6a7", "A": "#7aa6da", "B": "#7aa6da", "E": "#e79a9a"}[key[0]]
+            box(axes, left, bottom, width, height, "", color if whole else "#f4f4f4")
+            quarter = {"rows": (0, .5, 1, .25), "tokens": (0, .5, 1, .25), "columns": (.25, 0, .25, 1),
+                       "flat": (0, .5, 1, .25)}.get(cut)
+            shards = [quarter] if quarter else [(0, .75, 1, .125), (0, .125, 1, .125)] if cut == "zig-zag" else []
+            for at, up, wide, high in shards:
+                axes.add_patch(Rectangle((left + at * width, bottom + up * height), wide * width, high * height,
+                                         facecolor=color, edgecolor="#666666", lw=0.6))
+            axes.text(left + width / 2, bottom + height / 2, text, ha="center", va="center", fontsize=8)
+    for y, text in ((4.4, "tokens x hidden"), (2.5, "matrices"), (0.5, "experts")):
+        axes.text(-.3, y, text, ha="right", va="center")
+    bare(axes, (-3.2, 18.4), (-.3, 6))
+    save(figure, "layer")
+
+
+def zero_bubble() -> None:
+    """Why a bubble can be filled: a stage's W waits only for its own B, everything else for a neighbour."""
+    figure, axes = pyplot.subplots(figsize=(7.4, 2.3))
+    for column in range(3):
+        for row, (name, color) in enumerate((("W", "#54a24b"), ("B (dX)", "#4c78a8"), ("F", "#e07b39"))):
+            box(axes, column * 3, row * 1.3, 1.7, .8, f"{name}\nstage {column}", color, alpha=.55)
+        if column < 2:
+            arrow(axes, (column * 3 + 1.7, 3.0), (column * 3 + 3, 3.0), "black", "->")
+            arrow(axes, (column * 3 + 3, 1.7), (column * 3 + 1.7, 1.7), "black", "->")
+        arrow(axes, (column * 3 + .5, 1.3), (column * 3 + .5, .8), "black", "->")
+        arrow(axes, (column * 3 + 1.2, 2.6), (column * 3 + 1.2, 2.1), "black" if column == 2 else "#999999", "->")
+    axes.text(8.2, 3.0, "activations, stage by stage", va="center")
+    axes.text(8.2, 1.7, "their gradients, back", va="center")
+    axes.text(8.2, .4, "weight gradients: any time\nbefore the optimizer", va="center")
+    bare(axes, (-.2, 12.4), (-.2, 3.6))
+    save(figure, "zero-bubble")
+
+
+def hierarchy() -> None:
+    """A GPU's memories: each is larger and slower than the one above (A100: Dao et al. 2022; H100: plan/)."""
+    figure, axes = pyplot.subplots(figsize=(7.4, 3.2))
+    h100 = machines.MACHINES["h100"]
+    node, network = h100.levels
+    rows = [("SRAM of the SMs", "20 MB", "19 TB/s", "A100"), ("HBM", "40 GB", "1.5 TB/s", "A100"),
+            ("HBM", f"{h100.memory_bytes / 2**30:.0f} GiB", f"{h100.memory_bandwidth / 1e12:.2f} TB/s", "H100"),
+            ("other GPUs of the node", "", f"{node.bandwidth_bytes_per_s / 1e9:.0f} GB/s", "H100, measured"),
+            ("the host's memory", ">1 TB", f"{h100.host_link / 1e9:.0f} GB/s (A100's figure: 12.8)", "H100, its link"),
+            ("other nodes", "", f"{network.bandwidth_bytes_per_s / 1e9:.0f} GB/s", "H100, measured")]
+    for i, (name, size, speed, of) in enumerate(rows):
+        half = 1.5 + 0.62 * i
+        box(axes, -half, -i, 2 * half, 0.9, f"{name}  {size}", ["#c8443c", "#e07b39", "#e0a030", "#54a24b", "#4c78a8",
+                                                                "#8e5ea2"][i], alpha=.5)
+        axes.text(5, .45 - i, f"{speed}   {of}", va="center")
+    bare(axes, (-4.8, 9.8), (-5.2, 1.1))
+    save(figure, "hierarchy")
+
 
 def zigzag() -> None:
     """Causal attention on four ranks: contiguous shards are unequal work, zig-zag shards equal."""
@@ -464,6 +607,7 @@ def experts() -> None:
 
 PICTURES = {"grid": grid, "timeline": timeline, "schedules": all_schedules, "bubble": bubble, "memory": memory,
             "planner": planner, "zigzag": zigzag, "ring": ring, "collectives": collectives, "formats": formats,
+            "scaling": scaling, "overlap": overlap, "layer": layer, "zero-bubble": zero_bubble, "hierarchy": hierarchy,
             "steps": steps, "experts": experts, "losses": losses}
 
 
