@@ -1,0 +1,260 @@
+"""Trainers in other people's code, with errors that one can ask for, and our own: each records itself.
+
+One process is the truth; the others divide the same global batch over two ranks by DistributedDataParallel, FSDP2,
+DTensor's tensor parallelism, pipelining, or along the sequence.
+"""
+from contextlib import nullcontext
+
+import grids
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import train
+from learn.judge import Piece, Record
+
+STEPS, SEQUENCES, SEQ, VOCAB, BALANCE = 2, 8, 12, 31, 0.5
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(VOCAB, 16), nn.Embedding(SEQ, 16)
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 40), nn.Linear(40, 16)
+        self.gate, self.head = nn.Linear(16, 4), nn.Linear(16, VOCAB)
+
+    def body(self, tokens: Tensor, first: int = 0) -> Tensor:
+        x = self.embed(tokens) + self.positions(first + torch.arange(tokens.shape[1]))
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+    def top(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(logits, a balance loss, summed over sequences)."""
+        scores = self.gate(x).softmax(-1)
+        return self.head(x * (1 + scores[..., :1])), scores.mean(1).square().sum()
+
+    def forward(self, tokens: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
+        return self.top(self.body(tokens, first))
+
+
+def make() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def data(step: int) -> tuple[Tensor, Tensor]:
+    """Of each sequence a different number of labels counts."""
+    window = torch.randint(VOCAB, (SEQUENCES, SEQ + 1), generator=torch.Generator().manual_seed(step))
+    labels = window[:, 1:].clone()
+    for i in range(SEQUENCES):
+        labels[i, :i] = -100
+    return window[:, :-1], labels
+
+
+def summed(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+def adamw(model: nn.Module, fault: str = "") -> torch.optim.Optimizer:
+    decays = lambda name: name.endswith("weight") and ("norm" not in name or fault == "decay")  # noqa: E731
+    named = dict(model.named_parameters())
+    return torch.optim.AdamW([dict(params=[p for n, p in named.items() if decays(n)], weight_decay=0.1),
+                              dict(params=[p for n, p in named.items() if not decays(n)], weight_decay=0.0)], lr=0.01)
+
+
+def clip(model: nn.Module) -> Tensor:
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def one(folder: str, micro: int = 1, balance: float = BALANCE) -> None:
+    model = make()
+    optimizer, record = adamw(model), Record(folder)
+    for step in range(STEPS):
+        (tokens, labels), total = data(step), 0.0
+        valid = (labels >= 0).sum()
+        for part, targets in zip(tokens.chunk(micro), labels.chunk(micro)):
+            logits, balancing = model(part)
+            loss = summed(logits, targets) / valid + balance * balancing / SEQUENCES
+            loss.backward()
+            total += loss.item()
+        norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+        record.step(loss=total, norm=norm, model=model, optimizer=optimizer)
+        clip(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    record.close()
+
+
+def ddp(folder: str, fault: str) -> None:
+    rank, world, net = dist.get_rank(), dist.get_world_size(), make()
+    model, optimizer = DistributedDataParallel(net), adamw(net, fault)
+    record = Record(folder, axes=dict(dp=world, micro=4))
+    for step in range(STEPS):
+        tokens, labels = (x[rank::world] for x in data(step))
+        valid, own = (data(step)[1] >= 0).sum(), (labels >= 0).sum()
+        for i in range(2):
+            part, targets = tokens[2 * i:2 * i + 2], labels[2 * i:2 * i + 2]
+            here = (targets >= 0).sum()
+            divisor = {"mean of ranks": own, "mean of micro-batches": 2 * here}.get(fault, valid / world)
+            with model.no_sync() if i == 0 or fault == "not reduced" else nullcontext():
+                logits, balancing = model(part)
+                scale = world * (world if fault == "balance" else 1)
+                (summed(logits, targets) / divisor + scale * BALANCE * balancing / SEQUENCES).backward()
+            if fault == "last micro-batch" and i == 0:
+                optimizer.zero_grad()
+        if fault == "reduced twice":
+            for p in net.parameters():
+                dist.all_reduce(p.grad)
+        record.step(model=model)
+        clip(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        if fault == "drift" and rank == 1:
+            net.norm.weight.data += 1e-9
+    record.close()
+
+
+def sequence(folder: str, fault: str) -> None:
+    """Each rank has half of the tokens of every sequence."""
+    rank, world, net = dist.get_rank(), dist.get_world_size(), make()
+    model, optimizer, record = DistributedDataParallel(net), adamw(net), Record(folder, axes=dict(cp=world))
+    for step in range(STEPS):
+        tokens, labels = data(step)
+        mine, first = slice(rank * SEQ // world, (rank + 1) * SEQ // world), rank * SEQ // world
+        logits, _ = model(tokens[:, mine], 0 if fault == "positions" else first)
+        (world * summed(logits, labels[:, mine]) / (labels >= 0).sum()).backward()
+        record.step(model=model)
+        clip(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    record.close()
+
+
+def fsdp(folder: str, fault: str) -> None:
+    rank, world, model = dist.get_rank(), dist.get_world_size(), make()
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)))
+    Record.load(f"{folder}/../one", model)
+    first = model.head.weight.to_local().clone()
+    optimizer, record = adamw(model), Record(folder)
+    for step in range(STEPS):
+        tokens, labels = data(step)
+        logits, balancing = model(tokens[rank::world])
+        loss = summed(logits, labels[rank::world]) / (labels >= 0).sum() + BALANCE * balancing / SEQUENCES
+        (world * loss).backward()  # FSDP averages
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        record.step(loss=total, model=model)
+        if fault == "local clip":
+            own = torch.cat([p.grad.to_local().flatten() for p in model.parameters()]).norm()
+            for p in model.parameters():
+                p.grad.mul_(0.1 / own.item())
+        else:
+            clip(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        if fault == "stale":
+            model.head.weight.to_local().data.copy_(first)
+        if fault == "permuted":
+            shards = [torch.empty_like(model.up.weight.to_local().data) for _ in range(world)]
+            dist.all_gather(shards, model.up.weight.to_local().data.contiguous())
+            model.up.weight.to_local().data.copy_(shards[rank - 1])
+    record.close()
+
+
+def dtensor(folder: str, fault: str) -> None:
+    world, model = dist.get_world_size(), make()
+    parallelize_module(model, init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)),
+                       {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    optimizer, record = adamw(model), Record(folder)
+    for step in range(STEPS):
+        tokens, labels = data(step)
+        logits, balancing = model(tokens)
+        (summed(logits, labels) / (labels >= 0).sum() + BALANCE * balancing / SEQUENCES).backward()
+        grads = {n: p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for n, p in model.named_parameters()}
+        if fault == "norm per tp rank":
+            norm = sum(grad.square().sum() for grad in grads.values())
+            dist.all_reduce(norm)
+            norm = norm.sqrt()
+        else:
+            wholes = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+            norm = torch.cat([whole.flatten() for whole in wholes]).norm()
+        record.step(model=model, norm=norm)
+        for p in model.parameters():
+            p.grad.mul_((0.1 / (norm + 1e-6)).clamp(max=1))
+        optimizer.step()
+        optimizer.zero_grad()
+    record.close()
+
+
+class Half(nn.Module):
+    """A stage: of the net it has what it computes."""
+
+    def __init__(self, net: Net, stage: int):
+        super().__init__()
+        self.net, self.stage = net, stage
+        for name in (("gate", "head"), ("embed", "positions", "norm", "up", "down"))[stage]:
+            delattr(net, name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net.top(x)[0] if self.stage else self.net.body(x)
+
+
+def pipeline(folder: str, fault: str) -> None:
+    rank, model = dist.get_rank(), Half(make(), dist.get_rank())
+    record = Record(folder, axes=dict(pp=2, micro=4), place=lambda name, x: (name.removeprefix("net."), None))
+    optimizer = adamw(model)
+    stage = pipelining.PipelineStage(model, rank, 2, torch.device("cpu"))
+    for step in range(STEPS):
+        tokens, labels = data(step)
+        valid = (labels >= 0).sum() * (2 if fault == "loss over pp" else 1)
+        engine = pipelining.ScheduleGPipe(stage, 4, lambda y, labels, n=valid: summed(y, labels) / n,
+                                          scale_grads=fault == "loss over micro-batches")
+        engine.step(*[tokens] * (rank == 0), target=labels if rank else None)
+        record.step(model=model)
+        norm = sum(p.grad.square().sum() for p in model.parameters())
+        dist.all_reduce(norm)
+        for p in model.parameters():
+            p.grad.mul_((0.1 / (norm.sqrt() + 1e-6)).clamp(max=1))
+        optimizer.step()
+        optimizer.zero_grad()
+    record.close()
+
+
+def run(way: str, folder: str, fault: str = "") -> None:
+    globals()[way](folder, fault)
+
+
+def ours(folder: str, grid: str) -> None:
+    """train.py's functions; every piece of every bucket has a box already."""
+    settings = grids.settings_of(grid, dist.get_world_size() if dist.is_initialized() else 1)
+    groups, model, optimizer = grids.build(settings)
+    record = Record(folder)
+    for tokens, labels in grids.batches(settings):
+        train.forward_backward(model, optimizer, grids.micro_batches(settings, groups, tokens, labels), groups)
+        record.step(model=[Piece(param.spec.name, bucket.master[place], bucket.grad_shard[place], box)
+                           for bucket in optimizer.buckets for param, box, place in bucket.pieces()])
+        optimizer.step(settings.optim.lr)
+    record.close()
+
+
+def large(folder: str) -> None:
+    """One step of 16 matrices, 100M elements in fp32, of which each rank has as many rows."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    record, pieces, mine = Record(folder), [], slice(2048 * rank // ranks, 2048 * (rank + 1) // ranks)
+    for i in range(16):
+        whole = torch.randn(2048, 3072, generator=torch.Generator().manual_seed(i))
+        pieces.append(Piece(f"layers.{i}", whole[mine].clone(), whole[mine] + 1, (mine, slice(0, 3072))))
+    record.step(model=pieces)
+
+
+def terms(folder: str) -> None:
+    """A gradient of which each rank has a term; those of two ranks have the same bits."""
+    ranks, x = dist.get_world_size() if dist.is_initialized() else 1, torch.ones(3, dtype=torch.float64)
+    Record(folder).step(model=[Piece("x", x, x / ranks, (slice(0, 3),), sum=True)])
