@@ -13,13 +13,13 @@ Bytes that a rank sends for a tensor x of |x| bytes on n ranks, with a ring (NCC
     all_to_all                 |x|       minus the rows that stay on this rank
     shift, send                |x|
 
-`sent` counts these bytes per axis of the grid. In a group of one rank every collective is the identity and
-sends nothing, so each module also works alone in one process; only `send` and `receive` need a second rank.
-
+`sent` counts these bytes per axis of the grid. In a group of one rank every collective is the identity and sends
+nothing, so each module also works alone in one process; only `send` and `receive` need a second rank.
 learn/collectives.py has every collective written out, and shows who sends what to whom.
 
 Shapes: n ranks, R rows (the first dimension) per rank.
 """
+import argparse
 import datetime
 import gc
 import os
@@ -28,20 +28,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import product
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from einops import rearrange
 
 
 @dataclass(frozen=True)
 class Group:
     """The ranks along an axis of the grid, for which its bytes are counted. process_group: as torch knows them (axes
     that are never busy at once may share one); None: this rank alone, for which every collective is the identity.
-
-    links: (from, to), ranks of this group -> a process group of these two, for what the first sends the second. Work of
-    one process group is executed in order, so a transfer in the group of all would wait for every earlier one.
+    links: (from, to), ranks of this group -> a process group of these two, for what the first sends the second.
     """
     axis: str = ""
     process_group: dist.ProcessGroup | None = None
@@ -59,62 +57,45 @@ class Group:
 
 ALONE = Group()
 Groups = dict[str, Group]  # axis of the grid -> this rank's group
-SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
-
-sent: Counter[str] = Counter()  # bytes per axis
+MAX = dist.ReduceOp.MAX
 
 # torch 2.13 deprecates the names that end in _tensor; torch 2.11 has only those.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-def create_groups(members: list[list[int]], timeout_s: float) -> dist.ProcessGroup | None:
-    """The one of these process groups that this rank is in; None if it is alone in it. Every rank calls this once.
-
-    members: the ranks of each group; together they are all ranks. NCCL makes all of them in one split of the world's
-    communicator; with other backends a rank makes its own group alone.
-    """
-    timeout = datetime.timedelta(seconds=timeout_s)
-    if dist.group.WORLD.bound_device_id is not None:  # see `world`
-        group = dist.split_group(split_ranks=members, timeout=timeout)
-    else:
-        mine = next(ranks for ranks in members if dist.get_rank() in ranks)
-        group = dist.new_group(mine, timeout=timeout, use_local_synchronization=True)
-    return group if group.size() > 1 else None
+class Call(NamedTuple):
+    """A collective that this rank has called."""
+    operation: str
+    axis: str
+    number: int  # of all calls on this axis, from 1; the same on every rank of it, but for sends and receives
+    peer: int | None = None  # the other rank, in the group, of a send or receive
 
 
-class Observer:
-    """Hears of every collective that this rank calls and waits for. This one does nothing; run/ranks.py puts a flight
-    record in its place, from which a watchdog finds out who is missing when ranks wait for ever."""
+sent: Counter[str] = Counter()  # bytes per axis
+calls: Counter[str] = Counter()  # collectives per axis
 
-    def calling(self, operation: str, axis: str, peer: int | None = None) -> AbstractContextManager[Any]:
-        """The body of the `with` makes the call. Its value is whatever `waiting` is to be given."""
-        return nullcontext()
-
-    def waiting(self, call: Any) -> AbstractContextManager[None]:
-        """The body waits for a call."""
-        return nullcontext()
+# The context in which every collective is called and waited for. run/ranks.py puts its flight record in place of this
+# one, which does nothing; from it a watchdog finds out who is missing when ranks wait for ever.
+watch: Callable[[Call | None], AbstractContextManager] = nullcontext
 
 
-observer = Observer()
-
-
-def calling(operation: str, group: Group, nbytes: int, peer: int | None = None) -> AbstractContextManager[Any]:
+def calling(operation: str, group: Group, nbytes: int, peer: int | None = None) -> AbstractContextManager[Call]:
     """Wrap every call. nbytes: that this rank sends; peer: the other rank, in the group, of a send or receive."""
     sent[group.axis] += nbytes
-    return observer.calling(operation, group.axis, peer)
+    calls[group.axis] += 1
+    return watch(Call(operation, group.axis, calls[group.axis], peer))
 
 
 class Pending:
     """A collective in flight: its result, and references to all tensors that it still reads and writes.
 
     `wait()` returns the result, which may then be used: with gloo by this process, with NCCL by later work on the
-    current stream; it also lets go of all tensors. work: None when nothing is in flight, because the collective was
-    synchronous.
+    current stream; it also lets go of all tensors. work: None if the collective was synchronous.
     """
 
     def __init__(self, work: dist.Work | list[dist.Work] | None, result: torch.Tensor, *inputs: torch.Tensor,
-                 call: Any = None):
+                 call: Call | None = None):
         works = work if isinstance(work, list) else [work]
         self.works = [work for work in works if work is not None]
         self.tensors = (result, *inputs) if self.works else ()
@@ -126,7 +107,7 @@ class Pending:
 
     def wait(self) -> torch.Tensor:
         if self.works:
-            with observer.waiting(self.call):
+            with watch(self.call):
                 for work in self.works:
                     work.wait()
         result, self.works, self.tensors, self.result = self.result, [], (), None
@@ -138,30 +119,10 @@ def done(result: torch.Tensor) -> Pending:
     return Pending(None, result)
 
 
-@contextmanager
-def world(device: torch.device | str = "cpu", timeout_s: float = 600,
-          store: dist.Store | None = None) -> Iterator[Group]:
-    """The group of all ranks that torchrun started: NCCL on GPUs, gloo on CPUs. store: their key-value store; None:
-    torch finds it.
-
-    The body of the `with` should be one function call, whose variables are freed when it returns: a gloo group that is
-    still referenced when the interpreter exits aborts the process. Buckets and parameters refer to each other and to
-    groups, so they are freed by the garbage collector. After an exception nothing is cleaned up: the process exits.
-    """
-    device = torch.device(device)
-    where = dict(backend="nccl", device_id=device) if device.type == "cuda" else dict(backend="gloo")
-    dist.init_process_group(**where, store=store, rank=int(os.environ["RANK"]),
-                            world_size=int(os.environ["WORLD_SIZE"]), timeout=datetime.timedelta(seconds=timeout_s))
-    yield Group("world", dist.group.WORLD)
-    dist.barrier()
-    dist.destroy_process_group()
-    gc.collect()
-
-
 # ---- collectives that write into tensors of the caller ---------------------------------------------------------------
 # They return a Pending; without async_op it has already been waited on. Tensors must be contiguous.
 
-def all_reduce(x: torch.Tensor, group: Group, op=SUM, async_op: bool = False) -> Pending:
+def all_reduce(x: torch.Tensor, group: Group, op=dist.ReduceOp.SUM, async_op: bool = False) -> Pending:
     """Replace x, of any shape, by its sum over the ranks of the group, or with op=MAX by its maximum."""
     if group.size == 1:
         return done(x)
@@ -220,16 +181,18 @@ def send(x: torch.Tensor, peer: int, group: Group) -> Pending:
     """Start to send x to rank `peer` of the group. Two ranks must issue their transfers in the same order."""
     assert group.size > 1, "a group of one rank has no peer to send to"  # for torch, None is the world
     assert x.is_contiguous()
+    link = group.links.get((group.rank, peer), group.process_group)
     with calling("send", group, x.nbytes, peer) as call:
-        return Pending(dist.isend(x, **link(group, group.rank, peer)), x, call=call)
+        return Pending(dist.isend(x, dist.get_global_rank(group.process_group, peer), link), x, call=call)
 
 
 def receive(x: torch.Tensor, peer: int, group: Group) -> Pending:
     """Start to fill x with the tensor that rank `peer` of the group sends."""
     assert group.size > 1, "a group of one rank has no peer to receive from"
     assert x.is_contiguous()
+    link = group.links.get((peer, group.rank), group.process_group)
     with calling("receive", group, 0, peer) as call:
-        return Pending(dist.irecv(x, **link(group, peer, group.rank)), x, call=call)
+        return Pending(dist.irecv(x, dist.get_global_rank(group.process_group, peer), link), x, call=call)
 
 
 def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
@@ -239,54 +202,22 @@ def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return x.to(device, non_blocking=True)
 
 
-def link(group: Group, source: int, target: int) -> dict:
-    """Where torch is to send what rank `source` of the group sends to rank `target`, or to receive it."""
-    peer, end = (target, "group_dst") if group.rank == source else (source, "group_src")
-    pair = group.links.get((source, target))
-    if pair is None:
-        return {"group": group.process_group, end: peer}
-    return {"group": pair, end: 1 - pair.rank()}
-
-
-# ---- collectives that return a new tensor ----------------------------------------------------------------------------
-
-def sum_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """The sum of x over the ranks."""
-    out = x.clone(memory_format=torch.contiguous_format)
-    all_reduce(out, group)
-    return out
-
-
-def all_gather_along(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
-    """The x of all ranks, concatenated along `dim`."""
-    shard = x.movedim(dim, 0).contiguous()
-    out = shard.new_empty(shard.shape[0] * group.size, *shard.shape[1:])
-    all_gather(out, shard, group)
-    return out.movedim(0, dim)
-
-
-def reduce_scatter_along(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
-    """This rank's shard along `dim` of the sum of x. Raises ValueError if the ranks do not divide that dimension."""
-    if x.shape[dim] % group.size:
-        raise ValueError(f"{group.size} ranks cannot share a dimension of {x.shape[dim]} in equal parts")
-    full = x.movedim(dim, 0).contiguous()
-    out = full.new_empty(full.shape[0] // group.size, *full.shape[1:])
-    reduce_scatter(out, full, group)
-    return out.movedim(0, dim)
-
-
-def exchange_rows(x: torch.Tensor, output_splits: list[int], input_splits: list[int], group: Group) -> torch.Tensor:
-    """The rows that all ranks send to this one, in rank order; splits as in `all_to_all`."""
-    out = x.new_empty(sum(output_splits), *x.shape[1:])
-    all_to_all(out, x.contiguous(), output_splits, input_splits, group)
-    return out
-
-
 # ---- collectives with derivatives ------------------------------------------------------------------------------------
 # A name gives the collective of forward and, after "__", that of backward. Which backward is right depends on how the
 # ranks use the result: where each uses it differently, their gradients are terms of a sum; where all compute the same
 # from it, each rank already has the complete gradient. The first two are f and g in Shoeybi et al. 2019, f and f bar in
 # Korthikanti et al. 2022, who call the third, for sequence parallelism, g.
+
+def sum_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """The sum of x over the ranks, a new tensor."""
+    return all_reduce(x.clone(memory_format=torch.contiguous_format), group).wait()
+
+
+def exchange_rows(x: torch.Tensor, output_splits: list[int], input_splits: list[int], group: Group) -> torch.Tensor:
+    """The rows that all ranks send to this one, in rank order, a new tensor; splits as in `all_to_all`."""
+    out = x.new_empty(sum(output_splits), *x.shape[1:])
+    return all_to_all(out, x.contiguous(), output_splits, input_splits, group).wait()
+
 
 class Identity__AllReduce(torch.autograd.Function):
     """x is the same on every rank, and each rank uses it differently."""
@@ -314,16 +245,16 @@ class AllReduce__Identity(torch.autograd.Function):
 
 
 class AllGather__ReduceScatter(torch.autograd.Function):
-    """Every rank has a shard along `dim`, and each rank uses the gathered tensor differently."""
+    """Every rank has R of the n R rows, and each rank uses the gathered tensor differently."""
 
     @staticmethod
-    def forward(ctx, x, dim, group):
-        ctx.dim, ctx.group = dim, group
-        return all_gather_along(x, dim, group)
+    def forward(ctx, x, group):
+        ctx.group, ctx.rows = group, len(x)
+        return all_gather(x.new_empty(group.size * len(x), *x.shape[1:]), x.contiguous(), group).wait()
 
     @staticmethod
     def backward(ctx, grad):
-        return reduce_scatter_along(grad, ctx.dim, ctx.group), None, None
+        return reduce_scatter(grad.new_empty(ctx.rows, *grad.shape[1:]), grad.contiguous(), ctx.group).wait(), None
 
 
 class AllToAll__AllToAll(torch.autograd.Function):
@@ -341,41 +272,19 @@ class AllToAll__AllToAll(torch.autograd.Function):
 
 # ---- the grid: which ranks share an axis ----------------------------------------------------------------------------
 #
-# RANKS is an einops pattern that numbers the ranks. Its last name varies fastest: tensor parallel ranks (kv x copy)
-# have consecutive numbers, pipeline ranks are furthest apart. AXIS_GROUPS arranges the ranks as matrices
-# [groups, members]:
+# Ranks are numbered like the elements of an array with the dimensions pp, replicate, shard, cp, tp: tp varies fastest,
+# so its ranks are in one node, and pipeline stages are furthest apart. Ranks that differ in one coordinate alone are a
+# group of that axis. An example, --pp 2 --dp 2 --tp 2 on 8 ranks:
 #
-#     pp          the ranks of one pipeline
-#     data        all ranks with different tokens: --dp x --cp
-#     replicate   hybrid sharding: ranks that have the same shard, --dp-replicate of them
-#     dp          the ranks that ZeRO shards over: --dp / --dp-replicate x --cp
-#     cp          the ranks with shards of the same sequences
-#     tp          the ranks with shards of the same layers; if they are more than the key and value heads, also:
-#     kv, kv_copy    one rank per head, and the ranks with copies of the same head
-#     ep, edp     the same ranks divided for experts: an ep group has each expert once, an edp group copies of the same
-#     tie         the first and the last pipeline rank, which share a tied embedding
-#     world       all ranks
+#     rank       0  1  2  3  4  5  6  7          groups of pp     {0, 4}  {1, 5}  {2, 6}  {3, 7}
+#     pp         0  0  0  0  1  1  1  1                    dp     {0, 2}  {1, 3}  {4, 6}  {5, 7}
+#     shard      0  0  1  1  0  0  1  1                    tp     {0, 1}  {2, 3}  {4, 5}  {6, 7}
+#     tp         0  1  0  1  0  1  0  1          rank 5 is in     {1, 5}, {5, 7} and {4, 5}
 #
 # With NCCL each process group has a communicator with buffers, and a stream that executes its work in order. So few are
-# made: one call makes all groups of an axis, and axes with the same members share a group unless both have TRAFFIC, of
-# different kinds. (While gradients are reduced, backward goes on to communicate over cp, tp and ep.)
-#
-# Pipeline transfers need the opposite: a receive that waits for its sender must not block any other. So each directed
-# pair of ranks that communicate has its own group, a link. One call makes the links of all pairs without a common rank:
-# 2 calls for two ranks, 4 for a chain, 4 or 6 for a ring.
+# made: one call makes all groups of an axis, and axes with the same ranks share a group unless both are busy at once:
+# while gradients are reduced, backward goes on to communicate over cp, tp and ep.
 
-RANKS = "(pp replicate shard cp kv copy)"
-AXIS_GROUPS = {
-    "pp": "(replicate shard cp kv copy) pp",
-    "data": "(pp kv copy) (replicate shard cp)",
-    "replicate": "(pp shard cp kv copy) replicate",
-    "dp": "(pp replicate kv copy) (shard cp)",
-    "cp": "(pp replicate shard kv copy) cp",
-    "tp": "(pp replicate shard cp) (kv copy)",
-    "kv": "(pp replicate shard cp copy) kv",
-    "kv_copy": "(pp replicate shard cp kv) copy",
-}
-EXPERT_RANKS, EXPERT_GROUPS = "(pp replicate edp ep)", {"edp": "(pp replicate ep) edp", "ep": "(pp replicate edp) ep"}
 AXES = ("world", "pp", "tie", "data", "replicate", "dp", "cp", "tp", "kv", "kv_copy", "ep", "edp")
 TRAFFIC = {"dp": "gradients", "edp": "gradients", "cp": "keys", "tp": "activations", "ep": "tokens"}
 
@@ -386,39 +295,74 @@ def build_groups(grid, model, timeout_s: float = 600) -> Groups:
     groups = {axis: Group(axis) for axis in AXES}
     if not dist.is_initialized():
         return groups
-    made = []  # per call: the ranks of all groups that it makes, this rank's group, the kind of traffic on it or None
-    for axis, members in members_of_axes(grid, model, dist.get_world_size()).items():
+    everyone = list(range(dist.get_world_size()))
+    made = [dict(ranks=[everyone], group=dist.group.WORLD, busy=set())]  # busy: the kinds of traffic on it
+    for axis, members in members_of_axes(grid, model, len(everyone)).items():
         if max(map(len, members)) == 1:
             continue
-        traffic = TRAFFIC.get(axis)
-        entry = next((e for e in made if e["ranks"] == members and (not traffic or e["kind"] in (None, traffic))), None)
-        if not entry:
-            group = create_groups(members, timeout_s) if made else dist.group.WORLD  # "world" is the first axis
-            entry = dict(ranks=members, group=group, kind=None)
-            made.append(entry)
-        entry["kind"] = traffic or entry["kind"]
-        links = connect(members, pairs_of(grid), timeout_s) if axis == "pp" else {}
-        groups[axis] = Group(axis, entry["group"], links)
+        kinds = {TRAFFIC[axis]} if axis in TRAFFIC else set()
+        shared = next((one for one in made if one["ranks"] == members and len(one["busy"] | kinds) <= 1), None)
+        if not shared:
+            shared = dict(ranks=members, group=create_groups(members, timeout_s), busy=set())
+            made.append(shared)
+        shared["busy"] |= kinds
+        links = make_links(members, pairs_of(grid), timeout_s) if axis == "pp" else {}
+        groups[axis] = Group(axis, shared["group"], links)
     return groups
 
 
 def members_of_axes(grid, model, world: int) -> dict[str, list[list[int]]]:
-    """Axis -> a list of the ranks of each of its groups; "world" comes first. An axis's groups cover all ranks."""
-    ranks, heads = torch.arange(world), min(grid.tp, model.kv_heads)
-    lengths = dict(pp=grid.pp, replicate=grid.dp_replicate, cp=grid.cp, kv=heads, copy=grid.tp // heads)
-    matrices = {axis: rearrange(ranks, f"{RANKS} -> {pattern}", **lengths) for axis, pattern in AXIS_GROUPS.items()
-                if axis not in ("kv", "kv_copy") or grid.tp > model.kv_heads}
-    if model.experts:
-        lengths = dict(pp=grid.pp, replicate=grid.dp_replicate, ep=grid.ep)
-        matrices |= {axis: rearrange(ranks, f"{EXPERT_RANKS} -> {pattern}", **lengths)
-                     for axis, pattern in EXPERT_GROUPS.items()}
-    members = {"world": [list(range(world))]} | {axis: matrix.tolist() for axis, matrix in matrices.items()}
-    if grid.pp > 1 and not grid.v_shaped:  # else one rank has the first and the last stage
-        members["tie"] = []
-        for pipeline in members["pp"]:
-            members["tie"] += [[pipeline[0], pipeline[-1]]] + [[r] for r in pipeline[1:-1]]
+    """Axis -> the ranks of each of its groups."""
+    shards = grid.dp // grid.dp_replicate
+    dense = dict(pp=grid.pp, replicate=grid.dp_replicate, shard=shards, cp=grid.cp, tp=grid.tp)
+    members = {
+        "world": [list(range(world))],
+        "pp": groups_along(dense, "pp"),  # the ranks of one pipeline
+        "data": groups_along(dense, "replicate", "shard", "cp"),  # all with different tokens
+        "replicate": groups_along(dense, "replicate"),  # hybrid sharding: those with the same shard
+        "dp": groups_along(dense, "shard", "cp"),  # those that ZeRO shards over
+        "cp": groups_along(dense, "cp"),  # those with shards of the same sequences
+        "tp": groups_along(dense, "tp"),  # those with shards of the same layers
+    }
+    if grid.tp > model.kv_heads:  # kv: ranks with different key and value heads; kv_copy: with copies of the same one
+        heads = dict(others=world // grid.tp, kv=model.kv_heads, copy=grid.tp // model.kv_heads)
+        members |= {"kv": groups_along(heads, "kv"), "kv_copy": groups_along(heads, "copy")}
+    if model.experts:  # an ep group has each expert once, an edp group the same ones
+        experts = dict(others=grid.pp * grid.dp_replicate, edp=shards * grid.cp * grid.tp // grid.ep, ep=grid.ep)
+        members |= {"edp": groups_along(experts, "edp"), "ep": groups_along(experts, "ep")}
+    if grid.pp > 1 and not grid.v_shaped:  # the first and the last stage, which share a tied embedding
+        members["tie"] = [[pipeline[0], pipeline[-1]] for pipeline in members["pp"]]
     return members
 
+
+def groups_along(dimensions: dict[str, int], *along: str) -> list[list[int]]:
+    """The groups of ranks that differ in the coordinates `along` alone. dimensions: name -> size, of the array whose
+    elements the ranks number; the last varies fastest."""
+    groups = {}  # the coordinates that the ranks of a group share -> these ranks
+    for rank, coordinates in enumerate(product(*map(range, dimensions.values()))):
+        shared = tuple(i for name, i in zip(dimensions, coordinates) if name not in along)
+        groups.setdefault(shared, []).append(rank)
+    return list(groups.values())
+
+
+def create_groups(members: list[list[int]], timeout_s: float) -> dist.ProcessGroup | None:
+    """The one of these process groups that this rank is in; None if it is in none or alone. Every rank calls this.
+    NCCL makes all of them in one split of the world's communicator; with other backends a rank makes its own alone."""
+    grouped = set().union(*members)
+    members = members + [[rank] for rank in range(dist.get_world_size()) if rank not in grouped]
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if dist.group.WORLD.bound_device_id is not None:  # see `world`
+        group = dist.split_group(split_ranks=members, timeout=timeout)
+    else:
+        mine = next(ranks for ranks in members if dist.get_rank() in ranks)
+        group = dist.new_group(mine, timeout=timeout, use_local_synchronization=True)
+    return group if group.size() > 1 else None
+
+
+# Links. As the work of a process group is executed in order, a pipeline rank that waits to receive from one neighbour
+# could send nothing to the other if both transfers were in the group of all stages. So each directed pair of ranks that
+# communicate has its own group. One call makes the links of all pairs without a common rank: 2 calls for two ranks, 4
+# for a chain, 4 or 6 for a ring.
 
 def pairs_of(grid) -> list[tuple[int, int]]:
     """(sender, receiver) of all transfers of a pipeline: activations in one direction, their gradients in the other."""
@@ -429,42 +373,58 @@ def pairs_of(grid) -> list[tuple[int, int]]:
     return [pair for a, b in chain for pair in ((a, b), (b, a))]
 
 
-def connect(pipelines: list[list[int]], pairs: list[tuple[int, int]],
-            timeout_s: float) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """This rank's links: (sender, receiver) -> process group, for each pair that this rank is in."""
-    rounds = [[] for _ in pairs]  # each pair joins the first round in which both of its ranks are free
+def make_links(pipelines: list[list[int]], pairs: list[tuple[int, int]],
+               timeout_s: float) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """The links of this rank: (sender, receiver) -> process group."""
+    rounds = []  # of pairs without a common rank
     for pair in pairs:
-        next(busy for busy in rounds if not any(set(pair) & set(other) for other in busy)).append(pair)
-    me, links = dist.get_rank(), {}
-    for together in filter(None, rounds):
-        alone = [(r,) for r in range(len(pipelines[0])) if not any(r in pair for pair in together)]
-        members = [[ranks[r] for r in part] for ranks in pipelines for part in together + alone]
-        group = create_groups(members, timeout_s)
-        for ranks in pipelines:
-            links |= {(a, b): group for a, b in together if me in (ranks[a], ranks[b])}
+        for others in rounds:
+            if not set(pair) & set(sum(others, ())):
+                others.append(pair)
+                break
+        else:
+            rounds.append([pair])
+    mine, links = next(ranks for ranks in pipelines if dist.get_rank() in ranks), {}
+    for together in rounds:
+        group = create_groups([[ranks[a], ranks[b]] for ranks in pipelines for a, b in together], timeout_s)
+        links |= {(a, b): group for a, b in together if dist.get_rank() in (mine[a], mine[b])}
     return links
 
 
-# ---- what `python FILE.py` does -------------------------------------------------------------------------------------
+# ---- the world, and what `python FILE.py` does ----------------------------------------------------------------------
+
+@contextmanager
+def world(device: torch.device | str = "cpu", timeout_s: float = 600,
+          store: dist.Store | None = None) -> Iterator[Group]:
+    """The group of all ranks that torchrun started: NCCL on GPUs, gloo on CPUs. store: their key-value store; None:
+    torch finds it.
+
+    The body of the `with` should be one function call, whose variables are freed when it returns: a gloo group that is
+    still referenced when the interpreter exits aborts the process. Buckets and parameters refer to each other and to
+    groups, so they are freed by the garbage collector. After an exception nothing is cleaned up: the process exits.
+    """
+    device = torch.device(device)
+    where = dict(backend="nccl", device_id=device) if device.type == "cuda" else dict(backend="gloo")
+    dist.init_process_group(**where, store=store, rank=int(os.environ["RANK"]),
+                            world_size=int(os.environ["WORLD_SIZE"]), timeout=datetime.timedelta(seconds=timeout_s))
+    yield Group("world", dist.group.WORLD)
+    dist.barrier()
+    dist.destroy_process_group()
+    gc.collect()
+
 
 def run_demo(demo: Callable[[Group], None], ranks: int = 1) -> None:
-    """What `python FILE.py` does: run the demo, with one thread per process, on the ranks that torchrun started, or
-    start so many; --help prints the file's docstring, and there are no other flags."""
-    flags, spec = sys.argv[1:], sys.modules["__main__"].__spec__
-    program = ["-m", spec.name] if spec else sys.argv[:1]
+    """Run a file's demo: on the ranks that torchrun started, else on so many that are started here. --help prints the
+    file's docstring, and there are no other flags."""
+    argparse.ArgumentParser(description=sys.modules["__main__"].__doc__,
+                            formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
-    if flags in (["-h"], ["--help"]):
-        print(sys.modules["__main__"].__doc__)
-    elif flags:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"{os.path.basename(program[-1])}: {' '.join(flags)}: unknown, it needs no flags", file=sys.stderr)
-        sys.exit(2)
-    elif "WORLD_SIZE" in os.environ:
+    if "WORLD_SIZE" in os.environ:
         with world() as group:
             demo(group)
     elif ranks > 1:
         os.environ["OMP_NUM_THREADS"] = "1"  # or torchrun says that it sets it
         os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}",
-                                  *program])
+                                  *sys.orig_argv[1:]])
     else:
         demo(ALONE)

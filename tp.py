@@ -351,7 +351,7 @@ def gather_tokens(x: Tensor, tp: TensorParallel) -> Tensor:
     """[T/t, H] -> [T, H]: all tokens on every rank. Each rank uses them differently, so their gradients are summed."""
     if tp.size == 1:
         return x
-    return AllGather__ReduceScatter.apply(x, 0, tp.group) if tp.sequence else Identity__AllReduce.apply(x, tp.group)
+    return AllGather__ReduceScatter.apply(x, tp.group) if tp.sequence else Identity__AllReduce.apply(x, tp.group)
 
 
 # ---- the vocabulary -------------------------------------------------------------------------------------------------

@@ -1,57 +1,44 @@
 """What the ranks of a long run need of each other besides a step: to meet, to exchange objects, to fail together; and
-the flight record: how many collectives this rank has called on each group, and for which one it waits."""
+the flight record: how many collectives this rank has called on each axis, and for which one it waits."""
 import datetime
 import threading
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import collectives
-from collectives import ALONE, Group
+from collectives import ALONE, Call, Group
 
 
-class Call(NamedTuple):
-    """A collective that this rank has called."""
-    operation: str
-    group: str  # the axis, see collectives.name
-    number: int  # of all calls on this group, from 1; the same on every rank of it, but for sends and receives
-    peer: int | None = None  # the other rank, in the group, of a send or receive
-
-
-class FlightRecord(collectives.Observer):
+class FlightRecord:
     """The record of this process, which another thread may read."""
 
     def __init__(self):
-        self.last: Call | None = None
-        self.calls: Counter[str] = Counter()  # number of calls per group
+        self.last: Call | None = None  # that this rank has made or waited for
+        self.calls = collectives.calls
         self.waiting_for: Call | None = None  # what the main thread waits for; after an exception, what has failed
         self.waited_s = 0.0  # by the main thread, so far
 
     @contextmanager
-    def calling(self, operation: str, axis: str, peer: int | None = None) -> Iterator[Call]:
-        self.calls[axis] += 1
-        self.last = call = Call(operation, axis, self.calls[axis], peer)
-        with self.waiting(call):
-            yield call
-
-    @contextmanager
-    def waiting(self, call: Call | None) -> Iterator[None]:
+    def waiting(self, call: Call | None) -> Iterator[Call | None]:
+        """The body makes this call, or waits for it."""
+        self.last = call
         if threading.current_thread() is not threading.main_thread():  # saving's, whose waits hold up nobody
-            yield
+            yield call
             return
         self.waiting_for, began = call, time.perf_counter()
-        yield  # if the body raises, this call stays recorded as the one that failed
+        yield call  # if the body raises, this call stays recorded as the one that failed
         self.waited_s += time.perf_counter() - began
         self.waiting_for = None
 
 
-collectives.observer = record = FlightRecord()  # from now on
+record = FlightRecord()
+collectives.watch = record.waiting  # from now on
 
 
 def meet(timeout_s: float = 600, while_waiting: Callable[[], Any] = lambda: None) -> dist.Store:

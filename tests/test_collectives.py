@@ -31,26 +31,26 @@ def duals() -> dict[str, float]:
     Upstream gradients are random and differ between ranks, so that a sum too many or too few shows.
     """
     group, n, r = everyone(), dist.get_world_size(), dist.get_rank()
-    xs = [numbers(2, 4 * n, 3, seed=i).requires_grad_() for i in range(n)]
-    same = numbers(2, 4 * n, 3, seed=99).requires_grad_()
-    ups = [numbers(2, 4 * n * n, 3, seed=50 + i) for i in range(n)]
+    xs = [numbers(4 * n, 2, 3, seed=i).requires_grad_() for i in range(n)]
+    same = numbers(4 * n, 2, 3, seed=99).requires_grad_()
+    ups = [numbers(4 * n * n, 2, 3, seed=50 + i) for i in range(n)]
     errors = {}
 
     def compare(name, function, x, dense, want_grad):
         mine = x.detach().transpose(0, 2).contiguous().transpose(0, 2).requires_grad_()  # not contiguous, on purpose
         y = function(mine)
-        up = ups[r][:, :y.shape[1]].transpose(0, 2).contiguous().transpose(0, 2)
+        up = ups[r][:len(y)].transpose(0, 2).contiguous().transpose(0, 2)
         (grad,) = torch.autograd.grad(y, mine, up)
         errors[name] = max((y - dense).abs().max().item(), (grad - want_grad).abs().max().item())
 
     total = sum(x.detach() for x in xs)
-    whole = torch.cat([x.detach() for x in xs], 1)
+    whole = torch.cat([x.detach() for x in xs])
     full = 4 * n
     f, g = collectives.Identity__AllReduce, collectives.AllReduce__Identity
-    compare("f", lambda x: f.apply(x, group), same, same.detach(), sum(up[:, :full] for up in ups))
-    compare("g", lambda x: g.apply(x, group), xs[r], total, ups[r][:, :full])
+    compare("f", lambda x: f.apply(x, group), same, same.detach(), sum(up[:full] for up in ups))
+    compare("g", lambda x: g.apply(x, group), xs[r], total, ups[r][:full])
     gather = collectives.AllGather__ReduceScatter
-    compare("gather", lambda x: gather.apply(x, 1, group), xs[r], whole, sum(ups)[:, full * r:full * (r + 1)])
+    compare("gather", lambda x: gather.apply(x, group), xs[r], whole, sum(ups)[full * r:full * (r + 1)])
     return errors
 
 
@@ -150,7 +150,7 @@ def lonely() -> list[torch.Tensor]:
     x, out = torch.arange(6.0), torch.empty(6)
     collectives.all_reduce(x, collectives.ALONE)
     collectives.all_gather(out, x, collectives.ALONE)
-    return [x, out, collectives.AllGather__ReduceScatter.apply(x, 0, collectives.ALONE)]
+    return [x, out, collectives.AllGather__ReduceScatter.apply(x, collectives.ALONE)]
 
 
 def test_without_a_group_they_are_the_identity():
@@ -202,17 +202,6 @@ def test_no_collective_takes_a_strided_tensor(call):
         call(torch.ones(4, 4), torch.ones(4, 4), everyone())
         with pytest.raises(AssertionError):
             call(torch.ones(4, 4).t(), torch.ones(4, 4), everyone())
-
-
-def unequal() -> str:
-    try:
-        collectives.reduce_scatter_along(torch.ones(5), 0, everyone())
-    except ValueError as error:
-        return str(error)
-
-
-def test_parts_that_are_not_equal_are_refused(pool):
-    assert pool.run(2, "test_collectives:unequal") == ["2 ranks cannot share a dimension of 5 in equal parts"] * 2
 
 
 def unwaited() -> bool:
@@ -299,26 +288,23 @@ def test_rank_0_which_knows_who_is_missing_gives_up_first(monkeypatch, index, se
 
 # ---- what `python FILE.py` does --------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("spec, words", [(None, ["demo.py"]), (SimpleNamespace(name="learn.x"), ["-m", "learn.x"])])
-@pytest.mark.parametrize("flags, env, ranks, want", [
-    (["-h"], {}, 4, "printed"), (["--help"], {"WORLD_SIZE": "4"}, 1, "printed"), ([], {}, 1, "alone"),
-    ([], {}, 3, "started"), ([], {"WORLD_SIZE": "1"}, 3, "in a world")])
-def test_a_demo_runs_alone_in_torchruns_ranks_or_in_ranks_that_it_starts(monkeypatch, capsys, flags, env, ranks,
-                                                                               want, spec, words):
+@pytest.mark.parametrize("words", [["demo.py"], ["-m", "learn.x"]])
+@pytest.mark.parametrize("env, ranks, want", [
+    ({}, 1, "alone"), ({}, 3, "started"), ({"WORLD_SIZE": "1"}, 3, "in a world")])
+def test_a_demo_runs_alone_in_torchruns_ranks_or_in_ranks_that_it_starts(monkeypatch, env, ranks, want, words):
     done = []
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     for key, value in dict(OMP_NUM_THREADS="7", **env).items():
         monkeypatch.setenv(key, value)
-    monkeypatch.setattr(sys, "argv", ["demo.py", *flags])
-    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=spec, __doc__="What the file is about."))
+    monkeypatch.setattr(sys, "argv", ["demo.py"])
+    monkeypatch.setattr(sys, "orig_argv", ["python", *words])
     monkeypatch.setattr(os, "execv", lambda *how: done.append((*how, os.environ["OMP_NUM_THREADS"])))
     monkeypatch.setattr(collectives, "world", lambda: contextlib.nullcontext("all ranks"))
     monkeypatch.setattr(torch, "set_num_threads", lambda count: done.append(count))
     collectives.run_demo(done.append, ranks)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3", *words]
-    assert done == [1] + {"printed": [], "alone": [collectives.ALONE], "in a world": ["all ranks"],
+    assert done == [1] + {"alone": [collectives.ALONE], "in a world": ["all ranks"],
                           "started": [(sys.executable, torchrun, "1")]}[want]
-    assert capsys.readouterr().out == ("What the file is about.\n" if want == "printed" else "")
 
 
 # ---- copies between the host and a GPU, by stand-ins -----------------------------------------------------------------
@@ -356,7 +342,7 @@ def test_numbers_of_a_gpu_are_copied_to_pinned_memory_and_waited_for_when_they_a
 def test_a_file_without_flags_refuses_them_and_explains_itself(file):
     words, path = ([file], file) if file.endswith(".py") else (["-m", file], file.replace(".", "/") + ".py")
     wrong = python(*words, "--pp", "2")
-    assert (wrong.returncode, wrong.stdout, wrong.stderr) == (2, "", f"{file}: --pp 2: unknown, it needs no flags\n")
+    assert (wrong.returncode, wrong.stdout) == (2, "") and "error: unrecognized arguments: --pp 2\n" in wrong.stderr
     helped = python(*words, "--help")
     docstring = ast.get_docstring(ast.parse((ROOT / path).read_text()), clean=False)
-    assert (helped.returncode, helped.stdout, helped.stderr) == (0, docstring + "\n", "")
+    assert (helped.returncode, helped.stderr) == (0, "") and docstring in helped.stdout
