@@ -26,7 +26,7 @@ Shapes: t tensor parallel ranks, K key and value heads, F ffn, H hidden.
 """
 import hashlib
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from inspect import GEN_SUSPENDED, getgeneratorstate
@@ -221,10 +221,8 @@ def add_to(params: Params, add: Callable[[Tensor], None]) -> None:
     """Call add(out) with one view of all gradient buffers, one below the other; with a temporary if they are not
     contiguous in memory."""
     grads = [main_grad(param) for param in params]
-    view = stacked_view(grads)
-    if view is not None:
-        add(view)
-        return
+    if (view := stacked_view(grads)) is not None:
+        return add(view)
     rows = [len(grad) for grad in grads]
     out = grads[0].new_zeros(sum(rows), *grads[0].shape[1:])
     add(out)
@@ -243,8 +241,7 @@ def main_grad(param: nn.Parameter) -> Tensor:
 
 def stacked_view(tensors: list[Tensor]) -> Tensor | None:
     """[R1, ...], [R2, ...] -> [R1 + R2, ...] as a view; None unless the tensors follow each other in one storage."""
-    first = tensors[0]
-    end = first.storage_offset()
+    first, end = tensors[0], tensors[0].storage_offset()
     for tensor in tensors:
         same_storage = tensor.untyped_storage() is first.untyped_storage()  # fake tensors have no addresses to compare
         if not (same_storage and tensor.storage_offset() == end and tensor.is_contiguous()):
@@ -256,7 +253,7 @@ def stacked_view(tensors: list[Tensor]) -> Tensor | None:
 def stacked_weight(weights: Params) -> Tensor:
     """The weights, one below the other, detached: a view where they are contiguous in one buffer, else a copy."""
     parts = [weight.detach() for weight in weights]
-    view = parts[0] if len(parts) == 1 else stacked_view(parts)
+    view = stacked_view(parts)
     return torch.cat(parts) if view is None else view
 
 
@@ -307,19 +304,22 @@ def backward_weight(key: Key) -> None:
     """The second half: the weight gradients that backward_input has queued.
 
     Each one's collective is started before the one before it is added, whose matmul hides it: at most two gathered
-    tensors are alive at once.
+    tensors are alive at once. Parameters are ready when the last weight gradient of their bucket has been added, so
+    that its reduction is hidden under those of other buckets.
     """
-    work, before = _queue.pop(key), iter(())  # before: the weight gradient that has been started and not been added
-    accumulated = dict.fromkeys(param for params, _ in work for param in params)
-    while work:
-        _, steps = work.popleft()  # a generator that has ended frees what it has read
-        next(steps)
-        next(before, None)
-        before = steps
-    next(before, None)
-    for param in accumulated:
-        if param.sink is not None:
-            param.sink.ready(param)
+    work = _queue.pop(key)
+    waiting = dict.fromkeys(param for params, _ in work for param in params)  # for `ready`, in this order
+    left = Counter(param.sink for params, _ in work for param in params)  # bucket -> weight gradients to be added
+    before = end = (), iter(())  # before: what has been started and not been added
+    for params, steps in (*work, end):
+        next(steps, None)
+        next(before[1], None)  # a generator that has ended frees what it has read
+        left.subtract(param.sink for param in before[0])
+        for param in [param for param in waiting if left[param.sink] == 0]:
+            del waiting[param]
+            if param.sink is not None:
+                param.sink.ready(param)
+        before = params, steps
 
 
 def queued_keys() -> list[Key]:

@@ -212,8 +212,11 @@ def test_what_deferred_gradients_read_is_freed_one_by_one(weights):
 
 
 def test_a_weight_gradient_in_two_steps_is_between_them_while_its_caller_computes(weights):
-    """In a split backward the caller's two calls do nothing, and each first step comes before the last one's second."""
-    seen, bucket = [], attach_bucket(weights)
+    """In a split backward the caller's two calls do nothing, each first step comes before the last one's second, and a
+    bucket hears that its weights are ready as soon as their last gradients are there."""
+    seen, buckets = [], [attach_bucket([weight]) for weight in weights]
+    for bucket in buckets:
+        bucket.ready = lambda weight: seen.append(f"ready {weight.spec.name}")
 
     def steps(name, weight):
         seen.append(f"start {name}")
@@ -240,13 +243,14 @@ def test_a_weight_gradient_in_two_steps_is_between_them_while_its_caller_compute
         return Layer.apply(Layer.apply(Layer.apply(x, "a", weights[0]), "b", weights[1]), "c", weights[0])
 
     loss().backward()
-    assert seen == [f"{step} {name}" for name in "cba" for step in ("start", "input", "add")]
+    assert [event for event in seen if "ready" not in event] == [
+        f"{step} {name}" for name in "cba" for step in ("start", "input", "add")]
     seen.clear()
     param.backward_input((0, 0), loss(), None)
     assert seen == ["input c", "input b", "input a"]
     param.backward_weight((0, 0))
-    assert seen[3:] == ["start c", "start b", "add c", "start a", "add b", "add a"]
-    assert [bucket.grads[weight].item() for weight in weights] == [4.0, 2.0] and len(bucket.heard) == 4
+    assert seen[3:] == ["start c", "start b", "add c", "start a", "add b", "ready w1", "add a", "ready w0"]
+    assert [bucket.grads[weight].item() for bucket, weight in zip(buckets, weights)] == [4.0, 2.0]
 
 
 def test_what_must_not_be_deferred_is_not(weights):
