@@ -81,18 +81,18 @@ watch: Callable[[Call | None], AbstractContextManager] = nullcontext
 
 
 def calling(operation: str, group: Group, nbytes: int, peer: int | None = None) -> AbstractContextManager[Call]:
-    """Wrap every call. nbytes: that this rank sends; peer: the other rank, in the group, of a send or receive."""
+    """Count a call, which its caller makes in the context that is returned. nbytes: that this rank sends."""
     sent[group.axis] += nbytes
     calls[group.axis] += 1
     return watch(Call(operation, group.axis, calls[group.axis], peer))
 
 
 class Pending:
-    """A collective in flight: its result, and references to all tensors that it still reads and writes.
+    """A collective in flight, with references to all tensors that it still reads and writes. To hide it:
+    `pending = all_gather(out, x, group, async_op=True)`, then compute something else, then `out = pending.wait()`.
+    After `wait` this process may use the result, with NCCL only in later work on the current stream.
 
-    `wait()` returns the result, which may then be used: with gloo by this process, with NCCL by later work on the
-    current stream; it also lets go of all tensors. work: None if the collective was synchronous.
-    """
+    work: None if the collective was synchronous."""
 
     def __init__(self, work: dist.Work | list[dist.Work] | None, result: torch.Tensor, *inputs: torch.Tensor,
                  call: Call | None = None):
@@ -274,7 +274,7 @@ class AllToAll__AllToAll(torch.autograd.Function):
 #
 # Ranks are numbered like the elements of an array with the dimensions pp, replicate, shard, cp, tp: tp varies fastest,
 # so its ranks are in one node, and pipeline stages are furthest apart. Ranks that differ in one coordinate alone are a
-# group of that axis. An example, --pp 2 --dp 2 --tp 2 on 8 ranks:
+# group of that axis; "dp" and "data" are of several coordinates. An example, --pp 2 --dp 2 --tp 2 on 8 ranks:
 #
 #     rank       0  1  2  3  4  5  6  7          groups of pp     {0, 4}  {1, 5}  {2, 6}  {3, 7}
 #     pp         0  0  0  0  1  1  1  1                    dp     {0, 2}  {1, 3}  {4, 6}  {5, 7}
@@ -286,7 +286,7 @@ class AllToAll__AllToAll(torch.autograd.Function):
 # while gradients are reduced, backward goes on to communicate over cp, tp and ep.
 
 AXES = ("world", "pp", "tie", "data", "replicate", "dp", "cp", "tp", "kv", "kv_copy", "ep", "edp")
-TRAFFIC = {"dp": "gradients", "edp": "gradients", "cp": "keys", "tp": "activations", "ep": "tokens"}
+TRAFFIC = {"dp": "gradients", "edp": "gradients", "cp": "keys", "tp": "activations", "ep": "tokens"}  # others: little
 
 
 def build_groups(grid, model, timeout_s: float = 600) -> Groups:

@@ -38,8 +38,7 @@ from collectives import ALONE, Group, all_gather, run_demo
 
 class Recompute:
     """--recompute. mode: "none", "selective" or "full". For "full": slots: the most block inputs saved at once; group:
-    ranks with the same inputs (ValueError if they cannot share one equally); rows: run/offload.py's HostRows, which
-    saves them in the host's memory, or None: in a tensor on the device."""
+    ranks with equal inputs (ValueError if they cannot share one equally); rows: run/offload.py's HostRows or None."""
 
     def __init__(self, mode: str = "none", slots: int = 1, group: Group = ALONE, rows: Callable | None = None):
         self.mode, self.slots, self.group, self.rows = mode, slots, group, rows
@@ -92,7 +91,7 @@ class CheckpointArena:
             raise ValueError(f"{group.size} ranks cannot share a checkpoint of {x.numel()} elements in equal parts")
         self.group, self.shape, each = group, x.shape, x.numel() // group.size
         self.shards = rows(slots, each, x) if rows else x.new_empty(slots, each)
-        self.whole = x.new_empty(x.numel() if group.size > 1 else 0)
+        self.whole = x.new_empty(x.numel() if group.size > 1 else 0)  # shards are gathered into it
         self.free_slots = list(reversed(range(slots)))
 
     def save(self, x: Tensor) -> int:
