@@ -253,7 +253,7 @@ def stacked_view(tensors: list[Tensor]) -> Tensor | None:
 def stacked_weight(weights: Params) -> Tensor:
     """The weights, one below the other, detached: a view where they are contiguous in one buffer, else a copy."""
     parts = [weight.detach() for weight in weights]
-    view = stacked_view(parts)
+    view = parts[0] if len(parts) == 1 else stacked_view(parts)
     return torch.cat(parts) if view is None else view
 
 
