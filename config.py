@@ -8,7 +8,7 @@ A setting is declared once, in the dataclasses below: its name, default and help
 A preset fills the model section, and how experts are balanced; flags override any field. `@file` reads flags from a
 file, where `#` begins a comment. `parse` returns settings in which defaults that follow from other settings are filled
 in, and which fit together on the number of ranks; or it raises ValueError with one line: the flag, its value, what
-would work. Which settings go together is a table, RULES, and each row has a command line that it refuses.
+would work. Which settings go together is a table, RULES; tests/test_config.py has a command line that each row refuses.
 
 This file needs the standard library alone, so that a typo in a flag is answered at once, not after torch's import.
 """
@@ -19,7 +19,6 @@ import os
 import shlex
 from collections.abc import Callable
 from dataclasses import Field, asdict, dataclass, field, fields
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -346,11 +345,9 @@ FIELDS: dict[str, Field] = {f.name: f for section in SECTIONS.values() for f in 
 
 # ---- which settings go together -------------------------------------------------------------------------------------
 
-@cache
-def name_of(flags: str) -> str:
-    """The setting that a line of flags begins with: "--no-router-norm --tp 2" -> "router_norm"."""
-    name = flags.split()[0].removeprefix("--").replace("-", "_")
-    return name if name in FIELDS else name.removeprefix("no_")
+def name_of(asked: str) -> str:
+    """The setting in "--sp async": the inverse of `flag`."""
+    return asked.split()[0].removeprefix("--").replace("-", "_")
 
 
 def is_set(c: Config, asked: str) -> bool:
@@ -368,7 +365,7 @@ def as_typed(c: Config, asked: str) -> str:
 
 def divisors(number: int) -> list[int]:
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return list(dict.fromkeys((*small, *(number // d for d in reversed(small)))))
+    return sorted({*small, *(number // d for d in small)})
 
 
 def need_divisor(asked: str, value: int, what: str, number: int, hint: str = "") -> None:
@@ -380,160 +377,102 @@ def need_divisor(asked: str, value: int, what: str, number: int, hint: str = "")
 
 
 class Needs(NamedTuple):
-    """A setting needs another one. In all four kinds of rows a setting is "--sp async", this value, or "--sp", any but
-    its default; and `example` is a command line that the row refuses, on 8 ranks."""
+    """A setting, "--sp async": of this value, or "--sp": of any but its default, needs another one."""
     setting: str
     needs: str
     holds: Callable[[Config], Any]
-    example: str
 
     def check(self, c: Config) -> None:
         need(not is_set(c, self.setting) or self.holds(c), f"{as_typed(c, self.setting)} needs {self.needs}")
 
 
-class Excludes(NamedTuple):
-    """Two settings do not go together."""
-    setting: str
-    other: str
-    why: str
-    example: str
-
-    def check(self, c: Config) -> None:
-        need(not (is_set(c, self.setting) and is_set(c, self.other)),
-             f"{as_typed(c, self.setting)} does not go with {as_typed(c, self.other)}: {self.why}")
-
-
 class Divides(NamedTuple):
-    """A setting must divide a number, where the row applies."""
+    """A setting, its default too, must divide a number, which is 0 where any will do."""
     setting: str
     what: str
     number: Callable[[Config], int]
-    example: str
-    applies: Callable[[Config], Any] = lambda c: True
     hint: str = ""
 
     def check(self, c: Config) -> None:
-        if self.applies(c):
-            value = c.value(name_of(self.setting))
-            need_divisor(as_typed(c, self.setting), value, self.what, self.number(c), self.hint)
+        value = c.value(name_of(self.setting))
+        need_divisor(as_typed(c, self.setting), value, self.what, self.number(c), self.hint)
 
 
-class AtMost(NamedTuple):
-    """A setting must not be more than a number, where the row applies."""
-    setting: str
-    what: str
-    most: Callable[[Config], float]
-    example: str
-    applies: Callable[[Config], Any] = lambda c: True
-
-    def check(self, c: Config) -> None:
-        need(not self.applies(c) or c.value(name_of(self.setting)) <= self.most(c),
-             f"{as_typed(c, self.setting)} is more than {self.what} ({self.most(c)})")
-
-
-def has_experts(c: Config) -> bool:
-    return c.model.experts > 0
-
-
-def has_fp8(c: Config) -> bool:
-    return c.precision.fp8 != "none"
-
-
-MORE_RANKS = ", or start more ranks (torchrun --nproc_per_node)"
 RULES = [  # in this order: a row may rely on those before it, and all on the defaults that fill_in has filled in
-    Divides("--heads", "--hidden", lambda c: c.model.hidden, "--heads 5",
-            applies=lambda c: not c.before_defaults["head_dim"], hint=", or set --head-dim"),
-    Divides("--kv-heads", "--heads", lambda c: c.model.heads, "--kv-heads 3"),
-    Divides("--expert-groups", "--experts", lambda c: c.model.experts, "--expert-groups 3 --experts 8",
-            applies=has_experts),
-    Divides("--pp", "the number of ranks", lambda c: c.ranks, "--pp 3", hint=MORE_RANKS),
-    Divides("--tp", "the ranks that --pp leaves", lambda c: c.ranks // c.grid.pp, "--tp 3", hint=MORE_RANKS),
-    Divides("--cp", "the ranks that --pp and --tp leave", lambda c: c.ranks // c.grid.pp // c.grid.tp, "--cp 3",
-            hint=MORE_RANKS),
-    Divides("--tp", "--heads", lambda c: c.model.heads, "--tp 8"),
-    Divides("--tp", "--ffn", lambda c: c.model.ffn, "--tp 2 --ffn 55",
-            applies=lambda c: c.model.has_dense_ffn()),
-    Divides("--tp", "the channels of --shared-experts", lambda c: c.model.shared_experts * c.model.expert_ffn,
-            "--tp 2 --experts 8 --expert-ffn 7 --shared-experts 1", applies=has_experts),
-    Divides("--cp", "the heads of a tensor parallel rank", lambda c: c.model.heads // c.grid.tp,
-            "--cp 8 --cp-style ulysses", applies=lambda c: c.grid.style().whole_sequences,
-            hint=", or another --cp-style"),
-    Divides("--dp-replicate", "--dp", lambda c: c.grid.dp, "--dp-replicate 3 --zero 1"),
-    Divides("--ep", "--experts", lambda c: c.model.experts, "--ep 4 --experts 6", applies=has_experts),
+    *(Needs(setting, "--experts", lambda c: c.model.experts) for setting in (
+        "--top-k", "--expert-ffn", "--shared-experts", "--dense-layers", "--router", "--router-norm", "--router-scale",
+        "--expert-groups", "--top-groups", "--ep", "--router-z-loss", "--bias-rate")),
+    Divides("--heads", "--hidden", lambda c: 0 if c.before_defaults["head_dim"] else c.model.hidden,
+            ", or set --head-dim"),
+    Divides("--kv-heads", "--heads", lambda c: c.model.heads),
+    Divides("--expert-groups", "--experts", lambda c: c.model.experts),
+    Divides("--pp", "the number of ranks", lambda c: c.ranks),
+    Divides("--tp", "the ranks that --pp leaves", lambda c: c.ranks // c.grid.pp),
+    Divides("--cp", "the ranks that --pp and --tp leave", lambda c: c.ranks // c.grid.pp // c.grid.tp),
+    Divides("--tp", "--heads", lambda c: c.model.heads),
+    Divides("--tp", "--ffn", lambda c: c.model.ffn if c.model.has_dense_ffn() else 0),
+    Divides("--tp", "--shared-experts x --expert-ffn", lambda c: c.model.shared_experts * c.model.expert_ffn),
+    Divides("--cp", "the heads of a tensor parallel rank",
+            lambda c: c.model.heads // c.grid.tp if c.grid.style().whole_sequences else 0, ", or another --cp-style"),
+    Divides("--dp-replicate", "--dp", lambda c: c.grid.dp),
+    Divides("--ep", "--experts", lambda c: c.model.experts),
     Divides("--ep", "the ranks of --dp, --cp and --tp in a replica",
-            lambda c: c.grid.dp // c.grid.dp_replicate * c.grid.cp * c.grid.tp,
-            "--ep 8 --experts 8 --zero 1 --dp-replicate 2", applies=has_experts),
+            lambda c: c.grid.dp // c.grid.dp_replicate * c.grid.cp * c.grid.tp),
 
-    *(Needs(example.split()[0], "--experts", has_experts, example) for example in (
-        "--top-k 3", "--expert-ffn 8", "--shared-experts 1", "--dense-layers 1", "--router sigmoid", "--no-router-norm",
-        "--router-scale 2", "--expert-groups 2", "--top-groups 2", "--ep 2", "--router-z-loss 1", "--bias-rate 1")),
     Needs("--top-k 1", "--no-router-norm: else the weights are always 1, and the router gets no gradient",
-          lambda c: c.model.experts == 1 or not c.model.router_norm, "--top-k 1 --experts 8"),
-    Needs("--head-dim", "to be even: rotary embedding rotates pairs of channels", lambda c: c.model.head_dim % 2 == 0,
-          "--head-dim 15"),
-    Needs("--window-every", "--window, without which all layers have full attention", lambda c: c.model.window,
-          "--window-every 2"),
-    Needs("--schedule", "--pp 2 or more", lambda c: c.grid.pp > 1, "--schedule afab"),
-    Needs("--chunks", "--pp 2 or more", lambda c: c.grid.pp > 1 or c.grid.chunks == 1, "--chunks 2"),
+          lambda c: c.model.experts == 1 or not c.model.router_norm),
+    Needs("--experts", "a --top-k that is not above it", lambda c: c.model.top_k <= c.model.experts),
+    Needs("--top-groups", "as many --expert-groups", lambda c: c.model.top_groups <= c.model.expert_groups),
+    Needs("--expert-groups", "a --top-k of at most the experts in --top-groups of them",
+          lambda c: c.model.top_k <= c.model.experts // c.model.expert_groups * c.model.top_groups),
+    Needs("--dense-layers", "more --layers than these", lambda c: c.model.dense_layers < c.model.layers),
+    Needs("--head-dim", "to be even: rotary embedding rotates pairs of channels", lambda c: c.model.head_dim % 2 == 0),
+    Needs("--window-every", "--window, without which all layers have full attention", lambda c: c.model.window),
+    Needs("--schedule", "--pp 2 or more", lambda c: c.grid.pp > 1),
+    Needs("--chunks", "--pp 2 or more", lambda c: c.grid.pp > 1 or c.grid.chunks == 1),
     Needs("--chunks", "another --schedule: interleaved and zb1p have any number of chunks",
-          lambda c: c.grid.pp == 1 or SCHEDULES[c.grid.schedule].allows(c.grid.chunks), "--chunks 2 --pp 2"),
+          lambda c: c.grid.pp == 1 or SCHEDULES[c.grid.schedule].allows(c.grid.chunks)),
+    Needs("--pp", "--layers of at least --pp x --chunks", lambda c: c.model.layers >= c.grid.pp * c.grid.chunks),
     Needs("--pp-group", "--pp 2 or more with --schedule interleaved or zb1p",
-          lambda c: c.grid.pp > 1 and SCHEDULES[c.grid.schedule].grouped, "--pp-group 4 --pp 2"),
-    Needs("--sp async", "--tp 2 or more", lambda c: c.grid.tp > 1, "--sp async"),
+          lambda c: c.grid.pp > 1 and SCHEDULES[c.grid.schedule].grouped),
+    Needs("--sp async", "--tp 2 or more", lambda c: c.grid.tp > 1),
     Needs("--tp", "--kv-heads that it divides, or that divide it",
-          lambda c: c.model.kv_heads % c.grid.tp == 0 or c.grid.tp % c.model.kv_heads == 0,
-          "--tp 4 --kv-heads 6 --heads 12 --head-dim 8"),
-    Needs("--dp-replicate", "--zero 1, 2 or 3: something that is sharded", lambda c: c.grid.zero, "--dp-replicate 2"),
-    Needs("--no-fp8-ends", "--fp8", has_fp8, "--no-fp8-ends"),
-    Needs("--no-fp8-ends", "--layers 3 or more", lambda c: c.model.layers > 2,
-          "--no-fp8-ends --fp8 tensorwise --layers 2"),
-    Needs("--fp8-pow2", "--fp8", has_fp8, "--fp8-pow2"),
+          lambda c: c.model.kv_heads % c.grid.tp == 0 or c.grid.tp % c.model.kv_heads == 0),
+    Needs("--tp", "a --vocab of at least as many", lambda c: c.model.vocab >= c.grid.tp),  # shards may differ
+    Needs("--dp-replicate", "--zero 1, 2 or 3: something that is sharded", lambda c: c.grid.zero),
+    Needs("--dp-replicate", "--dp x --cp above it, or a replica has one rank and shards nothing",
+          lambda c: c.grid.dp * c.grid.cp > c.grid.dp_replicate),
+
+    Needs("--fp8", "--dtype bf16, or fp32 where a CPU emulates FP8", lambda c: c.precision.dtype not in ("fp16", "fp64")),
+    Needs("--fp8", "--sp on or off: matmuls shard by shard have no FP8 version", lambda c: c.grid.sp != "async"),
+    Needs("--fp8-ends", "--fp8", lambda c: c.precision.fp8 != "none"),
+    Needs("--fp8-ends", "--layers 3 or more", lambda c: c.model.layers > 2),
+    Needs("--fp8-pow2", "--fp8", lambda c: c.precision.fp8 != "none"),
+    Needs("--moments bf16", "another --dtype than fp64, which it would undo", lambda c: c.precision.dtype != "fp64"),
+    Needs("--moments bf16", "--optimizer adamw", lambda c: c.optim.optimizer == "adamw"),
+    Needs("--moments bf16", "--betas whose second is at most 0.99: an average in bf16 cannot move by less than 1/256 "
+          "of itself", lambda c: c.optim.betas[1] <= 0.99),
+    Needs("--reduce-dtype bf16", "another --dtype than fp64, which it would undo",
+          lambda c: c.precision.dtype != "fp64"),
+    Needs("--attention triton", "another --dtype than fp64", lambda c: c.precision.dtype != "fp64"),
+    Needs("--attention triton", "--head-dim 128 or less", lambda c: c.model.head_dim <= 128),
     Needs("--offload", "--recompute full: what is offloaded are the inputs of layers that it saves",
-          lambda c: c.precision.recompute == "full" or not c.precision.offloads("activations"),
-          "--offload activations"),
-    Needs("--eval-every", "--val-data", lambda c: c.data.val_data, "--eval-every 2"),
-    Needs("--save-every", "--out, the folder to save in", lambda c: c.run.out, "--save-every 2"),
-    Needs("--rewind", "--save-every, for a checkpoint to go back to", lambda c: c.run.save_every, "--rewind 1"),
-    Needs("--rewind", "--max-skipped", lambda c: c.run.max_skipped,
-          "--rewind 1 --save-every 2 --out no/such --max-skipped 0"),
+          lambda c: c.precision.recompute == "full" or not c.precision.offloads("activations")),
 
-    Excludes("--offload", "--dry-run", "one device stands for GPU and host; python -m plan memory has the formula",
-             "--offload optimizer --dry-run 0/8"),
-    Excludes("--grid auto", "--dry-run", "it is chosen for the machine that it runs on; ask python -m plan search for "
-             "the best grid of another one, and give that", "--grid auto --dry-run 0/8"),
-    Excludes("--doc-mask", "--dry-run", "what documents hide depends on the data, leave one of them out",
-             "--doc-mask --dry-run 0/8"),
-    Excludes("--reduce-dtype bf16", "--dtype fp64", "it would undo it, leave one of them out",
-             "--reduce-dtype bf16 --dtype fp64"),
-    Excludes("--moments bf16", "--dtype fp64", "it would undo it, leave one of them out",
-             "--moments bf16 --dtype fp64"),
-    Excludes("--moments bf16", "--optimizer sgd", "it has none, use adamw", "--moments bf16 --optimizer sgd"),
-    Excludes("--attention triton", "--dtype fp64", "the kernel has at most fp32, use --attention auto or math",
-             "--attention triton --dtype fp64"),
-    Excludes("--fp8", "--dtype fp64", "FP8 goes with bf16, or with fp32 where a CPU emulates it",
-             "--fp8 tensorwise --dtype fp64"),
-    Excludes("--fp8", "--dtype fp16", "FP8 goes with bf16, or with fp32 where a CPU emulates it",
-             "--fp8 tensorwise --dtype fp16"),
-    Excludes("--fp8", "--sp async", "matmuls shard by shard have no FP8 version, leave one of them out",
-             "--fp8 tensorwise --sp async --tp 2"),
-
-    AtMost("--dense-layers", "--layers less one", lambda c: c.model.layers - 1, "--dense-layers 4 --experts 8"),
-    AtMost("--top-k", "--experts", lambda c: c.model.experts, "--top-k 9 --experts 8", applies=has_experts),
-    AtMost("--top-groups", "--expert-groups", lambda c: c.model.expert_groups, "--top-groups 2 --experts 8"),
-    AtMost("--top-k", "the experts of --top-groups",
-           lambda c: c.model.experts // c.model.expert_groups * c.model.top_groups,
-           "--top-k 3 --experts 8 --expert-groups 4", applies=has_experts),
-    AtMost("--pp", "--layers / --chunks", lambda c: c.model.layers // c.grid.chunks, "--pp 8",
-           applies=lambda c: c.grid.pp > 1),
-    AtMost("--tp", "--vocab", lambda c: c.model.vocab, "--tp 8 --heads 8 --kv-heads 8 --vocab 7"),  # shards may differ
-    AtMost("--dp-replicate", "what leaves each replica two ranks to shard over, of --dp x --cp",
-           lambda c: c.grid.dp // (1 if c.grid.cp > 1 else 2), "--dp-replicate 8 --zero 3",
-           applies=lambda c: c.grid.dp_replicate > 1),
-    AtMost("--head-dim", "the kernel of --attention triton takes", lambda c: 128, "--head-dim 160 --attention triton",
-           applies=lambda c: c.precision.attention == "triton"),
-    AtMost("--separator", "the largest token of --vocab", lambda c: c.model.vocab - 1, "--separator 257"),
-    AtMost("--min-lr", "--lr", lambda c: c.optim.lr, "--min-lr 1"),
-    AtMost("--warmup", "--steps", lambda c: c.optim.steps, "--warmup 201", applies=lambda c: c.optim.steps),
+    Needs("--separator", "a larger --vocab: its last token is --vocab less one",
+          lambda c: c.data.separator < c.model.vocab),
+    Needs("--min-lr", "an --lr that is not below it", lambda c: c.optim.min_lr <= c.optim.lr),
+    Needs("--warmup", "as many --steps", lambda c: c.optim.warmup <= c.optim.steps or not c.optim.steps),
+    Needs("--eval-every", "--val-data", lambda c: c.data.val_data),
+    Needs("--save-every", "--out, the folder to save in", lambda c: c.run.out),
+    Needs("--rewind", "--save-every, for a checkpoint to go back to", lambda c: c.run.save_every),
+    Needs("--rewind", "--max-skipped", lambda c: c.run.max_skipped),
+    Needs("--offload", "a real run: in a --dry-run one device stands for GPU and host; python -m plan memory has the "
+          "formula", lambda c: not c.run.dry_run),
+    Needs("--grid auto", "a real run: it is chosen for the machine that it runs on; ask python -m plan search for the "
+          "best grid of another one, and give that to --dry-run", lambda c: not c.run.dry_run),
+    Needs("--doc-mask", "a real run: what documents hide depends on the data, which --dry-run does not read",
+          lambda c: not c.run.dry_run),
 ]
 
 
@@ -563,8 +502,6 @@ def check_ranges(c: Config) -> None:
                  f"{flag(name)} {value}: must be {'above 0' if above else '0 or more'}")
             need(value <= most, f"{flag(name)} {value}: must be at most {most:,}")
     need(all(0 <= beta < 1 for beta in c.optim.betas), f"--betas {c.optim.betas}: each must be at least 0 and below 1")
-    need(c.precision.moments == "auto" or c.optim.betas[1] <= 0.99, f"--betas {c.optim.betas} with --moments bf16: an "
-         "average in bf16 cannot move by less than 1/256 of itself, use a second beta of at most 0.99")
 
 
 def fill_in(c: Config) -> None:
