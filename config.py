@@ -13,6 +13,7 @@ would work. Which settings go together is a table, RULES; tests/test_config.py h
 This file needs the standard library alone, so that a typo in a flag is answered at once, not after torch's import.
 """
 import argparse
+import contextlib
 import difflib
 import math
 import os
@@ -138,8 +139,7 @@ class Grid:
     chunks: int = setting(0, "model chunks (pipeline stages) per rank; 0: as many as the schedule needs")
     pp_group: int = setting(0, "interleaved, zb1p: micro-batches in a group; 0: as few as possible, at least pp")
     ep: int = positive(1, "expert parallel ranks, among those of dp, cp and tp: each has 1/ep of the experts")
-    zero: int = setting(0, "ZeRO level: data parallel ranks shard 1 optimizer state, 2 also gradients, 3 also "
-                           "weights", (0, 1, 2, 3))
+    zero: int = setting(0, "ZeRO: ranks of dp shard 1: optimizer state, 2: + gradients, 3: + weights", (0, 1, 2, 3))
     dp_replicate: int = positive(1, "hybrid sharding: so many replicas, each sharded over dp x cp / dp-replicate ranks")
     sp: str = setting("on", "sequence parallelism: between layers each tensor parallel rank has 1/tp of the tokens; "
                             "async: its communication overlaps matmuls, shard by shard round a ring",
@@ -197,15 +197,22 @@ class Precision:
 @dataclass
 class Batch:
     seq: int = positive(256, "tokens per sequence")
-    micro_batch: int = setting(0, "sequences that a rank computes at once; 0: all that it has in a step, or what "
-                                  "makes 2 x pp micro-batches")
+    micro_batch: int = setting(0, "sequences that a rank computes at once; 0: all of a step; with pp 1/(2 pp) of it")
     global_batch: int = positive(16, "sequences per step, over all ranks and micro-batches")
     batch_ramp: str = setting("", 'replaces global-batch: "16@0,32@1e6" is 16 sequences, from 1e6 tokens seen on 32')
 
     def ramp(self) -> list[tuple[int, float]]:
         """(sequences per step, tokens seen from which on that holds), in order. Raises ValueError if malformed."""
-        return [(int(size), float(start)) for size, start in
-                (stage.split("@") for stage in (self.batch_ramp or f"{self.global_batch}@0").split(","))]
+        if not self.batch_ramp:
+            return [(self.global_batch, 0.0)]
+        with contextlib.suppress(ValueError):
+            ramp = [(int(size), float(start)) for size, start in
+                    (stage.split("@") for stage in self.batch_ramp.split(","))]
+            sizes, starts = zip(*ramp)
+            if min(sizes) > 0 and starts[0] == 0 and all(a < b for a, b in zip(starts, starts[1:])):
+                return ramp
+        raise ValueError(f'--batch-ramp "{self.batch_ramp}": write sequences@tokens, from 0 tokens on and in order, '
+                         'such as "16@0,32@1e6"')
 
 
 @dataclass
@@ -251,14 +258,12 @@ class Run:
     insist: bool = setting(False, "resume although the data changed, or settings of the model that change no shape")
     init_from: str = setting("", "start from weights and config.json as published on Hugging Face, in this folder")
     export_hf: str = setting("", "after training, write the weights here as transformers reads them")
-    metrics: str = setting("", "append the metrics of every step to this file or pipe, as lines of JSON; of a dry "
-                               "run, write one object")
+    metrics: str = setting("", "append each step's metrics to this file or pipe, in JSON; of a dry run, write one")
     profile: str = setting("", "write a trace of steps 3 to 5 in this folder, and print what takes longest")
     memory_snapshot: str = setting("", "write torch's snapshot of rank 0's GPU memory in the first six steps")
     sample: str = setting("def ", "after training on text, continue this prompt; '' for none")
     device: str = setting("auto", "auto: GPUs when there is one per rank", ("auto", "cpu", "cuda"))
-    dry_run: str = setting("", "RANK/GPUS, such as 0/64: run one step on fake tensors as that rank of so many, and "
-                               "print what it needs")
+    dry_run: str = setting("", "RANK/GPUS: print what a step needs on that rank of so many, run on fake tensors")
     timeout: float = positive(600.0, "seconds a collective may wait for a rank before the run fails", most=1e7)
     time_limit: float = setting(0.0, "minutes after which the run saves and ends, as after SIGTERM or Ctrl-C; 0: none")
     max_skipped: int = setting(25, "fail after so many skipped steps in a row (not finite, or spikes); 0: never")
@@ -304,14 +309,12 @@ def llama(layers, hidden, heads, kv_heads, ffn, vocab, **rest):
     return dict(layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=vocab, **rest)
 
 
-def moe(experts, top_k, expert_ffn, **rest):
-    return dict(experts=experts, top_k=top_k, expert_ffn=expert_ffn, **rest)
-
-
 LLAMA3 = dict(vocab=128256, rope_theta=500000.0)
 QWEN = dict(vocab=151936, rope_theta=1000000.0, norm_eps=1e-6)
-DEEPSEEK = dict(router="sigmoid", router_scale=2.5, expert_groups=8, top_groups=4, shared_experts=1, dense_layers=3,
-                bias_rate=1e-3, aux_loss=1e-4, norm_eps=1e-6)
+QWEN3 = dict(QWEN, qk_norm=True, head_dim=128)
+DEEPSEEK = dict(head_dim=128, experts=256, top_k=8, expert_ffn=2048, router="sigmoid", router_scale=2.5,
+                expert_groups=8, top_groups=4, shared_experts=1, dense_layers=3, bias_rate=1e-3, aux_loss=1e-4,
+                norm_eps=1e-6)
 PRESETS = {  #             layers hidden heads kv    ffn
     "tiny": {},
     "smollm-135m":    llama(30,   576,   9,   3,  1536, 49152, tied=True),
@@ -326,15 +329,14 @@ PRESETS = {  #             layers hidden heads kv    ffn
     "llama-3.1-70b":  llama(80,  8192,  64,   8, 28672, **LLAMA3, rope_scaling=8.0),
     "llama-3.1-405b": llama(126, 16384, 128,  8, 53248, **LLAMA3, rope_scaling=8.0),
     "qwen2.5-0.5b":   llama(24,   896,  14,   2,  4864, **QWEN, tied=True, qkv_bias=True),
-    "qwen3-0.6b":     llama(28,  1024,  16,   8,  3072, **QWEN, tied=True, qk_norm=True, head_dim=128),
-    "qwen3-8b":       llama(36,  4096,  32,   8, 12288, **QWEN, qk_norm=True, head_dim=128),
-    "qwen3-32b":      llama(64,  5120,  64,   8, 25600, **QWEN, qk_norm=True, head_dim=128),
-    #                                                                  experts top_k expert_ffn
-    "tiny-moe":       llama(4,    128,   4,   2,   352, TEXT_VOCAB, **moe(8, 2,   128)),
-    "mixtral-8x7b":   llama(32,  4096,  32,   8, 14336, 32000, **moe(     8, 2, 14336), rope_theta=1000000.0),
-    "qwen3-30b-a3b":  llama(48,  2048,  32,   4,  6144, **QWEN, **moe(  128, 8,   768), qk_norm=True, head_dim=128),
+    "qwen3-0.6b":     llama(28,  1024,  16,   8,  3072, **QWEN3, tied=True),
+    "qwen3-8b":       llama(36,  4096,  32,   8, 12288, **QWEN3),
+    "qwen3-32b":      llama(64,  5120,  64,   8, 25600, **QWEN3),
+    "tiny-moe":       llama(4,    128,   4,   2,   352, TEXT_VOCAB, experts=8, top_k=2, expert_ffn=128),
+    "mixtral-8x7b":   llama(32,  4096,  32,   8, 14336, 32000, rope_theta=1e6, experts=8, top_k=2, expert_ffn=14336),
+    "qwen3-30b-a3b":  llama(48,  2048,  32,   4,  6144, **QWEN3, experts=128, top_k=8, expert_ffn=768),
     # DeepSeek-V3 with grouped-query attention in place of its latent attention (MLA)
-    "deepseek-v3-gqa": llama(61, 7168, 128,   8, 18432, 129280, **moe(  256, 8,  2048, **DEEPSEEK), head_dim=128),
+    "deepseek-v3-gqa": llama(61, 7168, 128,   8, 18432, 129280, **DEEPSEEK),
 }
 
 SECTIONS = {"model": Model, "grid": Grid, "precision": Precision, "batch": Batch, "optim": Optim, "data": Data,
@@ -429,9 +431,8 @@ RULES = [  # in this order: a row may rely on those before it, and all on the de
     Needs("--head-dim", "to be even: rotary embedding rotates pairs of channels", lambda c: c.model.head_dim % 2 == 0),
     Needs("--window-every", "--window, without which all layers have full attention", lambda c: c.model.window),
     Needs("--schedule", "--pp 2 or more", lambda c: c.grid.pp > 1),
-    Needs("--chunks", "--pp 2 or more", lambda c: c.grid.pp > 1 or c.grid.chunks == 1),
-    Needs("--chunks", "another --schedule: interleaved and zb1p have any number of chunks",
-          lambda c: c.grid.pp == 1 or SCHEDULES[c.grid.schedule].allows(c.grid.chunks)),
+    Needs("--chunks", "--pp 2 or more and another --schedule: interleaved and zb1p have any number of chunks",
+          lambda c: SCHEDULES[c.grid.schedule].allows(c.grid.chunks) if c.grid.pp > 1 else c.grid.chunks == 1),
     Needs("--pp", "--layers of at least --pp x --chunks", lambda c: c.model.layers >= c.grid.pp * c.grid.chunks),
     Needs("--pp-group", "--pp 2 or more with --schedule interleaved or zb1p",
           lambda c: c.grid.pp > 1 and SCHEDULES[c.grid.schedule].grouped),
@@ -443,19 +444,19 @@ RULES = [  # in this order: a row may rely on those before it, and all on the de
     Needs("--dp-replicate", "--dp x --cp above it, or a replica has one rank and shards nothing",
           lambda c: c.grid.dp * c.grid.cp > c.grid.dp_replicate),
 
-    Needs("--fp8", "--dtype bf16, or fp32 where a CPU emulates FP8", lambda c: c.precision.dtype not in ("fp16", "fp64")),
+    Needs("--fp8", "--dtype bf16, or fp32 where a CPU emulates FP8",
+          lambda c: c.precision.dtype not in ("fp16", "fp64")),
     Needs("--fp8", "--sp on or off: matmuls shard by shard have no FP8 version", lambda c: c.grid.sp != "async"),
-    Needs("--fp8-ends", "--fp8", lambda c: c.precision.fp8 != "none"),
-    Needs("--fp8-ends", "--layers 3 or more", lambda c: c.model.layers > 2),
+    Needs("--fp8-ends", "--fp8, and --layers 3 or more", lambda c: len(c.fp8_layers())),
     Needs("--fp8-pow2", "--fp8", lambda c: c.precision.fp8 != "none"),
-    Needs("--moments bf16", "another --dtype than fp64, which it would undo", lambda c: c.precision.dtype != "fp64"),
-    Needs("--moments bf16", "--optimizer adamw", lambda c: c.optim.optimizer == "adamw"),
+    Needs("--moments bf16", "--optimizer adamw, and another --dtype than fp64, which it would undo",
+          lambda c: c.optim.optimizer == "adamw" and c.precision.dtype != "fp64"),
     Needs("--moments bf16", "--betas whose second is at most 0.99: an average in bf16 cannot move by less than 1/256 "
           "of itself", lambda c: c.optim.betas[1] <= 0.99),
     Needs("--reduce-dtype bf16", "another --dtype than fp64, which it would undo",
           lambda c: c.precision.dtype != "fp64"),
-    Needs("--attention triton", "another --dtype than fp64", lambda c: c.precision.dtype != "fp64"),
-    Needs("--attention triton", "--head-dim 128 or less", lambda c: c.model.head_dim <= 128),
+    Needs("--attention triton", "--head-dim 128 or less, and another --dtype than fp64",
+          lambda c: c.model.head_dim <= 128 and c.precision.dtype != "fp64"),
     Needs("--offload", "--recompute full: what is offloaded are the inputs of layers that it saves",
           lambda c: c.precision.recompute == "full" or not c.precision.offloads("activations")),
 
@@ -465,8 +466,8 @@ RULES = [  # in this order: a row may rely on those before it, and all on the de
     Needs("--warmup", "as many --steps", lambda c: c.optim.warmup <= c.optim.steps or not c.optim.steps),
     Needs("--eval-every", "--val-data", lambda c: c.data.val_data),
     Needs("--save-every", "--out, the folder to save in", lambda c: c.run.out),
-    Needs("--rewind", "--save-every, for a checkpoint to go back to", lambda c: c.run.save_every),
-    Needs("--rewind", "--max-skipped", lambda c: c.run.max_skipped),
+    Needs("--rewind", "--max-skipped, and --save-every, for a checkpoint to go back to",
+          lambda c: c.run.max_skipped and c.run.save_every),
     Needs("--offload", "a real run: in a --dry-run one device stands for GPU and host; python -m plan memory has the "
           "formula", lambda c: not c.run.dry_run),
     Needs("--grid auto", "a real run: it is chosen for the machine that it runs on; ask python -m plan search for the "
@@ -552,20 +553,12 @@ def check_fp8_widths(c: Config) -> None:
 def check_batch(c: Config) -> None:
     """Fill in the micro-batch. Every size of a ramp must make whole micro-batches on every rank."""
     batch, grid = c.batch, c.grid
-    usage = f'--batch-ramp "{batch.batch_ramp}": write sequences@tokens, such as "16@0,32@1e6"'
-    try:
-        sizes, starts = zip(*batch.ramp())
-    except ValueError:
-        raise ValueError(usage) from None
-    need(min(sizes) > 0, usage)
-    need(starts[0] == 0, f"{usage}, beginning at 0 tokens")
-    need(all(a < b for a, b in zip(starts, starts[1:])), f"{usage}, each stage after the one before")
-
-    name = "--batch-ramp" if batch.batch_ramp else "--global-batch"
+    sizes = [size for size, _ in batch.ramp()]
+    whole = f"--batch-ramp {batch.batch_ramp}" if batch.batch_ramp else f"--global-batch {batch.global_batch}"
     for size in sizes:
         below = size // grid.dp * grid.dp
         use = f"{below} or {below + grid.dp}" if below else f"{grid.dp}"
-        need(size % grid.dp == 0, f"{name} {size} is not a multiple of --dp {grid.dp}: use {use}")
+        need(size % grid.dp == 0, f"{whole.split()[0]} {size} is not a multiple of --dp {grid.dp}: use {use}")
     if batch.micro_batch == 0:
         batch.micro_batch = default_micro_batch(math.gcd(*sizes) // grid.dp, batch, grid)
     asked = f"--micro-batch {batch.micro_batch}"
@@ -573,11 +566,10 @@ def check_batch(c: Config) -> None:
     need(grid.cp > 1 or tokens % grid.sequence_shards == 0,
          f"--tp {grid.tp} cannot share {asked} x --seq {batch.seq} = {tokens} tokens in equal parts: use another "
          "--seq, or --sp off")
-    for size in sizes:
-        need_divisor(asked, batch.micro_batch, f"a rank's share of {name} {size}", size // grid.dp)
-        count = size // grid.dp // batch.micro_batch
-        need(count <= MOST_MICRO_BATCHES, f"{asked} makes {count:,} micro-batches per step of {name} {size}: must be "
-                                          f"at most {MOST_MICRO_BATCHES:,}")
+    need_divisor(asked, batch.micro_batch, f"a rank's share of {whole}", math.gcd(*sizes) // grid.dp)
+    count = max(sizes) // grid.dp // batch.micro_batch
+    need(count <= MOST_MICRO_BATCHES, f"{asked} makes {count:,} micro-batches per step of {whole}: must be at most "
+                                      f"{MOST_MICRO_BATCHES:,}")
 
 
 def check_schedule(c: Config) -> None:

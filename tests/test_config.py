@@ -36,8 +36,8 @@ WRONG = [  # ranks, command line, what the line must say; but for those that con
     (8, "--global-batch 4", "--global-batch 4 is not a multiple of --dp 8: use 8"),
     (8, "--micro-batch 3", "--micro-batch 3 does not divide a rank's share of --global-batch 16 (2): use one of 1, 2"),
     (1, "--batch-ramp 16", '--batch-ramp "16": write sequences@tokens'),
-    (1, "--batch-ramp 16@100", "beginning at 0 tokens"),
-    (1, "--batch-ramp 16@0,32@9,64@5", "each stage after the one before"),
+    (1, "--batch-ramp 16@100", "from 0 tokens on"),
+    (1, "--batch-ramp 16@0,32@9,64@5", "in order, such as"),
     (8, "--batch-ramp 16@0,20@9", "--batch-ramp 20 is not a multiple of --dp 8"),
     (1, "--optimizer lion", "--optimizer: invalid choice: 'lion'"),
     (1, "--lr nan", "--lr nan: must be 0 or more"),
@@ -98,18 +98,17 @@ REFUSED = [  # by each row of config.RULES, in its order
 
     "--top-k 1 --experts 8", "--experts 8 --top-k 9", "--top-groups 2 --experts 8",
     "--expert-groups 4 --experts 8 --top-k 3", "--dense-layers 4 --experts 8", "--head-dim 15", "--window-every 2",
-    "--schedule afab", "--chunks 2", "--chunks 2 --pp 2", "--pp 8", "--pp-group 4 --pp 2", "--sp async",
+    "--schedule afab", "--chunks 2 --pp 2", "--pp 8", "--pp-group 4 --pp 2", "--sp async",
     "--tp 4 --kv-heads 6 --heads 12 --head-dim 8", "--tp 8 --heads 8 --kv-heads 8 --vocab 7", "--dp-replicate 2",
     "--dp-replicate 8 --zero 3",
 
-    "--fp8 tensorwise --dtype fp64", "--fp8 tensorwise --sp async --tp 2", "--no-fp8-ends",
-    "--no-fp8-ends --fp8 tensorwise --layers 2", "--fp8-pow2", "--moments bf16 --dtype fp64",
-    "--moments bf16 --optimizer sgd", "--moments bf16 --betas 0.9,0.999", "--reduce-dtype bf16 --dtype fp64",
-    "--attention triton --dtype fp64", "--attention triton --head-dim 160", "--offload activations",
+    "--fp8 tensorwise --dtype fp64", "--fp8 tensorwise --sp async --tp 2",
+    "--no-fp8-ends --fp8 tensorwise --layers 2", "--fp8-pow2", "--moments bf16 --optimizer sgd",
+    "--moments bf16 --betas 0.9,0.999", "--reduce-dtype bf16 --dtype fp64", "--attention triton --head-dim 160",
+    "--offload activations",
 
     "--separator 257", "--min-lr 0.5", "--warmup 201", "--eval-every 2", "--save-every 2", "--rewind 1",
-    "--rewind 1 --save-every 2 --out no/such --max-skipped 0", "--offload optimizer --dry-run 0/8",
-    "--grid auto --dry-run 0/8", "--doc-mask --dry-run 0/8"]
+    "--offload optimizer --dry-run 0/8", "--grid auto --dry-run 0/8", "--doc-mask --dry-run 0/8"]
 
 
 def test_each_rule_has_a_command_line_that_it_refuses():
@@ -171,6 +170,10 @@ def test_a_number_outside_its_range_is_refused_by_its_flag(field):
     (8, "--tp 8 --heads 8 --kv-heads 8 --vocab 8", "--tp 8 --heads 8 --kv-heads 8 --vocab 7"),
     (2, "--tp 2 --seq 255 --micro-batch 1 --sp off", "--tp 2 --seq 255 --micro-batch 1"),
     (4, "--tp 2 --seq 255 --micro-batch 1 --cp 2 --dp 1", "--tp 2 --seq 255 --micro-batch 1 --dp 2"),
+    (1, "--no-fp8-ends --fp8 tensorwise --layers 3", "--no-fp8-ends --layers 3"), (1, "--chunks 1", "--chunks 2"),
+    (1, "--attention triton", "--attention triton --dtype fp64"),
+    (1, "--moments bf16", "--moments bf16 --dtype fp64"), (1, "--fp8 tensorwise", "--fp8 tensorwise --dtype fp16"),
+    (1, "--rewind 1 --save-every 2 --out a", "--rewind 1 --save-every 2 --out a --max-skipped 0"),
     (8, "--zero 3 --dp-replicate 4", "--zero 3 --dp-replicate 8"),
     (2, "--pp 2 --layers 2", "--pp 2 --layers 1"), (1, "--rewind 1 --out a --save-every 1", "--rewind 1 --out a"),
     (1, "--offload activations --recompute full", "--offload activations --recompute selective")])
