@@ -164,9 +164,6 @@ class Grid:
     def async_tp(self) -> bool:
         return self.sp == "async"
 
-    def style(self) -> CpStyle:
-        return CP_STYLES[self.cp_style]
-
 
 @dataclass
 class Precision:
@@ -177,8 +174,7 @@ class Precision:
     fp8_ends: bool = setting(True, "FP8 in the first and the last block, too")
     fp8_pow2: bool = setting(False, "FP8 scales are powers of two")
     moments: str = setting("auto", "dtype of AdamW's moments; auto: fp32, or fp64 in fp64 runs", ("auto", "bf16"))
-    reduce_dtype: str = setting("fp32", "of gradients that are summed over ranks; micro-batches are summed in fp32",
-                                ("fp32", "bf16"))
+    reduce_dtype: str = setting("fp32", "of gradients summed over ranks; over micro-batches: fp32", ("fp32", "bf16"))
     attention: str = setting("auto", "sdpa: torch's fused kernels; triton: ours; auto: torch's, but on a GPU ours for "
                                      "documents and windows; math: plain torch, which saves scores",
                              ("auto", "triton", "sdpa", "math"))
@@ -219,16 +215,14 @@ class Batch:
 class Optim:
     optimizer: str = setting("adamw", "the update rule", ("adamw", "sgd"))
     lr: float = setting(0.0, "peak learning rate; 0: 1.2 / hidden, as Llama 3 from 8B to 405B, but at most 2e-3")
-    lr_schedule: str = setting("cosine", "after the warmup; wsd: constant, then linear over the last fifth",
-                               ("cosine", "wsd", "constant"))
+    lr_schedule: str = setting("cosine", "wsd: linear decay in the last fifth", ("cosine", "wsd", "constant"))
     min_lr: float = setting(-1.0, "final learning rate of cosine and wsd; -1: lr / 10")
     warmup: int = setting(-1, "steps of linear warmup; -1: 20, but at most a tenth of the run")
     weight_decay: float = setting(0.1, "decoupled decay of matrices; norms and biases are not decayed")
     betas: tuple = setting((0.9, 0.95), "decay rates of AdamW's averages of the gradient and of its square")
     z_loss: float = setting(0.0, "coefficient of the z-loss, the square of each token's log-sum-exp of logits")
     aux_loss: float = setting(0.01, "coefficient of the auxiliary loss that balances experts (Switch Transformer)")
-    aux_over: str = setting("sequence", "what --aux-loss balances: the tokens of each sequence, or of a micro-batch",
-                            ("sequence", "micro-batch"))
+    aux_over: str = setting("sequence", "--aux-loss balances the tokens of each", ("sequence", "micro-batch"))
     router_z_loss: float = setting(0.0, "coefficient of the routers' z-loss")
     bias_rate: float = setting(0.0, "how far a step moves the biases that balance experts (DeepSeek-V3: 0.001)")
     clip: float = setting(1.0, "largest norm of the whole gradient; 0: no clipping")
@@ -239,8 +233,7 @@ class Optim:
 @dataclass
 class Data:
     data: list = setting([], "text (files, folders) or tokens (.bin, .npy); by default the sources of Python's library")
-    data_dtype: str = setting("auto", "tokens of .bin files without a header; auto: uint16 if the vocabulary fits",
-                              ("auto", "uint16", "uint32"))
+    data_dtype: str = setting("auto", "of headerless .bin; auto: uint16 if --vocab fits", ("auto", "uint16", "uint32"))
     separator: int = setting(-1, "token that begins a document in token files; -1: the format's, or each file is one")
     doc_mask: bool = setting(False, "no attention across documents, and positions start anew in each")
     val_data: list = setting([], "evaluate the loss on this text or these tokens")
@@ -415,7 +408,8 @@ RULES = [  # in this order: a row may rely on those before it, and all on the de
     Divides("--tp", "--ffn", lambda c: c.model.ffn if c.model.has_dense_ffn() else 0),
     Divides("--tp", "--shared-experts x --expert-ffn", lambda c: c.model.shared_experts * c.model.expert_ffn),
     Divides("--cp", "the heads of a tensor parallel rank",
-            lambda c: c.model.heads // c.grid.tp if c.grid.style().whole_sequences else 0, ", or another --cp-style"),
+            lambda c: c.model.heads // c.grid.tp if CP_STYLES[c.grid.cp_style].whole_sequences else 0,
+            ", or another --cp-style"),
     Divides("--dp-replicate", "--dp", lambda c: c.grid.dp),
     Divides("--ep", "--experts", lambda c: c.model.experts),
     Divides("--ep", "the ranks of --dp, --cp and --tp in a replica",
@@ -502,7 +496,8 @@ def check_ranges(c: Config) -> None:
             need(value >= 0 and (value or not above),
                  f"{flag(name)} {value}: must be {'above 0' if above else '0 or more'}")
             need(value <= most, f"{flag(name)} {value}: must be at most {most:,}")
-    need(all(0 <= beta < 1 for beta in c.optim.betas), f"--betas {c.optim.betas}: each must be at least 0 and below 1")
+    need(len(c.optim.betas) == 2 and all(0 <= beta < 1 for beta in c.optim.betas),
+         f"--betas {','.join(map(str, c.optim.betas))}: write two numbers from 0 to below 1, such as 0.9,0.95")
 
 
 def fill_in(c: Config) -> None:
@@ -591,12 +586,8 @@ def default_micro_batch(share: int, batch: Batch, grid: Grid) -> int:
 
 # ---- reading the command line ---------------------------------------------------------------------------------------
 
-def two_numbers(text: str) -> tuple:
-    try:
-        first, second = text.split(",")
-        return float(first), float(second)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text}: write two numbers, such as 0.9,0.95") from None
+def numbers(text: str) -> tuple[float, ...]:
+    return tuple(map(float, text.split(",")))
 
 
 def expand(arguments: list[str], inside: tuple[str, ...] = ()) -> list[str]:
@@ -643,7 +634,7 @@ def make_parser(sections: dict[str, type] = SECTIONS, description: str = "Train 
             elif f.metadata["choices"]:
                 kwargs = dict(choices=f.metadata["choices"], type=f.type)
             else:
-                kwargs = dict(type=two_numbers if f.type is tuple else f.type, metavar=f.type.__name__.upper())
+                kwargs = dict(type=numbers if f.type is tuple else f.type, metavar=f.type.__name__.upper())
             group.add_argument(flag(f.name), help=f.metadata["help"] + default, **kwargs)
     return parser
 

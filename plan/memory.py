@@ -20,7 +20,7 @@ from math import gcd
 from typing import NamedTuple
 
 import schedules
-from config import Config, Grid, padded_elements, padded_length
+from config import CP_STYLES, Config, Grid, padded_elements, padded_length
 from plan.costs import (
     Activation,
     LayerOptions,
@@ -75,7 +75,7 @@ def activation_bytes(settings: Config, element: int, stages: Collection[Iterable
     tp, sp, acc, recompute = grid.tp, grid.sequence_parallel, acc_bytes(element), precision.recompute
     seq = padded_length(batch.seq, grid.cp, tp if sp else 1)
     local_seq = seq // grid.cp
-    by_heads = grid.cp > 1 and grid.style().whole_sequences  # Ulysses
+    by_heads = grid.cp > 1 and CP_STYLES[grid.cp_style].whole_sequences  # Ulysses
     by_blocks = grid.cp > 1 and not by_heads  # attention by blocks saves no scores
     options = layer_options(settings, element, by_blocks)
 
