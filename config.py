@@ -372,7 +372,7 @@ def need_divisor(asked: str, value: int, what: str, number: int, hint: str = "")
 
 
 class Needs(NamedTuple):
-    """A setting, "--sp async": of this value, or "--sp": of any but its default, needs another one."""
+    """A setting, "--sp async": of this value, or "--sp": of any but its default, needs another one, or a value."""
     setting: str
     needs: str
     holds: Callable[[Config], Any]
@@ -393,6 +393,7 @@ class Divides(NamedTuple):
         need_divisor(as_typed(c, self.setting), value, self.what, self.number(c), self.hint)
 
 
+MORE_RANKS = ", or start more ranks (torchrun --nproc_per_node)"
 RULES = [  # in this order: a row may rely on those before it, and all on the defaults that fill_in has filled in
     *(Needs(setting, "--experts", lambda c: c.model.experts) for setting in (
         "--top-k", "--expert-ffn", "--shared-experts", "--dense-layers", "--router", "--router-norm", "--router-scale",
@@ -401,9 +402,9 @@ RULES = [  # in this order: a row may rely on those before it, and all on the de
             ", or set --head-dim"),
     Divides("--kv-heads", "--heads", lambda c: c.model.heads),
     Divides("--expert-groups", "--experts", lambda c: c.model.experts),
-    Divides("--pp", "the number of ranks", lambda c: c.ranks),
-    Divides("--tp", "the ranks that --pp leaves", lambda c: c.ranks // c.grid.pp),
-    Divides("--cp", "the ranks that --pp and --tp leave", lambda c: c.ranks // c.grid.pp // c.grid.tp),
+    Divides("--pp", "the number of ranks", lambda c: c.ranks, MORE_RANKS),
+    Divides("--tp", "the ranks that --pp leaves", lambda c: c.ranks // c.grid.pp, MORE_RANKS),
+    Divides("--cp", "the ranks that --pp and --tp leave", lambda c: c.ranks // c.grid.pp // c.grid.tp, MORE_RANKS),
     Divides("--tp", "--heads", lambda c: c.model.heads),
     Divides("--tp", "--ffn", lambda c: c.model.ffn if c.model.has_dense_ffn() else 0),
     Divides("--tp", "--shared-experts x --expert-ffn", lambda c: c.model.shared_experts * c.model.expert_ffn),
@@ -586,7 +587,7 @@ def default_micro_batch(share: int, batch: Batch, grid: Grid) -> int:
 
 # ---- reading the command line ---------------------------------------------------------------------------------------
 
-def numbers(text: str) -> tuple[float, ...]:
+def comma_separated_numbers(text: str) -> tuple[float, ...]:
     return tuple(map(float, text.split(",")))
 
 
@@ -634,7 +635,8 @@ def make_parser(sections: dict[str, type] = SECTIONS, description: str = "Train 
             elif f.metadata["choices"]:
                 kwargs = dict(choices=f.metadata["choices"], type=f.type)
             else:
-                kwargs = dict(type=numbers if f.type is tuple else f.type, metavar=f.type.__name__.upper())
+                kwargs = dict(type=comma_separated_numbers if f.type is tuple else f.type,
+                              metavar=f.type.__name__.upper())
             group.add_argument(flag(f.name), help=f.metadata["help"] + default, **kwargs)
     return parser
 

@@ -44,7 +44,7 @@ WRONG = [  # ranks, command line, what the line must say; but for those that con
     (1, "--lr-schedule linear", "--lr-schedule: invalid choice: 'linear'"),
     (1, "--betas 0.9", "--betas 0.9: write two numbers from 0 to below 1, such as 0.9,0.95"),
     (1, "--betas 0.9,1", "--betas 0.9,1.0: write two numbers from 0 to below 1"),
-    (1, "--betas 0.9,x", "--betas: invalid numbers value: '0.9,x'"),
+    (1, "--betas 0.9,x", "--betas: invalid comma_separated_numbers value: '0.9,x'"),
     (1, "--data no/such/file", "--data no/such/file: no such file or folder"),
     (1, "--val-data no/such/file", "--val-data no/such/file: no such file or folder"),
     (1, "--data-dtype int4", "--data-dtype: invalid choice: 'int4'"),
