@@ -139,7 +139,8 @@ class Grid:
     chunks: int = setting(0, "model chunks (pipeline stages) per rank; 0: as many as the schedule needs")
     pp_group: int = setting(0, "interleaved, zb1p: micro-batches in a group; 0: as few as possible, at least pp")
     ep: int = positive(1, "expert parallel ranks, among those of dp, cp and tp: each has 1/ep of the experts")
-    zero: int = setting(0, "ZeRO: ranks of dp shard 1: optimizer state, 2: + gradients, 3: + weights", (0, 1, 2, 3))
+    zero: int = setting(0, "ZeRO level: data parallel ranks shard 1 optimizer state, 2 also gradients, 3 also weights",
+                        (0, 1, 2, 3))
     dp_replicate: int = positive(1, "hybrid sharding: so many replicas, each sharded over dp x cp / dp-replicate ranks")
     sp: str = setting("on", "sequence parallelism: between layers each tensor parallel rank has 1/tp of the tokens; "
                             "async: its communication overlaps matmuls, shard by shard round a ring",
@@ -215,7 +216,8 @@ class Batch:
 class Optim:
     optimizer: str = setting("adamw", "the update rule", ("adamw", "sgd"))
     lr: float = setting(0.0, "peak learning rate; 0: 1.2 / hidden, as Llama 3 from 8B to 405B, but at most 2e-3")
-    lr_schedule: str = setting("cosine", "wsd: linear decay in the last fifth", ("cosine", "wsd", "constant"))
+    lr_schedule: str = setting("cosine", "after the warmup; wsd: constant, then linear over the last fifth",
+                               ("cosine", "wsd", "constant"))
     min_lr: float = setting(-1.0, "final learning rate of cosine and wsd; -1: lr / 10")
     warmup: int = setting(-1, "steps of linear warmup; -1: 20, but at most a tenth of the run")
     weight_decay: float = setting(0.1, "decoupled decay of matrices; norms and biases are not decayed")
