@@ -46,7 +46,8 @@ def sort_key(param: nn.Parameter) -> tuple:
 class Bucket:
     """Parameters that are reduced together, and the flat buffer of their gradients, in at least fp32.
 
-    It is their sink: param.py adds each gradient to `main_grad` of a parameter, and then calls `ready`.
+    It is their sink: param.py adds each gradient to `main_grad` of a parameter, and then calls `ready`. zero.py's
+    buckets are due at other times, and have a reduction of their own.
     params: all with the same data axis -> how many gradients each gets per micro-batch.
     """
 
@@ -92,11 +93,14 @@ class Bucket:
         self.missing -= 1
         assert self.missing >= 0, f"{param.spec.name}: more backward passes than the step was begun with"
         if self.is_due():
-            self.reducing = self.reduction()
-            next(self.reducing, None)
+            self.start_reduction()
 
     def is_due(self) -> bool:
         return self.missing == 0
+
+    def start_reduction(self) -> None:
+        self.reducing = self.reduction()
+        next(self.reducing, None)
 
     def reduction(self) -> Iterator[None]:
         """Sum the gradient over the ranks: started before `yield`, finished after it."""

@@ -64,7 +64,7 @@ class ShardedBucket(Bucket):
 
     def __init__(self, params: dict[nn.Parameter, int], groups: Groups, *, level: int, rule_state: tuple[str, ...],
                  moments_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None,
-                 offload: Callable | None, started: dict):
+                 offload: Callable | None, running: dict):
         super().__init__(params, groups)
         # Of Bucket: offset, spans (in the flat tensor); missing, expected (gradients still to come in this step, and in
         # all); reducing (the reduction that was started last); acc_dtype (fp32; in fp64 runs fp64).
@@ -92,7 +92,7 @@ class ShardedBucket(Bucket):
             self.grad = self.zeros(self.padded, self.acc_dtype)
         self.grad_shard = self.grad[self.shard] if self.level < 2 else self.zeros(length, self.acc_dtype)
         self.reduce_dtype = reduce_dtype or self.acc_dtype
-        self.started = started  # shared by all buckets: process group -> the reduction on it that started last
+        self.running = running  # shared by all buckets: process group -> the reduction on it that started last
 
     def within_shard(self, flat: Tensor, start: int, stop: int) -> Tensor:
         """Of a tensor as long as the shard: the elements that are start..stop of the whole bucket."""
@@ -100,22 +100,30 @@ class ShardedBucket(Bucket):
         return flat[start:stop]
 
     # A gradient's way: param.py adds it to main_grad and calls `ready`, which counts (dp.py) and starts a reduction if
-    # one is due; the axis's next reduction resumes that one, and finish_step finishes it. Then `Optimizer.step`.
+    # one is due. The axis's next reduction resumes that one, finish_step finishes the last. Then `Optimizer.step`.
+    #
+    #     compute     g3 ────────► g2 ────────────► g1 ────────────────► finish_step
+    #     bucket 3        reduce-scatter │ += │ all-reduce over replicas │
+    #     bucket 2                        reduce-scatter │ += │ all-reduce over replicas │
 
     def is_due(self) -> bool:
         return self.missing % self.grads_per_micro_batch == 0 if self.level >= 2 else self.missing == 0
+
+    def start_reduction(self) -> None:
+        """Resume the axis's reduction before this one: so at levels 2 and 3 at most two whole gradients exist, and
+        sums over replicas are hidden under backward, too."""
+        one_by_one = self.level >= 2 or (self.level and self.replicas.size > 1)
+        if one_by_one:
+            next(self.running.get(self.shards.process_group, iter(())), None)
+        super().start_reduction()
+        if one_by_one:
+            self.running[self.shards.process_group] = self.reducing
 
     def reduction(self) -> Iterator[None]:
         """Sum `grad`, of one micro-batch or of all, over shards into grad_shard; in the end sum that over replicas. At
         each `yield` a collective is under way."""
         is_last = self.missing == 0
         is_first = self.level < 2 or self.missing + self.grads_per_micro_batch == self.expected
-        if self.level >= 2 or (self.level and self.replicas.size > 1):
-            # Resume the reduction before: so at most two whole gradients exist, and replicas are summed under backward.
-            group = self.shards.process_group
-            if group in self.started:
-                next(self.started[group], None)
-            self.started[group] = self.reducing  # this very generator: `ready` has stored it before it started it
         if self.level:
             whole = self.grad.to(self.reduce_dtype)
             if self.level >= 2:
@@ -281,7 +289,7 @@ class Optimizer:
                  head: nn.Module | None = None, offload: Callable | None = None):
         self.rule = UPDATE_RULES[rule]
         settings = dict(level=level, rule_state=self.rule.state, moments_dtype=moments_dtype, reduce_dtype=reduce_dtype,
-                        offload=offload, started={})
+                        offload=offload, running={})
         self.buckets = [ShardedBucket(params, groups, **settings)
                         for params in assign_to_buckets(units, 0 if level == 3 else bucket_mb)]
         self.world, self.head, device = groups["world"], head, self.buckets[0].device
@@ -352,8 +360,12 @@ class Optimizer:
         scale = self.loss_scale
         return {"steps": self.steps} | ({"scale": scale.value, "good_steps": scale.good_steps} if scale else {})
 
-    # Hooks: unshard a unit's weights (levels 1 and 2: wait for the all-gather) before its forward and its backward, and
-    # prefetch those of the unit that runs next; reshard them after each.
+    # Hooks around each unit's forward and backward. U: unshard, wait until the weights are whole (at levels 1 and 2 for
+    # the all-gather of the update). At level 3 also P: prefetch, start the all-gather of the unit that runs next; R:
+    # reshard.
+    #
+    #     forward     U1 P2 [unit 1] R1     U2 P3 [unit 2] R2     U3 [head]  P2, for its backward follows at once
+    #     backward          [head] R3       U2 P1 [unit 2] R2     U1 [unit 1] R1
 
     def attach_unshard_hooks(self, units: Units) -> None:
         bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
