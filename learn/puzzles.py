@@ -1,0 +1,190 @@
+"""Learn by writing it: 24 functions of the playbook with an empty body, and planted bugs to be found.
+
+    python -m learn.puzzles --list              all of them, in the playbook's order
+    python -m learn.puzzles ring-attention      a copy of the project in puzzles/ring-attention/ with that body empty;
+                                                the same again runs the test that judges what you wrote there
+    python -m learn.puzzles ring-attention --hint       the next hint
+    python -m learn.puzzles ring-attention --reveal     what the repository has there
+    python -m learn.puzzles bug-17              a copy with one line changed, and how a test fails: where is it?
+
+Your files are not touched: all is in puzzles/, or --in FOLDER. Bugs are those of tests/data/planted.toml.
+"""
+import argparse
+import ast
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+TODO = "raise NotImplementedError('this is the puzzle')"
+
+
+class Puzzle(NamedTuple):
+    file: str
+    function: str  # or Class.method
+    test: str  # that fails without the body and passes with it
+    hints: tuple[str, ...]
+
+
+PUZZLES = {
+    "boxes": Puzzle("param.py", "boxes", "tests/test_param.py::test_a_flat_range_is_a_few_boxes_in_order", (
+        "A range of a flattened matrix is the end of a row, whole rows, and the beginning of a row.",
+        "A part of one row is a range of a tensor with one dimension less: the function calls itself.")),
+    "drop": Puzzle("recompute.py", "Recompute.drop",
+                   "tests/test_recompute.py::test_views_of_a_dropped_result_are_refilled", (
+                       "untyped_storage().resize_(0) frees memory under tensors that stay valid.",
+                       "A hook on the gradient of `until` runs before the backward that reads `out`.")),
+    "bucket": Puzzle("dp.py", "Bucket.ready",
+                     "tests/test_dp.py::test_a_step_sends_2P_once_whatever_the_micro_batches", (
+                         "The bucket knows how many gradients are still missing in this step.",)),
+    "assign": Puzzle("dp.py", "assign_to_buckets",
+                     "tests/test_dp.py::test_whole_units_share_a_bucket_until_it_is_large_enough", (
+                         "Fill a bucket per data axis, unit by unit; close it when its gradients reach bucket_mb.",
+                         "A parameter of several units, or with a tie, is a bucket of its own.")),
+    "reduction": Puzzle("zero.py", "ShardedBucket.reduction",
+                        "tests/test_zero.py::test_micro_batches_are_summed_in_fp32_whatever_is_sent", (
+                            "Level 0 all-reduces over its replicas; levels 1 to 3 reduce-scatter over shards first.",
+                            "The first micro-batch replaces what is in grad_shard, later ones are added to it.")),
+    "norm": Puzzle("zero.py", "ShardedBucket.squared_norm",
+                   "tests/test_zero.py::test_clipping_scales_the_whole_gradient_to_the_limit", (
+                       "Each element is owned by one rank of those that hold it: `owns` says whether by this one.",)),
+    "column": Puzzle("tp.py", "Column.backward", "tests/test_tp.py::test_a_pair_of_matrices_equals_the_dense_one", (
+        "Start to gather X, compute dX, start to reduce it, add the weight's gradient: see the docstring's figure.",
+        "start_weight_grad takes the first step of the generator column_weight_grad, finish_weight_grad the second.")),
+    "row": Puzzle("tp.py", "Row.forward", "tests/test_tp.py::test_a_pair_of_matrices_equals_the_dense_one", (
+        "Each rank has a term of Z: `tp.reduce` sums them.",)),
+    "async-tp": Puzzle("tp.py", "matmul_reduce_scatter",
+                       "tests/test_tp.py::test_a_pair_of_matrices_equals_the_dense_one", (
+                           "A shard's sum starts at the rank after its owner and reaches the owner after n-1 hops.",)),
+    "zig-zag": Puzzle("cp.py", "own_chunks", "tests/test_cp.py::test_every_token_is_at_one_place", (
+        "2c chunks: one from the front and one from the back for each rank.",)),
+    "merge": Puzzle("cp.py", "merge", "tests/test_cp.py::test_attention_by_blocks_equals_attention_at_once", (
+        "The new logsumexp is that of both; each result is weighted by exp(its logsumexp - the new one).",)),
+    "ring-attention": Puzzle("cp.py", "ring", "tests/test_cp.py::test_attention_by_blocks_equals_attention_at_once", (
+        "Start to send what you have and to receive the previous rank's before you yield.",)),
+    "engine": Puzzle("pp.py", "Engine.run", "tests/test_pp.py::test_bytes_alive_at_every_action_are_the_plans", (
+        "For each item of this rank's program: receive, compute, send; wait for the sends at the end.",)),
+    "1f1b": Puzzle("schedules.py", "alternating", "tests/test_pp.py::test_four_ranks_as_drawn_by_hand", (
+        "Some forwards of warmup, then forward and backward in turns, then the backwards that are left.",)),
+    "bubble": Puzzle("schedules.py", "bubble", "tests/test_pp.py::test_bubbles_are_those_of_the_formulas", (
+        "The rank that works least is idle for the rest of the step.",)),
+    "held": Puzzle("schedules.py", "activations_held",
+                   "tests/test_pp.py::test_activations_held_are_those_of_the_formulas", (
+                       "A forward holds one more, a backward frees one; of a split one only the second half does.",)),
+    "choose": Puzzle("ep.py", "choose_experts",
+                     "tests/test_ep.py::test_a_group_is_as_good_as_its_two_best_experts_or_its_only_one", (
+                         "The bias changes who is chosen, not the weight.",
+                         "Groups are compared by the sum of their two best experts; experts of others are masked.")),
+    "permute": Puzzle("ep.py", "Copies.permute", "tests/test_ep.py::test_experts_on_ranks_equal_a_dense_loop", (
+        "Look at `unpermute`: it is the inverse.",)),
+    "balance": Puzzle("ep.py", "update_biases",
+                      "tests/test_ep.py::test_biases_move_by_the_rate_once_a_step_and_not_at_all_when_it_is_skipped", (
+                          "An expert with more than the mean load moves down by the rate, one with less up.",)),
+    "grid": Puzzle("collectives.py", "groups_along",
+                   "tests/test_groups.py::test_axes_with_the_same_ranks_share_a_group_unless_they_are_busy_together", (
+                       "Ranks whose other coordinates are equal are a group.",)),
+    "quantise": Puzzle("fp8.py", "to_fp8",
+                       "tests/test_fp8.py::test_what_is_too_large_becomes_the_largest_and_nan_stays", (
+                           "E4M3 has no infinity: clamp before the cast, or what is too large becomes NaN.",)),
+    "swiglu": Puzzle("operations.py", "swiglu_no_grad", "tests/test_model.py::test_logits_are_those_of_transformers", (
+        "silu(gate) * up, in fp32, rounded once.",)),
+    "ring-all-reduce": Puzzle("learn/collectives.py", "reduce_round",
+                              "tests/test_ring.py::test_without_a_group_they_are_the_identity", (
+                                  "n-1 hops: send a chunk's sum to the next rank, add what comes to another chunk.",)),
+    "bruck": Puzzle("learn/collectives.py", "bruck_all_gather",
+                    "tests/test_ring.py::test_results_are_those_of_torch_for_any_dtype_and_size", (
+                        "Send all you have, twice as far each time.",
+                        "At the end rank r has the blocks beginning with its own: rotate them.")),
+}
+
+
+def find(name: str) -> Puzzle | dict:
+    """Raises ValueError for a name that there is not."""
+    bugs = tomllib.loads((ROOT / "tests" / "data" / "planted.toml").read_text())["bug"]
+    if name in PUZZLES:
+        return PUZZLES[name]
+    number = name.removeprefix("bug-")
+    if name.startswith("bug-") and number.isdecimal() and 1 <= int(number) <= len(bugs):
+        return bugs[int(number) - 1]
+    raise ValueError(f"{name}: unknown, use one of {', '.join(PUZZLES)}, or bug-1 to bug-{len(bugs)}")
+
+
+def function_in(source: str, name: str) -> ast.FunctionDef:
+    body = ast.parse(source).body
+    for part in name.split("."):
+        node = next(node for node in body if getattr(node, "name", None) == part)
+        body = node.body
+    return node
+
+
+def blanked(source: str, name: str) -> str:
+    """The file without what the function does: its docstring stays."""
+    node, lines = function_in(source, name), source.splitlines(keepends=True)
+    first = node.body[1] if ast.get_docstring(node) else node.body[0]
+    indent = " " * first.col_offset
+    start = min(first.lineno, *(d.lineno for d in getattr(first, "decorator_list", [])), first.lineno)
+    return "".join([*lines[:start - 1], f"{indent}{TODO}\n", *lines[node.end_lineno:]])
+
+
+def copy(puzzle: Puzzle | dict, folder: Path) -> None:
+    """The project in the folder, with the puzzle in it."""
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "__pycache__", "puzzles"))
+    file = folder / (puzzle.file if isinstance(puzzle, Puzzle) else puzzle["file"])
+    source = file.read_text()
+    file.write_text(blanked(source, puzzle.function) if isinstance(puzzle, Puzzle)
+                    else source.replace(puzzle["old"], puzzle["new"]))
+
+
+def judge(puzzle: Puzzle | dict, folder: Path) -> subprocess.CompletedProcess:
+    test = puzzle.test if isinstance(puzzle, Puzzle) else puzzle["test"]
+    return subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-m", "",
+                           test], cwd=folder, capture_output=True, text=True)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", nargs="?")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--hint", action="store_true")
+    parser.add_argument("--reveal", action="store_true")
+    parser.add_argument("--in", dest="folder", type=Path, default=ROOT / "puzzles")
+    asked = parser.parse_args(arguments)
+    if asked.list or not asked.name:
+        for name, puzzle in PUZZLES.items():
+            print(f"{name:16s} {puzzle.file:22s} {puzzle.function}")
+        return 0
+    puzzle, folder = find(asked.name), asked.folder / asked.name
+    is_bug = not isinstance(puzzle, Puzzle)
+    if asked.reveal:
+        source = (ROOT / (puzzle["file"] if is_bug else puzzle.file)).read_text()
+        print(f"{puzzle['file']}: {puzzle['name']}\n- {puzzle['old'].strip()}\n+ {puzzle['new'].strip()}" if is_bug
+              else ast.get_source_segment(source, function_in(source, puzzle.function)))
+    elif asked.hint:
+        seen = folder / ".hints"
+        number = int(seen.read_text()) if seen.exists() else 0
+        hints = (f"It is in {puzzle['file']}.", f"It is called: {puzzle['name']}.") if is_bug else puzzle.hints
+        print(hints[min(number, len(hints) - 1)])
+        if folder.exists():
+            seen.write_text(str(number + 1))
+    else:
+        if not folder.exists():
+            copy(puzzle, folder)
+            where = "one line of some file is wrong" if is_bug else f"write {puzzle.function} in {puzzle.file}"
+            print(f"{folder}: {where}, then run this command again")
+            if not is_bug:
+                return 0
+        done = judge(puzzle, folder)
+        print("\n".join(done.stdout.splitlines()[-25:]) if done.returncode else "solved")
+        return min(1, done.returncode)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ValueError as error:
+        print(f"puzzles: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,55 @@
+"""learn/puzzles.py: the repository's own solution is right, an empty body is not, and the checkout is not touched."""
+import ast
+
+import pytest
+
+from learn import puzzles
+from learn.puzzles import PUZZLES, ROOT, TODO
+
+EVERY = list(PUZZLES)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_puzzle_has_its_function_and_its_test(name):
+    puzzle = PUZZLES[name]
+    source = (ROOT / puzzle.file).read_text()
+    empty = puzzles.blanked(source, puzzle.function)
+    compile(empty, puzzle.file, "exec")
+    node = puzzles.function_in(empty, puzzle.function)
+    assert ast.get_docstring(node) == ast.get_docstring(puzzles.function_in(source, puzzle.function))
+    assert TODO in empty and len(node.body) == 1 + bool(ast.get_docstring(node))
+    file, test = puzzle.test.split("::")
+    assert f"def {test}(" in (ROOT / file).read_text() and puzzle.hints
+
+
+def solve(name: str, tmp_path) -> list[int]:
+    """Exit codes: with the body empty, and with the repository's."""
+    puzzle, folder = PUZZLES[name], tmp_path / name
+    puzzles.copy(puzzle, folder)
+    empty = puzzles.judge(puzzle, folder)
+    (folder / puzzle.file).write_text((ROOT / puzzle.file).read_text())
+    return [empty.returncode, puzzles.judge(puzzle, folder).returncode]
+
+
+def test_an_empty_body_fails_and_ours_is_a_solution(tmp_path):
+    assert solve("bubble", tmp_path) == [1, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVERY)
+def test_every_puzzle_can_be_solved(name, tmp_path):
+    assert solve(name, tmp_path) == [1, 0]
+
+
+def test_hints_come_one_at_a_time_and_the_solution_last(tmp_path, capsys):
+    def said(*arguments: str) -> str:
+        puzzles.main([*arguments, "--in", str(tmp_path)])
+        return capsys.readouterr().out.strip()
+
+    assert "write boxes in param.py" in said("boxes") and TODO in (tmp_path / "boxes" / "param.py").read_text()
+    assert [said("boxes", "--hint") for _ in range(3)] == [*PUZZLES["boxes"].hints, PUZZLES["boxes"].hints[-1]]
+    assert said("boxes", "--reveal").startswith("def boxes(") and len(said("--list").splitlines()) == 24
+    assert TODO not in (ROOT / "param.py").read_text()
+    assert said("bug-1", "--reveal").startswith("param.py: ")
+    with pytest.raises(ValueError, match="boxs: unknown, use one of boxes, "):
+        puzzles.main(["boxs"])
