@@ -1,8 +1,7 @@
 """FlashAttention: attention whose scores [S, S] are never in memory, forward and backward, in Triton.
 
-A GPU computes some 200 FLOPs in the time in which it moves one byte. Writing scores, reading them for the softmax, and
-writing and reading its result moves many bytes for few FLOPs. Here a program has a tile of queries in registers and
-loops over tiles of keys, with a running maximum and a running sum (online softmax):
+Writing scores, reading them for the softmax, and writing and reading its result moves many bytes for few FLOPs. Here a
+program has a tile of queries in registers and loops over tiles of keys, with a running maximum and a running sum:
 
            keys ──►
     q 0    ◩ · · · · ·                    ■ every query sees every key: no mask is applied
@@ -23,27 +22,9 @@ dp = do v^T, delta = sum(do o) per row and ds = p (dp - delta) computes
     dq = ds k                      in programs that have a tile of queries and loop over keys
     dk = ds^T q,  dv = p^T do      in programs that have a tile of keys and loop over queries
 
-Two kernels, so that no two programs add to the same memory: no atomics, and the same bits in every run. The price is
-that each of them computes the scores: 7 matmuls instead of 5.
-
-What decides the speed on a GPU of Hopper's kind:
-
-    occupancy           An SM has 65,536 registers, and a warp that waits hides its latency only behind other warps that
-                        are there, too. A tile of 128 x 128 fp32 results takes 64 of the registers of 256 threads, so
-                        one program of 8 warps fills an SM. Larger tiles reuse more, smaller ones wait less.
-    asynchronous wgmma  A group of 4 warps starts a matmul on operands in shared memory, and may compute something else
-                        until it needs the result. But the softmax of a tile needs its scores: a program that alone has
-                        an SM waits for them, tensor cores idle meanwhile, then they wait for it.
-
-FlashAttention 1 has the loop over queries inside that over keys, so it reads and writes o and dq once per tile of keys.
-FlashAttention 2, like this file, exchanges the loops: o stays in registers until it is complete, and each tile of
-queries is a program, so that even a few long sequences fill a GPU. FlashAttention 3 is 2 with warps of two kinds: one
-asks the copy engine (TMA) for tiles, a few ahead; two groups of 4 have half of the rows each, and while one computes
-its softmax, the other's matmul runs. `python -m plan.costs` prints the FLOPs and bytes of all.
-Sums and exponentials are fp32. Offsets that may exceed 2^31 elements are 64 bits.
-
-Dao et al. 2022, FlashAttention (algorithms 1 and 4, figure 2); Dao 2023, FlashAttention-2; Shah et al. 2024,
-FlashAttention-3; Milakov & Gimelshein 2018 (online softmax).
+in two kernels, so that no two programs add to the same memory: no atomics, the same bits in every run, and 7 matmuls
+instead of 5. The same in plain torch: operations.math_forward, math_backward. Sums and exponentials are fp32.
+Dao et al. 2022, FlashAttention; Dao 2023, FlashAttention-2 (this order of loops); Milakov & Gimelshein 2018.
 Shapes: B batch, S sequence, N query heads, K key and value heads, D head width; rows queries, columns keys.
 """
 import os
@@ -54,7 +35,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import custom_op
+from torch.autograd import Function
 
 from collectives import run_demo
 from kernels import launch
@@ -65,88 +46,58 @@ LOG2_E = tl.constexpr(1.4426950408889634)  # GPUs have 2^x: exp(x) = 2^(x log2 e
 
 # ---- tiles ----------------------------------------------------------------------------------------------------------
 
-class Tiling(NamedTuple):
-    """A tile of scores has rows x columns; num_warps are those of a program; num_stages - 1 tiles are loaded ahead."""
-    rows: int
-    columns: int
+class Tiles(NamedTuple):
+    """Launch options: a tile of scores has ROWS x COLUMNS; num_stages - 1 of them are loaded ahead."""
+    ROWS: int
+    COLUMNS: int
     num_warps: int
     num_stages: int
 
 
-# Registers per thread decide, 65,536 of an SM's: up to 168 let three groups of 4 warps live on it, up to 255 two.
-TILINGS = {
-    ("forward", 64): Tiling(128, 128, 8, 3),
-    ("forward", 128): Tiling(128, 64, 8, 3),  # 184: one program per SM, which waits for each matmul before its softmax
-    ("dq", 64): Tiling(128, 64, 8, 3),  # 123: two programs per SM
-    ("dq", 128): Tiling(128, 64, 8, 3),  # 210
-    ("dkv", 64): Tiling(32, 128, 8, 2),
-    ("dkv", 128): Tiling(32, 128, 8, 2)}  # dk and dv take 128 registers of 255: 64 rows of queries would be spilled
-FP32_TILING = Tiling(32, 32, 4, 2)
-
-
-def choose_tiling(step: str, q: Tensor, causal: bool, window: int, documents: Tensor | None) -> tuple[Tiling, dict]:
-    """A kernel's tiling and launch options. WIDTH: D rounded up to a power of 2, at least 16 for tensor cores."""
-    D = q.shape[-1]
-    width = max(16, triton.next_power_of_2(D))
-    tiles = TILINGS[step, max(64, width)] if q.element_size() == 2 else FP32_TILING
-    if step == "dkv" and D < width:  # the mask of narrow heads takes the registers of a tile loaded ahead
-        tiles = tiles._replace(num_stages=1)
-    return tiles, dict(D=D, WIDTH=width, ROWS=tiles.rows, COLUMNS=tiles.columns, CAUSAL=causal, WINDOW=int(window > 0),
-                       DOCUMENTS=int(documents is not None), num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+# Registers per thread decide, 65,536 of an SM's: up to 128 let two programs of 8 warps live on it. See docs/NOTES.md.
+TILES = {
+    ("forward", 64): Tiles(128, 128, 8, 3),
+    ("forward", 128): Tiles(128, 64, 8, 3),  # 188: one program per SM, which waits for each matmul before its softmax
+    ("dq", 64): Tiles(128, 64, 8, 3),  # 126: two programs per SM
+    ("dq", 128): Tiles(128, 64, 8, 3),  # 206
+    ("dkv", 64): Tiles(32, 128, 8, 2),
+    ("dkv", 128): Tiles(32, 128, 8, 2)}  # dk and dv take 128 registers of 255: 64 rows of queries would be spilled
+FP32_TILES = Tiles(32, 32, 4, 2)
 
 
 @triton.jit
-def head_of(x, strides, b, h):
-    """Pointer to head h of sequence b."""
-    return x + tl.cast(b, tl.int64) * strides[0] + tl.cast(h, tl.int64) * strides[1]
-
-
-@triton.jit
-def row_of(x, b, count):
-    """Pointer to row b of x, whose rows have `count` elements."""
-    return x + tl.cast(b, tl.int64) * count
-
-
-@triton.jit
-def load_documents(documents, b, tokens, count):
-    return tl.load(row_of(documents, b, count) + tokens, tokens < count, other=0)
-
-
-@triton.jit
-def tile_pointers(x, start, stride, WIDTH: tl.constexpr, COUNT: tl.constexpr):
-    rows = tl.arange(0, COUNT).to(tl.int64) * stride
-    return x + tl.cast(start, tl.int64) * stride + rows[:, None] + tl.arange(0, WIDTH)[None, :]
-
-
-@triton.jit
-def in_bounds(start, count, D: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr):
-    return (start + tl.arange(0, COUNT) < count)[:, None] & (tl.arange(0, WIDTH) < D)[None, :]
+def tile_of(x, start, stride, count, D: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr):
+    """Pointers to COUNT rows of x [count, D] from row `start` on, and which exist. WIDTH: D, padded."""
+    row, column = tl.arange(0, COUNT), tl.arange(0, WIDTH)
+    offsets = row.to(tl.int64)[:, None] * stride + column[None, :]  # 64 bits: there may be more than 2^31 elements
+    return x + tl.cast(start, tl.int64) * stride + offsets, (start + row < count)[:, None] & (column < D)[None, :]
 
 
 @triton.jit
 def load_tile(x, start, stride, count, D: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr, EDGE: tl.constexpr):
-    """COUNT rows of x [count, D] from row `start` on. EDGE: some may lie beyond the last; they are 0."""
-    pointers = tile_pointers(x, start, stride, WIDTH, COUNT)
+    """EDGE: some rows may not exist; they are 0."""
+    pointers, inside = tile_of(x, start, stride, count, D, WIDTH, COUNT)
     if EDGE or D < WIDTH:
-        return tl.load(pointers, in_bounds(start, count, D, WIDTH, COUNT), other=0.0)
+        return tl.load(pointers, inside, other=0.0)
     else:
         return tl.load(pointers)
 
 
 @triton.jit
 def store_tile(x, tile, start, stride, count, D: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr):
-    inside = in_bounds(start, count, D, WIDTH, COUNT)
-    tl.store(tile_pointers(x, start, stride, WIDTH, COUNT), tile.to(x.dtype.element_ty), inside)
+    pointers, inside = tile_of(x, start, stride, count, D, WIDTH, COUNT)
+    tl.store(pointers, tile.to(x.dtype.element_ty), inside)
 
 
 @triton.jit
-def hide(scores, i, j, i_document, j_document, offset, window, hidden, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+def hide(scores, hidden, i, j, i_document, j_document, columns, offset, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
          DOCUMENTS: tl.constexpr):
-    """Replace with `hidden` the scores of queries i and keys j that operations.Mask hides."""
+    """Replace with `hidden` the scores of queries i and keys j that operations.Mask hides, or where there is no key."""
+    scores = tl.where(j < columns, scores, hidden)
     if CAUSAL:
         scores = tl.where(j <= i + offset, scores, hidden)
     if WINDOW:
-        scores = tl.where(j > i + offset - window, scores, hidden)
+        scores = tl.where(j > i + offset - WINDOW, scores, hidden)
     if DOCUMENTS:
         scores = tl.where(i_document == j_document, scores, hidden)
     return scores
@@ -170,59 +121,57 @@ def find_span(own, start, own_count, others, count, OWN: tl.constexpr, CHUNK: tl
     return documents, first, stop
 
 
-# ---- kernels --------------------------------------------------------------------------------------------------------
-# Loops over keys are written once and compiled twice: for tiles that need no mask, and for those that do (all, if there
-# are documents or a window). scale: D^-0.5 log2 e, for 2^x in place of e^x. heads: N. group: N / K. offset, window: see
-# operations.Mask. lse, delta: [B, N, rows].
-
 @triton.jit
-def assign_queries(q_documents, k_documents, heads, rows, columns, offset, window, ROWS: tl.constexpr,
-                   COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """A program's tile of queries: (sequence, head, first query, masked_from, stop, documents). Keys from `stop` on are
-    hidden; keys before masked_from need no mask or, if there are documents or a window, are hidden, too."""
-    tiles = tl.cdiv(rows, ROWS)
-    head = tl.program_id(0) // tiles
-    b, start = head // heads, (tiles - 1 - tl.program_id(0) % tiles) * ROWS  # the last have most keys: they start first
-    masked_from, stop, i_document = columns, columns, 0
+def find_keys(start, q_documents, k_documents, rows, columns, offset, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+              CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Of a tile of queries from `start` on: (documents [ROWS, 1], masked_from, stop). Keys from `stop` on are hidden;
+    keys before masked_from need no mask or, if there are documents or a window, are hidden, too."""
+    i_document, masked_from, stop = 0, columns, columns
     if CAUSAL:
         masked_from = tl.minimum(tl.maximum(start + 1 + offset, 0), columns)
         stop = tl.minimum(tl.maximum(tl.minimum(start + ROWS, rows) + offset, 0), columns)
     if WINDOW:
-        masked_from = tl.maximum(start + offset - window + 1, 0)
-    masked_from = masked_from // COLUMNS * COLUMNS
-    if DOCUMENTS:
-        q_documents, k_documents = row_of(q_documents, b, rows), row_of(k_documents, b, columns)
+        masked_from = tl.maximum(start + offset - WINDOW + 1, 0)
+    if q_documents is not None:
         i_document, begin, end = find_span(q_documents, start, rows, k_documents, columns, ROWS)
-        masked_from = tl.maximum(begin // COLUMNS * COLUMNS, masked_from * WINDOW)
+        masked_from = tl.maximum(begin, masked_from) if WINDOW else begin
         i_document, stop = i_document[:, None], tl.minimum(stop, end)
-    return b, head % heads, start, masked_from, stop, i_document
+    return i_document, masked_from // COLUMNS * COLUMNS, stop
 
+
+# ---- kernels --------------------------------------------------------------------------------------------------------
+# Loops over keys are written once and compiled twice: for tiles that need no mask, and for those that do (all, if there
+# are documents or a window). Programs: (tile, head, sequence); h and b are 64 bits, and so are offsets made of them.
+# scale: D^-0.5 log2 e, for 2^x in place of e^x. group: N / K. offset, CAUSAL, WINDOW: see operations.Mask. lse, delta:
+# [B, N, rows].
 
 @triton.jit
 def flash_forward_kernel(q, k, v, o, lse, q_documents, k_documents, q_strides, k_strides, v_strides, o_strides, scale,
-                         heads, group, rows, columns, offset, window, D: tl.constexpr, WIDTH: tl.constexpr,
-                         ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-                         DOCUMENTS: tl.constexpr):
+                         group, rows, columns, offset, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+                         COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """A program has a tile of queries and loops over keys. top, total, out: m, l and o above, exponents to base 2."""
-    b, h, start, masked_from, stop, i_document = assign_queries(
-        q_documents, k_documents, heads, rows, columns, offset, window, ROWS, COLUMNS, CAUSAL, WINDOW, DOCUMENTS)
-    k = head_of(k, k_strides, b, h // group)
-    v = head_of(v, v_strides, b, h // group)
-    q = head_of(q, q_strides, b, h)
-    queries = load_tile(q, start, q_strides[2], rows, D, WIDTH, ROWS, True)
-    i, lse = start + tl.arange(0, ROWS), row_of(lse, b * heads + h, rows)
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # the last have most keys: they start first
+    DOCUMENTS: tl.constexpr = q_documents is not None
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    if DOCUMENTS:
+        q_documents, k_documents = q_documents + b * rows, k_documents + b * columns
+    i_document, masked_from, stop = find_keys(start, q_documents, k_documents, rows, columns, offset, ROWS, COLUMNS,
+                                              CAUSAL, WINDOW)
+    k += b * k_strides[0] + h // group * k_strides[1]
+    v += b * v_strides[0] + h // group * v_strides[1]
+    queries = load_tile(q + b * q_strides[0] + h * q_strides[1], start, q_strides[2], rows, D, WIDTH, ROWS, True)
+    i = start + tl.arange(0, ROWS)
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, WIDTH], tl.float32)
-    for MASKED in tl.static_range(WINDOW | DOCUMENTS, 2):
+    for MASKED in tl.static_range(WINDOW > 0 or DOCUMENTS, 2):
         for n in range(masked_from if MASKED else 0, stop if MASKED else masked_from, COLUMNS):
             keys = load_tile(k, n, k_strides[2], columns, D, WIDTH, COLUMNS, MASKED)
             s = tl.dot(queries, tl.trans(keys), input_precision="ieee")
             if MASKED:
                 j = n + tl.arange(0, COLUMNS)
-                j_document = load_documents(k_documents, b, j, columns)[None, :] if DOCUMENTS else 0
-                s = tl.where(j[None, :] < columns, s, -float("inf"))
-                s = hide(s, i[:, None], j[None, :], i_document, j_document, offset, window, -float("inf"), CAUSAL,
+                j_document = tl.load(k_documents + j, j < columns)[None, :] if DOCUMENTS else 0
+                s = hide(s, -float("inf"), i[:, None], j[None, :], i_document, j_document, columns, offset, CAUSAL,
                          WINDOW, DOCUMENTS)
             higher = tl.maximum(top, tl.max(s, 1) * scale)
             shift = tl.where(higher == -float("inf"), 0.0, higher) if MASKED else higher  # -inf: no visible key yet
@@ -232,112 +181,114 @@ def flash_forward_kernel(q, k, v, o, lse, q_documents, k_documents, q_strides, k
             values = load_tile(v, n, v_strides[2], columns, D, WIDTH, COLUMNS, MASKED)
             out = tl.dot(p.to(values.dtype), values, out * decay[:, None], input_precision="ieee")
             top = higher
-    store_tile(head_of(o, o_strides, b, h), out / tl.where(total == 0, 1.0, total)[:, None], start, o_strides[2], rows,
-               D, WIDTH, ROWS)
-    tl.store(lse + i, (top + tl.log2(total)) / LOG2_E, i < rows)
+    store_tile(o + b * o_strides[0] + h * o_strides[1], out / tl.where(total == 0, 1.0, total)[:, None], start,
+               o_strides[2], rows, D, WIDTH, ROWS)
+    tl.store(lse + (b * tl.num_programs(1) + h) * rows + i, (top + tl.log2(total)) / LOG2_E, i < rows)
 
 
 @triton.jit
-def flash_dq_kernel(do, q, k, v, o, lse, dq, delta, q_documents, k_documents, do_strides, q_strides, k_strides,
-                    v_strides, o_strides, dq_strides, scale, heads, group, rows, columns, offset, window,
-                    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-                    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr):
+def flash_dq_kernel(do, q, k, v, o, lse, delta, dq, q_documents, k_documents, do_strides, q_strides, k_strides,
+                    v_strides, o_strides, dq_strides, scale, group, rows, columns, offset, D: tl.constexpr,
+                    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr,
+                    WINDOW: tl.constexpr):
     """A program has a tile of queries and loops over keys. It also writes delta, for flash_dkv_kernel."""
-    b, h, start, masked_from, stop, i_document = assign_queries(
-        q_documents, k_documents, heads, rows, columns, offset, window, ROWS, COLUMNS, CAUSAL, WINDOW, DOCUMENTS)
-    k = head_of(k, k_strides, b, h // group)
-    v = head_of(v, v_strides, b, h // group)
-    q = head_of(q, q_strides, b, h)
-    do = head_of(do, do_strides, b, h)
-    o = head_of(o, o_strides, b, h)
-    queries = load_tile(q, start, q_strides[2], rows, D, WIDTH, ROWS, True)
-    grads = load_tile(do, start, do_strides[2], rows, D, WIDTH, ROWS, True)
-    outs = load_tile(o, start, o_strides[2], rows, D, WIDTH, ROWS, True)
-    i, row = start + tl.arange(0, ROWS), b * heads + h
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    DOCUMENTS: tl.constexpr = q_documents is not None
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    if DOCUMENTS:
+        q_documents, k_documents = q_documents + b * rows, k_documents + b * columns
+    i_document, masked_from, stop = find_keys(start, q_documents, k_documents, rows, columns, offset, ROWS, COLUMNS,
+                                              CAUSAL, WINDOW)
+    k += b * k_strides[0] + h // group * k_strides[1]
+    v += b * v_strides[0] + h // group * v_strides[1]
+    queries = load_tile(q + b * q_strides[0] + h * q_strides[1], start, q_strides[2], rows, D, WIDTH, ROWS, True)
+    grads = load_tile(do + b * do_strides[0] + h * do_strides[1], start, do_strides[2], rows, D, WIDTH, ROWS, True)
+    outs = load_tile(o + b * o_strides[0] + h * o_strides[1], start, o_strides[2], rows, D, WIDTH, ROWS, True)
+    i, row = start + tl.arange(0, ROWS), (b * tl.num_programs(1) + h) * rows
+    own_lse = tl.load(lse + row + i, i < rows, other=0.0) * LOG2_E
     own_delta = tl.sum(grads.to(tl.float32) * outs.to(tl.float32), 1)
-    tl.store(row_of(delta, row, rows) + i, own_delta, i < rows)
-    own_lse = tl.load(row_of(lse, row, rows) + i, i < rows, other=0.0) * LOG2_E
+    tl.store(delta + row + i, own_delta, i < rows)
     out = tl.zeros([ROWS, WIDTH], tl.float32)
-    for MASKED in tl.static_range(WINDOW | DOCUMENTS, 2):
+    for MASKED in tl.static_range(WINDOW > 0 or DOCUMENTS, 2):
         for n in range(masked_from if MASKED else 0, stop if MASKED else masked_from, COLUMNS):
             keys = load_tile(k, n, k_strides[2], columns, D, WIDTH, COLUMNS, MASKED)
             values = load_tile(v, n, v_strides[2], columns, D, WIDTH, COLUMNS, MASKED)
             p = tl.exp2(tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale - own_lse[:, None])
             if MASKED:
                 j = n + tl.arange(0, COLUMNS)
-                j_document = load_documents(k_documents, b, j, columns)[None, :] if DOCUMENTS else 0
-                p = tl.where(j[None, :] < columns, p, 0.0)
-                p = hide(p, i[:, None], j[None, :], i_document, j_document, offset, window, 0.0, CAUSAL, WINDOW,
+                j_document = tl.load(k_documents + j, j < columns)[None, :] if DOCUMENTS else 0
+                p = hide(p, 0.0, i[:, None], j[None, :], i_document, j_document, columns, offset, CAUSAL, WINDOW,
                          DOCUMENTS)
             ds = p * (tl.dot(grads, tl.trans(values), input_precision="ieee") - own_delta[:, None])
             out = tl.dot(ds.to(keys.dtype), keys, out, input_precision="ieee")
-    store_tile(head_of(dq, dq_strides, b, h), out * (scale / LOG2_E), start, dq_strides[2], rows, D, WIDTH, ROWS)
+    store_tile(dq + b * dq_strides[0] + h * dq_strides[1], out * (scale / LOG2_E), start, dq_strides[2], rows, D,
+               WIDTH, ROWS)
 
 
 @triton.jit
 def flash_dkv_kernel(do, q, k, v, lse, delta, dk, dv, q_documents, k_documents, do_strides, q_strides, k_strides,
-                     v_strides, dkv_strides, scale, heads, group, rows, columns, offset, window, D: tl.constexpr,
-                     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr,
-                     WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr):
+                     v_strides, dkv_strides, scale, group, rows, columns, offset, D: tl.constexpr, WIDTH: tl.constexpr,
+                     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """A program has a tile of keys and loops over queries of all heads that use them. Tiles of scores are transposed:
     keys x queries. All are masked, because dk and dv take too many registers for a second loop."""
-    tiles = tl.cdiv(columns, COLUMNS)
-    start, head = tl.program_id(0) % tiles * COLUMNS, tl.program_id(0) // tiles
-    b, kv_head = head // (heads // group), head % (heads // group)
-    keys = load_tile(head_of(k, k_strides, b, kv_head), start, k_strides[2], columns, D, WIDTH, COLUMNS, True)
-    values = load_tile(head_of(v, v_strides, b, kv_head), start, v_strides[2], columns, D, WIDTH, COLUMNS, True)
+    start = tl.program_id(0) * COLUMNS
+    DOCUMENTS: tl.constexpr = q_documents is not None
+    kv_head, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    k += b * k_strides[0] + kv_head * k_strides[1]
+    v += b * v_strides[0] + kv_head * v_strides[1]
+    keys = load_tile(k, start, k_strides[2], columns, D, WIDTH, COLUMNS, True)
+    values = load_tile(v, start, v_strides[2], columns, D, WIDTH, COLUMNS, True)
     j = start + tl.arange(0, COLUMNS)
     first, stop, j_document = 0, rows, 0
     if CAUSAL:
         first = tl.maximum(start - offset, 0)
     if DOCUMENTS:
-        q_row, k_row = row_of(q_documents, b, rows), row_of(k_documents, b, columns)
-        j_document, begin, stop = find_span(k_row, start, columns, q_row, rows, COLUMNS)
+        q_documents, k_documents = q_documents + b * rows, k_documents + b * columns
+        j_document, begin, stop = find_span(k_documents, start, columns, q_documents, rows, COLUMNS)
         first, j_document = tl.maximum(first, begin), j_document[:, None]
     if WINDOW:
-        stop = tl.minimum(stop, start + COLUMNS - 1 + window - offset)
+        stop = tl.minimum(stop, start + COLUMNS - 1 + WINDOW - offset)
     first = first // ROWS * ROWS
     grad_k = tl.zeros([COLUMNS, WIDTH], tl.float32)
     grad_v = tl.zeros([COLUMNS, WIDTH], tl.float32)
     for member in range(group):
         h = kv_head * group + member
-        row = b * heads + h
-        head_q = head_of(q, q_strides, b, h)
-        head_do = head_of(do, do_strides, b, h)
+        head_q, head_do = q + b * q_strides[0] + h * q_strides[1], do + b * do_strides[0] + h * do_strides[1]
+        row = (b * tl.num_programs(1) * group + h) * rows
         for n in range(first, stop, ROWS):
             queries = load_tile(head_q, n, q_strides[2], rows, D, WIDTH, ROWS, True)
             grads = load_tile(head_do, n, do_strides[2], rows, D, WIDTH, ROWS, True)
             i = n + tl.arange(0, ROWS)
-            row_lse = tl.load(row_of(lse, row, rows) + i, i < rows, other=float("inf")) * LOG2_E  # no row: p = 0
-            row_delta = tl.load(row_of(delta, row, rows) + i, i < rows, other=0.0)
+            row_lse = tl.load(lse + row + i, i < rows, other=float("inf")) * LOG2_E  # no row: p = 0
+            row_delta = tl.load(delta + row + i, i < rows, other=0.0)
             p = tl.exp2(tl.dot(keys, tl.trans(queries), input_precision="ieee") * scale - row_lse[None, :])
-            i_document = load_documents(q_documents, b, i, rows)[None, :] if DOCUMENTS else 0
-            p = hide(p, i[None, :], j[:, None], i_document, j_document, offset, window, 0.0, CAUSAL, WINDOW, DOCUMENTS)
+            i_document = tl.load(q_documents + i, i < rows)[None, :] if DOCUMENTS else 0
+            p = hide(p, 0.0, i[None, :], j[:, None], i_document, j_document, columns, offset, CAUSAL, WINDOW, DOCUMENTS)
             grad_v = tl.dot(p.to(grads.dtype), grads, grad_v, input_precision="ieee")
             ds = p * (tl.dot(values, tl.trans(grads), input_precision="ieee") - row_delta[None, :])
             grad_k = tl.dot(ds.to(queries.dtype), queries, grad_k, input_precision="ieee")
-    store_tile(head_of(dk, dkv_strides, b, kv_head), grad_k * (scale / LOG2_E), start, dkv_strides[2], columns, D,
-               WIDTH, COLUMNS)
-    store_tile(head_of(dv, dkv_strides, b, kv_head), grad_v, start, dkv_strides[2], columns, D, WIDTH, COLUMNS)
+    own = b * dkv_strides[0] + kv_head * dkv_strides[1]
+    store_tile(dk + own, grad_k * (scale / LOG2_E), start, dkv_strides[2], columns, D, WIDTH, COLUMNS)
+    store_tile(dv + own, grad_v, start, dkv_strides[2], columns, D, WIDTH, COLUMNS)
 
 
-# ---- operators ------------------------------------------------------------------------------------------------------
+# ---- launches -------------------------------------------------------------------------------------------------------
 
-def check_attention(q: Tensor, k: Tensor, v: Tensor, q_documents: Tensor | None, k_documents: Tensor | None) -> None:
+def check(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> None:
     assert q.dim() == k.dim() == 4 and k.shape == v.shape and k.shape[::3] == q.shape[::3], \
         f"q {list(q.shape)} must be B N rows D, k {list(k.shape)} and v {list(v.shape)} B K columns D"
     assert k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} heads cannot share {k.shape[1]} kv heads"
     assert q.shape[3] in range(1, 129), f"heads are {q.shape[3]} wide; at least 1 and at most 128 fit"
     assert q.dtype == k.dtype == v.dtype, f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: they must be of one type"
-    assert (q_documents is None) == (k_documents is None), "documents: give those of queries and of keys, or neither"
-    for documents, x in ((q_documents, q), (k_documents, k)):
-        assert documents is None or documents.shape == x.shape[::2] and not documents.is_floating_point(), \
+    for documents, x in zip(mask.documents or (), (q, k)):
+        assert documents.shape == x.shape[::2] and not documents.is_floating_point(), \
             f"documents must be {list(x.shape[::2])} integers, one per token"
 
 
-def empty_heads(B: int, N: int, rows: int, D: int, like: Tensor) -> Tensor:
-    """[B, N, rows, D], with the heads of a token contiguous in memory, as the matmul after attention needs them."""
-    return like.new_empty(B, rows, N, D).transpose(1, 2)
+def empty_heads(x: Tensor) -> Tensor:
+    """As x [B, N, S, D], with the heads of a token contiguous in memory, as the matmul after attention needs them."""
+    B, N, S, D = x.shape
+    return x.new_empty(B, S, N, D).transpose(1, 2)
 
 
 def make_rows_contiguous(*tensors: Tensor) -> list[Tensor]:
@@ -345,95 +296,76 @@ def make_rows_contiguous(*tensors: Tensor) -> list[Tensor]:
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
-def as_int32(documents: Tensor | None) -> Tensor | None:
-    return None if documents is None else documents.to(torch.int32).contiguous()
+def shared_arguments(q: Tensor, k: Tensor, mask: Mask) -> tuple[list, tuple]:
+    """Arguments of all kernels: documents, before the strides; what is after them."""
+    documents = [x.to(torch.int32).contiguous() for x in mask.documents or ()] or [None, None]
+    return documents, (q.shape[3] ** -0.5 * LOG2_E.value, q.shape[1] // k.shape[1], q.shape[2], k.shape[2], mask.offset)
 
 
-@custom_op("penteract::flash_attention", mutates_args=())
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int, offset: int, q_documents: Tensor | None,
-                   k_documents: Tensor | None) -> tuple[Tensor, Tensor]:
-    o, lse = _flash_forward_fake(q, k, v, causal, window, offset, q_documents, k_documents)
-    q, k, v = make_rows_contiguous(q, k, v)
-    q_documents, k_documents = as_int32(q_documents), as_int32(k_documents)
-    (B, N, rows, D), (_, K, columns, _) = q.shape, k.shape
-    tiles, options = choose_tiling("forward", q, causal, window, q_documents)
-    launch(flash_forward_kernel, (B * N * triton.cdiv(rows, tiles.rows),),
-           q, k, v, o, lse, q_documents, k_documents, q.stride(), k.stride(), v.stride(), o.stride(),
-           D ** -0.5 * LOG2_E.value, N, N // K, rows, columns, offset, window, **options)
-    return o, lse
-
-
-@_flash_forward.register_fake
-def _flash_forward_fake(q, k, v, causal, window, offset, q_documents, k_documents):
-    check_attention(q, k, v, q_documents, k_documents)
-    return empty_heads(*q.shape, like=q), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-@custom_op("penteract::flash_attention_backward", mutates_args=())
-def _flash_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, window: int,
-                    offset: int, q_documents: Tensor | None,
-                    k_documents: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = _flash_backward_fake(do, q, k, v, o, lse, causal, window, offset, q_documents, k_documents)
-    do, q, k, v, o = make_rows_contiguous(do, q, k, v, o)
-    lse, q_documents, k_documents = lse.contiguous(), as_int32(q_documents), as_int32(k_documents)
-    delta, (B, N, rows, D), (_, K, columns, _) = torch.empty_like(lse), q.shape, k.shape
-    scalars = D ** -0.5 * LOG2_E.value, N, N // K, rows, columns, offset, window
-    strides = do.stride(), q.stride(), k.stride(), v.stride()
-    tiles, options = choose_tiling("dq", q, causal, window, q_documents)
-    launch(flash_dq_kernel, (B * N * triton.cdiv(rows, tiles.rows),), do, q, k, v, o, lse, dq, delta, q_documents,
-           k_documents, *strides, o.stride(), dq.stride(), *scalars, **options)
-    tiles, options = choose_tiling("dkv", q, causal, window, q_documents)
-    launch(flash_dkv_kernel, (B * K * triton.cdiv(columns, tiles.columns),), do, q, k, v, lse, delta, dk, dv,
-           q_documents, k_documents, *strides, dk.stride(), *scalars, **options)
-    return dq, dk, dv
-
-
-@_flash_backward.register_fake
-def _flash_backward_fake(do, q, k, v, o, lse, causal, window, offset, q_documents, k_documents):
-    check_attention(q, k, v, q_documents, k_documents)
-    assert do.shape == o.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32, \
-        f"do {list(do.shape)}, o {list(o.shape)} must be as q {list(q.shape)}, lse {list(lse.shape)} its rows, fp32"
-    return empty_heads(*q.shape, like=q), empty_heads(*k.shape, like=k), empty_heads(*k.shape, like=k)
-
-
-def _flash_save(ctx, inputs, output):
-    q, k, v, ctx.causal, ctx.window, ctx.offset, q_documents, k_documents = inputs
-    ctx.save_for_backward(q, k, v, *output, q_documents, k_documents)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _flash_autograd(ctx, do, _):
-    q, k, v, o, lse, *documents = ctx.saved_tensors
-    return (*_flash_backward(do, q, k, v, o, lse, ctx.causal, ctx.window, ctx.offset, *documents), *[None] * 5)
-
-
-_flash_forward.register_autograd(_flash_autograd, setup_context=_flash_save)
+def choose_options(step: str, q: Tensor, mask: Mask) -> dict:
+    """A kernel's tiles and launch options. WIDTH: D rounded up to a power of 2, at least 16 for tensor cores."""
+    D = q.shape[-1]
+    width = max(16, triton.next_power_of_2(D))
+    tiles = TILES[step, max(64, width)] if q.element_size() == 2 else FP32_TILES
+    if step == "dkv" and D < width:  # the mask of narrow heads takes the registers of a tile loaded ahead
+        tiles = tiles._replace(num_stages=1)
+    return dict(D=D, WIDTH=width, CAUSAL=mask.causal, WINDOW=mask.window, **tiles._asdict())
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask = CAUSAL) -> tuple[Tensor, Tensor]:
-    """o [B, N, rows, D]; and lse [B, N, rows], logsumexp of scores, fp32, -inf where a row sees no key, no derivative.
+    """o [B, N, rows, D]; and lse [B, N, rows], logsumexp of scores, fp32, -inf where a row sees no key.
 
     q: [B, N, rows, D]. k, v: [B, K, columns, D], K a divisor of N. Any strides. D: at most 128; powers of 2 waste
     nothing. mask: document numbers below 2^31. Asserts that tensors fit together.
     """
-    return _flash_forward(q, k, v, *unpack_mask(mask))
+    check(q, k, v, mask)
+    (B, N, rows, _), o, lse = q.shape, empty_heads(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    q, k, v = make_rows_contiguous(q, k, v)
+    documents, sizes = shared_arguments(q, k, mask)
+    options = choose_options("forward", q, mask)
+    launch(flash_forward_kernel, (triton.cdiv(rows, options["ROWS"]), N, B), q, k, v, o, lse, *documents,
+           q.stride(), k.stride(), v.stride(), o.stride(), *sizes, **options)
+    return o, lse
 
 
 def flash_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
                    mask: Mask = CAUSAL) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, the same bits every time. do, o, lse: those of all keys that the queries see, even where k and v are
     only some of them, as in context parallelism (cp.py)."""
-    return _flash_backward(do, q, k, v, o, lse, *unpack_mask(mask))
+    check(q, k, v, mask)
+    assert do.shape == o.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32, \
+        f"do {list(do.shape)}, o {list(o.shape)} must be as q {list(q.shape)}, lse {list(lse.shape)} its rows, fp32"
+    (B, N, rows, _), (_, K, columns, _), dq, dk, dv = q.shape, k.shape, *map(empty_heads, (q, k, v))
+    do, q, k, v, o = make_rows_contiguous(do, q, k, v, o)
+    lse, delta = lse.contiguous(), lse.new_empty(lse.shape)
+    documents, sizes = shared_arguments(q, k, mask)
+    strides = do.stride(), q.stride(), k.stride(), v.stride()
+    options = choose_options("dq", q, mask)
+    launch(flash_dq_kernel, (triton.cdiv(rows, options["ROWS"]), N, B), do, q, k, v, o, lse, delta, dq, *documents,
+           *strides, o.stride(), dq.stride(), *sizes, **options)
+    options = choose_options("dkv", q, mask)
+    launch(flash_dkv_kernel, (triton.cdiv(columns, options["COLUMNS"]), K, B), do, q, k, v, lse, delta, dk, dv,
+           *documents, *strides, dk.stride(), *sizes, **options)
+    return dq, dk, dv
+
+
+class FlashAttention(Function):
+    """flash_forward's o, differentiable. Saves q, k, v, o and lse: no scores."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, mask):
+        o, lse = flash_forward(q, k, v, mask)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.mask = mask
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        return *flash_backward(do, *ctx.saved_tensors, ctx.mask), None
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask = CAUSAL) -> Tensor:
-    """o [B, N, rows, D] of flash_forward, differentiable."""
-    return flash_forward(q, k, v, mask)[0]
-
-
-def unpack_mask(mask: Mask) -> tuple:
-    """A mask as arguments of the operators."""
-    return mask.causal, mask.window, mask.offset, *(mask.documents or (None, None))
+    return FlashAttention.apply(q, k, v, mask)
 
 
 # ---- demo: python flash.py ------------------------------------------------------------------------------------------
@@ -445,7 +377,7 @@ def find_loaded_tiles(mask: Mask, S: int, rows: int, columns: int) -> list[list[
     for start in range(0, S, columns):
         v = torch.zeros(1, 1, S, 16)
         v[:, :, start:start + columns] = torch.nan
-        found.append(flash_attention(q, k, v, mask)[0, 0, ::rows, 0].isnan().tolist())
+        found.append(flash_forward(q, k, v, mask)[0][0, 0, ::rows, 0].isnan().tolist())
     return [list(row) for row in zip(*found)]
 
 

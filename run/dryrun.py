@@ -182,6 +182,8 @@ def main(settings: config.Config, build_model: Callable[..., Any], measured_step
     precision, (me, ranks), began = settings.precision, settings.run.dry_run_as(), time.perf_counter()
     if precision.dtype == "auto":
         precision.dtype = "bf16"  # as on GPUs
+    if precision.attention == "triton":
+        precision.attention = "sdpa"  # saves the same and has as many FLOPs; no kernel of ours runs on fake tensors
     try:
         check_device(settings, torch.device("cpu"))
     except ValueError as error:

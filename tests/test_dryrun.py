@@ -253,6 +253,15 @@ def test_the_page_names_memory_plan_and_network(tmp_path):
     assert f"{figures['flops']:.4g} FLOPs" in out and figures["sent_bytes"]["ep"] > 0
 
 
+def test_attention_by_our_kernel_has_the_flops_and_bytes_of_torchs(tmp_path):
+    """Which --attention math has not: it saves scores. No GPU is asked for, nor Triton's interpreter."""
+    figures = {}
+    for attention in ("triton", "sdpa", "math"):
+        dry_run(f"--attention {attention} --metrics {tmp_path}/{attention}", 1)
+        figures[attention] = json.loads((tmp_path / attention).read_text())
+    assert figures["triton"] == figures["sdpa"] and figures["triton"]["peak_bytes"] < figures["math"]["peak_bytes"]
+
+
 class FakeGroup:
     def __init__(self, rank: int, size: int):
         self.rank, self.size = rank, size
