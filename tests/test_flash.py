@@ -148,12 +148,13 @@ def test_numbers_of_a_head_need_not_be_contiguous():
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU has no files with holes")
 @pytest.mark.parametrize("strides", [(2 ** 30, 2 ** 11, 2 ** 5), (2 ** 5, 2 ** 30, 2 ** 7), (2 ** 5, 2 ** 7, 2 ** 27)])
 def test_offsets_may_exceed_2_to_the_31(tmp_path, strides):
-    """By 32-bit strides of sequences, heads or rows, of any operand. The numbers between are holes of a file."""
+    """By 32-bit strides of sequences, heads or rows, of any operand. The numbers between, and before, where
+    too large an offset of 32 bits would lead, are holes of a file."""
     shape = 3, 3, 20, 16
     count = sum((n - 1) * stride for n, stride in zip(shape, strides)) + 16
     assert count > 2 ** 31 > max(strides)
-    storage = torch.UntypedStorage.from_file(str(tmp_path / "holes"), shared=True, nbytes=4 * count)
-    far = torch.empty(0).set_(storage, 0, shape, (*strides, 1))
+    storage = torch.UntypedStorage.from_file(str(tmp_path / "holes"), shared=True, nbytes=4 * (2 ** 31 + count))
+    far = torch.empty(0).set_(storage, 2 ** 31, shape, (*strides, 1))
     q, k, v = heads(20, 20, N=3, K=3, B=3)
     o, lse = flash_forward(q, k, v)
     near = [numbers(*shape, seed=9), q, k, v, o]
