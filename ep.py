@@ -31,7 +31,7 @@ from torch.autograd import Function
 
 from collectives import Group, all_reduce, all_to_all, exchange_rows, run_demo, to_device
 from config import Model
-from operations import weighted_swiglu
+from operations import swiglu
 from param import Spec, acc_dtype, accumulate_grad, accumulate_product, shard_slice
 from recompute import Recompute, decide_once, is_recomputing
 
@@ -371,9 +371,9 @@ class GroupedExperts(nn.Module):
 
     def forward(self, rows: Tensor, gates: Tensor, route: Route, recompute: Recompute = Recompute()) -> Tensor:
         gate_up = GroupedLinear.apply(rows, self.w_gate_up, self.mm, route, False)
-        hidden = weighted_swiglu(gate_up, gates)
+        hidden = swiglu(gate_up, gates)
         y = GroupedLinear.apply(hidden, self.w_down, self.mm, route, is_recomputing())
-        recompute.drop(hidden, y, weighted_swiglu, gate_up, gates)
+        recompute.drop(hidden, y, swiglu, gate_up, gates)
         return y
 
 

@@ -118,11 +118,8 @@ class SwiGLUFunction(Function):
         return swiglu_backward(dy, x).mul_(weights[:, None]), dweights
 
 
-def swiglu(x: Tensor) -> Tensor:
-    return weighted_swiglu(x, None)
-
-
-weighted_swiglu = SwiGLUFunction.apply
+def swiglu(x: Tensor, weights: Tensor | None = None) -> Tensor:
+    return SwiGLUFunction.apply(x, weights)
 
 
 def swiglu_no_grad(x: Tensor) -> Tensor:
@@ -352,17 +349,16 @@ def sdpa_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, T
         return cudnn_forward(q, k, v, mask)
     if q.is_cuda:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, kind == "causal")[:2]
-    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    if kind != "general":
-        return forward(q, k, v, 0.0, kind == "causal")
-    visible = mask.visible(q.shape[2], k.shape[2], q.device)
-    o, lse = forward(q, k, v, 0.0, attn_mask=additive_mask(visible, q.dtype))
-    return o, lse.masked_fill(~visible.any(-1), -torch.inf)  # the CPU kernel gives rows that see nothing another lse
+    bias = additive_mask(q, k, mask) if kind == "general" else None
+    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, kind == "causal", attn_mask=bias)
+    if bias is not None:  # this kernel gives rows that see nothing another logsumexp
+        lse = lse.masked_fill(bias.isneginf().all(-1), -torch.inf)
+    return o, lse
 
 
 def sdpa_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
                   mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
-    kind, lengths = mask.kind(q.shape[2], k.shape[2]), (q.shape[2], k.shape[2])
+    kind = mask.kind(q.shape[2], k.shape[2])
     if q.is_cuda and (kind == "general" or q.itemsize > 2):
         return math_backward(do, q, k, v, o, lse, mask)
     if q.is_cuda and q.shape[-1] <= 128:
@@ -370,14 +366,15 @@ def sdpa_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: T
     if q.is_cuda:
         seed = torch.empty(0, dtype=torch.int64, device=q.device)  # unused: there is no dropout
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            do, q, k, v, o, lse, None, None, *lengths, 0.0, kind == "causal", seed, seed)
-    bias = additive_mask(mask.visible(*lengths, q.device), q.dtype) if kind == "general" else None
+            do, q, k, v, o, lse, None, None, q.shape[2], k.shape[2], 0.0, kind == "causal", seed, seed)
+    bias = additive_mask(q, k, mask) if kind == "general" else None
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         do, q, k, v, o, lse, 0.0, kind == "causal", attn_mask=bias)
 
 
-def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, -torch.inf)
+def additive_mask(q: Tensor, k: Tensor, mask: Mask) -> Tensor:
+    visible = mask.visible(q.shape[2], k.shape[2], q.device)
+    return torch.zeros_like(visible, dtype=q.dtype).masked_fill_(~visible, -torch.inf)
 
 
 def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
