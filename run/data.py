@@ -218,7 +218,7 @@ class Samples:
             begins = begins[:, :-1]
             places = torch.arange(self.seq).expand_as(begins)
             document_start = torch.where(begins, places, 0).cummax(1).values  # of each token's document
-            batch = batch._replace(documents=begins.cumsum(1), positions=places - document_start)
+            batch = batch._replace(documents=begins.cumsum(1, dtype=torch.int32), positions=places - document_start)
         return batch
 
     def step(self, first: int, global_batch: int, micro_batch: int, dp_rank: int, dp: int,

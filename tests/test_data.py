@@ -270,6 +270,7 @@ def test_documents_and_positions_begin_anew_at_every_separator(tmp_path):
     batch = Samples(Corpus([file], 10, separator=9), 5, None, doc_mask=True).micro_batch([0, 1])
     assert batch.tokens.tolist() == [[9, 1, 2, 9, 3], [9, 9, 4, 5, 6]]
     assert batch.documents.tolist() == [[1, 1, 1, 2, 2], [1, 2, 2, 2, 2]]
+    assert batch.documents.dtype == torch.int32  # as flash.py reads them: no layer converts them
     assert batch.positions.tolist() == [[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]]
     begins_inside = Samples(Corpus([file], 10, separator=3), 5, None, doc_mask=True).micro_batch([0])
     assert begins_inside.documents.tolist() == [[0, 0, 0, 0, 1]]
