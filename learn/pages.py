@@ -1,0 +1,291 @@
+"""Every file of the root and of learn/ as a page to read: prose beside its code, pictures, and what its demo prints.
+
+    python -m learn.pages [--out pages]     static HTML, no network; open pages/index.html
+    python -m learn.pages --demos           run all demos again and keep their output in docs/demos.json
+
+Docstrings and comments are on the left, the code that they are about on the right (on a phone, above it). A name leads
+to where it is defined; resting on it shows the first lines. The index is the playbook's table of contents, from
+docs/PLAYBOOK.md. The model is labml.ai's annotated papers.
+"""
+import argparse
+import ast
+import builtins
+import io
+import json
+import keyword
+import re
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from datetime import date
+from html import escape
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+DEMOS = ROOT / "docs" / "demos.json"
+PICTURES = {"train.py": ["grid", "losses"], "dp.py": ["overlap"], "zero.py": ["memory"], "tp.py": ["layer"],
+            "cp.py": ["zigzag"], "pp.py": ["timeline"], "schedules.py": ["schedules", "bubble", "zero-bubble"],
+            "ep.py": ["experts"], "fp8.py": ["formats"], "recompute.py": ["steps"], "flash.py": ["hierarchy"],
+            "learn/collectives.py": ["ring", "collectives"], "learn/journey.py": ["scaling", "planner"]}
+STYLE = """
+:root { --text: #1b1f24; --page: #fff; --side: #f6f8fa; --line: #d8dee4; --link: #0b5cad; --word: #a0209c;
+        --text2: #59636e; --string: #0a6b3d; --number: #9a4a00 }
+@media (prefers-color-scheme: dark) { :root { --text: #dde3ea; --page: #14181d; --side: #1b2128; --line: #333b45;
+        --link: #78b7ff; --word: #e19aee; --text2: #9aa5b1; --string: #86d6a2; --number: #f0b27a } }
+* { box-sizing: border-box } svg { background: #fff; max-width: 100%; height: auto }
+body { margin: 0; color: var(--text); background: var(--page); font: 16px/1.5 system-ui, sans-serif }
+a { color: var(--link); text-decoration: none } code a, pre a { color: inherit; border-bottom: 1px dotted var(--line) }
+a:hover { text-decoration: underline } header, footer, main.index { max-width: 76rem; margin: auto; padding: 1rem }
+.row { display: grid; grid-template-columns: minmax(0, 26rem) minmax(0, 1fr); border-top: 1px solid var(--line) }
+.prose { padding: .4rem 1rem; font-size: 15px } .code { background: var(--side); padding: .4rem 1rem; overflow-x: auto }
+.wide { grid-template-columns: minmax(0, 1fr) } .wide .prose { max-width: 60rem }
+pre { margin: .3rem 0; font: 13px/1.45 ui-monospace, monospace; overflow-x: auto }
+code { font: 0.9em ui-monospace, monospace }
+.n { color: var(--text2); user-select: none; display: inline-block; width: 3.2em } .k { color: var(--word) }
+.s { color: var(--string) } .d { color: var(--number) } .c { color: var(--text2) }
+table { border-collapse: collapse }
+td { border-top: 1px solid var(--line); padding: .3rem .8rem .3rem 0; vertical-align: top }
+@media (max-width: 60rem) { .row { grid-template-columns: minmax(0, 1fr) } td { display: block; border: 0 } }
+"""
+
+
+class Name(NamedTuple):
+    """Where a name leads, and what is shown of it."""
+    page: str
+    line: int
+    title: str
+
+
+def files() -> list[str]:
+    return sorted(path.name for path in ROOT.glob("*.py")) + sorted(
+        f"learn/{path.name}" for path in (ROOT / "learn").glob("*.py") if path.name != "__init__.py")
+
+
+def page_of(file: str) -> str:
+    return file.removesuffix(".py").replace("/", ".") + ".html"
+
+
+def definitions(file: str) -> dict[str, Name]:
+    """The names that a file defines at its top level; methods as Class.method."""
+    source, found = (ROOT / file).read_text(), {}
+    lines = source.splitlines()
+
+    def visit(nodes: list[ast.stmt], prefix: str) -> None:
+        for node in nodes:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                stop = node.body[0].lineno - 1 if isinstance(node, ast.FunctionDef) else node.lineno
+                signature = " ".join(line.strip() for line in lines[node.lineno - 1:max(stop, node.lineno)])
+                first = (ast.get_docstring(node) or "").split("\n\n")[0].replace("\n", " ")
+                found[prefix + node.name] = Name(page_of(file), node.lineno, f"{signature}\n{first}".strip())
+                if isinstance(node, ast.ClassDef):
+                    visit(node.body, f"{node.name}.")
+            elif isinstance(node, ast.Assign) and not prefix:
+                for target in node.targets:
+                    if isinstance(target, ast.Name):
+                        found[target.id] = Name(page_of(file), node.lineno, lines[node.lineno - 1])
+    visit(ast.parse(source).body, "")
+    return found
+
+
+def names_seen(file: str, everywhere: dict[str, dict[str, Name]]) -> dict[str, Name]:
+    """What names mean in a file: its own, and those it imports from other pages."""
+    seen = {}
+    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            source = node.module.replace(".", "/") + ".py"
+            seen |= {alias.asname or alias.name: everywhere[source][alias.name] for alias in node.names
+                     if alias.name in everywhere.get(source, {})}
+        elif isinstance(node, ast.Import):
+            seen |= {alias.name: Name(page_of(f"{alias.name}.py"), 0, f"{alias.name}.py") for alias in node.names
+                     if f"{alias.name}.py" in everywhere}
+    return seen | everywhere[file]
+
+
+# ---- a file, in rows of prose and code ------------------------------------------------------------------------------
+
+class Row(NamedTuple):
+    prose: list[str]  # lines
+    code: list[int]  # numbers of lines, from 1
+
+
+def rows(source: str) -> list[Row]:
+    """Each line of the file once, as prose or as code. A row begins at a definition that has a docstring, or at a block
+    of comments, and has the code up to the next one."""
+    lines, tree = source.splitlines(), ast.parse(source)
+    prose_of: dict[int, list[str]] = {}  # number of the line at which a row begins -> its prose
+    hidden: set[int] = set()  # lines that are prose
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) and ast.get_docstring(node) is not None:
+            first = node.body[0]
+            start = 1 if isinstance(node, ast.Module) else min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            prose_of[start] = ast.get_docstring(node).splitlines()
+            hidden |= set(range(first.lineno, first.end_lineno + 1))
+    strings = {number for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+               for number in range(node.lineno + 1, node.end_lineno + 1)}
+    block: list[int] = []
+    for number, line in enumerate([*lines, ""], 1):
+        if line.lstrip().startswith("#") and number not in strings:
+            block.append(number)
+        elif block:
+            text = [re.sub(r"^\s*# ?", "", lines[i - 1]) for i in block]
+            hidden |= set(block)
+            prose_of[block[0]] = text + ["", *prose_of.pop(number, [])] if number in prose_of else text
+            block = []
+    out = [Row([], [])]
+    for number in range(1, len(lines) + 1):
+        if number in prose_of:
+            out.append(Row(prose_of[number], []))
+        if number not in hidden:
+            out[-1].code.append(number)
+    return [row for row in out if row.prose or any(lines[i - 1].strip() for i in row.code)]
+
+
+def prose_html(lines: list[str], names: dict[str, Name]) -> str:
+    """Paragraphs; indented lines as they are; `names` as links."""
+    def inline(text: str) -> str:
+        def linked(match: re.Match) -> str:
+            name = names.get(match[1]) or names.get(match[1].removesuffix(".py"))
+            return f"<code>{link(match[1], name) if name else match[1]}</code>"
+        text = re.sub(r"`([^`]+)`", linked, escape(text, quote=False))
+        return re.sub(r"(https://[^\s<)]+)", r'<a href="\1">\1</a>', text)
+
+    out, paragraph, block = [], [], []
+
+    def flush() -> None:
+        if paragraph:
+            out.append(f"<p>{inline(' '.join(paragraph))}</p>")
+        while block and not block[-1].strip():
+            block.pop()
+        if block:
+            out.append(f"<pre>{escape(chr(10).join(block), quote=False)}</pre>")
+        paragraph.clear()
+        block.clear()
+
+    for line in lines:
+        heading = re.fullmatch(r"-{3,} (.*?) -*", line)
+        if heading:
+            flush()
+            out.append(f"<h2>{escape(heading[1])}</h2>")
+        elif line.startswith("    ") and paragraph and re.match(r"\w[\w ]*: ", paragraph[0]):
+            paragraph.append(line.strip())  # "Saves: ..." goes on
+        elif line.startswith("    ") or (block and not line.strip()):
+            if paragraph:
+                flush()
+            block.append(line)
+        elif line.strip():
+            if block or re.match(r"(\w[\w ]*:|- )", line):
+                flush()
+            paragraph.append(line.strip())
+        else:
+            flush()
+    flush()
+    return "".join(out)
+
+
+def link(text: str, name: Name) -> str:
+    at, title = f"#L{name.line}" if name.line else "", escape(name.title).replace("\n", "&#10;")
+    return f'<a href="{name.page}{at}" title="{title}">{text}</a>'
+
+
+def code_html(source: str, names: dict[str, Name]) -> list[str]:
+    """The lines of a file, coloured and linked."""
+    lines, marks = source.splitlines(), {}  # line -> (begin, end, html)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        kind, text = token.type, token.string
+        if kind == tokenize.NAME and keyword.iskeyword(text):
+            made = f'<span class="k">{text}</span>'
+        elif kind == tokenize.NAME and text in names and not hasattr(builtins, text):
+            made = link(text, names[text])
+        elif kind in (tokenize.STRING, tokenize.NUMBER, tokenize.COMMENT):
+            style = {tokenize.NUMBER: "d", tokenize.COMMENT: "c"}.get(kind, "s")
+            for number in range(token.start[0], token.end[0] + 1):  # a string may have several lines
+                begin = token.start[1] if number == token.start[0] else 0
+                end = token.end[1] if number == token.end[0] else len(lines[number - 1])
+                part = escape(lines[number - 1][begin:end], quote=False)
+                marks.setdefault(number, []).append((begin, end, f'<span class="{style}">{part}</span>'))
+            continue
+        else:
+            continue
+        marks.setdefault(token.start[0], []).append((token.start[1], token.end[1], made))
+    out = []
+    for number, line in enumerate(lines, 1):
+        html, at = "", 0
+        for begin, end, made in sorted(marks.get(number, [])):
+            html, at = html + escape(line[at:begin], quote=False) + made, end
+        out.append(html + escape(line[at:], quote=False))
+    return out
+
+
+def page(title: str, body: str) -> str:
+    return (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+            f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head><body>'
+            f"{body}</body></html>\n")
+
+
+def file_html(file: str, everywhere: dict[str, dict[str, Name]], demos: dict) -> str:
+    source, names = (ROOT / file).read_text(), names_seen(file, everywhere)
+    lines = code_html(source, names)
+    body = [f'<header><a href="index.html">penteract</a> / <b>{file}</b></header>']
+    for i, row in enumerate(rows(source)):
+        code = "".join(f'<span class="n" id="L{n}">{n}</span>{lines[n - 1]}\n' for n in row.code)
+        prose = prose_html(row.prose, names)
+        body.append(f'<div class="row{"" if i else " wide"}"><div class="prose">{prose}</div>'
+                    + (f'<div class="code"><pre>{code}</pre></div>' if row.code else "") + "</div>")
+        if i == 0:
+            pictures = [(ROOT / "docs" / "pictures" / f"{name}.svg").read_text() for name in PICTURES.get(file, [])]
+            body += [f'<div class="row wide"><div class="prose">{x[x.index("<svg"):]}</div></div>' for x in pictures]
+    if file in demos["outputs"]:
+        body.append(f'<div class="row wide"><div class="prose"><h2>What it prints ({demos["date"]})</h2><pre>'
+                    f'{escape(demos["outputs"][file], quote=False)}</pre></div></div>')
+    return page(file, "".join(body))
+
+
+def index_html(everywhere: dict[str, dict[str, Name]]) -> str:
+    """The playbook's table of contents, each section with its files and commands."""
+    body = ['<main class="index"><h1>penteract</h1>'
+            "<p>The Ultra-Scale Playbook in PyTorch, section by section.</p><table>"]
+    for line in (ROOT / "docs" / "PLAYBOOK.md").read_text().split("\n## ")[0].splitlines():
+        if line.startswith("| ") and not line.startswith("| section"):
+            section, where, commands = (cell.strip() for cell in line.strip("|").split(" | "))
+            where = re.sub(r"\[([^]]+)\]\(\.\./([^)]+)\)", lambda match: (
+                f'<a href="{page_of(match[2])}">{match[2]}</a>' if match[2] in everywhere else match[2]), where)
+            cells = [re.sub(r"\*\*([^*]+)\*\*", r"<b>\1</b>", section), where,
+                     re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", commands)]
+            cells = [re.sub("`([^`]+)`", r"<code>\1</code>", cell) for cell in cells]
+            body.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    first = {file: ast.get_docstring(ast.parse((ROOT / file).read_text())).splitlines()[0] for file in everywhere}
+    items = [f'<li><a href="{page_of(file)}">{file}</a> {escape(line)}</li>' for file, line in first.items()]
+    body.append(f"</table><h2>All files</h2><ul>{''.join(items)}</ul></main>")
+    return page("penteract", "".join(body))
+
+
+def run_demos() -> Iterator[tuple[str, str]]:
+    """(file, what it prints), of the files that have a demo."""
+    for file in files():
+        has_demo = any(line.startswith("# ---- demo") for line in (ROOT / file).read_text().splitlines())
+        if has_demo or file in ("learn/collectives.py", "learn/gpu.py"):
+            command = ["-m", file.removesuffix(".py").replace("/", ".")] if "/" in file else [file]
+            yield file, subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True).stdout
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "pages")
+    parser.add_argument("--demos", action="store_true")
+    asked = parser.parse_args(arguments)
+    if asked.demos:
+        found = dict(date=str(date.today()), outputs=dict(run_demos()))
+        DEMOS.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    demos = json.loads(DEMOS.read_text())
+    everywhere = {file: definitions(file) for file in files()}
+    asked.out.mkdir(parents=True, exist_ok=True)
+    (asked.out / "index.html").write_text(index_html(everywhere))
+    for file in everywhere:
+        (asked.out / page_of(file)).write_text(file_html(file, everywhere, demos))
+    print(asked.out / "index.html")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
