@@ -15,7 +15,7 @@ The reduction of a gradient can start as soon as the gradient is complete. One s
 
 Which parameters share a bucket follows from their order in the model, never from the order in which gradients are
 computed: all ranks must reduce the same buffers. A bucket expects one gradient of each parameter per micro-batch; the
-last of the step starts the reduction. So there is one per step, and no flag that marks the last micro-batch.
+last of the step starts the reduction. So there is one per step, and no flag (`no_sync`) on all other micro-batches.
 
 One loss, one scale. Every rank divides the *sum* of its token losses by the number of valid tokens in the *global*
 batch, and every reduction is a plain sum. A mean of means would give tokens of ranks that have few a larger weight.

@@ -173,7 +173,8 @@ def first_lines(settings: config.Config, groups: Groups, device: str, built, sam
     lines = [f"device  {device}, {precision.dtype}{fp8}", f"grid    {grid_line(grid, model)}"]
     if settings.shown:
         ranks = grid.dp * grid.cp * grid.tp * grid.pp
-        lines.append(f"        (chosen to show the axes; --dp {ranks} is pure data parallelism)")
+        small = ", --preset tiny the smallest model" if model.hidden != type(model).hidden else ""
+        lines.append(f"        (chosen to show the axes; --dp {ranks} is pure data parallelism{small})")
     lines += [
         f"batch   global batch {sequences} = micro {batch.micro_batch} x accum "
         f"{sequences // batch.micro_batch // grid.dp} x dp {grid.dp}; {sequences * batch.seq:,} tokens per step{ramp}",

@@ -320,6 +320,21 @@ def test_a_command_line_that_names_no_grid_shows_one(monkeypatch, ranks, line, a
     assert settings.shown == (axes in ((2, 2, 2), (2, 2, 1)))
 
 
+@pytest.mark.parametrize("line, visible, hidden", [
+    ("", None, 1024), ("--steps 3", "0,1,2,3,4,5,6,7", 1024), ("", "0,1", 128), ("", "", 128),
+    ("--device cpu", None, 128), ("--preset tiny", None, 128)])
+def test_with_a_gpu_for_each_rank_the_model_is_not_a_toy(monkeypatch, tmp_path, line, visible, hidden):
+    for number in range(8):
+        (tmp_path / str(number)).mkdir()
+    monkeypatch.setattr(start, "GPUS", str(tmp_path))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    settings = command_line(monkeypatch, 8, line)
+    assert settings.model.hidden == hidden and (settings.batch.seq == 2048) == (hidden == 1024)
+
+
 @pytest.mark.parametrize("local_rank, said", [("0", "train.py: wrong\n"), ("1", "")])
 def test_of_every_node_the_first_rank_says_what_is_wrong(local_rank, said, monkeypatch, capsys):
     """Rank 8 is the first of the second node."""
