@@ -1,6 +1,6 @@
-"""A GPU primer: a crash course in Triton, as one matmul in seven kernels and one GELU in five versions.
+"""A GPU primer: a crash course in Triton, as one matmul in nine kernels and one GELU in five versions.
 
-Read it before kernels.py and flash.py: each of the seven kernels adds one idea that those rely on.
+Read it before kernels.py and flash.py: each of the nine kernels adds one idea that those rely on.
 `python -m learn.gpu` shows what each kernel reads, and on a GPU how fast it is; `python -m bench gpu` measures with
 these functions.
 
@@ -13,10 +13,13 @@ ladder asks for fewer bytes, and then asks earlier than it needs them. C = A B, 
     uncoalesced    a piece of a column of C     32 threads read one below the other in A: 32 sectors of 32 bytes, of
                                                 each of which one element is used
     coalesced      a piece of a row of C        32 threads read side by side in B: 2 sectors, of which all is used
+    coarsened      BM pieces of rows of C       a thread computes BM elements, and uses what it has read of B BM times
     tiled          a tile of C, BM x BN         an element of A serves BN columns, one of B serves BM rows; tensor cores
     grouped        a larger tile                programs run in an order that walks down GROUP tiles: those that run at
                                                 once share rows and columns, which they find in the L2 cache
-    masked         a tile, also at an edge      threads beyond an edge load zeros and store nothing, without a branch
+    selected       a tile, also at an edge      threads beyond an edge take 0 in place of what they load: as in a warp
+                                                whose threads diverge, both sides of the choice are executed
+    masked         the same                     threads beyond an edge load nothing: one path for all, without a branch
     pipelined      the same                     the next tiles are loaded while tensor cores multiply these
     persistent     many tiles in turn           one program per SM; a copy engine (TMA) loads and stores whole tiles
 
@@ -24,7 +27,8 @@ Time is at least max(FLOPs / peak, bytes / bandwidth), the roofline. FLOPs are 2
 memory and one for the L1 caches, 128 bytes per clock and SM. Bytes, for elements of e bytes:
 
     asked of L1    uncoalesced: 32 per thread for A, 32 per warp for B;  coalesced: 32 per warp for A, e per thread for
-                   B;  from tiled on: e (M K ceil(N/BN) + K N ceil(M/BM) + M N)
+                   B;  coarsened: of B a BM-th;  from tiled on: e (M K ceil(N/BN) + K N ceil(M/BM) + M N), selected
+                   with M, N and K of A and B rounded up to tiles
     from memory    programs of one wave (those that run at once) share what is in L2. With R different rows and S
                    different columns of tiles in a wave: e K (R BM + S BN), summed over waves, and e M N for C. For W
                    square tiles the least is R = S = sqrt(W); row-major order has R = 1, S = W. Hence the groups.
@@ -108,6 +112,16 @@ def coalesced(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.co
 
 
 @triton.jit
+def coarsened(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+    i, j = find_tile_jit(tl.program_id(0), M // BM, N // BN, GROUP)
+    rows, cols = i * BM + tl.arange(0, BM), j * BN + tl.arange(0, BN)  # a thread has one column, and all of the rows
+    acc = tl.full((BM, BN), 0.0, tl.float32)
+    for k in range(K):
+        acc += tl.load(a + rows[:, None] * K + k).to(tl.float32) * tl.load(b + k * N + cols).to(tl.float32)
+    tl.store(c + rows[:, None] * N + cols, acc.to(c.dtype.element_ty))
+
+
+@triton.jit
 def tiled(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
     """Also the `grouped` rung: larger tiles, so that a thread computes more with what it reads, and GROUP > 1."""
     i, j = find_tile_jit(tl.program_id(0), M // BM, N // BN, GROUP)
@@ -117,6 +131,21 @@ def tiled(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
     for k in range(0, K, BK):
         acc = tl.dot(tl.load(a + k + in_a), tl.load(b + k * N + in_b), acc)
     tl.store(c + rows[:, None] * N + cols, acc.to(c.dtype.element_ty))
+
+
+@triton.jit
+def selected(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
+    """Every load is made: beyond an edge that of the last element, again and again, in place of which 0 is taken."""
+    i, j = find_tile_jit(tl.program_id(0), (M + BM - 1) // BM, (N + BN - 1) // BN, GROUP)
+    rows, cols, ks = i * BM + tl.arange(0, BM), j * BN + tl.arange(0, BN), tl.arange(0, BK)
+    acc = tl.full((BM, BN), 0.0, tl.float32)
+    for k in range(0, K, BK):
+        at = tl.minimum(k + ks, K - 1)
+        a_tile = tl.load(a + tl.minimum(rows, M - 1)[:, None] * K + at)
+        b_tile = tl.load(b + at[:, None] * N + tl.minimum(cols, N - 1))
+        acc = tl.dot(tl.where((rows[:, None] < M) & (ks < K - k), a_tile, 0.0).to(a.dtype.element_ty),
+                     tl.where((ks[:, None] < K - k) & (cols < N), b_tile, 0.0).to(b.dtype.element_ty), acc)
+    tl.store(c + rows[:, None] * N + cols, acc.to(c.dtype.element_ty), (rows[:, None] < M) & (cols < N))
 
 
 @triton.jit
@@ -153,7 +182,7 @@ class Rung(NamedTuple):
     """A kernel with its settings. group: see `find_tile`. resident: programs that run on an SM of sm_90 at once."""
     idea: str
     kernel: Callable
-    tile: tuple[int, ...]  # BM, BN, BK; BM, BN of the first two rungs
+    tile: tuple[int, ...]  # BM, BN, BK; BM, BN of the first three rungs
     group: int
     warps: int
     stages: int = 1
@@ -171,12 +200,15 @@ class Rung(NamedTuple):
         return triton.cdiv(M, self.tile[0]), triton.cdiv(N, self.tile[1])
 
 
+ANY_SHAPE = selected, masked, persistent
 # The first two walk along the side where a tile is one element wide, and so read the same bytes from memory.
 LADDER = {
     "uncoalesced": Rung("one thread per element", uncoalesced, (128, 1), 1, 4, resident=16),
     "coalesced": Rung("neighbouring threads read neighbours", coalesced, (1, 128), 1 << 20, 4, resident=16),
+    "coarsened": Rung("a thread uses an element 8 times", coarsened, (8, 128), 1, 4, resident=16),
     "tiled": Rung("each element read is used 64 times, by tensor cores", tiled, (64, 64, 64), 1, 4, resident=5),
     "grouped": Rung("larger tiles; neighbours in time are neighbours in C", tiled, (128, 128, 64), 16, 4, resident=2),
+    "selected": Rung("any shape, by executing both sides", selected, (128, 128, 64), 16, 8, resident=1),
     "masked": Rung("any shape, without a branch", masked, (128, 128, 64), 16, 4, resident=2),
     "pipelined": Rung("loads run ahead; 8 warps share a tile", masked, (128, 256, 64), 16, 8, stages=3),
     "persistent": Rung("tiles are loaded by TMA; no program ends", persistent, (128, 256, 64), 16, 8, stages=3)}
@@ -191,7 +223,7 @@ def check(rung: Rung, M: int, N: int, K: int, itemsize: int) -> None:
                          f"{16 // itemsize}, or the masked rung")
     left = [f"{name} = {extent} is no multiple of {step}" for name, extent, step in zip("MNK", (M, N, K), rung.tile)
             if extent % step]
-    if left and rung.kernel not in (masked, persistent):
+    if left and rung.kernel not in ANY_SHAPE:
         raise ValueError(f"{', '.join(left)}: pad, or use the masked rung")
 
 
@@ -241,6 +273,12 @@ def bytes_asked(rung: Rung, M: int, N: int, K: int, itemsize: int) -> int:
         return M * N * K * SECTOR + M * N // WARP * K * SECTOR + M * N * SECTOR
     if rung.kernel is coalesced:
         return M * N // WARP * K * SECTOR + M * N * K * itemsize + M * N * itemsize
+    if rung.kernel is coarsened:
+        return M * N // WARP * K * SECTOR + M * N * K * itemsize // rung.tile[0] + M * N * itemsize
+    if rung.kernel is selected:
+        BM, BN, BK = rung.tile
+        depth = triton.cdiv(K, BK) * BK
+        return itemsize * (depth * tiles_m * tiles_n * (BM + BN) + M * N)
     return itemsize * (M * K * tiles_n + K * N * tiles_m + M * N)
 
 
