@@ -1,4 +1,4 @@
-"""Every file of the root and of learn/ as a page to read: prose beside its code, pictures, and what its demo prints.
+"""Every file of the root, plan/, run/ and learn/ as a page: prose beside its code, pictures, and what its demo prints.
 
     python -m learn.pages [--out pages]     static HTML, no network; open pages/index.html
     python -m learn.pages --demos           run all demos again and keep their output in docs/demos.json
@@ -17,6 +17,7 @@ import re
 import subprocess
 import sys
 import tokenize
+from base64 import b64encode
 from collections.abc import Iterator
 from datetime import date
 from html import escape
@@ -34,7 +35,7 @@ STYLE = """
         --text2: #59636e; --string: #0a6b3d; --number: #9a4a00 }
 @media (prefers-color-scheme: dark) { :root { --text: #dde3ea; --page: #14181d; --side: #1b2128; --line: #333b45;
         --link: #78b7ff; --word: #e19aee; --text2: #9aa5b1; --string: #86d6a2; --number: #f0b27a } }
-* { box-sizing: border-box } svg { background: #fff; max-width: 100%; height: auto }
+* { box-sizing: border-box } img { background: #fff; max-width: 100%; height: auto }
 body { margin: 0; color: var(--text); background: var(--page); font: 16px/1.5 system-ui, sans-serif }
 a { color: var(--link); text-decoration: none } code a, pre a { color: inherit; border-bottom: 1px dotted var(--line) }
 a:hover { text-decoration: underline } header, footer, main.index { max-width: 76rem; margin: auto; padding: 1rem }
@@ -59,8 +60,8 @@ class Name(NamedTuple):
 
 
 def files() -> list[str]:
-    return sorted(path.name for path in ROOT.glob("*.py")) + sorted(
-        f"learn/{path.name}" for path in (ROOT / "learn").glob("*.py") if path.name != "__init__.py")
+    found = [sorted((ROOT / folder).glob("*.py")) for folder in (".", "learn", "plan", "run")]
+    return [str(path.relative_to(ROOT)) for paths in found for path in paths if path.name != "__init__.py"]
 
 
 def page_of(file: str) -> str:
@@ -234,8 +235,10 @@ def file_html(file: str, everywhere: dict[str, dict[str, Name]], demos: dict) ->
         body.append(f'<div class="row{"" if i else " wide"}"><div class="prose">{prose}</div>'
                     + (f'<div class="code"><pre>{code}</pre></div>' if row.code else "") + "</div>")
         if i == 0:
-            pictures = [(ROOT / "docs" / "pictures" / f"{name}.svg").read_text() for name in PICTURES.get(file, [])]
-            body += [f'<div class="row wide"><div class="prose">{x[x.index("<svg"):]}</div></div>' for x in pictures]
+            for name in PICTURES.get(file, []):
+                data = b64encode((ROOT / "docs" / "pictures" / f"{name}.svg").read_bytes()).decode()
+                body.append(f'<div class="row wide"><div class="prose"><img alt="{name}" '
+                            f'src="data:image/svg+xml;base64,{data}"></div></div>')
     if file in demos["outputs"]:
         body.append(f'<div class="row wide"><div class="prose"><h2>What it prints ({demos["date"]})</h2><pre>'
                     f'{escape(demos["outputs"][file], quote=False)}</pre></div></div>')

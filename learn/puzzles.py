@@ -139,9 +139,13 @@ def copy(puzzle: Puzzle | dict, folder: Path) -> None:
 
 
 def judge(puzzle: Puzzle | dict, folder: Path) -> subprocess.CompletedProcess:
+    """Runs the test. Raises ValueError if it has not ended after five minutes, as where a rank waits for ever."""
     test = puzzle.test if isinstance(puzzle, Puzzle) else puzzle["test"]
-    return subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-m", "",
-                           test], cwd=folder, capture_output=True, text=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-m", "", test]
+    try:
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"{test}: has not ended after five minutes; perhaps a rank waits for ever") from None
 
 
 def main(arguments: list[str]) -> int:

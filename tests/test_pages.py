@@ -23,7 +23,7 @@ class Page(HTMLParser):
             self.links.append(attributes["href"])
         if "id" in attributes:
             self.anchors.add(attributes["id"])
-        if tag not in ("meta", "path", "use", "rect", "line", "circle", "image", "br", "polyline", "polygon"):
+        if tag not in ("meta", "img"):
             self.open.append(tag)
 
     def handle_endtag(self, tag):
@@ -58,7 +58,8 @@ def test_each_line_is_on_its_page_once_as_prose_or_as_code():
         assert code == sorted(set(code)), file
         words = re.findall(r"\w+", " ".join(line for row in rows for line in row.prose))
         for number in set(range(1, len(lines) + 1)) - set(code):
-            assert set(re.findall(r"\w+", lines[number - 1])) <= set(words), (file, number)
+            line = re.sub(r'^r"""', "", lines[number - 1])  # of a docstring with backslashes
+            assert set(re.findall(r"\w+", line)) <= set(words), (file, number)
 
 
 def test_code_is_the_files_and_prose_is_escaped(made):

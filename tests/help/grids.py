@@ -21,7 +21,6 @@ import config
 import param
 import train
 from collectives import ALONE, AXES, build_groups
-from ep import update_biases
 from run import device, job
 from run.data import MicroBatch, Samples
 
@@ -167,8 +166,8 @@ def run(grid: str, first: int = 0, last: int = STEPS, state: dict | None = None)
             out["grads"].append(pieces(optimizer, "grad"))
             out["square"].append(sum(values.square().sum().item() for *_, owned, values in out["grads"][-1] if owned))
             out["norm"].append(optimizer.step(settings.optim.lr).item())
-            if model.routers:
-                update_biases(model.routers, (groups["data"], groups["tp"]))
+            if settings.model.experts:
+                train.update_balance(model, groups, torch.tensor(True), sequences)
     for bucket in optimizer.buckets:
         bucket.unshard()
     out["rounded"] = all(torch.equal(bucket.weights[bucket.shard], bucket.master.to(bucket.weights.dtype))
