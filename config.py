@@ -250,7 +250,7 @@ class Run:
     keep: int = setting(2, "how many checkpoints stay in --out; 0: all")
     resume: str = setting("", "a checkpoint, or a folder of them; auto: the newest whole one in --out, if any; "
                               "settings that no flag gives are the checkpoint's")
-    insist: bool = setting(False, "resume although the data changed, or settings of the model that change no shape")
+    insist: bool = setting(False, "accept, on resume, changed data or settings; of published weights, some left unused")
     init_from: str = setting("", "start from weights and config.json as published on Hugging Face, in this folder")
     export_hf: str = setting("", "after training, write the weights here as transformers reads them")
     metrics: str = setting("", "append each step's metrics to this file or pipe, in JSON; of a dry run, write one")

@@ -135,6 +135,21 @@ def tensors_on_disk(spec: Spec, architecture: str) -> Iterator[tuple[str, Box]]:
             yield name.format(e=e), (slice(e, e + 1), slice(i * rows, (i + 1) * rows), slice(0, columns))
 
 
+def names_read(model: Any, architecture: str) -> set[str]:
+    """The tensors on disk that a config.Model reads, and a tied model's head, which transformers ignores, too."""
+    outside = {"embedding", "norm", "head"}
+    left_out = outside | (set() if model.qkv_bias else {"bq", "bk", "bv"})
+    left_out |= set() if model.qk_norm else {"q_norm", "k_norm"}
+    names = {NAMES[ours] for ours in outside}
+    for layer in range(model.layers):
+        not_here = left_out | ({"ffn"} if model.has_experts(layer) else {"router", "experts"})
+        for ours, theirs in ARCHITECTURES[architecture].names.items():
+            if not not_here & set(ours.split(".")):
+                names |= {f"model.layers.{layer}.{name.format(e=e)}" for name in theirs.split()
+                          for e in range(model.experts if "{e}" in name else 1)}
+    return names
+
+
 # ---- config.json ----------------------------------------------------------------------------------------------------
 
 def need_library(name: str) -> None:
@@ -285,6 +300,24 @@ def check_export(settings: Any) -> None:
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
+
+def check_weights(folder: str, model: Any, insist: bool) -> None:
+    """Raises ValueError for tensors in `folder` that a config.Model does not read, such as biases or more layers."""
+    from safetensors import SafetensorError, safe_open
+    where = os.path.join(folder, "config.json")
+    names, path = read_index(folder), os.path.join(folder, SINGLE)
+    if names is None:
+        try:
+            with safe_open(path, framework="np") as file:
+                names = file.keys()
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path}: cannot be read: {error}") from None
+    read = names_read(model, read_architecture(read_json(where), where))
+    unread = sorted(name for name in names if name not in read and not name.endswith(".rotary_emb.inv_freq"))
+    more = f" and {len(unread) - 1} more tensors" if unread[1:] else ""
+    need(not unread or insist, f"{folder}: has {unread and unread[0]}{more}, which the model does not use: give "
+                               "--insist to leave out what it does not")
+
 
 def source(folder: str) -> Source:
     """The source of the weights in `folder`, in the dtype that they have there, on the CPU.

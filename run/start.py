@@ -46,6 +46,8 @@ def parse(arguments: list[str], world: int = 1) -> Config:
             inherited = dict(preset=Path(folder).resolve().name) | huggingface.read_config(folder)
     settings = config.parse(arguments, world, inherited)
     check_paths(settings)
+    if settings.run.init_from and not resumed and not settings.run.dry_run:
+        huggingface.check_weights(settings.run.init_from, settings.model, settings.run.insist)
     huggingface.check_export(settings)
     for name, there in model.items():
         here = getattr(settings.model, name)

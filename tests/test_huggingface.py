@@ -418,6 +418,28 @@ def test_damaged_weights_are_refused_in_one_line(damage, message, published, tmp
     assert line.startswith(str(folder)) and message in line and "\n" not in line
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_weights_that_the_model_would_not_use_are_refused_unless_insisted_on(case, published, tmp_path):
+    """Of whole folders all are used; of a folder with one more none of those that transformers computes is missed."""
+    model = config.Model(**huggingface.read_config(published(case)))
+    for shard in ("1GB", "20KB"):
+        huggingface.check_weights(published(case, shard), model, insist=False)
+    folder, path = tmp_path / "more", tmp_path / "more" / "model.safetensors"
+    shutil.copytree(published(case), folder)
+    weights = safetensors.torch.load_file(path)
+    safetensors.torch.save_file(weights | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, path)
+    huggingface.check_weights(str(folder), model, insist=False)
+    for layer, name in [(0, "self_attn.o_proj.bias"), (0, "mlp.extra.weight"), (3, "input_layernorm.weight")]:
+        more = {f"model.layers.{layer}.{name}": torch.ones(4), f"model.layers.{layer + 1}.zero.weight": torch.ones(4)}
+        safetensors.torch.save_file(weights | more, path)
+        says = f"^{folder}: has {sorted(more)[0]} and 1 more tensors, which the model does not use: give --insist"
+        with pytest.raises(ValueError, match=says):
+            start.parse(["--data", __file__, "--vocab", "257", "--init-from", str(folder)])
+        start.parse(["--data", __file__, "--vocab", "257", "--init-from", str(folder), "--insist"])
+    with pytest.raises(ValueError, match=r"has model\.layers\.2\.\S+ and \d+ more tensors"):
+        start.parse(["--data", __file__, "--layers", "2", "--init-from", published(case)])
+
+
 def test_a_tensor_that_a_single_file_has_not_is_refused(published, tmp_path):
     shutil.copytree(published("llama tied"), tmp_path / "untied")
     change(tmp_path / "untied" / "config.json", tie_word_embeddings=False)
