@@ -44,6 +44,7 @@ from param import IGNORED
 from run.huggingface import need_library
 from run.start import refuse
 
+BLOCK = 2**22  # tokens that are read at a time to find those outside of the vocabulary
 BYTES_SEPARATOR = config.TEXT_VOCAB - 1  # 256, behind the 256 bytes
 # (magic, version): dtype, separator
 LLM_C = {(20240520, 1): (np.dtype("u2"), 50256), (20240801, 7): (np.dtype("u4"), 128000)}
@@ -92,13 +93,29 @@ class Corpus:
         while filled < count:
             skip = start + filled - self.starts[file]
             part = self.arrays[file][skip:skip + count - filled]
-            need(0 <= part.min() and part.max() < self.vocab, f"{self.files[file]}: holds a token outside "
-                 f"0..{self.vocab - 1}: raise --vocab, or give the file's --data-dtype")
             tokens[filled:filled + len(part)] = part
             begins[filled] |= self.separator is None and skip == 0
             filled += len(part)
             file += 1
         return tokens, begins if self.separator is None else tokens == self.separator
+
+    def outside(self, part: int = 0, parts: int = 1) -> int:
+        """Where in the stream a token outside of the vocabulary is, -1 if there is none. Of blocks of tokens, it reads
+        those number part, part + parts, …; none if their dtype has no larger tokens."""
+        blocks = [(int(begin) + start, array[start:start + BLOCK]) for begin, array in zip(self.starts, self.arrays)
+                  if not self.is_text and (array.dtype.kind == "i" or np.iinfo(array.dtype).max >= self.vocab)
+                  for start in range(0, len(array), BLOCK)]
+        for start, tokens in tqdm(blocks[part::parts], desc="reading tokens", delay=2, leave=False, disable=part > 0):
+            if tokens.min() < 0 or tokens.max() >= self.vocab:
+                return start + int(np.argmax((tokens < 0) | (tokens >= self.vocab)))
+        return -1
+
+    def refuse(self, position: int) -> None:
+        """Raises ValueError for the token at this position of the stream, which `outside` has found."""
+        file = int(np.searchsorted(self.starts, position, "right")) - 1
+        place = position - int(self.starts[file])
+        raise ValueError(f"{self.files[file]}: token {place:,} is {self.arrays[file][place]}, outside of "
+                         f"0..{self.vocab - 1}: raise --vocab, or give the file's --data-dtype")
 
 
 def files_in(path: Path) -> list[Path]:
@@ -282,9 +299,14 @@ class Codec(NamedTuple):
 
 
 def codec_of(corpus: Corpus, folder: str) -> Codec | None:
-    """By the tokenizer.json in the folder, "" for none; without it as bytes if the data is text; else None."""
+    """By the tokenizer.json in the folder, "" for none; without it as bytes if the data is text; else None. Raises
+    ValueError for a tokenizer that is damaged, or has tokens that the corpus's vocabulary has not."""
     if folder:
-        tokenizer = read_tokenizer(os.path.join(folder, "tokenizer.json"))
+        path = os.path.join(folder, "tokenizer.json")
+        tokenizer = read_tokenizer(path)
+        most = max(tokenizer.get_vocab().values(), default=0)
+        need(most < corpus.vocab, f"{path}: has the token {most}, outside of 0..{corpus.vocab - 1}: raise --vocab, or "
+                                  "give --sample=, which needs no tokenizer")
         return Codec(None if corpus.is_text else corpus.separator, tokenizer)
     return Codec(BYTES_SEPARATOR) if corpus.is_text else None
 

@@ -21,14 +21,14 @@ import torch
 
 import collectives
 import config
-from collectives import ALONE, Group, Groups
+from collectives import ALONE, MAX, Group, Groups, all_reduce
 from config import need
 from param import draw
 from plan import search
 from pp import profile_range
 from run import checkpoint, device, faults, huggingface, sampling, start, timeline
 from run.checkpoint import Saver
-from run.data import Corpus, MicroBatch, Samples, codec_of, open_samples
+from run.data import Codec, Corpus, MicroBatch, Samples, codec_of, open_samples
 from run.log import GradientNoise, Log, profiling
 from run.ranks import HostCopy, agree, gather_objects, host_group, meet
 
@@ -90,6 +90,7 @@ class Run:
     host: Group = ALONE  # all ranks, on gloo: for threads and CPU tensors
     optimizer: Any = None  # a zero.Optimizer
     tokenizer: str = ""  # the folder with the run's tokenizer.json, "" if there is none
+    codec: Codec | None = None  # for --sample
     saver: Saver | None = None
     guard: faults.Guard | None = None
     noise: GradientNoise | None = None
@@ -110,7 +111,11 @@ class Run:
         if run.out or run.resume or run.init_from or run.export_hf:
             self.host = host_group(run.timeout)
         for samples in filter(None, (self.training, self.validation)):
-            agree(samples.identity, self.host)  # reads the tokens, so bad ones are refused now
+            world, corpus = groups["world"], samples.corpus
+            outside = torch.tensor(corpus.outside(world.rank, world.size), device=self.device)
+            all_reduce(outside, world, MAX)
+            if outside >= 0:
+                corpus.refuse(int(outside))
         sections = [section for name, section in asdict(settings).items()
                     if name not in ("data", "before_defaults", "arguments")]
         faults.agree_on({"settings": sections, "data": self.training.identity(),
@@ -273,6 +278,8 @@ def load_weights(run: Run) -> None:
         agree(lambda: run.optimizer.load(
             huggingface.source(asked.init_from) if asked.init_from else draw(settings.optim.seed)), run.host)
     run.tokenizer = tokenizer_folder(asked.init_from, tokenizer, run.training.corpus)
+    if asked.sample:
+        run.codec = agree(lambda: codec_of(run.training.corpus, run.tokenizer), run.host)
     open_saver(run, path)
 
 
@@ -440,8 +447,8 @@ def finish(run: Run) -> None:
         saver.export(asked.export_hf, "fp32" if dtype == "fp64" else dtype, state.step)
     if asked.sample and math.isfinite(log.last_loss or 0.0) and not stopping:
         state.activity = "sampling"
-        if codec := codec_of(run.training.corpus, run.tokenizer):
-            sampling.continue_prompt(run.model, codec, settings, run.groups, run.device)
+        if run.codec:
+            sampling.continue_prompt(run.model, run.codec, settings, run.groups, run.device)
         elif run.groups["world"].rank == 0:
             print("no sample: the data are tokens, without a tokenizer.json beside them", file=sys.stderr)
     if problem:

@@ -866,7 +866,7 @@ def python(*arguments, ranks: int = 0) -> str:
 
 
 def test_text_has_no_separator_that_a_tokenizer_knows(published, tokens):
-    for corpus, separator in (Corpus([__file__], 257), None), (Corpus([tokens], 97, separator=3), 3):
+    for corpus, separator in (Corpus([__file__], 400), None), (Corpus([tokens], 400, separator=3), 3):
         assert codec_of(corpus, str(published)).separator == separator
 
 

@@ -106,7 +106,7 @@ def ours(count: int, itemsize: int) -> bytes:
 
 
 NO_NPY = "cannot be read as .npy, truncated or of another format"
-OUTSIDE = "holds a token outside 0..256"
+OUTSIDE = "token 0 is "
 WRONG = [  # name, content, what must be said of it
     ("empty.txt", b"", "is empty"), ("binary.txt", b"text\0text", "holds zero bytes, so it is not text"),
     ("empty.bin", b"", "is empty"), ("odd.bin", b"abc", "3 bytes are not a whole number of uint16 tokens: truncated"),
@@ -133,7 +133,7 @@ def test_a_wrong_file_is_named_in_one_line(tmp_path, name, content, says):
     file.write_bytes(content)
     with pytest.raises(ValueError) as error:
         corpus = Corpus([str(file)], 257)
-        corpus.read(0, len(corpus))
+        corpus.refuse(corpus.outside())
     assert str(error.value).startswith(f"{file}: {says}") and "\n" not in str(error.value)
 
 
@@ -142,13 +142,19 @@ def test_text_needs_its_whole_vocabulary():
         Corpus([__file__], 256)
 
 
-@pytest.mark.parametrize("values", [[5, 512], [5, -1]])
-def test_a_token_outside_the_vocabulary_names_its_file(tmp_path, values):
+@pytest.mark.parametrize("value", [512, -1])
+def test_a_token_outside_the_vocabulary_is_found_wherever_it_is(tmp_path, monkeypatch, value):
+    """By one of the ranks that share the corpus, block by block."""
+    monkeypatch.setattr(data, "BLOCK", 8)
     good, bad = tmp_path / "a.npy", tmp_path / "b.npy"
-    token_file(good, [1] * 10, "npy", np.int64)
-    token_file(bad, values, "npy", np.int64)
-    with pytest.raises(ValueError, match=r"b\.npy: holds a token outside 0\.\.511"):
-        Corpus([str(good), str(bad)], 512).read(5, 7)
+    token_file(good, [1] * 10, "npy")
+    for position in range(20):
+        token_file(bad, [511] * position + [value] + [511] * (19 - position), "npy", np.int16)
+        corpus = Corpus([str(good), str(bad)], 512)
+        for parts in (1, 2, 7):
+            assert sorted({corpus.outside(part, parts) for part in range(parts)} | {-1}) == [-1, position + 10]
+    with pytest.raises(ValueError, match=rf"b\.npy: token 19 is {value}, outside of 0\.\.511: raise"):
+        corpus.refuse(29)
 
 
 def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
@@ -362,6 +368,13 @@ def test_what_cannot_be_tokenized_is_refused_and_leaves_nothing(tmp_path):
 def test_bytes_become_text_and_what_is_no_text_is_marked():
     codec = data.Codec(BYTES_SEPARATOR)
     assert codec.encode("hé") == [104, 195, 169] and codec.decode([256, 104, 195, 169, 300, 195]) == "hé\ufffd"
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
+    path = tokenizer_of(tmp_path / "tokenizer.json", "<s>", "[CLS]", *map(str, range(255)), "?")
+    assert data.codec_of(Corpus([__file__], 258), str(tmp_path)).encode("7") == [9]
+    with pytest.raises(ValueError, match=rf"^{path}: has the token 257, outside of 0\.\.256: raise --vocab, or"):
+        data.codec_of(Corpus([__file__], 257), str(tmp_path))
 
 
 def test_without_a_tokenizer_only_text_is_sampled(tmp_path):

@@ -997,7 +997,6 @@ def test_a_rank_that_hangs_is_named_within_the_timeout(tmp_path, fault, ranks, f
     assert orphans(str(tmp_path)) == []
 
 
-@pytest.mark.slow
 def test_a_rank_that_raises_is_the_only_one_to_speak(tmp_path):
     process = launch(3, "raise", 2, 3, "forward", f"--steps 40 --metrics {tmp_path}/m")
     out, err = finished(process)
@@ -1143,7 +1142,7 @@ def test_a_hundred_corruptions_are_named_or_read_right(tmp_path):
 def test_validation_data_is_checked_before_the_first_step(tmp_path):
     np.save(tmp_path / "unseen.npy", np.full(400, 999))
     with (patch.object(train, "forward_backward", side_effect=AssertionError),
-          pytest.raises(ValueError, match="unseen.npy: holds a token outside 0..256")):
+          pytest.raises(ValueError, match="unseen.npy: token 0 is 999, outside of 0..256")):
         run(f"--steps 2 --val-data {tmp_path}/unseen.npy")
 
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import grids
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import torch.distributed as dist
-from pool import slow
 from program import python, torchrun
 from runs import metrics, run
 
@@ -19,7 +19,7 @@ import train
 from collectives import ALONE, build_groups
 from plan import costs, search
 from run import device, job, log, sampling
-from run.data import Codec, Corpus, Samples, open_samples
+from run.data import Codec, open_samples
 
 ROOT = os.path.dirname(config.__file__)
 SMALL = "--layers 2 --hidden 32 --heads 2 --ffn 48 --seq 32 --warmup 2"
@@ -138,25 +138,28 @@ def test_a_step_that_fails_is_named_and_not_the_one_before(monkeypatch):
     assert state.activity == "in step 2" and gc.isenabled()
 
 
-@pytest.mark.parametrize("number, step", [(40, 2), *slow((9, 0))])
-def test_a_rank_that_fails_takes_the_job_down_and_says_where(tmp_path, number, step):
-    """Sample `number`, which only rank 1 of 2 reads, in step `step`, has tokens that the vocabulary lacks. None of the
-    blocks that are read at the start has them."""
-    tokens = tmp_path / "tokens.npy"
-    np.save(tokens, np.zeros(10**6, np.uint16))
-    span = Samples(Corpus([str(tokens)], 300), 32, seed=0).span(number)
-    np.save(tokens, np.where(np.arange(10**6) // 32 == span, 9999, 0).astype(np.uint16))
-    done = start(f"--data {tokens} --steps 20 --vocab 300 --timeout 300", ranks=2)
-    assert done.returncode != 0
-    assert f"train.py: rank 1 failed in step {step}: {tokens}: holds a token outside 0..299" in done.stderr
+def test_a_token_of_another_vocabulary_is_refused_before_the_first_step(tmp_path):
+    """Also where only the second rank's part of the corpus has it."""
+    tokens = np.zeros(2**22 + 100, np.uint16)
+    tokens[2**22 + 5] = 9999
+    np.save(tmp_path / "tokens.npy", tokens)
+    done = start(f"--data {tmp_path / 'tokens.npy'} --vocab 300 --out {tmp_path / 'out'}", ranks=2)
+    assert done.returncode == 1
+    assert f"train.py: {tmp_path / 'tokens.npy'}: token 4,194,309 is 9999, outside of 0..299: raise" in done.stderr
+    assert "train.py: rank" not in done.stderr and not (tmp_path / "out").exists()
 
 
-def test_tokens_of_another_vocabulary_are_refused_before_the_first_step(tmp_path):
-    np.save(tmp_path / "tokens.npy", np.full(4000, 9999, np.uint16))
-    done = start(f"--data {tmp_path / 'tokens.npy'} --vocab 300 --out {tmp_path / 'out'}")
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(f"train.py: {tmp_path / 'tokens.npy'}: holds a token outside 0..299")
+@pytest.mark.parametrize("content, says", [
+    ("{", ": is no tokenizer.json: "), (tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 300}, "a")).to_str(),
+                                        ": has the token 300, outside of 0..299: raise --vocab, or give --sample=")])
+def test_a_tokenizer_that_could_not_be_used_is_refused_before_the_first_step(tmp_path, content, says):
+    np.save(tmp_path / "tokens.npy", np.zeros(1000, np.uint16))
+    (tmp_path / "tokenizer.json").write_text(content)
+    flags = f"--data {tmp_path}/tokens.npy --vocab 300 --layers 1 --hidden 32 --ffn 32 --seq 32 --global-batch 2"
+    with pytest.raises(ValueError, match=f"^{tmp_path}/tokenizer.json{says}"):
+        run(f"{flags} --steps 1 --out {tmp_path / 'out'}")
     assert not (tmp_path / "out").exists()
+    run(f"{flags} --steps 1 --sample=")
 
 
 def test_a_snapshot_of_a_gpus_memory_needs_a_gpu(tmp_path):
