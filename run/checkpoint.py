@@ -39,6 +39,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -415,11 +416,20 @@ def read(path: Path, pieces: Iterable[Piece], progress: bool = False) -> None:
 def load(path: Path, optimizer, routers: list[torch.nn.Module], groups: Groups, group: Group) -> None:
     """The state of a run from a checkpoint of any grid. Raises ValueError on all ranks if it raises on one."""
     pieces = list(pieces_of_run(optimizer, routers, groups, saving=False))
+    own = sum(piece.values.numel() for piece in pieces_of_run(optimizer, routers, groups, saving=True)
+              if piece.name.endswith("/master"))
+    here, there = sum(gather_objects(own, group)), agree(partial(count_weights, path), group)
+    need(here >= there, f"{path} has {there:,} weights, and this model only {here:,}: the rest would be lost")
     agree(lambda: read(path, pieces, progress=group.rank == 0), group)
     agree(lambda: need_finite(path, pieces), group)
     for bucket in optimizer.buckets:
         bucket.unsharding.wait()
         bucket.update_weights()
+
+
+def count_weights(path: Path) -> int:
+    stored = open_checkpoint(path)[1].state_dict_metadata
+    return sum(math.prod(tensor.size) for name, tensor in stored.items() if name.endswith("/master"))
 
 
 def need_finite(path: Path, pieces: Iterable[Piece]) -> None:

@@ -37,14 +37,24 @@ def parse(arguments: list[str], world: int = 1) -> Config:
     """config.parse, with what these flags inherit. Raises ValueError also for a checkpoint that cannot be resumed, and
     for an --export-hf that could not be written after the last step."""
     flags, inherited, model = config.read(arguments), None, {}
-    resumed = resumed_run(flags.get("resume", ""), flags.get("out", ""))
-    if resumed:
-        inherited, model = resumed["settings"] | PRESETS.get(flags.get("preset"), {}), resumed["model"]
+    resume = flags.get("resume", "")
+    need(resume in ("", "auto") or not flags.get("init_from"),
+         f"--resume {resume}: has weights, so leave out --init-from; only auto, which may find none, goes with it")
+    resumed = resumed_run(resume, flags.get("out", ""))
+    if resumed:  # with another number of ranks, too: the data axis fills
+        inherited = resumed["settings"] | dict(dp=-1) | PRESETS.get(flags.get("preset"), {})
+        model = resumed["model"]
     else:
         arguments = [*arguments, *(["--resume="] if "resume" in flags else [])]  # there is nothing to resume
         if folder := flags.get("init_from"):
             inherited = dict(preset=Path(folder).resolve().name) | huggingface.read_config(folder)
-    settings = config.parse(arguments, world, inherited)
+    try:
+        settings = config.parse(arguments, world, inherited)
+    except ValueError as error:
+        name = str(error).split()[0].removeprefix("--").rstrip(":").replace("-", "_")
+        if resumed and name in inherited and name not in flags:
+            raise ValueError(f"{error} ({flag(name)} is the checkpoint's: give another)") from None
+        raise
     check_paths(settings)
     if settings.run.init_from and not resumed and not settings.run.dry_run:
         huggingface.check_weights(settings.run.init_from, settings.model, settings.run.insist)

@@ -456,6 +456,8 @@ def trained(tmp_path_factory, tokens) -> Path:
     ("--norm-eps 1e-6", "--norm-eps 1e-06: the checkpoint's model has 1e-05; give --insist to change it"),
     ("--layers 3", "--layers 3: the checkpoint's model has 2; give --insist to change it"),
     ("--layers 3 --insist", "--dtype fp16): layers.2.attention.wq/master is 32 x 32 here and missing there"),
+    ("--layers 1 --insist", " weights, and this model only "),
+    ("--init-from model", "has weights, so leave out --init-from; only auto, which may find none, goes with it"),
     ("--seed 1", "the data differs, its seed was 0 and is 1; give --insist to change it"),
     ("--seq 12", "the data differs, its seq was 24 and is 12"),
     ("--data other.npy", "the data differs, its hash was"),
@@ -468,13 +470,27 @@ def test_a_change_of_model_or_data_is_refused_unless_insisted_on(trained, tokens
     with pytest.raises(ValueError) as error:
         run(f"--resume {trained} --out {tmp_path / 'new'} --steps 3 {flags}")
     assert line in str(error.value) and "\n" not in str(error.value)
-    if "--layers" not in flags:
+    if "--layers" not in flags and "--init-from" not in flags:
         said = run(f"--resume {trained} --out {tmp_path / 'new'} --steps 3 --insist {flags}")
         assert "trained 3 steps" in said and "2 steps: later steps, if there were any, are lost and taken again" in said
 
 
 def test_a_run_of_no_steps_loses_none(trained):
     assert "after 2 steps: 0 later steps are lost\n" in run(f"--resume {trained} --steps 0 --warmup 0")
+
+
+def test_a_run_is_resumed_with_another_number_of_ranks_without_a_flag(pool, tokens, tmp_path):
+    """The data axis fills. An inherited setting that does not fit is said to be the checkpoint's."""
+    pool.run(4, "runs:run", flags=f"{SMALL} --data {tokens} --steps 1 --warmup 0 --out {tmp_path} --dp 2 --tp 2")
+    assert start.parse(f"--resume auto --out {tmp_path}".split(), 8).grid.dp == 4
+    pool.run(2, "runs:run", flags=f"--resume auto --out {tmp_path} --steps 2 --warmup 0")
+    assert start.read_run(tmp_path / "step-000002")["grid"] | dict(dp=1, tp=2) == start.read_run(
+        tmp_path / "step-000002")["grid"]
+    with pytest.raises(ValueError, match=r"^--tp 2 .* \(--tp is the checkpoint's: give another\)$"):
+        start.parse(f"--resume auto --out {tmp_path}".split(), 1)
+    with pytest.raises(ValueError, match=r"^--tp 4 .* --nproc_per_node\)$"):
+        start.parse(f"--resume auto --out {tmp_path} --tp 4".split(), 1)
+    start.parse(f"--resume auto --out {tmp_path} --tp 1".split(), 1)
 
 
 def test_flags_that_are_given_win_and_the_rest_is_the_checkpoints(trained):
