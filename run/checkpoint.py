@@ -185,16 +185,14 @@ class Saver:
 
     folder: on a file system that all ranks share. pieces: what this rank saves, views of the state. keep: how many
     checkpoints stay; 0: all. step: that of the checkpoint in this folder that the run was resumed from, or 0.
-    temporary: the folder is made for an export alone, which removes it. Raises ValueError if the folder cannot be
-    written to, has too little room for a checkpoint, is another run's, or has checkpoints of another run.
+    Raises ValueError if the folder cannot be written to, has too little room for a checkpoint, is another run's, or has
+    checkpoints of another run.
     """
 
-    def __init__(self, folder: str, pieces: list[Piece], keep: int, group: Group, step: int = 0,
-                 temporary: bool = False):
-        self.folder, self.keep, self.group, self.temporary = Path(folder), keep, group, temporary
+    def __init__(self, folder: str, pieces: list[Piece], keep: int, group: Group, step: int = 0):
+        self.folder, self.keep, self.group = Path(folder), keep, group
         self.stage, self.thread, self.error = Stage(pieces), None, ""
         self.bytes_per_s = 0.0  # of the last save
-        self.done_before: int | None = None  # steps that the run before had done, if the lock file says it
         self.nbytes = sum(gather_objects(sum(piece.values.nbytes for piece in pieces), group))
         agree(lambda: self.open_folder(step) if group.rank == 0 else None, group)
 
@@ -203,13 +201,9 @@ class Saver:
         the one resumed (damaged, or the run was rewound) are renamed: neither --resume auto nor keep counts them."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "lock").touch()
-            self.lock = open(self.folder / "lock", "r+b", buffering=0)
+            self.lock = open(self.folder / "lock", "ab")
             self.take_lock()
-            noted = self.lock.read().strip()
-            self.done_before = int(noted) if noted.isdigit() else None
-            for unfinished in (*self.folder.glob(".writing-*"), *self.folder.glob(".removing-*"),
-                               *(self.folder.glob("step-*") if self.temporary else ())):
+            for unfinished in (*self.folder.glob(".writing-*"), *self.folder.glob(".removing-*")):
                 shutil.rmtree(unfinished)
             free = shutil.disk_usage(self.folder).free
             need(free >= self.nbytes, f"{self.folder}: a checkpoint takes {self.nbytes / 1e9:.2f} GB, and "
@@ -231,21 +225,13 @@ class Saver:
                 need(time.monotonic() < deadline, f"--out {self.folder}: another run writes there: use another folder")
                 time.sleep(0.2)
 
-    def note(self, step: int) -> None:
-        """Write in the lock file how many steps are done: a run that resumes this one can say how many it has lost.
-        It is not forced to the disk: this survives the process, not the machine."""
-        if self.group.rank == 0:
-            with contextlib.suppress(OSError):
-                os.pwrite(self.lock.fileno(), b"%12d\n" % step, 0)
-
     def begin_at(self, step: int) -> None:
-        """Rename the checkpoints of later steps than this one, and note it."""
+        """Rename the checkpoints of later steps than this one."""
         for path in start.checkpoints_in(self.folder) if self.group.rank == 0 else ():
             if start.step_of(path) > step:
                 aside = path.with_name(f"set-aside-{path.name}-{time.time_ns()}")
                 path.rename(aside)
                 print(f"{path} is of a later step than the one resumed, so it was renamed {aside.name}", flush=True)
-        self.note(step)
 
     def save(self, step: int, run: dict) -> float:
         """Save in the background. run: what run.json says besides. Returns the seconds that this call took."""
@@ -270,12 +256,6 @@ class Saver:
         if error and self.group.rank == 0:
             print(f"train.py: warning: {error}", file=sys.stderr, flush=True)
         return error
-
-    def export(self, folder: str, dtype: str, step: int) -> None:
-        """Write the weights of the checkpoint of this step as transformers reads them. Raises ValueError."""
-        agree(lambda: export(self.folder / f"step-{step:06d}", folder, dtype, self.group), self.group)
-        if self.temporary and self.group.rank == 0:
-            shutil.rmtree(self.folder)
 
     def write(self, step: int, run: dict) -> None:
         """Run by the thread."""
@@ -538,7 +518,7 @@ def export(path: Path, folder: str, dtype: str, group: Group = ALONE) -> None:
                    key=lambda name: [part.zfill(9) for part in name.split(".")])  # layer 2 before layer 10
     specs = [Spec(name, tuple(stored[f"{name}/master"].size)) for name in names]
     huggingface.export(folder, model, specs, source(path), dtype, rank=group.rank, world=group.size,
-                       tokenizer_from=run["tokenizer"], seq=run["settings"]["seq"])
+                       published=(run.get("published", ""), run["tokenizer"]), seq=run["settings"]["seq"])
 
 
 USAGE = "python -m run.checkpoint show CKPT | diff CKPT CKPT | export CKPT FOLDER [--dtype bf16|fp16|fp32]"

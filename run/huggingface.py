@@ -24,7 +24,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -289,6 +289,7 @@ def check_export(settings: Any) -> None:
     if target:
         need_library("safetensors")
         exportable(settings.model)
+        need(settings.run.out, f"--export-hf {target}: needs --out, whose last checkpoint is exported")
         need(rate == 0, f"--export-hf with --bias-rate {rate}: no class of transformers has the routers' biases")
         folder, init_from = Path(target).resolve(), settings.run.init_from
         need(not init_from or folder != Path(init_from).resolve(),
@@ -391,23 +392,25 @@ def is_inside(path: str) -> bool:
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: str, *, rank: int = 0, world: int = 1,
-           tokenizer_from: str = "", shard_bytes: int = 5 * 10**9, seq: int = 2048) -> None:
+           published: Iterable[str] = (), shard_bytes: int = 5 * 10**9, seq: int = 2048) -> None:
     """Write a config.Model and its parameters as transformers opens them. Complete when all ranks have returned.
 
     specs: of all parameters, on each rank in the same order. source: of any box of them. dtype: "bf16", "fp16", "fp32".
     rank: of `world`; each writes every world-th shard, of at most shard_bytes bytes unless it is one tensor, and has
     one shard in memory at a time. Rank 0 writes the other files, and removes the weights of an earlier export.
-    tokenizer_from: the folder of a published model, whose tokenizer is copied; or "".
-    seq: the longest sequence in tokens (max_position_embeddings), unless tokenizer_from has a config.json that says it.
-    Raises ValueError for what `exportable` refuses.
+    published: folders ("": none) whose tokenizer is copied, those of the first folder if several have a file. Their
+    config.json says the special tokens, and the longest sequence (max_position_embeddings), which else is seq tokens.
+    Raises ValueError for what `exportable` refuses, and for a folder that cannot be written to.
     """
     import torch
     need_library("safetensors")
     architecture = exportable(model)
     need(dtype in DTYPES, f"dtype {dtype}: use one of {', '.join(DTYPES)}")
-    need(not tokenizer_from or os.path.isdir(tokenizer_from), f"{tokenizer_from}: there is no such folder")
-    need(not tokenizer_from or os.path.realpath(tokenizer_from) != os.path.realpath(folder),
-         f"{folder}: has the model that the tokenizer is from, which would be replaced: export to another folder")
+    published = list(filter(None, published))
+    for given in published:
+        need(os.path.isdir(given), f"{given}: there is no such folder")
+        need(os.path.realpath(given) != os.path.realpath(folder),
+             f"{folder}: has the model that the tokenizer is from, which would be replaced: export to another folder")
     torch_dtype = getattr(torch, DTYPES[dtype])
     shards = plan_shards(specs, architecture, torch_dtype.itemsize, shard_bytes)
     os.makedirs(folder, exist_ok=True)
@@ -420,9 +423,9 @@ def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: st
     if rank == 0:
         config = config_of(model, architecture) | {"torch_dtype": DTYPES[dtype], "max_position_embeddings": seq}
         config |= dict.fromkeys(TOKENS)  # absent, they would be those of Llama 2
-        if tokenizer_from:
-            published = copy_tokenizer(tokenizer_from, folder)
-            config |= {field: published[field] for field in (*TOKENS, "max_position_embeddings") if field in published}
+        for given in reversed(published):
+            theirs = copy_tokenizer(given, folder)
+            config |= {field: theirs[field] for field in (*TOKENS, "max_position_embeddings") if field in theirs}
         write_json(os.path.join(folder, "config.json"), config)
         if len(shards) > 1:
             size = torch_dtype.itemsize * sum(math.prod(spec.shape) for spec in specs)
@@ -449,13 +452,20 @@ def plan_shards(specs: list[Spec], architecture: str, element_bytes: int,
 
 
 def write_shard(path: str, shard: dict[str, tuple[Spec, Box]], source: Source, dtype: torch.dtype) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     from param import box_shape
     tensors = {name: source(spec, box).to("cpu", dtype).reshape(box_shape(box)[-2:]).contiguous()
                for name, (spec, box) in shard.items()}
-    save_file(tensors, path + ".tmp", metadata={"format": "pt"})
-    os.replace(path + ".tmp", path)
+    try:
+        save_file(tensors, path + ".tmp", metadata={"format": "pt"})
+        os.umask(mask := os.umask(0))  # there is no other way to ask for it
+        os.chmod(path + ".tmp", 0o666 & ~mask)  # safetensors lets nobody else read its files
+        os.replace(path + ".tmp", path)
+    except (OSError, SafetensorError) as error:
+        Path(path + ".tmp").unlink(missing_ok=True)
+        raise ValueError(f"{path}: cannot be written: {error}") from None
 
 
 def write_json(path: str, content: dict[str, Any]) -> None:

@@ -89,9 +89,11 @@ class Run:
     log: Log | None = None
     host: Group = ALONE  # all ranks, on gloo: for threads and CPU tensors
     optimizer: Any = None  # a zero.Optimizer
+    published: str = ""  # the folder with the model that the run, or the one it continues, began with; "": none
     tokenizer: str = ""  # the folder with the run's tokenizer.json, "" if there is none
     codec: Codec | None = None  # for --sample
     saver: Saver | None = None
+    resumed: Path | None = None  # the checkpoint that the run was resumed from
     guard: faults.Guard | None = None
     noise: GradientNoise | None = None
     issued: Issued | None = None  # the step that `end_step` was last called for
@@ -266,18 +268,18 @@ def without_garbage_collector() -> Iterator[None]:
 def load_weights(run: Run) -> None:
     """Initial weights, published ones, or those of a checkpoint; then the Saver, if the run saves. Raises ValueError,
     on every rank, for a checkpoint, data or a folder that cannot be used."""
-    settings, asked, path, tokenizer = run.settings, run.settings.run, None, ""
+    settings, asked, path, saved = run.settings, run.settings.run, None, {}
     if asked.resume:
         found = agree(lambda: start.candidates(asked.resume, asked.out), run.host)
         path = find_whole(gather_objects(found, run.host)[0], run.host)
         saved = start.read_run(path)
         agree(lambda: check_data(run.training, saved, settings), run.host)
         restore(run, path, saved)
-        tokenizer = saved["tokenizer"]
     else:
         agree(lambda: run.optimizer.load(
             huggingface.source(asked.init_from) if asked.init_from else draw(settings.optim.seed)), run.host)
-    run.tokenizer = tokenizer_folder(asked.init_from, tokenizer, run.training.corpus)
+    run.published = os.path.abspath(asked.init_from) if asked.init_from else saved.get("published", "")
+    run.tokenizer = tokenizer_folder(asked.init_from, saved.get("tokenizer", ""), run.training.corpus)
     if asked.sample:
         run.codec = agree(lambda: codec_of(run.training.corpus, run.tokenizer), run.host)
     open_saver(run, path)
@@ -285,28 +287,14 @@ def load_weights(run: Run) -> None:
 
 def open_saver(run: Run, path: Path | None) -> None:
     """Make the Saver, if the run saves, and say where the run continues. path: the checkpoint that is resumed."""
-    asked, state, steps = run.settings.run, run.state, run.settings.optim.steps
-    out = asked.out if state.step < steps else ""  # after the last step there is nothing left to save
-    folder = out or (asked.export_hf and os.path.join(asked.export_hf, ".checkpoint"))
-    continues = path is not None and os.path.realpath(path.parent) == os.path.realpath(folder)
-    if folder:
+    asked, state = run.settings.run, run.state
+    run.resumed = path
+    if asked.out and (state.step < run.settings.optim.steps or (asked.export_hf and not path)):
         pieces = list(checkpoint.pieces_of_run(run.optimizer, run.model.routers, run.groups, saving=True))
-        run.saver = Saver(folder, pieces, asked.keep, run.host, state.step if continues else 0, temporary=not out)
-    done = state.step if state.step >= steps else None
-    if out and (continues or not path):
-        done = run.saver.done_before
-    if run.groups["world"].rank == 0 and (path or done):
-        print(where_it_continues(path, state.step, done), flush=True)
-
-
-def where_it_continues(path: Path | None, step: int, done: int | None) -> str:
-    """The line that names the checkpoint of this step and what is lost. done: how many steps the run before had done;
-    None if that is not known."""
-    begins = f"resumed {path} after {step} steps" if path else "begins at step 0, as there is no checkpoint"
-    if done is None:
-        return f"{begins}: later steps, if there were any, are lost and taken again"
-    lost = max(0, done - step)
-    return f"{begins}: {lost} later step{'s are' if lost != 1 else ' is'} lost{' and taken again' if lost else ''}"
+        continues = path is not None and os.path.realpath(path.parent) == os.path.realpath(asked.out)
+        run.saver = Saver(asked.out, pieces, asked.keep, run.host, state.step if continues else 0)
+    if run.groups["world"].rank == 0 and path:
+        print(f"resumed {path} after {state.step} steps", flush=True)
 
 
 def find_whole(candidates: list[Path], group: Group) -> Path:
@@ -346,7 +334,7 @@ def description(run: Run) -> dict:
         given[name] = given[name] and os.path.abspath(given[name])
     return run.state.progress() | dict(
         settings=given, model=asdict(settings.model), grid=asdict(settings.grid), ranks=run.groups["world"].size,
-        corpus=run.training.identity(), tokenizer=run.tokenizer, torch=torch.__version__)
+        corpus=run.training.identity(), tokenizer=run.tokenizer, published=run.published, torch=torch.__version__)
 
 
 def tokenizer_folder(init_from: str, resumed: str, corpus: Corpus) -> str:
@@ -392,8 +380,6 @@ def read_results(run: Run, issued: Issued) -> dict:
     loss, norm, limit, mean, votes = (found.pop(name) for name in ("loss", "norm", "limit", "mean", "votes"))
     guard.after_step(issued.step, issued.samples, norm=norm, limit=limit, mean=mean, votes=votes)
     state.skipped += bool(guard.streak)
-    if run.saver:
-        run.saver.note(issued.step + 1)
     metrics = run.log.metrics(issued, skipped=state.skipped, loss=loss, norm=norm, seconds=run.log.lap(issued.began))
     return metrics | guard.metrics() | found
 
@@ -412,7 +398,7 @@ def pause(run: Run, step: int) -> dict:
     if run.validation and not guard.stopping and is_due(step, settings.data.eval_every, steps):
         state.activity = f"evaluating after step {step}"
         record["val_loss"] = validation_loss(run)
-    saves = needs_checkpoints(run) and (guard.stopping or is_due(step, asked.save_every, steps))
+    saves = run.saver and (guard.stopping or is_due(step, asked.save_every, steps))
     if asked.check_replicas and (saves or is_due(step, asked.check_replicas, math.inf)):
         record["check_replicas_s"] = faults.check_replicas(run.optimizer, run.model.routers, groups)
     if saves:
@@ -431,7 +417,7 @@ def finish(run: Run) -> None:
     log.close(state.step, state.tokens)
     if saver:
         state.activity = "saving"
-        if log.last_loss is None and needs_checkpoints(run):  # no step was left to train, so none has saved
+        if log.last_loss is None:  # no step was left to train, so none has saved
             saver.save(state.step, description(run))
         problem = saver.finish()
     if log.last_loss is not None and state.skipped == state.step and not stopping:
@@ -444,7 +430,12 @@ def finish(run: Run) -> None:
     if asked.export_hf and not problem and not stopping:
         state.activity = "exporting"
         dtype = settings.precision.dtype
-        saver.export(asked.export_hf, "fp32" if dtype == "fp64" else dtype, state.step)
+        path = Path(asked.out, f"step-{state.step:06d}") if saver else run.resumed
+        try:
+            agree(lambda: checkpoint.export(path, asked.export_hf, "fp32" if dtype == "fp64" else dtype, run.host),
+                  run.host)
+        except ValueError as error:
+            raise faults.Failure(f"--export-hf: {error}") from None
     if asked.sample and math.isfinite(log.last_loss or 0.0) and not stopping:
         state.activity = "sampling"
         if run.codec:
@@ -453,11 +444,6 @@ def finish(run: Run) -> None:
             print("no sample: the data are tokens, without a tokenizer.json beside them", file=sys.stderr)
     if problem:
         raise faults.Failure(problem)  # work is lost, or none was done: nobody shall take this run for a good one
-
-
-def needs_checkpoints(run: Run) -> bool:
-    """Without --out a checkpoint is for the export alone, which a run that was asked to end skips."""
-    return run.saver is not None and bool(run.settings.run.out or not run.guard.stopping)
 
 
 def is_due(step: int, every: int, steps: float) -> bool:

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
@@ -101,6 +102,13 @@ def check_paths(settings: Config) -> None:
     for name in ("out", "export_hf", "profile"):
         path = getattr(run, name)
         need(not os.path.exists(path) or os.path.isdir(path), f"{flag(name)} {path}: is a file, name a folder")
+    for name, path in dict(export_hf=run.export_hf, profile=run.profile).items():
+        folder = next(folder for folder in (Path(path), *Path(path).absolute().parents) if folder.exists())
+        try:
+            if path:
+                tempfile.TemporaryFile(dir=folder).close()  # which has no name
+        except OSError as error:
+            raise ValueError(f"{flag(name)} {path}: {folder} cannot be written to: {error.strerror}") from None
     for name in ("memory_snapshot", "metrics"):
         path = getattr(run, name)
         folder = os.path.dirname(path) or "."

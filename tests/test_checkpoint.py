@@ -246,32 +246,15 @@ def test_a_step_that_is_saved_a_second_time_replaces_what_has_its_name(tmp_path,
     assert torch.equal(tensors(tmp_path / "step-000002")["w/master"], state_of(0)[0].values + 1 + 1 + 1)
 
 
-def test_steps_that_are_done_are_noted_and_so_is_where_a_run_goes_back_to(tmp_path):
-    def noted(step: int) -> int | None:
-        saver = checkpoint.Saver(str(tmp_path), state_of(0), 0, ALONE, step)
-        saver.lock.close()
-        return saver.done_before
-
-    saver = checkpoint.Saver(str(tmp_path), state_of(0), 0, ALONE)
-    for step in 1, 1234, 7:  # later steps may have fewer digits, after a rewind
-        saver.note(step)
-    saver.lock.close()
-    assert [noted(5), noted(12), noted(0), noted(0)] == [7, 5, 12, 0]
-    (tmp_path / "lock").write_text("torn")
-    assert noted(0) is None
-
-
 def test_what_a_killed_run_left_makes_room_before_the_disk_is_found_full(tmp_path):
-    """An export's own folder gives up whole checkpoints, too."""
     def free(folder):
         return shutil._ntuple_diskusage(10**9, 0, 0 if any(tmp_path.rglob("*step-*")) else 10**8)
 
-    for name, temporary in (".writing-step-000003", False), ("step-000002", True):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "run.json").write_text("{}")
-        with patch.object(shutil, "disk_usage", free):
-            checkpoint.Saver(str(tmp_path), state_of(0), 0, ALONE, temporary=temporary).lock.close()
-        assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    (tmp_path / ".writing-step-000003").mkdir()
+    (tmp_path / ".writing-step-000003" / "run.json").write_text("{}")
+    with patch.object(shutil, "disk_usage", free):
+        checkpoint.Saver(str(tmp_path), state_of(0), 0, ALONE).lock.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
 def test_a_save_that_failed_is_said_once_and_why_in_one_line(tmp_path, capsys):
@@ -472,11 +455,7 @@ def test_a_change_of_model_or_data_is_refused_unless_insisted_on(trained, tokens
     assert line in str(error.value) and "\n" not in str(error.value)
     if "--layers" not in flags and "--init-from" not in flags:
         said = run(f"--resume {trained} --out {tmp_path / 'new'} --steps 3 --insist {flags}")
-        assert "trained 3 steps" in said and "2 steps: later steps, if there were any, are lost and taken again" in said
-
-
-def test_a_run_of_no_steps_loses_none(trained):
-    assert "after 2 steps: 0 later steps are lost\n" in run(f"--resume {trained} --steps 0 --warmup 0")
+        assert "trained 3 steps" in said and f"resumed {trained}/step-000002 after 2 steps\n" in said
 
 
 def test_a_run_is_resumed_with_another_number_of_ranks_without_a_flag(pool, tokens, tmp_path):
@@ -577,7 +556,7 @@ def test_a_checkpoint_is_evaluated_without_a_step(trained, tokens):
     said = run(f"--resume {trained} --steps 0 --val-data {tokens}")
     assert "after 2 steps: validation loss 4." in said and "trained 2" not in said
     assert "no sample: the data are tokens, without a tokenizer.json beside them" in said
-    assert f"resumed {trained}/step-000002 after 2 steps: 0 later steps are lost\n" in run(f"--resume {trained}")
+    assert f"resumed {trained}/step-000002 after 2 steps\n" in run(f"--resume {trained}")
 
 
 def test_a_copy_of_a_run_writes_into_no_folder_of_the_original(trained, tmp_path):
@@ -698,16 +677,24 @@ def test_weights_that_are_not_finite_on_one_rank_are_not_resumed_on_any(pool, tr
 
 
 def test_a_run_whose_last_checkpoint_failed_exports_nothing_and_fails(tokens, tmp_path):
+    flags = f"{SMALL} --data {tokens} --steps 1 --warmup 0 --out {tmp_path}/out --export-hf {tmp_path}/hf"
     with patch.object(checkpoint, "write_text", side_effect=OSError(28, "No space left on device")):
         with pytest.raises(RuntimeError, match="the checkpoint of step 1 could not be saved"):
-            run(f"{SMALL} --data {tokens} --steps 1 --warmup 0 --export-hf {tmp_path / 'hf'}")
-    assert not (tmp_path / "hf" / "config.json").exists()
-    gc.collect()  # frees the lock, as the end of a process does
-    left = tmp_path / "hf" / ".checkpoint" / "step-000009"  # of one that was killed while it exported
-    left.mkdir()
-    (left / "run.json").write_text("{}")
-    run(f"{SMALL} --data {tokens} --steps 1 --warmup 0 --export-hf {tmp_path / 'hf'}")
-    assert (tmp_path / "hf" / "config.json").exists() and not (tmp_path / "hf" / ".checkpoint").exists()
+            run(flags)
+    assert not (tmp_path / "hf").exists()
+
+
+def test_an_export_that_fails_is_one_line_and_the_checkpoint_is_exported_later(tokens, tmp_path):
+    """By a run that has no step left to take."""
+    flags = f"{SMALL} --data {tokens} --steps 1 --warmup 0 --out {tmp_path}/out --export-hf {tmp_path}/hf"
+    with patch("safetensors.torch.save_file", side_effect=OSError(28, "No space left on device")):
+        with pytest.raises(RuntimeError, match=f"^--export-hf: {tmp_path}/hf/model.safetensors: cannot be written: "
+                                                 r"\[Errno 28\] No space left on device"):
+            run(flags)
+    assert not list((tmp_path / "hf").iterdir())
+    run(f"--resume {tmp_path}/out --export-hf {tmp_path}/hf")
+    assert (tmp_path / "hf" / "config.json").exists()
+    assert (tmp_path / "hf" / "model.safetensors").stat().st_mode == (tmp_path / "hf" / "config.json").stat().st_mode
 
 
 # ---- the command line -----------------------------------------------------------------------------------------------
@@ -915,8 +902,8 @@ def test_a_downloaded_model_is_tuned_on_a_folder_of_text_in_two_commands(publish
     said = python("-m", "run.data", "tokenize", "--tokenizer", published / "tokenizer.json", "--out", corpus,
                   tmp_path / "texts")
     said_of_run = python("train.py", "--init-from", published, "--data", corpus, "--seq", 32, "--global-batch", 8,
-                         "--steps", 5, "--warmup", 0, "--zero", 1, "--export-hf", tuned, "--sample", "def main",
-                         ranks=2)
+                         "--steps", 5, "--warmup", 0, "--zero", 1, "--out", tmp_path / "run", "--export-hf", tuned,
+                         "--sample", "def main", ranks=2)
 
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tuned / "tokenizer.json"))
     texts = [Path(ROOT, name).read_text() for name in ("model.py", "train.py")]
@@ -929,20 +916,35 @@ def test_a_downloaded_model_is_tuned_on_a_folder_of_text_in_two_commands(publish
     first = transformers.AutoModelForCausalLM.from_pretrained(published)
     batch = torch.tensor([want[:33]])
     assert llama(batch, labels=batch).loss < first(batch, labels=batch).loss
-    assert not (tuned / ".checkpoint").exists()
 
 
 @pytest.mark.parametrize("ranks, grid", [(2, "--tp 2"), (2, "--pp 2"), (3, "--zero 3")])
 def test_published_weights_pass_through_a_grid_to_the_bit(pool, published, tokens, tmp_path, ranks, grid):
     pool.run(ranks, "runs:run", flags=f"--init-from {published} --data {tokens} --steps 0 --sample= "
-             f"--global-batch 12 --micro-batch 1 --export-hf {tmp_path} {grid}")
+             f"--global-batch 12 --micro-batch 1 --out {tmp_path}/run --export-hf {tmp_path} {grid}")
     want, got = (load_file(folder / "model.safetensors") for folder in (published, tmp_path))
     assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
 
 
+def test_an_export_has_what_was_published_without_a_tokenizer_json_too(published, tokens, tmp_path):
+    """Of the model that the run, or the one that it continues, began with."""
+    shutil.copytree(published, tmp_path / "given")
+    (tmp_path / "given" / "tokenizer.json").unlink()
+    (tmp_path / "given" / "tokenizer.model").write_text("a tokenizer")
+    (tmp_path / "given" / "generation_config.json").write_text('{"eos_token_id": 5}')
+    described = json.loads((published / "config.json").read_text()) | dict(eos_token_id=5, max_position_embeddings=777)
+    (tmp_path / "given" / "config.json").write_text(json.dumps(described))
+    run(f"--init-from {tmp_path}/given --data {tokens} --seq 24 --global-batch 2 --steps 1 --out {tmp_path}/out")
+    run(f"--resume {tmp_path}/out --steps 2 --export-hf {tmp_path}/hf")
+    exported = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert exported["eos_token_id"] == 5 and exported["max_position_embeddings"] == 777
+    for name in "tokenizer.model", "generation_config.json":
+        assert (tmp_path / "hf" / name).read_text() == (tmp_path / "given" / name).read_text()
+
+
 @pytest.mark.parametrize("dtype, stored", [("bf16", "bfloat16"), ("fp16", "float16"), ("fp64", "float32")])
 def test_weights_are_exported_in_the_dtype_of_the_run_or_in_fp32(tokens, tmp_path, dtype, stored):
-    run(f"{SMALL} --data {tokens} --steps 0 --dtype {dtype} --export-hf {tmp_path}")
+    run(f"{SMALL} --data {tokens} --steps 0 --dtype {dtype} --out {tmp_path}/run --export-hf {tmp_path}")
     assert {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()} == {getattr(torch, stored)}
     described = transformers.AutoConfig.from_pretrained(tmp_path)
     assert described.dtype == getattr(torch, stored)

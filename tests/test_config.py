@@ -68,6 +68,8 @@ WRONG = [  # ranks, command line, what the line must say; but for those that con
     (2, "--dry-run 0/8", "--dry-run on 2 ranks: one process pretends to be one of them, leave out torchrun"),
     (1, "--batch-ramp 16@0,0@9", '--batch-ramp "16@0,0@9": write sequences@tokens'),
     (1, f"--export-hf {__file__}", f"--export-hf {__file__}: is a file, name a folder"),
+    (1, "--export-hf /proc/hf --out run", "--export-hf /proc/hf: /proc cannot be written to: No such file"),
+    (1, "--profile /proc/a/b", "/proc/a/b: /proc cannot be written to: No such file or directory"),
     (4, "--pp 4 --layers 8 --schedule dualpipev --micro-batch 1 --batch-ramp 8@0,7@9",
      "--micro-batch 1 at 7 sequences per step: "),
 ]

@@ -1,7 +1,6 @@
 """Faults, in real processes where it matters: nothing is lost, nobody waits for ever, one line says what happened."""
 import contextlib
 import errno
-import gc
 import json
 import math
 import multiprocessing
@@ -159,10 +158,9 @@ def test_a_request_in_an_evaluation_does_not_wait_for_its_end(pool, tmp_path):
     assert "ended after 0 of 0 steps, as asked" in run(f"--steps 0 --val-data {ROOT}/pp.py", "ask_in_evaluation")
 
 
-def test_a_time_limit_ends_a_run_which_without_out_leaves_no_checkpoint(tmp_path):
-    said = run(f"--steps 500 --time-limit 1e-9 --export-hf {tmp_path}")
+def test_a_time_limit_ends_a_run_which_without_out_saves_nothing():
+    said = run("--steps 500 --time-limit 1e-9")
     assert "ended after 1 of 500 steps, as asked (--time-limit): nothing is saved: there is no --out" in said
-    assert not list(tmp_path.rglob("*step-*"))
 
 
 def test_sigterm_saves_and_ends_with_exit_code_0(tmp_path):
@@ -882,7 +880,7 @@ WHERE = ["before", "loading", "forward", "collective", "optimizer", "staging", "
 
 @pytest.mark.parametrize("where", ["backward", *slow(*WHERE)])
 def test_a_rank_may_be_killed_anywhere(pool, tmp_path, where):
-    """It is restarted, nothing but the steps since the last checkpoint is lost, and one line says how many."""
+    """It is restarted, and nothing but the steps since the last checkpoint is lost."""
     step = {"before": 0, "loading": 0, "evaluation": 5, "sampling": 11, "exit": 11}.get(where, 7)
     flags = (f"--steps 12 --out {tmp_path}/out --save-every 5 --metrics {tmp_path}/m --resume auto "
              f"--val-data {ROOT}/pp.py --eval-every 6 --sample def")
@@ -894,12 +892,8 @@ def test_a_rank_may_be_killed_anywhere(pool, tmp_path, where):
     if where == "backward":
         assert "train.py: rank 0 failed in step 7: " in err and "lost its connection: rank 1 has died" in err
         assert "Traceback" not in err
-    done = dict(evaluation=[6], staging=[10], writing=[10, 11, 12], commit=[10, 11, 12], sampling=[12], exit=[12])
-    said = re.search(r"(?:resumed .* after (\d+) steps|begins at step (0), .*): (\d+) later", out)
-    if where in ("before", "loading"):  # nothing was done
-        assert not said and "lost" not in out
-    else:
-        assert int(said[1] or said[2]) + int(said[3]) in done.get(where, [7])
+    resumed = re.findall(r"resumed .* after (\d+) steps", out)
+    assert resumed == {"before": [], "loading": []}.get(where, resumed[:1]) and set(resumed) <= {"5", "10", "12"}
     pool.run(2, "test_faults:run", flags=f"--steps 12 --metrics {tmp_path}/straight")
     assert losses(tmp_path / "m") == losses(tmp_path / "straight")
     checkpoint.verify(tmp_path / "out" / "step-000012")
@@ -1004,29 +998,6 @@ def test_a_rank_that_raises_is_the_only_one_to_speak(tmp_path):
     before, after = err.split("\ntrain.py: rank 2 failed in step 3: a fault of its own\n")
     assert before.count("Traceback") == 1 and before.endswith("FloatingPointError: a fault of its own")
     assert "traceback : train.py: rank 2 failed in step 3: a fault of its own" in after
-
-
-@pytest.mark.parametrize("save_every, fails_in, says", [
-    (4, 6, "resumed {}/step-000004 after 4 steps: 2 later steps are lost and taken again\n"),
-    (4, 5, "resumed {}/step-000004 after 4 steps: 1 later step is lost and taken again\n"),
-    (4, 4, "resumed {}/step-000004 after 4 steps: 0 later steps are lost\n"),
-    (0, 3, "begins at step 0, as there is no checkpoint: 3 later steps are lost and taken again\n")],
-    ids=["two", "one", "none", "all"])
-def test_a_run_that_goes_on_says_how_many_steps_are_lost(tmp_path, save_every, fails_in, says):
-    flags, state = f"--steps 8 --out {tmp_path} --save-every {save_every} --resume auto", job.RunState()
-
-    def fail():
-        if state.step == fails_in:
-            while save_every and not (tmp_path / "step-000004").exists():
-                time.sleep(0.01)
-            raise ZeroDivisionError
-    with before_each_step(fail), contextlib.suppress(ZeroDivisionError):
-        run(flags, state=state)
-    for thread in threading.enumerate():
-        if thread.name == "checkpoint":
-            thread.join()
-    gc.collect()  # frees the lock, as the end of a process does
-    assert says.format(tmp_path) in run(flags)
 
 
 # ---- disks ----------------------------------------------------------------------------------------------------------
@@ -1189,26 +1160,29 @@ def as_rank(rank: int, ranks: int, port: int, restart: int, flags: str, log: str
             train.main(config.parse(flags.split(), ranks))
 
 
-def supervise(flags: str, ranks: int, faults_left: int, folder: Path, draw: random.Random) -> tuple[Counter, list]:
+def supervise(flags: str, ranks: int, faults_left: int, folder: Path,
+              draw: random.Random) -> tuple[Counter, list, list]:
     """Run until all ranks end by themselves, restarting them after every fault: kill -9, SIGTERM, SIGSTOP for ever or
     for a moment, of any rank, after one or two more steps.
 
-    Returns how many there were of each kind, and the seconds from each to the end of the first step after it.
+    Returns how many there were of each kind, the seconds from each to the end of the first step after it, and how many
+    steps had to be taken again.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "train"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    counts, downtimes, restart, struck = Counter(), [], 0, 0.0
+    counts, downtimes, lost, restart, struck = Counter(), [], [], 0, 0.0
     while True:
         started = [context.Process(target=as_rank, args=(rank, ranks, store.port, restart, flags, f"{folder}/log"))
                    for rank in range(ranks)]
-        before = changed(folder)
+        before, reached = changed(folder), newest_step(folder) + 1
         for process in started:
             process.start()
         while all(process.is_alive() for process in started) and changed(folder) == before:
             time.sleep(0.02)
         if restart:
             downtimes.append(time.monotonic() - struck)
+            lost.append(max(0, reached - newest_step(folder)))
         kind = draw.choice(["kill", "kill", "term", "stop", "pause"]) if faults_left else ""
         goal = newest_step(folder) + draw.randrange(1, 3)
         while kind and newest_step(folder) < goal and all(process.is_alive() for process in started):
@@ -1227,7 +1201,7 @@ def supervise(flags: str, ranks: int, faults_left: int, folder: Path, draw: rand
                     other.kill()
         restart += 1
         if not any(process.exitcode for process in started) and finished_last_step(folder, flags):
-            return counts, downtimes
+            return counts, downtimes, lost
 
 
 def changed(folder: Path) -> int:
@@ -1265,7 +1239,7 @@ def test_a_run_survives_a_fault_every_two_steps(pool, tmp_path, steps, count):
     flags = f"{SMALL} --steps {steps} --save-every {every} --timeout 15"
     flags += f" --metrics {tmp_path}/m --out {tmp_path}/out"
     began = time.monotonic()
-    counts, downtimes = supervise(f"{flags} --resume auto", 4, count, tmp_path, random.Random(3))
+    counts, downtimes, lost = supervise(f"{flags} --resume auto", 4, count, tmp_path, random.Random(3))
     wall = time.monotonic() - began
     straight = f"--out {tmp_path}/straight --metrics {tmp_path}/straight.jsonl"
     pool.run(4, "test_faults:run", flags=f"--steps {steps} {straight}")
@@ -1273,7 +1247,6 @@ def test_a_run_survives_a_fault_every_two_steps(pool, tmp_path, steps, count):
     assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
     assert losses(tmp_path / "m") == losses(tmp_path / "straight.jsonl")
     assert left_over(tmp_path / "out") == [] and orphans(str(tmp_path)) == [] and counts.total() == count
-    lost = [int(number) for number in re.findall(r"(\d+) later steps? (?:is|are) lost", (tmp_path / "log").read_text())]
     assert len(lost) >= count - 3 and max(lost) <= 2 * every  # a save may have been under way; none before step 2
     lines = metrics(tmp_path / "m")
     step_s = statistics.median(line["step_s"] for line in lines)

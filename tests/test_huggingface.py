@@ -547,16 +547,16 @@ def test_the_tokenizer_and_its_special_tokens_are_copied(published, tmp_path):
         dict(bos_token_id=0, eos_token_id=[2, 3], max_position_embeddings=777)))
     for tokenizer_from, bos, eos, longest in [("", None, None, 99), (given, 0, [2, 3], 777)]:
         folder = str(tmp_path / "exported")
-        export(llama, folder, seq=99, tokenizer_from=tokenizer_from)
+        export(llama, folder, seq=99, published=[tokenizer_from])
         settings = transformers.AutoConfig.from_pretrained(folder)
         assert settings.eos_token_id == eos and settings.bos_token_id == bos
         assert settings.max_position_embeddings == longest
     again = transformers.AutoTokenizer.from_pretrained(folder)
     assert again("two one three").input_ids == [2, 1, 3] and again.chat_template == "{{ x }}"
     with pytest.raises(ValueError, match="export to another folder"):
-        export(llama, given, tokenizer_from=given)
+        export(llama, given, published=[given])
     with pytest.raises(ValueError, match=f"{tmp_path}/none: there is no such folder"):
-        export(llama, folder, tokenizer_from=str(tmp_path / "none"))
+        export(llama, folder, published=[str(tmp_path / "none")])
 
 
 def test_every_file_of_a_tokenizer_is_copied_and_nothing_else(published, tmp_path):
@@ -568,19 +568,20 @@ def test_every_file_of_a_tokenizer_is_copied_and_nothing_else(published, tmp_pat
     given.mkdir()
     for name in names | {"model-00001-of-00002.safetensors", "README.md", "pytorch_model.bin"}:
         (given / name).write_text(name)
-    export(loaded(published("llama")), folder, tokenizer_from=str(given), seq=77)
+    export(loaded(published("llama")), folder, published=["", str(given)], seq=77)
     copied = {path.name for path in folder.iterdir()} - {"config.json", "model.safetensors"}
     assert copied == names and all((folder / name).read_text() == name for name in names)
     assert transformers.AutoConfig.from_pretrained(folder).max_position_embeddings == 77
 
 
 @pytest.mark.parametrize("flags, says", [
-    ("--export-hf model --init-from model", "--export-hf model: is the folder of --init-from"),
-    ("--export-hf out --preset tiny-moe --bias-rate 0.01", "--export-hf with --bias-rate 0.01: no class of trans")])
+    ("--export-hf model --out run --init-from model", "--export-hf model: is the folder of --init-from"),
+    ("--export-hf hf", "--export-hf hf: needs --out, whose last checkpoint is exported"),
+    ("--export-hf hf --out run --preset tiny-moe --bias-rate 0.01", "--export-hf with --bias-rate 0.01: no class")])
 def test_an_export_that_could_not_be_written_is_refused_before_the_run(flags, says, published, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(published("llama"), "model")
-    start.parse(f"--data {__file__} --export-hf out --init-from model".split())
+    start.parse(f"--data {__file__} --export-hf out --out run --init-from model".split())
     with pytest.raises(ValueError, match=f"^{says}"):
         start.parse(f"--data {__file__} {flags}".split())
 
@@ -630,7 +631,7 @@ def test_an_export_goes_to_no_folder_that_the_run_reads(data, target, refused, t
     monkeypatch.chdir(tmp_path)
     says = f"^--export-hf {target}: is the folder of --data {data}, or in it$"
     with pytest.raises(ValueError, match=says) if refused else nullcontext():
-        start.parse(f"--data {data} --export-hf {target}".split())
+        start.parse(f"--data {data} --out run --export-hf {target}".split())
 
 
 def test_what_alone_needs_a_library_says_so_when_it_is_missing(tmp_path, monkeypatch):
