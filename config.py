@@ -601,12 +601,14 @@ def expand(arguments: list[str], inside: tuple[str, ...] = ()) -> list[str]:
             path = argument[1:]
             need(os.path.isfile(path), f"{argument}: there is no file {path}")
             need(path not in inside, f"{argument}: the file reads itself")
-            out += expand(shlex.split(Path(path).read_text(), comments=True), (*inside, path))
-        elif argument.startswith("--"):
-            name, equals, value = argument.partition("=")
-            out.append(name.replace("_", "-") + equals + value)
+            try:
+                words = shlex.split(Path(path).read_text(), comments=True)
+            except (OSError, ValueError) as error:
+                raise ValueError(f"{argument}: cannot be read: {error}") from None
+            out += expand(words, (*inside, path))
         else:
-            out.append(argument)
+            name, equals, value = argument.partition("=")
+            out.append((name.replace("_", "-") if name.startswith("--") else name) + equals + value)
     return out
 
 

@@ -129,9 +129,11 @@ def partition(work: Sequence[float], stages: int, last: float = 0.0, least: int 
             stop = start
         return starts
 
-    ends = range(len(work) + 1)
-    limits = sorted({round(sums[j] - sums[i] + more, 9) for j in ends for i in range(j) for more in {0, last}})
-    starts = fill(limits[bisect_left(limits, True, key=lambda limit: fill(limit) is not None)])
+    low, high = 0.0, sums[-1] + last  # limits: the best one is between them
+    for _ in range(64):
+        middle = (low + high) / 2
+        low, high = (middle, high) if fill(middle) is None else (low, middle)
+    starts = fill(high)
     return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(work)])]
 
 

@@ -34,6 +34,7 @@ import pickle
 import shlex
 import shutil
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -205,6 +206,8 @@ class Saver:
             self.take_lock()
             for unfinished in (*self.folder.glob(".writing-*"), *self.folder.glob(".removing-*")):
                 shutil.rmtree(unfinished)
+            for path in self.folder.glob("step-*"):
+                need(path.is_dir(), f"{path}: is no folder, and has the name of a checkpoint: move it away")
             free = shutil.disk_usage(self.folder).free
             need(free >= self.nbytes, f"{self.folder}: a checkpoint takes {self.nbytes / 1e9:.2f} GB, and "
                                       f"{free / 1e9:.2f} GB are free")
@@ -277,7 +280,7 @@ class Saver:
                      process_group=self.group.process_group, no_dist=self.group.process_group is None)
             checksums = checksums_of(temporary, self.group.rank)
         except (Exception, dcp.api.CheckpointException) as error:  # DCP raises on all ranks what it caught on one
-            problem = describe(error)
+            problem = self.reason_of(error)
         found = gather_objects((checksums, problem), self.group)
         problem = next((problem for _, problem in found if problem), "")
         if self.group.rank == 0:
@@ -290,6 +293,18 @@ class Saver:
             if problem:
                 shutil.rmtree(temporary, ignore_errors=True)
         return gather_objects(problem, self.group)[0]
+
+    def reason_of(self, error: Exception) -> str:
+        """Why a save failed. On a full disk torch reports a wrong position in its file: what a small file meets, says
+        what it is."""
+        try:
+            with tempfile.TemporaryFile(dir=self.folder) as file:
+                file.write(bytes(2**20))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as found:
+            return f"{self.folder}: {found.strerror}"
+        return describe(error)
 
     def commit(self, temporary: Path, run: dict) -> None:
         """Make the written files a checkpoint, then `latest`, and only then remove old ones."""

@@ -290,7 +290,10 @@ class Codec(NamedTuple):
     tokenizer: Any = None
 
     def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False).ids if self.tokenizer else list(text.encode())
+        content = text.encode(errors="surrogateescape")  # of a command line: its bytes, which may be no UTF-8
+        if self.tokenizer:
+            return self.tokenizer.encode(content.decode(errors="replace"), add_special_tokens=False).ids
+        return list(content)
 
     def decode(self, tokens: list[int]) -> str:
         if self.tokenizer:

@@ -29,7 +29,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from config import flag, need
+from config import MOST_LAYERS, flag, need
 
 if TYPE_CHECKING:
     import torch
@@ -135,19 +135,19 @@ def tensors_on_disk(spec: Spec, architecture: str) -> Iterator[tuple[str, Box]]:
             yield name.format(e=e), (slice(e, e + 1), slice(i * rows, (i + 1) * rows), slice(0, columns))
 
 
-def names_read(model: Any, architecture: str) -> set[str]:
-    """The tensors on disk that a config.Model reads, and a tied model's head, which transformers ignores, too."""
-    outside = {"embedding", "norm", "head"}
-    left_out = outside | (set() if model.qkv_bias else {"bq", "bk", "bv"})
-    left_out |= set() if model.qk_norm else {"q_norm", "k_norm"}
-    names = {NAMES[ours] for ours in outside}
-    for layer in range(model.layers):
-        not_here = left_out | ({"ffn"} if model.has_experts(layer) else {"router", "experts"})
-        for ours, theirs in ARCHITECTURES[architecture].names.items():
-            if not not_here & set(ours.split(".")):
-                names |= {f"model.layers.{layer}.{name.format(e=e)}" for name in theirs.split()
-                          for e in range(model.experts if "{e}" in name else 1)}
-    return names
+def is_read(name: str, model: Any, architecture: str) -> bool:
+    """Whether a config.Model reads the tensor of this name on disk, or transformers ignores it, as a tied head."""
+    found = re.fullmatch(r"model\.layers\.(\d{1,9})\.(.*?)(?:\.experts\.(\d{1,9})\.(.*))?", name)
+    if not found:
+        return name in (NAMES["embedding"], NAMES["norm"], NAMES["head"])
+    layer, expert = int(found[1]), int(found[3] or 0)
+    inside = found[2] + (f".experts.{{e}}.{found[4]}" if found[3] else "")
+    parts = next((ours.split(".") for ours, theirs in ARCHITECTURES[architecture].names.items()
+                  if inside in theirs.split()), [""])
+    has = {"": False, "ffn": not model.has_experts(layer), "bq": model.qkv_bias, "bk": model.qkv_bias,
+           "bv": model.qkv_bias, "q_norm": model.qk_norm, "k_norm": model.qk_norm,
+           "router": model.has_experts(layer), "experts": model.has_experts(layer) and expert < model.experts}
+    return layer < model.layers and all(has.get(part, True) for part in parts)
 
 
 # ---- config.json ----------------------------------------------------------------------------------------------------
@@ -171,7 +171,9 @@ def read_json(path: str) -> dict[str, Any]:
     need(os.path.isfile(path), f"{path}: there is no such file")
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: is no JSON: {error}") from None
     need(isinstance(content, dict), f"{path}: must be a JSON object")
     return content
@@ -212,6 +214,8 @@ def model_fields(config: dict[str, Any], where: str) -> dict[str, Any]:
         if field in FIELDS and not (value is None and field in NULLABLE):
             fits = isinstance(value, bool) if kind is bool else isinstance(value, (int, kind)) and value > 0
             need(fits, f"{where}: {field} {json.dumps(value)}: must be {KINDS[kind]}")
+            need(field != "num_hidden_layers" or value <= MOST_LAYERS,
+                 f"{where}: {field} {value}: must be at most {MOST_LAYERS:,}")
             model[FIELDS[field]] = value
     model.setdefault("kv_heads", model["heads"])
     model.setdefault("head_dim", model["hidden"] // model["heads"])
@@ -313,8 +317,9 @@ def check_weights(folder: str, model: Any, insist: bool) -> None:
                 names = file.keys()
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path}: cannot be read: {error}") from None
-    read = names_read(model, read_architecture(read_json(where), where))
-    unread = sorted(name for name in names if name not in read and not name.endswith(".rotary_emb.inv_freq"))
+    architecture = read_architecture(read_json(where), where)
+    unread = sorted(name for name in names if not is_read(name, model, architecture)
+                    and not name.endswith(".rotary_emb.inv_freq"))
     more = f" and {len(unread) - 1} more tensors" if unread[1:] else ""
     need(not unread or insist, f"{folder}: has {unread and unread[0]}{more}, which the model does not use: give "
                                "--insist to leave out what it does not")

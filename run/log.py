@@ -133,11 +133,16 @@ def open_stream(path: str) -> BinaryIO | None:
     """What `path` names, opened to write on, if it is a pipe or a device, or where standard output goes; else None.
 
     It stays open: the reader of a pipe takes its closing for the end. A file that is standard output gets metrics
-    through the same descriptor as all that is printed: neither overwrites the other.
+    through the same descriptor as all that is printed: neither overwrites the other. Raises OSError for a pipe that
+    nobody reads yet.
     """
     if os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(1)):
         return open(os.dup(1), "ab", buffering=0)
-    return open(path, "ab", buffering=0) if os.path.exists(path) and not os.path.isfile(path) else None
+    if os.path.isfile(path) or not os.path.exists(path):
+        return None
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK)  # else it would wait for a reader
+    os.set_blocking(descriptor, True)
+    return open(descriptor, "ab", buffering=0)
 
 
 def cut(path: str, step: int) -> None:

@@ -71,6 +71,7 @@ def from_command_line() -> Config:
     """`parse` for the command line of this process, which may be one of many ranks. If it names neither grid nor model,
     the grid is that of SHOWN, and on GPUs the model that of ON_GPUS."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until run/faults.py listens: Ctrl-C ends without imports' traceback
+    sys.stdout.reconfigure(errors="backslashreplace")  # in the C locale it could not print a prompt, for example
     arguments, ranks = sys.argv[1:], int(os.environ.get("WORLD_SIZE", 1))
     try:
         names = {f.name for section in (config.Model, config.Grid) for f in fields(section)} | {"resume", "init_from"}
@@ -191,7 +192,7 @@ def read_run(path: str | Path) -> dict[str, Any]:
         expected = run.pop("checksum")
     except FileNotFoundError:
         raise ValueError(f"{path} is no checkpoint: it has no run.json") from None
-    except (OSError, ValueError, KeyError, AttributeError):
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise ValueError(f"{file} is damaged or cannot be read") from None
     need(checksum_of_json(run) == expected, f"{file} is damaged: its checksum differs")
     need(run["format"] == CHECKPOINT_FORMAT,

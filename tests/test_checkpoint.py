@@ -269,6 +269,25 @@ def test_a_save_that_failed_is_said_once_and_why_in_one_line(tmp_path, capsys):
     assert checkpoint.describe(of_ranks) == "OSError: [Errno 28] No space left on device"
 
 
+def test_a_full_disk_is_called_one(tmp_path):
+    """Torch reports a position in its file. What was saved before stays, and nothing else."""
+    saver = checkpoint.Saver(str(tmp_path), state_of(0), 0, ALONE)
+    with patch.object(checkpoint.dcp, "save", side_effect=RuntimeError("unexpected pos 704 vs 598")):
+        saver.save(1, {})
+        assert saver.finish() == "the checkpoint of step 1 could not be saved: RuntimeError: unexpected pos 704 vs 598"
+        with patch.object(checkpoint.tempfile, "TemporaryFile", side_effect=OSError(28, "No space left on device")):
+            saver.save(2, {})
+            assert saver.finish() == (f"the checkpoint of step 2 could not be saved: {tmp_path}: No space left on "
+                                      "device")
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_a_file_with_a_checkpoint_s_name_is_refused(tmp_path):
+    (tmp_path / "step-000006").touch()
+    with pytest.raises(ValueError, match=f"^{tmp_path}/step-000006: is no folder, and has the name of a checkpoint"):
+        checkpoint.Saver(str(tmp_path), state_of(0), 0, ALONE)
+
+
 @pytest.mark.parametrize("at_fault", [0, 1])
 def test_a_save_that_fails_on_one_rank_leaves_nothing(tmp_path, at_fault):
     """What the first rank does when this or the other one cannot read its files back."""
@@ -610,8 +629,10 @@ def test_metrics_are_cut_once_and_in_place(before, after, tmp_path):
 
 def test_a_pipe_of_metrics_stays_open_and_its_end_is_no_failure(tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
-    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     log = log_to(tmp_path / "pipe")
+    log.append(dict(step=9))  # nobody reads: it does not wait
+    assert "pipe: No such device or address: training goes on without" in capsys.readouterr().err
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     for step in range(2):
         log.append(dict(step=step))
         assert os.read(reader, 99) == b'{"step": %d}\n' % step

@@ -200,6 +200,10 @@ def test_a_file_of_flags_that_reads_itself_is_refused(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     first.write_text(f"--seq 8 @{second}")
     second.write_text(f"@{first}")
+    for content, says in (b"--seed \xff", "'utf-8' codec can't decode byte 0xff in"), (b"--seed '1", "No closing quot"):
+        (tmp_path / "bad").write_bytes(content)
+        with pytest.raises(ValueError, match=f"^@{tmp_path}/bad: cannot be read: {says}"):
+            config.parse([f"@{tmp_path}/bad"])
     with pytest.raises(ValueError, match=f"@{first}: the file reads itself"):
         config.parse([f"@{first}"])
 

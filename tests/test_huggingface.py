@@ -298,6 +298,7 @@ def test_config_json_is_read_without_torch(tmp_path):
     (dict(architectures=["GPT2LMHeadModel"]), "architectures ['GPT2LMHeadModel']: use one of LlamaForCausalLM"),
     (dict(architectures=None), "architectures None"),
     (dict(model_type="qwen3"), 'model_type "qwen3": must be "qwen2"'),
+    (dict(num_hidden_layers=10**10), "num_hidden_layers 10000000000: must be at most 10,000"),
     (dict(hidden_act="gelu"), 'hidden_act "gelu": must be "silu"'),
     (dict(attention_dropout=0.1), "attention_dropout 0.1: must be 0"),
     (dict(architectures=["LlamaForCausalLM"], model_type="llama", attention_bias=True), "attention_bias true"),
@@ -351,6 +352,7 @@ def refused_config(case, changed, message, published, tmp_path):
 
 @pytest.mark.parametrize("content, message", [
     (None, "there is no such file"), ("{", "is no JSON"), ("[1]", "must be a JSON object"),
+    ("[" * 100_000, "is no JSON: maximum recursion"),
 ])
 def test_a_folder_without_a_sound_config_json_is_refused(content, message, tmp_path):
     if content is not None:
