@@ -5,13 +5,13 @@
     the gradient is not finite     all ranks: they have the same norm         no update; if repeated, error or rewind
     the gradient's norm spikes     all ranks: same norm and statistics        the same, with --skip-spikes
     replicas differ                --check-replicas: a reduction of hashes    an error that names tensor and ranks
-    a rank is slow                 all ranks: they have the seconds of each   a warning that names the rank
     a rank hangs                   watchdog threads of the ranks that wait    an error that names the missing rank
     a rank dies                    ranks whose connection to it breaks        an error; torchrun restarts all ranks
 
-In a step, ranks agree without an additional collective: the request to stop and each rank's seconds are appended to the
-squared norm of the gradient, and every step sums this vector over all ranks anyway. The device decides whether to skip
-a step. The host learns all this when it reads the step's results, on a GPU after it has issued the next step.
+In a step, ranks agree without an additional collective: the request to stop (and each rank's seconds, a metric) are
+appended to the squared norm of the gradient, and every step sums this vector over all ranks anyway. The device decides
+whether to skip a step. The host learns all this when it reads the step's results, on a GPU after it has issued the next
+step.
 
 When a rank hangs, the ranks that wait for it notice; when one dies, those whose connection to it breaks. If several
 ranks fail, one of them reports: the lowest that raised an error of its own, else the lowest that lost a connection or
@@ -25,6 +25,7 @@ waited too long. They agree on it through torchrun's key-value store, otherwise 
 Shapes: no tensors but scalars, hashes [tensors] and votes [1 + ranks].
 """
 import contextlib
+import ctypes
 import hashlib
 import json
 import math
@@ -49,11 +50,11 @@ from run.ranks import record
 from run.start import say, tell_torchrun
 
 REQUESTS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP  # to save and end
+ORPHANED = getattr(signal, "SIGRTMIN", signal.SIGUSR1)  # what the kernel sends to ranks whose torchrun has died
 SAME_REQUEST_S = 1.0  # within this time a second signal is the same request, forwarded by torchrun
-SLOW, SLOW_STEPS = 1.5, 10  # a rank is slow if it takes more than SLOW times the median, for SLOW_STEPS steps in a row
 HORIZON, SETTLED = 100, 20  # norms are averaged over about HORIZON steps; spikes are detected after SETTLED steps
 STORE_TIMEOUT_S = 20.0  # a rank that has failed reports alone if torchrun's store has not answered after this time
-GRACE_S = 5.0  # this long after it was asked to stop, a rank looks for dead ones: torchrun stops all when one has died
+PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 
 class Failure(RuntimeError):
@@ -65,7 +66,6 @@ class Failure(RuntimeError):
 class Stop:
     """Whether this rank has been asked to save and exit: by a signal, by the time limit, or by torchrun's death.
 
-    torchrun also sends SIGTERM when a different rank has died; Watchdog.watch then ends this process without saving.
     A thread reads signals from a pipe: while the main thread is inside a collective, Python runs no signal handlers.
     """
 
@@ -95,24 +95,24 @@ class Stop:
         for number in REQUESTS:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, lambda *_: None)
-        threading.Thread(target=self.hear, args=(reading, os.getppid()), name="signals", daemon=True).start()
+        if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+            signal.signal(ORPHANED, lambda *_: None)
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ORPHANED)
+        threading.Thread(target=self.hear, args=(reading,), name="signals", daemon=True).start()
 
-    def hear(self, pipe: int, parent: int) -> None:
-        """The signal thread. It also polls its parent: ranks whose torchrun was killed would otherwise train on, or,
-        if they hang, stay for ever."""
-        orphaned_at = math.inf
-        while True:
-            if select.select([pipe], [], [], 1.0)[0]:
-                for number in os.read(pipe, 64):
-                    if number in REQUESTS:  # the pipe also gets the signals of other handlers
-                        self.on_signal(signal.Signals(number))
-            if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != parent:
-                orphaned_at = min(orphaned_at, time.monotonic())
-                self.reason = self.reason or "torchrun is gone"
-            if time.monotonic() > orphaned_at + self.timeout_s:
-                say(f"rank {os.environ.get('RANK', 0)} ends at once: torchrun has been gone for --timeout "
-                    f"{self.timeout_s:g} s, and this rank is still {innermost_line()}")
-                os._exit(1)
+    def hear(self, pipe: int) -> None:
+        """The signal thread. A rank whose torchrun is gone saves and ends as if asked to; it has --timeout to do so, as
+        nobody else would ever end one that hangs."""
+        limit = None
+        while select.select([pipe], [], [], limit)[0]:
+            for number in os.read(pipe, 64):  # the pipe also gets the signals of other handlers
+                if number in REQUESTS:
+                    self.on_signal(signal.Signals(number))
+                elif number == ORPHANED:
+                    self.reason, limit = self.reason or "torchrun is gone", self.timeout_s
+        say(f"rank {os.environ.get('RANK', 0)} ends at once: torchrun has been gone for --timeout "
+            f"{self.timeout_s:g} s, and this rank is still {innermost_line()}")
+        os._exit(1)
 
     def on_signal(self, number: signal.Signals) -> None:
         now = time.monotonic()
@@ -137,7 +137,6 @@ class Guard:
         self.stopping = False  # all ranks have agreed to stop
         self.streak: list[tuple[int, range]] = []  # (step, its samples) of the latest consecutive skipped steps
         self.seconds: list[float] = []  # per rank: its time in the last step minus its waits for collectives
-        self.slow_rank, self.slow_steps = -1, 0
         self.began = self.waited = 0.0
 
     def begin_step(self) -> None:
@@ -170,22 +169,12 @@ class Guard:
         the norms before it."""
         stop_votes, *self.seconds = votes
         self.stopping = self.stopping or stop_votes > 0
-        self.find_slow_rank(step)
         if norm < limit:
             self.streak.clear()
             return
         self.streak.append((step, samples))
         usual = f", the mean {mean:.4g}" if math.isfinite(norm) else ""
         warn(f"step {step} was skipped: the norm of its gradient is {norm:.4g}{usual}", self.world)
-
-    def find_slow_rank(self, step: int) -> None:
-        median, most = statistics.median(self.seconds), max(self.seconds)
-        slowest = self.seconds.index(most) if most > SLOW * median else -1
-        self.slow_steps = self.slow_steps + 1 if slowest == self.slow_rank else 1
-        self.slow_rank = slowest
-        if slowest >= 0 and self.slow_steps == SLOW_STEPS:
-            warn(f"rank {slowest} is slow: without its waits it took {most:.3f} s in step {step}, the median rank "
-                 f"{median:.3f} s, and so for {SLOW_STEPS} steps", self.world)
 
     def metrics(self) -> dict[str, Any]:
         """busy_s: seconds per rank in the last step, without waits, as min, median and max; {} for a single rank.
@@ -312,14 +301,14 @@ class Watchdog:
     The thread polls this rank's flight record (run/ranks.py). If it has not changed for half the timeout, the
     thread posts to torchrun's store where the rank is: in which call of which group, or in which line. When the first
     rank has waited for nine tenths of the timeout, all ranks that still respond have posted. The lowest one that waits
-    then reports the missing ranks: those that have called fewer collectives of its group, or have not posted.
+    then reports the missing ranks: those that have not posted, else those that compute.
 
-    Unless it has been asked to stop, a rank that makes progress never calls the store; one that does not calls it once
-    per poll, however many ranks there are. Only the rank that reports reads the posts.
+    A rank that makes progress never calls the store; one that does not calls it once per poll, however many ranks there
+    are. Only the rank that reports reads the posts.
 
     store: what run/ranks.py's `meet` returns, cloned, because a blocked call would hold the main thread's connection.
     activity(): what the rank does, in words, such as "in step 3"; it changes when the rank makes progress.
-    stop: its `asked_at` and `ending` are read.
+    stop: its `ending` is read.
     """
 
     def __init__(self, store: dist.Store, timeout_s: float, activity: Callable[[], str], stop: Stop):
@@ -355,9 +344,6 @@ class Watchdog:
             time.sleep(self.poll_s)
             if self.stop.ending:
                 return
-            if self.stop.asked_at and time.monotonic() > self.stop.asked_at + GRACE_S and self.dead():
-                self.reporting.acquire()
-                os._exit(128 + signal.SIGTERM)  # torchrun sent the signal, to restart all ranks
             now = sum(record.calls.values()), record.waiting_for, self.activity()
             if now != seen:
                 seen, since = now, time.monotonic()
@@ -399,9 +385,8 @@ class Watchdog:
         time.sleep(2 * self.poll_s)  # until ranks that are about to post have done so
         states = self.states()
         if self.rank == min(ranks_that("waits", states), default=self.rank):
-            where = self.describe(self.rank, self.posts(states)).removeprefix("is in ")
-            last_words(f"rank {self.rank} failed {self.activity()}: {where} (after {stalled:.1f} s of --timeout "
-                       f"{self.timeout_s:g})", time.time() - stalled)
+            last_words(f"rank {self.rank} failed {self.activity()}: {self.describe(self.posts(states))} (after "
+                       f"{stalled:.1f} s of --timeout {self.timeout_s:g})", time.time() - stalled)
         else:
             time.sleep(1)  # the rank that reports exits first, so that torchrun names it as the cause
         for r, pid in self.processes().items():
@@ -410,29 +395,33 @@ class Watchdog:
                     os.kill(pid, signal.SIGKILL)  # torchrun would wait 30 s for a stopped process to exit
         os._exit(1)
 
-    def describe(self, rank: int, posts: dict[int, dict], visited: tuple[int, ...] = ()) -> str:
-        """What a rank does, and what the first rank does that it waits for. visited: ranks described before it."""
-        if rank not in posts:
-            return "does not answer"
-        post = posts[rank]
-        if not post["call"]:
-            return f"is in no collective but {post['where'] or post['activity']}"
-        _, group, count, peer = post["call"]
-        _, ranks = self.axis_of(group)
-        missing = [ranks[peer]] if peer is not None else [
-            member for member in ranks if member not in posts or posts[member]["calls"].get(group, 0) < count]
-        text = f"is in {self.name_call(post['call'])}"
-        if not missing:
-            return f"{text} has not ended although all ranks have called it"
-        text += f" waits for rank {listed(missing)}"
-        if missing[0] in visited:
-            return f"{text}: they wait for each other"
-        return f"{text}, which {self.describe(missing[0], posts, (*visited, rank))}"
+    def describe(self, posts: dict[int, dict]) -> str:
+        """In which call this rank is, which ranks are missing, and what the first of them does. Missing are, of all
+        ranks, those that have not posted, or else compute; if all wait, those of its group that wait elsewhere."""
+        def does(rank: int) -> str:
+            if rank not in posts:
+                return "does not answer"
+            post = posts[rank]
+            return "is in " + (self.name_call(post["call"]) if post["call"] else
+                               f"no collective but {post['where'] or post['activity']}")
+
+        call, everyone = posts[self.rank]["call"], range(self.ranks)
+        missing = [r for r in everyone if r not in posts] or [r for r in everyone if not posts[r]["call"]]
+        if call and not missing:
+            _, group, count, peer = call
+            _, ranks = self.axis_of(group)
+            missing = [ranks[peer]] if peer is not None else [
+                member for member in ranks if posts[member]["calls"].get(group, 0) < count]
+        text = does(self.rank).removeprefix("is in ")
+        if not call:
+            return text
+        return f"{text}, " + (f"waits for rank {listed(missing)}, which {does(missing[0])}" if missing
+                              else "has not ended although all ranks have called it")
 
     def name_call(self, call: Sequence) -> str:
         operation, group, count, _ = call
         axis, ranks = self.axis_of(group)
-        return f"{operation}, call {count} on axis {axis} (ranks {listed(ranks)}),"
+        return f"{operation}, call {count} on axis {axis} (ranks {listed(ranks)})"
 
     def dead(self) -> list[int]:
         """The siblings whose processes no longer exist, or have ended and wait for torchrun to notice."""
@@ -457,7 +446,7 @@ class Watchdog:
             explain(f"rank {self.rank} failed {self.activity()}: {reason(error)}", error)
         else:
             died = sorted({rank for _, seen in states.values() for rank in seen})
-            last_words(f"rank {self.rank} failed {self.activity()}: {self.name_call(record.waiting_for)} lost its "
+            last_words(f"rank {self.rank} failed {self.activity()}: {self.name_call(record.waiting_for)}, lost its "
                        f"connection: {f'rank {listed(died)} has died' if died else reason(error)}")
 
 
@@ -493,8 +482,9 @@ def fail(activity: str, error: Exception, watchdog: Watchdog | None, stop: Stop)
 
     stop.ending = True  # the watchdog stops
     if watchdog:
-        threading.Timer(STORE_TIMEOUT_S, report_alone).start()  # the store may be gone, with the machine that served it
         with contextlib.suppress(Exception):
+            # The store may be gone, with the machine that served it. Without memory no thread starts: it reports alone.
+            threading.Timer(STORE_TIMEOUT_S, report_alone).start()
             watchdog.report(error)
             os._exit(1)
     report_alone()

@@ -226,7 +226,10 @@ def started(settings: config.Config) -> Iterator[Run]:
         torch.cuda.set_device(chosen)
     try:
         if "WORLD_SIZE" in os.environ:
-            store = meet(run.timeout, stop.end_if_asked)
+            try:
+                store = meet(run.timeout, stop.end_if_asked)
+            except TimeoutError as error:
+                raise faults.Failure(str(error)) from None
         if "TORCHELASTIC_RUN_ID" in os.environ:
             watchdog = faults.Watchdog(store.clone(), run.timeout, lambda: state.activity, stop)
         with collectives.world(chosen, run.timeout, store) if store else contextlib.nullcontext():

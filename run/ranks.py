@@ -88,7 +88,8 @@ def gather_objects(value: Any, group: Group) -> list:
     """The value of every rank. group: of `host_group`."""
     values = [value] * group.size
     if group.size > 1:
-        dist.all_gather_object(values, value, group=group.process_group)
+        with collectives.calling("all_gather_object", group, 0):
+            dist.all_gather_object(values, value, group=group.process_group)
     return values
 
 

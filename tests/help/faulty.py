@@ -1,7 +1,8 @@
 """train.py with a fault: torchrun ... faulty.py FAULT RANK STEP WHERE, and then the flags of train.py.
 
 The fault happens once, to the first start of the run, when this rank comes to this place in this step (counted from 0):
-before, loading, forward, backward, collective, optimizer, staging, writing, commit, evaluation, sampling or exit.
+before, loading, forward, backward, collective, optimizer, staging, writing, commit, evaluation, export, sampling or
+exit.
 """
 import contextlib
 import os
@@ -85,6 +86,7 @@ def inject(fault: str, where: str, step: int) -> None:
         before(*place, (lambda: state.step > step) if where == "staging" else is_in_thread)
     else:
         before(*{"evaluation": (train, "mean_loss"), "sampling": (sampling, "continue_prompt"),
+                 "export": (checkpoint, "export"),
                  "exit": (dist, "destroy_process_group")}[where], lambda: state.step > step)
 
 
