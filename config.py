@@ -179,6 +179,7 @@ class Precision:
     attention: str = setting("auto", "sdpa: torch's fused kernels; triton: ours; auto: torch's, but on a GPU ours for "
                                      "documents and windows; math: plain torch, which saves scores",
                              ("auto", "triton", "sdpa", "math"))
+    kernels: str = setting("auto", "on GPUs ours, torch where one does not run; torch: none of ours", ("auto", "torch"))
     recompute: str = setting("none", "what backward recomputes; selective: norms, SwiGLU and scores; full: layers",
                              ("none", "selective", "full"))
     offload: str = setting("none", "what is in the host's memory: optimizer: master weights and moments, which the CPU "
@@ -454,6 +455,7 @@ RULES = [  # in this order: a row may rely on those before it, and all on the de
           lambda c: c.precision.dtype != "fp64"),
     Needs("--attention triton", "--head-dim 128 or less, and another --dtype than fp64",
           lambda c: c.model.head_dim <= 128 and c.precision.dtype != "fp64"),
+    Needs("--kernels torch", "another --attention than triton", lambda c: c.precision.attention != "triton"),
     Needs("--offload", "--recompute full: what is offloaded are the inputs of layers that it saves",
           lambda c: c.precision.recompute == "full" or not c.precision.offloads("activations")),
 

@@ -39,7 +39,7 @@ from torch.autograd import Function
 
 from collectives import ALONE, AllToAll__AllToAll, Group, Pending, all_gather, done, reduce_scatter, shift, to_device
 from config import padded_length
-from operations import ALL, CAUSAL, MATH, SDPA, AttentionKernel, Mask
+from operations import ALL, CAUSAL, MATH, SDPA, AttentionKernel, Mask, uses_kernels
 from param import IGNORED, acc_dtype
 from recompute import Checkpoint
 
@@ -290,7 +290,7 @@ def attention_by_window(windows: Iterable[int], tokens: Tensor, documents: Tenso
 
 def choose_attention(kernel: str, mask: Mask, head_dim: int, like: Tensor, dtype: torch.dtype) -> AttentionKernel:
     """The implementation that --attention names. like: a tensor on the device in question; dtype: of q, k and v."""
-    slow_in_torch = (mask.documents is not None or mask.window > 0) and like.is_cuda and dtype != torch.float64
+    slow_in_torch = (mask.documents is not None or mask.window > 0) and uses_kernels(like) and dtype != torch.float64
     if kernel == "triton" or (kernel == "auto" and slow_in_torch and head_dim <= 128):
         import flash  # needs Triton, which a CPU does without
 

@@ -38,8 +38,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from collectives import run_demo
-from kernels import launch
-from operations import CAUSAL, Mask
+from kernels import KernelError, failed, launch
+from operations import CAUSAL, Mask, attention_sdpa, sdpa_backward, sdpa_forward
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # GPUs have 2^x: exp(x) = 2^(x log2 e)
 
@@ -274,7 +274,8 @@ def flash_dkv_kernel(do, q, k, v, lse, delta, dk, dv, q_documents, k_documents, 
 
 # ---- launches -------------------------------------------------------------------------------------------------------
 
-def check(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> None:
+def prepare(mask: Mask, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> list[Tensor]:
+    """The tensors, which must fit together, with the last dimension contiguous: kernels take any other strides."""
     assert q.dim() == k.dim() == 4 and k.shape == v.shape and k.shape[::3] == q.shape[::3], \
         f"q {list(q.shape)} must be B N rows D, k {list(k.shape)} and v {list(v.shape)} B K columns D"
     assert k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} heads cannot share {k.shape[1]} kv heads"
@@ -283,17 +284,13 @@ def check(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> None:
     for documents, x in zip(mask.documents or (), (q, k)):
         assert documents.shape == x.shape[::2] and not documents.is_floating_point(), \
             f"documents must be {list(x.shape[::2])} integers, one per token"
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, *more)]
 
 
 def empty_heads(x: Tensor) -> Tensor:
     """As x [B, N, S, D], with the heads of a token contiguous in memory, as the matmul after attention needs them."""
     B, N, S, D = x.shape
     return x.new_empty(B, S, N, D).transpose(1, 2)
-
-
-def make_rows_contiguous(*tensors: Tensor) -> list[Tensor]:
-    """Kernels take any strides except of the last dimension."""
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
 def shared_arguments(q: Tensor, k: Tensor, mask: Mask) -> tuple[list, tuple]:
@@ -318,35 +315,39 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask = CAUSAL) -> tuple
     q: [B, N, rows, D]. k, v: [B, K, columns, D], K a divisor of N. Any strides. D: at most 128; powers of 2 waste
     nothing. mask: document numbers below 2^31. Asserts that tensors fit together.
     """
-    check(q, k, v, mask)
+    q, k, v = prepare(mask, q, k, v)
     (B, N, rows, _), o, lse = q.shape, empty_heads(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    q, k, v = make_rows_contiguous(q, k, v)
     documents, sizes = shared_arguments(q, k, mask)
     options = choose_options("forward", q, mask)
-    launch(flash_forward_kernel, (triton.cdiv(rows, options["ROWS"]), N, B), q, k, v, o, lse, *documents,
-           q.stride(), k.stride(), v.stride(), o.stride(), *sizes, **options)
-    return o, lse
+    try:
+        launch(flash_forward_kernel, (triton.cdiv(rows, options["ROWS"]), N, B), q, k, v, o, lse, *documents,
+               q.stride(), k.stride(), v.stride(), o.stride(), *sizes, **options)
+        return o, lse
+    except KernelError:
+        return sdpa_forward(q, k, v, mask)
 
 
 def flash_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
                    mask: Mask = CAUSAL) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, the same bits every time. do, o, lse: those of all keys that the queries see, even where k and v are
     only some of them, as in context parallelism (cp.py)."""
-    check(q, k, v, mask)
+    q, k, v, do, o = prepare(mask, q, k, v, do, o)
     assert do.shape == o.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32, \
         f"do {list(do.shape)}, o {list(o.shape)} must be as q {list(q.shape)}, lse {list(lse.shape)} its rows, fp32"
     (B, N, rows, _), (_, K, columns, _), dq, dk, dv = q.shape, k.shape, *map(empty_heads, (q, k, v))
-    do, q, k, v, o = make_rows_contiguous(do, q, k, v, o)
     lse, delta = lse.contiguous(), lse.new_empty(lse.shape)
     documents, sizes = shared_arguments(q, k, mask)
     strides = do.stride(), q.stride(), k.stride(), v.stride()
-    options = choose_options("dq", q, mask)
-    launch(flash_dq_kernel, (triton.cdiv(rows, options["ROWS"]), N, B), do, q, k, v, o, lse, delta, dq, *documents,
-           *strides, o.stride(), dq.stride(), *sizes, **options)
-    options = choose_options("dkv", q, mask)
-    launch(flash_dkv_kernel, (triton.cdiv(columns, options["COLUMNS"]), K, B), do, q, k, v, lse, delta, dk, dv,
-           *documents, *strides, dk.stride(), *sizes, **options)
-    return dq, dk, dv
+    try:
+        options = choose_options("dq", q, mask)
+        launch(flash_dq_kernel, (triton.cdiv(rows, options["ROWS"]), N, B), do, q, k, v, o, lse, delta, dq, *documents,
+               *strides, o.stride(), dq.stride(), *sizes, **options)
+        options = choose_options("dkv", q, mask)
+        launch(flash_dkv_kernel, (triton.cdiv(columns, options["COLUMNS"]), K, B), do, q, k, v, lse, delta, dk, dv,
+               *documents, *strides, dk.stride(), *sizes, **options)
+        return dq, dk, dv
+    except KernelError:
+        return sdpa_backward(do, q, k, v, o, lse, mask)
 
 
 class FlashAttention(Function):
@@ -365,6 +366,8 @@ class FlashAttention(Function):
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask = CAUSAL) -> Tensor:
+    if any(name.startswith("flash_") for name in failed):  # torch has a kernel for it that is fused, too
+        return attention_sdpa(q, k, v, mask)
     return FlashAttention.apply(q, k, v, mask)
 
 

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from collectives import MAX, Group, all_reduce, run_demo
 from config import FP8_RECIPES
-from operations import load_kernels
+from operations import try_kernel
 from param import Params, acc_dtype, stacked_weight
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -104,8 +104,8 @@ def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None, pow2: b
     scale: one for the whole tensor. None: each copy has 1 x 128 blocks of its own; with `tiles` both have the same 128
     x 128 blocks, and T and K must be multiples of 128. On a GPU one kernel reads x once.
     """
-    if x.is_cuda:
-        copies = load_kernels().quantise(x, dtype, scale, SMALLEST, pow2, rowwise, columnwise, tiles)
+    if copies := try_kernel(x, lambda kernels: kernels.quantise(
+            x, dtype, scale, SMALLEST, pow2, rowwise, columnwise, tiles)):
         return tuple(None if copy is None else Quantised(*copy) for copy in copies)
     if scale is None and not tiles:
         return (quantise_blocks(x, dtype, pow2) if rowwise else None,

@@ -23,6 +23,7 @@ Shapes: B batch, S sequence, T = B S tokens, H hidden, F ffn, V vocabulary, V/t 
 from functools import partial
 
 import torch
+import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -32,11 +33,17 @@ from collectives import ALONE, MAX, Group, all_reduce
 from param import IGNORED, accumulate_grad, accumulate_product
 
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1 when triton was imported: on CPUs, slowly
+failed: dict[str, str] = {}  # kernels that do not run here, so are not tried again, and the first line of the error
 UNFIT = {torch.float64, torch.bfloat16} if INTERPRETED else {torch.float64}  # interpreted, bf16 is computed wrongly
 
 
+class KernelError(RuntimeError):
+    """A kernel does not compile or launch here, and has computed nothing: who called it does, in plain torch."""
+
+
 def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args, **options) -> None:
-    """Run a grid of programs. Only if an assertion fails is its message formatted: that takes as long as a launch."""
+    """Run a grid of programs. Raises KernelError; the first rank, and the last, which may alone have the head, say why.
+    Only if an assertion fails is its message formatted: that takes as long as a launch."""
     tensors = [x for x in args if isinstance(x, Tensor)]
     device = tensors[0].device
     assert INTERPRETED or device.type == "cuda", \
@@ -44,7 +51,15 @@ def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args, **options) 
     for x in tensors:
         assert x.device == device, f"tensors are on {device} and on {x.device}"
         assert x.dtype not in UNFIT, f"kernels{' that are interpreted' if INTERPRETED else ''} take no {x.dtype}"
-    kernel[grid](*args, **options)
+    if (name := kernel.__name__) in failed:
+        raise KernelError(f"{name}: {failed[name]}")
+    try:
+        kernel[grid](*args, **options)
+    except Exception as error:
+        failed[name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        if not dist.is_initialized() or dist.get_rank() in (0, dist.get_world_size() - 1):
+            print(f"{name} does not run here, torch computes in its place: {failed[name]}", flush=True)
+        raise KernelError(f"{name}: {failed[name]}") from error
 
 
 # ---- RMSNorm --------------------------------------------------------------------------------------------------------
@@ -144,7 +159,7 @@ def rope_kernel(x, cos, sin, angle_rows, stride, heads, HALF: tl.constexpr, WIDT
     tl.store(first + HALF, (b * c + a * s).to(x.dtype.element_ty), inside)
 
 
-def rope_(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
+def rope_(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
     """Rotate pairs (x[i], x[i + D/2]) of the first `heads` heads of x [B, S, N, D] by the token's angles, in place. One
     launch rotates queries and keys, which are contiguous in memory. cos, sin: [S, 1, D/2] or [B, S, 1, D/2]."""
     (B, S, N, D), tokens = x.shape, x.flatten(0, 1)
@@ -154,6 +169,7 @@ def rope_(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
     assert tokens.data_ptr() == x.data_ptr() and tokens.stride()[1:] == (D, 1), f"heads apart: {x.stride()}"
     launch(rope_kernel, (B * S,), tokens, cos.contiguous(), sin.contiguous(), cos.numel() // half, tokens.stride(0),
            heads, HALF=half, WIDTH=width, HEADS=padded, num_warps=min(8, max(1, width * padded // 512)))
+    return x
 
 
 # ---- SwiGLU ---------------------------------------------------------------------------------------------------------
@@ -177,12 +193,10 @@ def swiglu_kernel(x, dy, out, F, BLOCK: tl.constexpr):
     if dy is not None:
         grad = tl.load(dy + t * F + column, inside, other=0.0).to(tl.float32)
         dgate = (grad * up * sigmoid * (1 + gate * (1 - sigmoid))).to(out.dtype.element_ty)
-        dup = (grad * gate * sigmoid).to(out.dtype.element_ty)
         tl.store(out + t * 2 * F + column, dgate, inside)
-        tl.store(out + t * 2 * F + F + column, dup, inside)
+        tl.store(out + t * 2 * F + F + column, (grad * gate * sigmoid).to(out.dtype.element_ty), inside)
     else:
-        y = (gate * sigmoid * up).to(out.dtype.element_ty)
-        tl.store(out + t * F + column, y, inside)
+        tl.store(out + t * F + column, (gate * sigmoid * up).to(out.dtype.element_ty), inside)
 
 
 def swiglu(x: Tensor, dy: Tensor | None = None) -> Tensor:
@@ -198,6 +212,18 @@ def swiglu(x: Tensor, dy: Tensor | None = None) -> Tensor:
 
 
 # ---- cross-entropy, fused with the head's matmul; tp.cross_entropy is this in torch, of all logits -------------------
+
+def softmax_in_torch_(logits, labels, lse, label_logit, loss_grad, first, z_loss, statistics, gradient) -> None:
+    own, x = labels - first, logits.float()
+    here, column = (own >= 0) & (own < x.shape[1]), own.clamp(0, x.shape[1] - 1)[:, None]
+    if statistics:
+        label_logit.copy_(x.gather(1, column)[:, 0].where(here, 0))
+        lse.copy_(x.logsumexp(1))
+    if gradient:
+        factor = loss_grad.where(labels != IGNORED, 0)
+        grad = (x - lse[:, None]).exp_().mul_((factor * (1 + 2 * z_loss * lse))[:, None])
+        logits.copy_(grad.scatter_add_(1, column, -(factor * here)[:, None]))
+
 
 @triton.jit
 def softmax_kernel(logits, labels, lse, label_logit, loss_grad, ignored, first, V, z_loss, BLOCK: tl.constexpr,
@@ -234,14 +260,17 @@ def softmax_kernel(logits, labels, lse, label_logit, loss_grad, ignored, first, 
 
 def softmax_(logits: Tensor, labels: Tensor, lse: Tensor, label_logit: Tensor, *, loss_grad: Tensor, first: int,
              z_loss: float, statistics: bool, gradient: bool) -> None:
-    """Launch softmax_kernel. logits: [T, V/t], columns `first` to first + V/t of the vocabulary. loss_grad: a scalar.
-    labels, lse, label_logit: [T]."""
+    """Launch softmax_kernel, see there, or compute the same in torch: here, because ranks whose kernels do not run must
+    communicate as the others do. logits: [T, V/t]. labels, lse, label_logit: [T]. loss_grad: a scalar."""
     T, V = logits.shape
     assert labels.shape == lse.shape == label_logit.shape == (T,), f"not all have {T} rows"
     assert logits.is_contiguous() and V > 0, f"logits {logits.shape} must be contiguous and not empty"
     block = min(8192, triton.next_power_of_2(V))
-    launch(softmax_kernel, (T,), logits, labels, lse, label_logit, loss_grad, IGNORED, first, V, z_loss, block,
-           statistics, gradient, num_warps=max(1, block // 512))
+    try:
+        launch(softmax_kernel, (T,), logits, labels, lse, label_logit, loss_grad, IGNORED, first, V, z_loss, block,
+               statistics, gradient, num_warps=max(1, block // 512))
+    except KernelError:
+        softmax_in_torch_(logits, labels, lse, label_logit, loss_grad, first, z_loss, statistics, gradient)
 
 
 class LinearCrossEntropy(Function):
@@ -315,8 +344,7 @@ def linear_cross_entropy(x: Tensor, weight: torch.nn.Parameter, labels: Tensor, 
 # ---- FP8: both quantised copies of a matrix; fp8.quantise is this in torch ------------------------------------------
 
 BLOCK = 128
-# Columns of the tile, and warps: with these a thread needs at most 128 registers on Triton 3.6, too; with (128, 8) for
-# all it needs up to 247, so that one program fills an SM.
+# Columns of the tile, and warps: a thread needs at most 128 registers. With (128, 8) for all, up to 247 on Triton 3.6.
 SHAPES = {"one scale": (64, 8), "blocks": (BLOCK, 8), "tiles": (BLOCK, 16)}
 FORMATS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 Matrix = tuple[Tensor, Tensor]  # an fp8.Quantised: data, scales (here views of [C/128, R], as cuBLAS reads)

@@ -2,7 +2,7 @@
 
 Each is written here in plain torch, which reads and writes memory many times for few FLOPs. Fused kernels replace it:
 
-    RMSNorm, SwiGLU, rotary embedding    kernels.py on a GPU; plain torch on a CPU and in fp64 (see `uses_kernels`)
+    RMSNorm, SwiGLU, rotary embedding    kernels.py on a GPU; plain torch on a CPU and in fp64 (see `try_kernel`)
     attention                            by --attention (see cp.choose_attention): "math" is plain torch, "sdpa" torch's
                                          fused kernels, "triton" flash.py; "auto" is sdpa or triton, by mask and device
 
@@ -12,12 +12,10 @@ RMSNorm: Zhang & Sennrich 2019; SwiGLU: Shazeer 2020; rotary embedding: Su et al
 sliding windows: Beltagy et al. 2020, as in Mistral: Jiang et al. 2023.
 Shapes: B batch, S sequence, T = B S, N query heads, K key and value heads, D head width, F ffn, rows x columns scores.
 """
-import importlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import cache
-from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,32 +26,36 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from config import Model
 from param import Spec, acc_dtype, accumulate_grad
 
-
-def load_kernels() -> ModuleType:
-    """Import kernels.py when it is first needed: it imports Triton, which machines without a GPU may lack."""
-    return importlib.import_module("kernels")
+allows_kernels = True  # whether --kernels does; train.py sets it
 
 
 def uses_kernels(x: Tensor) -> bool:
     """Whether kernels.py computes with x, rather than plain torch."""
-    return x.is_cuda and x.dtype != torch.float64
+    return allows_kernels and x.is_cuda and x.dtype != torch.float64
+
+
+def try_kernel(x: Tensor, compute: Callable[..., Any]) -> Any:
+    """compute(kernels.py), which neither communicates nor accumulates; None if plain torch is to do it: see
+    `uses_kernels`, and if the kernel does not run, which has then been said."""
+    if uses_kernels(x):
+        import kernels  # needs Triton, which a CPU does without
+        with suppress(kernels.KernelError):
+            return compute(kernels)
 
 
 # ---- RMSNorm --------------------------------------------------------------------------------------------------------
 
 class RMSNormFunction(Function):
     """(x, RMSNorm(x)), or with y (x + y, RMSNorm(x + y)), over the last dimension: one backward sums the gradients that
-    come from both.
-
-    Saves what is normalised (the residual stream, which is there anyway) and, in plain torch, 1 / rms of each row.
-    """
+    come from both. Saves what is normalised (the residual stream, which is there anyway) and, in plain torch, 1 / rms
+    of each row."""
 
     @staticmethod
     def forward(ctx, x, y, weight, eps):
         ctx.set_materialize_grads(False)  # None for the first result, if only the second is used
         ctx.weight, ctx.eps, ctx.adds = weight, eps, y is not None
-        if uses_kernels(x):
-            (total, out), rstd = load_kernels().rms_norm(x, y, weight, eps), None
+        if found := try_kernel(x, lambda kernels: kernels.rms_norm(x, y, weight, eps)):
+            (total, out), rstd = found, None
         else:
             total = x if y is None else x + y
             total_acc = total.to(acc_dtype(x.dtype))
@@ -65,14 +67,17 @@ class RMSNormFunction(Function):
     @staticmethod
     def backward(ctx, dtotal, dout):
         total, rstd = ctx.saved_tensors
-        if rstd is None:  # the kernel recomputes it
-            dx, dweight = load_kernels().rms_norm_backward(dout, dtotal, total, ctx.weight, ctx.eps)
-            accumulate_grad(ctx.weight, lambda out: out.add_(dweight), defer=False)
+        weight, eps = ctx.weight, ctx.eps
+        if found := try_kernel(total, lambda kernels: kernels.rms_norm_backward(dout, dtotal, total, weight, eps)):
+            dx, dweight = found
+            accumulate_grad(weight, lambda out: out.add_(dweight), defer=False)
         else:
+            if rstd is None:  # forward's kernel saves none
+                rstd = torch.rsqrt(total.to(acc_dtype(total.dtype)).square().mean(-1, keepdim=True) + eps)
             x_hat = total.detach() * rstd  # in the accumulation dtype, like everything below
-            weight = ctx.weight.to(rstd.dtype)
             dweight_terms = dout * x_hat
-            accumulate_grad(ctx.weight, lambda out: out.add_(dweight_terms.flatten(0, -2).sum(0)), defer=False)
+            accumulate_grad(weight, lambda out: out.add_(dweight_terms.flatten(0, -2).sum(0)), defer=False)
+            weight = weight.to(rstd.dtype)
             component = (dweight_terms @ weight)[..., None] / total.shape[-1]  # of dout * weight along x_hat
             dx = (dout * weight).addcmul_(x_hat, component, value=-1).mul_(rstd).to(total.dtype)
             if dtotal is not None:
@@ -123,16 +128,16 @@ def swiglu(x: Tensor, weights: Tensor | None = None) -> Tensor:
 
 
 def swiglu_no_grad(x: Tensor) -> Tensor:
-    if uses_kernels(x):
-        return load_kernels().swiglu(x)
+    if (y := try_kernel(x, lambda kernels: kernels.swiglu(x))) is not None:
+        return y
     gate, up = x.chunk(2, -1)
     return F.silu(gate).mul_(up)
 
 
 def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
     """dx [..., 2F], from dy [..., F] and x [..., 2F]."""
-    if uses_kernels(x):
-        return load_kernels().swiglu(x, dy)
+    if (dx := try_kernel(x, lambda kernels: kernels.swiglu(x, dy))) is not None:
+        return dx
     gate, up = x.chunk(2, -1)
     dx = torch.empty_like(x)
     dgate, dup = dx.chunk(2, -1)  # views: results are written into dx, without temporaries
@@ -173,15 +178,13 @@ def rotate_and_split(x: Tensor, angles: tuple[Tensor, Tensor], heads: list[int])
 
 def rotate_no_grad_(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
     """Rotate the first `heads` heads of x [B, S, N, D] in place, without autograd."""
-    if uses_kernels(x):
-        load_kernels().rope_(x, cos, sin, heads)
+    if try_kernel(x, lambda kernels: kernels.rope_(x, cos, sin, heads)) is not None:
         return
     a, b = x[:, :, :heads].chunk(2, -1)  # [B, S, heads, D/2] each
     a_acc, b_acc = a.to(cos.dtype), b.to(cos.dtype)
     rotated_a = torch.mul(a_acc, cos).addcmul_(b_acc, sin, value=-1)
-    rotated_b = torch.mul(b_acc, cos).addcmul_(a_acc, sin)
+    b.copy_(torch.mul(b_acc, cos).addcmul_(a_acc, sin))
     a.copy_(rotated_a)
-    b.copy_(rotated_b)
 
 
 def rotary_angles(positions: Tensor, model: Model, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

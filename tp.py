@@ -54,7 +54,7 @@ from collectives import (
     sent,
     shift,
 )
-from operations import load_kernels, uses_kernels
+from operations import uses_kernels
 from param import (
     IGNORED,
     Params,
@@ -339,8 +339,8 @@ class VocabParallelHead(nn.Module):
         # box[0]: the rows of the whole table that this rank has.
         loss_options = dict(z_loss=z_loss, vocab=self.weight.box[0], group=tp.group)
         if labels is not None and uses_kernels(x):  # this kernel never stores all logits
-            return load_kernels().linear_cross_entropy(gather_tokens(x, tp), self.weight, labels, loss_grad=loss_grad,
-                                                       **loss_options)
+            from kernels import linear_cross_entropy  # needs Triton, which a CPU does without
+            return linear_cross_entropy(gather_tokens(x, tp), self.weight, labels, loss_grad=loss_grad, **loss_options)
         logits = column(x, self.weight, tp=tp, defer=False)
         return logits if labels is None else cross_entropy(logits, labels, **loss_options)
 

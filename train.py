@@ -25,6 +25,7 @@ from functools import partial
 import torch
 
 import config
+import operations
 from collectives import MAX, Group, Groups, all_reduce, build_groups
 from cp import shard_sequences
 from ep import Balance, GroupedExperts, update_biases
@@ -88,6 +89,7 @@ def build_model(settings: config.Config, groups: Groups, device: torch.device | 
     """This rank's pipeline stages, with its shards of their layers. The parameters are not allocated yet: the Optimizer
     allocates them in buckets, its `load` fills them."""
     grid, precision, optim, dtype = settings.grid, settings.precision, settings.optim, dtype_of(settings)
+    operations.allows_kernels = precision.kernels == "auto"
     execution = Execution(dtype=dtype, device=device, attention=precision.attention, recompute=precision.recompute,
                           rows=HostRows if precision.offloads("activations") else None, cp_style=grid.cp_style,
                           sequence=grid.sequence_parallel, async_tp=grid.async_tp)

@@ -298,9 +298,9 @@ def test_auto_takes_our_kernel_where_torchs_would_read_a_mask(kernel, mask, D, d
     """On a GPU, for documents and windows; not for what it does not compute: heads wider than 128, or fp64."""
     import flash
     attends = {"sdpa": SDPA.attend, "math": MATH.attend, "flash": flash.flash_attention}
-    on_gpu = cp.choose_attention(kernel, mask, D, SimpleNamespace(is_cuda=True), dtype)
+    on_gpu = cp.choose_attention(kernel, mask, D, SimpleNamespace(is_cuda=True, dtype=torch.long), dtype)
     assert on_gpu.attend is attends[chosen]
-    on_cpu = cp.choose_attention(kernel, mask, D, SimpleNamespace(is_cuda=False), dtype)
+    on_cpu = cp.choose_attention(kernel, mask, D, SimpleNamespace(is_cuda=False, dtype=torch.long), dtype)
     assert on_cpu.attend is attends[chosen if kernel != "auto" else "sdpa"]
 
 

@@ -42,7 +42,7 @@ def gradients(flags: str, documents: torch.Tensor | None = None) -> list[torch.T
 
 
 def choose_as_on_a_gpu(kernel: str, mask, head_dim: int, like: torch.Tensor, dtype: torch.dtype):
-    return choose_attention(kernel, mask, head_dim, SimpleNamespace(is_cuda=True), dtype)
+    return choose_attention(kernel, mask, head_dim, SimpleNamespace(is_cuda=True, dtype=torch.long), dtype)
 
 
 @pytest.mark.parametrize("attention, flags, packed", [
