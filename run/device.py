@@ -29,10 +29,16 @@ def choose_device(asked: str) -> tuple[torch.device, str]:
 
 
 def check_device(settings: config.Config, device: torch.device) -> None:
-    """Raises ValueError for settings that this device cannot run. FP8 needs a GPU of compute capability 8.9 or above,
+    """Raises ValueError for settings that this device cannot run. Our kernels need Triton, whose import fails on all
+    ranks here, and not on some of them in a step. FP8 needs a GPU of compute capability 8.9 or above,
     blockwise FP8 one of 9.x (cuBLAS). On a CPU Triton's kernels need its interpreter, which computes bf16 wrongly. On
     GPUs context parallelism calls torch's FlashAttention itself, which does not pad heads."""
     precision, grid, width = settings.precision, settings.grid, settings.model.head_dim
+    if uses_kernels(settings, device):
+        try:
+            import kernels  # noqa: F401
+        except Exception as error:
+            raise ValueError(f"--kernels auto: Triton does not run here ({error}): use --kernels torch") from error
     if device.type == "cuda" and grid.cp > 1 and not config.CP_STYLES[grid.cp_style].whole_sequences:
         is_unused = precision.attention in ("math", "triton") or precision.dtype in ("fp32", "fp64")
         need(is_unused or (width % 8 == 0 and width <= 256), f"--cp {grid.cp} with heads {width} wide: torch's "
@@ -49,6 +55,10 @@ def check_device(settings: config.Config, device: torch.device) -> None:
              "wrongly, use fp32, or --attention auto or math")
 
 
+def uses_kernels(settings: config.Config, device: torch.device) -> bool:
+    return device.type == "cuda" and settings.precision.kernels == "auto" and settings.precision.dtype != "fp64"
+
+
 def memory_of_device(device: torch.device) -> int:
     """The bytes of this rank's GPU, or its share of the machine's memory."""
     if device.type == "cuda":
@@ -59,7 +69,7 @@ def memory_of_device(device: torch.device) -> int:
 def check_memory(settings: config.Config, rank: int, device: torch.device) -> None:
     """Raises ValueError if weights, gradients and optimizer state of a pipeline rank exceed its memory, or all kinds
     twice that."""
-    parts = memory_of_rank(settings, rank, fused=device.type == "cuda")
+    parts = memory_of_rank(settings, rank, fused=uses_kernels(settings, device))
     needed = max(sum(parts[kind] for kind in ("weights", "gradients", "optimizer")), sum(parts.values()) / 2)
     there = memory_of_device(device)
     need(needed <= there, f"--preset {settings.model.preset}: takes {format_bytes(sum(parts.values()))} on this rank, "

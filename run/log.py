@@ -21,7 +21,7 @@ from collectives import ALONE, AXES, Groups
 from param import DTYPES, Spec, is_first_replica
 from plan import costs
 from plan.memory import format_bytes
-from run.device import memory_of_rank
+from run.device import memory_of_rank, uses_kernels
 from run.start import METRIC, say, table
 
 
@@ -48,7 +48,7 @@ class Log:
         if self.is_first_rank:
             ranks = f"{self.ranks} ranks, {dist.get_backend()}" if self.groups["world"].size > 1 else "one process"
             device = f"{self.device.type} ({device_reason}), {ranks}"
-            fused = self.device.type == "cuda"
+            fused = uses_kernels(self.settings, self.device)
             print(first_lines(self.settings, self.groups, device, model, samples, fused), flush=True)
 
     def begin(self, step: int) -> None:

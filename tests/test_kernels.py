@@ -2,18 +2,27 @@
 which needs no GPU: do registers suffice?"""
 import json
 import math
+import sys
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
+import runs
 import torch
 from ahead import COMPILERS, fits, run
-from exact import DEVICE, close, compare, gpu, is_refused, leaves, numbers
+from exact import DEVICE, close, compare, dense_attention, gpu, is_refused, leaves, numbers
 
 import collectives
+import config
+import cp
+import flash
+import fp8
 import kernels
 import operations
+import tp
 from param import IGNORED
+from run.device import check_device
 from run.meter import Meter
 from tp import cross_entropy
 
@@ -254,9 +263,13 @@ def test_no_tokens_and_no_labels():
         assert loss == 0 and not x.grad.any() and not weight.grad.any()
 
 
-def vocabulary_of_rank(bounds: list[int]) -> list[torch.Tensor]:
-    """Loss and gradients of x and of this rank's rows, by `linear_cross_entropy` and by the model's cross_entropy."""
+def vocabulary_of_rank(bounds: list[int], without: int) -> list[torch.Tensor]:
+    """Loss and gradients of x and of this rank's rows, by `linear_cross_entropy` and by the model's cross_entropy. On
+    rank `without` its kernel does not run."""
     group = collectives.Group("tp", torch.distributed.group.WORLD)
+    if group.rank == without:
+        with patch.object(kernels, "softmax_kernel", Broken("softmax_kernel")), patch.object(kernels, "failed", {}):
+            return vocabulary_of_rank(bounds, -1)
     vocab = slice(bounds[group.rank], bounds[group.rank + 1])
     labels, found = some_labels(11, bounds[-1]), []
     for fused in (True, False):
@@ -271,18 +284,136 @@ def vocabulary_of_rank(bounds: list[int]) -> list[torch.Tensor]:
     return found
 
 
-def test_vocabulary_in_uneven_parts(pool):
+@pytest.mark.parametrize("without", [-1, 1])
+def test_vocabulary_in_uneven_parts(pool, without):
     bounds = [0, 5, 20, 37]
     x, weight = leaves(numbers(11, 8), numbers(37, 8, seed=1), dtype=torch.float64)
     wanted = cross_entropy(x @ weight.t(), some_labels(11, 37), z_loss=0.1)
     (3 * wanted).backward()
-    ranks = pool.run(3, "test_kernels:vocabulary_of_rank", bounds=bounds)
+    ranks = pool.run(3, "test_kernels:vocabulary_of_rank", bounds=bounds, without=without)
     close(sum(found[1] for found in ranks), x.grad.cpu())
     close(torch.cat([found[2] for found in ranks]), weight.grad.cpu())
     for loss, dx, dw, plain_loss, plain_dx, plain_dw in ranks:
         close(loss, wanted.detach().cpu())
         for ours, models in ((loss, plain_loss), (dx, plain_dx), (dw, plain_dw)):
             torch.testing.assert_close(ours, models, rtol=1e-5, atol=2e-6)
+
+
+# ---- kernels that do not run: torch computes in their place ----------------------------------------------------------
+
+class Broken:
+    """A kernel that this compiler or GPU refuses."""
+
+    def __init__(self, name: str):
+        self.__name__, self.tries = name, 0
+
+    def __getitem__(self, grid):
+        self.tries += 1
+        raise RuntimeError("no such\ninstruction")
+
+
+@pytest.fixture
+def failed(monkeypatch):
+    found = {}
+    for module in kernels, flash:
+        monkeypatch.setattr(module, "failed", found)
+    return found
+
+
+def break_kernels(monkeypatch, *names: str) -> list[Broken]:
+    found = [(module, name) for module in (kernels, flash) for name in names if hasattr(module, name)]
+    assert len(found) == len(names)
+    return [monkeypatch.setattr(module, name, kernel := Broken(name)) or kernel for module, name in found]
+
+
+def as_on_a_gpu(monkeypatch) -> None:
+    real = operations.uses_kernels
+    for module in operations, tp, cp:
+        monkeypatch.setattr(module, "uses_kernels", lambda x: real(SimpleNamespace(is_cuda=True, dtype=x.dtype)))
+
+
+DOCUMENTS = torch.arange(20, device=DEVICE)[None] // 7
+ANGLE = numbers(6, 1, 4)
+NORM = (lambda x, y, weight: operations.RMSNormFunction.apply(x * 1, y, weight, 1e-5),
+        lambda x, y, weight: kernels.rms_norm_in_torch(x, y, weight, 1e-5), [(7, 20), (7, 20), (20,)])
+ATTENTION = (lambda q, k, v, mask: flash.flash_attention(q, k, v, mask),
+             lambda q, k, v, mask: dense_attention(q, k, v, mask)[0], [(1, 4, 20, 16), (1, 2, 20, 16), (1, 2, 20, 16)])
+MASKS = operations.CAUSAL, operations.Mask(window=6), operations.Mask(documents=(DOCUMENTS, DOCUMENTS))
+ATTENTIONS = [(*(partial(function, mask=mask) for function in ATTENTION[:2]), ATTENTION[2]) for mask in MASKS]
+REPLACED = {  # kernel -> what launches it: ours, the same in torch, the shapes of the inputs
+    "rms_norm_kernel": [NORM], "rms_norm_backward_kernel": [NORM],
+    "rope_kernel": [(lambda x: operations.RotateFunction.apply(x * 1, ANGLE.cos(), ANGLE.sin(), [3, 1, 2]),
+                     lambda x: exact_rotation(x, ANGLE.cos().double(), ANGLE.sin().double(), [3, 1, 2]),
+                     [(2, 6, 6, 8)])],
+    "swiglu_kernel": [(operations.swiglu, kernels.swiglu_in_torch, [(7, 20)])],
+    "softmax_kernel": [(lambda x, weight: kernels.linear_cross_entropy(x, weight, some_labels(11, 37), z_loss=0.1,
+                                                                       chunk=4, loss_grad=numbers(seed=7)),
+                        lambda x, weight: cross_entropy(x @ weight.t(), some_labels(11, 37), z_loss=0.1),
+                        [(11, 8), (37, 8)])],
+    "flash_forward_kernel": ATTENTIONS, "flash_dq_kernel": ATTENTIONS, "flash_dkv_kernel": ATTENTIONS}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_torch_replaces_a_kernel_that_does_not_run(monkeypatch, capsys, failed, name):
+    """Results and gradients are right from the first launch on; it is said once, and not tried again."""
+    monkeypatch.setattr(operations, "uses_kernels", lambda x: x.dtype != torch.float64)
+    broken, = break_kernels(monkeypatch, name)
+    for ours, exact, shapes in REPLACED[name]:
+        for _ in range(2):
+            compare(ours, exact, [numbers(*shape, seed=i) for i, shape in enumerate(shapes)])
+    assert broken.tries == 1 and failed == {name: "RuntimeError: no such"}
+    assert capsys.readouterr().out == f"{name} does not run here, torch computes in its place: RuntimeError: no such\n"
+
+
+@pytest.mark.parametrize("options", [dict(scale=torch.tensor(0.01)), dict(), dict(tiles=True, pow2=True)])
+def test_torch_replaces_a_quantise_kernel_that_does_not_run(monkeypatch, failed, options):
+    x, want = numbers(128, 256), fp8.quantise(numbers(128, 256), fp8.E4M3, **options)
+    as_on_a_gpu(monkeypatch)
+    broken, = break_kernels(monkeypatch, "quantise_kernel")
+    found = fp8.quantise(x, fp8.E4M3, **options)
+    for one, other in zip(found, want):
+        assert torch.equal(one.data.view(torch.uint8), other.data.view(torch.uint8))
+        assert torch.equal(one.scales, other.scales)
+    assert broken.tries == 1
+
+
+def test_blocks_of_context_parallelism_have_a_way_back_too(monkeypatch, failed):
+    """Where some rows see nothing: their logsumexp is -inf; backward is given that of all blocks, which is not."""
+    mask, (q, k, v, do) = operations.Mask(False, 20, None, 30), [numbers(1, 2, 33, 16, seed=i) for i in range(4)]
+    o, lse = flash.flash_forward(q, k, v, mask)
+    merged = do, q, k, v, o, lse.logaddexp(torch.ones_like(lse)), mask
+    want = o, lse, *flash.flash_backward(*merged)
+    break_kernels(monkeypatch, "flash_forward_kernel", "flash_dq_kernel")
+    for ours, theirs in zip((*flash.flash_forward(q, k, v, mask), *flash.flash_backward(*merged)), want):
+        torch.testing.assert_close(ours, theirs)
+    assert lse.isneginf().any() and len(failed) == 2
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="compiled kernels need tensors on the GPU")
+@pytest.mark.parametrize("fp8_flags, tolerance", [("", 1e-6), ("--fp8 tensorwise", 1e-4)])
+def test_a_run_in_which_no_kernel_works_is_one_with_kernels_torch(monkeypatch, tmp_path, failed, fp8_flags, tolerance):
+    """As on a GPU. Neither a kernel that failed nor --kernels torch lets any be tried."""
+    flags = (f"--layers 3 --hidden 32 --heads 4 --kv-heads 2 --ffn 32 --vocab 300 --seq 16 --global-batch 4 --steps 3 "
+             f"--dtype fp32 --z-loss 0.01 --qk-norm --doc-mask --sample= --data {__file__} {fp8_flags}")
+    names = [name for name in (*vars(kernels), *vars(flash)) if name.endswith("_kernel")]
+    broken, found = break_kernels(monkeypatch, *names), []
+    as_on_a_gpu(monkeypatch)
+    for kind in "torch", "auto":
+        assert not any(kernel.tries for kernel in broken)
+        printed = runs.run(f"{flags} --kernels {kind} --metrics {tmp_path}/{kind}")
+        found.append([(record["loss"], record["grad_norm"]) for record in runs.metrics(tmp_path / kind)])
+    unused = {"flash_dkv_kernel"} | ({"quantise_kernel"} if not fp8_flags else set())  # dkv: dq failed before it
+    assert set(failed) == set(names) - unused and {kernel.tries for kernel in broken} == {0, 1}
+    assert all(printed.count(f"{name} does not run here") == 1 for name in failed) and len(found[0]) == 3
+    for ours, torchs in zip(*found):
+        assert ours == pytest.approx(torchs, rel=tolerance)
+
+
+def test_without_triton_a_gpu_run_is_told_what_to_do(monkeypatch):
+    monkeypatch.setitem(sys.modules, "kernels", None)
+    with pytest.raises(ValueError, match="^--kernels auto: Triton does not run here .*: use --kernels torch$"):
+        check_device(config.parse([]), torch.device("cuda"))
+    check_device(config.parse(["--kernels", "torch"]), torch.device("cuda"))
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
