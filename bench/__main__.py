@@ -4,6 +4,7 @@
     python -m bench ep                               a layer of experts; rivals: transformers' Mixtral blocks
     python -m bench growth                           bytes and FLOPs as the work grows, see bench/growth.py
     python -m bench all                              all on this page but gpu, into docs/RESULTS.md, see bench/all.py
+    python -m bench check                            do our kernels run here, and are they right? See bench/check.py
     torchrun --nproc_per_node=2 -m bench smoke       three steps on every grid, on GPUs or CPUs, see bench/smoke.py
     python -m bench gpu                              kernels and training on one GPU, see bench/gpu.py; --out FOLDER
     torchrun --nproc_per_node=4 -m bench dp zero tp  a training step; rivals: DistributedDataParallel; at ZeRO level 1
@@ -15,9 +16,9 @@
     torchrun --nproc_per_node=4 -m bench checkpoint  saving a training state; rivals: torch.distributed.checkpoint of
                                                      each rank's shards; torch.save of the gathered state
 
-In train, dp, zero and tp, flags of train.py choose the model, the batch and the optimizer; gpu has flags of its own,
-and other parts refuse all. A training step computes in fp32 the mean loss over the valid tokens of the global batch,
-clips the norm of the complete gradient, and updates with fused AdamW.
+In train, dp, zero and tp, flags of train.py choose the model, the batch and the optimizer; check, smoke and gpu have
+flags of their own, other parts refuse all. A training step computes in fp32 the mean loss over the valid tokens of the
+global batch, clips the norm of the complete gradient, and updates with fused AdamW.
 
 Columns: the median time per step, the fastest and the slowest turn's, tokens per second; and per step of rank 0,
 counted at every operation (run/meter.py): MB that a ring sends, collectives, MB live between two steps (at rest) and at
@@ -474,12 +475,20 @@ def bench_checkpoint() -> None:
 
 # ---- the command line -----------------------------------------------------------------------------------------------
 
+def bench_check(flags: list[str]) -> None:
+    """Begins this process again where Triton, which has been imported, must interpret."""
+    if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
+        os.execve(sys.executable, sys.orig_argv, os.environ | {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"})
+    importlib.import_module("bench.check").main(flags)
+
+
 PARTS = {**{part: partial(bench_training, part) for part in TRAINING}, "cp": bench_cp, "pp": bench_pp, "ep": bench_ep,
          "checkpoint": bench_checkpoint, "growth": bench_growth.main, "all": bench_all.main, "smoke": smoke.main,
+         "check": bench_check,
          "gpu": lambda flags: importlib.import_module("bench.gpu").measure(flags)}  # it needs Triton
-WITH_FLAGS = *TRAINING, "gpu", "smoke"
-OWN_FLAGS = "gpu", "smoke"
-ONE_PROCESS = "train", "growth", "all", "gpu"  # parts for one process
+OWN_FLAGS = "gpu", "smoke", "check"
+WITH_FLAGS = *TRAINING, *OWN_FLAGS
+ONE_PROCESS = "train", "growth", "all", "gpu", "check"  # parts for one process
 
 
 def check(parts: list[str], flags: list[str], ranks: int) -> None:
@@ -503,8 +512,8 @@ if __name__ == "__main__":
         check(known.parts, flags, int(os.environ.get("WORLD_SIZE", 1)))
         if known.parts == ["gpu"]:
             importlib.import_module("bench.gpu").parse(flags)
-        if known.parts == ["smoke"]:
-            sys.exit(smoke.main(flags))  # each of its runs has a world of its own
+        if known.parts in (["smoke"], ["check"]):
+            sys.exit(PARTS[known.parts[0]](flags))  # each of smoke's runs has a world of its own
         if "all" in known.parts:
             bench_all.split_at_markers(bench_all.RESULTS.read_text())
     except ValueError as error:

@@ -15,16 +15,20 @@ import torch
 from program import python, torchrun
 
 import config
+import flash
+import fp8
+import kernels
 import param
 from bench import __main__ as bench
 from bench import all as bench_all
+from bench import check, smoke
 from bench import gpu as bench_gpu
 from bench import growth as bench_growth
 from bench import kernels as bench_kernels
 from bench import rows as bench_rows
-from bench import smoke
 from bench.rows import Result, Row
 from run import device, job
+from test_kernels import Broken
 from zero import Optimizer
 
 ROOT = os.path.dirname(config.__file__)
@@ -432,3 +436,47 @@ def test_smoke_takes_the_grids_that_its_ranks_can_be():
 def test_smoke_trains_every_grid_of_four_ranks():
     done = torchrun(4, "-m", "bench", "smoke")
     assert done.returncode == 0 and len(done.stdout.splitlines()) == 2 * len(smoke.parse([], 4)[0])
+
+
+# ---- bench check ----------------------------------------------------------------------------------------------------
+
+def verdicts(capsys) -> dict[str, str]:
+    """Kernel -> verdict, of what was printed."""
+    head, *lines = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()[1:]]
+    assert head == ["kernel", "shapes", "its error", "torch's", "verdict"]
+    return {line[0]: line[-1] for line in lines}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run in other processes")
+def test_check_finds_kernels_that_are_wrong_or_do_not_run(capsys, monkeypatch):
+    """Fallen back on torch they would be right."""
+    with pytest.raises(SystemExit) as ended:
+        check.main(["--preset", "tiny"])
+    right = verdicts(capsys)
+    assert not ended.value.code and set(right.values()) == {"ok"} and len(right) == 2 * 8
+    rope_ = kernels.rope_
+    monkeypatch.setattr(kernels, "rope_", lambda x, cos, sin, heads: rope_(x, cos, 1.001 * sin, heads))
+    monkeypatch.setattr(kernels, "swiglu_kernel", Broken("swiglu_kernel"))
+    monkeypatch.setattr(flash, "flash_dkv_kernel", Broken("flash_dkv_kernel"))
+    with pytest.raises(SystemExit) as ended:
+        check.main([])
+    no = "does not run: RuntimeError: no such"
+    assert ended.value.code == 1 and verdicts(capsys) == {name: "ok" for name in right if name != "SwiGLU backward"} | {
+        "rotary embedding": "differs", "rotary embedding backward": "differs", "SwiGLU": no,
+        **{f"attention, {kind} backward": no for kind in ("causal", "window", "documents")}}
+    assert not kernels.failed
+
+
+def test_check_compares_fp8_with_the_numbers_themselves(monkeypatch):
+    """Where a GPU has it: here torch is compared with torch."""
+    monkeypatch.setattr(check, "ON_GPU", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    monkeypatch.setattr(fp8, "try_kernel", lambda x, compute: None)
+    for kind in "one scale", "1 x 128 blocks", "128 x 128 tiles":
+        (_, shape, ours, torchs, verdict), = check.check(f"FP8, {kind}", "smollm-135m")
+        assert shape == "128x640" and verdict == "ok" and 0.02 < float(ours) == float(torchs) < 0.03  # 3 bits
+
+
+def test_check_refuses_what_it_does_not_know():
+    assert python("-m", "bench", "check", "--preset", "nemo").returncode == 2
+    assert python("-m", "bench", "check", "--preset", "tiny", "--tp", "2").stderr.startswith("bench: --tp 2: unknown")
