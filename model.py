@@ -160,8 +160,6 @@ class Block(nn.Module):
         return context.recompute(partial(self.attention_and_ffn, context=context), x)
 
     def attention_and_ffn(self, x: Tensor, context: ForwardContext) -> Tensor:
-        if is_recomputing():  # backward follows at once, so that inputs need not be gathered again
-            context = context._replace(tp=context.tp._replace(save_gathered=True))
         x, h = self.attention_norm.branch(x)  # h = norm(x)
         y = self.attention(h, context)
         context.recompute.drop(h, y, self.attention_norm, x)

@@ -4,7 +4,7 @@ Saves: a rank has 1/t of the matrices, embedding and head, with their gradients 
        activations inside a pair of matrices; with sequence parallelism also of those between pairs; and computes 1/t.
 Costs: per layer (two pairs), forward and backward: 4 all-reduces of T H elements. With sequence parallelism 4
        all-gathers and 4 reduce-scatters, which are as many bytes, and 2 more all-gathers of inputs that are not saved
-       (in a split backward 4). The embedding sends [T, H] once forward, the head as f, the loss 3 numbers per token.
+       (in a split backward 4). The embedding sends [T, H] once, in forward; the head as f; the loss 3 numbers a token.
 Stops helping when: ranks are not on one fast network, since every layer waits for it; or H/t makes too small a matmul.
 
 Matrices come in pairs, S = X A^T, Y = act(S), Z = Y B^T: up and down projection of a feed-forward layer; queries, keys,
@@ -25,12 +25,12 @@ shard of X and gathers X once more in backward. There a column parallel layer hi
     network    ├─ all-gather X ─┤ ├─ reduce-scatter dX ─┤
     compute    ├─ dX = dS A ────┤ ├─ dA += dS^T X ──────┤
 
-Shoeybi et al. 2019 (Megatron-LM: f and g, section 3); Korthikanti et al. 2022 (sequence parallelism: section 4.2);
-Wang et al. 2023, Overlap Communication with Dependent Computation via Decomposition (asynchronous: the ring).
-Shapes: t ranks, T tokens of a micro-batch (batch x sequence, flat), H hidden, V vocabulary, R rows or C columns of a
-whole weight; [T/t, H] is [T, H] without sequence parallelism.
+Shoeybi et al. 2019 (Megatron-LM: f, g); Korthikanti et al. 2022 (sequence parallelism); Wang et al. 2023 (the ring).
+Shapes: t ranks, T tokens of a micro-batch (flat), H hidden, V vocabulary, R rows or C columns of a whole weight.
+[T/t, H] is [T, H] without sequence parallelism.
 """
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +71,7 @@ from param import (
     stacked_weight,
     start_weight_grad,
 )
+from recompute import is_recomputing
 
 MakeParameter = Callable[[Spec], nn.Parameter]  # makes this rank's shard of a parameter
 
@@ -80,12 +81,10 @@ class TensorParallel(NamedTuple):
 
     sequence: sequence parallelism; between layers each rank has T/t contiguous tokens, in rank order.
     async_tp: exchanges in steps round a ring, each under the matmul of a shard; needs `sequence` and a plain `mm`.
-    save_gathered: save X as it was gathered. model.py sets it while a block is recomputed, whose backward is next.
     """
     group: Group = ALONE
     sequence: bool = False
     async_tp: bool = False
-    save_gathered: bool = False
 
     @property
     def size(self) -> int:
@@ -108,10 +107,8 @@ class TensorParallel(NamedTuple):
         total = terms.new_empty(len(terms) // self.size, *terms.shape[1:])
         return reduce_scatter(total, terms, self.group, async_op=True)
 
-    # For experts: one rank routes each token. Without sequence parallelism the t copies of the tokens are split first.
-
     def split(self, x: Tensor) -> Tensor:
-        """This rank's shard of the tokens: x itself with sequence parallelism; else [T, H] -> about [T/t, H]."""
+        """This rank's shard of the tokens, which it alone sends to experts: [T, H] -> about [T/t, H], or x itself."""
         if self.sequence or self.size == 1:
             return x
         return Identity__AllReduce.apply(x, self.group)[shard_slice(len(x), self.size, self.group.rank)]
@@ -152,75 +149,54 @@ class Matmul:
 MATMUL = Matmul()
 
 
-def column(x: Tensor, *weights: nn.Parameter, tp: TensorParallel, mm: Matmul = MATMUL, defer: bool = True) -> Tensor:
-    """Column parallel linear layer: [T/t, H] -> [T, R/t]. Weights that have the same input (queries, keys, values)
-    share one gather, one matmul and one dX. defer: in a split backward, weight gradients are computed in its second
-    half."""
-    return Column.apply(x, tp, mm, defer, *weights)
-
-
-def row(x: Tensor, weight: nn.Parameter, tp: TensorParallel, mm: Matmul = MATMUL, skip: bool = False) -> Tensor:
-    """Row parallel linear layer: [T, C/t] -> [T/t, H]. skip: model.py sets it
-    while a block is recomputed, where backward reads Y but not Z: no matmul, no exchange, a placeholder."""
-    return Row.apply(x, tp, mm, skip, weight)
-
+# A weight gradient is a generator that param.py runs: start_weight_grad to the yield, where an exchange is in flight,
+# finish_weight_grad to the end. In a split backward (zero-bubble pipelines: dX first, weight gradients later)
+# start_weight_grad only queues it, finish_weight_grad does nothing, and backward_weight later runs it to the end. So
+# that the queue holds [T/t, H], X and dZ are gathered again.
 
 class Column(Function):
-    """f, then S = X A^T."""
+    """f, then S = X A^T: [T/t, H] -> [T, R/t]. Weights that have the same input (queries, keys, values) share one
+    gather, one matmul and one dX. defer: whether a split backward leaves the weight gradients to its second half."""
 
     @staticmethod
     def forward(ctx, x, tp, mm, defer, *weights):
         assert not tp.async_tp or (tp.sequence and mm is MATMUL), "the ring shards tokens, and knows no FP8"
+        ctx.tp, ctx.mm, ctx.defer, ctx.scale = tp, mm, defer, None
+        ctx.weights = weights  # not saved: unpacked parameters would lack what param.py and zero.py know of them
         if tp.async_tp:
-            (product, gathered), ctx.scale = all_gather_matmul(x, stacked_weight(weights).t(), tp.group), None
+            product, gathered = all_gather_matmul(x, stacked_weight(weights).t(), tp.group)
         else:
             gathered = tp.gather(x).wait()
             product, ctx.scale = mm.forward(gathered, weights)
-        # Deferring in a forward: it recomputes, inside of a split backward, where all of X would wait in the queue.
-        saves_gathered = tp.save_gathered and not is_deferring()
-        ctx.save_for_backward(gathered if saves_gathered else x)
-        ctx.tp, ctx.mm, ctx.defer = tp._replace(save_gathered=saves_gathered), mm, defer
-        ctx.weights = weights  # not saved: unpacked parameters would lack what param.py and zero.py know of them
+        # When a block is recomputed its backward follows at once; but in a split one all of X would wait in the queue.
+        ctx.saves_gathered = is_recomputing() and not is_deferring()
+        ctx.save_for_backward(gathered if ctx.saves_gathered else x)
         return product
 
     @staticmethod
     def backward(ctx, ds):
-        tp, mm, weights = ctx.tp, ctx.mm, ctx.weights
+        tp, mm, weights, scale, saves_gathered = ctx.tp, ctx.mm, ctx.weights, ctx.scale, ctx.saves_gathered
         x = ctx.saved_tensors[0].detach()  # a queued weight gradient must not keep a graph alive
         ds = mm.gradient(ds)
-        weight_grad = column_weight_grad(x, ds, ctx.scale, tp, mm, weights)
-        start_weight_grad(weights, weight_grad, ctx.defer)
+
+        def weight_grad() -> Steps:
+            """dA += dS^T X."""
+            gathering = done(x) if saves_gathered else tp.gather(x)
+            yield
+            gathered = gathering.wait()
+            add_to(weights, lambda out: mm.wgrad(out, ds, gathered, scale))
+
+        start_weight_grad(weights, steps := weight_grad(), ctx.defer)
         if tp.async_tp and ctx.defer and is_deferring():  # no weight gradient is there to hide the reduction
             dx = done(matmul_reduce_scatter(ds, stacked_weight(weights), tp.group))
         else:
             dx = tp.reduce(mm.dgrad(ds, weights))  # the matmul hides the gather of X
-        finish_weight_grad(weight_grad)  # its matmul hides the reduction of dX
+        finish_weight_grad(steps)  # its matmul hides the reduction of dX
         return dx.wait(), None, None, None, *[None] * len(weights)
 
 
-# Weight gradients are generators that param.py runs: start_weight_grad to the yield, where an exchange is in flight,
-# finish_weight_grad to the end. In a split backward (zero-bubble pipelines: dX first, weight gradients later)
-# start_weight_grad only queues the generator, finish_weight_grad does nothing, and backward_weight later runs it to the
-# end. So that the queue holds [T/t, H], X and dZ are gathered again.
-
-def column_weight_grad(x: Tensor, ds: Any, scale: Any, tp: TensorParallel, mm: Matmul, weights: Params) -> Steps:
-    """dA += dS^T X, while X is gathered unless it has been saved whole."""
-    gathering = done(x) if tp.save_gathered else tp.gather(x)
-    yield
-    gathered = gathering.wait()
-    add_to(weights, lambda out: mm.wgrad(out, ds, gathered, scale))
-
-
-def row_weight_grad(y: Tensor, dz: Tensor, scale: Any, tp: TensorParallel, mm: Matmul, weights: Params) -> Steps:
-    """dB += dZ^T Y, of the second half of a split backward."""
-    gathering = tp.gather(dz)
-    yield
-    gathered = mm.gradient(gathering.wait())
-    add_to(weights, lambda out: mm.wgrad(out, gathered, y, scale))
-
-
 class Row(Function):
-    """Z = Y B^T, then g."""
+    """Z = Y B^T, then g: [T, C/t] -> [T/t, H]. skip: neither; Z is a placeholder that nobody may read."""
 
     @staticmethod
     def forward(ctx, y, tp, mm, skip, weight):
@@ -235,16 +211,24 @@ class Row(Function):
 
     @staticmethod
     def backward(ctx, dz):
-        tp, mm, weights, y = ctx.tp, ctx.mm, ctx.weights, ctx.saved_tensors[0].detach()
+        tp, mm, weights, scale, y = ctx.tp, ctx.mm, ctx.weights, ctx.scale, ctx.saved_tensors[0].detach()
+
+        def weight_grad() -> Steps:
+            """dB += dZ^T Y, in the second half of a split backward."""
+            gathering = tp.gather(dz)
+            yield
+            whole = mm.gradient(gathering.wait())
+            add_to(weights, lambda out: mm.wgrad(out, whole, y, scale))
+
         if tp.async_tp:
             dy, gathered = all_gather_matmul(dz, stacked_weight(weights), tp.group)
         else:
             gathered = mm.gradient(tp.gather(dz).wait())
             dy = mm.dgrad(gathered, weights)
         if is_deferring():
-            start_weight_grad(weights, row_weight_grad(y, dz, ctx.scale, tp, mm, weights))
+            start_weight_grad(weights, weight_grad())
         else:
-            add_to(weights, lambda out: mm.wgrad(out, gathered, y, ctx.scale))
+            add_to(weights, lambda out: mm.wgrad(out, gathered, y, scale))
         return dy, None, None, None, None
 
 
@@ -295,12 +279,12 @@ class ColumnParallelLinear(nn.Module):
         self.biases = nn.ParameterList(make(spec) for spec in biases)
 
     def forward(self, x: Tensor, tp: TensorParallel) -> Tensor:
-        y = column(x, *self.weights, tp=tp, mm=self.mm)
+        y = Column.apply(x, tp, self.mm, True, *self.weights)
         return y + torch.cat(tuple(self.biases)) if len(self.biases) else y
 
 
 class RowParallelLinear(nn.Module):
-    """[T, C/t] -> [T/t, H]. skip: see `row`."""
+    """[T, C/t] -> [T/t, H]. skip: for full recomputation, if its backward does not read the result."""
     mm = MATMUL  # train.py may replace it, by an fp8.Fp8
 
     def __init__(self, make: MakeParameter, spec: Spec):
@@ -308,7 +292,7 @@ class RowParallelLinear(nn.Module):
         self.weight = make(spec)
 
     def forward(self, x: Tensor, tp: TensorParallel, skip: bool = False) -> Tensor:
-        return row(x, self.weight, tp, self.mm, skip)
+        return Row.apply(x, tp, self.mm, skip, self.weight)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -336,22 +320,16 @@ class VocabParallelHead(nn.Module):
     def forward(self, x: Tensor, tp: TensorParallel, labels: Tensor | None = None,
                 loss_grad: Tensor | None = None) -> Tensor:
         z_loss = self.z_loss if torch.is_grad_enabled() else 0.0  # an evaluation's loss is the cross entropy alone
-        # box[0]: the rows of the whole table that this rank has.
-        loss_options = dict(z_loss=z_loss, vocab=self.weight.box[0], group=tp.group)
+        vocab = self.weight.box[0]  # the rows of the whole table that this rank has
         if labels is not None and uses_kernels(x):  # this kernel never stores all logits
             from kernels import linear_cross_entropy  # needs Triton, which a CPU does without
-            return linear_cross_entropy(gather_tokens(x, tp), self.weight, labels, loss_grad=loss_grad, **loss_options)
-        logits = column(x, self.weight, tp=tp, defer=False)
-        return logits if labels is None else cross_entropy(logits, labels, **loss_options)
-
-
-# ---- tokens for the fused head --------------------------------------------------------------------------------------
-
-def gather_tokens(x: Tensor, tp: TensorParallel) -> Tensor:
-    """[T/t, H] -> [T, H]: all tokens on every rank. Each rank uses them differently, so their gradients are summed."""
-    if tp.size == 1:
-        return x
-    return AllGather__ReduceScatter.apply(x, tp.group) if tp.sequence else Identity__AllReduce.apply(x, tp.group)
+            if tp.size > 1:  # f: all ranks take all tokens, for different logits, so that their gradients are summed
+                x = (AllGather__ReduceScatter.apply(x, tp.group) if tp.sequence
+                     else Identity__AllReduce.apply(x, tp.group))
+            return linear_cross_entropy(x, self.weight, labels, z_loss=z_loss, vocab=vocab, group=tp.group,
+                                        loss_grad=loss_grad)
+        logits = Column.apply(x, tp, MATMUL, False, self.weight)  # not deferred: dS is as large as all logits
+        return logits if labels is None else cross_entropy(logits, labels, z_loss, vocab, tp.group)
 
 
 # ---- the vocabulary -------------------------------------------------------------------------------------------------
@@ -426,17 +404,17 @@ def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float = 0.0, vocab: sl
 # ---- demo: python tp.py ---------------------------------------------------------------------------------------------
 
 def demo(group: Group) -> None:
-    """What a pair of matrices sends, forward and backward, in three ways."""
-    t, T, H = group.size, 64, 32
-    up, down = (parameter(Spec(name, shape, {"tp": dim}), {"tp": group}, torch.float32)
-                for name, shape, dim in (("up", (4 * H, H), 0), ("down", (H, 4 * H), 1)))
-    up.data, down.data = (torch.randn(weight.shape) / 6 for weight in (up, down))
+    t, T, H, make = group.size, 64, 32, partial(parameter, groups={"tp": group}, dtype=torch.float32)
+    up = ColumnParallelLinear(make, Spec("up", (4 * H, H), {"tp": 0}))
+    down = RowParallelLinear(make, Spec("down", (H, 4 * H), {"tp": 1}))
+    for weight in (*up.parameters(), *down.parameters()):
+        weight.data = torch.randn(weight.shape) / 6
     for title, tp in {"tensor parallelism": TensorParallel(group),
                       "and sequence parallelism": TensorParallel(group, sequence=True),
                       "asynchronous": TensorParallel(group, sequence=True, async_tp=True)}.items():
         sent.clear()
         x = torch.randn(T // t if tp.sequence else T, H, requires_grad=True)
-        row(torch.tanh(column(x, up, tp=tp)), down, tp).sum().backward()
+        down(torch.tanh(up(x, tp)), tp).sum().backward()
         units = round(sent[group.axis] * t / max(t - 1, 1) / x.new_empty(T, H).nbytes)
         if group.rank == 0:
             print(f"{title:24s}   {len(x)} tokens between pairs   sent: {units} x (t-1)/t of T H")

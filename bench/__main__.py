@@ -70,7 +70,7 @@ from run.data import MicroBatch
 from run.meter import Collective, Meter
 from run.ranks import gather_objects, host_group
 from run.start import table
-from tp import TensorParallel, column, row
+from tp import MATMUL, Column, Row, TensorParallel
 from zero import Optimizer
 
 Step = Callable[[], None]
@@ -310,7 +310,8 @@ class Stage(torch.nn.Module):
         for weight in self.weights:
             weight.data = torch.randn(weight.shape) / 64
         tp = TensorParallel()
-        self.up, self.down = (partial(column, tp=tp), partial(row, tp=tp)) if ours else (F.linear, F.linear)
+        self.up = (lambda x, weight: Column.apply(x, tp, MATMUL, True, weight)) if ours else F.linear
+        self.down = (lambda x, weight: Row.apply(x, tp, MATMUL, False, weight)) if ours else F.linear
 
     def forward(self, x: Tensor) -> Tensor:
         for i in (0, 2, 4):

@@ -23,7 +23,7 @@ import operations
 from bench.rows import Rate, Result, compare
 from learn.gpu import make_cold_inputs, measure_seconds
 from param import Spec, accumulate_product, parameter
-from tp import Matmul, TensorParallel, column
+from tp import Column, Matmul, TensorParallel
 
 T, S, H, FFN = 16384, 4096, 4096, 14336  # of most kernels
 
@@ -319,7 +319,7 @@ def measure_fp8_linear(recipe: str) -> Result:
     dy = torch.randn(T, FFN, device="cuda", dtype=torch.bfloat16)
 
     def run(mm: Matmul, x: Tensor) -> None:
-        column(x.detach().requires_grad_(), weight, tp=TensorParallel(), mm=mm).backward(dy)
+        Column.apply(x.detach().requires_grad_(), TensorParallel(), mm, True, weight).backward(dy)
 
     contenders = {"ours": partial(run, fp8.Fp8(fp8.RECIPES[recipe], torch.bfloat16)), "bf16": partial(run, Matmul())}
     return compare(contenders, random_inputs((T, H)), flops_rate(6 * T * H * FFN))

@@ -7,7 +7,7 @@ import math
 import os
 import re
 from contextlib import closing
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -43,7 +43,7 @@ from run.data import open_samples
 from run.meter import Meter
 from run.sampling import sample
 from test_tp import normal, weight
-from tp import TensorParallel
+from tp import Column, Row, TensorParallel
 
 NAIVE = fp8.Recipe(E4M3, E4M3, blocks=False)
 FORMATS = {E4M3: (3, -6, 448.0), E5M2: (2, -14, 57344.0)}  # bits of mantissa, exponent of the smallest normal, largest
@@ -222,7 +222,8 @@ def test_a_layer_is_the_recipe_s_formula(name, pow2):
     w.data = normal(256, 384, seed=1)
     x, dy = normal(T, 384).requires_grad_(), normal(T, 256, seed=2) * torch.logspace(0, -3, T).double()[:, None]
     mm = Fp8(recipe, torch.float64)
-    for linear in (lambda: tp.column(x, w, tp=TensorParallel(), mm=mm), lambda: tp.row(x, w, TensorParallel(), mm)):
+    for linear in (lambda: Column.apply(x, TensorParallel(), mm, True, w),
+                   lambda: Row.apply(x, TensorParallel(), mm, False, w)):
         x.grad = w.grad = None
         y = linear()
         y.backward(dy)
@@ -273,7 +274,8 @@ def test_only_the_forward_of_linear_layers_with_one_scale_accumulates_fast(monke
         layer, w = Fp8(RECIPES[name], torch.float64), parameter(Spec("w", (128, 128)), {}, torch.float64)
         expert = parameter(Spec("expert", (1, 128, 128)), {}, torch.float64)
         w.data, expert.data, x = normal(128, 128), normal(128, 128)[None], normal(128, 128).requires_grad_()
-        for y in tp.column(x, w, tp=TensorParallel(), mm=layer), tp.row(x, w, TensorParallel(), layer):
+        alone = TensorParallel()
+        for y in Column.apply(x, alone, layer, True, w), Row.apply(x, alone, layer, False, w):
             y.sum().backward()
         assert made == [forward] * 2 + [False] * 4
         ep.GroupedLinear.apply(x, expert, Fp8Experts(RECIPES[name], torch.float64), route, False).sum().backward()
@@ -311,10 +313,10 @@ def pair(name: str, T: int, sequence: bool, recompute: bool) -> tuple[list[bool]
         a.grad = b.grad = c.grad = None
         mine = x[part].clone().requires_grad_()
         h = act(mine)
-        ab = tp.column(h, a, b, tp=how, mm=mm)
+        ab = Column.apply(h, how, mm, True, a, b)
         drop(h, ab, act, mine)
         hidden = act(ab)
-        y = tp.row(hidden, c, how, mm)
+        y = Row.apply(hidden, how, mm, False, c)
         drop(hidden, y, act, ab)
         if split:
             param.backward_input((0, 0), y, up[part])
@@ -458,7 +460,7 @@ def test_what_waits_for_a_weight_gradient_is_no_graph(name, block):
     mm = Fp8(RECIPES[name], torch.float32)
     w.data = normal(256, 128, dtype=torch.float32)
     x = normal(256, 128, dtype=torch.float32).requires_grad_()
-    y = (tp.column(x, w, tp=alone, mm=mm) if block == "column" else tp.row(x, w, alone, mm)).sum()
+    y = (Column.apply(x, alone, mm, True, w) if block == "column" else Row.apply(x, alone, mm, False, w)).sum()
     param.backward_input((0, 0), y, None)
     (_, steps), held, todo = param._queue[0, 0][0], [], []
     todo += steps.gi_frame.f_locals.values()
@@ -490,8 +492,8 @@ def test_fp8_keeps_what_a_layer_in_16_bits_keeps():
     w.data = normal(256, 384).bfloat16()
     x, alone = normal(256, 384).bfloat16().requires_grad_(), TensorParallel()
     for mm in (tp.MATMUL, *(Fp8(recipe, x.dtype) for recipe in RECIPES.values())):
-        assert bytes_kept(partial(tp.column, x, w, tp=alone, mm=mm)) == x.nbytes
-        assert bytes_kept(partial(tp.row, x, w, alone, mm)) == x.nbytes
+        assert bytes_kept(lambda mm=mm: Column.apply(x, alone, mm, True, w)) == x.nbytes
+        assert bytes_kept(lambda mm=mm: Row.apply(x, alone, mm, False, w)) == x.nbytes
 
 
 def test_the_table_of_bytes_adds_up_and_has_the_published_totals():

@@ -20,6 +20,7 @@ import collectives
 import config
 import cp
 import ep
+import fp8
 import param
 import tp
 import train
@@ -31,7 +32,7 @@ from recompute import Recompute
 from run import dryrun
 from run.meter import Meter
 from run.sampling import gather_logits, sample
-from tp import IGNORED, TensorParallel
+from tp import IGNORED, MATMUL, Column, Row, TensorParallel
 
 SHAPE = "--layers 2 --hidden 48 --heads 8 --kv-heads 4 --head-dim 6 --ffn 40 --seq 24 --global-batch 2 --dtype fp64"
 
@@ -61,7 +62,7 @@ def pair(sequence: bool, async_tp: bool, mode: str) -> dict[str, float]:
 
     mine = x[part].clone().requires_grad_()
     h = act(mine)
-    ab = tp.column(h, a, b, tp=how)
+    ab = Column.apply(h, how, MATMUL, True, a, b)
     Recompute(mode).drop(h, ab, act, mine)
     whole_ab = torch.cat((weight("a", (48, H), 0, ALONE), weight("b", (24, H), 0, ALONE)))
     # The rank's rows of a and of b, side by side, meet the same columns of c.
@@ -69,7 +70,7 @@ def pair(sequence: bool, async_tp: bool, mode: str) -> dict[str, float]:
     whole_c = weight("c", (H, 72), 1, ALONE).detach()
     c.data = whole_c[:, columns].clone()
     hidden = act(ab)
-    y = tp.row(hidden, c, how)
+    y = Row.apply(hidden, how, MATMUL, False, c)
     Recompute(mode).drop(hidden, y, act, ab)
     y.backward(up[part])
 
@@ -100,8 +101,8 @@ def rounded(sequence: bool) -> list[float]:
     part = shard_slice(T, n, me) if sequence else slice(None)
     x, up = normal(T, H, seed=3).bfloat16(), normal(T, H, seed=4).bfloat16()
     mine = x[part].clone().requires_grad_()
-    hidden = tp.column(mine, a, tp=how)
-    y = tp.row(hidden, b, how)
+    hidden = Column.apply(mine, how, MATMUL, True, a)
+    y = Row.apply(hidden, how, MATMUL, False, b)
     d_hidden, dx = torch.autograd.grad(y, (hidden, mine), up[part])
 
     def exact(left, right, summed=False):
@@ -120,33 +121,6 @@ def test_products_in_bf16_are_rounded_once(pool, n, sequence):
     """Apart from those that fp32 sums put on the other side of a tie."""
     for shares in pool.run(n, "test_tp:rounded", sequence=sequence):
         assert min(shares) > 0.99, shares
-
-
-def events(split: bool) -> list[str]:
-    """What a column parallel layer does in backward, in order; split: what two pairs do in the second half."""
-    seen, names = [], {"_allgather_base_": "gather", "_reduce_scatter_base_": "scatter", "mm": "dX", "addmm_": "dW"}
-
-    def see(function, args, kwargs, out):
-        seen.append(names.get(function.overloadpacket.__name__))
-
-    wait = collectives.Pending.wait
-
-    def logged(pending):
-        if pending.works:
-            seen.append("gathered" if len(pending.tensors[0]) > len(pending.tensors[1]) else "scattered")
-        return wait(pending)
-
-    group = grids.everyone()
-    x = normal(4, 10).requires_grad_()
-    how, z = TensorParallel(group, True), x
-    for name in ("1", "2") if split else ("1",):
-        y = tp.column(z, weight("a" + name, (8, 10), 0, group), tp=how)
-        z = tp.row(y, weight("b" + name, (10, 8), 1, group), how)
-    if split:
-        param.backward_input((0, 0), z.sum(), None)
-    with patch.object(collectives.Pending, "wait", logged), Watch(see):
-        param.backward_weight((0, 0)) if split else y.sum().backward()
-    return [event for event in seen if event]
 
 
 def test_the_head_s_weight_gradient_is_not_deferred():
@@ -180,8 +154,8 @@ def test_a_queued_weight_gradient_keeps_no_graph_alive(layer):
     """Nor what is in it, until the second half of a split backward."""
     matrix = torch.nn.Parameter(normal(2, 8, 10) if layer == "experts" else normal(8, 10))
     matrix.sink, route = None, SimpleNamespace(rows_per_expert=[1, 3], group=ALONE)
-    run = {"column": lambda x: tp.column(x, matrix, tp=TensorParallel()),
-           "row": lambda x: tp.row(x, matrix, TensorParallel()),
+    run = {"column": lambda x: Column.apply(x, TensorParallel(), MATMUL, True, matrix),
+           "row": lambda x: Row.apply(x, TensorParallel(), MATMUL, False, matrix),
            "experts": lambda x: ep.GroupedLinear.apply(x, matrix, ep.GroupedMatmul(), route, False)}[layer]
     token = set()
     alive, x = weakref.ref(token), normal(4, 10).requires_grad_()
@@ -205,17 +179,6 @@ def test_only_matrices_of_blocks_wait_for_the_second_half_of_a_split_backward():
     want = {weight.spec.name for weight in model.parameters() if weight.ndim > 1}
     assert waiting == want - {"embedding", "head", "layers.1.router"} and len(waiting) == (
         2 * 4 + 3 + 2 + 3)  # attention of two layers, a dense layer, experts, a shared expert
-
-
-def test_every_message_of_a_column_parallel_backward_hides_under_a_matmul(pool):
-    for seen in pool.run(2, "test_tp:events", split=False):
-        start = seen.index("dX") - 1
-        assert seen[start:] == ["gather", "dX", "scatter", "gathered", "dW", "scattered"]
-
-
-def test_deferred_weight_gradients_hide_the_gather_of_the_next(pool):
-    for seen in pool.run(2, "test_tp:events", split=True):
-        assert seen == ["gather", *["gather", "gathered", "dW"] * 3, "gathered", "dW"]
 
 
 @pytest.mark.parametrize("t, schedule, rank", [(8, "zb-v", 8), *slow((8, "zb1p", 0), (2, "zb-h1", 0), (4, "zb-v", 4))])
@@ -242,9 +205,9 @@ def gathers_of_a_split_backward(mode: str) -> list[int]:
     """How many all-gathers a pair of layers issues for its input gradients, and then for its weight gradients. mode: of
     recomputation."""
     group, recompute = grids.everyone(), Recompute(mode, 1)
-    how = TensorParallel(group, sequence=True, save_gathered=mode == "full")
+    how = TensorParallel(group, sequence=True)
     x, a, b = normal(4, 10).requires_grad_(), weight("a", (8, 10), 0, group), weight("b", (10, 8), 1, group)
-    z = recompute(lambda x: tp.row(tp.column(x, a, tp=how), b, how), x).sum()
+    z = recompute(lambda x: Row.apply(Column.apply(x, how, MATMUL, True, a), how, MATMUL, False, b), x).sum()
     counts = []
     for half in (lambda: param.backward_input((0, 0), z, None), lambda: param.backward_weight((0, 0))):
         with Meter() as meter:
@@ -260,7 +223,10 @@ def test_a_split_backward_gathers_the_output_gradient_twice(pool, mode, want):
         assert counts == want
 
 
-NAMES = {"mm": "matmul", "addmm_": "matmul+add", "_allgather_base_": "gather…", "_reduce_scatter_base_": "scatter…"}
+# ---- the order of events --------------------------------------------------------------------------------------------
+
+NAMES = {"mm": "matmul", "addmm_": "matmul+add", "_allgather_base_": "gather…", "_reduce_scatter_base_": "scatter…",
+         "send": "shift…", "allreduce_": "agree"}
 
 
 def traced(run, *args) -> tuple[str, object]:
@@ -277,17 +243,25 @@ def traced(run, *args) -> tuple[str, object]:
     return " ".join(filter(None, events)), result
 
 
-def pair_in_order() -> list[str]:
-    """What a column and a row parallel layer do: forward, the whole backward, and a backward in two halves."""
-    group, H = grids.everyone(), 32
-    up = parameter(Spec("up", (4 * H, H), {"tp": 0}), {"tp": group}, torch.float32)
-    down = parameter(Spec("down", (H, 4 * H), {"tp": 1}), {"tp": group}, torch.float32)
-    for weight in (up, down):
-        weight.data = torch.randn(weight.shape)
-    x, both = torch.randn(8, H, requires_grad=True), TensorParallel(group, sequence=True)
+def in_order(kind: str, pairs: int = 1) -> list[str]:
+    """What pairs of a column and a row parallel layer do: forward, the whole backward, and a backward in two halves.
+    kind: "plain", "async" or a recipe of FP8, of which ranks have agreed on the weights' scales already."""
+    group, H = grids.everyone(), 128
+    how = TensorParallel(group, sequence=True, async_tp=kind == "async")
+    mm = fp8.Fp8(fp8.RECIPES[kind], torch.float32, (group,), (group,)) if kind in fp8.RECIPES else MATMUL
+    weights = [parameter(spec, {"tp": group}, torch.float32) for i in range(pairs)
+               for spec in (Spec(f"up{i}", (4 * H, H), {"tp": 0}), Spec(f"down{i}", (H, 4 * H), {"tp": 1}))]
+    for matrix in weights:
+        matrix.data = torch.randn(matrix.shape)
+        if mm is not MATMUL:
+            mm.quantise_weight((matrix,))
+    x = torch.randn(8, H, requires_grad=True)
 
     def forward():
-        return get_gradient_edge(tp.row(torch.tanh(tp.column(x, up, tp=both)), down, both).sum())
+        y = x
+        for up, down in zip(weights[::2], weights[1::2]):
+            y = Row.apply(torch.tanh(Column.apply(y, how, mm, True, up)), how, mm, False, down)
+        return get_gradient_edge(y.sum())
 
     first, edge = traced(forward)
     return [first, traced(torch.autograd.backward, edge)[0],
@@ -298,11 +272,44 @@ def test_in_the_column_layers_backward_a_matmul_lies_between_each_start_and_its_
     """As in the file's docstring; the weights' half runs later."""
     column_forward, row_forward = "gather… …done matmul", "matmul scatter… …done"
     row_backward, column_backward = "gather… …done matmul matmul+add", "gather… matmul scatter… …done matmul+add …done"
-    for found in pool.run(2, "test_tp:pair_in_order"):
+    for found in pool.run(2, "test_tp:in_order", kind="plain"):
         assert found == [
             f"{column_forward} {row_forward}", f"{row_backward} {column_backward}",
             "gather… …done matmul matmul scatter… …done", "gather… gather… …done matmul+add …done matmul+add"]
 
+
+def test_deferred_weight_gradients_hide_the_gather_of_the_next(pool):
+    for *_, found in pool.run(2, "test_tp:in_order", kind="plain", pairs=2):
+        assert found == "gather… " + 3 * "gather… …done matmul+add " + "…done matmul+add"
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_every_hop_of_the_ring_hides_under_the_matmul_of_a_shard(pool, n):
+    """Of a gather before the last shard's matmul, of a reduction after the first one's; in a split backward, too, where
+    no weight gradient hides the reduction of dX."""
+    hops = (n - 1) * "shift… matmul …done "
+    gather_matmul, matmul_reduce = hops + "matmul", ("matmul " + hops).strip()
+    for found in pool.run(n, "test_tp:in_order", kind="async"):
+        assert found == [
+            f"{gather_matmul} {matmul_reduce}",
+            f"{gather_matmul} matmul+add gather… matmul scatter… …done matmul+add …done",
+            f"{gather_matmul} {matmul_reduce}", "gather… gather… …done matmul+add …done matmul+add"]
+
+
+@pytest.mark.parametrize("recipe", fp8.RECIPES)
+def test_fp8_hides_the_same_exchanges(pool, recipe):
+    """With one scale per tensor, ranks agree on those of X and dY before exchanges begin, and not again while one is
+    hidden, behind which they would wait; only a row parallel layer's weight gradient of a split backward does."""
+    agree = "agree " if recipe == "tensorwise" else ""
+    for found in pool.run(2, "test_tp:in_order", kind=recipe):
+        assert found == [
+            f"gather… …done {agree}matmul {agree}matmul scatter… …done",
+            f"gather… …done {agree}matmul matmul {agree}gather… matmul scatter… …done matmul …done",
+            f"gather… …done {agree}matmul {agree}matmul scatter… …done",
+            f"gather… gather… …done {agree}matmul …done matmul"]
+
+
+# ---- the demo -------------------------------------------------------------------------------------------------------
 
 def test_the_demo_runs_on_one_rank_too(capsys):
     tp.demo(ALONE)
