@@ -207,9 +207,10 @@ class Fp8:
         rowwise, _ = quantise(x, dtype, scale, self.recipe.pow2, columnwise=False)
         return product(rowwise, self.quantise_weight(weights)[0], self.dtype, fast=not self.recipe.blocks), scale
 
-    def gradient(self, dy: Tensor) -> tuple[Quantised, Quantised]:
-        """(rowwise, columnwise) copies of dY, for the other two."""
-        return quantise(dy, *self.format_and_scale(dy, grad=True), self.recipe.pow2)
+    def gradient(self, dy: Tensor, scale: Tensor | None = None) -> tuple[tuple[Quantised, Quantised], Tensor | None]:
+        """((rowwise, columnwise) copies of dY, for the other two; its scale). scale: see wgrad."""
+        dtype, scale = self.format_and_scale(dy, grad=True, scale=scale)
+        return quantise(dy, dtype, scale, self.recipe.pow2), scale
 
     def dgrad(self, dy: tuple[Quantised, Quantised], weights: Params) -> Tensor:
         """dX = dY W."""
@@ -231,8 +232,7 @@ class Fp8:
             all_reduce(amax, group, MAX)
         return scale_of(amax, dtype, self.recipe.pow2)
 
-    def format_and_scale(self, x: Tensor, grad: bool,
-                         scale: Tensor | None = None) -> tuple[torch.dtype, Tensor | None]:
+    def format_and_scale(self, x: Tensor, grad: bool, scale: Tensor | None = None) -> tuple[torch.dtype, Tensor | None]:
         """(format, scale) of activations or of their gradients; the scale is None if every block has its own. scale: if
         it is known."""
         dtype = self.recipe.grad if grad else self.recipe.x
@@ -326,7 +326,7 @@ def demo() -> None:
         dy[0] *= outlier
         for name, recipe in {**RECIPES, "E4M3 for all, one scale": Recipe(E4M3, E4M3, blocks=False)}.items():
             mm, dw = Fp8(recipe, torch.float32), torch.zeros(w.shape)
-            quantised = mm.gradient(dy)
+            quantised, _ = mm.gradient(dy)
             mm.wgrad(dw, quantised, x)
             pairs = (mm.forward(x, (w,))[0], x @ w.t()), (mm.dgrad(quantised, (w,)), dy @ w), (dw, dy.t() @ x)
             errors = "".join(f"{((a - b).norm(dim=1) / b.norm(dim=1)).mean():9.2%}" for a, b in pairs)

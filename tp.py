@@ -133,9 +133,9 @@ class Matmul:
         """(Y, what wgrad is to be given of X besides: in FP8 its scale)."""
         return x @ stacked_weight(weights).t(), None
 
-    def gradient(self, dy: Tensor) -> Any:
-        """dY in the form in which the other two take it."""
-        return dy
+    def gradient(self, dy: Tensor, scale: Any = None) -> tuple[Any, Any]:
+        """(dY in the form in which the other two take it, its scale). scale: if it is known already."""
+        return dy, None
 
     def dgrad(self, dy: Any, weights: Params) -> Tensor:
         """dX = dY W."""
@@ -177,7 +177,7 @@ class Column(Function):
     def backward(ctx, ds):
         tp, mm, weights, scale, saves_gathered = ctx.tp, ctx.mm, ctx.weights, ctx.scale, ctx.saves_gathered
         x = ctx.saved_tensors[0].detach()  # a queued weight gradient must not keep a graph alive
-        ds = mm.gradient(ds)
+        ds, _ = mm.gradient(ds)
 
         def weight_grad() -> Steps:
             """dA += dS^T X."""
@@ -217,13 +217,14 @@ class Row(Function):
             """dB += dZ^T Y, in the second half of a split backward."""
             gathering = tp.gather(dz)
             yield
-            whole = mm.gradient(gathering.wait())
+            whole, _ = mm.gradient(gathering.wait(), dz_scale)
             add_to(weights, lambda out: mm.wgrad(out, whole, y, scale))
 
+        dz_scale = None
         if tp.async_tp:
             dy, gathered = all_gather_matmul(dz, stacked_weight(weights), tp.group)
         else:
-            gathered = mm.gradient(tp.gather(dz).wait())
+            gathered, dz_scale = mm.gradient(tp.gather(dz).wait())
             dy = mm.dgrad(gathered, weights)
         if is_deferring():
             start_weight_grad(weights, weight_grad())
