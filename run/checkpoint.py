@@ -34,7 +34,6 @@ import pickle
 import shlex
 import shutil
 import sys
-import tempfile
 import threading
 import time
 import warnings
@@ -247,13 +246,8 @@ class Saver:
 
     def finish(self) -> str:
         """Wait until the save under way is on the disk. If it failed: why, which is printed, too; training goes on."""
-        with tqdm(total=self.nbytes, unit="B", unit_scale=True, desc="saving", delay=1, leave=False,
-                  disable=self.group.rank > 0) as bar:
-            while self.thread and self.thread.is_alive():
-                self.thread.join(0.2)
-                files = [] if bar.disable else self.folder.glob(".writing-*/*")
-                with contextlib.suppress(OSError):  # they are renamed at the end
-                    bar.update(sum(file.stat().st_size for file in files) - bar.n)
+        if self.thread:
+            self.thread.join()
         self.thread = None
         error, self.error = self.error, ""
         if error and self.group.rank == 0:
@@ -295,15 +289,10 @@ class Saver:
         return gather_objects(problem, self.group)[0]
 
     def reason_of(self, error: Exception) -> str:
-        """Why a save failed. On a full disk torch reports a wrong position in its file: what a small file meets, says
-        what it is."""
-        try:
-            with tempfile.TemporaryFile(dir=self.folder) as file:
-                file.write(bytes(2**20))
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as found:
-            return f"{self.folder}: {found.strerror}"
+        """Why a save failed. On a full disk torch reports a wrong position in its file."""
+        with contextlib.suppress(OSError):
+            if shutil.disk_usage(self.folder).free < 2**20:
+                return f"{self.folder}: the disk is full"
         return describe(error)
 
     def commit(self, temporary: Path, run: dict) -> None:
