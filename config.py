@@ -74,8 +74,8 @@ def need(condition: bool, line: str) -> None:
 
 
 def setting(default, help, choices=None, most=LARGEST, positive=False):
-    """Declare a field and its flag. A number is its default (which may be a -1 that stands for something), or from 0
-    (positive: above 0) to `most`."""
+    """Declare a field and its flag. A number must be from 0 (positive: above 0) to `most`, or the default itself, such
+    as a -1 that stands for something."""
     initial = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
     return field(**initial, metadata={"help": help, "choices": choices, "most": most, "positive": positive})
 
@@ -375,7 +375,8 @@ def need_divisor(asked: str, value: int, what: str, number: int, hint: str = "")
 
 
 class Needs(NamedTuple):
-    """A setting, "--sp async": of this value, or "--sp": of any but its default, needs another one, or a value."""
+    """"--sp async" applies where sp is async, "--sp" where it is not its default, after defaults have been filled in.
+    Then `holds` must be true; `needs` says what is missing."""
     setting: str
     needs: str
     holds: Callable[[Config], Any]
@@ -385,7 +386,7 @@ class Needs(NamedTuple):
 
 
 class Divides(NamedTuple):
-    """A setting, its default too, must divide a number, which is 0 where any will do."""
+    """A setting, its default too, must divide a number. 0 switches the rule off: everything divides it."""
     setting: str
     what: str
     number: Callable[[Config], int]

@@ -20,9 +20,10 @@ questions: is a bucket cut into shards (>= 1)? Is its gradient reduced, and free
 its weights whole only while a unit (embedding, block or head) uses them (3)?
 
 Reductions are hidden under backward, all-gathers of levels 1 and 2 under the forward up to the unit that needs them,
-those of level 3 under the unit before. At levels 2 and 3 at most two buckets' whole gradients per data axis exist at
-once, at level 3 two units' whole weights (more with the schedule afab, where the head's backward is far away); but a
-tied table's gradient waits for its second backward, and schedules that split backward (zb-*) keep whole gradients.
+those of level 3 under the unit before, but for a forward's first. At levels 2 and 3 at most two buckets' whole
+gradients per data axis exist at once, at level 3 two units' whole weights (more with afab, where the head's backward is
+far away); but a tied table's gradient waits for its second backward, and in a split backward (zb-*) a bucket's is kept
+until its weight gradients have been computed.
 
 Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (FSDP: prefetching); Micikevicius et al. 2018 (mixed precision).
 Shapes: n ranks of the data axis, P parameters, A micro-batches per step.
@@ -68,6 +69,7 @@ class ShardedBucket(Bucket):
         super().__init__(params, groups)
         # Of Bucket: offset, spans (in the flat tensor); missing, expected (gradients still to come in this step, and in
         # all); reducing (the reduction that was started last); acc_dtype (fp32; in fp64 runs fp64).
+        # In hybrid sharding the axis "dp" is one replica's ranks, "replicate" those with the same shard.
         self.shards, self.replicas = (self.group, groups["replicate"]) if level else (ALONE, self.group)
         self.level = level if self.shards.size > 1 else 0
         self.padded = padded_elements(self.numel, self.shards.size)
@@ -75,7 +77,7 @@ class ShardedBucket(Bucket):
         self.shard = slice(self.shards.rank * length, (self.shards.rank + 1) * length)
         self.weights = self.zeros(self.padded, dtype)
         for param in self.params:
-            # .data: a version counter of its own, or autograd would complain of saved weights that are gathered again.
+            # .data has a version counter of its own: gathering again in place is no change that autograd complains of.
             param.data = self.view(self.weights, param)
         self.weight_shard = self.weights[self.shard]
         if self.level == 3:
@@ -121,7 +123,8 @@ class ShardedBucket(Bucket):
 
     def reduction(self) -> Iterator[None]:
         """Sum `grad`, of one micro-batch or of all, over shards into grad_shard; in the end sum that over replicas. At
-        each `yield` a collective is under way."""
+        each `yield` a collective is under way. Who calls next: start_reduction of this bucket, start_reduction of the
+        axis's next bucket, finish_step."""
         is_last = self.missing == 0
         is_first = self.level < 2 or self.missing + self.grads_per_micro_batch == self.expected
         if self.level:
@@ -149,7 +152,7 @@ class ShardedBucket(Bucket):
     def finish_step(self) -> None:
         """After the last backward: then grad_shard is the sum over all ranks and micro-batches."""
         super().finish_step()
-        for start, stop, spec in self.spans:  # norms under sequence parallelism: also over tp, where shards lie alike
+        for start, stop, spec in self.spans:  # norms are partial over tp with sp; tp ranks' buckets have one layout
             for axis in spec.partial_axes:
                 all_reduce(self.within_shard(self.grad_shard, start, stop), self.groups[axis])
 
@@ -247,7 +250,7 @@ class UpdateRule(NamedTuple):
 
 
 def apply_adamw(weights, grads, m, v, *, steps, betas, **settings) -> None:
-    steps_of = [steps.clone() for _ in weights]  # the kernel increments them
+    steps_of = [steps.clone() for _ in weights]  # adamw increments them in place
     adamw(weights, grads, m, v, [], steps_of, beta1=betas[0], beta2=betas[1], fused=True, amsgrad=False,
           maximize=False, **settings)
 
@@ -364,8 +367,8 @@ class Optimizer:
     # the all-gather of the update). At level 3 also P: prefetch, start the all-gather of the unit that runs next; R:
     # reshard.
     #
-    #     forward     U1 P2 [unit 1] R1     U2 P3 [unit 2] R2     U3 [head]  P2, for its backward follows at once
-    #     backward          [head] R3       U2 P1 [unit 2] R2     U1 [unit 1] R1
+    #     forward     U1 P2 [unit 1] R1     U2 P3 [unit 2] R2     U3 [unit 3, the head], whose backward follows: P2
+    #     backward          [unit 3] R3     U2 P1 [unit 2] R2     U1 [unit 1] R1
 
     def attach_unshard_hooks(self, units: Units) -> None:
         bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
