@@ -89,8 +89,8 @@ class Route(NamedTuple):
     """Who computes which tokens: decided once per layer, and used in forward, backward and recomputation."""
     group: Group
     chosen: Tensor  # [T, k], the experts of each token
-    sent: Copies | None  # the U copies of this rank's T tokens, one to each rank with experts of it; None on one rank
-    rows: Copies  # the R copies of the M received tokens, one for each of its experts that this rank has: table [M, k]
+    to_ranks: Copies | None  # U copies of this rank's T tokens, one to each rank with experts of it; None on one rank
+    to_experts: Copies  # R copies of the M received tokens, one to each expert of it on this rank: table [M, k]
     input_splits: list[int]  # copies sent to each rank
     output_splits: list[int]  # copies received from each rank
     rows_per_expert: list[int]  # of this rank's experts
@@ -215,13 +215,13 @@ def make_route(chosen: Tensor, loads: Tensor, group: Group, coefficients: tuple[
     is_sent = chosen.new_zeros(T, n, dtype=torch.bool).scatter_(1, chosen // e, True)  # to a rank with experts of it
     counts = torch.cat((is_sent.sum(0)[:, None], loads.view(n, e)), 1)
     input_splits, output_splits, rows_per_expert = exchange_counts(counts, T, k, group)
-    sent, experts = None, chosen
+    to_ranks, experts = None, chosen
     if n > 1:
-        sent = sort_copies(torch.arange(n, device=chosen.device).where(is_sent, n), n, sum(input_splits))
-        experts = exchange_rows(sent.permute(chosen).int(), output_splits, input_splits, group)  # [M, k]
-    rows = sort_copies(experts - e * group.rank, e, sum(rows_per_expert))
+        to_ranks = sort_copies(torch.arange(n, device=chosen.device).where(is_sent, n), n, sum(input_splits))
+        experts = exchange_rows(to_ranks.permute(chosen).int(), output_splits, input_splits, group)  # [M, k]
+    to_experts = sort_copies(experts - e * group.rank, e, sum(rows_per_expert))
     ends = to_device(torch.tensor(rows_per_expert), chosen.device).cumsum(0).int()
-    return Route(group, chosen, sent, rows, input_splits=input_splits, output_splits=output_splits,
+    return Route(group, chosen, to_ranks, to_experts, input_splits=input_splits, output_splits=output_splits,
                  rows_per_expert=rows_per_expert, ends=ends, coefficients=coefficients)
 
 
@@ -274,7 +274,7 @@ class Dispatch:
 
     def __init__(self, x: Tensor, gates: Tensor, route: Route):
         self.route, self.pending, self.received = route, [], (x, gates)
-        if route.sent is not None:
+        if route.to_ranks is not None:
             self.received = StartDispatch.apply(x, gates, self)
 
     def wait(self) -> tuple[Tensor, Tensor]:
@@ -292,28 +292,28 @@ class StartDispatch(Function):
     @staticmethod
     def forward(ctx, x, gates, dispatch):
         ctx.dispatch, route = dispatch, dispatch.route
-        copies = route.sent.permute(x), route.sent.permute(gates)
+        copies = route.to_ranks.permute(x), route.to_ranks.permute(gates)
         return dispatch.send(copies, route.output_splits, route.input_splits)
 
     @staticmethod
     def backward(ctx, *_):  # which FinishDispatch has sent
-        return *(ctx.dispatch.route.sent.unpermute(pending.wait()) for pending in ctx.dispatch.pending), None
+        return *(ctx.dispatch.route.to_ranks.unpermute(pending.wait()) for pending in ctx.dispatch.pending), None
 
 
 class FinishDispatch(Function):
     @staticmethod
     def forward(ctx, x, gates, dispatch):
-        ctx.dispatch, rows = dispatch, dispatch.route.rows
+        ctx.dispatch, rows = dispatch, dispatch.route.to_experts
         for pending in dispatch.pending:
             pending.wait()
         return rows.permute(x), gates.flatten()[rows.cells]
 
     @staticmethod
     def backward(ctx, drows, dgates):
-        route, rows = ctx.dispatch.route, ctx.dispatch.route.rows
+        route, rows = ctx.dispatch.route, ctx.dispatch.route.to_experts
         dx, of_cells = rows.unpermute(drows), dgates.new_zeros(len(rows.starts), rows.width)
         of_cells.view(-1).index_copy_(0, rows.cells, dgates)  # gates of other ranks' experts get 0
-        if route.sent is not None:
+        if route.to_ranks is not None:
             ctx.dispatch.send((dx, of_cells), route.input_splits, route.output_splits)
         return dx, of_cells, None
 
@@ -326,17 +326,17 @@ class Combine(Function):
         ctx.route = route
         if is_recomputing():
             return y.new_zeros(()).expand(len(route.chosen), y.shape[1])
-        y = route.rows.unpermute(y)
-        if route.sent is None:
+        y = route.to_experts.unpermute(y)
+        if route.to_ranks is None:
             return y
-        return route.sent.unpermute(exchange_rows(y, route.input_splits, route.output_splits, route.group))
+        return route.to_ranks.unpermute(exchange_rows(y, route.input_splits, route.output_splits, route.group))
 
     @staticmethod
     def backward(ctx, grad):
         route = ctx.route
-        if route.sent is not None:
-            grad = exchange_rows(route.sent.permute(grad), route.output_splits, route.input_splits, route.group)
-        return route.rows.permute(grad), None
+        if route.to_ranks is not None:
+            grad = exchange_rows(route.to_ranks.permute(grad), route.output_splits, route.input_splits, route.group)
+        return route.to_experts.permute(grad), None
 
 
 # ---- experts --------------------------------------------------------------------------------------------------------

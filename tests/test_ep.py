@@ -585,8 +585,8 @@ def test_results_in_bf16_are_rounded_once():
     T, k = 200, 3
     y = torch.randn(T * k, 16).bfloat16()
     chosen = torch.arange(T * k).view(T, k) % 8
-    route = SimpleNamespace(chosen=chosen, sent=None, rows=ep.sort_copies(chosen, 8, T * k))
-    exact = torch.zeros(T, 16, dtype=torch.double).index_add_(0, route.rows.cells // k, y.double())
+    route = SimpleNamespace(chosen=chosen, to_ranks=None, to_experts=ep.sort_copies(chosen, 8, T * k))
+    exact = torch.zeros(T, 16, dtype=torch.double).index_add_(0, route.to_experts.cells // k, y.double())
     got = ep.Combine.apply(y, route)
     assert got.dtype == torch.bfloat16
     assert ((got.double() - exact).abs() <= exact.abs() * 2 ** -8 + 1e-6).all()

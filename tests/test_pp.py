@@ -40,7 +40,7 @@ from schedules import (
     make_plan,
     simulate,
 )
-from tp import TensorParallel, column, row
+from tp import MATMUL, Column, Row, TensorParallel
 from zero import Optimizer
 
 VALID = [(p, m) for p in range(1, 9) for m in (*range(1, 13), 16, 17, 24, 31, 32)]
@@ -541,7 +541,8 @@ def live_bytes(schedule: str, m: int) -> list[tuple[int, float]]:
 
     def forward(stage, k, x):
         up, down = weights[stage]
-        y = row(torch.tanh(column(start if x is None else x, up, tp=tp)), down, tp)
+        hidden = torch.tanh(Column.apply(start if x is None else x, tp, MATMUL, True, up))
+        y = Row.apply(hidden, tp, MATMUL, False, down)
         return y.sum() if stage == plan.stages - 1 else y
 
     backward = torch.autograd.backward
@@ -630,10 +631,10 @@ def test_a_stages_output_is_freed_though_its_backward_is_to_come():
 def test_a_weight_gradient_that_nobody_computes_is_noticed():
     plan, weight = make_plan("zb-h1", 1, 1), parameter(Spec("w", (2, 2)), {}, torch.float32)
     weight.data = torch.ones(2, 2)
-    x = torch.ones(3, 2, requires_grad=True)
+    x, alone = torch.ones(3, 2, requires_grad=True), TensorParallel()
     without_w = plan._replace(ranks=[[action for action in plan.ranks[0] if action.op != "W"]])
     with pytest.raises(AssertionError, match="something was computed that nobody used"):
-        pp.Engine(without_w).run(lambda stage, k, _: column(x, weight, tp=TensorParallel()).sum(), (), torch.float32)
+        pp.Engine(without_w).run(lambda *_: Column.apply(x, alone, MATMUL, True, weight).sum(), (), torch.float32)
     backward_weight((0, 0))
     assert weight.grad.eq(3).all()
 

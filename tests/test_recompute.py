@@ -21,7 +21,7 @@ from plan.costs import RECOMPUTE, experts_half, forward_flops, gpt_layer, recomp
 from plan.memory import layer_options
 from recompute import CheckpointArena, Recompute, decide_once, is_recomputing
 from run.meter import Meter
-from tp import TensorParallel, column, row
+from tp import MATMUL, Column, Row, TensorParallel
 
 
 def checkpoints(layers: int, steps: int = 3) -> dict:
@@ -388,7 +388,7 @@ def test_tiny_latent_attention_keeps_what_the_formula_says(mode):
 
     def linear(x, which, *weights):
         h = norms[which](x)
-        y = column(h, *weights, tp=tp)
+        y = Column.apply(h, tp, MATMUL, True, *weights)
         drop(h, y, norms[which], x)
         return y
 
@@ -397,7 +397,7 @@ def test_tiny_latent_attention_keeps_what_the_formula_says(mode):
         q, kv = linear(q, 1, up_q), linear(kv, 2, up_k, up_v)
         q, k, v = (part.view(1, s, heads, width).transpose(1, 2) for part in (q, *kv.chunk(2, -1)))
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + row(o.transpose(1, 2).reshape(s, heads * width), wo, tp)
+        return x + Row.apply(o.transpose(1, 2).reshape(s, heads * width), tp, MATMUL, False, wo)
 
     x = torch.randn(s, H, requires_grad=True)
     nbytes, flops = saved_and_flops(layer, x, [down, up_q, up_k, up_v, wo, *(norm.weight for norm in norms)])
