@@ -57,7 +57,7 @@ from collectives import ALONE, Group, Groups
 from config import need, setting
 from param import Box, Source, Spec, box_shape, is_first_replica, shard_slice
 from run import huggingface, start
-from run.ranks import agree, gather_objects
+from run.ranks import SAVING, agree, gather_objects
 
 LOCK_WAIT_S = 5.0
 
@@ -240,7 +240,7 @@ class Saver:
         began = time.perf_counter()
         self.finish()  # the save before reads the same copies
         self.stage.copy()
-        self.thread = threading.Thread(target=self.write, args=(step, run), name="checkpoint")
+        self.thread = threading.Thread(target=self.write, args=(step, run), name=SAVING)
         self.thread.start()
         return time.perf_counter() - began
 

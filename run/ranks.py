@@ -14,6 +14,8 @@ import torch.distributed as dist
 import collectives
 from collectives import ALONE, Call, Group
 
+SAVING = "checkpoint"  # the name of the thread that saves
+
 
 class FlightRecord:
     """The record of this process, which another thread may read."""
@@ -21,14 +23,15 @@ class FlightRecord:
     def __init__(self):
         self.last: Call | None = None  # that this rank has made or waited for
         self.calls = collectives.calls
-        self.waiting_for: Call | None = None  # what the main thread waits for; after an exception, what has failed
-        self.waited_s = 0.0  # by the main thread, so far
+        self.waiting_for: Call | None = None  # what a step waits for; after an exception, what has failed
+        self.waited_s = 0.0  # by steps, so far
 
     @contextmanager
     def waiting(self, call: Call | None) -> Iterator[Call | None]:
         """The body makes this call, or waits for it."""
         self.last = call
-        if threading.current_thread() is not threading.main_thread():  # saving's, whose waits hold up nobody
+        # Of a step also autograd's threads call collectives, on GPUs; only saving's waits hold up nobody.
+        if threading.current_thread().name == SAVING:
             yield call
             return
         self.waiting_for, began = call, time.perf_counter()
