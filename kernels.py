@@ -303,8 +303,8 @@ class LinearCrossEntropy(Function):
     @staticmethod
     def backward(ctx, grad):
         dx, loss_grad = ctx.saved_tensors
-        torch._assert_async((grad == loss_grad).all())  # on a GPU the host does not wait for the answer
-        if ctx.weight is not None:  # its gradient is there; the next one of ZeRO levels 2 and 3 needs a buffer, too
+        torch._assert_async((grad == loss_grad).all(), "the loss's gradient is not loss_grad")  # the host does not wait
+        if ctx.weight is not None:  # already added, in forward: an empty addition announces it, here where backward is
             accumulate_grad(ctx.weight, lambda out: None, defer=False)
         return dx, *[None] * 7
 

@@ -35,8 +35,8 @@ def uses_kernels(x: Tensor) -> bool:
 
 
 def try_kernel(x: Tensor, compute: Callable[..., Any]) -> Any:
-    """compute(kernels.py), which neither communicates nor accumulates; None if plain torch is to do it: see
-    `uses_kernels`, and if the kernel does not run, which has then been said."""
+    """compute(kernels.py), which must have no side effects; or None where plain torch has to take over: `uses_kernels`
+    is False, or the kernel does not run, which kernels.py has said."""
     if uses_kernels(x):
         import kernels  # needs Triton, which a CPU does without
         with suppress(kernels.KernelError):

@@ -4,7 +4,8 @@ Saves: a rank has 1/t of the matrices, embedding and head, with their gradients 
        activations inside a pair of matrices; with sequence parallelism also of those between pairs; and computes 1/t.
 Costs: per layer (two pairs), forward and backward: 4 all-reduces of T H elements. With sequence parallelism 4
        all-gathers and 4 reduce-scatters, which are as many bytes, and 2 more all-gathers of inputs that are not saved
-       (in a split backward 4). The embedding sends [T, H] once, in forward; the head as f; the loss 3 numbers a token.
+       (in a split backward 4). The embedding: an all-reduce in forward, with sequence parallelism a reduce-scatter, and
+       an all-gather in backward; the head as f; the loss 3 numbers a token.
 Stops helping when: ranks are not on one fast network, since every layer waits for it; or H/t makes too small a matmul.
 
 Matrices come in pairs, S = X A^T, Y = act(S), Z = Y B^T: up and down projection of a feed-forward layer; queries, keys,
@@ -20,7 +21,7 @@ A^T), B by columns, its input features ("row parallel"). A pair needs an exchang
     and sequence parallelism      all-gather X      reduce-scatter dX    reduce-scatter Z    all-gather dZ
 
 With sequence parallelism a rank has T/t tokens of X and Z, as norms and residuals treat each token alone. It saves its
-shard of X and gathers X once more in backward. There a column parallel layer hides both exchanges under matmuls:
+shard of X and gathers X once more in backward, where a column parallel layer hides both exchanges under matmuls:
 
     network    ├─ all-gather X ─┤ ├─ reduce-scatter dX ─┤
     compute    ├─ dX = dS A ────┤ ├─ dA += dS^T X ──────┤
@@ -130,11 +131,11 @@ class Matmul:
     has the same methods, and multiplies in FP8."""
 
     def forward(self, x: Tensor, weights: Params) -> tuple[Tensor, Any]:
-        """(Y, what wgrad is to be given of X besides: in FP8 its scale)."""
+        """(Y, in FP8 the scale of X, for wgrad)."""
         return x @ stacked_weight(weights).t(), None
 
     def gradient(self, dy: Tensor, scale: Any = None) -> tuple[Any, Any]:
-        """(dY in the form in which the other two take it, its scale). scale: if it is known already."""
+        """(dY as dgrad and wgrad take it: itself or FP8 copies; in FP8 its scale). scale: if it is known already."""
         return dy, None
 
     def dgrad(self, dy: Any, weights: Params) -> Tensor:
@@ -168,7 +169,7 @@ class Column(Function):
         else:
             gathered = tp.gather(x).wait()
             product, ctx.scale = mm.forward(gathered, weights)
-        # When a block is recomputed its backward follows at once; but in a split one all of X would wait in the queue.
+        # A recomputed block runs inside backward: X is needed at once, but in a split one it would wait in the queue.
         ctx.saves_gathered = is_recomputing() and not is_deferring()
         ctx.save_for_backward(gathered if ctx.saves_gathered else x)
         return product
@@ -186,17 +187,17 @@ class Column(Function):
             gathered = gathering.wait()
             add_to(weights, lambda out: mm.wgrad(out, ds, gathered, scale))
 
-        start_weight_grad(weights, steps := weight_grad(), ctx.defer)
+        start_weight_grad(weights, steps := weight_grad(), ctx.defer)  # to the yield; in a split backward it is queued
         if tp.async_tp and ctx.defer and is_deferring():  # no weight gradient is there to hide the reduction
             dx = done(matmul_reduce_scatter(ds, stacked_weight(weights), tp.group))
         else:
             dx = tp.reduce(mm.dgrad(ds, weights))  # the matmul hides the gather of X
-        finish_weight_grad(steps)  # its matmul hides the reduction of dX
+        finish_weight_grad(steps)  # from the yield, unless it is queued; its matmul hides the reduction of dX
         return dx.wait(), None, None, None, *[None] * len(weights)
 
 
 class Row(Function):
-    """Z = Y B^T, then g: [T, C/t] -> [T/t, H]. skip: neither; Z is a placeholder that nobody may read."""
+    """Z = Y B^T, then g: [T, C/t] -> [T/t, H]. skip: neither, in a recomputed block whose backward reads no Z."""
 
     @staticmethod
     def forward(ctx, y, tp, mm, skip, weight):

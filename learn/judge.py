@@ -4,17 +4,15 @@ This file needs torch and safetensors alone: copy it beside your trainer. Both r
 the same global batches, in fp64 or fp32, for two or three steps.
 
     record = judge.Record("one/")            # and "grid/" on every rank of the other run
-    record.step(loss=loss, model=model)      # each step, after backward, before the update
+    record.step(loss=loss, model=model)      # each step, on all ranks: after backward, before clipping and update
     record.close()                           # after the last update
 
 `python judge.py one grid [--noise other] [--json]` prints a line for what differs, none for what agrees (exit 1, 0):
-
     step 0: gradient of layers.3.mlp.up: is 2.000 times one process's: tp = 2 is counted once too often
     step 1: weight of norm: rank 0 and rank 1 hold different bits of a replicated tensor, by 9.9e-10 of the largest …
     step 1: weight of head: the gradient agreed, the update differs by -1.0e-03 times the weight: weight decay
-    step 1: weight of wq: rows are permuted: blocks 0 2 1 3 of 4
 
-Nothing is gathered. A rank writes the tensors that it has, each with its place in the global one: DTensors (FSDP2,
+No tensor is gathered. A rank writes the tensors that it has, each with its place in the global one: DTensors (FSDP2,
 tensor parallel modules) know theirs, and a plain tensor is a whole one. For all else, `place` says it, such as
 
     Record("grid/", place=lambda name, x: (f"layers.{first + int(name[0])}{name[1:]}", None))      # a stage's own names
@@ -23,11 +21,11 @@ tensor parallel modules) know theirs, and a plain tensor is a whole one. For all
 and what is no parameter with a `.grad` (flat partitions, master weights) is handed over as a list of Piece in place of
 the model. Of equal pieces on several ranks one is written, and of the others a hash: replicas must hold the same bits.
 
-axes=: sizes of the grid and the number of micro-batches, dict(dp=2, tp=2, micro=4), by which factors are explained.
+Record(folder, axes=dict(dp=2, tp=2, micro=4)): sizes of the grid, and micro-batches, by which factors are explained.
 
-Tolerance, of a tensor's largest element: 1e-10 in fp64; a sum of n rounded terms errs by about sqrt(n) eps, so fp32 is
-given 1024 eps = 1.2e-4 (n = a million), and 16 bits, whose sums are fp32, 16 eps: 0.12 in bf16. --noise names a second
-right run, in another order of sums: then ten times its largest difference is what is tolerated.
+Tolerance, of a tensor's largest element, or a hundredth of the largest of all: 1e-10 in fp64; a sum of n rounded terms
+errs by about sqrt(n) eps, so fp32 is given 1024 eps = 1.2e-4 (n = a million), and 16 bits, which find large errors
+alone, 16 eps. --noise names a second right run, in another order of sums: then ten times its differences are tolerated.
 """
 import argparse
 import hashlib
@@ -49,18 +47,18 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 Box = tuple[slice, ...]  # a block of a global tensor; of one slice: a range of the flattened one
 TOLERANCE = {"float64": 1e-10, "float32": 1024 * 2.0**-23, "bfloat16": 16 * 2.0**-7, "float16": 16 * 2.0**-10}
-WRAPPERS = "module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."  # parts of names
+WRAPPERS = "module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"  # parts of names
 
 
 # ---- recording ------------------------------------------------------------------------------------------------------
 
 class Piece(NamedTuple):
-    """A part of a global parameter. sum: the gradient is one term of a sum over ranks."""
+    """A part of a global parameter. term: where the gradient is a term of a sum over ranks, the number of the term."""
     name: str
     weight: Tensor
     grad: Tensor | None
     box: Box
-    sum: bool = False
+    term: int | None = None
 
 
 Place = Callable[[str, Tensor], tuple[str, Box | None]]  # (name, local tensor) -> (global name, box; None: as it seems)
@@ -69,49 +67,47 @@ Place = Callable[[str, Tensor], tuple[str, Box | None]]  # (name, local tensor) 
 def pieces_of(model: nn.Module, place: Place | None) -> Iterator[Piece]:
     """The parameters of a module. A tied one is one: named_parameters gives it once."""
     for name, param in model.named_parameters():
-        for wrapper in WRAPPERS:
-            name = name.replace(wrapper, "")
-        weight, grad, box, is_sum = param.detach(), param.grad, None, False
+        name = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+        weight, grad, box, term = param.detach(), param.grad, None, None
         if isinstance(weight, DTensor):
             sizes, offsets = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
             box = tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes))
             if isinstance(grad, DTensor):
-                is_sum = any(placement.is_partial() for placement in grad.placements)
-                grad = grad.redistribute(placements=[theirs if theirs.is_partial() else ours for theirs, ours in
-                                                     zip(grad.placements, weight.placements)]).to_local()
+                summed = [dim for dim, placement in enumerate(grad.placements) if placement.is_partial("sum")]
+                grad = grad.redistribute(placements=[grad.placements[dim] if dim in summed else placement for
+                                                     dim, placement in enumerate(weight.placements)]).to_local()
+                for dim in summed:  # ranks that differ in other dimensions of the mesh have the same term
+                    term = (term or 0) * weight.device_mesh.size(dim) + weight.device_mesh.get_local_rank(dim)
             weight = weight.to_local()
         if place:
             name, given = place(name, weight)
             box = given or box
         box = box or (slice(None),) * weight.dim()
         box = tuple(slice(0, n) if s == slice(None) else s for s, n in zip(box, weight.shape))
-        yield Piece(name, weight, grad, box, is_sum)
+        yield Piece(name, weight, grad, box, term)
 
 
 class Record:
     """What one rank writes of a run. folder: the same for all ranks, new or empty."""
 
     def __init__(self, folder: str, axes: dict[str, int] | None = None, place: Place | None = None):
-        several = dist.is_available() and dist.is_initialized()
-        self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
+        self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.folder, self.axes, self.place, self.steps = Path(folder), dict(axes or {}), place, 0
         self.folder.mkdir(parents=True, exist_ok=True)
         if any(self.folder.glob(f"rank{self.rank}.*")):
             raise ValueError(f"{folder}: has a record already, name a new folder")
 
-    def step(self, *, model: nn.Module | Iterable[Piece], loss: Any = None, norm: Any = None,
-             optimizer: Any = None) -> None:
-        """After the backward of a step and before its update. loss: as you log it, the same on all ranks, or None.
-        norm: of the whole gradient, before clipping. optimizer: not read; the next step's weights show what it did."""
+    def step(self, *, model: nn.Module | Iterable[Piece], loss: Any = None, norm: Any = None, **_) -> None:
+        """loss: as you log it, the same on all ranks, or None. norm: of the whole gradient, before clipping."""
         self.model = model if isinstance(model, nn.Module) else list(model)
-        numbers = dict(loss=loss, norm=norm)
-        self.write(("weight", "gradient"), **{name: float(x) for name, x in numbers.items() if x is not None})
+        self.write(("weight", "gradient"), loss=loss, norm=norm)
 
-    def close(self) -> None:
-        """After the last update."""
+    def close(self, model: nn.Module | Iterable[Piece] | None = None) -> None:
+        """After the last update. model: new pieces, if those of the last step are copies."""
+        self.model = model or self.model
         self.write(("weight",))
 
-    def write(self, kinds: tuple[str, ...], **numbers: float) -> None:
+    def write(self, kinds: tuple[str, ...], **numbers: Any) -> None:
         rows, tensors, pieces = [], {}, self.model
         if isinstance(self.model, nn.Module):
             meshes = [param.device_mesh for param in self.model.parameters() if isinstance(param, DTensor)]
@@ -121,22 +117,23 @@ class Record:
         for piece in pieces:
             for kind, x in zip(kinds, (piece.weight, piece.grad)):
                 if x is not None:
-                    x = x.detach().cpu().contiguous()
+                    x = x.detach().to("cpu", copy=True).contiguous()  # views of one buffer cannot be saved together
                     digest = hashlib.blake2b(x.flatten().view(torch.uint8).numpy(), digest_size=16).hexdigest()
                     rows.append(dict(kind=kind, name=piece.name, dtype=str(x.dtype)[6:], hash=digest,
                                      box=[[s.start, s.stop] for s in piece.box],
-                                     sum=piece.sum and kind == "gradient"))
+                                     term=piece.term if kind == "gradient" else None))
                     tensors[len(rows) - 1] = x
-        mine = [json.dumps([row["kind"], row["name"], row["box"], row["hash"]]) for row in rows]
+        mine = [json.dumps([row["kind"], row["name"], row["box"], row["hash"], row["term"]]) for row in rows]
         everyone = [mine]
         if self.ranks > 1:
             everyone = [[]] * self.ranks
             dist.all_gather_object(everyone, mine)
         before = {key for keys in everyone[:self.rank] for key in keys}  # pieces that an earlier rank writes
-        kept = {str(i): tensors[i] for i, (row, key) in enumerate(zip(rows, mine)) if row["sum"] or key not in before}
+        kept = {str(i): tensors[i] for i, key in enumerate(mine) if key not in before}
         file = f"rank{self.rank}.step{self.steps}.safetensors"
         save_file(kept, self.folder / file)
-        line = dict(step=self.steps, rank=self.rank, ranks=self.ranks, axes=self.axes, file=file, pieces=rows) | numbers
+        line = dict(step=self.steps, rank=self.rank, ranks=self.ranks, axes=self.axes, file=file, pieces=rows)
+        line |= {name: float(x) for name, x in numbers.items() if x is not None}
         with open(self.folder / f"rank{self.rank}.jsonl", "a") as index:
             index.write(json.dumps(line) + "\n")
         self.steps += 1
@@ -166,11 +163,10 @@ def fits(box: Box, shape: torch.Size) -> bool:
 
 
 class Part(NamedTuple):
-    """The equal pieces of some ranks."""
-    ranks: list[int]
+    ranks: list[int]  # that have this piece, with equal bits
     box: Box
     dtype: str
-    sum: bool
+    term: int | None
     file: Path
     key: str
 
@@ -191,7 +187,7 @@ class Run:
         if len(lines) != self.ranks * self.steps:
             raise ValueError(f"{folder}: is incomplete: {len(lines)} lines, {self.ranks} ranks, {self.steps} steps")
         self.axes = {axis: size for line in lines for axis, size in line["axes"].items() if size > 1}
-        self.numbers = {(line["step"], name): [] for line in lines for name in ("loss", "norm")}
+        self.maxima, self.numbers = {}, {(line["step"], name): [] for line in lines for name in ("loss", "norm")}
         self.parts: dict[tuple[int, str, str], dict[tuple, dict[Any, Part]]] = {}  # -> box -> hash -> part
         for line in sorted(lines, key=lambda line: line["rank"]):
             for name in "loss", "norm":
@@ -200,10 +196,10 @@ class Run:
             for i, row in enumerate(line["pieces"]):
                 boxes = self.parts.setdefault((line["step"], row["kind"], row["name"]), {})
                 same = boxes.setdefault(tuple(map(tuple, row["box"])), {})
-                key = line["rank"] if row["sum"] else row["hash"]
+                key = row["hash"] if row["term"] is None else row["term"]
                 if key not in same:
                     box = tuple(slice(*ends) for ends in row["box"])
-                    same[key] = Part([], box, row["dtype"], row["sum"], self.folder / line["file"], str(i))
+                    same[key] = Part([], box, row["dtype"], row["term"], self.folder / line["file"], str(i))
                 same[key].ranks.append(line["rank"])
         self.dtypes = {part.dtype for boxes in self.parts.values() for same in boxes.values() for part in same.values()}
 
@@ -213,6 +209,11 @@ class Run:
     def boxes(self, step: int, kind: str, name: str) -> list[list[Part]]:
         """For each box what ranks have of it: one part, but for terms of a sum, and for replicas that differ."""
         return [list(same.values()) for same in self.parts.get((step, kind, name), {}).values()]
+
+    def largest(self, step: int, kind: str) -> float:
+        if (step, kind) not in self.maxima:
+            self.maxima[step, kind] = max(largest(self.whole(step, kind, name)) for name in self.names(step, kind))
+        return self.maxima[step, kind]
 
     def whole(self, step: int, kind: str, name: str, shape: torch.Size | None = None) -> Tensor | None:
         """The global tensor, in fp64, where replicas differ that of the first rank; None if no rank has any of it."""
@@ -224,7 +225,8 @@ class Run:
         whole = torch.full(shape, math.nan, dtype=torch.float64)
         for parts in boxes:
             target = part_of(whole, parts[0].box)
-            target.copy_(sum(part.read() for part in parts if part.sum or part is parts[0]).view_as(target))
+            terms = parts[:1] if parts[0].term is None else parts
+            target.copy_(sum(part.read() for part in terms).view_as(target))
         return whole
 
 
@@ -265,12 +267,13 @@ def explain_factor(factor: float, axes: dict[str, int]) -> tuple[str, float, tup
 def one_factor(got: Tensor, truth: Tensor, tolerance: float) -> float | None:
     """f where got = f truth."""
     factor = ((got * truth).sum() / (truth * truth).sum()).item()
-    return factor if 0 < factor < math.inf and off(got, factor * truth) <= 4 * tolerance else None
+    found = 0 < factor < math.inf and abs(factor - 1) > 4 * tolerance and off(got, factor * truth) <= 4 * tolerance
+    return factor if found else None
 
 
 def row_order(got: Tensor, truth: Tensor, tolerance: float) -> str:
     """How the rows of `truth` are permuted in `got`, by equal blocks; "" if they are not."""
-    rows, theirs = got.reshape(len(got), -1), truth.reshape(len(truth), -1)
+    rows, theirs = (x.reshape(len(x) if x.dim() else 1, -1) for x in (got, truth))
     projection = torch.randn(rows.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     place = torch.empty(len(rows), dtype=torch.long)  # row of got -> row of truth
     place[(rows @ projection).argsort()] = (theirs @ projection).argsort()
@@ -287,11 +290,8 @@ class Judge:
     def __init__(self, one: Run, grid: Run, noise: Run | None = None):
         if one.steps != grid.steps:
             raise ValueError(f"{one.folder} has {one.steps - 1} steps, {grid.folder} {grid.steps - 1}: record as many")
-        self.one, self.grid = one, grid
+        self.one, self.grid, self.noise = one, grid, noise
         self.tolerance = max(TOLERANCE[dtype] for dtype in one.dtypes | grid.dtypes)
-        if noise:
-            gradients = [key for key in one.parts if key[1] == "gradient"]
-            self.tolerance = 10 * max(off(noise.whole(*key), one.whole(*key)) for key in gradients)
 
     def findings(self) -> list[Finding]:
         for step in range(self.one.steps):
@@ -301,7 +301,6 @@ class Judge:
         return []
 
     def compare(self, step: int, kind: str) -> list[Finding]:
-        """All weights, or all gradients, of a step."""
         names = dict.fromkeys(self.one.names(step, kind) + self.grid.names(step, kind))
         return [Finding(step, kind, name, *says) for name in names if (says := self.explain(step, kind, name))]
 
@@ -315,7 +314,7 @@ class Judge:
         for parts in boxes:
             if not fits(parts[0].box, truth.shape):
                 return f"rank {parts[0].ranks[0]} has {list(parts[0].box)}, one process {list(truth.shape)}",
-            if len(parts) > 1 and not parts[0].sum:
+            if len(parts) > 1 and parts[0].term is None:
                 return self.explain_replicas(part_of(truth, parts[0].box), parts)
         covered = torch.zeros(truth.shape, dtype=torch.int8)
         for parts in boxes:
@@ -328,7 +327,10 @@ class Judge:
             return f"{int((~got.isfinite()).sum()):,} of {got.numel():,} elements are not finite",
         if kind == "weight" and step:
             return self.explain_update(step, name, got, truth)
-        if off(got, truth) <= self.tolerance:
+        allowed = self.tolerance * max(largest(truth), self.one.largest(step, kind) / 100)
+        if self.noise and kind == "gradient":
+            allowed = 10 * largest(self.noise.whole(step, kind, name) - truth) + 1e-16 * largest(truth)
+        if largest(got - truth) <= allowed:
             return ()
         if factor := one_factor(got, truth, self.tolerance):
             says, *rest = explain_factor(factor, self.grid.axes)
@@ -341,7 +343,7 @@ class Judge:
         says = f"rank {parts[0].ranks[0]} and rank {parts[1].ranks[0]} hold different bits of a replicated tensor"
         for together, how in (sum(values), "summed"), (sum(values) / len(values), "averaged"):
             if off(together, target) <= 4 * self.tolerance:
-                says += f", {how} over these {len(values)} one process's: it has not been reduced"
+                says += f"; {how} over these {len(values)} they are one process's: it has not been reduced"
                 break
         return says, off(values[1], values[0])
 
@@ -375,7 +377,7 @@ class Judge:
             return f"the gradient agreed, the update is {factor:.3f} times one process's: {says}", None, *rest
         for earlier in range(step):
             stale = self.one.whole(earlier, "weight", name)
-            if off(got, stale) <= self.tolerance:
+            if largest(got - stale) <= 1e-3 * largest(truth - stale):
                 return f"is still that of step {earlier}",
         if order := row_order(got, truth, self.tolerance):
             return order,
@@ -385,13 +387,12 @@ class Judge:
         return "the gradient agreed, the update differs", off(moved, right)
 
     def compare_numbers(self, step: int) -> list[Finding]:
-        """Loss and norm of the gradient."""
         found = []
         for name in "loss", "norm":
             truth, values = self.one.numbers[step, name][:1], sorted(set(self.grid.numbers[step, name]))
-            if truth and values and max(abs(value - truth[0]) for value in values) > self.tolerance * abs(truth[0]):
+            if truth and values and not all(abs(x - truth[0]) <= self.tolerance * abs(truth[0]) for x in values):
                 counted = self.what_a_norm_counts(step, values) if name == "norm" else ""
-                factor = values[0] / truth[0]
+                factor = values[0] / truth[0] if truth[0] else math.nan
                 if len(values) > 1:
                     says = (f"ranks have {values[0]:.6g} to {values[-1]:.6g}, one process {truth[0]:.6g}{counted}",)
                 else:
@@ -431,10 +432,9 @@ def lines_of(findings: list[Finding]) -> Iterator[str]:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("one", help="the record of one process")
-    parser.add_argument("grid", help="the record of many")
-    parser.add_argument("--noise", help="a second right run, which shows how much rounding does")
-    parser.add_argument("--json", action="store_true", help="print a list of objects")
+    for record in "one", "grid", "--noise":
+        parser.add_argument(record)
+    parser.add_argument("--json", action="store_true")
     asked = parser.parse_args(arguments)
     found = Judge(Run(asked.one), Run(asked.grid), Run(asked.noise) if asked.noise else None).findings()
     lines = [json.dumps([f._asdict() for f in found], indent=1)] if asked.json else lines_of(found)

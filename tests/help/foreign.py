@@ -93,8 +93,7 @@ def by_deepspeed(folder: str, fault: str, level: int) -> None:
             if i == 1:
                 record.step(model=pieces(True))
             engine.step()
-    record.model = pieces(False)
-    record.close()
+    record.close(pieces(False))
 
 
 WAYS = dict(one=one, accelerate=by_accelerate) | {

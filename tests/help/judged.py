@@ -255,6 +255,7 @@ def large(folder: str) -> None:
 
 
 def terms(folder: str) -> None:
-    """A gradient of which each rank has a term; those of two ranks have the same bits."""
-    ranks, x = dist.get_world_size() if dist.is_initialized() else 1, torch.ones(3, dtype=torch.float64)
-    Record(folder).step(model=[Piece("x", x, x / ranks, (slice(0, 3),), sum=True)])
+    """A gradient of two terms with the same bits; of four ranks two have each term."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    x = torch.ones(3, dtype=torch.float64)
+    Record(folder).step(model=[Piece("x", x, x / min(ranks, 2), (slice(0, 3),), rank % 2 if ranks > 1 else None)])
