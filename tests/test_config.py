@@ -321,6 +321,7 @@ def command_line(monkeypatch, ranks: int, line: str) -> config.Config:
     (8, "--resume auto --out no/such/folder", (8, 1, 1)), (8, "--init-from folder", (8, 1, 1))])
 def test_a_command_line_that_names_no_grid_shows_one(monkeypatch, ranks, line, axes):
     monkeypatch.setattr(start.huggingface, "read_config", lambda folder: dict(layers=4))
+    monkeypatch.setattr(start.huggingface, "check_weights", lambda *_: None)
     grid = (settings := command_line(monkeypatch, ranks, line)).grid
     assert (grid.dp, grid.tp, grid.pp) == axes
     assert settings.shown == (axes in ((2, 2, 2), (2, 2, 1)))

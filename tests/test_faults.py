@@ -738,9 +738,11 @@ def test_a_watchdog_that_loses_its_store_says_so_unless_its_rank_ends(monkeypatc
     assert faults.reason(KeyError()) == "KeyError"  # of an error without a message its type
 
 
-def test_a_rank_whose_report_fails_reports_alone(monkeypatch, capsys):
+@pytest.mark.parametrize("timer", [Mock(), Mock(side_effect=RuntimeError("can't start new thread"))])
+def test_a_rank_whose_report_fails_reports_alone(monkeypatch, capsys, timer):
+    """Also one that has no memory for a thread."""
     stop = faults.Stop()
-    monkeypatch.setattr(faults.threading, "Timer", Mock())
+    monkeypatch.setattr(faults.threading, "Timer", timer)
     with patch.object(faults.os, "_exit", side_effect=SystemExit) as ended, pytest.raises(SystemExit):
         faults.fail("in step 3", faults.Failure("of a kind"), Mock(report=Mock(side_effect=RuntimeError)), stop)
     ended.assert_called_with(1)
@@ -785,6 +787,18 @@ def test_ranks_that_are_started_again_read_no_key_of_those_before(monkeypatch):
     here.place = 0, 3
     with pytest.raises(TimeoutError, match="^rank 1, 2 has not started in 0.1 s$"):
         meet(0.1)
+
+
+def test_a_rank_that_is_missing_at_the_start_is_named_in_one_line(monkeypatch, capsys):
+    for name in "stdout", "stderr":  # `started` replaces them
+        monkeypatch.setattr(sys, name, getattr(sys, name))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(faults.Stop, "listen", lambda self: None)
+    with (patch.object(job, "meet", side_effect=TimeoutError("rank 1 has not started in 9 s")),
+          patch.object(faults.os, "_exit", side_effect=SystemExit), pytest.raises(SystemExit),
+          job.started(config.parse([]))):
+        pass
+    assert capsys.readouterr().err == "train.py: rank 0 failed before the first step: rank 1 has not started in 9 s\n"
 
 
 def test_torchruns_report_has_the_last_line(tmp_path, monkeypatch, capsys):

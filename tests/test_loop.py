@@ -281,7 +281,7 @@ METRICS = {
     "comm_gb": "test_loop.py::test_bytes_in_the_metrics_are_those_of_the_step_by_axis",
     **dict.fromkeys(("noise_trace", "noise_gradient2"), NOISE),
     **dict.fromkeys(("aux_loss", "load_max_over_mean"), EXPERTS),
-    "busy_s": "test_faults.py::test_a_slow_rank_is_named"}
+    "busy_s": "test_faults.py::test_metrics_name_the_slowest_rank"}
 
 
 def test_times_in_the_metrics_are_those_of_a_clock(corpora, tmp_path):

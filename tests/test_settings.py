@@ -75,7 +75,7 @@ ELSEWHERE = {
     "metrics": "test_train.py::test_a_run_says_what_it_does_and_learns",
     "sample": "test_train.py::test_a_run_says_what_it_does_and_learns",
     "device": "test_train.py::test_fewer_gpus_than_ranks_is_an_error_and_none_is_not",
-    "time_limit": "test_faults.py::test_a_time_limit_ends_a_run_which_without_out_leaves_no_checkpoint",
+    "time_limit": "test_faults.py::test_a_time_limit_ends_a_run_which_without_out_saves_nothing",
     "kernels": "test_kernels.py::test_a_run_in_which_no_kernel_works_is_one_with_kernels_torch",
     "max_skipped": "test_faults.py::test_too_many_skipped_steps_in_a_row_end_the_run",
     "rewind": "test_faults.py::test_a_rewind_leaves_out_the_samples_and_nothing_else",
