@@ -400,7 +400,7 @@ def test_results_without_the_two_comments_are_left_alone():
 
 def test_all_runs_every_comparison_that_needs_no_gpu():
     parts = [command.split("bench ")[1] for command in bench_all.COMMANDS]
-    assert {*parts, "gpu", "all", "smoke"} == set(bench.PARTS) and parts.count("ep") == 2
+    assert {*parts, "gpu", "all", "smoke", "check"} == set(bench.PARTS) and parts.count("ep") == 2
     for command, part in zip(bench_all.COMMANDS, parts):
         bench.check([part], [], 4 if command.startswith("torchrun") else 1)
 
