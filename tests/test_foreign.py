@@ -1,6 +1,6 @@
 """learn/judge.py on frameworks that the package index has: none is accused unpatched, an error of use is named.
 
-    pip install accelerate deepspeed && pytest -m foreign
+    pip install accelerate deepspeed megatron-core && pytest -m foreign
 """
 import importlib.util
 import os
@@ -15,7 +15,7 @@ from learn.judge import Run
 
 pytestmark = pytest.mark.foreign
 FOREIGN = Path(__file__).parent / "help" / "foreign.py"
-WAYS = ["accelerate", "deepspeed-1", "deepspeed-2", "deepspeed-3"]
+WAYS = ["accelerate", "deepspeed-1", "deepspeed-2", "deepspeed-3", "megatron"]
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +48,9 @@ def test_a_framework_is_one_process(one, way):
 def test_a_loss_that_is_divided_once_more_is_named(one, way, fault, factor, axes):
     line, = lines(one, way, fault)
     assert f"is {factor} times one process's" in line and axes in line
+
+
+def test_a_gradient_that_megatron_core_sums_twice_is_named(one):
+    """What only depends on it, as the norm before the matrix, is twice as large; what precedes is off by no factor."""
+    found = lines(one, "megatron", "reduced twice")
+    assert any("gradient of norm.weight, norm.bias: is 2.000 times one process's: tp = 2" in line for line in found)

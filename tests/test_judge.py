@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from learn import judge
 from learn.judge import Piece, Record, Run
-from test_grids import GRIDS, MORE, model_flags
+from test_grids import EXACT, GRIDS, MORE, model_flags
 
 WAYS = ["ddp", "sequence", "fsdp", "dtensor", "pipeline"]
 FAULTS = [  # the way, the error, what a line must say, the factor and an axis that must be named
@@ -202,7 +202,7 @@ def test_right_grids_of_ours_are_not_accused(pool, tmp_path, ranks, grid):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, grid", [case for case in (*GRIDS, *MORE) if case[0] > 1])
+@pytest.mark.parametrize("ranks, grid", [case for case in (*GRIDS, *MORE, *EXACT) if case[0] > 1])
 def test_no_right_grid_is_accused(pool, tmp_path, ranks, grid):
     assert grid_differs(pool, tmp_path, ranks, grid) == []
 

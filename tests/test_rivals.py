@@ -24,8 +24,10 @@ import config
 import param
 import train
 from bench import __main__ as bench
+from learn import judge
+from learn.judge import Record
 from run import huggingface
-from test_grids import compare
+from test_grids import compare, model_flags
 
 
 def exported(settings: config.Config) -> nn.Module:
@@ -179,6 +181,30 @@ def test_gradients_are_those_of_torchs_own_parallelism(pool, ranks, flags, rival
     for _, grads in results:
         theirs |= grads
     compare(grids.whole([ours for ours, _ in results]), theirs, "gradient")
+
+
+def judged(rival: str, flags: str, folder: str, **more) -> None:
+    """A record of the rival's first gradients, for learn/judge.py; of one process, if there are no ranks."""
+    settings = grids.settings_of(flags, dist.get_world_size() if dist.is_initialized() else 1)
+    llama, (tokens, labels) = exact_llama(settings), grids.batches(settings)[0]
+    if rival == "one":
+        (summed(llama(input_ids=tokens).logits, labels) / (labels >= 0).sum()).backward()
+    else:
+        RIVALS[rival](llama, tokens, labels, **more)
+    Record(folder).step(model=llama)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags, rival", [
+    ("--zero 3", dict(rival="fsdp")), ("--tp 2 --vocab 98", dict(rival="dtensor")),
+    ("--cp 2 --cp-style ring", dict(rival="ring")),
+    ("--pp 2 --layers 4 --schedule 1f1b", dict(
+        rival="pipelining", schedule="Schedule1F1B", stages=[[0], [1]], micro_batches=4))])
+def test_the_judge_accuses_none_of_torchs_own_parallelism(pool, tmp_path, flags, rival):
+    flags = f"--global-batch 8 --micro-batch 2 {flags}"
+    pool.run(2, "test_rivals:judged", flags=flags, folder=str(tmp_path / "grid"), **rival)
+    judged("one", model_flags(flags), str(tmp_path / "one"))
+    assert judge.Judge(judge.Run(tmp_path / "one"), judge.Run(tmp_path / "grid")).findings() == []
 
 
 # ---- losses of 20 steps, to 1e-7: norms, routers and angles of transformers are in fp32 -----------------------------

@@ -96,7 +96,48 @@ def by_deepspeed(folder: str, fault: str, level: int) -> None:
     record.close(pieces(False))
 
 
-WAYS = dict(one=one, accelerate=by_accelerate) | {
+def by_megatron(folder: str, fault: str) -> None:
+    """Megatron-Core's f and g around plain shards of two matrices, which `place` locates."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import mappings
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    group, rank, net = parallel_state.get_tensor_model_parallel_group(), dist.get_rank(), make()
+    cut = {"up.weight": 0, "up.bias": 0, "down.weight": 1}  # name -> the dimension that is sharded
+    for name, dim in cut.items():
+        param = net.get_parameter(name)
+        param.data = param.data.chunk(2, dim)[rank].clone()
+    f = mappings.copy_to_tensor_model_parallel_region
+    net.up.register_forward_pre_hook(
+        lambda _, x: f(f(x[0], group=group), group=group) if fault == "reduced twice" else f(x[0], group=group))
+    net.down.register_forward_hook(lambda down, x, y: down.bias + mappings.reduce_from_tensor_model_parallel_region(
+        y - down.bias, group=group))
+
+    def place(name: str, x: Tensor) -> tuple[str, tuple[slice, ...] | None]:
+        box = [slice(0, n) for n in x.shape]
+        if name in cut:
+            size = x.shape[cut[name]]
+            box[cut[name]] = slice(rank * size, (rank + 1) * size)
+        return name, tuple(box)
+
+    record, optimizer = Record(folder, axes=dict(tp=2), place=place), torch.optim.AdamW(
+        net.parameters(), lr=LR, weight_decay=0.0)
+    for step in range(STEPS):
+        tokens, labels = data(step)
+        loss_of(net, tokens, labels, (labels >= 0).sum()).backward()
+        record.step(model=net)
+        squares = torch.zeros(2)
+        for name, param in net.named_parameters():
+            squares[int(name in cut)] += param.grad.square().sum()
+        dist.all_reduce(squares[1])
+        for param in net.parameters():
+            param.grad.mul_((0.1 / (squares.sum().sqrt() + 1e-6)).clamp(max=1))
+        optimizer.step()
+        optimizer.zero_grad()
+    record.close()
+
+
+WAYS = dict(one=one, accelerate=by_accelerate, megatron=by_megatron) | {
     f"deepspeed-{level}": lambda folder, fault, level=level: by_deepspeed(folder, fault, level) for level in (1, 2, 3)}
 
 if __name__ == "__main__":
