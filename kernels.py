@@ -17,7 +17,7 @@ be multiplied, so dW goes straight into the main gradient, and dx is all that wa
 A section is: the same in plain torch, the kernel, its launch. Derivatives are in operations.py, attention in flash.py.
 Sums, statistics and exponentials are fp32. Offsets that may exceed 2^31 elements are 64 bits.
 
-Sources: see operations.py; Milakov & Gimelshein 2018 (online softmax); Hsu et al. 2024, Liger Kernel (cross-entropy).
+Sources: operations.py; Milakov & Gimelshein 2018 (softmax); Hsu et al. 2024 (Liger); Wijmans et al. 2024 (no logits).
 Shapes: B batch, S sequence, T = B S tokens, H hidden, F ffn, V vocabulary, V/t a tensor parallel rank's, D head width.
 """
 from functools import partial
