@@ -285,7 +285,7 @@ class AllToAll__AllToAll(torch.autograd.Function):
 # made: one call makes all groups of an axis, and axes with the same ranks share a group unless both are busy at once:
 # while gradients are reduced, backward goes on to communicate over cp, tp and ep.
 
-AXES = ("world", "pp", "tie", "data", "replicate", "dp", "cp", "tp", "kv", "kv_copy", "ep", "edp")
+AXES = ("stage", "world", "pp", "tie", "data", "replicate", "dp", "cp", "tp", "kv", "kv_copy", "ep", "edp")
 TRAFFIC = {"dp": "gradients", "edp": "gradients", "cp": "keys", "tp": "activations", "ep": "tokens"}  # others: little
 
 
@@ -318,6 +318,7 @@ def members_of_axes(grid, model, world: int) -> dict[str, list[list[int]]]:
     members = {
         "world": [list(range(world))],
         "pp": groups_along(dense, "pp"),  # the ranks of one pipeline
+        "stage": groups_along(dense, "shard", "cp", "tp"),  # those that share the matrices of a pipeline rank (muon.py)
         "data": groups_along(dense, "replicate", "shard", "cp"),  # all with different tokens
         "replicate": groups_along(dense, "replicate"),  # hybrid sharding: those with the same shard
         "dp": groups_along(dense, "shard", "cp"),  # those that ZeRO shards over
@@ -333,6 +334,22 @@ def members_of_axes(grid, model, world: int) -> dict[str, list[list[int]]]:
     if grid.pp > 1 and not grid.v_shaped:  # the first and the last stage, which share a tied embedding
         members["tie"] = [[pipeline[0], pipeline[-1]] for pipeline in members["pp"]]
     return members
+
+
+class Place(NamedTuple):
+    """Of a rank on an axis, with the names that a Group has."""
+    size: int
+    rank: int
+
+
+def peers_of(grid, model) -> list[dict[str, Place]]:
+    """For each rank of this rank's group "stage", itself included: axis -> its place."""
+    me, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    members = members_of_axes(grid, model, world)
+    places = {axis: {rank: Place(len(ranks), i) for ranks in groups for i, rank in enumerate(ranks)}
+              for axis, groups in members.items()}
+    stage = next(ranks for ranks in members["stage"] if me in ranks)
+    return [{axis: of_rank[rank] for axis, of_rank in places.items() if rank in of_rank} for rank in stage]
 
 
 def groups_along(dimensions: dict[str, int], *along: str) -> list[list[int]]:

@@ -215,7 +215,7 @@ class Batch:
 
 @dataclass
 class Optim:
-    optimizer: str = setting("adamw", "the update rule", ("adamw", "sgd"))
+    optimizer: str = setting("adamw", "the update rule; muon: of matrices, the rest by adamw", ("adamw", "muon", "sgd"))
     lr: float = setting(0.0, "peak learning rate; 0: 1.2 / hidden, as Llama 3 from 8B to 405B, but at most 2e-3")
     lr_schedule: str = setting("cosine", "after the warmup; wsd: constant, then linear over the last fifth",
                                ("cosine", "wsd", "constant"))

@@ -24,7 +24,7 @@ Source: Li et al. 2020, PyTorch Distributed: Experiences on Accelerating Data Pa
 Shapes: n ranks of the axis "dp", which includes context parallel ranks; P parameters.
 """
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import reduce
 from itertools import groupby
 
@@ -115,23 +115,24 @@ class Bucket:
             pass
 
 
-def assign_to_buckets(units: Units, bucket_mb: float) -> list[dict[nn.Parameter, int]]:
-    """The parameters of each bucket: of consecutive units of a stage, until it has bucket_mb of gradients (0: of one
-    unit). A parameter that several units or pipeline ranks use (a tied embedding) is alone: its bucket is the same on
-    all. It gets one gradient from each stage's backward, however many units of the stage use it."""
+def assign_to_buckets(units: Units, bucket_mb: float,
+                      kind: Callable[[Spec], Hashable] = lambda spec: None) -> list[dict[nn.Parameter, int]]:
+    """The parameters of each bucket: of one kind and data axis, of consecutive units of a stage, until it has bucket_mb
+    of gradients (0: of one unit). A parameter that several units or pipeline ranks use (a tied embedding) is alone: its
+    bucket is the same on all. It gets one gradient from each stage's backward, however many of its units use it."""
     uses = Counter(param for modules in units.values() for unit in modules for param in unit.parameters())
     grads = Counter(param for modules in units.values() for param in nn.ModuleList(modules).parameters())
     shared = {param for param in uses if uses[param] > 1 or "tie" in param.spec.along}
     buckets = [[param] for param in uses if param in shared]
     for modules in units.values():
-        filling: dict[str, list[nn.Parameter]] = {}  # data axis -> the bucket to which units are added
+        filling: dict[Hashable, list[nn.Parameter]] = {}  # data axis, kind -> the bucket to which units are added
         for unit in modules:
             for param in unit.parameters():
                 if param not in shared:
-                    filling.setdefault(param.spec.data_axis, []).append(param)
-            full = [axis for axis, params in filling.items()
+                    filling.setdefault((param.spec.data_axis, kind(param.spec)), []).append(param)
+            full = [alike for alike, params in filling.items()
                     if sum(param.numel() * acc_dtype(param.dtype).itemsize for param in params) >= bucket_mb * 1e6]
-            buckets += [filling.pop(axis) for axis in full]
+            buckets += [filling.pop(alike) for alike in full]
         buckets += filling.values()
     return [{param: grads[param] for param in params} for params in buckets]
 

@@ -56,7 +56,7 @@ class ForwardContext(NamedTuple):
 def table_spec(model: Model, name: str) -> Spec:
     """A tied table is on the first and on the last pipeline stage; its gradient is the sum of theirs (axis "tie")."""
     tie = {"tie": "partial"} if model.tied else {}
-    return Spec(name, (model.vocab, model.hidden), {"tp": 0} | tie, std=INIT_STD)
+    return Spec(name, (model.vocab, model.hidden), {"tp": 0} | tie, std=INIT_STD, matrices=0)
 
 
 def output_std(model: Model) -> float:
@@ -128,8 +128,8 @@ class MixtureOfExperts(nn.Module):
         self.w_router = make(Spec(name + "router", (E, H), {"tp": "partial"}, std=INIT_STD))  # ranks' tokens differ
         self.router = Router(name + "router.bias", self.w_router, model, balance)
         self.experts = GroupedExperts(
-            make, Spec(name + "experts.w_gate_up", (E, 2 * F, H), {"ep": 0}, data_axis="edp", std=INIT_STD),
-            Spec(name + "experts.w_down", (E, H, F), {"ep": 0}, data_axis="edp", std=output_std(model)))
+            make, Spec(name + "experts.w_gate_up", (E, 2 * F, H), {"ep": 0}, "edp", std=INIT_STD, matrices=2 * E),
+            Spec(name + "experts.w_down", (E, H, F), {"ep": 0}, "edp", std=output_std(model), matrices=E))
         shared = model.shared_experts * F
         self.shared = FeedForward(name + "shared.", shared, model, make) if shared else None
 

@@ -71,6 +71,7 @@ class Spec:
     decay: bool = True  # whether weight decay applies
     mean: float = 0.0  # of the normal distribution that initial values are drawn from
     std: float = 0.0  # 0: all initial values are `mean`
+    matrices: int = 1  # equal ones, stacked in it along the first dimensions; 0: a table of vectors (muon.py)
 
     @property
     def partial_axes(self) -> tuple[str, ...]:

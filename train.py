@@ -26,7 +26,7 @@ import torch
 
 import config
 import operations
-from collectives import MAX, Group, Groups, all_reduce, build_groups
+from collectives import MAX, Group, Groups, all_reduce, build_groups, peers_of
 from cp import shard_sequences
 from ep import Balance, GroupedExperts, update_biases
 from fp8 import RECIPES, Fp8, Fp8Experts
@@ -131,7 +131,8 @@ def build_optimizer(settings: config.Config, model: Llama, groups: Groups) -> Op
     return Optimizer(model.units(), groups, bucket_mb=grid.bucket_mb, level=grid.zero, rule=optim.optimizer,
                      betas=optim.betas, weight_decay=optim.weight_decay, clip=optim.clip, moments_dtype=moments,
                      reduce_dtype=torch.bfloat16 if precision.reduce_dtype == "bf16" else None,
-                     offload=OffloadedState if precision.offloads("optimizer") else None, head=model.head)
+                     offload=OffloadedState if precision.offloads("optimizer") else None, head=model.head,
+                     peers=peers_of(grid, settings.model) if optim.optimizer == "muon" else ())
 
 
 def dtype_of(settings: config.Config) -> torch.dtype:

@@ -29,7 +29,7 @@ Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (FSDP: prefetching); Micikevici
 Shapes: n ranks of the data axis, P parameters, A micro-batches per step.
 """
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -53,6 +53,7 @@ from collectives import (
 )
 from config import padded_elements
 from dp import Bucket, Units, assign_to_buckets
+from muon import Muon, has_matrices
 from param import Box, Source, Spec, box_shape, boxes, is_first_replica, parameter
 
 
@@ -244,9 +245,10 @@ class ShardedBucket(Bucket):
 class UpdateRule(NamedTuple):
     """state: names of the tensors that it remembers, each as large as the weights. apply(weights, grads, *state,
     steps=, lr=, betas=, eps=, weight_decay=, found_inf=) changes lists of flat tensors, unless the tensor found_inf is
-    1: it must see to that, as the host does not read it."""
+    1: it must see to that, as the host does not read it. matrices: what updates matrices in its place."""
     state: tuple[str, ...]
     apply: Callable[..., None]
+    matrices: type[Muon] | None = None
 
 
 def apply_adamw(weights, grads, m, v, *, steps, betas, **settings) -> None:
@@ -260,7 +262,8 @@ def apply_sgd(weights, grads, *, lr, weight_decay, found_inf, **_) -> None:
         momentum=0.0, dampening=0.0, nesterov=False, maximize=False)
 
 
-UPDATE_RULES = {"adamw": UpdateRule(("m", "v"), apply_adamw), "sgd": UpdateRule((), apply_sgd)}
+UPDATE_RULES = {"adamw": UpdateRule(("m", "v"), apply_adamw), "sgd": UpdateRule((), apply_sgd),
+                "muon": UpdateRule(("m", "v"), apply_adamw, Muon)}
 
 
 class LossScale:
@@ -284,17 +287,24 @@ class Optimizer:
     moments_dtype, reduce_dtype: of what the rule remembers; in which gradients are sent and summed over ranks (over
     micro-batches always in the accumulation dtype, the default of both). head: a unit whose backward follows its
     forward at once, so at level 3 its weights stay unsharded. offload: run/offload.py's OffloadedState, or None.
+    peers: of muon.py, see collectives.peers_of; by default this rank alone.
     """
 
     def __init__(self, units: Units, groups: Groups, *, bucket_mb: float = 25.0, level: int = 0, rule: str = "adamw",
                  betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1,
                  clip: float = 1.0, moments_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None,
-                 head: nn.Module | None = None, offload: Callable | None = None):
+                 head: nn.Module | None = None, offload: Callable | None = None, peers: Sequence = ()):
         self.rule = UPDATE_RULES[rule]
-        settings = dict(level=level, rule_state=self.rule.state, moments_dtype=moments_dtype, reduce_dtype=reduce_dtype,
-                        offload=offload, running={})
-        self.buckets = [ShardedBucket(params, groups, **settings)
-                        for params in assign_to_buckets(units, 0 if level == 3 else bucket_mb)]
+        settings = dict(level=level, moments_dtype=moments_dtype, reduce_dtype=reduce_dtype, running={},
+                        offload=offload)
+        # A rule for matrices needs buckets of nothing else.
+        is_matrix = has_matrices if self.rule.matrices else lambda spec: False
+        self.buckets = []
+        for params in assign_to_buckets(units, 0 if level == 3 else bucket_mb, is_matrix):
+            rule = self.rule.matrices if is_matrix(next(iter(params)).spec) else self.rule
+            self.buckets.append(ShardedBucket(params, groups, rule_state=rule.state, **settings))
+        of_matrices = [bucket for bucket in self.buckets if is_matrix(bucket.params[0].spec)]
+        self.matrices = self.rule.matrices(of_matrices, groups["stage"], peers or [groups]) if of_matrices else None
         self.world, self.head, device = groups["world"], head, self.buckets[0].device
         self.clip, self.weight_decay, self.rule_settings = clip, weight_decay, dict(betas=betas, eps=eps)
         self.steps = torch.zeros((), device=device)  # updates so far, for AdamW's bias correction
@@ -302,9 +312,10 @@ class Optimizer:
         self.attach_unshard_hooks(units)
 
     def load(self, source: Source, what: str = "master") -> None:
-        """Fill the tensors `what` of all buckets' states from a source. Every rank has to call it."""
+        """Fill the tensors `what` of the buckets' states, where there are such, from a source. Every rank calls it."""
         for bucket in self.buckets:
-            bucket.load(source, what)
+            if what in bucket.state:
+                bucket.load(source, what)
 
     def begin_step(self, micro_batches: int) -> None:
         """Zero the gradients, and expect `micro_batches` backward passes through each stage."""
@@ -333,11 +344,19 @@ class Optimizer:
         norm = summed[0].sqrt() * unscale
         found_inf = (~(norm < limit)).float()
         factor = unscale * (self.clip / (norm + 1e-6)).clamp(max=1) if self.clip else unscale
-        grads = [bucket.clip(factor) for bucket in self.buckets]
+        grads = {bucket: bucket.clip(factor) for bucket in self.buckets}
         where = self.buckets[0].master.device
-        scalars = dict(lr=lr, steps=self.steps.to(where), found_inf=found_inf.to(where))
-        for bucket, grad in zip(self.buckets, grads):
-            self.update(bucket, grad.wait(), **scalars)
+        scalars = dict(lr=lr, found_inf=found_inf.to(where))
+        updating = iter(())  # of matrices: up to its `yield` it starts an exchange, which the other updates hide
+        if self.matrices:
+            updating = self.matrices.update([grads.pop(bucket).wait() for bucket in self.matrices.buckets],
+                                            weight_decay=self.weight_decay, **scalars)
+        next(updating, None)
+        for bucket, grad in grads.items():
+            self.update(bucket, grad.wait(), steps=self.steps.to(where), **scalars)
+            bucket.update_weights()
+        next(updating, None)
+        for bucket in self.matrices.buckets if self.matrices else ():
             bucket.update_weights()
         self.steps += 1 - found_inf
         if self.loss_scale:

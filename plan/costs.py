@@ -21,6 +21,7 @@ import math
 import re
 import textwrap
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -206,6 +207,33 @@ def layer_elements(settings: Config, layer: int) -> dict[str, int]:
                 edp=model.experts // grid.ep * 3 * H * model.expert_ffn)
 
 
+def layer_matrices(model: Model, layer: int) -> dict[tuple[int, int], int]:
+    """Shape -> number of the whole matrices of a block, the router's among them."""
+    H, q, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
+    found = Counter({(q, H): 1, (kv, H): 2}) + Counter({(H, q): 1})
+    feed_forwards = [(model.ffn, 1)]
+    if model.has_experts(layer):
+        feed_forwards = [(model.expert_ffn, model.experts), (model.shared_experts * model.expert_ffn, 1)]
+        found[model.experts, H] += 1
+    for ffn, count in feed_forwards:
+        if ffn:
+            found += Counter({(ffn, H): 2 * count}) + Counter({(H, ffn): count})
+    return found
+
+
+def muon_flops(model: Model, layer: int) -> int:
+    """Of a block's matrices: 5 iterations of X X^T, its square, and their product with X."""
+    return sum(count * 5 * (4 * min(shape)**2 * max(shape) + 2 * min(shape)**3)
+               for shape, count in layer_matrices(model, layer).items())
+
+
+def vector_elements(settings: Config) -> int:
+    """Of a block's norms and biases, on one rank."""
+    model, t = settings.model, settings.grid.tp
+    biases = model.qkv_bias * (model.heads // t + 2 * max(model.kv_heads // t, 1))
+    return 2 * model.hidden + (model.qk_norm * 2 + biases) * model.head_dim
+
+
 def bucket_elements(settings: Config, stages: Mapping[int, range], element: int) -> dict[str, list[int]]:
     """Elements of each bucket of a rank by data axis, as dp.assign_to_buckets makes them. stages: this rank's, and
     their layers. element: bytes per element of a weight. Of tp ranks the one with the most rows of the vocabulary."""
@@ -214,32 +242,47 @@ def bucket_elements(settings: Config, stages: Mapping[int, range], element: int)
     table, last_stage = -(-model.vocab // grid.tp) * model.hidden, grid.pp * grid.chunks - 1
     tables = (0 in stages) + (last_stage in stages)
     buckets: dict[str, list[int]] = {"dp": [table] if model.tied and tables else []}
-    kinds, elements = layer_kinds(settings), by_kind(settings, lambda layer: layer_elements(settings, layer))
+    muon = settings.optim.optimizer == "muon"  # matrices are in buckets of their own
+
+    def block(layer: int) -> dict[tuple[str, bool], int]:
+        counts = {(axis, muon): count for axis, count in layer_elements(settings, layer).items()}
+        if muon:
+            counts["dp", False] = vector_elements(settings)
+            counts["dp", True] -= counts["dp", False]
+        return counts
+
+    kinds, elements = layer_kinds(settings), by_kind(settings, block)
     for stage, layers in stages.items():
         units = [elements[kinds[layer]] for layer in layers]
         if stage == 0 and not model.tied:
-            units.insert(0, dict(dp=table))
+            units.insert(0, {("dp", False): table})
         if stage == last_stage:
-            units.append(dict(dp=model.hidden + (0 if model.tied else table)))
-        filling: dict[str, int] = {}
+            units.append({("dp", False): model.hidden + (0 if model.tied else table)})
+        filling: dict[tuple[str, bool], int] = {}
         for unit in units:
-            for axis, count in unit.items():
-                filling[axis] = filling.get(axis, 0) + count
-                if filling[axis] >= capacity:
-                    buckets.setdefault(axis, []).append(filling.pop(axis))
-        for axis, count in filling.items():
+            for key, count in unit.items():
+                filling[key] = filling.get(key, 0) + count
+                if filling[key] >= capacity:
+                    buckets.setdefault(key[0], []).append(filling.pop(key))
+        for (axis, _), count in filling.items():
             buckets.setdefault(axis, []).append(count)
     return buckets
 
 
+def matrix_elements(settings: Config, layers: Iterable[int]) -> dict[str, int]:
+    """Elements of the matrices of these blocks on one rank, by data axis."""
+    found = Counter()
+    for layer in layers:
+        found.update(layer_elements(settings, layer))
+        found["dp"] -= vector_elements(settings)
+    return found
+
+
 def fp8_elements(settings: Config, layers: Iterable[int]) -> int:
     """Elements of the matrices of these blocks, on one rank, that multiply in FP8: all but the router."""
-    model = settings.model
-    vectors = 2 * model.hidden + model.qk_norm * 2 * model.head_dim
-    biases = model.qkv_bias * (model.heads // settings.grid.tp + 2 * max(model.kv_heads // settings.grid.tp, 1))
-    in_fp8 = settings.fp8_layers()
-    return sum(sum(layer_elements(settings, layer).values()) - vectors - biases * model.head_dim
-               - model.has_experts(layer) * model.experts * model.hidden for layer in layers if layer in in_fp8)
+    model, layers = settings.model, [layer for layer in layers if layer in settings.fp8_layers()]
+    routers = sum(map(model.has_experts, layers)) * model.experts * model.hidden
+    return sum(matrix_elements(settings, layers).values()) - routers
 
 
 def fp8_operands(settings: Config, layer: int) -> tuple[float, float]:

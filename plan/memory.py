@@ -31,6 +31,7 @@ from plan.costs import (
     fp8_elements,
     layer_kinds,
     llama_layer,
+    matrix_elements,
     reduced_bytes,
     saved_bytes,
     stages_of,
@@ -187,9 +188,19 @@ def plan_in_memory(settings: Config, rank: int) -> tuple[int, list[Backward]]:
 
 
 def moment_bytes(settings: Config, element: int) -> int:
-    """Bytes per parameter of all moments: AdamW has two, SGD none."""
+    """Bytes per parameter of all moments: AdamW has two, Muon one (of matrices), SGD none."""
     each = 2 if settings.precision.moments == "bf16" else acc_bytes(element)
-    return 0 if settings.optim.optimizer == "sgd" else 2 * each
+    return dict(adamw=2, muon=1, sgd=0)[settings.optim.optimizer] * each
+
+
+def all_moments(settings: Config, element: int, buckets: dict[str, list[int]], layers: Iterable[int]) -> int:
+    """Bytes of the moments of a rank with these buckets and blocks."""
+    n, each = shards_of(settings), moment_bytes(settings, element)
+    nbytes = sum(each * sum(counts) // n[axis] for axis, counts in pad(settings, buckets).items())
+    if settings.optim.optimizer == "muon":  # AdamW's second moment, of what is no matrix
+        others = sum(buckets["dp"]) - matrix_elements(settings, layers)["dp"]
+        nbytes += each * padded_elements(others, n["dp"]) // n["dp"]
+    return nbytes
 
 
 def memory_of_rank(settings: Config, rank: int, element: int, fused: bool = False, activations: int | None = None,
@@ -201,7 +212,8 @@ def memory_of_rank(settings: Config, rank: int, element: int, fused: bool = Fals
         has_head = settings.grid.pp * settings.grid.chunks - 1 in stages
         activations = activation_bytes(settings, element, stages.values(), in_flight, has_head)
     fp8_weights = fp8_elements(settings, chain(*stages.values()))
-    return memory_bytes(settings, element, moment_bytes(settings, element), bucket_elements(settings, stages, element),
+    buckets = bucket_elements(settings, stages, element)
+    return memory_bytes(settings, element, all_moments(settings, element, buckets, chain(*stages.values())), buckets,
                         fp8_weights, activations, in_flight, stages, backwards, fused)
 
 
@@ -210,7 +222,7 @@ def memory_bytes(settings: Config, element: int, moments: int, buckets: dict[str
                  fused: bool = False) -> dict[str, int]:
     """Bytes of a rank by kind ("weights", "gradients", ...), at the peak of a step.
 
-    buckets: data axis -> elements of each bucket. moments: bytes per element of all moments. fp8_weights: elements of
+    buckets: data axis -> elements of each bucket. moments: bytes of this rank's. fp8_weights: elements of
     this rank's matrices that multiply in FP8. activations, in_flight: what activation_bytes returns and is given.
     stages: of this rank, and their layers. backwards: of its plan. fused: as on GPUs, where kernels compute the loss
     chunk by chunk and add matrix gradients to fp32. Left out: activations and gradients that pipeline ranks are sending
@@ -231,7 +243,7 @@ def memory_bytes(settings: Config, element: int, moments: int, buckets: dict[str
                  * (level == 3) + moment.temporaries - moment.freed)
     memory = dict(weights=(sharded + moment.weights if level == 3 else unsharded) * element,
                   gradients=(sharded + moment.gradients if level >= 2 else unsharded) * acc,
-                  optimizer=0 if settings.precision.offloads("optimizer") else sharded * (master + moments))
+                  optimizer=0 if settings.precision.offloads("optimizer") else sharded * master + moments)
     if fp8_weights and grid.zero < 3:
         memory["FP8 weights"] = 2 * fp8_weights
     return memory | dict(activations=activations - round(moment.freed), temporaries=round(moment.temporaries))

@@ -400,6 +400,20 @@ def update_seconds(run: Run, buckets: list[float]) -> float:
     return run.memory(22 * sum(buckets)) + returned
 
 
+def muon_seconds(run: Run, stages: Mapping[int, range]) -> float:
+    """Of --optimizer muon: its matmuls, divided evenly over the owners, and its two all-to-alls, in 16 bits, whose rows
+    hardly stay where they are."""
+    grid, model, layers = run.settings.grid, run.settings.model, list(chain(*stages.values()))
+    if run.settings.optim.optimizer != "muon":
+        return 0.0
+    n = grid.dp // grid.dp_replicate * grid.cp * grid.tp
+    nbytes = 2 * sum(count * rows * columns for layer in layers
+                     for (rows, columns), count in costs.layer_matrices(model, layer).items())
+    sent = 2 * (n - 1) / n * nbytes / n if grid.zero else (n - 1) / n * nbytes / grid.tp
+    seconds = run.collective(sent, n, 1, "all_to_all", 2) if n > 1 else 0.0
+    return seconds + run.matmul(sum(costs.muon_flops(model, layer) for layer in layers) / n)
+
+
 def step_seconds(run: Run, stages: list[Parts] | None = None, simulated: bool = True) -> Step:
     """The time of a step and what it is made of. stages: those of stage_parts, if they are known. Not simulated: the
     pipeline takes what bound_seconds says."""
@@ -423,7 +437,7 @@ def step_seconds(run: Run, stages: list[Parts] | None = None, simulated: bool = 
         quantised = costs.fp8_elements(run.settings, chain(*mine.values())) * costs.fp8_bytes(run.settings, 2)
         times = 2 * run.micro_batches if grid.zero == 3 else 1  # weights are quantised when they change or are gathered
         sharded = [count / shards[axis] for axis, counts in elements.items() for count in counts]
-        update = max(update, update_seconds(run, sharded) + run.memory(times * quantised))
+        update = max(update, update_seconds(run, sharded) + run.memory(times * quantised) + muon_seconds(run, mine))
     spent |= dict(dp=data, tie=tied_seconds(run), optimizer=update, fixed=run.constants.fixed_s)
     return Step(seconds + sum(spent[name] for name in ("dp", "tie", "optimizer", "fixed")), spent)
 

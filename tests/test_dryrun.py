@@ -333,6 +333,7 @@ PLANNED = [  # (flags, rank); 8 ranks; the first ones by default
     (SIZE + "--tp 8 --zero 2", 0),
     (SIZE + "--pp 2 --dp 4 --schedule zb-v --layers 8 --recompute full --global-batch 32", 7),
     (SIZE + "--dp 8 --zero 1 --dp-replicate 2 --reduce-dtype bf16 --seq 64", 0),
+    (SIZE_MOE + "--pp 2 --dp 2 --tp 2 --ep 4 --zero 1 --optimizer muon", 0),
 ]
 PLANNED_SLOW = [(f"{SIZE}{axes} --zero {zero} --recompute {recompute}", rank)
                 for axes, ranks in (("--dp 8", [0]), ("--tp 8", [0]), ("--tp 4 --dp 2 --sp off", [0]),

@@ -43,7 +43,7 @@ def train_steps(flags: str, steps: int = 3) -> list[torch.Tensor]:
     return [*losses, *(flat for bucket in optimizer.buckets for flat in (bucket.weights, *bucket.state.values()))]
 
 
-@pytest.mark.parametrize("dtype", ["bf16 --moments bf16", "fp32"])
+@pytest.mark.parametrize("dtype", ["bf16 --moments bf16", "fp32", "bf16 --optimizer muon"])
 def test_offloading_changes_no_bit(dtype):
     flags = f"--recompute full --dtype {dtype}"
     assert all(map(torch.equal, train_steps(flags), train_steps(f"{flags} --offload both")))

@@ -105,7 +105,7 @@ def test_clipping_scales_the_whole_gradient_to_the_limit():
     assert below.item() == pytest.approx(2e-3) and (params[0] + moved[0] - 1).tolist() == pytest.approx([-1e-3] * 4)
 
 
-@pytest.mark.parametrize("rule", ["adamw", "sgd"])
+@pytest.mark.parametrize("rule", ["adamw", "muon", "sgd"])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 def test_a_step_that_is_not_finite_changes_nothing(rule, bad, clip):
@@ -139,15 +139,15 @@ GRIDS = [(1, ""), (2, "--zero 3"), (3, "--zero 2 --bucket-mb 0"), (4, "--zero 1 
          (4, "--zero 3 --bucket-mb 0")]
 
 
-@pytest.mark.parametrize("tied", ["", pytest.param(" --tied", marks=pytest.mark.slow)])
-def test_state_leaves_one_grid_and_enters_another(pool, tied):
+@pytest.mark.parametrize("model", ["", " --optimizer muon", pytest.param(" --tied", marks=pytest.mark.slow)])
+def test_state_leaves_one_grid_and_enters_another(pool, model):
     """After every step weights, moments and counts are loaded on the next grid, and training equals one process."""
-    want = truth(tied.strip())
+    want = truth(model.strip())
     for first in range(len(GRIDS)):
         state = None
         for step in range(grids.STEPS):
             ranks, flags = GRIDS[(first + 2 * step) % len(GRIDS)]
-            results = pool.run(ranks, "grids:run", grid=f"--micro-batch 4 {flags}{tied}", first=step, last=step + 1,
+            results = pool.run(ranks, "grids:run", grid=f"--micro-batch 4 {flags}{model}", first=step, last=step + 1,
                                state=state)
             state = {what: grids.whole([result[what] for result in results]) for what in ("params", "m", "v")}
             state["extra_state"] = {name: number for result in results

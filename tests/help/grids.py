@@ -175,12 +175,11 @@ def run(grid: str, first: int = 0, last: int = STEPS, state: dict | None = None)
     out["visible"] = {(p.spec.name, str(p.box)): digest(p.detach().clone()) for p in model.parameters()}
     for bucket in optimizer.buckets:
         bucket.reshard()
-    out |= {name: pieces(optimizer, what) for name, what in (("params", "master"), ("m", "m"), ("v", "v"))
-            if settings.optim.optimizer == "adamw" or name == "params"}
+    out |= {name: pieces(optimizer, what) for name, what in (("params", "master"), ("m", "m"), ("v", "v"))}
     out |= dict(extra_state=extra_state(model, optimizer))
-    experts = groups["ep"].process_group.group_name if groups["ep"].size > 1 else None
-    exchange = experts, "all_to_all_single"  # of as many rows as tokens choose
-    out["collectives"] = [call._replace(shapes=[]) if call[:2] == exchange else call for call in calls]
+    uneven = {groups[axis].process_group.group_name for axis in ("ep", "stage") if groups[axis].size > 1}
+    out["collectives"] = [call._replace(shapes=[]) if call.name == "all_to_all_single" and call.group in uneven
+                          else call for call in calls]  # of as many rows as tokens choose, as owners have of a matrix
     return out
 
 
@@ -200,7 +199,8 @@ def extra_state(model, optimizer) -> dict[str, torch.Tensor]:
 def pieces(optimizer, what: str) -> list[tuple]:
     """(name, shape, box, whether this rank counts it, values) of everything a rank holds of one kind."""
     return [(p.spec.name, p.spec.shape, box, bucket.owns(p.spec), flat[place].clone().reshape(param.box_shape(box)))
-            for bucket in optimizer.buckets for flat in [bucket.grad_shard if what == "grad" else bucket.state[what]]
+            for bucket in optimizer.buckets if what in ("grad", *bucket.state)
+            for flat in [bucket.grad_shard if what == "grad" else bucket.state[what]]
             for p, box, place in bucket.pieces()]
 
 

@@ -21,7 +21,7 @@ FEATURES = {
     "tables": {"two": "", "tied": "--tied"},
     "qk": {"plain": "", "norm": "--qk-norm"},
     "biases": {"none": "", "qkv": "--qkv-bias"},
-    "optimizer": {"adamw": "", "sgd": "--optimizer sgd"},
+    "optimizer": {"adamw": "", "sgd": "--optimizer sgd", "muon": "--optimizer muon"},
     "batch": {"constant": "", "ramp": "--batch-ramp 8@0,16@1"},
     "dtype": {"fp64": "--dtype fp64", "bf16": "--dtype bf16", "fp16": "--dtype fp16"},
     "fp8": {"none": "", "tensorwise": "--fp8 tensorwise", "blockwise": "--fp8 blockwise"},
@@ -32,7 +32,7 @@ IMPOSSIBLE = {
     (("zero", "0"), ("replicas", "2")),
     (("tp", "async"), ("fp8", "tensorwise")), (("tp", "async"), ("fp8", "blockwise")),
     *((("dtype", dtype), ("fp8", fp8)) for dtype in ("fp64", "fp16") for fp8 in ("tensorwise", "blockwise")),
-    (("dtype", "fp64"), ("moments", "bf16")), (("optimizer", "sgd"), ("moments", "bf16")),
+    (("dtype", "fp64"), ("moments", "bf16")), *((("optimizer", rule), ("moments", "bf16")) for rule in ("sgd", "muon")),
 }
 MIXTRAL = "--experts 8 --top-k 2 --expert-ffn {} --router-z-loss 0.02 --aux-loss 0.3"
 DEEPSEEK = ("--experts 8 --top-k 3 --expert-ffn {} --router sigmoid --router-scale 2.5 --expert-groups 4 "

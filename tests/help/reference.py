@@ -123,10 +123,36 @@ def logits(w: dict[str, torch.Tensor], tokens: torch.Tensor, model, biases: dict
     return x @ w["embedding" if model.tied else "head"].T
 
 
+class Muon(torch.optim.Optimizer):
+    """Of Liu et al. 2025. What Newton-Schulz iterates, a polynomial of a matrix, is one of its singular values."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                m.mul_(0.95).add_(p.grad, alpha=0.05)
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                for whole, g in zip(p.view(-1, *group["shape"]), (0.05 * p.grad + 0.95 * m).view(-1, *group["shape"])):
+                    u, s, v = torch.linalg.svd(g / g.norm(), full_matrices=False)
+                    for _ in range(5):
+                        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+                    whole.sub_(u * s @ v, alpha=group["lr"] * 0.2 * max(g.shape) ** 0.5)
+
+
+def make_optimizers(w: dict[str, torch.Tensor], optim) -> list[torch.optim.Optimizer]:
+    matrices = {name: p for name, p in w.items() if optim.optimizer == "muon" and p.ndim >= 2
+                and name not in ("embedding", "head")}
+    # Gate and up projection of an expert are two matrices in one tensor.
+    muon = [Muon([dict(params=[p], shape=(p.shape[-2] // (1 + name.endswith("gate_up")), p.shape[-1]))], dict(
+        lr=optim.lr, weight_decay=optim.weight_decay)) for name, p in matrices.items()]
+    return [*muon, make_optimizer({name: p for name, p in w.items() if name not in matrices}, optim)]
+
+
 def make_optimizer(w: dict[str, torch.Tensor], optim) -> torch.optim.Optimizer:
     groups = [dict(params=[p for p in w.values() if p.ndim >= 2], weight_decay=optim.weight_decay),
               dict(params=[p for p in w.values() if p.ndim < 2], weight_decay=0.0)]
-    if optim.optimizer == "adamw":
+    if optim.optimizer != "sgd":
         return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=1e-8)
     return torch.optim.SGD(groups, lr=optim.lr)
 
@@ -142,10 +168,11 @@ def train(weights: dict[str, torch.Tensor], batches: list[tuple[torch.Tensor, ..
     moe_layers = range(model.dense_layers, model.layers) if model.experts else ()
     biases = {f"layers.{i}.router.bias": torch.zeros(model.experts, dtype=torch.float64) for i in moe_layers}
     w = {name: value.clone().requires_grad_() for name, value in weights.items()}
-    optimizer = make_optimizer(w, optim)
+    optimizers = make_optimizers(w, optim)
     out = dict(loss=[], norm=[], grads=[])
     for tokens, labels, begins in batches:
-        optimizer.zero_grad()
+        for p in w.values():
+            p.grad = None
         valid = labels >= 0
         mixtures = []
         rows = logits(w, tokens, model, biases, mixtures, begins)[valid]
@@ -156,13 +183,14 @@ def train(weights: dict[str, torch.Tensor], batches: list[tuple[torch.Tensor, ..
         out["grads"].append({name: p.grad.clone() for name, p in w.items()})
         limit = optim.clip or float("inf")
         out["norm"].append(torch.nn.utils.clip_grad_norm_(list(w.values()), limit).item())
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         for bias, (_, loads, *_) in zip(biases.values(), mixtures):
             load = loads.sum(0).double()
             bias += optim.bias_rate * torch.sign(load.mean() - load)
     out["biases"] = biases
     out["params"] = {name: p.detach() for name, p in w.items()}
-    if optim.optimizer == "adamw":
-        out["m"] = {name: optimizer.state[p]["exp_avg"] for name, p in w.items()}
-        out["v"] = {name: optimizer.state[p]["exp_avg_sq"] for name, p in w.items()}
+    state = {p: values for optimizer in optimizers for p, values in optimizer.state.items()}
+    for what, theirs in (("m", "exp_avg"), ("v", "exp_avg_sq")):
+        out[what] = {name: state[p][theirs] for name, p in w.items() if theirs in state.get(p, ())}
     return out

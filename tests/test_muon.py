@@ -1,0 +1,143 @@
+"""Muon over shards: every grid equals one process, its owners have equal work, and it sends what is said."""
+import math
+
+import pytest
+import reference
+import torch
+import torch.distributed as dist
+from grids import NO_GROUPS, built, forward_backward, settings_of
+from test_grids import DEEPSEEK, MIXTRAL, cases, equals_one_process
+
+import config
+import train
+from collectives import build_groups, sent
+from muon import ITERATIONS, orthogonalize, orthogonalize_flops
+from param import Spec, box_shape, parameter
+from plan import costs
+from run.dryrun import fake_tensors, fake_world
+from run.meter import Meter
+from zero import Optimizer
+
+GRIDS = [
+    (1, "--micro-batch 8"),
+    (2, "--micro-batch 6"),
+    (4, "--micro-batch 3 --zero 1 --dp-replicate 2"),
+    (4, "--micro-batch 6 --tp 2 --zero 3"),
+    (4, "--micro-batch 12 --tp 4 --kv-heads 2 --sp off --qkv-bias"),
+    (4, "--micro-batch 6 --pp 2 --zero 2 --schedule zb-h1 --tied"),
+    (1, f"--micro-batch 8 {MIXTRAL}"),
+    (4, f"--micro-batch 6 {MIXTRAL} --tp 2 --ep 2 --zero 1"),
+]
+MORE = [
+    (8, "--micro-batch 3 --zero 2 --dp-replicate 4"),
+    (8, "--micro-batch 6 --tp 4 --zero 3 --kv-heads 2 --vocab 257 --recompute selective"),
+    (4, f"--micro-batch 6 {DEEPSEEK} --ep 4"),
+    (8, f"--micro-batch 12 {DEEPSEEK} --pp 2 --cp 2 --tp 2 --ep 4 --schedule dualpipev --layers 5 --recompute full"),
+]
+
+
+@pytest.mark.parametrize("ranks, grid", cases(GRIDS) + cases(MORE, [pytest.mark.slow]))
+def test_a_grid_equals_one_process(pool, ranks, grid):
+    equals_one_process(pool, ranks, grid + " --optimizer muon")
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (96, 64), (3, 40, 24)])
+def test_orthogonalize_moves_all_singular_values_near_one(shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    values = torch.linalg.svdvals(orthogonalize(x))
+    assert values.min() > 0.6 and values.max() < 1.3
+    u, _, v = torch.linalg.svd(x, full_matrices=False)
+    along = u.mT @ orthogonalize(x) @ v.mT  # diagonal: the same singular vectors
+    assert (along - torch.diag_embed(along.diagonal(dim1=-2, dim2=-1))).abs().max() < 1e-10
+
+
+def test_an_update_is_as_near_the_exact_one_as_that_of_torch():
+    """Both iterate in bf16, the exact one in fp64."""
+    weight = parameter(Spec("w", (48, 80)), NO_GROUPS, torch.bfloat16)
+    unit = torch.nn.Module()
+    unit.weight = weight
+    optimizer = Optimizer({0: [unit]}, NO_GROUPS, rule="muon", weight_decay=0.1, clip=0.0)
+    theirs, exact = (torch.nn.Parameter(torch.zeros(48, 80, dtype=dtype)) for dtype in (torch.float32, torch.float64))
+    others = [torch.optim.Muon([theirs], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+              reference.Muon([dict(params=[exact], shape=(48, 80))], dict(lr=0.01, weight_decay=0.1))]
+    for step in range(3):
+        grad = torch.randn(48, 80, generator=torch.Generator().manual_seed(step)).bfloat16()
+        optimizer.begin_step(1)
+        (weight * grad).sum().backward()
+        optimizer.finish_step()
+        optimizer.step(0.01)
+        theirs.grad, exact.grad = grad.float(), grad.double()
+        for other in others:
+            other.step()
+        error, of_torch = ((x.detach() - exact).norm() / exact.norm()
+                           for x in (optimizer.buckets[0].master.view(48, 80), theirs))
+        assert error < 1.2 * of_torch < 0.06
+
+
+LLAMA = "--preset llama-3.1-8b --seq 64 --micro-batch 1 --dtype bf16 --optimizer muon --zero 1 --data " + __file__
+
+
+@pytest.mark.parametrize("flags, n", [("--dp 8", 8), ("--dp 8 --tp 4", 32), ("--dp 32 --tp 2 --pp 2", 64)])
+def test_owners_of_a_llama_have_equal_work_and_get_most_from_few(flags, n):
+    world = n * (2 if "--pp" in flags else 1)
+    settings = config.parse(f"{LLAMA} {flags} --global-batch {2 * n}".split(), world)
+    with fake_world(world, 0), fake_tensors():
+        groups = build_groups(settings.grid, settings.model)
+        model = train.build_model(settings, groups, "cpu")
+        muon = train.build_optimizer(settings, model, groups).matrices
+    assert len(muon.matrices) == 7 * len(model.blocks)
+    work = [0] * n
+    for matrix, owner in zip(muon.matrices, muon.owners):
+        work[owner] += orthogonalize_flops(*matrix.shape)
+    assert max(work) / (sum(work) / n) < 1.1
+    assert sum(work) == len(model.blocks) * costs.muon_flops(settings.model, 0)
+    elements = sum(math.prod(matrix.shape) for matrix in muon.matrices)
+    held = [sum(math.prod(box_shape(piece.box)) for piece in matrix.pieces) for matrix in muon.matrices]
+    assert held == [math.prod(matrix.shape) for matrix in muon.matrices], "each element is on one rank"
+    moved = sum(math.prod(box_shape(piece.box)) for matrix, owner in zip(muon.matrices, muon.owners)
+                for piece in matrix.pieces if piece.rank != owner)
+    assert moved <= (n - 1) / n * elements
+
+
+def sent_for_matrices(grid: str) -> tuple[int, int]:
+    """(bytes that this rank sends over the stage's ranks in an update, elements of all matrices of the model)"""
+    settings = settings_of(grid + " --optimizer muon", dist.get_world_size())
+    groups = build_groups(settings.grid, settings.model)
+    model, optimizer = built(settings, groups)
+    tokens = torch.ones(settings.batch.ramp()[0][0], settings.batch.seq, dtype=torch.long)
+    forward_backward(settings, groups, model, optimizer, tokens, tokens)
+    sent.clear()
+    optimizer.step(0.01)
+    return sent["stage"], sum(math.prod(matrix.shape) for matrix in optimizer.matrices.matrices)
+
+
+@pytest.mark.parametrize("grid, least, most", [("--micro-batch 12 --tp 4", 2, 2), ("--micro-batch 6 --zero 1", 0.1, 2),
+                                               ("--micro-batch 6", 4, 4)])
+def test_a_matrix_is_sent_to_its_owner_and_back(pool, grid, least, most):
+    """2 (n-1)/n of it, less if its owner is chosen because most of the matrix is there already; at level 0 n-1 of it,
+    from the owner to all."""
+    results, n = pool.run(4, "test_muon:sent_for_matrices", grid=grid), 4
+    nbytes, elements = sum(nbytes for nbytes, _ in results), results[0][1]
+    assert least <= nbytes / ((n - 1) / n * elements * 8) <= most
+
+
+def test_the_exchange_is_hidden_under_the_other_updates(monkeypatch):
+    """Order of events: momenta are sent, vectors and tables are updated, then the owners wait."""
+    events = []
+    settings = settings_of("--micro-batch 12 --optimizer muon")
+    model, optimizer = built(settings, NO_GROUPS)
+    tokens = torch.ones(settings.batch.ramp()[0][0], settings.batch.seq, dtype=torch.long)
+    forward_backward(settings, NO_GROUPS, model, optimizer, tokens, tokens)
+    exchange, update = optimizer.matrices.to_owners, optimizer.update
+    start, received = exchange.start, exchange.received
+    exchange.start = lambda read: events.append("send") or start(read)
+    exchange.received = lambda pending: events.append("wait") or received(pending)
+    optimizer.update = lambda *args, **kwargs: events.append("update") or update(*args, **kwargs)
+    optimizer.step(0.01)
+    assert events[0] == "send" and events[-1] == "wait" and set(events[1:-1]) == {"update"}
+
+
+def test_flops_are_those_that_are_computed():
+    with Meter() as meter:
+        orthogonalize(torch.ones(24, 40))
+    assert meter.flops == orthogonalize_flops(24, 40) and ITERATIONS == 5
