@@ -34,18 +34,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from collectives import ALONE, Group, Pending, all_to_all, run_demo
+from collectives import ALONE, Group, all_to_all, run_demo
 from param import Box, Spec, box_shape, boxes, local_box, shard_slice
 
 MOMENTUM = 0.95
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # a, b, c: the steepest at 0 that still keep singular values near 1
 ITERATIONS = 5
-STACKED = 2**26  # the most elements of equal matrices that are orthogonalised in one batched matmul
+STACKED = 2**24  # the most elements of equal matrices that are orthogonalised in one batched matmul
 
 
-def has_matrices(spec: Spec) -> bool:
-    """Whether Muon updates this parameter; it does not update vectors, nor tables, whose rows are looked up."""
-    return spec.matrices > 0 and len(spec.shape) > 1
+def kind_of(spec: Spec) -> str:
+    """Muon updates matrices; it does not update vectors, nor tables of the vocabulary, whose rows are looked up."""
+    return "vector" if len(spec.shape) == 1 else "matrix" if spec.matrices else "table"
 
 
 def matrix_shape(spec: Spec) -> tuple[int, int]:
@@ -54,15 +54,15 @@ def matrix_shape(spec: Spec) -> tuple[int, int]:
 
 
 def orthogonalize(x: Tensor) -> Tensor:
-    """[..., R, C] -> about U V^T of its singular value decomposition U S V^T: singular values of 0.7 to 1.2, by
+    """[k, R, C] -> about U V^T of each one's singular value decomposition U S V^T: singular values of 0.7 to 1.2, by
     Newton-Schulz iterations in the dtype of x."""
     a, b, c = COEFFICIENTS
-    tall = x.shape[-2] > x.shape[-1]
+    tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
     for _ in range(ITERATIONS):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * (gram @ gram)) @ x
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)  # sums are rounded once
     return x.mT if tall else x
 
 
@@ -160,23 +160,27 @@ class Muon:
     def update(self, grads: Sequence[Tensor], *, lr: float, weight_decay: float, found_inf: Tensor) -> Iterator[None]:
         """The master weights of all buckets, by the grads of their shards; nothing changes if found_inf is 1. At the
         `yield` momenta are on their way to the owners, under whatever the caller does meanwhile."""
-        updates, applied = [], found_inf == 0
-        for bucket, grad in zip(self.buckets, grads):
-            m = bucket.state["m"]
-            m.copy_(torch.where(applied, m.lerp(grad, 1 - MOMENTUM), m))
-            updates.append(grad.lerp(m, MOMENTUM).to(self.device, self.dtype))
-        pending = self.to_owners.start(lambda i, piece: updates[piece.bucket][piece.place])
+        applied = found_inf == 0  # as the host does not read it, all is computed, and then not applied
+        updates = [self.add_to_momentum(bucket, grad, applied) for bucket, grad in zip(self.buckets, grads)]
+        nothing = updates[0][:0]  # what a rank sends that owns no matrix
+        self.to_owners.start(nothing, lambda i, piece: updates[piece.bucket][piece.place])
         yield
-        wholes = {i: updates[0].new_empty(self.matrices[i].shape) for i, _ in self.to_owners.incoming()}
-        for i, piece, values in self.to_owners.received(pending):
-            wholes[i][piece.box] = values.view(box_shape(piece.box))
+        wholes = {i: nothing.new_empty(self.matrices[i].shape) for i, _ in self.to_owners.incoming()}
+        self.to_owners.finish(lambda i, piece: wholes[i][piece.box])
         self.orthogonalize(wholes)
-        pending = self.from_owners.start(lambda i, piece: wholes[i][piece.box].flatten())
-        for _, piece, values in self.from_owners.received(pending):
-            updates[piece.bucket][piece.place] = values
+        self.from_owners.start(nothing, lambda i, piece: wholes[i][piece.box].flatten())
+        self.from_owners.finish(lambda i, piece: updates[piece.bucket][piece.place])
         for bucket, update in zip(self.buckets, updates):
-            update = torch.where(applied, update.to(bucket.master.device, bucket.acc_dtype), 0)
-            bucket.master.mul_(1 - lr * weight_decay * applied.to(update)).sub_(update, alpha=lr)
+            update = update.to(bucket.master.device, bucket.acc_dtype)
+            rate = lr * applied.to(update)
+            bucket.master.mul_(1 - weight_decay * rate).sub_(update.mul_(rate))
+
+    def add_to_momentum(self, bucket, grad: Tensor, applied: Tensor) -> Tensor:
+        """-> the shard of U."""
+        m = bucket.state["m"]
+        grad = torch.where(applied, grad, m)  # if not applied, m does not change, and U is finite
+        m.lerp_(grad, 1 - MOMENTUM)
+        return grad.lerp_(m, MOMENTUM).to(self.device, self.dtype)
 
     def orthogonalize(self, wholes: dict[int, Tensor]) -> None:
         """Replace matrices by their scaled updates. Equal ones are multiplied together: experts are small."""
@@ -186,7 +190,7 @@ class Muon:
         for shape, own in alike.items():
             step = max(1, STACKED // math.prod(shape))
             for some in (own[start:start + step] for start in range(0, len(own), step)):
-                results = orthogonalize(torch.stack([wholes[i] for i in some]))
+                results = orthogonalize(torch.stack([wholes.pop(i) for i in some]))
                 wholes.update(zip(some, results.mul_(0.2 * max(shape)**0.5)))
 
 
@@ -206,17 +210,21 @@ class Exchange:
     def incoming(self) -> list[tuple[int, Piece]]:
         return sum(self.receives, [])
 
-    def start(self, read: Callable[[int, Piece], Tensor]) -> Pending:
-        """read: returns the values of a piece that this rank sends."""
-        values = [read(i, piece) for to_one in self.sends for i, piece in to_one]
+    def start(self, nothing: Tensor, read: Callable[[int, Piece], Tensor]) -> None:
+        """nothing: a tensor without elements. read: returns the values of a piece that this rank sends."""
+        values = torch.cat([nothing, *(read(i, piece) for to_one in self.sends for i, piece in to_one)])
         splits = [[sum(math.prod(box_shape(piece.box)) for _, piece in pieces) for pieces in lists]
                   for lists in (self.receives, self.sends)]
-        return all_to_all(values[0].new_empty(sum(splits[0])), torch.cat(values), *splits, self.group, async_op=True)
+        self.pending = all_to_all(nothing.new_empty(sum(splits[0])), values, *splits, self.group, async_op=True)
 
-    def received(self, pending: Pending) -> Iterator[tuple[int, Piece, Tensor]]:
-        sizes = [math.prod(box_shape(piece.box)) for _, piece in self.incoming()]
-        for (i, piece), values in zip(self.incoming(), pending.wait().split(sizes)):
-            yield i, piece, values
+    def finish(self, place: Callable[[int, Piece], Tensor]) -> None:
+        """place: returns the tensor that is to have the values of a piece that this rank receives."""
+        values = self.pending.wait()
+        del self.pending
+        for (i, piece), part in zip(self.incoming(), values.split([math.prod(box_shape(piece.box))
+                                                                   for _, piece in self.incoming()])):
+            into = place(i, piece)
+            into.copy_(part.view_as(into))
 
 
 # ---- demo: python muon.py -------------------------------------------------------------------------------------------
@@ -224,13 +232,13 @@ class Exchange:
 def demo(group: Group) -> None:
     size, generator = 512, torch.Generator().manual_seed(0)
     a, b = (torch.randn(size, size, generator=generator) for _ in range(2))
-    momentum = a * torch.logspace(0, -3, size) @ b  # as gradients are: a few directions are much larger than the others
+    momentum = (a * torch.logspace(0, -3, size) @ b)[None]  # as of gradients: a few directions are much the largest
     whole = orthogonalize(momentum)
     for title, x in ("momentum", momentum), ("its update", whole):
         values = torch.linalg.svdvals(x)
         print(f"{title:12s} singular values from {values.min():.2g} to {values.max():.2g}")
     for t in 2, 4, 8:
-        alone = torch.cat([orthogonalize(shard) for shard in momentum.chunk(t)])
+        alone = torch.cat([orthogonalize(shard) for shard in momentum.chunk(t, dim=1)], dim=1)
         print(f"each shard of {t} ranks orthogonalised alone: {(alone - whole).norm() / whole.norm():.0%} off")
     shapes = [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 2 + [(4096, 14336)]
     matrices = [Matrix(shape, []) for _ in range(32) for shape in shapes]

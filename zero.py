@@ -53,7 +53,7 @@ from collectives import (
 )
 from config import padded_elements
 from dp import Bucket, Units, assign_to_buckets
-from muon import Muon, has_matrices
+from muon import Muon, kind_of
 from param import Box, Source, Spec, box_shape, boxes, is_first_replica, parameter
 
 
@@ -297,13 +297,13 @@ class Optimizer:
         self.rule = UPDATE_RULES[rule]
         settings = dict(level=level, moments_dtype=moments_dtype, reduce_dtype=reduce_dtype, running={},
                         offload=offload)
-        # A rule for matrices needs buckets of nothing else.
-        is_matrix = has_matrices if self.rule.matrices else lambda spec: False
-        self.buckets = []
-        for params in assign_to_buckets(units, 0 if level == 3 else bucket_mb, is_matrix):
-            rule = self.rule.matrices if is_matrix(next(iter(params)).spec) else self.rule
+        kind = kind_of if self.rule.matrices else lambda spec: None  # buckets of matrices are updated together
+        self.buckets, of_matrices = [], []
+        for params in assign_to_buckets(units, 0 if level == 3 else bucket_mb, kind):
+            is_matrix = kind(next(iter(params)).spec) == "matrix"
+            rule = self.rule.matrices if is_matrix else self.rule
             self.buckets.append(ShardedBucket(params, groups, rule_state=rule.state, **settings))
-        of_matrices = [bucket for bucket in self.buckets if is_matrix(bucket.params[0].spec)]
+            of_matrices += self.buckets[-1:] * is_matrix
         self.matrices = self.rule.matrices(of_matrices, groups["stage"], peers or [groups]) if of_matrices else None
         self.world, self.head, device = groups["world"], head, self.buckets[0].device
         self.clip, self.weight_decay, self.rule_settings = clip, weight_decay, dict(betas=betas, eps=eps)

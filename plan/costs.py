@@ -242,23 +242,24 @@ def bucket_elements(settings: Config, stages: Mapping[int, range], element: int)
     table, last_stage = -(-model.vocab // grid.tp) * model.hidden, grid.pp * grid.chunks - 1
     tables = (0 in stages) + (last_stage in stages)
     buckets: dict[str, list[int]] = {"dp": [table] if model.tied and tables else []}
-    muon = settings.optim.optimizer == "muon"  # matrices are in buckets of their own
+    muon = settings.optim.optimizer == "muon"  # matrices, vectors and tables are in buckets of their own
 
-    def block(layer: int) -> dict[tuple[str, bool], int]:
-        counts = {(axis, muon): count for axis, count in layer_elements(settings, layer).items()}
+    def block(layer: int) -> dict[tuple[str, str], int]:
+        counts = {(axis, ""): count for axis, count in layer_elements(settings, layer).items()}
         if muon:
-            counts["dp", False] = vector_elements(settings)
-            counts["dp", True] -= counts["dp", False]
+            counts["dp", "vector"] = vector_elements(settings)
+            counts["dp", ""] -= counts["dp", "vector"]
         return counts
 
     kinds, elements = layer_kinds(settings), by_kind(settings, block)
+    table_key, norm_key = (("dp", "table"), ("dp", "vector")) if muon else (("dp", ""), ("dp", ""))
     for stage, layers in stages.items():
         units = [elements[kinds[layer]] for layer in layers]
         if stage == 0 and not model.tied:
-            units.insert(0, {("dp", False): table})
+            units.insert(0, {table_key: table})
         if stage == last_stage:
-            units.append({("dp", False): model.hidden + (0 if model.tied else table)})
-        filling: dict[tuple[str, bool], int] = {}
+            units.append(Counter({norm_key: model.hidden}) + Counter({table_key: 0 if model.tied else table}))
+        filling: dict[tuple[str, str], int] = {}
         for unit in units:
             for key, count in unit.items():
                 filling[key] = filling.get(key, 0) + count

@@ -239,6 +239,8 @@ def memory_bytes(settings: Config, element: int, moments: int, buckets: dict[str
     found = moments_of_backwards(work, stages, backwards, activations, in_flight)
     if reduced_bytes(settings, element) < acc:
         found += moments_of_reduction(work, padded, activations, grid.pp * grid.chunks - 1 in stages)
+    if settings.optim.optimizer == "muon":
+        found.append(moment_of_matrices(settings, element, chain(*stages.values()), activations))
     moment = max(found, key=lambda moment: moment.gradients * acc * (level >= 2) + moment.weights * element
                  * (level == 3) + moment.temporaries - moment.freed)
     memory = dict(weights=(sharded + moment.weights if level == 3 else unsharded) * element,
@@ -249,11 +251,12 @@ def memory_bytes(settings: Config, element: int, moments: int, buckets: dict[str
     return memory | dict(activations=activations - round(moment.freed), temporaries=round(moment.temporaries))
 
 
-def shards_of(settings: Config) -> dict[str, int]:
-    """Data axis -> how many ranks shard its buckets."""
+def shards_of(settings: Config, level: int | None = None) -> dict[str, int]:
+    """Data axis -> how many ranks shard its buckets, at this level of ZeRO or that of the settings."""
     grid = settings.grid
+    level = grid.zero if level is None else level
     shards = grid.dp // grid.dp_replicate * grid.cp
-    return dict(dp=shards, edp=shards * grid.tp // grid.ep) if grid.zero else dict(dp=1, edp=1)
+    return dict(dp=shards, edp=shards * grid.tp // grid.ep) if level else dict(dp=1, edp=1)
 
 
 def pad(settings: Config, buckets: dict[str, list[int]]) -> dict[str, list[int]]:
@@ -285,7 +288,8 @@ def moments_of_backwards(work: Work, stages: Mapping[int, range], backwards: lis
     """Candidates for the peak in each backward: its loss, its head's matrix, its last block; and its end."""
     settings, rounded, T, rows = work.settings, work.rounded, work.T, work.rows
     acc, sent, shards = acc_bytes(work.element), work.sent, shards_of(settings)
-    padded = {stage: pad(settings, bucket_elements(settings, {stage: layers}, work.element))
+    whole = replace(settings, optim=replace(settings.optim, optimizer="adamw"))  # Muon's vectors are apart, but small
+    padded = {stage: pad(settings, bucket_elements(whole, {stage: layers}, work.element))
               for stage, layers in stages.items()}
     for buckets in padded.values():  # other codes' stages may be empty
         buckets["dp"] = buckets["dp"] or [0]
@@ -354,6 +358,16 @@ def moments_of_reduction(work: Work, padded: dict[str, list[int]], activations: 
         copies = units[0]
     return [Moment(0, 0, sent * (copies + received), activations),
             Moment(0, 0, work.block + sent * max(0, copies + received - units[0]), activations)]
+
+
+def moment_of_matrices(settings: Config, element: int, layers: Iterable[int], activations: int) -> Moment:
+    """Of --optimizer muon, whose updates come after the activations have gone. While owners send them, a rank has the
+    matrices that it owns, and three times the elements of its shards: what it sends, and what it receives and had sent
+    before. While it orthogonalises, all factors of matrices of up to 2**24 elements in all."""
+    total = matrix_elements(settings, layers)
+    held, owned = (sum(count // shards[axis] for axis, count in total.items())
+                   for shards in (shards_of(settings), shards_of(settings, level=1)))
+    return Moment(0, 0, element * max(3 * held + owned, held + owned + 3 * min(owned, 2**24)), activations)
 
 
 def block_temporaries(settings: Config, element: int, rounded: int, T: int, layer: int) -> float:

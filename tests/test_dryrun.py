@@ -350,6 +350,7 @@ PLANNED_SLOW += [(SIZE + flags, 0) for flags in (
     "--dp 8 --tied --dtype fp32", "--pp 2 --dp 4 --dtype fp32 --moments bf16",
     "--tp 2 --dp 4 --fp8 tensorwise --zero 1", "--tp 2 --dp 2 --cp 2 --cp-style ring --zero 1",
     "--tp 8 --sp async --recompute full", "--dp 8 --zero 1 --optimizer sgd",
+    "--dp 8 --zero 3 --optimizer muon", "--dp 2 --tp 4 --zero 2 --optimizer muon --bucket-mb 8",
     "--dp 8 --attention math", "--dp 8 --zero 1 --reduce-dtype bf16 --seq 64",
     "--pp 2 --dp 4 --zero 2 --reduce-dtype bf16 --seq 64", "--dp 8 --zero 2 --reduce-dtype bf16 --global-batch 16")]
 PLANNED_SLOW += [(f"{SIZE_MOE}--dp 8 --ep 4 --zero {zero} --reduce-dtype bf16 --seq 64", 0) for zero in (0, 1)]

@@ -108,20 +108,20 @@ def shared(flags: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("flags, axes", [
-    ("", [["world", "data", "dp"]]),
-    ("--cp 4", [["cp"], ["world", "data", "dp"]]),  # keys and values are not to wait for gradients
-    (f"{MIXTRAL} --ep 4", [["ep"], ["world", "data", "dp"]]),  # nor tokens
-    (MIXTRAL, [["world", "data", "dp", "edp"]])])  # dense and experts' gradients
+    ("", [["stage", "world", "data", "dp"]]),
+    ("--cp 4", [["cp"], ["stage", "world", "data", "dp"]]),  # keys and values are not to wait for gradients
+    (f"{MIXTRAL} --ep 4", [["ep"], ["stage", "world", "data", "dp"]]),  # nor tokens
+    (MIXTRAL, [["stage", "world", "data", "dp", "edp"]])])  # dense and experts' gradients
 def test_axes_with_the_same_ranks_share_a_group_unless_they_are_busy_together(pool, flags, axes):
     for made in pool.run(4, "test_groups:shared", flags=flags):
         assert made == axes
 
 
 @pytest.mark.parametrize("flags, axes", [
-    ("--tp 4", [["world", "tp"]]),  # a key and value head per rank
-    ("--tp 4 --kv-heads 2", [["kv"], ["kv_copy"], ["world", "tp"]]),
-    (f"{MIXTRAL} --tp 4", [["edp"], ["world", "tp"]]),  # experts' gradients are not to wait for activations
-    (f"{MIXTRAL} --tp 4 --ep 4 --kv-heads 1", [["ep"], ["world", "tp", "kv_copy"]])])  # nor tokens
+    ("--tp 4", [["stage", "world", "tp"]]),  # a key and value head per rank
+    ("--tp 4 --kv-heads 2", [["kv"], ["kv_copy"], ["stage", "world", "tp"]]),
+    (f"{MIXTRAL} --tp 4", [["edp"], ["stage", "world", "tp"]]),  # experts' gradients are not to wait for activations
+    (f"{MIXTRAL} --tp 4 --ep 4 --kv-heads 1", [["ep"], ["stage", "world", "tp", "kv_copy"]])])  # nor tokens
 def test_axes_of_heads_are_made_where_ranks_are_more_than_heads(flags, axes):
     settings, made = grids.settings_of(flags, 4), {}
     with dryrun.fake_world(4, 0):
