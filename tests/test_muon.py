@@ -75,6 +75,22 @@ def test_an_update_is_as_near_the_exact_one_as_that_of_torch():
         assert error < 1.2 * of_torch < 0.06
 
 
+def test_a_step_with_infinite_gradients_changes_nothing():
+    weight = parameter(Spec("w", (4, 6)), NO_GROUPS, torch.float64)
+    unit = torch.nn.Module()
+    unit.weight = weight
+    optimizer = Optimizer({0: [unit]}, NO_GROUPS, rule="muon")
+    before = []
+    for value in 1.0, torch.inf:
+        before = [tensor.clone() for tensor in optimizer.buckets[0].state.values()]
+        optimizer.begin_step(1)
+        (weight * value).sum().backward()
+        optimizer.finish_step()
+        optimizer.step(0.01)
+    assert before[1].abs().min() > 0, "the first step changes the momentum"
+    assert all(map(torch.equal, before, optimizer.buckets[0].state.values()))
+
+
 LLAMA = "--preset llama-3.1-8b --seq 64 --micro-batch 1 --dtype bf16 --optimizer muon --zero 1 --data " + __file__
 
 
