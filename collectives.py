@@ -285,8 +285,10 @@ class AllToAll__AllToAll(torch.autograd.Function):
 # made: one call makes all groups of an axis, and axes with the same ranks share a group unless both are busy at once:
 # while gradients are reduced, backward goes on to communicate over cp, tp and ep.
 
-AXES = ("stage", "world", "pp", "tie", "data", "replicate", "dp", "cp", "tp", "kv", "kv_copy", "ep", "edp")
-TRAFFIC = {"dp": "gradients", "edp": "gradients", "cp": "keys", "tp": "activations", "ep": "tokens"}  # others: little
+AXES = ("stage", "world", "pp", "tie", "data", "replicate", "dp", "cp", "cp_keys", "cp_heads", "tp", "kv", "kv_copy",
+        "ep", "edp")
+TRAFFIC = {"dp": "gradients", "edp": "gradients", "cp": "keys", "cp_keys": "keys", "cp_heads": "keys",
+           "tp": "activations", "ep": "tokens"}  # others: little
 
 
 def build_groups(grid, model, timeout_s: float = 600) -> Groups:
@@ -325,6 +327,10 @@ def members_of_axes(grid, model, world: int) -> dict[str, list[list[int]]]:
         "cp": groups_along(dense, "cp"),  # those with shards of the same sequences
         "tp": groups_along(dense, "tp"),  # those with shards of the same layers
     }
+    if grid.cp_ulysses > 1:  # neighbours, which exchange heads; and those that then have the same heads
+        both = dict(others=world // (grid.cp * grid.tp), keys=grid.cp // grid.cp_ulysses, heads=grid.cp_ulysses,
+                    tp=grid.tp)
+        members |= {"cp_keys": groups_along(both, "keys"), "cp_heads": groups_along(both, "heads")}
     if grid.tp > model.kv_heads:  # kv: ranks with different key and value heads; kv_copy: with copies of the same one
         heads = dict(others=world // grid.tp, kv=model.kv_heads, copy=grid.tp // model.kv_heads)
         members |= {"kv": groups_along(heads, "kv"), "kv_copy": groups_along(heads, "copy")}

@@ -132,6 +132,7 @@ class Grid:
     cp: int = positive(1, "context parallel ranks: each has 1/cp of every sequence")
     cp_style: str = setting("allgather", "allgather: gather keys and values; ring: send them round a ring; ulysses: "
                                          "all-to-all from sequence to head shards", tuple(CP_STYLES))
+    cp_ulysses: int = positive(1, "beside --cp-style: so many neighbours exchange heads as in ulysses, and fewer keys")
     tp: int = positive(1, "tensor parallel ranks")
     pp: int = positive(1, "pipeline ranks: each has the layers of one pipeline stage, or of several")
     schedule: str = setting("1f1b", "pipeline schedule; python -m run.timeline --schedule NAME draws it",
@@ -146,6 +147,11 @@ class Grid:
                             "async: its communication overlaps matmuls, shard by shard round a ring",
                       ("off", "on", "async"))
     bucket_mb: float = setting(25.0, "a gradient bucket: whole layers, until it has so many MB (10^6); 0: one layer")
+
+    @property
+    def head_ranks(self) -> int:
+        """How many neighbouring context parallel ranks exchange heads; the others exchange keys and values."""
+        return self.cp if CP_STYLES[self.cp_style].whole_sequences else self.cp_ulysses
 
     @property
     def sequence_parallel(self) -> bool:
@@ -415,6 +421,9 @@ RULES = [  # in this order: a row may rely on those before it, and all on the de
     Divides("--cp", "the heads of a tensor parallel rank",
             lambda c: c.model.heads // c.grid.tp if CP_STYLES[c.grid.cp_style].whole_sequences else 0,
             ", or another --cp-style"),
+    Divides("--cp-ulysses", "--cp", lambda c: c.grid.cp),
+    Divides("--cp-ulysses", "the --kv-heads of a tensor parallel rank",
+            lambda c: max(c.model.kv_heads // c.grid.tp, 1)),
     Divides("--dp-replicate", "--dp", lambda c: c.grid.dp),
     Divides("--ep", "--experts", lambda c: c.model.experts),
     Divides("--ep", "the ranks of --dp, --cp and --tp in a replica",
@@ -435,6 +444,8 @@ RULES = [  # in this order: a row may rely on those before it, and all on the de
     Needs("--pp", "--layers of at least --pp x --chunks", lambda c: c.model.layers >= c.grid.pp * c.grid.chunks),
     Needs("--pp-group", "--pp 2 or more with --schedule interleaved or zb1p",
           lambda c: c.grid.pp > 1 and SCHEDULES[c.grid.schedule].grouped),
+    Needs("--cp-ulysses", "--cp above it, and --cp-style ring or allgather: among all ranks it is ulysses",
+          lambda c: c.grid.cp > c.grid.head_ranks),
     Needs("--sp async", "--tp 2 or more", lambda c: c.grid.tp > 1),
     Needs("--tp", "--kv-heads that it divides, or that divide it",
           lambda c: c.model.kv_heads % c.grid.tp == 0 or c.grid.tp % c.model.kv_heads == 0),

@@ -20,8 +20,10 @@ Stops helping when: sending keys and values takes longer than attention to them,
     allgather    (c-1) 2 s k e           (c-1) 2 s k (e+a)   all of K and V        and all of their gradients
     ulysses      (c-1)/c s (2 q + 2 k) e the same            all tokens of 1/c of the heads
 
-Liu et al. 2023, Ring Attention; Brandon et al. 2023, Striped Attention, and zhuzilin's ring-flash-attention (zig-zag);
-Llama Team 2024, section 3.3.2 (all-gather); Jacobs et al. 2023, DeepSpeed Ulysses; Dao 2023, FlashAttention-2.
+Ulysses sends least, but only to as many ranks as there are key and value heads, or it copies these. For more ranks
+there is --cp-ulysses U: U neighbours exchange heads, and the c/U ranks that then have the same ones keys and values.
+Liu et al. 2023, Ring Attention; Brandon et al. 2023, Striped Attention, zhuzilin's ring-flash-attention (zig-zag);
+Llama Team 2024 (all-gather); Jacobs et al. 2023, Ulysses; Fang and Zhao 2024, USP (both); Dao 2023, FlashAttention-2.
 Shapes: B batch, S tokens per sequence, c ranks, s = S/c tokens per rank, m = s/2 per chunk, N query heads, K key and
 value heads, D head width; q = N D and k = K D elements per token (Ulysses: after copying heads) of e bytes, and of a
 bytes in the accumulation dtype (fp32), which gradients of keys and values have.
@@ -270,22 +272,32 @@ def ulysses(q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor], grou
 # ---- attention for a model's layers ---------------------------------------------------------------------------------
 
 def attention_by_window(windows: Iterable[int], tokens: Tensor, documents: Tensor | None, *, kernel: str, head_dim: int,
-                        dtype: torch.dtype, group: Group = ALONE, style: str = "allgather",
+                        dtype: torch.dtype, groups: dict[str, Group], style: str = "allgather",
                         earlier: int = 0, recompute: bool = False) -> dict[int, Callable[..., Tensor]]:
     """Window (0: none) -> attention of this rank's tokens [B, s], made once per forward: a function of q [B, N, s, D],
     and k and v [B, K, s, D], of that dtype.
 
-    documents: [B, S], of whole sequences, in the host's memory if `group` has several ranks. kernel: of --attention.
+    documents: [B, S], of whole sequences, in the host's memory if "cp" has several ranks. kernel: of --attention.
     earlier: tokens before these, whose keys and values are cached as far as the window reaches. recompute: scores are
     not saved, but computed again in backward.
     """
-    out, seq = {}, tokens.shape[1] * group.size
+    keys, heads = keys_and_heads(groups, style)
+    out, seq = {}, tokens.shape[1] * keys.size * heads.size
     for window in set(windows):
         cached = min(earlier, window - 1) if window else earlier
         mask = Mask(True, window, None if documents is None else (documents, documents), offset=cached)
         attention = choose_attention(kernel, mask, head_dim, tokens, dtype)
-        out[window] = context_parallel(group, style, seq, mask, attention, tokens.device, recompute)
+        out[window] = context_parallel(keys, heads, style, seq, mask, attention, tokens.device, recompute)
     return out
+
+
+def keys_and_heads(groups: dict[str, Group], style: str) -> tuple[Group, Group]:
+    """The ranks that exchange keys and values, and those that exchange heads. groups: "cp", all of them; and with
+    --cp-ulysses "cp_keys" and "cp_heads"."""
+    cp, keys, heads = (groups.get(axis, ALONE) for axis in ("cp", "cp_keys", "cp_heads"))
+    if heads.size > 1:
+        return keys, heads
+    return (ALONE, cp) if style == "ulysses" else (cp, ALONE)
 
 
 def choose_attention(kernel: str, mask: Mask, head_dim: int, like: Tensor, dtype: torch.dtype) -> AttentionKernel:
@@ -298,20 +310,23 @@ def choose_attention(kernel: str, mask: Mask, head_dim: int, like: Tensor, dtype
     return MATH if kernel == "math" else SDPA
 
 
-def context_parallel(group: Group, style: str, seq: int, mask: Mask, attention: AttentionKernel,
+def context_parallel(keys: Group, heads: Group, style: str, seq: int, mask: Mask, attention: AttentionKernel,
                      device: torch.device | str = "cpu", recompute: bool = False) -> Callable[..., Tensor]:
-    """Attention of this rank's tokens. seq, mask: length (of new tokens) and mask of whole sequences. style: of
-    config.CP_STYLES."""
-    if group.size > 1 and style in SOURCES:
+    """Attention of this rank's tokens. keys, heads: of `keys_and_heads`. style: of config.CP_STYLES. seq, mask: length
+    (of new tokens) and mask of whole sequences."""
+    if keys.size > 1:
         assert mask.causal and mask.offset == 0, "blocks are those of a causal mask without cached tokens"
-        steps = visible_blocks(SOURCES[style], seq, group.size, group.rank, mask, device)
-        return lambda q, k, v: BlockAttention.apply(q, k, v, SOURCES[style], steps, attention, group)
-    if mask.documents is not None:
-        mask = mask._replace(documents=tuple(to_device(documents, device) for documents in mask.documents))
-    attend = partial(attention.attend, mask=attention.prepare_mask(mask, seq, seq + mask.offset, device))
-    if recompute and attention.saves_scores:
-        attend = partial(Checkpoint.apply, attend, None)  # its inputs are saved as any others, in no arena
-    return attend if group.size == 1 else partial(ulysses, attend=attend, group=group)
+        steps = visible_blocks(SOURCES[style], seq, keys.size, keys.rank, mask, device)
+
+        def attend(q, k, v):
+            return BlockAttention.apply(q, k, v, SOURCES[style], steps, attention, keys)
+    else:
+        if mask.documents is not None:
+            mask = mask._replace(documents=tuple(to_device(documents, device) for documents in mask.documents))
+        attend = partial(attention.attend, mask=attention.prepare_mask(mask, seq, seq + mask.offset, device))
+        if recompute and attention.saves_scores:
+            attend = partial(Checkpoint.apply, attend, None)  # its inputs are saved as any others, in no arena
+    return attend if heads.size == 1 else partial(ulysses, attend=attend, group=heads)
 
 
 # ---- demo: python cp.py ---------------------------------------------------------------------------------------------

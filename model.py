@@ -259,15 +259,16 @@ class Llama(nn.Module):
 
     def context(self, stage: int, tokens: Tensor, positions: Tensor | None, documents: Tensor | None,
                 cache: Cache | None, aux_loss_scale: float | Tensor | None) -> ForwardContext:
-        how, model, tp, cp, past = self.execution, self.model, self.tp, self.groups.get("cp", ALONE), 0
+        how, model, tp, groups, past = self.execution, self.model, self.tp, self.groups, 0
         if cache is not None:  # sampling: few tokens, all of them on every rank
-            tp, cp, past = TensorParallel(tp.group), ALONE, cache.length(self.stages[stage][0])
+            tp, groups, past = TensorParallel(tp.group), {}, cache.length(self.stages[stage][0])
+        cp = groups.get("cp", ALONE)
         if positions is None:
             assert cp.size == 1, "with context parallelism a rank's positions must be given"
             positions = torch.arange(past, past + tokens.shape[1], device=tokens.device)
         attention = attention_by_window(
             map(model.window_of, self.stages[stage]), tokens, documents, kernel=how.attention, head_dim=model.head_dim,
-            dtype=how.dtype, group=cp, style=how.cp_style, earlier=past, recompute=how.recompute == "selective")
+            dtype=how.dtype, groups=groups, style=how.cp_style, earlier=past, recompute=how.recompute == "selective")
         routing = make_routing_info(tokens, cp, tp.group, aux_loss_scale) if self.routers else None
         angles = rotary_angles(positions, model, how.dtype)
         return ForwardContext(tp, tokens.shape[1], angles, attention, self.recompute, routing, cache)

@@ -284,7 +284,7 @@ def build_attention(style: str | None, seq: int) -> Step:
             return F.scaled_dot_product_attention(q, k, v, visible, enable_gqa=True)
     else:
         attend = attention_by_window([0], torch.empty(1, seq // c), None, kernel="auto", head_dim=64,
-                                     dtype=torch.float32, group=Group("cp", group), style=style)[0]
+                                     dtype=torch.float32, groups={"cp": Group("cp", group)}, style=style)[0]
 
     def step() -> None:
         q.grad = k.grad = v.grad = None

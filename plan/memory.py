@@ -20,7 +20,7 @@ from math import gcd
 from typing import NamedTuple
 
 import schedules
-from config import CP_STYLES, Config, Grid, padded_elements, padded_length
+from config import Config, Grid, padded_elements, padded_length
 from plan.costs import (
     Activation,
     LayerOptions,
@@ -75,16 +75,15 @@ def activation_bytes(settings: Config, element: int, stages: Collection[Iterable
     model, grid, batch, precision = settings.model, settings.grid, settings.batch, settings.precision
     tp, sp, acc, recompute = grid.tp, grid.sequence_parallel, acc_bytes(element), precision.recompute
     seq = padded_length(batch.seq, grid.cp, tp if sp else 1)
-    local_seq = seq // grid.cp
-    by_heads = grid.cp > 1 and CP_STYLES[grid.cp_style].whole_sequences  # Ulysses
-    by_blocks = grid.cp > 1 and not by_heads  # attention by blocks saves no scores
+    local_seq, near = seq // grid.cp, grid.head_ranks
+    by_blocks = grid.cp > near  # attention by blocks saves no scores
     options = layer_options(settings, element, by_blocks)
 
     def bytes_per_token(number: int) -> float:
         layer = llama_layer(model, seq, options, number)
-        if by_heads:  # also saved: the output before its all-to-all, and kv heads repeated until cp divides them
+        if near > 1:  # also saved: the output before its all-to-all, and kv heads repeated until `near` divides them
             kv_heads = max(model.kv_heads // tp, 1)  # per rank
-            repeated = 2 * tp * kv_heads * (grid.cp // gcd(grid.cp, kv_heads) - 1)
+            repeated = 2 * tp * kv_heads * (near // gcd(near, kv_heads) - 1)
             layer["attention_by_heads"] = Activation((model.heads + repeated) * model.head_dim * element, "selective",
                                                      "tp")
         return saved_bytes(layer, recompute, tp, sp or recompute == "full")  # checkpoints are always sharded

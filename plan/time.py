@@ -219,20 +219,18 @@ def layer_parts(run: Run, layer: int) -> Parts:
 
 
 def context_parallel_part(run: Run, attention: Seconds) -> Parts:
-    """Keys and values [T, 2 kv/t] of all cp ranks: gathered in forward and backward, gradients reduce-scattered; in a
-    ring as much is sent, under attention. Ulysses exchanges q, k, v and the result."""
+    """Keys and values [T, 2 kv/t] of the ranks that exchange these: gathered in forward and backward, gradients
+    reduce-scattered; in a ring as much is sent, under attention. Those that exchange heads send q, k, v and results."""
     model, grid = run.settings.model, run.settings.grid
     if grid.cp == 1:
         return {}
     kv = 2 * max(model.kv_heads // grid.tp, 1) * model.head_dim
-    one = run.collective((grid.cp - 1) * 2 * run.tokens * kv, grid.cp, grid.tp)
-    if grid.cp_style == "ring":
-        return dict(cp=Seconds(max(0.0, one - attention.forward), max(0.0, 2 * one - attention.input)))
-    if grid.cp_style == "ulysses":
-        exchanged = 2 * run.tokens * (2 * model.heads // grid.tp * model.head_dim + kv) * (grid.cp - 1) / grid.cp
-        one = run.collective(exchanged, grid.cp, grid.tp, "all_to_all")
-        return dict(cp=Seconds(one, one))
-    return dict(cp=Seconds(one, 2 * one))
+    near, far = grid.head_ranks, grid.cp // grid.head_ranks
+    one = run.collective((far - 1) * 2 * run.tokens * kv, far, grid.tp * near)
+    exchanged = 2 * run.tokens * (2 * model.heads // grid.tp * model.head_dim + kv) * (near - 1) / near
+    heads = run.collective(exchanged, near, grid.tp, "all_to_all")
+    hidden = attention if grid.cp_style == "ring" else Seconds()
+    return dict(cp=Seconds(heads + max(0.0, one - hidden.forward), heads + max(0.0, 2 * one - hidden.input)))
 
 
 def expert_parallel_part(run: Run, layer: int) -> Parts:

@@ -97,11 +97,13 @@ REFUSED = [  # by each row of config.RULES, in its order
     "--router-scale 0.5", "--expert-groups 2", "--top-groups 2", "--ep 2", "--router-z-loss 0.5", "--bias-rate 0.5",
     "--heads 5", "--kv-heads 3", "--expert-groups 3 --experts 8", "--pp 3", "--tp 3", "--cp 3", "--tp 8",
     "--tp 2 --ffn 55", "--tp 2 --experts 8 --expert-ffn 7 --shared-experts 1", "--cp 8 --cp-style ulysses",
+    "--cp-ulysses 3 --cp 4", "--cp-ulysses 4 --cp 8",
     "--dp-replicate 3 --zero 1", "--ep 4 --experts 6", "--ep 8 --experts 8 --zero 1 --dp-replicate 2",
 
     "--top-k 1 --experts 8", "--experts 8 --top-k 9", "--top-groups 2 --experts 8",
     "--expert-groups 4 --experts 8 --top-k 3", "--dense-layers 4 --experts 8", "--head-dim 15", "--window-every 2",
-    "--schedule afab", "--chunks 2 --pp 2", "--pp 8", "--pp-group 4 --pp 2", "--sp async",
+    "--schedule afab", "--chunks 2 --pp 2", "--pp 8", "--pp-group 4 --pp 2",
+    "--cp-ulysses 2 --cp 2", "--sp async",
     "--tp 4 --kv-heads 6 --heads 12 --head-dim 8", "--tp 8 --heads 8 --kv-heads 8 --vocab 7", "--dp-replicate 2",
     "--dp-replicate 8 --zero 3",
 
@@ -138,8 +140,8 @@ def test_a_rule_names_flag_and_value_and_what_would_work(rule, refused, monkeypa
 
 
 POSITIVE = {"layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "rope_theta", "rope_scaling", "norm_eps", "top_k",
-            "router_scale", "expert_groups", "top_groups", "dp", "cp", "tp", "pp", "ep", "dp_replicate", "seq",
-            "global_batch", "eval_steps", "timeout"}
+            "router_scale", "expert_groups", "top_groups", "dp", "cp", "cp_ulysses", "tp", "pp", "ep", "dp_replicate",
+            "seq", "global_batch", "eval_steps", "timeout"}
 
 
 @pytest.mark.parametrize("field", [field for section in config.SECTIONS.values() for field in config.fields(section)

@@ -19,8 +19,9 @@ import collectives
 import config
 import cp
 import operations
+from collectives import ALONE
 from config import CP_STYLES, padded_length
-from cp import SOURCES, context_parallel
+from cp import SOURCES, context_parallel, keys_and_heads
 from operations import CAUSAL, MATH, SDPA, AttentionKernel, Mask, cudnn_backward, cudnn_forward
 from param import acc_dtype
 from run import device
@@ -43,6 +44,16 @@ def positions_of(seq: int, c: int, chunks) -> torch.Tensor:
 
 def own_positions(seq: int, c: int, i: int) -> torch.Tensor:
     return positions_of(seq, c, (i, 2 * c - 1 - i))
+
+
+def attention_of(style: str, seq: int, mask: Mask, kernel: AttentionKernel):
+    """Attention of a job's ranks, which are all context parallel. style: "ring", or with --cp-ulysses 2 "ring 2"."""
+    name, _, near = style.partition(" ")
+    groups, c = {"cp": everyone()}, dist.get_world_size()
+    if near:
+        grid = config.Grid(dp=1, cp=c, cp_style=name, cp_ulysses=int(near))
+        groups = collectives.build_groups(grid, config.Model())
+    return context_parallel(*keys_and_heads(groups, name), name, seq, mask, kernel)
 
 
 # ---- who has which tokens -------------------------------------------------------------------------------------------
@@ -211,12 +222,11 @@ def inputs(dtype, scale=1.0, seq=S):
 
 def attended(style: str, kernel: str, dtype=torch.float64, scale=1.0, documents=None, window=0, seq=S) -> tuple:
     """o, dq, dk, dv of this rank's tokens, and where they are."""
-    group, c = everyone(), dist.get_world_size()
-    mine = own_positions(seq, c, dist.get_rank())
+    mine = own_positions(seq, dist.get_world_size(), dist.get_rank())
     q, k, v, do = (x[:, :, mine] for x in inputs(dtype, scale, seq))
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     mask = Mask(window=window, documents=None if documents is None else (documents, documents))
-    o = context_parallel(group, style, seq, mask, KERNELS[kernel])(q, k, v)
+    o = attention_of(style, seq, mask, KERNELS[kernel])(q, k, v)
     o.backward(do)
     return o.detach(), q.grad, k.grad, v.grad, mine
 
@@ -307,7 +317,7 @@ def test_auto_takes_our_kernel_where_torchs_would_read_a_mask(kernel, mask, D, d
 @pytest.mark.parametrize("selects", [False, True])
 def test_selective_recomputation_saves_no_scores_of_plain_attention(selects):
     saved, (q, k, v, do) = [], (x.requires_grad_() for x in inputs(torch.float64))
-    attend = context_parallel(collectives.ALONE, "allgather", S, CAUSAL, MATH, recompute=selects)
+    attend = context_parallel(ALONE, ALONE, "allgather", S, CAUSAL, MATH, recompute=selects)
     save = torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape[-2:]) or x, lambda x: x)
     with save:
         o = attend(q, k, v)
@@ -375,6 +385,13 @@ def by_blocks(pool, style: str, c: int) -> list[list[tuple]]:
 def test_attention_of_eight_ranks_equals_attention_at_once(pool, style):
     for kernel, how in CASES:
         equal_at_once(pool, style, kernel, (8,), **how)
+
+
+@pytest.mark.parametrize("style, c", [("ring 2", 4), ("allgather 2", 4), *slow(
+    *((f"{style} {near}", 8) for style in BLOCK_STYLES for near in (2, 4)))])
+def test_attention_by_heads_and_by_blocks_equals_attention_at_once(pool, style, c):
+    for kernel, how in CASES:
+        equal_at_once(pool, style, kernel, (c,), **how)
 
 
 def equal_at_once(pool, style: str, kernel: str, counts: tuple[int, ...] = (2, 3, 4), **how) -> None:
@@ -480,8 +497,7 @@ def test_what_blocks_add_up_to_is_rounded_to_bf16_once(pool, style):
 # ---- what is sent, what is saved, and when --------------------------------------------------------------------------
 
 def metered(style: str, seq: int = S, dtype: torch.dtype = torch.float32) -> dict:
-    group, c = everyone(), dist.get_world_size()
-    mine = own_positions(seq, c, dist.get_rank())
+    mine = own_positions(seq, dist.get_world_size(), dist.get_rank())
     q, k, v, do = (x[:, :, mine].contiguous() for x in inputs(dtype, seq=seq))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     meter, out = Meter(), {}
@@ -490,15 +506,16 @@ def metered(style: str, seq: int = S, dtype: torch.dtype = torch.float32) -> dic
         out["before attention"] = meter.settled()["other"]
         return SDPA.attend(q, k, v, mask)
 
-    attend = context_parallel(group, style, seq, CAUSAL, SDPA._replace(attend=attend_at_once))
+    attend = attention_of(style, seq, CAUSAL, SDPA._replace(attend=attend_at_once))
     meter.label("given", q, k, v, do)
     collectives.sent.clear()
     with meter:
         o = attend(q, k, v)
         out["saved"], out["peak forward"] = meter.settled()["other"], meter.peak["other"]
-        out["sent forward"] = collectives.sent.pop(group.axis, 0)
+        out["sent forward"] = dict(collectives.sent)
+        collectives.sent.clear()
         o.backward(do)
-        out["sent backward"] = collectives.sent.pop(group.axis, 0)
+        out["sent backward"] = dict(collectives.sent)
     return out
 
 
@@ -514,7 +531,19 @@ def test_bytes_sent_are_those_of_the_table(pool, style, c, dtype):
     else:
         both = [(c - 1) * 2 * s * k * e, (c - 1) * 2 * s * k * (e + 4)]
     for seen in pool.run(c, "test_cp:metered", style=style, dtype=dtype):
-        assert [seen["sent forward"], seen["sent backward"]] == both
+        assert [sum(seen[way].values()) for way in ("sent forward", "sent backward")] == both
+
+
+@pytest.mark.parametrize("style, c", [("ring 2", 4), ("allgather 2", 4), *slow(("ring 2", 8), ("ring 4", 8))])
+def test_of_two_exchanges_each_sends_its_own_bytes(pool, style, c):
+    """Heads among `near` neighbours, and then keys of 1/near of the heads among the c / near that have these heads."""
+    near = int(style.split()[1])
+    far, s, q, k = c // near, B * S // c, N * D, K * (near // math.gcd(near, K)) * D
+    heads = (near - 1) * s * (2 * q + 2 * k) * 4 // near
+    keys = (far - 1) * 2 * s * k
+    for seen in pool.run(c, "test_cp:metered", style=style):
+        assert seen["sent forward"] == {"cp_heads": heads, "cp_keys": keys * 4}
+        assert seen["sent backward"] == {"cp_heads": heads, "cp_keys": keys * 8}
 
 
 @pytest.mark.parametrize("style", BLOCK_STYLES)
@@ -557,7 +586,7 @@ def order_of_events(style: str) -> list[str]:
     mine = own_positions(S, dist.get_world_size(), dist.get_rank())
     q, k, v, do = (x[:, :, mine] for x in inputs(torch.float64))
     kernel = SDPA._replace(forward=logged(SDPA.forward, "forward"), backward=logged(SDPA.backward, "backward"))
-    attend = context_parallel(everyone(), style, S, CAUSAL, kernel)
+    attend = attention_of(style, S, CAUSAL, kernel)
     sends = {name: logged(getattr(cp, name), "send") for name in ("shift", "all_gather")}
     with patch.multiple(cp, **sends), patch.object(collectives.Pending, "wait", waited):
         attend(q.requires_grad_(), k, v).backward(do)

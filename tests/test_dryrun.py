@@ -49,6 +49,8 @@ SLOW_GRIDS = [
     "--tp 2 --dp 4 --sp off --recompute selective --qkv-bias",
     "--cp 8 --zero 3 --cp-style ring --seq 64",
     "--cp 8 --cp-style allgather --zero 1 --seq 50",
+    "--cp 4 --cp-style ring --cp-ulysses 2 --tp 2 --attention math",
+    "--cp 8 --cp-ulysses 4 --zero 1 --recompute selective",
     "--cp 2 --dp 4 --cp-style ulysses --qk-norm --attention math",
     "--cp 2 --dp 2 --pp 2 --window 12 --window-every 2",
     "--pp 8 --layers 9 --schedule 1f1b --tied",
@@ -349,6 +351,7 @@ PLANNED_SLOW += [(f"{SIZE_MOE}{axes} --zero {zero}", rank) for axes in ("--dp 8 
 PLANNED_SLOW += [(SIZE + flags, 0) for flags in (
     "--dp 8 --tied --dtype fp32", "--pp 2 --dp 4 --dtype fp32 --moments bf16",
     "--tp 2 --dp 4 --fp8 tensorwise --zero 1", "--tp 2 --dp 2 --cp 2 --cp-style ring --zero 1",
+    "--cp 8 --cp-style ring --cp-ulysses 2 --zero 1",
     "--tp 8 --sp async --recompute full", "--dp 8 --zero 1 --optimizer sgd",
     "--dp 8 --zero 3 --optimizer muon", "--dp 2 --tp 4 --zero 2 --optimizer muon --bucket-mb 8",
     "--dp 8 --attention math", "--dp 8 --zero 1 --reduce-dtype bf16 --seq 64",

@@ -65,6 +65,9 @@ GRIDS = [
     (2, "--micro-batch 12 --pp 2 --schedule zb-h1 --window 6 --window-every 2"),
     (3, "--micro-batch 16 --cp 3 --cp-style ring --seq 23 --window 9 --window-every 3 --attention math"),
     (4, "--micro-batch 12 --cp 2 --cp-style ulysses --tp 2 --window 2 --recompute selective --attention math"),
+    (4, "--micro-batch 12 --cp 4 --cp-style ring --cp-ulysses 2 --seq 21 --recompute selective"),
+    (4, "--micro-batch 12 --cp 4 --cp-ulysses 2 --window 7 --doc-mask --zero 1"),
+    (8, "--micro-batch 12 --cp 8 --cp-style ring --cp-ulysses 4 --doc-mask --zero 3"),
 ]
 MORE = [  # in the slow tier: axes of more ranks than pairs have, and what is beside the features
     (8, "--micro-batch 3 --zero 3"),
@@ -75,6 +78,11 @@ MORE = [  # in the slow tier: axes of more ranks than pairs have, and what is be
     (2, "--micro-batch 12 --cp 2 --cp-style ring --recompute full --attention math --seq 21"),
     (4, "--micro-batch 12 --cp 4 --cp-style ring --window 8 --zero 3 --tied"),
     (8, "--micro-batch 12 --cp 8 --cp-style ulysses --kv-heads 2 --seq 32"),
+    (8, "--micro-batch 12 --cp 8 --cp-style ring --cp-ulysses 2 --window 9 --window-every 3 --recompute full"),
+    (8, "--micro-batch 12 --cp 8 --cp-ulysses 4 --seq 30 --doc-mask --attention math --recompute selective --tied"),
+    (8, "--micro-batch 12 --cp 4 --cp-style ring --cp-ulysses 2 --tp 2 --zero 2 --window 5 --doc-mask"),
+    (8, "--micro-batch 6 --cp 4 --cp-style ring --cp-ulysses 2 --pp 2 --schedule zb-h1 --doc-mask --recompute full"),
+    (8, f"--micro-batch 6 {MIXTRAL} --cp 4 --cp-style ring --cp-ulysses 2 --ep 4 --zero 3"),
     (8, "--micro-batch 6 --cp 4 --tp 2 --zero 2 --kv-heads 1 --recompute full"),
     (8, "--micro-batch 12 --cp 2 --cp-style ulysses --tp 4 --kv-heads 2 --zero 1 --recompute full --qk-norm --tied"),
     (2, "--micro-batch 48 --pp 2 --qk-norm --qkv-bias"),
@@ -99,7 +107,8 @@ MORE = [  # in the slow tier: axes of more ranks than pairs have, and what is be
 FIVE_DIMENSIONS = "--dp 2 --cp 2 --tp 2 --pp 2 --ep 4 --zero 1 --schedule zb-h1 --recompute selective"
 # Flags that must not change a result.
 NOT_THE_MODEL = ("--micro-batch", "--bucket-mb", "--attention", "--zero", "--dp-replicate", "--tp", "--recompute",
-                 "--sp", "--cp", "--cp-style", "--pp", "--schedule", "--chunks", "--pp-group", "--ep", "--dp")
+                 "--sp", "--cp", "--cp-style", "--cp-ulysses", "--pp", "--schedule", "--chunks", "--pp-group", "--ep",
+                 "--dp")
 
 
 @cache

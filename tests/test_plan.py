@@ -582,6 +582,17 @@ def test_what_context_parallel_ranks_send(style, forward, backward):
         assert plan.time.context_parallel_part(run, Seconds(9.0, 9.0))["cp"] == Seconds()
 
 
+@pytest.mark.parametrize("near, far", [(2, 4), (4, 2)])
+def test_what_is_sent_by_neighbours_that_exchange_heads_and_ranks_that_exchange_their_keys(near, far):
+    """8 ranks of 2,048 tokens: a rank keeps 1/near of q, k, v and the result, and sends its keys far - 1 times."""
+    run = no_latency(run_for("--preset llama-3.1-8b --cp 8 --tp 2 --seq 16384 --global-batch 1 --micro-batch 1 "
+                             f"--cp-style ring --cp-ulysses {near}"), 1e9)
+    kv, q, second = 2 * 4 * 128, 16 * 128, 1e9 * run.constants.node
+    heads, keys = 2 * 2048 * (2 * q + kv) * (1 - 1 / near) / second, 2 * 2048 * kv * (far - 1) / second
+    made = plan.time.context_parallel_part(run, Seconds(0.5 * keys, 0.5 * keys))["cp"]
+    assert made == pytest.approx((heads + 0.5 * keys, heads + 1.5 * keys, 0))
+
+
 @pytest.mark.parametrize("flags, tp", [("--dp 8", 1), ("--dp 4 --tp 2", 2)])
 def test_what_experts_are_sent(flags, tp):
     """In 16 bits; each copy also carries 8 bytes per choice, its gradient 4: on average 6. 8 experts

@@ -52,7 +52,8 @@ COUNTED = {
     "recompute": (f"{MOE} --aux-loss 1", "--recompute full")}
 # Field -> (what else a grid of four ranks has, what is changed); what its ranks communicate differs.
 COMMUNICATED = {
-    "cp": ("", "--cp 2"), "cp_style": ("--cp 2", "--cp-style ring"), "tp": ("", "--tp 2"), "pp": ("", "--pp 2"),
+    "cp": ("", "--cp 2"), "cp_style": ("--cp 2", "--cp-style ring"),
+    "cp_ulysses": ("--cp 4 --cp-style ring", "--cp-ulysses 2"), "tp": ("", "--tp 2"), "pp": ("", "--pp 2"),
     "schedule": ("--pp 2 --micro-batch 1", "--schedule afab"),
     "chunks": ("--pp 2 --micro-batch 1 --layers 4 --schedule interleaved", "--chunks 1"),
     "pp_group": ("--pp 2 --micro-batch 1 --layers 4 --schedule interleaved", "--pp-group 4"),

@@ -548,6 +548,7 @@ def test_a_rank_keeps_what_the_formula_says(pool, n, flags, recompute, attention
 @pytest.mark.parametrize("n, flags", [(2, "--cp 2"), (2, "--cp 2 --cp-style ring --attention math"),
                                       (4, "--cp 2 --tp 2 --cp-style ring"), (2, "--cp 2 --cp-style ulysses"),
                                       *slow((4, "--cp 4 --cp-style ring --attention math"),
+                                            (4, "--cp 4 --cp-style ring --cp-ulysses 2"),
                                             (4, "--cp 4 --kv-heads 2 --cp-style ulysses"))])
 def test_a_context_parallel_rank_keeps_its_part(pool, n, flags, recompute):
     for seen in pool.run(n, "test_tp:step", flags=f"--vocab 320 --recompute {recompute} {flags}"):
