@@ -97,7 +97,7 @@ REFUSED = [  # by each row of config.RULES, in its order
     "--router-scale 0.5", "--expert-groups 2", "--top-groups 2", "--ep 2", "--router-z-loss 0.5", "--bias-rate 0.5",
     "--heads 5", "--kv-heads 3", "--expert-groups 3 --experts 8", "--pp 3", "--tp 3", "--cp 3", "--tp 8",
     "--tp 2 --ffn 55", "--tp 2 --experts 8 --expert-ffn 7 --shared-experts 1", "--cp 8 --cp-style ulysses",
-    "--cp-ulysses 3 --cp 4", "--cp-ulysses 4 --cp 8",
+    "--cp-ulysses 3 --cp 4", "--cp-ulysses 4 --cp 4 --tp 2 --kv-heads 4",
     "--dp-replicate 3 --zero 1", "--ep 4 --experts 6", "--ep 8 --experts 8 --zero 1 --dp-replicate 2",
 
     "--top-k 1 --experts 8", "--experts 8 --top-k 9", "--top-groups 2 --experts 8",
