@@ -29,6 +29,7 @@ GRIDS = [
     (2, "--micro-batch 6 --zero 2"),
     (3, "--micro-batch 4 --zero 1 --bucket-mb 0.05"),
     (4, "--micro-batch 3 --zero 1 --dp-replicate 2"),
+    (4, "--micro-batch 3 --zero 2 --dp-replicate 2"),
     (4, "--micro-batch 6 --pp 2 --zero 3 --schedule dualpipev --layers 4 --tied"),  # stages that share gathered weights
     (2, f"--global-batch 12 --micro-batch 3 {MIXTRAL} --tp 2 --sp off --ep 2 --seq 21"),  # 63 tokens on 2 ranks
     (2, "--micro-batch 12 --tp 2"),

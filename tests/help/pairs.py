@@ -9,7 +9,8 @@ from itertools import combinations
 FEATURES = {
     "zero": {"0": "", "1": "--zero 1", "2": "--zero 2", "3": "--zero 3"},
     "replicas": {"1": "", "2": "--dp-replicate 2"},
-    "cp": {"none": "", "allgather": "--cp 2", "ring": "--cp 2 --cp-style ring", "ulysses": "--cp 2 --cp-style ulysses"},
+    "cp": {"none": "", "allgather": "--cp 2", "ring": "--cp 2 --cp-style ring", "ulysses": "--cp 2 --cp-style ulysses",
+           "both": "--cp 4 --cp-style ring --cp-ulysses 2"},
     "tp": {"none": "", "sp": "--tp 2", "no sp": "--tp 2 --sp off", "async": "--tp 2 --sp async"},
     "schedule": {"none": "", **{name: f"--pp 2 --layers 4 --schedule {name}" for name in (
         "afab", "1f1b", "interleaved", "zb-h1", "zb1p", "zb-v", "dualpipev")}},
@@ -33,6 +34,7 @@ IMPOSSIBLE = {
     (("tp", "async"), ("fp8", "tensorwise")), (("tp", "async"), ("fp8", "blockwise")),
     *((("dtype", dtype), ("fp8", fp8)) for dtype in ("fp64", "fp16") for fp8 in ("tensorwise", "blockwise")),
     (("dtype", "fp64"), ("moments", "bf16")), *((("optimizer", rule), ("moments", "bf16")) for rule in ("sgd", "muon")),
+    (("cp", "both"), ("kv", "copies")),
 }
 MIXTRAL = "--experts 8 --top-k 2 --expert-ffn {} --router-z-loss 0.02 --aux-loss 0.3"
 DEEPSEEK = ("--experts 8 --top-k 3 --expert-ffn {} --router sigmoid --router-scale 2.5 --expert-groups 4 "
@@ -56,7 +58,7 @@ def is_exact(choice: Choice) -> bool:
 
 def sizes(choice: Choice) -> dict[str, int]:
     """The axes: data parallel ranks are as few as the features need, and two where nothing else is parallel."""
-    cp, tp, pp = (1 if choice[name] == "none" else 2 for name in ("cp", "tp", "schedule"))
+    cp, tp, pp = (dict(none=1, both=4).get(choice[name], 2) for name in ("cp", "tp", "schedule"))
     replicas = int(choice["replicas"])
     ep = 2 if choice["experts"].startswith("edp") else 1
     edp = 2 if choice["experts"] == "edp 2" else 1
