@@ -132,6 +132,9 @@ class Grid:
     cp: int = positive(1, "context parallel ranks: each has 1/cp of every sequence")
     cp_style: str = setting("allgather", "allgather: gather keys and values; ring: send them round a ring; ulysses: "
                                          "all-to-all from sequence to head shards", tuple(CP_STYLES))
+    cp_zigzag: str = setting("sequence", "what is split so that ranks have equal work: each sequence; or, with "
+                                         "--doc-mask and best with kernels that skip hidden tiles, each document",
+                             ("sequence", "document"))
     cp_ulysses: int = positive(1, "beside --cp-style: so many neighbours exchange heads as in ulysses, and fewer keys")
     tp: int = positive(1, "tensor parallel ranks")
     pp: int = positive(1, "pipeline ranks: each has the layers of one pipeline stage, or of several")
@@ -152,6 +155,11 @@ class Grid:
     def head_ranks(self) -> int:
         """How many neighbouring context parallel ranks exchange heads; the others exchange keys and values."""
         return self.cp if CP_STYLES[self.cp_style].whole_sequences else self.cp_ulysses
+
+    @property
+    def document_ranks(self) -> int:
+        """Between how many ranks, or neighbourhoods of `head_ranks`, each document is split; 1: sequences are."""
+        return self.cp // self.head_ranks if self.cp_zigzag == "document" else 1
 
     @property
     def sequence_parallel(self) -> bool:
@@ -446,6 +454,8 @@ RULES = [  # in this order: a row may rely on those before it, and all on the de
           lambda c: c.grid.pp > 1 and SCHEDULES[c.grid.schedule].grouped),
     Needs("--cp-ulysses", "--cp above it, and --cp-style ring or allgather: among all ranks it is ulysses",
           lambda c: c.grid.cp > c.grid.head_ranks),
+    Needs("--cp-zigzag document", "--doc-mask, no --window, and --cp ranks that exchange keys, as all but ulysses do",
+          lambda c: c.grid.document_ranks > 1 and c.data.doc_mask and not c.model.window),
     Needs("--sp async", "--tp 2 or more", lambda c: c.grid.tp > 1),
     Needs("--tp", "--kv-heads that it divides, or that divide it",
           lambda c: c.model.kv_heads % c.grid.tp == 0 or c.grid.tp % c.model.kv_heads == 0),

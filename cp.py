@@ -22,6 +22,7 @@ Stops helping when: sending keys and values takes longer than attention to them,
 
 Ulysses sends least, but only to as many ranks as there are key and value heads, or it copies these. For more ranks
 there is --cp-ulysses U: U neighbours exchange heads, and the c/U ranks that then have the same ones keys and values.
+With --doc-mask documents do not see each other: --cp-zigzag document splits each of them so, and not the sequence.
 Liu et al. 2023, Ring Attention; Brandon et al. 2023, Striped Attention, zhuzilin's ring-flash-attention (zig-zag);
 Llama Team 2024 (all-gather); Jacobs et al. 2023, Ulysses; Fang and Zhao 2024, USP (both); Dao 2023, FlashAttention-2.
 Shapes: B batch, S tokens per sequence, c ranks, s = S/c tokens per rank, m = s/2 per chunk, N query heads, K key and
@@ -57,22 +58,37 @@ def take_chunks(x: Tensor, c: int, chunks: Sequence[int]) -> Tensor:
     return x.unflatten(-1, (2 * c, -1))[..., list(chunks), :].flatten(-2)
 
 
+def order_by_piece(documents: Tensor, c: int) -> Tensor:
+    """Numbers of documents [B, S], ascending -> positions [B, S] in an order in which the n-th of 2c equal chunks has
+    the n-th of 2c pieces of every document: zig-zag shards then are equal work though documents do not see each other.
+    Positions modulo 2c, sorted in each document, are the numbers of its tokens' pieces: pieces of a document differ by
+    a token at most, and chunks not at all."""
+    numbers = torch.arange(documents.shape[1], device=documents.device) % (2 * c)
+    pieces = (documents.long() * (2 * c) + numbers).sort(1).values % (2 * c)
+    return pieces.argsort(dim=1, stable=True)
+
+
 def shard_sequences(tokens: Tensor, labels: Tensor, positions: Tensor | None, documents: Tensor | None, c: int, i: int,
-                    tp: int = 1) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+                    tp: int = 1, document_ranks: int = 1) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Rank i's shard of sequences: tokens and (already shifted) labels, [B, S] -> [B, s]. positions and documents
     [B, S]: both, or neither. Returned are positions [B, s], or [s] if none were given, and documents of whole (padded)
     sequences, since queries' are compared with those of all keys. Sequences that c (and tp) ranks cannot share equally
-    are padded with tokens -1, which no other token sees and which have no label. c = 1 changes nothing."""
+    are padded with tokens -1, which no other token sees and which have no label. c = 1 changes nothing.
+    document_ranks: above 1, whole sequences are first brought in `order_by_piece` of so many."""
     assert (positions is None) == (documents is None), "positions are counted from the beginning of documents"
     if c == 1:
         return tokens, labels, positions, documents
     seq = padded_length(tokens.shape[1], c, tp)
     padding, own = seq - tokens.shape[1], partial(take_chunks, c=c, chunks=own_chunks(c, i))
-    tokens, labels = own(F.pad(tokens, (0, padding), value=-1)), own(F.pad(labels, (0, padding), value=IGNORED))
+    tokens, labels = F.pad(tokens, (0, padding), value=-1), F.pad(labels, (0, padding), value=IGNORED)
     if documents is None:
-        return tokens, labels, own(torch.arange(seq, device=tokens.device)), None
+        return own(tokens), own(labels), own(torch.arange(seq, device=tokens.device)), None
     documents = torch.cat((documents, documents[:, -1:].expand(-1, padding) + 1), 1)
-    return tokens, labels, own(F.pad(positions, (0, padding))), documents
+    positions = F.pad(positions, (0, padding))
+    if document_ranks > 1:
+        order = order_by_piece(documents, document_ranks)
+        tokens, labels, positions, documents = (x.gather(1, order) for x in (tokens, labels, positions, documents))
+    return own(tokens), own(labels), own(positions), documents
 
 
 # ---- attention, block by block --------------------------------------------------------------------------------------
@@ -206,11 +222,12 @@ SOURCES = {  # those of config.CP_STYLES but "ulysses", in which a rank attends 
 def visible_blocks(source: Source, seq: int, c: int, i: int, mask: Mask,
                    device: torch.device | str = "cpu") -> list[list[ScoreBlock]]:
     """The blocks that rank i computes at each step, without those that documents or a window hide entirely. seq, mask:
-    length and mask of whole sequences. Numbers of documents [B, S] ascend along a sequence; they are read in the
-    host's memory, and those of the blocks' masks are on `device`."""
+    length and mask of whole sequences. Numbers of documents [B, S] ascend along a sequence or, if it is ordered by
+    piece, along each chunk; they are read in the host's memory, and those of the blocks' masks are on `device`."""
     own, m, all_chunks = own_chunks(c, i), seq // (2 * c), source.chunks(c, i)
     first_keys = [find_first_key(mask, a * m) for a in own]
-    steps = [blocks_of_step(own, chunks, step == 0, m, first_keys, mask.window)
+    by_piece = mask.documents is not None and bool((mask.documents[0].diff() < 0).any())
+    steps = [blocks_of_step(own, chunks, step == 0, m, first_keys, mask.window, by_piece)
              for step, chunks in enumerate(all_chunks)]
     if mask.documents is not None:
         parts = [to_device(take_chunks(mask.documents[0], c, chunks), device) for chunks in all_chunks]
@@ -220,24 +237,27 @@ def visible_blocks(source: Source, seq: int, c: int, i: int, mask: Mask,
 
 
 def find_first_key(mask: Mask, query: int) -> int:
-    """The first key, in any of the sequences, that the query at this position sees; later ones see none before it."""
+    """The first key, in any of the sequences, that the query at this position sees; later ones of its chunk see none
+    before it."""
     first = max(query - mask.window + 1, 0) if mask.window else 0
     if mask.documents is not None:
         is_before = mask.documents[0] < mask.documents[0][:, query, None]
-        first = max(first, is_before.sum(1).min().item())
+        first = max(first, is_before.cumprod(1).sum(1).min().item())
     return first
 
 
 def blocks_of_step(own: tuple[int, int], chunks: Sequence[int], is_own: bool, m: int, first_keys: list[int],
-                   window: int) -> list[ScoreBlock]:
+                   window: int, by_piece: bool) -> list[ScoreBlock]:
     """A rank's blocks with the keys of `chunks`, which may be its own. first_keys: of both own chunks of queries."""
-    if is_own and not window:
+    singly = window > 0 or by_piece
+    if is_own and not singly:
         return [ScoreBlock(slice(0, 2 * m), slice(0, 2 * m), CAUSAL)]
     new = [b for b in chunks if is_own or b not in own]
     # Candidates: those of a run that a chunk of queries sees lie side by side in the step's buffer, as one block. With
-    # a window each chunk is a run, since a mask has one distance between queries and keys; the latest comes first, so
-    # that a chunk meets itself before earlier keys.
-    runs = [[b] for b in reversed(new)] if window else [[b for b in new if b < own[0]], [b for b in new if b > own[0]]]
+    # a window each chunk is a run, since a mask has one distance between queries and keys; and if ordered by piece,
+    # since kernels skip keys of other documents only where these ascend. The latest comes first, so that a chunk meets
+    # itself before earlier keys.
+    runs = [[b] for b in reversed(new)] if singly else [[b for b in new if b < own[0]], [b for b in new if b > own[0]]]
     blocks = []
     for n, a in enumerate(own):
         for run in runs:
@@ -245,7 +265,7 @@ def blocks_of_step(own: tuple[int, int], chunks: Sequence[int], is_own: bool, m:
             if seen:
                 hidden = max(first_keys[n] - seen[0] * m, 0)
                 keys = slice(chunks.index(seen[0]) * m + hidden, (chunks.index(seen[-1]) + 1) * m)
-                mask = Mask(seen == [a], window, offset=(a - seen[0]) * m - hidden) if window else ALL
+                mask = Mask(seen == [a], window, offset=(a - seen[0]) * m - hidden) if singly else ALL
                 blocks.append(ScoreBlock(slice(n * m, (n + 1) * m), keys, mask))
     return blocks
 

@@ -148,7 +148,7 @@ def local_micro_batches(samples: Samples, first: int, sequences: int, settings: 
     grid, cp = settings.grid, groups["cp"]
     dp_rank = groups["data"].rank // cp.size  # context parallel ranks, innermost in "data", read the same sequences
     micro_batches = samples.step(first, sequences, settings.batch.micro_batch, dp_rank, grid.dp, end)
-    return [MicroBatch(*shard_sequences(*micro_batch, cp.size, cp.rank, grid.sequence_shards))
+    return [MicroBatch(*shard_sequences(*micro_batch, cp.size, cp.rank, grid.sequence_shards, grid.document_ranks))
             for micro_batch in micro_batches]
 
 

@@ -43,8 +43,8 @@ GRIDS = ["--zero 0", "--zero 1", "--zero 2 --micro-batch 2", "--zero 3 --recompu
          "--cp 2 --tp 2 --zero 3", "--pp 2 --cp 2 --tp 2 --preset tiny-moe --ep 4 --schedule zb-h1"]
 COMMON = "--steps 3 --warmup 0 --global-batch 16 --sample="
 TOLERANCE = dict(fp32=1e-4, bf16=2e-2)
-NOT_THE_MODEL = ("dp", "cp", "cp_style", "cp_ulysses", "tp", "pp", "schedule", "chunks", "ep", "zero", "dp_replicate",
-                 "sp")
+NOT_THE_MODEL = ("dp", "cp", "cp_style", "cp_zigzag", "cp_ulysses", "tp", "pp", "schedule", "chunks", "ep", "zero",
+                 "dp_replicate", "sp")
 USAGE = 'torchrun --nproc_per_node=N -m bench smoke [--grids "FLAGS; FLAGS"] [--device auto|cpu]'
 
 

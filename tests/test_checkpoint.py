@@ -535,10 +535,10 @@ def test_what_belongs_to_one_start_of_a_run_is_not_inherited(trained):
 
 def test_a_run_on_any_grid_is_sampled_from_on_one_rank(trained, monkeypatch):
     called, saved = [], start.read_run(str(trained / "step-000002"))
-    given = dict(dp=2, dp_replicate=2, cp=4, cp_style="ring", cp_ulysses=2, tp=4, sp="async", pp=4, zero=1, ep=4,
-                 schedule="interleaved", chunks=2, pp_group=4, recompute="full", micro_batch=4,
-                 global_batch=32, batch_ramp="16@0,32@99", eval_every=3, save_every=2, metrics="m", out="o",
-                 val_data=[__file__], moments="bf16", dtype="bf16", offload="both", rewind=1)
+    given = dict(dp=2, dp_replicate=2, cp=4, cp_style="ring", cp_zigzag="document", cp_ulysses=2, tp=4,
+                 sp="async", pp=4, zero=1, ep=4, schedule="interleaved", chunks=2, pp_group=4, recompute="full",
+                 micro_batch=4, global_batch=32, batch_ramp="16@0,32@99", eval_every=3, save_every=2, metrics="m",
+                 out="o", val_data=[__file__], moments="bf16", dtype="bf16", offload="both", rewind=1)
     monkeypatch.setattr(os, "execv", lambda program, arguments: called.append(arguments))
     for ranks in "1", "4":
         monkeypatch.setenv("WORLD_SIZE", ranks)

@@ -65,6 +65,8 @@ WRONG = [  # ranks, command line, what the line must say; but for those that con
     (1, f"--out {__file__}", f"--out {__file__}: is a file"),
     (1, "--global-batsh 3", "--global-batsh: unknown flag, did you mean --global-batch?"),
     (1, "--init_frm=a/folder/of/weights", "--init-frm=a/folder/of/weights: unknown flag, did you mean --init-from?"),
+    (2, "--cp 2 --cp-zigzag document", "--cp-zigzag document needs --doc-mask"),
+    (2, "--cp 2 --cp-zigzag document --doc-mask --window 8", "--cp-zigzag document needs --doc-mask, no --window"),
     (2, "--dry-run 0/8", "--dry-run on 2 ranks: one process pretends to be one of them, leave out torchrun"),
     (1, "--batch-ramp 16@0,0@9", '--batch-ramp "16@0,0@9": write sequences@tokens'),
     (1, f"--export-hf {__file__}", f"--export-hf {__file__}: is a file, name a folder"),
@@ -103,7 +105,7 @@ REFUSED = [  # by each row of config.RULES, in its order
     "--top-k 1 --experts 8", "--experts 8 --top-k 9", "--top-groups 2 --experts 8",
     "--expert-groups 4 --experts 8 --top-k 3", "--dense-layers 4 --experts 8", "--head-dim 15", "--window-every 2",
     "--schedule afab", "--chunks 2 --pp 2", "--pp 8", "--pp-group 4 --pp 2",
-    "--cp-ulysses 2 --cp 2", "--sp async",
+    "--cp-ulysses 2 --cp 2", "--cp-zigzag document --cp 2 --doc-mask --cp-style ulysses", "--sp async",
     "--tp 4 --kv-heads 6 --heads 12 --head-dim 8", "--tp 8 --heads 8 --kv-heads 8 --vocab 7", "--dp-replicate 2",
     "--dp-replicate 8 --zero 3",
 

@@ -90,6 +90,108 @@ def test_padding_is_a_document_of_its_own():
         cp.shard_sequences(documents, documents, positions, None, 2, 0)
 
 
+def packed(rows: int, seq: int, mean: int, seed: int) -> torch.Tensor:
+    """[rows, seq], numbers of documents, of which most are short and few long."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.empty(rows, seq).log_normal_(math.log(mean), 1.2, generator=generator).long() + 1
+    return torch.stack([torch.arange(seq).repeat_interleave(row)[:seq] for row in lengths])
+
+
+def places_in_documents(documents: torch.Tensor) -> torch.Tensor:
+    return torch.stack([torch.cat([torch.arange(n) for n in row.unique(return_counts=True)[1]]) for row in documents])
+
+
+def sharded_by_document(documents: torch.Tensor, c: int, ranks: int, i: int) -> tuple[torch.Tensor, ...]:
+    """The positions that rank i has, those in their documents, and all documents."""
+    where = torch.arange(documents.shape[1]).expand_as(documents)
+    return cp.shard_sequences(where, where + 1, places_in_documents(documents), documents, c, i, 1, ranks)
+
+
+@pytest.mark.parametrize("c, ranks", [(2, 2), (3, 3), (4, 4), (8, 8), (4, 2), (8, 2)])
+def test_pieces_of_a_document_are_dealt_zig_zag(c, ranks):
+    """Of `ranks` neighbourhoods of c / ranks ranks one has, in order, pieces i and 2 ranks - 1 - i of every document. A
+    document that 2 ranks divides is in equal pieces; of others these differ by a token; all tokens are at one place."""
+    seq, documents = 240, packed(3, 240, 20, seed=c)
+    documents[0] = torch.arange(seq) // (240 // 5)  # pieces of equal length, for 2, 3, 4 and 8 ranks
+    shards = [sharded_by_document(documents, c, ranks, i) for i in range(c)]
+    assert torch.equal(torch.cat([shard[0] for shard in shards], 1).sort(1).values,
+                       torch.arange(seq).expand_as(documents))
+    for n, row in enumerate(documents):
+        early, late = [], []
+        for tokens, labels, places, whole in shards:
+            assert torch.equal(labels, tokens + 1)
+            assert torch.equal(places[n], places_in_documents(documents)[n][tokens[n]])
+            assert torch.equal(whole[n].unique(return_counts=True)[1], row.unique(return_counts=True)[1])
+            early.append(tokens[n].chunk(2)[0])
+            late.append(tokens[n].chunk(2)[1])
+        chunks = torch.cat(early + late[::-1]).chunk(2 * ranks)
+        for chunk in chunks:
+            assert torch.equal(chunk, chunk.sort().values)
+        for document in row.unique():
+            pieces = [chunk[row[chunk] == document] for chunk in chunks]
+            assert torch.equal(torch.cat(pieces), (row == document).nonzero().flatten())
+            sizes = {len(piece) for piece in pieces}
+            assert max(sizes) - min(sizes) <= (1 if n else 0)
+
+
+@pytest.mark.parametrize("mean", [64, 256, 700])
+@pytest.mark.parametrize("c", [2, 4, 8])
+def test_packed_documents_are_equal_work(c, mean):
+    """Visible scores of 20 sequences of 2,048 tokens each: the rank with most has at most 1.05 times the mean of all
+    ranks; with sequences split zig-zag at least 1.15 times it on average, and in one of them 1.4 times."""
+    ratios = {1: [], c: []}
+    for seed in range(20):
+        documents = packed(1, 2048, mean, seed)
+        for ranks, found in ratios.items():
+            work = [(sharded_by_document(documents, c, ranks, i)[2] + 1).sum().item() for i in range(c)]
+            found.append(max(work) * c / sum(work))
+            assert sum(work) == (places_in_documents(documents) + 1).sum()
+    assert max(ratios[c]) < 1.05
+    assert 1.15 < sum(ratios[1]) / 20 and 1.4 < max(ratios[1])
+
+
+@pytest.mark.parametrize("style", BLOCK_STYLES)
+@pytest.mark.parametrize("c", [2, 4])
+def test_blocks_of_dealt_documents_cover_every_visible_score_once(c, style):
+    documents = packed(4, S, 9, seed=c)
+    documents[1, -3:] = 99  # too short for most pieces, and last
+    for row in range(4):
+        shards, total = [sharded_by_document(documents, c, c, i) for i in range(c)], 0
+        whole = shards[0][3]
+        for i in range(c):
+            scores, _ = covered(style, c, i, Mask(documents=(whole, whole)), row)
+            assert scores.sum() == (shards[i][2][row] + 1).sum()
+            total += scores
+        visible = (whole[row, :, None] == whole[row]).int().tril()
+        assert torch.equal(total, visible)
+
+
+def cells_of_tiles(block: cp.ScoreBlock, size: int = 32) -> int:
+    """Scores in tiles that flash.py computes: from the first to the last key of the documents of a tile's queries."""
+    (queries,), (keys,) = block.mask.documents
+    count = 0
+    for start in range(0, len(queries), size):
+        own = queries[start:start + size]
+        meets = ((keys >= own.min()) & (keys <= own.max())).nonzero().flatten()
+        if len(meets):
+            stop = min(meets[-1].item() + 1, start + size if block.mask.causal else len(keys))
+            count += size * max(0, stop - meets[0].item() // size * size)
+    return count
+
+
+@pytest.mark.parametrize("style", BLOCK_STYLES)
+def test_kernels_skip_other_documents_of_dealt_ones(style):
+    """4 ranks, documents of about 512 tokens: in their tiles the rank with most computes at most 1.25 times the mean of
+    visible scores, and with sequences split zig-zag more than 1.5 times."""
+    documents, found = packed(1, 4096, 512, seed=0), {}
+    for ranks in (1, 4):
+        whole = sharded_by_document(documents, 4, ranks, 0)[3]
+        found[ranks] = max(sum(map(cells_of_tiles, sum(cp.visible_blocks(
+            SOURCES[style], 4096, 4, i, Mask(documents=(whole, whole))), []))) for i in range(4))
+    visible = (places_in_documents(documents) + 1).sum() / 4
+    assert found[4] < 1.25 * visible and found[1] > 1.5 * visible
+
+
 def covered(style: str, c: int, i: int, mask: Mask, row: int = 0) -> tuple[torch.Tensor, list[list[cp.ScoreBlock]]]:
     """How often rank i computes each score of the whole sequence, and its blocks."""
     out, queries = torch.zeros(S, S, dtype=torch.int), own_positions(S, c, i)

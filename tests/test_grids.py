@@ -69,6 +69,8 @@ GRIDS = [
     (4, "--micro-batch 12 --cp 4 --cp-style ring --cp-ulysses 2 --seq 21 --recompute selective"),
     (4, "--micro-batch 12 --cp 4 --cp-ulysses 2 --window 7 --doc-mask --zero 1"),
     (8, "--micro-batch 12 --cp 8 --cp-style ring --cp-ulysses 4 --doc-mask --zero 3"),
+    (2, "--micro-batch 12 --cp 2 --cp-zigzag document --doc-mask --seq 21"),
+    (4, "--micro-batch 12 --cp 4 --cp-style ring --cp-zigzag document --doc-mask --zero 1 --attention math"),
 ]
 MORE = [  # in the slow tier: axes of more ranks than pairs have, and what is beside the features
     (8, "--micro-batch 3 --zero 3"),
@@ -84,6 +86,9 @@ MORE = [  # in the slow tier: axes of more ranks than pairs have, and what is be
     (8, "--micro-batch 12 --cp 4 --cp-style ring --cp-ulysses 2 --tp 2 --zero 2 --window 5 --doc-mask"),
     (8, "--micro-batch 6 --cp 4 --cp-style ring --cp-ulysses 2 --pp 2 --schedule zb-h1 --doc-mask --recompute full"),
     (8, f"--micro-batch 6 {MIXTRAL} --cp 4 --cp-style ring --cp-ulysses 2 --ep 4 --zero 3"),
+    (8, "--micro-batch 12 --cp 8 --cp-style ring --cp-ulysses 2 --cp-zigzag document --doc-mask --recompute selective"),
+    (8, f"--micro-batch 6 {MIXTRAL} --cp 4 --cp-zigzag document --doc-mask --tp 2 --ep 4 --zero 2 --seq 21"),
+    (8, "--micro-batch 6 --cp 4 --cp-ulysses 2 --cp-zigzag document --doc-mask --pp 2 --schedule zb-h1"),
     (8, "--micro-batch 6 --cp 4 --tp 2 --zero 2 --kv-heads 1 --recompute full"),
     (8, "--micro-batch 12 --cp 2 --cp-style ulysses --tp 4 --kv-heads 2 --zero 1 --recompute full --qk-norm --tied"),
     (2, "--micro-batch 48 --pp 2 --qk-norm --qkv-bias"),
@@ -108,8 +113,8 @@ MORE = [  # in the slow tier: axes of more ranks than pairs have, and what is be
 FIVE_DIMENSIONS = "--dp 2 --cp 2 --tp 2 --pp 2 --ep 4 --zero 1 --schedule zb-h1 --recompute selective"
 # Flags that must not change a result.
 NOT_THE_MODEL = ("--micro-batch", "--bucket-mb", "--attention", "--zero", "--dp-replicate", "--tp", "--recompute",
-                 "--sp", "--cp", "--cp-style", "--cp-ulysses", "--pp", "--schedule", "--chunks", "--pp-group", "--ep",
-                 "--dp")
+                 "--sp", "--cp", "--cp-style", "--cp-zigzag", "--cp-ulysses", "--pp", "--schedule", "--chunks",
+                 "--pp-group", "--ep", "--dp")
 
 
 @cache
