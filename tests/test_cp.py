@@ -19,6 +19,7 @@ import collectives
 import config
 import cp
 import operations
+import train
 from collectives import ALONE
 from config import CP_STYLES, padded_length
 from cp import SOURCES, context_parallel, keys_and_heads
@@ -134,6 +135,20 @@ def test_pieces_of_a_document_are_dealt_zig_zag(c, ranks):
             assert max(sizes) - min(sizes) <= (1 if n else 0)
 
 
+def test_a_run_splits_the_documents_that_it_reads():
+    """Among 2 neighbourhoods of 2 ranks."""
+    settings = config.parse("--cp 4 --cp-style ring --cp-ulysses 2 --cp-zigzag document --doc-mask".split(), 4)
+    documents = packed(2, 64, 10, seed=0)
+    batch = MicroBatch(documents * 100, documents * 100 + 1, places_in_documents(documents), documents)
+    samples = SimpleNamespace(step=lambda *arguments: [batch])
+    for i in range(4):
+        alike = SimpleNamespace(size=4, rank=i)
+        got, = train.local_micro_batches(samples, 0, 2, settings, {"cp": alike, "data": alike})
+        wants = cp.shard_sequences(*batch, 4, i, 1, 2)
+        assert all(torch.equal(one, want) for one, want in zip(got, wants))
+        assert not torch.equal(got.positions, cp.shard_sequences(*batch, 4, i)[2])
+
+
 @pytest.mark.parametrize("mean", [64, 256, 700])
 @pytest.mark.parametrize("c", [2, 4, 8])
 def test_packed_documents_are_equal_work(c, mean):
@@ -154,16 +169,15 @@ def test_packed_documents_are_equal_work(c, mean):
 @pytest.mark.parametrize("c", [2, 4])
 def test_blocks_of_dealt_documents_cover_every_visible_score_once(c, style):
     documents = packed(4, S, 9, seed=c)
-    documents[1, -3:] = 99  # too short for most pieces, and last
-    for row in range(4):
-        shards, total = [sharded_by_document(documents, c, c, i) for i in range(c)], 0
+    documents[1, :2], documents[1, 2:-2], documents[1, -2:] = 0, 1, 2  # first and last: too short for most pieces
+    for row in documents:
+        shards, total = [sharded_by_document(row[None], c, c, i) for i in range(c)], 0
         whole = shards[0][3]
         for i in range(c):
-            scores, _ = covered(style, c, i, Mask(documents=(whole, whole)), row)
-            assert scores.sum() == (shards[i][2][row] + 1).sum()
+            scores, _ = covered(style, c, i, Mask(documents=(whole, whole)))
+            assert scores.sum() == (shards[i][2] + 1).sum()
             total += scores
-        visible = (whole[row, :, None] == whole[row]).int().tril()
-        assert torch.equal(total, visible)
+        assert torch.equal(total, (whole[0, :, None] == whole[0]).int().tril())
 
 
 def cells_of_tiles(block: cp.ScoreBlock, size: int = 32) -> int:

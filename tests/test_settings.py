@@ -61,7 +61,7 @@ COMMUNICATED = {
     "sp,": ("--tp 2", "--sp off"), "sp": ("--tp 2", "--sp async"),
     "bucket_mb": ("", "--bucket-mb 0")}
 ELSEWHERE = {
-    "cp_zigzag": "test_cp.py::test_packed_documents_are_equal_work",
+    "cp_zigzag": "test_cp.py::test_a_run_splits_the_documents_that_it_reads",
     "offload": "test_offload.py::test_what_is_offloaded_is_on_the_host",
     "preset": "test_config.py::test_a_preset_fills_the_model_and_any_field_overrides_it",
     "dp": "test_config.py::test_choices_left_open_are_made",
