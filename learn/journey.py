@@ -173,7 +173,7 @@ FINDINGS = (
 
 def others() -> str:
     common = dict(preset="llama-3.1-8b", machine="h200", seq=4096, global_batch=128, micro_batch=4, zero=3,
-                  recompute="full")
+                  recompute="full", kernels=dict(launch="fitted"))
     fsdp, tp = (predict.predict(predict.run_of(common | grid)).tokens_per_s_per_gpu
                 for grid in (dict(dp=32), dict(dp=8, tp=4)))
     return ("Others have measured what tensor parallelism costs where data parallelism is still possible: Llama 3 8B "

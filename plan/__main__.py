@@ -108,7 +108,7 @@ WHY = {"matmul": "matrix products at the speed that models reach",
        "quantise": "operands of FP8 matmuls", "attention": "visible scores",
        "tp": "tensor parallel, not hidden", "cp": "keys and values, not hidden",
        "ep": "dispatch and combine", "offload": "inputs of blocks, to the host and back, not hidden",
-       "recomputed": "forward in backward", "launch": "layers below their launches",
+       "recomputed": "forward in backward", "launch": "the host launches more slowly than the GPU computes",
        "head": "logits and loss", "bubble": "the pipeline fills, drains or waits", "dp": "data axis, not hidden",
        "tie": "a tied table's gradient, summed over its two stages",
        "optimizer": "gradients, weights and moments, read and written; FP8 weights", "fixed": "per step"}
@@ -127,6 +127,9 @@ def print_step(run: Run) -> None:
                 "<>><<"))
     print(f"MFU {found.mfu:.1%} (6 N + 12 L h s), {found.mfu_causal:.1%} (6 N + 6 L h s, visible scores), HFU "
           f"{found.hfu:.1%} (with what is recomputed), of {run.machine.peak() / 1e12:,.0f} TFLOP/s in bf16")
+    slowest = max(time.host_seconds(run, layer) for layer in range(run.settings.model.layers))
+    print(f"launches: this code's host needs up to {slowest * 1e3:.1f} ms per layer, as counted on a CPU; that of the "
+          f"published runs, {run.constants.launch_s * 1e3:.1f} ms by the fit, is not planned for it")
     print(f"memory {found.memory_gb:.1f} GB, fits with probability {found.fits:.2f}")
 
 

@@ -84,6 +84,19 @@ TRAININGS = {"GPT-3 (Narayanan et al. 2021)": Training(174.6e9, 300e9, 1024, 140
              "1T (Narayanan et al. 2021)": Training(1008e9, 450e9, 3072, 163e12),
              "OPT-175B (Zhang et al. 2022)": Training(175e9, 300e9, 992, 147e12)}  # all on A100s
 
+# Parameters and tokens of large models, as Hoffmann et al. 2022 have them in table 1, beside their own.
+MODELS = {"LaMDA": (137e9, 168e9), "GPT-3": (175e9, 300e9), "Jurassic-1": (178e9, 300e9), "Gopher": (280e9, 300e9),
+          "MT-NLG": (530e9, 270e9), "Chinchilla": (70e9, 1.4e12)}
+OPT_FLOPS = 4.30e23  # of OPT-175B
+
+
+def optima_of_opt() -> dict[str, tuple[float, float]]:
+    """(N, D) for OPT's compute by equation 10 of Hoffmann et al. 2022, and with their three exponents a of N in its
+    place: beta = alpha a / (1 - a) (a table of a lecture, Berkeley CS 288)."""
+    betas = {"equation 10": 0.28} | {f"approach {i}, a = {a:g}": 0.34 * a / (1 - a)
+                                     for i, a in enumerate((0.50, 0.49, 0.46), 1)}
+    return {name: Fit(1.69, 406.4, 410.7, 0.34, beta).optimum(OPT_FLOPS) for name, beta in betas.items()}
+
 
 def critical_batch(loss: float) -> float:
     """Tokens: 2e8 L^(-1/0.21), at which steps and tokens are both twice their least (Kaplan et al. 2020, section 5.1;
@@ -130,6 +143,14 @@ def print_scaling(settings: Config, machine: str, gpus: int, rate: float, tokens
     rows = [("  " + name, f"{run.parameters:.3g}", f"{run.tokens:.3g}", f"{run.pf_days:,.0f}", f"{run.days:.1f}",
              f"{run.gpu_hours:,.0f}") for name, run in TRAININGS.items()]
     print(table([("published runs on A100s", "N", "D", "PF-days", "days", "GPU-hours"), *rows], "<>>>>>"))
+    rows = [("  " + name, f"{parameters:.3g}", f"{data:.3g}", f"{data / parameters:.1f}", f"{6 * parameters * data:.3g}",
+             *(f"{best:.3g}, {of:.3g}" for best, of in (optima(6 * parameters * data)[law] for law in
+                                                        ("approach 1 (Hoffmann 2022, table 3)", "Kaplan et al. 2020"))))
+            for name, (parameters, data) in MODELS.items()]
+    print(table([("large models, and what was best for their C", "N", "D", "D/N", "C", "N, D: Hoffmann 2022",
+                  "N, D: Kaplan 2020"), *rows], "<>>>>>>"))
+    rows = [("  " + name, f"{parameters:.3g}", f"{data:.3g}") for name, (parameters, data) in optima_of_opt().items()]
+    print(table([(f"compute-optimal for OPT-175B's {OPT_FLOPS:.3g} FLOPs", "N", "D"), *rows], "<>>"))
     loss = FITS["refit (Besiroglu et al. 2024)"].loss(count.active, tokens)
     sequences = settings.batch.ramp()[-1][0]
     print(f"loss of this N and D: {loss:.3f} nats per token (refit); critical batch {critical_batch(loss):.3g} tokens "

@@ -45,15 +45,15 @@ class Kernels(NamedTuple):
     backward; where it does not, gradients are all-reduced at level 1 of ZeRO, too (DeepSpeed's _bf16_reduce_grads,
     nanotron's trainer.py). tp_overlap: which tensor parallel communication is under matmuls: none, that of column
     parallel layers' backward (tp.py), or all. fused: a norm is one kernel, and so is an activation function, and
-    gradients in bf16 are not held beside those in fp32. launch: operations are launched from Python, many per layer.
-    gathered: how many of a layer's two inputs that tensor parallel ranks gather are saved. division: into stages, see
+    gradients in bf16 are not held beside those in fp32. launch: whose host time a layer takes at least: ours, see
+    host_seconds; fitted, that of the published runs; or free, of CUDA graphs and the like. gathered: how many of a layer's two inputs that tensor parallel ranks gather are saved. division: into stages, see
     costs.stages_of.
     """
     attention: str = "flash2"
     overlap: bool = True
     tp_overlap: str = "backward"
     fused: bool = True
-    launch: bool = True
+    launch: str = "ours"
     gathered: int = 0
     division: str = "balanced"
 
@@ -71,7 +71,7 @@ class Constants(NamedTuple):
     passes: float = 15.3  # reads and writes of each activation byte that a layer makes, forward and backward
     fused: float = 6.41  # the same, where norms and SwiGLU are one kernel each
     logit_bytes: float = 58.4  # read and written per logit, forward and backward
-    launch_s: float = 4.33e-3  # for a layer, forward and backward, from Python
+    launch_s: float = 4.33e-3  # host time of a layer, forward and backward, in others' code; ours: host_seconds
     hidden: float = 0.667  # of the data axis' communication under computation, at levels 2 and 3 of ZeRO
     exchange_s: float = 7.43e-5  # per tensor parallel exchange, besides latency: streams wait for each other
     fixed_s: float = 33.7e-3  # per step
@@ -212,10 +212,24 @@ def layer_parts(run: Run, layer: int) -> Parts:
     if settings.precision.offloads("activations"):  # the block's input, to the host in forward and back in backward
         copied = 2 * T * model.hidden / grid.tp / run.machine.host_link
         parts["offload"] = Seconds(max(0.0, copied - forward), max(0.0, copied - backward))
-    if run.kernels.launch:
-        parts["launch"] = Seconds(max(0.0, constants.launch_s / 3 - forward),
-                                  max(0.0, constants.launch_s * 2 / 3 - backward))
+    host = host_seconds(run, layer)
+    parts["launch"] = Seconds(max(0.0, host / 3 - forward), max(0.0, host * 2 / 3 - backward))
     return parts
+
+
+def host_seconds(run: Run, layer: int) -> float:
+    """What the host takes to launch a layer's operations, forward and backward; launch overhead is what of it the GPU
+    does not compute meanwhile. Of this code: counted layer by layer with torch 2.11 on one core, where launches did
+    nothing (a launch itself takes some us), of a version whose kernels took some 10 us more a call (docs/NOTES.md). What
+    was counted for one technique is added to what was for another."""
+    settings, grid = run.settings, run.settings.grid
+    if run.kernels.launch != "ours":
+        return run.constants.launch_s if run.kernels.launch == "fitted" else 0.0
+    seconds = 2.1e-3 + 0.9e-3 * (grid.zero == 3) + 2.9e-3 * settings.model.has_experts(layer)
+    seconds += 5.0e-3 if grid.async_tp else 1.1e-3 * (grid.tp > 1)
+    if layer in settings.fp8_layers():
+        seconds += 1.2e-3 if settings.precision.fp8_recipe().blocks else 2.6e-3
+    return seconds
 
 
 def context_parallel_part(run: Run, attention: Seconds) -> Parts:
