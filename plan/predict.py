@@ -19,7 +19,8 @@ from plan.time import Kernels, Run
 from run import start
 
 KERNELS = {"attention": ("standard", *time.ATTENTION_FRACTION), "division": ("balanced", "any", "cumulative"),
-           "tp_overlap": ("none", "backward", "all"), "launch": ("ours", "fitted", "free")}  # what fields of Kernels may be
+           "tp_overlap": ("none", "backward", "all"),
+           "launch": ("ours", "fitted", "free")}  # what fields of Kernels may be
 
 
 def to_flags(request: dict) -> list[str]:

@@ -125,6 +125,20 @@ def ring_seconds(parameters: float, km: float, bytes_per_s: float, sites: int = 
     return (sites - 1) / sites * parameters * itemsize / bytes_per_s + km * 1000 / 2e8
 
 
+def print_models() -> None:
+    """Large models beside the optima for the same FLOPs, and the optima for OPT's."""
+    rows = [("large models, and what was best for their C", "N", "D", "D/N", "C", "N, D: Hoffmann 2022",
+             "N, D: Kaplan 2020")]
+    for name, (parameters, data) in MODELS.items():
+        flops = 6 * parameters * data
+        best = [optima(flops)[law] for law in ("approach 1 (Hoffmann 2022, table 3)", "Kaplan et al. 2020")]
+        rows.append(("  " + name, f"{parameters:.3g}", f"{data:.3g}", f"{data / parameters:.1f}", f"{flops:.3g}",
+                     *(f"{n:.3g}, {d:.3g}" for n, d in best)))
+    print(table(rows, "<>>>>>>"))
+    rows = [("  " + name, f"{n:.3g}", f"{d:.3g}") for name, (n, d) in optima_of_opt().items()]
+    print(table([(f"compute-optimal for OPT-175B's {OPT_FLOPS:.3g} FLOPs", "N", "D"), *rows], "<>>"))
+
+
 def print_scaling(settings: Config, machine: str, gpus: int, rate: float, tokens: float, price: float) -> None:
     """rate: tokens per second of all GPUs. tokens: 0 for 20 per active parameter. price: dollars per GPU-hour."""
     count = costs.parameters(settings.model)
@@ -143,14 +157,7 @@ def print_scaling(settings: Config, machine: str, gpus: int, rate: float, tokens
     rows = [("  " + name, f"{run.parameters:.3g}", f"{run.tokens:.3g}", f"{run.pf_days:,.0f}", f"{run.days:.1f}",
              f"{run.gpu_hours:,.0f}") for name, run in TRAININGS.items()]
     print(table([("published runs on A100s", "N", "D", "PF-days", "days", "GPU-hours"), *rows], "<>>>>>"))
-    rows = [("  " + name, f"{parameters:.3g}", f"{data:.3g}", f"{data / parameters:.1f}", f"{6 * parameters * data:.3g}",
-             *(f"{best:.3g}, {of:.3g}" for best, of in (optima(6 * parameters * data)[law] for law in
-                                                        ("approach 1 (Hoffmann 2022, table 3)", "Kaplan et al. 2020"))))
-            for name, (parameters, data) in MODELS.items()]
-    print(table([("large models, and what was best for their C", "N", "D", "D/N", "C", "N, D: Hoffmann 2022",
-                  "N, D: Kaplan 2020"), *rows], "<>>>>>>"))
-    rows = [("  " + name, f"{parameters:.3g}", f"{data:.3g}") for name, (parameters, data) in optima_of_opt().items()]
-    print(table([(f"compute-optimal for OPT-175B's {OPT_FLOPS:.3g} FLOPs", "N", "D"), *rows], "<>>"))
+    print_models()
     loss = FITS["refit (Besiroglu et al. 2024)"].loss(count.active, tokens)
     sequences = settings.batch.ramp()[-1][0]
     print(f"loss of this N and D: {loss:.3f} nats per token (refit); critical batch {critical_batch(loss):.3g} tokens "

@@ -45,9 +45,9 @@ class Kernels(NamedTuple):
     backward; where it does not, gradients are all-reduced at level 1 of ZeRO, too (DeepSpeed's _bf16_reduce_grads,
     nanotron's trainer.py). tp_overlap: which tensor parallel communication is under matmuls: none, that of column
     parallel layers' backward (tp.py), or all. fused: a norm is one kernel, and so is an activation function, and
-    gradients in bf16 are not held beside those in fp32. launch: whose host time a layer takes at least: ours, see
-    host_seconds; fitted, that of the published runs; or free, of CUDA graphs and the like. gathered: how many of a layer's two inputs that tensor parallel ranks gather are saved. division: into stages, see
-    costs.stages_of.
+    gradients in bf16 are not held beside those in fp32. launch: the host time that a layer takes at least: ours, see
+    host_seconds; fitted, that of published runs; free, none, as with CUDA graphs. gathered: how many of a layer's two
+    inputs that tensor parallel ranks gather are saved. division: into stages, see costs.stages_of.
     """
     attention: str = "flash2"
     overlap: bool = True
@@ -218,10 +218,10 @@ def layer_parts(run: Run, layer: int) -> Parts:
 
 
 def host_seconds(run: Run, layer: int) -> float:
-    """What the host takes to launch a layer's operations, forward and backward; launch overhead is what of it the GPU
-    does not compute meanwhile. Of this code: counted layer by layer with torch 2.11 on one core, where launches did
-    nothing (a launch itself takes some us), of a version whose kernels took some 10 us more a call (docs/NOTES.md). What
-    was counted for one technique is added to what was for another."""
+    """What the host takes to launch a layer's operations, forward and backward; the GPU waits for what of it is longer
+    than its own work. Of this code: counted with torch 2.11 on one core where launches did nothing (each takes some us
+    more), of a version whose kernels took about 10 us more per call (docs/NOTES.md). What was counted for one technique
+    is added to what was for another."""
     settings, grid = run.settings, run.settings.grid
     if run.kernels.launch != "ours":
         return run.constants.launch_s if run.kernels.launch == "fitted" else 0.0

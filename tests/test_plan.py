@@ -1241,8 +1241,8 @@ def test_the_best_size_for_opts_compute():
 
 
 def test_six_large_models_are_beside_what_was_best_for_their_compute(capsys):
-    """Hoffmann et al. 2022, section 1: Chinchilla has Gopher's compute, all others are far too large for theirs; by Kaplan
-    et al. 2020 too small."""
+    """Hoffmann et al. 2022, section 1: Chinchilla has Gopher's compute; all others are far too large for theirs, and by
+    Kaplan et al. 2020 too small."""
     lines = printed(capsys, "scaling --preset llama-3.2-1b").splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("large models"))
     names, flops = [], {}
