@@ -278,6 +278,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "pages")
     parser.add_argument("--demos", action="store_true")
     asked = parser.parse_args(arguments)
+    if asked.out.exists() and not asked.out.is_dir():
+        parser.error(f"--out {asked.out}: is a file, name a folder")
     if asked.demos:
         found = dict(date=str(date.today()), outputs=dict(run_demos()))
         DEMOS.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")

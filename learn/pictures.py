@@ -533,12 +533,23 @@ def losses() -> None:
                             *"--device cpu --steps 60 --seq 128 --global-batch 8 --sample=".split(),
                             "--metrics", os.path.join(folder, f"{name}.jsonl")],
                            check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        loss([os.path.join(folder, f"{name}.jsonl") for name in GRIDS], "losses")
+        loss([read_losses(os.path.join(folder, f"{name}.jsonl")) for name in GRIDS], "losses")
 
 
-def loss(paths: list[str], name: str = "loss") -> None:
+def read_losses(path: str) -> tuple[str, dict[int, float]]:
+    """(name, step -> loss) of a file of --metrics. Raises ValueError for a file that is missing or another one."""
+    try:
+        with open(path) as file:
+            losses = {row["step"]: row["loss"] for row in map(json.loads, file)}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: cannot be read as --metrics: {error}") from None
+    need(losses != {}, f"{path}: is empty")
+    return Path(path).stem, losses
+
+
+def loss(named: list[tuple[str, dict[int, float]]], name: str = "loss") -> None:
     """Losses of runs by step, and the difference of each from the first run's."""
-    runs = {Path(path).stem: {row["step"]: row["loss"] for row in map(json.loads, open(path))} for path in paths}
+    runs = dict(named)
     first, *others = runs
     figure, axes = pyplot.subplots(1, 2 if others else 1, figsize=(9, 3.9), squeeze=False)
     for number, (title, values) in enumerate(runs.items()):
@@ -615,9 +626,7 @@ def main(names: list[str]) -> None:
     jobs = {name: PICTURES.get(name) for name in names or PICTURES}
     try:
         if names[:1] == ["loss"] and names[1:]:
-            for path in names[1:]:
-                need(os.path.isfile(path), f"{path}: there is no such file")
-            jobs = {"loss": partial(loss, names[1:])}
+            jobs = {"loss": partial(loss, [*map(read_losses, names[1:])])}
         for name, draw in jobs.items():
             need(draw is not None, f"{name}: unknown, use {', '.join(PICTURES)}, or loss FILES")
     except ValueError as error:

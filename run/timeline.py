@@ -28,6 +28,7 @@ from schedules import SCHEDULES, Action, Costs, Plan, Span, activations_held, bu
 
 COLORS = {"F": ("#7aa6da", 110, "forward"), "B": ("#8cc98c", 114, "backward"),  # SVG, terminal, legend
           "I": ("#5fb7b0", 73, "backward, input"), "W": ("#c9b458", 179, "backward, weights")}
+MOST = 1000  # ranks, and micro-batches, that are drawn
 UNIT_S = 0.01  # what a rank sleeps for an F, I or W of all its stages, where it is measured
 
 
@@ -186,6 +187,8 @@ def chosen_plans(args: Flags, ranks: int) -> dict[str, Plan]:
          f"--costs {args.costs}: write three numbers, above 0 and below a million, such as 1,1,1")
     names = [name for name, schedule in SCHEDULES.items() if schedule.runs or not ranks]
     need(not ranks or args.pp == ranks, f"--pp {args.pp}: torchrun started {ranks} ranks")
+    need(max(args.pp, args.micro_batches) <= MOST,
+         f"--pp {args.pp}, --micro-batches {args.micro_batches}: must be at most {MOST}")
     if args.schedule != "all":
         need(args.schedule in names, f"schedule {args.schedule} is drawn and does not run")
         names = [args.schedule]

@@ -77,6 +77,12 @@ def test_a_name_leads_to_its_definition(made):
     assert f'<a href="collectives.html#L{line}" title="class Pending:&#10;A collective in flight' in made["tp.html"]
 
 
+def test_pages_are_not_written_into_a_file(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        pages.main(["--out", __file__])
+    assert f"--out {__file__}: is a file, name a folder" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_demos_print_what_the_pages_show():
     kept = json.loads(pages.DEMOS.read_text())["outputs"]

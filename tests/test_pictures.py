@@ -44,7 +44,9 @@ def test_losses_of_runs_are_drawn_beside_each_other(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("names, says", [
-    (["rings"], "rings: unknown, use grid, timeline, "), (["loss", "no.jsonl"], "no.jsonl: there is no such file")])
+    (["rings"], "rings: unknown, use grid, timeline, "),
+    (["loss", "no.jsonl"], "no.jsonl: cannot be read as --metrics: "), (["loss", "/dev/null"], "/dev/null: is empty"),
+    (["loss", __file__], f"{__file__}: cannot be read as --metrics: ")])
 def test_a_wrong_name_is_one_line(monkeypatch, names, says):
     def refuse(error, program):
         assert program == "learn.pictures" and str(error).startswith(says)

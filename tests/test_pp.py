@@ -464,6 +464,7 @@ def test_a_measured_timeline_shows_that_later_ranks_begin_later(pool):
     ("--schedule 1f1b --pp -1", "-1 ranks, 8 micro-batches, 0 model chunks per rank, groups of 0: must be above 0"),
     ("--schedule interleaved --chunks -1", "4 ranks, 8 micro-batches, -1 model chunks per rank, groups of 0: must be "
      "above 0"),
+    ("--pp 100000", "--pp 100000, --micro-batches 8: must be at most 1000"),
     ("--costs 0,1,1", "--costs 0,1,1: write three numbers, above 0 and below a million, such as 1,1,1"),
     ("--costs nan,1,1", "--costs nan,1,1: write three numbers, above 0 and below a million, such as 1,1,1"),
     ("--costs 1,1000000,1", "--costs 1,1000000,1: write three numbers, above 0 and below a million, such as 1,1,1"),
