@@ -23,7 +23,6 @@ name of a checkpoint is complete. The checksums find what a disk or a person dam
     python -m run.checkpoint diff CKPT_A CKPT_B        which tensors differ
     python -m run.checkpoint export CKPT FOLDER        weights as transformers reads them
 """
-import contextlib
 import fcntl
 import gc
 import hashlib
@@ -34,6 +33,7 @@ import pickle
 import shlex
 import shutil
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -289,10 +289,13 @@ class Saver:
         return gather_objects(problem, self.group)[0]
 
     def reason_of(self, error: Exception) -> str:
-        """Why a save failed. On a full disk torch reports a wrong position in its file."""
-        with contextlib.suppress(OSError):
-            if shutil.disk_usage(self.folder).free < 2**20:
-                return f"{self.folder}: the disk is full"
+        """Why a save failed. Of a file that cannot grow torch reports a wrong position in it; here it is the disk, a
+        quota or a limit of files that says why."""
+        try:
+            with tempfile.TemporaryFile(dir=self.folder) as file:
+                file.write(bytes(2**20))
+        except OSError as problem:
+            return f"{self.folder} cannot be written to: {problem.strerror}"
         return describe(error)
 
     def commit(self, temporary: Path, run: dict) -> None:

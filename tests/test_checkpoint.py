@@ -265,14 +265,15 @@ def test_a_save_that_failed_is_said_once_and_why_in_one_line(tmp_path, capsys):
 
 
 def test_a_full_disk_is_called_one(tmp_path):
-    """Torch reports a position in its file. What was saved before stays, and nothing else."""
+    """As is a quota. Torch reports a position in its file. What was saved before stays, and nothing else."""
     saver = checkpoint.Saver(str(tmp_path), state_of(0), 0, ALONE)
     with patch.object(checkpoint.dcp, "save", side_effect=RuntimeError("unexpected pos 704 vs 598")):
         saver.save(1, {})
         assert saver.finish() == "the checkpoint of step 1 could not be saved: RuntimeError: unexpected pos 704 vs 598"
-        with patch.object(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 4096)):
+        with patch.object(checkpoint.tempfile, "TemporaryFile", side_effect=OSError(28, "No space left on device")):
             saver.save(2, {})
-            assert saver.finish() == f"the checkpoint of step 2 could not be saved: {tmp_path}: the disk is full"
+            assert saver.finish() == (f"the checkpoint of step 2 could not be saved: {tmp_path} cannot be written to: "
+                                      "No space left on device")
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 

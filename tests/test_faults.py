@@ -1043,6 +1043,8 @@ def test_a_save_that_fails_is_a_warning_and_the_last_whole_checkpoint_stays(tmp_
     assert whole
     for path in whole:
         checkpoint.verify(path)
+    if fault.startswith("full"):
+        assert warnings[-1].endswith("/out cannot be written to: File too large")
     if not fault.startswith("folder"):
         assert len(whole) == 2 and sorted(path.name for path in folder.iterdir())[:2] == ["latest", "lock"]
         assert left_over(folder) == []
