@@ -279,6 +279,12 @@ def open_samples(settings: config.Config, paths: list[str], seed: int | None) ->
         corpus = Corpus(paths, settings.model.vocab, data.data_dtype, data.separator)
     except OSError as error:
         raise ValueError(f"{error.filename}: cannot be read: {error.strerror}") from None
+    for folder in filter(Path.is_dir, map(Path, paths if corpus.is_text else ())):
+        for name in ("out", "export_hf", "profile", "metrics", "memory_snapshot"):
+            written = Path(getattr(settings.run, name) or os.devnull).resolve()
+            inside = written.is_relative_to(folder.resolve()) and written.relative_to(folder.resolve()).parts
+            need(not inside or any(part.startswith(".") for part in inside),
+                 f"{config.flag(name)} {written}: is in {folder}, whose text it would change: use another folder")
     return Samples(corpus, settings.batch.seq, seed, data.doc_mask)
 
 
@@ -294,6 +300,15 @@ class Codec(NamedTuple):
         if self.tokenizer:
             return self.tokenizer.encode(content.decode(errors="replace"), add_special_tokens=False).ids
         return list(content)
+
+    def prompt(self, text: str) -> list[int]:
+        """The tokens of --sample, which begins a document. Raises ValueError if the tokenizer has none for it."""
+        try:
+            tokens = [*([] if self.separator is None else [self.separator]), *self.encode(text)]
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"--sample {text!r}: the tokenizer cannot read it: {error}") from None
+        need(tokens != [], f"--sample {text!r}: the tokenizer has no token for it")
+        return tokens
 
     def decode(self, tokens: list[int]) -> str:
         if self.tokenizer:

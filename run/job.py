@@ -228,8 +228,8 @@ def started(settings: config.Config) -> Iterator[Run]:
         if "WORLD_SIZE" in os.environ:
             try:
                 store = meet(run.timeout, stop.end_if_asked)
-            except TimeoutError as error:
-                raise faults.Failure(str(error)) from None
+            except (TimeoutError, torch.distributed.DistError) as error:
+                raise faults.Failure(faults.reason(error)) from None
         if "TORCHELASTIC_RUN_ID" in os.environ:
             watchdog = faults.Watchdog(store.clone(), run.timeout, lambda: state.activity, stop)
         with collectives.world(chosen, run.timeout, store) if store else contextlib.nullcontext():
@@ -285,6 +285,7 @@ def load_weights(run: Run) -> None:
     run.tokenizer = tokenizer_folder(asked.init_from, saved.get("tokenizer", ""), run.training.corpus)
     if asked.sample:
         run.codec = agree(lambda: codec_of(run.training.corpus, run.tokenizer), run.host)
+        agree(lambda: run.codec and run.codec.prompt(asked.sample), run.host)
     open_saver(run, path)
 
 

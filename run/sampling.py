@@ -98,9 +98,8 @@ def continue_prompt(model: Module, codec: Codec, settings: config.Config, groups
     shards weights over the data axis: then all ranks take part.
     """
     if groups["data"].rank == 0 or settings.grid.zero == 3 or settings.grid.ep > 1:
-        begin = [] if codec.separator is None else [codec.separator]
-        prompt = torch.tensor([[*begin, *codec.encode(settings.run.sample)]], device=device)
-        tokens = sample(model, prompt, length)[0, len(begin):].tolist()
+        prompt = torch.tensor([codec.prompt(settings.run.sample)], device=device)
+        tokens = sample(model, prompt, length)[0, codec.separator is not None:].tolist()
         if groups["world"].rank == 0:
             text = codec.decode(tokens)  # whose control characters would ring and erase
             print("".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text))
@@ -108,12 +107,12 @@ def continue_prompt(model: Module, codec: Codec, settings: config.Config, groups
 
 def main(arguments: list[str]) -> None:
     """Replace this process by train.py with --steps 0: it has the grid, the checkpoints and the data."""
-    if len(arguments) < 3 or arguments[0].startswith("-") or "--prompt" not in arguments[:-1]:
+    where = arguments.index("--prompt") if "--prompt" in arguments[1:-1] else 0
+    if not where or arguments[0].startswith("-") or not arguments[where + 1]:
         print("run.sampling: usage: python -m run.sampling CKPT --prompt TEXT [flags of train.py]", file=sys.stderr)
         sys.exit(2)
     path, *flags = arguments
-    where = flags.index("--prompt")
-    flags[where:where + 2] = ["--sample=" + flags[where + 1]]  # in one word, so that a prompt may begin with @ or -
+    flags[where - 1:where + 1] = ["--sample=" + flags[where]]  # in one word, so that a prompt may begin with @ or -
     published = os.path.isfile(os.path.join(path, "config.json"))
     default_grid = ("--dp -1 --dp-replicate 1 --cp 1 --cp-zigzag sequence --cp-ulysses 1 --tp 1 --sp on --pp 1 "
                     "--schedule 1f1b --chunks 0 --pp-group 0 --ep 1 --zero 0 --recompute none --offload none").split()

@@ -71,9 +71,12 @@ def from_command_line() -> Config:
     """`parse` for the command line of this process, which may be one of many ranks. If it names neither grid nor model,
     the grid is that of SHOWN, and on GPUs the model that of ON_GPUS."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until run/faults.py listens: Ctrl-C ends without imports' traceback
+    for name in ("stdout", "stderr"):  # a closed one is None, and a checkpoint's file would get its number
+        setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
     sys.stdout.reconfigure(errors="backslashreplace")  # in the C locale it could not print a prompt, for example
-    arguments, ranks = sys.argv[1:], int(os.environ.get("WORLD_SIZE", 1))
+    arguments = sys.argv[1:]
     try:
+        ranks = ranks_started()
         names = {f.name for section in (config.Model, config.Grid) for f in fields(section)} | {"resume", "init_from"}
         given = config.read(arguments)
         if ranks in SHOWN and not given.keys() & names:
@@ -82,8 +85,22 @@ def from_command_line() -> Config:
                 settings.shown = True
                 return settings
         return parse(arguments, ranks)
+    except OSError as error:
+        refuse(ValueError(f"{error.filename or 'the current folder'}: {error.strerror}"))
     except ValueError as error:
         refuse(error)
+
+
+def ranks_started() -> int:
+    """How many ranks there are. Raises ValueError for what their launcher has set wrongly, or forgotten."""
+    if "WORLD_SIZE" not in os.environ:
+        return 1
+    here = {name: os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK", "MASTER_PORT", "MASTER_ADDR")}
+    ranks, rank, port, address = here.values()
+    need(all(map(str.isdecimal, (ranks, rank, port))) and int(rank) < int(ranks) and int(port) < 2**16 and address,
+         f"{' '.join(f'{name}={text}' for name, text in here.items())}: no rank can start with these: start ranks with "
+         "torchrun, which sets them")
+    return int(ranks)
 
 
 def has_gpus(given: dict[str, Any]) -> bool:
@@ -114,6 +131,8 @@ def check_paths(settings: Config) -> None:
         path = getattr(run, name)
         folder = os.path.dirname(path) or "."
         need(os.path.isdir(folder), f"{flag(name)} {path}: there is no folder {folder}")
+        need(not path or os.path.realpath(path) not in map(os.path.realpath, filter(None, (run.out, run.export_hf))),
+             f"{flag(name)} {path}: is the folder of --out or --export-hf, name a file")
         need(not os.path.isdir(path), f"{flag(name)} {path}: is a folder, name a file")
         target = path if os.path.exists(path) else folder
         need(not path or os.access(target, os.W_OK), f"{flag(name)} {path}: {target} cannot be written to")
@@ -158,6 +177,8 @@ def resumed_run(resume: str, out: str) -> dict | None:
     for path in candidates(resume, out):
         try:
             run = read_run(path)
+            for name in ("settings", "model", "corpus", "files"):
+                need(run.get(name), f"{path}/run.json has no {name}")
         except ValueError as error:
             problem = problem or error
             continue

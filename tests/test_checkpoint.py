@@ -504,6 +504,9 @@ def test_a_damaged_run_json_is_passed_over_for_the_one_before(trained, tmp_path)
     (tmp_path / "step-000002" / "run.json").write_text("{")
     with pytest.raises(ValueError, match="step-000003/run.json is damaged or cannot be read"):
         start.resumed_run("auto", str(tmp_path))
+    with (patch.object(start, "read_run", lambda path: dict(settings={"hidden": 32}, model={})),
+          pytest.raises(ValueError, match="step-000003/run.json has no model$")):
+        start.resumed_run("auto", str(tmp_path))
 
 
 def test_a_run_is_resumed_from_any_folder(tokens, tmp_path, monkeypatch):

@@ -71,6 +71,7 @@ WRONG = [  # ranks, command line, what the line must say; but for those that con
     (1, "--batch-ramp 16@0,0@9", '--batch-ramp "16@0,0@9": write sequences@tokens'),
     (1, f"--export-hf {__file__}", f"--export-hf {__file__}: is a file, name a folder"),
     (1, "--export-hf /proc/hf --out run", "--export-hf /proc/hf: /proc cannot be written to: No such file"),
+    (1, "--metrics a --out a", "--metrics a: is the folder of --out or --export-hf, name a file"),
     (1, "--profile /proc/a/b", "/proc/a/b: /proc cannot be written to: No such file or directory"),
     (4, "--pp 4 --layers 8 --schedule dualpipev --micro-batch 1 --batch-ramp 8@0,7@9",
      "--micro-batch 1 at 7 sequences per step: "),
@@ -311,8 +312,28 @@ def test_help_ends_with_the_default():
         assert helps[name].endswith(end), name
 
 
+LAUNCHED = dict(WORLD_SIZE="2", RANK="0", MASTER_PORT="29500", MASTER_ADDR="localhost")
+
+
+@pytest.mark.parametrize("wrong", ["WORLD_SIZE=two", "RANK=2", "RANK=-1", "MASTER_PORT=", "MASTER_PORT=65536",
+                                   "MASTER_ADDR="])
+def test_what_a_launcher_sets_wrongly_is_one_clear_line(monkeypatch, wrong):
+    name, _, value = wrong.partition("=")
+    for key, text in (LAUNCHED | {name: value}).items():
+        monkeypatch.setenv(key, text)
+    with pytest.raises(ValueError, match=f"(^| ){wrong}[ :].*start ranks with torchrun, which sets them$"):
+        start.ranks_started()
+
+
+def test_without_a_standard_output_and_a_current_folder_a_mistake_is_one_line(tmp_path):
+    shell = f"cd {tmp_path} && rmdir {tmp_path} && {sys.executable} {ROOT}/train.py >&-"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "train.py: the current folder: No such file or directory\n")
+
+
 def command_line(monkeypatch, ranks: int, line: str) -> config.Config:
-    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    for name, value in (LAUNCHED | dict(WORLD_SIZE=str(ranks))).items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr("sys.argv", ["train.py", *line.split()])
     return start.from_command_line()
 

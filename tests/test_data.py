@@ -365,6 +365,31 @@ def test_what_cannot_be_tokenized_is_refused_and_leaves_nothing(tmp_path):
     assert not list(out.parent.glob("*")) and not (tmp_path / "t.bin").exists()
 
 
+@pytest.mark.parametrize("unknown, says", [("?", "has no token for it$"), (None, "cannot read it: .* Missing .UNK.")])
+def test_a_prompt_of_which_nothing_stays_is_refused(tmp_path, unknown, says):
+    words = tokenizers.models.WordLevel({"?": 0, "a": 1}, **(dict(unk_token=unknown) if unknown else {}))
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    with pytest.raises(ValueError, match=f"^--sample '{' ' if unknown else 'b'}': the tokenizer {says}"):
+        data.Codec(None, tokenizer).prompt(" " if unknown else "b")
+    assert data.Codec(7, tokenizer).prompt("a") == [7, 1] and data.Codec(None, tokenizer).prompt("a") == [1]
+
+
+@pytest.mark.parametrize("name", ["out", "metrics", "export-hf", "profile", "memory-snapshot"])
+def test_what_a_run_writes_is_not_in_its_folder_of_text(tmp_path, name):
+    """It would be text of the resumed run. Token files are all that is read of their folder, and hidden files are not
+    read."""
+    (tmp_path / "a.txt").write_text("text" * 99)
+
+    def opened(where: str) -> Samples:
+        settings = config.parse([f"--{name}", f"{tmp_path}/{where}", "--seq", "8"])
+        return data.open_samples(settings, [str(tmp_path)], 0)
+    with pytest.raises(ValueError, match=f"^--{name} {tmp_path}/sub/x: is in {tmp_path}, whose text it would change"):
+        opened("sub/x")
+    token_file(tmp_path / "tokens.bin", [1] * 99)
+    assert opened(".x").spans and opened("sub/x").spans
+
+
 def test_bytes_become_text_and_what_is_no_text_is_marked():
     codec = data.Codec(BYTES_SEPARATOR)
     assert codec.encode("hé") == [104, 195, 169] and codec.encode("h\udcff") == [104, 255]

@@ -789,12 +789,13 @@ def test_ranks_that_are_started_again_read_no_key_of_those_before(monkeypatch):
         meet(0.1)
 
 
-def test_a_rank_that_is_missing_at_the_start_is_named_in_one_line(monkeypatch, capsys):
+@pytest.mark.parametrize("error", [TimeoutError, dist.DistNetworkError])
+def test_ranks_that_do_not_meet_are_told_why_in_one_line(monkeypatch, capsys, error):
     for name in "stdout", "stderr":  # `started` replaces them
         monkeypatch.setattr(sys, name, getattr(sys, name))
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(faults.Stop, "listen", lambda self: None)
-    with (patch.object(job, "meet", side_effect=TimeoutError("rank 1 has not started in 9 s")),
+    with (patch.object(job, "meet", side_effect=error("rank 1 has not started in 9 s")),
           patch.object(faults.os, "_exit", side_effect=SystemExit), pytest.raises(SystemExit),
           job.started(config.parse([]))):
         pass

@@ -346,7 +346,7 @@ def test_sampling_is_a_run_of_no_steps(monkeypatch, tmp_path):
         assert flags[flags.index("--steps") + 1] == "0" and f"--sample={prompt}" in flags and "--prompt" not in flags
     assert called[0][-3:-1] == ["--tp", "2"]
     for wrong in (["--prompt", "a"], ["--tp", "--prompt", "a"], [str(tmp_path), "--tp", "2"],
-                  [str(tmp_path), "--tp", "--prompt"]):
+                  [str(tmp_path), "--tp", "--prompt"], [str(tmp_path), "--prompt", ""]):
         with pytest.raises(SystemExit, match="2"):
             sampling.main(wrong)
     assert called[-1][1] == os.path.join(ROOT, "train.py")  # from whatever folder it is started
