@@ -449,7 +449,8 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> None:
             file = folder / name
             need(file.exists(), f"{file} is missing")
             there = file.stat().st_size
-            need(there == nbytes, f"{file} has {there:,} bytes, not {nbytes:,}: it was cut short")
+            need(there == nbytes, f"{file} has {there:,} bytes, not {nbytes:,}: it "
+                                  f"{'was cut short' if there < nbytes else 'has grown'}")
             need(checksum(file) == expected, f"{file} is damaged: its checksum differs")
     except OSError as error:
         raise ValueError(f"{folder} cannot be read: {error.strerror}") from None

@@ -377,6 +377,8 @@ def tokenize(paths: list[str], tokenizer_path: str, out: str, separator: str = "
         if not beside.exists():
             shutil.copy(tokenizer_path, beside)
         temporary.rename(target)
+    except OSError as error:
+        raise ValueError(f"{error.filename or temporary}: {error.strerror}") from None
     finally:
         temporary.unlink(missing_ok=True)
     return count

@@ -315,8 +315,9 @@ def check_weights(folder: str, model: Any, insist: bool) -> None:
         try:
             with safe_open(path, framework="np") as file:
                 names = file.keys()
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path}: cannot be read: {error}") from None
+        except (SafetensorError, OSError) as error:  # which calls a file missing that may not be read
+            reason = error if os.access(path, os.R_OK) else "Permission denied"
+            raise ValueError(f"{path}: cannot be read: {reason}") from None
     architecture = read_architecture(read_json(where), where)
     unread = sorted(name for name in names if not is_read(name, model, architecture)
                     and not name.endswith(".rotary_emb.inv_freq"))

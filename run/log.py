@@ -271,7 +271,11 @@ def start_profiler(folder: str, rank: int, cuda: bool) -> profile:
         path = os.path.join(folder, f"rank-{rank}.json")
         profiler.export_chrome_trace(path)
         if rank == 0:
-            print(longest(profiler, cuda) + f"\nwritten: {path}", flush=True)
+            print(longest(profiler, cuda), flush=True)
+            if os.path.exists(path) and not os.path.exists(f"{path}.tmp"):
+                print(f"written: {path}", flush=True)
+            else:  # of which torch says nothing
+                say(f"warning: --profile {folder}: the trace could not be written there: is the disk full?")
 
     return profile(activities=activities, schedule=schedule(wait=WAIT - 1, warmup=1, active=ACTIVE, repeat=1),
                    on_trace_ready=write, acc_events=True)

@@ -353,6 +353,12 @@ def cut(file: Path) -> str:
     return f"has {size:,} bytes, not {size + 1:,}: it was cut short" if file.name != "run.json" else "damaged"
 
 
+def grow(file: Path) -> str:
+    file.write_bytes(file.read_bytes() + b"}")
+    size = file.stat().st_size
+    return f"has {size:,} bytes, not {size - 1:,}: it has grown" if file.name != "run.json" else "damaged"
+
+
 def flip(file: Path) -> str:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -366,7 +372,7 @@ def remove(file: Path) -> str:
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "run.json"])
-@pytest.mark.parametrize("harm", [cut, flip, remove])
+@pytest.mark.parametrize("harm", [cut, grow, flip, remove])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, capsys, file, harm):
     saved(tmp_path, (1, 2))
     said = harm(tmp_path / "step-000002" / file)

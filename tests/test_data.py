@@ -3,6 +3,7 @@ import hashlib
 import io
 import os
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -363,6 +364,11 @@ def test_what_cannot_be_tokenized_is_refused_and_leaves_nothing(tmp_path):
             data.tokenize(*arguments)
         assert str(error.value).startswith(says), arguments
     assert not list(out.parent.glob("*")) and not (tmp_path / "t.bin").exists()
+    (tmp_path / "t.bin").touch()
+    with (patch.object(os, "fsync", side_effect=OSError(28, "No space left on device")),
+          pytest.raises(ValueError, match=f"^{tmp_path}/t.tmp: No space left on device$")):
+        data.tokenize([str(good)], path, str(tmp_path / "t.bin"))
+    assert (tmp_path / "t.bin").read_bytes() == b"" and not (tmp_path / "t.tmp").exists()
 
 
 @pytest.mark.parametrize("unknown, says", [("?", "has no token for it$"), (None, "cannot read it: .* Missing .UNK.")])

@@ -442,6 +442,15 @@ def test_weights_that_the_model_would_not_use_are_refused_unless_insisted_on(cas
         start.parse(["--data", __file__, "--layers", "2", "--init-from", published(case)])
 
 
+@pytest.mark.parametrize("readable, says", [(True, "Error while deserial"), (False, "Permission denied$")])
+def test_weights_that_cannot_be_read_are_refused_at_once(published, tmp_path, monkeypatch, readable, says):
+    shutil.copytree(published("llama tied"), tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"")
+    monkeypatch.setattr(os, "access", lambda path, mode: readable)
+    with pytest.raises(ValueError, match=f"/model.safetensors: cannot be read: {says}"):
+        start.parse(["--data", __file__, "--init-from", str(tmp_path / "model")])
+
+
 def test_a_tensor_that_a_single_file_has_not_is_refused(published, tmp_path):
     shutil.copytree(published("llama tied"), tmp_path / "untied")
     change(tmp_path / "untied" / "config.json", tie_word_embeddings=False)

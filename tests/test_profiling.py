@@ -1,5 +1,6 @@
 """Profiling: a trace of steps 3 to 5 in which phases and actions have names; nothing where it is not asked for."""
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import patch
@@ -38,6 +39,16 @@ def test_a_trace_names_phases_and_actions(tmp_path, capsys):
              for name in ("F0.0", "F0.1", "B0.1", "forward and backward", "optimizer", "read data", "ProfilerStep#2",
                           "ProfilerStep#3", "ProfilerStep#5", "ProfilerStep#6")}
     assert list(count.values()) == [3] * 6 + [0, 1, 1, 0]
+
+
+def test_a_trace_that_a_full_disk_has_no_room_for_is_a_warning(tmp_path, capsys):
+    """Torch says nothing, and leaves a file of another name."""
+    (tmp_path / "rank-0.json").touch()
+    with patch.object(torch.profiler.profile, "export_chrome_trace", lambda self, path: Path(f"{path}.tmp").touch()):
+        run(f"--steps 7 --profile {tmp_path}")
+    printed = capsys.readouterr()
+    assert "written:" not in printed.out
+    assert f"warning: --profile {tmp_path}: the trace could not be written there: is the disk full?" in printed.err
 
 
 class Event(NamedTuple):
