@@ -208,8 +208,8 @@ class Saver:
             for path in self.folder.glob("step-*"):
                 need(path.is_dir(), f"{path}: is no folder, and has the name of a checkpoint: move it away")
             free = shutil.disk_usage(self.folder).free
-            need(free >= self.nbytes, f"{self.folder}: a checkpoint takes {self.nbytes / 1e9:.2f} GB, and "
-                                      f"{free / 1e9:.2f} GB are free")
+            need(free >= self.nbytes, f"{self.folder}: a checkpoint takes {self.nbytes / 1e9:.3g} GB, and "
+                                      f"{free / 1e9:.3g} GB are free")
             need(step or not start.checkpoints_in(self.folder),
                  f"--out {self.folder}: has checkpoints of another run, or of this one from its beginning: give "
                  "--resume auto to continue it, or another folder")

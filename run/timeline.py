@@ -182,6 +182,7 @@ def chosen_plans(args: Flags, ranks: int) -> dict[str, Plan]:
     """The plan of each schedule to draw. ranks: that are to run it, 0 if it is simulated. Raises ValueError."""
     for name, file in (("--svg", args.svg), ("--trace", args.trace)):
         need(os.path.isdir(os.path.dirname(file) or "."), f"{name} {file}: there is no folder {os.path.dirname(file)}")
+        need(not os.path.isdir(file), f"{name} {file}: is a folder, name a file")
     costs = args.costs.split(",")
     need(len(costs) == 3 and all(re.fullmatch(r"[\d.]+", cost) and 0 < float(cost) < 1e6 for cost in costs),
          f"--costs {args.costs}: write three numbers, above 0 and below a million, such as 1,1,1")

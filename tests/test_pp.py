@@ -472,6 +472,7 @@ def test_a_measured_timeline_shows_that_later_ranks_begin_later(pool):
     ("--chunks 2", "--trace, --chunks and --group are for one schedule: name it with --schedule"),
     ("--group 4", "--trace, --chunks and --group are for one schedule: name it with --schedule"),
     ("--schedule 1f1b --trace no/such/a.json", "--trace no/such/a.json: there is no folder no/such"),
+    ("--svg /", "--svg /: is a folder, name a file"),
     ("--svg no/such/a.svg", "--svg no/such/a.svg: there is no folder no/such")])
 def test_a_wrong_request_is_one_line(flags, says):
     with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
