@@ -60,7 +60,8 @@ def padded_elements(count: int, shards: int) -> int:
 
 # ---- the settings ---------------------------------------------------------------------------------------------------
 
-LARGEST, MOST_LAYERS, MOST_MICRO_BATCHES = 2**40, 10_000, 100_000  # beyond these a check would take minutes
+# Beyond these a check would take minutes.
+LARGEST, MOST_LAYERS, MOST_MICRO_BATCHES, MOST_WEIGHT = 2**40, 10_000, 100_000, 10_000
 
 
 def flag(name: str) -> str:
@@ -250,12 +251,25 @@ class Optim:
 @dataclass
 class Data:
     data: list = setting([], "text (files, folders) or tokens (.bin, .npy); by default the sources of Python's library")
+    data_weights: str = setting("", "3,1 mixes the paths of --data: of 4 samples 3 are from the first, 1 is from the "
+                                    "second; by default they are one stream, end to end")
     data_dtype: str = setting("auto", "of headerless .bin; auto: uint16 if --vocab fits", ("auto", "uint16", "uint32"))
     separator: int = setting(-1, "token that begins a document in token files; -1: the format's, or each file is one")
     doc_mask: bool = setting(False, "no attention across documents, and positions start anew in each")
     val_data: list = setting([], "evaluate the loss on this text or these tokens")
     eval_every: int = setting(0, "steps between evaluations; 0: at the end only")
     eval_steps: int = positive(8, "global batches per evaluation, at most all there are")
+
+    def weights(self) -> tuple[int, ...]:
+        """Of each path of --data, without a common divisor; () if the data is no mixture. Raises ValueError if
+        malformed."""
+        words = self.data_weights.split(",") if self.data_weights else []
+        if all(word.isdecimal() for word in words) and len(words) in (0, len(self.data)):
+            weights = tuple(map(int, words))
+            if 0 not in weights and sum(weights) <= MOST_WEIGHT:
+                return tuple(weight // math.gcd(*weights) for weight in weights)
+        raise ValueError(f'--data-weights "{self.data_weights}": write a whole number above 0 for each of the '
+                         f'{len(self.data)} paths of --data, together at most {MOST_WEIGHT:,}, such as "3,1"')
 
 
 @dataclass
@@ -525,6 +539,7 @@ def check_ranges(c: Config) -> None:
             need(value <= most, f"{flag(name)} {value}: must be at most {most:,}")
     need(len(c.optim.betas) == 2 and all(0 <= beta < 1 for beta in c.optim.betas),
          f"--betas {','.join(map(str, c.optim.betas))}: write two numbers from 0 to below 1, such as 0.9,0.95")
+    c.data.weights()
 
 
 def fill_in(c: Config) -> None:

@@ -10,6 +10,15 @@ its own of them, and one integer is all that is needed to resume, on any number 
 tokens shifted by one. They are made here, before context parallelism shards a sequence, since a shard's last label is
 the first token of another shard.
 
+Not every token needs to be a target. Beside tokens.bin may lie tokens.mask, uint8, one for each token: the model learns
+to predict those with a 1, such as answers; those with a 0, such as questions, it only reads. Their labels are IGNORED,
+here already, so that whoever counts the targets of a global batch counts the right ones (see dp.py).
+
+Sources may be mixed by weights. Which of them sample n is from depends on n alone, not on ranks or steps:
+
+    weights 3, 1      A A B A   A A B A   ...           of the first n samples, the share of each is exact to one sample
+    number in each    0 1 0 2   3 4 1 5   ...           and each source has its own epochs and orders
+
 Documents are packed: a span may hold the end of one document and the beginning of others. Whether attention crosses
 from one to the next is a choice (`--doc-mask`). Without a mask, the default, the model has to learn to ignore what
 precedes a separator. A mask matters when documents are short against the sequence or the context is long. Its cost
@@ -50,7 +59,7 @@ BYTES_SEPARATOR = config.TEXT_VOCAB - 1  # 256, behind the 256 bytes
 LLM_C = {(20240520, 1): (np.dtype("u2"), 50256), (20240801, 7): (np.dtype("u4"), 128000)}
 LLM_C_HEADER = 256 * 4  # bytes
 OUR_HEADER = np.dtype([("magic", "S8"), ("count", "<i8"), ("itemsize", "<i4"), ("separator", "<i4")])
-MAGIC = b"penterac"
+MAGIC, MAGIC_MASKED = b"penterac", b"pentmask"  # the second: of a file that was written with a mask beside it
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -60,12 +69,15 @@ class Corpus:
 
     paths: files and folders, of text or of tokens; none: the Python standard library's sources.
     vocab: every token must be below it. dtype: of .bin files without a header. separator: the token that begins a
-    document in token files; -1: the one that the format names, else every file is one document.
+    document in token files; -1: the one that the format names, else every file is one document. weights: a whole number
+    for each path, which then is a source of its own; none: all files are one source.
     Raises ValueError naming the file that is missing, empty, truncated or in another format.
     """
 
-    def __init__(self, paths: list[str], vocab: int, dtype: str = "uint16", separator: int = -1):
-        files = [file for path in paths for file in files_in(Path(path))] if paths else standard_library()
+    def __init__(self, paths: list[str], vocab: int, dtype: str = "uint16", separator: int = -1, *,
+                 weights: tuple[int, ...] = ()):
+        files_of = [files_in(Path(path)) for path in paths] if paths else [standard_library()]
+        files = sum(files_of, [])
         kinds = {file.suffix in (".bin", ".npy") for file in files}
         need(len(kinds) == 1, f"{' '.join(paths)}: text and token files (.bin, .npy) are mixed: give one kind")
         self.is_text = kinds == {False}
@@ -80,14 +92,25 @@ class Corpus:
         separators = {of_format for _, of_format in opened} if separator == -1 else {separator}
         need(len(separators) == 1, "the data's files separate documents by different tokens: give --separator")
         self.separator, = separators
+        self.masks = [None if self.is_text else open_mask(*of_file) for of_file in zip(files, self.arrays)]
         self.starts = np.cumsum([0] + [len(array) for array in self.arrays])
+        self.sources, first = [], 0
+        mixed = zip(paths, map(len, files_of), weights) if weights else [("the data", len(files), 1)]
+        for name, count, weight in mixed:
+            last = first + count
+            bare = [file for file, mask in zip(files[first:last], self.masks[first:last]) if mask is None]
+            if 0 < len(bare) < count:
+                raise ValueError(f"{bare[0]}: has no .mask beside it, as others of its source have: write one, or give "
+                                 "each path of --data a weight")
+            self.sources.append(Source(name, int(self.starts[first]), int(self.starts[last]), weight))
+            first = last
 
     def __len__(self) -> int:
         return int(self.starts[-1])
 
-    def read(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens start .. start + count (int64), and which of them begin a document (bool)."""
-        tokens, begins = np.empty(count, np.int64), np.zeros(count, bool)
+    def read(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens start .. start + count (int64), which of them begin a document, and which are targets (bool)."""
+        tokens, begins, targets = np.empty(count, np.int64), np.zeros(count, bool), np.ones(count, bool)
         file = int(np.searchsorted(self.starts, start, "right")) - 1
         filled = 0
         while filled < count:
@@ -95,27 +118,43 @@ class Corpus:
             part = self.arrays[file][skip:skip + count - filled]
             tokens[filled:filled + len(part)] = part
             begins[filled] |= self.separator is None and skip == 0
+            if self.masks[file] is not None:
+                targets[filled:filled + len(part)] = self.masks[file][skip:skip + len(part)]
             filled += len(part)
             file += 1
-        return tokens, begins if self.separator is None else tokens == self.separator
+        return tokens, begins if self.separator is None else tokens == self.separator, targets
 
     def outside(self, part: int = 0, parts: int = 1) -> int:
-        """Where in the stream a token outside of the vocabulary is, -1 if there is none. Of blocks of tokens, it reads
-        those number part, part + parts, …; none if their dtype has no larger tokens."""
-        blocks = [(int(begin) + start, array[start:start + BLOCK]) for begin, array in zip(self.starts, self.arrays)
-                  if not self.is_text and (array.dtype.kind == "i" or np.iinfo(array.dtype).max >= self.vocab)
+        """Where in the stream a token outside of the vocabulary is, or a mask above 1; -1 if nowhere. Of blocks of
+        tokens and masks, it reads those number part, part + parts, …; none if their dtype has nothing larger."""
+        blocks = [(int(begin) + start, array[start:start + BLOCK], end)
+                  for arrays, end in ((self.arrays, self.vocab), (self.masks, 2)) if not self.is_text
+                  for begin, array in zip(self.starts, arrays)
+                  if array is not None and (array.dtype.kind == "i" or np.iinfo(array.dtype).max >= end)
                   for start in range(0, len(array), BLOCK)]
-        for start, tokens in tqdm(blocks[part::parts], desc="reading tokens", delay=2, leave=False, disable=part > 0):
-            if tokens.min() < 0 or tokens.max() >= self.vocab:
-                return start + int(np.argmax((tokens < 0) | (tokens >= self.vocab)))
+        for start, found, end in tqdm(blocks[part::parts], desc="reading tokens", delay=2, leave=False,
+                                      disable=part > 0):
+            if found.min() < 0 or found.max() >= end:
+                return start + int(np.argmax((found < 0) | (found >= end)))
         return -1
 
     def refuse(self, position: int) -> None:
-        """Raises ValueError for the token at this position of the stream, which `outside` has found."""
+        """Raises ValueError for the token or mask at this position of the stream, which `outside` has found."""
         file = int(np.searchsorted(self.starts, position, "right")) - 1
         place = position - int(self.starts[file])
-        raise ValueError(f"{self.files[file]}: token {place:,} is {self.arrays[file][place]}, outside of "
-                         f"0..{self.vocab - 1}: raise --vocab, or give the file's --data-dtype")
+        path, token = self.files[file], self.arrays[file][place]
+        need(0 <= token < self.vocab, f"{path}: token {place:,} is {token}, outside of 0..{self.vocab - 1}: raise "
+                                      "--vocab, or give the file's --data-dtype")
+        raise ValueError(f"{path.with_suffix('.mask')}: holds {self.masks[file][place]} for token {place:,}: need "
+                         "uint8, 1 for a target and else 0")
+
+
+class Source(NamedTuple):
+    """Tokens start .. stop of the stream, of whose samples a run reads a share in proportion to the weight."""
+    name: str
+    start: int
+    stop: int
+    weight: int
 
 
 def files_in(path: Path) -> list[Path]:
@@ -165,7 +204,7 @@ def open_tokens(file: Path, dtype: str) -> tuple[np.ndarray, int | None]:
         return tokens, None
 
     nbytes, ours, header = file.stat().st_size, np.fromfile(file, OUR_HEADER, 1), np.fromfile(file, np.int32, 3)
-    if len(ours) and ours[0]["magic"] == MAGIC:
+    if len(ours) and ours[0]["magic"] in (MAGIC, MAGIC_MASKED):
         _, count, itemsize, separator = ours[0].tolist()
         need(itemsize in (2, 4), f"{file}: its header is damaged")
         kind, start = np.dtype(f"u{itemsize}"), OUR_HEADER.itemsize
@@ -184,6 +223,19 @@ def open_tokens(file: Path, dtype: str) -> tuple[np.ndarray, int | None]:
                            f"{'truncated' if present < count else 'not this format'}")
     need(count > 0, f"{file}: is empty")
     return np.memmap(file, kind, "r", start), separator
+
+
+def open_mask(file: Path, tokens: np.ndarray) -> np.ndarray | None:
+    """Which tokens of a file are targets, memory-mapped; None if no mask is beside it: then all are."""
+    path = file.with_suffix(".mask")
+    if not path.exists():
+        with open(file, "rb") as stream:
+            need(stream.read(8) != MAGIC_MASKED, f"{path}: is missing: {file} was written with a mask beside it")
+        return None
+    nbytes = path.stat().st_size
+    need(nbytes == len(tokens), f"{path}: has {nbytes:,} bytes for the {len(tokens):,} tokens of {file.name}: need "
+                                "uint8, one for each")
+    return np.memmap(path, np.uint8, "r")
 
 
 # ---- samples --------------------------------------------------------------------------------------------------------
@@ -210,27 +262,37 @@ class Samples:
 
     def __init__(self, corpus: Corpus, seq: int, seed: int | None, doc_mask: bool = False):
         self.corpus, self.seq, self.seed, self.doc_mask = corpus, seq, seed, doc_mask
-        self.spans = (len(corpus) - 1) // seq
-        need(self.spans > 0, f"the data holds {len(corpus):,} tokens: fewer than one sample of --seq {seq} + 1")
+        self.spans_of = [(source.stop - source.start - 1) // seq for source in corpus.sources]
+        for spans, (name, start, stop, _) in zip(self.spans_of, corpus.sources):
+            need(spans > 0, f"{name} holds {stop - start:,} tokens: fewer than one sample of --seq {seq} + 1")
+        self.spans, self.order = sum(self.spans_of), in_turn([source.weight for source in corpus.sources])
 
     def identity(self) -> dict[str, int | str | None]:
-        """What the samples depend on. The hash covers the files' lengths and 64 evenly spaced blocks only."""
+        """What the samples depend on. The hash covers the files' lengths and 64 evenly spaced blocks only.
+        sources: of a mixture, the tokens and the weight of each."""
         digest = hashlib.blake2b(np.diff(self.corpus.starts).astype(np.int64).tobytes(), digest_size=16)
         block = min(1024, len(self.corpus))
         for start in np.linspace(0, len(self.corpus) - block, 64, dtype=np.int64):
-            digest.update(self.corpus.read(int(start), block)[0].tobytes())
+            tokens, _, targets = self.corpus.read(int(start), block)
+            digest.update(tokens.tobytes() + (b"" if targets.all() else targets.tobytes()))
+        sources = [[stop - start, weight] for _, start, stop, weight in self.corpus.sources]
         return dict(files=len(self.corpus.files), tokens=len(self.corpus), hash=digest.hexdigest(), seq=self.seq,
-                    seed=self.seed, separator=self.corpus.separator)
+                    seed=self.seed, separator=self.corpus.separator, sources=sources if len(sources) > 1 else [])
 
-    def span(self, number: int) -> int:
-        """The span of the stream that is sample `number`."""
-        epoch, place = divmod(number, self.spans)
-        return place if self.seed is None else shuffled(place, self.spans, f"{self.seed} {epoch}")
+    def start(self, number: int) -> int:
+        """The position in the stream at which sample `number` starts."""
+        turn, place = divmod(number, len(self.order))
+        source, before = self.order[place]
+        spans, (_, start, _, weight) = self.spans_of[source], self.corpus.sources[source]
+        epoch, span = divmod(turn * weight + before, spans)
+        if self.seed is not None:
+            span = shuffled(span, spans, f"{self.seed} {epoch}" + f" of {source}" * (source > 0))
+        return start + span * self.seq
 
     def micro_batch(self, numbers: list[int]) -> MicroBatch:
-        tokens, begins = (torch.from_numpy(np.stack(rows)) for rows in zip(
-            *(self.corpus.read(self.span(number) * self.seq, self.seq + 1) for number in numbers)))
-        batch = MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        tokens, begins, targets = (torch.from_numpy(np.stack(rows)) for rows in zip(
+            *(self.corpus.read(self.start(number), self.seq + 1) for number in numbers)))
+        batch = MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].where(targets[:, 1:], IGNORED))
         if self.doc_mask:
             begins = begins[:, :-1]
             places = torch.arange(self.seq).expand_as(begins)
@@ -253,6 +315,22 @@ class Samples:
         return batches
 
 
+def in_turn(weights: list[int]) -> list[tuple[int, int]]:
+    """For each of sum(weights) numbers, its source, and how many of the numbers before it are of that source.
+
+    Of the first n numbers, n w / sum(weights), rounded up or down, are of a source of weight w. So its number k has a
+    time from which on it may come and one by which it must have; the source that must come first is next, which keeps
+    all of these times (Baruah et al. 1996, Proportionate Progress, for one processor).
+    """
+    counts, order, total = [0] * len(weights), [], sum(weights)
+    for n in range(total):
+        _, source = min((-(-(count + 1) * total // weight), i) for i, (count, weight) in enumerate(zip(counts, weights))
+                        if count * total < (n + 1) * weight)
+        order.append((source, counts[source]))
+        counts[source] += 1
+    return order
+
+
 def shuffled(index: int, n: int, key: str) -> int:
     """The image of `index` under a pseudo-random permutation of range(n) chosen by `key`, without a table of n entries.
 
@@ -273,10 +351,11 @@ def shuffled(index: int, n: int, key: str) -> int:
 
 
 def open_samples(settings: config.Config, paths: list[str], seed: int | None) -> Samples:
-    """The samples of the files at `paths`, shuffled by a seed; None: in order. Raises ValueError naming a bad file."""
-    data = settings.data
+    """The samples of the files at `paths`, mixed by --data-weights and shuffled by a seed; None: end to end, in order.
+    Raises ValueError naming a bad file."""
+    data, weights = settings.data, () if seed is None else settings.data.weights()
     try:
-        corpus = Corpus(paths, settings.model.vocab, data.data_dtype, data.separator)
+        corpus = Corpus(paths, settings.model.vocab, data.data_dtype, data.separator, weights=weights)
     except OSError as error:
         raise ValueError(f"{error.filename}: cannot be read: {error.strerror}") from None
     for folder in filter(Path.is_dir, map(Path, paths if corpus.is_text else ())):
@@ -397,7 +476,7 @@ def demo() -> None:
     print(f"{len(samples.corpus.files)} files of Python's own library are {len(samples.corpus):,} tokens, or "
           f"{samples.spans:,} samples of {samples.seq}. Spans of the first 8, by rank:\n")
     for dp in (1, 2, 4):
-        ranks = [[samples.span(8 // dp * rank + i) for i in range(8 // dp)] for rank in range(dp)]
+        ranks = [[samples.start(8 // dp * rank + i) // samples.seq for i in range(8 // dp)] for rank in range(dp)]
         print(f"    dp {dp}   " + "   ".join(f"{r}: {', '.join(map(str, spans))}" for r, spans in enumerate(ranks)))
     tokens = samples.micro_batch([0]).tokens[0, :48].tolist()
     print(f"\nThe first sample begins: {bytes(token for token in tokens if token < 256).decode(errors='replace')!r}")

@@ -324,9 +324,9 @@ def restore(run: Run, path: Path, saved: dict) -> None:
 def check_data(training: Samples, saved: dict, settings: config.Config) -> None:
     """Raises ValueError if the training data is not that of the checkpoint. saved: the checkpoint's run.json."""
     for name, value in training.identity().items():
-        need(value == saved["corpus"][name] or settings.run.insist,
-             f"--resume {settings.run.resume}: the data differs, its {name} was {saved['corpus'][name]} and is "
-             f"{value}; give --insist to change it")
+        then = saved["corpus"].get(name, [])  # a checkpoint of an earlier version has no sources
+        need(value == then or settings.run.insist, f"--resume {settings.run.resume}: the data differs, its {name} was "
+                                                   f"{then} and is {value}; give --insist to change it")
 
 
 def description(run: Run) -> dict:

@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 import random
+import re
 import shutil
 import time
 from dataclasses import replace
@@ -476,6 +477,20 @@ def test_a_change_of_model_or_data_is_refused_unless_insisted_on(trained, tokens
     if "--layers" not in flags and "--init-from" not in flags:
         said = run(f"--resume {trained} --out {tmp_path / 'new'} --steps 3 --insist {flags}")
         assert "trained 3 steps" in said and f"resumed {trained}/step-000002 after 2 steps\n" in said
+
+
+def test_a_mixture_of_other_weights_is_refused_unless_insisted_on(tokens, tmp_path):
+    np.save(tmp_path / "other.npy", np.load(tokens)[:500])
+    run(f"{SMALL} --data {tokens} {tmp_path}/other.npy --data-weights 3,1 --warmup 0 --out {tmp_path} --steps 1")
+    for change, now in ("1,1", "[[5000, 1], [500, 1]]"), ("", "[]"):
+        with pytest.raises(ValueError, match=re.escape("the data differs, its sources was [[5000, 3], [500, 1]] and is "
+                                                       f"{now}; give --insist to change it")):
+            run(f"--resume {tmp_path} --steps 2 --data-weights={change}")
+    with pytest.raises(ValueError, match=r"for each of the 1 paths .* \(--data-weights is the checkpoint's: "):
+        run(f"--resume {tmp_path} --data {tokens}")
+    assert "trained 2 steps" in run(f"--resume {tmp_path} --steps 2")
+    assert "trained 3 steps" in run(f"--resume {tmp_path} --steps 3 --data-weights 6,2")
+    assert "trained 4 steps" in run(f"--resume {tmp_path} --steps 4 --data-weights 1,1 --insist")
 
 
 def test_a_run_is_resumed_with_another_number_of_ranks_without_a_flag(pool, tokens, tmp_path):

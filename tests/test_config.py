@@ -47,6 +47,10 @@ WRONG = [  # ranks, command line, what the line must say; but for those that con
     (1, "--betas 0.9,x", "--betas: invalid comma_separated_numbers value: '0.9,x'"),
     (1, "--data no/such/file", "--data no/such/file: no such file or folder"),
     (1, "--val-data no/such/file", "--val-data no/such/file: no such file or folder"),
+    *((1, f"--data {__file__} {__file__} --data-weights {weights}", f'--data-weights "{weights}": write a whole number '
+       "above 0 for each of the 2 paths of --data, together at most 10,000")
+      for weights in ("3", "3,1,1", "3,0", "0.7,0.3", "3,-1", "3,", "9999,2")),
+    (1, "--data-weights 1", "above 0 for each of the 0 paths of --data"),
     (1, "--data-dtype int4", "--data-dtype: invalid choice: 'int4'"),
     (1, "--metrics /tmp", "--metrics /tmp: is a folder, name a file"),
     (1, "--metrics no/such/folder/m.jsonl", "--metrics no/such/folder/m.jsonl: there is no folder no/such/folder"),

@@ -12,7 +12,7 @@ import torch
 
 import config
 from run import data
-from run.data import BYTES_SEPARATOR, MAGIC, OUR_HEADER, Corpus, MicroBatch, Samples, shuffled
+from run.data import BYTES_SEPARATOR, MAGIC, OUR_HEADER, Corpus, MicroBatch, Samples, Source, shuffled
 
 
 def token_file(path, tokens, kind="raw", dtype=np.uint16):
@@ -28,7 +28,7 @@ def token_file(path, tokens, kind="raw", dtype=np.uint16):
 
 def everything(corpus: Corpus) -> tuple[list[int], list[int]]:
     """All tokens, and the places where documents begin."""
-    tokens, begins = corpus.read(0, len(corpus))
+    tokens, begins, _ = corpus.read(0, len(corpus))
     return tokens.tolist(), np.flatnonzero(begins).tolist()
 
 
@@ -199,11 +199,11 @@ def test_an_order_holds_everything_once(n):
 def test_every_epoch_reads_every_window_once_in_another_order(corpus):
     samples = Samples(corpus, 9, seed=5)
     assert samples.spans == 111
-    epochs = [[samples.span(epoch * 111 + i) for i in range(111)] for epoch in range(3)]
-    assert all(sorted(epoch) == list(range(111)) for epoch in epochs)
+    epochs = [[samples.start(epoch * 111 + i) for i in range(111)] for epoch in range(3)]
+    assert all(sorted(epoch) == list(range(0, 999, 9)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
-    assert [Samples(corpus, 9, seed=6).span(i) for i in range(111)] != epochs[0]
-    assert [Samples(corpus, 9, seed=None).span(i) for i in (0, 1, 110, 111)] == [0, 1, 110, 0]
+    assert [Samples(corpus, 9, seed=6).start(i) for i in range(111)] != epochs[0]
+    assert [Samples(corpus, 9, seed=None).start(i) for i in (0, 1, 110, 111)] == [0, 9, 990, 0]
 
 
 def test_orders_are_as_random_as_their_keys():
@@ -262,9 +262,10 @@ def test_labels_are_the_tokens_one_place_further(corpus):
 
 def test_ranks_share_a_step_and_the_stream_does_not_know_how_many_there_are(corpus):
     """The same samples in the same step for any dp and micro-batch, also through a batch ramp."""
+    corpus.sources = [Source("a", 0, 700, 3), Source("b", 700, 1000, 1)]
     samples = Samples(corpus, 9, seed=5)
     for first, sequences in ((0, 24), (24, 24), (48, 48)):
-        want = [samples.span(number) * 9 for number in range(first, first + sequences)]
+        want = [samples.start(number) for number in range(first, first + sequences)]
         for dp, micro in ((1, 24), (1, 4), (2, 12), (2, 3), (3, 4), (4, 2), (8, 3), (8, 1)):
             read = [samples.step(first, sequences, micro, rank, dp) for rank in range(dp)]
             assert len({len(micro_batches) for micro_batches in read}) == 1
@@ -304,6 +305,101 @@ def test_samples_that_fill_up_a_micro_batch_have_no_labels(tmp_path):
         batches = [batch for rank in range(ranks) for first in range(0, 10, at_once)
                    for batch in samples.step(first, at_once, micro_batch, rank, ranks, end=10)]
         assert sum((batch.labels >= 0).sum().item() for batch in batches) == 10 * 16
+
+
+# ---- masks and mixtures ---------------------------------------------------------------------------------------------
+
+def masked_file(path, tokens, mask, *args) -> str:
+    np.asarray(mask, np.uint8).tofile(path.with_suffix(".mask"))
+    return token_file(path, tokens, *args)
+
+
+def test_a_token_with_a_mask_of_0_is_read_and_is_no_label(tmp_path):
+    """Of the token that is predicted, not of the one that it is predicted from; also across files."""
+    files = [masked_file(tmp_path / "a.bin", range(10, 17), [1, 0, 0, 1, 1, 0, 0]),
+             masked_file(tmp_path / "b.npy", range(17, 23), [1, 1, 0, 1, 0, 0], "npy")]
+    for doc_mask in (False, True):
+        samples = Samples(Corpus(files, 30), 4, None, doc_mask)
+        batch = samples.micro_batch([0, 1, 2])
+        assert batch.tokens.flatten().tolist() == list(range(10, 22))
+        assert batch.labels.tolist() == [[-100, -100, 13, 14], [-100, -100, 17, 18], [-100, 20, -100, -100]]
+    assert all(isinstance(mask, np.memmap) for mask in samples.corpus.masks)
+    assert samples.step(0, 4, 2, 0, 2, end=1)[0].labels.tolist() == [[-100, -100, 13, 14], [-100] * 4]
+    plain = Samples(Corpus([token_file(tmp_path / "c.bin", range(10, 23))], 30), 4, None)
+    assert torch.equal(plain.micro_batch([0, 1, 2]).labels.flatten(), torch.arange(11, 23))
+
+
+@pytest.mark.parametrize("mask, says", [
+    (np.ones(9, np.uint8), "a.mask: has 9 bytes for the 10 tokens of a.bin: need uint8, one for each"),
+    (np.ones(10, np.int64), "a.mask: has 80 bytes for the 10 tokens"), (np.ones(0), "a.mask: has 0 bytes for the 10"),
+    (np.arange(10, dtype=np.uint8), "a.mask: holds 2 for token 2: need uint8, 1 for a target and else 0"),
+    (np.full(5, 1.5, np.float16), "a.mask: holds 62 for token 1: need uint8"),
+    (None, "a.mask: is missing: {folder}/a.bin was written with a mask beside it")])
+def test_a_mask_of_another_length_or_kind_or_none_is_named_in_one_line(tmp_path, mask, says):
+    (tmp_path / "a.bin").write_bytes(np.array([(data.MAGIC_MASKED, 10, 2, 0)], OUR_HEADER).tobytes() + bytes(20))
+    if mask is not None:
+        mask.tofile(tmp_path / "a.mask")
+    with pytest.raises(ValueError) as error:
+        corpus = Corpus([str(tmp_path / "a.bin")], 30)
+        corpus.refuse(corpus.outside())
+    said = str(error.value)
+    assert said.startswith(f"{tmp_path}/{says.format(folder=tmp_path)}") and "\n" not in said
+
+
+def test_a_source_has_masks_or_none(tmp_path):
+    files = [masked_file(tmp_path / "a.bin", range(9), [1] * 9), token_file(tmp_path / "b.bin", range(9))]
+    with pytest.raises(ValueError, match=rf"^{files[1]}: has no .mask beside it, as others of its source have: "):
+        Corpus(files, 30)
+    assert Corpus(files, 30, weights=(1, 1)).read(0, 18)[2].all()
+
+
+@pytest.mark.parametrize("weights", [(1,), (3, 1), (1, 3), (1, 1, 1), (5, 3, 2), (7, 2, 2, 1), (97, 1, 1, 1),
+                                     (6, 10, 15), tuple(range(1, 14)), (999, 1), (334, 333, 333)], ids=str)
+def test_each_prefix_has_the_weights_to_one_sample_and_each_source_epochs_of_its_own(tmp_path, weights):
+    files = [token_file(tmp_path / f"{i}.bin", [0] * (3 * (7 + i) + 2)) for i in range(len(weights))]
+    corpus = Corpus(files, 30, weights=weights)
+    samples, total = Samples(corpus, 3, seed=5), sum(weights)
+    read, places = [[] for _ in weights], [0, *np.cumsum([3 * (7 + i) + 2 for i in range(len(weights))])]
+    for n in range(1, 2 * total + 25):
+        start = samples.start(n - 1)
+        source = int(np.searchsorted(places, start, "right")) - 1
+        assert (start - places[source]) % 3 == 0
+        read[source].append((start - places[source]) // 3)
+        assert all(abs(len(of_source) * total - n * weight) < total for of_source, weight in zip(read, weights))
+    for i, of_source in enumerate(read):
+        epochs = [of_source[first:first + 7 + i] for first in range(0, len(of_source) - (7 + i) + 1, 7 + i)]
+        assert all(sorted(epoch) == list(range(7 + i)) for epoch in epochs)
+        assert len({*map(tuple, epochs[:3])}) == len(epochs[:3])
+
+
+def test_sources_of_equal_size_have_orders_of_their_own(tmp_path):
+    files = [token_file(tmp_path / f"{i}.bin", range(101)) for i in range(2)]
+    samples = Samples(Corpus(files, 101, weights=(1, 1)), 1, seed=5)
+    starts = [samples.start(i) for i in range(200)]
+    first, second = (sorted((start % 101, n // 2) for n, start in enumerate(starts) if start // 101 == source)
+                     for source in range(2))
+    assert [start for start, _ in first] == [start for start, _ in second] == list(range(100)) and first != second
+    alone = Samples(Corpus(files[:1], 101), 1, seed=5)
+    assert [start for start in starts if start < 101] == [alone.start(i) for i in range(100)]
+
+
+def test_masks_and_weights_are_part_of_what_data_are_known_by(tmp_path):
+    paths, mask = [str(tmp_path / name) for name in ("ab", "c")], [1, 0] * 10
+    for folder in paths:
+        os.mkdir(folder)
+    for name in "ab":
+        masked_file(tmp_path / "ab" / f"{name}.bin", range(20), mask)
+    masked_file(tmp_path / "c" / "c.bin", range(20), mask)
+    files = [f"{paths[0]}/a.bin", f"{paths[0]}/b.bin", f"{paths[1]}/c.bin"]
+    kinds = [(files, ()), (paths, (3, 1)), (paths, (1, 3)), ([files[0], paths[0]], (3, 1)), (files, (3, 1, 1))]
+    known = [Samples(Corpus(given, 30, weights=weights), 4, 0).identity() for given, weights in kinds]
+    assert [identity["sources"] for identity in known] == [[], [[40, 3], [20, 1]], [[40, 1], [20, 3]],
+                                                           [[20, 3], [40, 1]], [[20, 3], [20, 1], [20, 1]]]
+    assert Samples(Corpus(paths, 30), 4, 0).identity() == known[0]
+    np.array([*mask[:-1], 1], np.uint8).tofile(tmp_path / "c" / "c.mask")
+    assert Samples(Corpus(paths, 30), 4, 0).identity()["hash"] != known[0]["hash"]
+    with pytest.raises(ValueError, match=rf"^{files[2]} holds 20 tokens: fewer than one sample of --seq 30 \+ 1"):
+        Samples(Corpus([paths[0], files[2]], 30, weights=(1, 1)), 30, 0)
 
 
 # ---- text to tokens and back ----------------------------------------------------------------------------------------
@@ -424,7 +520,7 @@ def test_the_demo_shows_that_all_numbers_of_ranks_read_the_same_spans(monkeypatc
     assert first.startswith(f"2 files of Python's own library are {tokens:,} tokens, or {(tokens - 1) // 256:,} "
                             "samples of 256.")
     samples = Samples(Corpus(list(map(str, files)), 257), 256, 0)
-    wanted = [samples.span(i) for i in range(8)]
+    wanted = [samples.start(i) // 256 for i in range(8)]
     for row, dp in zip(rows, (1, 2, 4), strict=True):
         ranks = [list(map(int, part.split(": ")[1].split(", "))) for part in row.split("   ")[-dp:]]
         assert row.split()[:2] == ["dp", str(dp)] and [len(spans) for spans in ranks] == [8 // dp] * dp

@@ -75,13 +75,14 @@ def by_torch(folder, settings: config.Config) -> list[dict]:
     rate = SequentialLR(rule, [LinearLR(rule, 1 / optim.warmup, total_iters=optim.warmup - 1),
                                CosineAnnealingLR(rule, optim.steps - optim.warmup, optim.min_lr)], [optim.warmup - 1])
     corpus, unseen = (np.load(folder / f"{name}.npy") for name in ("train", "unseen"))
-    order = open_samples(settings, settings.data.data, optim.seed).span
+    samples = open_samples(settings, settings.data.data, optim.seed)
     first, out = 0, []
     for step in range(optim.steps):
         seen = first * settings.batch.seq
         sequences = 4 if seen < 90 else 8 if seen < 250 else 12
         rule.zero_grad()
-        loss = loss_of(w, [order(number) for number in range(first, first + sequences)], corpus, settings, optim.z_loss)
+        spans = [samples.start(number) // settings.batch.seq for number in range(first, first + sequences)]
+        loss = loss_of(w, spans, corpus, settings, optim.z_loss)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(list(w.values()), optim.clip)
         record = dict(loss=loss.item(), grad_norm=norm.item(), lr=rate.get_last_lr()[0])
@@ -123,6 +124,66 @@ def test_losses_of_bf16_micro_batches_are_summed_in_fp32(corpora):
         losses = [model(batch.tokens, labels=batch.labels).item() for batch in share]
     loss = train.forward_backward(model, optimizer, share, grids.NO_GROUPS)
     assert loss.dtype == torch.float32 and loss.item() == pytest.approx(sum(losses) / (40 * 12), rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def sources(corpora):
+    """Three files: of the first some stretches are targets, of the second none is, the third has no mask."""
+    rng, folder = np.random.default_rng(3), corpora
+    some = np.repeat([0, 1, 0.05], 333)
+    for name, count, mask in ("some", 999, some), ("none", 400, np.zeros(400)), ("all", 200, None):
+        np.save(folder / f"{name}.npy", rng.integers(61, size=count).astype(np.uint16))
+        if mask is not None:
+            (rng.random(count) < mask).astype(np.uint8).tofile(folder / f"{name}.mask")
+    return folder
+
+
+MIXED = ("--data {0}/some.npy {0}/none.npy {0}/all.npy --data-weights 2,1,1 --val-data {0}/some.npy --dtype fp64 "
+         "--global-batch 24 --steps 4 --warmup 1 --lr 0.02 --clip 0.5 --eval-every 2 --metrics {0}/mixed")
+
+
+def test_targets_that_ranks_and_micro_batches_have_in_very_different_numbers_make_one_mean(pool, sources):
+    """Any grid is one process, which is torch's mean over the targets of the global batch."""
+    flags = f"{MODEL} {MIXED.format(sources)}"
+    settings = config.parse(flags.split())
+    runs.run(flags)
+    want = [{name: record[name] for name in ("loss", "grad_norm", "val_loss") if name in record}
+            for record in runs.metrics(sources / "mixed")]
+    samples = open_samples(settings, settings.data.data, 0)
+    share = [[(batch.labels >= 0).sum().item() for batch in samples.step(0, 24, 1, rank, 4)] for rank in range(4)]
+    assert min(map(sum, share)) == 0 and max(map(sum, share)) == 6 * 12  # of four ranks, each has one source
+
+    stream = [np.load(sources / f"{name}.npy").astype(np.int64) for name in ("some", "none", "all")]
+    masks = [np.fromfile(sources / "some.mask", np.uint8), np.zeros(400, np.uint8), np.ones(200, np.uint8)]
+    at = [samples.start(number) + np.arange(13) for number in range(24)]
+    windows, targets = (torch.from_numpy(np.concatenate(parts)[np.stack(at)]) for parts in (stream, masks))
+    inside, has_loss = windows[:, :-1], targets[:, 1:] == 1
+    rows = reference.logits(grids.initial(settings), inside, settings.model, {}, [], torch.zeros_like(inside).bool())
+    loss = F.cross_entropy(rows[has_loss], windows[:, 1:][has_loss])
+    assert want[0]["loss"] == pytest.approx(loss.item(), rel=1e-10)
+
+    for grid in ("--dp 4 --micro-batch 1", "--dp 2 --pp 2 --micro-batch 2 --zero 1", "--dp 2 --cp 2 --micro-batch 3",
+                 "--dp 4 --zero 3 --micro-batch 6"):
+        pool.run(4, "runs:run", flags=f"{flags} {grid}")
+        for record, true in zip(runs.metrics(sources / "mixed"), want, strict=True):
+            assert {name: record[name] for name in true} == pytest.approx(true, rel=1e-10), grid
+
+
+def test_samples_without_a_target_change_nothing(pool, sources):
+    """Half of the samples are of a source without targets: with 2 ranks one has none at all."""
+    flags = f"{MODEL} --dtype fp64 --steps 3 --warmup 0 --clip 0.5 --metrics {sources}/m --data {sources}/some.npy"
+    runs.run(f"{flags} --global-batch 4")
+    alone = runs.metrics(sources / "m")
+    mixed = f"{flags} {sources}/none.npy --data-weights 1,1 --global-batch 8 --micro-batch 1"
+    runs.run(mixed)
+    one = runs.metrics(sources / "m")
+    pool.run(2, "runs:run", flags=mixed)
+    for records in (one, runs.metrics(sources / "m")):
+        for record, true in zip(records, alone, strict=True):
+            assert [record[name] for name in ("loss", "grad_norm")] == pytest.approx(
+                [true["loss"], true["grad_norm"]], rel=1e-10)
+    runs.run(f"{flags.replace('some', 'none')} --val-data {sources}/none.npy")
+    assert [(record["loss"], record["grad_norm"]) for record in runs.metrics(sources / "m")] == [(0, 0)] * 3
 
 
 MEASURED = "step_s", "tokens_per_s", "tokens_per_s_per_gpu", "memory_gb", "busy_s"

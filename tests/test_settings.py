@@ -42,6 +42,7 @@ CHANGES = {
     "aux_over": (f"{MOE} --aux-loss 1", "--aux-over micro-batch"), "router_z_loss": (MOE, "--router-z-loss 1"),
     "bias_rate": (f"{MOE} --router sigmoid", "--bias-rate 0.5"), "clip": ("", "--clip 0.01"),
     "steps": ("", "--steps 4"), "seed": ("", "--seed 1"), "data": ("", "--data {folder}/unseen.npy"),
+    "data_weights": ("--data {folder}/train.npy {folder}/unseen.npy --data-weights 3,1", "--data-weights 1,1"),
     "data_dtype": ("--data {folder}/tokens.bin", "--data-dtype uint32"),
     "separator": ("--doc-mask --separator 0", "--separator 5"), "doc_mask": ("--separator 0", "--doc-mask"),
     "val_data": ("", UNSEEN), "eval_every": (UNSEEN, "--eval-every 2"), "eval_steps": (UNSEEN, "--eval-steps 1"),

@@ -70,11 +70,14 @@ class GivenSamples(Samples):
         self.tokens, self.labels, self.doc_mask, self.spans = tokens, labels, doc_mask, len(tokens)
         self.corpus, self.seq, self.seed = self, tokens.shape[1], None
 
-    def read(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """As Corpus.read: the tokens of a sample and one more, and which begin a document."""
+    def start(self, number: int) -> int:
+        return number * self.seq
+
+    def read(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """As Corpus.read: the tokens of a sample and one more, which begin a document, and that all are targets."""
         tokens = self.tokens[start // self.seq].numpy()
         tokens = np.append(tokens, 0)
-        return tokens, tokens < SEPARATORS
+        return tokens, tokens < SEPARATORS, np.ones(count, bool)
 
     def micro_batch(self, numbers: list[int]) -> MicroBatch:
         return super().micro_batch(numbers)._replace(labels=self.labels[numbers])
