@@ -10,9 +10,8 @@ its own of them, and one integer is all that is needed to resume, on any number 
 tokens shifted by one. They are made here, before context parallelism shards a sequence, since a shard's last label is
 the first token of another shard.
 
-Not every token needs to be a target. Beside tokens.bin may lie tokens.mask, uint8, one for each token: the model learns
-to predict those with a 1, such as answers; those with a 0, such as questions, it only reads. Their labels are IGNORED,
-here already, so that whoever counts the targets of a global batch counts the right ones (see dp.py).
+Beside tokens.bin may lie tokens.mask, uint8: tokens with a 1, such as answers, are targets; those with a 0, such as
+questions, are read and not predicted: the label IGNORED takes them out of the count of targets, too (see dp.py).
 
 Sources may be mixed by weights. Which of them sample n is from depends on n alone, not on ranks or steps:
 
@@ -31,15 +30,24 @@ not matter; text is read by every rank and takes two bytes of memory per byte. T
 
     python -m run.data tokenize --tokenizer tokenizer.json --out corpus/tokens.bin PATH...
 
-which puts the tokenizer beside it, so that whoever trains on the file can sample text.
+which puts the tokenizer beside it, so that whoever trains on the file can sample text. A line of a PATH.jsonl is a
+conversation, {"messages": [{"role": …, "content": …}, …]} or {"prompt": …, "completion": …}, a user's message and an
+assistant's, of which the chat template beside the tokenizer, else ChatML, makes text. What an assistant says, and its
+end, are the targets.
 """
 import hashlib
+import json
+import math
 import os
 import shutil
 import sys
 import sysconfig
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,6 +68,8 @@ LLM_C = {(20240520, 1): (np.dtype("u2"), 50256), (20240801, 7): (np.dtype("u4"),
 LLM_C_HEADER = 256 * 4  # bytes
 OUR_HEADER = np.dtype([("magic", "S8"), ("count", "<i8"), ("itemsize", "<i4"), ("separator", "<i4")])
 MAGIC, MAGIC_MASKED = b"penterac", b"pentmask"  # the second: of a file that was written with a mask beside it
+CHATML = ("{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -425,8 +435,9 @@ def separator_of(tokenizer: Any, path: str) -> int:
     return found[0]
 
 
-def tokenize(paths: list[str], tokenizer_path: str, out: str, separator: str = "") -> int:
-    """Write the tokens of text files, a separator before each, and the tokenizer beside them. Returns how many.
+def tokenize(paths: list[str], tokenizer_path: str, out: str, separator: str = "") -> tuple[int, int]:
+    """Write the tokens of text files and conversations, a separator before each; beside them the tokenizer, and a mask
+    if not all tokens are targets. Returns how many tokens and targets there are.
 
     The tokenizers library uses all cores. Raises ValueError naming a file that is missing or no text.
     """
@@ -436,31 +447,79 @@ def tokenize(paths: list[str], tokenizer_path: str, out: str, separator: str = "
     need(target.suffix == ".bin", f"--out {out}: its name must end in .bin")
     files = [file for path in paths for file in files_in(Path(path))]
     kind = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32)
+    render = renderer(tokenizer_path) if any(file.suffix == ".jsonl" for file in files) else None
+    documents = (document for file in files for document in (
+        conversations(file, render) if file.suffix == ".jsonl" else [(text_of(file), [(-1, math.inf)])]))
     target.parent.mkdir(parents=True, exist_ok=True)
-    beside, temporary, count = target.parent / "tokenizer.json", target.with_suffix(".tmp"), 0
+    beside, mask, count, targets = target.parent / "tokenizer.json", target.with_suffix(".mask"), 0, 0
     need(not beside.exists() or beside.read_bytes() == Path(tokenizer_path).read_bytes(),
          f"{beside}: is another tokenizer: use another folder for --out")
     try:
-        with open(temporary, "wb") as stream:
-            stream.write(np.zeros(1, OUR_HEADER).tobytes())
-            for first in tqdm(range(0, len(files), 64), desc="tokenizing", unit=" x 64 files", disable=len(files) < 64):
-                texts = [text_of(file) for file in files[first:first + 64]]
-                for encoded in tokenizer.encode_batch(texts, add_special_tokens=False):
-                    tokens = np.array([mark, *encoded.ids], kind)
-                    stream.write(tokens.tobytes())
-                    count += len(tokens)
-            stream.seek(0)
-            stream.write(np.array([(MAGIC, count, kind.itemsize, mark)], OUR_HEADER).tobytes())
-            stream.flush()
-            os.fsync(stream.fileno())
-        if not beside.exists():
-            shutil.copy(tokenizer_path, beside)
-        temporary.rename(target)
+        with TemporaryDirectory(dir=target.parent) as folder:
+            temporary, temporary_mask = Path(folder, "tokens"), Path(folder, "mask")
+            with open(temporary, "wb") as stream, open(temporary_mask, "wb") as mask_stream:
+                stream.write(np.zeros(1, OUR_HEADER).tobytes())
+                batches = iter(lambda: list(islice(documents, 64)), [])
+                for some in tqdm(batches, desc="tokenizing", unit=" x 64", delay=2):
+                    texts, spans_of = zip(*some)
+                    for encoded, spans in zip(tokenizer.encode_batch(texts, add_special_tokens=False), spans_of):
+                        marks = [mark] * (encoded.ids[:1] != [mark])  # a chat template may begin with it
+                        at = np.array([-1] * len(marks) + [start for start, _ in encoded.offsets])
+                        is_target = sum(((start <= at) & (at < stop) for start, stop in spans), np.zeros(len(at), bool))
+                        stream.write(np.array(marks + encoded.ids, kind).tobytes())
+                        mask_stream.write(is_target.tobytes())
+                        count, targets = count + len(at), targets + int(is_target.sum())
+                need(targets > 0, f"{' '.join(paths)}: no conversation has a message of the role assistant")
+                stream.seek(0)
+                magic = MAGIC_MASKED if targets < count else MAGIC
+                stream.write(np.array([(magic, count, kind.itemsize, mark)], OUR_HEADER).tobytes())
+                for written in stream, mask_stream:
+                    written.flush()
+                    os.fsync(written.fileno())
+            if not beside.exists():
+                shutil.copy(tokenizer_path, beside)
+            mask.unlink(missing_ok=True)  # of a file that is replaced
+            if targets < count:
+                temporary_mask.rename(mask)
+            temporary.rename(target)
     except OSError as error:
-        raise ValueError(f"{error.filename or temporary}: {error.strerror}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
-    return count
+        raise ValueError(f"{error.filename or target}: {error.strerror}") from None
+    return count, targets
+
+
+def renderer(tokenizer_path: str) -> Callable[..., str]:
+    """A function that makes text of messages, by the chat template beside the tokenizer or else ChatML."""
+    need_library("transformers")
+    from transformers import PreTrainedTokenizerFast
+    try:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(Path(tokenizer_path).parent, local_files_only=True)
+    except Exception as error:  # of damaged files the library raises anything
+        raise ValueError(f"{tokenizer_path}: its chat template cannot be read: {error}".splitlines()[0]) from None
+    return partial(tokenizer.apply_chat_template, tokenize=False,
+                   chat_template=None if tokenizer.chat_template else CHATML)
+
+
+def conversations(file: Path, render: Callable[..., str]) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+    """Of each conversation in a .jsonl file the text, and from which to which character an assistant speaks."""
+    for number, line in enumerate(text_of(file).rstrip().split("\n"), 1):
+        try:
+            record, spans = json.loads(line), []
+            messages = record["messages"] if "messages" in record else [
+                dict(role="user", content=record["prompt"]), dict(role="assistant", content=record["completion"])]
+            need(all(isinstance(message[name], str) for message in messages for name in ("role", "content")),
+                 "a role and a content must be text")
+            text = render(messages)
+            text.encode()  # JSON can hold surrogates, which are no text
+            for i, message in enumerate(messages):
+                if message["role"] == "assistant":
+                    before, after = render(messages[:i], add_generation_prompt=True), render(messages[:i + 1])
+                    need(after.startswith(before) and text.startswith(after), "the chat template writes an answer in "
+                         "another way when no message follows, so that nobody can tell where it begins and ends")
+                    spans.append((len(before), len(after)))
+        except Exception as error:  # what strangers' JSON and templates lead to
+            raise ValueError(f"{file}: line {number:,} is no conversation: {type(error).__name__}: "
+                             f"{error}".splitlines()[0]) from None
+        yield text, spans
 
 
 def text_of(file: Path) -> str:
@@ -483,7 +542,7 @@ def demo() -> None:
     print("Whatever the number of ranks, a step reads the same spans.")
 
 
-USAGE = "python -m run.data [tokenize TEXT … --tokenizer tokenizer.json --out FILE.bin [--separator TOKEN]]"
+USAGE = "python -m run.data [tokenize PATH … --tokenizer tokenizer.json --out FILE.bin [--separator TOKEN]]"
 
 
 @dataclass
@@ -500,10 +559,10 @@ def main() -> None:
         if not words and flags == Flags():
             return demo()
         need(words[:1] == ["tokenize"] and words[1:] and flags.tokenizer and flags.out, f"usage: {USAGE}")
-        count = tokenize(words[1:], flags.tokenizer, flags.out, flags.separator)
+        count, targets = tokenize(words[1:], flags.tokenizer, flags.out, flags.separator)
     except (ValueError, OSError) as error:
         refuse(error, "run.data")
-    print(f"{flags.out}: {count:,} tokens")
+    print(f"{flags.out}: {count:,} tokens" + (f", of which {targets:,} are targets" if targets < count else ""))
 
 
 if __name__ == "__main__":

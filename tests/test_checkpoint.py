@@ -958,6 +958,31 @@ def test_a_downloaded_model_is_tuned_on_a_folder_of_text_in_two_commands(publish
     assert llama(batch, labels=batch).loss < first(batch, labels=batch).loss
 
 
+def test_a_downloaded_model_is_tuned_on_conversations_in_two_commands(published, tmp_path):
+    """The loss is transformers' mean over the answers' tokens alone, here of all samples at once, and falls."""
+    rng, lines = random.Random(0), []
+    for _ in range(40):
+        a, answer = rng.randrange(99), "def {}: return" * rng.randrange(1, 4)
+        lines.append(json.dumps(dict(prompt=f"import {a}?", completion=answer)))
+    (tmp_path / "chat.jsonl").write_text("\n".join(lines))
+    corpus, tuned = tmp_path / "corpus" / "tokens.bin", tmp_path / "tuned"
+    said = python("-m", "run.data", "tokenize", "--tokenizer", published / "tokenizer.json", "--out", corpus,
+                  tmp_path / "chat.jsonl")
+    tokens, mask = np.fromfile(corpus, np.uint16, offset=24), np.fromfile(corpus.with_suffix(".mask"), np.uint8)
+    assert said == f"{corpus}: {len(tokens):,} tokens, of which {mask.sum():,} are targets\n"
+    spans = (len(tokens) - 1) // 32
+    python("train.py", "--init-from", published, "--data", corpus, "--seq", 32, "--global-batch", 2 * spans, "--steps",
+           6, "--warmup", 0, "--lr", 0.01, "--zero", 1, "--out", tmp_path / "run", "--export-hf", tuned, "--metrics",
+           tmp_path / "metrics", "--sample=", ranks=2)
+
+    at = np.arange(spans)[:, None] * 32 + np.arange(33)
+    batch, learned = (torch.from_numpy(array.astype(np.int64)[at]) for array in (tokens, mask))
+    before, after = (transformers.AutoModelForCausalLM.from_pretrained(folder)(
+        batch, labels=batch.where(learned == 1, -100)).loss.item() for folder in (published, tuned))
+    assert metrics(tmp_path / "metrics")[0]["loss"] == pytest.approx(before, rel=1e-5)
+    assert after < before - 1 and (tuned / "tokenizer.json").exists()
+
+
 @pytest.mark.parametrize("ranks, grid", [(2, "--tp 2"), (2, "--pp 2"), (3, "--zero 3")])
 def test_published_weights_pass_through_a_grid_to_the_bit(pool, published, tokens, tmp_path, ranks, grid):
     pool.run(ranks, "runs:run", flags=f"--init-from {published} --data {tokens} --steps 0 --sample= "

@@ -1,6 +1,7 @@
 """Samples are a pure function of (seed, number); files that are not what they seem are named."""
 import hashlib
 import io
+import json
 import os
 from pathlib import Path
 from unittest.mock import patch
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+import transformers
 
 import config
 from run import data
@@ -422,7 +424,7 @@ def test_text_of_many_files_becomes_tokens_of_two_or_four_bytes(tmp_path, count,
     for i in range(130):
         (tmp_path / "texts" / f"{i:03d}").write_text(f"w{count - 1 - i} w{i + 2}\n")
     wanted = [token for i in range(130) for token in (0, count - 1 - i, i + 2)]
-    assert data.tokenize([str(tmp_path / "texts")], path, str(out)) == 3 * 130
+    assert data.tokenize([str(tmp_path / "texts")], path, str(out)) == (3 * 130, 3 * 130)
     corpus = Corpus([str(out)], count)
     assert everything(corpus) == (wanted, list(range(0, 390, 3))) and corpus.arrays[0].dtype == dtype
     assert sorted(file.name for file in out.parent.iterdir()) == ["tokenizer.json", "tokens.bin"]
@@ -491,6 +493,108 @@ def test_what_a_run_writes_is_not_in_its_folder_of_text(tmp_path, name):
     assert opened(".x").spans
     token_file(tmp_path / "tokens.bin", [1] * 99)
     assert opened("sub/x").spans
+
+
+TURNS = [dict(role="system", content="Be brief."), dict(role="user", content="2 + 2?"),
+         dict(role="assistant", content="It is 4."), dict(role="user", content="naïve — 你?"),
+         dict(role="assistant", content="Café 你好.\nYes.")]
+# As published models have them, with the keyword by which transformers finds what an assistant writes.
+TEMPLATE = ("{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}[assistant]{% generation %}"
+            "{{ m.content }}[end]{% endgeneration %}{% else %}[{{ m.role }}]{{ m.content }}[end]{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}[assistant]{% endif %}")
+
+
+@pytest.fixture
+def chat(tmp_path):
+    """(the path of a tokenizer of bytes with a separator, number 0; a function that tokenizes lines and returns tokens
+    and mask)."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.train_from_iterator(["It is 4. Yes. assistant user"], tokenizers.trainers.BpeTrainer(
+        vocab_size=280, special_tokens=["<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+    path, lines, out = (str(tmp_path / name) for name in ("tokenizer.json", "chat.jsonl", "tokens.bin"))
+    tokenizer.save(path)
+
+    def tokenized(*records) -> tuple[list[int], list[bool]]:
+        Path(lines).write_text("".join(f"{r if isinstance(r, str) else json.dumps(r)}\n" for r in records))
+        counts = data.tokenize([lines], path, out)
+        tokens, _, targets = Corpus([out], 300).read(0, counts[0])
+        assert targets.sum() == counts[1]
+        return tokens.tolist(), targets.tolist()
+    return path, tokenized
+
+
+def test_of_conversations_what_an_assistant_says_are_the_targets(chat):
+    """A prompt and its completion are two messages. Without a template beside the tokenizer the text is ChatML."""
+    path, tokenized = chat
+    tokenizer = tokenizers.Tokenizer.from_file(path)
+    tokens, targets = tokenized(dict(messages=TURNS), dict(prompt="2 + 2?", completion="It is 4."))
+    assert [i for i, token in enumerate(tokens) if token == 0] == [0, tokens.index(0, 1)]
+    turns = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in TURNS)
+    question = "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\nIt is 4.<|im_end|>\n"
+    assert tokenizer.decode(tokens, skip_special_tokens=False) == f"<|endoftext|>{turns}<|endoftext|>{question}"
+    learned = tokenizer.decode([token for token, is_target in zip(tokens, targets) if is_target])
+    assert learned == "It is 4.<|im_end|>\nCafé 你好.\nYes.<|im_end|>\nIt is 4.<|im_end|>\n"
+    assert sum(one != other for one, other in zip(targets, targets[1:])) == 5  # three runs of them, up to the end
+
+
+def test_a_published_chat_template_is_used_and_its_targets_are_those_of_transformers(chat):
+    """And the token that begins a text is not written twice."""
+    path, tokenized = chat
+    Path(path).with_name("tokenizer_config.json").write_text(json.dumps(
+        dict(chat_template=TEMPLATE, bos_token="<|endoftext|>")))
+    want = transformers.PreTrainedTokenizerFast.from_pretrained(os.path.dirname(path)).apply_chat_template(
+        TURNS, return_dict=True, return_assistant_tokens_mask=True)
+    assert tokenized(dict(messages=TURNS)) == (want["input_ids"], [value == 1 for value in want["assistant_masks"]])
+    assert want["input_ids"][0] == 0 and sum(want["assistant_masks"]) > 20
+
+
+@pytest.mark.parametrize("record, says", [
+    ("{", "JSONDecodeError: Expecting property name"), ("[1]", "TypeError: list ind"), ("7", "TypeError: argument of"),
+    ("[" * 99_999, "RecursionError: "), (dict(text="a"), "KeyError: 'prompt'"), (dict(messages=[]), "ValueError: "),
+    (dict(messages=[dict(role="user")]), "KeyError: 'content'"), (dict(messages="hello"), "TypeError: string indices"),
+    (dict(prompt="a", completion=["b"]), "ValueError: a role and a content must be text"),
+    (dict(prompt="\ud800", completion="b"), "UnicodeEncodeError: "), (dict(messages=TURNS[2:]), "ValueError: "),
+    (dict(messages=TURNS[1:2]), None)])
+def test_what_is_no_conversation_is_named_by_its_line_and_nothing_is_written(chat, record, says):
+    path, tokenized = chat
+    folder = Path(path).parent
+    tokenized(dict(messages=TURNS))
+    before = [file.read_bytes() for file in (folder / "tokens.bin", folder / "tokens.mask")]
+    with pytest.raises(ValueError) as error:
+        tokenized(*[dict(messages=TURNS)] * (says is not None), record)
+    wanted = f"line 2 is no conversation: {says}" if says else "no conversation has a message of the role assistant"
+    assert str(error.value).startswith(f"{folder}/chat.jsonl: {wanted}") and "\n" not in str(error.value)
+    assert [file.read_bytes() for file in (folder / "tokens.bin", folder / "tokens.mask")] == before
+    assert sorted(file.suffix for file in folder.iterdir()) == [".bin", ".json", ".jsonl", ".mask"]
+
+
+def test_a_template_that_hides_where_an_answer_ends_is_refused(chat):
+    """Such as one that leaves out the thoughts of all but the last answer."""
+    path, tokenized = chat
+    template = "{% for m in messages %}{{ '<think>' if loop.last }}{{ m.content }}{% endfor %}"
+    Path(path).with_name("chat_template.jinja").write_text(template)
+    with pytest.raises(ValueError, match="line 1 is no conversation: ValueError: the chat template writes an"):
+        tokenized(dict(messages=TURNS))
+    Path(path).with_name("tokenizer_config.json").write_text("{")
+    with pytest.raises(ValueError, match=f"^{path}: its chat template cannot be read: [^\n]+$"):
+        tokenized(dict(messages=TURNS))
+
+
+def test_text_that_replaces_conversations_takes_their_mask_away_and_may_stand_beside_them(chat):
+    path, tokenized = chat
+    folder, out = Path(path).parent, str(Path(path).with_name("tokens.bin"))
+    tokens, targets = tokenized(dict(messages=TURNS))
+    (folder / "text.txt").write_text("Yes.")
+    text = [0, *tokenizers.Tokenizer.from_file(path).encode("Yes.").ids]
+    assert data.tokenize([str(folder / "text.txt"), str(folder / "chat.jsonl")], path, out) == (
+        len(text + tokens), len(text) + sum(targets))
+    both = Corpus([out], 300).read(0, len(text + tokens))
+    assert both[0].tolist() == text + tokens and both[2].tolist() == [True] * len(text) + targets
+    assert data.tokenize([str(folder / "text.txt")], path, out) == (len(text), len(text))
+    assert not (folder / "tokens.mask").exists() and Corpus([out], 300).read(0, len(text))[2].all()
 
 
 def test_bytes_become_text_and_what_is_no_text_is_marked():
