@@ -112,6 +112,9 @@ class Corpus:
             if 0 < len(bare) < count:
                 raise ValueError(f"{bare[0]}: has no .mask beside it, as others of its source have: write one, or give "
                                  "each path of --data a weight")
+            need(any(mask is None or any(mask[at:at + BLOCK].any() for at in range(0, len(mask), BLOCK))
+                     for mask in self.masks[first:last]),
+                 f"{files[first].with_suffix('.mask')}: makes none of the tokens of {name} a target: nothing to learn")
             self.sources.append(Source(name, int(self.starts[first]), int(self.starts[last]), weight))
             first = last
 

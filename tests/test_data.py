@@ -355,6 +355,16 @@ def test_a_source_has_masks_or_none(tmp_path):
     assert Corpus(files, 30, weights=(1, 1)).read(0, 18)[2].all()
 
 
+def test_a_source_without_a_target_is_refused(tmp_path):
+    files = [masked_file(tmp_path / f"{name}.bin", range(9), [name == "b"] * 9) for name in "abc"]
+    cases = (files[:1], (), "the data"), (files[:2], (1, 1), files[0]), (files[1:], (1, 1), files[2])
+    for paths, weights, says in cases:
+        says = f"{says} a target: nothing to learn"
+        with pytest.raises(ValueError, match=r"^[^\n]+/[ac].mask: makes none of the tokens of " + says):
+            Corpus(paths, 30, weights=weights)
+    assert Corpus(files, 30).read(0, 27)[2].sum() == 9  # three files of one source
+
+
 @pytest.mark.parametrize("weights", [(1,), (3, 1), (1, 3), (1, 1, 1), (5, 3, 2), (7, 2, 2, 1), (97, 1, 1, 1),
                                      (6, 10, 15), tuple(range(1, 14)), (999, 1), (334, 333, 333)], ids=str)
 def test_each_prefix_has_the_weights_to_one_sample_and_each_source_epochs_of_its_own(tmp_path, weights):

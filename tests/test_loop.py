@@ -128,10 +128,11 @@ def test_losses_of_bf16_micro_batches_are_summed_in_fp32(corpora):
 
 @pytest.fixture(scope="module")
 def sources(corpora):
-    """Three files: of the first some stretches are targets, of the second none is, the third has no mask."""
+    """Three files: of the first some stretches are targets, the third has no mask, and the only target of the second is
+    behind its last whole sample."""
     rng, folder = np.random.default_rng(3), corpora
     some = np.repeat([0, 1, 0.05], 333)
-    for name, count, mask in ("some", 999, some), ("none", 400, np.zeros(400)), ("all", 200, None):
+    for name, count, mask in ("some", 999, some), ("none", 400, np.arange(400) == 399), ("all", 200, None):
         np.save(folder / f"{name}.npy", rng.integers(61, size=count).astype(np.uint16))
         if mask is not None:
             (rng.random(count) < mask).astype(np.uint8).tofile(folder / f"{name}.mask")
