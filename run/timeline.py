@@ -1,11 +1,10 @@
 """Pictures of pipelines: who does what when, as simulated and as measured.
 
     python -m run.timeline [--pp 4] [--micro-batches 8] [--svg plans.svg]                all schedules, as simulated
-    torchrun --nproc_per_node=4 -m run.timeline --schedule zb-v [--trace plan.json]      one of them, as measured
+    torchrun --nproc_per_node=4 -m run.timeline --schedule zb-v                          one of them, as measured
 
 A measured step runs the engine of pp.py with actions that sleep. `--profile` of a run draws its last step.
 """
-import json
 import os
 import re
 import shutil
@@ -175,14 +174,13 @@ class Flags:
     group: int = setting(0, "micro-batches per interleaved group; 0: as few as possible")
     costs: str = setting("1,1,1", "times of a rank for F, I and W, for all its model chunks together")
     svg: str = setting("", "write the picture here")
-    trace: str = setting("", "write it for chrome://tracing here")
 
 
 def chosen_plans(args: Flags, ranks: int) -> dict[str, Plan]:
     """The plan of each schedule to draw. ranks: that are to run it, 0 if it is simulated. Raises ValueError."""
-    for name, file in (("--svg", args.svg), ("--trace", args.trace)):
-        need(os.path.isdir(os.path.dirname(file) or "."), f"{name} {file}: there is no folder {os.path.dirname(file)}")
-        need(not os.path.isdir(file), f"{name} {file}: is a folder, name a file")
+    folder = os.path.dirname(args.svg)
+    need(os.path.isdir(folder or "."), f"--svg {args.svg}: there is no folder {folder}")
+    need(not os.path.isdir(args.svg), f"--svg {args.svg}: is a folder, name a file")
     costs = args.costs.split(",")
     need(len(costs) == 3 and all(re.fullmatch(r"[\d.]+", cost) and 0 < float(cost) < 1e6 for cost in costs),
          f"--costs {args.costs}: write three numbers, above 0 and below a million, such as 1,1,1")
@@ -193,8 +191,8 @@ def chosen_plans(args: Flags, ranks: int) -> dict[str, Plan]:
     if args.schedule != "all":
         need(args.schedule in names, f"schedule {args.schedule} is drawn and does not run")
         names = [args.schedule]
-    elif args.trace or args.chunks or args.group:
-        raise ValueError("--trace, --chunks and --group are for one schedule: name it with --schedule")
+    else:
+        need(not args.chunks and not args.group, "--chunks and --group are for one schedule: name it with --schedule")
     return {name: make_plan(name, args.pp, args.micro_batches, args.chunks, args.group) for name in names}
 
 
@@ -228,11 +226,6 @@ def main(arguments: list[str]) -> None:
               f"with {order[-1]}, for {bubble(panels[order[-1]]):.3g}.")
     if args.svg:
         Path(args.svg).write_text(svg(panels))
-    if args.trace:
-        us = UNIT_S * 1e6 if measuring else 1e3
-        Path(args.trace).write_text(json.dumps([  # for chrome://tracing or Perfetto, a thread per rank
-            dict(name=str(action), cat=action.op, ph="X", pid=0, tid=r, ts=start * us, dur=(stop - start) * us)
-            for r, row in enumerate(panels[args.schedule]) for action, start, stop in row]))
 
 
 if __name__ == "__main__":
