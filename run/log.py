@@ -22,7 +22,7 @@ from param import DTYPES, Spec, is_first_replica
 from plan import costs
 from plan.memory import format_bytes
 from run.device import memory_of_rank, uses_kernels
-from run.start import METRIC, say, table
+from run.start import METRIC, say
 
 
 class Log:
@@ -271,7 +271,9 @@ def start_profiler(folder: str, rank: int, cuda: bool) -> profile:
         path = os.path.join(folder, f"rank-{rank}.json")
         profiler.export_chrome_trace(path)
         if rank == 0:
-            print(longest(profiler, cuda), flush=True)
+            by = "self_device_time_total" if cuda else "self_cpu_time_total"  # without the operations that they call
+            table = profiler.key_averages().table(sort_by=by, row_limit=10, max_name_column_width=58)
+            print(table, end="", flush=True)
             if os.path.exists(path) and not os.path.exists(f"{path}.tmp"):
                 print(f"written: {path}", flush=True)
             else:  # of which torch says nothing
@@ -279,17 +281,6 @@ def start_profiler(folder: str, rank: int, cuda: bool) -> profile:
 
     return profile(activities=activities, schedule=schedule(wait=WAIT - 1, warmup=1, active=ACTIVE, repeat=1),
                    on_trace_ready=write, acc_events=True)
-
-
-def longest(profiler: profile, cuda: bool, count: int = 10) -> str:
-    """A table of the `count` operations with the longest time of their own, without the operations they call."""
-    times = {event.key: (event.self_device_time_total if cuda else event.self_cpu_time_total, event.count)
-             for event in profiler.key_averages()}
-    total = sum(us for us, _ in times.values()) or 1.0
-    rows = [(f"the longest, by {'device' if cuda else 'CPU'} time of their own", "ms", "share", "calls")]
-    for name, (us, calls) in sorted(times.items(), key=lambda item: -item[1][0])[:count]:
-        rows.append(("  " + name[:58], f"{us / 1e3:.2f}", f"{us / total:.1%}", f"{calls:,}"))
-    return table(rows, "<>>>")
 
 
 # ---- the gradient noise scale ---------------------------------------------------------------------------------------
