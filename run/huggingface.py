@@ -432,11 +432,12 @@ def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: st
         for given in reversed(published):
             theirs = copy_tokenizer(given, folder)
             config |= {field: theirs[field] for field in (*TOKENS, "max_position_embeddings") if field in theirs}
-        write_json(os.path.join(folder, "config.json"), config)
+        Path(folder, "config.json").write_text(json.dumps(config, indent=2))
         if len(shards) > 1:
             size = torch_dtype.itemsize * sum(math.prod(spec.shape) for spec in specs)
             files = {name: file for file, shard in shards.items() for name in shard}
-            write_json(os.path.join(folder, INDEX), {"metadata": {"total_size": size}, "weight_map": files})
+            index = {"metadata": {"total_size": size}, "weight_map": files}
+            Path(folder, INDEX).write_text(json.dumps(index, indent=2))
 
 
 def plan_shards(specs: list[Spec], architecture: str, element_bytes: int,
@@ -474,18 +475,10 @@ def write_shard(path: str, shard: dict[str, tuple[Spec, Box]], source: Source, d
         raise ValueError(f"{path}: cannot be written: {error}") from None
 
 
-def write_json(path: str, content: dict[str, Any]) -> None:
-    with open(path + ".tmp", "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2)
-    os.replace(path + ".tmp", path)
-
-
 def copy_tokenizer(published: str, folder: str) -> dict[str, Any]:
     """Copy the tokenizer's files that exist, and return the published config.json."""
     for pattern in TOKENIZER_FILES:
         for path in Path(published).glob(pattern):
-            target = os.path.join(folder, path.name)
-            shutil.copyfile(path, target + ".tmp")
-            os.replace(target + ".tmp", target)
+            shutil.copyfile(path, Path(folder, path.name))
     where = os.path.join(published, "config.json")
     return read_json(where) if os.path.isfile(where) else {}
