@@ -13,9 +13,8 @@ appended to the squared norm of the gradient, and every step sums this vector ov
 whether to skip a step. The host learns all this when it reads the step's results, on a GPU after it has issued the next
 step.
 
-When a rank hangs, the ranks that wait for it notice; when one dies, those whose connection to it breaks. If several
-ranks fail, one of them reports: the lowest that raised an error of its own, else the lowest that lost a connection or
-waited too long. They agree on it through torchrun's key-value store, otherwise unused but at the start.
+If several ranks fail, one of them reports: the lowest that raised an error of its own, else the lowest that lost a
+connection or waited too long. They agree on it through torchrun's key-value store, otherwise unused but at the start.
 
     after             rank 0, in a collective         rank 1, in a loop
     0.5 --timeout     posts "waits", and for what     posts "computes", and in which line
@@ -296,12 +295,8 @@ def listed(ranks: list[int]) -> str:
 # ---- the watchdog ---------------------------------------------------------------------------------------------------
 
 class Watchdog:
-    """A thread that ends this rank if it waits too long; of all ranks that wait, one reports which rank is missing.
-
-    The thread polls this rank's flight record (run/ranks.py). If it has not changed for half the timeout, the
-    thread posts to torchrun's store where the rank is: in which call of which group, or in which line. When the first
-    rank has waited for nine tenths of the timeout, all ranks that still respond have posted. The lowest one that waits
-    then reports the missing ranks: those that have not posted, else those that compute.
+    """A thread that polls this rank's flight record (run/ranks.py), and ends the rank if it waits too long; see the
+    top of this file.
 
     A rank that makes progress never calls the store; one that does not calls it once per poll, however many ranks there
     are. Only the rank that reports reads the posts.

@@ -311,8 +311,7 @@ def find_whole(candidates: list[Path], group: Group) -> Path:
         except ValueError as error:
             if path is candidates[-1]:
                 raise
-            if group.rank == 0:
-                print(f"train.py: warning: {error}: passed over", file=sys.stderr, flush=True)
+            faults.warn(f"{error}: passed over", group)
 
 
 def restore(run: Run, path: Path, saved: dict) -> None:
