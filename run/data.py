@@ -110,8 +110,8 @@ class Corpus:
             last = first + count
             bare = [file for file, mask in zip(files[first:last], self.masks[first:last]) if mask is None]
             if 0 < len(bare) < count:
-                raise ValueError(f"{bare[0]}: has no .mask beside it, as others of its source have: write one, or give "
-                                 "each path of --data a weight")
+                raise ValueError(f"{bare[0]}: has no .mask beside it, as others of its source have: write one, of "
+                                 "bytes 1 if all tokens are targets")
             need(any(mask is None or any(mask[at:at + BLOCK].any() for at in range(0, len(mask), BLOCK))
                      for mask in self.masks[first:last]),
                  f"{files[first].with_suffix('.mask')}: makes none of the tokens of {name} a target: nothing to learn")
