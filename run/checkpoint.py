@@ -37,7 +37,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -256,37 +256,29 @@ class Saver:
 
     def write(self, step: int, run: dict) -> None:
         """Run by the thread."""
-        began = time.perf_counter()
+        began, temporary, problem = time.perf_counter(), self.folder / f".writing-step-{step:06d}", ""
         try:
-            problem = self.write_and_commit(self.folder / f".writing-step-{step:06d}", run)
+            files = self.together(lambda: self.write_boxes(temporary))
+            files = {name: entry for of_rank in gather_objects(files, self.group) for name, entry in of_rank.items()}
+            self.together(lambda: self.group.rank == 0 and self.commit(temporary, run | dict(files=files)))
+        except ValueError as error:
+            problem = str(error)
+            if self.group.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
         except Exception as error:  # a rank did not answer within --timeout
             problem = describe(error)
         gc.collect(1)  # DCP leaves two classes per tensor; objects from before the loop are older and not looked at
         self.error = problem and f"the checkpoint of step {step} could not be saved: {problem}"
         self.bytes_per_s = 0.0 if problem else self.nbytes / (time.perf_counter() - began)
 
-    def write_and_commit(self, temporary: Path, run: dict) -> str:
-        """Returns what failed, "" if nothing did. Whatever fails on one rank, all call both collectives."""
-        checksums, problem = {}, ""
-        try:
-            self.stage.wait()
-            dcp.save({}, storage_writer=dcp.FileSystemWriter(temporary), planner=SaveBoxes(self.stage.copies),
-                     process_group=self.group.process_group, no_dist=self.group.process_group is None)
-            checksums = checksums_of(temporary, self.group.rank)
-        except (Exception, dcp.api.CheckpointException) as error:  # DCP raises on all ranks what it caught on one
-            problem = self.reason_of(error)
-        found = gather_objects((checksums, problem), self.group)
-        problem = next((problem for _, problem in found if problem), "")
-        if self.group.rank == 0:
+    def together(self, work: Callable[[], Any]) -> Any:
+        """Do the work. Raises ValueError if it failed on any rank."""
+        def tried() -> Any:
             try:
-                if not problem:
-                    files = {name: entry for checksums, _ in found for name, entry in checksums.items()}
-                    self.commit(temporary, run | dict(format=start.CHECKPOINT_FORMAT, files=files))
-            except Exception as error:
-                problem = describe(error)
-            if problem:
-                shutil.rmtree(temporary, ignore_errors=True)
-        return gather_objects(problem, self.group)[0]
+                return work()
+            except (Exception, dcp.api.CheckpointException) as error:  # DCP raises on all ranks what it caught on one
+                raise ValueError(self.reason_of(error)) from None
+        return agree(tried, self.group)
 
     def reason_of(self, error: Exception) -> str:
         """Why a save failed. Of a file that cannot grow torch reports a wrong position in it; here it is the disk, a
@@ -298,9 +290,16 @@ class Saver:
             return f"{self.folder} cannot be written to: {problem.strerror}"
         return describe(error)
 
+    def write_boxes(self, temporary: Path) -> dict[str, list]:
+        self.stage.wait()
+        dcp.save({}, storage_writer=dcp.FileSystemWriter(temporary), planner=SaveBoxes(self.stage.copies),
+                 process_group=self.group.process_group, no_dist=self.group.process_group is None)
+        return checksums_of(temporary, self.group.rank)
+
     def commit(self, temporary: Path, run: dict) -> None:
         """Make the written files a checkpoint, then `latest`, and only then remove old ones."""
         final = self.folder / temporary.name.removeprefix(".writing-")
+        run = run | dict(format=start.CHECKPOINT_FORMAT)
         write_text(temporary / "run.json", json.dumps(run | {"checksum": start.checksum_of_json(run)}, indent=1))
         sync(temporary)
         if final.exists():  # without a run.json, or saved a second time
