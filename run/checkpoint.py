@@ -30,7 +30,6 @@ import json
 import math
 import os
 import pickle
-import shlex
 import shutil
 import sys
 import tempfile
@@ -469,23 +468,9 @@ def show(path: Path) -> None:
     print(f"    data: {run['corpus']['tokens']:,} tokens in {run['corpus']['files']} files")
     defaults = json.loads(json.dumps(config.parse([]).before_defaults))  # as JSON has them
     changed = {name: value for name, value in run["settings"].items() if value != defaults.get(name)}
-    print("    " + shlex.join(words_of(changed)))
+    print(f"    settings: {json.dumps(changed)}")
     for name, tensor in stored.items():
         print(f"    {name:48s} {str(tensor.properties.dtype).removeprefix('torch.'):9s} {shown(tensor.size)}")
-
-
-def words_of(settings: dict) -> list[str]:
-    """The command line that gives these settings."""
-    words = []
-    for name, value in settings.items():
-        if isinstance(value, bool):
-            words.append(config.flag(name if value else f"no_{name}"))
-        elif isinstance(value, list) and name != "betas":
-            words += [config.flag(name), *value]
-        else:
-            text = ",".join(map(str, value)) if name == "betas" else str(value)
-            words += [f"{config.flag(name)}={text}"] if text.startswith(("-", "@")) else [config.flag(name), text]
-    return words
 
 
 def diff(path: Path, other: Path) -> int:
