@@ -45,9 +45,11 @@ MOE = "--experts 4 --top-k 2 --expert-ffn 24"
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory) -> str:
-    """A file of tokens in documents that token 0 begins."""
-    file = tmp_path_factory.mktemp("tokens") / "tokens.npy"
-    np.save(file, np.random.default_rng(0).integers(0, 97, 5000))
+    """A file of tokens in documents that token 0 begins. Beside it is another one, "answers", with a mask."""
+    file, rng = tmp_path_factory.mktemp("tokens") / "tokens.npy", np.random.default_rng(0)
+    for path in file, file.with_name("answers.npy"):
+        np.save(path, rng.integers(0, 97, 5000))
+    rng.integers(0, 2, 5000).astype(np.uint8).tofile(file.with_name("answers.mask"))
     return str(file)
 
 
@@ -61,13 +63,14 @@ def tensors(path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("ranks, flags", [
     (1, "--val-data {tokens} --eval-every 2 --batch-ramp 8@0,16@400 --lr-schedule wsd"),
-    (2, "--dtype bf16 --zero 3 --moments bf16 --separator 0 --doc-mask"),
+    (2, "{folder}/answers.npy --data-weights 1,2 --dtype bf16 --zero 3 --moments bf16 --separator 0 --doc-mask"),
     (2, "--dtype fp16 --pp 2 --micro-batch 2 --tied --z-loss 30"),  # gradients overflow, and the scale is halved
     (4, f"{MOE} --tp 2 --ep 2 --router sigmoid --bias-rate 0.01 --zero 1"),
     (1, "--dtype bf16 --fp8 blockwise --hidden 128 --ffn 128 --head-dim 32 --kv-heads 4"),
-], ids=["ramp, wsd, evaluation", "bf16 moments, documents", "fp16", "experts", "fp8"])
+], ids=["ramp, wsd, evaluation", "bf16 moments, documents", "fp16", "experts", "fp8"])  # the second: masks, a mixture
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(pool, tmp_path, tokens, ranks, flags):
-    flags = f"{SMALL} --data {tokens} {flags.format(tokens=tokens)} --steps 6 --save-every 2 --keep 0"
+    flags = flags.format(tokens=tokens, folder=os.path.dirname(tokens))
+    flags = f"{SMALL} --data {tokens} {flags} --steps 6 --save-every 2 --keep 0"
     folders = [tmp_path / name for name in ("straight", "resumed", "twice")]
     pool.run(ranks, "runs:run", flags=f"{flags} --out {folders[0]} --metrics {tmp_path}/straight.jsonl")
     for before, step, folder in zip(folders, (2, 4), folders[1:]):
