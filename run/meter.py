@@ -65,12 +65,6 @@ class Storage:
     nbytes: int = 0  # when it was last looked at
 
 
-class Change(NamedTuple):
-    """A storage appeared, was resized, or died."""
-    storage: Storage
-    nbytes: int  # from now on; 0: it died
-
-
 class Meter(TorchDispatchMode):
     """memory=False does not count live bytes, which takes longer than the operations of a small model."""
 
@@ -83,7 +77,8 @@ class Meter(TorchDispatchMode):
         self.bytes_of: Counter[str] = Counter()  # alive now, by label
         self.peak: Counter[str] = Counter()  # the most bytes alive at any moment, by label
         self.window_peak = 0  # the most since restart_window
-        self.changes: list[Change] = []  # in order; what was alive at a moment follows from those before it
+        # Which storage has how many bytes from then on (0: it died), in order: so also what was alive at a moment.
+        self.changes: list[tuple[Storage, int]] = []
         self.changes_before_peak = 0  # how many of them were before the peak of "all"
         self.flops = self.operations = 0
         self.collectives: list[Collective] = []
@@ -137,7 +132,7 @@ class Meter(TorchDispatchMode):
         self.bytes_of[entry.kind] += more
         if entry.kind != "outside":
             self.bytes_of["all"] += more
-            self.changes.append(Change(entry, nbytes))
+            self.changes.append((entry, nbytes))
 
     def live(self) -> Counter[str]:
         """Bytes alive now, by label."""
