@@ -337,7 +337,7 @@ def members_of_axes(grid, model, world: int) -> dict[str, list[list[int]]]:
     if model.experts:  # an ep group has each expert once, an edp group the same ones
         experts = dict(others=grid.pp * grid.dp_replicate, edp=shards * grid.cp * grid.tp // grid.ep, ep=grid.ep)
         members |= {"edp": groups_along(experts, "edp"), "ep": groups_along(experts, "ep")}
-    if grid.pp > 1 and not grid.v_shaped:  # the first and the last stage, which share a tied embedding
+    if grid.pp > 1 and not grid.v_shaped:  # the first and the last stage, which may share an embedding
         members["tie"] = [[pipeline[0], pipeline[-1]] for pipeline in members["pp"]]
     return members
 

@@ -113,6 +113,13 @@ class Model:
     router_scale: float = positive(1.0, "multiplies the weights of a token's top-k experts")
     expert_groups: int = positive(1, "group-limited routing: how many groups the experts form")
     top_groups: int = positive(1, "groups, those with the best scores, whose experts a token may be sent to")
+    mtp: bool = setting(False, "multi-token prediction: one more block, used in training alone, learns to predict the "
+                               "token after the next (DeepSeek-V3)")
+
+    @property
+    def blocks(self) -> int:
+        """The layers, and the block of multi-token prediction, whose number is that of the last layer plus one."""
+        return self.layers + self.mtp
 
     def has_experts(self, layer: int) -> bool:
         return self.experts > 0 and layer >= self.dense_layers
@@ -239,6 +246,7 @@ class Optim:
     weight_decay: float = setting(0.1, "decoupled decay of matrices; norms and biases are not decayed")
     betas: tuple = setting((0.9, 0.95), "decay rates of AdamW's averages of the gradient and of its square")
     z_loss: float = setting(0.0, "coefficient of the z-loss, the square of each token's log-sum-exp of logits")
+    mtp_weight: float = positive(0.3, "coefficient of --mtp's loss (DeepSeek-V3: 0.3, later 0.1)")
     aux_loss: float = setting(0.01, "coefficient of the auxiliary loss that balances experts (Switch Transformer)")
     aux_over: str = setting("sequence", "--aux-loss balances the tokens of each", ("sequence", "micro-batch"))
     router_z_loss: float = setting(0.0, "coefficient of the routers' z-loss")
@@ -459,6 +467,7 @@ RULES = [  # in this order: a row may rely on those before it, and all on the de
           lambda c: c.model.top_k <= c.model.experts // c.model.expert_groups * c.model.top_groups),
     Needs("--dense-layers", "more --layers than these", lambda c: c.model.dense_layers < c.model.layers),
     Needs("--head-dim", "to be even: rotary embedding rotates pairs of channels", lambda c: c.model.head_dim % 2 == 0),
+    Needs("--mtp-weight", "--mtp", lambda c: c.model.mtp),
     Needs("--window-every", "--window, without which all layers have full attention", lambda c: c.model.window),
     Needs("--schedule", "--pp 2 or more", lambda c: c.grid.pp > 1),
     Needs("--chunks", "--pp 2 or more and another --schedule: interleaved and zb1p have any number of chunks",

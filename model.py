@@ -15,7 +15,7 @@ parallel ranks, H hidden, N query heads, K key and value heads, D head width, F 
 [T/t, H] is what a rank has between layers with sequence parallelism; without, it is [T, H].
 """
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -51,11 +51,13 @@ class ForwardContext(NamedTuple):
     recompute: Recompute
     routing: tuple | None  # an ep.RoutingInfo; None without experts
     cache: Cache | None = None
+    next_tokens: Tensor | None = None  # [T], the token after each; None: no multi-token prediction
 
 
 def table_spec(model: Model, name: str) -> Spec:
-    """A tied table is on the first and on the last pipeline stage; its gradient is the sum of theirs (axis "tie")."""
-    tie = {"tie": "partial"} if model.tied else {}
+    """A tied table is on the first and on the last pipeline stage; its gradient is the sum of theirs (axis "tie").
+    So is an embedding that multi-token prediction reads."""
+    tie = {"tie": "partial"} if model.tied or (model.mtp and name == "embedding") else {}
     return Spec(name, (model.vocab, model.hidden), {"tp": 0} | tie, std=INIT_STD, matrices=0)
 
 
@@ -169,6 +171,30 @@ class Block(nn.Module):
         return x + y
 
 
+class MultiTokenPrediction(Block):
+    """In training, after the last layer: from its result h and the next token's embedding e, both normalised, a matrix
+    and one more block make what the head predicts the token after the next from. DeepSeek-V3, section 2.2, depth 1; e
+    comes before h, as in its published weights. Apart from them, it shares embedding and head with the model."""
+
+    def __init__(self, layer: int, model: Model, make: MakeParameter, *, embedding: VocabParallelEmbedding,
+                 norm_along: dict, **rest):
+        super().__init__(layer, model, make, norm_along=norm_along, **rest)
+        name, H = f"layers.{layer}.", model.hidden
+        self.embedding = embedding
+        self.e_norm, self.h_norm, self.norm = (RMSNorm(make, name + norm, H, model.norm_eps, norm_along)
+                                               for norm in ("enorm", "hnorm", "shared_head.norm"))
+        # Whole on every rank, and applied to the tokens that it has between layers: no tensor parallelism.
+        self.project = ColumnParallelLinear(make, Spec(name + "eh_proj", (H, 2 * H), norm_along, std=INIT_STD))
+
+    def forward(self, h: Tensor, context: ForwardContext) -> Tensor:
+        """[T/t, H] -> [2 T/t, H]: h, and below it, already normalised, what predicts the token after the next."""
+        if context.next_tokens is None:
+            return h
+        e = self.embedding(context.next_tokens, context.tp)
+        x = self.project(torch.cat((self.e_norm(e), self.h_norm(h)), 1), TensorParallel(ALONE))
+        return torch.cat((h, self.norm(super().forward(x, context))))
+
+
 class Head(nn.Module):
     """The last norm, and logits or the loss. table: the embedding's, if it is tied and on this rank."""
 
@@ -178,11 +204,14 @@ class Head(nn.Module):
         spec = table_spec(model, "embedding" if model.tied else "head")
         self.vocabulary = VocabParallelHead(make, spec, table, z_loss)
 
-    def forward(self, x: Tensor, context: ForwardContext, labels: Tensor | None, loss_grad: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, context: ForwardContext, labels: Sequence[Tensor | None],
+                loss_grad: Sequence[Tensor | None]) -> Tensor:
+        """labels: [T], or None for logits. A second [T] is of the second half of x, see MultiTokenPrediction."""
+        x, *ahead = x.chunk(2) if len(labels) == 2 else (x,)
         h = self.norm(x)
-        y = self.vocabulary(h, context.tp, labels, loss_grad)
+        y = self.vocabulary(h, context.tp, labels[0], loss_grad[0])
         context.recompute.drop(h, y, self.norm, x)
-        return y
+        return torch.stack((y, self.vocabulary(*ahead, context.tp, labels[1], loss_grad[1]))) if ahead else y
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------
@@ -202,13 +231,15 @@ class Execution(NamedTuple):
 class Llama(nn.Module):
     """The layers of a Llama that this rank has. groups: the grid, axis -> process group; {}: one rank. pipeline: which
     stages are on this rank; None: all layers, in one. z_loss: see tp.cross_entropy. balance: of experts, see ep.py.
+    mtp_weight: of multi-token prediction's loss, for whoever adds it to the other one.
     Parameters get memory from an Optimizer's buckets (zero.py), and values from `Optimizer.load`."""
 
     def __init__(self, model: Model, groups: Groups, execution: Execution | None = None, *,
-                 pipeline: Pipeline | None = None, z_loss: float = 0.0, balance: Balance = Balance()):
+                 pipeline: Pipeline | None = None, z_loss: float = 0.0, balance: Balance = Balance(),
+                 mtp_weight: float = 0.3):
         super().__init__()
         self.model, self.groups, self.execution = model, groups, (how := execution or Execution())
-        self.pipeline = pipeline or Pipeline.one_stage(model.layers)
+        self.pipeline, self.mtp_weight = pipeline or Pipeline.one_stage(model.blocks), mtp_weight
         self.stages, self.last_stage = self.pipeline.stages, self.pipeline.last
         make = partial(parameter, groups=groups, dtype=how.dtype, device=how.device)
         self.tp = TensorParallel(groups.get("tp", ALONE))
@@ -218,9 +249,12 @@ class Llama(nn.Module):
         same_inputs = ALONE if self.tp.sequence else self.tp.group
         self.recompute = Recompute(how.recompute, checkpoints, same_inputs, how.rows)
         norm_along = {"tp": "partial" if self.tp.sequence else "replicate"}  # partial: tp ranks see different tokens
-        self.embedding = VocabParallelEmbedding(make, table_spec(model, "embedding")) if 0 in self.stages else None
+        reads_tokens = 0 in self.stages or (model.mtp and self.last_stage in self.stages)
+        self.embedding = VocabParallelEmbedding(make, table_spec(model, "embedding")) if reads_tokens else None
+        kind_of = {model.layers: partial(MultiTokenPrediction, embedding=self.embedding)}  # of the others: Block
         self.blocks = nn.ModuleDict({
-            str(layer): Block(layer, model, make, t=self.tp.size, norm_along=norm_along, groups=groups, balance=balance)
+            str(layer): kind_of.get(layer, Block)(layer, model, make, t=self.tp.size, norm_along=norm_along,
+                                                  groups=groups, balance=balance)
             for layers in self.stages.values() for layer in layers})
         self.routers = [block.ffn.router for block in self.blocks.values() if isinstance(block.ffn, MixtureOfExperts)]
         table = self.embedding.table if model.tied and self.embedding else None
@@ -232,20 +266,24 @@ class Llama(nn.Module):
                         *([self.head] if stage == self.last_stage else [])] for stage, layers in self.stages.items()}
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None, *,
-                labels: Tensor | None = None, stage: int = 0, x: Tensor | None = None, cache: Cache | None = None,
-                loss_grad: Tensor | None = None, aux_loss_scale: float | Tensor | None = None) -> Tensor:
+                labels: Tensor | None = None, ahead: tuple[Tensor, Tensor] | None = None, stage: int = 0,
+                x: Tensor | None = None, cache: Cache | None = None, aux_loss_scale: float | Tensor | None = None,
+                loss_grad: Sequence[Tensor | None] = (None, None)) -> Tensor:
         """Logits [B, S, V/t] of tokens [B, S], for this rank's part of the vocabulary; or with labels their loss.
 
         positions: [S] or [B, S], by default 0, 1, 2 … documents: [B, S], numbers of the documents, which do not see
         each other. With context parallelism tokens and positions are this rank's, as cp.shard_sequences returns them,
         and documents are those of whole sequences, in the host's memory. Tokens below 0 are padding.
         labels: [B, S], IGNORED for tokens without a loss. The result is then the sum of this rank's tokens' losses in
-        nats, the same on every tensor parallel rank. loss_grad: the gradient that it will have in backward (default 1).
+        nats, the same on every tensor parallel rank. ahead: tokens and labels [B, S] of MicroBatch.one_ahead, for [2]
+        results: also multi-token prediction's. loss_grad: the gradient that each will have in backward (default 1).
         stage: which of this rank's pipeline stages to run, from x [T/t, H], the result of the stage before it.
         cache: of earlier tokens, which these follow; every rank then has all tokens. aux_loss_scale: the factor of a
         sequence's auxiliary losses of experts (ep.AddAuxiliaryLoss adds their gradient alone); None: no such loss."""
         assert cache is None or documents is None, "a KV cache knows of no documents"
         context = self.context(stage, tokens, positions, documents, cache, aux_loss_scale)
+        if ahead is not None:
+            context = context._replace(next_tokens=ahead[0].flatten())
         self.recompute.start_forward()
         if stage == 0:
             x = self.embedding(tokens.flatten(), context.tp)
@@ -253,9 +291,10 @@ class Llama(nn.Module):
             x = self.blocks[str(layer)](x, context)
         if stage < self.last_stage:
             return x
-        if labels is not None:
-            return self.head(x, context, labels.flatten(), loss_grad)
-        return self.head(x, context, None, None).unflatten(0, tokens.shape)
+        if labels is None:
+            return self.head(x, context, [None], loss_grad).unflatten(0, tokens.shape)
+        both = [labels] if ahead is None else [labels, ahead[1]]
+        return self.head(x, context, [each.flatten() for each in both], loss_grad)
 
     def context(self, stage: int, tokens: Tensor, positions: Tensor | None, documents: Tensor | None,
                 cache: Cache | None, aux_loss_scale: float | Tensor | None) -> ForwardContext:

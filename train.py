@@ -70,13 +70,15 @@ def train(run: job.Run) -> None:
     # Between steps, run.steps reads data (local_micro_batches), evaluates (mean_loss), saves, and ends when asked to.
     for step in run.steps(local_micro_batches, mean_loss):
         with profile_range("forward and backward"):
-            loss = forward_backward(model, optimizer, step.micro_batches, groups)
+            loss, *mtp_loss = forward_backward(model, optimizer, step.micro_batches, groups)
         with profile_range("optimizer"):
             lr = learning_rate(step.number, settings.optim)
             limit = run.guard.limit()  # a gradient norm that is not below it is a spike: no rank updates its weights
             votes = run.votes()  # requests to stop, seconds, noise: `step` sums them over ranks, in place
             grad_norm = optimizer.step(lr, limit, extra=votes)
         results = dict(loss=loss, norm=grad_norm, limit=limit, votes=votes)
+        if mtp_loss:
+            results["mtp_loss"], = mtp_loss
         if settings.model.experts:
             results |= update_balance(model, groups, grad_norm < limit, step.sequences)
         run.end_step(lr, results)
@@ -95,7 +97,7 @@ def build_model(settings: config.Config, groups: Groups, device: torch.device | 
                           sequence=grid.sequence_parallel, async_tp=grid.async_tp)
     balance = Balance(optim.aux_loss, optim.aux_over, optim.router_z_loss, optim.bias_rate)
     model = Llama(settings.model, groups, execution, pipeline=build_pipeline(settings, groups["pp"], device),
-                  z_loss=optim.z_loss, balance=balance)
+                  z_loss=optim.z_loss, balance=balance, mtp_weight=optim.mtp_weight)
     if precision.fp8 != "none":
         multiply_in_fp8(model, settings, groups)
     return model
@@ -147,25 +149,31 @@ def local_micro_batches(samples: Samples, first: int, sequences: int, settings: 
     last batch of an evaluation may be incomplete."""
     grid, cp = settings.grid, groups["cp"]
     dp_rank = groups["data"].rank // cp.size  # context parallel ranks, innermost in "data", read the same sequences
-    micro_batches = samples.step(first, sequences, settings.batch.micro_batch, dp_rank, grid.dp, end)
-    return [MicroBatch(*shard_sequences(*micro_batch, cp.size, cp.rank, grid.sequence_shards, grid.document_ranks))
-            for micro_batch in micro_batches]
+    shard, out = partial(shard_sequences, c=cp.size, i=cp.rank, tp=grid.sequence_shards,
+                          document_ranks=grid.document_ranks), []
+    for batch in samples.step(first, sequences, settings.batch.micro_batch, dp_rank, grid.dp, end):
+        sharded = MicroBatch(*shard(batch.tokens, batch.labels, batch.positions, batch.documents))
+        if settings.model.mtp:  # before a sequence is sharded: what follows a shard is on another rank
+            next_tokens, next_labels, *_ = shard(*batch.one_ahead(), batch.positions, batch.documents)
+            sharded = sharded._replace(next_tokens=next_tokens, next_labels=next_labels)
+        out.append(sharded)
+    return out
 
 
 def forward_backward(model: Llama, optimizer: Optimizer, micro_batches: list[MicroBatch],
                      groups: Groups) -> torch.Tensor:
     """Forward and backward of a step: the gradient of the mean loss over all valid tokens of the global batch.
 
-    Returns that mean. Its denominator is counted over all ranks and micro-batches before the first backward, so that
-    every gradient is a plain sum from there on. Auxiliary losses of experts are means over the global batch's
-    sequences.
+    Returns that mean, [1]; with multi-token prediction, whose loss times its weight is added, both means, [2]. Their
+    denominators are counted over all ranks and micro-batches before the first backward, so that every gradient is a
+    plain sum from there on. Auxiliary losses of experts are means over the global batch's sequences.
     """
     # The axis "data" is dp x cp, and context parallel ranks have shards of the same sequences.
     sequences = sum(len(batch.tokens) for batch in micro_batches) * groups["data"].size // groups["cp"].size
     # `valid`, the tokens with a loss, is this rank's count until all_reduce has made it that of all ranks.
-    valid = sum((batch.labels != IGNORED).sum() for batch in micro_batches)
+    valid = sum(batch.count_labels() for batch in micro_batches)
     pending_count = all_reduce(valid, groups["data"], async_op=True)
-    total = torch.zeros((), dtype=acc_dtype(model.execution.dtype), device=valid.device)
+    total = torch.zeros(len(valid), dtype=acc_dtype(model.execution.dtype), device=valid.device)
 
     def forward(stage: int, k: int, x: torch.Tensor | None) -> torch.Tensor:
         batch, loss_grad = micro_batches[k], None
@@ -174,11 +182,13 @@ def forward_backward(model: Llama, optimizer: Optimizer, micro_batches: list[Mic
             # The gradient that autograd will give to y, as `y * loss_grad` is returned. The fused loss needs it already
             # here, because it computes its gradients in forward; in backward it only checks that they agree.
             loss_grad = optimizer.scale_loss(1 / valid.clamp(min=1).to(total.dtype))  # clamp: perhaps none is valid
-        y = model(batch.tokens, batch.positions, batch.documents, stage=stage, x=x, labels=batch.labels,
+            loss_grad[1:] *= model.mtp_weight
+        ahead = None if batch.next_tokens is None else (batch.next_tokens, batch.next_labels)
+        y = model(batch.tokens, batch.positions, batch.documents, stage=stage, x=x, labels=batch.labels, ahead=ahead,
                   loss_grad=loss_grad, aux_loss_scale=optimizer.scale_loss(1 / sequences))
         if stage == model.last_stage:
             total.add_(y.detach())  # the sum over this micro-batch's tokens, the same on all tp ranks
-            y = y * loss_grad
+            y = (y * loss_grad).sum()
         return y
 
     # The engine calls `forward` for each micro-batch and stage, and runs backward from what the last stage returned.

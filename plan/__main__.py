@@ -57,6 +57,7 @@ def print_params(run: Run) -> None:
                                                    f"{8 * model.hidden / 3:,.0f} it would be 8 h^2, as theirs"),
             ("experts", ours.experts, 0, f"{model.experts} per layer, {model.top_k} per token"),
             ("router", ours.router, 0, ""),
+            ("projection", ours.projection, 0, "of multi-token prediction, whose block is counted above"),
             ("norms, biases", ours.norms, gpt["norms_and_biases"], "RMSNorm has no biases, nor have matrices")]
     total = sum(gpt.values())
     print(f"{model.preset}: {ours.total:,} parameters, {ours.active:,} active per token")

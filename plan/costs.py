@@ -54,6 +54,7 @@ class Parameters(NamedTuple):
     router: int
     norms: int
     head: int  # 0 if it is tied to the embedding
+    projection: int  # of multi-token prediction, whose other parameters are counted with those of the layers
 
     @property
     def total(self) -> int:
@@ -66,7 +67,7 @@ class Parameters(NamedTuple):
 
 
 def parameters(model: Model) -> Parameters:
-    H, L, q, kv = model.hidden, model.layers, model.heads * model.head_dim, model.kv_heads * model.head_dim
+    H, L, q, kv = model.hidden, model.blocks, model.heads * model.head_dim, model.kv_heads * model.head_dim
     moe = sum(map(model.has_experts, range(L)))  # layers with experts
     expert = 3 * H * model.expert_ffn
     return Parameters(
@@ -76,8 +77,9 @@ def parameters(model: Model) -> Parameters:
         experts=moe * model.experts * expert,
         active_experts=moe * model.top_k * expert,
         router=moe * model.experts * H,
-        norms=(2 * L + 1) * H + model.qk_norm * 2 * L * model.head_dim,
-        head=0 if model.tied else model.vocab * H)
+        norms=(2 * L + 1 + 3 * model.mtp) * H + model.qk_norm * 2 * L * model.head_dim,
+        head=0 if model.tied else model.vocab * H,
+        projection=model.mtp * 2 * H * H)
 
 
 def lecture_parameters(model: Model) -> dict[str, int]:
@@ -98,11 +100,12 @@ def flops_per_token(model: Model, seq: int, causal: bool = False) -> float:
     """Floating-point operations per token, forward and backward: 6 P + 12 L q S (Chowdhery et al. 2022, appendix B).
 
     P: active parameters without the input embedding, which multiplies nothing. causal: count only the visible scores,
-    half of them: 6 P + 6 L q S. In a layer with a window, twice its visible keys take the place of S.
+    half of them: 6 P + 6 L q S. In a layer with a window, twice its visible keys take the place of S. With multi-token
+    prediction the head multiplies twice.
     """
     count = parameters(model)
-    multiplied = count.active - (0 if model.tied else count.embedding)
-    visible = sum(visible_keys(model, layer, seq) for layer in range(model.layers))
+    multiplied = count.active - (0 if model.tied else count.embedding) + model.mtp * model.vocab * model.hidden
+    visible = sum(visible_keys(model, layer, seq) for layer in range(model.blocks))
     return 6 * multiplied + (1 if causal else 2) * 12 * model.heads * model.head_dim * visible
 
 
@@ -155,16 +158,18 @@ def cumulative_partition(work: Sequence[float], stages: int, last: float = 0.0) 
 
 
 def layer_kinds(settings: Config) -> tuple[tuple, ...]:
-    """The kind of every layer; layers of one kind cost the same."""
+    """The kind of every block; blocks of one kind cost the same."""
     model = settings.model
-    first_expert = model.dense_layers if model.experts else model.layers
-    return kinds_of_layers(model.layers, first_expert, model.window, model.window_every, settings.fp8_layers())
+    first_expert = model.dense_layers if model.experts else model.blocks
+    return kinds_of_layers(model.layers, model.blocks, first_expert, model.window, model.window_every,
+                           settings.fp8_layers())
 
 
 @lru_cache(64)
-def kinds_of_layers(layers: int, first_expert: int, window: int, window_every: int, fp8: range) -> tuple[tuple, ...]:
+def kinds_of_layers(layers: int, blocks: int, first_expert: int, window: int, window_every: int,
+                    fp8: range) -> tuple[tuple, ...]:
     return tuple((layer >= first_expert, window > 0 and not (window_every and (layer + 1) % window_every == 0),
-                  layer in fp8) for layer in range(layers))
+                  layer in fp8, layer == layers) for layer in range(blocks))
 
 
 def by_kind(settings: Config, cost: Callable[[int], Any]) -> dict[tuple, Any]:
@@ -188,7 +193,8 @@ def divide(fields: tuple, kinds: tuple[tuple, ...], seq: int, stages: int, divis
     of_kind = {kind: forward_flops(table) - table["attention"].flops * (division == "cumulative")
                for kind, table in tables.items()}
     unit = max(of_kind.values())
-    work, head = [of_kind[kind] / unit for kind in kinds], 2 * model.vocab * model.hidden / unit
+    work = [of_kind[kind] / unit for kind in kinds]
+    head = (1 + model.mtp) * 2 * model.vocab * model.hidden / unit
     if division == "cumulative":
         return cumulative_partition(work, stages, head)
     return partition(work, stages, head, int(division == "balanced"))
@@ -200,6 +206,7 @@ def layer_elements(settings: Config, layer: int) -> dict[str, int]:
     H, t, D = model.hidden, grid.tp, model.head_dim
     q, kv = model.heads // t * D, max(model.kv_heads // t, 1) * D
     dense = 2 * H + 2 * H * q + 2 * H * kv + model.qkv_bias * (q + 2 * kv) + model.qk_norm * 2 * D
+    dense += (layer == model.layers) * (3 * H + 2 * H * H)  # of multi-token prediction
     if not model.has_experts(layer):
         return dict(dp=dense + 3 * H * model.ffn // t)
     shared = model.shared_experts * model.expert_ffn
@@ -215,6 +222,8 @@ def layer_matrices(model: Model, layer: int) -> dict[tuple[int, int], int]:
     if model.has_experts(layer):
         feed_forwards = [(model.expert_ffn, model.experts), (model.shared_experts * model.expert_ffn, 1)]
         found[model.experts, H] += 1
+    if layer == model.layers:
+        found[H, 2 * H] += 1
     for ffn, count in feed_forwards:
         if ffn:
             found += Counter({(ffn, H): 2 * count}) + Counter({(H, ffn): count})
@@ -227,11 +236,12 @@ def muon_flops(model: Model, layer: int) -> int:
                for shape, count in layer_matrices(model, layer).items())
 
 
-def vector_elements(settings: Config) -> int:
+def vector_elements(settings: Config, layer: int) -> int:
     """Of a block's norms and biases, on one rank."""
     model, t = settings.model, settings.grid.tp
     biases = model.qkv_bias * (model.heads // t + 2 * max(model.kv_heads // t, 1))
-    return 2 * model.hidden + (model.qk_norm * 2 + biases) * model.head_dim
+    norms = 5 if layer == model.layers else 2  # the block of multi-token prediction has three more
+    return norms * model.hidden + (model.qk_norm * 2 + biases) * model.head_dim
 
 
 def bucket_elements(settings: Config, stages: Mapping[int, range], element: int) -> dict[str, list[int]]:
@@ -241,13 +251,13 @@ def bucket_elements(settings: Config, stages: Mapping[int, range], element: int)
     capacity = 0 if grid.zero == 3 else grid.bucket_mb * 1e6 / acc_bytes(element)
     table, last_stage = -(-model.vocab // grid.tp) * model.hidden, grid.pp * grid.chunks - 1
     tables = (0 in stages) + (last_stage in stages)
-    buckets: dict[str, list[int]] = {"dp": [table] if model.tied and tables else []}
+    buckets: dict[str, list[int]] = {"dp": [table] if (model.tied or model.mtp) and tables else []}
     muon = settings.optim.optimizer == "muon"  # matrices, vectors and tables are in buckets of their own
 
     def block(layer: int) -> dict[tuple[str, str], int]:
         counts = {(axis, ""): count for axis, count in layer_elements(settings, layer).items()}
         if muon:
-            counts["dp", "vector"] = vector_elements(settings)
+            counts["dp", "vector"] = vector_elements(settings, layer)
             counts["dp", ""] -= counts["dp", "vector"]
         return counts
 
@@ -255,7 +265,7 @@ def bucket_elements(settings: Config, stages: Mapping[int, range], element: int)
     table_key, norm_key = (("dp", "table"), ("dp", "vector")) if muon else (("dp", ""), ("dp", ""))
     for stage, layers in stages.items():
         units = [elements[kinds[layer]] for layer in layers]
-        if stage == 0 and not model.tied:
+        if stage == 0 and not (model.tied or model.mtp):
             units.insert(0, {table_key: table})
         if stage == last_stage:
             units.append(Counter({norm_key: model.hidden}) + Counter({table_key: 0 if model.tied else table}))
@@ -275,7 +285,7 @@ def matrix_elements(settings: Config, layers: Iterable[int]) -> dict[str, int]:
     found = Counter()
     for layer in layers:
         found.update(layer_elements(settings, layer))
-        found["dp"] -= vector_elements(settings)
+        found["dp"] -= vector_elements(settings, layer)
     return found
 
 
@@ -388,10 +398,21 @@ BF16 = LayerOptions()
 
 
 def llama_layer(model: Model, seq: int, options: LayerOptions = BF16, layer: int = -1) -> Layer:
-    """A block of model.py; by default the last."""
-    layer %= model.layers
+    """A block of model.py; by default the last layer."""
+    layer = model.layers - 1 if layer == -1 else layer
     ffn = experts_half(model, options) if model.has_experts(layer) else ffn_half(model, options)
-    return attention_half(model, layer, seq, options) | ffn
+    rest = joining_half(model, options) if layer == model.layers else {}
+    return attention_half(model, layer, seq, options) | ffn | rest
+
+
+def joining_half(model: Model, options: LayerOptions) -> Layer:
+    """What the block of multi-token prediction makes besides: the next token's embedding, normalised and beside the
+    last layer's result, also normalised; their product with a matrix is the block's input. In the end two results, of
+    which the model's is a copy. All of it is saved, whatever is recomputed."""
+    H, e, acc = model.hidden, options.element, acc_bytes(options.element)
+    return dict(joined=Activation(4 * H * e, "full", "sp", 4 * H * H),
+                joined_norms_statistics=Activation(3 * acc, "full", "sp"),
+                results=Activation(2 * H * e, "full", "sp"))
 
 
 def attention_half(model: Model, layer: int, seq: int, options: LayerOptions) -> Layer:

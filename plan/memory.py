@@ -88,7 +88,7 @@ def activation_bytes(settings: Config, element: int, stages: Collection[Iterable
                                                      "tp")
         return saved_bytes(layer, recompute, tp, sp or recompute == "full")  # checkpoints are always sharded
 
-    stages = stages or [range(model.layers)]
+    stages = stages or [range(model.blocks)]
     kinds, saved = layer_kinds(settings), by_kind(settings, bytes_per_token)
     per_token = in_flight * max(sum(saved[kinds[layer]] for layer in layers) for layers in stages)
     if precision.offloads("activations"):  # of the blocks' inputs, two are on the GPU
@@ -98,7 +98,7 @@ def activation_bytes(settings: Config, element: int, stages: Collection[Iterable
         norm = model.hidden * element * (1 if recompute == "selective" else 2) + acc
         logits = -(-model.vocab // tp) * element + 3 * acc
         indices = 2 * 9  # per token: its index in the table and its label's in the vocabulary, each with a mask
-        per_token += losses * (norm / (tp if sp else 1) + logits + indices)
+        per_token += losses * (norm / (tp if sp else 1) + (1 + model.mtp) * (logits + indices))
     if recompute == "full" and tp > 1 and not sp:
         per_token += model.hidden * element  # one gathered checkpoint
     if model.experts and recompute == "full":

@@ -281,7 +281,7 @@ def stage_parts(run: Run) -> list[Parts]:
                 add_parts(made[key], of_kind[kind], count)
         stages.append(made[key])
     stages[-1] = dict(stages[-1])
-    add_parts(stages[-1], head_parts(run))
+    add_parts(stages[-1], head_parts(run), 1 + settings.model.mtp)
     return stages
 
 
@@ -380,7 +380,7 @@ def tied_seconds(run: Run) -> float:
     """Of the sum of a tied table's gradients over the first and the last pipeline rank, after all backwards. Here it is
     a sum of shards; code that does not overlap makes it before it shards."""
     model, grid = run.settings.model, run.settings.grid
-    if not model.tied or grid.pp == 1 or grid.v_shaped:  # a V's first rank has both stages
+    if not (model.tied or model.mtp) or grid.pp == 1 or grid.v_shaped:  # a V's first rank has both stages
         return 0.0
     shards = grid.dp // grid.dp_replicate * grid.cp if grid.zero and run.kernels.overlap else 1
     nbytes = 4 * model.vocab * model.hidden / grid.tp / shards

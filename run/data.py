@@ -259,6 +259,23 @@ class MicroBatch(NamedTuple):
     labels: torch.Tensor  # the tokens shifted by one
     positions: torch.Tensor | None = None  # of a token in its document; None: in its sequence
     documents: torch.Tensor | None = None  # number of a token's document in its sequence; None: attention crosses them
+    next_tokens: torch.Tensor | None = None  # what multi-token prediction reads besides, and its labels: `one_ahead`
+    next_labels: torch.Tensor | None = None
+
+    def one_ahead(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens and the labels shifted by one, of whole sequences. The last token of a sequence has none (-1,
+        IGNORED), nor has the last one of a document a label: it would be a guess at what another document begins with.
+        """
+        tokens = torch.nn.functional.pad(self.tokens[:, 1:], (0, 1), value=-1)
+        labels = torch.nn.functional.pad(self.labels[:, 1:], (0, 1), value=IGNORED)
+        if self.documents is not None:
+            labels[:, :-1].masked_fill_(self.documents[:, 1:] != self.documents[:, :-1], IGNORED)
+        return tokens, labels
+
+    def count_labels(self) -> torch.Tensor:
+        """How many tokens have a label: [1], with multi-token prediction [2]."""
+        labels = (self.labels,) if self.next_labels is None else (self.labels, self.next_labels)
+        return torch.stack([(each != IGNORED).sum() for each in labels])
 
     def to(self, device: torch.device, documents: bool = True) -> "MicroBatch":
         """A copy on the device, for which the host does not wait. documents: whether they are copied, too."""

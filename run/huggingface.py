@@ -269,7 +269,7 @@ def exportable(model: Any) -> str:
 
     Raises ValueError if there is none, with the settings that each class has not.
     """
-    unused = {"preset"} | ({"ffn"} if model.experts and not model.dense_layers else set())
+    unused = {"preset", "mtp"} | ({"ffn"} if model.experts and not model.dense_layers else set())
     ours = {f.name: getattr(model, f.name) for f in fields(model) if f.name not in unused}
     default = {f.name: f.default for f in fields(model)}
     refusals = []
@@ -401,7 +401,8 @@ def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: st
            published: Iterable[str] = (), shard_bytes: int = 5 * 10**9, seq: int = 2048) -> None:
     """Write a config.Model and its parameters as transformers opens them. Complete when all ranks have returned.
 
-    specs: of all parameters, on each rank in the same order. source: of any box of them. dtype: "bf16", "fp16", "fp32".
+    specs: of all parameters, on each rank in the same order; those of multi-token prediction are left out, as no class
+    of transformers reads them. source: of any box of them. dtype: "bf16", "fp16", "fp32".
     rank: of `world`; each writes every world-th shard, of at most shard_bytes bytes unless it is one tensor, and has
     one shard in memory at a time. Rank 0 writes the other files, and removes the weights of an earlier export.
     published: folders ("": none) whose tokenizer is copied, those of the first folder if several have a file. Their
@@ -418,6 +419,7 @@ def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: st
         need(os.path.realpath(given) != os.path.realpath(folder),
              f"{folder}: has the model that the tokenizer is from, which would be replaced: export to another folder")
     torch_dtype = getattr(torch, DTYPES[dtype])
+    specs = [spec for spec in specs if not spec.name.startswith(f"layers.{model.layers}.")]
     shards = plan_shards(specs, architecture, torch_dtype.itemsize, shard_bytes)
     os.makedirs(folder, exist_ok=True)
     if rank == 0:  # transformers would prefer an old model.safetensors to a new index

@@ -23,7 +23,7 @@ import collectives
 import config
 from collectives import ALONE, MAX, Group, Groups, all_reduce
 from config import need
-from param import draw
+from param import Source, draw
 from plan import search
 from pp import profile_range
 from run import checkpoint, device, faults, huggingface, sampling, start, timeline
@@ -279,14 +279,20 @@ def load_weights(run: Run) -> None:
         agree(lambda: check_data(run.training, saved, settings), run.host)
         restore(run, path, saved)
     else:
-        agree(lambda: run.optimizer.load(
-            huggingface.source(asked.init_from) if asked.init_from else draw(settings.optim.seed)), run.host)
+        agree(lambda: run.optimizer.load(initial_weights(settings)), run.host)
     run.published = os.path.abspath(asked.init_from) if asked.init_from else saved.get("published", "")
     run.tokenizer = tokenizer_folder(asked.init_from, saved.get("tokenizer", ""), run.training.corpus)
     if asked.sample:
         run.codec = agree(lambda: codec_of(run.training.corpus, run.tokenizer), run.host)
         agree(lambda: run.codec and run.codec.prompt(asked.sample), run.host)
     open_saver(run, path)
+
+
+def initial_weights(settings: config.Config) -> Source:
+    """Random ones, or those of --init-from, which has none of multi-token prediction."""
+    drawn, folder, ahead = draw(settings.optim.seed), settings.run.init_from, f"layers.{settings.model.layers}."
+    published = huggingface.source(folder) if folder else drawn
+    return lambda spec, box: (drawn if spec.name.startswith(ahead) else published)(spec, box)
 
 
 def open_saver(run: Run, path: Path | None) -> None:

@@ -63,11 +63,12 @@ def tensors(path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("ranks, flags", [
     (1, "--val-data {tokens} --eval-every 2 --batch-ramp 8@0,16@400 --lr-schedule wsd"),
-    (2, "{folder}/answers.npy --data-weights 1,2 --dtype bf16 --zero 3 --moments bf16 --separator 0 --doc-mask"),
+    (2, "{folder}/answers.npy --data-weights 1,2 --dtype bf16 --zero 3 --moments bf16 --separator 0 --doc-mask"),  # masks, too
     (2, "--dtype fp16 --pp 2 --micro-batch 2 --tied --z-loss 30"),  # gradients overflow, and the scale is halved
     (4, f"{MOE} --tp 2 --ep 2 --router sigmoid --bias-rate 0.01 --zero 1"),
     (1, "--dtype bf16 --fp8 blockwise --hidden 128 --ffn 128 --head-dim 32 --kv-heads 4"),
-], ids=["ramp, wsd, evaluation", "bf16 moments, documents", "fp16", "experts", "fp8"])  # the second: masks, a mixture
+    (2, "--mtp --pp 2 --micro-batch 2 --val-data {tokens} --eval-every 2"),
+], ids=["ramp, wsd, evaluation", "bf16 moments, documents", "fp16", "experts", "fp8", "mtp"])
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(pool, tmp_path, tokens, ranks, flags):
     flags = flags.format(tokens=tokens, folder=os.path.dirname(tokens))
     flags = f"{SMALL} --data {tokens} {flags} --steps 6 --save-every 2 --keep 0"
@@ -87,7 +88,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(pool, tmp_path, token
         lines = [metrics(tmp_path / f"{name}.jsonl") for name in ("straight", folder.name)]
         assert [line["step"] for line in lines[1]] == list(range(6))
         assert [line["step"] for line in lines[1] if "save_wait_s" in line] == [1, 3, 5]
-        for name in ("tokens", "loss", "grad_norm", "lr", "skipped", "val_loss", "aux_loss"):
+        for name in ("tokens", "loss", "mtp_loss", "grad_norm", "lr", "skipped", "val_loss", "aux_loss"):
             assert [line.get(name) for line in lines[0]] == [line.get(name) for line in lines[1]]
 
 

@@ -108,8 +108,8 @@ REFUSED = [  # by each row of config.RULES, in its order
     "--dp-replicate 3 --zero 1", "--ep 4 --experts 6", "--ep 8 --experts 8 --zero 1 --dp-replicate 2",
 
     "--top-k 1 --experts 8", "--experts 8 --top-k 9", "--top-groups 2 --experts 8",
-    "--expert-groups 4 --experts 8 --top-k 3", "--dense-layers 4 --experts 8", "--head-dim 15", "--window-every 2",
-    "--schedule afab", "--chunks 2 --pp 2", "--pp 8", "--pp-group 4 --pp 2",
+    "--expert-groups 4 --experts 8 --top-k 3", "--dense-layers 4 --experts 8", "--head-dim 15", "--mtp-weight 0.1",
+    "--window-every 2", "--schedule afab", "--chunks 2 --pp 2", "--pp 8", "--pp-group 4 --pp 2",
     "--cp-ulysses 2 --cp 2", "--cp-zigzag document --cp 2 --doc-mask --cp-style ulysses", "--sp async",
     "--tp 4 --kv-heads 6 --heads 12 --head-dim 8", "--tp 8 --heads 8 --kv-heads 8 --vocab 7", "--dp-replicate 2",
     "--dp-replicate 8 --zero 3",
@@ -148,7 +148,7 @@ def test_a_rule_names_flag_and_value_and_what_would_work(rule, refused, monkeypa
 
 POSITIVE = {"layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "rope_theta", "rope_scaling", "norm_eps", "top_k",
             "router_scale", "expert_groups", "top_groups", "dp", "cp", "cp_ulysses", "tp", "pp", "ep", "dp_replicate",
-            "seq", "global_batch", "eval_steps", "timeout"}
+            "seq", "global_batch", "mtp_weight", "eval_steps", "timeout"}
 
 
 @pytest.mark.parametrize("field", [field for section in config.SECTIONS.values() for field in config.fields(section)
@@ -156,7 +156,7 @@ POSITIVE = {"layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "rope_theta
                          ids=lambda field: field.name)
 def test_a_number_outside_its_range_is_refused_by_its_flag(field):
     """And 0 where it has no meaning."""
-    others, ranks = f"--experts 8 --val-data {__file__} --out no/such/folder --save-every 1", 1
+    others, ranks = f"--experts 8 --mtp --val-data {__file__} --out no/such/folder --save-every 1", 1
     if field.name in ("chunks", "pp_group"):
         others, ranks = "--pp 2 --schedule interleaved", 2
     refused = ["-7"] + ["0"] * (field.name in POSITIVE) + ["inf", "nan"] * (field.type is float)

@@ -248,12 +248,12 @@ def test_data_are_known_by_lengths_of_files_and_by_tokens_from_the_first_to_the_
 
 def test_what_stays_on_the_host_are_documents_for_context_parallel_ranks():
     here = torch.zeros(1, 2, dtype=torch.int64)
-    for batch in MicroBatch(here, here), MicroBatch(here, here, here, here):
+    for batch in MicroBatch(here, here), MicroBatch(here, here, here, here), MicroBatch(*[here] * 6):
         for copied in (False, True):
             there = batch.to(torch.device("meta"), documents=copied)
             where = [x if x is None else x.device.type for x in there]
             places = [None, None] if batch.documents is None else ["meta", "meta" if copied else "cpu"]
-            assert where == ["meta", "meta", *places]
+            assert where == ["meta", "meta", *places, *["meta" if batch.next_tokens is not None else None] * 2]
 
 
 def test_labels_are_the_tokens_one_place_further(corpus):

@@ -336,6 +336,7 @@ PLANNED = [  # (flags, rank); 8 ranks; the first ones by default
     (SIZE + "--pp 2 --dp 4 --schedule zb-v --layers 8 --recompute full --global-batch 32", 7),
     (SIZE + "--dp 8 --zero 1 --dp-replicate 2 --reduce-dtype bf16 --seq 64", 0),
     (SIZE_MOE + "--pp 2 --dp 2 --tp 2 --ep 4 --zero 1 --optimizer muon", 0),
+    (SIZE + "--mtp --pp 2 --dp 4 --zero 1", 7),
 ]
 PLANNED_SLOW = [(f"{SIZE}{axes} --zero {zero} --recompute {recompute}", rank)
                 for axes, ranks in (("--dp 8", [0]), ("--tp 8", [0]), ("--tp 4 --dp 2 --sp off", [0]),
@@ -356,6 +357,9 @@ PLANNED_SLOW += [(SIZE + flags, 0) for flags in (
     "--dp 8 --zero 3 --optimizer muon", "--dp 2 --tp 4 --zero 2 --optimizer muon --bucket-mb 8",
     "--dp 8 --attention math", "--dp 8 --zero 1 --reduce-dtype bf16 --seq 64",
     "--pp 2 --dp 4 --zero 2 --reduce-dtype bf16 --seq 64", "--dp 8 --zero 2 --reduce-dtype bf16 --global-batch 16")]
+PLANNED_SLOW += [(f"{SIZE}--mtp {flags}", rank) for flags in (
+    "--dp 8 --zero 1", "--dp 8 --zero 3", "--tp 4 --dp 2 --recompute selective", "--pp 2 --dp 4 --zero 2 --tied",
+    "--pp 2 --dp 4 --schedule zb-h1 --recompute full") for rank in (0, 7)]
 PLANNED_SLOW += [(f"{SIZE_MOE}--dp 8 --ep 4 --zero {zero} --reduce-dtype bf16 --seq 64", 0) for zero in (0, 1)]
 
 

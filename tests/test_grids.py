@@ -55,6 +55,12 @@ GRIDS = [
     (1, f"--micro-batch 8 {MIXTRAL}"),
     (1, f"--micro-batch 6 {DEEPSEEK} --recompute selective"),
     (1, f"--micro-batch 12 {DEEPSEEK} --recompute full --tied"),
+    (1, "--micro-batch 8 --mtp --mtp-weight 0.1 --z-loss 0.01 --doc-mask"),
+    (2, "--micro-batch 3 --mtp"),
+    (2, "--micro-batch 12 --mtp --cp 2 --seq 21"),
+    (4, "--micro-batch 6 --mtp --tp 2 --zero 3"),
+    (2, "--micro-batch 12 --mtp --pp 2 --layers 2 --recompute full"),  # alone on its stage
+    (2, "--micro-batch 6 --mtp --pp 2 --schedule zb-v --layers 4"),  # whose first rank has the last stage, too
     (2, f"--micro-batch 6 {MIXTRAL} --ep 2"),
     (2, f"--micro-batch 12 {MIXTRAL} --aux-over micro-batch --ep 2 --zero 1"),
     (2, f"--micro-batch 3 {MIXTRAL} --tp 2 --ep 2"),
@@ -100,6 +106,10 @@ MORE = [  # in the slow tier: axes of more ranks than pairs have, and what is be
     (8, "--micro-batch 6 --pp 2 --tp 2 --zero 3 --schedule dualpipev --layers 4"),
     (8, "--micro-batch 12 --pp 2 --cp 2 --tp 2 --schedule zb-v --layers 5 --tied --recompute full"),
     (4, f"--micro-batch 12 {MIXTRAL} --aux-over micro-batch --cp 2 --tp 2 --sp off --ep 4 --recompute selective"),
+    (8, "--micro-batch 3 --mtp --zero 3 --tied"),
+    (4, "--micro-batch 6 --mtp --pp 4 --schedule interleaved --layers 9 --chunks 2 --recompute full"),
+    (8, "--micro-batch 6 --mtp --pp 2 --cp 2 --cp-style ulysses --tp 2 --schedule zb-h1 --layers 3 --doc-mask"),
+    (8, f"--micro-batch 6 {DEEPSEEK} --mtp --pp 2 --ep 4 --schedule zb1p --layers 5 --zero 2"),
     (8, f"--micro-batch 6 {MIXTRAL} --ep 8 --optimizer sgd"),
     (8, f"--micro-batch 6 {MIXTRAL} --ep 2 --zero 2 --dp-replicate 2"),
     (8, f"--micro-batch 3 {DEEPSEEK} --tp 2 --ep 8 --bucket-mb 0"),

@@ -297,16 +297,16 @@ def test_samples_follow_the_temperature_and_the_seed():
 
 # ---- costs ----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("more", ["", " --tied", " --experts 8 --top-k 3 --expert-ffn 72 --shared-experts 1 "
-                                                  "--dense-layers 1"])
+@pytest.mark.parametrize("more", ["", " --tied", " --mtp", " --mtp --tied",
+                                  " --experts 8 --top-k 3 --expert-ffn 72 --shared-experts 1 --dense-layers 1"])
 def test_flops_equal_those_of_a_real_step(more):
     model = architecture("--layers 3 --hidden 96 --heads 6 --kv-heads 2 --ffn 200 --vocab 120" + more)
     llama = filled(model, dtype=torch.float32, attention="math")
     tokens = torch.randint(120, (4, 64))
     with Meter() as meter:
-        llama(tokens, labels=tokens).backward()
+        llama(tokens, labels=tokens, ahead=(tokens, tokens) if model.mtp else None).sum().backward()
     assert meter.flops == pytest.approx(flops_per_token(model, 64) * tokens.numel(), rel=0.01)
-    scores = 12 * 3 * 96 * 64  # L h S; the causal convention counts half of them
+    scores = 12 * (3 + model.mtp) * 96 * 64  # L h S; the causal convention counts half of them
     assert flops_per_token(model, 64) - flops_per_token(model, 64, causal=True) == scores / 2
 
 

@@ -94,8 +94,10 @@ def groups_of(grid, model, stage: int) -> dict:
     ("--preset smollm-135m --pp 3 --schedule zb-h1 --moments bf16", 6),
     ("--preset mixtral-8x7b --tp 2 --ep 4 --zero 1 --pp 2 --schedule zb-v", 16),
     ("--preset qwen3-0.6b --fp8 tensorwise --pp 4 --schedule interleaved --zero 1", 8),
+    ("--preset llama-3.1-8b --mtp --tp 2 --pp 2 --zero 1", 8),
+    ("--preset llama-3.2-1b --mtp --pp 4 --schedule zb-v --zero 3", 8),
     ("--preset llama-3.1-8b --tp 16 --seq 512 --recompute full", 16),
-    ("--preset deepseek-v3-gqa --ep 16 --pp 4 --zero 1 --fp8 blockwise --no-fp8-ends", 64)])
+    ("--preset deepseek-v3-gqa --mtp --ep 16 --pp 4 --zero 1 --fp8 blockwise --no-fp8-ends", 64)])
 def test_memory_is_that_of_the_buckets_and_stages_that_train_py_builds(flags, ranks):
     run = run_for(f"{flags} --global-batch 64 --micro-batch 1", ranks)
     settings, grid = run.settings, run.settings.grid

@@ -472,9 +472,10 @@ def step(flags: str) -> dict:
             meter.label("arena", arena.shards, arena.whole)
         copies = 0
         with meter, patch.object(ep, "exchange_counts", counted):
-            loss = model(tokens, positions, labels=labels, aux_loss_scale=0.5)
+            ahead = (tokens, labels) if settings.model.mtp else None
+            loss = model(tokens, positions, labels=labels, ahead=ahead, aux_loss_scale=0.5)
             saved = meter.settled()
-            loss.backward()
+            loss.sum().backward()
     return dict(
         calls=meter.collectives, flops=meter.flops, longest=longest,
         saved=saved["other"] + saved["arena"] - loss.nbytes, copies=copies,
@@ -535,7 +536,7 @@ def test_no_rank_sees_a_row_of_logits(pool, n, flags):
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("attention", ["auto", pytest.param("math", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("n, flags", [(1, ""), (1, "--qk-norm"), (2, ""), (2, "--sp off"),
+@pytest.mark.parametrize("n, flags", [(1, ""), (1, "--qk-norm"), (1, "--mtp"), (2, ""), (2, "--mtp"), (2, "--sp off"),
                                       (2, "--kv-heads 1 --qk-norm --sp off"), *slow((8, "--kv-heads 2"))])
 def test_a_rank_keeps_what_the_formula_says(pool, n, flags, recompute, attention):
     """To the byte, as storages that live between forward and backward."""

@@ -147,7 +147,7 @@ def micro_batches(settings: config.Config, groups, tokens: torch.Tensor, labels:
 
 def forward_backward(settings: config.Config, groups, model, optimizer, tokens: torch.Tensor,
                      labels: torch.Tensor) -> torch.Tensor:
-    """The loss of a global batch, whose gradients are then in the optimizer's buckets."""
+    """The losses of a global batch, whose gradients are then in the optimizer's buckets."""
     return train.forward_backward(model, optimizer, micro_batches(settings, groups, tokens, labels), groups)
 
 
@@ -165,7 +165,8 @@ def run(grid: str, first: int = 0, last: int = STEPS, state: dict | None = None)
             sequences = job.sequences_at(seen, settings.batch.ramp())
             assert sequences == len(tokens)
             seen += tokens.numel()
-            out["loss"].append(forward_backward(settings, groups, model, optimizer, tokens, labels).item())
+            losses = forward_backward(settings, groups, model, optimizer, tokens, labels)
+            out["loss"].append(losses.sum().item())  # of both, with multi-token prediction
             out["grads"].append(pieces(optimizer, "grad"))
             out["square"].append(sum(values.square().sum().item() for *_, owned, values in out["grads"][-1] if owned))
             out["norm"].append(optimizer.step(settings.optim.lr).item())

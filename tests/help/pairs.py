@@ -20,6 +20,7 @@ FEATURES = {
     "seq": {"24": "", "22": "--seq 22"},  # padded with cp
     "kv": {"heads": "", "copies": "--kv-heads 1"},  # copies: on each of tp ranks
     "tables": {"two": "", "tied": "--tied"},
+    "mtp": {"none": "", "one": "--mtp"},
     "qk": {"plain": "", "norm": "--qk-norm"},
     "biases": {"none": "", "qkv": "--qkv-bias"},
     "optimizer": {"adamw": "", "sgd": "--optimizer sgd", "muon": "--optimizer muon"},

@@ -95,7 +95,9 @@ def logits(w: dict[str, torch.Tensor], tokens: torch.Tensor, model, biases: dict
     foreign = (documents[:, :, None] != documents[:, None, :])[:, None, None]  # [B, 1, 1, S, S]
     above = torch.ones(S, S, dtype=torch.bool).triu(1)
     x = w["embedding"][tokens]
-    for i in range(model.layers):
+    for i in range(model.layers + model.mtp):
+        if i == model.layers:
+            last, x = x, ahead(x, w, tokens, model)
         def a(name, i=i):
             return w[f"layers.{i}.attention.{name}"]
         h = rms_norm(x, w[f"layers.{i}.attention_norm"], model.norm_eps)
@@ -119,8 +121,30 @@ def logits(w: dict[str, torch.Tensor], tokens: torch.Tensor, model, biases: dict
             x = x + mixtures[-1][0]
         else:
             x = x + swiglu(h, w, f"layers.{i}.ffn.")
-    x = rms_norm(x, w["norm"], model.norm_eps)
-    return x @ w["embedding" if model.tied else "head"].T
+    table = w["embedding" if model.tied else "head"]
+    if model.mtp:
+        x = rms_norm(x, w[f"layers.{model.layers}.shared_head.norm"], model.norm_eps)
+        return torch.stack((rms_norm(last, w["norm"], model.norm_eps) @ table.T, x @ table.T))
+    return rms_norm(x, w["norm"], model.norm_eps) @ table.T
+
+
+def ahead(h: torch.Tensor, w: dict[str, torch.Tensor], tokens: torch.Tensor, model) -> torch.Tensor:
+    """What the block of multi-token prediction gets: of every token h and the next one's embedding, the last one's is
+    a vector of zeros."""
+    e = torch.zeros_like(h)
+    for s in range(tokens.shape[1] - 1):
+        e[:, s] = w["embedding"][tokens[:, s + 1]]
+    e, h = (rms_norm(x, w[f"layers.{model.layers}.{name}norm"], model.norm_eps) for name, x in (("e", e), ("h", h)))
+    return torch.cat((e, h), -1) @ w[f"layers.{model.layers}.eh_proj"].T
+
+
+def labels_ahead(labels: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
+    """The label of every token's next one, [B, S], if both are in one document."""
+    out = torch.full_like(labels, -100)
+    for s in range(labels.shape[1] - 1):
+        same = documents[:, s] == documents[:, s + 1]
+        out[same, s] = labels[same, s + 1]
+    return out
 
 
 class Muon(torch.optim.Optimizer):
@@ -157,15 +181,23 @@ def make_optimizer(w: dict[str, torch.Tensor], optim) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=optim.lr)
 
 
+def mean_loss(scores: torch.Tensor, labels: torch.Tensor, optim) -> torch.Tensor:
+    valid = labels >= 0
+    rows = scores[valid]
+    loss = F.cross_entropy(rows, labels[valid], reduction="sum") + optim.z_loss * rows.logsumexp(-1).pow(2).sum()
+    return loss / valid.sum()
+
+
 def train(weights: dict[str, torch.Tensor], batches: list[tuple[torch.Tensor, ...]], model, optim,
           micro_batch: int) -> dict:
     """Steps over global batches of (tokens, labels, which tokens begin a document), labels below 0 ignored. Returns
     everything worth comparing:
 
-    loss, norm: of each step; the losses that balance experts are not in the first, only in the gradient. grads: by
-    name, of each step, before clipping. params, m, v, biases: by name, after the last.
+    loss, norm: of each step; the losses that balance experts are not in the first, only in the gradient, and that of
+    multi-token prediction is in it without its weight. grads: by name, of each step, before clipping. params, m, v,
+    biases: by name, after the last.
     """
-    moe_layers = range(model.dense_layers, model.layers) if model.experts else ()
+    moe_layers = range(model.dense_layers, model.layers + model.mtp) if model.experts else ()
     biases = {f"layers.{i}.router.bias": torch.zeros(model.experts, dtype=torch.float64) for i in moe_layers}
     w = {name: value.clone().requires_grad_() for name, value in weights.items()}
     optimizers = make_optimizers(w, optim)
@@ -173,13 +205,14 @@ def train(weights: dict[str, torch.Tensor], batches: list[tuple[torch.Tensor, ..
     for tokens, labels, begins in batches:
         for p in w.values():
             p.grad = None
-        valid = labels >= 0
         mixtures = []
-        rows = logits(w, tokens, model, biases, mixtures, begins)[valid]
-        loss = F.cross_entropy(rows, labels[valid], reduction="sum") + optim.z_loss * rows.logsumexp(-1).pow(2).sum()
-        loss = loss / valid.sum()
-        (loss + balance_losses(mixtures, model, optim, micro_batch)).backward()
-        out["loss"].append(loss.item())
+        scores = logits(w, tokens, model, biases, mixtures, begins)
+        if model.mtp:
+            labels = torch.stack((labels, labels_ahead(labels, find_documents(begins)[0])))
+        losses = [mean_loss(*pair, optim) for pair in (zip(scores, labels) if model.mtp else [(scores, labels)])]
+        weighted = losses[0] + optim.mtp_weight * sum(losses[1:])
+        (weighted + balance_losses(mixtures, model, optim, micro_batch)).backward()
+        out["loss"].append(sum(losses).item())
         out["grads"].append({name: p.grad.clone() for name, p in w.items()})
         limit = optim.clip or float("inf")
         out["norm"].append(torch.nn.utils.clip_grad_norm_(list(w.values()), limit).item())

@@ -1,0 +1,66 @@
+"""Multi-token prediction, besides its grids: what it reads and predicts, and who does without it."""
+import grids
+import pytest
+import runs
+import torch
+from safetensors.torch import load_file
+
+import param
+import train
+from run import checkpoint
+from run.data import MicroBatch
+from run.sampling import sample
+
+SMALL = "--layers 2 --hidden 24 --heads 4 --kv-heads 2 --ffn 32 --seq 12 --global-batch 4 --dtype fp32 --sample= "
+
+
+@pytest.mark.parametrize("documents, labels", [(None, [22, -100, 24, 25, -100]),
+                                               ([[1, 1, 1, 2, 2]], [22, -100, -100, 25, -100])])
+def test_the_token_after_the_next_is_predicted_from_the_next_one(documents, labels):
+    """But not across the end of a document that attention keeps apart; the second label is one without a loss."""
+    tokens, given = torch.tensor([[10, 11, 12, 13, 14]]), torch.tensor([[21, 22, -100, 24, 25]])
+    batch = MicroBatch(tokens, given, None, None if documents is None else torch.tensor(documents))
+    next_tokens, next_labels = batch.one_ahead()
+    assert next_tokens.tolist() == [[11, 12, 13, 14, -1]]
+    assert next_labels.tolist() == [labels]
+    both = batch._replace(next_tokens=next_tokens, next_labels=next_labels).count_labels()
+    assert batch.count_labels().tolist() == [4] and both.tolist() == [4, sum(label > 0 for label in labels)]
+
+
+def evaluated(flags: str) -> tuple[float, torch.Tensor]:
+    """The mean loss of a model with the seed's weights, and a text that it continues."""
+    settings = grids.settings_of(flags, grids.everyone().size)
+    groups, model, _ = grids.build(settings)
+    tokens, labels = grids.batches(settings)[0]
+    share = grids.micro_batches(settings, groups, tokens, labels)
+    return train.mean_loss(model, [share], groups), sample(model, tokens[:2, :5], 6, temperature=0)
+
+
+@pytest.mark.parametrize("flags", ["--pp 2 --micro-batch 12", "--zero 3", "--cp 2 --doc-mask"])
+def test_evaluations_and_samples_are_those_of_the_model_without(pool, flags):
+    """With --pp 2 it is alone on its stage."""
+    want, text = evaluated("--layers 2" + " --doc-mask" * ("--doc-mask" in flags))
+    for loss, same in pool.run(2, "test_mtp:evaluated", flags=f"--layers 2 --mtp {flags}"):
+        assert loss == pytest.approx(want, rel=1e-12) and torch.equal(same, text)
+
+
+def test_an_export_leaves_it_out_and_who_starts_from_one_draws_it(pool, tmp_path):
+    runs.run(f"{SMALL} --data {__file__} --mtp --steps 2 --out {tmp_path}/first --export-hf {tmp_path}/hf")
+    pool.run(2, "runs:run", flags=f"--init-from {tmp_path}/hf --data {__file__} --mtp --steps 0 --seed 7 --sample= "
+             f"--global-batch 4 --micro-batch 1 --pp 2 --out {tmp_path}/second --export-hf {tmp_path}/again")
+    written, again = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "again"))
+    assert {name.split(".")[2] for name in written if name.startswith("model.layers.")} == {"0", "1"}
+    assert written.keys() == again.keys() and all(torch.equal(written[name], again[name]) for name in written)
+    first, second = (weights(tmp_path / name) for name in ("first/step-000002", "second/step-000000"))
+    assert first.keys() == second.keys() and any(name.startswith("layers.2.") for name in first)
+    draw = param.draw(7)
+    for p in train.Llama(grids.config.parse([*SMALL.split(), "--mtp"]).model, {}).parameters():
+        want = draw(p.spec, p.box) if p.spec.name.startswith("layers.2.") else first[p.spec.name]
+        assert torch.equal(second[p.spec.name], want), p.spec.name
+
+
+def weights(path) -> dict[str, torch.Tensor]:
+    """The master weights in a checkpoint, by name."""
+    _, stored = checkpoint.open_checkpoint(str(path))
+    return {name.removesuffix("/master"): checkpoint.whole_tensor(str(path), name, stored)
+            for name in stored.state_dict_metadata if name.endswith("/master")}
