@@ -63,7 +63,7 @@ def tensors(path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("ranks, flags", [
     (1, "--val-data {tokens} --eval-every 2 --batch-ramp 8@0,16@400 --lr-schedule wsd"),
-    (2, "{folder}/answers.npy --data-weights 1,2 --dtype bf16 --zero 3 --moments bf16 --separator 0 --doc-mask"),  # masks, too
+    (2, "{folder}/answers.npy --data-weights 1,2 --dtype bf16 --zero 3 --moments bf16 --separator 0 --doc-mask"),
     (2, "--dtype fp16 --pp 2 --micro-batch 2 --tied --z-loss 30"),  # gradients overflow, and the scale is halved
     (4, f"{MOE} --tp 2 --ep 2 --router sigmoid --bias-rate 0.01 --zero 1"),
     (1, "--dtype bf16 --fp8 blockwise --hidden 128 --ffn 128 --head-dim 32 --kv-heads 4"),
