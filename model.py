@@ -190,7 +190,7 @@ class MultiTokenPrediction(Block):
         """[T/t, H] -> [2 T/t, H]: h, and below it, already normalised, what predicts the token after the next."""
         if context.next_tokens is None:
             return h
-        e = self.embedding(context.next_tokens, context.tp)
+        e = self.embedding.forward(context.next_tokens, context.tp)  # no call: hooks of the first unit would prefetch
         x = self.project(torch.cat((self.e_norm(e), self.h_norm(h)), 1), TensorParallel(ALONE))
         return torch.cat((h, self.norm(super().forward(x, context))))
 

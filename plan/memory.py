@@ -321,10 +321,13 @@ def moments_of_backwards(work: Work, stages: Mapping[int, range], backwards: lis
             found.append(Moment(pending + first, two + sum(experts[-2:]), work.block, freed))
             continue
         loss, dlogits = 0 if work.fused else (acc + rounded) * T * rows, work.element * T * rows
-        found += [Moment(pending + last * (halves > 0), two, loss, freed),
-                  Moment(pending + last, two, rounded * rows * settings.model.hidden, freed),
-                  Moment(pending + last if shares_bucket else pair, sum(units[-3:-1]) + sum(experts[-2:]), work.block,
-                         freed + dlogits)]
+        # Multi-token prediction's loss has its backward before the other one; its block reads the embedding, too.
+        mtp, ahead = settings.model.mtp, rows * settings.model.hidden * settings.model.mtp
+        found += [Moment(pending + last * (halves > 0), two + ahead, loss, freed),
+                  Moment(pending + last, two + ahead, max(loss * mtp, rounded * rows * settings.model.hidden),
+                         freed + dlogits * mtp),
+                  Moment((pending + last if shares_bucket else pair) + ahead,
+                         sum(units[-3:-1]) + ahead + sum(experts[-2:]), work.block, freed + dlogits * (1 + mtp))]
     return found
 
 

@@ -358,7 +358,7 @@ PLANNED_SLOW += [(SIZE + flags, 0) for flags in (
     "--dp 8 --attention math", "--dp 8 --zero 1 --reduce-dtype bf16 --seq 64",
     "--pp 2 --dp 4 --zero 2 --reduce-dtype bf16 --seq 64", "--dp 8 --zero 2 --reduce-dtype bf16 --global-batch 16")]
 PLANNED_SLOW += [(f"{SIZE}--mtp {flags}", rank) for flags in (
-    "--dp 8 --zero 1", "--dp 8 --zero 3", "--tp 4 --dp 2 --recompute selective", "--pp 2 --dp 4 --zero 2 --tied",
+    "--dp 8 --zero 1", "--dp 8 --zero 3", "--tp 4 --dp 2 --recompute selective", "--pp 2 --dp 4 --zero 2",
     "--pp 2 --dp 4 --schedule zb-h1 --recompute full") for rank in (0, 7)]
 PLANNED_SLOW += [(f"{SIZE_MOE}--dp 8 --ep 4 --zero {zero} --reduce-dtype bf16 --seq 64", 0) for zero in (0, 1)]
 
