@@ -44,6 +44,26 @@ def test_evaluations_and_samples_are_those_of_the_model_without(pool, flags):
         assert loss == pytest.approx(want, rel=1e-12) and torch.equal(same, text)
 
 
+def gathered(flags: str) -> set[str]:
+    """Of ZeRO level 3: what has whole weights between forward and backward."""
+    settings = grids.settings_of(flags, grids.everyone().size)
+    groups, model, optimizer = grids.build(settings)
+    batch = grids.micro_batches(settings, groups, *grids.batches(settings)[0])[0]
+    optimizer.begin_step(1)
+    loss = model(batch.tokens, labels=batch.labels, ahead=(batch.next_tokens, batch.next_labels))
+    whole = {".".join(param.spec.name.split(".")[:2]) for bucket in optimizer.buckets for param in bucket.params
+             if bucket.weights.untyped_storage().nbytes()}
+    loss.sum().backward()
+    optimizer.finish_step()
+    return whole
+
+
+def test_reading_the_embedding_gathers_no_other_weights(pool):
+    """It is the first unit of a model, whose own forward prefetches the first layer."""
+    for whole in pool.run(2, "test_mtp:gathered", flags="--layers 2 --mtp --zero 3 --micro-batch 12"):
+        assert whole == {"embedding", "layers.2", "norm", "head"}
+
+
 def test_an_export_leaves_it_out_and_who_starts_from_one_draws_it(pool, tmp_path):
     runs.run(f"{SMALL} --data {__file__} --mtp --steps 2 --out {tmp_path}/first --export-hf {tmp_path}/hf")
     pool.run(2, "runs:run", flags=f"--init-from {tmp_path}/hf --data {__file__} --mtp --steps 0 --seed 7 --sample= "
