@@ -437,6 +437,8 @@ class Watchdog:
         states = self.states()
         if self.rank != min(ranks_that("failed", states) or ranks_that("lost", states)):
             time.sleep(1)
+        elif self.store.add("reports", 1) > 1 and lost:  # to the rank that reported, as it ended
+            time.sleep(1)
         elif not lost:
             explain(f"rank {self.rank} failed {self.activity()}: {reason(error)}", error)
         else:

@@ -702,6 +702,9 @@ def test_an_error_while_a_rank_waits_is_a_lost_connection_only_if_it_is_one_of_t
     monkeypatch.setattr(faults, "last_words", said.append)
     dog.report(error)
     assert said == [f"rank 0 failed in step 3: {says}"]
+    dog.reporting = threading.Lock()
+    dog.report(error)  # a second one, whose connection was lost as the first one ended
+    assert len(said) == (1 if "lost its connection" in says else 2)
 
 
 @pytest.mark.parametrize("states, reports", [
