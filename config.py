@@ -101,6 +101,10 @@ class Model:
     norm_eps: float = positive(1e-5, "added to the mean square in RMSNorm")
     qk_norm: bool = setting(False, "RMSNorm on every query and key head (Qwen 3)")
     qkv_bias: bool = setting(False, "biases on queries, keys and values (Qwen 2)")
+    kv_lora_rank: int = setting(0, "latent attention (DeepSeek): width of what keys and values are made of; 0: none")
+    q_lora_rank: int = setting(0, "with --kv-lora-rank: width of what queries are made of; 0: the hidden state's")
+    rope_head_dim: int = setting(0, "with --kv-lora-rank: how much of head-dim is rotated, by one key for all heads")
+    v_head_dim: int = setting(0, "with --kv-lora-rank: width of a value head; 0: head-dim")
     window: int = setting(0, "sliding window: a token sees itself and the window - 1 before it; 0: all before it")
     window_every: int = setting(0, "with --window, every so many layers one has full attention; 0: none has")
     experts: int = setting(0, "experts in each layer, in place of its feed-forward; 0: none, a dense model")
@@ -120,6 +124,15 @@ class Model:
     def blocks(self) -> int:
         """The layers, and the block of multi-token prediction, whose number is that of the last layer plus one."""
         return self.layers + self.mtp
+
+    @property
+    def rotated_dim(self) -> int:
+        """How many channels of a query or key head are rotated."""
+        return self.rope_head_dim or self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.v_head_dim or self.head_dim
 
     def has_experts(self, layer: int) -> bool:
         return self.experts > 0 and layer >= self.dense_layers
@@ -344,9 +357,8 @@ def llama(layers, hidden, heads, kv_heads, ffn, vocab, **rest):
 LLAMA3 = dict(vocab=128256, rope_theta=500000.0)
 QWEN = dict(vocab=151936, rope_theta=1000000.0, norm_eps=1e-6)
 QWEN3 = dict(QWEN, qk_norm=True, head_dim=128)
-DEEPSEEK = dict(head_dim=128, experts=256, top_k=8, expert_ffn=2048, router="sigmoid", router_scale=2.5,
-                expert_groups=8, top_groups=4, shared_experts=1, dense_layers=3, bias_rate=1e-3, aux_loss=1e-4,
-                norm_eps=1e-6)
+LATENT = dict(kv_lora_rank=512, q_lora_rank=1536, head_dim=192, rope_head_dim=64, v_head_dim=128)
+DEEPSEEK = dict(LATENT, top_k=8, expert_ffn=2048, router="sigmoid", shared_experts=1, norm_eps=1e-6, bias_rate=1e-3)
 PRESETS = {  #             layers hidden heads kv    ffn
     "tiny": {},
     "smollm-135m":    llama(30,   576,   9,   3,  1536, 49152, tied=True),
@@ -367,8 +379,11 @@ PRESETS = {  #             layers hidden heads kv    ffn
     "tiny-moe":       llama(4,    128,   4,   2,   352, TEXT_VOCAB, experts=8, top_k=2, expert_ffn=128),
     "mixtral-8x7b":   llama(32,  4096,  32,   8, 14336, 32000, rope_theta=1e6, experts=8, top_k=2, expert_ffn=14336),
     "qwen3-30b-a3b":  llama(48,  2048,  32,   4,  6144, **QWEN3, experts=128, top_k=8, expert_ffn=768),
-    # DeepSeek-V3 with grouped-query attention in place of its latent attention (MLA)
-    "deepseek-v3-gqa": llama(61, 7168, 128,   8, 18432, 129280, **DEEPSEEK),
+    # without its block for multi-token prediction, and as it is before its context is extended (YaRN)
+    "deepseek-v3":    llama(61,  7168, 128, 128, 18432, 129280, **DEEPSEEK, experts=256, dense_layers=3,
+                            expert_groups=8, top_groups=4, router_scale=2.5, aux_loss=1e-4),
+    "kimi-k2":        llama(61,  7168,  64,  64, 18432, 163840, **DEEPSEEK, experts=384, dense_layers=1,
+                            router_scale=2.827, rope_theta=50000.0, aux_loss=1e-3),
 }
 
 SECTIONS = {"model": Model, "grid": Grid, "precision": Precision, "batch": Batch, "optim": Optim, "data": Data,
@@ -438,6 +453,8 @@ RULES = [  # in this order: a row may rely on those before it, and all on the de
     *(Needs(setting, "--experts", lambda c: c.model.experts) for setting in (
         "--top-k", "--expert-ffn", "--shared-experts", "--dense-layers", "--router", "--router-norm", "--router-scale",
         "--expert-groups", "--top-groups", "--ep", "--router-z-loss", "--bias-rate")),
+    *(Needs(setting, "--kv-lora-rank: latent attention", lambda c: c.model.kv_lora_rank) for setting in (
+        "--q-lora-rank", "--rope-head-dim", "--v-head-dim")),
     Divides("--heads", "--hidden", lambda c: 0 if c.before_defaults["head_dim"] else c.model.hidden,
             ", or set --head-dim"),
     Divides("--kv-heads", "--heads", lambda c: c.model.heads),
@@ -468,6 +485,15 @@ RULES = [  # in this order: a row may rely on those before it, and all on the de
     Needs("--dense-layers", "more --layers than these", lambda c: c.model.dense_layers < c.model.layers),
     Needs("--head-dim", "to be even: rotary embedding rotates pairs of channels", lambda c: c.model.head_dim % 2 == 0),
     Needs("--mtp-weight", "--mtp", lambda c: c.model.mtp),
+    Needs("--kv-lora-rank", "an even --rope-head-dim, above 0 and below --head-dim",
+          lambda c: 0 < c.model.rope_head_dim < c.model.head_dim and c.model.rope_head_dim % 2 == 0),
+    Needs("--kv-lora-rank", "a --v-head-dim of at most --head-dim", lambda c: c.model.value_dim <= c.model.head_dim),
+    Needs("--kv-lora-rank", "as many --kv-heads as --heads: each head has keys and values of its own",
+          lambda c: c.model.kv_heads == c.model.heads),
+    Needs("--kv-lora-rank", "neither --qk-norm nor --qkv-bias: latents have norms of their own",
+          lambda c: not c.model.qk_norm and not c.model.qkv_bias),
+    Needs("--kv-lora-rank", "--cp-style allgather alone: ranks gather latents, others would send whole heads",
+          lambda c: c.grid.cp_style == "allgather" and c.grid.cp_ulysses == 1),
     Needs("--window-every", "--window, without which all layers have full attention", lambda c: c.model.window),
     Needs("--schedule", "--pp 2 or more", lambda c: c.grid.pp > 1),
     Needs("--chunks", "--pp 2 or more and another --schedule: interleaved and zb1p have any number of chunks",
@@ -591,7 +617,10 @@ def check_fp8_widths(c: Config) -> None:
     widths = {"--hidden": model.hidden, "--heads x --head-dim": model.heads // tp * model.head_dim,
               "--kv-heads x --head-dim": max(model.kv_heads // tp, 1) * model.head_dim,
               "--ffn": model.ffn // tp if model.has_dense_ffn() else 0, "--expert-ffn": model.expert_ffn,
-              "--shared-experts x --expert-ffn": model.shared_experts * model.expert_ffn // tp}
+              "--shared-experts x --expert-ffn": model.shared_experts * model.expert_ffn // tp,
+              "--kv-lora-rank": model.kv_lora_rank, "--q-lora-rank": model.q_lora_rank,
+              "--heads x --v-head-dim": model.heads // tp * model.value_dim,
+              "--heads x --rope-head-dim": model.heads // tp * model.rope_head_dim}
     for name, n in widths.items():
         need(n % unit == 0, f"--fp8 {fp8}: {name} is {n} on a rank of --tp {tp}, and must be a multiple of {unit}")
 

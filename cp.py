@@ -19,6 +19,7 @@ Stops helping when: sending keys and values takes longer than attention to them,
     ring         (c-1) 2 s k e           (c-1) 2 s k (e+a)   2 shards of K and V   and 4 of their gradients
     allgather    (c-1) 2 s k e           (c-1) 2 s k (e+a)   all of K and V        and all of their gradients
     ulysses      (c-1)/c s (2 q + 2 k) e the same            all tokens of 1/c of the heads
+    latents      (c-1) s R e             the same            all of K and V        and all of their gradients
 
 Ulysses sends least, but only to as many ranks as there are key and value heads, or it copies these. For more ranks
 there is --cp-ulysses U: U neighbours exchange heads, and the c/U ranks that then have the same ones keys and values.
@@ -27,7 +28,7 @@ Liu et al. 2023, Ring Attention; Brandon et al. 2023, Striped Attention, zhuzili
 Llama Team 2024 (all-gather); Jacobs et al. 2023, Ulysses; Fang and Zhao 2024, USP (both); Dao 2023, FlashAttention-2.
 Shapes: B batch, S tokens per sequence, c ranks, s = S/c tokens per rank, m = s/2 per chunk, N query heads, K key and
 value heads, D head width; q = N D and k = K D elements per token (Ulysses: after copying heads) of e bytes, and of a
-bytes in the accumulation dtype (fp32), which gradients of keys and values have.
+bytes in the accumulation dtype (fp32), which gradients of keys and values have; R: width of latents, see model.py.
 """
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -144,7 +145,8 @@ class BlockAttention(Function):
                 own_dkv = dkv
             else:
                 pending = ctx.source.send_back(dkv, pending, ctx.group)
-        own_dkv += pending.wait()
+        if pending:
+            own_dkv += pending.wait()
         return dq.to(q.dtype), *by_head(own_dkv.to(k.dtype)), None, None, None, None
 
 
@@ -212,9 +214,24 @@ def gather_back(dkv: Tensor, pending: None, group: Group) -> Pending:
     return done(own)
 
 
+class GatherSequences(Function):
+    """[s, ...], this rank's tokens, to [S, ...]. Each rank uses them differently: backward sums their gradients."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        *_, whole = gather(x.contiguous(), group)
+        return whole
+
+    @staticmethod
+    def backward(ctx, grad):
+        return gather_back(grad.clone(memory_format=torch.contiguous_format), None, ctx.group).wait(), None
+
+
 SOURCES = {  # those of config.CP_STYLES but "ulysses", in which a rank attends to all tokens at once
     "allgather": Source(lambda c, i: [own_chunks(c, i), range(2 * c)], gather, gather_back),
-    "ring": Source(lambda c, i: [own_chunks(c, (i - step) % c) for step in range(c)], ring, ring_back)}
+    "ring": Source(lambda c, i: [own_chunks(c, (i - step) % c) for step in range(c)], ring, ring_back),
+    "latents": Source(lambda c, i: [range(2 * c)], lambda kv, group: iter((kv,)), None)}  # k and v are of all tokens
 
 
 # ---- which blocks have visible scores -------------------------------------------------------------------------------
@@ -230,8 +247,9 @@ def visible_blocks(source: Source, seq: int, c: int, i: int, mask: Mask,
     steps = [blocks_of_step(own, chunks, step == 0, m, first_keys, mask.window, by_piece)
              for step, chunks in enumerate(all_chunks)]
     if mask.documents is not None:
-        parts = [to_device(take_chunks(mask.documents[0], c, chunks), device) for chunks in all_chunks]
-        steps = [[ScoreBlock(rows, keys, seen._replace(documents=(parts[0][:, rows], part[:, keys])))
+        queries, *parts = [to_device(take_chunks(mask.documents[0], c, chunks), device)
+                           for chunks in (own, *all_chunks)]
+        steps = [[ScoreBlock(rows, keys, seen._replace(documents=(queries[:, rows], part[:, keys])))
                   for rows, keys, seen in blocks] for blocks, part in zip(steps, parts)]
     return steps
 
@@ -250,7 +268,7 @@ def blocks_of_step(own: tuple[int, int], chunks: Sequence[int], is_own: bool, m:
                    window: int, by_piece: bool) -> list[ScoreBlock]:
     """A rank's blocks with the keys of `chunks`, which may be its own. first_keys: of both own chunks of queries."""
     singly = window > 0 or by_piece
-    if is_own and not singly:
+    if is_own and len(chunks) == 2 and not singly:
         return [ScoreBlock(slice(0, 2 * m), slice(0, 2 * m), CAUSAL)]
     new = [b for b in chunks if is_own or b not in own]
     # Candidates: those of a run that a chunk of queries sees lie side by side in the step's buffer, as one block. With
@@ -260,12 +278,13 @@ def blocks_of_step(own: tuple[int, int], chunks: Sequence[int], is_own: bool, m:
     runs = [[b] for b in reversed(new)] if singly else [[b for b in new if b < own[0]], [b for b in new if b > own[0]]]
     blocks = []
     for n, a in enumerate(own):
-        for run in runs:
+        for run in ([a], range(a)) if is_own and not singly else runs:  # keys of all tokens: itself, then earlier ones
             seen = [b for b in run if b <= a and (b + 1) * m > first_keys[n]]
             if seen:
                 hidden = max(first_keys[n] - seen[0] * m, 0)
                 keys = slice(chunks.index(seen[0]) * m + hidden, (chunks.index(seen[-1]) + 1) * m)
-                mask = Mask(seen == [a], window, offset=(a - seen[0]) * m - hidden) if singly else ALL
+                mask = Mask(seen == [a], window, offset=(a - seen[0]) * m - hidden) if singly else (
+                    CAUSAL if is_own and seen == [a] else ALL)
                 blocks.append(ScoreBlock(slice(n * m, (n + 1) * m), keys, mask))
     return blocks
 
@@ -287,6 +306,23 @@ def ulysses(q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor], grou
     early, late = rearrange(o, "b n (two c m) d -> two c b n m d", two=2, c=c)
     shards = AllToAll__AllToAll.apply(torch.cat((early, late.flip(0)), 3), [1] * c, [1] * c, group)
     return rearrange(shards, "c b n s d -> b s (c n) d").transpose(1, 2)
+
+
+# ---- latent attention -----------------------------------------------------------------------------------------------
+
+def attend_to_latents(q: Tensor, latents: Tensor, expand: Callable[[Tensor], Tensor], drop: Callable[..., None],
+                      attend: Callable[..., Tensor], group: Group) -> Tensor:
+    """Attention of q [B, N, s, D] to the keys and values that `expand` makes of latents: [B, s, 1, R] -> [B, N, s, 2D].
+    With context parallelism latents are gathered, (c-1) s R e bytes per rank, layer and sequence, and as many in
+    backward; each rank expands those of all tokens, c times its share of that work. drop: a Recompute's, for keys and
+    values."""
+    if group.size > 1:
+        whole = GatherSequences.apply(rearrange(latents, "b s n r -> s b n r"), group)
+        latents = rearrange(whole, "s b n r -> b s n r").contiguous()  # else `expand` saves a copy besides
+    kv = expand(latents)
+    o = attend(q, *kv.chunk(2, -1))
+    drop(kv, o, expand, latents)
+    return o
 
 
 # ---- attention for a model's layers ---------------------------------------------------------------------------------
@@ -332,8 +368,9 @@ def choose_attention(kernel: str, mask: Mask, head_dim: int, like: Tensor, dtype
 
 def context_parallel(keys: Group, heads: Group, style: str, seq: int, mask: Mask, attention: AttentionKernel,
                      device: torch.device | str = "cpu", recompute: bool = False) -> Callable[..., Tensor]:
-    """Attention of this rank's tokens. keys, heads: of `keys_and_heads`. style: of config.CP_STYLES. seq, mask: length
-    (of new tokens) and mask of whole sequences."""
+    """Attention of this rank's tokens. keys, heads: of `keys_and_heads`. style: of config.CP_STYLES, or
+    "latents", where the result takes what `attend_to_latents` does. seq, mask: length (of new tokens) and mask of whole
+    sequences."""
     if keys.size > 1:
         assert mask.causal and mask.offset == 0, "blocks are those of a causal mask without cached tokens"
         steps = visible_blocks(SOURCES[style], seq, keys.size, keys.rank, mask, device)
@@ -346,6 +383,8 @@ def context_parallel(keys: Group, heads: Group, style: str, seq: int, mask: Mask
         attend = partial(attention.attend, mask=attention.prepare_mask(mask, seq, seq + mask.offset, device))
         if recompute and attention.saves_scores:
             attend = partial(Checkpoint.apply, attend, None)  # its inputs are saved as any others, in no arena
+    if style == "latents":
+        return partial(attend_to_latents, attend=attend, group=keys)
     return attend if heads.size == 1 else partial(ulysses, attend=attend, group=heads)
 
 

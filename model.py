@@ -27,7 +27,7 @@ from collectives import ALONE, Groups
 from config import Model
 from cp import attention_by_window
 from ep import Balance, Combine, Dispatch, GroupedExperts, Router, make_routing_info
-from operations import RMSNorm, rotary_angles, rotate_and_split, swiglu
+from operations import RMSNorm, rotary_angles, rotate_and_split, rotate_tail, swiglu
 from param import Spec, parameter
 from pp import Pipeline
 from recompute import Recompute, is_recomputing
@@ -47,7 +47,7 @@ class ForwardContext(NamedTuple):
     tp: TensorParallel
     seq: int  # tokens of a sequence on this rank
     angles: tuple[Tensor, Tensor]  # cos and sin of rotary embedding: [S, 1, D/2] or [B, S, 1, D/2]
-    attention: dict[int, Callable[[Tensor, Tensor, Tensor], Tensor]]  # window (0: none) -> its function of q, k, v
+    attention: dict[int, Callable[..., Tensor]]  # window (0: none) -> a function of q, k, v; see also LatentAttention
     recompute: Recompute
     routing: tuple | None  # an ep.RoutingInfo; None without experts
     cache: Cache | None = None
@@ -103,6 +103,66 @@ class Attention(nn.Module):
         return self.out(rearrange(o, "b n s d -> (b s) (n d)"), context.tp)
 
 
+class LatentAttention(nn.Module):
+    """Keys and values of all heads are made of one narrow vector per token, its latent, and of one rotated key that all
+    heads share; queries of a latent of their own, or of x. The KV cache has latents alone.
+
+        x ── w_q_down ── q_norm ── w_q_up ──► N x [ q | q to be rotated ]
+        x ── w_kv_down ┬─ kv_norm ── w_kv_up ► N x [ k | v ]              a head's key is [ k | the shared key ]
+                       └───────────────────►     [ the shared key, to be rotated ]
+
+    A tensor parallel rank has N/t heads. What is latent is made on every rank, of its T/t tokens: the gradients of
+    those weights are partial or replicated, as norms' are. A rank's heads give a term of the gradient of its latents
+    and of the shared key, which `spread` sums. Attention's kernels take values as wide as keys, so values are padded
+    with zeros: 2D / (D + v) times its FLOPs, 1.2 in DeepSeek-V3. DeepSeek-AI 2024 (V2), section 2.1.
+    R: width of the latent of keys and values, r: of the shared key, v: of a value head."""
+
+    def __init__(self, layer: int, model: Model, make: MakeParameter, norm_along: dict):
+        super().__init__()
+        H, N, D, name = model.hidden, model.heads, model.head_dim, f"layers.{layer}.attention."
+        R, r, v, Q = model.kv_lora_rank, model.rope_head_dim, model.value_dim, model.q_lora_rank
+
+        def spec(weight: str, rows: int, columns: int, along: dict) -> Spec:
+            return Spec(name + weight, (rows, columns), along, std=INIT_STD)
+
+        self.layer, self.window = layer, model.window_of(layer)
+        self.widths, self.kv_widths, self.head_widths, self.head_dim = [R + r, Q], [R, r], [D - r, v], D
+        down = [spec("w_kv_down", R + r, H, norm_along)] + ([spec("w_q_down", Q, H, norm_along)] if Q else [])
+        self.to_latents = ColumnParallelLinear(make, *down)
+        self.kv_norm = RMSNorm(make, name + "kv_norm", R, model.norm_eps, norm_along)
+        self.q_norm = RMSNorm(make, name + "q_norm", Q, model.norm_eps, norm_along) if Q else None
+        self.q_up = ColumnParallelLinear(make, spec("w_q_up" if Q else "wq", N * D, Q or H, {"tp": 0}))
+        self.kv_up = ColumnParallelLinear(make, spec("w_kv_up", N * (D - r + v), R, {"tp": 0}))
+        self.out = RowParallelLinear(make, Spec(name + "wo", (H, N * v), {"tp": 1}, std=output_std(model)))
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:  # [T/t, H] -> [T/t, H]
+        kv, q_latent = self.to_latents(x, TensorParallel()).split(self.widths, -1)
+        if self.q_norm is not None:
+            x = self.q_norm(q_latent)
+        q = self.q_up(x, context.tp)  # [T, N D / t]
+        if self.q_norm is not None:
+            context.recompute.drop(x, q, self.q_norm, q_latent)
+        q = rearrange(q, "(b s) (n d) -> b s n d", s=context.seq, d=self.head_dim)
+        q = rearrange(rotate_tail(q, context.angles), "b s n d -> b n s d")
+        latent, shared_key = kv.split(self.kv_widths, -1)
+        kv = context.tp.spread(torch.cat((self.kv_norm(latent), shared_key), -1))  # [T, R + r]
+        kv = rotate_tail(rearrange(kv, "(b s) r -> b s 1 r", s=context.seq), context.angles)
+        if context.cache is not None:
+            kv = torch.cat(context.cache.extend(self.layer, *kv.split(self.kv_widths, -1), self.window), -1)
+        o = context.attention[self.window](q, kv, self.expand, context.recompute.drop)  # context parallelism, too
+        return self.out(rearrange(o[..., :self.head_widths[1]], "b n s d -> (b s) (n d)"), context.tp)
+
+    def expand(self, kv: Tensor) -> Tensor:
+        """Latents and rotated keys [B, S, 1, R + r] -> keys, and values padded to their width, [B, N/t, S, 2D]."""
+        latent, shared_key = kv.split(self.kv_widths, -1)
+        heads = rearrange(self.kv_up(latent.flatten(0, 2), TensorParallel()), "(b s) (n d) -> b n s d", b=len(kv),
+                          d=sum(self.head_widths))
+        k, v = heads.split(self.head_widths, -1)
+        shared_key = shared_key.transpose(1, 2).expand(-1, k.shape[1], -1, -1)
+        padding = v.new_zeros(()).expand(*v.shape[:-1], self.head_dim - v.shape[-1])
+        return torch.cat((k, shared_key, v, padding), -1)
+
+
 class FeedForward(nn.Module):
     """SwiGLU. A tensor parallel rank has F/t of its channels."""
 
@@ -153,7 +213,8 @@ class Block(nn.Module):
         super().__init__()
         name = f"layers.{layer}."
         self.attention_norm = RMSNorm(make, name + "attention_norm", model.hidden, model.norm_eps, norm_along)
-        self.attention = Attention(layer, model, make, t)
+        self.attention = (LatentAttention(layer, model, make, norm_along) if model.kv_lora_rank else
+                          Attention(layer, model, make, t))
         self.ffn_norm = RMSNorm(make, name + "ffn_norm", model.hidden, model.norm_eps, norm_along)
         self.ffn = (MixtureOfExperts(layer, model, make, groups, balance) if model.has_experts(layer) else
                     FeedForward(name + "ffn.", model.ffn, model, make))
@@ -305,9 +366,10 @@ class Llama(nn.Module):
         if positions is None:
             assert cp.size == 1, "with context parallelism a rank's positions must be given"
             positions = torch.arange(past, past + tokens.shape[1], device=tokens.device)
+        style = "latents" if model.kv_lora_rank else how.cp_style
         attention = attention_by_window(
             map(model.window_of, self.stages[stage]), tokens, documents, kernel=how.attention, head_dim=model.head_dim,
-            dtype=how.dtype, groups=groups, style=how.cp_style, earlier=past, recompute=how.recompute == "selective")
+            dtype=how.dtype, groups=groups, style=style, earlier=past, recompute=how.recompute == "selective")
         routing = make_routing_info(tokens, cp, tp.group, aux_loss_scale) if self.routers else None
         angles = rotary_angles(positions, model, how.dtype)
         return ForwardContext(tp, tokens.shape[1], angles, attention, self.recompute, routing, cache)

@@ -178,9 +178,40 @@ def rotate_and_split(x: Tensor, angles: tuple[Tensor, Tensor], heads: list[int])
 
 def rotate_no_grad_(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
     """Rotate the first `heads` heads of x [B, S, N, D] in place, without autograd."""
-    if try_kernel(x, lambda kernels: kernels.rope_(x, cos, sin, heads)) is not None:
-        return
-    a, b = x[:, :, :heads].chunk(2, -1)  # [B, S, heads, D/2] each
+    if try_kernel(x, lambda kernels: kernels.rope_(x, cos, sin, heads)) is None:
+        rotate_pairs_(*x[:, :, :heads].chunk(2, -1), cos, sin)
+
+
+class RotateTailFunction(Function):
+    """See rotate_tail. Saves only the angles."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        rotate_tail_no_grad_(x := x.detach(), cos, sin)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
+        rotate_tail_no_grad_(dx := grad.clone(), cos, -sin)
+        return dx, None, None
+
+
+def rotate_tail(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the last channels of all heads of x [B, S, N, D], two for every angle, and leave those before them: the
+    decoupled rotary embedding of latent attention. Its pairs (x[2i], x[2i + 1]) are those of published weights. The
+    result is x, rotated in place, so x must not be used after this."""
+    return RotateTailFunction.apply(x, *angles)
+
+
+def rotate_tail_no_grad_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    tail = x[..., x.shape[-1] - 2 * cos.shape[-1]:]
+    rotate_pairs_(tail[..., 0::2], tail[..., 1::2], cos, sin)
+
+
+def rotate_pairs_(a: Tensor, b: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate every (a, b) by its angle, in place."""
     a_acc, b_acc = a.to(cos.dtype), b.to(cos.dtype)
     rotated_a = torch.mul(a_acc, cos).addcmul_(b_acc, sin, value=-1)
     b.copy_(torch.mul(b_acc, cos).addcmul_(a_acc, sin))
@@ -190,8 +221,8 @@ def rotate_no_grad_(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
 def rotary_angles(positions: Tensor, model: Model, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin of the angles at positions [S] or [B, S]: [S, 1, D/2] or [B, S, 1, D/2], in acc_dtype(dtype)."""
     dtype = acc_dtype(dtype)
-    even = torch.arange(0, model.head_dim, 2, device=positions.device, dtype=dtype)
-    frequency = model.rope_theta ** (-even / model.head_dim)
+    even = torch.arange(0, model.rotated_dim, 2, device=positions.device, dtype=dtype)
+    frequency = model.rope_theta ** (-even / model.rotated_dim)
     if model.rope_scaling != 1:
         # Llama 3.1: pairs that turn less than once in the 8192 tokens of pre-training get 1 / rope_scaling of their
         # frequency, those that turn more than 4 times all of it, and it is interpolated in between.

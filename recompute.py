@@ -1,10 +1,10 @@
 """Activation recomputation: save fewer activations in forward, and compute the others a second time in backward.
 
 Saves: full: all activations of a block but its input, of which n ranks that hold the same input save 1/n each.
-       selective: the results of norms and SwiGLU; with --attention math also the scores.
-Costs: full: a forward without each layer's last matmul, 23% (GPT-3) to 27% (DeepSeek-V3) more FLOPs in the layers, and
+       selective: the results of norms and SwiGLU, keys and values of latents; with --attention math also the scores.
+Costs: full: a forward without each layer's last matmul, 23% (GPT-3) to 28% (DeepSeek-V3) more FLOPs in the layers, and
        per block one all-gather of the input where it is sharded.
-       selective: the memory traffic of norms and SwiGLU, and a copy; no matmul but those of --attention math.
+       selective: the memory traffic of norms and SwiGLU, and a copy; matmuls only of latents, or with --attention math.
 Stops helping when: the blocks' inputs themselves, the logits or the model state are what fills the memory.
 
     full       forward    x ──► [ block 1 ] ──► y ──► [ block 2 ] ──► z     saved: x and y; nothing inside [ ]

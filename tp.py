@@ -108,6 +108,10 @@ class TensorParallel(NamedTuple):
         total = terms.new_empty(len(terms) // self.size, *terms.shape[1:])
         return reduce_scatter(total, terms, self.group, async_op=True)
 
+    def spread(self, x: Tensor) -> Tensor:
+        """f alone, for latents, of which every rank makes keys and values of its own heads: [T/t, R] -> [T, R]."""
+        return (AllGather__ReduceScatter if self.sequence else Identity__AllReduce).apply(x, self.group)
+
     def split(self, x: Tensor) -> Tensor:
         """This rank's shard of the tokens, which it alone sends to experts: [T, H] -> about [T/t, H], or x itself."""
         if self.sequence or self.size == 1:

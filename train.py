@@ -120,6 +120,8 @@ def multiply_in_fp8(model: Llama, settings: config.Config, groups: Groups) -> No
     experts = Fp8Experts(recipe, dtype_of(settings), amax_groups=(cp, tp, ep), weight_amax_groups=(ep,), cached=cached)
     for layer, block in model.blocks.items():
         for module in block.modules() if int(layer) in settings.fp8_layers() else ():
+            if module is getattr(block.attention, "to_latents", None):
+                continue  # few rows, not a multiple of a block's 128 in DeepSeek-V3
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
                 module.mm = linear
             elif isinstance(module, GroupedExperts):

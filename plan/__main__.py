@@ -51,7 +51,8 @@ def print_params(run: Run) -> None:
     rows = [("vocabulary", ours.embedding + ours.head, gpt["vocabulary"],
              "one tied table, as theirs" if model.tied else "a table for the input and one for the output"),
             ("attention", ours.attention, gpt["attention"],
-             f"{model.kv_heads} of {model.heads} heads have keys and values" if model.kv_heads < model.heads
+             "queries, keys and values are made of latents" if model.kv_lora_rank
+             else f"{model.kv_heads} of {model.heads} heads have keys and values" if model.kv_heads < model.heads
              else "four matrices, as theirs"),
             ("feed-forward", ours.ffn, gpt["ffn"], f"SwiGLU has 3 h F, F = {model.ffn}; with 8/3 h = "
                                                    f"{8 * model.hidden / 3:,.0f} it would be 8 h^2, as theirs"),
@@ -160,6 +161,7 @@ def overlaps(run: Run) -> list[Overlap]:
     p = costs.forward_flops(costs.llama_layer(model, batch.seq)) / 2
     H, q, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
     dp, cp, tp, ep = grid.dp * grid.cp, grid.cp, grid.tp, grid.ep
+    ring = 1 if model.kv_lora_rank else cp  # latents go round none
     r = costs.reduced_bytes(run.settings, 2)
     layers, keys = model.layers / (grid.pp * grid.chunks), batch.seq / cp
     copies = costs.copies_per_token(model, ep) if model.experts else 0  # of each token, for experts
@@ -177,7 +179,7 @@ def overlaps(run: Run) -> list[Overlap]:
         ("tp: 2 all-gathers, 2 reduce-scatters of a forward", tp, 1, "all_gather", 4 * (tp - 1) / tp * 2 * T * H,
          2 * p * T / tp, "4 (n-1) H F / (B p)",
          lambda ratio: f"up to {1 + (tp - 1) / ratio:,.1f} ranks, whatever the batch"),
-        ("cp: the ring's keys, values under a block of scores", cp, tp, "all_gather", 2 * 2 * kv * T / tp,
+        ("cp: the ring's keys, values under a block of scores", ring, tp, "all_gather", 2 * 2 * kv * T / tp,
          4 * q * T * keys / 2 / tp, "2 kv/q F / (B S/n)",
          lambda ratio: f"from sequences of {batch.seq * ratio:,.0f} tokens on"),
         ("pp: a boundary's activations under a stage's forward", grid.pp, tp * dp, "all_gather", 2 * T * H / tp,

@@ -67,19 +67,39 @@ class Parameters(NamedTuple):
 
 
 def parameters(model: Model) -> Parameters:
-    H, L, q, kv = model.hidden, model.blocks, model.heads * model.head_dim, model.kv_heads * model.head_dim
+    H, L = model.hidden, model.blocks
     moe = sum(map(model.has_experts, range(L)))  # layers with experts
     expert = 3 * H * model.expert_ffn
     return Parameters(
         embedding=model.vocab * H,
-        attention=L * (2 * H * q + 2 * H * kv + model.qkv_bias * (q + 2 * kv)),
+        attention=L * attention_elements(model),
         ffn=(L - moe) * 3 * H * model.ffn + moe * model.shared_experts * expert,
         experts=moe * model.experts * expert,
         active_experts=moe * model.top_k * expert,
         router=moe * model.experts * H,
-        norms=(2 * L + 1 + 3 * model.mtp) * H + model.qk_norm * 2 * L * model.head_dim,
+        norms=(2 * L + 1 + 3 * model.mtp) * H + L * norm_elements(model),
         head=0 if model.tied else model.vocab * H,
         projection=model.mtp * 2 * H * H)
+
+
+def attention_elements(model: Model, t: int = 1) -> int:
+    """Elements of attention's matrices and biases in a layer, on one of t tensor parallel ranks."""
+    H, D, N = model.hidden, model.head_dim, model.heads // t
+    if model.kv_lora_rank:
+        up = model.kv_lora_rank * (D - model.rope_head_dim + model.value_dim)
+        return latent_elements(model) + N * ((model.q_lora_rank or H) * D + up + model.value_dim * H)
+    q, kv = N * D, max(model.kv_heads // t, 1) * D
+    return 2 * H * q + 2 * H * kv + model.qkv_bias * (q + 2 * kv)
+
+
+def latent_elements(model: Model) -> int:
+    """Elements, on every rank, of the matrices of a layer that make latents; which FP8 leaves in 16 bits."""
+    return model.hidden * (model.kv_lora_rank + model.rope_head_dim + model.q_lora_rank)
+
+
+def norm_elements(model: Model) -> int:
+    """Elements of the norms inside a layer's attention."""
+    return model.qk_norm * 2 * model.head_dim + model.kv_lora_rank + model.q_lora_rank
 
 
 def lecture_parameters(model: Model) -> dict[str, int]:
@@ -100,13 +120,13 @@ def flops_per_token(model: Model, seq: int, causal: bool = False) -> float:
     """Floating-point operations per token, forward and backward: 6 P + 12 L q S (Chowdhery et al. 2022, appendix B).
 
     P: active parameters without the input embedding, which multiplies nothing. causal: count only the visible scores,
-    half of them: 6 P + 6 L q S. In a layer with a window, twice its visible keys take the place of S. With multi-token
-    prediction the head multiplies twice.
+    half of them: 6 P + 6 L q S. In a layer with a window, twice its visible keys take the place of S. Where values are
+    not as wide as keys, q is the mean of both. With multi-token prediction the head multiplies twice.
     """
     count = parameters(model)
     multiplied = count.active - (0 if model.tied else count.embedding) + model.mtp * model.vocab * model.hidden
     visible = sum(visible_keys(model, layer, seq) for layer in range(model.blocks))
-    return 6 * multiplied + (1 if causal else 2) * 12 * model.heads * model.head_dim * visible
+    return 6 * multiplied + (1 if causal else 2) * 6 * model.heads * (model.head_dim + model.value_dim) * visible
 
 
 # ---- layers of a stage, elements of its buckets ---------------------------------------------------------------------
@@ -203,9 +223,8 @@ def divide(fields: tuple, kinds: tuple[tuple, ...], seq: int, stages: int, divis
 def layer_elements(settings: Config, layer: int) -> dict[str, int]:
     """Parameters of a block on one rank, by data axis: "dp", or "edp" for experts."""
     model, grid = settings.model, settings.grid
-    H, t, D = model.hidden, grid.tp, model.head_dim
-    q, kv = model.heads // t * D, max(model.kv_heads // t, 1) * D
-    dense = 2 * H + 2 * H * q + 2 * H * kv + model.qkv_bias * (q + 2 * kv) + model.qk_norm * 2 * D
+    H, t = model.hidden, grid.tp
+    dense = 2 * H + attention_elements(model, t) + norm_elements(model)
     dense += (layer == model.layers) * (3 * H + 2 * H * H)  # of multi-token prediction
     if not model.has_experts(layer):
         return dict(dp=dense + 3 * H * model.ffn // t)
@@ -218,6 +237,10 @@ def layer_matrices(model: Model, layer: int) -> dict[tuple[int, int], int]:
     """Shape -> number of the whole matrices of a block, the router's among them."""
     H, q, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
     found = Counter({(q, H): 1, (kv, H): 2}) + Counter({(H, q): 1})
+    if model.kv_lora_rank:
+        R, r, Q, v = model.kv_lora_rank, model.rope_head_dim, model.q_lora_rank, model.value_dim
+        found = Counter([(R + r, H), (q, Q or H), (model.heads * (model.head_dim - r + v), R), (H, model.heads * v)])
+        found[Q, H] += Q > 0
     feed_forwards = [(model.ffn, 1)]
     if model.has_experts(layer):
         feed_forwards = [(model.expert_ffn, model.experts), (model.shared_experts * model.expert_ffn, 1)]
@@ -241,7 +264,7 @@ def vector_elements(settings: Config, layer: int) -> int:
     model, t = settings.model, settings.grid.tp
     biases = model.qkv_bias * (model.heads // t + 2 * max(model.kv_heads // t, 1))
     norms = 5 if layer == model.layers else 2  # the block of multi-token prediction has three more
-    return norms * model.hidden + (model.qk_norm * 2 + biases) * model.head_dim
+    return norms * model.hidden + norm_elements(model) + biases * model.head_dim
 
 
 def bucket_elements(settings: Config, stages: Mapping[int, range], element: int) -> dict[str, list[int]]:
@@ -290,10 +313,12 @@ def matrix_elements(settings: Config, layers: Iterable[int]) -> dict[str, int]:
 
 
 def fp8_elements(settings: Config, layers: Iterable[int]) -> int:
-    """Elements of the matrices of these blocks, on one rank, that multiply in FP8: all but the router."""
+    """Elements of the matrices of these blocks, on one rank, that multiply in FP8: all but the router, and those that
+    make latents."""
     model, layers = settings.model, [layer for layer in layers if layer in settings.fp8_layers()]
-    routers = sum(map(model.has_experts, layers)) * model.experts * model.hidden
-    return sum(matrix_elements(settings, layers).values()) - routers
+    in_16_bits = sum(model.has_experts(layer) * model.experts * model.hidden + latent_elements(model)
+                     for layer in layers)
+    return sum(matrix_elements(settings, layers).values()) - in_16_bits
 
 
 def fp8_operands(settings: Config, layer: int) -> tuple[float, float]:
@@ -303,6 +328,11 @@ def fp8_operands(settings: Config, layer: int) -> tuple[float, float]:
     H = model.hidden
     q, kv = model.heads // t * model.head_dim, max(model.kv_heads // t, 1) * model.head_dim
     inputs, gradients = H + q, q + 2 * kv + H
+    if model.kv_lora_rank:
+        v = model.heads // t * model.value_dim
+        up = settings.grid.cp * (q - model.heads // t * model.rope_head_dim + v)
+        inputs = (model.q_lora_rank or H) + settings.grid.cp * model.kv_lora_rank + v
+        gradients = q + up + H
     if model.has_experts(layer):
         routed, F = model.top_k / t, model.expert_ffn
         inputs, gradients = inputs + routed * (H + F), gradients + routed * (2 * F + H)
@@ -382,7 +412,7 @@ def gpt_layer(hidden: int, heads: int, seq: int) -> Layer:
 class LayerOptions(NamedTuple):
     """How a layer is executed, as far as it changes what is saved.
 
-    element: bytes per element of an activation. tp: ranks; above kv_heads, each kv head exists tp / kv_heads times.
+    element: bytes per element of an activation. cp, tp: ranks; above kv_heads, each kv head exists tp / kv_heads times.
     attention: "math" saves scores. aux, router_z: whether the router has these losses. copies: of each token that are
     sent to experts, see copies_per_token; 0: all experts are on one rank.
     """
@@ -392,6 +422,7 @@ class LayerOptions(NamedTuple):
     aux: bool = True
     router_z: bool = False
     copies: float = 0.0
+    cp: int = 1
 
 
 BF16 = LayerOptions()
@@ -402,7 +433,8 @@ def llama_layer(model: Model, seq: int, options: LayerOptions = BF16, layer: int
     layer = model.layers - 1 if layer == -1 else layer
     ffn = experts_half(model, options) if model.has_experts(layer) else ffn_half(model, options)
     rest = joining_half(model, options) if layer == model.layers else {}
-    return attention_half(model, layer, seq, options) | ffn | rest
+    attention = latent_attention_half if model.kv_lora_rank else attention_half
+    return attention(model, layer, seq, options) | ffn | rest
 
 
 def joining_half(model: Model, options: LayerOptions) -> Layer:
@@ -437,6 +469,31 @@ def attention_half(model: Model, layer: int, seq: int, options: LayerOptions) ->
     copies = (2 * acc + e) * q - (q + (kv if model.qk_norm else 2 * kv)) * e  # of q, k, v, in place of qkv
     return activations | dict(scores=Activation(scores, "none", "tp", scores_flops),
                               attention_copies=Activation(copies, "none", "tp"))
+
+
+def latent_attention_half(model: Model, layer: int, seq: int, options: LayerOptions) -> Layer:
+    """Attention of DeepSeek-V3. Keys and values are expanded on all cp ranks for all tokens, and values padded."""
+    e, acc, c = options.element, acc_bytes(options.element), options.cp
+    H, D, v, N = model.hidden, model.head_dim, model.value_dim, model.heads
+    R, r, Q = model.kv_lora_rank, model.rope_head_dim, model.q_lora_rank
+    math, scores_flops = options.attention == "math", 4 * N * D * 2 * visible_keys(model, layer, seq)
+    activations = dict(
+        input=Activation(H * e, "full", "sp"),
+        attention_norm=Activation(H * e, "none", "sp"),
+        attention_norm_statistic=Activation(acc, "selective", "sp"),
+        latents=Activation((R + r + Q) * e, "selective", "sp", 2 * H * (R + r + Q)),
+        q_norm=Activation(Q * e, "none", "sp"),
+        latent_norms_statistics=Activation((1 + (Q > 0)) * acc, "selective", "sp"),
+        gathered_latents=Activation(c * (R + r) * e, "selective", ""),
+        queries=Activation(N * D * e, "selective", "tp", 2 * (Q or H) * N * D),
+        keys_values=Activation(c * 2 * N * D * e, "none", "tp", c * 2 * R * N * (D - r + v)),
+        attention=Activation(N * D * e * (not math), "selective", "tp", 0 if math else scores_flops),
+        attention_values=Activation(N * v * e * (math or v < D), "selective", "tp"),  # without their padding
+        residual=Activation(H * e, "selective", "sp", 2 * N * v * H))
+    if not math:
+        return activations | dict(logsumexp=Activation(N * acc, "selective", "tp"))
+    return activations | dict(scores=Activation(N * seq * (acc if e == acc else acc + e), "none", "tp", scores_flops),
+                              attention_copies=Activation((2 * acc - 2 * e) * N * D, "none", "tp"))
 
 
 def ffn_half(model: Model, options: LayerOptions) -> Layer:
@@ -482,29 +539,6 @@ def copies_per_token(model: Model, ranks: int) -> float:
     """The expected number of ranks with experts of a token, if any top_k of all experts are equally likely."""
     E, k = model.experts, model.top_k
     return ranks * (1 - math.comb(E - E // ranks, k) / math.comb(E, k))
-
-
-def latent_attention_half(hidden: int, heads: int, seq: int, element: int, q_rank: int, kv_rank: int, width: int,
-                          rotated: int) -> Layer:
-    """Attention of DeepSeek-V3 (MLA) with fused scores: queries, keys and values made from two low-rank vectors.
-
-    width: channels per head without position. rotated: channels per head that are rotated by position; their keys are
-    shared by all heads.
-    """
-    H, e, acc = hidden, element, acc_bytes(element)
-    qk = heads * (width + rotated)
-    narrow = q_rank + kv_rank + rotated
-    return dict(
-        input=Activation(H * e, "full", "sp"),
-        attention_norm=Activation(H * e, "none", "sp"),
-        attention_norm_statistic=Activation(acc, "selective", "sp"),
-        narrow=Activation(narrow * e, "selective", "sp", 2 * H * narrow),
-        narrow_norms=Activation((q_rank + kv_rank) * e, "none", "sp"),
-        narrow_norms_statistics=Activation(2 * acc, "selective", "sp"),
-        qkv=Activation((2 * qk + heads * width) * e, "selective", "tp", 2 * q_rank * qk + 4 * kv_rank * heads * width),
-        attention=Activation(heads * width * e, "selective", "tp", 2 * seq * heads * (2 * width + rotated)),
-        logsumexp=Activation(heads * acc, "selective", "tp"),
-        residual=Activation(H * e, "selective", "sp", 2 * heads * width * H))
 
 
 class AttentionCost(NamedTuple):
@@ -586,18 +620,17 @@ def print_layers() -> None:
        no matmul at all, are the 32% that selective recomputation drops.
     3. Mixtral is like Llama with a larger feed-forward: two experts' gate, up and SwiGLU are 71% of 242 kB; selective
        recomputation drops 30%.
-    4. DeepSeek-V3 differs: it has many narrow experts, so 25% of its 458 kB are tokens dispatched to experts, which
-       only a second exchange would bring back; selective recomputation drops 15%.
-    5. In DeepSeek-V3 the thing to recompute is queries, keys and values: 29% of the bytes, for 2.4% more FLOPs, from
-       low-rank vectors. (By formula: this project has no latent attention.) So make this table for your architecture.
+    4. DeepSeek-V3 differs: it has many narrow experts, so 22% of its 523 kB are tokens dispatched to experts, which
+       only a second exchange would bring back.
+    5. In DeepSeek-V3 the thing to recompute is keys and values: 19% of the bytes, made of latents by 0.7% more FLOPs.
+       With norms and SwiGLU, selective recomputation drops 32%. So make this table for your architecture.
     """
     llama, mixtral, deepseek = (parse(["--preset", name]).model
-                                for name in ("llama-3.1-8b", "mixtral-8x7b", "deepseek-v3-gqa"))
-    deepseek_attention = latent_attention_half(7168, 128, 4096, 2, 1536, 512, 128, 64)
+                                for name in ("llama-3.1-8b", "mixtral-8x7b", "deepseek-v3"))
     layers = {"GPT-3, 2048 tokens": gpt_layer(12288, 96, 2048),
               "Llama 8B, 4096": llama_layer(llama, 4096),
               "Mixtral 8x7B, 4096": llama_layer(mixtral, 4096),
-              "DeepSeek-V3, 4096": deepseek_attention | experts_half(deepseek, BF16)}
+              "DeepSeek-V3, 4096": llama_layer(deepseek, 4096)}
 
     def describe(name: str, nbytes: float, flops: float) -> str:
         return f"{name} {nbytes / 1e3:.0f} kB" + (f" +{flops / step:.1%}" if flops else "")

@@ -103,7 +103,7 @@ def activation_bytes(settings: Config, element: int, stages: Collection[Iterable
         per_token += model.hidden * element  # one gathered checkpoint
     if model.experts and recompute == "full":
         per_token += in_flight * 8 / tp  # each token's sequence number, for recomputing a block
-    angles = local_seq * model.head_dim * acc  # cos and sin of rotary embedding
+    angles = local_seq * model.rotated_dim * acc  # cos and sin of rotary embedding
     mask = seq * seq if precision.attention == "math" and not by_blocks else 0
     return round(batch.micro_batch * local_seq * per_token + angles + mask)
 
@@ -112,7 +112,7 @@ def layer_options(settings: Config, element: int, by_blocks: bool = False) -> La
     grid, optim = settings.grid, settings.optim
     return LayerOptions(element, grid.tp, "auto" if by_blocks else settings.precision.attention,
                         aux=optim.aux_loss > 0, router_z=optim.router_z_loss > 0,
-                        copies=copies_per_token(settings.model, grid.ep) if grid.ep > 1 else 0.0)
+                        copies=copies_per_token(settings.model, grid.ep) if grid.ep > 1 else 0.0, cp=grid.cp)
 
 
 # ---- the peak of a step ---------------------------------------------------------------------------------------------

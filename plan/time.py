@@ -174,7 +174,7 @@ def layer_parts(run: Run, layer: int) -> Parts:
     settings, constants, T = run.settings, run.constants, run.tokens
     model, grid, recompute = settings.model, settings.grid, settings.precision.recompute
     fp8 = layer in settings.fp8_layers()
-    table = costs.llama_layer(model, settings.batch.seq, costs.LayerOptions(tp=grid.tp), layer)
+    table = costs.llama_layer(model, settings.batch.seq, costs.LayerOptions(tp=grid.tp, cp=grid.cp), layer)
     scores = table["attention"].flops / 2 * T / grid.tp  # visible ones
     flops = {name: activation.flops * T / grid.tp * (run.imbalance if name.startswith("experts") else 1)
              for name, activation in table.items() if name != "attention"}
@@ -197,7 +197,8 @@ def layer_parts(run: Run, layer: int) -> Parts:
     else:
         seconds = run.attention(scores)
         parts["attention"] = Seconds(seconds, 2.5 * seconds)
-    columns = [run.matmul(flops[name], fp8) for name in ("qkv", "gate_up", "shared_gate_up") if name in flops]
+    columns = [run.matmul(flops[name], fp8) for name in ("qkv", "queries", "gate_up", "shared_gate_up")
+               if name in flops]
     parts |= tensor_parallel_part(run, 4, columns)
     parts |= context_parallel_part(run, parts["attention"]) | expert_parallel_part(run, layer)
     if recompute == "full":
@@ -206,7 +207,7 @@ def layer_parts(run: Run, layer: int) -> Parts:
         again -= parts.get("tp", Seconds()).forward / 4 + parts.get("ep", Seconds()).forward / 2
         parts["recomputed"] = Seconds(0.0, again)
     elif recompute == "selective":
-        parts["recomputed"] = Seconds(0.0, touched / 6)
+        parts["recomputed"] = Seconds(0.0, touched / 6 + run.matmul(flops.get("keys_values", 0.0), fp8))  # of latents
     forward, backward = (sum(part.forward for part in parts.values()),
                          sum(part.input + part.weight for part in parts.values()))
     if settings.precision.offloads("activations"):  # the block's input, to the host in forward and back in backward
@@ -239,12 +240,15 @@ def context_parallel_part(run: Run, attention: Seconds) -> Parts:
     if grid.cp == 1:
         return {}
     kv = 2 * max(model.kv_heads // grid.tp, 1) * model.head_dim
+    if model.kv_lora_rank:  # latents, whose gradients are in 16 bits, too
+        kv = model.kv_lora_rank + model.rope_head_dim
     near, far = grid.head_ranks, grid.cp // grid.head_ranks
     one = run.collective((far - 1) * 2 * run.tokens * kv, far, grid.tp * near)
     exchanged = 2 * run.tokens * (2 * model.heads // grid.tp * model.head_dim + kv) * (near - 1) / near
     heads = run.collective(exchanged, near, grid.tp, "all_to_all")
+    back = one if model.kv_lora_rank else 2 * one
     hidden = attention if grid.cp_style == "ring" else Seconds()
-    return dict(cp=Seconds(heads + max(0.0, one - hidden.forward), heads + max(0.0, 2 * one - hidden.input)))
+    return dict(cp=Seconds(heads + max(0.0, one - hidden.forward), heads + max(0.0, back - hidden.input)))
 
 
 def expert_parallel_part(run: Run, layer: int) -> Parts:

@@ -425,11 +425,11 @@ def need_finite(path: Path, pieces: Iterable[Piece]) -> None:
 
 
 def source(path: Path) -> Source:
-    """The master weights of a checkpoint."""
+    """The master weights of a checkpoint, and the biases of routers."""
     reader, metadata = open_checkpoint(path)
 
     def read_box(spec: Spec, box: Box) -> Tensor:
-        name = f"{spec.name}/master"
+        name = spec.name if spec.name in metadata.state_dict_metadata else f"{spec.name}/master"
         values = torch.empty(box_shape(box), dtype=metadata.state_dict_metadata[name].properties.dtype)
         planner = LoadBoxes([Piece(name, spec.shape, box, values)], metadata, path)
         reader.read_data(planner.plan, planner).wait()
@@ -506,9 +506,9 @@ def export(path: Path, folder: str, dtype: str, group: Group = ALONE) -> None:
     """Weights as transformers reads them; every rank writes some files. Raises ValueError, see run/huggingface.py."""
     run, stored = start.read_run(path), open_checkpoint(path)[1].state_dict_metadata
     model = config.Model(**run["model"])
-    names = sorted((name.removesuffix("/master") for name in stored if name.endswith("/master")),
+    names = sorted((name.removesuffix("/master") for name in stored if name.endswith(("/master", ".router.bias"))),
                    key=lambda name: [part.zfill(9) for part in name.split(".")])  # layer 2 before layer 10
-    specs = [Spec(name, tuple(stored[f"{name}/master"].size)) for name in names]
+    specs = [Spec(name, tuple(stored[name if name in stored else f"{name}/master"].size)) for name in names]
     huggingface.export(folder, model, specs, source(path), dtype, rank=group.rank, world=group.size,
                        published=(run.get("published", ""), run["tokenizer"]), seq=run["settings"]["seq"])
 

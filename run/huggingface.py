@@ -58,14 +58,26 @@ QWEN_MOE_NAMES = NAMES | {
     "experts.w_gate_up": "mlp.experts.{e}.gate_proj.weight mlp.experts.{e}.up_proj.weight",
     "experts.w_down": "mlp.experts.{e}.down_proj.weight",
 }
+DEEPSEEK_NAMES = QWEN_MOE_NAMES | {
+    "router.bias": "mlp.gate.e_score_correction_bias",  # no parameter: ep.Router's
+    "attention.w_q_down": "self_attn.q_a_proj.weight", "attention.q_norm": "self_attn.q_a_layernorm.weight",
+    "attention.w_q_up": "self_attn.q_b_proj.weight", "attention.w_kv_down": "self_attn.kv_a_proj_with_mqa.weight",
+    "attention.kv_norm": "self_attn.kv_a_layernorm.weight", "attention.w_kv_up": "self_attn.kv_b_proj.weight",
+    **{f"shared.w_{x}": f"mlp.shared_experts.{x}_proj.weight" for x in ("gate", "up", "down")},
+}
 FIELDS = {  # of config.json: of config.Model
     "vocab_size": "vocab", "hidden_size": "hidden", "intermediate_size": "ffn", "num_hidden_layers": "layers",
     "num_attention_heads": "heads", "num_key_value_heads": "kv_heads", "head_dim": "head_dim",
     "rms_norm_eps": "norm_eps", "rope_theta": "rope_theta", "factor": "rope_scaling", "tie_word_embeddings": "tied",
     "sliding_window": "window", "num_experts": "experts", "num_local_experts": "experts",
     "num_experts_per_tok": "top_k", "moe_intermediate_size": "expert_ffn", "norm_topk_prob": "router_norm",
+    "kv_lora_rank": "kv_lora_rank", "q_lora_rank": "q_lora_rank", "qk_nope_head_dim": "head_dim",
+    "qk_rope_head_dim": "rope_head_dim", "v_head_dim": "v_head_dim", "n_routed_experts": "experts",
+    "n_shared_experts": "shared_experts", "n_group": "expert_groups", "topk_group": "top_groups",
+    "first_k_dense_replace": "dense_layers", "routed_scaling_factor": "router_scale",
 }
-NULLABLE = ("num_key_value_heads", "head_dim", "sliding_window")
+NULLABLE = ("num_key_value_heads", "head_dim", "sliding_window", "q_lora_rank")
+MAY_BE_0 = ("n_shared_experts", "first_k_dense_replace")
 ACCEPTED = {  # fields that our model has no setting for, and the values that it computes; the first may be absent
     "hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,), "attention_dropout": (0,),
     "router_jitter_noise": (0,), "decoder_sparse_step": (1,), "quantization_config": (None,),
@@ -89,6 +101,8 @@ class Architecture(NamedTuple):
     names: dict[str, str] = NAMES  # of weights
     qkv_bias: bool = False
     qk_norm: bool = False
+    router: str = "softmax"
+    accepted: dict[str, tuple] = {}  # besides ACCEPTED
 
 
 def defaults(kv_heads: int | None, **rest: Any) -> dict[str, Any]:
@@ -100,6 +114,10 @@ def defaults(kv_heads: int | None, **rest: Any) -> dict[str, Any]:
 
 QWEN = dict(use_sliding_window=False, sliding_window=4096)
 BY_LAYER = dict(max_window_layers=28, layer_types=None)  # which layers have the window
+LATENT = defaults(128, kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+                  n_routed_experts=256, n_shared_experts=1, n_group=8, topk_group=4, num_experts_per_tok=8,
+                  moe_intermediate_size=2048, first_k_dense_replace=3, routed_scaling_factor=2.5, norm_topk_prob=True)
+del LATENT["head_dim"]  # which is that of the rotated key there
 ARCHITECTURES = {  # with the defaults of transformers 5.23
     "LlamaForCausalLM": Architecture("llama", defaults(None)),
     "MistralForCausalLM": Architecture("mistral", defaults(8, sliding_window=4096)),
@@ -111,6 +129,9 @@ ARCHITECTURES = {  # with the defaults of transformers 5.23
     "Qwen3MoeForCausalLM": Architecture("qwen3_moe", defaults(
         4, **QWEN, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=False,
         mlp_only_layers=None), QWEN_MOE_NAMES, qk_norm=True),
+    "DeepseekV3ForCausalLM": Architecture("deepseek_v3", LATENT, DEEPSEEK_NAMES, router="sigmoid", accepted=dict(
+        model_type=("deepseek_v3", "kimi_k2"), rope_interleave=(True,), scoring_func=("sigmoid",),
+        topk_method=("noaux_tc",), moe_layer_freq=(1,), rms_norm_eps=(1e-6,))),  # it norms latents with 1e-6 anyway
 }
 
 
@@ -120,6 +141,11 @@ def names_on_disk(name: str, architecture: str) -> list[str]:
     names = ARCHITECTURES[architecture].names
     need(ours in names, f"{name}: {architecture} has no such weight, leave out the flag that asks for it")
     return [("model." + layer if layer else "") + theirs for theirs in names[ours].split()]
+
+
+def is_on_disk(spec: Spec, architecture: str) -> bool:
+    """False for biases of routers, which are 0 where a class of transformers has none."""
+    return not spec.name.endswith(".router.bias") or "router.bias" in ARCHITECTURES[architecture].names
 
 
 def tensors_on_disk(spec: Spec, architecture: str) -> Iterator[tuple[str, Box]]:
@@ -145,7 +171,9 @@ def is_read(name: str, model: Any, architecture: str) -> bool:
     parts = next((ours.split(".") for ours, theirs in ARCHITECTURES[architecture].names.items()
                   if inside in theirs.split()), [""])
     has = {"": False, "ffn": not model.has_experts(layer), "bq": model.qkv_bias, "bk": model.qkv_bias,
-           "bv": model.qkv_bias, "q_norm": model.qk_norm, "k_norm": model.qk_norm,
+           "bv": model.qkv_bias, "q_norm": model.qk_norm or model.q_lora_rank, "k_norm": model.qk_norm,
+           "wq": not model.q_lora_rank, "w_q_down": model.q_lora_rank, "w_q_up": model.q_lora_rank,
+           "shared": model.has_experts(layer) and model.shared_experts,
            "router": model.has_experts(layer), "experts": model.has_experts(layer) and expert < model.experts}
     return layer < model.layers and all(has.get(part, True) for part in parts)
 
@@ -198,7 +226,7 @@ def model_fields(config: dict[str, Any], where: str) -> dict[str, Any]:
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}  # of transformers 4 and 5
     need(isinstance(rope, dict), f"{where}: rope_scaling {json.dumps(rope)}: must be an object or null")
     config = config | {"rope_type": rope.get("type", "default")} | rope
-    need_accepted(config, ACCEPTED | {"model_type": (architecture.model_type,)}, where)
+    need_accepted(config, ACCEPTED | {"model_type": (architecture.model_type,)} | architecture.accepted, where)
     if "layer_types" not in architecture.defaults:  # which this class of transformers ignores
         need_accepted(config, {"layer_types": (None,)}, where)
     config["factor"] = rope.get("factor") if config["rope_type"] == "llama3" else 1.0
@@ -211,7 +239,8 @@ def model_fields(config: dict[str, Any], where: str) -> dict[str, Any]:
     model = {}
     for field, default in architecture.defaults.items():
         value, kind = settings[field], int if default is None else type(default)
-        if field in FIELDS and not (value is None and field in NULLABLE):
+        is_none = (value is None and field in NULLABLE) or (value == 0 and field in MAY_BE_0)
+        if field in FIELDS and not is_none:
             fits = isinstance(value, bool) if kind is bool else isinstance(value, (int, kind)) and value > 0
             need(fits, f"{where}: {field} {json.dumps(value)}: must be {KINDS[kind]}")
             need(field != "num_hidden_layers" or value <= MOST_LAYERS,
@@ -219,11 +248,13 @@ def model_fields(config: dict[str, Any], where: str) -> dict[str, Any]:
             model[FIELDS[field]] = value
     model.setdefault("kv_heads", model["heads"])
     model.setdefault("head_dim", model["hidden"] // model["heads"])
+    model["head_dim"] += model.get("rope_head_dim", 0)
     if "experts" in model:
         model.setdefault("expert_ffn", model["ffn"])
         dense = settings.get("mlp_only_layers") or []
         need(dense == list(range(len(dense))), f"{where}: mlp_only_layers {dense}: only the first layers can be dense")
-        model["dense_layers"] = len(dense)
+        model["dense_layers"] = model.get("dense_layers", len(dense))
+        model["router"] = architecture.router
     return model | read_window(settings, where) | dict(qkv_bias=architecture.qkv_bias, qk_norm=architecture.qk_norm)
 
 
@@ -247,14 +278,18 @@ def read_window(settings: dict[str, Any], where: str) -> dict[str, int]:
 
 def config_of(model: Any, architecture: str) -> dict[str, Any]:
     """The content of config.json for a config.Model: the inverse of model_fields."""
-    model_type, settings, *_ = ARCHITECTURES[architecture]
+    model_type, settings, *_, accepted = ARCHITECTURES[architecture]
     values = {field: getattr(model, ours) for field, ours in FIELDS.items()} | {
+        **{field: only for field, (only, *_) in accepted.items()},
         "sliding_window": model.window or None,
         "use_sliding_window": model.window > 0,
         "max_window_layers": 0,
         "layer_types": ["sliding_attention" if model.window_of(layer) else "full_attention"
                         for layer in range(model.layers)],
         "mlp_only_layers": list(range(model.dense_layers)),
+        "q_lora_rank": model.q_lora_rank or None,
+        "qk_nope_head_dim": model.head_dim - model.rope_head_dim,
+        "v_head_dim": model.value_dim,
     }
     if "num_local_experts" in settings:  # Mixtral's, which have no other width
         values["intermediate_size"] = model.expert_ffn
@@ -271,10 +306,13 @@ def exportable(model: Any) -> str:
     """
     unused = {"preset", "mtp"} | ({"ffn"} if model.experts and not model.dense_layers else set())
     ours = {f.name: getattr(model, f.name) for f in fields(model) if f.name not in unused}
+    ours["v_head_dim"] = model.value_dim if model.kv_lora_rank else 0
     default = {f.name: f.default for f in fields(model)}
     refusals = []
     for name, architecture in ARCHITECTURES.items():
         if (architecture.names is NAMES) != (model.experts == 0):
+            continue
+        if (architecture.names is DEEPSEEK_NAMES) != (model.kv_lora_rank > 0):
             continue
         theirs = default | model_fields(config_of(model, name), name)
         missing = [f"{flag(field)} {value} (only {theirs[field]})" for field, value in ours.items()
@@ -292,9 +330,9 @@ def check_export(settings: Any) -> None:
     target, rate = settings.run.export_hf, settings.optim.bias_rate
     if target:
         need_library("safetensors")
-        exportable(settings.model)
         need(settings.run.out, f"--export-hf {target}: needs --out, whose last checkpoint is exported")
-        need(rate == 0, f"--export-hf with --bias-rate {rate}: no class of transformers has the routers' biases")
+        need(rate == 0 or "router.bias" in ARCHITECTURES[exportable(settings.model)].names,
+             f"--export-hf with --bias-rate {rate}: this model's class of transformers has no biases of routers")
         folder, init_from = Path(target).resolve(), settings.run.init_from
         need(not init_from or folder != Path(init_from).resolve(),
              f"--export-hf {target}: is the folder of --init-from")
@@ -358,6 +396,8 @@ def source(folder: str) -> Source:
 
     def read_box(spec: Spec, box: Box) -> torch.Tensor:
         out = None
+        if not is_on_disk(spec, architecture):
+            return torch.zeros(box_shape(box))
         for name, tensor_box in tensors_on_disk(spec, architecture):
             common = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box, tensor_box))
             if all(s.start < s.stop for s in common):
@@ -419,7 +459,8 @@ def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: st
         need(os.path.realpath(given) != os.path.realpath(folder),
              f"{folder}: has the model that the tokenizer is from, which would be replaced: export to another folder")
     torch_dtype = getattr(torch, DTYPES[dtype])
-    specs = [spec for spec in specs if not spec.name.startswith(f"layers.{model.layers}.")]
+    specs = [spec for spec in specs if is_on_disk(spec, architecture)
+             and not spec.name.startswith(f"layers.{model.layers}.")]  # nor is multi-token prediction
     shards = plan_shards(specs, architecture, torch_dtype.itemsize, shard_bytes)
     os.makedirs(folder, exist_ok=True)
     if rank == 0:  # transformers would prefer an old model.safetensors to a new index
@@ -461,12 +502,15 @@ def plan_shards(specs: list[Spec], architecture: str, element_bytes: int,
 
 
 def write_shard(path: str, shard: dict[str, tuple[Spec, Box]], source: Source, dtype: torch.dtype) -> None:
+    import torch
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     from param import box_shape
-    tensors = {name: source(spec, box).to("cpu", dtype).reshape(box_shape(box)[-2:]).contiguous()
-               for name, (spec, box) in shard.items()}
+    tensors = {}
+    for name, (spec, box) in shard.items():
+        its_dtype = torch.float32 if spec.name.endswith(".router.bias") else dtype  # transformers keeps these in fp32
+        tensors[name] = source(spec, box).to("cpu", its_dtype).reshape(box_shape(box)[-2:]).contiguous()
     try:
         save_file(tensors, path + ".tmp", metadata={"format": "pt"})
         os.umask(mask := os.umask(0))  # there is no other way to ask for it

@@ -23,7 +23,7 @@ import collectives
 import config
 from collectives import ALONE, MAX, Group, Groups, all_reduce
 from config import need
-from param import Source, draw
+from param import Source, Spec, draw
 from plan import search
 from pp import profile_range
 from run import checkpoint, device, faults, huggingface, sampling, start, timeline
@@ -279,7 +279,7 @@ def load_weights(run: Run) -> None:
         agree(lambda: check_data(run.training, saved, settings), run.host)
         restore(run, path, saved)
     else:
-        agree(lambda: run.optimizer.load(initial_weights(settings)), run.host)
+        agree(lambda: load_first(run, initial_weights(settings)), run.host)
     run.published = os.path.abspath(asked.init_from) if asked.init_from else saved.get("published", "")
     run.tokenizer = tokenizer_folder(asked.init_from, saved.get("tokenizer", ""), run.training.corpus)
     if asked.sample:
@@ -293,6 +293,14 @@ def initial_weights(settings: config.Config) -> Source:
     drawn, folder, ahead = draw(settings.optim.seed), settings.run.init_from, f"layers.{settings.model.layers}."
     published = huggingface.source(folder) if folder else drawn
     return lambda spec, box: (drawn if spec.name.startswith(ahead) else published)(spec, box)
+
+
+def load_first(run: Run, source: Source) -> None:
+    """Weights, and the biases of routers, which random weights begin with 0."""
+    run.optimizer.load(source)
+    for router in run.model.routers:
+        spec = Spec(router.name, tuple(router.bias.shape))
+        router.bias.copy_(source(spec, (slice(0, len(router.bias)),)))
 
 
 def open_saver(run: Run, path: Path | None) -> None:

@@ -99,9 +99,11 @@ def what_is_said(line: str) -> str:
     return ""
 
 
+LATENT = "--kv-lora-rank 8 --rope-head-dim 4 --kv-heads 4"
 REFUSED = [  # by each row of config.RULES, in its order
     "--top-k 3", "--expert-ffn 8", "--shared-experts 1", "--dense-layers 1", "--router sigmoid", "--no-router-norm",
     "--router-scale 0.5", "--expert-groups 2", "--top-groups 2", "--ep 2", "--router-z-loss 0.5", "--bias-rate 0.5",
+    "--q-lora-rank 8", "--rope-head-dim 8", "--v-head-dim 8",
     "--heads 5", "--kv-heads 3", "--expert-groups 3 --experts 8", "--pp 3", "--tp 3", "--cp 3", "--tp 8",
     "--tp 2 --ffn 55", "--tp 2 --experts 8 --expert-ffn 7 --shared-experts 1", "--cp 8 --cp-style ulysses",
     "--cp-ulysses 3 --cp 4", "--cp-ulysses 4 --cp 4 --tp 2 --kv-heads 4",
@@ -111,6 +113,8 @@ REFUSED = [  # by each row of config.RULES, in its order
     "--expert-groups 4 --experts 8 --top-k 3", "--dense-layers 4 --experts 8", "--head-dim 15", "--mtp-weight 0.1",
     "--window-every 2", "--schedule afab", "--chunks 2 --pp 2", "--pp 8", "--pp-group 4 --pp 2",
     "--cp-ulysses 2 --cp 2", "--cp-zigzag document --cp 2 --doc-mask --cp-style ulysses", "--sp async",
+    "--kv-lora-rank 8", f"{LATENT} --v-head-dim 64", "--kv-lora-rank 8 --rope-head-dim 4", f"{LATENT} --qk-norm",
+    f"{LATENT} --cp 2 --cp-style ring",
     "--tp 4 --kv-heads 6 --heads 12 --head-dim 8", "--tp 8 --heads 8 --kv-heads 8 --vocab 7", "--dp-replicate 2",
     "--dp-replicate 8 --zero 3",
 
@@ -177,6 +181,9 @@ def test_a_number_outside_its_range_is_refused_by_its_flag(field):
     (1, "--experts 8 --top-k 8", "--experts 8 --top-k 9"),
     (1, "--experts 8 --expert-groups 4 --top-k 2", "--experts 8 --expert-groups 4 --top-k 3"),
     (1, "--experts 8 --expert-groups 4 --top-groups 4", "--experts 8 --expert-groups 4 --top-groups 5"),
+    (1, f"{LATENT} --v-head-dim 32", f"{LATENT} --v-head-dim 33"),
+    (1, f"{LATENT} --rope-head-dim 30", f"{LATENT} --rope-head-dim 32"),
+    (2, f"{LATENT} --cp 2", f"{LATENT} --cp 2 --cp-style ulysses"), (1, LATENT, f"{LATENT} --qkv-bias"),
     (1, "--experts 1 --top-k 1", "--experts 2 --top-k 1"), (1, "--router sigmoid --experts 2", "--router sigmoid"),
     (2, "--experts 8 --tp 2 --ffn 55 --expert-ffn 8", "--experts 8 --tp 2 --ffn 55 --expert-ffn 8 --dense-layers 1"),
     (8, "--tp 8 --heads 8 --kv-heads 8 --vocab 8", "--tp 8 --heads 8 --kv-heads 8 --vocab 7"),
@@ -274,9 +281,9 @@ def test_a_preset_fills_the_model_and_any_field_overrides_it():
 
 def test_a_preset_may_balance_experts_as_published():
     """DeepSeek-V3's report, section 4.2: a bias update speed of 0.001 and a balance factor of 0.0001."""
-    optim = config.parse("--preset deepseek-v3-gqa".split()).optim
+    optim = config.parse("--preset deepseek-v3".split()).optim
     assert (optim.bias_rate, optim.aux_loss, optim.aux_over) == (0.001, 0.0001, "sequence")
-    assert config.parse("--preset deepseek-v3-gqa --bias-rate 0".split()).optim.bias_rate == 0
+    assert config.parse("--preset deepseek-v3 --bias-rate 0".split()).optim.bias_rate == 0
 
 
 def test_choices_left_open_are_made():

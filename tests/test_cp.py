@@ -35,7 +35,7 @@ BLOCK_STYLES = [name for name, style in CP_STYLES.items() if not style.whole_seq
 
 
 def test_every_style_of_the_table_is_implemented():
-    assert set(BLOCK_STYLES) == SOURCES.keys() and CP_STYLES.keys() == {*SOURCES, "ulysses"}
+    assert SOURCES.keys() == {*BLOCK_STYLES, "latents"} and CP_STYLES.keys() == {*BLOCK_STYLES, "ulysses"}
 
 
 def positions_of(seq: int, c: int, chunks) -> torch.Tensor:
@@ -225,7 +225,7 @@ def scores_of(block: cp.ScoreBlock) -> int:
     return block.mask.visible(rows, columns, "cpu").sum().item()
 
 
-@pytest.mark.parametrize("style", BLOCK_STYLES)
+@pytest.mark.parametrize("style", SOURCES)
 @pytest.mark.parametrize("c", [1, 2, 3, 4, 8])
 def test_blocks_cover_every_visible_score_once_and_work_is_equal(c, style):
     total, work = torch.zeros(S, S, dtype=torch.int), []
@@ -233,7 +233,8 @@ def test_blocks_cover_every_visible_score_once_and_work_is_equal(c, style):
         scores, steps = covered(style, c, i, CAUSAL)
         total += scores
         work.append([sum(map(scores_of, blocks)) for blocks in steps])
-        assert len(steps[0]) == 1 and max(map(len, steps)) <= (2 if style == "ring" else 3)
+        most = dict(ring=2, allgather=3, latents=4)  # keys of all tokens at once: each chunk itself, then earlier ones
+        assert (len(steps[0]) == 1 or style == "latents") and max(map(len, steps)) <= most[style]
     assert torch.equal(total, torch.ones(S, S, dtype=torch.int).tril())
     assert all(of_rank == work[0] for of_rank in work)
     if style == "ring":
@@ -242,7 +243,7 @@ def test_blocks_cover_every_visible_score_once_and_work_is_equal(c, style):
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 6, 7, 12, 23, 47, 48, 60])
-@pytest.mark.parametrize("style", BLOCK_STYLES)
+@pytest.mark.parametrize("style", SOURCES)
 @pytest.mark.parametrize("c", [1, 2, 3, 4, 8])
 def test_blocks_cover_every_score_of_a_window_once_and_others_are_skipped(c, style, window):
     visible = torch.ones(S, S, dtype=torch.int).tril().triu(1 - window)
@@ -262,7 +263,7 @@ def documents_of(seq: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("window", [0, 7])
-@pytest.mark.parametrize("style", BLOCK_STYLES)
+@pytest.mark.parametrize("style", SOURCES)
 @pytest.mark.parametrize("c", [2, 4])
 def test_blocks_without_common_documents_are_skipped(c, style, window):
     documents = documents_of(S)
@@ -275,11 +276,11 @@ def test_blocks_without_common_documents_are_skipped(c, style, window):
     for i in range(c):  # every few tokens a new one: nearly nothing is left to compute besides the own blocks
         short = torch.arange(S)[None] // 3
         _, steps = covered(style, c, i, Mask(window=window, documents=(short, short)))
-        assert sum(map(len, steps)) <= (2 if window else 1)
+        assert sum(map(len, steps)) <= (2 if window or style == "latents" else 1)
 
 
 @pytest.mark.parametrize("window", [0, 1, 7, 40])
-@pytest.mark.parametrize("style", BLOCK_STYLES)
+@pytest.mark.parametrize("style", SOURCES)
 @pytest.mark.parametrize("c", [1, 2, 3, 4, 8])
 def test_a_block_has_no_key_at_its_ends_that_nobody_sees(c, style, window):
     documents = torch.rand(3, 1, S, generator=torch.Generator().manual_seed(c)).lt(0.1).cumsum(-1)
@@ -662,6 +663,61 @@ def test_of_two_exchanges_each_sends_its_own_bytes(pool, style, c):
         assert seen["sent backward"] == {"cp_heads": heads, "cp_keys": keys * 8}
 
 
+R = 7  # width of latents
+
+
+def attended_to_latents(documents=None, window=0, dtype=torch.float64) -> dict:
+    """What this rank makes of its latents, what it sends, and of how many tokens it makes keys and values."""
+    group, c = everyone(), dist.get_world_size()
+    mine = own_positions(S, c, dist.get_rank())
+    q, latents, weight, do = latent_inputs(dtype)
+    q, latents, weight, do = q[:, :, mine].detach(), latents[:, mine].detach(), weight.detach(), do[:, :, mine]
+    leaves, expanded = [x.requires_grad_() for x in (q, latents, weight)], []
+
+    def expand(latents):
+        expanded.append(latents.shape[1])
+        return keys_and_values(latents, weight)
+
+    mask = Mask(window=window, documents=None if documents is None else (documents, documents))
+    attend = context_parallel(group, "latents", S, mask, SDPA)
+    collectives.sent.clear()
+    o = attend(q, latents, expand, lambda *_: None)
+    sent = [collectives.sent.pop(group.axis, 0)]
+    o.backward(do)
+    sent.append(collectives.sent.pop(group.axis, 0))
+    return dict(sent=sent, expanded=expanded, found=[o.detach(), *(x.grad for x in leaves)], mine=mine)
+
+
+def latent_inputs(dtype) -> list[torch.Tensor]:
+    """q, latents, the weight that expands them, and a gradient of what comes out."""
+    q, *_, do = inputs(dtype)
+    generator = torch.Generator().manual_seed(6)
+    return [q, *(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+                 for shape in ((B, S, 1, R), (N * 2 * D, R))), do]
+
+
+def keys_and_values(latents, weight):
+    return (latents[:, :, 0] @ weight.t()).unflatten(-1, (N, 2 * D)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("documents, window", [(False, 0), (True, 0), (False, 9), (True, 9)])
+def test_ranks_gather_latents_and_no_heads(pool, documents, window):
+    """(c-1) s R e bytes each way; each rank then expands those of all tokens. Equal to attention at once to 1e-10."""
+    documents = documents_of(S) if documents else None
+    *leaves, do = latent_inputs(torch.float64)
+    q, latents, weight = (x.requires_grad_() for x in leaves)
+    o = dense(q, *keys_and_values(latents, weight).chunk(2, -1), documents, window)
+    wants = o.detach(), *torch.autograd.grad(o, (q, latents, weight), do)
+    for c in (2, 3):
+        results = pool.run(c, "test_cp:attended_to_latents", documents=documents, window=window)
+        for seen in results:
+            assert seen["sent"] == 2 * [(c - 1) * B * S // c * R * 8] and seen["expanded"] == [S]
+            o, dq, dlatents, _ = seen["found"]
+            for have, want in zip((o, dq, dlatents.transpose(1, 2)), (*wants[:2], wants[2].transpose(1, 2))):
+                assert (have - want[:, :, seen["mine"]]).abs().max() < 1e-10 * want.abs().max()
+        assert (sum(seen["found"][3] for seen in results) - wants[3]).abs().max() < 1e-10 * wants[3].abs().max()
+
+
 @pytest.mark.parametrize("style", BLOCK_STYLES)
 def test_what_is_saved_is_divided_and_what_is_received_is_freed(pool, style):
     """Saved: o and lse of the own tokens, besides q, k and v. Besides them: two shards of K and V, or all of them."""
@@ -736,7 +792,7 @@ class OnDevice(torch.Tensor):
         return super().__torch_function__(function, types, args, kwargs or {})
 
 
-@pytest.mark.parametrize("style", BLOCK_STYLES)
+@pytest.mark.parametrize("style", SOURCES)
 def test_documents_are_read_on_the_host_alone(style, monkeypatch):
     """They stay there, and no copy of them is asked for what it holds."""
     documents = documents_of(S)

@@ -18,6 +18,7 @@ from watch import Watch
 import config
 
 MIXTRAL, DEEPSEEK = pairs.MIXTRAL.format(20), pairs.DEEPSEEK.format(12)
+LATENT = pairs.LATENT
 GRIDS = [
     (1, "--micro-batch 8"),
     (1, "--micro-batch 3 --tied"),
@@ -77,6 +78,12 @@ GRIDS = [
     (8, "--micro-batch 12 --cp 8 --cp-style ring --cp-ulysses 4 --doc-mask --zero 3"),
     (2, "--micro-batch 12 --cp 2 --cp-zigzag document --doc-mask --seq 21"),
     (4, "--micro-batch 12 --cp 4 --cp-style ring --cp-zigzag document --doc-mask --zero 1 --attention math"),
+    (1, f"--micro-batch 8 {LATENT} --recompute selective"),
+    (1, f"--micro-batch 12 {LATENT} --q-lora-rank 0 --attention math --recompute full"),
+    (2, f"--micro-batch 12 {LATENT} --v-head-dim 10 --tp 2 --zero 1"),
+    (4, f"--micro-batch 12 {LATENT} --tp 4 --sp off --recompute selective --attention math"),
+    (4, f"--micro-batch 12 {LATENT} --cp 2 --tp 2 --window 7 --window-every 2 --recompute selective"),
+    (3, f"--micro-batch 16 {LATENT} --cp 3 --seq 23 --doc-mask --attention math --q-lora-rank 0"),
 ]
 MORE = [  # in the slow tier: axes of more ranks than pairs have, and what is beside the features
     (8, "--micro-batch 3 --zero 3"),
@@ -118,6 +125,9 @@ MORE = [  # in the slow tier: axes of more ranks than pairs have, and what is be
     (8, f"--micro-batch 6 {DEEPSEEK} --pp 2 --tp 2 --ep 4 --schedule zb1p --layers 5 --zero 2"),
     (8, f"--micro-batch 6 {MIXTRAL} --pp 2 --cp 2 --ep 4 --zero 3 --recompute full --tied --seq 21"),
     (8, f"--micro-batch 12 {DEEPSEEK} --pp 2 --cp 2 --tp 2 --ep 4 --schedule dualpipev --layers 5 --recompute full"),
+    (8, f"--micro-batch 12 {LATENT} --cp 8 --seq 30 --recompute selective"),
+    (8, f"--micro-batch 12 {LATENT} --tp 8 --bucket-mb 0 --tied"),
+    (8, f"--micro-batch 12 {LATENT} {DEEPSEEK} --pp 2 --cp 2 --tp 2 --ep 4 --schedule zb-v --layers 5"),
 ]
 # What docs/PLAYBOOK.md runs: five dimensions, each of at least two.
 FIVE_DIMENSIONS = "--dp 2 --cp 2 --tp 2 --pp 2 --ep 4 --zero 1 --schedule zb-h1 --recompute selective"

@@ -1,4 +1,5 @@
 """Published models: transformers' folders are read as the same model, and transformers opens what is exported."""
+import copy
 import json
 import math
 import os
@@ -9,20 +10,23 @@ from contextlib import nullcontext
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import runs
 import safetensors.torch
 import tokenizers
 import torch
+import torch.nn.functional as F
 import transformers
 from grids import NO_GROUPS
 from program import ROOT
 
 import config
 from model import Execution, Llama
-from param import Source, box_shape
-from run import data, huggingface, start
+from param import Source, Spec, box_shape
+from run import data, huggingface, job, start
 from run.huggingface import INDEX
 from run.sampling import sample
 from zero import Optimizer
@@ -32,6 +36,10 @@ SMALL = dict(vocab_size=61, hidden_size=48, intermediate_size=56, num_hidden_lay
 LLAMA3 = dict(rope_type="llama3", rope_theta=5000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=8192)
 WINDOW = dict(use_sliding_window=True, sliding_window=7)
+LATENT = dict(num_key_value_heads=6, head_dim=4, q_lora_rank=20, kv_lora_rank=14, qk_nope_head_dim=8,
+              qk_rope_head_dim=4, v_head_dim=7, n_routed_experts=8, n_group=4, topk_group=2, num_experts_per_tok=3,
+              moe_intermediate_size=20, first_k_dense_replace=1,
+              rope_parameters=dict(rope_type="default", rope_theta=500.0))
 CASES = {
     "llama": ("Llama", dict(rope_parameters=LLAMA3, max_position_embeddings=16384)),
     "llama tied": ("Llama", dict(tie_word_embeddings=True, num_key_value_heads=1, rms_norm_eps=1e-3)),
@@ -46,6 +54,9 @@ CASES = {
     "qwen3 moe, first layer dense": ("Qwen3Moe", dict(WINDOW, num_experts=4, moe_intermediate_size=20,
                                                       num_experts_per_tok=2, norm_topk_prob=True,
                                                       mlp_only_layers=[0])),
+    "deepseek": ("DeepseekV3", LATENT),
+    "deepseek, queries of the hidden state": ("DeepseekV3", LATENT | dict(
+        q_lora_rank=None, v_head_dim=12, n_group=1, topk_group=1, first_k_dense_replace=0)),
 }
 TOKENS = torch.randint(61, (2, 24), generator=torch.Generator().manual_seed(1))
 
@@ -62,6 +73,9 @@ def of_transformers(case: str) -> transformers.PreTrainedModel:
         for name, weight in theirs.named_parameters():
             if weight.ndim == 1:
                 weight.normal_(0.0 if "bias" in name else 1.0, 0.2)
+        for name, buffer in theirs.named_buffers():
+            if "e_score_correction_bias" in name:
+                buffer.uniform_(-0.3, 0.3)
     return theirs
 
 
@@ -80,7 +94,7 @@ def published(tmp_path_factory):
 def filled(model: config.Model, source: Source) -> Llama:
     llama = Llama(model, NO_GROUPS, Execution(torch.float32))
     optimizer = Optimizer(llama.units(), NO_GROUPS)
-    optimizer.load(source)
+    job.load_first(SimpleNamespace(model=llama, optimizer=optimizer), source)
     optimizer.begin_step(1)
     return llama
 
@@ -90,11 +104,13 @@ def loaded(folder: str) -> Llama:
 
 
 def specs_of(llama: Llama) -> list:
-    return [param.spec for param in llama.parameters()]
+    return [param.spec for param in llama.parameters()] + [Spec(router.name, tuple(router.bias.shape))
+                                                           for router in llama.routers]
 
 
 def weights_of(llama: Llama) -> Source:
     weights = {param.spec.name: param.detach() for param in llama.parameters()}
+    weights |= {router.name: router.bias for router in llama.routers}
     return lambda spec, box: weights[spec.name][box]
 
 
@@ -119,6 +135,65 @@ def test_a_published_model_gives_the_same_logits_here(case, published):
         assert (got - want).abs().max() < 1e-5 * want.abs().max(), shard
 
 
+@pytest.mark.parametrize("ranks, grid", [(2, "--tp 2 --ep 2"), (2, "--pp 2"), (2, "--zero 3")])
+def test_latents_and_routers_biases_pass_through_a_grid_to_the_bit(pool, published, tmp_path, ranks, grid):
+    np.save(tmp_path / "tokens.npy", np.arange(999, dtype=np.uint16) % 61)
+    pool.run(ranks, "runs:run", flags=f"--init-from {published('deepseek')} --data {tmp_path}/tokens.npy --steps 0 "
+             f"--seq 24 --global-batch 4 --micro-batch 1 --sample= --out {tmp_path}/run --export-hf {tmp_path}/hf "
+             f"{grid}")
+    want, got = (safetensors.torch.load_file(Path(folder) / "model.safetensors")
+                 for folder in (published("deepseek"), tmp_path / "hf"))
+    assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
+
+
+class InFp64:
+    """torch, in which fp32 is fp64."""
+    float32 = float = torch.float64
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+@pytest.mark.parametrize("case", ["deepseek", "deepseek, queries of the hidden state"])
+def test_five_steps_of_training_are_those_of_transformers(case, tmp_path, monkeypatch):
+    """In fp64, also norms, softmax, router and angles, which transformers computes in fp32."""
+    theirs = copy.deepcopy(of_transformers(case)).double()
+    theirs.set_experts_implementation("eager")  # the others have no fp64
+    monkeypatch.setattr(sys.modules[type(theirs).__module__], "torch", InFp64())
+    rotary = theirs.model.rotary_emb
+    rotary.inv_freq = rotary.compute_default_rope_parameters(theirs.config)[0]
+    theirs.save_pretrained(tmp_path)
+    llama = Llama(config.Model(**huggingface.read_config(str(tmp_path))), NO_GROUPS, Execution(torch.float64))
+    ours = Optimizer(llama.units(), NO_GROUPS, weight_decay=0.3, clip=0.5)
+    job.load_first(SimpleNamespace(model=llama, optimizer=ours), huggingface.source(str(tmp_path)))
+    matrices, vectors = ([p for p in theirs.parameters() if (p.ndim > 1) == wide] for wide in (True, False))
+    other = torch.optim.AdamW([dict(params=matrices, weight_decay=0.3), dict(params=vectors, weight_decay=0.0)],
+                              lr=2e-3, betas=(0.9, 0.95))
+    for step in range(5):
+        tokens = torch.randint(61, (2, 25), generator=torch.Generator().manual_seed(step))
+        ours.begin_step(1)
+        loss = llama(tokens[:, :-1], labels=tokens[:, 1:]) / 48
+        loss.backward()
+        ours.finish_step()
+        norm = ours.step(2e-3)
+        other.zero_grad()
+        with monkeypatch.context() as patches:
+            patches.setattr(torch.Tensor, "float", torch.Tensor.double)
+            want = F.cross_entropy(theirs(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())
+        want.backward()
+        assert loss.item() == pytest.approx(want.item(), rel=1e-7)
+        assert norm.item() == pytest.approx(torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5).item(), rel=1e-7)
+        other.step()
+    theirs.save_pretrained(tmp_path / "trained")
+    first, trained = (huggingface.source(str(folder)) for folder in (tmp_path, tmp_path / "trained"))
+    got = weights_of(llama)
+    for spec in (param.spec for param in llama.parameters()):
+        box = tuple(slice(0, n) for n in spec.shape)
+        want = trained(spec, box)
+        assert want.dtype == torch.float64 and (want - first(spec, box)).abs().max() > 1e-3, spec.name
+        assert (got(spec, box) - want).abs().max() < 1e-7 * want.abs().max(), spec.name
+
+
 @pytest.mark.parametrize("case, changed", [("llama", dict(rope_scaling=1.0)), ("mistral", dict(window=0)),
                                            ("qwen3 every second", dict(window_every=0))])
 def test_the_cases_above_would_notice_a_setting_that_is_lost(case, changed, published):
@@ -127,10 +202,11 @@ def test_the_cases_above_would_notice_a_setting_that_is_lost(case, changed, publ
     assert (logits(other) - logits(of_transformers(case))).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("case", ["llama tied", "mixtral", "qwen3 moe, first layer dense"])
+@pytest.mark.parametrize("case", ["llama tied", "mixtral", "qwen3 moe, first layer dense", "deepseek"])
 def test_a_box_reads_its_elements_and_no_others(case, published, monkeypatch):
     """Boxes over several experts, and over the boundary between w_gate and w_up in w_gate_up."""
-    specs = specs_of(loaded(published(case)))
+    specs = [spec for spec in specs_of(loaded(published(case)))
+             if huggingface.is_on_disk(spec, CASES[case][0] + "ForCausalLM")]
     reads = record_reads(monkeypatch)
     source = huggingface.source(published(case, "20KB"))
     whole = {spec.name: source(spec, tuple(slice(0, n) for n in spec.shape)) for spec in specs}
@@ -233,14 +309,17 @@ def test_settings_that_config_json_leaves_out_are_transformers_defaults(architec
     theirs = getattr(transformers, architecture.removesuffix("ForCausalLM") + "Config")(**sizes)
     windows = getattr(theirs, "sliding_window", None)
     assert got["kv_heads"] == theirs.num_key_value_heads
-    assert got["head_dim"] == (getattr(theirs, "head_dim", None) or 8)
+    assert got["head_dim"] == (getattr(theirs, "qk_head_dim", None) or getattr(theirs, "head_dim", None) or 8)
     assert got["norm_eps"] == theirs.rms_norm_eps and got["tied"] == theirs.tie_word_embeddings
     assert got["rope_theta"] == theirs.rope_parameters["rope_theta"] and got["rope_scaling"] == 1
     assert got["window"] == (windows or 0)
     if "experts" in got:
-        assert got["experts"] == theirs.num_experts and got["top_k"] == theirs.num_experts_per_tok
+        assert got["experts"] == theirs.num_local_experts and got["top_k"] == theirs.num_experts_per_tok
         assert got["expert_ffn"] == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
         assert got.get("router_norm", True) == getattr(theirs, "norm_topk_prob", True)
+    for field in ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim", "n_shared_experts", "n_group",
+                  "topk_group", "first_k_dense_replace", "routed_scaling_factor") if "kv_lora_rank" in got else ():
+        assert got[huggingface.FIELDS[field]] == getattr(theirs, field), field
 
 
 @pytest.mark.parametrize("architecture, layers, settings", [
@@ -588,7 +667,8 @@ def test_every_file_of_a_tokenizer_is_copied_and_nothing_else(published, tmp_pat
 @pytest.mark.parametrize("flags, says", [
     ("--export-hf model --out run --init-from model", "--export-hf model: is the folder of --init-from"),
     ("--export-hf hf", "--export-hf hf: needs --out, whose last checkpoint is exported"),
-    ("--export-hf hf --out run --preset tiny-moe --bias-rate 0.01", "--export-hf with --bias-rate 0.01: no class")])
+    ("--export-hf hf --out run --preset tiny-moe --bias-rate 0.01",
+     "--export-hf with --bias-rate 0.01: this model's class of transformers has no biases")])
 def test_an_export_that_could_not_be_written_is_refused_before_the_run(flags, says, published, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(published("llama"), "model")
@@ -604,6 +684,7 @@ def test_an_export_that_could_not_be_written_is_refused_before_the_run(flags, sa
     ("--preset qwen3-8b --window 128 --window-every 4", "Qwen3ForCausalLM"),
     ("--preset mixtral-8x7b", "MixtralForCausalLM"), ("--preset tiny-moe", "MixtralForCausalLM"),
     ("--preset qwen3-30b-a3b --dense-layers 2", "Qwen3MoeForCausalLM"),
+    ("--preset deepseek-v3", "DeepseekV3ForCausalLM"), ("--preset kimi-k2 --q-lora-rank 0", "DeepseekV3ForCausalLM"),
 ])
 def test_the_class_of_an_export_has_what_the_model_uses(flags, architecture, tmp_path):
     model = config.parse(f"--data {__file__} {flags}".split()).model
@@ -617,7 +698,8 @@ def test_the_class_of_an_export_has_what_the_model_uses(flags, architecture, tmp
     ("--preset tiny-moe --router sigmoid", "--router sigmoid (only softmax)"),
     ("--preset tiny-moe --no-router-norm", "--router-norm False (only True)"),
     ("--preset tiny-moe --router-scale 2", "--router-scale 2.0 (only 1.0)"),
-    ("--preset deepseek-v3-gqa", "--expert-groups 8 (only 1)"),
+    ("--preset deepseek-v3 --norm-eps 1e-5", "--norm-eps 1e-05 (only 1e-06)"),
+    ("--preset deepseek-v3 --window 8", "--window 8 (only 0)"),
     ("--heads 6 --head-dim 10 --window 4 --window-every 2", "--heads 6 (only divisors of --hidden 128)"),
 ])
 def test_what_no_class_of_transformers_computes_is_not_exported(flags, named, tmp_path):

@@ -18,7 +18,7 @@ from model import Execution, Llama, demo
 from operations import Mask, RMSNormFunction, attention_math, attention_sdpa, rotary_angles
 from param import Source, draw
 from plan.costs import flops_by_convention, flops_per_token, fp8_elements, parameters, peak_flops, visible_keys
-from run.huggingface import NAMES
+from run.huggingface import NAMES, config_of
 from run.meter import Meter
 from run.sampling import KVCache, sample
 from tp import cross_entropy
@@ -43,6 +43,7 @@ def wide(spec, box):
     return values * 10 if spec.mean == 0 else values
 
 
+LATENT = " --kv-heads 6 --kv-lora-rank 14 --q-lora-rank 20 --rope-head-dim 4 --v-head-dim 7"
 SMALL = "--layers 2 --hidden 48 --heads 6 --kv-heads 3 --head-dim 10 --ffn 56 --vocab 61"
 
 # Exact totals, each found in the model's repository or index file (and equal to a formula over its configuration).
@@ -66,6 +67,8 @@ TOTALS = {
     "--preset qwen3-32b": 32762123264,
     "--preset mixtral-8x7b": 46702792704,
     "--preset qwen3-30b-a3b": 30532122624,
+    "--preset deepseek-v3": 671026404352,
+    "--preset kimi-k2": 1026408209408,
 }
 
 def test_first_weights_are_those_of_gpt_2():
@@ -86,7 +89,8 @@ def test_first_weights_are_those_of_gpt_2():
         assert {"embedding", "head", "norm", "wq", "wo", "bq", "w_down"} <= seen
 
 
-ACTIVE = {"--preset mixtral-8x7b": 12879925248, "--preset qwen3-30b-a3b": 3353032704}  # "13B", "A3B"
+ACTIVE = {"--preset mixtral-8x7b": 12879925248, "--preset qwen3-30b-a3b": 3353032704,  # "13B", "A3B"
+          "--preset deepseek-v3": 37552282624, "--preset kimi-k2": 32861477888}  # "37B", "32B"
 
 
 @pytest.mark.parametrize("flags", TOTALS)
@@ -99,13 +103,16 @@ def test_active_parameters_are_those_of_the_chosen_experts(flags):
     assert parameters(architecture(flags)).active == ACTIVE[flags]
 
 
-def test_deepseeks_totals_follow_from_ours_and_its_attention():
-    """The published ones: 671,026,419,200, of which 58 x 256 are routers' biases, and 37,552,282,624 active without."""
-    model = architecture("--preset deepseek-v3-gqa")
-    ours = (2 * 128 + 2 * 8) * 128 * 7168
-    theirs = 7168 * 1536 + 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 + 512 * 128 * 256 + 128 * 128 * 7168
-    assert parameters(model).total - 61 * (ours - theirs) == 671026419200 - 58 * 256
-    assert parameters(model).active - 61 * (ours - theirs) == 37552282624
+@pytest.mark.parametrize("preset", ["deepseek-v3", "kimi-k2"])
+def test_deepseeks_parameters_are_those_of_transformers(preset):
+    """DeepSeek-V3's published total is 671,026,419,200, of which 58 x 256 are routers' biases, no parameters."""
+    model = architecture(f"--preset {preset}")
+    published = config_of(model, "DeepseekV3ForCausalLM")
+    with torch.device("meta"):
+        theirs = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**published))
+    biases = sum(x.numel() for name, x in theirs.named_buffers() if name.endswith("e_score_correction_bias"))
+    assert sum(weight.numel() for weight in theirs.parameters()) == parameters(model).total
+    assert parameters(model).total + biases == {"deepseek-v3": 671026419200, "kimi-k2": 1026408232448}[preset]
 
 
 # ---- against transformers -------------------------------------------------------------------------------------------
@@ -247,7 +254,8 @@ def test_a_packed_batch_equals_separate_documents():
 
 
 @pytest.mark.parametrize("flags", [SMALL, SMALL + " --qk-norm --qkv-bias --tied", SMALL + " --window 1",
-                                   SMALL + " --layers 3 --window 5 --window-every 2"])
+                                   SMALL + " --layers 3 --window 5 --window-every 2",
+                                   SMALL + LATENT, SMALL + LATENT + " --q-lora-rank 0 --window 5"])
 def test_sampling_with_the_cache_equals_sampling_without(flags):
     llama = filled(architecture(flags))
     tokens = torch.randint(61, (2, 20), generator=torch.Generator().manual_seed(0))
@@ -261,6 +269,8 @@ def test_sampling_with_the_cache_equals_sampling_without(flags):
     assert torch.equal(sample(llama, tokens, 10, temperature=0), greedy)
     windows = [llama.model.window_of(layer) for layer in range(llama.model.layers)]
     assert [len(k[0]) for k, _ in cache.layers.values()] == [window - 1 if window else 20 for window in windows]
+    if llama.model.kv_lora_rank:  # what a token has is a latent and one key
+        assert all(k.shape[2:] == (1, 14) and v.shape[2:] == (1, 4) for k, v in cache.layers.values())
 
 
 @pytest.mark.parametrize("window", [0, 1, 5, 12, 13, 40])
@@ -298,15 +308,18 @@ def test_samples_follow_the_temperature_and_the_seed():
 # ---- costs ----------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("more", ["", " --tied", " --mtp", " --mtp --tied",
-                                  " --experts 8 --top-k 3 --expert-ffn 72 --shared-experts 1 --dense-layers 1"])
+                                  " --experts 8 --top-k 3 --expert-ffn 72 --shared-experts 1 --dense-layers 1", LATENT,
+                                  LATENT + " --q-lora-rank 0 --v-head-dim 16"])
 def test_flops_equal_those_of_a_real_step(more):
+    """And of values that are padded to the width of keys, which a convention does not count."""
     model = architecture("--layers 3 --hidden 96 --heads 6 --kv-heads 2 --ffn 200 --vocab 120" + more)
     llama = filled(model, dtype=torch.float32, attention="math")
     tokens = torch.randint(120, (4, 64))
     with Meter() as meter:
         llama(tokens, labels=tokens, ahead=(tokens, tokens) if model.mtp else None).sum().backward()
-    assert meter.flops == pytest.approx(flops_per_token(model, 64) * tokens.numel(), rel=0.01)
-    scores = 12 * (3 + model.mtp) * 96 * 64  # L h S; the causal convention counts half of them
+    padding = 6 * model.blocks * 6 * (16 - model.value_dim) * 64
+    assert meter.flops == pytest.approx((flops_per_token(model, 64) + padding) * tokens.numel(), rel=0.01)
+    scores = 6 * model.blocks * 6 * (16 + model.value_dim) * 64  # L N (D + v) S; the causal convention counts half
     assert flops_per_token(model, 64) - flops_per_token(model, 64, causal=True) == scores / 2
 
 

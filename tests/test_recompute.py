@@ -15,13 +15,12 @@ import recompute
 from ep import Balance, RoutingInfo
 from model import ForwardContext, MixtureOfExperts
 from operations import RMSNorm
-from param import Spec, draw, parameter
-from plan import costs
+from param import draw, parameter
 from plan.costs import RECOMPUTE, experts_half, forward_flops, gpt_layer, recomputed_flops, saved_bytes
 from plan.memory import layer_options
 from recompute import CheckpointArena, Recompute, decide_once, is_recomputing
 from run.meter import Meter
-from tp import MATMUL, Column, Row, TensorParallel
+from tp import TensorParallel
 
 
 def checkpoints(layers: int, steps: int = 3) -> dict:
@@ -208,12 +207,6 @@ def saved_and_flops(run, x: torch.Tensor, weights: list[torch.Tensor]) -> tuple[
     return nbytes, meter.flops
 
 
-def weight(rows: int, columns: int) -> torch.nn.Parameter:
-    param = parameter(Spec(f"{rows} {columns}", (rows, columns)), {}, torch.float32)
-    param.data = torch.randn(rows, columns) / columns ** 0.5
-    return param
-
-
 def test_a_gpt_layer_keeps_what_the_paper_says():
     """Written in plain torch in bf16, with dropout. The paper leaves out the statistics that norms save per token."""
     b, s, h, heads = 2, 24, 32, 4
@@ -372,39 +365,6 @@ def test_a_mixture_of_experts_keeps_what_the_formula_says(mode, flags):
     constants = coefficients + 4 * model.experts  # the ends of the experts' rows
     assert nbytes == 2 * S * saved_bytes(made, mode) + constants
     assert flops == 2 * S * (3 * forward_flops(made) + recomputed_flops(made, mode))
-
-
-@pytest.mark.parametrize("mode", ["none", "selective"])
-def test_tiny_latent_attention_keeps_what_the_formula_says(mode):
-    """Without rotary channels, since torch's fused kernel for CPUs wants queries, keys and values of one width."""
-    s, H, heads, width, ranks, tp = 24, 32, 4, 8, (12, 10), TensorParallel()
-    down, up_q = weight(sum(ranks), H), weight(heads * width, ranks[0])
-    up_k, up_v, wo = weight(heads * width, ranks[1]), weight(heads * width, ranks[1]), weight(H, heads * width)
-    norms = [RMSNorm(partial(parameter, groups={}, dtype=torch.float32), str(n), n, 1e-5, {}) for n in (H, *ranks)]
-    for norm in norms:
-        norm.weight.data = torch.ones(norm.weight.shape)
-
-    drop = Recompute(mode).drop
-
-    def linear(x, which, *weights):
-        h = norms[which](x)
-        y = Column.apply(h, tp, MATMUL, True, *weights)
-        drop(h, y, norms[which], x)
-        return y
-
-    def layer(x):
-        q, kv = linear(x, 0, down).split(ranks, -1)
-        q, kv = linear(q, 1, up_q), linear(kv, 2, up_k, up_v)
-        q, k, v = (part.view(1, s, heads, width).transpose(1, 2) for part in (q, *kv.chunk(2, -1)))
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + Row.apply(o.transpose(1, 2).reshape(s, heads * width), tp, MATMUL, False, wo)
-
-    x = torch.randn(s, H, requires_grad=True)
-    nbytes, flops = saved_and_flops(layer, x, [down, up_q, up_k, up_v, wo, *(norm.weight for norm in norms)])
-    formula = costs.latent_attention_half(H, heads, s, 4, *ranks, width, 0)
-    assert nbytes + x.nbytes + 4 * s * H == s * saved_bytes(formula, mode)  # the result is x + ...
-    core = 4 * s * heads * width
-    assert flops == s * (3 * forward_flops(formula) + core / 2)  # torch: five matmuls in a core's backward
 
 
 def test_the_demo_counts_what_is_saved_and_what_runs_again(capsys):

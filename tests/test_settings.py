@@ -17,6 +17,7 @@ from run.meter import Meter
 MODEL = ("--layers 2 --hidden 24 --heads 4 --kv-heads 2 --head-dim 6 --ffn 32 --vocab 61 --seq 12 --dtype fp64 "
          "--steps 3 --warmup 1 --lr 0.02 --global-batch 8 --sample= --device cpu")
 MOE = "--experts 4 --expert-ffn 8"
+LATENT = "--kv-heads 4 --kv-lora-rank 6 --rope-head-dim 2"
 FP8 = "--dtype fp32 --hidden 32 --head-dim 16 --ffn 32 --fp8 tensorwise --layers 3"
 UNSEEN = "--val-data {folder}/unseen.npy"
 # Field -> (what else the run has, what is changed); the metrics of its three steps differ.
@@ -25,8 +26,10 @@ CHANGES = {
     "kv_heads": ("", "--kv-heads 1"), "head_dim": ("", "--head-dim 8"), "ffn": ("", "--ffn 33"),
     "vocab": ("", "--vocab 62"), "tied": ("", "--tied"), "rope_theta": ("", "--rope-theta 100"),
     "rope_scaling": ("--rope-theta 1e9", "--rope-scaling 8"), "norm_eps": ("", "--norm-eps 0.1"),
-    "qk_norm": ("", "--qk-norm"), "qkv_bias": ("", "--qkv-bias"), "window": ("", "--window 3"),
-    "window_every": ("--window 3", "--window-every 2"), "mtp": ("", "--mtp"),
+    "qk_norm": ("", "--qk-norm"), "qkv_bias": ("", "--qkv-bias"),
+    "kv_lora_rank": (LATENT, "--kv-lora-rank 8"), "q_lora_rank": (LATENT, "--q-lora-rank 6"),
+    "rope_head_dim": (LATENT, "--rope-head-dim 4"), "v_head_dim": (LATENT, "--v-head-dim 4"),
+    "window": ("", "--window 3"), "window_every": ("--window 3", "--window-every 2"), "mtp": ("", "--mtp"),
     "mtp_weight": ("--mtp", "--mtp-weight 0.1"), "experts": (MOE, "--experts 5"), "top_k": (MOE, "--top-k 3"),
     "expert_ffn": (MOE, "--expert-ffn 9"), "shared_experts": (MOE, "--shared-experts 1"),
     "dense_layers": (MOE, "--dense-layers 1"), "router": (MOE, "--router sigmoid"),

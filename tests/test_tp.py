@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import grids
+import pairs
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ from run.sampling import gather_logits, sample
 from tp import IGNORED, MATMUL, Column, Row, TensorParallel
 
 SHAPE = "--layers 2 --hidden 48 --heads 8 --kv-heads 4 --head-dim 6 --ffn 40 --seq 24 --global-batch 2 --dtype fp64"
+LATENT = pairs.LATENT
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -537,7 +539,9 @@ def test_no_rank_sees_a_row_of_logits(pool, n, flags):
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("attention", ["auto", pytest.param("math", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("n, flags", [(1, ""), (1, "--qk-norm"), (1, "--mtp"), (2, ""), (2, "--mtp"), (2, "--sp off"),
-                                      (2, "--kv-heads 1 --qk-norm --sp off"), *slow((8, "--kv-heads 2"))])
+                                      (1, LATENT), (2, LATENT), (2, "--kv-heads 1 --qk-norm --sp off"),
+                                      (2, f"{LATENT} --q-lora-rank 0 --v-head-dim 10 --sp off"),
+                                      *slow((8, "--kv-heads 2"))])
 def test_a_rank_keeps_what_the_formula_says(pool, n, flags, recompute, attention):
     """To the byte, as storages that live between forward and backward."""
     flags = f"--tp {n} --vocab 320 --recompute {recompute} --attention {attention} {flags}"
@@ -548,6 +552,7 @@ def test_a_rank_keeps_what_the_formula_says(pool, n, flags, recompute, attention
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("n, flags", [(2, "--cp 2"), (2, "--cp 2 --cp-style ring --attention math"),
                                       (4, "--cp 2 --tp 2 --cp-style ring"), (2, "--cp 2 --cp-style ulysses"),
+                                      (2, f"--cp 2 {LATENT}"),
                                       *slow((4, "--cp 4 --cp-style ring --attention math"),
                                             (4, "--cp 4 --cp-style ring --cp-ulysses 2"),
                                             (4, "--cp 4 --kv-heads 2 --cp-style ulysses"))])
@@ -577,7 +582,16 @@ def test_ranks_keep_what_the_formula_says_of_experts(pool, n, flags, recompute):
     assert saved == pytest.approx(formula + few, abs=1)
 
 
-@pytest.mark.parametrize("n, flags", [(1, ""), (2, "--qkv-bias"), (2, "--sp off --qk-norm"),
+def test_a_rank_that_gathers_latents_makes_keys_and_values_of_all_tokens(pool):
+    """So selective recomputation makes them twice; what the planner says, to the operation."""
+    plain, again = (pool.run(2, "test_tp:step", flags=f"--cp 2 {LATENT} --recompute {mode}")[0]["flops"]
+                    for mode in ("none", "selective"))
+    model = config.parse(f"{SHAPE} {LATENT}".split()).model
+    layer = llama_layer(model, 24, LayerOptions(8, cp=2))
+    assert again - plain == 2 * 24 * recomputed_flops(layer, "selective") == 2 * 48 * 2 * 11 * 8 * (6 + 9)
+
+
+@pytest.mark.parametrize("n, flags", [(1, ""), (2, "--qkv-bias"), (2, "--sp off --qk-norm"), (2, LATENT),
                                       *slow((4, "--kv-heads 2"))])
 @pytest.mark.parametrize("attention", ["auto", pytest.param("math", marks=pytest.mark.slow)])
 def test_recomputation_changes_no_bit_and_adds_the_flops_it_says(pool, n, flags, attention):

@@ -6,6 +6,8 @@ refuses those. `all_pairs` chooses few small grids by a greedy search that gives
 import random
 from itertools import combinations
 
+LATENT = ("--heads 8 --kv-heads 8 --head-dim 10 --kv-lora-rank 11 --q-lora-rank 14 --rope-head-dim 4 "
+          "--v-head-dim 9")
 FEATURES = {
     "zero": {"0": "", "1": "--zero 1", "2": "--zero 2", "3": "--zero 3"},
     "replicas": {"1": "", "2": "--dp-replicate 2"},
@@ -18,7 +20,7 @@ FEATURES = {
     "recompute": {"none": "", "selective": "--recompute selective", "full": "--recompute full"},
     "documents": {"mix": "", "masked": "--doc-mask"},
     "seq": {"24": "", "22": "--seq 22"},  # padded with cp
-    "kv": {"heads": "", "copies": "--kv-heads 1"},  # copies: on each of tp ranks
+    "kv": {"heads": "", "copies": "--kv-heads 1", "latents": LATENT},  # copies: on each of tp ranks
     "tables": {"two": "", "tied": "--tied"},
     "mtp": {"none": "", "one": "--mtp"},
     "qk": {"plain": "", "norm": "--qk-norm"},
@@ -36,11 +38,15 @@ IMPOSSIBLE = {
     *((("dtype", dtype), ("fp8", fp8)) for dtype in ("fp64", "fp16") for fp8 in ("tensorwise", "blockwise")),
     (("dtype", "fp64"), ("moments", "bf16")), *((("optimizer", rule), ("moments", "bf16")) for rule in ("sgd", "muon")),
     (("cp", "both"), ("kv", "copies")),
+    *((("cp", style), ("kv", "latents")) for style in ("ring", "ulysses", "both")),
+    (("kv", "latents"), ("qk", "norm")), (("kv", "latents"), ("biases", "qkv")),
 }
 MIXTRAL = "--experts 8 --top-k 2 --expert-ffn {} --router-z-loss 0.02 --aux-loss 0.3"
 DEEPSEEK = ("--experts 8 --top-k 3 --expert-ffn {} --router sigmoid --router-scale 2.5 --expert-groups 4 "
             "--top-groups 2 --shared-experts 2 --dense-layers 1 --bias-rate 0.002 --aux-loss 0.2")
 WIDE = "--hidden 128 --heads 4 --kv-heads 4 --head-dim {} --ffn 256"  # which FP8's blocks divide, also at --tp 2
+WIDE_LATENT = ("--heads 4 --kv-heads 4 --head-dim 128 --kv-lora-rank 128 --q-lora-rank 256 --rope-head-dim 64 "
+               "--v-head-dim 64")
 SEQUENCES, MOST_RANKS, TRIED = 16, 8, 60
 Choice = dict[str, str]  # feature -> value
 
@@ -82,10 +88,12 @@ def grid_of(choice: Choice) -> tuple[int, str]:
     accumulated = 4 if size["pp"] > 1 else 2
     flags = [f"--global-batch {SEQUENCES} --micro-batch {SEQUENCES // size['dp'] // accumulated}"]
     if wide:
-        flags.append(WIDE.format(64 if choice["kv"] == "heads" else 128))
+        flags.append(WIDE.format(128 if choice["kv"] == "copies" else 64))
     flags += [FEATURES[name][value] for name, value in choice.items()]
     if choice["schedule"] == "dualpipev" or not is_exact(choice):
         flags = [words.replace("8@0,16@1", "16@0,32@1") for words in flags]
+    if choice["kv"] == "latents" and wide:
+        flags.append(WIDE_LATENT)
     if choice["experts"] != "none":
         kind = DEEPSEEK if choice["experts"] == "edp 1" else MIXTRAL
         flags.append(kind.format(128 if wide else 12) + f" --ep {size['ep']}")
@@ -118,7 +126,7 @@ def cover(missing: set[tuple], fixed: Choice, generator: random.Random) -> list[
 EXTRAS = {  # flags that random grids have besides, most often none of a row
     "window": ["", "", "--window 5", "--window 9 --window-every 2"], "clip": ["", "", "--clip 0"],
     "buckets": ["", "--bucket-mb 0", "--bucket-mb 0.05"], "attention": ["", "", "--attention math"],
-    "z loss": ["", "", "--z-loss 0.01"], "head": ["", "", "--head-dim 4"], "vocab": ["", "", "--vocab 101"],
+    "z loss": ["", "", "--z-loss 0.01"], "head": ["", "", "--head-dim 12"], "vocab": ["", "", "--vocab 101"],
     "rope": ["", "", "--rope-theta 100"]}
 
 

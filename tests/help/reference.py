@@ -3,6 +3,8 @@
 It shares weights and tokens with the project and nothing else: a Llama out of matmuls, the cross-entropy of the whole
 global batch summed at once, torch.optim and clip_grad_norm_.
 """
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -85,6 +87,40 @@ def swiglu(h: torch.Tensor, w: dict[str, torch.Tensor], prefix: str) -> torch.Te
     return (gate * torch.sigmoid(gate) * up) @ w[prefix + "w_down"].T
 
 
+def grouped_qkv(h: torch.Tensor, a: Callable, model, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """h [B, S, H] -> queries [B, S, N, D], keys and values [B, S, K, D]. a: name -> weight."""
+    q, k, v = (torch.einsum("bsh,oh->bso", h, a("w" + name)) for name in "qkv")
+    if model.qkv_bias:
+        q, k, v = q + a("bq"), k + a("bk"), v + a("bv")
+    q, k, v = (part.reshape(*part.shape[:2], -1, model.head_dim) for part in (q, k, v))
+    if model.qk_norm:
+        q, k = rms_norm(q, a("q_norm"), model.norm_eps), rms_norm(k, a("k_norm"), model.norm_eps)
+    return rotary(q, model.rope_theta, positions), rotary(k, model.rope_theta, positions), v
+
+
+def latent_qkv(h: torch.Tensor, a: Callable, model, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Equations 37 to 47 of DeepSeek-V2's report, head by head: queries and keys [B, S, N, D], values [B, S, N, v]."""
+    r, R, plain = model.rope_head_dim, model.kv_lora_rank, model.head_dim - model.rope_head_dim
+    values = model.v_head_dim or model.head_dim
+    frequency = model.rope_theta ** -(torch.arange(0, r, 2).to(h) / r)
+    turn = torch.polar(torch.ones(()).to(h), positions.to(h)[..., None] * frequency)  # [B, S, r/2]
+
+    def rope(x: torch.Tensor) -> torch.Tensor:
+        z = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * turn
+        return torch.view_as_real(z).flatten(-2)
+
+    down = h @ a("w_kv_down").T
+    latent, shared_key = rms_norm(down[..., :R], a("kv_norm"), model.norm_eps), rope(down[..., R:])
+    queries = rms_norm(h @ a("w_q_down").T, a("q_norm"), model.norm_eps) if model.q_lora_rank else h
+    w_q, w_kv = a("w_q_up" if model.q_lora_rank else "wq"), a("w_kv_up")
+    heads = []
+    for head_q, head_kv in zip(w_q.split(model.head_dim), w_kv.split(plain + values)):
+        q, kv = queries @ head_q.T, latent @ head_kv.T
+        heads.append((torch.cat((q[..., :plain], rope(q[..., plain:])), -1),
+                      torch.cat((kv[..., :plain], shared_key), -1), kv[..., plain:]))
+    return tuple(torch.stack(parts, 2) for parts in zip(*heads))
+
+
 def logits(w: dict[str, torch.Tensor], tokens: torch.Tensor, model, biases: dict[str, torch.Tensor],
            mixtures: list, begins: torch.Tensor) -> torch.Tensor:
     """w: weights by name. model: anything with the fields of the architecture. mixtures: a list, to which the results
@@ -101,13 +137,7 @@ def logits(w: dict[str, torch.Tensor], tokens: torch.Tensor, model, biases: dict
         def a(name, i=i):
             return w[f"layers.{i}.attention.{name}"]
         h = rms_norm(x, w[f"layers.{i}.attention_norm"], model.norm_eps)
-        q, k, v = (torch.einsum("bsh,oh->bso", h, a("w" + name)) for name in "qkv")
-        if model.qkv_bias:
-            q, k, v = q + a("bq"), k + a("bk"), v + a("bv")
-        q, k, v = (part.reshape(*part.shape[:2], -1, model.head_dim) for part in (q, k, v))
-        if model.qk_norm:
-            q, k = rms_norm(q, a("q_norm"), model.norm_eps), rms_norm(k, a("k_norm"), model.norm_eps)
-        q, k = rotary(q, model.rope_theta, positions), rotary(k, model.rope_theta, positions)
+        q, k, v = (latent_qkv if model.kv_lora_rank else grouped_qkv)(h, a, model, positions)
         shared = model.heads // model.kv_heads
         q = q.unflatten(2, (model.kv_heads, shared))  # query head n reads kv head n // shared
         scores = torch.einsum("bqkgd,bpkd->bkgqp", q, k) / model.head_dim ** 0.5
