@@ -111,10 +111,10 @@ REFUSED = [  # by each row of config.RULES, in its order
 
     "--top-k 1 --experts 8", "--experts 8 --top-k 9", "--top-groups 2 --experts 8",
     "--expert-groups 4 --experts 8 --top-k 3", "--dense-layers 4 --experts 8", "--head-dim 15", "--mtp-weight 0.1",
-    "--window-every 2", "--schedule afab", "--chunks 2 --pp 2", "--pp 8", "--pp-group 4 --pp 2",
-    "--cp-ulysses 2 --cp 2", "--cp-zigzag document --cp 2 --doc-mask --cp-style ulysses", "--sp async",
     "--kv-lora-rank 8", f"{LATENT} --v-head-dim 64", "--kv-lora-rank 8 --rope-head-dim 4", f"{LATENT} --qk-norm",
     f"{LATENT} --cp 2 --cp-style ring",
+    "--window-every 2", "--schedule afab", "--chunks 2 --pp 2", "--pp 8", "--pp-group 4 --pp 2",
+    "--cp-ulysses 2 --cp 2", "--cp-zigzag document --cp 2 --doc-mask --cp-style ulysses", "--sp async",
     "--tp 4 --kv-heads 6 --heads 12 --head-dim 8", "--tp 8 --heads 8 --kv-heads 8 --vocab 7", "--dp-replicate 2",
     "--dp-replicate 8 --zero 3",
 
