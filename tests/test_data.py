@@ -291,7 +291,7 @@ def fingerprint() -> str:
     """Of the first samples of the default data in this process."""
     samples = Samples(Corpus([], 257), 64, seed=0, doc_mask=True)
     batch = samples.micro_batch(list(range(64)))
-    return hashlib.sha256(b"".join(x.numpy().tobytes() for x in batch)).hexdigest()
+    return hashlib.sha256(b"".join(x.numpy().tobytes() for x in batch[:4])).hexdigest()
 
 
 def test_every_process_reads_the_same_samples(pool):
