@@ -184,7 +184,7 @@ def forward_backward(model: Llama, optimizer: Optimizer, micro_batches: list[Mic
             # The gradient that autograd will give to y, as `y * loss_grad` is returned. The fused loss needs it already
             # here, because it computes its gradients in forward; in backward it only checks that they agree.
             loss_grad = optimizer.scale_loss(1 / valid.clamp(min=1).to(total.dtype))  # clamp: perhaps none is valid
-            loss_grad[1:] *= model.mtp_weight
+            loss_grad[1:].mul_(model.mtp_weight)
         ahead = None if batch.next_tokens is None else (batch.next_tokens, batch.next_labels)
         y = model(batch.tokens, batch.positions, batch.documents, stage=stage, x=x, labels=batch.labels, ahead=ahead,
                   loss_grad=loss_grad, aux_loss_scale=optimizer.scale_loss(1 / sequences))
