@@ -388,11 +388,11 @@ def open_samples(settings: config.Config, paths: list[str], seed: int | None) ->
         corpus = Corpus(paths, settings.model.vocab, data.data_dtype, data.separator, weights=weights)
     except OSError as error:
         raise ValueError(f"{error.filename}: cannot be read: {error.strerror}") from None
-    for folder in filter(Path.is_dir, map(Path, paths if corpus.is_text else ())):
+    for folder in (Path(path).resolve() for path in paths if corpus.is_text and os.path.isdir(path)):
         for name in ("out", "export_hf", "profile", "metrics", "memory_snapshot"):
             written = Path(getattr(settings.run, name) or os.devnull).resolve()
-            inside = written.is_relative_to(folder.resolve()) and written.relative_to(folder.resolve()).parts
-            need(not inside or any(part.startswith(".") for part in inside),
+            parts = written.relative_to(folder).parts if written.is_relative_to(folder) else (".",)
+            need(any(part.startswith(".") for part in parts),  # hidden, which is not read
                  f"{config.flag(name)} {written}: is in {folder}, whose text it would change: use another folder")
     return Samples(corpus, settings.batch.seq, seed, data.doc_mask)
 

@@ -99,7 +99,8 @@ def continue_prompt(model: Module, codec: Codec, settings: config.Config, groups
     """
     if groups["data"].rank == 0 or settings.grid.zero == 3 or settings.grid.ep > 1:
         prompt = torch.tensor([codec.prompt(settings.run.sample)], device=device)
-        tokens = sample(model, prompt, length)[0, codec.separator is not None:].tolist()
+        begin = 0 if codec.separator is None else 1
+        tokens = sample(model, prompt, length)[0, begin:].tolist()
         if groups["world"].rank == 0:
             text = codec.decode(tokens)  # whose control characters would ring and erase
             print("".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text))
