@@ -312,6 +312,7 @@ def main(arguments: list[str]) -> None:
         need(not rest, f"check: {' '.join(rest)} unknown")
         return published.print_check(asked.tables, asked.json, predict_request)
     need(asked.gpus >= 0, f"--gpus {asked.gpus}: must be above 0")
+    need(asked.gpus <= 10**6, f"--gpus {asked.gpus}: must be at most 1,000,000")  # a search takes 20 s there
     gpus = asked.gpus or world_of(rest)
     need(asked.imbalance >= 1, f"--imbalance {asked.imbalance}: must be at least 1")
     machine = search.this_machine(gpus) if asked.machine == "cpu" else read_machine(asked.machine)

@@ -1371,7 +1371,7 @@ def test_a_long_ring_is_bandwidth_and_one_lap_of_light():
     ("search --preset llama-3.1-405b --gpus 8 --global-batch 64 --seq 8192", "none fits"),
     ("predict", "predict needs one file of requests"),
     ("check --tables /nowhere", "--tables /nowhere: has no tables, NAME.json"),
-    ("sweep --top 0", "--top 0: must be above 0"),
+    ("sweep --top 0", "--top 0: must be above 0"), ("search --gpus 1000001", "--gpus 1000001: must be at most"),
     ("abacus", "abacus: use one of params, memory")])
 def test_a_mistake_is_one_line_and_exit_code_2_without_torch(command, line):
     program = ("import runpy, sys; sys.modules['torch'] = None; "
