@@ -12,6 +12,7 @@ from itertools import combinations
 from unittest.mock import patch
 
 import grids
+import pairs
 import pytest
 import torch
 import torch.distributed as dist
@@ -66,6 +67,7 @@ SLOW_GRIDS = [
     MOE + "--cp 4 --dp 2 --ep 8 --router-z-loss 0.001 --aux-over micro-batch",
     "--dp 2 --tp 2 --pp 2 --hidden 128 --ffn 256 --fp8 blockwise --dtype bf16 --seq 128 --head-dim 32 --kv-heads 8 "
     "--recompute selective",
+    f"--dp 2 --cp 2 --tp 2 --zero 2 --recompute selective {pairs.LATENT}",
 ]
 
 
@@ -323,6 +325,7 @@ def test_what_cannot_be_dry_run_is_refused(flags, line):
 SIZE = ("--layers 4 --hidden 512 --heads 8 --kv-heads 4 --ffn 1408 --vocab 16000 --seq 512 --global-batch 8 "
         "--micro-batch 1 --dtype bf16 ")
 SIZE_MOE = SIZE + "--experts 8 --expert-ffn 512 "
+LATENT_SIZE = "--kv-heads 8 --head-dim 96 --kv-lora-rank 128 --q-lora-rank 192 --rope-head-dim 32 --v-head-dim 64 "
 PLANNED = [  # (flags, rank); 8 ranks; the first ones by default
     (SIZE + "--dp 8 --zero 3", 0),
     (SIZE + "--pp 2 --dp 2 --tp 2 --zero 1", 0),
@@ -337,6 +340,8 @@ PLANNED = [  # (flags, rank); 8 ranks; the first ones by default
     (SIZE + "--dp 8 --zero 1 --dp-replicate 2 --reduce-dtype bf16 --seq 64", 0),
     (SIZE_MOE + "--pp 2 --dp 2 --tp 2 --ep 4 --zero 1 --optimizer muon", 0),
     (SIZE + "--mtp --pp 2 --dp 4 --zero 1", 7),
+    (SIZE + LATENT_SIZE + "--dp 8 --zero 1", 0),
+    (SIZE + LATENT_SIZE + "--dp 2 --cp 2 --tp 2 --zero 2 --recompute selective", 0),
 ]
 PLANNED_SLOW = [(f"{SIZE}{axes} --zero {zero} --recompute {recompute}", rank)
                 for axes, ranks in (("--dp 8", [0]), ("--tp 8", [0]), ("--tp 4 --dp 2 --sp off", [0]),
