@@ -522,11 +522,12 @@ def sampled(flags: str) -> tuple[torch.Tensor, int]:
 
 def test_stages_of_tensor_parallel_ranks_sample_what_one_rank_does(pool):
     """Then each has all tokens, which are too few to share, whatever it has in training; and experts count none."""
-    flags = "--experts 4 --expert-ffn 24 --shared-experts 1 --dense-layers 1"
-    want, counted = sampled(flags)
-    assert len(want[:, 5:].unique()) > 2 and counted == 0
-    for tokens, counted in pool.run(4, "test_tp:sampled", flags=f"{flags} --tp 2 --pp 2 --micro-batch 1"):
-        assert torch.equal(tokens, want) and counted == 0
+    for more in "", LATENT:
+        flags = f"--experts 4 --expert-ffn 24 --shared-experts 1 --dense-layers 1 {more}"
+        want, counted = sampled(flags)
+        assert len(want[:, 5:].unique()) > 2 and counted == 0
+        for tokens, counted in pool.run(4, "test_tp:sampled", flags=f"{flags} --tp 2 --pp 2 --micro-batch 1"):
+            assert torch.equal(tokens, want) and counted == 0
 
 
 @pytest.mark.parametrize("n, flags", [(2, ""), (2, "--tied"), (2, "--sp off"), (4, "--kv-heads 2 --sp async")])
