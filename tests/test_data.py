@@ -291,7 +291,7 @@ def fingerprint() -> str:
     """Of the first samples of the default data in this process."""
     samples = Samples(Corpus([], 257), 64, seed=0, doc_mask=True)
     batch = samples.micro_batch(list(range(64)))
-    return hashlib.sha256(b"".join(x.numpy().tobytes() for x in batch[:4])).hexdigest()
+    return hashlib.sha256(b"".join(x.numpy().tobytes() for x in batch if x is not None)).hexdigest()
 
 
 def test_every_process_reads_the_same_samples(pool):
@@ -474,9 +474,9 @@ def test_what_cannot_be_tokenized_is_refused_and_leaves_nothing(tmp_path):
     assert not list(out.parent.glob("*")) and not (tmp_path / "t.bin").exists()
     (tmp_path / "t.bin").touch()
     with (patch.object(os, "fsync", side_effect=OSError(28, "No space left on device")),
-          pytest.raises(ValueError, match=f"^{tmp_path}/t.tmp: No space left on device$")):
+          pytest.raises(ValueError, match=f"^{tmp_path}/t.bin: No space left on device$")):
         data.tokenize([str(good)], path, str(tmp_path / "t.bin"))
-    assert (tmp_path / "t.bin").read_bytes() == b"" and not (tmp_path / "t.tmp").exists()
+    assert (tmp_path / "t.bin").read_bytes() == b"" and not [*tmp_path.glob("tmp*")]
 
 
 @pytest.mark.parametrize("unknown, says", [("?", "has no token for it$"), (None, "cannot read it: .* Missing .UNK.")])
