@@ -4,14 +4,20 @@
 """
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent.parent)]
 
 import torch
 import torch.distributed as dist
-from judged import BALANCE, SEQUENCES, STEPS, Net, clip, data, summed
+import torch.nn.functional as F
+from judged import BALANCE, SEQ, SEQUENCES, STEPS, VOCAB, Net, clip, data, summed
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from learn.judge import Piece, Record
 
@@ -19,13 +25,20 @@ LR = 0.01
 
 
 def make() -> nn.Module:
+    """Its vocabulary can be divided by two."""
     torch.manual_seed(0)
-    return Net()
+    net = Net()
+    net.embed, net.head = nn.Embedding(VOCAB + 1, 16), nn.Linear(16, VOCAB + 1)
+    return net
+
+
+def adamw(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=LR, weight_decay=0.0)
 
 
 def one(folder: str, fault: str) -> None:
     net, record = make(), Record(folder)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=LR, weight_decay=0.0)
+    optimizer = adamw(net)
     for step in range(STEPS):
         tokens, labels = data(step)
         loss_of(net, tokens, labels, (labels >= 0).sum()).backward()
@@ -53,7 +66,7 @@ def by_accelerate(folder: str, fault: str) -> None:
     """It divides a loss by the number of micro-batches, and gradients by the number of ranks."""
     from accelerate import Accelerator
     accelerator, net = Accelerator(cpu=True, gradient_accumulation_steps=2), make()
-    model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=LR, weight_decay=0.0))
+    model, optimizer = accelerator.prepare(net, adamw(net))
     world = accelerator.num_processes
     record = Record(folder, axes=dict(dp=world, accumulation=2))
     for step in range(STEPS):
@@ -120,8 +133,7 @@ def by_megatron(folder: str, fault: str) -> None:
             box[cut[name]] = slice(rank * size, (rank + 1) * size)
         return name, tuple(box)
 
-    record, optimizer = Record(folder, axes=dict(tp=2), place=place), torch.optim.AdamW(
-        net.parameters(), lr=LR, weight_decay=0.0)
+    record, optimizer = Record(folder, axes=dict(tp=2), place=place), adamw(net)
     for step in range(STEPS):
         tokens, labels = data(step)
         loss_of(net, tokens, labels, (labels >= 0).sum()).backward()
@@ -137,9 +149,195 @@ def by_megatron(folder: str, fault: str) -> None:
     record.close()
 
 
-WAYS = dict(one=one, accelerate=by_accelerate, megatron=by_megatron) | {
-    f"deepspeed-{level}": lambda folder, fault, level=level: by_deepspeed(folder, fault, level) for level in (1, 2, 3)}
+def megatron(tp: int, **options) -> Any:
+    """Its configuration. It asks CUDA for the device where it allocates."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer import TransformerConfig
+    torch.cuda.current_device = lambda: "cpu"
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+    return TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, tensor_model_parallel_size=tp,
+                             use_cpu_initialization=True, perform_initialization=False, **options)
+
+
+def by_megatron_layers(folder: str, fault: str, sequence: bool) -> None:
+    """Megatron-Core's layers and loss in Net. With sequence parallelism a rank has half of the positions from the
+    embedding to the second sum, and what is whole on each rank there has a term of its gradient."""
+    from megatron.core import tensor_parallel as mpu
+    config, inner = megatron(2), megatron(2, sequence_parallel=sequence)
+    net, rank, world, common = make(), dist.get_rank(), dist.get_world_size(), dict(init_method=None)
+    layers = dict(
+        embed=mpu.VocabParallelEmbedding(VOCAB + 1, 16, reduce_scatter_embeddings=sequence, config=config, **common),
+        up=mpu.ColumnParallelLinear(16, 40, config=inner, **common),
+        down=mpu.RowParallelLinear(40, 16, bias=True, input_is_parallel=True, skip_bias_add=False, config=inner,
+                                   **common),
+        head=mpu.ColumnParallelLinear(16, VOCAB + 1, config=config, **common))
+    boxes = {}  # of what is divided
+    for module, layer in layers.items():
+        for name, whole in getattr(net, module).named_parameters():
+            ours = getattr(layer, name)
+            box = tuple(slice(rank * n, rank * n + n) if n < size else slice(0, n)
+                        for n, size in zip(ours.shape, whole.shape))
+            ours.data.copy_(whole.data[box])
+            if ours.shape != whole.shape:
+                boxes[f"{module}.{name}"] = box
+        setattr(net, module, layer)
+    terms = [*net.positions.parameters(), *net.norm.parameters(), net.down.bias]
+    if fault == "not reduced" or not sequence and fault != "reduced":
+        terms = []
+    optimizer, record = adamw(net), Record(folder, dict(tp=world), lambda name, x: (name, boxes.get(name)))
+    for step in range(STEPS):
+        tokens, labels = data(step)
+        positions = net.positions(torch.arange(SEQ))
+        x = net.embed(tokens) + (positions.chunk(world)[rank][:, None] if sequence else positions)  # positions first
+        x = x + net.down(F.gelu(net.up(net.norm(x))[0]))[0]
+        if sequence:
+            x = mpu.gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=fault == "summed")
+            x = x.transpose(0, 1)
+        scores = net.gate(x).softmax(-1)
+        losses = mpu.vocab_parallel_cross_entropy(net.head(x * (1 + scores[..., :1]))[0], labels.clamp(min=0))
+        loss = losses[labels >= 0].sum() / (labels >= 0).sum()
+        (loss + BALANCE * scores.mean(1).square().sum() / SEQUENCES).backward()
+        for p in terms:
+            dist.all_reduce(p.grad)
+        record.step(model=net)
+        squares = {name: p.grad.square().sum() for name, p in net.named_parameters()}
+        divided = sum(squares.pop(name) for name in boxes)
+        dist.all_reduce(divided)
+        for p in net.parameters():
+            p.grad.mul_((0.1 / ((divided + sum(squares.values())).sqrt() + 1e-6)).clamp(max=1))
+        optimizer.step()
+        optimizer.zero_grad()
+    record.close()
+
+
+def by_megatron_ddp(folder: str, fault: str) -> None:
+    """It divides gradients by the number of ranks, and keeps them in main_grad."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    config, net, world = megatron(1), make(), dist.get_world_size()
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(), net)
+    optimizer, record = adamw(net), Record(folder, dict(dp=world, accumulation=2))
+    for step in range(STEPS):
+        model.zero_grad_buffer()
+        for i, (tokens, labels, valid) in enumerate(micro_batches(step)):
+            with model.no_sync() if i == 0 else nullcontext():
+                scale = 1 if fault == "divided by ranks" else world
+                (scale * loss_of(model, tokens, labels, valid)).backward()
+        model.finish_grad_sync()
+        for p in net.parameters():
+            p.grad = p.main_grad
+        record.step(model=net)
+        clip(net)
+        optimizer.step()
+        optimizer.zero_grad()
+    record.close()
+
+
+def by_transformers(folder: str, fault: str, architecture: str, several: bool) -> None:
+    """Random weights; on several ranks by tp_plan="auto", where each rank has the whole loss."""
+    import transformers
+    from transformers.distributed import DistributedConfig
+    torch.manual_seed(0)
+    weights, options = Path(folder).parent / architecture, dict(distributed_config=DistributedConfig(tp_plan="auto"))
+    if not several:
+        options = {}
+        config = getattr(transformers, f"{architecture}Config")(
+            vocab_size=VOCAB + 1, hidden_size=16, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=4)
+        getattr(transformers, f"{architecture}ForCausalLM")(config).save_pretrained(weights)
+    model = getattr(transformers, f"{architecture}ForCausalLM").from_pretrained(weights, **options)
+    optimizer, record = adamw(model), Record(folder, dict(accumulation=2) if fault == "accumulated" else {})
+    for step in range(STEPS):
+        tokens, labels = data(step)
+        for part in torch.arange(SEQUENCES).chunk(2 if fault == "accumulated" else 1):
+            (summed(model(tokens[part]).logits, labels[part]) / (labels >= 0).sum()).backward()
+        if fault == "reduced":
+            for p in model.parameters():
+                if not isinstance(p, DTensor):
+                    dist.all_reduce(p.grad)
+        record.step(model=model)
+        optimizer.step()
+        optimizer.zero_grad()
+    record.close()
+
+
+def by_torchtitan(folder: str, fault: str, backend: str, tp: int, sequence: bool = False) -> None:
+    """Its Llama by its parallelize_llama, loss, and clip_grad_norm_. tp = 0: one process. Attention is torch's, as its
+    own is compiled for GPUs."""
+    from torchtitan.components.loss import cross_entropy_loss
+    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.distributed import ParallelDims, fsdp, full_dtensor, parallel_dims, utils
+    from torchtitan.models import llama3
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.llama3.sharding import set_llama3_sharding_config
+    parallel_dims.device_type = "cpu"  # of its meshes
+    vocabulary, rope = VOCAB + 1, llama3.ComplexRoPE.Config(dim=4, max_seq_len=SEQ, theta=10000.0)
+    config = llama3.Llama3Model.Config(
+        dim=16, vocab_size=vocabulary,
+        tok_embeddings=llama3.Embedding.Config(num_embeddings=vocabulary, embedding_dim=16,
+                                               param_init=llama3._EMBEDDING_INIT),
+        norm=llama3.RMSNorm.Config(normalized_shape=16, param_init=llama3._NORM_INIT),
+        lm_head=llama3.Linear.Config(in_features=16, out_features=vocabulary,
+                                     param_init=llama3._output_linear_init(16)),
+        layers=llama3._build_llama3_layers(n_layers=2, dim=16, n_heads=4, n_kv_heads=2, hidden_dim=40, rope=rope,
+                                           attn_backend="flex"))
+    for layer in config.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    torch.manual_seed(0)
+    mine, context = slice(None), nullcontext
+    if tp:
+        dist.init_process_group("gloo")
+        if fault == "averaged by FSDP":
+            fsdp.disable_fsdp_gradient_division = lambda model: None
+        degrees = ParallelismConfig(tensor_parallel_degree=tp, enable_sequence_parallel=sequence, spmd_backend=backend)
+        dims = ParallelDims.from_config(degrees, dist.get_world_size())
+        utils.set_spmd_backend(backend)
+        set_llama3_sharding_config(config, enable_sp=sequence)
+        model = llama3.parallelize_llama(
+            config.build(), parallel_dims=dims, training=TrainingConfig(mixed_precision_param="float32"),
+            parallelism=degrees, compile_config=CompileConfig(enable=False), ac_config=None, dump_folder="")
+        mine = slice(dist.get_rank() // tp, None, dist.get_world_size() // tp)
+        context = utils.get_spmd_context(parallel_dims=dims)
+    else:
+        model = config.build()
+    model.init_weights(buffer_device=None)
+    if tp:
+        Record.load(Path(folder).parent / "torchtitan-one", model)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+    optimizer, record = adamw(model), Record(folder)
+    for step in range(STEPS):
+        tokens, labels = data(step)
+        valid, inputs, targets = (labels >= 0).sum(), tokens[mine], labels[mine]
+        more = dict(positions=torch.arange(SEQ).expand(inputs.shape))
+        if backend == "full_dtensor":
+            inputs, targets, more = full_dtensor.parallelize_inputs(dims, inputs, targets, more)
+        with context():
+            divisor = 2 * valid if fault == "divided by ranks" else valid
+            (cross_entropy_loss(model(inputs, **more), targets) / divisor).backward()
+        record.step(model=model)
+        utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    record.close()
+
+
+WAYS = dict(
+    one=one, accelerate=by_accelerate, megatron=by_megatron,
+    **{f"deepspeed-{level}": partial(by_deepspeed, level=level) for level in (1, 2, 3)},
+    **{"megatron-ddp": by_megatron_ddp, "megatron-tensor": partial(by_megatron_layers, sequence=False),
+       "megatron-sequence": partial(by_megatron_layers, sequence=True)},
+    **{f"transformers-{architecture}{end}": partial(by_transformers, architecture=architecture, several=not end)
+       for architecture in ("Llama", "Qwen3") for end in ("", "-one")},
+    **{"torchtitan-one": partial(by_torchtitan, backend="partial_dtensor", tp=0)},
+    **{f"torchtitan-{backend}-{name}": partial(by_torchtitan, backend=backend, tp=tp, sequence=name == "sequence")
+       for backend in ("spmd_types", "full_dtensor", "partial_dtensor")
+       for name, tp in (("fsdp", 1), ("tensor", 2), ("sequence", 2))})
 
 if __name__ == "__main__":
     way, folder, *fault = sys.argv[1:]
     WAYS[way](folder, "".join(fault))
+    if dist.is_initialized():
+        dist.destroy_process_group()
