@@ -21,14 +21,16 @@ Stops helping when: sending keys and values takes longer than attention to them,
     ulysses      (c-1)/c s (2 q + 2 k) e the same            all tokens of 1/c of the heads
     latents      (c-1) s R e             the same            all of K and V        and all of their gradients
 
-Ulysses sends least, but only to as many ranks as there are key and value heads, or it copies these. For more ranks
-there is --cp-ulysses U: U neighbours exchange heads, and the c/U ranks that then have the same ones keys and values.
-With --doc-mask documents do not see each other: --cp-zigzag document splits each of them so, and not the sequence.
+Ulysses sends less than the others from about N/K + 1 ranks on, but copies heads for more ranks than there are key and
+value heads. Then there is --cp-ulysses U beside another style: U neighbours exchange heads, and the c/U ranks with the
+same heads exchange keys and values. With --doc-mask documents do not see each other: --cp-zigzag document splits each
+document, not the sequence, into the 2c chunks.
 Liu et al. 2023, Ring Attention; Brandon et al. 2023, Striped Attention, zhuzilin's ring-flash-attention (zig-zag);
 Llama Team 2024 (all-gather); Jacobs et al. 2023, Ulysses; Fang and Zhao 2024, USP (both); Dao 2023, FlashAttention-2.
 Shapes: B batch, S tokens per sequence, c ranks, s = S/c tokens per rank, m = s/2 per chunk, N query heads, K key and
 value heads, D head width; q = N D and k = K D elements per token (Ulysses: after copying heads) of e bytes, and of a
-bytes in the accumulation dtype (fp32), which gradients of keys and values have; R: width of latents, see model.py.
+bytes in the accumulation dtype (fp32), which gradients of keys and values have; R: width of a latent and its shared
+key (LatentAttention in model.py), of which each rank saves those of all tokens.
 """
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -243,7 +245,8 @@ def visible_blocks(source: Source, seq: int, c: int, i: int, mask: Mask,
     piece, along each chunk; they are read in the host's memory, and those of the blocks' masks are on `device`."""
     own, m, all_chunks = own_chunks(c, i), seq // (2 * c), source.chunks(c, i)
     first_keys = [find_first_key(mask, a * m) for a in own]
-    by_piece = mask.documents is not None and bool((mask.documents[0].diff() < 0).any())
+    by_piece = mask.documents is not None and bool((mask.documents[0].diff() < 0).any())  # by order_by_piece
+    assert not (by_piece and mask.window), "a window counts positions of the sequence"
     steps = [blocks_of_step(own, chunks, step == 0, m, first_keys, mask.window, by_piece)
              for step, chunks in enumerate(all_chunks)]
     if mask.documents is not None:
@@ -292,7 +295,9 @@ def blocks_of_step(own: tuple[int, int], chunks: Sequence[int], is_own: bool, m:
 # ---- Ulysses --------------------------------------------------------------------------------------------------------
 
 def ulysses(q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor], group: Group) -> Tensor:
-    """An all-to-all from sequence shards to head shards, `attend` to all tokens with 1/c of the heads, and back."""
+    """All-to-all among the group's c ranks: each gets their tokens, for 1/c of the heads, attends, and sends results
+    back. If the group has all ranks, these tokens are the sequence. If it is one of n groups of neighbours, these are
+    chunks r and 2n-1-r of 2n, in order: the zig-zag shard of the r-th of n ranks, for which `attend` is made."""
     c = group.size
     copies = c // math.gcd(c, k.shape[1])  # of each key and value head, so that c divides them
     heads = [q, *(x.repeat_interleave(copies, 1) for x in (k, v))]
@@ -321,7 +326,7 @@ def attend_to_latents(q: Tensor, latents: Tensor, expand: Callable[[Tensor], Ten
         latents = rearrange(whole, "s b n r -> b s n r").contiguous()  # else `expand` saves a copy besides
     kv = expand(latents)
     o = attend(q, *kv.chunk(2, -1))
-    drop(kv, o, expand, latents)
+    drop(kv, o, expand, latents)  # free until the backward of o begins
     return o
 
 

@@ -105,17 +105,18 @@ class Attention(nn.Module):
 
 class LatentAttention(nn.Module):
     """Keys and values of all heads are made of one narrow vector per token, its latent, and of one rotated key that all
-    heads share; queries of a latent of their own, or of x. The KV cache has latents alone.
+    heads share. Queries are made of a latent of their own, or of x (Q = 0). The KV cache has R + r numbers per token.
 
         x ── w_q_down ── q_norm ── w_q_up ──► N x [ q | q to be rotated ]
         x ── w_kv_down ┬─ kv_norm ── w_kv_up ► N x [ k | v ]              a head's key is [ k | the shared key ]
                        └───────────────────►     [ the shared key, to be rotated ]
 
-    A tensor parallel rank has N/t heads. What is latent is made on every rank, of its T/t tokens: the gradients of
-    those weights are partial or replicated, as norms' are. A rank's heads give a term of the gradient of its latents
-    and of the shared key, which `spread` sums. Attention's kernels take values as wide as keys, so values are padded
-    with zeros: 2D / (D + v) times its FLOPs, 1.2 in DeepSeek-V3. DeepSeek-AI 2024 (V2), section 2.1.
-    R: width of the latent of keys and values, r: of the shared key, v: of a value head."""
+    A tensor parallel rank has N/t heads. The matrices that make latents are whole on every rank, and applied to the
+    tokens that it has between layers, so their gradients are partial or replicated, as norms' are. A rank's heads have
+    a part of the gradient of latents and shared key; `spread` sums these. Our attention kernels take values as wide as
+    keys, so values are padded with zeros: 2D / (D + v) times its FLOPs in forward, 1.2 in DeepSeek-V3.
+    DeepSeek-AI 2024 (V2), section 2.1. Widths: R latent of keys and values, Q latent of queries, r shared key; D a
+    query or key head, r of them rotated (DeepSeek: qk_nope + qk_rope); v a value head."""
 
     def __init__(self, layer: int, model: Model, make: MakeParameter, norm_along: dict):
         super().__init__()
@@ -137,11 +138,12 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:  # [T/t, H] -> [T/t, H]
         kv, q_latent = self.to_latents(x, TensorParallel()).split(self.widths, -1)
-        if self.q_norm is not None:
-            x = self.q_norm(q_latent)
-        q = self.q_up(x, context.tp)  # [T, N D / t]
-        if self.q_norm is not None:
-            context.recompute.drop(x, q, self.q_norm, q_latent)
+        if self.q_norm is None:
+            q = self.q_up(x, context.tp)  # [T, N D / t]
+        else:
+            normed = self.q_norm(q_latent)
+            q = self.q_up(normed, context.tp)
+            context.recompute.drop(normed, q, self.q_norm, q_latent)
         q = rearrange(q, "(b s) (n d) -> b s n d", s=context.seq, d=self.head_dim)
         q = rearrange(rotate_tail(q, context.angles), "b s n d -> b n s d")
         latent, shared_key = kv.split(self.kv_widths, -1)
@@ -234,8 +236,8 @@ class Block(nn.Module):
 
 class MultiTokenPrediction(Block):
     """In training, after the last layer: from its result h and the next token's embedding e, both normalised, a matrix
-    and one more block make what the head predicts the token after the next from. DeepSeek-V3, section 2.2, depth 1; e
-    comes before h, as in its published weights. Apart from them, it shares embedding and head with the model."""
+    and one more block compute what the head predicts the token after the next from: DeepSeek-V3, section 2.2, depth 1;
+    e before h, as in its published weights, though not in its equation. Embedding and head are the model's."""
 
     def __init__(self, layer: int, model: Model, make: MakeParameter, *, embedding: VocabParallelEmbedding,
                  norm_along: dict, **rest):
@@ -251,8 +253,10 @@ class MultiTokenPrediction(Block):
         """[T/t, H] -> [2 T/t, H]: h, and below it, already normalised, what predicts the token after the next."""
         if context.next_tokens is None:
             return h
-        e = self.embedding.forward(context.next_tokens, context.tp)  # no call: hooks of the first unit would prefetch
-        x = self.project(torch.cat((self.e_norm(e), self.h_norm(h)), 1), TensorParallel(ALONE))
+        # No call: the table is this unit's, too, and ZeRO-3's hooks of the embedding's own unit would prefetch block 0.
+        e = self.embedding.forward(context.next_tokens, context.tp)
+        x = self.project(torch.cat((self.e_norm(e), self.h_norm(h)), 1), TensorParallel())
+        # One tensor, as the hooks of a unit follow one result.
         return torch.cat((h, self.norm(super().forward(x, context))))
 
 
@@ -342,6 +346,7 @@ class Llama(nn.Module):
         cache: of earlier tokens, which these follow; every rank then has all tokens. aux_loss_scale: the factor of a
         sequence's auxiliary losses of experts (ep.AddAuxiliaryLoss adds their gradient alone); None: no such loss."""
         assert cache is None or documents is None, "a KV cache knows of no documents"
+        assert ahead is None or labels is not None
         context = self.context(stage, tokens, positions, documents, cache, aux_loss_scale)
         if ahead is not None:
             context = context._replace(next_tokens=ahead[0].flatten())

@@ -2,29 +2,32 @@
 
 Saves: the second moment of all matrices (4 of 18 bytes a parameter in bf16); and steps: about half as many as AdamW's,
        say Liu et al.
-Costs: 5 iterations of three matmuls for each matrix and step, about 30 min(R, C) FLOPs per parameter, which its owner
-       alone computes; and elements sent: at most P per direction, in 16 bits in a bf16 run.
-Stops helping when: ranks are many and batches small, so that a step's matmuls do not hide it; or a few large matrices
-       cannot be divided evenly among the owners. Tables of the vocabulary, biases and norms keep AdamW.
+Costs: 5 iterations of three matmuls for each matrix and step, 20 to 30 min(R, C) FLOPs per parameter, by its owner
+       alone; elements sent: with ZeRO about P/n per rank and direction, without it up to P, in 16 bits in a bf16 run.
+Stops helping when: batches are so small that these FLOPs are no longer few beside those of forward and backward; or a
+       few large matrices cannot be divided evenly. Embedding, head, biases and norms keep AdamW.
 
-    momentum  M = mu M + (1 - mu) G           of each rank's shard; U = (1 - mu) G + mu M (Nesterov)
-    Newton-Schulz, from X = U / |U|, 5 times:
-              A = X X^T;  X = a X + (b A + c A A) X     moves each singular value towards 1: X -> about U V^T
+    momentum  M = mu M + (1 - mu) G           of each rank's shard; N = (1 - mu) G + mu M (Nesterov)
+    Newton-Schulz, from X = N / |N|, 5 times:
+              Y = X X^T;  X = a X + (b Y + c Y Y) X     moves each singular value towards 1: N = U S V^T -> about U V^T
     update    W = W - lr (0.2 sqrt(max(R, C)) X + decay W), an update as large as AdamW's, with its lr and decay
 
-No rank has a whole matrix: ZeRO shards flat buckets, tensor parallelism rows or columns. To orthogonalise each shard
-alone gives another update: in the demo it is 71% off on 2 ranks, 98% on 8. To gather every matrix everywhere repeats
-its matmuls on all ranks. So each matrix has one owner among the ranks that share it, those of a pipeline stage:
+With ZeRO or tensor parallelism few matrices are whole on a rank. To orthogonalise each shard alone gives another
+update: in the demo it is 71% off on 2 ranks, 98% on 8. To gather every matrix everywhere repeats its matmuls on all
+ranks. So each matrix has one owner among the ranks that share the parameters of a pipeline rank (of each replica's, if
+shards are replicated):
 
-    shards of U    rank 0 [a b c|d]   rank 1 [d e|f g]        before: each rank has a slice of all matrices
-    all-to-all     rank 0 a d e       rank 1 b c f g          owners have whole matrices, and orthogonalise them
-    all-to-all     rank 0 [a b c|d]   rank 1 [d e|f g]        after: each rank has its slice of all updates
+    flat bucket    [a a b b c|c d d e e]      cut by ZeRO for 2 ranks: each has a half of matrix c
+    shards of N    rank 0 a b c'   rank 1 c" d e
+    all-to-all     rank 0 a c      rank 1 b d e    owners have whole matrices, and orthogonalise them
+    all-to-all     rank 0 a b c'   rank 1 c" d e   each rank has the updates of its shard
 
-Owners are chosen so that each has about the same FLOPs: the longest first, to the rank that has most of the matrix
-of those with room for it, else to the one with the least to do. Experts are matrices of their own, gate and up as well.
+The first all-to-all hides under AdamW's updates, the second under nothing. Owners are chosen so that each has about the
+same FLOPs: the largest matrix first, to the rank that has most of it, among those whose load stays below the mean; if
+there is none, to the one with the least. Each expert's gate, up and down projections are matrices of their own.
 
 Jordan et al. 2024 (Muon); Liu et al. 2025 (Muon is scalable for LLM training: decay, the factor 0.2 sqrt(max(R, C))).
-Shapes: n ranks of the stage (data axis x tp), P parameters, R x C a whole matrix.
+Shapes: n ranks of the axis "stage" (those that ZeRO shards over x tp), P parameters, R x C a whole matrix.
 """
 import math
 from collections import defaultdict
@@ -38,13 +41,14 @@ from collectives import ALONE, Group, all_to_all, run_demo
 from param import Box, Spec, box_shape, boxes, local_box, shard_slice
 
 MOMENTUM = 0.95
-COEFFICIENTS = 3.4445, -4.7750, 2.0315  # a, b, c: the steepest at 0 that still keep singular values near 1
+COEFFICIENTS = 3.4445, -4.7750, 2.0315  # a, b, c by Jordan: steepest at 0, and singular values stay near 1
 ITERATIONS = 5
 STACKED = 2**24  # the most elements of equal matrices that are orthogonalised in one batched matmul
 
 
 def kind_of(spec: Spec) -> str:
-    """Muon updates matrices; it does not update vectors, nor tables of the vocabulary, whose rows are looked up."""
+    """Muon updates matrices, not vectors, nor tables of the vocabulary, whose rows are looked up. Each kind has buckets
+    of its own: else the head's gradients would wait for those of the stage's first norm."""
     return "vector" if len(spec.shape) == 1 else "matrix" if spec.matrices else "table"
 
 
@@ -54,15 +58,16 @@ def matrix_shape(spec: Spec) -> tuple[int, int]:
 
 
 def orthogonalize(x: Tensor) -> Tensor:
-    """[k, R, C] -> about U V^T of each one's singular value decomposition U S V^T: singular values of 0.7 to 1.2, by
-    Newton-Schulz iterations in the dtype of x."""
+    """[k, R, C] -> about U V^T of each one's singular value decomposition U S V^T, by Newton-Schulz iterations in the
+    dtype of x: singular values near 0.7 to 1.2, but of those below a thousandth of the norm."""
     a, b, c = COEFFICIENTS
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
     for _ in range(ITERATIONS):
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)  # sums are rounded once
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # fused: sums are rounded once
+        x = torch.baddbmm(x, polynomial, x, beta=a)
     return x.mT if tall else x
 
 
@@ -86,9 +91,10 @@ class Matrix(NamedTuple):
     pieces: list[Piece]
 
 
-def find_matrices(buckets: Sequence, peers: Sequence[Mapping[str, Group]]) -> list[Matrix]:
-    """The matrices of a stage, in an order that all its ranks share. buckets: zero.ShardedBuckets of nothing else, laid
-    out alike on all ranks; peers: the groups of each rank of the stage, as collectives.peers_of returns them."""
+def find_matrices(buckets: Sequence, peers: Sequence[Mapping]) -> list[Matrix]:
+    """The matrices of a pipeline rank, in an order that all ranks of its axis "stage" share. buckets: ShardedBuckets
+    (zero.py) of matrices alone, laid out alike on all these ranks; peers: the size and rank of each on every axis, by
+    collectives.peers_of."""
     found: dict[tuple[str, int], Matrix] = {}
     for number, bucket in enumerate(buckets):
         for rank, groups in enumerate(peers):
@@ -97,20 +103,21 @@ def find_matrices(buckets: Sequence, peers: Sequence[Mapping[str, Group]]) -> li
             for param in bucket.params:
                 spec, box = param.spec, local_box(param.spec, groups)
                 shape, start = matrix_shape(spec), bucket.offset[param]
-                first = box[0].start * spec.matrices // spec.shape[0]  # of the matrices that this rank has shards of
+                first = box[0].start * spec.matrices // spec.shape[0]  # of the parameter's matrices on this rank
                 inside = box if spec.matrices == 1 else tuple(slice(0, n) for n in shape)  # experts are sharded whole
                 count = math.prod(box_shape(inside))
+                # Elements of the bucket: the shard's of this parameter from low to high, the matrix's from begin on.
                 low, high = max(shard.start, start), min(shard.stop, start + param.numel())
-                for i in range((low - start) // count, -(-(high - start) // count)) if low < high else ():
-                    matrix = found.setdefault((spec.name, first + i), Matrix(shape, []))
+                while low < high:
+                    i = (low - start) // count
                     begin = start + i * count
-                    place = max(low, begin)
-                    for part in boxes(box_shape(inside), place - begin, min(high, begin + count) - begin):
-                        whole = tuple(slice(own.start + s.start, own.start + s.stop) for own, s in zip(inside, part))
-                        stop = place + math.prod(box_shape(whole))
-                        matrix.pieces.append(
-                            Piece(rank, number, slice(place - shard.start, stop - shard.start), whole))
-                        place = stop
+                    matrix = found.setdefault((spec.name, first + i), Matrix(shape, []))
+                    for part in boxes(box_shape(inside), low - begin, min(high - begin, count)):
+                        place, size = low - shard.start, math.prod(box_shape(part))
+                        of_matrix = tuple(slice(own.start + s.start, own.start + s.stop)
+                                          for own, s in zip(inside, part))
+                        matrix.pieces.append(Piece(rank, number, slice(place, place + size), of_matrix))
+                        low += size
     return [found[key] for key in sorted(found)]
 
 
@@ -130,45 +137,48 @@ def choose_owners(matrices: Sequence[Matrix], n: int) -> list[int]:
 
 
 def senders(pieces: list[Piece], owner: int) -> list[Piece]:
-    """One piece of each box: the owner's own, if it has the box, else that of the first rank that has it."""
+    """One piece of each box: the owner's own, if it has the box, else that of the nearest rank that has it."""
     chosen: dict[str, Piece] = {}
-    for piece in pieces:
-        if piece.rank == owner:
-            chosen[str(piece.box)] = piece
-        chosen.setdefault(str(piece.box), piece)
+    for piece in sorted(pieces, key=lambda piece: abs(piece.rank - owner)):
+        chosen.setdefault(str(piece.box), piece)  # before Python 3.12, slices are no keys
     return list(chosen.values())
 
 
 class Muon:
-    """The update of all matrices of a pipeline stage. buckets: zero.ShardedBuckets of nothing else, whose state has
-    "m", the momentum. group: the ranks of the stage. peers: see find_matrices."""
+    """The update of all matrices of a pipeline rank. buckets, peers: see find_matrices; their state has "m", the
+    momentum, in the dtype of gradients. group: of the axis "stage"."""
     state = ("m",)
 
-    def __init__(self, buckets: Sequence, group: Group, peers: Sequence[Mapping[str, Group]]):
+    def __init__(self, buckets: Sequence, group: Group, peers: Sequence[Mapping]):
+        assert len(peers) == group.size
         self.buckets, self.group, first = buckets, group, buckets[0]
         self.device = first.device
         self.dtype = torch.bfloat16 if first.weights.itemsize == 2 else first.acc_dtype
         self.matrices = find_matrices(buckets, peers)
         self.owners = choose_owners(self.matrices, group.size)
-        self.to_owners, self.from_owners = Exchange(group), Exchange(group)
+        self.to_owners, self.from_owners = (Exchange(group, self.dtype, self.device) for _ in range(2))
         for i, (matrix, owner) in enumerate(zip(self.matrices, self.owners)):
-            for piece in senders(matrix.pieces, owner):
+            pieces = senders(matrix.pieces, owner)
+            assert sum(math.prod(box_shape(piece.box)) for piece in pieces) == math.prod(matrix.shape)
+            for piece in pieces:
                 self.to_owners.add(i, piece, source=piece.rank, target=owner)
             for piece in matrix.pieces:
                 self.from_owners.add(i, piece, source=owner, target=piece.rank)
 
     def update(self, grads: Sequence[Tensor], *, lr: float, weight_decay: float, found_inf: Tensor) -> Iterator[None]:
-        """The master weights of all buckets, by the grads of their shards; nothing changes if found_inf is 1. At the
-        `yield` momenta are on their way to the owners, under whatever the caller does meanwhile."""
+        """Of the master weights of all buckets, by the grads of their shards; nothing changes if found_inf is 1. In two
+        phases: up to the `yield`, momenta start on their way to the owners; what the caller does then hides it; and the
+        rest is the update."""
         applied = found_inf == 0  # as the host does not read it, all is computed, and then not applied
         updates = [self.add_to_momentum(bucket, grad, applied) for bucket, grad in zip(self.buckets, grads)]
-        nothing = updates[0][:0]  # what a rank sends that owns no matrix
-        self.to_owners.start(nothing, lambda i, piece: updates[piece.bucket][piece.place])
+        self.to_owners.start(lambda i, piece: updates[piece.bucket][piece.place])
         yield
-        wholes = {i: nothing.new_empty(self.matrices[i].shape) for i, _ in self.to_owners.incoming()}
+        wholes = {i: updates[0].new_empty(self.matrices[i].shape) for i, owner in enumerate(self.owners)
+                  if owner == self.group.rank}
         self.to_owners.finish(lambda i, piece: wholes[i][piece.box])
-        self.orthogonalize(wholes)
-        self.from_owners.start(nothing, lambda i, piece: wholes[i][piece.box].flatten())
+        self.to_updates(wholes)
+        self.from_owners.start(lambda i, piece: wholes[i][piece.box].flatten())
+        wholes.clear()
         self.from_owners.finish(lambda i, piece: updates[piece.bucket][piece.place])
         for bucket, update in zip(self.buckets, updates):
             update = update.to(bucket.master.device, bucket.acc_dtype)
@@ -176,20 +186,20 @@ class Muon:
             bucket.master.mul_(1 - weight_decay * rate).sub_(update.mul_(rate))
 
     def add_to_momentum(self, bucket, grad: Tensor, applied: Tensor) -> Tensor:
-        """-> the shard of U."""
+        """-> the shard of N."""
         m = bucket.state["m"]
-        grad = torch.where(applied, grad, m)  # if not applied, m does not change, and U is finite
+        grad = torch.where(applied, grad, m)  # a copy; if not applied, m does not change, and N is finite
         m.lerp_(grad, 1 - MOMENTUM)
         return grad.lerp_(m, MOMENTUM).to(self.device, self.dtype)
 
-    def orthogonalize(self, wholes: dict[int, Tensor]) -> None:
-        """Replace matrices by their scaled updates. Equal ones are multiplied together: experts are small."""
+    def to_updates(self, wholes: dict[int, Tensor]) -> None:
+        """Replace matrices by their scaled updates. Those of a shape are multiplied together: experts are small."""
         alike = defaultdict(list)
-        for i, whole in wholes.items():
-            alike[whole.shape].append(i)
+        for i in wholes:
+            alike[self.matrices[i].shape].append(i)
         for shape, own in alike.items():
-            step = max(1, STACKED // math.prod(shape))
-            for some in (own[start:start + step] for start in range(0, len(own), step)):
+            most = max(1, STACKED // math.prod(shape))
+            for some in (own[start:start + most] for start in range(0, len(own), most)):
                 results = orthogonalize(torch.stack([wholes.pop(i) for i in some]))
                 wholes.update(zip(some, results.mul_(0.2 * max(shape)**0.5)))
 
@@ -197,8 +207,8 @@ class Muon:
 class Exchange:
     """An all-to-all of pieces, flat and in one tensor: for each rank those of the first matrix first."""
 
-    def __init__(self, group: Group):
-        self.group = group
+    def __init__(self, group: Group, dtype: torch.dtype, device: torch.device):
+        self.group, self.nothing = group, torch.empty(0, dtype=dtype, device=device)
         self.sends, self.receives = ([[] for _ in range(group.size)] for _ in range(2))  # by rank: (matrix, piece)
 
     def add(self, matrix: int, piece: Piece, source: int, target: int) -> None:
@@ -207,22 +217,19 @@ class Exchange:
         if target == self.group.rank:
             self.receives[source].append((matrix, piece))
 
-    def incoming(self) -> list[tuple[int, Piece]]:
-        return sum(self.receives, [])
-
-    def start(self, nothing: Tensor, read: Callable[[int, Piece], Tensor]) -> None:
-        """nothing: a tensor without elements. read: returns the values of a piece that this rank sends."""
-        values = torch.cat([nothing, *(read(i, piece) for to_one in self.sends for i, piece in to_one)])
-        splits = [[sum(math.prod(box_shape(piece.box)) for _, piece in pieces) for pieces in lists]
-                  for lists in (self.receives, self.sends)]
-        self.pending = all_to_all(nothing.new_empty(sum(splits[0])), values, *splits, self.group, async_op=True)
+    def start(self, read: Callable[[int, Piece], Tensor]) -> None:
+        """read: returns the values of a piece that this rank sends."""
+        values = torch.cat([self.nothing, *(read(i, piece) for to_one in self.sends for i, piece in to_one)])
+        output_splits, input_splits = ([sum(math.prod(box_shape(piece.box)) for _, piece in pieces) for pieces in lists]
+                                       for lists in (self.receives, self.sends))
+        received = self.nothing.new_empty(sum(output_splits))
+        self.pending = all_to_all(received, values, output_splits, input_splits, self.group, async_op=True)
 
     def finish(self, place: Callable[[int, Piece], Tensor]) -> None:
         """place: returns the tensor that is to have the values of a piece that this rank receives."""
-        values = self.pending.wait()
+        incoming, values = sum(self.receives, []), self.pending.wait()
         del self.pending
-        for (i, piece), part in zip(self.incoming(), values.split([math.prod(box_shape(piece.box))
-                                                                   for _, piece in self.incoming()])):
+        for (i, piece), part in zip(incoming, values.split([math.prod(box_shape(piece.box)) for _, piece in incoming])):
             into = place(i, piece)
             into.copy_(part.view_as(into))
 
