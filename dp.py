@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from collectives import Group, Groups, all_reduce, run_demo, sent
-from param import Spec, acc_dtype, attach_sink, parameter
+from param import Spec, acc_dtype, attach_sink, most_elements, parameter
 
 Units = dict[int, list[nn.Module]]  # this rank's pipeline stages -> units (embedding, blocks, head) in forward order
 
@@ -62,7 +62,7 @@ class Bucket:
             start = self.numel
             for param in alike:
                 self.offset[param] = self.numel
-                self.numel += param.numel()
+                self.numel += most_elements(param.spec, groups)  # so that tp ranks' buckets have one layout
                 attach_sink(param, self)
             self.spans.append((start, self.numel, param.spec))
         self.padded = self.numel  # elements of `grad`

@@ -98,6 +98,15 @@ def local_box(spec: Spec, groups: Groups) -> Box:
     return tuple(box)
 
 
+def most_elements(spec: Spec, groups: Groups) -> int:
+    """Of the boxes of the parameter, those of the largest: a table's vocabulary need not divide evenly."""
+    shape = list(spec.shape)
+    for axis, dim in spec.along.items():
+        if isinstance(dim, int):
+            shape[dim] = -(-shape[dim] // groups.get(axis, ALONE).size)
+    return math.prod(shape)
+
+
 def is_first_replica(spec: Spec, groups: Groups) -> bool:
     """Whether this rank, of those that have the same box (data axis aside), counts it in the norm and saves it."""
     return not any(groups.get(axis, ALONE).rank for axis in spec.replicated_axes)

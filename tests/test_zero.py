@@ -16,7 +16,7 @@ from pool import slow
 from torch import nn
 
 import zero
-from collectives import ALONE, Group
+from collectives import ALONE, Group, build_groups
 from param import Spec, draw, parameter
 from plan import memory
 from run import dryrun
@@ -103,6 +103,20 @@ def test_clipping_scales_the_whole_gradient_to_the_limit():
     assert (moved[4:] / moved[0]).tolist() == pytest.approx([4 / 3] * 20)
     below = step(params, optimizer, [torch.full((4,), 1e-3), torch.zeros(5, 4)], lr=1.0)
     assert below.item() == pytest.approx(2e-3) and (params[0] + moved[0] - 1).tolist() == pytest.approx([-1e-3] * 4)
+
+
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_buckets_of_tensor_parallel_ranks_have_one_layout(level):
+    """Else their shards would be of other elements, of which gradients that are partial over tp are summed. A table of
+    101 rows has unequal shards; a matrix that is partial over tp reaches over several shards."""
+    layouts = []
+    for rank in range(2):
+        with dryrun.fake_world(8, rank), dryrun.fake_tensors():
+            settings = grids.settings_of(f"--tp 2 --dp 4 --zero {level} --micro-batch 4 --vocab 101 --mtp", 8)
+            model, optimizer = grids.built(settings, build_groups(settings.grid, settings.model))
+            layouts.append([(bucket.padded, [(param.spec.name, bucket.offset[param]) for param in bucket.params])
+                            for bucket in optimizer.buckets])
+    assert layouts[0] == layouts[1]
 
 
 @pytest.mark.parametrize("rule", ["adamw", "muon", "sgd"])
