@@ -245,7 +245,7 @@ def visible_blocks(source: Source, seq: int, c: int, i: int, mask: Mask,
     piece, along each chunk; they are read in the host's memory, and those of the blocks' masks are on `device`."""
     own, m, all_chunks = own_chunks(c, i), seq // (2 * c), source.chunks(c, i)
     first_keys = [find_first_key(mask, a * m) for a in own]
-    by_piece = mask.documents is not None and bool((mask.documents[0].diff() < 0).any())  # by order_by_piece
+    by_piece = is_by_piece(mask)
     assert not (by_piece and mask.window), "a window counts positions of the sequence"
     steps = [blocks_of_step(own, chunks, step == 0, m, first_keys, mask.window, by_piece)
              for step, chunks in enumerate(all_chunks)]
@@ -255,6 +255,11 @@ def visible_blocks(source: Source, seq: int, c: int, i: int, mask: Mask,
         steps = [[ScoreBlock(rows, keys, seen._replace(documents=(queries[:, rows], part[:, keys])))
                   for rows, keys, seen in blocks] for blocks, part in zip(steps, parts)]
     return steps
+
+
+def is_by_piece(mask: Mask) -> bool:
+    """Whether sequences have been brought in the order of `order_by_piece`: numbers of documents begin again."""
+    return mask.documents is not None and bool((mask.documents[0].diff() < 0).any())
 
 
 def find_first_key(mask: Mask, query: int) -> int:

@@ -250,14 +250,16 @@ def waits(flags: str) -> list[int]:
             return result
         return call
 
-    def on_host(*args):  # documents of context parallel ranks have never left the host
-        entered, inside[:] = inside[:], []
-        try:
-            return find(*args)
-        finally:
-            inside[:] = entered
+    def on_host(usual):  # documents of context parallel ranks have never left the host
+        def call(*args):
+            entered, inside[:] = inside[:], []
+            try:
+                return usual(*args)
+            finally:
+                inside[:] = entered
+        return call
 
-    begin, find = job.Run.begin_step, cp.find_first_key
+    begin = job.Run.begin_step
     with contextlib.ExitStack() as stack:
         for name in READS:
             stack.enter_context(patch.object(torch.Tensor, name, counted(getattr(torch.Tensor, name))))
@@ -265,7 +267,8 @@ def waits(flags: str) -> list[int]:
                             (train, "update_balance"), (job.Run, "end_step"), (job, "read_results")):
             stack.enter_context(patch.object(owner, name, entered(getattr(owner, name))))
         stack.enter_context(patch.object(job, "reads_late", lambda device: True))
-        stack.enter_context(patch.object(cp, "find_first_key", on_host))
+        for name in "find_first_key", "is_by_piece":
+            stack.enter_context(patch.object(cp, name, on_host(getattr(cp, name))))
         runs.run(f"{MODEL} --data {config.__file__} --vocab 257 --separator -1 --dtype bf16 --steps 6 "
                  f"--metrics /dev/null --global-batch 8 {flags}")
     return np.diff(found)[1:].tolist()

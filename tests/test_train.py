@@ -407,12 +407,16 @@ def test_the_head_counts_as_layers():
 
 def test_neighbours_share_layers_then_shards_and_replicas_are_far_apart(pool):
     seen = pool.run(8, "test_train:ranks_of_groups", flags="--tp 2 --zero 1 --dp-replicate 2 --kv-heads 1")
-    assert seen[5] == dict(world=[0, 1, 2, 3, 4, 5, 6, 7], data=[1, 3, 5, 7], replicate=[1, 5], dp=[5, 7], cp=None,
-                           pp=None, tie=None, tp=[4, 5], kv=None, kv_copy=[4, 5], ep=None, edp=None)
+    neighbours = dict(cp_keys=None, cp_heads=None)
+    assert seen[5] == dict(world=[0, 1, 2, 3, 4, 5, 6, 7], stage=[4, 5, 6, 7], data=[1, 3, 5, 7], replicate=[1, 5],
+                           dp=[5, 7], cp=None, pp=None, tie=None, tp=[4, 5], kv=None, kv_copy=[4, 5], ep=None, edp=None,
+                           **neighbours)
     assert [ranks["dp"] for ranks in seen] == [[0, 2], [1, 3]] * 2 + [[4, 6], [5, 7]] * 2
     seen = pool.run(8, "test_train:ranks_of_groups", flags="--tp 2 --cp 2 --kv-heads 1")
-    assert seen[5] == dict(world=[0, 1, 2, 3, 4, 5, 6, 7], data=[1, 3, 5, 7], replicate=None, dp=[1, 3, 5, 7],
-                           cp=[5, 7], pp=None, tie=None, tp=[4, 5], kv=None, kv_copy=[4, 5], ep=None, edp=None)
+    everyone = [0, 1, 2, 3, 4, 5, 6, 7]
+    assert seen[5] == dict(world=everyone, stage=everyone, data=[1, 3, 5, 7], replicate=None, dp=[1, 3, 5, 7],
+                           cp=[5, 7], pp=None, tie=None, tp=[4, 5], kv=None, kv_copy=[4, 5], ep=None, edp=None,
+                           **neighbours)
     for flags, ep, edp in (("--tp 2 --ep 4", [4, 5, 6, 7], [1, 5]), ("--pp 2 --cp 2 --ep 2", [4, 5], [5, 7]),
                            ("--tp 2 --zero 1 --dp-replicate 2 --ep 2", [4, 5], [5, 7])):
         seen = pool.run(8, "test_train:ranks_of_groups", flags=f"{flags} --experts 8")

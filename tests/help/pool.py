@@ -80,10 +80,13 @@ class Pool:
         for rank, connection in enumerate(connections):
             connection.send((self.jobs, rank, world, function, arguments, timeout))
         deadline, results = time.monotonic() + timeout, []
-        for connection in connections:
-            if not connection.poll(max(0, deadline - time.monotonic())):
-                break
-            results.append(pickle.loads(connection.recv_bytes()))
+        try:
+            for connection in connections:
+                if not connection.poll(max(0, deadline - time.monotonic())):
+                    break
+                results.append(pickle.loads(connection.recv_bytes()))
+        except EOFError:
+            raise RuntimeError(f"{function}: rank {len(results)} has died.\n{self.replace(world)}") from None
         late = [rank for rank in range(len(results), world) if not connections[rank].poll()]
         results += [pickle.loads(connections[rank].recv_bytes()) if rank not in late else (True, None)
                     for rank in range(len(results), world)]
