@@ -1,6 +1,6 @@
 """The pictures of the README and of the files' companions, made by the code that they show.
 
-    python -m learn.pictures                        all of them, in docs/pictures/ (some minutes: three train models)
+    python -m learn.pictures                        all of them, in docs/pictures/ (some 160 CPU seconds: losses 90)
     python -m learn.pictures grid schedules         these
     python -m learn.pictures loss a.jsonl b.jsonl   losses of runs with --metrics beside each other, in loss.svg
 
@@ -9,20 +9,22 @@ and cp.py, or measured here. Needs matplotlib (requirements-test.txt).
 """
 import io
 import json
+import multiprocessing
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from functools import partial
 from itertools import product
 from pathlib import Path
+from pydoc_data import topics
 
 import matplotlib
 import torch
 import torch.nn.functional as F
 from matplotlib import pyplot
 from matplotlib.patches import FancyArrowPatch, Rectangle
+from torch.distributed import TCPStore
 
 import config
 import ep
@@ -197,14 +199,16 @@ def memory() -> None:
 
 
 def planner() -> None:
-    """The planner's map: per model and number of H100s, the fastest grid that fits and its utilisation."""
-    models = {"llama-3.2-1b": 256, "llama-3.1-8b": 512, "llama-3.1-70b": 1024, "mixtral-8x7b": 512}
+    """The planner's map: per model and number of H100s, the fastest grid that fits and its utilisation. (A search of
+    all sizes also finds ep 8 for Mixtral's 8 experts, four times as slowly.)"""
+    models = {"llama-3.2-1b": (256, {}), "llama-3.1-8b": (512, {}), "llama-3.1-70b": (1024, {}),
+              "mixtral-8x7b": (512, dict(ep=8))}
     gpus = (8, 32, 128, 512)
     figure, axes = pyplot.subplots(figsize=(9, 3.6))
     cells = torch.full((len(models), len(gpus)), float("nan"))
-    for (row, (preset, batch)), (column, count) in product(enumerate(models.items()), enumerate(gpus)):
+    for (row, (preset, (batch, given))), (column, count) in product(enumerate(models.items()), enumerate(gpus)):
         run = predict.run_of(dict(preset=preset, seq=8192, global_batch=max(batch, count), machine="h100"))
-        found, _ = search.search(run, count, simulated=10)
+        found, _ = search.search(run, count, given, simulated=10)
         text = "does not fit"
         if found:
             settings = found[0].run.settings
@@ -523,17 +527,50 @@ GRIDS = {"one process": (1, ""), "dp 4": (4, "--dp 4"), "dp 4, ZeRO-3": (4, "--d
          "cp 2, tp 2, pp 2, zb-h1": (8, "--cp 2 --tp 2 --pp 2 --schedule zb-h1 --micro-batch 2")}
 
 
+FP8 = {"bf16": (1, ""), "fp32": (1, "--dtype fp32"), "FP8, a scale per tensor": (1, "--fp8 tensorwise"),
+       "FP8, a scale per block": (1, "--fp8 blockwise")}
+
+
+def as_rank(rank: int, ranks: int, port: int, flags: list[str], log: str) -> None:
+    """What torchrun starts, in a process that has loaded train.py already."""
+    os.environ |= {name: str(value) for name, value in dict(
+        RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+        TORCHELASTIC_USE_AGENT_STORE=True).items()}
+    torch.set_num_threads(1)
+    with open(log, "a") as file:
+        sys.stdout = sys.stderr = file
+        train.main(config.parse(flags, ranks))
+
+
+def train_runs(name: str, common: str, runs: dict[str, tuple[int, str]]) -> None:
+    """Draw the losses of `runs`, title -> ranks and flags, which are trained on the texts of Python's help()."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "train"])
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (title, (ranks, flags)) in enumerate(runs.items()):
+            print(f"{title}, {number + 1} of {len(runs)}", file=sys.stderr, flush=True)
+            store, path = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), os.path.join(folder, title)
+            flags = [*common.split(), *flags.split(), "--device", "cpu", "--data", topics.__file__, "--sample=",
+                     "--metrics", f"{path}.jsonl"]
+            started = [context.Process(target=as_rank, args=(rank, ranks, store.port, flags, f"{path}.log"))
+                       for rank in range(ranks)]
+            for process in started:
+                process.start()
+            for process in started:
+                process.join()
+            if any(process.exitcode for process in started):
+                raise RuntimeError(f"{title}: {Path(f'{path}.log').read_text()}")
+        loss([read_losses(os.path.join(folder, f"{title}.jsonl")) for title in runs], name)
+
+
 def losses() -> None:
     """Twelve grids train the same model in fp64: their losses are equal up to rounding."""
-    with tempfile.TemporaryDirectory() as folder:
-        for number, (name, (ranks, flags)) in enumerate(GRIDS.items()):
-            print(f"{name}, {number + 1} of {len(GRIDS)}", file=sys.stderr, flush=True)
-            launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
-            subprocess.run([*(launch if ranks > 1 else launch[:1]), train.__file__, *flags.split(), "--dtype", "fp64",
-                            *"--device cpu --steps 60 --seq 128 --global-batch 8 --sample=".split(),
-                            "--metrics", os.path.join(folder, f"{name}.jsonl")],
-                           check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        loss([read_losses(os.path.join(folder, f"{name}.jsonl")) for name in GRIDS], "losses")
+    train_runs("losses", "--dtype fp64 --hidden 64 --ffn 176 --steps 20 --seq 32 --global-batch 8", GRIDS)
+
+
+def fp8() -> None:
+    """Losses with FP8 matmuls, emulated on a CPU, follow those of bf16; fp32 shows what chaos alone does."""
+    train_runs("fp8", "--dtype bf16 --kv-heads 4 --ffn 384 --steps 50 --seq 64 --global-batch 8", FP8)
 
 
 def read_losses(path: str) -> tuple[str, dict[int, float]]:
@@ -553,7 +590,7 @@ def loss(named: list[tuple[str, dict[int, float]]], name: str = "loss") -> None:
     first, *others = runs
     figure, axes = pyplot.subplots(1, 2 if others else 1, figsize=(9, 3.9), squeeze=False)
     for number, (title, values) in enumerate(runs.items()):
-        style = dict(color=pyplot.cm.tab20(number % 20), ls=["-", "--", ":"][number % 3], lw=1.6)
+        style = dict(color=pyplot.cm.tab20((2 * number + number // 10) % 20), ls=["-", "--", ":"][number % 3], lw=1.6)
         axes[0, 0].plot(values.keys(), values.values(), label=title, **style)
         if number:
             shared = [step for step in values if step in runs[first]]
@@ -619,7 +656,7 @@ def experts() -> None:
 PICTURES = {"grid": grid, "timeline": timeline, "schedules": all_schedules, "bubble": bubble, "memory": memory,
             "planner": planner, "zigzag": zigzag, "ring": ring, "collectives": collectives, "formats": formats,
             "scaling": scaling, "overlap": overlap, "layer": layer, "zero-bubble": zero_bubble, "hierarchy": hierarchy,
-            "steps": steps, "experts": experts, "losses": losses}
+            "steps": steps, "experts": experts, "losses": losses, "fp8": fp8}
 
 
 def main(names: list[str]) -> None:
