@@ -215,8 +215,8 @@ class Precision:
                                      "documents and windows; math: plain torch, which saves scores",
                              ("auto", "triton", "sdpa", "math"))
     kernels: str = setting("auto", "on GPUs ours, torch where one does not run; torch: none of ours", ("auto", "torch"))
-    recompute: str = setting("none", "what backward recomputes; selective: norms, SwiGLU and scores; full: layers",
-                             ("none", "selective", "full"))
+    recompute: str = setting("none", "what backward recomputes; selective: norms, SwiGLU, scores, keys and values of "
+                                     "latents; full: layers", ("none", "selective", "full"))
     offload: str = setting("none", "what is in the host's memory: optimizer: master weights and moments, which the CPU "
                                    "updates; activations: the inputs of blocks that --recompute full saves", OFFLOADS)
 
