@@ -1,6 +1,6 @@
 """The pictures of the README and of the files' companions, made by the code that they show.
 
-    python -m learn.pictures                        all of them, in docs/pictures/ (some 160 CPU seconds: losses 90)
+    python -m learn.pictures                        all of them, in docs/pictures/ (about two minutes on two cores)
     python -m learn.pictures grid schedules         these
     python -m learn.pictures loss a.jsonl b.jsonl   losses of runs with --metrics beside each other, in loss.svg
 
@@ -200,7 +200,7 @@ def memory() -> None:
 
 def planner() -> None:
     """The planner's map: per model and number of H100s, the fastest grid that fits and its utilisation. (A search of
-    all sizes also finds ep 8 for Mixtral's 8 experts, four times as slowly.)"""
+    all sizes, which takes longer, also finds ep 8 for Mixtral's 8 experts.)"""
     models = {"llama-3.2-1b": (256, {}), "llama-3.1-8b": (512, {}), "llama-3.1-70b": (1024, {}),
               "mixtral-8x7b": (512, dict(ep=8))}
     gpus = (8, 32, 128, 512)
@@ -565,7 +565,7 @@ def train_runs(name: str, common: str, runs: dict[str, tuple[int, str]]) -> None
 
 def losses() -> None:
     """Twelve grids train the same model in fp64: their losses are equal up to rounding."""
-    train_runs("losses", "--dtype fp64 --hidden 64 --ffn 176 --steps 20 --seq 32 --global-batch 8", GRIDS)
+    train_runs("losses", "--dtype fp64 --hidden 64 --ffn 176 --steps 12 --seq 32 --global-batch 8", GRIDS)
 
 
 def fp8() -> None:
