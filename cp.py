@@ -216,18 +216,25 @@ def gather_back(dkv: Tensor, pending: None, group: Group) -> Pending:
     return done(own)
 
 
-class GatherSequences(Function):
-    """[s, ...], this rank's tokens, to [S, ...]. Each rank uses them differently: backward sums their gradients."""
+class GatherTokens(Function):
+    """See gather_tokens. Backward sums the gradients of all ranks, as each uses the tokens differently."""
 
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        *_, whole = gather(x.contiguous(), group)
-        return whole
+        *_, whole = gather(x.transpose(0, 1).contiguous(), group)
+        return whole.transpose(0, 1).contiguous()  # else whoever saves it copies it
 
     @staticmethod
     def backward(ctx, grad):
-        return gather_back(grad.clone(memory_format=torch.contiguous_format), None, ctx.group).wait(), None
+        by_token = grad.transpose(0, 1).clone(memory_format=torch.contiguous_format)  # gather_back writes to it
+        return gather_back(by_token, None, ctx.group).wait().transpose(0, 1), None
+
+
+def gather_tokens(x: Tensor, group: Group) -> Tensor:
+    """[B, s, ...] of this rank's tokens to [B, S, ...] of all: for latents, of which each rank then makes the keys and
+    values of all tokens, c times its share of that work."""
+    return x if group.size == 1 else GatherTokens.apply(x, group)
 
 
 SOURCES = {  # those of config.CP_STYLES but "ulysses", in which a rank attends to all tokens at once
@@ -318,23 +325,6 @@ def ulysses(q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor], grou
     return rearrange(shards, "c b n s d -> b s (c n) d").transpose(1, 2)
 
 
-# ---- latent attention -----------------------------------------------------------------------------------------------
-
-def attend_to_latents(q: Tensor, latents: Tensor, expand: Callable[[Tensor], Tensor], drop: Callable[..., None],
-                      attend: Callable[..., Tensor], group: Group) -> Tensor:
-    """Attention of q [B, N, s, D] to the keys and values that `expand` makes of latents: [B, s, 1, R] -> [B, N, s, 2D].
-    With context parallelism latents are gathered, (c-1) s R e bytes per rank, layer and sequence, and as many in
-    backward; each rank expands those of all tokens, c times its share of that work. drop: a Recompute's, for keys and
-    values."""
-    if group.size > 1:
-        whole = GatherSequences.apply(rearrange(latents, "b s n r -> s b n r"), group)
-        latents = rearrange(whole, "s b n r -> b s n r").contiguous()  # else `expand` saves a copy besides
-    kv = expand(latents)
-    o = attend(q, *kv.chunk(2, -1))
-    drop(kv, o, expand, latents)  # free until the backward of o begins
-    return o
-
-
 # ---- attention for a model's layers ---------------------------------------------------------------------------------
 
 def attention_by_window(windows: Iterable[int], tokens: Tensor, documents: Tensor | None, *, kernel: str, head_dim: int,
@@ -378,9 +368,8 @@ def choose_attention(kernel: str, mask: Mask, head_dim: int, like: Tensor, dtype
 
 def context_parallel(keys: Group, heads: Group, style: str, seq: int, mask: Mask, attention: AttentionKernel,
                      device: torch.device | str = "cpu", recompute: bool = False) -> Callable[..., Tensor]:
-    """Attention of this rank's tokens. keys, heads: of `keys_and_heads`. style: of config.CP_STYLES, or
-    "latents", where the result takes what `attend_to_latents` does. seq, mask: length (of new tokens) and mask of whole
-    sequences."""
+    """Attention of this rank's tokens. keys, heads: of `keys_and_heads`. style: of config.CP_STYLES, or "latents":
+    k and v are those of all tokens. seq, mask: length (of new tokens) and mask of whole sequences."""
     if keys.size > 1:
         assert mask.causal and mask.offset == 0, "blocks are those of a causal mask without cached tokens"
         steps = visible_blocks(SOURCES[style], seq, keys.size, keys.rank, mask, device)
@@ -393,8 +382,6 @@ def context_parallel(keys: Group, heads: Group, style: str, seq: int, mask: Mask
         attend = partial(attention.attend, mask=attention.prepare_mask(mask, seq, seq + mask.offset, device))
         if recompute and attention.saves_scores:
             attend = partial(Checkpoint.apply, attend, None)  # its inputs are saved as any others, in no arena
-    if style == "latents":
-        return partial(attend_to_latents, attend=attend, group=keys)
     return attend if heads.size == 1 else partial(ulysses, attend=attend, group=heads)
 
 

@@ -23,9 +23,9 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from collectives import ALONE, Groups
+from collectives import ALONE, Group, Groups
 from config import Model
-from cp import attention_by_window
+from cp import attention_by_window, gather_tokens
 from ep import Balance, Combine, Dispatch, GroupedExperts, Router, make_routing_info
 from operations import RMSNorm, rotary_angles, rotate_and_split, rotate_tail, swiglu
 from param import Spec, parameter
@@ -47,10 +47,11 @@ class ForwardContext(NamedTuple):
     tp: TensorParallel
     seq: int  # tokens of a sequence on this rank
     angles: tuple[Tensor, Tensor]  # cos and sin of rotary embedding: [S, 1, D/2] or [B, S, 1, D/2]
-    attention: dict[int, Callable[..., Tensor]]  # window (0: none) -> a function of q, k, v; see also LatentAttention
+    attention: dict[int, Callable[[Tensor, Tensor, Tensor], Tensor]]  # window (0: none) -> its function of q, k, v
     recompute: Recompute
     routing: tuple | None  # an ep.RoutingInfo; None without experts
     cache: Cache | None = None
+    cp: Group = ALONE  # context parallel ranks, which share the sequences
     next_tokens: Tensor | None = None  # [T], the token after each; None: no multi-token prediction
 
 
@@ -151,7 +152,10 @@ class LatentAttention(nn.Module):
         kv = rotate_tail(rearrange(kv, "(b s) r -> b s 1 r", s=context.seq), context.angles)
         if context.cache is not None:
             kv = torch.cat(context.cache.extend(self.layer, *kv.split(self.kv_widths, -1), self.window), -1)
-        o = context.attention[self.window](q, kv, self.expand, context.recompute.drop)  # context parallelism, too
+        latents = gather_tokens(kv, context.cp)
+        heads = self.expand(latents)  # of all tokens
+        o = context.attention[self.window](q, *heads.chunk(2, -1))
+        context.recompute.drop(heads, o, self.expand, latents)
         return self.out(rearrange(o[..., :self.head_widths[1]], "b n s d -> (b s) (n d)"), context.tp)
 
     def expand(self, kv: Tensor) -> Tensor:
@@ -239,7 +243,7 @@ class MultiTokenPrediction(Block):
     and one more block compute what the head predicts the token after the next from: DeepSeek-V3, section 2.2, depth 1;
     e before h, as in its published weights, though not in its equation. Embedding and head are the model's."""
 
-    def __init__(self, layer: int, model: Model, make: MakeParameter, *, embedding: VocabParallelEmbedding,
+    def __init__(self, embedding: VocabParallelEmbedding, layer: int, model: Model, make: MakeParameter,
                  norm_along: dict, **rest):
         super().__init__(layer, model, make, norm_along=norm_along, **rest)
         name, H = f"layers.{layer}.", model.hidden
@@ -316,11 +320,12 @@ class Llama(nn.Module):
         norm_along = {"tp": "partial" if self.tp.sequence else "replicate"}  # partial: tp ranks see different tokens
         reads_tokens = 0 in self.stages or (model.mtp and self.last_stage in self.stages)
         self.embedding = VocabParallelEmbedding(make, table_spec(model, "embedding")) if reads_tokens else None
-        kind_of = {model.layers: partial(MultiTokenPrediction, embedding=self.embedding)}  # of the others: Block
-        self.blocks = nn.ModuleDict({
-            str(layer): kind_of.get(layer, Block)(layer, model, make, t=self.tp.size, norm_along=norm_along,
-                                                  groups=groups, balance=balance)
-            for layers in self.stages.values() for layer in layers})
+        make_block = partial(Block, model=model, make=make, t=self.tp.size, norm_along=norm_along, groups=groups,
+                             balance=balance)
+        self.blocks = nn.ModuleDict({str(layer): make_block(layer) for layers in self.stages.values()
+                                     for layer in layers if layer < model.layers})
+        if model.mtp and self.last_stage in self.stages:
+            self.blocks[str(model.layers)] = MultiTokenPrediction(self.embedding, model.layers, **make_block.keywords)
         self.routers = [block.ffn.router for block in self.blocks.values() if isinstance(block.ffn, MixtureOfExperts)]
         table = self.embedding.table if model.tied and self.embedding else None
         self.head = Head(model, make, norm_along, table, z_loss) if self.last_stage in self.stages else None
@@ -359,8 +364,8 @@ class Llama(nn.Module):
             return x
         if labels is None:
             return self.head(x, context, [None], loss_grad).unflatten(0, tokens.shape)
-        both = [labels] if ahead is None else [labels, ahead[1]]
-        return self.head(x, context, [each.flatten() for each in both], loss_grad)
+        labels = [labels] if ahead is None else [labels, ahead[1]]
+        return self.head(x, context, [each.flatten() for each in labels], loss_grad)
 
     def context(self, stage: int, tokens: Tensor, positions: Tensor | None, documents: Tensor | None,
                 cache: Cache | None, aux_loss_scale: float | Tensor | None) -> ForwardContext:
@@ -377,7 +382,7 @@ class Llama(nn.Module):
             dtype=how.dtype, groups=groups, style=style, earlier=past, recompute=how.recompute == "selective")
         routing = make_routing_info(tokens, cp, tp.group, aux_loss_scale) if self.routers else None
         angles = rotary_angles(positions, model, how.dtype)
-        return ForwardContext(tp, tokens.shape[1], angles, attention, self.recompute, routing, cache)
+        return ForwardContext(tp, tokens.shape[1], angles, attention, self.recompute, routing, cache, cp)
 
     def boundary_shape(self, tokens: Tensor, sequence: bool = True) -> tuple[int, int]:
         """The shape of what one stage sends to the next. tokens: [B, S]. sequence=False: as when text is sampled."""

@@ -22,9 +22,9 @@ shards are replicated):
     all-to-all     rank 0 a c      rank 1 b d e    owners have whole matrices, and orthogonalise them
     all-to-all     rank 0 a b c'   rank 1 c" d e   each rank has the updates of its shard
 
-The first all-to-all hides under AdamW's updates, the second under nothing. Owners are chosen so that each has about the
-same FLOPs: the largest matrix first, to the rank that has most of it, among those whose load stays below the mean; if
-there is none, to the one with the least. Each expert's gate, up and down projections are matrices of their own.
+The first all-to-all overlaps with AdamW's updates, the second with nothing. Owners are chosen so that each has about
+the same FLOPs: the largest matrix first, to the rank that has most of it, among those whose load stays below the mean;
+if there is none, to the one with the least. Each expert's gate, up and down projections are matrices of their own.
 
 Jordan et al. 2024 (Muon); Liu et al. 2025 (Muon is scalable for LLM training: decay, the factor 0.2 sqrt(max(R, C))).
 Shapes: n ranks of the axis "stage" (those that ZeRO shards over x tp), P parameters, R x C a whole matrix.
@@ -112,11 +112,9 @@ def find_matrices(buckets: Sequence, peers: Sequence[Mapping]) -> list[Matrix]:
                     i = (low - start) // count
                     begin = start + i * count
                     matrix = found.setdefault((spec.name, first + i), Matrix(shape, []))
-                    for part in boxes(box_shape(inside), low - begin, min(high - begin, count)):
+                    for part in boxes(inside, low - begin, min(high - begin, count)):
                         place, size = low - shard.start, math.prod(box_shape(part))
-                        of_matrix = tuple(slice(own.start + s.start, own.start + s.stop)
-                                          for own, s in zip(inside, part))
-                        matrix.pieces.append(Piece(rank, number, slice(place, place + size), of_matrix))
+                        matrix.pieces.append(Piece(rank, number, slice(place, place + size), part))
                         low += size
     return [found[key] for key in sorted(found)]
 
@@ -167,8 +165,8 @@ class Muon:
 
     def update(self, grads: Sequence[Tensor], *, lr: float, weight_decay: float, found_inf: Tensor) -> Iterator[None]:
         """Of the master weights of all buckets, by the grads of their shards; nothing changes if found_inf is 1. In two
-        phases: up to the `yield`, momenta start on their way to the owners; what the caller does then hides it; and the
-        rest is the update."""
+        phases: up to the `yield`, the all-to-all of momenta is started; what the caller does then overlaps with it; and
+        the rest is the update."""
         applied = found_inf == 0  # as the host does not read it, all is computed, and then not applied
         updates = [self.add_to_momentum(bucket, grad, applied) for bucket, grad in zip(self.buckets, grads)]
         self.to_owners.start(lambda i, piece: updates[piece.bucket][piece.place])

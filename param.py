@@ -116,22 +116,23 @@ def box_shape(box: Box) -> tuple[int, ...]:
     return tuple(s.stop - s.start for s in box)
 
 
-def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Elements start..stop of a flattened tensor with n dimensions, as at most 2n-1 boxes, in order.
+def boxes(box: Box, start: int, stop: int) -> Iterator[Box]:
+    """Elements start..stop of a box of a tensor with n dimensions, flattened, as at most 2n-1 boxes of the tensor, in
+    order.
 
     In a matrix they are the end of a first row, complete rows, and the beginning of a last row. Thus a shard of a flat
     bucket, which may begin and end inside a row, is loaded and saved without a gather.
     """
-    row = math.prod(shape[1:])
+    rows, row = box[0].start, math.prod(box_shape(box[1:]))
     while start < stop:
         first, offset = divmod(start, row)
         if offset == 0 and start + row <= stop:  # complete rows
             last = stop // row
-            yield (slice(first, last), *(slice(0, n) for n in shape[1:]))
+            yield (slice(rows + first, rows + last), *box[1:])
             start = last * row
         else:  # a part of one row
-            end = min(stop, (first + 1) * row)
-            yield from ((slice(first, first + 1), *box) for box in boxes(shape[1:], offset, end - first * row))
+            end, own = min(stop, (first + 1) * row), slice(rows + first, rows + first + 1)
+            yield from ((own, *rest) for rest in boxes(box[1:], offset, end - first * row))
             start = end
 
 

@@ -151,8 +151,8 @@ def local_micro_batches(samples: Samples, first: int, sequences: int, settings: 
     last batch of an evaluation may be incomplete."""
     grid, cp = settings.grid, groups["cp"]
     dp_rank = groups["data"].rank // cp.size  # context parallel ranks, innermost in "data", read the same sequences
-    shard, out = partial(shard_sequences, c=cp.size, i=cp.rank, tp=grid.sequence_shards,
-                          document_ranks=grid.document_ranks), []
+    shard = partial(shard_sequences, c=cp.size, i=cp.rank, tp=grid.sequence_shards, document_ranks=grid.document_ranks)
+    out = []
     for batch in samples.step(first, sequences, settings.batch.micro_batch, dp_rank, grid.dp, end):
         sharded = MicroBatch(*shard(batch.tokens, batch.labels, batch.positions, batch.documents))
         if settings.model.mtp:  # before a sequence is sharded: what follows a shard is on another rank

@@ -225,8 +225,7 @@ class ShardedBucket(Bucket):
         for param in self.params:
             begin = self.offset[param] - self.shard.start  # of the parameter, in the shard; perhaps before it, or after
             place, stop = max(part.start, begin), min(part.stop, begin + param.numel())
-            for local in boxes(tuple(param.shape), place - begin, stop - begin):  # none if it has no elements in `part`
-                box = tuple(slice(own.start + i.start, own.start + i.stop) for i, own in zip(local, param.box))
+            for box in boxes(param.box, place - begin, stop - begin):  # none if it has no elements in `part`
                 count = math.prod(box_shape(box))
                 yield param, box, slice(place, place + count)
                 place += count
@@ -303,7 +302,8 @@ class Optimizer:
             is_matrix = kind(next(iter(params)).spec) == "matrix"
             rule = self.rule.matrices if is_matrix else self.rule
             self.buckets.append(ShardedBucket(params, groups, rule_state=rule.state, **settings))
-            of_matrices += self.buckets[-1:] * is_matrix
+            if is_matrix:
+                of_matrices.append(self.buckets[-1])
         self.matrices = self.rule.matrices(of_matrices, groups["stage"], peers or [groups]) if of_matrices else None
         self.world, self.head, device = groups["world"], head, self.buckets[0].device
         self.clip, self.weight_decay, self.rule_settings = clip, weight_decay, dict(betas=betas, eps=eps)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-TODO = "raise NotImplementedError('this is the puzzle')"
+BLANK = "raise NotImplementedError('this is the puzzle')"
 
 
 class Puzzle(NamedTuple):
@@ -126,7 +126,7 @@ def blanked(source: str, name: str) -> str:
     first = node.body[1] if ast.get_docstring(node) else node.body[0]
     indent = " " * first.col_offset
     start = min(first.lineno, *(d.lineno for d in getattr(first, "decorator_list", [])), first.lineno)
-    return "".join([*lines[:start - 1], f"{indent}{TODO}\n", *lines[node.end_lineno:]])
+    return "".join([*lines[:start - 1], f"{indent}{BLANK}\n", *lines[node.end_lineno:]])
 
 
 def copy(puzzle: Puzzle | dict, folder: Path) -> None:

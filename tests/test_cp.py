@@ -681,7 +681,7 @@ def attended_to_latents(documents=None, window=0, dtype=torch.float64) -> dict:
     mask = Mask(window=window, documents=None if documents is None else (documents, documents))
     attend = context_parallel(group, ALONE, "latents", S, mask, SDPA)
     collectives.sent.clear()
-    o = attend(q, latents, expand, lambda *_: None)
+    o = attend(q, *expand(cp.gather_tokens(latents, group)).chunk(2, -1))
     sent = [collectives.sent.pop(group.axis, 0)]
     o.backward(do)
     sent.append(collectives.sent.pop(group.axis, 0))

@@ -69,11 +69,11 @@ bench.__init__ learn.__init__ plan.__init__ run.__init__
 """
 # These numbers only fall. A commit that needs more raises one here, and lowers another.
 LINES = {  # of a root file: the most lines in all, of its docstring, and of its demo
-    "train": (274, 15, 0), "model": (406, 16, 20), "dp": (161, 25, 22), "zero": (474, 30, 23), "muon": (260, 31, 24),
-    "tp": (430, 32, 21), "cp": (414, 34, 14), "pp": (183, 30, 19), "ep": (426, 23, 14), "fp8": (338, 30, 23),
+    "train": (274, 15, 0), "model": (411, 16, 20), "dp": (161, 25, 22), "zero": (474, 30, 23), "muon": (258, 31, 24),
+    "tp": (430, 32, 21), "cp": (401, 34, 14), "pp": (183, 30, 19), "ep": (426, 23, 14), "fp8": (338, 30, 23),
     "kernels": (420, 22, 0),
     "schedules": (301, 29, 0), "recompute": (183, 27, 20), "operations": (431, 14, 0), "flash": (399, 29, 26),
-    "param": (337, 26, 0), "collectives": (453, 21, 0), "config": (756, 14, 0)}
+    "param": (338, 26, 0), "collectives": (453, 21, 0), "config": (756, 14, 0)}
 FOLDER_LINES = dict(bench=2125, learn=2950, plan=3010, run=4503)
 CHAIN = 10  # files of the longest chain of imports
 READ = 9, 3771  # the most files, and their lines, that a technique and all that it imports are

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from itertools import chain, product
 from statistics import median
 
@@ -14,6 +15,7 @@ import pytest
 from program import ROOT
 
 import config
+import muon
 import plan.__main__
 import plan.memory
 import plan.time
@@ -97,7 +99,10 @@ def groups_of(grid, model, stage: int) -> dict:
     ("--preset llama-3.1-8b --mtp --tp 2 --pp 2 --zero 1", 8),
     ("--preset llama-3.2-1b --mtp --pp 4 --schedule zb-v --zero 3", 8),
     ("--preset llama-3.1-8b --tp 16 --seq 512 --recompute full", 16),
-    ("--preset deepseek-v3 --mtp --ep 16 --pp 4 --zero 1 --fp8 blockwise --no-fp8-ends", 64)])
+    ("--preset qwen2.5-0.5b --tp 2 --zero 2 --optimizer muon", 8),
+    ("--preset llama-3.2-1b --mtp --pp 2 --zero 3 --optimizer muon", 8),
+    ("--preset deepseek-v3 --mtp --ep 16 --pp 4 --zero 1 --fp8 blockwise --no-fp8-ends", 64),
+    ("--preset deepseek-v3 --mtp --ep 16 --pp 4 --zero 1 --optimizer muon", 64)])
 def test_memory_is_that_of_the_buckets_and_stages_that_train_py_builds(flags, ranks):
     run = run_for(f"{flags} --global-batch 64 --micro-batch 1", ranks)
     settings, grid = run.settings, run.settings.grid
@@ -107,12 +112,16 @@ def test_memory_is_that_of_the_buckets_and_stages_that_train_py_builds(flags, ra
                                           plan.memory.plan_in_memory(settings, rank))
         assert stages == model.pipeline.stages and in_flight == model.pipeline.in_flight
         assert set(backwards) == set(plan.memory.backwards_in_memory(model.pipeline.actions))
-        built = {}
-        for params in assign_to_buckets(model.units(), 0 if grid.zero == 3 else grid.bucket_mb):
+        built, kind = {}, muon.kind_of if settings.optim.optimizer == "muon" else lambda spec: None
+        for params in assign_to_buckets(model.units(), 0 if grid.zero == 3 else grid.bucket_mb, kind):
             built.setdefault(next(iter(params)).spec.data_axis, []).append(sum(param.numel() for param in params))
         buckets = costs.bucket_elements(settings, stages, 2)
         assert {axis: sorted(counts) for axis, counts in buckets.items() if counts} == {
             axis: sorted(counts) for axis, counts in built.items()}
+        for number, block in model.blocks.items():
+            specs = [param.spec for param in block.parameters() if muon.kind_of(param.spec) == "matrix"]
+            shapes = Counter(muon.matrix_shape(spec) for spec in specs for _ in range(spec.matrices))
+            assert shapes == costs.layer_matrices(settings.model, int(number))
         in_16_bits = "router", "w_kv_down", "w_q_down"
         assert costs.fp8_elements(settings, chain(*stages.values())) == sum(
             param.numel() for layer, block in model.blocks.items() if int(layer) in settings.fp8_layers()

@@ -4,7 +4,7 @@ import ast
 import pytest
 
 from learn import puzzles
-from learn.puzzles import PUZZLES, ROOT, TODO
+from learn.puzzles import BLANK, PUZZLES, ROOT
 
 EVERY = list(PUZZLES)
 
@@ -17,7 +17,7 @@ def test_a_puzzle_has_its_function_and_its_test(name):
     compile(empty, puzzle.file, "exec")
     node = puzzles.function_in(empty, puzzle.function)
     assert ast.get_docstring(node) == ast.get_docstring(puzzles.function_in(source, puzzle.function))
-    assert TODO in empty and len(node.body) == 1 + bool(ast.get_docstring(node))
+    assert BLANK in empty and len(node.body) == 1 + bool(ast.get_docstring(node))
     file, test = puzzle.test.split("::")
     assert f"def {test}(" in (ROOT / file).read_text() and puzzle.hints
 
@@ -46,10 +46,10 @@ def test_hints_come_one_at_a_time_and_the_solution_last(tmp_path, capsys):
         puzzles.main([*arguments, "--in", str(tmp_path)])
         return capsys.readouterr().out.strip()
 
-    assert "write boxes in param.py" in said("boxes") and TODO in (tmp_path / "boxes" / "param.py").read_text()
+    assert "write boxes in param.py" in said("boxes") and BLANK in (tmp_path / "boxes" / "param.py").read_text()
     assert [said("boxes", "--hint") for _ in range(3)] == [*PUZZLES["boxes"].hints, PUZZLES["boxes"].hints[-1]]
     assert said("boxes", "--reveal").startswith("def boxes(") and len(said("--list").splitlines()) == 24
-    assert TODO not in (ROOT / "param.py").read_text()
+    assert BLANK not in (ROOT / "param.py").read_text()
     assert said("bug-1", "--reveal").startswith("param.py: ")
     with pytest.raises(ValueError, match="boxs: unknown, use one of boxes, "):
         puzzles.main(["boxs"])
