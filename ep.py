@@ -97,6 +97,12 @@ class Route(NamedTuple):
     ends: Tensor  # [e], on the device, int32: where the rows of each expert end
     coefficients: tuple[Tensor, Tensor] | None  # see Router.loss_coefficients
 
+    def dispatch(self, tokens: Tensor, gates: Tensor) -> "Dispatch":
+        return Dispatch(tokens, gates, self)
+
+    def combine(self, rows: Tensor) -> Tensor:
+        return Combine.apply(rows, self)
+
 
 class Router:
     """Chooses the experts of a layer's tokens. Its state is a bias per expert, and loads and losses per step.

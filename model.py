@@ -23,10 +23,10 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from collectives import ALONE, Group, Groups
+from collectives import ALONE, Groups
 from config import Model
 from cp import attention_by_window, gather_tokens
-from ep import Balance, Combine, Dispatch, GroupedExperts, Router, make_routing_info
+from ep import Balance, GroupedExperts, Router, make_routing_info
 from operations import RMSNorm, rotary_angles, rotate_and_split, rotate_tail, swiglu
 from param import Spec, parameter
 from pp import Pipeline
@@ -51,7 +51,7 @@ class ForwardContext(NamedTuple):
     recompute: Recompute
     routing: tuple | None  # an ep.RoutingInfo; None without experts
     cache: Cache | None = None
-    cp: Group = ALONE  # context parallel ranks, which share the sequences
+    gather: Callable[[Tensor], Tensor] = lambda x: x  # [B, s, ...] of this cp rank's tokens -> [B, S, ...] of all
     next_tokens: Tensor | None = None  # [T], the token after each; None: no multi-token prediction
 
 
@@ -152,7 +152,7 @@ class LatentAttention(nn.Module):
         kv = rotate_tail(rearrange(kv, "(b s) r -> b s 1 r", s=context.seq), context.angles)
         if context.cache is not None:
             kv = torch.cat(context.cache.extend(self.layer, *kv.split(self.kv_widths, -1), self.window), -1)
-        latents = gather_tokens(kv, context.cp)
+        latents = context.gather(kv)
         heads = self.expand(latents)  # of all tokens
         o = context.attention[self.window](q, *heads.chunk(2, -1))
         context.recompute.drop(heads, o, self.expand, latents)
@@ -204,9 +204,9 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:  # [T/t, H] -> [T/t, H]
         tokens = context.tp.split(x)
         route, gates = self.router(tokens, context.routing, self.ep_group)
-        dispatched = Dispatch(tokens, gates, route)
+        dispatched = route.dispatch(tokens, gates)
         shared = self.shared(x, context) if self.shared else None  # hides the dispatch
-        y = Combine.apply(self.experts(*dispatched.wait(), route, context.recompute), route)
+        y = route.combine(self.experts(*dispatched.wait(), route, context.recompute))
         y = context.tp.merge(y, len(x))
         return y if shared is None else y + shared
 
@@ -382,7 +382,8 @@ class Llama(nn.Module):
             dtype=how.dtype, groups=groups, style=style, earlier=past, recompute=how.recompute == "selective")
         routing = make_routing_info(tokens, cp, tp.group, aux_loss_scale) if self.routers else None
         angles = rotary_angles(positions, model, how.dtype)
-        return ForwardContext(tp, tokens.shape[1], angles, attention, self.recompute, routing, cache, cp)
+        gather = partial(gather_tokens, group=cp)
+        return ForwardContext(tp, tokens.shape[1], angles, attention, self.recompute, routing, cache, gather)
 
     def boundary_shape(self, tokens: Tensor, sequence: bool = True) -> tuple[int, int]:
         """The shape of what one stage sends to the next. tokens: [B, S]. sequence=False: as when text is sampled."""

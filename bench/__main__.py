@@ -61,7 +61,7 @@ from bench import smoke
 from collectives import ALONE, Group, Groups, build_groups
 from config import CP_STYLES, need
 from cp import attention_by_window
-from ep import Combine, Dispatch, GroupedExperts, Router, make_routing_info
+from ep import GroupedExperts, Router, make_routing_info
 from model import Llama
 from param import Spec, draw, parameter
 from pp import Engine
@@ -383,7 +383,7 @@ def build_experts(how: str, group: Group) -> Step:
 
         def forward(x: Tensor) -> Tensor:
             route, gates = router(x, info, group)
-            return Combine.apply(layer(*Dispatch(x, gates, route).wait(), route), route)
+            return route.combine(layer(*route.dispatch(x, gates).wait(), route))
     else:
         from transformers import MixtralConfig
         from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock

@@ -626,7 +626,7 @@ def train_experts(balance: ep.Balance, steps: int = 300) -> tuple[list[float], f
         x = embedding[text[positions[:, None] + torch.arange(context)]].flatten(1)
         h = F.rms_norm(x, (H,))
         route, gates = router(h, info, ALONE)
-        y = ep.Combine.apply(network(*ep.Dispatch(h, gates, route).wait(), route), route)
+        y = route.combine(network(*route.dispatch(h, gates).wait(), route))
         loss = F.cross_entropy((x + y) @ head.t(), text[positions + context])
         loss.backward()
         if step >= steps - 20:

@@ -18,7 +18,6 @@ from watch import Watch
 import collectives
 import config
 import ep
-import model as model_py
 import param
 import train
 import zero
@@ -453,7 +452,7 @@ def choices_of_zeros() -> dict:
 
     for block in model.blocks.values():
         block.ffn.w_router.data.zero_()
-    with patch.object(model_py, "Dispatch", watched):
+    with patch.object(ep, "Dispatch", watched):
         train.forward_backward(model, optimizer, share, groups)
     return dict(first=sorted(seen[False]), again=sorted(seen[True]),
                 load=torch.stack([router.load.sum() for router in model.routers]))
