@@ -65,7 +65,8 @@ def order_by_piece(documents: Tensor, c: int) -> Tensor:
     """Numbers of documents [B, S], ascending -> positions [B, S] in an order in which the n-th of 2c equal chunks has
     the n-th of 2c pieces of every document: zig-zag shards then are equal work though documents do not see each other.
     Positions modulo 2c, sorted in each document, are the numbers of its tokens' pieces: pieces of a document differ by
-    a token at most, and chunks not at all."""
+    a token at most, and chunks not at all. For c = 1 and documents 0 0 0 1 1 1 1 1 pieces are 0 0 1 0 0 1 1 1, and the
+    order is 0 1 3 4 | 2 5 6 7."""
     numbers = torch.arange(documents.shape[1], device=documents.device) % (2 * c)
     pieces = (documents.long() * (2 * c) + numbers).sort(1).values % (2 * c)
     return pieces.argsort(dim=1, stable=True)

@@ -1,10 +1,11 @@
 """Expert parallelism: a layer's feed-forward networks, its experts, are sharded over ranks; each token uses k of them.
 
 Saves: all but 1/n of the experts' weights, gradients and optimizer state.
-Costs: a token is sent once to each of the u ranks that have experts of it, and back: in forward and backward of a layer
-       4 T u H (n-1)/n elements per rank, 5 with full recomputation; 8 k bytes with a token, 4 k with its gradient. If
-       all choices are equally likely, u = n (1 - C(E - e, k) / C(E, k)): 5.3 for k = 8 of 256 experts on 8 ranks. Once
-       per layer the host waits for the device, to learn how many rows there are.
+Costs: a token is sent once to each of the u ranks that have any of its experts, and back: in forward and backward of a
+       layer 4 T u H (n-1)/n elements per rank, 5 with full recomputation; with each token the numbers and gates of k
+       experts (8 k bytes), with its gradient those of gates (4 k). If all choices are equally likely, u = n (1 -
+       C(E - e, k) / C(E, k)): 5.3 for k = 8 of 256 experts on 8 ranks. Once per layer and micro-batch the host waits
+       for the device, to learn how many rows there are.
 Stops helping when: experts get too few rows for a fast matmul, or one gets so many that all ranks wait for it.
 
 Two ranks, four experts, k = 2. Rank 0 has the tokens a b c, rank 1 has d e:
@@ -17,11 +18,17 @@ Two ranks, four experts, k = 2. Rank 0 has the tokens a b c, rank 1 has d e:
     Combine     unpermute               a0  c0+c1  d1                  a2  b2+b3  d2  e2+e3
                 all-to-all, unpermute   a0+a2   b2+b3   c0+c1          d1+d2   e2+e3
 
+    route, gates = router(x, info, group)
+    dispatched = route.dispatch(x, gates)
+    y = shared_experts(x)                      # hides the exchange
+    y = y + route.combine(experts(*dispatched.wait(), route))
+
 Shapes: T tokens of a rank, H hidden, F ffn of an expert, E experts, k experts per token, n ranks of ep, e = E/n experts
 of a rank, B sequences of S tokens, U copies of tokens that a rank sends, M that it receives, R rows of its experts.
 Shazeer et al. 2017; Lepikhin et al. 2020 (GShard); Gale et al. 2022 (MegaBlocks: no row is dropped, none is padded).
 """
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +53,7 @@ class Balance(NamedTuple):
         bias             b_e += rate x sign(mean load - load of e), once per step      is added for choosing only
     """
     aux_loss: float = 0.0  # coefficient of this loss, the mean over sequences; c_e has no derivative
-    over: str = "sequence"  # or "micro-batch": c, p and S are sums over all its sequences, so its size matters
+    over: str = "sequence"  # or "micro-batch": for this loss c, p and S are sums over all its sequences
     z_loss: float = 0.0  # coefficient
     bias_rate: float = 0.0
 
@@ -72,7 +79,7 @@ def make_routing_info(tokens: Tensor, cp: Group, tp: Group, aux_loss_scale: floa
 class Copies(NamedTuple):
     """C copies of N tokens, sorted by destination: a rank, or an expert. See `sort_copies`."""
     cells: Tensor  # [C], where each copy stands in the table of destinations [N, w]: copy i is of token cells[i] // w
-    width: int  # w
+    width: int  # w: n for copies to ranks; for copies to experts k, so that cells are also those of their gates [N, k]
     by_token: Tensor  # [C], the copies, sorted by token
     starts: Tensor  # [N], where the copies of each token start in by_token
 
@@ -89,7 +96,7 @@ class Route(NamedTuple):
     """Who computes which tokens: decided once per layer, and used in forward, backward and recomputation."""
     group: Group
     chosen: Tensor  # [T, k], the experts of each token
-    to_ranks: Copies | None  # U copies of this rank's T tokens, one to each rank with experts of it; None on one rank
+    to_ranks: Copies | None  # U copies of this rank's T tokens, one to each rank with experts of it; None: one rank
     to_experts: Copies  # R copies of the M received tokens, one to each expert of it on this rank: table [M, k]
     input_splits: list[int]  # copies sent to each rank
     output_splits: list[int]  # copies received from each rank
@@ -107,9 +114,10 @@ class Route(NamedTuple):
 class Router:
     """Chooses the experts of a layer's tokens. Its state is a bias per expert, and loads and losses per step.
 
-    Scores are a softmax over the E logits of a token, or a sigmoid of each. The highest k choose experts; they, usually
-    divided by their sum, are the gates. The choice has no derivative, gates have. Recomputation reuses the choice: a
-    near tie could be decided differently. name: of the bias, in checkpoints. weight: [E, H], a parameter of the model.
+    Scores are a softmax over the E logits of a token, or a sigmoid of each. Chosen are the k experts with the highest
+    score + bias. Their scores without the bias, usually divided by their sum, are the gates. The choice has no
+    derivative, gates have. Recomputation reuses the choice: a near tie could be decided differently. name: the bias's
+    in checkpoints. weight: [E, H], a parameter of the model.
     """
 
     def __init__(self, name: str, weight: nn.Parameter, model: Model, balance: Balance = Balance()):
@@ -145,7 +153,7 @@ class Router:
             self.load += counts[:-1].sum(0)
             if self.balance.aux_loss or self.balance.z_loss:
                 coefficients = self.loss_coefficients(counts[:-1], info)
-        return make_route(chosen, counts.sum(0), group, coefficients)
+        return make_route(chosen, counts.sum(0), group, coefficients)  # padding, too, is sent and computed
 
     def loss_coefficients(self, counts: Tensor, info: RoutingInfo) -> tuple[Tensor, Tensor]:
         """The factors of probabilities, [B + 1, E], and of squared logsumexps, [B + 1, 1], in the losses of their
@@ -154,8 +162,8 @@ class Router:
         for group in info.groups:
             all_reduce(counts, group)
         pooled = counts.sum(0, keepdim=True) if self.balance.over == "micro-batch" else counts
-        factor = self.balance.aux_loss * self.model.experts / k * len(counts) / len(pooled)
-        aux = factor * pooled / (pooled.sum(-1, keepdim=True) / k).square()
+        S, repeat = pooled.sum(-1, keepdim=True) / k, len(counts) / len(pooled)  # a micro-batch counts as B sequences
+        aux = self.balance.aux_loss * self.model.experts / k * repeat * pooled / S.square()
         z = self.balance.z_loss / (counts.sum(-1, keepdim=True) / k)
         return tuple(F.pad(part.expand(len(counts), -1), (0, 0, 0, 1)) for part in (aux, z))
 
@@ -184,7 +192,8 @@ class RouterLogits(Function):
     @staticmethod
     def backward(ctx, grad):
         x, = ctx.saved_tensors
-        accumulate_grad(ctx.weight, lambda out: out.addmm_(grad.t(), x.detach().to(grad.dtype)), defer=False)
+        x_acc = x.detach().to(grad.dtype)  # in at least fp32; too little work to be deferred into a bubble
+        accumulate_grad(ctx.weight, lambda out: accumulate_product(out, grad.t(), x_acc), defer=False)
         return (grad @ ctx.weight.to(grad.dtype)).to(x.dtype), None
 
 
@@ -218,15 +227,16 @@ def normalise(scores: Tensor) -> Tensor:
 def make_route(chosen: Tensor, loads: Tensor, group: Group, coefficients: tuple[Tensor, Tensor] | None) -> Route:
     """The Route of tokens that chose experts [T, k]. loads: [E], how many of them chose each expert."""
     (T, k), n, e = chosen.shape, group.size, len(loads) // group.size
-    is_sent = chosen.new_zeros(T, n, dtype=torch.bool).scatter_(1, chosen // e, True)  # to a rank with experts of it
+    is_sent = chosen.new_zeros(T, n, dtype=torch.bool).scatter_(1, chosen // e, True)  # to a rank with any of them
     counts = torch.cat((is_sent.sum(0)[:, None], loads.view(n, e)), 1)
     input_splits, output_splits, rows_per_expert = exchange_counts(counts, T, k, group)
     to_ranks, experts = None, chosen
     if n > 1:
-        to_ranks = sort_copies(torch.arange(n, device=chosen.device).where(is_sent, n), n, sum(input_splits))
+        ranks = torch.arange(n, device=chosen.device).where(is_sent, n)  # [T, n]; number n is nowhere
+        to_ranks = sort_copies(ranks, n, sum(input_splits))
         experts = exchange_rows(to_ranks.permute(chosen).int(), output_splits, input_splits, group)  # [M, k]
     to_experts = sort_copies(experts - e * group.rank, e, sum(rows_per_expert))
-    ends = to_device(torch.tensor(rows_per_expert), chosen.device).cumsum(0).int()
+    ends = to_device(torch.tensor([*accumulate(rows_per_expert)], dtype=torch.int32), chosen.device)
     return Route(group, chosen, to_ranks, to_experts, input_splits=input_splits, output_splits=output_splits,
                  rows_per_expert=rows_per_expert, ends=ends, coefficients=coefficients)
 
@@ -246,7 +256,7 @@ def sort_copies(destinations: Tensor, count: int, copies: int) -> Copies:
     """destinations: [N, w], where each token is copied to, from 0 to count - 1; any other number: nowhere. copies: C,
     so that the host need not wait for the device to learn it."""
     is_copy, w = (destinations >= 0) & (destinations < count), destinations.shape[1]
-    cells = destinations.where(is_copy, count).flatten().argsort(stable=True)[:copies].clone()  # a view would save all
+    cells = destinations.where(is_copy, count).flatten().argsort(stable=True)[:copies].clone()  # a view keeps all N w
     per_token = is_copy.sum(1)
     return Copies(cells, w, (cells // w).argsort(stable=True), per_token.cumsum(0) - per_token)
 
@@ -302,7 +312,7 @@ class StartDispatch(Function):
         return dispatch.send(copies, route.output_splits, route.input_splits)
 
     @staticmethod
-    def backward(ctx, *_):  # which FinishDispatch has sent
+    def backward(ctx, *_):  # FinishDispatch's backward is still sending these: what has been received counts
         return *(ctx.dispatch.route.to_ranks.unpermute(pending.wait()) for pending in ctx.dispatch.pending), None
 
 
@@ -350,11 +360,11 @@ class Combine(Function):
 class GroupedMatmul:
     """The three products of a grouped linear layer. fp8.Fp8Experts has the same methods, and multiplies in FP8."""
 
-    def forward(self, x: Tensor, weight: nn.Parameter, route: Route) -> tuple[Tensor, Any]:  # see tp.Matmul
+    def forward(self, x: Tensor, weight: nn.Parameter, route: Route) -> tuple[Tensor, Any]:  # (Y, wgrad's `scale`)
         return grouped_matmul(x, weight.transpose(1, 2), route), None
 
-    def gradient(self, dy: Tensor, route: Route) -> Any:  # dY in the form in which the other two take it
-        return dy
+    def gradient(self, dy: Tensor, route: Route) -> tuple[Any, Any]:  # dY as dgrad takes it, and as wgrad does
+        return dy, dy
 
     def dgrad(self, dy: Any, weight: nn.Parameter, route: Route) -> Tensor:
         return grouped_matmul(dy, weight, route)
@@ -379,7 +389,7 @@ class GroupedExperts(nn.Module):
         gate_up = GroupedLinear.apply(rows, self.w_gate_up, self.mm, route, False)
         hidden = swiglu(gate_up, gates)
         y = GroupedLinear.apply(hidden, self.w_down, self.mm, route, is_recomputing())
-        recompute.drop(hidden, y, swiglu, gate_up, gates)
+        recompute.drop(hidden, y, swiglu, gate_up, gates)  # "selective": until backward comes to y
         return y
 
 
@@ -398,10 +408,10 @@ class GroupedLinear(Function):
     @staticmethod
     def backward(ctx, dy):
         weight, mm, route, scale, x = ctx.weight, ctx.mm, ctx.route, ctx.scale, ctx.saved_tensors[0].detach()
-        dy = mm.gradient(dy.contiguous(), route)
-        # Also without any row: a bucket counts the gradients of all its parameters.
-        accumulate_grad(weight, lambda out: mm.wgrad(out, dy, x, scale, route))
-        return mm.dgrad(dy, weight, route), None, None, None, None
+        for_dgrad, for_wgrad = mm.gradient(dy.contiguous(), route)
+        # Also without any row: a bucket counts the gradients of all its parameters. It may run later, in a bubble.
+        accumulate_grad(weight, lambda out: mm.wgrad(out, for_wgrad, x, scale, route))
+        return mm.dgrad(for_dgrad, weight, route), None, None, None, None
 
 
 def grouped_matmul(x: Tensor, matrices: Tensor, route: Route) -> Tensor:

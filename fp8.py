@@ -1,4 +1,4 @@
-"""FP8: linear layers multiply numbers of 8 bits, in forward and in both matmuls of backward.
+"""FP8: linear layers multiply 8-bit floats, in forward and in both matmuls of backward.
 
 Saves: up to half the time of a matmul. (What is saved for backward, and gathered, stays in 16 bits.)
 Costs: to quantise them, weights and dY are read once more, X twice (in forward and for dW), and each is written twice;
@@ -6,14 +6,15 @@ Costs: to quantise them, weights and dY are read once more, X twice (in forward 
        bytes per parameter, are cached until it changes (except at ZeRO level 3).
 Stops helping when: matrices are so small that quantising costs more than the faster matmul saves; or the loss rises.
 
-    format   sign, exponent, mantissa   largest   smallest   largest rounding error   range                used for
-    E4M3     1 4 3                      448       2^-9       1/16 of the number       18 powers of two     X and W
-    E5M2     1 5 2                      57344     2^-16      1/8 of the number        32 powers of two     dY, see below
+    format   sign, exponent, mantissa   largest   smallest   normal from   rounding error   range             used for
+    E4M3     1 4 3                      448       2^-9       2^-6          up to 1/16       18 powers of 2    X and W
+    E5M2     1 5 2                      57344     2^-16      2^-14         up to 1/8        32 powers of 2    dY, below
 
-What is stored is x / scale, with scale = amax / (largest number of the format); amax is the largest |x| of
+What is stored is x / scale, scale = amax / (largest number of the format), TE's scale_inv; amax is the largest |x| of
 
     tensorwise   the tensor: an outlier 1000 times as large as the rest costs the rest 10 of the 18 powers of two, and
-                 small gradients would be 0, hence E5M2 for dY. Ranks with shards of one tensor agree on its amax.
+                 small gradients would be 0, hence E5M2 for dY. Ranks with shards of one tensor agree on its amax (an
+                 all-reduce of one number), so that results do not depend on the grid.
     blockwise    1 x 128 elements along the dimension that the product sums over; of a weight, a tile of 128 x 128, so
                  that the same numbers serve W and W^T. An outlier affects its own block only: E4M3 for dY, too.
 
@@ -52,6 +53,10 @@ class Quantised(NamedTuple):
     """A matrix [R, C] in FP8, or e of them: data times scales. C is the dimension that a product sums over."""
     data: Tensor  # [R, C] or [e, R, C], in FP8
     scales: Tensor  # fp32: [] of the tensor, [R, C/128] of 1 x 128 blocks, [R/128, C/128] of tiles, or e of these
+
+    @property
+    def has_tiles(self) -> bool:
+        return self.scales.ndim > 0 and self.scales.shape[-2] != self.data.shape[-2]
 
     def select(self, index: int | slice) -> "Quantised":
         """A slice of the rows of a matrix without tiles, or one of e matrices."""
@@ -133,7 +138,7 @@ def dequantise(q: Quantised, dtype: torch.dtype) -> Tensor:
 def product(a: Quantised, b: Quantised, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """A B^T, [M, K] x [N, K] -> [M, N], in `dtype`. fast: let Hopper's tensor cores add along all of K, with about 14
     bits (errors reach 2% at K = 4096: DeepSeek-V3, 3.3.2); only where a and b have one scale each. Otherwise partial
-    sums, of 128 elements with blocks, are added in fp32.
+    sums are added up in fp32, with blocks every 128 elements.
 
     A GPU needs N and K to be multiples of 16, or of 128 with blocks; FP8 needs compute capability 8.9, blocks exactly
     9.0 (Hopper). A CPU multiplies what a and b stand for in fp32, or in fp64 for a result in fp64.
@@ -145,8 +150,8 @@ def product(a: Quantised, b: Quantised, dtype: torch.dtype, fast: bool = False) 
 
 
 def pad_tile_scales(q: Quantised) -> Quantised:
-    """The same with its tiles' scales in memory as cuBLAS reads them: rows of a multiple of 4, of which the last ones
-    are not part of `scales`. Weights have them from when they are quantised, so that no product copies them."""
+    """q, in memory as cuBLAS reads scales of tiles: rows padded to a multiple of 4. Weights are padded when they are
+    quantised, so that no product copies their scales."""
     if q.scales.ndim == 0:
         return q
     *rows, columns = q.scales.shape
@@ -159,8 +164,8 @@ def for_scaled_mm(q: Quantised) -> tuple[Tensor, F.ScalingType]:
     """(scales with the strides that cuBLAS reads, their kind). Those of tiles: see pad_tile_scales."""
     if q.scales.ndim == 0:
         return q.scales, F.ScalingType.TensorWise
-    if len(q.scales) == len(q.data):  # [R, C/128], contiguous along R
-        return q.scales.t().contiguous().t(), F.ScalingType.BlockWise1x128
+    if not q.has_tiles:  # [R, C/128], contiguous along R; strides as for many rows also if there is one
+        return q.scales.t().contiguous().as_strided(q.scales.shape, (1, len(q.scales))), F.ScalingType.BlockWise1x128
     rows, padded = len(q.scales), q.scales.stride(0)
     assert padded % 4 == 0 and q.scales.stride(1) == 1, f"scales of tiles with strides {q.scales.stride()}"
     # [C/128 padded to 4, R/128], contiguous along C
@@ -208,7 +213,7 @@ class Fp8:
         return product(rowwise, self.quantise_weight(weights)[0], self.dtype, fast=not self.recipe.blocks), scale
 
     def gradient(self, dy: Tensor, scale: Tensor | None = None) -> tuple[tuple[Quantised, Quantised], Tensor | None]:
-        """((rowwise, columnwise) copies of dY, for the other two; its scale). scale: see wgrad."""
+        """((rowwise, columnwise) copies of dY, for the other two; its scale). scale: of dY, if it is known already."""
         dtype, scale = self.format_and_scale(dy, grad=True, scale=scale)
         return quantise(dy, dtype, scale, self.recipe.pow2), scale
 
@@ -218,7 +223,8 @@ class Fp8:
 
     def wgrad(self, out: Tensor, dy: tuple[Quantised, Quantised], x: Tensor, scale: Tensor | None = None) -> None:
         """out += dY^T X. This moves 16 bytes per element of out, as F.scaled_mm cannot add to its result. scale: of X,
-        from forward: for ranks to agree again here would wait for the exchange that this matmul is to hide."""
+        from forward, as to agree here would wait for the exchange that this matmul is to hide; None if recomputation
+        skipped that forward, and then all ranks agree here, in the same order."""
         dtype, scale = self.format_and_scale(x, grad=False, scale=scale)
         _, columnwise = quantise(x, dtype, scale, self.recipe.pow2, rowwise=False)
         out.add_(product(dy[1], columnwise, out.dtype))
@@ -241,9 +247,9 @@ class Fp8:
         return dtype, scale
 
     def quantise_weight(self, weights: Params) -> tuple[Quantised, Quantised]:
-        """(W, W^T) of matrices one below the other, or of one parameter [e, R, C]. Raises ValueError if a dimension is
-        no multiple of the recipe's unit."""
-        # ZeRO writes into the flat buffer, which only `generation` shows; a parameter's own edits show in _version.
+        """(W, W^T) of matrices, one's rows after the other's, or of one parameter [e, R, C]. Raises ValueError if a
+        dimension is no multiple of the recipe's unit."""
+        # ZeRO writes into the flat buffer and then counts `generation` up; a parameter's own edits show in _version.
         state = [(weight.generation, weight._version) for weight in weights]
         if weights in self.cache and self.cache[weights][0] == state:
             return self.cache[weights][1]
@@ -269,7 +275,7 @@ class Fp8:
 
 class Fp8Experts(Fp8):
     """The three products of ep.GroupedLinear, as ep.GroupedMatmul has them. In columnwise copies each expert's rows are
-    padded to whole blocks, so these depend on which rows a rank has received. route: an ep.Route."""
+    padded to whole blocks, so these are made apart from rowwise ones, by route. route: an ep.Route."""
 
     def forward(self, x: Tensor, weight: nn.Parameter, route) -> tuple[Tensor, Tensor | None]:
         dtype, scale = self.format_and_scale(x, grad=False)
@@ -281,18 +287,17 @@ class Fp8Experts(Fp8):
         rowwise, _ = quantise(dy, dtype, scale, self.recipe.pow2, columnwise=False)
         return rowwise, self.columns_by_expert(dy, dtype, scale, route)
 
-    def dgrad(self, dy: tuple[Quantised, Quantised], weight: nn.Parameter, route) -> Tensor:
-        return self.multiply(dy[0], self.quantise_weight((weight,))[1], route)
+    def dgrad(self, dy: Quantised, weight: nn.Parameter, route) -> Tensor:
+        return self.multiply(dy, self.quantise_weight((weight,))[1], route)
 
-    def wgrad(self, out: Tensor, dy: tuple[Quantised, Quantised], x: Tensor, scale: Tensor | None, route) -> None:
+    def wgrad(self, out: Tensor, dy: Quantised, x: Tensor, scale: Tensor | None, route) -> None:
         """out [e, out, in] += dY^T X of each expert's rows."""
-        _, dy_columns = dy
         x_columns = self.columns_by_expert(x, *self.format_and_scale(x, grad=False, scale=scale), route)
         start = 0
         for matrix, count in zip(out, route.rows_per_expert):
             stop = start + count + -count % self.recipe.unit
             if count:
-                matrix.add_(product(select_columns(dy_columns, start, stop), select_columns(x_columns, start, stop),
+                matrix.add_(product(select_columns(dy, start, stop), select_columns(x_columns, start, stop),
                                     out.dtype))
             start = stop
 
@@ -316,12 +321,12 @@ def select_columns(q: Quantised, start: int, stop: int) -> Quantised:
 # ---- demo: python fp8.py --------------------------------------------------------------------------------------------
 
 def demo() -> None:
-    """Gradients with a large token: the errors of the three products, and what part of dY is rounded to 0."""
+    """Gradients with an outlier token: the errors of the three products, and what part of dY is rounded to 0."""
     generator = torch.Generator().manual_seed(0)
     x, w = torch.randn(512, 384, generator=generator), nn.Parameter(torch.randn(256, 384, generator=generator) / 20)
     w.generation = 0
     dy = torch.randn(512, 256, generator=generator) * torch.exp2(-12 * torch.rand(512, 1, generator=generator))
-    print("Mean error of a row over the row.                      X W^T     dY W     dY^T X    dY = 0")
+    print("Relative error, mean over rows.                        X W^T     dY W     dY^T X    dY = 0")
     for outlier in (1, 1e6):
         dy[0] *= outlier
         for name, recipe in {**RECIPES, "E4M3 for all, one scale": Recipe(E4M3, E4M3, blocks=False)}.items():
