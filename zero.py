@@ -169,9 +169,8 @@ class ShardedBucket(Bucket):
                 total += torch.linalg.vector_norm(self.within_shard(self.grad_shard, start, stop)).square()
         return total
 
-    def clip(self, factor: Tensor | float) -> Pending:
-        """Multiply grad_shard by a factor. `wait` returns the result, or its copy on the host, where the state is."""
-        self.grad_shard.mul_(factor)
+    def start_update(self) -> Pending:
+        """`wait` returns grad_shard, or its copy on the host, where the state is."""
         return self.host.copy_grad(self.grad_shard) if self.host else done(self.grad_shard)
 
     # Weights. Levels 1 and 2 all-gather them after the update; at level 3 they are whole from unshard to reshard.
@@ -243,8 +242,9 @@ class ShardedBucket(Bucket):
 
 class UpdateRule(NamedTuple):
     """state: names of the tensors that it remembers, each as large as the weights. apply(weights, grads, *state,
-    steps=, lr=, betas=, eps=, weight_decay=, found_inf=) changes lists of flat tensors, unless the tensor found_inf is
-    1: it must see to that, as the host does not read it. matrices: what updates matrices in its place."""
+    steps=, lr=, betas=, eps=, weight_decay=, found_inf=, grad_scale=) changes lists of flat tensors, unless the tensor
+    found_inf is 1: it must see to that, as the host does not read it. It divides the gradients by grad_scale, unless
+    that is None. matrices: what updates matrices in its place."""
     state: tuple[str, ...]
     apply: Callable[..., None]
     matrices: type[Muon] | None = None
@@ -256,9 +256,9 @@ def apply_adamw(weights, grads, m, v, *, steps, betas, **settings) -> None:
           maximize=False, **settings)
 
 
-def apply_sgd(weights, grads, *, lr, weight_decay, found_inf, **_) -> None:
-    sgd(weights, grads, [None] * len(weights), lr=lr, weight_decay=weight_decay, found_inf=found_inf, fused=True,
-        momentum=0.0, dampening=0.0, nesterov=False, maximize=False)
+def apply_sgd(weights, grads, *, lr, weight_decay, found_inf, grad_scale, **_) -> None:
+    sgd(weights, grads, [None] * len(weights), lr=lr, weight_decay=weight_decay, found_inf=found_inf,
+        grad_scale=grad_scale, fused=True, momentum=0.0, dampening=0.0, nesterov=False, maximize=False)
 
 
 UPDATE_RULES = {"adamw": UpdateRule(("m", "v"), apply_adamw), "sgd": UpdateRule((), apply_sgd),
@@ -340,23 +340,28 @@ class Optimizer:
         all_reduce(summed, self.world)
         if extra is not None:
             extra.copy_(summed[1:])
-        unscale = 1 / self.loss_scale.value if self.loss_scale else 1.0
+        unscale = 1 / self.loss_scale.value if self.loss_scale else squared.new_ones(())
         norm = summed[0].sqrt() * unscale
         found_inf = (~(norm < limit)).float()
         factor = unscale * (self.clip / (norm + 1e-6)).clamp(max=1) if self.clip else unscale
-        grads = {bucket: bucket.clip(factor) for bucket in self.buckets}
+        # A rule's kernel scales gradients as it reads them, which saves a pass over them, but takes the scale in fp32.
+        of_matrices = self.matrices.buckets if self.matrices else []
+        is_fp64 = factor.dtype == torch.float64
+        for bucket in self.buckets if is_fp64 else of_matrices:
+            bucket.grad_shard.mul_(factor)
+        grads = {bucket: bucket.start_update() for bucket in self.buckets}
         where = self.buckets[0].master.device
-        scalars = dict(lr=lr, found_inf=found_inf.to(where))
+        scalars, grad_scale = dict(lr=lr, found_inf=found_inf.to(where)), None if is_fp64 else (1 / factor).to(where)
         updating = iter(())  # of matrices: up to its `yield` it starts an exchange, which the other updates hide
         if self.matrices:
-            updating = self.matrices.update([grads.pop(bucket).wait() for bucket in self.matrices.buckets],
+            updating = self.matrices.update([grads.pop(bucket).wait() for bucket in of_matrices],
                                             weight_decay=self.weight_decay, **scalars)
         next(updating, None)
         for bucket, grad in grads.items():
-            self.update(bucket, grad.wait(), steps=self.steps.to(where), **scalars)
+            self.update(bucket, grad.wait(), steps=self.steps.to(where), grad_scale=grad_scale, **scalars)
             bucket.update_weights()
         next(updating, None)
-        for bucket in self.matrices.buckets if self.matrices else ():
+        for bucket in of_matrices:
             bucket.update_weights()
         self.steps += 1 - found_inf
         if self.loss_scale:
