@@ -21,10 +21,10 @@ Stops helping when: sending keys and values takes longer than attention to them,
     ulysses      (c-1)/c s (2 q + 2 k) e the same            all tokens of 1/c of the heads
     latents      (c-1) s R e             the same            all of K and V        and all of their gradients
 
-Ulysses sends less than the others from about N/K + 1 ranks on, but copies heads for more ranks than there are key and
-value heads. Then there is --cp-ulysses U beside another style: U neighbours exchange heads, and the c/U ranks with the
-same heads exchange keys and values. With --doc-mask documents do not see each other: --cp-zigzag document splits each
-document, not the sequence, into the 2c chunks.
+In forward Ulysses sends less than the others from about N/K + 1 ranks on, but copies heads for more ranks than there
+are key and value heads. Then there is --cp-ulysses U beside another style: U neighbours exchange heads, and the c/U
+ranks with the same heads exchange keys and values. With --doc-mask documents do not see each other: --cp-zigzag
+document splits each document, not the sequence, into the 2c chunks.
 Liu et al. 2023, Ring Attention; Brandon et al. 2023, Striped Attention, zhuzilin's ring-flash-attention (zig-zag);
 Llama Team 2024 (all-gather); Jacobs et al. 2023, Ulysses; Fang and Zhao 2024, USP (both); Dao 2023, FlashAttention-2.
 Shapes: B batch, S tokens per sequence, c ranks, s = S/c tokens per rank, m = s/2 per chunk, N query heads, K key and

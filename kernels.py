@@ -274,7 +274,7 @@ def softmax_(logits: Tensor, labels: Tensor, lse: Tensor, label_logit: Tensor, *
 
 
 class LinearCrossEntropy(Function):
-    """See linear_cross_entropy. Saves dx, and no logits."""
+    """See linear_cross_entropy. Saves dx, and no logits (Wijmans et al. 2024, Cut Your Losses)."""
 
     @staticmethod
     def forward(ctx, x, weight, labels, z_loss, first, group, chunk, loss_grad):
