@@ -62,9 +62,10 @@ def held_by_rank(spans: list[list[Span]]) -> list[list[float]]:
 
 
 def summary(spans: list[list[Span]]) -> str:
-    end, idle = max(row[-1].stop for row in spans), bubble(spans)
-    return (f"{end:.4g} units of time, the worst rank idle for {idle:.3g} of them ({idle / end:.1%}), holding up to "
-            f"{max(map(max, held_by_rank(spans))):g} micro-batches")
+    """Both conventions of the bubble: of 1F1B (p-1)/(m+p-1) of the step, and (p-1)/m of the rest of it."""
+    end, idle, held = max(row[-1].stop for row in spans), bubble(spans), max(map(max, held_by_rank(spans)))
+    return (f"{end:.4g} units of time, the worst rank idle for {idle:.3g} ({idle / end:.1%}, or "
+            f"{idle / (end - idle):.1%} of the rest), holding up to {held:g} micro-batches")
 
 
 def svg(panels: dict[str, list[list[Span]]], width: float = 780.0) -> str:
