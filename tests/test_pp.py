@@ -310,8 +310,8 @@ def test_pictures_show_every_action(tmp_path, capsys):
     timeline.main(f"--schedule zb-v --pp 4 --micro-batches 8 --svg {tmp_path / 'a.svg'}".split())
     lines = capsys.readouterr().out.splitlines()
     assert len([line for line in lines if line.startswith("rank")]) == 4
-    assert lines[-2] == ("zb-v: 25.5 units of time, the worst rank idle for 1.5 of them (5.9%), holding up to 4 "
-                         "micro-batches")
+    assert lines[-2] == ("zb-v: 25.5 units of time, the worst rank idle for 1.5 (5.9%, or 6.2% of the rest), "
+                         "holding up to 4 micro-batches")
     plan = make_plan("zb-v", 4, 8)
     count = sum(len(actions) for actions in plan.ranks)
     root = ElementTree.parse(tmp_path / "a.svg").getroot()
@@ -399,7 +399,8 @@ def test_under_torchrun_what_was_measured_is_shown_beside_what_was_simulated(mon
     svg = tmp_path / "a.svg"
     timeline.main(f"--schedule 1f1b --svg {svg}".split())
     measured, simulated = capsys.readouterr().out.splitlines()[-3:-1]
-    said = "units of time, the worst rank idle for {} of them (11.1%), holding up to 2 micro-batches"
+    said = ("units of time, the worst rank idle for {} (11.1%, or 12.5% of the rest), holding up to 2 micro-"
+            "batches")  # (p-1)/(m+p-1) of the step, and (p-1)/m
     assert measured == f"1f1b: 54 {said.format(6)}"  # (8 + 1) 3 units, of which 3 are the bubble
     assert simulated == f"    stages sleep 10 ms per unit; simulated: 27 {said.format(3)}"
     assert f"1f1b: 54 {said.format(6)}" in svg.read_text()
