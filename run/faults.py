@@ -6,20 +6,20 @@
     the gradient's norm spikes     all ranks: same norm and statistics        the same, with --skip-spikes
     replicas differ                --check-replicas: a reduction of hashes    an error that names tensor and ranks
     a rank hangs                   watchdog threads of the ranks that wait    an error that names the missing rank
-    a rank dies                    ranks whose connection to it breaks        an error; torchrun restarts all ranks
+    a rank dies                    torchrun, and ranks that lose connections  an error; torchrun restarts all ranks
 
 In a step, ranks agree without an additional collective: the request to stop (and each rank's seconds, a metric) are
 appended to the squared norm of the gradient, and every step sums this vector over all ranks anyway. The device decides
 whether to skip a step. The host learns all this when it reads the step's results, on a GPU after it has issued the next
 step.
 
-If several ranks fail, one of them reports: the lowest that raised an error of its own, else the lowest that lost a
-connection or waited too long. They agree on it through torchrun's key-value store, otherwise unused but at the start.
+Of several ranks that fail, the first that asks torchrun's key-value store, otherwise unused but at the start, reports;
+those that have only lost a connection ask a moment later.
 
     after             rank 0, in a collective         rank 1, in a loop
-    0.5 --timeout     posts "waits", and for what     posts "computes", and in which line
-    0.9 --timeout     sets "end"                      reads "end"
-    a moment later    reports, exits                  exits
+    0.5 --timeout     posts for what it waits         posts in which line it is
+    0.9 --timeout     reports, exits                  reads that a rank reports
+    a moment later                                    exits
 
 Shapes: no tensors but scalars, hashes [tensors] and votes [1 + ranks].
 """
@@ -37,14 +37,14 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TextIO
 
 import torch
 import torch.distributed as dist
 
 import config
-from collectives import MAX, Group, Groups, all_gather, all_reduce, to_device
+from collectives import MAX, Call, Group, Groups, all_gather, all_reduce, to_device
 from run.ranks import record
 from run.start import say, tell_torchrun
 
@@ -299,7 +299,7 @@ class Watchdog:
     top of this file.
 
     A rank that makes progress never calls the store; one that does not calls it once per poll, however many ranks there
-    are. Only the rank that reports reads the posts.
+    are. Only the rank that reports reads what all have posted.
 
     store: what run/ranks.py's `meet` returns, cloned, because a blocked call would hold the main thread's connection.
     activity(): what the rank does, in words, such as "in step 3"; it changes when the rank makes progress.
@@ -309,21 +309,13 @@ class Watchdog:
     def __init__(self, store: dist.Store, timeout_s: float, activity: Callable[[], str], stop: Stop):
         self.store, self.timeout_s, self.activity, self.stop = store, timeout_s, activity, stop
         self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        first = self.rank - int(os.environ["LOCAL_RANK"])
-        self.siblings = range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))  # the ranks of the same torchrun
-        self.members: dict[str, list[int]] = {}  # axis -> the ranks of this rank's group
+        self.members: dict[str, list[int]] = {}  # axis -> the ranks of this rank's group; all, if it is not here
         self.poll_s = min(1.0, timeout_s / 40)
-        self.reporting = threading.Lock()  # taken for good by the thread, watchdog's or main, that ends this process
-        self.store.set(f"process {self.rank}", str(os.getpid()))
         threading.Thread(target=self.run, name="watchdog", daemon=True).start()
 
     def learn(self, groups: Groups) -> None:
-        """From now on messages name the axes of these groups and their ranks; until then all is "world"."""
+        """From now on messages name the ranks of these groups."""
         self.members = {axis: ranks_of(group) for axis, group in groups.items() if group.size > 1}
-
-    def axis_of(self, group: str) -> tuple[str, list[int]]:
-        """(axis, ranks) of a group by its name in `record`; a group of no axis is taken for all ranks."""
-        return (group, self.members[group]) if group in self.members else ("world", list(range(self.ranks)))
 
     def run(self) -> None:
         """The watchdog thread."""
@@ -341,115 +333,55 @@ class Watchdog:
                 return
             now = sum(record.calls.values()), record.waiting_for, self.activity()
             if now != seen:
-                seen, since = now, time.monotonic()
                 if posted:
-                    self.post("moves")
-                posted = False
+                    self.post(None)
+                seen, since, posted = now, time.monotonic(), False
                 continue
             stalled = time.monotonic() - since
             if stalled > 0.5 * self.timeout_s and not posted:
-                self.post("waits" if record.waiting_for else "computes")
+                self.post(self.state())
                 posted = True
-            if (record.waiting_for and stalled > 0.9 * self.timeout_s) or (posted and self.store.check(["end"])):
-                self.store.set("end", "")
-                self.end_process(stalled)
+            if record.waiting_for and stalled > 0.9 * self.timeout_s and self.is_first_to_report():
+                problem = f"{self.describe(self.posts())} (after {stalled:.1f} s of --timeout {self.timeout_s:g})"
+                report(self.activity(), Failure(problem), time.time() - stalled)
+            if posted and self.store.check(["reports"]):
+                end_after_the_first()
 
-    def post(self, state: str) -> None:
-        """Write to the store where this rank is. state: "waits", "computes", "moves" (again), "lost" (a connection) or
-        "failed". A line of "states" has a rank, its state, and the ranks that it has seen die."""
-        where = "" if record.waiting_for else innermost_line()
-        self.store.set(f"post {self.rank}", json.dumps(dict(
-            call=record.waiting_for, calls=record.calls, activity=self.activity(), where=where)))
-        died = self.dead() if state == "lost" else []
-        self.store.append("states", json.dumps([self.rank, state, died]) + "\n")
+    def state(self) -> dict[str, Any]:
+        """Whether this rank waits, where it is, in words, and how many collectives it has called on each axis."""
+        call = record.waiting_for
+        return dict(waits=bool(call), calls=record.calls,
+                    where=self.name(call) if call else f"no collective but {innermost_line()}")
 
-    def states(self) -> dict[int, tuple[str, list[int]]]:
-        """Rank -> (its last state, the ranks that it has seen die), of ranks that have posted and do not move."""
-        latest = {}
-        for r, state, died in map(json.loads, self.store.get("states").splitlines()):
-            latest[r] = state, died
-        return {r: found for r, found in latest.items() if found[0] != "moves"}
+    def post(self, state: dict[str, Any] | None) -> None:
+        """Add a line to the store that says where this rank is. None: it moves again."""
+        self.store.append("posts", json.dumps([self.rank, state]) + "\n")
 
-    def posts(self, ranks: Collection[int]) -> dict[int, dict]:
-        """Rank -> its post, of ranks that have posted."""
-        return dict(zip(ranks, map(json.loads, self.store.multi_get([f"post {rank}" for rank in ranks]))))
+    def posts(self) -> dict[int, dict[str, Any]]:
+        """Rank -> its last state, of the ranks that have posted and do not move."""
+        latest = dict(map(json.loads, self.store.get("posts").splitlines()))
+        return {rank: state for rank, state in latest.items() if state}
 
-    def end_process(self, stalled: float) -> NoReturn:
-        """Report the missing rank if this is the lowest rank that waits; then end this process with exit code 1."""
-        self.reporting.acquire()
-        time.sleep(2 * self.poll_s)  # until ranks that are about to post have done so
-        states = self.states()
-        if self.rank == min(ranks_that("waits", states), default=self.rank):
-            last_words(f"rank {self.rank} failed {self.activity()}: {self.describe(self.posts(states))} (after "
-                       f"{stalled:.1f} s of --timeout {self.timeout_s:g})", time.time() - stalled)
-        else:
-            time.sleep(1)  # the rank that reports exits first, so that torchrun names it as the cause
-        for r, pid in self.processes().items():
-            if r not in states and is_alive(pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)  # torchrun would wait 30 s for a stopped process to exit
-        os._exit(1)
+    def is_first_to_report(self) -> bool:
+        return self.store.add("reports", 1) == 1
 
-    def describe(self, posts: dict[int, dict]) -> str:
-        """In which call this rank is, which ranks are missing, and what the first of them does. Missing are, of all
+    def describe(self, posts: dict[int, dict[str, Any]]) -> str:
+        """For which call this rank waits, which ranks are missing, and what the first of them does. Missing are, of all
         ranks, those that have not posted, or else compute; if all wait, those of its group that wait elsewhere."""
-        def does(rank: int) -> str:
-            if rank not in posts:
-                return "does not answer"
-            post = posts[rank]
-            return "is in " + (self.name_call(post["call"]) if post["call"] else
-                               f"no collective but {post['where'] or post['activity']}")
+        call, everyone = record.waiting_for, range(self.ranks)
+        missing = [r for r in everyone if r not in posts] or [r for r in everyone if not posts[r]["waits"]]
+        if not missing:
+            group = self.members.get(call.axis, everyone)
+            missing = [group[call.peer]] if call.peer is not None else [
+                member for member in group if posts[member]["calls"].get(call.axis, 0) < call.number]
+        if not missing:
+            return f"{self.name(call)}, has not ended although all ranks have called it"
+        does = f"is in {posts[missing[0]]['where']}" if missing[0] in posts else "does not answer"
+        return f"{self.name(call)}, waits for rank {listed(missing)}, which {does}"
 
-        call, everyone = posts[self.rank]["call"], range(self.ranks)
-        missing = [r for r in everyone if r not in posts] or [r for r in everyone if not posts[r]["call"]]
-        if call and not missing:
-            _, group, count, peer = call
-            _, ranks = self.axis_of(group)
-            missing = [ranks[peer]] if peer is not None else [
-                member for member in ranks if posts[member]["calls"].get(group, 0) < count]
-        text = does(self.rank).removeprefix("is in ")
-        if not call:
-            return text
-        return f"{text}, " + (f"waits for rank {listed(missing)}, which {does(missing[0])}" if missing
-                              else "has not ended although all ranks have called it")
-
-    def name_call(self, call: Sequence) -> str:
-        operation, group, count, _ = call
-        axis, ranks = self.axis_of(group)
-        return f"{operation}, call {count} on axis {axis} (ranks {listed(ranks)})"
-
-    def dead(self) -> list[int]:
-        """The siblings whose processes no longer exist, or have ended and wait for torchrun to notice."""
-        return [rank for rank, pid in self.processes().items() if not is_alive(pid)]
-
-    def processes(self) -> dict[int, int]:
-        """Rank -> process id, of the siblings that have started."""
-        return {rank: int(self.store.get(f"process {rank}")) for rank in self.siblings
-                if self.store.check([f"process {rank}"])}
-
-    def report(self, error: Exception) -> None:
-        """Report why this rank failed, if it is the rank that reports; see the top of this file."""
-        self.reporting.acquire()
-        lost = record.waiting_for is not None and may_be_lost_connection(error)
-        time.sleep(0.5 if lost else 0.0)  # until torchrun has reaped dead ranks
-        self.post("lost" if lost else "failed")
-        time.sleep(0.5 if lost else 0.3)  # until all failed ranks have posted
-        states = self.states()
-        if self.rank != min(ranks_that("failed", states) or ranks_that("lost", states)):
-            time.sleep(1)
-        elif self.store.add("reports", 1) > 1 and lost:  # to the rank that reported, as it ended
-            time.sleep(1)
-        elif not lost:
-            explain(f"rank {self.rank} failed {self.activity()}: {reason(error)}", error)
-        else:
-            died = sorted({rank for _, seen in states.values() for rank in seen})
-            last_words(f"rank {self.rank} failed {self.activity()}: {self.name_call(record.waiting_for)}, lost its "
-                       f"connection: {f'rank {listed(died)} has died' if died else reason(error)}")
-
-
-def ranks_that(have: str, states: dict[int, tuple[str, list[int]]]) -> list[int]:
-    """The ranks with this state, of Watchdog.states()."""
-    return [rank for rank, (state, _) in states.items() if state == have]
+    def name(self, call: Call) -> str:
+        members = self.members.get(call.axis, range(self.ranks))
+        return f"{call.operation}, call {call.number} on axis {call.axis} (ranks {listed(members)})"
 
 
 def may_be_lost_connection(error: Exception) -> bool:
@@ -458,33 +390,37 @@ def may_be_lost_connection(error: Exception) -> bool:
     return type(error) is RuntimeError or isinstance(error, dist.DistError)
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a sibling still runs: a process with this id and this process's parent, as ids are used again."""
-    try:
-        os.kill(pid, 0)  # signal 0 only asks whether the process exists
-        if sys.platform != "linux":
-            return True
-        with open(f"/proc/{pid}/stat") as file:
-            state, parent, *_ = file.read().rpartition(")")[2].split()
-        return state != "Z" and int(parent) == os.getppid()
-    except (ProcessLookupError, PermissionError, FileNotFoundError):
-        return False
-
-
 def fail(activity: str, error: Exception, watchdog: Watchdog | None, stop: Stop) -> NoReturn:
-    """Report in one line what failed and end this process at once; a normal exit might block in a collective."""
-    def report_alone() -> NoReturn:
-        explain(f"rank {os.environ.get('RANK', 0)} failed {activity}: {reason(error)}", error)
-        os._exit(1)
-
+    """Report what failed, unless another rank does, and end this process; see the top of this file."""
     stop.ending = True  # the watchdog stops
     if watchdog:
         with contextlib.suppress(Exception):
             # The store may be gone, with the machine that served it. Without memory no thread starts: it reports alone.
-            threading.Timer(STORE_TIMEOUT_S, report_alone).start()
-            watchdog.report(error)
-            os._exit(1)
-    report_alone()
+            threading.Timer(STORE_TIMEOUT_S, report, (activity, error)).start()
+            if record.waiting_for and may_be_lost_connection(error):
+                time.sleep(1)  # until the rank that failed by itself has reported
+                error = Failure(f"{watchdog.name(record.waiting_for)}, lost its connection: {reason(error)}")
+            if not watchdog.is_first_to_report():
+                end_after_the_first()
+    report(activity, error)
+
+
+def report(activity: str, error: Exception, when: float | None = None) -> NoReturn:
+    """Say why this rank failed, with a traceback unless the error is a Failure, in torchrun's report too, and end this
+    process at once: a normal exit might block in a collective. when: the time of the failure; torchrun names the
+    earliest."""
+    if not isinstance(error, Failure):
+        traceback.print_exception(error)
+    line = f"rank {os.environ.get('RANK', 0)} failed {activity}: {reason(error)}"
+    say(line)
+    tell_torchrun(f"train.py: {line}", when or time.time())
+    os._exit(1)
+
+
+def end_after_the_first() -> NoReturn:
+    """End this process when the rank that reports has ended, so that torchrun names that one as the cause."""
+    time.sleep(1)
+    os._exit(1)
 
 
 # ---- messages -------------------------------------------------------------------------------------------------------
@@ -501,19 +437,6 @@ def innermost_line() -> str:
     while frame.f_back and not frame.f_code.co_filename.startswith(folder):
         frame = frame.f_back
     return f"in {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}, {frame.f_code.co_name}"
-
-
-def explain(line: str, error: Exception) -> None:
-    """Print the traceback, unless the error is a Failure, and the line."""
-    if not isinstance(error, Failure):
-        traceback.print_exception(error)
-    last_words(line)
-
-
-def last_words(line: str, when: float | None = None) -> None:
-    """Print the line and add it to torchrun's report. when: the time of the failure; torchrun names the earliest."""
-    say(line)
-    tell_torchrun(f"train.py: {line}", when or time.time())
 
 
 def warn(line: str, world: Group) -> None:
