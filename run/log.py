@@ -2,6 +2,7 @@
 import json
 import math
 import os
+import re
 import resource
 import sys
 import time
@@ -9,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import takewhile
-from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from param import DTYPES, Spec, is_first_replica
 from plan import costs
 from plan.memory import format_bytes
 from run.device import memory_of_rank, uses_kernels
-from run.start import METRIC, say
+from run.start import METRIC, is_stdout, say
 
 
 class Log:
@@ -41,7 +41,6 @@ class Log:
         self.last_lap = 0.0
         self.noise: list[tuple[float, float]] = []  # noise_trace and noise_gradient2 of each step, on rank 0
         self.metrics_begun = self.metrics_failed = False
-        self.stream: BinaryIO | None = None  # --metrics, if that is no regular file or where standard output goes
         self.bar = tqdm(total=settings.optim.steps, unit="step", disable=True)
 
     def start(self, device_reason: str, model, samples) -> None:
@@ -59,25 +58,18 @@ class Log:
         self.metrics_begun = False
 
     def append(self, record: dict) -> None:
-        """Append `record` to --metrics. The first call removes metrics that are not of earlier steps from a file."""
-        path, text = self.settings.run.metrics, as_json(record).encode() + b"\n"
+        """Append `record` to --metrics, the first time in place of what the file has of this and later steps."""
+        path = self.settings.run.metrics
         try:
-            self.stream = self.stream or open_stream(path)
-            if self.stream:
-                self.stream.write(text)
-            else:
-                if not self.metrics_begun and os.path.exists(path):
-                    cut(path, record["step"])
-                self.metrics_begun = True
-                with open(path, "a+b") as file:  # reopened for every line: the file may have been removed
-                    file.seek(max(0, file.tell() - 1))
-                    is_torn = file.read(1) not in (b"", b"\n")  # a full disk, or a killed run
-                    file.write(b"\n" * is_torn + text)
-            self.metrics_failed = False
+            if not self.metrics_begun and os.path.isfile(path):
+                cut(path, record["step"])
+            with open(os.dup(1) if is_stdout(path) else path, "a") as file:
+                file.write(as_json(record) + "\n")
+            self.metrics_begun, self.metrics_failed = True, False
         except OSError as error:
             if not self.metrics_failed:
                 say(f"warning: --metrics {path}: {error.strerror}: training goes on without")
-            self.metrics_failed = True
+            self.metrics_begun, self.metrics_failed = False, True  # the next one is not appended to a torn line
 
     def lap(self, began: float) -> float:
         """Seconds since `began`, or since the last call if that was later."""
@@ -118,8 +110,6 @@ class Log:
 
     def close(self, steps: int, tokens: int) -> None:
         self.bar.close()
-        if self.stream:
-            self.stream.close()
         if self.is_first_rank and self.last_loss is not None:
             print(f"trained {steps} steps on {tokens:,} tokens: last loss {self.last_loss:.4f} nats per token")
             late = self.noise[len(self.noise) // 2:]
@@ -129,39 +119,15 @@ class Log:
                 print(f"gradient noise scale of the last {len(late)} steps: {max(0.0, trace / gradient2):,.0f} tokens")
 
 
-def open_stream(path: str) -> BinaryIO | None:
-    """What `path` names, opened to write on, if it is a pipe or a device, or where standard output goes; else None.
-
-    It stays open: the reader of a pipe takes its closing for the end. A file that is standard output gets metrics
-    through the same descriptor as all that is printed: neither overwrites the other. Raises OSError for a pipe that
-    nobody reads yet.
-    """
-    if os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(1)):
-        return open(os.dup(1), "ab", buffering=0)
-    if os.path.isfile(path) or not os.path.exists(path):
-        return None
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK)  # else it would wait for a reader
-    os.set_blocking(descriptor, True)
-    return open(descriptor, "ab", buffering=0)
-
-
 def cut(path: str, step: int) -> None:
-    """Remove the metrics that are not of steps before `step`, in place: a link stays one. While steps are in order
-    these are the end of the file, and a crash loses no others."""
+    """Remove the metrics of `step` and of later ones, or a line that a killed run or a full disk has torn, and all that
+    follows. In place: a link stays one, and a crash loses nothing else."""
+    def stays(line: bytes) -> bool:
+        metric = re.match(re.escape(METRIC) + rb" (\d+)", line)
+        return line.endswith(b"\n") and not (metric and int(metric[1]) >= step)
+
     with open(path, "r+b") as file:
-        lines = file.readlines()
-        begin = list(takewhile(lambda line: stays(line, step), lines))
-        file.seek(sum(map(len, begin)))
-        file.writelines(line for line in lines[len(begin):] if stays(line, step))
-        file.truncate()
-
-
-def stays(line: bytes, step: int) -> bool:
-    """Whether a line is a metric of a step before `step`, or none at all. A metric that is torn does not stay."""
-    try:
-        return json.loads(line)["step"] < step
-    except (ValueError, KeyError, TypeError):
-        return not METRIC.startswith(line[:len(METRIC)])
+        file.truncate(sum(map(len, takewhile(stays, file))))
 
 
 def first_lines(settings: config.Config, groups: Groups, device: str, built, samples=None, fused: bool = False) -> str:

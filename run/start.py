@@ -136,11 +136,17 @@ def check_paths(settings: Config) -> None:
         need(not os.path.isdir(path), f"{flag(name)} {path}: is a folder, name a file")
         target = path if os.path.exists(path) else folder
         need(not path or os.access(target, os.W_OK), f"{flag(name)} {path}: {target} cannot be written to")
+    need(not Path(run.metrics).is_fifo() or is_stdout(run.metrics), f"--metrics {run.metrics}: is a pipe, name a file")
     if os.path.isfile(run.metrics) and not run.dry_run:  # which is what a resumed run cuts, so it must be of metrics
         need(os.access(run.metrics, os.R_OK), f"--metrics {run.metrics}: cannot be read")
         with open(run.metrics, "rb") as file:
             need(os.path.getsize(run.metrics) == 0 or any(line.startswith(METRIC) for line in file),
                  f"--metrics {run.metrics}: has lines, but none of metrics: name another file, or remove it")
+
+
+def is_stdout(path: str) -> bool:
+    """Whether this file, such as /dev/stdout, is where standard output goes."""
+    return os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(1))
 
 
 # ---- run.json of checkpoints ----------------------------------------------------------------------------------------
