@@ -296,16 +296,22 @@ class Saver:
         return checksums_of(temporary, self.group.rank)
 
     def commit(self, temporary: Path, run: dict) -> None:
-        """Make the written files a checkpoint, then `latest`, and only then remove old ones."""
+        """Make the written files a checkpoint, then `latest`, and only then remove old ones: whenever a kill comes,
+        what was saved before or this is there."""
         final = self.folder / temporary.name.removeprefix(".writing-")
         run = run | dict(format=start.CHECKPOINT_FORMAT)
         write_text(temporary / "run.json", json.dumps(run | {"checksum": start.checksum_of_json(run)}, indent=1))
         sync(temporary)
-        if final.exists():  # without a run.json, or saved a second time
-            self.remove(final)
+        replaced = final.with_name(final.name.replace("-", "-0"))  # which is a checkpoint of this step, too
+        if final.exists():  # saved a second time, or without a run.json
+            if replaced.exists():  # as a kill has left it
+                self.remove(replaced)
+            final.rename(replaced)
         temporary.rename(final)
         sync(self.folder)
         write_text(self.folder / "latest", final.name + "\n")
+        if replaced.exists():
+            self.remove(replaced)
         for old in start.checkpoints_in(self.folder)[self.keep:] if self.keep else ():
             self.remove(old)
 
@@ -442,14 +448,12 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> None:
     """Raises ValueError for a damaged checkpoint. Only its files number part, part + parts, … are read."""
     try:
         files = start.read_run(folder)["files"]
-        for name, (nbytes, expected) in [*files.items()][part::parts]:
+        for name, saved in [*files.items()][part::parts]:
             need(huggingface.is_inside(name), f"{folder}/run.json names {name}, which is outside of its folder")
             file = folder / name
             need(file.exists(), f"{file} is missing")
-            there = file.stat().st_size
-            need(there == nbytes, f"{file} has {there:,} bytes, not {nbytes:,}: it "
-                                  f"{'was cut short' if there < nbytes else 'has grown'}")
-            need(checksum(file) == expected, f"{file} is damaged: its checksum differs")
+            found = [file.stat().st_size, checksum(file)]
+            need(found == saved, f"{file} is damaged: its bytes and checksum are {found}, and were {saved}")
     except OSError as error:
         raise ValueError(f"{folder} cannot be read: {error.strerror}") from None
 

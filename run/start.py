@@ -12,8 +12,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,6 +22,10 @@ from config import PRESETS, Config, flag, need
 from run import huggingface
 
 CHECKPOINT_FORMAT = 1  # of run.json and of tensors' names
+CONTENT = dict(  # an example of what run.json has, besides of checksums; later versions may have more
+    step=0, samples=0, tokens=0, skipped=0, norms=[0.0], left_out=[[0]], rewinds=0, ranks=0, torch="", tokenizer="",
+    published="", corpus=dict(tokens=0, files=0), grid={}, files={}, model=asdict(config.Model()),
+    settings={name: value for section in config.SECTIONS.values() for name, value in asdict(section()).items()})
 NOT_INHERITED = ("resume", "insist", "init_from", "export_hf", "profile", "memory_snapshot")  # of one start of a run
 METRIC = b'{"step":'  # how a line of --metrics begins
 SHOWN = {4: ["--tp", "2"], 8: ["--tp", "2", "--pp", "2"]}  # ranks -> the grid if no flag names grid or model
@@ -190,7 +194,6 @@ def resumed_run(resume: str, out: str) -> dict | None:
             continue
         run["settings"] = {name: tuple(value) if name == "betas" else value  # JSON has no tuples
                            for name, value in run["settings"].items() if name not in NOT_INHERITED}
-        run["settings"] |= renamed(run["settings"])
         if os.path.realpath(run["settings"]["out"]) != os.path.realpath(path.parent):  # a copy of the checkpoint
             run["settings"] |= dict(out="", metrics="") | ({} if out else dict(save_every=0))
         return run
@@ -202,11 +205,11 @@ def resumed_run(resume: str, out: str) -> dict | None:
 def renamed(settings: dict[str, Any]) -> dict[str, Any]:
     """What settings of ca8fd7d and before are called now."""
     found = {}
-    if settings["optimizer"] == "adamw-one-pass":  # the same update
+    if settings.get("optimizer") == "adamw-one-pass":  # the same update
         found["optimizer"] = "adamw"
-    if isinstance(settings["dry_run"], bool):
+    if isinstance(settings.get("dry_run"), bool):
         found["dry_run"] = ""
-    if isinstance(settings["sp"], bool):
+    if isinstance(settings.get("sp"), bool):
         found["sp"] = "async" if settings["async_tp"] else "on" if settings["sp"] else "off"
     return found
 
@@ -222,9 +225,27 @@ def read_run(path: str | Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise ValueError(f"{file} is damaged or cannot be read") from None
     need(checksum_of_json(run) == expected, f"{file} is damaged: its checksum differs")
-    need(run["format"] == CHECKPOINT_FORMAT,
-         f"{path} has format {run['format']}, and this version reads {CHECKPOINT_FORMAT}")
+    need(run.get("format") == CHECKPOINT_FORMAT,
+         f"{path} has format {run.get('format')}, and this version reads {CHECKPOINT_FORMAT}")
+    if isinstance(run.get("settings"), dict):
+        run["settings"] |= renamed(run["settings"])
+    for name in of_other_kind(run, CONTENT):
+        raise ValueError(f"{file} is damaged: its {name} is of another kind")
     return run
+
+
+def of_other_kind(found: Any, example: Any, name: str = "") -> Iterator[str]:
+    """The names of values in JSON that are no number, text, list or object where the example has one. All entries of a
+    list are like the example's first, or text if it has none."""
+    kinds = {float: (int, float), tuple: (list,)}.get(type(example), (type(example),))
+    if type(found) not in kinds:
+        yield name.strip()
+    elif isinstance(example, dict):
+        for key in found.keys() & example.keys():
+            yield from of_other_kind(found[key], example[key], f"{name} {key}")
+    elif isinstance(example, (list, tuple)):
+        for entry in found:
+            yield from of_other_kind(entry, [*example, ""][0], name)
 
 
 def checksum_of_json(content: dict) -> str:
