@@ -8,11 +8,10 @@
 A checkpoint knows nothing of the grid that wrote it. Every tensor has a global name, such as
 "layers.7.attention.wq/master" (or /m, /v), and a global shape; what a rank has of it is a few boxes (`pieces` in
 zero.py), and of all ranks that have the same elements one writes them. To read, a rank asks for the boxes that it needs
-on its own grid. So nothing is gathered, and no rank ever has more of a parameter than its own part. Of weights only the
-masters are saved: the model's own are these, rounded.
+on its own grid. So nothing is gathered. Of weights only the masters are saved: the model's own are these, rounded.
 
-torch.distributed.checkpoint (DCP) stores boxes, plans which file has which, and writes in parallel; this file decides
-which boxes there are. A planner, DCP's interface for that, is given a list of `Piece`s in either direction.
+torch.distributed.checkpoint (DCP) stores boxes and plans which file has which; this file decides which boxes there are.
+A planner, DCP's interface for that, is given a list of `Piece`s in either direction.
 
 A save is asynchronous and atomic. The step waits until the save before is done and the state is copied ("staged"); on a
 GPU the copies to pinned memory are queued before the kernels of the next update. A thread writes, on a process group of
@@ -20,7 +19,6 @@ its own. All files are on the disk (fsync) before the folder gets its name, and 
 name of a checkpoint is complete. The checksums find what a disk or a person damaged later.
 
     python -m run.checkpoint show CKPT                 step, grid, settings, sizes
-    python -m run.checkpoint diff CKPT_A CKPT_B        which tensors differ
     python -m run.checkpoint export CKPT FOLDER        weights as transformers reads them
 """
 import fcntl
@@ -38,7 +36,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,20 +79,17 @@ def whole(name: str, values: Tensor) -> Piece:
     return Piece(name, tuple(values.shape), tuple(slice(0, n) for n in values.shape), values)
 
 
-def pieces_to_save(bucket) -> Iterator[tuple[torch.nn.Parameter, Box, slice]]:
-    """The pieces of a zero.ShardedBucket that this rank writes; ranks with the same shard write a part of it each."""
-    part = shard_slice(len(bucket.master), bucket.replicas.size, bucket.replicas.rank)
-    return ((param, box, place) for param, box, place in bucket.pieces(part)
-            if is_first_replica(param.spec, bucket.groups))
-
-
 def pieces_of_run(optimizer, routers: list[torch.nn.Module], groups: Groups, saving: bool) -> Iterator[Piece]:
     """All tensors of a run's state on this rank, as views. optimizer: a zero.Optimizer; routers: ep.Routers. saving:
     only those that this rank writes, so that all ranks together write everything once."""
     for bucket in optimizer.buckets:
-        for param, box, place in pieces_to_save(bucket) if saving else bucket.pieces():
-            for what, flat in bucket.state.items():
-                yield Piece(f"{param.spec.name}/{what}", param.spec.shape, box, flat[place].view(box_shape(box)))
+        part = None
+        if saving:  # ranks with the same shard write a part of it each
+            part = shard_slice(len(bucket.master), bucket.replicas.size, bucket.replicas.rank)
+        for param, box, place in bucket.pieces(part):
+            if not saving or is_first_replica(param.spec, bucket.groups):
+                for what, flat in bucket.state.items():
+                    yield Piece(f"{param.spec.name}/{what}", param.spec.shape, box, flat[place].view(box_shape(box)))
     first = not any(groups[axis].rank for axis in ("data", "tp"))
     numbers = {name: (value, first and groups["pp"].rank == 0) for name, value in optimizer.extra_state().items()}
     biases = {router.name: (router.bias, first) for router in routers}
@@ -407,27 +401,21 @@ def read(path: Path, pieces: Iterable[Piece], progress: bool = False) -> None:
 def load(path: Path, optimizer, routers: list[torch.nn.Module], groups: Groups, group: Group) -> None:
     """The state of a run from a checkpoint of any grid. Raises ValueError on all ranks if it raises on one."""
     pieces = list(pieces_of_run(optimizer, routers, groups, saving=False))
-    own = sum(piece.values.numel() for piece in pieces_of_run(optimizer, routers, groups, saving=True)
-              if piece.name.endswith("/master"))
-    here, there = sum(gather_objects(own, group)), agree(partial(count_weights, path), group)
-    need(here >= there, f"{path} has {there:,} weights, and this model only {here:,}: the rest would be lost")
-    agree(lambda: read(path, pieces, progress=group.rank == 0), group)
-    agree(lambda: need_finite(path, pieces), group)
+    asked = set().union(*gather_objects({piece.name for piece in pieces}, group))
+
+    def read_all() -> None:
+        read(path, pieces, progress=group.rank == 0)
+        lost = [name for name in open_checkpoint(path)[1].state_dict_metadata
+                if name.endswith("/master") and name not in asked]
+        need(not lost, f"{path} has {', '.join(lost[:1])}, in all {len(lost)} more weights, and this model only the "
+                       "others: they would be lost")
+        for piece in pieces:
+            need(not piece.name.endswith("/master") or piece.values.isfinite().all(),
+                 f"{path}: {piece.name} has values that are not finite: continue from an earlier checkpoint")
+    agree(read_all, group)
     for bucket in optimizer.buckets:
         bucket.unsharding.wait()
         bucket.update_weights()
-
-
-def count_weights(path: Path) -> int:
-    stored = open_checkpoint(path)[1].state_dict_metadata
-    return sum(math.prod(tensor.size) for name, tensor in stored.items() if name.endswith("/master"))
-
-
-def need_finite(path: Path, pieces: Iterable[Piece]) -> None:
-    """Raises ValueError for weights that are not finite: no step could train them."""
-    for piece in pieces:
-        need(not piece.name.endswith("/master") or piece.values.isfinite().all(),
-             f"{path}: {piece.name} has values that are not finite: continue from an earlier checkpoint")
 
 
 def source(path: Path) -> Source:
@@ -461,49 +449,18 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> None:
 # ---- the command line -----------------------------------------------------------------------------------------------
 
 def show(path: Path) -> None:
-    run, (_, metadata) = start.read_run(path), open_checkpoint(path)
-    stored = metadata.state_dict_metadata
-    nbytes = sum(size for size, _ in run["files"].values())
-    axes = " x ".join(f"{axis} {run['grid'][axis]}" for axis in ("pp", "dp", "cp", "tp", "ep"))
-    print(f"{path}: step {run['step']}, {run['samples']:,} samples, {run['tokens']:,} tokens, {run['skipped']} skipped")
-    print(f"    written by {run['ranks']} ranks ({axes}, zero {run['grid']['zero']}), torch {run['torch']}")
-    print(f"    {len(stored):,} tensors in {sum(len(tensor.chunks) for tensor in stored.values()):,} boxes, "
-          f"{len(run['files'])} files, {nbytes / 1e6:,.1f} MB")
-    print(f"    data: {run['corpus']['tokens']:,} tokens in {run['corpus']['files']} files")
+    run, stored = start.read_run(path), open_checkpoint(path)[1].state_dict_metadata
+    grid = " x ".join(f"{axis} {run['grid'][axis]}" for axis in ("pp", "dp", "cp", "tp", "ep"))
     defaults = json.loads(json.dumps(config.parse([]).before_defaults))  # as JSON has them
     changed = {name: value for name, value in run["settings"].items() if value != defaults.get(name)}
+    print(f"{path}: step {run['step']}, {run['samples']:,} samples, {run['tokens']:,} tokens, {run['skipped']} skipped")
+    print(f"    written by {run['ranks']} ranks ({grid}, zero {run['grid']['zero']}), torch {run['torch']}")
+    print(f"    {len(stored):,} tensors in {sum(len(tensor.chunks) for tensor in stored.values()):,} boxes, "
+          f"{len(run['files'])} files, {sum(size for size, _ in run['files'].values()) / 1e6:,.1f} MB")
+    print(f"    data: {run['corpus']['tokens']:,} tokens in {run['corpus']['files']} files")
     print(f"    settings: {json.dumps(changed)}")
     for name, tensor in stored.items():
         print(f"    {name:48s} {str(tensor.properties.dtype).removeprefix('torch.'):9s} {shown(tensor.size)}")
-
-
-def diff(path: Path, other: Path) -> int:
-    """Print which tensors differ; returns how many. One tensor of each is read at a time."""
-    (_, ours), (_, theirs) = open_checkpoint(path), open_checkpoint(other)
-    count = 0
-    for name in sorted(ours.state_dict_metadata.keys() | theirs.state_dict_metadata.keys()):
-        x, y = whole_tensor(path, name, ours), whole_tensor(other, name, theirs)
-        if x is None or y is None:
-            line = f"only in {other if x is None else path}"
-        elif x.shape != y.shape:
-            line = f"{shown(x.shape)} and {shown(y.shape)}"
-        elif torch.equal(x, y):
-            continue
-        else:
-            line = f"differ by up to {(x.double() - y.double()).abs().max():.3g}"
-        count += 1
-        print(f"{name:48s} {line}")
-    print(f"{count} tensors differ")
-    return count
-
-
-def whole_tensor(path: Path, name: str, metadata: Metadata) -> Tensor | None:
-    stored = metadata.state_dict_metadata.get(name)
-    if stored is None:
-        return None
-    values = torch.empty(tuple(stored.size), dtype=stored.properties.dtype)
-    read(path, [whole(name, values)])
-    return values
 
 
 def export(path: Path, folder: str, dtype: str, group: Group = ALONE) -> None:
@@ -517,7 +474,7 @@ def export(path: Path, folder: str, dtype: str, group: Group = ALONE) -> None:
                        published=(run.get("published", ""), run["tokenizer"]), seq=run["settings"]["seq"])
 
 
-USAGE = "python -m run.checkpoint show CKPT | diff CKPT CKPT | export CKPT FOLDER [--dtype bf16|fp16|fp32]"
+USAGE = "python -m run.checkpoint show CKPT | export CKPT FOLDER [--dtype bf16|fp16|fp32]"
 
 
 @dataclass
@@ -528,16 +485,13 @@ class Flags:
 def main() -> None:
     try:
         flags, words = config.read_known(Flags, sys.argv[1:], USAGE)
-        need(len(words) == dict(show=2, diff=3, export=3).get(words[0] if words else ""), f"usage: {USAGE}")
-        command, path, *other = words
-        for folder in [path, *other] if command == "diff" else [path]:
-            verify(Path(folder))
+        need(len(words) == dict(show=2, export=3).get(words[0] if words else ""), f"usage: {USAGE}")
+        command, path, *folder = words
+        verify(Path(path))
         if command == "show":
             show(Path(path))
-        elif command == "diff":
-            sys.exit(diff(Path(path), Path(*other)) > 0)
         else:
-            export(Path(path), *other, flags.dtype)
+            export(Path(path), *folder, flags.dtype)
     except (ValueError, OSError) as error:
         start.refuse(error, "run.checkpoint")
 

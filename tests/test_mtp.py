@@ -7,7 +7,6 @@ from safetensors.torch import load_file
 
 import param
 import train
-from run import checkpoint
 from run.data import MicroBatch
 from run.sampling import sample
 
@@ -81,6 +80,5 @@ def test_an_export_leaves_it_out_and_who_starts_from_one_draws_it(pool, tmp_path
 
 def weights(path) -> dict[str, torch.Tensor]:
     """The master weights in a checkpoint, by name."""
-    _, stored = checkpoint.open_checkpoint(str(path))
-    return {name.removesuffix("/master"): checkpoint.whole_tensor(str(path), name, stored)
-            for name in stored.state_dict_metadata if name.endswith("/master")}
+    return {name.removesuffix("/master"): value for name, value in runs.tensors(path).items()
+            if name.endswith("/master")}

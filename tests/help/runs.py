@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 import train
 from run import faults, job, sampling, start
@@ -39,3 +40,11 @@ def run(flags: str, state: job.RunState | None = None) -> str:
 
 def metrics(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, whole, by name, as torch reads them."""
+    found = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    whole = {name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in found.items()}
+    dcp.load(whole, checkpoint_id=path, no_dist=True)
+    return whole
