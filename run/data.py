@@ -5,10 +5,9 @@
     spans     |   0   |   1   |   2   |   3   |   4      seq + 1 tokens each, the last one shared with the next span
     samples   3, 0, 4, 1, 2,   2, 4, 0, 3, 1,   ...      all spans, in a different order every epoch
 
-No state is carried from step to step: a step takes samples first .. first + global_batch, each data parallel rank picks
-its own of them, and one integer is all that is needed to resume, on any number of ranks. A sample's labels are its
-tokens shifted by one. They are made here, before context parallelism shards a sequence, since a shard's last label is
-the first token of another shard.
+A step takes samples first .. first + global_batch, and each data parallel rank picks its own of them: one integer is
+all that is needed to resume, on any number of ranks. A sample's labels are its tokens shifted by one. They are made
+here, before context parallelism shards a sequence, since a shard's last label is the first token of another shard.
 
 Beside tokens.bin may lie tokens.mask, uint8: tokens with a 1, such as answers, are targets; those with a 0, such as
 questions, are read and not predicted: the label IGNORED takes them out of the count of targets, too (see dp.py).
@@ -18,11 +17,10 @@ Sources may be mixed by weights. Which of them sample n is from depends on n alo
     weights 3, 1      A A B A   A A B A   ...           of the first n samples, the share of each is exact to one sample
     number in each    0 1 0 2   3 4 1 5   ...           and each source has its own epochs and orders
 
-Documents are packed: a span may hold the end of one document and the beginning of others. Whether attention crosses
-from one to the next is a choice (`--doc-mask`). Without a mask, the default, the model has to learn to ignore what
-precedes a separator. A mask matters when documents are short against the sequence or the context is long. Its cost
-depends on the kernel: flash.py skips the tiles that a document hides, while torch's attention takes a dense mask of
-S x S and then skips nothing.
+Documents are packed: a span may hold the end of one document and the beginning of others. `--doc-mask` keeps attention
+from crossing from one to the next; without it the model has to learn to ignore what precedes a separator. It matters
+when documents are short against the sequence. flash.py skips the tiles that a document hides, while torch's attention
+takes a dense mask of S x S and then skips nothing.
 
 Formats: text (bytes as tokens 0..255, separator 256); .bin, raw uint16 or uint32, or with llm.c's header of 256 int32
 (magic, version, count), or with ours; .npy, one dimension, integers. Token files are memory-mapped, so their size does
@@ -31,9 +29,8 @@ not matter; text is read by every rank and takes two bytes of memory per byte. T
     python -m run.data tokenize --tokenizer tokenizer.json --out corpus/tokens.bin PATH...
 
 which puts the tokenizer beside it, so that whoever trains on the file can sample text. A line of a PATH.jsonl is a
-conversation, {"messages": [{"role": …, "content": …}, …]} or {"prompt": …, "completion": …}, a user's message and an
-assistant's, of which the chat template beside the tokenizer, else ChatML, makes text. What an assistant says, and its
-end, are the targets.
+conversation, {"messages": [{"role": …, "content": …}, …]} or {"prompt": …, "completion": …}, of which the chat template
+beside the tokenizer, else ChatML, makes text. What an assistant says, and its end, are the targets.
 """
 import hashlib
 import json
@@ -63,11 +60,11 @@ from run.start import refuse
 
 BLOCK = 2**22  # tokens that are read at a time to find those outside of the vocabulary
 BYTES_SEPARATOR = config.TEXT_VOCAB - 1  # 256, behind the 256 bytes
-# (magic, version): dtype, separator
-LLM_C = {(20240520, 1): (np.dtype("u2"), 50256), (20240801, 7): (np.dtype("u4"), 128000)}
+LLM_C = {20240520: (1, 2, 50256), 20240801: (7, 4, 128000)}  # magic: version, bytes per token, separator
 LLM_C_HEADER = 256 * 4  # bytes
 OUR_HEADER = np.dtype([("magic", "S8"), ("count", "<i8"), ("itemsize", "<i4"), ("separator", "<i4")])
 MAGIC, MAGIC_MASKED = b"penterac", b"pentmask"  # the second: of a file that was written with a mask beside it
+SEPARATORS = ("<|endoftext|>", "<|begin_of_text|>", "<|end_of_text|>", "<s>", "</s>", "[SEP]")
 CHATML = ("{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
@@ -102,18 +99,14 @@ class Corpus:
         separators = {of_format for _, of_format in opened} if separator == -1 else {separator}
         need(len(separators) == 1, "the data's files separate documents by different tokens: give --separator")
         self.separator, = separators
-        self.masks = [None if self.is_text else open_mask(*of_file) for of_file in zip(files, self.arrays)]
+        self.masks = [all_targets(array) if self.is_text else open_mask(file, array)
+                      for file, array in zip(files, self.arrays)]
         self.starts = np.cumsum([0] + [len(array) for array in self.arrays])
         self.sources, first = [], 0
         mixed = zip(paths, map(len, files_of), weights) if weights else [("the data", len(files), 1)]
         for name, count, weight in mixed:
             last = first + count
-            bare = [file for file, mask in zip(files[first:last], self.masks[first:last]) if mask is None]
-            if 0 < len(bare) < count:
-                raise ValueError(f"{bare[0]}: has no .mask beside it, as others of its source have: write one, of "
-                                 "bytes 1 if all tokens are targets")
-            need(any(mask is None or any(mask[at:at + BLOCK].any() for at in range(0, len(mask), BLOCK))
-                     for mask in self.masks[first:last]),
+            need(any(mask[at:at + BLOCK].any() for mask in self.masks[first:last] for at in range(0, len(mask), BLOCK)),
                  f"{files[first].with_suffix('.mask')}: makes none of the tokens of {name} a target: nothing to learn")
             self.sources.append(Source(name, int(self.starts[first]), int(self.starts[last]), weight))
             first = last
@@ -123,7 +116,7 @@ class Corpus:
 
     def read(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens start .. start + count (int64), which of them begin a document, and which are targets (bool)."""
-        tokens, begins, targets = np.empty(count, np.int64), np.zeros(count, bool), np.ones(count, bool)
+        tokens, begins, targets = np.empty(count, np.int64), np.zeros(count, bool), np.empty(count, bool)
         file = int(np.searchsorted(self.starts, start, "right")) - 1
         filled = 0
         while filled < count:
@@ -131,8 +124,7 @@ class Corpus:
             part = self.arrays[file][skip:skip + count - filled]
             tokens[filled:filled + len(part)] = part
             begins[filled] |= self.separator is None and skip == 0
-            if self.masks[file] is not None:
-                targets[filled:filled + len(part)] = self.masks[file][skip:skip + len(part)]
+            targets[filled:filled + len(part)] = self.masks[file][skip:skip + len(part)]
             filled += len(part)
             file += 1
         return tokens, begins if self.separator is None else tokens == self.separator, targets
@@ -141,9 +133,9 @@ class Corpus:
         """Where in the stream a token outside of the vocabulary is, or a mask above 1; -1 if nowhere. Of blocks of
         tokens and masks, it reads those number part, part + parts, …; none if their dtype has nothing larger."""
         blocks = [(int(begin) + start, array[start:start + BLOCK], end)
-                  for arrays, end in ((self.arrays, self.vocab), (self.masks, 2)) if not self.is_text
+                  for arrays, end in ((self.arrays, self.vocab), (self.masks, 2))
                   for begin, array in zip(self.starts, arrays)
-                  if array is not None and (array.dtype.kind == "i" or np.iinfo(array.dtype).max >= end)
+                  if isinstance(array, np.memmap) and (array.dtype.kind == "i" or np.iinfo(array.dtype).max >= end)
                   for start in range(0, len(array), BLOCK)]
         for start, found, end in tqdm(blocks[part::parts], desc="reading tokens", delay=2, leave=False,
                                       disable=part > 0):
@@ -216,35 +208,38 @@ def open_tokens(file: Path, dtype: str) -> tuple[np.ndarray, int | None]:
         need(len(tokens) > 0, f"{file}: is empty")
         return tokens, None
 
-    nbytes, ours, header = file.stat().st_size, np.fromfile(file, OUR_HEADER, 1), np.fromfile(file, np.int32, 3)
+    nbytes, ours, llm_c = file.stat().st_size, np.fromfile(file, OUR_HEADER, 1), np.fromfile(file, np.int32, 3).tolist()
     if len(ours) and ours[0]["magic"] in (MAGIC, MAGIC_MASKED):
         _, count, itemsize, separator = ours[0].tolist()
         need(itemsize in (2, 4), f"{file}: its header is damaged")
-        kind, start = np.dtype(f"u{itemsize}"), OUR_HEADER.itemsize
-    elif len(header) == 3 and header[0] in {magic for magic, _ in LLM_C}:
-        magic, version, count = header.tolist()
-        need((magic, version) in LLM_C,
-             f"{file}: version {version} of llm.c's format {magic} is unknown: know {list(LLM_C)}")
-        (kind, separator), start = LLM_C[magic, version], LLM_C_HEADER
+        start = OUR_HEADER.itemsize
+    elif len(llm_c) == 3 and llm_c[0] in LLM_C:
+        magic, version, count = llm_c
+        (known, itemsize, separator), start = LLM_C[magic], LLM_C_HEADER
+        need(version == known, f"{file}: version {version} of llm.c's format {magic} is unknown: know {known}")
     else:
-        kind, start, separator = np.dtype(dtype), 0, None
-        count = nbytes // kind.itemsize
-        need(nbytes % kind.itemsize == 0, f"{file}: {nbytes:,} bytes are not a whole number of {dtype} tokens: "
-                                          "truncated, or of another --data-dtype")
-    present = (nbytes - start) / kind.itemsize
+        itemsize, separator, start = np.dtype(dtype).itemsize, None, 0
+        count = nbytes // itemsize
+        need(nbytes % itemsize == 0, f"{file}: {nbytes:,} bytes are not a whole number of {dtype} tokens: truncated, or "
+                                     "of another --data-dtype")
+    present = (nbytes - start) / itemsize
     need(present == count, f"{file}: its header promises {count:,} tokens and {max(present, 0):,.10g} follow: "
                            f"{'truncated' if present < count else 'not this format'}")
     need(count > 0, f"{file}: is empty")
-    return np.memmap(file, kind, "r", start), separator
+    return np.memmap(file, f"u{itemsize}", "r", start), separator
 
 
-def open_mask(file: Path, tokens: np.ndarray) -> np.ndarray | None:
-    """Which tokens of a file are targets, memory-mapped; None if no mask is beside it: then all are."""
+def all_targets(tokens: np.ndarray) -> np.ndarray:
+    return np.broadcast_to(np.uint8(1), tokens.shape)
+
+
+def open_mask(file: Path, tokens: np.ndarray) -> np.ndarray:
+    """Which tokens of a file are targets, memory-mapped. All are, if no mask is beside it."""
     path = file.with_suffix(".mask")
     if not path.exists():
         with open(file, "rb") as stream:
             need(stream.read(8) != MAGIC_MASKED, f"{path}: is missing: {file} was written with a mask beside it")
-        return None
+        return all_targets(tokens)
     nbytes = path.stat().st_size
     need(nbytes == len(tokens), f"{path}: has {nbytes:,} bytes for the {len(tokens):,} tokens of {file.name}: need "
                                 "uint8, one for each")
@@ -447,9 +442,9 @@ def read_tokenizer(path: str) -> Any:
         raise ValueError(f"{path}: is no tokenizer.json: {error}") from None
 
 
-def separator_of(tokenizer: Any, path: str) -> int:
-    """The token that begins a document, found by the names that published tokenizers use."""
-    names = ("<|endoftext|>", "<|begin_of_text|>", "<|end_of_text|>", "<s>", "</s>", "[SEP]")
+def separator_of(tokenizer: Any, path: str, name: str) -> int:
+    """The number of the token that begins a document: of this name; "": of the names that published tokenizers use."""
+    names = (name,) if name else SEPARATORS
     found = [tokenizer.token_to_id(name) for name in names if tokenizer.token_to_id(name) is not None]
     need(found != [], f"{path}: has none of {', '.join(names)}: name the token between documents with --separator")
     return found[0]
@@ -462,8 +457,7 @@ def tokenize(paths: list[str], tokenizer_path: str, out: str, separator: str = "
     The tokenizers library uses all cores. Raises ValueError naming a file that is missing or no text.
     """
     tokenizer, target = read_tokenizer(tokenizer_path), Path(out)
-    mark = tokenizer.token_to_id(separator) if separator else separator_of(tokenizer, tokenizer_path)
-    need(mark is not None, f"--separator {separator}: {tokenizer_path} has no such token")
+    mark = separator_of(tokenizer, tokenizer_path, separator)
     need(target.suffix == ".bin", f"--out {out}: its name must end in .bin")
     files = [file for path in paths for file in files_in(Path(path))]
     kind = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32)
@@ -549,20 +543,7 @@ def text_of(file: Path) -> str:
         raise ValueError(f"{file}: is no UTF-8 text ({error.reason} at byte {error.start:,})") from None
 
 
-def demo() -> None:
-    """What a run without --data reads, and that the number of ranks does not change it."""
-    samples = Samples(Corpus([], config.TEXT_VOCAB), seq=256, seed=0)
-    print(f"{len(samples.corpus.files)} files of Python's own library are {len(samples.corpus):,} tokens, or "
-          f"{samples.spans:,} samples of {samples.seq}. Spans of the first 8, by rank:\n")
-    for dp in (1, 2, 4):
-        ranks = [[samples.start(8 // dp * rank + i) // samples.seq for i in range(8 // dp)] for rank in range(dp)]
-        print(f"    dp {dp}   " + "   ".join(f"{r}: {', '.join(map(str, spans))}" for r, spans in enumerate(ranks)))
-    tokens = samples.micro_batch([0]).tokens[0, :48].tolist()
-    print(f"\nThe first sample begins: {bytes(token for token in tokens if token < 256).decode(errors='replace')!r}")
-    print("Whatever the number of ranks, a step reads the same spans.")
-
-
-USAGE = "python -m run.data [tokenize PATH … --tokenizer tokenizer.json --out FILE.bin [--separator TOKEN]]"
+USAGE = "python -m run.data tokenize PATH … --tokenizer tokenizer.json --out FILE.bin [--separator TOKEN]"
 
 
 @dataclass
@@ -573,11 +554,8 @@ class Flags:
 
 
 def main() -> None:
-    """Without a command: what a run reads by default."""
     try:
         flags, words = config.read_known(Flags, sys.argv[1:], USAGE)
-        if not words and flags == Flags():
-            return demo()
         need(words[:1] == ["tokenize"] and words[1:] and flags.tokenizer and flags.out, f"usage: {USAGE}")
         count, targets = tokenize(words[1:], flags.tokenizer, flags.out, flags.separator)
     except (ValueError, OSError) as error:
