@@ -348,13 +348,6 @@ def test_a_mask_of_another_length_or_kind_or_none_is_named_in_one_line(tmp_path,
     assert said.startswith(f"{tmp_path}/{says.format(folder=tmp_path)}") and "\n" not in said
 
 
-def test_a_source_has_masks_or_none(tmp_path):
-    files = [masked_file(tmp_path / "a.bin", range(9), [1] * 9), token_file(tmp_path / "b.bin", range(9))]
-    with pytest.raises(ValueError, match=rf"^{files[1]}: has no .mask beside it, as others of its source have: "):
-        Corpus(files, 30)
-    assert Corpus(files, 30, weights=(1, 1)).read(0, 18)[2].all()
-
-
 def test_a_source_without_a_target_is_refused(tmp_path):
     files = [masked_file(tmp_path / f"{name}.bin", range(9), [name == "b"] * 9) for name in "abc"]
     cases = (files[:1], (), "the data"), (files[:2], (1, 1), files[0]), (files[1:], (1, 1), files[2])
@@ -362,7 +355,8 @@ def test_a_source_without_a_target_is_refused(tmp_path):
         says = f"{says} a target: nothing to learn"
         with pytest.raises(ValueError, match=r"^[^\n]+/[ac].mask: makes none of the tokens of " + says):
             Corpus(paths, 30, weights=weights)
-    assert Corpus(files, 30).read(0, 27)[2].sum() == 9  # three files of one source
+    bare = token_file(tmp_path / "bare.bin", range(5))
+    assert Corpus([*files, bare], 30).read(0, 32)[2].sum() == 9 + 5  # four files of one source
 
 
 @pytest.mark.parametrize("weights", [(1,), (3, 1), (1, 3), (1, 1, 1), (5, 3, 2), (7, 2, 2, 1), (97, 1, 1, 1),
@@ -465,7 +459,7 @@ def test_what_cannot_be_tokenized_is_refused_and_leaves_nothing(tmp_path):
             (([str(good), str(bad)], path, str(out)), f"{bad}: is no UTF-8 text (invalid start byte at byte 2)"),
             (([str(good)], str(good), str(out)), f"{good}: is no tokenizer.json: "),
             (([str(good)], other, str(out)), f"{other}: has none of <|endoftext|>, "),
-            (([str(good)], path, str(out), "<sep>"), f"--separator <sep>: {path} has no such token"),
+            (([str(good)], path, str(out), "<sep>"), f"{path}: has none of <sep>: "),
             (([str(good)], path, str(out.with_suffix(".npy"))), f"--out {out.with_suffix('.npy')}: its name must end "),
             (([str(good)], other, str(tmp_path / "t.bin"), "a"), f"{path}: is another tokenizer: use another folder")):
         with pytest.raises(ValueError) as error:
@@ -624,21 +618,3 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
 def test_without_a_tokenizer_only_text_is_sampled(tmp_path):
     assert data.codec_of(Corpus([__file__], 257), "") == data.Codec(data.BYTES_SEPARATOR)
     assert data.codec_of(Corpus([token_file(tmp_path / "a.bin", [1])], 9), "") is None
-
-
-def test_the_demo_shows_that_all_numbers_of_ranks_read_the_same_spans(monkeypatch, capsys):
-    files = [Path(file) for file in (data.__file__, config.__file__)]
-    monkeypatch.setattr(data, "standard_library", lambda: files)
-    data.demo()
-    first, *rows, begins, last = filter(None, capsys.readouterr().out.splitlines())
-    tokens = sum(file.stat().st_size + 1 for file in files)
-    assert first.startswith(f"2 files of Python's own library are {tokens:,} tokens, or {(tokens - 1) // 256:,} "
-                            "samples of 256.")
-    samples = Samples(Corpus(list(map(str, files)), 257), 256, 0)
-    wanted = [samples.start(i) // 256 for i in range(8)]
-    for row, dp in zip(rows, (1, 2, 4), strict=True):
-        ranks = [list(map(int, part.split(": ")[1].split(", "))) for part in row.split("   ")[-dp:]]
-        assert row.split()[:2] == ["dp", str(dp)] and [len(spans) for spans in ranks] == [8 // dp] * dp
-        assert sum(ranks, []) == wanted
-    text = b"".join(b"\0" + file.read_bytes() for file in files)[wanted[0] * 256:][:48].replace(b"\0", b"")
-    assert begins == f"The first sample begins: {text.decode(errors='replace')!r}"
