@@ -127,21 +127,14 @@ def test_a_dry_run_is_of_the_largest_batch_of_a_ramp():
 
 
 def test_the_formulas_are_of_the_largest_batch_of_a_ramp():
-    pipeline, needed = "--pp 2 --dp 1 --schedule afab --micro-batch 1", []
-    for batch in "--global-batch 16", "--batch-ramp 4@0,16@4000,8@9000":
-        settings = config.parse(f"{BASE} {pipeline} {batch}".split(), 2)
-        with dryrun.fake_world(2, 0):
-            needed.append(grids.memory_of_rank(settings, build_groups(settings.grid, settings.model)))
+    needed = [measured_on(f"{BASE} --pp 2 --dp 1 --schedule afab --micro-batch 1 {batch}", 2, 0)[0]
+              for batch in ("--global-batch 16", "--batch-ramp 4@0,16@4000,8@9000")]
     assert needed[0] == needed[1]
 
 
 def test_what_is_alive_at_the_peak_is_listed_with_its_shapes():
     """Its bytes are those of shape and dtype, and together those of the peak, which some action has."""
-    settings = config.parse(f"{BASE} --pp 2 --dp 1 --layers 2".split(), 2)
-    with dryrun.fake_world(2, 1):
-        groups = build_groups(settings.grid, settings.model)
-        with dryrun.fake_tensors():
-            found = train.measured_step(settings, groups)
+    _, found = measured_on(f"{BASE} --pp 2 --dp 1 --layers 2", 2, 1)
     sizes, by_kind = [nbytes for nbytes, *_ in found.largest], Counter()
     assert sizes == sorted(sizes, reverse=True)
     for nbytes, count, storage in found.largest:
@@ -368,14 +361,27 @@ PLANNED_SLOW += [(f"{SIZE}--mtp {flags}", rank) for flags in (
 PLANNED_SLOW += [(f"{SIZE_MOE}--dp 8 --ep 4 --zero {zero} --reduce-dtype bf16 --seq 64", 0) for zero in (0, 1)]
 
 
-def check_formula(flags: str, rank: int) -> None:
-    settings = config.parse(flags.split(), 8)
-    with dryrun.fake_world(8, rank):
+def measured_on(flags: str, ranks: int, rank: int) -> tuple[dict[str, int], dryrun.DryRun]:
+    """(bytes by kind by formula, the dry run) of a rank."""
+    settings = config.parse(flags.split(), ranks)
+    with dryrun.fake_world(ranks, rank):
         groups = build_groups(settings.grid, settings.model)
         formula = grids.memory_of_rank(settings, groups)
         with dryrun.fake_tensors():
-            found = train.measured_step(settings, groups)
+            return formula, train.measured_step(settings, groups)
+
+
+def check_formula(flags: str, rank: int) -> None:
+    formula, found = measured_on(flags, 8, rank)
     assert sum(formula.values()) == pytest.approx(found.peak, rel=0.03)
+
+
+def test_what_a_pipeline_has_sent_is_freed():
+    """A rank of 1f1b needs no more for 32 micro-batches than for 8, which it sends 4 times as much for."""
+    few, many = (measured_on(f"{SIZE} --pp 4 --dp 1 --schedule 1f1b --global-batch {m}", 4, 1)[1] for m in (8, 32))
+    assert many.peak == few.peak
+    for found, m in (few, 8), (many, 32):  # an activation and a gradient of 512 x 512 elements
+        assert found.sent["pp"] == pytest.approx(2 * 2 * m * 512 * 512, abs=100)
 
 
 @pytest.mark.parametrize("number", range(len(PLANNED)))
