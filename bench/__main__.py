@@ -2,7 +2,6 @@
 
     python -m bench train                            a training step; rival: transformers' Llama with fused AdamW
     python -m bench ep                               a layer of experts; rivals: transformers' Mixtral blocks
-    python -m bench growth                           bytes and FLOPs as the work grows, see bench/growth.py
     python -m bench all                              all on this page but gpu, into docs/RESULTS.md, see bench/all.py
     python -m bench check                            do our kernels run here, and are they right? See bench/check.py
     torchrun --nproc_per_node=2 -m bench smoke       three steps on every grid, on GPUs or CPUs, see bench/smoke.py
@@ -56,7 +55,6 @@ import config
 import schedules
 import train
 from bench import all as bench_all
-from bench import growth as bench_growth
 from bench import smoke
 from collectives import ALONE, Group, Groups, build_groups
 from config import CP_STYLES, need
@@ -484,12 +482,12 @@ def bench_check(flags: list[str]) -> None:
 
 
 PARTS = {**{part: partial(bench_training, part) for part in TRAINING}, "cp": bench_cp, "pp": bench_pp, "ep": bench_ep,
-         "checkpoint": bench_checkpoint, "growth": bench_growth.main, "all": bench_all.main, "smoke": smoke.main,
+         "checkpoint": bench_checkpoint, "all": bench_all.main, "smoke": smoke.main,
          "check": bench_check,
          "gpu": lambda flags: importlib.import_module("bench.gpu").measure(flags)}  # it needs Triton
 OWN_FLAGS = "gpu", "smoke", "check"
 WITH_FLAGS = *TRAINING, *OWN_FLAGS
-ONE_PROCESS = "train", "growth", "all", "gpu", "check"  # parts for one process
+ONE_PROCESS = "train", "all", "gpu", "check"  # parts for one process
 
 
 def check(parts: list[str], flags: list[str], ranks: int) -> None:

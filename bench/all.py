@@ -22,8 +22,7 @@ RESULTS = ROOT / "docs" / "RESULTS.md"
 BEGIN, END = "<!-- bench all: begin -->\n", "<!-- bench all: end -->\n"
 COMMANDS = ["python -m bench train", "python -m bench ep",
             *(f"torchrun --nproc_per_node=4 -m bench {part}" for part in ("dp", "zero", "tp", "cp", "pp", "ep",
-                                                                          "checkpoint")),
-            "python -m bench growth"]
+                                                                          "checkpoint"))]
 LIMIT_S = 600  # of a command
 
 

@@ -23,7 +23,6 @@ from bench import __main__ as bench
 from bench import all as bench_all
 from bench import check, smoke
 from bench import gpu as bench_gpu
-from bench import growth as bench_growth
 from bench import kernels as bench_kernels
 from bench import rows as bench_rows
 from bench.rows import Result, Row
@@ -349,17 +348,6 @@ def test_saving_a_checkpoint_is_compared(pool):
 
 def test_experts_in_one_process_need_no_ranks():
     assert len(rows("ep", []).splitlines()) == 4
-
-
-# ---- cost as work grows ---------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("table", bench_growth.TABLES, ids=lambda table: table.grows)
-def test_what_is_counted_grows_as_the_formulas_say(table):
-    first, last = (bench_growth.count(table, value) for value in (table.values[0], table.values[-1]))
-    for counted, formula in first, last:
-        assert counted.sent == pytest.approx(formula.sent, rel=0.005)
-        assert counted.live == pytest.approx(formula.live, rel=0.03)
-        assert counted.flops == pytest.approx(formula.flops, rel=0.001)
 
 
 # ---- all of it, into RESULTS.md -------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(path.
 FOLDERS = {"plan", "run", "bench", "learn"}
 # From the top to the bottom: a file imports files of lower lines alone.
 FLOORS = """
-bench.__main__ bench.all bench.check bench.growth bench.gpu bench.kernels bench.rows bench.smoke
+bench.__main__ bench.all bench.check bench.gpu bench.kernels bench.rows bench.smoke
 learn.pictures
 learn.journey
 plan.fit
@@ -74,7 +74,7 @@ LINES = {  # of a root file: the most lines in all, of its docstring, and of its
     "kernels": (420, 22, 0),
     "schedules": (301, 29, 0), "recompute": (183, 27, 20), "operations": (431, 14, 0), "flash": (399, 29, 26),
     "param": (338, 26, 0), "collectives": (453, 21, 0), "config": (756, 14, 0)}
-FOLDER_LINES = dict(bench=2125, learn=2950, plan=3010, run=4356)
+FOLDER_LINES = dict(bench=2008, learn=2950, plan=3010, run=4356)
 CHAIN = 10  # files of the longest chain of imports
 READ = 9, 3771  # the most files, and their lines, that a technique and all that it imports are
 SHARED = {"collectives", "schedules", "param", "operations", "recompute", "kernels", "flash",
