@@ -49,7 +49,7 @@ def profile_range(name: str | Action) -> AbstractContextManager:
 class Engine:
     """Runs one rank's part of any plan; a plan of one stage, without a group, is gradient accumulation.
 
-    around: around(action) is a context that an action runs in, once it has what it needs; run/timeline.py measures so.
+    around: around(action) is a context that an action runs in, once it has what it needs; run/dryrun.py measures so.
     """
 
     def __init__(self, plan: Plan, group: Group = ALONE, device: torch.device | str = "cpu",
@@ -130,14 +130,12 @@ class Pipeline:
 
     plan_of: number of micro-batches -> plan. layers_of: the layers of every stage. max_micro_batches: of any step.
     stages: this rank's stages -> their layers. owners: the rank of every stage. actions: this rank's, of a step with
-    most micro-batches. in_flight: the most (stage, micro-batch) activations that it holds at once. around: as of
-    Engine, in training steps; set before the first.
+    most micro-batches. in_flight: the most (stage, micro-batch) activations that it holds at once.
     """
 
     def __init__(self, plan_of: Callable[[int], Plan], layers_of: list[range], max_micro_batches: int = 1,
                  group: Group = ALONE, device: torch.device | str = "cpu"):
         self.plan_of, self.group, self.device, self.engines = plan_of, group, device, {}
-        self.around = profile_range
         largest, me = plan_of(max_micro_batches), group.rank
         self.owners = [largest.owner[stage, 0] for stage in range(largest.stages)]
         self.stages = {stage: layers for stage, layers in enumerate(layers_of) if self.owners[stage] == me}
@@ -154,18 +152,18 @@ class Pipeline:
         """The engine of a step. evaluating: it runs forwards only."""
         key = micro_batches, evaluating
         if key not in self.engines:
-            plan, around = self.plan_of(micro_batches), self.around
+            plan = self.plan_of(micro_batches)
             if evaluating:
                 forwards = [[action for action in actions if action.op == "F"] for actions in plan.ranks]
-                plan, around = plan._replace(ranks=forwards), profile_range
-            self.engines[key] = Engine(plan, self.group, self.device, around)
+                plan = plan._replace(ranks=forwards)
+            self.engines[key] = Engine(plan, self.group, self.device)
         return self.engines[key]
 
 
 # ---- demo: python pp.py ---------------------------------------------------------------------------------------------
 
 def demo() -> None:
-    """Three schedules to one scale, as simulated. python -m run.timeline draws all of them, and measures."""
+    """Three schedules to one scale, as simulated. python -m run.timeline draws all of them."""
     for name in "afab", "1f1b", "zb-h1":
         plan = make_plan(name, 4, 6)
         spans = simulate(plan)

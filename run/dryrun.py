@@ -22,7 +22,6 @@ Kinds of bytes: "weights", "gradients" and "optimizer" are the buckets' tensors 
 copies; "activations" are allocated in forward; "temporaries" are all others, allocated in backward or in the update.
 """
 import contextlib
-import json
 import math
 import time
 from collections import Counter
@@ -45,7 +44,6 @@ from run.data import MicroBatch, Samples
 from run.device import check_device, memory_of_rank
 from run.log import first_lines
 from run.meter import Meter, Storage
-from run.timeline import Clock
 from schedules import Action
 
 KINDS = "weights", "gradients", "optimizer", "FP8 weights", "activations", "temporaries"
@@ -120,13 +118,19 @@ class DryRun(NamedTuple):
 def measure(step: Callable[[], Any], model: Any, optimizer: Any, engine: Any, groups: Groups) -> DryRun:
     """Run `step()`, one forward, backward and update, and measure it. It uses `model` (model.Llama), `optimizer`
     (zero.Optimizer) and `engine` (pp.Engine); their tensors and groups may be fake or real."""
-    meter = Meter()
+    meter, peak_of_action = Meter(), []
     meter.kind = "temporaries"
     label(meter, model, optimizer)
+
+    @contextlib.contextmanager
+    def around(action: Action) -> Iterator[None]:
+        before = meter.restart_window()  # what is received, before it, counts as well
+        yield
+        peak_of_action.append((action, max(before, meter.restart_window())))
+
     with meter:
         collectives.sent.clear()
-        clock = Clock(meter.restart_window)
-        engine.around = clock.around
+        engine.around = around
         step()
     alive = meter.alive_at_peak()
     at_peak = Counter()
@@ -146,8 +150,7 @@ def measure(step: Callable[[], Any], model: Any, optimizer: Any, engine: Any, gr
         calls[axes[call.group]][call.name] += 1
     return DryRun(meter.peak["all"], {kind: at_peak[kind] for kind in KINDS if at_peak[kind]},
                   {kind: meter.peak[kind] for kind in KINDS if meter.peak[kind]},
-                  [(action, max(before, within)) for action, before, within in clock.moments],
-                  sorted(largest, key=lambda entry: -entry[0]), meter.flops, calls,
+                  peak_of_action, sorted(largest, key=lambda entry: -entry[0]), meter.flops, calls,
                   {axis: collectives.sent[axis] for axis in calls})
 
 
@@ -196,8 +199,6 @@ def main(settings: config.Config, build_model: Callable[..., Any], measured_step
             found = measured_step(settings, groups)
         formula = memory_of_rank(settings, groups["pp"].rank)
         print(report(found, groups, formula, time.perf_counter() - began))
-        if path := settings.run.metrics:
-            write(path, found, groups, formula)
 
 
 # ---- printing -------------------------------------------------------------------------------------------------------
@@ -232,15 +233,6 @@ def report(found: DryRun, groups: Groups, formula: dict[str, int], seconds: floa
               f"{format_bytes(nbytes):>12s}  {', '.join(f'{n:,} {call}' for call, n in found.calls[axis].items())}"
               for axis, nbytes in found.sent.items()]
     return "\n".join(lines)
-
-
-def write(path: str, found: DryRun, groups: Groups, formula: dict[str, int]) -> None:
-    """Write what `report` prints as a JSON object: bytes by kind, action and axis, calls by axis, FLOPs."""
-    figures = dict(rank=groups["world"].rank, ranks=groups["world"].size, peak_bytes=found.peak,
-                   bytes_at_peak=found.at_peak, formula_bytes=formula, flops=found.flops, sent_bytes=found.sent,
-                   calls=found.calls, actions=[[str(action), nbytes] for action, nbytes in found.peak_of_action])
-    with open(path, "w") as file:
-        json.dump(figures, file)
 
 
 def made_by(storage: Storage) -> str:

@@ -26,7 +26,7 @@ from config import need
 from param import Source, Spec, draw
 from plan import search
 from pp import profile_range
-from run import checkpoint, device, faults, huggingface, sampling, start, timeline
+from run import checkpoint, device, faults, huggingface, sampling, start
 from run.checkpoint import Saver
 from run.data import Codec, Corpus, MicroBatch, Samples, codec_of, open_samples
 from run.log import GradientNoise, Log, profiling
@@ -142,8 +142,6 @@ class Run:
         guard = self.guard = faults.Guard(self.stop, self.groups["world"], self.device, state.norms, run.skip_spikes)
         measured = run.metrics and settings.grid.cp == 1 and self.groups["data"].size > 1
         self.noise = GradientNoise(self.optimizer, self.groups["data"].size) if measured else None
-        if run.profile:
-            self.model.pipeline.around = lambda action: self.clock.around(action)
         with without_garbage_collector(), profiling(run.profile, run.memory_snapshot, self.log.rank,
                                                     self.device) as profiled_step:
             upcoming = read(self) if state.step < optim.steps else None
@@ -166,10 +164,6 @@ class Run:
                 if self.too_many_skipped():
                     rewind(self)
                     upcoming, unread = read(self), None
-        if run.profile and settings.grid.pp > 1 and self.issued:
-            spans = self.clock.spans(self.groups["pp"], 1e-3)
-            if self.log.rank == 0:
-                Path(run.profile, "pipeline.svg").write_text(timeline.svg({"the last step, in ms": spans}))
         finish(self)
 
     def begin_step(self, sequences: int, micro_batches: list[MicroBatch]) -> Step:
@@ -177,7 +171,6 @@ class Run:
         self.state.activity = f"in step {self.state.step}"
         collectives.sent.clear()
         self.guard.begin_step()
-        self.clock = timeline.Clock(timeline.gpu_event if self.device.type == "cuda" else time.perf_counter)
         return Step(self.state.step, sequences, micro_batches)
 
     def votes(self) -> torch.Tensor:

@@ -1,34 +1,24 @@
-"""Pictures of pipelines: who does what when, as simulated and as measured.
+"""Pictures of pipelines: who does what when, as simulated.
 
-    python -m run.timeline [--pp 4] [--micro-batches 8] [--svg plans.svg]                all schedules, as simulated
-    torchrun --nproc_per_node=4 -m run.timeline --schedule zb-v                          one of them, as measured
+    python -m run.timeline [--pp 4] [--micro-batches 8] [--svg plans.svg]           all schedules
+    python -m run.timeline --schedule zb-v --costs 1,1.2,0.8                        one of them, with measured times
 
-A measured step runs the engine of pp.py with actions that sleep. `--profile` of a run draws its last step.
+`--profile` of a run writes traces in which every action has its name.
 """
 import os
 import re
 import shutil
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
-from collectives import Group, world
 from config import need, read_known, setting
-from pp import Engine, profile_range
-from run.ranks import gather_objects
 from run.start import refuse
-from schedules import SCHEDULES, Action, Costs, Plan, Span, activations_held, bubble, make_plan, simulate
+from schedules import SCHEDULES, Costs, Plan, Span, activations_held, bubble, make_plan, simulate
 
 COLORS = {"F": ("#7aa6da", 110, "forward"), "B": ("#8cc98c", 114, "backward"),  # SVG, terminal, legend
           "I": ("#5fb7b0", 73, "backward, input"), "W": ("#c9b458", 179, "backward, weights")}
 MOST = 1000  # ranks, and micro-batches, that are drawn
-UNIT_S = 0.01  # what a rank sleeps for an F, I or W of all its stages, where it is measured
 
 
 def draw(spans: list[list[Span]], color: bool = True, columns: float = 600) -> str:
@@ -106,61 +96,6 @@ def svg(panels: dict[str, list[list[Span]]], width: float = 780.0) -> str:
         '<rect width="100%" height="100%" fill="#fff"/>', *out, "</svg>\n"])
 
 
-# ---- measuring ------------------------------------------------------------------------------------------------------
-
-class Clock:
-    """When each action of a step begins and ends, by now(); `around` is for an engine (see pp.Engine). The step begins
-    when this is made: on all ranks together, after the reduction of a norm or a barrier."""
-
-    def __init__(self, now: Callable = time.perf_counter):
-        self.now, self.began = now, now()
-        self.moments = []  # (action, when it began, when it ended)
-
-    @contextmanager
-    def around(self, action: Action) -> Iterator[None]:
-        began = self.now()
-        with profile_range(action):
-            yield
-        self.moments.append((action, began, self.now()))
-
-    def spans(self, group: Group, unit_s: float) -> list[list[Span]]:
-        """Each rank's, in units of time since the step began. All ranks of the group must call this."""
-        def units(moment: "float | torch.cuda.Event") -> float:
-            if isinstance(moment, float):
-                return (moment - self.began) / unit_s
-            moment.synchronize()
-            return self.began.elapsed_time(moment) / 1e3 / unit_s
-
-        mine = [Span(action, units(began), units(ended)) for action, began, ended in self.moments]
-        return gather_objects(mine, group)
-
-
-def gpu_event() -> torch.cuda.Event:
-    """This moment of the GPU's stream; the host does not wait for it."""
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def measure(plan: Plan, group: Group) -> list[list[Span]]:
-    """Run a plan on the ranks that torchrun started, with actions that sleep, so that even two processors show how
-    eight ranks wait. Returns each rank's spans, in units of UNIT_S since all began together."""
-    unit_s = UNIT_S * len(plan.ranks) / plan.stages
-
-    @contextmanager
-    def around(action: Action) -> Iterator[None]:
-        with clock.around(action):
-            time.sleep(2 * unit_s if action.op == "B" else unit_s)
-            yield
-
-    engine = Engine(plan, group, around=around)
-    for _ in range(2):  # the first backward of a process takes longer than a whole step
-        dist.barrier()
-        clock = Clock()
-        engine.run(lambda stage, k, x: 1 * (torch.ones(1, requires_grad=True) if x is None else x), (1,), torch.float32)
-    return clock.spans(group, UNIT_S)
-
-
 # ---- python -m run.timeline -----------------------------------------------------------------------------------------
 
 USAGE = "python -m run.timeline [--schedule NAME] [--pp P] [--micro-batches M] [--svg FILE] …"
@@ -169,7 +104,7 @@ USAGE = "python -m run.timeline [--schedule NAME] [--pp P] [--micro-batches M] [
 @dataclass
 class Flags:
     schedule: str = setting("all", "which one", (*SCHEDULES, "all"))
-    pp: int = setting(0, "ranks; under torchrun as many as there are, else 4")
+    pp: int = setting(4, "ranks")
     micro_batches: int = setting(8, "of a step")
     chunks: int = setting(0, "model chunks per rank; 0: as many as the schedule needs")
     group: int = setting(0, "micro-batches per interleaved group; 0: as few as possible")
@@ -177,41 +112,28 @@ class Flags:
     svg: str = setting("", "write the picture here")
 
 
-def chosen_plans(args: Flags, ranks: int) -> dict[str, Plan]:
-    """The plan of each schedule to draw. ranks: that are to run it, 0 if it is simulated. Raises ValueError."""
+def chosen_plans(args: Flags) -> dict[str, Plan]:
+    """The plan of each schedule to draw. Raises ValueError."""
     folder = os.path.dirname(args.svg)
     need(os.path.isdir(folder or "."), f"--svg {args.svg}: there is no folder {folder}")
     need(not os.path.isdir(args.svg), f"--svg {args.svg}: is a folder, name a file")
     costs = args.costs.split(",")
     need(len(costs) == 3 and all(re.fullmatch(r"[\d.]+", cost) and 0 < float(cost) < 1e6 for cost in costs),
          f"--costs {args.costs}: write three numbers, above 0 and below a million, such as 1,1,1")
-    names = [name for name, schedule in SCHEDULES.items() if schedule.runs or not ranks]
-    need(not ranks or args.pp == ranks, f"--pp {args.pp}: torchrun started {ranks} ranks")
     need(max(args.pp, args.micro_batches) <= MOST,
          f"--pp {args.pp}, --micro-batches {args.micro_batches}: must be at most {MOST}")
-    if args.schedule != "all":
-        need(args.schedule in names, f"schedule {args.schedule} is drawn and does not run")
-        names = [args.schedule]
-    else:
-        need(not args.chunks and not args.group, "--chunks and --group are for one schedule: name it with --schedule")
+    names = SCHEDULES if args.schedule == "all" else [args.schedule]
+    need(len(names) == 1 or not args.chunks and not args.group,
+         "--chunks and --group are for one schedule: name it with --schedule")
     return {name: make_plan(name, args.pp, args.micro_batches, args.chunks, args.group) for name in names}
 
 
 def main(arguments: list[str]) -> None:
-    measuring = int(os.environ.get("WORLD_SIZE", 0))  # the ranks that torchrun started
     args, rest = read_known(Flags, arguments, USAGE)
     need(not rest, f"{' '.join(rest)}: unknown, usage: {USAGE}")
-    args.pp = args.pp or measuring or 4
-    plans = chosen_plans(args, measuring)
-    costs = [float(cost) for cost in args.costs.split(",")]
-    simulated = {name: simulate(chosen, Costs(*(cost * args.pp / chosen.stages for cost in costs)))
-                 for name, chosen in plans.items()}
-    panels = simulated
-    if measuring:
-        with world() as group:
-            panels = {name: measure(chosen, group) for name, chosen in plans.items()}
-    if int(os.environ.get("RANK", 0)):
-        return
+    plans, costs = chosen_plans(args), [float(cost) for cost in args.costs.split(",")]
+    panels = {name: simulate(chosen, Costs(*(cost * args.pp / chosen.stages for cost in costs)))
+              for name, chosen in plans.items()}
     color, longest = sys.stdout.isatty(), max(row[-1].stop for spans in panels.values() for row in spans)
     columns = shutil.get_terminal_size((120, 24)).columns - 9
     print("F forward, B backward, I its half for the input, W that for the weights; later model chunks of a rank are "
@@ -219,8 +141,7 @@ def main(arguments: list[str]) -> None:
     for name, spans in panels.items():
         share = max(row[-1].stop for row in spans) / longest
         print(draw(spans, color, columns=share * min(columns, 3 * longest)))
-        print(f"{name}: {summary(spans)}" + (f"\n    stages sleep {UNIT_S * 1e3:g} ms per unit; simulated: "
-              f"{summary(simulated[name])}" if measuring else "") + "\n")
+        print(f"{name}: {summary(spans)}\n")
     if len(panels) > 1:
         order = sorted(panels, key=lambda name: bubble(panels[name]))
         print(f"Ranks are idle least with {order[0]}, for {bubble(panels[order[0]]):.3g} units, and longest "

@@ -1,6 +1,5 @@
 """A dry run says what a real one does: FLOPs, calls and bytes exactly, live bytes to 1%; and what it is for: scale."""
 import contextlib
-import json
 import math
 import re
 import resource
@@ -232,9 +231,8 @@ def dry_run(flags: str, ranks: int, rank: int = 0) -> str:
     return ended.stdout
 
 
-def test_the_page_names_memory_plan_and_network(tmp_path):
-    out = dry_run("--preset tiny-moe --tp 2 --pp 2 --ep 4 --zero 1 --schedule zb-h1 --micro-batch 2 "
-                  f"--metrics {tmp_path}/dry.json", 16, 9)
+def test_the_page_names_memory_plan_and_network():
+    out = dry_run("--preset tiny-moe --tp 2 --pp 2 --ep 4 --zero 1 --schedule zb-h1 --micro-batch 2", 16, 9)
     lines = out.splitlines()
     assert lines[0] == "device  none (dry run), 16 ranks, bf16"
     assert "dry run rank 9 of 16 (pp 1 of 2" in out and "rank 9 needs about" in out
@@ -242,21 +240,14 @@ def test_the_page_names_memory_plan_and_network(tmp_path):
     assert "    FIFIWW" in lines  # micro-batches of the last pipeline rank
     # 2 layers of 2 micro-batches: counts, experts, tokens, gates and results, and the gradients of the last three
     assert any(line.split()[:4] == ["ep", "4", "ranks", "32"] and "alltoall_base_" in line for line in lines)
-    figures = json.loads((tmp_path / "dry.json").read_text())
-    assert (figures["rank"], figures["ranks"], sum(figures["calls"]["ep"].values())) == (9, 16, 32)
-    assert sum(figures["bytes_at_peak"].values()) == figures["peak_bytes"] >= figures["actions"][0][1] > 0
-    assert [action[0] for action, _ in figures["actions"]] == list("FIFIWW")
-    assert sum(figures["formula_bytes"].values()) == pytest.approx(figures["peak_bytes"], rel=0.1)
-    assert f"{figures['flops']:.4g} FLOPs" in out and figures["sent_bytes"]["ep"] > 0
 
 
-def test_attention_by_our_kernel_has_the_flops_and_bytes_of_torchs(tmp_path):
+def test_attention_by_our_kernel_has_the_flops_and_bytes_of_torchs():
     """Which --attention math has not: it saves scores. No GPU is asked for, nor Triton's interpreter."""
-    figures = {}
-    for attention in ("triton", "sdpa", "math"):
-        dry_run(f"--attention {attention} --metrics {tmp_path}/{attention}", 1)
-        figures[attention] = json.loads((tmp_path / attention).read_text())
-    assert figures["triton"] == figures["sdpa"] and figures["triton"]["peak_bytes"] < figures["math"]["peak_bytes"]
+    pages = [dry_run(f"--attention {attention}", 1).split("\nmemory")[1] for attention in ("triton", "sdpa", "math")]
+    peaks = [re.match(r" +peak ([\d.]+) (.B);", page).groups() for page in pages]
+    ours, _, with_scores = (float(count) * dict(MB=1, GB=1000)[unit] for count, unit in peaks)
+    assert pages[0] == pages[1] and ours < with_scores
 
 
 class FakeGroup:

@@ -3,7 +3,7 @@ import inspect
 import re
 import time
 import weakref
-from contextlib import nullcontext
+from contextlib import contextmanager
 from functools import cache
 from itertools import accumulate
 from types import SimpleNamespace
@@ -389,57 +389,6 @@ def test_a_schedule_is_drawn_with_the_chunks_and_groups_asked_for(capsys):
         assert capsys.readouterr().out.splitlines()[-2].endswith(f"holding up to {held:g} micro-batches")
 
 
-def test_under_torchrun_what_was_measured_is_shown_beside_what_was_simulated(monkeypatch, tmp_path, capsys):
-    """On the first rank only; the ranks are those of torchrun, and schedules those that run. Here all takes twice as
-    long as was simulated."""
-    monkeypatch.setattr(timeline, "world", nullcontext)
-    monkeypatch.setattr(timeline, "measure", lambda plan, group: simulate(plan, Costs(*[2 * 2 / plan.stages] * 3)))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.delenv("RANK", raising=False)
-    svg = tmp_path / "a.svg"
-    timeline.main(f"--schedule 1f1b --svg {svg}".split())
-    measured, simulated = capsys.readouterr().out.splitlines()[-3:-1]
-    said = ("units of time, the worst rank idle for {} (11.1%, or 12.5% of the rest), holding up to 2 micro-"
-            "batches")  # (p-1)/(m+p-1) of the step, and (p-1)/m
-    assert measured == f"1f1b: 54 {said.format(6)}"  # (8 + 1) 3 units, of which 3 are the bubble
-    assert simulated == f"    stages sleep 10 ms per unit; simulated: 27 {said.format(3)}"
-    assert f"1f1b: 54 {said.format(6)}" in svg.read_text()
-    timeline.main([])
-    shown = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if "worst rank" in line]
-    assert shown[::2] == EXECUTED and "dualpipe" not in shown
-    refused = [("--pp 4", "--pp 4: torchrun started 2 ranks"),
-               ("--schedule zb-h2", "schedule zb-h2 is drawn and does not run")]
-    for flags, says in refused:
-        with pytest.raises(ValueError, match=f"^{says}$"):
-            timeline.main(flags.split())
-    monkeypatch.setenv("RANK", "1")
-    timeline.main(["--schedule", "1f1b"])
-    assert capsys.readouterr().out == ""
-
-
-def naps(schedule: str) -> float:
-    """Units that a rank sleeps in the two steps of a measurement with 4 micro-batches."""
-    seconds = []
-    with patch.object(timeline.time, "sleep", seconds.append):
-        timeline.measure(make_plan(schedule, 2, 4), grids.everyone())
-    return sum(seconds) / timeline.UNIT_S
-
-
-def test_ranks_sleep_a_unit_for_each_forward_and_half_a_backward_of_their_stages(pool):
-    for schedule in ("1f1b", "zb-v"):
-        assert pool.run(2, "test_pp:naps", schedule=schedule) == pytest.approx([2 * 4 * 3] * 2)
-
-
-def first_starts(schedule: str) -> list[float]:
-    return [row[0].start for row in timeline.measure(make_plan(schedule, 2, 2), grids.everyone())]
-
-
-def test_a_measured_timeline_shows_that_later_ranks_begin_later(pool):
-    """The second rank waits for the first one's forward, a unit of sleep; a busy machine may let it begin later."""
-    for first, second in pool.run(2, "test_pp:first_starts", schedule="1f1b"):
-        assert 0 <= first and second > first + 0.5
-
-
 @pytest.mark.parametrize("flags, says", [
     ("--schedule dualpipev --micro-batches 4", "4 micro-batches: schedule dualpipev needs at least 8 on 4 ranks"),
     ("--schedule 1f1b --pp -1", "-1 ranks, 8 micro-batches, 0 model chunks per rank, groups of 0: must be above 0"),
@@ -623,8 +572,18 @@ def test_a_weight_gradient_that_nobody_computes_is_noticed():
 def slept(schedule: str, m: int) -> float:
     """How long a step takes whose F, I and W of a stage take 20 ms each, in those of all stages of a rank."""
     plan = make_plan(schedule, dist.get_world_size(), m)
-    with patch.object(timeline, "UNIT_S", 0.02 * plan.stages / len(plan.ranks)):
-        return max(row[-1].stop for row in timeline.measure(plan, grids.everyone()))
+
+    @contextmanager
+    def around(action):
+        yield
+        time.sleep(0.04 if action.op == "B" else 0.02)
+
+    engine = pp.Engine(plan, grids.everyone(), around=around)
+    for _ in range(2):  # the first backward of a process takes longer than a whole step
+        dist.barrier()
+        began = time.perf_counter()
+        engine.run(lambda stage, k, x: 1 * (torch.ones(1, requires_grad=True) if x is None else x), (1,), torch.float32)
+    return (time.perf_counter() - began) / (0.02 * plan.stages / len(plan.ranks))
 
 
 @pytest.mark.timing
