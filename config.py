@@ -8,7 +8,7 @@ A setting is declared once, in the dataclasses below: its name, default and help
 A preset fills the model section, and how experts are balanced; flags override any field. `@file` reads flags from a
 file, where `#` begins a comment. `parse` returns settings in which defaults that follow from other settings are filled
 in, and which fit together on the number of ranks; or it raises ValueError with one line: the flag, its value, what
-would work. Which settings go together is a table, RULES; tests/test_config.py has a command line that each row refuses.
+would work. Which settings go together is a table, `rules`; tests/test_config.py has a command line for each row.
 
 This file needs the standard library alone, so that a typo in a flag is answered at once, not after torch's import.
 """
@@ -18,7 +18,6 @@ import difflib
 import math
 import os
 import shlex
-from collections.abc import Callable
 from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,13 +28,8 @@ from schedules import SCHEDULES
 TEXT_VOCAB = 257  # 256 byte values and the token that begins a document
 
 
-class CpStyle(NamedTuple):
-    """whole_sequences: a rank attends over whole sequences with 1/cp of the heads; else over blocks with all heads."""
-    whole_sequences: bool
-
-
-CP_STYLES = {"allgather": CpStyle(whole_sequences=False), "ring": CpStyle(whole_sequences=False),
-             "ulysses": CpStyle(whole_sequences=True)}  # implemented in cp.py, under the same names
+CP_STYLES = "allgather", "ring", "ulysses"  # cp.py: the last by heads, the others by blocks of keys
+OFFLOADS = "none", "optimizer", "activations", "both"
 
 
 class Fp8Recipe(NamedTuple):
@@ -45,7 +39,6 @@ class Fp8Recipe(NamedTuple):
 
 
 FP8_RECIPES = {"tensorwise": Fp8Recipe("e5m2", blocks=False), "blockwise": Fp8Recipe("e4m3", blocks=True)}
-OFFLOADS = "none", "optimizer", "activations", "both"
 
 
 def padded_length(seq: int, cp: int, tp: int = 1) -> int:
@@ -152,7 +145,7 @@ class Grid:
     dp: int = positive(-1, "data parallel ranks; -1: all that pp, cp and tp leave")
     cp: int = positive(1, "context parallel ranks: each has 1/cp of every sequence")
     cp_style: str = setting("allgather", "allgather: gather keys and values; ring: send them round a ring; ulysses: "
-                                         "all-to-all from sequence to head shards", tuple(CP_STYLES))
+                                         "all-to-all from sequence to head shards", CP_STYLES)
     cp_zigzag: str = setting("sequence", "what is split so that ranks have equal work: each sequence; or, with "
                                          "--doc-mask and best with kernels that skip hidden tiles, each document",
                              ("sequence", "document"))
@@ -175,7 +168,7 @@ class Grid:
     @property
     def head_ranks(self) -> int:
         """How many neighbouring context parallel ranks exchange heads; the others exchange keys and values."""
-        return self.cp if CP_STYLES[self.cp_style].whole_sequences else self.cp_ulysses
+        return self.cp if self.cp_style == "ulysses" else self.cp_ulysses
 
     @property
     def document_ranks(self) -> int:
@@ -195,10 +188,6 @@ class Grid:
     def v_shaped(self) -> bool:
         """Whether the last pipeline stage is on the rank of the first."""
         return SCHEDULES[self.schedule].v_shaped
-
-    @property
-    def async_tp(self) -> bool:
-        return self.sp == "async"
 
 
 @dataclass
@@ -399,13 +388,6 @@ def name_of(asked: str) -> str:
     return asked.split()[0].removeprefix("--").replace("-", "_")
 
 
-def is_set(c: Config, asked: str) -> bool:
-    """Whether a setting has the value of "--sp async", or of "--sp" any but its default."""
-    _, *values = asked.split()
-    value, default = c.value(name_of(asked)), FIELDS[name_of(asked)].default
-    return str(value) == values[0] if values else value != default
-
-
 def as_typed(c: Config, asked: str) -> str:
     """A setting and its value, as one writes it."""
     name, value = flag(name_of(asked)), c.value(name_of(asked))
@@ -426,125 +408,138 @@ def need_divisor(asked: str, value: int, what: str, number: int, hint: str = "")
 
 
 class Needs(NamedTuple):
-    """"--sp async" applies where sp is async, "--sp" where it is not its default, after defaults have been filled in.
-    Then `holds` must be true; `needs` says what is missing."""
+    """Where a setting has the value of "--sp async", or of "--sp" any but its default, `holds` must be true; `needs`
+    says what is missing."""
     setting: str
+    holds: Any
     needs: str
-    holds: Callable[[Config], Any]
 
     def check(self, c: Config) -> None:
-        need(not is_set(c, self.setting) or self.holds(c), f"{as_typed(c, self.setting)} needs {self.needs}")
+        _, *values = self.setting.split()
+        value, default = c.value(name_of(self.setting)), FIELDS[name_of(self.setting)].default
+        is_set = str(value) in values if values else value != default
+        need(self.holds or not is_set, f"{as_typed(c, self.setting)} needs {self.needs}")
 
 
 class Divides(NamedTuple):
     """A setting, its default too, must divide a number. 0 switches the rule off: everything divides it."""
     setting: str
+    number: int
     what: str
-    number: Callable[[Config], int]
     hint: str = ""
 
     def check(self, c: Config) -> None:
-        value = c.value(name_of(self.setting))
-        need_divisor(as_typed(c, self.setting), value, self.what, self.number(c), self.hint)
+        need_divisor(as_typed(c, self.setting), c.value(name_of(self.setting)), self.what, self.number, self.hint)
 
 
-MORE_RANKS = ", or start more ranks (torchrun --nproc_per_node)"
-RULES = [  # in this order: a row may rely on those before it, and all on the defaults that fill_in has filled in
-    *(Needs(setting, "--experts", lambda c: c.model.experts) for setting in (
-        "--top-k", "--expert-ffn", "--shared-experts", "--dense-layers", "--router", "--router-norm", "--router-scale",
-        "--expert-groups", "--top-groups", "--ep", "--router-z-loss", "--bias-rate")),
-    *(Needs(setting, "--kv-lora-rank: latent attention", lambda c: c.model.kv_lora_rank) for setting in (
-        "--q-lora-rank", "--rope-head-dim", "--v-head-dim")),
-    Divides("--heads", "--hidden", lambda c: 0 if c.before_defaults["head_dim"] else c.model.hidden,
-            ", or set --head-dim"),
-    Divides("--kv-heads", "--heads", lambda c: c.model.heads),
-    Divides("--expert-groups", "--experts", lambda c: c.model.experts),
-    Divides("--pp", "the number of ranks", lambda c: c.ranks, MORE_RANKS),
-    Divides("--tp", "the ranks that --pp leaves", lambda c: c.ranks // c.grid.pp, MORE_RANKS),
-    Divides("--cp", "the ranks that --pp and --tp leave", lambda c: c.ranks // c.grid.pp // c.grid.tp, MORE_RANKS),
-    Divides("--tp", "--heads", lambda c: c.model.heads),
-    Divides("--tp", "--ffn", lambda c: c.model.ffn if c.model.has_dense_ffn() else 0),
-    Divides("--tp", "--shared-experts x --expert-ffn", lambda c: c.model.shared_experts * c.model.expert_ffn),
-    Divides("--cp", "the heads of a tensor parallel rank",
-            lambda c: c.model.heads // c.grid.tp if CP_STYLES[c.grid.cp_style].whole_sequences else 0,
-            ", or another --cp-style"),
-    Divides("--cp-ulysses", "--cp", lambda c: c.grid.cp),
-    Divides("--cp-ulysses", "the --kv-heads of a tensor parallel rank",
-            lambda c: max(c.model.kv_heads // c.grid.tp, 1)),
-    Divides("--dp-replicate", "--dp", lambda c: c.grid.dp),
-    Divides("--ep", "--experts", lambda c: c.model.experts),
-    Divides("--ep", "the ranks of --dp, --cp and --tp in a replica",
-            lambda c: c.grid.dp // c.grid.dp_replicate * c.grid.cp * c.grid.tp),
+def rules(c: Config) -> list[Needs | Divides]:
+    """In this order: a row may rely on those before it, and all on the defaults that fill_in has filled in."""
+    return [*rules_of_sizes(c), *rules_of_the_model(c), *rules_of_the_grid(c), *rules_of_the_rest(c)]
 
-    Needs("--top-k 1", "--no-router-norm: else the weights are always 1, and the router gets no gradient",
-          lambda c: c.model.experts == 1 or not c.model.router_norm),
-    Needs("--experts", "a --top-k that is not above it", lambda c: c.model.top_k <= c.model.experts),
-    Needs("--top-groups", "as many --expert-groups", lambda c: c.model.top_groups <= c.model.expert_groups),
-    Needs("--expert-groups", "a --top-k of at most the experts in --top-groups of them",
-          lambda c: c.model.top_k <= c.model.experts // c.model.expert_groups * c.model.top_groups),
-    Needs("--dense-layers", "more --layers than these", lambda c: c.model.dense_layers < c.model.layers),
-    Needs("--head-dim", "to be even: rotary embedding rotates pairs of channels", lambda c: c.model.head_dim % 2 == 0),
-    Needs("--mtp-weight", "--mtp", lambda c: c.model.mtp),
-    Needs("--kv-lora-rank", "an even --rope-head-dim, above 0 and below --head-dim",
-          lambda c: 0 < c.model.rope_head_dim < c.model.head_dim and c.model.rope_head_dim % 2 == 0),
-    Needs("--kv-lora-rank", "a --v-head-dim of at most --head-dim", lambda c: c.model.value_dim <= c.model.head_dim),
-    Needs("--kv-lora-rank", "as many --kv-heads as --heads: each head has keys and values of its own",
-          lambda c: c.model.kv_heads == c.model.heads),
-    Needs("--kv-lora-rank", "neither --qk-norm nor --qkv-bias: latents have norms of their own",
-          lambda c: not c.model.qk_norm and not c.model.qkv_bias),
-    Needs("--kv-lora-rank", "--cp-style allgather alone: ranks gather latents, others would send whole heads",
-          lambda c: c.grid.cp_style == "allgather" and c.grid.cp_ulysses == 1),
-    Needs("--window-every", "--window, without which all layers have full attention", lambda c: c.model.window),
-    Needs("--schedule", "--pp 2 or more", lambda c: c.grid.pp > 1),
-    Needs("--chunks", "--pp 2 or more and another --schedule: interleaved and zb1p have any number of chunks",
-          lambda c: SCHEDULES[c.grid.schedule].allows(c.grid.chunks) if c.grid.pp > 1 else c.grid.chunks == 1),
-    Needs("--pp", "--layers of at least --pp x --chunks", lambda c: c.model.layers >= c.grid.pp * c.grid.chunks),
-    Needs("--pp-group", "--pp 2 or more with --schedule interleaved or zb1p",
-          lambda c: c.grid.pp > 1 and SCHEDULES[c.grid.schedule].grouped),
-    Needs("--cp-ulysses", "--cp above it, and --cp-style ring or allgather: among all ranks it is ulysses",
-          lambda c: c.grid.cp > c.grid.head_ranks),
-    Needs("--cp-zigzag document", "--doc-mask, no --window, and --cp ranks that exchange keys, as all but ulysses do",
-          lambda c: c.grid.document_ranks > 1 and c.data.doc_mask and not c.model.window),
-    Needs("--sp async", "--tp 2 or more", lambda c: c.grid.tp > 1),
-    Needs("--tp", "--kv-heads that it divides, or that divide it",
-          lambda c: c.model.kv_heads % c.grid.tp == 0 or c.grid.tp % c.model.kv_heads == 0),
-    Needs("--tp", "a --vocab of at least as many", lambda c: c.model.vocab >= c.grid.tp),  # shards may differ
-    Needs("--dp-replicate", "--zero 1, 2 or 3: something that is sharded", lambda c: c.grid.zero),
-    Needs("--dp-replicate", "--dp x --cp above it, or a replica has one rank and shards nothing",
-          lambda c: c.grid.dp * c.grid.cp > c.grid.dp_replicate),
 
-    Needs("--fp8", "--dtype bf16, or fp32 where a CPU emulates FP8",
-          lambda c: c.precision.dtype not in ("fp16", "fp64")),
-    Needs("--fp8", "--sp on or off: matmuls shard by shard have no FP8 version", lambda c: c.grid.sp != "async"),
-    Needs("--fp8-ends", "--fp8, and --layers 3 or more", lambda c: len(c.fp8_layers())),
-    Needs("--fp8-pow2", "--fp8", lambda c: c.precision.fp8 != "none"),
-    Needs("--moments bf16", "--optimizer adamw, and another --dtype than fp64, which it would undo",
-          lambda c: c.optim.optimizer == "adamw" and c.precision.dtype != "fp64"),
-    Needs("--moments bf16", "--betas whose second is at most 0.99: an average in bf16 cannot move by less than 1/256 "
-          "of itself", lambda c: c.optim.betas[1] <= 0.99),
-    Needs("--reduce-dtype bf16", "another --dtype than fp64, which it would undo",
-          lambda c: c.precision.dtype != "fp64"),
-    Needs("--attention triton", "--head-dim 128 or less, and another --dtype than fp64",
-          lambda c: c.model.head_dim <= 128 and c.precision.dtype != "fp64"),
-    Needs("--kernels torch", "another --attention than triton", lambda c: c.precision.attention != "triton"),
-    Needs("--offload", "--recompute full: what is offloaded are the inputs of layers that it saves",
-          lambda c: c.precision.recompute == "full" or not c.precision.offloads("activations")),
+def rules_of_sizes(c: Config) -> list[Needs | Divides]:
+    model, grid, more_ranks = c.model, c.grid, ", or start more ranks (torchrun --nproc_per_node)"
+    return [
+        *(Needs(setting, model.experts, "--experts") for setting in (
+            "--top-k", "--expert-ffn", "--shared-experts", "--dense-layers", "--router", "--router-norm",
+            "--router-scale", "--expert-groups", "--top-groups", "--ep", "--router-z-loss", "--bias-rate")),
+        *(Needs(setting, model.kv_lora_rank, "--kv-lora-rank: latent attention") for setting in (
+            "--q-lora-rank", "--rope-head-dim", "--v-head-dim")),
+        Divides("--heads", 0 if c.before_defaults["head_dim"] else model.hidden, "--hidden", ", or set --head-dim"),
+        Divides("--kv-heads", model.heads, "--heads"),
+        Divides("--expert-groups", model.experts, "--experts"),
+        Divides("--pp", c.ranks, "the number of ranks", more_ranks),
+        Divides("--tp", c.ranks // grid.pp, "the ranks that --pp leaves", more_ranks),
+        Divides("--cp", c.ranks // grid.pp // grid.tp, "the ranks that --pp and --tp leave", more_ranks),
+        Divides("--tp", model.heads, "--heads"),
+        Divides("--tp", model.ffn if model.has_dense_ffn() else 0, "--ffn"),
+        Divides("--tp", model.shared_experts * model.expert_ffn, "--shared-experts x --expert-ffn"),
+        Divides("--cp", model.heads // grid.tp if grid.cp_style == "ulysses" else 0,
+                "the heads of a tensor parallel rank", ", or another --cp-style"),
+        Divides("--cp-ulysses", grid.cp, "--cp"),
+        Divides("--cp-ulysses", max(model.kv_heads // grid.tp, 1), "the --kv-heads of a tensor parallel rank"),
+        Divides("--dp-replicate", grid.dp, "--dp"),
+        Divides("--ep", model.experts, "--experts"),
+        Divides("--ep", grid.dp // grid.dp_replicate * grid.cp * grid.tp,
+                "the ranks of --dp, --cp and --tp in a replica")]
 
-    Needs("--separator", "a larger --vocab: its last token is --vocab less one",
-          lambda c: c.data.separator < c.model.vocab),
-    Needs("--min-lr", "an --lr that is not below it", lambda c: c.optim.min_lr <= c.optim.lr),
-    Needs("--warmup", "as many --steps", lambda c: c.optim.warmup <= c.optim.steps or not c.optim.steps),
-    Needs("--eval-every", "--val-data", lambda c: c.data.val_data),
-    Needs("--save-every", "--out, the folder to save in", lambda c: c.run.out),
-    Needs("--rewind", "--max-skipped, and --save-every, for a checkpoint to go back to",
-          lambda c: c.run.max_skipped and c.run.save_every),
-    Needs("--offload", "a real run: in a --dry-run one device stands for GPU and host; python -m plan memory has the "
-          "formula", lambda c: not c.run.dry_run),
-    Needs("--grid auto", "a real run: it is chosen for the machine that it runs on; ask python -m plan search for the "
-          "best grid of another one, and give that to --dry-run", lambda c: not c.run.dry_run),
-    Needs("--doc-mask", "a real run: what documents hide depends on the data, which --dry-run does not read",
-          lambda c: not c.run.dry_run),
-]
+
+def rules_of_the_model(c: Config) -> list[Needs]:
+    model, grid = c.model, c.grid
+    return [
+        Needs("--top-k 1", model.experts == 1 or not model.router_norm,
+              "--no-router-norm: else the weights are always 1, and the router gets no gradient"),
+        Needs("--experts", model.top_k <= model.experts, "a --top-k that is not above it"),
+        Needs("--top-groups", model.top_groups <= model.expert_groups, "as many --expert-groups"),
+        Needs("--expert-groups", model.top_k <= model.experts // model.expert_groups * model.top_groups,
+              "a --top-k of at most the experts in --top-groups of them"),
+        Needs("--dense-layers", model.dense_layers < model.layers, "more --layers than these"),
+        Needs("--head-dim", model.head_dim % 2 == 0, "to be even: rotary embedding rotates pairs of channels"),
+        Needs("--mtp-weight", model.mtp, "--mtp"),
+        Needs("--kv-lora-rank", 0 < model.rope_head_dim < model.head_dim and model.rope_head_dim % 2 == 0,
+              "an even --rope-head-dim, above 0 and below --head-dim"),
+        Needs("--kv-lora-rank", model.value_dim <= model.head_dim, "a --v-head-dim of at most --head-dim"),
+        Needs("--kv-lora-rank", model.kv_heads == model.heads,
+              "as many --kv-heads as --heads: each head has keys and values of its own"),
+        Needs("--kv-lora-rank", not model.qk_norm and not model.qkv_bias,
+              "neither --qk-norm nor --qkv-bias: latents have norms of their own"),
+        Needs("--kv-lora-rank", grid.cp_style == "allgather" and grid.cp_ulysses == 1,
+              "--cp-style allgather alone: ranks gather latents, others would send whole heads"),
+        Needs("--window-every", model.window, "--window, without which all layers have full attention")]
+
+
+def rules_of_the_grid(c: Config) -> list[Needs]:
+    model, grid, schedule = c.model, c.grid, SCHEDULES[c.grid.schedule]
+    return [
+        Needs("--schedule", grid.pp > 1, "--pp 2 or more"),
+        Needs("--chunks", schedule.allows(grid.chunks) if grid.pp > 1 else grid.chunks == 1,
+              "--pp 2 or more and another --schedule: interleaved and zb1p have any number of chunks"),
+        Needs("--pp", model.layers >= grid.pp * grid.chunks, "--layers of at least --pp x --chunks"),
+        Needs("--pp-group", grid.pp > 1 and schedule.grouped, "--pp 2 or more with --schedule interleaved or zb1p"),
+        Needs("--cp-ulysses", grid.cp > grid.head_ranks,
+              "--cp above it, and --cp-style ring or allgather: among all ranks it is ulysses"),
+        Needs("--cp-zigzag document", grid.document_ranks > 1 and c.data.doc_mask and not model.window,
+              "--doc-mask, no --window, and --cp ranks that exchange keys, as all but ulysses do"),
+        Needs("--sp async", grid.tp > 1, "--tp 2 or more"),
+        Needs("--tp", model.kv_heads % grid.tp == 0 or grid.tp % model.kv_heads == 0,
+              "--kv-heads that it divides, or that divide it"),
+        Needs("--tp", model.vocab >= grid.tp, "a --vocab of at least as many"),  # shards may differ
+        Needs("--dp-replicate", grid.zero, "--zero 1, 2 or 3: something that is sharded"),
+        Needs("--dp-replicate", grid.dp * grid.cp > grid.dp_replicate,
+              "--dp x --cp above it, or a replica has one rank and shards nothing")]
+
+
+def rules_of_the_rest(c: Config) -> list[Needs]:
+    precision, optim, data, run = c.precision, c.optim, c.data, c.run
+    return [
+        Needs("--fp8", precision.dtype not in ("fp16", "fp64"), "--dtype bf16, or fp32 where a CPU emulates FP8"),
+        Needs("--fp8", c.grid.sp != "async", "--sp on or off: matmuls shard by shard have no FP8 version"),
+        Needs("--fp8-ends", len(c.fp8_layers()), "--fp8, and --layers 3 or more"),
+        Needs("--fp8-pow2", precision.fp8 != "none", "--fp8"),
+        Needs("--moments bf16", optim.optimizer == "adamw" and precision.dtype != "fp64",
+              "--optimizer adamw, and another --dtype than fp64, which it would undo"),
+        Needs("--moments bf16", optim.betas[1] <= 0.99,
+              "--betas whose second is at most 0.99: an average in bf16 cannot move by less than 1/256 of itself"),
+        Needs("--reduce-dtype bf16", precision.dtype != "fp64", "another --dtype than fp64, which it would undo"),
+        Needs("--attention triton", c.model.head_dim <= 128 and precision.dtype != "fp64",
+              "--head-dim 128 or less, and another --dtype than fp64"),
+        Needs("--kernels torch", precision.attention != "triton", "another --attention than triton"),
+        Needs("--offload", precision.recompute == "full" or not precision.offloads("activations"),
+              "--recompute full: what is offloaded are the inputs of layers that it saves"),
+
+        Needs("--separator", data.separator < c.model.vocab, "a larger --vocab: its last token is --vocab less one"),
+        Needs("--min-lr", optim.min_lr <= optim.lr, "an --lr that is not below it"),
+        Needs("--warmup", optim.warmup <= optim.steps or not optim.steps, "as many --steps"),
+        Needs("--eval-every", data.val_data, "--val-data"),
+        Needs("--save-every", run.out, "--out, the folder to save in"),
+        Needs("--rewind", run.max_skipped and run.save_every,
+              "--max-skipped, and --save-every, for a checkpoint to go back to"),
+        Needs("--offload", not run.dry_run,
+              "a real run: in a --dry-run one device stands for GPU and host; python -m plan memory has the formula"),
+        Needs("--grid auto", not run.dry_run, "a real run: it is chosen for the machine that it runs on; ask python -m "
+              "plan search for the best grid of another one, and give that to --dry-run"),
+        Needs("--doc-mask", not run.dry_run,
+              "a real run: what documents hide depends on the data, which --dry-run does not read")]
 
 
 def complete(c: Config, ranks: int) -> None:
@@ -556,10 +551,8 @@ def complete(c: Config, ranks: int) -> None:
     c.ranks = ranks
     check_ranges(c)
     fill_in(c)
-    check_rules(c)
-    if c.grid.grid == "given":  # else plan/search.py chooses one, with which `parse` is called again
-        check_ranks(c)
-        check_fp8_widths(c)
+    check_grid(c)
+    if c.grid.grid == "given":
         check_batch(c)
         check_schedule(c)
 
@@ -578,7 +571,7 @@ def check_ranges(c: Config) -> None:
 
 
 def fill_in(c: Config) -> None:
-    """Defaults that follow from other settings, but for the micro-batch. What does not fit is left for RULES to say."""
+    """Defaults that follow from other settings, but for the micro-batch. What does not fit is left for `rules`."""
     model, grid, optim = c.model, c.grid, c.optim
     model.head_dim = model.head_dim or model.hidden // model.heads
     model.expert_ffn = model.expert_ffn or (model.ffn if model.experts else 0)
@@ -592,19 +585,20 @@ def fill_in(c: Config) -> None:
         c.data.data_dtype = "uint16" if model.vocab <= 2**16 else "uint32"
 
 
-def check_rules(c: Config) -> None:
-    """With --grid auto only those of the model, and of --grid itself."""
-    for rule in RULES:
+def check_grid(c: Config) -> None:
+    """Raise ValueError unless settings go together; with --grid auto the model's alone: plan/search.py chooses a grid,
+    with which `parse` is called again."""
+    given = c.grid.grid == "given"
+    for rule in rules(c):
         name = name_of(rule.setting)
-        if c.grid.grid == "given" or SECTION_OF[name] == "model" or name == "grid":
+        if given or SECTION_OF[name] == "model" or name == "grid":
             rule.check(c)
-
-
-def check_ranks(c: Config) -> None:
-    grid = c.grid
-    ranks = grid.dp * grid.cp * grid.tp * grid.pp
-    need(ranks == c.ranks, f"--dp {grid.dp} x --cp {grid.cp} x --tp {grid.tp} x --pp {grid.pp} = {ranks} ranks, and "
-         f"there are {c.ranks}: use --dp {c.ranks // (grid.cp * grid.tp * grid.pp)}, or start {ranks}")
+    if given:
+        dp, cp, tp, pp = c.grid.dp, c.grid.cp, c.grid.tp, c.grid.pp
+        ranks = dp * cp * tp * pp
+        need(ranks == c.ranks, f"--dp {dp} x --cp {cp} x --tp {tp} x --pp {pp} = {ranks} ranks, and there are "
+             f"{c.ranks}: use --dp {c.ranks // (cp * tp * pp)}, or start {ranks}")
+        check_fp8_widths(c)
 
 
 def check_fp8_widths(c: Config) -> None:
@@ -707,18 +701,17 @@ def make_parser(sections: dict[str, type] = SECTIONS, description: str = "Train 
     for name, section in sections.items():
         group = parser.add_argument_group(name)
         for f in fields(section):
-            shown = ",".join(map(str, f.default)) if f.type is tuple else f.default
-            default = "" if f.type is list or f.default == "" else f" [{shown}]"
+            choices, default = f.metadata["choices"], f.default
             if f.type is bool:
-                kwargs, default = dict(action=argparse.BooleanOptionalAction), " [on]" if f.default else " [off]"
+                kwargs, default = dict(action=argparse.BooleanOptionalAction), "on" if default else "off"
             elif f.type is list:
-                kwargs = dict(nargs="*", metavar="PATH")
-            elif f.metadata["choices"]:
-                kwargs = dict(choices=f.metadata["choices"], type=f.type)
+                kwargs, default = dict(nargs="*", metavar="PATH"), ""
+            elif f.type is tuple:
+                kwargs, default = dict(type=comma_separated_numbers, metavar="TUPLE"), ",".join(map(str, default))
             else:
-                kwargs = dict(type=comma_separated_numbers if f.type is tuple else f.type,
-                              metavar=f.type.__name__.upper())
-            group.add_argument(flag(f.name), help=f.metadata["help"] + default, **kwargs)
+                kwargs = dict(type=f.type, choices=choices, metavar=None if choices else f.type.__name__.upper())
+            shown = "" if default == "" else f" [{default}]"
+            group.add_argument(flag(f.name), help=f.metadata["help"] + shown, **kwargs)
     return parser
 
 

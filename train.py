@@ -94,7 +94,7 @@ def build_model(settings: config.Config, groups: Groups, device: torch.device | 
     operations.allows_kernels = precision.kernels == "auto"
     execution = Execution(dtype=dtype, device=device, attention=precision.attention, recompute=precision.recompute,
                           rows=HostRows if precision.offloads("activations") else None, cp_style=grid.cp_style,
-                          sequence=grid.sequence_parallel, async_tp=grid.async_tp)
+                          sequence=grid.sequence_parallel, async_tp=grid.sp == "async")
     balance = Balance(optim.aux_loss, optim.aux_over, optim.router_z_loss, optim.bias_rate)
     model = Llama(settings.model, groups, execution, pipeline=build_pipeline(settings, groups["pp"], device),
                   z_loss=optim.z_loss, balance=balance, mtp_weight=optim.mtp_weight)

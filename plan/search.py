@@ -75,7 +75,7 @@ def variants(run: Run, axes: dict[str, int], given: Mapping[str, Any], rejected:
         chunks = base.grid.chunks or SCHEDULES[base.grid.schedule].chunks
         base = replace(replaced(base, "grid", **axes, grid="given", chunks=chunks if pp > 1 else 1),
                        ranks=math.prod(axes[axis] for axis in ("tp", "pp", "cp", "dp")))
-        check_grid(base)
+        config.check_grid(base)
     except ValueError as error:
         rejected[kind_of(error)] += 1
         return
@@ -91,7 +91,7 @@ def variants(run: Run, axes: dict[str, int], given: Mapping[str, Any], rejected:
             settings = replaced(replaced(base, "batch", micro_batch=micro_batch), "grid", schedule=schedule,
                                 chunks=chunks)
             try:
-                check_grid(settings)
+                config.check_grid(settings)
                 config.check_batch(settings)
                 if "schedule" in given:
                     config.check_schedule(settings)
@@ -100,11 +100,6 @@ def variants(run: Run, axes: dict[str, int], given: Mapping[str, Any], rejected:
                 continue
             for recompute in choices(given, "recompute", costs.RECOMPUTE):
                 yield run._replace(settings=replaced(settings, "precision", recompute=recompute))
-
-
-def check_grid(settings: Config) -> None:
-    for check in config.check_rules, config.check_ranks, config.check_fp8_widths:
-        check(settings)
 
 
 def replaced(settings: Config, section: str, **values: Any) -> Config:

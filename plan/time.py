@@ -160,7 +160,7 @@ def tensor_parallel_part(run: Run, exchanges: int, columns: list[float]) -> Part
     backward, less what is under matmuls. Inputs of column parallel layers that are not saved are gathered again: under
     matmuls, if anything is. columns: seconds of each such layer's weight gradient."""
     grid, overlap = run.settings.grid, run.kernels.tp_overlap
-    if grid.tp == 1 or grid.async_tp or overlap == "all":
+    if grid.tp == 1 or grid.sp == "async" or overlap == "all":
         return {}
     nbytes = (grid.tp - 1) / grid.tp * 2 * run.tokens * run.settings.model.hidden
     one = run.collective(nbytes, grid.tp) + run.constants.exchange_s
@@ -227,7 +227,7 @@ def host_seconds(run: Run, layer: int) -> float:
     if run.kernels.launch != "ours":
         return run.constants.launch_s if run.kernels.launch == "fitted" else 0.0
     seconds = 2.1e-3 + 0.9e-3 * (grid.zero == 3) + 2.9e-3 * settings.model.has_experts(layer)
-    seconds += 5.0e-3 if grid.async_tp else 1.1e-3 * (grid.tp > 1)
+    seconds += 5.0e-3 if grid.sp == "async" else 1.1e-3 * (grid.tp > 1)
     if layer in settings.fp8_layers():
         seconds += 1.2e-3 if settings.precision.fp8_recipe().blocks else 2.6e-3
     return seconds

@@ -39,7 +39,7 @@ def check_device(settings: config.Config, device: torch.device) -> None:
             import kernels  # noqa: F401
         except Exception as error:
             raise ValueError(f"--kernels auto: Triton does not run here ({error}): use --kernels torch") from error
-    if device.type == "cuda" and grid.cp > 1 and not config.CP_STYLES[grid.cp_style].whole_sequences:
+    if device.type == "cuda" and grid.cp > grid.head_ranks:
         is_unused = precision.attention in ("math", "triton") or precision.dtype in ("fp32", "fp64")
         need(is_unused or (width % 8 == 0 and width <= 256), f"--cp {grid.cp} with heads {width} wide: torch's "
              "FlashAttention takes multiples of 8 up to 256, use --attention math")
