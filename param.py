@@ -17,7 +17,7 @@ sink    The object that collects a parameter's gradient: its flat bucket. `sink.
         layer says *how* to add, and this file decides *where* and *when*:
 
             layer's backward ──► accumulate_grad(params, add)      ──► add(out), now or in backward_weight
-                             ──► start_, finish_weight_grad(steps) ──► the same, if tensors must be gathered first
+                             ──► start_weight_grad(params, steps)  ──► the same, if tensors must be gathered first
 
 ready   `sink.ready(param)` is called once per backward pass, when the pass has accumulated its gradient of `param`.
         The bucket counts the calls; the last one of the step starts its reduction.
@@ -29,7 +29,6 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from inspect import GEN_SUSPENDED, getgeneratorstate
 from typing import Any
 
 import torch
@@ -194,9 +193,9 @@ def is_deferring() -> bool:
     return _deferring is not None
 
 
-def start_weight_grad(params: Params, steps: Steps, defer: bool = True) -> None:
-    """Take the first step of a weight gradient, which starts a collective; the caller overlaps computation with it,
-    then calls finish_weight_grad. In a split backward both steps are left to backward_weight.
+def start_weight_grad(params: Params, steps: Steps, defer: bool = True) -> Steps:
+    """Take the first step of a weight gradient, which starts a collective. The caller overlaps computation with it, and
+    takes the second one, which adds: next(the result, None). In a split backward both are left to backward_weight.
 
     params: matrices with equally long rows that multiply the same input (wq, wk, wv), or one parameter. steps must not
     hold tensors that require gradients, which would keep their graph alive. defer: False if they read tensors too large
@@ -204,28 +203,21 @@ def start_weight_grad(params: Params, steps: Steps, defer: bool = True) -> None:
     """
     if defer and is_deferring():
         _queue[_deferring].append((params, steps))
-    else:
-        next(steps)
-
-
-def finish_weight_grad(steps: Steps) -> None:
-    """Take the second step: wait for the collective and add. A generator that has not been started is left to
-    backward_weight."""
-    if getgeneratorstate(steps) == GEN_SUSPENDED:
-        next(steps, None)
+        return iter(())
+    next(steps)
+    return steps
 
 
 def accumulate_grad(params: nn.Parameter | Params, add: Callable[[Tensor], None], defer: bool = True) -> None:
-    """Both of the above in one call, for a gradient that needs no collective: add(out) adds it to `out`, see `add_to`,
-    without autograd."""
+    """Both steps at once, for a gradient that needs no collective: add(out) adds it to `out`, see `add_to`, without
+    autograd."""
     params = params if isinstance(params, tuple) else (params,)
 
     def steps() -> Steps:
         yield
         add_to(params, add)
 
-    start_weight_grad(params, added := steps(), defer)
-    finish_weight_grad(added)
+    next(start_weight_grad(params, steps(), defer), None)
 
 
 def add_to(params: Params, add: Callable[[Tensor], None]) -> None:

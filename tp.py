@@ -65,7 +65,6 @@ from param import (
     accumulate_grad,
     accumulate_product,
     add_to,
-    finish_weight_grad,
     is_deferring,
     parameter,
     shard_slice,
@@ -109,7 +108,8 @@ class TensorParallel(NamedTuple):
         return reduce_scatter(total, terms, self.group, async_op=True)
 
     def spread(self, x: Tensor) -> Tensor:
-        """f alone, for latents, of which every rank makes keys and values of its own heads: [T/t, R] -> [T, R]."""
+        """f alone, of what each rank uses differently: latents, of which it makes keys and values of its own heads, and
+        the fused head's input. [T/t, R] -> [T, R]."""
         return (AllGather__ReduceScatter if self.sequence else Identity__AllReduce).apply(x, self.group)
 
     def split(self, x: Tensor) -> Tensor:
@@ -154,10 +154,9 @@ class Matmul:
 MATMUL = Matmul()
 
 
-# A weight gradient is a generator that param.py runs: start_weight_grad to the yield, where an exchange is in flight,
-# finish_weight_grad to the end. In a split backward (zero-bubble pipelines: dX first, weight gradients later)
-# start_weight_grad only queues it, finish_weight_grad does nothing, and backward_weight later runs it to the end. So
-# that the queue holds [T/t, H], X and dZ are gathered again.
+# A weight gradient is a generator: start_weight_grad (param.py) runs it to the yield, where an exchange is in flight,
+# `next` to the end. In a split backward (zero-bubble pipelines: dX first, weight gradients later) start_weight_grad
+# queues it, and backward_weight runs it. So that the queue holds [T/t, H], X and dZ are gathered again.
 
 class Column(Function):
     """f, then S = X A^T: [T/t, H] -> [T, R/t]. Weights that have the same input (queries, keys, values) share one
@@ -191,12 +190,12 @@ class Column(Function):
             gathered = gathering.wait()
             add_to(weights, lambda out: mm.wgrad(out, ds, gathered, scale))
 
-        start_weight_grad(weights, steps := weight_grad(), ctx.defer)  # to the yield; in a split backward it is queued
+        adding = start_weight_grad(weights, weight_grad(), ctx.defer)  # to the yield; in a split backward it is queued
         if tp.async_tp and ctx.defer and is_deferring():  # no weight gradient is there to hide the reduction
             dx = done(matmul_reduce_scatter(ds, stacked_weight(weights), tp.group))
         else:
             dx = tp.reduce(mm.dgrad(ds, weights))  # the matmul hides the gather of X
-        finish_weight_grad(steps)  # from the yield, unless it is queued; its matmul hides the reduction of dX
+        next(adding, None)  # from the yield, unless it is queued; its matmul hides the reduction of dX
         return dx.wait(), None, None, None, *[None] * len(weights)
 
 
@@ -329,9 +328,7 @@ class VocabParallelHead(nn.Module):
         vocab = self.weight.box[0]  # the rows of the whole table that this rank has
         if labels is not None and uses_kernels(x):  # this kernel never stores all logits
             from kernels import linear_cross_entropy  # needs Triton, which a CPU does without
-            if tp.size > 1:  # f: all ranks take all tokens, for different logits, so that their gradients are summed
-                x = (AllGather__ReduceScatter.apply(x, tp.group) if tp.sequence
-                     else Identity__AllReduce.apply(x, tp.group))
+            x = tp.spread(x) if tp.size > 1 else x
             return linear_cross_entropy(x, self.weight, labels, z_loss=z_loss, vocab=vocab, group=tp.group,
                                         loss_grad=loss_grad)
         logits = Column.apply(x, tp, MATMUL, False, self.weight)  # not deferred: dS is as large as all logits

@@ -70,10 +70,10 @@ bench.__init__ learn.__init__ plan.__init__ run.__init__
 # These numbers only fall. A commit that needs more raises one here, and lowers another.
 LINES = {  # of a root file: the most lines in all, of its docstring, and of its demo
     "train": (274, 15, 0), "model": (412, 16, 20), "dp": (161, 25, 22), "zero": (479, 30, 23), "muon": (258, 31, 24),
-    "tp": (430, 32, 21), "cp": (402, 34, 14), "pp": (181, 30, 19), "ep": (442, 29, 14), "fp8": (343, 31, 23),
+    "tp": (427, 32, 21), "cp": (402, 34, 14), "pp": (181, 30, 19), "ep": (442, 29, 14), "fp8": (343, 31, 23),
     "kernels": (420, 22, 0),
     "schedules": (301, 29, 0), "recompute": (183, 27, 20), "operations": (431, 14, 0), "flash": (399, 29, 26),
-    "param": (338, 26, 0), "collectives": (453, 21, 0), "config": (749, 14, 0)}
+    "param": (330, 26, 0), "collectives": (453, 21, 0), "config": (749, 14, 0)}
 FOLDER_LINES = dict(bench=2008, learn=2950, plan=3005, run=4262)
 CHAIN = 10  # files of the longest chain of imports
 READ = 9, 3771  # the most files, and their lines, that a technique and all that it imports are

@@ -234,10 +234,9 @@ def test_a_weight_gradient_in_two_steps_is_between_them_while_its_caller_compute
 
         @staticmethod
         def backward(ctx, grad):
-            weight_grad = steps(ctx.name, ctx.weight)
-            param.start_weight_grad((ctx.weight,), weight_grad)
+            adding = param.start_weight_grad((ctx.weight,), steps(ctx.name, ctx.weight))
             seen.append(f"input {ctx.name}")
-            param.finish_weight_grad(weight_grad)
+            next(adding, None)
             return grad * ctx.weight, None, None
 
     def loss():
