@@ -1,6 +1,5 @@
 """Context parallelism: who has which tokens, attention by blocks against attention at once, what is sent and saved."""
 import math
-import re
 import time
 from functools import cache
 from types import SimpleNamespace
@@ -300,18 +299,6 @@ def test_no_mask_of_rows_x_columns_is_computed_to_find_them(style):
         cp.visible_blocks(SOURCES[style], seq, 2, 1, Mask(documents=(documents, documents)))
     assert meter.peak["other"] < 10 * seq * 8 < (seq // 2) ** 2 / 4
     assert meter.peak["other"] >= seq * 8  # copies of the documents themselves
-
-
-def test_the_demo_draws_who_computes_what(capsys):
-    """As in the docstring."""
-    cp.demo(4)
-    printed = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    picture = cp.__doc__[cp.__doc__.index("queries 0  | 0"):].splitlines()[:8]
-    drawn = [re.search(r"\d  \| ((\d )*\d)", line)[1] for line in picture]
-    at = printed.index("zig-zag: [9, 9, 9, 9] blocks per rank") + 1
-    assert printed[at:at + 8] == drawn
-    at = printed.index("contiguous: [3, 7, 11, 15] blocks per rank") + 1
-    assert printed[at:at + 8] == [" ".join(str(j // 2) * (j + 1)) for j in range(8)]
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------

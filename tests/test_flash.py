@@ -308,24 +308,6 @@ def test_flops_are_what_torch_counts():
     assert [flops[how] / flops["standard"] for how in ("flash 1", "here")] == [7 / 6, 9 / 6]
 
 
-def test_the_demo_shows_the_tiles_of_a_dense_mask(monkeypatch, capsys):
-    found = []
-
-    def dense(mask, *_):
-        pairs = mask.visible(256, 256, "cpu").reshape(-1, 256, 256)[0]
-        found.append(pairs.unflatten(0, (8, 32)).unflatten(-1, (8, 32)))
-        return found[-1].any(-1).any(1).tolist()
-
-    monkeypatch.setattr(flash, "find_loaded_tiles", dense)
-    flash.demo()
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].endswith(": causal; documents of [70, 60, 20, 106] tokens; window 64:")
-    assert [[found[i].any(-1).any(1)[row].tolist() for i in range(3)] for row in range(8)] == [
-        [[tile == "■" for tile in part.split()] for part in line.strip().split(" " * 8)] for line in lines[2:10]]
-    assert [pairs.sum() for pairs in found] == [256 * 257 // 2, sum(n * (n + 1) // 2 for n in (70, 60, 20, 106)),
-                                                64 * 65 // 2 + 192 * 64]
-
-
 # ---- compiled for sm_90, without a GPU ------------------------------------------------------------------------------
 
 LAUNCHES = """

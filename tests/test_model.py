@@ -1,11 +1,8 @@
 """The model: published totals, transformers' logits, and the equalities that sampling, masks and formulas promise."""
-import math
-import re
 from itertools import product
 from types import SimpleNamespace
 
 import pytest
-import reference
 import torch
 import torch.nn.functional as F
 import transformers
@@ -14,7 +11,7 @@ from watch import Watch
 
 import config
 import train
-from model import Execution, Llama, demo
+from model import Execution, Llama
 from operations import Mask, RMSNormFunction, attention_math, attention_sdpa, rotary_angles
 from param import Source, draw
 from plan.costs import flops_by_convention, flops_per_token, fp8_elements, parameters, peak_flops, visible_keys
@@ -360,7 +357,7 @@ def test_scores_that_are_in_memory_are_recomputed():
     assert flops["math"]["hfu"] - flops["math"]["mfu"] == 4 * 32 * 4096 * 2048
 
 
-# ---- what is refused, and the demo ----------------------------------------------------------------------------------
+# ---- what is refused ------------------------------------------------------------------------------------------------
 
 def test_what_a_forward_cannot_know_is_refused():
     llama, tokens = filled(architecture(SMALL)), torch.zeros(1, 4, dtype=torch.long)
@@ -369,26 +366,3 @@ def test_what_a_forward_cannot_know_is_refused():
     llama.groups = {"cp": SimpleNamespace(size=2)}
     with pytest.raises(AssertionError, match="with context parallelism a rank's positions must be given"):
         llama(tokens)
-
-
-def test_the_demo_lists_every_parameter_and_the_loss_of_first_weights(capsys):
-    demo()
-    printed, tiny = capsys.readouterr().out, config.Model(heads=4, kv_heads=2, head_dim=32)
-    listed = {name: (torch.Size(map(int, shape.replace(",", " ").split())), along) for name, shape, along in re.findall(
-        r"^ {8}(\S+) +\(([\d, ]+)\) +tp: (\w+)$", printed, re.MULTILINE)}
-    llama = Llama(tiny, {})
-    for unit, parts in {"embedding": ["embedding"], "each block": ["layers.0."], "head": ["norm", "head"]}.items():
-        count = sum(shape.numel() for name, (shape, _) in listed.items() if name.startswith(tuple(parts)))
-        assert f"    {unit}, {count:,} parameters\n" in printed
-    assert f"The tiny Llama, {parameters(tiny).total:,} parameters" in printed
-    specs = [p.spec for p in llama.parameters()]
-    assert listed.keys() == {spec.name for spec in specs if not re.match(r"layers\.[1-9]", spec.name)}
-    for name, (shape, along) in listed.items():
-        assert along == ("replicate" if "norm" in name else "1" if name.endswith(("wo", "w_down")) else "0")
-        assert shape in [spec.shape for spec in specs if spec.name == name]
-    tokens = torch.randint(257, (2, 65), generator=torch.Generator().manual_seed(0))
-    weights = {p.spec.name: draw(0)(p.spec, p.box).double() for p in llama.parameters()}
-    logits = reference.logits(weights, tokens[:, :-1], tiny, {}, [], torch.zeros(2, 64, dtype=torch.bool))
-    loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
-    assert f"First loss {loss:.3f} nats per token, guessing ln 257 = {math.log(257):.3f}\n" in printed
-    assert abs(loss - math.log(257)) < 0.05

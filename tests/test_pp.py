@@ -115,30 +115,6 @@ def test_interleaving_one_model_chunk_is_1f1b(p, m):
     assert make_plan("interleaved", p, m, 1).ranks == make_plan("1f1b", p, m).ranks
 
 
-def test_transfers_just_before_their_use_would_block():
-    """What most often goes wrong: each rank receives when it needs something. Here both send first."""
-    lists = [[], []]
-    for r, actions in enumerate(make_plan("1f1b", 2, 4).ranks):
-        for action in actions:
-            what = "F" if action.op == "F" else "B"
-            if (what, r) in (("F", 1), ("B", 0)):
-                lists[r].append(Transfer("receive", what, r, action.micro_batch, 1 - r))
-            lists[r].append(action)
-            if (what, r) in (("F", 0), ("B", 1)):
-                lists[r].append(Transfer("send", what, 1 - r, action.micro_batch, 1 - r))
-    with pytest.raises(ValueError, match="ranks wait for each other: rank 0 cannot start Transfer.op='send'"):
-        check_rendezvous(lists)
-
-
-def test_swapped_transfers_are_found():
-    lists = lower(make_plan("afab", 2, 2))
-    receives = [i for i, item in enumerate(lists[1]) if isinstance(item, Transfer) and item.op == "receive"]
-    a, b = receives[:2]
-    lists[1][a], lists[1][b] = lists[1][b], lists[1][a]
-    with pytest.raises(ValueError, match="rank 0 sends"):
-        check_rendezvous(lists)
-
-
 @pytest.mark.parametrize("wrong, says", [
     (("1f1c", 2, 4), "unknown, use one of afab"),
     (("1f1b", 2, 4, 2), "2 model chunks per rank: schedule 1f1b has 1, interleaved and zb1p any$"),
@@ -306,22 +282,6 @@ def test_the_order_is_that_of_torch(schedule, name, v):
 
 # ---- pictures -------------------------------------------------------------------------------------------------------
 
-def test_pictures_show_every_action(tmp_path, capsys):
-    timeline.main(f"--schedule zb-v --pp 4 --micro-batches 8 --svg {tmp_path / 'a.svg'}".split())
-    lines = capsys.readouterr().out.splitlines()
-    assert len([line for line in lines if line.startswith("rank")]) == 4
-    assert lines[-2] == ("zb-v: 25.5 units of time, the worst rank idle for 1.5 (5.9%, or 6.2% of the rest), "
-                         "holding up to 4 micro-batches")
-    plan = make_plan("zb-v", 4, 8)
-    count = sum(len(actions) for actions in plan.ranks)
-    root = ElementTree.parse(tmp_path / "a.svg").getroot()
-    boxes = [box for box in root if box.tag.endswith("rect")]
-    assert len(boxes) == count + 1 + 3  # and the background, and the legend of F, I and W: zb-v has no B
-    for op in "FIW":  # the legend's and the plan's
-        of_op = [action for actions in plan.ranks for action in actions if action.op == op]
-        assert sum(box.get("class") == op for box in boxes) == len(of_op) + 1
-
-
 def test_boxes_lie_where_their_times_are_and_later_chunks_look_different():
     """Three columns per unit of time; a box is as wide as its time, less a gap of one. A rank's later chunk is in lower
     case or, with color, underlined."""
@@ -339,46 +299,27 @@ def test_boxes_lie_where_their_times_are_and_later_chunks_look_different():
     assert len(colors) == len(dict(colors)) == len({number for _, number in colors}) == 3  # F, I and W
 
 
-def numbers_of(element, *names: str) -> list[float]:
-    return [float(element.attrib[name]) for name in names]
-
-
 def test_an_svg_shows_times_chunks_and_activations_to_scale():
     """780 pixels for the longest step, from x = 56 on; 13 for the most activations that a rank holds."""
     panels = {name: simulate(make_plan(name, 2, 4), Costs(*[of_stage] * 3))
               for name, of_stage in (("1f1b", 1.0), ("zb-v", 0.5))}
     unit, most = 780 / 15, 2  # 1f1b takes (4 + 1) (F + I + W) and holds 2 micro-batches, as zb-v does
-    elements = [(item.tag.split("}")[1], item) for item in ElementTree.fromstring(timeline.svg(panels))]
-    boxes = [item for tag, item in elements if tag == "rect" and "class" in item.attrib]
-    numbers = [item for tag, item in elements if tag == "text" and item.get("class") == "k"]
-    held = [item.attrib["d"] for tag, item in elements if tag == "path" and item.get("class") == "held"]
-    assert [item.text.split(":")[0] for _, item in elements if item.get("class") == "title"] == ["1f1b", "zb-v"]
-    for spans in panels.values():
+    elements = ElementTree.fromstring(timeline.svg(panels)).findall("*")
+    boxes = [item for item in elements if item.tag.endswith("rect") and "class" in item.attrib]
+    held = [item.attrib["d"] for item in elements if item.get("class") == "held"]
+    assert [item.text.split(":")[0] for item in elements if item.get("class") == "title"] == ["1f1b", "zb-v"]
+    for spans, stages in zip(panels.values(), (2, 4)):
         for r, actions in enumerate(spans):
-            mine, boxes = boxes[:len(actions)], boxes[len(actions):]
-            labels, numbers = numbers[:len(actions)], numbers[len(actions):]
-            top, = {box.attrib["y"] for box in mine}
-            path, count = [], 0
-            for ((op, stage, k), start, stop), box, label in zip(actions, mine, labels):
-                place = [56 + start * unit, (stop - start) * unit]
-                assert numbers_of(box, "x", "width") == pytest.approx(place, abs=0.1)
+            mine, boxes, path, count = boxes[:len(actions)], boxes[len(actions):], [], 0
+            bottom = float(mine[0].attrib["y"]) + 31
+            for ((op, stage, _), start, stop), box in zip(actions, mine, strict=True):
+                place = [float(box.attrib[name]) for name in ("x", "width")]
+                assert place == pytest.approx([56 + start * unit, (stop - start) * unit], abs=0.1)
                 assert box.attrib["class"] == op and ("opacity" in box.attrib) == (stage != r)
-                assert label.text == str(k)
-                assert numbers_of(label, "x")[0] == pytest.approx(56 + (start + stop) / 2 * unit, abs=0.1)
-                count += dict(F=1, B=-1, I=0, W=-1)[op] * 2 / (1 + max(s for one in spans for (_, s, _), *_ in one))
-                path += [56 + (start if op == "F" else stop) * unit, float(top) + 31 - 13 * count / most]
-            drawn = re.fullmatch(r"M56 (\d+)((?:H[\d.]+V[\d.]+)+)Z", held.pop(0))
-            assert float(drawn[1]) == float(top) + 31
-            assert [float(x) for x in re.findall(r"[\d.]+", drawn[2])] == pytest.approx(path, abs=0.1)
-        ticks = 1 + int(max(actions[-1].stop for actions in spans)) // 5
-        for i, tick in enumerate(numbers[:ticks]):
-            assert tick.text == str(5 * i) and numbers_of(tick, "x") == pytest.approx([56 + 5 * i * unit], abs=0.1)
-        numbers = numbers[ticks:]
-    assert not numbers and not held
-    texts = [item.text for tag, item in elements if tag == "text"]
-    assert [box.attrib["class"] for box in boxes] == ["F", "B", "I", "W"]
-    assert texts[-5:-1] == ["forward", "backward", "backward, input", "backward, weights"]
-    assert texts[-1].endswith("activations held, up to 2 micro-batches of a rank's layers")
+                count += dict(F=1, B=-1, I=0, W=-1)[op] * 2 / stages
+                path += [56 + (start if op == "F" else stop) * unit, bottom - 13 * count / most]
+            assert [float(x) for x in re.findall(r"[\d.]+", held.pop(0))] == pytest.approx([56, bottom, *path], abs=0.1)
+    assert [box.attrib["class"] for box in boxes] == ["F", "B", "I", "W"] and not held  # the legend
 
 
 def test_a_schedule_is_drawn_with_the_chunks_and_groups_asked_for(capsys):
@@ -392,13 +333,9 @@ def test_a_schedule_is_drawn_with_the_chunks_and_groups_asked_for(capsys):
 @pytest.mark.parametrize("flags, says", [
     ("--schedule dualpipev --micro-batches 4", "4 micro-batches: schedule dualpipev needs at least 8 on 4 ranks"),
     ("--schedule 1f1b --pp -1", "-1 ranks, 8 micro-batches, 0 model chunks per rank, groups of 0: must be above 0"),
-    ("--schedule interleaved --chunks -1", "4 ranks, 8 micro-batches, -1 model chunks per rank, groups of 0: must be "
-     "above 0"),
     ("--pp 100000", "--pp 100000, --micro-batches 8: must be at most 1000"),
-    ("--costs 0,1,1", "--costs 0,1,1: write three numbers, above 0 and below a million, such as 1,1,1"),
-    ("--costs nan,1,1", "--costs nan,1,1: write three numbers, above 0 and below a million, such as 1,1,1"),
-    ("--costs 1,1000000,1", "--costs 1,1000000,1: write three numbers, above 0 and below a million, such as 1,1,1"),
-    ("--chunks 2", "--chunks and --group are for one schedule: name it with --schedule"),
+    *((f"--costs {costs}", f"--costs {costs}: write three numbers, above 0 and below a million, such as 1,1,1")
+      for costs in ("0,1,1", "nan,1,1", "1,1000000,1")),
     ("--group 4", "--chunks and --group are for one schedule: name it with --schedule"),
     ("--svg /", "--svg /: is a folder, name a file"),
     ("--svg no/such/a.svg", "--svg no/such/a.svg: there is no folder no/such")])
@@ -647,12 +584,3 @@ def test_layers_are_cut_into_stages_of_equal_work(last):
     assert {len(cut) for cut in costs.partition([1.0] * 5000, 8)} == {625} and time.perf_counter() < began + 5
     with pytest.raises(ValueError, match="3 layers cannot be split into 4 stages: use 1 to 3"):
         costs.partition([1] * 3, 4)
-
-
-def test_the_demo_shows_who_waits(capsys):
-    """As many units as the formulas say: 3 (p - 1) of 3 (m + p - 1), of zb-h1 a third."""
-    pp.demo()
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(": a rank is idle for ")[1].split(" units")[0] for line in lines[::5]] == [
-        "9 of 27", "9 of 27", "3 of 21"]
-    assert lines[6] == "    F0 F1 F2 F3                   B0    F4 B1    F5 B2       B3       B4       B5"

@@ -1,5 +1,4 @@
 """Recomputed layers: the same gradients from saved inputs alone, sharded over ranks, in memory allocated once."""
-import re
 from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -11,7 +10,6 @@ from grids import everyone
 from pool import slow
 
 import config
-import recompute
 from ep import Balance, RoutingInfo
 from model import ForwardContext, MixtureOfExperts
 from operations import RMSNorm
@@ -365,13 +363,3 @@ def test_a_mixture_of_experts_keeps_what_the_formula_says(mode, flags):
     constants = coefficients + 4 * model.experts  # the ends of the experts' rows
     assert nbytes == 2 * S * saved_bytes(made, mode) + constants
     assert flops == 2 * S * (3 * forward_flops(made) + recomputed_flops(made, mode))
-
-
-def test_the_demo_counts_what_is_saved_and_what_runs_again(capsys):
-    """Everything: of eight layers a sigmoid, a tangent, and x, but for the first one's. A backward is two forwards."""
-    recompute.demo()
-    printed, matmul = capsys.readouterr().out, 2 * 256 * 128 * 128
-    for line, inputs, matmuls in (("everything", 3 * 8 - 1, 3 * 8), ("inputs alone", 8, 4 * 8)):
-        megabytes, mflop = inputs * 256 * 128 * 4 / 1e6, matmuls * matmul / 1e6
-        number = rf"{line} +{megabytes:.2f} MB +{mflop:.0f} MFLOP   █{{{inputs}}} "
-        assert re.search(number, printed), number

@@ -1,7 +1,4 @@
 """Tensor parallelism: layers against dense ones, the order of events, what is sent, and what no rank ever computes."""
-import contextlib
-import io
-import re
 import weakref
 from functools import partial
 from types import SimpleNamespace
@@ -309,26 +306,6 @@ def test_fp8_hides_the_same_exchanges(pool, recipe):
             f"gather… …done {agree}matmul matmul {agree}gather… matmul scatter… …done matmul …done",
             f"gather… …done {agree}matmul {agree}matmul scatter… …done",
             "gather… gather… …done matmul …done matmul"]
-
-
-# ---- the demo -------------------------------------------------------------------------------------------------------
-
-def test_the_demo_runs_on_one_rank_too(capsys):
-    tp.demo(ALONE)
-    assert capsys.readouterr().out.count("sent: 0 x (t-1)/t of T H") == 3
-
-
-def shown() -> str:
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        tp.demo(grids.everyone())
-    return printed.getvalue()
-
-
-def test_the_demo_shows_what_is_sent(pool):
-    """Two all-reduces, of two units each; or two all-gathers, two reduce-scatters, and X gathered again."""
-    printed, other = pool.run(2, "test_tp:shown")
-    assert not other and re.findall(r"(\d+) tokens between pairs   sent: (\d+) x", printed) == [
-        ("64", "4"), ("32", "5"), ("32", "5")]
 
 
 # ---- the vocabulary -------------------------------------------------------------------------------------------------

@@ -1,14 +1,10 @@
 """ZeRO: the update, precision, collectives and live bytes. tests/test_grids.py proves that it equals torch.optim."""
-import contextlib
-import io
 import math
-import re
 from functools import cache, partial
 from types import SimpleNamespace
 
 import grids
 import pytest
-import sharding
 import torch
 import torch.distributed as dist
 from grids import NO_GROUPS
@@ -492,25 +488,6 @@ def test_temporaries_do_not_grow_with_the_model(pool, level):
                             for kind in ("weights", "gradients", "gradient shards", "optimizer")})
     assert temporaries[0] == temporaries[1]
     assert sum(temporaries[0].values()) > 0 or level == 1
-
-
-def shown() -> str:
-    with sharding.waiting_longer(), contextlib.redirect_stdout(io.StringIO()) as printed:
-        zero.demo(grids.everyone())
-    return printed.getvalue()
-
-
-def test_the_demo_shows_the_bytes_of_each_level(pool):
-    """Of P weights in 12 matrices: 2, 4 and 12 bytes each."""
-    n, P = 4, 12 * 256**2
-    weights, gradients = [2 * P] * 3 + [2 * P // n], [4 * P] * 2 + [4 * P // n] * 2
-    state, sent = [12 * P] + [12 * P // n] * 3, [(n - 1) * P * times // n for times in (8, 6, 6, 8)]
-    printed, *others = pool.run(n, "test_zero:shown")
-    rows = re.findall(r"level (\d): +(\S+) MB held, +(\S+) sent  (█+)$", printed, re.MULTILINE)
-    for level, kinds in enumerate(zip(weights, gradients, state)):
-        assert rows[level][:3] == (str(level), f"{sum(kinds) / 1e6:.2f}", f"{sent[level] / 1e6:.2f}")
-        assert len(rows[level][3]) == round(sum(kinds) / 1e6 * 3)
-    assert len(rows) == 4 and not any(others)
 
 
 # ---- precision ------------------------------------------------------------------------------------------------------
