@@ -19,10 +19,10 @@ Stops helping when: sending keys and values takes longer than attention to them,
     ring         (c-1) 2 s k e           (c-1) 2 s k (e+a)   2 shards of K and V   and 4 of their gradients
     allgather    (c-1) 2 s k e           (c-1) 2 s k (e+a)   all of K and V        and all of their gradients
     ulysses      (c-1)/c s (2 q + 2 k) e the same            all tokens of 1/c of the heads
-    latents      (c-1) s R e             the same            all of K and V        and all of their gradients
+    latents      (c-1) s R e             the same            twice all of K and V  and all of their gradients
 
-In forward Ulysses sends less than the others from about N/K + 1 ranks on, but copies heads for more ranks than there
-are key and value heads. Then there is --cp-ulysses U beside another style: U neighbours exchange heads, and the c/U
+In forward Ulysses sends less than the others from about N/K + 1 ranks on, but copies key and value heads if c does not
+divide their number. Then there is --cp-ulysses U beside another style: U neighbours exchange heads, and the c/U
 ranks with the same heads exchange keys and values. With --doc-mask documents do not see each other: --cp-zigzag
 document splits each document, not the sequence, into the 2c chunks.
 Liu et al. 2023, Ring Attention; Brandon et al. 2023, Striped Attention, zhuzilin's ring-flash-attention (zig-zag);
@@ -64,9 +64,9 @@ def take_chunks(x: Tensor, c: int, chunks: Sequence[int]) -> Tensor:
 def order_by_piece(documents: Tensor, c: int) -> Tensor:
     """Numbers of documents [B, S], ascending -> positions [B, S] in an order in which the n-th of 2c equal chunks has
     the n-th of 2c pieces of every document: zig-zag shards then are equal work though documents do not see each other.
-    Positions modulo 2c, sorted in each document, are the numbers of its tokens' pieces: pieces of a document differ by
-    a token at most, and chunks not at all. For c = 1 and documents 0 0 0 1 1 1 1 1 pieces are 0 0 1 0 0 1 1 1, and the
-    order is 0 1 3 4 | 2 5 6 7."""
+    Positions modulo 2c are dealt to a document's tokens, and sorted in it: the numbers of their pieces. So pieces of a
+    document differ by a token at most, and chunks not at all. For c = 1 and documents 0 0 0 1 1 1 1 1 pieces are
+    0 0 1 0 0 1 1 1, and the order is 0 1 3 4 | 2 5 6 7."""
     numbers = torch.arange(documents.shape[1], device=documents.device) % (2 * c)
     pieces = (documents.long() * (2 * c) + numbers).sort(1).values % (2 * c)
     return pieces.argsort(dim=1, stable=True)
@@ -98,7 +98,7 @@ def shard_sequences(tokens: Tensor, labels: Tensor, positions: Tensor | None, do
 # ---- attention, block by block --------------------------------------------------------------------------------------
 # Attention runs in steps. Each brings a buffer of keys and values: the first one the rank's own, later ones another
 # rank's (ring) or those of whole sequences (all-gather). A step's scores are a few blocks, each one call of a kernel.
-# The first step has one causal block for each row of queries, which comes first: it initialises o and lse.
+# In the first step each row of queries first meets its own keys, in a causal block, which initialises o and lse.
 
 class ScoreBlock(NamedTuple):
     """Scores of a slice of the rank's queries with a slice of a step's keys. The mask is causal if these are the
@@ -110,15 +110,15 @@ class ScoreBlock(NamedTuple):
 
 class Source(NamedTuple):
     """A style that attends block by block: where the keys and values of each step, [tokens, 2, B, K, D], come from."""
-    chunks: Callable[[int, int], list[Sequence[int]]]  # (c, i) -> of each step the chunks of keys that rank i has
+    chunks: Callable[[int, int], list[Sequence[int]]]  # (c, i) -> for each step the chunks whose keys rank i then has
     exchange: Callable[[Tensor, Group], Iterator[Tensor]]  # (own kv, group) -> kv of each step
     # (dkv, what the last call returned or None, group), called after each step but the first. What the last call
-    # returns are all other ranks' gradients of this rank's own keys and values.
-    send_back: Callable[[Tensor, Pending | None, Group], Pending]
+    # returns are all other ranks' gradients of this rank's own keys and values. None: there is only one step.
+    send_back: Callable[[Tensor, Pending | None, Group], Pending] | None
 
 
 class BlockAttention(Function):
-    """Attention of q [B, N, s, D] to all ranks' keys. k, v: [B, K, s, D], this rank's. steps: of visible_blocks."""
+    """Attention of q [B, N, s, D] to all ranks' keys. k, v: [B, K, s, D], this rank's. steps: visible_blocks'."""
 
     @staticmethod
     def forward(ctx, q, k, v, source, steps, attention, group):
@@ -142,7 +142,7 @@ class BlockAttention(Function):
             dkv = torch.zeros_like(kv, dtype=lse.dtype)
             for rows, keys, mask in blocks:
                 row_lse = lse[:, :, rows].contiguous()  # kernels take any strides of the others
-                add((dq[:, :, rows], *by_head(dkv[keys])), ctx.attention.backward(
+                add_each((dq[:, :, rows], *by_head(dkv[keys])), ctx.attention.backward(
                     do[:, :, rows], q[:, :, rows], *by_head(kv[keys]), o[:, :, rows], row_lse, mask))
             if own_dkv is None:
                 own_dkv = dkv
@@ -173,7 +173,7 @@ def merge(o: Tensor, lse: Tensor, new_o: Tensor, new_lse: Tensor, *, is_first: b
         lse.sub_(F.logsigmoid(lse - new_lse))
 
 
-def add(totals: tuple[Tensor, ...], terms: tuple[Tensor, ...]) -> None:
+def add_each(totals: tuple[Tensor, ...], terms: tuple[Tensor, ...]) -> None:
     for total, term in zip(totals, terms):
         total += term
 
@@ -238,7 +238,7 @@ def gather_tokens(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else GatherTokens.apply(x, group)
 
 
-SOURCES = {  # those of config.CP_STYLES but "ulysses", in which a rank attends to all tokens at once
+SOURCES = {  # the config.CP_STYLES but "ulysses", in which a rank attends to all tokens at once; and that of latents
     "allgather": Source(lambda c, i: [own_chunks(c, i), range(2 * c)], gather, gather_back),
     "ring": Source(lambda c, i: [own_chunks(c, (i - step) % c) for step in range(c)], ring, ring_back),
     "latents": Source(lambda c, i: [range(2 * c)], lambda kv, group: iter((kv,)), None)}  # k and v are of all tokens
@@ -280,40 +280,51 @@ def find_first_key(mask: Mask, query: int) -> int:
     return first
 
 
-def blocks_of_step(own: tuple[int, int], chunks: Sequence[int], is_own: bool, m: int, first_keys: list[int],
+def blocks_of_step(own: tuple[int, int], chunks: Sequence[int], is_first: bool, m: int, first_keys: list[int],
                    window: int, by_piece: bool) -> list[ScoreBlock]:
-    """A rank's blocks with the keys of `chunks`, which may be its own. first_keys: of both own chunks of queries."""
+    """A rank's blocks with the keys of `chunks`, in the first step its own among them. first_keys: of both own chunks
+    of queries."""
     singly = window > 0 or by_piece
-    if is_own and len(chunks) == 2 and not singly:
+    if is_first and len(chunks) == 2 and not singly:
         return [ScoreBlock(slice(0, 2 * m), slice(0, 2 * m), CAUSAL)]
-    new = [b for b in chunks if is_own or b not in own]
-    # Candidates: those of a run that a chunk of queries sees lie side by side in the step's buffer, as one block. With
-    # a window each chunk is a run, since a mask has one distance between queries and keys; and if ordered by piece,
-    # since kernels skip keys of other documents only where these ascend. The latest comes first, so that a chunk meets
-    # itself before earlier keys.
-    runs = [[b] for b in reversed(new)] if singly else [[b for b in new if b < own[0]], [b for b in new if b > own[0]]]
     blocks = []
     for n, a in enumerate(own):
-        for run in ([a], range(a)) if is_own and not singly else runs:  # keys of all tokens: itself, then earlier ones
-            seen = [b for b in run if b <= a and (b + 1) * m > first_keys[n]]
-            if seen:
-                hidden = max(first_keys[n] - seen[0] * m, 0)
-                keys = slice(chunks.index(seen[0]) * m + hidden, (chunks.index(seen[-1]) + 1) * m)
-                mask = Mask(seen == [a], window, offset=(a - seen[0]) * m - hidden) if singly else (
-                    CAUSAL if is_own and seen == [a] else ALL)
+        for run in runs_of(a, own, chunks, is_first, singly):
+            visible = [b for b in run if b <= a and (b + 1) * m > first_keys[n]]
+            if visible:
+                hidden = max(first_keys[n] - visible[0] * m, 0)
+                keys = slice(chunks.index(visible[0]) * m + hidden, (chunks.index(visible[-1]) + 1) * m)
+                mask = Mask(visible == [a], window, offset=(a - visible[0]) * m - hidden) if singly else (
+                    CAUSAL if is_first and visible == [a] else ALL)
                 blocks.append(ScoreBlock(slice(n * m, (n + 1) * m), keys, mask))
+    if not is_first and len(blocks) > 1 and blocks[0][1:] == blocks[1][1:]:  # keys that both chunks of queries see
+        blocks[:2] = [blocks[0]._replace(queries=slice(0, 2 * m))]
     return blocks
+
+
+def runs_of(a: int, own: tuple[int, int], chunks: Sequence[int], is_first: bool, singly: bool) -> list[Sequence[int]]:
+    """Chunks of keys in the order in which chunk a of queries meets them, itself first. Those of a run lie side by side
+    in the step's buffer, and are one block. With all-gather, rank 1 of 4 has, after its own chunks 1 and 6, the runs
+    [0] and [2, 3, 4, 5, 7]: chunk 1 sees [0], and chunk 6 [0] and [2, 3, 4, 5].
+    singly: each chunk is a run. With a window, since a mask has one distance between queries and keys; and if ordered
+    by piece, since kernels skip keys of other documents only where these ascend."""
+    new = [b for b in chunks if is_first or b not in own]
+    if singly:
+        return [[b] for b in reversed(new)]
+    if is_first:  # keys of all tokens: earlier ones lie side by side
+        return [[a], range(a)]
+    return [[b for b in new if b < own[0]], [b for b in new if b > own[0]]]
 
 
 # ---- Ulysses --------------------------------------------------------------------------------------------------------
 
 def ulysses(q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor], group: Group) -> Tensor:
-    """All-to-all among the group's c ranks: each gets their tokens, for 1/c of the heads, attends, and sends results
-    back. If the group has all ranks, these tokens are the sequence. If it is one of n groups of neighbours, these are
-    chunks r and 2n-1-r of 2n, in order: the zig-zag shard of the r-th of n ranks, for which `attend` is made."""
-    c = group.size
+    """All-to-all among the group's U ranks: each gets their tokens, for 1/U of the heads, attends, and sends results
+    back. If the group has all ranks, these tokens are the sequence. If it is one of n = c/U groups of neighbours, these
+    are chunks r and 2n-1-r of 2n, in order: the zig-zag shard of the r-th of n ranks, for which `attend` is made."""
+    c = group.size  # U
     copies = c // math.gcd(c, k.shape[1])  # of each key and value head, so that c divides them
-    heads = [q, *(x.repeat_interleave(copies, 1) for x in (k, v))]
+    heads = [q, *(x.repeat_interleave(copies, 1) if copies > 1 else x for x in (k, v))]
     by_rank = torch.cat([rearrange(x, "b (c n) s d -> c b n s d", c=c) for x in heads], 2)
     shards = AllToAll__AllToAll.apply(by_rank, [1] * c, [1] * c, group)
     early, late = rearrange(shards, "c b n (two m) d -> two b n c m d", two=2)

@@ -6,12 +6,13 @@ Most communication is inside the layers it is built from. A column-parallel laye
 between layers and returns all T tokens for this rank's heads or channels; a row-parallel layer returns to [T/t, H].
 Context parallelism is inside attention (and in the loss that balances experts, which counts whole sequences). The grid
 shows in three places: a Spec says how each weight is sharded, MixtureOfExperts dispatches tokens to experts, and Llama
-builds only this rank's pipeline stages. `context.recompute(block, x)` and `context.recompute.drop(h, y, f, x)` say what
-may be computed a second time in backward, in place of being saved.
+builds only this rank's pipeline stages. `context.recompute(block, x)` may save x alone and run the block a second time
+in backward; `context.recompute.drop(h, y, f, x)` says that h = f(x) may be freed now, and computed again when the
+backward of y begins.
 
 Touvron et al. 2023 (Llama); Ainslie et al. 2023 (grouped queries).
-Shapes: B batch, S tokens of a sequence on this rank (1/c of it with c context parallel ranks), T = B S, t tensor
-parallel ranks, H hidden, N query heads, K key and value heads, D head width, F ffn, V vocabulary, E experts, L layers.
+Shapes: B batch, S tokens of a sequence, s = S/c on this rank with c context parallel ranks, T = B s, t tensor parallel
+ranks, H hidden, N query heads, K key and value heads, D head width, F ffn, V vocabulary, E experts, L layers.
 [T/t, H] is what a rank has between layers with sequence parallelism; without, it is [T, H].
 """
 import math
@@ -35,6 +36,7 @@ from tp import ColumnParallelLinear, RowParallelLinear, TensorParallel, VocabPar
 
 MakeParameter = Callable[[Spec], nn.Parameter]
 INIT_STD = 0.02  # of weights, as in GPT-2
+NO_EXCHANGE = TensorParallel()  # of a linear layer between tensors that ranks have already
 
 
 class Cache(Protocol):  # in sampling, keys and values of earlier tokens: run/sampling.py has one
@@ -45,13 +47,13 @@ class Cache(Protocol):  # in sampling, keys and values of earlier tokens: run/sa
 class ForwardContext(NamedTuple):
     """What all layers of one forward share."""
     tp: TensorParallel
-    seq: int  # tokens of a sequence on this rank
-    angles: tuple[Tensor, Tensor]  # cos and sin of rotary embedding: [S, 1, D/2] or [B, S, 1, D/2]
+    seq: int  # s
+    angles: tuple[Tensor, Tensor]  # cos and sin of rotary embedding: [s, 1, D/2] or [B, s, 1, D/2]
     attention: dict[int, Callable[[Tensor, Tensor, Tensor], Tensor]]  # window (0: none) -> its function of q, k, v
     recompute: Recompute
     routing: tuple | None  # an ep.RoutingInfo; None without experts
     cache: Cache | None = None
-    gather: Callable[[Tensor], Tensor] = lambda x: x  # [B, s, ...] of this cp rank's tokens -> [B, S, ...] of all
+    gather: Callable[[Tensor], Tensor] = lambda x: x  # [B, s, ...] -> [B, S, ...]: all cp ranks' tokens
     next_tokens: Tensor | None = None  # [T], the token after each; None: no multi-token prediction
 
 
@@ -79,17 +81,18 @@ class Attention(nn.Module):
         self.layer, self.window, self.head_dim = layer, model.window_of(layer), D
         self.heads = [model.heads // t, kv_heads, kv_heads]  # of q, k and v, on this rank
         # If t > K, t/K ranks share a head but have different queries, so its gradient is partial.
-        kv_along = {"kv": 0, "kv_copy": "partial"} if model.kv_heads % t else {"tp": 0}
+        kv_along = {"kv": 0, "kv_copy": "partial"} if t > model.kv_heads else {"tp": 0}
         projections = ("q", q_rows, {"tp": 0}), ("k", kv_rows, kv_along), ("v", kv_rows, kv_along)
         weights = [Spec(f"{name}w{x}", (rows, H), along, std=INIT_STD) for x, rows, along in projections]
         biases = [Spec(f"{name}b{x}", (rows,), along, decay=False) for x, rows, along in projections]
         self.qkv = ColumnParallelLinear(make, *weights, biases=biases if model.qkv_bias else [])
         self.out = RowParallelLinear(make, Spec(name + "wo", (H, q_rows), {"tp": 1}, std=output_std(model)))
+        # Partial, as each rank normalises different heads.
         self.q_norm, self.k_norm = (RMSNorm(make, name + norm, D, model.norm_eps, {"tp": "partial"})
                                     if model.qk_norm else None for norm in ("q_norm", "k_norm"))
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:  # [T/t, H] -> [T/t, H]
-        qkv = self.qkv(x, context.tp)  # [T, (N + 2K) D / t]: one gather and one matmul for all three
+        qkv = self.qkv(x, context.tp)  # [T, heads D]: one gather and one matmul for all three
         qkv = rearrange(qkv, "(b s) (n d) -> b s n d", s=context.seq, d=self.head_dim)
         if self.q_norm is None:
             q, k, v = rotate_and_split(qkv, context.angles, self.heads)
@@ -113,9 +116,10 @@ class LatentAttention(nn.Module):
                        └───────────────────►     [ the shared key, to be rotated ]
 
     A tensor parallel rank has N/t heads. The matrices that make latents are whole on every rank, and applied to the
-    tokens that it has between layers, so their gradients are partial or replicated, as norms' are. A rank's heads have
-    a part of the gradient of latents and shared key; `spread` sums these. Our attention kernels take values as wide as
-    keys, so values are padded with zeros: 2D / (D + v) times its FLOPs in forward, 1.2 in DeepSeek-V3.
+    tokens that it has between layers, so their gradients are partial or replicated, as norms' are. `spread` gathers all
+    tokens' latents and shared keys, which get partial gradients from each rank's heads; its backward sums these. Our
+    attention kernels take values as wide as keys, so values are padded with zeros: 2D / (D + v) times its FLOPs in
+    forward, 1.2 in DeepSeek-V3.
     DeepSeek-AI 2024 (V2), section 2.1. Widths: R latent of keys and values, Q latent of queries, r shared key; D a
     query or key head, r of them rotated (DeepSeek: qk_nope + qk_rope); v a value head."""
 
@@ -138,7 +142,7 @@ class LatentAttention(nn.Module):
         self.out = RowParallelLinear(make, Spec(name + "wo", (H, N * v), {"tp": 1}, std=output_std(model)))
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:  # [T/t, H] -> [T/t, H]
-        kv, q_latent = self.to_latents(x, TensorParallel()).split(self.widths, -1)
+        kv, q_latent = self.to_latents(x, NO_EXCHANGE).split(self.widths, -1)
         if self.q_norm is None:
             q = self.q_up(x, context.tp)  # [T, N D / t]
         else:
@@ -161,7 +165,7 @@ class LatentAttention(nn.Module):
     def expand(self, kv: Tensor) -> Tensor:
         """Latents and rotated keys [B, S, 1, R + r] -> keys, and values padded to their width, [B, N/t, S, 2D]."""
         latent, shared_key = kv.split(self.kv_widths, -1)
-        heads = rearrange(self.kv_up(latent.flatten(0, 2), TensorParallel()), "(b s) (n d) -> b n s d", b=len(kv),
+        heads = rearrange(self.kv_up(latent.flatten(0, 2), NO_EXCHANGE), "(b s) (n d) -> b n s d", b=len(kv),
                           d=sum(self.head_widths))
         k, v = heads.split(self.head_widths, -1)
         shared_key = shared_key.transpose(1, 2).expand(-1, k.shape[1], -1, -1)
@@ -181,7 +185,7 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:  # [T/t, H] -> [T/t, H]
         gate_up = self.gate_up(x, context.tp)
         hidden = swiglu(gate_up)
-        y = self.down(hidden, context.tp, skip=is_recomputing())  # skipped: no backward reads y
+        y = self.down(hidden, context.tp, skip=is_recomputing())  # no backward reads y
         context.recompute.drop(hidden, y, swiglu, gate_up)
         return y
 
@@ -229,7 +233,7 @@ class Block(nn.Module):
         return context.recompute(partial(self.attention_and_ffn, context=context), x)
 
     def attention_and_ffn(self, x: Tensor, context: ForwardContext) -> Tensor:
-        x, h = self.attention_norm.branch(x)  # h = norm(x)
+        x, h = self.attention_norm.branch(x)  # h = norm(x); x is the same, and its two gradients are added by the norm
         y = self.attention(h, context)
         context.recompute.drop(h, y, self.attention_norm, x)
         x, h = self.ffn_norm.branch(x, y)  # x = x + y; h = norm(x)
@@ -239,9 +243,10 @@ class Block(nn.Module):
 
 
 class MultiTokenPrediction(Block):
-    """In training, after the last layer: from its result h and the next token's embedding e, both normalised, a matrix
-    and one more block compute what the head predicts the token after the next from: DeepSeek-V3, section 2.2, depth 1;
-    e before h, as in its published weights, though not in its equation. Embedding and head are the model's."""
+    """Only in training, after the last layer: its result h and the next token's embedding e, each normalised, are
+    concatenated, projected and passed through one more block; from that the head predicts the token after the next.
+    DeepSeek-V3, section 2.2, depth 1; e before h, as in its published weights, though not in its equation. Embedding
+    and head are the model's."""
 
     def __init__(self, embedding: VocabParallelEmbedding, layer: int, model: Model, make: MakeParameter,
                  norm_along: dict, **rest):
@@ -257,9 +262,9 @@ class MultiTokenPrediction(Block):
         """[T/t, H] -> [2 T/t, H]: h, and below it, already normalised, what predicts the token after the next."""
         if context.next_tokens is None:
             return h
-        # No call: the table is this unit's, too, and ZeRO-3's hooks of the embedding's own unit would prefetch block 0.
+        # Not __call__: ZeRO-3's hooks of the embedding's own unit would prefetch block 0. This unit has the table, too.
         e = self.embedding.forward(context.next_tokens, context.tp)
-        x = self.project(torch.cat((self.e_norm(e), self.h_norm(h)), 1), TensorParallel())
+        x = self.project(torch.cat((self.e_norm(e), self.h_norm(h)), 1), NO_EXCHANGE)
         # One tensor, as the hooks of a unit follow one result.
         return torch.cat((h, self.norm(super().forward(x, context))))
 
@@ -291,16 +296,16 @@ class Execution(NamedTuple):
     device: torch.device | str = "cpu"
     attention: str = "auto"  # or "sdpa", "triton", "math"
     recompute: str = "none"  # or "selective", "full"
-    rows: Callable | None = None  # of what "full" saves: run/offload.py's HostRows, or None: on the device
+    rows: Callable | None = None  # for what "full" saves: run/offload.py's HostRows, or None: on the device
     cp_style: str = "allgather"  # of config.CP_STYLES
     sequence: bool = True  # sequence parallelism
     async_tp: bool = False  # asynchronous tensor parallelism
 
 
 class Llama(nn.Module):
-    """The layers of a Llama that this rank has. groups: the grid, axis -> process group; {}: one rank. pipeline: which
+    """The layers of a Llama that this rank has. groups: the grid, axis -> Group; {}: one rank. pipeline: which
     stages are on this rank; None: all layers, in one. z_loss: see tp.cross_entropy. balance: of experts, see ep.py.
-    mtp_weight: of multi-token prediction's loss, for whoever adds it to the other one.
+    mtp_weight: of multi-token prediction's loss; the caller applies it.
     Parameters get memory from an Optimizer's buckets (zero.py), and values from `Optimizer.load`."""
 
     def __init__(self, model: Model, groups: Groups, execution: Execution | None = None, *,
@@ -315,17 +320,16 @@ class Llama(nn.Module):
         if self.tp.size > 1:
             self.tp = self.tp._replace(sequence=how.sequence, async_tp=how.async_tp)
         checkpoints = self.pipeline.in_flight * max(len(layers) for layers in self.stages.values())
-        same_inputs = ALONE if self.tp.sequence else self.tp.group
+        same_inputs = ALONE if self.tp.sequence else self.tp.group  # each saves a part of a block's input
         self.recompute = Recompute(how.recompute, checkpoints, same_inputs, how.rows)
         norm_along = {"tp": "partial" if self.tp.sequence else "replicate"}  # partial: tp ranks see different tokens
         reads_tokens = 0 in self.stages or (model.mtp and self.last_stage in self.stages)
         self.embedding = VocabParallelEmbedding(make, table_spec(model, "embedding")) if reads_tokens else None
-        make_block = partial(Block, model=model, make=make, t=self.tp.size, norm_along=norm_along, groups=groups,
-                             balance=balance)
-        self.blocks = nn.ModuleDict({str(layer): make_block(layer) for layers in self.stages.values()
+        common = dict(model=model, make=make, t=self.tp.size, norm_along=norm_along, groups=groups, balance=balance)
+        self.blocks = nn.ModuleDict({str(layer): Block(layer, **common) for layers in self.stages.values()
                                      for layer in layers if layer < model.layers})
-        if model.mtp and self.last_stage in self.stages:
-            self.blocks[str(model.layers)] = MultiTokenPrediction(self.embedding, model.layers, **make_block.keywords)
+        if model.mtp and self.last_stage in self.stages:  # one more layer, the last
+            self.blocks[str(model.layers)] = MultiTokenPrediction(self.embedding, model.layers, **common)
         self.routers = [block.ffn.router for block in self.blocks.values() if isinstance(block.ffn, MixtureOfExperts)]
         table = self.embedding.table if model.tied and self.embedding else None
         self.head = Head(model, make, norm_along, table, z_loss) if self.last_stage in self.stages else None
@@ -339,14 +343,15 @@ class Llama(nn.Module):
                 labels: Tensor | None = None, ahead: tuple[Tensor, Tensor] | None = None, stage: int = 0,
                 x: Tensor | None = None, cache: Cache | None = None, aux_loss_scale: float | Tensor | None = None,
                 loss_grad: Sequence[Tensor | None] = (None, None)) -> Tensor:
-        """Logits [B, S, V/t] of tokens [B, S], for this rank's part of the vocabulary; or with labels their loss.
+        """Logits [B, s, V/t] of tokens [B, s], for this rank's part of the vocabulary; or with labels their loss.
 
-        positions: [S] or [B, S], by default 0, 1, 2 … documents: [B, S], numbers of the documents, which do not see
+        positions: [s] or [B, s], by default 0, 1, 2 … documents: [B, S], numbers of the documents, which do not see
         each other. With context parallelism tokens and positions are this rank's, as cp.shard_sequences returns them,
         and documents are those of whole sequences, in the host's memory. Tokens below 0 are padding.
-        labels: [B, S], IGNORED for tokens without a loss. The result is then the sum of this rank's tokens' losses in
-        nats, the same on every tensor parallel rank. ahead: tokens and labels [B, S] of MicroBatch.one_ahead, for [2]
-        results: also multi-token prediction's. loss_grad: the gradient that each will have in backward (default 1).
+        labels: [B, s], IGNORED for tokens without a loss. The result is then the sum of this rank's tokens' losses in
+        nats, the same on every tensor parallel rank. ahead: tokens and labels [B, s] of MicroBatch.one_ahead; the
+        result is then [2], the second multi-token prediction's. loss_grad: the gradient that each will have in backward
+        (default 1).
         stage: which of this rank's pipeline stages to run, from x [T/t, H], the result of the stage before it.
         cache: of earlier tokens, which these follow; every rank then has all tokens. aux_loss_scale: the factor of a
         sequence's auxiliary losses of experts (ep.AddAuxiliaryLoss adds their gradient alone); None: no such loss."""
@@ -383,7 +388,8 @@ class Llama(nn.Module):
         routing = make_routing_info(tokens, cp, tp.group, aux_loss_scale) if self.routers else None
         angles = rotary_angles(positions, model, how.dtype)
         gather = partial(gather_tokens, group=cp)
-        return ForwardContext(tp, tokens.shape[1], angles, attention, self.recompute, routing, cache, gather)
+        return ForwardContext(tp, seq=tokens.shape[1], angles=angles, attention=attention, recompute=self.recompute,
+                              routing=routing, cache=cache, gather=gather)
 
     def boundary_shape(self, tokens: Tensor, sequence: bool = True) -> tuple[int, int]:
         """The shape of what one stage sends to the next. tokens: [B, S]. sequence=False: as when text is sampled."""

@@ -3,7 +3,8 @@
 Saves: the second moment of all matrices (4 of 18 bytes a parameter in bf16); and steps: about half as many as AdamW's,
        say Liu et al.
 Costs: 5 iterations of three matmuls for each matrix and step, 20 to 30 min(R, C) FLOPs per parameter, by its owner
-       alone; elements sent: with ZeRO about P/n per rank and direction, without it up to P, in 16 bits in a bf16 run.
+       alone; in each of two all-to-alls a rank sends about P/n elements with ZeRO, without it up to P, in 16 bits in a
+       bf16 run; meanwhile 3 more elements of memory per element of the shard, and 1 per element owned.
 Stops helping when: batches are so small that these FLOPs are no longer few beside those of forward and backward; or a
        few large matrices cannot be divided evenly. Embedding, head, biases and norms keep AdamW.
 
@@ -12,14 +13,13 @@ Stops helping when: batches are so small that these FLOPs are no longer few besi
               Y = X X^T;  X = a X + (b Y + c Y Y) X     moves each singular value towards 1: N = U S V^T -> about U V^T
     update    W = W - lr (0.2 sqrt(max(R, C)) X + decay W), an update as large as AdamW's, with its lr and decay
 
-With ZeRO or tensor parallelism few matrices are whole on a rank. To orthogonalise each shard alone gives another
-update: in the demo it is 71% off on 2 ranks, 98% on 8. To gather every matrix everywhere repeats its matmuls on all
-ranks. So each matrix has one owner among the ranks that share the parameters of a pipeline rank (of each replica's, if
-shards are replicated):
+ZeRO and tensor parallelism cut matrices. To orthogonalise each shard alone gives another update: in the demo it is 71%
+off on 2 ranks, 98% on 8. To gather every matrix everywhere repeats its matmuls on all ranks. So each matrix has one
+owner among the ranks of the axis "stage": a pipeline rank's ZeRO shards x tp. (With replicas each has owners.)
 
     flat bucket    [a a b b c|c d d e e]      cut by ZeRO for 2 ranks: each has a half of matrix c
     shards of N    rank 0 a b c'   rank 1 c" d e
-    all-to-all     rank 0 a c      rank 1 b d e    owners have whole matrices, and orthogonalise them
+    all-to-all     rank 0 a b      rank 1 c d e    owners have whole matrices, and orthogonalise them
     all-to-all     rank 0 a b c'   rank 1 c" d e   each rank has the updates of its shard
 
 The first all-to-all overlaps with AdamW's updates, the second with nothing. Owners are chosen so that each has about
@@ -27,7 +27,7 @@ the same FLOPs: the largest matrix first, to the rank that has most of it, among
 if there is none, to the one with the least. Each expert's gate, up and down projections are matrices of their own.
 
 Jordan et al. 2024 (Muon); Liu et al. 2025 (Muon is scalable for LLM training: decay, the factor 0.2 sqrt(max(R, C))).
-Shapes: n ranks of the axis "stage" (those that ZeRO shards over x tp), P parameters, R x C a whole matrix.
+Shapes: n ranks of the axis "stage", P parameters in the matrices of a pipeline rank, R x C a whole matrix.
 """
 import math
 from collections import defaultdict
@@ -47,19 +47,19 @@ STACKED = 2**24  # the most elements of equal matrices that are orthogonalised i
 
 
 def kind_of(spec: Spec) -> str:
-    """Muon updates matrices, not vectors, nor tables of the vocabulary, whose rows are looked up. Each kind has buckets
-    of its own: else the head's gradients would wait for those of the stage's first norm."""
+    """Muon updates matrices, not vectors, nor embedding and head. Each kind has buckets of its own: norms fill one per
+    stage, and a table in it could only be reduced after the backward of the stage's first layer."""
     return "vector" if len(spec.shape) == 1 else "matrix" if spec.matrices else "table"
 
 
 def matrix_shape(spec: Spec) -> tuple[int, int]:
-    """Of each of the spec.matrices equal matrices that are stacked in the parameter."""
+    """The shape of each of the spec.matrices equal matrices that are stacked in the parameter."""
     return math.prod(spec.shape[:-1]) // spec.matrices, spec.shape[-1]
 
 
 def orthogonalize(x: Tensor) -> Tensor:
     """[k, R, C] -> about U V^T of each one's singular value decomposition U S V^T, by Newton-Schulz iterations in the
-    dtype of x: singular values near 0.7 to 1.2, but of those below a thousandth of the norm."""
+    dtype of x: singular values near 0.7 to 1.2, except those below about 1/600 of the norm."""
     a, b, c = COEFFICIENTS
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
@@ -93,21 +93,22 @@ class Matrix(NamedTuple):
 
 def find_matrices(buckets: Sequence, peers: Sequence[Mapping]) -> list[Matrix]:
     """The matrices of a pipeline rank, in an order that all ranks of its axis "stage" share. buckets: ShardedBuckets
-    (zero.py) of matrices alone, laid out alike on all these ranks; peers: the size and rank of each on every axis, by
-    collectives.peers_of."""
+    (zero.py) of matrices alone, laid out alike on all these ranks; peers: the place of each on every axis, by
+    collectives.peers_of. Of w_gate_up [E, 2F, H], 2E matrices [F, H], the rank whose experts begin at e has those from
+    2e on; of any other parameter a rank has a box of its one matrix."""
     found: dict[tuple[str, int], Matrix] = {}
     for number, bucket in enumerate(buckets):
-        for rank, groups in enumerate(peers):
-            axis = groups[bucket.group.axis] if bucket.level else ALONE
+        for rank, places in enumerate(peers):
+            axis = places[bucket.group.axis] if bucket.level else ALONE
             shard = shard_slice(bucket.padded, axis.size, axis.rank)
             for param in bucket.params:
-                spec, box = param.spec, local_box(param.spec, groups)
+                spec, box = param.spec, local_box(param.spec, places)
                 shape, start = matrix_shape(spec), bucket.offset[param]
-                first = box[0].start * spec.matrices // spec.shape[0]  # of the parameter's matrices on this rank
+                first = box[0].start * spec.matrices // spec.shape[0]  # number of the rank's first matrix
                 inside = box if spec.matrices == 1 else tuple(slice(0, n) for n in shape)  # experts are sharded whole
                 count = math.prod(box_shape(inside))
                 # Elements of the bucket: the shard's of this parameter from low to high, the matrix's from begin on.
-                low, high = max(shard.start, start), min(shard.stop, start + param.numel())
+                low, high = max(shard.start, start), min(shard.stop, start + math.prod(box_shape(box)))
                 while low < high:
                     i = (low - start) // count
                     begin = start + i * count
@@ -138,7 +139,7 @@ def senders(pieces: list[Piece], owner: int) -> list[Piece]:
     """One piece of each box: the owner's own, if it has the box, else that of the nearest rank that has it."""
     chosen: dict[str, Piece] = {}
     for piece in sorted(pieces, key=lambda piece: abs(piece.rank - owner)):
-        chosen.setdefault(str(piece.box), piece)  # before Python 3.12, slices are no keys
+        chosen.setdefault(str(piece.box), piece)  # before Python 3.12, slices cannot be hashed
     return list(chosen.values())
 
 
@@ -148,7 +149,7 @@ class Muon:
     state = ("m",)
 
     def __init__(self, buckets: Sequence, group: Group, peers: Sequence[Mapping]):
-        assert len(peers) == group.size
+        assert len(peers) == group.size and all(param.spec.decay for bucket in buckets for param in bucket.params)
         self.buckets, self.group, first = buckets, group, buckets[0]
         self.device = first.device
         self.dtype = torch.bfloat16 if first.weights.itemsize == 2 else first.acc_dtype
@@ -164,9 +165,9 @@ class Muon:
                 self.from_owners.add(i, piece, source=owner, target=piece.rank)
 
     def update(self, grads: Sequence[Tensor], *, lr: float, weight_decay: float, found_inf: Tensor) -> Iterator[None]:
-        """Of the master weights of all buckets, by the grads of their shards; nothing changes if found_inf is 1. In two
-        phases: up to the `yield`, the all-to-all of momenta is started; what the caller does then overlaps with it; and
-        the rest is the update."""
+        """Update the master weights of all buckets, by the grads of their shards; nothing changes if found_inf is 1. A
+        generator: the first `next` starts the all-to-all of momenta, with which what the caller does then overlaps; a
+        second one updates."""
         applied = found_inf == 0  # as the host does not read it, all is computed, and then not applied
         updates = [self.add_to_momentum(bucket, grad, applied) for bucket, grad in zip(self.buckets, grads)]
         self.to_owners.start(lambda i, piece: updates[piece.bucket][piece.place])
@@ -207,13 +208,13 @@ class Exchange:
 
     def __init__(self, group: Group, dtype: torch.dtype, device: torch.device):
         self.group, self.nothing = group, torch.empty(0, dtype=dtype, device=device)
-        self.sends, self.receives = ([[] for _ in range(group.size)] for _ in range(2))  # by rank: (matrix, piece)
+        self.sends, self.receives = ([[] for _ in range(group.size)] for _ in range(2))  # by rank: (its number, piece)
 
-    def add(self, matrix: int, piece: Piece, source: int, target: int) -> None:
+    def add(self, i: int, piece: Piece, source: int, target: int) -> None:
         if source == self.group.rank:
-            self.sends[target].append((matrix, piece))
+            self.sends[target].append((i, piece))
         if target == self.group.rank:
-            self.receives[source].append((matrix, piece))
+            self.receives[source].append((i, piece))
 
     def start(self, read: Callable[[int, Piece], Tensor]) -> None:
         """read: returns the values of a piece that this rank sends."""
@@ -223,12 +224,12 @@ class Exchange:
         received = self.nothing.new_empty(sum(output_splits))
         self.pending = all_to_all(received, values, output_splits, input_splits, self.group, async_op=True)
 
-    def finish(self, place: Callable[[int, Piece], Tensor]) -> None:
-        """place: returns the tensor that is to have the values of a piece that this rank receives."""
+    def finish(self, write: Callable[[int, Piece], Tensor]) -> None:
+        """write: returns the tensor that is to have the values of a piece that this rank receives."""
         incoming, values = sum(self.receives, []), self.pending.wait()
         del self.pending
         for (i, piece), part in zip(incoming, values.split([math.prod(box_shape(piece.box)) for _, piece in incoming])):
-            into = place(i, piece)
+            into = write(i, piece)
             into.copy_(part.view_as(into))
 
 
@@ -237,7 +238,7 @@ class Exchange:
 def demo(group: Group) -> None:
     size, generator = 512, torch.Generator().manual_seed(0)
     a, b = (torch.randn(size, size, generator=generator) for _ in range(2))
-    momentum = (a * torch.logspace(0, -3, size) @ b)[None]  # as of gradients: a few directions are much the largest
+    momentum = (a * torch.logspace(0, -3, size) @ b)[None]  # like a gradient's: a few directions dominate
     whole = orthogonalize(momentum)
     for title, x in ("momentum", momentum), ("its update", whole):
         values = torch.linalg.svdvals(x)
