@@ -281,9 +281,10 @@ class AllToAll__AllToAll(torch.autograd.Function):
 #     shard      0  0  1  1  0  0  1  1                    tp     {0, 1}  {2, 3}  {4, 5}  {6, 7}
 #     tp         0  1  0  1  0  1  0  1          rank 5 is in     {1, 5}, {5, 7} and {4, 5}
 #
-# With NCCL each process group has a communicator with buffers, and a stream that executes its work in order. So few are
-# made: one call makes all groups of an axis, and axes with the same ranks share a group unless both are busy at once:
-# while gradients are reduced, backward goes on to communicate over cp, tp and ep.
+# With NCCL each process group has a communicator with buffers, and a stream that executes its asynchronous work in
+# order (other work is on the compute stream). So few are made: one call makes all groups of an axis, and axes with the
+# same ranks share a group unless both are busy at once: while gradients are reduced, backward goes on to communicate
+# over cp, tp and ep.
 
 AXES = ("stage", "world", "pp", "tie", "data", "replicate", "dp", "cp", "cp_keys", "cp_heads", "tp", "kv", "kv_copy",
         "ep", "edp")
@@ -368,14 +369,18 @@ def groups_along(dimensions: dict[str, int], *along: str) -> list[list[int]]:
     return list(groups.values())
 
 
-def create_groups(members: list[list[int]], timeout_s: float) -> dist.ProcessGroup | None:
+def create_groups(members: list[list[int]], timeout_s: float, is_link: bool = False) -> dist.ProcessGroup | None:
     """The one of these process groups that this rank is in; None if it is in none or alone. Every rank calls this.
     NCCL makes all of them in one split of the world's communicator; with other backends a rank makes its own alone."""
     grouped = set().union(*members)
     members = members + [[rank] for rank in range(dist.get_world_size()) if rank not in grouped]
     timeout = datetime.timedelta(seconds=timeout_s)
     if dist.group.WORLD.bound_device_id is not None:  # see `world`
-        group = dist.split_group(split_ranks=members, timeout=timeout)
+        options = None
+        if is_link:  # a receive is posted early and waits on the GPU: with 4 blocks it holds 4 SMs, not up to 32
+            options = dist.ProcessGroupNCCL.Options()
+            options.config.max_ctas = 4
+        group = dist.split_group(split_ranks=members, timeout=timeout, pg_options=options)
     else:
         mine = next(ranks for ranks in members if dist.get_rank() in ranks)
         group = dist.new_group(mine, timeout=timeout, use_local_synchronization=True)
@@ -409,7 +414,8 @@ def make_links(pipelines: list[list[int]], pairs: list[tuple[int, int]],
             rounds.append([pair])
     mine, links = next(ranks for ranks in pipelines if dist.get_rank() in ranks), {}
     for together in rounds:
-        group = create_groups([[ranks[a], ranks[b]] for ranks in pipelines for a, b in together], timeout_s)
+        members = [[ranks[a], ranks[b]] for ranks in pipelines for a, b in together]
+        group = create_groups(members, timeout_s, is_link=True)
         links |= {(a, b): group for a, b in together if dist.get_rank() in (mine[a], mine[b])}
     return links
 
@@ -427,6 +433,8 @@ def world(device: torch.device | str = "cpu", timeout_s: float = 600,
     groups, so they are freed by the garbage collector. After an exception nothing is cleaned up: the process exits.
     """
     device = torch.device(device)
+    # A link has two ranks that issue their transfers in the same order, so what torch warns of is meant.
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     where = dict(backend="nccl", device_id=device) if device.type == "cuda" else dict(backend="gloo")
     dist.init_process_group(**where, store=store, rank=int(os.environ["RANK"]),
                             world_size=int(os.environ["WORLD_SIZE"]), timeout=datetime.timedelta(seconds=timeout_s))
