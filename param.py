@@ -260,6 +260,10 @@ def stacked_weight(weights: Params) -> Tensor:
     return torch.cat(parts) if view is None else view
 
 
+# A product whose sum cuBLAS computes in parts is rounded once, not part by part.
+torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
 def accumulate_product(out: Tensor, a: Tensor, b: Tensor) -> None:
     """out += a @ b. For 16-bit a and b, out is fp32: on GPUs the matmul adds to it, on CPUs a @ b is rounded first."""
     if out.dtype == a.dtype:

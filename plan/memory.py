@@ -216,6 +216,20 @@ def memory_of_rank(settings: Config, rank: int, element: int, fused: bool = Fals
                         fp8_weights, activations, in_flight, stages, backwards, fused)
 
 
+def host_bytes(settings: Config, rank: int, element: int) -> int:
+    """Bytes that a pipeline rank with a GPU needs of the host's memory: with --offload optimizer of the optimizer state
+    and a copy of gradients and weights, each tensor rounded up to a power of two, as torch pins memory; and with --out
+    of a copy of the state that is being saved."""
+    buckets = pad(settings, bucket_elements(settings, stages_of_rank(settings, rank), element))
+    shards = [count // n for axis, n in shards_of(settings).items() for count in buckets[axis]]
+    acc, saved, total = acc_bytes(element), acc_bytes(element) + moment_bytes(settings, element), 0
+    if settings.precision.offloads("optimizer"):
+        total += (saved + acc + element) * sum(1 << (count - 1).bit_length() for count in shards)
+    if settings.run.out:
+        total += saved * sum(shards)
+    return total
+
+
 def memory_bytes(settings: Config, element: int, moments: int, buckets: dict[str, list[int]], fp8_weights: int,
                  activations: int, in_flight: int, stages: Mapping[int, range], backwards: list[Backward],
                  fused: bool = False) -> dict[str, int]:

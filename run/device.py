@@ -68,12 +68,19 @@ def memory_of_device(device: torch.device) -> int:
 
 def check_memory(settings: config.Config, rank: int, device: torch.device) -> None:
     """Raises ValueError if weights, gradients and optimizer state of a pipeline rank exceed its memory, or all kinds
-    twice that."""
+    twice that; or if what a GPU's rank keeps in the host's memory exceeds its share of that."""
     parts = memory_of_rank(settings, rank, fused=uses_kernels(settings, device))
     needed = max(sum(parts[kind] for kind in ("weights", "gradients", "optimizer")), sum(parts.values()) / 2)
     there = memory_of_device(device)
     need(needed <= there, f"--preset {settings.model.preset}: takes {format_bytes(sum(parts.values()))} on this rank, "
          f"which has {format_bytes(there)}: use a smaller model or --micro-batch, or more ranks with --zero 3 or --tp")
+    if device.type == "cuda":
+        needed = memory.host_bytes(settings, rank, DTYPES[settings.precision.dtype].itemsize)
+        there = memory_of_device(torch.device("cpu"))
+        flags = " and ".join(flag for flag, given in {"--offload": settings.precision.offloads("optimizer"),
+                                                      "--out": settings.run.out}.items() if given)
+        need(needed <= there, f"{flags}: takes {format_bytes(needed)} of the host's memory for this rank, which has "
+             f"{format_bytes(there)}: use more ranks with --zero 1, or leave it out")
 
 
 def memory_of_rank(settings: config.Config, rank: int, fused: bool = False) -> dict[str, int]:

@@ -78,6 +78,8 @@ def from_command_line() -> Config:
     for name in ("stdout", "stderr"):  # a closed one is None, and a checkpoint's file would get its number
         setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
     sys.stdout.reconfigure(errors="backslashreplace")  # in the C locale it could not print a prompt, for example
+    # Of GPUs' memory, which torch reads when CUDA starts: what ZeRO-3 frees and allocates again leaves no holes.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     arguments = sys.argv[1:]
     try:
         ranks = ranks_started()
