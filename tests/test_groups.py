@@ -24,15 +24,18 @@ def test_a_rank_makes_groups_in_as_many_calls_as_there_are_axes(monkeypatch, wor
     """A recording stand-in for NCCL, which makes all groups of one call by one split of the world's communicator."""
     settings = config.parse(f"{EVERY_AXIS} --global-batch {world}".split(), world)
     dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=world)
-    calls, timeouts = [], set()
+    calls, blocks, timeouts = [], [], set()
 
-    def split(split_ranks, timeout):
+    def split(split_ranks, timeout, pg_options):
         calls.append(split_ranks)
+        blocks.append(pg_options and pg_options.config.max_ctas)
         timeouts.add(timeout.total_seconds())
         mine, = (ranks for ranks in split_ranks if 5 in ranks)
         return SimpleNamespace(size=lambda: len(mine), rank=lambda: mine.index(5))
 
     monkeypatch.setattr(dist, "split_group", split)
+    nccl = SimpleNamespace(Options=lambda: SimpleNamespace(config=SimpleNamespace(max_ctas=None)))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)  # not in a torch for CPUs
     dist.group.WORLD.bound_device_id = torch.device("cpu:0")
     try:
         made = collectives.build_groups(settings.grid, settings.model, 90)
@@ -41,6 +44,7 @@ def test_a_rank_makes_groups_in_as_many_calls_as_there_are_axes(monkeypatch, wor
     assert timeouts == {90}, "of axes and of links"
     assert all(sorted(sum(call, [])) == list(range(world)) for call in calls), "every rank is in one group of each call"
     assert len(calls) <= len(collectives.AXES) + 4  # a ring of 4 ranks has 8 directed pairs, two of them disjoint
+    assert blocks.count(4) == 4 and set(blocks) == {None, 4}, "the links, in four calls, hold few SMs"
     assert set(made["pp"].links) == {(0, 1), (1, 0), (3, 0), (0, 3)}
     assert [made[axis].size for axis in ("pp", "tp", "ep", "kv", "kv_copy", "world")] == [4, 8, 2, 4, 2, world]
 
@@ -61,7 +65,7 @@ def test_every_pair_that_exchanges_has_a_link(schedule, p):
 def test_pairs_without_a_common_rank_get_their_links_in_one_call(monkeypatch, schedule, p, rounds):
     """2 calls for two ranks, 4 for a chain, and for a ring 4, or 6 if its ranks are odd: its edges need 3 colours."""
     calls, pipelines = [], [list(range(p)), list(range(p, 2 * p))]
-    monkeypatch.setattr(collectives, "create_groups", lambda members, timeout_s: calls.append(members) or len(calls))
+    monkeypatch.setattr(collectives, "create_groups", lambda members, *_, **__: calls.append(members) or len(calls))
     monkeypatch.setattr(dist, "get_rank", lambda: p + 1)
     pairs = collectives.pairs_of(config.Grid(pp=p, chunks=SCHEDULES[schedule].chunks, schedule=schedule))
     links = collectives.make_links(pipelines, pairs, 60)

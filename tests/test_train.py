@@ -201,6 +201,17 @@ def test_what_stays_must_fit_and_all_may_take_twice_the_memory(monkeypatch, acti
             device.check_memory(settings, None, torch.device("cpu"))
 
 
+def test_what_a_gpu_pins_must_fit_into_its_share_of_the_hosts_memory(monkeypatch):
+    monkeypatch.setattr(device, "memory_of_rank", lambda *_, **__: dict(weights=0, gradients=0, optimizer=0))
+    monkeypatch.setattr(device, "memory_of_device", lambda where: 10**11 if where.type == "cuda" else 96 * 10**9)
+    flags = "--preset llama-3.1-8b --layers 16 --dtype bf16 --global-batch 4".split()
+    device.check_memory(config.parse([*flags, "--out", "x"]), 0, torch.device("cuda"))
+    for where, refused in (("cpu", contextlib.nullcontext()), ("cuda", pytest.raises(ValueError, match=(
+            "--offload: takes 96.64 GB of the host's memory for this rank, which has 96.00 GB: use more ranks with")))):
+        with refused:
+            device.check_memory(config.parse([*flags, "--offload", "optimizer"]), 0, torch.device(where))
+
+
 @pytest.mark.parametrize("rank", [0, 4])
 def test_grid_auto_is_chosen_for_this_machine_and_all_ranks_and_rank_0_says_it(monkeypatch, capsys, rank):
     """Two machines of four ranks each."""
