@@ -60,6 +60,7 @@ class Step(NamedTuple):
     number: int
     sequences: int  # of the global batch
     micro_batches: list[MicroBatch]  # of this rank
+    began: float
 
 
 class Issued(NamedTuple):
@@ -96,11 +97,10 @@ class Run:
     resumed: Path | None = None  # the checkpoint that the run was resumed from
     guard: faults.Guard | None = None
     noise: GradientNoise | None = None
+    current: Step | None = None  # the step that `begin_step` has begun
     issued: Issued | None = None  # the step that `end_step` was last called for
     local_micro_batches: Callable[..., list[MicroBatch]] | None = None  # of train.py, as is mean_loss
     mean_loss: Callable[..., float] | None = None
-    sequences: int = 0  # of the step that `begin_step` has begun, and when
-    began: float = 0.0
 
     def begin(self, groups: Groups, model: torch.nn.Module) -> None:
         """Say what will happen, and find out whether it can. Raises ValueError, on every rank."""
@@ -124,9 +124,23 @@ class Run:
                          "version of Python or torch": (sys.version, torch.__version__)}, groups["world"], self.device)
 
     def load(self, optimizer) -> None:
-        """Initial weights, published ones, or the state of a checkpoint. Raises ValueError, on every rank."""
-        self.optimizer = optimizer
-        load_weights(self)
+        """Initial weights, published ones, or the state of a checkpoint; then the Saver, if the run saves. Raises
+        ValueError, on every rank, for a checkpoint, data or a folder that cannot be used."""
+        self.optimizer, settings, asked, saved = optimizer, self.settings, self.settings.run, {}
+        if asked.resume:
+            found = agree(lambda: start.candidates(asked.resume, asked.out), self.host)
+            self.resumed = find_whole(gather_objects(found, self.host)[0], self.host)
+            saved = start.read_run(self.resumed)
+            agree(lambda: check_data(self.training, saved, settings), self.host)
+            restore(self, self.resumed, saved)
+        else:
+            agree(lambda: load_first(self, initial_weights(settings)), self.host)
+        self.published = os.path.abspath(asked.init_from) if asked.init_from else saved.get("published", "")
+        self.tokenizer = tokenizer_folder(asked.init_from, saved.get("tokenizer", ""), self.training.corpus)
+        if asked.sample:
+            self.codec = agree(lambda: codec_of(self.training.corpus, self.tokenizer), self.host)
+            agree(lambda: self.codec and self.codec.prompt(asked.sample), self.host)
+        open_saver(self)
 
     def steps(self, local_micro_batches: Callable[..., list[MicroBatch]],
               mean_loss: Callable[..., float]) -> Iterator[Step]:
@@ -167,11 +181,11 @@ class Run:
         finish(self)
 
     def begin_step(self, sequences: int, micro_batches: list[MicroBatch]) -> Step:
-        self.began, self.sequences = time.perf_counter(), sequences
         self.state.activity = f"in step {self.state.step}"
         collectives.sent.clear()
         self.guard.begin_step()
-        return Step(self.state.step, sequences, micro_batches)
+        self.current = Step(self.state.step, sequences, micro_batches, time.perf_counter())
+        return self.current
 
     def votes(self) -> torch.Tensor:
         """What Optimizer.step is to sum over ranks: of faults.Guard, and the two squares of GradientNoise."""
@@ -181,14 +195,14 @@ class Run:
     def end_step(self, lr: float, results: dict[str, torch.Tensor]) -> None:
         """Take what the device will know when the step is done: loss, norm, limit and summed votes, and other metrics.
         The host reads a copy of it later."""
-        state, tokens = self.state, self.sequences * self.settings.batch.seq
+        state, step, tokens = self.state, self.current, self.current.sequences * self.settings.batch.seq
         results = results | dict(mean=self.guard.update_statistics(results["norm"], results["limit"]))
         if self.noise:
             results["votes"], squares = results["votes"].tensor_split([-2])
             results |= self.noise.estimate(tokens, squares)
-        samples = range(state.samples, state.samples + self.sequences)
+        samples = range(state.samples, state.samples + step.sequences)
         state.step, state.samples, state.tokens = state.step + 1, samples.stop, state.tokens + tokens
-        self.issued = Issued(state.step - 1, samples, state.tokens, lr, self.began, collectives.sent.copy(),
+        self.issued = Issued(step.number, samples, state.tokens, lr, step.began, collectives.sent.copy(),
                              HostCopy(**results))
 
     def too_many_skipped(self) -> bool:
@@ -202,7 +216,6 @@ def started(settings: config.Config) -> Iterator[Run]:
     state, run = RunState(), settings.run
     sys.stdout, sys.stderr = faults.Tolerant(sys.stdout), faults.Tolerant(sys.stderr)
     stop, watchdog, store = faults.Stop(run.time_limit, run.timeout), None, None
-    stop.listen()
     try:
         chosen, reason = device.choose_device(run.device)
         if settings.grid.grid == "auto":
@@ -219,10 +232,8 @@ def started(settings: config.Config) -> Iterator[Run]:
         torch.cuda.set_device(chosen)
     try:
         if "WORLD_SIZE" in os.environ:
-            try:
-                store = meet(run.timeout, stop.end_if_asked)
-            except (TimeoutError, torch.distributed.DistError) as error:
-                raise faults.Failure(faults.reason(error)) from None
+            store = meet(run.timeout)
+        stop.listen()  # until here a signal ends the process: there is nothing to save
         if "TORCHELASTIC_RUN_ID" in os.environ:
             watchdog = faults.Watchdog(store.clone(), run.timeout, lambda: state.activity, stop)
         with collectives.world(chosen, run.timeout, store) if store else contextlib.nullcontext():
@@ -261,26 +272,6 @@ def without_garbage_collector() -> Iterator[None]:
 
 # ---- where a run begins ---------------------------------------------------------------------------------------------
 
-def load_weights(run: Run) -> None:
-    """Initial weights, published ones, or those of a checkpoint; then the Saver, if the run saves. Raises ValueError,
-    on every rank, for a checkpoint, data or a folder that cannot be used."""
-    settings, asked, path, saved = run.settings, run.settings.run, None, {}
-    if asked.resume:
-        found = agree(lambda: start.candidates(asked.resume, asked.out), run.host)
-        path = find_whole(gather_objects(found, run.host)[0], run.host)
-        saved = start.read_run(path)
-        agree(lambda: check_data(run.training, saved, settings), run.host)
-        restore(run, path, saved)
-    else:
-        agree(lambda: load_first(run, initial_weights(settings)), run.host)
-    run.published = os.path.abspath(asked.init_from) if asked.init_from else saved.get("published", "")
-    run.tokenizer = tokenizer_folder(asked.init_from, saved.get("tokenizer", ""), run.training.corpus)
-    if asked.sample:
-        run.codec = agree(lambda: codec_of(run.training.corpus, run.tokenizer), run.host)
-        agree(lambda: run.codec and run.codec.prompt(asked.sample), run.host)
-    open_saver(run, path)
-
-
 def initial_weights(settings: config.Config) -> Source:
     """Random ones, or those of --init-from, which has none of multi-token prediction."""
     drawn, folder, ahead = draw(settings.optim.seed), settings.run.init_from, f"layers.{settings.model.layers}."
@@ -296,10 +287,9 @@ def load_first(run: Run, source: Source) -> None:
         router.bias.copy_(source(spec, (slice(0, len(router.bias)),)))
 
 
-def open_saver(run: Run, path: Path | None) -> None:
-    """Make the Saver, if the run saves, and say where the run continues. path: the checkpoint that is resumed."""
-    asked, state = run.settings.run, run.state
-    run.resumed = path
+def open_saver(run: Run) -> None:
+    """Make the Saver, if the run saves, and say where the run continues."""
+    asked, state, path = run.settings.run, run.state, run.resumed
     if asked.out and (state.step < run.settings.optim.steps or (asked.export_hf and not path)):
         pieces = list(checkpoint.pieces_of_run(run.optimizer, run.model.routers, run.groups, saving=True))
         continues = path is not None and os.path.realpath(path.parent) == os.path.realpath(asked.out)
@@ -417,43 +407,43 @@ def pause(run: Run, step: int) -> dict:
 
 
 def finish(run: Run) -> None:
-    """After the last step: evaluate, if no step did; finish saving and export; sample. Of a run that was asked to end:
-    finish saving."""
-    settings, state, log, saver, problem = run.settings, run.state, run.log, run.saver, ""
+    """After the last step: evaluate, if no step did; finish saving; export and sample, unless the run was asked to end.
+    Raises faults.Failure if work is lost, or none was done: nobody shall take this run for a good one."""
+    settings, state, log, guard, problem = run.settings, run.state, run.log, run.guard, ""
     if run.validation and log.last_loss is None:
         state.activity = "evaluating"
         log.print_validation_loss(state.step, validation_loss(run))
-    asked, stopping = settings.run, run.guard.stopping
+    asked, is_first_rank = settings.run, run.groups["world"].rank == 0
     log.close(state.step, state.tokens)
-    if saver:
+    if run.saver:
         state.activity = "saving"
         if log.last_loss is None:  # no step was left to train, so none has saved
-            saver.save(state.step, description(run))
-        problem = saver.finish()
-    if log.last_loss is not None and state.skipped == state.step and not stopping:
-        problem = problem or (f"all {state.step} steps were skipped, so the weights are those of the beginning: lower "
-                              "--lr, or look at the data and the weights that the run began with")
-    if stopping and run.groups["world"].rank == 0:
+            run.saver.save(state.step, description(run))
+        problem = run.saver.finish()
+    if guard.stopping and is_first_rank:
         saved = f"continue with --out {asked.out} --resume auto" if asked.out else "nothing is saved: there is no --out"
         print(f"ended after {state.step} of {settings.optim.steps} steps, as asked "
-              f"({run.guard.stop.reason or 'on another rank'}): {saved}")
-    if asked.export_hf and not problem and not stopping:
+              f"({guard.stop.reason or 'on another rank'}): {saved}")
+    if log.last_loss is not None and state.skipped == state.step and not guard.stopping:
+        problem = problem or (f"all {state.step} steps were skipped, so the weights are those of the beginning: lower "
+                              "--lr, or look at the data and the weights that the run began with")
+    if problem:
+        raise faults.Failure(problem)
+    if asked.export_hf and not guard.stopping:
         state.activity = "exporting"
         dtype = settings.precision.dtype
-        path = Path(asked.out, f"step-{state.step:06d}") if saver else run.resumed
+        path = Path(asked.out, f"step-{state.step:06d}") if run.saver else run.resumed
         try:
             agree(lambda: checkpoint.export(path, asked.export_hf, "fp32" if dtype == "fp64" else dtype, run.host),
                   run.host)
         except ValueError as error:
             raise faults.Failure(f"--export-hf: {error}") from None
-    if asked.sample and math.isfinite(log.last_loss or 0.0) and not stopping:
+    if asked.sample and math.isfinite(log.last_loss or 0.0) and not guard.stopping:
         state.activity = "sampling"
         if run.codec:
             sampling.continue_prompt(run.model, run.codec, settings, run.groups, run.device)
-        elif run.groups["world"].rank == 0:
+        elif is_first_rank:
             print("no sample: the data are tokens, without a tokenizer.json beside them", file=sys.stderr)
-    if problem:
-        raise faults.Failure(problem)  # work is lost, or none was done: nobody shall take this run for a good one
 
 
 def is_due(step: int, every: int, steps: float) -> bool:
