@@ -29,7 +29,6 @@ import hashlib
 import json
 import math
 import os
-import select
 import signal
 import statistics
 import sys
@@ -68,7 +67,7 @@ class Stop:
     A thread reads signals from a pipe: while the main thread is inside a collective, Python runs no signal handlers.
     """
 
-    def __init__(self, time_limit_min: float = 0.0, timeout_s: float = math.inf):
+    def __init__(self, time_limit_min: float = 0.0, timeout_s: float = 600.0):
         self.deadline = time.monotonic() + 60 * time_limit_min if time_limit_min else math.inf
         self.timeout_s = timeout_s
         self.reason, self.asked_at = "", 0.0
@@ -78,13 +77,6 @@ class Stop:
         if not self.reason and time.monotonic() > self.deadline:
             self.reason = "--time-limit"
         return bool(self.reason)
-
-    def end_if_asked(self) -> None:
-        """End this process if it has been asked to, while it waits for ranks to start: there is nothing to save."""
-        if self.wanted():
-            if os.environ.get("RANK") == "0":
-                print(f"ended before the first step, as asked ({self.reason})", flush=True)
-            os._exit(0)
 
     def listen(self) -> None:
         """Treat SIGTERM, SIGINT and SIGHUP as requests from now on. Python allows this in the main thread only."""
@@ -100,18 +92,15 @@ class Stop:
         threading.Thread(target=self.hear, args=(reading,), name="signals", daemon=True).start()
 
     def hear(self, pipe: int) -> None:
-        """The signal thread. A rank whose torchrun is gone saves and ends as if asked to; it has --timeout to do so, as
-        nobody else would ever end one that hangs."""
-        limit = None
-        while select.select([pipe], [], [], limit)[0]:
-            for number in os.read(pipe, 64):  # the pipe also gets the signals of other handlers
+        """The signal thread. A rank whose torchrun is gone saves and ends as if asked to. It has --timeout to do so:
+        then the kernel ends it, as nobody else would end a rank that hangs."""
+        while numbers := os.read(pipe, 64):
+            for number in numbers:  # the pipe also gets the signals of other handlers
                 if number in REQUESTS:
                     self.on_signal(signal.Signals(number))
                 elif number == ORPHANED:
-                    self.reason, limit = self.reason or "torchrun is gone", self.timeout_s
-        say(f"rank {os.environ.get('RANK', 0)} ends at once: torchrun has been gone for --timeout "
-            f"{self.timeout_s:g} s, and this rank is still {innermost_line()}")
-        os._exit(1)
+                    self.reason = self.reason or "torchrun is gone"
+                    signal.alarm(math.ceil(self.timeout_s))
 
     def on_signal(self, number: signal.Signals) -> None:
         now = time.monotonic()
@@ -406,10 +395,10 @@ def fail(activity: str, error: Exception, watchdog: Watchdog | None, stop: Stop)
 
 
 def report(activity: str, error: Exception, when: float | None = None) -> NoReturn:
-    """Say why this rank failed, with a traceback unless the error is a Failure, in torchrun's report too, and end this
+    """Say why this rank failed, with a traceback if a line does not suffice, in torchrun's report too, and end this
     process at once: a normal exit might block in a collective. when: the time of the failure; torchrun names the
     earliest."""
-    if not isinstance(error, Failure):
+    if not isinstance(error, Failure | TimeoutError | dist.DistError):
         traceback.print_exception(error)
     line = f"rank {os.environ.get('RANK', 0)} failed {activity}: {reason(error)}"
     say(line)

@@ -44,14 +44,13 @@ record = FlightRecord()
 collectives.watch = record.waiting  # from now on
 
 
-def meet(timeout_s: float = 600, while_waiting: Callable[[], Any] = lambda: None) -> dist.Store:
+def meet(timeout_s: float = 600) -> dist.Store:
     """Wait for the other ranks. Returns torchrun's key-value store, with a prefix that no earlier start of ranks used.
 
     A torchrun that restarts its ranks keeps the store, and in it the addresses of ranks that are gone; how often it has
     restarted them may differ between machines. So every rank draws a name and appends it to a list. Rank 0 writes, for
     each name in the list, which prefix to use, until as many ranks as there are have confirmed this prefix. It answers
-    the last name of each rank, which is an earlier start's until this start's has come. while_waiting: called now and
-    then. Raises TimeoutError.
+    the last name of each rank, which is an earlier start's until this start's has come. Raises TimeoutError.
     """
     store, index, ranks = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s)))
     name, answered, began = uuid.uuid4().hex, set(), time.monotonic()
@@ -72,7 +71,6 @@ def meet(timeout_s: float = 600, while_waiting: Callable[[], Any] = lambda: None
     while waits_for := missing():
         if time.monotonic() > began + timeout_s + 10 * (index > 0):  # of all ranks, rank 0 knows who is missing
             raise TimeoutError(f"rank {', '.join(map(str, sorted(waits_for)))} has not started in {timeout_s:g} s")
-        while_waiting()
         time.sleep(max(0.01, ranks / 10_000))  # all ranks together call the store at most 10,000 times per second
     prefix = store.get(f"prefix/{name}").decode()
     if index > 0:
