@@ -232,12 +232,14 @@ def test_metrics_that_cannot_be_written_are_refused(tmp_path, monkeypatch):
 
 
 def test_a_file_without_a_metric_is_not_taken_for_metrics(tmp_path):
-    """A resumed run cuts it, and a pipe is not read: there it would wait for ever."""
+    """A resumed run cuts it. A pipe that nobody reads would be waited for."""
     os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match=f"^--metrics {tmp_path}/pipe: is a pipe, name a file"):
+        start.parse(["--metrics", f"{tmp_path}/pipe"])
     (tmp_path / "link").symlink_to("text")
     for name, content in ("empty", b""), ("metrics", b'a line\n{"step": 0}\n'), ("torn", b'{"step": 0, "lo'):
         (tmp_path / name).write_bytes(content)
-    for name in "empty", "metrics", "torn", "pipe", "none":
+    for name in "empty", "metrics", "torn", "none":
         assert start.parse(["--metrics", f"{tmp_path}/{name}"]).run.metrics == f"{tmp_path}/{name}"
     for content in b"some notes\n", b'{"rank": 0}\n', b"\x93NUMPY\xff\n":
         (tmp_path / "text").write_bytes(content)

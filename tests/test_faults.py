@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -30,7 +29,6 @@ import pytest
 import runs
 import torch
 import torch.distributed as dist
-from pool import slow
 from runs import metrics
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -49,16 +47,21 @@ SMALL = (f"--layers 1 --hidden 16 --heads 2 --ffn 16 --seq 16 --warmup 2 --globa
          f"--data {ROOT}/train.py")
 
 
-def run(flags: str, patches: str = "", rank: int = -1, stop_at: int = -1, state: job.RunState | None = None) -> str:
-    """The ranks of the pool, or this process, as a run of train.py: what it prints.
+def run(flags: str, spoiled: tuple = (), factor: float = math.inf, late: bool = False, patches: str = "",
+        rank: int = -1, stop_at: int = -1, state: job.RunState | None = None) -> str:
+    """The ranks of the pool, or this process, as a run of train.py: what it prints. To this rank, or with -1 to every
+    rank, happens:
 
-    patches: a function of this file that returns a context in which this rank, or with -1 every rank, runs. stop_at:
-    the step in which it is asked to end.
+    spoiled: the loss of these steps, of each once and in this order, is multiplied by a factor. late: a step's results
+    are read after the next one has been issued, as on a GPU. patches: a function of this file that returns a context.
+    stop_at: the step in which it is asked to end.
     """
     state, wanted = state or job.RunState(), faults.Stop.wanted
     with contextlib.ExitStack() as stack:
         if rank in (-1, dist.get_rank() if dist.is_initialized() else 0):
             stack.enter_context(globals()[patches](state) if patches else contextlib.nullcontext())
+            stack.enter_context(spoil(state, list(spoiled), factor))
+            stack.enter_context(patch.object(job, "reads_late", lambda device: late))
             stack.enter_context(patch.object(faults.Stop, "wanted", lambda self: wanted(self) or state.step == stop_at))
         return runs.run(f"{SMALL} {flags}", state)
 
@@ -67,22 +70,17 @@ def losses(path: Path) -> list[float | None]:
     return [line["loss"] for line in metrics(path)]
 
 
-def spoil(state: job.RunState, steps: set[int], factor: float):
-    """A context in which the loss of these steps is multiplied by a factor when it is about to be differentiated."""
-    original = zero.Optimizer.scale_loss
+def spoil(state: job.RunState, steps: list[int], factor: float):
+    """When a run has gone back, the same steps have other samples, and are spoiled only if they are here twice."""
+    forward_backward, scale_loss = train.forward_backward, zero.Optimizer.scale_loss
 
-    def scaled(self, loss):
-        loss = original(self, loss)
-        return loss * factor if state.step in steps and isinstance(loss, torch.Tensor) else loss
-    return patch.object(zero.Optimizer, "scale_loss", scaled)
-
-
-def nan_in_step_2(state):
-    return spoil(state, {2}, math.nan)
-
-
-def nan_in_steps_0_to_2(state):
-    return spoil(state, {0, 1, 2}, math.nan)
+    def spoiled(*args):
+        if not steps or state.step != steps[0]:
+            return forward_backward(*args)
+        steps.pop(0)
+        with patch.object(zero.Optimizer, "scale_loss", lambda self, loss: factor * scale_loss(self, loss)):
+            return forward_backward(*args)
+    return patch.object(train, "forward_backward", spoiled)
 
 
 def before_each_step(happens: Callable[[], None]):
@@ -95,50 +93,17 @@ def before_each_step(happens: Callable[[], None]):
     return patch.object(train, "forward_backward", after_it)
 
 
-def inf_in_steps_5_to_7(state, times: int = 1):
-    """So many times: when the run has gone back, the same steps have other samples."""
-    steps, original = times * [5, 6, 7], train.forward_backward
-
-    def spoiled(*args, **kwargs):
-        factor = math.inf if steps and state.step == steps[0] and steps.pop(0) else 1.0
-        with spoil(state, {state.step}, factor):
-            return original(*args, **kwargs)
-    return patch.object(train, "forward_backward", spoiled)
-
-
-def inf_in_steps_5_to_7_twice(state):
-    """The second time before a checkpoint of a later step is there."""
-    return inf_in_steps_5_to_7(state, 2)
-
-
-def read_late(state):
-    """As on a GPU: a step's results are read after the next one has been issued."""
-    return patch.object(job, "reads_late", lambda device: True)
-
-
-def inf_in_steps_5_to_7_read_late(state):
-    stack = contextlib.ExitStack()
-    stack.enter_context(read_late(state))
-    stack.enter_context(inf_in_steps_5_to_7(state))
-    return stack
-
-
-def spike_in_step_30(state):
-    return spoil(state, {30}, 100.0)
-
-
 # ---- stopping -------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("ranks, flags", [(1, ""), (2, "--tp 2")])
-def test_a_request_to_one_rank_ends_all_after_the_same_step_and_nothing_is_lost(pool, tmp_path, ranks, flags):
-    flags = f"--steps 6 --metrics {tmp_path}/m {flags}"
-    said = pool.run(ranks, "test_faults:run", flags=f"{flags} --out {tmp_path}/out", rank=ranks - 1, stop_at=2)
+def test_a_request_to_one_rank_ends_all_after_the_same_step_and_nothing_is_lost(pool, tmp_path):
+    flags = f"--steps 6 --tp 2 --metrics {tmp_path}/m"
+    said = pool.run(2, "test_faults:run", flags=f"{flags} --out {tmp_path}/out", rank=1, stop_at=2)
     assert "trained 3 steps" in said[0] and (f"ended after 3 of 6 steps, as asked (on another rank): continue with "
                                              f"--out {tmp_path}/out --resume auto\n") in said[0]
     assert len(metrics(tmp_path / "m")) == 3
-    pool.run(ranks, "test_faults:run", flags=f"{flags} --out {tmp_path}/out --resume auto")
-    pool.run(ranks, "test_faults:run", flags=f"{flags} --out {tmp_path}/straight --metrics {tmp_path}/straight.jsonl")
-    assert losses(tmp_path / "m") == losses(tmp_path / "straight.jsonl") and len(losses(tmp_path / "m")) == 6
+    pool.run(2, "test_faults:run", flags=f"{flags} --out {tmp_path}/out --resume auto")
+    pool.run(2, "test_faults:run", flags=f"{flags} --metrics {tmp_path}/straight")
+    assert losses(tmp_path / "m") == losses(tmp_path / "straight") and len(losses(tmp_path / "m")) == 6
 
 
 def ask_in_evaluation(state):
@@ -155,7 +120,8 @@ def test_a_request_in_an_evaluation_does_not_wait_for_its_end(pool, tmp_path):
     said = pool.run(2, "test_faults:run", flags=flags, patches="ask_in_evaluation", rank=1)[0]
     assert "ended after 2 of 6" in said and metrics(tmp_path / "m")[1]["val_loss"] is None
     assert (tmp_path / "out" / "step-000002" / "run.json").exists()
-    assert "ended after 0 of 0 steps, as asked" in run(f"--steps 0 --val-data {ROOT}/pp.py", "ask_in_evaluation")
+    said = run(f"--steps 0 --val-data {ROOT}/pp.py", patches="ask_in_evaluation")
+    assert "ended after 0 of 0 steps, as asked" in said
 
 
 def test_a_time_limit_ends_a_run_which_without_out_saves_nothing():
@@ -179,27 +145,15 @@ def test_sigterm_saves_and_ends_with_exit_code_0(tmp_path):
     checkpoint.verify(step)
 
 
-def test_the_same_signal_twice_within_a_second_is_one_request_and_later_ends_at_once(capsys):
-    stop = faults.Stop()
-    with patch.object(os, "_exit", side_effect=SystemExit) as ended:
-        stop.on_signal(signal.SIGTERM)
-        stop.on_signal(signal.SIGTERM)
-        assert stop.wanted() and not ended.called
-        stop.asked_at -= 2
-        with pytest.raises(SystemExit):
-            stop.on_signal(signal.SIGINT)
-    ended.assert_called_with(130)
-    assert capsys.readouterr().err == "train.py: rank 0 ends at once: SIGINT again\n"
-
-
-def test_signals_within_a_second_of_the_first_are_one_request_however_many(monkeypatch):
+def test_signals_within_a_second_of_the_first_are_one_request_however_many(monkeypatch, capsys):
     stop, clock = faults.Stop(), iter([10.0, 10.5, 10.9, 11.5])
     monkeypatch.setattr(faults.time, "monotonic", lambda: next(clock))
     with patch.object(os, "_exit", side_effect=SystemExit) as ended, pytest.raises(SystemExit):
         for number in signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGTERM:
             stop.on_signal(number)
     ended.assert_called_once_with(128 + signal.SIGTERM)
-    assert stop.reason == "SIGHUP" and next(clock, None) is None
+    assert stop.reason == "SIGHUP" and stop.wanted() and next(clock, None) is None
+    assert capsys.readouterr().err == "train.py: rank 0 ends at once: SIGTERM again\n"
 
 
 def test_a_time_limit_is_in_minutes_and_gives_way_to_an_earlier_request(monkeypatch):
@@ -210,19 +164,6 @@ def test_a_time_limit_is_in_minutes_and_gives_way_to_an_earlier_request(monkeypa
     for clock[0] in 1000.0 + 119, 1000.0 + 121:
         assert stop.wanted() == (clock[0] > 1120) and asked.wanted()
     assert (stop.reason, asked.reason) == ("--time-limit", "SIGTERM")
-
-
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_run_that_is_asked_to_end_before_its_first_step_says_so_once(monkeypatch, capsys, rank):
-    monkeypatch.setenv("RANK", rank)
-    stop = faults.Stop()
-    with patch.object(os, "_exit", side_effect=SystemExit) as ended:
-        stop.end_if_asked()
-        stop.reason = "SIGTERM"
-        with pytest.raises(SystemExit):
-            stop.end_if_asked()
-    ended.assert_called_once_with(0)
-    assert capsys.readouterr().out == "ended before the first step, as asked (SIGTERM)\n" * (rank == "0")
 
 
 def test_signals_that_nohup_ignores_stay_ignored(monkeypatch):
@@ -239,53 +180,52 @@ def test_signals_that_nohup_ignores_stay_ignored(monkeypatch):
     assert asked == [(False, False), *requests[:2], (False, False), *requests]  # a full pipe must not block a handler
 
 
-def hear(monkeypatch, stop: faults.Stop, *contents: bytes) -> tuple[list[str], list[tuple]]:
-    """(its reasons before each of these comes through the pipe and then nothing more, how it ends the process)."""
-    reading, writing = os.pipe()
-    reasons, sent = [], iter([*contents, b""])
-
-    def select(_, __, ___, limit):
-        reasons.append(stop.reason)
-        os.write(writing, content := next(sent))
-        assert content or limit is not None
-        return [reading] if content else [], [], []
-    monkeypatch.setattr(faults.select, "select", select)
-    with (patch.object(faults.os, "_exit", side_effect=SystemExit) as ended,
-          contextlib.suppress(AssertionError, SystemExit)):
-        stop.hear(reading)
-    return reasons, [call.args for call in ended.mock_calls]
-
-
-def test_only_requests_and_the_end_of_torchrun_end_a_run(monkeypatch, capsys):
+@pytest.mark.parametrize("numbers, reason, alarms", [
+    ([signal.SIGCHLD, signal.SIGUSR2], "", []), ([signal.SIGCHLD, signal.SIGINT], "SIGINT", []),
+    ([faults.ORPHANED], "torchrun is gone", [31]),
+    ([signal.SIGTERM, faults.ORPHANED], "SIGTERM", [31])])  # torchrun was asked, too, and has gone before its ranks
+def test_only_requests_and_the_end_of_torchrun_end_a_run(monkeypatch, numbers, reason, alarms):
     """Other signals are in the pipe, too. A rank whose torchrun has gone has --timeout to save."""
-    chld, usr = (bytes([number]) for number in (signal.SIGCHLD, signal.SIGUSR2))
-    stop = faults.Stop(timeout_s=30)
-    assert hear(monkeypatch, stop, chld, usr + bytes([signal.SIGINT])) == (["", "", "SIGINT"], [])
-    assert stop.asked_at
-    stop = faults.Stop(timeout_s=30)
-    gone = bytes([faults.ORPHANED])
-    assert hear(monkeypatch, stop, chld, gone) == (["", "", "torchrun is gone"], [(1,)])
-    assert "torchrun has been gone for --timeout 30 s, and this rank is " in capsys.readouterr().err
-    assert not stop.asked_at
-    stop.reason = "SIGTERM"  # torchrun was asked, too, and has gone before its ranks
-    assert hear(monkeypatch, stop, gone)[0] == ["SIGTERM", "SIGTERM"]
+    stop, (reading, writing), set_alarms = faults.Stop(timeout_s=30.5), os.pipe(), []
+    monkeypatch.setattr(faults.signal, "alarm", set_alarms.append)
+    os.write(writing, bytes(numbers))
+    os.close(writing)
+    stop.hear(reading)
+    assert (stop.reason, set_alarms) == (reason, alarms)
+
+
+def child(work: Callable[[], None]) -> int:
+    """The id of a copy of this process that does the work and ends."""
+    if pid := os.fork():
+        return pid
+    try:
+        work()
+    finally:
+        os._exit(0)
 
 
 def test_the_kernel_tells_a_rank_that_its_torchrun_has_gone(tmp_path):
     """And without torchrun a parent may end, as the shell of a nohup does."""
-    listen = ("import sys, time; from run import faults; stop = faults.Stop(timeout_s=30); stop.listen(); "
-              f"open({str(tmp_path)!r} + '/' + sys.argv[1], 'w').write('listens'); time.sleep(5); "
-              f"open({str(tmp_path)!r} + '/' + sys.argv[1], 'w').write(stop.reason or 'nobody')")
-    parent = ("import os, subprocess, sys, time; "
-              f"[subprocess.Popen([sys.executable, '-c', {listen!r}, name], env=os.environ | more) for name, more in "
-              "(('rank', dict(TORCHELASTIC_RUN_ID='id')), ('alone', {}))]; time.sleep(60)")
-    env = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-    started = subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT, env=env)
-    files = [tmp_path / "rank", tmp_path / "alone"]
-    while not all(file.exists() and file.read_text() == "listens" for file in files):
+    def listen(name: str, env: dict) -> None:
+        os.environ |= env
+        stop = faults.Stop(timeout_s=60)
+        stop.listen()
+        (tmp_path / name).write_text("listens")
+        deadline = time.monotonic() + (60 if env else 2)
+        while not stop.wanted() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        (tmp_path / name).write_text(stop.reason or "nobody")
+
+    def parent() -> None:
+        child(lambda: listen("rank", dict(TORCHELASTIC_RUN_ID="id")))
+        child(lambda: listen("alone", {}))
+        time.sleep(60)
+
+    pid, files = child(parent), [tmp_path / "rank", tmp_path / "alone"]
+    while not all(file.exists() and file.read_text() for file in files):
         time.sleep(0.05)
-    started.kill()
-    started.wait()
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
     while any(file.read_text() in ("", "listens") for file in files):
         time.sleep(0.05)
     assert [file.read_text() for file in files] == ["torchrun is gone", "nobody"]
@@ -294,40 +234,40 @@ def test_the_kernel_tells_a_rank_that_its_torchrun_has_gone(tmp_path):
 # ---- gradients ------------------------------------------------------------------------------------------------------
 
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(pool, tmp_path):
-    said = pool.run(2, "test_faults:run", flags=f"--steps 5 --metrics {tmp_path}/m", patches="nan_in_step_2", rank=1)
+    said = pool.run(2, "test_faults:run", flags=f"--steps 5 --metrics {tmp_path}/m", spoiled=(2,), factor=math.nan,
+                    rank=1)
     assert "train.py: warning: step 2 was skipped: the norm of its gradient is nan\n" in said[0]
     assert [line["skipped"] for line in metrics(tmp_path / "m")] == [0, 0, 1, 1, 1] and "skipped" not in said[1]
 
 
 def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path):
     with pytest.raises(faults.Failure, match="^3 steps in a row, from step 5 on, were skipped: lower --lr, raise"):
-        run("--steps 20 --max-skipped 3", "inf_in_steps_5_to_7")
-    assert "trained 20 steps" in run("--steps 20 --max-skipped 4", "inf_in_steps_5_to_7")
+        run("--steps 20 --max-skipped 3", (5, 6, 7))
+    assert "trained 20 steps" in run("--steps 20 --max-skipped 4", (5, 6, 7))
     with pytest.raises(faults.Failure, match="were skipped: lower --lr.*, with --rewind\n"):  # it has gone back twice
-        run("--steps 20 --max-skipped 3", "inf_in_steps_5_to_7", state=job.RunState(rewinds=2))
+        run("--steps 20 --max-skipped 3", (5, 6, 7), state=job.RunState(rewinds=2))
     with pytest.raises(faults.Failure, match="with --rewind 3\n"):
-        run(f"--steps 20 --max-skipped 3 --rewind 2 --save-every 9 --out {tmp_path}", "inf_in_steps_5_to_7",
+        run(f"--steps 20 --max-skipped 3 --rewind 2 --save-every 9 --out {tmp_path}", (5, 6, 7),
             state=job.RunState(rewinds=2))
-    said = run("--steps 20 --max-skipped 3", "inf_in_steps_5_to_7", stop_at=7)
+    said = run("--steps 20 --max-skipped 3", (5, 6, 7), stop_at=7)
     assert "ended after 8 of 20 steps, as asked" in said
 
 
 def test_a_run_that_skips_all_its_steps_fails_and_exports_nothing(tmp_path):
     flags = f"--steps 3 --dtype fp32 --out {tmp_path}/out --export-hf {tmp_path}/hf"
     with pytest.raises(faults.Failure, match="^all 3 steps were skipped, so the weights are those of the beginning"):
-        run(flags, "nan_in_steps_0_to_2")
+        run(flags, (0, 1, 2))
     assert not (tmp_path / "hf").exists()
     run(f"--resume {tmp_path}/out --steps 3 --val-data {ROOT}/pp.py")  # an evaluation, which has no step to take
-    assert "trained 4 steps" in run("--steps 4", "nan_in_steps_0_to_2")
-    assert "ended after 3 of 9 steps, as asked" in run("--steps 9", "nan_in_steps_0_to_2", stop_at=2)
+    assert "trained 4 steps" in run("--steps 4", (0, 1, 2))
+    assert "ended after 3 of 9 steps, as asked" in run("--steps 9", (0, 1, 2), stop_at=2)
 
 
-@pytest.mark.parametrize("patches, most, end", [("inf_in_steps_5_to_7", 3, 96),
-                                                ("inf_in_steps_5_to_7_read_late", 2, 84)])
-def test_a_rewind_leaves_out_the_samples_and_nothing_else(pool, tmp_path, patches, most, end):
+@pytest.mark.parametrize("late, most, end", [(False, 3, 96), (True, 2, 84)])
+def test_a_rewind_leaves_out_the_samples_and_nothing_else(pool, tmp_path, late, most, end):
     """It ends as a run does that never reads those samples. Read late, a step is under way that nobody will read."""
     flags = f"--steps 12 --save-every 4 --keep 0 --max-skipped {most} --rewind 1 --metrics {tmp_path}/m"
-    said = pool.run(2, "test_faults:run", flags=f"{flags} --out {tmp_path}/out", patches=patches)[0]
+    said = pool.run(2, "test_faults:run", flags=f"{flags} --out {tmp_path}/out", spoiled=(5, 6, 7), late=late)[0]
     assert f"{most} steps in a row, from step 5 on, were skipped: went back to" in said
     assert f"step-000004 and left out samples 60 to {end - 1}" in said
     assert [line["step"] for line in metrics(tmp_path / "m")] == list(range(12))
@@ -345,13 +285,13 @@ def test_a_rewind_leaves_out_the_samples_and_nothing_else(pool, tmp_path, patche
 def test_without_a_checkpoint_of_an_earlier_step_a_rewind_is_a_failure(tmp_path):
     flags = f"--steps 9 --save-every 8 --max-skipped 3 --rewind 1 --out {tmp_path}"
     with pytest.raises(faults.Failure, match="^3 steps in a row, from step 5 on, were skipped, and there is no check"):
-        run(flags, "inf_in_steps_5_to_7")
+        run(flags, (5, 6, 7))
 
 
 def test_replicas_are_compared_every_so_many_steps_and_before_a_checkpoint_is_saved(tmp_path):
     run(f"--steps 6 --check-replicas 4 --save-every 2 --out {tmp_path}/out --metrics {tmp_path}/saves")
     run(f"--steps 6 --check-replicas 4 --metrics {tmp_path}/m")
-    run(f"--steps 6 --check-replicas 4 --metrics {tmp_path}/late", "read_late")
+    run(f"--steps 6 --check-replicas 4 --metrics {tmp_path}/late", late=True)
     compared = [[line["step"] for line in metrics(tmp_path / name) if "check_replicas_s" in line]
                 for name in ("saves", "m", "late")]
     assert compared == [[1, 3, 5], [3], [3]]
@@ -361,7 +301,7 @@ def test_replicas_are_compared_every_so_many_steps_and_before_a_checkpoint_is_sa
 def test_a_second_rewind_to_a_checkpoint_leaves_out_more_and_counts(tmp_path):
     """The checkpoint is that of just before the first step that was skipped."""
     flags = f"--steps 9 --save-every 5 --max-skipped 3 --out {tmp_path} --rewind"
-    assert run(f"{flags} 2", "inf_in_steps_5_to_7_twice").count("step-000005 and left out samples") == 2
+    assert run(f"{flags} 2", 2 * (5, 6, 7)).count("step-000005 and left out samples") == 2
     written = start.read_run(str(tmp_path / "step-000009"))
     assert (written["left_out"], written["rewinds"]) == ([[60, 96], [96, 132]], 2)
     assert written["samples"] == 5 * 12 + 72 + 4 * 12
@@ -372,17 +312,6 @@ def test_samples_that_were_left_out_are_passed_over_by_any_batch():
     assert found == [0, 4, 16, 16, 16, 16]
     for left_out in ([[8, 12], [12, 16]], [[12, 16], [8, 12]], [[12, 16], [8, 14]]):  # later rewinds go further
         assert faults.next_sample(6, 4, left_out) == 16
-
-
-def test_statistics_of_norms_are_their_mean_and_variance():
-    """Of all norms so far, while they are fewer than the horizon; a constant norm has no variance."""
-    norms = torch.rand(60, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    guard = faults.Guard(faults.Stop(), collectives.ALONE, torch.device("cpu"), [0, 0.0, 0.0])
-    for count, norm in enumerate(norms, 1):
-        guard.update_statistics(norm, guard.limit())
-        seen = norms[:count]
-        want = [count, seen.mean().item(), seen.var(correction=0).item()]
-        assert guard.norms.tolist() == pytest.approx(want, abs=1e-12)
 
 
 def test_older_norms_fade_and_spikes_are_found_once_there_are_enough():
@@ -406,15 +335,15 @@ def test_older_norms_fade_and_spikes_are_found_once_there_are_enough():
 
 def test_a_spike_is_skipped_with_a_flag_and_statistics_are_resumed(tmp_path):
     said = run(f"--steps 36 --skip-spikes 8 --metrics {tmp_path}/m --out {tmp_path}/out --save-every 25 --keep 0",
-               "spike_in_step_30")
+               (30,), 100.0)
     norm, mean = re.search(r"step 30 was skipped: the norm of its gradient is (\S+), the mean (\S+)\n", said).groups()
     norms = [line["grad_norm"] for line in metrics(tmp_path / "m")]
     assert [float(norm), float(mean)] == pytest.approx([norms[30], statistics.mean(norms[:30])], rel=1e-3)
     assert metrics(tmp_path / "m")[-1]["skipped"] == 1
     assert tensors(tmp_path / "out" / "step-000036")["steps"] == 35  # updates
-    assert "skipped" not in run("--steps 36", "spike_in_step_30")
+    assert "skipped" not in run("--steps 36", (30,), 100.0)
     shutil.copytree(tmp_path / "out" / "step-000025", tmp_path / "again" / "step-000025")
-    run(f"--out {tmp_path}/again --resume auto", "spike_in_step_30")
+    run(f"--out {tmp_path}/again --resume auto", (30,), 100.0)
     want, got = (start.read_run(str(tmp_path / name / "step-000036")) for name in ("out", "again"))
     assert want["norms"] == got["norms"] and want["norms"][0] == 35
 
@@ -522,166 +451,155 @@ def test_metrics_name_the_slowest_rank(pool, tmp_path):
         assert line["busy_s"]["min"] <= line["busy_s"]["median"] < 0.3 < line["busy_s"]["max"] < line["step_s"] + 0.1
 
 
-def as_local_rank(rank: int, ranks: int) -> dict[str, str]:
-    """The environment of a rank whose torchrun has started all ranks."""
-    return dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-
-
 def watched(port: int, late: int, timeout_s: float) -> list[str]:
     """What the watchdogs say if one rank is late for a collective."""
     said, rank = [], dist.get_rank()
-    os.environ |= as_local_rank(rank, dist.get_world_size())
+    os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(dist.get_world_size()))
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     group = collectives.Group("tp", dist.new_subgroups_by_enumeration([[0, 1, 2]])[0])
     stop = faults.Stop()
     ranks.record.calls.clear()
-    with (patch.object(faults, "last_words", lambda line, when: said.append(line)),
-          patch.object(faults.os, "_exit", side_effect=SystemExit), patch.object(faults.os, "kill")):
+    with (patch.object(faults, "say", said.append), patch.object(faults.os, "_exit", side_effect=SystemExit)):
         dog = faults.Watchdog(store, timeout_s, lambda: "in step 7", stop)
         dog.learn({"tp": group, "cp": collectives.ALONE})
         collectives.all_reduce(torch.ones(2), group)
         if rank == late:
             late_for_it(timeout_s)
         collectives.all_reduce(torch.ones(2), group)
-        time.sleep(0.5 * timeout_s)
         stop.ending = True
     return said
 
 
 def late_for_it(timeout_s: float) -> None:
-    time.sleep(1.5 * timeout_s)
+    time.sleep(1.3 * timeout_s)
 
 
 def test_a_rank_that_waits_names_step_collective_axis_and_who_is_missing(pool):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     said = pool.run(3, "test_faults:watched", port=store.port, late=1, timeout_s=4.0)
-    assert said[0][0].startswith("rank 0 failed in step 7: all_reduce, call 2 on axis tp (ranks 0, 1, 2), waits for "
-                                 "rank 1, which is in no collective but in test_faults.py:")
-    assert "late_for_it (after 3." in said[0][0] and said[0][0].endswith("s of --timeout 4)")
-    assert len(said[0]) == 1 and said[1:] == [[], []]
+    (line,) = said[0] + said[2]
+    assert said[1] == [] and re.fullmatch(
+        r"rank [02] failed in step 7: all_reduce, call 2 on axis tp \(ranks 0, 1, 2\), waits for rank 1, which is in "
+        r"no collective but in test_faults.py:\d+, late_for_it \(after 3\.\d s of --timeout 4\)", line)
 
 
-@pytest.mark.parametrize("calls, where, says", [
-    ({0: ("tp", 5, None), 1: ("dp", 9, None), 2: ("pp", 1, 0)}, "", "3, which does not answer"),
-    ({0: ("tp", 5, None), 1: ("dp", 9, None), 2: None, 3: None}, "cp.py:7",
-     "2, 3, which is in no collective but cp.py:7"),
-    ({0: ("tp", 5, None), 1: None, 2: ("pp", 1, 0), 3: ("dp", 9, None)}, "",
-     "1, which is in no collective but in step 3"),
-    ({0: ("tp", 5, None), 1: ("dp", 9, None), 2: ("pp", 1, 0), 3: ("dp", 9, None)}, "",
+@pytest.mark.parametrize("calls, says", [
+    ({0: ("tp", 5, None), 1: ("dp", 9, None), 2: ("pp", 1, 0)}, "3, which does not answer"),
+    ({0: ("tp", 5, None), 1: ("dp", 9, None), 2: None, 3: None}, "2, 3, which is in no collective but in cp.py:7, f"),
+    ({0: ("tp", 5, None), 1: ("dp", 9, None), 2: ("pp", 1, 0), 3: ("dp", 9, None)},
      "1, which is in gather, call 9 on axis dp (ranks 1, 3)"),
-    ({0: ("pp", 2, 1), 1: ("dp", 9, None), 2: ("pp", 7, 0), 3: ("dp", 9, None)}, "",
-     "2, which is in gather, call 7 on axis pp (ranks 0, 2)")])
-def test_missing_are_ranks_that_do_not_answer_or_compute_or_wait_elsewhere(calls, where, says):
+    ({0: ("pp", 2, 1), 1: ("dp", 9, None), 2: ("pp", 7, 0), 3: ("dp", 9, None)},
+     "2, which is in gather, call 7 on axis pp (ranks 0, 2)"),
+    ({0: ("world", 2, None), 1: ("world", 2, None), 2: ("world", 2, None), 3: ("world", 2, None)}, None)])
+def test_missing_are_ranks_that_do_not_answer_or_compute_or_wait_elsewhere(monkeypatch, calls, says):
+    monkeypatch.setattr(faults, "innermost_line", lambda: "in cp.py:7, f")
+    dogs = {rank: dog_without_a_thread(rank=rank, ranks=4, members=dict(
+        tp=[0, 1] if rank < 2 else [2, 3], pp=[0, 2] if rank % 2 == 0 else [1, 3], dp=[1, 3])) for rank in calls}
+    for rank, call in reversed(calls.items()):
+        monkeypatch.setattr(faults.record, "waiting_for", call and Call("gather", *call))
+        monkeypatch.setattr(faults.record, "calls", {call[0]: call[1]} if call else {})
+        dogs[rank].store = dogs[max(calls)].store
+        dogs[rank].post(dogs[rank].state())
+    line = dogs[0].describe(dogs[0].posts())
+    if says:
+        assert line.endswith(f"), waits for rank {says}")
+    else:
+        assert line == ("gather, call 2 on axis world (ranks 0, 1, 2, 3), has not ended although all ranks have called "
+                        "it")
+
+
+def dog_without_a_thread(**attributes) -> faults.Watchdog:
+    """With a store of its own, which notes its calls."""
     dog = faults.Watchdog.__new__(faults.Watchdog)
-    dog.rank, dog.ranks, dog.members = 0, 4, dict(tp=[0, 1], dp=[1, 3], pp=[0, 2])
-    posts = {rank: dict(call=call and ["gather", *call], calls={call[0]: call[1]} if call else {}, where=where,
-                        activity="in step 3") for rank, call in calls.items()}
-    assert dog.describe(posts).endswith(f"), waits for rank {says}")
-    posts = {rank: dict(call=["gather", "odd", 2, None], calls=dict(odd=2)) for rank in range(4)}
-    assert dog.describe(posts) == ("gather, call 2 on axis world (ranks 0, 1, 2, 3), has not ended although all ranks "
-                                   "have called it")
-
-
-def store_with(**content: str) -> Mock:
-    """In the place of torchrun's store: it notes its calls."""
-    store = dist.HashStore()
-    for key, value in content.items():
-        store.set(key, value)
-    return Mock(wraps=store)
-
-
-def calls_of(store: Mock) -> list[str]:
-    return [name if name == "multi_get" else f"{name} {args[0]}" for name, args, _ in store.mock_calls]
+    usual = dict(stop=faults.Stop(), store=Mock(wraps=dist.HashStore()), activity=lambda: "in step 3", members={})
+    for name, value in (usual | attributes).items():
+        setattr(dog, name, value)
+    return dog
 
 
 def test_a_rank_that_moves_again_is_where_nobody_knows():
-    dog = faults.Watchdog.__new__(faults.Watchdog)
-    dog.store = store_with(states='[0, "waits", []]\n[1, "computes", []]\n[0, "moves", []]\n[1, "lost", [2]]\n'
-                           '[3, "computes", []]\n')
-    assert dog.states() == {1: ("lost", [2]), 3: ("computes", [])}
+    store, state = dist.HashStore(), dict(waits=False)
+    for rank, posted in (0, state), (1, state), (0, None), (3, None), (3, state):
+        dog_without_a_thread(rank=rank, store=store).post(posted)
+    assert dog_without_a_thread(store=store).posts() == {1: state, 3: state}
 
 
 def test_a_rank_that_stalls_and_moves_on_posts_both_once():
-    dog, clock, posts = faults.Watchdog.__new__(faults.Watchdog), [0.0], []
-    dog.stop, dog.timeout_s, dog.poll_s, dog.post, dog.store = faults.Stop(), 40.0, 1.0, posts.append, store_with()
+    """It computes, and nobody waits."""
+    clock, posts = [0.0], []
+    dog = dog_without_a_thread(rank=0, ranks=2, timeout_s=40.0, poll_s=1.0, post=posts.append)
+    dog.activity = lambda: "in step 1" if clock[0] < 60 else f"in step {clock[0]}"
 
     def sleep(seconds):
         clock[0] += seconds
         dog.stop.ending = clock[0] > 100
-
-    dog.activity = lambda: "in step 1" if clock[0] < 60 else f"in step {clock[0]}"  # it computes, and nobody waits
     with patch.object(faults.time, "sleep", sleep), patch.object(faults.time, "monotonic", lambda: clock[0]):
         dog.watch()
-    assert posts == ["computes", "moves"]
+    assert [post and post["waits"] for post in posts] == [False, None]
 
 
-def calls_of_a_rank_that_stalls(monkeypatch, ranks: int, its_state: str, moves_s: int) -> tuple[list[str], list[str]]:
-    """What rank 5, of a torchrun that started ranks 4 and 5, asks of the store: while it moves, and from then on until
-    it ends. Rank 4 has not posted; all others have, and are in its_state."""
-    for key, value in dict(as_local_rank(5, ranks), LOCAL_RANK="1", LOCAL_WORLD_SIZE="2").items():
-        monkeypatch.setenv(key, value)
-    others = [rank for rank in range(ranks) if rank not in (4, 5)]
-    post = json.dumps(dict(call=None, calls={}, activity="in step 3", where="in train.py:1, main"))
-    store = store_with(states="".join(f'[{rank}, "{its_state}", []]\n' for rank in others), **{
-        f"post {rank}": post for rank in others}, **{f"process {rank}": str(1000 + rank) for rank in range(ranks)})
-    clock, moving = [0.0], []
+def calls_of_a_rank_that_stalls(monkeypatch, ranks: int, reports: bool) -> tuple[list, list[str], list[str]]:
+    """What rank 5 asks of the store while it moves, for 100 s, and from then on until it ends; and its report, if it is
+    the one that reports. Rank 4 has not posted; all others have."""
+    clock, moving, reported = [0.0], [], []
+    dog = dog_without_a_thread(rank=5, ranks=ranks, timeout_s=40.0, poll_s=1.0, members=dict(dp=range(ranks)))
+    for rank in set(range(ranks)) - {4, 5}:
+        dog.store.append("posts", json.dumps([rank, dict(waits=False, calls={}, where="")]) + "\n")
+    if not reports:
+        dog.store.add("reports", 1)
+    dog.store.reset_mock()
 
     def sleep(seconds):
         clock[0] += seconds
 
+    def calls():
+        return [f"{name} {args[0]}" for name, args, _ in dog.store.mock_calls]
+
     def activity():
-        moving[:] = moving if clock[0] > moves_s else calls_of(store)
-        return f"in step {min(clock[0], moves_s)}"
-    waiting = Call("all_reduce", "dp", 3)
+        moving[:] = moving if clock[0] > 100 else calls()
+        return f"in step {min(clock[0], 100)}"
+    dog.activity = activity
+    monkeypatch.setattr(faults.record, "waiting_for", Call("all_reduce", "dp", 3))
     with (patch.object(faults.time, "sleep", sleep), patch.object(faults.time, "monotonic", lambda: clock[0]),
-          patch.object(faults.threading, "Thread"), patch.object(faults, "is_alive", return_value=True),
-          patch.object(faults.os, "kill") as kill, patch.object(faults.os, "_exit", side_effect=SystemExit),
-          patch.object(faults.record, "waiting_for", waiting), patch.object(faults, "last_words") as last_words):
-        dog = faults.Watchdog(store, 40.0, activity, faults.Stop())
-        dog.members = dict(dp=list(range(ranks)))
-        with pytest.raises(SystemExit):
-            dog.watch()
-    kill.assert_called_once_with(1004, signal.SIGKILL)  # and no process of another torchrun
-    if its_state == "computes":  # all others: this rank reports, as of when it began to wait
-        (line, when), _ = last_words.call_args
-        assert line.endswith("(after 37.0 s of --timeout 40)") and abs(time.time() - 37 - when) < 20
-    assert last_words.called == (its_state == "computes")
-    return moving, calls_of(store)[len(moving):]
+          patch.object(faults.os, "_exit", side_effect=SystemExit), pytest.raises(SystemExit),
+          patch.object(faults, "say", reported.append), patch.object(faults, "tell_torchrun", lambda *told: (
+              reported.append(time.time() - told[1])))):
+        dog.watch()
+    return reported, moving, calls()[len(moving):]
 
 
-@pytest.mark.parametrize("its_state", ["waits", "computes"])  # rank 0 reports, or rank 5
-def test_calls_of_the_store_do_not_depend_on_the_number_of_ranks(monkeypatch, its_state):
-    moving, stalled = calls_of_a_rank_that_stalls(monkeypatch, 1024, its_state, moves_s=100)
-    assert moving == ["set process 5"]
-    assert stalled == calls_of_a_rank_that_stalls(monkeypatch, 8, its_state, moves_s=100)[1]
-    assert Counter(call for call in stalled if "process" not in call) == Counter({
-        "set post 5": 1, "append states": 1, "check ['end']": 16, "set end": 1, "get states": 1,
-        "multi_get": int(its_state == "computes")})
-    assert len(stalled) < 30
+@pytest.mark.parametrize("reports", [False, True])
+def test_calls_of_the_store_do_not_depend_on_the_number_of_ranks(monkeypatch, reports):
+    said, moving, stalled = calls_of_a_rank_that_stalls(monkeypatch, 1024, reports)
+    assert moving == [] and stalled == calls_of_a_rank_that_stalls(monkeypatch, 8, reports)[2]
+    if reports:
+        assert stalled == ["append posts", *16 * ["check ['reports']"], "add reports", "get posts"]
+        assert said[0].endswith("waits for rank 4, which does not answer (after 37.0 s of --timeout 40)")
+        assert abs(said[1] - 37) < 20  # when it began to wait
+    else:
+        assert stalled == ["append posts", "check ['reports']"] and said == []
 
 
 @pytest.mark.parametrize("timeout_s", [2.0, 20.0, 600.0])
 def test_a_watchdog_reports_before_the_collective_s_own_timeout(monkeypatch, timeout_s):
-    """It waits for up to a poll after nine tenths of the timeout, and for two more until others have posted."""
-    for key, value in as_local_rank(0, 1).items():
-        monkeypatch.setenv(key, value)
+    """It waits for up to a poll after nine tenths of the timeout."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(faults.threading, "Thread", Mock())
-    dog = faults.Watchdog(store_with(), timeout_s, lambda: "", faults.Stop())
+    dog = faults.Watchdog(Mock(), timeout_s, lambda: "", faults.Stop())
     assert 0 < dog.poll_s <= 1 and 0.9 * timeout_s + 3 * dog.poll_s < timeout_s
 
 
-def test_a_process_is_a_living_rank_only_if_it_has_the_same_parent():
-    child = subprocess.Popen(["sleep", "60"])
-    assert faults.is_alive(os.getpid()) and not faults.is_alive(child.pid)
-    with patch.object(os, "getppid", return_value=os.getpid()):
-        assert faults.is_alive(child.pid)
-        child.kill()
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert not faults.is_alive(child.pid)  # it has ended, but this process has not been told
-        child.wait()
-        assert not faults.is_alive(child.pid)
-        with patch.object(os, "kill"):  # it was still there when it was asked, and has vanished since
-            assert not faults.is_alive(child.pid)
+def end_of(monkeypatch, capsys, error: Exception, dog: faults.Watchdog | None) -> str:
+    """What a rank says that ends because of this error, with exit code 1."""
+    stop = faults.Stop()
+    monkeypatch.setattr(faults.threading, "Timer", Mock())
+    with (patch.object(faults.time, "sleep"), patch.object(faults.os, "_exit", side_effect=SystemExit) as ended,
+          pytest.raises(SystemExit)):
+        faults.fail("in step 3", error, dog, stop)
+    ended.assert_called_with(1)
+    assert stop.ending
+    return capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error, says", [
@@ -690,85 +608,65 @@ def test_a_process_is_a_living_rank_only_if_it_has_the_same_parent():
     (dist.DistBackendError("NCCL error"), "all_reduce, call 3 on axis world (ranks 0, 1), lost its connection: NCCL "
      "error"),
     (torch.AcceleratorError("CUDA error: an illegal memory access"), "CUDA error: an illegal memory access"),
-    (torch.OutOfMemoryError("CUDA out of memory"), "CUDA out of memory"), (TypeError("no tensor"), "no tensor")],
-    ids=["gloo", "NCCL", "GPU", "memory", "usage"])
-def test_an_error_while_a_rank_waits_is_a_lost_connection_only_if_it_is_one_of_the_network(monkeypatch, error, says):
-    dog, said = faults.Watchdog.__new__(faults.Watchdog), []
-    dog.rank, dog.ranks, dog.siblings, dog.members, dog.activity = 0, 2, (), {}, lambda: "in step 3"
-    dog.store, dog.reporting = store_with(), threading.Lock()
+    (torch.OutOfMemoryError("CUDA out of memory"), "CUDA out of memory"), (TypeError("no tensor"), "no tensor"),
+    (KeyError(), "KeyError")], ids=["gloo", "NCCL", "GPU", "memory", "usage", "no message"])
+def test_an_error_while_a_rank_waits_is_a_lost_connection_only_if_it_is_one_of_the_network(monkeypatch, capsys, error,
+                                                                                           says):
+    """Of all ranks that fail only the first speaks, with a traceback if that says more."""
+    dog = dog_without_a_thread(ranks=2)
     monkeypatch.setattr(faults.record, "waiting_for", Call("all_reduce", "world", 3))
-    monkeypatch.setattr(faults.time, "sleep", lambda _: None)
-    monkeypatch.setattr(faults, "explain", lambda line, error: said.append(line))
-    monkeypatch.setattr(faults, "last_words", said.append)
-    dog.report(error)
-    assert said == [f"rank 0 failed in step 3: {says}"]
-    dog.reporting = threading.Lock()
-    dog.report(error)  # a second one, whose connection was lost as the first one ended
-    assert len(said) == (1 if "lost its connection" in says else 2)
+    said = end_of(monkeypatch, capsys, error, dog)
+    assert said.splitlines()[-1] == f"train.py: rank 0 failed in step 3: {says}"
+    assert (said.count("\n") == 1) == ("lost its connection" in says)
+    assert end_of(monkeypatch, capsys, error, dog) == ""
 
 
-@pytest.mark.parametrize("states, reports", [
-    ({0: ("lost", [3]), 1: ("lost", [2]), 4: ("waits", [])}, 0), ({0: ("lost", []), 2: ("failed", [])}, 2),
-    ({0: ("computes", []), 1: ("failed", []), 2: ("failed", [])}, 1)])
-def test_of_ranks_that_fail_one_reports_and_names_all_that_died(monkeypatch, states, reports):
-    """The lowest that raised an error of its own, else the lowest that lost a connection."""
-    said, content = {}, "".join(json.dumps([rank, *state]) + "\n" for rank, state in states.items())
-    call = Call("all_reduce", "world", 3)
-    monkeypatch.setattr(faults.time, "sleep", lambda _: None)
-    for rank, (state, died) in states.items():
-        dog = faults.Watchdog.__new__(faults.Watchdog)
-        dog.rank, dog.ranks, dog.members, dog.activity = rank, 5, {}, lambda: "in step 3"
-        dog.dead, dog.store, dog.reporting = lambda died=died: died, store_with(states=content), threading.Lock()
-        monkeypatch.setattr(faults.record, "waiting_for", call if state == "lost" else None)
-        monkeypatch.setattr(faults, "explain", lambda line, error, rank=rank: said.update({rank: line}))
-        monkeypatch.setattr(faults, "last_words", lambda line, rank=rank: said.update({rank: line}))
-        if state in ("lost", "failed"):
-            dog.report(RuntimeError("closed"))
-            posted = json.loads(dog.store.get("states").splitlines()[-1])
-            assert posted == [rank, state, died] and dog.reporting.locked()
-            assert (json.loads(dog.store.get(f"post {rank}"))["where"] == "") == (state == "lost")
-    lost = "all_reduce, call 3 on axis world (ranks 0, 1, 2, 3, 4), lost its connection: rank 2, 3 has died"
-    assert said == {reports: f"rank {reports} failed in step 3: {'closed' if reports else lost}"}
+def test_a_rank_that_fails_reports_before_those_that_lose_their_connection_to_it(monkeypatch):
+    """They wait a second before they ask who reports, and it has asked when it ends."""
+    slept = []
+    monkeypatch.setattr(faults.threading, "Timer", Mock())
+    monkeypatch.setattr(faults.time, "sleep", slept.append)
+    for waits, error, want in (None, RuntimeError(), []), (Call("gather", "dp", 1), RuntimeError(), [1]):
+        dog = dog_without_a_thread(ranks=2)
+        dog.is_first_to_report = Mock(side_effect=lambda: slept.append("asks") or True)
+        monkeypatch.setattr(faults.record, "waiting_for", waits)
+        with patch.object(faults, "report", side_effect=SystemExit), pytest.raises(SystemExit):
+            faults.fail("in step 3", error, dog, faults.Stop())
+        assert slept == [*want, "asks"]
+        slept.clear()
 
 
-def test_a_watchdog_that_loses_its_store_says_so_unless_its_rank_ends(monkeypatch, capsys):
-    dog = faults.Watchdog.__new__(faults.Watchdog)
-    dog.rank, dog.stop, dog.watch = 3, faults.Stop(), Mock(side_effect=RuntimeError("Broken pipe\nat ..."))
+def test_a_watchdog_that_loses_its_store_says_so_unless_its_rank_ends(capsys):
+    dog = dog_without_a_thread(rank=3, watch=Mock(side_effect=RuntimeError("Broken pipe\nat ...")))
     for dog.stop.ending in False, True:
         dog.run()
     line = "train.py: warning: rank 3 is no longer watched, as torchrun's store failed: Broken pipe\n"
     assert capsys.readouterr().err == line
-    assert faults.reason(KeyError()) == "KeyError"  # of an error without a message its type
 
 
-@pytest.mark.parametrize("timer", [Mock(), Mock(side_effect=RuntimeError("can't start new thread"))])
-def test_a_rank_whose_report_fails_reports_alone(monkeypatch, capsys, timer):
-    """Also one that has no memory for a thread."""
-    stop = faults.Stop()
-    monkeypatch.setattr(faults.threading, "Timer", timer)
-    with patch.object(faults.os, "_exit", side_effect=SystemExit) as ended, pytest.raises(SystemExit):
-        faults.fail("in step 3", faults.Failure("of a kind"), Mock(report=Mock(side_effect=RuntimeError)), stop)
-    ended.assert_called_with(1)
-    assert capsys.readouterr().err == "train.py: rank 0 failed in step 3: of a kind\n" and stop.ending
-
-
-def test_a_watchdog_is_silent_once_its_rank_ends(monkeypatch):
-    dog = faults.Watchdog.__new__(faults.Watchdog)
-    dog.poll_s, dog.stop = 1.0, faults.Stop()
-    monkeypatch.setattr(faults.time, "sleep", lambda _: setattr(dog.stop, "ending", True))
-    dog.watch()  # it asks no store, which it does not have
+def test_a_rank_whose_report_fails_reports_alone(monkeypatch, capsys):
+    """The store has gone; or there is no memory for a thread; or the store does not answer."""
+    alone, gone = "train.py: rank 0 failed in step 3: of a kind\n", Mock(side_effect=RuntimeError)
+    assert end_of(monkeypatch, capsys, faults.Failure("of a kind"), Mock(is_first_to_report=gone)) == alone
+    with (patch.object(faults.threading, "Timer", gone), patch.object(faults.os, "_exit", side_effect=SystemExit),
+          pytest.raises(SystemExit)):
+        faults.fail("in step 3", faults.Failure("of a kind"), dog_without_a_thread(), faults.Stop())
+    assert capsys.readouterr().err == alone
 
 
 def test_a_rank_that_fails_ends_although_the_store_does_not_answer(monkeypatch, capsys):
     ended = threading.Event()
     monkeypatch.setattr(faults, "STORE_TIMEOUT_S", 0.1)
     monkeypatch.setattr(faults.os, "_exit", lambda code: ended.set())
-    dog = faults.Watchdog.__new__(faults.Watchdog)
-    dog.report = lambda error: ended.wait(60)
-    began = time.monotonic()
+    dog = Mock(is_first_to_report=lambda: ended.wait(60))
     faults.fail("in step 3", faults.Failure("of a kind"), dog, faults.Stop())
-    assert time.monotonic() - began < 30
-    assert capsys.readouterr().err.startswith("train.py: rank 0 failed in step 3: of a kind\n")
+    assert capsys.readouterr().err.startswith("train.py: rank 0 failed in step 3: of a kind\n") and ended.is_set()
+
+
+def test_a_watchdog_is_silent_once_its_rank_ends(monkeypatch):
+    dog = dog_without_a_thread(poll_s=1.0, store=None)
+    monkeypatch.setattr(faults.time, "sleep", lambda _: setattr(dog.stop, "ending", True))
+    dog.watch()
 
 
 def test_ranks_that_are_started_again_read_no_key_of_those_before(monkeypatch):
@@ -807,28 +705,22 @@ def test_ranks_that_do_not_meet_are_told_why_in_one_line(monkeypatch, capsys, er
 
 def test_torchruns_report_has_the_last_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    with patch.object(faults.os, "_exit", side_effect=SystemExit) as ended, pytest.raises(SystemExit):
-        faults.fail("in step 3", faults.Failure("of a kind"), None, faults.Stop())
-    ended.assert_called_with(1)
-    assert capsys.readouterr().err == "train.py: rank 0 failed in step 3: of a kind\n"  # and no traceback
+    line = "train.py: rank 0 failed in step 3: of a kind"
+    assert end_of(monkeypatch, capsys, faults.Failure("of a kind"), None) == f"{line}\n"
     failure = ProcessFailure(0, 1, 1, str(tmp_path / "error.json"))
-    assert failure.message["extraInfo"]["py_callstack"] == "train.py: rank 0 failed in step 3: of a kind"
-    assert abs(failure.timestamp - time.time()) < 60
-    faults.last_words("earlier", 1e9)  # of several ranks torchrun names the one that failed first
+    assert failure.message["extraInfo"]["py_callstack"] == line and abs(failure.timestamp - time.time()) < 60
+    with patch.object(faults.os, "_exit"):
+        faults.report("in step 3", faults.Failure("of a kind"), 1e9)  # of several ranks torchrun names the first
     assert ProcessFailure(0, 1, 1, str(tmp_path / "error.json")).timestamp == 1e9
-    assert capsys.readouterr().err == "train.py: earlier\n"
-    with patch.object(faults.os, "_exit", side_effect=SystemExit), pytest.raises(SystemExit):
-        faults.fail("in step 3", ZeroDivisionError("unexpected"), None, faults.Stop())
-    err = capsys.readouterr().err
-    assert err.startswith("ZeroDivisionError") and err.endswith("train.py: rank 0 failed in step 3: unexpected\n")
 
 
-def launch(ranks: int, fault: str, number: int, step: int, where: str, flags: str, restarts: int = 0,
-           nodes: str = "", **options) -> subprocess.Popen:
+def launch(ranks: int, fault: str, number: int | str, step: int | str, where: str, flags: str, restarts: int = 0,
+           nodes: str = "") -> subprocess.Popen:
+    """torchrun with a faulty train.py: see help/faulty.py."""
     torchrun = f"-m torch.distributed.run {nodes} --nproc_per_node={ranks} --max-restarts {restarts}"
     command = f"{torchrun} tests/help/faulty.py {fault} {number} {step} {where} {SMALL} {flags}".split()
     return subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            text=True, start_new_session=True, **options)
+                            text=True, start_new_session=True)
 
 
 def free_port() -> int:
@@ -860,7 +752,27 @@ WHERE = ["before", "loading", "forward", "collective", "optimizer", "staging", "
          "sampling", "exit"]
 
 
-@pytest.mark.parametrize("where", ["backward", *slow(*WHERE)])
+def test_a_rank_is_killed_then_one_raises_and_nothing_is_lost(pool, tmp_path):
+    """torchrun starts all ranks again, then ends. A rank that raises is the only one to speak."""
+    flags = f"--steps 12 --out {tmp_path}/out --save-every 2 --metrics {tmp_path}/m --resume auto"
+    process = launch(2, "kill,raise", "1,1", "7,10", "backward,forward", flags, restarts=1)
+    out, err = finished(process)
+    assert process.returncode == 1 and len(re.findall("resumed .* after [46] steps", out)) == 1, err
+    first, second = err.split("\ntrain.py: rank 1 failed in step 10: a fault of its own\n")
+    assert "exitcode: -9" in first and "local_rank: 1" in first
+    assert "train.py: rank 0 failed in step 7: " in first and "lost its connection" in first
+    assert first.count("\ntrain.py:") == first.count("Traceback") == 1 and "\ntrain.py:" not in second
+    assert first.endswith("FloatingPointError: a fault of its own")
+    assert "traceback : train.py: rank 1 failed in step 10: a fault of its own" in second
+    pool.run(2, "test_faults:run", flags=flags)
+    pool.run(2, "test_faults:run", flags=f"--steps 12 --metrics {tmp_path}/straight")
+    assert losses(tmp_path / "m") == losses(tmp_path / "straight")
+    checkpoint.verify(tmp_path / "out" / "step-000012")
+    assert left_over(tmp_path / "out") == [] and orphans(str(tmp_path)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", WHERE)
 def test_a_rank_may_be_killed_anywhere(pool, tmp_path, where):
     """It is restarted, and nothing but the steps since the last checkpoint is lost."""
     step = {"before": 0, "loading": 0, "evaluation": 5, "sampling": 11, "exit": 11}.get(where, 7)
@@ -869,11 +781,7 @@ def test_a_rank_may_be_killed_anywhere(pool, tmp_path, where):
     number = 0 if where in ("writing", "commit", "sampling") else 1
     process = launch(2, "kill", number, step, where, flags, restarts=3)
     out, err = finished(process)
-    assert process.returncode == 0, err
-    assert "exitcode: -9" in err  # it was killed
-    if where == "backward":
-        assert "train.py: rank 0 failed in step 7: " in err and "lost its connection: rank 1 has died" in err
-        assert "Traceback" not in err
+    assert process.returncode == 0 and "exitcode: -9" in err, err
     resumed = re.findall(r"resumed .* after (\d+) steps", out)
     assert resumed == {"before": [], "loading": []}.get(where, resumed[:1]) and set(resumed) <= {"5", "10", "12"}
     pool.run(2, "test_faults:run", flags=f"--steps 12 --metrics {tmp_path}/straight")
@@ -916,9 +824,7 @@ def test_no_rank_stays_when_torchrun_is_killed_and_a_rank_loops_for_ever(tmp_pat
     while orphans(str(tmp_path)) and time.monotonic() < began + 120:
         time.sleep(0.5)
     assert orphans(str(tmp_path)) == []
-    _, err = finished(process)
-    assert ("train.py: rank 1 ends at once: torchrun has been gone for --timeout 20 s, and this rank is still in "
-            "faulty.py:") in err
+    finished(process)
 
 
 @pytest.mark.slow
@@ -958,9 +864,9 @@ def test_a_torchrun_that_has_lost_another_machine_goes_on_with_fewer_ranks(pool,
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["stop", "loop"])
 @pytest.mark.parametrize("ranks, where, flags, says", [
-    (2, "forward", "--steps 4000", "in step 3: all_reduce, call "),
-    (3, "forward", "--steps 4000 --pp 3 --layers 3 --micro-batch 4", "in step 3: "),
-    (2, "export", "--steps 4 --out {0}/out --export-hf {0}/hf", "exporting: all_gather_object, call ")])
+    (2, "forward", "--steps 4000", "rank 0 failed in step 3: all_reduce, call "),
+    (3, "forward", "--steps 4000 --pp 3 --layers 3 --micro-batch 4", "rank [02] failed in step 3: "),
+    (2, "export", "--steps 4 --out {0}/out --export-hf {0}/hf", "rank 0 failed exporting: all_gather_object, call ")])
 def test_a_rank_that_hangs_is_named_within_the_timeout(tmp_path, fault, ranks, where, flags, says):
     process = launch(ranks, fault, 1, 3, where, f"--timeout 20 --metrics {tmp_path}/m {flags.format(tmp_path)}")
     began = time.monotonic()
@@ -969,20 +875,11 @@ def test_a_rank_that_hangs_is_named_within_the_timeout(tmp_path, fault, ranks, w
     lines = [line for line in err.splitlines() if line.startswith("train.py:")]
     assert len(lines) == 1, err
     answer = "does not answer" if fault == "stop" else "is in no collective but in faulty.py:"
-    assert lines[0].startswith(f"train.py: rank 0 failed {says}")
+    assert re.match(f"train.py: {says}", lines[0])
     assert f"waits for rank 1, which {answer}" in lines[0] and lines[0].endswith(" s of --timeout 20)")
     assert 10 < float(lines[0].split("(after ")[1].split(" ")[0]) <= 20
     assert err.split("Root Cause")[1].count(lines[0]) == 1 and "Traceback" not in err.split("train.py:")[0]
     assert orphans(str(tmp_path)) == []
-
-
-def test_a_rank_that_raises_is_the_only_one_to_speak(tmp_path):
-    process = launch(3, "raise", 2, 3, "forward", f"--steps 40 --metrics {tmp_path}/m")
-    out, err = finished(process)
-    assert process.returncode == 1 and err.count("\ntrain.py:") == 1
-    before, after = err.split("\ntrain.py: rank 2 failed in step 3: a fault of its own\n")
-    assert before.count("Traceback") == 1 and before.endswith("FloatingPointError: a fault of its own")
-    assert "traceback : train.py: rank 2 failed in step 3: a fault of its own" in after
 
 
 # ---- disks ----------------------------------------------------------------------------------------------------------
@@ -1035,7 +932,7 @@ def test_a_save_that_fails_is_a_warning_and_the_last_whole_checkpoint_stays(tmp_
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         with pytest.raises(faults.Failure, match="the checkpoint of step 6 could not be saved") as error:
-            run(f"--steps 6 --out {tmp_path}/out --save-every 1", fault)
+            run(f"--steps 6 --out {tmp_path}/out --save-every 1", patches=fault)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     warnings = [line for line in error.value.__notes__[0].splitlines() if "train.py: warning" in line]
@@ -1136,7 +1033,8 @@ def test_a_run_goes_on_with_fewer_ranks(pool, tmp_path):
 
 def as_rank(rank: int, ranks: int, port: int, restart: int, flags: str, log: str) -> None:
     """A process as torchrun starts it, but from a process that has torch loaded already."""
-    os.environ |= as_local_rank(rank, ranks) | dict(
+    os.environ |= dict(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="soak", TORCHELASTIC_USE_AGENT_STORE="True",
         TORCHELASTIC_RESTART_COUNT=str(restart))
     torch.set_num_threads(1)
@@ -1147,18 +1045,13 @@ def as_rank(rank: int, ranks: int, port: int, restart: int, flags: str, log: str
             train.main(config.parse(flags.split(), ranks))
 
 
-def supervise(flags: str, ranks: int, faults_left: int, folder: Path,
-              draw: random.Random) -> tuple[Counter, list, list]:
+def supervise(flags: str, ranks: int, faults_left: int, folder: Path, draw: random.Random) -> list[int]:
     """Run until all ranks end by themselves, restarting them after every fault: kill -9, SIGTERM, SIGSTOP for ever or
-    for a moment, of any rank, after one or two more steps.
-
-    Returns how many there were of each kind, the seconds from each to the end of the first step after it, and how many
-    steps had to be taken again.
-    """
+    for a moment, of any rank, after one or two more steps. Returns how many steps had to be taken again after each."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "train"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    counts, downtimes, lost, restart, struck = Counter(), [], [], 0, 0.0
+    lost, restart = [], 0
     while True:
         started = [context.Process(target=as_rank, args=(rank, ranks, store.port, restart, flags, f"{folder}/log"))
                    for rank in range(ranks)]
@@ -1168,7 +1061,6 @@ def supervise(flags: str, ranks: int, faults_left: int, folder: Path,
         while all(process.is_alive() for process in started) and changed(folder) == before:
             time.sleep(0.02)
         if restart:
-            downtimes.append(time.monotonic() - struck)
             lost.append(max(0, reached - newest_step(folder)))
         kind = draw.choice(["kill", "kill", "term", "stop", "pause"]) if faults_left else ""
         goal = newest_step(folder) + draw.randrange(1, 3)
@@ -1176,10 +1068,8 @@ def supervise(flags: str, ranks: int, faults_left: int, folder: Path,
             time.sleep(0.02)
         if kind:
             faults_left -= 1
-            counts[kind] += 1
-            struck = time.monotonic()
+            print(f"in step {newest_step(folder)}: {kind}", flush=True)
             strike(kind, started[draw.randrange(ranks)])
-            print(f"fault {counts.total()} in step {newest_step(folder)}: {kind}", flush=True)
         for process in started:
             process.join(120)
             assert process.exitcode is not None, (folder / "log").read_text()[-3000:]
@@ -1188,7 +1078,7 @@ def supervise(flags: str, ranks: int, faults_left: int, folder: Path,
                     other.kill()
         restart += 1
         if not any(process.exitcode for process in started) and finished_last_step(folder, flags):
-            return counts, downtimes, lost
+            return lost
 
 
 def changed(folder: Path) -> int:
@@ -1220,30 +1110,15 @@ def finished_last_step(folder: Path, flags: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("steps, count", [(40, 12), (400, 200)])
 def test_a_run_survives_a_fault_every_two_steps(pool, tmp_path, steps, count):
-    """Its end state is that of an undisturbed run, to the bit, and it has lost no more than the steps since a save.
-    Prints how much of its time was not lost, beside what Young's formula says, and the best interval between saves."""
+    """Its end state is that of an undisturbed run, to the bit, and it has lost no more than the steps since a save."""
     every = 2
     flags = f"{SMALL} --steps {steps} --save-every {every} --timeout 15"
     flags += f" --metrics {tmp_path}/m --out {tmp_path}/out"
-    began = time.monotonic()
-    counts, downtimes, lost = supervise(f"{flags} --resume auto", 4, count, tmp_path, random.Random(3))
-    wall = time.monotonic() - began
+    lost = supervise(f"{flags} --resume auto", 4, count, tmp_path, random.Random(3))
     straight = f"--out {tmp_path}/straight --metrics {tmp_path}/straight.jsonl"
     pool.run(4, "test_faults:run", flags=f"--steps {steps} {straight}")
     want, got = (tensors(tmp_path / name / f"step-{steps:06d}") for name in ("straight", "out"))
     assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
     assert losses(tmp_path / "m") == losses(tmp_path / "straight.jsonl")
-    assert left_over(tmp_path / "out") == [] and orphans(str(tmp_path)) == [] and counts.total() == count
+    assert left_over(tmp_path / "out") == [] and orphans(str(tmp_path)) == []
     assert len(lost) >= count - 3 and max(lost) <= 2 * every  # a save may have been under way; none before step 2
-    lines = metrics(tmp_path / "m")
-    step_s = statistics.median(line["step_s"] for line in lines)
-    save_s = statistics.median(line["save_wait_s"] for line in lines if "save_wait_s" in line)
-    interval, between, down = every * step_s, wall / count, statistics.mean(downtimes)
-    share = 1 / (1 + save_s / interval + count / (steps * step_s) * (down + interval / 2))
-    young = math.sqrt(2 * save_s * between)
-    daly = young * (1 + math.sqrt(save_s / (2 * between)) / 3 + save_s / (18 * between)) - save_s
-    print(f"\n{dict(counts)} in {steps} steps, one per {between:.2f} s: {steps * step_s / wall:.2%} of {wall:.0f} s "
-          f"were steps that stayed ({step_s:.3f} s each), by Young's model {share:.2%}, with {down:.2f} s per fault "
-          f"until the next step is done and half an interval lost ({sum(lost)} steps were: {sum(lost) / count:.2f} per "
-          f"fault); a save takes {save_s:.4f} s of a step, so the best interval is {young:.2f} s by Young, "
-          f"{daly:.2f} s by Daly, and was {interval:.2f} s")

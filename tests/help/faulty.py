@@ -1,8 +1,8 @@
 """train.py with a fault: torchrun ... faulty.py FAULT RANK STEP WHERE, and then the flags of train.py.
 
-The fault happens once, to the first start of the run, when this rank comes to this place in this step (counted from 0):
-before, loading, forward, backward, collective, optimizer, staging, writing, commit, evaluation, export, sampling or
-exit.
+The fault happens when this rank comes to this place in this step (counted from 0): before, loading, forward, backward,
+collective, optimizer, staging, writing, commit, evaluation, export, sampling or exit. It happens to the first start of
+the run; of several, separated by commas, each happens to one start.
 """
 import contextlib
 import os
@@ -95,11 +95,13 @@ PLACES = {"before": (train, "local_micro_batches"), "loading": (train, "build_mo
 
 
 def main() -> None:
-    fault, number, step, where, *flags = sys.argv[1:]
+    *faults, flags = *(argument.split(",") for argument in sys.argv[1:5]), sys.argv[5:]
     sys.argv[1:] = flags
-    settings = start.from_command_line()
-    if os.environ.get("RANK", "0") == number and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        inject(fault, where, int(step))
+    settings, number = start.from_command_line(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if number < len(faults[0]):
+        fault, rank, step, where = (found[number] for found in faults)
+        if os.environ.get("RANK", "0") == rank:
+            inject(fault, where, int(step))
     train.main(settings)
 
 
