@@ -80,7 +80,7 @@ def train(run: job.Run) -> None:
         if mtp_loss:
             results["mtp_loss"], = mtp_loss
         if settings.model.experts:
-            results |= update_balance(model, groups, grad_norm < limit, step.sequences)
+            results |= update_balance(model, groups, grad_norm < limit, len(step.samples))
         run.end_step(lr, results)
 
 

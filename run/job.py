@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -55,23 +55,18 @@ class RunState:
             setattr(self, name, saved[name])
 
 
-class Step(NamedTuple):
-    """What a step of the loop is given."""
+@dataclass
+class Step:
+    """What a step of the loop is given, and, once the device has been given the step, what the host needs to read its
+    results."""
     number: int
-    sequences: int  # of the global batch
+    samples: range  # of the global batch
+    tokens: int  # since the beginning of the run, with those of this step
     micro_batches: list[MicroBatch]  # of this rank
-    began: float
-
-
-class Issued(NamedTuple):
-    """A step that the device has been given, and what the host will need when it reads the step's results."""
-    step: int
-    samples: range
-    tokens: int  # since the beginning of the run
-    lr: float
-    began: float
-    sent: Counter[str]  # bytes by axis
-    results: HostCopy
+    began: float = 0.0
+    lr: float = 0.0
+    sent: Counter[str] | None = None  # bytes by axis
+    results: HostCopy | None = None
 
 
 @dataclass
@@ -97,8 +92,7 @@ class Run:
     resumed: Path | None = None  # the checkpoint that the run was resumed from
     guard: faults.Guard | None = None
     noise: GradientNoise | None = None
-    current: Step | None = None  # the step that `begin_step` has begun
-    issued: Issued | None = None  # the step that `end_step` was last called for
+    step: Step | None = None  # the one that `begin_step` was last called for
     local_micro_batches: Callable[..., list[MicroBatch]] | None = None  # of train.py, as is mean_loss
     mean_loss: Callable[..., float] | None = None
 
@@ -140,7 +134,13 @@ class Run:
         if asked.sample:
             self.codec = agree(lambda: codec_of(self.training.corpus, self.tokenizer), self.host)
             agree(lambda: self.codec and self.codec.prompt(asked.sample), self.host)
-        open_saver(self)
+        path, step = self.resumed, self.state.step
+        if asked.out and (step < settings.optim.steps or (asked.export_hf and not path)):
+            pieces = list(checkpoint.pieces_of_run(optimizer, self.model.routers, self.groups, saving=True))
+            continues = path is not None and os.path.realpath(path.parent) == os.path.realpath(asked.out)
+            self.saver = Saver(asked.out, pieces, asked.keep, self.host, step if continues else 0)
+        if path and self.log.is_first_rank:
+            print(f"resumed {path} after {step} steps", flush=True)
 
     def steps(self, local_micro_batches: Callable[..., list[MicroBatch]],
               mean_loss: Callable[..., float]) -> Iterator[Step]:
@@ -159,33 +159,33 @@ class Run:
         with without_garbage_collector(), profiling(run.profile, run.memory_snapshot, self.log.rank,
                                                     self.device) as profiled_step:
             upcoming = read(self) if state.step < optim.steps else None
-            unread: Issued | None = None
+            unread: Step | None = None
             while state.step < optim.steps and not guard.stopping:
-                yield self.begin_step(*upcoming)
-                issued = self.issued
+                step = upcoming
+                self.begin_step(step)
+                yield step
                 if state.step < optim.steps:
                     with profile_range("read data"):
                         upcoming = read(self)  # while the device computes
-                    state.activity = f"in step {issued.step}"
+                    state.activity = f"in step {step.number}"
                 if unread:
                     self.log.write(read_results(self, unread))
-                unread = issued
-                reads_now = guard.stopping or not reads_late(self.device) or needs_pause(self, issued.step)
+                unread = step
+                reads_now = guard.stopping or not reads_late(self.device) or needs_pause(self, step.number)
                 if reads_now and not self.too_many_skipped():
-                    record, unread = read_results(self, issued), None
-                    self.log.write(record | pause(self, issued.step))
+                    record, unread = read_results(self, step), None
+                    self.log.write(record | pause(self, step.number))
                 profiled_step()
                 if self.too_many_skipped():
                     rewind(self)
                     upcoming, unread = read(self), None
         finish(self)
 
-    def begin_step(self, sequences: int, micro_batches: list[MicroBatch]) -> Step:
-        self.state.activity = f"in step {self.state.step}"
+    def begin_step(self, step: Step) -> None:
+        self.step, step.began = step, time.perf_counter()
+        self.state.activity = f"in step {step.number}"
         collectives.sent.clear()
         self.guard.begin_step()
-        self.current = Step(self.state.step, sequences, micro_batches, time.perf_counter())
-        return self.current
 
     def votes(self) -> torch.Tensor:
         """What Optimizer.step is to sum over ranks: of faults.Guard, and the two squares of GradientNoise."""
@@ -195,15 +195,13 @@ class Run:
     def end_step(self, lr: float, results: dict[str, torch.Tensor]) -> None:
         """Take what the device will know when the step is done: loss, norm, limit and summed votes, and other metrics.
         The host reads a copy of it later."""
-        state, step, tokens = self.state, self.current, self.current.sequences * self.settings.batch.seq
+        state, step, tokens = self.state, self.step, len(self.step.samples) * self.settings.batch.seq
         results = results | dict(mean=self.guard.update_statistics(results["norm"], results["limit"]))
         if self.noise:
             results["votes"], squares = results["votes"].tensor_split([-2])
             results |= self.noise.estimate(tokens, squares)
-        samples = range(state.samples, state.samples + step.sequences)
-        state.step, state.samples, state.tokens = state.step + 1, samples.stop, state.tokens + tokens
-        self.issued = Issued(step.number, samples, state.tokens, lr, step.began, collectives.sent.copy(),
-                             HostCopy(**results))
+        state.step, state.samples, state.tokens = state.step + 1, step.samples.stop, step.tokens
+        step.lr, step.sent, step.results, step.micro_batches = lr, collectives.sent.copy(), HostCopy(**results), []
 
     def too_many_skipped(self) -> bool:
         return 0 < self.settings.run.max_skipped <= len(self.guard.streak) and not self.guard.stopping
@@ -287,17 +285,6 @@ def load_first(run: Run, source: Source) -> None:
         router.bias.copy_(source(spec, (slice(0, len(router.bias)),)))
 
 
-def open_saver(run: Run) -> None:
-    """Make the Saver, if the run saves, and say where the run continues."""
-    asked, state, path = run.settings.run, run.state, run.resumed
-    if asked.out and (state.step < run.settings.optim.steps or (asked.export_hf and not path)):
-        pieces = list(checkpoint.pieces_of_run(run.optimizer, run.model.routers, run.groups, saving=True))
-        continues = path is not None and os.path.realpath(path.parent) == os.path.realpath(asked.out)
-        run.saver = Saver(asked.out, pieces, asked.keep, run.host, state.step if continues else 0)
-    if run.groups["world"].rank == 0 and path:
-        print(f"resumed {path} after {state.step} steps", flush=True)
-
-
 def find_whole(candidates: list[Path], group: Group) -> Path:
     """The first checkpoint that is undamaged; damaged ones are named on stderr. Raises ValueError if all are."""
     need(candidates != [], "the checkpoint to resume is gone: another run has removed it")
@@ -347,14 +334,15 @@ def tokenizer_folder(init_from: str, resumed: str, corpus: Corpus) -> str:
 
 # ---- what a step reads ----------------------------------------------------------------------------------------------
 
-def read(run: Run) -> tuple[int, list[MicroBatch]]:
-    """(sequences of the global batch, this rank's micro-batches) of the step that begins now."""
-    state = run.state
+def read(run: Run) -> Step:
+    """The step that is next, with this rank's micro-batches."""
+    state, batch = run.state, run.settings.batch
     state.activity = f"in step {state.step}"
-    sequences = sequences_at(state.tokens, run.settings.batch.ramp())
-    state.samples = faults.next_sample(state.samples, sequences, state.left_out)
-    micro_batches = run.local_micro_batches(run.training, state.samples, sequences, run.settings, run.groups)
-    return sequences, on_device(run, micro_batches)
+    sequences = sequences_at(state.tokens, batch.ramp())
+    first = faults.next_sample(state.samples, sequences, state.left_out)
+    micro_batches = run.local_micro_batches(run.training, first, sequences, run.settings, run.groups)
+    return Step(state.step, range(first, first + sequences), state.tokens + sequences * batch.seq,
+                on_device(run, micro_batches))
 
 
 def on_device(run: Run, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
@@ -374,13 +362,13 @@ def reads_late(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def read_results(run: Run, issued: Issued) -> dict:
+def read_results(run: Run, step: Step) -> dict:
     """Wait for a step's results, let the guard see them, and return the step's metrics."""
-    found, state, guard = issued.results.read(), run.state, run.guard
+    found, state, guard = step.results.read(), run.state, run.guard
     loss, norm, limit, mean, votes = (found.pop(name) for name in ("loss", "norm", "limit", "mean", "votes"))
-    guard.after_step(issued.step, issued.samples, norm=norm, limit=limit, mean=mean, votes=votes)
+    guard.after_step(step.number, step.samples, norm=norm, limit=limit, mean=mean, votes=votes)
     state.skipped += bool(guard.streak)
-    metrics = run.log.metrics(issued, skipped=state.skipped, loss=loss, norm=norm, seconds=run.log.lap(issued.began))
+    metrics = run.log.metrics(step, skipped=state.skipped, loss=loss, norm=norm, seconds=run.log.lap(step.began))
     return metrics | guard.metrics() | found
 
 
@@ -401,8 +389,10 @@ def pause(run: Run, step: int) -> dict:
     saves = run.saver and (guard.stopping or is_due(step, asked.save_every, steps))
     if asked.check_replicas and (saves or is_due(step, asked.check_replicas, math.inf)):
         record["check_replicas_s"] = faults.check_replicas(run.optimizer, run.model.routers, groups)
-    if saves:
-        record |= save(run)
+    if saves:  # in the background
+        state.activity, state.norms = f"saving after step {step}", guard.norms.tolist()
+        record["save_wait_s"] = run.saver.save(state.step, description(run))
+        record["save_gb_per_s"] = run.saver.bytes_per_s / 1e9
     return record
 
 
@@ -413,14 +403,14 @@ def finish(run: Run) -> None:
     if run.validation and log.last_loss is None:
         state.activity = "evaluating"
         log.print_validation_loss(state.step, validation_loss(run))
-    asked, is_first_rank = settings.run, run.groups["world"].rank == 0
+    asked = settings.run
     log.close(state.step, state.tokens)
     if run.saver:
         state.activity = "saving"
         if log.last_loss is None:  # no step was left to train, so none has saved
             run.saver.save(state.step, description(run))
         problem = run.saver.finish()
-    if guard.stopping and is_first_rank:
+    if guard.stopping and log.is_first_rank:
         saved = f"continue with --out {asked.out} --resume auto" if asked.out else "nothing is saved: there is no --out"
         print(f"ended after {state.step} of {settings.optim.steps} steps, as asked "
               f"({guard.stop.reason or 'on another rank'}): {saved}")
@@ -442,7 +432,7 @@ def finish(run: Run) -> None:
         state.activity = "sampling"
         if run.codec:
             sampling.continue_prompt(run.model, run.codec, settings, run.groups, run.device)
-        elif is_first_rank:
+        elif log.is_first_rank:
             print("no sample: the data are tokens, without a tokenizer.json beside them", file=sys.stderr)
 
 
@@ -465,14 +455,6 @@ def validation_loss(run: Run) -> float | None:
             yield on_device(run, run.local_micro_batches(samples, first, sequences, settings, run.groups, end))
     loss = run.mean_loss(run.model, global_batches(), run.groups)
     return None if run.guard.stopping else loss
-
-
-def save(run: Run) -> dict:
-    """Start to save the current state in the background. Returns the metrics save_wait_s and save_gb_per_s."""
-    run.state.activity = f"saving after step {run.state.step - 1}"
-    run.state.norms = run.guard.norms.tolist()
-    wait = run.saver.save(run.state.step, description(run))
-    return dict(save_wait_s=wait, save_gb_per_s=run.saver.bytes_per_s / 1e9)
 
 
 def rewind(run: Run) -> None:

@@ -76,17 +76,17 @@ class Log:
         began, self.last_lap = max(began, self.last_lap), time.perf_counter()
         return self.last_lap - began
 
-    def metrics(self, issued, *, skipped: int, loss: float, norm: float, seconds: float) -> dict:
-        """The metrics of a step; memory_gb, the peak so far, and comm_gb are this rank's. issued: a train.Issued.
+    def metrics(self, step, *, skipped: int, loss: float, norm: float, seconds: float) -> dict:
+        """The metrics of a step; memory_gb, the peak so far, and comm_gb are this rank's. step: a job.Step.
         skipped: number of steps since the beginning of the run."""
-        rate = len(issued.samples) * self.settings.batch.seq / seconds
+        rate = len(step.samples) * self.settings.batch.seq / seconds
         utilisation = {name: flops * rate / self.ranks / self.peak if self.peak else None
                        for name, flops in self.flops.items()}
         return dict(
-            step=issued.step, tokens=issued.tokens, loss=loss, grad_norm=norm, lr=issued.lr,
+            step=step.number, tokens=step.tokens, loss=loss, grad_norm=norm, lr=step.lr,
             step_s=seconds, tokens_per_s=rate, tokens_per_s_per_gpu=rate / self.ranks, **utilisation,
             memory_gb=peak_memory(self.device) / 1e9,
-            comm_gb={axis: issued.sent[axis] / 1e9 for axis in AXES if self.groups[axis].size > 1},
+            comm_gb={axis: step.sent[axis] / 1e9 for axis in AXES if self.groups[axis].size > 1},
             skipped=skipped)
 
     def write(self, record: dict) -> None:

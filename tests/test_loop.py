@@ -204,8 +204,8 @@ def test_a_step_is_read_after_the_next_has_been_issued(corpora, monkeypatch):
             return result
         monkeypatch.setattr(owner, name, call)
 
-    noted(job.Run, "end_step", lambda args: args[0].issued.step)
-    noted(job, "read_results", lambda args: args[1].step)
+    noted(job.Run, "end_step", lambda args: args[0].step.number)
+    noted(job, "read_results", lambda args: args[1].number)
     noted(job, "validation_loss", lambda args: args[0].state.step - 1)
     monkeypatch.setattr(job, "reads_late", lambda device: True)
     found, _ = run(corpora, flags)
@@ -320,8 +320,8 @@ def test_flops_in_the_metrics_are_those_that_are_dispatched(recompute):
         train.forward_backward(model, optimizer, share, grids.NO_GROUPS)
     log = Log(settings, grids.NO_GROUPS, torch.device("cpu"))
     log.peak, log.ranks = 1e9, 2
-    issued = job.Issued(0, range(4), 0, 1.0, 0.0, Counter(), None)
-    record = log.metrics(issued, skipped=0, loss=1.0, norm=1.0, seconds=0.5)
+    step = job.Step(0, range(4), 0, [], sent=Counter())
+    record = log.metrics(step, skipped=0, loss=1.0, norm=1.0, seconds=0.5)
     norms = 5 * 24  # weights that the convention of 6 FLOPs per parameter and token counts, too
     assert record["hfu"] * 0.5 * 2 * 1e9 == pytest.approx(meter.flops + 6 * norms * 4 * 12)
     assert (record["mfu"] == record["hfu"]) == (recompute == "none")
