@@ -330,17 +330,23 @@ class Watchdog:
             if stalled > 0.5 * self.timeout_s and not posted:
                 self.post(self.state())
                 posted = True
-            if record.waiting_for and stalled > 0.9 * self.timeout_s and self.is_first_to_report():
+            if self.waits_for() and stalled > 0.9 * self.timeout_s and self.is_first_to_report():
                 problem = f"{self.describe(self.posts())} (after {stalled:.1f} s of --timeout {self.timeout_s:g})"
                 report(self.activity(), Failure(problem), time.time() - stalled)
             if posted and self.store.check(["reports"]):
                 end_after_the_first()
 
+    def waits_for(self) -> Call | None:
+        """What this stalled rank waits for. NCCL's calls return at once, and the host stands in some later launch until
+        its GPU goes on: so in a step on GPUs it is the last call, or one before it."""
+        in_launch = torch.cuda.is_initialized() and self.activity().startswith("in step")
+        return record.waiting_for or (record.last if in_launch else None)
+
     def state(self) -> dict[str, Any]:
         """Whether this rank waits, where it is, in words, and how many collectives it has called on each axis."""
-        call = record.waiting_for
-        return dict(waits=bool(call), calls=record.calls,
-                    where=self.name(call) if call else f"no collective but {innermost_line()}")
+        call, line = self.waits_for(), "" if record.waiting_for else innermost_line()
+        where = self.name(call) + (f", or later {line}" if line else "") if call else f"no collective but {line}"
+        return dict(waits=bool(call), calls=record.calls, where=where)
 
     def post(self, state: dict[str, Any] | None) -> None:
         """Add a line to the store that says where this rank is. None: it moves again."""
@@ -356,13 +362,17 @@ class Watchdog:
 
     def describe(self, posts: dict[int, dict[str, Any]]) -> str:
         """For which call this rank waits, which ranks are missing, and what the first of them does. Missing are, of all
-        ranks, those that have not posted, or else compute; if all wait, those of its group that wait elsewhere."""
-        call, everyone = record.waiting_for, range(self.ranks)
+        ranks, those that have not posted, or else compute; if all wait, those of its group that wait elsewhere: in an
+        earlier call, or this rank is the one that is missing in a later one."""
+        call, everyone = self.waits_for(), range(self.ranks)
         missing = [r for r in everyone if r not in posts] or [r for r in everyone if not posts[r]["waits"]]
         if not missing:
             group = self.members.get(call.axis, everyone)
             missing = [group[call.peer]] if call.peer is not None else [
                 member for member in group if posts[member]["calls"].get(call.axis, 0) < call.number]
+            ahead = [member for member in group if posts[member]["calls"].get(call.axis, 0) > call.number]
+            if ahead and not missing:
+                return f"{self.name(call)}, while rank {listed(ahead)} has called more there"
         if not missing:
             return f"{self.name(call)}, has not ended although all ranks have called it"
         does = f"is in {posts[missing[0]]['where']}" if missing[0] in posts else "does not answer"
