@@ -517,6 +517,24 @@ def dog_without_a_thread(**attributes) -> faults.Watchdog:
     return dog
 
 
+@pytest.mark.parametrize("reporter, says", [(0, ", waits for rank 1, which is in all_gather, call 8 on axis tp"),
+                                            (1, ", while rank 0 has called more there")])
+def test_a_host_that_stands_in_a_launch_waits_for_its_last_call(monkeypatch, reporter, says):
+    """With NCCL no rank waits in a collective: all stall behind the last ones. Rank 1 has made one fewer."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(faults.record, "waiting_for", None)
+    store, members = dist.HashStore(), dict(tp=[0, 1])
+    for rank in (1 - reporter, reporter):
+        dog = dog_without_a_thread(rank=rank, ranks=2, store=store, members=members)
+        monkeypatch.setattr(faults.record, "last", Call("all_gather", "tp", 9 - rank))
+        monkeypatch.setattr(faults.record, "calls", dict(tp=9 - rank))
+        dog.post(dog.state())
+    assert f"all_gather, call {9 - reporter} on axis tp (ranks 0, 1){says}" in dog.describe(dog.posts())
+    assert re.search(r", or later in \S+\.py:\d+, ", dog.posts()[0]["where"])
+    dog.activity = lambda: "reading"
+    assert dog.waits_for() is None
+
+
 def test_a_rank_that_moves_again_is_where_nobody_knows():
     store, state = dist.HashStore(), dict(waits=False)
     for rank, posted in (0, state), (1, state), (0, None), (3, None), (3, state):
