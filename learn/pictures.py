@@ -7,6 +7,7 @@
 Each function below draws one, and its first line says what there is to see. Numbers are those of plan/, schedules.py
 and cp.py, or measured here. Needs matplotlib (requirements-test.txt).
 """
+import argparse
 import io
 import json
 import multiprocessing
@@ -99,11 +100,9 @@ def grid() -> None:
             arrow(axes, (x + 1.7, y + .5), (x + 2.4, y + .5), COLORS["tp"])
         if c == 0:
             arrow(axes, (x + .85, y), (x + .85, y - .5), COLORS["cp"])
-        if d == 0 and c == 1:
-            arrow(axes, (x + .85, y), (x + .85, y - .9), COLORS["dp"])
-        if p == 0 and t == 1 and c == 1:
-            arrow(axes, (x + 1.7, y + .3), (x + 4.0, y + .3), COLORS["pp"])
-    for p in range(2):
+    for p in range(2):  # ranks at the same place of two dashed boxes
+        arrow(axes, (p * 6.4 + 2.05, 3.15), (p * 6.4 + 2.05, 2.75), COLORS["dp"])
+        arrow(axes, (4.35, 1.25 + p * 3.4), (6.15, 1.25 + p * 3.4), COLORS["pp"])
         axes.text(p * 6.4 + 2.05, 6.25, f"pipeline stage {p}: {['first', 'second'][p]} half of the layers", ha="center",
                   color=COLORS["pp"], weight="bold")
         for d in range(2):
@@ -111,8 +110,8 @@ def grid() -> None:
     notes = {"tp": "tensor: 1/2 of every matrix, 1/2 of the tokens in between; several exchanges per layer: innermost",
              "cp": "context: 1/2 of every sequence; keys and values in each attention",
              "ep": "expert: these four ranks have each expert once; tokens are sent to theirs and back in each layer",
-             "dp": "data: different sequences; gradients are summed once per step; ZeRO shards what is replicated here",
-             "pp": "pipeline: different layers; activations of a micro-batch at each stage boundary: outermost"}
+             "dp": "data (0 with 4): different sequences; gradients are summed once per step; ZeRO shards replicas",
+             "pp": "pipeline (0 with 8): different layers; activations at each stage boundary: outermost"}
     for i, (axis, note) in enumerate(notes.items()):
         axes.text(-.25, -.85 - i * .48, axis, color=COLORS[axis], weight="bold")
         axes.text(.45, -.85 - i * .48, note)
@@ -228,32 +227,42 @@ def planner() -> None:
 
 
 def scaling() -> None:
-    """What an axis costs as it grows: the playbook's runs of a 3.6B model (dots: the fastest of each), plan/ (line)."""
+    """What an axis costs as it grows, of a 3.6B model: the playbook's fastest runs (dots) and plan/ (lines)."""
+    runs = [row for row in published.rows() if row.table == "playbook_runs" and row.step_s
+            and row.request["hidden"] == 3072 and row.request["global_batch"] == 256]
     panels = {"data parallel ranks": lambda r: r["gpus"] if r["tp"] == r["pp"] == 1 else 0,
               "tensor parallel ranks of 128": lambda r: r["tp"] if r["pp"] == 1 and r["gpus"] == 128 else 0,
               "pipeline ranks of 128": lambda r: r["pp"] if r["tp"] == 1 and r["gpus"] == 128 else 0}
-    figure, axes = pyplot.subplots(2, 3, figsize=(9.4, 5), sharey="row")
-    runs = [row for row in published.rows() if row.table == "playbook_runs" and row.step_s
-            and row.request["hidden"] == 3072 and row.request["global_batch"] == 256]
+    figure, axes = pyplot.subplots(2, 4, figsize=(11, 5), sharey="row")
+
+    def draw_line(column: int, requests: dict[int, dict], **style) -> None:
+        found = [predict.predict(predict.run_of(request)) for request in requests.values()]
+        axes[0, column].plot([*requests], [one.tokens_per_s_per_gpu for one in found], color=COLORS["dp"], **style)
+        axes[1, column].plot([*requests], [one.memory_gb for one in found], color=COLORS["dp"], **style)
+        for axis in axes[:, column]:
+            axis.set_xscale("log", base=2)
+            axis.set_xticks([*requests], map(str, requests))
+
     for column, (title, ranks_of) in enumerate(panels.items()):
         best: dict[int, published.Row] = {}
         for row in runs:
             if size := ranks_of(row.request):
                 best[size] = min(best.get(size, row), row, key=lambda row: row.step_s)
-        sizes = sorted(best)
-        found = [predict.predict(predict.run_of(best[size].request)) for size in sizes]
-        measured = [256 * 4096 / best[size].step_s / best[size].request["gpus"] for size in sizes]
-        for axis, dots, line in ((axes[0, column], measured, [p.tokens_per_s_per_gpu for p in found]),
-                                 (axes[1, column], [best[size].memory_gb for size in sizes],
-                                  [p.memory_gb for p in found])):
-            axis.plot(sizes, line, color=COLORS["dp"], lw=1.2)
-            axis.plot(sizes, dots, "o", color="black", ms=4)
-            axis.set_xscale("log", base=2)
-            axis.set_xticks(sizes, [str(size) for size in sizes])
-            axis.set_ylim(0)
+        requests = {size: best[size].request for size in sorted(best)}
+        draw_line(column, requests, label="predicted")
+        measured = [256 * 4096 / best[size].step_s / best[size].request["gpus"] for size in requests]
+        for axis, dots in zip(axes[:, column], (measured, [best[size].memory_gb for size in requests])):
+            axis.plot([*requests], dots, "ko", ms=4, label="measured")
         axes[0, column].set_title(title)
-    axes[0, 0].set_ylabel("tokens/s per GPU")
-    axes[1, 0].set_ylabel("GB per GPU")
+        if column == 1:
+            draw_line(column, {size: request | dict(sp="off") for size, request in requests.items()}, ls="--",
+                      label="without sequence parallelism")
+    long = next(row.request for row in runs if row.request["dp"] == 128) | dict(seq=32768, global_batch=128)
+    draw_line(3, {cp: long | dict(cp=cp, dp=128 // cp) for cp in (2, 4, 8, 16)})
+    axes[0, 3].set_title("context parallel ranks of 128,\n32,768 tokens (not measured)")
+    axes[0, 0].set(ylabel="tokens/s per GPU", ylim=0)
+    axes[1, 0].set(ylabel="GB per GPU", ylim=(0, 120))
+    figure.legend(*axes[0, 1].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     save(figure, "scaling")
 
 
@@ -307,10 +316,12 @@ def overlap() -> None:
 
 
 def layer() -> None:
-    """What rank 1 of four holds of a layer: tokens x hidden, an input and an output matrix, and eight experts."""
+    """What rank 1 of four holds of a layer: tokens x hidden, an input and an output matrix, and eight experts. ZeRO-3
+    shards what is flat: its second quarter is half of A, and of all experts two."""
     figure, axes = pyplot.subplots(figsize=(9.4, 2.9))
-    ways = {"one process": {}, "tp": dict(A="rows", B="columns"), "tp with sp": dict(X="tokens", A="rows", B="columns"),
-            "cp": dict(X="zig-zag"), "ZeRO-3": dict(A="flat", B="flat", E="flat"), "ep": dict(X="tokens", E="experts")}
+    ways = {"one process": {}, "tp": dict(A="rows", B="columns"),
+            "tp with sp": dict(X="tokens", A="rows", B="columns"), "cp": dict(X="zig-zag"),
+            "ZeRO-3": dict(A="half", B="none", E="experts"), "ep": dict(X="tokens", E="experts")}
     for column, (name, how) in enumerate(ways.items()):
         x = column * 3.1
         axes.text(x + 1, 5.55, name, ha="center", weight="bold")
@@ -322,7 +333,7 @@ def layer() -> None:
             color = {"X": "#f6c6a7", "A": "#7aa6da", "B": "#7aa6da", "E": "#e79a9a"}[key[0]]
             box(axes, left, bottom, width, height, "", color if whole else "#f4f4f4")
             quarter = {"rows": (0, .5, 1, .25), "tokens": (0, .5, 1, .25), "columns": (.25, 0, .25, 1),
-                       "flat": (0, .5, 1, .25)}.get(cut)
+                       "half": (0, 0, 1, .5)}.get(cut)
             shards = [quarter] if quarter else [(0, .75, 1, .125), (0, .125, 1, .125)] if cut == "zig-zag" else []
             for at, up, wide, high in shards:
                 axes.add_patch(Rectangle((left + at * width, bottom + up * height), wide * width, high * height,
@@ -489,7 +500,7 @@ def steps() -> None:
     optimizer.load(draw(settings.optim.seed))
     meter, ends = Recorder(), []
     for bucket in optimizer.buckets:
-        meter.label_size("gradients", 4 * bucket.padded)
+        meter.label("gradients", bucket.grad)
         meter.label("optimizer", bucket.master, *bucket.state.values())
         meter.label("weights", bucket.weights)
     with meter:
@@ -603,12 +614,12 @@ def loss(named: list[tuple[str, dict[int, float]]], name: str = "loss") -> None:
 
 
 def train_experts(balance: ep.Balance, steps: int = 300) -> tuple[list[float], float]:
-    """Predict each byte of this file from the 4 before it: an embedding, 8 experts of which a token uses one, a head.
+    """Predict each byte of argparse.py from the 4 before it: an embedding, 8 experts of which a token uses one, a head.
 
     Returns each expert's share of the tokens, and the mean loss in nats per byte, over the last 20 steps.
     """
     E, H, context, batch = 8, 64, 4, 256
-    text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()
+    text = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8).long()
     make = partial(parameter, groups={}, dtype=torch.float32)
     shapes = {"embedding": (256, H // context), "router": (E, H), "head": (256, H)}
     embedding, w_router, head = [make(Spec(name, shape, std=0.1)) for name, shape in shapes.items()]
