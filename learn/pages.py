@@ -46,9 +46,9 @@ pre { margin: .3rem 0; font: 13px/1.45 ui-monospace, monospace; overflow-x: auto
 code { font: 0.9em ui-monospace, monospace }
 .n { color: var(--text2); user-select: none; display: inline-block; width: 3.2em } .k { color: var(--word) }
 .s { color: var(--string) } .d { color: var(--number) } .c { color: var(--text2) }
-table { border-collapse: collapse }
-td { border-top: 1px solid var(--line); padding: .3rem .8rem .3rem 0; vertical-align: top }
-@media (max-width: 60rem) { .row { grid-template-columns: minmax(0, 1fr) } td { display: block; border: 0 } }
+table { border-collapse: collapse } .index a { color: var(--link) }
+tr { border-top: 1px solid var(--line) } td p { margin: 0 } td { padding: .3rem .8rem .3rem 0; vertical-align: top }
+@media (max-width: 60rem) { .row { grid-template-columns: minmax(0, 1fr) } td { display: block } }
 """
 
 
@@ -176,7 +176,7 @@ def prose_html(lines: list[str], names: dict[str, Name]) -> str:
                 flush()
             block.append(line)
         elif line.strip():
-            if block or re.match(r"(\w[\w ]*:|- )", line):
+            if block or re.match(r"([A-Z][\w ]*:|- )", line):
                 flush()
             paragraph.append(line.strip())
         else:
@@ -251,12 +251,13 @@ def index_html(everywhere: dict[str, dict[str, Name]]) -> str:
             "<p>The Ultra-Scale Playbook in PyTorch, section by section.</p><table>"]
     for line in (ROOT / "docs" / "PLAYBOOK.md").read_text().split("\n## ")[0].splitlines():
         if line.startswith("| ") and not line.startswith("| section"):
-            section, where, commands = (cell.strip() for cell in line.strip("|").split(" | "))
-            where = re.sub(r"\[([^]]+)\]\(\.\./([^)]+)\)", lambda match: (
-                f'<a href="{page_of(match[2])}">{match[2]}</a>' if match[2] in everywhere else match[2]), where)
-            cells = [re.sub(r"\*\*([^*]+)\*\*", r"<b>\1</b>", section), where,
-                     re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", commands)]
-            cells = [re.sub("`([^`]+)`", r"<code>\1</code>", cell) for cell in cells]
+            cells, names = [], {}
+            for cell in line.strip("|").split(" | "):
+                files = [file for file in re.findall(r"\]\(\.\./([^)]+)\)", cell) if file in everywhere]
+                names |= {name: found for file in files for name, found in everywhere[file].items()}
+                names |= {file: Name(page_of(file), 0, file) for file in files}
+                cell = re.sub(r"\[[^]]+\]\((?:\.\./)?([^)]+)\)", r"`\1`", cell.strip())
+                cells.append(re.sub(r"\*\*([^*]+)\*\*", r"<b>\1</b>", prose_html([cell], names)))
             body.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     first = {file: ast.get_docstring(ast.parse((ROOT / file).read_text())).splitlines()[0] for file in everywhere}
     items = [f'<li><a href="{page_of(file)}">{file}</a> {escape(line)}</li>' for file, line in first.items()]
