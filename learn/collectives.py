@@ -26,13 +26,12 @@ evaluates them, `recording` and `replay` count and time what is really sent, and
     m, k    ranks per node, nodes; α2 and β2 are those of messages between nodes
 
 Every function returns a new tensor and leaves x alone. All ranks must pass the same shape and dtype, and the same
-root, else all of them raise ValueError; this check is not among the messages counted. Sizes need divide nothing: as in
-torch.tensor_split the first chunks have one row, or element, more. A group of one rank sends nothing.
+root: as in torch.distributed, nothing compares them. Sizes need divide nothing: as in torch.tensor_split the first
+chunks have one row, or element, more. A group of one rank sends nothing.
 
 Sources: Thakur, Rabenseifner and Gropp 2005 (the choice by size); Patarasuk and Yuan 2009 (ring); Bruck et al. 1997;
 Hensgen, Finkel and Manber 1988 (dissemination).
 """
-import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -90,27 +89,6 @@ def exchange(group: Group, outgoing: Tensor | None = None, to: int | None = None
         work.wait()
 
 
-def agree(x: Tensor, *groups: Group, root: int | None = None, rows: bool = False) -> None:
-    """Raises ValueError, on all ranks, unless they pass the same shape, dtype and root. rows: x must have some.
-
-    groups: one, or one per level, which are compared level by level.
-    """
-    suffix = "" if root is None else f" and root {root}"
-    described = [f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}{suffix}"]
-    for group in groups:
-        if group.size > 1:
-            lists = [None] * group.size
-            dist.all_gather_object(lists, described, group=group.process_group)
-            described = [text for texts in lists for text in texts]
-    for i, text in enumerate(described):
-        if text != described[0]:
-            raise ValueError(f"rank 0 passes {described[0]}, but rank {i} passes {text}: all must pass the same")
-    if root is not None and not 0 <= root < len(described):
-        raise ValueError(f"root {root} is not a rank of this group: use 0 to {len(described) - 1}")
-    if rows and x.ndim == 0:
-        raise ValueError("x is a scalar, which has no rows to divide among ranks: pass x[None]")
-
-
 def copy(x: Tensor) -> Tensor:
     return x.detach().clone(memory_format=torch.contiguous_format)
 
@@ -134,7 +112,6 @@ def broadcast(x: Tensor, root: int, group: Group) -> Tensor:
         bytes     (n-1) * X
         time      L * (α + X*β)
     """
-    agree(x, group, root=root)
     n = group.size
     v = (group.rank - root) % n
     out = copy(x)
@@ -157,7 +134,6 @@ def reduce(x: Tensor, root: int, group: Group) -> Tensor | None:
         bytes     (n-1) * X
         time      L * (α + X*β)
     """
-    agree(x, group, root=root)
     n = group.size
     v = (group.rank - root) % n
     out = copy(x)
@@ -182,7 +158,6 @@ def gather(x: Tensor, root: int, group: Group) -> Tensor | None:
         bytes     ones * X
         time      L*α + (n-1)*X*β
     """
-    agree(x, group, root=root)
     n = group.size
     v = (group.rank - root) % n
     blocks = x.new_empty(n, *x.shape)  # the root's comes first
@@ -206,7 +181,6 @@ def scatter(x: Tensor, root: int, group: Group) -> Tensor:
         bytes     ones * X/n
         time      L*α + (n-1)/n * X*β
     """
-    agree(x, group, root=root, rows=True)
     n = group.size
     v = (group.rank - root) % n
     chunks = x.detach().tensor_split(n)
@@ -261,7 +235,6 @@ def ring_reduce_scatter(x: Tensor, group: Group) -> Tensor:
         bytes     (n-1) * X
         time      (n-1) * (α + X/n*β)
     """
-    agree(x, group, rows=True)
     chunks = copy(x).tensor_split(group.size)
     reduce_round(chunks, group)
     return chunks[group.rank].clone()
@@ -274,7 +247,6 @@ def ring_all_gather(x: Tensor, group: Group) -> Tensor:
         bytes     n * (n-1) * X
         time      (n-1) * (α + X*β)
     """
-    agree(x, group)
     out = x.new_empty(group.size, *x.shape)
     out[group.rank] = x.detach()
     gather_round(out.unbind(), group)
@@ -291,7 +263,6 @@ def ring_all_reduce(x: Tensor, group: Group) -> Tensor:
     No all-reduce that adds can send fewer bytes per rank. It beats the tree above X = (n-1-L) / (L - (n-1)/n) α/β:
     0.8 α/β on 4 ranks, 1.9 on 8, 11 on 64. With α 5 µs and 50 GB/s, α/β is 250 kB.
     """
-    agree(x, group)
     out = copy(x)
     chunks = out.view(-1).tensor_split(group.size)  # views: what is added to a chunk is added to `out`
     reduce_round(chunks, group)
@@ -313,7 +284,6 @@ def hierarchical_all_reduce(x: Tensor, inner: Group, outer: Group) -> Tensor:
     As many bytes as one ring over all ranks, but 2 (k-1) X of them between nodes, on all m network cards of a node at
     once, and only 2 (k-1) hops between nodes.
     """
-    agree(x, inner, outer)
     out = copy(x)
     chunks = out.view(-1).tensor_split(inner.size)
     pieces = chunks[inner.rank].tensor_split(outer.size)
@@ -350,7 +320,6 @@ def doubling_all_reduce(x: Tensor, group: Group) -> Tensor:
         bytes     (p*l + 2*(n-p)) * X
         time      (l + 2*(n > p)) * (α + X*β)
     """
-    agree(x, group)
     n, r = group.size, group.rank
     p = 2 ** (n.bit_length() - 1)
     out = copy(x)
@@ -383,7 +352,6 @@ def bruck_all_gather(x: Tensor, group: Group) -> Tensor:
         bytes     n * (n-1) * X
         time      L*α + (n-1)*X*β
     """
-    agree(x, group)
     n, r = group.size, group.rank
     blocks = x.new_empty(n, *x.shape)  # of ranks r, r + 1, …
     blocks[0] = x.detach()
@@ -424,7 +392,6 @@ def all_to_all(x: Tensor, output_splits: list[int], input_splits: list[int], gro
         bytes     (n-1) * X
         time      (n-1) * (α + X/n*β)
     """
-    agree_on_splits(x, output_splits, input_splits, group)
     n, r = group.size, group.rank
     out = x.new_empty(sum(output_splits), *x.shape[1:])
     outgoing, incoming = x.detach().contiguous().split(input_splits), out.split(output_splits)
@@ -433,25 +400,6 @@ def all_to_all(x: Tensor, output_splits: list[int], input_splits: list[int], gro
         to, source = (r + hop) % n, (r - hop) % n
         exchange(group, outgoing[to], to, incoming[source], source)
     return out
-
-
-def agree_on_splits(x: Tensor, output_splits: list[int], input_splits: list[int], group: Group) -> None:
-    """Raises ValueError, on all ranks, unless each rank sends what the others expect, and its x has these rows."""
-    n = group.size
-    row = f"{str(x.dtype).removeprefix('torch.')} rows of shape {list(x.shape[1:])}"
-    calls = [(x.shape[0] if x.ndim else None, row, list(output_splits), list(input_splits))] * n
-    if n > 1:
-        dist.all_gather_object(calls, calls[0], group=group.process_group)
-    for i, (rows, row, outputs, inputs) in enumerate(calls):
-        if rows is None or len(outputs) != n or len(inputs) != n or min(*outputs, *inputs) < 0 or sum(inputs) != rows:
-            raise ValueError(f"rank {i} cannot divide {rows or 0} rows as input_splits {inputs} and output_splits "
-                             f"{outputs} say: each needs {n} numbers, and the first must sum to the rows")
-        if row != calls[0][1]:
-            raise ValueError(f"rank 0 passes {calls[0][1]}, but rank {i} passes {row}: all must pass the same")
-    for i, (*_, inputs) in enumerate(calls):
-        for j, (_, _, outputs, _) in enumerate(calls):
-            if inputs[j] != outputs[i]:
-                raise ValueError(f"rank {i} sends {inputs[j]} rows to rank {j}, which expects {outputs[i]}")
 
 
 # ---- what they cost: by formula, and counted -------------------------------------------------------------------------
@@ -479,15 +427,6 @@ def cost(function: Callable, n: int, X: float, α: float = 1.0, β: float = 0.0,
     texts = formulas(function)
     return Cost(eval(texts["messages"], letters), eval(texts["bytes"], letters),
                 eval(texts["time"], letters | one_per_message), eval(texts["time"], letters | seconds))
-
-
-def break_even(first: Callable, second: Callable, n: int) -> float:
-    """The bytes, in units of α/β, above which `first` is faster than `second`; inf: never, 0: always."""
-    hops = cost(first, n, 1).hops - cost(second, n, 1).hops
-    load = cost(second, n, 1, α=0, β=1).time - cost(first, n, 1, α=0, β=1).time
-    if load <= 0:
-        return 0.0 if load == 0 and hops < 0 else math.inf
-    return max(0.0, hops / load)
 
 
 class Message(NamedTuple):
@@ -577,16 +516,12 @@ def label(values: list[int], n: int) -> str:
 
 
 def picture(messages: list[Message], n: int) -> list[str]:
-    """A line per hop, and more where it would be longer than a screen is wide."""
+    """A line per hop."""
     cells = [f"{message.source} → {message.to}: {label(message.values, n)}".removesuffix(": ") for message in messages]
-    width = max(map(len, cells), default=0) + 3
-    lines, hop = [], 0
+    width, lines = max(map(len, cells), default=0) + 3, defaultdict(str)
     for message, cell in zip(messages, cells):
-        if message.end > hop or len(lines[-1]) + width > 120:
-            lines.append(f"    hop {message.end:g}   " if message.end > hop else " " * 12)
-        hop = message.end
-        lines[-1] += cell.ljust(width)
-    return [line.rstrip() for line in lines]
+        lines[message.end] += cell.ljust(width)
+    return [f"    hop {hop:g}   {line}".rstrip() for hop, line in lines.items()]
 
 
 def demo(group: Group) -> None:
@@ -609,10 +544,7 @@ def demo(group: Group) -> None:
         lines += [function.__name__, "    " + function.__doc__.splitlines()[0], *picture(messages, n), ""]
         table.append(function.__name__.ljust(26) + f"{len(messages):10,}{nbytes:10,}{hops:6g}    "
                      + formulas(function)["time"])
-    counts = [(N, break_even(ring_all_reduce, tree_all_reduce, N)) for N in (4, 8, 64, 1024)]
-    lines += [*table, "", "Messages, bytes and hops were counted, and equal the formulas in the docstrings. A ring "
-              "all-reduce is faster", "than a tree above "
-              + ", ".join(f"{x:.1f} α/β on {N} ranks" for N, x in counts) + "."]
+    lines += [*table, "", "Messages, bytes and hops were counted, and equal the formulas in the docstrings."]
     if r == 0:
         print("\n".join(lines))
 
