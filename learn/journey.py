@@ -17,30 +17,31 @@ MEMORY = machines.MACHINES[MACHINE].memory_bytes / 1e9
 USABLE = time.CONSTANTS.usable * MEMORY
 
 LEGS: list[tuple[str, str, dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
-    ("Llama 3.2 1B: data parallelism is enough, up to some hundred GPUs", "llama-3.2-1b",
-     dict(seq=4096, global_batch=512), [
-        (dict(dp=1, micro_batch=4), "Why not one GPU? It fits: {state:.0f} GB of state and {activations:.0f} GB of "
-                                    "activations. But a step of 2M tokens takes {step:.0f} s."),
-        (dict(dp=8, micro_batch=4), "Data parallelism in a node: {faster:.1f} times as fast. Every rank still holds "
-                                    "all {state:.0f} GB of state."),
+    ("Llama 3.2 1B: data parallelism is enough, up to some hundred GPUs",
+     "llama-3.2-1b", dict(seq=4096, global_batch=512), [
+        (dict(dp=1, micro_batch=4),
+         "Why not one GPU? It fits: {state:.0f} GB of state and {activations:.0f} GB of activations. But a step of "
+         "2M tokens takes {step:.0f} s."),
+        (dict(dp=8, micro_batch=4),
+         "Data parallelism in a node: {faster:.1f} times as fast. Every rank still holds all {state:.0f} GB of state."),
         (dict(dp=8, zero=1, micro_batch=4), "ZeRO-1 sends as many bytes and leaves {state:.0f} GB of it."),
-        (dict(dp=64, zero=1, micro_batch=4), "Eight nodes: gradients cross the network, and are reduced under the "
-                                             "backward; {exposed:.0%} of the step is communication that nothing "
-                                             "hides."),
-        (dict(dp=256, zero=1, micro_batch=2), "Here plain data parallelism ends: every hop of a ring of 256 has its "
-                                              "latency, and with two sequences per rank there is one backward to hide "
-                                              "it under: {exposed:.0%} is exposed."),
-        (dict(dp=128, tp=2, zero=1, micro_batch=4), "tp 2 halves the ring and what a rank sends in it: {exposed:.0%} "
-                                                    "exposed, MFU {mfu:.0%}. More GPUs need a larger batch, and that "
-                                                    "has its limit, the critical one.")]),
+        (dict(dp=64, zero=1, micro_batch=4),
+         "Eight nodes: gradients cross the network, and are reduced under the backward; {exposed:.0%} of the step is "
+         "communication that nothing hides."),
+        (dict(dp=256, zero=1, micro_batch=2),
+         "Here plain data parallelism ends: every hop of a ring of 256 has its latency, and with two sequences per "
+         "rank there is one backward to hide it under: {exposed:.0%} is exposed."),
+        (dict(dp=128, tp=2, zero=1, micro_batch=4),
+         "tp 2 halves the ring and what a rank sends in it: {exposed:.0%} exposed, MFU {mfu:.0%}. More GPUs need a "
+         "larger batch, and that has its limit, the critical one.")]),
     ("Llama 3.1 8B: when to shard", "llama-3.1-8b", dict(seq=4096, global_batch=1024), [
-        (dict(dp=1, micro_batch=1), "Why not one GPU? State alone is {state:.0f} GB, an H100 has 80. No recomputation "
-                                    "helps with that."),
-        (dict(dp=8, zero=1, micro_batch=2), "ZeRO-1 on a node shards the optimizer: {state:.0f} GB of state are left, "
-                                            "weights and gradients. With {activations:.0f} GB of activations that is "
-                                            "too much."),
-        (dict(dp=8, zero=3, micro_batch=2), "ZeRO-3 shards all of it, to {state:.0f} GB, and fits. Activations do not "
-                                            "become fewer."),
+        (dict(dp=1, micro_batch=1),
+         "Why not one GPU? State alone is {state:.0f} GB, an H100 has 80. No recomputation helps with that."),
+        (dict(dp=8, zero=1, micro_batch=2),
+         "ZeRO-1 on a node shards the optimizer: {state:.0f} GB of state are left, weights and gradients. With "
+         "{activations:.0f} GB of activations that is too much."),
+        (dict(dp=8, zero=3, micro_batch=2),
+         "ZeRO-3 shards all of it, to {state:.0f} GB, and fits. Activations do not become fewer."),
         (dict(dp=8, zero=3, micro_batch=2, recompute="selective"),
          "Selective recomputation brings them to {activations:.0f} GB for little time: MFU {mfu:.0%}."),
         (dict(dp=4, tp=2, zero=1, micro_batch=2, recompute="selective"),
@@ -53,46 +54,48 @@ LEGS: list[tuple[str, str, dict[str, Any], list[tuple[dict[str, Any], str]]]] = 
          "There the optimizer's shard is so small that ZeRO-1 just fits, and sends once per step: MFU {mfu:.0%}."),
         (dict(dp=512, zero=1, micro_batch=2, recompute="selective"),
          "On 512 GPUs one micro-batch is left to hide the gradients under: {exposed:.0%} exposed."),
-        (dict(dp=256, tp=2, zero=1, micro_batch=4), "tp 2 again: {exposed:.0%}, and room to save all activations: MFU "
-                                                    "{mfu:.0%}.")]),
-    ("The same at 131,072 tokens: when to use context parallelism", "llama-3.1-8b",
-     dict(seq=131072, global_batch=32, micro_batch=1), [
-        (dict(dp=8, zero=3, recompute="full"), "Even with full recomputation one sequence is {activations:.0f} GB of "
-                                               "activations, and dp shards none of them."),
-        (dict(dp=1, tp=8, zero=1, recompute="selective"), "tp 8 shards each layer's tokens in the node: "
-                                                          "{activations:.0f} GB. It can go no further without leaving "
-                                                          "the node."),
+        (dict(dp=256, tp=2, zero=1, micro_batch=4),
+         "tp 2 again: {exposed:.0%}, and room to save all activations: MFU {mfu:.0%}.")]),
+    ("The same at 131,072 tokens: when to use context parallelism",
+     "llama-3.1-8b", dict(seq=131072, global_batch=32, micro_batch=1), [
+        (dict(dp=8, zero=3, recompute="full"),
+         "Even with full recomputation one sequence is {activations:.0f} GB of activations, and dp shards none of "
+         "them."),
+        (dict(dp=1, tp=8, zero=1, recompute="selective"),
+         "tp 8 shards each layer's tokens in the node: {activations:.0f} GB. It can go no further without leaving "
+         "the node."),
         (dict(dp=4, cp=4, tp=4, zero=1, recompute="selective", cp_style="ring"),
-         "cp 4 x tp 4 on 64 GPUs shards every sequence: {activations:.0f} GB. Scores are {attention:.0%} of the step, "
-         "so that the keys and values of a ring are sent under them."),
+         "cp 4 x tp 4 on 64 GPUs shards every sequence: {activations:.0f} GB. Scores are {attention:.0%} of the "
+         "step, so that the keys and values of a ring are sent under them."),
         (dict(dp=32, cp=4, tp=4, zero=1, recompute="selective", cp_style="ring"),
          "On 512 GPUs dp takes the rest, one sequence each: MFU {mfu:.0%}.")]),
-    ("Llama 3.1 70B: when to use tensor and pipeline parallelism", "llama-3.1-70b",
-     dict(seq=8192, global_batch=512, micro_batch=1), [
-        (dict(dp=8, zero=3, recompute="full"), "Why not a node? ZeRO-3 leaves {state:.0f} GB of state on each of 8 "
-                                               "GPUs."),
-        (dict(dp=64, zero=3, recompute="full"), "On 64 it fits, if everything is recomputed. Every micro-batch gathers "
-                                                "all weights over the network: {exposed:.0%} is exposed, MFU "
-                                                "{mfu:.0%}."),
-        (dict(dp=8, tp=8, zero=1, recompute="selective"), "tp 8 inside the node shards activations, too, but "
-                                                          "{exposed:.0%} is exposed, and {state:.0f} GB of state are "
-                                                          "too much beside them."),
+    ("Llama 3.1 70B: when to use tensor and pipeline parallelism",
+     "llama-3.1-70b", dict(seq=8192, global_batch=512, micro_batch=1), [
+        (dict(dp=8, zero=3, recompute="full"),
+         "Why not a node? ZeRO-3 leaves {state:.0f} GB of state on each of 8 GPUs."),
+        (dict(dp=64, zero=3, recompute="full"),
+         "On 64 it fits, if everything is recomputed. Every micro-batch gathers all weights over the network: "
+         "{exposed:.0%} is exposed, MFU {mfu:.0%}."),
+        (dict(dp=8, tp=8, zero=1, recompute="selective"),
+         "tp 8 inside the node shards activations, too, but {exposed:.0%} is exposed, and {state:.0f} GB of state "
+         "are too much beside them."),
         (dict(dp=4, tp=4, pp=4, zero=1, recompute="selective"),
          "pp 4 and only tp 4: {memory:.0f} GB, {exposed:.0%} exposed, and {bubble:.1%} of bubble with 128 "
          "micro-batches."),
-        (dict(dp=32, tp=4, pp=4, zero=1, recompute="selective"), "On 512 GPUs a pipeline has 16 micro-batches left, "
-                                                                 "and the bubble is {bubble:.0%}."),
+        (dict(dp=32, tp=4, pp=4, zero=1, recompute="selective"),
+         "On 512 GPUs a pipeline has 16 micro-batches left, and the bubble is {bubble:.0%}."),
         (dict(dp=32, tp=4, pp=4, zero=1, recompute="selective", schedule="interleaved", chunks=2),
          "Two model chunks per rank make it {bubble:.0%}: MFU {mfu:.0%}.")]),
     ("Mixtral 8x7B: when to use expert parallelism", "mixtral-8x7b", dict(seq=4096, global_batch=512, micro_batch=1), [
-        (dict(dp=64, zero=3, recompute="selective"), "Each token uses {active:.0f}B of {total:.0f}B parameters, but "
-                                                     "ZeRO-3 gathers all of them: {exposed:.0%} of the step is "
-                                                     "exposed."),
-        (dict(dp=64, ep=8, zero=1, recompute="selective"), "ep 8 keeps experts where they are and sends tokens to them "
-                                                           "in the node: {exposed:.0%} exposed, {memory:.0f} GB."),
-        (dict(dp=512, ep=8, zero=1, recompute="selective"), "On 512 GPUs tokens stay in the node, but gradients of "
-                                                            "experts are reduced over 64 nodes under one micro-batch: "
-                                                            "{exposed:.0%} exposed."),
+        (dict(dp=64, zero=3, recompute="selective"),
+         "Each token uses {active:.0f}B of {total:.0f}B parameters, but ZeRO-3 gathers all of them: {exposed:.0%} of "
+         "the step is exposed."),
+        (dict(dp=64, ep=8, zero=1, recompute="selective"),
+         "ep 8 keeps experts where they are and sends tokens to them in the node: {exposed:.0%} exposed, "
+         "{memory:.0f} GB."),
+        (dict(dp=512, ep=8, zero=1, recompute="selective"),
+         "On 512 GPUs tokens stay in the node, but gradients of experts are reduced over 64 nodes under one "
+         "micro-batch: {exposed:.0%} exposed."),
         (dict(dp=512, ep=8, zero=1, recompute="selective", reduce_dtype="bf16"),
          "Reducing in bf16 halves these bytes: {exposed:.0%} exposed, MFU {mfu:.0%}."),
         (dict(dp=32, cp=2, pp=8, ep=8, zero=1, schedule="interleaved", chunks=4),
@@ -111,8 +114,7 @@ def numbers_of(request: dict[str, Any]) -> dict[str, Any]:
                 activations=memory["activations"] / 1e9,
                 state=sum(memory[kind] for kind in ("weights", "gradients", "optimizer")) / 1e9,
                 exposed=sum(part.get(axis, 0.0) for axis in ("dp", "cp", "tp", "ep")), bubble=part["bubble"],
-                attention=part["attention"],
-                fixed=part["fixed"] + part["optimizer"], active=count.active / 1e9, total=count.total / 1e9,
+                attention=part["attention"], active=count.active / 1e9, total=count.total / 1e9,
                 gpus=request["dp"] * request.get("cp", 1) * request.get("tp", 1) * request.get("pp", 1),
                 flags=search.describe(run.settings) + "".join(
                     f" --{name.replace('_', '-')} {request[name]}" for name in ("cp_style", "chunks", "reduce_dtype")
@@ -164,11 +166,12 @@ def measured() -> list[str]:
 
 
 FINDINGS = (
-    "The two smaller models were fastest with data parallelism, or a pipeline of two stages, on up to 8 nodes. The "
-    "third does not fit that way and had two to four ranks of tensor or pipeline parallelism from the start; the "
-    "largest did well on 16 and 32 nodes, with tp 4 and a long pipeline. From 16 nodes on, where 256 sequences leave "
-    "one or two per rank, tensor parallelism inside the node replaced data parallelism, as above. Utilisation falls "
-    "with the number of nodes, as the batch does not grow with them.")
+    "The two smaller models were fastest with data parallelism, or a pipeline of two stages, on up to 8 nodes; the "
+    "third had two to four ranks of tensor or pipeline parallelism from the start. From 16 nodes on, where 256 "
+    "sequences leave two or fewer per GPU, all three had tensor parallelism, mostly of 4 ranks, as above; from 2 "
+    "nodes on their utilisation never rises, as the batch does not grow with the nodes. The largest did well on 16 "
+    "and 32 nodes, with tp 4 and a long pipeline, and badly where tp leaves the node; on 4 nodes it took more than "
+    "twice the predicted time.")
 
 
 def others() -> str:
