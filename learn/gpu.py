@@ -377,13 +377,6 @@ def gelus() -> dict[str, Callable[[Tensor], Tensor]]:
 
 # ---- measuring, on a GPU --------------------------------------------------------------------------------------------
 
-class Measurement(NamedTuple):
-    name: str
-    seconds: float
-    flops: float
-    bytes: float
-
-
 def measure_seconds(function: Callable[..., Tensor], inputs: list[tuple[Tensor, ...]], repeats: int = 20) -> float:
     """Median seconds between events around a call. `inputs` take turns, so that L2 has none of them at its turn."""
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
@@ -409,25 +402,23 @@ def random_pair(n: int) -> tuple[Tensor, Tensor]:
     return a, b
 
 
-def measure_ladder(n: int, slow_n: int = 2048) -> list[Measurement]:
-    """Every rung on n x n x n in bf16, and torch.mm last; n is a multiple of 128. Bytes: see bytes_moved.
+def measure_ladder(n: int, slow_n: int = 2048) -> dict[str, tuple[int, float]]:
+    """rung -> (size, seconds) of size x size x size in bf16, torch.mm last; n is a multiple of 128.
 
-    slow_n: the largest n for rungs without tensor cores, which would take seconds.
+    slow_n: the largest size for rungs without tensor cores, which would take seconds.
     """
-    sms = processors(torch.device("cuda"))
-    measured = []
+    measured = {}
     for name, rung in LADDER.items():
         size = n if rung.on_tensor_cores else min(n, slow_n)
-        seconds = measure_seconds(partial(matmul, rung), make_cold_inputs(partial(random_pair, size)))
-        measured.append(Measurement(name, seconds, 2 * size ** 3, bytes_moved(rung, size, size, size, 2, sms)))
-    seconds = measure_seconds(torch.mm, make_cold_inputs(partial(random_pair, n)))
-    return [*measured, Measurement("torch.mm", seconds, 2 * n ** 3, 3 * n ** 2 * 2)]
+        inputs = make_cold_inputs(partial(random_pair, size))
+        measured[name] = size, measure_seconds(partial(matmul, rung), inputs)
+    return measured | {"torch.mm": (n, measure_seconds(torch.mm, inputs))}
 
 
-def measure_gelus(n: int) -> list[Measurement]:
-    """GELU of n fp32 numbers by every version. Bytes are those that a fused kernel moves."""
+def measure_gelus(n: int) -> dict[str, float]:
+    """version -> seconds of GELU of n fp32 numbers."""
     inputs = make_cold_inputs(lambda: (torch.randn(n, device="cuda"),))
-    return [Measurement(name, measure_seconds(gelu, inputs), 9 * n, 8 * n) for name, gelu in gelus().items()]
+    return {name: measure_seconds(gelu, inputs) for name, gelu in gelus().items()}
 
 
 def format_profile(function: Callable[..., Tensor], *inputs: Tensor) -> str:
@@ -490,24 +481,22 @@ def show_on_gpu(n: int = 8192, numbers: int = 1 << 28) -> None:
     words = set(name.split())
     card = None if words & {"PCIe", "NVL"} else next((CARDS[word] for word in CARDS if word in words), None)
     print(f"{name}, torch {torch.__version__}, triton {triton.__version__}; medians of 20\n")
-    *rows, mm = measure_ladder(n)
-    previous = None
-    for row in [*rows, mm]:
-        rate = row.flops / row.seconds
-        rung = LADDER.get(row.name)
-        size = round((row.flops / 2) ** (1 / 3))
-        text = f"    {row.name:12s} n = {size:5d} {row.seconds * 1e3:9.3f} ms {rate / 1e12:7.2f} TFLOP/s"
+    before, measured = 0.0, measure_ladder(n)
+    for name, (size, seconds) in measured.items():
+        rate, rung = 2 * size ** 3 / seconds, LADDER.get(name)
+        text = f"    {name:12s} n = {size:5d} {seconds * 1e3:9.3f} ms {rate / 1e12:7.2f} TFLOP/s"
         if card and rung:
             least, roof = bound(rung, size, size, size, 2, card)
-            text += f"  {least / row.seconds:4.0%} of the bound ({roof})"
-        if previous and rung:
-            text += f"  {rate / previous:5.2f} x: {rung.idea}"
+            text += f"  {least / seconds:4.0%} of the bound ({roof})"
+        if before and rung:
+            text += f"  {rate / before:5.2f} x: {rung.idea}"
         print(text)
-        previous = rate
-    print(f"\n    the last rung has {mm.seconds / rows[-1].seconds:.2f} of the rate of torch.mm (cuBLAS)\n")
-    for row in measure_gelus(numbers):
-        rate = row.bytes / row.seconds
-        print(f"    GELU, {row.name:14s} {row.seconds * 1e3:8.3f} ms {rate / 1e9:7,.0f} GB/s, as if fused"
+        before = rate
+    print(f"\n    the last rung has {measured['torch.mm'][1] / measured['persistent'][1]:.2f} of the rate of torch.mm "
+          "(cuBLAS)\n")
+    for name, seconds in measure_gelus(numbers).items():
+        rate = 8 * numbers / seconds  # bytes that a fused kernel moves
+        print(f"    GELU, {name:14s} {seconds * 1e3:8.3f} ms {rate / 1e9:7,.0f} GB/s, as if fused"
               + (f"  {rate / card.memory:4.0%} of the bound (memory)" if card else ""))
     if "CUDA" not in gelus():
         print("    GELU, CUDA: not run, since it needs nvcc, what it links with, and ninja")
