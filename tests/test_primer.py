@@ -47,8 +47,8 @@ def integers(*shape: int, seed: int = 0) -> torch.Tensor:
 # ---- what rungs compute ---------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name", LADDER)
-@pytest.mark.parametrize("M, N, K", [(16, 16, 16), (32, 48, 16), (16, 32, 48)])
-def test_every_rung_multiplies(name, M, N, K):
+def test_every_rung_multiplies(name):
+    M, N, K = (32, 48, 8) if name in SLOW else (32, 48, 64)
     a, b = integers(M, K), integers(K, N, seed=1)
     assert torch.equal(matmul(small(name), a, b), torch.mm(a, b))
 
@@ -70,7 +70,6 @@ def test_rungs_round_like_fp32(name):
     gamma = 64 * U / (1 - 64 * U)
     limit = gamma * (a.double().abs() @ b.double().abs())
     assert ((matmul(small(name), a, b) - a.double() @ b.double()).abs() <= limit).all()
-    assert ((matmul(small(name), a, b) - torch.mm(a, b)).abs() <= 2 * limit).all()  # torch's has as large an error
 
 
 @pytest.mark.parametrize("name", LADDER)
@@ -380,7 +379,6 @@ def test_cuda_gelu_computes_gelu_when_a_cpu_plays_every_thread(tmp_path):
 # ---- the demo, and what only a GPU can show -------------------------------------------------------------------------
 
 def test_the_demo_shows_what_there_is_without_a_gpu(monkeypatch, capsys):
-    """Bytes asked for by hand, in multiples of n^3 bytes; of L1 at 132 SMs x 128 bytes x 1.98 GHz."""
     monkeypatch.setattr(primer, "bytes_moved", cache(bytes_moved))
     primer.show_on_cpu()
     out = capsys.readouterr().out
@@ -389,17 +387,13 @@ def test_the_demo_shows_what_there_is_without_a_gpu(monkeypatch, capsys):
                  "2 rows + 6 columns = 8        3 rows + 3 columns = 6", "Not run: any timing"):
         assert text in out
     lines = {line.split()[0]: line for line in out.splitlines() if " from memory " in line}
-    n, asked = 8192, {"uncoalesced": 33, "coalesced": 3, "tiled": 2 * 2 / 64, "grouped": 2 * 2 / 128,
-                      "masked": 2 * 2 / 128, "pipelined": 2 / 128 + 2 / 256, "persistent": 2 / 128 + 2 / 256}
-    for name, each in asked.items():
-        l1 = each * n ** 3 + (32 if name == "uncoalesced" else 2) * n ** 2
-        times = {"compute": 2 * n ** 3 / (989e12 if each < 1 else 67e12), "L1": l1 / (132 * 128 * 1.98e9),
-                 "memory": primer.bytes_moved(LADDER[name], n, n, n, 2) / 4.8e12}
-        least = max(times, key=times.get)
+    shape = 8192, 8192, 8192, 2
+    for name, rung in LADDER.items():
         printed = re.search(r"asked for +([\d,]+) GB +from memory +([\d.]+) GB +([\d.]+) ms \((\w+)\)$", lines[name])
-        assert printed.groups() == (f"{l1 / 1e9:,.0f}", f"{times['memory'] * 4.8e12 / 1e9:.1f}",
-                                    f"{times[least] * 1e3:.1f}", least)
-    assert lines["A,"].endswith(f"from memory {6 * n * n / 1e9:4.1f} GB") and list(lines) == [*LADDER, "A,"]
+        least, roof = bound(rung, *shape, primer.H200)
+        assert printed.groups() == (f"{bytes_asked(rung, *shape) / 1e9:,.0f}",
+                                    f"{primer.bytes_moved(rung, *shape) / 1e9:.1f}", f"{least * 1e3:.1f}", roof)
+    assert lines["A,"].endswith(f"from memory {6 * 8192 ** 2 / 1e9:4.1f} GB") and list(lines) == [*LADDER, "A,"]
 
 
 def test_the_demo_draws_sectors_and_the_order_of_programs():
@@ -413,47 +407,37 @@ def test_the_demo_draws_sectors_and_the_order_of_programs():
 
 def test_what_a_gpu_would_print(monkeypatch, capsys):
     """Of measurements that take exactly twice their bound; torch.mm takes half of the last rung's time."""
-    n = 4096
-    monkeypatch.setattr(primer, "processors", lambda device: 132)
+    n, numbers = 4096, 2 ** 20
+    sizes = {name: 2048 if name in SLOW else n for name in LADDER}
+    seconds = {name: 2 * bound(LADDER[name], *3 * [size], 2, primer.H200)[0] for name, size in sizes.items()}
     monkeypatch.setattr(primer, "make_cold_inputs", lambda make: [make])
-
-    def seconds(function, inputs, repeats=20):
-        if function is torch.mm:
-            return bound(LADDER["persistent"], n, n, n, 2, primer.H200)[0]
-        if isinstance(function, partial) and function.func is matmul:
-            rung, (size,) = function.args[0], inputs[0].args
-            return 2 * bound(rung, size, size, size, 2, primer.H200)[0]
-        return 2 * 8 * 2 ** 20 / 4.8e12
-
-    monkeypatch.setattr(primer, "measure_seconds", seconds)
-    rows = primer.measure_ladder(n)
-    assert [row.name for row in rows] == [*LADDER, "torch.mm"]
-    for row in rows:
-        size, rung = 2048 if row.name in SLOW else n, LADDER.get(row.name)
-        assert row.flops == 2 * size ** 3
-        assert row.bytes == (bytes_moved(rung, size, size, size, 2, 132) if rung else 3 * n * n * 2)
     monkeypatch.setattr(primer, "gelus", lambda: {"eager": primer.gelu_eager})
     monkeypatch.setattr(primer, "format_profile", lambda function, *inputs: "a profile")
     monkeypatch.setattr(primer, "random_pair", lambda n: ())
-    monkeypatch.setattr(primer, "measure_ladder", lambda n: rows)
     monkeypatch.setattr(torch, "randn", lambda *shape, device: None)
-    for card, known in ("NVIDIA H200", True), ("NVIDIA H100 80GB HBM3", True), ("NVIDIA H100 PCIe", False):
+
+    def measure(function, inputs):
+        if isinstance(function, partial):
+            name = next(name for name in LADDER if function.args == (LADDER[name],))
+            assert inputs[0].args == (sizes[name],)
+            return seconds[name]
+        return seconds["persistent"] / 2 if function is torch.mm else 2 * 8 * numbers / 4.8e12
+
+    monkeypatch.setattr(primer, "measure_seconds", measure)
+    for card, bounded in ("NVIDIA H200", 10), ("NVIDIA H100 80GB HBM3", 10), ("NVIDIA H100 PCIe", 0):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda card=card: card)
-        primer.show_on_gpu(n, 2 ** 20)
+        primer.show_on_gpu(n, numbers)
         lines = capsys.readouterr().out.splitlines()
-        assert sum("of the bound (" in line for line in lines) == known * (len(LADDER) + 1)
-        if card == "NVIDIA H200":
-            for line, row, before in zip(lines[2:], rows[:-1], [None, *rows]):
-                rate = row.flops / row.seconds
-                gain = before and rate / (before.flops / before.seconds)
-                size = 2048 if row.name in SLOW else n
-                assert line.startswith(f"    {row.name:12s} n = {size:5d} {row.seconds * 1e3:9.3f} ms "
-                                       f"{rate / 1e12:7.2f} TFLOP/s   50% of the bound (")
-                assert line.endswith(f")  {gain:5.2f} x: {LADDER[row.name].idea}" if gain else ")")
-            assert lines[13] == "    the last rung has 0.50 of the rate of torch.mm (cuBLAS)"
-            assert lines[15].endswith("2,400 GB/s, as if fused   50% of the bound (memory)")
-        if card == "NVIDIA H100 80GB HBM3":  # whose memory moves 3.35e12 bytes per second
-            assert lines[15].endswith("2,400 GB/s, as if fused   72% of the bound (memory)")
+        assert sum("of the bound (" in line for line in lines) == bounded
+        rates = {name: 2 * size ** 3 / seconds[name] for name, size in sizes.items()}
+        for line, name, before in zip(lines[2:], LADDER, [None, *LADDER]):
+            assert line.startswith(f"    {name:12s} n = {sizes[name]:5d} {seconds[name] * 1e3:9.3f} ms "
+                                   f"{rates[name] / 1e12:7.2f} TFLOP/s")
+            assert ("   50% of the bound (" in line) or card != "NVIDIA H200"
+            assert before is None or line.endswith(f"  {rates[name] / rates[before]:5.2f} x: {LADDER[name].idea}")
+        assert lines[13] == "    the last rung has 0.50 of the rate of torch.mm (cuBLAS)"
+        share = {"NVIDIA H200": "   50% of the bound (memory)", "NVIDIA H100 PCIe": ""}
+        assert lines[15].endswith("2,400 GB/s, as if fused" + share.get(card, "   72% of the bound (memory)"))
         assert lines[16] == "    GELU, CUDA: not run, since it needs nvcc, what it links with, and ninja"
 
 
@@ -475,9 +459,10 @@ def test_a_profile_lists_operations():
 @gpu
 def test_compiled_rungs_multiply_in_bf16():
     run("""
-import torch, primer
+import torch
+from learn import gpu as primer
 for name, rung in primer.LADDER.items():
-    any_shape = name in ("masked", "pipelined", "persistent")
+    any_shape = rung.kernel in primer.ANY_SHAPE
     for M, N, K in [(512, 768, 256)] + [(1000, 520, 264), (17, 8, 72)] * any_shape:
         a, b = (torch.randint(-8, 9, shape, device="cuda").bfloat16() for shape in ((M, K), (K, N)))
         exact = (a.double() @ b.double()).bfloat16()  # sums are exact in fp32, and rounded once
@@ -488,7 +473,8 @@ for name, rung in primer.LADDER.items():
 @gpu
 def test_every_gelu_agrees_on_a_gpu():
     run("""
-import torch, primer
+import torch
+from learn import gpu as primer
 x = torch.linspace(-8, 8, 100001, device="cuda")
 exact = torch.nn.functional.gelu(x.double(), approximate="tanh")
 for name, way in primer.gelus().items():
@@ -500,7 +486,7 @@ for name, way in primer.gelus().items():
 @gpu
 @pytest.mark.timing
 def test_the_ladder_climbs_to_torch_mm():
-    rows = json.loads(run("import json, primer; print(json.dumps(primer.measure_ladder(8192)))"))
-    rate = {name: flops / seconds for name, seconds, flops, _ in rows}
+    rows = json.loads(run("import json; from learn import gpu; print(json.dumps(gpu.measure_ladder(8192)))"))
+    rate = {name: size ** 3 / seconds for name, (size, seconds) in rows.items()}
     assert rate["coalesced"] > 2 * rate["uncoalesced"] and rate["tiled"] > 5 * rate["coalesced"]
     assert rate["pipelined"] > rate["tiled"] and rate["persistent"] > 0.92 * rate["torch.mm"]
