@@ -125,7 +125,7 @@ def blanked(source: str, name: str) -> str:
     node, lines = function_in(source, name), source.splitlines(keepends=True)
     first = node.body[1] if ast.get_docstring(node) else node.body[0]
     indent = " " * first.col_offset
-    start = min(first.lineno, *(d.lineno for d in getattr(first, "decorator_list", [])), first.lineno)
+    start = min([first.lineno, *(d.lineno for d in getattr(first, "decorator_list", []))])
     return "".join([*lines[:start - 1], f"{indent}{BLANK}\n", *lines[node.end_lineno:]])
 
 
