@@ -220,8 +220,8 @@ def open_tokens(file: Path, dtype: str) -> tuple[np.ndarray, int | None]:
     else:
         itemsize, separator, start = np.dtype(dtype).itemsize, None, 0
         count = nbytes // itemsize
-        need(nbytes % itemsize == 0, f"{file}: {nbytes:,} bytes are not a whole number of {dtype} tokens: truncated, or "
-                                     "of another --data-dtype")
+        need(nbytes % itemsize == 0, f"{file}: {nbytes:,} bytes are not a whole number of {dtype} tokens: truncated, "
+                                     "or of another --data-dtype")
     present = (nbytes - start) / itemsize
     need(present == count, f"{file}: its header promises {count:,} tokens and {max(present, 0):,.10g} follow: "
                            f"{'truncated' if present < count else 'not this format'}")

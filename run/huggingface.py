@@ -24,7 +24,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -99,9 +99,7 @@ class Architecture(NamedTuple):
     model_type: str
     defaults: dict[str, Any]
     names: dict[str, str] = NAMES  # of weights
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    router: str = "softmax"
+    fixed: dict[str, Any] = {}  # of config.Model's fields, those that config.json does not name
     accepted: dict[str, tuple] = {}  # besides ACCEPTED
 
 
@@ -121,15 +119,15 @@ del LATENT["head_dim"]  # which is that of the rotated key there
 ARCHITECTURES = {  # with the defaults of transformers 5.23
     "LlamaForCausalLM": Architecture("llama", defaults(None)),
     "MistralForCausalLM": Architecture("mistral", defaults(8, sliding_window=4096)),
-    "Qwen2ForCausalLM": Architecture("qwen2", defaults(32, **QWEN, **BY_LAYER), qkv_bias=True),
-    "Qwen3ForCausalLM": Architecture("qwen3", defaults(32, **QWEN, **BY_LAYER, head_dim=128), qk_norm=True),
+    "Qwen2ForCausalLM": Architecture("qwen2", defaults(32, **QWEN, **BY_LAYER), fixed=dict(qkv_bias=True)),
+    "Qwen3ForCausalLM": Architecture("qwen3", defaults(32, **QWEN, **BY_LAYER, head_dim=128), fixed=dict(qk_norm=True)),
     "MixtralForCausalLM": Architecture("mixtral", defaults(
         8, sliding_window=None, rms_norm_eps=1e-5, rope_theta=1000000.0, num_local_experts=8, num_experts_per_tok=2),
         MIXTRAL_NAMES),
     "Qwen3MoeForCausalLM": Architecture("qwen3_moe", defaults(
         4, **QWEN, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=False,
-        mlp_only_layers=None), QWEN_MOE_NAMES, qk_norm=True),
-    "DeepseekV3ForCausalLM": Architecture("deepseek_v3", LATENT, DEEPSEEK_NAMES, router="sigmoid", accepted=dict(
+        mlp_only_layers=None), QWEN_MOE_NAMES, dict(qk_norm=True)),
+    "DeepseekV3ForCausalLM": Architecture("deepseek_v3", LATENT, DEEPSEEK_NAMES, dict(router="sigmoid"), dict(
         model_type=("deepseek_v3", "kimi_k2"), rope_interleave=(True,), scoring_func=("sigmoid",),
         topk_method=("noaux_tc",), moe_layer_freq=(1,), rms_norm_eps=(1e-6,))),  # it norms latents with 1e-6 anyway
 }
@@ -143,22 +141,18 @@ def names_on_disk(name: str, architecture: str) -> list[str]:
     return [("model." + layer if layer else "") + theirs for theirs in names[ours].split()]
 
 
-def is_on_disk(spec: Spec, architecture: str) -> bool:
-    """False for biases of routers, which are 0 where a class of transformers has none."""
-    return not spec.name.endswith(".router.bias") or "router.bias" in ARCHITECTURES[architecture].names
-
-
-def tensors_on_disk(spec: Spec, architecture: str) -> Iterator[tuple[str, Box]]:
-    """The tensors on disk that make up a parameter: the name of each, and what box of the parameter it is."""
+def tensors_on_disk(spec: Spec, architecture: str) -> list[tuple[str, Box]]:
+    """The tensors on disk that make up a parameter: the name of each, and what box of the parameter it is. None for the
+    biases of routers, which are 0 where a class of transformers has none."""
+    if spec.name.endswith(".router.bias") and "router.bias" not in ARCHITECTURES[architecture].names:
+        return []
     names = names_on_disk(spec.name, architecture)
     if len(spec.shape) < 3:
-        yield names[0], tuple(slice(0, n) for n in spec.shape)
-        return
+        return [(names[0], tuple(slice(0, n) for n in spec.shape))]
     experts, rows, columns = spec.shape
     rows //= len(names)
-    for e in range(experts):
-        for i, name in enumerate(names):
-            yield name.format(e=e), (slice(e, e + 1), slice(i * rows, (i + 1) * rows), slice(0, columns))
+    return [(name.format(e=e), (slice(e, e + 1), slice(i * rows, (i + 1) * rows), slice(0, columns)))
+            for e in range(experts) for i, name in enumerate(names)]
 
 
 def is_read(name: str, model: Any, architecture: str) -> bool:
@@ -254,8 +248,7 @@ def model_fields(config: dict[str, Any], where: str) -> dict[str, Any]:
         dense = settings.get("mlp_only_layers") or []
         need(dense == list(range(len(dense))), f"{where}: mlp_only_layers {dense}: only the first layers can be dense")
         model["dense_layers"] = model.get("dense_layers", len(dense))
-        model["router"] = architecture.router
-    return model | read_window(settings, where) | dict(qkv_bias=architecture.qkv_bias, qk_norm=architecture.qk_norm)
+    return model | read_window(settings, where) | architecture.fixed
 
 
 def read_window(settings: dict[str, Any], where: str) -> dict[str, int]:
@@ -346,18 +339,8 @@ def check_export(settings: Any) -> None:
 
 def check_weights(folder: str, model: Any, insist: bool) -> None:
     """Raises ValueError for tensors in `folder` that a config.Model does not read, such as biases or more layers."""
-    from safetensors import SafetensorError, safe_open
-    where = os.path.join(folder, "config.json")
-    names, path = read_index(folder), os.path.join(folder, SINGLE)
-    if names is None:
-        try:
-            with safe_open(path, framework="np") as file:
-                names = file.keys()
-        except (SafetensorError, OSError) as error:  # which calls a file missing that may not be read
-            reason = error if os.access(path, os.R_OK) else "Permission denied"
-            raise ValueError(f"{path}: cannot be read: {reason}") from None
-    architecture = read_architecture(read_json(where), where)
-    unread = sorted(name for name in names if not is_read(name, model, architecture)
+    files, architecture = weights_in(folder)
+    unread = sorted(name for name in files if not is_read(name, model, architecture)
                     and not name.endswith(".rotary_emb.inv_freq"))
     more = f" and {len(unread) - 1} more tensors" if unread[1:] else ""
     need(not unread or insist, f"{folder}: has {unread and unread[0]}{more}, which the model does not use: give "
@@ -371,21 +354,18 @@ def source(folder: str) -> Source:
     or has another shape.
     """
     import torch
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
     from param import box_shape
-    where = os.path.join(folder, "config.json")
-    architecture = read_architecture(read_json(where), where)
-    files, opened = read_index(folder), {}
+    (files, architecture), opened = weights_in(folder), {}
 
     def read(name: str, shape: tuple[int, ...], box: Box) -> torch.Tensor:
-        need(files is None or name in files, f"{folder}: {INDEX} has no tensor {name}, which the model asks for")
-        path = os.path.join(folder, SINGLE if files is None else files[name])
+        need(name in files, f"{folder}: has no tensor {name}, which the model asks for")
+        path = os.path.join(folder, files[name])
+        opened[path] = opened.get(path) or open_safetensors(path, "pt")
         try:
-            if path not in opened:
-                opened[path] = safe_open(path, framework="pt")
             stored = opened[path].get_slice(name)
-        except (SafetensorError, OSError) as error:
+        except SafetensorError as error:  # the index is of other files
             raise ValueError(f"{path}: cannot read {name}: {error}") from None
         got, dtype = tuple(stored.get_shape()), stored.get_dtype()
         need(got == shape, f"{path}: {name} has the shape {got}, the model asks for {shape}")
@@ -396,8 +376,6 @@ def source(folder: str) -> Source:
 
     def read_box(spec: Spec, box: Box) -> torch.Tensor:
         out = None
-        if not is_on_disk(spec, architecture):
-            return torch.zeros(box_shape(box))
         for name, tensor_box in tensors_on_disk(spec, architecture):
             common = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box, tensor_box))
             if all(s.start < s.stop for s in common):
@@ -406,7 +384,7 @@ def source(folder: str) -> Source:
                     return values.reshape(box_shape(box))
                 out = values.new_empty(box_shape(box)) if out is None else out
                 out[relative(common, box)] = values
-        return torch.empty(box_shape(box)) if out is None else out
+        return torch.zeros(box_shape(box)) if out is None else out
     return read_box
 
 
@@ -415,11 +393,13 @@ def relative(box: Box, origin: Box) -> Box:
     return tuple(slice(s.start - o.start, s.stop - o.start) for s, o in zip(box, origin))
 
 
-def read_index(folder: str) -> dict[str, str] | None:
-    """Tensor name -> file; None if all are in model.safetensors, which transformers too prefers to an index."""
+def weights_in(folder: str) -> tuple[dict[str, str], str]:
+    """({tensor: file}, the class of transformers that has them). Of one file and an index transformers, too, prefers
+    the file."""
+    where, path = os.path.join(folder, "config.json"), os.path.join(folder, INDEX)
+    architecture = read_architecture(read_json(where), where)
     if os.path.isfile(os.path.join(folder, SINGLE)):
-        return None
-    path = os.path.join(folder, INDEX)
+        return dict.fromkeys(open_safetensors(os.path.join(folder, SINGLE), "np").keys(), SINGLE), architecture
     need(os.path.isfile(path), f"{folder}: has no {SINGLE} and no {INDEX}: weights in another format, such as .bin or "
                                ".pth, must be converted to safetensors")
     files = read_json(path).get("weight_map")
@@ -427,7 +407,16 @@ def read_index(folder: str) -> dict[str, str] | None:
     for file in sorted(set(files.values())):
         need(is_inside(file), f"{path} names {file}, which is outside of its folder")
         need(os.path.isfile(os.path.join(folder, file)), f"{folder}/{file}: is missing, {INDEX} names it")
-    return files
+    return files, architecture
+
+
+def open_safetensors(path: str, framework: str) -> Any:
+    from safetensors import SafetensorError, safe_open
+    try:
+        return safe_open(path, framework=framework)
+    except (SafetensorError, OSError) as error:  # which calls a file missing that may not be read
+        reason = error if os.access(path, os.R_OK) else "Permission denied"
+        raise ValueError(f"{path}: cannot be read: {reason}") from None
 
 
 def is_inside(path: str) -> bool:
@@ -450,37 +439,40 @@ def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: st
     Raises ValueError for what `exportable` refuses, and for a folder that cannot be written to.
     """
     import torch
+
+    from param import box_shape
     need_library("safetensors")
-    architecture = exportable(model)
-    need(dtype in DTYPES, f"dtype {dtype}: use one of {', '.join(DTYPES)}")
+    architecture, torch_dtype = exportable(model), getattr(torch, DTYPES[dtype])
     published = list(filter(None, published))
     for given in published:
         need(os.path.isdir(given), f"{given}: there is no such folder")
         need(os.path.realpath(given) != os.path.realpath(folder),
              f"{folder}: has the model that the tokenizer is from, which would be replaced: export to another folder")
-    torch_dtype = getattr(torch, DTYPES[dtype])
-    specs = [spec for spec in specs if is_on_disk(spec, architecture)
-             and not spec.name.startswith(f"layers.{model.layers}.")]  # nor is multi-token prediction
+    specs = [spec for spec in specs if not spec.name.startswith(f"layers.{model.layers}.")]  # multi-token prediction
     shards = plan_shards(specs, architecture, torch_dtype.itemsize, shard_bytes)
     os.makedirs(folder, exist_ok=True)
-    if rank == 0:  # transformers would prefer an old model.safetensors to a new index
-        for old in os.listdir(folder):
-            if old == INDEX or (re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", old) and old not in shards):
-                os.remove(os.path.join(folder, old))
     for file in list(shards)[rank::world]:
         write_shard(os.path.join(folder, file), shards[file], source, torch_dtype)
-    if rank == 0:
-        config = config_of(model, architecture) | {"torch_dtype": DTYPES[dtype], "max_position_embeddings": seq}
-        config |= dict.fromkeys(TOKENS)  # absent, they would be those of Llama 2
-        for given in reversed(published):
-            theirs = copy_tokenizer(given, folder)
-            config |= {field: theirs[field] for field in (*TOKENS, "max_position_embeddings") if field in theirs}
-        Path(folder, "config.json").write_text(json.dumps(config, indent=2))
-        if len(shards) > 1:
-            size = torch_dtype.itemsize * sum(math.prod(spec.shape) for spec in specs)
-            files = {name: file for file, shard in shards.items() for name in shard}
-            index = {"metadata": {"total_size": size}, "weight_map": files}
-            Path(folder, INDEX).write_text(json.dumps(index, indent=2))
+    if rank > 0:
+        return
+    config = config_of(model, architecture) | {"torch_dtype": DTYPES[dtype], "max_position_embeddings": seq}
+    config |= dict.fromkeys(TOKENS)  # absent, they would be those of Llama 2
+    for given in map(Path, reversed(published)):
+        for pattern in TOKENIZER_FILES:
+            for file in given.glob(pattern):
+                shutil.copyfile(file, Path(folder, file.name))
+        theirs = read_json(given / "config.json") if (given / "config.json").is_file() else {}
+        config |= {field: theirs[field] for field in (*TOKENS, "max_position_embeddings") if field in theirs}
+    Path(folder, "config.json").write_text(json.dumps(config, indent=2))
+    for old in os.listdir(folder):  # transformers would prefer an old model.safetensors to a new index
+        if old == INDEX or (re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", old) and old not in shards):
+            os.remove(os.path.join(folder, old))
+    if len(shards) > 1:
+        boxes = [box for shard in shards.values() for _, box in shard.values()]
+        size = torch_dtype.itemsize * sum(math.prod(box_shape(box)) for box in boxes)
+        files = {name: file for file, shard in shards.items() for name in shard}
+        index = {"metadata": {"total_size": size}, "weight_map": files}
+        Path(folder, INDEX).write_text(json.dumps(index, indent=2))
 
 
 def plan_shards(specs: list[Spec], architecture: str, element_bytes: int,
@@ -519,12 +511,3 @@ def write_shard(path: str, shard: dict[str, tuple[Spec, Box]], source: Source, d
     except (OSError, SafetensorError) as error:
         Path(path + ".tmp").unlink(missing_ok=True)
         raise ValueError(f"{path}: cannot be written: {error}") from None
-
-
-def copy_tokenizer(published: str, folder: str) -> dict[str, Any]:
-    """Copy the tokenizer's files that exist, and return the published config.json."""
-    for pattern in TOKENIZER_FILES:
-        for path in Path(published).glob(pattern):
-            shutil.copyfile(path, Path(folder, path.name))
-    where = os.path.join(published, "config.json")
-    return read_json(where) if os.path.isfile(where) else {}
