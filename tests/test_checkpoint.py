@@ -9,7 +9,9 @@ import random
 import re
 import resource
 import shutil
+import sys
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +19,6 @@ from unittest.mock import Mock, patch
 
 import grids
 import numpy as np
-import program
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ import config
 import train
 from collectives import ALONE, build_groups
 from plan import search
-from run import checkpoint, job, sampling, start
+from run import checkpoint, data, job, sampling, start
 from run.data import Corpus, codec_of
 from run.log import Log
 from run.meter import Meter
@@ -65,26 +66,25 @@ def tokens(tmp_path_factory) -> str:
     (2, "--mtp --pp 2 --micro-batch 2 --val-data {tokens} --eval-every 2"),
 ], ids=["ramp, wsd, evaluation", "bf16 moments, documents", "fp16", "experts", "fp8", "mtp"])
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(pool, tmp_path, tokens, ranks, flags):
+    """In its tensors, in all that run.json says of its progress, and in its metrics."""
     flags = flags.format(tokens=tokens, folder=os.path.dirname(tokens))
     flags = f"{SMALL} --data {tokens} {flags} --steps 6 --save-every 2 --keep 0"
-    folders = [tmp_path / name for name in ("straight", "resumed", "twice")]
-    pool.run(ranks, "runs:run", flags=f"{flags} --out {folders[0]} --metrics {tmp_path}/straight.jsonl")
-    for before, step, folder in zip(folders, (2, 4), folders[1:]):
-        shutil.copytree(before / f"step-{step:06d}", folder / f"step-{step:06d}")
-        shutil.copy(tmp_path / f"{before.name}.jsonl", tmp_path / f"{folder.name}.jsonl")
-        pool.run(ranks, "runs:run",
-                 flags=f"--resume auto --out {folder} --metrics {tmp_path}/{folder.name}.jsonl")
-        for later in range(step + 2, 7, 2):
-            want, got = tensors(folders[0] / f"step-{later:06d}"), tensors(folder / f"step-{later:06d}")
-            assert want.keys() == got.keys()
-            files = {path.name for path in (folder / f"step-{later:06d}").iterdir()}
-            assert {*start.read_run(folder / f"step-{later:06d}")["files"], "run.json"} == files  # of all ranks
-            assert all(torch.equal(want[name], got[name]) for name in want)
-        lines = [metrics(tmp_path / f"{name}.jsonl") for name in ("straight", folder.name)]
-        assert [line["step"] for line in lines[1]] == list(range(6))
-        assert [line["step"] for line in lines[1] if "save_wait_s" in line] == [1, 3, 5]
-        for name in ("tokens", "loss", "mtp_loss", "grad_norm", "lr", "skipped", "val_loss", "aux_loss"):
-            assert [line.get(name) for line in lines[0]] == [line.get(name) for line in lines[1]]
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    pool.run(ranks, "runs:run", flags=f"{flags} --out {straight} --metrics {straight}.jsonl")
+    shutil.copytree(straight / "step-000002", resumed / "step-000002")
+    shutil.copy(f"{straight}.jsonl", f"{resumed}.jsonl")
+    pool.run(ranks, "runs:run", flags=f"--resume auto --out {resumed} --metrics {resumed}.jsonl")
+    for step in "step-000004", "step-000006":
+        want, got = tensors(straight / step), tensors(resumed / step)
+        assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
+        want, got = start.read_run(straight / step), start.read_run(resumed / step)
+        assert {*got["files"], "run.json"} == {path.name for path in (resumed / step).iterdir()}  # of all ranks
+        assert want | dict(files=[], settings=[]) == got | dict(files=[], settings=[])
+    lines = [metrics(Path(f"{folder}.jsonl")) for folder in (straight, resumed)]
+    assert [line["step"] for line in lines[1]] == list(range(6))
+    assert [line["step"] for line in lines[1] if "save_wait_s" in line] == [1, 3, 5]
+    for name in ("tokens", "loss", "mtp_loss", "grad_norm", "lr", "skipped", "val_loss", "aux_loss"):
+        assert [line.get(name) for line in lines[0]] == [line.get(name) for line in lines[1]]
 
 
 # ---- from grid to grid ----------------------------------------------------------------------------------------------
@@ -186,28 +186,9 @@ def test_checkpoints_of_later_steps_than_the_one_resumed_are_set_aside(tmp_path,
     assert said == line
 
 
-def test_a_checkpoint_has_its_name_only_when_it_is_whole_and_latest_follows(tmp_path):
-    """Every file is written, then the folder renamed, then `latest` replaced, then old checkpoints removed."""
-    saved(tmp_path)
-    events, rename = [], Path.rename
-
-    def renamed(source, target):
-        if Path(target).name == "step-000002":
-            checkpoint.verify(source)
-            events.append(("whole", "named"))
-        elif Path(target).name == "latest":
-            events.append(("step-000002" if (tmp_path / "step-000002" / "run.json").exists() else "nothing", "latest"))
-        elif Path(target).name.startswith(".removing"):
-            events.append((Path(source).name, "removed"))
-        return rename(source, target)
-
-    with patch.object(Path, "rename", renamed):
-        saved(tmp_path, (2,), keep=1, resumed=1)
-    assert events == [("whole", "named"), ("step-000002", "latest"), ("step-000001", "removed")]
-
-
-def test_nothing_is_renamed_before_it_is_on_the_disk(tmp_path):
-    """Files and folders are forced to the disk before the name that makes them count, and then that name."""
+def test_a_checkpoint_has_its_name_only_when_it_is_whole_and_on_the_disk(tmp_path):
+    """Every file is written and forced to the disk, then its folder; then the folder has its name, and that is forced,
+    too; then `latest` follows, and then old checkpoints go."""
     saved(tmp_path)
     events, rename, sync = [], Path.rename, os.fsync
 
@@ -217,17 +198,20 @@ def test_nothing_is_renamed_before_it_is_on_the_disk(tmp_path):
         return sync(descriptor)
 
     def renamed(source, target):
-        events.append(f"{Path(source).name} -> {Path(target).name}")
+        events.append(f"{Path(source).name} -> {Path(target).name[:16]}")
+        if Path(target).name == "step-000002":
+            checkpoint.verify(source)
         return rename(source, target)
 
     with patch.object(Path, "rename", renamed), patch.object(os, "fsync", synced):
-        saved(tmp_path, (2,), resumed=1)
+        saved(tmp_path, (2,), keep=1, resumed=1)
     first = events.index("sync .run.json.tmp")
     assert "sync __0_0.distcp" in events[:first] and "sync .writing-step-000002" in events
     assert events[first:] == [
         "sync .run.json.tmp", ".run.json.tmp -> run.json", "sync .writing-step-000002", "sync .writing-step-000002",
         ".writing-step-000002 -> step-000002", f"sync {tmp_path.name}", "sync .latest.tmp", ".latest.tmp -> latest",
-        f"sync {tmp_path.name}"]
+        f"sync {tmp_path.name}", "step-000001 -> .removing-step-0"]
+    assert (tmp_path / "step-000002" / "run.json").exists()
 
 
 def test_a_step_that_is_saved_a_second_time_replaces_what_has_its_name(tmp_path, capfd):
@@ -265,46 +249,39 @@ def test_a_kill_while_a_step_is_saved_a_second_time_leaves_a_whole_checkpoint_of
     assert torch.equal(tensors(tmp_path / "step-000002")["w/master"], state_of(1)[0].values)
 
 
-def test_what_a_killed_run_left_makes_room_before_the_disk_is_found_full(tmp_path):
+def test_what_a_killed_run_left_is_removed_before_the_disk_is_found_full(tmp_path):
     def free(folder):
         return shutil._ntuple_diskusage(10**9, 0, 0 if any(tmp_path.rglob("*step-*")) else 10**8)
 
-    (tmp_path / ".writing-step-000003").mkdir()
-    (tmp_path / ".writing-step-000003" / "run.json").write_text("{}")
+    for left in ".writing-step-000003", ".removing-step-000001":
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "run.json").write_text("{}")
     with patch.object(shutil, "disk_usage", free):
-        checkpoint.Saver(str(tmp_path), state_of(0), 0, ALONE).lock.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+        saved(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "lock", "step-000001"]
 
 
-def test_a_save_that_failed_is_said_once_and_why_in_one_line(tmp_path, capsys):
-    problem = OSError(28, "No space left on device\nat all")
+GONE, POSITION = OSError(5, "gone\nfor good"), RuntimeError("unexpected pos 704 vs 598")
+OF_RANKS = checkpoint.dcp.api.CheckpointException("a write", {3: (GONE, None), 4: (ValueError(), None)})
+
+
+@pytest.mark.parametrize("failing, says", [
+    ([(checkpoint, "checksums_of", GONE)], "OSError: [Errno 5] gone"),
+    ([(checkpoint.dcp, "save", OF_RANKS)], "OSError: [Errno 5] gone"),
+    ([(checkpoint.dcp, "save", POSITION)], "RuntimeError: unexpected pos 704 vs 598"),
+    ([(checkpoint.dcp, "save", POSITION), (checkpoint.tempfile, "TemporaryFile", OSError(28, "No space left"))],
+     "{folder} cannot be written to: No space left")], ids=["one rank", "a rank of many", "position", "full disk"])
+def test_a_save_that_failed_is_said_once_and_why_in_one_line(tmp_path, capsys, failing, says):
+    """Of a full disk torch reports a position in its file. Nothing of the save stays."""
     saver = checkpoint.Saver(str(tmp_path), state_of(0), 0, ALONE)
-    with patch.object(checkpoint, "checksums_of", side_effect=problem):
+    with ExitStack() as patches:
+        for owner, name, error in failing:
+            patches.enter_context(patch.object(owner, name, side_effect=error))
         saver.save(1, {})
-        line = "the checkpoint of step 1 could not be saved: OSError: [Errno 28] No space left on device"
+        line = f"the checkpoint of step 1 could not be saved: {says.format(folder=tmp_path)}"
         assert (saver.finish(), saver.finish()) == (line, "") and saver.bytes_per_s == 0
     assert capsys.readouterr().err == f"train.py: warning: {line}\n"
-    of_ranks = checkpoint.dcp.api.CheckpointException("a write", {3: (problem, None), 4: (ValueError(), None)})
-    assert checkpoint.describe(of_ranks) == "OSError: [Errno 28] No space left on device"
-
-
-def test_a_full_disk_is_called_one(tmp_path):
-    """As is a quota. Torch reports a position in its file. What was saved before stays, and nothing else."""
-    saver = checkpoint.Saver(str(tmp_path), state_of(0), 0, ALONE)
-    with patch.object(checkpoint.dcp, "save", side_effect=RuntimeError("unexpected pos 704 vs 598")):
-        saver.save(1, {})
-        assert saver.finish() == "the checkpoint of step 1 could not be saved: RuntimeError: unexpected pos 704 vs 598"
-        with patch.object(checkpoint.tempfile, "TemporaryFile", side_effect=OSError(28, "No space left on device")):
-            saver.save(2, {})
-            assert saver.finish() == (f"the checkpoint of step 2 could not be saved: {tmp_path} cannot be written to: "
-                                      "No space left on device")
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
-
-
-def test_a_file_with_a_checkpoint_s_name_is_refused(tmp_path):
-    (tmp_path / "step-000006").touch()
-    with pytest.raises(ValueError, match=f"^{tmp_path}/step-000006: is no folder, and has the name of a checkpoint"):
-        checkpoint.Saver(str(tmp_path), state_of(0), 0, ALONE)
 
 
 @pytest.mark.parametrize("at_fault", [0, 1])
@@ -371,43 +348,29 @@ def test_loading_needs_no_more_than_two_stored_boxes(tmp_path):
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
-def cut(file: Path) -> str:
-    file.write_bytes(file.read_bytes()[:-1])
-    return "damaged"
-
-
-def grow(file: Path) -> str:
-    file.write_bytes(file.read_bytes() + b"}")
-    return "damaged"
-
-
-def flip(file: Path) -> str:
+def flip(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    return "damaged"
 
 
-def remove(file: Path) -> str:
-    file.unlink()
-    return "missing" if file.name != "run.json" else "has no run.json"
+HARMS = dict(cut=lambda file: os.truncate(file, file.stat().st_size - 1), flip=flip, remove=Path.unlink,
+             grow=lambda file: file.write_bytes(file.read_bytes() + b"}"))
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "run.json"])
-@pytest.mark.parametrize("harm", [cut, grow, flip, remove])
+@pytest.mark.parametrize("harm", HARMS)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, capsys, file, harm):
     saved(tmp_path, (1, 2))
-    said = harm(tmp_path / "step-000002" / file)
+    newest, oldest = (tmp_path / f"step-{step:06d}" for step in (2, 1))
+    HARMS[harm](newest / file)
+    says = "damaged" if harm != "remove" else "has no run.json" if file == "run.json" else "missing"
     capsys.readouterr()  # the bar of a slow save
-    candidates = [tmp_path / f"step-{step:06d}" for step in (2, 1)]
-    assert job.find_whole(candidates, ALONE) == candidates[1]
+    assert job.find_whole([newest, oldest], ALONE) == oldest
     warning = capsys.readouterr().err
-    assert warning.startswith(f"train.py: warning: {candidates[0]}") and said in warning and warning.count("\n") == 1
-    with pytest.raises(ValueError, match=said):
-        job.find_whole(candidates[:1], ALONE)
-    harm(candidates[1] / file)
-    with pytest.raises(ValueError, match=f"{candidates[1]}.*{said}"):
-        job.find_whole(candidates, ALONE)
+    assert warning.startswith(f"train.py: warning: {newest}") and says in warning and warning.count("\n") == 1
+    with pytest.raises(ValueError, match=f"{newest}.*{says}"):
+        job.find_whole([newest], ALONE)
 
 
 def test_any_number_of_ranks_verifies_each_file_once(tmp_path):
@@ -448,23 +411,24 @@ def test_tensors_of_another_model_are_named(tmp_path):
 
 
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path):
+    def refused(folder: str, says: str, pieces: list[checkpoint.Piece] | None = None) -> None:
+        with pytest.raises(ValueError, match=says):
+            checkpoint.Saver(str(tmp_path / folder), pieces or state_of(0), 0, ALONE)
+
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="file/run: cannot be written to"):
-        checkpoint.Saver(str(tmp_path / "file" / "run"), state_of(0), 0, ALONE)
-    with patch.object(shutil, "disk_usage", return_value=shutil._ntuple_diskusage(100, 90, 10)):
-        with pytest.raises(ValueError, match=r"a checkpoint takes [\d.e-]+ GB, and 1e-08 GB are free"):
-            checkpoint.Saver(str(tmp_path / "full"), state_of(0), 0, ALONE)
-        large = checkpoint.Piece("w", (1,), (slice(0, 1),), Mock(
-            nbytes=2_500_000_000, is_cuda=False, shape=(1,), dtype=torch.float32))
-        shutil.disk_usage.return_value = shutil._ntuple_diskusage(3e9, 0, 1_250_000_000)
-        with pytest.raises(ValueError, match=r"full: a checkpoint takes 2\.5 GB, and 1\.25 GB are free"):
-            checkpoint.Saver(str(tmp_path / "full"), [large], 0, ALONE)
-    saver = checkpoint.Saver(str(tmp_path / "busy"), state_of(0), 0, ALONE)
+    refused("file/run", "file/run: cannot be written to")
+    (tmp_path / "named").mkdir()
+    (tmp_path / "named" / "step-000006").touch()
+    refused("named", "/named/step-000006: is no folder, and has the name of a checkpoint")
+    with patch.object(shutil, "disk_usage", return_value=shutil._ntuple_diskusage(3e9, 0, 1_250_000_000)):
+        large = Mock(nbytes=2_500_000_000, is_cuda=False, shape=(1,), dtype=torch.float32)
+        refused("full", r"full: a checkpoint takes 2\.5 GB, and 1\.25 GB are free",
+                [checkpoint.Piece("w", (1,), (slice(0, 1),), large)])
     saved(tmp_path / "used")
-    with pytest.raises(ValueError, match="used: has checkpoints of another run, or of this one from its beginning"):
-        checkpoint.Saver(str(tmp_path / "used"), state_of(0), 0, ALONE)
-    with patch.object(checkpoint, "LOCK_WAIT_S", 0), pytest.raises(ValueError, match="another run writes there"):
-        checkpoint.Saver(str(tmp_path / "busy"), state_of(0), 0, ALONE)
+    refused("used", "used: has checkpoints of another run, or of this one from its beginning")
+    saver = checkpoint.Saver(str(tmp_path / "busy"), state_of(0), 0, ALONE)
+    with patch.object(checkpoint, "LOCK_WAIT_S", 0):
+        refused("busy", "another run writes there")
     with patch.object(checkpoint.time, "sleep", lambda seconds: saver.lock.close()):  # until a killed run is gone
         checkpoint.Saver(str(tmp_path / "busy"), state_of(0), 0, ALONE).lock.close()
 
@@ -538,17 +502,26 @@ def test_flags_that_are_given_win_and_the_rest_is_the_checkpoints(trained):
 
 
 def test_a_damaged_run_json_is_passed_over_for_the_one_before(trained, tmp_path):
-    for step in (2, 3):
-        shutil.copytree(trained / "step-000002", tmp_path / f"step-00000{step}")
-    (tmp_path / "step-000003" / "run.json").write_text("{")
-    settings = start.parse(f"--resume auto --out {tmp_path}".split())
-    assert settings.model.hidden == 32 and start.resumed_run("auto", str(tmp_path))["step"] == 2
-    (tmp_path / "step-000002" / "run.json").write_text("{")
-    with pytest.raises(ValueError, match="step-000003/run.json is damaged or cannot be read"):
+    newest, oldest = (tmp_path / f"step-{step:06d}" for step in (3, 2))
+    for path in newest, oldest:
+        shutil.copytree(trained / "step-000002", path)
+    (newest / "run.json").write_text("{")
+    assert start.parse(f"--resume auto --out {tmp_path}".split()).model.hidden == 32
+    assert start.resumed_run("auto", str(tmp_path))["step"] == 2
+    (oldest / "run.json").write_text("{")
+    with pytest.raises(ValueError, match=f"{newest}/run.json is damaged or cannot be read"):
         start.resumed_run("auto", str(tmp_path))
     with (patch.object(start, "read_run", lambda path: dict(settings={"hidden": 32}, model={})),
-          pytest.raises(ValueError, match="step-000003/run.json has no model$")):
+          pytest.raises(ValueError, match=f"{newest}/run.json has no model$")):
         start.resumed_run("auto", str(tmp_path))
+
+
+def forge(file: Path, **values) -> None:
+    """Change values of a run.json, whose checksum stays right."""
+    run = start.read_run(file.parent)
+    for name, value in values.items():
+        run[name] = run[name] | value if isinstance(value, dict) else value
+    file.write_text(json.dumps(run | {"checksum": start.checksum_of_json(run)}))
 
 
 @pytest.mark.parametrize("name, value", [
@@ -560,24 +533,14 @@ def test_a_damaged_run_json_is_passed_over_for_the_one_before(trained, tmp_path)
 def test_a_run_json_with_another_kind_of_value_and_a_right_checksum_is_damaged(trained, tmp_path, monkeypatch, capsys,
                                                                                name, value):
     """Text in place of a number, for example: one line and exit code 2, or the checkpoint before is taken."""
-    for step in (2, 3):
-        shutil.copytree(trained / "step-000002", tmp_path / f"step-00000{step}")
-    file = tmp_path / "step-000003" / "run.json"
-    run = start.read_run(file.parent)
-    run[name] = run[name] | value if isinstance(value, dict) else value
-    file.write_text(json.dumps(run | {"checksum": start.checksum_of_json(run)}))
+    forged, before = tmp_path / "step-000003", tmp_path / "step-000002"
+    for path in forged, before:
+        shutil.copytree(trained / "step-000002", path)
+    forge(forged / "run.json", **{name: value})
     start.parse(f"--resume auto --out {tmp_path}".split())
-    both = [tmp_path / "step-000003", tmp_path / "step-000002"]
-    assert job.find_whole(both, ALONE) == both[1] and capsys.readouterr().err.count("\n") == 1
-    monkeypatch.setattr("sys.argv", ["run.checkpoint", "show", str(both[0])])
-    with patch.object(os, "_exit", side_effect=SystemExit) as refused, pytest.raises(SystemExit):
-        checkpoint.main()
-    refused.assert_called_once_with(2)
-    said = capsys.readouterr().err
-    assert said.startswith(f"run.checkpoint: {both[0]}") and said.count("\n") == 1
-    with pytest.raises(ValueError, match=f"^{both[0]}.* is damaged: .*{name}|^{both[0]} has format"
-                       if name != "files" else f"^{both[0]}"):
-        checkpoint.verify(both[0])
+    assert job.find_whole([forged, before], ALONE) == before and capsys.readouterr().err.count("\n") == 1
+    says = {"files": "", "format": " has format 1, and this"}.get(name, f"/run.json is damaged: its {name}")
+    assert refused(monkeypatch, capsys, "show", forged).startswith(f"run.checkpoint: {forged}{says}")
 
 
 def test_a_run_is_resumed_from_any_folder(tokens, tmp_path, monkeypatch):
@@ -599,27 +562,37 @@ def test_a_run_outlives_the_checkpoint_that_it_was_resumed_from(tokens, tmp_path
     assert "trained 6 steps" in said and not (tmp_path / "step-000002").exists()
 
 
+def had(trained: Path, **settings):
+    """Lets the run in `trained` have had these settings."""
+    run = start.read_run(trained / "step-000002")
+    return patch.object(start, "read_run", lambda path: run | {"settings": run["settings"] | settings})
+
+
 def test_what_belongs_to_one_start_of_a_run_is_not_inherited(trained):
-    saved = start.read_run(str(trained / "step-000002"))
-    given = dict(insist=True, resume="auto", init_from="a", export_hf="b", profile="c", memory_snapshot="d")
-    with patch.object(start, "read_run", lambda path: saved | {"settings": saved["settings"] | given}):
+    with had(trained, insist=True, resume="auto", init_from="a", export_hf="b", profile="c", memory_snapshot="d"):
         run = start.parse(f"--resume {trained}".split()).run
     assert run.resume == str(trained) and not run.insist
     assert run.init_from == run.export_hf == run.profile == run.memory_snapshot == ""
 
 
+def sampling_flags(monkeypatch, *words) -> list[str]:
+    """The flags of train.py by which python -m run.sampling WORDS replaces itself."""
+    called = []
+    monkeypatch.setattr(os, "execv", lambda program, arguments: called.extend(arguments))
+    sampling.main(list(map(str, words)))
+    assert called[0] == sys.executable and called[1] == train.__file__
+    return called[2:]
+
+
 def test_a_run_on_any_grid_is_sampled_from_on_one_rank(trained, monkeypatch):
-    called, saved = [], start.read_run(str(trained / "step-000002"))
-    given = dict(dp=2, dp_replicate=2, cp=4, cp_style="ring", cp_zigzag="document", cp_ulysses=2, tp=4,
-                 sp="async", pp=4, zero=1, ep=4, schedule="interleaved", chunks=2, pp_group=4, recompute="full",
-                 micro_batch=4, global_batch=32, batch_ramp="16@0,32@99", eval_every=3, save_every=2, metrics="m",
-                 out="o", val_data=[__file__], moments="bf16", dtype="bf16", offload="both", rewind=1)
-    monkeypatch.setattr(os, "execv", lambda program, arguments: called.append(arguments))
-    for ranks in "1", "4":
-        monkeypatch.setenv("WORLD_SIZE", ranks)
-        sampling.main([str(trained), "--prompt", "a"])
-    with patch.object(start, "read_run", lambda path: saved | {"settings": saved["settings"] | given}):
-        settings, on_four = start.parse(called[0][2:]), start.parse(called[1][2:], 4)
+    flags = sampling_flags(monkeypatch, trained, "--prompt", "a")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    flags_of_four = sampling_flags(monkeypatch, trained, "--prompt", "a")
+    with had(trained, dp=2, dp_replicate=2, cp=4, cp_style="ring", cp_zigzag="document", cp_ulysses=2, tp=4, sp="async",
+             pp=4, zero=1, ep=4, schedule="interleaved", chunks=2, pp_group=4, recompute="full", micro_batch=4,
+             global_batch=32, batch_ramp="16@0,32@99", eval_every=3, save_every=2, metrics="m", out="o",
+             val_data=[__file__], moments="bf16", dtype="bf16", offload="both", rewind=1):
+        settings, on_four = start.parse(flags), start.parse(flags_of_four, 4)
     assert replace(settings.grid, cp_style="allgather") == config.parse([]).grid
     assert (settings.run.metrics, settings.run.out, settings.optim.steps) == ("", "", 0)
     assert settings.data.val_data == [] and settings.optim.optimizer == "sgd" and settings.precision.moments != "bf16"
@@ -627,11 +600,9 @@ def test_a_run_on_any_grid_is_sampled_from_on_one_rank(trained, monkeypatch):
 
 
 def test_grid_auto_keeps_nothing_of_the_grid_of_the_run_that_is_resumed(trained):
-    saved = start.read_run(str(trained / "step-000002"))
-    given = dict(dp=4, dp_replicate=2, tp=2, pp=2, zero=1, schedule="interleaved", chunks=4, pp_group=4,
-                 recompute="full", micro_batch=2, global_batch=16)
     flags = f"--resume {trained} --layers 8 --insist --grid auto"
-    with patch.object(start, "read_run", lambda path: saved | {"settings": saved["settings"] | given}):
+    with had(trained, dp=4, dp_replicate=2, tp=2, pp=2, zero=1, schedule="interleaved", chunks=4, pp_group=4,
+             recompute="full", micro_batch=2, global_batch=16):
         for ranks, more in (1, ""), (2, "--pp 2 --schedule 1f1b"), (2, "--pp 2 --chunks 2 --schedule interleaved"):
             settings = start.parse(f"{flags} {more}".split(), ranks)
             settings, _ = search.fill_grid(settings, ranks, search.this_machine(ranks))
@@ -649,9 +620,7 @@ def test_a_checkpoint_is_evaluated_without_a_step(trained, tokens):
 
 def test_a_copy_of_a_run_writes_into_no_folder_of_the_original(trained, tmp_path):
     shutil.copytree(trained, tmp_path / "copy")
-    saved = start.read_run(str(trained / "step-000002"))
-    given = dict(metrics=f"{tmp_path}/m", save_every=2)
-    with patch.object(start, "read_run", lambda path: saved | {"settings": saved["settings"] | given}):
+    with had(trained, metrics=f"{tmp_path}/m", save_every=2):
         settings = start.parse(f"--resume {tmp_path / 'copy'} --steps 3".split())
     assert settings.run.out == settings.run.metrics == "" and settings.run.save_every == 0
     (tmp_path / "link").symlink_to(trained)  # no copy
@@ -722,14 +691,6 @@ def test_metrics_in_the_file_that_standard_output_goes_to_overwrite_nothing(tmp_
     assert (tmp_path / "out").read_text() == 'first\n{"step": 0}\n{"step": 1}\nlast\n'
 
 
-def test_what_a_killed_run_left_unfinished_is_removed(tmp_path):
-    for left in ".writing-step-000003", ".removing-step-000001":
-        (tmp_path / left).mkdir()
-        (tmp_path / left / "__0_0.distcp").touch()
-    saved(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "lock", "step-000001"]
-
-
 def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
     for name in ("step-999900", "step-1000000", "step-000300-good", "step-x"):
         (tmp_path / name).mkdir()
@@ -778,54 +739,64 @@ def test_an_export_that_fails_is_one_line_and_the_checkpoint_is_exported_later(t
 
 # ---- the command line -----------------------------------------------------------------------------------------------
 
-def test_show_and_what_is_no_checkpoint(trained, tmp_path):
-    old = trained / "step-000002"
-    shown = program.python("-m", "run.checkpoint", "show", old)
-    assert shown.returncode == 0 and f"{old}: step 2, 16 samples, 384 tokens, 0 skipped\n" in shown.stdout
-    assert '"hidden": 32' in shown.stdout and "layers.1.ffn.w_down/master" in shown.stdout
-    wrong = program.python("-m", "run.checkpoint", "show", tmp_path / "none")
-    assert wrong.returncode == 2 and wrong.stderr.startswith("run.checkpoint: ") and wrong.stderr.count("\n") == 1
+def command(monkeypatch, *words) -> None:
+    """python -m run.checkpoint WORDS. Raises SystemExit for an exit code that is not 0."""
+    monkeypatch.setattr("sys.argv", ["run.checkpoint", *map(str, words)])
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    checkpoint.main()
 
 
-def test_show_says_who_wrote_what(trained, capsys):
-    """A checkpoint with the numbers of a larger run in its run.json."""
+def refused(monkeypatch, capsys, *words) -> str:
+    """What the command says, in one line, when it ends with exit code 2."""
+    with pytest.raises(SystemExit, match="^2$"):
+        command(monkeypatch, *words)
+    said = capsys.readouterr().err
+    assert said.startswith("run.checkpoint: ") and said.count("\n") == 1
+    return said
+
+
+def test_show_says_who_wrote_what(trained, monkeypatch, capsys, tmp_path):
+    """Of a checkpoint with the numbers of a larger run in its run.json, and with a tensor in two boxes."""
     path = trained / "step-000002"
     run, want = start.read_run(path), tensors(path)
+    command(monkeypatch, "show", path)
+    *_, settings, first = capsys.readouterr().out.split("\n", 5)
+    assert len(first.splitlines()) == len(want)
+    values = torch.arange(12.0).view(4, 3)
+    saved(tmp_path, pieces=[checkpoint.Piece("w", (4, 3), (rows, slice(0, 3)), values[rows].clone())
+                            for rows in (slice(0, 1), slice(1, 4))])
     grid = dict(pp=2, dp=3, cp=5, tp=7, ep=11, zero=1)
     larger = run | dict(step=4000, samples=50_000, tokens=6_000_000, skipped=8, ranks=210, grid=grid, torch="9.9",
                         files=dict(a=[123_456_789, ""], b=[2_000_000_000, ""]))
     with patch.object(start, "read_run", lambda path: larger):
-        checkpoint.show(path)
-    first, ranks, sizes, data, settings, *rest = capsys.readouterr().out.splitlines()
-    assert first == f"{path}: step 4000, 50,000 samples, 6,000,000 tokens, 8 skipped"
-    assert ranks == "    written by 210 ranks (pp 2 x dp 3 x cp 5 x tp 7 x ep 11, zero 1), torch 9.9"
-    assert sizes == f"    {len(want)} tensors in {len(want)} boxes, 2 files, 2,123.5 MB"
-    assert data == "    data: 5,000 tokens in 1 files"
+        checkpoint.show(tmp_path / "step-000001")
+    assert capsys.readouterr().out.splitlines() == [
+        f"{tmp_path}/step-000001: step 4000, 50,000 samples, 6,000,000 tokens, 8 skipped",
+        "    written by 210 ranks (pp 2 x dp 3 x cp 5 x tp 7 x ep 11, zero 1), torch 9.9",
+        "    1 tensors in 2 boxes, 2 files, 2,123.5 MB", "    data: 5,000 tokens in 1 files", settings,
+        f"    {'w':48s} float32   4 x 3"]
     given = config.read(f"{SMALL} --steps 2".split()) | dict(data=run["settings"]["data"], out=str(trained))
     assert settings.startswith("    settings: {")
     assert json.loads(settings.split(": ", 1)[1]) == {
         name: value for name, value in given.items() if name not in ("heads", "kv_heads")}  # which are the defaults
     shapes = {name: " x ".join(map(str, value.shape)) or "a number" for name, value in want.items()}
-    assert {tuple(line.split(maxsplit=2)) for line in rest} == {
+    assert {tuple(line.split(maxsplit=2)) for line in first.splitlines()} == {
         (name, str(value.dtype).removeprefix("torch."), shapes[name]) for name, value in want.items()}
 
 
-def test_boxes_are_counted_in_all_tensors(tmp_path, capsys):
-    values = torch.arange(12.0).view(4, 3)
-    saved(tmp_path, pieces=[checkpoint.Piece("w", (4, 3), (rows, slice(0, 3)), values[rows].clone())
-                            for rows in (slice(0, 1), slice(1, 4))])
-    run = dict(step=1, samples=0, tokens=0, skipped=0, ranks=1, torch="", corpus=dict(tokens=0, files=0), settings={},
-               grid=dict.fromkeys(("pp", "dp", "cp", "tp", "ep", "zero"), 1), files={"a": [0, ""]})
-    with patch.object(start, "read_run", lambda path: run):
-        checkpoint.show(tmp_path / "step-000001")
-    assert "    1 tensors in 2 boxes, 1 files, 0.0 MB\n" in capsys.readouterr().out
+def test_what_is_no_checkpoint_is_refused_in_one_line(monkeypatch, capsys, tmp_path):
+    assert refused(monkeypatch, capsys, "show", tmp_path) == (
+        f"run.checkpoint: {tmp_path} is no checkpoint: it has no run.json\n")
+    assert refused(monkeypatch, capsys, "shew", tmp_path).startswith("run.checkpoint: usage: python -m run.checkpoint ")
+    saved(tmp_path)
+    flip(tmp_path / "step-000001" / "__0_0.distcp")
+    assert "__0_0.distcp is damaged: " in refused(monkeypatch, capsys, "show", tmp_path / "step-000001")
 
 
 @pytest.mark.parametrize("flags, dtype", [([], torch.bfloat16), (["--dtype", "fp32"], torch.float32)])
 def test_the_command_line_exports_the_master_weights_in_bf16_or_as_asked(trained, tmp_path, monkeypatch, flags, dtype):
     path = trained / "step-000002"
-    monkeypatch.setattr("sys.argv", ["run.checkpoint", "export", str(path), str(tmp_path), *flags])
-    checkpoint.main()
+    command(monkeypatch, "export", path, tmp_path, *flags)
     masters, exported = tensors(path), load_file(tmp_path / "model.safetensors")
     for theirs, ours in (("model.layers.1.mlp.up_proj", "layers.1.ffn.w_up"), ("model.norm", "norm"),
                          ("lm_head", "head")):
@@ -890,11 +861,17 @@ def published(tmp_path_factory) -> Path:
     return folder
 
 
-def python(*arguments, ranks: int = 0) -> str:
-    """What a command prints, which must end well."""
-    done = program.torchrun(ranks, *arguments) if ranks else program.python(*arguments)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def tokenized(monkeypatch, capsys, *paths, tokenizer: Path, out: Path) -> str:
+    """What python -m run.data tokenize says."""
+    words = ["tokenize", "--tokenizer", tokenizer, "--out", out, *paths]
+    monkeypatch.setattr("sys.argv", ["run.data", *map(str, words)])
+    data.main()
+    return capsys.readouterr().out
+
+
+def loss_of(folder: Path, batch: torch.Tensor, labels: torch.Tensor) -> float:
+    """By transformers."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder)(batch, labels=labels).loss.item()
 
 
 def test_text_has_no_separator_that_a_tokenizer_knows(published, tokens):
@@ -923,31 +900,26 @@ def test_a_model_is_called_by_the_name_of_its_folder(published, monkeypatch):
     assert start.parse(["--init-from", "."]).model.preset == published.name
 
 
-def test_a_downloaded_model_is_tuned_on_a_folder_of_text_in_two_commands(published, tmp_path):
+def test_a_downloaded_model_is_tuned_on_text_in_two_commands(pool, published, tmp_path, monkeypatch, capsys):
     (tmp_path / "texts").mkdir()
     for name in ("train.py", "model.py"):
         shutil.copy(os.path.join(ROOT, name), tmp_path / "texts")
     corpus, tuned = tmp_path / "corpus" / "tokens.bin", tmp_path / "tuned"
-    said = python("-m", "run.data", "tokenize", "--tokenizer", published / "tokenizer.json", "--out", corpus,
-                  tmp_path / "texts")
-    said_of_run = python("train.py", "--init-from", published, "--data", corpus, "--seq", 32, "--global-batch", 8,
-                         "--steps", 5, "--warmup", 0, "--zero", 1, "--out", tmp_path / "run", "--export-hf", tuned,
-                         "--sample", "def main", ranks=2)
-
+    said = tokenized(monkeypatch, capsys, tmp_path / "texts", tokenizer=published / "tokenizer.json", out=corpus)
+    said_of_run = pool.run(2, "runs:run", flags=f"--init-from {published} --data {corpus} --seq 32 --global-batch 8 "
+                           f"--steps 5 --warmup 0 --zero 1 --out {tmp_path}/run --export-hf {tuned} --sample def")[0]
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tuned / "tokenizer.json"))
     texts = [Path(ROOT, name).read_text() for name in ("model.py", "train.py")]
     want = [token for text in texts for token in (1, *tokenizer.encode(text))]  # 1: <|endoftext|>
     read = Corpus([str(corpus)], 400)
     assert said == f"{corpus}: {len(want):,} tokens\n" and read.separator == 1
     assert read.read(0, len(want))[0].tolist() == want
-    assert "def main" in said_of_run
-    llama = transformers.AutoModelForCausalLM.from_pretrained(tuned)
-    first = transformers.AutoModelForCausalLM.from_pretrained(published)
+    assert re.search("^ ?def", said_of_run, re.M)  # the sample
     batch = torch.tensor([want[:33]])
-    assert llama(batch, labels=batch).loss < first(batch, labels=batch).loss
+    assert loss_of(tuned, batch, batch) < loss_of(published, batch, batch)
 
 
-def test_a_downloaded_model_is_tuned_on_conversations_in_two_commands(published, tmp_path):
+def test_a_downloaded_model_is_tuned_on_conversations_in_two_commands(pool, published, tmp_path, monkeypatch, capsys):
     """The loss is transformers' mean over the answers' tokens alone, here of all samples at once, and falls."""
     rng, lines = random.Random(0), []
     for _ in range(40):
@@ -955,19 +927,16 @@ def test_a_downloaded_model_is_tuned_on_conversations_in_two_commands(published,
         lines.append(json.dumps(dict(prompt=f"import {a}?", completion=answer)))
     (tmp_path / "chat.jsonl").write_text("\n".join(lines))
     corpus, tuned = tmp_path / "corpus" / "tokens.bin", tmp_path / "tuned"
-    said = python("-m", "run.data", "tokenize", "--tokenizer", published / "tokenizer.json", "--out", corpus,
-                  tmp_path / "chat.jsonl")
+    said = tokenized(monkeypatch, capsys, tmp_path / "chat.jsonl", tokenizer=published / "tokenizer.json", out=corpus)
     tokens, mask = np.fromfile(corpus, np.uint16, offset=24), np.fromfile(corpus.with_suffix(".mask"), np.uint8)
     assert said == f"{corpus}: {len(tokens):,} tokens, of which {mask.sum():,} are targets\n"
     spans = (len(tokens) - 1) // 32
-    python("train.py", "--init-from", published, "--data", corpus, "--seq", 32, "--global-batch", 2 * spans, "--steps",
-           6, "--warmup", 0, "--lr", 0.01, "--zero", 1, "--out", tmp_path / "run", "--export-hf", tuned, "--metrics",
-           tmp_path / "metrics", "--sample=", ranks=2)
-
+    pool.run(2, "runs:run", flags=f"--init-from {published} --data {corpus} --seq 32 --global-batch {2 * spans} "
+             f"--steps 6 --warmup 0 --lr 0.01 --zero 1 --out {tmp_path}/run --export-hf {tuned} --sample= "
+             f"--metrics {tmp_path}/metrics")
     at = np.arange(spans)[:, None] * 32 + np.arange(33)
     batch, learned = (torch.from_numpy(array.astype(np.int64)[at]) for array in (tokens, mask))
-    before, after = (transformers.AutoModelForCausalLM.from_pretrained(folder)(
-        batch, labels=batch.where(learned == 1, -100)).loss.item() for folder in (published, tuned))
+    before, after = (loss_of(folder, batch, batch.where(learned == 1, -100)) for folder in (published, tuned))
     assert metrics(tmp_path / "metrics")[0]["loss"] == pytest.approx(before, rel=1e-5)
     assert after < before - 1 and (tuned / "tokenizer.json").exists()
 
@@ -1004,13 +973,13 @@ def test_weights_are_exported_in_the_dtype_of_the_run_or_in_fp32(tokens, tmp_pat
     assert described.dtype == getattr(torch, stored)
 
 
-def test_a_published_model_writes_text(published):
-    assert "def" in python("-m", "run.sampling", published, "--prompt", "def")
-
-
-@pytest.mark.slow
-def test_a_checkpoint_writes_text_on_any_grid(trained):
-    assert "warning" not in python("-m", "run.sampling", trained, "--prompt", "def", "--tp", "2", ranks=2)
+@pytest.mark.parametrize("ranks, folder", [(1, "published"), (2, "published"), (2, "trained")])
+def test_a_model_writes_text_by_the_flags_of_one_command(pool, request, tokens, monkeypatch, ranks, folder):
+    """A published one by its tokenizer. A checkpoint of a run on tokens alone has none, and says so."""
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    flags = sampling_flags(monkeypatch, request.getfixturevalue(folder), "--prompt", "def", "--tp", ranks)
+    said = pool.run(ranks, "runs:run", flags=flags)[0]
+    assert re.search("^ ?def", said, re.M) if folder == "published" else "no sample: the data are tokens" in said
 
 
 # ---- what a checkpoint may do and leave ------------------------------------------------------------------------------
@@ -1032,32 +1001,25 @@ def test_a_checkpoint_runs_no_code(tmp_path, monkeypatch, capsys, call):
     path, ran = tmp_path / "step-000001", tmp_path / "ran"
     monkeypatch.chdir(tmp_path)
     (path / ".metadata").write_bytes(pickle.dumps(Planted(call[0], *call[1:] or [str(ran)])))
-    run = start.read_run(path)
-    run["files"][".metadata"] = [(path / ".metadata").stat().st_size, checkpoint.checksum(path / ".metadata")]
-    (path / "run.json").write_text(json.dumps(run | {"checksum": start.checksum_of_json(run)}))
-    monkeypatch.setattr("sys.argv", ["run.checkpoint", "show", str(path)])
-    with patch.object(os, "_exit", side_effect=SystemExit) as refused, pytest.raises(SystemExit):
-        checkpoint.main()
-    refused.assert_called_once_with(2)
-    said = capsys.readouterr().err
-    assert not ran.exists() and said.count("\n") == 1 and f"{path}/.metadata cannot be trusted or read: names " in said
+    there = path / ".metadata"
+    forge(path / "run.json", files={".metadata": [there.stat().st_size, checkpoint.checksum(there)]})
+    said = refused(monkeypatch, capsys, "show", path)
+    assert not ran.exists() and f"{path}/.metadata cannot be trusted or read: names " in said
 
 
 @pytest.mark.parametrize("name", ["../elsewhere", "/etc/passwd", "a/../../elsewhere"])
 def test_files_of_a_checkpoint_lie_in_its_folder(tmp_path, name):
     saved(tmp_path)
     path = tmp_path / "step-000001"
+    forge(path / "run.json", files={name: [0, ""]})
+    with pytest.raises(ValueError, match=f"run.json names {name}, which is outside of its folder$"):
+        checkpoint.verify(path)
     _, metadata = checkpoint.open_checkpoint(path)
     for stored in metadata.storage_data.values():
         stored.relative_path = name
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(ValueError, match=r"\.metadata cannot be trusted or read: names files outside of its folder$"):
         checkpoint.open_checkpoint(path)
-    run = start.read_run(path)
-    run["files"] = {name: [0, ""]}
-    (path / "run.json").write_text(json.dumps(run | {"checksum": start.checksum_of_json(run)}))
-    with pytest.raises(ValueError, match=f"run.json names {name}, which is outside of its folder$"):
-        checkpoint.verify(path)
 
 
 def test_saves_leave_no_objects(tmp_path):
@@ -1069,7 +1031,7 @@ def test_saves_leave_no_objects(tmp_path):
     gc.disable()
     try:
         counts = []
-        for step in range(1, 21):
+        for step in range(1, 11):
             saver.save(step, dict(step=step))
             assert saver.finish() == ""
             counts.append(len(gc.get_objects()))
@@ -1081,14 +1043,14 @@ def test_saves_leave_no_objects(tmp_path):
 
 # ---- what was written before the folders ----------------------------------------------------------------------------
 
-def test_a_run_of_an_earlier_version_goes_on(tmp_path):
+def test_a_run_of_an_earlier_version_goes_on(pool, tmp_path):
     """Saved at ca8fd7d after two of four steps, in fp64, with --tp 2 --async-tp; its metrics go to the fourth step."""
     there = Path(__file__).parent / "data" / "written_by_ca8fd7d"
     shutil.copytree(there, tmp_path / "out")
-    program.torchrun(2, "train.py", "--resume", tmp_path / "out", "--metrics", tmp_path / "out" / "metrics.jsonl",
-                     "--data", f"{ROOT}/LICENSE").check_returncode()
-    had, got = (metrics(folder / "metrics.jsonl") for folder in (there, tmp_path / "out"))
-    assert [record["step"] for record in got] == [0, 1, 2, 3] and had[:2] == got[:2]
-    for old, new in zip(had, got):
+    pool.run(2, "runs:run", flags=f"--resume {tmp_path}/out --metrics {tmp_path}/out/metrics.jsonl "
+                                  f"--data {ROOT}/LICENSE")
+    before, got = (metrics(folder / "metrics.jsonl") for folder in (there, tmp_path / "out"))
+    assert [record["step"] for record in got] == [0, 1, 2, 3] and before[:2] == got[:2]
+    for old, new in zip(before, got):
         assert all(new[name] == pytest.approx(old[name], rel=1e-12) for name in ("loss", "grad_norm", "lr"))
     assert start.parse(f"--resume {tmp_path / 'out'} --data {ROOT}/LICENSE".split(), 2).grid.sp == "async"

@@ -15,12 +15,13 @@ from run.data import open_samples
 from run.sampling import sample
 
 
-def run(flags: str, state: job.RunState | None = None) -> str:
+def run(flags: str | list[str], state: job.RunState | None = None) -> str:
     """What a run prints, on both streams; a sample is of 16 tokens. state: is updated as the run goes on.
 
     A mistake of the user is raised as ValueError. A faults.Failure has what was printed as a note.
     """
-    settings = start.parse(flags.split(), dist.get_world_size() if dist.is_initialized() else 1)
+    flags = flags.split() if isinstance(flags, str) else flags
+    settings = start.parse(flags, dist.get_world_size() if dist.is_initialized() else 1)
     if settings.precision.dtype == "auto":
         settings.precision.dtype = "fp32"
     samples = open_samples(settings, settings.data.data, settings.optim.seed)
