@@ -509,9 +509,7 @@ if __name__ == "__main__":
     known, flags = parser.parse_known_args()
     try:
         check(known.parts, flags, int(os.environ.get("WORLD_SIZE", 1)))
-        if known.parts == ["gpu"]:
-            importlib.import_module("bench.gpu").parse(flags)
-        if known.parts in (["smoke"], ["check"]):
+        if known.parts[0] in OWN_FLAGS:
             sys.exit(PARTS[known.parts[0]](flags))  # each of smoke's runs has a world of its own
         if "all" in known.parts:
             bench_all.split_at_markers(bench_all.RESULTS.read_text())

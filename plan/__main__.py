@@ -8,7 +8,7 @@
     python -m plan sweep    … the same flags, on these GPUs                           the best grids, run for ten steps
     python -m plan scaling  --preset llama-3.1-8b --gpus 64 --train-tokens 1e12             compute, data, days, cost
     python -m plan predict  runs.jsonl                                                  one JSON object per line
-    python -m plan check    [--tables DIR] [--json FILE]                                errors on published runs
+    python -m plan check    [--tables DIR]                                              errors on published runs
 
 Flags are those of train.py, plus --gpus and --machine (a name, or the file that bench/probe.py writes). Neither torch
 nor a GPU is needed: formulas are those of plan/costs.py, times those of plan/time.py, pipelines those of schedules.py,
@@ -280,24 +280,14 @@ class Flags:
     train_tokens: float = setting(0.0, "scaling: tokens; 0: 20 per active parameter")
     price: float = setting(2.5, "scaling: dollars per GPU-hour")
     tables: str = setting(published.FOLDER, "check: a folder of published runs")
-    json: str = setting("", "check: write one object per run here")
     top: int = setting(8, "sweep: how many proposals to run")
     out: str = setting("", "sweep: write one JSON object per run here, and skip what it has")
     limit: float = setting(600.0, "sweep: seconds that a run may take")
     imbalance: float = setting(1.0, "tokens of the fullest expert rank over the mean")
 
 
-@dataclass
-class Axes:
-    dp: int = setting(1, "")
-    cp: int = setting(1, "")
-    tp: int = setting(1, "")
-    pp: int = setting(1, "")
-
-
 def world_of(flags: list[str]) -> int:
-    axes, _ = config.read_known(Axes, flags, USAGE)
-    return math.prod(max(1, value) for value in vars(axes).values())
+    return math.prod(max(1, size) for size in search.given_by_flags(flags, ("dp", "cp", "tp", "pp")).values())
 
 
 def main(arguments: list[str]) -> None:
@@ -310,7 +300,7 @@ def main(arguments: list[str]) -> None:
         return predict_file(rest[0])
     if command == "check":
         need(not rest, f"check: {' '.join(rest)} unknown")
-        return published.print_check(asked.tables, asked.json, predict_request)
+        return published.print_check(asked.tables, predict_request)
     need(asked.gpus >= 0, f"--gpus {asked.gpus}: must be above 0")
     need(asked.gpus <= 10**6, f"--gpus {asked.gpus}: must be at most 1,000,000")  # a search takes 20 s there
     gpus = asked.gpus or world_of(rest)

@@ -658,20 +658,8 @@ def print_attention() -> None:
     print("\nAn H200 moves a byte in the time of 206 bf16 FLOPs: with fewer per byte, attention waits for memory.")
 
 
-def print_gpt2() -> None:
-    """The model whose 1.5B parameters do not fit in 32 GB (Rajbhandari et al. 2020, section 3). Its activations are
-    12 H B S L elements in the paper; a layer without fused attention saves five times as much."""
-    H, L, B, S = 1600, 48, 32, 1024
-    count = 50257 * H + L * (12 * H * H + 13 * H) + 2 * H
-    saved = B * S * L * saved_bytes(gpt_layer(H, 25, S), "none")
-    print(f"\nGPT-2 1.5B, {B} x {S} tokens, in 16 bits: weights {2 * count / 1e9:.0f} GB, with gradients and Adam's "
-          f"state {16 * count / 1e9:.0f} GB (published:\n3 and 24), activations {24 * H * B * S * L / 1e9:.0f} GB as "
-          f"published, {saved / 1e9:.0f} GB by the table above; fragmentation took over 30% besides.")
-
-
 if __name__ == "__main__":
     print("Bytes per token that a layer saves, and the FLOPs that recomputation adds to a step (16 bits).\nIn time, "
           "full recomputation is published as 30 to 40% more (Korthikanti et al. 2022):")
     print_layers()
-    print_gpt2()
     print_attention()

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from config import need
+from plan.costs import peak_flops
 
 
 class Level(NamedTuple):
@@ -46,7 +47,6 @@ class Machine(NamedTuple):
     memory_bytes: float
     memory_bandwidth: float
     levels: tuple[Level, ...]
-    source: str = ""
     host_link: float = 0.0
     host_memory: float = 0.0
 
@@ -57,37 +57,36 @@ class Machine(NamedTuple):
         return self.matmul_flops.get("fp8", 2 * self.matmul_flops["bf16"]) if fp8 else self.matmul_flops["bf16"]
 
 
-ML_ENGINEERING = "github:stas00/ml-engineering @744d01e"
-EFA = (f"{ML_ENGINEERING}: a ring of 32 H200s on EFA sends 365 GB/s; hops of the playbook's cluster take what a line "
-       "through the times of its 256 MB all-gathers on 2 to 32 nodes says")
-
-
-def gpu_node(name: str, peak: float, bf16: float, fp8: float, memory_gib: float, memory_tb_s: float, node_gb_s: float,
+def gpu_node(name: str, bf16: float, fp8: float, memory_gib: float, memory_tb_s: float, node_gb_s: float,
              network_gb_s: float, link_gb_s: float, host_gb_s: float, latency_us: tuple[float, float] = (3.0, 10.0),
-             ranks: int = 8, source: str = ML_ENGINEERING, **per_collective: float) -> Machine:
-    """peak: TFLOP/s in bf16; bf16, fp8: those of the best matmul, 0 if unknown; bandwidths per GPU and direction. As
-    measured, but for the peak and what the makers say of the host: its link, and the memory of all its CPUs divided by
-    its GPUs (16 channels of DDR4-3200, DDR5-4800 or DDR5-5600, 24 of DDR5-4800; or 512 GB/s for two)."""
+             ranks: int = 8, **per_collective: float) -> Machine:
+    """bf16, fp8: TFLOP/s of the best matmul, 0 if unknown; bandwidths per GPU and direction. As measured by others
+    (github:stas00/ml-engineering @744d01e), but for what the makers say of the host: its link, and the memory of all
+    its CPUs divided by its GPUs (16 channels of DDR4-3200, DDR5-4800 or DDR5-5600, 24 of DDR5-4800; or 512 GB/s for
+    two)."""
     in_node = {collective: gb_s * 1e9 for collective, gb_s in per_collective.items()}
     levels = (Level("node", ranks, latency_us[0] * 1e-6, node_gb_s * 1e9, in_node),
               Level("network", 1 << 20, latency_us[1] * 1e-6, network_gb_s * 1e9))
     best = dict(bf16=bf16 * 1e12) | (dict(fp8=fp8 * 1e12) if fp8 else {})
-    return Machine(name, ranks, dict(bf16=peak * 1e12), best, memory_gib * 2**30, memory_tb_s * 1e12, levels, source,
-                   link_gb_s * 1e9, host_gb_s * 1e9)
+    peak = dict(bf16=peak_flops(name.split("-")[0].upper()))
+    return Machine(name, ranks, peak, best, memory_gib * 2**30, memory_tb_s * 1e12, levels, link_gb_s * 1e9,
+                   host_gb_s * 1e9)
 
 
 MACHINES = {machine.name: machine for machine in (
-    #                  peak  bf16  fp8    GiB  TB/s  node  network, link, host: GB/s per GPU
-    gpu_node("a100",   312,  271,  0,     80,  2.04, 175,  22.5, 31,  51),
-    gpu_node("a100-40gb", 312, 271, 0,    40,  1.56, 175,  22.5, 31,  51),
-    gpu_node("a100-opa", 312, 271, 0,     80,  2.04, 175,   5.5, 31,  51, source="BLOOM: four 100 Gb/s cards per node"),
-    gpu_node("h100",   989,  794,  1403,  80,  3.35, 363,  45,   63,  77, all_reduce=436),
-    gpu_node("h100-efa", 989, 794, 1403,  80,  3.35, 363,  45,   63,  77, (3.0, 33.0), all_reduce=436, source=EFA),
-    gpu_node("h200",   989,  794,  1453,  141, 4.8,  363,  45,   63,  77, all_reduce=480),
-    gpu_node("b200",   2250, 1745, 3432,  180, 8.0,  680,  45,   63,  90, all_reduce=838),
-    gpu_node("gb200",  2500, 1822, 3616,  186, 8.0,  680,  45,   225, 256, ranks=64),
-    gpu_node("gb300",  2500, 1966, 3726,  288, 8.0,  680,  90,   225, 256, ranks=64),  # matmuls: a B300's, scaled
-    gpu_node("mi300x", 1307, 668,  0,     192, 5.3,  310,  45,   63,  115),
+    #                     bf16  fp8    GiB  TB/s  node  network, link, host: GB/s per GPU
+    gpu_node("a100",      271,  0,     80,  2.04, 175,  22.5, 31,  51),
+    gpu_node("a100-40gb", 271,  0,     40,  1.56, 175,  22.5, 31,  51),
+    gpu_node("a100-opa",  271,  0,     80,  2.04, 175,   5.5, 31,  51),  # BLOOM's: four cards of 100 Gb/s per node
+    gpu_node("h100",      794,  1403,  80,  3.35, 363,  45,   63,  77, all_reduce=436),
+    # The playbook's: hops take what a line through the times of its 256 MB all-gathers on 2 to 32 nodes says; a ring of
+    # 32 H200s on EFA sends 365 GB/s.
+    gpu_node("h100-efa",  794,  1403,  80,  3.35, 363,  45,   63,  77, (3.0, 33.0), all_reduce=436),
+    gpu_node("h200",      794,  1453,  141, 4.8,  363,  45,   63,  77, all_reduce=480),
+    gpu_node("b200",      1745, 3432,  180, 8.0,  680,  45,   63,  90, all_reduce=838),
+    gpu_node("gb200",     1822, 3616,  186, 8.0,  680,  45,   225, 256, ranks=64),
+    gpu_node("gb300",     1966, 3726,  288, 8.0,  680,  90,   225, 256, ranks=64),  # matmuls: a B300's, scaled
+    gpu_node("mi300x",    668,  0,     192, 5.3,  310,  45,   63,  115),
 )}
 
 
@@ -118,7 +117,7 @@ def read_machine(name: str) -> Machine:
         best = {dtype: peak * (found["achieved_fraction"] or 0.8) for dtype, peak in peaks.items()}
         bandwidth = found.get("memory_bytes_per_s") or peaks["bf16"] / 295  # an H100's FLOPs per byte
         return Machine(found["name"], int(found["gpus_per_node"]), peaks, best, float(found["memory_bytes"]),
-                       float(bandwidth), levels, name, float(found.get("host_link_bytes_per_s", 0)),
+                       float(bandwidth), levels, float(found.get("host_link_bytes_per_s", 0)),
                        float(found.get("host_memory_bytes_per_s", 0)))
     except KeyError as error:
         raise ValueError(f"--machine {name}: the file has no {error}") from None

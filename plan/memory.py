@@ -39,29 +39,6 @@ from plan.costs import (
 from schedules import SCHEDULES, Action
 
 
-def state_bytes(buckets: list[int], level: int, n: int, *, weight: int, accumulated: int,
-                moments: int) -> dict[str, int]:
-    """Upper bounds of the bytes that a rank has at once of weights, gradients and optimizer state.
-
-    buckets: elements of each bucket. n: ranks that shard them. level: of ZeRO. weight: bytes per element of weights;
-    accumulated: of main gradients and master weights; moments: of all moments together. Two buckets' weights (level 3)
-    or gradients (levels 2 and 3) are unsharded at once; the bound takes the two largest, though only neighbours are.
-    Left out at levels 2 and 3: schedules that split the backward, where all gradients are unsharded; the gradient of a
-    tied table; one shard being received; and, with bf16 moments, one bucket's moments in fp32 during its update.
-    """
-    if n == 1:
-        level = 0
-    padded = [padded_elements(count, n) for count in buckets] if level else buckets
-    all_elements = sum(padded)
-    shard = all_elements // n
-    two_weights = sum(sorted(padded)[-2:])
-    two_grads = two_weights if len(padded) > 1 else 2 * all_elements  # one is reduced while the other is filled
-    master = 0 if weight == accumulated else accumulated
-    return dict(weights=(shard + two_weights if level == 3 else all_elements) * weight,
-                gradients=(shard + two_grads if level >= 2 else all_elements) * accumulated,
-                optimizer=(shard if level else all_elements) * (master + moments))
-
-
 def activation_bytes(settings: Config, element: int, stages: Collection[Iterable[int]] | None = None,
                      in_flight: int = 1, has_head: bool = True) -> int:
     """Bytes that forwards save on a rank for their backwards, if all experts get equally many tokens.
@@ -175,15 +152,18 @@ def plans_in_memory(schedule: str, p: int, m: int, v: int, n: int) -> list[tuple
 
 
 def plan_in_memory(settings: Config, rank: int) -> tuple[int, list[Backward]]:
-    """See plans_in_memory. The steady state of a schedule repeats, so few micro-batches show what many need."""
+    """See plans_in_memory."""
     grid, batch = settings.grid, settings.batch
-    m = enough = max(size for size, _ in batch.ramp()) // batch.micro_batch // grid.dp
-    in_groups = grid.pp_group or (SCHEDULES[grid.schedule].grouped and m % grid.pp)
-    if grid.pp > 1 and grid.schedule != "afab" and not in_groups and m > 4 * grid.pp:
-        enough = 4 * grid.pp + m % grid.pp
-    if grid.pp == 1:
-        enough = min(m, 4)
-    return plans_in_memory(grid.schedule if grid.pp > 1 else "1f1b", grid.pp, enough, grid.chunks, grid.pp_group)[rank]
+    m = few_micro_batches(grid, max(size for size, _ in batch.ramp()) // batch.micro_batch // grid.dp)
+    return plans_in_memory(grid.schedule if grid.pp > 1 else "1f1b", grid.pp, m, grid.chunks, grid.pp_group)[rank]
+
+
+def few_micro_batches(grid: Grid, m: int) -> int:
+    """So many show what m need: the steady state of a schedule repeats with every p, but not of forwards that all come
+    first, nor of groups."""
+    p = grid.pp
+    in_groups = p > 1 and (grid.pp_group or SCHEDULES[grid.schedule].grouped and m % p)
+    return m if m <= 5 * p or grid.schedule == "afab" or in_groups else 4 * p + m % p
 
 
 def moment_bytes(settings: Config, element: int) -> int:
@@ -202,20 +182,6 @@ def all_moments(settings: Config, element: int, buckets: dict[str, list[int]], l
     return nbytes
 
 
-def memory_of_rank(settings: Config, rank: int, element: int, fused: bool = False, activations: int | None = None,
-                   division: str = "balanced") -> dict[str, int]:
-    """Bytes of a pipeline rank by kind ("weights", "gradients", ...), at the peak of a step; of tp ranks of the one
-    with most rows of the vocabulary. element: bytes of a weight. fused, activations: see memory_bytes."""
-    stages, (in_flight, backwards) = stages_of_rank(settings, rank, division), plan_in_memory(settings, rank)
-    if activations is None:
-        has_head = settings.grid.pp * settings.grid.chunks - 1 in stages
-        activations = activation_bytes(settings, element, stages.values(), in_flight, has_head)
-    fp8_weights = fp8_elements(settings, chain(*stages.values()))
-    buckets = bucket_elements(settings, stages, element)
-    return memory_bytes(settings, element, all_moments(settings, element, buckets, chain(*stages.values())), buckets,
-                        fp8_weights, activations, in_flight, stages, backwards, fused)
-
-
 def host_bytes(settings: Config, rank: int, element: int) -> int:
     """Bytes that a pipeline rank with a GPU needs of the host's memory: with --offload optimizer of the optimizer state
     and a copy of gradients and weights, each tensor rounded up to a power of two, as torch pins memory; and with --out
@@ -230,19 +196,23 @@ def host_bytes(settings: Config, rank: int, element: int) -> int:
     return total
 
 
-def memory_bytes(settings: Config, element: int, moments: int, buckets: dict[str, list[int]], fp8_weights: int,
-                 activations: int, in_flight: int, stages: Mapping[int, range], backwards: list[Backward],
-                 fused: bool = False) -> dict[str, int]:
-    """Bytes of a rank by kind ("weights", "gradients", ...), at the peak of a step.
+def memory_of_rank(settings: Config, rank: int, element: int, fused: bool = False, activations: int | None = None,
+                   division: str = "balanced") -> dict[str, int]:
+    """Bytes of a pipeline rank by kind ("weights", "gradients", ...), at the peak of a step; of tp ranks of the one
+    with most rows of the vocabulary.
 
-    buckets: data axis -> elements of each bucket. moments: bytes of this rank's. fp8_weights: elements of
-    this rank's matrices that multiply in FP8. activations, in_flight: what activation_bytes returns and is given.
-    stages: of this rank, and their layers. backwards: of its plan. fused: as on GPUs, where kernels compute the loss
-    chunk by chunk and add matrix gradients to fp32. Left out: activations and gradients that pipeline ranks are sending
-    or have received; at ZeRO levels 2 and 3 a tied table's gradient, and the gradients being reduced if experts alone
-    are sharded. With split backwards the sum of all kinds is up to 13% too large at level 3.
+    element: bytes of a weight. fused: as on GPUs, where kernels compute the loss chunk by chunk and add matrix
+    gradients to fp32. activations: what its forwards save, by default what activation_bytes says. division: see
+    costs.stages_of. Left out: activations and gradients that pipeline ranks are sending or have received; at ZeRO
+    levels 2 and 3 a tied table's gradient, and the gradients being reduced if experts alone are sharded. With split
+    backwards the sum of all kinds is up to 13% too large at level 3.
     """
     grid, acc = settings.grid, acc_bytes(element)
+    stages, (in_flight, backwards) = stages_of_rank(settings, rank, division), plan_in_memory(settings, rank)
+    layers, has_head = list(chain(*stages.values())), grid.pp * grid.chunks - 1 in stages
+    if activations is None:
+        activations = activation_bytes(settings, element, stages.values(), in_flight, has_head)
+    buckets = bucket_elements(settings, stages, element)
     padded = pad(settings, buckets)
     level = grid.zero if any(n > 1 and padded[axis] for axis, n in shards_of(settings).items()) else 0
     unsharded = sum(map(sum, padded.values()))  # elements of all buckets
@@ -251,14 +221,16 @@ def memory_bytes(settings: Config, element: int, moments: int, buckets: dict[str
     work = Work(settings, element, fused)
     found = moments_of_backwards(work, stages, backwards, activations, in_flight)
     if reduced_bytes(settings, element) < acc:
-        found += moments_of_reduction(work, padded, activations, grid.pp * grid.chunks - 1 in stages)
+        found += moments_of_reduction(work, padded, activations, has_head)
     if settings.optim.optimizer == "muon":
-        found.append(moment_of_matrices(settings, element, chain(*stages.values()), activations))
+        found.append(moment_of_matrices(settings, element, layers, activations))
     moment = max(found, key=lambda moment: moment.gradients * acc * (level >= 2) + moment.weights * element
                  * (level == 3) + moment.temporaries - moment.freed)
     memory = dict(weights=(sharded + moment.weights if level == 3 else unsharded) * element,
                   gradients=(sharded + moment.gradients if level >= 2 else unsharded) * acc,
-                  optimizer=0 if settings.precision.offloads("optimizer") else sharded * master + moments)
+                  optimizer=0 if settings.precision.offloads("optimizer") else
+                  sharded * master + all_moments(settings, element, buckets, layers))
+    fp8_weights = fp8_elements(settings, layers)
     if fp8_weights and grid.zero < 3:
         memory["FP8 weights"] = 2 * fp8_weights
     return memory | dict(activations=activations - round(moment.freed), temporaries=round(moment.temporaries))

@@ -44,9 +44,8 @@ def run_of(request: dict) -> Run:
     machine = read_machine(asked.pop("machine", "h100"))
     gpus = int(asked.pop("gpus", 0)) or math.prod(max(1, int(asked.get(axis, 1))) for axis in ("dp", "cp", "tp", "pp"))
     given = asked.pop("kernels", None) or {}
-    need(isinstance(given, dict), f"kernels {given}: write an object with fields of {', '.join(Kernels._fields)}")
-    unknown = set(given) - set(Kernels._fields)
-    need(not unknown, f"kernels: {', '.join(sorted(unknown))} unknown, use {', '.join(Kernels._fields)}")
+    need(isinstance(given, dict) and set(given) <= set(Kernels._fields),
+         f"kernels {given}: write an object with fields of {', '.join(Kernels._fields)}")
     kernels = Kernels(**given)
     for name, known in KERNELS.items():
         value = getattr(kernels, name)

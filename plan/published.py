@@ -128,13 +128,10 @@ def proposals_close(runs: list[Row], objects: list[dict]) -> dict[str, float]:
     return {name: close[name] / len(counted) for name in orders} if counted else {}
 
 
-def print_check(folder: str, output: str, predict: Predict) -> None:
-    """The table of errors, with goals and the noise floor; one object per run in the file `output`, if it is named."""
+def print_check(folder: str, predict: Predict) -> None:
+    """The table of errors, with goals and the noise floor."""
     runs = list(rows(folder))
     objects = check_rows(runs, predict)
-    if output:
-        with open(output, "w") as file:
-            file.writelines(json.dumps(row) + "\n" for row in objects)
     groups: dict[str, list[dict]] = {}
     for row in objects:
         for group in row["groups"]:

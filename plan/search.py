@@ -27,6 +27,7 @@ from config import Config
 from plan import costs, time
 from plan.machines import MACHINES, Level, Machine
 from plan.time import Run, stage_parts
+from run.start import table
 from schedules import SCHEDULES
 
 CHOSEN = "dp", "cp", "tp", "pp", "ep", "zero", "micro_batch", "schedule", "recompute"  # by search, unless flags do
@@ -240,7 +241,7 @@ def this_machine(ranks: int, device_name: str | None = None, memory_bytes: float
     cores = min(1.0, (os.cpu_count() or 1) / ranks)  # per rank, one at most
     flops = {"bf16": 3e10 * cores}
     levels = (Level("host", ranks, 1e-4, 5e8 * cores), Level("network", 1 << 20, 2e-4, 1e8))
-    return Machine("cpu", ranks, flops, flops, memory_bytes / ranks, 5e9 * cores, levels, "", 5e9 * cores, 5e9 * cores)
+    return Machine("cpu", ranks, flops, flops, memory_bytes / ranks, 5e9 * cores, levels, 5e9 * cores, 5e9 * cores)
 
 
 # ---- python -m plan sweep --------------------------------------------------------------------------------------------
@@ -295,12 +296,12 @@ def run_candidate(flags: list[str], ranks: int, timeout_s: float) -> dict:
 
 def table_line(record: dict) -> str:
     """One run as a line of the printed table."""
-    if record["status"] != "ok":
-        return (f"{record['status']:14s}{'':42s}{record['predicted_s']:9.3f} s  {record['flags']}  "
-                f"{record['error']}").rstrip()
-    mfu = f"{record['mfu']:7.1%}" if record["mfu"] is not None else "      -"
-    return (f"{'ok':14s}{record['step_s']:8.3f} s{record['tokens_per_s']:13,.0f}{mfu} {record['memory_gb']:8.2f} GB"
-            f"{record['predicted_s']:9.3f} s  {record['flags']}")
+    measured = ""
+    if record["status"] == "ok":
+        mfu = "-" if record["mfu"] is None else f"{record['mfu']:.1%}"
+        measured = f"{record['step_s']:8.3f} s{record['tokens_per_s']:13,.0f}{mfu:>7s} {record['memory_gb']:8.2f} GB"
+    return (f"{record['status']:14s}{measured:42s}{record['predicted_s']:9.3f} s  {record['flags']}  "
+            f"{record['error']}").rstrip()
 
 
 SWEEP_HEADER = f"{'status':14s}{'step':>10s}{'tokens/s':>13s}{'MFU':>7s}{'memory':>12s}{'predicted':>11s}  flags"
@@ -314,8 +315,7 @@ def draw_map(records: list[dict]) -> str:
         return int(words[words.index("--" + name) + 1]) if "--" + name in words else 1
 
     columns = sorted({value_of(record, "tp") for record in records})
-    lines = ["tokens per second of the fastest run, by tp and pp (zero, micro-batch):",
-             "        " + "".join(f"{f'tp {tp}':>26s}" for tp in columns)]
+    rows = [("tokens per second of the fastest run (zero, micro-batch)", *(f"tp {tp}" for tp in columns))]
     for pp in sorted({value_of(record, "pp") for record in records}):
         cells = []
         for tp in columns:
@@ -325,5 +325,5 @@ def draw_map(records: list[dict]) -> str:
             status = runs[0]["status"] if runs else ""
             cells.append(status if best is None else
                          f"{best['tokens_per_s']:,.0f} (z{value_of(best, 'zero')}, mb {value_of(best, 'micro-batch')})")
-        lines.append(f"pp {pp:<5d}" + "".join(f"{cell:>26s}" for cell in cells))
-    return "\n".join(lines)
+        rows.append((f"pp {pp}", *cells))
+    return table(rows, "<" + ">" * len(columns))

@@ -34,7 +34,6 @@ import schedules
 from config import Config, padded_length
 from plan import costs, memory
 from plan.machines import Machine, collective_seconds
-from schedules import SCHEDULES
 
 # ---- what a run's code does -----------------------------------------------------------------------------------------
 
@@ -306,32 +305,32 @@ def plan_and_turns(schedule: str, p: int, m: int, v: int, n: int) -> tuple[sched
     return plan, schedules.in_turns(plan)
 
 
+def busy_seconds(run: Run, stages: list[Seconds]) -> list[float]:
+    """What each pipeline rank computes in a step."""
+    busy = [0.0] * run.settings.grid.pp
+    for stage, seconds in enumerate(stages):
+        busy[memory.owner(run.settings.grid, stage)] += run.micro_batches * seconds.total
+    return busy
+
+
 def pipeline_seconds(run: Run, stages: list[Seconds]) -> tuple[float, list[float]]:
     """(seconds of all micro-batches, seconds that each rank is busy). The steady state of a schedule repeats, so of
     many micro-batches 4 p are simulated; what p more of them take is what they add to 3 p."""
     grid, m = run.settings.grid, run.micro_batches
-    p, hop = grid.pp, hop_seconds(run)
-    costs_of_stages = [schedules.Costs(*seconds, hop) for seconds in stages]
-    schedule = grid.schedule if p > 1 else "1f1b"
-    per_micro_batch = [0.0] * p
-    for stage, seconds in enumerate(stages):
-        per_micro_batch[memory.owner(grid, stage)] += seconds.total
+    p, hop, busy = grid.pp, hop_seconds(run), busy_seconds(run, stages)
     if p == 1:
-        return m * per_micro_batch[0], [m * per_micro_batch[0]]
+        return busy[0], busy
+    costs_of_stages = [schedules.Costs(*seconds, hop) for seconds in stages]
 
     def of(count: int) -> float:
-        plan, turns = plan_and_turns(schedule, p, count, grid.chunks, grid.pp_group)
+        plan, turns = plan_and_turns(grid.schedule, p, count, grid.chunks, grid.pp_group)
         return max(spans[-1].stop for spans in schedules.simulate(plan, costs_of_stages, turns=turns))
 
-    least = 4 * p
-    in_groups = grid.pp_group or (SCHEDULES[schedule].grouped and grid.chunks > 1 and m % p)
-    if m <= least + p or schedule == "afab" or in_groups:
-        total = of(m)
-    else:
-        first = least + (m - least) % p
-        total = of(first)
-        total += (m - first) / p * (total - of(first - p))
-    return total, [m * seconds for seconds in per_micro_batch]
+    few = memory.few_micro_batches(grid, m)
+    total = of(few)
+    if few < m:
+        total += (m - few) / p * (total - of(few - p))
+    return total, busy
 
 
 def hop_seconds(run: Run) -> float:
@@ -394,12 +393,9 @@ def tied_seconds(run: Run) -> float:
 def bound_seconds(run: Run, sums: list[Seconds]) -> tuple[float, list[float]]:
     """As pipeline_seconds, without simulating: the busiest rank, and the first micro-batch through the other ranks, in
     1 / chunks of the time if there are several model chunks."""
-    grid, m = run.settings.grid, run.micro_batches
-    busy = [0.0] * grid.pp
-    for stage, seconds in enumerate(sums):
-        busy[memory.owner(grid, stage)] += seconds.total
+    grid, busy = run.settings.grid, busy_seconds(run, sums)
     hops = 2 * (grid.pp - 1) * hop_seconds(run) if grid.pp > 1 else 0.0
-    return m * max(busy) + (sum(busy) - max(busy)) / grid.chunks + hops, [m * seconds for seconds in busy]
+    return max(busy) + (sum(busy) - max(busy)) / run.micro_batches / grid.chunks + hops, busy
 
 
 def update_seconds(run: Run, buckets: list[float]) -> float:

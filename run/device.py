@@ -84,5 +84,5 @@ def check_memory(settings: config.Config, rank: int, device: torch.device) -> No
 
 
 def memory_of_rank(settings: config.Config, rank: int, fused: bool = False) -> dict[str, int]:
-    """Kind -> bytes at the peak of a pipeline rank, by plan/memory.py. fused: see memory.memory_bytes."""
+    """Kind -> bytes at the peak of a pipeline rank, by plan/memory.py. fused: see memory.memory_of_rank."""
     return memory.memory_of_rank(settings, rank, DTYPES[settings.precision.dtype].itemsize, fused)

@@ -1002,7 +1002,7 @@ def test_every_line_of_a_file_is_predicted(tmp_path, capsys):
     assert set(h100) - set(request) == set(predict.Prediction._fields)
     assert a100["step_s"] > 1.5 * h100["step_s"] and h100["fits"] > 0.9
     file.write_text(json.dumps(request) + "\n" + json.dumps(request | {"kernels": {"speed": 2}}))
-    with pytest.raises(ValueError, match="line 2: kernels: speed unknown, use attention"):
+    with pytest.raises(ValueError, match="line 2: kernels {'speed': 2}: write an object with fields of attention"):
         plan.__main__.main(["predict", str(file)])
 
 
@@ -1135,19 +1135,15 @@ def test_published_memory_and_fits_are_predicted():
     assert sum(fits < 0.5 for fits in failed) >= 0.87 * len(failed)
 
 
-def test_check_reads_a_folder_and_writes_an_object_per_run(tmp_path, capsys):
+def test_check_reads_a_folder(tmp_path, capsys):
     with open(os.path.join(published.FOLDER, "narayanan2021_sc21.json")) as file:
         table = json.load(file)
     (tmp_path / "narayanan2021_sc21.json").write_text(json.dumps(table | dict(rows=table["rows"][:1])))
-    out = printed(capsys, f"check --tables {tmp_path} --json {tmp_path}/out.jsonl")
+    out = printed(capsys, f"check --tables {tmp_path}")
     assert "SC21 (Narayanan et al. 2021)" in out and "step 5%" in out
     found = predict.predict_request(next(published.rows(str(tmp_path))).request)
     error = 100 * abs(found["step_s"] / 3.528 - 1)
     assert re.search(r"SC21 \(Narayanan et al. 2021\) +1 +([\d.]+)% ", out)[1] == f"{error:.1f}"
-    written, = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
-    assert (written["table"], written["row"], written["measured"]["step_s"]) == ("narayanan2021_sc21", 0, 3.528)
-    names = {"step_s", "tokens_per_s_per_gpu", "memory_gb", "fits"}
-    assert set(written["measured"]) == set(written["predicted"]) == names
 
 
 def test_constants_are_few_and_the_same_for_every_run():
@@ -1518,11 +1514,8 @@ def test_the_map_of_a_sweep_shows_the_fastest_run_of_each_grid():
         (1000.0, "--dp 4 --zero 1 --micro-batch 2"), (3000.0, "--dp 4 --zero 3 --micro-batch 4"),
         (2000.0, "--dp 1 --tp 2 --pp 2 --zero 0 --micro-batch 8"))]
     records.append(dict(rest, status="out of memory", flags="--dp 2 --pp 2 --zero 1 --micro-batch 1"))
-    title, columns, first, second = search.draw_map(records).splitlines()
-    assert columns.split() == ["tp", "1", "tp", "2"]
-    assert first.split(maxsplit=2)[:2] == ["pp", "1"] and first.split(maxsplit=2)[2].strip() == "3,000 (z3, mb 4)"
-    assert second.index("out of memory") + len("out of memory") == columns.index("tp 1") + 4
-    assert second.endswith("2,000 (z0, mb 8)") and len(second) == len(columns)
+    assert [cells(line)[-2:] for line in search.draw_map(records).splitlines()] == [
+        ["tp 1", "tp 2"], ["pp 1", "3,000 (z3, mb 4)"], ["out of memory", "2,000 (z0, mb 8)"]]
     assert search.table_line(records[0]).split() == [
         "ok", "1.500", "s", "1,000", "25.0%", "3.00", "GB", "1.250", "s", *records[0]["flags"].split()]
     assert search.table_line(records[0] | dict(mfu=None)).split()[4] == "-"
@@ -1562,15 +1555,6 @@ def test_what_layers_save_adds_up(capsys):
     assert gpt_more[1] == 0.9 and [gpt_more[2], deepseek_more[2]] == [22.5, 27.7]
     assert [1 - sizes[1] / sizes[0] for sizes in (gpt, llama, mixtral, deepseek)] == pytest.approx(
         [0.70, 0.32, 0.30, 0.32], abs=0.01)  # as the file's docstring says; GPT-3's bytes are the paper's
-
-
-def test_gpt_2_is_as_large_as_published(capsys):
-    """Rajbhandari et al. 2020: 1.5B parameters, of which 24 GB at 16 bytes each are said; exactly they are 1.56B. A
-    layer saves 34 + 5 N S / H bytes per token and element of H (Korthikanti et al. 2022)."""
-    costs.print_gpt2()
-    weights, state, paper, formula = map(int, re.findall(r"(\d+) GB", capsys.readouterr().out))
-    assert (weights, paper) == (3, 60) and state == pytest.approx(24, abs=1)
-    assert formula == round(32 * 1024 * 48 * 1600 * (34 + 5 * 25 * 1024 / 1600) / 1e9)
 
 
 def test_costs_of_attention_are_the_published_ones(capsys):
