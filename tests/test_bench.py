@@ -1,7 +1,6 @@
 """The parts of the benchmarks that need no measuring: who is compared, how tables and results are written."""
 import contextlib
 import io
-import json
 import os
 import pickle
 import re
@@ -81,17 +80,6 @@ def result() -> Result:
     return Result(1.0, report="many kernels")
 
 
-def outcomes_of(folder) -> dict[str, str]:
-    """Of every row in the files: its time in ms or the failure, from the table."""
-    lines = (folder / "table.md").read_text().splitlines()
-    assert lines[:2] == ["a GPU", ""]
-    found = dict(line.rstrip(" |").removeprefix("| ").split(" | ")[:2] for line in lines[4:])
-    for row in map(json.loads, (folder / "rows.jsonl").read_text().splitlines()):
-        assert found[row["row"]] == (f"not measured: {row['failure']}" if "failure" in row else
-                                     f"{1e3 * row['result']['seconds']:.3f}")
-    return found
-
-
 def test_rows_that_were_cut_short_are_measured_again(tmp_path):
     bench_rows.write_outcome(str(tmp_path), Row("whole", result), Result(1.0), "1650 MHz", 2.0)
     with open(tmp_path / "rows.jsonl", "a") as file:
@@ -99,36 +87,31 @@ def test_rows_that_were_cut_short_are_measured_again(tmp_path):
     assert bench_rows.read_outcomes(str(tmp_path)) == {"whole": (Result(1.0), "1650 MHz")}
 
 
-def test_a_failing_row_harms_no_other_and_is_named_in_the_files(tmp_path):
-    rows = [Row("first", result), Row("raises", partial(int, "x")), Row("dies", partial(os._exit, 3)),
-            Row("last", result)]
-    bench_rows.measure_rows(rows, "a GPU", str(tmp_path / "new"), 420)
-    found = outcomes_of(tmp_path / "new")
-    assert found["first"] == found["last"] == "1000.000"
-    assert found["raises"].startswith("not measured: ValueError: invalid literal for int() with base 10: 'x'")
-    assert found["dies"].startswith("not measured: BrokenProcessPool")
-    assert (tmp_path / "new" / "reports.txt").read_text() == "## first\n\nmany kernels\n\n## last\n\nmany kernels\n\n"
-
-
-def test_a_row_that_takes_too_long_is_abandoned(tmp_path):
-    bench_rows.measure_rows([Row("hangs", partial(time.sleep, 600))], "a GPU", str(tmp_path), 420, row_limit_s=0.5)
-    assert outcomes_of(tmp_path) == {"hangs": "not measured: more than 0.5 s"}
-
-
-def test_the_same_command_goes_on_where_it_ended(tmp_path, capsys):
+def test_a_failing_row_harms_no_other_and_the_same_command_goes_on_where_it_ended(tmp_path, capsys):
     """Rows for which no time was left are measured the next time, and those alone."""
-    def measure(*rows: Row, start_limit_s: float = 420) -> str:
-        bench_rows.measure_rows(list(rows), "a GPU", str(tmp_path), start_limit_s)
-        return capsys.readouterr().out.splitlines()[-1]
+    def measure(rows: list[Row], **limits: float) -> tuple[list[str], str]:
+        """(of each row its time in ms, or the failure; the last line printed)"""
+        bench_rows.measure_rows(rows, "a GPU", str(tmp_path), **dict(start_limit_s=420) | limits)
+        lines = (tmp_path / "table.md").read_text().splitlines()
+        assert lines[:2] == ["a GPU", ""]
+        return [line.split(" | ")[1].removeprefix("not measured: ") for line in lines[4:]], (
+            capsys.readouterr().out.splitlines()[-1])
 
-    a, b, c = Row("a", result), Row("b", partial(int, "x")), Row("c", result, rival="a")
-    assert measure(a, b) == f"2 of 2 rows are in {tmp_path}"
-    assert measure(a, b, c, start_limit_s=-1).endswith("the same command measures the others")
-    before = outcomes_of(tmp_path)
-    assert before["a"] == "1000.000" and before["c"] == "not measured: no time was left"
-    assert measure(Row("a", None), Row("b", None), c) == f"3 of 3 rows are in {tmp_path}"
-    assert outcomes_of(tmp_path) == before | dict(c="1000.000")
-    assert "| a 1000.000 | 1.00 |" in (tmp_path / "table.md").read_text()
+    rows = [Row("first", result), Row("raises", partial(int, "x")), Row("dies", partial(os._exit, 3))]
+    (first, raises, dies), last = measure(rows)
+    assert first == "1000.000" and last == f"3 of 3 rows are in {tmp_path}"
+    assert raises.startswith("ValueError: invalid literal for int() with base 10: 'x'")
+    assert dies.startswith("BrokenProcessPool")
+    assert (tmp_path / "reports.txt").read_text() == "## first\n\nmany kernels\n\n"
+    known = [row._replace(measure=None) for row in rows]
+    (*before, late), last = measure([*known, Row("late", None, rival="first")], start_limit_s=-1)
+    assert before == [first, raises, dies] and late == "no time was left"
+    assert last.endswith("the same command measures the others")
+    (*before, late), _ = measure([*known, Row("late", result, rival="first")])
+    assert before == [first, raises, dies] and late == "1000.000"
+    assert "| first 1000.000 | 1.00 |" in (tmp_path / "table.md").read_text()
+    *_, hangs = measure([Row("hangs", partial(time.sleep, 600))], row_limit_s=0.5)[0]
+    assert hangs == "more than 0.5 s"
 
 
 ROWS = [row for rows in bench_gpu.PARTS.values() for row in rows]
@@ -210,10 +193,6 @@ def test_rows_of_matmuls_run_in_bf16_and_both_recipes(kind):
     assert not found.failures and found.ours == "bf16" and {"tensorwise", "blockwise"} <= set(found.rivals)
 
 
-def small_heads(B: int, S: int, N: int, K: int, D: int, make=bench_kernels.heads_of_the_model) -> tuple:
-    return make(1, 40, 4, 2, 16)
-
-
 def test_heads_lie_in_memory_as_the_model_has_them():
     with on_a_small_cpu():
         q, k, v, do = bench_kernels.heads_of_the_model(2, 8, 4, 2, 16)
@@ -267,28 +246,25 @@ def test_the_sizes_that_are_trained_can_be(size):
     assert settings.batch.seq == 4096 and settings.batch.global_batch % settings.batch.micro_batch == 0
 
 
-@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="there is a GPU")
-def test_without_a_gpu_it_says_so():
-    done = python("-m", "bench", "gpu")
-    assert (done.returncode, done.stderr) == (2, "bench: gpu needs a GPU, and there is none here\n")
-
-
 # ---- rows against rivals --------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("arguments, message", [
-    ("cp", "cp needs several ranks: run under torchrun --nproc_per_node=4 -m bench cp"),
-    ("zero --layers 2", "zero needs several ranks: run under torchrun --nproc_per_node=4 -m bench zero"),
-    ("ep --layers 2", "--layers 2: ep has fixed sizes and needs no flags"),
-    ("gpu dp", "gpu shares no run: its flags are not those of train.py"),
-    ("train --dtype bf16", "--dtype bf16: all contenders compute in fp32, so leave it out")])
-def test_what_a_part_cannot_do_is_refused_in_one_line(arguments, message):
-    done = python("-m", "bench", *arguments.split())
-    assert (done.returncode, done.stderr) == (2, f"bench: {message}\n")
+@pytest.mark.parametrize("parts, flags, ranks, message", [
+    ("cp", "", 1, "cp needs several ranks: run under torchrun --nproc_per_node=4 -m bench cp"),
+    ("zero", "--layers 2", 1, "zero needs several ranks: run under torchrun --nproc_per_node=4 -m bench zero"),
+    ("ep", "--layers 2", 1, "--layers 2: ep has fixed sizes and needs no flags"),
+    ("gpu dp", "", 1, "gpu shares no run: its flags are not those of train.py"),
+    ("dp train", "", 4, "train is for one process, not 4 ranks: run python -m bench train"),
+    pytest.param("gpu", "", 1, "gpu needs a GPU, and there is none here", marks=pytest.mark.skipif(
+        torch.cuda.is_available(), reason="there is a GPU"))])
+def test_what_a_part_cannot_do_is_refused(parts, flags, ranks, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        bench.check(parts.split(), flags.split(), ranks)
 
 
-def test_parts_for_one_process_are_refused_on_several_ranks():
-    with pytest.raises(ValueError, match="^train is for one process, not 4 ranks: run python -m bench train$"):
-        bench.check(["dp", "train"], [], 4)
+def test_a_refusal_is_one_line():
+    done = python("-m", "bench", "train", "--dtype", "bf16")
+    assert (done.returncode, done.stderr) == (
+        2, "bench: --dtype bf16: all contenders compute in fp32, so leave it out\n")
 
 
 def rows(name: str, flags: list[str]) -> str:
@@ -347,7 +323,8 @@ def test_saving_a_checkpoint_is_compared(pool):
 
 
 def test_experts_in_one_process_need_no_ranks():
-    assert len(rows("ep", []).splitlines()) == 4
+    assert [line.split("  ")[0] for line in rows("ep", []).splitlines()[1:]] == [
+        "penteract", "transformers, loop", "transformers, grouped"]
 
 
 # ---- all of it, into RESULTS.md -------------------------------------------------------------------------------------
@@ -388,7 +365,7 @@ def test_results_without_the_two_comments_are_left_alone():
 
 def test_all_runs_every_comparison_that_needs_no_gpu():
     parts = [command.split("bench ")[1] for command in bench_all.COMMANDS]
-    assert {*parts, "gpu", "all", "smoke", "check"} == set(bench.PARTS) and parts.count("ep") == 2
+    assert {*parts, *bench.OWN_FLAGS, "all"} == set(bench.PARTS)
     for command, part in zip(bench_all.COMMANDS, parts):
         bench.check([part], [], 4 if command.startswith("torchrun") else 1)
 
@@ -466,5 +443,6 @@ def test_check_compares_fp8_with_the_numbers_themselves(monkeypatch):
 
 
 def test_check_refuses_what_it_does_not_know():
-    assert python("-m", "bench", "check", "--preset", "nemo").returncode == 2
-    assert python("-m", "bench", "check", "--preset", "tiny", "--tp", "2").stderr.startswith("bench: --tp 2: unknown")
+    for flags, says in ("--preset nemo", "nemo"), ("--preset tiny --tp 2", "^--tp 2: unknown"):
+        with pytest.raises(ValueError, match=says):
+            check.main(flags.split())
