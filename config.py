@@ -399,14 +399,6 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def need_divisor(asked: str, value: int, what: str, number: int, hint: str = "") -> None:
-    """Raise ValueError unless `value` divides `number`."""
-    if number % value:
-        works = divisors(number)
-        raise ValueError(f"{asked} does not divide {what} ({number}): use {'one of ' * (len(works) > 1)}"
-                         f"{', '.join(map(str, works))}{hint}")
-
-
 class Needs(NamedTuple):
     """Where a setting has the value of "--sp async", or of "--sp" any but its default, `holds` must be true; `needs`
     says what is missing."""
@@ -429,7 +421,10 @@ class Divides(NamedTuple):
     hint: str = ""
 
     def check(self, c: Config) -> None:
-        need_divisor(as_typed(c, self.setting), c.value(name_of(self.setting)), self.what, self.number, self.hint)
+        if self.number % c.value(name_of(self.setting)):
+            works = divisors(self.number)
+            raise ValueError(f"{as_typed(c, self.setting)} does not divide {self.what} ({self.number}): use "
+                             f"{'one of ' * (len(works) > 1)}{', '.join(map(str, works))}{self.hint}")
 
 
 def rules(c: Config) -> list[Needs | Divides]:
@@ -628,14 +623,14 @@ def check_batch(c: Config) -> None:
         below = size // grid.dp * grid.dp
         use = f"{below} or {below + grid.dp}" if below else f"{grid.dp}"
         need(size % grid.dp == 0, f"{whole.split()[0]} {size} is not a multiple of --dp {grid.dp}: use {use}")
-    if batch.micro_batch == 0:
-        batch.micro_batch = default_micro_batch(math.gcd(*sizes) // grid.dp, batch, grid)
+    share = math.gcd(*sizes) // grid.dp
+    batch.micro_batch = batch.micro_batch or default_micro_batch(share, batch, grid)
     asked = f"--micro-batch {batch.micro_batch}"
     tokens = batch.micro_batch * batch.seq  # with cp, sequences are padded to fit (padded_length)
     need(grid.cp > 1 or tokens % grid.sequence_shards == 0,
          f"--tp {grid.tp} cannot share {asked} x --seq {batch.seq} = {tokens} tokens in equal parts: use another "
          "--seq, or --sp off")
-    need_divisor(asked, batch.micro_batch, f"a rank's share of {whole}", math.gcd(*sizes) // grid.dp)
+    Divides("--micro-batch", share, f"a rank's share of {whole}").check(c)
     count = max(sizes) // grid.dp // batch.micro_batch
     need(count <= MOST_MICRO_BATCHES, f"{asked} makes {count:,} micro-batches per step of {whole}: must be at most "
                                       f"{MOST_MICRO_BATCHES:,}")
