@@ -149,23 +149,43 @@ def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
 
 # ---- rotary embedding -----------------------------------------------------------------------------------------------
 
+def rotate_halves_(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
+    """Rotate the pairs (x[i], x[i + D/2]) of the first `heads` heads of x [B, S, N, D], in place."""
+    if try_kernel(x, lambda kernels: kernels.rope_(x, cos, sin, heads)) is None:
+        rotate_pairs_(*x[:, :, :heads].chunk(2, -1), cos, sin)
+
+
+def rotate_tail_(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
+    """Rotate the pairs (x[2i], x[2i + 1]) of the last channels, two for every angle."""
+    tail = x[:, :, :heads, x.shape[-1] - 2 * cos.shape[-1]:]
+    rotate_pairs_(tail[..., 0::2], tail[..., 1::2], cos, sin)
+
+
+def rotate_pairs_(a: Tensor, b: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate every (a, b) by its angle."""
+    a_acc, b_acc = a.to(cos.dtype), b.to(cos.dtype)
+    rotated_a = torch.mul(a_acc, cos).addcmul_(b_acc, sin, value=-1)
+    b.copy_(torch.mul(b_acc, cos).addcmul_(a_acc, sin))
+    a.copy_(rotated_a)
+
+
 class RotateFunction(Function):
     """See rotate_and_split. Saves only the angles, which all layers share. Backward puts the gradients side by side and
     rotates them by minus the angles."""
 
     @staticmethod
-    def forward(ctx, x, cos, sin, heads):
+    def forward(ctx, x, cos, sin, heads, rotate_=rotate_halves_):
         ctx.save_for_backward(cos, sin)
-        x = x.detach()
-        rotate_no_grad_(x, cos, sin, sum(heads[:2]))
+        ctx.rotate_, x = rotate_, x.detach()
+        rotate_(x, cos, sin, sum(heads[:2]))
         return tuple(part.detach() for part in x.split(heads, dim=2))  # else autograd would take them for views
 
     @staticmethod
     def backward(ctx, *grads):
         cos, sin = ctx.saved_tensors
         dx = torch.cat(grads, dim=2)
-        rotate_no_grad_(dx, cos, -sin, sum(grad.shape[2] for grad in grads[:2]))
-        return dx, None, None, None
+        ctx.rotate_(dx, cos, -sin, sum(grad.shape[2] for grad in grads[:2]))
+        return dx, None, None, None, None
 
 
 def rotate_and_split(x: Tensor, angles: tuple[Tensor, Tensor], heads: list[int]) -> tuple[Tensor, ...]:
@@ -176,46 +196,12 @@ def rotate_and_split(x: Tensor, angles: tuple[Tensor, Tensor], heads: list[int])
     return RotateFunction.apply(x, *angles, heads)
 
 
-def rotate_no_grad_(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
-    """Rotate the first `heads` heads of x [B, S, N, D] in place, without autograd."""
-    if try_kernel(x, lambda kernels: kernels.rope_(x, cos, sin, heads)) is None:
-        rotate_pairs_(*x[:, :, :heads].chunk(2, -1), cos, sin)
-
-
-class RotateTailFunction(Function):
-    """See rotate_tail. Saves only the angles."""
-
-    @staticmethod
-    def forward(ctx, x, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        rotate_tail_no_grad_(x := x.detach(), cos, sin)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        cos, sin = ctx.saved_tensors
-        rotate_tail_no_grad_(dx := grad.clone(), cos, -sin)
-        return dx, None, None
-
-
 def rotate_tail(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate the last channels of all heads of x [B, S, N, D], two for every angle, and leave those before them: the
     decoupled rotary embedding of latent attention. Its pairs (x[2i], x[2i + 1]) are those of published weights. The
     result is x, rotated in place, so x must not be used after this."""
-    return RotateTailFunction.apply(x, *angles)
-
-
-def rotate_tail_no_grad_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    tail = x[..., x.shape[-1] - 2 * cos.shape[-1]:]
-    rotate_pairs_(tail[..., 0::2], tail[..., 1::2], cos, sin)
-
-
-def rotate_pairs_(a: Tensor, b: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate every (a, b) by its angle, in place."""
-    a_acc, b_acc = a.to(cos.dtype), b.to(cos.dtype)
-    rotated_a = torch.mul(a_acc, cos).addcmul_(b_acc, sin, value=-1)
-    b.copy_(torch.mul(b_acc, cos).addcmul_(a_acc, sin))
-    a.copy_(rotated_a)
+    rotated, = RotateFunction.apply(x, *angles, [x.shape[2]], rotate_tail_)
+    return rotated
 
 
 def rotary_angles(positions: Tensor, model: Model, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -180,18 +180,15 @@ class ShardedBucket(Bucket):
         self.unsharding.wait()  # of a prefetch whose backward never came: it reads the shard and writes what is freed
         for param in self.params:
             param.generation += 1  # caches of what was computed from the weights are invalid: fp8.py
-        self.copy_master()
+        if self.host:
+            self.host.copy_weights(self.master, self.weight_shard)
+        elif self.master is not self.weight_shard:
+            self.weight_shard.copy_(self.master)
         if self.level == 3:  # a forward whose backward never ran has left old weights unsharded
             self.users = 0
             self.free_weights()
         elif self.level:
             self.unsharding = all_gather(self.weights, self.weight_shard, self.shards, async_op=True)
-
-    def copy_master(self) -> None:
-        if self.host:
-            self.host.copy_weights(self.master, self.weight_shard)
-        elif self.master is not self.weight_shard:
-            self.weight_shard.copy_(self.master)
 
     def prefetch(self) -> None:
         """Start the all-gather of the weights at level 3, if they are not whole already."""
