@@ -250,11 +250,9 @@ def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, 
     shards[me].copy_(x)
     for hop in range(n):
         owner = (me - hop) % n
-        if hop < n - 1:
-            pending = shift(shards[owner - 1], shards[owner], group)
+        pending = shift(shards[owner - 1], shards[owner], group) if hop < n - 1 else done(product)
         torch.mm(shards[owner], matrix, out=products[owner])  # while this shard is sent and the next one received
-        if hop < n - 1:
-            pending.wait()
+        pending.wait()
     return product, gathered
 
 
