@@ -130,9 +130,6 @@ class Model:
     def has_experts(self, layer: int) -> bool:
         return self.experts > 0 and layer >= self.dense_layers
 
-    def has_dense_ffn(self) -> bool:
-        return self.dense_layers > 0 or not self.experts
-
     def window_of(self, layer: int) -> int:
         """How many tokens a token of this layer sees; 0: all before it."""
         return 0 if self.window_every and (layer + 1) % self.window_every == 0 else self.window
@@ -323,7 +320,7 @@ class Config:
     optim: Optim
     data: Data
     run: Run
-    before_defaults: dict = field(default_factory=dict)  # all settings before `fill_in`: as flags or a preset gave them
+    before_defaults: dict = field(default_factory=dict)  # settings before `complete`, as flags or a preset gave them
     shown: bool = False  # whether run/start.py chose the grid as an example, because the command line names none
     arguments: list = field(default_factory=list)  # the command line
     ranks: int = 1  # the world size
@@ -428,7 +425,7 @@ class Divides(NamedTuple):
 
 
 def rules(c: Config) -> list[Needs | Divides]:
-    """In this order: a row may rely on those before it, and all on the defaults that fill_in has filled in."""
+    """In this order: a row may rely on those before it, and all on the defaults that `complete` has filled in."""
     return [*rules_of_sizes(c), *rules_of_the_model(c), *rules_of_the_grid(c), *rules_of_the_rest(c)]
 
 
@@ -447,7 +444,7 @@ def rules_of_sizes(c: Config) -> list[Needs | Divides]:
         Divides("--tp", c.ranks // grid.pp, "the ranks that --pp leaves", more_ranks),
         Divides("--cp", c.ranks // grid.pp // grid.tp, "the ranks that --pp and --tp leave", more_ranks),
         Divides("--tp", model.heads, "--heads"),
-        Divides("--tp", model.ffn if model.has_dense_ffn() else 0, "--ffn"),
+        Divides("--tp", 0 if model.has_experts(0) else model.ffn, "--ffn"),
         Divides("--tp", model.shared_experts * model.expert_ffn, "--shared-experts x --expert-ffn"),
         Divides("--cp", model.heads // grid.tp if grid.cp_style == "ulysses" else 0,
                 "the heads of a tensor parallel rank", ", or another --cp-style"),
@@ -545,9 +542,19 @@ def complete(c: Config, ranks: int) -> None:
         ranks = c.run.dry_run_as()[1]
     c.ranks = ranks
     check_ranges(c)
-    fill_in(c)
+    model, grid, optim = c.model, c.grid, c.optim  # what does not fit is left for `rules` to say
+    model.head_dim = model.head_dim or model.hidden // model.heads
+    model.expert_ffn = model.expert_ffn or (model.ffn if model.experts else 0)
+    if grid.grid == "given":
+        grid.chunks = grid.chunks or (SCHEDULES[grid.schedule].chunks if grid.pp > 1 else 1)
+        grid.dp = c.ranks // (grid.pp * grid.cp * grid.tp) if grid.dp == -1 else grid.dp
+    optim.lr = optim.lr or min(1.2 / model.hidden, 2e-3)
+    optim.min_lr = optim.lr / 10 if optim.min_lr == -1 else optim.min_lr
+    optim.warmup = min(20, optim.steps // 10) if optim.warmup == -1 else optim.warmup
+    if c.data.data_dtype == "auto":
+        c.data.data_dtype = "uint16" if model.vocab <= 2**16 else "uint32"
     check_grid(c)
-    if c.grid.grid == "given":
+    if grid.grid == "given":
         check_batch(c)
         check_schedule(c)
 
@@ -563,21 +570,6 @@ def check_ranges(c: Config) -> None:
     need(len(c.optim.betas) == 2 and all(0 <= beta < 1 for beta in c.optim.betas),
          f"--betas {','.join(map(str, c.optim.betas))}: write two numbers from 0 to below 1, such as 0.9,0.95")
     c.data.weights()
-
-
-def fill_in(c: Config) -> None:
-    """Defaults that follow from other settings, but for the micro-batch. What does not fit is left for `rules`."""
-    model, grid, optim = c.model, c.grid, c.optim
-    model.head_dim = model.head_dim or model.hidden // model.heads
-    model.expert_ffn = model.expert_ffn or (model.ffn if model.experts else 0)
-    if grid.grid == "given":
-        grid.chunks = grid.chunks or (SCHEDULES[grid.schedule].chunks if grid.pp > 1 else 1)
-        grid.dp = c.ranks // (grid.pp * grid.cp * grid.tp) if grid.dp == -1 else grid.dp
-    optim.lr = optim.lr or min(1.2 / model.hidden, 2e-3)
-    optim.min_lr = optim.lr / 10 if optim.min_lr == -1 else optim.min_lr
-    optim.warmup = min(20, optim.steps // 10) if optim.warmup == -1 else optim.warmup
-    if c.data.data_dtype == "auto":
-        c.data.data_dtype = "uint16" if model.vocab <= 2**16 else "uint32"
 
 
 def check_grid(c: Config) -> None:
@@ -605,7 +597,7 @@ def check_fp8_widths(c: Config) -> None:
     unit = 128 if c.precision.fp8_recipe().blocks else 16
     widths = {"--hidden": model.hidden, "--heads x --head-dim": model.heads // tp * model.head_dim,
               "--kv-heads x --head-dim": max(model.kv_heads // tp, 1) * model.head_dim,
-              "--ffn": model.ffn // tp if model.has_dense_ffn() else 0, "--expert-ffn": model.expert_ffn,
+              "--ffn": 0 if model.has_experts(0) else model.ffn // tp, "--expert-ffn": model.expert_ffn,
               "--shared-experts x --expert-ffn": model.shared_experts * model.expert_ffn // tp,
               "--kv-lora-rank": model.kv_lora_rank, "--q-lora-rank": model.q_lora_rank,
               "--heads x --v-head-dim": model.heads // tp * model.value_dim,
@@ -624,7 +616,13 @@ def check_batch(c: Config) -> None:
         use = f"{below} or {below + grid.dp}" if below else f"{grid.dp}"
         need(size % grid.dp == 0, f"{whole.split()[0]} {size} is not a multiple of --dp {grid.dp}: use {use}")
     share = math.gcd(*sizes) // grid.dp
-    batch.micro_batch = batch.micro_batch or default_micro_batch(share, batch, grid)
+    if batch.micro_batch == 0:
+        # All of a rank's share; of a pipeline what makes the fewest micro-batches that are at least 2 pp, which fill
+        # any schedule, or else the most below that. But of tokens that tensor parallel ranks can share, if there are.
+        fills = 2 * grid.pp
+        counts = sorted(divisors(share), key=lambda n: (n < fills, abs(n - fills))) if grid.pp > 1 else [1]
+        shared = [n for n in counts if grid.cp > 1 or share // n * batch.seq % grid.sequence_shards == 0]
+        batch.micro_batch = share // (shared or counts)[0]
     asked = f"--micro-batch {batch.micro_batch}"
     tokens = batch.micro_batch * batch.seq  # with cp, sequences are padded to fit (padded_length)
     need(grid.cp > 1 or tokens % grid.sequence_shards == 0,
@@ -642,15 +640,6 @@ def check_schedule(c: Config) -> None:
             schedules.plan_of(c.grid, size // c.grid.dp // c.batch.micro_batch)
         except ValueError as error:
             raise ValueError(f"--micro-batch {c.batch.micro_batch} at {size} sequences per step: {error}") from None
-
-
-def default_micro_batch(share: int, batch: Batch, grid: Grid) -> int:
-    """All of a rank's share of a step. Of a pipeline what makes the fewest micro-batches that are at least 2 pp, which
-    fill any schedule, or else the most below that; but of tokens that tensor parallel ranks can share, if there are."""
-    fills = 2 * grid.pp
-    counts = sorted(divisors(share), key=lambda n: (n < fills, abs(n - fills))) if grid.pp > 1 else [1]
-    sizes = [share // count for count in counts]
-    return next((size for size in sizes if grid.cp > 1 or size * batch.seq % grid.sequence_shards == 0), sizes[0])
 
 
 # ---- reading the command line ---------------------------------------------------------------------------------------
