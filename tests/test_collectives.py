@@ -146,17 +146,6 @@ def test_a_world_waits_as_long_as_asked_and_is_left_together(monkeypatch, device
     assert ranks.host_group(90).process_group == dict(backend="gloo", timeout=datetime.timedelta(seconds=90))
 
 
-def lonely() -> list[torch.Tensor]:
-    x, out = torch.arange(6.0), torch.empty(6)
-    collectives.all_reduce(x, collectives.ALONE)
-    collectives.all_gather(out, x, collectives.ALONE)
-    return [x, out, collectives.AllGather__ReduceScatter.apply(x, collectives.ALONE)]
-
-
-def test_without_a_group_they_are_the_identity():
-    assert all(torch.equal(tensor, torch.arange(6.0)) for tensor in lonely())
-
-
 def alone_in_a_larger_world() -> tuple[list[float], int, list[str]]:
     """What a group of one rank receives from a shift, the bytes counted for it, and the errors of send and receive."""
     own, incoming, errors = torch.full((3,), 10.0 + dist.get_rank()), torch.empty(3), []

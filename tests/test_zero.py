@@ -533,13 +533,6 @@ def test_the_loss_scale_goes_on_where_it_was():
     assert first.loss_scale.value == 4 * 2.0**16
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_moments_have_the_accumulation_dtype_by_default(dtype):
-    _, optimizer = make(Spec("w", (4,)), dtype=dtype)
-    assert {name: state.dtype for name, state in optimizer.buckets[0].state.items()} == dict.fromkeys(
-        ("master", "m", "v"), torch.float64 if dtype == torch.float64 else torch.float32)
-
-
 def test_bf16_moments_train_almost_as_fp32_ones(pool):
     runs = {}
     for moments in ("auto", "bf16"):
