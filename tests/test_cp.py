@@ -2,6 +2,7 @@
 import math
 import time
 from functools import cache
+from itertools import product
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -12,7 +13,7 @@ from grids import everyone
 from pool import slow
 from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor.experimental._context_parallel._attention import _SDPAMerger
-from watch import Watch
+from watch import Watch, in_order, noted, waits
 
 import collectives
 import config
@@ -241,55 +242,41 @@ def test_blocks_cover_every_visible_score_once_and_work_is_equal(c, style):
         assert work[0] == [s * (s + 1) // 2] + [s * s // 2] * (c - 1)
 
 
-@pytest.mark.parametrize("window", [1, 2, 5, 6, 7, 12, 23, 47, 48, 60])
-@pytest.mark.parametrize("style", SOURCES)
-@pytest.mark.parametrize("c", [1, 2, 3, 4, 8])
-def test_blocks_cover_every_score_of_a_window_once_and_others_are_skipped(c, style, window):
-    visible = torch.ones(S, S, dtype=torch.int).tril().triu(1 - window)
-    total, count, m = torch.zeros(S, S, dtype=torch.int), 0, S // c // 2
-    for i in range(c):
-        scores, steps = covered(style, c, i, Mask(window=window))
-        total, count = total + scores, count + sum(map(len, steps))
-    assert torch.equal(total, visible)
-    chunks = visible.view(2 * c, m, 2 * c, m).sum((1, 3))
-    assert count == (chunks > 0).sum()  # a block for each pair of chunks of which something is visible
-
-
 def documents_of(seq: int) -> torch.Tensor:
     """Two sequences: documents that end beside the borders of chunks; and a new one every few tokens."""
     first = torch.where(torch.arange(seq) < seq // 2 - 5, 0, torch.where(torch.arange(seq) < seq - 4, 1, 2))
     return torch.stack((first, torch.arange(seq) // 5))
 
 
-@pytest.mark.parametrize("window", [0, 7])
-@pytest.mark.parametrize("style", SOURCES)
-@pytest.mark.parametrize("c", [2, 4])
-def test_blocks_without_common_documents_are_skipped(c, style, window):
-    documents = documents_of(S)
-    visible = torch.ones(S, S, dtype=torch.bool).tril().triu(1 - (window or S))
-    visible = visible & (documents[:, :, None] == documents[:, None, :])
-    for row in range(2):
-        mask = Mask(window=window, documents=(documents, documents))
-        total = sum(covered(style, c, i, mask, row)[0] for i in range(c))
-        assert torch.equal(total, visible[row].int())
-    for i in range(c):  # every few tokens a new one: nearly nothing is left to compute besides the own blocks
-        short = torch.arange(S)[None] // 3
-        _, steps = covered(style, c, i, Mask(window=window, documents=(short, short)))
-        assert sum(map(len, steps)) <= (2 if window or style == "latents" else 1)
-
-
-@pytest.mark.parametrize("window", [0, 1, 7, 40])
 @pytest.mark.parametrize("style", SOURCES)
 @pytest.mark.parametrize("c", [1, 2, 3, 4, 8])
-def test_a_block_has_no_key_at_its_ends_that_nobody_sees(c, style, window):
-    documents = torch.rand(3, 1, S, generator=torch.Generator().manual_seed(c)).lt(0.1).cumsum(-1)
-    for mine in (*documents, documents_of(S)):
-        for i in range(c):
-            steps = cp.visible_blocks(SOURCES[style], S, c, i, Mask(window=window, documents=(mine, mine)))
-            for block in sum(steps, []):
-                rows, columns = block.queries.stop - block.queries.start, block.keys.stop - block.keys.start
-                seen = block.mask.visible(rows, columns, "cpu").flatten(0, 2).any(0)
-                assert seen[0] and seen[-1]
+def test_blocks_of_windows_and_documents_cover_every_visible_score_once(c, style):
+    """Of a window, a block is computed for each pair of chunks of which something is visible; with documents no block
+    has a first or last key that nobody sees, and where a new one begins every few tokens next to nothing is left."""
+    every = [(window, None) for window in (1, 2, 5, 6, 7, 12, 23, 47, 48, 60)]
+    some = torch.rand(1, S, generator=torch.Generator().manual_seed(c)).lt(0.1).cumsum(-1)
+    for window, documents in (*every, *product((0, 1, 7, 40), (some, documents_of(S)))):
+        visible = torch.ones(S, S, dtype=torch.int).tril().triu(1 - (window or S))
+        for row in range(1 if documents is None else len(documents)):
+            total, blocks, wanted = torch.zeros_like(visible), [], visible
+            if documents is not None:
+                wanted = visible * (documents[row, :, None] == documents[row])
+            for i in range(c):
+                mask = Mask(window=window, documents=None if documents is None else (documents, documents))
+                scores, steps = covered(style, c, i, mask, row)
+                total, blocks = total + scores, blocks + sum(steps, [])
+            assert torch.equal(total, wanted)
+        if documents is None:
+            m = S // c // 2
+            assert len(blocks) == (visible.view(2 * c, m, 2 * c, m).sum((1, 3)) > 0).sum()
+        for block in blocks if documents is not None else ():
+            rows, columns = block.queries.stop - block.queries.start, block.keys.stop - block.keys.start
+            seen = block.mask.visible(rows, columns, "cpu").flatten(0, 2).any(0)
+            assert seen[0] and seen[-1]
+    short = torch.arange(S)[None] // 3
+    for i, window in product(range(c) if c in (2, 4) else (), (0, 7)):
+        _, steps = covered(style, c, i, Mask(window=window, documents=(short, short)))
+        assert sum(map(len, steps)) <= (2 if window or style == "latents" else 1)
 
 
 @pytest.mark.parametrize("style", BLOCK_STYLES)
@@ -449,25 +436,10 @@ def exact(dtype=torch.float64, scale=1.0, documents=None, window=0, seq=S) -> li
     return [o.detach(), *torch.autograd.grad(o, (q, k, v), do)]
 
 
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("scale", [1.0, 100.0, 1000.0])  # the last: exp of a difference overflows
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("style", CP_STYLES)
-def test_attention_by_blocks_equals_attention_at_once(pool, style, kernel, scale, documents):
-    """Result and each gradient to 1e-10, on 2, 3 and 4 ranks. With documents, some blocks show some rows nothing."""
-    equal_at_once(pool, style, kernel, documents=documents, scale=scale)
-
-
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("window", [1, 9, 20])
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("style", CP_STYLES)
-def test_attention_in_a_window_by_blocks_equals_attention_at_once(pool, style, kernel, window, documents):
-    equal_at_once(pool, style, kernel, documents=documents, window=window)
-
-
-CASES = [(kernel, dict(documents=documents) | how) for kernel in KERNELS for documents in (False, True)
-         for how in (*(dict(scale=scale) for scale in (1.0, 100.0, 1000.0)), *(dict(window=w) for w in (1, 9, 20)))]
+CASES = [(kernel, dict(documents=documents, **how)) for documents in (False, True)
+         for kernel, how in (*(("sdpa", dict(scale=scale)) for scale in (1.0, 1000.0)),  # exp of a difference overflows
+                             *(("sdpa", dict(window=window)) for window in (1, 9, 20)),
+                             ("math", dict(scale=1.0)), ("math", dict(window=9)))]
 
 
 def arguments(documents: bool, **how) -> dict:
@@ -479,44 +451,22 @@ def attended_in_all_cases(style: str) -> list[tuple]:
 
 
 @cache
-def by_blocks(pool, style: str, c: int) -> list[list[tuple]]:
-    """What each rank has in each of CASES: one job for all, since a job takes longer than a case."""
-    return pool.run(c, "test_cp:attended_in_all_cases", style=style)
+def exact_in_all_cases() -> list[list[torch.Tensor]]:
+    return [exact(**arguments(**how)) for _, how in CASES]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("style", CP_STYLES)
-def test_attention_of_eight_ranks_equals_attention_at_once(pool, style):
-    for kernel, how in CASES:
-        equal_at_once(pool, style, kernel, (8,), **how)
+NEAR = [f"{style} {near}" for style in BLOCK_STYLES for near in (2, 4)]
 
 
-@pytest.mark.parametrize("style, c", [("ring 2", 4), ("allgather 2", 4), *slow(
-    *((f"{style} {near}", 8) for style in BLOCK_STYLES for near in (2, 4)))])
-def test_attention_by_heads_and_by_blocks_equals_attention_at_once(pool, style, c):
-    for kernel, how in CASES:
-        equal_at_once(pool, style, kernel, (c,), **how)
-
-
-def equal_at_once(pool, style: str, kernel: str, counts: tuple[int, ...] = (2, 3, 4), **how) -> None:
-    wants, case = exact(**arguments(**how)), CASES.index((kernel, how))
-    for c in counts:
-        got = put_together([results[case] for results in by_blocks(pool, style, c)])
-        for name, have, want in zip(("o", "dq", "dk", "dv"), got, wants):
+@pytest.mark.parametrize("style, c", [*product(CP_STYLES, (2, 3, 4)), ("ring 2", 4), ("allgather 2", 4),
+                                      *slow(*product((*CP_STYLES, *NEAR), (8,)))])
+def test_attention_by_blocks_equals_attention_at_once(pool, style, c):
+    """Result and each gradient to 1e-10. With documents, some blocks show some rows nothing."""
+    results = pool.run(c, "test_cp:attended_in_all_cases", style=style)
+    for (kernel, how), wants, *ranks in zip(CASES, exact_in_all_cases(), *results):
+        for name, have, want in zip(("o", "dq", "dk", "dv"), put_together(ranks), wants):
             error = (have - want).abs().max() / max(want.abs().max(), 1e-3)  # in a window of 1 scores have no slope
-            assert error < 1e-10, f"{name} on {c} ranks is {error:.1e} off"
-
-
-@pytest.mark.parametrize("style", CP_STYLES)
-def test_packed_documents_are_like_separate_ones(pool, style):
-    documents = torch.tensor([[0] * 11 + [1] * 30 + [2] * 7] * B)
-    got = put_together(pool.run(4, "test_cp:attended", style=style, kernel="sdpa", documents=documents))
-    q, k, v, do = inputs(torch.float64)
-    for start, stop in ((0, 11), (11, 41), (41, 48)):
-        alone = [x[:, :, start:stop].clone().requires_grad_() for x in (q, k, v)]
-        o = dense(*alone, None)
-        for have, want in zip(got, (o, *torch.autograd.grad(o, alone, do[:, :, start:stop]))):
-            assert (have[:, :, start:stop] - want).abs().max() < 1e-12
+            assert error < 1e-10, f"{name} by {kernel}, {how}, is {error:.1e} off"
 
 
 @pytest.mark.parametrize("D, kernel", [(64, "cudnn"), (128, "cudnn"), (192, "flash")])
@@ -623,19 +573,28 @@ def metered(style: str, seq: int = S, dtype: torch.dtype = torch.float32) -> dic
     return out
 
 
-@pytest.mark.parametrize("c, dtype", [(2, torch.bfloat16), (4, torch.float32), *slow((8, torch.float32))])
+@pytest.mark.parametrize("c, dtype", [(2, torch.bfloat16), (4, torch.float32), *slow((2, torch.float32),
+                                                                                     (8, torch.float32))])
 @pytest.mark.parametrize("style", CP_STYLES)
-def test_bytes_sent_are_those_of_the_table(pool, style, c, dtype):
-    """Block by block, gradients of keys and values are summed, and so sent, in fp32."""
+def test_bytes_sent_and_saved_are_those_of_the_table(pool, style, c, dtype):
+    """Block by block, gradients of keys and values are summed, and so sent, in fp32. Saved: o and lse of the own
+    tokens, besides q, k and v. Besides them: two shards of K and V, or all of them."""
     s, e = B * S // c, dtype.itemsize
     q, k = N * D, K * D
+    copies = c // math.gcd(c, K)
+    both = [(c - 1) * 2 * s * k * e, (c - 1) * 2 * s * k * (e + 4)]
     if style == "ulysses":
-        copies = c // math.gcd(c, K)
         both = 2 * [(c - 1) * s * (2 * q + 2 * k * copies) * e // c]
-    else:
-        both = [(c - 1) * 2 * s * k * e, (c - 1) * 2 * s * k * (e + 4)]
     for seen in pool.run(c, "test_cp:metered", style=style, dtype=dtype):
         assert [sum(seen[way].values()) for way in ("sent forward", "sent backward")] == both
+        if style == "ulysses":  # all tokens with 1/c of the heads, once: exchanged ones are gone
+            assert seen["before attention"] == s * e * (q + 2 * k * copies)
+        elif dtype == torch.float32:
+            assert seen["saved"] == s * 4 * (q + N)
+            shards = 2 if style == "ring" else c + 1  # also the own one, as it is sent
+            block = s * 4 * (q + N) + s * 4 * q  # the result of a block; what merging it takes
+            meanwhile, keys = seen["peak forward"] - seen["saved"], shards * 2 * s * 4 * k
+            assert keys <= meanwhile <= keys + block + 2 * s * 4 * N
 
 
 @pytest.mark.parametrize("style, c", [("ring 2", 4), ("allgather 2", 4), *slow(("ring 2", 8), ("ring 4", 8))])
@@ -705,50 +664,13 @@ def test_ranks_gather_latents_and_no_heads(pool, documents, window):
         assert (sum(seen["found"][3] for seen in results) - wants[3]).abs().max() < 1e-10 * wants[3].abs().max()
 
 
-@pytest.mark.parametrize("style", BLOCK_STYLES)
-def test_what_is_saved_is_divided_and_what_is_received_is_freed(pool, style):
-    """Saved: o and lse of the own tokens, besides q, k and v. Besides them: two shards of K and V, or all of them."""
-    for c in (2, 4):
-        s = B * S // c * 4
-        for seen in pool.run(c, "test_cp:metered", style=style):
-            assert seen["saved"] == s * (N * D + N)
-            received = 2 if style == "ring" else c
-            copies = 1 if style == "allgather" else 0  # the own shard, as it is sent
-            block = s * (N * D + N) + s * N * D  # the result of a block; what merging it takes
-            meanwhile = seen["peak forward"] - seen["saved"]
-            keys = (received + copies) * 2 * s * K * D
-            assert keys <= meanwhile <= keys + block + 2 * s * N
-
-
-@pytest.mark.parametrize("c", [2, 4])
-def test_of_ulysses_exchanged_heads_are_gone_when_attention_runs(pool, c):
-    """There are all tokens with 1/c of the heads, once."""
-    s, q, k = B * S // c * 4, N * D, K * D * (c // math.gcd(c, K))
-    for seen in pool.run(c, "test_cp:metered", style="ulysses"):
-        assert seen["before attention"] == s * (q + 2 * k)
-
-
 def order_of_events(style: str) -> list[str]:
-    events, wait = [], collectives.Pending.wait
-
-    def waited(pending):
-        if pending.works:
-            events.append("wait")
-        return wait(pending)
-
-    def logged(function, name):
-        def call(*args, **how):
-            events.append(name)
-            return function(*args, **how)
-        return call
-
     mine = own_positions(S, dist.get_world_size(), dist.get_rank())
     q, k, v, do = (x[:, :, mine] for x in inputs(torch.float64))
-    kernel = SDPA._replace(forward=logged(SDPA.forward, "forward"), backward=logged(SDPA.backward, "backward"))
-    attend = attention_of(style, S, CAUSAL, kernel)
-    sends = {name: logged(getattr(cp, name), "send") for name in ("shift", "all_gather")}
-    with patch.multiple(cp, **sends), patch.object(collectives.Pending, "wait", waited):
-        attend(q.requires_grad_(), k, v).backward(do)
+    with in_order((cp, "shift", "send"), (cp, "all_gather", "send"), waits("wait")) as events:
+        kernel = SDPA._replace(forward=noted(events, SDPA.forward, "forward"),
+                               backward=noted(events, SDPA.backward, "backward"))
+        attention_of(style, S, CAUSAL, kernel)(q.requires_grad_(), k, v).backward(do)
     return events
 
 
@@ -759,6 +681,7 @@ def test_own_keys_are_used_while_all_are_gathered(pool):
                         for event in ("send", "send", kind, "wait", "wait", *[kind] * rest)]
 
 
+@pytest.mark.timing
 def test_documents_of_a_long_sequence_take_the_host_no_time():
     """128k tokens on 8 ranks: the blocks of all ranks and steps, at most 50 ms of one core each."""
     seq, c = 2**17, 8

@@ -8,31 +8,26 @@ import pytest
 import reference
 import torch
 import torch.distributed as dist
-import transformers
 from pool import slow
-from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
-from watch import Watch
+from watch import Watch, in_order
 
 import collectives
 import config
 import ep
-import param
 import train
 import zero
 from collectives import ALONE
 from model import ForwardContext, MixtureOfExperts
-from operations import RMSNorm
 from param import draw, parameter, shard_slice
 from plan import costs
-from recompute import Recompute, is_recomputing
-from test_grids import DEEPSEEK, compare, truth
+from recompute import Recompute
+from test_grids import MIXTRAL
 from tp import TensorParallel
 
-MIXTRAL = "--hidden 16 --heads 2 --kv-heads 2 --experts 8 --expert-ffn 12 --dtype fp64 --aux-loss 0.5"
-KINDS = {"softmax": MIXTRAL + " --top-k 1 --no-router-norm --router-z-loss 0.1",
-         "sigmoid": MIXTRAL + " --top-k 3 --router sigmoid --expert-groups 4 --top-groups 2 --shared-experts 1 "
+LAYER = "--hidden 16 --heads 2 --kv-heads 2 --experts 8 --expert-ffn 12 --dtype fp64 --aux-loss 0.5"
+KINDS = {"softmax": LAYER + " --top-k 1 --no-router-norm --router-z-loss 0.1",
+         "sigmoid": LAYER + " --top-k 3 --router sigmoid --expert-groups 4 --top-groups 2 --shared-experts 1 "
                               "--router-scale 2.5"}
 B, S = 8, 6
 
@@ -138,37 +133,6 @@ def test_the_routers_gradient_is_the_slope(kind):
         assert (above - below) / 2e-6 == pytest.approx(layer.w_router.grad[i].item(), rel=1e-5, abs=1e-7)
 
 
-def test_deepseeks_layer_is_that_of_transformers():
-    settings = settings_of(KINDS["sigmoid"])
-    model, theirs = settings.model, DeepseekV3MoE(transformers.DeepseekV3Config(
-        hidden_size=16, moe_intermediate_size=12, n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2,
-        n_shared_experts=1, routed_scaling_factor=2.5, norm_topk_prob=True))
-    assert model.router_scale == 2.5
-    layer, x = make_layer(settings, ALONE, torch.float32), torch.randn(40, 16)
-    layer.router.bias.copy_(torch.linspace(-0.3, 0.3, 8))
-    names = {"gate.weight": layer.w_router, "experts.gate_up_proj": layer.experts.w_gate_up,
-             "experts.down_proj": layer.experts.w_down, "gate.e_score_correction_bias": layer.router.bias,
-             "shared_experts.gate_proj.weight": layer.shared.gate_up.weights[0],
-             "shared_experts.up_proj.weight": layer.shared.gate_up.weights[1],
-             "shared_experts.down_proj.weight": layer.shared.down.weight}
-    theirs.load_state_dict({name: weight.detach() for name, weight in names.items()})
-    with torch.no_grad():
-        want = theirs(x[None])[0]
-        got = run_layer(layer, x, torch.zeros(40, dtype=torch.long))
-    assert (got - want).abs().max() < 1e-5 * want.abs().max()
-
-
-def test_softmax_over_the_chosen_is_softmax_over_all_normalised():
-    logits = torch.randn(50, 8, dtype=torch.float64)
-    layer = make_layer(settings_of(MIXTRAL + " --top-k 3"), ALONE)
-    layer.w_router.data = torch.eye(8, 16, dtype=torch.float64)
-    info = ep.RoutingInfo(torch.zeros(50, dtype=torch.long), 1)
-    route, weights = layer.router(torch.cat((logits, logits), 1), info, ALONE)
-    chosen = logits.topk(3)
-    assert torch.equal(route.chosen, chosen.indices)
-    assert (weights - chosen.values.softmax(-1)).abs().max() < 1e-14
-
-
 # ---- what is sent, when, and what the host waits for -----------------------------------------------------------------
 
 def balanced_choice(scores: torch.Tensor, model: config.Model) -> torch.Tensor:
@@ -179,7 +143,7 @@ def balanced_choice(scores: torch.Tensor, model: config.Model) -> torch.Tensor:
 def bytes_sent(chosen: int, rows: int, recompute: str) -> tuple[int, int]:
     """What a layer's forward and backward send of tokens and of their numbers, T being `rows`."""
     group = grids.everyone()
-    layer = make_layer(settings_of(f"{MIXTRAL} --top-k {chosen} --aux-loss 0 --no-router-norm"), group, torch.float32)
+    layer = make_layer(settings_of(f"{LAYER} --top-k {chosen} --aux-loss 0 --no-router-norm"), group, torch.float32)
     x = torch.randn(rows, 16, requires_grad=True)
     numbers, usual = [], collectives.all_to_all
     collectives.sent.clear()
@@ -237,12 +201,7 @@ def waits() -> list[int]:
     for weight in main_grads:
         weight.sink = SimpleNamespace(main_grad=main_grads.__getitem__)
     x, number = torch.randn(12, 16, dtype=torch.bfloat16, requires_grad=True), torch.arange(12) // 6
-    seen = []
-
-    def counting(usual):
-        return lambda *args, **rest: seen.append(usual) or usual(*args, **rest)
-
-    with patch.multiple(torch.Tensor, **{name: counting(getattr(torch.Tensor, name)) for name in WAITS}):
+    with in_order(*((torch.Tensor, name, name) for name in WAITS)) as seen:
         y = run_layer(layer, x, number)
         in_forward = len(seen)
         y.sum().backward()
@@ -259,8 +218,7 @@ def test_the_host_waits_once_a_layer(pool, n):
 
 def events() -> list[str]:
     """What a rank does in which order, of a layer with shared experts: exchanges, and matmuls by their width."""
-    settings, group, seen = settings_of(KINDS["sigmoid"] + " --shared-experts 3"), grids.everyone(), []
-    layer = make_layer(settings, group)
+    layer = make_layer(settings_of(KINDS["sigmoid"] + " --shared-experts 3"), grids.everyone())
 
     def see(function, args, kwargs, out):
         if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_):
@@ -270,23 +228,15 @@ def events() -> list[str]:
             if seen[-1:] != [kind]:
                 seen.append(kind)
 
-    usual, wait = ep.all_to_all, collectives.Pending.wait
-
-    def all_to_all(out, x, *rest, async_op=False):
+    def sent(out, x, *rest, async_op=False):
         assert async_op or x.dtype == torch.int64, "only counts are waited for at once"
-        pending = usual(out, x, *rest, async_op=async_op)
-        if async_op and x.shape[1] == 16:
-            seen.append("sent")
-            pending.is_of_tokens = True
-        return pending
+        return "sent" if async_op and x.shape[1] == 16 else None
 
-    def waited(pending):
-        if getattr(pending, "is_of_tokens", False):
-            seen.append("received")
-        return wait(pending)
+    def received(pending):
+        return "received" if pending.works and pending.tensors[0].shape[1:] == (16,) else None
 
     x = torch.randn(24, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
-    with patch.object(ep, "all_to_all", all_to_all), patch.object(collectives.Pending, "wait", waited), Watch(see):
+    with in_order((ep, "all_to_all", sent), (collectives.Pending, "wait", received)) as seen, Watch(see):
         y = run_layer(layer, x, torch.arange(24) // 6)
         seen.append("backward")
         y.sum().backward()
@@ -375,33 +325,9 @@ def test_grouped_mm_is_not_given_rows_that_begin_between_multiples_of_16_bytes()
         assert ep.fits_grouped_mm(weight) == (offset in (0, 8))
 
 
-def test_weight_gradients_of_experts_can_wait():
-    layer = make_layer(settings_of(KINDS["sigmoid"]), ALONE)
-    x, number = inputs().flatten(0, 1).requires_grad_(), torch.arange(B).repeat_interleave(S)
-    loss = run_layer(layer, x, number).square().sum()
-    loss.backward()
-    want, x.grad = {w.spec.name: w.grad for w in layer.parameters()}, None
-    for weight in layer.parameters():
-        weight.grad = None
-    param.backward_input((0, 0), run_layer(layer, x, number).square().sum(), None)
-    assert layer.experts.w_down.grad is None and layer.experts.w_gate_up.grad is None
-    assert layer.w_router.grad is not None
-    param.backward_weight((0, 0))
-    assert all(torch.equal(w.grad, want[w.spec.name]) for w in layer.parameters())
-
-
 # ---- choosing again, and not at all ---------------------------------------------------------------------------------
 
-TINY = ("--preset tiny-moe --layers 3 --hidden 16 --heads 2 --ffn 24 --expert-ffn 12 --vocab 61 --seq 12 "
-        "--global-batch 8 --micro-batch 2 --dtype fp64 --data " + __file__)
-
-
-def tiny(flags: str) -> tuple:
-    """(groups, model, optimizer, this rank's micro-batches) of a small model."""
-    settings = config.parse(f"{TINY} {flags}".split(), dist.get_world_size() if dist.is_initialized() else 1)
-    groups, model, optimizer = grids.build(settings)
-    tokens = torch.randint(61, (8, 13), generator=torch.Generator().manual_seed(0))
-    return groups, model, optimizer, grids.micro_batches(settings, groups, tokens[:, :-1], tokens[:, 1:])
+SMALL = MIXTRAL + " --global-batch 8 --seq 12"
 
 
 def choose_at_random(scores: torch.Tensor, model: config.Model) -> torch.Tensor:
@@ -413,10 +339,9 @@ def choose_at_random(scores: torch.Tensor, model: config.Model) -> torch.Tensor:
 
 def random_choices(recompute: str) -> dict:
     """Gradients and loads of a step whose layers would choose differently if they chose again."""
-    choose_at_random.calls, counts, usual = 0, [], ep.exchange_counts
-    groups, model, optimizer, share = tiny(f"--ep 2 --recompute {recompute}")
-    with patch.multiple(ep, choose_experts=choose_at_random,
-                        exchange_counts=lambda *args: counts.append(1) or usual(*args)):
+    choose_at_random.calls = 0
+    groups, model, optimizer, share = grids.ready(f"{SMALL} --micro-batch 2 --ep 2 --recompute {recompute}")
+    with patch.object(ep, "choose_experts", choose_at_random), in_order((ep, "exchange_counts", "exchange")) as counts:
         train.forward_backward(model, optimizer, share, groups)
     return dict(grads=grids.pieces(optimizer, "grad"), chosen=choose_at_random.calls, exchanged=len(counts),
                 load=[router.load.clone() for router in model.routers], share=len(share))
@@ -432,45 +357,6 @@ def test_a_layer_that_runs_again_does_not_choose_again(pool):
                 assert torch.equal(got[-1], expected[-1]), got[0]
         for layer in range(3):  # T k A, in all
             assert sum(result["load"][layer] for result in results).sum() == 8 * 12 * 2
-
-
-def test_recomputation_repeats_the_choice_between_equal_logits(pool):
-    results = pool.run(2, "test_ep:choices_of_zeros")
-    for result in results:
-        assert result["first"] == result["again"] and len(result["first"]) == 3 * 2
-    assert sum(result["load"] for result in results).tolist() == [8 * 12 * 2] * 3
-
-
-def choices_of_zeros() -> dict:
-    """What routers of zeros choose in the first run of blocks, and in the second."""
-    groups, model, optimizer, share = tiny("--ep 2 --recompute full")
-    seen, dispatch = {False: [], True: []}, ep.Dispatch
-
-    def watched(x, gates, route):
-        seen[is_recomputing()].append((route.input_splits, route.output_splits, route.chosen.tolist()))
-        return dispatch(x, gates, route)
-
-    for block in model.blocks.values():
-        block.ffn.w_router.data.zero_()
-    with patch.object(ep, "Dispatch", watched):
-        train.forward_backward(model, optimizer, share, groups)
-    return dict(first=sorted(seen[False]), again=sorted(seen[True]),
-                load=torch.stack([router.load.sum() for router in model.routers]))
-
-
-def test_a_layer_runs_on_fake_tensors():
-    """Nothing in a layer needs values but the counts."""
-    settings, bf16 = settings_of(KINDS["sigmoid"] + " --expert-ffn 16"), torch.bfloat16
-    counts = [48], [48], [48 * settings.model.top_k // 8] * 8
-    with FakeTensorMode(), patch.object(ep, "exchange_counts", lambda *_: counts):
-        make = partial(parameter, groups={}, dtype=bf16)
-        layer = MixtureOfExperts(0, settings.model, make, {}, ep.Balance())
-        for weight in layer.parameters():
-            weight.data = torch.empty(weight.shape, dtype=bf16)
-        y = run_layer(layer, torch.randn(48, 16, dtype=bf16, requires_grad=True), torch.arange(48) // 6)
-        assert y.shape == (48, 16)
-        y.sum().backward()
-        assert layer.experts.w_down.grad.shape == layer.experts.w_down.shape
 
 
 # ---- balance --------------------------------------------------------------------------------------------------------
@@ -527,30 +413,15 @@ def test_the_losses_carry_the_scale_of_fp16():
     """Every gradient is multiplied by it, or what balance asks for would shrink to nothing."""
     grads = []
     for scale in (1.0, 1024.0):
-        groups, model, optimizer, share = tiny("--aux-loss 1 --router-z-loss 0.1")
+        groups, model, optimizer, share = grids.ready(f"{SMALL} --aux-loss 1 --router-z-loss 0.1")
         optimizer.loss_scale = zero.LossScale(torch.device("cpu"), scale)
         train.forward_backward(model, optimizer, share, groups)
         grads.append(torch.cat([bucket.grad_shard for bucket in optimizer.buckets]) / scale)
     assert (grads[0] - grads[1]).abs().max() < 1e-12 * grads[0].abs().max()
 
 
-@pytest.mark.parametrize("chain", [[(2, "--ep 2 --recompute full"), (4, "--tp 2 --ep 4 --zero 2")],
-                                   [(2, "--pp 2 --micro-batch 12"), (2, "--ep 2")]])
-def test_biases_leave_one_grid_and_enter_another(pool, chain):
-    want, state = truth(DEEPSEEK), None
-    for step, (ranks, flags) in enumerate(chain):
-        results = pool.run(ranks, "grids:run", grid=f"{DEEPSEEK} {flags}", first=step, last=step + 1, state=state)
-        state = {what: grids.whole([result[what] for result in results]) for what in ("params", "m", "v")}
-        state["extra_state"] = {name: number for result in results for name, number in result["extra_state"].items()}
-    for what in ("params", "m", "v"):
-        compare(state[what], want[what], what)
-    for name, bias in want["biases"].items():
-        assert torch.equal(state["extra_state"][name], bias)
-    assert any(bias.abs().max() > 0.003 for bias in want["biases"].values())
-
-
 def test_evaluation_counts_nothing():
-    groups, model, optimizer, share = tiny("--bias-rate 0.1")
+    groups, model, optimizer, share = grids.ready(f"{SMALL} --bias-rate 0.1")
     train.forward_backward(model, optimizer, share, groups)
     loads = [router.load.clone() for router in model.routers]
     train.mean_loss(model, [share], groups)
@@ -612,19 +483,3 @@ def test_a_group_is_as_good_as_its_two_best_experts_or_its_only_one():
     assert ep.choose_experts(scores, threes).tolist() == [[0, 1]]
     ones = config.Model(experts=4, top_k=2, expert_groups=4, top_groups=2)
     assert ep.choose_experts(torch.tensor([[0.1, 0.4, 0.3, 0.2]]), ones).tolist() == [[1, 2]]
-
-
-def test_selective_recomputation_changes_no_bit():
-    """What it saves of a layer, tests/test_recompute.py says."""
-    settings, grads = settings_of(KINDS["sigmoid"]), []
-    for mode in ("none", "selective"):
-        layer, norm = make_layer(settings, ALONE), RMSNorm(partial(parameter, groups={}, dtype=torch.float64), "n", 16,
-                                                          1e-5, {})
-        norm.weight.data = torch.ones(16, dtype=torch.float64)
-        x = inputs().flatten(0, 1).requires_grad_()
-        h = norm(x)
-        y = run_layer(layer, h, torch.arange(B).repeat_interleave(S), mode)
-        Recompute(mode).drop(h, y, norm, x)
-        y.square().sum().backward()
-        grads.append([x.grad, norm.weight.grad, *(weight.grad for weight in layer.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*grads))

@@ -1,10 +1,6 @@
-"""FlashAttention against a reference in fp64; its costs; and compiled for sm_90, which needs no GPU: does it use the
-matmul instruction, and do registers suffice?"""
-import json
-
+"""FlashAttention against a reference in fp64, and its costs."""
 import pytest
 import torch
-from ahead import COMPILERS, fits, run
 from exact import DEVICE, close, compare, dense_attention, gpu, is_refused, leaves, numbers
 
 import cp
@@ -52,27 +48,26 @@ def attention_agrees(inputs, causal, documents, window=0):
     close(flash_forward(*inputs, mask)[1], dense_attention(*(x.double() for x in inputs), mask)[1])
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("rows, columns", [(33, 33), (17, 40), (40, 17), (1, 1)])
+@pytest.mark.parametrize("rows, columns, causal", [(33, 33, True), (33, 33, False), (17, 40, True), (40, 17, True),
+                                                   (40, 17, False), (1, 1, True)])
 def test_attention_of_any_length(tiles, rows, columns, causal):
     attention_agrees(heads(rows, columns, B=1), causal, None)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("kind", ["packed", "in any order", "alone", "none meet"])
+@pytest.mark.parametrize("kind, causal", [("packed", True), ("packed", False), ("in any order", True), ("alone", True),
+                                          ("none meet", False)])
 def test_attention_of_documents(small_tiles, kind, causal):
     attention_agrees(heads(37, 37, N=1), causal, documents_of(kind, 37, 37))
 
 
-@pytest.mark.parametrize("window", [1, 2, 16, 17, 40])
-@pytest.mark.parametrize("rows, columns, kind", [(37, 37, "one"), (37, 37, "packed"), (1, 50, "packed"),
-                                                 (21, 50, "packed")])
+@pytest.mark.parametrize("rows, columns, kind, window", [
+    (37, 37, "one", 2), (37, 37, "one", 16), (37, 37, "one", 17), (37, 37, "packed", 40), (1, 50, "packed", 17),
+    (21, 50, "packed", 1), (21, 50, "packed", 17)])
 def test_attention_in_a_window(small_tiles, kind, rows, columns, window):
     attention_agrees(heads(rows, columns, N=1), True, documents_of(kind, rows, columns), window)
 
 
-@pytest.mark.parametrize("offset", [5, 16, 40, 90])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal, offset", [(True, 5), (False, 5), (False, 16), (True, 40), (False, 90)])
 def test_windows_of_keys_long_before(small_tiles, causal, offset):
     """Blocks of scores of context parallelism: some rows, or all, may see nothing."""
     mask, inputs = Mask(causal, 20, None, offset), heads(33, 35, N=1)
@@ -96,7 +91,7 @@ def test_heads_share_keys(N, K):
     attention_agrees(heads(24, 24, N, K), True, None)
 
 
-@pytest.mark.parametrize("D", [2, 10, 64, 96, 128])
+@pytest.mark.parametrize("D", [2, 10, 96, 128])
 def test_attention_of_any_width(D):
     attention_agrees(heads(40, 40, D=D, B=1), True, None)
 
@@ -146,16 +141,18 @@ def test_numbers_of_a_head_need_not_be_contiguous():
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU has no files with holes")
-@pytest.mark.parametrize("strides", [(2 ** 30, 2 ** 11, 2 ** 5), (2 ** 5, 2 ** 30, 2 ** 7), (2 ** 5, 2 ** 7, 2 ** 27)])
-def test_offsets_may_exceed_2_to_the_31(tmp_path, strides):
+@pytest.mark.parametrize("shape, strides", [
+    ((3, 1, 4, 16), (2 ** 30, 2 ** 11, 2 ** 5)), ((1, 3, 4, 16), (2 ** 5, 2 ** 30, 2 ** 7)),
+    ((1, 1, 20, 16), (2 ** 5, 2 ** 7, 2 ** 27))], ids=["sequences", "heads", "rows"])
+def test_offsets_may_exceed_2_to_the_31(tmp_path, shape, strides):
     """By 32-bit strides of sequences, heads or rows, of any operand. The numbers between, and before, where
     too large an offset of 32 bits would lead, are holes of a file."""
-    shape = 3, 3, 20, 16
     count = sum((n - 1) * stride for n, stride in zip(shape, strides)) + 16
     assert count > 2 ** 31 > max(strides)
     storage = torch.UntypedStorage.from_file(str(tmp_path / "holes"), shared=True, nbytes=4 * (2 ** 31 + count))
     far = torch.empty(0).set_(storage, 2 ** 31, shape, (*strides, 1))
-    q, k, v = heads(20, 20, N=3, K=3, B=3)
+    B, N, rows, _ = shape
+    q, k, v = heads(rows, rows, N=N, K=N, B=B)
     o, lse = flash_forward(q, k, v)
     near = [numbers(*shape, seed=9), q, k, v, o]
     wanted = flash_backward(*near, lse)
@@ -179,22 +176,22 @@ def test_attention_in_16_bits():
 
 
 def test_the_same_bits_every_time(small_tiles):
-    q, k, v = heads(40, 40, 4, 2, B=1)
+    q, k, v = heads(37, 37, B=1)
     o, lse = flash_forward(q, k, v)
     first, second = (flash_backward(numbers(*o.shape), q, k, v, o, lse) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second))
 
 
-@pytest.mark.parametrize("window", [0, 1, 16, 17, 18, 40])
+@pytest.mark.parametrize("window", [0, 16, 17, 18])
 def test_tiles_that_nobody_sees_are_not_loaded(small_tiles, window):
-    """Documents of 5, 27, 1 and 47 tokens, tiles of 16 x 16: exactly those with a visible pair are loaded."""
-    documents = torch.arange(4, device=DEVICE).repeat_interleave(torch.tensor([5, 27, 1, 47], device=DEVICE))[None]
-    near = torch.ones(80, 80, dtype=torch.bool, device=DEVICE).tril().triu(1 - (window or 80))
+    """Documents of 5, 27, 1 and 15 tokens, tiles of 16 x 16: exactly those with a visible pair are loaded."""
+    documents = torch.arange(4, device=DEVICE).repeat_interleave(torch.tensor([5, 27, 1, 15], device=DEVICE))[None]
+    near = torch.ones(48, 48, dtype=torch.bool, device=DEVICE).tril().triu(1 - (window or 48))
     tiles = near.unflatten(0, (-1, 16)).unflatten(-1, (-1, 16)).any(-1).any(1)
-    assert flash.find_loaded_tiles(Mask(window=window), 80, 16, 16) == tiles.tolist()
+    assert flash.find_loaded_tiles(Mask(window=window), 48, 16, 16) == tiles.tolist()
     pairs = near & (documents.mT == documents)
     tiles = pairs.unflatten(0, (-1, 16)).unflatten(-1, (-1, 16)).any(-1).any(1)
-    assert flash.find_loaded_tiles(Mask(window=window, documents=(documents, documents)), 80, 16, 16) == tiles.tolist()
+    assert flash.find_loaded_tiles(Mask(window=window, documents=(documents, documents)), 48, 16, 16) == tiles.tolist()
 
 
 def test_backward_loads_no_tile_that_nobody_sees(small_tiles):
@@ -213,8 +210,7 @@ def test_backward_loads_no_tile_that_nobody_sees(small_tiles):
     assert dv.isnan().any(-1).flatten().tolist() == [False] * 0 + [True] * 32 + [False] * 32  # tiles of 16: 15 to 20
 
 
-@pytest.mark.parametrize("window", [0, 14])
-@pytest.mark.parametrize("kind", ["one", "packed"])
+@pytest.mark.parametrize("kind, window", [("one", 0), ("packed", 14)])
 @pytest.mark.parametrize("style", ["ring", "allgather"])
 def test_attention_by_blocks(small_tiles, style, kind, window):
     """As in context parallelism: the blocks of all ranks, one after the other, merged by logsumexp."""
@@ -237,8 +233,6 @@ Q, KV = (1, 2, 8, 16), (1, 1, 8, 16)
 REFUSED = {  # what is launched -> what the error says
     "keys and values differ": (lambda n: flash_forward(n(*Q), n(*KV), n(1, 1, 9, 16)), "B K columns D"),
     "widths differ": (lambda n: flash_forward(n(*Q), n(1, 1, 8, 8), n(1, 1, 8, 8)), "must be B N rows D"),
-    "batches differ": (lambda n: flash_forward(n(2, 2, 8, 16), *[n(*KV)] * 2), "must be B N rows D"),
-    "no batch": (lambda n: flash_forward(*[n(2, 8, 16)] * 3), "must be B N rows D"),
     "heads": (lambda n: flash_forward(n(1, 3, 8, 16), *[n(1, 2, 8, 16)] * 2), "3 heads cannot share 2 kv heads"),
     "too wide": (lambda n: flash_forward(*[n(1, 1, 8, 129)] * 3), "129 wide"),
     "two types": (lambda n: flash_forward(n(*Q), *[n(*KV).half()] * 2), "one type"),
@@ -246,13 +240,7 @@ REFUSED = {  # what is launched -> what the error says
     "documents of other keys": (lambda n: flash_forward(n(*Q), *[n(*KV)] * 2,
                                                         Mask(documents=documents_of("packed", 8, 9, 1))),
                                 r"\[1, 8\] integers"),
-    "documents of other queries": (lambda n: flash_forward(n(*Q), *[n(*KV)] * 2,
-                                                           Mask(documents=documents_of("packed", 9, 8, 1))),
-                                   r"\[1, 8\] integers"),
-    "no integers": (lambda n: flash_attention(n(*Q), *[n(*KV)] * 2, Mask(documents=(n(1, 8),) * 2)), "integers"),
-    "lse in 16 bits": (lambda n: flash_backward(n(*Q), n(*Q), *[n(*KV)] * 2, n(*Q), n(1, 2, 8).half()), "rows, fp32"),
     "lse of other rows": (lambda n: flash_backward(n(*Q), n(*Q), *[n(*KV)] * 2, n(*Q), n(1, 2, 9)), "its rows"),
-    "other o": (lambda n: flash_backward(n(*Q), n(*Q), *[n(*KV)] * 2, n(*KV), n(1, 2, 8)), "as q"),
     "other do": (lambda n: flash_backward(n(*KV), n(*Q), *[n(*KV)] * 2, n(*Q), n(1, 2, 8)), "as q"),
 }
 
@@ -263,14 +251,6 @@ def test_what_cannot_be_launched_is_refused_in_a_line(name):
 
 
 # ---- costs ----------------------------------------------------------------------------------------------------------
-
-def test_costs_are_those_published():
-    """Figure 2 of Dao et al. 2022, to its last digit."""
-    shape = dict(B=64, N=16, S=1024, D=64)
-    for how, gflops, gigabytes in (("standard", 66.6, 40.3), ("flash 1", 75.2, 4.4)):
-        assert round(costs.published_flops(how, **shape) / 1e9, 1) == gflops
-        assert round(costs.attention_cost(how, **shape).nbytes / 1e9, 1) == gigabytes
-
 
 def test_flash_attention_1_moves_the_bytes_of_its_loops():
     """Algorithms 1 and 4 of Dao et al. 2022, line by line, for one head; every block of keys is full."""
@@ -306,46 +286,6 @@ def test_flops_are_what_torch_counts():
     flops = {how: costs.attention_cost(how, 3, 2, 32, 16).flops for how in ("standard", "flash 1", "here")}
     assert flops["standard"] == counter.get_total_flops()
     assert [flops[how] / flops["standard"] for how in ("flash 1", "here")] == [7 / 6, 9 / 6]
-
-
-# ---- compiled for sm_90, without a GPU ------------------------------------------------------------------------------
-
-LAUNCHES = """
-import flash
-import torch
-from ahead import only_compile
-from operations import Mask
-
-packed = (torch.zeros(1, 256, dtype=torch.int32),) * 2
-only_compile(flash)
-masks = Mask(), Mask(documents=packed), Mask(window=4096)
-for D, mask in [*((D, mask) for D in (64, 128) for mask in masks), (80, masks[1])]:
-    qkv = torch.zeros(1, 256, 6, D, dtype=torch.bfloat16)
-    q, k, v = (x.transpose(1, 2) for x in qkv.split([4, 1, 1], 2))
-    o, lse = flash.flash_forward(q, k, v, mask)
-    flash.flash_backward(o, q, k, v, o, lse, mask)
-"""
-
-
-@pytest.fixture(scope="module", params=COMPILERS)
-def compiled(request, tmp_path_factory) -> list:
-    folder = str(tmp_path_factory.mktemp("triton"))
-    lines = run(LAUNCHES, request.param, TRITON_CACHE_DIR=folder).splitlines()
-    assert len(lines) == 7 * 3
-    return [json.loads(line) for line in lines]
-
-
-def test_registers_suffice(compiled):
-    for name, found in compiled:
-        fits(name, found)
-
-
-def test_attention_uses_the_matmul_instruction_of_hopper(compiled):
-    assert {name for name, _ in compiled} == set(MATMULS)
-    assert all(found["wgmma"] >= MATMULS[name] and found["setmaxnreg"] == 0 for name, found in compiled)
-
-
-MATMULS = {"flash_forward_kernel": 2, "flash_dq_kernel": 3, "flash_dkv_kernel": 4}
 
 
 # ---- on a GPU only --------------------------------------------------------------------------------------------------

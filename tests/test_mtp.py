@@ -26,13 +26,13 @@ def test_the_token_after_the_next_is_predicted_from_the_next_one(documents, labe
     assert batch.count_labels().tolist() == [4] and both.tolist() == [4, sum(label > 0 for label in labels)]
 
 
+PROMPT = torch.arange(10).view(2, 5)
+
+
 def evaluated(flags: str) -> tuple[float, torch.Tensor]:
     """The mean loss of a model with the seed's weights, and a text that it continues."""
-    settings = grids.settings_of(flags, grids.everyone().size)
-    groups, model, _ = grids.build(settings)
-    tokens, labels = grids.batches(settings)[0]
-    share = grids.micro_batches(settings, groups, tokens, labels)
-    return train.mean_loss(model, [share], groups), sample(model, tokens[:2, :5], 6, temperature=0)
+    groups, model, _, share = grids.ready(flags)
+    return train.mean_loss(model, [share], groups), sample(model, PROMPT, 6, temperature=0)
 
 
 @pytest.mark.parametrize("flags", ["--pp 2 --micro-batch 12", "--zero 3", "--cp 2 --doc-mask"])
@@ -45,9 +45,7 @@ def test_evaluations_and_samples_are_those_of_the_model_without(pool, flags):
 
 def gathered(flags: str) -> set[str]:
     """Of ZeRO level 3: what has whole weights between forward and backward."""
-    settings = grids.settings_of(flags, grids.everyone().size)
-    groups, model, optimizer = grids.build(settings)
-    batch = grids.micro_batches(settings, groups, *grids.batches(settings)[0])[0]
+    _, model, optimizer, (batch, *_) = grids.ready(flags)
     optimizer.begin_step(1)
     loss = model(batch.tokens, labels=batch.labels, ahead=(batch.next_tokens, batch.next_labels))
     whole = {".".join(param.spec.name.split(".")[:2]) for bucket in optimizer.buckets for param in bucket.params

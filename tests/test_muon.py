@@ -4,8 +4,8 @@ import math
 import pytest
 import reference
 import torch
-import torch.distributed as dist
-from grids import NO_GROUPS, built, forward_backward, settings_of
+from grids import NO_GROUPS, ready
+from watch import in_order
 
 import config
 import train
@@ -75,22 +75,6 @@ def test_an_update_is_as_near_the_exact_one_as_that_of_torch():
         assert error < 1.2 * of_torch < 0.06
 
 
-def test_a_step_with_infinite_gradients_changes_nothing():
-    weight = parameter(Spec("w", (4, 6)), NO_GROUPS, torch.float64)
-    unit = torch.nn.Module()
-    unit.weight = weight
-    optimizer = Optimizer({0: [unit]}, NO_GROUPS, rule="muon")
-    before = []
-    for value in 1.0, torch.inf:
-        before = [tensor.clone() for tensor in optimizer.buckets[0].state.values()]
-        optimizer.begin_step(1)
-        (weight * value).sum().backward()
-        optimizer.finish_step()
-        optimizer.step(0.01)
-    assert before[1].abs().min() > 0, "the first step changes the momentum"
-    assert all(map(torch.equal, before, optimizer.buckets[0].state.values()))
-
-
 LLAMA = "--preset llama-3.1-8b --seq 64 --micro-batch 1 --dtype bf16 --optimizer muon --zero 1 --data " + __file__
 
 
@@ -118,11 +102,8 @@ def test_owners_of_a_llama_have_equal_work_and_get_most_from_few(flags, n):
 
 def sent_for_matrices(grid: str) -> tuple[int, int]:
     """(bytes that this rank sends over the stage's ranks in an update, elements of all matrices of the model)"""
-    settings = settings_of(grid + " --optimizer muon", dist.get_world_size())
-    groups = build_groups(settings.grid, settings.model)
-    model, optimizer = built(settings, groups)
-    tokens = torch.ones(settings.batch.ramp()[0][0], settings.batch.seq, dtype=torch.long)
-    forward_backward(settings, groups, model, optimizer, tokens, tokens)
+    groups, model, optimizer, share = ready(f"{grid} --optimizer muon")
+    train.forward_backward(model, optimizer, share, groups)
     sent.clear()
     optimizer.step(0.01)
     return sent["stage"], sum(math.prod(matrix.shape) for matrix in optimizer.matrices.matrices)
@@ -138,19 +119,13 @@ def test_a_matrix_is_sent_to_its_owner_and_back(pool, grid, least, most):
     assert least <= nbytes / ((n - 1) / n * elements * 8) <= most
 
 
-def test_the_exchange_is_hidden_under_the_other_updates(monkeypatch):
+def test_the_exchange_is_hidden_under_the_other_updates():
     """Order of events: momenta are sent, vectors and tables are updated, then the owners wait."""
-    events = []
-    settings = settings_of("--micro-batch 12 --optimizer muon")
-    model, optimizer = built(settings, NO_GROUPS)
-    tokens = torch.ones(settings.batch.ramp()[0][0], settings.batch.seq, dtype=torch.long)
-    forward_backward(settings, NO_GROUPS, model, optimizer, tokens, tokens)
-    exchange, update = optimizer.matrices.to_owners, optimizer.update
-    start, finish = exchange.start, exchange.finish
-    exchange.start = lambda *args: events.append("send") or start(*args)
-    exchange.finish = lambda place: events.append("wait") or finish(place)
-    optimizer.update = lambda *args, **kwargs: events.append("update") or update(*args, **kwargs)
-    optimizer.step(0.01)
+    groups, model, optimizer, share = ready("--micro-batch 12 --optimizer muon")
+    train.forward_backward(model, optimizer, share, groups)
+    exchange = optimizer.matrices.to_owners
+    with in_order((exchange, "start", "send"), (exchange, "finish", "wait"), (optimizer, "update", "update")) as events:
+        optimizer.step(0.01)
     assert events[0] == "send" and events[-1] == "wait" and set(events[1:-1]) == {"update"}
 
 

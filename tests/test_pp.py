@@ -56,7 +56,7 @@ def plans(schedule: str):
     for p, m in VALID:
         choices = [(0, 0)]
         if schedule in ("interleaved", "zb1p"):
-            choices = [(1, 0), *((v, n) for v in (2, 3) for n in {0, min(p, m), min(m, p + 1), min(2 * p, m), m})]
+            choices = [(1, 0), (3, 0), (3, m), *((2, n) for n in {0, min(p, m), min(m, p + 1), min(2 * p, m), m})]
         for v, n in choices:
             if plan := possible(schedule, p, m, v, n):
                 yield m, plan

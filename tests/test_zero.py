@@ -81,20 +81,13 @@ def test_small_steps_move_bf16_weights():
     assert params[0].data.untyped_storage().data_ptr() == bucket.weights.untyped_storage().data_ptr()
 
 
-def test_only_matrices_decay():
-    params, optimizer = make(Spec("norm", (4,), decay=False), Spec("w", (3, 4)), Spec("bias", (2,), decay=False),
-                             dtype=torch.float64, weight_decay=0.5)
-    step(params, optimizer, [torch.zeros(p.shape) for p in params])
-    assert [p.unique().item() for p in params] == [1.0, 1 - 0.1 * 0.5, 1.0]
-
-
 @pytest.mark.parametrize("dtype, error", [(torch.float64, 1e-7), (torch.float32, 1e-6)])  # 1e-6 is added to the norm
 def test_clipping_scales_the_whole_gradient_to_the_limit(dtype, error):
     specs, how = [Spec("a", (4,)), Spec("b", (5, 4))], dict(dtype=dtype, clip=0.5, weight_decay=0.0)
     params, optimizer = make(*specs, rule="sgd", **how)
     large = [torch.full((4,), 3.0), torch.full((5, 4), 4.0)]
     norm = step(params, optimizer, large, lr=1.0)
-    assert norm.item() == pytest.approx(math.sqrt(4 * 9 + 20 * 16), rel=error)
+    assert norm.item() == pytest.approx(math.sqrt(4 * 9 + 20 * 16), rel=1e-12 if dtype == torch.float64 else error)
     moved = torch.cat([(1 - p).flatten() for p in params])
     assert moved.norm().item() == pytest.approx(0.5, rel=error)
     assert (moved[4:] / moved[0]).tolist() == pytest.approx([4 / 3] * 20)
@@ -151,18 +144,17 @@ def test_refilling_the_flat_weights_between_forward_and_backward_is_no_modificat
     assert x.grad.isfinite().all()
 
 
-GRIDS = [(1, ""), (2, "--zero 3"), (3, "--zero 2 --bucket-mb 0"), (4, "--zero 1 --dp-replicate 2"),
-         (4, "--zero 3 --bucket-mb 0")]
+CHAINS = [[(2, "--zero 3"), (4, "--zero 1 --dp-replicate 2")], [(3, "--zero 2 --bucket-mb 0"), (1, "")]]
 
 
-@pytest.mark.parametrize("model", ["", " --optimizer muon", pytest.param(" --tied", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", ["", " --optimizer muon"])
 def test_state_leaves_one_grid_and_enters_another(pool, model):
-    """After every step weights, moments and counts are loaded on the next grid, and training equals one process."""
+    """After every step weights, moments and counts are loaded on the next grid, and training equals one process. By way
+    of files, and with biases of routers, tests/test_checkpoint.py shows it."""
     want = truth(model.strip())
-    for first in range(len(GRIDS)):
+    for chain in CHAINS:
         state = None
-        for step in range(grids.STEPS):
-            ranks, flags = GRIDS[(first + 2 * step) % len(GRIDS)]
+        for step, (ranks, flags) in enumerate(chain):
             results = pool.run(ranks, "grids:run", grid=f"--micro-batch 4 {flags}{model}", first=step, last=step + 1,
                                state=state)
             state = {what: grids.whole([result[what] for result in results]) for what in ("params", "m", "v")}
@@ -208,16 +200,8 @@ def test_gradients_are_finished_in_one_order():
         assert finished == ["a", "b"]
 
 
-def test_gradients_and_weights_that_do_not_match_the_step_are_noticed():
-    (first, second), optimizer = make(Spec("a", (4,)), Spec("b", (4,)))
-    optimizer.begin_step(1)
-    first.sum().backward()
-    with pytest.raises(AssertionError, match="a and 1 more wait for 1 gradients"):
-        optimizer.finish_step()
-    second.sum().backward()
-    optimizer.finish_step()
-    with pytest.raises(AssertionError, match="b: more backward passes than the step was begun with"):
-        second.sum().backward()
+def test_weights_that_are_resharded_too_often_are_noticed():
+    _, optimizer = make(Spec("a", (4,)))
     optimizer.buckets[0].unshard()
     optimizer.buckets[0].reshard()
     with pytest.raises(AssertionError, match="a: more calls of reshard than of unshard"):
@@ -469,19 +453,6 @@ def test_a_forward_without_a_backward_leaves_no_old_weights(pool):
     usual, interrupted = (pool.run(2, "sharding:interrupted", forwards=forwards) for forwards in (0, 2))
     for (want, _), (got, left) in zip(usual, interrupted):
         assert left == 0 and all(torch.equal(a[-1], b[-1]) for a, b in zip(want, got, strict=True))
-
-
-@pytest.mark.parametrize("level", [*(pytest.param(level, marks=pytest.mark.slow) for level in (1, 2)), 3])
-def test_temporaries_do_not_grow_with_the_model(pool, level):
-    """Buffers of constant size: with more than twice the layers, the peak exceeds the bytes at rest by no more."""
-    temporaries = []
-    for layers in (3, 7):
-        flags = f"--zero {level} --layers {layers} --global-batch 2 --micro-batch 1 --moments bf16"
-        seen = pool.run(2, "sharding:held", flags=flags, dtype=torch.bfloat16)[0]
-        temporaries.append({kind: seen["peak"][kind] - seen["rest"][kind]
-                            for kind in ("weights", "gradients", "gradient shards", "optimizer")})
-    assert temporaries[0] == temporaries[1]
-    assert sum(temporaries[0].values()) > 0 or level == 1
 
 
 # ---- precision ------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 # Registers are asserted of the pinned compiler, and of a second one if the variable names the folder into which it was
-# installed: pip install triton==3.6.0 --no-deps --target FOLDER; OTHER_TRITON=FOLDER pytest -m "" -k "sm_90 or suffice"
+# installed: pip install triton==3.6.0 --no-deps --target FOLDER; OTHER_TRITON=FOLDER pytest -m "" -k sm_90
 OTHER_TRITON = os.environ.get("OTHER_TRITON", "")
 COMPILERS = [pytest.param("", id="pinned"), pytest.param(OTHER_TRITON, id="other", marks=[
     pytest.mark.slow, pytest.mark.skipif(not OTHER_TRITON, reason="OTHER_TRITON names no folder")])]
@@ -69,9 +69,10 @@ def only_compile(*modules: ModuleType) -> None:
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
         used = {name: int(count) for name, count in resources(kernel.asm["cubin"]).items()}
         ptx = kernel.asm["ptx"]
-        more = dict(wgmma=ptx.count("wgmma.mma_async"), tma=ptx.count("cp.async.bulk.tensor"),
-                    setmaxnreg=ptx.count("setmaxnreg"), threads=int(re.search(r"\.reqntid (\d+)", ptx)[1]),
-                    shared=kernel.metadata.shared)
+        more = dict(wgmma=ptx.count("wgmma.mma_async"), setmaxnreg=ptx.count("setmaxnreg"), nan="min.NaN" in ptx,
+                    threads=int(re.search(r"\.reqntid (\d+)", ptx)[1]), shared=kernel.metadata.shared,
+                    casts=sorted(set(re.findall(r"cvt\.\S*x2\.f32", ptx))),
+                    loads=ptx.count("ld.global.v4.b32"), stores=ptx.count("st.global.v4.b32"))
         print(json.dumps([kernel.metadata.name, used | more]))
 
     launch, JITFunction.run = JITFunction.run, compiled

@@ -135,6 +135,14 @@ def built(settings: config.Config, groups, dtype: str = "", device: str = "cpu",
     return model, optimizer
 
 
+def ready(flags: str, dtype: str = "", base: str = BASE) -> tuple:
+    """(groups, model, optimizer, this rank's micro-batches of the first global batch)"""
+    settings = config.parse(f"{base} {flags}".split(), everyone().size)
+    groups = build_groups(settings.grid, settings.model)
+    model, optimizer = built(settings, groups, dtype)
+    return groups, model, optimizer, micro_batches(settings, groups, *batches(settings)[0])
+
+
 def memory_of_rank(settings: config.Config, groups, fused: bool = False) -> dict[str, int]:
     return device.memory_of_rank(settings, groups.get("pp", ALONE).rank, fused)
 

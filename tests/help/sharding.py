@@ -7,28 +7,23 @@ from unittest.mock import patch
 import grids
 import torch
 import torch.distributed as dist
+from watch import in_order
 
 import collectives
-import config
 import pp
 import train
 import zero
-from collectives import build_groups
 from param import DTYPES
 from run.meter import Meter
 
 # Widths that are prime, so that nothing divides; blocks are the largest units; few tokens, so activations are small.
 PRIMES = ("--layers 4 --hidden 37 --heads 3 --kv-heads 1 --head-dim 6 --ffn 101 --vocab 97 --seq 5 --bucket-mb 0 "
-          "--clip 0.1")
+          f"--clip 0.1 --data {__file__}")
 
 
 def built(flags: str, dtype: torch.dtype):
     """(groups, model, optimizer, this rank's micro-batches of a global batch)"""
-    settings = config.parse(f"{PRIMES} --data {__file__} {flags}".split(), dist.get_world_size())
-    groups = build_groups(settings.grid, settings.model)
-    model, optimizer = grids.built(settings, groups, {v: k for k, v in DTYPES.items()}[dtype])
-    tokens, _ = grids.batches(settings)[0]
-    return groups, model, optimizer, grids.micro_batches(settings, groups, tokens, tokens)
+    return grids.ready(flags, {v: k for k, v in DTYPES.items()}[dtype], PRIMES)
 
 
 def sent(flags: str, dtype: torch.dtype) -> dict:
@@ -193,23 +188,13 @@ def events(flags: str) -> list[str]:
     """What a step of two micro-batches does with gradients, in order: "ready", when one is accumulated; the name and
     the group of each collective on gradients as it is launched; and "finish", when backward has ended."""
     groups, model, optimizer, share = built(f"--global-batch 16 --micro-batch 2 {flags}", torch.float32)
-    seen, axes = [], {id(group): axis for axis, group in groups.items() if group.size > 1}
-    usual_ready, finish_step = zero.ShardedBucket.ready, optimizer.finish_step
+    axes = {id(group): axis for axis, group in groups.items() if group.size > 1}
 
-    def watched(call):
-        def launch(*args, async_op=False, **rest):
-            group = args[-1]
-            seen.append(f"{call.__name__} {axes.get(id(group))}{'' if async_op else ' and wait'}")
-            return call(*args, async_op=async_op, **rest)
-        return launch
+    def launched(name):
+        return lambda *args, async_op=False: f"{name} {axes.get(id(args[-1]))}{'' if async_op else ' and wait'}"
 
-    def ready(bucket, param):
-        seen.append("ready")
-        usual_ready(bucket, param)
-
-    optimizer.finish_step = lambda: (seen.append("finish"), finish_step())
-    with (patch.multiple(zero, all_reduce=watched(zero.all_reduce), reduce_scatter=watched(zero.reduce_scatter)),
-          patch.object(zero.ShardedBucket, "ready", ready)):
+    with in_order(*((zero, name, launched(name)) for name in ("all_reduce", "reduce_scatter")),
+                  (zero.ShardedBucket, "ready", "ready"), (optimizer, "finish_step", "finish")) as seen:
         train.forward_backward(model, optimizer, share, groups)
     return seen
 

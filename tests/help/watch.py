@@ -1,9 +1,13 @@
-"""Watching what torch does: every operation that is dispatched, in order."""
-from collections.abc import Callable
+"""Watching: every operation that torch dispatches, and calls of chosen functions, in order."""
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+import collectives
 
 READS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # tags of operations
 INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default}
@@ -28,3 +32,31 @@ def reads_values(function: Any, args: tuple) -> bool:
         return bool(READS_VALUES & set(function.tags))
     is_fill = len(args) == 3 and args[2].numel() == 1  # x[mask] = a number, for which torch counts nothing
     return not is_fill and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+
+
+def noted(events: list, function: Callable, name: Any) -> Callable:
+    """The function, which first adds its name to the events. name: or a function of the same arguments that returns it,
+    None for a call that is not of interest."""
+    def call(*args, **how):
+        event = name(*args, **how) if callable(name) else name
+        if event is not None:
+            events.append(event)
+        return function(*args, **how)
+    return call
+
+
+@contextmanager
+def in_order(*calls: tuple[Any, str, Any]) -> Iterator[list]:
+    """Events of the body, in order: of every call of owner.attribute its name. calls: (owner, attribute, name of
+    `noted`)."""
+    events = []
+    with ExitStack() as patches:
+        for owner, attribute, name in calls:
+            replacement = noted(events, getattr(owner, attribute), name)
+            patches.enter_context(patch.object(owner, attribute, replacement))
+        yield events
+
+
+def waits(name: str) -> tuple:
+    """For `in_order`: collectives that are waited for while they are in flight."""
+    return collectives.Pending, "wait", lambda pending: name if pending.works else None
