@@ -1,6 +1,5 @@
 """Context parallelism: who has which tokens, attention by blocks against attention at once, what is sent and saved."""
 import math
-import time
 from functools import cache
 from itertools import product
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ import torch.distributed as dist
 from grids import everyone
 from pool import slow
 from torch._subclasses import FakeTensorMode
-from torch.distributed.tensor.experimental._context_parallel._attention import _SDPAMerger
 from watch import Watch, in_order, noted, waits
 
 import collectives
@@ -495,19 +493,6 @@ def test_the_width_of_heads_chooses_the_kernel_of_blocks_on_gpus(monkeypatch, D,
     assert called[4:] == ["math", "math"]  # what neither operator takes
 
 
-def test_the_logsumexp_of_cudnn_is_what_torchs_own_ring_merges(cudnn):
-    """Which says that its logarithms are natural: torch merges two blocks of ours to attention at once."""
-    q, k, v, _ = inputs(torch.float32)
-    merger = _SDPAMerger(convert_to_f32=True, seq_dim=2)
-    for half in (slice(0, S // 2), slice(S // 2, S)):
-        found = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k[:, :, half], v[:, :, half], None, True)
-        merger.step(*found[:2], partial=False)
-    o, lse = merger.results()
-    want, want_lse = MATH.forward(q, k, v, cp.ALL)
-    assert torch.allclose(o, want, atol=1e-5) and torch.allclose(lse[..., 0], want_lse, atol=1e-5)
-    assert torch.equal(cudnn_forward(q, k, v, cp.ALL)[1], want_lse)
-
-
 def test_errors_in_bf16_stay_those_of_one_rank(pool):
     """Relative error of o, dq, dk, dv against fp64. Blocks are rounded to bf16 before they are merged in fp32."""
     seq, wants, errors = 256, exact(torch.bfloat16, seq=256), {}
@@ -679,18 +664,6 @@ def test_own_keys_are_used_while_all_are_gathered(pool):
         rest = (1, 2, 1)[rank]  # blocks of gathered keys
         assert seen == [event for kind in ("forward", "backward")
                         for event in ("send", "send", kind, "wait", "wait", *[kind] * rest)]
-
-
-@pytest.mark.timing
-def test_documents_of_a_long_sequence_take_the_host_no_time():
-    """128k tokens on 8 ranks: the blocks of all ranks and steps, at most 50 ms of one core each."""
-    seq, c = 2**17, 8
-    documents = torch.arange(seq)[None] // 3000
-    for style in BLOCK_STYLES:
-        began = time.process_time()
-        for i in range(c):
-            cp.visible_blocks(SOURCES[style], seq, c, i, Mask(documents=(documents, documents)))
-        assert (time.process_time() - began) / c < 0.05
 
 
 class OnDevice(torch.Tensor):

@@ -145,14 +145,9 @@ def bytes_sent(chosen: int, rows: int, recompute: str) -> tuple[int, int]:
     group = grids.everyone()
     layer = make_layer(settings_of(f"{LAYER} --top-k {chosen} --aux-loss 0 --no-router-norm"), group, torch.float32)
     x = torch.randn(rows, 16, requires_grad=True)
-    numbers, usual = [], collectives.all_to_all
     collectives.sent.clear()
-
-    def all_to_all(out, x, *rest, **how):
-        numbers.append(x)
-        return usual(out, x, *rest, **how)
-
-    with patch.multiple(ep, choose_experts=balanced_choice, all_to_all=all_to_all):
+    with patch.object(ep, "choose_experts", balanced_choice), in_order(
+            (ep, "all_to_all", lambda out, x, *rest, **how: x)) as numbers:
         block = partial(run_layer, layer, number=torch.zeros(rows, dtype=torch.long))
         Recompute(recompute)(block, x).sum().backward()
     n = dist.get_world_size()

@@ -22,6 +22,7 @@ from ahead import run
 from exact import gpu
 from pool import Pool, slow
 from torch._subclasses import FakeTensorMode
+from watch import in_order
 
 import collectives
 import config
@@ -383,17 +384,10 @@ def equals_one_process(pool, name: str, ranks: int, flags: str, grid: str) -> No
     assert abs(loss[0] / truth(flags, "none")[0][0] - 1) > 1e-7, "it multiplied in FP8"
 
 
-def test_weights_are_quantised_once_a_step(monkeypatch):
+def test_weights_are_quantised_once_a_step():
     """Two steps of two micro-batches, of which one is forward, backward and forward again."""
-    made = []
-
-    def counted(x, *args, tiles=False, **how):
-        if tiles:
-            made.append(x.shape)
-        return quantise(x, *args, tiles=tiles, **how)
-
-    monkeypatch.setattr(fp8, "quantise", counted)
-    steps(f"{ONE} --recompute full", "blockwise")
+    with in_order((fp8, "quantise", lambda x, *_, tiles=False, **how: x.shape if tiles else None)) as made:
+        steps(f"{ONE} --recompute full", "blockwise")
     matrices = [(768, 128), (128, 256), (512, 128), (128, 256)]  # of two blocks
     assert sorted(made) == sorted(map(torch.Size, matrices * 2 * STEPS))
 
@@ -534,20 +528,13 @@ def test_with_one_scale_the_kernel_needs_no_whole_tiles_and_no_rows(T, K):
     assert T or all(map(same, kernels.quantise(x, E4M3, None, SMALLEST), quantise(x, E4M3)))
 
 
-def test_weights_side_by_side_in_a_buffer_are_quantised_without_a_copy(monkeypatch):
+def test_weights_side_by_side_in_a_buffer_are_quantised_without_a_copy():
     buffer, weights = normal(3 * 128, 256, dtype=torch.float32), []
     for part in buffer.split(128):
-        weight = parameter(Spec("w", (128, 256)), {}, torch.float32)
-        weight.data = part
-        weights.append(weight)
-    given = []
-
-    def noting(x, *args, **options):
-        given.append(x)
-        return quantise(x, *args, **options)
-
-    monkeypatch.setattr(fp8, "quantise", noting)
-    Fp8(RECIPES["blockwise"], torch.float32).quantise_weight(tuple(weights))
+        weights.append(parameter(Spec("w", (128, 256)), {}, torch.float32))
+        weights[-1].data = part
+    with in_order((fp8, "quantise", lambda x, *_, **how: x)) as given:
+        Fp8(RECIPES["blockwise"], torch.float32).quantise_weight(tuple(weights))
     assert given[0].data_ptr() == buffer.data_ptr() and torch.equal(given[0], buffer)
 
 

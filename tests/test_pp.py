@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from rendezvous import check_rendezvous, replay, stream_of_link
 from torch.distributed.pipelining import schedules as torchs
+from watch import noted
 
 import pp
 from model import Execution, Llama
@@ -401,10 +402,7 @@ def live_bytes(schedule: str, m: int) -> list[tuple[int, float]]:
     meter.label("weights", start)
 
     def before(function):
-        def call(*args):
-            seen.append(meter.live()["other"])
-            return function(*args)
-        return call
+        return noted(seen, function, lambda *_: meter.live()["other"])
 
     def forward(stage, k, x):
         up, down = weights[stage]

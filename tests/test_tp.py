@@ -387,26 +387,6 @@ def test_a_fused_head_on_ranks_equals_the_dense_one(pool, sequence):
             assert (torch.cat([result[i][j] for result in results]) - want).abs().max() < 1e-5 * want.abs().max()
 
 
-def looked_up(vocab: int, sequence: bool) -> tuple[float, float]:
-    group, H = grids.everyone(), 6
-    table, whole = weight("t", (vocab, H), 0, group), weight("t", (vocab, H), 0, ALONE).detach().requires_grad_()
-    tokens, up = torch.arange(2 * vocab + vocab % 2 * 22)[:, None].flatten() % vocab, None
-    tokens = tokens[:len(tokens) // 24 * 24]
-    part = shard_slice(len(tokens), group.size, group.rank) if sequence else slice(None)
-    up = normal(len(tokens), H)
-    y = tp.Embed.apply(tokens, table, TensorParallel(group, sequence))
-    y.backward(up[part])
-    F.embedding(tokens, whole).backward(up)
-    return (y - whole[tokens[part]]).abs().max().item(), (table.grad - whole.grad[table.box]).abs().max().item()
-
-
-@pytest.mark.parametrize("n", [2, 3, *slow(8)])
-@pytest.mark.parametrize("vocab", [97, 257])
-def test_a_table_of_any_size_is_shared(pool, n, vocab):
-    for sequence in (False, True):
-        assert all(max(errors) < 1e-12 for errors in pool.run(n, "test_tp:looked_up", vocab=vocab, sequence=sequence))
-
-
 # ---- in the model ---------------------------------------------------------------------------------------------------
 
 def step(flags: str) -> dict:

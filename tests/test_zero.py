@@ -6,13 +6,12 @@ from types import SimpleNamespace
 import grids
 import pytest
 import torch
-import torch.distributed as dist
 from grids import NO_GROUPS
 from pool import slow
 from torch import nn
 
 import zero
-from collectives import ALONE, Group, build_groups
+from collectives import ALONE, build_groups
 from param import Spec, draw, parameter
 from run import dryrun
 from test_grids import MIXTRAL, compare, model_flags, truth
@@ -131,19 +130,6 @@ def test_a_step_that_is_not_finite_changes_nothing(rule, bad, clip):
     assert bucket.master.isfinite().all() and not torch.equal(before["master"], bucket.master)
 
 
-def test_refilling_the_flat_weights_between_forward_and_backward_is_no_modification():
-    """Level 3 all-gathers the same values a second time before backward; autograd must not take that for a change."""
-    params, optimizer = make(Spec("a", (3,)), Spec("b", (3,)))
-    optimizer.begin_step(1)
-    x = torch.ones(3, requires_grad=True)
-    y = (x * params[0]).tanh() * params[1]  # autograd saves both parameters
-    weights = optimizer.buckets[0].weights
-    weights.copy_(weights.clone())
-    y.sum().backward()
-    optimizer.finish_step()
-    assert x.grad.isfinite().all()
-
-
 CHAINS = [[(2, "--zero 3"), (4, "--zero 1 --dp-replicate 2")], [(3, "--zero 2 --bucket-mb 0"), (1, "")]]
 
 
@@ -168,26 +154,6 @@ def test_a_step_without_a_gradient_is_refused():
     _, optimizer = make(Spec("w", (4,)))
     with pytest.raises(AssertionError, match="w: a step without a gradient would leave the other ranks waiting"):
         optimizer.begin_step(0)
-
-
-def sums_over_other_axes() -> dict[str, list[float]]:
-    """A 2 x 2 grid (dp, tp), where the ranks' gradients of all parameters are 1, 10, 100, 1000: what each ends with."""
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    groups = NO_GROUPS | {"world": grids.everyone(), "dp": Group("dp", mesh.get_group("dp")),
-                          "tp": Group("tp", mesh.get_group("tp"))}
-    unit = Unit(Spec("shard", (4, 1), {"tp": 0}), Spec("replica", (3,), {"tp": "replicate"}),
-                Spec("partial", (3,), {"tp": "partial"}), groups=groups)
-    optimizer = Optimizer({0: [unit]}, groups)
-    optimizer.begin_step(1)
-    (sum(p.sum() for p in unit.weights) * 10 ** dist.get_rank()).backward()
-    optimizer.finish_step()
-    return {p.spec.name: p.sink.main_grad(p).unique().tolist() for p in unit.weights}
-
-
-def test_partial_gradients_are_summed_over_their_axis_and_replicated_ones_are_not(pool):
-    for rank, gradients in enumerate(pool.run(4, "test_zero:sums_over_other_axes")):
-        over_dp = [101.0] if rank % 2 == 0 else [1010.0]  # ranks 0, 2 and ranks 1, 3
-        assert gradients == {"shard": over_dp, "replica": over_dp, "partial": [1111.0]}
 
 
 def test_gradients_are_finished_in_one_order():
