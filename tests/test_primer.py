@@ -216,13 +216,6 @@ def test_bytes_moved_are_what_waves_touch(name):
             assert by_formula >= bytes_moved(rung, M, N, K, 2, sms) == 2 * (M * K + K * N + M * N)
 
 
-def test_one_wave_moves_everything_once_and_waves_of_one_share_nothing():
-    tiled = small("tiled")._replace(resident=1)
-    M, N, K = 64, 96, 10
-    assert bytes_moved(tiled, M, N, K, 2, sms=24, l2_bytes=0) == 2 * (M * K + K * N + M * N)
-    assert bytes_moved(tiled, M, N, K, 2, sms=1, l2_bytes=0) == bytes_asked(tiled, M, N, K, 2)
-
-
 def test_each_step_saves_what_it_promises():
     n, e = 8192, 2
     asks = {name: bytes_asked(rung, n, n, n, e) for name, rung in LADDER.items()}
