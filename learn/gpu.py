@@ -248,15 +248,12 @@ def matmul(rung: Rung, a: Tensor, b: Tensor) -> Tensor:
     constants = rung.constants | dict(GROUP=group)
     if rung.kernel is persistent:
         device = a.device  # the allocator must not refer to a itself, which Triton would keep alive
-        programs = min(programs, processors(device))
+        # On a CPU few enough for a program to get several tiles of a small matrix.
+        on_gpu = device.type == "cuda"
+        programs = min(programs, torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4)
         triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
     rung.kernel[(programs,)](a, b, c, M, N, K, **constants, num_warps=rung.warps, num_stages=rung.stages)
     return c
-
-
-def processors(device: torch.device) -> int:
-    """SMs of a GPU; 4 on a CPU, few enough for a program to get several tiles of a small matrix."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 # ---- costs by formula -----------------------------------------------------------------------------------------------
