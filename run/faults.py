@@ -320,7 +320,8 @@ class Watchdog:
             time.sleep(self.poll_s)
             if self.stop.ending:
                 return
-            now = sum(record.calls.values()), record.waiting_for, self.activity()
+            call = self.waits_for()
+            now = sum(record.calls.values()), call, self.activity()
             if now != seen:
                 if posted:
                     self.post(None)
@@ -328,23 +329,23 @@ class Watchdog:
                 continue
             stalled = time.monotonic() - since
             if stalled > 0.5 * self.timeout_s and not posted:
-                self.post(self.state())
+                self.post(self.state(call))
                 posted = True
-            if self.waits_for() and stalled > 0.9 * self.timeout_s and self.is_first_to_report():
-                problem = f"{self.describe(self.posts())} (after {stalled:.1f} s of --timeout {self.timeout_s:g})"
+            if call and stalled > 0.9 * self.timeout_s and self.is_first_to_report():
+                problem = f"{self.describe(call, self.posts())} (after {stalled:.1f} s of --timeout {self.timeout_s:g})"
                 report(self.activity(), Failure(problem), time.time() - stalled)
             if posted and self.store.check(["reports"]):
                 end_after_the_first()
 
     def waits_for(self) -> Call | None:
-        """What this stalled rank waits for. NCCL's calls return at once, and the host stands in some later launch until
-        its GPU goes on: so in a step on GPUs it is the last call, or one before it."""
+        """What this rank waits for if it has stalled. NCCL's calls return at once, and the host stands in some later
+        launch until its GPU goes on: so in a step on GPUs it is the last call, or one before it."""
         in_launch = torch.cuda.is_initialized() and self.activity().startswith("in step")
         return record.waiting_for or (record.last if in_launch else None)
 
-    def state(self) -> dict[str, Any]:
-        """Whether this rank waits, where it is, in words, and how many collectives it has called on each axis."""
-        call, line = self.waits_for(), "" if record.waiting_for else innermost_line()
+    def state(self, call: Call | None) -> dict[str, Any]:
+        """Whether this rank waits for a call, where it is, in words, and how many calls it has made on each axis."""
+        line = "" if record.waiting_for else innermost_line()
         where = self.name(call) + (f", or later {line}" if line else "") if call else f"no collective but {line}"
         return dict(waits=bool(call), calls=record.calls, where=where)
 
@@ -360,11 +361,11 @@ class Watchdog:
     def is_first_to_report(self) -> bool:
         return self.store.add("reports", 1) == 1
 
-    def describe(self, posts: dict[int, dict[str, Any]]) -> str:
-        """For which call this rank waits, which ranks are missing, and what the first of them does. Missing are, of all
-        ranks, those that have not posted, or else compute; if all wait, those of its group that wait elsewhere: in an
-        earlier call, or this rank is the one that is missing in a later one."""
-        call, everyone = self.waits_for(), range(self.ranks)
+    def describe(self, call: Call, posts: dict[int, dict[str, Any]]) -> str:
+        """The call that this rank waits for, which ranks are missing, and what the first of them does. Missing are, of
+        all ranks, those that have not posted, or else compute; if all wait, those of its group that wait elsewhere: in
+        an earlier call, or this rank is the one that is missing in a later one."""
+        everyone = range(self.ranks)
         missing = [r for r in everyone if r not in posts] or [r for r in everyone if not posts[r]["waits"]]
         if not missing:
             group = self.members.get(call.axis, everyone)
