@@ -345,7 +345,7 @@ class Watchdog:
 
     def state(self, call: Call | None) -> dict[str, Any]:
         """Whether this rank waits for a call, where it is, in words, and how many calls it has made on each axis."""
-        line = "" if record.waiting_for else innermost_line()
+        line = "" if call and not torch.cuda.is_initialized() else innermost_line()
         where = self.name(call) + (f", or later {line}" if line else "") if call else f"no collective but {line}"
         return dict(waits=bool(call), calls=record.calls, where=where)
 

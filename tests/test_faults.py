@@ -527,8 +527,8 @@ def test_a_host_that_stands_in_a_launch_waits_for_its_last_call(monkeypatch, rep
         dog = dog_without_a_thread(rank=rank, ranks=2, store=store, members=members)
         monkeypatch.setattr(faults.record, "last", Call("all_gather", "tp", 9 - rank))
         monkeypatch.setattr(faults.record, "calls", dict(tp=9 - rank))
-        dog.post(dog.state())
-    assert f"all_gather, call {9 - reporter} on axis tp (ranks 0, 1){says}" in dog.describe(dog.posts())
+        dog.post(dog.state(call := dog.waits_for()))
+    assert f"all_gather, call {9 - reporter} on axis tp (ranks 0, 1){says}" in dog.describe(call, dog.posts())
     assert re.search(r", or later in \S+\.py:\d+, ", dog.posts()[0]["where"])
     dog.activity = lambda: "reading"
     assert dog.waits_for() is None
