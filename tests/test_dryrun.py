@@ -2,12 +2,11 @@
 import contextlib
 import math
 import re
-import resource
-import subprocess
-import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from itertools import combinations
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import grids
@@ -15,6 +14,7 @@ import pairs
 import pytest
 import torch
 import torch.distributed as dist
+from program import python
 
 import collectives
 import config
@@ -89,7 +89,20 @@ def measured(grid: str) -> dict:
     return found._asdict() | dict(largest=None)
 
 
-def compare(grid: str, pool, ranks: list[int]) -> None:
+def measured_on(flags: str, ranks: int, rank: int) -> tuple[dict[str, int], dryrun.DryRun]:
+    """(bytes by kind by formula, the dry run) of a rank."""
+    settings = config.parse(flags.split(), ranks)
+    with dryrun.fake_world(ranks, rank):
+        groups = build_groups(settings.grid, settings.model)
+        formula = grids.memory_of_rank(settings, groups)
+        with dryrun.fake_tensors():
+            return formula, train.measured_step(settings, groups)
+
+
+@pytest.mark.parametrize("grid, ranks", [
+    *(pytest.param(grid, [number % 8], id=f"{number}") for number, grid in enumerate(GRIDS)),
+    *(pytest.param(grid, [0, 3, 7], marks=pytest.mark.slow) for grid in GRIDS + SLOW_GRIDS)])
+def test_a_dry_run_is_a_real_run_in_flops_calls_bytes_and_memory(grid, ranks, pool):
     real = pool.run(8, "test_dryrun:measured", grid=grid)
     for rank in ranks:
         with dryrun.fake_world(8, rank):
@@ -104,29 +117,15 @@ def compare(grid: str, pool, ranks: list[int]) -> None:
         assert planned[0] == planned[1]
 
 
-@pytest.mark.parametrize("number", range(len(GRIDS)))
-def test_a_dry_run_is_a_real_run_in_flops_calls_bytes_and_memory(number, pool):
-    compare(GRIDS[number], pool, [number % 8])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("grid", GRIDS + SLOW_GRIDS)
-def test_every_grid_is_dry_run_exactly(grid, pool):
-    compare(grid, pool, [0, 3, 7])
-
-
-def test_a_dry_run_is_of_the_largest_batch_of_a_ramp():
-    with dryrun.fake_world(2, 0):
-        small = "--layers 1 --micro-batch 4"
-        ramp, constant = measured(f"{small} --batch-ramp 8@0,16@9,8@99"), measured(small)
-    assert (ramp["flops"], ramp["peak"]) == (constant["flops"], constant["peak"])
-    count = costs.parameters(config.parse(f"{BASE} {small}".split(), 2).model).total
+def test_dry_runs_and_formulas_are_of_the_largest_batch_of_a_ramp():
+    small = f"{BASE} --layers 1 --micro-batch 4 --pp 1"
+    (formula, ramp), (same, constant) = (measured_on(f"{small} {batch}", 2, 0) for batch in (
+        "--batch-ramp 8@0,16@9,8@99", ""))
+    assert (formula, ramp.flops, ramp.peak) == (same, constant.flops, constant.peak)
+    count = costs.parameters(config.parse(small.split(), 2).model).total
     for kind, nbytes in ("weights", 4), ("gradients", 4), ("optimizer", 8):  # in fp32 weights are their own masters
-        assert constant["peak_of_kind"][kind] == pytest.approx(nbytes * count, rel=1e-3)
-
-
-def test_the_formulas_are_of_the_largest_batch_of_a_ramp():
-    needed = [measured_on(f"{BASE} --pp 2 --dp 1 --schedule afab --micro-batch 1 {batch}", 2, 0)[0]
+        assert constant.peak_of_kind[kind] == pytest.approx(nbytes * count, rel=1e-3)
+    needed = [measured_on(f"{BASE} --pp 2 --dp 1 --schedule afab {batch}", 2, 0)[0]
               for batch in ("--global-batch 16", "--batch-ramp 4@0,16@4000,8@9000")]
     assert needed[0] == needed[1]
 
@@ -223,17 +222,11 @@ LLAMA_405B = ("--preset llama-3.1-405b --tp 8 --cp 16 --pp 16 --dp 8 --zero 1 --
               "--micro-batch 1")
 
 
-def dry_run(flags: str, ranks: int, rank: int = 0) -> str:
-    """What the command prints."""
-    command = [sys.executable, train.__file__, "--dry-run", f"{rank}/{ranks}"]
-    ended = subprocess.run([*command, *flags.split()], capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
-
-
 def test_the_page_names_memory_plan_and_network():
-    out = dry_run("--preset tiny-moe --tp 2 --pp 2 --ep 4 --zero 1 --schedule zb-h1 --micro-batch 2", 16, 9)
-    lines = out.splitlines()
+    flags = "--preset tiny-moe --tp 2 --pp 2 --ep 4 --zero 1 --schedule zb-h1 --micro-batch 2"
+    ended = python("train.py", "--dry-run", "9/16", *flags.split())
+    out, lines = ended.stdout, ended.stdout.splitlines()
+    assert ended.returncode == 0, ended.stderr
     assert lines[0] == "device  none (dry run), 16 ranks, bf16"
     assert "dry run rank 9 of 16 (pp 1 of 2" in out and "rank 9 needs about" in out
     assert [line.split()[0] for line in lines if line.endswith("█")][:3] == ["weights", "gradients", "optimizer"]
@@ -242,21 +235,19 @@ def test_the_page_names_memory_plan_and_network():
     assert any(line.split()[:4] == ["ep", "4", "ranks", "32"] and "alltoall_base_" in line for line in lines)
 
 
-def test_attention_by_our_kernel_has_the_flops_and_bytes_of_torchs():
+def test_attention_by_our_kernel_has_the_flops_and_bytes_of_torchs(capsys):
     """Which --attention math has not: it saves scores. No GPU is asked for, nor Triton's interpreter."""
-    pages = [dry_run(f"--attention {attention}", 1).split("\nmemory")[1] for attention in ("triton", "sdpa", "math")]
+    pages = []
+    for attention in ("triton", "sdpa", "math"):
+        train.main(config.parse(f"--dry-run 0/1 --layers 1 --attention {attention}".split()))
+        pages.append(capsys.readouterr().out.split("\nmemory")[1])
     peaks = [re.match(r" +peak ([\d.]+) (.B);", page).groups() for page in pages]
     ours, _, with_scores = (float(count) * dict(MB=1, GB=1000)[unit] for count, unit in peaks)
     assert pages[0] == pages[1] and ours < with_scores
 
 
-class FakeGroup:
-    def __init__(self, rank: int, size: int):
-        self.rank, self.size = rank, size
-
-
 def test_the_page_is_what_was_found():
-    """Every number of one that is made up, which also has more than 8 kinds of tensors and more than 100 actions."""
+    """One that is made up, which also has more than 8 kinds of tensors and more than 100 actions."""
     MB, mm = 10**6, torch.ops.aten.mm.default
     largest = [(300 * MB, 1200, Storage("activations", mm, (5, 7), torch.bfloat16, "cpu")),
                (200 * MB, 1, Storage("weights", None, (9,), torch.float32, "cpu"))]
@@ -266,32 +257,31 @@ def test_the_page_is_what_was_found():
         peak_of_action=[(Action("F", 0, 0), 800 * MB), (Action("B", 0, 0), 100 * MB + 1)] * 60,
         largest=largest * 5, flops=123_456_789, sent=dict(world=40_000, dp=5 * 10**9),
         calls=dict(world=dict(allreduce_=1), dp=dict(gather=1200, allreduce_=2)))
-    groups = dict(world=FakeGroup(5, 2048), tp=collectives.ALONE, dp=FakeGroup(1, 4))
-    lines = dryrun.report(found, groups, dict(weights=410 * MB, activations=470 * MB), 3.14).splitlines()
-    assert lines[:2] == ["dry run rank 5 of 2,048 (dp 1 of 4), 3.1 s", "memory  peak 0.80 GB; by kind, at that moment, "
-                         "at its own peak, and by formula:"]
-    assert [line.split() for line in lines[2:6]] == [
-        ["weights", "0.40", "GB", "0.40", "GB", "0.41", "GB", 20 * "█"], ["gradients", "0.0", "MB", "0.20", "GB"],
-        ["activations", "0.39", "GB", "0.50", "GB", "0.47", "GB", 20 * "█"],  # 19.5 of 40
-        ["temporaries", "10.0", "MB", "20.0", "MB"]]
-    assert [" ".join(line.split()) for line in lines[7:15]] == [
-        "0.30 GB 1,200 x [5, 7] bfloat16, activations, by mm",
-        "0.20 GB 1 x [9] float32, weights, there before the step"] * 4
-    assert lines[15].startswith("plan    120 actions ") and lines[15].endswith("each with its peak (█ 0.80 GB):")
-    assert [line.strip() for line in lines[16:20]] == [50 * "FB", 50 * "█▂", 10 * "FB", 10 * "█▂"]
-    assert lines[20] == "compute 1.235e+08 FLOPs in matmuls per step"
-    assert [" ".join(line.split()) for line in lines[22:]] == [
-        "world 2,048 ranks 1 calls 0.0 MB 1 allreduce_", "dp 4 ranks 1,202 calls 5.00 GB 1,200 gather, 2 allreduce_"]
+    groups = dict(world=SimpleNamespace(rank=5, size=2048), tp=collectives.ALONE, dp=SimpleNamespace(rank=1, size=4))
+    page = dryrun.report(found, groups, dict(weights=410 * MB, activations=470 * MB), 3.14)
+    lines = [" ".join(line.split()) for line in page.splitlines()]
+    assert lines == [
+        "dry run rank 5 of 2,048 (dp 1 of 4), 3.1 s",
+        "memory peak 0.80 GB; by kind, at that moment, at its own peak, and by formula:",
+        "weights 0.40 GB 0.40 GB 0.41 GB " + 20 * "█", "gradients 0.0 MB 0.20 GB",
+        "activations 0.39 GB 0.50 GB 0.47 GB " + 20 * "█", "temporaries 10.0 MB 20.0 MB",  # 19.5 of 40
+        "largest at the peak, alike ones together:",
+        *["0.30 GB 1,200 x [5, 7] bfloat16, activations, by mm",
+          "0.20 GB 1 x [9] float32, weights, there before the step"] * 4,
+        "plan 120 actions (F forward, B backward, I and W its halves), each with its peak (█ 0.80 GB):",
+        50 * "FB", 50 * "█▂", 10 * "FB", 10 * "█▂", "compute 1.235e+08 FLOPs in matmuls per step",
+        "network calls and bytes that this rank sends per step:", "world 2,048 ranks 1 calls 0.0 MB 1 allreduce_",
+        "dp 4 ranks 1,202 calls 5.00 GB 1,200 gather, 2 allreduce_"]
     alone = dryrun.report(found._replace(sent={}), dict(world=collectives.ALONE), {}, 0).splitlines()
     assert alone[0] == "dry run rank 0 of 1 (alone), 0.0 s" and alone[-1].startswith("compute")
 
 
 @pytest.mark.slow
-def test_llama_405b_on_16384_ranks_takes_less_than_a_minute():
-    began = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    out = dry_run(LLAMA_405B, 16384, 16383)
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - began < 60
-    assert "dry run rank 16383 of 16,384 (pp 15 of 16" in out
+def test_llama_405b_on_16384_ranks_takes_less_than_a_minute(capsys):
+    began = time.process_time()
+    train.main(config.parse(f"--dry-run 16383/16384 {LLAMA_405B}".split()))
+    assert time.process_time() - began < 60
+    assert "dry run rank 16383 of 16,384 (pp 15 of 16" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flags, line", [
@@ -339,30 +329,22 @@ PLANNED_SLOW = [(f"{SIZE}{axes} --zero {zero} --recompute {recompute}", rank)
 PLANNED_SLOW += [(f"{SIZE_MOE}{axes} --zero {zero}", rank) for axes in ("--dp 8 --ep 8", "--pp 2 --dp 4 --ep 4")
                  for zero in range(4) for rank in (0, 7)]
 PLANNED_SLOW += [(SIZE + flags, 0) for flags in (
-    "--dp 8 --tied --dtype fp32", "--pp 2 --dp 4 --dtype fp32 --moments bf16",
+    "--dp 8 --tied --dtype fp32", "--pp 2 --dp 4 --dtype fp32 --moments bf16", "--dp 8 --zero 1 --optimizer sgd",
     "--tp 2 --dp 4 --fp8 tensorwise --zero 1", "--tp 2 --dp 2 --cp 2 --cp-style ring --zero 1",
-    "--cp 8 --cp-style ring --cp-ulysses 2 --zero 1",
-    "--tp 8 --sp async --recompute full", "--dp 8 --zero 1 --optimizer sgd",
+    "--cp 8 --cp-style ring --cp-ulysses 2 --zero 1", "--tp 8 --sp async --recompute full", "--dp 8 --attention math",
     "--dp 8 --zero 3 --optimizer muon", "--dp 2 --tp 4 --zero 2 --optimizer muon --bucket-mb 8",
-    "--dp 8 --attention math", "--dp 8 --zero 1 --reduce-dtype bf16 --seq 64",
-    "--pp 2 --dp 4 --zero 2 --reduce-dtype bf16 --seq 64", "--dp 8 --zero 2 --reduce-dtype bf16 --global-batch 16")]
+    "--dp 8 --zero 1 --reduce-dtype bf16 --seq 64", "--pp 2 --dp 4 --zero 2 --reduce-dtype bf16 --seq 64",
+    "--dp 8 --zero 2 --reduce-dtype bf16 --global-batch 16")]
 PLANNED_SLOW += [(f"{SIZE}--mtp {flags}", rank) for flags in (
     "--dp 8 --zero 1", "--dp 8 --zero 3", "--tp 4 --dp 2 --recompute selective", "--pp 2 --dp 4 --zero 2",
     "--pp 2 --dp 4 --schedule zb-h1 --recompute full") for rank in (0, 7)]
 PLANNED_SLOW += [(f"{SIZE_MOE}--dp 8 --ep 4 --zero {zero} --reduce-dtype bf16 --seq 64", 0) for zero in (0, 1)]
 
 
-def measured_on(flags: str, ranks: int, rank: int) -> tuple[dict[str, int], dryrun.DryRun]:
-    """(bytes by kind by formula, the dry run) of a rank."""
-    settings = config.parse(flags.split(), ranks)
-    with dryrun.fake_world(ranks, rank):
-        groups = build_groups(settings.grid, settings.model)
-        formula = grids.memory_of_rank(settings, groups)
-        with dryrun.fake_tensors():
-            return formula, train.measured_step(settings, groups)
-
-
-def check_formula(flags: str, rank: int) -> None:
+@pytest.mark.parametrize("flags, rank", [
+    *(pytest.param(*planned, id=f"{number}") for number, planned in enumerate(PLANNED)),
+    *(pytest.param(*planned, marks=pytest.mark.slow) for planned in PLANNED_SLOW)])
+def test_the_formulas_are_the_dry_runs_peak(flags, rank):
     formula, found = measured_on(flags, 8, rank)
     assert sum(formula.values()) == pytest.approx(found.peak, rel=0.03)
 
@@ -373,14 +355,3 @@ def test_what_a_pipeline_has_sent_is_freed():
     assert many.peak == few.peak
     for found, m in (few, 8), (many, 32):  # an activation and a gradient of 512 x 512 elements
         assert found.sent["pp"] == pytest.approx(2 * 2 * m * 512 * 512, abs=100)
-
-
-@pytest.mark.parametrize("number", range(len(PLANNED)))
-def test_the_formulas_are_the_dry_runs_peak(number):
-    check_formula(*PLANNED[number])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags, rank", PLANNED_SLOW)
-def test_every_formula_is_the_dry_runs_peak(flags, rank):
-    check_formula(flags, rank)
