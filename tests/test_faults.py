@@ -1036,18 +1036,6 @@ def test_a_run_goes_on_when_the_reader_of_its_output_has_gone():
 
 # ---- smaller, and for long ------------------------------------------------------------------------------------------
 
-@pytest.mark.slow
-def test_a_run_goes_on_with_fewer_ranks(pool, tmp_path):
-    """Eight ranks are lost after 4 of 8 steps, six go on: the same global batch, the same samples."""
-    flags = f"--steps 8 --global-batch 24 --save-every 4 --metrics {tmp_path}"
-    pool.run(8, "test_faults:run", flags=f"{flags}/straight --zero 1 --out {tmp_path}/straight-out")
-    pool.run(8, "test_faults:run", flags=f"{flags}/m --zero 1 --out {tmp_path}/out", rank=3, stop_at=3)
-    pool.run(6, "test_faults:run", flags=f"--global-batch 24 --resume auto --out {tmp_path}/out")
-    want, got = losses(tmp_path / "straight"), losses(tmp_path / "m")
-    assert got == pytest.approx(want, rel=1e-10) and len(got) == 8
-    assert [line["tokens"] for line in metrics(tmp_path / "m")] == [24 * 16 * (step + 1) for step in range(8)]
-
-
 def as_rank(rank: int, ranks: int, port: int, restart: int, flags: str, log: str) -> None:
     """A process as torchrun starts it, but from a process that has torch loaded already."""
     os.environ |= dict(

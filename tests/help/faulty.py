@@ -55,11 +55,10 @@ FAULTS: dict[str, Callable[[], Any]] = {
 
 def inject(fault: str, where: str, step: int) -> None:
     """Let `fault` happen at the place."""
-    state = job.RunState()
+    state, done = job.RunState(), []
     job.RunState = lambda: state
-    done = []
 
-    def before(owner: Any, attribute: str, happens: Callable[[], bool] = lambda: state.step == step) -> None:
+    def before(owner: Any, attribute: str, happens: Callable[[], bool]) -> None:
         original = getattr(owner, attribute)
 
         def replaced(*args, **kwargs):
@@ -70,28 +69,23 @@ def inject(fault: str, where: str, step: int) -> None:
             return original(*args, **kwargs)
         setattr(owner, attribute, replaced)
 
-    def is_in_thread() -> bool:
-        return threading.current_thread().name == "checkpoint" and state.step > step
-
-    if where == "collective":  # half of a collective: the other ranks are inside
-        before(dist, "all_reduce", lambda: state.step == step and "in step" in state.activity)
-    elif where == "backward":
-        before(torch.Tensor, "backward")
-        before(torch.autograd, "backward")
-    elif where in PLACES:
-        before(*PLACES[where])
-    elif where in ("staging", "writing", "commit"):
-        place = {"staging": (checkpoint.Stage, "copy"), "writing": (checkpoint, "checksums_of"),
-                 "commit": (checkpoint, "sync")}[where]
-        before(*place, (lambda: state.step > step) if where == "staging" else is_in_thread)
-    else:
-        before(*{"evaluation": (train, "mean_loss"), "sampling": (sampling, "continue_prompt"),
-                 "export": (checkpoint, "export"),
-                 "exit": (dist, "destroy_process_group")}[where], lambda: state.step > step)
+    is_in = dict(
+        step=lambda: state.step == step, collective=lambda: state.step == step and "in step" in state.activity,
+        end=lambda: state.step > step,
+        thread=lambda: state.step > step and threading.current_thread().name == "checkpoint")
+    for when, owner, attribute in PLACES[where]:
+        before(owner, attribute, is_in[when])
 
 
-PLACES = {"before": (train, "local_micro_batches"), "loading": (train, "build_model"),
-          "forward": (train.Llama, "forward"), "optimizer": (Optimizer, "step")}
+PLACES = {  # where -> (in which part of a run, before which function)
+    "before": [("step", train, "local_micro_batches")], "loading": [("step", train, "build_model")],
+    "forward": [("step", train.Llama, "forward")],
+    "backward": [("step", torch.Tensor, "backward"), ("step", torch.autograd, "backward")],
+    "collective": [("collective", dist, "all_reduce")],  # half of a collective: the other ranks are inside
+    "optimizer": [("step", Optimizer, "step")], "staging": [("end", checkpoint.Stage, "copy")],
+    "writing": [("thread", checkpoint, "checksums_of")], "commit": [("thread", checkpoint, "sync")],
+    "evaluation": [("end", train, "mean_loss")], "sampling": [("end", sampling, "continue_prompt")],
+    "export": [("end", checkpoint, "export")], "exit": [("end", dist, "destroy_process_group")]}
 
 
 def main() -> None:
