@@ -2,12 +2,15 @@
 import contextlib
 import gc
 import os
+import signal
 import sys
+import time
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import grids
 import numpy as np
+import program
 import pytest
 import tokenizers
 import torch
@@ -19,29 +22,37 @@ import config
 import train
 from collectives import ALONE, build_groups
 from plan import costs, search
-from run import device, job, log, sampling
+from run import checkpoint, device, job, log, sampling, start
 from run.data import Codec, open_samples
 
 ROOT = os.path.dirname(config.__file__)
 SMALL = "--layers 2 --hidden 32 --heads 2 --ffn 48 --seq 32 --warmup 2"
 
 
-def test_a_run_says_what_it_does_and_learns(tmp_path):
-    done = python(*f"train.py {SMALL} --steps 60 --lr 0.01 --metrics {tmp_path / 'm.jsonl'} --sample import".split())
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+def test_a_run_says_what_it_does_learns_and_saves_when_it_is_asked_to_end(tmp_path):
+    command = f"train.py {SMALL} --steps 100000 --lr 0.01 --metrics {tmp_path}/m --out {tmp_path}/out".split()
+    process, file = program.forks().Process(target=program.run, args=(command, str(tmp_path), {})), tmp_path / "m"
+    process.start()
+    while process.is_alive() and not (file.exists() and file.read_text().count("\n") > 60):
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(120)
+    out = (tmp_path / "stdout").read_text()
+    assert process.exitcode == 0, (tmp_path / "stderr").read_text()
+    records, (saved,), lines = metrics(file), start.checkpoints_in(tmp_path / "out"), out.splitlines()
+    steps = len(records)
     assert lines[0].startswith("device  cpu (there is no GPU here), one process, fp32")
     assert lines[1].startswith("grid    pp 1 x dp 1 x cp 1 x tp 1, zero 0: a rank holds the whole model")
     assert lines[2] == "batch   global batch 16 = micro 16 x accum 1 x dp 1; 512 tokens per step"
     assert lines[3].startswith("model   tiny: 34,016 parameters; rank 0 needs about ")
     assert lines[4].startswith("data    ")
-    assert lines[5].startswith("trained 60 steps on 30,720 tokens: last loss ")
-    assert lines[6].startswith("import")
-    progress = [line.split(":")[0] for line in done.stderr.splitlines() if line.startswith("step ")]
-    assert progress == [f"step {step}/60" for step in range(3, 61, 3)]  # 20 lines where there is no terminal
-    records = metrics(tmp_path / "m.jsonl")
-    assert [record["step"] for record in records] == list(range(60))
-    assert records[0]["loss"] == pytest.approx(5.55, abs=0.05) and records[-1]["loss"] < 4
+    assert lines[5].startswith(f"trained {steps} steps on {512 * steps:,} tokens: last loss ")
+    assert lines[6:] == [f"ended after {steps} of 100000 steps, as asked (SIGTERM): continue with --out {tmp_path}/out "
+                         "--resume auto"]
+    assert start.step_of(saved) == steps
+    checkpoint.verify(saved)
+    assert [record["step"] for record in records] == list(range(steps))
+    assert records[0]["loss"] == pytest.approx(5.55, abs=0.05) and records[59]["loss"] < 4
     assert records[0]["mfu"] is None and records[0]["comm_gb"] == {}  # a CPU has no peak to be compared with
 
 
@@ -131,12 +142,13 @@ def refused(flags: str) -> str:
     return str(error.value)
 
 
-def test_a_token_of_another_vocabulary_is_refused_before_the_first_step(pool, tmp_path):
+@pytest.mark.parametrize("flags", ["--data", f"--data {ROOT}/train.py --val-data"])
+def test_a_token_of_another_vocabulary_is_refused_before_the_first_step(pool, tmp_path, flags):
     """Also where only the second rank's part of the corpus has it."""
     tokens = np.zeros(2**22 + 100, np.uint16)
     tokens[2**22 + 5] = 9999
     np.save(tmp_path / "tokens.npy", tokens)
-    flags = f"{SMALL} --data {tmp_path / 'tokens.npy'} --vocab 300 --sample= --out {tmp_path / 'out'}"
+    flags = f"{SMALL} --vocab 300 --sample= --out {tmp_path / 'out'} {flags} {tmp_path / 'tokens.npy'}"
     said = pool.run(2, "test_train:refused", flags=flags)
     line = f"{tmp_path / 'tokens.npy'}: token 4,194,309 is 9999, outside of 0..299: raise"
     assert [line in text for text in said] == [True, True] and not (tmp_path / "out").exists()
@@ -158,7 +170,7 @@ def test_a_tokenizer_that_could_not_be_used_is_refused_before_the_first_step(tmp
 def test_a_snapshot_of_a_gpus_memory_needs_a_gpu(tmp_path, monkeypatch):
     for name in "stdout", "stderr":  # `started` replaces them
         monkeypatch.setattr(sys, name, getattr(sys, name))
-    refused = patch.object(job.start, "refuse", side_effect=lambda error: (_ for _ in ()).throw(error))
+    refused = patch.object(start, "refuse", side_effect=lambda error: (_ for _ in ()).throw(error))
     with refused, pytest.raises(ValueError, match=f"^--memory-snapshot {tmp_path}/memory: needs a GPU"):
         with job.started(config.parse(f"--memory-snapshot {tmp_path}/memory --device cpu".split())):
             raise AssertionError("it has started")
