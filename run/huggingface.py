@@ -301,11 +301,9 @@ def exportable(model: Any) -> str:
     ours = {f.name: getattr(model, f.name) for f in fields(model) if f.name not in unused}
     ours["v_head_dim"] = model.value_dim if model.kv_lora_rank else 0
     default = {f.name: f.default for f in fields(model)}
-    refusals = []
+    kind, refusals = (model.experts > 0, model.kv_lora_rank > 0), []
     for name, architecture in ARCHITECTURES.items():
-        if (architecture.names is NAMES) != (model.experts == 0):
-            continue
-        if (architecture.names is DEEPSEEK_NAMES) != (model.kv_lora_rank > 0):
+        if kind != (architecture.names is not NAMES, architecture.names is DEEPSEEK_NAMES):
             continue
         theirs = default | model_fields(config_of(model, name), name)
         missing = [f"{flag(field)} {value} (only {theirs[field]})" for field, value in ours.items()
