@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import config
 from config import need, setting
-from plan import costs, machines, memory, published, scaling, search, time
+from plan import costs, machines, published, scaling, search, time
 from plan.machines import MACHINES, read_machine
 from plan.memory import format_bytes
 from plan.predict import changed, in_16_bits, predict, predict_request
@@ -199,29 +199,13 @@ def overlaps(run: Run) -> list[Overlap]:
 
 
 def print_balance(run: Run) -> None:
-    """Communication beside the compute that can hide it, by technique; interconnects; what each pipeline rank does."""
+    """Communication beside the compute that can hide it, by technique."""
     print(f"{run.machine.name}: matmuls reach {run.machine.best_matmul() / 1e12:.3g} TFLOP/s")
     rows = [(found.technique, f"{found.bandwidth / GB:.3g} GB/s", f"{found.communication_s * 1e3:.3g} ms",
              f"{found.compute_s * 1e3:.3g} ms", f"{found.ratio:.3g}", found.formula, found.limit(found.ratio))
             for found in overlaps(run)]
     print(table([("per layer (pp: per stage)", "B", "sending", "computing", "ratio", "ratio =", "hidden"), *rows],
                 "<>>>><<"))
-    print("\ninterconnects, GB/s per direction: "
-          + ", ".join(f"{name} {gb_s:g}" for name, gb_s in machines.INTERCONNECTS.items()) + "\n")
-    print_pipeline(run)
-
-
-def print_pipeline(run: Run) -> None:
-    """What each pipeline rank holds and does in a step."""
-    sums = time.stage_seconds(time.stage_parts(run))
-    seconds, busy = time.pipeline_seconds(run, sums)
-    rows = [("rank", "layers", "busy", "idle", "memory", "")]
-    for rank, spent in enumerate(busy):
-        layers = sum(map(len, memory.stages_of_rank(run.settings, rank, run.kernels.division).values()))
-        nbytes = sum(time.memory_of_rank(run, rank).values())
-        rows.append((rank, layers, f"{spent:.3f} s", f"{1 - spent / seconds:.1%}", format_bytes(nbytes),
-                     bar(spent, seconds, 30)))
-    print(table(rows, ">>>>><"))
 
 
 # ---- search ---------------------------------------------------------------------------------------------------------
@@ -283,7 +267,6 @@ class Flags:
     top: int = setting(8, "sweep: how many proposals to run")
     out: str = setting("", "sweep: write one JSON object per run here, and skip what it has")
     limit: float = setting(600.0, "sweep: seconds that a run may take")
-    imbalance: float = setting(1.0, "tokens of the fullest expert rank over the mean")
 
 
 def world_of(flags: list[str]) -> int:
@@ -304,7 +287,6 @@ def main(arguments: list[str]) -> None:
     need(asked.gpus >= 0, f"--gpus {asked.gpus}: must be above 0")
     need(asked.gpus <= 10**6, f"--gpus {asked.gpus}: must be at most 1,000,000")  # a search takes 20 s there
     gpus = asked.gpus or world_of(rest)
-    need(asked.imbalance >= 1, f"--imbalance {asked.imbalance}: must be at least 1")
     machine = search.this_machine(gpus) if asked.machine == "cpu" else read_machine(asked.machine)
     searching = command in ("search", "sweep")
     settings = start.parse([*rest, "--grid", "auto"] if searching else rest, gpus)
@@ -312,7 +294,7 @@ def main(arguments: list[str]) -> None:
     need(settings.precision.offload == "none" or command in ("params", "memory") or knows_host,
          f"--offload {settings.precision.offload}: {asked.machine} has no host_link_bytes_per_s and "
          "host_memory_bytes_per_s, which bench/probe.py measures")
-    run = Run(in_16_bits(settings), machine, imbalance=asked.imbalance)
+    run = Run(in_16_bits(settings), machine)
     if command == "search":
         return print_search(run, gpus, search.given_by_flags(rest))
     if command == "sweep":

@@ -90,15 +90,6 @@ MACHINES = {machine.name: machine for machine in (
 )}
 
 
-# GB/s per direction and GPU (network: and node, all its cards), as their makers say; ML Engineering, network/README.md.
-# PCIe 6 is 64 GT/s x 16 lanes x 242/256, its encoding; Ethernet its line rate.
-INTERCONNECTS = {
-    "NVLink 3 (A100)": 300, "NVLink 4 (H100, H200)": 450, "NVLink 5 (B200)": 900, "PCIe 4 x16": 31, "PCIe 5 x16": 63,
-    "PCIe 6 x16": 121, "InfiniBand NDR400, one card": 50, "InfiniBand XDR, two cards": 200, "EFA v1 (P4d node)": 50,
-    "EFA v2 (P5 node)": 400, "EFA v3 (P5en node)": 400, "EFA v4 (P6-B200 node)": 400,
-    "Ethernet 100 Gb/s, one card": 12.5}
-
-
 def read_machine(name: str) -> Machine:
     """A machine by its name, or from a file that `bench/probe.py` wrote. Raises ValueError if there is none, or if the
     file lacks a field."""

@@ -3,7 +3,7 @@
     {"preset": "llama-3.1-8b", "tp": 2, "zero": 1, "seq": 8192, "global_batch": 64, "gpus": 64, "machine": "h100"}
 
 A request has settings by name, and besides them machine; gpus, by default as many as its grid has; kernels, an object
-with fields of plan.time.Kernels; imbalance. Published runs are stored as requests (plan/published.py).
+with fields of plan.time.Kernels. Published runs are stored as requests (plan/published.py).
 """
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def to_flags(request: dict) -> list[str]:
 
 def run_of(request: dict) -> Run:
     """What a request asks for. Raises ValueError for what cannot run. Keys: settings by name; machine; gpus, by default
-    as many as the grid has; kernels, a dict of fields of Kernels; imbalance."""
+    as many as the grid has; kernels, a dict of fields of Kernels."""
     asked = {name.replace("-", "_"): value for name, value in request.items()}
     machine = read_machine(asked.pop("machine", "h100"))
     gpus = int(asked.pop("gpus", 0)) or math.prod(max(1, int(asked.get(axis, 1))) for axis in ("dp", "cp", "tp", "pp"))
@@ -50,7 +50,6 @@ def run_of(request: dict) -> Run:
     for name, known in KERNELS.items():
         value = getattr(kernels, name)
         need(value in known, f"kernels: {name} {value}: use one of {', '.join(known)}")
-    imbalance = float(asked.pop("imbalance", 1.0))
     layers = int(asked.get("layers") or config.PRESETS.get(asked.get("preset", "tiny"), {}).get("layers", 4))
     if kernels.division != "balanced":  # other codes' stages may have the embedding, the norm or the head alone
         stages = int(asked.get("pp", 1)) * max(1, int(asked.get("chunks") or 1))
@@ -59,7 +58,7 @@ def run_of(request: dict) -> Run:
     settings = start.parse(to_flags(asked), gpus)
     settings.model.layers = layers if "layers" in asked else settings.model.layers
     costs.stages_of(settings, kernels.division)  # raises ValueError for stages that cannot be
-    return Run(in_16_bits(settings), machine, kernels, imbalance=imbalance)
+    return Run(in_16_bits(settings), machine, kernels)
 
 
 def in_16_bits(settings: Config) -> Config:

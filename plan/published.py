@@ -11,7 +11,6 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from statistics import median
 from typing import Any, NamedTuple
 
 from config import need
@@ -62,16 +61,6 @@ def rows(folder: str = FOLDER) -> Iterator[Row]:
                 yield Row(name.removesuffix(".json"), number, kind["groups"], request, *measured)
         except (OSError, KeyError, IndexError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: cannot be read: {type(error).__name__} {error}") from None
-
-
-def noise(runs: list[Row]) -> float | None:
-    """The median relative difference in step time of two runs with the same request: no prediction does better."""
-    times: dict[str, list[float]] = {}
-    for row in runs:
-        if row.step_s:
-            times.setdefault(json.dumps(row.request, sort_keys=True), []).append(row.step_s)
-    pairs = [abs(a / b - 1) for seconds in times.values() for i, a in enumerate(seconds) for b in seconds[:i]]
-    return median(pairs) if pairs else None
 
 
 # ---- predictions beside them ----------------------------------------------------------------------------------------
@@ -129,7 +118,7 @@ def proposals_close(runs: list[Row], objects: list[dict]) -> dict[str, float]:
 
 
 def print_check(folder: str, predict: Predict) -> None:
-    """The table of errors, with goals and the noise floor."""
+    """The table of errors, with goals."""
     runs = list(rows(folder))
     objects = check_rows(runs, predict)
     groups: dict[str, list[dict]] = {}
@@ -152,8 +141,6 @@ def print_check(folder: str, predict: Predict) -> None:
     if close := proposals_close(runs, objects):
         print(f"search: best of three proposals within 5% of the best run in {close['predicted']:.0%} of (model, "
               f"nodes); by the rule smallest tp x pp, largest micro-batch in {close['rule']:.0%}  goal 90%")
-    if floor := noise(runs):
-        print(f"noise floor: step times of runs with the same settings differ by {floor:.1%} (median of pairs)")
     refused = Counter(row["refused"].split(":")[0] for row in objects if "refused" in row)
     for why, count in refused.most_common(5):
         print(f"refused, {count} rows: {why}")

@@ -111,12 +111,11 @@ def add_parts(into: Parts, parts: Parts, times: float = 1.0) -> None:
 
 
 class Run(NamedTuple):
-    """What is to be timed. imbalance: tokens of the most loaded rank's experts over the mean of all ranks."""
+    """What is to be timed. All experts get equally many tokens."""
     settings: Config
     machine: Machine
     kernels: Kernels = Kernels()
     constants: Constants = CONSTANTS
-    imbalance: float = 1.0
 
     @property
     def tokens(self) -> int:
@@ -175,8 +174,7 @@ def layer_parts(run: Run, layer: int) -> Parts:
     fp8 = layer in settings.fp8_layers()
     table = costs.llama_layer(model, settings.batch.seq, costs.LayerOptions(tp=grid.tp, cp=grid.cp), layer)
     scores = table["attention"].flops / 2 * T / grid.tp  # visible ones
-    flops = {name: activation.flops * T / grid.tp * (run.imbalance if name.startswith("experts") else 1)
-             for name, activation in table.items() if name != "attention"}
+    flops = {name: activation.flops * T / grid.tp for name, activation in table.items() if name != "attention"}
     product = run.matmul(sum(flops.values()), fp8)
     weights = sum(costs.layer_elements(settings, layer).values())
     parts = dict(matmul=Seconds(product + run.memory(2 * weights), product + run.memory(2 * weights),
@@ -257,7 +255,7 @@ def expert_parallel_part(run: Run, layer: int) -> Parts:
     if grid.ep == 1 or not model.has_experts(layer):
         return {}
     copies = costs.copies_per_token(model, grid.ep) * run.tokens
-    nbytes = copies * (2 * model.hidden + 3 * model.top_k) / grid.tp * (grid.ep - 1) / grid.ep * run.imbalance
+    nbytes = copies * (2 * model.hidden + 3 * model.top_k) / grid.tp * (grid.ep - 1) / grid.ep
     one = run.collective(nbytes, grid.ep, 1 if grid.sequence_parallel else grid.tp, "all_to_all")
     return dict(ep=Seconds(2 * one, 2 * one))
 
