@@ -512,11 +512,6 @@ def test_a_layer_below_its_launches_takes_as_long_as_those(flags):
     assert seconds("free")[1] < 1e-3
 
 
-def test_published_runs_carry_the_fitted_launches_and_plans_do_not():
-    assert {row.request["kernels"]["launch"] for row in published.rows()} == {"fitted", "free"}
-    assert run_for("").kernels.launch == predict.run_of(dict(preset="tiny")).kernels.launch == "ours"
-
-
 @pytest.mark.parametrize("flags, axis, ratio, elements", [
     ("--tp 2", "tp", 4, 4096 * 14336 / 2), ("--preset mixtral-8x7b --dp 8 --ep 8", "ep", 2, 2 * 4096 * 14336)])
 def test_recomputation_repeats_the_forward_but_what_no_backward_reads(flags, axis, ratio, elements):
@@ -834,6 +829,7 @@ def test_published_grids_have_the_ranks_and_sizes_that_are_published():
     for row in published.rows():
         asked = row.request
         assert math.prod(asked.get(axis, 1) for axis in ("dp", "cp", "tp", "pp")) == asked["gpus"], row
+        assert asked["kernels"]["launch"] in ("fitted", "free"), row  # not this code's
         groups |= set(row.groups)
         if row.table == "korthikanti2022":  # the paper's two ways
             assert (asked["sp"] == "on") == (asked["recompute"] == "selective")

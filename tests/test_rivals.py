@@ -165,16 +165,16 @@ def gradients(rival: str, flags: str, **more) -> tuple[list, dict[str, Tensor]]:
     return ours, {names[name]: grad for name, grad in theirs.items()}
 
 
+CASES = [("--zero 3", dict(rival="fsdp")), ("--tp 2 --vocab 98", dict(rival="dtensor")),
+         ("--cp 2 --cp-style ring", dict(rival="ring")),
+         ("--pp 2 --layers 4 --schedule 1f1b", dict(
+             rival="pipelining", schedule="Schedule1F1B", stages=[[0], [1]], micro_batches=4))]
+
+
 @pytest.mark.parametrize("ranks, flags, rival", [
-    (2, "--zero 3", dict(rival="fsdp")),
-    (2, "--tp 2 --vocab 98", dict(rival="dtensor")),
-    (2, "--cp 2 --cp-style ring", dict(rival="ring")),
-    pytest.param(4, "--cp 4", dict(rival="ring"), marks=pytest.mark.slow),
-    (2, "--pp 2 --layers 4 --schedule 1f1b", dict(
-        rival="pipelining", schedule="Schedule1F1B", stages=[[0], [1]], micro_batches=4)),
+    *((2, *case) for case in CASES), pytest.param(4, "--cp 4", dict(rival="ring"), marks=pytest.mark.slow),
     (2, "--pp 2 --layers 4 --schedule zb-v", dict(
-        rival="pipelining", schedule="ScheduleZBVZeroBubble", stages=[[0, 3], [1, 2]], micro_batches=4)),
-])
+        rival="pipelining", schedule="ScheduleZBVZeroBubble", stages=[[0, 3], [1, 2]], micro_batches=4))])
 def test_gradients_are_those_of_torchs_own_parallelism(pool, ranks, flags, rival):
     results = pool.run(ranks, "test_rivals:gradients", flags=f"--global-batch 8 --micro-batch 2 {flags}", **rival)
     theirs = {}
@@ -195,11 +195,7 @@ def judged(rival: str, flags: str, folder: str, **more) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags, rival", [
-    ("--zero 3", dict(rival="fsdp")), ("--tp 2 --vocab 98", dict(rival="dtensor")),
-    ("--cp 2 --cp-style ring", dict(rival="ring")),
-    ("--pp 2 --layers 4 --schedule 1f1b", dict(
-        rival="pipelining", schedule="Schedule1F1B", stages=[[0], [1]], micro_batches=4))])
+@pytest.mark.parametrize("flags, rival", CASES)
 def test_the_judge_accuses_none_of_torchs_own_parallelism(pool, tmp_path, flags, rival):
     flags = f"--global-batch 8 --micro-batch 2 {flags}"
     pool.run(2, "test_rivals:judged", flags=flags, folder=str(tmp_path / "grid"), **rival)
