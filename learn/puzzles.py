@@ -89,8 +89,9 @@ PUZZLES = {
     "quantise": Puzzle("fp8.py", "to_fp8",
                        "tests/test_fp8.py::test_what_is_too_large_becomes_the_largest_and_nan_stays", (
                            "E4M3 has no infinity: clamp before the cast, or what is too large becomes NaN.",)),
-    "swiglu": Puzzle("operations.py", "swiglu_no_grad", "tests/test_model.py::test_logits_are_those_of_transformers", (
-        "silu(gate) * up, in fp32, rounded once.",)),
+    "swiglu": Puzzle("operations.py", "swiglu_no_grad",
+                     "tests/test_huggingface.py::test_a_published_model_gives_the_same_logits_here", (
+                         "silu(gate) * up, in fp32, rounded once.",)),
     "ring-all-reduce": Puzzle("learn/collectives.py", "reduce_round",
                               "tests/test_ring.py::test_without_a_group_they_are_the_identity", (
                                   "n-1 hops: send a chunk's sum to the next rank, add what comes to another chunk.",)),
