@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from exact import Broken
 from program import python, torchrun
 
 import config
@@ -26,7 +27,6 @@ from bench import kernels as bench_kernels
 from bench import rows as bench_rows
 from bench.rows import Result, Row
 from run import device, job
-from test_kernels import Broken
 from zero import Optimizer
 
 ROOT = os.path.dirname(config.__file__)

@@ -3,15 +3,13 @@ import math
 import sys
 from functools import partial
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import pytest
 import runs
 import torch
 from ahead import run
-from exact import DEVICE, close, compare, dense_attention, gpu, is_refused, leaves, numbers
+from exact import DEVICE, Broken, compare, dense_attention, gpu, is_refused, leaves, numbers
 
-import collectives
 import config
 import cp
 import flash
@@ -247,54 +245,7 @@ def test_no_tokens_and_no_labels():
         assert loss == 0 and not x.grad.any() and not weight.grad.any()
 
 
-def vocabulary_of_rank(bounds: list[int], without: int) -> list[torch.Tensor]:
-    """Loss and gradients of x and of this rank's rows, by `linear_cross_entropy` and by the model's cross_entropy. On
-    rank `without` its kernel does not run."""
-    group = collectives.Group("tp", torch.distributed.group.WORLD)
-    if group.rank == without:
-        with patch.object(kernels, "softmax_kernel", Broken("softmax_kernel")), patch.object(kernels, "failed", {}):
-            return vocabulary_of_rank(bounds, -1)
-    vocab = slice(bounds[group.rank], bounds[group.rank + 1])
-    labels, found = some_labels(11, bounds[-1]), []
-    for fused in (True, False):
-        x, weight = leaves(numbers(11, 8), numbers(bounds[-1], 8, seed=1)[vocab])
-        if fused:
-            loss = kernels.linear_cross_entropy(x, weight, labels, z_loss=0.1, vocab=vocab, group=group, chunk=4,
-                                                loss_grad=torch.tensor(3.0, device=DEVICE))
-        else:
-            loss = cross_entropy(x @ weight.t(), labels, z_loss=0.1, vocab=vocab, group=group)
-        (loss * 3).backward()
-        found += [loss.detach().cpu(), x.grad.cpu(), weight.grad.cpu()]
-    return found
-
-
-@pytest.mark.parametrize("without", [-1, 1])
-def test_vocabulary_in_uneven_parts(pool, without):
-    bounds = [0, 5, 20, 37]
-    x, weight = leaves(numbers(11, 8), numbers(37, 8, seed=1), dtype=torch.float64)
-    wanted = cross_entropy(x @ weight.t(), some_labels(11, 37), z_loss=0.1)
-    (3 * wanted).backward()
-    ranks = pool.run(3, "test_kernels:vocabulary_of_rank", bounds=bounds, without=without)
-    close(sum(found[1] for found in ranks), x.grad.cpu())
-    close(torch.cat([found[2] for found in ranks]), weight.grad.cpu())
-    for loss, dx, dw, plain_loss, plain_dx, plain_dw in ranks:
-        close(loss, wanted.detach().cpu())
-        for ours, models in ((loss, plain_loss), (dx, plain_dx), (dw, plain_dw)):
-            torch.testing.assert_close(ours, models, rtol=1e-5, atol=2e-6)
-
-
 # ---- kernels that do not run: torch computes in their place ----------------------------------------------------------
-
-class Broken:
-    """A kernel that this compiler or GPU refuses."""
-
-    def __init__(self, name: str):
-        self.__name__, self.tries = name, 0
-
-    def __getitem__(self, grid):
-        self.tries += 1
-        raise RuntimeError("no such\ninstruction")
-
 
 @pytest.fixture
 def failed(monkeypatch):

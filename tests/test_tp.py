@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from exact import Broken
 from pool import slow
 from torch.autograd.graph import get_gradient_edge
 from watch import Watch, in_order, waits
@@ -19,6 +20,7 @@ import config
 import cp
 import ep
 import fp8
+import kernels
 import param
 import tp
 import train
@@ -348,18 +350,21 @@ def test_the_loss_and_its_gradient_equal_the_dense_ones(pool, n, vocab):
             assert max(errors.values()) < 1e-12, errors
 
 
-def fused_heads(sequence: bool) -> list[tuple]:
-    """Loss in training and in evaluation, dx and dW of this rank's part of a head: without the kernel, and with it."""
+def fused_heads(sequence: bool, without: int) -> list[tuple]:
+    """Loss in training and in evaluation, dx and dW of this rank's part of a head: without the kernel, and with it. On
+    rank `without` the kernel does not run."""
     group, T, V = grids.everyone(), 10, 37
     part, how = shard_slice(T, group.size, group.rank), TensorParallel(group, sequence)
     labels, found = torch.arange(T) * 3, []
     labels[4] = IGNORED
+    broken = Broken("softmax_kernel") if group.rank == without else kernels.softmax_kernel
     for fused in False, True:
         head = tp.VocabParallelHead(partial(parameter, groups={"tp": group}, dtype=torch.float32),
                                     Spec("head", (V, 8), {"tp": 0}), z_loss=0.1)
         head.weight.data = normal(V, 8, seed=1)[head.weight.box].float()
         x = normal(T, 8, seed=2).float()[part if sequence else slice(None)].requires_grad_()
-        with patch.object(tp, "uses_kernels", lambda x, fused=fused: fused):
+        with (patch.object(tp, "uses_kernels", lambda x, fused=fused: fused), patch.object(kernels, "failed", {}),
+              patch.object(kernels, "softmax_kernel", broken)):
             loss = head(x, how, labels, torch.tensor(3.0))
             (3 * loss).backward()
             with torch.no_grad():
@@ -369,15 +374,16 @@ def fused_heads(sequence: bool) -> list[tuple]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels need tensors on the GPU")
-@pytest.mark.parametrize("sequence", [False, True])
-def test_a_fused_head_on_ranks_equals_the_dense_one(pool, sequence):
+@pytest.mark.parametrize("sequence, without", [(False, -1), (True, -1), (True, 1)])
+def test_a_fused_head_on_ranks_equals_the_dense_one(pool, sequence, without):
+    """The vocabulary in uneven parts; also where the kernel of one rank does not run."""
     labels = torch.arange(10) * 3
     labels[4] = IGNORED
     x, table = normal(10, 8, seed=2).requires_grad_(), normal(37, 8, seed=1).requires_grad_()
     plain = F.cross_entropy(x @ table.t(), labels, ignore_index=IGNORED, reduction="sum")
     loss = plain + 0.1 * (x @ table.t()).logsumexp(-1).square()[labels >= 0].sum()
     dx, dw = torch.autograd.grad(3 * loss, [x, table])
-    results = pool.run(2, "test_tp:fused_heads", sequence=sequence)
+    results = pool.run(2, "test_tp:fused_heads", sequence=sequence, without=without)
     for i in range(2):  # without the kernel, and with it
         for found in (result[i] for result in results):
             assert found[0].item() == pytest.approx(loss.item(), rel=1e-5)

@@ -49,3 +49,14 @@ def is_refused(launch, message: str) -> None:
     with pytest.raises(AssertionError, match=message) as caught:
         launch(numbers)
     assert "\n" not in str(caught.value)
+
+
+class Broken:
+    """A kernel that this compiler or GPU refuses."""
+
+    def __init__(self, name: str):
+        self.__name__, self.tries = name, 0
+
+    def __getitem__(self, grid):
+        self.tries += 1
+        raise RuntimeError("no such\ninstruction")
