@@ -252,31 +252,6 @@ def test_what_cannot_be_launched_is_refused_in_a_line(name):
 
 # ---- costs ----------------------------------------------------------------------------------------------------------
 
-def test_flash_attention_1_moves_the_bytes_of_its_loops():
-    """Algorithms 1 and 4 of Dao et al. 2022, line by line, for one head; every block of keys is full."""
-    S, D, width, height, moved = 96, 8, 24, 8, 0
-
-    def move(rows: int, matrices: int, vectors: int) -> None:
-        nonlocal moved
-        moved += rows * (matrices * D * 2 + vectors * 4)
-
-    move(S, matrices=1, vectors=2)  # o = 0, l = 0, m = -inf
-    for _ in range(0, S, width):
-        move(width, matrices=2, vectors=0)  # k, v
-        for _ in range(0, S, height):
-            move(height, matrices=2, vectors=2)  # q, o, l, m
-            move(height, matrices=1, vectors=2)  # o, l, m
-    move(S, matrices=1, vectors=0)  # dq = 0
-    for _ in range(0, S, width):
-        move(width, matrices=2, vectors=0)  # k, v
-        for _ in range(0, S, height):
-            move(height, matrices=4, vectors=2)  # q, o, do, dq, l, m
-            move(height, matrices=1, vectors=0)  # dq
-        move(width, matrices=2, vectors=0)  # dk, dv
-    cost = costs.attention_cost("flash 1", B=1, N=1, S=S, D=D, on_chip=width * 4 * D * 2)
-    assert cost.nbytes == moved
-
-
 def test_flops_are_what_torch_counts():
     """Backward has twice as many matmuls; our kernels compute scores three times instead of once, and dp twice."""
     from torch.utils.flop_counter import FlopCounterMode

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from functools import cache
 from itertools import accumulate
 from types import SimpleNamespace
-from typing import NamedTuple
 from unittest.mock import patch
 from xml.etree import ElementTree
 
@@ -19,6 +18,7 @@ from rendezvous import check_rendezvous, replay, stream_of_link
 from torch.distributed.pipelining import schedules as torchs
 from watch import noted
 
+import collectives
 import pp
 from model import Execution, Llama
 from param import Spec, backward_weight, draw, parameter
@@ -436,20 +436,6 @@ def test_bytes_alive_at_every_action_are_the_plans(pool, schedule):
         assert seen[-1] == (0, 0.0)
 
 
-class Pending(NamedTuple):
-    """Stands in for a transfer; the third one is not over before the end of the step."""
-    x: torch.Tensor
-    number: int
-    waited: list[int]
-
-    def completed(self) -> bool:
-        return self.number != 2
-
-    def wait(self) -> torch.Tensor:
-        self.waited.append(self.number)
-        return self.x
-
-
 def test_what_is_sent_is_freed_when_it_has_left_and_waited_for_at_the_end(monkeypatch):
     """By the first of two ranks, which also connects to the other and back before its first step."""
     sent, received, waited = [], [], []
@@ -457,11 +443,12 @@ def test_what_is_sent_is_freed_when_it_has_left_and_waited_for_at_the_end(monkey
     def send(x, peer, group):
         assert x.is_contiguous() and peer == 1
         sent.append(weakref.ref(x))
-        return Pending(x, len(sent) - 1, waited)
+        number = len(sent) - 1  # the third one is not over before the end of the step
+        return SimpleNamespace(x=x, completed=lambda: number != 2, wait=lambda: waited.append(number))
 
     def receive(x, peer, group):
         received.append(peer)
-        return Pending(x.zero_(), -1, [])
+        return collectives.done(x.zero_())
 
     monkeypatch.setattr(pp, "send", send)
     monkeypatch.setattr(pp, "receive", receive)

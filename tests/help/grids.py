@@ -135,9 +135,11 @@ def built(settings: config.Config, groups, dtype: str = "", device: str = "cpu",
     return model, optimizer
 
 
-def ready(flags: str, dtype: str = "", base: str = BASE) -> tuple:
-    """(groups, model, optimizer, this rank's micro-batches of the first global batch)"""
+def ready(flags: str, dtype: str = "", base: str = BASE, fp8: str = "") -> tuple:
+    """(groups, model, optimizer, this rank's micro-batches of the first global batch). fp8: a recipe, which the command
+    line refuses in runs in fp64."""
     settings = config.parse(f"{base} {flags}".split(), everyone().size)
+    settings.precision.fp8 = fp8 or settings.precision.fp8
     groups = build_groups(settings.grid, settings.model)
     model, optimizer = built(settings, groups, dtype)
     return groups, model, optimizer, micro_batches(settings, groups, *batches(settings)[0])
