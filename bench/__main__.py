@@ -17,7 +17,8 @@
 
 In train, dp, zero and tp, flags of train.py choose the model, the batch and the optimizer; check, smoke and gpu have
 flags of their own, other parts refuse all. A training step computes in fp32 the mean loss over the valid tokens of the
-global batch, clips the norm of the complete gradient, and updates with fused AdamW.
+global batch, clips the norm of the complete gradient, and updates with fused AdamW. All runs on GPUs if there is one
+for each rank, where matmuls of fp32 are in TF32, and on CPUs if there is none.
 
 Columns: the median time per step, the fastest and the slowest turn's, tokens per second; and per step of rank 0,
 counted at every operation (run/meter.py): MB that a ring sends, collectives, MB live between two steps (at rest) and at
@@ -65,6 +66,7 @@ from param import Spec, draw, parameter
 from pp import Engine
 from run import checkpoint, start
 from run.data import MicroBatch
+from run.device import choose_device
 from run.meter import Collective, Meter
 from run.ranks import gather_objects, host_group
 from run.start import table
@@ -76,6 +78,7 @@ Build = Callable[[], Step]  # makes a contender's model; what it returns runs on
 CP_SEQUENCES = 4096, 8192  # tokens of each sequence
 PP_TOKENS, PP_MICRO_BATCHES, PP_WIDTH = 512, 8, 256  # tokens per micro-batch
 EP_TOKENS = 2048  # per rank
+device = torch.device("cpu")  # of all contenders; main chooses it
 
 
 # ---- measuring ------------------------------------------------------------------------------------------------------
@@ -89,12 +92,20 @@ def take_turns(contenders: dict[str, Step], repeats: int, steps: int) -> dict[st
         for name, step in contenders.items():
             if dist.is_initialized():
                 dist.barrier()
+            synchronize()
             began = time.perf_counter()
             for _ in range(steps if turn else 2):
                 step()
+            synchronize()
             if turn:
                 seconds[name].append((time.perf_counter() - began) / steps)
     return seconds
+
+
+def synchronize() -> None:
+    """Wait until this rank's GPU, if it has one, has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def bytes_sent(call: Collective) -> float:
@@ -142,7 +153,7 @@ def compare(contenders: dict[str, Build], tokens: int, repeats: int = 5, steps: 
 def build(settings: config.Config, groups: Groups) -> tuple[Llama, Optimizer]:
     """In fp32, with the seed's weights."""
     settings.precision.dtype = "fp32"
-    model = train.build_model(settings, groups, "cpu")
+    model = train.build_model(settings, groups, device)
     optimizer = train.build_optimizer(settings, model, groups)
     optimizer.load(draw(settings.optim.seed))
     return model, optimizer
@@ -167,7 +178,7 @@ def build_llama(model: config.Model) -> torch.nn.Module:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(
         vocab_size=model.vocab, hidden_size=model.hidden, intermediate_size=model.ffn, num_hidden_layers=model.layers,
         num_attention_heads=model.heads, num_key_value_heads=model.kv_heads, head_dim=model.head_dim,
-        tie_word_embeddings=model.tied, attn_implementation="sdpa", use_cache=False)).train()
+        tie_word_embeddings=model.tied, attn_implementation="sdpa", use_cache=False)).to(device).train()
 
 
 def build_adamw(model: torch.nn.Module, optim: config.Optim, zero1: bool = False) -> torch.optim.Optimizer:
@@ -202,7 +213,7 @@ def shard_by_dtensor(model: torch.nn.Module, ranks: int) -> None:
         plan |= {layer + "self_attn": PrepareModuleInput(input_kwarg_layouts={"hidden_states": Shard(1)},
                                                          desired_input_kwarg_layouts={"hidden_states": Replicate()}),
                  layer + "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))}
-    parallel.parallelize_module(model, init_device_mesh("cpu", (ranks,)), plan)
+    parallel.parallelize_module(model, init_device_mesh(device.type, (ranks,)), plan)
 
 
 def build_theirs(settings: config.Config, tokens: Tensor, labels: Tensor, wrap: str) -> Step:
@@ -212,9 +223,9 @@ def build_theirs(settings: config.Config, tokens: Tensor, labels: Tensor, wrap: 
         shard_fully(model, torch.bfloat16 if settings.precision.reduce_dtype == "bf16" else None)
     elif wrap == "dtensor":
         shard_by_dtensor(model, settings.grid.tp)
-        inputs = dict(position_ids=torch.arange(tokens.shape[1])[None])
+        inputs = dict(position_ids=torch.arange(tokens.shape[1], device=device)[None])
     elif wrap:
-        model = DistributedDataParallel(model, bucket_cap_mb=settings.grid.bucket_mb, forward_sync_buffers=False)
+        model = DistributedDataParallel(model, bucket_cap_mb=settings.grid.bucket_mb, broadcast_buffers=False)
     adamw = build_adamw(model, optim, zero1=wrap == "zero1")
     data_parallel = dist.get_world_size() if wrap in ("ddp", "zero1", "fsdp") else 1
     if data_parallel > 1:
@@ -260,7 +271,7 @@ def bench_training(part: str, flags: list[str]) -> None:
             start.refuse(error, "bench")
         torch.manual_seed(0)  # all ranks draw the same global batch
         windows = torch.randint(settings.model.vocab, (settings.batch.global_batch, settings.batch.seq + 1))
-        batch = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        batch = windows[:, :-1].contiguous().to(device), windows[:, 1:].contiguous().to(device)
         repeats, steps = (5, 20) if n > 1 else (60, 1)
         compare({f"penteract {our_flags}": partial(build_ours, settings, *batch),
                  rival: partial(build_theirs, settings, *batch, wrap)}, batch[0].numel(), repeats, steps)
@@ -272,16 +283,17 @@ def build_attention(style: str | None, seq: int) -> Step:
     """Forward and backward of this rank's chunk of one sequence: 4 heads of 64, 2 of keys and values, fp32. style: one
     of CP_STYLES, or None for torch's attention over all-gathered keys and values."""
     group, c, i = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
-    q, k, v = (torch.randn(1, heads, seq // c, 64, requires_grad=True) for heads in (4, 2, 2))
-    do = torch.randn(q.shape)
+    q, k, v = (torch.randn(1, heads, seq // c, 64, device=device, requires_grad=True) for heads in (4, 2, 2))
+    do = torch.randn_like(q)
     if style is None:
-        visible = torch.arange(i * seq // c, (i + 1) * seq // c)[:, None] >= torch.arange(seq)
+        own = torch.arange(i * seq // c, (i + 1) * seq // c, device=device)
+        visible = own[:, None] >= torch.arange(seq, device=device)
 
         def attend(q, k, v):
             k, v = all_gather_tensor_autograd(k, 2, group), all_gather_tensor_autograd(v, 2, group)
             return F.scaled_dot_product_attention(q, k, v, visible, enable_gqa=True)
     else:
-        attend = attention_by_window([0], torch.empty(1, seq // c), None, kernel="auto", head_dim=64,
+        attend = attention_by_window([0], torch.empty(1, seq // c, device=device), None, kernel="auto", head_dim=64,
                                      dtype=torch.float32, groups={"cp": Group("cp", group)}, style=style)[0]
 
     def step() -> None:
@@ -303,10 +315,10 @@ class Stage(torch.nn.Module):
     def __init__(self, ours: bool):
         super().__init__()
         shapes = 3 * ((4 * PP_WIDTH, PP_WIDTH), (PP_WIDTH, 4 * PP_WIDTH))
-        self.weights = torch.nn.ParameterList(parameter(Spec(f"{i}", shape), {}, torch.float32)
+        self.weights = torch.nn.ParameterList(parameter(Spec(f"{i}", shape), {}, torch.float32, device)
                                               for i, shape in enumerate(shapes))
         for weight in self.weights:
-            weight.data = torch.randn(weight.shape) / 64
+            weight.data = torch.randn(weight.shape, device=device) / 64
         tp = TensorParallel()
         self.up = (lambda x, weight: Column.apply(x, tp, MATMUL, True, weight)) if ours else F.linear
         self.down = (lambda x, weight: Row.apply(x, tp, MATMUL, False, weight)) if ours else F.linear
@@ -319,7 +331,8 @@ class Stage(torch.nn.Module):
 
 def run_ours(plan: schedules.Plan, chunks: dict[int, Stage], x: Tensor) -> Step:
     """A step on our engine. chunks: this rank's stages by number. x: the input of all micro-batches."""
-    engine, micro_batches = Engine(plan, Group("pp", dist.group.WORLD)), x.split(PP_TOKENS)
+    engine = Engine(plan, Group("pp", dist.group.WORLD), device=device)
+    micro_batches = x.split(PP_TOKENS)
 
     def forward(stage: int, k: int, received: Tensor | None) -> Tensor:
         y = chunks[stage](micro_batches[k] if received is None else received)
@@ -330,8 +343,8 @@ def run_ours(plan: schedules.Plan, chunks: dict[int, Stage], x: Tensor) -> Step:
 
 def run_theirs(schedule_class: str, plan: schedules.Plan, chunks: dict[int, Stage], x: Tensor) -> Step:
     """The same step on torch.distributed.pipelining."""
-    example = torch.randn(PP_TOKENS, PP_WIDTH, requires_grad=True)  # requires_grad: the stage expects gradients
-    stages = [pipelining.PipelineStage(chunk, stage, plan.stages, torch.device("cpu"), (example,), (example,),
+    example = torch.randn(PP_TOKENS, PP_WIDTH, device=device, requires_grad=True)  # so the stage expects gradients
+    stages = [pipelining.PipelineStage(chunk, stage, plan.stages, device, (example,), (example,),
                                        group=dist.group.WORLD) for stage, chunk in chunks.items()]
     schedule = getattr(pipelining.schedules, schedule_class)(
         stages if len(stages) > 1 else stages[0], PP_MICRO_BATCHES, lambda y, _: y.square().sum(), scale_grads=False)
@@ -345,7 +358,7 @@ def build_pipeline(name: str, schedule_class: str | None) -> Step:
     plan = schedules.make_plan(name, dist.get_world_size(), PP_MICRO_BATCHES)
     chunks = {stage: Stage(ours=schedule_class is None) for stage in range(plan.stages)
               if plan.owner[stage, 0] == dist.get_rank()}
-    x = torch.randn(PP_MICRO_BATCHES * PP_TOKENS, PP_WIDTH)
+    x = torch.randn(PP_MICRO_BATCHES * PP_TOKENS, PP_WIDTH, device=device)
     run = run_theirs(schedule_class, plan, chunks, x) if schedule_class else run_ours(plan, chunks, x)
 
     def step() -> None:
@@ -367,17 +380,18 @@ def build_experts(how: str, group: Group) -> Step:
     """Forward and backward of a layer of 8 experts, 2 per token, 512 wide, 1024 inside; gradients accumulate. how:
     "ours", or the name of transformers' implementation."""
     model = config.parse("--hidden 512 --heads 8 --kv-heads 8 --ffn 1024 --experts 8 --top-k 2".split()).model
-    x, dy = (torch.randn(EP_TOKENS, model.hidden) for _ in range(2))
+    x, dy = (torch.randn(EP_TOKENS, model.hidden, device=device) for _ in range(2))
     if how == "ours":
         E, H, F = model.experts, model.hidden, model.expert_ffn
-        make = partial(parameter, groups={"ep": group}, dtype=torch.float32)
+        make = partial(parameter, groups={"ep": group}, dtype=torch.float32, device=device)
         w_router = make(Spec("router", (E, H), std=0.02))
         router = Router("router.bias", w_router, model)
         layer = GroupedExperts(make, Spec("w_gate_up", (E, 2 * F, H), {"ep": 0}, "edp", std=0.02),
                                Spec("w_down", (E, H, F), {"ep": 0}, "edp", std=0.02))
         for weight in (w_router, *layer.parameters()):
-            weight.data = draw(0)(weight.spec, weight.box)
-        info = make_routing_info(torch.zeros(1, EP_TOKENS, dtype=torch.long), ALONE, ALONE, None)
+            weight.data = draw(0)(weight.spec, weight.box).to(device)
+        tokens = torch.zeros(1, EP_TOKENS, dtype=torch.long, device=device)
+        info = make_routing_info(tokens, ALONE, ALONE, None)
 
         def forward(x: Tensor) -> Tensor:
             route, gates = router(x, info, group)
@@ -390,7 +404,7 @@ def build_experts(how: str, group: Group) -> Step:
             hidden_size=model.hidden, intermediate_size=model.ffn, num_local_experts=model.experts,
             num_experts_per_tok=model.top_k, experts_implementation=how))
         for weight in layer.parameters():
-            weight.data = torch.randn(weight.shape) / 50
+            weight.data = torch.randn(weight.shape, device=device) / 50
 
         def forward(x: Tensor) -> Tensor:
             return layer(x[None])[0]
@@ -513,8 +527,12 @@ if __name__ == "__main__":
             sys.exit(PARTS[known.parts[0]](flags))  # each of smoke's runs has a world of its own
         if "all" in known.parts:
             bench_all.split_at_markers(bench_all.RESULTS.read_text())
+        device, _ = choose_device("auto")
     except ValueError as error:
         start.refuse(error, "bench")
-    with collectives.world(torch.device("cpu")) if "WORLD_SIZE" in os.environ else nullcontext():
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")
+    with collectives.world(device) if "WORLD_SIZE" in os.environ else nullcontext():
         for part in known.parts:
             PARTS[part](flags) if part in WITH_FLAGS else PARTS[part]()

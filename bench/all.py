@@ -47,7 +47,7 @@ def run(command: str) -> tuple[str, str]:
     launch = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
     program, *words = command.split()
     process = subprocess.Popen([*launch[program], *words], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE)
+                               stderr=subprocess.PIPE, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     try:
         printed, errors = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
