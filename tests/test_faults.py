@@ -1004,7 +1004,7 @@ def as_rank(rank: int, ranks: int, port: int, restart: int, flags: str, log: str
     with open(log, "a", buffering=1) as file:
         sys.stdout = sys.stderr = file
         with slow_forward(None):  # else several steps are over before a fault has arrived
-            train.main(config.parse(flags.split(), ranks))
+            train.main(start.parse(flags.split(), ranks))
 
 
 def supervise(flags: str, ranks: int, faults_left: int, folder: Path, draw: random.Random) -> list[int]:
@@ -1022,6 +1022,7 @@ def supervise(flags: str, ranks: int, faults_left: int, folder: Path, draw: rand
             process.start()
         while all(process.is_alive() for process in started) and changed(folder) == before:
             time.sleep(0.02)
+        assert changed(folder) != before or not any(process.exitcode for process in started), "a start without a step"
         if restart:
             lost.append(max(0, reached - newest_step(folder)))
         kind = draw.choice(["kill", "kill", "term", "stop", "pause"]) if faults_left else ""
