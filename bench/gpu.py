@@ -211,6 +211,8 @@ PARTS = {
               partial(bench_kernels.measure_block_of_keys, direction)) for direction in ("forward", "backward")),
         Row("RMSNorm backward: programs", bench_kernels.measure_norm_programs, COPY)],
     "more": [
+        Row("training Llama 8B, all 32 layers, moments in bf16",  # fits an H200; published on one: 54.5%
+            partial(measure_training, "--preset llama-3.1-8b --moments bf16 --micro-batch 1 --global-batch 8")),
         Row(SHORT, partial(measure_training, SHORT_FLAGS)),
         *(Row(f"training {LARGEST}, --recompute full --offload {what}",
               partial(measure_training, f"{LARGEST_FLAGS} --recompute full --offload {what}", 5, 1))

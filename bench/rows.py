@@ -193,6 +193,7 @@ def measure_rows(rows: list[Row], title: str, folder: str, start_limit_s: float,
     start_limit_s; one that takes longer than row_limit_s is abandoned."""
     os.makedirs(folder, exist_ok=True)
     os.environ["TQDM_DISABLE"] = "1"  # of the process that measures: no progress bars in the log
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as in training, see run/start.py
     began, known, worker, log = time.monotonic(), read_outcomes(folder), Worker(), ClockLog(folder)
     with log.running():
         for row in rows:
@@ -220,11 +221,11 @@ def read_outcomes(folder: str) -> Outcomes:
 
 
 def write_outcome(folder: str, row: Row, outcome: Result | str, clock: str, began_s: float) -> None:
-    """Print an outcome, and append it to rows.jsonl and its report to reports.txt."""
+    """Print an outcome in a line, and append it to rows.jsonl and its report to reports.txt."""
     measured, report = dict(failure=outcome), ""
     if isinstance(outcome, Result):
         measured, report = dict(result=outcome._replace(report="")._asdict()), outcome.report
-    print(f"{began_s:.0f} s: {row.name}: {clock} {measured}\n{report}", flush=True)
+    print(f"{began_s:.0f} s: {row.name}: {clock} {measured}", flush=True)
     with open(os.path.join(folder, "rows.jsonl"), "a") as file:
         print(json.dumps(dict(row=row.name, began_s=began_s, clock=clock) | measured), file=file)
     with open(os.path.join(folder, "reports.txt"), "a") as file:

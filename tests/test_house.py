@@ -74,7 +74,7 @@ LINES = {  # of a root file: the most lines in all, of its docstring, and of its
     "kernels": (420, 22, 0),
     "schedules": (301, 29, 0), "recompute": (183, 27, 20), "operations": (417, 14, 0), "flash": (399, 29, 26),
     "param": (334, 26, 0), "collectives": (461, 21, 0), "config": (733, 14, 0)}
-FOLDER_LINES = dict(bench=2024, learn=2884, plan=2917, run=4222)
+FOLDER_LINES = dict(bench=2027, learn=2884, plan=2917, run=4222)
 CHAIN = 10  # files of the longest chain of imports
 READ = 9, 3771  # the most files, and their lines, that a technique and all that it imports are
 SHARED = {"collectives", "schedules", "param", "operations", "recompute", "kernels", "flash",
