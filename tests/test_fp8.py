@@ -535,7 +535,8 @@ def test_weights_side_by_side_in_a_buffer_are_quantised_without_a_copy():
 
 
 @pytest.mark.parametrize("by", [quantise, by_the_kernel], ids=["by torch", "by the kernel"])
-@pytest.mark.parametrize("name, T, N, K", [("tensorwise", 64, 48, 80), ("blockwise", 256, 512, 384)])  # 4 and 3 blocks
+@pytest.mark.parametrize("name, T, N, K", [("tensorwise", 64, 48, 80), ("blockwise", 256, 512, 384),  # 4 and 3 blocks
+                                           ("blockwise", 1, 512, 384)])  # an expert's only row
 def test_torch_s_scaled_mm_takes_our_operands(monkeypatch, name, T, N, K, by):
     """As far as torch checks a call without a GPU: shapes, strides and kinds of scales, padded or not, of all three
     products."""
