@@ -371,7 +371,7 @@ def keys_and_heads(groups: dict[str, Group], style: str) -> tuple[Group, Group]:
 def choose_attention(kernel: str, mask: Mask, head_dim: int, like: Tensor, dtype: torch.dtype) -> AttentionKernel:
     """The implementation that --attention names. like: a tensor on the device in question; dtype: of q, k and v."""
     slow_in_torch = (mask.documents is not None or mask.window > 0) and uses_kernels(like) and dtype != torch.float64
-    if kernel == "triton" or (kernel == "auto" and slow_in_torch and head_dim <= 128):
+    if kernel == "triton" or (kernel == "auto" and slow_in_torch and head_dim <= 256):
         import flash  # needs Triton, which a CPU does without
 
         return AttentionKernel(flash.flash_attention, flash.flash_forward, flash.flash_backward)

@@ -58,11 +58,14 @@ class Tiles(NamedTuple):
 TILES = {
     ("forward", 64): Tiles(128, 128, 8, 3),
     ("forward", 128): Tiles(128, 64, 8, 3),  # 188: one program per SM, which waits for each matmul before its softmax
+    ("forward", 256): Tiles(64, 64, 8, 2),
     ("dq", 64): Tiles(128, 64, 8, 3),  # 126: two programs per SM
     ("dq", 128): Tiles(128, 64, 8, 3),  # 206
+    ("dq", 256): Tiles(64, 32, 8, 2),
     ("dkv", 64): Tiles(32, 128, 8, 2),
-    ("dkv", 128): Tiles(32, 128, 8, 2)}  # dk and dv take 128 registers of 255: 64 rows of queries would be spilled
-FP32_TILES = Tiles(32, 32, 4, 2)
+    ("dkv", 128): Tiles(32, 128, 8, 2),  # dk and dv take 128 registers of 255: 64 rows of queries would be spilled
+    ("dkv", 256): Tiles(16, 64, 8, 2)}  # with documents 144 bytes a thread are spilled, with 32 rows 256
+FP32_TILES, WIDE_FP32_TILES = Tiles(32, 32, 4, 2), Tiles(16, 16, 4, 1)  # up to 128, and above
 
 
 @triton.jit
@@ -279,7 +282,7 @@ def prepare(mask: Mask, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> list[
     assert q.dim() == k.dim() == 4 and k.shape == v.shape and k.shape[::3] == q.shape[::3], \
         f"q {list(q.shape)} must be B N rows D, k {list(k.shape)} and v {list(v.shape)} B K columns D"
     assert k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} heads cannot share {k.shape[1]} kv heads"
-    assert q.shape[3] in range(1, 129), f"heads are {q.shape[3]} wide; at least 1 and at most 128 fit"
+    assert q.shape[3] in range(1, 257), f"heads are {q.shape[3]} wide; at least 1 and at most 256 fit"
     assert q.dtype == k.dtype == v.dtype, f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: they must be of one type"
     for documents, x in zip(mask.documents or (), (q, k)):
         assert documents.shape == x.shape[::2] and not documents.is_floating_point(), \
@@ -303,8 +306,11 @@ def choose_options(step: str, q: Tensor, mask: Mask) -> dict:
     """A kernel's tiles and launch options. WIDTH: D rounded up to a power of 2, at least 16 for tensor cores."""
     D = q.shape[-1]
     width = max(16, triton.next_power_of_2(D))
-    tiles = TILES[step, max(64, width)] if q.element_size() == 2 else FP32_TILES
-    if step == "dkv" and D < width:  # the mask of narrow heads takes the registers of a tile loaded ahead
+    if q.element_size() == 2:
+        tiles = TILES[step, max(64, width)]
+    else:
+        tiles = FP32_TILES if width <= 128 else WIDE_FP32_TILES
+    if step == "dkv" and D < width <= 128:  # the mask of narrow heads takes the registers of a tile loaded ahead
         tiles = tiles._replace(num_stages=1)
     return dict(D=D, WIDTH=width, CAUSAL=mask.causal, WINDOW=mask.window, **tiles._asdict())
 
@@ -312,7 +318,7 @@ def choose_options(step: str, q: Tensor, mask: Mask) -> dict:
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask = CAUSAL) -> tuple[Tensor, Tensor]:
     """o [B, N, rows, D]; and lse [B, N, rows], logsumexp of scores, fp32, -inf where a row sees no key.
 
-    q: [B, N, rows, D]. k, v: [B, K, columns, D], K a divisor of N. Any strides. D: at most 128; powers of 2 waste
+    q: [B, N, rows, D]. k, v: [B, K, columns, D], K a divisor of N. Any strides. D: at most 256; powers of 2 waste
     nothing. mask: document numbers below 2^31. Asserts that tensors fit together.
     """
     q, k, v = prepare(mask, q, k, v)
