@@ -27,7 +27,7 @@ kernels.softmax_(torch.zeros(256, 128256, dtype=torch.bfloat16), one.long(), one
                  first=0, z_loss=0.0, statistics=True, gradient=True)
 packed = (torch.zeros(1, 256, dtype=torch.int32),) * 2
 for D, mask in (64, Mask()), (128, Mask()), (128, Mask(documents=packed)), (128, Mask(window=4096)), (
-        80, Mask(documents=packed)):
+        80, Mask(documents=packed)), (192, Mask(documents=packed)):
     q, k, v = (x.transpose(1, 2) for x in torch.zeros(1, 256, 6, D, dtype=torch.bfloat16).split([4, 1, 1], 2))
     o, lse = flash.flash_forward(q, k, v, mask)
     flash.flash_backward(o, q, k, v, o, lse, mask)
@@ -44,9 +44,10 @@ def test_kernels_for_sm_90_spill_nothing_and_use_its_instructions(tmp_path, comp
     lines = run(LAUNCHES, compiler, TRITON_CACHE_DIR=str(tmp_path)).splitlines()
     found = [json.loads(line) for line in lines]
     names = {name for module in (kernels, flash) for name in vars(module) if name.endswith("_kernel")}
-    assert {name for name, _ in found} == names and len(found) == 8 + 5 * 3 + 6
-    for name, used in found:
-        fits(name, used)
+    assert {name for name, _ in found} == names and len(found) == 8 + 6 * 3 + 6
+    for i, (name, used) in enumerate(found):
+        wide = (name, i) == ("flash_dkv_kernel", 25)  # of heads 192 wide: dk and dv take all registers
+        fits(name, used, spilled=144 if wide else 0)
         assert used["wgmma"] >= MATMULS.get(name, 0) and used["setmaxnreg"] == 0
     casting = [used for name, used in found if name == "quantise_kernel"]
     for i, used in enumerate(casting):

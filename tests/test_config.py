@@ -174,7 +174,7 @@ def test_a_number_outside_its_range_is_refused_by_its_flag(field):
 
 @pytest.mark.parametrize("ranks, works, does_not", [
     (1, "--moments bf16 --betas 0,0.99", "--moments bf16 --betas 0,0.991"),
-    (1, "--attention triton --head-dim 128", "--attention triton --head-dim 130"),
+    (1, "--attention triton --head-dim 256", "--attention triton --head-dim 258"),
     (1, "--separator 256", "--separator 257"), (1, "--timeout 1e7", "--timeout 10000001"),
     (1, "--layers 10000", "--layers 10001"), (1, "--lr 1e-3 --min-lr 1e-3", "--lr 1e-3 --min-lr 1.001e-3"),
     (1, "--warmup 200", "--warmup 201"), (1, "--steps 0 --warmup 1", "--steps 1 --warmup 2"),

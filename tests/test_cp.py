@@ -390,11 +390,11 @@ def test_heads_that_torchs_kernel_for_gpus_does_not_take_are_refused(flags, line
 
 @pytest.mark.parametrize("kernel, mask, D, dtype, chosen", [
     ("auto", CAUSAL, 64, torch.bfloat16, "sdpa"), ("auto", Mask(window=5), 128, torch.bfloat16, "flash"),
-    ("auto", Mask(documents=(1, 1)), 128, torch.float32, "flash"), ("auto", Mask(window=5), 136, torch.half, "sdpa"),
+    ("auto", Mask(documents=(1, 1)), 128, torch.float32, "flash"), ("auto", Mask(window=5), 264, torch.half, "sdpa"),
     ("auto", Mask(window=5), 64, torch.float64, "sdpa"), ("triton", CAUSAL, 256, torch.bfloat16, "flash"),
     ("math", Mask(window=5), 64, torch.bfloat16, "math"), ("sdpa", Mask(window=5), 64, torch.bfloat16, "sdpa")])
 def test_auto_takes_our_kernel_where_torchs_would_read_a_mask(kernel, mask, D, dtype, chosen):
-    """On a GPU, for documents and windows; not for what it does not compute: heads wider than 128, or fp64."""
+    """On a GPU, for documents and windows; not for what it does not compute: heads wider than 256, or fp64."""
     import flash
     attends = {"sdpa": SDPA.attend, "math": MATH.attend, "flash": flash.flash_attention}
     on_gpu = cp.choose_attention(kernel, mask, D, SimpleNamespace(is_cuda=True, dtype=torch.long), dtype)

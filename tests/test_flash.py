@@ -91,7 +91,7 @@ def test_heads_share_keys(N, K):
     attention_agrees(heads(24, 24, N, K), True, None)
 
 
-@pytest.mark.parametrize("D", [2, 10, 96, 128])
+@pytest.mark.parametrize("D", [2, 10, 96, 128, 192])
 def test_attention_of_any_width(D):
     attention_agrees(heads(40, 40, D=D, B=1), True, None)
 
@@ -234,7 +234,7 @@ REFUSED = {  # what is launched -> what the error says
     "keys and values differ": (lambda n: flash_forward(n(*Q), n(*KV), n(1, 1, 9, 16)), "B K columns D"),
     "widths differ": (lambda n: flash_forward(n(*Q), n(1, 1, 8, 8), n(1, 1, 8, 8)), "must be B N rows D"),
     "heads": (lambda n: flash_forward(n(1, 3, 8, 16), *[n(1, 2, 8, 16)] * 2), "3 heads cannot share 2 kv heads"),
-    "too wide": (lambda n: flash_forward(*[n(1, 1, 8, 129)] * 3), "129 wide"),
+    "too wide": (lambda n: flash_forward(*[n(1, 1, 8, 257)] * 3), "257 wide"),
     "two types": (lambda n: flash_forward(n(*Q), *[n(*KV).half()] * 2), "one type"),
     "fp64": (lambda n: flash_forward(*[n(*Q).double()] * 3), "take no torch.float64"),
     "documents of other keys": (lambda n: flash_forward(n(*Q), *[n(*KV)] * 2,
@@ -266,7 +266,7 @@ def test_flops_are_what_torch_counts():
 # ---- on a GPU only --------------------------------------------------------------------------------------------------
 
 @gpu
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [64, 128, 192])
 @pytest.mark.parametrize("kind", ["one", "packed", "window"])
 def test_attention_in_bf16(D, kind):
     """No further from the exact result than twice torch's own attention in bf16."""
