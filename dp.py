@@ -115,11 +115,12 @@ class Bucket:
             pass
 
 
-def assign_to_buckets(units: Units, bucket_mb: float,
+def assign_to_buckets(units: Units, bucket_mb: float, groups: Groups,
                       kind: Callable[[Spec], Hashable] = lambda spec: None) -> list[dict[nn.Parameter, int]]:
     """The parameters of each bucket: of one kind and data axis, of consecutive units of a stage, until it has bucket_mb
-    of gradients (0: of one unit). A parameter that several units or pipeline ranks use (a tied embedding) is alone: its
-    bucket is the same on all. It gets one gradient from each stage's backward, however many of its units use it."""
+    of gradients (0: of one unit) on the tp rank with most, so that all have the same buckets. A parameter that several
+    units or pipeline ranks use (a tied embedding) is alone: its bucket is the same on all. It gets one gradient from
+    each stage's backward, however many of its units use it."""
     uses = Counter(param for modules in units.values() for unit in modules for param in unit.parameters())
     grads = Counter(param for modules in units.values() for param in nn.ModuleList(modules).parameters())
     shared = {param for param in uses if uses[param] > 1 or "tie" in param.spec.along}
@@ -131,7 +132,8 @@ def assign_to_buckets(units: Units, bucket_mb: float,
                 if param not in shared:
                     filling.setdefault((param.spec.data_axis, kind(param.spec)), []).append(param)
             full = [alike for alike, params in filling.items()
-                    if sum(param.numel() * acc_dtype(param.dtype).itemsize for param in params) >= bucket_mb * 1e6]
+                    if sum(most_elements(param.spec, groups) * acc_dtype(param.dtype).itemsize for param in params)
+                    >= bucket_mb * 1e6]
             buckets += [filling.pop(alike) for alike in full]
         buckets += filling.values()
     return [{param: grads[param] for param in params} for params in buckets]
@@ -144,7 +146,7 @@ def demo(group: Group) -> None:
         sent.clear()
         layers, events = [parameter(Spec(f"{i}", (64, 64)), {}, torch.float64) for i in range(1, 7)], []
         units = {0: [nn.ParameterList([weight]) for weight in layers]}
-        buckets = [Bucket(params, {"dp": group}) for params in assign_to_buckets(units, bucket_mb)]
+        buckets = [Bucket(params, {"dp": group}) for params in assign_to_buckets(units, bucket_mb, {})]
         for weight in layers:  # this hook runs after the bucket's
             weight.register_post_accumulate_grad_hook(
                 lambda weight, events=events: events.append(f"g{weight.spec.name} {sent[group.axis]:7,}"))

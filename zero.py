@@ -295,7 +295,7 @@ class Optimizer:
                         offload=offload)
         kind = kind_of if self.rule.matrices else lambda spec: None  # buckets of matrices are updated together
         self.buckets, of_matrices = [], []
-        for params in assign_to_buckets(units, 0 if level == 3 else bucket_mb, kind):
+        for params in assign_to_buckets(units, 0 if level == 3 else bucket_mb, groups, kind):
             is_matrix = kind(next(iter(params)).spec) == "matrix"
             rule = self.rule.matrices if is_matrix else self.rule
             self.buckets.append(ShardedBucket(params, groups, rule_state=rule.state, **settings))

@@ -34,18 +34,19 @@ def names(buckets: list[list[nn.Parameter]]) -> list[list[str]]:
 
 def test_whole_units_share_a_bucket_until_it_is_large_enough():
     units = [Unit(Spec(f"{i}.a", (100, 100)), Spec(f"{i}.b", (100,))) for i in range(5)]  # 80.8 kB each, in fp64
-    assert names(assign_to_buckets({0: units}, 0)) == [[f"{i}.a", f"{i}.b"] for i in range(5)]
+    assert names(assign_to_buckets({0: units}, 0, {})) == [[f"{i}.a", f"{i}.b"] for i in range(5)]
     pairs = [["0.a", "0.b", "1.a", "1.b"], ["2.a", "2.b", "3.a", "3.b"], ["4.a", "4.b"]]
-    assert names(assign_to_buckets({0: units}, 0.1)) == pairs
-    assert len(assign_to_buckets({0: units}, 25)) == 1
-    assert len(assign_to_buckets({0: units[:2], 1: units[2:]}, 25)) == 2, "stages never share a bucket"
+    assert names(assign_to_buckets({0: units}, 0.1, {})) == pairs
+    assert len(assign_to_buckets({0: units}, 25, {})) == 1
+    assert len(assign_to_buckets({0: units[:2], 1: units[2:]}, 25, {})) == 2, "stages never share a bucket"
 
 
 def test_buckets_have_as_many_gradients_in_16_bits_as_in_fp32():
     """Gradients are in fp32 in both, so messages are as large."""
     whole, half = ([Unit(Spec(f"{i}", (100, 100)), dtype=dtype) for i in range(6)]
                    for dtype in (torch.float32, torch.bfloat16))  # 40 kB of gradients each
-    assert names(assign_to_buckets({0: half}, 0.07)) == names(assign_to_buckets({0: whole}, 0.07)) == [
+    assert names(assign_to_buckets({0: half}, 0.07, {})) == names(
+        assign_to_buckets({0: whole}, 0.07, {})) == [
         ["0", "1"], ["2", "3"], ["4", "5"]]
 
 
@@ -55,7 +56,7 @@ def test_what_is_shared_or_different_is_apart():
     last = Unit(Spec("b", (3,)), Spec("expert", (4, 3), {"ep": 0}, "edp"), Spec("twin", (2, 3), {"tie": "partial"}),
                 groups=NO_GROUPS | {"ep": ALONE, "edp": ALONE})
     last.weights.append(first.weights[0])
-    assert names(assign_to_buckets({0: [first, last]}, 25)) == [["table"], ["twin"], ["a", "b"], ["expert"]]
+    assert names(assign_to_buckets({0: [first, last]}, 25, {})) == [["table"], ["twin"], ["a", "b"], ["expert"]]
 
 
 def test_a_parameter_gets_a_gradient_from_each_stage_that_uses_it():
@@ -63,7 +64,7 @@ def test_a_parameter_gets_a_gradient_from_each_stage_that_uses_it():
     first, last = Unit(Spec("table", (7, 3)), Spec("a", (3,))), Unit(Spec("b", (3,)))
     last.weights.append(first.weights[0])
     for units, grads in ({0: [first, last]}, 1), ({0: [first], 1: [last]}, 2):
-        table, *others = assign_to_buckets(units, 25)
+        table, *others = assign_to_buckets(units, 25, {})
         assert list(table.values()) == [grads] and {n for bucket in others for n in bucket.values()} == {1}
 
 
@@ -122,7 +123,7 @@ def order_of_events() -> list[str]:
             yield from super().reduction()
 
     units = [Unit(Spec(f"layers.{i}", (4, 4))) for i in range(3)]
-    buckets = [LoggedBucket(params, groups) for params in assign_to_buckets({0: units}, 0)]
+    buckets = [LoggedBucket(params, groups) for params in assign_to_buckets({0: units}, 0, {})]
     for unit in units:
         unit.weights[0].data = torch.eye(4, dtype=torch.float64)
     for bucket in buckets:

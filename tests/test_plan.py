@@ -113,13 +113,13 @@ def test_memory_is_that_of_the_buckets_and_stages_that_train_py_builds(flags, ra
     run = run_for(f"{flags} --global-batch 64 --micro-batch 1", ranks)
     settings, grid = run.settings, run.settings.grid
     for rank in range(grid.pp):
-        model = train.build_model(settings, groups_of(grid, settings.model, rank), "cpu")
+        model = train.build_model(settings, groups := groups_of(grid, settings.model, rank), "cpu")
         stages, (in_flight, backwards) = (plan.memory.stages_of_rank(settings, rank),
                                           plan.memory.plan_in_memory(settings, rank))
         assert stages == model.pipeline.stages and in_flight == model.pipeline.in_flight
         assert set(backwards) == set(plan.memory.backwards_in_memory(model.pipeline.actions))
         built, kind = {}, muon.kind_of if settings.optim.optimizer == "muon" else lambda spec: None
-        for params in assign_to_buckets(model.units(), 0 if grid.zero == 3 else grid.bucket_mb, kind):
+        for params in assign_to_buckets(model.units(), 0 if grid.zero == 3 else grid.bucket_mb, groups, kind):
             built.setdefault(next(iter(params)).spec.data_axis, []).append(sum(param.numel() for param in params))
         buckets = costs.bucket_elements(settings, stages, 2)
         assert {axis: sorted(counts) for axis, counts in buckets.items() if counts} == {

@@ -99,14 +99,15 @@ def test_clipping_scales_the_whole_gradient_to_the_limit(dtype, error):
     assert momentum.norm().item() == pytest.approx((1 - 0.9) * 0.5, rel=error)
 
 
-@pytest.mark.parametrize("level", [0, 1, 3])
-def test_buckets_of_tensor_parallel_ranks_have_one_layout(level):
+@pytest.mark.parametrize("flags", ["--zero 0 --mtp", "--zero 1 --mtp", "--zero 3 --mtp",
+                                   "--bucket-mb 0.01616"])  # 50.5 rows of the table, of 40 gradients in fp64
+def test_buckets_of_tensor_parallel_ranks_have_one_layout(flags):
     """Else their shards would be of other elements, of which gradients that are partial over tp are summed. A table of
     101 rows has unequal shards; a matrix that is partial over tp reaches over several shards."""
     layouts = []
     for rank in range(2):
         with dryrun.fake_world(8, rank), dryrun.fake_tensors():
-            settings = grids.settings_of(f"--tp 2 --dp 4 --zero {level} --micro-batch 4 --vocab 101 --mtp", 8)
+            settings = grids.settings_of(f"--tp 2 --dp 4 --micro-batch 4 --vocab 101 {flags}", 8)
             model, optimizer = grids.built(settings, build_groups(settings.grid, settings.model))
             layouts.append([(bucket.padded, [(param.spec.name, bucket.offset[param]) for param in bucket.params])
                             for bucket in optimizer.buckets])
