@@ -14,8 +14,8 @@ The reduction of a gradient can start as soon as the gradient is complete. One s
                              R654     R321                     layers share a flat buffer, and its reduction
 
 Which parameters share a bucket follows from their order in the model, never from the order in which gradients are
-computed: all ranks must reduce the same buffers. A bucket expects one gradient of each parameter per micro-batch; the
-last of the step starts the reduction. So there is one per step, and no flag (`no_sync`) on all other micro-batches.
+computed: all ranks must reduce the same buffers, in the same order. A bucket knows how many gradients it gets per step;
+the last one starts its reduction. So there is one per step, and no flag (`no_sync`) on all other micro-batches.
 
 One loss, one scale. Every rank divides the *sum* of its token losses by the number of valid tokens in the *global*
 batch, and every reduction is a plain sum. A mean of means would give tokens of ranks that have few a larger weight.
@@ -39,7 +39,8 @@ Units = dict[int, list[nn.Module]]  # this rank's pipeline stages -> units (embe
 
 def sort_key(param: nn.Parameter) -> tuple:
     """Orders a bucket: parameters that are reduced and decayed alike become one contiguous span, within which they keep
-    the order of the model, so that one matmul can add the gradients of wq, wk and wv."""
+    the order of the model, so that one matmul can add the gradients of wq, wk and wv. (Axes on which a gradient is
+    partial, as DTensor's Partial, or the parameter is replicated: see param.Spec.)"""
     return param.spec.partial_axes, param.spec.replicated_axes, not param.spec.decay
 
 
@@ -47,7 +48,7 @@ class Bucket:
     """Parameters that are reduced together, and the flat buffer of their gradients, in at least fp32.
 
     It is their sink: param.py adds each gradient to `main_grad` of a parameter, and then calls `ready`. zero.py's
-    buckets are due at other times, and have a reduction of their own.
+    buckets may be due after every micro-batch, and have a reduction of their own.
     params: all with the same data axis -> how many gradients each gets per micro-batch.
     """
 
@@ -62,10 +63,10 @@ class Bucket:
             start = self.numel
             for param in alike:
                 self.offset[param] = self.numel
-                self.numel += most_elements(param.spec, groups)  # so that tp ranks' buckets have one layout
+                self.numel += most_elements(param.spec, groups)  # so that tp ranks, which sum spans, have one layout
                 attach_sink(param, self)
             self.spans.append((start, self.numel, param.spec))
-        self.padded = self.numel  # elements of `grad`
+        self.padded = self.numel  # elements of `grad`; zero.py's are a multiple of its shards
         self.grad: Tensor | None = None
         self.missing = self.expected = 0  # gradients that this step has still to accumulate, and will have in all
         self.reducing: Iterator[None] = iter(())  # the last reduction that was started
@@ -103,7 +104,7 @@ class Bucket:
         next(self.reducing, None)
 
     def reduction(self) -> Iterator[None]:
-        """Sum the gradient over the ranks: started before `yield`, finished after it."""
+        """Sum the gradient over the ranks: started before `yield`, finished after it; zero.py's has more steps."""
         pending = all_reduce(self.grad, self.group, async_op=True)
         yield
         pending.wait()

@@ -16,8 +16,9 @@ Stops helping when: the blocks' inputs themselves, the logits or the model state
 Full. The block runs with autograd off, and in backward a second time with autograd on. The second run takes over the
 first one's decisions, such as which experts a token goes to. It saves the inputs that it gathers, as backward uses them
 at once, and leaves out the last matmul of a feed-forward and the exchange that combines experts' results: no backward
-reads them. Tensor parallel ranks without sequence parallelism have equal inputs: each saves 1/n. Saved inputs outlive
-other activations and would fragment memory, so all are in one arena.
+reads them (tp.py, model.py and ep.py ask `is_recomputing`). Tensor parallel ranks without sequence parallelism have
+equal inputs: each saves 1/n. Saved inputs outlive other activations and would fragment memory, so all are in one arena.
+Blocks must draw no random numbers.
 
 Selective. No layer knows of it: what layers have saved is freed and refilled from outside. What pays depends on the
 architecture: `python -m plan.costs` prints what four of them save.
@@ -62,8 +63,9 @@ class Recompute:
         backward of `until` begins, function runs again and refills the storage, so that saved views are valid, too.
 
         h = norm(x); y = attention(h); drop(h, y, norm, x): call it after the last use of `out` in forward, asynchronous
-        collectives included; in backward nothing else may read `out` than what leads from `until`, which has been made
-        of it, to the inputs. Where autograd is off, no backward will come: nothing is freed."""
+        collectives included. In backward, `out` may be read only by nodes between `until`, which was made of it, and
+        the inputs: these run after the hook of `until`. Where autograd is off, no backward will come: nothing is freed.
+        """
         if self.mode != "selective" or not until.requires_grad:
             return
         storage = out.untyped_storage()
@@ -111,7 +113,8 @@ class CheckpointArena:
 
 
 class Checkpoint(Function):
-    """function(*inputs), which saves its inputs alone and runs again in backward. arena: of the only input, or None."""
+    """function(*inputs), which saves its inputs alone and runs again in backward, like torch's reentrant checkpoint.
+    arena: where the only input is saved; None: by autograd."""
 
     @staticmethod
     def forward(ctx, function: Callable[..., Tensor], arena: CheckpointArena | None, *inputs: Tensor):
@@ -137,7 +140,7 @@ _decisions: list | None = None  # of the running block: its first run appends ea
 
 
 def is_recomputing() -> bool:
-    """Whether a block runs for the second time, for a backward that follows at once."""
+    """Whether a block runs for the second time, just before its own backward."""
     return _recomputing
 
 
@@ -152,9 +155,10 @@ def decide_once(decide: Callable):
 
 
 def run(block: Callable[..., Tensor], inputs: Sequence[Tensor], decisions: list, recomputing: bool) -> Tensor:
-    """block(*inputs), in which the two functions above know what to return."""
+    """block(*inputs), with the state that the two functions above read."""
     global _decisions, _recomputing
-    before, (_decisions, _recomputing) = (_decisions, _recomputing), (decisions, recomputing)
+    before = _decisions, _recomputing
+    _decisions, _recomputing = decisions, recomputing
     try:
         return block(*inputs)
     finally:

@@ -52,14 +52,15 @@ def main(settings: config.Config) -> None:
 def train(run: job.Run) -> None:
     """The run of one rank.
 
-    The ranks are a grid pp x dp x cp x tp, tp innermost: its ranks have consecutive numbers, so they are in one node.
+    The ranks are a grid pp x dp x cp x tp, tp innermost: its ranks have consecutive numbers.
     For experts the dp x cp x tp ranks of a pipeline rank are edp x ep, ep innermost: each expert is whole on one of ep
     ranks, and replicated on edp. `groups` has this rank's Group along each axis, also of size 1 (then its collectives
     are the identity):
 
         world, pp, cp, tp, edp, ep
         data    dp x cp: the ranks with different tokens, over which gradients and losses are summed
-        dp      what ZeRO shards over: "data", or with --dp-replicate (HSDP) the part of it that has one replica
+        dp      what ZeRO shards over: "data", or with --dp-replicate (HSDP) the part of it that has one replica (so its
+                size is not --dp's)
     """
     settings = run.settings
     groups = build_groups(settings.grid, settings.model, settings.run.timeout)
@@ -119,7 +120,9 @@ def multiply_in_fp8(model: Llama, settings: config.Config, groups: Groups) -> No
     linear = Fp8(recipe, dtype_of(settings), amax_groups=(cp, tp), weight_amax_groups=(tp,), cached=cached)
     experts = Fp8Experts(recipe, dtype_of(settings), amax_groups=(cp, tp, ep), weight_amax_groups=(ep,), cached=cached)
     for layer, block in model.blocks.items():
-        for module in block.modules() if int(layer) in settings.fp8_layers() else ():
+        if int(layer) not in settings.fp8_layers():
+            continue
+        for module in block.modules():
             if module is getattr(block.attention, "to_latents", None):
                 continue  # few rows, not a multiple of a block's 128 in DeepSeek-V3
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
@@ -155,7 +158,7 @@ def local_micro_batches(samples: Samples, first: int, sequences: int, settings: 
     out = []
     for batch in samples.step(first, sequences, settings.batch.micro_batch, dp_rank, grid.dp, end):
         sharded = MicroBatch(*shard(batch.tokens, batch.labels, batch.positions, batch.documents))
-        if settings.model.mtp:  # before a sequence is sharded: what follows a shard is on another rank
+        if settings.model.mtp:  # whole sequences are shifted, then sharded: what follows a shard is on another rank
             next_tokens, next_labels, *_ = shard(*batch.one_ahead(), batch.positions, batch.documents)
             sharded = sharded._replace(next_tokens=next_tokens, next_labels=next_labels)
         out.append(sharded)
@@ -206,7 +209,7 @@ def forward_backward(model: Llama, optimizer: Optimizer, micro_batches: list[Mic
 
 
 def update_balance(model: Llama, groups: Groups, updated: torch.Tensor, sequences: int) -> dict[str, torch.Tensor]:
-    """Update the routers' biases, unless the step was skipped, without having `updated` the weights.
+    """Update the routers' biases. updated: False if the step was skipped; then biases stay as they are.
 
     Returns the metrics of experts: aux_loss, the auxiliary losses, summed over layers and averaged over sequences;
     load_max_over_mean, the tokens of the most loaded expert over its layer's mean, for the worst layer.
@@ -220,7 +223,7 @@ def update_balance(model: Llama, groups: Groups, updated: torch.Tensor, sequence
 
 
 def learning_rate(step: int, optim: config.Optim) -> float:
-    """The rate of step 0, 1, … steps - 1: a linear warmup to lr; then constant, or down to min_lr at the last step, by
+    """The rate of a step, counted from 0: a linear warmup to lr; then constant, or down to min_lr at the last step, by
     a cosine or, with "wsd", linearly over the last fifth of the steps."""
     if step < optim.warmup:
         return optim.lr * (step + 1) / optim.warmup
