@@ -1,11 +1,11 @@
 """Tensor parallelism: weight matrices are sharded over t ranks. Sequence parallelism: so are the tokens between them.
 
 Saves: a rank has 1/t of the matrices, embedding and head, with their gradients and optimizer state, and of the
-       activations inside a pair of matrices; with sequence parallelism also of those between pairs; and computes 1/t.
+       activations inside a pair of matrices; with sequence parallelism also of those between pairs; it computes 1/t.
 Costs: per layer (two pairs), forward and backward: 4 all-reduces of T H elements. With sequence parallelism 4
        all-gathers and 4 reduce-scatters, which are as many bytes, and 2 more all-gathers of inputs that are not saved
-       (in a split backward 4). The embedding: an all-reduce in forward, with sequence parallelism a reduce-scatter, and
-       an all-gather in backward; the head as f; the loss 3 numbers a token.
+       (in a split backward 4). Embedding: an all-reduce in forward; with sequence parallelism a reduce-scatter, and an
+       all-gather in backward. Head: f. Loss: 3 numbers a token.
 Stops helping when: ranks are not on one fast network, since every layer waits for it; or H/t makes too small a matmul.
 
 Matrices come in pairs, S = X A^T, Y = act(S), Z = Y B^T: up and down projection of a feed-forward layer; queries, keys,
@@ -108,8 +108,8 @@ class TensorParallel(NamedTuple):
         return reduce_scatter(total, terms, self.group, async_op=True)
 
     def spread(self, x: Tensor) -> Tensor:
-        """f alone, of what each rank uses differently: latents, of which it makes keys and values of its own heads, and
-        the fused head's input. [T/t, R] -> [T, R]."""
+        """f without a matmul, for what each rank uses differently: latents, of which it makes its own heads' keys and
+        values, and the fused head's input. [T/t, D] -> [T, D]."""
         return (AllGather__ReduceScatter if self.sequence else Identity__AllReduce).apply(x, self.group)
 
     def split(self, x: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class TensorParallel(NamedTuple):
 
 # ---- linear layers --------------------------------------------------------------------------------------------------
 # Autograd sees dX and dY alone: weight gradients are added to the parameters' gradient buffers (param.py), so backward
-# returns None for weights.
+# returns None for weights. They are inputs so that autograd runs their hooks, which report the gradient as ready.
 
 class Matmul:
     """The three products of a linear layer Y = X W^T, where W are weights stacked along their output dimension. fp8.Fp8
@@ -154,9 +154,10 @@ class Matmul:
 MATMUL = Matmul()
 
 
-# A weight gradient is a generator: start_weight_grad (param.py) runs it to the yield, where an exchange is in flight,
-# `next` to the end. In a split backward (zero-bubble pipelines: dX first, weight gradients later) start_weight_grad
-# queues it, and backward_weight runs it. So that the queue holds [T/t, H], X and dZ are gathered again.
+# A weight gradient is a generator. start_weight_grad (param.py) runs it to its yield, where an exchange is in flight,
+# and returns it; the caller's `next` runs the rest. In a split backward (zero-bubble pipelines: dX first, weight
+# gradients later) it is queued instead, unstarted, and what is returned is empty; backward_weight runs the queue, which
+# holds the shards [T/t, H] of X and dZ: these are gathered again.
 
 class Column(Function):
     """f, then S = X A^T: [T/t, H] -> [T, R/t]. Weights that have the same input (queries, keys, values) share one
@@ -172,7 +173,7 @@ class Column(Function):
         else:
             gathered = tp.gather(x).wait()
             product, ctx.scale = mm.forward(gathered, weights)
-        # A recomputed block runs inside backward: X is needed at once, but in a split one it would wait in the queue.
+        # A recomputed block's own backward follows at once, so the gathered X may stay; not in a queue, see above.
         ctx.saves_gathered = is_recomputing() and not is_deferring()
         ctx.save_for_backward(gathered if ctx.saves_gathered else x)
         return product
@@ -200,7 +201,8 @@ class Column(Function):
 
 
 class Row(Function):
-    """Z = Y B^T, then g: [T, C/t] -> [T/t, H]. skip: neither, in a recomputed block whose backward reads no Z."""
+    """Z = Y B^T, then g: [T, C/t] -> [T/t, H]. skip: zeros of this shape, in a recomputed block whose backward reads no
+    Z."""
 
     @staticmethod
     def forward(ctx, y, tp, mm, skip, weight):
@@ -231,7 +233,7 @@ class Row(Function):
             gathered, dz_scale = mm.gradient(tp.gather(dz).wait())
             dy = mm.dgrad(gathered, weights)
         if is_deferring():
-            start_weight_grad(weights, weight_grad())
+            start_weight_grad(weights, weight_grad())  # queued
         else:
             add_to(weights, lambda out: mm.wgrad(out, gathered, y, scale))
         return dy, None, None, None, None

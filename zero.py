@@ -4,7 +4,7 @@ Saves: all but 1/n of the optimizer state (level 1), also of the gradients (leve
 Costs: elements sent per step of A micro-batches, see the table, times (n-1)/n: gradients in fp32, or as --reduce-dtype
        says, and weights in their own dtype. (Level 3 saves two units' all-gathers per micro-batch: the embedding's
        backward needs no weights, and the head's runs right after its forward.)
-Stops helping when: activations are what fills the memory, or A is so large that levels 2 and 3 only communicate.
+Stops helping when: activations fill the memory; at levels 2 and 3, a micro-batch is too small to hide its collectives.
 
 What each rank holds of one bucket of dp.py on n = 4 ranks, and sends:
 
@@ -20,7 +20,7 @@ questions: is a bucket cut into shards (>= 1)? Is its gradient reduced, and free
 its weights whole only while a unit (embedding, block or head) uses them (3)?
 
 Reductions are hidden under backward, all-gathers of levels 1 and 2 under the forward up to the unit that needs them,
-those of level 3 under the unit before, but for a forward's first. At levels 2 and 3 at most two buckets' whole
+those of level 3 under the unit before, except a forward's first. At levels 2 and 3 at most two buckets' whole
 gradients per data axis exist at once, at level 3 two units' whole weights (more with afab, where the head's backward is
 far away); but a tied table's gradient waits for its second backward, and in a split backward (zb-*) a bucket's is kept
 until its weight gradients have been computed.
@@ -78,7 +78,7 @@ class ShardedBucket(Bucket):
         self.shard = slice(self.shards.rank * length, (self.shards.rank + 1) * length)
         self.weights = self.zeros(self.padded, dtype)
         for param in self.params:
-            # .data has a version counter of its own: gathering again in place is no change that autograd complains of.
+            # .data has a version counter of its own: gathering in place does not count as a change of the parameter.
             param.data = self.view(self.weights, param)
         self.weight_shard = self.weights[self.shard]
         if self.level == 3:
@@ -103,7 +103,9 @@ class ShardedBucket(Bucket):
         return flat[start:stop]
 
     # A gradient's way: param.py adds it to main_grad and calls `ready`, which counts (dp.py) and starts a reduction if
-    # one is due. The axis's next reduction resumes that one, finish_step finishes the last. Then `Optimizer.step`.
+    # one is due. That of bucket 2 first resumes that of bucket 3 on the same axis, which waits, adds, and in the last
+    # micro-batch starts its all-reduce. finish_step finishes the last. Then `Optimizer.step`. (g3: the backward of
+    # bucket 3's parameters.)
     #
     #     compute     g3 ────────► g2 ────────────► g1 ────────────────► finish_step
     #     bucket 3        reduce-scatter │ += │ all-reduce over replicas │
@@ -114,7 +116,8 @@ class ShardedBucket(Bucket):
 
     def start_reduction(self) -> None:
         """Resume the axis's reduction before this one: so at levels 2 and 3 at most two whole gradients exist, and
-        sums over replicas are hidden under backward, too."""
+        sums over replicas are hidden under backward, too; but backward waits if the network is a bucket behind. Level 1
+        without replicas has nothing to free or to start next."""
         one_by_one = self.level >= 2 or (self.level and self.replicas.size > 1)
         if one_by_one:
             next(self.running.get(self.shards.process_group, iter(())), None)
@@ -127,13 +130,14 @@ class ShardedBucket(Bucket):
         each `yield` a collective is under way. Who calls next: start_reduction of this bucket, start_reduction of the
         axis's next bucket, finish_step."""
         is_last = self.missing == 0
+        # The first of the step overwrites grad_shard, later ones add.
         is_first = self.level < 2 or self.missing + self.grads_per_micro_batch == self.expected
         if self.level:
             whole = self.grad.to(self.reduce_dtype)
             if self.level >= 2:
                 self.grad = None
             in_place = is_first and whole.dtype == self.acc_dtype
-            # In place at level 1 is NCCL's way: the result is this rank's slice of the input.
+            # At level 1 as NCCL does it in place: the result is this rank's slice of the input.
             part = self.grad_shard if in_place else whole.new_empty(len(self.grad_shard))
             pending = reduce_scatter(part, whole, self.shards, async_op=True)
             del whole  # a suspended generator keeps its variables: now `pending` alone holds it, until it is waited for
@@ -153,7 +157,7 @@ class ShardedBucket(Bucket):
     def finish_step(self) -> None:
         """After the last backward: then grad_shard is the sum over all ranks and micro-batches."""
         super().finish_step()
-        for start, stop, spec in self.spans:  # norms are partial over tp with sp; tp ranks' buckets have one layout
+        for start, stop, spec in self.spans:  # with sp, gradients of norms' weights are partial over tp
             for axis in spec.partial_axes:
                 all_reduce(self.within_shard(self.grad_shard, start, stop), self.groups[axis])
 
@@ -177,7 +181,7 @@ class ShardedBucket(Bucket):
 
     def update_weights(self) -> None:
         """From the master weights: this rank's shard, which levels 1 and 2 then start to all-gather."""
-        self.unsharding.wait()  # of a prefetch whose backward never came: it reads the shard and writes what is freed
+        self.unsharding.wait()  # an unused prefetch may be in flight: it reads weight_shard and writes weights
         for param in self.params:
             param.generation += 1  # caches of what was computed from the weights are invalid: fp8.py
         if self.host:
@@ -297,8 +301,8 @@ class Optimizer:
         self.buckets, of_matrices = [], []
         for params in assign_to_buckets(units, 0 if level == 3 else bucket_mb, groups, kind):
             is_matrix = kind(next(iter(params)).spec) == "matrix"
-            rule = self.rule.matrices if is_matrix else self.rule
-            self.buckets.append(ShardedBucket(params, groups, rule_state=rule.state, **settings))
+            state = (self.rule.matrices if is_matrix else self.rule).state
+            self.buckets.append(ShardedBucket(params, groups, rule_state=state, **settings))
             if is_matrix:
                 of_matrices.append(self.buckets[-1])
         self.matrices = self.rule.matrices(of_matrices, groups["stage"], peers or [groups]) if of_matrices else None
@@ -353,11 +357,11 @@ class Optimizer:
         if self.matrices:
             updating = self.matrices.update([grads.pop(bucket).wait() for bucket in of_matrices],
                                             weight_decay=self.weight_decay, **scalars)
-        next(updating, None)
+        next(updating, None)  # starts it
         for bucket, grad in grads.items():
             self.update(bucket, grad.wait(), steps=self.steps.to(where), grad_scale=grad_scale, **scalars)
             bucket.update_weights()
-        next(updating, None)
+        next(updating, None)  # the rest
         for bucket in of_matrices:
             bucket.update_weights()
         self.steps += 1 - found_inf
@@ -394,8 +398,8 @@ class Optimizer:
     def attach_unshard_hooks(self, units: Units) -> None:
         bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
         self.buckets_of: dict[nn.Module | None, list[ShardedBucket]] = {None: []}
-        # Unit -> the unit whose backward follows its own. Forwards fill it, so that no unit without a backward (the
-        # embedding, whose input is token ids) is prefetched.
+        # Unit -> the unit whose backward follows its own. after_forward fills it, but not by a unit without a backward
+        # (the embedding, whose input is token ids), which is so never prefetched.
         self.previous: dict[nn.Module | None, nn.Module] = {}
         for modules in units.values():
             for unit, following in zip(modules, [*modules[1:], None]):
@@ -465,7 +469,7 @@ def demo(group: Group) -> None:
         nn.Sequential(*layers)(x).sum().backward()
         optimizer.finish_step()
         flat = [value for bucket in optimizer.buckets for value in (*vars(bucket).values(), *bucket.state.values())]
-        storages = {id(x.untyped_storage()): x.untyped_storage().nbytes() for x in flat if isinstance(x, Tensor)}
+        storages = {id(y.untyped_storage()): y.untyped_storage().nbytes() for y in flat if isinstance(y, Tensor)}
         optimizer.step(lr=1e-3)
         held = sum(storages.values()) / 1e6
         if group.rank == 0:
