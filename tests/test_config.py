@@ -120,7 +120,7 @@ REFUSED = [  # by each row of config.rules, in its order
 
     "--fp8 tensorwise --dtype fp64", "--fp8 tensorwise --sp async --tp 2",
     "--no-fp8-ends --fp8 tensorwise --layers 2", "--fp8-pow2", "--moments bf16 --optimizer sgd",
-    "--moments bf16 --betas 0.9,0.999", "--reduce-dtype bf16 --dtype fp64", "--attention triton --head-dim 160",
+    "--moments bf16 --betas 0.9,0.999", "--reduce-dtype bf16 --dtype fp64", "--attention triton --head-dim 264",
     "--kernels torch --attention triton", "--offload activations",
 
     "--separator 257", "--min-lr 0.5", "--warmup 201", "--eval-every 2", "--save-every 2", "--rewind 1",
