@@ -581,7 +581,7 @@ def losses() -> None:
 
 def fp8() -> None:
     """Losses with FP8 matmuls, emulated on a CPU, follow those of bf16; fp32 shows what chaos alone does."""
-    train_runs("fp8", "--dtype bf16 --kv-heads 4 --ffn 384 --steps 50 --seq 64 --global-batch 8", FP8)
+    train_runs("fp8", "--dtype bf16 --kv-heads 4 --ffn 384 --steps 40 --seq 64 --global-batch 8", FP8)
 
 
 def read_losses(path: str) -> tuple[str, dict[int, float]]:
