@@ -500,7 +500,7 @@ def dog_without_a_thread(**attributes) -> faults.Watchdog:
 
 
 @pytest.mark.parametrize("reporter, says", [(0, ", waits for rank 1, which is in all_gather, call 8 on axis tp"),
-                                            (1, ", while rank 0 has called more there")])
+                                            (1, ", while rank 0 has called more there")], ids=["waits", "missing"])
 def test_a_host_that_stands_in_a_launch_waits_for_its_last_call(monkeypatch, reporter, says):
     """With NCCL no rank waits in a collective: all stall behind the last ones. Rank 1 has made one fewer."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
