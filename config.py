@@ -289,7 +289,7 @@ class Run:
     insist: bool = setting(False, "accept, on resume, changed data or settings; of published weights, some left unused")
     init_from: str = setting("", "start from weights and config.json as published on Hugging Face, in this folder")
     export_hf: str = setting("", "after training, write the weights here as transformers reads them; needs --out")
-    metrics: str = setting("", "append each step's metrics to this file or pipe, in JSON")
+    metrics: str = setting("", "append each step's metrics to this file, or /dev/stdout, in JSON")
     profile: str = setting("", "write a trace of steps 3 to 5 in this folder, and print what takes longest")
     memory_snapshot: str = setting("", "write torch's snapshot of rank 0's GPU memory in the first six steps")
     sample: str = setting("def ", "after training on text, continue this prompt; '' for none")

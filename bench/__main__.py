@@ -17,8 +17,8 @@
 
 In train, dp, zero and tp, flags of train.py choose the model, the batch and the optimizer; check, smoke and gpu have
 flags of their own, other parts refuse all. A training step computes in fp32 the mean loss over the valid tokens of the
-global batch, clips the norm of the complete gradient, and updates with fused AdamW. All runs on GPUs if there is one
-for each rank, where matmuls of fp32 are in TF32, and on CPUs if there is none.
+global batch, clips the norm of the complete gradient, and updates with fused AdamW. All but checkpoint take GPUs if
+there is one for each rank (fp32 matmuls are then in TF32; not tried on any yet), else CPUs.
 
 Columns: the median time per step, the fastest and the slowest turn's, tokens per second; and per step of rank 0,
 counted at every operation (run/meter.py): MB that a ring sends, collectives, MB live between two steps (at rest) and at
