@@ -82,16 +82,16 @@ def ranks_of(choice: Choice) -> int:
 
 
 def grid_of(choice: Choice) -> tuple[int, str]:
-    """(ranks, flags). Two accumulations without a pipeline, four with one, half of them while a batch ramp begins; but
-    dualpipev needs four, and rounding errors are compared over more tokens."""
+    """(ranks, flags). Two accumulations without a pipeline, four with one, half of them in a step of a batch ramp; but
+    dualpipev needs four, and rounding errors are compared in the first step, over more tokens."""
     size, wide = sizes(choice), choice["fp8"] != "none"
     accumulated = 4 if size["pp"] > 1 else 2
     flags = [f"--global-batch {SEQUENCES} --micro-batch {SEQUENCES // size['dp'] // accumulated}"]
     if wide:
         flags.append(WIDE.format(128 if choice["kv"] == "copies" else 64))
     flags += [FEATURES[name][value] for name, value in choice.items()]
-    if choice["schedule"] == "dualpipev" or not is_exact(choice):
-        flags = [words.replace("8@0,16@1", "16@0,32@1") for words in flags]
+    ramp = "16@0,24@1" if choice["schedule"] == "dualpipev" else "8@0,16@1" if is_exact(choice) else "16@0,8@1"
+    flags = [words.replace(FEATURES["batch"]["ramp"], f"--batch-ramp {ramp}") for words in flags]
     if choice["kv"] == "latents" and wide:
         flags.append(WIDE_LATENT)
     if choice["experts"] != "none":
