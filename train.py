@@ -19,7 +19,6 @@ if __name__ == "__main__":
     settings = start.from_command_line()  # before torch is imported, so that a wrong flag is answered at once
 
 import math
-from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -31,7 +30,7 @@ from cp import shard_sequences
 from ep import Balance, GroupedExperts, update_biases
 from fp8 import RECIPES, Fp8, Fp8Experts
 from model import Execution, Llama
-from param import DTYPES, IGNORED, acc_dtype
+from param import DTYPES, acc_dtype
 from plan.costs import stages_of
 from pp import Pipeline, profile_range
 from run import dryrun, job
@@ -44,7 +43,7 @@ from zero import Optimizer
 
 def main(settings: config.Config) -> None:
     if settings.run.dry_run:
-        return dryrun.main(settings, build_model, measured_step)
+        return dryrun.main(settings, measured_step)
     with job.started(settings) as run:  # the device, ranks that know each other, signals, the watchdog
         train(run)
 
@@ -68,21 +67,17 @@ def train(run: job.Run) -> None:
     run.begin(groups, model)  # says what will happen; ends here, before weights are allocated, if that does not fit
     optimizer = build_optimizer(settings, model, groups)
     run.load(optimizer)  # weights: initial ones, published ones, or a checkpoint's, with the optimizer's state
-    # Between steps, run.steps reads data (local_micro_batches), evaluates (mean_loss), saves, and ends when asked to.
-    for step in run.steps(local_micro_batches, mean_loss):
+    # Between steps it reads data, evaluates, saves, rewinds, and ends when asked to. It calls back for the data alone.
+    for step in run.steps(local_micro_batches):
         with profile_range("forward and backward"):
-            loss, *mtp_loss = forward_backward(model, optimizer, step.micro_batches, groups)
+            losses = forward_backward(model, optimizer, step.micro_batches, groups)
         with profile_range("optimizer"):
             lr = learning_rate(step.number, settings.optim)
             limit = run.guard.limit()  # a gradient norm that is not below it is a spike: no rank updates its weights
             votes = run.votes()  # requests to stop, seconds, noise: `step` sums them over ranks, in place
-            grad_norm = optimizer.step(lr, limit, extra=votes)
-        results = dict(loss=loss, norm=grad_norm, limit=limit, votes=votes)
-        if mtp_loss:
-            results["mtp_loss"], = mtp_loss
-        if settings.model.experts:
-            results |= update_balance(model, groups, grad_norm < limit, len(step.samples))
-        run.end_step(lr, results)
+            norm = optimizer.step(lr, limit, extra=votes)
+        results = dict(zip(("loss", "mtp_loss"), losses), norm=norm, limit=limit, votes=votes)
+        run.end_step(lr, results | update_balance(model, groups, norm < limit, len(step.samples)))
 
 
 # ---- the model and its optimizer ------------------------------------------------------------------------------------
@@ -91,14 +86,17 @@ def train(run: job.Run) -> None:
 def build_model(settings: config.Config, groups: Groups, device: torch.device | str) -> Llama:
     """This rank's pipeline stages, with its shards of their layers. The parameters are not allocated yet: the Optimizer
     allocates them in buckets, its `load` fills them."""
-    grid, precision, optim, dtype = settings.grid, settings.precision, settings.optim, dtype_of(settings)
+    grid, precision, optim = settings.grid, settings.precision, settings.optim
     operations.allows_kernels = precision.kernels == "auto"
-    execution = Execution(dtype=dtype, device=device, attention=precision.attention, recompute=precision.recompute,
-                          rows=HostRows if precision.offloads("activations") else None, cp_style=grid.cp_style,
-                          sequence=grid.sequence_parallel, async_tp=grid.sp == "async")
-    balance = Balance(optim.aux_loss, optim.aux_over, optim.router_z_loss, optim.bias_rate)
-    model = Llama(settings.model, groups, execution, pipeline=build_pipeline(settings, groups["pp"], device),
-                  z_loss=optim.z_loss, balance=balance, mtp_weight=optim.mtp_weight)
+    execution = Execution(
+        dtype=dtype_of(settings), device=device, attention=precision.attention,
+        sequence=grid.sequence_parallel, async_tp=grid.sp == "async",  # tp.py
+        cp_style=grid.cp_style,  # cp.py
+        recompute=precision.recompute, rows=HostRows if precision.offloads("activations") else None)  # recompute.py
+    pipeline = build_pipeline(settings, groups["pp"], device)
+    balance = Balance(optim.aux_loss, optim.aux_over, optim.router_z_loss, optim.bias_rate)  # of experts, ep.py
+    model = Llama(settings.model, groups, execution, pipeline=pipeline, balance=balance, z_loss=optim.z_loss,
+                  mtp_weight=optim.mtp_weight)
     if precision.fp8 != "none":
         multiply_in_fp8(model, settings, groups)
     return model
@@ -169,51 +167,52 @@ def forward_backward(model: Llama, optimizer: Optimizer, micro_batches: list[Mic
                      groups: Groups) -> torch.Tensor:
     """Forward and backward of a step: the gradient of the mean loss over all valid tokens of the global batch.
 
-    Returns that mean, [1]; with multi-token prediction, whose loss times its weight is added, both means, [2]. Their
-    denominators are counted over all ranks and micro-batches before the first backward, so that every gradient is a
-    plain sum from there on. Auxiliary losses of experts are means over the global batch's sequences.
+    Returns that mean, [1]; with multi-token prediction, whose loss times its weight is added, both means, [2].
+    Auxiliary losses of experts are means over the global batch's sequences.
     """
-    # The axis "data" is dp x cp, and context parallel ranks have shards of the same sequences.
+    # Denominators are those of all ranks and micro-batches, so that every gradient is a plain sum from here on. The
+    # axis "data" is dp x cp, and context parallel ranks have shards of the same sequences.
     sequences = sum(len(batch.tokens) for batch in micro_batches) * groups["data"].size // groups["cp"].size
-    # `valid`, the tokens with a loss, is this rank's count until all_reduce has made it that of all ranks.
-    valid = sum(batch.count_labels() for batch in micro_batches)
-    pending_count = all_reduce(valid, groups["data"], async_op=True)
-    total = torch.zeros(len(valid), dtype=acc_dtype(model.execution.dtype), device=valid.device)
+    valid = sum(batch.count_labels() for batch in micro_batches)  # tokens that have a loss, [1] or [2]
+    all_reduce(valid, groups["data"])
+    valid = valid.clamp(min=1).to(acc_dtype(model.execution.dtype))  # 1: perhaps no token has
+    # What the model returns are sums of losses; these factors make them the loss. In fp16 scale_loss makes them larger.
+    factors = optimizer.scale_loss(1 / valid)
+    factors[1:].mul_(model.mtp_weight)
+    aux_factor = optimizer.scale_loss(1 / sequences)
+    total = torch.zeros_like(valid)
 
     def forward(stage: int, k: int, x: torch.Tensor | None) -> torch.Tensor:
-        batch, loss_grad = micro_batches[k], None
-        if stage == model.last_stage:
-            pending_count.wait()
-            # The gradient that autograd will give to y, as `y * loss_grad` is returned. The fused loss needs it already
-            # here, because it computes its gradients in forward; in backward it only checks that they agree.
-            loss_grad = optimizer.scale_loss(1 / valid.clamp(min=1).to(total.dtype))  # clamp: perhaps none is valid
-            loss_grad[1:].mul_(model.mtp_weight)
+        batch = micro_batches[k]
         ahead = None if batch.next_tokens is None else (batch.next_tokens, batch.next_labels)
+        # The fused loss computes its gradients in forward, and so is told there with what backward will multiply them.
         y = model(batch.tokens, batch.positions, batch.documents, stage=stage, x=x, labels=batch.labels, ahead=ahead,
-                  loss_grad=loss_grad, aux_loss_scale=optimizer.scale_loss(1 / sequences))
-        if stage == model.last_stage:
-            total.add_(y.detach())  # the sum over this micro-batch's tokens, the same on all tp ranks
-            y = (y * loss_grad).sum()
-        return y
+                  loss_grad=factors, aux_loss_scale=aux_factor)
+        if stage < model.last_stage:
+            return y
+        total.add_(y.detach())  # the sum over this micro-batch's tokens, the same on all tp ranks
+        return (y * factors).sum()
 
     # The engine calls `forward` for each micro-batch and stage, and runs backward from what the last stage returned.
+    # Meanwhile hooks start to reduce each bucket when its last gradient is complete.
     engine = model.pipeline.engine(len(micro_batches))
     optimizer.begin_step(len(micro_batches))  # zeroes gradients; each stage will have so many backward passes
-    # Meanwhile hooks start to reduce each bucket when its last gradient is complete.
     engine.run(forward, model.boundary_shape(micro_batches[0].tokens), model.execution.dtype)
-    pending_count.wait()  # ranks without the last stage have not waited in forward
     optimizer.finish_step()  # waits for the reductions of gradients
     all_reduce(total, groups["data"])
     all_reduce(total, groups["pp"])  # one pipeline rank has it, the others zeros
-    return total / valid.clamp(min=1)
+    return total / valid
 
 
 def update_balance(model: Llama, groups: Groups, updated: torch.Tensor, sequences: int) -> dict[str, torch.Tensor]:
     """Update the routers' biases. updated: False if the step was skipped; then biases stay as they are.
 
-    Returns the metrics of experts: aux_loss, the auxiliary losses, summed over layers and averaged over sequences;
-    load_max_over_mean, the tokens of the most loaded expert over its layer's mean, for the worst layer.
+    Returns the metrics of experts, if the model has any: aux_loss, the auxiliary losses, summed over layers and
+    averaged over sequences; load_max_over_mean, the tokens of the most loaded expert over its layer's mean, for the
+    worst layer.
     """
+    if not model.model.experts:
+        return {}
     load, loss = torch.zeros(2, dtype=torch.float64, device=updated.device).unbind()
     if model.routers:  # the layers of a pipeline rank may all be dense
         load, loss = update_biases(model.routers, (groups["data"], groups["tp"]), updated)
@@ -236,26 +235,7 @@ def learning_rate(step: int, optim: config.Optim) -> float:
     return optim.min_lr + (optim.lr - optim.min_lr) * fraction
 
 
-# ---- evaluation, the dry run ----------------------------------------------------------------------------------------
-
-@torch.no_grad()
-def mean_loss(model: Llama, global_batches: Iterable[list[MicroBatch]], groups: Groups) -> float:
-    """The mean loss over all valid tokens of all ranks' micro-batches. Every rank must have the same number of them."""
-    summed = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)  # losses, tokens
-    for micro_batches in global_batches:
-        def forward(stage: int, k: int, x: torch.Tensor | None, given=micro_batches) -> torch.Tensor:
-            batch = given[k]
-            y = model(batch.tokens, batch.positions, batch.documents, stage=stage, x=x, labels=batch.labels)
-            if stage == model.last_stage:
-                summed.add_(torch.stack((y.double(), (batch.labels != IGNORED).sum().double())))
-            return y
-
-        engine = model.pipeline.engine(len(micro_batches), evaluating=True)
-        engine.run(forward, model.boundary_shape(micro_batches[0].tokens), model.execution.dtype)
-    for axis in ("data", "pp"):
-        all_reduce(summed, groups[axis])
-    return (summed[0] / summed[1].clamp(min=1)).item()
-
+# ---- the dry run ----------------------------------------------------------------------------------------------------
 
 def measured_step(settings: config.Config, groups: Groups) -> dryrun.DryRun:
     """What this rank needs, computes and sends in the first step, of --batch-ramp's largest batch (run/dryrun.py)."""
@@ -268,8 +248,7 @@ def measured_step(settings: config.Config, groups: Groups) -> dryrun.DryRun:
     def step() -> None:
         forward_backward(model, optimizer, micro_batches, groups)
         norm = optimizer.step(settings.optim.lr)
-        if settings.model.experts:
-            update_balance(model, groups, norm.isfinite(), sequences)
+        update_balance(model, groups, norm.isfinite(), sequences)
     return dryrun.measure(step, model, optimizer, model.pipeline.engine(len(micro_batches)), groups)
 
 

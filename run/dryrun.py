@@ -179,9 +179,9 @@ def label(meter: Meter, model: Any, optimizer: Any) -> None:
 
 # ---- train.py --dry-run ---------------------------------------------------------------------------------------------
 
-def main(settings: config.Config, build_model: Callable[..., Any], measured_step: Callable[..., DryRun]) -> None:
-    """Run a step on fake tensors as rank R of N, --dry-run R/N, and print what it would need, compute and send. The two
-    functions are train.py's."""
+def main(settings: config.Config, measured_step: Callable[..., DryRun]) -> None:
+    """Run a step on fake tensors as rank R of N, --dry-run R/N, and print what it would need, compute and send.
+    measured_step: train.py's."""
     precision, (me, ranks), began = settings.precision, settings.run.dry_run_as(), time.perf_counter()
     if precision.dtype == "auto":
         precision.dtype = "bf16"  # as on GPUs
@@ -193,8 +193,7 @@ def main(settings: config.Config, build_model: Callable[..., Any], measured_step
         start.refuse(error)
     with fake_world(ranks, me):
         groups = build_groups(settings.grid, settings.model)
-        model = build_model(settings, groups, "cpu")
-        print(first_lines(settings, groups, f"none (dry run), {ranks:,} ranks", model), flush=True)
+        print(first_lines(settings, groups, f"none (dry run), {ranks:,} ranks", None), flush=True)
         with fake_tensors():
             found = measured_step(settings, groups)
         formula = memory_of_rank(settings, groups["pp"].rank)

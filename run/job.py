@@ -1,7 +1,7 @@
 """A run on one rank: how it begins, resumes or goes back; what it does between two steps; how it ends.
 
-`started` has what surrounds a run: the device, the ranks' world, signals, the watchdog. `Run` is what train.py's loop
-meets: `begin`, `steps`, `end_step`.
+`started` has what surrounds a run: the device, the ranks' world, signals, the watchdog. `Run` is what train.py meets:
+`begin`, `load`, and for every step `steps`, `votes`, `end_step`.
 """
 import contextlib
 import gc
@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -23,7 +23,7 @@ import collectives
 import config
 from collectives import ALONE, MAX, Group, Groups, all_reduce
 from config import need
-from param import Source, Spec, draw
+from param import IGNORED, Source, Spec, draw
 from plan import search
 from pp import profile_range
 from run import checkpoint, device, faults, huggingface, sampling, start
@@ -57,13 +57,12 @@ class RunState:
 
 @dataclass
 class Step:
-    """What a step of the loop is given, and, once the device has been given the step, what the host needs to read its
-    results."""
+    """What a step of the loop is given, and, from `end_step` on, what the host needs to read its results."""
     number: int
     samples: range  # of the global batch
     tokens: int  # since the beginning of the run, with those of this step
     micro_batches: list[MicroBatch]  # of this rank
-    began: float = 0.0
+    began: float = 0.0  # by time.perf_counter
     lr: float = 0.0
     sent: Counter[str] | None = None  # bytes by axis
     results: HostCopy | None = None
@@ -71,7 +70,7 @@ class Step:
 
 @dataclass
 class Run:
-    """The parts of a run on this rank. `begin` and `steps` fill those that are None."""
+    """The parts of a run on this rank. `begin`, `load` and `steps` fill those that are None."""
     settings: config.Config
     training: Samples
     validation: Samples | None
@@ -90,11 +89,10 @@ class Run:
     codec: Codec | None = None  # for --sample
     saver: Saver | None = None
     resumed: Path | None = None  # the checkpoint that the run was resumed from
+    local_micro_batches: Callable[..., list[MicroBatch]] | None = None  # train.py's
     guard: faults.Guard | None = None
     noise: GradientNoise | None = None
-    step: Step | None = None  # the one that `begin_step` was last called for
-    local_micro_batches: Callable[..., list[MicroBatch]] | None = None  # of train.py, as is mean_loss
-    mean_loss: Callable[..., float] | None = None
+    step: Step | None = None  # the one that the loop is in
 
     def begin(self, groups: Groups, model: torch.nn.Module) -> None:
         """Say what will happen, and find out whether it can. Raises ValueError, on every rank."""
@@ -142,50 +140,38 @@ class Run:
         if path and self.log.is_first_rank:
             print(f"resumed {path} after {step} steps", flush=True)
 
-    def steps(self, local_micro_batches: Callable[..., list[MicroBatch]],
-              mean_loss: Callable[..., float]) -> Iterator[Step]:
+    def steps(self, local_micro_batches: Callable[..., list[MicroBatch]]) -> Iterator[Step]:
         """The steps of a run that begins or is resumed, until --steps are done or it is asked to end; what is due
-        between them and after the last. The two functions are train.py's.
+        between them and after the last. local_micro_batches: train.py's.
 
         A GPU computes a step while the host issues the next one; only then the host reads the step's results, so that
-        the GPU never waits for it. It reads them at once where something else waits for the step: see `needs_pause`.
+        the GPU never waits for it. Where something else waits for the step, the host reads them at once.
         """
-        settings, state, optim, run = self.settings, self.state, self.settings.optim, self.settings.run
-        self.local_micro_batches, self.mean_loss = local_micro_batches, mean_loss
+        settings, state, run = self.settings, self.state, self.settings.run
+        self.local_micro_batches = local_micro_batches
         self.log.begin(state.step)
         guard = self.guard = faults.Guard(self.stop, self.groups["world"], self.device, state.norms, run.skip_spikes)
         measured = run.metrics and settings.grid.cp == 1 and self.groups["data"].size > 1
         self.noise = GradientNoise(self.optimizer, self.groups["data"].size) if measured else None
+        unread: Step | None = None
         with without_garbage_collector(), profiling(run.profile, run.memory_snapshot, self.log.rank,
                                                     self.device) as profiled_step:
-            upcoming = read(self) if state.step < optim.steps else None
-            unread: Step | None = None
-            while state.step < optim.steps and not guard.stopping:
-                step = upcoming
-                self.begin_step(step)
+            while state.step < settings.optim.steps and not guard.stopping:
+                with profile_range("read data"):
+                    self.step = step = read(self)
                 yield step
-                if state.step < optim.steps:
-                    with profile_range("read data"):
-                        upcoming = read(self)  # while the device computes
-                    state.activity = f"in step {step.number}"
                 if unread:
                     self.log.write(read_results(self, unread))
-                unread = step
-                reads_now = guard.stopping or not reads_late(self.device) or needs_pause(self, step.number)
+                unread, due = step, due_after(self, step.number)
+                reads_now = guard.stopping or due or not reads_late(self.device)
                 if reads_now and not self.too_many_skipped():
                     record, unread = read_results(self, step), None
-                    self.log.write(record | pause(self, step.number))
+                    self.log.write(record | pause(self, due))
                 profiled_step()
                 if self.too_many_skipped():
                     rewind(self)
-                    upcoming, unread = read(self), None
+                    unread = None
         finish(self)
-
-    def begin_step(self, step: Step) -> None:
-        self.step, step.began = step, time.perf_counter()
-        self.state.activity = f"in step {step.number}"
-        collectives.sent.clear()
-        self.guard.begin_step()
 
     def votes(self) -> torch.Tensor:
         """What Optimizer.step is to sum over ranks: of faults.Guard, and the two squares of GradientNoise."""
@@ -195,11 +181,11 @@ class Run:
     def end_step(self, lr: float, results: dict[str, torch.Tensor]) -> None:
         """Take what the device will know when the step is done: loss, norm, limit and summed votes, and other metrics.
         The host reads a copy of it later."""
-        state, step, tokens = self.state, self.step, len(self.step.samples) * self.settings.batch.seq
+        state, step = self.state, self.step
         results = results | dict(mean=self.guard.update_statistics(results["norm"], results["limit"]))
         if self.noise:
             results["votes"], squares = results["votes"].tensor_split([-2])
-            results |= self.noise.estimate(tokens, squares)
+            results |= self.noise.estimate(len(step.samples) * self.settings.batch.seq, squares)
         state.step, state.samples, state.tokens = state.step + 1, step.samples.stop, step.tokens
         step.lr, step.sent, step.results, step.micro_batches = lr, collectives.sent.copy(), HostCopy(**results), []
 
@@ -336,18 +322,21 @@ def tokenizer_folder(init_from: str, resumed: str, corpus: Corpus) -> str:
 
 def read(run: Run) -> Step:
     """The step that is next, with this rank's micro-batches."""
-    state, batch = run.state, run.settings.batch
+    state, batch, began = run.state, run.settings.batch, time.perf_counter()
     state.activity = f"in step {state.step}"
+    collectives.sent.clear()
+    run.guard.begin_step()
     sequences = sequences_at(state.tokens, batch.ramp())
     first = faults.next_sample(state.samples, sequences, state.left_out)
-    micro_batches = run.local_micro_batches(run.training, first, sequences, run.settings, run.groups)
     return Step(state.step, range(first, first + sequences), state.tokens + sequences * batch.seq,
-                on_device(run, micro_batches))
+                micro_batches(run, run.training, first, sequences), began)
 
 
-def on_device(run: Run, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+def micro_batches(run: Run, samples: Samples, first: int, sequences: int, end: int | None = None) -> list[MicroBatch]:
+    """train.py's local_micro_batches, on the device."""
     documents = run.groups["cp"].size == 1  # context parallel ranks read them on the host
-    return [micro_batch.to(run.device, documents) for micro_batch in micro_batches]
+    return [micro_batch.to(run.device, documents) for micro_batch in run.local_micro_batches(
+        samples, first, sequences, run.settings, run.groups, end)]
 
 
 def sequences_at(tokens: int, ramp: list[tuple[int, float]]) -> int:
@@ -372,25 +361,27 @@ def read_results(run: Run, step: Step) -> dict:
     return metrics | guard.metrics() | found
 
 
-def needs_pause(run: Run, step: int) -> bool:
-    """Whether something follows this step that needs its results: an evaluation, a save, or the end."""
-    data, asked, steps = run.settings.data, run.settings.run, run.settings.optim.steps
-    intervals = asked.save_every, asked.check_replicas, data.eval_every if run.validation else 0
-    return any(is_due(step, every, steps) for every in intervals)
+def due_after(run: Run, step: int) -> set[str]:
+    """What is due after this step and needs its results; after the last step, evaluating and saving always are."""
+    data, asked = run.settings.data, run.settings.run
+    intervals = dict(save=asked.save_every, check=asked.check_replicas,
+                     evaluate=data.eval_every if run.validation else 0)
+    due = {what for what, every in intervals.items() if every and (step + 1) % every == 0}
+    return due | {"evaluate", "save"} if step == run.settings.optim.steps - 1 else due
 
 
-def pause(run: Run, step: int) -> dict:
+def pause(run: Run, due: set[str]) -> dict:
     """Between two steps: evaluate, compare replicas and save, if it is time to. Returns their metrics."""
-    settings, groups, state, guard, record = run.settings, run.groups, run.state, run.guard, {}
-    asked, steps = settings.run, settings.optim.steps
-    if run.validation and not guard.stopping and is_due(step, settings.data.eval_every, steps):
-        state.activity = f"evaluating after step {step}"
+    state, guard, asked, record = run.state, run.guard, run.settings.run, {}
+    after = f"after step {state.step - 1}"
+    if run.validation and "evaluate" in due and not guard.stopping:
+        state.activity = f"evaluating {after}"
         record["val_loss"] = validation_loss(run)
-    saves = run.saver and (guard.stopping or is_due(step, asked.save_every, steps))
-    if asked.check_replicas and (saves or is_due(step, asked.check_replicas, math.inf)):
-        record["check_replicas_s"] = faults.check_replicas(run.optimizer, run.model.routers, groups)
+    saves = run.saver and ("save" in due or guard.stopping)
+    if asked.check_replicas and ("check" in due or saves):
+        record["check_replicas_s"] = faults.check_replicas(run.optimizer, run.model.routers, run.groups)
     if saves:  # in the background
-        state.activity, state.norms = f"saving after step {step}", guard.norms.tolist()
+        state.activity, state.norms = f"saving {after}", guard.norms.tolist()
         record["save_wait_s"] = run.saver.save(state.step, description(run))
         record["save_gb_per_s"] = run.saver.bytes_per_s / 1e9
     return record
@@ -400,15 +391,12 @@ def finish(run: Run) -> None:
     """After the last step: evaluate, if no step did; finish saving; export and sample, unless the run was asked to end.
     Raises faults.Failure if work is lost, or none was done: nobody shall take this run for a good one."""
     settings, state, log, guard, problem = run.settings, run.state, run.log, run.guard, ""
-    if run.validation and log.last_loss is None:
-        state.activity = "evaluating"
-        log.print_validation_loss(state.step, validation_loss(run))
     asked = settings.run
+    if log.last_loss is None:  # no step was left to train, so none has done this
+        log.print_validation_loss(state.step, pause(run, {"evaluate", "save"}).get("val_loss"))
     log.close(state.step, state.tokens)
     if run.saver:
         state.activity = "saving"
-        if log.last_loss is None:  # no step was left to train, so none has saved
-            run.saver.save(state.step, description(run))
         problem = run.saver.finish()
     if guard.stopping and log.is_first_rank:
         saved = f"continue with --out {asked.out} --resume auto" if asked.out else "nothing is saved: there is no --out"
@@ -436,25 +424,38 @@ def finish(run: Run) -> None:
             print("no sample: the data are tokens, without a tokenizer.json beside them", file=sys.stderr)
 
 
-def is_due(step: int, every: int, steps: float) -> bool:
-    """Whether this step is the last, or a multiple of `every` steps has now been done. every=0: only after the last."""
-    return step == steps - 1 or (every > 0 and (step + 1) % every == 0)
-
-
 def validation_loss(run: Run) -> float | None:
     """The mean loss over the first samples: --eval-steps global batches (of a ramp's first size), or all there are.
     None if the run is asked to end meanwhile."""
-    settings, samples = run.settings, run.validation
-    sequences = settings.batch.ramp()[0][0]
-    end = min(settings.data.eval_steps * sequences, samples.spans)
+    sequences, samples = run.settings.batch.ramp()[0][0], run.validation
+    end = min(run.settings.data.eval_steps * sequences, samples.spans)
 
     def global_batches() -> Iterator[list[MicroBatch]]:
         for first in range(0, end, sequences):
             if run.guard.agree_to_stop():
                 return
-            yield on_device(run, run.local_micro_batches(samples, first, sequences, settings, run.groups, end))
-    loss = run.mean_loss(run.model, global_batches(), run.groups)
+            yield micro_batches(run, samples, first, sequences, end)
+    loss = mean_loss(run.model, global_batches(), run.groups)
     return None if run.guard.stopping else loss
+
+
+@torch.no_grad()
+def mean_loss(model: torch.nn.Module, global_batches: Iterable[list[MicroBatch]], groups: Groups) -> float:
+    """The mean loss over all valid tokens of all ranks' micro-batches. Every rank must have the same number of them."""
+    summed = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)  # losses, tokens
+    for given in global_batches:
+        def forward(stage: int, k: int, x: torch.Tensor | None, given=given) -> torch.Tensor:
+            batch = given[k]
+            y = model(batch.tokens, batch.positions, batch.documents, stage=stage, x=x, labels=batch.labels)
+            if stage == model.last_stage:
+                summed.add_(torch.stack((y.double(), (batch.labels != IGNORED).sum().double())))
+            return y
+
+        engine = model.pipeline.engine(len(given), evaluating=True)
+        engine.run(forward, model.boundary_shape(given[0].tokens), model.execution.dtype)
+    for axis in ("data", "pp"):
+        all_reduce(summed, groups[axis])
+    return (summed[0] / summed[1].clamp(min=1)).item()
 
 
 def rewind(run: Run) -> None:

@@ -22,6 +22,7 @@ from model import ForwardContext, MixtureOfExperts
 from param import draw, parameter, shard_slice
 from plan import costs
 from recompute import Recompute
+from run import job
 from test_grids import MIXTRAL
 from tp import TensorParallel
 
@@ -419,7 +420,7 @@ def test_evaluation_counts_nothing():
     groups, model, optimizer, share = grids.ready(f"{SMALL} --bias-rate 0.1")
     train.forward_backward(model, optimizer, share, groups)
     loads = [router.load.clone() for router in model.routers]
-    train.mean_loss(model, [share], groups)
+    job.mean_loss(model, [share], groups)
     assert all(torch.equal(router.load, load) for router, load in zip(model.routers, loads))
     assert [load.sum() for load in loads] == [8 * 12 * 2] * 3
 

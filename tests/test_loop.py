@@ -259,11 +259,11 @@ def waits(flags: str) -> list[int]:
                 inside[:] = entered
         return call
 
-    begin = job.Run.begin_step
+    begin = job.read
     with contextlib.ExitStack() as stack:
         for name in READS:
             stack.enter_context(patch.object(torch.Tensor, name, counted(getattr(torch.Tensor, name))))
-        for owner, name in ((job.Run, "begin_step"), (train, "forward_backward"), (Optimizer, "step"),
+        for owner, name in ((job, "read"), (train, "forward_backward"), (Optimizer, "step"),
                             (train, "update_balance"), (job.Run, "end_step"), (job, "read_results")):
             stack.enter_context(patch.object(owner, name, entered(getattr(owner, name))))
         stack.enter_context(patch.object(job, "reads_late", lambda device: True))
@@ -353,14 +353,14 @@ def test_times_in_the_metrics_are_those_of_a_clock(corpora, tmp_path):
     hash_of = faults.hash_of
     with (patch("time.perf_counter", lambda: getattr(clock, "now", 0.0)),
           patch.object(train, "forward_backward", takes(2, train.forward_backward)),
-          patch.object(job, "read", takes(0.25, job.read)),
-          patch.object(train, "mean_loss", takes(7, train.mean_loss)),
+          patch.object(train, "local_micro_batches", takes(0.25, train.local_micro_batches)),
+          patch.object(job, "mean_loss", takes(7, job.mean_loss)),
           patch.object(checkpoint.Stage, "copy", takes(3, checkpoint.Stage.copy)),
           patch.object(checkpoint, "checksums_of", takes(5, checkpoint.checksums_of)),
           patch.object(faults, "hash_of", takes(0.125, hash_of))):
         records, _ = run(corpora, f"--dtype fp32 --steps 4 --global-batch 4 --out {tmp_path} --save-every 2 "
                                      f"--check-replicas 4 --val-data {corpora}/unseen.npy --eval-every 1")
-    assert [record["step_s"] for record in records] == [2.25, 2.25, 2.25, 2]  # no step is read after the last
+    assert [record["step_s"] for record in records] == 4 * [2.25]
     assert [record["tokens_per_s"] for record in records] == [48 / record["step_s"] for record in records]
     assert [record.get("save_wait_s") for record in records] == [None, 3, None, 3]
     state = 3 * 4 * costs.parameters(config.parse(MODEL.split()).model).total

@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 
 import param
 import train
+from run import job
 from run.data import MicroBatch
 from run.sampling import sample
 
@@ -32,7 +33,7 @@ PROMPT = torch.arange(10).view(2, 5)
 def evaluated(flags: str) -> tuple[float, torch.Tensor]:
     """The mean loss of a model with the seed's weights, and a text that it continues."""
     groups, model, _, share = grids.ready(flags)
-    return train.mean_loss(model, [share], groups), sample(model, PROMPT, 6, temperature=0)
+    return job.mean_loss(model, [share], groups), sample(model, PROMPT, 6, temperature=0)
 
 
 @pytest.mark.parametrize("flags", ["--pp 2 --micro-batch 12", "--zero 3", "--cp 2 --doc-mask"])

@@ -84,7 +84,7 @@ PLACES = {  # where -> (in which part of a run, before which function)
     "collective": [("collective", dist, "all_reduce")],  # half of a collective: the other ranks are inside
     "optimizer": [("step", Optimizer, "step")], "staging": [("end", checkpoint.Stage, "copy")],
     "writing": [("thread", checkpoint, "checksums_of")], "commit": [("thread", checkpoint, "sync")],
-    "evaluation": [("end", train, "mean_loss")], "sampling": [("end", sampling, "continue_prompt")],
+    "evaluation": [("end", job, "mean_loss")], "sampling": [("end", sampling, "continue_prompt")],
     "export": [("end", checkpoint, "export")], "exit": [("end", dist, "destroy_process_group")]}
 
 

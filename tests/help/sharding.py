@@ -14,6 +14,7 @@ import pp
 import train
 import zero
 from param import DTYPES
+from run import job
 from run.meter import Meter
 
 # Widths that are prime, so that nothing divides; blocks are the largest units; few tokens, so activations are small.
@@ -167,7 +168,7 @@ def one_step(dtype: torch.dtype, clip: float) -> list[tuple]:
 def evaluated() -> int:
     """Bytes of gathered weights that an evaluation at stage 3 leaves behind, weights being shards before it."""
     groups, model, optimizer, share = built("--global-batch 8 --micro-batch 2 --zero 3", torch.float32)
-    train.mean_loss(model, [share], groups)
+    job.mean_loss(model, [share], groups)
     return sum(bucket.weights.untyped_storage().nbytes() for bucket in optimizer.buckets)
 
 
