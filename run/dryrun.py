@@ -80,14 +80,10 @@ def uniform_counts(counts: torch.Tensor, T: int, k: int, group: Group) -> tuple[
     """As ep.exchange_counts if all choices of k experts are equally often made: counts differ by at most one."""
     n, e = group.size, counts.shape[1] - 1
     collectives.all_to_all(torch.empty_like(counts), counts, [1] * n, [1] * n, group)
-    own = dealt(T * k, n * e)[group.rank * e:][:e]  # of each rank's rows, those of this rank's experts
+    least, rest = divmod(T * k, n * e)
+    own = [least + (expert < rest) for expert in range(group.rank * e, (group.rank + 1) * e)]  # of each rank's rows
     copies = round(T * (1 - math.comb(n * e - e, k) / math.comb(n * e, k)))  # see costs.copies_per_token
     return [copies] * n, [copies] * n, [n * count for count in own]
-
-
-def dealt(count: int, experts: int) -> list[int]:
-    """How many of `count` rows each expert gets if they get them in turn."""
-    return [count // experts + (expert < count % experts) for expert in range(experts)]
 
 
 class ZeroSamples(Samples):
@@ -132,15 +128,10 @@ def measure(step: Callable[[], Any], model: Any, optimizer: Any, engine: Any, gr
         collectives.sent.clear()
         engine.around = around
         step()
-    alive = meter.alive_at_peak()
-    at_peak = Counter()
+    alive, at_peak = meter.alive_at_peak(), Counter()
     for storage, nbytes in alive:
         at_peak[storage.kind] += nbytes
-    equal: dict[tuple, list] = {}
-    for storage, nbytes in alive:
-        key = storage.kind, storage.shape, storage.dtype, str(storage.made_by)
-        equal.setdefault(key, []).append((nbytes, storage))
-    largest = [(sum(nbytes for nbytes, _ in found), len(found), found[0][1]) for found in equal.values()]
+    largest = [(count * nbytes, count, storage) for (storage, nbytes), count in Counter(alive).items()]
     axes: dict[str, str] = {}  # torch's name of a group -> its axis, the last one if several axes share the group
     for axis, group in groups.items():
         if group.size > 1:

@@ -19,7 +19,6 @@ without dispatching (gloo copies the inputs of its reduce-scatters). "all" is th
 import time
 import weakref
 from collections import Counter
-from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
@@ -54,15 +53,13 @@ class Collective(NamedTuple):
     bytes: int  # of the larger of input and output: all that is reduced, scattered or gathered
 
 
-@dataclass
-class Storage:
-    """A storage that is alive, or was."""
+class Storage(NamedTuple):
+    """What a storage is, or was."""
     kind: str  # its label
     made_by: Any  # the operator that returned it first; None: it was there before
     shape: tuple[int, ...]  # of the tensor that the operator returned
     dtype: torch.dtype
     device: str  # its type
-    nbytes: int = 0  # when it was last looked at
 
 
 class Meter(TorchDispatchMode):
@@ -74,11 +71,12 @@ class Meter(TorchDispatchMode):
         self.kind = "other"  # the label of what operations bring from now on
         self.sizes: dict[int, str] = {}
         self.alive: dict[int, tuple[weakref.ref, Storage]] = {}  # by the id of the storage
+        self.nbytes: Counter[int] = Counter()  # of it, when it was last looked at
         self.bytes_of: Counter[str] = Counter()  # alive now, by label
         self.peak: Counter[str] = Counter()  # the most bytes alive at any moment, by label
         self.window_peak = 0  # the most since restart_window
         # Which storage has how many bytes from then on (0: it died), in order: so also what was alive at a moment.
-        self.changes: list[tuple[Storage, int]] = []
+        self.changes: list[tuple[int, Storage, int]] = []
         self.changes_before_peak = 0  # how many of them were before the peak of "all"
         self.flops = self.operations = 0
         self.collectives: list[Collective] = []
@@ -97,7 +95,7 @@ class Meter(TorchDispatchMode):
         def resize_and_count(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
             resize(storage, nbytes)
             if id(storage) in self.alive:
-                self.resize(self.alive[id(storage)][1], nbytes)
+                self.resize(id(storage), nbytes)
             return storage
 
         torch.UntypedStorage.resize_ = resize_and_count
@@ -121,18 +119,19 @@ class Meter(TorchDispatchMode):
         number = id(storage)
         reference = weakref.ref(storage, lambda _: self.remove(number))
         self.alive[number] = reference, entry
-        self.resize(entry, storage.nbytes())
+        self.resize(number, storage.nbytes())
 
     def remove(self, number: int) -> None:
-        _, entry = self.alive.pop(number)
-        self.resize(entry, 0)
+        self.resize(number, 0)
+        del self.alive[number]
 
-    def resize(self, entry: Storage, nbytes: int) -> None:
-        more, entry.nbytes = nbytes - entry.nbytes, nbytes
+    def resize(self, number: int, nbytes: int) -> None:
+        more, entry = nbytes - self.nbytes[number], self.alive[number][1]
+        self.nbytes[number] = nbytes
         self.bytes_of[entry.kind] += more
         if entry.kind != "outside":
             self.bytes_of["all"] += more
-            self.changes.append((entry, nbytes))
+            self.changes.append((number, entry, nbytes))
 
     def live(self) -> Counter[str]:
         """Bytes alive now, by label."""
@@ -145,9 +144,7 @@ class Meter(TorchDispatchMode):
 
     def alive_at_peak(self) -> list[tuple[Storage, int]]:
         """The storages that were alive at the peak of "all", and their bytes then; the largest first."""
-        alive: dict[int, tuple[Storage, int]] = {}
-        for storage, nbytes in self.changes[:self.changes_before_peak]:
-            alive[id(storage)] = storage, nbytes
+        alive = {number: (entry, nbytes) for number, entry, nbytes in self.changes[:self.changes_before_peak]}
         return sorted((pair for pair in alive.values() if pair[1]), key=lambda pair: -pair[1])
 
     def settled(self) -> Counter[str]:

@@ -12,10 +12,9 @@ import sys
 
 import torch
 from torch.nn import Module
-from torch.nn.functional import pad
 
 import config
-from collectives import Group, Groups, all_gather, all_reduce, receive, send
+from collectives import Groups, all_reduce, receive, send
 from param import shard_slice
 from run.data import Codec
 
@@ -50,18 +49,18 @@ def sample(model: Module, tokens: torch.Tensor, count: int, temperature: float =
     """
     for module in model.modules():
         vars(module).pop("mm", None)  # the class has the plain one
-    generator = torch.Generator().manual_seed(seed)
-    cache, new = KVCache(), tokens
+    generator, cache, new = torch.Generator().manual_seed(seed), KVCache(), tokens
+    vocab, tp, pp = model.model.vocab, model.tp.group, model.pipeline.group
     for _ in range(count):
-        logits = next_logits(model, new, cache)
-        new = torch.zeros_like(tokens[:, :1])
-        if logits is not None:
-            logits = gather_logits(logits[:, -1], model.model.vocab, model.tp.group).float().cpu()
-            if temperature == 0:
-                new.copy_(logits.argmax(-1, keepdim=True))
-            else:
-                new.copy_(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
-        all_reduce(new, model.pipeline.group)  # one pipeline rank has it, the others zeros
+        logits, own = torch.zeros(len(tokens), vocab, device=tokens.device), next_logits(model, new, cache)
+        if own is not None:
+            logits[:, shard_slice(vocab, tp.size, tp.rank)] = own[:, -1].float()
+        all_reduce(logits, tp)  # every rank has its part, and zeros
+        all_reduce(logits, pp)  # one pipeline rank has them, the others zeros
+        if temperature == 0:
+            new = logits.argmax(-1, keepdim=True)
+        else:
+            new = torch.multinomial((logits / temperature).softmax(-1).cpu(), 1, generator=generator).to(tokens)
         tokens = torch.cat((tokens, new), 1)
     return tokens
 
@@ -78,16 +77,6 @@ def next_logits(model: Module, tokens: torch.Tensor, cache: KVCache) -> torch.Te
         if stage < model.last_stage and owners[stage + 1] != group.rank:
             send(x, owners[stage + 1], group).wait()
     return x if model.last_stage in model.stages else None
-
-
-def gather_logits(logits: torch.Tensor, vocab: int, group: Group) -> torch.Tensor:
-    """[T, V/t] -> [T, V] on every rank, for sampling. vocab: V, which t need not divide."""
-    n = group.size
-    widths = [shard.stop - shard.start for shard in (shard_slice(vocab, n, i) for i in range(n))]
-    padded = pad(logits, (0, max(widths) - logits.shape[-1]))
-    out = logits.new_empty(n * len(logits), max(widths))
-    all_gather(out, padded.contiguous(), group)
-    return torch.cat([rows[:, :width] for rows, width in zip(out.chunk(n), widths)], -1)
 
 
 def continue_prompt(model: Module, codec: Codec, settings: config.Config, groups: Groups, device: torch.device,
