@@ -297,10 +297,9 @@ class Run:
     dry_run: str = setting("", "RANK/GPUS: print what a step needs on that rank of so many, run on fake tensors")
     timeout: float = positive(600.0, "seconds a collective may wait for a rank before the run fails", most=1e7)
     time_limit: float = setting(0.0, "minutes after which the run saves and ends, as after SIGTERM or Ctrl-C; 0: none")
-    max_skipped: int = setting(25, "fail after so many skipped steps in a row (not finite, or spikes); 0: never")
+    max_skipped: int = setting(25, "fail after so many steps in a row whose gradient is not finite; 0: never")
     rewind: int = setting(0, "instead of ending by --max-skipped, go back to the checkpoint before these steps and "
                              "leave out their samples, this many times in a run")
-    skip_spikes: float = setting(0.0, "skip a gradient norm this many standard deviations above its mean; 0: none")
     check_replicas: int = setting(0, "steps between comparisons of what ranks must hold alike, to the bit; 0: never")
 
     def dry_run_as(self) -> tuple[int, int]:

@@ -73,11 +73,10 @@ def train(run: job.Run) -> None:
             losses = forward_backward(model, optimizer, step.micro_batches, groups)
         with profile_range("optimizer"):
             lr = learning_rate(step.number, settings.optim)
-            limit = run.guard.limit()  # a gradient norm that is not below it is a spike: no rank updates its weights
             votes = run.votes()  # requests to stop, seconds, noise: `step` sums them over ranks, in place
-            norm = optimizer.step(lr, limit, extra=votes)
-        results = dict(zip(("loss", "mtp_loss"), losses), norm=norm, limit=limit, votes=votes)
-        run.end_step(lr, results | update_balance(model, groups, norm < limit, len(step.samples)))
+            norm = optimizer.step(lr, extra=votes)
+        results = dict(zip(("loss", "mtp_loss"), losses), norm=norm, votes=votes)
+        run.end_step(lr, results | update_balance(model, groups, norm.isfinite(), len(step.samples)))
 
 
 # ---- the model and its optimizer ------------------------------------------------------------------------------------

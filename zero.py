@@ -332,10 +332,10 @@ class Optimizer:
         for bucket in sorted(self.buckets, key=lambda bucket: bucket.name):
             bucket.finish_step()
 
-    def step(self, lr: float, limit: float | Tensor = math.inf, extra: Tensor | None = None) -> Tensor:
+    def step(self, lr: float, extra: Tensor | None = None) -> Tensor:
         """Clip and update. Returns the norm of the whole gradient before clipping, the same on every rank. If that is
-        not below `limit`, or not a number, the step is skipped: nothing changes but the loss scale. extra: a vector
-        that is replaced by its sum over all ranks, in the same reduction as the norm."""
+        not finite, the step is skipped: nothing changes but the loss scale. extra: a vector that is replaced by its sum
+        over all ranks, in the same reduction as the norm."""
         squared = torch.stack([bucket.squared_norm() for bucket in self.buckets]).sum()[None]
         summed = squared if extra is None else torch.cat((squared, extra.to(squared)))
         all_reduce(summed, self.world)
@@ -343,7 +343,7 @@ class Optimizer:
             extra.copy_(summed[1:])
         unscale = 1 / self.loss_scale.value if self.loss_scale else squared.new_ones(())
         norm = summed[0].sqrt() * unscale
-        found_inf = (~(norm < limit)).float()
+        found_inf = (~norm.isfinite()).float()
         factor = unscale * (self.clip / (norm + 1e-6)).clamp(max=1) if self.clip else unscale
         # A rule's kernel scales gradients as it reads them, which saves a pass over them, but takes the scale in fp32.
         of_matrices = self.matrices.buckets if self.matrices else []
@@ -366,7 +366,7 @@ class Optimizer:
             bucket.update_weights()
         self.steps += 1 - found_inf
         if self.loss_scale:
-            self.loss_scale.update((~norm.isfinite()).float())  # a finite norm above `limit` is no overflow
+            self.loss_scale.update(found_inf)
         return norm
 
     def update(self, bucket: ShardedBucket, grad: Tensor, **scalars) -> None:

@@ -3,7 +3,6 @@
     event                          detected by                                consequence
     SIGTERM, Ctrl-C, --time-limit  any rank: it asks all ranks to stop        all ranks save after this step and exit
     the gradient is not finite     all ranks: they have the same norm         no update; if repeated, error or rewind
-    the gradient's norm spikes     all ranks: same norm and statistics        the same, with --skip-spikes
     replicas differ                --check-replicas: a reduction of hashes    an error that names tensor and ranks
     a rank hangs                   watchdog threads of the ranks that wait    an error that names the missing rank
     a rank dies                    torchrun, and ranks that lose connections  an error; torchrun restarts all ranks
@@ -50,7 +49,6 @@ from run.start import say, tell_torchrun
 REQUESTS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP  # to save and end
 ORPHANED = getattr(signal, "SIGRTMIN", signal.SIGUSR1)  # what the kernel sends to ranks whose torchrun has died
 SAME_REQUEST_S = 1.0  # within this time a second signal is the same request, forwarded by torchrun
-HORIZON, SETTLED = 100, 20  # norms are averaged over about HORIZON steps; spikes are detected after SETTLED steps
 STORE_TIMEOUT_S = 20.0  # a rank that has failed reports alone if torchrun's store has not answered after this time
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
@@ -114,14 +112,10 @@ class Stop:
 
 class Guard:
     """The decisions that all ranks make alike after every step, from numbers summed together with the gradient's norm.
-
-    spikes: a norm this many standard deviations above the mean is a spike; 0: none is. norms: [count, mean, variance]
-    of the norms of steps that were not skipped, over about HORIZON steps, saved in checkpoints; fp64, on the device.
     """
 
-    def __init__(self, stop: Stop, world: Group, device: torch.device, norms: list[float], spikes: float = 0.0):
-        self.stop, self.world, self.device, self.spikes = stop, world, device, spikes
-        self.norms = torch.tensor(norms, dtype=torch.float64, device=device)
+    def __init__(self, stop: Stop, world: Group, device: torch.device):
+        self.stop, self.world, self.device = stop, world, device
         self.stopping = False  # all ranks have agreed to stop
         self.streak: list[tuple[int, range]] = []  # (step, its samples) of the latest consecutive skipped steps
         self.seconds: list[float] = []  # per rank: its time in the last step minus its waits for collectives
@@ -130,11 +124,6 @@ class Guard:
     def begin_step(self) -> None:
         self.began, self.waited = time.perf_counter(), record.waited_s
 
-    def limit(self) -> torch.Tensor:
-        """The threshold for the gradient's norm, a scalar: a step whose norm is not below it is skipped."""
-        count, mean, variance = self.norms.unbind()
-        return (mean + self.spikes * variance.sqrt()).where((count >= SETTLED) & bool(self.spikes), math.inf)
-
     def votes(self) -> torch.Tensor:
         """[1 + ranks], to be summed in place: 1 if this rank wants to stop; at 1 + rank, its seconds without waits."""
         votes = torch.zeros(1 + self.world.size)
@@ -142,27 +131,15 @@ class Guard:
         votes[1 + self.world.rank] = time.perf_counter() - self.began - (record.waited_s - self.waited)
         return to_device(votes, self.device)
 
-    def update_statistics(self, norm: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
-        """Add a step's norm to the statistics on the device, unless it was skipped. Returns the mean before."""
-        count, mean, variance = self.norms.unbind()
-        weight = 1 / (count + 1).clamp(max=HORIZON)
-        difference = norm - mean
-        updated = count + 1, mean + weight * difference, (1 - weight) * (variance + weight * difference**2)
-        self.norms = torch.where(norm < limit, torch.stack(updated), self.norms)
-        return mean
-
-    def after_step(self, step: int, samples: range, *, norm: float, limit: float, mean: float,
-                   votes: list[float]) -> None:
-        """Record a step's results: the summed votes, and whether it was skipped: unless norm < limit, it was. mean: of
-        the norms before it."""
+    def after_step(self, step: int, samples: range, *, norm: float, votes: list[float]) -> None:
+        """Record a step's results: the gradient's norm, without which it was skipped, and the summed votes."""
         stop_votes, *self.seconds = votes
         self.stopping = self.stopping or stop_votes > 0
-        if norm < limit:
+        if math.isfinite(norm):
             self.streak.clear()
-            return
-        self.streak.append((step, samples))
-        usual = f", the mean {mean:.4g}" if math.isfinite(norm) else ""
-        warn(f"step {step} was skipped: the norm of its gradient is {norm:.4g}{usual}", self.world)
+        else:
+            self.streak.append((step, samples))
+            warn(f"step {step} was skipped: the norm of its gradient is {norm}", self.world)
 
     def metrics(self) -> dict[str, Any]:
         """busy_s: seconds per rank in the last step, without waits, as min, median and max; {} for a single rank.

@@ -41,8 +41,7 @@ class RunState:
     step: int = 0  # number of completed steps
     samples: int = 0  # the number of the next sample: those before it have been read or left out
     tokens: int = 0  # trained on so far
-    skipped: int = 0  # number of steps without an update: the gradient was not finite, or a spike
-    norms: list[float] = field(default_factory=lambda: [0, 0.0, 0.0])  # see faults.Guard
+    skipped: int = 0  # number of steps without an update: the gradient was not finite
     left_out: list[list[int]] = field(default_factory=list)  # samples [first, end) that rewinds have left out
     rewinds: int = 0  # number of times that the run has gone back to a checkpoint
     activity: str = BEFORE  # what the run is doing, for error messages
@@ -150,7 +149,7 @@ class Run:
         settings, state, run = self.settings, self.state, self.settings.run
         self.local_micro_batches = local_micro_batches
         self.log.begin(state.step)
-        guard = self.guard = faults.Guard(self.stop, self.groups["world"], self.device, state.norms, run.skip_spikes)
+        guard = self.guard = faults.Guard(self.stop, self.groups["world"], self.device)
         measured = run.metrics and settings.grid.cp == 1 and self.groups["data"].size > 1
         self.noise = GradientNoise(self.optimizer, self.groups["data"].size) if measured else None
         unread: Step | None = None
@@ -179,10 +178,9 @@ class Run:
         return torch.cat((votes, self.noise.squares())) if self.noise else votes
 
     def end_step(self, lr: float, results: dict[str, torch.Tensor]) -> None:
-        """Take what the device will know when the step is done: loss, norm, limit and summed votes, and other metrics.
+        """Take what the device will know when the step is done: loss, norm and summed votes, and other metrics.
         The host reads a copy of it later."""
         state, step = self.state, self.step
-        results = results | dict(mean=self.guard.update_statistics(results["norm"], results["limit"]))
         if self.noise:
             results["votes"], squares = results["votes"].tensor_split([-2])
             results |= self.noise.estimate(len(step.samples) * self.settings.batch.seq, squares)
@@ -354,8 +352,8 @@ def reads_late(device: torch.device) -> bool:
 def read_results(run: Run, step: Step) -> dict:
     """Wait for a step's results, let the guard see them, and return the step's metrics."""
     found, state, guard = step.results.read(), run.state, run.guard
-    loss, norm, limit, mean, votes = (found.pop(name) for name in ("loss", "norm", "limit", "mean", "votes"))
-    guard.after_step(step.number, step.samples, norm=norm, limit=limit, mean=mean, votes=votes)
+    loss, norm, votes = (found.pop(name) for name in ("loss", "norm", "votes"))
+    guard.after_step(step.number, step.samples, norm=norm, votes=votes)
     state.skipped += bool(guard.streak)
     metrics = run.log.metrics(step, skipped=state.skipped, loss=loss, norm=norm, seconds=run.log.lap(step.began))
     return metrics | guard.metrics() | found
@@ -381,7 +379,7 @@ def pause(run: Run, due: set[str]) -> dict:
     if asked.check_replicas and ("check" in due or saves):
         record["check_replicas_s"] = faults.check_replicas(run.optimizer, run.model.routers, run.groups)
     if saves:  # in the background
-        state.activity, state.norms = f"saving {after}", guard.norms.tolist()
+        state.activity = f"saving {after}"
         record["save_wait_s"] = run.saver.save(state.step, description(run))
         record["save_gb_per_s"] = run.saver.bytes_per_s / 1e9
     return record
@@ -478,7 +476,6 @@ def rewind(run: Run) -> None:
     restore(run, path, start.read_run(path))
     state.left_out, state.rewinds = left_out, rewinds
     guard.streak.clear()
-    guard.norms.copy_(torch.tensor(state.norms, dtype=guard.norms.dtype))
     run.saver.begin_at(state.step)
     run.log.begin(state.step)
     faults.warn(f"{what}: went back to {path} and left out samples {samples.start} to {last.stop - 1}",

@@ -23,7 +23,7 @@ from run import huggingface
 
 CHECKPOINT_FORMAT = 1  # of run.json and of tensors' names
 CONTENT = dict(  # an example of what run.json has, besides checksums; a later version may write more
-    step=0, samples=0, tokens=0, skipped=0, norms=[0.0], left_out=[[0]], rewinds=0, ranks=0, torch="", tokenizer="",
+    step=0, samples=0, tokens=0, skipped=0, left_out=[[0]], rewinds=0, ranks=0, torch="", tokenizer="",
     published="", corpus=dict(tokens=0, files=0), grid={}, files={}, model=asdict(config.Model()),
     settings={name: value for section in config.SECTIONS.values() for name, value in asdict(section()).items()})
 NOT_INHERITED = ("resume", "insist", "init_from", "export_hf", "profile", "memory_snapshot")  # of one start of a run

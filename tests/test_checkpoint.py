@@ -525,7 +525,7 @@ def forge(file: Path, **values) -> None:
 
 
 @pytest.mark.parametrize("name, value", [
-    ("step", "2"), ("step", 2.5), ("tokens", None), ("norms", ["x", 0.0, 0.0]), ("left_out", [[0, "x"]]),
+    ("step", "2"), ("step", 2.5), ("tokens", None), ("left_out", [[0, "x"]]),
     ("files", "x"), ("files", {"__0_0.distcp": "x"}), ("files", {"__0_0.distcp": ["x", "x"]}), ("corpus", 7),
     ("corpus", {"tokens": "x"}), ("tokenizer", 7), ("settings", "x"), ("settings", {"lr": "fast"}),
     ("settings", {"betas": [0.9, "x"]}), ("settings", {"data": [7]}), ("settings", {"tied": 1}),

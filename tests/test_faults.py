@@ -11,7 +11,6 @@ import resource
 import shutil
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import threading
@@ -260,7 +259,6 @@ def test_a_rewind_leaves_out_the_samples_and_nothing_else(pool, tmp_path, late, 
     assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
     written = start.read_run(str(tmp_path / "out" / "step-000012"))
     assert (written["samples"], written["left_out"], written["rewinds"]) == (12 * 12 + end - 60, [[60, end]], 1)
-    assert written["norms"] == start.read_run(str(tmp_path / "straight" / "step-000012"))["norms"]
     set_aside = any(path.name.startswith("set-aside-step-000008") for path in (tmp_path / "out").iterdir())
     assert set_aside == (most == 3)
 
@@ -295,40 +293,6 @@ def test_samples_that_were_left_out_are_passed_over_by_any_batch():
     assert found == [0, 4, 16, 16, 16, 16]
     for left_out in ([[8, 12], [12, 16]], [[12, 16], [8, 12]], [[12, 16], [8, 14]]):  # later rewinds go further
         assert faults.next_sample(6, 4, left_out) == 16
-
-
-def test_older_norms_fade_and_spikes_are_found_once_there_are_enough():
-    """From the 100th on, a norm has weight 1/100 when it is new, and each later one takes 1/100 of it away; the first
-    100 weigh the same. From 20 norms on, the limit is the mean and 3 standard deviations."""
-    norms = torch.rand(300, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    guard, plain = (faults.Guard(faults.Stop(), collectives.ALONE, torch.device("cpu"), [0, 0.0, 0.0], spikes)
-                    for spikes in (3, 0))
-    for count, norm in enumerate(norms):
-        _, mean, variance = guard.norms.tolist()
-        want = mean + 3 * math.sqrt(variance) if count >= 20 else math.inf
-        assert guard.limit().item() == pytest.approx(want, rel=1e-12) and plain.limit() == math.inf
-        guard.update_statistics(norm, torch.tensor(math.inf))
-        plain.update_statistics(norm, torch.tensor(math.inf))
-    ages = torch.arange(199, -1, -1, dtype=torch.float64)
-    weights = torch.cat((torch.full((100,), 0.99 ** 200 / 100, dtype=torch.float64), 0.01 * 0.99 ** ages))
-    mean = (weights * norms).sum().item()
-    variance = (weights * (norms - mean) ** 2).sum().item()
-    assert guard.norms.tolist() == pytest.approx([300, mean, variance], rel=1e-12)
-
-
-def test_a_spike_is_skipped_with_a_flag_and_statistics_are_resumed(tmp_path):
-    said = run(f"--steps 36 --skip-spikes 8 --metrics {tmp_path}/m --out {tmp_path}/out --save-every 25 --keep 0",
-               (30,), 100.0)
-    norm, mean = re.search(r"step 30 was skipped: the norm of its gradient is (\S+), the mean (\S+)\n", said).groups()
-    norms = [line["grad_norm"] for line in metrics(tmp_path / "m")]
-    assert [float(norm), float(mean)] == pytest.approx([norms[30], statistics.mean(norms[:30])], rel=1e-3)
-    assert metrics(tmp_path / "m")[-1]["skipped"] == 1
-    assert tensors(tmp_path / "out" / "step-000036")["steps"] == 35  # updates
-    assert "skipped" not in run("--steps 36", (30,), 100.0)
-    shutil.copytree(tmp_path / "out" / "step-000025", tmp_path / "again" / "step-000025")
-    run(f"--out {tmp_path}/again --resume auto", (30,), 100.0)
-    want, got = (start.read_run(str(tmp_path / name / "step-000036")) for name in ("out", "again"))
-    assert want["norms"] == got["norms"] and want["norms"][0] == 35
 
 
 # ---- replicas -------------------------------------------------------------------------------------------------------

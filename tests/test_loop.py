@@ -192,7 +192,7 @@ MEASURED = "step_s", "tokens_per_s", "tokens_per_s_per_gpu", "memory_gb", "busy_
 
 def test_a_step_is_read_after_the_next_has_been_issued(corpora, monkeypatch):
     """On a GPU, here feigned; but where an evaluation or the end waits for it, at once. The metrics are the same."""
-    seen, flags = [], FLAGS.format(RAMP, corpora) + " --skip-spikes 6"
+    seen, flags = [], FLAGS.format(RAMP, corpora)
     want, _ = run(corpora, flags)
 
     def noted(owner, name: str, number):
@@ -278,7 +278,7 @@ MIXTURE = "--experts 4 --top-k 2 --expert-ffn 16 --bias-rate 0.01"
 
 
 @pytest.mark.parametrize("ranks, flags, count", [
-    (1, "--micro-batch 2", 1), (2, "--dp 2 --zero 2 --skip-spikes 6", 1), (2, "--cp 2 --doc-mask", 1),
+    (1, "--micro-batch 2", 1), (2, "--dp 2 --zero 2", 1), (2, "--cp 2 --doc-mask", 1),
     (1, f"--micro-batch 4 {MIXTURE}", 1 + 2 * 2), (2, f"--dp 2 --ep 2 --micro-batch 4 {MIXTURE}", 1 + 2),
     *slow((4, "--pp 2 --tp 2 --schedule zb-h1", 1))])
 def test_a_step_waits_for_the_device_once(pool, ranks, flags, count):
@@ -295,9 +295,9 @@ def test_skipped_steps_are_counted_as_they_happen(corpora):
 
 
 def test_a_step_that_is_skipped_leaves_weights_and_biases(corpora):
-    """A spike, whose gradient is finite: here every one is. It counts as no update, and is read."""
+    """Its gradient is not finite. It counts as no update, and is read."""
     jobs, flags = [], "--experts 4 --expert-ffn 8 --bias-rate 0.1 --dtype fp32 --steps 1 --global-batch 4"
-    with (patch.object(faults.Guard, "limit", lambda guard: torch.tensor(0.0)),
+    with (patch.object(Optimizer, "scale_loss", lambda self, loss: torch.nan * loss),
           patch.object(job, "finish", jobs.append)):
         records, _ = run(corpora, flags)
     (done,), settings = jobs, config.parse(f"{MODEL} --data {corpora}/train.npy {flags}".split())
@@ -305,7 +305,7 @@ def test_a_step_that_is_skipped_leaves_weights_and_biases(corpora):
     assert all(torch.equal(p.double(), first[p.spec.name]) for p in done.model.parameters())
     assert not any(router.bias.any() for router in done.model.routers) and done.optimizer.steps == 0
     assert (done.state.step, done.state.samples, done.state.skipped) == (1, 4, 1)
-    assert records[0]["grad_norm"] > 0 and records[0]["load_max_over_mean"] > 1
+    assert records[0]["grad_norm"] is None and records[0]["load_max_over_mean"] > 1
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

@@ -86,7 +86,6 @@ ELSEWHERE = {
     "kernels": "test_kernels.py::test_a_run_in_which_no_kernel_works_is_one_with_kernels_torch",
     "max_skipped": "test_faults.py::test_too_many_skipped_steps_in_a_row_end_the_run",
     "rewind": "test_faults.py::test_a_rewind_leaves_out_the_samples_and_nothing_else",
-    "skip_spikes": "test_faults.py::test_a_spike_is_skipped_with_a_flag_and_statistics_are_resumed",
     "check_replicas": "test_faults.py::test_one_flipped_bit_is_found_with_its_tensor_and_rank",
     "dry_run": "test_dryrun.py::test_a_dry_run_is_a_real_run_in_flops_calls_bytes_and_memory",
     "grid": "test_plan.py::test_the_grid_that_is_chosen_is_the_best_one_that_was_found",
