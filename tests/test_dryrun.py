@@ -297,6 +297,7 @@ PLANNED = [  # (flags, pipeline rank, of 8 ranks)
     (SIZE + "--pp 4 --dp 2 --schedule zb-h1 --zero 1 --recompute full", 3),
     (SIZE + "--mtp --pp 2 --dp 4 --zero 1", 1),
     (SIZE + LATENT_SIZE + "--dp 8 --zero 1", 0),
+    (SIZE + "--dp 8 --zero 1 --dp-replicate 2", 0),
 ]
 PLANNED_SLOW = [(f"{SIZE}{axes} --zero {zero} --recompute {recompute}", rank)
                 for axes, ranks in (("--dp 8", [0]), ("--tp 4 --dp 2 --sp off", [0]), ("--cp 8", [0]),
@@ -313,7 +314,6 @@ PLANNED_SLOW += [(f"{SIZE}{flags}", 0) for flags in (
     "--tp 2 --dp 4 --fp8 tensorwise --zero 1", "--cp 8 --cp-style ring --cp-ulysses 2 --zero 1",
     "--tp 8 --sp async --recompute full", "--dp 8 --attention math", "--dp 8 --zero 3 --optimizer muon",
     "--dp 2 --tp 4 --zero 2 --optimizer muon --bucket-mb 8", "--mtp --dp 8 --zero 3", "--mtp --pp 2 --dp 4 --zero 2",
-    "--dp 8 --zero 1 --dp-replicate 2 --reduce-dtype bf16 --seq 64",
     "--pp 2 --dp 4 --zero 2 --reduce-dtype bf16 --seq 64",
     "--dp 8 --zero 3 --reduce-dtype bf16 --seq 64 --global-batch 32",
     f"{LATENT_SIZE}--dp 2 --cp 2 --tp 2 --zero 2 --recompute selective")]

@@ -115,14 +115,11 @@ def test_a_run_is_what_torchs_own_parts_make_of_the_same_samples(corpora):
 
 
 def test_losses_of_bf16_micro_batches_are_summed_in_fp32(corpora):
-    settings = config.parse(f"{MODEL} --data {corpora}/train.npy --dtype bf16 --global-batch 40 --micro-batch 1"
-                            .split())
-    model, optimizer = grids.built(settings, grids.NO_GROUPS, "bf16")
-    samples = open_samples(settings, settings.data.data, 0)
-    share = train.local_micro_batches(samples, 0, 40, settings, grids.NO_GROUPS)
+    flags = f"{MODEL} --data {corpora}/train.npy --dtype bf16 --global-batch 40 --micro-batch 1"
+    _, groups, model, optimizer, share = runs.first_step(flags)
     with torch.no_grad():
         losses = [model(batch.tokens, labels=batch.labels).item() for batch in share]
-    loss = train.forward_backward(model, optimizer, share, grids.NO_GROUPS)
+    loss = train.forward_backward(model, optimizer, share, groups)
     assert loss.dtype == torch.float32 and loss.item() == pytest.approx(sum(losses) / (40 * 12), rel=1e-6)
 
 
@@ -312,13 +309,10 @@ def test_a_step_that_is_skipped_leaves_weights_and_biases(corpora):
 def test_flops_in_the_metrics_are_those_that_are_dispatched(recompute):
     """HFU with what is recomputed, MFU without; a rank of two has half of the peak's share."""
     flags = f"{MODEL} --data {__file__} --vocab 257 --separator -1 --dtype fp32 --attention math --global-batch 4"
-    settings = config.parse(f"{flags} --recompute {recompute}".split())
-    model, optimizer = grids.built(settings, grids.NO_GROUPS, "fp32")
-    samples = open_samples(settings, settings.data.data, 0)
-    share = train.local_micro_batches(samples, 0, 4, settings, grids.NO_GROUPS)
+    settings, groups, model, optimizer, share = runs.first_step(f"{flags} --recompute {recompute}")
     with Meter(memory=False) as meter:
-        train.forward_backward(model, optimizer, share, grids.NO_GROUPS)
-    log = Log(settings, grids.NO_GROUPS, torch.device("cpu"))
+        train.forward_backward(model, optimizer, share, groups)
+    log = Log(settings, groups, torch.device("cpu"))
     log.peak, log.ranks = 1e9, 2
     step = job.Step(0, range(4), 0, [], sent=Counter())
     record = log.metrics(step, skipped=0, loss=1.0, norm=1.0, seconds=0.5)

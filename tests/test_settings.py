@@ -2,7 +2,6 @@
 from functools import cache
 from pathlib import Path
 
-import grids
 import numpy as np
 import pytest
 import runs
@@ -142,12 +141,8 @@ def communicated(lines: list[str]) -> list[list[tuple]]:
     """Name, group and shape of every collective of this rank in a step of each of these runs."""
     out = []
     for line in lines:
-        settings = config.parse(f"{MODEL} --data {__file__} {line}".split(), dist.get_world_size())
-        groups = build_groups(settings.grid, settings.model)
+        _, groups, model, optimizer, share = runs.first_step(f"{MODEL} --data {__file__} --vocab 257 {line}")
         axes = {group.process_group.group_name: axis for axis, group in groups.items() if group.size > 1}
-        model, optimizer = grids.built(settings, groups, "fp64")
-        tokens, labels = grids.batches(settings)[0]
-        share = train.local_micro_batches(grids.GivenSamples(tokens, labels), 0, 8, settings, groups)
         with Meter(memory=False) as meter:
             train.forward_backward(model, optimizer, share, groups)
             optimizer.step(0.01)

@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import time
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import grids
@@ -16,13 +15,13 @@ import tokenizers
 import torch
 import torch.distributed as dist
 from program import python, torchrun
-from runs import metrics, run
+from runs import first_step, metrics, run
 
 import config
 import train
 from collectives import ALONE, build_groups
 from plan import costs, search
-from run import checkpoint, device, job, log, sampling, start
+from run import checkpoint, device, dryrun, job, log, sampling, start
 from run.data import Codec, open_samples
 
 ROOT = os.path.dirname(config.__file__)
@@ -56,69 +55,56 @@ def test_a_run_says_what_it_does_learns_and_saves_when_it_is_asked_to_end(tmp_pa
     assert records[0]["mfu"] is None and records[0]["comm_gb"] == {}  # a CPU has no peak to be compared with
 
 
+def outcomes(pool, folder, grids: list[tuple[int, str]], flags: str) -> list[tuple[list[dict], str]]:
+    """(metrics, what was printed) of a run on each grid, (ranks, flags): the same numbers to 1e-10, the same text."""
+    found = []
+    for i, (ranks, grid) in enumerate(grids):
+        first, *others = pool.run(ranks, "runs:run", flags=f"{SMALL} {flags} {grid} --metrics {folder / str(i)}")
+        assert not any(others)
+        found.append((metrics(folder / str(i)), first))
+    records, printed = found[0]
+    for other, text in found:
+        for record, want in zip(other, records, strict=True):
+            for what in {"loss", "grad_norm", "val_loss", "aux_loss", "load_max_over_mean"} & want.keys():
+                assert record[what] == pytest.approx(want[what], rel=1e-10), what
+        assert text.split("\nimport")[1][:8] == printed.split("\nimport")[1][:8]
+    return found
+
+
 def test_every_grid_trains_evaluates_and_samples_as_one_process(pool, tmp_path):
-    """Of ten validation samples every grid takes each once, whatever its micro-batches; and all write the same text."""
-    unseen, outcomes = tmp_path / "unseen.txt", []
+    """Of ten validation samples every grid takes each once, whatever its micro-batches."""
+    unseen = tmp_path / "unseen.txt"
     unseen.write_text("".join(f"{i * i} bottles of beer on the wall, " for i in range(20))[:10 * 32])
     flags = (f"--data {ROOT}/train.py --val-data {unseen} --dtype fp64 --steps 4 --lr 0.01 --global-batch 8 --doc-mask "
              f"--eval-every 2 --eval-steps 2 --sample import")
-    grids = [(2, "--micro-batch 2"), (1, "--micro-batch 1"), (2, "--micro-batch 4 --zero 3"),
+    grids = [(1, "--micro-batch 1"), (2, "--micro-batch 2"), (2, "--micro-batch 4 --zero 3"),
              (2, "--cp 2 --cp-style ring"), (4, "--micro-batch 2 --pp 2 --schedule zb-h1 --zero 3"),
              (2, "--micro-batch 4 --pp 2"), (4, "--cp 2 --tp 2 --zero 3")]
-    for i, (ranks, grid) in enumerate(grids):
-        printed = pool.run(ranks, "runs:run", flags=f"{SMALL} {flags} {grid} --metrics {tmp_path / str(i)}")
-        assert not any(printed[1:])
-        outcomes.append((metrics(tmp_path / str(i)), printed[0]))
-    records, printed = outcomes[1]
+    found = outcomes(pool, tmp_path, grids, flags)
+    records, printed = found[0]
     assert ["val_loss" in record for record in records] == [False, True, False, True]
     assert 4 < records[-1]["val_loss"] < 6 and len(printed.split("\nimport")[1]) > 8
-    for other, text in outcomes:
-        for record, want in zip(other, records):
-            for what in {"loss", "grad_norm", "val_loss"} & want.keys():
-                assert record[what] == pytest.approx(want[what], rel=1e-10)
-        assert text.split("\nimport")[1][:8] == printed.split("\nimport")[1][:8]
     said = [f"after {step} steps: validation loss {records[step - 1]['val_loss']:.4f}" for step in (2, 4)]
     assert [line for line in printed.splitlines() if line.startswith("after ")] == said
-    assert outcomes[0][1].startswith("device  cpu (as asked), 2 ranks, gloo, fp64\n")
-    measured = ["noise_trace" in other[0] for other, _ in outcomes]  # with two gradients, and no shared sequences
-    assert measured == [True, False, True, False, True, False, False]
-    sent = outcomes[0][0][0]["comm_gb"]["dp"] * 1e9
+    assert found[1][1].startswith("device  cpu (as asked), 2 ranks, gloo, fp64\n")
+    measured = ["noise_trace" in other[0] for other, _ in found]  # with two gradients, and no shared sequences
+    assert measured == [False, True, True, False, True, False, False]
+    sent = found[1][0][0]["comm_gb"]["dp"] * 1e9
     assert sent == pytest.approx(2 * 1 / 2 * 34016 * 8)  # gradients in fp64
 
 
 def test_every_grid_of_experts_trains_evaluates_and_samples_as_one_process(pool, tmp_path):
-    outcomes = []
+    """The second time with a dense layer, which is a stage of the pipeline."""
     flags = (f"--preset tiny-moe --experts 4 --expert-ffn 24 --bias-rate 0.02 --data {ROOT}/train.py "
-             f"--val-data {ROOT}/pp.py --dtype fp64 --steps 4 --lr 0.01 --global-batch 8 --eval-every 2 --eval-steps 1 "
+             f"--val-data {ROOT}/pp.py --dtype fp64 --steps 3 --lr 0.01 --global-batch 8 --eval-every 3 --eval-steps 1 "
              "--sample import")
-    for i, (ranks, grid) in enumerate([(1, "--micro-batch 2"), (2, "--ep 2 --recompute full"),
-                                       (2, "--tp 2 --sp off --ep 2 --micro-batch 2"),
-                                       (4, "--cp 2 --ep 4 --zero 3"), (2, "--pp 2 --micro-batch 2"),
-                                       (1, "--micro-batch 4 --dense-layers 1"),
-                                       (4, "--pp 2 --ep 2 --micro-batch 2 --dense-layers 1")]):
-        printed = pool.run(ranks, "runs:run", flags=f"{SMALL} {flags} {grid} --metrics {tmp_path / str(i)}")
-        outcomes.append((metrics(tmp_path / str(i)), printed[0]))
-    records, _ = outcomes[0]
+    grids = [(1, "--micro-batch 2"), (2, "--ep 2 --recompute full"), (2, "--tp 2 --sp off --ep 2 --micro-batch 2"),
+             (4, "--cp 2 --ep 4 --zero 3"), (2, "--pp 2 --micro-batch 2")]
+    (records, _), *_ = outcomes(pool, tmp_path, grids, flags)
     assert 0.01 * 2 < records[0]["aux_loss"] < 0.01 * 2 * 1.3  # of two layers, a little above the least
-    for alike in outcomes[:-2], outcomes[-2:]:  # the last two have a dense layer, which is a stage of the pipeline
-        records, printed = alike[0]
-        assert records[-1]["load_max_over_mean"] > 1
-        for other, text in alike[1:]:
-            for record, want in zip(other, records, strict=True):
-                for what in {"loss", "grad_norm", "val_loss", "aux_loss", "load_max_over_mean"} & want.keys():
-                    assert record[what] == pytest.approx(want[what], rel=1e-10), what
-            assert text.split("\nimport")[1][:8] == printed.split("\nimport")[1][:8]
-
-
-def test_an_evaluation_in_rounds_is_one_over_everything(tmp_path):
-    """Ten samples, as eight and two or at once, of a model that hardly learns."""
-    unseen, losses = tmp_path / "unseen.txt", []
-    unseen.write_text("".join(f"{i * i} bottles of beer on the wall, " for i in range(20))[:10 * 32])
-    for i, batch in enumerate(("--global-batch 8", "--global-batch 10")):
-        flags = f"--data {ROOT}/train.py --val-data {unseen} --dtype fp64 --steps 1 --warmup 0 --lr 1e-15 --sample="
-        run(f"{SMALL} {flags} {batch} --metrics {tmp_path / str(i)}")
-        losses.append(metrics(tmp_path / str(i))[0]["val_loss"])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-11)
+    assert records[-1]["load_max_over_mean"] > 1
+    grids = [(1, "--micro-batch 4"), (4, "--pp 2 --ep 2 --micro-batch 2")]
+    outcomes(pool, tmp_path, grids, f"{flags} --dense-layers 1")
 
 
 def test_a_step_that_fails_is_named_and_not_the_one_before(monkeypatch):
@@ -279,19 +265,6 @@ def test_the_last_lines_are_of_the_whole_run_and_of_the_noise_in_its_second_half
     assert capsys.readouterr().out.splitlines() == [last] + [f"gradient noise scale {line}"] * bool(line)
 
 
-def ranks_of_groups(flags: str) -> dict[str, list[int] | None]:
-    settings = config.parse(flags.split(), 8)
-    groups = build_groups(settings.grid, settings.model)
-    return {axis: dist.get_process_group_ranks(group.process_group) if group.size > 1 else None
-            for axis, group in groups.items()}
-
-
-def first_lines(flags: str, ranks: int, groups: dict) -> list[str]:
-    settings = config.parse(f"--micro-batch 1 --dtype fp32 {flags}".split(), ranks)
-    built = train.build_model(settings, grids.NO_GROUPS | groups, "cpu")
-    return log.first_lines(settings, groups, "cpu", built).splitlines()
-
-
 def test_the_first_lines_name_fp8_active_parameters_the_grid_that_is_shown_a_ramps_beginning_and_the_data(tmp_path):
     np.save(tmp_path / "tokens.npy", np.zeros(32 * 1234, np.uint16))
     settings = config.parse(f"--preset tiny-moe --fp8 tensorwise --seq 32 --dtype bf16 --tp 2 --pp 2 --cp 2 "
@@ -306,14 +279,6 @@ def test_the_first_lines_name_fp8_active_parameters_the_grid_that_is_shown_a_ram
     every, active = (f"{dense + 4 * experts * 3 * 128 * 128:,}" for experts in (8, 2))
     assert model.startswith(f"model   tiny-moe: {every} parameters ({active} active); rank 0 needs about ")
     assert data == "data    39,488 tokens in 1 files: 1,233 samples of 32"  # a sample takes one more token
-
-
-def test_the_first_lines_count_what_a_rank_holds():
-    """Two replicas of two shards hold what two shards hold."""
-    hybrid, sharded, plain = (first_lines(flags, ranks, {}) for flags, ranks in (
-        ("--zero 3 --dp-replicate 2", 4), ("--zero 3", 2), ("", 1)))
-    assert hybrid[3].split("activations")[0] == sharded[3].split("activations")[0] != plain[3].split("activations")[0]
-    assert "weights 3.2 MB, gradients 3.2 MB, optimizer 6.4 MB" in plain[3]
 
 
 @pytest.mark.parametrize("flags, line", [
@@ -347,34 +312,29 @@ def test_a_sample_begins_with_a_separator_and_rings_no_bell(monkeypatch, capsys)
 def test_sampling_is_a_run_of_no_steps(monkeypatch, tmp_path):
     called = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "execv", lambda program, arguments: called.append(arguments))
+    monkeypatch.setattr(os, "execv", lambda program, arguments: called.append(arguments[1:]))
     sampling.main([str(tmp_path), "--tp", "2", "--prompt", "@home"])
     (tmp_path / "config.json").touch()
     sampling.main([str(tmp_path), "--prompt", "-"])
-    for (_, file, where, path, *flags), wanted, prompt in zip(called, ("--resume", "--init-from"), ("@home", "-")):
-        assert (os.path.basename(file), where, path) == ("train.py", wanted, str(tmp_path))
-        assert flags[flags.index("--steps") + 1] == "0" and f"--sample={prompt}" in flags and "--prompt" not in flags
+    for (file, *flags), wanted, prompt in zip(called, ("--resume", "--init-from"), ("@home", "-")):
+        assert file == os.path.join(ROOT, "train.py")  # from whatever folder it is started
+        assert flags[:2] == [wanted, str(tmp_path)] and flags[flags.index("--steps") + 1] == "0"
+        assert f"--sample={prompt}" in flags and "--prompt" not in flags
     assert called[0][-3:-1] == ["--tp", "2"]
     for wrong in (["--prompt", "a"], ["--tp", "--prompt", "a"], [str(tmp_path), "--tp", "2"],
                   [str(tmp_path), "--tp", "--prompt"], [str(tmp_path), "--prompt", ""]):
         with pytest.raises(SystemExit, match="2"):
             sampling.main(wrong)
-    assert called[-1][1] == os.path.join(ROOT, "train.py")  # from whatever folder it is started
 
 
 @pytest.mark.parametrize("flags", ["--recompute full", "--recompute selective --experts 4 --shared-experts 1"])
 def test_a_step_leaves_no_cycles(flags):
     """The collector is off while a run goes on: whatever refers to itself would stay."""
-    settings = config.parse(f"{SMALL} --data {ROOT}/train.py {flags}".split())
-    groups = grids.NO_GROUPS
-    model, optimizer = grids.built(settings, groups, "fp32")
-    share = train.local_micro_batches(open_samples(settings, settings.data.data, 0), 0, 16, settings, groups)
+    _, groups, model, optimizer, share = first_step(f"{SMALL} --dtype fp32 --data {ROOT}/train.py {flags}")
 
     def step():
         train.forward_backward(model, optimizer, share, groups)
-        norm = optimizer.step(0.01)
-        if model.routers:
-            train.update_balance(model, groups, norm.isfinite(), 16)
+        train.update_balance(model, groups, optimizer.step(0.01).isfinite(), 16)
 
     step()
     gc.collect()
@@ -386,41 +346,30 @@ def test_a_step_leaves_no_cycles(flags):
         gc.enable()
 
 
-def test_the_first_lines_count_experts_where_they_are():
-    """Bytes of optimizer state: two moments in fp32 of 1/4 of everything but experts, and of 1/2 of half of those."""
-    experts = 4 * 8 * 3 * 128 * 128
-    others = costs.parameters(config.parse("--preset tiny-moe".split()).model).total - experts
-    group = SimpleNamespace(size=2, rank=0)
-    lines = first_lines("--preset tiny-moe --ep 2 --zero 1", 4, {"ep": group})
-    assert f"optimizer {8 * (others / 4 + experts / 4) / 1e6:.1f} MB" in lines[3]
-
-
 def test_the_head_counts_as_layers():
     """Of Llama 3.2 1B's 16 layers, the head has the FLOPs of four: the last of four stages gets three less."""
-    settings = config.parse("--preset llama-3.2-1b --pp 4 --seq 4096 --dp 1".split(), 4)
-    layers = []
-    for stage in range(4):
-        group = SimpleNamespace(size=4, rank=stage)
-        layers.append(len(train.build_pipeline(settings, group).stages[stage]))
-    assert sum(layers) == 16 and layers[3] <= min(layers[:3]) - 2
+    stages = costs.stages_of(config.parse("--preset llama-3.2-1b --pp 4 --seq 4096 --dp 1".split(), 4))
+    *layers, last = map(len, stages)
+    assert sum(layers) + last == 16 and last <= min(layers) - 2
 
 
-def test_neighbours_share_layers_then_shards_and_replicas_are_far_apart(pool):
-    seen = pool.run(8, "test_train:ranks_of_groups", flags="--tp 2 --zero 1 --dp-replicate 2 --kv-heads 1")
-    neighbours = dict(cp_keys=None, cp_heads=None)
-    assert seen[5] == dict(world=[0, 1, 2, 3, 4, 5, 6, 7], stage=[4, 5, 6, 7], data=[1, 3, 5, 7], replicate=[1, 5],
-                           dp=[5, 7], cp=None, pp=None, tie=None, tp=[4, 5], kv=None, kv_copy=[4, 5], ep=None, edp=None,
-                           **neighbours)
-    assert [ranks["dp"] for ranks in seen] == [[0, 2], [1, 3]] * 2 + [[4, 6], [5, 7]] * 2
-    seen = pool.run(8, "test_train:ranks_of_groups", flags="--tp 2 --cp 2 --kv-heads 1")
-    everyone = [0, 1, 2, 3, 4, 5, 6, 7]
-    assert seen[5] == dict(world=everyone, stage=everyone, data=[1, 3, 5, 7], replicate=None, dp=[1, 3, 5, 7],
-                           cp=[5, 7], pp=None, tie=None, tp=[4, 5], kv=None, kv_copy=[4, 5], ep=None, edp=None,
-                           **neighbours)
-    for flags, ep, edp in (("--tp 2 --ep 4", [4, 5, 6, 7], [1, 5]), ("--pp 2 --cp 2 --ep 2", [4, 5], [5, 7]),
-                           ("--tp 2 --zero 1 --dp-replicate 2 --ep 2", [4, 5], [5, 7])):
-        seen = pool.run(8, "test_train:ranks_of_groups", flags=f"{flags} --experts 8")
-        assert (seen[5]["ep"], seen[5]["edp"]) == (ep, edp)
+@pytest.mark.parametrize("flags, want", [
+    ("--tp 2 --zero 1 --dp-replicate 2 --kv-heads 1", dict(
+        stage=[4, 5, 6, 7], data=[1, 3, 5, 7], replicate=[1, 5], dp=[5, 7], tp=[4, 5], kv_copy=[4, 5])),
+    ("--tp 2 --cp 2 --kv-heads 1", dict(
+        stage=[*range(8)], data=[1, 3, 5, 7], dp=[1, 3, 5, 7], cp=[5, 7], tp=[4, 5], kv_copy=[4, 5])),
+    ("--tp 2 --ep 4 --experts 8", dict(ep=[4, 5, 6, 7], edp=[1, 5])),
+    ("--pp 2 --cp 2 --ep 2 --experts 8", dict(ep=[4, 5], edp=[5, 7])),
+    ("--tp 2 --zero 1 --dp-replicate 2 --ep 2 --experts 8", dict(ep=[4, 5], edp=[5, 7]))])
+def test_neighbours_share_layers_then_shards_and_replicas_are_far_apart(flags, want):
+    """The ranks of each group of rank 5 of 8; without experts of all groups."""
+    settings = config.parse(flags.split(), 8)
+    with dryrun.fake_world(8, 5):
+        groups = build_groups(settings.grid, settings.model)
+        found = {axis: dist.get_process_group_ranks(group.process_group) for axis, group in groups.items()
+                 if group.size > 1}
+    assert found.pop("world") == [*range(8)]
+    assert (found if "ep" not in want else {axis: found[axis] for axis in want}) == want
 
 
 @pytest.mark.slow

@@ -5,11 +5,13 @@ import json
 from pathlib import Path
 from unittest.mock import patch
 
+import grids
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import train
+from collectives import build_groups
 from run import faults, job, sampling, start
 from run.data import open_samples
 from run.sampling import sample
@@ -37,6 +39,15 @@ def run(flags: str | list[str], state: job.RunState | None = None) -> str:
             error.add_note(printed.getvalue())
             raise
     return printed.getvalue()
+
+
+def first_step(flags: str) -> tuple:
+    """(settings, groups, model, optimizer, this rank's micro-batches) of a run that begins."""
+    settings = start.parse(flags.split(), grids.everyone().size)
+    groups = build_groups(settings.grid, settings.model)
+    samples = open_samples(settings, settings.data.data, settings.optim.seed)
+    share = train.local_micro_batches(samples, 0, settings.batch.global_batch, settings, groups)
+    return settings, groups, *grids.built(settings, groups), share
 
 
 def metrics(path: Path) -> list[dict]:
