@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import takewhile
+from itertools import count, takewhile
 
 import torch
 import torch.distributed as dist
@@ -124,23 +124,36 @@ def cut(path: str, step: int) -> None:
     follows. In place: a link stays one, and a crash loses nothing else."""
     def stays(line: bytes) -> bool:
         metric = re.match(re.escape(METRIC) + rb" (\d+)", line)
-        return line.endswith(b"\n") and not (metric and int(metric[1]) >= step)
+        return is_whole(line) and not (metric and int(metric[1]) >= step)
 
     with open(path, "r+b") as file:
-        file.truncate(sum(map(len, takewhile(stays, file))))
+        size, last = 0, b"\n"
+        for last in takewhile(stays, file):
+            size += len(last)
+        file.truncate(size)
+        if not last.endswith(b"\n"):  # torn between the line and its end
+            file.seek(size)
+            file.write(b"\n")
+
+
+def is_whole(line: bytes) -> bool:
+    try:
+        return line.endswith(b"\n") or isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
 
 
 def first_lines(settings: config.Config, groups: Groups, device: str, built, samples=None, fused: bool = False) -> str:
     """The lines that describe a run: device, in words; grid, batch, model and, if there are run.data.Samples, data.
     built: the model.Llama of this rank. fused: whether memory is that of fused kernels, as on GPUs."""
     grid, batch, precision, model = settings.grid, settings.batch, settings.precision, settings.model
-    count = costs.parameters(model)
+    total = costs.parameters(model)
     fp8 = f", linear layers of blocks in fp8 {precision.fp8}" if precision.fp8 != "none" else ""
     sequences, _ = batch.ramp()[0]
     ramp = f"; ramp {batch.batch_ramp}" if batch.batch_ramp else ""
     memory = memory_of_rank(settings, groups.get("pp", ALONE).rank, fused)
     kinds = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in memory.items())
-    active = f" ({count.active:,} active)" if model.experts else ""
+    active = f" ({total.active:,} active)" if model.experts else ""
     lines = [f"device  {device}, {precision.dtype}{fp8}", f"grid    {grid_line(grid, model)}"]
     if settings.shown:
         ranks = grid.dp * grid.cp * grid.tp * grid.pp
@@ -149,7 +162,7 @@ def first_lines(settings: config.Config, groups: Groups, device: str, built, sam
     lines += [
         f"batch   global batch {sequences} = micro {batch.micro_batch} x accum "
         f"{sequences // batch.micro_batch // grid.dp} x dp {grid.dp}; {sequences * batch.seq:,} tokens per step{ramp}",
-        f"model   {model.preset}: {count.total:,} parameters{active}; "
+        f"model   {model.preset}: {total.total:,} parameters{active}; "
         f"rank {groups.get('world', ALONE).rank} needs about {format_bytes(sum(memory.values()))}: {kinds}"]
     if samples:
         lines.append(
@@ -214,19 +227,15 @@ def profiling(folder: str, snapshot: str, rank: int, device: torch.device) -> It
     if snapshot:
         torch.cuda.memory._record_memory_history(max_entries=1_000_000)
     with start_profiler(folder, rank, cuda) if folder else nullcontext() as profiler:
-        steps = 0
+        numbers = count(1)
 
         def end_step() -> None:
-            nonlocal steps
-            steps += 1
             if profiler:
                 profiler.step()
-            if snapshot and rank == 0 and steps == WAIT + ACTIVE:
+            if snapshot and rank == 0 and next(numbers) <= WAIT + ACTIVE:  # anew: a run that fails has the last one
                 torch.cuda.memory._dump_snapshot(snapshot)
 
         yield end_step
-        if snapshot and rank == 0 and steps < WAIT + ACTIVE:
-            torch.cuda.memory._dump_snapshot(snapshot)
 
 
 def start_profiler(folder: str, rank: int, cuda: bool) -> profile:

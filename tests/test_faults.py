@@ -35,7 +35,7 @@ import config
 import train
 import zero
 from collectives import build_groups
-from run import checkpoint, faults, job, ranks, start
+from run import checkpoint, faults, job, log, ranks, start
 from run.data import open_samples
 from run.ranks import Call, meet
 from test_checkpoint import saved, tensors
@@ -847,6 +847,15 @@ def test_metrics_of_an_earlier_run_stay_until_a_step_is_done(tmp_path):
     with patch.object(train, "forward_backward", side_effect=ZeroDivisionError), pytest.raises(ZeroDivisionError):
         run(f"--steps 2 --metrics {tmp_path}/m")
     assert (tmp_path / "m").read_text() == '{"step": 0}\n'
+
+
+@pytest.mark.parametrize("torn, kept", [
+    ('{"step": 1, "comm_gb": {"dp": 0.1}}', '{"step": 1, "comm_gb": {"dp": 0.1}}\n'), ('{"step": 1', ""),
+    ('{"step": 1, "comm_gb": {"dp": 0.1}', ""), ('{"step": 2}', ""), ("", "")])
+def test_a_line_of_metrics_without_an_end_is_kept_if_nothing_else_is_torn(tmp_path, torn, kept):
+    (tmp_path / "m").write_text('{"step": 0}\n' + torn)
+    log.cut(str(tmp_path / "m"), 2)
+    assert (tmp_path / "m").read_text() == '{"step": 0}\n' + kept
 
 
 def full_disk_from_step_3(state):
