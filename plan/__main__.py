@@ -247,7 +247,7 @@ def predict_file(path: str) -> None:
                     request = json.loads(line)
                     need(isinstance(request, dict), "not an object")
                     print(json.dumps(request | predict_request(request)))
-                except (ValueError, TypeError) as error:
+                except (ValueError, TypeError, RecursionError) as error:
                     raise ValueError(f"{path}, line {number}: {error}") from None
 
 
@@ -290,6 +290,8 @@ def main(arguments: list[str]) -> None:
     machine = search.this_machine(gpus) if asked.machine == "cpu" else read_machine(asked.machine)
     searching = command in ("search", "sweep")
     settings = start.parse([*rest, "--grid", "auto"] if searching else rest, gpus)
+    need(searching or settings.grid.grid == "given", f"--grid auto: {command} is of a grid that is given; search finds "
+                                                     "the best")
     knows_host = machine.host_link and machine.host_memory
     need(settings.precision.offload == "none" or command in ("params", "memory") or knows_host,
          f"--offload {settings.precision.offload}: {asked.machine} has no host_link_bytes_per_s and "

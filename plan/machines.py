@@ -15,6 +15,7 @@ A machine is a built-in one, whose figures others have measured, or a file that 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -90,29 +91,40 @@ MACHINES = {machine.name: machine for machine in (
 )}
 
 
+def number(fields: Mapping, name: str, default: float | None = None) -> float:
+    """A field of a cluster file: finite, and above 0 unless it is a latency."""
+    value = float(fields[name] if default is None else fields.get(name) or default)
+    need(math.isfinite(value) and (value > 0 or value == 0 and name == "latency_s"), f"{name} {value}: must be above 0")
+    return value
+
+
 def read_machine(name: str) -> Machine:
     """A machine by its name, or from a file that `bench/probe.py` wrote. Raises ValueError if there is none, or if the
-    file lacks a field."""
+    file lacks a field or has no number in it."""
+    need(isinstance(name, str), f"--machine {name}: write a name")
     if name.lower() in MACHINES:
         return MACHINES[name.lower()]
     need(os.path.isfile(name), f"--machine {name}: unknown, use one of {', '.join(MACHINES)} or a cluster file")
     try:
         with open(name) as file:
             found = json.load(file)
-        levels = tuple(Level(level["name"], int(level["ranks"]), float(level["latency_s"]),
-                             float(level["bandwidth_bytes_per_s"]),
-                             {op: float(figures["bandwidth_bytes_per_s"])
+        levels = tuple(Level(level["name"], int(number(level, "ranks")), number(level, "latency_s"),
+                             number(level, "bandwidth_bytes_per_s"),
+                             {op: number(figures, "bandwidth_bytes_per_s")
                               for op, figures in (level.get("per_collective") or {}).items()})
                        for level in found["levels"])
-        peaks = {dtype: float(peak) for dtype, peak in found["peak_flops"].items()}
-        best = {dtype: peak * (found["achieved_fraction"] or 0.8) for dtype, peak in peaks.items()}
-        bandwidth = found.get("memory_bytes_per_s") or peaks["bf16"] / 295  # an H100's FLOPs per byte
-        return Machine(found["name"], int(found["gpus_per_node"]), peaks, best, float(found["memory_bytes"]),
-                       float(bandwidth), levels, float(found.get("host_link_bytes_per_s", 0)),
-                       float(found.get("host_memory_bytes_per_s", 0)))
+        need(levels, "has no levels")
+        peaks = {dtype: number(found["peak_flops"], dtype) for dtype in {"bf16": 0} | found["peak_flops"]}
+        best = {dtype: peak * number(found, "achieved_fraction", 0.8) for dtype, peak in peaks.items()}
+        host = [number(found, link) if found.get(link) else 0.0
+                for link in ("host_link_bytes_per_s", "host_memory_bytes_per_s")]
+        return Machine(str(found["name"]), int(number(found, "gpus_per_node")), peaks, best,
+                       number(found, "memory_bytes"),
+                       number(found, "memory_bytes_per_s", peaks["bf16"] / 295),  # an H100's FLOPs per byte
+                       levels, *host)
     except KeyError as error:
         raise ValueError(f"--machine {name}: the file has no {error}") from None
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"--machine {name}: cannot be read: {error}") from None
 
 

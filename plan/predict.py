@@ -56,6 +56,7 @@ def run_of(request: dict) -> Run:
         need(stages <= layers + 4, f"--pp {asked.get('pp')}: {stages} stages of {layers} layers and four parts besides")
         asked["layers"] = max(layers, stages)
     settings = start.parse(to_flags(asked), gpus)
+    need(settings.grid.grid == "given", "--grid auto: give a grid, such as python -m plan search finds")
     settings.model.layers = layers if "layers" in asked else settings.model.layers
     costs.stages_of(settings, kernels.division)  # raises ValueError for stages that cannot be
     return Run(in_16_bits(settings), machine, kernels)

@@ -174,6 +174,15 @@ def test_a_cluster_file_is_a_machine(tmp_path):
     assert (machine.best_matmul(), machine.memory_bandwidth, *machine[-2:]) == (1e14, 1e12, 3e10, 5e10)
     with pytest.raises(ValueError, match="--machine .*cluster.json: the file has no 'memory_bytes'"):
         read()
+    slow = [levels[0] | dict(bandwidth_bytes_per_s=0)]
+    for wrong in (dict(memory_bytes=math.nan), dict(gpus_per_node=math.inf), dict(peak_flops={}), dict(peak_flops=3),
+                  dict(achieved_fraction=-1), dict(levels=[]), dict(levels=slow), dict(levels=[3]),
+                  dict(host_link_bytes_per_s=-1), dict(memory_bytes_per_s="x")):
+        with pytest.raises(ValueError, match="^--machine .*cluster.json: "):
+            read(**dict(memory_bytes=2**34) | wrong)
+    file.write_text("[" * 99_999)
+    with pytest.raises(ValueError, match="cluster.json: cannot be read"):
+        machines.read_machine(str(file))
 
 
 # ---- a step ---------------------------------------------------------------------------------------------------------
@@ -792,7 +801,8 @@ def test_published_step_times_are_predicted(table, every, goal):
     (dict(kernels=dict(division="cumulative"), layers=16, hidden=64, heads=4, vocab=90000, pp=16),
      "--pp 16: the last of these stages gets no block of 16 layers and a head"),
     (dict(dtype="fp32"), "--dtype fp32: times are known in bf16 and fp16, use one of them, or auto"),
-    (dict(tp=3, gpus=3), "--tp 3 does not divide --heads"), (dict(machine="abacus"), "--machine abacus: unknown")])
+    (dict(tp=3, gpus=3), "--tp 3 does not divide --heads"), (dict(machine="abacus"), "--machine abacus: unknown"),
+    (dict(machine={"a": 1}), "--machine {'a': 1}: write a name"), (dict(grid="auto"), "--grid auto: give a grid")])
 def test_a_request_that_cannot_be_predicted_is_refused(request_, line):
     with pytest.raises(ValueError, match="^" + re.escape(line)):
         predict.run_of(dict(global_batch=9, micro_batch=1) | request_)
@@ -1105,6 +1115,7 @@ def test_a_mistake_is_one_line_and_exit_code_2_without_torch():
     ("step --machine abacus", "--machine abacus: unknown, use one of a100"),
     ("predict", "predict needs one file of requests"), ("abacus", "abacus: use one of params, memory"),
     ("check --tables /nowhere", "--tables /nowhere: has no tables, NAME.json"),
+    ("step --grid auto", "--grid auto: step is of a grid"),
     ("sweep --top 0", "--top 0: must be above 0"), ("search --gpus 1000001", "--gpus 1000001: must be at most")])
 def test_a_mistake_is_refused(command, line):
     with pytest.raises(ValueError, match="^" + re.escape(line)):
