@@ -12,7 +12,7 @@ things are replaced:
     Pending.completed     by `complete`: what a rank sends has been received by its next action, so that it is freed
 
 So run/meter.py sees every operation, tensor and collective that this rank would execute. It counts the peak of live
-bytes, by kind and by action of the pipeline, the tensors alive at that peak, FLOPs, and the bytes sent on each axis.
+bytes, by kind and by action of the pipeline, FLOPs, and the bytes sent on each axis.
 
 A dry run does not show time, fragmentation of the allocator, or what CUDA, NCCL and cuBLAS allocate themselves. It runs
 plain torch, as on CPUs; Triton's kernels on GPUs save less. Temporaries inside torch's own kernels are not counted; nor
@@ -43,7 +43,7 @@ from run import start
 from run.data import MicroBatch, Samples
 from run.device import check_device, memory_of_rank
 from run.log import first_lines
-from run.meter import Meter, Storage
+from run.meter import Meter
 from schedules import Action
 
 KINDS = "weights", "gradients", "optimizer", "FP8 weights", "activations", "temporaries"
@@ -105,7 +105,6 @@ class DryRun(NamedTuple):
     at_peak: dict[str, int]  # kind -> its bytes at that moment
     peak_of_kind: dict[str, int]  # kind -> the most bytes of it at any moment
     peak_of_action: list[tuple[Action, int]]  # bytes, in the order of the pipeline's plan
-    largest: list[tuple[int, int, Storage]]  # alive at the peak: (bytes, number of equal ones, one of them), descending
     flops: int  # of matmuls
     calls: dict[str, dict[str, int]]  # axis -> collective -> number of calls
     sent: dict[str, int]  # axis -> bytes that this rank sends
@@ -128,10 +127,6 @@ def measure(step: Callable[[], Any], model: Any, optimizer: Any, engine: Any, gr
         collectives.sent.clear()
         engine.around = around
         step()
-    alive, at_peak = meter.alive_at_peak(), Counter()
-    for storage, nbytes in alive:
-        at_peak[storage.kind] += nbytes
-    largest = [(count * nbytes, count, storage) for (storage, nbytes), count in Counter(alive).items()]
     axes: dict[str, str] = {}  # torch's name of a group -> its axis, the last one if several axes share the group
     for axis, group in groups.items():
         if group.size > 1:
@@ -139,9 +134,8 @@ def measure(step: Callable[[], Any], model: Any, optimizer: Any, engine: Any, gr
     calls: dict[str, dict[str, int]] = {axis: Counter() for axis, group in groups.items() if group.size > 1}
     for call in meter.collectives:
         calls[axes[call.group]][call.name] += 1
-    return DryRun(meter.peak["all"], {kind: at_peak[kind] for kind in KINDS if at_peak[kind]},
-                  {kind: meter.peak[kind] for kind in KINDS if meter.peak[kind]},
-                  peak_of_action, sorted(largest, key=lambda entry: -entry[0]), meter.flops, calls,
+    at_peak, peak_of_kind = ({kind: of[kind] for kind in KINDS if of[kind]} for of in (meter.at_peak, meter.peak))
+    return DryRun(meter.peak["all"], at_peak, peak_of_kind, peak_of_action, meter.flops, calls,
                   {axis: collectives.sent[axis] for axis in calls})
 
 
@@ -207,9 +201,6 @@ def report(found: DryRun, groups: Groups, formula: dict[str, int], seconds: floa
               f"{format_bytes(formula[kind]) if kind in formula else '':>12s}  "
               f"{'█' * round(40 * found.at_peak.get(kind, 0) / found.peak)}"
               for kind, most in found.peak_of_kind.items()]
-    lines += ["        largest at the peak, alike ones together:"]
-    lines += [f"    {format_bytes(nbytes):>12s}  {count:5,d} x {list(storage.shape)} {str(storage.dtype)[6:]}, "
-              f"{storage.kind}, {made_by(storage)}" for nbytes, count, storage in found.largest[:8]]
     lines += [f"plan    {len(found.peak_of_action)} actions (F forward, B backward, I and W its halves), each with its "
               f"peak (█ {format_bytes(found.peak)}):"]
     for first in range(0, len(found.peak_of_action), 100):
@@ -223,7 +214,3 @@ def report(found: DryRun, groups: Groups, formula: dict[str, int], seconds: floa
               f"{format_bytes(nbytes):>12s}  {', '.join(f'{n:,} {call}' for call, n in found.calls[axis].items())}"
               for axis, nbytes in found.sent.items()]
     return "\n".join(lines)
-
-
-def made_by(storage: Storage) -> str:
-    return "there before the step" if storage.made_by is None else f"by {storage.made_by.overloadpacket.__name__}"

@@ -20,7 +20,7 @@ import time
 import weakref
 from collections import Counter
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,15 +53,6 @@ class Collective(NamedTuple):
     bytes: int  # of the larger of input and output: all that is reduced, scattered or gathered
 
 
-class Storage(NamedTuple):
-    """What a storage is, or was."""
-    kind: str  # its label
-    made_by: Any  # the operator that returned it first; None: it was there before
-    shape: tuple[int, ...]  # of the tensor that the operator returned
-    dtype: torch.dtype
-    device: str  # its type
-
-
 class Meter(TorchDispatchMode):
     """memory=False does not count live bytes, which takes longer than the operations of a small model."""
 
@@ -70,14 +61,12 @@ class Meter(TorchDispatchMode):
         self.memory = memory
         self.kind = "other"  # the label of what operations bring from now on
         self.sizes: dict[int, str] = {}
-        self.alive: dict[int, tuple[weakref.ref, Storage]] = {}  # by the id of the storage
+        self.alive: dict[int, tuple[weakref.ref, str]] = {}  # id of a storage -> itself, its label
         self.nbytes: Counter[int] = Counter()  # of it, when it was last looked at
         self.bytes_of: Counter[str] = Counter()  # alive now, by label
         self.peak: Counter[str] = Counter()  # the most bytes alive at any moment, by label
+        self.at_peak: Counter[str] = Counter()  # the bytes alive at the peak of "all", by label
         self.window_peak = 0  # the most since restart_window
-        # Which storage has how many bytes from then on (0: it died), in order: so also what was alive at a moment.
-        self.changes: list[tuple[int, Storage, int]] = []
-        self.changes_before_peak = 0  # how many of them were before the peak of "all"
         self.flops = self.operations = 0
         self.collectives: list[Collective] = []
         self.sees_fake = False
@@ -110,28 +99,26 @@ class Meter(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if id(storage) in self.alive:
                 self.remove(id(storage))
-            self.add(storage, Storage(kind, None, tuple(tensor.shape), tensor.dtype, tensor.device.type))
+            self.add(storage, kind)
 
     def label_size(self, kind: str, *nbytes: int) -> None:
         self.sizes |= dict.fromkeys(nbytes, kind)
 
-    def add(self, storage: torch.UntypedStorage, entry: Storage) -> None:
+    def add(self, storage: torch.UntypedStorage, kind: str) -> None:
         number = id(storage)
-        reference = weakref.ref(storage, lambda _: self.remove(number))
-        self.alive[number] = reference, entry
+        self.alive[number] = weakref.ref(storage, lambda _: self.remove(number)), kind
         self.resize(number, storage.nbytes())
 
     def remove(self, number: int) -> None:
         self.resize(number, 0)
-        del self.alive[number]
+        del self.alive[number], self.nbytes[number]
 
     def resize(self, number: int, nbytes: int) -> None:
-        more, entry = nbytes - self.nbytes[number], self.alive[number][1]
+        more, (_, kind) = nbytes - self.nbytes[number], self.alive[number]
         self.nbytes[number] = nbytes
-        self.bytes_of[entry.kind] += more
-        if entry.kind != "outside":
+        self.bytes_of[kind] += more
+        if kind != "outside":
             self.bytes_of["all"] += more
-            self.changes.append((number, entry, nbytes))
 
     def live(self) -> Counter[str]:
         """Bytes alive now, by label."""
@@ -142,11 +129,6 @@ class Meter(TorchDispatchMode):
         most, self.window_peak = self.window_peak, self.live()["all"]
         return most
 
-    def alive_at_peak(self) -> list[tuple[Storage, int]]:
-        """The storages that were alive at the peak of "all", and their bytes then; the largest first."""
-        alive = {number: (entry, nbytes) for number, entry, nbytes in self.changes[:self.changes_before_peak]}
-        return sorted((pair for pair in alive.values() if pair[1]), key=lambda pair: -pair[1])
-
     def settled(self) -> Counter[str]:
         """Bytes alive once they have not changed for 0.1 s: gloo's threads release tensors late."""
         seen, since = self.live(), time.monotonic()
@@ -156,7 +138,7 @@ class Meter(TorchDispatchMode):
                 seen, since = now, time.monotonic()
         return seen
 
-    def saw_new(self, function: Any, args: tuple, kwargs: dict, out) -> bool:
+    def saw_new(self, args: tuple, kwargs: dict, out) -> bool:
         """Label the storages that an operation brought; whether there were any. Only then, or when a
         collective's output was refilled just before it, can the peak have risen."""
         before = len(self.alive)
@@ -165,8 +147,7 @@ class Meter(TorchDispatchMode):
                 self.label("outside", leaf)
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor) and id(storage := leaf.untyped_storage()) not in self.alive:
-                kind = self.sizes.get(storage.nbytes(), self.kind)
-                self.add(storage, Storage(kind, function, tuple(leaf.shape), leaf.dtype, leaf.device.type))
+                self.add(storage, self.sizes.get(storage.nbytes(), self.kind))
         return len(self.alive) > before
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -176,11 +157,11 @@ class Meter(TorchDispatchMode):
         if FakeTensor in types and not self.sees_fake:  # DTensor infers shapes with them
             return function(*args, **kwargs)
         out = function(*args, **kwargs)
-        if self.memory and (self.saw_new(function, args, kwargs, out) or function.namespace in COLLECTIVES):
+        if self.memory and (self.saw_new(args, kwargs, out) or function.namespace in COLLECTIVES):
             live = self.live()
             self.window_peak = max(self.window_peak, live["all"])
             if live["all"] > self.peak["all"]:
-                self.changes_before_peak = len(self.changes)
+                self.at_peak = live
             self.peak |= live  # the larger of the two, by label
         self.operations += 1
         packet = function.overloadpacket

@@ -1,6 +1,5 @@
 """A dry run says what a real one does: FLOPs, calls and bytes exactly, live bytes to 1%; and what it is for: scale."""
 import contextlib
-import math
 import re
 import time
 from collections import Counter
@@ -23,7 +22,7 @@ import train
 from collectives import Pending, build_groups
 from plan import costs
 from run import device, dryrun
-from run.meter import Meter, Storage
+from run.meter import Meter
 from schedules import Action
 
 BASE = ("--layers 4 --hidden 64 --heads 8 --kv-heads 4 --ffn 112 --vocab 97 --seq 32 --global-batch 16 --micro-batch 1 "
@@ -76,7 +75,7 @@ def measured(grid: str) -> dict:
     with patch.object(ep, "choose_experts", uniform_choice), patch.object(Pending, "completed", dryrun.complete):
         with dryrun.fake_tensors() if fake else contextlib.nullcontext():
             found = train.measured_step(settings, groups)
-    return found._asdict() | dict(largest=None)
+    return found._asdict()
 
 
 def formula_of(flags: str, ranks: int, rank: int) -> dict[str, int]:
@@ -121,18 +120,9 @@ def test_dry_runs_and_formulas_are_of_the_largest_batch_of_a_ramp():
         assert formula_of(flags, 2, 0) == formula_of(f"{flags} {batch}", 2, 0)
 
 
-def test_what_is_alive_at_the_peak_is_listed_with_its_shapes():
-    """Its bytes are those of shape and dtype, and together those of the peak, which some action has."""
+def test_the_bytes_at_the_peak_are_those_of_some_action():
     found = measured_on(f"{BASE} --pp 2 --dp 1 --layers 2", 2, 1)
-    sizes, by_kind = [nbytes for nbytes, *_ in found.largest], Counter()
-    assert sizes == sorted(sizes, reverse=True)
-    for nbytes, count, storage in found.largest:
-        by_kind[storage.kind] += nbytes
-        assert nbytes == count * math.prod(storage.shape) * storage.dtype.itemsize
-    keys = [(storage.kind, storage.shape, storage.dtype, storage.made_by) for *_, storage in found.largest]
-    assert len(set(keys)) == len(keys) and max(count for _, count, _ in found.largest) > 1
-    assert by_kind == found.at_peak and sum(sizes) == found.peak
-    assert found.peak == max(nbytes for _, nbytes in found.peak_of_action)
+    assert sum(found.at_peak.values()) == found.peak == max(nbytes for _, nbytes in found.peak_of_action)
 
 
 def test_choices_that_do_not_divide_are_dealt_in_turn():
@@ -163,8 +153,7 @@ def test_a_meter_counts_every_storage_under_its_label_and_at_its_moment():
     live = dict(masters=0, weights=0, buffers=400, other=28, activations=84, outside=4000, all=512)
     assert meter.live() == Counter(live) and a.shape == b.shape == c.shape
     assert meter.peak == Counter(weights=40, buffers=800, other=28, activations=84, outside=4000, all=40 + 800 + 2 * 28)
-    assert [(storage.kind, nbytes) for storage, nbytes in meter.alive_at_peak()] == [
-        ("buffers", 400), ("buffers", 400), ("weights", 40), ("other", 28), ("activations", 28)]
+    assert meter.at_peak == Counter(weights=40, buffers=800, other=28, activations=28, all=40 + 800 + 2 * 28)
 
 
 def flops_of(step: Callable[[], object]) -> int:
@@ -236,15 +225,13 @@ def test_attention_by_our_kernel_has_the_flops_and_bytes_of_torchs(capsys):
 
 
 def test_the_page_is_what_was_found():
-    """One that is made up, which also has more than 8 kinds of tensors and more than 100 actions."""
-    MB, mm = 10**6, torch.ops.aten.mm.default
-    largest = [(300 * MB, 1200, Storage("activations", mm, (5, 7), torch.bfloat16, "cpu")),
-               (200 * MB, 1, Storage("weights", None, (9,), torch.float32, "cpu"))]
+    """One that is made up, which has more than 100 actions."""
+    MB = 10**6
     found = dryrun.DryRun(
         peak=800 * MB, at_peak=dict(weights=400 * MB, activations=390 * MB, temporaries=10 * MB),
         peak_of_kind=dict(weights=400 * MB, gradients=200 * MB, activations=500 * MB, temporaries=20 * MB),
         peak_of_action=[(Action("F", 0, 0), 800 * MB), (Action("B", 0, 0), 100 * MB + 1)] * 60,
-        largest=largest * 5, flops=123_456_789, sent=dict(world=40_000, dp=5 * 10**9),
+        flops=123_456_789, sent=dict(world=40_000, dp=5 * 10**9),
         calls=dict(world=dict(allreduce_=1), dp=dict(gather=1200, allreduce_=2)))
     groups = dict(world=SimpleNamespace(rank=5, size=2048), tp=collectives.ALONE, dp=SimpleNamespace(rank=1, size=4))
     page = dryrun.report(found, groups, dict(weights=410 * MB, activations=470 * MB), 3.14)
@@ -254,9 +241,6 @@ def test_the_page_is_what_was_found():
         "memory peak 0.80 GB; by kind, at that moment, at its own peak, and by formula:",
         "weights 0.40 GB 0.40 GB 0.41 GB " + 20 * "█", "gradients 0.0 MB 0.20 GB",
         "activations 0.39 GB 0.50 GB 0.47 GB " + 20 * "█", "temporaries 10.0 MB 20.0 MB",  # 19.5 of 40
-        "largest at the peak, alike ones together:",
-        *["0.30 GB 1,200 x [5, 7] bfloat16, activations, by mm",
-          "0.20 GB 1 x [9] float32, weights, there before the step"] * 4,
         "plan 120 actions (F forward, B backward, I and W its halves), each with its peak (█ 0.80 GB):",
         50 * "FB", 50 * "█▂", 10 * "FB", 10 * "█▂", "compute 1.235e+08 FLOPs in matmuls per step",
         "network calls and bytes that this rank sends per step:", "world 2,048 ranks 1 calls 0.0 MB 1 allreduce_",

@@ -11,6 +11,7 @@ import pytest
 import sharding
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 import config
 import recompute
@@ -222,17 +223,22 @@ def test_gradients_leave_while_the_cpu_updates(events):
 
 # ---- live bytes by device -------------------------------------------------------------------------------------------
 
+class ByDevice(Meter):
+    """Labels what an operation brings by its device."""
+
+    def saw_new(self, args, kwargs, out) -> bool:
+        self.kind = next((leaf.device.type for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)), "other")
+        return super().saw_new(args, kwargs, out)
+
+
 def bytes_by_device(flags: str) -> tuple[Counter, dict[str, int], int]:
     """(live bytes of a step's peak by device, where "meta" stands in for a GPU; the formula's by kind; parameters)."""
     settings = config.parse(f"{MODEL} --attention math {flags}".split())
-    with FakeTensorMode(), Meter() as meter:
+    with FakeTensorMode(), ByDevice() as meter:
         model, optimizer = grids.built(settings, grids.NO_GROUPS, "bf16", device="meta", filled=False)
         train.forward_backward(model, optimizer, micro_batches("meta"), grids.NO_GROUPS)
         optimizer.step(0.01)
-    found = Counter()
-    for storage, nbytes in meter.alive_at_peak():
-        found[storage.device] += nbytes
-    return found, grids.memory_of_rank(settings, {}, fused=False), sum(p.numel() for p in model.parameters())
+    return meter.at_peak, grids.memory_of_rank(settings, {}, fused=False), sum(p.numel() for p in model.parameters())
 
 
 def test_what_is_offloaded_is_on_the_host():
