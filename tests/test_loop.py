@@ -167,21 +167,10 @@ def test_targets_that_ranks_and_micro_batches_have_in_very_different_numbers_mak
             assert {name: record[name] for name in true} == pytest.approx(true, rel=1e-10), grid
 
 
-def test_samples_without_a_target_change_nothing(pool, sources):
-    """Half of the samples are of a source without targets: with 2 ranks one has none at all."""
-    flags = f"{MODEL} --dtype fp64 --steps 3 --warmup 0 --clip 0.5 --metrics {sources}/m --data {sources}/some.npy"
-    runs.run(f"{flags} --global-batch 4")
-    alone = runs.metrics(sources / "m")
-    mixed = f"{flags} {sources}/none.npy --data-weights 1,1 --global-batch 8 --micro-batch 1"
-    runs.run(mixed)
-    one = runs.metrics(sources / "m")
-    pool.run(2, "runs:run", flags=mixed)
-    for records in (one, runs.metrics(sources / "m")):
-        for record, true in zip(records, alone, strict=True):
-            assert [record[name] for name in ("loss", "grad_norm")] == pytest.approx(
-                [true["loss"], true["grad_norm"]], rel=1e-10)
-    runs.run(f"{flags.replace('some', 'none')} --val-data {sources}/none.npy")
-    assert [(record["loss"], record["grad_norm"]) for record in runs.metrics(sources / "m")] == [(0, 0)] * 3
+def test_a_step_without_any_target_has_no_loss(sources):
+    runs.run(f"{MODEL} --steps 12 --warmup 0 --global-batch 1 --metrics {sources}/m --data {sources}/some.npy")
+    found = [(record["loss"], record["grad_norm"]) for record in runs.metrics(sources / "m")]
+    assert (0, 0) in found and any(loss > 0 and norm > 0 for loss, norm in found)
 
 
 MEASURED = "step_s", "tokens_per_s", "tokens_per_s_per_gpu", "memory_gb", "busy_s"
