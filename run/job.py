@@ -216,7 +216,7 @@ def started(settings: config.Config) -> Iterator[Run]:
         if "WORLD_SIZE" in os.environ:
             store = meet(run.timeout)
         stop.listen()  # until here a signal ends the process: there is nothing to save
-        if "TORCHELASTIC_RUN_ID" in os.environ:
+        if store and "TORCHELASTIC_RUN_ID" in os.environ:
             watchdog = faults.Watchdog(store.clone(), run.timeout, lambda: state.activity, stop)
         with collectives.world(chosen, run.timeout, store) if store else contextlib.nullcontext():
             try:
@@ -441,16 +441,17 @@ def validation_loss(run: Run) -> float | None:
 def mean_loss(model: torch.nn.Module, global_batches: Iterable[list[MicroBatch]], groups: Groups) -> float:
     """The mean loss over all valid tokens of all ranks' micro-batches. Every rank must have the same number of them."""
     summed = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)  # losses, tokens
-    for given in global_batches:
-        def forward(stage: int, k: int, x: torch.Tensor | None, given=given) -> torch.Tensor:
-            batch = given[k]
-            y = model(batch.tokens, batch.positions, batch.documents, stage=stage, x=x, labels=batch.labels)
-            if stage == model.last_stage:
-                summed.add_(torch.stack((y.double(), (batch.labels != IGNORED).sum().double())))
-            return y
 
+    def forward(given: list[MicroBatch], stage: int, k: int, x: torch.Tensor | None) -> torch.Tensor:
+        batch = given[k]
+        y = model(batch.tokens, batch.positions, batch.documents, stage=stage, x=x, labels=batch.labels)
+        if stage == model.last_stage:
+            summed.add_(torch.stack((y.double(), (batch.labels != IGNORED).sum().double())))
+        return y
+
+    for given in global_batches:
         engine = model.pipeline.engine(len(given), evaluating=True)
-        engine.run(forward, model.boundary_shape(given[0].tokens), model.execution.dtype)
+        engine.run(partial(forward, given), model.boundary_shape(given[0].tokens), model.execution.dtype)
     for axis in ("data", "pp"):
         all_reduce(summed, groups[axis])
     return (summed[0] / summed[1].clamp(min=1)).item()
