@@ -29,8 +29,7 @@ from run.dryrun import ZeroSamples
 
 pytestmark = pytest.mark.slow
 ROOT, PYTHON = Path(__file__).parent.parent, os.environ.get("PENTERACT_CUDA_PYTHON", sys.executable)
-HEADERS = "".join(f"#include <{name}.h>\n" for name in ("cuda", "cuda_runtime_api", "cublas_v2", "cublasLt", "nccl"))
-NOT_IN_THEM = "RegisterFatBinary RegisterFatBinaryEnd UnregisterFatBinary RegisterFunction RegisterVar GetKernel"
+INCLUDES = "nvidia/cu13/include", "triton/backends/nvidia/include", "nvidia/nccl/include"
 MODEL = "--preset llama-3.1-8b --seq 4096 --micro-batch 1 --dtype bf16 --layers"
 MODES = {"one": (1, "--global-batch 1"), "dp": (2, "--global-batch 2 --dp 2"), "tp": (2, "--global-batch 1 --tp 2"),
          "zero 3": (4, "--global-batch 4 --dp 4 --zero 3"), "pp": (2, "--global-batch 4 --pp 2"),
@@ -67,8 +66,7 @@ def main(library: str, log: str, ranks: str, *flags: str) -> None:
     torch.cuda.set_device(device)
     settings = config.parse(list(flags), int(ranks))
     os.environ.update(RANK="0", WORLD_SIZE=ranks)
-    world = collectives.world(device, store=dist.HashStore())
-    world.__enter__()
+    collectives.world(device, store=dist.HashStore()).__enter__()  # and never left
     groups = collectives.build_groups(settings.grid, settings.model)
     model = train.build_model(settings, groups, device)
     optimizer, samples = train.build_optimizer(settings, model, groups), ZeroSamples(settings.batch.seq)
@@ -101,16 +99,12 @@ def run(tmp_path_factory):
     folder, packages = tmp_path_factory.mktemp("standin"), Path(found[1]).parent
     library, log = folder / "libcuda.so.1", folder / "log"
     (folder / "libcuda.so").symlink_to(library)  # as Triton's linker looks for it
-    (folder / "nv").mkdir()
-    (folder / "nv/target").touch()  # a header that the packages lack, and of which C needs nothing
-    places = "nvidia/cu13/include", "triton/backends/nvidia/include", "nvidia/nccl/include"
-    gcc = ["gcc", "-w", f"-I{folder}", *(f"-I{packages / place}" for place in places)]
-    text = subprocess.run([*gcc, "-E", "-xc", "-"], input=HEADERS, capture_output=True, text=True, check=True).stdout
-    names = set(re.findall(r"\b((?:cu|cuda|cublas|cublasLt|nccl)[A-Z]\w*)\s*\(", text))
-    names |= {f"__cuda{name}" for name in NOT_IN_THEM.split()}
+    headers = [header.read_text() for place in INCLUDES for header in (packages / place).rglob("*.h")]
+    names = set(re.findall(r"\b(?:cu|cuda|__cuda|cublas|cublasLt|nccl)[A-Z]\w*", "".join(headers)))  # also of types
     (folder / "rest.c").write_text("".join(f"__attribute__((weak)) int {name}() {{ return 0; }}\n" for name in names))
-    subprocess.run([*gcc, "-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", ROOT / "tests/data/standin.c",
-                    folder / "rest.c", "-o", library], check=True)
+    subprocess.run(["gcc", "-w", "-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library,
+                    *(f"-I{packages / place}" for place in INCLUDES), ROOT / "tests/data/standin.c", folder / "rest.c"],
+                   check=True)
     env = os.environ | dict(LD_PRELOAD=str(library), TRITON_LIBCUDA_PATH=str(folder), TRITON_INTERPRET="0")
 
     @cache
