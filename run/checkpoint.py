@@ -435,7 +435,7 @@ def source(path: Path) -> Source:
 def verify(folder: Path, part: int = 0, parts: int = 1) -> None:
     """Raises ValueError for a damaged checkpoint. Only its files number part, part + parts, … are read."""
     try:
-        files = start.read_run(folder)["files"]
+        files = start.read_json(folder)["files"]
         for name, saved in [*files.items()][part::parts]:
             need(huggingface.is_inside(name), f"{folder}/run.json names {name}, which is outside of its folder")
             file = folder / name

@@ -22,11 +22,13 @@ from config import PRESETS, Config, flag, need
 from run import huggingface
 
 CHECKPOINT_FORMAT = 1  # of run.json and of tensors' names
-CONTENT = dict(  # an example of what run.json has, besides checksums; a later version may write more
-    step=0, samples=0, tokens=0, skipped=0, left_out=[[0]], rewinds=0, ranks=0, torch="", tokenizer="",
-    published="", corpus=dict(tokens=0, files=0), grid={}, files={}, model=asdict(config.Model()),
+CONTENT = dict(  # an example of what run.json has, besides format and checksum
+    step=0, samples=0, tokens=0, skipped=0, left_out=[[0]], rewinds=0, ranks=0, torch="", tokenizer="", published="",
+    corpus=dict(tokens=0, files=0), files={}, model=asdict(config.Model()), grid=asdict(config.Grid()),
     settings={name: value for section in config.SECTIONS.values() for name, value in asdict(section()).items()})
-NOT_INHERITED = ("resume", "insist", "init_from", "export_hf", "profile", "memory_snapshot")  # of one start of a run
+WENT = {"sp_keep", "async_tp", "graph", "gpus", "rank", "skip_spikes", "dry_run"}  # of ca8fd7d's settings, or changed
+SECTIONS = {"settings", "model", "grid"}  # of CONTENT, which have settings
+NOT_INHERITED = {"resume", "insist", "init_from", "export_hf", "profile", "memory_snapshot"}  # of one start of a run
 METRIC = b'{"step":'  # how a line of --metrics begins
 SHOWN = {4: ["--tp", "2"], 8: ["--tp", "2", "--pp", "2"]}  # ranks -> the grid if no flag names grid or model
 # Where there is a GPU for each rank, also this model of 284M parameters, in place of 0.8M: on 8 H100s a step is
@@ -118,7 +120,7 @@ def has_gpus(given: dict[str, Any]) -> bool:
 
 
 def check_paths(settings: Config) -> None:
-    """Raises ValueError for what cannot be read or written."""
+    """Raises ValueError for what cannot be read or written; of --out run/checkpoint.py finds out the rest."""
     run = settings.run
     for name in ("data", "val_data"):
         for path in getattr(settings.data, name):
@@ -126,28 +128,35 @@ def check_paths(settings: Config) -> None:
     for name in ("out", "export_hf", "profile"):
         path = getattr(run, name)
         need(not os.path.exists(path) or os.path.isdir(path), f"{flag(name)} {path}: is a file, name a folder")
-    for name, path in dict(export_hf=run.export_hf, profile=run.profile).items():
-        folder = next(folder for folder in (Path(path), *Path(path).absolute().parents) if folder.exists())
-        try:
-            if path:
-                tempfile.TemporaryFile(dir=folder).close()  # which has no name
-        except OSError as error:
-            raise ValueError(f"{flag(name)} {path}: {folder} cannot be written to: {error.strerror}") from None
+        if path and name != "out":
+            check_writable(f"{flag(name)} {path}", Path(path))
     for name in ("memory_snapshot", "metrics"):
-        path = getattr(run, name)
-        folder = os.path.dirname(path) or "."
-        need(os.path.isdir(folder), f"{flag(name)} {path}: there is no folder {folder}")
-        need(not path or os.path.realpath(path) not in map(os.path.realpath, filter(None, (run.out, run.export_hf))),
-             f"{flag(name)} {path}: is the folder of --out or --export-hf, name a file")
-        need(not os.path.isdir(path), f"{flag(name)} {path}: is a folder, name a file")
-        target = path if os.path.exists(path) else folder
-        need(not path or os.access(target, os.W_OK), f"{flag(name)} {path}: {target} cannot be written to")
-    need(not Path(run.metrics).is_fifo() or is_stdout(run.metrics), f"--metrics {run.metrics}: is a pipe, name a file")
+        if path := getattr(run, name):
+            check_file(f"{flag(name)} {path}", path, [run.out, run.export_hf])
     if os.path.isfile(run.metrics) and not run.dry_run:  # which is what a resumed run cuts, so it must be of metrics
-        need(os.access(run.metrics, os.R_OK), f"--metrics {run.metrics}: cannot be read")
         with open(run.metrics, "rb") as file:
             need(os.path.getsize(run.metrics) == 0 or any(line.startswith(METRIC) for line in file),
                  f"--metrics {run.metrics}: has lines, but none of metrics: name another file, or remove it")
+
+
+def check_writable(what: str, path: Path) -> None:
+    """Of a folder that may not be there yet."""
+    folder = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    try:
+        tempfile.TemporaryFile(dir=folder).close()  # which has no name
+    except OSError as error:
+        raise ValueError(f"{what}: {folder} cannot be written to: {error.strerror}") from None
+
+
+def check_file(what: str, path: str, folders: list[str]) -> None:
+    folder = os.path.dirname(path) or "."
+    need(os.path.isdir(folder), f"{what}: there is no folder {folder}")
+    need(os.path.realpath(path) not in map(os.path.realpath, filter(None, folders)),
+         f"{what}: is the folder of --out or --export-hf, name a file")
+    need(not os.path.isdir(path), f"{what}: is a folder, name a file")
+    need(not Path(path).is_fifo() or is_stdout(path), f"{what}: is a pipe, name a file")
+    target = path if os.path.exists(path) else folder
+    need(os.access(target, os.W_OK), f"{what}: {target} cannot be written to")
 
 
 def is_stdout(path: str) -> bool:
@@ -185,43 +194,39 @@ def candidates(resume: str, out: str) -> list[Path]:
 
 def resumed_run(resume: str, out: str) -> dict | None:
     """run.json of the newest checkpoint where that is undamaged; None if there is nothing to resume."""
-    problem = None
+    problems = []
     for path in candidates(resume, out):
         try:
             run = read_run(path)
-            for name in ("settings", "model", "corpus", "files"):
-                need(run.get(name), f"{path}/run.json has no {name}")
         except ValueError as error:
-            problem = problem or error
+            problems.append(error)
             continue
-        run["settings"] = {name: tuple(value) if name == "betas" else value  # JSON has no tuples
-                           for name, value in run["settings"].items() if name not in NOT_INHERITED}
-        if os.path.realpath(run["settings"]["out"]) != os.path.realpath(path.parent):  # a copy of the checkpoint
-            run["settings"] |= dict(out="", metrics="") | ({} if out else dict(save_every=0))
-        return run
-    if problem:
-        raise problem
+        settings = {name: value for name, value in run["settings"].items() if name not in NOT_INHERITED}
+        settings["betas"] = tuple(settings["betas"])  # JSON has no tuples
+        if os.path.realpath(settings["out"]) != os.path.realpath(path.parent):  # a copy of the checkpoint
+            settings |= dict(out="", metrics="") | ({} if out else dict(save_every=0))
+        return run | dict(settings=settings)
+    if problems:
+        raise problems[0]
     return None
 
 
-def renamed(settings: dict[str, Any]) -> dict[str, Any]:
-    """What settings of ca8fd7d and before are called now."""
-    found = {}
-    if settings.get("optimizer") == "adamw-one-pass":  # the same update
-        found["optimizer"] = "adamw"
-    if isinstance(settings.get("dry_run"), bool):
-        found["dry_run"] = ""
-    if isinstance(settings.get("sp"), bool):
-        found["sp"] = "async" if settings["async_tp"] else "on" if settings["sp"] else "off"
-    return found
-
-
 def read_run(path: str | Path) -> dict[str, Any]:
-    """run.json of a checkpoint. Raises ValueError if it is missing, damaged or of another format."""
+    """run.json of a checkpoint; settings that an earlier version did not have are their defaults. Raises ValueError as
+    `read_json` does, and if something is missing."""
+    run = read_json(path)
+    for name in sorted(CONTENT.keys() - run.keys() - {"published"}):
+        raise ValueError(f"{path}/run.json has no {name}")
+    return run | {name: example | run[name] for name, example in CONTENT.items() if isinstance(example, dict)}
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """run.json of a checkpoint, which has its files and perhaps more. Raises ValueError if it is missing, damaged or of
+    another format, or has a setting that this version does not know."""
     file = Path(path, "run.json")
     try:
         run = json.loads(file.read_text())
-        expected = run.pop("checksum")
+        expected, _ = run.pop("checksum"), run["files"]
     except FileNotFoundError:
         raise ValueError(f"{path} is no checkpoint: it has no run.json") from None
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
@@ -229,11 +234,21 @@ def read_run(path: str | Path) -> dict[str, Any]:
     need(checksum_of_json(run) == expected, f"{file} is damaged: its checksum differs")
     need(run.get("format") == CHECKPOINT_FORMAT,
          f"{path} has format {run.get('format')}, and this version reads {CHECKPOINT_FORMAT}")
-    if isinstance(run.get("settings"), dict):
-        run["settings"] |= renamed(run["settings"])
+    run |= {section: of_today(run[section]) for section in SECTIONS if isinstance(run.get(section), dict)}
     for name in of_other_kind(run, CONTENT):
         raise ValueError(f"{file} is damaged: its {name} is of another kind")
+    for section in run.keys() & SECTIONS:
+        unknown = sorted(run[section].keys() - CONTENT[section].keys())
+        need(unknown == [], f"{file} is of another version: it has settings unknown here: {', '.join(unknown)}")
     return run
+
+
+def of_today(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of ca8fd7d, as they are called now; those of today as they are."""
+    if isinstance(settings.get("sp"), bool):
+        sp = "async" if settings.get("async_tp") else "on" if settings["sp"] else "off"
+        settings = settings | dict(sp=sp)
+    return {name: value for name, value in settings.items() if name not in WENT}
 
 
 def of_other_kind(found: Any, example: Any, name: str = "") -> Iterator[str]:

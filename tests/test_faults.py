@@ -27,6 +27,7 @@ import pytest
 import runs
 import torch
 import torch.distributed as dist
+from program import python
 from runs import metrics
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -950,6 +951,38 @@ def test_a_hundred_corruptions_are_named_or_read_right(tmp_path):
             continue
         assert all(torch.equal(want[key], value) for key, value in tensors(copy).items()), (name, harm)
     assert refused >= 90
+
+
+def test_a_run_json_that_lacks_something_or_has_an_unknown_setting_is_refused_in_one_line(tmp_path):
+    """Its checksum is right, so another program wrote it, or another version of this one."""
+    run(f"--steps 1 --warmup 0 --out {tmp_path}")
+    file = tmp_path / "step-000001" / "run.json"
+    whole = json.loads(file.read_text())
+    del whole["checksum"], whole["published"]  # which an earlier version did not have
+
+    def parse(content: dict) -> config.Config:
+        file.write_text(json.dumps(content | {"checksum": start.checksum_of_json(content)}))
+        return start.parse(f"--resume {tmp_path}".split())
+
+    def refused(content: dict) -> str:
+        with pytest.raises(ValueError) as error:
+            parse(content)
+        return str(error.value).removeprefix(str(file))
+
+    assert parse(whole).model.hidden == 16
+    lacking = {name: refused({other: value for other, value in whole.items() if other != name}) for name in whole}
+    assert lacking.pop("files") == " is damaged or cannot be read"
+    assert lacking.pop("format").endswith(" has format None, and this version reads 1")
+    assert lacking == {name: f" has no {name}" for name in start.CONTENT.keys() - {"files", "published"}}
+    refusal = "--layers 4: the checkpoint's model has 1; give --insist to change it"
+    assert refused(whole | dict(settings={})) == refusal
+    for section in "settings", "model":
+        unknown = whole | {section: whole[section] | dict(wings=2)}
+        assert refused(unknown) == " is of another version: it has settings unknown here: wings"
+        for command in ("train.py", "--resume", tmp_path), ("-m", "run.checkpoint", "show", file.parent):
+            ended = python(*command)
+            assert ended.returncode == 2 and ended.stderr.endswith(" unknown here: wings\n"), ended.stderr
+            assert ended.stderr.count("\n") == 1
 
 
 # ---- before the first step ------------------------------------------------------------------------------------------
