@@ -449,7 +449,7 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> None:
 # ---- the command line -----------------------------------------------------------------------------------------------
 
 def show(path: Path) -> None:
-    run, stored = start.read_run(path), open_checkpoint(path)[1].state_dict_metadata
+    stored, run = open_checkpoint(path)[1].state_dict_metadata, start.read_run(path)
     grid = " x ".join(f"{axis} {run['grid'][axis]}" for axis in ("pp", "dp", "cp", "tp", "ep"))
     defaults = json.loads(json.dumps(config.parse([]).before_defaults))  # as JSON has them
     changed = {name: value for name, value in run["settings"].items() if value != defaults.get(name)}

@@ -3,27 +3,26 @@
     event                          detected by                                consequence
     SIGTERM, Ctrl-C, --time-limit  any rank: it asks all ranks to stop        all ranks save after this step and exit
     the gradient is not finite     all ranks: they have the same norm         no update; if repeated, error or rewind
-    replicas differ                --check-replicas: a reduction of hashes    an error that names tensor and ranks
+    replicas differ                --check-replicas: hashes are gathered      an error that names tensor and ranks
     a rank hangs                   watchdog threads of the ranks that wait    an error that names the missing rank
     a rank dies                    torchrun, and ranks that lose connections  an error; torchrun restarts all ranks
+    torchrun dies                  watchdog threads of its ranks              as after SIGTERM
 
 In a step, ranks agree without an additional collective: the request to stop (and each rank's seconds, a metric) are
 appended to the squared norm of the gradient, and every step sums this vector over all ranks anyway. The device decides
 whether to skip a step. The host learns all this when it reads the step's results, on a GPU after it has issued the next
 step.
 
-Of several ranks that fail, the first that asks torchrun's key-value store, otherwise unused but at the start, reports;
-those that have only lost a connection ask a moment later.
+Of several ranks that fail, the first that asks torchrun's key-value store reports; those that have only lost a
+connection ask a moment later.
 
-    after             rank 0, in a collective         rank 1, in a loop
-    0.5 --timeout     posts for what it waits         posts in which line it is
-    0.9 --timeout     reports, exits                  reads that a rank reports
-    a moment later                                    exits
+    after             rank 0, in a collective                 rank 1, in a loop
+    0.8 --timeout     asks all ranks where they are           answers with the line that it executes
+    a moment later    reports for whom it waits, and exits    exits
 
 Shapes: no tensors but scalars, hashes [tensors] and votes [1 + ranks].
 """
 import contextlib
-import ctypes
 import hashlib
 import json
 import math
@@ -47,10 +46,8 @@ from run.ranks import record
 from run.start import say, tell_torchrun
 
 REQUESTS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP  # to save and end
-ORPHANED = getattr(signal, "SIGRTMIN", signal.SIGUSR1)  # what the kernel sends to ranks whose torchrun has died
 SAME_REQUEST_S = 1.0  # within this time a second signal is the same request, forwarded by torchrun
 STORE_TIMEOUT_S = 20.0  # a rank that has failed reports alone if torchrun's store has not answered after this time
-PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 
 class Failure(RuntimeError):
@@ -60,10 +57,7 @@ class Failure(RuntimeError):
 # ---- stop requests --------------------------------------------------------------------------------------------------
 
 class Stop:
-    """Whether this rank has been asked to save and exit: by a signal, by the time limit, or by torchrun's death.
-
-    A thread reads signals from a pipe: while the main thread is inside a collective, Python runs no signal handlers.
-    """
+    """Whether this rank has been asked to save and exit: by a signal, by the time limit, or by torchrun's death."""
 
     def __init__(self, time_limit_min: float = 0.0, timeout_s: float = 600.0):
         self.deadline = time.monotonic() + 60 * time_limit_min if time_limit_min else math.inf
@@ -77,35 +71,24 @@ class Stop:
         return bool(self.reason)
 
     def listen(self) -> None:
-        """Treat SIGTERM, SIGINT and SIGHUP as requests from now on. Python allows this in the main thread only."""
-        reading, writing = os.pipe()
-        os.set_blocking(writing, False)
-        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        """Treat SIGTERM, SIGINT and SIGHUP as requests from now on. Python allows this in the main thread only. The
+        handler runs there, too: after the collective in which that thread may wait."""
         for number in REQUESTS:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-                signal.signal(number, lambda *_: None)
-        if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-            signal.signal(ORPHANED, lambda *_: None)
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ORPHANED)
-        threading.Thread(target=self.hear, args=(reading,), name="signals", daemon=True).start()
+                signal.signal(number, self.on_signal)
 
-    def hear(self, pipe: int) -> None:
-        """The signal thread. A rank whose torchrun is gone saves and ends as if asked to. It has --timeout to do so:
-        then the kernel ends it, as nobody else would end a rank that hangs."""
-        while numbers := os.read(pipe, 64):
-            for number in numbers:  # the pipe also gets the signals of other handlers
-                if number in REQUESTS:
-                    self.on_signal(signal.Signals(number))
-                elif number == ORPHANED:
-                    self.reason = self.reason or "torchrun is gone"
-                    signal.alarm(math.ceil(self.timeout_s))
-
-    def on_signal(self, number: signal.Signals) -> None:
-        now = time.monotonic()
+    def on_signal(self, number: int, frame: Any = None) -> None:
+        now, name = time.monotonic(), signal.Signals(number).name
         if self.asked_at and now > self.asked_at + SAME_REQUEST_S:
-            say(f"rank {os.environ.get('RANK', 0)} ends at once: {number.name} again")
+            os.write(2, f"train.py: rank {os.environ.get('RANK', 0)} ends at once: {name} again\n".encode())
             os._exit(128 + number)
-        self.reason, self.asked_at = self.reason or number.name, self.asked_at or now
+        self.reason, self.asked_at = self.reason or name, self.asked_at or now
+
+    def torchrun_is_gone(self) -> None:
+        """Save and end as if asked to. The rank has --timeout to do so: then the kernel ends it, as nobody else would
+        end a rank that hangs."""
+        self.reason = self.reason or "torchrun is gone"
+        signal.alarm(math.ceil(self.timeout_s))
 
 
 # ---- decisions after every step -------------------------------------------------------------------------------------
@@ -203,7 +186,8 @@ def replicated_tensors(optimizer, routers: list[torch.nn.Module]) -> Iterator[tu
 
 def check_replicas(optimizer, routers: list[torch.nn.Module], groups: Groups) -> float:
     """Compare replicated tensors by hashes and return the seconds that this took. Raises Failure, on all ranks of a
-    group with a difference. Every rank calls this; one reduction of 16 bytes per tensor on every replicated axis."""
+    group with a difference. Every rank calls this; it gathers 8 bytes per tensor from every rank of each
+    replicated axis."""
     began = time.perf_counter()
     hashes: dict[str, dict[str, torch.Tensor]] = {}
     for tensor_name, tensor, axes in replicated_tensors(optimizer, routers):
@@ -233,21 +217,20 @@ def agree_on(facts: dict[str, Any], world: Group, device: torch.device) -> None:
 
 def difference(names: list[str], hashes: torch.Tensor, group: Group) -> str:
     """A sentence that names what differs between ranks, and the ranks; "" if nothing does. hashes: int64 [names]."""
-    extremes = torch.cat((hashes, ~hashes))  # ~x = -x - 1: one MAX gives the largest x and, inverted, the smallest
-    all_reduce(extremes, group, MAX)
-    differ = (extremes[:len(names)] != ~extremes[len(names):]).nonzero().flatten().tolist()
+    gathered = hashes.new_empty(group.size * len(names))
+    all_gather(gathered, hashes, group)
+    of_ranks = gathered.view(group.size, len(names))
+    differ = (of_ranks != of_ranks[0]).any(0).nonzero().flatten().tolist()
     if not differ:
         return ""
-    gathered = hashes.new_empty(group.size)
-    all_gather(gathered, hashes[differ[:1]], group)
-    ranks, found = ranks_of(group), gathered.tolist()
+    ranks, found = ranks_of(group), of_ranks[:, differ[0]].tolist()
     [(most_common, count)] = Counter(found).most_common(1)
-    more = f" (and {len(differ) - 1} more)" if len(differ) > 1 else ""
+    what = names[differ[0]] + (f" (and {len(differ) - 1} more)" if len(differ) > 1 else "")
     if 2 * count <= len(ranks):
-        return f"{names[differ[0]]}{more}: ranks {listed(ranks)} have different values"
-    odd = [number for number, its_hash in zip(ranks, found) if its_hash != most_common]
-    equal = [number for number in ranks if number not in odd]
-    return f"{names[differ[0]]}{more}: rank {listed(odd)} has different values from {listed(equal)}"
+        return f"{what}: ranks {listed(ranks)} have different values"
+    odd = [rank for rank, its_hash in zip(ranks, found) if its_hash != most_common]
+    equal = [rank for rank in ranks if rank not in odd]
+    return f"{what}: rank {listed(odd)} has different values from {listed(equal)}"
 
 
 def ranks_of(group: Group) -> list[int]:
@@ -261,58 +244,55 @@ def listed(ranks: list[int]) -> str:
 # ---- the watchdog ---------------------------------------------------------------------------------------------------
 
 class Watchdog:
-    """A thread that polls this rank's flight record (run/ranks.py), and ends the rank if it waits too long; see the
-    top of this file.
-
-    A rank that makes progress never calls the store; one that does not calls it once per poll, however many ranks there
-    are. Only the rank that reports reads what all have posted.
+    """A thread that polls this rank's flight record (run/ranks.py), and ends the rank if it waits too long, or if
+    another rank reports; see the top of this file.
 
     store: what run/ranks.py's `meet` returns, cloned, because a blocked call would hold the main thread's connection.
     activity(): what the rank does, in words, such as "in step 3"; it changes when the rank makes progress.
-    stop: its `ending` is read.
+    stop: its `ending` is read, and it is told when torchrun, the parent of this process, has died.
     """
 
     def __init__(self, store: dist.Store, timeout_s: float, activity: Callable[[], str], stop: Stop):
         self.store, self.timeout_s, self.activity, self.stop = store, timeout_s, activity, stop
         self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.torchrun = os.getppid()
         self.members: dict[str, list[int]] = {}  # axis -> the ranks of this rank's group; all, if it is not here
-        self.poll_s = min(1.0, timeout_s / 40)
-        threading.Thread(target=self.run, name="watchdog", daemon=True).start()
+        # All ranks together call the store at most 10,000 times per second.
+        self.poll_s = max(min(1.0, timeout_s / 40), self.ranks / 10_000)
+        self.seen, self.since = None, time.monotonic()  # the last state, and when it began
+        threading.Thread(target=self.watch, name="watchdog", daemon=True).start()
 
     def learn(self, groups: Groups) -> None:
         """From now on messages name the ranks of these groups."""
         self.members = {axis: ranks_of(group) for axis, group in groups.items() if group.size > 1}
 
-    def run(self) -> None:
-        """The watchdog thread."""
-        try:
-            self.watch()
-        except Exception as error:
-            if not self.stop.ending:
-                say(f"warning: rank {self.rank} is no longer watched, as torchrun's store failed: {reason(error)}")
-
     def watch(self) -> None:
-        seen, since, posted = None, time.monotonic(), False  # the last state, when it began, whether it is in the store
+        """The watchdog thread."""
         while True:
             time.sleep(self.poll_s)
             if self.stop.ending:
                 return
-            call = self.waits_for()
-            now = sum(record.calls.values()), call, self.activity()
-            if now != seen:
-                if posted:
-                    self.post(None)
-                seen, since, posted = now, time.monotonic(), False
-                continue
-            stalled = time.monotonic() - since
-            if stalled > 0.5 * self.timeout_s and not posted:
-                self.post(self.state(call))
-                posted = True
-            if call and stalled > 0.9 * self.timeout_s and self.is_first_to_report():
-                problem = f"{self.describe(call, self.posts())} (after {stalled:.1f} s of --timeout {self.timeout_s:g})"
-                report(self.activity(), Failure(problem), time.time() - stalled)
-            if posted and self.store.check(["reports"]):
-                end_after_the_first()
+            if os.getppid() != self.torchrun:
+                return self.stop.torchrun_is_gone()
+            try:
+                self.poll()
+            except Exception:  # torchrun's store has gone: this rank reports alone
+                self.store = dist.HashStore()
+
+    def poll(self) -> None:
+        call = self.waits_for()
+        state = sum(record.calls.values()), call, self.activity()
+        if state != self.seen:
+            self.seen, self.since = state, time.monotonic()
+        if call and time.monotonic() - self.since > 0.8 * self.timeout_s and self.is_first_to_report():
+            self.answer(call)
+            time.sleep(3 * self.poll_s)  # until the other ranks have answered
+            problem, stalled_s = self.describe(call, self.answers()), time.monotonic() - self.since
+            report(self.activity(), Failure(f"{problem} (after {stalled_s:.1f} s of --timeout {self.timeout_s:g})"))
+        if self.store.check(["reports"]):
+            self.answer(call)
+            time.sleep(6 * self.poll_s)  # until the rank that reports has ended: torchrun names the first as the cause
+            os._exit(1)
 
     def waits_for(self) -> Call | None:
         """What this rank waits for if it has stalled. NCCL's calls return at once, and the host stands in some later
@@ -320,40 +300,37 @@ class Watchdog:
         in_launch = torch.cuda.is_initialized() and self.activity().startswith("in step")
         return record.waiting_for or (record.last if in_launch else None)
 
-    def state(self, call: Call | None) -> dict[str, Any]:
-        """Whether this rank waits for a call, where it is, in words, and how many calls it has made on each axis."""
-        line = "" if call and not torch.cuda.is_initialized() else innermost_line()
-        where = self.name(call) + (f", or later {line}" if line else "") if call else f"no collective but {line}"
-        return dict(waits=bool(call), calls=record.calls, where=where)
-
-    def post(self, state: dict[str, Any] | None) -> None:
-        """Add a line to the store that says where this rank is. None: it moves again."""
-        self.store.append("posts", json.dumps([self.rank, state]) + "\n")
-
-    def posts(self) -> dict[int, dict[str, Any]]:
-        """Rank -> its last state, of the ranks that have posted and do not move."""
-        latest = dict(map(json.loads, self.store.get("posts").splitlines()))
-        return {rank: state for rank, state in latest.items() if state}
-
     def is_first_to_report(self) -> bool:
         return self.store.add("reports", 1) == 1
 
-    def describe(self, call: Call, posts: dict[int, dict[str, Any]]) -> str:
+    def answer(self, call: Call | None) -> None:
+        """Append to the store whether this rank waits for a call, where it is, in words, and how many calls it has made
+        on each axis."""
+        where = f"{self.name(call)}, or later" if call else "no collective but"  # later: with NCCL, in a launch
+        answer = dict(waits=bool(call), calls=record.calls, where=f"{where} {innermost_line()}")
+        self.store.append("answers", json.dumps([self.rank, answer]) + "\n")
+
+    def answers(self) -> dict[int, dict[str, Any]]:
+        """Rank -> what it has answered."""
+        return dict(map(json.loads, self.store.get("answers").splitlines()))
+
+    def describe(self, call: Call, answers: dict[int, dict[str, Any]]) -> str:
         """The call that this rank waits for, which ranks are missing, and what the first of them does. Missing are, of
-        all ranks, those that have not posted, or else compute; if all wait, those of its group that wait elsewhere: in
+        all ranks, those that do not answer, or else compute; if all wait, those of its group that wait elsewhere: in
         an earlier call, or this rank is the one that is missing in a later one."""
         everyone = range(self.ranks)
-        missing = [r for r in everyone if r not in posts] or [r for r in everyone if not posts[r]["waits"]]
+        missing = [r for r in everyone if r not in answers] or [r for r in everyone if not answers[r]["waits"]]
         if not missing:
             group = self.members.get(call.axis, everyone)
-            missing = [group[call.peer]] if call.peer is not None else [
-                member for member in group if posts[member]["calls"].get(call.axis, 0) < call.number]
-            ahead = [member for member in group if posts[member]["calls"].get(call.axis, 0) > call.number]
+            made = {member: answers[member]["calls"].get(call.axis, 0) for member in group}
+            missing = [member for member in group if made[member] < call.number]
+            missing = missing if call.peer is None else [group[call.peer]]
+            ahead = [member for member in group if made[member] > call.number]
             if ahead and not missing:
                 return f"{self.name(call)}, while rank {listed(ahead)} has called more there"
         if not missing:
             return f"{self.name(call)}, has not ended although all ranks have called it"
-        does = f"is in {posts[missing[0]]['where']}" if missing[0] in posts else "does not answer"
+        does = f"is in {answers[missing[0]]['where']}" if missing[0] in answers else "does not answer"
         return f"{self.name(call)}, waits for rank {listed(missing)}, which {does}"
 
     def name(self, call: Call) -> str:
@@ -378,25 +355,19 @@ def fail(activity: str, error: Exception, watchdog: Watchdog | None, stop: Stop)
                 time.sleep(1)  # until the rank that failed by itself has reported
                 error = Failure(f"{watchdog.name(record.waiting_for)}, lost its connection: {reason(error)}")
             if not watchdog.is_first_to_report():
-                end_after_the_first()
+                time.sleep(1)  # until the rank that reports has ended: torchrun names the first as the cause
+                os._exit(1)
     report(activity, error)
 
 
-def report(activity: str, error: Exception, when: float | None = None) -> NoReturn:
+def report(activity: str, error: Exception) -> NoReturn:
     """Say why this rank failed, with a traceback if a line does not suffice, in torchrun's report too, and end this
-    process at once: a normal exit might block in a collective. when: the time of the failure; torchrun names the
-    earliest."""
+    process at once: a normal exit might block in a collective."""
     if not isinstance(error, Failure | TimeoutError | dist.DistError):
         traceback.print_exception(error)
     line = f"rank {os.environ.get('RANK', 0)} failed {activity}: {reason(error)}"
     say(line)
-    tell_torchrun(f"train.py: {line}", when or time.time())
-    os._exit(1)
-
-
-def end_after_the_first() -> NoReturn:
-    """End this process when the rank that reports has ended, so that torchrun names that one as the cause."""
-    time.sleep(1)
+    tell_torchrun(f"train.py: {line}")
     os._exit(1)
 
 

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import config
-from config import PRESETS, Config, flag, need
+from config import FIELDS, PRESETS, Config, flag, need
 from run import huggingface
 
 CHECKPOINT_FORMAT = 1  # of run.json and of tensors' names
@@ -27,6 +28,7 @@ CONTENT = dict(  # an example of what run.json has, besides format and checksum
     corpus=dict(tokens=0, files=0), files={}, model=asdict(config.Model()), grid=asdict(config.Grid()),
     settings={name: value for section in config.SECTIONS.values() for name, value in asdict(section()).items()})
 WENT = {"sp_keep", "async_tp", "graph", "gpus", "rank", "skip_spikes", "dry_run"}  # of ca8fd7d's settings, or changed
+COUNTS = {"step", "samples", "tokens", "skipped", "rewinds", "ranks"}
 SECTIONS = {"settings", "model", "grid"}  # of CONTENT, which have settings
 NOT_INHERITED = {"resume", "insist", "init_from", "export_hf", "profile", "memory_snapshot"}  # of one start of a run
 METRIC = b'{"step":'  # how a line of --metrics begins
@@ -45,6 +47,8 @@ def parse(arguments: list[str], world: int = 1) -> Config:
     for an --export-hf that could not be written after the last step."""
     flags, inherited, model = config.read(arguments), None, {}
     resume = flags.get("resume", "")
+    for name, value in flags.items():
+        need("\0" not in "".join(value if isinstance(value, list) else [str(value)]), f"{flag(name)}: has a NUL byte")
     need(resume in ("", "auto") or not flags.get("init_from"),
          f"--resume {resume}: has weights, so leave out --init-from; only auto, which may find none, goes with it")
     resumed = resumed_run(resume, flags.get("out", ""))
@@ -84,6 +88,7 @@ def from_command_line() -> Config:
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     arguments = sys.argv[1:]
     try:
+        os.getcwd()  # raises OSError if it is gone
         ranks = ranks_started()
         names = {f.name for section in (config.Model, config.Grid) for f in fields(section)} | {"resume", "init_from"}
         given = config.read(arguments)
@@ -101,11 +106,15 @@ def from_command_line() -> Config:
 
 def ranks_started() -> int:
     """How many ranks there are. Raises ValueError for what their launcher has set wrongly, or forgotten."""
+    for name, number in dict(LOCAL_RANK=r"\d+", LOCAL_WORLD_SIZE=r"[1-9]\d*").items():
+        text = os.environ.get(name, "1")
+        need(re.fullmatch(number, text), f"{name}={text}: is no number: start ranks with torchrun, which sets it")
     if "WORLD_SIZE" not in os.environ:
         return 1
     here = {name: os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK", "MASTER_PORT", "MASTER_ADDR")}
     ranks, rank, port, address = here.values()
-    need(all(map(str.isdecimal, (ranks, rank, port))) and int(rank) < int(ranks) and int(port) < 2**16 and address,
+    need(all(map(str.isdecimal, (ranks, rank, port))) and int(rank) < int(ranks) < 2**31 and int(port) < 2**16
+         and address,
          f"{' '.join(f'{name}={text}' for name, text in here.items())}: no rank can start with these: start ranks with "
          "torchrun, which sets them")
     return int(ranks)
@@ -129,32 +138,37 @@ def check_paths(settings: Config) -> None:
         path = getattr(run, name)
         need(not os.path.exists(path) or os.path.isdir(path), f"{flag(name)} {path}: is a file, name a folder")
         if path and name != "out":
-            check_writable(f"{flag(name)} {path}", Path(path))
+            check_folder(f"{flag(name)} {path}", Path(path))
     for name in ("memory_snapshot", "metrics"):
         if path := getattr(run, name):
-            check_file(f"{flag(name)} {path}", path, [run.out, run.export_hf])
+            check_file(f"{flag(name)} {path}", path, [folder for folder in (run.out, run.export_hf) if folder])
     if os.path.isfile(run.metrics) and not run.dry_run:  # which is what a resumed run cuts, so it must be of metrics
         with open(run.metrics, "rb") as file:
             need(os.path.getsize(run.metrics) == 0 or any(line.startswith(METRIC) for line in file),
                  f"--metrics {run.metrics}: has lines, but none of metrics: name another file, or remove it")
 
 
-def check_writable(what: str, path: Path) -> None:
-    """Of a folder that may not be there yet."""
-    folder = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+def check_folder(what: str, path: Path) -> None:
+    """Whether JSON and tensors can be written into a folder that may not be there yet."""
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     try:
-        tempfile.TemporaryFile(dir=folder).close()  # which has no name
+        tempfile.TemporaryFile(dir=there).close()  # which has no name
     except OSError as error:
-        raise ValueError(f"{what}: {folder} cannot be written to: {error.strerror}") from None
+        raise ValueError(f"{what}: {there} cannot be written to: {error.strerror}") from None
+    for file in (*path.glob("*.json"), *path.glob("*.safetensors")):
+        need(file.is_file(), f"{what}: has {file.name}, which is no file, name another folder")
 
 
 def check_file(what: str, path: str, folders: list[str]) -> None:
     folder = os.path.dirname(path) or "."
     need(os.path.isdir(folder), f"{what}: there is no folder {folder}")
-    need(os.path.realpath(path) not in map(os.path.realpath, filter(None, folders)),
-         f"{what}: is the folder of --out or --export-hf, name a file")
+    taken = [os.path.realpath(os.path.join(folder, name)) for folder in folders for name in ("", "latest", "lock")]
+    need(os.path.realpath(path) not in taken,
+         f"{what}: is the folder of --out or --export-hf, name a file that checkpoints do not have")
     need(not os.path.isdir(path), f"{what}: is a folder, name a file")
     need(not Path(path).is_fifo() or is_stdout(path), f"{what}: is a pipe, name a file")
+    with contextlib.suppress(FileNotFoundError):
+        os.stat(path)  # raises OSError for a link to itself
     target = path if os.path.exists(path) else folder
     need(os.access(target, os.W_OK), f"{what}: {target} cannot be written to")
 
@@ -237,10 +251,21 @@ def read_json(path: str | Path) -> dict[str, Any]:
     run |= {section: of_today(run[section]) for section in SECTIONS if isinstance(run.get(section), dict)}
     for name in of_other_kind(run, CONTENT):
         raise ValueError(f"{file} is damaged: its {name} is of another kind")
-    for section in run.keys() & SECTIONS:
-        unknown = sorted(run[section].keys() - CONTENT[section].keys())
-        need(unknown == [], f"{file} is of another version: it has settings unknown here: {', '.join(unknown)}")
+    for name, value in (setting for section in run.keys() & SECTIONS for setting in run[section].items()):
+        need(is_possible(name, value),
+             f"{file} is of another version: it has a setting that is unknown here, {name} {value}")
+    for name in COUNTS & run.keys():
+        need(0 <= run[name] < 2**63, f"{file} is damaged: its {name} is {run[name]}")
+    need(all(len(ends) == 2 for ends in run.get("left_out", [])), f"{file} is damaged: its left_out are no ranges")
     return run
+
+
+def is_possible(name: str, value: Any) -> bool:
+    """Whether a setting can have this value, which is of the right kind."""
+    if name not in FIELDS:
+        return False
+    choices, most = FIELDS[name].metadata["choices"], FIELDS[name].metadata["most"]
+    return value in choices if choices else not isinstance(value, (int, float)) or -1 <= value <= most
 
 
 def of_today(settings: dict[str, Any]) -> dict[str, Any]:
@@ -286,9 +311,10 @@ def refuse(error: ValueError, program: str = "train.py") -> NoReturn:
 
     The first rank of the node says it. The others wait a moment, because torchrun kills all as soon as one has ended.
     """
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    if local_rank == "0" or not local_rank.isdecimal():
         print(f"{program}: {error}", file=sys.stderr, flush=True)
-        tell_torchrun(f"{program}: {error}", time.time())
+        tell_torchrun(f"{program}: {error}")
     else:
         time.sleep(2)
     sys.stdout.flush()
@@ -301,10 +327,10 @@ def say(line: str) -> None:
     sys.stderr.flush()
 
 
-def tell_torchrun(line: str, when: float) -> None:
-    """Let torchrun's report say why this rank failed, and when; it takes the first to fail for the cause. The file is
-    what torch.distributed.elastic's @record would write."""
+def tell_torchrun(line: str) -> None:
+    """Let torchrun's report say why this rank failed. The file is what torch.distributed.elastic's @record would write.
+    """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        extra = dict(py_callstack=line, timestamp=str(int(when)))
-        with open(path, "w") as file:
+        extra = dict(py_callstack=line, timestamp=str(int(time.time())))
+        with contextlib.suppress(OSError), open(path, "w") as file:
             json.dump(dict(message=dict(message=line, extraInfo=extra)), file)

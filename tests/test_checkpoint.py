@@ -515,7 +515,7 @@ def test_a_damaged_run_json_is_passed_over_for_the_one_before(trained, tmp_path)
 
 def forge(file: Path, **values) -> None:
     """Change values of a run.json, whose checksum stays right."""
-    run = start.read_run(file.parent)
+    run = start.read_json(file.parent)
     for name, value in values.items():
         run[name] = run[name] | value if isinstance(value, dict) else value
     file.write_text(json.dumps(run | {"checksum": start.checksum_of_json(run)}))
