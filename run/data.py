@@ -55,10 +55,8 @@ import config
 from collectives import to_device
 from config import need, setting
 from param import IGNORED
-from run.huggingface import need_library
 from run.start import refuse
 
-BLOCK = 2**22  # tokens that are read at a time to find those outside of the vocabulary
 BYTES_SEPARATOR = config.TEXT_VOCAB - 1  # 256, behind the 256 bytes
 LLM_C = {20240520: (1, 2, 50256), 20240801: (7, 4, 128000)}  # magic: version, bytes per token, separator
 LLM_C_HEADER = 256 * 4  # bytes
@@ -106,7 +104,7 @@ class Corpus:
         mixed = zip(paths, map(len, files_of), weights) if weights else [("the data", len(files), 1)]
         for name, count, weight in mixed:
             last = first + count
-            need(any(mask[at:at + BLOCK].any() for mask in self.masks[first:last] for at in range(0, len(mask), BLOCK)),
+            need(any(mask.view(bool).any() for mask in self.masks[first:last]),
                  f"{files[first].with_suffix('.mask')}: makes none of the tokens of {name} a target: nothing to learn")
             self.sources.append(Source(name, int(self.starts[first]), int(self.starts[last]), weight))
             first = last
@@ -115,43 +113,24 @@ class Corpus:
         return int(self.starts[-1])
 
     def read(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens start .. start + count (int64), which of them begin a document, and which are targets (bool)."""
+        """Tokens start .. start + count (int64), which of them begin a document, and which are targets (bool). Raises
+        ValueError for a token outside of the vocabulary."""
         tokens, begins, targets = np.empty(count, np.int64), np.zeros(count, bool), np.empty(count, bool)
         file = int(np.searchsorted(self.starts, start, "right")) - 1
         filled = 0
         while filled < count:
-            skip = start + filled - self.starts[file]
+            skip = start + filled - int(self.starts[file])
             part = self.arrays[file][skip:skip + count - filled]
-            tokens[filled:filled + len(part)] = part
+            here = slice(filled, filled + len(part))
+            tokens[here], targets[here] = part, self.masks[file][skip:skip + len(part)]
+            outside = np.flatnonzero((tokens[here] < 0) | (tokens[here] >= self.vocab))
+            if len(outside):
+                raise ValueError(f"{self.files[file]}: token {skip + outside[0]:,} is {part[outside[0]]}, outside of "
+                                 f"0..{self.vocab - 1}: raise --vocab, or give the file's --data-dtype")
             begins[filled] |= self.separator is None and skip == 0
-            targets[filled:filled + len(part)] = self.masks[file][skip:skip + len(part)]
             filled += len(part)
             file += 1
         return tokens, begins if self.separator is None else tokens == self.separator, targets
-
-    def outside(self, part: int = 0, parts: int = 1) -> int:
-        """Where in the stream a token outside of the vocabulary is, or a mask above 1; -1 if nowhere. Of blocks of
-        tokens and masks, it reads those number part, part + parts, …; none if their dtype has nothing larger."""
-        blocks = [(int(begin) + start, array[start:start + BLOCK], end)
-                  for arrays, end in ((self.arrays, self.vocab), (self.masks, 2))
-                  for begin, array in zip(self.starts, arrays)
-                  if isinstance(array, np.memmap) and (array.dtype.kind == "i" or np.iinfo(array.dtype).max >= end)
-                  for start in range(0, len(array), BLOCK)]
-        for start, found, end in tqdm(blocks[part::parts], desc="reading tokens", delay=2, leave=False,
-                                      disable=part > 0):
-            if found.min() < 0 or found.max() >= end:
-                return start + int(np.argmax((found < 0) | (found >= end)))
-        return -1
-
-    def refuse(self, position: int) -> None:
-        """Raises ValueError for the token or mask at this position of the stream, which `outside` has found."""
-        file = int(np.searchsorted(self.starts, position, "right")) - 1
-        place = position - int(self.starts[file])
-        path, token = self.files[file], self.arrays[file][place]
-        need(0 <= token < self.vocab, f"{path}: token {place:,} is {token}, outside of 0..{self.vocab - 1}: raise "
-                                      "--vocab, or give the file's --data-dtype")
-        raise ValueError(f"{path.with_suffix('.mask')}: holds {self.masks[file][place]} for token {place:,}: need "
-                         "uint8, 1 for a target and else 0")
 
 
 class Source(NamedTuple):
@@ -434,7 +413,6 @@ def codec_of(corpus: Corpus, folder: str) -> Codec | None:
 
 
 def read_tokenizer(path: str) -> Any:
-    need_library("tokenizers")
     from tokenizers import Tokenizer
     try:
         return Tokenizer.from_file(path)
@@ -503,7 +481,6 @@ def tokenize(paths: list[str], tokenizer_path: str, out: str, separator: str = "
 
 def renderer(tokenizer_path: str) -> Callable[..., str]:
     """A function that makes text of messages, by the chat template beside the tokenizer or else ChatML."""
-    need_library("transformers")
     from transformers import PreTrainedTokenizerFast
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(Path(tokenizer_path).parent, local_files_only=True)
@@ -558,7 +535,7 @@ def main() -> None:
         flags, words = config.read_known(Flags, sys.argv[1:], USAGE)
         need(words[:1] == ["tokenize"] and words[1:] and flags.tokenizer and flags.out, f"usage: {USAGE}")
         count, targets = tokenize(words[1:], flags.tokenizer, flags.out, flags.separator)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:  # transformers may not be installed
         refuse(error, "run.data")
     print(f"{flags.out}: {count:,} tokens" + (f", of which {targets:,} are targets" if targets < count else ""))
 

@@ -136,7 +136,7 @@ def test_a_wrong_file_is_named_in_one_line(tmp_path, name, content, says):
     file.write_bytes(content)
     with pytest.raises(ValueError) as error:
         corpus = Corpus([str(file)], 257)
-        corpus.refuse(corpus.outside())
+        corpus.read(0, len(corpus))
     assert str(error.value).startswith(f"{file}: {says}") and "\n" not in str(error.value)
 
 
@@ -146,18 +146,15 @@ def test_text_needs_its_whole_vocabulary():
 
 
 @pytest.mark.parametrize("value", [512, -1])
-def test_a_token_outside_the_vocabulary_is_found_wherever_it_is(tmp_path, monkeypatch, value):
-    """By one of the ranks that share the corpus, block by block."""
-    monkeypatch.setattr(data, "BLOCK", 8)
-    good, bad = tmp_path / "a.npy", tmp_path / "b.npy"
-    token_file(good, [1] * 10, "npy")
-    for position in range(20):
-        token_file(bad, [511] * position + [value] + [511] * (19 - position), "npy", np.int16)
-        corpus = Corpus([str(good), str(bad)], 512)
-        for parts in (1, 2, 7):
-            assert sorted({corpus.outside(part, parts) for part in range(parts)} | {-1}) == [-1, position + 10]
-    with pytest.raises(ValueError, match=rf"b\.npy: token 19 is {value}, outside of 0\.\.511: raise"):
-        corpus.refuse(29)
+def test_a_token_outside_the_vocabulary_is_named_when_it_is_read(tmp_path, value):
+    files = [tmp_path / "a.npy", tmp_path / "b.npy"]
+    token_file(files[0], [1] * 10, "npy")
+    for place in (0, 7, 19):
+        token_file(files[1], [511] * place + [value] + [511] * (19 - place), "npy", np.int16)
+        corpus = Corpus(list(map(str, files)), 512)
+        assert len(corpus.read(0, 10 + place)[0]) == 10 + place
+        with pytest.raises(ValueError, match=rf"/b\.npy: token {place} is {value}, outside of 0\.\.511: raise"):
+            corpus.read(8, 3 + place)
 
 
 def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
@@ -334,16 +331,13 @@ def test_a_token_with_a_mask_of_0_is_read_and_is_no_label(tmp_path):
 @pytest.mark.parametrize("mask, says", [
     (np.ones(9, np.uint8), "a.mask: has 9 bytes for the 10 tokens of a.bin: need uint8, one for each"),
     (np.ones(10, np.int64), "a.mask: has 80 bytes for the 10 tokens"), (np.ones(0), "a.mask: has 0 bytes for the 10"),
-    (np.arange(10, dtype=np.uint8), "a.mask: holds 2 for token 2: need uint8, 1 for a target and else 0"),
-    (np.full(5, 1.5, np.float16), "a.mask: holds 62 for token 1: need uint8"),
     (None, "a.mask: is missing: {folder}/a.bin was written with a mask beside it")])
 def test_a_mask_of_another_length_or_kind_or_none_is_named_in_one_line(tmp_path, mask, says):
     (tmp_path / "a.bin").write_bytes(np.array([(data.MAGIC_MASKED, 10, 2, 0)], OUR_HEADER).tobytes() + bytes(20))
     if mask is not None:
         mask.tofile(tmp_path / "a.mask")
     with pytest.raises(ValueError) as error:
-        corpus = Corpus([str(tmp_path / "a.bin")], 30)
-        corpus.refuse(corpus.outside())
+        Corpus([str(tmp_path / "a.bin")], 30)
     said = str(error.value)
     assert said.startswith(f"{tmp_path}/{says.format(folder=tmp_path)}") and "\n" not in said
 
