@@ -46,7 +46,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from tqdm import tqdm
 
 import config
 from collectives import ALONE, Group, Groups
@@ -186,6 +185,7 @@ class Saver:
         self.folder, self.keep, self.group = Path(folder), keep, group
         self.stage, self.thread, self.error = Stage(pieces), None, ""
         self.bytes_per_s = 0.0  # of the last save
+        self.newest = step or None  # the step of this run's newest checkpoint in the folder
         self.nbytes = sum(gather_objects(sum(piece.values.nbytes for piece in pieces), group))
         agree(lambda: self.open_folder(step) if group.rank == 0 else None, group)
 
@@ -198,8 +198,6 @@ class Saver:
             self.take_lock()
             for unfinished in (*self.folder.glob(".writing-*"), *self.folder.glob(".removing-*")):
                 shutil.rmtree(unfinished)
-            for path in self.folder.glob("step-*"):
-                need(path.is_dir(), f"{path}: is no folder, and has the name of a checkpoint: move it away")
             free = shutil.disk_usage(self.folder).free
             need(free >= self.nbytes, f"{self.folder}: a checkpoint takes {self.nbytes / 1e9:.3g} GB, and "
                                       f"{free / 1e9:.3g} GB are free")
@@ -222,6 +220,7 @@ class Saver:
 
     def begin_at(self, step: int) -> None:
         """Rename the checkpoints of later steps than this one."""
+        self.newest = step or None
         for path in start.checkpoints_in(self.folder) if self.group.rank == 0 else ():
             if start.step_of(path) > step:
                 aside = path.with_name(f"set-aside-{path.name}-{time.time_ns()}")
@@ -229,9 +228,12 @@ class Saver:
                 print(f"{path} is of a later step than the one resumed, so it was renamed {aside.name}", flush=True)
 
     def save(self, step: int, run: dict) -> float:
-        """Save in the background. run: what run.json says besides. Returns the seconds that this call took."""
+        """Save in the background, unless this step is saved. run: what run.json says besides. Returns the seconds that
+        this call took."""
         began = time.perf_counter()
         self.finish()  # the save before reads the same copies
+        if step == self.newest:  # a run that was resumed and ends before its first step
+            return 0.0
         self.stage.copy()
         self.thread = threading.Thread(target=self.write, args=(step, run), name=SAVING)
         self.thread.start()
@@ -262,6 +264,7 @@ class Saver:
             problem = describe(error)
         gc.collect(1)  # DCP leaves two classes per tensor; objects from before the loop are older and not looked at
         self.error = problem and f"the checkpoint of step {step} could not be saved: {problem}"
+        self.newest = self.newest if problem else step
         self.bytes_per_s = 0.0 if problem else self.nbytes / (time.perf_counter() - began)
 
     def together(self, work: Callable[[], Any]) -> Any:
@@ -296,16 +299,11 @@ class Saver:
         run = run | dict(format=start.CHECKPOINT_FORMAT)
         write_text(temporary / "run.json", json.dumps(run | {"checksum": start.checksum_of_json(run)}, indent=1))
         sync(temporary)
-        replaced = final.with_name(final.name.replace("-", "-0"))  # which is a checkpoint of this step, too
-        if final.exists():  # saved a second time, or without a run.json
-            if replaced.exists():  # as a kill has left it
-                self.remove(replaced)
-            final.rename(replaced)
+        if final.exists():  # without a run.json, which a copy that was interrupted leaves
+            self.remove(final)
         temporary.rename(final)
         sync(self.folder)
         write_text(self.folder / "latest", final.name + "\n")
-        if replaced.exists():
-            self.remove(replaced)
         for old in start.checkpoints_in(self.folder)[self.keep:] if self.keep else ():
             self.remove(old)
 
@@ -388,14 +386,14 @@ def open_checkpoint(path: Path) -> tuple[dcp.FileSystemReader, Metadata]:
     return reader, metadata
 
 
-def read(path: Path, pieces: Iterable[Piece], progress: bool = False) -> None:
+def read(path: Path, pieces: Iterable[Piece]) -> None:
     """Fill the pieces from a checkpoint. Raises ValueError, see LoadBoxes. At most two stored boxes are in memory."""
-    reader, metadata = open_checkpoint(path)
-    planner = LoadBoxes(pieces, metadata, path)
-    with tqdm(total=len(planner.plan.items), desc="loading", unit="box", disable=not progress, delay=1,
-              leave=False) as bar:
-        planner.commit_tensor = lambda *_: bar.update()
-        reader.read_data(planner.plan, planner).wait()
+    fill(*open_checkpoint(path), pieces)
+
+
+def fill(reader: dcp.FileSystemReader, metadata: Metadata, pieces: Iterable[Piece]) -> None:
+    planner = LoadBoxes(pieces, metadata, reader.path)
+    reader.read_data(planner.plan, planner).wait()
 
 
 def load(path: Path, optimizer, routers: list[torch.nn.Module], groups: Groups, group: Group) -> None:
@@ -404,7 +402,7 @@ def load(path: Path, optimizer, routers: list[torch.nn.Module], groups: Groups, 
     asked = set().union(*gather_objects({piece.name for piece in pieces}, group))
 
     def read_all() -> None:
-        read(path, pieces, progress=group.rank == 0)
+        read(path, pieces)
         lost = [name for name in open_checkpoint(path)[1].state_dict_metadata
                 if name.endswith("/master") and name not in asked]
         need(not lost, f"{path} has {', '.join(lost[:1])}, in all {len(lost)} more weights, and this model only the "
@@ -425,8 +423,7 @@ def source(path: Path) -> Source:
     def read_box(spec: Spec, box: Box) -> Tensor:
         name = spec.name if spec.name in metadata.state_dict_metadata else f"{spec.name}/master"
         values = torch.empty(box_shape(box), dtype=metadata.state_dict_metadata[name].properties.dtype)
-        planner = LoadBoxes([Piece(name, spec.shape, box, values)], metadata, path)
-        reader.read_data(planner.plan, planner).wait()
+        fill(reader, metadata, [Piece(name, spec.shape, box, values)])
         return values
 
     return read_box
