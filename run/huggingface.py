@@ -18,7 +18,7 @@ Shapes: E experts, F ffn, H hidden.
 """
 from __future__ import annotations
 
-import importlib.util
+import contextlib
 import json
 import math
 import os
@@ -174,17 +174,8 @@ def is_read(name: str, model: Any, architecture: str) -> bool:
 
 # ---- config.json ----------------------------------------------------------------------------------------------------
 
-def need_library(name: str) -> None:
-    """Raises ValueError if a library is missing that published models alone need."""
-    need(importlib.util.find_spec(name) is not None, f"{name} is not installed, which published models need: "
-                                                     f"pip install {name}")
-
-
 def read_config(folder: str) -> dict[str, Any]:
     """The fields of config.Model that the model in `folder` has. Raises ValueError for what is not implemented."""
-    need_library("safetensors")
-    if os.path.isfile(os.path.join(folder, "tokenizer.json")):
-        need_library("tokenizers")
     where = os.path.join(folder, "config.json")
     return model_fields(read_json(where), where)
 
@@ -320,17 +311,11 @@ def check_export(settings: Any) -> None:
     """Raises ValueError for what --export-hf of a config.Config could not write after the last step."""
     target, rate = settings.run.export_hf, settings.optim.bias_rate
     if target:
-        need_library("safetensors")
         need(settings.run.out, f"--export-hf {target}: needs --out, whose last checkpoint is exported")
         need(rate == 0 or "router.bias" in ARCHITECTURES[exportable(settings.model)].names,
              f"--export-hf with --bias-rate {rate}: this model's class of transformers has no biases of routers")
-        folder, init_from = Path(target).resolve(), settings.run.init_from
-        need(not init_from or folder != Path(init_from).resolve(),
+        need(os.path.realpath(target) != os.path.realpath(settings.run.init_from or os.devnull),
              f"--export-hf {target}: is the folder of --init-from")
-        for path in settings.data.data:
-            where = Path(path).resolve()
-            need(where not in (folder, *folder.parents) if where.is_dir() else where.parent != folder,
-                 f"--export-hf {target}: is the folder of --data {path}, or in it")
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
@@ -412,9 +397,8 @@ def open_safetensors(path: str, framework: str) -> Any:
     from safetensors import SafetensorError, safe_open
     try:
         return safe_open(path, framework=framework)
-    except (SafetensorError, OSError) as error:  # which calls a file missing that may not be read
-        reason = error if os.access(path, os.R_OK) else "Permission denied"
-        raise ValueError(f"{path}: cannot be read: {reason}") from None
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
 
 
 def is_inside(path: str) -> bool:
@@ -439,13 +423,7 @@ def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: st
     import torch
 
     from param import box_shape
-    need_library("safetensors")
     architecture, torch_dtype = exportable(model), getattr(torch, DTYPES[dtype])
-    published = list(filter(None, published))
-    for given in published:
-        need(os.path.isdir(given), f"{given}: there is no such folder")
-        need(os.path.realpath(given) != os.path.realpath(folder),
-             f"{folder}: has the model that the tokenizer is from, which would be replaced: export to another folder")
     specs = [spec for spec in specs if not spec.name.startswith(f"layers.{model.layers}.")]  # multi-token prediction
     shards = plan_shards(specs, architecture, torch_dtype.itemsize, shard_bytes)
     os.makedirs(folder, exist_ok=True)
@@ -455,9 +433,10 @@ def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: st
         return
     config = config_of(model, architecture) | {"torch_dtype": DTYPES[dtype], "max_position_embeddings": seq}
     config |= dict.fromkeys(TOKENS)  # absent, they would be those of Llama 2
-    for given in map(Path, reversed(published)):
-        for pattern in TOKENIZER_FILES:
-            for file in given.glob(pattern):
+    for given in map(Path, reversed([*filter(None, published)])):
+        need(given.is_dir(), f"{given}: there is no such folder")
+        for file in (file for pattern in TOKENIZER_FILES for file in given.glob(pattern)):
+            with contextlib.suppress(shutil.SameFileError):  # where the data's tokenizer is
                 shutil.copyfile(file, Path(folder, file.name))
         theirs = read_json(given / "config.json") if (given / "config.json").is_file() else {}
         config |= {field: theirs[field] for field in (*TOKENS, "max_position_embeddings") if field in theirs}

@@ -913,14 +913,6 @@ def test_a_downloaded_model_is_tuned_on_conversations_in_two_commands(pool, publ
     assert after < before - 1 and (tuned / "tokenizer.json").exists()
 
 
-@pytest.mark.parametrize("ranks, grid", [(2, "--tp 2"), (2, "--pp 2"), (3, "--zero 3")])
-def test_published_weights_pass_through_a_grid_to_the_bit(pool, published, tokens, tmp_path, ranks, grid):
-    pool.run(ranks, "runs:run", flags=f"--init-from {published} --data {tokens} --steps 0 --sample= "
-             f"--global-batch 12 --micro-batch 1 --out {tmp_path}/run --export-hf {tmp_path} {grid}")
-    want, got = (load_file(folder / "model.safetensors") for folder in (published, tmp_path))
-    assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
-
-
 def test_an_export_has_what_was_published_without_a_tokenizer_json_too(published, tokens, tmp_path):
     """Of the model that the run, or the one that it continues, began with."""
     shutil.copytree(published, tmp_path / "given")

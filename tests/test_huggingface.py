@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from contextlib import nullcontext
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +13,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import runs
 import safetensors.torch
 import tokenizers
 import torch
@@ -26,7 +24,7 @@ from program import ROOT
 import config
 from model import Execution, Llama
 from param import Source, Spec, box_shape
-from run import data, huggingface, job, start
+from run import huggingface, job, start
 from run.huggingface import INDEX
 from run.sampling import sample
 from zero import Optimizer
@@ -521,12 +519,10 @@ def test_weights_that_the_model_would_not_use_are_refused_unless_insisted_on(cas
         start.parse(["--data", __file__, "--layers", "2", "--init-from", published(case)])
 
 
-@pytest.mark.parametrize("readable, says", [(True, "Error while deserial"), (False, "Permission denied$")])
-def test_weights_that_cannot_be_read_are_refused_at_once(published, tmp_path, monkeypatch, readable, says):
+def test_weights_that_cannot_be_read_are_refused_at_once(published, tmp_path):
     shutil.copytree(published("llama tied"), tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"")
-    monkeypatch.setattr(os, "access", lambda path, mode: readable)
-    with pytest.raises(ValueError, match=f"/model.safetensors: cannot be read: {says}"):
+    with pytest.raises(ValueError, match="/model.safetensors: cannot be read: Error while deserial"):
         start.parse(["--data", __file__, "--init-from", str(tmp_path / "model")])
 
 
@@ -615,36 +611,24 @@ def test_a_file_is_as_full_as_it_may_be(published):
     assert all(sum(size) + first > 30000 for size, (first, *_) in pairwise(sizes))
 
 
-@pytest.mark.parametrize("dtype, torch_dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_weights_are_rounded_to_the_dtype_of_the_export(dtype, torch_dtype, published, tmp_path):
-    llama = loaded(published("qwen3 moe"))
-    export(llama, tmp_path, dtype)
-    assert not os.path.exists(tmp_path / "model.safetensors.index.json")
-    again = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path), dtype="auto")
-    assert again.dtype == torch_dtype
-    for name, weight in of_transformers("qwen3 moe").state_dict().items():
-        assert torch.equal(again.state_dict()[name], weight.to(torch_dtype))
-
-
 def test_the_tokenizer_and_its_special_tokens_are_copied(published, tmp_path):
+    """Also into the folder in which it is, where the data may be."""
     llama = loaded(published("llama"))
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "one": 1, "two": 2, "?": 3}, "?"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", chat_template="{{ x }}")
-    given = str(tmp_path / "given")
+    given, folder = str(tmp_path / "given"), str(tmp_path / "exported")
     fast.save_pretrained(given)
-    Path(given, "config.json").write_text(json.dumps(
-        dict(bos_token_id=0, eos_token_id=[2, 3], max_position_embeddings=777)))
-    for tokenizer_from, bos, eos, longest in [("", None, None, 99), (given, 0, [2, 3], 777)]:
-        folder = str(tmp_path / "exported")
-        export(llama, folder, seq=99, published=[tokenizer_from])
-        settings = transformers.AutoConfig.from_pretrained(folder)
-        assert settings.eos_token_id == eos and settings.bos_token_id == bos
-        assert settings.max_position_embeddings == longest
-    again = transformers.AutoTokenizer.from_pretrained(folder)
-    assert again("two one three").input_ids == [2, 1, 3] and again.chat_template == "{{ x }}"
-    with pytest.raises(ValueError, match="export to another folder"):
-        export(llama, given, published=[given])
+    described = dict(bos_token_id=0, eos_token_id=[2, 3], max_position_embeddings=777)
+    Path(given, "config.json").write_text(json.dumps(described))
+    for tokenizer_from, to, bos, eos, longest in [
+            ("", folder, None, None, 99), (given, folder, 0, [2, 3], 777), (given, given, 0, [2, 3], 777)]:
+        export(llama, to, seq=99, published=[tokenizer_from])
+        settings = transformers.AutoConfig.from_pretrained(to)
+        assert (settings.bos_token_id, settings.eos_token_id, settings.max_position_embeddings) == (bos, eos, longest)
+    for copied in given, folder:
+        again = transformers.AutoTokenizer.from_pretrained(copied)
+        assert again("two one three").input_ids == [2, 1, 3] and again.chat_template == "{{ x }}"
     with pytest.raises(ValueError, match=f"{tmp_path}/none: there is no such folder"):
         export(llama, folder, published=[str(tmp_path / "none")])
 
@@ -658,10 +642,9 @@ def test_every_file_of_a_tokenizer_is_copied_and_nothing_else(published, tmp_pat
     given.mkdir()
     for name in names | {"model-00001-of-00002.safetensors", "README.md", "pytorch_model.bin"}:
         (given / name).write_text(name)
-    export(loaded(published("llama")), folder, published=["", str(given)], seq=77)
+    export(loaded(published("llama")), folder, published=["", str(given)])
     copied = {path.name for path in folder.iterdir()} - {"config.json", "model.safetensors"}
     assert copied == names and all((folder / name).read_text() == name for name in names)
-    assert transformers.AutoConfig.from_pretrained(folder).max_position_embeddings == 77
 
 
 @pytest.mark.parametrize("flags, says", [
@@ -708,36 +691,3 @@ def test_what_no_class_of_transformers_computes_is_not_exported(flags, named, tm
         huggingface.export(str(tmp_path / "out"), model, [], None, "fp32")
     assert named in str(error.value) and "\n" not in str(error.value)
     assert not os.path.exists(tmp_path / "out")
-
-
-@pytest.mark.parametrize("data, target, refused", [
-    ("corpus", "corpus", True), ("corpus/", "corpus", True), ("corpus", "corpus/part", True), (".", "out", True),
-    ("corpus/part/tokens.txt", "corpus/part", True), ("corpus/part/tokens.txt", "corpus", False),
-    ("corpus/part", "corpus", False), ("corpus", ".", False), ("tokens.txt", "corpus", False),
-    ("tokens.txt", ".", True), ("corpus/part/tokens.txt", "link/part", True),
-])
-def test_an_export_goes_to_no_folder_that_the_run_reads(data, target, refused, tmp_path, monkeypatch):
-    (tmp_path / "corpus/part").mkdir(parents=True)
-    (tmp_path / "link").symlink_to("corpus")
-    for file in "corpus/part/tokens.txt", "tokens.txt":
-        (tmp_path / file).write_text("text " * 999)
-    monkeypatch.chdir(tmp_path)
-    says = f"^--export-hf {target}: is the folder of --data {data}, or in it$"
-    with pytest.raises(ValueError, match=says) if refused else nullcontext():
-        start.parse(f"--data {data} --out run --export-hf {target}".split())
-
-
-def test_what_alone_needs_a_library_says_so_when_it_is_missing(tmp_path, monkeypatch):
-    """Training, checkpoints and text as bytes need neither safetensors nor tokenizers."""
-    (tmp_path / "tokenizer.json").write_text("{}")
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    needs_tokenizers = pytest.raises(ValueError, match="^tokenizers is not installed, which published models need: pip")
-    with needs_tokenizers:
-        start.parse(["--init-from", str(tmp_path)])
-    with needs_tokenizers:
-        data.read_tokenizer("tokenizer.json")
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    for flags in f"--init-from {tmp_path}", f"--export-hf {tmp_path}/e":
-        with pytest.raises(ValueError, match="^safetensors is not installed, which .*: pip install safetensors$"):
-            start.parse(flags.split())
-    runs.run(f"--layers 1 --hidden 32 --ffn 32 --seq 32 --global-batch 2 --steps 1 --data {__file__} --out {tmp_path}")
