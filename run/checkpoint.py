@@ -18,8 +18,7 @@ GPU the copies to pinned memory are queued before the kernels of the next update
 its own. All files are on the disk (fsync) before the folder gets its name, and `latest` changes last: whatever has the
 name of a checkpoint is complete. The checksums find what a disk or a person damaged later.
 
-    python -m run.checkpoint show CKPT                 step, grid, settings, sizes
-    python -m run.checkpoint export CKPT FOLDER        weights as transformers reads them
+    python -m run.checkpoint export CKPT FOLDER        its weights, as transformers reads them
 """
 import fcntl
 import gc
@@ -445,21 +444,6 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> None:
 
 # ---- the command line -----------------------------------------------------------------------------------------------
 
-def show(path: Path) -> None:
-    stored, run = open_checkpoint(path)[1].state_dict_metadata, start.read_run(path)
-    grid = " x ".join(f"{axis} {run['grid'][axis]}" for axis in ("pp", "dp", "cp", "tp", "ep"))
-    defaults = json.loads(json.dumps(config.parse([]).before_defaults))  # as JSON has them
-    changed = {name: value for name, value in run["settings"].items() if value != defaults.get(name)}
-    print(f"{path}: step {run['step']}, {run['samples']:,} samples, {run['tokens']:,} tokens, {run['skipped']} skipped")
-    print(f"    written by {run['ranks']} ranks ({grid}, zero {run['grid']['zero']}), torch {run['torch']}")
-    print(f"    {len(stored):,} tensors in {sum(len(tensor.chunks) for tensor in stored.values()):,} boxes, "
-          f"{len(run['files'])} files, {sum(size for size, _ in run['files'].values()) / 1e6:,.1f} MB")
-    print(f"    data: {run['corpus']['tokens']:,} tokens in {run['corpus']['files']} files")
-    print(f"    settings: {json.dumps(changed)}")
-    for name, tensor in stored.items():
-        print(f"    {name:48s} {str(tensor.properties.dtype).removeprefix('torch.'):9s} {shown(tensor.size)}")
-
-
 def export(path: Path, folder: str, dtype: str, group: Group = ALONE) -> None:
     """Weights as transformers reads them; every rank writes some files. Raises ValueError, see run/huggingface.py."""
     run, stored = start.read_run(path), open_checkpoint(path)[1].state_dict_metadata
@@ -471,24 +455,21 @@ def export(path: Path, folder: str, dtype: str, group: Group = ALONE) -> None:
                        published=(run.get("published", ""), run["tokenizer"]), seq=run["settings"]["seq"])
 
 
-USAGE = "python -m run.checkpoint show CKPT | export CKPT FOLDER [--dtype bf16|fp16|fp32]"
+USAGE = "python -m run.checkpoint export CKPT FOLDER [--dtype bf16|fp16|fp32]"
 
 
 @dataclass
 class Flags:
-    dtype: str = setting("bf16", "export: of the weights", ("bf16", "fp16", "fp32"))
+    dtype: str = setting("bf16", "of the weights", ("bf16", "fp16", "fp32"))
 
 
 def main() -> None:
     try:
         flags, words = config.read_known(Flags, sys.argv[1:], USAGE)
-        need(len(words) == dict(show=2, export=3).get(words[0] if words else ""), f"usage: {USAGE}")
-        command, path, *folder = words
+        need(words[:1] == ["export"] and len(words) == 3, f"usage: {USAGE}")
+        _, path, folder = words
         verify(Path(path))
-        if command == "show":
-            show(Path(path))
-        else:
-            export(Path(path), *folder, flags.dtype)
+        export(Path(path), folder, flags.dtype)
     except (ValueError, OSError) as error:
         start.refuse(error, "run.checkpoint")
 

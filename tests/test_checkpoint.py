@@ -512,7 +512,7 @@ def test_a_run_json_with_another_kind_of_value_and_a_right_checksum_is_damaged(t
     start.parse(f"--resume auto --out {tmp_path}".split())
     assert job.find_whole([forged, before], ALONE) == before and capsys.readouterr().err.count("\n") == 1
     says = {"files": "", "format": " has format 1, and this"}.get(name, f"/run.json is damaged: its {name}")
-    assert refused(monkeypatch, capsys, "show", forged).startswith(f"run.checkpoint: {forged}{says}")
+    assert refused(monkeypatch, capsys, "export", forged, "hf").startswith(f"run.checkpoint: {forged}{says}")
 
 
 def test_a_run_is_resumed_from_any_folder(tokens, tmp_path, monkeypatch):
@@ -727,42 +727,11 @@ def refused(monkeypatch, capsys, *words) -> str:
     return said
 
 
-def test_show_says_who_wrote_what(trained, monkeypatch, capsys, tmp_path):
-    """Of a checkpoint with the numbers of a larger run in its run.json, and with a tensor in two boxes."""
-    path = trained / "step-000002"
-    run, want = start.read_run(path), tensors(path)
-    command(monkeypatch, "show", path)
-    *_, settings, first = capsys.readouterr().out.split("\n", 5)
-    assert len(first.splitlines()) == len(want)
-    values = torch.arange(12.0).view(4, 3)
-    saved(tmp_path, pieces=[checkpoint.Piece("w", (4, 3), (rows, slice(0, 3)), values[rows].clone())
-                            for rows in (slice(0, 1), slice(1, 4))])
-    grid = dict(pp=2, dp=3, cp=5, tp=7, ep=11, zero=1)
-    larger = run | dict(step=4000, samples=50_000, tokens=6_000_000, skipped=8, ranks=210, grid=grid, torch="9.9",
-                        files=dict(a=[123_456_789, ""], b=[2_000_000_000, ""]))
-    with patch.object(start, "read_run", lambda path: larger):
-        checkpoint.show(tmp_path / "step-000001")
-    assert capsys.readouterr().out.splitlines() == [
-        f"{tmp_path}/step-000001: step 4000, 50,000 samples, 6,000,000 tokens, 8 skipped",
-        "    written by 210 ranks (pp 2 x dp 3 x cp 5 x tp 7 x ep 11, zero 1), torch 9.9",
-        "    1 tensors in 2 boxes, 2 files, 2,123.5 MB", "    data: 5,000 tokens in 1 files", settings,
-        f"    {'w':48s} float32   4 x 3"]
-    given = config.read(f"{SMALL} --steps 2".split()) | dict(data=run["settings"]["data"], out=str(trained))
-    assert settings.startswith("    settings: {")
-    assert json.loads(settings.split(": ", 1)[1]) == {
-        name: value for name, value in given.items() if name not in ("heads", "kv_heads")}  # which are the defaults
-    shapes = {name: " x ".join(map(str, value.shape)) or "a number" for name, value in want.items()}
-    assert {tuple(line.split(maxsplit=2)) for line in first.splitlines()} == {
-        (name, str(value.dtype).removeprefix("torch."), shapes[name]) for name, value in want.items()}
-
-
 def test_what_is_no_checkpoint_is_refused_in_one_line(monkeypatch, capsys, tmp_path):
-    assert refused(monkeypatch, capsys, "show", tmp_path) == (
+    assert refused(monkeypatch, capsys, "export", tmp_path, "hf") == (
         f"run.checkpoint: {tmp_path} is no checkpoint: it has no run.json\n")
-    assert refused(monkeypatch, capsys, "shew", tmp_path).startswith("run.checkpoint: usage: python -m run.checkpoint ")
-    saved(tmp_path)
-    flip(tmp_path / "step-000001" / "__0_0.distcp")
-    assert "__0_0.distcp is damaged: " in refused(monkeypatch, capsys, "show", tmp_path / "step-000001")
+    usage = "run.checkpoint: usage: python -m run.checkpoint export "
+    assert refused(monkeypatch, capsys, "export", tmp_path).startswith(usage)
 
 
 @pytest.mark.parametrize("flags, dtype", [([], torch.bfloat16), (["--dtype", "fp32"], torch.float32)])
@@ -967,7 +936,7 @@ def test_a_checkpoint_runs_no_code(tmp_path, monkeypatch, capsys, call):
     (path / ".metadata").write_bytes(pickle.dumps(Planted(call[0], *call[1:] or [str(ran)])))
     there = path / ".metadata"
     forge(path / "run.json", files={".metadata": [there.stat().st_size, checkpoint.checksum(there)]})
-    said = refused(monkeypatch, capsys, "show", path)
+    said = refused(monkeypatch, capsys, "export", path, "hf")
     assert not ran.exists() and f"{path}/.metadata cannot be trusted or read: names " in said
 
 
