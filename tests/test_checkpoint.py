@@ -802,14 +802,6 @@ def published(tmp_path_factory) -> Path:
     return folder
 
 
-def tokenized(monkeypatch, capsys, *paths, tokenizer: Path, out: Path) -> str:
-    """What python -m run.data tokenize says."""
-    words = ["tokenize", "--tokenizer", tokenizer, "--out", out, *paths]
-    monkeypatch.setattr("sys.argv", ["run.data", *map(str, words)])
-    data.main()
-    return capsys.readouterr().out
-
-
 def loss_of(folder: Path, batch: torch.Tensor, labels: torch.Tensor) -> float:
     """By transformers."""
     return transformers.AutoModelForCausalLM.from_pretrained(folder)(batch, labels=labels).loss.item()
@@ -841,45 +833,30 @@ def test_a_model_is_called_by_the_name_of_its_folder(published, monkeypatch):
     assert start.parse(["--init-from", "."]).model.preset == published.name
 
 
-def test_a_downloaded_model_is_tuned_on_text_in_two_commands(pool, published, tmp_path, monkeypatch, capsys):
-    (tmp_path / "texts").mkdir()
-    for name in ("train.py", "model.py"):
-        shutil.copy(os.path.join(ROOT, name), tmp_path / "texts")
-    corpus, tuned = tmp_path / "corpus" / "tokens.bin", tmp_path / "tuned"
-    said = tokenized(monkeypatch, capsys, tmp_path / "texts", tokenizer=published / "tokenizer.json", out=corpus)
-    said_of_run = pool.run(2, "runs:run", flags=f"--init-from {published} --data {corpus} --seq 32 --global-batch 8 "
-                           f"--steps 5 --warmup 0 --zero 1 --out {tmp_path}/run --export-hf {tuned} --sample def")[0]
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tuned / "tokenizer.json"))
-    texts = [Path(ROOT, name).read_text() for name in ("model.py", "train.py")]
-    want = [token for text in texts for token in (1, *tokenizer.encode(text))]  # 1: <|endoftext|>
-    read = Corpus([str(corpus)], 400)
-    assert said == f"{corpus}: {len(want):,} tokens\n" and read.separator == 1
-    assert read.read(0, len(want))[0].tolist() == want
-    assert re.search("^ ?def", said_of_run, re.M)  # the sample
-    batch = torch.tensor([want[:33]])
-    assert loss_of(tuned, batch, batch) < loss_of(published, batch, batch)
-
-
-def test_a_downloaded_model_is_tuned_on_conversations_in_two_commands(pool, published, tmp_path, monkeypatch, capsys):
-    """The loss is transformers' mean over the answers' tokens alone, here of all samples at once, and falls."""
-    rng, lines = random.Random(0), []
-    for _ in range(40):
-        a, answer = rng.randrange(99), "def {}: return" * rng.randrange(1, 4)
-        lines.append(json.dumps(dict(prompt=f"import {a}?", completion=answer)))
-    (tmp_path / "chat.jsonl").write_text("\n".join(lines))
-    corpus, tuned = tmp_path / "corpus" / "tokens.bin", tmp_path / "tuned"
-    said = tokenized(monkeypatch, capsys, tmp_path / "chat.jsonl", tokenizer=published / "tokenizer.json", out=corpus)
-    tokens, mask = np.fromfile(corpus, np.uint16, offset=24), np.fromfile(corpus.with_suffix(".mask"), np.uint8)
-    assert said == f"{corpus}: {len(tokens):,} tokens, of which {mask.sum():,} are targets\n"
-    spans = (len(tokens) - 1) // 32
-    pool.run(2, "runs:run", flags=f"--init-from {published} --data {corpus} --seq 32 --global-batch {2 * spans} "
-             f"--steps 6 --warmup 0 --lr 0.01 --zero 1 --out {tmp_path}/run --export-hf {tuned} --sample= "
-             f"--metrics {tmp_path}/metrics")
+@pytest.mark.parametrize("chat", [False, True], ids=["text", "conversations"])
+def test_a_downloaded_model_is_tuned_in_two_commands(pool, published, tmp_path, monkeypatch, capsys, chat):
+    """The loss is transformers' mean, of conversations over the answers' tokens alone, of all samples at once, and
+    falls."""
+    rng, given, corpus = random.Random(0), tmp_path / ("chat.jsonl" if chat else "text"), tmp_path / "corpus" / "t.bin"
+    lines = [dict(prompt=f"import {rng.randrange(99)}?", completion="def {}: return" * rng.randrange(1, 4))
+             for _ in range(40)]
+    given.write_text("\n".join(json.dumps(line) if chat else "{prompt} {completion}".format(**line) for line in lines))
+    words = ["tokenize", "--tokenizer", published / "tokenizer.json", "--out", corpus, given]
+    monkeypatch.setattr("sys.argv", ["run.data", *map(str, words)])
+    data.main()
+    tokens = np.fromfile(corpus, np.uint16, offset=24)
+    mask = np.fromfile(corpus.with_suffix(".mask"), np.uint8) if chat else np.ones_like(tokens)
+    assert capsys.readouterr().out == f"{corpus}: {len(tokens):,} tokens" + (
+        f", of which {mask.sum():,} are targets\n" if chat else "\n")
+    spans, tuned = (len(tokens) - 1) // 32, tmp_path / "tuned"
+    said = pool.run(2, "runs:run", flags=f"--init-from {published} --data {corpus} --seq 32 --global-batch {2 * spans} "
+                    f"--steps 6 --warmup 0 --lr 0.01 --zero 1 --out {tmp_path}/run --export-hf {tuned} --sample def "
+                    f"--metrics {tmp_path}/metrics")[0]
     at = np.arange(spans)[:, None] * 32 + np.arange(33)
     batch, learned = (torch.from_numpy(array.astype(np.int64)[at]) for array in (tokens, mask))
     before, after = (loss_of(folder, batch, batch.where(learned == 1, -100)) for folder in (published, tuned))
-    assert metrics(tmp_path / "metrics")[0]["loss"] == pytest.approx(before, rel=1e-5)
-    assert after < before - 1 and (tuned / "tokenizer.json").exists()
+    assert metrics(tmp_path / "metrics")[0]["loss"] == pytest.approx(before, rel=1e-5) and after < before - 1
+    assert (tuned / "tokenizer.json").exists() and re.search("^ ?def", said, re.M)  # the sample
 
 
 def test_an_export_has_what_was_published_without_a_tokenizer_json_too(published, tokens, tmp_path):
@@ -906,7 +883,7 @@ def test_weights_are_exported_in_the_dtype_of_the_run_or_in_fp32(tokens, tmp_pat
     assert described.dtype == getattr(torch, stored)
 
 
-@pytest.mark.parametrize("ranks, folder", [(1, "published"), (2, "published"), (2, "trained")])
+@pytest.mark.parametrize("ranks, folder", [(2, "published"), (1, "trained")])
 def test_a_model_writes_text_by_the_flags_of_one_command(pool, request, tokens, monkeypatch, ranks, folder):
     """A published one by its tokenizer. A checkpoint of a run on tokens alone has none, and says so."""
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
