@@ -57,6 +57,7 @@ from config import need, setting
 from param import IGNORED
 from run.start import refuse
 
+BLOCK = 2**22  # tokens that are read at a time to find those outside of the vocabulary
 BYTES_SEPARATOR = config.TEXT_VOCAB - 1  # 256, behind the 256 bytes
 LLM_C = {20240520: (1, 2, 50256), 20240801: (7, 4, 128000)}  # magic: version, bytes per token, separator
 LLM_C_HEADER = 256 * 4  # bytes
@@ -113,8 +114,7 @@ class Corpus:
         return int(self.starts[-1])
 
     def read(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens start .. start + count (int64), which of them begin a document, and which are targets (bool). Raises
-        ValueError for a token outside of the vocabulary."""
+        """Tokens start .. start + count (int64), which of them begin a document, and which are targets (bool)."""
         tokens, begins, targets = np.empty(count, np.int64), np.zeros(count, bool), np.empty(count, bool)
         file = int(np.searchsorted(self.starts, start, "right")) - 1
         filled = 0
@@ -123,14 +123,28 @@ class Corpus:
             part = self.arrays[file][skip:skip + count - filled]
             here = slice(filled, filled + len(part))
             tokens[here], targets[here] = part, self.masks[file][skip:skip + len(part)]
-            outside = np.flatnonzero((tokens[here] < 0) | (tokens[here] >= self.vocab))
-            if len(outside):
-                raise ValueError(f"{self.files[file]}: token {skip + outside[0]:,} is {part[outside[0]]}, outside of "
-                                 f"0..{self.vocab - 1}: raise --vocab, or give the file's --data-dtype")
             begins[filled] |= self.separator is None and skip == 0
             filled += len(part)
             file += 1
         return tokens, begins if self.separator is None else tokens == self.separator, targets
+
+
+    def outside(self, part: int = 0, parts: int = 1) -> int:
+        """Where in the stream a token outside of the vocabulary is, or -1. Of blocks of BLOCK tokens it reads those
+        number part, part + parts, …"""
+        blocks = [(int(begin) + start, array[start:start + BLOCK]) for begin, array in zip(self.starts, self.arrays)
+                  for start in range(0, len(array), BLOCK)]
+        for start, found in blocks[part::parts]:
+            if found.min() < 0 or found.max() >= self.vocab:
+                return start + int(np.argmax((found < 0) | (found >= self.vocab)))
+        return -1
+
+    def refuse(self, position: int) -> None:
+        """Raises ValueError for the token at this position of the stream, which `outside` has found."""
+        file = int(np.searchsorted(self.starts, position, "right")) - 1
+        place = position - int(self.starts[file])
+        raise ValueError(f"{self.files[file]}: token {place:,} is {self.arrays[file][place]}, outside of 0.."
+                         f"{self.vocab - 1}: raise --vocab, or give the file's --data-dtype")
 
 
 class Source(NamedTuple):

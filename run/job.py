@@ -21,7 +21,7 @@ import torch
 
 import collectives
 import config
-from collectives import ALONE, Group, Groups
+from collectives import ALONE, MAX, Group, Groups, all_reduce
 from config import need
 from param import IGNORED, Source, Spec, draw
 from plan import search
@@ -103,10 +103,15 @@ class Run:
         device.check_memory(settings, groups["pp"].rank, self.device)
         if run.out or run.resume or run.init_from or run.export_hf:
             self.host = host_group(run.timeout)
+        for samples in filter(None, (self.training, self.validation)):
+            world, corpus = groups["world"], samples.corpus
+            outside = torch.tensor(corpus.outside(world.rank, world.size), device=self.device)
+            all_reduce(outside, world, MAX)
+            if outside >= 0:
+                corpus.refuse(int(outside))
         sections = [section for name, section in asdict(settings).items()
                     if name not in ("data", "before_defaults", "arguments")]
-        data = [samples.identity() for samples in (self.training, self.validation) if samples]
-        faults.agree_on({"settings": sections, "data": data,
+        faults.agree_on({"settings": sections, "data": self.training.identity(),
                          "version of Python or torch": (sys.version, torch.__version__)}, groups["world"], self.device)
 
     def load(self, optimizer) -> None:

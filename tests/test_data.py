@@ -123,20 +123,23 @@ def test_a_wrong_file_is_named_in_one_line(tmp_path, name, content, says):
     file.write_bytes(content)
     with pytest.raises(ValueError) as error:
         corpus = Corpus([str(file)], 257)
-        corpus.read(0, len(corpus))
+        corpus.refuse(corpus.outside())
     assert str(error.value).startswith(f"{file}: {says}") and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("value", [512, -1])
-def test_a_token_outside_the_vocabulary_is_named_when_it_is_read(tmp_path, value):
-    files = [tmp_path / "a.npy", tmp_path / "b.npy"]
-    token_file(files[0], [1] * 10, "npy")
-    for place in (0, 7, 19):
-        token_file(files[1], [511] * place + [value] + [511] * (19 - place), "npy", np.int16)
-        corpus = Corpus(list(map(str, files)), 512)
-        assert len(corpus.read(0, 10 + place)[0]) == 10 + place
-        with pytest.raises(ValueError, match=rf"/b\.npy: token {place} is {value}, outside of 0\.\.511: raise"):
-            corpus.read(8, 3 + place)
+def test_a_token_outside_the_vocabulary_is_found_wherever_it_is(tmp_path, monkeypatch, value):
+    """By one of the ranks that share the corpus, block by block."""
+    monkeypatch.setattr(data, "BLOCK", 8)
+    good, bad = tmp_path / "a.npy", tmp_path / "b.npy"
+    token_file(good, [1] * 10, "npy")
+    for position in range(20):
+        token_file(bad, [511] * position + [value] + [511] * (19 - position), "npy", np.int16)
+        corpus = Corpus([str(good), str(bad)], 512)
+        for parts in (1, 2, 7):
+            assert sorted({corpus.outside(part, parts) for part in range(parts)} | {-1}) == [-1, position + 10]
+    with pytest.raises(ValueError, match=rf"b\.npy: token 19 is {value}, outside of 0\.\.511: raise"):
+        corpus.refuse(29)
 
 
 def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):

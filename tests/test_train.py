@@ -129,14 +129,14 @@ def refused(flags: str) -> str:
 
 
 @pytest.mark.parametrize("flags", ["--data", f"--data {ROOT}/train.py --val-data"])
-def test_tokens_of_another_vocabulary_are_refused_before_the_first_step(pool, tmp_path, flags):
-    """By what every rank reads of all the data, to know it again."""
-    tokens = np.zeros(100_000, np.uint16)
-    tokens[99_990] = 9999
+def test_a_token_of_another_vocabulary_is_refused_before_the_first_step(pool, tmp_path, flags):
+    """Also where only the second rank's part of the corpus has it."""
+    tokens = np.zeros(2**22 + 100, np.uint16)
+    tokens[2**22 + 5] = 9999
     np.save(tmp_path / "tokens.npy", tokens)
     flags = f"{SMALL} --vocab 300 --sample= --out {tmp_path / 'out'} {flags} {tmp_path / 'tokens.npy'}"
     said = pool.run(2, "test_train:refused", flags=flags)
-    line = f"{tmp_path / 'tokens.npy'}: token 99,990 is 9999, outside of 0..299: raise"
+    line = f"{tmp_path / 'tokens.npy'}: token 4,194,309 is 9999, outside of 0..299: raise"
     assert [line in text for text in said] == [True, True] and not (tmp_path / "out").exists()
 
 
