@@ -189,20 +189,25 @@ class Saver:
         agree(lambda: self.open_folder(step) if group.rank == 0 else None, group)
 
     def open_folder(self, step: int) -> None:
-        """Take the folder for this run; remove what an earlier run could not finish. Checkpoints of later steps than
-        the one resumed (damaged, or the run was rewound) are renamed: neither --resume auto nor keep counts them."""
+        """Take the folder for this run; remove what an earlier run could not finish. What has the name of a checkpoint
+        and is none is renamed. So are checkpoints of later steps than the one resumed (damaged, or the run was
+        rewound): neither --resume auto nor keep counts them."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = open(self.folder / "lock", "ab")
             self.take_lock()
             for unfinished in (*self.folder.glob(".writing-*"), *self.folder.glob(".removing-*")):
                 shutil.rmtree(unfinished)
+            need(not (self.folder / "latest").is_dir(), f"{self.folder}/latest: is a folder: move it away")
             free = shutil.disk_usage(self.folder).free
             need(free >= self.nbytes, f"{self.folder}: a checkpoint takes {self.nbytes / 1e9:.3g} GB, and "
                                       f"{free / 1e9:.3g} GB are free")
             need(step or not start.checkpoints_in(self.folder),
                  f"--out {self.folder}: has checkpoints of another run, or of this one from its beginning: give "
                  "--resume auto to continue it, or another folder")
+            for path in self.folder.glob("step-*"):
+                if start.step_of(path) >= 0 and not (path / "run.json").is_file():  # somebody's, or a copy of a part
+                    set_aside(path, "is no checkpoint: it has no run.json")
             self.begin_at(step)
         except OSError as error:
             raise ValueError(f"--out {self.folder}: cannot be written to: {error.strerror}") from None
@@ -222,9 +227,7 @@ class Saver:
         self.newest = step or None
         for path in start.checkpoints_in(self.folder) if self.group.rank == 0 else ():
             if start.step_of(path) > step:
-                aside = path.with_name(f"set-aside-{path.name}-{time.time_ns()}")
-                path.rename(aside)
-                print(f"{path} is of a later step than the one resumed, so it was renamed {aside.name}", flush=True)
+                set_aside(path, "is of a later step than the one resumed")
 
     def save(self, step: int, run: dict) -> float:
         """Save in the background, unless this step is saved. run: what run.json says besides. Returns the seconds that
@@ -298,8 +301,6 @@ class Saver:
         run = run | dict(format=start.CHECKPOINT_FORMAT)
         write_text(temporary / "run.json", json.dumps(run | {"checksum": start.checksum_of_json(run)}, indent=1))
         sync(temporary)
-        if final.exists():  # without a run.json, which a copy that was interrupted leaves
-            self.remove(final)
         temporary.rename(final)
         sync(self.folder)
         write_text(self.folder / "latest", final.name + "\n")
@@ -311,6 +312,12 @@ class Saver:
         gone = path.with_name(f".removing-{path.name}-{time.time_ns()}")
         path.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)  # what is left is removed by the next run here
+
+
+def set_aside(path: Path, why: str) -> None:
+    aside = path.with_name(f"set-aside-{path.name}-{time.time_ns()}")
+    path.rename(aside)
+    print(f"{path} {why}, so it was renamed {aside.name}", flush=True)
 
 
 def describe(error: Exception) -> str:

@@ -215,16 +215,28 @@ def test_a_checkpoint_has_its_name_only_when_it_is_whole_and_on_the_disk(tmp_pat
 
 
 def test_a_checkpoint_is_not_saved_a_second_time(tmp_path):
-    """By a run that goes on with it and ends before its first step, either. What only has its name is replaced, such as
-    a folder without run.json, which a copy that was interrupted leaves."""
-    (tmp_path / "step-000001").mkdir()
-    (tmp_path / "step-000001" / "__0_0.distcp").write_text("a part")
+    """By a run that goes on with it and ends before its first step, either."""
     saved(tmp_path, (1, 2, 2))
     saved(tmp_path, (2,), resumed=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "lock", "step-000001", "step-000002"]
-    for step in 1, 2:
-        checkpoint.verify(tmp_path / f"step-{step:06d}")
+    checkpoint.verify(tmp_path / "step-000002")
     assert torch.equal(tensors(tmp_path / "step-000002")["w/master"], state_of(0)[0].values + 1 + 1)
+
+
+def test_what_only_has_the_name_of_a_checkpoint_is_set_aside_and_kept(tmp_path, capsys):
+    """Somebody's folder or file, or a copy of a checkpoint that was interrupted; at once, and each is named."""
+    for name in "step-000001", "step-1", "step-notes":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis").write_text(name)
+    (tmp_path / "step-000002").write_text("step-000002")
+    saver = checkpoint.Saver(str(tmp_path), state_of(0), 1, ALONE)
+    said = capsys.readouterr().out
+    saver.lock.close()
+    for name in "step-000001", "step-1", "step-000002":
+        aside, = tmp_path.glob(f"set-aside-{name}-*")
+        assert (aside if aside.is_file() else aside / "thesis").read_text() == name
+        assert f"{tmp_path}/{name} is no checkpoint: it has no run.json, so it was renamed {aside.name}\n" in said
+    assert (tmp_path / "step-notes").is_dir() and said.count("\n") == 3
 
 
 def test_what_a_killed_run_left_is_removed_before_the_disk_is_found_full(tmp_path):
@@ -399,6 +411,8 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path):
         large = Mock(nbytes=2_500_000_000, is_cuda=False, shape=(1,), dtype=torch.float32)
         refused("full", r"full: a checkpoint takes 2\.5 GB, and 1\.25 GB are free",
                 [checkpoint.Piece("w", (1,), (slice(0, 1),), large)])
+    (tmp_path / "latest" / "latest").mkdir(parents=True)
+    refused("latest", "/latest/latest: is a folder: move it away")
     saved(tmp_path / "used")
     refused("used", "used: has checkpoints of another run, or of this one from its beginning")
     saver = checkpoint.Saver(str(tmp_path / "busy"), state_of(0), 0, ALONE)
