@@ -98,6 +98,9 @@ class Corpus:
         separators = {of_format for _, of_format in opened} if separator == -1 else {separator}
         need(len(separators) == 1, "the data's files separate documents by different tokens: give --separator")
         self.separator, = separators
+        need(self.separator is None or 0 <= self.separator < vocab,
+             f"{files[0]}: separates documents by token {self.separator}, outside of 0..{vocab - 1}: raise --vocab, or "
+             "give --separator")
         self.masks = [all_targets(array) if self.is_text else open_mask(file, array)
                       for file, array in zip(files, self.arrays)]
         self.starts = np.cumsum([0] + [len(array) for array in self.arrays])

@@ -103,6 +103,8 @@ class Run:
         device.check_memory(settings, groups["pp"].rank, self.device)
         if run.out or run.resume or run.init_from or run.export_hf:
             self.host = host_group(run.timeout)
+        need(not self.validation or self.validation.corpus.is_text == self.training.corpus.is_text,
+             "--val-data: is text and --data token files, or the other way round: give both of one kind")
         for samples in filter(None, (self.training, self.validation)):
             world, corpus = groups["world"], samples.corpus
             outside = torch.tensor(corpus.outside(world.rank, world.size), device=self.device)

@@ -11,6 +11,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from runs import run
 
 import config
 from run import data
@@ -161,6 +162,8 @@ def test_what_cannot_be_one_corpus_is_refused(tmp_path):
         Corpus([__file__], 300, separator=3)
     with pytest.raises(ValueError, match="different tokens: give --separator"):
         Corpus([tokens, other], 60000)
+    with pytest.raises(ValueError, match=f"^{other}: separates documents by token 50256, outside of 0..299"):
+        Corpus([other], 300)
     (tmp_path / "none").mkdir()
     with pytest.raises(ValueError, match="holds no text"):
         Corpus([str(tmp_path / "none")], 300)
@@ -269,6 +272,13 @@ def test_documents_and_positions_begin_anew_at_every_separator(tmp_path):
     begins_inside = Samples(Corpus([file], 10, separator=3), 5, None, doc_mask=True).micro_batch([0])
     assert begins_inside.documents.tolist() == [[0, 0, 0, 0, 1]]
     assert begins_inside.positions.tolist() == [[0, 1, 2, 3, 0]]
+
+
+def test_validation_data_are_of_the_kind_of_the_training_data(tmp_path):
+    tokens = token_file(tmp_path / "a.bin", [1] * 200)
+    for given, validated in (__file__, tokens), (tokens, __file__):
+        with pytest.raises(ValueError, match="^--val-data: is text and --data token files, or the other way round"):
+            run(f"--vocab 300 --seq 8 --global-batch 2 --data {given} --val-data {validated}")
 
 
 def fingerprint() -> str:
