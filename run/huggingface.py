@@ -194,7 +194,7 @@ def read_json(path: str) -> dict[str, Any]:
 
 def read_architecture(config: dict[str, Any], where: str) -> str:
     names = config.get("architectures")
-    need(isinstance(names, list) and len(names) == 1 and names[0] in ARCHITECTURES,
+    need(isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) and names[0] in ARCHITECTURES,
          f"{where}: architectures {names}: use one of {', '.join(ARCHITECTURES)}")
     return names[0]
 
@@ -226,7 +226,8 @@ def model_fields(config: dict[str, Any], where: str) -> dict[str, Any]:
         value, kind = settings[field], int if default is None else type(default)
         is_none = (value is None and field in NULLABLE) or (value == 0 and field in MAY_BE_0)
         if field in FIELDS and not is_none:
-            fits = isinstance(value, bool) if kind is bool else isinstance(value, (int, kind)) and value > 0
+            is_bool = isinstance(value, bool)
+            fits = is_bool if kind is bool else not is_bool and isinstance(value, (int, kind)) and value > 0
             need(fits, f"{where}: {field} {json.dumps(value)}: must be {KINDS[kind]}")
             need(field != "num_hidden_layers" or value <= MOST_LAYERS,
                  f"{where}: {field} {value}: must be at most {MOST_LAYERS:,}")
@@ -237,7 +238,8 @@ def model_fields(config: dict[str, Any], where: str) -> dict[str, Any]:
     if "experts" in model:
         model.setdefault("expert_ffn", model["ffn"])
         dense = settings.get("mlp_only_layers") or []
-        need(dense == list(range(len(dense))), f"{where}: mlp_only_layers {dense}: only the first layers can be dense")
+        need(isinstance(dense, list) and dense == [*range(len(dense))],
+             f"{where}: mlp_only_layers {dense}: only the first layers can be dense")
         model["dense_layers"] = model.get("dense_layers", len(dense))
     return model | read_window(settings, where) | architecture.fixed
 
@@ -248,8 +250,10 @@ def read_window(settings: dict[str, Any], where: str) -> dict[str, int]:
     layers, kinds = settings["num_hidden_layers"], settings.get("layer_types")
     if kinds is None:
         first = settings.get("max_window_layers", 0)
+        need(isinstance(first, int), f"{where}: max_window_layers {json.dumps(first)}: must be a whole number")
         kinds = ["full_attention" if layer < first else "sliding_attention" for layer in range(layers)]
-    need(isinstance(kinds, list) and len(kinds) == layers and set(kinds) <= {"full_attention", "sliding_attention"},
+    need(isinstance(kinds, list) and len(kinds) == layers
+         and all(kind in ("full_attention", "sliding_attention") for kind in kinds),
          f"{where}: layer_types {kinds}: must be full_attention or sliding_attention, one per layer")
     full = [layer for layer in range(layers) if not window or kinds[layer] == "full_attention"]
     if len(full) == layers:
@@ -386,7 +390,8 @@ def weights_in(folder: str) -> tuple[dict[str, str], str]:
     need(os.path.isfile(path), f"{folder}: has no {SINGLE} and no {INDEX}: weights in another format, such as .bin or "
                                ".pth, must be converted to safetensors")
     files = read_json(path).get("weight_map")
-    need(isinstance(files, dict), f"{path}: weight_map must be an object of tensors and files")
+    need(isinstance(files, dict) and all(isinstance(file, str) for file in files.values()),
+         f"{path}: weight_map must be an object of tensors and files")
     for file in sorted(set(files.values())):
         need(is_inside(file), f"{path} names {file}, which is outside of its folder")
         need(os.path.isfile(os.path.join(folder, file)), f"{folder}/{file}: is missing, {INDEX} names it")

@@ -365,6 +365,7 @@ MOE = dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_ex
 @pytest.mark.parametrize("changed, message", [
     (dict(architectures=["GPT2LMHeadModel"]), "architectures ['GPT2LMHeadModel']: use one of LlamaForCausalLM"),
     (dict(architectures=None), "architectures None"),
+    (dict(architectures=[["x"]]), "architectures [['x']]: use one of"),
     (dict(architectures=["Qwen2ForCausalLM", "Qwen3ForCausalLM"]), "architectures ['Qwen2ForCausalLM', 'Qwen3"),
     (dict(model_type="qwen3"), 'model_type "qwen3": must be "qwen2"'),
     (dict(num_hidden_layers=10**10), "num_hidden_layers 10000000000: must be at most 10,000"),
@@ -386,11 +387,15 @@ MOE = dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_ex
     (dict(WINDOW, max_window_layers=2), "sliding_window 7, but not in layers [0, 1]: must be in all"),
     (dict(WINDOW, layer_types=["sliding_attention"] * 2), "one per layer"),
     (dict(WINDOW, layer_types=["chunked_attention"] * 3), "must be full_attention or sliding_attention"),
+    (dict(WINDOW, layer_types=[{}] * 3), "must be full_attention or sliding_attention"),
+    (dict(WINDOW, max_window_layers="x"), 'max_window_layers "x": must be a whole number'),
     (dict(hidden_size=None), "hidden_size null: must be a whole number above 0"),
     (dict(vocab_size="61"), 'vocab_size "61": must be a whole number'),
     (dict(tie_word_embeddings=1), "tie_word_embeddings 1: must be true or false"),
     (dict(rms_norm_eps=-1e-6), "rms_norm_eps -1e-06: must be a number above 0"),
     (dict(rms_norm_eps=0), "rms_norm_eps 0: must be a number above 0"),
+    (dict(rms_norm_eps=True), "rms_norm_eps true: must be a number above 0"),
+    (dict(MOE, mlp_only_layers=5), "mlp_only_layers 5: only the first"),
     (dict(MOE, mlp_only_layers=[1]), "mlp_only_layers [1]: only the first layers can be dense"),
     (dict(MOE, decoder_sparse_step=2), "decoder_sparse_step 2: must be 1"),
     (dict(MOE, num_experts_per_tok=0), "num_experts_per_tok 0"),
@@ -454,6 +459,7 @@ SECOND = "model-00002-of-00005.safetensors"
     (without_weights, ": has no model.safetensors and no model.safetensors.index.json: weights in another format"),
     (lambda folder: (folder / SECOND).unlink(), f"/{SECOND}: is missing"),
     (lambda folder: change(folder / INDEX, weight_map={"a": "../b"}), "names ../b, which is outside of its folder"),
+    (lambda folder: change(folder / INDEX, weight_map={"a": 3}), "weight_map must be an object of tensors and files"),
     (lambda folder: change(folder / INDEX, weight_map={"a": "/b"}), "names /b, which is outside of its folder"),
     (lambda folder: os.truncate(folder / SECOND, 5000), f"/{SECOND}: cannot be read: "),
     (with_a_wrong_index, "/model-00001-of-00005.safetensors: cannot read model.norm.weight"),
@@ -464,8 +470,8 @@ SECOND = "model-00002-of-00005.safetensors"
     (with_an_infinite_weight, "/model-00001-of-00005.safetensors: model.embed_tokens.weight has values that are not"),
     (lambda folder: change(folder / "config.json", num_hidden_layers=4),
      ": has no tensor model.layers.3."),
-], ids=["weights", "shard", "outside", "absolute", "cut shard", "index", "cut index", "heads", "8 bits", "infinite",
-        "layers"])
+], ids=["weights", "shard", "outside", "number", "absolute", "cut shard", "index", "cut index", "heads", "8 bits",
+        "infinite", "layers"])
 def test_damaged_weights_are_refused_in_one_line(damage, message, published, tmp_path):
     folder = tmp_path / "damaged"
     shutil.copytree(published("mistral", "50KB"), folder)
