@@ -458,8 +458,11 @@ def export(path: Path, folder: str, dtype: str, group: Group = ALONE) -> None:
     names = sorted((name.removesuffix("/master") for name in stored if name.endswith(("/master", ".router.bias"))),
                    key=lambda name: [part.zfill(9) for part in name.split(".")])  # layer 2 before layer 10
     specs = [Spec(name, tuple(stored[name if name in stored else f"{name}/master"].size)) for name in names]
-    huggingface.export(folder, model, specs, source(path), dtype, rank=group.rank, world=group.size,
-                       published=(run.get("published", ""), run["tokenizer"]), seq=run["settings"]["seq"])
+    try:
+        huggingface.export(folder, model, specs, source(path), dtype, rank=group.rank, world=group.size,
+                           published=(run.get("published", ""), run["tokenizer"]), seq=run["settings"]["seq"])
+    except OSError as error:
+        raise ValueError(f"{error.filename or folder}: cannot be written: {error.strerror}") from None
 
 
 USAGE = "python -m run.checkpoint export CKPT FOLDER [--dtype bf16|fp16|fp32]"

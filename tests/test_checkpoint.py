@@ -760,6 +760,12 @@ def test_the_command_line_exports_the_master_weights_in_bf16_or_as_asked(trained
     assert settings["max_position_embeddings"] == 24 and settings["torch_dtype"] == str(dtype).removeprefix("torch.")
 
 
+def test_an_export_into_a_folder_that_takes_no_file_is_refused_in_one_line(trained, tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.json").mkdir()
+    said = refused(monkeypatch, capsys, "export", trained / "step-000002", tmp_path)
+    assert said == f"run.checkpoint: {tmp_path}/config.json: cannot be written: Is a directory\n"
+
+
 # ---- at scale -------------------------------------------------------------------------------------------------------
 
 class FakeGroup:
