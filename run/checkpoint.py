@@ -453,7 +453,7 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> None:
 
 def export(path: Path, folder: str, dtype: str, group: Group = ALONE) -> None:
     """Weights as transformers reads them; every rank writes some files. Raises ValueError, see run/huggingface.py."""
-    run, stored = start.read_run(path), open_checkpoint(path)[1].state_dict_metadata
+    stored, run = open_checkpoint(path)[1].state_dict_metadata, start.read_run(path)
     model = config.Model(**run["model"])
     names = sorted((name.removesuffix("/master") for name in stored if name.endswith(("/master", ".router.bias"))),
                    key=lambda name: [part.zfill(9) for part in name.split(".")])  # layer 2 before layer 10

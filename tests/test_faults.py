@@ -921,7 +921,7 @@ def test_a_run_json_that_lacks_something_or_has_an_unknown_setting_is_refused_in
                                  ("model", "wings", 2)):
         says = f" is of another version: it has a setting that is unknown here, {name} {value}"
         assert refused(whole | {section: whole[section] | {name: value}}) == says
-    for command in ("train.py", "--resume", tmp_path), ("-m", "run.checkpoint", "show", file.parent):
+    for command in ("train.py", "--resume", tmp_path), ("-m", "run.checkpoint", "export", file.parent, tmp_path / "hf"):
         ended = python(*command)
         assert ended.returncode == 2 and ended.stderr.endswith(f"{file}{says}\n") and ended.stderr.count("\n") == 1
 

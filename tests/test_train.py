@@ -128,12 +128,14 @@ def refused(flags: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("flags", ["--data", f"--data {ROOT}/train.py --val-data"])
+@pytest.mark.parametrize("flags", ["--data", "--data {folder}/good.npy --val-data"])
 def test_a_token_of_another_vocabulary_is_refused_before_the_first_step(pool, tmp_path, flags):
     """Also where only the second rank's part of the corpus has it."""
     tokens = np.zeros(2**22 + 100, np.uint16)
     tokens[2**22 + 5] = 9999
     np.save(tmp_path / "tokens.npy", tokens)
+    np.save(tmp_path / "good.npy", tokens[:1000])
+    flags = flags.format(folder=tmp_path)
     flags = f"{SMALL} --vocab 300 --sample= --out {tmp_path / 'out'} {flags} {tmp_path / 'tokens.npy'}"
     said = pool.run(2, "test_train:refused", flags=flags)
     line = f"{tmp_path / 'tokens.npy'}: token 4,194,309 is 9999, outside of 0..299: raise"
