@@ -72,10 +72,16 @@ def order_by_piece(documents: Tensor, c: int) -> Tensor:
     return pieces.argsort(dim=1, stable=True)
 
 
+def own_positions(s: int, c: int, i: int, device: torch.device) -> Tensor:
+    """Where in the sequence of c s tokens rank i's s tokens are."""
+    everywhere = torch.arange(c * s, device=device)
+    return everywhere if c == 1 else take_chunks(everywhere, c, own_chunks(c, i))
+
+
 def shard_sequences(tokens: Tensor, labels: Tensor, positions: Tensor | None, documents: Tensor | None, c: int, i: int,
                     tp: int = 1, document_ranks: int = 1) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Rank i's shard of sequences: tokens and (already shifted) labels, [B, S] -> [B, s]. positions and documents
-    [B, S]: both, or neither. Returned are positions [B, s], or [s] if none were given, and documents of whole (padded)
+    [B, S]: both, or neither. Returned are positions [B, s] (None: `own_positions`), and documents of whole (padded)
     sequences, since queries' are compared with those of all keys. Sequences that c (and tp) ranks cannot share equally
     are padded with tokens -1, which no other token sees and which have no label. c = 1 changes nothing.
     document_ranks: above 1, whole sequences are first brought in `order_by_piece` of so many."""
@@ -86,7 +92,7 @@ def shard_sequences(tokens: Tensor, labels: Tensor, positions: Tensor | None, do
     padding, own = seq - tokens.shape[1], partial(take_chunks, c=c, chunks=own_chunks(c, i))
     tokens, labels = F.pad(tokens, (0, padding), value=-1), F.pad(labels, (0, padding), value=IGNORED)
     if documents is None:
-        return own(tokens), own(labels), own(torch.arange(seq, device=tokens.device)), None
+        return own(tokens), own(labels), None, None
     documents = torch.cat((documents, documents[:, -1:].expand(-1, padding) + 1), 1)
     positions = F.pad(positions, (0, padding))
     if document_ranks > 1:

@@ -145,13 +145,14 @@ def rope_in_torch(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
 
 
 @triton.jit
-def rope_kernel(x, cos, sin, angle_rows, stride, heads, HALF: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr):
+def rope_kernel(x, cos, sin, angle_rows, stride, heads, sign, HALF: tl.constexpr, WIDTH: tl.constexpr,
+                HEADS: tl.constexpr):
     """A program rotates the first `heads` of a token's heads, in place. WIDTH, HEADS: HALF = D/2 and heads, padded."""
     t = tl.program_id(0)
     head, pair = tl.arange(0, HEADS)[:, None], tl.arange(0, WIDTH)[None, :]
     angle = (t % angle_rows) * HALF + pair
     c = tl.load(cos + angle, pair < HALF, other=0.0).to(tl.float32)
-    s = tl.load(sin + angle, pair < HALF, other=0.0).to(tl.float32)
+    s = tl.load(sin + angle, pair < HALF, other=0.0).to(tl.float32) * sign
     first, inside = x + tl.cast(t, tl.int64) * stride + head * (2 * HALF) + pair, (head < heads) & (pair < HALF)
     a = tl.load(first, inside, other=0.0).to(tl.float32)
     b = tl.load(first + HALF, inside, other=0.0).to(tl.float32)
@@ -159,16 +160,17 @@ def rope_kernel(x, cos, sin, angle_rows, stride, heads, HALF: tl.constexpr, WIDT
     tl.store(first + HALF, (b * c + a * s).to(x.dtype.element_ty), inside)
 
 
-def rope_(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+def rope_(x: Tensor, cos: Tensor, sin: Tensor, heads: int, sign: float = 1.0) -> Tensor:
     """Rotate pairs (x[i], x[i + D/2]) of the first `heads` heads of x [B, S, N, D] by the token's angles, in place. One
-    launch rotates queries and keys, which are contiguous in memory. cos, sin: [S, 1, D/2] or [B, S, 1, D/2]."""
+    launch rotates queries and keys, which are contiguous in memory. cos, sin: [S, 1, D/2] or [B, S, 1, D/2]. sign: -1
+    rotates back, as backward does."""
     (B, S, N, D), tokens = x.shape, x.flatten(0, 1)
     half, width, padded = D // 2, triton.next_power_of_2(D // 2), triton.next_power_of_2(heads)
     assert 0 < heads <= N, f"x {x.shape} has no {heads} heads to rotate"
     assert cos.shape == sin.shape and cos.shape in ((S, 1, half), (B, S, 1, half)), f"cos {cos.shape}, x {x.shape}"
     assert tokens.data_ptr() == x.data_ptr() and tokens.stride()[1:] == (D, 1), f"heads apart: {x.stride()}"
     launch(rope_kernel, (B * S,), tokens, cos.contiguous(), sin.contiguous(), cos.numel() // half, tokens.stride(0),
-           heads, HALF=half, WIDTH=width, HEADS=padded, num_warps=min(8, max(1, width * padded // 512)))
+           heads, sign, HALF=half, WIDTH=width, HEADS=padded, num_warps=min(8, max(1, width * padded // 512)))
     return x
 
 

@@ -17,7 +17,7 @@ ranks, H hidden, N query heads, K key and value heads, D head width, F ffn, V vo
 """
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from collectives import ALONE, Groups
 from config import Model
-from cp import attention_by_window, gather_tokens
+from cp import attention_by_window, gather_tokens, own_positions
 from ep import Balance, GroupedExperts, Router, make_routing_info
 from operations import RMSNorm, rotary_angles, rotate_and_split, rotate_tail, swiglu
 from param import Spec, parameter
@@ -315,7 +315,9 @@ class Llama(nn.Module):
         self.model, self.groups, self.execution = model, groups, (how := execution or Execution())
         self.pipeline, self.mtp_weight = pipeline or Pipeline.one_stage(model.blocks), mtp_weight
         self.stages, self.last_stage = self.pipeline.stages, self.pipeline.last
-        make = partial(parameter, groups=groups, dtype=how.dtype, device=how.device)
+        make, cp = partial(parameter, groups=groups, dtype=how.dtype, device=how.device), groups.get("cp", ALONE)
+        self.angles_in_sequence = cache(lambda s, device: rotary_angles(  # once: all micro-batches have the same
+            own_positions(s, cp.size, cp.rank, device), model, how.dtype))
         self.tp = TensorParallel(groups.get("tp", ALONE))
         if self.tp.size > 1:
             self.tp = self.tp._replace(sequence=how.sequence, async_tp=how.async_tp)
@@ -345,9 +347,10 @@ class Llama(nn.Module):
                 loss_grad: Sequence[Tensor | None] = (None, None)) -> Tensor:
         """Logits [B, s, V/t] of tokens [B, s], for this rank's part of the vocabulary; or with labels their loss.
 
-        positions: [s] or [B, s], by default 0, 1, 2 … documents: [B, S], numbers of the documents, which do not see
-        each other. With context parallelism tokens and positions are this rank's, as cp.shard_sequences returns them,
-        and documents are those of whole sequences, in the host's memory. Tokens below 0 are padding.
+        positions: [B, s], in documents; by default those in the sequence. documents: [B, S], numbers of the documents,
+        which do not see each other. With context parallelism tokens and positions are this rank's, as
+        cp.shard_sequences returns them, and documents are those of whole sequences, in the host's memory. Tokens below
+        0 are padding.
         labels: [B, s], IGNORED for tokens without a loss. The result is then the sum of this rank's tokens' losses in
         nats, the same on every tensor parallel rank. ahead: tokens and labels [B, s] of MicroBatch.one_ahead; the
         result is then [2], the second multi-token prediction's. loss_grad: the gradient that each will have in backward
@@ -377,16 +380,15 @@ class Llama(nn.Module):
         how, model, tp, groups, past = self.execution, self.model, self.tp, self.groups, 0
         if cache is not None:  # sampling: few tokens, all of them on every rank
             tp, groups, past = TensorParallel(tp.group), {}, cache.length(self.stages[stage][0])
-        cp = groups.get("cp", ALONE)
-        if positions is None:
-            assert cp.size == 1, "with context parallelism a rank's positions must be given"
             positions = torch.arange(past, past + tokens.shape[1], device=tokens.device)
+        cp = groups.get("cp", ALONE)
         style = "latents" if model.kv_lora_rank else how.cp_style
         attention = attention_by_window(
             map(model.window_of, self.stages[stage]), tokens, documents, kernel=how.attention, head_dim=model.head_dim,
             dtype=how.dtype, groups=groups, style=style, earlier=past, recompute=how.recompute == "selective")
         routing = make_routing_info(tokens, cp, tp.group, aux_loss_scale) if self.routers else None
-        angles = rotary_angles(positions, model, how.dtype)
+        angles = (self.angles_in_sequence(tokens.shape[1], tokens.device) if positions is None else
+                  rotary_angles(positions, model, how.dtype))
         gather = partial(gather_tokens, group=cp)
         return ForwardContext(tp, seq=tokens.shape[1], angles=angles, attention=attention, recompute=self.recompute,
                               routing=routing, cache=cache, gather=gather)

@@ -149,23 +149,22 @@ def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
 
 # ---- rotary embedding -----------------------------------------------------------------------------------------------
 
-def rotate_halves_(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
-    """Rotate the pairs (x[i], x[i + D/2]) of the first `heads` heads of x [B, S, N, D], in place."""
-    if try_kernel(x, lambda kernels: kernels.rope_(x, cos, sin, heads)) is None:
-        rotate_pairs_(*x[:, :, :heads].chunk(2, -1), cos, sin)
+def rotate_halves_(x: Tensor, cos: Tensor, sin: Tensor, heads: int, sign: float) -> None:
+    """Rotate the pairs (x[i], x[i + D/2]) of the first `heads` heads of x [B, S, N, D] by sign x angle, in place."""
+    if try_kernel(x, lambda kernels: kernels.rope_(x, cos, sin, heads, sign)) is None:
+        rotate_pairs_(*x[:, :, :heads].chunk(2, -1), cos, sin, sign)
 
 
-def rotate_tail_(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
+def rotate_tail_(x: Tensor, cos: Tensor, sin: Tensor, heads: int, sign: float) -> None:
     """Rotate the pairs (x[2i], x[2i + 1]) of the last channels, two for every angle."""
     tail = x[:, :, :heads, x.shape[-1] - 2 * cos.shape[-1]:]
-    rotate_pairs_(tail[..., 0::2], tail[..., 1::2], cos, sin)
+    rotate_pairs_(tail[..., 0::2], tail[..., 1::2], cos, sin, sign)
 
 
-def rotate_pairs_(a: Tensor, b: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate every (a, b) by its angle."""
+def rotate_pairs_(a: Tensor, b: Tensor, cos: Tensor, sin: Tensor, sign: float) -> None:
     a_acc, b_acc = a.to(cos.dtype), b.to(cos.dtype)
-    rotated_a = torch.mul(a_acc, cos).addcmul_(b_acc, sin, value=-1)
-    b.copy_(torch.mul(b_acc, cos).addcmul_(a_acc, sin))
+    rotated_a = torch.mul(a_acc, cos).addcmul_(b_acc, sin, value=-sign)
+    b.copy_(torch.mul(b_acc, cos).addcmul_(a_acc, sin, value=sign))
     a.copy_(rotated_a)
 
 
@@ -177,14 +176,14 @@ class RotateFunction(Function):
     def forward(ctx, x, cos, sin, heads, rotate_=rotate_halves_):
         ctx.save_for_backward(cos, sin)
         ctx.rotate_, x = rotate_, x.detach()
-        rotate_(x, cos, sin, sum(heads[:2]))
+        rotate_(x, cos, sin, sum(heads[:2]), sign=1.0)
         return tuple(part.detach() for part in x.split(heads, dim=2))  # else autograd would take them for views
 
     @staticmethod
     def backward(ctx, *grads):
         cos, sin = ctx.saved_tensors
         dx = torch.cat(grads, dim=2)
-        ctx.rotate_(dx, cos, -sin, sum(grad.shape[2] for grad in grads[:2]))
+        ctx.rotate_(dx, cos, sin, sum(grad.shape[2] for grad in grads[:2]), sign=-1.0)
         return dx, None, None, None, None
 
 

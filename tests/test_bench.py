@@ -412,7 +412,7 @@ def test_check_finds_kernels_that_are_wrong_or_do_not_run(capsys, monkeypatch):
     right = verdicts(capsys)
     assert not ended.value.code and set(right.values()) == {"ok"} and len(right) == 2 * 8
     rope_ = kernels.rope_
-    monkeypatch.setattr(kernels, "rope_", lambda x, cos, sin, heads: rope_(x, cos, 1.001 * sin, heads))
+    monkeypatch.setattr(kernels, "rope_", lambda x, cos, sin, *rest: rope_(x, cos, 1.001 * sin, *rest))
     monkeypatch.setattr(kernels, "swiglu_kernel", Broken("swiglu_kernel"))
     monkeypatch.setattr(flash, "flash_dkv_kernel", Broken("flash_dkv_kernel"))
     with pytest.raises(SystemExit) as ended:

@@ -68,7 +68,8 @@ def test_every_token_is_at_one_place(c, t, seq):
     found = {}
     for i in range(c):
         mine, next_ones, positions, documents = cp.shard_sequences(tokens, labels, None, None, c, i, t)
-        assert documents is None and mine.shape[1] == padded_length(seq, c, t) / c
+        assert positions is documents is None and mine.shape[1] == padded_length(seq, c, t) / c
+        positions = cp.own_positions(mine.shape[1], c, i, mine.device)
         for rank, part in enumerate(mine.flatten().view(t, -1)):
             found |= {token.item(): (i, rank, index) for index, token in enumerate(part) if token > 0}
         for place, column, following in zip(positions, mine.t(), next_ones.t()):

@@ -131,7 +131,7 @@ def test_in_16_bits_all_is_computed_in_fp32_and_rounded_once():
     (norm, dx, dweight), (swiglu, dswiglu, _), (rotated, dqkv, _) = exact
     turned, back = qkv.clone(), qkv.clone()
     kernels.rope_(turned, cos, sin, 3)
-    kernels.rope_(back, cos, -sin, 3)
+    kernels.rope_(back, cos, sin, 3, -1.0)
     found = kernels.rms_norm_backward(dy, None, x, weight, 0.5)
     torch.testing.assert_close(found[1].double(), dweight, rtol=1e-5, atol=1e-4)
     for got, want in ((kernels.rms_norm(x, None, weight, 0.5)[1], norm), (found[0], dx), (kernels.swiglu(x), swiglu),

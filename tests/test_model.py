@@ -268,6 +268,3 @@ def test_what_a_forward_cannot_know_is_refused():
     llama, tokens = filled(architecture(SMALL)), torch.zeros(1, 4, dtype=torch.long)
     with pytest.raises(AssertionError, match="a KV cache knows of no documents"):
         llama(tokens, documents=tokens, cache=KVCache())
-    llama.groups = {"cp": SimpleNamespace(size=2)}
-    with pytest.raises(AssertionError, match="with context parallelism a rank's positions must be given"):
-        llama(tokens)

@@ -423,6 +423,7 @@ def step(flags: str) -> dict:
         meter = Longest()
         for bucket in optimizer.buckets:
             meter.label("state", bucket.weights, bucket.grad, *bucket.state.values())
+        meter.label("other", *model.angles_in_sequence(tokens.shape[1], tokens.device))  # the formula has them
         if arena := model.recompute.arena:
             meter.label("arena", arena.shards, arena.whole)
         copies = 0
