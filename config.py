@@ -191,8 +191,9 @@ class Grid:
 class Precision:
     dtype: str = setting("auto", "of weights and activations; auto: bf16 on GPU, fp32 on CPU; fp16 scales the loss",
                          ("auto", "bf16", "fp16", "fp32", "fp64"))
-    fp8: str = setting("none", "linear layers of blocks multiply in FP8; tensorwise: one scale per tensor, gradients "
-                       "in E5M2; blockwise: one per 1x128 or 128x128 block", ("none", *FP8_RECIPES))
+    fp8: str = setting("none", "linear layers of blocks multiply in FP8; tensorwise: one scale per tensor, on which tp "
+                       "ranks wait to agree, gradients in E5M2; blockwise: one per 1x128 or 128x128 block",
+                       ("none", *FP8_RECIPES))
     fp8_ends: bool = setting(True, "FP8 in the first and the last block, too")
     fp8_pow2: bool = setting(False, "FP8 scales are powers of two")
     moments: str = setting("auto", "dtype of AdamW's moments; auto: fp32, or fp64 in fp64 runs", ("auto", "bf16"))

@@ -4,14 +4,26 @@ PARTS, at the end, says what is measured, in this order, the most important firs
 
     checks      what kernels and calls of torch compute here, against fp64, and the tests that need a GPU
     training    Llama in bf16 and FP8 by train.py's loop, on sequences of 4096 tokens: a step, and its kernels by time
+    streams     a matmul beside programs that wait, as collectives do; streams that block each other; the host's link;
+                NCCL with two ranks on this GPU, beside one process
+    variants    implementations that do the same: the first named is what runs by default, and which one to choose
     matmuls     those of a block and of the head: bf16 and FP8; forward, input gradients, weight gradients
     attention   on heads as the model has them: slices of the product of the fused projection
     kernels     what is bound by memory, and the loss
-    variants    implementations that do the same: the first named is what runs by default, and which one to choose
     more        other training runs, losses after 2,000 steps, learn/gpu.py
 
-Nine minutes are too short for all: the same command goes on where it ended. On an unknown GPU look at FOLDER after each
-part: `checks` says what to mend, `training` and `matmuls` what to tune. bench/rows.py says which files are in FOLDER.
+Nine minutes are too short for all: the same command goes on where it ended, also on another machine that has FOLDER.
+bench/rows.py says which files are in it. What to look for on an unknown GPU, after each command:
+
+    a failing check               mend it first; or train with --kernels torch
+    matmuls below 640 TFLOP/s     of an H100 or H200: look at the clocks, and tune nothing
+    more than 3% idle             the host is too slow: larger micro-batches, less tensor parallelism
+    flash_fwd among the kernels   where torch's attention was expected: cuDNN was refused, find out why
+    elementwise above 9%          tile sizes of kernels.py
+    FP8 / bf16 above 0.85         FP8 does not pay here
+    a variant is faster           it becomes the default if its training row gains 1%, or else its code goes
+    more blocked pairs at 8       than at 32 connections: train with CUDA_DEVICE_MAX_CONNECTIONS=32. Nothing here needs
+                                  1, by which Megatron orders launches: events order what depends on each other
 
 Kernels: medians of 20 calls between CUDA events, on random bf16 inputs that take turns so that none is in the L2 cache.
 Contenders of one row do equal work. A ratio is our time divided by the fastest rival's: below 1 we win. What is bound
@@ -148,10 +160,10 @@ def measure_final_loss(fp8_recipe: str) -> Result:
     return Result(statistics.median(record["step_s"] for record in records), f"loss {loss:.4f} nats per token")
 
 
-def run_python(*arguments: str) -> Result:
+def run_python(*arguments: str, **environment: str) -> Result:
     """What another process prints, as the row's report."""
     done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True,
-                          timeout=110)  # it ends before the row does
+                          env=os.environ | environment, timeout=110)  # it ends before the row does
     lines = done.stdout.strip().splitlines() or [done.stderr.strip()]
     return Result(0.0, f"exit code {done.returncode}: {lines[-1]}", report=done.stdout + done.stderr)
 
@@ -189,7 +201,24 @@ PARTS = {
             partial(measure_training, LARGEST_FLAGS.replace("--micro-batch 4", "--micro-batch 2")), "",
             f"training {LARGEST}"),
         *(Row(f"training {name}", partial(measure_training, flags), f"MFU {mfu}")
-          for name, (flags, mfu) in list(SIZES.items())[1:])],
+          for name, (flags, mfu) in list(SIZES.items())[1:]),
+        Row("training Llama 8B, all 32 layers, moments in bf16",  # fits an H200; published on one: 54.5%
+            partial(measure_training, "--preset llama-3.1-8b --moments bf16 --micro-batch 1 --global-batch 8"))],
+    "streams": [
+        *(Row(f"a matmul beside {programs} programs that wait", partial(bench_kernels.measure_beside_waiting, programs))
+          for programs in (4, 32)),
+        *(Row(f"streams that block each other, {queues} connections", partial(
+            run_python, "-c", "from bench.kernels import print_blocked_streams; print_blocked_streams()",
+            CUDA_DEVICE_MAX_CONNECTIONS=queues)) for queues in ("8", "32")),
+        Row("the link to the host", bench_kernels.measure_host_link),
+        *(Row(f"NCCL, two ranks on one GPU, {grid}", partial(
+            run_python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "bench", "smoke",
+            "--grids", grid)) for grid in ("--zero 1", "--zero 3", "--tp 2", "--pp 2", "--pp 2 --schedule zb-v",
+                                           "--cp 2", "--cp 2 --cp-style ring", "--cp 2 --cp-style ulysses"))],
+    "variants": [
+        *(Row(f"attention under context parallelism, a block {direction}",
+              partial(bench_kernels.measure_block_of_keys, direction)) for direction in ("forward", "backward")),
+        Row("RMSNorm backward: programs", bench_kernels.measure_norm_programs, COPY)],
     "matmuls": [Row(f"matmul of {name}, {kind}", partial(bench_kernels.measure_block_matmul, kind, *shape))
                 for name, shape in bench_kernels.MATMULS.items()
                 for kind in ("forward", "input gradients", "weight gradients")],
@@ -197,7 +226,10 @@ PARTS = {
         Row(f"attention {direction}, B {B}, S {S}, N {N}, K {K}, D {D}",
             partial(bench_kernels.measure_attention, direction, B, S, N, K, D), aim)
         for B, S, N, K, D in ((4, 4096, 32, 8, 128), (2, 8192, 32, 8, 128), (8, 4096, 32, 8, 64))
-        for direction, aim in (("forward", "1.33"), ("backward", "1.61"))],
+        for direction, aim in (("forward", "1.33"), ("backward", "1.61"))] + [
+        Row(f"attention {direction}, 8 documents in S 8192", partial(
+            bench_kernels.measure_attention, direction, 2, 8192, 32, 8, 128, documents=8))
+        for direction in ("forward", "backward")],
     "kernels": [
         Row(f"linear cross-entropy, {bench_kernels.T} x {bench_kernels.H} x 128256", bench_kernels.measure_loss,
             "1.05, with 0.06 of eager's memory"),
@@ -206,13 +238,7 @@ PARTS = {
           for kind in ("one scale", "1 x 128 blocks of rows and of columns", "128 x 128 tiles")),
         *(Row(f"FP8: linear layer, {recipe}", partial(bench_kernels.measure_fp8_linear, recipe), aim)
           for recipe, aim in (("tensorwise", "0.69"), ("blockwise", "0.80")))],
-    "variants": [
-        *(Row(f"attention under context parallelism, a block {direction}",
-              partial(bench_kernels.measure_block_of_keys, direction)) for direction in ("forward", "backward")),
-        Row("RMSNorm backward: programs", bench_kernels.measure_norm_programs, COPY)],
     "more": [
-        Row("training Llama 8B, all 32 layers, moments in bf16",  # fits an H200; published on one: 54.5%
-            partial(measure_training, "--preset llama-3.1-8b --moments bf16 --micro-batch 1 --global-batch 8")),
         Row(SHORT, partial(measure_training, SHORT_FLAGS)),
         *(Row(f"training {LARGEST}, --recompute full --offload {what}",
               partial(measure_training, f"{LARGEST_FLAGS} --recompute full --offload {what}", 5, 1))

@@ -5,6 +5,8 @@ result. bench/gpu.py lists the rows.
 
 Shapes: B batch, S sequence, N heads, K kv heads, D head dim, T tokens, H hidden, V vocabulary.
 """
+import itertools
+import time
 from collections.abc import Callable
 from functools import cache, partial
 from types import SimpleNamespace
@@ -13,8 +15,10 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
+import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from triton.language.extra.cuda import globaltimer
 
 import flash
 import fp8
@@ -131,17 +135,26 @@ def heads_of_the_model(B: int, S: int, N: int, K: int, D: int) -> tuple[Tensor, 
     return *(x.transpose(1, 2).detach().requires_grad_() for x in qkv.split([N, K, K], 2)), do.transpose(1, 2)
 
 
-def attention_in_fp64(q: Tensor, k: Tensor, v: Tensor, do: Tensor, backward: bool) -> Tensor | tuple[Tensor, ...]:
-    qkv = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    o = operations.attention_math(*qkv, operations.CAUSAL)
-    return torch.autograd.grad(o, qkv, do.double()) if backward else o.detach()
+def measure_attention(direction: str, B: int, S: int, N: int, K: int, D: int, documents: int = 1) -> Result:
+    """Causal attention, "forward" or "backward", in sequences of so many equally long documents: of more than one torch
+    has a kernel with a mask [S, S] alone."""
+    def ids(q: Tensor) -> Tensor:
+        return torch.arange(q.shape[2], device=q.device).mul(documents).div(q.shape[2]).int().expand(len(q), -1)
 
+    def mask(q: Tensor) -> operations.Mask:
+        return operations.Mask(documents=(ids(q), ids(q))) if documents > 1 else operations.CAUSAL
 
-def measure_attention(direction: str, B: int, S: int, N: int, K: int, D: int) -> Result:
-    """Causal attention, "forward" or "backward"."""
     def sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel([backend]):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    def sdpa_with_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return operations.attention_sdpa(q, k, v, mask(q))
+
+    def exact(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Tensor | tuple[Tensor, ...]:
+        qkv = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        o = operations.attention_math(*qkv, mask(q))
+        return torch.autograd.grad(o, qkv, do.double()) if direction == "backward" else o.detach()
 
     def forward(attend: Callable) -> Callable:
         return lambda q, k, v, do: attend(q, k, v).detach()
@@ -150,14 +163,14 @@ def measure_attention(direction: str, B: int, S: int, N: int, K: int, D: int) ->
         graph = cache(attend)  # the warm-up computes it
         return lambda q, k, v, do: torch.autograd.grad(graph(q, k, v), (q, k, v), do, retain_graph=True)
 
-    contenders = {"ours": flash.flash_attention, "cuDNN": partial(sdpa, SDPBackend.CUDNN_ATTENTION),
-                  "torch's flash": partial(sdpa, SDPBackend.FLASH_ATTENTION)}
+    contenders = {"ours": lambda q, k, v: flash.flash_attention(q, k, v, mask(q))}
+    contenders |= {"torch's, with a mask": sdpa_with_mask} if documents > 1 else {
+        "cuDNN": partial(sdpa, SDPBackend.CUDNN_ATTENTION), "torch's flash": partial(sdpa, SDPBackend.FLASH_ATTENTION)}
     one_way, matmuls = (forward, 2) if direction == "forward" else (backward, 5)
     return compare({name: one_way(attend) for name, attend in contenders.items()},
                    make_cold_inputs(partial(heads_of_the_model, B, S, N, K, D))[:3],
-                   flops_rate(matmuls * B * N * S * S * D),  # half of the scores are masked
-                   partial(attention_in_fp64, backward=direction == "backward"),
-                   partial(heads_of_the_model, 1, min(S, 1024), N, K, D))
+                   flops_rate(matmuls * B * N * S * S * D / documents),  # half of the scores are masked
+                   exact, partial(heads_of_the_model, 1, min(S, 1024), N, K, D))
 
 
 def measure_block_of_keys(direction: str, rows: int = 4096, columns: int = 2048, N: int = 32, K: int = 8,
@@ -325,3 +338,49 @@ def measure_fp8_linear(recipe: str) -> Result:
     return compare(contenders, random_inputs((T, H)), flops_rate(6 * T * H * FFN))
 
 
+# ---- streams --------------------------------------------------------------------------------------------------------
+
+@triton.jit
+def wait_kernel(nanoseconds):
+    """Each program keeps an SM busy, as a collective's does while it waits for another rank."""
+    start = globaltimer()
+    while globaltimer() - start < nanoseconds:
+        pass
+
+
+def measure_beside_waiting(programs: int, shape: tuple[int, int, int] = (8192, 28672, 4096)) -> Result:
+    """A matmul [M, K] x [K, N] while so many programs wait on another stream; its rival is the same one alone."""
+    M, N, K = shape
+    a, b = random_tensors((M, K), (K, N))
+    alone = measure_seconds(torch.matmul, [(a, b)])
+    with torch.cuda.stream(torch.cuda.Stream()):
+        wait_kernel[(programs,)](2_000_000_000, num_warps=16)  # longer than all that is measured
+    seconds = measure_seconds(torch.matmul, [(a, b)])
+    torch.cuda.synchronize()
+    return Result(seconds, flops_rate(2 * M * N * K)(seconds), {"alone": alone})
+
+
+def print_blocked_streams(count: int = 12) -> None:
+    """Which of so many streams hold up another one, as both are in one of the device's queues: of these there are
+    CUDA_DEVICE_MAX_CONNECTIONS, which is read when CUDA starts."""
+    streams, x, blocked = [torch.cuda.Stream() for _ in range(count)], torch.zeros(1, device="cuda"), []
+    for first, second in itertools.permutations(range(count), 2):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(streams[first]):
+            torch.cuda._sleep(10_000_000)  # 5 ms
+            torch.cuda._sleep(1000)  # waits for it, and what is behind it in the queue with it
+        with torch.cuda.stream(streams[second]):
+            x.add_(1)
+            began = time.perf_counter()
+            torch.cuda.current_stream().synchronize()
+        if time.perf_counter() - began > 2e-3:
+            blocked.append((first, second))
+    print(f"{len(blocked)} of {count * (count - 1)} pairs of streams block each other: {blocked[:20]}")
+
+
+def measure_host_link(nbytes: int = 2**31) -> Result:
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    gpu = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    back, there = (measure_seconds(partial(target.copy_, non_blocking=True), [(source,)], 3)
+                   for target, source in ((host, gpu), (gpu, host)))
+    return Result(back, f"{nbytes / back / 1e9:.1f} GB/s to the host, {nbytes / there / 1e9:.1f} GB/s to the GPU")

@@ -4,6 +4,7 @@ import io
 import os
 import pickle
 import re
+import subprocess
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -134,6 +135,50 @@ def test_flags_of_the_gpu_part_that_are_wrong_are_refused_in_a_line(monkeypatch,
     assert "\n" not in str(caught.value)
 
 
+def test_parts_are_in_the_order_of_the_first_half_hour_and_streams_have_their_environment(monkeypatch):
+    assert [*bench_gpu.PARTS][:4] == ["checks", "training", "streams", "variants"]
+    asked = []
+    monkeypatch.setattr(bench_gpu.subprocess, "run", lambda command, env, **_: asked.append((command, env)) or
+                        subprocess.CompletedProcess(command, 0, "all\nwell\n", ""))
+    for row in bench_gpu.PARTS["streams"]:
+        if getattr(row.measure, "func", None) is bench_gpu.run_python:
+            assert row.measure().rate == "exit code 0: well"
+    queues = [env["CUDA_DEVICE_MAX_CONNECTIONS"] for command, env in asked if "-c" in command]
+    assert queues == ["8", "32"]
+    grids = [command[-1] for command, _ in asked if "smoke" in command]
+    assert len(grids) == 8 and all(smoke.parse(["--grids", grid], 2)[0] == [grid] for grid in grids)
+
+
+def test_steps_are_timed_between_events_on_a_gpu_and_by_the_clock_on_a_cpu(monkeypatch):
+    happened, clock = [], iter((10.0, 16.0))
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: next(clock))
+    assert bench.measure_seconds(lambda: happened.append("step"), 3) == 2.0 and happened == 3 * ["step"]
+
+    class Event:
+        def __init__(self, enable_timing):
+            self.name = f"event {happened.count('made')}"
+            happened.append("made")
+
+        def record(self):
+            happened.append(f"record {self.name}")
+
+        def synchronize(self):
+            happened.append(f"wait for {self.name}")
+
+        def elapsed_time(self, stop):
+            assert (self.name, stop.name) == ("event 0", "event 1")
+            return 6000.0
+
+    happened.clear()
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: 0.0)
+    monkeypatch.setattr(bench, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: happened.append("all done"))
+    assert bench.measure_seconds(lambda: happened.append("step"), 3) == 2.0
+    assert happened == ["all done", "made", "made", "record event 0", *3 * ["step"], "record event 1",
+                        "wait for event 1"]
+
+
 @contextlib.contextmanager
 def on_a_small_cpu():
     """What bench_gpu asks of a GPU is done on the CPU, in fp32, once, with small sizes."""
@@ -174,6 +219,7 @@ SMALL_ROWS = [  # function, arguments, its contenders
     *(("scaled_mm", (kind,), None) for kind in ("one scale", "1 x 128 by 128 x 128", "1 x 128 by 1 x 128")),
     ("addmm", (), None), ("norm_programs", (), 3), ("loss", (300, 64), ["ours", "compiled", "eager"]),
     *(("attention", (step, 1, 64, 4, 2, 16), ["ours", "cuDNN", "torch's flash"]) for step in ("forward", "backward")),
+    *(("attention", (step, 1, 64, 4, 2, 16, 3), ["ours", "torch's, with a mask"]) for step in ("forward", "backward")),
     *(("block_of_keys", (step, 32, 16, 4, 2, 16), KEYS) for step in ("forward", "backward"))]
 
 
