@@ -73,10 +73,10 @@ LINES = {  # of a root file: the most lines in all, of its docstring, and of its
     "tp": (427, 32, 21), "cp": (419, 34, 14), "pp": (181, 30, 19), "ep": (442, 29, 14), "fp8": (343, 31, 23),
     "kernels": (422, 22, 0),
     "schedules": (301, 29, 0), "recompute": (187, 28, 20), "operations": (416, 14, 0), "flash": (405, 29, 26),
-    "param": (334, 26, 0), "collectives": (461, 21, 0), "config": (732, 14, 0)}
-FOLDER_LINES = dict(bench=2027, learn=2884, plan=2932, run=4131)
+    "param": (334, 26, 0), "collectives": (461, 21, 0), "config": (733, 14, 0)}
+FOLDER_LINES = dict(bench=2125, learn=2884, plan=2932, run=4131)
 CHAIN = 10  # files of the longest chain of imports
-READ = 9, 3677  # the most files, and their lines, that a technique and all that it imports are
+READ = 9, 3678  # the most files, and their lines, that a technique and all that it imports are
 SHARED = {"collectives", "schedules", "param", "operations", "recompute", "kernels", "flash",
           "config"}
 TECHNIQUES = {"dp": set(), "zero": {"dp", "muon"}, "muon": set(), "tp": set(), "cp": set(), "pp": {"schedules"},
