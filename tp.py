@@ -49,6 +49,7 @@ from collectives import (
     Pending,
     all_gather,
     all_reduce,
+    calling,
     done,
     reduce_scatter,
     run_demo,
@@ -241,11 +242,36 @@ class Row(Function):
 
 # ---- asynchronous: exchanges in steps round a ring, each hidden under the matmul of a shard --------------------------
 # Where no independent matmul is there to hide an exchange (forward, a row parallel layer's backward, a split backward),
-# the matmul that depends on it is cut into shards.
+# the matmul that depends on it is cut into shards. On GPUs torch's operators do that: ranks copy each other's shards
+# from symmetric memory, with few calls and no kernels of NCCL, which would take SMs from the matmuls.
+
+symmetric: dict[str, bool] = {}  # axis -> whether torch's operators work for its ranks, found out by the first call
+
+
+def by_operator(name: str, x: Tensor, *arguments: Any, group: Group, nbytes: int) -> Any:
+    """The result of an operator of torch.ops.symm_mem, or None where the ring has to do it. nbytes: that are sent."""
+    if not uses_kernels(x) or not symmetric.get(group.axis, True):
+        return None
+    with calling(name, group, nbytes):
+        try:
+            from torch.distributed import _symmetric_memory  # noqa: F401, which defines them
+            result = getattr(torch.ops.symm_mem, name)(x, *arguments, 0, group.process_group.group_name)
+        except (AttributeError, ImportError, RuntimeError) as error:  # such as GPUs without a link
+            if symmetric.get(group.axis) or isinstance(error, torch.OutOfMemoryError):
+                raise
+            result, reason = None, str(error).partition("\n")[0]
+            if group.rank == 0:
+                print(f"--sp async goes round a ring, as torch.ops.symm_mem.{name} does not run: {reason}")
+    symmetric[group.axis] = result is not None
+    return result
+
 
 def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     """(gathered x @ matrix, gathered x): x [T/t, H], matrix [H, R] -> [T, R], [T, H]."""
     n, me = group.size, group.rank
+    x, nbytes = x.contiguous(), (n - 1) * x.nbytes
+    if found := by_operator("fused_all_gather_matmul", x, [matrix], group=group, nbytes=nbytes):
+        return found[1][0], found[0]
     gathered = x.new_empty(len(x) * n, x.shape[1])
     product = x.new_empty(len(gathered), matrix.shape[1])
     shards, products = gathered.chunk(n), product.chunk(n)
@@ -261,6 +287,9 @@ def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, 
 def matmul_reduce_scatter(x: Tensor, matrix: Tensor, group: Group) -> Tensor:
     """This rank's tokens of x @ matrix, summed over the ranks: x [T, C], matrix [C, H] -> [T/t, H]."""
     n, me = group.size, group.rank
+    nbytes = (n - 1) * len(x) // n * matrix.shape[1] * x.itemsize
+    if (found := by_operator("fused_matmul_reduce_scatter", x, matrix, "sum", group=group, nbytes=nbytes)) is not None:
+        return found
     shards = x.chunk(n)
     total = shards[me - 1] @ matrix  # a shard's sum starts at the rank after its owner and reaches it n-1 hops later
     for hop in range(1, n):

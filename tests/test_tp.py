@@ -1,4 +1,6 @@
 """Tensor parallelism: layers against dense ones, the order of events, what is sent, and what no rank ever computes."""
+import contextlib
+import io
 import weakref
 from functools import partial
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ import torch.nn.functional as F
 from exact import Broken
 from pool import slow
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed import _symmetric_memory as symmetric_memory
 from watch import Watch, in_order, waits
 
 import collectives
@@ -557,3 +560,48 @@ def test_a_rank_that_gathers_latents_makes_keys_and_values_of_all_tokens(pool):
     model = config.parse(f"{SHAPE} {LATENT}".split()).model
     layer = llama_layer(model, 24, LayerOptions(8, cp=2))
     assert again - plain == 2 * 24 * recomputed_flops(layer, "selective") == 2 * 48 * 2 * 11 * 8 * (6 + 9)
+
+
+# ---- by symmetric memory ---------------------------------------------------------------------------------------------
+
+def by_operators(works: bool) -> tuple[list[bool], str]:
+    """Whether results, and the bytes counted, are those of the ring when torch's operators are asked, of which CPUs
+    have only what torch computes the shapes with; and what is printed."""
+    group, generator, out = grids.everyone(), torch.Generator().manual_seed(dist.get_rank()), io.StringIO()
+    n = group.size
+    x, y = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((6, 8), (6 * n, 10)))
+    wide, narrow = (torch.randn(shape, dtype=torch.float64).t() for shape in ((12, 8), (14, 10)))
+
+    def both() -> list[torch.Tensor]:
+        collectives.sent.clear()
+        product, gathered = tp.all_gather_matmul(x, wide, group)
+        return [product, gathered, tp.matmul_reduce_scatter(y, narrow, group)]
+
+    want, sent = both(), collectives.sent.copy()
+    tp.symmetric.clear()
+    if works:
+        library = torch.library.Library("symm_mem", "IMPL")
+        library.impl("fused_all_gather_matmul", symmetric_memory._fused_all_gather_matmul_fallback, "CPU")
+        library.impl("fused_matmul_reduce_scatter", symmetric_memory._fused_matmul_reduce_scatter_fallback, "CPU")
+    with patch.object(tp, "uses_kernels", lambda x: True), contextlib.redirect_stdout(out), patch.object(
+            tp, "shift", None if works else tp.shift):
+        got = both()
+        got_sent = collectives.sent.copy()
+        assert tp.symmetric == {group.axis: works}
+        both()  # without another word
+    tp.symmetric.clear()
+    if works:
+        library._destroy()
+    same = [torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(want, got, strict=True)]
+    return [*same, not works or got_sent == sent], out.getvalue()
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_operators_on_symmetric_memory_compute_what_the_ring_does(pool, n):
+    assert pool.run(n, "test_tp:by_operators", works=True) == n * [([True] * 4, "")]
+
+
+def test_where_they_do_not_run_the_ring_does_it_and_one_line_says_so(pool):
+    (same, said), (_, nothing) = pool.run(2, "test_tp:by_operators", works=False)
+    assert same == [True] * 4 and nothing == "" and said.count("\n") == 1
+    assert said.startswith("--sp async goes round a ring, as torch.ops.symm_mem.fused_all_gather_matmul does not run: ")
