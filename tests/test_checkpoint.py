@@ -214,13 +214,14 @@ def test_a_checkpoint_has_its_name_only_when_it_is_whole_and_on_the_disk(tmp_pat
     assert (tmp_path / "step-000002" / "run.json").exists()
 
 
-def test_a_checkpoint_is_not_saved_a_second_time(tmp_path):
+def test_a_checkpoint_is_not_saved_a_second_time(tmp_path, capfd):
     """By a run that goes on with it and ends before its first step, either."""
     saved(tmp_path, (1, 2, 2))
     saved(tmp_path, (2,), resumed=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "lock", "step-000001", "step-000002"]
     checkpoint.verify(tmp_path / "step-000002")
     assert torch.equal(tensors(tmp_path / "step-000002")["w/master"], state_of(0)[0].values + 1 + 1)
+    assert capfd.readouterr().err == "", "a save has failed"
 
 
 def test_what_only_has_the_name_of_a_checkpoint_is_set_aside_and_kept(tmp_path, capsys):
