@@ -45,6 +45,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from tqdm import tqdm
 
 import config
 from collectives import ALONE, Group, Groups
@@ -392,14 +393,17 @@ def open_checkpoint(path: Path) -> tuple[dcp.FileSystemReader, Metadata]:
     return reader, metadata
 
 
-def read(path: Path, pieces: Iterable[Piece]) -> None:
+def read(path: Path, pieces: Iterable[Piece], progress: bool = False) -> None:
     """Fill the pieces from a checkpoint. Raises ValueError, see LoadBoxes. At most two stored boxes are in memory."""
-    fill(*open_checkpoint(path), pieces)
+    fill(*open_checkpoint(path), pieces, progress)
 
 
-def fill(reader: dcp.FileSystemReader, metadata: Metadata, pieces: Iterable[Piece]) -> None:
+def fill(reader: dcp.FileSystemReader, metadata: Metadata, pieces: Iterable[Piece], progress: bool = False) -> None:
     planner = LoadBoxes(pieces, metadata, reader.path)
-    reader.read_data(planner.plan, planner).wait()
+    with tqdm(total=len(planner.plan.items), desc="loading", unit="box", disable=not progress, delay=1,
+              leave=False) as bar:
+        planner.commit_tensor = lambda *_: bar.update()
+        reader.read_data(planner.plan, planner).wait()
 
 
 def load(path: Path, optimizer, routers: list[torch.nn.Module], groups: Groups, group: Group) -> None:
@@ -408,7 +412,7 @@ def load(path: Path, optimizer, routers: list[torch.nn.Module], groups: Groups, 
     asked = set().union(*gather_objects({piece.name for piece in pieces}, group))
 
     def read_all() -> None:
-        read(path, pieces)
+        read(path, pieces, progress=group.rank == 0)
         lost = [name for name in open_checkpoint(path)[1].state_dict_metadata
                 if name.endswith("/master") and name not in asked]
         need(not lost, f"{path} has {', '.join(lost[:1])}, in all {len(lost)} more weights, and this model only the "

@@ -131,13 +131,13 @@ class Corpus:
             file += 1
         return tokens, begins if self.separator is None else tokens == self.separator, targets
 
-
     def outside(self, part: int = 0, parts: int = 1) -> int:
         """Where in the stream a token outside of the vocabulary is, or -1. Of blocks of BLOCK tokens it reads those
-        number part, part + parts, …"""
+        number part, part + parts, …; none if their dtype has nothing larger, as text has not."""
         blocks = [(int(begin) + start, array[start:start + BLOCK]) for begin, array in zip(self.starts, self.arrays)
+                  if array.dtype.kind == "i" or np.iinfo(array.dtype).max >= self.vocab
                   for start in range(0, len(array), BLOCK)]
-        for start, found in blocks[part::parts]:
+        for start, found in tqdm(blocks[part::parts], desc="reading tokens", delay=2, leave=False, disable=part > 0):
             if found.min() < 0 or found.max() >= self.vocab:
                 return start + int(np.argmax((found < 0) | (found >= self.vocab)))
         return -1

@@ -74,7 +74,7 @@ LINES = {  # of a root file: the most lines in all, of its docstring, and of its
     "kernels": (422, 22, 0),
     "schedules": (301, 29, 0), "recompute": (187, 28, 20), "operations": (416, 14, 0), "flash": (405, 29, 26),
     "param": (334, 26, 0), "collectives": (461, 21, 0), "config": (733, 14, 0)}
-FOLDER_LINES = dict(bench=2125, learn=2884, plan=2932, run=4131)
+FOLDER_LINES = dict(bench=2125, learn=2884, plan=2932, run=4135)
 CHAIN = 10  # files of the longest chain of imports
 READ = 9, 3678  # the most files, and their lines, that a technique and all that it imports are
 SHARED = {"collectives", "schedules", "param", "operations", "recompute", "kernels", "flash",
