@@ -657,7 +657,7 @@ def expand(arguments: list[str], inside: tuple[str, ...] = ()) -> list[str]:
             need(os.path.isfile(path), f"{argument}: there is no file {path}")
             need(path not in inside, f"{argument}: the file reads itself")
             try:
-                words = shlex.split(Path(path).read_text(), comments=True)
+                words = shlex.split(Path(path).read_text(encoding="utf-8-sig"), comments=True)  # without a BOM
             except (OSError, ValueError) as error:
                 raise ValueError(f"{argument}: cannot be read: {error}") from None
             out += expand(words, (*inside, path))

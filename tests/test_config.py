@@ -223,6 +223,8 @@ def test_a_file_of_flags_that_reads_itself_is_refused(tmp_path):
             config.parse([f"@{tmp_path}/bad"])
     with pytest.raises(ValueError, match=f"@{first}: the file reads itself"):
         config.parse([f"@{first}"])
+    (tmp_path / "bad").write_bytes("\ufeff--seed 7".encode())
+    assert config.parse([f"@{tmp_path}/bad"]).optim.seed == 7
 
 
 def test_metrics_that_cannot_be_written_are_refused(tmp_path, monkeypatch):
