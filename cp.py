@@ -19,7 +19,7 @@ Stops helping when: sending keys and values takes longer than attention to them,
     ring         (c-1) 2 s k e           (c-1) 2 s k (e+a)   2 shards of K and V   and 4 of their gradients
     allgather    (c-1) 2 s k e           (c-1) 2 s k (e+a)   all of K and V        and all of their gradients
     ulysses      (c-1)/c s (2 q + 2 k) e the same            all tokens of 1/c of the heads
-    latents      (c-1) s R e             the same            twice all of K and V  and all of their gradients
+    latents      (c-1) s R e             the same            all of K and V        and all of their gradients
 
 In forward Ulysses sends less than the others from about N/K + 1 ranks on, but copies key and value heads if c does not
 divide their number. Then there is --cp-ulysses U beside another style: U neighbours exchange heads, and the c/U
@@ -45,7 +45,7 @@ from torch.autograd import Function
 
 from collectives import ALONE, AllToAll__AllToAll, Group, Pending, all_gather, done, reduce_scatter, shift, to_device
 from config import padded_length
-from operations import ALL, CAUSAL, MATH, SDPA, AttentionKernel, Mask, uses_kernels
+from operations import CAUSAL, MATH, SDPA, AttentionKernel, Mask, uses_kernels
 from param import IGNORED, acc_dtype
 from recompute import Checkpoint
 
@@ -102,25 +102,28 @@ def shard_sequences(tokens: Tensor, labels: Tensor, positions: Tensor | None, do
 
 
 # ---- attention, block by block --------------------------------------------------------------------------------------
-# Attention runs in steps. Each brings a buffer of keys and values: the first one the rank's own, later ones another
-# rank's (ring) or those of whole sequences (all-gather). A step's scores are a few blocks, each one call of a kernel.
-# In the first step each row of queries first meets its own keys, in a causal block, which initialises o and lse.
+# Attention runs in steps: first to the rank's own keys, then to another rank's (ring) or those of whole sequences
+# (all-gather). A step's scores are a few blocks, each one call of a kernel.
 
 class ScoreBlock(NamedTuple):
-    """Scores of a slice of the rank's queries with a slice of a step's keys. The mask is causal if these are the
-    queries' own keys, so that each token sees itself."""
+    """Scores of a slice of the rank's queries with a slice of a step's keys."""
     queries: slice
     keys: slice
-    mask: Mask = ALL
+    mask: Mask
+    is_own: bool  # keys of the same tokens as the queries: causal, and the first block that these rows meet
 
 
 class Source(NamedTuple):
     """A style that attends block by block: where the keys and values of each step, [tokens, 2, B, K, D], come from."""
     chunks: Callable[[int, int], list[Sequence[int]]]  # (c, i) -> for each step the chunks whose keys rank i then has
-    exchange: Callable[[Tensor, Group], Iterator[Tensor]]  # (own kv, group) -> kv of each step
+    exchange: Callable[[Tensor, Group], Iterator[Tensor]] | None = None  # (own kv, group) -> kv of each step
     # (dkv, what the last call returned or None, group), called after each step but the first. What the last call
-    # returns are all other ranks' gradients of this rank's own keys and values. None: there is only one step.
-    send_back: Callable[[Tensor, Pending | None, Group], Pending] | None
+    # returns are all other ranks' gradients of this rank's own keys and values.
+    send_back: Callable[[Tensor, Pending | None, Group], Pending] | None = None
+
+    def keys_and_values(self, k: Tensor, v: Tensor, group: Group) -> Iterator[Sequence[Tensor]]:
+        """Both of each step, [B, K, tokens, D]. If nothing is exchanged, the only step has k and v as they are."""
+        return iter([(k, v)]) if self.exchange is None else map(by_head, self.exchange(stack_by_token(k, v), group))
 
 
 class BlockAttention(Function):
@@ -131,10 +134,10 @@ class BlockAttention(Function):
         (B, N, s, D), acc = q.shape, dict(dtype=acc_dtype(q.dtype), device=q.device)
         o = torch.empty(B, s, N, D, **acc).transpose(1, 2)  # the heads of a token are contiguous
         lse = torch.empty(B, N, s, **acc)
-        for kv, blocks in zip(source.exchange(stack_by_token(k, v), group), steps):
-            for rows, keys, mask in blocks:
+        for kv, blocks in zip(source.keys_and_values(k, v, group), steps):
+            for rows, keys, mask, is_own in blocks:
                 merge(o[:, :, rows], lse[:, :, rows],
-                      *attention.forward(q[:, :, rows], *by_head(kv[keys]), mask), is_first=mask.causal)
+                      *attention.forward(q[:, :, rows], *(x[:, :, keys] for x in kv), mask), is_first=is_own)
         o = o.to(q.dtype)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.source, ctx.steps, ctx.attention, ctx.group = source, steps, attention, group
@@ -144,12 +147,12 @@ class BlockAttention(Function):
     def backward(ctx, do):
         q, k, v, o, lse = ctx.saved_tensors
         dq, own_dkv, pending = torch.zeros_like(q, dtype=lse.dtype), None, None
-        for kv, blocks in zip(ctx.source.exchange(stack_by_token(k, v), ctx.group), ctx.steps):
-            dkv = torch.zeros_like(kv, dtype=lse.dtype)
-            for rows, keys, mask in blocks:
+        for kv, blocks in zip(ctx.source.keys_and_values(k, v, ctx.group), ctx.steps):
+            dkv = lse.new_zeros(kv[0].shape[2], 2, *k.shape[:2], k.shape[3])  # [tokens, 2, B, K, D]
+            for rows, keys, mask, _ in blocks:
                 row_lse = lse[:, :, rows].contiguous()  # kernels take any strides of the others
                 add_each((dq[:, :, rows], *by_head(dkv[keys])), ctx.attention.backward(
-                    do[:, :, rows], q[:, :, rows], *by_head(kv[keys]), o[:, :, rows], row_lse, mask))
+                    do[:, :, rows], q[:, :, rows], *(x[:, :, keys] for x in kv), o[:, :, rows], row_lse, mask))
             if own_dkv is None:
                 own_dkv = dkv
             else:
@@ -247,7 +250,7 @@ def gather_tokens(x: Tensor, group: Group) -> Tensor:
 SOURCES = {  # the config.CP_STYLES but "ulysses", in which a rank attends to all tokens at once; and that of latents
     "allgather": Source(lambda c, i: [own_chunks(c, i), range(2 * c)], gather, gather_back),
     "ring": Source(lambda c, i: [own_chunks(c, (i - step) % c) for step in range(c)], ring, ring_back),
-    "latents": Source(lambda c, i: [range(2 * c)], lambda kv, group: iter((kv,)), None)}  # k and v are of all tokens
+    "latents": Source(lambda c, i: [range(2 * c)])}  # each rank makes the keys and values of all tokens
 
 
 # ---- which blocks have visible scores -------------------------------------------------------------------------------
@@ -255,30 +258,32 @@ SOURCES = {  # the config.CP_STYLES but "ulysses", in which a rank attends to al
 def visible_blocks(source: Source, seq: int, c: int, i: int, mask: Mask,
                    device: torch.device | str = "cpu") -> list[list[ScoreBlock]]:
     """The blocks that rank i computes at each step, without those that documents or a window hide entirely. seq, mask:
-    length and mask of whole sequences. Numbers of documents [B, S] ascend along a sequence or, if it is ordered by
-    piece, along each chunk; they are read in the host's memory, and those of the blocks' masks are on `device`."""
+    length and mask of whole sequences. Numbers of documents [B, S] ascend along the sequence or, after order_by_piece,
+    along each chunk; they are read in the host's memory, and those of the blocks' masks are on `device`."""
     own, m, all_chunks = own_chunks(c, i), seq // (2 * c), source.chunks(c, i)
     first_keys = [find_first_key(mask, a * m) for a in own]
-    by_piece = is_by_piece(mask)
-    assert not (by_piece and mask.window), "a window counts positions of the sequence"
-    steps = [blocks_of_step(own, chunks, step == 0, m, first_keys, mask.window, by_piece)
+    ascending = documents_ascend(mask)
+    assert ascending or not mask.window, "a window counts positions of the sequence"
+    # Chunks of keys are put together in a block, unless it has a window, as a mask has one distance between queries and
+    # keys; or documents do not ascend over them, as kernels skip keys of other documents only where they do.
+    singly = mask.window > 0 or not ascending
+    steps = [blocks_of_step(own, chunks, step == 0, m, first_keys, mask.window, singly)
              for step, chunks in enumerate(all_chunks)]
     if mask.documents is not None:
         queries, *parts = [to_device(take_chunks(mask.documents[0], c, chunks), device)
                            for chunks in (own, *all_chunks)]
-        steps = [[ScoreBlock(rows, keys, seen._replace(documents=(queries[:, rows], part[:, keys])))
-                  for rows, keys, seen in blocks] for blocks, part in zip(steps, parts)]
+        steps = [[ScoreBlock(rows, keys, seen._replace(documents=(queries[:, rows], part[:, keys])), is_own)
+                  for rows, keys, seen, is_own in blocks] for blocks, part in zip(steps, parts)]
     return steps
 
 
-def is_by_piece(mask: Mask) -> bool:
-    """Whether sequences have been brought in the order of `order_by_piece`: numbers of documents begin again."""
-    return mask.documents is not None and bool((mask.documents[0].diff() < 0).any())
+def documents_ascend(mask: Mask) -> bool:
+    """Whether their numbers ascend along whole sequences, as they do unless order_by_piece has changed the order."""
+    return mask.documents is None or bool((mask.documents[0].diff() >= 0).all())
 
 
 def find_first_key(mask: Mask, query: int) -> int:
-    """The first key, in any of the sequences, that the query at this position sees; later ones of its chunk see none
-    before it."""
+    """The first key that a query sees, in any of the sequences. Later queries of its chunk see none before it."""
     first = max(query - mask.window + 1, 0) if mask.window else 0
     if mask.documents is not None:
         is_before = mask.documents[0] < mask.documents[0][:, query, None]
@@ -287,12 +292,11 @@ def find_first_key(mask: Mask, query: int) -> int:
 
 
 def blocks_of_step(own: tuple[int, int], chunks: Sequence[int], is_first: bool, m: int, first_keys: list[int],
-                   window: int, by_piece: bool) -> list[ScoreBlock]:
+                   window: int, singly: bool) -> list[ScoreBlock]:
     """A rank's blocks with the keys of `chunks`, in the first step its own among them. first_keys: of both own chunks
-    of queries."""
-    singly = window > 0 or by_piece
+    of queries. singly: each chunk of keys is a block of its own."""
     if is_first and len(chunks) == 2 and not singly:
-        return [ScoreBlock(slice(0, 2 * m), slice(0, 2 * m), CAUSAL)]
+        return [ScoreBlock(slice(0, 2 * m), slice(0, 2 * m), CAUSAL, is_own=True)]
     blocks = []
     for n, a in enumerate(own):
         for run in runs_of(a, own, chunks, is_first, singly):
@@ -300,9 +304,9 @@ def blocks_of_step(own: tuple[int, int], chunks: Sequence[int], is_first: bool, 
             if visible:
                 hidden = max(first_keys[n] - visible[0] * m, 0)
                 keys = slice(chunks.index(visible[0]) * m + hidden, (chunks.index(visible[-1]) + 1) * m)
-                mask = Mask(visible == [a], window, offset=(a - visible[0]) * m - hidden) if singly else (
-                    CAUSAL if is_first and visible == [a] else ALL)
-                blocks.append(ScoreBlock(slice(n * m, (n + 1) * m), keys, mask))
+                is_own = visible == [a]
+                mask = Mask(is_own, window, offset=(a - visible[0]) * m - hidden) if singly else Mask(is_own)
+                blocks.append(ScoreBlock(slice(n * m, (n + 1) * m), keys, mask, is_own))
     if not is_first and len(blocks) > 1 and blocks[0][1:] == blocks[1][1:]:  # keys that both chunks of queries see
         blocks[:2] = [blocks[0]._replace(queries=slice(0, 2 * m))]
     return blocks
@@ -311,9 +315,7 @@ def blocks_of_step(own: tuple[int, int], chunks: Sequence[int], is_first: bool, 
 def runs_of(a: int, own: tuple[int, int], chunks: Sequence[int], is_first: bool, singly: bool) -> list[Sequence[int]]:
     """Chunks of keys in the order in which chunk a of queries meets them, itself first. Those of a run lie side by side
     in the step's buffer, and are one block. With all-gather, rank 1 of 4 has, after its own chunks 1 and 6, the runs
-    [0] and [2, 3, 4, 5, 7]: chunk 1 sees [0], and chunk 6 [0] and [2, 3, 4, 5].
-    singly: each chunk is a run. With a window, since a mask has one distance between queries and keys; and if ordered
-    by piece, since kernels skip keys of other documents only where these ascend."""
+    [0] and [2, 3, 4, 5, 7]: chunk 1 sees [0], and chunk 6 [0] and [2, 3, 4, 5]. singly: each chunk is a run."""
     new = [b for b in chunks if is_first or b not in own]
     if singly:
         return [[b] for b in reversed(new)]
@@ -379,7 +381,6 @@ def choose_attention(kernel: str, mask: Mask, head_dim: int, like: Tensor, dtype
     slow_in_torch = (mask.documents is not None or mask.window > 0) and uses_kernels(like) and dtype != torch.float64
     if kernel == "triton" or (kernel == "auto" and slow_in_torch and head_dim <= 256):
         import flash  # needs Triton, which a CPU does without
-
         return AttentionKernel(flash.flash_attention, flash.flash_forward, flash.flash_backward)
     return MATH if kernel == "math" else SDPA
 
@@ -415,5 +416,4 @@ def demo(c: int) -> None:
 
 if __name__ == "__main__":
     from collectives import run_demo
-
     run_demo(lambda group: demo(c=4))

@@ -261,7 +261,7 @@ class Mask(NamedTuple):
         return seen
 
 
-CAUSAL, ALL = Mask(), Mask(causal=False)
+CAUSAL = Mask()
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------

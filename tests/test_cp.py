@@ -480,7 +480,7 @@ def test_the_width_of_heads_chooses_the_kernel_of_blocks_on_gpus(monkeypatch, D,
     with FakeTensorMode(), Watch(see):
         q, k, v, do = (torch.empty(2, 16, heads, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
                        for heads in (8, 2, 2, 8))
-        for mask in (CAUSAL, cp.ALL):
+        for mask in (CAUSAL, Mask(False)):
             o, lse = SDPA.forward(q, k, v, mask)
             assert lse.shape == q.shape[:3] and lse.dtype == torch.float32 and o.stride() == q.stride()
             grads = SDPA.backward(do, q, k, v, o, lse, mask)
@@ -648,6 +648,19 @@ def test_ranks_gather_latents_and_no_heads(pool, documents, window):
             for have, want in zip((o, dq, dlatents.transpose(1, 2)), (*wants[:2], wants[2].transpose(1, 2))):
                 assert (have - want[:, :, seen["mine"]]).abs().max() < 1e-10 * want.abs().max()
         assert (sum(seen["found"][3] for seen in results) - wants[3]).abs().max() < 1e-10 * wants[3].abs().max()
+
+
+def test_keys_and_values_made_of_latents_are_not_copied():
+    """Kernels read them where the layer has written them, side by side, in forward and backward."""
+    q, *_, do = inputs(torch.float64)
+    mine, both, read = own_positions(S, 4, 1), torch.randn(B, N, S, 2 * D, dtype=torch.float64), []
+    k, v = (x.requires_grad_() for x in both.chunk(2, -1))
+    kernel = AttentionKernel(None, lambda *given: read.extend(given[1:3]) or SDPA.forward(*given),
+                             lambda *given: read.extend(given[2:4]) or SDPA.backward(*given))
+    steps = cp.visible_blocks(SOURCES["latents"], S, 4, 1, CAUSAL)
+    cp.BlockAttention.apply(q[:, :, mine], k, v, SOURCES["latents"], steps, kernel, ALONE).backward(do[:, :, mine])
+    assert len(read) == 2 * 2 * len(steps[0])
+    assert {x.untyped_storage().data_ptr() for x in read} == {both.untyped_storage().data_ptr()}
 
 
 def order_of_events(style: str) -> list[str]:
