@@ -70,7 +70,7 @@ bench.__init__ learn.__init__ plan.__init__ run.__init__
 # These numbers only fall. A commit that needs more raises one here, and lowers another.
 LINES = {  # of a root file: the most lines in all, of its docstring, and of its demo
     "train": (255, 15, 0), "model": (420, 17, 20), "dp": (164, 25, 22), "zero": (480, 30, 23), "muon": (259, 31, 24),
-    "tp": (456, 32, 21), "cp": (419, 34, 14), "pp": (181, 30, 19), "ep": (442, 29, 14), "fp8": (343, 31, 23),
+    "tp": (456, 32, 21), "cp": (419, 34, 13), "pp": (181, 30, 19), "ep": (442, 29, 14), "fp8": (343, 31, 23),
     "kernels": (422, 22, 0),
     "schedules": (301, 29, 0), "recompute": (187, 28, 20), "operations": (416, 14, 0), "flash": (405, 29, 26),
     "param": (334, 26, 0), "collectives": (461, 21, 0), "config": (733, 14, 0)}
