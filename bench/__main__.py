@@ -104,6 +104,7 @@ def measure_seconds(step: Step, steps: int) -> float:
     synchronize()
     if device.type == "cuda":
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(2_000_000)  # a millisecond: on an idle stream `start` would be over before the first launch
         start.record()
     began = time.perf_counter()
     for _ in range(steps):
@@ -509,8 +510,7 @@ def bench_check(flags: list[str]) -> None:
 
 
 PARTS = {**{part: partial(bench_training, part) for part in TRAINING}, "cp": bench_cp, "pp": bench_pp, "ep": bench_ep,
-         "checkpoint": bench_checkpoint, "all": bench_all.main, "smoke": smoke.main,
-         "check": bench_check,
+         "checkpoint": bench_checkpoint, "all": bench_all.main, "smoke": smoke.main, "check": bench_check,
          "gpu": lambda flags: importlib.import_module("bench.gpu").measure(flags)}  # it needs Triton
 OWN_FLAGS = "gpu", "smoke", "check"
 WITH_FLAGS = *TRAINING, *OWN_FLAGS

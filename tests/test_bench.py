@@ -174,9 +174,10 @@ def test_steps_are_timed_between_events_on_a_gpu_and_by_the_clock_on_a_cpu(monke
     monkeypatch.setattr(bench, "device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: happened.append("all done"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: happened.append("the GPU is busy"))
     assert bench.measure_seconds(lambda: happened.append("step"), 3) == 2.0
-    assert happened == ["all done", "made", "made", "record event 0", *3 * ["step"], "record event 1",
-                        "wait for event 1"]
+    assert happened == ["all done", "made", "made", "the GPU is busy", "record event 0", *3 * ["step"],
+                        "record event 1", "wait for event 1"]
 
 
 @contextlib.contextmanager
