@@ -130,14 +130,18 @@ EXTRAS = {  # flags that random grids have besides, most often none of a row
     "rope": ["", "", "--rope-theta 100"]}
 
 
-def random_grid(seed: int) -> tuple[Choice, list[str]]:
-    """(a choice that is exact, flags of EXTRAS): a different one for every seed. A third each has at most 2, 4 and 8
-    ranks: grids of two cost a seventh of those of eight, and have most of what can go wrong."""
-    generator = random.Random(f"a grid at random {seed}")
-    most, choice = generator.choice((2, 4, MOST_RANKS)), draw_choice(generator, EXACT)
-    while ranks_of(choice) > most:
-        choice = draw_choice(generator, EXACT)
-    return choice, [flags for values in EXTRAS.values() if (flags := generator.choice(values))]
+def random_grid(seed: int, exact: bool = True) -> tuple[Choice, list[str]]:
+    """(a choice, in fp64 if it shall be exact, else in fewer bits; flags of EXTRAS): a different one for every seed. A
+    third each has at most 2, 4 and 8 ranks: grids of two cost a seventh of those of eight, and have most of what can go
+    wrong."""
+    generator, fixed = random.Random(f"a grid at random {seed}"), EXACT if exact else {}
+    most, choice = generator.choice((2, 4, MOST_RANKS)), draw_choice(generator, fixed)
+    while ranks_of(choice) > most or is_exact(choice) != exact:
+        choice = draw_choice(generator, fixed)
+    extras = {name: generator.choice(values) for name, values in EXTRAS.items()}
+    if not exact:
+        del extras["head"]  # FP8's blocks fit other heads
+    return choice, [flags for flags in extras.values() if flags]
 
 
 def simplify(choice: Choice, more: list[str]) -> list[tuple[Choice, list[str]]]:
