@@ -4,7 +4,7 @@ A new grid is one more line in GRIDS: (ranks, flags).
 """
 import os
 from contextlib import closing
-from functools import cache
+from functools import lru_cache
 from statistics import median
 
 import grids
@@ -137,7 +137,7 @@ NOT_THE_MODEL = ("--micro-batch", "--bucket-mb", "--attention", "--zero", "--dp-
                  "--pp-group", "--ep", "--dp")
 
 
-@cache
+@lru_cache(maxsize=32)  # a random grid has a truth of its own
 def truth(flags: str) -> dict:
     """What the reference makes of the model and optimizer that the flags ask for."""
     settings = grids.settings_of(flags)
@@ -255,7 +255,7 @@ def errs_as_one_process_does(pool: Pool, ranks: int, grid: str) -> None:
     check_collectives(results)
 
 
-@cache
+@lru_cache(maxsize=32)  # a random grid has a truth of its own
 def alone(flags: str) -> tuple[dict, dict[str, float]]:
     """The truth in fp64 of what a run in fewer bits computes, and how far one process is from it."""
     words = flags.split()
