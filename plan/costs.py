@@ -236,7 +236,7 @@ def layer_elements(settings: Config, layer: int) -> dict[str, int]:
 def layer_matrices(model: Model, layer: int) -> dict[tuple[int, int], int]:
     """Shape -> number of the whole matrices of a block, the router's among them."""
     H, q, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
-    found = Counter({(q, H): 1, (kv, H): 2}) + Counter({(H, q): 1})
+    found = Counter([(q, H), (kv, H), (kv, H), (H, q)])
     if model.kv_lora_rank:
         R, r, Q, v = model.kv_lora_rank, model.rope_head_dim, model.q_lora_rank, model.value_dim
         found = Counter([(R + r, H), (q, Q or H), (model.heads * (model.head_dim - r + v), R), (H, model.heads * v)])
