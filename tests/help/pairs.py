@@ -133,8 +133,8 @@ EXTRAS = {  # flags that random grids have besides, most often none of a row
 def random_grid(seed: int, exact: bool = True) -> tuple[Choice, list[str]]:
     """(a choice, in fp64 if it shall be exact, else in fewer bits; flags of EXTRAS): a different one for every seed. A
     third each has at most 2, 4 and 8 ranks: grids of two cost a seventh of those of eight, and have most of what can go
-    wrong."""
-    generator, fixed = random.Random(f"a grid at random {seed}"), EXACT if exact else {}
+    wrong. In fewer bits there are no experts: a token that chooses another one hides every other error."""
+    generator, fixed = random.Random(f"a grid at random {seed}"), EXACT if exact else {"experts": "none"}
     most, choice = generator.choice((2, 4, MOST_RANKS)), draw_choice(generator, fixed)
     while ranks_of(choice) > most or is_exact(choice) != exact:
         choice = draw_choice(generator, fixed)
