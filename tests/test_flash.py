@@ -32,7 +32,7 @@ def documents_of(kind: str, rows: int, columns: int, B: int = 2) -> tuple[torch.
     generator = torch.Generator().manual_seed(3)
     both = [torch.randint(0, 4, (B, n), generator=generator) for n in (rows, columns)]
     if kind == "packed":  # each contiguous; some have no queries or no keys; the last query and key share one
-        both = [x.sort().values for x in both]
+        both = [x.sort().values.int().repeat(1, 2)[:, :x.shape[1]] for x in both]  # a slice, as a chunk's are
     if kind == "alone":
         both = [torch.arange(n).flip(0).expand(B, n) for n in (rows, columns)]
     if kind == "none meet":

@@ -323,6 +323,17 @@ def test_a_pair_of_matrices_is_the_formula_on_every_grid(pool, name, n, T, seque
         assert sent["fp8"] == sent["plain"] + agreed
 
 
+def scale_of_the_first_ranks_numbers() -> float:
+    group = grids.everyone()
+    mm, x = Fp8(RECIPES["tensorwise"], torch.float32, (group,)), torch.full((3 * (group.rank == 0), 4), -6.0)
+    return mm.agreed_scale(x, E4M3, mm.amax_groups).item()
+
+
+def test_a_rank_without_rows_agrees_to_a_scale_too(pool):
+    """As one whose experts no token has chosen: the others wait for it."""
+    assert pool.run(2, "test_fp8:scale_of_the_first_ranks_numbers") == 2 * [pytest.approx(6 / 448)]
+
+
 # ---- models on grids ------------------------------------------------------------------------------------------------
 
 MODEL = ("--layers 2 --hidden 128 --heads 2 --kv-heads 2 --head-dim 128 --ffn 256 --vocab 97 --dtype fp64 --steps 2 "

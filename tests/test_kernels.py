@@ -84,6 +84,16 @@ def test_rope_is_in_place(monkeypatch, kernel):
 
 
 @pytest.mark.parametrize("kernel", [False, True])
+def test_rope_of_some_of_the_heads_leaves_the_others_alone(monkeypatch, kernel):
+    monkeypatch.setattr(operations, "uses_kernels", lambda x: kernel)
+    wide, angle = numbers(2, 6, 5, 16), torch.arange(6.0, device=DEVICE)[:, None, None] * numbers(8)
+    want, others = wide[:, :, :3].clone(), wide[:, :, 3:].clone()
+    for heads in (wide[:, :, :3], want):
+        operations.rotate_and_split(heads, (angle.cos(), angle.sin()), [2, 1])
+    assert torch.equal(wide[:, :, :3], want) and torch.equal(wide[:, :, 3:], others)
+
+
+@pytest.mark.parametrize("kernel", [False, True])
 def test_rope_takes_gradients_of_any_layout(monkeypatch, kernel):
     """Attention may return gradients [B, heads, S, D]; seen as [B, S, heads, D], like x, they are not contiguous."""
     monkeypatch.setattr(operations, "uses_kernels", lambda x: kernel)
@@ -298,6 +308,16 @@ def test_torch_replaces_a_kernel_that_does_not_run(monkeypatch, capsys, failed, 
             compare(ours, exact, [numbers(*shape, seed=i) for i, shape in enumerate(shapes)])
     assert broken.tries == 1 and failed == {name: "RuntimeError: no such"}
     assert capsys.readouterr().out == f"{name} does not run here, torch computes in its place: RuntimeError: no such\n"
+
+
+@pytest.mark.parametrize("rank, says", [(0, True), (1, False), (3, True)])
+def test_the_first_and_the_last_rank_say_that_a_kernel_does_not_run(monkeypatch, capsys, failed, rank, says):
+    ranks = SimpleNamespace(is_initialized=lambda: True, get_rank=lambda: rank, get_world_size=lambda: 4)
+    monkeypatch.setattr(kernels, "dist", ranks)
+    monkeypatch.setattr(operations, "uses_kernels", lambda x: True)
+    break_kernels(monkeypatch, "swiglu_kernel")
+    operations.swiglu(numbers(3, 8))
+    assert ("swiglu_kernel does not run here" in capsys.readouterr().out) == says
 
 
 @pytest.mark.parametrize("options", [dict(scale=torch.tensor(0.01)), dict(), dict(tiles=True, pow2=True)])
