@@ -35,6 +35,7 @@ key (LatentAttention in model.py), of which each rank saves those of all tokens.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -106,23 +107,27 @@ def shard_sequences(tokens: Tensor, labels: Tensor, positions: Tensor | None, do
 # (all-gather). A step's scores are a few blocks, each one call of a kernel.
 
 class ScoreBlock(NamedTuple):
-    """Scores of a slice of the rank's queries with a slice of a step's keys."""
+    """Scores of a slice of the rank's queries with a slice of a step's keys. If these are keys of the same tokens, its
+    mask is causal, and it is the first block of these queries; else all its keys are earlier."""
     queries: slice
     keys: slice
     mask: Mask
-    is_own: bool  # keys of the same tokens as the queries: causal, and the first block that these rows meet
 
 
 class Source(NamedTuple):
-    """A style that attends block by block: where the keys and values of each step, [tokens, 2, B, K, D], come from."""
-    chunks: Callable[[int, int], list[Sequence[int]]]  # (c, i) -> for each step the chunks whose keys rank i then has
-    exchange: Callable[[Tensor, Group], Iterator[Tensor]] | None = None  # (own kv, group) -> kv of each step
-    # (dkv, what the last call returned or None, group), called after each step but the first. What the last call
-    # returns are all other ranks' gradients of this rank's own keys and values.
+    """Where a style that attends block by block has the keys and values of each step, kv [tokens, 2, B, K, D], from.
+
+    chunks(c, i): for each step the chunks of the sequence whose keys rank i then has.
+    exchange(own kv, group): kv of each step. None: there is one step, with k and v as the layer has made them.
+    send_back(dkv, pending, group): called after each step but the first, with what it returned in the step before, or
+        None. What it returns in the end are all other ranks' gradients of this rank's own keys and values.
+    """
+    chunks: Callable[[int, int], list[Sequence[int]]]
+    exchange: Callable[[Tensor, Group], Iterator[Tensor]] | None = None
     send_back: Callable[[Tensor, Pending | None, Group], Pending] | None = None
 
     def keys_and_values(self, k: Tensor, v: Tensor, group: Group) -> Iterator[Sequence[Tensor]]:
-        """Both of each step, [B, K, tokens, D]. If nothing is exchanged, the only step has k and v as they are."""
+        """Both of each step, [B, K, tokens, D]."""
         return iter([(k, v)]) if self.exchange is None else map(by_head, self.exchange(stack_by_token(k, v), group))
 
 
@@ -135,9 +140,9 @@ class BlockAttention(Function):
         o = torch.empty(B, s, N, D, **acc).transpose(1, 2)  # the heads of a token are contiguous
         lse = torch.empty(B, N, s, **acc)
         for kv, blocks in zip(source.keys_and_values(k, v, group), steps):
-            for rows, keys, mask, is_own in blocks:
+            for rows, keys, mask in blocks:
                 merge(o[:, :, rows], lse[:, :, rows],
-                      *attention.forward(q[:, :, rows], *(x[:, :, keys] for x in kv), mask), is_first=is_own)
+                      *attention.forward(q[:, :, rows], *(x[:, :, keys] for x in kv), mask), is_first=mask.causal)
         o = o.to(q.dtype)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.source, ctx.steps, ctx.attention, ctx.group = source, steps, attention, group
@@ -149,7 +154,7 @@ class BlockAttention(Function):
         dq, own_dkv, pending = torch.zeros_like(q, dtype=lse.dtype), None, None
         for kv, blocks in zip(ctx.source.keys_and_values(k, v, ctx.group), ctx.steps):
             dkv = lse.new_zeros(kv[0].shape[2], 2, *k.shape[:2], k.shape[3])  # [tokens, 2, B, K, D]
-            for rows, keys, mask, _ in blocks:
+            for rows, keys, mask in blocks:
                 row_lse = lse[:, :, rows].contiguous()  # kernels take any strides of the others
                 add_each((dq[:, :, rows], *by_head(dkv[keys])), ctx.attention.backward(
                     do[:, :, rows], q[:, :, rows], *(x[:, :, keys] for x in kv), o[:, :, rows], row_lse, mask))
@@ -260,26 +265,24 @@ def visible_blocks(source: Source, seq: int, c: int, i: int, mask: Mask,
     """The blocks that rank i computes at each step, without those that documents or a window hide entirely. seq, mask:
     length and mask of whole sequences. Numbers of documents [B, S] ascend along the sequence or, after order_by_piece,
     along each chunk; they are read in the host's memory, and those of the blocks' masks are on `device`."""
-    own, m, all_chunks = own_chunks(c, i), seq // (2 * c), source.chunks(c, i)
+    own, m, steps, met = own_chunks(c, i), seq // (2 * c), [], set()
     first_keys = [find_first_key(mask, a * m) for a in own]
-    ascending = documents_ascend(mask)
+    documents = None if mask.documents is None else mask.documents[0]
+    ascending = documents is None or bool((documents.diff() >= 0).all())
     assert ascending or not mask.window, "a window counts positions of the sequence"
-    # Chunks of keys are put together in a block, unless it has a window, as a mask has one distance between queries and
-    # keys; or documents do not ascend over them, as kernels skip keys of other documents only where they do.
-    singly = mask.window > 0 or not ascending
-    steps = [blocks_of_step(own, chunks, step == 0, m, first_keys, mask.window, singly)
-             for step, chunks in enumerate(all_chunks)]
-    if mask.documents is not None:
-        queries, *parts = [to_device(take_chunks(mask.documents[0], c, chunks), device)
-                           for chunks in (own, *all_chunks)]
-        steps = [[ScoreBlock(rows, keys, seen._replace(documents=(queries[:, rows], part[:, keys])), is_own)
-                  for rows, keys, seen, is_own in blocks] for blocks, part in zip(steps, parts)]
-    return steps
-
-
-def documents_ascend(mask: Mask) -> bool:
-    """Whether their numbers ascend along whole sequences, as they do unless order_by_piece has changed the order."""
-    return mask.documents is None or bool((mask.documents[0].diff() >= 0).all())
+    for chunks in source.chunks(c, i):
+        runs = [[*run] for is_met, run in groupby(chunks, met.__contains__) if not is_met]  # side by side in memory
+        # A run of keys is a block, but of one chunk if there is a window, as a mask has one distance between queries
+        # and keys; or if documents do not ascend, as kernels skip keys of other documents only where they do.
+        if mask.window or not ascending:
+            runs = [[b] for run in runs for b in run]
+        steps.append(blocks_of_step(own, chunks, runs, m, first_keys, mask.window))
+        met.update(chunks)
+    if documents is None:
+        return steps
+    of_own, *of_steps = [to_device(take_chunks(documents, c, x), device) for x in (own, *source.chunks(c, i))]
+    return [[block._replace(mask=block.mask._replace(documents=(of_own[:, block.queries], of_step[:, block.keys])))
+             for block in blocks] for blocks, of_step in zip(steps, of_steps)]
 
 
 def find_first_key(mask: Mask, query: int) -> int:
@@ -291,37 +294,26 @@ def find_first_key(mask: Mask, query: int) -> int:
     return first
 
 
-def blocks_of_step(own: tuple[int, int], chunks: Sequence[int], is_first: bool, m: int, first_keys: list[int],
-                   window: int, singly: bool) -> list[ScoreBlock]:
-    """A rank's blocks with the keys of `chunks`, in the first step its own among them. first_keys: of both own chunks
-    of queries. singly: each chunk of keys is a block of its own."""
-    if is_first and len(chunks) == 2 and not singly:
-        return [ScoreBlock(slice(0, 2 * m), slice(0, 2 * m), CAUSAL, is_own=True)]
+def blocks_of_step(own: tuple[int, int], chunks: Sequence[int], runs: list[list[int]], m: int, first_keys: list[int],
+                   window: int) -> list[ScoreBlock]:
+    """A rank's blocks with keys of a step's `chunks`: those of `runs`, which it has not met before, and which lie side
+    by side. With all-gather, rank 1 of 4 has, after its own chunks 1 and 6, the runs [0], [2, 3, 4, 5] and [7]: chunk 1
+    sees [0], and chunk 6 [0] and [2, 3, 4, 5]. first_keys: of both own chunks of queries."""
+    if runs == [[*own]]:  # keys of the same tokens, in the same order: one causal mask is that of both chunks
+        return [ScoreBlock(slice(0, 2 * m), slice(0, 2 * m), CAUSAL)]
     blocks = []
-    for n, a in enumerate(own):
-        for run in runs_of(a, own, chunks, is_first, singly):
-            visible = [b for b in run if b <= a and (b + 1) * m > first_keys[n]]
-            if visible:
-                hidden = max(first_keys[n] - visible[0] * m, 0)
-                keys = slice(chunks.index(visible[0]) * m + hidden, (chunks.index(visible[-1]) + 1) * m)
-                is_own = visible == [a]
-                mask = Mask(is_own, window, offset=(a - visible[0]) * m - hidden) if singly else Mask(is_own)
-                blocks.append(ScoreBlock(slice(n * m, (n + 1) * m), keys, mask, is_own))
-    if not is_first and len(blocks) > 1 and blocks[0][1:] == blocks[1][1:]:  # keys that both chunks of queries see
+    for n, (a, first_key) in enumerate(zip(own, first_keys)):
+        same = [[b for b in run if b == a] for run in runs]
+        earlier = [[b for b in run if b < a and (b + 1) * m > first_key] for run in runs]
+        for visible in filter(None, same + earlier):
+            hidden = max(first_key - visible[0] * m, 0)
+            keys = slice(chunks.index(visible[0]) * m + hidden, (chunks.index(visible[-1]) + 1) * m)
+            offset = (a - visible[0]) * m - hidden if window else 0
+            mask = Mask(visible == [a], window, offset=offset)
+            blocks.append(ScoreBlock(slice(n * m, (n + 1) * m), keys, mask))
+    if len(blocks) > 1 and blocks[0][1:] == blocks[1][1:]:  # both chunks of queries see these keys
         blocks[:2] = [blocks[0]._replace(queries=slice(0, 2 * m))]
     return blocks
-
-
-def runs_of(a: int, own: tuple[int, int], chunks: Sequence[int], is_first: bool, singly: bool) -> list[Sequence[int]]:
-    """Chunks of keys in the order in which chunk a of queries meets them, itself first. Those of a run lie side by side
-    in the step's buffer, and are one block. With all-gather, rank 1 of 4 has, after its own chunks 1 and 6, the runs
-    [0] and [2, 3, 4, 5, 7]: chunk 1 sees [0], and chunk 6 [0] and [2, 3, 4, 5]. singly: each chunk is a run."""
-    new = [b for b in chunks if is_first or b not in own]
-    if singly:
-        return [[b] for b in reversed(new)]
-    if is_first:  # keys of all tokens: earlier ones lie side by side
-        return [[a], range(a)]
-    return [[b for b in new if b < own[0]], [b for b in new if b > own[0]]]
 
 
 # ---- Ulysses --------------------------------------------------------------------------------------------------------
@@ -330,19 +322,19 @@ def ulysses(q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor], grou
     """All-to-all among the group's U ranks: each gets their tokens, for 1/U of the heads, attends, and sends results
     back. If the group has all ranks, these tokens are the sequence. If it is one of n = c/U groups of neighbours, these
     are chunks r and 2n-1-r of 2n, in order: the zig-zag shard of the r-th of n ranks, for which `attend` is made."""
-    c = group.size  # U
-    copies = c // math.gcd(c, k.shape[1])  # of each key and value head, so that c divides them
+    u = group.size
+    copies = u // math.gcd(u, k.shape[1])  # of each key and value head, so that u divides them
     heads = [q, *(x.repeat_interleave(copies, 1) if copies > 1 else x for x in (k, v))]
-    by_rank = torch.cat([rearrange(x, "b (c n) s d -> c b n s d", c=c) for x in heads], 2)
-    shards = AllToAll__AllToAll.apply(by_rank, [1] * c, [1] * c, group)
-    early, late = rearrange(shards, "c b n (two m) d -> two b n c m d", two=2)
+    by_rank = torch.cat([rearrange(x, "b (u n) s d -> u b n s d", u=u) for x in heads], 2)
+    shards = AllToAll__AllToAll.apply(by_rank, [1] * u, [1] * u, group)
+    early, late = rearrange(shards, "u b n (two m) d -> two b n u m d", two=2)
     tokens = torch.cat((early, late.flip(2)), 2).flatten(2, 3)  # in the order of the sequence
-    counts = [x.shape[1] // c for x in heads]
+    counts = [x.shape[1] // u for x in heads]
     del heads, by_rank, shards, early, late  # else they would exist during attention
     o = attend(*tokens.split(counts, 1))
-    early, late = rearrange(o, "b n (two c m) d -> two c b n m d", two=2, c=c)
-    shards = AllToAll__AllToAll.apply(torch.cat((early, late.flip(0)), 3), [1] * c, [1] * c, group)
-    return rearrange(shards, "c b n s d -> b s (c n) d").transpose(1, 2)
+    early, late = rearrange(o, "b n (two u m) d -> two u b n m d", two=2, u=u)
+    shards = AllToAll__AllToAll.apply(torch.cat((early, late.flip(0)), 3), [1] * u, [1] * u, group)
+    return rearrange(shards, "u b n s d -> b s (u n) d").transpose(1, 2)
 
 
 # ---- attention for a model's layers ---------------------------------------------------------------------------------
@@ -357,23 +349,13 @@ def attention_by_window(windows: Iterable[int], tokens: Tensor, documents: Tenso
     earlier: tokens before these, whose keys and values are cached as far as the window reaches. recompute: scores are
     not saved, but computed again in backward.
     """
-    keys, heads = keys_and_heads(groups, style)
-    out, seq = {}, tokens.shape[1] * keys.size * heads.size
+    out, seq = {}, tokens.shape[1] * groups.get("cp", ALONE).size
     for window in set(windows):
         cached = min(earlier, window - 1) if window else earlier
         mask = Mask(True, window, None if documents is None else (documents, documents), offset=cached)
         attention = choose_attention(kernel, mask, head_dim, tokens, dtype)
-        out[window] = context_parallel(keys, heads, style, seq, mask, attention, tokens.device, recompute)
+        out[window] = context_parallel(groups, style, seq, mask, attention, tokens.device, recompute)
     return out
-
-
-def keys_and_heads(groups: dict[str, Group], style: str) -> tuple[Group, Group]:
-    """The ranks that exchange keys and values, and those that exchange heads. groups: "cp", all of them; and with
-    --cp-ulysses "cp_keys" and "cp_heads"."""
-    cp, keys, heads = (groups.get(axis, ALONE) for axis in ("cp", "cp_keys", "cp_heads"))
-    if heads.size > 1:
-        return keys, heads
-    return (ALONE, cp) if style == "ulysses" else (cp, ALONE)
 
 
 def choose_attention(kernel: str, mask: Mask, head_dim: int, like: Tensor, dtype: torch.dtype) -> AttentionKernel:
@@ -385,10 +367,14 @@ def choose_attention(kernel: str, mask: Mask, head_dim: int, like: Tensor, dtype
     return MATH if kernel == "math" else SDPA
 
 
-def context_parallel(keys: Group, heads: Group, style: str, seq: int, mask: Mask, attention: AttentionKernel,
+def context_parallel(groups: dict[str, Group], style: str, seq: int, mask: Mask, attention: AttentionKernel,
                      device: torch.device | str = "cpu", recompute: bool = False) -> Callable[..., Tensor]:
-    """Attention of this rank's tokens. keys, heads: of `keys_and_heads`. style: of config.CP_STYLES, or "latents":
-    k and v are those of all tokens. seq, mask: length (of new tokens) and mask of whole sequences."""
+    """Attention of this rank's tokens. groups: "cp", all ranks; and with --cp-ulysses "cp_heads", those that exchange
+    heads, and "cp_keys". style: of config.CP_STYLES, or "latents": k and v are those of all tokens. seq, mask: length
+    (of new tokens) and mask of whole sequences."""
+    cp, keys, heads = (groups.get(axis, ALONE) for axis in ("cp", "cp_keys", "cp_heads"))
+    if heads.size == 1:
+        keys, heads = (ALONE, cp) if style == "ulysses" else (cp, ALONE)
     if keys.size > 1:
         assert mask.causal and mask.offset == 0, "blocks are those of a causal mask without cached tokens"
         steps = visible_blocks(SOURCES[style], seq, keys.size, keys.rank, mask, device)

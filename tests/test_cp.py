@@ -20,7 +20,7 @@ import operations
 import train
 from collectives import ALONE
 from config import CP_STYLES, padded_length
-from cp import SOURCES, context_parallel, keys_and_heads
+from cp import SOURCES, context_parallel
 from operations import CAUSAL, MATH, SDPA, AttentionKernel, Mask, cudnn_backward, cudnn_forward
 from param import acc_dtype
 from run import device
@@ -52,7 +52,7 @@ def attention_of(style: str, seq: int, mask: Mask, kernel: AttentionKernel):
     if near:
         grid = config.Grid(dp=1, cp=c, cp_style=name, cp_ulysses=int(near))
         groups = collectives.build_groups(grid, config.Model())
-    return context_parallel(*keys_and_heads(groups, name), name, seq, mask, kernel)
+    return context_parallel(groups, name, seq, mask, kernel)
 
 
 # ---- who has which tokens -------------------------------------------------------------------------------------------
@@ -407,7 +407,7 @@ def test_auto_takes_our_kernel_where_torchs_would_read_a_mask(kernel, mask, D, d
 @pytest.mark.parametrize("selects", [False, True])
 def test_selective_recomputation_saves_no_scores_of_plain_attention(selects):
     saved, (q, k, v, do) = [], (x.requires_grad_() for x in inputs(torch.float64))
-    attend = context_parallel(ALONE, ALONE, "allgather", S, CAUSAL, MATH, recompute=selects)
+    attend = context_parallel({}, "allgather", S, CAUSAL, MATH, recompute=selects)
     save = torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape[-2:]) or x, lambda x: x)
     with save:
         o = attend(q, k, v)
@@ -611,7 +611,7 @@ def attended_to_latents(documents=None, window=0, dtype=torch.float64) -> dict:
         return keys_and_values(latents, weight)
 
     mask = Mask(window=window, documents=None if documents is None else (documents, documents))
-    attend = context_parallel(group, ALONE, "latents", S, mask, SDPA)
+    attend = context_parallel({"cp": group}, "latents", S, mask, SDPA)
     collectives.sent.clear()
     o = attend(q, *expand(cp.gather_tokens(latents, group)).chunk(2, -1))
     sent = [collectives.sent.pop(group.axis, 0)]

@@ -253,8 +253,7 @@ def waits(flags: str) -> list[int]:
                             (train, "update_balance"), (job.Run, "end_step"), (job, "read_results")):
             stack.enter_context(patch.object(owner, name, entered(getattr(owner, name))))
         stack.enter_context(patch.object(job, "reads_late", lambda device: True))
-        for name in "find_first_key", "documents_ascend":
-            stack.enter_context(patch.object(cp, name, on_host(getattr(cp, name))))
+        stack.enter_context(patch.object(cp, "visible_blocks", on_host(cp.visible_blocks)))
         runs.run(f"{MODEL} --data {config.__file__} --vocab 257 --separator -1 --dtype bf16 --steps 6 "
                  f"--metrics /dev/null --global-batch 8 {flags}")
     return np.diff(found)[1:].tolist()
