@@ -57,29 +57,33 @@ class Tiles(NamedTuple):
 # Registers per thread decide, 65,536 of an SM's: up to 128 let two programs of 8 warps live on it. See docs/NOTES.md.
 TILES = {
     ("forward", 64): Tiles(128, 128, 8, 3),
-    ("forward", 128): Tiles(128, 64, 8, 3),  # 188: one program per SM, which waits for each matmul before its softmax
+    ("forward", 128): Tiles(128, 64, 8, 3),  # 184: one program per SM, which waits for each matmul before its softmax
     ("forward", 256): Tiles(64, 64, 8, 2),
-    ("dq", 64): Tiles(128, 64, 8, 3),  # 126: two programs per SM
-    ("dq", 128): Tiles(128, 64, 8, 3),  # 206
+    ("dq", 64): Tiles(128, 64, 8, 3),  # 124: two programs per SM
+    ("dq", 128): Tiles(128, 64, 8, 3),  # 210
     ("dq", 256): Tiles(64, 32, 8, 2),
     ("dkv", 64): Tiles(32, 128, 8, 2),
     ("dkv", 128): Tiles(32, 128, 8, 2),  # dk and dv take 128 registers of 255: 64 rows of queries would be spilled
-    ("dkv", 256): Tiles(16, 64, 8, 2)}  # with documents 144 bytes a thread are spilled, with 32 rows 256
+    ("dkv", 256): Tiles(16, 64, 8, 2)}  # with documents 136 bytes a thread are spilled, with 32 rows 248
 FP32_TILES, WIDE_FP32_TILES = Tiles(32, 32, 4, 2), Tiles(16, 16, 4, 1)  # up to 128, and above
 
 
+# A matrix of heads, x [B, heads, S, D], is one argument of a kernel: its pointer and the strides of B, heads and S. The
+# offsets of the sequence b, its head h and a row are 64 bits: there may be more than 2^31 elements. WIDTH: D, padded.
+
 @triton.jit
-def tile_of(x, start, stride, count, D: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr):
-    """Pointers to COUNT rows of x [count, D] from row `start` on, and which exist. WIDTH: D, padded."""
+def tile_of(x, b, h, start, S, D: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr):
+    """Pointers to COUNT rows of a head, from row `start` on, and which of them exist."""
     row, column = tl.arange(0, COUNT), tl.arange(0, WIDTH)
-    offsets = row.to(tl.int64)[:, None] * stride + column[None, :]  # 64 bits: there may be more than 2^31 elements
-    return x + tl.cast(start, tl.int64) * stride + offsets, (start + row < count)[:, None] & (column < D)[None, :]
+    first = x[0] + b * x[1] + h * x[2] + tl.cast(start, tl.int64) * x[3]
+    offsets = row.to(tl.int64)[:, None] * x[3] + column[None, :]
+    return first + offsets, (start + row < S)[:, None] & (column < D)[None, :]
 
 
 @triton.jit
-def load_tile(x, start, stride, count, D: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr, EDGE: tl.constexpr):
+def load_tile(x, b, h, start, S, D: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr, EDGE: tl.constexpr):
     """EDGE: some rows may not exist; they are 0."""
-    pointers, inside = tile_of(x, start, stride, count, D, WIDTH, COUNT)
+    pointers, inside = tile_of(x, b, h, start, S, D, WIDTH, COUNT)
     if EDGE or D < WIDTH:
         return tl.load(pointers, inside, other=0.0)
     else:
@@ -87,23 +91,22 @@ def load_tile(x, start, stride, count, D: tl.constexpr, WIDTH: tl.constexpr, COU
 
 
 @triton.jit
-def store_tile(x, tile, start, stride, count, D: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr):
-    pointers, inside = tile_of(x, start, stride, count, D, WIDTH, COUNT)
-    tl.store(pointers, tile.to(x.dtype.element_ty), inside)
+def store_tile(x, tile, b, h, start, S, D: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr):
+    pointers, inside = tile_of(x, b, h, start, S, D, WIDTH, COUNT)
+    tl.store(pointers, tile.to(x[0].dtype.element_ty), inside)
 
 
 @triton.jit
-def hide(scores, hidden, i, j, i_document, j_document, columns, offset, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-         DOCUMENTS: tl.constexpr):
-    """Replace with `hidden` the scores of queries i and keys j that operations.Mask hides, or where there is no key."""
-    scores = tl.where(j < columns, scores, hidden)
+def visible(i, j, i_document, j_document, columns, offset, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Whether queries i see keys j, as operations.Mask.visible, and there are these keys. i_document: or None."""
+    seen = j < columns
     if CAUSAL:
-        scores = tl.where(j <= i + offset, scores, hidden)
+        seen = seen & (j <= i + offset)
     if WINDOW:
-        scores = tl.where(j > i + offset - WINDOW, scores, hidden)
-    if DOCUMENTS:
-        scores = tl.where(i_document == j_document, scores, hidden)
-    return scores
+        seen = seen & (j > i + offset - WINDOW)
+    if i_document is not None:
+        seen = seen & (i_document == j_document)
+    return seen
 
 
 @triton.jit
@@ -125,18 +128,19 @@ def find_span(own, start, own_count, others, count, OWN: tl.constexpr, CHUNK: tl
 
 
 @triton.jit
-def find_keys(start, q_documents, k_documents, rows, columns, offset, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+def find_keys(b, start, q_documents, k_documents, rows, columns, offset, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
               CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """Of a tile of queries from `start` on: (documents [ROWS, 1], masked_from, stop). Keys from `stop` on are hidden;
     keys before masked_from need no mask or, if there are documents or a window, are hidden, too."""
-    i_document, masked_from, stop = 0, columns, columns
+    i_document, masked_from, stop = None, columns, columns
     if CAUSAL:
         masked_from = tl.minimum(tl.maximum(start + 1 + offset, 0), columns)
         stop = tl.minimum(tl.maximum(tl.minimum(start + ROWS, rows) + offset, 0), columns)
     if WINDOW:
         masked_from = tl.maximum(start + offset - WINDOW + 1, 0)
     if q_documents is not None:
-        i_document, begin, end = find_span(q_documents, start, rows, k_documents, columns, ROWS)
+        i_document, begin, end = find_span(q_documents + b * rows, start, rows, k_documents + b * columns,
+                                           columns, ROWS)
         masked_from = tl.maximum(begin, masked_from) if WINDOW else begin
         i_document, stop = i_document[:, None], tl.minimum(stop, end)
     return i_document, masked_from // COLUMNS * COLUMNS, stop
@@ -144,69 +148,58 @@ def find_keys(start, q_documents, k_documents, rows, columns, offset, ROWS: tl.c
 
 # ---- kernels --------------------------------------------------------------------------------------------------------
 # Loops over keys are written once and compiled twice: for tiles that need no mask, and for those that do (all, if there
-# are documents or a window). Programs: (tile, head, sequence); h and b are 64 bits, and so are offsets made of them.
-# scale: D^-0.5 log2 e, for 2^x in place of e^x. group: N / K. offset, CAUSAL, WINDOW: see operations.Mask. lse, delta:
-# [B, N, rows].
+# are documents or a window). Programs: (tile, head h, sequence b). scale: D^-0.5 log2 e, for 2^x in place of e^x.
+# group: N / K. offset, CAUSAL, WINDOW: see operations.Mask. lse, delta: [B, N, rows].
 
 @triton.jit
-def flash_forward_kernel(q, k, v, o, lse, q_documents, k_documents, q_strides, k_strides, v_strides, o_strides, scale,
-                         group, rows, columns, offset, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-                         COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+def flash_forward_kernel(q, k, v, o, lse, q_documents, k_documents, scale, group, rows, columns, offset,
+                         D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+                         CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """A program has a tile of queries and loops over keys. top, total, out: m, l and o above, exponents to base 2."""
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # the last have most keys: they start first
     DOCUMENTS: tl.constexpr = q_documents is not None
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    if DOCUMENTS:
-        q_documents, k_documents = q_documents + b * rows, k_documents + b * columns
-    i_document, masked_from, stop = find_keys(start, q_documents, k_documents, rows, columns, offset, ROWS, COLUMNS,
+    i_document, masked_from, stop = find_keys(b, start, q_documents, k_documents, rows, columns, offset, ROWS, COLUMNS,
                                               CAUSAL, WINDOW)
-    k += b * k_strides[0] + h // group * k_strides[1]
-    v += b * v_strides[0] + h // group * v_strides[1]
-    queries = load_tile(q + b * q_strides[0] + h * q_strides[1], start, q_strides[2], rows, D, WIDTH, ROWS, True)
+    queries = load_tile(q, b, h, start, rows, D, WIDTH, ROWS, True)
     i = start + tl.arange(0, ROWS)
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, WIDTH], tl.float32)
     for MASKED in tl.static_range(WINDOW > 0 or DOCUMENTS, 2):
         for n in range(masked_from if MASKED else 0, stop if MASKED else masked_from, COLUMNS):
-            keys = load_tile(k, n, k_strides[2], columns, D, WIDTH, COLUMNS, MASKED)
+            keys = load_tile(k, b, h // group, n, columns, D, WIDTH, COLUMNS, MASKED)
             s = tl.dot(queries, tl.trans(keys), input_precision="ieee")
             if MASKED:
                 j = n + tl.arange(0, COLUMNS)
-                j_document = tl.load(k_documents + j, j < columns)[None, :] if DOCUMENTS else 0
-                s = hide(s, -float("inf"), i[:, None], j[None, :], i_document, j_document, columns, offset, CAUSAL,
-                         WINDOW, DOCUMENTS)
+                j_document = tl.load(k_documents + b * columns + j, j < columns)[None, :] if DOCUMENTS else None
+                seen = visible(i[:, None], j[None, :], i_document, j_document, columns, offset, CAUSAL, WINDOW)
+                s = tl.where(seen, s, -float("inf"))
             higher = tl.maximum(top, tl.max(s, 1) * scale)
             shift = tl.where(higher == -float("inf"), 0.0, higher) if MASKED else higher  # -inf: no visible key yet
             p = tl.exp2(s * scale - shift[:, None])
             decay = tl.exp2(top - shift)
             total = total * decay + tl.sum(p, 1)
-            values = load_tile(v, n, v_strides[2], columns, D, WIDTH, COLUMNS, MASKED)
+            values = load_tile(v, b, h // group, n, columns, D, WIDTH, COLUMNS, MASKED)
             out = tl.dot(p.to(values.dtype), values, out * decay[:, None], input_precision="ieee")
             top = higher
-    store_tile(o + b * o_strides[0] + h * o_strides[1], out / tl.where(total == 0, 1.0, total)[:, None], start,
-               o_strides[2], rows, D, WIDTH, ROWS)
+    store_tile(o, out / tl.where(total == 0, 1.0, total)[:, None], b, h, start, rows, D, WIDTH, ROWS)
     tl.store(lse + (b * tl.num_programs(1) + h) * rows + i, (top + tl.log2(total)) / LOG2_E, i < rows)
 
 
 @triton.jit
-def flash_dq_kernel(do, q, k, v, o, lse, delta, dq, q_documents, k_documents, do_strides, q_strides, k_strides,
-                    v_strides, o_strides, dq_strides, scale, group, rows, columns, offset, D: tl.constexpr,
-                    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr,
-                    WINDOW: tl.constexpr):
+def flash_dq_kernel(q, k, v, o, do, dq, lse, delta, q_documents, k_documents, scale, group, rows, columns, offset,
+                    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+                    CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """A program has a tile of queries and loops over keys. It also writes delta, for flash_dkv_kernel."""
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     DOCUMENTS: tl.constexpr = q_documents is not None
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    if DOCUMENTS:
-        q_documents, k_documents = q_documents + b * rows, k_documents + b * columns
-    i_document, masked_from, stop = find_keys(start, q_documents, k_documents, rows, columns, offset, ROWS, COLUMNS,
+    i_document, masked_from, stop = find_keys(b, start, q_documents, k_documents, rows, columns, offset, ROWS, COLUMNS,
                                               CAUSAL, WINDOW)
-    k += b * k_strides[0] + h // group * k_strides[1]
-    v += b * v_strides[0] + h // group * v_strides[1]
-    queries = load_tile(q + b * q_strides[0] + h * q_strides[1], start, q_strides[2], rows, D, WIDTH, ROWS, True)
-    grads = load_tile(do + b * do_strides[0] + h * do_strides[1], start, do_strides[2], rows, D, WIDTH, ROWS, True)
-    outs = load_tile(o + b * o_strides[0] + h * o_strides[1], start, o_strides[2], rows, D, WIDTH, ROWS, True)
+    queries = load_tile(q, b, h, start, rows, D, WIDTH, ROWS, True)
+    grads = load_tile(do, b, h, start, rows, D, WIDTH, ROWS, True)
+    outs = load_tile(o, b, h, start, rows, D, WIDTH, ROWS, True)
     i, row = start + tl.arange(0, ROWS), (b * tl.num_programs(1) + h) * rows
     own_lse = tl.load(lse + row + i, i < rows, other=0.0) * LOG2_E
     own_delta = tl.sum(grads.to(tl.float32) * outs.to(tl.float32), 1)
@@ -214,80 +207,78 @@ def flash_dq_kernel(do, q, k, v, o, lse, delta, dq, q_documents, k_documents, do
     out = tl.zeros([ROWS, WIDTH], tl.float32)
     for MASKED in tl.static_range(WINDOW > 0 or DOCUMENTS, 2):
         for n in range(masked_from if MASKED else 0, stop if MASKED else masked_from, COLUMNS):
-            keys = load_tile(k, n, k_strides[2], columns, D, WIDTH, COLUMNS, MASKED)
-            values = load_tile(v, n, v_strides[2], columns, D, WIDTH, COLUMNS, MASKED)
+            keys = load_tile(k, b, h // group, n, columns, D, WIDTH, COLUMNS, MASKED)
+            values = load_tile(v, b, h // group, n, columns, D, WIDTH, COLUMNS, MASKED)
             p = tl.exp2(tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale - own_lse[:, None])
             if MASKED:
                 j = n + tl.arange(0, COLUMNS)
-                j_document = tl.load(k_documents + j, j < columns)[None, :] if DOCUMENTS else 0
-                p = hide(p, 0.0, i[:, None], j[None, :], i_document, j_document, columns, offset, CAUSAL, WINDOW,
-                         DOCUMENTS)
+                j_document = tl.load(k_documents + b * columns + j, j < columns)[None, :] if DOCUMENTS else None
+                seen = visible(i[:, None], j[None, :], i_document, j_document, columns, offset, CAUSAL, WINDOW)
+                p = tl.where(seen, p, 0.0)
             ds = p * (tl.dot(grads, tl.trans(values), input_precision="ieee") - own_delta[:, None])
             out = tl.dot(ds.to(keys.dtype), keys, out, input_precision="ieee")
-    store_tile(dq + b * dq_strides[0] + h * dq_strides[1], out * (scale / LOG2_E), start, dq_strides[2], rows, D,
-               WIDTH, ROWS)
+    store_tile(dq, out * (scale / LOG2_E), b, h, start, rows, D, WIDTH, ROWS)
 
 
 @triton.jit
-def flash_dkv_kernel(do, q, k, v, lse, delta, dk, dv, q_documents, k_documents, do_strides, q_strides, k_strides,
-                     v_strides, dkv_strides, scale, group, rows, columns, offset, D: tl.constexpr, WIDTH: tl.constexpr,
-                     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+def flash_dkv_kernel(q, k, v, do, dk, dv, lse, delta, q_documents, k_documents, scale, group, rows, columns, offset,
+                     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+                     CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """A program has a tile of keys and loops over queries of all heads that use them. Tiles of scores are transposed:
     keys x queries. All are masked, because dk and dv take too many registers for a second loop."""
     start = tl.program_id(0) * COLUMNS
     DOCUMENTS: tl.constexpr = q_documents is not None
     kv_head, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    k += b * k_strides[0] + kv_head * k_strides[1]
-    v += b * v_strides[0] + kv_head * v_strides[1]
-    keys = load_tile(k, start, k_strides[2], columns, D, WIDTH, COLUMNS, True)
-    values = load_tile(v, start, v_strides[2], columns, D, WIDTH, COLUMNS, True)
+    keys = load_tile(k, b, kv_head, start, columns, D, WIDTH, COLUMNS, True)
+    values = load_tile(v, b, kv_head, start, columns, D, WIDTH, COLUMNS, True)
     j = start + tl.arange(0, COLUMNS)
-    first, stop, j_document = 0, rows, 0
+    first, stop, j_document = 0, rows, None
     if CAUSAL:
         first = tl.maximum(start - offset, 0)
     if DOCUMENTS:
-        q_documents, k_documents = q_documents + b * rows, k_documents + b * columns
-        j_document, begin, stop = find_span(k_documents, start, columns, q_documents, rows, COLUMNS)
+        q_documents += b * rows
+        j_document, begin, stop = find_span(k_documents + b * columns, start, columns, q_documents, rows, COLUMNS)
         first, j_document = tl.maximum(first, begin), j_document[:, None]
     if WINDOW:
         stop = tl.minimum(stop, start + COLUMNS - 1 + WINDOW - offset)
-    first = first // ROWS * ROWS
     grad_k = tl.zeros([COLUMNS, WIDTH], tl.float32)
     grad_v = tl.zeros([COLUMNS, WIDTH], tl.float32)
     for member in range(group):
         h = kv_head * group + member
-        head_q, head_do = q + b * q_strides[0] + h * q_strides[1], do + b * do_strides[0] + h * do_strides[1]
         row = (b * tl.num_programs(1) * group + h) * rows
-        for n in range(first, stop, ROWS):
-            queries = load_tile(head_q, n, q_strides[2], rows, D, WIDTH, ROWS, True)
-            grads = load_tile(head_do, n, do_strides[2], rows, D, WIDTH, ROWS, True)
+        for n in range(first // ROWS * ROWS, stop, ROWS):
+            queries = load_tile(q, b, h, n, rows, D, WIDTH, ROWS, True)
+            grads = load_tile(do, b, h, n, rows, D, WIDTH, ROWS, True)
             i = n + tl.arange(0, ROWS)
             row_lse = tl.load(lse + row + i, i < rows, other=float("inf")) * LOG2_E  # no row: p = 0
             row_delta = tl.load(delta + row + i, i < rows, other=0.0)
             p = tl.exp2(tl.dot(keys, tl.trans(queries), input_precision="ieee") * scale - row_lse[None, :])
-            i_document = tl.load(q_documents + i, i < rows)[None, :] if DOCUMENTS else 0
-            p = hide(p, 0.0, i[None, :], j[:, None], i_document, j_document, columns, offset, CAUSAL, WINDOW, DOCUMENTS)
+            i_document = tl.load(q_documents + i, i < rows)[None, :] if DOCUMENTS else None
+            seen = visible(i[None, :], j[:, None], i_document, j_document, columns, offset, CAUSAL, WINDOW)
+            p = tl.where(seen, p, 0.0)
             grad_v = tl.dot(p.to(grads.dtype), grads, grad_v, input_precision="ieee")
             ds = p * (tl.dot(values, tl.trans(grads), input_precision="ieee") - row_delta[None, :])
             grad_k = tl.dot(ds.to(queries.dtype), queries, grad_k, input_precision="ieee")
-    own = b * dkv_strides[0] + kv_head * dkv_strides[1]
-    store_tile(dk + own, grad_k * (scale / LOG2_E), start, dkv_strides[2], columns, D, WIDTH, COLUMNS)
-    store_tile(dv + own, grad_v, start, dkv_strides[2], columns, D, WIDTH, COLUMNS)
+    store_tile(dk, grad_k * (scale / LOG2_E), b, kv_head, start, columns, D, WIDTH, COLUMNS)
+    store_tile(dv, grad_v, b, kv_head, start, columns, D, WIDTH, COLUMNS)
 
 
 # ---- launches -------------------------------------------------------------------------------------------------------
 
-def prepare(mask: Mask, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> list[Tensor]:
-    """The tensors, which must fit together, with the last dimension contiguous: kernels take any other strides."""
+def prepare(mask: Mask, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> tuple:
+    """What kernels read: the mask, with documents of 32 bits; and tensors, which must fit together, with the last
+    dimension contiguous and any other strides."""
     assert q.dim() == k.dim() == 4 and k.shape == v.shape and k.shape[::3] == q.shape[::3], \
         f"q {list(q.shape)} must be B N rows D, k {list(k.shape)} and v {list(v.shape)} B K columns D"
     assert k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} heads cannot share {k.shape[1]} kv heads"
     assert q.shape[3] in range(1, 257), f"heads are {q.shape[3]} wide; at least 1 and at most 256 fit"
     assert q.dtype == k.dtype == v.dtype, f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: they must be of one type"
-    for documents, x in zip(mask.documents or (), (q, k)):
-        assert documents.shape == x.shape[::2] and not documents.is_floating_point(), \
-            f"documents must be {list(x.shape[::2])} integers, one per token"
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, *more)]
+    if mask.documents is not None:
+        for documents, x in zip(mask.documents, (q, k)):
+            assert documents.shape == x.shape[::2] and not documents.is_floating_point(), \
+                f"documents must be {list(x.shape[::2])} integers, one per token"
+        mask = mask._replace(documents=tuple(documents.to(torch.int32).contiguous() for documents in mask.documents))
+    return mask, *(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, *more))
 
 
 def empty_heads(x: Tensor) -> Tensor:
@@ -296,23 +287,22 @@ def empty_heads(x: Tensor) -> Tensor:
     return x.new_empty(B, S, N, D).transpose(1, 2)
 
 
-def shared_arguments(q: Tensor, k: Tensor, mask: Mask) -> tuple[list, tuple]:
-    """Arguments of all kernels: documents, before the strides; what is after them."""
-    documents = [x.to(torch.int32).contiguous() for x in mask.documents or ()] or [None, None]
-    return documents, (q.shape[3] ** -0.5 * LOG2_E.value, q.shape[1] // k.shape[1], q.shape[2], k.shape[2], mask.offset)
-
-
-def choose_options(step: str, q: Tensor, mask: Mask) -> dict:
-    """A kernel's tiles and launch options. WIDTH: D rounded up to a power of 2, at least 16 for tensor cores."""
-    D = q.shape[-1]
+def launch_tiles(kernel: triton.JITFunction, step: str, mask: Mask, heads: tuple[Tensor, ...],
+                 *numbers_of_rows: Tensor) -> None:
+    """Launch a program for each tile of queries, or of keys if step is "dkv", of each head. heads: q, k and others.
+    WIDTH: D rounded up to a power of 2, at least 16 for tensor cores."""
+    (B, N, rows, D), (_, K, columns, _) = heads[0].shape, heads[1].shape
     width = max(16, triton.next_power_of_2(D))
-    if q.element_size() == 2:
+    if heads[0].element_size() == 2:
         tiles = TILES[step, max(64, width)]
     else:
         tiles = FP32_TILES if width <= 128 else WIDE_FP32_TILES
     if step == "dkv" and D < width <= 128:  # the mask of narrow heads takes the registers of a tile loaded ahead
         tiles = tiles._replace(num_stages=1)
-    return dict(D=D, WIDTH=width, CAUSAL=mask.causal, WINDOW=mask.window, **tiles._asdict())
+    grid = (triton.cdiv(columns, tiles.COLUMNS), K, B) if step == "dkv" else (triton.cdiv(rows, tiles.ROWS), N, B)
+    launch(kernel, grid, *[(x, *x.stride()[:3]) for x in heads], *numbers_of_rows, *(mask.documents or (None, None)),
+           D ** -0.5 * LOG2_E.value, N // K, rows, columns, mask.offset, D=D, WIDTH=width, CAUSAL=mask.causal,
+           WINDOW=mask.window, **tiles._asdict())
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask = CAUSAL) -> tuple[Tensor, Tensor]:
@@ -321,13 +311,10 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask = CAUSAL) -> tuple
     q: [B, N, rows, D]. k, v: [B, K, columns, D], K a divisor of N. Any strides. D: at most 256; powers of 2 waste
     nothing. mask: document numbers below 2^31. Asserts that tensors fit together.
     """
-    q, k, v = prepare(mask, q, k, v)
-    (B, N, rows, _), o, lse = q.shape, empty_heads(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    documents, sizes = shared_arguments(q, k, mask)
-    options = choose_options("forward", q, mask)
+    mask, q, k, v = prepare(mask, q, k, v)
+    o, lse = empty_heads(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     try:
-        launch(flash_forward_kernel, (triton.cdiv(rows, options["ROWS"]), N, B), q, k, v, o, lse, *documents,
-               q.stride(), k.stride(), v.stride(), o.stride(), *sizes, **options)
+        launch_tiles(flash_forward_kernel, "forward", mask, (q, k, v, o), lse)
         return o, lse
     except KernelError:
         return sdpa_forward(q, k, v, mask)
@@ -337,20 +324,14 @@ def flash_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: 
                    mask: Mask = CAUSAL) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, the same bits every time. do, o, lse: those of all keys that the queries see, even where k and v are
     only some of them, as in context parallelism (cp.py)."""
-    q, k, v, do, o = prepare(mask, q, k, v, do, o)
+    mask, q, k, v, do, o = prepare(mask, q, k, v, do, o)
     assert do.shape == o.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32, \
         f"do {list(do.shape)}, o {list(o.shape)} must be as q {list(q.shape)}, lse {list(lse.shape)} its rows, fp32"
-    (B, N, rows, _), (_, K, columns, _), dq, dk, dv = q.shape, k.shape, *map(empty_heads, (q, k, v))
+    dq, dk, dv = map(empty_heads, (q, k, v))
     lse, delta = lse.contiguous(), lse.new_empty(lse.shape)
-    documents, sizes = shared_arguments(q, k, mask)
-    strides = do.stride(), q.stride(), k.stride(), v.stride()
     try:
-        options = choose_options("dq", q, mask)
-        launch(flash_dq_kernel, (triton.cdiv(rows, options["ROWS"]), N, B), do, q, k, v, o, lse, delta, dq, *documents,
-               *strides, o.stride(), dq.stride(), *sizes, **options)
-        options = choose_options("dkv", q, mask)
-        launch(flash_dkv_kernel, (triton.cdiv(columns, options["COLUMNS"]), K, B), do, q, k, v, lse, delta, dk, dv,
-               *documents, *strides, dk.stride(), *sizes, **options)
+        launch_tiles(flash_dq_kernel, "dq", mask, (q, k, v, o, do, dq), lse, delta)
+        launch_tiles(flash_dkv_kernel, "dkv", mask, (q, k, v, do, dk, dv), lse, delta)
         return dq, dk, dv
     except KernelError:
         return sdpa_backward(do, q, k, v, o, lse, mask)

@@ -44,7 +44,7 @@ class KernelError(RuntimeError):
 def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args, **options) -> None:
     """Run a grid of programs. Raises KernelError; the first rank, and the last, which may alone have the head, say why.
     Only if an assertion fails is its message formatted: that takes as long as a launch."""
-    tensors = [x for x in args if isinstance(x, Tensor)]
+    tensors = [x for arg in args for x in (arg if isinstance(arg, tuple) else [arg]) if isinstance(x, Tensor)]
     device = tensors[0].device
     assert INTERPRETED or device.type == "cuda", \
         f"kernels run on GPUs, not on {device}, or interpreted: set TRITON_INTERPRET=1 before the import"

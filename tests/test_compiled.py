@@ -47,7 +47,7 @@ def test_kernels_for_sm_90_spill_nothing_and_use_its_instructions(tmp_path, comp
     assert {name for name, _ in found} == names and len(found) == 8 + 6 * 3 + 6
     for i, (name, used) in enumerate(found):
         wide = (name, i) == ("flash_dkv_kernel", 25)  # of heads 192 wide: dk and dv take all registers
-        fits(name, used, spilled=144 if wide else 0)
+        fits(name, used, spilled=136 if wide else 0)
         assert used["wgmma"] >= MATMULS.get(name, 0) and used["setmaxnreg"] == 0
     casting = [used for name, used in found if name == "quantise_kernel"]
     for i, used in enumerate(casting):
