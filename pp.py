@@ -129,8 +129,8 @@ class Pipeline:
     """A rank's stages, and an engine per number of micro-batches.
 
     plan_of: number of micro-batches -> plan. layers_of: the layers of every stage. max_micro_batches: of any step.
-    stages: this rank's stages -> their layers. owners: the rank of every stage. actions: this rank's, of a step with
-    most micro-batches. in_flight: the most (stage, micro-batch) activations that it holds at once.
+    Others read: stages, this rank's -> their layers; owners, the rank of every stage; last, the last stage; and of a
+    step with most micro-batches actions, this rank's, and in_flight, the most activations that it holds at once.
     """
 
     def __init__(self, plan_of: Callable[[int], Plan], layers_of: list[range], max_micro_batches: int = 1,

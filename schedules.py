@@ -133,7 +133,7 @@ class Schedule(NamedTuple):
     """A schedule and what it needs."""
     order: Callable[[int, int, int, int, int], list[Action]]  # (r, p, m, v, n) -> what rank r does
     chunks: int = 1  # model chunks per rank
-    grouped: bool = False  # whether it may have any other number of them, too, and goes through them in groups of n
+    grouped: bool = False  # whether any other number will do, too; a rank then goes through groups of n micro-batches
     least: int = 0  # the fewest micro-batches, per rank
     v_shaped: bool = False  # whether the last stage is on the rank of the first
     runs: bool = True  # whether training offers it; otherwise it is only drawn
@@ -174,11 +174,11 @@ def make_plan(schedule: str, p: int, m: int, v: int = 0, n: int = 0) -> Plan:
         any_number = " and ".join(name for name, needed in SCHEDULES.items() if needed.grouped)
         raise ValueError(f"{v} model chunks per rank: schedule {schedule} has {chosen.chunks}, {any_number} any")
 
-    def possible(size: int) -> bool:
-        return size == m or (size >= p and (m % size == 0 or m % size >= p))
+    def can_end(group: int) -> bool:  # at least p micro-batches in each group, the last one, too, or all in one
+        return group == m or (group >= p and (m % group == 0 or m % group >= p))
 
-    n = min(n, m) or next(size for size in range(1, m + 1) if possible(size))
-    if v > 1 and chosen.grouped and not possible(n):
+    n = min(n, m) or next(group for group in range(1, m + 1) if can_end(group))
+    if v > 1 and chosen.grouped and not can_end(n):
         raise ValueError(f"groups of {n} of {m} micro-batches on {p} ranks would wait for each other for ever: groups "
                          f"must hold at least {p}, the last one, too, or all {m}")
     if m < chosen.least * p:
