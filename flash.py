@@ -288,9 +288,9 @@ def empty_heads(x: Tensor) -> Tensor:
 
 
 def launch_tiles(kernel: triton.JITFunction, step: str, mask: Mask, heads: tuple[Tensor, ...],
-                 *numbers_of_rows: Tensor) -> None:
+                 *per_row: Tensor) -> None:
     """Launch a program for each tile of queries, or of keys if step is "dkv", of each head. heads: q, k and others.
-    WIDTH: D rounded up to a power of 2, at least 16 for tensor cores."""
+    per_row: lse, delta. WIDTH: D rounded up to a power of 2, at least 16 for tensor cores."""
     (B, N, rows, D), (_, K, columns, _) = heads[0].shape, heads[1].shape
     width = max(16, triton.next_power_of_2(D))
     if heads[0].element_size() == 2:
@@ -300,7 +300,7 @@ def launch_tiles(kernel: triton.JITFunction, step: str, mask: Mask, heads: tuple
     if step == "dkv" and D < width <= 128:  # the mask of narrow heads takes the registers of a tile loaded ahead
         tiles = tiles._replace(num_stages=1)
     grid = (triton.cdiv(columns, tiles.COLUMNS), K, B) if step == "dkv" else (triton.cdiv(rows, tiles.ROWS), N, B)
-    launch(kernel, grid, *[(x, *x.stride()[:3]) for x in heads], *numbers_of_rows, *(mask.documents or (None, None)),
+    launch(kernel, grid, *[(x, *x.stride()[:3]) for x in heads], *per_row, *(mask.documents or (None, None)),
            D ** -0.5 * LOG2_E.value, N // K, rows, columns, mask.offset, D=D, WIDTH=width, CAUSAL=mask.causal,
            WINDOW=mask.window, **tiles._asdict())
 
