@@ -27,7 +27,7 @@ To add a schedule, write the order of one rank and add it to SCHEDULES. Nothing 
 Huang et al. 2019 (GPipe: afab); Narayanan et al. 2021 (1F1B, interleaved); Llama Team 2024, section 3.3.2 (any n); Qi
 et al. 2023 and 2024 (zero bubble: H1, H2; V); DeepSeek-AI 2024, section 3.2.1, and the repository DualPipe.
 """
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from itertools import accumulate, count, islice
 from typing import NamedTuple
@@ -90,9 +90,10 @@ def dual_pipe(r: int, p: int, m: int) -> list[Action]:
     """Half of the micro-batches enter at the first rank, half at the last; each rank has two copies of the weights."""
     if p % 2 or m % 2:
         raise ValueError(f"{m} micro-batches on {p} ranks: schedule dualpipe needs even numbers of both")
-    near = min(r, p - 1 - r)  # to the end from which it gets a micro-batch first
-    first = (0, m // 2) if r == near else (m // 2, 0)
-    return two_chunks((near, p - 1 - near), m // 2, dual(near, p // 2, m // 2), first)
+    near, half = min(r, p - 1 - r), m // 2  # near: the stage of micro-batches from the nearer end
+    actions = two_chunks((near, p - 1 - near), half, dual(near, p // 2, half))
+    return [action if action.stage == r else action._replace(micro_batch=action.micro_batch + half)
+            for action in actions]  # those that enter at the last rank have the later numbers
 
 
 def dual(near: int, half: int, m: int) -> list[tuple[str, int]]:
@@ -105,15 +106,12 @@ def dual(near: int, half: int, m: int) -> list[tuple[str, int]]:
             ("W I0", far), ("W", near + 1)]  # drain
 
 
-def two_chunks(stages: tuple[int, int], m: int, steps: list[tuple[str, int]],
-               first: tuple[int, int] = (0, 0)) -> list[Action]:
+def two_chunks(stages: tuple[int, int], m: int, steps: list[tuple[str, int]]) -> list[Action]:
     """The order of a rank with two stages, from (words, how many times). "F1" is the next forward of the second stage;
-    "W" belongs to the oldest I that has no W yet, "W0" to the oldest of the first stage.
-
-    m: micro-batches per stage; later ones are left out. first: the first one's number, for each stage.
-    """
+    "W" belongs to the oldest I that has no W yet, "W0" to the oldest of the first stage. Words beyond the m
+    micro-batches of a stage are left out."""
     actions, without_w = [], []
-    forwards, backwards = (count(), count()), (count(), count())
+    numbers = defaultdict(count)  # (whether it is a forward, chunk) -> micro-batches
     for words, times in steps:
         for word in words.split() * times:
             op, chunk = word[0], int(word[1:]) if word[1:] else None
@@ -121,11 +119,11 @@ def two_chunks(stages: tuple[int, int], m: int, steps: list[tuple[str, int]],
                 chunk, k = next(pair for pair in without_w if chunk in (None, pair[0]))
                 without_w.remove((chunk, k))
             else:
-                k = next((forwards if op == "F" else backwards)[chunk])
+                k = next(numbers[op == "F", chunk])
                 if op == "I":
                     without_w.append((chunk, k))
-            if k < m:  # counts may run past the last micro-batch
-                actions.append(Action(op, stages[chunk], first[chunk] + k))
+            if k < m:
+                actions.append(Action(op, stages[chunk], k))
     return actions
 
 
