@@ -114,8 +114,8 @@ class ScoreBlock(NamedTuple):
     mask: Mask
 
 
-class Source(NamedTuple):
-    """Where a style that attends block by block has the keys and values of each step, kv [tokens, 2, B, K, D], from.
+class Style(NamedTuple):
+    """A style that attends block by block: where the keys and values of each step, kv [tokens, 2, B, K, D], come from.
 
     chunks(c, i): for each step the chunks of the sequence whose keys rank i then has.
     exchange(own kv, group): kv of each step. None: there is one step, with k and v as the layer has made them.
@@ -135,24 +135,24 @@ class BlockAttention(Function):
     """Attention of q [B, N, s, D] to all ranks' keys. k, v: [B, K, s, D], this rank's. steps: visible_blocks'."""
 
     @staticmethod
-    def forward(ctx, q, k, v, source, steps, attention, group):
+    def forward(ctx, q, k, v, style, steps, attention, group):
         (B, N, s, D), acc = q.shape, dict(dtype=acc_dtype(q.dtype), device=q.device)
         o = torch.empty(B, s, N, D, **acc).transpose(1, 2)  # the heads of a token are contiguous
         lse = torch.empty(B, N, s, **acc)
-        for kv, blocks in zip(source.keys_and_values(k, v, group), steps):
+        for kv, blocks in zip(style.keys_and_values(k, v, group), steps):
             for rows, keys, mask in blocks:
                 merge(o[:, :, rows], lse[:, :, rows],
                       *attention.forward(q[:, :, rows], *(x[:, :, keys] for x in kv), mask), is_first=mask.causal)
         o = o.to(q.dtype)
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.source, ctx.steps, ctx.attention, ctx.group = source, steps, attention, group
+        ctx.style, ctx.steps, ctx.attention, ctx.group = style, steps, attention, group
         return o
 
     @staticmethod
     def backward(ctx, do):
         q, k, v, o, lse = ctx.saved_tensors
         dq, own_dkv, pending = torch.zeros_like(q, dtype=lse.dtype), None, None
-        for kv, blocks in zip(ctx.source.keys_and_values(k, v, ctx.group), ctx.steps):
+        for kv, blocks in zip(ctx.style.keys_and_values(k, v, ctx.group), ctx.steps):
             dkv = lse.new_zeros(kv[0].shape[2], 2, *k.shape[:2], k.shape[3])  # [tokens, 2, B, K, D]
             for rows, keys, mask in blocks:
                 row_lse = lse[:, :, rows].contiguous()  # kernels take any strides of the others
@@ -161,7 +161,7 @@ class BlockAttention(Function):
             if own_dkv is None:
                 own_dkv = dkv
             else:
-                pending = ctx.source.send_back(dkv, pending, ctx.group)
+                pending = ctx.style.send_back(dkv, pending, ctx.group)
         if pending:
             own_dkv += pending.wait()
         return dq.to(q.dtype), *by_head(own_dkv.to(k.dtype)), None, None, None, None
@@ -252,15 +252,15 @@ def gather_tokens(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else GatherTokens.apply(x, group)
 
 
-SOURCES = {  # the config.CP_STYLES but "ulysses", in which a rank attends to all tokens at once; and that of latents
-    "allgather": Source(lambda c, i: [own_chunks(c, i), range(2 * c)], gather, gather_back),
-    "ring": Source(lambda c, i: [own_chunks(c, (i - step) % c) for step in range(c)], ring, ring_back),
-    "latents": Source(lambda c, i: [range(2 * c)])}  # each rank makes the keys and values of all tokens
+STYLES = {  # the config.CP_STYLES but "ulysses", in which a rank attends to all tokens at once; and that of latents
+    "allgather": Style(lambda c, i: [own_chunks(c, i), range(2 * c)], gather, gather_back),
+    "ring": Style(lambda c, i: [own_chunks(c, (i - step) % c) for step in range(c)], ring, ring_back),
+    "latents": Style(lambda c, i: [range(2 * c)])}  # each rank makes the keys and values of all tokens
 
 
 # ---- which blocks have visible scores -------------------------------------------------------------------------------
 
-def visible_blocks(source: Source, seq: int, c: int, i: int, mask: Mask,
+def visible_blocks(style: Style, seq: int, c: int, i: int, mask: Mask,
                    device: torch.device | str = "cpu") -> list[list[ScoreBlock]]:
     """The blocks that rank i computes at each step, without those that documents or a window hide entirely. seq, mask:
     length and mask of whole sequences. Numbers of documents [B, S] ascend along the sequence or, after order_by_piece,
@@ -270,7 +270,7 @@ def visible_blocks(source: Source, seq: int, c: int, i: int, mask: Mask,
     documents = None if mask.documents is None else mask.documents[0]
     ascending = documents is None or bool((documents.diff() >= 0).all())
     assert ascending or not mask.window, "a window counts positions of the sequence"
-    for chunks in source.chunks(c, i):
+    for chunks in style.chunks(c, i):
         runs = [[*run] for is_met, run in groupby(chunks, met.__contains__) if not is_met]  # side by side in memory
         # A run of keys is a block, but of one chunk if there is a window, as a mask has one distance between queries
         # and keys; or if documents do not ascend, as kernels skip keys of other documents only where they do.
@@ -280,7 +280,7 @@ def visible_blocks(source: Source, seq: int, c: int, i: int, mask: Mask,
         met.update(chunks)
     if documents is None:
         return steps
-    of_own, *of_steps = [to_device(take_chunks(documents, c, x), device) for x in (own, *source.chunks(c, i))]
+    of_own, *of_steps = [to_device(take_chunks(documents, c, x), device) for x in (own, *style.chunks(c, i))]
     return [[block._replace(mask=block.mask._replace(documents=(of_own[:, block.queries], of_step[:, block.keys])))
              for block in blocks] for blocks, of_step in zip(steps, of_steps)]
 
@@ -377,10 +377,10 @@ def context_parallel(groups: dict[str, Group], style: str, seq: int, mask: Mask,
         keys, heads = (ALONE, cp) if style == "ulysses" else (cp, ALONE)
     if keys.size > 1:
         assert mask.causal and mask.offset == 0, "blocks are those of a causal mask without cached tokens"
-        steps = visible_blocks(SOURCES[style], seq, keys.size, keys.rank, mask, device)
+        steps = visible_blocks(STYLES[style], seq, keys.size, keys.rank, mask, device)
 
         def attend(q, k, v):
-            return BlockAttention.apply(q, k, v, SOURCES[style], steps, attention, keys)
+            return BlockAttention.apply(q, k, v, STYLES[style], steps, attention, keys)
     else:
         if mask.documents is not None:
             mask = mask._replace(documents=tuple(to_device(documents, device) for documents in mask.documents))

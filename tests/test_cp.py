@@ -20,7 +20,7 @@ import operations
 import train
 from collectives import ALONE
 from config import CP_STYLES, padded_length
-from cp import SOURCES, context_parallel
+from cp import STYLES, context_parallel
 from operations import CAUSAL, MATH, SDPA, AttentionKernel, Mask, cudnn_backward, cudnn_forward
 from param import acc_dtype
 from run import device
@@ -33,7 +33,7 @@ BLOCK_STYLES = [style for style in CP_STYLES if style != "ulysses"]
 
 
 def test_every_style_of_the_table_is_implemented():
-    assert SOURCES.keys() == {*BLOCK_STYLES, "latents"}
+    assert STYLES.keys() == {*BLOCK_STYLES, "latents"}
 
 
 def positions_of(seq: int, c: int, chunks) -> torch.Tensor:
@@ -200,7 +200,7 @@ def test_kernels_skip_other_documents_of_dealt_ones(style):
     for ranks in (1, 4):
         whole = sharded_by_document(documents, 4, ranks, 0)[3]
         found[ranks] = max(sum(map(cells_of_tiles, sum(cp.visible_blocks(
-            SOURCES[style], 4096, 4, i, Mask(documents=(whole, whole))), []))) for i in range(4))
+            STYLES[style], 4096, 4, i, Mask(documents=(whole, whole))), []))) for i in range(4))
     visible = (places_in_documents(documents) + 1).sum() / 4
     assert found[4] < 1.25 * visible and found[1] > 1.5 * visible
 
@@ -208,8 +208,8 @@ def test_kernels_skip_other_documents_of_dealt_ones(style):
 def covered(style: str, c: int, i: int, mask: Mask, row: int = 0) -> tuple[torch.Tensor, list[list[cp.ScoreBlock]]]:
     """How often rank i computes each score of the whole sequence, and its blocks."""
     out, queries = torch.zeros(S, S, dtype=torch.int), own_positions(S, c, i)
-    steps = cp.visible_blocks(SOURCES[style], S, c, i, mask)
-    for blocks, chunks in zip(steps, SOURCES[style].chunks(c, i)):
+    steps = cp.visible_blocks(STYLES[style], S, c, i, mask)
+    for blocks, chunks in zip(steps, STYLES[style].chunks(c, i)):
         keys = positions_of(S, c, chunks)
         for block in blocks:
             shape = block.queries.stop - block.queries.start, block.keys.stop - block.keys.start
@@ -224,7 +224,7 @@ def scores_of(block: cp.ScoreBlock) -> int:
     return block.mask.visible(rows, columns, "cpu").sum().item()
 
 
-@pytest.mark.parametrize("style", SOURCES)
+@pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("c", [1, 2, 3, 4, 8])
 def test_blocks_cover_every_visible_score_once_and_work_is_equal(c, style):
     total, work = torch.zeros(S, S, dtype=torch.int), []
@@ -247,7 +247,7 @@ def documents_of(seq: int) -> torch.Tensor:
     return torch.stack((first, torch.arange(seq) // 5))
 
 
-@pytest.mark.parametrize("style", SOURCES)
+@pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("c", [1, 2, 3, 4, 8])
 def test_blocks_of_windows_and_documents_cover_every_visible_score_once(c, style):
     """Of a window, a block is computed for each pair of chunks of which something is visible; with documents no block
@@ -282,7 +282,7 @@ def test_blocks_of_windows_and_documents_cover_every_visible_score_once(c, style
 def test_no_mask_of_rows_x_columns_is_computed_to_find_them(style):
     seq, documents = 2048, torch.arange(2048)[None] // 700
     with Meter() as meter:
-        cp.visible_blocks(SOURCES[style], seq, 2, 1, Mask(documents=(documents, documents)))
+        cp.visible_blocks(STYLES[style], seq, 2, 1, Mask(documents=(documents, documents)))
     assert meter.peak["other"] < 10 * seq * 8 < (seq // 2) ** 2 / 4
     assert meter.peak["other"] >= seq * 8  # copies of the documents themselves
 
@@ -335,11 +335,11 @@ def by_pieces(style: str, attention: AttentionKernel, c: int, q, k, v, do, mask:
         dkv[later.pop(0)] += grads
         return collectives.done(grads.new_zeros(()))
 
-    here = SOURCES[style]._replace(exchange=exchange, send_back=send_back)
+    here = STYLES[style]._replace(exchange=exchange, send_back=send_back)
     for i in range(c):
-        own, *later = places = [positions_of(seq, c, chunks) for chunks in SOURCES[style].chunks(c, i)]
+        own, *later = places = [positions_of(seq, c, chunks) for chunks in STYLES[style].chunks(c, i)]
         leaves = [x[:, :, own].requires_grad_() for x in (q, k, v)]
-        steps = cp.visible_blocks(SOURCES[style], seq, c, i, mask, q.device)
+        steps = cp.visible_blocks(STYLES[style], seq, c, i, mask, q.device)
         result = cp.BlockAttention.apply(*leaves, here, steps, attention, collectives.ALONE)
         o[:, :, own] = result.detach()
         dq[:, :, own], *own_dkv = torch.autograd.grad(result, leaves, do[:, :, own])
@@ -657,8 +657,8 @@ def test_keys_and_values_made_of_latents_are_not_copied():
     k, v = (x.requires_grad_() for x in both.chunk(2, -1))
     kernel = AttentionKernel(None, lambda *given: read.extend(given[1:3]) or SDPA.forward(*given),
                              lambda *given: read.extend(given[2:4]) or SDPA.backward(*given))
-    steps = cp.visible_blocks(SOURCES["latents"], S, 4, 1, CAUSAL)
-    cp.BlockAttention.apply(q[:, :, mine], k, v, SOURCES["latents"], steps, kernel, ALONE).backward(do[:, :, mine])
+    steps = cp.visible_blocks(STYLES["latents"], S, 4, 1, CAUSAL)
+    cp.BlockAttention.apply(q[:, :, mine], k, v, STYLES["latents"], steps, kernel, ALONE).backward(do[:, :, mine])
     assert len(read) == 2 * 2 * len(steps[0])
     assert {x.untyped_storage().data_ptr() for x in read} == {both.untyped_storage().data_ptr()}
 
@@ -689,14 +689,14 @@ class OnDevice(torch.Tensor):
         return super().__torch_function__(function, types, args, kwargs or {})
 
 
-@pytest.mark.parametrize("style", SOURCES)
+@pytest.mark.parametrize("style", STYLES)
 def test_documents_are_read_on_the_host_alone(style, monkeypatch):
     """They stay there, and no copy of them is asked for what it holds."""
     documents = documents_of(S)
     batch = MicroBatch(documents, documents, documents, documents).to(torch.device("meta"), documents=False)
     assert batch.tokens.is_meta and batch.positions.is_meta and torch.equal(batch.documents, documents)
     monkeypatch.setattr(cp, "to_device", lambda x, device: x.as_subclass(OnDevice))
-    steps = cp.visible_blocks(SOURCES[style], S, 4, 1, Mask(documents=(documents, documents)))
+    steps = cp.visible_blocks(STYLES[style], S, 4, 1, Mask(documents=(documents, documents)))
     assert all(isinstance(x, OnDevice) for blocks in steps for block in blocks for x in block.mask.documents)
 
 
