@@ -54,7 +54,7 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# Registers per thread decide, 65,536 of an SM's: up to 128 let two programs of 8 warps live on it. See docs/NOTES.md.
+# Numbers are registers per thread, of 65,536 of an SM: with up to 128 two programs of 8 warps live on it. See NOTES.md.
 TILES = {
     ("forward", 64): Tiles(128, 128, 8, 3),
     ("forward", 128): Tiles(128, 64, 8, 3),  # 184: one program per SM, which waits for each matmul before its softmax
@@ -147,9 +147,9 @@ def find_keys(b, start, q_documents, k_documents, rows, columns, offset, ROWS: t
 
 
 # ---- kernels --------------------------------------------------------------------------------------------------------
-# Loops over keys are written once and compiled twice: for tiles that need no mask, and for those that do (all, if there
-# are documents or a window). Programs: (tile, head h, sequence b). scale: D^-0.5 log2 e, for 2^x in place of e^x.
-# group: N / K. offset, CAUSAL, WINDOW: see operations.Mask. lse, delta: [B, N, rows].
+# Loops over keys are written once and compiled twice: for tiles that need no mask, MASKED = 0, and for those that do
+# (all, if there are documents or a window). Programs: (tile, head h, sequence b). scale: D^-0.5 log2 e, for 2^x in
+# place of e^x. group: N / K. offset, CAUSAL, WINDOW: see operations.Mask. lse, delta: [B, N, rows].
 
 @triton.jit
 def flash_forward_kernel(q, k, v, o, lse, q_documents, k_documents, scale, group, rows, columns, offset,

@@ -291,7 +291,7 @@ class LinearCrossEntropy(Function):
             softmax = partial(softmax_, logits, labels[rows], lse[rows], label_logit[rows], loss_grad=loss_grad,
                               first=first, z_loss=z_loss)
             softmax(statistics=True, gradient=wants_gradient and not is_sharded)
-            if is_sharded:
+            if is_sharded:  # the gradient needs the statistics of all ranks' columns
                 combine_statistics(lse[rows], label_logit[rows], group)
                 softmax(statistics=False, gradient=wants_gradient)
             if wants_dx:
