@@ -13,6 +13,7 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
@@ -27,6 +28,7 @@ from runs import metrics, run, tensors
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from watch import in_order
 
 import config
 import train
@@ -148,34 +150,21 @@ def saved(folder, steps=(1,), keep: int = 0, resumed: int = 0, pieces: list[chec
 
 
 def test_what_is_saved_is_the_state_at_the_call(tmp_path):
-    pieces = state_of(0)
-    saver, want = checkpoint.Saver(str(tmp_path), pieces, 0, ALONE), pieces[0].values.clone()
-    gate = saver.stage.wait = lambda: pieces[0].values.fill_(7)  # the next update, while the thread has not written yet
-    saver.save(1, {})
-    saver.finish()
-    assert gate and torch.equal(tensors(tmp_path / "step-000001")["w/master"], want)
-
-
-def test_a_save_waits_for_the_one_before_which_reads_the_same_copies(tmp_path):
+    """A save waits for the one before, which reads the same copies."""
     pieces = state_of(0)
     saver, wants = checkpoint.Saver(str(tmp_path), pieces, 0, ALONE), []
-    saver.stage.wait = lambda: time.sleep(0.1)  # so that the thread has not read them when the next save begins
+    saver.stage.wait = lambda: time.sleep(0.1)  # the thread has not read them when the next update and save come
     for step in (1, 2, 3):
         wants.append(pieces[0].values.add_(1).clone())
         saver.save(step, {})
+    pieces[0].values.add_(1)
     saver.finish()
     for step, want in enumerate(wants, 1):
         assert torch.equal(tensors(tmp_path / f"step-{step:06d}")["w/master"], want)
 
 
-def test_the_newest_are_kept_and_latest_names_the_last(tmp_path):
-    saved(tmp_path, (2, 4, 10), keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "lock", "step-000004", "step-000010"]
-    assert (tmp_path / "latest").read_text() == "step-000010\n"
-
-
 def test_checkpoints_of_later_steps_than_the_one_resumed_are_set_aside(tmp_path, capsys):
-    """Else `keep` would count them, and --resume auto go on with them."""
+    """Else `keep`, which keeps the newest, would count them, and --resume auto go on with them."""
     saved(tmp_path, (2, 4, 6))
     saved(tmp_path, (5,), keep=2, resumed=4)
     said = capsys.readouterr().out
@@ -184,26 +173,24 @@ def test_checkpoints_of_later_steps_than_the_one_resumed_are_set_aside(tmp_path,
     assert len(tensors(tmp_path / names[0])) == 1
     line = f"{tmp_path}/step-000006 is of a later step than the one resumed, so it was renamed {names[0]}\n"
     assert said == line
+    assert (tmp_path / "latest").read_text() == "step-000005\n"
 
 
 def test_a_checkpoint_has_its_name_only_when_it_is_whole_and_on_the_disk(tmp_path):
     """Every file is written and forced to the disk, then its folder; then the folder has its name, and that is forced,
     too; then `latest` follows, and then old checkpoints go."""
     saved(tmp_path)
-    events, rename, sync = [], Path.rename, os.fsync
 
     def synced(descriptor):
         number = descriptor if isinstance(descriptor, int) else descriptor.fileno()
-        events.append(f"sync {Path(os.readlink(f'/proc/self/fd/{number}')).name}")
-        return sync(descriptor)
+        return f"sync {Path(os.readlink(f'/proc/self/fd/{number}')).name}"
 
     def renamed(source, target):
-        events.append(f"{Path(source).name} -> {Path(target).name[:16]}")
         if Path(target).name == "step-000002":
             checkpoint.verify(source)
-        return rename(source, target)
+        return f"{Path(source).name} -> {Path(target).name[:16]}"
 
-    with patch.object(Path, "rename", renamed), patch.object(os, "fsync", synced):
+    with in_order((os, "fsync", synced), (Path, "rename", renamed)) as events:
         saved(tmp_path, (2,), keep=1, resumed=1)
     first = events.index("sync .run.json.tmp")
     assert "sync __0_0.distcp" in events[:first] and "sync .writing-step-000002" in events
@@ -257,32 +244,24 @@ OF_RANKS = checkpoint.dcp.api.CheckpointException("a write", {3: (GONE, None), 4
 
 
 @pytest.mark.parametrize("failing, says", [
-    ([(checkpoint, "checksums_of", GONE)], "OSError: [Errno 5] gone"),
-    ([(checkpoint.dcp, "save", OF_RANKS)], "OSError: [Errno 5] gone"),
-    ([(checkpoint.dcp, "save", POSITION)], "RuntimeError: unexpected pos 704 vs 598"),
-    ([(checkpoint.dcp, "save", POSITION), (checkpoint.tempfile, "TemporaryFile", OSError(28, "No space left"))],
-     "{folder} cannot be written to: No space left")], ids=["one rank", "a rank of many", "position", "full disk"])
+    ({"run.checkpoint.checksums_of": GONE}, "OSError: [Errno 5] gone"),
+    ({"run.ranks.gather_objects": lambda mine, group: ["OSError: gone", None]}, "OSError: gone"),
+    ({"run.ranks.gather_objects": lambda mine, group: [None, "OSError: gone"]}, "OSError: gone"),
+    ({"torch.distributed.checkpoint.save": OF_RANKS}, "OSError: [Errno 5] gone"),
+    ({"torch.distributed.checkpoint.save": POSITION}, "RuntimeError: unexpected pos 704 vs 598"),
+    ({"torch.distributed.checkpoint.save": POSITION, "tempfile.TemporaryFile": OSError(28, "No space left")},
+     "{folder} cannot be written to: No space left")],
+    ids=["this rank", "the first of two ranks", "the second", "a rank of many", "position", "full disk"])
 def test_a_save_that_failed_is_said_once_and_why_in_one_line(tmp_path, capsys, failing, says):
     """Of a full disk torch reports a position in its file. Nothing of the save stays."""
     saver = checkpoint.Saver(str(tmp_path), state_of(0), 0, ALONE)
     with ExitStack() as patches:
-        for owner, name, error in failing:
-            patches.enter_context(patch.object(owner, name, side_effect=error))
+        for target, error in failing.items():
+            patches.enter_context(patch(target, side_effect=error))
         saver.save(1, {})
         line = f"the checkpoint of step 1 could not be saved: {says.format(folder=tmp_path)}"
         assert (saver.finish(), saver.finish()) == (line, "") and saver.bytes_per_s == 0
     assert capsys.readouterr().err == f"train.py: warning: {line}\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
-
-
-@pytest.mark.parametrize("at_fault", [0, 1])
-def test_a_save_that_fails_on_one_rank_leaves_nothing(tmp_path, at_fault):
-    """What the first rank does when this or the other one cannot read its files back."""
-    saver, found = checkpoint.Saver(str(tmp_path), state_of(0), 0, ALONE), [None, None]
-    found[at_fault] = "OSError: gone"
-    with patch("run.ranks.gather_objects", lambda mine, group: found):
-        saver.save(1, {})
-        assert saver.finish().endswith("could not be saved: OSError: gone")
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
@@ -339,37 +318,53 @@ def test_loading_needs_no_more_than_two_stored_boxes(tmp_path):
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
-def flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+HARMS = {  # of a file's bytes, with a generator of random numbers
+    "cut": lambda content, draw: content[:draw.randrange(len(content))],
+    "flip": lambda content, draw: flipped(content, draw.randrange(8 * len(content))),
+    "remove": None, "empty": lambda content, draw: b"", "text": lambda content, draw: b"{}\n",
+    "grow": lambda content, draw: content + bytes([draw.randrange(256)]),
+    "swap": lambda content, draw: content[len(content) // 2:] + content[:len(content) // 2],
+    "zero": lambda content, draw: zeroed(content, draw.randrange(len(content)))}
 
 
-HARMS = dict(cut=lambda file: os.truncate(file, file.stat().st_size - 1), flip=flip, remove=Path.unlink,
-             grow=lambda file: file.write_bytes(file.read_bytes() + b"}"))
+def flipped(content: bytes, bit: int) -> bytes:
+    return (int.from_bytes(content) ^ 1 << bit).to_bytes(len(content))
 
 
-@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "run.json"])
-@pytest.mark.parametrize("harm", HARMS)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, capsys, file, harm):
+def zeroed(content: bytes, start: int) -> bytes:
+    return content[:start] + bytes(len(content[start:start + 64])) + content[start + 64:]
+
+
+def test_a_hundred_damaged_checkpoints_are_named_and_the_one_before_is_taken(tmp_path, capsys):
+    """Whatever happens to one file: or else its numbers are right."""
     saved(tmp_path, (1, 2))
     newest, oldest = (tmp_path / f"step-{step:06d}" for step in (2, 1))
-    HARMS[harm](newest / file)
-    says = "damaged" if harm != "remove" else "has no run.json" if file == "run.json" else "missing"
-    capsys.readouterr()  # the bar of a slow save
-    assert job.find_whole([newest, oldest], ALONE) == oldest
-    warning = capsys.readouterr().err
-    assert warning.startswith(f"train.py: warning: {newest}") and says in warning and warning.count("\n") == 1
-    with pytest.raises(ValueError, match=f"{newest}.*{says}"):
-        job.find_whole([newest], ALONE)
+    want, draw, named = tensors(newest), random.Random(0), 0
+    cases = list(product(("__0_0.distcp", ".metadata", "run.json"), HARMS))
+    for number in range(100):
+        name, harm = cases[number % len(cases)]
+        copy = shutil.copytree(newest, tmp_path / f"{number}")
+        if harm == "remove":
+            (copy / name).unlink()
+        else:
+            (copy / name).write_bytes(HARMS[harm]((copy / name).read_bytes(), draw))
+        capsys.readouterr()  # the bar of a slow save
+        if job.find_whole([copy, oldest], ALONE) == copy:
+            assert all(torch.equal(want[key], value) for key, value in tensors(copy).items()), (name, harm)
+            continue
+        says = "damaged" if harm != "remove" else "has no run.json" if name == "run.json" else "missing"
+        warning, named = capsys.readouterr().err, named + 1
+        assert warning.startswith(f"train.py: warning: {copy}") and says in warning and warning.count("\n") == 1
+        with pytest.raises(ValueError, match=f"^{copy}.*{says}"):
+            job.find_whole([copy], ALONE)
+    assert named >= 90
 
 
 def test_any_number_of_ranks_verifies_each_file_once(tmp_path):
     saved(tmp_path)
-    [folder], checksum = tmp_path.glob("step-*"), checkpoint.checksum
+    folder = tmp_path / "step-000001"
     for parts in range(1, 6):
-        verified = []
-        with patch.object(checkpoint, "checksum", lambda file, to=verified: (to.append(file.name), checksum(file))[1]):
+        with in_order((checkpoint, "checksum", lambda file: file.name)) as verified:
             for part in range(parts):
                 checkpoint.verify(folder, part, parts)
         assert sorted(verified) == sorted({file.name for file in folder.iterdir()} - {"run.json"})
@@ -383,8 +378,8 @@ def test_all_ranks_pass_over_a_checkpoint_that_one_finds_damaged(pool, tmp_path)
     """The ranks share the files; one of these two is checked by the second rank."""
     saved(tmp_path, (1, 2, 3))
     newest, middle, oldest = (tmp_path / f"step-{step:06d}" for step in (3, 2, 1))
-    flip(newest / ".metadata")
-    flip(middle / "__0_0.distcp")
+    for file in newest / ".metadata", middle / "__0_0.distcp":
+        file.write_bytes(b"damaged")
     assert pool.run(2, "test_checkpoint:find_whole", candidates=[newest, middle, oldest]) == [oldest] * 2
 
 
@@ -463,9 +458,7 @@ def test_a_mixture_of_other_weights_is_refused_unless_insisted_on(tokens, tmp_pa
             run(f"--resume {tmp_path} --steps 2 --data-weights={change}")
     with pytest.raises(ValueError, match=r"for each of the 1 paths .* \(--data-weights is the checkpoint's: "):
         run(f"--resume {tmp_path} --data {tokens}")
-    assert "trained 2 steps" in run(f"--resume {tmp_path} --steps 2")
-    assert "trained 3 steps" in run(f"--resume {tmp_path} --steps 3 --data-weights 6,2")
-    assert "trained 4 steps" in run(f"--resume {tmp_path} --steps 4 --data-weights 1,1 --insist")
+    assert "trained 2 steps" in run(f"--resume {tmp_path} --steps 2 --data-weights 6,2")
 
 
 def test_a_run_is_resumed_with_another_number_of_ranks_without_a_flag(pool, tokens, tmp_path):
@@ -491,43 +484,47 @@ def test_flags_that_are_given_win_and_the_rest_is_the_checkpoints(trained):
     assert settings.model.qk_norm and settings.batch.global_batch == 8
 
 
-def test_a_damaged_run_json_is_passed_over_for_the_one_before(trained, tmp_path):
-    newest, oldest = (tmp_path / f"step-{step:06d}" for step in (3, 2))
-    for path in newest, oldest:
-        shutil.copytree(trained / "step-000002", path)
-    (newest / "run.json").write_text("{")
-    assert start.parse(f"--resume auto --out {tmp_path}".split()).model.hidden == 32
-    assert start.resumed_run("auto", str(tmp_path))["step"] == 2
-    (oldest / "run.json").write_text("{")
-    with pytest.raises(ValueError, match=f"{newest}/run.json is damaged or cannot be read"):
-        start.resumed_run("auto", str(tmp_path))
-
-
 def forge(file: Path, **values) -> None:
-    """Change values of a run.json, whose checksum stays right."""
+    """Change values of a run.json, or with None remove them. Its checksum stays right."""
     run = start.read_json(file.parent)
     for name, value in values.items():
         run[name] = run[name] | value if isinstance(value, dict) else value
+    run = {name: value for name, value in run.items() if value is not None}
     file.write_text(json.dumps(run | {"checksum": start.checksum_of_json(run)}))
 
 
-@pytest.mark.parametrize("name, value", [
-    ("step", "2"), ("step", 2.5), ("tokens", None), ("left_out", [[0, "x"]]),
-    ("files", "x"), ("files", {"__0_0.distcp": "x"}), ("files", {"__0_0.distcp": ["x", "x"]}), ("corpus", 7),
-    ("corpus", {"tokens": "x"}), ("tokenizer", 7), ("settings", "x"), ("settings", {"lr": "fast"}),
-    ("settings", {"betas": [0.9, "x"]}), ("settings", {"data": [7]}), ("settings", {"tied": 1}),
-    ("model", {"layers": "x"}), ("format", "1")])
-def test_a_run_json_with_another_kind_of_value_and_a_right_checksum_is_damaged(trained, tmp_path, monkeypatch, capsys,
-                                                                               name, value):
-    """Text in place of a number, for example: one line and exit code 2, or the checkpoint before is taken."""
-    forged, before = tmp_path / "step-000003", tmp_path / "step-000002"
-    for path in forged, before:
-        shutil.copytree(trained / "step-000002", path)
-    forge(forged / "run.json", **{name: value})
-    start.parse(f"--resume auto --out {tmp_path}".split())
-    assert job.find_whole([forged, before], ALONE) == before and capsys.readouterr().err.count("\n") == 1
-    says = {"files": "", "format": " has format 1, and this"}.get(name, f"/run.json is damaged: its {name}")
-    assert refused(monkeypatch, capsys, "export", forged, "hf").startswith(f"run.checkpoint: {forged}{says}")
+FORGED = {  # what is said of a run.json -> changes of it, of which each is said so
+    "/run.json has no {name}": [(name, None) for name in sorted(start.CONTENT.keys() - {"files", "published"})],
+    "/run.json is damaged or cannot be read": [("files", None)],
+    " has format {value}, and this version reads 1": [("format", None), ("format", "1")],
+    "/__0_0.distcp is damaged": [("files", {"__0_0.distcp": "x"}), ("files", {"__0_0.distcp": ["x", "x"]})],
+    "/run.json is damaged: its {name} is {value}": [("step", -5), ("tokens", 10**30)],
+    "/run.json is damaged: its {name} are no ranges": [("left_out", [[1]])],
+    "/run.json is damaged: its {name} is of another kind": [
+        ("step", "2"), ("step", 2.5), ("left_out", [[0, "x"]]), ("files", "x"), ("corpus", 7), ("tokenizer", 7),
+        ("settings", "x")],
+    "/run.json is damaged: its {name} {setting} is of another kind": [
+        ("corpus", {"tokens": "x"}), ("settings", {"lr": "fast"}), ("settings", {"betas": [0.9, "x"]}),
+        ("settings", {"data": [7]}), ("settings", {"tied": 1}), ("model", {"layers": "x"})],
+    "/run.json is of another version: it has a setting that is unknown here, {setting}": [
+        ("settings", {"optimizer": "lion"}), ("grid", {"sp": "no"}), ("model", {"layers": 10**9}),
+        ("model", {"wings": 2})]}
+
+
+@pytest.mark.parametrize("says", FORGED)
+def test_a_run_json_of_another_version_or_kind_is_named_or_passed_over(trained, tmp_path, monkeypatch, capsys, says):
+    """Its checksum is right, so another program wrote it, or another version of this one."""
+    forged, before = (shutil.copytree(trained / "step-000002", tmp_path / f"step-{step:06d}") for step in (3, 2))
+    for name, value in FORGED[says]:
+        shutil.copy(before / "run.json", forged)
+        forge(forged / "run.json", **{name: value})
+        setting = next(iter(value)) if isinstance(value, dict) else ""
+        line = str(forged) + says.format(name=name, value=value, setting=setting)
+        assert refused(monkeypatch, capsys, "export", forged, "hf").startswith(f"run.checkpoint: {line}")
+        if "distcp" not in says:  # which is found when files are read
+            with pytest.raises(ValueError, match=f"^{re.escape(line)}"):
+                start.parse(f"--resume {forged}".split())
+            assert start.resumed_run("auto", str(tmp_path))["step"] == 2
 
 
 def test_a_run_is_resumed_from_any_folder(tokens, tmp_path, monkeypatch):
@@ -598,9 +595,13 @@ def test_grid_auto_keeps_nothing_of_the_grid_of_the_run_that_is_resumed(trained)
             assert grid.chunks == (2 if "--chunks" in more else 1) and settings.precision.recompute == "none"
 
 
-def test_a_checkpoint_is_evaluated_without_a_step(trained, tokens):
-    said = run(f"--resume {trained} --steps 0 --val-data {tokens}")
-    assert "after 2 steps: validation loss 4." in said and "trained 2" not in said
+def test_a_checkpoint_is_evaluated_without_a_step(trained, tokens, tmp_path):
+    """And its metrics are left alone."""
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"st')
+    before = path.read_text()
+    said = run(f"--resume {trained} --steps 0 --val-data {tokens} --metrics {path}")
+    assert "after 2 steps: validation loss 4." in said and "trained 2" not in said and path.read_text() == before
     assert "no sample: the data are tokens, without a tokenizer.json beside them" in said
     assert f"resumed {trained}/step-000002 after 2 steps\n" in run(f"--resume {trained}")
 
@@ -615,16 +616,6 @@ def test_a_copy_of_a_run_writes_into_no_folder_of_the_original(trained, tmp_path
         assert start.parse(f"--resume {same}".split()).run.out == str(trained)
 
 
-def test_an_evaluation_leaves_the_metrics_alone_and_torn_lines_are_dropped(trained, tokens, tmp_path):
-    path = tmp_path / "m.jsonl"
-    path.write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"st')
-    before = path.read_text()
-    run(f"--resume {trained} --steps 0 --val-data {tokens} --metrics {path}")
-    assert path.read_text() == before
-    run(f"--resume {trained} --steps 3 --out {tmp_path / 'out'} --metrics {path}")
-    assert [record["step"] for record in metrics(path)] == [0, 1, 2]
-
-
 def log_to(path: Path) -> Log:
     settings = config.parse(f"--dtype fp32 --metrics {path}".split())
     return Log(settings, build_groups(settings.grid, settings.model), torch.device("cpu"))
@@ -632,10 +623,13 @@ def log_to(path: Path) -> Log:
 
 @pytest.mark.parametrize("before, after", [
     ('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"step": 3}\n', '{"step": 0}\n{"step": 1}\n'),
-    ('{"step": 0}\n{"step": 1}\n{"step": 2, "lo', '{"step": 0}\n{"step": 1}\n'),
+    ('{"step": 1}\n{"step": 2}', '{"step": 1}\n'),
+    ('{"step": 0}\n{"step": 1, "lo', '{"step": 0}\n'),
+    ('{"step": 0}\n{"step": 1, "comm_gb": {"dp": 0.1}', '{"step": 0}\n'),
+    ('{"step": 0}\n{"step": 1, "comm_gb": {"dp": 0.1}}', '{"step": 0}\n{"step": 1, "comm_gb": {"dp": 0.1}}\n'),
     ('notes\n\n{"step": 1}\n{"a": 1}\n7\n{"step": 10}\nmore', 'notes\n\n{"step": 1}\n{"a": 1}\n7\n'),
     ("", ""),
-], ids=["later", "torn", "other lines", "empty"])
+], ids=["later", "later without an end", "torn", "torn after a bracket", "whole", "other lines", "empty"])
 def test_metrics_are_cut_once_and_in_place(before, after, tmp_path):
     """The file stays the same one, behind the same link."""
     path, link = tmp_path / "metrics", tmp_path / "link"
@@ -703,14 +697,6 @@ def test_weights_that_are_not_finite_on_one_rank_are_not_resumed_on_any(pool, tr
     assert pool.run(2, "test_checkpoint:refused_if_one_rank_reads_nan", flags=flags) == [line] * 2
 
 
-def test_a_run_whose_last_checkpoint_failed_exports_nothing_and_fails(tokens, tmp_path):
-    flags = f"{SMALL} --data {tokens} --steps 1 --warmup 0 --out {tmp_path}/out --export-hf {tmp_path}/hf"
-    with patch.object(checkpoint, "write_text", side_effect=OSError(28, "No space left on device")):
-        with pytest.raises(RuntimeError, match="the checkpoint of step 1 could not be saved"):
-            run(flags)
-    assert not (tmp_path / "hf").exists()
-
-
 def test_an_export_that_fails_is_one_line_and_the_checkpoint_is_exported_later(tokens, tmp_path):
     """By a run that has no step left to take."""
     flags = f"{SMALL} --data {tokens} --steps 1 --warmup 0 --out {tmp_path}/out --export-hf {tmp_path}/hf"
@@ -742,11 +728,13 @@ def refused(monkeypatch, capsys, *words) -> str:
     return said
 
 
-def test_what_is_no_checkpoint_is_refused_in_one_line(monkeypatch, capsys, tmp_path):
-    assert refused(monkeypatch, capsys, "export", tmp_path, "hf") == (
-        f"run.checkpoint: {tmp_path} is no checkpoint: it has no run.json\n")
-    usage = "run.checkpoint: usage: python -m run.checkpoint export "
-    assert refused(monkeypatch, capsys, "export", tmp_path).startswith(usage)
+def test_what_cannot_be_exported_is_refused_in_one_line(trained, monkeypatch, capsys, tmp_path):
+    (tmp_path / "config.json").mkdir()
+    for words, says in ((("export", tmp_path, "hf"), f"{tmp_path} is no checkpoint: it has no run.json"),
+                        (("export", tmp_path), "usage: python -m run.checkpoint export "),
+                        (("export", trained / "step-000002", tmp_path),
+                         f"{tmp_path}/config.json: cannot be written: Is a directory")):
+        assert refused(monkeypatch, capsys, *words).startswith(f"run.checkpoint: {says}")
 
 
 @pytest.mark.parametrize("flags, dtype", [([], torch.bfloat16), (["--dtype", "fp32"], torch.float32)])
@@ -759,12 +747,6 @@ def test_the_command_line_exports_the_master_weights_in_bf16_or_as_asked(trained
         assert torch.equal(exported[f"{theirs}.weight"], masters[f"{ours}/master"].to(dtype))
     settings = json.loads((tmp_path / "config.json").read_text())
     assert settings["max_position_embeddings"] == 24 and settings["torch_dtype"] == str(dtype).removeprefix("torch.")
-
-
-def test_an_export_into_a_folder_that_takes_no_file_is_refused_in_one_line(trained, tmp_path, monkeypatch, capsys):
-    (tmp_path / "config.json").mkdir()
-    said = refused(monkeypatch, capsys, "export", trained / "step-000002", tmp_path)
-    assert said == f"run.checkpoint: {tmp_path}/config.json: cannot be written: Is a directory\n"
 
 
 # ---- at scale -------------------------------------------------------------------------------------------------------
@@ -904,13 +886,10 @@ def test_weights_are_exported_in_the_dtype_of_the_run_or_in_fp32(tokens, tmp_pat
     assert described.dtype == getattr(torch, stored)
 
 
-@pytest.mark.parametrize("ranks, folder", [(2, "published"), (1, "trained")])
-def test_a_model_writes_text_by_the_flags_of_one_command(pool, request, tokens, monkeypatch, ranks, folder):
-    """A published one by its tokenizer. A checkpoint of a run on tokens alone has none, and says so."""
-    monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    flags = sampling_flags(monkeypatch, request.getfixturevalue(folder), "--prompt", "def", "--tp", ranks)
-    said = pool.run(ranks, "runs:run", flags=flags)[0]
-    assert re.search("^ ?def", said, re.M) if folder == "published" else "no sample: the data are tokens" in said
+def test_a_model_writes_text_by_the_flags_of_one_command(pool, published, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    flags = sampling_flags(monkeypatch, published, "--prompt", "def", "--tp", 2)
+    assert re.search("^ ?def", pool.run(2, "runs:run", flags=flags)[0], re.M)
 
 
 # ---- what a checkpoint may do and leave ------------------------------------------------------------------------------
