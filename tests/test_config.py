@@ -3,6 +3,7 @@ import os
 import re
 import subprocess
 import sys
+from unittest.mock import patch
 
 import pytest
 from program import torchrun
@@ -13,25 +14,15 @@ from run import start
 
 ROOT = os.path.dirname(config.__file__)
 
-WRONG = [  # ranks, command line, what the line must say; but for those that config.rules refuses
+WRONG = [  # ranks, command line, what the line must say; but for those that config.rules, choices or ranges refuse
     (8, "--dpp 2", "--dpp: unknown flag, did you mean"),
     (8, "16", "16: unknown flag"),
-    (8, "--dp two", "--dp: invalid int value: 'two'"),
     (8, "--dp", "--dp: expected one argument"),
     (8, "--dp 4", "--dp 4 x --cp 1 x --tp 1 x --pp 1 = 4 ranks, and there are 8: use --dp 8, or start 4"),
     (8, "--cp 4 --dp 4", "--dp 4 x --cp 4 x --tp 1 x --pp 1 = 16 ranks, and there are 8: use --dp 2, or start 16"),
-    (8, "--cp 4 --cp-style star", "--cp-style: invalid choice: 'star'"),
     (2, "--tp 2 --seq 255 --micro-batch 1", "--tp 2 cannot share --micro-batch 1 x --seq 255 = 255 tokens"),
-    (1, "--recompute some", "--recompute: invalid choice: 'some'"),
     (1, "--help-me", "--help-me: unknown flag, --help lists all"),
-    (8, "--pp 2 --tp 4 --dp 2",
-     "--dp 2 x --cp 1 x --tp 4 x --pp 2 = 16 ranks, and there are 8: use --dp 1, or start 16"),
-    (2, "--pp 2 --schedule zb-h2", "--schedule: invalid choice: 'zb-h2'"),
-    (1, "--experts 8 --router tanh", "--router: invalid choice: 'tanh'"),
-    (8, "--zero 4", "--zero: invalid choice: 4 (choose from 0, 1, 2, 3)"),
     (1, "--preset llama-9b", "--preset llama-9b: unknown, use one of tiny, smollm-135m"),
-    (1, "--dtype int8", "--dtype: invalid choice: 'int8'"),
-    (1, "--attention flash", "--attention: invalid choice: 'flash'"),
     (8, "--global-batch 20", "--global-batch 20 is not a multiple of --dp 8: use 16 or 24"),
     (8, "--global-batch 4", "--global-batch 4 is not a multiple of --dp 8: use 8"),
     (8, "--micro-batch 3", "--micro-batch 3 does not divide a rank's share of --global-batch 16 (2): use one of 1, 2"),
@@ -39,9 +30,6 @@ WRONG = [  # ranks, command line, what the line must say; but for those that con
     (1, "--batch-ramp 16@100", "from 0 tokens on"),
     (1, "--batch-ramp 16@0,32@9,64@5", "in order, such as"),
     (8, "--batch-ramp 16@0,20@9", "--batch-ramp 20 is not a multiple of --dp 8"),
-    (1, "--optimizer lion", "--optimizer: invalid choice: 'lion'"),
-    (1, "--lr nan", "--lr nan: must be 0 or more"),
-    (1, "--lr-schedule linear", "--lr-schedule: invalid choice: 'linear'"),
     (1, "--betas 0.9", "--betas 0.9: write two numbers from 0 to below 1, such as 0.9,0.95"),
     (1, "--betas 0.9,1", "--betas 0.9,1.0: write two numbers from 0 to below 1"),
     (1, "--betas 0.9,x", "--betas: invalid comma_separated_numbers value: '0.9,x'"),
@@ -51,23 +39,15 @@ WRONG = [  # ranks, command line, what the line must say; but for those that con
        "above 0 for each of the 2 paths of --data, together at most 10,000")
       for weights in ("3", "3,1,1", "3,0", "0.7,0.3", "3,-1", "3,", "9999,2")),
     (1, "--data-weights 1", "above 0 for each of the 0 paths of --data"),
-    (1, "--data-dtype int4", "--data-dtype: invalid choice: 'int4'"),
     (1, "--metrics /tmp", "--metrics /tmp: is a folder, name a file"),
     (1, "--metrics no/such/folder/m.jsonl", "--metrics no/such/folder/m.jsonl: there is no folder no/such/folder"),
-    (1, "--device tpu", "--device: invalid choice: 'tpu'"),
-    (1, "--timeout 1e300", "--timeout 1e+300: must be at most 10,000,000.0"),
-    (1, "--hidden 99999999999999", "--hidden 99999999999999: must be at most 1,099,511,627,776"),
-    (1, "--layers 99999999999", "--layers 99999999999: must be at most 10,000"),
     (1, "--global-batch 9999999999 --micro-batch 1",
      "--micro-batch 1 makes 9,999,999,999 micro-batches per step of --global-batch 9999999999: must be at "
      "most 100,000"),
-    (1, "--time-limit soon", "--time-limit: invalid float value: 'soon'"),
-    (1, "--check-replicas 1.5", "--check-replicas: invalid int value: '1.5'"),
     (1, "@no-such-file", "@no-such-file: there is no file no-such-file"),
     (1, "--resume auto", "--resume auto needs --out"),
     (1, "--resume nowhere", "--resume nowhere: is no checkpoint, and no folder that has any"),
     (1, f"--out {__file__}", f"--out {__file__}: is a file"),
-    (1, "--global-batsh 3", "--global-batsh: unknown flag, did you mean --global-batch?"),
     (1, "--init_frm=a/folder/of/weights", "--init-frm=a/folder/of/weights: unknown flag, did you mean --init-from?"),
     (2, "--cp 2 --cp-zigzag document", "--cp-zigzag document needs --doc-mask"),
     (2, "--cp 2 --cp-zigzag document --doc-mask --window 8", "--cp-zigzag document needs --doc-mask, no --window"),
@@ -151,25 +131,38 @@ def test_a_rule_names_flag_and_value_and_what_would_work(number, refused, monkey
     assert what_is_said(refused) != line
 
 
+@pytest.mark.parametrize("field", [field for field in config.FIELDS.values() if field.metadata["choices"]],
+                         ids=lambda field: field.name)
+def test_a_choice_that_there_is_not_is_refused(field):
+    flag, wrong = config.flag(field.name), "9" if field.type is int else "no-such"
+    choices = ", ".join(map(repr, field.metadata["choices"]))
+    with pytest.raises(ValueError) as error:
+        config.parse([flag, wrong])
+    assert str(error.value) == f"{flag}: invalid choice: {field.type(wrong)!r} (choose from {choices})"
+
+
 POSITIVE = {"layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "rope_theta", "rope_scaling", "norm_eps", "top_k",
             "router_scale", "expert_groups", "top_groups", "dp", "cp", "cp_ulysses", "tp", "pp", "ep", "dp_replicate",
             "seq", "global_batch", "mtp_weight", "eval_steps", "timeout"}
 
 
-@pytest.mark.parametrize("field", [field for section in config.SECTIONS.values() for field in config.fields(section)
-                                   if field.type in (int, float) and not field.metadata["choices"]],
-                         ids=lambda field: field.name)
+@pytest.mark.parametrize("field", [field for field in config.FIELDS.values() if field.type in (int, float)
+                                   and not field.metadata["choices"]], ids=lambda field: field.name)
 def test_a_number_outside_its_range_is_refused_by_its_flag(field):
-    """And 0 where it has no meaning."""
+    """And 0 where it has no meaning. What is no number is no value of it."""
     others, ranks = f"--experts 8 --mtp --val-data {__file__} --out no/such/folder --save-every 1", 1
     if field.name in ("chunks", "pp_group"):
         others, ranks = "--pp 2 --schedule interleaved", 2
-    refused = ["-7"] + ["0"] * (field.name in POSITIVE) + ["inf", "nan"] * (field.type is float)
-    for value in refused:
-        with pytest.raises(ValueError, match=f"{config.flag(field.name)} {field.type(value)}\\b"):
-            config.parse([*others.split(), config.flag(field.name), value], ranks)
-    if "0" not in refused:
-        config.parse([*others.split(), config.flag(field.name), "0"], ranks)
+    flag, wrong = config.flag(field.name), "1.5" if field.type is int else "soon"
+    outside = ["-7"] + ["0"] * (field.name in POSITIVE) + ["inf", "nan"] * (field.type is float)
+    refused = {value: f"^{flag} {field.type(value)}\\b" for value in outside}
+    refused[wrong] = f"^{flag}: invalid {field.type.__name__} value: '{wrong}'$"
+    refused[str(2 * field.metadata["most"])] = f"^{flag} .*: must be at most "
+    for value, says in refused.items():
+        with pytest.raises(ValueError, match=says):
+            config.parse([*others.split(), flag, value], ranks)
+    if field.name not in POSITIVE:
+        config.parse([*others.split(), flag, "0"], ranks)
 
 
 @pytest.mark.parametrize("ranks, works, does_not", [
@@ -195,6 +188,7 @@ def test_a_number_outside_its_range_is_refused_by_its_flag(field):
     (1, "--moments bf16", "--moments bf16 --dtype fp64"), (1, "--fp8 tensorwise", "--fp8 tensorwise --dtype fp16"),
     (1, "--rewind 1 --save-every 2 --out a", "--rewind 1 --save-every 2 --out a --max-skipped 0"),
     (8, "--zero 3 --dp-replicate 4", "--zero 3 --dp-replicate 8"),
+    (4, "--cp 2 --zero 3 --dp-replicate 2", "--cp 2 --zero 3 --dp-replicate 4"),
     (2, "--pp 2 --layers 2", "--pp 2 --layers 1"), (1, "--rewind 1 --out a --save-every 1", "--rewind 1 --out a"),
     (1, "--offload activations --recompute full", "--offload activations --recompute selective")])
 def test_a_limit_is_where_the_line_says(ranks, works, does_not):
@@ -225,12 +219,27 @@ def test_a_file_of_flags_that_reads_itself_is_refused(tmp_path):
         config.parse([f"@{first}"])
     (tmp_path / "bad").write_bytes("\ufeff--seed 7".encode())
     assert config.parse([f"@{tmp_path}/bad"]).optim.seed == 7
+    (tmp_path / "bad").write_text("--out a\0b")
+    with pytest.raises(ValueError, match="^--out: has a NUL byte$"):
+        start.parse([f"@{tmp_path}/bad"])
 
 
-def test_metrics_that_cannot_be_written_are_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize("flags, says", [
+    ("--metrics {0}/m", "--metrics {0}/m: {0} cannot be written to"),
+    ("--metrics {0}/out/latest --out {0}/out",
+     "--metrics {0}/out/latest: is the folder of --out or --export-hf, name a file that checkpoints do not have"),
+    ("--export-hf {0}/hf --out {0}/out",
+     "--export-hf {0}/hf: has config.json, which is no file, name another folder"),
+    ("--metrics {0}/loop", "{0}/loop: Too many levels of symbolic links")], ids=["access", "latest", "export", "loop"])
+def test_a_path_that_cannot_be_written_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, flags, says):
     monkeypatch.setattr(os, "access", lambda path, mode: (path, mode) != (str(tmp_path), os.W_OK))
-    with pytest.raises(ValueError, match=f"--metrics {tmp_path}/m: {tmp_path} cannot be written to"):
-        start.parse(["--metrics", f"{tmp_path}/m"])
+    (tmp_path / "out").mkdir()
+    (tmp_path / "hf" / "config.json").mkdir(parents=True)
+    (tmp_path / "loop").symlink_to("loop")
+    with patch.object(os, "_exit", side_effect=SystemExit) as ended, pytest.raises(SystemExit):
+        command_line(monkeypatch, 1, flags.format(tmp_path))
+    ended.assert_called_once_with(2)
+    assert capsys.readouterr().err == f"train.py: {says.format(tmp_path)}\n"
 
 
 def test_a_file_without_a_metric_is_not_taken_for_metrics(tmp_path):
@@ -305,19 +314,17 @@ def test_choices_left_open_are_made():
 
 def test_torchrun_lets_every_flag_through():
     """Its own parser reads ours first, and refuses those that are the beginning of several of its flags."""
-    for section in config.SECTIONS.values():
-        for field in config.fields(section):
-            arguments = ["train.py", config.flag(field.name), "1"]
-            assert get_args_parser().parse_args(arguments).training_script_args == arguments[1:]
+    for name in config.FIELDS:
+        arguments = ["train.py", config.flag(name), "1"]
+        assert get_args_parser().parse_args(arguments).training_script_args == arguments[1:]
 
 
 def test_help_shows_every_flag_with_its_meaning_and_the_exit_codes():
     text = config.make_parser().format_help()
     codes = " ".join(text.split()).split("Exit codes: ")[1]
     assert all(f"{code}: " in codes for code in (0, 1, 2)) and "128 + the signal's number" in codes
-    for section in config.SECTIONS.values():
-        for field in config.fields(section):
-            assert config.flag(field.name) + " " in text or config.flag(field.name) + "," in text
+    for name in config.FIELDS:
+        assert config.flag(name) + " " in text or config.flag(name) + "," in text
 
 
 def test_help_ends_with_the_default():
@@ -332,12 +339,12 @@ LAUNCHED = dict(WORLD_SIZE="2", RANK="0", MASTER_PORT="29500", MASTER_ADDR="loca
 
 
 @pytest.mark.parametrize("wrong", ["WORLD_SIZE=two", "RANK=2", "RANK=-1", "MASTER_PORT=", "MASTER_PORT=65536",
-                                   "MASTER_ADDR="])
+                                   "MASTER_ADDR=", "LOCAL_RANK=abc", "LOCAL_WORLD_SIZE=0"])
 def test_what_a_launcher_sets_wrongly_is_one_clear_line(monkeypatch, wrong):
     name, _, value = wrong.partition("=")
     for key, text in (LAUNCHED | {name: value}).items():
         monkeypatch.setenv(key, text)
-    with pytest.raises(ValueError, match=f"(^| ){wrong}[ :].*start ranks with torchrun, which sets them$"):
+    with pytest.raises(ValueError, match=f"(^| ){wrong}[ :].*start ranks with torchrun, which sets (it|them)$"):
         start.ranks_started()
 
 
@@ -385,19 +392,14 @@ def test_with_a_gpu_for_each_rank_the_model_is_not_a_toy(monkeypatch, tmp_path, 
 
 @pytest.mark.parametrize("local_rank, said", [("0", "train.py: wrong\n"), ("1", "")])
 def test_of_every_node_the_first_rank_says_what_is_wrong(local_rank, said, monkeypatch, capsys):
-    """Rank 8 is the first of the second node."""
-    for name, value in dict(RANK="8", LOCAL_RANK=local_rank).items():
+    """Rank 8 is the first of the second node. Its torchrun cannot be told."""
+    for name, value in dict(RANK="8", LOCAL_RANK=local_rank, TORCHELASTIC_ERROR_FILE="/no/folder/e").items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(start.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(start.os, "_exit", lambda code: (_ for _ in ()).throw(SystemExit(code)))
     with pytest.raises(SystemExit, match="2"):
         start.refuse(ValueError("wrong"))
     assert capsys.readouterr().err == said
-
-
-def test_replicas_may_be_as_many_as_sequences_are_divided_among():
-    grid = config.parse(f"--dp 2 --cp 2 --zero 1 --dp-replicate 2 --data {__file__}".split(), 4).grid
-    assert (grid.dp, grid.cp, grid.dp_replicate) == (2, 2, 2)
 
 
 def test_a_table_has_columns():

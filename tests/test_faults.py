@@ -89,17 +89,24 @@ def before_each_step(happens: Callable[[], None]):
     return patch.object(train, "forward_backward", after_it)
 
 
+def assert_as_undisturbed(pool, folder: Path, ranks: int, flags: str = "--steps 12") -> None:
+    """The run in this folder, with --out out and --metrics m, has taken the steps of one without a fault."""
+    pool.run(ranks, "test_faults:run", flags=f"{flags} --metrics {folder}/straight")
+    assert losses(folder / "m") == losses(folder / "straight")
+    checkpoint.verify(folder / "out" / f"step-{len(losses(folder / 'm')):06d}")
+    assert left_over(folder / "out") == [] and orphans(str(folder)) == []
+
+
 # ---- stopping -------------------------------------------------------------------------------------------------------
 
 def test_a_request_to_one_rank_ends_all_after_the_same_step_and_nothing_is_lost(pool, tmp_path):
-    flags = f"--steps 6 --tp 2 --metrics {tmp_path}/m"
-    said = pool.run(2, "test_faults:run", flags=f"{flags} --out {tmp_path}/out", rank=1, stop_at=2)
+    flags = f"--steps 6 --tp 2 --metrics {tmp_path}/m --out {tmp_path}/out"
+    said = pool.run(2, "test_faults:run", flags=flags, rank=1, stop_at=2)
     assert "trained 3 steps" in said[0] and (f"ended after 3 of 6 steps, as asked (on another rank): continue with "
                                              f"--out {tmp_path}/out --resume auto\n") in said[0]
     assert len(metrics(tmp_path / "m")) == 3
-    pool.run(2, "test_faults:run", flags=f"{flags} --out {tmp_path}/out --resume auto")
-    pool.run(2, "test_faults:run", flags=f"{flags} --metrics {tmp_path}/straight")
-    assert losses(tmp_path / "m") == losses(tmp_path / "straight") and len(losses(tmp_path / "m")) == 6
+    pool.run(2, "test_faults:run", flags=f"{flags} --resume auto")
+    assert_as_undisturbed(pool, tmp_path, 2, "--steps 6 --tp 2")
 
 
 def ask_in_evaluation(state):
@@ -240,7 +247,6 @@ def test_replicas_are_compared_every_so_many_steps_and_before_a_checkpoint_is_sa
     compared = [[line["step"] for line in metrics(tmp_path / name) if "check_replicas_s" in line]
                 for name in ("saves", "m", "late")]
     assert compared == [[1, 3, 5], [3], [3]]
-    assert [line["step"] for line in metrics(tmp_path / "saves") if "save_wait_s" in line] == [1, 3, 5]
 
 
 def test_a_second_rewind_to_a_checkpoint_leaves_out_more_and_counts(tmp_path):
@@ -303,10 +309,9 @@ def test_one_flipped_bit_is_found_with_its_tensor_and_rank(pool, ranks, flags, w
 @pytest.mark.parametrize("ranks, flags", [
     (4, "--tp 2 --sp off --zero 1 --dtype bf16"), (4, "--experts 4 --ep 2 --tp 2 --zero 1"),
     *(pytest.param(*grid, marks=pytest.mark.slow) for grid in (
-        (4, "--tp 2 --zero 3 --kv-heads 1"), (3, "--tp 3 --heads 3 --ffn 18"), (4, "--pp 2 --tied --zero 2 --layers 2"),
-        (4, "--cp 2 --zero 1")))])
+        (4, "--tp 2 --zero 3 --kv-heads 1"), (3, "--tp 3 --heads 3 --head-dim 4 --kv-heads 3 --ffn 18"),
+        (4, "--pp 2 --tied --zero 2 --layers 2"), (4, "--cp 2 --zero 1")))])
 def test_replicas_that_are_alike_are_not_accused(pool, ranks, flags):
-    flags = flags.replace("--heads 3", "--heads 3 --head-dim 4 --kv-heads 3")
     assert not any(pool.run(ranks, "test_faults:found", flags=flags, rank=0, what="", bit=0))
 
 
@@ -501,11 +506,11 @@ def test_a_watchdog_reports_before_the_collective_s_own_timeout(monkeypatch, tim
     assert 0 < dog.poll_s <= 1 and 0.8 * timeout_s + 4 * dog.poll_s < timeout_s
 
 
-def end_of(monkeypatch, capsys, error: Exception, dog: faults.Watchdog | None) -> str:
+def end_of(capsys, error: Exception, dog: faults.Watchdog | None, timer: Mock | None = None) -> str:
     """What a rank says that ends because of this error, with exit code 1."""
     stop = faults.Stop()
-    monkeypatch.setattr(faults.threading, "Timer", Mock())
-    with (patch.object(faults.time, "sleep"), patch.object(faults.os, "_exit", side_effect=SystemExit) as ended,
+    with (patch.object(faults.threading, "Timer", timer or Mock()),
+          patch.object(faults.time, "sleep"), patch.object(faults.os, "_exit", side_effect=SystemExit) as ended,
           pytest.raises(SystemExit)):
         faults.fail("in step 3", error, dog, stop)
     ended.assert_called_with(1)
@@ -526,10 +531,10 @@ def test_an_error_while_a_rank_waits_is_a_lost_connection_only_if_it_is_one_of_t
     """Of all ranks that fail only the first speaks, with a traceback if that says more."""
     dog = dog_without_a_thread(ranks=2)
     monkeypatch.setattr(faults.record, "waiting_for", Call("all_reduce", "world", 3))
-    said = end_of(monkeypatch, capsys, error, dog)
+    said = end_of(capsys, error, dog)
     assert said.splitlines()[-1] == f"train.py: rank 0 failed in step 3: {says}"
     assert (said.count("\n") == 1) == ("lost its connection" in says)
-    assert end_of(monkeypatch, capsys, error, dog) == ""
+    assert end_of(capsys, error, dog) == ""
 
 
 def test_a_rank_that_fails_reports_before_those_that_lose_their_connection_to_it(monkeypatch):
@@ -547,23 +552,17 @@ def test_a_rank_that_fails_reports_before_those_that_lose_their_connection_to_it
         slept.clear()
 
 
-def test_a_rank_whose_report_fails_reports_alone(monkeypatch, capsys):
+def test_a_rank_whose_report_fails_reports_alone_and_ends(monkeypatch, capsys):
     """The store has gone; or there is no memory for a thread; or the store does not answer."""
     alone, gone = "train.py: rank 0 failed in step 3: of a kind\n", Mock(side_effect=RuntimeError)
-    assert end_of(monkeypatch, capsys, faults.Failure("of a kind"), Mock(is_first_to_report=gone)) == alone
-    with (patch.object(faults.threading, "Timer", gone), patch.object(faults.os, "_exit", side_effect=SystemExit),
-          pytest.raises(SystemExit)):
-        faults.fail("in step 3", faults.Failure("of a kind"), dog_without_a_thread(), faults.Stop())
-    assert capsys.readouterr().err == alone
-
-
-def test_a_rank_that_fails_ends_although_the_store_does_not_answer(monkeypatch, capsys):
+    assert end_of(capsys, faults.Failure("of a kind"), Mock(is_first_to_report=gone)) == alone
+    assert end_of(capsys, faults.Failure("of a kind"), dog_without_a_thread(), timer=gone) == alone
     ended = threading.Event()
     monkeypatch.setattr(faults, "STORE_TIMEOUT_S", 0.1)
     monkeypatch.setattr(faults.os, "_exit", lambda code: ended.set())
     dog = Mock(is_first_to_report=lambda: ended.wait(60))
     faults.fail("in step 3", faults.Failure("of a kind"), dog, faults.Stop())
-    assert capsys.readouterr().err.startswith("train.py: rank 0 failed in step 3: of a kind\n") and ended.is_set()
+    assert capsys.readouterr().err.startswith(alone) and ended.is_set()
 
 
 def test_ranks_that_are_started_again_read_no_key_of_those_before(monkeypatch):
@@ -603,7 +602,7 @@ def test_ranks_that_do_not_meet_are_told_why_in_one_line(monkeypatch, capsys, er
 def test_torchruns_report_has_the_last_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     line = "train.py: rank 0 failed in step 3: of a kind"
-    assert end_of(monkeypatch, capsys, faults.Failure("of a kind"), None) == f"{line}\n"
+    assert end_of(capsys, faults.Failure("of a kind"), None) == f"{line}\n"
     failure = ProcessFailure(0, 1, 1, str(tmp_path / "error.json"))
     assert failure.message["extraInfo"]["py_callstack"] == line and abs(failure.timestamp - time.time()) < 60
 
@@ -642,6 +641,13 @@ def orphans(mark: str) -> list[str]:
     return [line for line in lines if mark in line]
 
 
+def assert_all_end(folder: Path, within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while orphans(str(folder)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert orphans(str(folder)) == []
+
+
 WHERE = ["before", "loading", "forward", "collective", "optimizer", "staging", "writing", "commit", "evaluation",
          "sampling", "exit"]
 
@@ -659,10 +665,7 @@ def test_a_rank_is_killed_then_one_raises_and_nothing_is_lost(pool, tmp_path):
     assert first.endswith("FloatingPointError: a fault of its own")
     assert "traceback : train.py: rank 1 failed in step 10: a fault of its own" in second
     pool.run(2, "test_faults:run", flags=flags)
-    pool.run(2, "test_faults:run", flags=f"--steps 12 --metrics {tmp_path}/straight")
-    assert losses(tmp_path / "m") == losses(tmp_path / "straight")
-    checkpoint.verify(tmp_path / "out" / "step-000012")
-    assert left_over(tmp_path / "out") == [] and orphans(str(tmp_path)) == []
+    assert_as_undisturbed(pool, tmp_path, 2)
 
 
 @pytest.mark.slow
@@ -678,10 +681,7 @@ def test_a_rank_may_be_killed_anywhere(pool, tmp_path, where):
     assert process.returncode == 0 and "exitcode: -9" in err, err
     resumed = re.findall(r"resumed .* after (\d+) steps", out)
     assert resumed == {"before": [], "loading": []}.get(where, resumed[:1]) and set(resumed) <= {"5", "10", "12"}
-    pool.run(2, "test_faults:run", flags=f"--steps 12 --metrics {tmp_path}/straight")
-    assert losses(tmp_path / "m") == losses(tmp_path / "straight")
-    checkpoint.verify(tmp_path / "out" / "step-000012")
-    assert left_over(tmp_path / "out") == [] and orphans(str(tmp_path)) == []
+    assert_as_undisturbed(pool, tmp_path, 2)
 
 
 @pytest.mark.slow
@@ -695,10 +695,8 @@ def test_all_ranks_save_and_end_when_one_is_asked_to(tmp_path, fault, where):
     out, err = finished(process)
     assert time.time() - float(out.split("fault at ")[1].split("\n")[0]) < 20
     assert (process.returncode == 0) == (fault in ("term", "int"))  # torchrun's own code: it was asked, too
-    deadline = time.monotonic() + 60
-    while orphans(str(tmp_path)) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert orphans(str(tmp_path)) == [] and time.monotonic() - began < 100
+    assert_all_end(tmp_path, 60)
+    assert time.monotonic() - began < 100
     if where == "loading" and fault == "kill-parent":  # with torchrun its store has gone: ranks cannot find each other
         return
     newest = start.checkpoints_in(tmp_path / "out")[0]
@@ -713,11 +711,8 @@ def test_all_ranks_save_and_end_when_one_is_asked_to(tmp_path, fault, where):
 def test_no_rank_stays_when_torchrun_is_killed_and_a_rank_loops_for_ever(tmp_path):
     flags = f"--steps 4000 --timeout 20 --metrics {tmp_path}/m"
     process = launch(3, "kill-parent-and-loop", 1, 3, "forward", flags)
-    began = time.monotonic()
     process.wait(120)
-    while orphans(str(tmp_path)) and time.monotonic() < began + 120:
-        time.sleep(0.5)
-    assert orphans(str(tmp_path)) == []
+    assert_all_end(tmp_path, 120)
     finished(process)
 
 
@@ -731,8 +726,7 @@ def test_two_torchruns_restart_their_ranks_together(pool, tmp_path):
     said = [finished(process) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], said
     assert any("lost its connection" in err for _, err in said)
-    pool.run(2, "test_faults:run", flags=f"--steps 12 --metrics {tmp_path}/straight")
-    assert losses(tmp_path / "m") == losses(tmp_path / "straight") and orphans(str(tmp_path)) == []
+    assert_as_undisturbed(pool, tmp_path, 2)
 
 
 @pytest.mark.slow
@@ -850,31 +844,6 @@ def test_a_run_goes_on_when_the_reader_of_its_output_has_gone():
     print("another", file=stream, flush=True)
     with pytest.raises(BrokenPipeError):
         stream.stream.close()
-
-
-@pytest.mark.parametrize("variables, flags, line", [
-    (dict(LOCAL_RANK="abc"), "", "LOCAL_RANK=abc: is no number: start ranks with torchrun, which sets it"),
-    (dict(LOCAL_WORLD_SIZE="0"), "", "LOCAL_WORLD_SIZE=0: is no number: start ranks with torchrun, which sets it"),
-    (dict(TORCHELASTIC_ERROR_FILE="/no/folder/e"), "--ep 2", "--ep 2 needs --experts"),
-    ({}, "--metrics {0}/out/latest --out {0}/out",
-     "--metrics {0}/out/latest: is the folder of --out or --export-hf, name a file that checkpoints do not have"),
-    ({}, "--metrics {0}/loop", "{0}/loop: Too many levels of symbolic links"),
-    ({}, "--export-hf {0}/hf --out {0}/out",
-     "--export-hf {0}/hf: has config.json, which is no file, name another folder"),
-    ({}, "@{0}/flags", "--out: has a NUL byte")], ids=["rank", "ranks", "report", "latest", "loop", "export", "NUL"])
-def test_a_mistake_is_one_line_and_exit_code_2(monkeypatch, capsys, tmp_path, variables, flags, line):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "hf" / "config.json").mkdir(parents=True)
-    (tmp_path / "loop").symlink_to("loop")
-    (tmp_path / "flags").write_text("--out a\0b")
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "argv", ["train.py", *flags.format(tmp_path).split()])
-    with (patch.object(start, "sys", Mock(wraps=sys, argv=sys.argv, stdout=Mock(), stderr=sys.stderr)),
-          patch.object(os, "_exit", side_effect=SystemExit) as ended, pytest.raises(SystemExit)):
-        start.from_command_line()
-    ended.assert_called_once_with(2)
-    assert capsys.readouterr().err == f"train.py: {line.format(tmp_path)}\n"
 
 
 # ---- for long -------------------------------------------------------------------------------------------------------
