@@ -26,7 +26,6 @@ Shapes: n ranks of the axis "dp", which includes context parallel ranks; P param
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from functools import reduce
-from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -37,36 +36,24 @@ from param import Spec, acc_dtype, attach_sink, most_elements, parameter
 Units = dict[int, list[nn.Module]]  # this rank's pipeline stages -> units (embedding, blocks, head) in forward order
 
 
-def sort_key(param: nn.Parameter) -> tuple:
-    """Orders a bucket: parameters that are reduced and decayed alike become one contiguous span, within which they keep
-    the order of the model, so that one matmul can add the gradients of wq, wk and wv. (Axes on which a gradient is
-    partial, as DTensor's Partial, or the parameter is replicated: see param.Spec.)"""
-    return param.spec.partial_axes, param.spec.replicated_axes, not param.spec.decay
-
-
 class Bucket:
     """Parameters that are reduced together, and the flat buffer of their gradients, in at least fp32.
 
     It is their sink: param.py adds each gradient to `main_grad` of a parameter, and then calls `ready`. zero.py's
     buckets may be due after every micro-batch, and have a reduction of their own.
-    params: all with the same data axis -> how many gradients each gets per micro-batch.
+    params: all with the same data axis, in the order of the buffer -> how many gradients each gets per micro-batch.
     """
 
     def __init__(self, params: dict[nn.Parameter, int], groups: Groups):
-        self.params = sorted(params, key=sort_key)
-        first, self.grads_per_micro_batch = self.params[0], sum(params.values())
+        self.params, self.grads_per_micro_batch = list(params), sum(params.values())
+        first = self.params[0]
         self.groups, self.group = groups, groups[first.spec.data_axis]
         self.name, self.device, self.acc_dtype = first.spec.name, first.device, acc_dtype(first.dtype)
         self.numel, self.offset = 0, {}
-        self.spans: list[tuple[int, int, Spec]] = []  # (start, stop, the spec of one of the span's parameters)
-        for _, alike in groupby(self.params, sort_key):
-            start = self.numel
-            for param in alike:
-                self.offset[param] = self.numel
-                self.numel += most_elements(param.spec, groups)  # so that tp ranks, which sum spans, have one layout
-                attach_sink(param, self)
-            self.spans.append((start, self.numel, param.spec))
-        self.padded = self.numel  # elements of `grad`; zero.py's are a multiple of its shards
+        for param in self.params:
+            self.offset[param] = self.numel
+            self.numel += most_elements(param.spec, groups)  # so that tp ranks, which sum gradients, have one layout
+            attach_sink(param, self)
         self.grad: Tensor | None = None
         self.missing = self.expected = 0  # gradients that this step has still to accumulate, and will have in all
         self.reducing: Iterator[None] = iter(())  # the last reduction that was started
@@ -86,7 +73,7 @@ class Bucket:
 
     def main_grad(self, param: nn.Parameter) -> Tensor:
         if self.grad is None:
-            self.grad = self.zeros(self.padded, self.acc_dtype)
+            self.grad = self.zeros(self.numel, self.acc_dtype)
         return self.view(self.grad, param)
 
     def ready(self, param: nn.Parameter) -> None:
@@ -120,9 +107,9 @@ def assign_to_buckets(units: Units, bucket_mb: float, groups: Groups,
                       kind: Callable[[Spec], Hashable] = lambda spec: None) -> list[dict[nn.Parameter, int]]:
     """The parameters of each bucket: of one kind and data axis, of consecutive units of a stage, until it has bucket_mb
     of gradients (0: of one unit) on the tp rank with most, so that all have the same buckets. A parameter that several
-    units or pipeline ranks use (a tied embedding) is alone: its bucket is the same on all. It gets one gradient from
-    each stage's backward, however many of its units use it."""
+    units or pipeline ranks use (a tied embedding) is alone: its bucket is the same on all."""
     uses = Counter(param for modules in units.values() for unit in modules for param in unit.parameters())
+    # A stage's backward gives a parameter one gradient, however many of its units use it.
     grads = Counter(param for modules in units.values() for param in nn.ModuleList(modules).parameters())
     shared = {param for param in uses if uses[param] > 1 or "tie" in param.spec.along}
     buckets = [[param] for param in uses if param in shared]
@@ -132,10 +119,10 @@ def assign_to_buckets(units: Units, bucket_mb: float, groups: Groups,
             for param in unit.parameters():
                 if param not in shared:
                     filling.setdefault((param.spec.data_axis, kind(param.spec)), []).append(param)
-            full = [alike for alike, params in filling.items()
-                    if sum(most_elements(param.spec, groups) * acc_dtype(param.dtype).itemsize for param in params)
-                    >= bucket_mb * 1e6]
-            buckets += [filling.pop(alike) for alike in full]
+            for alike, params in list(filling.items()):
+                size = sum(most_elements(param.spec, groups) * acc_dtype(param.dtype).itemsize for param in params)
+                if size >= bucket_mb * 1e6:
+                    buckets.append(filling.pop(alike))
         buckets += filling.values()
     return [{param: grads[param] for param in params} for params in buckets]
 

@@ -100,7 +100,7 @@ def find_matrices(buckets: Sequence, peers: Sequence[Mapping]) -> list[Matrix]:
     for number, bucket in enumerate(buckets):
         for rank, places in enumerate(peers):
             axis = places[bucket.group.axis] if bucket.level else ALONE
-            shard = shard_slice(bucket.padded, axis.size, axis.rank)
+            shard = shard_slice(bucket.numel, axis.size, axis.rank)
             for param in bucket.params:
                 spec, box = param.spec, local_box(param.spec, places)
                 shape, start = matrix_shape(spec), bucket.offset[param]

@@ -31,6 +31,7 @@ Shapes: n ranks of the data axis, P parameters, A micro-batches per step.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -39,22 +40,18 @@ from torch.autograd import Function
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from collectives import (
-    ALONE,
-    Group,
-    Groups,
-    Pending,
-    all_gather,
-    all_reduce,
-    done,
-    reduce_scatter,
-    run_demo,
-    sent,
-)
+from collectives import ALONE, Group, Groups, Pending, all_gather, all_reduce, done, reduce_scatter, run_demo, sent
 from config import padded_elements
 from dp import Bucket, Units, assign_to_buckets
 from muon import Muon, kind_of
-from param import Box, Source, Spec, box_shape, boxes, is_first_replica, parameter
+from param import Box, Source, Spec, box_shape, boxes, is_first_replica, most_elements, parameter
+
+
+def treatment(param: nn.Parameter) -> tuple:
+    """How its gradient is reduced and its weights decay. A bucket is ordered by it, so that parameters that are treated
+    alike are one span of its flat tensors; within it they keep the order of the model, so that one matmul can add the
+    gradients of wq, wk and wv."""
+    return param.spec.partial_axes, param.spec.replicated_axes, not param.spec.decay
 
 
 class ShardedBucket(Bucket):
@@ -67,16 +64,21 @@ class ShardedBucket(Bucket):
     def __init__(self, params: dict[nn.Parameter, int], groups: Groups, *, level: int, rule_state: tuple[str, ...],
                  moments_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None,
                  offload: Callable | None, running: dict):
-        super().__init__(params, groups)
-        # Of Bucket: offset, spans (in the flat tensor); missing, expected (gradients still to come in this step, and in
-        # all); reducing (the reduction that was started last); acc_dtype (fp32; in fp64 runs fp64).
-        # In hybrid sharding the axis "dp" is one replica's ranks, "replicate" those with the same shard.
+        # Of Bucket: offset (in the flat tensor); missing, expected (gradients still to come in this step, and in all);
+        # reducing (the reduction that was started last); acc_dtype (fp32; in fp64 runs fp64).
+        super().__init__({param: params[param] for param in sorted(params, key=treatment)}, groups)
+        self.spans: list[tuple[int, int, Spec]] = []  # (start, stop, the spec of one of the span's parameters)
+        for _, span in groupby(self.params, treatment):
+            first, *others = span
+            stop = self.offset[first] + sum(most_elements(param.spec, groups) for param in (first, *others))
+            self.spans.append((self.offset[first], stop, first.spec))
+        # With --dp-replicate the axis "dp" is one replica's ranks only, and "replicate" those with the same shard.
         self.shards, self.replicas = (self.group, groups["replicate"]) if level else (ALONE, self.group)
         self.level = level if self.shards.size > 1 else 0
-        self.padded = padded_elements(self.numel, self.shards.size)
-        length, dtype = self.padded // self.shards.size, self.params[0].dtype
+        self.numel = padded_elements(self.numel, self.shards.size)
+        length, dtype = self.numel // self.shards.size, self.params[0].dtype
         self.shard = slice(self.shards.rank * length, (self.shards.rank + 1) * length)
-        self.weights = self.zeros(self.padded, dtype)
+        self.weights = self.zeros(self.numel, dtype)
         for param in self.params:
             # .data has a version counter of its own: gathering in place does not count as a change of the parameter.
             param.data = self.view(self.weights, param)
@@ -92,7 +94,7 @@ class ShardedBucket(Bucket):
         moments = {name: zeros(length, moments_dtype or self.acc_dtype) for name in rule_state}
         self.state = {"master": self.master} | moments
         if self.level < 2:  # else `grad` exists from a micro-batch's first main_grad to its reduction
-            self.grad = self.zeros(self.padded, self.acc_dtype)
+            self.grad = self.zeros(self.numel, self.acc_dtype)
         self.grad_shard = self.grad[self.shard] if self.level < 2 else self.zeros(length, self.acc_dtype)
         self.reduce_dtype = reduce_dtype or self.acc_dtype
         self.running = running  # shared by all buckets: process group -> the reduction on it that started last
@@ -101,6 +103,13 @@ class ShardedBucket(Bucket):
         """Of a tensor as long as the shard: the elements that are start..stop of the whole bucket."""
         start, stop = (min(max(i - self.shard.start, 0), len(flat)) for i in (start, stop))
         return flat[start:stop]
+
+    def parts(self, flat: Tensor) -> Iterator[tuple[Spec, Tensor]]:
+        """Of a tensor as long as the shard: what it has of each span, but for spans of which it has nothing."""
+        for start, stop, spec in self.spans:
+            part = self.within_shard(flat, start, stop)
+            if len(part):
+                yield spec, part
 
     # A gradient's way: param.py adds it to main_grad and calls `ready`, which counts (dp.py) and starts a reduction if
     # one is due. That of bucket 2 first resumes that of bucket 3 on the same axis, which waits, adds, and in the last
@@ -157,9 +166,9 @@ class ShardedBucket(Bucket):
     def finish_step(self) -> None:
         """After the last backward: then grad_shard is the sum over all ranks and micro-batches."""
         super().finish_step()
-        for start, stop, spec in self.spans:  # with sp, gradients of norms' weights are partial over tp
-            for axis in spec.partial_axes:
-                all_reduce(self.within_shard(self.grad_shard, start, stop), self.groups[axis])
+        for spec, part in self.parts(self.grad_shard):
+            for axis in spec.partial_axes:  # with sp, gradients of norms' weights are partial over tp
+                all_reduce(part, self.groups[axis])
 
     def owns(self, spec: Spec) -> bool:
         """Whether this rank, of all that hold the same shard of such a parameter, counts it in the norm."""
@@ -168,9 +177,9 @@ class ShardedBucket(Bucket):
     def squared_norm(self) -> Tensor:
         """The sum of the squared gradients that this rank owns; a scalar tensor."""
         total = torch.zeros((), dtype=self.acc_dtype, device=self.device)
-        for start, stop, spec in self.spans:
+        for spec, part in self.parts(self.grad_shard):
             if self.owns(spec):
-                total += torch.linalg.vector_norm(self.within_shard(self.grad_shard, start, stop)).square()
+                total += torch.linalg.vector_norm(part).square()
         return total
 
     def start_update(self) -> Pending:
@@ -373,10 +382,9 @@ class Optimizer:
         """Apply the rule to this rank's shard, in the accumulation dtype: to what decays, then to what does not."""
         moments = {name: bucket.state[name].to(bucket.acc_dtype) for name in self.rule.state}  # a copy only if bf16
         for decays in (True, False):
-            spans = [(start, stop) for start, stop, spec in bucket.spans if spec.decay == decays]
-            lists = [[bucket.within_shard(flat, start, stop) for start, stop in spans]
+            lists = [[part for spec, part in bucket.parts(flat) if spec.decay == decays]
                      for flat in (bucket.master, grad, *moments.values())]
-            if spans:
+            if lists[0]:
                 self.rule.apply(*lists, weight_decay=self.weight_decay if decays else 0.0, **self.rule_settings,
                                 **scalars)
         for name, moment in moments.items():

@@ -13,7 +13,6 @@ from torch import nn
 
 import collectives
 import dp
-import param
 from collectives import ALONE
 from dp import Bucket, assign_to_buckets
 from param import Spec, parameter
@@ -66,18 +65,6 @@ def test_a_parameter_gets_a_gradient_from_each_stage_that_uses_it():
     for units, grads in ({0: [first, last]}, 1), ({0: [first], 1: [last]}, 2):
         table, *others = assign_to_buckets(units, 25, {})
         assert list(table.values()) == [grads] and {n for bucket in others for n in bucket.values()} == {1}
-
-
-def test_parameters_treated_alike_are_one_span_and_neighbours_stay_neighbours():
-    groups = NO_GROUPS | {"tp": ALONE}
-    unit = Unit(Spec("norm", (4,), {"tp": "partial"}, decay=False), Spec("wq", (8, 4)), Spec("bias", (5,), decay=False),
-                Spec("wk", (2, 4)), Spec("wv", (2, 4)), Spec("router", (3, 4), {"tp": "partial"}), groups=groups)
-    bucket = Bucket(dict.fromkeys(unit.weights, 1), groups)
-    assert [p.spec.name for p in bucket.params] == ["wq", "wk", "wv", "bias", "router", "norm"]
-    assert [(start, stop) for start, stop, _ in bucket.spans] == [(0, 48), (48, 53), (53, 65), (65, 69)]
-    bucket.begin_step(1)
-    wq, wk, wv = (bucket.main_grad(p) for p in bucket.params[:3])
-    assert param.stacked_view([wq, wk, wv]).shape == (12, 4)
 
 
 # ---- what a step sends ----------------------------------------------------------------------------------------------

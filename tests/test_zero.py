@@ -12,7 +12,7 @@ from torch import nn
 
 import zero
 from collectives import ALONE, build_groups
-from param import Spec, draw, parameter
+from param import Spec, draw, parameter, stacked_view
 from run import dryrun
 from test_grids import MIXTRAL, compare, model_flags, truth
 from zero import Optimizer
@@ -59,12 +59,24 @@ def test_1024_bf16_gradients_add_up():
     assert ((bf16.double() - want) / want).abs().max() > 0.1
 
 
+def test_parameters_treated_alike_are_one_span_and_neighbours_stay_neighbours():
+    groups = NO_GROUPS | {"tp": ALONE}
+    unit = Unit(Spec("norm", (4,), {"tp": "partial"}, decay=False), Spec("wq", (8, 4)), Spec("bias", (5,), decay=False),
+                Spec("wk", (2, 4)), Spec("wv", (2, 4)), Spec("router", (3, 4), {"tp": "partial"}), groups=groups)
+    bucket, = Optimizer({0: [unit]}, groups).buckets
+    assert [p.spec.name for p in bucket.params] == ["wq", "wk", "wv", "bias", "router", "norm"]
+    assert [(start, stop) for start, stop, _ in bucket.spans] == [(0, 48), (48, 53), (53, 65), (65, 69)]
+    bucket.begin_step(1)
+    wq, wk, wv = (bucket.main_grad(p) for p in bucket.params[:3])
+    assert stacked_view([wq, wk, wv]).shape == (12, 4)
+
+
 @pytest.mark.parametrize("me", [0, 2])
 def test_shards_of_an_odd_number_of_ranks_begin_at_multiples_of_16_bytes(me):
     with dryrun.fake_world(3, me):
         groups = NO_GROUPS | {"world": grids.everyone(), "dp": grids.everyone()}
         bucket = Optimizer({0: [Unit(Spec("a", (7, 5)), dtype=torch.bfloat16)]}, groups, level=1).buckets[0]
-    assert bucket.padded == 48 and bucket.shard == slice(me * 16, me * 16 + 16)  # of 35 weights
+    assert bucket.numel == 48 and bucket.shard == slice(me * 16, me * 16 + 16)  # of 35 weights
     assert (bucket.weight_shard.data_ptr() - bucket.weights.data_ptr()) % 16 == 0
 
 
@@ -109,7 +121,7 @@ def test_buckets_of_tensor_parallel_ranks_have_one_layout(flags):
         with dryrun.fake_world(8, rank), dryrun.fake_tensors():
             settings = grids.settings_of(f"--tp 2 --dp 4 --micro-batch 4 --vocab 101 {flags}", 8)
             model, optimizer = grids.built(settings, build_groups(settings.grid, settings.model))
-            layouts.append([(bucket.padded, [(param.spec.name, bucket.offset[param]) for param in bucket.params])
+            layouts.append([(bucket.numel, [(param.spec.name, bucket.offset[param]) for param in bucket.params])
                             for bucket in optimizer.buckets])
     assert layouts[0] == layouts[1]
 

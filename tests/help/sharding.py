@@ -38,7 +38,7 @@ def sent(flags: str, dtype: torch.dtype) -> dict:
     buckets = [call for call in meter.collectives if len(call.shape) == 1 and call.shape != (1,)]  # not the norm
     by_op = {op: sum(call.bytes for call in buckets if call.name == op) * times for op, times in factor.items()}
     return dict(by_op=by_op, others={call.name for call in meter.collectives} - factor.keys(), n=n,
-                padded=[bucket.padded for bucket in optimizer.buckets])
+                padded=[bucket.numel for bucket in optimizer.buckets])
 
 
 def waiting_longer() -> AbstractContextManager:
@@ -55,7 +55,7 @@ def held(flags: str, dtype: torch.dtype) -> dict:
     exact = torch.promote_types(dtype, torch.float32)
     for bucket in optimizer.buckets:  # what exists before the first step
         meter.label("weights", bucket.weights, bucket.weight_shard)
-        meter.label_size("gradients", bucket.padded * exact.itemsize)
+        meter.label_size("gradients", bucket.numel * exact.itemsize)
         if bucket.level >= 2:
             meter.label("gradient shards", bucket.grad_shard)
             meter.label_size("gradient shards", (bucket.shard.stop - bucket.shard.start) * exact.itemsize)
@@ -75,7 +75,7 @@ def held(flags: str, dtype: torch.dtype) -> dict:
     with meter:
         train.forward_backward(model, optimizer, share, groups)
         optimizer.step(1e-3)
-    padded = [bucket.padded for bucket in optimizer.buckets]
+    padded = [bucket.numel for bucket in optimizer.buckets]
     return dict(rest=rest, peak=meter.peak, padded=padded, n=groups["dp"].size)
 
 
