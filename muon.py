@@ -31,13 +31,13 @@ Shapes: n ranks of the axis "stage", P parameters in the matrices of a pipeline 
 """
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from collectives import ALONE, Group, all_to_all, run_demo
+from collectives import ALONE, Group, Pending, all_to_all, run_demo
 from param import Box, Spec, box_shape, boxes, local_box, shard_slice
 
 MOMENTUM = 0.95
@@ -71,6 +71,18 @@ def orthogonalize(x: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
+def replace_by_updates(whole: dict[Hashable, Tensor]) -> None:
+    """Replace each N by 0.2 sqrt(max(R, C)) X. Matrices of a shape are multiplied together: experts are small."""
+    alike = defaultdict(list)
+    for name, matrix in whole.items():
+        alike[matrix.shape].append(name)
+    for shape, names in alike.items():
+        most = max(1, STACKED // math.prod(shape))
+        for some in (names[start:start + most] for start in range(0, len(names), most)):
+            results = orthogonalize(torch.stack([whole.pop(name) for name in some]))
+            whole.update(zip(some, results.mul_(0.2 * max(shape)**0.5)))
+
+
 def orthogonalize_flops(rows: int, columns: int) -> int:
     small, large = sorted((rows, columns))
     return ITERATIONS * (4 * small * small * large + 2 * small**3)
@@ -78,46 +90,57 @@ def orthogonalize_flops(rows: int, columns: int) -> int:
 
 class Piece(NamedTuple):
     """A box of a matrix, and where its elements are in the shard of the rank that has them."""
+    matrix: tuple[str, int]
+    box: Box
     rank: int
     bucket: int
     place: slice
-    box: Box
+
+    @property
+    def numel(self) -> int:
+        return self.place.stop - self.place.start
 
 
 class Matrix(NamedTuple):
-    """One of the matrices of a parameter, as the ranks of a stage have it. pieces: of all ranks; a box that several
-    ranks have (replicated along an axis, or at level 0) is in several pieces."""
+    """One of the matrices of a parameter, and its pieces on all ranks of a stage; a box that several ranks have
+    (replicated along an axis, or at level 0) is in several pieces."""
+    name: tuple[str, int]  # of the parameter; the matrix's number in it
     shape: tuple[int, int]
     pieces: list[Piece]
+
+
+def matrices_of(spec: Spec, places: Mapping) -> Iterator[tuple[int, Box]]:
+    """What a rank has of a parameter before ZeRO cuts it, in order: a matrix's number, and the box that it has of it.
+    Of experts' matrices, [E, 2F, H] with 2E of [F, H], a rank has some whole; of any other, which is one, a box."""
+    box = local_box(spec, places)
+    if spec.matrices == 1:
+        yield 0, box
+    else:
+        each = spec.matrices // spec.shape[0]  # of an expert
+        for number in range(box[0].start * each, box[0].stop * each):
+            yield number, tuple(slice(0, n) for n in matrix_shape(spec))
 
 
 def find_matrices(buckets: Sequence, peers: Sequence[Mapping]) -> list[Matrix]:
     """The matrices of a pipeline rank, in an order that all ranks of its axis "stage" share. buckets: ShardedBuckets
     (zero.py) of matrices alone, laid out alike on all these ranks; peers: the place of each on every axis, by
-    collectives.peers_of. Of w_gate_up [E, 2F, H], 2E matrices [F, H], the rank whose experts begin at e has those from
-    2e on; of any other parameter a rank has a box of its one matrix."""
+    collectives.peers_of."""
     found: dict[tuple[str, int], Matrix] = {}
     for number, bucket in enumerate(buckets):
         for rank, places in enumerate(peers):
             axis = places[bucket.group.axis] if bucket.level else ALONE
             shard = shard_slice(bucket.numel, axis.size, axis.rank)
             for param in bucket.params:
-                spec, box = param.spec, local_box(param.spec, places)
-                shape, start = matrix_shape(spec), bucket.offset[param]
-                first = box[0].start * spec.matrices // spec.shape[0]  # number of the rank's first matrix
-                inside = box if spec.matrices == 1 else tuple(slice(0, n) for n in shape)  # experts are sharded whole
-                count = math.prod(box_shape(inside))
-                # Elements of the bucket: the shard's of this parameter from low to high, the matrix's from begin on.
-                low, high = max(shard.start, start), min(shard.stop, start + math.prod(box_shape(box)))
-                while low < high:
-                    i = (low - start) // count
-                    begin = start + i * count
-                    matrix = found.setdefault((spec.name, first + i), Matrix(shape, []))
-                    for part in boxes(inside, low - begin, min(high - begin, count)):
-                        place, size = low - shard.start, math.prod(box_shape(part))
-                        matrix.pieces.append(Piece(rank, number, slice(place, place + size), part))
-                        low += size
-    return [found[key] for key in sorted(found)]
+                start = bucket.offset[param] - shard.start  # of a matrix, in the shard; perhaps before it, or after
+                for i, box in matrices_of(param.spec, places):
+                    name, stop = (param.spec.name, i), start + math.prod(box_shape(box))
+                    place = max(start, 0)
+                    for part in boxes(box, place - start, min(stop, shard.stop - shard.start) - start):
+                        piece = Piece(name, part, rank, number, slice(place, place + math.prod(box_shape(part))))
+                        found.setdefault(name, Matrix(name, matrix_shape(param.spec), [])).pieces.append(piece)
+                        place = piece.place.stop
+                    start = stop
+    return [found[name] for name in sorted(found)]
 
 
 def choose_owners(matrices: Sequence[Matrix], n: int) -> list[int]:
@@ -127,7 +150,7 @@ def choose_owners(matrices: Sequence[Matrix], n: int) -> list[int]:
     for i in sorted(range(len(matrices)), key=lambda i: -costs[i]):
         held = [0] * n
         for piece in matrices[i].pieces:
-            held[piece.rank] += math.prod(box_shape(piece.box))
+            held[piece.rank] += piece.numel
         room = [rank for rank in range(n) if loads[rank] + costs[i] <= mean]
         owners[i] = (max(room, key=lambda rank: (held[rank], -loads[rank])) if room else
                      min(range(n), key=lambda rank: (loads[rank], -held[rank])))
@@ -151,86 +174,75 @@ class Muon:
     def __init__(self, buckets: Sequence, group: Group, peers: Sequence[Mapping]):
         assert len(peers) == group.size and all(param.spec.decay for bucket in buckets for param in bucket.params)
         self.buckets, self.group, first = buckets, group, buckets[0]
-        self.device = first.device
-        self.dtype = torch.bfloat16 if first.weights.itemsize == 2 else first.acc_dtype
         self.matrices = find_matrices(buckets, peers)
         self.owners = choose_owners(self.matrices, group.size)
-        self.to_owners, self.from_owners = (Exchange(group, self.dtype, self.device) for _ in range(2))
-        for i, (matrix, owner) in enumerate(zip(self.matrices, self.owners)):
+        dtype = torch.bfloat16 if first.weights.itemsize == 2 else first.acc_dtype
+        self.to_owners, self.from_owners = (Exchange(group, dtype, first.device) for _ in range(2))
+        for matrix, owner in zip(self.matrices, self.owners):
             pieces = senders(matrix.pieces, owner)
-            assert sum(math.prod(box_shape(piece.box)) for piece in pieces) == math.prod(matrix.shape)
+            assert sum(piece.numel for piece in pieces) == math.prod(matrix.shape)
             for piece in pieces:
-                self.to_owners.add(i, piece, source=piece.rank, target=owner)
+                self.to_owners.add(piece, source=piece.rank, target=owner)
             for piece in matrix.pieces:
-                self.from_owners.add(i, piece, source=owner, target=piece.rank)
+                self.from_owners.add(piece, source=owner, target=piece.rank)
 
-    def update(self, grads: Sequence[Tensor], *, lr: float, weight_decay: float, found_inf: Tensor) -> Iterator[None]:
-        """Update the master weights of all buckets, by the grads of their shards; nothing changes if found_inf is 1. A
-        generator: the first `next` starts the all-to-all of momenta, with which what the caller does then overlaps; a
-        second one updates."""
+    def update(self, grads: Sequence[Pending], *, lr: float, weight_decay: float,
+               found_inf: Tensor) -> Iterator[None]:
+        """Update the weights of all buckets by the grads of their shards; nothing changes if found_inf is 1. A
+        generator: up to `yield` it starts the all-to-all of momenta, which what the caller does then hides."""
         applied = found_inf == 0  # as the host does not read it, all is computed, and then not applied
-        updates = [self.add_to_momentum(bucket, grad, applied) for bucket, grad in zip(self.buckets, grads)]
-        self.to_owners.start(lambda i, piece: updates[piece.bucket][piece.place])
+        shards = [self.add_to_momentum(bucket, grad.wait(), applied) for bucket, grad in zip(self.buckets, grads)]
+        self.to_owners.start(lambda piece: shards[piece.bucket][piece.place])
         yield
-        wholes = {i: updates[0].new_empty(self.matrices[i].shape) for i, owner in enumerate(self.owners)
-                  if owner == self.group.rank}
-        self.to_owners.finish(lambda i, piece: wholes[i][piece.box])
-        self.to_updates(wholes)
-        self.from_owners.start(lambda i, piece: wholes[i][piece.box].flatten())
-        wholes.clear()
-        self.from_owners.finish(lambda i, piece: updates[piece.bucket][piece.place])
-        for bucket, update in zip(self.buckets, updates):
+        whole = {matrix.name: shards[0].new_empty(matrix.shape) for matrix, owner in zip(self.matrices, self.owners)
+                 if owner == self.group.rank}
+        self.to_owners.finish(lambda piece: whole[piece.matrix][piece.box])
+        replace_by_updates(whole)
+        self.from_owners.start(lambda piece: whole[piece.matrix][piece.box])
+        whole.clear()
+        self.from_owners.finish(lambda piece: shards[piece.bucket][piece.place])
+        for bucket, update in zip(self.buckets, shards):
             update = update.to(bucket.master.device, bucket.acc_dtype)
             rate = lr * applied.to(update)
             bucket.master.mul_(1 - weight_decay * rate).sub_(update.mul_(rate))
+            bucket.update_weights()
 
     def add_to_momentum(self, bucket, grad: Tensor, applied: Tensor) -> Tensor:
-        """-> the shard of N."""
+        """Update this rank's shard of M. Returns that of N, in the dtype and on the device of the exchange."""
         m = bucket.state["m"]
         grad = torch.where(applied, grad, m)  # a copy; if not applied, m does not change, and N is finite
         m.lerp_(grad, 1 - MOMENTUM)
-        return grad.lerp_(m, MOMENTUM).to(self.device, self.dtype)
-
-    def to_updates(self, wholes: dict[int, Tensor]) -> None:
-        """Replace matrices by their scaled updates. Those of a shape are multiplied together: experts are small."""
-        alike = defaultdict(list)
-        for i in wholes:
-            alike[self.matrices[i].shape].append(i)
-        for shape, own in alike.items():
-            most = max(1, STACKED // math.prod(shape))
-            for some in (own[start:start + most] for start in range(0, len(own), most)):
-                results = orthogonalize(torch.stack([wholes.pop(i) for i in some]))
-                wholes.update(zip(some, results.mul_(0.2 * max(shape)**0.5)))
+        return grad.lerp_(m, MOMENTUM).to(self.to_owners.nothing)
 
 
 class Exchange:
-    """An all-to-all of pieces, flat and in one tensor: for each rank those of the first matrix first."""
+    """An all-to-all of pieces, flat and in one tensor: for each rank those of the first matrix first. `start` and
+    `finish` take a function of a piece, which returns the view to send from, or to receive in."""
 
     def __init__(self, group: Group, dtype: torch.dtype, device: torch.device):
         self.group, self.nothing = group, torch.empty(0, dtype=dtype, device=device)
-        self.sends, self.receives = ([[] for _ in range(group.size)] for _ in range(2))  # by rank: (its number, piece)
+        self.sends, self.receives = ([[] for _ in range(group.size)] for _ in range(2))  # by the other rank: pieces
 
-    def add(self, i: int, piece: Piece, source: int, target: int) -> None:
+    def add(self, piece: Piece, source: int, target: int) -> None:
         if source == self.group.rank:
-            self.sends[target].append((i, piece))
+            self.sends[target].append(piece)
         if target == self.group.rank:
-            self.receives[source].append((i, piece))
+            self.receives[source].append(piece)
 
-    def start(self, read: Callable[[int, Piece], Tensor]) -> None:
-        """read: returns the values of a piece that this rank sends."""
-        values = torch.cat([self.nothing, *(read(i, piece) for to_one in self.sends for i, piece in to_one)])
-        output_splits, input_splits = ([sum(math.prod(box_shape(piece.box)) for _, piece in pieces) for pieces in lists]
-                                       for lists in (self.receives, self.sends))
+    def start(self, view: Callable[[Piece], Tensor]) -> None:
+        output_splits, input_splits = ([sum(piece.numel for piece in pieces) for pieces in by_rank]
+                                       for by_rank in (self.receives, self.sends))
+        values = torch.cat([self.nothing, *(view(piece).flatten() for piece in sum(self.sends, []))])
         received = self.nothing.new_empty(sum(output_splits))
         self.pending = all_to_all(received, values, output_splits, input_splits, self.group, async_op=True)
 
-    def finish(self, write: Callable[[int, Piece], Tensor]) -> None:
-        """write: returns the tensor that is to have the values of a piece that this rank receives."""
-        incoming, values = sum(self.receives, []), self.pending.wait()
+    def finish(self, view: Callable[[Piece], Tensor]) -> None:
+        incoming = sum(self.receives, [])
+        values = self.pending.wait().split([piece.numel for piece in incoming])
         del self.pending
-        for (i, piece), part in zip(incoming, values.split([math.prod(box_shape(piece.box)) for _, piece in incoming])):
-            into = write(i, piece)
-            into.copy_(part.view_as(into))
+        for piece, value in zip(incoming, values):
+            into = view(piece)
+            into.copy_(value.view_as(into))
 
 
 # ---- demo: python muon.py -------------------------------------------------------------------------------------------
@@ -246,13 +258,6 @@ def demo(group: Group) -> None:
     for t in 2, 4, 8:
         alone = torch.cat([orthogonalize(shard) for shard in momentum.chunk(t, dim=1)], dim=1)
         print(f"each shard of {t} ranks orthogonalised alone: {(alone - whole).norm() / whole.norm():.0%} off")
-    shapes = [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 2 + [(4096, 14336)]
-    matrices = [Matrix(shape, []) for _ in range(32) for shape in shapes]
-    for n in 8, 32, 64:
-        loads = [0] * n
-        for matrix, owner in zip(matrices, choose_owners(matrices, n)):
-            loads[owner] += orthogonalize_flops(*matrix.shape)
-        print(f"Llama 8B's matrices on {n:2d} owners: the busiest has {max(loads) * n / sum(loads):.2f} of the mean")
 
 
 if __name__ == "__main__":

@@ -19,32 +19,29 @@ sharding lies in between. So every gradient takes one path, `ShardedBucket.reduc
 questions: is a bucket cut into shards (>= 1)? Is its gradient reduced, and freed, after every micro-batch (>= 2)? Are
 its weights whole only while a unit (embedding, block or head) uses them (3)?
 
-Reductions are hidden under backward, all-gathers of levels 1 and 2 under the forward up to the unit that needs them,
-those of level 3 under the unit before, except a forward's first. At levels 2 and 3 at most two buckets' whole
-gradients per data axis exist at once, at level 3 two units' whole weights (more with afab, where the head's backward is
-far away); but a tied table's gradient waits for its second backward, and in a split backward (zb-*) a bucket's is kept
-until its weight gradients have been computed.
+Hidden are reductions under backward; all-gathers of levels 1 and 2 under the forward up to the unit that needs them,
+of level 3 under the unit before, except a forward's first. Alive are at levels 2 and 3 at most two buckets' whole
+gradients per data axis, at level 3 also two units' whole weights. But with afab the head's weights wait for its
+backward, a tied table's gradient waits for its second backward, and a split backward (zb-*) keeps a bucket's gradient
+until weight gradients have been computed.
 
 Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (FSDP: prefetching); Micikevicius et al. 2018 (mixed precision).
 Shapes: n ranks of the data axis, P parameters, A micro-batches per step.
 """
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import groupby
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.optim.adamw import adamw
-from torch.optim.sgd import sgd
 
 from collectives import ALONE, Group, Groups, Pending, all_gather, all_reduce, done, reduce_scatter, run_demo, sent
 from config import padded_elements
 from dp import Bucket, Units, assign_to_buckets
 from muon import Muon, kind_of
 from param import Box, Source, Spec, box_shape, boxes, is_first_replica, most_elements, parameter
+from update import UPDATE_RULES, LossScale
 
 
 def treatment(param: nn.Parameter) -> tuple:
@@ -248,44 +245,81 @@ class ShardedBucket(Bucket):
             self.update_weights()
 
 
+# ---- weights around a unit ------------------------------------------------------------------------------------------
+
+class UnitWeights:
+    """Hooks around a unit (embedding, block or head), so that its weights are whole while it uses them. U: unshard,
+    wait until they are (at levels 1 and 2 for the all-gather of the update). At level 3 also P: prefetch, start the
+    all-gather of the unit that runs next; R: reshard. The head's backward directly follows its forward.
+
+        forward     U1 P2 [unit 1] R1     U2 P3 [unit 2] R2     U3 [head] P2
+        backward          [head]   R3     U2 P1 [unit 2] R2     U1 [unit 1] R1
+
+    following: of the unit that runs next in a forward.
+    """
+
+    def __init__(self, unit: nn.Module, buckets: list[ShardedBucket], following: "UnitWeights | None", is_head: bool):
+        self.buckets, self.following, self.is_head = buckets, following, is_head
+        # Of the unit whose backward follows, which has set this in its forward; not so a unit without a backward (the
+        # embedding, whose input is token ids): it is not prefetched.
+        self.previous: UnitWeights | None = None
+        unit.register_forward_pre_hook(self.before_forward)
+        unit.register_forward_hook(self.after_forward)
+
+    def unshard(self, then: "UnitWeights | None") -> None:
+        for bucket in self.buckets:
+            bucket.unshard()
+        if then:
+            then.prefetch()
+
+    def prefetch(self) -> None:
+        for bucket in self.buckets:
+            bucket.prefetch()
+
+    def reshard(self) -> None:
+        for bucket in self.buckets:
+            bucket.reshard()
+
+    def before_forward(self, unit: nn.Module, inputs: tuple) -> tuple:
+        self.unshard(self.following)
+        x, *others = inputs
+        if x.requires_grad:  # its gradient is the last that the unit's backward computes with weights: reshard then
+            return CallInBackward.apply(x, self.reshard), *others
+        # An evaluation has no backward, and the embedding's (x: token ids) reads no weights. Any other would miss them.
+        if torch.is_grad_enabled() and x.is_floating_point() and any(bucket.level == 3 for bucket in self.buckets):
+            raise ValueError(f"ZeRO level 3: the input of {type(unit).__name__} does not require grad, so its weights "
+                             "would be missing in backward: call x.requires_grad_()")
+        return inputs
+
+    def after_forward(self, unit: nn.Module, inputs: tuple, y: Tensor) -> Tensor:
+        if not inputs[0].requires_grad:
+            self.reshard()
+            return y
+        if self.following:
+            self.following.previous = self
+        if self.is_head:
+            if self.previous:
+                self.previous.prefetch()
+            return y
+        self.reshard()
+        return CallInBackward.apply(y, lambda: self.unshard(self.previous))
+
+
+class CallInBackward(Function):
+    """The identity, which calls `action` before its backward passes the gradient on."""
+
+    @staticmethod
+    def forward(ctx, x, action):
+        ctx.action = action
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.action()
+        return grad, None
+
+
 # ---- the update -----------------------------------------------------------------------------------------------------
-
-class UpdateRule(NamedTuple):
-    """state: names of the tensors that it remembers, each as large as the weights. apply(weights, grads, *state,
-    steps=, lr=, betas=, eps=, weight_decay=, found_inf=, grad_scale=) changes lists of flat tensors, unless the tensor
-    found_inf is 1: it must see to that, as the host does not read it. It divides the gradients by grad_scale, unless
-    that is None. matrices: what updates matrices in its place."""
-    state: tuple[str, ...]
-    apply: Callable[..., None]
-    matrices: type[Muon] | None = None
-
-
-def apply_adamw(weights, grads, m, v, *, steps, betas, **settings) -> None:
-    steps_of = [steps.clone() for _ in weights]  # adamw increments them in place
-    adamw(weights, grads, m, v, [], steps_of, beta1=betas[0], beta2=betas[1], fused=True, amsgrad=False,
-          maximize=False, **settings)
-
-
-def apply_sgd(weights, grads, *, lr, weight_decay, found_inf, grad_scale, **_) -> None:
-    sgd(weights, grads, [None] * len(weights), lr=lr, weight_decay=weight_decay, found_inf=found_inf,
-        grad_scale=grad_scale, fused=True, momentum=0.0, dampening=0.0, nesterov=False, maximize=False)
-
-
-UPDATE_RULES = {"adamw": UpdateRule(("m", "v"), apply_adamw), "sgd": UpdateRule((), apply_sgd),
-                "muon": UpdateRule(("m", "v"), apply_adamw, Muon)}
-
-
-class LossScale:
-    """The factor of fp16 losses, by the rule of torch's GradScaler, which would search all gradients for infinities:
-    halved when a gradient overflows, doubled after `interval` steps in a row without overflow."""
-
-    def __init__(self, device: torch.device, start: float = 2.0**16, interval: int = 2000):
-        self.value, self.interval = torch.tensor(start, device=device), interval
-        self.good_steps = torch.tensor(0, dtype=torch.int32, device=device)
-
-    def update(self, found_inf: Tensor) -> None:
-        torch._amp_update_scale_(self.value, self.good_steps, found_inf, 2.0, 0.5, self.interval)
-
 
 class Optimizer:
     """The buckets of a model and their update: `load` once; then, in each step, begin_step, all backwards, finish_step
@@ -304,22 +338,28 @@ class Optimizer:
                  clip: float = 1.0, moments_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None,
                  head: nn.Module | None = None, offload: Callable | None = None, peers: Sequence = ()):
         self.rule = UPDATE_RULES[rule]
+        kind = kind_of if rule == "muon" else lambda spec: None
         settings = dict(level=level, moments_dtype=moments_dtype, reduce_dtype=reduce_dtype, running={},
                         offload=offload)
-        kind = kind_of if self.rule.matrices else lambda spec: None  # buckets of matrices are updated together
-        self.buckets, of_matrices = [], []
+        self.buckets, self.of_matrices = [], []  # all; those that Muon updates together
         for params in assign_to_buckets(units, 0 if level == 3 else bucket_mb, groups, kind):
             is_matrix = kind(next(iter(params)).spec) == "matrix"
-            state = (self.rule.matrices if is_matrix else self.rule).state
+            state = Muon.state if is_matrix else self.rule.state
             self.buckets.append(ShardedBucket(params, groups, rule_state=state, **settings))
             if is_matrix:
-                of_matrices.append(self.buckets[-1])
-        self.matrices = self.rule.matrices(of_matrices, groups["stage"], peers or [groups]) if of_matrices else None
-        self.world, self.head, device = groups["world"], head, self.buckets[0].device
-        self.clip, self.weight_decay, self.rule_settings = clip, weight_decay, dict(betas=betas, eps=eps)
+                self.of_matrices.append(self.buckets[-1])
+        self.muon = Muon(self.of_matrices, groups["stage"], peers or [groups]) if self.of_matrices else None
+        self.world, device = groups["world"], self.buckets[0].device
+        self.clip, self.weight_decay = clip, weight_decay
+        self.rule_settings = dict(betas=betas, eps=eps)
         self.steps = torch.zeros((), device=device)  # updates so far, for AdamW's bias correction
         self.loss_scale = LossScale(device) if self.buckets[0].weights.dtype == torch.float16 else None
-        self.attach_unshard_hooks(units)
+        bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
+        for modules in units.values():
+            following = None
+            for unit in reversed(modules):
+                buckets = list(dict.fromkeys(bucket_of[param] for param in unit.parameters()))
+                following = UnitWeights(unit, buckets, following, unit is head)
 
     def load(self, source: Source, what: str = "master") -> None:
         """Fill the tensors `what` of the buckets' states, where there are such, from a source. Every rank calls it."""
@@ -333,7 +373,7 @@ class Optimizer:
             bucket.begin_step(micro_batches)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """What to call backward on: the loss, times the loss scale in fp16 runs."""
+        """What to call backward on, the loss or a factor of it: in fp16 runs times the loss scale."""
         return loss * self.loss_scale.value if self.loss_scale else loss
 
     def finish_step(self) -> None:
@@ -355,112 +395,31 @@ class Optimizer:
         found_inf = (~norm.isfinite()).float()
         factor = unscale * (self.clip / (norm + 1e-6)).clamp(max=1) if self.clip else unscale
         # A rule's kernel scales gradients as it reads them, which saves a pass over them, but takes the scale in fp32.
-        of_matrices = self.matrices.buckets if self.matrices else []
+        # Muon has no such kernel.
         is_fp64 = factor.dtype == torch.float64
-        for bucket in self.buckets if is_fp64 else of_matrices:
+        for bucket in self.buckets if is_fp64 else self.of_matrices:
             bucket.grad_shard.mul_(factor)
+        grad_scale = torch.ones((), device=factor.device) if is_fp64 else 1 / factor
         grads = {bucket: bucket.start_update() for bucket in self.buckets}
         where = self.buckets[0].master.device
-        scalars, grad_scale = dict(lr=lr, found_inf=found_inf.to(where)), None if is_fp64 else (1 / factor).to(where)
-        updating = iter(())  # of matrices: up to its `yield` it starts an exchange, which the other updates hide
-        if self.matrices:
-            updating = self.matrices.update([grads.pop(bucket).wait() for bucket in of_matrices],
-                                            weight_decay=self.weight_decay, **scalars)
-        next(updating, None)  # starts it
+        scalars = dict(lr=lr, weight_decay=self.weight_decay, found_inf=found_inf.to(where))
+        of_muon = [grads.pop(bucket) for bucket in self.of_matrices]
+        updating = self.muon.update(of_muon, **scalars) if self.muon else iter(())
+        next(updating, None)  # starts an exchange, which the other updates hide
+        scalars |= dict(steps=self.steps.to(where), grad_scale=grad_scale.to(where), **self.rule_settings)
         for bucket, grad in grads.items():
-            self.update(bucket, grad.wait(), steps=self.steps.to(where), grad_scale=grad_scale, **scalars)
+            self.rule.update(bucket, grad.wait(), **scalars)
             bucket.update_weights()
-        next(updating, None)  # the rest
-        for bucket in of_matrices:
-            bucket.update_weights()
+        next(updating, None)  # the rest of Muon's
         self.steps += 1 - found_inf
         if self.loss_scale:
             self.loss_scale.update(found_inf)
         return norm
 
-    def update(self, bucket: ShardedBucket, grad: Tensor, **scalars) -> None:
-        """Apply the rule to this rank's shard, in the accumulation dtype: to what decays, then to what does not."""
-        moments = {name: bucket.state[name].to(bucket.acc_dtype) for name in self.rule.state}  # a copy only if bf16
-        for decays in (True, False):
-            lists = [[part for spec, part in bucket.parts(flat) if spec.decay == decays]
-                     for flat in (bucket.master, grad, *moments.values())]
-            if lists[0]:
-                self.rule.apply(*lists, weight_decay=self.weight_decay if decays else 0.0, **self.rule_settings,
-                                **scalars)
-        for name, moment in moments.items():
-            if moment is not bucket.state[name]:
-                bucket.state[name].copy_(moment)
-
     def extra_state(self) -> dict[str, Tensor]:
         """Scalars that belong to no parameter and are the same on every rank. To restore them, copy into them."""
         scale = self.loss_scale
         return {"steps": self.steps} | ({"scale": scale.value, "good_steps": scale.good_steps} if scale else {})
-
-    # Hooks around each unit's forward and backward. U: unshard, wait until the weights are whole (at levels 1 and 2 for
-    # the all-gather of the update). At level 3 also P: prefetch, start the all-gather of the unit that runs next; R:
-    # reshard.
-    #
-    #     forward     U1 P2 [unit 1] R1     U2 P3 [unit 2] R2     U3 [unit 3, the head], whose backward follows: P2
-    #     backward          [unit 3] R3     U2 P1 [unit 2] R2     U1 [unit 1] R1
-
-    def attach_unshard_hooks(self, units: Units) -> None:
-        bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
-        self.buckets_of: dict[nn.Module | None, list[ShardedBucket]] = {None: []}
-        # Unit -> the unit whose backward follows its own. after_forward fills it, but not by a unit without a backward
-        # (the embedding, whose input is token ids), which is so never prefetched.
-        self.previous: dict[nn.Module | None, nn.Module] = {}
-        for modules in units.values():
-            for unit, following in zip(modules, [*modules[1:], None]):
-                self.buckets_of[unit] = list(dict.fromkeys(bucket_of[param] for param in unit.parameters()))
-                unit.register_forward_pre_hook(partial(self.before_forward, following))
-                unit.register_forward_hook(partial(self.after_forward, following))
-
-    def unshard(self, unit: nn.Module, then: nn.Module | None) -> None:
-        for bucket in self.buckets_of[unit]:
-            bucket.unshard()
-        for bucket in self.buckets_of[then]:
-            bucket.prefetch()
-
-    def reshard(self, unit: nn.Module) -> None:
-        for bucket in self.buckets_of[unit]:
-            bucket.reshard()
-
-    def before_forward(self, following: nn.Module | None, unit: nn.Module, inputs: tuple) -> tuple:
-        self.unshard(unit, following)
-        x, *others = inputs
-        if x.requires_grad:  # its gradient is the last that the unit's backward computes with weights: reshard then
-            return CallInBackward.apply(x, partial(self.reshard, unit)), *others
-        # An evaluation has no backward, and the embedding's (x: token ids) reads no weights. Any other would miss them.
-        if torch.is_grad_enabled() and x.is_floating_point() and any(b.level == 3 for b in self.buckets_of[unit]):
-            raise ValueError(f"ZeRO level 3: the input of {type(unit).__name__} does not require grad, so its weights "
-                             "would be missing in backward: call x.requires_grad_()")
-        return inputs
-
-    def after_forward(self, following: nn.Module | None, unit: nn.Module, inputs: tuple, y: Tensor) -> Tensor:
-        if not inputs[0].requires_grad:
-            self.reshard(unit)
-            return y
-        self.previous[following] = unit
-        if unit is self.head:
-            for bucket in self.buckets_of[self.previous.get(unit)]:
-                bucket.prefetch()
-            return y
-        self.reshard(unit)
-        return CallInBackward.apply(y, lambda: self.unshard(unit, self.previous.get(unit)))
-
-
-class CallInBackward(Function):
-    """The identity, which calls `action` before its backward passes the gradient on."""
-
-    @staticmethod
-    def forward(ctx, x, action):
-        ctx.action = action
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.action()
-        return grad, None
 
 
 # ---- demo: python zero.py -------------------------------------------------------------------------------------------

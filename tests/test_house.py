@@ -39,6 +39,7 @@ run.offload
 model
 zero
 muon
+update
 dp
 tp
 cp
@@ -78,7 +79,7 @@ FOLDER_LINES = dict(bench=2125, learn=2884, plan=2932, run=4135)
 CHAIN = 10  # files of the longest chain of imports
 READ = 9, 3678  # the most files, and their lines, that a technique and all that it imports are
 SHARED = {"collectives", "schedules", "param", "operations", "recompute", "kernels", "flash",
-          "config"}
+          "config", "update"}
 TECHNIQUES = {"dp": set(), "zero": {"dp", "muon"}, "muon": set(), "tp": set(), "cp": set(), "pp": {"schedules"},
               "ep": set(), "fp8": set()}
 

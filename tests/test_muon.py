@@ -16,6 +16,7 @@ from plan import costs
 from run.dryrun import fake_tensors, fake_world
 from run.meter import Meter
 from test_grids import DEEPSEEK, MIXTRAL, cases, equals_one_process
+from update import UpdateRule
 from zero import Optimizer
 
 GRIDS = [
@@ -85,7 +86,7 @@ def test_owners_of_a_llama_have_equal_work_and_get_most_from_few(flags, n):
     with fake_world(world, 0), fake_tensors():
         groups = build_groups(settings.grid, settings.model)
         model = train.build_model(settings, groups, "cpu")
-        muon = train.build_optimizer(settings, model, groups).matrices
+        muon = train.build_optimizer(settings, model, groups).muon
     assert len(muon.matrices) == 7 * len(model.blocks)
     work = [0] * n
     for matrix, owner in zip(muon.matrices, muon.owners):
@@ -106,7 +107,7 @@ def sent_for_matrices(grid: str) -> tuple[int, int]:
     train.forward_backward(model, optimizer, share, groups)
     sent.clear()
     optimizer.step(0.01)
-    return sent["stage"], sum(math.prod(matrix.shape) for matrix in optimizer.matrices.matrices)
+    return sent["stage"], sum(math.prod(matrix.shape) for matrix in optimizer.muon.matrices)
 
 
 @pytest.mark.parametrize("grid, least, most", [("--micro-batch 12 --tp 4", 2, 2), ("--micro-batch 6 --zero 1", 0.1, 2),
@@ -123,8 +124,9 @@ def test_the_exchange_is_hidden_under_the_other_updates():
     """Order of events: momenta are sent, vectors and tables are updated, then the owners wait."""
     groups, model, optimizer, share = ready("--micro-batch 12 --optimizer muon")
     train.forward_backward(model, optimizer, share, groups)
-    exchange = optimizer.matrices.to_owners
-    with in_order((exchange, "start", "send"), (exchange, "finish", "wait"), (optimizer, "update", "update")) as events:
+    exchange = optimizer.muon.to_owners
+    with in_order((exchange, "start", "send"), (exchange, "finish", "wait"),
+                  (UpdateRule, "update", "update")) as events:
         optimizer.step(0.01)
     assert events[0] == "send" and events[-1] == "wait" and set(events[1:-1]) == {"update"}
 

@@ -68,9 +68,9 @@ def held(flags: str, dtype: torch.dtype) -> dict:
     with meter:
         train.forward_backward(model, optimizer, share, groups)
         optimizer.step(1e-3)
-    for unit in model.units()[0]:  # let the last all-gather of stages 1 and 2 arrive
-        optimizer.unshard(unit, None)
-        optimizer.reshard(unit)
+    for bucket in optimizer.buckets:  # let the last all-gather of levels 1 and 2 arrive
+        bucket.unshard()
+        bucket.reshard()
     rest, meter.peak = meter.settled(), type(meter.peak)()
     with meter:
         train.forward_backward(model, optimizer, share, groups)

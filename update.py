@@ -1,0 +1,63 @@
+"""The update of weights, element by element: rules of optimizers, and the loss scale of fp16 runs.
+
+A rule changes lists of flat tensors, a rank's shards of whatever parameters they are, in the dtype in which gradients
+are accumulated. (muon.py updates matrices as a whole.) Two tensors stay on the device, as the host would wait to read
+them: found_inf, 1 if a gradient is not finite, when nothing may change; and grad_scale, which gradients are divided by:
+the loss scale, and what clipping takes.
+
+Loshchilov & Hutter 2019 (AdamW); Micikevicius et al. 2018 (mixed precision: master weights, loss scale).
+"""
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
+
+
+class UpdateRule(NamedTuple):
+    """state: names of the tensors that it remembers, each as large as the weights. apply(weights, grads, *state,
+    steps=, lr=, betas=, eps=, weight_decay=, found_inf=, grad_scale=) changes weights and state."""
+    state: tuple[str, ...]
+    apply: Callable[..., None]
+
+    def update(self, bucket, grad: Tensor, *, weight_decay: float, **settings) -> None:
+        """Apply it to this rank's shard of a bucket (zero.py): to what decays, then to what does not."""
+        moments = {name: bucket.state[name].to(bucket.acc_dtype) for name in self.state}  # a copy only if bf16
+        for decays in (True, False):
+            lists = [[part for spec, part in bucket.parts(flat) if spec.decay == decays]
+                     for flat in (bucket.master, grad, *moments.values())]
+            if lists[0]:
+                self.apply(*lists, weight_decay=weight_decay if decays else 0.0, **settings)
+        for name, moment in moments.items():
+            if moment is not bucket.state[name]:
+                bucket.state[name].copy_(moment)
+
+
+def apply_adamw(weights, grads, m, v, *, steps, betas, **settings) -> None:
+    steps_of = [steps.clone() for _ in weights]  # adamw increments them in place
+    adamw(weights, grads, m, v, [], steps_of, beta1=betas[0], beta2=betas[1], fused=True, amsgrad=False,
+          maximize=False, **settings)
+
+
+def apply_sgd(weights, grads, *, lr, weight_decay, found_inf, grad_scale, **_) -> None:
+    sgd(weights, grads, [None] * len(weights), lr=lr, weight_decay=weight_decay, found_inf=found_inf,
+        grad_scale=grad_scale, fused=True, momentum=0.0, dampening=0.0, nesterov=False, maximize=False)
+
+
+# By --optimizer; with muon of all but matrices.
+UPDATE_RULES = {"adamw": UpdateRule(("m", "v"), apply_adamw), "sgd": UpdateRule((), apply_sgd)}
+UPDATE_RULES["muon"] = UPDATE_RULES["adamw"]
+
+
+class LossScale:
+    """The factor of fp16 losses, by the rule of torch's GradScaler, which would search all gradients for infinities:
+    halved when a gradient overflows, doubled after `interval` steps in a row without overflow."""
+
+    def __init__(self, device: torch.device, start: float = 2.0**16, interval: int = 2000):
+        self.value, self.interval = torch.tensor(start, device=device), interval
+        self.good_steps = torch.tensor(0, dtype=torch.int32, device=device)
+
+    def update(self, found_inf: Tensor) -> None:
+        torch._amp_update_scale_(self.value, self.good_steps, found_inf, 2.0, 0.5, self.interval)
