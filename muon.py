@@ -109,16 +109,14 @@ class Matrix(NamedTuple):
     pieces: list[Piece]
 
 
-def matrices_of(spec: Spec, places: Mapping) -> Iterator[tuple[int, Box]]:
-    """What a rank has of a parameter before ZeRO cuts it, in order: a matrix's number, and the box that it has of it.
-    Of experts' matrices, [E, 2F, H] with 2E of [F, H], a rank has some whole; of any other, which is one, a box."""
+def stacked_box(spec: Spec, places: Mapping) -> Box:
+    """What a rank has of a parameter before ZeRO cuts it, of the shape [spec.matrices, R, C]: of w_gate_up [E, 2F, H],
+    2E matrices [F, H], some whole ones; of any other parameter a box of its one matrix."""
     box = local_box(spec, places)
     if spec.matrices == 1:
-        yield 0, box
-    else:
-        each = spec.matrices // spec.shape[0]  # of an expert
-        for number in range(box[0].start * each, box[0].stop * each):
-            yield number, tuple(slice(0, n) for n in matrix_shape(spec))
+        return slice(0, 1), *box
+    each = spec.matrices // spec.shape[0]  # of an expert
+    return slice(box[0].start * each, box[0].stop * each), *(slice(0, n) for n in matrix_shape(spec))
 
 
 def find_matrices(buckets: Sequence, peers: Sequence[Mapping]) -> list[Matrix]:
@@ -131,15 +129,15 @@ def find_matrices(buckets: Sequence, peers: Sequence[Mapping]) -> list[Matrix]:
             axis = places[bucket.group.axis] if bucket.level else ALONE
             shard = shard_slice(bucket.numel, axis.size, axis.rank)
             for param in bucket.params:
-                start = bucket.offset[param] - shard.start  # of a matrix, in the shard; perhaps before it, or after
-                for i, box in matrices_of(param.spec, places):
-                    name, stop = (param.spec.name, i), start + math.prod(box_shape(box))
-                    place = max(start, 0)
-                    for part in boxes(box, place - start, min(stop, shard.stop - shard.start) - start):
-                        piece = Piece(name, part, rank, number, slice(place, place + math.prod(box_shape(part))))
-                        found.setdefault(name, Matrix(name, matrix_shape(param.spec), [])).pieces.append(piece)
-                        place = piece.place.stop
-                    start = stop
+                box, begin = stacked_box(param.spec, places), bucket.offset[param]
+                place, stop = max(shard.start, begin), min(shard.stop, begin + math.prod(box_shape(box)))
+                for some, *part in boxes(box, place - begin, stop - begin):  # none if it has no elements in the shard
+                    count = math.prod(box_shape(part))
+                    for i in range(some.start, some.stop):
+                        name, in_shard = (param.spec.name, i), slice(place - shard.start, place - shard.start + count)
+                        matrix = found.setdefault(name, Matrix(name, matrix_shape(param.spec), []))
+                        matrix.pieces.append(Piece(name, tuple(part), rank, number, in_shard))
+                        place += count
     return [found[name] for name in sorted(found)]
 
 
