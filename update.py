@@ -25,9 +25,9 @@ class UpdateRule(NamedTuple):
     def update(self, bucket, grad: Tensor, *, weight_decay: float, **settings) -> None:
         """Apply it to this rank's shard of a bucket (zero.py): to what decays, then to what does not."""
         moments = {name: bucket.state[name].to(bucket.acc_dtype) for name in self.state}  # a copy only if bf16
+        parts = [list(bucket.parts(flat)) for flat in (bucket.master, grad, *moments.values())]
         for decays in (True, False):
-            lists = [[part for spec, part in bucket.parts(flat) if spec.decay == decays]
-                     for flat in (bucket.master, grad, *moments.values())]
+            lists = [[part for spec, part in of_flat if spec.decay == decays] for of_flat in parts]
             if lists[0]:
                 self.apply(*lists, weight_decay=weight_decay if decays else 0.0, **settings)
         for name, moment in moments.items():
