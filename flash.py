@@ -97,16 +97,17 @@ def store_tile(x, tile, b, h, start, S, D: tl.constexpr, WIDTH: tl.constexpr, CO
 
 
 @triton.jit
-def visible(i, j, i_document, j_document, columns, offset, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Whether queries i see keys j, as operations.Mask.visible, and there are these keys. i_document: or None."""
-    seen = j < columns
+def hide(scores, hidden, i, j, i_document, j_document, columns, offset, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Replace with `hidden` the scores of queries i and keys j that operations.Mask hides, or where there is no key.
+    j_document: None if there are no documents."""
+    scores = tl.where(j < columns, scores, hidden)
     if CAUSAL:
-        seen = seen & (j <= i + offset)
+        scores = tl.where(j <= i + offset, scores, hidden)
     if WINDOW:
-        seen = seen & (j > i + offset - WINDOW)
-    if i_document is not None:
-        seen = seen & (i_document == j_document)
-    return seen
+        scores = tl.where(j > i + offset - WINDOW, scores, hidden)
+    if j_document is not None:
+        scores = tl.where(i_document == j_document, scores, hidden)
+    return scores
 
 
 @triton.jit
@@ -132,7 +133,7 @@ def find_keys(b, start, q_documents, k_documents, rows, columns, offset, ROWS: t
               CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """Of a tile of queries from `start` on: (documents [ROWS, 1], masked_from, stop). Keys from `stop` on are hidden;
     keys before masked_from need no mask or, if there are documents or a window, are hidden, too."""
-    i_document, masked_from, stop = None, columns, columns
+    i_document, masked_from, stop = 0, columns, columns
     if CAUSAL:
         masked_from = tl.minimum(tl.maximum(start + 1 + offset, 0), columns)
         stop = tl.minimum(tl.maximum(tl.minimum(start + ROWS, rows) + offset, 0), columns)
@@ -173,8 +174,8 @@ def flash_forward_kernel(q, k, v, o, lse, q_documents, k_documents, scale, group
             if MASKED:
                 j = n + tl.arange(0, COLUMNS)
                 j_document = tl.load(k_documents + b * columns + j, j < columns)[None, :] if DOCUMENTS else None
-                seen = visible(i[:, None], j[None, :], i_document, j_document, columns, offset, CAUSAL, WINDOW)
-                s = tl.where(seen, s, -float("inf"))
+                s = hide(s, -float("inf"), i[:, None], j[None, :], i_document, j_document, columns, offset, CAUSAL,
+                         WINDOW)
             higher = tl.maximum(top, tl.max(s, 1) * scale)
             shift = tl.where(higher == -float("inf"), 0.0, higher) if MASKED else higher  # -inf: no visible key yet
             p = tl.exp2(s * scale - shift[:, None])
@@ -213,8 +214,7 @@ def flash_dq_kernel(q, k, v, o, do, dq, lse, delta, q_documents, k_documents, sc
             if MASKED:
                 j = n + tl.arange(0, COLUMNS)
                 j_document = tl.load(k_documents + b * columns + j, j < columns)[None, :] if DOCUMENTS else None
-                seen = visible(i[:, None], j[None, :], i_document, j_document, columns, offset, CAUSAL, WINDOW)
-                p = tl.where(seen, p, 0.0)
+                p = hide(p, 0.0, i[:, None], j[None, :], i_document, j_document, columns, offset, CAUSAL, WINDOW)
             ds = p * (tl.dot(grads, tl.trans(values), input_precision="ieee") - own_delta[:, None])
             out = tl.dot(ds.to(keys.dtype), keys, out, input_precision="ieee")
     store_tile(dq, out * (scale / LOG2_E), b, h, start, rows, D, WIDTH, ROWS)
@@ -254,8 +254,7 @@ def flash_dkv_kernel(q, k, v, do, dk, dv, lse, delta, q_documents, k_documents, 
             row_delta = tl.load(delta + row + i, i < rows, other=0.0)
             p = tl.exp2(tl.dot(keys, tl.trans(queries), input_precision="ieee") * scale - row_lse[None, :])
             i_document = tl.load(q_documents + i, i < rows)[None, :] if DOCUMENTS else None
-            seen = visible(i[None, :], j[:, None], i_document, j_document, columns, offset, CAUSAL, WINDOW)
-            p = tl.where(seen, p, 0.0)
+            p = hide(p, 0.0, i[None, :], j[:, None], i_document, j_document, columns, offset, CAUSAL, WINDOW)
             grad_v = tl.dot(p.to(grads.dtype), grads, grad_v, input_precision="ieee")
             ds = p * (tl.dot(values, tl.trans(grads), input_precision="ieee") - row_delta[None, :])
             grad_k = tl.dot(ds.to(queries.dtype), queries, grad_k, input_precision="ieee")
