@@ -102,7 +102,6 @@ class Route(NamedTuple):
     output_splits: list[int]  # copies received from each rank
     rows_per_expert: list[int]  # of this rank's experts
     ends: Tensor  # [e], on the device, int32: where the rows of each expert end
-    coefficients: tuple[Tensor, Tensor] | None  # see Router.loss_coefficients
 
     def dispatch(self, tokens: Tensor, gates: Tensor) -> "Dispatch":
         return Dispatch(tokens, gates, self)
@@ -130,21 +129,22 @@ class Router:
         """Where tokens [T, H] are sent, and their gates [T, k]. group: of expert parallelism."""
         logits = RouterLogits.apply(x, self.weight)
         scores = logits.softmax(-1) if self.model.router == "softmax" else logits.sigmoid()
-        route = decide_once(lambda: self.route(scores.detach(), info, group))
+        route, coefficients = decide_once(lambda: self.decide(scores.detach(), info, group))
         gates = scores.gather(-1, route.chosen)
         if self.model.router_norm:
             gates = normalise(gates)
         gates = gates * self.model.router_scale
-        if route.coefficients is not None:
-            loss = self.auxiliary_loss(logits, scores, info, route.coefficients)
+        if coefficients is not None:
+            loss = self.auxiliary_loss(logits, scores, info, coefficients)
             gates = AddAuxiliaryLoss.apply(gates, loss * info.aux_loss_scale)
             if not is_recomputing():
                 self.loss += loss.detach()
         return route, gates
 
     @torch.no_grad()
-    def route(self, scores: Tensor, info: RoutingInfo, group: Group) -> Route:
-        """Choose experts, count loads, and exchange how many rows each rank will send."""
+    def decide(self, scores: Tensor, info: RoutingInfo, group: Group) -> tuple[Route, tuple[Tensor, Tensor] | None]:
+        """Choose experts, count loads, and exchange how many rows each rank will send; the second is loss_coefficients'
+        result, or None."""
         E, chosen = self.model.experts, choose_experts(scores + self.bias, self.model)
         cells = (info.sequence_ids[:, None] * E + chosen).flatten()  # each choice's cell in a table [B + 1, E]
         counts = cells.new_zeros((info.sequences + 1) * E).scatter_add_(0, cells, torch.ones_like(cells)).view(-1, E)
@@ -153,7 +153,7 @@ class Router:
             self.load += counts[:-1].sum(0)
             if self.balance.aux_loss or self.balance.z_loss:
                 coefficients = self.loss_coefficients(counts[:-1], info)
-        return make_route(chosen, counts.sum(0), group, coefficients)  # padding, too, is sent and computed
+        return make_route(chosen, counts.sum(0), group), coefficients  # padding, too, is sent and computed
 
     def loss_coefficients(self, counts: Tensor, info: RoutingInfo) -> tuple[Tensor, Tensor]:
         """The factors of probabilities, [B + 1, E], and of squared logsumexps, [B + 1, 1], in the losses of their
@@ -224,7 +224,7 @@ def normalise(scores: Tensor) -> Tensor:
     return scores / (scores.sum(-1, keepdim=True) + 1e-20)  # all sigmoids of a token may underflow
 
 
-def make_route(chosen: Tensor, loads: Tensor, group: Group, coefficients: tuple[Tensor, Tensor] | None) -> Route:
+def make_route(chosen: Tensor, loads: Tensor, group: Group) -> Route:
     """The Route of tokens that chose experts [T, k]. loads: [E], how many of them chose each expert."""
     (T, k), n, e = chosen.shape, group.size, len(loads) // group.size
     is_sent = chosen.new_zeros(T, n, dtype=torch.bool).scatter_(1, chosen // e, True)  # to a rank with any of them
@@ -237,8 +237,7 @@ def make_route(chosen: Tensor, loads: Tensor, group: Group, coefficients: tuple[
         experts = exchange_rows(to_ranks.permute(chosen).int(), output_splits, input_splits, group)  # [M, k]
     to_experts = sort_copies(experts - e * group.rank, e, sum(rows_per_expert))
     ends = to_device(torch.tensor([*accumulate(rows_per_expert)], dtype=torch.int32), chosen.device)
-    return Route(group, chosen, to_ranks, to_experts, input_splits=input_splits, output_splits=output_splits,
-                 rows_per_expert=rows_per_expert, ends=ends, coefficients=coefficients)
+    return Route(group, chosen, to_ranks, to_experts, input_splits, output_splits, rows_per_expert, ends)
 
 
 def exchange_counts(counts: Tensor, T: int, k: int, group: Group) -> tuple[list[int], list[int], list[int]]:
