@@ -348,7 +348,8 @@ def test_a_mixture_of_experts_keeps_what_the_formula_says(mode, flags):
     arena = recompute.arena.shards, recompute.arena.whole
     nbytes, flops = saved_and_flops(partial(recompute, block), x, [norm.weight, *layer.parameters(), *few, *arena])
     made = experts_half(model, layer_options(settings, 4))
-    decides = mode == "full" and (optim.aux_loss or optim.router_z_loss)  # then the second run needs the first's factors
+    # Of the losses' factors backward needs none; but a block that runs again takes over those of its first run.
+    decides = mode == "full" and (optim.aux_loss or optim.router_z_loss)
     coefficients = 3 * (model.experts + 1) * 4 if decides else 0
     # The ends of the experts' rows, made of a list, are none of the storages that a meter sees.
     assert nbytes == 2 * S * saved_bytes(made, mode) + coefficients
