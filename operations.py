@@ -149,19 +149,16 @@ def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
 
 # ---- rotary embedding -----------------------------------------------------------------------------------------------
 
-def rotate_halves_(x: Tensor, cos: Tensor, sin: Tensor, heads: int, sign: float) -> None:
-    """Rotate the pairs (x[i], x[i + D/2]) of the first `heads` heads of x [B, S, N, D] by sign x angle, in place."""
-    if try_kernel(x, lambda kernels: kernels.rope_(x, cos, sin, heads, sign)) is None:
-        rotate_pairs_(*x[:, :, :heads].chunk(2, -1), cos, sin, sign)
-
-
-def rotate_tail_(x: Tensor, cos: Tensor, sin: Tensor, heads: int, sign: float) -> None:
-    """Rotate the pairs (x[2i], x[2i + 1]) of the last channels, two for every angle."""
-    tail = x[:, :, :heads, x.shape[-1] - 2 * cos.shape[-1]:]
-    rotate_pairs_(tail[..., 0::2], tail[..., 1::2], cos, sin, sign)
-
-
-def rotate_pairs_(a: Tensor, b: Tensor, cos: Tensor, sin: Tensor, sign: float) -> None:
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor, heads: int, sign: float, tail: bool) -> None:
+    """Rotate pairs of channels (a, b) of the first `heads` heads of x [B, S, N, D] by sign x angle, in place. Pairs are
+    (x[i], x[i + D/2]); or, of the tail, the last channels, two for every angle, (x[2i], x[2i + 1])."""
+    if tail:
+        rotated = x[:, :, :heads, x.shape[-1] - 2 * cos.shape[-1]:]
+        a, b = rotated[..., 0::2], rotated[..., 1::2]
+    elif try_kernel(x, lambda kernels: kernels.rope_(x, cos, sin, heads, sign)) is not None:
+        return
+    else:
+        a, b = x[:, :, :heads].chunk(2, -1)
     a_acc, b_acc = a.to(cos.dtype), b.to(cos.dtype)
     rotated_a = torch.mul(a_acc, cos).addcmul_(b_acc, sin, value=-sign)
     b.copy_(torch.mul(b_acc, cos).addcmul_(a_acc, sin, value=sign))
@@ -169,37 +166,33 @@ def rotate_pairs_(a: Tensor, b: Tensor, cos: Tensor, sin: Tensor, sign: float) -
 
 
 class RotateFunction(Function):
-    """See rotate_and_split. Saves only the angles, which all layers share. Backward puts the gradients side by side and
-    rotates them by minus the angles."""
+    """See the two functions below. Saves only the angles, which all layers share. Backward rotates by minus these."""
 
     @staticmethod
-    def forward(ctx, x, cos, sin, heads, rotate_=rotate_halves_):
+    def forward(ctx, x, cos, sin, heads, tail=False):
         ctx.save_for_backward(cos, sin)
-        ctx.rotate_, x = rotate_, x.detach()
-        rotate_(x, cos, sin, sum(heads[:2]), sign=1.0)
+        ctx.rotated, ctx.tail, x = sum(heads[:2]), tail, x.detach()  # values, if they are there, come third
+        rotate_(x, cos, sin, ctx.rotated, 1.0, tail)
         return tuple(part.detach() for part in x.split(heads, dim=2))  # else autograd would take them for views
 
     @staticmethod
     def backward(ctx, *grads):
-        cos, sin = ctx.saved_tensors
         dx = torch.cat(grads, dim=2)
-        ctx.rotate_(dx, cos, sin, sum(grad.shape[2] for grad in grads[:2]), sign=-1.0)
+        rotate_(dx, *ctx.saved_tensors, ctx.rotated, -1.0, ctx.tail)
         return dx, None, None, None, None
 
 
 def rotate_and_split(x: Tensor, angles: tuple[Tensor, Tensor], heads: list[int]) -> tuple[Tensor, ...]:
     """Split x [B, S, heads, D] into queries, keys and values, as many `heads` of each, or take it for queries or keys
-    alone; and rotate every pair (x[i], x[i + D/2]) of queries and keys by its token's angles. (Published weights need
-    these pairs.) The results are views of x, rotated in place, so x must not be used after this. angles: what
-    rotary_angles returns."""
+    alone; rotate queries and keys by their tokens' angles, those of rotary_angles. The results are views of x, rotated
+    in place, so x must not be used after this. Here and below, pairs of channels are those of published weights."""
     return RotateFunction.apply(x, *angles, heads)
 
 
 def rotate_tail(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the last channels of all heads of x [B, S, N, D], two for every angle, and leave those before them: the
-    decoupled rotary embedding of latent attention. Its pairs (x[2i], x[2i + 1]) are those of published weights. The
-    result is x, rotated in place, so x must not be used after this."""
-    rotated, = RotateFunction.apply(x, *angles, [x.shape[2]], rotate_tail_)
+    """Rotate, in the same way, the last channels of all heads of x [B, S, N, D], two for every angle, and leave those
+    before them: the decoupled rotary embedding of latent attention."""
+    rotated, = RotateFunction.apply(x, *angles, [x.shape[2]], True)
     return rotated
 
 
