@@ -9,9 +9,8 @@
 `train` is the whole run: a grid of ranks, a model in which each technique has its place, an optimizer, and a loop. What
 a long run needs besides (signals, checkpoints, evaluation, metrics, a watchdog) is behind `run`, of run/job.py.
 
-A step divides every loss by the number of valid tokens of the global batch, so that each gradient is a plain sum over
-micro-batches and ranks. The files of the techniques communicate gradients, activations and weights; this one
-communicates scalars only: token counts, losses, metrics.
+The files of the techniques communicate gradients, activations and weights; this one communicates scalars only: token
+counts, losses, metrics.
 """
 if __name__ == "__main__":
     from run import start
@@ -88,7 +87,7 @@ def build_model(settings: config.Config, groups: Groups, device: torch.device | 
     grid, precision, optim = settings.grid, settings.precision, settings.optim
     operations.allows_kernels = precision.kernels == "auto"
     execution = Execution(
-        dtype=dtype_of(settings), device=device, attention=precision.attention,
+        dtype=DTYPES[precision.dtype], device=device, attention=precision.attention,
         sequence=grid.sequence_parallel, async_tp=grid.sp == "async",  # tp.py
         cp_style=grid.cp_style,  # cp.py
         recompute=precision.recompute, rows=HostRows if precision.offloads("activations") else None)  # recompute.py
@@ -112,10 +111,10 @@ def multiply_in_fp8(model: Llama, settings: config.Config, groups: Groups) -> No
     """Let blocks of the model multiply in FP8. Ranks with shards of one tensor agree on its tensorwise scale: of
     activations over cp and tp, of experts' inputs also over ep; of weights over tp, of experts' over ep."""
     cached = settings.grid.zero < 3  # FP8 weights stay for all micro-batches; ZeRO-3 frees what they are cast from
-    recipe = RECIPES[settings.precision.fp8]._replace(pow2=settings.precision.fp8_pow2)
+    recipe, dtype = RECIPES[settings.precision.fp8]._replace(pow2=settings.precision.fp8_pow2), model.execution.dtype
     cp, tp, ep = (groups[axis] for axis in ("cp", "tp", "ep"))
-    linear = Fp8(recipe, dtype_of(settings), amax_groups=(cp, tp), weight_amax_groups=(tp,), cached=cached)
-    experts = Fp8Experts(recipe, dtype_of(settings), amax_groups=(cp, tp, ep), weight_amax_groups=(ep,), cached=cached)
+    linear = Fp8(recipe, dtype, amax_groups=(cp, tp), weight_amax_groups=(tp,), cached=cached)
+    experts = Fp8Experts(recipe, dtype, amax_groups=(cp, tp, ep), weight_amax_groups=(ep,), cached=cached)
     for layer, block in model.blocks.items():
         if int(layer) not in settings.fp8_layers():
             continue
@@ -131,16 +130,12 @@ def multiply_in_fp8(model: Llama, settings: config.Config, groups: Groups) -> No
 def build_optimizer(settings: config.Config, model: Llama, groups: Groups) -> Optimizer:
     """The buckets of dp.py, sharded by zero.py, and their update. All weights are zeros until `load`."""
     grid, optim, precision = settings.grid, settings.optim, settings.precision
-    moments = torch.bfloat16 if precision.moments == "bf16" else acc_dtype(dtype_of(settings))
+    moments = torch.bfloat16 if precision.moments == "bf16" else acc_dtype(model.execution.dtype)
     return Optimizer(model.units(), groups, bucket_mb=grid.bucket_mb, level=grid.zero, rule=optim.optimizer,
                      betas=optim.betas, weight_decay=optim.weight_decay, clip=optim.clip, moments_dtype=moments,
                      reduce_dtype=torch.bfloat16 if precision.reduce_dtype == "bf16" else None,
                      offload=OffloadedState if precision.offloads("optimizer") else None, head=model.head,
                      peers=peers_of(grid, settings.model) if optim.optimizer == "muon" else ())
-
-
-def dtype_of(settings: config.Config) -> torch.dtype:
-    return DTYPES[settings.precision.dtype]
 
 
 # ---- a step ---------------------------------------------------------------------------------------------------------
@@ -167,15 +162,15 @@ def forward_backward(model: Llama, optimizer: Optimizer, micro_batches: list[Mic
     """Forward and backward of a step: the gradient of the mean loss over all valid tokens of the global batch.
 
     Returns that mean, [1]; with multi-token prediction, whose loss times its weight is added, both means, [2].
-    Auxiliary losses of experts are means over the global batch's sequences.
+    Auxiliary losses of experts are means over the global batch's sequences. Every loss is divided by the number of all
+    ranks' and micro-batches' tokens or sequences, so that each gradient is a plain sum over micro-batches and ranks.
     """
-    # Denominators are those of all ranks and micro-batches, so that every gradient is a plain sum from here on. The
-    # axis "data" is dp x cp, and context parallel ranks have shards of the same sequences.
+    # The axis "data" is dp x cp, and context parallel ranks have shards of the same sequences.
     sequences = sum(len(batch.tokens) for batch in micro_batches) * groups["data"].size // groups["cp"].size
     valid = sum(batch.count_labels() for batch in micro_batches)  # tokens that have a loss, [1] or [2]
     all_reduce(valid, groups["data"])
     valid = valid.clamp(min=1).to(acc_dtype(model.execution.dtype))  # 1: perhaps no token has
-    # What the model returns are sums of losses; these factors make them the loss. In fp16 scale_loss makes them larger.
+    # The model returns sums of losses. Times these factors they are the loss (in fp16, times its loss scale).
     factors = optimizer.scale_loss(1 / valid)
     factors[1:].mul_(model.mtp_weight)
     aux_factor = optimizer.scale_loss(1 / sequences)
