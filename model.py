@@ -18,7 +18,7 @@ ranks, H hidden, N query heads, K key and value heads, D head width, F ffn, V vo
 import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -39,11 +39,6 @@ INIT_STD = 0.02  # of weights, as in GPT-2
 NO_EXCHANGE = TensorParallel()  # of a linear layer between tensors that ranks have already
 
 
-class Cache(Protocol):  # in sampling, keys and values of earlier tokens: run/sampling.py has one
-    length: Callable[[int], int]  # layer -> how many tokens
-    extend: Callable[[int, Tensor, Tensor, int], tuple[Tensor, Tensor]]  # layer, k, v, window -> all keys and values
-
-
 class ForwardContext(NamedTuple):
     """What all layers of one forward share."""
     tp: TensorParallel
@@ -52,8 +47,8 @@ class ForwardContext(NamedTuple):
     attention: dict[int, Callable[[Tensor, Tensor, Tensor], Tensor]]  # window (0: none) -> its function of q, k, v
     recompute: Recompute
     routing: tuple | None  # an ep.RoutingInfo; None without experts
-    cache: Cache | None = None
-    gather: Callable[[Tensor], Tensor] = lambda x: x  # [B, s, ...] -> [B, S, ...]: all cp ranks' tokens
+    cache: Any = None  # when text is sampled, run/sampling.py's KVCache: keys and values of earlier tokens
+    cp: Any = ALONE  # the Group from whose ranks latents are gathered (`attention` knows it already)
     next_tokens: Tensor | None = None  # [T], the token after each; None: no multi-token prediction
 
 
@@ -69,7 +64,7 @@ def output_std(model: Model) -> float:
     return INIT_STD / (2 * model.layers) ** 0.5
 
 
-# ---- layers ---------------------------------------------------------------------------------------------------------
+# ---- layers of every model ------------------------------------------------------------------------------------------
 
 class Attention(nn.Module):
     """Grouped-query attention. A tensor parallel rank has N/t query heads, and K/t key and value heads, at least 1."""
@@ -106,6 +101,180 @@ class Attention(nn.Module):
         o = context.attention[self.window](q, k, v)  # context parallelism is in here
         return self.out(rearrange(o, "b n s d -> (b s) (n d)"), context.tp)
 
+
+class FeedForward(nn.Module):
+    """SwiGLU. A tensor parallel rank has F/t of its channels."""
+
+    def __init__(self, name: str, ffn: int, model: Model, make: MakeParameter):
+        super().__init__()
+        gate, up = (Spec(name + which, (ffn, model.hidden), {"tp": 0}, std=INIT_STD) for which in ("w_gate", "w_up"))
+        down = Spec(name + "w_down", (model.hidden, ffn), {"tp": 1}, std=output_std(model))
+        self.gate_up, self.down = ColumnParallelLinear(make, gate, up), RowParallelLinear(make, down)
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:  # [T/t, H] -> [T/t, H]
+        gate_up = self.gate_up(x, context.tp)
+        hidden = swiglu(gate_up)
+        y = self.down(hidden, context.tp, skip=is_recomputing())  # no backward reads y
+        context.recompute.drop(hidden, y, swiglu, gate_up)
+        return y
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + ffn(norm(x)). norm_along: Spec.along of the norms' weights."""
+
+    def __init__(self, layer: int, model: Model, make: MakeParameter, *, t: int, norm_along: dict, groups: Groups,
+                 balance: Balance):
+        super().__init__()
+        name = f"layers.{layer}."
+        self.attention_norm = RMSNorm(make, name + "attention_norm", model.hidden, model.norm_eps, norm_along)
+        self.attention = (LatentAttention(layer, model, make, norm_along) if model.kv_lora_rank else
+                          Attention(layer, model, make, t))
+        self.ffn_norm = RMSNorm(make, name + "ffn_norm", model.hidden, model.norm_eps, norm_along)
+        self.ffn = (MixtureOfExperts(layer, model, make, groups, balance) if model.has_experts(layer) else
+                    FeedForward(name + "ffn.", model.ffn, model, make))
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:  # [T/t, H] -> [T/t, H]
+        return context.recompute(partial(self.attention_and_ffn, context=context), x)
+
+    def attention_and_ffn(self, x: Tensor, context: ForwardContext) -> Tensor:
+        x, h = self.attention_norm.branch(x)  # h = norm(x); x is the same, and its two gradients are added by the norm
+        y = self.attention(h, context)
+        context.recompute.drop(h, y, self.attention_norm, x)
+        x, h = self.ffn_norm.branch(x, y)  # x = x + y; h = norm(x)
+        y = self.ffn(h, context)
+        context.recompute.drop(h, y, self.ffn_norm, x)
+        return x + y
+
+
+class Head(nn.Module):
+    """The last norm, and logits or the loss. table: the embedding's, if it is tied and on this rank."""
+
+    def __init__(self, model: Model, make: MakeParameter, norm_along: dict, table: nn.Parameter | None, z_loss: float):
+        super().__init__()
+        self.norm = RMSNorm(make, "norm", model.hidden, model.norm_eps, norm_along)
+        spec = table_spec(model, "embedding" if model.tied else "head")
+        self.vocabulary = VocabParallelHead(make, spec, table, z_loss)
+
+    def forward(self, x: Tensor, context: ForwardContext, labels: Sequence[Tensor | None],
+                loss_grad: Sequence[Tensor | None]) -> Tensor:
+        """labels: [T], or None for logits. A second [T] is of the second half of x, see MultiTokenPrediction."""
+        x, *ahead = x.chunk(2) if len(labels) == 2 else (x,)
+        h = self.norm(x)
+        y = self.vocabulary(h, context.tp, labels[0], loss_grad[0])
+        context.recompute.drop(h, y, self.norm, x)
+        return torch.stack((y, self.vocabulary(*ahead, context.tp, labels[1], loss_grad[1]))) if ahead else y
+
+
+# ---- the model ------------------------------------------------------------------------------------------------------
+
+class Execution(NamedTuple):
+    """How a model is executed. Apart from rounding, which is coarse in FP8, no setting here changes the result."""
+    dtype: torch.dtype = torch.float32  # of parameters
+    device: torch.device | str = "cpu"
+    attention: str = "auto"  # or "sdpa", "triton", "math"
+    recompute: str = "none"  # or "selective", "full"
+    rows: Callable | None = None  # for what "full" saves: run/offload.py's HostRows, or None: on the device
+    cp_style: str = "allgather"  # of config.CP_STYLES
+    sequence: bool = True  # sequence parallelism
+    async_tp: bool = False  # asynchronous tensor parallelism
+
+
+class Llama(nn.Module):
+    """The layers of a Llama that this rank has. groups: the grid, axis -> Group; {}: one rank. pipeline: which
+    stages are on this rank; None: all layers, in one. z_loss: see tp.cross_entropy. balance: of experts, see ep.py.
+    mtp_weight: of multi-token prediction's loss; the caller applies it.
+    Parameters get memory from an Optimizer's buckets (zero.py), and values from `Optimizer.load`."""
+
+    def __init__(self, model: Model, groups: Groups, execution: Execution = Execution(), *,
+                 pipeline: Pipeline | None = None, z_loss: float = 0.0, balance: Balance = Balance(),
+                 mtp_weight: float = 0.3):
+        super().__init__()
+        self.model, self.groups, self.execution = model, groups, execution
+        self.pipeline, self.mtp_weight = pipeline or Pipeline.one_stage(model.blocks), mtp_weight
+        self.stages, self.last_stage = self.pipeline.stages, self.pipeline.last
+        make = partial(parameter, groups=groups, dtype=execution.dtype, device=execution.device)
+        cp = groups.get("cp", ALONE)
+        self.angles_in_sequence = cache(lambda s, device: rotary_angles(  # once: all micro-batches have the same
+            own_positions(s, cp.size, cp.rank, device), model, execution.dtype))
+        self.tp = TensorParallel(groups.get("tp", ALONE))
+        if self.tp.size > 1:
+            self.tp = self.tp._replace(sequence=execution.sequence, async_tp=execution.async_tp)
+        checkpoints = self.pipeline.in_flight * max(len(layers) for layers in self.stages.values())
+        same_inputs = ALONE if self.tp.sequence else self.tp.group  # each saves a part of a block's input
+        self.recompute = Recompute(execution.recompute, checkpoints, same_inputs, execution.rows)
+        norm_along = {"tp": "partial" if self.tp.sequence else "replicate"}  # partial: tp ranks see different tokens
+        reads_tokens = 0 in self.stages or (model.mtp and self.last_stage in self.stages)
+        self.embedding = VocabParallelEmbedding(make, table_spec(model, "embedding")) if reads_tokens else None
+        common = dict(model=model, make=make, t=self.tp.size, norm_along=norm_along, groups=groups, balance=balance)
+        self.blocks = nn.ModuleDict({str(layer): Block(layer, **common) for layers in self.stages.values()
+                                     for layer in layers if layer < model.layers})
+        if model.mtp and self.last_stage in self.stages:  # one more layer, the last
+            self.blocks[str(model.layers)] = MultiTokenPrediction(self.embedding, model.layers, **common)
+        self.routers = [block.ffn.router for block in self.blocks.values() if isinstance(block.ffn, MixtureOfExperts)]
+        table = self.embedding.table if model.tied and self.embedding else None
+        self.head = Head(model, make, norm_along, table, z_loss) if self.last_stage in self.stages else None
+
+    def units(self) -> dict[int, list[nn.Module]]:
+        """Each stage's modules in forward order. A module is an FSDP unit: reduced, unsharded, resharded as one."""
+        return {stage: [*([self.embedding] if stage == 0 else []), *(self.blocks[str(layer)] for layer in layers),
+                        *([self.head] if stage == self.last_stage else [])] for stage, layers in self.stages.items()}
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None, *,
+                labels: Tensor | None = None, ahead: tuple[Tensor, Tensor] | None = None, stage: int = 0,
+                x: Tensor | None = None, cache: Any = None, aux_loss_scale: float | Tensor | None = None,
+                loss_grad: Sequence[Tensor | None] = (None, None)) -> Tensor:
+        """Logits [B, s, V/t] of tokens [B, s], for this rank's part of the vocabulary; or with labels their loss.
+
+        positions: [B, s], in documents; by default those in the sequence. documents: [B, S], numbers of the documents,
+        which do not see each other. With context parallelism tokens and positions are this rank's, as
+        cp.shard_sequences returns them, and documents are those of whole sequences, in the host's memory. Tokens below
+        0 are padding.
+        labels: [B, s], IGNORED for tokens without a loss. The result is then the sum of this rank's tokens' losses in
+        nats, the same on every tensor parallel rank. ahead: tokens and labels [B, s] of MicroBatch.one_ahead; the
+        result is then [2], the second multi-token prediction's. loss_grad: the gradient that each will have in backward
+        (default 1).
+        stage: which of this rank's pipeline stages to run, from x [T/t, H], the result of the stage before it.
+        cache: of earlier tokens, which these follow; every rank then has all tokens. aux_loss_scale: the factor of a
+        sequence's auxiliary losses of experts (ep.AddAuxiliaryLoss adds their gradient alone); None: no such loss."""
+        assert cache is None or documents is None, "a KV cache knows of no documents"
+        assert ahead is None or labels is not None
+        next_tokens = None if ahead is None else ahead[0].flatten()
+        context = self.context(stage, tokens, positions, documents, cache, aux_loss_scale, next_tokens)
+        self.recompute.start_forward()
+        if stage == 0:
+            x = self.embedding(tokens.flatten(), context.tp)
+        for layer in self.stages[stage]:
+            x = self.blocks[str(layer)](x, context)
+        if stage < self.last_stage:
+            return x
+        if labels is None:
+            return self.head(x, context, [None], loss_grad).unflatten(0, tokens.shape)
+        labels = [labels] if ahead is None else [labels, ahead[1]]
+        return self.head(x, context, [each.flatten() for each in labels], loss_grad)
+
+    def context(self, stage: int, tokens: Tensor, positions: Tensor | None, documents: Tensor | None, cache: Any,
+                aux_loss_scale: float | Tensor | None, next_tokens: Tensor | None) -> ForwardContext:
+        how, model, tp, groups, past = self.execution, self.model, self.tp, self.groups, 0
+        if cache is not None:  # sampling: few tokens, all of them on every rank
+            tp, groups, past = TensorParallel(tp.group), {}, cache.length(self.stages[stage][0])
+            positions = torch.arange(past, past + tokens.shape[1], device=tokens.device)
+        cp = groups.get("cp", ALONE)
+        style = "latents" if model.kv_lora_rank else how.cp_style
+        attention = attention_by_window(
+            map(model.window_of, self.stages[stage]), tokens, documents, kernel=how.attention, head_dim=model.head_dim,
+            dtype=how.dtype, groups=groups, style=style, earlier=past, recompute=how.recompute == "selective")
+        routing = make_routing_info(tokens, cp, tp.group, aux_loss_scale) if self.routers else None
+        angles = (self.angles_in_sequence(tokens.shape[1], tokens.device) if positions is None else
+                  rotary_angles(positions, model, how.dtype))
+        return ForwardContext(tp, seq=tokens.shape[1], angles=angles, attention=attention, recompute=self.recompute,
+                              routing=routing, cache=cache, cp=cp, next_tokens=next_tokens)
+
+    def boundary_shape(self, tokens: Tensor, sequence: bool = True) -> tuple[int, int]:
+        """The shape of what one stage sends to the next. tokens: [B, S]. sequence=False: as when text is sampled."""
+        return tokens.numel() // (self.tp.size if self.tp.sequence and sequence else 1), self.model.hidden
+
+
+# ---- layers of some models ------------------------------------------------------------------------------------------
 
 class LatentAttention(nn.Module):
     """Keys and values of all heads are made of one narrow vector per token, its latent, and of one rotated key that all
@@ -156,7 +325,7 @@ class LatentAttention(nn.Module):
         kv = rotate_tail(rearrange(kv, "(b s) r -> b s 1 r", s=context.seq), context.angles)
         if context.cache is not None:
             kv = torch.cat(context.cache.extend(self.layer, *kv.split(self.kv_widths, -1), self.window), -1)
-        latents = context.gather(kv)
+        latents = gather_tokens(kv, context.cp)
         heads = self.expand(latents)  # of all tokens
         o = context.attention[self.window](q, *heads.chunk(2, -1))
         context.recompute.drop(heads, o, self.expand, latents)
@@ -171,23 +340,6 @@ class LatentAttention(nn.Module):
         shared_key = shared_key.transpose(1, 2).expand(-1, k.shape[1], -1, -1)
         padding = v.new_zeros(()).expand(*v.shape[:-1], self.head_dim - v.shape[-1])
         return torch.cat((k, shared_key, v, padding), -1)
-
-
-class FeedForward(nn.Module):
-    """SwiGLU. A tensor parallel rank has F/t of its channels."""
-
-    def __init__(self, name: str, ffn: int, model: Model, make: MakeParameter):
-        super().__init__()
-        gate, up = (Spec(name + which, (ffn, model.hidden), {"tp": 0}, std=INIT_STD) for which in ("w_gate", "w_up"))
-        down = Spec(name + "w_down", (model.hidden, ffn), {"tp": 1}, std=output_std(model))
-        self.gate_up, self.down = ColumnParallelLinear(make, gate, up), RowParallelLinear(make, down)
-
-    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:  # [T/t, H] -> [T/t, H]
-        gate_up = self.gate_up(x, context.tp)
-        hidden = swiglu(gate_up)
-        y = self.down(hidden, context.tp, skip=is_recomputing())  # no backward reads y
-        context.recompute.drop(hidden, y, swiglu, gate_up)
-        return y
 
 
 class MixtureOfExperts(nn.Module):
@@ -215,33 +367,6 @@ class MixtureOfExperts(nn.Module):
         return y if shared is None else y + shared
 
 
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + ffn(norm(x)). norm_along: Spec.along of the norms' weights."""
-
-    def __init__(self, layer: int, model: Model, make: MakeParameter, *, t: int, norm_along: dict, groups: Groups,
-                 balance: Balance):
-        super().__init__()
-        name = f"layers.{layer}."
-        self.attention_norm = RMSNorm(make, name + "attention_norm", model.hidden, model.norm_eps, norm_along)
-        self.attention = (LatentAttention(layer, model, make, norm_along) if model.kv_lora_rank else
-                          Attention(layer, model, make, t))
-        self.ffn_norm = RMSNorm(make, name + "ffn_norm", model.hidden, model.norm_eps, norm_along)
-        self.ffn = (MixtureOfExperts(layer, model, make, groups, balance) if model.has_experts(layer) else
-                    FeedForward(name + "ffn.", model.ffn, model, make))
-
-    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:  # [T/t, H] -> [T/t, H]
-        return context.recompute(partial(self.attention_and_ffn, context=context), x)
-
-    def attention_and_ffn(self, x: Tensor, context: ForwardContext) -> Tensor:
-        x, h = self.attention_norm.branch(x)  # h = norm(x); x is the same, and its two gradients are added by the norm
-        y = self.attention(h, context)
-        context.recompute.drop(h, y, self.attention_norm, x)
-        x, h = self.ffn_norm.branch(x, y)  # x = x + y; h = norm(x)
-        y = self.ffn(h, context)
-        context.recompute.drop(h, y, self.ffn_norm, x)
-        return x + y
-
-
 class MultiTokenPrediction(Block):
     """Only in training, after the last layer: its result h and the next token's embedding e, each normalised, are
     concatenated, projected and passed through one more block; from that the head predicts the token after the next.
@@ -267,135 +392,6 @@ class MultiTokenPrediction(Block):
         x = self.project(torch.cat((self.e_norm(e), self.h_norm(h)), 1), NO_EXCHANGE)
         # One tensor, as the hooks of a unit follow one result.
         return torch.cat((h, self.norm(super().forward(x, context))))
-
-
-class Head(nn.Module):
-    """The last norm, and logits or the loss. table: the embedding's, if it is tied and on this rank."""
-
-    def __init__(self, model: Model, make: MakeParameter, norm_along: dict, table: nn.Parameter | None, z_loss: float):
-        super().__init__()
-        self.norm = RMSNorm(make, "norm", model.hidden, model.norm_eps, norm_along)
-        spec = table_spec(model, "embedding" if model.tied else "head")
-        self.vocabulary = VocabParallelHead(make, spec, table, z_loss)
-
-    def forward(self, x: Tensor, context: ForwardContext, labels: Sequence[Tensor | None],
-                loss_grad: Sequence[Tensor | None]) -> Tensor:
-        """labels: [T], or None for logits. A second [T] is of the second half of x, see MultiTokenPrediction."""
-        x, *ahead = x.chunk(2) if len(labels) == 2 else (x,)
-        h = self.norm(x)
-        y = self.vocabulary(h, context.tp, labels[0], loss_grad[0])
-        context.recompute.drop(h, y, self.norm, x)
-        return torch.stack((y, self.vocabulary(*ahead, context.tp, labels[1], loss_grad[1]))) if ahead else y
-
-
-# ---- the model ------------------------------------------------------------------------------------------------------
-
-class Execution(NamedTuple):
-    """How a model is executed. Apart from rounding, which is coarse in FP8, no setting here changes the result."""
-    dtype: torch.dtype = torch.float32  # of parameters
-    device: torch.device | str = "cpu"
-    attention: str = "auto"  # or "sdpa", "triton", "math"
-    recompute: str = "none"  # or "selective", "full"
-    rows: Callable | None = None  # for what "full" saves: run/offload.py's HostRows, or None: on the device
-    cp_style: str = "allgather"  # of config.CP_STYLES
-    sequence: bool = True  # sequence parallelism
-    async_tp: bool = False  # asynchronous tensor parallelism
-
-
-class Llama(nn.Module):
-    """The layers of a Llama that this rank has. groups: the grid, axis -> Group; {}: one rank. pipeline: which
-    stages are on this rank; None: all layers, in one. z_loss: see tp.cross_entropy. balance: of experts, see ep.py.
-    mtp_weight: of multi-token prediction's loss; the caller applies it.
-    Parameters get memory from an Optimizer's buckets (zero.py), and values from `Optimizer.load`."""
-
-    def __init__(self, model: Model, groups: Groups, execution: Execution | None = None, *,
-                 pipeline: Pipeline | None = None, z_loss: float = 0.0, balance: Balance = Balance(),
-                 mtp_weight: float = 0.3):
-        super().__init__()
-        self.model, self.groups, self.execution = model, groups, (how := execution or Execution())
-        self.pipeline, self.mtp_weight = pipeline or Pipeline.one_stage(model.blocks), mtp_weight
-        self.stages, self.last_stage = self.pipeline.stages, self.pipeline.last
-        make, cp = partial(parameter, groups=groups, dtype=how.dtype, device=how.device), groups.get("cp", ALONE)
-        self.angles_in_sequence = cache(lambda s, device: rotary_angles(  # once: all micro-batches have the same
-            own_positions(s, cp.size, cp.rank, device), model, how.dtype))
-        self.tp = TensorParallel(groups.get("tp", ALONE))
-        if self.tp.size > 1:
-            self.tp = self.tp._replace(sequence=how.sequence, async_tp=how.async_tp)
-        checkpoints = self.pipeline.in_flight * max(len(layers) for layers in self.stages.values())
-        same_inputs = ALONE if self.tp.sequence else self.tp.group  # each saves a part of a block's input
-        self.recompute = Recompute(how.recompute, checkpoints, same_inputs, how.rows)
-        norm_along = {"tp": "partial" if self.tp.sequence else "replicate"}  # partial: tp ranks see different tokens
-        reads_tokens = 0 in self.stages or (model.mtp and self.last_stage in self.stages)
-        self.embedding = VocabParallelEmbedding(make, table_spec(model, "embedding")) if reads_tokens else None
-        common = dict(model=model, make=make, t=self.tp.size, norm_along=norm_along, groups=groups, balance=balance)
-        self.blocks = nn.ModuleDict({str(layer): Block(layer, **common) for layers in self.stages.values()
-                                     for layer in layers if layer < model.layers})
-        if model.mtp and self.last_stage in self.stages:  # one more layer, the last
-            self.blocks[str(model.layers)] = MultiTokenPrediction(self.embedding, model.layers, **common)
-        self.routers = [block.ffn.router for block in self.blocks.values() if isinstance(block.ffn, MixtureOfExperts)]
-        table = self.embedding.table if model.tied and self.embedding else None
-        self.head = Head(model, make, norm_along, table, z_loss) if self.last_stage in self.stages else None
-
-    def units(self) -> dict[int, list[nn.Module]]:
-        """Each stage's modules in forward order. A module is an FSDP unit: reduced, unsharded, resharded as one."""
-        return {stage: [*([self.embedding] if stage == 0 else []), *(self.blocks[str(layer)] for layer in layers),
-                        *([self.head] if stage == self.last_stage else [])] for stage, layers in self.stages.items()}
-
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None, *,
-                labels: Tensor | None = None, ahead: tuple[Tensor, Tensor] | None = None, stage: int = 0,
-                x: Tensor | None = None, cache: Cache | None = None, aux_loss_scale: float | Tensor | None = None,
-                loss_grad: Sequence[Tensor | None] = (None, None)) -> Tensor:
-        """Logits [B, s, V/t] of tokens [B, s], for this rank's part of the vocabulary; or with labels their loss.
-
-        positions: [B, s], in documents; by default those in the sequence. documents: [B, S], numbers of the documents,
-        which do not see each other. With context parallelism tokens and positions are this rank's, as
-        cp.shard_sequences returns them, and documents are those of whole sequences, in the host's memory. Tokens below
-        0 are padding.
-        labels: [B, s], IGNORED for tokens without a loss. The result is then the sum of this rank's tokens' losses in
-        nats, the same on every tensor parallel rank. ahead: tokens and labels [B, s] of MicroBatch.one_ahead; the
-        result is then [2], the second multi-token prediction's. loss_grad: the gradient that each will have in backward
-        (default 1).
-        stage: which of this rank's pipeline stages to run, from x [T/t, H], the result of the stage before it.
-        cache: of earlier tokens, which these follow; every rank then has all tokens. aux_loss_scale: the factor of a
-        sequence's auxiliary losses of experts (ep.AddAuxiliaryLoss adds their gradient alone); None: no such loss."""
-        assert cache is None or documents is None, "a KV cache knows of no documents"
-        assert ahead is None or labels is not None
-        context = self.context(stage, tokens, positions, documents, cache, aux_loss_scale)
-        if ahead is not None:
-            context = context._replace(next_tokens=ahead[0].flatten())
-        self.recompute.start_forward()
-        if stage == 0:
-            x = self.embedding(tokens.flatten(), context.tp)
-        for layer in self.stages[stage]:
-            x = self.blocks[str(layer)](x, context)
-        if stage < self.last_stage:
-            return x
-        if labels is None:
-            return self.head(x, context, [None], loss_grad).unflatten(0, tokens.shape)
-        labels = [labels] if ahead is None else [labels, ahead[1]]
-        return self.head(x, context, [each.flatten() for each in labels], loss_grad)
-
-    def context(self, stage: int, tokens: Tensor, positions: Tensor | None, documents: Tensor | None,
-                cache: Cache | None, aux_loss_scale: float | Tensor | None) -> ForwardContext:
-        how, model, tp, groups, past = self.execution, self.model, self.tp, self.groups, 0
-        if cache is not None:  # sampling: few tokens, all of them on every rank
-            tp, groups, past = TensorParallel(tp.group), {}, cache.length(self.stages[stage][0])
-            positions = torch.arange(past, past + tokens.shape[1], device=tokens.device)
-        cp = groups.get("cp", ALONE)
-        style = "latents" if model.kv_lora_rank else how.cp_style
-        attention = attention_by_window(
-            map(model.window_of, self.stages[stage]), tokens, documents, kernel=how.attention, head_dim=model.head_dim,
-            dtype=how.dtype, groups=groups, style=style, earlier=past, recompute=how.recompute == "selective")
-        routing = make_routing_info(tokens, cp, tp.group, aux_loss_scale) if self.routers else None
-        angles = (self.angles_in_sequence(tokens.shape[1], tokens.device) if positions is None else
-                  rotary_angles(positions, model, how.dtype))
-        gather = partial(gather_tokens, group=cp)
-        return ForwardContext(tp, seq=tokens.shape[1], angles=angles, attention=attention, recompute=self.recompute,
-                              routing=routing, cache=cache, gather=gather)
-
-    def boundary_shape(self, tokens: Tensor, sequence: bool = True) -> tuple[int, int]:
-        """The shape of what one stage sends to the next. tokens: [B, S]. sequence=False: as when text is sampled."""
-        return tokens.numel() // (self.tp.size if self.tp.sequence and sequence else 1), self.model.hidden
 
 
 # ---- demo: python model.py ------------------------------------------------------------------------------------------
