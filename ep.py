@@ -42,7 +42,226 @@ from operations import swiglu
 from param import Spec, acc_dtype, accumulate_grad, accumulate_product, shard_slice
 from recompute import Recompute, decide_once, is_recomputing
 
-# ---- routing --------------------------------------------------------------------------------------------------------
+# ---- dispatch and combine -------------------------------------------------------------------------------------------
+
+class Copies(NamedTuple):
+    """C copies of N tokens, sorted by destination: a rank, or an expert. `sort_copies` makes them of a table [N, w]:
+    each token has a row, and the cells of a row are its destinations, or nowhere."""
+    cells: Tensor  # [C], the flat index in that table of each copy; so its token is cells // w
+    width: int  # w: of copies to experts k, as gates [N, k] are in the same cells; of copies to ranks n
+    by_token: Tensor  # [C], the copies, sorted by token
+    starts: Tensor  # [N], where the copies of each token start in by_token
+
+    def permute(self, x: Tensor) -> Tensor:
+        """[N, D] -> [C, D]: row i is that of copy i's token."""
+        return x[self.cells // self.width]
+
+    def unpermute(self, x: Tensor) -> Tensor:
+        """[C, D] -> [N, D]: the sum of each token's copies, in a fixed order, accumulated in at least fp32."""
+        return torch.embedding_bag(x.contiguous(), self.by_token, self.starts, mode=0)[0]  # mode 0 sums each bag
+
+
+def sort_copies(destinations: Tensor, count: int, copies: int) -> Copies:
+    """destinations: [N, w], where each token is copied to, from 0 to count - 1; any other number: nowhere. copies: C,
+    so that the host need not wait for the device to learn it."""
+    is_copy, w = (destinations >= 0) & (destinations < count), destinations.shape[1]
+    cells = destinations.where(is_copy, count).flatten().argsort(stable=True)  # those of no copy are the last
+    cells, per_token = cells[:copies].clone(), is_copy.sum(1)  # a view would keep all N w alive
+    return Copies(cells, w, (cells // w).argsort(stable=True), per_token.cumsum(0) - per_token)
+
+
+class Route(NamedTuple):
+    """Where tokens go: decided once per layer, and used in forward, backward and recomputation."""
+    group: Group
+    chosen: Tensor  # [T, k], the experts of each token
+    to_ranks: Copies | None  # U copies of T tokens, one to each rank with experts of it; None: there is one rank
+    to_experts: Copies  # R copies of the M tokens that this rank receives, one to each of its experts that they chose
+    input_splits: list[int]  # copies sent to each rank
+    output_splits: list[int]  # copies received from each rank
+    rows_per_expert: list[int]  # of this rank's experts
+    ends: Tensor  # [e], on the device, int32: where the rows of each expert end
+
+    def dispatch(self, tokens: Tensor, gates: Tensor) -> "Dispatch":
+        return Dispatch(tokens, gates, self)
+
+    def combine(self, rows: Tensor) -> Tensor:
+        return Combine.apply(rows, self)
+
+
+class Dispatch:
+    """Permute, all-to-all, permute. Tokens [T, H] and gates [T, k] start to be sent; `wait` returns the rows of this
+    rank's experts [R, H], sorted by expert, and their gates [R].
+
+    Forward: StartDispatch sends, FinishDispatch waits. Backward: FinishDispatch sends, StartDispatch waits (autograd
+    gives it the buffer that is being sent). Autograd runs the node that was made last first, so what forward computes
+    between the two (shared experts) has its backward between them, too, and hides both."""
+
+    def __init__(self, x: Tensor, gates: Tensor, route: Route):
+        self.route, self.pending, self.received = route, [], (x, gates)
+        if route.to_ranks is not None:
+            self.received = StartDispatch.apply(x, gates, self)
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        received, self.received = self.received, None  # its graph refers to self
+        return FinishDispatch.apply(*received, self)
+
+    def send(self, tensors: tuple[Tensor, ...], output_splits: list[int], input_splits: list[int]) -> tuple:
+        """Start to send these; returns the receive buffers, valid once all of `pending` has been waited for."""
+        self.pending = [all_to_all(x.new_empty(sum(output_splits), x.shape[1]), x, output_splits, input_splits,
+                                   self.route.group, async_op=True) for x in tensors]
+        return tuple(pending.result for pending in self.pending)
+
+
+class StartDispatch(Function):
+    @staticmethod
+    def forward(ctx, x, gates, dispatch):
+        ctx.dispatch, route = dispatch, dispatch.route
+        copies = route.to_ranks.permute(x), route.to_ranks.permute(gates)
+        return dispatch.send(copies, route.output_splits, route.input_splits)
+
+    @staticmethod
+    def backward(ctx, *_):  # FinishDispatch's backward is still sending these: what has been received counts
+        return *(ctx.dispatch.route.to_ranks.unpermute(pending.wait()) for pending in ctx.dispatch.pending), None
+
+
+class FinishDispatch(Function):
+    @staticmethod
+    def forward(ctx, x, gates, dispatch):
+        ctx.dispatch, rows = dispatch, dispatch.route.to_experts
+        for pending in dispatch.pending:
+            pending.wait()
+        return rows.permute(x), gates.flatten()[rows.cells]
+
+    @staticmethod
+    def backward(ctx, drows, dgates):
+        route, rows = ctx.dispatch.route, ctx.dispatch.route.to_experts
+        dx, dtable = rows.unpermute(drows), dgates.new_zeros(len(rows.starts), rows.width)
+        dtable.view(-1).index_copy_(0, rows.cells, dgates)  # gates of other ranks' experts get 0
+        if route.to_ranks is not None:
+            ctx.dispatch.send((dx, dtable), route.input_splits, route.output_splits)
+        return dx, dtable, None
+
+
+class Combine(Function):
+    """Unpermute, all-to-all, unpermute: [R, H] -> [T, H]. Full recomputation skips it, as backward reads no result."""
+
+    @staticmethod
+    def forward(ctx, y, route):
+        ctx.route = route
+        if is_recomputing():
+            return y.new_zeros(()).expand(len(route.chosen), y.shape[1])
+        y = route.to_experts.unpermute(y)
+        if route.to_ranks is None:
+            return y
+        return route.to_ranks.unpermute(exchange_rows(y, route.input_splits, route.output_splits, route.group))
+
+    @staticmethod
+    def backward(ctx, grad):
+        route = ctx.route
+        if route.to_ranks is not None:
+            grad = exchange_rows(route.to_ranks.permute(grad), route.output_splits, route.input_splits, route.group)
+        return route.to_experts.permute(grad), None
+
+
+def make_route(chosen: Tensor, loads: Tensor, group: Group) -> Route:
+    """The Route of tokens that chose experts [T, k]. loads: [E], how many of them chose each expert."""
+    (T, k), n, e = chosen.shape, group.size, len(loads) // group.size
+    is_sent = chosen.new_zeros(T, n, dtype=torch.bool).scatter_(1, chosen // e, True)  # to a rank with any of them
+    counts = torch.cat((is_sent.sum(0)[:, None], loads.view(n, e)), 1)
+    input_splits, output_splits, rows_per_expert = exchange_counts(counts, T, k, group)
+    to_ranks, experts = None, chosen
+    if n > 1:
+        ranks = torch.arange(n, device=chosen.device).where(is_sent, n)  # [T, n]; number n is nowhere
+        to_ranks = sort_copies(ranks, n, sum(input_splits))
+        experts = exchange_rows(to_ranks.permute(chosen).int(), output_splits, input_splits, group)  # [M, k]
+    to_experts = sort_copies(experts - e * group.rank, e, sum(rows_per_expert))
+    ends = to_device(torch.tensor([*accumulate(rows_per_expert)], dtype=torch.int32), chosen.device)
+    return Route(group, chosen, to_ranks, to_experts, input_splits, output_splits, rows_per_expert, ends)
+
+
+def exchange_counts(counts: Tensor, T: int, k: int, group: Group) -> tuple[list[int], list[int], list[int]]:
+    """(copies that this rank sends to each rank, copies that it receives from each, rows of each of its experts).
+    counts: [n, 1 + e], for each rank the copies that it is sent, and the rows of its e experts, of T tokens that chose
+    k experts each. The host waits for the device here; run/dryrun.py replaces this."""
+    received, n = torch.empty_like(counts), group.size
+    all_to_all(received, counts, [1] * n, [1] * n, group)
+    (input_splits, *sent_rows), (output_splits, *own_rows) = torch.stack((counts.t(), received.t())).tolist()
+    assert sum(map(sum, sent_rows)) == T * k, "a choice of an expert was not counted, or counted twice"
+    return input_splits, output_splits, [sum(of_expert) for of_expert in own_rows]
+
+
+# ---- experts --------------------------------------------------------------------------------------------------------
+
+class GroupedMatmul:
+    """The three products of a grouped linear layer. fp8.Fp8Experts has the same methods, and multiplies in FP8."""
+
+    def forward(self, x: Tensor, weight: nn.Parameter, route: Route) -> tuple[Tensor, Any]:  # (Y, wgrad's `scale`)
+        return grouped_matmul(x, weight.transpose(1, 2), route), None
+
+    def gradient(self, dy: Tensor, route: Route) -> tuple[Any, Any]:  # dY as dgrad takes it, and as wgrad does
+        return dy, dy
+
+    def dgrad(self, dy: Any, weight: nn.Parameter, route: Route) -> Tensor:
+        return grouped_matmul(dy, weight, route)
+
+    def wgrad(self, out: Tensor, dy: Any, x: Tensor, scale: Any, route: Route) -> None:
+        """out [e, out, in] += dY^T X of each expert's rows: a matmul each, as F.grouped_mm cannot add to fp32."""
+        for matrix, rows_dy, rows in zip(out, dy.split(route.rows_per_expert), x.split(route.rows_per_expert)):
+            accumulate_product(matrix, rows_dy.t(), rows)
+
+
+class GroupedExperts(nn.Module):
+    """The SwiGLU networks of this rank's experts: rows [R, H], sorted by expert, gates [R] -> [R, H]. By linearity the
+    gates may multiply hidden activations, W (g h) = g (W h): no result has to be saved for their gradients."""
+    mm = GroupedMatmul()  # train.py may replace it, by an fp8.Fp8Experts
+
+    def __init__(self, make: Callable[[Spec], nn.Parameter], gate_up: Spec, down: Spec):
+        super().__init__()
+        self.w_gate_up = make(gate_up)  # [e, 2F, H]
+        self.w_down = make(down)  # [e, H, F]
+
+    def forward(self, rows: Tensor, gates: Tensor, route: Route, recompute: Recompute = Recompute()) -> Tensor:
+        gate_up = GroupedLinear.apply(rows, self.w_gate_up, self.mm, route, False)
+        hidden = swiglu(gate_up, gates)
+        y = GroupedLinear.apply(hidden, self.w_down, self.mm, route, is_recomputing())
+        recompute.drop(hidden, y, swiglu, gate_up, gates)  # "selective": until backward comes to y
+        return y
+
+
+class GroupedLinear(Function):
+    """Rows [R, in] times the transposes of weights [e, out, in] -> [R, out]. skip: a placeholder that nobody reads."""
+
+    @staticmethod
+    def forward(ctx, x, weight, mm, route, skip):
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.mm, ctx.route, ctx.scale = weight, mm, route, None
+        if skip:
+            return x.new_zeros(()).expand(len(x), weight.shape[1])
+        y, ctx.scale = mm.forward(x, weight, route)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        weight, mm, route, scale, x = ctx.weight, ctx.mm, ctx.route, ctx.scale, ctx.saved_tensors[0].detach()
+        for_dgrad, for_wgrad = mm.gradient(dy.contiguous(), route)
+        # Also without any row: a bucket counts the gradients of all its parameters. It may run later, in a bubble.
+        accumulate_grad(weight, lambda out: mm.wgrad(out, for_wgrad, x, scale, route))
+        return mm.dgrad(for_dgrad, weight, route), None, None, None, None
+
+
+def grouped_matmul(x: Tensor, matrices: Tensor, route: Route) -> Tensor:
+    """[R, in] times [e, in, out] -> [R, out]."""
+    if fits_grouped_mm(x, matrices, matrices.transpose(1, 2)):
+        return F.grouped_mm(x, matrices, offs=route.ends)
+    return torch.cat([rows @ matrix for rows, matrix in zip(x.split(route.rows_per_expert), matrices)])
+
+
+def fits_grouped_mm(*tensors: Tensor) -> bool:
+    """Whether F.grouped_mm takes these operands: bf16, and every row begins at a multiple of 16 bytes."""
+    return all(x.dtype == torch.bfloat16 and x.storage_offset() % 8 == 0 and x.shape[-1] % 8 == 0 for x in tensors)
+
+
+# ---- the router, and how the experts' loads are kept equal ----------------------------------------------------------
 
 class Balance(NamedTuple):
     """How the experts' loads are kept equal: by default not at all. c_e of the S tokens of a sequence chose expert e,
@@ -74,40 +293,6 @@ def make_routing_info(tokens: Tensor, cp: Group, tp: Group, aux_loss_scale: floa
     sequence_ids = torch.arange(shard.start, shard.stop, device=tokens.device) // S
     sequence_ids = sequence_ids.masked_fill(tokens.flatten()[shard] < 0, B)
     return RoutingInfo(sequence_ids, B, (cp, tp), aux_loss_scale)
-
-
-class Copies(NamedTuple):
-    """C copies of N tokens, sorted by destination: a rank, or an expert. See `sort_copies`."""
-    cells: Tensor  # [C], where each copy stands in the table of destinations [N, w]: copy i is of token cells[i] // w
-    width: int  # w: n for copies to ranks; for copies to experts k, so that cells are also those of their gates [N, k]
-    by_token: Tensor  # [C], the copies, sorted by token
-    starts: Tensor  # [N], where the copies of each token start in by_token
-
-    def permute(self, x: Tensor) -> Tensor:
-        """[N, D] -> [C, D]: row i is that of copy i's token."""
-        return x[self.cells // self.width]
-
-    def unpermute(self, x: Tensor) -> Tensor:
-        """[C, D] -> [N, D]: the sum of each token's copies, in a fixed order, accumulated in at least fp32."""
-        return torch.embedding_bag(x.contiguous(), self.by_token, self.starts, mode=0)[0]  # mode 0 sums each bag
-
-
-class Route(NamedTuple):
-    """Who computes which tokens: decided once per layer, and used in forward, backward and recomputation."""
-    group: Group
-    chosen: Tensor  # [T, k], the experts of each token
-    to_ranks: Copies | None  # U copies of this rank's T tokens, one to each rank with experts of it; None: one rank
-    to_experts: Copies  # R copies of the M received tokens, one to each expert of it on this rank: table [M, k]
-    input_splits: list[int]  # copies sent to each rank
-    output_splits: list[int]  # copies received from each rank
-    rows_per_expert: list[int]  # of this rank's experts
-    ends: Tensor  # [e], on the device, int32: where the rows of each expert end
-
-    def dispatch(self, tokens: Tensor, gates: Tensor) -> "Dispatch":
-        return Dispatch(tokens, gates, self)
-
-    def combine(self, rows: Tensor) -> Tensor:
-        return Combine.apply(rows, self)
 
 
 class Router:
@@ -143,11 +328,11 @@ class Router:
 
     @torch.no_grad()
     def decide(self, scores: Tensor, info: RoutingInfo, group: Group) -> tuple[Route, tuple[Tensor, Tensor] | None]:
-        """Choose experts, count loads, and exchange how many rows each rank will send; the second is loss_coefficients'
-        result, or None."""
+        """Choose experts and count loads. Returns the route, and loss_coefficients' result or, without losses, None."""
         E, chosen = self.model.experts, choose_experts(scores + self.bias, self.model)
-        cells = (info.sequence_ids[:, None] * E + chosen).flatten()  # each choice's cell in a table [B + 1, E]
-        counts = cells.new_zeros((info.sequences + 1) * E).scatter_add_(0, cells, torch.ones_like(cells)).view(-1, E)
+        counts = scores.new_zeros(info.sequences + 1, E, dtype=torch.int64)  # of each sequence, and of padding
+        cells = (info.sequence_ids[:, None] * E + chosen).flatten()
+        counts.view(-1).scatter_add_(0, cells, torch.ones_like(cells))
         coefficients = None
         if info.aux_loss_scale is not None:
             self.load += counts[:-1].sum(0)
@@ -224,42 +409,6 @@ def normalise(scores: Tensor) -> Tensor:
     return scores / (scores.sum(-1, keepdim=True) + 1e-20)  # all sigmoids of a token may underflow
 
 
-def make_route(chosen: Tensor, loads: Tensor, group: Group) -> Route:
-    """The Route of tokens that chose experts [T, k]. loads: [E], how many of them chose each expert."""
-    (T, k), n, e = chosen.shape, group.size, len(loads) // group.size
-    is_sent = chosen.new_zeros(T, n, dtype=torch.bool).scatter_(1, chosen // e, True)  # to a rank with any of them
-    counts = torch.cat((is_sent.sum(0)[:, None], loads.view(n, e)), 1)
-    input_splits, output_splits, rows_per_expert = exchange_counts(counts, T, k, group)
-    to_ranks, experts = None, chosen
-    if n > 1:
-        ranks = torch.arange(n, device=chosen.device).where(is_sent, n)  # [T, n]; number n is nowhere
-        to_ranks = sort_copies(ranks, n, sum(input_splits))
-        experts = exchange_rows(to_ranks.permute(chosen).int(), output_splits, input_splits, group)  # [M, k]
-    to_experts = sort_copies(experts - e * group.rank, e, sum(rows_per_expert))
-    ends = to_device(torch.tensor([*accumulate(rows_per_expert)], dtype=torch.int32), chosen.device)
-    return Route(group, chosen, to_ranks, to_experts, input_splits, output_splits, rows_per_expert, ends)
-
-
-def exchange_counts(counts: Tensor, T: int, k: int, group: Group) -> tuple[list[int], list[int], list[int]]:
-    """(copies that this rank sends to each rank, copies that it receives from each, rows of each of its experts).
-    counts: [n, 1 + e], for each rank the copies that it is sent, and the rows of its e experts, of T tokens that chose
-    k experts each. The host waits for the device here; run/dryrun.py replaces this."""
-    received, n = torch.empty_like(counts), group.size
-    all_to_all(received, counts, [1] * n, [1] * n, group)
-    sent, received = torch.stack((counts, received)).tolist()
-    assert sum(sum(rows) for _, *rows in sent) == T * k, "a choice of an expert was not counted, or counted twice"
-    return [row[0] for row in sent], [row[0] for row in received], [sum(rows) for rows in zip(*received)][1:]
-
-
-def sort_copies(destinations: Tensor, count: int, copies: int) -> Copies:
-    """destinations: [N, w], where each token is copied to, from 0 to count - 1; any other number: nowhere. copies: C,
-    so that the host need not wait for the device to learn it."""
-    is_copy, w = (destinations >= 0) & (destinations < count), destinations.shape[1]
-    cells = destinations.where(is_copy, count).flatten().argsort(stable=True)[:copies].clone()  # a view keeps all N w
-    per_token = is_copy.sum(1)
-    return Copies(cells, w, (cells // w).argsort(stable=True), per_token.cumsum(0) - per_token)
-
-
 @torch.no_grad()
 def update_biases(routers: list[Router], groups: tuple[Group, ...], apply: bool | Tensor = True) -> tuple:
     """After a step: sum loads and losses over the ranks of `groups`, move the biases, reset loads and losses. apply:
@@ -275,154 +424,6 @@ def update_biases(routers: list[Router], groups: tuple[Group, ...], apply: bool 
         router.load.zero_()
         router.loss.zero_()
     return (loads / mean).max(), loss
-
-
-# ---- dispatch and combine -------------------------------------------------------------------------------------------
-
-class Dispatch:
-    """Permute, all-to-all, permute. Tokens [T, H] and gates [T, k] start to be sent; `wait` returns the rows of this
-    rank's experts [R, H], sorted by expert, and their gates [R].
-
-    Forward: StartDispatch sends, FinishDispatch waits. Backward: FinishDispatch sends, StartDispatch waits (autograd
-    gives it the buffer that is being sent). Autograd runs the node that was made last first, so what forward computes
-    between the two (shared experts) has its backward between them, too, and hides both."""
-
-    def __init__(self, x: Tensor, gates: Tensor, route: Route):
-        self.route, self.pending, self.received = route, [], (x, gates)
-        if route.to_ranks is not None:
-            self.received = StartDispatch.apply(x, gates, self)
-
-    def wait(self) -> tuple[Tensor, Tensor]:
-        received, self.received = self.received, None  # its graph refers to self
-        return FinishDispatch.apply(*received, self)
-
-    def send(self, tensors: tuple[Tensor, ...], output_splits: list[int], input_splits: list[int]) -> tuple:
-        """Start to send these; returns the receive buffers, valid once all of `pending` has been waited for."""
-        self.pending = [all_to_all(x.new_empty(sum(output_splits), x.shape[1]), x, output_splits, input_splits,
-                                   self.route.group, async_op=True) for x in tensors]
-        return tuple(pending.result for pending in self.pending)
-
-
-class StartDispatch(Function):
-    @staticmethod
-    def forward(ctx, x, gates, dispatch):
-        ctx.dispatch, route = dispatch, dispatch.route
-        copies = route.to_ranks.permute(x), route.to_ranks.permute(gates)
-        return dispatch.send(copies, route.output_splits, route.input_splits)
-
-    @staticmethod
-    def backward(ctx, *_):  # FinishDispatch's backward is still sending these: what has been received counts
-        return *(ctx.dispatch.route.to_ranks.unpermute(pending.wait()) for pending in ctx.dispatch.pending), None
-
-
-class FinishDispatch(Function):
-    @staticmethod
-    def forward(ctx, x, gates, dispatch):
-        ctx.dispatch, rows = dispatch, dispatch.route.to_experts
-        for pending in dispatch.pending:
-            pending.wait()
-        return rows.permute(x), gates.flatten()[rows.cells]
-
-    @staticmethod
-    def backward(ctx, drows, dgates):
-        route, rows = ctx.dispatch.route, ctx.dispatch.route.to_experts
-        dx, of_cells = rows.unpermute(drows), dgates.new_zeros(len(rows.starts), rows.width)
-        of_cells.view(-1).index_copy_(0, rows.cells, dgates)  # gates of other ranks' experts get 0
-        if route.to_ranks is not None:
-            ctx.dispatch.send((dx, of_cells), route.input_splits, route.output_splits)
-        return dx, of_cells, None
-
-
-class Combine(Function):
-    """Unpermute, all-to-all, unpermute: [R, H] -> [T, H]. Full recomputation skips it, as backward reads no result."""
-
-    @staticmethod
-    def forward(ctx, y, route):
-        ctx.route = route
-        if is_recomputing():
-            return y.new_zeros(()).expand(len(route.chosen), y.shape[1])
-        y = route.to_experts.unpermute(y)
-        if route.to_ranks is None:
-            return y
-        return route.to_ranks.unpermute(exchange_rows(y, route.input_splits, route.output_splits, route.group))
-
-    @staticmethod
-    def backward(ctx, grad):
-        route = ctx.route
-        if route.to_ranks is not None:
-            grad = exchange_rows(route.to_ranks.permute(grad), route.output_splits, route.input_splits, route.group)
-        return route.to_experts.permute(grad), None
-
-
-# ---- experts --------------------------------------------------------------------------------------------------------
-
-class GroupedMatmul:
-    """The three products of a grouped linear layer. fp8.Fp8Experts has the same methods, and multiplies in FP8."""
-
-    def forward(self, x: Tensor, weight: nn.Parameter, route: Route) -> tuple[Tensor, Any]:  # (Y, wgrad's `scale`)
-        return grouped_matmul(x, weight.transpose(1, 2), route), None
-
-    def gradient(self, dy: Tensor, route: Route) -> tuple[Any, Any]:  # dY as dgrad takes it, and as wgrad does
-        return dy, dy
-
-    def dgrad(self, dy: Any, weight: nn.Parameter, route: Route) -> Tensor:
-        return grouped_matmul(dy, weight, route)
-
-    def wgrad(self, out: Tensor, dy: Any, x: Tensor, scale: Any, route: Route) -> None:
-        """out [e, out, in] += dY^T X of each expert's rows: a matmul each, as F.grouped_mm cannot add to fp32."""
-        for matrix, rows_dy, rows in zip(out, dy.split(route.rows_per_expert), x.split(route.rows_per_expert)):
-            accumulate_product(matrix, rows_dy.t(), rows)
-
-
-class GroupedExperts(nn.Module):
-    """The SwiGLU networks of this rank's experts: rows [R, H], sorted by expert, gates [R] -> [R, H]. By linearity the
-    gates may multiply hidden activations, W (g h) = g (W h): no result has to be saved for their gradients."""
-    mm = GroupedMatmul()  # train.py may replace it, by an fp8.Fp8Experts
-
-    def __init__(self, make: Callable[[Spec], nn.Parameter], gate_up: Spec, down: Spec):
-        super().__init__()
-        self.w_gate_up = make(gate_up)  # [e, 2F, H]
-        self.w_down = make(down)  # [e, H, F]
-
-    def forward(self, rows: Tensor, gates: Tensor, route: Route, recompute: Recompute = Recompute()) -> Tensor:
-        gate_up = GroupedLinear.apply(rows, self.w_gate_up, self.mm, route, False)
-        hidden = swiglu(gate_up, gates)
-        y = GroupedLinear.apply(hidden, self.w_down, self.mm, route, is_recomputing())
-        recompute.drop(hidden, y, swiglu, gate_up, gates)  # "selective": until backward comes to y
-        return y
-
-
-class GroupedLinear(Function):
-    """Rows [R, in] times the transposes of weights [e, out, in] -> [R, out]. skip: a placeholder that nobody reads."""
-
-    @staticmethod
-    def forward(ctx, x, weight, mm, route, skip):
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.mm, ctx.route, ctx.scale = weight, mm, route, None
-        if skip:
-            return x.new_zeros(()).expand(len(x), weight.shape[1])
-        y, ctx.scale = mm.forward(x, weight, route)
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        weight, mm, route, scale, x = ctx.weight, ctx.mm, ctx.route, ctx.scale, ctx.saved_tensors[0].detach()
-        for_dgrad, for_wgrad = mm.gradient(dy.contiguous(), route)
-        # Also without any row: a bucket counts the gradients of all its parameters. It may run later, in a bubble.
-        accumulate_grad(weight, lambda out: mm.wgrad(out, for_wgrad, x, scale, route))
-        return mm.dgrad(for_dgrad, weight, route), None, None, None, None
-
-
-def grouped_matmul(x: Tensor, matrices: Tensor, route: Route) -> Tensor:
-    """[R, in] times [e, in, out] -> [R, out]."""
-    if fits_grouped_mm(x, matrices, matrices.transpose(1, 2)):
-        return F.grouped_mm(x, matrices, offs=route.ends)
-    return torch.cat([rows @ matrix for rows, matrix in zip(x.split(route.rows_per_expert), matrices)])
-
-
-def fits_grouped_mm(*tensors: Tensor) -> bool:
-    """Whether F.grouped_mm takes these operands: bf16, and every row begins at a multiple of 16 bytes."""
-    return all(x.dtype == torch.bfloat16 and x.storage_offset() % 8 == 0 and x.shape[-1] % 8 == 0 for x in tensors)
 
 
 # ---- demo: python ep.py, or torchrun --nproc_per_node=4 ep.py -------------------------------------------------------
