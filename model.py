@@ -49,7 +49,7 @@ class ForwardContext(NamedTuple):
     routing: tuple | None  # an ep.RoutingInfo; None without experts
     cache: Any = None  # when text is sampled, run/sampling.py's KVCache: keys and values of earlier tokens
     cp: Any = ALONE  # the Group from whose ranks latents are gathered (`attention` knows it already)
-    next_tokens: Tensor | None = None  # [T], the token after each; None: no multi-token prediction
+    next_tokens: Tensor | None = None  # [B, s], the token after each; None: no multi-token prediction
 
 
 def table_spec(model: Model, name: str) -> Spec:
@@ -220,8 +220,9 @@ class Llama(nn.Module):
                         *([self.head] if stage == self.last_stage else [])] for stage, layers in self.stages.items()}
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None, *,
-                labels: Tensor | None = None, ahead: tuple[Tensor, Tensor] | None = None, stage: int = 0,
-                x: Tensor | None = None, cache: Any = None, aux_loss_scale: float | Tensor | None = None,
+                labels: Tensor | None = None, next_tokens: Tensor | None = None, next_labels: Tensor | None = None,
+                stage: int = 0, x: Tensor | None = None, cache: Any = None,
+                aux_loss_scale: float | Tensor | None = None,
                 loss_grad: Sequence[Tensor | None] = (None, None)) -> Tensor:
         """Logits [B, s, V/t] of tokens [B, s], for this rank's part of the vocabulary; or with labels their loss.
 
@@ -230,15 +231,14 @@ class Llama(nn.Module):
         cp.shard_sequences returns them, and documents are those of whole sequences, in the host's memory. Tokens below
         0 are padding.
         labels: [B, s], IGNORED for tokens without a loss. The result is then the sum of this rank's tokens' losses in
-        nats, the same on every tensor parallel rank. ahead: tokens and labels [B, s] of MicroBatch.one_ahead; the
+        nats, the same on every tensor parallel rank. next_tokens, next_labels: [B, s] of MicroBatch.one_ahead; the
         result is then [2], the second multi-token prediction's. loss_grad: the gradient that each will have in backward
         (default 1).
         stage: which of this rank's pipeline stages to run, from x [T/t, H], the result of the stage before it.
         cache: of earlier tokens, which these follow; every rank then has all tokens. aux_loss_scale: the factor of a
         sequence's auxiliary losses of experts (ep.AddAuxiliaryLoss adds their gradient alone); None: no such loss."""
         assert cache is None or documents is None, "a KV cache knows of no documents"
-        assert ahead is None or labels is not None
-        next_tokens = None if ahead is None else ahead[0].flatten()
+        assert next_labels is None or labels is not None
         context = self.context(stage, tokens, positions, documents, cache, aux_loss_scale, next_tokens)
         self.recompute.start_forward()
         if stage == 0:
@@ -249,8 +249,8 @@ class Llama(nn.Module):
             return x
         if labels is None:
             return self.head(x, context, [None], loss_grad).unflatten(0, tokens.shape)
-        labels = [labels] if ahead is None else [labels, ahead[1]]
-        return self.head(x, context, [each.flatten() for each in labels], loss_grad)
+        labels = [each.flatten() for each in (labels, next_labels) if each is not None]
+        return self.head(x, context, labels, loss_grad)
 
     def context(self, stage: int, tokens: Tensor, positions: Tensor | None, documents: Tensor | None, cache: Any,
                 aux_loss_scale: float | Tensor | None, next_tokens: Tensor | None) -> ForwardContext:
@@ -388,7 +388,7 @@ class MultiTokenPrediction(Block):
         if context.next_tokens is None:
             return h
         # Not __call__: ZeRO-3's hooks of the embedding's own unit would prefetch block 0. This unit has the table, too.
-        e = self.embedding.forward(context.next_tokens, context.tp)
+        e = self.embedding.forward(context.next_tokens.flatten(), context.tp)
         x = self.project(torch.cat((self.e_norm(e), self.h_norm(h)), 1), NO_EXCHANGE)
         # One tensor, as the hooks of a unit follow one result.
         return torch.cat((h, self.norm(super().forward(x, context))))

@@ -178,10 +178,10 @@ def forward_backward(model: Llama, optimizer: Optimizer, micro_batches: list[Mic
 
     def forward(stage: int, k: int, x: torch.Tensor | None) -> torch.Tensor:
         batch = micro_batches[k]
-        ahead = None if batch.next_tokens is None else (batch.next_tokens, batch.next_labels)
         # The fused loss computes its gradients in forward, and so is told there with what backward will multiply them.
-        y = model(batch.tokens, batch.positions, batch.documents, stage=stage, x=x, labels=batch.labels, ahead=ahead,
-                  loss_grad=factors, aux_loss_scale=aux_factor)
+        y = model(batch.tokens, batch.positions, batch.documents, stage=stage, x=x, labels=batch.labels,
+                  next_tokens=batch.next_tokens, next_labels=batch.next_labels, loss_grad=factors,
+                  aux_loss_scale=aux_factor)
         if stage < model.last_stage:
             return y
         total.add_(y.detach())  # the sum over this micro-batch's tokens, the same on all tp ranks

@@ -217,8 +217,9 @@ def test_flops_equal_those_of_a_real_step(more):
     model = architecture("--layers 3 --hidden 96 --heads 6 --kv-heads 2 --ffn 200 --vocab 120" + more)
     llama = filled(model, dtype=torch.float32, attention="math")
     tokens = torch.randint(120, (4, 64))
+    ahead = tokens if model.mtp else None
     with Meter() as meter:
-        llama(tokens, labels=tokens, ahead=(tokens, tokens) if model.mtp else None).sum().backward()
+        llama(tokens, labels=tokens, next_tokens=ahead, next_labels=ahead).sum().backward()
     padding = 6 * model.blocks * 6 * (16 - model.value_dim) * 64
     assert meter.flops == pytest.approx((flops_per_token(model, 64) + padding) * tokens.numel(), rel=0.01)
     scores = 6 * model.blocks * 6 * (16 + model.value_dim) * 64  # L N (D + v) S; the causal convention counts half

@@ -48,7 +48,7 @@ def gathered(flags: str) -> set[str]:
     """Of ZeRO level 3: what has whole weights between forward and backward."""
     _, model, optimizer, (batch, *_) = grids.ready(flags)
     optimizer.begin_step(1)
-    loss = model(batch.tokens, labels=batch.labels, ahead=(batch.next_tokens, batch.next_labels))
+    loss = model(batch.tokens, labels=batch.labels, next_tokens=batch.next_tokens, next_labels=batch.next_labels)
     whole = {".".join(param.spec.name.split(".")[:2]) for bucket in optimizer.buckets for param in bucket.params
              if bucket.weights.untyped_storage().nbytes()}
     loss.sum().backward()

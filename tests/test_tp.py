@@ -431,8 +431,8 @@ def step(flags: str) -> dict:
             meter.label("arena", arena.shards, arena.whole)
         copies = 0
         with meter, patch.object(ep, "exchange_counts", counted):
-            ahead = (tokens, labels) if settings.model.mtp else None
-            loss = model(tokens, positions, labels=labels, ahead=ahead, aux_loss_scale=0.5)
+            ahead = dict(next_tokens=tokens, next_labels=labels) if settings.model.mtp else {}
+            loss = model(tokens, positions, labels=labels, aux_loss_scale=0.5, **ahead)
             saved = meter.settled()
             loss.sum().backward()
     return dict(
