@@ -537,15 +537,15 @@ def test_a_context_parallel_rank_keeps_its_part(pool, n, flags):
                                       (2, "--tp 2 --ep 2 --shared-experts 2 --dense-layers 1"),
                                       *slow((4, "--tp 2 --ep 4"), (4, "--tp 4 --sp off"))])
 def test_ranks_keep_what_the_formula_says_of_experts(pool, n, flags):
-    """On average, as some get more tokens than others; besides, coefficients, a few numbers a layer, and three for each
-    copy of a token that is sent beyond those that random choices make."""
+    """On average, as some get more tokens than others; besides, with full recomputation coefficients of losses, a few
+    numbers a layer, and three for each copy of a token that is sent beyond those that random choices make."""
     ranks = pool.run(n, "test_tp:steps", flags=f"--global-batch {4 * n} --vocab 320 --micro-batch 2 --experts 8 "
                      f"--expert-ffn 24 {flags}")
     words = flags.split()
     tp, ep, dense = (int(words[words.index(flag) + 1]) if flag in words else default
                      for flag, default in (("--tp", 1), ("--ep", 1), ("--dense-layers", 0)))
-    for seen in zip(*ranks):  # in each mode
-        few = (2 - dense) * (2 + 1) * (8 + 1) * 8  # layers; sequences, padding; experts, z
+    for mode, seen in zip(MODES, zip(*ranks)):
+        few = (2 - dense) * (2 + 1) * (8 + 1) * 8 * (mode == "full")  # layers; sequences, padding; experts, z
         saved, formula, copies = (sum(rank[what] for rank in seen) / n for what in ("saved", "formula", "copies"))
         if ep > 1:
             tokens = 2 * 24 // tp
