@@ -43,7 +43,6 @@ def test_text_is_bytes_with_a_separator_before_every_file(tmp_path):
     (tmp_path / "b" / "c.py").write_text("x")
     (tmp_path / "b" / "image").write_bytes(b"\x00\x01")  # in a folder, what is no text is passed over
     (tmp_path / "b" / "empty").write_text("")
-    (tmp_path / ".git").write_text("hidden")
     corpus = Corpus([str(tmp_path)], 257)
     assert everything(corpus) == ([256, 104, 195, 169, 256, 120], [0, 4])
     assert corpus.is_text and corpus.separator == BYTES_SEPARATOR
@@ -151,22 +150,18 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_one_corpus_is_refused(tmp_path):
-    text, tokens = tmp_path / "a.txt", token_file(tmp_path / "b.bin", [1, 2])
+    text, tokens, none = tmp_path / "a.txt", token_file(tmp_path / "b.bin", [1, 2]), tmp_path / "none"
     text.write_text("hello")
-    with pytest.raises(ValueError, match="text and token files"):
-        Corpus([str(text), tokens], 300)
+    none.mkdir()
     other = token_file(tmp_path / "c.bin", [1, 2], "gpt2")
-    with pytest.raises(ValueError, match="--vocab 256 is too small for text: use at least 257"):
-        Corpus([__file__], 256)
-    with pytest.raises(ValueError, match="--separator 3 is for token files"):
-        Corpus([__file__], 300, separator=3)
-    with pytest.raises(ValueError, match="different tokens: give --separator"):
-        Corpus([tokens, other], 60000)
-    with pytest.raises(ValueError, match=f"^{other}: separates documents by token 50256, outside of 0..299"):
-        Corpus([other], 300)
-    (tmp_path / "none").mkdir()
-    with pytest.raises(ValueError, match="holds no text"):
-        Corpus([str(tmp_path / "none")], 300)
+    for paths, vocab, rest, says in (
+            ([text, tokens], 300, {}, "text and token files"), ([none], 300, {}, "holds no text"),
+            ([text], 256, {}, "--vocab 256 is too small for text: use at least 257"),
+            ([text], 300, dict(separator=3), "--separator 3 is for token files"),
+            ([tokens, other], 60000, {}, "different tokens: give --separator"),
+            ([other], 300, {}, f"^{other}: separates documents by token 50256, outside of 0..299")):
+        with pytest.raises(ValueError, match=says):
+            Corpus([*map(str, paths)], vocab, **rest)
     with pytest.raises(ValueError, match="holds 6 tokens: fewer than one sample of --seq 6"):
         Samples(Corpus([str(text)], 300), 6, 0)
 

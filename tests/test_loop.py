@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from pool import slow
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.utils._python_dispatch import TorchDispatchMode
-from watch import reads_values
+from watch import in_order, reads_values
 
 import config
 import cp
@@ -178,23 +178,13 @@ MEASURED = "step_s", "tokens_per_s", "tokens_per_s_per_gpu", "memory_gb", "busy_
 
 def test_a_step_is_read_after_the_next_has_been_issued(corpora, monkeypatch):
     """On a GPU, here feigned; but where an evaluation or the end waits for it, at once. The metrics are the same."""
-    seen, flags = [], FLAGS.format(RAMP, corpora)
+    flags = FLAGS.format(RAMP, corpora)
     want, _ = run(corpora, flags)
-
-    def noted(owner, name: str, number):
-        usual = getattr(owner, name)
-
-        def call(*args):
-            result = usual(*args)
-            seen.append((name, number(args)))
-            return result
-        monkeypatch.setattr(owner, name, call)
-
-    noted(job.Run, "end_step", lambda args: args[0].step.number)
-    noted(job, "read_results", lambda args: args[1].number)
-    noted(job, "validation_loss", lambda args: args[0].state.step - 1)
     monkeypatch.setattr(job, "reads_late", lambda device: True)
-    found, _ = run(corpora, flags)
+    with in_order((job.Run, "end_step", lambda run, *_: ("end_step", run.step.number)),
+                  (job, "read_results", lambda run, step: ("read_results", step.number)),
+                  (job, "validation_loss", lambda run, *_: ("validation_loss", run.state.step - 1))) as seen:
+        found, _ = run(corpora, flags)
     order = [(what, step) for step in range(9) for what, step, there in (
         ("end_step", step, True), ("read_results", step - 1, step not in (0, 4, 8)),
         ("read_results", step, step in (3, 7, 8)), ("validation_loss", step, step in (3, 7, 8))) if there]

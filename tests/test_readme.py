@@ -4,7 +4,6 @@ import re
 import shlex
 import shutil
 import subprocess
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ MAP = [[cell.strip() for cell in line.strip("|").split(" | ")]
        for line in (ROOT / "docs/PLAYBOOK.md").read_text().split("\n## ")[0].splitlines() if line.startswith("| ")][1:]
 COMMANDS = list(dict.fromkeys(command for *_, commands in MAP
                               for command in re.findall(r"`((?:python|torchrun) [^`]+)`", commands)))
-FLAGS = {config.flag(f.name) for section in config.SECTIONS.values() for f in fields(section)}
+FLAGS = {config.flag(name) for name in config.FIELDS}
 FLAGS |= {"--no-" + flag[2:] for flag in FLAGS}
 
 

@@ -223,17 +223,15 @@ def test_grid_auto_is_chosen_for_this_machine_and_all_ranks_and_rank_0_says_it(m
     assert rank or "on 8 x cpu" in said
 
 
-@pytest.mark.parametrize("schedule, halfway", [("cosine", 0.55), ("wsd", 1.0), ("constant", 1.0)])
-def test_learning_rate_schedules(schedule, halfway):
+@pytest.mark.parametrize("schedule", ["wsd", "constant"])
+def test_learning_rate_schedules(schedule):
+    """Cosine: test_loop.py."""
     optim = config.parse(f"--lr 1 --min-lr 0.1 --warmup 10 --steps 110 --lr-schedule {schedule}".split()).optim
     rates = [train.learning_rate(step, optim) for step in range(110)]
     assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
-    assert rates[59] == pytest.approx(halfway)  # half of what follows the warmup
-    assert rates[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1)
-    assert all(a >= b for a, b in zip(rates[9:], rates[10:]))
-    if schedule == "wsd":
-        assert [rate for rate in rates[10:] if rate == 1] == [1.0] * 78  # the last fifth of 110 steps falls
-        assert rates[98] == pytest.approx(0.1 + 0.9 * 11 / 22)
+    falling = 22 if schedule == "wsd" else 0  # the last fifth of 110 steps
+    assert rates[10:110 - falling] == [1.0] * (100 - falling)
+    assert rates[110 - falling:] == pytest.approx([1 - 0.9 * (i + 1) / 22 for i in range(falling)])
 
 
 def test_the_batch_grows_with_the_tokens_seen():
