@@ -40,12 +40,10 @@ def test_a_run_says_what_it_does_learns_and_saves_when_it_is_asked_to_end(tmp_pa
     assert process.exitcode == 0, (tmp_path / "stderr").read_text()
     records, (saved,), lines = metrics(file), start.checkpoints_in(tmp_path / "out"), out.splitlines()
     steps = len(records)
-    assert lines[0].startswith("device  cpu (there is no GPU here), one process, fp32")
-    assert lines[1].startswith("grid    pp 1 x dp 1 x cp 1 x tp 1, zero 0: a rank holds the whole model")
-    assert lines[2] == "batch   global batch 16 = micro 16 x accum 1 x dp 1; 512 tokens per step"
-    assert lines[3].startswith("model   tiny: 34,016 parameters; rank 0 needs about ")
-    assert lines[4].startswith("data    ")
-    assert lines[5].startswith(f"trained {steps} steps on {512 * steps:,} tokens: last loss ")
+    for line, has in zip(lines, ("cpu (there is no GPU here), one process, fp32", "pp 1 x dp 1 x cp 1 x tp 1, zero 0: ",
+                                 "global batch 16 = micro 16 x accum 1 x dp 1; 512 tokens", "34,016 parameters", "data",
+                                 f"trained {steps} steps on {512 * steps:,} tokens: last loss ")):
+        assert has in line
     assert lines[6:] == [f"ended after {steps} of 100000 steps, as asked (SIGTERM): continue with --out {tmp_path}/out "
                          "--resume auto"]
     assert start.step_of(saved) == steps
@@ -271,33 +269,31 @@ def test_the_first_lines_name_fp8_active_parameters_the_grid_that_is_shown_a_ram
                             f"--micro-batch 1 --batch-ramp 4@0,8@2e3 --data {tmp_path}/tokens.npy".split(), 8)
     settings.shown, samples = True, open_samples(settings, settings.data.data, 0)
     built = train.build_model(settings, grids.NO_GROUPS, "cpu")
-    first, _, shown, batch, model, data = log.first_lines(settings, {}, "cpu", built, samples).splitlines()
-    assert first == "device  cpu, bf16, linear layers of blocks in fp8 tensorwise"
-    assert shown == "        (chosen to show the axes; --dp 8 is pure data parallelism)"
-    assert batch == "batch   global batch 4 = micro 1 x accum 4 x dp 1; 128 tokens per step; ramp 4@0,8@2e3"
+    said = log.first_lines(settings, {}, "cpu", built, samples)
     dense = 2 * 257 * 128 + 128 + 4 * (128 * (128 + 64 + 64 + 128) + 2 * 128 + 8 * 128)
     every, active = (f"{dense + 4 * experts * 3 * 128 * 128:,}" for experts in (8, 2))
-    assert model.startswith(f"model   tiny-moe: {every} parameters ({active} active); rank 0 needs about ")
-    assert data == "data    39,488 tokens in 1 files: 1,233 samples of 32"  # a sample takes one more token
+    samples = "39,488 tokens in 1 files: 1,233 samples of 32"  # a sample takes one more token
+    for words in ("fp8 tensorwise", "--dp 8 is pure data parallelism", "global batch 4 = micro 1 x accum 4 x dp 1; ",
+                  "ramp 4@0,8@2e3", f"tiny-moe: {every} parameters ({active} active)", samples):
+        assert words in said, said
 
 
-@pytest.mark.parametrize("flags, line", [
-    ("--tp 2 --pp 2 --schedule interleaved --zero 1 --layers 4", "pp 2 x dp 2 x cp 1 x tp 2, zero 1: a rank holds 2 of "
-     "4 stages (interleaved), of these 1/2 of every layer and 1/2 of the tokens between layers, 1/2 of its optimizer "
-     "state, and reads 1/2 of the sequences"),
-    ("--cp 2 --tp 2 --sp off", "pp 1 x dp 2 x cp 2 x tp 2, zero 0: a rank holds 1/2 of every layer and all tokens "
-     "between layers, and reads 1/2 of the sequences, 1/2 of each sequence"),
-    ("--zero 3 --dp-replicate 4", "pp 1 x dp 8 x cp 1 x tp 1, zero 3: a rank computes with the whole model, holds 1/2 "
-     "of its weights, gradients, optimizer state in 4 replicas, and reads 1/8 of the sequences"),
-    ("--tp 4 --pp 2 --zero 1 --experts 8 --expert-ffn 8 --ep 2 --micro-batch 1", "pp 2 x dp 1 x cp 1 x tp 4, ep 2 x "
-     "edp 2, zero 1: a rank holds 1 of 2 stages (1f1b), of these 1/4 of every layer and 1/4 of the tokens between "
-     "layers, but 4 of 8 experts"),
-    ("--cp 2 --zero 2 --dp-replicate 2 --experts 8 --expert-ffn 8 --ep 4", "pp 1 x dp 4 x cp 2 x tp 1, ep 4 x edp 1, "
-     "zero 2: a rank holds the whole model, but 2 of 8 experts, 1/4 of its gradients, optimizer state (1/1 of "
-     "experts') in 2 replicas, and reads 1/4 of the sequences, 1/2 of each sequence")])
-def test_the_second_line_says_which_part_a_rank_has(flags, line):
+@pytest.mark.parametrize("flags, has", [
+    ("--tp 2 --pp 2 --schedule interleaved --zero 1 --layers 4", [
+        "pp 2 x dp 2 x cp 1 x tp 2, zero 1: ", "2 of 4 stages (interleaved)", "1/2 of every layer",
+        "1/2 of the tokens between layers", "1/2 of its optimizer state, and", "1/2 of the sequences"]),
+    ("--cp 2 --tp 2 --sp off", ["all tokens between layers", "1/2 of the sequences, 1/2 of each sequence"]),
+    ("--zero 3 --dp-replicate 4", ["computes with the whole model", "1/8 of the sequences",
+                                   "1/2 of its weights, gradients, optimizer state in 4 replicas"]),
+    ("--tp 4 --pp 2 --zero 1 --experts 8 --expert-ffn 8 --ep 2 --micro-batch 1", [
+        "ep 2 x edp 2, ", "1 of 2 stages (1f1b)", "1/4 of the tokens", "but 4 of 8 experts"]),
+    ("--cp 2 --zero 2 --dp-replicate 2 --experts 8 --expert-ffn 8 --ep 4", [
+        "ep 4 x edp 1, ", "the whole model, but 2 of 8 experts",
+        "1/4 of its gradients, optimizer state (1/1 of experts') in 2 replicas"])])
+def test_the_second_line_says_which_part_a_rank_has(flags, has):
     settings = config.parse(flags.split(), 8)
-    assert log.grid_line(settings.grid, settings.model) == line
+    line = log.grid_line(settings.grid, settings.model)
+    assert all(words in line for words in has), line
 
 
 def test_a_sample_begins_with_a_separator_and_rings_no_bell(monkeypatch, capsys):
