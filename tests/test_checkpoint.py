@@ -656,20 +656,13 @@ def test_metrics_after_a_full_disk_are_whole_lines(tmp_path, capsys):
     assert capsys.readouterr().err.count("warning: --metrics") == 1
 
 
-def test_metrics_in_the_file_that_standard_output_goes_to_overwrite_nothing(tmp_path):
-    with open(tmp_path / "out", "wb") as file:
-        stdout = os.dup(1)
-        os.dup2(file.fileno(), 1)
-        try:
-            log = log_to(tmp_path / "out")
-            os.write(1, b"first\n")
-            for step in range(2):
-                log.append(dict(step=step))
-            os.write(1, b"last\n")
-        finally:
-            os.dup2(stdout, 1)
-            os.close(stdout)
-    assert (tmp_path / "out").read_text() == 'first\n{"step": 0}\n{"step": 1}\nlast\n'
+def test_metrics_in_the_file_that_standard_output_goes_to_overwrite_nothing(capfd):
+    log = log_to(Path("/dev/stdout"))
+    os.write(1, b"first\n")
+    for step in range(2):
+        log.append(dict(step=step))
+    os.write(1, b"last\n")
+    assert capfd.readouterr().out == 'first\n{"step": 0}\n{"step": 1}\nlast\n'
 
 
 def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):

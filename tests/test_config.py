@@ -315,15 +315,12 @@ def test_torchrun_lets_every_flag_through():
         assert get_args_parser().parse_args(arguments).training_script_args == arguments[1:]
 
 
-def test_help_shows_every_flag_with_its_meaning_and_the_exit_codes():
+def test_help_shows_every_flag_with_its_meaning_and_default_and_the_exit_codes():
     text = config.make_parser().format_help()
     codes = " ".join(text.split()).split("Exit codes: ")[1]
     assert all(f"{code}: " in codes for code in (0, 1, 2)) and "128 + the signal's number" in codes
     for name in config.FIELDS:
         assert config.flag(name) + " " in text or config.flag(name) + "," in text
-
-
-def test_help_ends_with_the_default():
     helps = {action.dest: action.help for action in config.make_parser()._actions}
     ends = dict(layers="blocks [4]", sp="round a ring [on]", tied="the output [off]", out="all ranks share",
                 betas="its square [0.9,0.95]", schedule="draws it [1f1b]", data="Python's library")

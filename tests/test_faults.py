@@ -647,13 +647,15 @@ def assert_all_end(folder: Path, within_s: float) -> None:
     assert orphans(str(folder)) == []
 
 
+TWELVE = "--steps 12 --out {0}/out --save-every 2 --timeout 60 --metrics {0}/m --resume auto"
+NODES = "--nnodes {count} --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --rdzv-id faults"
 WHERE = ["before", "loading", "forward", "collective", "optimizer", "staging", "writing", "commit", "evaluation",
          "sampling", "exit"]
 
 
 def test_a_rank_is_killed_then_one_raises_and_nothing_is_lost(pool, tmp_path):
     """torchrun starts all ranks again, then ends. A rank that raises is the only one to speak."""
-    flags = f"--steps 12 --out {tmp_path}/out --save-every 2 --metrics {tmp_path}/m --resume auto"
+    flags = TWELVE.format(tmp_path)
     process = launch(2, "kill,raise", "1,1", "7,10", "backward,forward", flags, restarts=1)
     out, err = finished(process)
     assert process.returncode == 1 and len(re.findall("resumed .* after [46] steps", out)) == 1, err
@@ -718,9 +720,7 @@ def test_no_rank_stays_when_torchrun_is_killed_and_a_rank_loops_for_ever(tmp_pat
 @pytest.mark.slow
 def test_two_torchruns_restart_their_ranks_together(pool, tmp_path):
     """The rank of one was killed, the rank of the other has lost its connection."""
-    port, flags = free_port(), (f"--steps 12 --out {tmp_path}/out --save-every 2 --timeout 60 "
-                                f"--metrics {tmp_path}/m --resume auto")
-    nodes = f"--nnodes 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --rdzv-id two"
+    flags, nodes = TWELVE.format(tmp_path), NODES.format(count=2, port=free_port())
     processes = [launch(1, "kill", 1, 7, "forward", flags, restarts=3, nodes=nodes) for _ in range(2)]
     said = [finished(process) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], said
@@ -731,10 +731,8 @@ def test_two_torchruns_restart_their_ranks_together(pool, tmp_path):
 @pytest.mark.slow
 def test_a_torchrun_that_has_lost_another_machine_goes_on_with_fewer_ranks(pool, tmp_path):
     """Four ranks, then two: the same global batch, the same samples."""
-    port, flags = free_port(), (f"--steps 12 --out {tmp_path}/out --save-every 2 --timeout 60 "
-                                f"--metrics {tmp_path}/m --resume auto")
-    nodes = (f"--nnodes 1:2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --rdzv-id lost "
-             "--rdzv-conf last_call_timeout=10")
+    flags, port = TWELVE.format(tmp_path), free_port()
+    nodes = NODES.format(count="1:2", port=port) + " --rdzv-conf last_call_timeout=10"
     stays = launch(2, "kill-machine", 3, 7, "forward", flags, restarts=3, nodes=nodes)
     while stays.poll() is None and socket.socket().connect_ex(("127.0.0.1", port)):  # it serves torchrun's store
         time.sleep(0.1)
