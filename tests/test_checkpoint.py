@@ -527,6 +527,14 @@ def test_a_run_json_of_another_version_or_kind_is_named_or_passed_over(trained, 
             assert start.resumed_run("auto", str(tmp_path))["step"] == 2
 
 
+def test_what_a_run_json_of_an_earlier_version_lacks_is_the_default(trained):
+    whole = start.read_json(trained / "step-000002")
+    del whole["published"]
+    with patch.object(start, "read_json", lambda path: whole | dict(settings={})):
+        run = start.read_run(trained)
+    assert run["settings"] == start.CONTENT["settings"] and run["model"]["hidden"] == 32
+
+
 def test_a_run_is_resumed_from_any_folder(tokens, tmp_path, monkeypatch):
     """Its files were named from where it began; a checkpoint names them from everywhere."""
     monkeypatch.chdir(os.path.dirname(tokens))
