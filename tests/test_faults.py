@@ -231,6 +231,8 @@ def test_a_rewind_leaves_out_the_samples_and_nothing_else(pool, tmp_path, late, 
     assert (written["samples"], written["left_out"], written["rewinds"]) == (12 * 12 + end - 60, [[60, end]], 1)
     set_aside = any(path.name.startswith("set-aside-step-000008") for path in (tmp_path / "out").iterdir())
     assert set_aside == (most == 3)
+    assert [path.name for path in sorted((tmp_path / "out").glob("step-*"))] == [  # 8 was saved once more
+        "step-000004", "step-000008", "step-000012"]
 
 
 def test_without_a_checkpoint_of_an_earlier_step_a_rewind_is_a_failure(tmp_path):
