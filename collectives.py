@@ -195,11 +195,27 @@ def receive(x: torch.Tensor, peer: int, group: Group) -> Pending:
         return Pending(dist.irecv(x, dist.get_global_rank(group.process_group, peer), link), x, call=call)
 
 
-def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """A tensor of the host on the device. The host does not wait for the copy: it is made from pinned memory."""
-    if torch.device(device).type == "cuda" and not x.is_cuda:
-        x = x.pin_memory()
-    return x.to(device, non_blocking=True)
+# ---- the same into new tensors, of tensors that need not be contiguous -----------------------------------------------
+
+def sum_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """The sum of x over the ranks."""
+    return all_reduce(x.clone(memory_format=torch.contiguous_format), group).wait()
+
+
+def gather_rows(x: torch.Tensor, group: Group, async_op: bool = False) -> Pending:
+    """The rows of all ranks, in rank order: [R, ...] -> [n R, ...]."""
+    return all_gather(x.new_empty(group.size * len(x), *x.shape[1:]), x.contiguous(), group, async_op)
+
+
+def reduce_rows(x: torch.Tensor, group: Group, async_op: bool = False) -> Pending:
+    """This rank's rows of the sum over the ranks: [n R, ...] -> [R, ...]."""
+    return reduce_scatter(x.new_empty(len(x) // group.size, *x.shape[1:]), x.contiguous(), group, async_op)
+
+
+def exchange_rows(x: torch.Tensor, output_splits: list[int], input_splits: list[int], group: Group) -> torch.Tensor:
+    """The rows that all ranks send to this one, in rank order; splits as in `all_to_all`."""
+    out = x.new_empty(sum(output_splits), *x.shape[1:])
+    return all_to_all(out, x.contiguous(), output_splits, input_splits, group).wait()
 
 
 # ---- collectives with derivatives ------------------------------------------------------------------------------------
@@ -207,17 +223,6 @@ def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 # ranks use the result: where each uses it differently, their gradients are terms of a sum; where all compute the same
 # from it, each rank already has the complete gradient. The first two are f and g in Shoeybi et al. 2019, f and f bar in
 # Korthikanti et al. 2022, who call the third, for sequence parallelism, g.
-
-def sum_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """The sum of x over the ranks, a new tensor."""
-    return all_reduce(x.clone(memory_format=torch.contiguous_format), group).wait()
-
-
-def exchange_rows(x: torch.Tensor, output_splits: list[int], input_splits: list[int], group: Group) -> torch.Tensor:
-    """The rows that all ranks send to this one, in rank order, a new tensor; splits as in `all_to_all`."""
-    out = x.new_empty(sum(output_splits), *x.shape[1:])
-    return all_to_all(out, x.contiguous(), output_splits, input_splits, group).wait()
-
 
 class Identity__AllReduce(torch.autograd.Function):
     """x is the same on every rank, and each rank uses it differently."""
@@ -249,12 +254,12 @@ class AllGather__ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, group):
-        ctx.group, ctx.rows = group, len(x)
-        return all_gather(x.new_empty(group.size * len(x), *x.shape[1:]), x.contiguous(), group).wait()
+        ctx.group = group
+        return gather_rows(x, group).wait()
 
     @staticmethod
     def backward(ctx, grad):
-        return reduce_scatter(grad.new_empty(ctx.rows, *grad.shape[1:]), grad.contiguous(), ctx.group).wait(), None
+        return reduce_rows(grad, ctx.group).wait(), None
 
 
 class AllToAll__AllToAll(torch.autograd.Function):
@@ -420,7 +425,7 @@ def make_links(pipelines: list[list[int]], pairs: list[tuple[int, int]],
     return links
 
 
-# ---- the world, and what `python FILE.py` does ----------------------------------------------------------------------
+# ---- a process: its world, copies to its device, and what `python FILE.py` does --------------------------------------
 
 @contextmanager
 def world(device: torch.device | str = "cpu", timeout_s: float = 600,
@@ -442,6 +447,13 @@ def world(device: torch.device | str = "cpu", timeout_s: float = 600,
     dist.barrier()
     dist.destroy_process_group()
     gc.collect()
+
+
+def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A tensor of the host on the device. The host does not wait for the copy: it is made from pinned memory."""
+    if torch.device(device).type == "cuda" and not x.is_cuda:
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
 
 
 def run_demo(demo: Callable[[Group], None], ranks: int = 1) -> None:

@@ -47,11 +47,11 @@ from collectives import (
     Group,
     Identity__AllReduce,
     Pending,
-    all_gather,
     all_reduce,
     calling,
     done,
-    reduce_scatter,
+    gather_rows,
+    reduce_rows,
     run_demo,
     sent,
     shift,
@@ -96,17 +96,11 @@ class TensorParallel(NamedTuple):
 
     def gather(self, x: Tensor) -> Pending:
         """Forward of f, backward of g: [T/t, H] -> [T, H], in rank order."""
-        if not self.sequence:
-            return done(x)
-        gathered = x.new_empty(len(x) * self.size, *x.shape[1:])
-        return all_gather(gathered, x.contiguous(), self.group, async_op=True)
+        return gather_rows(x, self.group, async_op=True) if self.sequence else done(x)
 
     def reduce(self, terms: Tensor) -> Pending:
         """Forward of g, backward of f: [T, H] -> [T/t, H], the sum of all ranks' terms (an all-reduce: in place)."""
-        if not self.sequence:
-            return all_reduce(terms, self.group, async_op=True)
-        total = terms.new_empty(len(terms) // self.size, *terms.shape[1:])
-        return reduce_scatter(total, terms, self.group, async_op=True)
+        return (reduce_rows if self.sequence else all_reduce)(terms, self.group, async_op=True)
 
     def spread(self, x: Tensor) -> Tensor:
         """f without a matmul, for what each rank uses differently: latents, of which it makes its own heads' keys and
