@@ -198,7 +198,7 @@ class GroupedMatmul:
     def forward(self, x: Tensor, weight: nn.Parameter, route: Route) -> tuple[Tensor, Any]:  # (Y, wgrad's `scale`)
         return grouped_matmul(x, weight.transpose(1, 2), route), None
 
-    def gradient(self, dy: Tensor, route: Route) -> tuple[Any, Any]:  # dY as dgrad takes it, and as wgrad does
+    def prepare_grad(self, dy: Tensor, route: Route) -> tuple[Any, Any]:  # dY as dgrad takes it, and as wgrad does
         return dy, dy
 
     def dgrad(self, dy: Any, weight: nn.Parameter, route: Route) -> Tensor:
@@ -243,7 +243,7 @@ class GroupedLinear(Function):
     @staticmethod
     def backward(ctx, dy):
         weight, mm, route, scale, x = ctx.weight, ctx.mm, ctx.route, ctx.scale, ctx.saved_tensors[0].detach()
-        for_dgrad, for_wgrad = mm.gradient(dy.contiguous(), route)
+        for_dgrad, for_wgrad = mm.prepare_grad(dy.contiguous(), route)
         # Also without any row: a bucket counts the gradients of all its parameters. It may run later, in a bubble.
         accumulate_grad(weight, lambda out: mm.wgrad(out, for_wgrad, x, scale, route))
         return mm.dgrad(for_dgrad, weight, route), None, None, None, None

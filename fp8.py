@@ -54,13 +54,14 @@ class Quantised(NamedTuple):
     data: Tensor  # [R, C] or [e, R, C], in FP8
     scales: Tensor  # fp32: [] of the tensor, [R, C/128] of 1 x 128 blocks, [R/128, C/128] of tiles, or e of these
 
-    @property
-    def has_tiles(self) -> bool:
-        return self.scales.ndim > 0 and self.scales.shape[-2] != self.data.shape[-2]
-
     def select(self, index: int | slice) -> "Quantised":
         """A slice of the rows of a matrix without tiles, or one of e matrices."""
         return Quantised(self.data[index], self.scales[index] if self.scales.ndim else self.scales)
+
+    def select_columns(self, start: int, stop: int) -> "Quantised":
+        """Of a matrix without tiles. With blocks, start and stop are multiples of 128."""
+        scales = self.scales[:, start // BLOCK:stop // BLOCK] if self.scales.ndim else self.scales
+        return Quantised(self.data[:, start:stop], scales)
 
     def transpose(self) -> "Quantised":
         """The transposed matrix [C, R], R padded with zeros to a multiple of 16. Not for 1 x 128 blocks, which do not
@@ -69,6 +70,9 @@ class Quantised(NamedTuple):
         if missing:  # as bytes, because F.pad has no FP8
             data = F.pad(data.view(torch.uint8), (0, 0, 0, missing)).view(data.dtype)
         return Quantised(data.mT.contiguous(), self.scales.mT.contiguous() if self.scales.ndim else self.scales)
+
+
+Copies = tuple[Quantised | None, Quantised | None]  # of X or dY [T, K]: rowwise, columnwise; of a weight: W, W^T
 
 
 def to_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -102,7 +106,7 @@ def quantise_blocks(x: Tensor, dtype: torch.dtype, pow2: bool, height: int = 1) 
 
 
 def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None, pow2: bool = False, rowwise: bool = True,
-             columnwise: bool = True, tiles: bool = False) -> tuple[Quantised | None, Quantised | None]:
+             columnwise: bool = True, tiles: bool = False) -> Copies:
     """(rowwise, columnwise) copies of x [T, K]: [T, K] and [K, T], the last dimension padded with zeros to a multiple
     of 128; with one scale only T is padded, to a multiple of 16.
 
@@ -164,7 +168,7 @@ def for_scaled_mm(q: Quantised) -> tuple[Tensor, F.ScalingType]:
     """(scales with the strides that cuBLAS reads, their kind). Those of tiles: see pad_tile_scales."""
     if q.scales.ndim == 0:
         return q.scales, F.ScalingType.TensorWise
-    if not q.has_tiles:  # [R, C/128], contiguous along R; strides as for many rows also if there is one
+    if len(q.scales) == len(q.data):  # [R, C/128], contiguous along R; strides as for many rows also if there is one
         return q.scales.t().contiguous().as_strided(q.scales.shape, (1, len(q.scales))), F.ScalingType.BlockWise1x128
     rows, padded = len(q.scales), q.scales.stride(0)
     assert padded % 4 == 0 and q.scales.stride(1) == 1, f"scales of tiles with strides {q.scales.stride()}"
@@ -192,11 +196,13 @@ RECIPES = {name: Recipe(E4M3, {"e4m3": E4M3, "e5m2": E5M2}[recipe.grad], recipe.
            for name, recipe in FP8_RECIPES.items()}
 
 
-class Fp8:
-    """The three products of a linear layer, as tp.Matmul has them, by one recipe; also the cache of FP8 weights.
+# ---- operands -------------------------------------------------------------------------------------------------------
 
-    dtype: of results. amax_groups, weight_amax_groups: the groups whose ranks have shards of one activation, or of one
-    weight, and must agree on one scale. cached: FP8 weights are reused until the weights change; otherwise they are
+class Quantiser:
+    """Makes FP8 copies of activations, their gradients and weights by one recipe, and caches those of weights.
+
+    dtype: of the products. amax_groups, weight_amax_groups: the groups whose ranks have shards of one activation, or of
+    one weight, and must agree on one scale. cached: FP8 weights are reused until the weights change; otherwise they are
     quantised for every use (at ZeRO level 3, which frees the 16-bit weights).
     """
 
@@ -204,49 +210,28 @@ class Fp8:
                  weight_amax_groups: tuple[Group, ...] = (), cached: bool = True):
         self.recipe, self.dtype, self.cached = recipe, dtype, cached
         self.amax_groups, self.weight_amax_groups = amax_groups, weight_amax_groups
-        self.cache: dict[tuple[nn.Parameter, ...], tuple[list, tuple[Quantised, Quantised]]] = {}
+        self.cache: dict[Params, tuple[list, Copies]] = {}
 
-    def forward(self, x: Tensor, weights: Params) -> tuple[Tensor, Tensor | None]:
-        """(Y = X W^T, the scale of X). The only product with fast accumulation."""
-        dtype, scale = self.format_and_scale(x, grad=False)
-        rowwise, _ = quantise(x, dtype, scale, self.recipe.pow2, columnwise=False)
-        return product(rowwise, self.quantise_weight(weights)[0], self.dtype, fast=not self.recipe.blocks), scale
-
-    def gradient(self, dy: Tensor, scale: Tensor | None = None) -> tuple[tuple[Quantised, Quantised], Tensor | None]:
-        """((rowwise, columnwise) copies of dY, for the other two; its scale). scale: of dY, if it is known already."""
-        dtype, scale = self.format_and_scale(dy, grad=True, scale=scale)
-        return quantise(dy, dtype, scale, self.recipe.pow2), scale
-
-    def dgrad(self, dy: tuple[Quantised, Quantised], weights: Params) -> Tensor:
-        """dX = dY W."""
-        return product(dy[0], self.quantise_weight(weights)[1], self.dtype)
-
-    def wgrad(self, out: Tensor, dy: tuple[Quantised, Quantised], x: Tensor, scale: Tensor | None = None) -> None:
-        """out += dY^T X. This moves 16 bytes per element of out, as F.scaled_mm cannot add to its result. scale: of X,
-        from forward, as to agree here would wait for the exchange that this matmul is to hide; None if recomputation
-        skipped that forward, and then all ranks agree here, in the same order."""
-        dtype, scale = self.format_and_scale(x, grad=False, scale=scale)
-        _, columnwise = quantise(x, dtype, scale, self.recipe.pow2, rowwise=False)
-        out.add_(product(dy[1], columnwise, out.dtype))
-
-    # Their operands.
-
-    def agreed_scale(self, x: Tensor, dtype: torch.dtype, groups: tuple[Group, ...]) -> Tensor:
-        """One scale for a tensor sharded over these groups: an all-reduce of amax, which every rank must call."""
+    def agreed_scale(self, x: Tensor, dtype: torch.dtype, groups: tuple[Group, ...]) -> Tensor | None:
+        """One scale for a tensor sharded over these groups: an all-reduce of amax, which every rank must call. None if
+        each block has its own."""
+        if self.recipe.blocks:
+            return None
         amax = torch.linalg.vector_norm(x, torch.inf).float() if x.numel() else x.new_zeros((), dtype=torch.float32)
         for group in groups:
             all_reduce(amax, group, MAX)
         return scale_of(amax, dtype, self.recipe.pow2)
 
-    def format_and_scale(self, x: Tensor, grad: bool, scale: Tensor | None = None) -> tuple[torch.dtype, Tensor | None]:
-        """(format, scale) of activations or of their gradients; the scale is None if every block has its own. scale: if
-        it is known."""
+    def quantise_activation(self, x: Tensor, grad: bool = False, scale: Tensor | None = None,
+                            **copies: bool) -> tuple[Copies, Tensor | None]:
+        """(copies of an activation, or of its gradient; their scale). scale: if it is known already. copies: as in
+        quantise, which are wanted."""
         dtype = self.recipe.grad if grad else self.recipe.x
-        if scale is None and not self.recipe.blocks:
+        if scale is None:
             scale = self.agreed_scale(x, dtype, self.amax_groups)
-        return dtype, scale
+        return quantise(x, dtype, scale, self.recipe.pow2, **copies), scale
 
-    def quantise_weight(self, weights: Params) -> tuple[Quantised, Quantised]:
+    def quantise_weight(self, weights: Params) -> Copies:
         """(W, W^T) of matrices, one's rows after the other's, or of one parameter [e, R, C]. Raises ValueError if a
         dimension is no multiple of the recipe's unit."""
         # ZeRO writes into the flat buffer and then counts `generation` up; a parameter's own edits show in _version.
@@ -258,7 +243,7 @@ class Fp8:
         if w.shape[-1] % unit or w.shape[-2] % unit:
             raise ValueError(f"{weights[0].spec.name} is {' x '.join(map(str, w.shape))} on this rank: in FP8 with "
                              f"{'128 x 128 blocks' if self.recipe.blocks else 'one scale'}, multiples of {unit}")
-        scale = None if self.recipe.blocks else self.agreed_scale(w, self.recipe.x, self.weight_amax_groups)
+        scale = self.agreed_scale(w, self.recipe.x, self.weight_amax_groups)
         copies = quantise(w.flatten(0, -2), self.recipe.x, scale, self.recipe.pow2, columnwise=w.ndim == 2,
                           tiles=self.recipe.blocks)
         if w.ndim == 3:
@@ -271,40 +256,61 @@ class Fp8:
         return copies
 
 
-# ---- experts: a matrix per expert, rows sorted by expert -------------------------------------------------------------
+# ---- layers ---------------------------------------------------------------------------------------------------------
 
-class Fp8Experts(Fp8):
-    """The three products of ep.GroupedLinear, as ep.GroupedMatmul has them. In columnwise copies each expert's rows are
-    padded to whole blocks, so these are made apart from rowwise ones, by route. route: an ep.Route."""
+class Fp8(Quantiser):
+    """The three products of a linear layer, as tp.Matmul has them."""
+
+    def forward(self, x: Tensor, weights: Params) -> tuple[Tensor, Tensor | None]:
+        """(Y = X W^T, the scale of X). The only product with fast accumulation."""
+        (rowwise, _), scale = self.quantise_activation(x, columnwise=False)
+        return product(rowwise, self.quantise_weight(weights)[0], self.dtype, fast=not self.recipe.blocks), scale
+
+    def prepare_grad(self, dy: Tensor, scale: Tensor | None = None) -> tuple[Copies, Tensor | None]:
+        """(copies of dY: rowwise for dgrad, columnwise for wgrad; its scale). scale: if it is known already."""
+        return self.quantise_activation(dy, grad=True, scale=scale)
+
+    def dgrad(self, dy: Copies, weights: Params) -> Tensor:
+        """dX = dY W."""
+        return product(dy[0], self.quantise_weight(weights)[1], self.dtype)
+
+    def wgrad(self, out: Tensor, dy: Copies, x: Tensor, scale: Tensor | None = None) -> None:
+        """out += dY^T X. This moves 16 bytes per element of out, as F.scaled_mm cannot add to its result. scale: of X,
+        from forward, as to agree here would wait for the exchange that this matmul is to hide; None if recomputation
+        skipped that forward, and then all ranks agree here, in the same order."""
+        (_, columnwise), _ = self.quantise_activation(x, scale=scale, rowwise=False)
+        out.add_(product(dy[1], columnwise, out.dtype))
+
+
+class Fp8Experts(Quantiser):
+    """The three products of ep.GroupedLinear, as ep.GroupedMatmul has them: a matrix per expert, rows sorted by expert.
+    In columnwise copies each expert's rows are padded to whole blocks, so these are made apart from rowwise ones, by
+    route. route: an ep.Route."""
 
     def forward(self, x: Tensor, weight: nn.Parameter, route) -> tuple[Tensor, Tensor | None]:
-        dtype, scale = self.format_and_scale(x, grad=False)
-        rowwise, _ = quantise(x, dtype, scale, self.recipe.pow2, columnwise=False)
+        (rowwise, _), scale = self.quantise_activation(x, columnwise=False)
         return self.multiply(rowwise, self.quantise_weight((weight,))[0], route), scale
 
-    def gradient(self, dy: Tensor, route) -> tuple[Quantised, Quantised]:
-        dtype, scale = self.format_and_scale(dy, grad=True)
-        rowwise, _ = quantise(dy, dtype, scale, self.recipe.pow2, columnwise=False)
-        return rowwise, self.columns_by_expert(dy, dtype, scale, route)
+    def prepare_grad(self, dy: Tensor, route) -> tuple[Quantised, Quantised]:
+        (rowwise, _), scale = self.quantise_activation(dy, grad=True, columnwise=False)
+        return rowwise, self.columns_by_expert(dy, route, scale, grad=True)
 
     def dgrad(self, dy: Quantised, weight: nn.Parameter, route) -> Tensor:
         return self.multiply(dy, self.quantise_weight((weight,))[1], route)
 
     def wgrad(self, out: Tensor, dy: Quantised, x: Tensor, scale: Tensor | None, route) -> None:
         """out [e, out, in] += dY^T X of each expert's rows."""
-        x_columns = self.columns_by_expert(x, *self.format_and_scale(x, grad=False, scale=scale), route)
-        start = 0
+        x, start = self.columns_by_expert(x, route, scale), 0
         for matrix, count in zip(out, route.rows_per_expert):
             stop = start + count + -count % self.recipe.unit
             if count:
-                matrix.add_(product(select_columns(dy, start, stop), select_columns(x_columns, start, stop),
-                                    out.dtype))
+                matrix.add_(product(dy.select_columns(start, stop), x.select_columns(start, stop), out.dtype))
             start = stop
 
-    def columns_by_expert(self, x: Tensor, dtype: torch.dtype, scale: Tensor | None, route) -> Quantised:
+    def columns_by_expert(self, x: Tensor, route, scale: Tensor | None, grad: bool = False) -> Quantised:
         """The columnwise copy of rows sorted by expert."""
         padded = [F.pad(part, (0, 0, 0, -len(part) % self.recipe.unit)) for part in x.split(route.rows_per_expert)]
-        return quantise(torch.cat(padded), dtype, scale, self.recipe.pow2, rowwise=False)[1]
+        return self.quantise_activation(torch.cat(padded), grad, scale, rowwise=False)[0][1]
 
     def multiply(self, rows: Quantised, matrices: Quantised, route) -> Tensor:
         """[R, in] times the transposes of [e, out, in] -> [R, out]."""
@@ -312,10 +318,6 @@ class Fp8Experts(Fp8):
         parts = [product(rows.select(slice(end - count, end)), matrices.select(expert), self.dtype)
                  for expert, (count, end) in enumerate(zip(route.rows_per_expert, ends)) if count]
         return torch.cat(parts) if parts else rows.data.new_empty(0, matrices.data.shape[1], dtype=self.dtype)
-
-
-def select_columns(q: Quantised, start: int, stop: int) -> Quantised:
-    return Quantised(q.data[:, start:stop], q.scales[:, start // BLOCK:stop // BLOCK] if q.scales.ndim else q.scales)
 
 
 # ---- demo: python fp8.py --------------------------------------------------------------------------------------------
@@ -331,7 +333,7 @@ def demo() -> None:
         dy[0] *= outlier
         for name, recipe in {**RECIPES, "E4M3 for all, one scale": Recipe(E4M3, E4M3, blocks=False)}.items():
             mm, dw = Fp8(recipe, torch.float32), torch.zeros(w.shape)
-            quantised, _ = mm.gradient(dy)
+            quantised, _ = mm.prepare_grad(dy)
             mm.wgrad(dw, quantised, x)
             pairs = (mm.forward(x, (w,))[0], x @ w.t()), (mm.dgrad(quantised, (w,)), dy @ w), (dw, dy.t() @ x)
             errors = "".join(f"{((a - b).norm(dim=1) / b.norm(dim=1)).mean():9.2%}" for a, b in pairs)

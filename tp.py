@@ -91,20 +91,21 @@ class TensorParallel(NamedTuple):
     def size(self) -> int:
         return self.group.size
 
-    # f and g start an exchange; without sequence parallelism `gather` is the identity and `reduce` an all-reduce. The
-    # caller may compute something before it waits.
+    # The exchanges of linear layers, under which the caller may compute something before it waits.
 
     def gather(self, x: Tensor) -> Pending:
-        """Forward of f, backward of g: [T/t, H] -> [T, H], in rank order."""
+        """Forward of f, backward of g: [T/t, H] -> [T, H], in rank order; x itself without sequence parallelism."""
         return gather_rows(x, self.group, async_op=True) if self.sequence else done(x)
 
     def reduce(self, terms: Tensor) -> Pending:
-        """Forward of g, backward of f: [T, H] -> [T/t, H], the sum of all ranks' terms (an all-reduce: in place)."""
+        """Forward of g, backward of f: [T, H] -> [T/t, H], summed over ranks; in place without sequence parallelism."""
         return (reduce_rows if self.sequence else all_reduce)(terms, self.group, async_op=True)
 
+    # Exchanges without a matmul, with derivatives.
+
     def spread(self, x: Tensor) -> Tensor:
-        """f without a matmul, for what each rank uses differently: latents, of which it makes its own heads' keys and
-        values, and the fused head's input. [T/t, D] -> [T, D]."""
+        """f: [T/t, D] -> [T, D], for what each rank uses differently: latents, of which it makes its own heads' keys
+        and values, and the fused head's input."""
         return (AllGather__ReduceScatter if self.sequence else Identity__AllReduce).apply(x, self.group)
 
     def split(self, x: Tensor) -> Tensor:
@@ -127,14 +128,15 @@ class TensorParallel(NamedTuple):
 
 class Matmul:
     """The three products of a linear layer Y = X W^T, where W are weights stacked along their output dimension. fp8.Fp8
-    has the same methods, and multiplies in FP8."""
+    has the same methods, and multiplies in FP8: there ranks agree on scales, which are returned in order to agree once.
+    """
 
     def forward(self, x: Tensor, weights: Params) -> tuple[Tensor, Any]:
-        """(Y, in FP8 the scale of X, for wgrad)."""
+        """(Y, the scale of X)."""
         return x @ stacked_weight(weights).t(), None
 
-    def gradient(self, dy: Tensor, scale: Any = None) -> tuple[Any, Any]:
-        """(dY as dgrad and wgrad take it: itself or FP8 copies; in FP8 its scale). scale: if it is known already."""
+    def prepare_grad(self, dy: Tensor, scale: Any = None) -> tuple[Any, Any]:
+        """(dY as dgrad and wgrad take it, in FP8 two copies; its scale). scale: of dY, if it is known already."""
         return dy, None
 
     def dgrad(self, dy: Any, weights: Params) -> Tensor:
@@ -142,17 +144,17 @@ class Matmul:
         return dy @ stacked_weight(weights)
 
     def wgrad(self, out: Tensor, dy: Any, x: Tensor, scale: Any = None) -> None:
-        """out += dY^T X."""
+        """out += dY^T X. scale: of X."""
         accumulate_product(out, dy.t(), x)
 
 
 MATMUL = Matmul()
 
 
-# A weight gradient is a generator. start_weight_grad (param.py) runs it to its yield, where an exchange is in flight,
-# and returns it; the caller's `next` runs the rest. In a split backward (zero-bubble pipelines: dX first, weight
-# gradients later) it is queued instead, unstarted, and what is returned is empty; backward_weight runs the queue, which
-# holds the shards [T/t, H] of X and dZ: these are gathered again.
+# A weight gradient is a generator, which starts a gather, yields, and adds. start_weight_grad (param.py) runs it to its
+# yield and `next` runs the rest: what is between the two hides the gather. In a split backward (zero-bubble pipelines:
+# dX first, weight gradients later) it is queued instead, and that `next` does nothing. The queue holds the shards
+# [T/t, H] of X and dZ alone, and gathers each when its turn comes.
 
 class Column(Function):
     """f, then S = X A^T: [T/t, H] -> [T, R/t]. Weights that have the same input (queries, keys, values) share one
@@ -168,7 +170,7 @@ class Column(Function):
         else:
             gathered = tp.gather(x).wait()
             product, ctx.scale = mm.forward(gathered, weights)
-        # A recomputed block's own backward follows at once, so the gathered X may stay; not in a queue, see above.
+        # The gathered X may stay in a recomputed block, whose backward follows at once, but not in a queue.
         ctx.saves_gathered = is_recomputing() and not is_deferring()
         ctx.save_for_backward(gathered if ctx.saves_gathered else x)
         return product
@@ -177,7 +179,7 @@ class Column(Function):
     def backward(ctx, ds):
         tp, mm, weights, scale, saves_gathered = ctx.tp, ctx.mm, ctx.weights, ctx.scale, ctx.saves_gathered
         x = ctx.saved_tensors[0].detach()  # a queued weight gradient must not keep a graph alive
-        ds, _ = mm.gradient(ds)
+        ds, _ = mm.prepare_grad(ds)
 
         def weight_grad() -> Steps:
             """dA += dS^T X."""
@@ -213,22 +215,22 @@ class Row(Function):
     @staticmethod
     def backward(ctx, dz):
         tp, mm, weights, scale, y = ctx.tp, ctx.mm, ctx.weights, ctx.scale, ctx.saved_tensors[0].detach()
-
-        def weight_grad() -> Steps:
-            """dB += dZ^T Y, in the second half of a split backward."""
-            gathering = tp.gather(dz)
-            yield
-            whole, _ = mm.gradient(gathering.wait(), dz_scale)
-            add_to(weights, lambda out: mm.wgrad(out, whole, y, scale))
-
         dz_scale = None
         if tp.async_tp:
             dy, gathered = all_gather_matmul(dz, stacked_weight(weights), tp.group)
         else:
-            gathered, dz_scale = mm.gradient(tp.gather(dz).wait())
+            gathered, dz_scale = mm.prepare_grad(tp.gather(dz).wait())
             dy = mm.dgrad(gathered, weights)
+
+        def weight_grad_later() -> Steps:
+            """dB += dZ^T Y, of dZ gathered again."""
+            gathering = tp.gather(dz)
+            yield
+            whole, _ = mm.prepare_grad(gathering.wait(), dz_scale)
+            add_to(weights, lambda out: mm.wgrad(out, whole, y, scale))
+
         if is_deferring():
-            start_weight_grad(weights, weight_grad())  # queued
+            start_weight_grad(weights, weight_grad_later())  # queued
         else:
             add_to(weights, lambda out: mm.wgrad(out, gathered, y, scale))
         return dy, None, None, None, None
@@ -243,7 +245,7 @@ symmetric: dict[str, bool] = {}  # axis -> whether torch's operators work for it
 
 
 def by_operator(name: str, x: Tensor, *arguments: Any, group: Group, nbytes: int) -> Any:
-    """The result of an operator of torch.ops.symm_mem, or None where the ring has to do it. nbytes: that are sent."""
+    """The result of an operator of torch.ops.symm_mem; None where it does not run. nbytes: what this rank sends."""
     if not uses_kernels(x) or not symmetric.get(group.axis, True):
         return None
     with calling(name, group, nbytes):
@@ -265,7 +267,8 @@ def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, 
     n, me = group.size, group.rank
     x, nbytes = x.contiguous(), (n - 1) * x.nbytes
     if found := by_operator("fused_all_gather_matmul", x, [matrix], group=group, nbytes=nbytes):
-        return found[1][0], found[0]
+        gathered, (product,) = found
+        return product, gathered
     gathered = x.new_empty(len(x) * n, x.shape[1])
     product = x.new_empty(len(gathered), matrix.shape[1])
     shards, products = gathered.chunk(n), product.chunk(n)

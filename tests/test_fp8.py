@@ -58,7 +58,7 @@ def held(x: torch.Tensor, format: torch.dtype) -> torch.Tensor:
 
 def both(mm: Fp8, x: torch.Tensor, grad: bool) -> tuple[Quantised, Quantised]:
     """Rowwise and columnwise copies of activations or of their gradients."""
-    return fp8.quantise(x, *mm.format_and_scale(x, grad), mm.recipe.pow2)
+    return mm.quantise_activation(x, grad)[0]
 
 
 def in_blocks(x: torch.Tensor, format: torch.dtype, rows: int, columns: int, pow2: bool = False) -> torch.Tensor:
@@ -200,7 +200,7 @@ def test_products_err_as_their_factors_do(name, pow2):
     layer = Fp8(recipe, torch.float32)
     weight = parameter(Spec("w", (N, K)), {}, torch.float32)
     weight.data = w.float()
-    (quantised, _), out = layer.gradient(dy.float()), torch.zeros(N, K)
+    (quantised, _), out = layer.prepare_grad(dy.float()), torch.zeros(N, K)
     layer.wgrad(out, quantised, x.float())
     u, v = (2.0 ** -(FORMATS[format][0] + 1) for format in (recipe.x, recipe.grad))
     for got, a, b, first, second in [(layer.forward(x.float(), (weight,))[0], x, w.t(), u, u),
@@ -351,7 +351,7 @@ def steps(grid: str, name: str) -> dict:
         out["grads"].append(grids.pieces(optimizer, "grad"))
         optimizer.step(0.01)
     used = {module.mm for module in model.modules() if hasattr(module, "mm")}
-    return out | dict(cached=sum(len(mm.cache) for mm in used if isinstance(mm, Fp8)))
+    return out | dict(cached=sum(len(mm.cache) for mm in used if isinstance(mm, fp8.Quantiser)))
 
 
 @cache
@@ -585,7 +585,7 @@ import torch, fp8
 x, w = torch.randn(300, 512).bfloat16(), torch.randn(256, 512).bfloat16()
 for name, recipe in fp8.RECIPES.items():
     mm = fp8.Fp8(recipe, torch.float32)
-    here, there = (fp8.quantise(x, *mm.format_and_scale(x, False)) for x in (x.cpu(), x.cuda()))
+    here, there = (mm.quantise_activation(x)[0] for x in (x.cpu(), x.cuda()))
     for a, b in zip(here, there):
         assert torch.equal(a.data.view(torch.uint8), b.data.cpu().view(torch.uint8)), name
         torch.testing.assert_close(a.scales, b.scales.cpu(), rtol=0, atol=0)
@@ -658,8 +658,8 @@ RUNS = [(name, seed) for seed in (0, 1) for name in ("bf16", *RECIPES)] + [("uns
 class Unscaled(Fp8):
     """What one tries first: gradients cast to E4M3 as they are."""
 
-    def format_and_scale(self, x, grad):
-        return (E4M3, torch.ones(())) if grad else super().format_and_scale(x, grad)
+    def prepare_grad(self, dy, scale=None):
+        return quantise(dy, E4M3, torch.ones((), device=dy.device)), None
 
 
 def trained() -> list[float]:
