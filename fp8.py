@@ -179,9 +179,8 @@ def for_scaled_mm(q: Quantised) -> tuple[Tensor, F.ScalingType]:
 # ---- recipes --------------------------------------------------------------------------------------------------------
 
 class Recipe(NamedTuple):
-    """x, grad: formats of activations and weights, and of gradients. blocks: a scale per block, or one per tensor.
-    pow2: scales are powers of two."""
-    x: torch.dtype
+    """grad: the format of dY; X and W are E4M3. blocks: a scale per block, or one per tensor. pow2: scales are powers
+    of two."""
     grad: torch.dtype
     blocks: bool
     pow2: bool = False
@@ -192,7 +191,7 @@ class Recipe(NamedTuple):
         return BLOCK if self.blocks else 16
 
 
-RECIPES = {name: Recipe(E4M3, {"e4m3": E4M3, "e5m2": E5M2}[recipe.grad], recipe.blocks)
+RECIPES = {name: Recipe({"e4m3": E4M3, "e5m2": E5M2}[recipe.grad], recipe.blocks)
            for name, recipe in FP8_RECIPES.items()}
 
 
@@ -226,7 +225,7 @@ class Quantiser:
                             **copies: bool) -> tuple[Copies, Tensor | None]:
         """(copies of an activation, or of its gradient; their scale). scale: if it is known already. copies: as in
         quantise, which are wanted."""
-        dtype = self.recipe.grad if grad else self.recipe.x
+        dtype = self.recipe.grad if grad else E4M3
         if scale is None:
             scale = self.agreed_scale(x, dtype, self.amax_groups)
         return quantise(x, dtype, scale, self.recipe.pow2, **copies), scale
@@ -243,8 +242,8 @@ class Quantiser:
         if w.shape[-1] % unit or w.shape[-2] % unit:
             raise ValueError(f"{weights[0].spec.name} is {' x '.join(map(str, w.shape))} on this rank: in FP8 with "
                              f"{'128 x 128 blocks' if self.recipe.blocks else 'one scale'}, multiples of {unit}")
-        scale = self.agreed_scale(w, self.recipe.x, self.weight_amax_groups)
-        copies = quantise(w.flatten(0, -2), self.recipe.x, scale, self.recipe.pow2, columnwise=w.ndim == 2,
+        scale = self.agreed_scale(w, E4M3, self.weight_amax_groups)
+        copies = quantise(w.flatten(0, -2), E4M3, scale, self.recipe.pow2, columnwise=w.ndim == 2,
                           tiles=self.recipe.blocks)
         if w.ndim == 3:
             data, scales = copies[0]
@@ -331,7 +330,7 @@ def demo() -> None:
     print("Relative error, mean over rows.                        X W^T     dY W     dY^T X    dY = 0")
     for outlier in (1, 1e6):
         dy[0] *= outlier
-        for name, recipe in {**RECIPES, "E4M3 for all, one scale": Recipe(E4M3, E4M3, blocks=False)}.items():
+        for name, recipe in {**RECIPES, "E4M3 for all, one scale": Recipe(E4M3, blocks=False)}.items():
             mm, dw = Fp8(recipe, torch.float32), torch.zeros(w.shape)
             quantised, _ = mm.prepare_grad(dy)
             mm.wgrad(dw, quantised, x)
