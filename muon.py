@@ -122,7 +122,7 @@ def stacked_box(spec: Spec, places: Mapping) -> Box:
 def find_matrices(buckets: Sequence, peers: Sequence[Mapping]) -> list[Matrix]:
     """The matrices of a pipeline rank, in an order that all ranks of its axis "stage" share. buckets: ShardedBuckets
     (zero.py) of matrices alone, laid out alike on all these ranks; peers: the place of each on every axis, by
-    collectives.peers_of."""
+    groups.peers_of."""
     found: dict[tuple[str, int], Matrix] = {}
     for number, bucket in enumerate(buckets):
         for rank, places in enumerate(peers):

@@ -24,10 +24,11 @@ import torch
 
 import config
 import operations
-from collectives import MAX, Group, Groups, all_reduce, build_groups, peers_of
+from collectives import MAX, Group, Groups, all_reduce
 from cp import shard_sequences
 from ep import Balance, GroupedExperts, update_biases
 from fp8 import RECIPES, Fp8, Fp8Experts
+from groups import build_groups, peers_of
 from model import Execution, Llama
 from param import DTYPES, acc_dtype
 from plan.costs import stages_of

@@ -330,7 +330,7 @@ class Optimizer:
     moments_dtype, reduce_dtype: of what the rule remembers; in which gradients are sent and summed over ranks (over
     micro-batches always in the accumulation dtype, the default of both). head: a unit whose backward follows its
     forward at once, so at level 3 its weights stay unsharded. offload: run/offload.py's OffloadedState, or None.
-    peers: of muon.py, see collectives.peers_of; by default this rank alone.
+    peers: of muon.py, see groups.peers_of; by default this rank alone.
     """
 
     def __init__(self, units: Units, groups: Groups, *, bucket_mb: float = 25.0, level: int = 0, rule: str = "adamw",

@@ -57,10 +57,11 @@ import schedules
 import train
 from bench import all as bench_all
 from bench import smoke
-from collectives import ALONE, Group, Groups, build_groups
+from collectives import ALONE, Group, Groups
 from config import CP_STYLES, need
 from cp import attention_by_window
 from ep import GroupedExperts, Router, make_routing_info
+from groups import build_groups
 from model import Llama
 from param import Spec, draw, parameter
 from pp import Engine

@@ -24,8 +24,9 @@ import torch.distributed as dist
 
 import collectives
 import config
-from collectives import Group, build_groups
+from collectives import Group
 from config import need, setting
+from groups import build_groups
 from learn import collectives as ring
 from plan import costs
 from run import start

@@ -31,9 +31,10 @@ import config
 import ep
 import schedules
 import train
-from collectives import ALONE, build_groups
+from collectives import ALONE
 from config import need
 from cp import own_chunks
+from groups import build_groups
 from param import Spec, draw, parameter
 from plan import costs, machines, predict, published, search, time
 from plan.__main__ import overlaps

@@ -83,7 +83,7 @@ PUZZLES = {
     "balance": Puzzle("ep.py", "update_biases",
                       "tests/test_ep.py::test_biases_move_by_the_rate_once_a_step_and_not_at_all_when_it_is_skipped", (
                           "An expert with more than the mean load moves down by the rate, one with less up.",)),
-    "grid": Puzzle("collectives.py", "groups_along",
+    "grid": Puzzle("groups.py", "groups_along",
                    "tests/test_groups.py::test_axes_with_the_same_ranks_share_a_group_unless_they_are_busy_together", (
                        "Ranks whose other coordinates are equal are a group.",)),
     "quantise": Puzzle("fp8.py", "to_fp8",

@@ -37,7 +37,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # private: to
 import collectives
 import config
 import ep
-from collectives import Group, Groups, Pending, build_groups
+from collectives import Group, Groups, Pending
+from groups import build_groups
 from plan.memory import format_bytes
 from run import start
 from run.data import MicroBatch, Samples

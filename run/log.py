@@ -17,7 +17,8 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from tqdm import tqdm
 
 import config
-from collectives import ALONE, AXES, Groups
+from collectives import ALONE, Groups
+from groups import AXES
 from param import DTYPES, Spec, is_first_replica
 from plan import costs
 from plan.memory import format_bytes

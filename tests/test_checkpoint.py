@@ -32,7 +32,8 @@ from watch import in_order
 
 import config
 import train
-from collectives import ALONE, build_groups
+from collectives import ALONE
+from groups import build_groups
 from plan import search
 from run import checkpoint, data, job, sampling, start
 from run.data import Corpus, codec_of

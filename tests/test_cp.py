@@ -21,6 +21,7 @@ import train
 from collectives import ALONE
 from config import CP_STYLES, padded_length
 from cp import STYLES, context_parallel
+from groups import build_groups
 from operations import CAUSAL, MATH, SDPA, AttentionKernel, Mask, cudnn_backward, cudnn_forward
 from param import acc_dtype
 from run import device
@@ -51,7 +52,7 @@ def attention_of(style: str, seq: int, mask: Mask, kernel: AttentionKernel):
     groups, c = {"cp": everyone()}, dist.get_world_size()
     if near:
         grid = config.Grid(dp=1, cp=c, cp_style=name, cp_ulysses=int(near))
-        groups = collectives.build_groups(grid, config.Model())
+        groups = build_groups(grid, config.Model())
     return context_parallel(groups, name, seq, mask, kernel)
 
 

@@ -19,7 +19,8 @@ import collectives
 import config
 import ep
 import train
-from collectives import Pending, build_groups
+from collectives import Pending
+from groups import build_groups
 from plan import costs
 from run import device, dryrun
 from run.meter import Meter

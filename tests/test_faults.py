@@ -31,7 +31,7 @@ import collectives
 import config
 import train
 import zero
-from collectives import build_groups
+from groups import build_groups
 from run import checkpoint, faults, job, ranks, start
 from run.data import open_samples
 from run.ranks import Call, meet

@@ -9,6 +9,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import collectives
 import config
+import groups
 import train
 from run import dryrun
 from run.meter import Meter
@@ -38,12 +39,12 @@ def test_a_rank_makes_groups_in_as_many_calls_as_there_are_axes(monkeypatch, wor
     monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)  # not in a torch for CPUs
     dist.group.WORLD.bound_device_id = torch.device("cpu:0")
     try:
-        made = collectives.build_groups(settings.grid, settings.model, 90)
+        made = groups.build_groups(settings.grid, settings.model, 90)
     finally:
         dist.destroy_process_group()
     assert timeouts == {90}, "of axes and of links"
     assert all(sorted(sum(call, [])) == list(range(world)) for call in calls), "every rank is in one group of each call"
-    assert len(calls) <= len(collectives.AXES) + 4  # a ring of 4 ranks has 8 directed pairs, two of them disjoint
+    assert len(calls) <= len(groups.AXES) + 4  # a ring of 4 ranks has 8 directed pairs, two of them disjoint
     assert blocks.count(4) == 4 and set(blocks) == {None, 4}, "the links, in four calls, hold few SMs"
     assert set(made["pp"].links) == {(0, 1), (1, 0), (3, 0), (0, 3)}
     assert [made[axis].size for axis in ("pp", "tp", "ep", "kv", "kv_copy", "world")] == [4, 8, 2, 4, 2, world]
@@ -55,7 +56,7 @@ def test_every_pair_that_exchanges_has_a_link(schedule, p):
     """And no other pair."""
     exchanging = {(r, item.peer) for r, items in enumerate(lower(make_plan(schedule, p, 2 * p))) for item in items
                   if isinstance(item, Transfer) and item.op == "send"}
-    pairs = collectives.pairs_of(config.Grid(pp=p, chunks=SCHEDULES[schedule].chunks, schedule=schedule))
+    pairs = groups.pairs_of(config.Grid(pp=p, chunks=SCHEDULES[schedule].chunks, schedule=schedule))
     assert set(pairs) == exchanging and len(pairs) == len(exchanging)
 
 
@@ -65,10 +66,10 @@ def test_every_pair_that_exchanges_has_a_link(schedule, p):
 def test_pairs_without_a_common_rank_get_their_links_in_one_call(monkeypatch, schedule, p, rounds):
     """2 calls for two ranks, 4 for a chain, and for a ring 4, or 6 if its ranks are odd: its edges need 3 colours."""
     calls, pipelines = [], [list(range(p)), list(range(p, 2 * p))]
-    monkeypatch.setattr(collectives, "create_groups", lambda members, *_, **__: calls.append(members) or len(calls))
+    monkeypatch.setattr(groups, "create_groups", lambda members, *_, **__: calls.append(members) or len(calls))
     monkeypatch.setattr(dist, "get_rank", lambda: p + 1)
-    pairs = collectives.pairs_of(config.Grid(pp=p, chunks=SCHEDULES[schedule].chunks, schedule=schedule))
-    links = collectives.make_links(pipelines, pairs, 60)
+    pairs = groups.pairs_of(config.Grid(pp=p, chunks=SCHEDULES[schedule].chunks, schedule=schedule))
+    links = groups.make_links(pipelines, pairs, 60)
     assert len(calls) == rounds and all(len(set(sum(call, []))) == len(sum(call, [])) for call in calls)
     assert links == {(a, b): number for number, call in enumerate(calls, 1) for a, b in pairs
                      if [a, b] in call and 1 in (a, b)}
@@ -77,7 +78,7 @@ def test_pairs_without_a_common_rank_get_their_links_in_one_call(monkeypatch, sc
 def transfers() -> dict[str, set]:
     """The collectives of a step on each link, and on all other groups."""
     settings = grids.settings_of("--pp 4 --schedule interleaved --layers 8 --micro-batch 12", 4)
-    made = collectives.build_groups(settings.grid, settings.model)
+    made = groups.build_groups(settings.grid, settings.model)
     model, optimizer = grids.built(settings, made, "fp64")
     tokens, labels = grids.batches(settings)[0]
     share = train.local_micro_batches(grids.GivenSamples(tokens, labels), 0, 48, settings, made)
@@ -100,7 +101,7 @@ def test_a_link_has_one_direction_and_the_group_of_all_stages_sums_the_loss(pool
 def shared(flags: str) -> list[list[str]]:
     """The axes of each process group, while bytes are counted by axis."""
     settings = grids.settings_of(flags, dist.get_world_size())
-    made, axes = collectives.build_groups(settings.grid, settings.model), {}
+    made, axes = groups.build_groups(settings.grid, settings.model), {}
     for axis, group in made.items():
         if group.size > 1:
             axes.setdefault(group.process_group.group_name, []).append(axis)
@@ -129,7 +130,7 @@ def test_axes_with_the_same_ranks_share_a_group_unless_they_are_busy_together(po
 def test_axes_of_heads_are_made_where_ranks_are_more_than_heads(flags, axes):
     settings, made = grids.settings_of(flags, 4), {}
     with dryrun.fake_world(4, 0):
-        for axis, group in collectives.build_groups(settings.grid, settings.model).items():
+        for axis, group in groups.build_groups(settings.grid, settings.model).items():
             if group.size > 1:
                 made.setdefault(group.process_group.group_name, []).append(axis)
     assert sorted(made.values()) == axes

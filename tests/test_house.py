@@ -63,6 +63,7 @@ learn.gpu
 learn.judge
 learn.pages
 learn.puzzles
+groups
 collectives
 run.meter
 schedules
@@ -74,7 +75,7 @@ LINES = {  # of a root file: the most lines in all, of its docstring, and of its
     "tp": (456, 32, 21), "cp": (405, 34, 13), "pp": (181, 30, 19), "ep": (442, 29, 14), "fp8": (343, 31, 23),
     "kernels": (421, 22, 0),
     "update": (63, 9, 0), "schedules": (299, 29, 0), "recompute": (187, 28, 20), "operations": (409, 14, 0), "flash": (385, 29, 26),
-    "param": (334, 26, 0), "collectives": (461, 21, 0), "config": (733, 14, 0)}
+    "param": (334, 26, 0), "collectives": (461, 21, 0), "groups": (157, 20, 0), "config": (733, 14, 0)}
 FOLDER_LINES = dict(bench=2125, learn=2884, plan=2932, run=4135)
 CHAIN = 10  # files of the longest chain of imports
 READ = 9, 3634  # the most files, and their lines, that a technique and all that it imports are

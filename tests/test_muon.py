@@ -9,7 +9,8 @@ from watch import in_order
 
 import config
 import train
-from collectives import build_groups, sent
+from collectives import sent
+from groups import build_groups
 from muon import ITERATIONS, orthogonalize, orthogonalize_flops
 from param import Spec, box_shape, parameter
 from plan import costs

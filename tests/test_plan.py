@@ -23,8 +23,9 @@ import plan.memory
 import plan.time
 import schedules
 import train
-from collectives import AXES, Group
+from collectives import Group
 from dp import assign_to_buckets
+from groups import AXES
 from plan import costs, fit, machines, predict, published, scaling, search
 from plan.machines import MACHINES, Level, Machine
 from plan.time import Kernels, Run, Seconds

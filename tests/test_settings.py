@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import config
 import train
-from collectives import build_groups
+from groups import build_groups
 from run.meter import Meter
 
 MODEL = ("--layers 2 --hidden 24 --heads 4 --kv-heads 2 --head-dim 6 --ffn 32 --vocab 61 --seq 12 --dtype fp64 "

@@ -24,6 +24,7 @@ import torch.distributed as dist
 import collectives
 import config
 import train
+from groups import build_groups
 from plan.memory import memory_of_rank
 from run.dryrun import ZeroSamples
 
@@ -67,7 +68,7 @@ def main(library: str, log: str, ranks: str, *flags: str) -> None:
     settings = config.parse(list(flags), int(ranks))
     os.environ.update(RANK="0", WORLD_SIZE=ranks)
     collectives.world(device, store=dist.HashStore()).__enter__()  # and never left
-    groups = collectives.build_groups(settings.grid, settings.model)
+    groups = build_groups(settings.grid, settings.model)
     model = train.build_model(settings, groups, device)
     optimizer, samples = train.build_optimizer(settings, model, groups), ZeroSamples(settings.batch.seq)
 

@@ -27,7 +27,8 @@ import kernels
 import param
 import tp
 import train
-from collectives import ALONE, build_groups
+from collectives import ALONE
+from groups import build_groups
 from param import Spec, draw, local_box, parameter, shard_slice
 from plan.costs import LayerOptions, copies_per_token, llama_layer, recomputed_flops
 from plan.memory import activation_bytes

@@ -19,7 +19,8 @@ from runs import first_step, metrics, run
 
 import config
 import train
-from collectives import ALONE, build_groups
+from collectives import ALONE
+from groups import build_groups
 from plan import costs, search
 from run import checkpoint, device, dryrun, job, log, sampling, start
 from run.data import Codec, open_samples

@@ -11,7 +11,8 @@ from pool import slow
 from torch import nn
 
 import zero
-from collectives import ALONE, build_groups
+from collectives import ALONE
+from groups import build_groups
 from param import Spec, draw, parameter, stacked_view
 from run import dryrun
 from test_grids import MIXTRAL, compare, model_flags, truth

@@ -20,7 +20,8 @@ import collectives
 import config
 import param
 import train
-from collectives import ALONE, AXES, build_groups
+from collectives import ALONE
+from groups import AXES, build_groups
 from run import device, job
 from run.data import MicroBatch, Samples
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import train
-from collectives import build_groups
+from groups import build_groups
 from run import faults, job, sampling, start
 from run.data import open_samples
 from run.sampling import sample
