@@ -187,7 +187,7 @@ class Recipe(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """What the dimension of a sum, and the rows and columns of a weight, must be multiples of."""
+        """What the dimension of a sum must be a multiple of; config.py checks that of weights both are."""
         return BLOCK if self.blocks else 16
 
 
@@ -231,17 +231,12 @@ class Quantiser:
         return quantise(x, dtype, scale, self.recipe.pow2, **copies), scale
 
     def quantise_weight(self, weights: Params) -> Copies:
-        """(W, W^T) of matrices, one's rows after the other's, or of one parameter [e, R, C]. Raises ValueError if a
-        dimension is no multiple of the recipe's unit."""
+        """(W, W^T) of matrices, one's rows after the other's, or of one parameter [e, R, C]."""
         # ZeRO writes into the flat buffer and then counts `generation` up; a parameter's own edits show in _version.
         state = [(weight.generation, weight._version) for weight in weights]
         if weights in self.cache and self.cache[weights][0] == state:
             return self.cache[weights][1]
         w = stacked_weight(weights)
-        unit = self.recipe.unit
-        if w.shape[-1] % unit or w.shape[-2] % unit:
-            raise ValueError(f"{weights[0].spec.name} is {' x '.join(map(str, w.shape))} on this rank: in FP8 with "
-                             f"{'128 x 128 blocks' if self.recipe.blocks else 'one scale'}, multiples of {unit}")
         scale = self.agreed_scale(w, E4M3, self.weight_amax_groups)
         copies = quantise(w.flatten(0, -2), E4M3, scale, self.recipe.pow2, columnwise=w.ndim == 2,
                           tiles=self.recipe.blocks)

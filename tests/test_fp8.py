@@ -280,16 +280,6 @@ def test_only_the_forward_of_linear_layers_with_one_scale_accumulates_fast(monke
         made.clear()
 
 
-def test_shapes_that_are_no_blocks_are_refused():
-    for name, unit, how in ("blockwise", 128, "128 x 128 blocks"), ("tensorwise", 16, "one scale"):
-        for rows, columns in (256, 200), (200, 256):
-            w = parameter(Spec("layers.3.ffn.w_up", (rows, columns)), {}, torch.float32)
-            with pytest.raises(ValueError) as error:
-                Fp8(RECIPES[name], torch.float32).quantise_weight((w,))
-            assert str(error.value) == (f"layers.3.ffn.w_up is {rows} x {columns} on this rank: in FP8 with {how}, "
-                                        f"multiples of {unit}")
-
-
 # ---- layers on ranks ------------------------------------------------------------------------------------------------
 
 def pair(name: str, T: int, sequence: bool) -> tuple[list[bool], dict[str, int]]:
