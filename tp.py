@@ -151,10 +151,19 @@ class Matmul:
 MATMUL = Matmul()
 
 
-# A weight gradient is a generator, which starts a gather, yields, and adds. start_weight_grad (param.py) runs it to its
-# yield and `next` runs the rest: what is between the two hides the gather. In a split backward (zero-bubble pipelines:
-# dX first, weight gradients later) it is queued instead, and that `next` does nothing. The queue holds the shards
-# [T/t, H] of X and dZ alone, and gathers each when its turn comes.
+def gather_and_add(weights: Params, gather: Callable[[Tensor], Pending], shard: Tensor,
+                   add: Callable[[Tensor, Tensor], None], defer: bool = True) -> Steps:
+    """Start a weight gradient: gather a shard [T/t, H]. What the caller then computes hides it; next(the result, None)
+    is the second step: add(gradient buffer, what was gathered). In a split backward (zero-bubble pipelines: dX first,
+    weight gradients later) neither is done yet: the shard is queued. defer: False to do without, see param.py."""
+    def steps() -> Steps:
+        gathering = gather(shard)
+        yield
+        gathered = gathering.wait()
+        add_to(weights, lambda out: add(out, gathered))
+
+    return start_weight_grad(weights, steps(), defer)
+
 
 class Column(Function):
     """f, then S = X A^T: [T/t, H] -> [T, R/t]. Weights that have the same input (queries, keys, values) share one
@@ -177,23 +186,16 @@ class Column(Function):
 
     @staticmethod
     def backward(ctx, ds):
-        tp, mm, weights, scale, saves_gathered = ctx.tp, ctx.mm, ctx.weights, ctx.scale, ctx.saves_gathered
+        tp, mm, weights, scale = ctx.tp, ctx.mm, ctx.weights, ctx.scale
         x = ctx.saved_tensors[0].detach()  # a queued weight gradient must not keep a graph alive
         ds, _ = mm.prepare_grad(ds)
-
-        def weight_grad() -> Steps:
-            """dA += dS^T X."""
-            gathering = done(x) if saves_gathered else tp.gather(x)
-            yield
-            gathered = gathering.wait()
-            add_to(weights, lambda out: mm.wgrad(out, ds, gathered, scale))
-
-        adding = start_weight_grad(weights, weight_grad(), ctx.defer)  # to the yield; in a split backward it is queued
+        adding = gather_and_add(weights, done if ctx.saves_gathered else tp.gather, x,
+                                lambda out, x: mm.wgrad(out, ds, x, scale), ctx.defer)
         if tp.async_tp and ctx.defer and is_deferring():  # no weight gradient is there to hide the reduction
             dx = done(matmul_reduce_scatter(ds, stacked_weight(weights), tp.group))
         else:
             dx = tp.reduce(mm.dgrad(ds, weights))  # the matmul hides the gather of X
-        next(adding, None)  # from the yield, unless it is queued; its matmul hides the reduction of dX
+        next(adding, None)  # unless it is queued: its matmul hides the reduction of dX
         return dx.wait(), None, None, None, *[None] * len(weights)
 
 
@@ -221,16 +223,9 @@ class Row(Function):
         else:
             gathered, dz_scale = mm.prepare_grad(tp.gather(dz).wait())
             dy = mm.dgrad(gathered, weights)
-
-        def weight_grad_later() -> Steps:
-            """dB += dZ^T Y, of dZ gathered again."""
-            gathering = tp.gather(dz)
-            yield
-            whole, _ = mm.prepare_grad(gathering.wait(), dz_scale)
-            add_to(weights, lambda out: mm.wgrad(out, whole, y, scale))
-
-        if is_deferring():
-            start_weight_grad(weights, weight_grad_later())  # queued
+        if is_deferring():  # the gathered dZ would be too large to keep: its shard is queued
+            gather_and_add(weights, tp.gather, dz,
+                           lambda out, dz: mm.wgrad(out, mm.prepare_grad(dz, dz_scale)[0], y, scale))
         else:
             add_to(weights, lambda out: mm.wgrad(out, gathered, y, scale))
         return dy, None, None, None, None
