@@ -194,7 +194,8 @@ def receive(x: torch.Tensor, peer: int, group: Group) -> Pending:
         return Pending(dist.irecv(x, dist.get_global_rank(group.process_group, peer), link), x, call=call)
 
 
-# ---- the same into new tensors, of tensors that need not be contiguous -----------------------------------------------
+# ---- the same into new tensors ---------------------------------------------------------------------------------------
+# Of any tensors, also strided ones. What tensor parallel layers hide is returned as a Pending, as above.
 
 def sum_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
     """The sum of x over the ranks."""

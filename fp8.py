@@ -294,7 +294,8 @@ class Fp8Experts(Quantiser):
 
     def wgrad(self, out: Tensor, dy: Quantised, x: Tensor, scale: Tensor | None, route) -> None:
         """out [e, out, in] += dY^T X of each expert's rows."""
-        x, start = self.columns_by_expert(x, route, scale), 0
+        x = self.columns_by_expert(x, route, scale)
+        start = 0
         for matrix, count in zip(out, route.rows_per_expert):
             stop = start + count + -count % self.recipe.unit
             if count:

@@ -30,7 +30,7 @@ from config import Grid, Model
 AXES = ("stage", "world", "pp", "tie", "data", "replicate", "dp", "cp", "cp_keys", "cp_heads", "tp", "kv", "kv_copy",
         "ep", "edp")
 TRAFFIC = {"dp": "gradients", "edp": "gradients", "cp": "keys", "cp_keys": "keys", "cp_heads": "keys",
-           "tp": "activations", "ep": "tokens"}  # others: little
+           "tp": "activations", "ep": "tokens"}  # what keeps an axis busy; others send little
 
 
 def build_groups(grid: Grid, model: Model, timeout_s: float = 600) -> Groups:
