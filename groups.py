@@ -16,7 +16,8 @@ tp and ep.
 
 Because of that order, a pipeline rank that waits to receive from one neighbour could send nothing to the other if both
 transfers were in the group of all stages. So each directed pair of ranks that communicate has its own group, a link.
-One call makes the links of all pairs without a common rank: 2 calls for two ranks, 4 for a chain, 4 or 6 for a ring.
+One call makes the links of a round, pairs without a common rank: 2 calls for two ranks, 4 for a chain, 4 or 6 for a
+ring.
 """
 import datetime
 from itertools import product
@@ -30,7 +31,7 @@ from config import Grid, Model
 AXES = ("stage", "world", "pp", "tie", "data", "replicate", "dp", "cp", "cp_keys", "cp_heads", "tp", "kv", "kv_copy",
         "ep", "edp")
 TRAFFIC = {"dp": "gradients", "edp": "gradients", "cp": "keys", "cp_keys": "keys", "cp_heads": "keys",
-           "tp": "activations", "ep": "tokens"}  # what keeps an axis busy; others send little
+           "tp": "activations", "ep": "tokens"}  # a process group has one kind of traffic; other axes send little
 
 
 def build_groups(grid: Grid, model: Model, timeout_s: float = 600) -> Groups:
@@ -39,17 +40,18 @@ def build_groups(grid: Grid, model: Model, timeout_s: float = 600) -> Groups:
     if not dist.is_initialized():
         return groups
     everyone = list(range(dist.get_world_size()))
-    made = [dict(ranks=[everyone], group=dist.group.WORLD, busy=set())]  # busy: the kinds of traffic on it
+    made = [dict(members=[everyone], group=dist.group.WORLD, traffic=None)]  # traffic: the kind on it, if any
     for axis, members in members_of_axes(grid, model, len(everyone)).items():
         if max(map(len, members)) == 1:
             continue
-        kinds = {TRAFFIC[axis]} if axis in TRAFFIC else set()
-        shared = next((one for one in made if one["ranks"] == members and len(one["busy"] | kinds) <= 1), None)
+        traffic = TRAFFIC.get(axis)
+        shared = next((one for one in made if one["members"] == members
+                       and (traffic is None or one["traffic"] in (None, traffic))), None)
         if not shared:
-            shared = dict(ranks=members, group=create_groups(members, timeout_s), busy=set())
+            shared = dict(members=members, group=create_groups(members, timeout_s), traffic=None)
             made.append(shared)
-        shared["busy"] |= kinds
-        links = make_links(members, pairs_of(grid), timeout_s) if axis == "pp" else {}
+        shared["traffic"] = traffic or shared["traffic"]
+        links = make_links(members, rounds_of(grid), timeout_s) if axis == "pp" else {}
         groups[axis] = Group(axis, shared["group"], links)
     return groups
 
@@ -129,29 +131,24 @@ def create_groups(members: list[list[int]], timeout_s: float, is_link: bool = Fa
 
 # ---- links ----------------------------------------------------------------------------------------------------------
 
-def pairs_of(grid: Grid) -> list[tuple[int, int]]:
-    """(sender, receiver) of all transfers of a pipeline: activations in one direction, their gradients in the other."""
+def rounds_of(grid: Grid) -> list[list[tuple[int, int]]]:
+    """(sender, receiver) of all transfers of a pipeline: activations in one direction, their gradients in the other. No
+    rank is in two pairs of a round."""
     p = grid.pp
-    chain = [(r, r + 1) for r in range(p - 1)]
-    if grid.chunks > 1 and not grid.v_shaped and p > 2:
-        chain.append((p - 1, 0))  # from the last rank's chunk to the next chunk of the first
-    return [pair for a, b in chain for pair in ((a, b), (b, a))]
+    edges = [(r, r + 1) for r in range(p - 1)]
+    rounds = [edges[::2], edges[1::2], []]
+    if grid.chunks > 1 and not grid.v_shaped and p > 2:  # a ring: from the last rank's chunk to the first's next one
+        rounds[1 if p % 2 == 0 else 2].append((p - 1, 0))
+    return [pairs for forth in rounds for pairs in (forth, [(b, a) for a, b in forth]) if pairs]
 
 
-def make_links(pipelines: list[list[int]], pairs: list[tuple[int, int]],
+def make_links(pipelines: list[list[int]], rounds: list[list[tuple[int, int]]],
                timeout_s: float) -> dict[tuple[int, int], dist.ProcessGroup]:
     """The links of this rank: (sender, receiver) -> process group."""
-    rounds = []  # of pairs without a common rank
-    for pair in pairs:
-        for others in rounds:
-            if not set(pair) & set(sum(others, ())):
-                others.append(pair)
-                break
-        else:
-            rounds.append([pair])
-    mine, links = next(ranks for ranks in pipelines if dist.get_rank() in ranks), {}
-    for together in rounds:
-        members = [[ranks[a], ranks[b]] for ranks in pipelines for a, b in together]
+    me, links = dist.get_rank(), {}
+    mine = next(ranks for ranks in pipelines if me in ranks)
+    for pairs in rounds:
+        members = [[ranks[a], ranks[b]] for ranks in pipelines for a, b in pairs]
         group = create_groups(members, timeout_s, is_link=True)
-        links |= {(a, b): group for a, b in together if dist.get_rank() in (mine[a], mine[b])}
+        links |= {(a, b): group for a, b in pairs if me in (mine[a], mine[b])}
     return links

@@ -56,7 +56,7 @@ def test_every_pair_that_exchanges_has_a_link(schedule, p):
     """And no other pair."""
     exchanging = {(r, item.peer) for r, items in enumerate(lower(make_plan(schedule, p, 2 * p))) for item in items
                   if isinstance(item, Transfer) and item.op == "send"}
-    pairs = groups.pairs_of(config.Grid(pp=p, chunks=SCHEDULES[schedule].chunks, schedule=schedule))
+    pairs = sum(groups.rounds_of(config.Grid(pp=p, chunks=SCHEDULES[schedule].chunks, schedule=schedule)), [])
     assert set(pairs) == exchanging and len(pairs) == len(exchanging)
 
 
@@ -68,10 +68,10 @@ def test_pairs_without_a_common_rank_get_their_links_in_one_call(monkeypatch, sc
     calls, pipelines = [], [list(range(p)), list(range(p, 2 * p))]
     monkeypatch.setattr(groups, "create_groups", lambda members, *_, **__: calls.append(members) or len(calls))
     monkeypatch.setattr(dist, "get_rank", lambda: p + 1)
-    pairs = groups.pairs_of(config.Grid(pp=p, chunks=SCHEDULES[schedule].chunks, schedule=schedule))
-    links = groups.make_links(pipelines, pairs, 60)
+    of_rounds = groups.rounds_of(config.Grid(pp=p, chunks=SCHEDULES[schedule].chunks, schedule=schedule))
+    links = groups.make_links(pipelines, of_rounds, 60)
     assert len(calls) == rounds and all(len(set(sum(call, []))) == len(sum(call, [])) for call in calls)
-    assert links == {(a, b): number for number, call in enumerate(calls, 1) for a, b in pairs
+    assert links == {(a, b): number for number, call in enumerate(calls, 1) for a, b in sum(of_rounds, [])
                      if [a, b] in call and 1 in (a, b)}
 
 
