@@ -29,7 +29,6 @@ tokens: transposed, because Hopper needs the dimension of the sum to be contiguo
 Micikevicius et al. 2022 (the formats); DeepSeek-AI 2024 (V3, section 3.3: blocks); NVIDIA Transformer Engine (rowwise,
 columnwise). Shapes: T tokens, K the dimension of a sum, N rows of a weight, e experts, R rows, C columns.
 """
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -54,14 +53,16 @@ class Quantised(NamedTuple):
     data: Tensor  # [R, C] or [e, R, C], in FP8
     scales: Tensor  # fp32: [] of the tensor, [R, C/128] of 1 x 128 blocks, [R/128, C/128] of tiles, or e of these
 
-    def select(self, index: int | slice) -> "Quantised":
-        """A slice of the rows of a matrix without tiles, or one of e matrices."""
+    def select(self, index: int) -> "Quantised":
+        """One of e matrices."""
         return Quantised(self.data[index], self.scales[index] if self.scales.ndim else self.scales)
 
-    def select_columns(self, start: int, stop: int) -> "Quantised":
-        """Of a matrix without tiles. With blocks, start and stop are multiples of 128."""
-        scales = self.scales[:, start // BLOCK:stop // BLOCK] if self.scales.ndim else self.scales
-        return Quantised(self.data[:, start:stop], scales)
+    def split(self, sizes: list[int], dim: int) -> list["Quantised"]:
+        """A matrix without tiles, in parts of so many rows (dim 0), or of so many columns, in whole blocks (dim 1)."""
+        parts, unit = self.data.split(sizes, dim), BLOCK if dim == 1 else 1
+        if self.scales.ndim == 0:
+            return [Quantised(part, self.scales) for part in parts]
+        return [*map(Quantised, parts, self.scales.split([size // unit for size in sizes], dim))]
 
     def transpose(self) -> "Quantised":
         """The transposed matrix [C, R], R padded with zeros to a multiple of 16. Not for 1 x 128 blocks, which do not
@@ -130,10 +131,8 @@ def dequantise(q: Quantised, dtype: torch.dtype) -> Tensor:
     numbers = table.index_select(0, q.data.reshape(-1).view(torch.uint8).int()).view(q.data.shape)
     if q.scales.ndim == 0:
         return numbers * q.scales
-    if numbers.numel() == 0:
-        return numbers
-    rows, columns = q.scales.shape
-    blocks = rearrange(numbers, "(r i) (c b) -> r i c b", r=rows, c=columns)
+    height = 1 if len(q.scales) == len(q.data) else BLOCK  # of blocks, or of tiles
+    blocks = rearrange(numbers, "(r i) (c j) -> r i c j", i=height, j=BLOCK)
     return (blocks * q.scales[:, None, :, None]).view(numbers.shape)
 
 
@@ -221,14 +220,12 @@ class Quantiser:
             all_reduce(amax, group, MAX)
         return scale_of(amax, dtype, self.recipe.pow2)
 
-    def quantise_activation(self, x: Tensor, grad: bool = False, scale: Tensor | None = None,
-                            **copies: bool) -> tuple[Copies, Tensor | None]:
-        """(copies of an activation, or of its gradient; their scale). scale: if it is known already. copies: as in
-        quantise, which are wanted."""
-        dtype = self.recipe.grad if grad else E4M3
+    def quantise_tokens(self, x: Tensor, dtype: torch.dtype = E4M3, scale: Tensor | None = None,
+                        **which: bool) -> tuple[Copies, Tensor | None]:
+        """(copies of X or dY, their scale). scale: if it is known already. which: rowwise, columnwise of `quantise`."""
         if scale is None:
             scale = self.agreed_scale(x, dtype, self.amax_groups)
-        return quantise(x, dtype, scale, self.recipe.pow2, **copies), scale
+        return quantise(x, dtype, scale, self.recipe.pow2, **which), scale
 
     def quantise_weight(self, weights: Params) -> Copies:
         """(W, W^T) of matrices, one's rows after the other's, or of one parameter [e, R, C]."""
@@ -257,12 +254,12 @@ class Fp8(Quantiser):
 
     def forward(self, x: Tensor, weights: Params) -> tuple[Tensor, Tensor | None]:
         """(Y = X W^T, the scale of X). The only product with fast accumulation."""
-        (rowwise, _), scale = self.quantise_activation(x, columnwise=False)
+        (rowwise, _), scale = self.quantise_tokens(x, columnwise=False)
         return product(rowwise, self.quantise_weight(weights)[0], self.dtype, fast=not self.recipe.blocks), scale
 
     def prepare_grad(self, dy: Tensor, scale: Tensor | None = None) -> tuple[Copies, Tensor | None]:
         """(copies of dY: rowwise for dgrad, columnwise for wgrad; its scale). scale: if it is known already."""
-        return self.quantise_activation(dy, grad=True, scale=scale)
+        return self.quantise_tokens(dy, self.recipe.grad, scale)
 
     def dgrad(self, dy: Copies, weights: Params) -> Tensor:
         """dX = dY W."""
@@ -272,7 +269,7 @@ class Fp8(Quantiser):
         """out += dY^T X. This moves 16 bytes per element of out, as F.scaled_mm cannot add to its result. scale: of X,
         from forward, as to agree here would wait for the exchange that this matmul is to hide; None if recomputation
         skipped that forward, and then all ranks agree here, in the same order."""
-        (_, columnwise), _ = self.quantise_activation(x, scale=scale, rowwise=False)
+        (_, columnwise), _ = self.quantise_tokens(x, scale=scale, rowwise=False)
         out.add_(product(dy[1], columnwise, out.dtype))
 
 
@@ -282,36 +279,32 @@ class Fp8Experts(Quantiser):
     route. route: an ep.Route."""
 
     def forward(self, x: Tensor, weight: nn.Parameter, route) -> tuple[Tensor, Tensor | None]:
-        (rowwise, _), scale = self.quantise_activation(x, columnwise=False)
+        (rowwise, _), scale = self.quantise_tokens(x, columnwise=False)
         return self.multiply(rowwise, self.quantise_weight((weight,))[0], route), scale
 
-    def prepare_grad(self, dy: Tensor, route) -> tuple[Quantised, Quantised]:
-        (rowwise, _), scale = self.quantise_activation(dy, grad=True, columnwise=False)
-        return rowwise, self.columns_by_expert(dy, route, scale, grad=True)
+    def prepare_grad(self, dy: Tensor, route) -> tuple[Quantised, list[Quantised]]:
+        (rowwise, _), scale = self.quantise_tokens(dy, self.recipe.grad, columnwise=False)
+        return rowwise, self.columnwise_by_expert(dy, self.recipe.grad, scale, route)
 
     def dgrad(self, dy: Quantised, weight: nn.Parameter, route) -> Tensor:
         return self.multiply(dy, self.quantise_weight((weight,))[1], route)
 
-    def wgrad(self, out: Tensor, dy: Quantised, x: Tensor, scale: Tensor | None, route) -> None:
+    def wgrad(self, out: Tensor, dy: list[Quantised], x: Tensor, scale: Tensor | None, route) -> None:
         """out [e, out, in] += dY^T X of each expert's rows."""
-        x = self.columns_by_expert(x, route, scale)
-        start = 0
-        for matrix, count in zip(out, route.rows_per_expert):
-            stop = start + count + -count % self.recipe.unit
-            if count:
-                matrix.add_(product(dy.select_columns(start, stop), x.select_columns(start, stop), out.dtype))
-            start = stop
+        for matrix, dy_part, x_part in zip(out, dy, self.columnwise_by_expert(x, E4M3, scale, route)):
+            if dy_part.data.numel():
+                matrix.add_(product(dy_part, x_part, out.dtype))
 
-    def columns_by_expert(self, x: Tensor, route, scale: Tensor | None, grad: bool = False) -> Quantised:
-        """The columnwise copy of rows sorted by expert."""
+    def columnwise_by_expert(self, x: Tensor, dtype: torch.dtype, scale: Tensor | None, route) -> list[Quantised]:
+        """Each expert's part of the columnwise copy."""
         padded = [F.pad(part, (0, 0, 0, -len(part) % self.recipe.unit)) for part in x.split(route.rows_per_expert)]
-        return self.quantise_activation(torch.cat(padded), grad, scale, rowwise=False)[0][1]
+        (_, columnwise), _ = self.quantise_tokens(torch.cat(padded), dtype, scale, rowwise=False)
+        return columnwise.split([len(part) for part in padded], dim=1)
 
     def multiply(self, rows: Quantised, matrices: Quantised, route) -> Tensor:
         """[R, in] times the transposes of [e, out, in] -> [R, out]."""
-        ends = [*accumulate(route.rows_per_expert)]
-        parts = [product(rows.select(slice(end - count, end)), matrices.select(expert), self.dtype)
-                 for expert, (count, end) in enumerate(zip(route.rows_per_expert, ends)) if count]
+        parts = [product(part, matrices.select(expert), self.dtype)
+                 for expert, part in enumerate(rows.split(route.rows_per_expert, dim=0)) if len(part.data)]
         return torch.cat(parts) if parts else rows.data.new_empty(0, matrices.data.shape[1], dtype=self.dtype)
 
 

@@ -110,7 +110,7 @@ def measure_block_matmul(kind: str, tokens: int, N: int, K: int) -> Result:
         layer, weight = fp8.Fp8(fp8.RECIPES[recipe], torch.bfloat16), parameter(Spec("w", (N, K)), {}, w.dtype, "cuda")
         weight.data = w
         in_rows, in_columns = layer.quantise_weight((weight,))
-        (dy_rows, dy_columns), (x_rows, x_columns) = layer.prepare_grad(dy)[0], layer.quantise_activation(x)[0]
+        (dy_rows, dy_columns), (x_rows, x_columns) = layer.prepare_grad(dy)[0], layer.quantise_tokens(x)[0]
         if kind == "weight gradients":
             return lambda: out.add_(fp8.product(dy_columns, x_columns, out.dtype))
         if kind == "forward":

@@ -58,7 +58,7 @@ def held(x: torch.Tensor, format: torch.dtype) -> torch.Tensor:
 
 def both(mm: Fp8, x: torch.Tensor, grad: bool) -> tuple[Quantised, Quantised]:
     """Rowwise and columnwise copies of activations or of their gradients."""
-    return mm.quantise_activation(x, grad)[0]
+    return mm.quantise_tokens(x, mm.recipe.grad if grad else E4M3)[0]
 
 
 def in_blocks(x: torch.Tensor, format: torch.dtype, rows: int, columns: int, pow2: bool = False) -> torch.Tensor:
@@ -575,7 +575,7 @@ import torch, fp8
 x, w = torch.randn(300, 512).bfloat16(), torch.randn(256, 512).bfloat16()
 for name, recipe in fp8.RECIPES.items():
     mm = fp8.Fp8(recipe, torch.float32)
-    here, there = (mm.quantise_activation(x)[0] for x in (x.cpu(), x.cuda()))
+    here, there = (mm.quantise_tokens(x)[0] for x in (x.cpu(), x.cuda()))
     for a, b in zip(here, there):
         assert torch.equal(a.data.view(torch.uint8), b.data.cpu().view(torch.uint8)), name
         torch.testing.assert_close(a.scales, b.scales.cpu(), rtol=0, atol=0)
