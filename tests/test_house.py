@@ -56,6 +56,7 @@ plan.costs
 run.timeline
 run.start
 run.huggingface
+groups
 config
 param
 learn.collectives
@@ -63,7 +64,6 @@ learn.gpu
 learn.judge
 learn.pages
 learn.puzzles
-groups
 collectives
 run.meter
 schedules
@@ -71,14 +71,14 @@ bench.__init__ learn.__init__ plan.__init__ run.__init__
 """
 # These numbers only fall. A commit that needs more raises one here, and lowers another.
 LINES = {  # of a root file: the most lines in all, of its docstring, and of its demo
-    "train": (250, 14, 0), "model": (416, 17, 20), "dp": (151, 25, 22), "zero": (447, 30, 23), "muon": (262, 31, 17),
-    "tp": (456, 32, 21), "cp": (405, 34, 13), "pp": (181, 30, 19), "ep": (442, 29, 14), "fp8": (343, 31, 23),
-    "kernels": (421, 22, 0),
-    "update": (63, 9, 0), "schedules": (299, 29, 0), "recompute": (187, 28, 20), "operations": (409, 14, 0), "flash": (385, 29, 26),
-    "param": (334, 26, 0), "collectives": (461, 21, 0), "groups": (157, 20, 0), "config": (733, 14, 0)}
-FOLDER_LINES = dict(bench=2125, learn=2884, plan=2932, run=4135)
+    "train": (251, 14, 0), "model": (416, 17, 20), "dp": (151, 25, 22), "zero": (447, 30, 23), "muon": (262, 31, 17),
+    "tp": (448, 32, 21), "cp": (405, 34, 13), "pp": (181, 30, 19), "ep": (442, 29, 14), "fp8": (333, 31, 23),
+    "kernels": (421, 22, 0), "update": (63, 9, 0),
+    "schedules": (299, 29, 0), "recompute": (187, 28, 20), "operations": (409, 14, 0), "flash": (385, 29, 26),
+    "param": (334, 26, 0), "collectives": (323, 21, 0), "groups": (154, 21, 0), "config": (733, 14, 0)}
+FOLDER_LINES = dict(bench=2126, learn=2885, plan=2932, run=4137)
 CHAIN = 10  # files of the longest chain of imports
-READ = 9, 3634  # the most files, and their lines, that a technique and all that it imports are
+READ = 9, 3496  # the most files, and their lines, that a technique and all that it imports are
 SHARED = {"collectives", "schedules", "param", "operations", "recompute", "kernels", "flash",
           "config", "update"}
 TECHNIQUES = {"dp": set(), "zero": {"dp", "muon"}, "muon": set(), "tp": set(), "cp": set(), "pp": {"schedules"},
