@@ -625,6 +625,13 @@ def test_a_copy_of_a_run_writes_into_no_folder_of_the_original(trained, tmp_path
         assert start.parse(f"--resume {same}".split()).run.out == str(trained)
 
 
+def test_a_run_goes_on_in_its_folder_however_that_is_spelled(trained, tmp_path):
+    shutil.copytree(trained, tmp_path / "run")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    run(f"--resume {tmp_path}/run --out {tmp_path}/link --steps 3")
+    assert (tmp_path / "run" / "step-000003").is_dir()
+
+
 def log_to(path: Path) -> Log:
     settings = config.parse(f"--dtype fp32 --metrics {path}".split())
     return Log(settings, build_groups(settings.grid, settings.model), torch.device("cpu"))

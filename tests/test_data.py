@@ -521,13 +521,15 @@ def test_of_conversations_what_an_assistant_says_are_the_targets(chat):
     """A prompt and its completion are two messages. Without a template beside the tokenizer the text is ChatML."""
     path, tokenized = chat
     tokenizer = tokenizers.Tokenizer.from_file(path)
-    tokens, targets = tokenized(dict(messages=TURNS), dict(prompt="2 + 2?", completion="It is 4."))
+    answer = "It\u2028is 4."  # what Unicode calls a line's end, within a line of JSON
+    tokens, targets = tokenized(dict(messages=TURNS), json.dumps(dict(prompt="2 + 2?", completion=answer),
+                                                                 ensure_ascii=False))
     assert [i for i, token in enumerate(tokens) if token == 0] == [0, tokens.index(0, 1)]
     turns = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in TURNS)
-    question = "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\nIt is 4.<|im_end|>\n"
+    question = f"<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
     assert tokenizer.decode(tokens, skip_special_tokens=False) == f"<|endoftext|>{turns}<|endoftext|>{question}"
     learned = tokenizer.decode([token for token, is_target in zip(tokens, targets) if is_target])
-    assert learned == "It is 4.<|im_end|>\nCafé 你好.\nYes.<|im_end|>\nIt is 4.<|im_end|>\n"
+    assert learned == f"It is 4.<|im_end|>\nCafé 你好.\nYes.<|im_end|>\n{answer}<|im_end|>\n"
     assert sum(one != other for one, other in zip(targets, targets[1:])) == 5  # three runs of them, up to the end
 
 

@@ -617,10 +617,12 @@ def test_gpus_without_it_are_refused(monkeypatch, capability, fits):
 
 
 def test_fp8_is_for_blocks_and_their_ends_may_be_spared():
-    for flags, layers in ("--no-fp8-ends", [1, 2]), ("", [0, 1, 2, 3]):
+    """The block of multi-token prediction is none of them."""
+    tokens = torch.arange(32)[None]
+    for flags, layers in ("--no-fp8-ends --mtp", [1, 2]), ("--mtp", [0, 1, 2, 3]):
         settings = config.parse(f"{MODEL} --dtype bf16 --fp8 tensorwise --layers 4 {flags}".split())
         _, model, _ = grids.build(settings)
-        model(torch.arange(32)[None])
+        model(tokens, labels=tokens, next_tokens=tokens, next_labels=tokens)
         names = {weight.spec.name for weights in model.blocks["1"].attention.qkv.mm.cache for weight in weights}
         assert names == {f"layers.{layer}.{name}" for layer in layers for name in (
             "attention.wq", "attention.wk", "attention.wv", "attention.wo", "ffn.w_gate", "ffn.w_up", "ffn.w_down")}
