@@ -45,10 +45,11 @@ from recompute import Recompute, decide_once, is_recomputing
 # ---- dispatch and combine -------------------------------------------------------------------------------------------
 
 class Copies(NamedTuple):
-    """C copies of N tokens, sorted by destination: a rank, or an expert. `sort_copies` makes them of a table [N, w]:
-    each token has a row, and the cells of a row are its destinations, or nowhere."""
-    cells: Tensor  # [C], the flat index in that table of each copy; so its token is cells // w
-    width: int  # w: of copies to experts k, as gates [N, k] are in the same cells; of copies to ranks n
+    """C copies of N tokens, sorted by destination: a rank, or an expert. `sort_copies` makes them of a table [N, w],
+    which has a row for each token, with its destinations. Above, rank 0's table of ranks for a b c is [[0 1] [- 1]
+    [0 -]]; of it come the copies a c | a b: cells = [0 4 1 3], w = 2, by_token = [0 2 3 1] and starts = [0 2 3]."""
+    cells: Tensor  # [C], the flat index in that table of each copy's destination; the copy's token is cells // w
+    width: int  # w: n for copies to ranks; k for copies to experts, so that cells are also those of gates [N, k]
     by_token: Tensor  # [C], the copies, sorted by token
     starts: Tensor  # [N], where the copies of each token start in by_token
 
@@ -62,8 +63,7 @@ class Copies(NamedTuple):
 
 
 def sort_copies(destinations: Tensor, count: int, copies: int) -> Copies:
-    """destinations: [N, w], where each token is copied to, from 0 to count - 1; any other number: nowhere. copies: C,
-    so that the host need not wait for the device to learn it."""
+    """destinations: [N, w], 0 to count - 1; other numbers: nowhere. copies: C; to count them the host would wait."""
     is_copy, w = (destinations >= 0) & (destinations < count), destinations.shape[1]
     cells = destinations.where(is_copy, count).flatten().argsort(stable=True)  # those of no copy are the last
     cells, per_token = cells[:copies].clone(), is_copy.sum(1)  # a view would keep all N w alive
@@ -76,8 +76,8 @@ class Route(NamedTuple):
     chosen: Tensor  # [T, k], the experts of each token
     to_ranks: Copies | None  # U copies of T tokens, one to each rank with experts of it; None: there is one rank
     to_experts: Copies  # R copies of the M tokens that this rank receives, one to each of its experts that they chose
-    input_splits: list[int]  # copies sent to each rank
-    output_splits: list[int]  # copies received from each rank
+    sent: list[int]  # copies that go to each rank in dispatch, and come back from it in combine
+    received: list[int]  # copies from each rank. (An exchange's arguments: rows to receive, then rows to send.)
     rows_per_expert: list[int]  # of this rank's experts
     ends: Tensor  # [e], on the device, int32: where the rows of each expert end
 
@@ -90,24 +90,22 @@ class Route(NamedTuple):
 
 class Dispatch:
     """Permute, all-to-all, permute. Tokens [T, H] and gates [T, k] start to be sent; `wait` returns the rows of this
-    rank's experts [R, H], sorted by expert, and their gates [R].
-
-    Forward: StartDispatch sends, FinishDispatch waits. Backward: FinishDispatch sends, StartDispatch waits (autograd
-    gives it the buffer that is being sent). Autograd runs the node that was made last first, so what forward computes
-    between the two (shared experts) has its backward between them, too, and hides both."""
+    rank's experts [R, H], sorted by expert, and their gates [R]. Forward: StartDispatch sends, FinishDispatch waits.
+    Backward: FinishDispatch sends, StartDispatch waits. Autograd runs the node that was made last first, so what
+    forward computes between the two (shared experts) has its backward between them, too, and hides both."""
 
     def __init__(self, x: Tensor, gates: Tensor, route: Route):
-        self.route, self.pending, self.received = route, [], (x, gates)
+        self.route, self.pending, self.arriving = route, [], (x, gates)
         if route.to_ranks is not None:
-            self.received = StartDispatch.apply(x, gates, self)
+            self.arriving = StartDispatch.apply(x, gates, self)
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        received, self.received = self.received, None  # its graph refers to self
-        return FinishDispatch.apply(*received, self)
+        arriving, self.arriving = self.arriving, None  # or a cycle, self -> arriving -> its graph -> self, keeps them
+        return FinishDispatch.apply(*arriving, self)
 
-    def send(self, tensors: tuple[Tensor, ...], output_splits: list[int], input_splits: list[int]) -> tuple:
+    def send(self, tensors: tuple[Tensor, ...], to_receive: list[int], to_send: list[int]) -> tuple:
         """Start to send these; returns the receive buffers, valid once all of `pending` has been waited for."""
-        self.pending = [all_to_all(x.new_empty(sum(output_splits), x.shape[1]), x, output_splits, input_splits,
+        self.pending = [all_to_all(x.new_empty(sum(to_receive), x.shape[1]), x, to_receive, to_send,
                                    self.route.group, async_op=True) for x in tensors]
         return tuple(pending.result for pending in self.pending)
 
@@ -117,10 +115,10 @@ class StartDispatch(Function):
     def forward(ctx, x, gates, dispatch):
         ctx.dispatch, route = dispatch, dispatch.route
         copies = route.to_ranks.permute(x), route.to_ranks.permute(gates)
-        return dispatch.send(copies, route.output_splits, route.input_splits)
+        return dispatch.send(copies, route.received, route.sent)
 
     @staticmethod
-    def backward(ctx, *_):  # FinishDispatch's backward is still sending these: what has been received counts
+    def backward(ctx, *_):  # the arguments are still being sent; the gradients are what arrives from other ranks
         return *(ctx.dispatch.route.to_ranks.unpermute(pending.wait()) for pending in ctx.dispatch.pending), None
 
 
@@ -138,8 +136,8 @@ class FinishDispatch(Function):
         dx, dtable = rows.unpermute(drows), dgates.new_zeros(len(rows.starts), rows.width)
         dtable.view(-1).index_copy_(0, rows.cells, dgates)  # gates of other ranks' experts get 0
         if route.to_ranks is not None:
-            ctx.dispatch.send((dx, dtable), route.input_splits, route.output_splits)
-        return dx, dtable, None
+            ctx.dispatch.send((dx, dtable), route.sent, route.received)
+        return dx, dtable, None  # to StartDispatch, which waits for what arrives; autograd wants tensors of this shape
 
 
 class Combine(Function):
@@ -153,13 +151,13 @@ class Combine(Function):
         y = route.to_experts.unpermute(y)
         if route.to_ranks is None:
             return y
-        return route.to_ranks.unpermute(exchange_rows(y, route.input_splits, route.output_splits, route.group))
+        return route.to_ranks.unpermute(exchange_rows(y, route.sent, route.received, route.group))
 
     @staticmethod
     def backward(ctx, grad):
         route = ctx.route
         if route.to_ranks is not None:
-            grad = exchange_rows(route.to_ranks.permute(grad), route.output_splits, route.input_splits, route.group)
+            grad = exchange_rows(route.to_ranks.permute(grad), route.received, route.sent, route.group)
         return route.to_experts.permute(grad), None
 
 
@@ -168,32 +166,34 @@ def make_route(chosen: Tensor, loads: Tensor, group: Group) -> Route:
     (T, k), n, e = chosen.shape, group.size, len(loads) // group.size
     is_sent = chosen.new_zeros(T, n, dtype=torch.bool).scatter_(1, chosen // e, True)  # to a rank with any of them
     counts = torch.cat((is_sent.sum(0)[:, None], loads.view(n, e)), 1)
-    input_splits, output_splits, rows_per_expert = exchange_counts(counts, T, k, group)
+    sent, received, rows_per_expert = exchange_counts(counts, T, k, group)
     to_ranks, experts = None, chosen
     if n > 1:
         ranks = torch.arange(n, device=chosen.device).where(is_sent, n)  # [T, n]; number n is nowhere
-        to_ranks = sort_copies(ranks, n, sum(input_splits))
-        experts = exchange_rows(to_ranks.permute(chosen).int(), output_splits, input_splits, group)  # [M, k]
+        to_ranks = sort_copies(ranks, n, sum(sent))
+        experts = exchange_rows(to_ranks.permute(chosen).int(), received, sent, group)  # [M, k]
     to_experts = sort_copies(experts - e * group.rank, e, sum(rows_per_expert))
     ends = to_device(torch.tensor([*accumulate(rows_per_expert)], dtype=torch.int32), chosen.device)
-    return Route(group, chosen, to_ranks, to_experts, input_splits, output_splits, rows_per_expert, ends)
+    return Route(group, chosen, to_ranks, to_experts, sent, received, rows_per_expert, ends)
 
 
 def exchange_counts(counts: Tensor, T: int, k: int, group: Group) -> tuple[list[int], list[int], list[int]]:
     """(copies that this rank sends to each rank, copies that it receives from each, rows of each of its experts).
     counts: [n, 1 + e], for each rank the copies that it is sent, and the rows of its e experts, of T tokens that chose
-    k experts each. The host waits for the device here; run/dryrun.py replaces this."""
-    received, n = torch.empty_like(counts), group.size
-    all_to_all(received, counts, [1] * n, [1] * n, group)
-    (input_splits, *sent_rows), (output_splits, *own_rows) = torch.stack((counts.t(), received.t())).tolist()
+    k experts each. run/dryrun.py replaces this."""
+    counts_received, n = torch.empty_like(counts), group.size
+    all_to_all(counts_received, counts, [1] * n, [1] * n, group)
+    columns = torch.stack((counts.t(), counts_received.t())).tolist()  # here the host waits for the device
+    (sent, *sent_rows), (received, *own_rows) = columns  # of copies, and of rows of a rank's expert 0, ... e - 1
     assert sum(map(sum, sent_rows)) == T * k, "a choice of an expert was not counted, or counted twice"
-    return input_splits, output_splits, [sum(of_expert) for of_expert in own_rows]
+    return sent, received, [sum(of_expert) for of_expert in own_rows]
 
 
 # ---- experts --------------------------------------------------------------------------------------------------------
 
 class GroupedMatmul:
-    """The three products of a grouped linear layer. fp8.Fp8Experts has the same methods, and multiplies in FP8."""
+    """The three products of a grouped linear layer. fp8.Fp8Experts has the same methods, and multiplies in FP8:
+    there wgrad quantises X with the scale that it had in forward, and dgrad and wgrad take different copies of dY."""
 
     def forward(self, x: Tensor, weight: nn.Parameter, route: Route) -> tuple[Tensor, Any]:  # (Y, wgrad's `scale`)
         return grouped_matmul(x, weight.transpose(1, 2), route), None
@@ -224,7 +224,7 @@ class GroupedExperts(nn.Module):
         gate_up = GroupedLinear.apply(rows, self.w_gate_up, self.mm, route, False)
         hidden = swiglu(gate_up, gates)
         y = GroupedLinear.apply(hidden, self.w_down, self.mm, route, is_recomputing())
-        recompute.drop(hidden, y, swiglu, gate_up, gates)  # "selective": until backward comes to y
+        recompute.drop(hidden, y, swiglu, gate_up, gates)  # "selective": hidden is made again when y's backward begins
         return y
 
 
@@ -244,7 +244,7 @@ class GroupedLinear(Function):
     def backward(ctx, dy):
         weight, mm, route, scale, x = ctx.weight, ctx.mm, ctx.route, ctx.scale, ctx.saved_tensors[0].detach()
         for_dgrad, for_wgrad = mm.prepare_grad(dy.contiguous(), route)
-        # Also without any row: a bucket counts the gradients of all its parameters. It may run later, in a bubble.
+        # Also without any row: a bucket counts the gradients of all its parameters. May wait for a bubble (zb-h1).
         accumulate_grad(weight, lambda out: mm.wgrad(out, for_wgrad, x, scale, route))
         return mm.dgrad(for_dgrad, weight, route), None, None, None, None
 
@@ -286,11 +286,11 @@ class RoutingInfo(NamedTuple):
 
 
 def make_routing_info(tokens: Tensor, cp: Group, tp: Group, aux_loss_scale: float | Tensor | None) -> RoutingInfo:
-    """The RoutingInfo of tokens [B, S]. The ranks of `tp` have the same tokens, and each routes a shard of them; the
-    ranks of `cp` have different tokens of the same sequences. Tokens below 0 are padding."""
-    B, S = tokens.shape
+    """The RoutingInfo of tokens [B, s]. The ranks of `tp` have the same tokens, and each routes a shard of them; the
+    c ranks of `cp` have different tokens, s = S/c, of the same sequences. Tokens below 0 are padding."""
+    B, s = tokens.shape
     shard = shard_slice(tokens.numel(), tp.size, tp.rank)
-    sequence_ids = torch.arange(shard.start, shard.stop, device=tokens.device) // S
+    sequence_ids = torch.arange(shard.start, shard.stop, device=tokens.device) // s
     sequence_ids = sequence_ids.masked_fill(tokens.flatten()[shard] < 0, B)
     return RoutingInfo(sequence_ids, B, (cp, tp), aux_loss_scale)
 
@@ -301,8 +301,7 @@ class Router:
     Scores are a softmax over the E logits of a token, or a sigmoid of each. Chosen are the k experts with the highest
     score + bias. Their scores without the bias, usually divided by their sum, are the gates. The choice has no
     derivative, gates have. Recomputation reuses the choice: a near tie could be decided differently. name: the bias's
-    in checkpoints. weight: [E, H], a parameter of the model.
-    """
+    in checkpoints. weight: [E, H], a parameter of the model."""
 
     def __init__(self, name: str, weight: nn.Parameter, model: Model, balance: Balance = Balance()):
         self.name, self.weight, self.model, self.balance = name, weight, model, balance
@@ -346,9 +345,10 @@ class Router:
         k, counts = self.model.top_k, counts.to(self.bias.dtype)
         for group in info.groups:
             all_reduce(counts, group)
-        pooled = counts.sum(0, keepdim=True) if self.balance.over == "micro-batch" else counts
-        S, repeat = pooled.sum(-1, keepdim=True) / k, len(counts) / len(pooled)  # a micro-batch counts as B sequences
-        aux = self.balance.aux_loss * self.model.experts / k * repeat * pooled / S.square()
+        c = counts.sum(0, keepdim=True) if self.balance.over == "micro-batch" else counts  # [1, E] or [B, E]
+        S = c.sum(-1, keepdim=True) / k  # if 0, for a sequence of padding alone, no token reads the factors
+        sequences = len(counts) / len(c)  # that each row of c stands for
+        aux = self.balance.aux_loss * self.model.experts / k * sequences * c / S.square()  # as in Balance, without p
         z = self.balance.z_loss / (counts.sum(-1, keepdim=True) / k)
         return tuple(F.pad(part.expand(len(counts), -1), (0, 0, 0, 1)) for part in (aux, z))
 
@@ -395,7 +395,7 @@ class AddAuxiliaryLoss(Function):
 
 
 def choose_experts(scores: Tensor, model: Model) -> Tensor:
-    """[T, E] -> [T, k]: the highest scores in the best groups. A group's score is the sum of its two highest."""
+    """[T, E] -> [T, k]: the highest in the `top_groups` best groups of experts, by the sum of a group's two highest."""
     if model.top_groups < model.expert_groups:
         grouped = scores.unflatten(-1, (model.expert_groups, -1))
         group_scores = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
