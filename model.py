@@ -36,7 +36,7 @@ from tp import ColumnParallelLinear, RowParallelLinear, TensorParallel, VocabPar
 
 MakeParameter = Callable[[Spec], nn.Parameter]
 INIT_STD = 0.02  # of weights, as in GPT-2
-NO_EXCHANGE = TensorParallel()  # of a linear layer between tensors that ranks have already
+NO_EXCHANGE = TensorParallel()  # for linear layers that gather no tokens in forward, and sum no gradient in backward
 
 
 class ForwardContext(NamedTuple):
@@ -48,15 +48,15 @@ class ForwardContext(NamedTuple):
     recompute: Recompute
     routing: tuple | None  # an ep.RoutingInfo; None without experts
     cache: Any = None  # when text is sampled, run/sampling.py's KVCache: keys and values of earlier tokens
-    cp: Any = ALONE  # the Group from whose ranks latents are gathered (`attention` knows it already)
+    cp: Any = ALONE  # the Group whose latents LatentAttention gathers; `attention` knows it already
     next_tokens: Tensor | None = None  # [B, s], the token after each; None: no multi-token prediction
 
 
 def table_spec(model: Model, name: str) -> Spec:
-    """A tied table is on the first and on the last pipeline stage; its gradient is the sum of theirs (axis "tie").
-    So is an embedding that multi-token prediction reads."""
+    """A table that both the first and the last pipeline stage have, a tied one or an embedding that multi-token
+    prediction reads: its gradient is the sum of theirs (axis "tie")."""
     tie = {"tie": "partial"} if model.tied or (model.mtp and name == "embedding") else {}
-    return Spec(name, (model.vocab, model.hidden), {"tp": 0} | tie, std=INIT_STD, matrices=0)
+    return Spec(name, (model.vocab, model.hidden), {"tp": 0} | tie, std=INIT_STD, matrices=0)  # for AdamW, not Muon
 
 
 def output_std(model: Model) -> float:
@@ -74,7 +74,7 @@ class Attention(nn.Module):
         H, D, name = model.hidden, model.head_dim, f"layers.{layer}.attention."
         q_rows, kv_rows, kv_heads = model.heads * D, model.kv_heads * D, max(model.kv_heads // t, 1)
         self.layer, self.window, self.head_dim = layer, model.window_of(layer), D
-        self.heads = [model.heads // t, kv_heads, kv_heads]  # of q, k and v, on this rank
+        self.head_counts = [model.heads // t, kv_heads, kv_heads]  # of q, k and v, on this rank
         # If t > K, t/K ranks share a head but have different queries, so its gradient is partial.
         kv_along = {"kv": 0, "kv_copy": "partial"} if t > model.kv_heads else {"tp": 0}
         projections = ("q", q_rows, {"tp": 0}), ("k", kv_rows, kv_along), ("v", kv_rows, kv_along)
@@ -90,11 +90,11 @@ class Attention(nn.Module):
         qkv = self.qkv(x, context.tp)  # [T, heads D]: one gather and one matmul for all three
         qkv = rearrange(qkv, "(b s) (n d) -> b s n d", s=context.seq, d=self.head_dim)
         if self.q_norm is None:
-            q, k, v = rotate_and_split(qkv, context.angles, self.heads)
+            q, k, v = rotate_and_split(qkv, context.angles, self.head_counts)
         else:
-            q, k, v = qkv.split(self.heads, dim=2)
-            q, = rotate_and_split(self.q_norm(q), context.angles, self.heads[:1])
-            k, = rotate_and_split(self.k_norm(k), context.angles, self.heads[1:2])
+            q, k, v = qkv.split(self.head_counts, dim=2)
+            q, = rotate_and_split(self.q_norm(q), context.angles, self.head_counts[:1])
+            k, = rotate_and_split(self.k_norm(k), context.angles, self.head_counts[1:2])
         if context.cache is not None:
             k, v = context.cache.extend(self.layer, k, v, self.window)
         q, k, v = (rearrange(heads, "b s n d -> b n s d") for heads in (q, k, v))
@@ -114,7 +114,7 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:  # [T/t, H] -> [T/t, H]
         gate_up = self.gate_up(x, context.tp)
         hidden = swiglu(gate_up)
-        y = self.down(hidden, context.tp, skip=is_recomputing())  # no backward reads y
+        y = self.down(hidden, context.tp, skip=is_recomputing())  # recomputed without y, which no backward reads
         context.recompute.drop(hidden, y, swiglu, gate_up)
         return y
 
@@ -157,12 +157,14 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, context: ForwardContext, labels: Sequence[Tensor | None],
                 loss_grad: Sequence[Tensor | None]) -> Tensor:
-        """labels: [T], or None for logits. A second [T] is of the second half of x, see MultiTokenPrediction."""
-        x, *ahead = x.chunk(2) if len(labels) == 2 else (x,)
+        """labels: [T], or None for logits. A second [T] is of what MultiTokenPrediction has put below the layers' x."""
+        x, ahead = x.chunk(2) if len(labels) == 2 else (x, None)
         h = self.norm(x)
         y = self.vocabulary(h, context.tp, labels[0], loss_grad[0])
         context.recompute.drop(h, y, self.norm, x)
-        return torch.stack((y, self.vocabulary(*ahead, context.tp, labels[1], loss_grad[1]))) if ahead else y
+        if ahead is None:
+            return y
+        return torch.stack((y, self.vocabulary(ahead, context.tp, labels[1], loss_grad[1])))  # normalised already
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------
@@ -182,8 +184,7 @@ class Execution(NamedTuple):
 class Llama(nn.Module):
     """The layers of a Llama that this rank has. groups: the grid, axis -> Group; {}: one rank. pipeline: which
     stages are on this rank; None: all layers, in one. z_loss: see tp.cross_entropy. balance: of experts, see ep.py.
-    mtp_weight: of multi-token prediction's loss; the caller applies it.
-    Parameters get memory from an Optimizer's buckets (zero.py), and values from `Optimizer.load`."""
+    mtp_weight: for the caller, of multi-token prediction's loss. Parameters get memory and values from an Optimizer."""
 
     def __init__(self, model: Model, groups: Groups, execution: Execution = Execution(), *,
                  pipeline: Pipeline | None = None, z_loss: float = 0.0, balance: Balance = Balance(),
@@ -199,16 +200,16 @@ class Llama(nn.Module):
         self.tp = TensorParallel(groups.get("tp", ALONE))
         if self.tp.size > 1:
             self.tp = self.tp._replace(sequence=execution.sequence, async_tp=execution.async_tp)
-        checkpoints = self.pipeline.in_flight * max(len(layers) for layers in self.stages.values())
-        same_inputs = ALONE if self.tp.sequence else self.tp.group  # each saves a part of a block's input
-        self.recompute = Recompute(execution.recompute, checkpoints, same_inputs, execution.rows)
+        slots = self.pipeline.in_flight * max(len(layers) for layers in self.stages.values())
+        equal_inputs = ALONE if self.tp.sequence else self.tp.group  # its t ranks save 1/t of a block's input each
+        self.recompute = Recompute(execution.recompute, slots, equal_inputs, execution.rows)
         norm_along = {"tp": "partial" if self.tp.sequence else "replicate"}  # partial: tp ranks see different tokens
         reads_tokens = 0 in self.stages or (model.mtp and self.last_stage in self.stages)
         self.embedding = VocabParallelEmbedding(make, table_spec(model, "embedding")) if reads_tokens else None
         common = dict(model=model, make=make, t=self.tp.size, norm_along=norm_along, groups=groups, balance=balance)
         self.blocks = nn.ModuleDict({str(layer): Block(layer, **common) for layers in self.stages.values()
                                      for layer in layers if layer < model.layers})
-        if model.mtp and self.last_stage in self.stages:  # one more layer, the last
+        if model.mtp and self.last_stage in self.stages:  # layer number model.layers, the last in self.stages
             self.blocks[str(model.layers)] = MultiTokenPrediction(self.embedding, model.layers, **common)
         self.routers = [block.ffn.router for block in self.blocks.values() if isinstance(block.ffn, MixtureOfExperts)]
         table = self.embedding.table if model.tied and self.embedding else None
@@ -224,19 +225,17 @@ class Llama(nn.Module):
                 stage: int = 0, x: Tensor | None = None, cache: Any = None,
                 aux_loss_scale: float | Tensor | None = None,
                 loss_grad: Sequence[Tensor | None] = (None, None)) -> Tensor:
-        """Logits [B, s, V/t] of tokens [B, s], for this rank's part of the vocabulary; or with labels their loss.
+        """Logits [B, s, V/t] of tokens [B, s], for this rank's part of the vocabulary. With labels the sum of these
+        tokens' losses in nats, the same on every tensor parallel rank; with next_labels [2], both predictions' sums.
 
-        positions: [B, s], in documents; by default those in the sequence. documents: [B, S], numbers of the documents,
-        which do not see each other. With context parallelism tokens and positions are this rank's, as
-        cp.shard_sequences returns them, and documents are those of whole sequences, in the host's memory. Tokens below
-        0 are padding.
-        labels: [B, s], IGNORED for tokens without a loss. The result is then the sum of this rank's tokens' losses in
-        nats, the same on every tensor parallel rank. next_tokens, next_labels: [B, s] of MicroBatch.one_ahead; the
-        result is then [2], the second multi-token prediction's. loss_grad: the gradient that each will have in backward
-        (default 1).
-        stage: which of this rank's pipeline stages to run, from x [T/t, H], the result of the stage before it.
-        cache: of earlier tokens, which these follow; every rank then has all tokens. aux_loss_scale: the factor of a
-        sequence's auxiliary losses of experts (ep.AddAuxiliaryLoss adds their gradient alone); None: no such loss."""
+        tokens: below 0: padding. With context parallelism tokens and positions are this rank's (shard_sequences).
+        positions: [B, s], in documents; by default those in the sequence.
+        documents: [B, S], of whole sequences, in the host's memory: numbers of documents, which do not see each other.
+        labels: [B, s], IGNORED for tokens without a loss. next_tokens, next_labels: [B, s], of MicroBatch.one_ahead.
+        stage, x: run this one of this rank's pipeline stages, from x [T/t, H], the result of the stage before it.
+        cache: of earlier tokens, which these follow; every rank then has all tokens.
+        aux_loss_scale: factor of a sequence's auxiliary losses (ep.AddAuxiliaryLoss adds their gradient); None: none.
+        loss_grad: the gradient that each sum will have in backward (default 1)."""
         assert cache is None or documents is None, "a KV cache knows of no documents"
         assert next_labels is None or labels is not None
         context = self.context(stage, tokens, positions, documents, cache, aux_loss_scale, next_tokens)
@@ -254,23 +253,25 @@ class Llama(nn.Module):
 
     def context(self, stage: int, tokens: Tensor, positions: Tensor | None, documents: Tensor | None, cache: Any,
                 aux_loss_scale: float | Tensor | None, next_tokens: Tensor | None) -> ForwardContext:
-        how, model, tp, groups, past = self.execution, self.model, self.tp, self.groups, 0
+        execution, model = self.execution, self.model
+        tp, groups, earlier = self.tp, self.groups, 0
         if cache is not None:  # sampling: few tokens, all of them on every rank
-            tp, groups, past = TensorParallel(tp.group), {}, cache.length(self.stages[stage][0])
-            positions = torch.arange(past, past + tokens.shape[1], device=tokens.device)
+            tp, groups, earlier = TensorParallel(tp.group), {}, cache.length(self.stages[stage][0])
+            positions = torch.arange(earlier, earlier + tokens.shape[1], device=tokens.device)
         cp = groups.get("cp", ALONE)
-        style = "latents" if model.kv_lora_rank else how.cp_style
+        style = "latents" if model.kv_lora_rank else execution.cp_style  # LatentAttention gathers itself
         attention = attention_by_window(
-            map(model.window_of, self.stages[stage]), tokens, documents, kernel=how.attention, head_dim=model.head_dim,
-            dtype=how.dtype, groups=groups, style=style, earlier=past, recompute=how.recompute == "selective")
+            map(model.window_of, self.stages[stage]), tokens, documents, kernel=execution.attention,
+            head_dim=model.head_dim, dtype=execution.dtype, groups=groups, style=style, earlier=earlier,
+            recompute=execution.recompute == "selective")
         routing = make_routing_info(tokens, cp, tp.group, aux_loss_scale) if self.routers else None
         angles = (self.angles_in_sequence(tokens.shape[1], tokens.device) if positions is None else
-                  rotary_angles(positions, model, how.dtype))
+                  rotary_angles(positions, model, execution.dtype))
         return ForwardContext(tp, seq=tokens.shape[1], angles=angles, attention=attention, recompute=self.recompute,
                               routing=routing, cache=cache, cp=cp, next_tokens=next_tokens)
 
     def boundary_shape(self, tokens: Tensor, sequence: bool = True) -> tuple[int, int]:
-        """The shape of what one stage sends to the next. tokens: [B, S]. sequence=False: as when text is sampled."""
+        """The shape of what one stage sends to the next. tokens: [B, s]. sequence=False: as when text is sampled."""
         return tokens.numel() // (self.tp.size if self.tp.sequence and sequence else 1), self.model.hidden
 
 
@@ -286,9 +287,8 @@ class LatentAttention(nn.Module):
 
     A tensor parallel rank has N/t heads. The matrices that make latents are whole on every rank, and applied to the
     tokens that it has between layers, so their gradients are partial or replicated, as norms' are. `spread` gathers all
-    tokens' latents and shared keys, which get partial gradients from each rank's heads; its backward sums these. Our
-    attention kernels take values as wide as keys, so values are padded with zeros: 2D / (D + v) times its FLOPs in
-    forward, 1.2 in DeepSeek-V3.
+    tokens' latents and shared keys, which get partial gradients from each rank's heads; its backward sums these.
+    Attention kernels take values as wide as keys: padded, forward has 2D / (D + v) times its FLOPs (DeepSeek-V3: 1.2).
     DeepSeek-AI 2024 (V2), section 2.1. Widths: R latent of keys and values, Q latent of queries, r shared key; D a
     query or key head, r of them rotated (DeepSeek: qk_nope + qk_rope); v a value head."""
 
@@ -300,8 +300,10 @@ class LatentAttention(nn.Module):
         def spec(weight: str, rows: int, columns: int, along: dict) -> Spec:
             return Spec(name + weight, (rows, columns), along, std=INIT_STD)
 
-        self.layer, self.window = layer, model.window_of(layer)
-        self.widths, self.kv_widths, self.head_widths, self.head_dim = [R + r, Q], [R, r], [D - r, v], D
+        self.layer, self.window, self.head_dim = layer, model.window_of(layer), D
+        self.widths = [R + r, Q]  # of what x is made into: latent and shared key of K and V, and latent of Q
+        self.kv_widths = [R, r]  # of the former: latent, shared key
+        self.head_widths = [D - r, v]  # of what kv_up makes for a head: key, value
         down = [spec("w_kv_down", R + r, H, norm_along)] + ([spec("w_q_down", Q, H, norm_along)] if Q else [])
         self.to_latents = ColumnParallelLinear(make, *down)
         self.kv_norm = RMSNorm(make, name + "kv_norm", R, model.norm_eps, norm_along)
@@ -311,7 +313,7 @@ class LatentAttention(nn.Module):
         self.out = RowParallelLinear(make, Spec(name + "wo", (H, N * v), {"tp": 1}, std=output_std(model)))
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:  # [T/t, H] -> [T/t, H]
-        kv, q_latent = self.to_latents(x, NO_EXCHANGE).split(self.widths, -1)
+        latent_and_key, q_latent = self.to_latents(x, NO_EXCHANGE).split(self.widths, -1)  # [T/t, R + r], [T/t, Q]
         if self.q_norm is None:
             q = self.q_up(x, context.tp)  # [T, N D / t]
         else:
@@ -320,21 +322,21 @@ class LatentAttention(nn.Module):
             context.recompute.drop(normed, q, self.q_norm, q_latent)
         q = rearrange(q, "(b s) (n d) -> b s n d", s=context.seq, d=self.head_dim)
         q = rearrange(rotate_tail(q, context.angles), "b s n d -> b n s d")
-        latent, shared_key = kv.split(self.kv_widths, -1)
-        kv = context.tp.spread(torch.cat((self.kv_norm(latent), shared_key), -1))  # [T, R + r]
-        kv = rotate_tail(rearrange(kv, "(b s) r -> b s 1 r", s=context.seq), context.angles)
+        latent, shared_key = latent_and_key.split(self.kv_widths, -1)
+        own = context.tp.spread(torch.cat((self.kv_norm(latent), shared_key), -1))  # [T, R + r], of own tokens
+        own = rotate_tail(rearrange(own, "(b s) w -> b s 1 w", s=context.seq), context.angles)
         if context.cache is not None:
-            kv = torch.cat(context.cache.extend(self.layer, *kv.split(self.kv_widths, -1), self.window), -1)
-        latents = gather_tokens(kv, context.cp)
-        heads = self.expand(latents)  # of all tokens
-        o = context.attention[self.window](q, *heads.chunk(2, -1))
-        context.recompute.drop(heads, o, self.expand, latents)
+            own = torch.cat(context.cache.extend(self.layer, *own.split(self.kv_widths, -1), self.window), -1)
+        latents = gather_tokens(own, context.cp)  # [B, S, 1, R + r], of all tokens
+        keys_values = self.expand(latents)  # [B, N/t, S, 2D]
+        o = context.attention[self.window](q, *keys_values.chunk(2, -1))
+        context.recompute.drop(keys_values, o, self.expand, latents)
         return self.out(rearrange(o[..., :self.head_widths[1]], "b n s d -> (b s) (n d)"), context.tp)
 
-    def expand(self, kv: Tensor) -> Tensor:
+    def expand(self, latents: Tensor) -> Tensor:
         """Latents and rotated keys [B, S, 1, R + r] -> keys, and values padded to their width, [B, N/t, S, 2D]."""
-        latent, shared_key = kv.split(self.kv_widths, -1)
-        heads = rearrange(self.kv_up(latent.flatten(0, 2), NO_EXCHANGE), "(b s) (n d) -> b n s d", b=len(kv),
+        latent, shared_key = latents.split(self.kv_widths, -1)
+        heads = rearrange(self.kv_up(latent.flatten(0, 2), NO_EXCHANGE), "(b s) (n d) -> b n s d", b=len(latents),
                           d=sum(self.head_widths))
         k, v = heads.split(self.head_widths, -1)
         shared_key = shared_key.transpose(1, 2).expand(-1, k.shape[1], -1, -1)
@@ -358,7 +360,7 @@ class MixtureOfExperts(nn.Module):
         self.shared = FeedForward(name + "shared.", shared, model, make) if shared else None
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:  # [T/t, H] -> [T/t, H]
-        tokens = context.tp.split(x)
+        tokens = context.tp.split(x)  # all of x; if tp ranks have equal x (no sequence parallelism), 1/t of it
         route, gates = self.router(tokens, context.routing, self.ep_group)
         dispatched = route.dispatch(tokens, gates)
         shared = self.shared(x, context) if self.shared else None  # hides the dispatch
@@ -369,9 +371,8 @@ class MixtureOfExperts(nn.Module):
 
 class MultiTokenPrediction(Block):
     """Only in training, after the last layer: its result h and the next token's embedding e, each normalised, are
-    concatenated, projected and passed through one more block; from that the head predicts the token after the next.
-    DeepSeek-V3, section 2.2, depth 1; e before h, as in its published weights, though not in its equation. Embedding
-    and head are the model's."""
+    concatenated, projected and passed through one more block; from that the model's head predicts the token after the
+    next. DeepSeek-V3, section 2.2, depth 1; e before h, as in its published weights, though not in its equation."""
 
     def __init__(self, embedding: VocabParallelEmbedding, layer: int, model: Model, make: MakeParameter,
                  norm_along: dict, **rest):
@@ -387,11 +388,10 @@ class MultiTokenPrediction(Block):
         """[T/t, H] -> [2 T/t, H]: h, and below it, already normalised, what predicts the token after the next."""
         if context.next_tokens is None:
             return h
-        # Not __call__: ZeRO-3's hooks of the embedding's own unit would prefetch block 0. This unit has the table, too.
+        # .forward skips the hooks of the embedding's unit, which would prefetch block 0. This unit has the table, too.
         e = self.embedding.forward(context.next_tokens.flatten(), context.tp)
         x = self.project(torch.cat((self.e_norm(e), self.h_norm(h)), 1), NO_EXCHANGE)
-        # One tensor, as the hooks of a unit follow one result.
-        return torch.cat((h, self.norm(super().forward(x, context))))
+        return torch.cat((h, self.norm(super().forward(x, context))))  # one tensor, as a unit's hooks follow one result
 
 
 # ---- demo: python model.py ------------------------------------------------------------------------------------------
