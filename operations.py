@@ -35,8 +35,8 @@ def uses_kernels(x: Tensor) -> bool:
 
 
 def try_kernel(x: Tensor, compute: Callable[..., Any]) -> Any:
-    """compute(kernels.py), which must have no side effects; or None where plain torch has to take over: `uses_kernels`
-    is False, or the kernel does not run, which kernels.py has said."""
+    """compute(kernels.py), which runs whole or raises KernelError before it changes anything (kernels.py prints why,
+    once). None then, and where `uses_kernels` is False: plain torch has to take over."""
     if uses_kernels(x):
         import kernels  # needs Triton, which a CPU does without
         with suppress(kernels.KernelError):
@@ -48,7 +48,7 @@ def try_kernel(x: Tensor, compute: Callable[..., Any]) -> Any:
 class RMSNormFunction(Function):
     """(x, RMSNorm(x)), or with y (x + y, RMSNorm(x + y)), over the last dimension: one backward sums the gradients that
     come from both. Saves what is normalised (the residual stream, which is there anyway) and, in plain torch, 1 / rms
-    of each row."""
+    of each row. With x_hat = x / rms and g = dout * weight: dx = (g - x_hat mean(g x_hat)) / rms."""
 
     @staticmethod
     def forward(ctx, x, y, weight, eps):
@@ -78,7 +78,7 @@ class RMSNormFunction(Function):
             dweight_terms = dout * x_hat
             accumulate_grad(weight, lambda out: out.add_(dweight_terms.flatten(0, -2).sum(0)), defer=False)
             weight = weight.to(rstd.dtype)
-            component = (dweight_terms @ weight)[..., None] / total.shape[-1]  # of dout * weight along x_hat
+            component = (dweight_terms @ weight)[..., None] / total.shape[-1]
             dx = (dout * weight).addcmul_(x_hat, component, value=-1).mul_(rstd).to(total.dtype)
             if dtotal is not None:
                 dx.add_(dtotal)
@@ -105,26 +105,26 @@ class RMSNorm(nn.Module):
 # ---- SwiGLU ---------------------------------------------------------------------------------------------------------
 
 class SwiGLUFunction(Function):
-    """silu(gate) * up, where x is gate and up side by side: [..., 2F] -> [..., F]. With weights [R] each row of x
-    [R, 2F] is multiplied by its own, and backward repeats SwiGLU(x). Saves x and weights alone."""
+    """silu(gate) * up, where x is gate and up side by side: [..., 2F] -> [..., F]. With row_factors [R] each row of
+    this result is multiplied by its own, and backward repeats SwiGLU(x). Saves x and row_factors alone."""
 
     @staticmethod
-    def forward(ctx, x, weights):
-        ctx.save_for_backward(x, weights)
+    def forward(ctx, x, row_factors):
+        ctx.save_for_backward(x, row_factors)
         y = swiglu_no_grad(x)
-        return y if weights is None else y.mul_(weights[:, None])
+        return y if row_factors is None else y.mul_(row_factors[:, None])
 
     @staticmethod
     def backward(ctx, dy):
-        x, weights = ctx.saved_tensors
-        if weights is None:
+        x, row_factors = ctx.saved_tensors
+        if row_factors is None:
             return swiglu_backward(dy, x), None
-        dweights = swiglu_no_grad(x).mul_(dy).sum(-1, dtype=weights.dtype)
-        return swiglu_backward(dy, x).mul_(weights[:, None]), dweights
+        drow_factors = swiglu_no_grad(x).mul_(dy).sum(-1, dtype=row_factors.dtype)
+        return swiglu_backward(dy, x).mul_(row_factors[:, None]), drow_factors
 
 
-def swiglu(x: Tensor, weights: Tensor | None = None) -> Tensor:
-    return SwiGLUFunction.apply(x, weights)
+def swiglu(x: Tensor, row_factors: Tensor | None = None) -> Tensor:
+    return SwiGLUFunction.apply(x, row_factors)
 
 
 def swiglu_no_grad(x: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def swiglu_no_grad(x: Tensor) -> Tensor:
 
 def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
     """dx [..., 2F], from dy [..., F] and x [..., 2F]."""
-    if (dx := try_kernel(x, lambda kernels: kernels.swiglu(x, dy))) is not None:
+    if (dx := try_kernel(x, lambda kernels: kernels.swiglu(x, dy=dy))) is not None:
         return dx
     gate, up = x.chunk(2, -1)
     dx = torch.empty_like(x)
@@ -149,16 +149,16 @@ def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
 
 # ---- rotary embedding -----------------------------------------------------------------------------------------------
 
-def rotate_(x: Tensor, cos: Tensor, sin: Tensor, heads: int, sign: float, tail: bool) -> None:
-    """Rotate pairs of channels (a, b) of the first `heads` heads of x [B, S, N, D] by sign x angle, in place. Pairs are
-    (x[i], x[i + D/2]); or, of the tail, the last channels, two for every angle, (x[2i], x[2i + 1])."""
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor, rotated_heads: int, sign: float, tail: bool) -> None:
+    """Rotate pairs of channels of the first heads of x [B, S, N, D] by sign x angle, in place. Pairs are (x[i],
+    x[i + D/2]), as in Llama; with `tail` (x[2i], x[2i + 1]) of the last 2 x angles channels, as in DeepSeek."""
     if tail:
-        rotated = x[:, :, :heads, x.shape[-1] - 2 * cos.shape[-1]:]
+        rotated = x[:, :, :rotated_heads, x.shape[-1] - 2 * cos.shape[-1]:]
         a, b = rotated[..., 0::2], rotated[..., 1::2]
-    elif try_kernel(x, lambda kernels: kernels.rope_(x, cos, sin, heads, sign)) is not None:
+    elif try_kernel(x, lambda kernels: kernels.rope_(x, cos, sin, rotated_heads, sign)) is not None:
         return
     else:
-        a, b = x[:, :, :heads].chunk(2, -1)
+        a, b = x[:, :, :rotated_heads].chunk(2, -1)
     a_acc, b_acc = a.to(cos.dtype), b.to(cos.dtype)
     rotated_a = torch.mul(a_acc, cos).addcmul_(b_acc, sin, value=-sign)
     b.copy_(torch.mul(b_acc, cos).addcmul_(a_acc, sin, value=sign))
@@ -171,27 +171,26 @@ class RotateFunction(Function):
     @staticmethod
     def forward(ctx, x, cos, sin, heads, tail=False):
         ctx.save_for_backward(cos, sin)
-        ctx.rotated, ctx.tail, x = sum(heads[:2]), tail, x.detach()  # values, if they are there, come third
-        rotate_(x, cos, sin, ctx.rotated, 1.0, tail)
+        ctx.rotated_heads, ctx.tail = sum(heads[:2]), tail  # of queries and keys; values come third
+        x = x.detach()  # rotated in place without autograd's knowledge: the backward that made x must not read it
+        rotate_(x, cos, sin, ctx.rotated_heads, 1.0, tail)
         return tuple(part.detach() for part in x.split(heads, dim=2))  # else autograd would take them for views
 
     @staticmethod
     def backward(ctx, *grads):
         dx = torch.cat(grads, dim=2)
-        rotate_(dx, *ctx.saved_tensors, ctx.rotated, -1.0, ctx.tail)
+        rotate_(dx, *ctx.saved_tensors, ctx.rotated_heads, -1.0, ctx.tail)
         return dx, None, None, None, None
 
 
 def rotate_and_split(x: Tensor, angles: tuple[Tensor, Tensor], heads: list[int]) -> tuple[Tensor, ...]:
     """Split x [B, S, heads, D] into queries, keys and values, as many `heads` of each, or take it for queries or keys
-    alone; rotate queries and keys by their tokens' angles, those of rotary_angles. The results are views of x, rotated
-    in place, so x must not be used after this. Here and below, pairs of channels are those of published weights."""
+    alone; rotate queries and keys by the rotary_angles of their tokens, in place: x must not be used after this."""
     return RotateFunction.apply(x, *angles, heads)
 
 
 def rotate_tail(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate, in the same way, the last channels of all heads of x [B, S, N, D], two for every angle, and leave those
-    before them: the decoupled rotary embedding of latent attention."""
+    """Rotate, also in place, the tail of all heads of x [B, S, N, D]: latent attention's decoupled embedding."""
     rotated, = RotateFunction.apply(x, *angles, [x.shape[2]], True)
     return rotated
 
@@ -232,8 +231,8 @@ class Mask(NamedTuple):
     def kind(self, rows: int, columns: int) -> str:
         """For [rows, columns] scores. "unmasked": every query sees every key. "causal": a square where query i sees
         keys 0 to i, torch's is_causal. "general": anything else, which torch takes only as a boolean tensor."""
-        hides_later = self.causal and self.offset < columns - 1
-        hides_earlier = self.window > 0 and self.offset + rows > self.window
+        hides_later = self.causal and self.offset < columns - 1  # the first query sees keys up to `offset`
+        hides_earlier = self.window > 0 and self.offset + rows > self.window  # the last query no longer sees key 0
         is_square = self.offset == 0 and rows == columns
         if self.documents is not None or hides_earlier or (hides_later and not is_square):
             return "general"
@@ -267,17 +266,17 @@ class AttentionKernel(NamedTuple):
         lse [B, N, rows]: logsumexp of each row's scores, in at least fp32, -inf where a row sees no key.
     backward(do, q, k, v, o, lse, mask) -> (dq, dk, dv): the block's share of the gradients; o, lse and do are merged.
     saves_scores: attend saves [rows, columns] scores for backward, so selective recomputation recomputes the attention.
-    tensor_kinds: the kinds of mask (Mask.kind) that attend takes as a tensor, which prepare_mask makes for all layers.
+    kinds_as_tensor: kinds of mask (Mask.kind) that attend takes as a tensor, which prepare_mask makes for all layers.
     """
     attend: Callable[..., Tensor]
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
     saves_scores: bool = False
-    tensor_kinds: tuple[str, ...] = ()
+    kinds_as_tensor: tuple[str, ...] = ()
 
     def prepare_mask(self, mask: Mask, rows: int, columns: int, device: torch.device) -> Mask:
         """Add the mask's tensor if `attend` reads it, so that it is computed once and not in every layer."""
-        if mask.kind(rows, columns) in self.tensor_kinds:
+        if mask.kind(rows, columns) in self.kinds_as_tensor:
             return mask._replace(tensor=mask.visible(rows, columns, device))
         return mask
 
@@ -316,7 +315,7 @@ def math_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: T
     acc = acc_dtype(q.dtype)
     k_acc, v_acc = repeat_kv_heads(q, k.to(acc), v.to(acc))
     do, o = do.to(acc), o.to(acc)
-    p = (masked_scores(q, k_acc, mask) - lse.to(acc)[..., None]).exp()
+    p = (masked_scores(q, k_acc, mask) - lse.to(acc)[..., None]).exp()  # lse, merged, is finite: a query sees itself
     ds = p * (do @ v_acc.transpose(-1, -2) - (do * o).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
     dk, dv = ds.transpose(-1, -2) @ q.to(acc), p.transpose(-1, -2) @ do  # of each query head
     dk, dv = (dx.unflatten(1, (k.shape[1], -1)).sum(2).to(k.dtype) for dx in (dk, dv))
@@ -324,13 +323,14 @@ def math_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: T
 
 
 MATH = AttentionKernel(attention_math, math_forward, math_backward, saves_scores=True,
-                       tensor_kinds=("causal", "general"))
+                       kinds_as_tensor=("causal", "general"))
 
 
 # ---- torch's fused attention ----------------------------------------------------------------------------------------
 
 # Fastest first, on Hopper. The last one is not fused and saves the scores: only where no other runs.
 SDPA_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+CUDNN_WIDTH = 128  # of the widest heads that cuDNN takes (256 on Hopper, from cuDNN 9.10 on)
 
 
 @cache
@@ -347,20 +347,16 @@ def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     visible = mask.visible(q.shape[2], k.shape[2], q.device) if kind == "general" else None
     if q.is_cuda:
         set_sdpa_order()
-    if kind == "general" or (q.is_cuda and q.itemsize > 2):  # else no fused kernel runs: torch would save the scores
+    if kind == "general" or (q.is_cuda and q.itemsize > 2):  # no fused kernel takes fewer key heads with these
         k, v = repeat_kv_heads(q, k, v)
     return F.scaled_dot_product_attention(q, k, v, visible, is_causal=kind == "causal",
-                                          enable_gqa=q.shape[1] > k.shape[1])
+                                          enable_gqa=q.shape[1] > k.shape[1])  # not if repeated
 
 
 def sdpa_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
     kind = mask.kind(q.shape[2], k.shape[2])
-    if q.is_cuda and (kind == "general" or q.itemsize > 2):  # torch's kernels for GPUs take neither
-        return math_forward(q, k, v, mask)
-    if q.is_cuda and q.shape[-1] <= 128:
-        return cudnn_forward(q, k, v, mask)
     if q.is_cuda:
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, kind == "causal")[:2]
+        return (gpu_forward if has_gpu_kernel(q, kind) else math_forward)(q, k, v, mask)
     bias = additive_mask(q, k, mask) if kind == "general" else None
     o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, kind == "causal", attn_mask=bias)
     if bias is not None:  # this kernel gives rows that see nothing another logsumexp
@@ -371,17 +367,11 @@ def sdpa_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, T
 def sdpa_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
                   mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
     kind = mask.kind(q.shape[2], k.shape[2])
-    if q.is_cuda and (kind == "general" or q.itemsize > 2):
-        return math_backward(do, q, k, v, o, lse, mask)
-    if q.is_cuda and q.shape[-1] <= 128:
-        return cudnn_backward(do, q, k, v, o, lse, mask)
     if q.is_cuda:
-        seed = torch.empty(0, dtype=torch.int64, device=q.device)  # unused: there is no dropout
-        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            do, q, k, v, o, lse, None, None, q.shape[2], k.shape[2], 0.0, kind == "causal", seed, seed)
+        return (gpu_backward if has_gpu_kernel(q, kind) else math_backward)(do, q, k, v, o, lse, mask)
     bias = additive_mask(q, k, mask) if kind == "general" else None
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        do, q, k, v, o, lse, 0.0, kind == "causal", attn_mask=bias)
+        do, q, k, v, o, lse, dropout_p=0.0, is_causal=kind == "causal", attn_mask=bias)
 
 
 def additive_mask(q: Tensor, k: Tensor, mask: Mask) -> Tensor:
@@ -389,21 +379,31 @@ def additive_mask(q: Tensor, k: Tensor, mask: Mask) -> Tensor:
     return torch.zeros_like(visible, dtype=q.dtype).masked_fill_(~visible, -torch.inf)
 
 
-def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-    """In 16 bits, for masks of kind "causal" or "unmasked", and heads at most 128 wide (256 on Hopper, from cuDNN 9.10
-    on). cuDNN makes a plan for each new shape."""
+def has_gpu_kernel(q: Tensor, kind: str) -> bool:
+    """Whether a block can have one of torch's kernels for GPUs: these take no mask but is_causal, and 16 bits alone."""
+    return kind != "general" and q.itemsize <= 2
+
+
+def gpu_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    """By cuDNN, which makes a plan for each new shape, and for wider heads by FlashAttention."""
     is_causal = mask.kind(q.shape[2], k.shape[2]) == "causal"
-    o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal)
+    if q.shape[-1] > CUDNN_WIDTH:
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p=0.0, is_causal=is_causal)[:2]
+    o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, attn_bias=None, compute_log_sumexp=True, dropout_p=0.0, is_causal=is_causal)
     return o, lse.view(q.shape[:3])  # from [B, N, rows, 1]
 
 
-def cudnn_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-                   mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
-    """Unless torch.use_deterministic_algorithms is on, its sums are in no fixed order."""
-    is_causal = mask.kind(q.shape[2], k.shape[2]) == "causal"
+def gpu_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+                 mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
+    """Unless torch.use_deterministic_algorithms is on, sums are in no fixed order."""
     seed = torch.empty(0, dtype=torch.int64, device=q.device)  # unused: there is no dropout
+    options = dict(cum_seq_q=None, cum_seq_k=None, max_q=q.shape[2], max_k=k.shape[2], dropout_p=0.0,
+                   is_causal=mask.kind(q.shape[2], k.shape[2]) == "causal", philox_seed=seed, philox_offset=seed)
+    if q.shape[-1] > CUDNN_WIDTH:
+        return torch.ops.aten._scaled_dot_product_flash_attention_backward(do, q, k, v, o, lse, **options)
     return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        do, q, k, v, o, lse.unsqueeze(-1), seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, is_causal)
+        do, q, k, v, o, lse.unsqueeze(-1), attn_bias=None, **options)
 
 
-SDPA = AttentionKernel(attention_sdpa, sdpa_forward, sdpa_backward, tensor_kinds=("general",))
+SDPA = AttentionKernel(attention_sdpa, sdpa_forward, sdpa_backward, kinds_as_tensor=("general",))

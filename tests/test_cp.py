@@ -22,7 +22,7 @@ from collectives import ALONE
 from config import CP_STYLES, padded_length
 from cp import STYLES, context_parallel
 from groups import build_groups
-from operations import CAUSAL, MATH, SDPA, AttentionKernel, Mask, cudnn_backward, cudnn_forward
+from operations import CAUSAL, MATH, SDPA, AttentionKernel, Mask, gpu_backward, gpu_forward
 from param import acc_dtype
 from run import device
 from run.data import MicroBatch
@@ -348,7 +348,7 @@ def by_pieces(style: str, attention: AttentionKernel, c: int, q, k, v, do, mask:
     return [o, dq, *cp.by_head(dkv)]
 
 
-CUDNN = AttentionKernel(None, cudnn_forward, cudnn_backward)
+CUDNN = AttentionKernel(None, gpu_forward, gpu_backward)
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
