@@ -4,33 +4,33 @@ Saves: all but 1/c of the activations, so sequences can be c times as long; and 
 Costs: in each layer keys and values are sent (with Ulysses, queries and results as well); see the table.
 Stops helping when: sending keys and values takes longer than attention to them, or activations fit without it.
 
-    keys         0 1 2 3 4 5 6 7     A sequence is split into 2c chunks, of which rank i has i and 2c-1-i ("zig-zag").
-    queries 0  | 0                   The picture shows which of 4 ranks computes which scores of a causal mask: 2c+1 = 9
-            1  | 1 1                 blocks each. With contiguous shards rank 0 would compute 3 and rank 3 15 of them.
-            2  | 2 2 2
-            3  | 3 3 3 3             Attention to some of the keys gives o' and, per row, a logsumexp l' of scores. They
-            4  | 3 3 3 3 3           are merged into o and l of other keys, without overflow:
-            5  | 2 2 2 2 2 2             o += sigmoid(l' - l) (o' - o)        l -= logsigmoid(l - l')
-            6  | 1 1 1 1 1 1 1       In backward the final o and l make blocks independent: probabilities are
-            7  | 0 0 0 0 0 0 0 0     exp(scores - l), and softmax's derivative needs only rowsum(dO * O).
+    keys         0 1 2 3     A sequence is split into 2c chunks, of which rank i has i and 2c-1-i ("zig-zag"). The
+    queries 0  | 0           picture shows which of 2 ranks computes which scores of a causal mask: 2c+1 = 5 blocks
+            1  | 1 1         each. With contiguous shards rank 0 would compute 3 and rank 1 7 of them; of 4 ranks
+            2  | 1 1 1       (python cp.py draws these) the first 3 and the last 15.
+            3  | 0 0 0 0
+
+Attention to some of the keys gives o' and, per row, a logsumexp l' of scores. They are merged into o and l of other
+keys, without overflow, by o += sigmoid(l' - l) (o' - o) and l -= logsigmoid(l - l'). In backward the final o and l
+make blocks independent: probabilities are exp(scores - l), and softmax's derivative needs only rowsum(dO * O).
+
+Shapes: B batch, S tokens per sequence, c ranks, s = S/c tokens per rank, m = s/2 per chunk, N query heads, K key and
+value heads, D head width; q = N D and k = K D elements per token (Ulysses: after copying heads) of e bytes, of a bytes
+in gradients of keys and values (accumulation dtype); R width of a latent and its key (model.py), saved for all tokens.
 
                  sent per rank, layer and sequence           memory at a time, besides this rank's K and V
                  forward                 backward            forward               backward
-    ring         (c-1) 2 s k e           (c-1) 2 s k (e+a)   2 shards of K and V   and 4 of their gradients
-    allgather    (c-1) 2 s k e           (c-1) 2 s k (e+a)   all of K and V        and all of their gradients
+    ring         (c-1) 2 s k e           (c-1) 2 s k (e+a)   2 shards of K and V   the same, and 4 of gradients
+    allgather    (c-1) 2 s k e           (c-1) 2 s k (e+a)   all of K and V        the same, and all gradients
     ulysses      (c-1)/c s (2 q + 2 k) e the same            all tokens of 1/c of the heads
-    latents      (c-1) s R e             the same            all of K and V        and all of their gradients
+    latents      (c-1) s R e             the same            all of K and V        the same, and all gradients
 
 In forward Ulysses sends less than the others from about N/K + 1 ranks on, but copies key and value heads if c does not
-divide their number. Then there is --cp-ulysses U beside another style: U neighbours exchange heads, and the c/U
-ranks with the same heads exchange keys and values. With --doc-mask documents do not see each other: --cp-zigzag
+divide their number. --cp-ulysses U therefore nests both: U neighbours exchange tokens for heads, and inside, the c/U
+ranks with the same heads attend in another style. With --doc-mask documents do not see each other: --cp-zigzag
 document splits each document, not the sequence, into the 2c chunks.
 Liu et al. 2023, Ring Attention; Brandon et al. 2023, Striped Attention, zhuzilin's ring-flash-attention (zig-zag);
 Llama Team 2024 (all-gather); Jacobs et al. 2023, Ulysses; Fang and Zhao 2024, USP (both); Dao 2023, FlashAttention-2.
-Shapes: B batch, S tokens per sequence, c ranks, s = S/c tokens per rank, m = s/2 per chunk, N query heads, K key and
-value heads, D head width; q = N D and k = K D elements per token (Ulysses: after copying heads) of e bytes, and of a
-bytes in the accumulation dtype (fp32), which gradients of keys and values have; R: width of a latent and its shared
-key (LatentAttention in model.py), of which each rank saves those of all tokens.
 """
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -65,11 +65,11 @@ def take_chunks(x: Tensor, c: int, chunks: Sequence[int]) -> Tensor:
 def order_by_piece(documents: Tensor, c: int) -> Tensor:
     """Numbers of documents [B, S], ascending -> positions [B, S] in an order in which the n-th of 2c equal chunks has
     the n-th of 2c pieces of every document: zig-zag shards then are equal work though documents do not see each other.
-    Positions modulo 2c are dealt to a document's tokens, and sorted in it: the numbers of their pieces. So pieces of a
-    document differ by a token at most, and chunks not at all. For c = 1 and documents 0 0 0 1 1 1 1 1 pieces are
-    0 0 1 0 0 1 1 1, and the order is 0 1 3 4 | 2 5 6 7."""
+    Positions modulo 2c, sorted within a document, number its tokens' pieces, so that a piece is a run of tokens. Pieces
+    of a document differ by a token at most, and chunks not at all. For c = 1 and documents 0 0 0 1 1 1 1 1 positions
+    are 0 1 0 1 0 1 0 1, pieces 0 0 1 0 0 1 1 1, and the order is 0 1 3 4 | 2 5 6 7."""
     numbers = torch.arange(documents.shape[1], device=documents.device) % (2 * c)
-    pieces = (documents.long() * (2 * c) + numbers).sort(1).values % (2 * c)
+    pieces = (documents.long() * (2 * c) + numbers).sort(1).values % (2 * c)  # sorted by (document, number)
     return pieces.argsort(dim=1, stable=True)
 
 
@@ -85,7 +85,7 @@ def shard_sequences(tokens: Tensor, labels: Tensor, positions: Tensor | None, do
     [B, S]: both, or neither. Returned are positions [B, s] (None: `own_positions`), and documents of whole (padded)
     sequences, since queries' are compared with those of all keys. Sequences that c (and tp) ranks cannot share equally
     are padded with tokens -1, which no other token sees and which have no label. c = 1 changes nothing.
-    document_ranks: above 1, whole sequences are first brought in `order_by_piece` of so many."""
+    document_ranks: above 1, whole sequences are first put into order_by_piece(documents, document_ranks)."""
     assert (positions is None) == (documents is None), "positions are counted from the beginning of documents"
     if c == 1:
         return tokens, labels, positions, documents
@@ -141,7 +141,7 @@ class BlockAttention(Function):
         lse = torch.empty(B, N, s, **acc)
         for kv, blocks in zip(style.keys_and_values(k, v, group), steps):
             for rows, keys, mask in blocks:
-                merge(o[:, :, rows], lse[:, :, rows],
+                merge(o[:, :, rows], lse[:, :, rows],  # a causal block is the first of its queries: see ScoreBlock
                       *attention.forward(q[:, :, rows], *(x[:, :, keys] for x in kv), mask), is_first=mask.causal)
         o = o.to(q.dtype)
         ctx.save_for_backward(q, k, v, o, lse)
@@ -238,7 +238,7 @@ class GatherTokens(Function):
     def forward(ctx, x, group):
         ctx.group = group
         *_, whole = gather(x.transpose(0, 1).contiguous(), group)
-        return whole.transpose(0, 1).contiguous()  # else whoever saves it copies it
+        return whole.transpose(0, 1).contiguous()  # else the linear layer that saves it copies it
 
     @staticmethod
     def backward(ctx, grad):
@@ -255,35 +255,10 @@ def gather_tokens(x: Tensor, group: Group) -> Tensor:
 STYLES = {  # the config.CP_STYLES but "ulysses", in which a rank attends to all tokens at once; and that of latents
     "allgather": Style(lambda c, i: [own_chunks(c, i), range(2 * c)], gather, gather_back),
     "ring": Style(lambda c, i: [own_chunks(c, (i - step) % c) for step in range(c)], ring, ring_back),
-    "latents": Style(lambda c, i: [range(2 * c)])}  # each rank makes the keys and values of all tokens
+    "latents": Style(lambda c, i: [range(2 * c)])}  # no --cp-style: keys and values of all tokens, from gather_tokens
 
 
 # ---- which blocks have visible scores -------------------------------------------------------------------------------
-
-def visible_blocks(style: Style, seq: int, c: int, i: int, mask: Mask,
-                   device: torch.device | str = "cpu") -> list[list[ScoreBlock]]:
-    """The blocks that rank i computes at each step, without those that documents or a window hide entirely. seq, mask:
-    length and mask of whole sequences. Numbers of documents [B, S] ascend along the sequence or, after order_by_piece,
-    along each chunk; they are read in the host's memory, and those of the blocks' masks are on `device`."""
-    own, m, steps, met = own_chunks(c, i), seq // (2 * c), [], set()
-    first_keys = [find_first_key(mask, a * m) for a in own]
-    documents = None if mask.documents is None else mask.documents[0]
-    ascending = documents is None or bool((documents.diff() >= 0).all())
-    assert ascending or not mask.window, "a window counts positions of the sequence"
-    for chunks in style.chunks(c, i):
-        runs = [[*run] for is_met, run in groupby(chunks, met.__contains__) if not is_met]  # side by side in memory
-        # A run of keys is a block, but of one chunk if there is a window, as a mask has one distance between queries
-        # and keys; or if documents do not ascend, as kernels skip keys of other documents only where they do.
-        if mask.window or not ascending:
-            runs = [[b] for run in runs for b in run]
-        steps.append(blocks_of_step(own, chunks, runs, m, first_keys, mask.window))
-        met.update(chunks)
-    if documents is None:
-        return steps
-    of_own, *of_steps = [to_device(take_chunks(documents, c, x), device) for x in (own, *style.chunks(c, i))]
-    return [[block._replace(mask=block.mask._replace(documents=(of_own[:, block.queries], of_step[:, block.keys])))
-             for block in blocks] for blocks, of_step in zip(steps, of_steps)]
-
 
 def find_first_key(mask: Mask, query: int) -> int:
     """The first key that a query sees, in any of the sequences. Later queries of its chunk see none before it."""
@@ -296,9 +271,9 @@ def find_first_key(mask: Mask, query: int) -> int:
 
 def blocks_of_step(own: tuple[int, int], chunks: Sequence[int], runs: list[list[int]], m: int, first_keys: list[int],
                    window: int) -> list[ScoreBlock]:
-    """A rank's blocks with keys of a step's `chunks`: those of `runs`, which it has not met before, and which lie side
-    by side. With all-gather, rank 1 of 4 has, after its own chunks 1 and 6, the runs [0], [2, 3, 4, 5] and [7]: chunk 1
-    sees [0], and chunk 6 [0] and [2, 3, 4, 5]. first_keys: of both own chunks of queries."""
+    """A rank's blocks with keys of a step's `chunks`. runs: those of no earlier step, grouped into neighbours. With
+    all-gather, rank 1 of 4 has, after its own chunks 1 and 6, the runs [0], [2, 3, 4, 5] and [7]: chunk 1 sees [0], and
+    chunk 6 [0] and [2, 3, 4, 5]. first_keys: find_first_key of both own chunks of queries."""
     if runs == [[*own]]:  # keys of the same tokens, in the same order: one causal mask is that of both chunks
         return [ScoreBlock(slice(0, 2 * m), slice(0, 2 * m), CAUSAL)]
     blocks = []
@@ -311,9 +286,34 @@ def blocks_of_step(own: tuple[int, int], chunks: Sequence[int], runs: list[list[
             offset = (a - visible[0]) * m - hidden if window else 0
             mask = Mask(visible == [a], window, offset=offset)
             blocks.append(ScoreBlock(slice(n * m, (n + 1) * m), keys, mask))
-    if len(blocks) > 1 and blocks[0][1:] == blocks[1][1:]:  # both chunks of queries see these keys
+    if len(blocks) > 1 and blocks[0][1:] == blocks[1][1:]:  # only these can be equal: a run that both chunks see
         blocks[:2] = [blocks[0]._replace(queries=slice(0, 2 * m))]
     return blocks
+
+
+def visible_blocks(style: Style, seq: int, c: int, i: int, mask: Mask,
+                   device: torch.device | str = "cpu") -> list[list[ScoreBlock]]:
+    """The blocks that rank i computes at each step, without those that documents or a window hide entirely. seq, mask:
+    length and mask of whole sequences. Numbers of documents [B, S] ascend along the sequence or, after order_by_piece,
+    along each chunk; they are read in the host's memory, and those of the blocks' masks are on `device`."""
+    own, m, steps, met = own_chunks(c, i), seq // (2 * c), [], set()
+    first_keys = [find_first_key(mask, a * m) for a in own]
+    documents = None if mask.documents is None else mask.documents[0]
+    ascending = documents is None or bool((documents.diff() >= 0).all())
+    assert ascending or not mask.window, "a window counts positions of the sequence"
+    for chunks in style.chunks(c, i):
+        runs = [[*run] for is_met, run in groupby(chunks, met.__contains__) if not is_met]  # not met yet, side by side
+        # A run of keys is a block, but of one chunk if there is a window, as a mask has one distance between queries
+        # and keys; or if documents do not ascend, as kernels skip keys of other documents only where they do.
+        if mask.window or not ascending:
+            runs = [[b] for run in runs for b in run]
+        steps.append(blocks_of_step(own, chunks, runs, m, first_keys, mask.window))
+        met.update(chunks)
+    if documents is None:
+        return steps
+    of_own, *of_steps = [to_device(take_chunks(documents, c, x), device) for x in (own, *style.chunks(c, i))]
+    return [[block._replace(mask=block.mask._replace(documents=(of_own[:, block.queries], of_step[:, block.keys])))
+             for block in blocks] for blocks, of_step in zip(steps, of_steps)]
 
 
 # ---- Ulysses --------------------------------------------------------------------------------------------------------
@@ -328,10 +328,10 @@ def ulysses(q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor], grou
     by_rank = torch.cat([rearrange(x, "b (u n) s d -> u b n s d", u=u) for x in heads], 2)
     shards = AllToAll__AllToAll.apply(by_rank, [1] * u, [1] * u, group)
     early, late = rearrange(shards, "u b n (two m) d -> two b n u m d", two=2)
-    tokens = torch.cat((early, late.flip(2)), 2).flatten(2, 3)  # in the order of the sequence
+    tokens = torch.cat((early, late.flip(2)), 2).flatten(2, 3)  # early chunks ascend, late ones descend
     counts = [x.shape[1] // u for x in heads]
     del heads, by_rank, shards, early, late  # else they would exist during attention
-    o = attend(*tokens.split(counts, 1))
+    o = attend(*tokens.split(counts, 1))  # and back, with the inverse of each step
     early, late = rearrange(o, "b n (two u m) d -> two u b n m d", two=2, u=u)
     shards = AllToAll__AllToAll.apply(torch.cat((early, late.flip(0)), 3), [1] * u, [1] * u, group)
     return rearrange(shards, "u b n s d -> b s (u n) d").transpose(1, 2)
@@ -369,25 +369,25 @@ def choose_attention(kernel: str, mask: Mask, head_dim: int, like: Tensor, dtype
 
 def context_parallel(groups: dict[str, Group], style: str, seq: int, mask: Mask, attention: AttentionKernel,
                      device: torch.device | str = "cpu", recompute: bool = False) -> Callable[..., Tensor]:
-    """Attention of this rank's tokens. groups: "cp", all ranks; and with --cp-ulysses "cp_heads", those that exchange
-    heads, and "cp_keys". style: of config.CP_STYLES, or "latents": k and v are those of all tokens. seq, mask: length
-    (of new tokens) and mask of whole sequences."""
-    cp, keys, heads = (groups.get(axis, ALONE) for axis in ("cp", "cp_keys", "cp_heads"))
-    if heads.size == 1:
-        keys, heads = (ALONE, cp) if style == "ulysses" else (cp, ALONE)
-    if keys.size > 1:
+    """Attention of this rank's tokens. Outside, the head group trades tokens for heads (Ulysses); inside, the key group
+    attends block by block; either may be one rank. groups: "cp", all ranks; with --cp-ulysses "cp_heads" and "cp_keys".
+    style: of config.CP_STYLES, or "latents": k and v of all tokens. seq (of new tokens), mask: of whole sequences."""
+    cp, key_group, head_group = (groups.get(axis, ALONE) for axis in ("cp", "cp_keys", "cp_heads"))
+    if head_group.size == 1:
+        key_group, head_group = (ALONE, cp) if style == "ulysses" else (cp, ALONE)
+    if key_group.size > 1:
         assert mask.causal and mask.offset == 0, "blocks are those of a causal mask without cached tokens"
-        steps = visible_blocks(STYLES[style], seq, keys.size, keys.rank, mask, device)
+        steps = visible_blocks(STYLES[style], seq, key_group.size, key_group.rank, mask, device)
 
         def attend(q, k, v):
-            return BlockAttention.apply(q, k, v, STYLES[style], steps, attention, keys)
+            return BlockAttention.apply(q, k, v, STYLES[style], steps, attention, key_group)
     else:
         if mask.documents is not None:
             mask = mask._replace(documents=tuple(to_device(documents, device) for documents in mask.documents))
         attend = partial(attention.attend, mask=attention.prepare_mask(mask, seq, seq + mask.offset, device))
         if recompute and attention.saves_scores:
-            attend = partial(Checkpoint.apply, attend, None)  # its inputs are saved as any others, in no arena
-    return attend if heads.size == 1 else partial(ulysses, attend=attend, group=heads)
+            attend = partial(Checkpoint.apply, attend, None)  # autograd saves its inputs
+    return attend if head_group.size == 1 else partial(ulysses, attend=attend, group=head_group)
 
 
 # ---- demo: python cp.py ---------------------------------------------------------------------------------------------
