@@ -4,9 +4,9 @@ A GPU computes some 200 FLOPs in the time in which it moves one byte, so everyth
 bandwidth. One kernel for a chain of operations reads and writes no intermediate results. Bytes moved, e per element:
 
                      forward     backward
-    RMSNorm          2 T H e      4 T H e     saves its input, the residual stream, and adds the gradient of its other
-    add, RMSNorm     4 T H e      4 T H e     uses (3 T H e if there are none); backward recomputes 1 / rms
-    rotary           2 T H e      2 T H e     H: queries and keys, in place; saves nothing
+    RMSNorm          2 T H e      4 T H e     saves its input; adds the gradient of its other uses (if none: 3 T H e)
+    add, RMSNorm     4 T H e      4 T H e     saves the sum, the residual stream; backward recomputes 1 / rms
+    rotary           2 T H e      2 T H e     in place, H the width of queries and keys; saves nothing
     SwiGLU           3 T F e      5 T F e     saves gate and up
     cross-entropy    3 T V e      none        logits exist in chunks and are overwritten by their gradient
 
@@ -42,8 +42,8 @@ class KernelError(RuntimeError):
 
 
 def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args, **options) -> None:
-    """Run a grid of programs. Raises KernelError; the first rank says why, and the last, as it may alone have the head.
-    A message is formatted only if its assertion fails: that takes as long as a launch."""
+    """Run a grid of programs. Raises KernelError; the first and the last rank print why: a pipeline's cross-entropy is
+    on the last alone. A message is formatted only if its assertion fails: that takes as long as a launch."""
     tensors = [x for arg in args for x in (arg if isinstance(arg, tuple) else [arg]) if isinstance(x, Tensor)]
     device = tensors[0].device
     assert INTERPRETED or device.type == "cuda", \
@@ -64,7 +64,7 @@ def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args, **options) 
 
 # ---- RMSNorm --------------------------------------------------------------------------------------------------------
 
-PROGRAMS = 264  # that share the rows in backward: two per SM of an H100 or H200
+PROGRAMS = 264  # of the backward kernel, which share the rows: two per SM of an H100 or H200
 
 
 def rms_norm_in_torch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -89,8 +89,7 @@ def rms_norm_kernel(x, residual, weight, total, y, eps, H, WIDTH: tl.constexpr):
 
 @triton.jit
 def rms_norm_backward_kernel(dy, dtotal, x, weight, dx, dweights, eps, T, H, WIDTH: tl.constexpr):
-    """A program has every n-th of the rows, n programs, and sums their terms of dweight. Moves 3 T H e bytes; with
-    dtotal 4 T H e."""
+    """Of n programs each has every n-th row, and sums dweight over these. Moves 3 T H e bytes; with dtotal 4 T H e."""
     column = tl.arange(0, WIDTH)
     inside = column < H
     w = tl.load(weight + column, inside, other=0.0).to(tl.float32)
@@ -151,20 +150,19 @@ def rope_kernel(x, cos, sin, angle_rows, stride, heads, sign, HALF: tl.constexpr
     """A program rotates the first `heads` of a token's heads, in place. WIDTH, HEADS: HALF = D/2 and heads, padded."""
     t = tl.program_id(0)
     head, pair = tl.arange(0, HEADS)[:, None], tl.arange(0, WIDTH)[None, :]
-    angle = (t % angle_rows) * HALF + pair
+    angle = (t % angle_rows) * HALF + pair  # S rows: the same for each sequence; or B S
     c = tl.load(cos + angle, pair < HALF, other=0.0).to(tl.float32)
     s = tl.load(sin + angle, pair < HALF, other=0.0).to(tl.float32) * sign
-    first, inside = x + tl.cast(t, tl.int64) * stride + head * (2 * HALF) + pair, (head < heads) & (pair < HALF)
-    a = tl.load(first, inside, other=0.0).to(tl.float32)
-    b = tl.load(first + HALF, inside, other=0.0).to(tl.float32)
-    tl.store(first, (a * c - b * s).to(x.dtype.element_ty), inside)
-    tl.store(first + HALF, (b * c + a * s).to(x.dtype.element_ty), inside)
+    pair_at, inside = x + tl.cast(t, tl.int64) * stride + head * (2 * HALF) + pair, (head < heads) & (pair < HALF)
+    a = tl.load(pair_at, inside, other=0.0).to(tl.float32)
+    b = tl.load(pair_at + HALF, inside, other=0.0).to(tl.float32)
+    tl.store(pair_at, (a * c - b * s).to(x.dtype.element_ty), inside)
+    tl.store(pair_at + HALF, (b * c + a * s).to(x.dtype.element_ty), inside)
 
 
 def rope_(x: Tensor, cos: Tensor, sin: Tensor, heads: int, sign: float = 1.0) -> Tensor:
-    """Rotate pairs (x[i], x[i + D/2]) of the first `heads` heads of x [B, S, N, D] by the token's angles, in place. One
-    launch rotates queries and keys, which are contiguous in memory. cos, sin: [S, 1, D/2] or [B, S, 1, D/2]. sign: -1
-    rotates back, as backward does."""
+    """Rotate pairs (x[i], x[i + D/2]) of the first `heads` heads (queries and keys) of x [B, S, N, D] by the token's
+    angles, in place. cos, sin: [S, 1, D/2] or [B, S, 1, D/2]. sign: -1 rotates back, as backward does."""
     (B, S, N, D), tokens = x.shape, x.flatten(0, 1)
     half, width, padded = D // 2, triton.next_power_of_2(D // 2), triton.next_power_of_2(heads)
     assert 0 < heads <= N, f"x {x.shape} has no {heads} heads to rotate"
@@ -216,7 +214,7 @@ def swiglu(x: Tensor, dy: Tensor | None = None) -> Tensor:
 
 # ---- cross-entropy, fused with the head's matmul; tp.cross_entropy is this in torch, of all logits -------------------
 
-def softmax_in_torch_(logits, labels, lse, label_logit, loss_grad, first, z_loss, statistics, gradient) -> None:
+def cross_entropy_in_torch_(logits, labels, lse, label_logit, loss_grad, first, z_loss, statistics, gradient) -> None:
     own, x = labels - first, logits.float()
     here, column = (own >= 0) & (own < x.shape[1]), own.clamp(0, x.shape[1] - 1)[:, None]
     if statistics:
@@ -229,8 +227,8 @@ def softmax_in_torch_(logits, labels, lse, label_logit, loss_grad, first, z_loss
 
 
 @triton.jit
-def softmax_kernel(logits, labels, lse, label_logit, loss_grad, ignored, first, V, z_loss, BLOCK: tl.constexpr,
-                   STATISTICS: tl.constexpr, GRADIENT: tl.constexpr):
+def cross_entropy_kernel(logits, labels, lse, label_logit, loss_grad, ignored, first, V, z_loss, BLOCK: tl.constexpr,
+                         STATISTICS: tl.constexpr, GRADIENT: tl.constexpr):
     """A program has a row of V logits: those of the vocabulary from `first` on. STATISTICS: store logsumexp and the
     label's logit, or 0 where another rank has the label. GRADIENT: overwrite the logits with the loss's gradient.
     Moves 3 T V e bytes: long rows do not stay in the L2 cache until the second reading."""
@@ -238,7 +236,7 @@ def softmax_kernel(logits, labels, lse, label_logit, loss_grad, ignored, first, 
     row, label = logits + tl.cast(t, tl.int64) * V, tl.load(labels + t)
     own = label - first  # its column, if this rank has it
     if STATISTICS:
-        # Before the reductions below, after which other warps may have overwritten it with its gradient.
+        # The label's logit first: after a reduction, faster warps may already have overwritten it with its gradient.
         tl.store(label_logit + t, tl.load(row + own, (own >= 0) & (own < V), other=0.0).to(tl.float32))
         largest, sum_exp = -float("inf"), 0.0
         for n in range(0, V, BLOCK):
@@ -261,18 +259,18 @@ def softmax_kernel(logits, labels, lse, label_logit, loss_grad, ignored, first, 
             tl.store(row + column, grad.to(logits.dtype.element_ty), column < V)
 
 
-def softmax_(logits: Tensor, labels: Tensor, lse: Tensor, label_logit: Tensor, *, loss_grad: Tensor, first: int,
-             z_loss: float, statistics: bool, gradient: bool) -> None:
-    """Launch softmax_kernel, see there, or compute the same in torch: here, because ranks whose kernels do not run must
-    communicate as the others do. logits: [T, V/t]. labels, lse, label_logit: [T]. loss_grad: a scalar."""
+def cross_entropy_(logits: Tensor, labels: Tensor, lse: Tensor, label_logit: Tensor, *, loss_grad: Tensor, first: int,
+                   z_loss: float, statistics: bool, gradient: bool) -> None:
+    """Launch cross_entropy_kernel, or compute the same in torch: here, not at the caller, between whose two calls ranks
+    with and without kernels must reach a collective. logits: [T, V/t]. labels, lse, label_logit: [T]. loss_grad: []."""
     T, V = logits.shape
     assert logits.is_contiguous() and V > 0, f"logits {logits.shape} must be contiguous and not empty"
     block = min(8192, triton.next_power_of_2(V))
     try:
-        launch(softmax_kernel, (T,), logits, labels, lse, label_logit, loss_grad, IGNORED, first, V, z_loss, block,
-               statistics, gradient, num_warps=max(1, block // 512))
+        launch(cross_entropy_kernel, (T,), logits, labels, lse, label_logit, loss_grad, IGNORED, first, V, z_loss,
+               block, statistics, gradient, num_warps=max(1, block // 512))
     except KernelError:
-        softmax_in_torch_(logits, labels, lse, label_logit, loss_grad, first, z_loss, statistics, gradient)
+        cross_entropy_in_torch_(logits, labels, lse, label_logit, loss_grad, first, z_loss, statistics, gradient)
 
 
 class LinearCrossEntropy(Function):
@@ -288,12 +286,12 @@ class LinearCrossEntropy(Function):
         for start in range(0, len(x), chunk):
             rows = slice(start, start + chunk)
             logits = torch.mm(x[rows], matrix.t(), out=buffer[:len(x[rows])])
-            softmax = partial(softmax_, logits, labels[rows], lse[rows], label_logit[rows], loss_grad=loss_grad,
+            compute = partial(cross_entropy_, logits, labels[rows], lse[rows], label_logit[rows], loss_grad=loss_grad,
                               first=first, z_loss=z_loss)
-            softmax(statistics=True, gradient=wants_gradient and not is_sharded)
+            compute(statistics=True, gradient=wants_gradient and not is_sharded)
             if is_sharded:  # the gradient needs the statistics of all ranks' columns
                 combine_statistics(lse[rows], label_logit[rows], group)
-                softmax(statistics=False, gradient=wants_gradient)
+                compute(statistics=False, gradient=wants_gradient)
             if wants_dx:
                 torch.mm(logits, matrix, out=dx[rows])
             if wants_dw:
@@ -306,7 +304,7 @@ class LinearCrossEntropy(Function):
     def backward(ctx, grad):
         dx, loss_grad = ctx.saved_tensors
         torch._assert_async((grad == loss_grad).all(), "the loss's gradient is not loss_grad")  # the host does not wait
-        if ctx.weight is not None:  # already added, in forward: an empty addition announces it, here where backward is
+        if ctx.weight is not None:  # dW was added in forward; ZeRO-2 may have freed it since: `ready` needs a buffer
             accumulate_grad(ctx.weight, lambda out: None, defer=False)
         return dx, *[None] * 7
 
@@ -346,7 +344,10 @@ def linear_cross_entropy(x: Tensor, weight: torch.nn.Parameter, labels: Tensor, 
 
 BLOCK = 128
 # Columns of the tile, and warps: a thread needs at most 128 registers. With (128, 8) for all, up to 247 on Triton 3.6.
-SHAPES = {"one scale": (64, 8), "blocks": (BLOCK, 8), "tiles": (BLOCK, 16)}
+SHAPES = {  #                 scales of the rowwise copy [T, K], and of the columnwise one [K, T_padded]
+    "one scale": (64, 8),   # both: the scalar `scale`                 T is padded to a multiple of 16
+    "blocks": (BLOCK, 8),   # [T, K/128], [K, T_padded/128]            of 128
+    "tiles": (BLOCK, 16)}   # [T/128, K/128], its transpose            T is a multiple of 128
 Matrix = tuple[Tensor, Tensor]  # an fp8.Quantised: data, scales (here views of [C/128, R], as cuBLAS reads)
 
 
@@ -368,9 +369,8 @@ def scale_of(amax, LIMIT: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constex
 def quantise_kernel(x, scale, rowwise, row_scales, columnwise, column_scales, T, K, T_padded, LIMIT: tl.constexpr,
                     SMALLEST: tl.constexpr, POW2: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
                     TILES: tl.constexpr):
-    """A program has a tile: its rows are blocks of the rowwise copy [T, K], its columns those of the columnwise one [K,
-    T_padded]. It reads x once: 2 bytes per element, 1 + 1 written, 2/32 of scales. None: a copy that is not wanted.
-    scale: of the whole tensor, or None: of each block, with TILES of each tile. WIDTH: BLOCK, if there is no scale."""
+    """A program has a tile of x, whose rows are blocks of the rowwise copy and its columns those of the columnwise
+    one. It reads x once: 2 bytes per element, 1 + 1 written, 2/32 of scales. None: not wanted, or no such scale."""
     i, j = tl.program_id(1), tl.program_id(0)
     t, k = i * BLOCK + tl.arange(0, BLOCK), j * WIDTH + tl.arange(0, WIDTH)
     offsets = t.to(tl.int64)[:, None] * K + k[None, :]
@@ -408,14 +408,14 @@ def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | None, smallest: floa
         raise ValueError(f"{T} x {K} has no blocks of 128{' x 128' if tiles else ''}")
     width, num_warps = SHAPES["tiles" if tiles else "blocks" if scale is None else "one scale"]
     across, down, T_padded = triton.cdiv(K, width), triton.cdiv(T, BLOCK), T + -T % (BLOCK if scale is None else 16)
-    a = x.new_empty(T, K, dtype=dtype) if rowwise else None
-    b = x.new_empty(K, T_padded, dtype=dtype) if columnwise else None
-    a_scales = x.new_empty(across, down if tiles else T, dtype=torch.float32) if scale is None else scale
-    b_scales = x.new_empty(down, K, dtype=torch.float32) if scale is None and not tiles else a_scales
+    row_data = x.new_empty(T, K, dtype=dtype) if rowwise else None
+    column_data = x.new_empty(K, T_padded, dtype=dtype) if columnwise else None
+    row_scales = x.new_empty(across, down if tiles else T, dtype=torch.float32) if scale is None else scale
+    column_scales = x.new_empty(down, K, dtype=torch.float32) if scale is None and not tiles else row_scales
     if T:
-        launch(quantise_kernel, (across, down), x, scale, a, a_scales, b, b_scales, T, K, T_padded,
-               LIMIT=torch.finfo(dtype).max, SMALLEST=smallest, POW2=pow2, BLOCK=BLOCK, WIDTH=width, TILES=tiles,
-               num_warps=num_warps)
+        launch(quantise_kernel, (across, down), x, scale, row_data, row_scales, column_data, column_scales, T, K,
+               T_padded, LIMIT=torch.finfo(dtype).max, SMALLEST=smallest, POW2=pow2, BLOCK=BLOCK, WIDTH=width,
+               TILES=tiles, num_warps=num_warps)
     if scale is None:
-        a_scales, b_scales = a_scales.t(), b_scales if tiles else b_scales.t()
-    return (a, a_scales) if rowwise else None, (b, b_scales) if columnwise else None
+        row_scales, column_scales = row_scales.t(), column_scales if tiles else column_scales.t()
+    return (row_data, row_scales) if rowwise else None, (column_data, column_scales) if columnwise else None

@@ -66,7 +66,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # ---- training -------------------------------------------------------------------------------------------------------
 
 KERNEL_KINDS = {  # by words in a kernel's name; the first kind that fits
-    "attention": "flash|fmha|attention|cudnn|sdpa", "loss": "softmax_kernel|cross_entropy",
+    "attention": "flash|fmha|attention|cudnn|sdpa", "loss": "cross_entropy",
     "FP8 casts": "quantise", "GEMM": "gemm|nvjet|cutlass|cublas|xmma|wgmma|_mm_|product_kernel",
     "optimizer": "adam|multi_tensor|foreach"}
 

@@ -280,7 +280,7 @@ def test_kernels_are_listed_by_the_time_that_they_take():
 @pytest.mark.parametrize("kernel, kind", [
     ("flash_forward_kernel", "attention"), ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop", "attention"),
     ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "GEMM"), ("sm90_xmma_gemm_bf16bf16_bf16f32", "GEMM"),
-    ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"), ("softmax_kernel", "loss"),
+    ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"), ("cross_entropy_kernel", "loss"),
     ("rms_norm_backward_kernel", "elementwise"), ("vectorized_elementwise_kernel", "elementwise")])
 def test_time_is_split_by_the_names_of_kernels(kernel, kind):
     assert bench_gpu.kind_of(kernel) == kind

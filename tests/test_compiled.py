@@ -23,8 +23,8 @@ for other in None, x:
     kernels.rms_norm_backward(x, other, x, weight, 1e-5)
 kernels.rope_(x.view(1, 256, 32, 128), torch.ones(256, 1, 64), torch.ones(256, 1, 64), 24)
 kernels.swiglu(x, kernels.swiglu(x))
-kernels.softmax_(torch.zeros(256, 128256, dtype=torch.bfloat16), one.long(), one, one, loss_grad=one,
-                 first=0, z_loss=0.0, statistics=True, gradient=True)
+kernels.cross_entropy_(torch.zeros(256, 128256, dtype=torch.bfloat16), one.long(), one, one, loss_grad=one,
+                       first=0, z_loss=0.0, statistics=True, gradient=True)
 packed = (torch.zeros(1, 256, dtype=torch.int32),) * 2
 for D, mask in (64, Mask()), (128, Mask()), (128, Mask(documents=packed)), (128, Mask(window=4096)), (
         80, Mask(documents=packed)), (192, Mask(documents=packed)):

@@ -237,8 +237,8 @@ def test_gradients_are_added_and_are_those_announced():
 
 def test_gradients_that_nobody_wants_are_not_made(monkeypatch):
     wanted = []
-    softmax_ = kernels.softmax_
-    monkeypatch.setattr(kernels, "softmax_", lambda *a, **k: (wanted.append(k["gradient"]), softmax_(*a, **k)))
+    compute = kernels.cross_entropy_
+    monkeypatch.setattr(kernels, "cross_entropy_", lambda *a, **k: (wanted.append(k["gradient"]), compute(*a, **k)))
     x, weight = leaves(numbers(6, 8), numbers(9, 8))
     labels = some_labels(6, 9)
     with torch.no_grad():
@@ -291,10 +291,10 @@ REPLACED = {  # kernel -> what launches it: ours, the same in torch, the shapes 
                      lambda x: exact_rotation(x, ANGLE.cos().double(), ANGLE.sin().double(), [3, 1, 2]),
                      [(2, 6, 6, 8)])],
     "swiglu_kernel": [(operations.swiglu, kernels.swiglu_in_torch, [(7, 20)])],
-    "softmax_kernel": [(lambda x, weight: kernels.linear_cross_entropy(x, weight, some_labels(11, 37), z_loss=0.1,
-                                                                       chunk=4, loss_grad=numbers(seed=7)),
-                        lambda x, weight: cross_entropy(x @ weight.t(), some_labels(11, 37), z_loss=0.1),
-                        [(11, 8), (37, 8)])],
+    "cross_entropy_kernel": [(lambda x, weight: kernels.linear_cross_entropy(
+                                  x, weight, some_labels(11, 37), z_loss=0.1, chunk=4, loss_grad=numbers(seed=7)),
+                              lambda x, weight: cross_entropy(x @ weight.t(), some_labels(11, 37), z_loss=0.1),
+                              [(11, 8), (37, 8)])],
     "flash_forward_kernel": ATTENTIONS, "flash_dq_kernel": ATTENTIONS, "flash_dkv_kernel": ATTENTIONS}
 
 
@@ -373,7 +373,7 @@ def test_without_triton_a_gpu_run_is_told_what_to_do(monkeypatch):
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
-SOFTMAX = dict(loss_grad=torch.ones((), device=DEVICE), first=0, z_loss=0.0, statistics=True, gradient=True)
+CROSS_ENTROPY = dict(loss_grad=torch.ones((), device=DEVICE), first=0, z_loss=0.0, statistics=True, gradient=True)
 HEADS, ROW, ANGLES = (1, 3, 2, 8), (3, 8), (3, 1, 4)
 REFUSED = {  # what is launched -> what the error says
     "norm weight": (lambda n: kernels.rms_norm(n(*ROW), None, n(7), 1e-5), "of 7 .* for rows of 8"),
@@ -387,7 +387,7 @@ REFUSED = {  # what is launched -> what the error says
     "odd width": (lambda n: kernels.swiglu(n(3, 7)), "gate and up"),
     "dy of another width": (lambda n: kernels.swiglu(n(*ROW), n(3, 7)), "half as wide"),
     "labels": (lambda n: kernels.linear_cross_entropy(n(*ROW), n(9, 8), some_labels(4, 9)), "3 tokens"),
-    "logits apart": (lambda n: kernels.softmax_(apart(n(3, 9)), some_labels(3, 9), *[n(3)] * 2, **SOFTMAX),
+    "logits apart": (lambda n: kernels.cross_entropy_(apart(n(3, 9)), some_labels(3, 9), *[n(3)] * 2, **CROSS_ENTROPY),
                      "must be contiguous"),
     "vocab": (lambda n: kernels.linear_cross_entropy(n(*ROW), n(9, 8), some_labels(3, 9), vocab=slice(3, 9)), "3, 9"),
 }
@@ -428,6 +428,6 @@ def test_more_than_two_billion_elements():
     normal = kernels.rms_norm(halves, None, weight, 1e-5)[1][-2:]
     torch.testing.assert_close(normal, kernels.rms_norm(last.view(2, -1), None, weight, 1e-5)[1])
     one = torch.ones(len(x), device=DEVICE)
-    kernels.softmax_(x, one.long(), one, one.clone(), **SOFTMAX)
-    kernels.softmax_(last, one.long()[:1], one[:1].clone(), one[:1].clone(), **SOFTMAX)
+    kernels.cross_entropy_(x, one.long(), one, one.clone(), **CROSS_ENTROPY)
+    kernels.cross_entropy_(last, one.long()[:1], one[:1].clone(), one[:1].clone(), **CROSS_ENTROPY)
     assert torch.equal(x[-1:], last) and math.isclose(last.double().sum().item(), 0, abs_tol=1e-2)

@@ -361,14 +361,14 @@ def fused_heads(sequence: bool, without: int) -> list[tuple]:
     part, how = shard_slice(T, group.size, group.rank), TensorParallel(group, sequence)
     labels, found = torch.arange(T) * 3, []
     labels[4] = IGNORED
-    broken = Broken("softmax_kernel") if group.rank == without else kernels.softmax_kernel
+    broken = Broken("cross_entropy_kernel") if group.rank == without else kernels.cross_entropy_kernel
     for fused in False, True:
         head = tp.VocabParallelHead(partial(parameter, groups={"tp": group}, dtype=torch.float32),
                                     Spec("head", (V, 8), {"tp": 0}), z_loss=0.1)
         head.weight.data = normal(V, 8, seed=1)[head.weight.box].float()
         x = normal(T, 8, seed=2).float()[part if sequence else slice(None)].requires_grad_()
         with (patch.object(tp, "uses_kernels", lambda x, fused=fused: fused), patch.object(kernels, "failed", {}),
-              patch.object(kernels, "softmax_kernel", broken)):
+              patch.object(kernels, "cross_entropy_kernel", broken)):
             loss = head(x, how, labels, torch.tensor(3.0))
             (3 * loss).backward()
             with torch.no_grad():
