@@ -8,9 +8,8 @@ program has a tile of queries in registers and loops over tiles of keys, with a 
       1    ■ ◩ · · · ·                    ◩ the mask is applied
       2    ■ ■ ◩ · · ·   ◄── a program    · hidden: its keys and values are not loaded
       3    ■ ■ ■ ◩ · ·
-      4    · · · · ◩ ·
-      5    · · · · ■ ◩
-           └ document ┘
+      4    ■ ■ ■ ■ ◩ ·                    Documents or a window hide more tiles, and
+      5    ■ ■ ■ ■ ■ ◩                    the mask is then applied to all the others.
 
 m is the largest score so far, l the sum of exp(score - m), o the sum of exp(score - m) v. For each tile of scores s:
 
@@ -54,7 +53,8 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# Numbers are registers per thread, of 65,536 of an SM: with up to 128 two programs of 8 warps live on it. See NOTES.md.
+# Numbers in comments: registers per thread. An SM has 65,536, so with up to 128 two programs of 8 warps live on it
+# (docs/NOTES.md).
 TILES = {
     ("forward", 64): Tiles(128, 128, 8, 3),
     ("forward", 128): Tiles(128, 64, 8, 3),  # 184: one program per SM, which waits for each matmul before its softmax
@@ -68,7 +68,7 @@ TILES = {
 FP32_TILES, WIDE_FP32_TILES = Tiles(32, 32, 4, 2), Tiles(16, 16, 4, 1)  # up to 128, and above
 
 
-# A matrix of heads, x [B, heads, S, D], is one argument of a kernel: its pointer and the strides of B, heads and S. The
+# Heads [B, heads, S, D] are one argument x of a kernel: x[0] is their pointer, x[1:] the strides of B, heads and S. The
 # offsets of the sequence b, its head h and a row are 64 bits: there may be more than 2^31 elements. WIDTH: D, padded.
 
 @triton.jit
@@ -112,8 +112,8 @@ def hide(scores, hidden, i, j, i_document, j_document, columns, offset, CAUSAL: 
 
 @triton.jit
 def find_span(own, start, own_count, others, count, OWN: tl.constexpr, CHUNK: tl.constexpr = 1024):
-    """Document numbers of a tile of `own` tokens, and the first and last + 1 of the `count` other tokens that may have
-    one of them, those between the smallest and the largest. A narrow span only if documents are contiguous."""
+    """Document numbers of a tile of `own` tokens, and the first and last + 1 of the `count` other tokens, which are all
+    read, with one between the smallest and the largest of them. A narrow span only if documents are contiguous."""
     tokens = start + tl.arange(0, OWN)
     documents = tl.load(own + tokens, tokens < own_count, other=0)
     low = tl.min(tl.where(tokens < own_count, documents, 2147483647))
@@ -131,8 +131,8 @@ def find_span(own, start, own_count, others, count, OWN: tl.constexpr, CHUNK: tl
 @triton.jit
 def find_keys(b, start, q_documents, k_documents, rows, columns, offset, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
               CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Of a tile of queries from `start` on: (documents [ROWS, 1], masked_from, stop). Keys from `stop` on are hidden;
-    keys before masked_from need no mask or, if there are documents or a window, are hidden, too."""
+    """Of a tile of queries from `start` on: (documents [ROWS, 1], masked_from, stop). Keys from masked_from to `stop`
+    need the mask, later ones are hidden. Earlier ones need none; with documents or a window they are hidden, too."""
     i_document, masked_from, stop = 0, columns, columns
     if CAUSAL:
         masked_from = tl.minimum(tl.maximum(start + 1 + offset, 0), columns)
@@ -148,15 +148,15 @@ def find_keys(b, start, q_documents, k_documents, rows, columns, offset, ROWS: t
 
 
 # ---- kernels --------------------------------------------------------------------------------------------------------
-# Loops over keys are written once and compiled twice: for tiles that need no mask, MASKED = 0, and for those that do
-# (all, if there are documents or a window). Programs: (tile, head h, sequence b). scale: D^-0.5 log2 e, for 2^x in
-# place of e^x. group: N / K. offset, CAUSAL, WINDOW: see operations.Mask. lse, delta: [B, N, rows].
+# A loop over keys is written once and compiled twice: MASKED = 0 for keys from 0 to masked_from, 1 for those from there
+# to `stop`; with documents or a window for these alone. Programs: (tile, head h, sequence b). scale: D^-0.5 log2 e, for
+# 2^x in place of e^x. group: N / K. offset, CAUSAL, WINDOW: see operations.Mask. lse, delta: [B, N, rows].
 
 @triton.jit
 def flash_forward_kernel(q, k, v, o, lse, q_documents, k_documents, scale, group, rows, columns, offset,
                          D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                          CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """A program has a tile of queries and loops over keys. top, total, out: m, l and o above, exponents to base 2."""
+    """A program has a tile of queries. top, total, out, higher, decay: above m, l, o, m', exp(m - m'); to base 2."""
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # the last have most keys: they start first
     DOCUMENTS: tl.constexpr = q_documents is not None
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -185,7 +185,7 @@ def flash_forward_kernel(q, k, v, o, lse, q_documents, k_documents, scale, group
             out = tl.dot(p.to(values.dtype), values, out * decay[:, None], input_precision="ieee")
             top = higher
     store_tile(o, out / tl.where(total == 0, 1.0, total)[:, None], b, h, start, rows, D, WIDTH, ROWS)
-    tl.store(lse + (b * tl.num_programs(1) + h) * rows + i, (top + tl.log2(total)) / LOG2_E, i < rows)
+    tl.store(lse + (b * tl.num_programs(1) + h) * rows + i, (top + tl.log2(total)) / LOG2_E, i < rows)  # base e
 
 
 @triton.jit
@@ -217,7 +217,7 @@ def flash_dq_kernel(q, k, v, o, do, dq, lse, delta, q_documents, k_documents, sc
                 p = hide(p, 0.0, i[:, None], j[None, :], i_document, j_document, columns, offset, CAUSAL, WINDOW)
             ds = p * (tl.dot(grads, tl.trans(values), input_precision="ieee") - own_delta[:, None])
             out = tl.dot(ds.to(keys.dtype), keys, out, input_precision="ieee")
-    store_tile(dq, out * (scale / LOG2_E), b, h, start, rows, D, WIDTH, ROWS)
+    store_tile(dq, out * (scale / LOG2_E), b, h, start, rows, D, WIDTH, ROWS)  # scale / LOG2_E: D^-0.5
 
 
 @triton.jit
@@ -296,7 +296,7 @@ def launch_tiles(kernel: triton.JITFunction, step: str, mask: Mask, heads: tuple
         tiles = TILES[step, max(64, width)]
     else:
         tiles = FP32_TILES if width <= 128 else WIDE_FP32_TILES
-    if step == "dkv" and D < width <= 128:  # the mask of narrow heads takes the registers of a tile loaded ahead
+    if step == "dkv" and D < width <= 128:  # the mask of padded columns takes registers of a tile loaded ahead
         tiles = tiles._replace(num_stages=1)
     grid = (triton.cdiv(columns, tiles.COLUMNS), K, B) if step == "dkv" else (triton.cdiv(rows, tiles.ROWS), N, B)
     launch(kernel, grid, *[(x, *x.stride()[:3]) for x in heads], *per_row, *(mask.documents or (None, None)),
@@ -352,7 +352,7 @@ class FlashAttention(Function):
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask = CAUSAL) -> Tensor:
-    if any(name.startswith("flash_") for name in failed):  # torch has a kernel for it that is fused, too
+    if any(name.startswith("flash_") for name in failed):  # all of it in torch's fused kernel, not call by call
         return attention_sdpa(q, k, v, mask)
     return FlashAttention.apply(q, k, v, mask)
 
