@@ -7,6 +7,10 @@ but the end of the step waits for a W, so W can fill bubbles: that is the whole 
 Shapes: p ranks, rank r, m micro-batches, v model chunks per rank (each the layers of one of v p stages), groups of n
 micro-batches; F, B, I, W: a rank's time for one micro-batch in all chunks that it goes through.
 
+warmup: the forwards that rank r does before it alternates one forward and one backward; lag: by how many backwards a W
+trails its I. Activations: in those of 1/p of the layers for one micro-batch. Formulas hold if m >= 2p, n divides m, and
+W <= min(F, I). The bubble of zb-h2 is that between a rank's first F and last W, the others are of the whole step.
+
                     warmup                   lag    bubble per rank            activations held, at most
     afab            all                      -      (p-1)(F+B)                 m
     1f1b            p-1-r                    -      (p-1)(F+B)                 p
@@ -17,10 +21,6 @@ micro-batches; F, B, I, W: a rank's time for one micro-batch in all chunks that 
     zb-v            not fixed                -      (p-1)F/2, if F = I = W     p
     dualpipev       not fixed                -      (p-1)F/2, if F = I = W     p + 1/2
     dualpipe        not fixed                -      (p-2)F/2, if F = I = W     p + 1
-
-warmup: the forwards that rank r does before it alternates one forward and one backward; lag: by how many backwards a W
-trails its I. Activations: in those of 1/p of the layers for one micro-batch. Formulas hold if m >= 2p, n divides m, and
-W <= min(F, I). The bubble of zb-h2 is that between a rank's first F and last W, the others are of the whole step.
 
 To add a schedule, write the order of one rank and add it to SCHEDULES. Nothing here needs torch.
 
@@ -76,40 +76,10 @@ def alternating(r: int, p: int, m: int, v: int, n: int, *, warmup: int, lag: int
     return [*actions, *weights]
 
 
-def zb_v(r: int, p: int, m: int) -> list[Action]:
-    """The stages of a rank are r and 2p-1-r: the last stage is on the first rank, and backward starts early. The counts
-    are those of the paper's figure."""
-    full = max(2 * p - 1, m)  # what fills the pipeline
-    return two_chunks((r, 2 * p - 1 - r), m, [
-        ("F0", 2 * (p - r) - 1), ("F1 F0", r), ("F1 I1 W", p - r),  # warm-up
-        ("F0 I0 W F1 I1 W", full - 2 * p + 1 + r), ("I0 W F1 I1 W", p - 1 - r),  # steady
-        ("I0 I1", r), ("I0 W0", p - r), ("W1", r), ("W0", r)])  # drain
-
-
-def dual_pipe(r: int, p: int, m: int) -> list[Action]:
-    """Half of the micro-batches enter at the first rank, half at the last; each rank has two copies of the weights."""
-    if p % 2 or m % 2:
-        raise ValueError(f"{m} micro-batches on {p} ranks: schedule dualpipe needs even numbers of both")
-    near, half = min(r, p - 1 - r), m // 2  # near: the stage of micro-batches from the nearer end
-    actions = two_chunks((near, p - 1 - near), half, dual(near, p // 2, half))
-    return [action if action.stage == r else action._replace(micro_batch=action.micro_batch + half)
-            for action in actions]  # those that enter at the last rank have the later numbers
-
-
-def dual(near: int, half: int, m: int) -> list[tuple[str, int]]:
-    """The eight steps of DualPipe for a rank with the stages `near` and 2 half - 1 - near, of 2 half stages. A forward
-    and the backward after it may run at the same time; here they do not."""
-    far = half - near - 1
-    return [("F0", 2 * far), ("F0 F1", near + 1), ("I1 W F1", far),  # warm-up
-            ("F0 B1 F1 B0", m - half - far),  # steady
-            ("B1 F1 B0", far), ("B1 B0", (near + 1) // 2), ("B1 I0", (near + 1) % 2), ("I1 I0", (near + 1) // 2),
-            ("W I0", far), ("W", near + 1)]  # drain
-
-
 def two_chunks(stages: tuple[int, int], m: int, steps: list[tuple[str, int]]) -> list[Action]:
-    """The order of a rank with two stages, from (words, how many times). "F1" is the next forward of the second stage;
-    "W" belongs to the oldest I that has no W yet, "W0" to the oldest of the first stage. Words beyond the m
-    micro-batches of a stage are left out."""
+    """The order of a rank with two stages, from (words, how many times): of the stages 0 and 3, [("F0", 2), ("F1 I1 W",
+    1)] makes F0.0 F0.1 F3.0 I3.0 W3.0. "F1" is the next forward of the second stage; "W" belongs to the oldest I that
+    has no W yet, "W0" to the oldest of the first stage. Words beyond the m micro-batches of a stage are left out."""
     actions, without_w = [], []
     numbers = defaultdict(count)  # (whether it is a forward, chunk) -> micro-batches
     for words, times in steps:
@@ -127,11 +97,41 @@ def two_chunks(stages: tuple[int, int], m: int, steps: list[tuple[str, int]]) ->
     return actions
 
 
+def zb_v(r: int, p: int, m: int) -> list[Action]:
+    """The stages of a rank are r and 2p-1-r: the last stage is on the first rank, and backward starts early. The counts
+    are those of the paper's figure."""
+    full = max(2 * p - 1, m)  # fewer do not fill the pipeline: of their order, what is beyond m is left out
+    return two_chunks((r, 2 * p - 1 - r), m, [
+        ("F0", 2 * (p - r) - 1), ("F1 F0", r), ("F1 I1 W", p - r),  # warm-up
+        ("F0 I0 W F1 I1 W", full - 2 * p + 1 + r), ("I0 W F1 I1 W", p - 1 - r),  # steady
+        ("I0 I1", r), ("I0 W0", p - r), ("W1", r), ("W0", r)])  # drain
+
+
+def dual_pipe(r: int, p: int, m: int) -> list[Action]:
+    """Half of the micro-batches enter at the first rank, half at the last; each rank has two copies of the weights."""
+    if p % 2 or m % 2:
+        raise ValueError(f"{m} micro-batches on {p} ranks: schedule dualpipe needs even numbers of both")
+    near, each = min(r, p - 1 - r), m // 2  # the stage of micro-batches from the nearer end; how many from each
+    actions = two_chunks((near, p - 1 - near), each, dual(near, p // 2, each))
+    return [action if action.stage == r else action._replace(micro_batch=action.micro_batch + each)
+            for action in actions]  # those that enter at the last rank have the later numbers
+
+
+def dual(near: int, middle: int, m: int) -> list[tuple[str, int]]:
+    """The eight steps of DualPipe for a rank with the stages `near` and 2 middle - 1 - near, where `middle` is half of
+    their number. A forward and the backward after it may run at the same time; here they do not."""
+    far = middle - near - 1
+    return [("F0", 2 * far), ("F0 F1", near + 1), ("I1 W F1", far),  # warm-up
+            ("F0 B1 F1 B0", m - middle - far),  # steady
+            ("B1 F1 B0", far), ("B1 B0", (near + 1) // 2), ("B1 I0", (near + 1) % 2), ("I1 I0", (near + 1) // 2),
+            ("W I0", far), ("W", near + 1)]  # drain
+
+
 class Schedule(NamedTuple):
     """A schedule and what it needs."""
     order: Callable[[int, int, int, int, int], list[Action]]  # (r, p, m, v, n) -> what rank r does
     chunks: int = 1  # model chunks per rank
-    grouped: bool = False  # whether any other number will do, too; a rank then goes through groups of n micro-batches
+    grouped: bool = False  # any number of chunks will do, too, gone through in groups of n micro-batches
     least: int = 0  # the fewest micro-batches, per rank
     v_shaped: bool = False  # whether the last stage is on the rank of the first
     runs: bool = True  # whether training offers it; otherwise it is only drawn
@@ -172,11 +172,11 @@ def make_plan(schedule: str, p: int, m: int, v: int = 0, n: int = 0) -> Plan:
         any_number = " and ".join(name for name, needed in SCHEDULES.items() if needed.grouped)
         raise ValueError(f"{v} model chunks per rank: schedule {schedule} has {chosen.chunks}, {any_number} any")
 
-    def can_end(group: int) -> bool:  # at least p micro-batches in each group, the last one, too, or all in one
+    def never_stuck(group: int) -> bool:  # at least p micro-batches in each group, the last one, too, or all in one
         return group == m or (group >= p and (m % group == 0 or m % group >= p))
 
-    n = min(n, m) or next(group for group in range(1, m + 1) if can_end(group))
-    if v > 1 and chosen.grouped and not can_end(n):
+    n = min(n, m) or next(group for group in range(1, m + 1) if never_stuck(group))
+    if v > 1 and chosen.grouped and not never_stuck(n):
         raise ValueError(f"groups of {n} of {m} micro-batches on {p} ranks would wait for each other for ever: groups "
                          f"must hold at least {p}, the last one, too, or all {m}")
     if m < chosen.least * p:
@@ -204,7 +204,7 @@ class Transfer(NamedTuple):
 def required_results(action: Action, stages: int) -> set[Action]:
     """The results that an action cannot start without."""
     op, stage, k = action
-    needs = {"F": [("F", stage - 1)], "W": [("B", stage)]}.get(op, [("F", stage), ("B", stage + 1)])
+    needs = {"F": [("F", stage - 1)], "W": [("B", stage)]}.get(op, [("F", stage), ("B", stage + 1)])  # B and I
     return {Action(what, other, k) for what, other in needs if 0 <= other < stages}
 
 
@@ -235,7 +235,7 @@ def in_turns(plan: Plan) -> list[tuple[int, Action, Transfer | None]]:
 
 
 def lower(plan: Plan) -> list[list[Action | Transfer]]:
-    """The lists with sends and receives, each entered on both ranks right after the action that it sends the result of.
+    """The ranks' lists of a plan with sends and receives, each entered on both ranks right after what it sends is made.
 
     So any two ranks have their transfers in the same order, as NCCL needs: it matches them by order, and one may block
     the next. Raises ValueError if ranks wait for each other for ever.
