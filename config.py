@@ -6,9 +6,9 @@ A setting is declared once, in the dataclasses below: its name, default and help
     python train.py --preset smollm-135m --layers 12 --global-batch=64 @more.args
 
 A preset fills the model section, and how experts are balanced; flags override any field. `@file` reads flags from a
-file, where `#` begins a comment. `parse` returns settings in which defaults that follow from other settings are filled
-in, and which fit together on the number of ranks; or it raises ValueError with one line: the flag, its value, what
-would work. Which settings go together is a table, `rules`; tests/test_config.py has a command line for each row.
+file, where `#` begins a comment. `parse` reads the command line; `complete` checks ranges, fills in defaults that
+follow from other settings, and checks `rules` (a table of what goes together; tests/test_config.py has a command line
+for each row), batch and schedule for the number of ranks. ValueErrors are one line: the flag, its value, what works.
 
 This file needs the standard library alone, so that a typo in a flag is answered at once, not after torch's import.
 """
@@ -26,8 +26,6 @@ import schedules
 from schedules import SCHEDULES
 
 TEXT_VOCAB = 257  # 256 byte values and the token that begins a document
-
-
 CP_STYLES = "allgather", "ring", "ulysses"  # cp.py: the last by heads, the others by blocks of keys
 OFFLOADS = "none", "optimizer", "activations", "both"
 
@@ -41,7 +39,7 @@ class Fp8Recipe(NamedTuple):
 FP8_RECIPES = {"tensorwise": Fp8Recipe("e5m2", blocks=False), "blockwise": Fp8Recipe("e4m3", blocks=True)}
 
 
-def padded_length(seq: int, cp: int, tp: int = 1) -> int:
+def padded_length(seq: int, cp: int, tp: int = 1) -> int:  # here because plan/ needs both paddings, without torch
     """seq rounded up so that each of cp ranks has two chunks of equal length, and tp ranks can share these tokens."""
     return -(-seq // (2 * cp * tp)) * 2 * cp * tp if cp > 1 else seq
 
@@ -146,7 +144,7 @@ class Grid:
     cp_zigzag: str = setting("sequence", "what is split so that ranks have equal work: each sequence; or, with "
                                          "--doc-mask and best with kernels that skip hidden tiles, each document",
                              ("sequence", "document"))
-    cp_ulysses: int = positive(1, "beside --cp-style: so many neighbours exchange heads as in ulysses, and fewer keys")
+    cp_ulysses: int = positive(1, "neighbours that exchange heads as in ulysses; and keys, by --cp-style, with others")
     tp: int = positive(1, "tensor parallel ranks")
     pp: int = positive(1, "pipeline ranks: each has the layers of one pipeline stage, or of several")
     schedule: str = setting("1f1b", "pipeline schedule; python -m run.timeline --schedule NAME draws it",
@@ -169,7 +167,7 @@ class Grid:
 
     @property
     def document_ranks(self) -> int:
-        """Between how many ranks, or neighbourhoods of `head_ranks`, each document is split; 1: sequences are."""
+        """Between how many ranks that exchange keys a document is split; 1: none is, but whole sequences are."""
         return self.cp // self.head_ranks if self.cp_zigzag == "document" else 1
 
     @property
@@ -287,7 +285,7 @@ class Run:
     keep: int = setting(2, "how many checkpoints stay in --out; 0: all")
     resume: str = setting("", "a checkpoint, or a folder of them; auto: the newest whole one in --out, if any; "
                               "settings that no flag gives are the checkpoint's")
-    insist: bool = setting(False, "accept, on resume, changed data or settings; of published weights, some left unused")
+    insist: bool = setting(False, "on resume, accept changed data or settings; with --init-from, unused weights")
     init_from: str = setting("", "start from weights and config.json as published on Hugging Face, in this folder")
     export_hf: str = setting("", "after training, write the weights here as transformers reads them; needs --out")
     metrics: str = setting("", "append each step's metrics to this file, or /dev/stdout, in JSON")
@@ -321,7 +319,7 @@ class Config:
     data: Data
     run: Run
     before_defaults: dict = field(default_factory=dict)  # settings before `complete`, as flags or a preset gave them
-    shown: bool = False  # whether run/start.py chose the grid as an example, because the command line names none
+    grid_is_example: bool = False  # whether run/start.py chose the grid, because the command line names none
     arguments: list = field(default_factory=list)  # the command line
     ranks: int = 1  # the world size
 
@@ -336,7 +334,7 @@ class Config:
 
 # ---- presets --------------------------------------------------------------------------------------------------------
 
-def llama(layers, hidden, heads, kv_heads, ffn, vocab, **rest):
+def sizes(layers, hidden, heads, kv_heads, ffn, vocab, **rest):
     return dict(layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=vocab, **rest)
 
 
@@ -347,33 +345,32 @@ LATENT = dict(kv_lora_rank=512, q_lora_rank=1536, head_dim=192, rope_head_dim=64
 DEEPSEEK = dict(LATENT, top_k=8, expert_ffn=2048, router="sigmoid", shared_experts=1, norm_eps=1e-6, bias_rate=1e-3)
 PRESETS = {  #             layers hidden heads kv    ffn
     "tiny": {},
-    "smollm-135m":    llama(30,   576,   9,   3,  1536, 49152, tied=True),
-    "smollm-360m":    llama(32,   960,  15,   5,  2560, 49152, tied=True),
-    "smollm-1.7b":    llama(24,  2048,  32,  32,  8192, 49152, tied=True),
-    "llama-2-7b":     llama(32,  4096,  32,  32, 11008, 32000),
-    "llama-2-13b":    llama(40,  5120,  40,  40, 13824, 32000),
-    "llama-2-70b":    llama(80,  8192,  64,   8, 28672, 32000),
-    "llama-3.2-1b":   llama(16,  2048,  32,   8,  8192, **LLAMA3, tied=True, rope_scaling=32.0),
-    "llama-3.2-3b":   llama(28,  3072,  24,   8,  8192, **LLAMA3, tied=True, rope_scaling=32.0),
-    "llama-3.1-8b":   llama(32,  4096,  32,   8, 14336, **LLAMA3, rope_scaling=8.0),
-    "llama-3.1-70b":  llama(80,  8192,  64,   8, 28672, **LLAMA3, rope_scaling=8.0),
-    "llama-3.1-405b": llama(126, 16384, 128,  8, 53248, **LLAMA3, rope_scaling=8.0),
-    "qwen2.5-0.5b":   llama(24,   896,  14,   2,  4864, **QWEN, tied=True, qkv_bias=True),
-    "qwen3-0.6b":     llama(28,  1024,  16,   8,  3072, **QWEN3, tied=True),
-    "qwen3-8b":       llama(36,  4096,  32,   8, 12288, **QWEN3),
-    "qwen3-32b":      llama(64,  5120,  64,   8, 25600, **QWEN3),
-    "tiny-moe":       llama(4,    128,   4,   2,   352, TEXT_VOCAB, experts=8, top_k=2, expert_ffn=128),
-    "mixtral-8x7b":   llama(32,  4096,  32,   8, 14336, 32000, rope_theta=1e6, experts=8, top_k=2, expert_ffn=14336),
-    "qwen3-30b-a3b":  llama(48,  2048,  32,   4,  6144, **QWEN3, experts=128, top_k=8, expert_ffn=768),
+    "smollm-135m":    sizes(30,   576,   9,   3,  1536, 49152, tied=True),
+    "smollm-360m":    sizes(32,   960,  15,   5,  2560, 49152, tied=True),
+    "smollm-1.7b":    sizes(24,  2048,  32,  32,  8192, 49152, tied=True),
+    "llama-2-7b":     sizes(32,  4096,  32,  32, 11008, 32000),
+    "llama-2-13b":    sizes(40,  5120,  40,  40, 13824, 32000),
+    "llama-2-70b":    sizes(80,  8192,  64,   8, 28672, 32000),
+    "llama-3.2-1b":   sizes(16,  2048,  32,   8,  8192, **LLAMA3, tied=True, rope_scaling=32.0),
+    "llama-3.2-3b":   sizes(28,  3072,  24,   8,  8192, **LLAMA3, tied=True, rope_scaling=32.0),
+    "llama-3.1-8b":   sizes(32,  4096,  32,   8, 14336, **LLAMA3, rope_scaling=8.0),
+    "llama-3.1-70b":  sizes(80,  8192,  64,   8, 28672, **LLAMA3, rope_scaling=8.0),
+    "llama-3.1-405b": sizes(126, 16384, 128,  8, 53248, **LLAMA3, rope_scaling=8.0),
+    "qwen2.5-0.5b":   sizes(24,   896,  14,   2,  4864, **QWEN, tied=True, qkv_bias=True),
+    "qwen3-0.6b":     sizes(28,  1024,  16,   8,  3072, **QWEN3, tied=True),
+    "qwen3-8b":       sizes(36,  4096,  32,   8, 12288, **QWEN3),
+    "qwen3-32b":      sizes(64,  5120,  64,   8, 25600, **QWEN3),
+    "tiny-moe":       sizes(4,    128,   4,   2,   352, TEXT_VOCAB, experts=8, top_k=2, expert_ffn=128),
+    "mixtral-8x7b":   sizes(32,  4096,  32,   8, 14336, 32000, rope_theta=1e6, experts=8, top_k=2, expert_ffn=14336),
+    "qwen3-30b-a3b":  sizes(48,  2048,  32,   4,  6144, **QWEN3, experts=128, top_k=8, expert_ffn=768),
     # without its block for multi-token prediction, and as it is before its context is extended (YaRN)
-    "deepseek-v3":    llama(61,  7168, 128, 128, 18432, 129280, **DEEPSEEK, experts=256, dense_layers=3,
+    "deepseek-v3":    sizes(61,  7168, 128, 128, 18432, 129280, **DEEPSEEK, experts=256, dense_layers=3,
                             expert_groups=8, top_groups=4, router_scale=2.5, aux_loss=1e-4),
-    "kimi-k2":        llama(61,  7168,  64,  64, 18432, 163840, **DEEPSEEK, experts=384, dense_layers=1,
+    "kimi-k2":        sizes(61,  7168,  64,  64, 18432, 163840, **DEEPSEEK, experts=384, dense_layers=1,
                             router_scale=2.827, rope_theta=50000.0, aux_loss=1e-3),
 }
 
-SECTIONS = {"model": Model, "grid": Grid, "precision": Precision, "batch": Batch, "optim": Optim, "data": Data,
-            "run": Run}
+SECTIONS = dict(model=Model, grid=Grid, precision=Precision, batch=Batch, optim=Optim, data=Data, run=Run)
 SECTION_OF = {f.name: name for name, section in SECTIONS.items() for f in fields(section)}
 FIELDS: dict[str, Field] = {f.name: f for section in SECTIONS.values() for f in fields(section)}
 
@@ -397,21 +394,21 @@ def divisors(number: int) -> list[int]:
 
 
 class Needs(NamedTuple):
-    """Where a setting has the value of "--sp async", or of "--sp" any but its default, `holds` must be true; `needs`
-    says what is missing."""
+    """Needs("--sp async", tp > 1, "--tp 2"): where --sp is async, tp > 1 must hold, else the error is "--sp async needs
+    --tp 2". Needs("--top-k", experts, "--experts"): the same where --top-k is not its default."""
     setting: str
     holds: Any
-    needs: str
+    missing: str
 
     def check(self, c: Config) -> None:
         _, *values = self.setting.split()
         value, default = c.value(name_of(self.setting)), FIELDS[name_of(self.setting)].default
         is_set = str(value) in values if values else value != default
-        need(self.holds or not is_set, f"{as_typed(c, self.setting)} needs {self.needs}")
+        need(self.holds or not is_set, f"{as_typed(c, self.setting)} needs {self.missing}")
 
 
 class Divides(NamedTuple):
-    """A setting, its default too, must divide a number. 0 switches the rule off: everything divides it."""
+    """Divides("--tp", heads, "--heads"): --tp, its default too, must divide `heads`. 0 is divided by everything."""
     setting: str
     number: int
     what: str
@@ -597,7 +594,7 @@ def check_fp8_widths(c: Config) -> None:
     unit = 128 if c.precision.fp8_recipe().blocks else 16
     widths = {"--hidden": model.hidden, "--heads x --head-dim": model.heads // tp * model.head_dim,
               "--kv-heads x --head-dim": max(model.kv_heads // tp, 1) * model.head_dim,
-              "--ffn": 0 if model.has_experts(0) else model.ffn // tp, "--expert-ffn": model.expert_ffn,
+              "--ffn": 0 if model.has_experts(0) else model.ffn // tp, "--expert-ffn": model.expert_ffn,  # not split
               "--shared-experts x --expert-ffn": model.shared_experts * model.expert_ffn // tp,
               "--kv-lora-rank": model.kv_lora_rank, "--q-lora-rank": model.q_lora_rank,
               "--heads x --v-head-dim": model.heads // tp * model.value_dim,
@@ -616,13 +613,7 @@ def check_batch(c: Config) -> None:
         use = f"{below} or {below + grid.dp}" if below else f"{grid.dp}"
         need(size % grid.dp == 0, f"{whole.split()[0]} {size} is not a multiple of --dp {grid.dp}: use {use}")
     share = math.gcd(*sizes) // grid.dp
-    if batch.micro_batch == 0:
-        # All of a rank's share; of a pipeline what makes the fewest micro-batches that are at least 2 pp, which fill
-        # any schedule, or else the most below that. But of tokens that tensor parallel ranks can share, if there are.
-        fills = 2 * grid.pp
-        counts = sorted(divisors(share), key=lambda n: (n < fills, abs(n - fills))) if grid.pp > 1 else [1]
-        shared = [n for n in counts if grid.cp > 1 or share // n * batch.seq % grid.sequence_shards == 0]
-        batch.micro_batch = share // (shared or counts)[0]
+    batch.micro_batch = batch.micro_batch or share // choose_micro_batches(share, batch.seq, grid)
     asked = f"--micro-batch {batch.micro_batch}"
     tokens = batch.micro_batch * batch.seq  # with cp, sequences are padded to fit (padded_length)
     need(grid.cp > 1 or tokens % grid.sequence_shards == 0,
@@ -632,6 +623,15 @@ def check_batch(c: Config) -> None:
     count = max(sizes) // grid.dp // batch.micro_batch
     need(count <= MOST_MICRO_BATCHES, f"{asked} makes {count:,} micro-batches per step of {whole}: must be at most "
                                       f"{MOST_MICRO_BATCHES:,}")
+
+
+def choose_micro_batches(share: int, seq: int, grid: Grid) -> int:
+    """How many to make of a rank's share of sequences: one; in a pipeline the fewest that fill any schedule (2 pp or
+    more), or else the most there can be. Preferably of tokens that tensor parallel ranks can share."""
+    fills = 2 * grid.pp
+    counts = sorted(divisors(share), key=lambda n: (n < fills, abs(n - fills))) if grid.pp > 1 else [1]
+    shared = [n for n in counts if grid.cp > 1 or share // n * seq % grid.sequence_shards == 0]
+    return (shared or counts)[0]
 
 
 def check_schedule(c: Config) -> None:

@@ -156,7 +156,7 @@ def first_lines(settings: config.Config, groups: Groups, device: str, built, sam
     kinds = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in memory.items())
     active = f" ({total.active:,} active)" if model.experts else ""
     lines = [f"device  {device}, {precision.dtype}{fp8}", f"grid    {grid_line(grid, model)}"]
-    if settings.shown:
+    if settings.grid_is_example:
         ranks = grid.dp * grid.cp * grid.tp * grid.pp
         small = ", --preset tiny the smallest model" if model.hidden != type(model).hidden else ""
         lines.append(f"        (chosen to show the axes; --dp {ranks} is pure data parallelism{small})")

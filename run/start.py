@@ -95,7 +95,7 @@ def from_command_line() -> Config:
         if ranks in SHOWN and not given.keys() & names:
             with contextlib.suppress(ValueError):  # a batch that only pure data parallelism can divide, for example
                 settings = parse([*SHOWN[ranks], *(ON_GPUS if has_gpus(given) else ()), *arguments], ranks)
-                settings.shown = True
+                settings.grid_is_example = True
                 return settings
         return parse(arguments, ranks)
     except OSError as error:

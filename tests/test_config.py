@@ -126,7 +126,7 @@ def test_a_rule_names_flag_and_value_and_what_would_work(number, refused, monkey
             said = what_is_said(f"{name} {works} --{others}" if others else f"{name} {works}")
             assert f"divide {rule.what} " not in said
     else:
-        assert line == f"{asked} needs {rule.needs}"
+        assert line == f"{asked} needs {rule.missing}"
     monkeypatch.setattr(config, "rules", lambda c: [rule for i, rule in enumerate(rules(c)) if i != number])
     assert what_is_said(refused) != line
 
@@ -365,7 +365,7 @@ def test_a_command_line_that_names_no_grid_shows_one(monkeypatch, ranks, line, a
     monkeypatch.setattr(start.huggingface, "check_weights", lambda *_: None)
     grid = (settings := command_line(monkeypatch, ranks, line)).grid
     assert (grid.dp, grid.tp, grid.pp) == axes
-    assert settings.shown == (axes in ((2, 2, 2), (2, 2, 1)))
+    assert settings.grid_is_example == (axes in ((2, 2, 2), (2, 2, 1)))
 
 
 @pytest.mark.parametrize("line, visible, hidden", [

@@ -268,7 +268,7 @@ def test_the_first_lines_name_fp8_active_parameters_the_grid_that_is_shown_a_ram
     np.save(tmp_path / "tokens.npy", np.zeros(32 * 1234, np.uint16))
     settings = config.parse(f"--preset tiny-moe --fp8 tensorwise --seq 32 --dtype bf16 --tp 2 --pp 2 --cp 2 "
                             f"--micro-batch 1 --batch-ramp 4@0,8@2e3 --data {tmp_path}/tokens.npy".split(), 8)
-    settings.shown, samples = True, open_samples(settings, settings.data.data, 0)
+    settings.grid_is_example, samples = True, open_samples(settings, settings.data.data, 0)
     built = train.build_model(settings, grids.NO_GROUPS, "cpu")
     said = log.first_lines(settings, {}, "cpu", built, samples)
     dense = 2 * 257 * 128 + 128 + 4 * (128 * (128 + 64 + 64 + 128) + 2 * 128 + 8 * 128)
