@@ -13,16 +13,15 @@ Stops helping when: the blocks' inputs themselves, the logits or the model state
     selective  forward    x ──► norm ──► h ──► linear ──► y     saved: x and h, until drop(h, y, norm, x) frees h
                backward   x ──► norm ──► h, in the same storage, then the backward of linear, which reads h, and of norm
 
-Full. The block runs with autograd off, and in backward a second time with autograd on. The second run takes over the
-first one's decisions, such as which experts a token goes to. It saves the inputs that it gathers, as backward uses them
-at once, and leaves out the last matmul of a feed-forward and the exchange that combines experts' results: no backward
-reads them (tp.py, model.py and ep.py ask `is_recomputing`). Tensor parallel ranks without sequence parallelism have
-equal inputs: each saves 1/n. Saved inputs outlive other activations and would fragment memory, so all are in one arena.
-Blocks must draw no random numbers.
+Full. A block runs with autograd off; in backward, just before its own, again with autograd on (`is_recomputing`):
+- The second run takes over the first one's decisions, such as a token's experts. Blocks must draw no random numbers.
+- With sequence parallelism it saves linear layers' gathered inputs, which weight gradients otherwise gather again.
+- It leaves out a feed-forward's last matmul and the exchange that combines experts' results: no backward reads them.
+- Tensor parallel ranks without sequence parallelism have equal inputs: each saves 1/n.
+- Saved inputs outlive other activations and would fragment memory, so all are in one arena.
 
 Selective. No layer knows of it: what layers have saved is freed and refilled from outside. What pays depends on the
 architecture: `python -m plan.costs` prints what four of them save.
-
 Chen et al. 2016; Rajbhandari et al. 2020 (ZeRO, sections 6 and 8: sharded checkpoints, the arena); Korthikanti et al.
 2022, Reducing Activation Recomputation in Large Transformer Models, sections 4 and 5. Shapes: n ranks.
 """
@@ -39,7 +38,8 @@ from collectives import ALONE, Group, all_gather, run_demo
 
 class Recompute:
     """--recompute. mode: "none", "selective" or "full". For "full": slots: the most block inputs saved at once; group:
-    ranks with equal inputs (ValueError if they cannot share one equally); rows: run/offload.py's HostRows or None."""
+    ranks with equal inputs (ValueError if they cannot share one equally); rows: run/offload.py's HostRows, or None: the
+    arena is on the device."""
 
     def __init__(self, mode: str = "none", slots: int = 1, group: Group = ALONE, rows: Callable | None = None):
         self.mode, self.slots, self.group, self.rows = mode, slots, group, rows
@@ -62,14 +62,14 @@ class Recompute:
         """"selective": free the memory of out = function(*inputs), a whole storage, which layers have saved. When the
         backward of `until` begins, function runs again and refills the storage, so that saved views are valid, too.
 
-        h = norm(x); y = attention(h); drop(h, y, norm, x): call it after the last use of `out` in forward, asynchronous
-        collectives included. In backward, `out` may be read only by nodes between `until`, which was made of it, and
-        the inputs: these run after the hook of `until`. Where autograd is off, no backward will come: nothing is freed.
+        h = norm(x); y = attention(h); drop(h, y, norm, x): call it after the last use of h in forward, asynchronous
+        collectives included. Whatever saves h must lead to y, so that its backward runs after that of y has begun.
+        Where autograd is off, no backward will come: nothing is freed.
         """
         if self.mode != "selective" or not until.requires_grad:
             return
         storage = out.untyped_storage()
-        assert storage.nbytes() == out.nbytes, "a view, whose storage others have, too"
+        assert storage.nbytes() == out.nbytes, "drop frees a whole storage, and this is a view of it"
         nbytes, out, inputs = storage.nbytes(), out.data, [x.detach() for x in inputs]  # without autograd's graph
         storage.resize_(0)
 
@@ -106,7 +106,7 @@ class CheckpointArena:
     def restore(self, slot: int) -> Tensor:
         """The whole checkpoint, valid until the next one is saved or restored. Frees the slot."""
         shard = self.shards[slot]
-        self.free_slots.append(slot)
+        self.free_slots.append(slot)  # nothing is saved before this block's backward is over
         if self.group.size > 1:
             shard = all_gather(self.whole, shard, self.group).wait()
         return shard.view(self.shape)
@@ -123,20 +123,20 @@ class Checkpoint(Function):
             ctx.slot = arena.save(*inputs)
         else:
             ctx.save_for_backward(*inputs)
-        return run(function, inputs, ctx.decisions, recomputing=False)  # in a Function's forward autograd is off
+        return run_block(function, inputs, ctx.decisions, recomputing=False)  # in a Function's forward autograd is off
 
     @staticmethod
     def backward(ctx, grad):
         saved = [ctx.arena.restore(ctx.slot)] if ctx.arena else ctx.saved_tensors
         inputs = [x.detach().requires_grad_() for x in saved]
         with torch.enable_grad():
-            y = run(ctx.function, inputs, ctx.decisions, recomputing=True)
+            y = run_block(ctx.function, inputs, ctx.decisions, recomputing=True)
         torch.autograd.backward(y, grad)
         return None, None, *(x.grad for x in inputs)
 
 
 _recomputing = False
-_decisions: list | None = None  # of the running block: its first run appends each, its second takes them out in order
+_decisions: list | None = None  # of the running block: Checkpoint.forward fills the list, its backward empties it
 
 
 def is_recomputing() -> bool:
@@ -154,7 +154,7 @@ def decide_once(decide: Callable):
     return decision
 
 
-def run(block: Callable[..., Tensor], inputs: Sequence[Tensor], decisions: list, recomputing: bool) -> Tensor:
+def run_block(block: Callable[..., Tensor], inputs: Sequence[Tensor], decisions: list, recomputing: bool) -> Tensor:
     """block(*inputs), with the state that the two functions above read."""
     global _decisions, _recomputing
     before = _decisions, _recomputing
@@ -169,7 +169,7 @@ def run(block: Callable[..., Tensor], inputs: Sequence[Tensor], decisions: list,
 
 def demo() -> None:
     print("Eight layers. Saved between forward and backward, and FLOPs of both:\n")
-    x, *weights = (torch.randn(shape, requires_grad=True) for shape in ((256, 128), *8 * ((128, 128),)))
+    x, *weights = (torch.randn(rows, 128, requires_grad=True) for rows in [256] + 8 * [128])
     for title, mode in ("everything", "none"), ("inputs alone", "full"):
         saved, recompute, y = {}, Recompute(mode, len(weights)), x
         with FlopCounterMode(display=False) as flops:
