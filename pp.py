@@ -16,9 +16,9 @@ In both, ranks wait equally long, but 1f1b holds the activations of three micro-
 
 What is easily got wrong:
 - The loss is divided once, in the last stage, by the number of tokens of the global batch; no stage scales gradients.
-- Two ranks must issue their transfers in the same order, or both wait for ever: `lower` enters both ends at once.
+- Two ranks must issue their transfers in the same order, or both wait for ever: schedules.lower enters both at once.
 - A receive holds up all later work of its process group until its sender comes: each directed pair of ranks that
-  exchanges has a group of its own, which collectives.link picks. With one group for all an interleaved step of 8 ranks,
+  exchanges has a group of its own (collectives.py: Group.links). With one group for all an interleaved step of 8 ranks,
   two model chunks per rank and 16 micro-batches takes 44% longer (tests/test_pp.py replays it).
 - Only the next stage needs a stage's output: the engine saves its edge in the graph alone and drops the output.
 - A split backward has two actions: I computes the gradient of the input, in which param.py queues weight gradients, W
@@ -71,8 +71,8 @@ class Engine:
     def run(self, forward: Callable, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Run the forwards and backwards of a step.
 
-        forward(stage, micro-batch, x) -> y: x is None in the first stage; y is the loss in the last stage. shape,
-        dtype: those of x and y between stages.
+        forward(stage, micro-batch, x) -> y: x is None in the first stage; y is the loss in the last stage, which only
+        `forward` may keep. shape, dtype: those of x and y between stages.
         """
         self.graphs = {}  # (stage, micro-batch) -> (input, the output's edge in the graph), from forward to backward
         self.inputs = {}  # ("F" or "B", the stage that needs it, micro-batch) -> Pending: computed here, or received
@@ -88,7 +88,7 @@ class Engine:
         assert not (self.graphs or self.inputs or queued_keys()), "something was computed that nobody used"
 
     def take(self, what: str, stage: int, k: int) -> torch.Tensor:
-        """The activation "F" or gradient "B" that a stage needs; waits for it if it is being received."""
+        """The activation "F" or gradient "B" for a stage, to use or to send; waits for it if it is being received."""
         return self.inputs.pop((what, stage, k)).wait()
 
     def transfer(self, item: Transfer, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -116,28 +116,28 @@ class Engine:
             elif op == "W":
                 backward_weight((stage, k))
             else:
-                x, edge = self.graphs.pop((stage, k))
+                saved_x, edge = self.graphs.pop((stage, k))
                 if op == "I":
                     backward_input((stage, k), edge, grad)
                 else:
                     torch.autograd.backward(edge, grad)
                 if stage:
-                    self.inputs["B", stage - 1, k] = done(x.grad)
+                    self.inputs["B", stage - 1, k] = done(saved_x.grad)
 
 
 class Pipeline:
     """A rank's stages, and an engine per number of micro-batches.
 
     plan_of: number of micro-batches -> plan. layers_of: the layers of every stage. max_micro_batches: of any step.
-    Others read: stages, this rank's -> their layers; owners, the rank of every stage; last, the last stage; and of a
-    step with most micro-batches actions, this rank's, and in_flight, the most activations that it holds at once.
+    stages: this rank's stages -> their layers. owners: the rank of every stage. last: the last stage.
+    actions, in_flight: this rank's actions in the largest step, and the most activations that they hold at once.
     """
 
     def __init__(self, plan_of: Callable[[int], Plan], layers_of: list[range], max_micro_batches: int = 1,
                  group: Group = ALONE, device: torch.device | str = "cpu"):
         self.plan_of, self.group, self.device, self.engines = plan_of, group, device, {}
         largest, me = plan_of(max_micro_batches), group.rank
-        self.owners = [largest.owner[stage, 0] for stage in range(largest.stages)]
+        self.owners = [largest.owner[stage, 0] for stage in range(largest.stages)]  # the same for all micro-batches
         self.stages = {stage: layers for stage, layers in enumerate(layers_of) if self.owners[stage] == me}
         self.last = len(layers_of) - 1
         self.actions = largest.ranks[me]
