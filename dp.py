@@ -21,7 +21,7 @@ One loss, one scale. Every rank divides the *sum* of its token losses by the num
 batch, and every reduction is a plain sum. A mean of means would give tokens of ranks that have few a larger weight.
 
 Source: Li et al. 2020, PyTorch Distributed: Experiences on Accelerating Data Parallel Training, sections 3.2 and 4.2.
-Shapes: n ranks of the axis "dp", which includes context parallel ranks; P parameters.
+Shapes: n ranks of the data axis ("dp", which includes context parallel ranks; of experts "edp"), P parameters.
 """
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
@@ -37,10 +37,9 @@ Units = dict[int, list[nn.Module]]  # this rank's pipeline stages -> units (embe
 
 
 class Bucket:
-    """Parameters that are reduced together, and the flat buffer of their gradients, in at least fp32.
-
-    It is their sink: param.py adds each gradient to `main_grad` of a parameter, and then calls `ready`. zero.py's
-    buckets may be due after every micro-batch, and have a reduction of their own.
+    """Parameters that are reduced together, and the flat buffer of their gradients, in at least fp32. param.py calls
+    such an object a sink: a backward adds a gradient to main_grad(param), then calls ready(param). zero.py's buckets
+    may be due after every micro-batch, and have a reduction of their own.
     params: all with the same data axis, in the order of the buffer -> how many gradients each gets per micro-batch.
     """
 
@@ -52,10 +51,11 @@ class Bucket:
         self.numel, self.offset = 0, {}
         for param in self.params:
             self.offset[param] = self.numel
-            self.numel += most_elements(param.spec, groups)  # so that tp ranks, which sum gradients, have one layout
+            # Not param.numel(): tp ranks sum parts of this buffer (norms'), but may have unequal parts of a vocabulary.
+            self.numel += most_elements(param.spec, groups)
             attach_sink(param, self)
         self.grad: Tensor | None = None
-        self.missing = self.expected = 0  # gradients that this step has still to accumulate, and will have in all
+        self.missing = self.expected = 0  # gradients that are still to come in this step; all of this step (zero.py)
         self.reducing: Iterator[None] = iter(())  # the last reduction that was started
 
     def view(self, flat: Tensor, param: nn.Parameter) -> Tensor:
@@ -77,7 +77,6 @@ class Bucket:
         return self.view(self.grad, param)
 
     def ready(self, param: nn.Parameter) -> None:
-        """A backward pass has accumulated its gradient of `param`."""
         self.missing -= 1
         assert self.missing >= 0, f"{param.spec.name}: more backward passes than the step was begun with"
         if self.is_due():
@@ -91,7 +90,7 @@ class Bucket:
         next(self.reducing, None)
 
     def reduction(self) -> Iterator[None]:
-        """Sum the gradient over the ranks: started before `yield`, finished after it; zero.py's has more steps."""
+        """Sum the gradient over the ranks. A generator because zero.py's waits for one collective to start another."""
         pending = all_reduce(self.grad, self.group, async_op=True)
         yield
         pending.wait()
@@ -105,14 +104,15 @@ class Bucket:
 
 def assign_to_buckets(units: Units, bucket_mb: float, groups: Groups,
                       kind: Callable[[Spec], Hashable] = lambda spec: None) -> list[dict[nn.Parameter, int]]:
-    """The parameters of each bucket: of one kind and data axis, of consecutive units of a stage, until it has bucket_mb
-    of gradients (0: of one unit) on the tp rank with most, so that all have the same buckets. A parameter that several
-    units or pipeline ranks use (a tied embedding) is alone: its bucket is the same on all."""
-    uses = Counter(param for modules in units.values() for unit in modules for param in unit.parameters())
-    # A stage's backward gives a parameter one gradient, however many of its units use it.
-    grads = Counter(param for modules in units.values() for param in nn.ModuleList(modules).parameters())
-    shared = {param for param in uses if uses[param] > 1 or "tie" in param.spec.along}
-    buckets = [[param] for param in uses if param in shared]
+    """The parameters of each bucket -> gradients per micro-batch. A bucket is filled with parameters of consecutive
+    units of one stage, of one kind and data axis, and closed when it has bucket_mb of gradients (0: after each unit).
+    Sizes are those of the tp rank that has most, so that all have the same buckets. A parameter of several units, or of
+    several pipeline ranks (by "tie": of the first and the last), is alone: its bucket is the same on all."""
+    units_with = Counter(param for modules in units.values() for unit in modules for param in unit.parameters())
+    # One gradient per stage: autograd adds up those of its units, and parameters() of all of them lists it once.
+    stages_with = Counter(param for modules in units.values() for param in nn.ModuleList(modules).parameters())
+    shared = {param for param in units_with if units_with[param] > 1 or "tie" in param.spec.along}
+    buckets = [[param] for param in units_with if param in shared]
     for modules in units.values():
         filling: dict[Hashable, list[nn.Parameter]] = {}  # data axis, kind -> the bucket to which units are added
         for unit in modules:
@@ -124,7 +124,7 @@ def assign_to_buckets(units: Units, bucket_mb: float, groups: Groups,
                 if size >= bucket_mb * 1e6:
                     buckets.append(filling.pop(alike))
         buckets += filling.values()
-    return [{param: grads[param] for param in params} for params in buckets]
+    return [{param: stages_with[param] for param in params} for params in buckets]
 
 
 # ---- demo: python dp.py ---------------------------------------------------------------------------------------------
