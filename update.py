@@ -1,9 +1,8 @@
 """The update of weights, element by element: rules of optimizers, and the loss scale of fp16 runs.
 
-A rule changes lists of flat tensors, a rank's shards of whatever parameters they are, in the dtype in which gradients
-are accumulated. (muon.py updates matrices as a whole.) Two tensors stay on the device, as the host would wait to read
-them: found_inf, 1 if a gradient is not finite, when nothing may change; and grad_scale, which gradients are divided by:
-the loss scale, and what clipping takes.
+A rule changes lists of flat tensors, a rank's shards, in the dtype of accumulated gradients. (muon.py updates whole
+matrices.) Two tensors stay on the device, because reading them would make the host wait: found_inf, 1 if a gradient is
+not finite, so that nothing may change; and grad_scale, which divides gradients: loss scale times max(norm / clip, 1).
 
 Loshchilov & Hutter 2019 (AdamW); Micikevicius et al. 2018 (mixed precision: master weights, loss scale).
 """
@@ -17,19 +16,20 @@ from torch.optim.sgd import sgd
 
 
 class UpdateRule(NamedTuple):
-    """state: names of the tensors that it remembers, each as large as the weights. apply(weights, grads, *state,
-    steps=, lr=, betas=, eps=, weight_decay=, found_inf=, grad_scale=) changes weights and state."""
+    """state: names of what it remembers of each weight. apply(weights, grads, *state, steps=, lr=, betas=, eps=,
+    weight_decay=, found_inf=, grad_scale=) changes weights and state, lists of tensors. steps: updates so far."""
     state: tuple[str, ...]
     apply: Callable[..., None]
 
     def update(self, bucket, grad: Tensor, *, weight_decay: float, **settings) -> None:
-        """Apply it to this rank's shard of a bucket (zero.py): to what decays, then to what does not."""
+        """Apply it to this rank's shard of a bucket (zero.py's ShardedBucket): to what decays, then to the rest."""
         moments = {name: bucket.state[name].to(bucket.acc_dtype) for name in self.state}  # a copy only if bf16
-        parts = [list(bucket.parts(flat)) for flat in (bucket.master, grad, *moments.values())]
+        # For each tensor: (spec, part) of every span of parameters that are treated alike.
+        columns = [list(bucket.parts(flat)) for flat in (bucket.master, grad, *moments.values())]
         for decays in (True, False):
-            lists = [[part for spec, part in of_flat if spec.decay == decays] for of_flat in parts]
-            if lists[0]:
-                self.apply(*lists, weight_decay=weight_decay if decays else 0.0, **settings)
+            weights, *others = ([part for spec, part in column if spec.decay == decays] for column in columns)
+            if weights:
+                self.apply(weights, *others, weight_decay=weight_decay if decays else 0.0, **settings)
         for name, moment in moments.items():
             if moment is not bucket.state[name]:
                 bucket.state[name].copy_(moment)
@@ -52,8 +52,8 @@ UPDATE_RULES["muon"] = UPDATE_RULES["adamw"]
 
 
 class LossScale:
-    """The factor of fp16 losses, by the rule of torch's GradScaler, which would search all gradients for infinities:
-    halved when a gradient overflows, doubled after `interval` steps in a row without overflow."""
+    """The factor of fp16 losses: halved when a gradient overflows, doubled after `interval` steps in a row without
+    overflow. Not GradScaler itself: it would search all gradients for infinities, which the norm has shown already."""
 
     def __init__(self, device: torch.device, start: float = 2.0**16, interval: int = 2000):
         self.value, self.interval = torch.tensor(start, device=device), interval
