@@ -8,7 +8,7 @@ import subprocess
 import time
 from functools import partial
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_the_choice_is_the_fastest_contender_that_is_right():
     assert bench_rows.choose(result._replace(errors={"ours": 1e-3, "wrong": float("inf")})) == "ours"
 
 
-def test_contenders_are_checked_against_fp64_on_equal_inputs_and_a_failing_one_is_named():
+def test_contenders_are_checked_against_fp64_on_equal_inputs_and_a_failing_one_is_named(monkeypatch):
     def double_in_place(x):
         return x.mul_(2)
 
@@ -58,12 +58,11 @@ def test_contenders_are_checked_against_fp64_on_equal_inputs_and_a_failing_one_i
         raise RuntimeError("no such\nkernel")
 
     contenders = {"ours": double_in_place, "off": lambda x: 2.5 * x, "broken": fail, "nan": lambda x: x * torch.nan}
-    with patch.object(bench_rows, "measure_seconds", lambda function, inputs: 1.0):
-        found = bench_rows.compare(contenders, [()], str, lambda x: 2 * x.double(), lambda: (torch.randn(9),))
+    monkeypatch.setattr(bench_rows, "measure_seconds", lambda function, inputs: 1.0)
+    found = bench_rows.compare(contenders, [()], str, lambda x: 2 * x.double(), lambda: (torch.randn(9),))
     assert found.errors == {"ours": 0, "off": pytest.approx(0.25), "nan": float("inf")}
     assert found.failures == {"broken": "RuntimeError: no such"} and set(found.rivals) == {"off", "nan"}
-    with pytest.raises(RuntimeError, match="^ours: RuntimeError: no such; others in ms: x 1000.000$"), patch.object(
-            bench_rows, "measure_seconds", lambda function, inputs: 1.0):
+    with pytest.raises(RuntimeError, match="^ours: RuntimeError: no such; others in ms: x 1000.000$"):
         bench_rows.compare({"ours": fail, "x": double_in_place}, [()], str, abs, lambda: (torch.randn(9),))
 
 
@@ -149,35 +148,25 @@ def test_parts_are_in_the_order_of_the_first_half_hour_and_streams_have_their_en
     assert len(grids) == 8 and all(smoke.parse(["--grids", grid], 2)[0] == [grid] for grid in grids)
 
 
-def test_steps_are_timed_between_events_on_a_gpu_and_by_the_clock_on_a_cpu(monkeypatch):
-    happened, clock = [], iter((10.0, 16.0))
-    monkeypatch.setattr(bench.time, "perf_counter", lambda: next(clock))
-    assert bench.measure_seconds(lambda: happened.append("step"), 3) == 2.0 and happened == 3 * ["step"]
+def test_steps_are_timed_by_the_clock_on_a_cpu(monkeypatch):
+    step = Mock()
+    monkeypatch.setattr(bench.time, "perf_counter", Mock(side_effect=[10.0, 16.0]))
+    assert bench.measure_seconds(step, 3) == 2.0 and step.call_count == 3
 
-    class Event:
-        def __init__(self, enable_timing):
-            self.name = f"event {happened.count('made')}"
-            happened.append("made")
 
-        def record(self):
-            happened.append(f"record {self.name}")
-
-        def synchronize(self):
-            happened.append(f"wait for {self.name}")
-
-        def elapsed_time(self, stop):
-            assert (self.name, stop.name) == ("event 0", "event 1")
-            return 6000.0
-
-    happened.clear()
-    monkeypatch.setattr(bench.time, "perf_counter", lambda: 0.0)
+def test_steps_are_timed_between_events_on_a_gpu(monkeypatch):
+    seen = Mock()
+    seen.Event.side_effect = [seen.start, seen.stop]
+    seen.start.elapsed_time.return_value = 6000.0
     monkeypatch.setattr(bench, "device", torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: happened.append("all done"))
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: happened.append("the GPU is busy"))
-    assert bench.measure_seconds(lambda: happened.append("step"), 3) == 2.0
-    assert happened == ["all done", "made", "made", "the GPU is busy", "record event 0", *3 * ["step"],
-                        "record event 1", "wait for event 1"]
+    for name in ("Event", "synchronize", "_sleep"):
+        monkeypatch.setattr(torch.cuda, name, getattr(seen, name))
+    assert bench.measure_seconds(seen.step, 3) == 2.0
+    assert [name for name, *_ in seen.mock_calls] == [
+        "synchronize", "Event", "Event", "_sleep", "start.record", *3 * ["step"], "stop.record", "stop.synchronize",
+        "start.elapsed_time"]
+    seen.Event.assert_called_with(enable_timing=True)
+    seen.start.elapsed_time.assert_called_with(seen.stop)
 
 
 @contextlib.contextmanager
@@ -246,16 +235,9 @@ def test_heads_lie_in_memory_as_the_model_has_them():
     assert [x.stride() for x in (q, k, v)] == [(8 * 8 * 16, 16, 8 * 16, 1)] * 3 and do.shape == q.shape == (2, 4, 8, 16)
 
 
-def test_rows_of_training_read_the_metrics_of_every_step():
-    small = "--layers 2 --hidden 32 --heads 2 --kv-heads 2 --ffn 48 --seq 32 --global-batch 4 --dtype fp32"
-    with on_a_small_cpu():
-        records, kernels = bench_gpu.train_llama(small, 4)
-    assert [record["step"] for record in records] == [0, 1, 2, 3] and records[0]["step_s"] > 0 and kernels == []
-
-
 @pytest.mark.parametrize("late", [True, False])
 def test_a_profile_has_the_last_steps_and_no_others(monkeypatch, late):
-    """Whether results are read at once or, as on a GPU, when the next step has been launched."""
+    """Whether results are read at once or, as on a GPU, when the next step has been launched. Metrics are of all."""
     launched, seen = [], []
     profiler = SimpleNamespace(start=lambda: seen.append(len(launched)), stop=lambda: seen.append(len(launched)),
                                events=list)
@@ -264,8 +246,10 @@ def test_a_profile_has_the_last_steps_and_no_others(monkeypatch, late):
     step = Optimizer.step
     monkeypatch.setattr(Optimizer, "step", lambda *args, **more: (launched.append(1), step(*args, **more))[1])
     with on_a_small_cpu():
-        bench_gpu.train_llama("--layers 1 --hidden 32 --heads 2 --kv-heads 2 --ffn 48 --seq 32 --dtype fp32", 6, 2)
-    assert seen == [4, 6]
+        records, kernels = bench_gpu.train_llama(
+            "--layers 1 --hidden 32 --heads 2 --kv-heads 2 --ffn 48 --seq 32 --dtype fp32", 6, 2)
+    assert seen == [4, 6] and kernels == []
+    assert [record["step"] for record in records] == [*range(6)] and records[0]["step_s"] > 0
 
 
 def test_kernels_are_listed_by_the_time_that_they_take():
@@ -411,7 +395,8 @@ def test_all_runs_every_comparison_that_needs_no_gpu():
 
 # ---- bench smoke ----------------------------------------------------------------------------------------------------
 
-def test_smoke_compares_each_dtype_with_one_process_on_the_cpu(capsys):
+def test_smoke_compares_each_dtype_with_one_process_on_the_cpu(capsys, monkeypatch):
+    monkeypatch.setattr(smoke.subprocess, "run", lambda command, **options: python(*command[1:]))
     smoke.main(["--grids", "--recompute full"])
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[0] for line in lines] == ["fp32", "bf16"] and len(lines[0][1:4]) == 3
