@@ -46,11 +46,13 @@ def integers(*shape: int, seed: int = 0) -> torch.Tensor:
 
 # ---- what rungs compute ---------------------------------------------------------------------------------------------
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("name", LADDER)
-def test_every_rung_multiplies(name):
-    M, N, K = (32, 48, 8) if name in SLOW else (32, 48, 64)
-    a, b = integers(M, K), integers(K, N, seed=1)
-    assert torch.equal(matmul(small(name), a, b), torch.mm(a, b))
+def test_every_rung_multiplies_and_sums_in_fp32(name, dtype):
+    """To thousands, which fp16 rounds."""
+    M, N, K = (32, 48, 16) if name in SLOW else (32, 48, 64)
+    a, b = integers(M, K).add(16).to(dtype), integers(K, N, seed=1).add(16).to(dtype)
+    assert torch.equal(matmul(small(name), a, b), (a.float() @ b.float()).to(dtype))
 
 
 @pytest.mark.parametrize("M, N, K", [(1, 4, 4), (17, 20, 36), (33, 12, 16), (16, 48, 20), (50, 68, 4), (1, 1, 1),
@@ -72,12 +74,6 @@ def test_rungs_round_like_fp32(name):
     assert ((matmul(small(name), a, b) - a.double() @ b.double()).abs() <= limit).all()
 
 
-@pytest.mark.parametrize("name", LADDER)
-def test_half_precision_is_summed_in_fp32(name):
-    a, b = integers(16, 64).add(16).half(), integers(64, 16, seed=1).add(16).half()  # to thousands, which fp16 rounds
-    assert torch.equal(matmul(small(name), a, b), (a.float() @ b.float()).half())
-
-
 def test_a_matrix_beyond_an_edge_is_not_touched():
     """Memory around operands is NaN: a load beyond an edge would show in c, a store in what surrounds it."""
     for name in ANY_SHAPE:
@@ -95,9 +91,7 @@ def test_a_matrix_beyond_an_edge_is_not_touched():
 @pytest.mark.parametrize("name, side", [
     (name, side) for name in DIVIDING for side, extent in enumerate(LADDER[name].tile) if extent > 1])
 def test_a_shape_that_tiles_do_not_divide_is_refused(name, side):
-    shape = [32, 32, 32]
-    shape[side] = 33
-    M, N, K = shape
+    M, N, K = (33 if i == side else 32 for i in range(3))
     step = small(name).tile[side]
     with pytest.raises(ValueError, match=rf"^{'MNK'[side]} = 33 is no multiple of {step}: pad, or use the masked"):
         matmul(small(name), integers(M, K), integers(K, N))
@@ -376,17 +370,15 @@ def test_the_demo_shows_what_there_is_without_a_gpu(monkeypatch, capsys):
     primer.show_on_cpu()
     out = capsys.readouterr().out
     assert all(len(line) <= 120 and line == line.rstrip() for line in out.splitlines())
-    for text in ("32 sectors: 1,024 bytes asked for, 64 used", "2 sectors: 64 bytes asked for, 64 used",
-                 "2 rows + 6 columns = 8        3 rows + 3 columns = 6", "Not run: any timing"):
-        assert text in out
-    lines = {line.split()[0]: line for line in out.splitlines() if " from memory " in line}
-    shape = 8192, 8192, 8192, 2
+    words = ["32 sectors: 1,024 bytes asked for, 64 used", "2 sectors: 64 bytes asked for, 64 used",
+             "2 rows + 6 columns = 8        3 rows + 3 columns = 6", "Not run: any timing",
+             f"A, B and C once                      from memory {6 * 8192 ** 2 / 1e9:4.1f} GB\n"]
     for name, rung in LADDER.items():
-        printed = re.search(r"asked for +([\d,]+) GB +from memory +([\d.]+) GB +([\d.]+) ms \((\w+)\)$", lines[name])
-        least, roof = bound(rung, *shape, primer.H200)
-        assert printed.groups() == (f"{bytes_asked(rung, *shape) / 1e9:,.0f}",
-                                    f"{primer.bytes_moved(rung, *shape) / 1e9:.1f}", f"{least * 1e3:.1f}", roof)
-    assert lines["A,"].endswith(f"from memory {6 * 8192 ** 2 / 1e9:4.1f} GB") and list(lines) == [*LADDER, "A,"]
+        shape = rung, 8192, 8192, 8192, 2
+        least, roof = bound(*shape, primer.H200)
+        words += [f"{name:12s} asked for {bytes_asked(*shape) / 1e9:8,.0f} GB ", f" {least * 1e3:.1f} ms ({roof})\n",
+                  f" from memory {primer.bytes_moved(*shape) / 1e9:4.1f} GB "]
+    assert [text for text in words if text not in out] == []
 
 
 def test_the_demo_draws_sectors_and_the_order_of_programs():
@@ -398,40 +390,36 @@ def test_the_demo_draws_sectors_and_the_order_of_programs():
         "2 rows + 3 columns = 5"]
 
 
-def test_what_a_gpu_would_print(monkeypatch, capsys):
-    """Of measurements that take exactly twice their bound; torch.mm takes half of the last rung's time."""
+@pytest.mark.parametrize("card, of_rungs, of_gelu", [
+    ("NVIDIA H200", 9, "   50% of the bound (memory)"), ("NVIDIA H100 80GB HBM3", 9, "   72% of the bound (memory)"),
+    ("NVIDIA H100 PCIe", 0, "")])
+def test_what_a_gpu_would_print(monkeypatch, capsys, card, of_rungs, of_gelu):
+    """Where each rung has twice the rate of the one before, torch.mm that of the last, twice; GELU half of a H200's."""
     n, numbers = 4096, 2 ** 20
-    sizes = {name: 2048 if name in SLOW else n for name in LADDER}
-    seconds = {name: 2 * bound(LADDER[name], *3 * [size], 2, primer.H200)[0] for name, size in sizes.items()}
-    monkeypatch.setattr(primer, "make_cold_inputs", lambda make: [make])
-    monkeypatch.setattr(primer, "gelus", lambda: {"eager": primer.gelu_eager})
-    monkeypatch.setattr(primer, "format_profile", lambda function, *inputs: "a profile")
-    monkeypatch.setattr(primer, "random_pair", lambda n: ())
-    monkeypatch.setattr(torch, "randn", lambda *shape, device: None)
 
     def measure(function, inputs):
         if isinstance(function, partial):
-            name = next(name for name in LADDER if function.args == (LADDER[name],))
-            assert inputs[0].args == (sizes[name],)
-            return seconds[name]
-        return seconds["persistent"] / 2 if function is torch.mm else 2 * 8 * numbers / 4.8e12
+            size, = inputs[0].args
+            return 2 * size ** 3 / (2e12 * 2 ** [*LADDER.values()].index(function.args[0]))
+        return 2 * n ** 3 / 1024e12 if function is torch.mm else 2 * 8 * numbers / 4.8e12
 
-    monkeypatch.setattr(primer, "measure_seconds", measure)
-    for card, bounded in ("NVIDIA H200", 10), ("NVIDIA H100 80GB HBM3", 10), ("NVIDIA H100 PCIe", 0):
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda card=card: card)
-        primer.show_on_gpu(n, numbers)
-        lines = capsys.readouterr().out.splitlines()
-        assert sum("of the bound (" in line for line in lines) == bounded
-        rates = {name: 2 * size ** 3 / seconds[name] for name, size in sizes.items()}
-        for line, name, before in zip(lines[2:], LADDER, [None, *LADDER]):
-            assert line.startswith(f"    {name:12s} n = {sizes[name]:5d} {seconds[name] * 1e3:9.3f} ms "
-                                   f"{rates[name] / 1e12:7.2f} TFLOP/s")
-            assert ("   50% of the bound (" in line) or card != "NVIDIA H200"
-            assert before is None or line.endswith(f"  {rates[name] / rates[before]:5.2f} x: {LADDER[name].idea}")
-        assert lines[13] == "    the last rung has 0.50 of the rate of torch.mm (cuBLAS)"
-        share = {"NVIDIA H200": "   50% of the bound (memory)", "NVIDIA H100 PCIe": ""}
-        assert lines[15].endswith("2,400 GB/s, as if fused" + share.get(card, "   72% of the bound (memory)"))
-        assert lines[16] == "    GELU, CUDA: not run, since it needs nvcc, what it links with, and ninja"
+    for name, instead in dict(
+            make_cold_inputs=lambda make: [make], gelus=lambda: {"eager": primer.gelu_eager}, measure_seconds=measure,
+            format_profile=lambda function, *inputs: "a profile", random_pair=lambda n: ()).items():
+        monkeypatch.setattr(primer, name, instead)
+    monkeypatch.setattr(torch, "randn", lambda *shape, device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: card)
+    primer.show_on_gpu(n, numbers)
+    lines = capsys.readouterr().out.splitlines()
+    for i, (line, name) in enumerate(zip(lines[2:], LADDER)):
+        assert line.startswith(f"    {name:12s} n = {2048 if name in SLOW else n:5d} ")
+        assert f" {2 ** (i + 1):.2f} TFLOP/s" in line and (i == 0 or line.endswith(f"   2.00 x: {LADDER[name].idea}"))
+    assert sum("of the bound (" in line for line in lines[2:11]) == of_rungs
+    least, roof = bound(LADDER["persistent"], n, n, n, 2, primer.H200)
+    assert card != "NVIDIA H200" or f" {least * 512e12 / (2 * n ** 3):.0%} of the bound ({roof})" in lines[10]
+    assert lines[13] == "    the last rung has 0.50 of the rate of torch.mm (cuBLAS)"
+    assert lines[15].endswith("2,400 GB/s, as if fused" + of_gelu)
+    assert lines[16] == "    GELU, CUDA: not run, since it needs nvcc, what it links with, and ninja"
 
 
 def test_without_nvcc_gelu_has_four_versions_of_one_function(monkeypatch):
