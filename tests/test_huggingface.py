@@ -538,9 +538,11 @@ def test_the_tokenizer_and_its_special_tokens_are_copied(published, tmp_path):
     fast.save_pretrained(given)
     described = dict(bos_token_id=0, eos_token_id=[2, 3], max_position_embeddings=777)
     Path(given, "config.json").write_text(json.dumps(described))
-    for tokenizer_from, to, bos, eos, longest in [
-            ("", folder, None, None, 99), (given, folder, 0, [2, 3], 777), (given, given, 0, [2, 3], 777)]:
-        export(llama, to, seq=99, published=[tokenizer_from])
+    other = shutil.copytree(given, tmp_path / "other")  # what the data's tokenizer has, the model's does not replace
+    (other / "config.json").write_text(json.dumps(dict(bos_token_id=1, max_position_embeddings=555)))
+    for tokenizers_from, to, bos, eos, longest in [
+            ([""], folder, None, None, 99), ([given, other], folder, 0, [2, 3], 777), ([given], given, 0, [2, 3], 777)]:
+        export(llama, to, seq=99, published=tokenizers_from)
         settings = transformers.AutoConfig.from_pretrained(to)
         assert (settings.bos_token_id, settings.eos_token_id, settings.max_position_embeddings) == (bos, eos, longest)
     for copied in given, folder:

@@ -8,6 +8,7 @@ from grids import NO_GROUPS, ready
 from watch import in_order
 
 import config
+import muon
 import train
 from collectives import sent
 from groups import build_groups
@@ -52,6 +53,14 @@ def test_orthogonalize_moves_all_singular_values_near_one(shape):
     u, _, v = torch.linalg.svd(x, full_matrices=False)
     along = u.mT @ orthogonalize(x) @ v.mT  # diagonal: the same singular vectors
     assert (along - torch.diag_embed(along.diagonal(dim1=-2, dim2=-1))).abs().max() < 1e-10
+
+
+def test_equal_matrices_are_multiplied_together_but_large_ones_alone(monkeypatch):
+    together, alone = ({n: torch.full((4, 6), n + 1.0).tril(n) for n in range(3)} for _ in range(2))
+    muon.replace_by_updates(together)
+    monkeypatch.setattr(muon, "STACKED", 4 * 6 - 1)
+    muon.replace_by_updates(alone)
+    assert all(torch.allclose(alone[n], together[n]) for n in range(3))
 
 
 def test_an_update_is_as_near_the_exact_one_as_that_of_torch():
