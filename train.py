@@ -51,15 +51,13 @@ def main(settings: config.Config) -> None:
 def train(run: job.Run) -> None:
     """The run of one rank.
 
-    The ranks are a grid pp x dp x cp x tp, tp innermost: its ranks have consecutive numbers.
-    For experts the dp x cp x tp ranks of a pipeline rank are edp x ep, ep innermost: each expert is whole on one of ep
-    ranks, and replicated on edp. `groups` has this rank's Group along each axis, also of size 1 (then its collectives
-    are the identity):
+    The ranks are a grid pp x dp x cp x tp, tp innermost: its ranks have consecutive numbers. For experts the dp x cp x
+    tp ranks of a pipeline rank are edp x ep, ep innermost: each expert is whole on one of ep ranks, and replicated on
+    edp. `groups` has this rank's Group along each axis, also of size 1 (then its collectives are the identity):
 
         world, pp, cp, tp, edp, ep
         data    dp x cp: the ranks with different tokens, over which gradients and losses are summed
-        dp      what ZeRO shards over: "data", or with --dp-replicate (HSDP) the part of it that has one replica (so its
-                size is not --dp's)
+        dp      not --dp: the ranks over which ZeRO shards, all of "data", or with --dp-replicate (HSDP) one replica's
     """
     settings = run.settings
     groups = build_groups(settings.grid, settings.model, settings.run.timeout)
@@ -67,16 +65,17 @@ def train(run: job.Run) -> None:
     run.begin(groups, model)  # says what will happen; ends here, before weights are allocated, if that does not fit
     optimizer = build_optimizer(settings, model, groups)
     run.load(optimizer)  # weights: initial ones, published ones, or a checkpoint's, with the optimizer's state
-    # Between steps it reads data, evaluates, saves, rewinds, and ends when asked to. It calls back for the data alone.
+    # A step has a number, samples (the global batch's) and micro_batches (this rank's part, by the function below).
+    # Between steps `run` evaluates, saves, rewinds, and ends when asked to.
     for step in run.steps(local_micro_batches):
         with profile_range("forward and backward"):
             losses = forward_backward(model, optimizer, step.micro_batches, groups)
         with profile_range("optimizer"):
             lr = learning_rate(step.number, settings.optim)
-            votes = run.votes()  # requests to stop, seconds, noise: `step` sums them over ranks, in place
-            norm = optimizer.step(lr, extra=votes)
-        results = dict(zip(("loss", "mtp_loss"), losses), norm=norm, votes=votes)
-        run.end_step(lr, results | update_balance(model, groups, norm.isfinite(), len(step.samples)))
+            extra = run.extra()  # requests to stop, seconds, noise: summed over ranks with the norm, in place
+            norm = optimizer.step(lr, extra=extra)
+        results = dict(zip(("loss", "mtp_loss"), losses), norm=norm, extra=extra)
+        run.end_step(lr, results | update_balance(model, groups, norm.isfinite(), sequences=len(step.samples)))
 
 
 # ---- the model and its optimizer ------------------------------------------------------------------------------------
@@ -86,7 +85,7 @@ def build_model(settings: config.Config, groups: Groups, device: torch.device | 
     """This rank's pipeline stages, with its shards of their layers. The parameters are not allocated yet: the Optimizer
     allocates them in buckets, its `load` fills them."""
     grid, precision, optim = settings.grid, settings.precision, settings.optim
-    operations.allows_kernels = precision.kernels == "auto"
+    operations.allows_kernels = precision.kernels == "auto"  # global: functions without a model read it
     execution = Execution(
         dtype=DTYPES[precision.dtype], device=device, attention=precision.attention,
         sequence=grid.sequence_parallel, async_tp=grid.sp == "async",  # tp.py
@@ -102,7 +101,7 @@ def build_model(settings: config.Config, groups: Groups, device: torch.device | 
 
 
 def build_pipeline(settings: config.Config, group: Group, device: torch.device | str = "cpu") -> Pipeline:
-    """This rank's pipeline stages, and a function from a number of micro-batches to the schedule's plan."""
+    """This rank's stages, of layers divided as plan/ predicts, and a function: micro-batches -> the schedule's plan."""
     grid, batch = settings.grid, settings.batch
     max_micro_batches = max(sequences for sequences, _ in batch.ramp()) // batch.micro_batch // grid.dp
     return Pipeline(partial(plan_of, grid), stages_of(settings), max_micro_batches, group, device)
@@ -110,7 +109,7 @@ def build_pipeline(settings: config.Config, group: Group, device: torch.device |
 
 def multiply_in_fp8(model: Llama, settings: config.Config, groups: Groups) -> None:
     """Let blocks of the model multiply in FP8. Ranks with shards of one tensor agree on its tensorwise scale: of
-    activations over cp and tp, of experts' inputs also over ep; of weights over tp, of experts' over ep."""
+    activations over cp and tp, of experts' inputs also over ep; of weights over tp, of whole experts' over ep."""
     cached = settings.grid.zero < 3  # FP8 weights stay for all micro-batches; ZeRO-3 frees what they are cast from
     recipe, dtype = RECIPES[settings.precision.fp8]._replace(pow2=settings.precision.fp8_pow2), model.execution.dtype
     cp, tp, ep = (groups[axis] for axis in ("cp", "tp", "ep"))
@@ -135,8 +134,9 @@ def build_optimizer(settings: config.Config, model: Llama, groups: Groups) -> Op
     return Optimizer(model.units(), groups, bucket_mb=grid.bucket_mb, level=grid.zero, rule=optim.optimizer,
                      betas=optim.betas, weight_decay=optim.weight_decay, clip=optim.clip, moments_dtype=moments,
                      reduce_dtype=torch.bfloat16 if precision.reduce_dtype == "bf16" else None,
-                     offload=OffloadedState if precision.offloads("optimizer") else None, head=model.head,
-                     peers=peers_of(grid, settings.model) if optim.optimizer == "muon" else ())
+                     offload=OffloadedState if precision.offloads("optimizer") else None,
+                     head=model.head,  # its backward follows its forward: ZeRO-3 keeps it whole between them
+                     peers=peers_of(grid, settings.model) if optim.optimizer == "muon" else ())  # share Muon's work
 
 
 # ---- a step ---------------------------------------------------------------------------------------------------------
@@ -166,27 +166,27 @@ def forward_backward(model: Llama, optimizer: Optimizer, micro_batches: list[Mic
     Auxiliary losses of experts are means over the global batch's sequences. Every loss is divided by the number of all
     ranks' and micro-batches' tokens or sequences, so that each gradient is a plain sum over micro-batches and ranks.
     """
-    # The axis "data" is dp x cp, and context parallel ranks have shards of the same sequences.
-    sequences = sum(len(batch.tokens) for batch in micro_batches) * groups["data"].size // groups["cp"].size
+    dp = groups["data"].size // groups["cp"].size  # context parallel ranks have shards of the same sequences
+    sequences = sum(len(batch.tokens) for batch in micro_batches) * dp
     valid = sum(batch.count_labels() for batch in micro_batches)  # tokens that have a loss, [1] or [2]
     all_reduce(valid, groups["data"])
     valid = valid.clamp(min=1).to(acc_dtype(model.execution.dtype))  # 1: perhaps no token has
-    # The model returns sums of losses. Times these factors they are the loss (in fp16, times its loss scale).
-    factors = optimizer.scale_loss(1 / valid)
-    factors[1:].mul_(model.mtp_weight)
-    aux_factor = optimizer.scale_loss(1 / sequences)
+    # The model returns sums of losses. The loss (in fp16, times its loss scale) is these times their gradient:
+    loss_grad = optimizer.scale_loss(1 / valid)
+    loss_grad[1:].mul_(model.mtp_weight)
+    aux_loss_scale = optimizer.scale_loss(1 / sequences)
     total = torch.zeros_like(valid)
 
     def forward(stage: int, k: int, x: torch.Tensor | None) -> torch.Tensor:
         batch = micro_batches[k]
-        # The fused loss computes its gradients in forward, and so is told there with what backward will multiply them.
+        # The fused loss computes its gradients in forward, and so is told there what its own will be in backward.
         y = model(batch.tokens, batch.positions, batch.documents, stage=stage, x=x, labels=batch.labels,
-                  next_tokens=batch.next_tokens, next_labels=batch.next_labels, loss_grad=factors,
-                  aux_loss_scale=aux_factor)
+                  next_tokens=batch.next_tokens, next_labels=batch.next_labels, loss_grad=loss_grad,
+                  aux_loss_scale=aux_loss_scale)
         if stage < model.last_stage:
             return y
         total.add_(y.detach())  # the sum over this micro-batch's tokens, the same on all tp ranks
-        return (y * factors).sum()
+        return (y * loss_grad).sum()
 
     # The engine calls `forward` for each micro-batch and stage, and runs backward from what the last stage returned.
     # Meanwhile hooks start to reduce each bucket when its last gradient is complete.
@@ -224,7 +224,7 @@ def learning_rate(step: int, optim: config.Optim) -> float:
     if optim.lr_schedule == "constant":
         return optim.lr
     if optim.lr_schedule == "wsd":  # warmup, stable, decay: Hu et al. 2024
-        fraction = min(1.0, (optim.steps - 1 - step) / (0.2 * optim.steps))
+        fraction = min(1.0, (optim.steps - 1 - step) / (0.2 * optim.steps))  # 1 before the last fifth
     else:
         fraction = (1 + math.cos(math.pi * (step - optim.warmup + 1) / (optim.steps - optim.warmup))) / 2
     return optim.min_lr + (optim.lr - optim.min_lr) * fraction

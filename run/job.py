@@ -1,7 +1,7 @@
 """A run on one rank: how it begins, resumes or goes back; what it does between two steps; how it ends.
 
 `started` has what surrounds a run: the device, the ranks' world, signals, the watchdog. `Run` is what train.py meets:
-`begin`, `load`, and for every step `steps`, `votes`, `end_step`.
+`begin`, `load`, and for every step `steps`, `extra`, `end_step`.
 """
 import contextlib
 import gc
@@ -174,20 +174,20 @@ class Run:
                     unread = None
         finish(self)
 
-    def votes(self) -> torch.Tensor:
-        """What Optimizer.step is to sum over ranks: of faults.Guard, and the two squares of GradientNoise."""
+    def extra(self) -> torch.Tensor:
+        """What Optimizer.step is to sum over ranks: votes of faults.Guard, and the two squares of GradientNoise."""
         votes = self.guard.votes()
         return torch.cat((votes, self.noise.squares())) if self.noise else votes
 
     def end_step(self, lr: float, results: dict[str, torch.Tensor]) -> None:
-        """Take what the device will know when the step is done: loss, norm and summed votes, and other metrics.
-        The host reads a copy of it later."""
-        state, step = self.state, self.step
+        """Take what the device will know when the step is done, and the host reads later: summed `extra`, metrics."""
+        state, step, votes = self.state, self.step, results.pop("extra")
         if self.noise:
-            results["votes"], squares = results["votes"].tensor_split([-2])
+            votes, squares = votes.tensor_split([-2])
             results |= self.noise.estimate(len(step.samples) * self.settings.batch.seq, squares)
         state.step, state.samples, state.tokens = state.step + 1, step.samples.stop, step.tokens
-        step.lr, step.sent, step.results, step.micro_batches = lr, collectives.sent.copy(), HostCopy(**results), []
+        step.results = HostCopy(votes=votes, **results)
+        step.lr, step.sent, step.micro_batches = lr, collectives.sent.copy(), []
 
     def too_many_skipped(self) -> bool:
         return 0 < self.settings.run.max_skipped <= len(self.guard.streak) and not self.guard.stopping
