@@ -273,7 +273,6 @@ PLANNED = [  # (flags, pipeline rank, of 8 ranks)
     (SIZE + "--mtp --pp 2 --dp 4 --zero 1", 1),
     (SIZE + LATENT_SIZE + "--dp 8 --zero 1", 0),
     (SIZE + "--dp 8 --zero 1 --dp-replicate 2", 0),
-    (SIZE + "--cp 2 --tp 4 --kv-heads 2 --cp-style ulysses", 0),
 ]
 PLANNED_SLOW = [(f"{SIZE}{axes} --zero {zero} --recompute {recompute}", rank)
                 for axes, ranks in (("--dp 8", [0]), ("--tp 4 --dp 2 --sp off", [0]), ("--cp 8", [0]),
