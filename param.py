@@ -17,10 +17,10 @@ sink    The object that collects a parameter's gradient: its flat bucket. `sink.
         layer says *how* to add, and this file decides *where* and *when*:
 
             layer's backward ──► accumulate_grad(params, add)      ──► add(out), now or in backward_weight
-                             ──► start_weight_grad(params, steps)  ──► the same, if tensors must be gathered first
+                             ──► start_weight_grad(params, ...)  ──► the same, if tensors must be gathered first
 
-ready   `sink.ready(param)` is called once per backward pass, when the pass has accumulated its gradient of `param`.
-        The bucket counts the calls; the last one of the step starts its reduction.
+ready   `sink.ready(param)` is called once per backward pass (split or not), when it has accumulated its gradient of
+        `param`. The bucket counts the calls; the last one of the step starts its reduction.
 
 Shapes: t tensor parallel ranks, K key and value heads, F ffn, H hidden.
 """
@@ -40,6 +40,8 @@ from collectives import ALONE, Groups
 Box = tuple[slice, ...]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 IGNORED = -100  # the label of a token that has no loss
+# A product whose sum cuBLAS computes in parts is rounded once, not part by part.
+torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -60,7 +62,7 @@ class Spec:
                                                          parallelism): a rank's gradient is one term of the sum
 
     Axes are "tp"; "ep"; "tie", the first and the last pipeline stage, which share a tied embedding; and if t > K, in
-    place of "tp", "kv" (K ranks with different key and value heads) and "kv_copy" (t/K ranks with the same heads).
+    place of "tp", "kv" (K ranks with different heads: 0 0 1 1 if K = 2, t = 4) and "kv_copy" (with the same: 0 1 0 1).
     The data axis is not in `along`: on its ranks a parameter is always replicated and its gradient partial.
     """
     name: str  # global: the same on every grid
@@ -70,7 +72,7 @@ class Spec:
     decay: bool = True  # whether weight decay applies
     mean: float = 0.0  # of the normal distribution that initial values are drawn from
     std: float = 0.0  # 0: all initial values are `mean`
-    matrices: int = 1  # equal ones, stacked in it along the first dimensions; 0: a table of vectors (muon.py)
+    matrices: int = 1  # of how many equal ones it is a stack, along the first dimensions; 0: a table (muon.py)
 
     @property
     def partial_axes(self) -> tuple[str, ...]:
@@ -98,12 +100,9 @@ def local_box(spec: Spec, groups: Groups) -> Box:
 
 
 def most_elements(spec: Spec, groups: Groups) -> int:
-    """Of the boxes of the parameter, those of the largest: a table's vocabulary need not divide evenly."""
-    shape = list(spec.shape)
-    for axis, dim in spec.along.items():
-        if isinstance(dim, int):
-            shape[dim] = -(-shape[dim] // groups.get(axis, ALONE).size)
-    return math.prod(shape)
+    """How many elements the largest of all ranks' boxes has: a table's vocabulary need not divide evenly."""
+    shards = {dim: groups.get(axis, ALONE).size for axis, dim in spec.along.items()}
+    return math.prod(-(-n // shards.get(dim, 1)) for dim, n in enumerate(spec.shape))
 
 
 def is_first_replica(spec: Spec, groups: Groups) -> bool:
@@ -116,28 +115,33 @@ def box_shape(box: Box) -> tuple[int, ...]:
 
 
 def boxes(box: Box, start: int, stop: int) -> Iterator[Box]:
-    """Elements start..stop of a box of a tensor with n dimensions, flattened, as at most 2n-1 boxes of the tensor, in
-    order.
-
-    In a matrix they are the end of a first row, complete rows, and the beginning of a last row. Thus a shard of a flat
-    bucket, which may begin and end inside a row, is loaded and saved without a gather.
-    """
-    rows, row = box[0].start, math.prod(box_shape(box[1:]))
+    """Elements start..stop of a flattened box of a tensor with n dimensions, as at most 2n-1 boxes of it, in order. Of
+    a matrix . . a a | b b b b | b b b b | c . . . the end of a row, complete rows, and the beginning of a row."""
+    first_row, row_size = box[0].start, math.prod(box_shape(box[1:]))
     while start < stop:
-        first, offset = divmod(start, row)
-        if offset == 0 and start + row <= stop:  # complete rows
-            last = stop // row
-            yield (slice(rows + first, rows + last), *box[1:])
-            start = last * row
+        row, offset = divmod(start, row_size)
+        if offset == 0 and start + row_size <= stop:  # complete rows
+            last = stop // row_size
+            yield (slice(first_row + row, first_row + last), *box[1:])
+            start = last * row_size
         else:  # a part of one row
-            end, own = min(stop, (first + 1) * row), slice(rows + first, rows + first + 1)
-            yield from ((own, *rest) for rest in boxes(box[1:], offset, end - first * row))
+            end, this_row = min(stop, (row + 1) * row_size), slice(first_row + row, first_row + row + 1)
+            yield from ((this_row, *columns) for columns in boxes(box[1:], offset, end - row * row_size))
             start = end
 
 
+def pieces_within(part: slice, box: Box, begin: int) -> Iterator[tuple[Box, slice]]:
+    """What the slice `part` of a flat tensor has of a flattened box that begins at `begin`: boxes, and where each is in
+    the tensor. So a shard, which may begin and end inside a row, is loaded and saved without a gather."""
+    place, stop = max(part.start, begin), min(part.stop, begin + math.prod(box_shape(box)))
+    for piece in boxes(box, place - begin, stop - begin):  # none if no element of the box is in `part`
+        count = math.prod(box_shape(piece))
+        yield piece, slice(place, place + count)
+        place += count
+
+
 def parameter(spec: Spec, groups: Groups, dtype: torch.dtype, device: torch.device | str = "cpu") -> nn.Parameter:
-    """A Parameter of the local shape without memory (one element, expanded), until its bucket allocates some. Its
-    attributes are those that all else here is about: spec, box, sink and generation."""
+    """A Parameter of the local shape without memory (one element, expanded), until its bucket allocates some."""
     box = local_box(spec, groups)
     param = nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(box_shape(box)))
     param.spec, param.box = spec, box
@@ -153,12 +157,10 @@ DRAW_BLOCK = 2**20  # elements per generator, rounded down to whole rows; at lea
 
 
 def draw(seed: int) -> Source:
-    """The source of random initial values: the same bits on every grid and device.
-
-    The global tensor is divided into blocks of whole rows (a row: one index of the first dimension), and each block has
-    its own generator, on the CPU. A rank draws whole blocks, one at a time, and copies the elements of its box: each
-    rank draws all of a weight that is sharded along columns.
-    """
+    """The source of random initial values: the same bits on every grid and device. The global tensor is divided into
+    blocks of whole rows (a row: one index of the first dimension), and each block has its own generator, on the CPU. A
+    rank draws whole blocks, one at a time, and copies the elements of its box: so each rank draws all of a weight that
+    is sharded along columns."""
     def source(spec: Spec, box: Box) -> Tensor:
         if spec.std == 0:
             return torch.full(box_shape(box), spec.mean)
@@ -180,12 +182,12 @@ def draw(seed: int) -> Source:
 
 Key = tuple[int, int]  # (pipeline stage, micro-batch)
 Params = tuple[nn.Parameter, ...]
-Steps = Iterator[None]  # a weight gradient's: a generator that starts a collective, yields once, and adds to buffers
+WeightGrad = Iterator[None]  # a generator that starts a collective, yields once, and adds to gradient buffers
 
 # Set during the first half of a split backward (zero-bubble's B; the second is W). A plain global, not thread-local: on
 # CUDA, autograd runs backward functions in its own threads.
 _deferring: Key | None = None
-_queue: dict[Key, deque[tuple[Params, Steps]]] = {}  # for backward_weight
+_queue: dict[Key, deque[tuple[Params, WeightGrad]]] = {}  # for backward_weight
 
 
 def is_deferring() -> bool:
@@ -193,31 +195,36 @@ def is_deferring() -> bool:
     return _deferring is not None
 
 
-def start_weight_grad(params: Params, steps: Steps, defer: bool = True) -> Steps:
-    """Take the first step of a weight gradient, which starts a collective. The caller overlaps computation with it, and
-    takes the second one, which adds: next(the result, None). In a split backward both are left to backward_weight.
-
-    params: matrices with equally long rows that multiply the same input (wq, wk, wv), or one parameter. steps must not
-    hold tensors that require gradients, which would keep their graph alive. defer: False if they read tensors too large
-    to be saved until backward_weight, such as the head's logits, or have too little work to fill a bubble.
-    """
-    if defer and is_deferring():
-        _queue[_deferring].append((params, steps))
-        return iter(())
-    next(steps)
-    return steps
-
-
 def accumulate_grad(params: nn.Parameter | Params, add: Callable[[Tensor], None], defer: bool = True) -> None:
-    """Both steps at once, for a gradient that needs no collective: add(out) adds it to `out`, see `add_to`, without
-    autograd."""
+    """Add a weight gradient without autograd, in a split backward not before backward_weight. add(out) adds it to
+    `out`, see `add_to`. With one matmul: accumulate_grad(w, lambda out: accumulate_product(out, grad.mT, x)).
+
+    params: matrices with equally long rows that multiply the same input (wq, wk, wv), or one parameter. add must not
+    hold tensors that require gradients, which would keep their graph alive. defer: False if it reads tensors too large
+    to be saved until backward_weight, such as the head's logits, or has too little work to fill a bubble.
+    """
     params = params if isinstance(params, tuple) else (params,)
 
-    def steps() -> Steps:
+    def weight_grad() -> WeightGrad:
         yield
         add_to(params, add)
 
-    next(start_weight_grad(params, steps(), defer), None)
+    next(start_weight_grad(params, weight_grad(), defer), None)
+
+
+def start_weight_grad(params: Params, weight_grad: WeightGrad, defer: bool = True) -> WeightGrad:
+    """The same for a gradient that needs a collective, which this starts, and under which the caller computes:
+
+        def weight_grad():                               adding = start_weight_grad((w,), weight_grad())
+            pending = all_gather(..., async_op=True)     grad_x = grad @ w   # hides the all-gather
+            yield                                        next(adding, None)  # adds; nothing in a split backward,
+            add_to((w,), lambda out: ...)                                    # which leaves all to backward_weight
+    """
+    if defer and is_deferring():
+        _queue[_deferring].append((params, weight_grad))
+        return iter(())
+    next(weight_grad)
+    return weight_grad
 
 
 def add_to(params: Params, add: Callable[[Tensor], None]) -> None:
@@ -260,10 +267,6 @@ def stacked_weight(weights: Params) -> Tensor:
     return torch.cat(parts) if view is None else view
 
 
-# A product whose sum cuBLAS computes in parts is rounded once, not part by part.
-torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-
-
 def accumulate_product(out: Tensor, a: Tensor, b: Tensor) -> None:
     """out += a @ b. For 16-bit a and b, out is fp32: on GPUs the matmul adds to it, on CPUs a @ b is rounded first."""
     if out.dtype == a.dtype:
@@ -283,11 +286,11 @@ def attach_sink(param: nn.Parameter, sink: Any) -> None:
 
 
 def on_grad_accumulated(param: nn.Parameter) -> None:
-    """Autograd calls this once per backward pass, after the parameter's last use, even if every use returned None."""
+    """Autograd calls this once per backward pass, after the last use, even if all returned None: see test_param.py."""
     if param.grad is not None:
         param.sink.main_grad(param).add_(param.grad)
         param.grad = None
-    queued = _queue.get(_deferring, ())
+    queued = _queue.get(_deferring, ())  # (): this backward is not split
     if not any(param is other for params, _ in queued for other in params):  # else backward_weight calls ready
         param.sink.ready(param)
 
@@ -308,25 +311,22 @@ def backward_input(key: Key, output: GradientEdge | Tensor, grad: Tensor | None)
 
 @torch.no_grad()  # autograd is not running here: without this each gradient would build a graph that is never freed
 def backward_weight(key: Key) -> None:
-    """The second half: the weight gradients that backward_input has queued.
-
-    Each one's collective is started before the one before it is added, whose matmul hides it: at most two gathered
-    tensors are alive at once. Parameters are ready when the last weight gradient of their bucket has been added, so
-    that its reduction is hidden under those of other buckets.
-    """
+    """The second half: the weight gradients that backward_input has queued. Each one's matmul hides the collective of
+    the next: at most two gathered tensors are alive. Parameters are ready when the last weight gradient of their bucket
+    has been added, so that its reduction is hidden under those of others."""
     work = _queue.pop(key)
     waiting = dict.fromkeys(param for params, _ in work for param in params)  # for `ready`, in this order
     left = Counter(param.sink for params, _ in work for param in params)  # bucket -> weight gradients to be added
-    before = end = (), iter(())  # before: what has been started and not been added
-    for params, steps in (*work, end):
-        next(steps, None)
-        next(before[1], None)  # a generator that has ended frees what it has read
-        left.subtract(param.sink for param in before[0])
+    added_params, adding = nothing = (), iter(())
+    for params, weight_grad in (*work, nothing):
+        next(weight_grad, None)  # start this one's collective
+        next(adding, None)  # add the one before; a generator that has ended frees what it has read
+        left.subtract(param.sink for param in added_params)
         for param in [param for param in waiting if left[param.sink] == 0]:
             del waiting[param]
             if param.sink is not None:
                 param.sink.ready(param)
-        before = params, steps
+        added_params, adding = params, weight_grad
 
 
 def queued_keys() -> list[Key]:

@@ -61,7 +61,7 @@ from param import (
     IGNORED,
     Params,
     Spec,
-    Steps,
+    WeightGrad,
     acc_dtype,
     accumulate_grad,
     accumulate_product,
@@ -152,11 +152,11 @@ MATMUL = Matmul()
 
 
 def gather_and_add(weights: Params, gather: Callable[[Tensor], Pending], shard: Tensor,
-                   add: Callable[[Tensor, Tensor], None], defer: bool = True) -> Steps:
+                   add: Callable[[Tensor, Tensor], None], defer: bool = True) -> WeightGrad:
     """Start a weight gradient: gather a shard [T/t, H]. What the caller then computes hides it; next(the result, None)
     is the second step: add(gradient buffer, what was gathered). In a split backward (zero-bubble pipelines: dX first,
     weight gradients later) neither is done yet: the shard is queued. defer: False to do without, see param.py."""
-    def steps() -> Steps:
+    def steps() -> WeightGrad:
         gathering = gather(shard)
         yield
         gathered = gathering.wait()
