@@ -28,7 +28,6 @@ until weight gradients have been computed.
 Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (FSDP: prefetching); Micikevicius et al. 2018 (mixed precision).
 Shapes: n ranks of the data axis, P parameters, A micro-batches per step.
 """
-import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
@@ -40,7 +39,7 @@ from collectives import ALONE, Group, Groups, Pending, all_gather, all_reduce, d
 from config import padded_elements
 from dp import Bucket, Units, assign_to_buckets
 from muon import Muon, kind_of
-from param import Box, Source, Spec, box_shape, boxes, is_first_replica, most_elements, parameter
+from param import Box, Source, Spec, is_first_replica, most_elements, parameter, pieces_within
 from update import UPDATE_RULES, LossScale
 
 
@@ -230,11 +229,8 @@ class ShardedBucket(Bucket):
         part = part or slice(0, len(self.master))
         for param in self.params:
             begin = self.offset[param] - self.shard.start  # of the parameter, in the shard; perhaps before it, or after
-            place, stop = max(part.start, begin), min(part.stop, begin + param.numel())
-            for box in boxes(param.box, place - begin, stop - begin):  # none if it has no elements in `part`
-                count = math.prod(box_shape(box))
-                yield param, box, slice(place, place + count)
-                place += count
+            for box, place in pieces_within(part, param.box, begin):
+                yield param, box, place
 
     def load(self, source: Source, what: str = "master") -> None:
         """Fill state[what] from a source. "master" also updates the weights, with a collective at levels 1 and 2."""
