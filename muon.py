@@ -4,7 +4,7 @@ Saves: the second moment of all matrices (4 of 18 bytes a parameter in bf16); an
        say Liu et al.
 Costs: 5 iterations of three matmuls for each matrix and step, 20 to 30 min(R, C) FLOPs per parameter, by its owner
        alone; in each of two all-to-alls a rank sends about P/n elements with ZeRO, without it up to P, in 16 bits in a
-       bf16 run; meanwhile 3 more elements of memory per element of the shard, and 1 per element owned.
+       bf16 run; meanwhile 3 more elements of memory per element of the shard, and 1 per element owned (plan/memory.py).
 Stops helping when: batches are so small that these FLOPs are no longer few beside those of forward and backward; or a
        few large matrices cannot be divided evenly. Embedding, head, biases and norms keep AdamW.
 
@@ -15,7 +15,7 @@ Stops helping when: batches are so small that these FLOPs are no longer few besi
 
 ZeRO and tensor parallelism cut matrices. To orthogonalise each shard alone gives another update: in the demo it is 71%
 off on 2 ranks, 98% on 8. To gather every matrix everywhere repeats its matmuls on all ranks. So each matrix has one
-owner among the ranks of the axis "stage": a pipeline rank's ZeRO shards x tp. (With replicas each has owners.)
+owner among a pipeline rank's ZeRO shards x tp, the axis "stage" (of all stages of the rank; one for each replica).
 
     flat bucket    [a a b b c|c d d e e]      cut by ZeRO for 2 ranks: each has a half of matrix c
     shards of N    rank 0 a b c'   rank 1 c" d e
@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from collectives import ALONE, Group, Pending, all_to_all, run_demo
-from param import Box, Spec, box_shape, boxes, local_box, shard_slice
+from param import Box, Spec, box_shape, local_box, pieces_within, shard_slice
 
 MOMENTUM = 0.95
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # a, b, c by Jordan: steepest at 0, and singular values stay near 1
@@ -47,8 +47,8 @@ STACKED = 2**24  # the most elements of equal matrices that are orthogonalised i
 
 
 def kind_of(spec: Spec) -> str:
-    """Muon updates matrices, not vectors, nor embedding and head. Each kind has buckets of its own: norms fill one per
-    stage, and a table in it could only be reduced after the backward of the stage's first layer."""
+    """Muon updates matrices, not vectors, nor embedding and head. Each kind has buckets of its own: norms are so small
+    that one has a whole stage's, complete only when backward ends. A table in it would have to wait for that."""
     return "vector" if len(spec.shape) == 1 else "matrix" if spec.matrices else "table"
 
 
@@ -102,42 +102,42 @@ class Piece(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """One of the matrices of a parameter, and its pieces on all ranks of a stage; a box that several ranks have
-    (replicated along an axis, or at level 0) is in several pieces."""
+    """One of the matrices of a parameter, and its pieces on all ranks of the group. A box that several of them have
+    (replicated along an axis, or at level 0) is in as many pieces: one is sent to the owner, all get the update."""
     name: tuple[str, int]  # of the parameter; the matrix's number in it
     shape: tuple[int, int]
     pieces: list[Piece]
 
 
-def stacked_box(spec: Spec, places: Mapping) -> Box:
-    """What a rank has of a parameter before ZeRO cuts it, of the shape [spec.matrices, R, C]: of w_gate_up [E, 2F, H],
-    2E matrices [F, H], some whole ones; of any other parameter a box of its one matrix."""
+def local_matrices(spec: Spec, places: Mapping) -> Iterator[tuple[int, Box]]:
+    """What a rank has of each matrix of a parameter before ZeRO cuts it: (number, box of the matrix), in the order of
+    the bucket. Only experts are stacked (w_gate_up [E, 2F, H] is 2E [F, H]), and only ep cuts them, between experts."""
     box = local_box(spec, places)
     if spec.matrices == 1:
-        return slice(0, 1), *box
-    each = spec.matrices // spec.shape[0]  # of an expert
-    return slice(box[0].start * each, box[0].stop * each), *(slice(0, n) for n in matrix_shape(spec))
+        yield 0, box
+        return
+    per_expert = spec.matrices // spec.shape[0]
+    for number in range(box[0].start * per_expert, box[0].stop * per_expert):
+        yield number, tuple(slice(0, n) for n in matrix_shape(spec))
 
 
 def find_matrices(buckets: Sequence, peers: Sequence[Mapping]) -> list[Matrix]:
     """The matrices of a pipeline rank, in an order that all ranks of its axis "stage" share. buckets: ShardedBuckets
-    (zero.py) of matrices alone, laid out alike on all these ranks; peers: the place of each on every axis, by
-    groups.peers_of."""
+    (zero.py) of matrices alone, laid out alike on all these ranks. peers: for each of them, axis -> the size of its
+    group on that axis and its rank in it, by groups.peers_of."""
     found: dict[tuple[str, int], Matrix] = {}
-    for number, bucket in enumerate(buckets):
+    for index, bucket in enumerate(buckets):
         for rank, places in enumerate(peers):
             axis = places[bucket.group.axis] if bucket.level else ALONE
             shard = shard_slice(bucket.numel, axis.size, axis.rank)
             for param in bucket.params:
-                box, begin = stacked_box(param.spec, places), bucket.offset[param]
-                place, stop = max(shard.start, begin), min(shard.stop, begin + math.prod(box_shape(box)))
-                for some, *part in boxes(box, place - begin, stop - begin):  # none if it has no elements in the shard
-                    count = math.prod(box_shape(part))
-                    for i in range(some.start, some.stop):
-                        name, in_shard = (param.spec.name, i), slice(place - shard.start, place - shard.start + count)
-                        matrix = found.setdefault(name, Matrix(name, matrix_shape(param.spec), []))
-                        matrix.pieces.append(Piece(name, tuple(part), rank, number, in_shard))
-                        place += count
+                begin = bucket.offset[param] - shard.start  # of a matrix, in the shard; perhaps before it, or after
+                for number, box in local_matrices(param.spec, places):
+                    name = param.spec.name, number
+                    matrix = found.setdefault(name, Matrix(name, matrix_shape(param.spec), []))
+                    for piece, place in pieces_within(slice(0, shard.stop - shard.start), box, begin):
+                        matrix.pieces.append(Piece(name, piece, rank, index, place))
+                    begin += math.prod(box_shape(box))
     return [found[name] for name in sorted(found)]
 
 
@@ -199,8 +199,8 @@ class Muon:
         self.from_owners.start(lambda piece: whole[piece.matrix][piece.box])
         whole.clear()
         self.from_owners.finish(lambda piece: shards[piece.bucket][piece.place])
-        for bucket, update in zip(self.buckets, shards):
-            update = update.to(bucket.master.device, bucket.acc_dtype)
+        for bucket, of_shard in zip(self.buckets, shards):
+            update = of_shard.to(bucket.master.device, bucket.acc_dtype)
             rate = lr * applied.to(update)
             bucket.master.mul_(1 - weight_decay * rate).sub_(update.mul_(rate))
             bucket.update_weights()
@@ -210,7 +210,7 @@ class Muon:
         m = bucket.state["m"]
         grad = torch.where(applied, grad, m)  # a copy; if not applied, m does not change, and N is finite
         m.lerp_(grad, 1 - MOMENTUM)
-        return grad.lerp_(m, MOMENTUM).to(self.to_owners.nothing)
+        return grad.lerp_(m, MOMENTUM).to(self.to_owners.like)
 
 
 class Exchange:
@@ -218,7 +218,7 @@ class Exchange:
     `finish` take a function of a piece, which returns the view to send from, or to receive in."""
 
     def __init__(self, group: Group, dtype: torch.dtype, device: torch.device):
-        self.group, self.nothing = group, torch.empty(0, dtype=dtype, device=device)
+        self.group, self.like = group, torch.empty(0, dtype=dtype, device=device)  # like: of what is exchanged
         self.sends, self.receives = ([[] for _ in range(group.size)] for _ in range(2))  # by the other rank: pieces
 
     def add(self, piece: Piece, source: int, target: int) -> None:
@@ -230,8 +230,8 @@ class Exchange:
     def start(self, view: Callable[[Piece], Tensor]) -> None:
         output_splits, input_splits = ([sum(piece.numel for piece in pieces) for pieces in by_rank]
                                        for by_rank in (self.receives, self.sends))
-        values = torch.cat([self.nothing, *(view(piece).flatten() for piece in sum(self.sends, []))])
-        received = self.nothing.new_empty(sum(output_splits))
+        values = torch.cat([self.like, *(view(piece).flatten() for piece in sum(self.sends, []))])
+        received = self.like.new_empty(sum(output_splits))
         self.pending = all_to_all(received, values, output_splits, input_splits, self.group, async_op=True)
 
     def finish(self, view: Callable[[Piece], Tensor]) -> None:
