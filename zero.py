@@ -19,11 +19,11 @@ sharding lies in between. So every gradient takes one path, `ShardedBucket.reduc
 questions: is a bucket cut into shards (>= 1)? Is its gradient reduced, and freed, after every micro-batch (>= 2)? Are
 its weights whole only while a unit (embedding, block or head) uses them (3)?
 
-Hidden are reductions under backward; all-gathers of levels 1 and 2 under the forward up to the unit that needs them,
-of level 3 under the unit before, except a forward's first. Alive are at levels 2 and 3 at most two buckets' whole
-gradients per data axis, at level 3 also two units' whole weights. But with afab the head's weights wait for its
-backward, a tied table's gradient waits for its second backward, and a split backward (zb-*) keeps a bucket's gradient
-until weight gradients have been computed.
+Overlap: reductions run under backward; all-gathers of levels 1 and 2 under the next forward, of level 3 under the unit
+         before (but not a forward's first).
+Memory:  levels 2 and 3 hold at most two buckets' whole gradients per data axis, level 3 also two units' whole weights.
+         More is held by afab (the head's weights until its backward), a tied table (its gradient until the second
+         backward), and split backwards, zb-* (a bucket's gradient until its weight gradients are computed).
 
 Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (FSDP: prefetching); Micikevicius et al. 2018 (mixed precision).
 Shapes: n ranks of the data axis, P parameters, A micro-batches per step.
@@ -45,8 +45,8 @@ from update import UPDATE_RULES, LossScale
 
 def treatment(param: nn.Parameter) -> tuple:
     """How its gradient is reduced and its weights decay. A bucket is ordered by it, so that parameters that are treated
-    alike are one span of its flat tensors; within it they keep the order of the model, so that one matmul can add the
-    gradients of wq, wk and wv."""
+    alike are one span of its flat tensors; within it they keep the order of the model: wq, wk and wv stay neighbours,
+    so that one matmul adds to all three gradients."""
     return param.spec.partial_axes, param.spec.replicated_axes, not param.spec.decay
 
 
@@ -54,21 +54,21 @@ class ShardedBucket(Bucket):
     """The weights, gradient and optimizer state of a bucket: flat tensors, whole or this rank's shard of them.
 
     shards: the ranks that have different shards. replicas: those that have the same one. shard: this rank's slice.
-    state: name -> tensor as long as the shard: "master", the master weights, and what the update rule remembers.
+    state: name -> tensor as long as the shard: "master", the master weights, and the rule_state of the update rule.
+    started_last: shared by all buckets: data axis, by its process group -> the reduction that started last on it.
     """
 
     def __init__(self, params: dict[nn.Parameter, int], groups: Groups, *, level: int, rule_state: tuple[str, ...],
                  moments_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None,
-                 offload: Callable | None, running: dict):
-        # Of Bucket: offset (in the flat tensor); missing, expected (gradients still to come in this step, and in all);
-        # reducing (the reduction that was started last); acc_dtype (fp32; in fp64 runs fp64).
+                 offload: Callable | None, started_last: dict):
+        # Of Bucket: offset; missing, expected (gradients to come in this step, and in all); reducing; acc_dtype.
         super().__init__({param: params[param] for param in sorted(params, key=treatment)}, groups)
         self.spans: list[tuple[int, int, Spec]] = []  # (start, stop, the spec of one of the span's parameters)
         for _, span in groupby(self.params, treatment):
             first, *others = span
             stop = self.offset[first] + sum(most_elements(param.spec, groups) for param in (first, *others))
             self.spans.append((self.offset[first], stop, first.spec))
-        # With --dp-replicate the axis "dp" is one replica's ranks only, and "replicate" those with the same shard.
+        # Of --dp-replicate (levels 1 to 3) "dp" is one replica's ranks only, and "replicate" those with the same shard.
         self.shards, self.replicas = (self.group, groups["replicate"]) if level else (ALONE, self.group)
         self.level = level if self.shards.size > 1 else 0
         self.numel = padded_elements(self.numel, self.shards.size)
@@ -83,7 +83,7 @@ class ShardedBucket(Bucket):
             self.weight_shard = self.zeros(length, dtype)
             self.free_weights()
         self.unsharding = done(self.weights)
-        self.users = 0  # calls of `unshard` less calls of `reshard`
+        self.users = 0  # calls of `unshard` less calls of `reshard`: with afab many micro-batches use the head at once
         self.host = offload(self) if offload else None  # what keeps the optimizer state in the host's memory
         zeros = self.host.zeros if self.host else self.zeros
         self.master = zeros(length, self.acc_dtype) if self.host or dtype != self.acc_dtype else self.weight_shard
@@ -91,9 +91,9 @@ class ShardedBucket(Bucket):
         self.state = {"master": self.master} | moments
         if self.level < 2:  # else `grad` exists from a micro-batch's first main_grad to its reduction
             self.grad = self.zeros(self.numel, self.acc_dtype)
+        # A view of grad at levels 0 and 1: at level 0 all of it.
         self.grad_shard = self.grad[self.shard] if self.level < 2 else self.zeros(length, self.acc_dtype)
-        self.reduce_dtype = reduce_dtype or self.acc_dtype
-        self.running = running  # shared by all buckets: process group -> the reduction on it that started last
+        self.reduce_dtype, self.started_last = reduce_dtype or self.acc_dtype, started_last
 
     def within_shard(self, flat: Tensor, start: int, stop: int) -> Tensor:
         """Of a tensor as long as the shard: the elements that are start..stop of the whole bucket."""
@@ -108,9 +108,7 @@ class ShardedBucket(Bucket):
                 yield spec, part
 
     # A gradient's way: param.py adds it to main_grad and calls `ready`, which counts (dp.py) and starts a reduction if
-    # one is due. That of bucket 2 first resumes that of bucket 3 on the same axis, which waits, adds, and in the last
-    # micro-batch starts its all-reduce. finish_step finishes the last. Then `Optimizer.step`. (g3: the backward of
-    # bucket 3's parameters.)
+    # one is due. That of bucket 2 first resumes that of bucket 3. (g3: the backward of bucket 3's parameters.)
     #
     #     compute     g3 ────────► g2 ────────────► g1 ────────────────► finish_step
     #     bucket 3        reduce-scatter │ += │ all-reduce over replicas │
@@ -120,20 +118,26 @@ class ShardedBucket(Bucket):
         return self.missing % self.grads_per_micro_batch == 0 if self.level >= 2 else self.missing == 0
 
     def start_reduction(self) -> None:
-        """Resume the axis's reduction before this one: so at levels 2 and 3 at most two whole gradients exist, and
-        sums over replicas are hidden under backward, too; but backward waits if the network is a bucket behind. Level 1
-        without replicas has nothing to free or to start next."""
+        """First resume the axis's reduction before this: at levels 2 and 3 to free its gradient, so that at most two
+        exist; with replicas to start its all-reduce, which backward then hides. But backward waits if the network is a
+        bucket behind; so not at level 1 without replicas, nor at level 0."""
         one_by_one = self.level >= 2 or (self.level and self.replicas.size > 1)
         if one_by_one:
-            next(self.running.get(self.shards.process_group, iter(())), None)
+            next(self.started_last.get(self.shards.process_group, iter(())), None)
         super().start_reduction()
         if one_by_one:
-            self.running[self.shards.process_group] = self.reducing
+            self.started_last[self.shards.process_group] = self.reducing
 
     def reduction(self) -> Iterator[None]:
-        """Sum `grad`, of one micro-batch or of all, over shards into grad_shard; in the end sum that over replicas. At
-        each `yield` a collective is under way. Who calls next: start_reduction of this bucket, start_reduction of the
-        axis's next bucket, finish_step."""
+        """Sum `grad`, of one micro-batch or of all, over shards into grad_shard; in the end sum that over replicas:
+
+            resumed by                      not the last micro-batch   the last, with replicas
+            start_reduction of the bucket   start reduce-scatter       start reduce-scatter
+            the axis's next one             wait, add: the end         wait, add, start all-reduce
+            finish_step                                                wait: the end
+
+        finish_step does all that is left, also after the axis's last reduction. Without replicas there is no
+        all-reduce; level 0 has nothing else."""
         is_last = self.missing == 0
         # The first of the step overwrites grad_shard, later ones add.
         is_first = self.level < 2 or self.missing + self.grads_per_micro_batch == self.expected
@@ -256,8 +260,8 @@ class UnitWeights:
 
     def __init__(self, unit: nn.Module, buckets: list[ShardedBucket], following: "UnitWeights | None", is_head: bool):
         self.buckets, self.following, self.is_head = buckets, following, is_head
-        # Of the unit whose backward follows, which has set this in its forward; not so a unit without a backward (the
-        # embedding, whose input is token ids): it is not prefetched.
+        # Of the unit before, whose backward is next: it sets this in its forward. None if it has no backward with
+        # weights (the embedding, whose input is token ids): nothing to prefetch.
         self.previous: UnitWeights | None = None
         unit.register_forward_pre_hook(self.before_forward)
         unit.register_forward_hook(self.after_forward)
@@ -335,7 +339,7 @@ class Optimizer:
                  head: nn.Module | None = None, offload: Callable | None = None, peers: Sequence = ()):
         self.rule = UPDATE_RULES[rule]
         kind = kind_of if rule == "muon" else lambda spec: None
-        settings = dict(level=level, moments_dtype=moments_dtype, reduce_dtype=reduce_dtype, running={},
+        settings = dict(level=level, moments_dtype=moments_dtype, reduce_dtype=reduce_dtype, started_last={},
                         offload=offload)
         self.buckets, self.of_matrices = [], []  # all; those that Muon updates together
         for params in assign_to_buckets(units, 0 if level == 3 else bucket_mb, groups, kind):
@@ -390,8 +394,8 @@ class Optimizer:
         norm = summed[0].sqrt() * unscale
         found_inf = (~norm.isfinite()).float()
         factor = unscale * (self.clip / (norm + 1e-6)).clamp(max=1) if self.clip else unscale
-        # A rule's kernel scales gradients as it reads them, which saves a pass over them, but takes the scale in fp32.
-        # Muon has no such kernel.
+        # Rules' kernels divide gradients by grad_scale as they read them, which saves a pass, but only in fp32. In fp64
+        # runs, and for Muon, which has no such kernel, gradients are multiplied by factor first.
         is_fp64 = factor.dtype == torch.float64
         for bucket in self.buckets if is_fp64 else self.of_matrices:
             bucket.grad_shard.mul_(factor)
@@ -406,7 +410,7 @@ class Optimizer:
         for bucket, grad in grads.items():
             self.rule.update(bucket, grad.wait(), **scalars)
             bucket.update_weights()
-        next(updating, None)  # the rest of Muon's
+        next(updating, None)  # the rest of Muon's: exchange back, and update
         self.steps += 1 - found_inf
         if self.loss_scale:
             self.loss_scale.update(found_inf)
