@@ -2,17 +2,16 @@
 
 Ranks are numbered like the elements of an array with the dimensions pp, replicate, shard, cp, tp: tp varies fastest, so
 its ranks are in one node, and pipeline stages are furthest apart. Ranks that differ in one coordinate alone are a group
-of that axis; "dp" and "data" are of several coordinates. An example, --pp 2 --dp 2 --tp 2 on 8 ranks:
+of that axis; "dp" is of shard and cp, "data" also of replicate. An example, --pp 2 --dp 2 --tp 2 on 8 ranks:
 
     rank       0  1  2  3  4  5  6  7          groups of pp     {0, 4}  {1, 5}  {2, 6}  {3, 7}
     pp         0  0  0  0  1  1  1  1                    dp     {0, 2}  {1, 3}  {4, 6}  {5, 7}
     shard      0  0  1  1  0  0  1  1                    tp     {0, 1}  {2, 3}  {4, 5}  {6, 7}
     tp         0  1  0  1  0  1  0  1          rank 5 is in     {1, 5}, {5, 7} and {4, 5}
 
-With NCCL each process group has a communicator with buffers, and a stream that executes its asynchronous work in order
-(other work is on the compute stream). So few are made: one call makes all groups of an axis, and axes with the same
-ranks share a group unless both are busy at once: while gradients are reduced, backward goes on to communicate over cp,
-tp and ep.
+With NCCL each process group has a communicator with buffers, and a stream that executes its asynchronous work in order.
+So few are made: one call makes all groups of an axis, and axes with the same ranks share a group unless both are busy
+at once (TRAFFIC): while gradients are reduced, backward goes on to communicate over cp, tp and ep.
 
 Because of that order, a pipeline rank that waits to receive from one neighbour could send nothing to the other if both
 transfers were in the group of all stages. So each directed pair of ranks that communicate has its own group, a link.
@@ -29,9 +28,9 @@ from collectives import Group, Groups
 from config import Grid, Model
 
 AXES = ("stage", "world", "pp", "tie", "data", "replicate", "dp", "cp", "cp_keys", "cp_heads", "tp", "kv", "kv_copy",
-        "ep", "edp")
-TRAFFIC = {"dp": "gradients", "edp": "gradients", "cp": "keys", "cp_keys": "keys", "cp_heads": "keys",
-           "tp": "activations", "ep": "tokens"}  # a process group has one kind of traffic; other axes send little
+        "ep", "edp")  # members_of_axes says what each is
+TRAFFIC = {"gradients": ("dp", "edp"), "keys": ("cp", "cp_keys", "cp_heads"), "activations": ("tp",),
+           "tokens": ("ep",)}  # kind -> the axes that it is on; a process group has one kind. Other axes send little
 
 
 def build_groups(grid: Grid, model: Model, timeout_s: float = 600) -> Groups:
@@ -40,17 +39,16 @@ def build_groups(grid: Grid, model: Model, timeout_s: float = 600) -> Groups:
     if not dist.is_initialized():
         return groups
     everyone = list(range(dist.get_world_size()))
-    made = [dict(members=[everyone], group=dist.group.WORLD, traffic=None)]  # traffic: the kind on it, if any
+    made = [dict(members=[everyone], group=dist.group.WORLD, kinds=set())]  # kinds: of traffic, at most one
     for axis, members in members_of_axes(grid, model, len(everyone)).items():
         if max(map(len, members)) == 1:
             continue
-        traffic = TRAFFIC.get(axis)
-        shared = next((one for one in made if one["members"] == members
-                       and (traffic is None or one["traffic"] in (None, traffic))), None)
+        kinds = {kind for kind, axes in TRAFFIC.items() if axis in axes}
+        shared = next((one for one in made if one["members"] == members and len(one["kinds"] | kinds) <= 1), None)
         if not shared:
-            shared = dict(members=members, group=create_groups(members, timeout_s), traffic=None)
+            shared = dict(members=members, group=create_groups(members, timeout_s), kinds=set())
             made.append(shared)
-        shared["traffic"] = traffic or shared["traffic"]
+        shared["kinds"] |= kinds
         links = make_links(members, rounds_of(grid), timeout_s) if axis == "pp" else {}
         groups[axis] = Group(axis, shared["group"], links)
     return groups
@@ -92,7 +90,7 @@ class Place(NamedTuple):
 
 
 def peers_of(grid: Grid, model: Model) -> list[dict[str, Place]]:
-    """For each rank of this rank's group "stage", itself included: axis -> its place."""
+    """For each rank of this rank's group "stage", itself included: axis -> its place. (For muon.py.)"""
     me, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     members = members_of_axes(grid, model, world)
     places = {axis: {rank: Place(len(ranks), i) for ranks in groups for i, rank in enumerate(ranks)}
@@ -113,7 +111,7 @@ def groups_along(dimensions: dict[str, int], *along: str) -> list[list[int]]:
 
 def create_groups(members: list[list[int]], timeout_s: float, is_link: bool = False) -> dist.ProcessGroup | None:
     """The one of these process groups that this rank is in; None if it is in none or alone. Every rank calls this.
-    NCCL makes all of them in one split of the world's communicator; with other backends a rank makes its own alone."""
+    NCCL makes all in one split of the world, which is of every rank; with other backends a rank makes its own alone."""
     grouped = set().union(*members)
     members = members + [[rank] for rank in range(dist.get_world_size()) if rank not in grouped]
     timeout = datetime.timedelta(seconds=timeout_s)
@@ -135,10 +133,11 @@ def rounds_of(grid: Grid) -> list[list[tuple[int, int]]]:
     """(sender, receiver) of all transfers of a pipeline: activations in one direction, their gradients in the other. No
     rank is in two pairs of a round."""
     p = grid.pp
-    edges = [(r, r + 1) for r in range(p - 1)]
-    rounds = [edges[::2], edges[1::2], []]
-    if grid.chunks > 1 and not grid.v_shaped and p > 2:  # a ring: from the last rank's chunk to the first's next one
-        rounds[1 if p % 2 == 0 else 2].append((p - 1, 0))
+    is_ring = grid.chunks > 1 and not grid.v_shaped and p > 2  # from the last rank's chunk to the first's next one
+    edges = [(r, (r + 1) % p) for r in range(p if is_ring else p - 1)]
+    rounds = [edges[::2], edges[1::2]]
+    if is_ring and p % 2 == 1:  # both the first edge and the last have rank 0
+        rounds.append([rounds[0].pop()])
     return [pairs for forth in rounds for pairs in (forth, [(b, a) for a, b in forth]) if pairs]
 
 
