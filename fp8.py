@@ -1,14 +1,14 @@
 """FP8: linear layers multiply 8-bit floats, in forward and in both matmuls of backward.
 
 Saves: up to half the time of a matmul. (What is saved for backward, and gathered, stays in 16 bits.)
-Costs: to quantise them, weights and dY are read once more, X twice (in forward and for dW), and each is written twice;
-       with one scale per tensor also read once for the largest, on which ranks agree. Two FP8 copies of each weight, 2
+Costs: quantising reads weights and dY once, X twice (in forward and for dW), and writes two FP8 copies of each. One
+       scale per tensor needs one more read, for the largest element, on which ranks agree. Both copies of a weight, 2
        bytes per parameter, are cached until it changes (except at ZeRO level 3).
 Stops helping when: matrices are so small that quantising costs more than the faster matmul saves; or the loss rises.
 
     format   sign, exponent, mantissa   largest   smallest   normal from   rounding error   range             used for
     E4M3     1 4 3                      448       2^-9       2^-6          up to 1/16       18 powers of 2    X and W
-    E5M2     1 5 2                      57344     2^-16      2^-14         up to 1/8        32 powers of 2    dY, below
+    E5M2     1 5 2                      57344     2^-16      2^-14         up to 1/8        32 powers of 2    some dY
 
 What is stored is x / scale, scale = amax / (largest number of the format), TE's scale_inv; amax is the largest |x| of
 
@@ -65,15 +65,17 @@ class Quantised(NamedTuple):
         return [*map(Quantised, parts, self.scales.split([size // unit for size in sizes], dim))]
 
     def transpose(self) -> "Quantised":
-        """The transposed matrix [C, R], R padded with zeros to a multiple of 16. Not for 1 x 128 blocks, which do not
-        survive a transpose."""
+        """[C, R], R padded with zeros to a multiple of 16. Not for 1 x 128 blocks, which do not survive a transpose."""
         data, missing = self.data, -self.data.shape[-2] % 16
         if missing:  # as bytes, because F.pad has no FP8
             data = F.pad(data.view(torch.uint8), (0, 0, 0, missing)).view(data.dtype)
         return Quantised(data.mT.contiguous(), self.scales.mT.contiguous() if self.scales.ndim else self.scales)
 
 
-Copies = tuple[Quantised | None, Quantised | None]  # of X or dY [T, K]: rowwise, columnwise; of a weight: W, W^T
+class Copies(NamedTuple):
+    """Of X or dY [T, K], those that were asked for; of a weight W both."""
+    rowwise: Quantised | None  # [T, K], or W
+    columnwise: Quantised | None  # [K, T], or W^T
 
 
 def to_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -108,20 +110,20 @@ def quantise_blocks(x: Tensor, dtype: torch.dtype, pow2: bool, height: int = 1) 
 
 def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None, pow2: bool = False, rowwise: bool = True,
              columnwise: bool = True, tiles: bool = False) -> Copies:
-    """(rowwise, columnwise) copies of x [T, K]: [T, K] and [K, T], the last dimension padded with zeros to a multiple
-    of 128; with one scale only T is padded, to a multiple of 16.
+    """Copies of x [T, K], the last dimension padded with zeros to a multiple of 128; with one scale only the T of the
+    columnwise one is padded, to a multiple of 16.
 
     scale: one for the whole tensor. None: each copy has 1 x 128 blocks of its own; with `tiles` both have the same 128
     x 128 blocks, and T and K must be multiples of 128. On a GPU one kernel reads x once.
     """
     if copies := try_kernel(x, lambda kernels: kernels.quantise(
             x, dtype, scale, SMALLEST, pow2, rowwise, columnwise, tiles)):
-        return tuple(None if copy is None else Quantised(*copy) for copy in copies)
+        return Copies(*(None if copy is None else Quantised(*copy) for copy in copies))
     if scale is None and not tiles:
-        return (quantise_blocks(x, dtype, pow2) if rowwise else None,
-                quantise_blocks(x.t(), dtype, pow2) if columnwise else None)
+        return Copies(quantise_blocks(x, dtype, pow2) if rowwise else None,
+                      quantise_blocks(x.t(), dtype, pow2) if columnwise else None)
     q = quantise_blocks(x, dtype, pow2, BLOCK) if tiles else quantise_at_scale(x, scale, dtype)
-    return q if rowwise else None, q.transpose() if columnwise else None
+    return Copies(q if rowwise else None, q.transpose() if columnwise else None)
 
 
 def dequantise(q: Quantised, dtype: torch.dtype) -> Tensor:
@@ -167,7 +169,7 @@ def for_scaled_mm(q: Quantised) -> tuple[Tensor, F.ScalingType]:
     """(scales with the strides that cuBLAS reads, their kind). Those of tiles: see pad_tile_scales."""
     if q.scales.ndim == 0:
         return q.scales, F.ScalingType.TensorWise
-    if len(q.scales) == len(q.data):  # [R, C/128], contiguous along R; strides as for many rows also if there is one
+    if len(q.scales) == len(q.data):  # [R, C/128], contiguous along R; as_strided, as t() gives one row other strides
         return q.scales.t().contiguous().as_strided(q.scales.shape, (1, len(q.scales))), F.ScalingType.BlockWise1x128
     rows, padded = len(q.scales), q.scales.stride(0)
     assert padded % 4 == 0 and q.scales.stride(1) == 1, f"scales of tiles with strides {q.scales.stride()}"
@@ -178,15 +180,14 @@ def for_scaled_mm(q: Quantised) -> tuple[Tensor, F.ScalingType]:
 # ---- recipes --------------------------------------------------------------------------------------------------------
 
 class Recipe(NamedTuple):
-    """grad: the format of dY; X and W are E4M3. blocks: a scale per block, or one per tensor. pow2: scales are powers
-    of two."""
+    """grad: the format of dY; X and W are E4M3. blocks: a scale per block, not per tensor. pow2: powers of two."""
     grad: torch.dtype
     blocks: bool
     pow2: bool = False
 
     @property
     def unit(self) -> int:
-        """What the dimension of a sum must be a multiple of; config.py checks that of weights both are."""
+        """What the dimension of a sum must be a multiple of; config.py checks both dimensions of weights."""
         return BLOCK if self.blocks else 16
 
 
@@ -228,7 +229,7 @@ class Quantiser:
         return quantise(x, dtype, scale, self.recipe.pow2, **which), scale
 
     def quantise_weight(self, weights: Params) -> Copies:
-        """(W, W^T) of matrices, one's rows after the other's, or of one parameter [e, R, C]."""
+        """Copies of matrices, one's rows after the other's, or of one parameter [e, R, C]."""
         # ZeRO writes into the flat buffer and then counts `generation` up; a parameter's own edits show in _version.
         state = [(weight.generation, weight._version) for weight in weights]
         if weights in self.cache and self.cache[weights][0] == state:
@@ -237,11 +238,11 @@ class Quantiser:
         scale = self.agreed_scale(w, E4M3, self.weight_amax_groups)
         copies = quantise(w.flatten(0, -2), E4M3, scale, self.recipe.pow2, columnwise=w.ndim == 2,
                           tiles=self.recipe.blocks)
-        if w.ndim == 3:
-            data, scales = copies[0]
+        if w.ndim == 3:  # all experts' rows were quantised at once, but each expert's matrix is transposed
+            data, scales = copies.rowwise
             experts = Quantised(data.view(w.shape), scales.unflatten(0, (len(w), -1)) if scales.ndim else scales)
-            copies = experts, experts.transpose()
-        copies = tuple(map(pad_tile_scales, copies))
+            copies = Copies(experts, experts.transpose())
+        copies = Copies(*map(pad_tile_scales, copies))
         if self.cached:
             self.cache[weights] = state, copies
         return copies
@@ -253,41 +254,40 @@ class Fp8(Quantiser):
     """The three products of a linear layer, as tp.Matmul has them."""
 
     def forward(self, x: Tensor, weights: Params) -> tuple[Tensor, Tensor | None]:
-        """(Y = X W^T, the scale of X). The only product with fast accumulation."""
+        """(Y = X W^T, the scale of X). The only product with fast accumulation, as in TE."""
         (rowwise, _), scale = self.quantise_tokens(x, columnwise=False)
-        return product(rowwise, self.quantise_weight(weights)[0], self.dtype, fast=not self.recipe.blocks), scale
+        return product(rowwise, self.quantise_weight(weights).rowwise, self.dtype, fast=not self.recipe.blocks), scale
 
     def prepare_grad(self, dy: Tensor, scale: Tensor | None = None) -> tuple[Copies, Tensor | None]:
-        """(copies of dY: rowwise for dgrad, columnwise for wgrad; its scale). scale: if it is known already."""
+        """(copies of dY, for dgrad and for wgrad; its scale). scale: if it is known already."""
         return self.quantise_tokens(dy, self.recipe.grad, scale)
 
     def dgrad(self, dy: Copies, weights: Params) -> Tensor:
         """dX = dY W."""
-        return product(dy[0], self.quantise_weight(weights)[1], self.dtype)
+        return product(dy.rowwise, self.quantise_weight(weights).columnwise, self.dtype)
 
     def wgrad(self, out: Tensor, dy: Copies, x: Tensor, scale: Tensor | None = None) -> None:
         """out += dY^T X. This moves 16 bytes per element of out, as F.scaled_mm cannot add to its result. scale: of X,
-        from forward, as to agree here would wait for the exchange that this matmul is to hide; None if recomputation
-        skipped that forward, and then all ranks agree here, in the same order."""
+        from forward: an all-reduce here would wait for the exchange that this matmul is to hide. It is None only if
+        recomputation skipped that forward: then all ranks agree here, in the same order."""
         (_, columnwise), _ = self.quantise_tokens(x, scale=scale, rowwise=False)
-        out.add_(product(dy[1], columnwise, out.dtype))
+        out.add_(product(dy.columnwise, columnwise, out.dtype))
 
 
 class Fp8Experts(Quantiser):
     """The three products of ep.GroupedLinear, as ep.GroupedMatmul has them: a matrix per expert, rows sorted by expert.
-    In columnwise copies each expert's rows are padded to whole blocks, so these are made apart from rowwise ones, by
-    route. route: an ep.Route."""
+    A columnwise copy is made apart: in it each expert's rows are padded to whole blocks. route: an ep.Route."""
 
     def forward(self, x: Tensor, weight: nn.Parameter, route) -> tuple[Tensor, Tensor | None]:
         (rowwise, _), scale = self.quantise_tokens(x, columnwise=False)
-        return self.multiply(rowwise, self.quantise_weight((weight,))[0], route), scale
+        return self.multiply(rowwise, self.quantise_weight((weight,)).rowwise, route), scale
 
     def prepare_grad(self, dy: Tensor, route) -> tuple[Quantised, list[Quantised]]:
         (rowwise, _), scale = self.quantise_tokens(dy, self.recipe.grad, columnwise=False)
         return rowwise, self.columnwise_by_expert(dy, self.recipe.grad, scale, route)
 
     def dgrad(self, dy: Quantised, weight: nn.Parameter, route) -> Tensor:
-        return self.multiply(dy, self.quantise_weight((weight,))[1], route)
+        return self.multiply(dy, self.quantise_weight((weight,)).columnwise, route)
 
     def wgrad(self, out: Tensor, dy: list[Quantised], x: Tensor, scale: Tensor | None, route) -> None:
         """out [e, out, in] += dY^T X of each expert's rows."""
