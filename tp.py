@@ -2,10 +2,9 @@
 
 Saves: a rank has 1/t of the matrices, embedding and head, with their gradients and optimizer state, and of the
        activations inside a pair of matrices; with sequence parallelism also of those between pairs; it computes 1/t.
-Costs: per layer (two pairs), forward and backward: 4 all-reduces of T H elements. With sequence parallelism 4
-       all-gathers and 4 reduce-scatters, which are as many bytes, and 2 more all-gathers of inputs that are not saved
-       (in a split backward 4). Embedding: an all-reduce in forward; with sequence parallelism a reduce-scatter, and an
-       all-gather in backward. Head: f. Loss: 3 numbers a token.
+Costs: per layer (two pairs), forward and backward: 4 all-reduces of T H elements. With sequence parallelism instead 4
+       all-gathers and 4 reduce-scatters (as many bytes), and 2 more all-gathers of inputs that are not saved (4 in a
+       split backward). The embedding needs a g, the head an f (below), the loss 3 numbers a token.
 Stops helping when: ranks are not on one fast network, since every layer waits for it; or H/t makes too small a matmul.
 
 Matrices come in pairs, S = X A^T, Y = act(S), Z = Y B^T: up and down projection of a feed-forward layer; queries, keys,
@@ -81,7 +80,7 @@ class TensorParallel(NamedTuple):
     """How the ranks of a group share layers. Functions take it as `tp`; without a group nothing is sharded.
 
     sequence: sequence parallelism; between layers each rank has T/t contiguous tokens, in rank order.
-    async_tp: exchanges in steps round a ring, each under the matmul of a shard; needs `sequence` and a plain `mm`.
+    async_tp: exchanges in steps round a ring, each under the matmul of a shard; needs `sequence`; not with FP8.
     """
     group: Group = ALONE
     sequence: bool = False
@@ -128,8 +127,8 @@ class TensorParallel(NamedTuple):
 
 class Matmul:
     """The three products of a linear layer Y = X W^T, where W are weights stacked along their output dimension. fp8.Fp8
-    has the same methods, and multiplies in FP8: there ranks agree on scales, which are returned in order to agree once.
-    """
+    has the same methods, and multiplies in FP8, at scales on which ranks agree: a call that finds one returns it, and
+    others take it, so that they agree once. Here scales are None."""
 
     def forward(self, x: Tensor, weights: Params) -> tuple[Tensor, Any]:
         """(Y, the scale of X)."""
@@ -153,12 +152,12 @@ MATMUL = Matmul()
 
 def gather_and_add(weights: Params, gather: Callable[[Tensor], Pending], shard: Tensor,
                    add: Callable[[Tensor, Tensor], None], defer: bool = True) -> WeightGrad:
-    """Start a weight gradient: gather a shard [T/t, H]. What the caller then computes hides it; next(the result, None)
-    is the second step: add(gradient buffer, what was gathered). In a split backward (zero-bubble pipelines: dX first,
-    weight gradients later) neither is done yet: the shard is queued. defer: False to do without, see param.py."""
+    """Start a weight gradient, which has two steps: gather a shard [T/t, H]; add(gradient buffer, what was gathered).
+    The first is taken now, the second by next(the result, None). In a split backward (zero-bubble pipelines: dX first,
+    weight gradients later) both are queued, and next does nothing. defer: False to queue nothing, see param.py."""
     def steps() -> WeightGrad:
         gathering = gather(shard)
-        yield
+        yield  # meanwhile the caller computes something else, which hides the gather
         gathered = gathering.wait()
         add_to(weights, lambda out: add(out, gathered))
 
@@ -179,7 +178,7 @@ class Column(Function):
         else:
             gathered = tp.gather(x).wait()
             product, ctx.scale = mm.forward(gathered, weights)
-        # The gathered X may stay in a recomputed block, whose backward follows at once, but not in a queue.
+        # The gathered X may stay in a recomputed block, whose backward follows at once, but is too large to queue.
         ctx.saves_gathered = is_recomputing() and not is_deferring()
         ctx.save_for_backward(gathered if ctx.saves_gathered else x)
         return product
@@ -200,8 +199,8 @@ class Column(Function):
 
 
 class Row(Function):
-    """Z = Y B^T, then g: [T, C/t] -> [T/t, H]. skip: zeros of this shape, in a recomputed block whose backward reads no
-    Z."""
+    """Z = Y B^T, then g: [T, C/t] -> [T/t, H]. skip: return zeros instead, in a recomputed block whose backward
+    does not read Z."""
 
     @staticmethod
     def forward(ctx, y, tp, mm, skip, weight):
@@ -223,7 +222,7 @@ class Row(Function):
         else:
             gathered, dz_scale = mm.prepare_grad(tp.gather(dz).wait())
             dy = mm.dgrad(gathered, weights)
-        if is_deferring():  # the gathered dZ would be too large to keep: its shard is queued
+        if is_deferring():  # the gathered dZ is too large to queue: its shard is, to be gathered and quantised again
             gather_and_add(weights, tp.gather, dz,
                            lambda out, dz: mm.wgrad(out, mm.prepare_grad(dz, dz_scale)[0], y, scale))
         else:
@@ -248,7 +247,7 @@ def by_operator(name: str, x: Tensor, *arguments: Any, group: Group, nbytes: int
             from torch.distributed import _symmetric_memory  # noqa: F401, which defines them
             result = getattr(torch.ops.symm_mem, name)(x, *arguments, 0, group.process_group.group_name)
         except (AttributeError, ImportError, RuntimeError) as error:  # such as GPUs without a link
-            if symmetric.get(group.axis) or isinstance(error, torch.OutOfMemoryError):
+            if symmetric.get(group.axis) or isinstance(error, torch.OutOfMemoryError):  # they do run
                 raise
             result, reason = None, str(error).partition("\n")[0]
             if group.rank == 0:
@@ -261,7 +260,7 @@ def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, 
     """(gathered x @ matrix, gathered x): x [T/t, H], matrix [H, R] -> [T, R], [T, H]."""
     n, me = group.size, group.rank
     x, nbytes = x.contiguous(), (n - 1) * x.nbytes
-    if found := by_operator("fused_all_gather_matmul", x, [matrix], group=group, nbytes=nbytes):
+    if (found := by_operator("fused_all_gather_matmul", x, [matrix], group=group, nbytes=nbytes)) is not None:
         gathered, (product,) = found
         return product, gathered
     gathered = x.new_empty(len(x) * n, x.shape[1])
@@ -269,7 +268,7 @@ def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, 
     shards, products = gathered.chunk(n), product.chunk(n)
     shards[me].copy_(x)
     for hop in range(n):
-        owner = (me - hop) % n
+        owner = (me - hop) % n  # of the shard that is here; next comes that of the rank before it
         pending = shift(shards[owner - 1], shards[owner], group) if hop < n - 1 else done(product)
         torch.mm(shards[owner], matrix, out=products[owner])  # while this shard is sent and the next one received
         pending.wait()
