@@ -63,6 +63,8 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
+# ---- counting and watching calls -------------------------------------------------------------------------------------
+
 class Call(NamedTuple):
     """A collective that this rank has called."""
     operation: str
@@ -74,8 +76,8 @@ class Call(NamedTuple):
 sent: Counter[str] = Counter()  # bytes per axis
 calls: Counter[str] = Counter()  # collectives per axis
 
-# The context in which every collective is called and waited for. run/ranks.py puts its flight record in place of this
-# one, which does nothing; from it a watchdog finds out who is missing when ranks wait for ever.
+# The context in which every collective is called and waited for: this one does nothing. run/ranks.py sets one that
+# records calls, from which a watchdog finds out who is missing when ranks wait for ever.
 watch: Callable[[Call | None], AbstractContextManager] = nullcontext
 
 
@@ -91,7 +93,7 @@ class Pending:
     `pending = all_gather(out, x, group, async_op=True)`, then compute something else, then `out = pending.wait()`.
     After `wait` this process may use the result, with NCCL only in later work on the current stream.
 
-    work: None if the collective was synchronous."""
+    work: None if the collective was synchronous; a list if it has several parts, as `shift`."""
 
     def __init__(self, work: dist.Work | list[dist.Work] | None, result: torch.Tensor, *inputs: torch.Tensor,
                  call: Call | None = None):
@@ -178,7 +180,7 @@ def shift(incoming: torch.Tensor, outgoing: torch.Tensor, group: Group) -> Pendi
 
 def send(x: torch.Tensor, peer: int, group: Group) -> Pending:
     """Start to send x to rank `peer` of the group. Two ranks must issue their transfers in the same order."""
-    assert group.size > 1, "a group of one rank has no peer to send to"  # for torch, None is the world
+    assert group.size > 1, "a group of one rank has no peer to send to"  # torch would take None for the world
     assert x.is_contiguous()
     link = group.links.get((group.rank, peer), group.process_group)
     with calling("send", group, x.nbytes, peer) as call:
@@ -195,7 +197,7 @@ def receive(x: torch.Tensor, peer: int, group: Group) -> Pending:
 
 
 # ---- the same into new tensors ---------------------------------------------------------------------------------------
-# Of any tensors, also strided ones. What tensor parallel layers hide is returned as a Pending, as above.
+# Tensors may be strided. gather_rows and reduce_rows, which tensor parallel layers hide, return a Pending, as above.
 
 def sum_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
     """The sum of x over the ranks."""
@@ -221,11 +223,10 @@ def exchange_rows(x: torch.Tensor, output_splits: list[int], input_splits: list[
 # ---- collectives with derivatives ------------------------------------------------------------------------------------
 # A name gives the collective of forward and, after "__", that of backward. Which backward is right depends on how the
 # ranks use the result: where each uses it differently, their gradients are terms of a sum; where all compute the same
-# from it, each rank already has the complete gradient. The first two are f and g in Shoeybi et al. 2019, f and f bar in
-# Korthikanti et al. 2022, who call the third, for sequence parallelism, g.
+# from it, each rank already has the complete gradient.
 
 class Identity__AllReduce(torch.autograd.Function):
-    """x is the same on every rank, and each rank uses it differently."""
+    """x is the same on every rank, and each rank uses it differently (f of Shoeybi et al. 2019)."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -238,7 +239,7 @@ class Identity__AllReduce(torch.autograd.Function):
 
 
 class AllReduce__Identity(torch.autograd.Function):
-    """Every rank has a term of the sum, and all ranks compute the same from the sum."""
+    """Every rank has a term of the sum, and all ranks compute the same from the sum (g of Shoeybi et al. 2019)."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -250,7 +251,7 @@ class AllReduce__Identity(torch.autograd.Function):
 
 
 class AllGather__ReduceScatter(torch.autograd.Function):
-    """Every rank has R of the n R rows, and each rank uses the gathered tensor differently."""
+    """Every rank has R of n R rows, and each uses the gathered tensor differently (g of Korthikanti et al. 2022)."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -280,15 +281,14 @@ class AllToAll__AllToAll(torch.autograd.Function):
 @contextmanager
 def world(device: torch.device | str = "cpu", timeout_s: float = 600,
           store: dist.Store | None = None) -> Iterator[Group]:
-    """The group of all ranks that torchrun started: NCCL on GPUs, gloo on CPUs. store: their key-value store; None:
-    torch finds it.
+    """The group of all ranks that torchrun started: NCCL on GPUs, gloo on CPUs. store: of keys (None: torch's own).
 
     The body of the `with` should be one function call, whose variables are freed when it returns: a gloo group that is
     still referenced when the interpreter exits aborts the process. Buckets and parameters refer to each other and to
     groups, so they are freed by the garbage collector. After an exception nothing is cleaned up: the process exits.
     """
     device = torch.device(device)
-    # A link has two ranks that issue their transfers in the same order, so what torch warns of is meant.
+    # torch warns that a link executes one transfer after the other: it is meant, as both its ranks issue them in order.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     where = dict(backend="nccl", device_id=device) if device.type == "cuda" else dict(backend="gloo")
     dist.init_process_group(**where, store=store, rank=int(os.environ["RANK"]),
