@@ -22,6 +22,7 @@ import torch.distributed as dist
 import collectives
 import config
 from ep import update_biases
+from run import job
 from run.meter import Meter
 
 FILE = Path(__file__).parent / "data" / "baseline.json"
@@ -82,8 +83,7 @@ def train(flags: str) -> dict:
     generator, out = torch.Generator().manual_seed(11), dict(loss=[], norm=[])
     seen = 0
     for _ in range(STEPS):
-        sequences = next(size for size, first in reversed(settings.batch.ramp() or [(settings.batch.global_batch, 0)])
-                         if seen >= first)
+        sequences = job.sequences_at(seen, settings.batch.ramp())
         window = torch.randint(settings.model.vocab, (sequences, settings.batch.seq + 1), generator=generator)
         seen += sequences * settings.batch.seq
         gc.collect()
