@@ -956,9 +956,8 @@ def test_advice_is_the_fewest_ranks_and_the_largest_model(monkeypatch):
     assert search.nearest(run, 8, dict(dp=8, tp=1)) == f"use 128 ranks or --preset {largest}, the largest that fits"
     assert asked[:5] == [*((gpus, dict(tp=1)) for gpus in (16, 32, 64, 128)), (8, dict(dp=8, tp=1))]
     monkeypatch.setattr(search, "fits", lambda run, gpus, given: gpus > 8 * 256)
-    assert search.why_none_fits(run, 8, {}, Counter(a=3, b=5, c=1)) == (
-        "on 8 x h100 with 85.9 GB each, of 9 settings none fits (b: 5, a: 3); model state alone is 1,269.97 GB: "
-        "use more GPUs, a smaller --seq or a smaller model")  # 18 x 70,553,706,496 bytes
+    said = search.why_none_fits(run, 8, {}, Counter(a=3, b=5, c=1))
+    assert "9 settings none fits (b: 5, a: 3)" in said and " 1,269.97 GB: use more GPUs" in said  # 18 x 70,553,706,496
     assert "no grid has these axes" in search.why_none_fits(run, 8, {}, Counter())
 
 
@@ -1106,10 +1105,9 @@ def test_the_grid_that_is_chosen_is_the_best_one_that_was_found():
     settings, reason = auto(MODEL, 16, MACHINES["h100"])
     found, _ = searched()
     best, second = found[:2]
-    assert reason == (
-        f"{search.describe(settings)}: of {len(found)} settings that fit on 16 x h100, predicted to be the fastest: "
-        f"{best.seconds:.3g} s per step, {best.memory / 1e9:.2f} GB, limit {best.limit()}; next "
-        f"{search.describe(second.run.settings)}, {second.seconds:.3g} s")
+    assert reason.startswith(f"{search.describe(settings)}: of {len(found)} settings that fit on 16 x h100, ")
+    assert f"{best.seconds:.3g} s per step, {best.memory / 1e9:.2f} GB, limit {best.limit()}; next " in reason
+    assert reason.endswith(f"{search.describe(second.run.settings)}, {second.seconds:.3g} s")
     again = config.parse([*MODEL.split(), *search.describe(best.run.settings).split()], 16)
     assert (settings.grid, settings.batch, settings.precision) == (again.grid, again.batch, again.precision)
 
