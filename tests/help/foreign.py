@@ -3,7 +3,7 @@
     torchrun --nproc_per_node=2 tests/help/foreign.py WAY FOLDER [FAULT]
 """
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent.par
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from judged import BALANCE, SEQ, SEQUENCES, STEPS, VOCAB, Net, clip, data, summed
+from judged import BALANCE, SEQ, SEQUENCES, STEPS, VOCAB, Net, data, scale, summed, train_steps
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -37,22 +37,28 @@ def adamw(net: nn.Module) -> torch.optim.Optimizer:
 
 
 def one(folder: str, fault: str) -> None:
-    net, record = make(), Record(folder)
-    optimizer = adamw(net)
-    for step in range(STEPS):
-        tokens, labels = data(step)
-        loss_of(net, tokens, labels, (labels >= 0).sum()).backward()
-        record.step(model=net)
-        clip(net)
-        optimizer.step()
-        optimizer.zero_grad()
-    record.close()
+    net = make()
+    train_steps(Record(folder), net, adamw(net), lambda step: backward_of_all(net, step))
 
 
 def loss_of(model: nn.Module, tokens: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
     """This part's terms of the global batch's loss."""
     logits, balancing = model(tokens)
     return summed(logits, labels) / valid + BALANCE * balancing / SEQUENCES
+
+
+def backward_of_all(model: nn.Module, step: int) -> None:
+    tokens, labels = data(step)
+    loss_of(model, tokens, labels, (labels >= 0).sum()).backward()
+
+
+def clip_shards(net: nn.Module, divided: Container[str]) -> None:
+    """divided: names of parameters of which this rank has a part."""
+    squares = torch.zeros(2)
+    for name, p in net.named_parameters():
+        squares[int(name in divided)] += p.grad.square().sum()
+    dist.all_reduce(squares[1])
+    scale(net, squares.sum().sqrt())
 
 
 def micro_batches(step: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -133,20 +139,8 @@ def by_megatron(folder: str, fault: str) -> None:
             box[cut[name]] = slice(rank * size, (rank + 1) * size)
         return name, tuple(box)
 
-    record, optimizer = Record(folder, axes=dict(tp=2), place=place), adamw(net)
-    for step in range(STEPS):
-        tokens, labels = data(step)
-        loss_of(net, tokens, labels, (labels >= 0).sum()).backward()
-        record.step(model=net)
-        squares = torch.zeros(2)
-        for name, param in net.named_parameters():
-            squares[int(name in cut)] += param.grad.square().sum()
-        dist.all_reduce(squares[1])
-        for param in net.parameters():
-            param.grad.mul_((0.1 / (squares.sum().sqrt() + 1e-6)).clamp(max=1))
-        optimizer.step()
-        optimizer.zero_grad()
-    record.close()
+    train_steps(Record(folder, axes=dict(tp=2), place=place), net, adamw(net),
+                lambda step: backward_of_all(net, step), lambda net: clip_shards(net, cut))
 
 
 def megatron(tp: int, **options) -> Any:
@@ -186,8 +180,8 @@ def by_megatron_layers(folder: str, fault: str, sequence: bool) -> None:
     terms = [*net.positions.parameters(), *net.norm.parameters(), net.down.bias]
     if fault == "not reduced" or not sequence and fault != "reduced":
         terms = []
-    optimizer, record = adamw(net), Record(folder, dict(tp=world), lambda name, x: (name, boxes.get(name)))
-    for step in range(STEPS):
+
+    def backward(step: int) -> None:
         tokens, labels = data(step)
         positions = net.positions(torch.arange(SEQ))
         x = net.embed(tokens) + (positions.chunk(world)[rank][:, None] if sequence else positions)  # positions first
@@ -201,15 +195,9 @@ def by_megatron_layers(folder: str, fault: str, sequence: bool) -> None:
         (loss + BALANCE * scores.mean(1).square().sum() / SEQUENCES).backward()
         for p in terms:
             dist.all_reduce(p.grad)
-        record.step(model=net)
-        squares = {name: p.grad.square().sum() for name, p in net.named_parameters()}
-        divided = sum(squares.pop(name) for name in boxes)
-        dist.all_reduce(divided)
-        for p in net.parameters():
-            p.grad.mul_((0.1 / ((divided + sum(squares.values())).sqrt() + 1e-6)).clamp(max=1))
-        optimizer.step()
-        optimizer.zero_grad()
-    record.close()
+
+    train_steps(Record(folder, dict(tp=world), lambda name, x: (name, boxes.get(name))), net, adamw(net), backward,
+                lambda net: clip_shards(net, boxes))
 
 
 def by_megatron_ddp(folder: str, fault: str) -> None:
@@ -217,8 +205,8 @@ def by_megatron_ddp(folder: str, fault: str) -> None:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     config, net, world = megatron(1), make(), dist.get_world_size()
     model = DistributedDataParallel(config, DistributedDataParallelConfig(), net)
-    optimizer, record = adamw(net), Record(folder, dict(dp=world, accumulation=2))
-    for step in range(STEPS):
+
+    def backward(step: int) -> None:
         model.zero_grad_buffer()
         for i, (tokens, labels, valid) in enumerate(micro_batches(step)):
             with model.no_sync() if i == 0 else nullcontext():
@@ -227,11 +215,8 @@ def by_megatron_ddp(folder: str, fault: str) -> None:
         model.finish_grad_sync()
         for p in net.parameters():
             p.grad = p.main_grad
-        record.step(model=net)
-        clip(net)
-        optimizer.step()
-        optimizer.zero_grad()
-    record.close()
+
+    train_steps(Record(folder, dict(dp=world, accumulation=2)), net, adamw(net), backward)
 
 
 def by_transformers(folder: str, fault: str, architecture: str, several: bool) -> None:
@@ -247,8 +232,8 @@ def by_transformers(folder: str, fault: str, architecture: str, several: bool) -
             num_key_value_heads=2, head_dim=4)
         getattr(transformers, f"{architecture}ForCausalLM")(config).save_pretrained(weights)
     model = getattr(transformers, f"{architecture}ForCausalLM").from_pretrained(weights, **options)
-    optimizer, record = adamw(model), Record(folder, dict(accumulation=2) if fault == "accumulated" else {})
-    for step in range(STEPS):
+
+    def backward(step: int) -> None:
         tokens, labels = data(step)
         for part in torch.arange(SEQUENCES).chunk(2 if fault == "accumulated" else 1):
             (summed(model(tokens[part]).logits, labels[part]) / (labels >= 0).sum()).backward()
@@ -256,10 +241,9 @@ def by_transformers(folder: str, fault: str, architecture: str, several: bool) -
             for p in model.parameters():
                 if not isinstance(p, DTensor):
                     dist.all_reduce(p.grad)
-        record.step(model=model)
-        optimizer.step()
-        optimizer.zero_grad()
-    record.close()
+
+    record = Record(folder, dict(accumulation=2) if fault == "accumulated" else {})
+    train_steps(record, model, adamw(model), backward, clip=lambda model: None)
 
 
 def by_torchtitan(folder: str, fault: str, backend: str, tp: int, sequence: bool = False) -> None:
@@ -307,8 +291,8 @@ def by_torchtitan(folder: str, fault: str, backend: str, tp: int, sequence: bool
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
-    optimizer, record = adamw(model), Record(folder)
-    for step in range(STEPS):
+
+    def backward(step: int) -> None:
         tokens, labels = data(step)
         valid, inputs, targets = (labels >= 0).sum(), tokens[mine], labels[mine]
         more = dict(positions=torch.arange(SEQ).expand(inputs.shape))
@@ -317,11 +301,9 @@ def by_torchtitan(folder: str, fault: str, backend: str, tp: int, sequence: bool
         with context():
             divisor = 2 * valid if fault == "divided by ranks" else valid
             (cross_entropy_loss(model(inputs, **more), targets) / divisor).backward()
-        record.step(model=model)
-        utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-    record.close()
+
+    train_steps(Record(folder), model, adamw(model), backward,
+                lambda model: utils.clip_grad_norm_(model.parameters(), 0.1))
 
 
 WAYS = dict(
