@@ -118,7 +118,7 @@ def test_dry_runs_and_formulas_are_of_the_largest_batch_of_a_ramp():
     for kind, nbytes in ("weights", 4), ("gradients", 4), ("optimizer", 8):  # in fp32 weights are their own masters
         assert constant.peak_of_kind[kind] == pytest.approx(nbytes * count, rel=1e-3)
     for flags in small, f"{BASE} --pp 2 --dp 1 --schedule afab":
-        assert formula_of(flags, 2, 0) == formula_of(f"{flags} {batch}", 2, 0)
+        assert formula_of(flags, 2, 0) == formula_of(f"{flags} --global-batch 8 {batch}", 2, 0)
 
 
 def test_choices_that_do_not_divide_are_dealt_in_turn():

@@ -1,6 +1,7 @@
 """The network probe: fits that find latency and bandwidth, slow pairs by name, and the file that plan/ reads."""
 import contextlib
 import io
+import itertools
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from program import python
 
 from bench import probe
+from collectives import Group
 
 
 def samples(latency: float, bandwidth: float, factor: float) -> list[probe.Sample]:
@@ -102,6 +104,20 @@ def short_probe(flags: list[str], local_ranks: int, slow: tuple[int, ...]) -> st
             probe.ring, "exchange", exchange_slowly), contextlib.redirect_stdout(io.StringIO()) as printed:
         probe.probe(*probe.parse(flags, dist.get_world_size()), torch.device("cpu"))
     return printed.getvalue()
+
+
+def payloads_measured_with_a_late_clock() -> int:
+    """How many; the last rank's clock says that time is up long before the others' do."""
+    clock, hours = time.perf_counter, itertools.count()
+    group = Group("world", dist.group.WORLD)
+    with patch.object(probe, "TURNS", 2), patch.object(
+            probe.time, "perf_counter", lambda: clock() + 3600 * (next(hours) if group.rank else 0)):
+        return len(probe.measure_op("all_reduce", group, torch.device("cpu"), 2**16, limit_s=60))
+
+
+def test_ranks_end_a_probe_together_whatever_their_clocks_say(pool):
+    first, second = pool.run(2, "test_probe:payloads_measured_with_a_late_clock")
+    assert first == second == 3
 
 
 def test_a_probe_measures_every_axis_and_writes_the_cluster_file(pool, tmp_path):

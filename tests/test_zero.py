@@ -43,6 +43,14 @@ def step(params: list[nn.Parameter], optimizer: Optimizer, grads: list[torch.Ten
     return optimizer.step(lr)
 
 
+def test_one_rank_has_nothing_to_shard():
+    """So at no level are there weights beside the shard, or gradients that are freed."""
+    for level in range(4):
+        bucket, = make(Spec("w", (8, 8)), level=level)[1].buckets
+        assert bucket.weight_shard.data_ptr() == bucket.weights.data_ptr()
+        assert bucket.grad_shard.data_ptr() == bucket.grad.data_ptr()
+
+
 def test_1024_bf16_gradients_add_up():
     """A bf16 sum would be wrong by a fifth; the fp32 buckets only round each term."""
     params, optimizer = make(Spec("w", (64, 64)), dtype=torch.bfloat16)
