@@ -16,6 +16,7 @@ from program import python
 
 from bench import probe
 from collectives import Group
+from plan.machines import read_machine
 
 
 def samples(latency: float, bandwidth: float, factor: float) -> list[probe.Sample]:
@@ -125,24 +126,18 @@ def test_a_probe_measures_every_axis_and_writes_the_cluster_file(pool, tmp_path)
     arguments = dict(flags=["--out", str(out), "--tp", "2", "--pp", "2"], local_ranks=2, slow=(1, 3))
     printed, *others = pool.run(4, "test_probe:short_probe", **arguments)
     assert not any(others)
+    machine = read_machine(str(out))
+    assert machine.gpus_per_node == 2 and machine.name.startswith("2 x 2 ") and machine.memory_bytes > 1e6
+    assert 1e8 < machine.host_link < 1e12 and 1e8 < machine.host_memory < 1e12
+    assert [(level.name, level.ranks) for level in machine.levels] == [("node", 2), ("network", 4)]
     cluster = json.loads(out.read_text())
-    assert set(cluster) == {"name", "gpus_per_node", "peak_flops", "achieved_fraction", "memory_bytes", "levels",
-                            "host_link_bytes_per_s", "host_memory_bytes_per_s", "measured"}
-    assert 1e8 < cluster["host_link_bytes_per_s"] < 1e12 and 1e8 < cluster["host_memory_bytes_per_s"] < 1e12
-    assert cluster["gpus_per_node"] == 2 and cluster["name"].startswith("2 x 2 ")
-    assert cluster["peak_flops"]["bf16"] > 0 and cluster["achieved_fraction"] is None and cluster["memory_bytes"] > 1e6
-    assert set(cluster["measured"]) == {"date", "backend", "torch", "device"}
-    assert [(level["name"], level["ranks"]) for level in cluster["levels"]] == [("node", 2), ("network", 4)]
-    assert [line for line in printed.splitlines() if "groups at once" in line] == [
-        "node, tp: 2 ranks (0 1); groups at once: 2", "network, pp: 2 ranks (0 2); groups at once: 2"]
+    assert set(cluster["measured"]) == {"date", "backend", "torch", "device"} and cluster["achieved_fraction"] is None
     for level in cluster["levels"]:
-        assert set(level) == {"name", "ranks", "latency_s", "bandwidth_bytes_per_s", "per_collective"}
         assert set(level["per_collective"]) == set(probe.FACTORS)
         for figures in (level, *level["per_collective"].values()):
             assert figures["latency_s"] >= 0 and 0 < figures["bandwidth_bytes_per_s"] < float("inf")
-    row = next(line for line in printed.splitlines() if line.startswith("all_reduce") and " 1,024 " in line)
-    _, nbytes, us, *_, algorithm, bus = row.split()
-    assert float(algorithm) == pytest.approx(1024 / (float(us.replace(",", "")) * 1e3), abs=6e-4) and bus == algorithm
+    assert [line for line in printed.splitlines() if "groups at once" in line] == [
+        "node, tp: 2 ranks (0 1); groups at once: 2", "network, pp: 2 ranks (0 2); groups at once: 2"]
     assert "slow pair: ranks 1 and 3 exchange 1 MiB in " in printed and "pairs between nodes" in printed
     assert printed.endswith(f"written: {out}\n")
 

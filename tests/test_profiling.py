@@ -7,33 +7,20 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from grids import everyone
+from runs import run
 
-import config
 import pp
-import train
-from run import job, log, start
-from run.data import open_samples
+from run import log, start
 from run.meter import Meter
 from schedules import make_plan
 
-
-def run(flags: str) -> None:
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    settings = config.parse("--layers 2 --hidden 32 --heads 2 --ffn 48 --seq 32 --dtype fp32 --sample= --micro-batch 8 "
-                            f"--data {pp.__file__} {flags}".split(), ranks)
-    samples = open_samples(settings, settings.data.data, 0)
-    unseen = samples if settings.data.val_data else None
-    train.train(job.Run(settings, samples, unseen, torch.device("cpu"), "as asked"))
+SEVEN_STEPS = ("--layers 2 --hidden 32 --heads 2 --ffn 48 --seq 32 --dtype fp32 --sample= --micro-batch 8 --steps 7 "
+               f"--data {pp.__file__} --profile")
 
 
-def test_a_trace_names_phases_and_actions(tmp_path, capsys):
-    run(f"--steps 7 --profile {tmp_path / 'traces'}")
-    printed = capsys.readouterr().out
-    rows = printed.split("Self CPU")[2].split("Self CPU time")[0].splitlines()[2:-1]
-    shares = [float(row.split("%")[0].split()[-1]) for row in rows]
-    assert len(rows) == 10 and shares == sorted(shares, reverse=True) and 0 < sum(shares) <= 100
+def test_a_trace_names_phases_and_actions(tmp_path):
+    assert "Self CPU time total" in run(f"{SEVEN_STEPS} {tmp_path / 'traces'}")
     events = json.loads((tmp_path / "traces" / "rank-0.json").read_text())["traceEvents"]
     count = {name: sum(event.get("cat") == "user_annotation" and event["name"] == name for event in events)
              for name in ("F0.0", "F0.1", "B0.1", "forward and backward", "optimizer", "read data", "ProfilerStep#2",
@@ -41,23 +28,22 @@ def test_a_trace_names_phases_and_actions(tmp_path, capsys):
     assert list(count.values()) == [3] * 6 + [0, 1, 1, 0]
 
 
-def test_a_trace_that_a_full_disk_has_no_room_for_is_a_warning(tmp_path, capsys):
+def test_a_trace_that_a_full_disk_has_no_room_for_is_a_warning(tmp_path):
     """Torch says nothing, and leaves a file of another name."""
     (tmp_path / "rank-0.json").touch()
     with patch.object(torch.profiler.profile, "export_chrome_trace", lambda self, path: Path(f"{path}.tmp").touch()):
-        run(f"--steps 7 --profile {tmp_path}")
-    printed = capsys.readouterr()
-    assert "written:" not in printed.out
-    assert f"warning: --profile {tmp_path}: the trace could not be written there: is the disk full?" in printed.err
+        printed = run(f"{SEVEN_STEPS} {tmp_path}")
+    assert "written:" not in printed
+    assert f"warning: --profile {tmp_path}: the trace could not be written there: is the disk full?" in printed
 
 
 @pytest.mark.parametrize("cuda, by", [(False, "self_cpu_time_total"), (True, "self_device_time_total")])
 def test_the_longest_operations_are_those_of_the_device(monkeypatch, tmp_path, capsys, cuda, by):
     monkeypatch.setattr(log, "profile", lambda on_trace_ready, **_: on_trace_ready)
-    averages = SimpleNamespace(table=lambda sort_by, **_: f"by {sort_by}\n")
+    averages = SimpleNamespace(table=lambda sort_by, row_limit, **_: f"{row_limit} by {sort_by}\n")
     profiler = SimpleNamespace(export_chrome_trace=lambda path: Path(path).touch(), key_averages=lambda: averages)
     log.start_profiler(str(tmp_path), 0, cuda)(profiler)
-    assert capsys.readouterr().out == f"by {by}\nwritten: {tmp_path}/rank-0.json\n"
+    assert capsys.readouterr().out == f"10 by {by}\nwritten: {tmp_path}/rank-0.json\n"
 
 
 @pytest.mark.parametrize("rank, steps, dumped_after", [(0, 4, range(1, 5)), (0, 9, range(1, 7)), (1, 9, [])])
