@@ -10,6 +10,7 @@ from pathlib import Path
 import judged
 import pytest
 import torch
+from pool import slow
 from safetensors.torch import load_file
 
 from learn import judge
@@ -32,8 +33,7 @@ FAULTS = [  # the way, the error, what a line must say, the factor and an axis t
     ("fsdp", "permuted", "step 1: weight of up.weight: rows are permuted: blocks 1 0 of 2", None, ""),
     ("dtensor", "norm per tp rank", "step 0: norm: is 1.* times one process's: every replica is counted", None, ""),
     ("pipeline", "loss over pp", "is 0.500 times one process's: pp = 2 is divided by once too often", 0.5, "pp"),
-    ("pipeline", "loss over micro-batches", "is 0.250 times one process's: micro = 4 is divided by", 0.25, "micro"),
-]
+    ("pipeline", "loss over micro-batches", "is 0.250 times one process's: micro = 4 is divided by", 0.25, "micro")]
 
 
 @pytest.fixture(scope="module")
@@ -63,80 +63,64 @@ def test_an_error_is_found_and_its_factor_named(pool, one, way, fault, says, fac
     assert any(re.search(says, line) for line in lines), lines
     if factor:
         assert all(f.factor == pytest.approx(factor, rel=1e-6) and f.axes == (axis,) for f in found) and found
+    if fault == "balance":  # which reaches no gradient of the head
+        assert {f.name for f in found}.isdisjoint({"head.weight", "head.bias"})
 
 
-def test_a_scaled_balance_loss_touches_no_gradient_that_it_does_not_reach(pool, one):
-    assert {f.name for f in findings(pool, one, "ddp", "balance")}.isdisjoint({"head.weight", "head.bias"})
+def recorded(folder: Path, *pieces: Piece, **more: float) -> Run:
+    """A record of one step of one rank."""
+    Record(str(folder)).step(model=pieces, **more)
+    return Run(folder)
 
 
-def record(folder: Path, *parts: tuple, steps: int = 1) -> None:
-    """A record of one rank of which (name, box, weights) are given."""
-    kept = Record(str(folder))
-    for _ in range(steps):
-        kept.step(model=[Piece(name, x, x + 1, box) for name, box, x in parts])
+X, WHOLE = torch.arange(24.0, dtype=torch.float64).view(6, 4), (slice(0, 6), slice(0, 4))
 
 
-def said(tmp_path: Path, *parts: tuple) -> str:
-    x = torch.arange(24.0, dtype=torch.float64).view(6, 4)
-    record(tmp_path / "one", ("x", (slice(0, 6), slice(0, 4)), x))
-    record(tmp_path / "grid", *parts)
-    return "\n".join(judge.lines_of(judge.Judge(Run(tmp_path / "one"), Run(tmp_path / "grid")).findings()))
+def piece(*box: slice, times: float = 1, of: torch.Tensor = X) -> Piece:
+    return Piece("x", times * of[box], times * of[box] + 1, box)
 
 
-def rows(first: int, last: int) -> tuple:
-    return "x", (slice(first, last), slice(0, 4)), torch.arange(24.0, dtype=torch.float64).view(6, 4)[first:last]
-
-
-def test_boxes_must_cover_a_tensor_once(tmp_path):
-    assert said(tmp_path / "a", rows(0, 2), rows(2, 6)) == ""
-    assert said(tmp_path / "b", rows(0, 2), rows(1, 4)) == (
-        "step 0: weight of x: of 24 elements 8 missing on every rank, 4 covered twice")
-    assert said(tmp_path / "c", rows(0, 6), ("y", (slice(0, 1),), torch.ones(1))) == (
-        "step 0: weight of y: one process has none")
-    assert said(tmp_path / "d") == "step 0: weight of x: missing on every rank"
-    assert "rank 0 has [slice(0, 7, None)" in said(
-        tmp_path / "e", ("x", (slice(0, 7), slice(0, 4)), torch.zeros(7, 4, dtype=torch.float64)))
-
-
-def test_a_flat_range_is_a_box_of_one_slice(tmp_path):
-    flat = torch.arange(24.0, dtype=torch.float64)
-    assert said(tmp_path, ("x", (slice(0, 10),), flat[:10]), ("x", (slice(10, 24),), flat[10:])) == ""
-
-
-def test_one_wrong_shard_of_two_is_named(tmp_path):
-    name, box, value = rows(2, 6)
-    assert said(tmp_path, rows(0, 2), (name, box, 3 * value)) == (
-        "step 0: weight of x: differs: rank 0 has 3.000 times it, by 2.0e+00 of the largest element")
-
-
-def test_what_is_not_finite_is_said(tmp_path):
-    assert said(tmp_path, ("x", (slice(0, 6), slice(0, 4)), torch.full((6, 4), torch.nan))) == (
-        "step 0: weight of x: 24 of 24 elements are not finite")
+@pytest.mark.parametrize("pieces, says", [
+    ([piece(slice(0, 2), slice(0, 4)), piece(slice(2, 6), slice(0, 4))], ""),
+    ([piece(slice(0, 10), of=X.flatten()), piece(slice(10, 24), of=X.flatten())], ""),  # flat ranges are boxes, too
+    ([piece(slice(0, 2), slice(0, 4)), piece(slice(1, 4), slice(0, 4))],
+     "step 0: weight of x: of 24 elements 8 missing on every rank, 4 covered twice"),
+    ([piece(*WHOLE), Piece("y", torch.ones(1), torch.ones(1), (slice(0, 1),))],
+     "step 0: weight of y: one process has none"),
+    ([], "step 0: weight of x: missing on every rank"),
+    ([piece(slice(0, 7), slice(0, 4), of=torch.zeros(7, 4, dtype=torch.float64))],
+     "step 0: weight of x: rank 0 has [slice(0, 7, None), slice(0, 4, None)], one process [6, 4]"),
+    ([piece(slice(0, 2), slice(0, 4)), piece(slice(2, 6), slice(0, 4), times=3)],
+     "step 0: weight of x: differs: rank 0 has 3.000 times it, by 2.0e+00 of the largest element"),
+    ([piece(*WHOLE, times=torch.nan)], "step 0: weight of x: 24 of 24 elements are not finite")],
+    ids=["shards", "flat ranges", "twice and never", "unknown", "never", "too large", "one wrong shard", "not finite"])
+def test_boxes_must_cover_a_tensor_once(tmp_path, pieces, says):
+    truth, grid = recorded(tmp_path / "one", piece(*WHOLE)), recorded(tmp_path / "grid", *pieces)
+    assert "\n".join(judge.lines_of(judge.Judge(truth, grid).findings())) == says
 
 
 def test_noise_says_what_is_tolerated(tmp_path):
     x = torch.linspace(1, 2, 24, dtype=torch.float32).view(6, 4)
-    for name, factor in ("one", 1.0), ("other", 1 + 1e-6), ("grid", 1 + 5e-6), ("wrong", 1 + 5e-5):
-        Record(str(tmp_path / name)).step(model=[Piece("x", x, x * factor, (slice(0, 6), slice(0, 4)))])
-    runs = {name: Run(tmp_path / name) for name in ("one", "other", "grid", "wrong")}
-    assert judge.Judge(runs["one"], runs["wrong"]).findings() == []  # 1.2e-4 are tolerated in fp32
-    assert judge.Judge(runs["one"], runs["grid"], runs["other"]).findings() == []
-    assert judge.Judge(runs["one"], runs["wrong"], runs["other"]).findings() != []
+    one, other, grid, wrong = (recorded(tmp_path / str(factor), Piece("x", x, x * factor, WHOLE))
+                               for factor in (1.0, 1 + 1e-6, 1 + 5e-6, 1 + 5e-5))
+    assert judge.Judge(one, wrong).findings() == []  # 1.2e-4 are tolerated in fp32
+    assert judge.Judge(one, grid, other).findings() == []
+    assert judge.Judge(one, wrong, other).findings() != []
 
 
 def test_what_is_nothing_but_rounding_is_no_finding(tmp_path):
     """A gradient that is zero but for rounding, as of a bias of keys, beside others that are not."""
-    x, box = torch.ones(6, 4, dtype=torch.float64), (slice(0, 6), slice(0, 4))
-    for name, tiny in ("one", 1e-17), ("grid", -2e-17), ("wrong", 1e-9):
-        Record(str(tmp_path / name)).step(model=[Piece("x", x, x, box), Piece("bias", x, x * tiny, box)], loss=1.0)
-    assert judge.Judge(Run(tmp_path / "one"), Run(tmp_path / "grid")).findings() == []
-    assert [f.name for f in judge.Judge(Run(tmp_path / "one"), Run(tmp_path / "wrong")).findings()] == ["bias"]
+    x = torch.ones(6, 4, dtype=torch.float64)
+    one, grid, wrong = (
+        recorded(tmp_path / str(tiny), Piece("x", x, x, WHOLE), Piece("bias", x, x * tiny, WHOLE), loss=1.0)
+        for tiny in (1e-17, -2e-17, 1e-9))
+    assert judge.Judge(one, grid).findings() == []
+    assert [f.name for f in judge.Judge(one, wrong).findings()] == ["bias"]
 
 
 def test_a_loss_that_is_no_number_is_one_that_differs(tmp_path):
-    for name, loss in ("one", 1.0), ("grid", float("nan")):
-        Record(str(tmp_path / name)).step(model=[Piece("x", torch.ones(2), torch.ones(2), (slice(0, 2),))], loss=loss)
-    assert [f.kind for f in judge.Judge(Run(tmp_path / "one"), Run(tmp_path / "grid")).findings()] == ["loss"]
+    one, grid = (recorded(tmp_path / str(loss), piece(*WHOLE), loss=loss) for loss in (1.0, float("nan")))
+    assert [f.kind for f in judge.Judge(one, grid).findings()] == ["loss"]
 
 
 def test_other_sizes_of_axes_explain_a_factor():
@@ -147,7 +131,7 @@ def test_other_sizes_of_axes_explain_a_factor():
     assert judge.explain_factor(3.0, dict(dp=4, tp=2))[::2] == ("no axis has this size", ())
 
 
-def test_the_file_works_alone_and_ends_with_the_verdict(tmp_path, one):
+def test_the_file_works_alone_and_ends_with_the_verdict(tmp_path, one, capsys):
     """Copied beside somebody's trainer; a line for what differs, and 0, 1 or 2."""
     copy = tmp_path / "judge.py"
     copy.write_text(Path(judge.__file__).read_text())
@@ -156,8 +140,7 @@ def test_the_file_works_alone_and_ends_with_the_verdict(tmp_path, one):
         return subprocess.run([sys.executable, copy, *map(str, arguments)], cwd=tmp_path, capture_output=True,
                               text=True)
 
-    same = run(one / "one", one / "one")
-    assert (same.returncode, same.stdout) == (0, "")
+    assert judge.main([str(one / "one"), str(one / "one")]) == 0 and capsys.readouterr().out == ""
     wrong = run(one / "one", one / "without", "--json")
     kinds = {found["kind"] for found in json.loads(wrong.stdout)}
     assert wrong.returncode == 1 and kinds == {"gradient", "loss", "norm"}
@@ -167,12 +150,14 @@ def test_the_file_works_alone_and_ends_with_the_verdict(tmp_path, one):
 
 
 def test_a_record_is_not_written_twice_nor_compared_with_another_length(tmp_path):
-    record(tmp_path / "a", rows(0, 6))
-    record(tmp_path / "b", rows(0, 6), steps=2)
+    longer = Record(str(tmp_path / "b"))
+    for _ in range(2):
+        longer.step(model=[piece(*WHOLE)])
+    one = recorded(tmp_path / "a", piece(*WHOLE))
     with pytest.raises(ValueError, match="has a record already"):
         Record(str(tmp_path / "a"))
     with pytest.raises(ValueError, match="has 0 steps, .*b 1: record as many"):
-        judge.Judge(Run(tmp_path / "a"), Run(tmp_path / "b"))
+        judge.Judge(one, Run(tmp_path / "b"))
 
 
 def test_replicas_are_written_once(pool, one):
@@ -185,26 +170,17 @@ def test_terms_of_a_sum_are_summed(pool, tmp_path):
     """As gradients of DTensors that are partial."""
     judged.terms(str(tmp_path / "one"))
     for ranks in 2, 4:
-        pool.run(ranks, "judged:terms", folder=str(tmp_path / f"grid {ranks}"))
-        assert judge.Judge(Run(tmp_path / "one"), Run(tmp_path / f"grid {ranks}")).findings() == []
+        pool.run(ranks, "judged:terms", folder=str(tmp_path / str(ranks)))
+        assert judge.Judge(Run(tmp_path / "one"), Run(tmp_path / str(ranks))).findings() == []
 
 
-def grid_differs(pool, folder: Path, ranks: int, grid: str) -> list[judge.Finding]:
-    judged.ours(str(folder / "one"), model_flags(grid))
-    pool.run(ranks, "judged:ours", folder=str(folder / "grid"), grid=grid)
-    return judge.Judge(Run(folder / "one"), Run(folder / "grid")).findings()
-
-
-@pytest.mark.parametrize("ranks, grid", [(4, "--micro-batch 6 --tp 2 --zero 2 --kv-heads 2"),
-                                         (2, "--micro-batch 6 --pp 2 --schedule zb-h1 --tied")])
-def test_right_grids_of_ours_are_not_accused(pool, tmp_path, ranks, grid):
-    assert grid_differs(pool, tmp_path, ranks, grid) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks, grid", [case for case in (*GRIDS, *MORE, *EXACT) if case[0] > 1])
+@pytest.mark.parametrize("ranks, grid", [
+    (4, "--micro-batch 6 --tp 2 --zero 2 --kv-heads 2"), (2, "--micro-batch 6 --pp 2 --schedule zb-h1 --tied"),
+    *slow(*(case for case in (*GRIDS, *MORE, *EXACT) if case[0] > 1))])
 def test_no_right_grid_is_accused(pool, tmp_path, ranks, grid):
-    assert grid_differs(pool, tmp_path, ranks, grid) == []
+    judged.ours(str(tmp_path / "one"), model_flags(grid))
+    pool.run(ranks, "judged:ours", folder=str(tmp_path / "grid"), grid=grid)
+    assert judge.Judge(Run(tmp_path / "one"), Run(tmp_path / "grid")).findings() == []
 
 
 @pytest.mark.slow

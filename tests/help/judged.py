@@ -3,7 +3,9 @@
 One process is the truth; the others divide the same global batch over two ranks by DistributedDataParallel, FSDP2,
 DTensor's tensor parallelism, pipelining, or along the sequence.
 """
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import grids
 import torch
@@ -73,30 +75,41 @@ def clip(model: nn.Module) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def one(folder: str, micro: int = 1, balance: float = BALANCE) -> None:
-    model = make()
-    optimizer, record = adamw(model), Record(folder)
+def scale(model: nn.Module, norm: Tensor) -> None:
+    """As clip does, where the norm has been computed."""
+    for p in model.parameters():
+        p.grad.mul_((0.1 / (norm + 1e-6)).clamp(max=1))
+
+
+def train_steps(record: Record, model: nn.Module, optimizer: torch.optim.Optimizer, backward: Callable[[int], Any],
+                clip: Callable[[nn.Module], Any] = clip) -> None:
+    """backward: computes a step's gradients, and returns what is recorded besides them, a dict, or None."""
     for step in range(STEPS):
-        (tokens, labels), total = data(step), 0.0
-        valid = (labels >= 0).sum()
-        for part, targets in zip(tokens.chunk(micro), labels.chunk(micro)):
-            logits, balancing = model(part)
-            loss = summed(logits, targets) / valid + balance * balancing / SEQUENCES
-            loss.backward()
-            total += loss.item()
-        norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
-        record.step(loss=total, norm=norm, model=model, optimizer=optimizer)
+        record.step(model=model, **backward(step) or {})
         clip(model)
         optimizer.step()
         optimizer.zero_grad()
     record.close()
 
 
+def one(folder: str, balance: float = BALANCE) -> None:
+    model = make()
+
+    def backward(step: int) -> dict[str, Tensor]:
+        tokens, labels = data(step)
+        logits, balancing = model(tokens)
+        loss = summed(logits, labels) / (labels >= 0).sum() + balance * balancing / SEQUENCES
+        loss.backward()
+        return dict(loss=loss.detach(), norm=torch.cat([p.grad.flatten() for p in model.parameters()]).norm())
+
+    train_steps(Record(folder), model, adamw(model), backward)
+
+
 def ddp(folder: str, fault: str) -> None:
     rank, world, net = dist.get_rank(), dist.get_world_size(), make()
     model, optimizer = DistributedDataParallel(net), adamw(net, fault)
-    record = Record(folder, axes=dict(dp=world, micro=4))
-    for step in range(STEPS):
+
+    def backward(step: int) -> None:
         tokens, labels = (x[rank::world] for x in data(step))
         valid, own = (data(step)[1] >= 0).sum(), (labels >= 0).sum()
         for i in range(2):
@@ -112,85 +125,79 @@ def ddp(folder: str, fault: str) -> None:
         if fault == "reduced twice":
             for p in net.parameters():
                 dist.all_reduce(p.grad)
-        record.step(model=model)
-        clip(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        if fault == "drift" and rank == 1:
-            net.norm.weight.data += 1e-9
-    record.close()
+
+    if fault == "drift" and rank == 1:
+        optimizer.register_step_post_hook(lambda *_: net.norm.weight.data.add_(1e-9))
+    train_steps(Record(folder, axes=dict(dp=world, micro=4)), model, optimizer, backward)
 
 
 def sequence(folder: str, fault: str) -> None:
     """Each rank has half of the tokens of every sequence."""
     rank, world, net = dist.get_rank(), dist.get_world_size(), make()
-    model, optimizer, record = DistributedDataParallel(net), adamw(net), Record(folder, axes=dict(cp=world))
-    for step in range(STEPS):
+    model = DistributedDataParallel(net)
+
+    def backward(step: int) -> None:
         tokens, labels = data(step)
         mine, first = slice(rank * SEQ // world, (rank + 1) * SEQ // world), rank * SEQ // world
         logits, _ = model(tokens[:, mine], 0 if fault == "positions" else first)
         (world * summed(logits, labels[:, mine]) / (labels >= 0).sum()).backward()
-        record.step(model=model)
-        clip(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    record.close()
+
+    train_steps(Record(folder, axes=dict(cp=world)), model, adamw(net), backward)
 
 
 def fsdp(folder: str, fault: str) -> None:
     rank, world, model = dist.get_rank(), dist.get_world_size(), make()
     fully_shard(model, mesh=init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)))
     Record.load(f"{folder}/../one", model)
-    first = model.head.weight.to_local().clone()
-    optimizer, record = adamw(model), Record(folder)
-    for step in range(STEPS):
+    first, optimizer = model.head.weight.to_local().clone(), adamw(model)
+
+    def backward(step: int) -> dict[str, Tensor]:
         tokens, labels = data(step)
         logits, balancing = model(tokens[rank::world])
         loss = summed(logits, labels[rank::world]) / (labels >= 0).sum() + BALANCE * balancing / SEQUENCES
         (world * loss).backward()  # FSDP averages
         total = loss.detach().clone()
         dist.all_reduce(total)
-        record.step(loss=total, model=model)
-        if fault == "local clip":
-            own = torch.cat([p.grad.to_local().flatten() for p in model.parameters()]).norm()
-            for p in model.parameters():
-                p.grad.mul_(0.1 / own.item())
-        else:
-            clip(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        if fault == "stale":
-            model.head.weight.to_local().data.copy_(first)
-        if fault == "permuted":
-            shards = [torch.empty_like(model.up.weight.to_local().data) for _ in range(world)]
-            dist.all_gather(shards, model.up.weight.to_local().data.contiguous())
-            model.up.weight.to_local().data.copy_(shards[rank - 1])
-    record.close()
+        return dict(loss=total)
+
+    def clip_locally(model: nn.Module) -> None:
+        own = torch.cat([p.grad.to_local().flatten() for p in model.parameters()]).norm()
+        for p in model.parameters():
+            p.grad.mul_(0.1 / own.item())
+
+    def permute(*_) -> None:
+        shards = model.up.weight.data.full_tensor().chunk(world)
+        model.up.weight.to_local().data.copy_(shards[rank - 1])
+
+    if fault == "stale":
+        optimizer.register_step_post_hook(lambda *_: model.head.weight.to_local().data.copy_(first))
+    if fault == "permuted":
+        optimizer.register_step_post_hook(permute)
+    train_steps(Record(folder), model, optimizer, backward, clip_locally if fault == "local clip" else clip)
 
 
 def dtensor(folder: str, fault: str) -> None:
     world, model = dist.get_world_size(), make()
     parallelize_module(model, init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)),
                        {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    optimizer, record = adamw(model), Record(folder)
-    for step in range(STEPS):
+
+    def norm() -> Tensor:
+        grads = [p.grad for p in model.parameters()]
+        if fault == "norm per tp rank":
+            mine = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+            squares = sum(grad.square().sum() for grad in mine)
+            dist.all_reduce(squares)
+            return squares.sqrt()
+        wholes = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
+        return torch.cat([whole.flatten() for whole in wholes]).norm()
+
+    def backward(step: int) -> dict[str, Tensor]:
         tokens, labels = data(step)
         logits, balancing = model(tokens)
         (summed(logits, labels) / (labels >= 0).sum() + BALANCE * balancing / SEQUENCES).backward()
-        grads = {n: p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for n, p in model.named_parameters()}
-        if fault == "norm per tp rank":
-            norm = sum(grad.square().sum() for grad in grads.values())
-            dist.all_reduce(norm)
-            norm = norm.sqrt()
-        else:
-            wholes = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
-            norm = torch.cat([whole.flatten() for whole in wholes]).norm()
-        record.step(model=model, norm=norm)
-        for p in model.parameters():
-            p.grad.mul_((0.1 / (norm + 1e-6)).clamp(max=1))
-        optimizer.step()
-        optimizer.zero_grad()
-    record.close()
+        return dict(norm=norm())
+
+    train_steps(Record(folder), model, adamw(model), backward, lambda model: scale(model, norm()))
 
 
 class Half(nn.Module):
@@ -208,23 +215,22 @@ class Half(nn.Module):
 
 def pipeline(folder: str, fault: str) -> None:
     rank, model = dist.get_rank(), Half(make(), dist.get_rank())
-    record = Record(folder, axes=dict(pp=2, micro=4), place=lambda name, x: (name.removeprefix("net."), None))
-    optimizer = adamw(model)
     stage = pipelining.PipelineStage(model, rank, 2, torch.device("cpu"))
-    for step in range(STEPS):
+
+    def backward(step: int) -> None:
         tokens, labels = data(step)
         valid = (labels >= 0).sum() * (2 if fault == "loss over pp" else 1)
-        engine = pipelining.ScheduleGPipe(stage, 4, lambda y, labels, n=valid: summed(y, labels) / n,
+        engine = pipelining.ScheduleGPipe(stage, 4, lambda y, labels: summed(y, labels) / valid,
                                           scale_grads=fault == "loss over micro-batches")
         engine.step(*[tokens] * (rank == 0), target=labels if rank else None)
-        record.step(model=model)
-        norm = sum(p.grad.square().sum() for p in model.parameters())
-        dist.all_reduce(norm)
-        for p in model.parameters():
-            p.grad.mul_((0.1 / (norm.sqrt() + 1e-6)).clamp(max=1))
-        optimizer.step()
-        optimizer.zero_grad()
-    record.close()
+
+    def clip_halves(model: nn.Module) -> None:
+        squares = sum(p.grad.square().sum() for p in model.parameters())
+        dist.all_reduce(squares)
+        scale(model, squares.sqrt())
+
+    record = Record(folder, axes=dict(pp=2, micro=4), place=lambda name, x: (name.removeprefix("net."), None))
+    train_steps(record, model, adamw(model), backward, clip_halves)
 
 
 def run(way: str, folder: str, fault: str = "") -> None:
