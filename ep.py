@@ -46,9 +46,11 @@ from recompute import Recompute, decide_once, is_recomputing
 
 class Copies(NamedTuple):
     """C copies of N tokens, sorted by destination: a rank, or an expert. `sort_copies` makes them of a table [N, w],
-    which has a row for each token, with its destinations. Above, rank 0's table of ranks for a b c is [[0 1] [- 1]
-    [0 -]]; of it come the copies a c | a b: cells = [0 4 1 3], w = 2, by_token = [0 2 3 1] and starts = [0 2 3]."""
-    cells: Tensor  # [C], the flat index in that table of each copy's destination; the copy's token is cells // w
+    which has a row for each token, with its destinations. Rank 0's above, of ranks:
+
+        table      a: 0 1   b: - 1   c: 0 -      cells      0  4 | 1  3      copy i is of token cells[i] // w
+        copies     a  c  |  a  b                 by_token   0  2 | 3  | 1    those of a, of b and of c; starts 0 2 3"""
+    cells: Tensor  # [C], the flat index in that table of each copy's destination
     width: int  # w: n for copies to ranks; k for copies to experts, so that cells are also those of gates [N, k]
     by_token: Tensor  # [C], the copies, sorted by token
     starts: Tensor  # [N], where the copies of each token start in by_token

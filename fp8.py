@@ -110,11 +110,12 @@ def quantise_blocks(x: Tensor, dtype: torch.dtype, pow2: bool, height: int = 1) 
 
 def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None, pow2: bool = False, rowwise: bool = True,
              columnwise: bool = True, tiles: bool = False) -> Copies:
-    """Copies of x [T, K], the last dimension padded with zeros to a multiple of 128; with one scale only the T of the
-    columnwise one is padded, to a multiple of 16.
+    """Copies of x [T, K], padded with zeros; on a GPU one kernel reads x once.
 
-    scale: one for the whole tensor. None: each copy has 1 x 128 blocks of its own; with `tiles` both have the same 128
-    x 128 blocks, and T and K must be multiples of 128. On a GPU one kernel reads x once.
+        scale   tiles   scales                                     rowwise [T, K]     columnwise [K, T]
+        one             one for the whole tensor                   as it is           T to a multiple of 16
+        None            one per 1 x 128 block of each copy         K to one of 128    T to one of 128
+        None    True    one per 128 x 128 block, alike in both     T and K must be multiples of 128
     """
     if copies := try_kernel(x, lambda kernels: kernels.quantise(
             x, dtype, scale, SMALLEST, pow2, rowwise, columnwise, tiles)):

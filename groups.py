@@ -43,6 +43,7 @@ def build_groups(grid: Grid, model: Model, timeout_s: float = 600) -> Groups:
     for axis, members in members_of_axes(grid, model, len(everyone)).items():
         if max(map(len, members)) == 1:
             continue
+        # One with the same ranks serves, unless both carry much traffic, of different kinds.
         kinds = {kind for kind, axes in TRAFFIC.items() if axis in axes}
         shared = next((one for one in made if one["members"] == members and len(one["kinds"] | kinds) <= 1), None)
         if not shared:

@@ -187,7 +187,7 @@ class Muon:
     def update(self, grads: Sequence[Pending], *, lr: float, weight_decay: float,
                found_inf: Tensor) -> Iterator[None]:
         """Update the weights of all buckets by the grads of their shards; nothing changes if found_inf is 1. A
-        generator: up to `yield` it starts the all-to-all of momenta, which what the caller does then hides."""
+        generator: it starts the all-to-all of momenta and yields; what the caller computes then hides it."""
         applied = found_inf == 0  # as the host does not read it, all is computed, and then not applied
         shards = [self.add_to_momentum(bucket, grad.wait(), applied) for bucket, grad in zip(self.buckets, grads)]
         self.to_owners.start(lambda piece: shards[piece.bucket][piece.place])

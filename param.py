@@ -19,8 +19,9 @@ sink    The object that collects a parameter's gradient: its flat bucket. `sink.
             layer's backward ──► accumulate_grad(params, add)      ──► add(out), now or in backward_weight
                              ──► start_weight_grad(params, ...)  ──► the same, if tensors must be gathered first
 
-ready   `sink.ready(param)` is called once per backward pass (split or not), when it has accumulated its gradient of
-        `param`. The bucket counts the calls; the last one of the step starts its reduction.
+ready   `sink.ready(param)` is called once per backward pass that has accumulated its gradient of `param`, by a hook of
+        autograd's or, of a split backward, by backward_weight. The bucket counts the calls; the last one of the step
+        starts its reduction.
 
 Shapes: t tensor parallel ranks, K key and value heads, F ffn, H hidden.
 """
@@ -72,7 +73,7 @@ class Spec:
     decay: bool = True  # whether weight decay applies
     mean: float = 0.0  # of the normal distribution that initial values are drawn from
     std: float = 0.0  # 0: all initial values are `mean`
-    matrices: int = 1  # of how many equal ones it is a stack, along the first dimensions; 0: a table (muon.py)
+    matrices: int = 1  # how many equal matrices it is a stack of, along the first dimensions; 0: no matrix to muon.py
 
     @property
     def partial_axes(self) -> tuple[str, ...]:

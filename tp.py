@@ -127,8 +127,8 @@ class TensorParallel(NamedTuple):
 
 class Matmul:
     """The three products of a linear layer Y = X W^T, where W are weights stacked along their output dimension. fp8.Fp8
-    has the same methods, and multiplies in FP8, at scales on which ranks agree: a call that finds one returns it, and
-    others take it, so that they agree once. Here scales are None."""
+    has the same methods, and multiplies in FP8. There ranks must agree on scales, and do so once: forward returns that
+    of X, which wgrad takes; prepare_grad that of dY, which it takes if it is called again. Here scales are None."""
 
     def forward(self, x: Tensor, weights: Params) -> tuple[Tensor, Any]:
         """(Y, the scale of X)."""

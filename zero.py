@@ -70,7 +70,7 @@ class ShardedBucket(Bucket):
             self.spans.append((self.offset[first], stop, first.spec))
         # Of --dp-replicate (levels 1 to 3) "dp" is one replica's ranks only, and "replicate" those with the same shard.
         self.shards, self.replicas = (self.group, groups["replicate"]) if level else (ALONE, self.group)
-        self.level = level if self.shards.size > 1 else 0
+        self.level = level if self.shards.size > 1 else 0  # one shard is no sharding
         self.numel = padded_elements(self.numel, self.shards.size)
         length, dtype = self.numel // self.shards.size, self.params[0].dtype
         self.shard = slice(self.shards.rank * length, (self.shards.rank + 1) * length)
