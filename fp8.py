@@ -72,8 +72,8 @@ class Quantised(NamedTuple):
         return Quantised(data.mT.contiguous(), self.scales.mT.contiguous() if self.scales.ndim else self.scales)
 
 
-class Copies(NamedTuple):
-    """Of X or dY [T, K], those that were asked for; of a weight W both."""
+class Layouts(NamedTuple):
+    """Copies of X or dY [T, K], those that were asked for; of a weight W both."""
     rowwise: Quantised | None  # [T, K], or W
     columnwise: Quantised | None  # [K, T], or W^T
 
@@ -109,7 +109,7 @@ def quantise_blocks(x: Tensor, dtype: torch.dtype, pow2: bool, height: int = 1) 
 
 
 def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None, pow2: bool = False, rowwise: bool = True,
-             columnwise: bool = True, tiles: bool = False) -> Copies:
+             columnwise: bool = True, tiles: bool = False) -> Layouts:
     """Copies of x [T, K], padded with zeros; on a GPU one kernel reads x once.
 
         scale   tiles   scales                                     rowwise [T, K]     columnwise [K, T]
@@ -119,12 +119,12 @@ def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None, pow2: b
     """
     if copies := try_kernel(x, lambda kernels: kernels.quantise(
             x, dtype, scale, SMALLEST, pow2, rowwise, columnwise, tiles)):
-        return Copies(*(None if copy is None else Quantised(*copy) for copy in copies))
+        return Layouts(*(None if copy is None else Quantised(*copy) for copy in copies))
     if scale is None and not tiles:
-        return Copies(quantise_blocks(x, dtype, pow2) if rowwise else None,
-                      quantise_blocks(x.t(), dtype, pow2) if columnwise else None)
+        return Layouts(quantise_blocks(x, dtype, pow2) if rowwise else None,
+                       quantise_blocks(x.t(), dtype, pow2) if columnwise else None)
     q = quantise_blocks(x, dtype, pow2, BLOCK) if tiles else quantise_at_scale(x, scale, dtype)
-    return Copies(q if rowwise else None, q.transpose() if columnwise else None)
+    return Layouts(q if rowwise else None, q.transpose() if columnwise else None)
 
 
 def dequantise(q: Quantised, dtype: torch.dtype) -> Tensor:
@@ -210,7 +210,7 @@ class Quantiser:
                  weight_amax_groups: tuple[Group, ...] = (), cached: bool = True):
         self.recipe, self.dtype, self.cached = recipe, dtype, cached
         self.amax_groups, self.weight_amax_groups = amax_groups, weight_amax_groups
-        self.cache: dict[Params, tuple[list, Copies]] = {}
+        self.cache: dict[Params, tuple[list, Layouts]] = {}
 
     def agreed_scale(self, x: Tensor, dtype: torch.dtype, groups: tuple[Group, ...]) -> Tensor | None:
         """One scale for a tensor sharded over these groups: an all-reduce of amax, which every rank must call. None if
@@ -223,13 +223,13 @@ class Quantiser:
         return scale_of(amax, dtype, self.recipe.pow2)
 
     def quantise_tokens(self, x: Tensor, dtype: torch.dtype = E4M3, scale: Tensor | None = None,
-                        **which: bool) -> tuple[Copies, Tensor | None]:
+                        **which: bool) -> tuple[Layouts, Tensor | None]:
         """(copies of X or dY, their scale). scale: if it is known already. which: rowwise, columnwise of `quantise`."""
         if scale is None:
             scale = self.agreed_scale(x, dtype, self.amax_groups)
         return quantise(x, dtype, scale, self.recipe.pow2, **which), scale
 
-    def quantise_weight(self, weights: Params) -> Copies:
+    def quantise_weight(self, weights: Params) -> Layouts:
         """Copies of matrices, one's rows after the other's, or of one parameter [e, R, C]."""
         # ZeRO writes into the flat buffer and then counts `generation` up; a parameter's own edits show in _version.
         state = [(weight.generation, weight._version) for weight in weights]
@@ -242,8 +242,8 @@ class Quantiser:
         if w.ndim == 3:  # all experts' rows were quantised at once, but each expert's matrix is transposed
             data, scales = copies.rowwise
             experts = Quantised(data.view(w.shape), scales.unflatten(0, (len(w), -1)) if scales.ndim else scales)
-            copies = Copies(experts, experts.transpose())
-        copies = Copies(*map(pad_tile_scales, copies))
+            copies = Layouts(experts, experts.transpose())
+        copies = Layouts(*map(pad_tile_scales, copies))
         if self.cached:
             self.cache[weights] = state, copies
         return copies
@@ -259,15 +259,15 @@ class Fp8(Quantiser):
         (rowwise, _), scale = self.quantise_tokens(x, columnwise=False)
         return product(rowwise, self.quantise_weight(weights).rowwise, self.dtype, fast=not self.recipe.blocks), scale
 
-    def prepare_grad(self, dy: Tensor, scale: Tensor | None = None) -> tuple[Copies, Tensor | None]:
+    def prepare_grad(self, dy: Tensor, scale: Tensor | None = None) -> tuple[Layouts, Tensor | None]:
         """(copies of dY, for dgrad and for wgrad; its scale). scale: if it is known already."""
         return self.quantise_tokens(dy, self.recipe.grad, scale)
 
-    def dgrad(self, dy: Copies, weights: Params) -> Tensor:
+    def dgrad(self, dy: Layouts, weights: Params) -> Tensor:
         """dX = dY W."""
         return product(dy.rowwise, self.quantise_weight(weights).columnwise, self.dtype)
 
-    def wgrad(self, out: Tensor, dy: Copies, x: Tensor, scale: Tensor | None = None) -> None:
+    def wgrad(self, out: Tensor, dy: Layouts, x: Tensor, scale: Tensor | None = None) -> None:
         """out += dY^T X. This moves 16 bytes per element of out, as F.scaled_mm cannot add to its result. scale: of X,
         from forward: an all-reduce here would wait for the exchange that this matmul is to hide. It is None only if
         recomputation skipped that forward: then all ranks agree here, in the same order."""

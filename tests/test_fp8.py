@@ -86,7 +86,7 @@ def emulated(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, recipe: fp8.Rec
 
 def by_the_kernel(x, dtype, scale=None, pow2=False, rowwise=True, columnwise=True, tiles=False):
     both = kernels.quantise(x, dtype, scale, SMALLEST, pow2, rowwise, columnwise, tiles)
-    return fp8.Copies(*(None if one is None else Quantised(*one) for one in both))
+    return fp8.Layouts(*(None if one is None else Quantised(*one) for one in both))
 
 
 def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 1e-12) -> bool:
