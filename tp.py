@@ -25,7 +25,7 @@ shard of X and gathers X once more in backward, where a column parallel layer hi
     network    ├─ all-gather X ─┤ ├─ reduce-scatter dX ─┤
     compute    ├─ dX = dS A ────┤ ├─ dA += dS^T X ──────┤
 
-Shoeybi et al. 2019 (Megatron-LM: f, g); Korthikanti et al. 2022 (sequence parallelism); Wang et al. 2023 (the ring).
+Shoeybi et al. 2019 (f, g); Korthikanti et al. 2022 (sequence parallelism: g, g bar); Wang et al. 2023 (the ring).
 Shapes: t ranks, T tokens of a micro-batch (flat), H hidden, V vocabulary, R rows or C columns of a whole weight.
 [T/t, H] is [T, H] without sequence parallelism.
 """

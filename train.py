@@ -179,7 +179,7 @@ def forward_backward(model: Llama, optimizer: Optimizer, micro_batches: list[Mic
 
     def forward(stage: int, k: int, x: torch.Tensor | None) -> torch.Tensor:
         batch = micro_batches[k]
-        # The fused loss computes its gradients in forward, and so is told there what its own will be in backward.
+        # The fused loss computes its gradients in forward, so it takes there the one that it will get in backward.
         y = model(batch.tokens, batch.positions, batch.documents, stage=stage, x=x, labels=batch.labels,
                   next_tokens=batch.next_tokens, next_labels=batch.next_labels, loss_grad=loss_grad,
                   aux_loss_scale=aux_loss_scale)

@@ -204,7 +204,7 @@ def test_rows_of_kernels_run_and_agree_with_fp64(row):
         is_right(row.measure())
 
 
-KEYS = ["torch's flash", "cuDNN", "flash.py"]
+KEYS = ["cuDNN", "flash.py"]
 SMALL_ROWS = [  # function, arguments, its contenders
     *(("scaled_mm", (kind,), None) for kind in ("one scale", "1 x 128 by 128 x 128", "1 x 128 by 1 x 128")),
     ("addmm", (), None), ("norm_programs", (), 3), ("loss", (300, 64), ["ours", "compiled", "eager"]),
