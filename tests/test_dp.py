@@ -1,4 +1,4 @@
-"""Buckets: what is in them, when they are sent, how much is sent."""
+"""Buckets: what is in them. tests/test_zero.py counts what is sent, and when."""
 import contextlib
 import io
 import re
@@ -6,17 +6,13 @@ import re
 import grids
 import pytest
 import torch
-import torch.distributed as dist
 from grids import NO_GROUPS
-from pool import slow
 from torch import nn
 
-import collectives
 import dp
 from collectives import ALONE
-from dp import Bucket, assign_to_buckets
+from dp import assign_to_buckets
 from param import Spec, parameter
-from run.meter import Meter
 
 
 class Unit(nn.Module):
@@ -67,72 +63,6 @@ def test_a_parameter_gets_a_gradient_from_each_stage_that_uses_it():
         assert list(table.values()) == [grads] and {n for bucket in others for n in bucket.values()} == {1}
 
 
-# ---- what a step sends ----------------------------------------------------------------------------------------------
-
-def elements_sent(flags: str) -> tuple[int, int, float, list[str]]:
-    """Of one step: gradient reductions, parameters, elements a rank sends for them, the names of all collectives."""
-    world = dist.get_world_size()
-    settings = grids.settings_of(flags, world)
-    groups, model, optimizer = grids.build(settings)
-    collectives.sent.clear()
-    with Meter(memory=False) as meter:
-        grids.forward_backward(settings, groups, model, optimizer, *grids.batches(settings)[0])
-    sizes = [torch.Size(call.shape).numel() for call in meter.collectives if call.name == "allreduce_"]
-    gradients = [count for count in sizes if count > 1]
-    sent = sum(gradients) * 2 * (world - 1) / world
-    counted = collectives.sent["dp"] / 8
-    assert abs(counted - sent) <= len(sizes), "the bytes in the metrics are those that were dispatched, rounded down"
-    return len(gradients), sum(p.numel() for p in model.parameters()), sent, [call.name for call in meter.collectives]
-
-
-@pytest.mark.parametrize("ranks", [2, 3, *slow(4, 8)])
-@pytest.mark.parametrize("accumulated", [1, 2])
-def test_a_step_sends_2P_once_whatever_the_micro_batches(pool, ranks, accumulated):
-    flags = f"--micro-batch {48 // ranks // accumulated} --bucket-mb 0 --ffn 53"  # sizes no number of ranks divides
-    for reductions, parameters, sent, calls in pool.run(ranks, "test_dp:elements_sent", flags=flags):
-        assert reductions == 5, "embedding, three blocks, head"
-        assert sent == 2 * parameters * (ranks - 1) / ranks
-        assert set(calls) == {"allreduce_"}
-
-
-def order_of_events() -> list[str]:
-    """Gradients as they arrive and reductions as they are started, in one step of two micro-batches."""
-    groups = NO_GROUPS | {"world": grids.everyone(), "data": grids.everyone(), "dp": grids.everyone()}
-    events = []
-
-    class LoggedBucket(Bucket):
-        def ready(self, param):
-            events.append(param.spec.name)
-            super().ready(param)
-
-        def reduction(self):
-            events.append(f"send {self.name}")
-            yield from super().reduction()
-
-    units = [Unit(Spec(f"layers.{i}", (4, 4))) for i in range(3)]
-    buckets = [LoggedBucket(params, groups) for params in assign_to_buckets({0: units}, 0, {})]
-    for unit in units:
-        unit.weights[0].data = torch.eye(4, dtype=torch.float64)
-    for bucket in buckets:
-        bucket.begin_step(2)
-    for _ in range(2):
-        x = torch.ones(4, dtype=torch.float64)
-        for unit in units:
-            x = unit.weights[0] @ x
-        x.sum().backward()
-    for bucket in buckets:
-        events.append("finish")
-        bucket.finish_step()
-    return events
-
-
-def test_a_bucket_is_sent_by_its_last_gradient_before_backward_ends(pool):
-    for events in pool.run(2, "test_dp:order_of_events"):
-        assert events == ["layers.2", "layers.1", "layers.0",
-                          "layers.2", "send layers.2", "layers.1", "send layers.1", "layers.0", "send layers.0",
-                          "finish", "finish", "finish"]
-
-
 def demo() -> str:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         dp.demo(grids.everyone())
@@ -147,21 +77,3 @@ def test_the_demo_sends_each_gradient_or_three_together_as_soon_as_they_are_comp
         assert [name for name, _ in found] == list("654321")
         assert [int(count.replace(",", "")) for _, count in found] == pytest.approx([n * nbytes for n in sent], abs=6)
     assert not any(others)
-
-
-def sums_of_two_steps() -> list[list[float]]:
-    """Of a parameter whose gradient is 1 on rank 0 and 10 on rank 1, in each of two micro-batches."""
-    unit, sums = Unit(Spec("a", (3,))), []
-    unit.weights[0].data = torch.ones(3, dtype=torch.float64)
-    bucket = Bucket({unit.weights[0]: 1}, NO_GROUPS | {"dp": grids.everyone()})
-    for _ in range(2):
-        bucket.begin_step(2)
-        for _ in range(2):
-            (unit.weights[0].sum() * 10 ** dist.get_rank()).backward()
-        bucket.finish_step()
-        sums.append(bucket.grad.tolist())
-    return sums
-
-
-def test_each_step_sums_over_ranks_and_micro_batches_and_begins_at_zero(pool):
-    assert pool.run(2, "test_dp:sums_of_two_steps") == [[[22.0] * 3] * 2] * 2

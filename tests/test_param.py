@@ -1,6 +1,7 @@
 """Specs and boxes, initial values, and the entry for gradients."""
 import weakref
-from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,26 +10,11 @@ import param
 from param import Spec, boxes, draw, is_first_replica, local_box, parameter
 
 
-@dataclass
-class Coordinate:
-    """A group as far as a Spec needs one: its size, and this rank's coordinate."""
-    n: int
-    i: int
-
-    @property
-    def size(self):
-        return self.n
-
-    @property
-    def rank(self):
-        return self.i
-
-
 def ranks(**axes: int) -> list[dict]:
-    """The groups of every rank of a grid with these axes."""
+    """The groups of every rank of a grid with these axes, as far as a Spec needs them."""
     grid = [{}]
     for axis, n in axes.items():
-        grid = [groups | {axis: Coordinate(n, i)} for groups in grid for i in range(n)]
+        grid = [groups | {axis: SimpleNamespace(size=n, rank=i)} for groups in grid for i in range(n)]
     return grid
 
 
@@ -101,21 +87,17 @@ def test_a_parameter_has_no_memory_of_its_own():
 
 # ---- the entry for gradients -----------------------------------------------------------------------------------------
 
-class Times(torch.autograd.Function):
-    """x times w. The closure of w's gradient holds a tensor that requires gradients, as a careless layer's would."""
+class Layer(torch.autograd.Function):
+    """x times a weight; `backward` is given the result's gradient, and returns that of x."""
 
     @staticmethod
-    def forward(ctx, x, w, kept, defer):
-        ctx.save_for_backward(x)
-        ctx.w, ctx.kept, ctx.defer = w, kept, defer
-        return x * w
+    def forward(ctx, x, weight, backward):
+        ctx.run = backward
+        return x * weight
 
     @staticmethod
     def backward(ctx, grad):
-        x, = ctx.saved_tensors
-        kept = ctx.kept
-        param.accumulate_grad(ctx.w, lambda out: out.add_((grad * x).sum() + 0 * kept.sum()), ctx.defer)
-        return grad * ctx.w, None, None, None
+        return ctx.run(grad), None, None
 
 
 class Bucket:
@@ -146,10 +128,17 @@ def weights():
 
 
 def loss(x, weights, defer=True):
-    """(x w0 w1)**2 of which w0 is used twice and the last factor by plain autograd."""
+    """x w0 w0 w1, of which the last factor is used by plain autograd. The closure of w0's gradient holds a tensor that
+    requires gradients, as a careless layer's would."""
     kept = torch.ones(3, requires_grad=True)
-    y = Times.apply(Times.apply(x, weights[0], kept, defer), weights[0], kept, defer)
-    return (y * weights[1]).sum()  # = x w0^2 w1
+
+    def times(x, weight):
+        def backward(grad):
+            param.accumulate_grad(weight, lambda out: out.add_((grad * x).sum() + 0 * kept.sum()), defer)
+            return grad * weight
+        return Layer.apply(x, weight, backward)
+
+    return (times(times(x, weights[0]), weights[0]) * weights[1]).sum()
 
 
 def test_without_a_sink_gradients_are_in_grad(weights):
@@ -182,26 +171,19 @@ def test_weight_gradients_wait_until_they_are_asked_for(weights):
 def test_what_deferred_gradients_read_is_freed_one_by_one(weights):
     alive, seen = [], []
 
-    class Layer(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight):
-            ctx.weight = weight
-            return x.clone()
+    def backward(weight, grad):
+        activation = grad.clone()
+        alive.append(weakref.ref(activation))
 
-        @staticmethod
-        def backward(ctx, grad):
-            activation = grad.clone()
-            alive.append(weakref.ref(activation))
-
-            def add(out):
-                seen.append(sum(reference() is not None for reference in alive))
-                out.add_(activation.sum())
-            param.accumulate_grad(ctx.weight, add)
-            return grad, None
+        def add(out):
+            seen.append(sum(reference() is not None for reference in alive))
+            out.add_(activation.sum())
+        param.accumulate_grad(weight, add)
+        return grad
 
     y = torch.tensor([5.0], requires_grad=True)
     for weight in (*weights, weights[0]):
-        y = Layer.apply(y, weight)
+        y = Layer.apply(y, weight, partial(backward, weight))
     param.backward_input((0, 0), y, None)
     param.backward_weight((0, 0))
     assert seen == [3, 2, 1]
@@ -220,22 +202,17 @@ def test_a_weight_gradient_in_two_steps_is_between_them_while_its_caller_compute
         seen.append(f"add {name}")
         param.add_to((weight,), lambda out: out.add_(1.0))
 
-    class Layer(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, name, weight):
-            ctx.name, ctx.weight = name, weight
-            return x * weight
-
-        @staticmethod
-        def backward(ctx, grad):
-            adding = param.start_weight_grad((ctx.weight,), steps(ctx.name, ctx.weight))
-            seen.append(f"input {ctx.name}")
-            next(adding, None)
-            return grad * ctx.weight, None, None
+    def backward(name, weight, grad):
+        adding = param.start_weight_grad((weight,), steps(name, weight))
+        seen.append(f"input {name}")
+        next(adding, None)
+        return grad * weight
 
     def loss():
         x = torch.ones(1, requires_grad=True)
-        return Layer.apply(Layer.apply(Layer.apply(x, "a", weights[0]), "b", weights[1]), "c", weights[0])
+        for name, weight in zip("abc", (*weights, weights[0])):
+            x = Layer.apply(x, weight, partial(backward, name, weight))
+        return x
 
     loss().backward()
     assert [event for event in seen if "ready" not in event] == [
@@ -256,19 +233,13 @@ def test_what_must_not_be_deferred_is_not(weights):
 
 
 def test_weight_gradients_of_a_failed_step_are_not_computed_in_the_next(weights):
-    class Failing(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise FloatingPointError("in the middle of a backward")
+    def fail(grad):
+        raise FloatingPointError("in the middle of a backward")
 
     x = torch.tensor([5.0], requires_grad=True)
     param.backward_input((0, 0), loss(x, weights), None)
     with pytest.raises(FloatingPointError):
-        param.backward_input((0, 1), loss(Failing.apply(x), weights), None)
+        param.backward_input((0, 1), loss(Layer.apply(x, 1, fail), weights), None)
     assert param.queued_keys() == [] and not param.is_deferring() and weights[0].grad is None
     param.backward_input((0, 1), loss(x, weights), None)
     param.backward_weight((0, 1))
@@ -284,19 +255,12 @@ def test_a_parameter_has_one_sink(weights):
 def test_a_parameter_used_alone_and_with_others_is_ready_once(weights):
     bucket = attach_bucket(weights)
 
-    class Both(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, a, b):
-            ctx.weights = a, b
-            return x * a * b
+    def backward(grad):
+        param.accumulate_grad(tuple(weights), lambda out: out.add_(1.0))
+        param.accumulate_grad(weights[0], lambda out: out.add_(1.0))
+        return grad
 
-        @staticmethod
-        def backward(ctx, grad):
-            param.accumulate_grad(ctx.weights, lambda out: out.add_(1.0))
-            param.accumulate_grad(ctx.weights[0], lambda out: out.add_(1.0))
-            return grad, None, None
-
-    param.backward_input((0, 0), Both.apply(torch.ones(1, requires_grad=True), *weights), None)
+    param.backward_input((0, 0), Layer.apply(torch.ones(1, requires_grad=True), weights[0], backward), None)
     param.backward_weight((0, 0))
     assert len(bucket.heard) == 2 and [bucket.grads[weight].item() for weight in weights] == [2.0, 1.0]
 

@@ -347,18 +347,6 @@ def test_a_wrong_request_is_one_line(flags, says):
         timeline.main(flags.split())
 
 
-@pytest.mark.parametrize("color", [False, True])
-@pytest.mark.parametrize("m", [8, 12, 102])
-def test_a_picture_cuts_no_number(color, m):
-    plan = make_plan("zb-h1", 2, m)
-    for line, actions in zip(timeline.draw(simulate(plan), color, columns=10_000).splitlines(), plan.ranks):
-        boxes = re.sub(r"\033\[[0-9;]*m", "", line).split()[2:]
-        assert boxes == [f"{'' if color else op}{k}" for op, _, k in actions]
-    for line in timeline.draw(simulate(plan), color, columns=250).splitlines():  # where numbers do not fit: the op
-        boxes = set(re.sub(r"\033\[[0-9;]*m", "", line).split()[2:])
-        assert boxes <= {f"{'' if color else op}{k}" for op, _, k in plan.ranks[0]} | {"F", "I", "W"}
-
-
 def test_a_long_step_is_drawn_smaller(capsys):
     timeline.main("--costs 1000,1,1 --pp 2 --schedule 1f1b".split())
     assert all(len(line) <= 120 for line in capsys.readouterr().out.splitlines()[1:])

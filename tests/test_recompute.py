@@ -173,16 +173,6 @@ def test_the_papers_own_layer_gives_the_papers_numbers(name):
     assert percent * (model + 3 * recomputed) == pytest.approx(row.hfu, abs=0.2)  # as the paper counts
 
 
-def test_what_the_paper_counts_as_recomputed_is_three_times_what_runs_again():
-    """GPT-3, 2.7% and 0.9%: the paper's hardware FLOPs have the core twice, forward and backward."""
-    h, s, layer = 12288, 2048, gpt_layer(12288, 96, 2048)
-    ours = recomputed_flops(layer, "selective") / (3 * forward_flops(layer))
-    papers = (1 + s / (3 * h)) / (1 + s / (6 * h)) - 1
-    assert ours == pytest.approx(0.009, abs=5e-4) and papers == pytest.approx(0.027, abs=5e-4)
-    assert papers == pytest.approx(3 * ours, rel=1e-12)
-    assert 1 - saved_bytes(layer, "selective") / saved_bytes(layer, "none") == pytest.approx(0.70, abs=5e-3)
-
-
 def saved_and_flops(run, x: torch.Tensor, weights: list[torch.Tensor]) -> tuple[int, int]:
     """Bytes that live between forward and backward besides x and the result, and FLOPs of both."""
     meter = Meter()

@@ -2,17 +2,18 @@
 import contextlib
 import io
 import weakref
+from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import grids
-import pairs
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from exact import Broken
+from grids import LATENT
 from pool import slow
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed import _symmetric_memory as symmetric_memory
@@ -39,7 +40,6 @@ from run.sampling import sample
 from tp import IGNORED, MATMUL, Column, Row, TensorParallel
 
 SHAPE = "--layers 2 --hidden 48 --heads 8 --kv-heads 4 --head-dim 6 --ffn 40 --seq 24 --global-batch 2 --dtype fp64"
-LATENT = pairs.LATENT
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -96,23 +96,26 @@ class PairOfLayers:
         return [y[part], dx[part], dc[:, self.columns], dab[self.columns]]
 
 
-def pair(sequence: bool, async_tp: bool) -> list[float]:
-    """The largest relative errors of a column and row parallel pair against the dense computation."""
+def pair() -> dict[tuple, list[float]]:
+    """The largest relative errors of a column and row parallel pair against the dense computation, for each way."""
     layers = PairOfLayers(24, 10, 48, 24)
-    how = TensorParallel(layers.group, sequence, async_tp)
     x, ab, c = (whole.clone().requires_grad_() for whole in (layers.x, layers.ab, layers.c))
     y = torch.tanh(torch.tanh(x) @ ab.T) @ c.T
     y.backward(layers.up)
-    wanted = layers.part(how, y, x.grad, c.grad, ab.grad)
-    return [((got - want).abs().max() / want.abs().max()).item() for mode in ("none", "selective")
-            for got, want in zip(layers.run(how, MATMUL, mode), wanted)]
+    errors = {}
+    for sequence, async_tp in [(False, False), (True, False), (True, True)][:3 if layers.group.size > 1 else 1]:
+        how = TensorParallel(layers.group, sequence, async_tp)
+        wanted = layers.part(how, y, x.grad, c.grad, ab.grad)
+        errors |= {(sequence, async_tp, mode): [((got - want).abs().max() / want.abs().max()).item()
+                                                for got, want in zip(layers.run(how, MATMUL, mode), wanted)]
+                   for mode in ("none", "selective")}
+    return errors
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, *slow(4, 8)])
-@pytest.mark.parametrize("sequence, async_tp", [(False, False), (True, False), (True, True)])
-def test_a_pair_of_matrices_equals_the_dense_one(pool, n, sequence, async_tp):
-    for errors in pool.run(n, "test_tp:pair", sequence=sequence and n > 1, async_tp=async_tp and n > 1):
-        assert max(errors) < 1e-13, errors
+def test_a_pair_of_matrices_equals_the_dense_one(pool, n):
+    for errors in pool.run(n, "test_tp:pair"):
+        assert max(map(max, errors.values())) < 1e-13, errors
 
 
 def rounded(sequence: bool) -> list[float]:
@@ -319,7 +322,7 @@ def test_fp8_hides_the_same_exchanges(pool, recipe):
 # ---- the vocabulary -------------------------------------------------------------------------------------------------
 
 def losses(vocab: int, scale: float) -> dict[str, float]:
-    """Errors of the vocabulary parallel loss and its gradient, with and without z-loss."""
+    """Errors of the vocabulary parallel loss and its gradient, with and without z-loss, of logits of this scale."""
     group = grids.everyone()
     n, me = group.size, group.rank
     shard, T = shard_slice(vocab, n, me), 40
@@ -346,12 +349,14 @@ def losses(vocab: int, scale: float) -> dict[str, float]:
     return out
 
 
+def losses_of_vocabularies() -> list[dict[str, float]]:
+    return [losses(vocab, scale) for vocab in (97, 257) for scale in (1.0, 1e4)]
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, *slow(4, 8)])
-@pytest.mark.parametrize("vocab", [97, 257])
-def test_the_loss_and_its_gradient_equal_the_dense_ones(pool, n, vocab):
-    for scale in (1.0, 1e4):
-        for errors in pool.run(n, "test_tp:losses", vocab=vocab, scale=scale):
-            assert max(errors.values()) < 1e-12, errors
+def test_the_loss_and_its_gradient_equal_the_dense_ones(pool, n):
+    for errors in sum(pool.run(n, "test_tp:losses_of_vocabularies"), []):
+        assert max(errors.values()) < 1e-12, errors
 
 
 def fused_heads(sequence: bool, without: int) -> list[tuple]:
@@ -402,8 +407,7 @@ def test_a_fused_head_on_ranks_equals_the_dense_one(pool, sequence, without):
 def step(flags: str) -> dict:
     """What one forward and backward of a model sends, makes and keeps on this rank, and its gradients."""
     settings = config.parse(f"{SHAPE} --data {__file__} {flags}".split(), dist.get_world_size())
-    groups = build_groups(settings.grid, settings.model)
-    model, optimizer = grids.built(settings, groups, "fp64")
+    groups, model, optimizer = grids.build(settings)
     tokens = torch.randint(settings.model.vocab, (2, 24), generator=torch.Generator().manual_seed(0))
     tokens, labels, positions, _ = cp.shard_sequences(tokens, tokens, None, None, settings.grid.cp, groups["cp"].rank)
     longest, copies, exchange = 0, 0, ep.exchange_counts
@@ -442,28 +446,30 @@ def step(flags: str) -> dict:
         grads=[bucket.grad.clone() for bucket in optimizer.buckets], formula=activation_bytes(settings, 8))
 
 
-def calls_a_layer(pool, flags: str) -> dict[str, list[int]]:
-    """Bytes of every collective that one more layer brings, by kind: those of three layers less those of two."""
-    few, many = ([call for call in pool.run(2, "test_tp:step", flags=f"{flags} --tp 2 --layers {layers}")[0]["calls"]
-                  if len(call.shape) == 2 and call.shape[0] > 2] for layers in (2, 3))
-    out = {}
-    for kind in {call.name for call in many}:
-        both = [sorted(call.bytes for call in calls if call.name == kind) for calls in (few, many)]
-        out[kind] = both[1][:len(both[1]) - len(both[0])]
-    return out
+GATHERS, SCATTERS, SUMS = "_allgather_base_", "_reduce_scatter_base_", "allreduce_"
+LAYER = {  # how often a layer sends all activations
+    "--sp off": {SUMS: 4},
+    # Sent of an all-reduce is 2 (n-1)/n, of a gather or scatter (n-1)/n: the same but for the two that save memory.
+    **dict.fromkeys(("--recompute none", "--recompute selective"), {GATHERS: 4 + 2, SCATTERS: 4}),
+    # A layer that runs again repeats neither its last sum nor, just before it is needed, a gather.
+    "--recompute full": {GATHERS: 4 + 2, SCATTERS: 4 + 1},
+    # Shared inputs: the sum after attention is repeated, and the input gathered (flat, hence not counted here).
+    "--recompute full --sp off": {SUMS: 4 + 1}}
+
+
+def sent_by_a_layer() -> dict[str, Counter]:
+    """How often which collective, and of how many bytes, is in a step of three layers, but not in one of two."""
+    def calls(flags: str) -> Counter:
+        return Counter((call.name, call.bytes) for call in step(f"--tp 2 {flags}")["calls"]
+                       if len(call.shape) == 2 and call.shape[0] > 2)
+    return {flags: calls(f"{flags} --layers 3") - calls(f"{flags} --layers 2") for flags in LAYER}
 
 
 def test_a_layer_sends_what_the_papers_say(pool):
-    whole = 2 * 24 * 48 * 8  # T H in fp64
-    assert calls_a_layer(pool, "--sp off") == {"allreduce_": 4 * [whole]}
-    gathers, scatters = "_allgather_base_", "_reduce_scatter_base_"
-    # Sent of an all-reduce is 2 (n-1)/n, of a gather or scatter (n-1)/n: the same but for the two that save memory.
-    for mode in ("none", "selective"):
-        assert calls_a_layer(pool, f"--recompute {mode}") == {gathers: (4 + 2) * [whole], scatters: 4 * [whole]}
-    # A layer that runs again repeats neither its last sum nor, just before it is needed, a gather.
-    assert calls_a_layer(pool, "--recompute full") == {gathers: (4 + 2) * [whole], scatters: (4 + 1) * [whole]}
-    # Shared inputs: the sum after attention is repeated, and the input gathered (flat, hence not counted here).
-    assert calls_a_layer(pool, "--recompute full --sp off") == {"allreduce_": (4 + 1) * [whole]}
+    nbytes = 2 * 24 * 48 * 8  # T H in fp64
+    for found in pool.run(2, "test_tp:sent_by_a_layer"):
+        assert found == {flags: {(name, nbytes): count for name, count in calls.items()}
+                         for flags, calls in LAYER.items()}
 
 
 def sampled(flags: str) -> tuple[torch.Tensor, int]:
@@ -488,7 +494,7 @@ def test_stages_of_tensor_parallel_ranks_sample_what_one_rank_does(pool):
             assert torch.equal(tokens, want) and counted == 0
 
 
-@pytest.mark.parametrize("n, flags", [(2, ""), (2, "--tied"), (2, "--sp off"), (4, "--kv-heads 2 --sp async")])
+@pytest.mark.parametrize("n, flags", [(2, ""), (2, "--tied --sp off"), (4, "--kv-heads 2 --sp async")])
 def test_no_rank_sees_a_row_of_logits(pool, n, flags):
     for i, seen in enumerate(pool.run(n, "test_tp:step", flags=f"--tp {n} --layers 1 --vocab 4001 {flags}")):
         part = shard_slice(4001, n, i)
@@ -505,9 +511,9 @@ def steps(flags: str) -> list[dict]:
 
 @pytest.mark.parametrize("attention", ["auto", pytest.param("math", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("n, flags", [
-    (1, ""), (1, "--qk-norm"), (1, "--mtp"), (2, "--qkv-bias"), (2, "--mtp"), (2, "--sp off --qk-norm"), (1, LATENT),
-    (2, LATENT), (2, "--kv-heads 1 --qk-norm --sp off"), (2, f"{LATENT} --q-lora-rank 0 --v-head-dim 10 --sp off"),
-    *slow((4, "--kv-heads 2"), (8, "--kv-heads 2"))])
+    (1, ""), (1, "--mtp"), (2, "--qkv-bias"), (2, LATENT), (2, "--kv-heads 1 --qk-norm --sp off"),
+    (2, f"{LATENT} --q-lora-rank 0 --v-head-dim 10 --sp off"),
+    *slow((1, "--qk-norm"), (2, "--mtp"), (1, LATENT), (4, "--kv-heads 2"), (8, "--kv-heads 2"))])
 def test_a_rank_keeps_what_the_formula_says_and_recomputation_changes_no_bit(pool, n, flags, attention):
     """To the byte, as storages that live between forward and backward; recomputation adds the FLOPs that it says."""
     model = config.parse(f"{SHAPE} {flags}".replace("--sp off", "").split()).model
@@ -522,10 +528,10 @@ def test_a_rank_keeps_what_the_formula_says_and_recomputation_changes_no_bit(poo
                 assert seen["flops"] - plain["flops"] == 2 * 48 * recomputed_flops(layer, mode) / n
 
 
-@pytest.mark.parametrize("n, flags", [(2, "--cp 2"), (2, "--cp 2 --cp-style ring --attention math"),
-                                      (4, "--cp 2 --tp 2 --cp-style ring"), (2, "--cp 2 --cp-style ulysses"),
-                                      (2, f"--cp 2 {LATENT}"),
-                                      *slow((4, "--cp 4 --cp-style ring --attention math"),
+@pytest.mark.parametrize("n, flags", [(2, "--cp 2"), (4, "--cp 2 --tp 2 --cp-style ring"),
+                                      (2, "--cp 2 --cp-style ulysses"), (2, f"--cp 2 {LATENT}"),
+                                      *slow((2, "--cp 2 --cp-style ring --attention math"),
+                                            (4, "--cp 4 --cp-style ring --attention math"),
                                             (4, "--cp 4 --cp-style ring --cp-ulysses 2"),
                                             (4, "--cp 4 --kv-heads 2 --cp-style ulysses"))])
 def test_a_context_parallel_rank_keeps_its_part(pool, n, flags):
@@ -597,9 +603,8 @@ def by_operators(works: bool) -> tuple[list[bool], str]:
     return [*same, not works or got_sent == sent], out.getvalue()
 
 
-@pytest.mark.parametrize("n", [2, 4])
-def test_operators_on_symmetric_memory_compute_what_the_ring_does(pool, n):
-    assert pool.run(n, "test_tp:by_operators", works=True) == n * [([True] * 4, "")]
+def test_operators_on_symmetric_memory_compute_what_the_ring_does(pool):
+    assert pool.run(3, "test_tp:by_operators", works=True) == 3 * [([True] * 4, "")]
 
 
 def test_where_they_do_not_run_the_ring_does_it_and_one_line_says_so(pool):

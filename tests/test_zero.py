@@ -6,16 +6,15 @@ from types import SimpleNamespace
 import grids
 import pytest
 import torch
-from grids import NO_GROUPS
+from grids import MIXTRAL, NO_GROUPS
 from pool import slow
 from torch import nn
 
 import zero
 from collectives import ALONE
-from groups import build_groups
 from param import Spec, draw, parameter, stacked_view
 from run import dryrun
-from test_grids import MIXTRAL, compare, model_flags, truth
+from test_grids import compare, model_flags, truth
 from zero import Optimizer
 
 
@@ -26,6 +25,11 @@ class Unit(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x @ self.weights[0]).tanh() @ self.weights[1]
+
+
+def sharded() -> dict:
+    """Groups in which all ranks share each unit's weights."""
+    return NO_GROUPS | {"world": grids.everyone(), "dp": grids.everyone()}
 
 
 def make(*specs: Spec, dtype=torch.float32, **settings) -> tuple[list[nn.Parameter], Optimizer]:
@@ -83,8 +87,7 @@ def test_parameters_treated_alike_are_one_span_and_neighbours_stay_neighbours():
 @pytest.mark.parametrize("me", [0, 2])
 def test_shards_of_an_odd_number_of_ranks_begin_at_multiples_of_16_bytes(me):
     with dryrun.fake_world(3, me):
-        groups = NO_GROUPS | {"world": grids.everyone(), "dp": grids.everyone()}
-        bucket = Optimizer({0: [Unit(Spec("a", (7, 5)), dtype=torch.bfloat16)]}, groups, level=1).buckets[0]
+        bucket = Optimizer({0: [Unit(Spec("a", (7, 5)), dtype=torch.bfloat16)]}, sharded(), level=1).buckets[0]
     assert bucket.numel == 48 and bucket.shard == slice(me * 16, me * 16 + 16)  # of 35 weights
     assert (bucket.weight_shard.data_ptr() - bucket.weights.data_ptr()) % 16 == 0
 
@@ -129,7 +132,7 @@ def test_buckets_of_tensor_parallel_ranks_have_one_layout(flags):
     for rank in range(2):
         with dryrun.fake_world(8, rank), dryrun.fake_tensors():
             settings = grids.settings_of(f"--tp 2 --dp 4 --micro-batch 4 --vocab 101 {flags}", 8)
-            model, optimizer = grids.built(settings, build_groups(settings.grid, settings.model))
+            *_, optimizer = grids.build(settings)
             layouts.append([(bucket.numel, [(param.spec.name, bucket.offset[param]) for param in bucket.params])
                             for bucket in optimizer.buckets])
     assert layouts[0] == layouts[1]
@@ -150,26 +153,6 @@ def test_a_step_that_is_not_finite_changes_nothing(rule, bad, clip):
     assert optimizer.steps == 1
     step([param], optimizer, [torch.ones(2, 3)])
     assert bucket.master.isfinite().all() and not torch.equal(before["master"], bucket.master)
-
-
-CHAINS = [[(2, "--zero 3"), (4, "--zero 1 --dp-replicate 2")], [(3, "--zero 2 --bucket-mb 0"), (1, "")]]
-
-
-@pytest.mark.parametrize("model", ["", " --optimizer muon"])
-def test_state_leaves_one_grid_and_enters_another(pool, model):
-    """After every step weights, moments and counts are loaded on the next grid, and training equals one process. By way
-    of files, and with biases of routers, tests/test_checkpoint.py shows it."""
-    want = truth(model.strip())
-    for chain in CHAINS:
-        state = None
-        for step, (ranks, flags) in enumerate(chain):
-            results = pool.run(ranks, "grids:run", grid=f"--micro-batch 4 {flags}{model}", first=step, last=step + 1,
-                               state=state)
-            state = {what: grids.whole([result[what] for result in results]) for what in ("params", "m", "v")}
-            state["extra_state"] = {name: number for result in results
-                                    for name, number in result["extra_state"].items()}
-        for what in ("params", "m", "v"):
-            compare(state[what], want[what], what)
 
 
 def test_a_step_without_a_gradient_is_refused():
@@ -196,40 +179,36 @@ def test_weights_that_are_resharded_too_often_are_noticed():
         optimizer.buckets[0].reshard()
 
 
-def first_unit(requires_grad: bool) -> None:
-    """A step at level 3 of a unit whose backward reads its weights."""
-    groups = {"world": grids.everyone(), "replicate": ALONE, "dp": grids.everyone()}
-    unit, x = Unit(Spec("a", (3, 3), std=1.0), Spec("b", (3, 3), std=1.0)), torch.ones(2, 3)
-    optimizer = Optimizer({0: [unit]}, groups, level=3)
-    optimizer.load(draw(0))
-    optimizer.begin_step(1)
-    if requires_grad:
-        unit(x.requires_grad_()).sum().backward()
+def gathered_after_forward() -> list[list[int]]:
+    """Elements of each unit's weights that are whole between the forward and the backward of a stage at level 3: of one
+    without, and one with the head."""
+    found = []
+    for has_head in False, True:
+        units = [Unit(Spec(f"{i}.a", (3, 3), std=1.0), Spec(f"{i}.b", (3, 3), std=1.0)) for i in range(3)]
+        optimizer = Optimizer({0: units}, sharded(), level=3, head=units[-1] if has_head else None)
+        optimizer.load(draw(0))
+        optimizer.begin_step(1)
+        y = nn.Sequential(*units)(torch.ones(2, 3, requires_grad=True))
+        found.append([bucket.weights.untyped_storage().nbytes() // 4 for bucket in optimizer.buckets])
+        y.sum().backward()
         optimizer.finish_step()
-    else:
-        with pytest.raises(ValueError, match="ZeRO level 3: the input of Unit does not require grad"):
-            unit(x)
-
-
-def gathered_after_forward(has_head: bool) -> list[int]:
-    """Elements of each unit's weights that are whole between the forward and the backward of a stage at level 3."""
-    groups = {"world": grids.everyone(), "replicate": ALONE, "dp": grids.everyone()}
-    units = [Unit(Spec(f"{i}.a", (3, 3), std=1.0), Spec(f"{i}.b", (3, 3), std=1.0)) for i in range(3)]
-    optimizer = Optimizer({0: units}, groups, level=3, head=units[-1] if has_head else None)
-    optimizer.load(draw(0))
-    optimizer.begin_step(1)
-    y = nn.Sequential(*units)(torch.ones(2, 3, requires_grad=True))
-    whole = [bucket.weights.untyped_storage().nbytes() // 4 for bucket in optimizer.buckets]
-    y.sum().backward()
-    optimizer.finish_step()
-    return whole
+    return found
 
 
 def test_at_level_3_only_the_head_stays_whole_from_forward_to_backward(pool):
     """Its backward follows at once, for which the unit before it is prefetched. A pipeline stage without the head runs
     its backward much later."""
-    assert pool.run(2, "test_zero:gathered_after_forward", has_head=False) == [[0, 0, 0]] * 2
-    assert pool.run(2, "test_zero:gathered_after_forward", has_head=True) == [[0, 32, 32]] * 2  # 18 weights, padded
+    assert pool.run(2, "test_zero:gathered_after_forward") == 2 * [[[0, 0, 0], [0, 32, 32]]]  # 18 weights, padded
+
+
+def test_at_level_3_an_input_without_gradient_is_refused():
+    """Its unit's backward would never be announced."""
+    with dryrun.fake_world(2, 0):
+        unit = Unit(Spec("a", (3, 3)), Spec("b", (3, 3)))
+        optimizer = Optimizer({0: [unit]}, sharded(), level=3)
+        optimizer.begin_step(1)
+        with pytest.raises(ValueError, match="ZeRO level 3: the input of Unit does not require grad"):
+            unit(torch.ones(2, 3))
 
 
 def test_at_level_3_the_next_units_weights_are_gathered_while_a_unit_computes():
@@ -248,9 +227,8 @@ def test_at_level_3_the_next_units_weights_are_gathered_while_a_unit_computes():
 
     seen = []
     with dryrun.fake_world(2, 0):
-        groups = NO_GROUPS | {"world": grids.everyone(), "dp": grids.everyone()}
         units = [Watched(Spec(f"{i}.a", (3, 3)), Spec(f"{i}.b", (3, 3))) for i in range(4)]
-        optimizer = Optimizer({0: units}, groups, level=3)
+        optimizer = Optimizer({0: units}, sharded(), level=3)
         for _ in range(2):  # the second time after an evaluation, which must leave nothing gathered
             optimizer.begin_step(1)
             nn.Sequential(*units)(torch.ones(2, 3, requires_grad=True)).sum().backward()
@@ -267,16 +245,10 @@ def test_new_values_wait_for_a_gather_of_the_old_ones(monkeypatch):
     monkeypatch.setattr(zero, "all_gather", lambda *_, **__: (
         events.append("gather"), SimpleNamespace(wait=lambda: events.append("wait")))[1])
     with dryrun.fake_world(2, 0):
-        groups = NO_GROUPS | {"world": grids.everyone(), "dp": grids.everyone()}
-        optimizer = Optimizer({0: [Unit(Spec("a", (4, 4)))]}, groups, level=1)
+        optimizer = Optimizer({0: [Unit(Spec("a", (4, 4)))]}, sharded(), level=1)
         for _ in range(2):
             optimizer.load(lambda spec, box: (events.append("read"), torch.ones([s.stop - s.start for s in box]))[1])
     assert events == ["read", "gather", "wait", "read", "wait", "gather"]
-
-
-@pytest.mark.parametrize("requires_grad", [True, False])
-def test_at_level_3_an_input_without_gradient_is_refused_unless_it_is_token_ids(pool, requires_grad):
-    pool.run(2, "test_zero:first_unit", requires_grad=requires_grad)
 
 
 # ---- collectives ----------------------------------------------------------------------------------------------------
@@ -287,9 +259,10 @@ def test_elements_sent_are_those_of_the_stage(pool, n, accumulated):
     """Times n/(n-1): 2P, 2P, (A+1)P, and 3AP less two all-gathers: the first unit's backward reads no weights, and the
     last unit's directly follows its forward. Gradients are sent in fp32, weights in the run's dtype."""
     batch = f"--global-batch {n * accumulated} --micro-batch 1"
+    levels = [f"--zero {level} {batch}" for level in range(4)]
     for dtype in (torch.float32, torch.bfloat16) if n > 2 else (torch.float32 if accumulated == 1 else torch.bfloat16,):
-        for level in (0, 1, 2, 3):
-            for seen in pool.run(n, "sharding:sent", flags=f"--zero {level} {batch}", dtype=dtype):
+        for level, *ranks in zip(range(4), *pool.run(n, "sharding:sent", lines=levels, dtype=dtype), strict=True):
+            for seen in ranks:
                 assert len(seen["padded"]) == 6 and not seen["others"]
                 P, first, last, A = sum(seen["padded"]), seen["padded"][0], seen["padded"][-1], accumulated
                 gradients = seen["by_op"]["_reduce_scatter_base_"] / 4
@@ -343,8 +316,7 @@ def test_every_collective_is_waited_for_before_its_tensors_are_used(pool, ranks,
 def summed_over_micro_batches(dtype: torch.dtype) -> float:
     """What one gradient of 1, followed by 300 of 2^-9, add up to on two ranks at level 2."""
     unit = Unit(Spec("a", (4, 4)), Spec("b", (4, 4)))
-    optimizer = Optimizer({0: [unit]}, NO_GROUPS | {"world": grids.everyone(), "dp": grids.everyone()}, level=2,
-                          reduce_dtype=dtype)
+    optimizer = Optimizer({0: [unit]}, sharded(), level=2, reduce_dtype=dtype)
     optimizer.load(lambda spec, box: torch.ones([s.stop - s.start for s in box]))
     optimizer.begin_step(301)
     for grad in (1.0, *[2**-9] * 300):
@@ -365,7 +337,7 @@ def test_gradients_that_are_sent_to_nobody_are_not_rounded():
     assert optimizer.buckets[0].grad_shard.unique().tolist() == [torch.tensor(1 / 3).item()]
 
 
-@pytest.mark.parametrize("flags", ["--zero 0", "--zero 2", "--zero 3 --dp-replicate 2"])
+@pytest.mark.parametrize("flags", ["--zero 0", "--zero 3 --dp-replicate 2"])
 def test_gradients_sent_in_bf16_take_half_the_bytes_and_are_rounded_once_a_reduction(pool, flags):
     """Half a unit in the last place (2^-9) of each rank's term, and of each partial sum of n ranks."""
     exact, rounded = (pool.run(4, "sharding:reduced", flags=f"{flags} --reduce-dtype {dtype}")
@@ -379,16 +351,15 @@ def test_gradients_sent_in_bf16_take_half_the_bytes_and_are_rounded_once_a_reduc
 
 
 def test_a_hybrid_sums_over_replicas_what_a_rank_owns_once(pool):
-    for level in (1, 2, 3):
-        flags = f"--zero {level} --dp-replicate 2 --global-batch 12 --micro-batch 1"
-        for seen in pool.run(4, "sharding:sent", flags=flags, dtype=torch.float32):
-            assert seen["n"] == 2 and seen["by_op"]["allreduce_"] / 4 == 2 * sum(seen["padded"]) / 2
+    levels = [f"--zero {level} --dp-replicate 2 --global-batch 12 --micro-batch 1" for level in (1, 2, 3)]
+    for seen in sum(pool.run(4, "sharding:sent", lines=levels, dtype=torch.float32), []):
+        assert seen["n"] == 2 and seen["by_op"]["allreduce_"] / 4 == 2 * sum(seen["padded"]) / 2
 
 
 def test_a_table_that_two_stages_of_a_rank_use_is_reduced_once_a_micro_batch(pool):
     """zb-v has the embedding and the head on one rank. Each backward of a micro-batch adds to the tied table."""
     flags = "--tied --pp 2 --schedule zb-v --layers 4 --zero 2 --global-batch 8 --micro-batch 1"
-    for seen in pool.run(4, "sharding:sent", flags=flags, dtype=torch.float32):
+    for seen, in pool.run(4, "sharding:sent", lines=[flags], dtype=torch.float32):
         assert seen["by_op"]["_reduce_scatter_base_"] / 4 == 4 * sum(seen["padded"])
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
+import pairs
 import torch
 import torch.distributed as dist
 
@@ -29,6 +30,8 @@ from run.data import MicroBatch, Samples
 BASE = ("--layers 3 --hidden 40 --heads 8 --kv-heads 4 --head-dim 6 --ffn 56 --vocab 97 --seq 24 --global-batch 48 "
         "--dtype fp64 --steps 2 --warmup 0 --lr-schedule constant --lr 0.003 --clip 0.2 --weight-decay 0.3 "
         "--data " + __file__)
+MIXTRAL, DEEPSEEK = pairs.MIXTRAL.format(20), pairs.DEEPSEEK.format(12)  # what makes experts' models of it
+LATENT = pairs.LATENT  # and one that attends to latents
 STEPS = 2
 SEPARATORS = 9  # tokens below it begin documents
 NO_GROUPS = {axis: collectives.Group(axis) for axis in AXES}  # of a process without others
@@ -118,14 +121,15 @@ def recorded() -> Iterator[list[Call]]:
         yield calls
 
 
-def build(settings: config.Config) -> tuple:
-    """(groups, model, optimizer) of this rank, also without any process group."""
+def build(settings: config.Config, dtype: str = "", device: str = "cpu", filled: bool = True) -> tuple:
+    """(groups, model, optimizer) of this rank, also without any process group, filled with the seed's weights. dtype:
+    other than the settings'."""
     groups = build_groups(settings.grid, settings.model)
-    return groups, *built(settings, groups)
+    return groups, *built(settings, groups, dtype, device, filled)
 
 
 def built(settings: config.Config, groups, dtype: str = "", device: str = "cpu", filled: bool = True) -> tuple:
-    """(model, optimizer), filled with the seed's weights. dtype: other than the settings'."""
+    """Of `build`, where groups are there already."""
     if dtype:
         settings = copy.copy(settings)
         settings.precision = replace(settings.precision, dtype=dtype)
@@ -141,8 +145,7 @@ def ready(flags: str, dtype: str = "", base: str = BASE, fp8: str = "") -> tuple
     line refuses in runs in fp64."""
     settings = config.parse(f"{base} {flags}".split(), everyone().size)
     settings.precision.fp8 = fp8 or settings.precision.fp8
-    groups = build_groups(settings.grid, settings.model)
-    model, optimizer = built(settings, groups, dtype)
+    groups, model, optimizer = build(settings, dtype)
     return groups, model, optimizer, micro_batches(settings, groups, *batches(settings)[0])
 
 
@@ -162,17 +165,14 @@ def forward_backward(settings: config.Config, groups, model, optimizer, tokens: 
     return train.forward_backward(model, optimizer, micro_batches(settings, groups, tokens, labels), groups)
 
 
-def run(grid: str, first: int = 0, last: int = STEPS, state: dict | None = None) -> dict:
-    """One rank of a grid, also without any process group: steps first .. last, the earlier ones' results in `state`."""
+def run(grid: str, last: int = STEPS) -> dict:
+    """One rank of a grid, also without any process group, in so many steps."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     settings = settings_of(grid, world)
     groups, model, optimizer = build(settings)
-    if state:
-        load(model, optimizer, state)
-    given, out = batches(settings), dict(loss=[], norm=[], grads=[], square=[])
-    seen = sum(tokens.numel() for tokens, _ in given[:first])
+    seen, out = 0, dict(loss=[], norm=[], grads=[], square=[])
     with recorded() as calls:
-        for tokens, labels in given[first:last]:
+        for tokens, labels in batches(settings)[:last]:
             sequences = job.sequences_at(seen, settings.batch.ramp())
             assert sequences == len(tokens)
             seen += tokens.numel()
@@ -191,24 +191,11 @@ def run(grid: str, first: int = 0, last: int = STEPS, state: dict | None = None)
     for bucket in optimizer.buckets:
         bucket.reshard()
     out |= {name: pieces(optimizer, what) for name, what in (("params", "master"), ("m", "m"), ("v", "v"))}
-    out |= dict(extra_state=extra_state(model, optimizer))
+    out["extra_state"] = optimizer.extra_state() | {router.name: router.bias for router in model.routers}
     uneven = {groups[axis].process_group.group_name for axis in ("ep", "stage") if groups[axis].size > 1}
     out["collectives"] = [call._replace(shapes=[]) if call.name == "all_to_all_single" and call.group in uneven
                           else call for call in calls]  # of as many rows as tokens choose, as owners have of a matrix
     return out
-
-
-def load(model, optimizer, state: dict) -> None:
-    """Whole tensors by name, and numbers, into whatever this rank holds of them."""
-    for name, what in (("params", "master"), ("m", "m"), ("v", "v")):
-        optimizer.load(lambda spec, box, named=state[name]: named[spec.name][box], what)
-    for name, number in extra_state(model, optimizer).items():
-        number.copy_(state["extra_state"][name])
-
-
-def extra_state(model, optimizer) -> dict[str, torch.Tensor]:
-    """The state that belongs to no parameter, by name."""
-    return optimizer.extra_state() | {router.name: router.bias for router in model.routers}
 
 
 def pieces(optimizer, what: str) -> list[tuple]:

@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import train
-from groups import build_groups
 from run import faults, job, sampling, start
 from run.data import open_samples
 from run.sampling import sample
@@ -44,10 +43,10 @@ def run(flags: str | list[str], state: job.RunState | None = None) -> str:
 def first_step(flags: str) -> tuple:
     """(settings, groups, model, optimizer, this rank's micro-batches) of a run that begins."""
     settings = start.parse(flags.split(), grids.everyone().size)
-    groups = build_groups(settings.grid, settings.model)
+    groups, model, optimizer = grids.build(settings)
     samples = open_samples(settings, settings.data.data, settings.optim.seed)
     share = train.local_micro_batches(samples, 0, settings.batch.global_batch, settings, groups)
-    return settings, groups, *grids.built(settings, groups), share
+    return settings, groups, model, optimizer, share
 
 
 def metrics(path: Path) -> list[dict]:

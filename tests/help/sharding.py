@@ -26,8 +26,13 @@ def built(flags: str, dtype: torch.dtype):
     return grids.ready(flags, {v: k for k, v in DTYPES.items()}[dtype], PRIMES)
 
 
-def sent(flags: str, dtype: torch.dtype) -> dict:
-    """Bytes of gradients and weights that a second step sends, and what they are counted against."""
+def sent(lines: list[str], dtype: torch.dtype) -> list[dict]:
+    """Of each of these runs, the bytes of gradients and weights that a second step sends, and what they are counted
+    against."""
+    return [sent_by(flags, dtype) for flags in lines]
+
+
+def sent_by(flags: str, dtype: torch.dtype) -> dict:
     groups, model, optimizer, share = built(flags, dtype)
     for _ in range(2):
         with Meter(memory=False) as meter:
