@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from grids import everyone
+from grids import everyone, for_each
 from pool import slow
 from torch._subclasses import FakeTensorMode
 from watch import Watch, in_order, noted, waits
@@ -438,10 +438,6 @@ def arguments(documents: bool, **how) -> dict:
     return dict(documents=documents_of(S) if documents else None, **how)
 
 
-def attended_in_all_cases(style: str) -> list[tuple]:
-    return [attended(style, kernel, **arguments(**how)) for kernel, how in CASES]
-
-
 @cache
 def exact_in_all_cases() -> list[list[torch.Tensor]]:
     return [exact(**arguments(**how)) for _, how in CASES]
@@ -454,8 +450,9 @@ NEAR = [f"{style} {near}" for style in BLOCK_STYLES for near in (2, 4)]
                                       *slow(*product((*CP_STYLES, *NEAR), (8,)))])
 def test_attention_by_blocks_equals_attention_at_once(pool, style, c):
     """Result and each gradient to 1e-10. With documents, some blocks show some rows nothing."""
-    results = pool.run(c, "test_cp:attended_in_all_cases", style=style)
-    for (kernel, how), wants, *ranks in zip(CASES, exact_in_all_cases(), *results):
+    results = for_each(pool, c, "test_cp:attended", [
+        dict(style=style, kernel=kernel, **arguments(**how)) for kernel, how in CASES])
+    for (kernel, how), wants, ranks in zip(CASES, exact_in_all_cases(), results):
         for name, have, want in zip(("o", "dq", "dk", "dv"), put_together(ranks), wants):
             error = (have - want).abs().max() / max(want.abs().max(), 1e-3)  # in a window of 1 scores have no slope
             assert error < 1e-10, f"{name} by {kernel}, {how}, is {error:.1e} off"
@@ -614,16 +611,12 @@ def keys_and_values(latents, weight):
 MASKS = [dict(documents=documents, window=window) for documents in (False, True) for window in (0, 9)]
 
 
-def attended_to_latents_under_all_masks() -> list[dict]:
-    return [attended_to_latents(**mask) for mask in MASKS]
-
-
 @pytest.mark.parametrize("c", [2, 3])
 def test_ranks_gather_latents_and_no_heads(pool, c):
     """(c-1) s R e bytes each way; each rank then expands those of all tokens. Equal to attention at once to 1e-10."""
     *leaves, do = latent_inputs()
     q, latents, weight = (x.requires_grad_() for x in leaves)
-    for mask, *results in zip(MASKS, *pool.run(c, "test_cp:attended_to_latents_under_all_masks")):
+    for mask, results in zip(MASKS, for_each(pool, c, "test_cp:attended_to_latents", MASKS)):
         o = dense(q, *keys_and_values(latents, weight).chunk(2, -1), **arguments(**mask))
         wants = o.detach(), *torch.autograd.grad(o, (q, latents, weight), do)
         for seen in results:

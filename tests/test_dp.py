@@ -7,20 +7,13 @@ import grids
 import pytest
 import torch
 from grids import NO_GROUPS
+from sharding import Unit
 from torch import nn
 
 import dp
 from collectives import ALONE
 from dp import assign_to_buckets
-from param import Spec, parameter
-
-
-class Unit(nn.Module):
-    """A unit of parameters with these specs."""
-
-    def __init__(self, *specs: Spec, groups=NO_GROUPS, dtype=torch.float64):
-        super().__init__()
-        self.weights = nn.ParameterList(parameter(spec, groups, dtype) for spec in specs)
+from param import Spec
 
 
 def names(buckets: list[list[nn.Parameter]]) -> list[list[str]]:
@@ -28,10 +21,10 @@ def names(buckets: list[list[nn.Parameter]]) -> list[list[str]]:
 
 
 def test_whole_units_share_a_bucket_until_it_is_large_enough():
-    units = [Unit(Spec(f"{i}.a", (100, 100)), Spec(f"{i}.b", (100,))) for i in range(5)]  # 80.8 kB each, in fp64
+    units = [Unit(Spec(f"{i}.a", (100, 100)), Spec(f"{i}.b", (100,))) for i in range(5)]  # 40.4 kB each
     assert names(assign_to_buckets({0: units}, 0, {})) == [[f"{i}.a", f"{i}.b"] for i in range(5)]
     pairs = [["0.a", "0.b", "1.a", "1.b"], ["2.a", "2.b", "3.a", "3.b"], ["4.a", "4.b"]]
-    assert names(assign_to_buckets({0: units}, 0.1, {})) == pairs
+    assert names(assign_to_buckets({0: units}, 0.05, {})) == pairs
     assert len(assign_to_buckets({0: units}, 25, {})) == 1
     assert len(assign_to_buckets({0: units[:2], 1: units[2:]}, 25, {})) == 2, "stages never share a bucket"
 

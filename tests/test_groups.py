@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from grids import MIXTRAL
+from pool import slow
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import collectives
@@ -20,7 +21,7 @@ EVERY_AXIS = ("--layers 32 --heads 16 --kv-heads 4 --head-dim 6 --hidden 40 --vo
               "--pp 4 --zero 1 --dp-replicate 2 --ep 2 --schedule interleaved --micro-batch 1 --data " + __file__)
 
 
-@pytest.mark.parametrize("world", [128, 16384])
+@pytest.mark.parametrize("world", [128, *slow(16384)])
 def test_a_rank_makes_groups_in_as_many_calls_as_there_are_axes(monkeypatch, world):
     """A recording stand-in for NCCL, which makes all groups of one call by one split of the world's communicator."""
     settings = config.parse(f"{EVERY_AXIS} --global-batch {world}".split(), world)
@@ -77,10 +78,7 @@ def test_pairs_without_a_common_rank_get_their_links_in_one_call(monkeypatch, sc
 
 def transfers() -> dict[str, set]:
     """The collectives of a step on each link, and on all other groups."""
-    settings = grids.settings_of("--pp 4 --schedule interleaved --layers 8 --micro-batch 12", 4)
-    made, model, optimizer = grids.build(settings)
-    tokens, labels = grids.batches(settings)[0]
-    share = train.local_micro_batches(grids.GivenSamples(tokens, labels), 0, 48, settings, made)
+    made, model, optimizer, share = grids.ready("--pp 4 --schedule interleaved --layers 8 --micro-batch 12")
     with Meter(memory=False) as meter:
         train.forward_backward(model, optimizer, share, made)
     names = {link.group_name: f"{a} to {b}" for (a, b), link in made["pp"].links.items()}
@@ -97,39 +95,24 @@ def test_a_link_has_one_direction_and_the_group_of_all_stages_sums_the_loss(pool
                         f"{back} to {r}": {"recv_"}, "others": {"allreduce_"}}
 
 
-def shared(flags: str) -> list[list[str]]:
-    """The axes of each process group, while bytes are counted by axis."""
-    settings = grids.settings_of(flags, dist.get_world_size())
-    made, axes = groups.build_groups(settings.grid, settings.model), {}
-    for axis, group in made.items():
-        if group.size > 1:
-            axes.setdefault(group.process_group.group_name, []).append(axis)
-    collectives.sent.clear()
-    collectives.all_reduce(torch.zeros(4), made["dp"])
-    collectives.all_reduce(torch.zeros(8), made["data"])
-    assert collectives.sent == {"dp": 2 * 3 * 4, "data": 2 * 6 * 4}
-    return sorted(axes.values())
-
-
 @pytest.mark.parametrize("flags, axes", [
     ("", [["stage", "world", "data", "dp"]]),
     ("--cp 4", [["cp"], ["stage", "world", "data", "dp"]]),  # keys and values are not to wait for gradients
     (f"{MIXTRAL} --ep 4", [["ep"], ["stage", "world", "data", "dp"]]),  # nor tokens
-    (MIXTRAL, [["stage", "world", "data", "dp", "edp"]])])  # dense and experts' gradients
-def test_axes_with_the_same_ranks_share_a_group_unless_they_are_busy_together(pool, flags, axes):
-    for made in pool.run(4, "test_groups:shared", flags=flags):
-        assert made == axes
-
-
-@pytest.mark.parametrize("flags, axes", [
+    (MIXTRAL, [["stage", "world", "data", "dp", "edp"]]),  # dense and experts' gradients
     ("--tp 4", [["stage", "world", "tp"]]),  # a key and value head per rank
     ("--tp 4 --kv-heads 2", [["kv"], ["kv_copy"], ["stage", "world", "tp"]]),
     (f"{MIXTRAL} --tp 4", [["edp"], ["stage", "world", "tp"]]),  # experts' gradients are not to wait for activations
     (f"{MIXTRAL} --tp 4 --ep 4 --kv-heads 1", [["ep"], ["stage", "world", "tp", "kv_copy"]])])  # nor tokens
-def test_axes_of_heads_are_made_where_ranks_are_more_than_heads(flags, axes):
-    settings, made = grids.settings_of(flags, 4), {}
+def test_axes_with_the_same_ranks_share_a_group_unless_they_are_busy_together(flags, axes):
+    """Bytes are counted by axis all the same."""
+    settings, names = grids.settings_of(flags, 4), {}
     with dryrun.fake_world(4, 0):
-        for axis, group in groups.build_groups(settings.grid, settings.model).items():
+        made = groups.build_groups(settings.grid, settings.model)
+        for axis, group in made.items():
             if group.size > 1:
-                made.setdefault(group.process_group.group_name, []).append(axis)
-    assert sorted(made.values()) == axes
+                names.setdefault(group.process_group.group_name, []).append(axis)
+        collectives.sent.clear()
+        collectives.all_reduce(torch.zeros(4), made["stage"])
+        collectives.all_reduce(torch.zeros(8), made["world"])
+    assert sorted(names.values()) == axes and collectives.sent == {"stage": 2 * 3 * 4, "world": 2 * 6 * 4}

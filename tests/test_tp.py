@@ -4,6 +4,7 @@ import io
 import weakref
 from collections import Counter
 from functools import partial
+from itertools import chain
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from exact import Broken
-from grids import LATENT
+from grids import LATENT, for_each
 from pool import slow
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed import _symmetric_memory as symmetric_memory
@@ -349,13 +350,10 @@ def losses(vocab: int, scale: float) -> dict[str, float]:
     return out
 
 
-def losses_of_vocabularies() -> list[dict[str, float]]:
-    return [losses(vocab, scale) for vocab in (97, 257) for scale in (1.0, 1e4)]
-
-
 @pytest.mark.parametrize("n", [1, 2, 3, *slow(4, 8)])
 def test_the_loss_and_its_gradient_equal_the_dense_ones(pool, n):
-    for errors in sum(pool.run(n, "test_tp:losses_of_vocabularies"), []):
+    cases = [dict(vocab=vocab, scale=scale) for vocab in (97, 257) for scale in (1.0, 1e4)]
+    for errors in chain(*for_each(pool, n, "test_tp:losses", cases)):
         assert max(errors.values()) < 1e-12, errors
 
 
@@ -504,9 +502,9 @@ def test_no_rank_sees_a_row_of_logits(pool, n, flags):
 MODES = "none", "selective", "full"
 
 
-def steps(flags: str) -> list[dict]:
-    """A step in every mode of recomputation."""
-    return [step(f"{flags} --recompute {mode}") for mode in MODES]
+def steps(pool, n: int, flags: str) -> list[tuple]:
+    """In every mode of recomputation a step of every rank."""
+    return for_each(pool, n, "test_tp:step", [dict(flags=f"{flags} --recompute {mode}") for mode in MODES])
 
 
 @pytest.mark.parametrize("attention", ["auto", pytest.param("math", marks=pytest.mark.slow)])
@@ -519,8 +517,7 @@ def test_a_rank_keeps_what_the_formula_says_and_recomputation_changes_no_bit(poo
     model = config.parse(f"{SHAPE} {flags}".replace("--sp off", "").split()).model
     layer = llama_layer(model, 24, LayerOptions(8, n, attention))
     divided = not (model.mtp or model.kv_heads % n or model.kv_lora_rank and "--sp off" in flags)  # all of its matmuls
-    flags = f"--tp {n} --vocab 320 --attention {attention} {flags}"
-    for plain, *others in pool.run(n, "test_tp:steps", flags=flags):
+    for plain, *others in zip(*steps(pool, n, f"--tp {n} --vocab 320 --attention {attention} {flags}")):
         for seen, mode in zip((plain, *others), MODES):
             assert seen["saved"] == seen["formula"]
             assert all(torch.equal(a, b) for a, b in zip(plain["grads"], seen["grads"]))
@@ -536,22 +533,21 @@ def test_a_rank_keeps_what_the_formula_says_and_recomputation_changes_no_bit(poo
                                             (4, "--cp 4 --kv-heads 2 --cp-style ulysses"))])
 def test_a_context_parallel_rank_keeps_its_part(pool, n, flags):
     few = 1024 if "ulysses" in flags else 0  # the order of chunks, a few numbers a layer
-    for seen in sum(pool.run(n, "test_tp:steps", flags=f"--vocab 320 {flags}"), []):
+    for seen in chain(*steps(pool, n, f"--vocab 320 {flags}")):
         assert seen["formula"] <= seen["saved"] <= seen["formula"] + few
 
 
-@pytest.mark.parametrize("n, flags", [(1, "--router sigmoid"), (2, "--ep 2"), (2, "--tp 2 --sp off"),
+@pytest.mark.parametrize("n, flags", [(1, "--router sigmoid"), (2, "--ep 2"),
                                       (2, "--tp 2 --ep 2 --shared-experts 2 --dense-layers 1"),
-                                      *slow((4, "--tp 2 --ep 4"), (4, "--tp 4 --sp off"))])
+                                      *slow((2, "--tp 2 --sp off"), (4, "--tp 2 --ep 4"), (4, "--tp 4 --sp off"))])
 def test_ranks_keep_what_the_formula_says_of_experts(pool, n, flags):
     """On average, as some get more tokens than others; besides, with full recomputation coefficients of losses, a few
     numbers a layer, and three for each copy of a token that is sent beyond those that random choices make."""
-    ranks = pool.run(n, "test_tp:steps", flags=f"--global-batch {4 * n} --vocab 320 --micro-batch 2 --experts 8 "
-                     f"--expert-ffn 24 {flags}")
     words = flags.split()
     tp, ep, dense = (int(words[words.index(flag) + 1]) if flag in words else default
                      for flag, default in (("--tp", 1), ("--ep", 1), ("--dense-layers", 0)))
-    for mode, seen in zip(MODES, zip(*ranks)):
+    found = steps(pool, n, f"--global-batch {4 * n} --vocab 320 --micro-batch 2 --experts 8 --expert-ffn 24 {flags}")
+    for mode, seen in zip(MODES, found, strict=True):
         few = (2 - dense) * (2 + 1) * (8 + 1) * 8 * (mode == "full")  # layers; sequences, padding; experts, z
         saved, formula, copies = (sum(rank[what] for rank in seen) / n for what in ("saved", "formula", "copies"))
         if ep > 1:
@@ -562,8 +558,7 @@ def test_ranks_keep_what_the_formula_says_of_experts(pool, n, flags):
 
 def test_a_rank_that_gathers_latents_makes_keys_and_values_of_all_tokens(pool):
     """So selective recomputation makes them twice; what the planner says, to the operation."""
-    plain, again = (pool.run(2, "test_tp:step", flags=f"--cp 2 {LATENT} --recompute {mode}")[0]["flops"]
-                    for mode in ("none", "selective"))
+    plain, again, _ = (ranks[0]["flops"] for ranks in steps(pool, 2, f"--cp 2 {LATENT}"))
     model = config.parse(f"{SHAPE} {LATENT}".split()).model
     layer = llama_layer(model, 24, LayerOptions(8, cp=2))
     assert again - plain == 2 * 24 * recomputed_flops(layer, "selective") == 2 * 48 * 2 * 11 * 8 * (6 + 9)

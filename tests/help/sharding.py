@@ -12,7 +12,7 @@ import collectives
 import pp
 import train
 import zero
-from param import DTYPES
+from param import DTYPES, Spec, parameter
 from run import job
 from run.meter import Meter
 
@@ -21,18 +21,24 @@ PRIMES = ("--layers 4 --hidden 37 --heads 3 --kv-heads 1 --head-dim 6 --ffn 101 
           f"--clip 0.1 --data {__file__}")
 
 
+class Unit(torch.nn.Module):
+    """A unit of parameters with these specs, of which two are the matrices of a layer."""
+
+    def __init__(self, *specs: Spec, groups=grids.NO_GROUPS, dtype=torch.float32):
+        super().__init__()
+        self.weights = torch.nn.ParameterList(parameter(spec, groups, dtype) for spec in specs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weights[0]).tanh() @ self.weights[1]
+
+
 def built(flags: str, dtype: torch.dtype):
     """(groups, model, optimizer, this rank's micro-batches of a global batch)"""
     return grids.ready(flags, {v: k for k, v in DTYPES.items()}[dtype], PRIMES)
 
 
-def sent(lines: list[str], dtype: torch.dtype) -> list[dict]:
-    """Of each of these runs, the bytes of gradients and weights that a second step sends, and what they are counted
-    against."""
-    return [sent_by(flags, dtype) for flags in lines]
-
-
-def sent_by(flags: str, dtype: torch.dtype) -> dict:
+def sent(flags: str, dtype: torch.dtype) -> dict:
+    """Bytes of gradients and weights that a second step sends, and what they are counted against."""
     groups, model, optimizer, share = built(flags, dtype)
     for _ in range(2):
         with Meter(memory=False) as meter:
@@ -216,9 +222,9 @@ def reduced(flags: str) -> dict:
 
 
 def low_moments(flags: str) -> dict:
-    """Weights by name after 20 steps with moments as the flags ask for."""
+    """Weights by name after 8 steps with moments as the flags ask for."""
     groups, model, optimizer, share = built(f"--global-batch 8 --micro-batch 2 {flags}", torch.float32)
-    for _ in range(20):
+    for _ in range(8):
         train.forward_backward(model, optimizer, share, groups)
         optimizer.step(1e-3)
     out = dict(state={optimizer.buckets[0].state[what].dtype for what in ("m", "v")})
