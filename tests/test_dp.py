@@ -1,4 +1,4 @@
-"""Buckets: what is in them. tests/test_zero.py counts what is sent, and when."""
+"""Buckets: what is in them, and how much is sent; tests/test_zero.py shows when."""
 import contextlib
 import io
 import re
@@ -54,6 +54,15 @@ def test_a_parameter_gets_a_gradient_from_each_stage_that_uses_it():
     for units, grads in ({0: [first, last]}, 1), ({0: [first], 1: [last]}, 2):
         table, *others = assign_to_buckets(units, 25, {})
         assert list(table.values()) == [grads] and {n for bucket in others for n in bucket.values()} == {1}
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_step_sends_2P_once_whatever_the_micro_batches(pool, accumulated):
+    """Times (n-1)/n, by one all-reduce of each bucket."""
+    flags = f"--zero 0 --global-batch {3 * accumulated} --micro-batch 1"
+    for seen in pool.run(3, "sharding:sent", flags=flags, dtype=torch.bfloat16):
+        assert seen["by_op"] == {"allreduce_": 2 * sum(seen["padded"]) * 4, "_reduce_scatter_base_": 0,
+                                 "_allgather_base_": 0} and not seen["others"] and len(seen["padded"]) == 6
 
 
 def demo() -> str:

@@ -232,22 +232,19 @@ def test_new_values_wait_for_a_gather_of_the_old_ones(monkeypatch):
 @pytest.mark.parametrize("n", [2, *slow(3, 4, 8)])
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_elements_sent_are_those_of_the_stage(pool, n, accumulated):
-    """Times n/(n-1): 2P, 2P, (A+1)P, and 3AP less two all-gathers: the first unit's backward reads no weights, and the
-    last unit's directly follows its forward. Gradients are sent in fp32, weights in the run's dtype."""
+    """Times n/(n-1): 2P, (A+1)P, and 3AP less two all-gathers: the first unit's backward reads no weights, and the last
+    unit's directly follows its forward. Gradients are sent in fp32, weights in the run's dtype."""
     batch = f"--global-batch {n * accumulated} --micro-batch 1"
     for dtype in (torch.float32, torch.bfloat16) if n > 2 else (torch.float32 if accumulated == 1 else torch.bfloat16,):
-        cases = [dict(flags=f"--zero {level} {batch}", dtype=dtype) for level in range(4)]
-        for level, ranks in enumerate(for_each(pool, n, "sharding:sent", cases)):
+        cases = [dict(flags=f"--zero {level} {batch}", dtype=dtype) for level in (1, 2, 3)]
+        for level, ranks in enumerate(for_each(pool, n, "sharding:sent", cases), 1):
             for seen in ranks:
                 assert len(seen["padded"]) == 6 and not seen["others"]
                 P, first, last, A = sum(seen["padded"]), seen["padded"][0], seen["padded"][-1], accumulated
                 gradients = seen["by_op"]["_reduce_scatter_base_"] / 4
                 weights = seen["by_op"]["_allgather_base_"] / dtype.itemsize
-                if level == 0:
-                    assert (seen["by_op"]["allreduce_"] / 4, gradients, weights) == (2 * P, 0, 0)
-                else:
-                    want = {1: (P, P), 2: (A * P, P), 3: (A * P, 2 * A * P - A * (first + last))}[level]
-                    assert (gradients, weights) == want and seen["by_op"]["allreduce_"] == 0
+                want = {1: (P, P), 2: (A * P, P), 3: (A * P, 2 * A * P - A * (first + last))}[level]
+                assert (gradients, weights) == want and seen["by_op"]["allreduce_"] == 0
 
 
 def test_gradients_are_reduced_while_backward_goes_on(pool):
@@ -265,6 +262,7 @@ def test_gradients_are_reduced_while_backward_goes_on(pool):
         assert after == ["all_reduce replicate"] * hybrid
         gradients = [backward[:i].count("ready") for i, event in enumerate(backward) if event == kind]
         assert sorted(set(gradients)) == gradients and gradients[-1] == backward.count("ready")
+        assert level >= 2 or gradients[0] > gradients[-1] / 2, "not before the last micro-batch"
 
 
 LATE = [(4, "--zero 3 --dp-replicate 2"), (2, "--zero 2"), (2, "--cp 2 --cp-style ring"),
