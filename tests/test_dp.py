@@ -9,11 +9,13 @@ import torch
 from grids import NO_GROUPS
 from sharding import Unit
 from torch import nn
+from watch import in_order
 
 import dp
 from collectives import ALONE
-from dp import assign_to_buckets
+from dp import Bucket, assign_to_buckets
 from param import Spec
+from run import dryrun
 
 
 def names(buckets: list[list[nn.Parameter]]) -> list[list[str]]:
@@ -63,6 +65,28 @@ def test_a_step_sends_2P_once_whatever_the_micro_batches(pool, accumulated):
     for seen in pool.run(3, "sharding:sent", flags=flags, dtype=torch.bfloat16):
         assert seen["by_op"] == {"allreduce_": 2 * sum(seen["padded"]) * 4, "_reduce_scatter_base_": 0,
                                  "_allgather_base_": 0} and not seen["others"] and len(seen["padded"]) == 6
+
+
+def test_a_bucket_is_sent_by_its_last_gradient_before_backward_ends():
+    """In the last of two micro-batches."""
+    units = [Unit(Spec(f"layers.{i}", (4, 4))) for i in range(3)]
+    with dryrun.fake_world(2, 0), in_order((Bucket, "ready", lambda bucket, param: param.spec.name),
+                                           (Bucket, "reduction", lambda bucket: f"send {bucket.name}")) as events:
+        groups = NO_GROUPS | {"dp": grids.everyone()}
+        buckets = [Bucket(params, groups) for params in assign_to_buckets({0: units}, 0, {})]
+        for unit, bucket in zip(units, buckets):
+            unit.weights[0].data = torch.eye(4)
+            bucket.begin_step(2)
+        for _ in range(2):
+            x = torch.ones(4)
+            for unit in units:
+                x = unit.weights[0] @ x
+            x.sum().backward()
+        events.append("finish")
+        for bucket in buckets:
+            bucket.finish_step()
+    assert events == ["layers.2", "layers.1", "layers.0", "layers.2", "send layers.2", "layers.1", "send layers.1",
+                      "layers.0", "send layers.0", "finish"]
 
 
 def demo() -> str:
