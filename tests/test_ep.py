@@ -76,6 +76,7 @@ def on_ranks(kind: str) -> dict:
     number = torch.arange(B).repeat_interleave(S)[mine.start * S:mine.stop * S]
     y = run_layer(layer, x, number)
     (y * y.detach().cos()).sum().backward()
+    assert not layer.router.loss.requires_grad, "or a step's graphs would live until its end"
     return dict(y=y.detach(), dx=x.grad, load=layer.router.load, loss=layer.router.loss,
                 grads={weight.spec.name: (weight.box, weight.grad) for weight in layer.parameters()})
 
@@ -105,33 +106,6 @@ def test_experts_on_ranks_equal_a_dense_loop(pool, kind, n):
         assert weight.grad.abs().max() > 0
     assert torch.equal(sum(r["load"] for r in results), loads.sum(0))
     assert sum(r["loss"] for r in results).item() / B == pytest.approx(losses.item(), rel=1e-12)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_routers_gradient_is_the_slope(kind):
-    """Of the result and of what balance costs, by finite differences."""
-    settings, number = settings_of(KINDS[kind]), torch.arange(B).repeat_interleave(S)
-    layer, x = make_layer(settings, ALONE), inputs().flatten(0, 1)
-    up = torch.randn(x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-
-    def value(weight: torch.Tensor) -> tuple[float, list[int]]:
-        layer.w_router.data = weight
-        routes, usual = [], ep.make_route
-        layer.router.loss.zero_()
-        with torch.no_grad(), patch.object(ep, "make_route", lambda *args: routes.append(usual(*args)) or routes[-1]):
-            y = run_layer(layer, x, number)
-        return (y * up).sum().item() + layer.router.loss.item() / B, routes[0].rows_per_expert
-
-    at = layer.w_router.data.clone()
-    x.requires_grad_()
-    (run_layer(layer, x, number) * up).sum().backward()
-    counts = value(at)[1]
-    for i in [(0, 3), (4, 7), (5, 0), (7, 15)]:
-        step = torch.zeros_like(at)
-        step[i] = 1e-6
-        (above, some), (below, others) = value(at + step), value(at - step)
-        assert some == others == counts, "a step so large that other experts are chosen proves nothing"
-        assert (above - below) / 2e-6 == pytest.approx(layer.w_router.grad[i].item(), rel=1e-5, abs=1e-7)
 
 
 # ---- what is sent, when, and what the host waits for -----------------------------------------------------------------
@@ -263,10 +237,9 @@ def unordered() -> list[torch.Size]:
     return seen
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_rows_are_summed_in_a_fixed_order(pool, n):
+def test_rows_are_summed_in_a_fixed_order(pool):
     """But for weights into the scores of their experts, of which each has one place."""
-    for seen in pool.run(n, "test_ep:unordered"):
+    for seen in pool.run(2, "test_ep:unordered"):
         assert set(seen) <= {(B * S, 8)}
 
 
@@ -365,32 +338,6 @@ def skewed(kind: str, **balance) -> tuple[ep.Router, torch.Tensor]:
     x = torch.randn(512, 16, generator=generator) + 2 * torch.randn(16, generator=generator)
     model = config.Model(experts=8, top_k=2, router=kind)
     return ep.Router("r", weight, model, ep.Balance(**balance)), x
-
-
-def test_the_bias_makes_loads_equal():
-    router, x = skewed("sigmoid", bias_rate=0.02)
-    tokens, worst = ep.RoutingInfo(torch.zeros(512, dtype=torch.long), 1, aux_loss_scale=1.0), []
-    for _ in range(60):
-        router(x, tokens, ALONE)
-        worst.append(ep.update_biases([router], ())[0].item())
-    assert worst[0] > 2.5 and worst[-1] < 1.25
-    assert router.load.sum() == 0 and router.bias.abs().max() > 0.02
-
-
-def test_the_loss_makes_loads_equal():
-    router, x = skewed("softmax", aux_loss=1.0)
-    tokens, worst = ep.RoutingInfo(torch.arange(512) // 64, 8, aux_loss_scale=1 / 8), []
-    for _ in range(100):
-        _, weights = router(x, tokens, ALONE)
-        (0 * weights).sum().backward()
-        with torch.no_grad():
-            router.weight -= 0.3 * router.weight.grad
-            router.weight.grad = None
-        assert not router.loss.requires_grad, "or a step's graphs would live until its end"
-        highest, loss = ep.update_biases([router], ())
-        worst.append(highest.item())
-    assert worst[0] > 2.5 and worst[-1] < 1.3
-    assert loss.item() / 8 == pytest.approx(1, abs=0.1)  # its least value, by construction
 
 
 def test_biases_move_by_the_rate_once_a_step_and_not_at_all_when_it_is_skipped():

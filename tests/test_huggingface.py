@@ -133,10 +133,10 @@ def test_a_published_model_gives_the_same_logits_here(case, published):
         assert (got - want).abs().max() < 1e-5 * want.abs().max(), shard
 
 
-@pytest.mark.parametrize("ranks, grid", [(2, "--tp 2 --ep 2"), (2, "--pp 2"), (2, "--zero 3")])
-def test_latents_and_routers_biases_pass_through_a_grid_to_the_bit(pool, published, tmp_path, ranks, grid):
+@pytest.mark.parametrize("grid", ["--tp 2 --ep 2", "--pp 2"])
+def test_latents_and_routers_biases_pass_through_a_grid_to_the_bit(pool, published, tmp_path, grid):
     np.save(tmp_path / "tokens.npy", np.arange(999, dtype=np.uint16) % 61)
-    pool.run(ranks, "runs:run", flags=f"--init-from {published('deepseek')} --data {tmp_path}/tokens.npy --steps 0 "
+    pool.run(2, "runs:run", flags=f"--init-from {published('deepseek')} --data {tmp_path}/tokens.npy --steps 0 "
              f"--seq 24 --global-batch 4 --micro-batch 1 --sample= --out {tmp_path}/run --export-hf {tmp_path}/hf "
              f"{grid}")
     want, got = (safetensors.torch.load_file(Path(folder) / "model.safetensors")
@@ -295,13 +295,6 @@ def test_the_layers_with_a_window_are_those_of_transformers(architecture, layers
         width if kind == "sliding_attention" else 0 for kind in kinds]
     again = huggingface.model_fields(huggingface.config_of(model, settings["architectures"][0]), "")
     assert config.Model(**again) == model
-
-
-def test_one_file_of_weights_is_preferred_to_an_index(published, tmp_path):
-    """As transformers does."""
-    shutil.copytree(published("llama tied"), tmp_path / "both")
-    (tmp_path / "both" / INDEX).write_text('{"weight_map": {"model.norm.weight": "gone.safetensors"}}')
-    assert torch.equal(logits(loaded(str(tmp_path / "both"))), logits(loaded(published("llama tied"))))
 
 
 @pytest.mark.parametrize("changed", [dict(hidden_act="swish"), dict(partial_rotary_factor=1.0), dict(mlp_bias=False),

@@ -3,7 +3,6 @@ import json
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -44,27 +43,22 @@ def one(tmp_path_factory) -> Path:
     return folder
 
 
-def findings(pool, one: Path, way: str, fault: str = "", **more) -> list[judge.Finding]:
-    folder = Path(tempfile.mkdtemp(dir=one))
-    pool.run(2, "judged:run", way=way, folder=str(folder), fault=fault)
-    truth = "without" if way in ("sequence", "pipeline") else "one"
-    return judge.Judge(Run(one / truth), Run(folder), **more).findings()
-
-
 @pytest.mark.parametrize("way", WAYS)
-def test_a_right_trainer_differs_in_nothing(pool, one, way):
-    assert findings(pool, one, way) == []
-
-
-@pytest.mark.parametrize("way, fault, says, factor, axis", FAULTS, ids=[fault for _, fault, *_ in FAULTS])
-def test_an_error_is_found_and_its_factor_named(pool, one, way, fault, says, factor, axis):
-    found = findings(pool, one, way, fault)
-    lines = list(judge.lines_of(found))
-    assert any(re.search(says, line) for line in lines), lines
-    if factor:
-        assert all(f.factor == pytest.approx(factor, rel=1e-6) and f.axes == (axis,) for f in found) and found
-    if fault == "balance":  # which reaches no gradient of the head
-        assert {f.name for f in found}.isdisjoint({"head.weight", "head.bias"})
+def test_errors_are_found_and_what_is_right_is_not_accused(pool, one, way):
+    faults = {fault: expected for kind, fault, *expected in FAULTS if kind == way}
+    pool.run(2, "judged:run", way=way, folder=str(one), faults=["right", *faults])
+    truth = Run(one / ("without" if way in ("sequence", "pipeline") else "one"))
+    assert judge.Judge(truth, Run(one / f"{way} right")).findings() == []
+    for fault, (says, factor, axis) in faults.items():
+        found = judge.Judge(truth, Run(one / f"{way} {fault}")).findings()
+        assert any(re.search(says, line) for line in judge.lines_of(found)), (fault, found)
+        if factor:
+            assert all(f.factor == pytest.approx(factor, rel=1e-6) and f.axes == (axis,) for f in found), fault
+        if fault == "balance":  # which reaches no gradient of the head
+            assert {f.name for f in found}.isdisjoint({"head.weight", "head.bias"})
+    if way == "ddp":  # replicas are written once
+        files = [one / f"{way} right" / f"rank{rank}.step0.safetensors" for rank in range(2)]
+        assert [bool(load_file(file)) for file in files] == [True, False]
 
 
 def recorded(folder: Path, *pieces: Piece, **more: float) -> Run:
@@ -158,12 +152,6 @@ def test_a_record_is_not_written_twice_nor_compared_with_another_length(tmp_path
         Record(str(tmp_path / "a"))
     with pytest.raises(ValueError, match="has 0 steps, .*b 1: record as many"):
         judge.Judge(one, Run(tmp_path / "b"))
-
-
-def test_replicas_are_written_once(pool, one):
-    pool.run(2, "judged:run", way="ddp", folder=str(one / "replicas"))
-    files = [one / "replicas" / f"rank{rank}.step0.safetensors" for rank in range(2)]
-    assert [bool(load_file(file)) for file in files] == [True, False]
 
 
 def test_terms_of_a_sum_are_summed(pool, tmp_path):

@@ -5,6 +5,7 @@ DTensor's tensor parallelism, pipelining, or along the sequence.
 """
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import grids
@@ -148,7 +149,7 @@ def sequence(folder: str, fault: str) -> None:
 def fsdp(folder: str, fault: str) -> None:
     rank, world, model = dist.get_rank(), dist.get_world_size(), make()
     fully_shard(model, mesh=init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)))
-    Record.load(f"{folder}/../one", model)
+    Record.load(Path(folder).parent / "one", model)
     first, optimizer = model.head.weight.to_local().clone(), adamw(model)
 
     def backward(step: int) -> dict[str, Tensor]:
@@ -233,8 +234,10 @@ def pipeline(folder: str, fault: str) -> None:
     train_steps(record, model, adamw(model), backward, clip_halves)
 
 
-def run(way: str, folder: str, fault: str = "") -> None:
-    globals()[way](folder, fault)
+def run(way: str, folder: str, faults: list[str]) -> None:
+    """A record for each, in a folder of both names, beside those of one process."""
+    for fault in faults:
+        globals()[way](f"{folder}/{way} {fault}", fault)
 
 
 def ours(folder: str, grid: str) -> None:
