@@ -4,7 +4,6 @@ import io
 import os
 import pickle
 import re
-import subprocess
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -134,20 +133,6 @@ def test_flags_of_the_gpu_part_that_are_wrong_are_refused_in_a_line(monkeypatch,
     assert "\n" not in str(caught.value)
 
 
-def test_parts_are_in_the_order_of_the_first_half_hour_and_streams_have_their_environment(monkeypatch):
-    assert [*bench_gpu.PARTS][:4] == ["checks", "training", "streams", "variants"]
-    asked = []
-    monkeypatch.setattr(bench_gpu.subprocess, "run", lambda command, env, **_: asked.append((command, env)) or
-                        subprocess.CompletedProcess(command, 0, "all\nwell\n", ""))
-    for row in bench_gpu.PARTS["streams"]:
-        if getattr(row.measure, "func", None) is bench_gpu.run_python:
-            assert row.measure().rate == "exit code 0: well"
-    queues = [env["CUDA_DEVICE_MAX_CONNECTIONS"] for command, env in asked if "-c" in command]
-    assert queues == ["8", "32"]
-    grids = [command[-1] for command, _ in asked if "smoke" in command]
-    assert len(grids) == 8 and all(smoke.parse(["--grids", grid], 2)[0] == [grid] for grid in grids)
-
-
 def test_steps_are_timed_by_the_clock_on_a_cpu(monkeypatch):
     step = Mock()
     monkeypatch.setattr(bench.time, "perf_counter", Mock(side_effect=[10.0, 16.0]))
@@ -227,12 +212,6 @@ def test_rows_of_matmuls_run_in_bf16_and_both_recipes(kind):
     with on_a_small_cpu():
         found = bench_kernels.measure_block_matmul(kind, 64, 256, 128)
     assert not found.failures and found.ours == "bf16" and {"tensorwise", "blockwise"} <= set(found.rivals)
-
-
-def test_heads_lie_in_memory_as_the_model_has_them():
-    with on_a_small_cpu():
-        q, k, v, do = bench_kernels.heads_of_the_model(2, 8, 4, 2, 16)
-    assert [x.stride() for x in (q, k, v)] == [(8 * 8 * 16, 16, 8 * 16, 1)] * 3 and do.shape == q.shape == (2, 4, 8, 16)
 
 
 @pytest.mark.parametrize("late", [True, False])

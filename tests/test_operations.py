@@ -5,8 +5,6 @@ from types import SimpleNamespace
 import grids
 import pytest
 import torch
-import torch.distributed as dist
-from program import python
 from torch._subclasses import FakeTensorMode
 
 import config
@@ -18,6 +16,7 @@ import train
 from cp import choose_attention
 from operations import Mask
 from run.data import MicroBatch
+from run.device import check_device
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels need tensors on the GPU")
 MODEL = ("--layers 2 --hidden 32 --heads 4 --kv-heads 2 --head-dim 16 --ffn 40 --vocab 61 --seq 12 --global-batch 2 "
@@ -66,35 +65,13 @@ def test_a_model_with_kernels_equals_one_without(monkeypatch, attention, flags, 
     assert max(grad.abs().max() for grad in want) > 0.01
 
 
-def on_ranks(flags: str) -> list[tuple]:
-    """Every piece of this rank's gradients, by name and box."""
-    settings = config.parse(f"{MODEL} {flags}".split(), dist.get_world_size())
-    groups, llama, optimizer = grids.build(settings)
-    tokens = torch.randint(61, (2, 13), generator=torch.Generator().manual_seed(0))
-    grids.forward_backward(settings, groups, llama, optimizer, tokens[:, :-1], tokens[:, 1:])
-    return grids.pieces(optimizer, "grad")
-
-
-@pytest.mark.parametrize("style", [
-    "allgather", *(pytest.param(style, marks=pytest.mark.slow) for style in ("ring", "ulysses"))])
-def test_attention_of_kernels_is_a_block_of_context_parallelism(pool, style):
-    want = grids.whole(pool.run(1, "test_operations:on_ranks", flags="--attention math"))
-    got = grids.whole(pool.run(2, "test_operations:on_ranks", flags=f"--attention triton --cp 2 --cp-style {style}"))
-    for name, grad in want.items():
-        assert (got[name] - grad).abs().max() < 1e-4 * grad.abs().max(), name
-
-
-def test_without_a_gpu_or_the_interpreter_triton_is_refused():
-    done = python("train.py", "--attention", "triton", "--device", "cpu", TRITON_INTERPRET="0")
-    assert done.returncode == 2
-    assert done.stderr.startswith("train.py: --attention triton needs a GPU, or TRITON_INTERPRET=1")
-
-
-def test_the_interpreter_is_not_asked_for_what_it_gets_wrong():
-    done = python("train.py", *"--attention triton --device cpu --dtype bf16".split(), TRITON_INTERPRET="1")
-    assert (done.returncode, done.stderr.splitlines()) == (2, [
-        "train.py: --attention triton with --dtype bf16: Triton's interpreter computes it wrongly, use fp32, or "
-        "--attention auto or math"])
+@pytest.mark.parametrize("interpreted, flags, says", [
+    ("0", "", "^--attention triton needs a GPU, or TRITON_INTERPRET=1"),
+    ("1", "--dtype bf16", "^--attention triton with --dtype bf16: Triton's interpreter computes it wrongly, use fp32")])
+def test_on_a_cpu_triton_is_interpreted_and_not_asked_for_what_it_gets_wrong(monkeypatch, interpreted, flags, says):
+    monkeypatch.setenv("TRITON_INTERPRET", interpreted)
+    with pytest.raises(ValueError, match=says):
+        check_device(config.parse(f"--attention triton {flags}".split()), torch.device("cpu"))
 
 
 def test_gradients_of_gates_are_summed_and_kept_in_fp32():

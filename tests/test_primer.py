@@ -24,7 +24,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 from watch import Watch
 
 from learn import gpu as primer
-from learn.gpu import LADDER, SECTOR, WARP, Rung, bound, bytes_asked, bytes_moved, check, find_tile, matmul, sectors
+from learn.gpu import LADDER, SECTOR, WARP, Rung, bound, bytes_asked, bytes_moved, check, find_tile, matmul
 from plan import costs
 
 DIVIDING = [name for name, rung in LADDER.items() if rung.kernel not in primer.ANY_SHAPE]
@@ -132,11 +132,6 @@ def test_the_order_of_many_tiles_does_not_overflow_32_bits():
     assert torch.equal(matmul(rung, a, b), torch.mm(a, b))
 
 
-def test_groups_are_walked_column_by_column():
-    assert [find_tile(program, 5, 2, 3) for program in range(10)] == [
-        (0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1), (3, 0), (4, 0), (3, 1), (4, 1)]
-
-
 # ---- bytes ----------------------------------------------------------------------------------------------------------
 
 @pytest.fixture
@@ -175,12 +170,6 @@ def test_bytes_asked_for_are_those_that_the_interpreter_sees(name, dtype, asked)
     asked["warps"] = max(rung.tile) // WARP
     matmul(rung, torch.ones(M, K, dtype=dtype), torch.ones(K, N, dtype=dtype))
     assert asked["bytes"] == bytes_asked(rung, M, N, K, dtype.itemsize)
-
-
-def test_sectors_of_a_load():
-    assert sectors(2) == {0: 16, 1: 16} and sectors(4) == dict.fromkeys(range(4), 8)
-    assert sectors(32) == dict.fromkeys(range(32), 1) and sectors(0) == {0: 32}
-    assert len(sectors(8192 * 2)) == 32
 
 
 def moved_by_hand(rung: Rung, M: int, N: int, K: int, itemsize: int, wave: int) -> int:
