@@ -175,6 +175,30 @@ def test_bf16_is_divided_and_rounded_once():
 
 # ---- products -------------------------------------------------------------------------------------------------------
 
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("pow2", [False, True])
+def test_products_err_as_their_factors_do(name, pow2):
+    """|a b - a' b'| <= |a| |b| (u + v + u v) for relative errors u, v, where no factor is below the normal numbers; the
+    sum in fp32 adds K 2^-24, Higham's gamma."""
+    recipe, (T, N, K) = RECIPES[name]._replace(pow2=pow2), (192, 128, 256)
+    sign = [1 - 2 * (normal(*shape, seed=9) > 0).double() for shape in ((T, K), (N, K), (T, N))]
+    x, w, dy = (sign * (0.1 + torch.rand(sign.shape, generator=torch.Generator().manual_seed(seed)).double())
+                for seed, sign in enumerate(sign))
+    layer = Fp8(recipe, torch.float32)
+    weight = parameter(Spec("w", (N, K)), {}, torch.float32)
+    weight.data = w.float()
+    (quantised, _), out = layer.prepare_grad(dy.float()), torch.zeros(N, K)
+    layer.wgrad(out, quantised, x.float())
+    u, v = (2.0 ** -(FORMATS[format][0] + 1) for format in (E4M3, recipe.grad))
+    for got, a, b, first, second in [(layer.forward(x.float(), (weight,))[0], x, w.t(), u, u),
+                                     (layer.dgrad(quantised, (weight,)), dy, w, v, u),
+                                     (out, dy.t(), x, v, u)]:
+        bound = (a.abs() @ b.abs()) * (first + second + first * second + a.shape[1] * 2.0 ** -23)
+        error = (got.double() - a @ b).abs()
+        assert (error <= bound).all()
+        assert error.max() > 1e-3 * bound.max()  # it did multiply eight bits
+
+
 @pytest.mark.parametrize("name, pow2", [("tensorwise", False), ("blockwise", False), ("blockwise", True)])
 def test_a_layer_is_the_recipe_s_formula(name, pow2):
     recipe, T = RECIPES[name]._replace(pow2=pow2), 200
