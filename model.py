@@ -28,7 +28,8 @@ from collectives import ALONE, Groups
 from config import Model
 from cp import attention_by_window, gather_tokens, own_positions
 from ep import Balance, GroupedExperts, Router, make_routing_info
-from operations import RMSNorm, rotary_angles, rotate_and_split, rotate_tail, swiglu
+from latent import LatentAttention
+from operations import RMSNorm, rotary_angles, rotate_and_split, swiglu
 from param import Spec, parameter
 from pp import Pipeline
 from recompute import Recompute, is_recomputing
@@ -36,7 +37,6 @@ from tp import ColumnParallelLinear, RowParallelLinear, TensorParallel, VocabPar
 
 MakeParameter = Callable[[Spec], nn.Parameter]
 INIT_STD = 0.02  # of weights, as in GPT-2
-NO_EXCHANGE = TensorParallel()  # for linear layers that gather no tokens in forward, and sum no gradient in backward
 
 
 class ForwardContext(NamedTuple):
@@ -48,7 +48,7 @@ class ForwardContext(NamedTuple):
     recompute: Recompute
     routing: tuple | None  # an ep.RoutingInfo; None without experts
     cache: Any = None  # when text is sampled, run/sampling.py's KVCache: keys and values of earlier tokens
-    cp: Any = ALONE  # the Group whose latents LatentAttention gathers; `attention` knows it already
+    gather_latents: Any = None  # [B, s, ...] of this rank's tokens -> [B, S, ...] of all; for LatentAttention
     next_tokens: Tensor | None = None  # [B, s], the token after each; None: no multi-token prediction
 
 
@@ -127,8 +127,8 @@ class Block(nn.Module):
         super().__init__()
         name = f"layers.{layer}."
         self.attention_norm = RMSNorm(make, name + "attention_norm", model.hidden, model.norm_eps, norm_along)
-        self.attention = (LatentAttention(layer, model, make, norm_along) if model.kv_lora_rank else
-                          Attention(layer, model, make, t))
+        self.attention = (LatentAttention(layer, model, make, norm_along, INIT_STD, output_std(model))
+                          if model.kv_lora_rank else Attention(layer, model, make, t))
         self.ffn_norm = RMSNorm(make, name + "ffn_norm", model.hidden, model.norm_eps, norm_along)
         self.ffn = (MixtureOfExperts(layer, model, make, groups, balance) if model.has_experts(layer) else
                     FeedForward(name + "ffn.", model.ffn, model, make))
@@ -268,7 +268,8 @@ class Llama(nn.Module):
         angles = (self.angles_in_sequence(tokens.shape[1], tokens.device) if positions is None else
                   rotary_angles(positions, model, execution.dtype))
         return ForwardContext(tp, seq=tokens.shape[1], angles=angles, attention=attention, recompute=self.recompute,
-                              routing=routing, cache=cache, cp=cp, next_tokens=next_tokens)
+                              routing=routing, cache=cache, gather_latents=partial(gather_tokens, group=cp),
+                              next_tokens=next_tokens)
 
     def boundary_shape(self, tokens: Tensor, sequence: bool = True) -> tuple[int, int]:
         """The shape of what one stage sends to the next. tokens: [B, s]. sequence=False: as when text is sampled."""
@@ -276,73 +277,6 @@ class Llama(nn.Module):
 
 
 # ---- layers of some models ------------------------------------------------------------------------------------------
-
-class LatentAttention(nn.Module):
-    """Keys and values of all heads are made of one narrow vector per token, its latent, and of one rotated key that all
-    heads share. Queries are made of a latent of their own, or of x (Q = 0). The KV cache has R + r numbers per token.
-
-        x ── w_q_down ── q_norm ── w_q_up ──► N x [ q | q to be rotated ]
-        x ── w_kv_down ┬─ kv_norm ── w_kv_up ► N x [ k | v ]              a head's key is [ k | the shared key ]
-                       └───────────────────►     [ the shared key, to be rotated ]
-
-    A tensor parallel rank has N/t heads. The matrices that make latents are whole on every rank, and applied to the
-    tokens that it has between layers, so their gradients are partial or replicated, as norms' are. `spread` gathers all
-    tokens' latents and shared keys, which get partial gradients from each rank's heads; its backward sums these.
-    Attention kernels take values as wide as keys: padded, forward has 2D / (D + v) times its FLOPs (DeepSeek-V3: 1.2).
-    DeepSeek-AI 2024 (V2), section 2.1. Widths: R latent of keys and values, Q latent of queries, r shared key; D a
-    query or key head, r of them rotated (DeepSeek: qk_nope + qk_rope); v a value head."""
-
-    def __init__(self, layer: int, model: Model, make: MakeParameter, norm_along: dict):
-        super().__init__()
-        H, N, D, name = model.hidden, model.heads, model.head_dim, f"layers.{layer}.attention."
-        R, r, v, Q = model.kv_lora_rank, model.rope_head_dim, model.value_dim, model.q_lora_rank
-
-        def spec(weight: str, rows: int, columns: int, along: dict) -> Spec:
-            return Spec(name + weight, (rows, columns), along, std=INIT_STD)
-
-        self.layer, self.window, self.head_dim = layer, model.window_of(layer), D
-        self.widths = [R + r, Q]  # of what x is made into: latent and shared key of K and V, and latent of Q
-        self.kv_widths = [R, r]  # of the former: latent, shared key
-        self.head_widths = [D - r, v]  # of what kv_up makes for a head: key, value
-        down = [spec("w_kv_down", R + r, H, norm_along)] + ([spec("w_q_down", Q, H, norm_along)] if Q else [])
-        self.to_latents = ColumnParallelLinear(make, *down)
-        self.kv_norm = RMSNorm(make, name + "kv_norm", R, model.norm_eps, norm_along)
-        self.q_norm = RMSNorm(make, name + "q_norm", Q, model.norm_eps, norm_along) if Q else None
-        self.q_up = ColumnParallelLinear(make, spec("w_q_up" if Q else "wq", N * D, Q or H, {"tp": 0}))
-        self.kv_up = ColumnParallelLinear(make, spec("w_kv_up", N * (D - r + v), R, {"tp": 0}))
-        self.out = RowParallelLinear(make, Spec(name + "wo", (H, N * v), {"tp": 1}, std=output_std(model)))
-
-    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:  # [T/t, H] -> [T/t, H]
-        latent_and_key, q_latent = self.to_latents(x, NO_EXCHANGE).split(self.widths, -1)  # [T/t, R + r], [T/t, Q]
-        if self.q_norm is None:
-            q = self.q_up(x, context.tp)  # [T, N D / t]
-        else:
-            normed = self.q_norm(q_latent)
-            q = self.q_up(normed, context.tp)
-            context.recompute.drop(normed, q, self.q_norm, q_latent)
-        q = rearrange(q, "(b s) (n d) -> b s n d", s=context.seq, d=self.head_dim)
-        q = rearrange(rotate_tail(q, context.angles), "b s n d -> b n s d")
-        latent, shared_key = latent_and_key.split(self.kv_widths, -1)
-        own = context.tp.spread(torch.cat((self.kv_norm(latent), shared_key), -1))  # [T, R + r], of own tokens
-        own = rotate_tail(rearrange(own, "(b s) w -> b s 1 w", s=context.seq), context.angles)
-        if context.cache is not None:
-            own = torch.cat(context.cache.extend(self.layer, *own.split(self.kv_widths, -1), self.window), -1)
-        latents = gather_tokens(own, context.cp)  # [B, S, 1, R + r], of all tokens
-        keys_values = self.expand(latents)  # [B, N/t, S, 2D]
-        o = context.attention[self.window](q, *keys_values.chunk(2, -1))
-        context.recompute.drop(keys_values, o, self.expand, latents)
-        return self.out(rearrange(o[..., :self.head_widths[1]], "b n s d -> (b s) (n d)"), context.tp)
-
-    def expand(self, latents: Tensor) -> Tensor:
-        """Latents and rotated keys [B, S, 1, R + r] -> keys, and values padded to their width, [B, N/t, S, 2D]."""
-        latent, shared_key = latents.split(self.kv_widths, -1)
-        heads = rearrange(self.kv_up(latent.flatten(0, 2), NO_EXCHANGE), "(b s) (n d) -> b n s d", b=len(latents),
-                          d=sum(self.head_widths))
-        k, v = heads.split(self.head_widths, -1)
-        shared_key = shared_key.transpose(1, 2).expand(-1, k.shape[1], -1, -1)
-        padding = v.new_zeros(()).expand(*v.shape[:-1], self.head_dim - v.shape[-1])
-        return torch.cat((k, shared_key, v, padding), -1)
-
 
 class MixtureOfExperts(nn.Module):
     """Each token goes through its top-k experts, which are sharded over groups["ep"], and through the shared ones."""
@@ -390,7 +324,7 @@ class MultiTokenPrediction(Block):
             return h
         # .forward skips the hooks of the embedding's unit, which would prefetch block 0. This unit has the table, too.
         e = self.embedding.forward(context.next_tokens.flatten(), context.tp)
-        x = self.project(torch.cat((self.e_norm(e), self.h_norm(h)), 1), NO_EXCHANGE)
+        x = self.project(torch.cat((self.e_norm(e), self.h_norm(h)), 1), TensorParallel())
         return torch.cat((h, self.norm(super().forward(x, context))))  # one tensor, as a unit's hooks follow one result
 
 

@@ -24,6 +24,7 @@ SHOWN = [  # file, ranks, what some line has
                   "■ ■ ■ ■ ■ ■ ■ ■        · · · · ■ ■ ■ ■        · · · · · ■ ■ ■"]),
     ("model", 1, [f"The tiny Llama, {2 * 257 * 128 + 4 * (128 * (2 * 128 + 2 * 64 + 3 * 352) + 2 * 128) + 128:,} ",
                   "guessing ln 257 = 5.549"]),
+    ("latent", 1, ["128 heads     576 numbers", " 32 heads   8,192 numbers"]),  # 512 + 64; 2 x 32 x 128
     ("muon", 1, ["each shard of 2 ranks orthogonalised alone: 71% off"]),
 ]
 
