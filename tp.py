@@ -127,8 +127,8 @@ class TensorParallel(NamedTuple):
 
 class Matmul:
     """The three products of a linear layer Y = X W^T, where W are weights stacked along their output dimension. fp8.Fp8
-    has the same methods, and multiplies in FP8. There ranks must agree on scales, and do so once: forward returns that
-    of X, which wgrad takes; prepare_grad that of dY, which it takes if it is called again. Here scales are None."""
+    has the same methods, and multiplies in FP8. For its sake scales are passed on: X, and in a split backward dY, is
+    gathered and quantised twice, the second time with the scale that ranks agreed on at first. Here scales are None."""
 
     def forward(self, x: Tensor, weights: Params) -> tuple[Tensor, Any]:
         """(Y, the scale of X)."""
@@ -151,17 +151,18 @@ MATMUL = Matmul()
 
 
 def gather_and_add(weights: Params, gather: Callable[[Tensor], Pending], shard: Tensor,
-                   add: Callable[[Tensor, Tensor], None], defer: bool = True) -> WeightGrad:
-    """Start a weight gradient, which has two steps: gather a shard [T/t, H]; add(gradient buffer, what was gathered).
-    The first is taken now, the second by next(the result, None). In a split backward (zero-bubble pipelines: dX first,
-    weight gradients later) both are queued, and next does nothing. defer: False to queue nothing, see param.py."""
+                   add: Callable[[Tensor, Tensor], None], defer: bool = True) -> Callable[[], None]:
+    """Start to gather a shard [T/t, H]; the function that is returned waits for it, and calls add(gradient buffer, what
+    was gathered). In a split backward (zero-bubble pipelines: dX first, weight gradients later) both are queued, and
+    that function does nothing. defer: False to queue nothing, see param.py."""
     def steps() -> WeightGrad:
         gathering = gather(shard)
         yield  # meanwhile the caller computes something else, which hides the gather
         gathered = gathering.wait()
         add_to(weights, lambda out: add(out, gathered))
 
-    return start_weight_grad(weights, steps(), defer)
+    started = start_weight_grad(weights, steps(), defer)
+    return lambda: next(started, None)
 
 
 class Column(Function):
@@ -188,13 +189,13 @@ class Column(Function):
         tp, mm, weights, scale = ctx.tp, ctx.mm, ctx.weights, ctx.scale
         x = ctx.saved_tensors[0].detach()  # a queued weight gradient must not keep a graph alive
         ds, _ = mm.prepare_grad(ds)
-        adding = gather_and_add(weights, done if ctx.saves_gathered else tp.gather, x,
+        finish = gather_and_add(weights, done if ctx.saves_gathered else tp.gather, x,
                                 lambda out, x: mm.wgrad(out, ds, x, scale), ctx.defer)
         if tp.async_tp and ctx.defer and is_deferring():  # no weight gradient is there to hide the reduction
             dx = done(matmul_reduce_scatter(ds, stacked_weight(weights), tp.group))
         else:
             dx = tp.reduce(mm.dgrad(ds, weights))  # the matmul hides the gather of X
-        next(adding, None)  # unless it is queued: its matmul hides the reduction of dX
+        finish()  # unless it is queued, adds dA: its matmul hides the reduction of dX
         return dx.wait(), None, None, None, *[None] * len(weights)
 
 
