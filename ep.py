@@ -46,10 +46,11 @@ from recompute import Recompute, decide_once, is_recomputing
 
 class Copies(NamedTuple):
     """C copies of N tokens, sorted by destination: a rank, or an expert. `sort_copies` makes them of a table [N, w],
-    which has a row for each token, with its destinations. Rank 0's above, of ranks:
+    which has a row for each token, with its destinations; its cells are numbered row by row. Rank 0's above, of ranks:
 
-        table      a: 0 1   b: - 1   c: 0 -      cells      0  4 | 1  3      copy i is of token cells[i] // w
-        copies     a  c  |  a  b                 by_token   0  2 | 3  | 1    those of a, of b and of c; starts 0 2 3"""
+        table      a: 0 1   b: - 1   c: 0 -      copies     a  c | a  b      sorted by rank
+        number     a: 0 1   b: 2 3   c: 4 5      cells      0  4 | 1  3      copy i is of token cells[i] // w
+                                                 by_token   0  2 | 3 | 1     copies of a, of b, of c; starts 0 2 3"""
     cells: Tensor  # [C], the flat index in that table of each copy's destination
     width: int  # w: n for copies to ranks; k for copies to experts, so that cells are also those of gates [N, k]
     by_token: Tensor  # [C], the copies, sorted by token
@@ -138,7 +139,7 @@ class FinishDispatch(Function):
         dx, dtable = rows.unpermute(drows), dgates.new_zeros(len(rows.starts), rows.width)
         dtable.view(-1).index_copy_(0, rows.cells, dgates)  # gates of other ranks' experts get 0
         if route.to_ranks is not None:
-            ctx.dispatch.send((dx, dtable), route.sent, route.received)
+            ctx.dispatch.send((dx, dtable), route.sent, route.received)  # back to where the rows came from
         return dx, dtable, None  # to StartDispatch, which waits for what arrives; autograd wants tensors of this shape
 
 
@@ -342,17 +343,17 @@ class Router:
         return make_route(chosen, counts.sum(0), group), coefficients  # padding, too, is sent and computed
 
     def loss_coefficients(self, counts: Tensor, info: RoutingInfo) -> tuple[Tensor, Tensor]:
-        """The factors of probabilities, [B + 1, E], and of squared logsumexps, [B + 1, 1], in the losses of their
-        sequence; 0 for padding. counts: [B, E], how many of this rank's tokens chose each expert."""
-        k, counts = self.model.top_k, counts.to(self.bias.dtype)
+        """What p_te, [B + 1, E], and squared logsumexps, [B + 1, 1], are multiplied by in the losses of their sequence,
+        see Balance; 0 for padding, the last row. counts: [B, E], how many of this rank's tokens chose each expert."""
+        k, c, B = self.model.top_k, counts.to(self.bias.dtype), len(counts)
         for group in info.groups:
-            all_reduce(counts, group)
-        c = counts.sum(0, keepdim=True) if self.balance.over == "micro-batch" else counts  # [1, E] or [B, E]
+            all_reduce(c, group)
         S = c.sum(-1, keepdim=True) / k  # if 0, for a sequence of padding alone, no token reads the factors
-        sequences = len(counts) / len(c)  # that each row of c stands for
-        aux = self.balance.aux_loss * self.model.experts / k * sequences * c / S.square()  # as in Balance, without p
-        z = self.balance.z_loss / (counts.sum(-1, keepdim=True) / k)
-        return tuple(F.pad(part.expand(len(counts), -1), (0, 0, 0, 1)) for part in (aux, z))
+        z, losses = self.balance.z_loss / S, 1
+        if self.balance.over == "micro-batch":  # one loss, which stands for those of B sequences
+            losses, c, S = B, c.sum(0, keepdim=True), S.sum(0, keepdim=True)
+        aux = self.balance.aux_loss * self.model.experts / k * losses * c / S.square()
+        return tuple(F.pad(part.expand(B, -1), (0, 0, 0, 1)) for part in (aux, z))
 
     def auxiliary_loss(self, logits: Tensor, scores: Tensor, info: RoutingInfo, coefficients: tuple) -> Tensor:
         """Both losses of this rank's tokens, times their coefficients, summed over sequences."""
