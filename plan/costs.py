@@ -194,8 +194,12 @@ def kinds_of_layers(layers: int, blocks: int, first_expert: int, window: int, wi
 
 def by_kind(settings: Config, cost: Callable[[int], Any]) -> dict[tuple, Any]:
     """cost(layer) of one layer of each kind."""
-    numbers = {kind: layer for layer, kind in enumerate(layer_kinds(settings))}
-    return {kind: cost(layer) for kind, layer in numbers.items()}
+    return {kind: cost(layer) for kind, layer in one_of_each(layer_kinds(settings)).items()}
+
+
+@lru_cache(64)
+def one_of_each(kinds: tuple[tuple, ...]) -> dict[tuple, int]:
+    return {kind: layer for layer, kind in enumerate(kinds)}
 
 
 def stages_of(settings: Config, division: str = "balanced") -> list[range]:

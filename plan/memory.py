@@ -273,7 +273,9 @@ def moments_of_backwards(work: Work, stages: Mapping[int, range], backwards: lis
     """Candidates for the peak in each backward: its loss, its head's matrix, its last block; and its end."""
     settings, rounded, T, rows = work.settings, work.rounded, work.T, work.rows
     acc, sent, shards = acc_bytes(work.element), work.sent, shards_of(settings)
-    whole = replace(settings, optim=replace(settings.optim, optimizer="adamw"))  # Muon's vectors are apart, but small
+    whole = settings  # with Muon vectors are apart, but small
+    if settings.optim.optimizer == "muon":
+        whole = replace(settings, optim=replace(settings.optim, optimizer="adamw"))
     padded = {stage: pad(settings, bucket_elements(whole, {stage: layers}, work.element))
               for stage, layers in stages.items()}
     for buckets in padded.values():  # other codes' stages may be empty

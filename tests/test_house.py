@@ -78,7 +78,7 @@ LINES = {  # of a root file: the most lines in all, of its docstring, and of its
     "schedules": (299, 29, 0), "recompute": (187, 27, 20), "operations": (409, 14, 0), "flash": (385, 28, 26),
     "latent": (105, 21, 12),
     "param": (335, 27, 0), "collectives": (323, 21, 0), "groups": (154, 20, 0), "config": (733, 14, 0)}
-FOLDER_LINES = dict(bench=2125, learn=2885, plan=2932, run=4137)
+FOLDER_LINES = dict(bench=2125, learn=2885, plan=2938, run=4137)
 CHAIN = 10  # files of the longest chain of imports
 READ = 9, 3497  # the most files, and their lines, that a technique and all that it imports are
 SHARED = {"collectives", "schedules", "param", "operations", "recompute", "kernels", "flash",
