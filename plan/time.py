@@ -64,19 +64,19 @@ ATTENTION_FRACTION = {"flash1": (0.35, 0.20), "flash2": (0.60, 0.33), "flash3": 
 
 class Constants(NamedTuple):
     """Fitted on public runs by plan/fit.py."""
-    ampere: float = 0.83  # speed of a model's matmuls, relative to the machine's best one, by generation of GPUs
-    hopper: float = 0.785
-    blackwell: float = 0.929
-    passes: float = 15.3  # reads and writes of each activation byte that a layer makes, forward and backward
-    fused: float = 6.41  # the same, where norms and SwiGLU are one kernel each
-    logit_bytes: float = 58.4  # read and written per logit, forward and backward
-    launch_s: float = 4.33e-3  # host time of a layer, forward and backward, in others' code; ours: host_seconds
-    hidden: float = 0.667  # of the data axis' communication under computation, at levels 2 and 3 of ZeRO
-    exchange_s: float = 7.43e-5  # per tensor parallel exchange, besides latency: streams wait for each other
-    fixed_s: float = 33.7e-3  # per step
-    node: float = 0.848  # bandwidth of a node, relative to what is measured for one large collective
-    network: float = 0.799  # the same of the network
-    latency: float = 1.57  # relative to the machine's
+    ampere: float = 0.835  # speed of a model's matmuls, relative to the machine's best one, by generation of GPUs
+    hopper: float = 0.799
+    blackwell: float = 0.942
+    passes: float = 15.5  # reads and writes of each activation byte that a layer makes, forward and backward
+    fused: float = 6.36  # the same, where norms and SwiGLU are one kernel each
+    logit_bytes: float = 55.4  # read and written per logit, forward and backward
+    launch_s: float = 4.37e-3  # host time of a layer, forward and backward, in others' code; ours: host_seconds
+    hidden: float = 0.626  # of the data axis' communication under computation, at levels 2 and 3 of ZeRO
+    exchange_s: float = 6.9e-5  # per tensor parallel exchange, besides latency: streams wait for each other
+    fixed_s: float = 33.5e-3  # per step
+    node: float = 0.853  # bandwidth of a node, relative to what is measured for one large collective
+    network: float = 0.739  # the same of the network
+    latency: float = 1.55  # relative to the machine's
     unfused: float = 1.4  # activations that a layer saves in code which is not `fused`, relative to plan/memory.py
     reserved: float = 0.3e9  # bytes that the allocator and libraries hold besides
     usable: float = 0.95  # of a GPU's memory
