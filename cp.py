@@ -35,7 +35,6 @@ Llama Team 2024 (all-gather); Jacobs et al. 2023, Ulysses; Fang and Zhao 2024, U
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -103,15 +102,20 @@ def shard_sequences(tokens: Tensor, labels: Tensor, positions: Tensor | None, do
 
 
 # ---- attention, block by block --------------------------------------------------------------------------------------
-# Attention runs in steps: first to the rank's own keys, then to another rank's (ring) or those of whole sequences
-# (all-gather). A step's scores are a few blocks, each one call of a kernel.
+# Attention runs in steps, as keys arrive: first to the rank's own, then to another rank's (ring) or those of whole
+# sequences (all-gather). A style says which keys a step has and how they arrive; `visible_blocks` says which of the
+# step's scores are computed: a few blocks, each one call of a kernel.
 
 class ScoreBlock(NamedTuple):
-    """Scores of a slice of the rank's queries with a slice of a step's keys. If these are keys of the same tokens, its
-    mask is causal, and it is the first block of these queries; else all its keys are earlier."""
+    """Scores of a slice of the rank's queries with a slice of a step's keys."""
     queries: slice
     keys: slice
     mask: Mask
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the first of its queries: that with their own tokens' keys. In all others keys are earlier."""
+        return self.mask.causal
 
 
 class Style(NamedTuple):
@@ -140,9 +144,10 @@ class BlockAttention(Function):
         o = torch.empty(B, s, N, D, **acc).transpose(1, 2)  # the heads of a token are contiguous
         lse = torch.empty(B, N, s, **acc)
         for kv, blocks in zip(style.keys_and_values(k, v, group), steps):
-            for rows, keys, mask in blocks:
-                merge(o[:, :, rows], lse[:, :, rows],  # a causal block is the first of its queries: see ScoreBlock
-                      *attention.forward(q[:, :, rows], *(x[:, :, keys] for x in kv), mask), is_first=mask.causal)
+            for block in blocks:
+                rows, keys, mask = block
+                merge(o[:, :, rows], lse[:, :, rows],
+                      *attention.forward(q[:, :, rows], *(x[:, :, keys] for x in kv), mask), is_first=block.is_first)
         o = o.to(q.dtype)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.style, ctx.steps, ctx.attention, ctx.group = style, steps, attention, group
@@ -259,34 +264,41 @@ STYLES = {  # the config.CP_STYLES but "ulysses", in which a rank attends to all
 
 
 # ---- which blocks have visible scores -------------------------------------------------------------------------------
+# Blocks of rank 1 of 4, as chunks of queries x chunks of keys, if neither documents nor a window hide more:
+#
+#                  step 0                    step 1                    step 2       step 3
+#     ring         1 6 x 1 6 (causal)        1 6 x 0                   6 x 3 4      6 x 2 5
+#     allgather    1 6 x 1 6 (causal)        1 6 x 0,  6 x 2 3 4 5
+#     latents      1 x 1 (causal),  1 x 0,  6 x 6 (causal),  6 x 0 1 2 3 4 5
 
 def find_first_key(mask: Mask, query: int) -> int:
-    """The first key that a query sees, in any of the sequences. Later queries of its chunk see none before it."""
+    """The first key that this query or a later one of its chunk sees, in any of the sequences."""
     first = max(query - mask.window + 1, 0) if mask.window else 0
-    if mask.documents is not None:
-        is_before = mask.documents[0] < mask.documents[0][:, query, None]
-        first = max(first, is_before.cumprod(1).sum(1).min().item())
-    return first
+    if mask.documents is None:
+        return first
+    documents = mask.documents[0]
+    not_before = documents >= documents[:, query, None]  # documents ascend along the chunk
+    return max(first, not_before.int().argmax(1).min().item())  # argmax: the first
 
 
-def blocks_of_step(own: tuple[int, int], chunks: Sequence[int], runs: list[list[int]], m: int, first_keys: list[int],
-                   window: int) -> list[ScoreBlock]:
-    """A rank's blocks with keys of a step's `chunks`. runs: those of no earlier step, grouped into neighbours. With
-    all-gather, rank 1 of 4 has, after its own chunks 1 and 6, the runs [0], [2, 3, 4, 5] and [7]: chunk 1 sees [0], and
-    chunk 6 [0] and [2, 3, 4, 5]. first_keys: find_first_key of both own chunks of queries."""
-    if runs == [[*own]]:  # keys of the same tokens, in the same order: one causal mask is that of both chunks
+def blocks_of_step(own: tuple[int, int], first_keys: list[int], chunks: Sequence[int], new: list[int], m: int,
+                   window: int, joins: bool) -> list[ScoreBlock]:
+    """A rank's blocks with those keys of a step's chunks that are `new`: one for each pair of chunks that has visible
+    scores, and if it `joins` them one for neighbours. first_keys: find_first_key of both own chunks of queries."""
+    if joins and new == [*own]:  # keys of the same tokens, in the same order: one causal mask is that of both chunks
         return [ScoreBlock(slice(0, 2 * m), slice(0, 2 * m), CAUSAL)]
     blocks = []
     for n, (a, first_key) in enumerate(zip(own, first_keys)):
-        same = [[b for b in run if b == a] for run in runs]
-        earlier = [[b for b in run if b < a and (b + 1) * m > first_key] for run in runs]
-        for visible in filter(None, same + earlier):
-            hidden = max(first_key - visible[0] * m, 0)
-            keys = slice(chunks.index(visible[0]) * m + hidden, (chunks.index(visible[-1]) + 1) * m)
-            offset = (a - visible[0]) * m - hidden if window else 0
-            mask = Mask(visible == [a], window, offset=offset)
-            blocks.append(ScoreBlock(slice(n * m, (n + 1) * m), keys, mask))
-    if len(blocks) > 1 and blocks[0][1:] == blocks[1][1:]:  # only these can be equal: a run that both chunks see
+        rows = slice(n * m, (n + 1) * m)
+        visible = [b for b in new if b <= a and (b + 1) * m > first_key]
+        for b in sorted(visible, key=lambda b: b != a):  # its own first: see is_first
+            hidden = max(first_key - b * m, 0)
+            start, stop = chunks.index(b) * m + hidden, (chunks.index(b) + 1) * m
+            mask = Mask(b == a, window, offset=(a - b) * m - hidden if window else 0)
+            if joins and blocks and blocks[-1].queries == rows and blocks[-1].keys.stop == start:
+                start = blocks.pop().keys.start
+            blocks.append(ScoreBlock(rows, slice(start, stop), mask))
+    if len(blocks) > 1 and blocks[0][1:] == blocks[1][1:]:  # only these can be equal: keys that both chunks see
         blocks[:2] = [blocks[0]._replace(queries=slice(0, 2 * m))]
     return blocks
 
@@ -296,19 +308,16 @@ def visible_blocks(style: Style, seq: int, c: int, i: int, mask: Mask,
     """The blocks that rank i computes at each step, without those that documents or a window hide entirely. seq, mask:
     length and mask of whole sequences. Numbers of documents [B, S] ascend along the sequence or, after order_by_piece,
     along each chunk; they are read in the host's memory, and those of the blocks' masks are on `device`."""
-    own, m, steps, met = own_chunks(c, i), seq // (2 * c), [], set()
-    first_keys = [find_first_key(mask, a * m) for a in own]
+    own, m = own_chunks(c, i), seq // (2 * c)
     documents = None if mask.documents is None else mask.documents[0]
     ascending = documents is None or bool((documents.diff() >= 0).all())
     assert ascending or not mask.window, "a window counts positions of the sequence"
+    # Chunks are not joined if there is a window, as a mask has one distance between queries and keys; nor if documents
+    # do not ascend, as kernels skip keys of other documents only where they do.
+    joins, first_keys, steps = ascending and not mask.window, [find_first_key(mask, a * m) for a in own], []
     for chunks in style.chunks(c, i):
-        runs = [[*run] for is_met, run in groupby(chunks, met.__contains__) if not is_met]  # not met yet, side by side
-        # A run of keys is a block, but of one chunk if there is a window, as a mask has one distance between queries
-        # and keys; or if documents do not ascend, as kernels skip keys of other documents only where they do.
-        if mask.window or not ascending:
-            runs = [[b] for run in runs for b in run]
-        steps.append(blocks_of_step(own, chunks, runs, m, first_keys, mask.window))
-        met.update(chunks)
+        new = [b for b in chunks if not (steps and b in own)]  # attention to the rank's own keys was the first step
+        steps.append(blocks_of_step(own, first_keys, chunks, new, m, mask.window, joins))
     if documents is None:
         return steps
     of_own, *of_steps = [to_device(take_chunks(documents, c, x), device) for x in (own, *style.chunks(c, i))]
