@@ -161,7 +161,7 @@ class BlockAttention(Function):
             dkv = lse.new_zeros(kv[0].shape[2], 2, *k.shape[:2], k.shape[3])  # [tokens, 2, B, K, D]
             for rows, keys, mask in blocks:
                 row_lse = lse[:, :, rows].contiguous()  # kernels take any strides of the others
-                add_each((dq[:, :, rows], *by_head(dkv[keys])), ctx.attention.backward(
+                torch._foreach_add_([dq[:, :, rows], *by_head(dkv[keys])], ctx.attention.backward(
                     do[:, :, rows], q[:, :, rows], *(x[:, :, keys] for x in kv), o[:, :, rows], row_lse, mask))
             if own_dkv is None:
                 own_dkv = dkv
@@ -190,11 +190,6 @@ def merge(o: Tensor, lse: Tensor, new_o: Tensor, new_lse: Tensor, *, is_first: b
     else:  # a row that sees no key of the block has new_lse = -inf and does not change
         o.lerp_(new_o.to(o.dtype), torch.sigmoid(new_lse - lse)[..., None])
         lse.sub_(F.logsigmoid(lse - new_lse))
-
-
-def add_each(totals: tuple[Tensor, ...], terms: tuple[Tensor, ...]) -> None:
-    for total, term in zip(totals, terms):
-        total += term
 
 
 # ---- ring and all-gather --------------------------------------------------------------------------------------------
@@ -281,43 +276,38 @@ def find_first_key(mask: Mask, query: int) -> int:
     return max(first, not_before.int().argmax(1).min().item())  # argmax: the first
 
 
-def blocks_of_step(own: tuple[int, int], first_keys: list[int], chunks: Sequence[int], new: list[int], m: int,
-                   window: int, joins: bool) -> list[ScoreBlock]:
-    """A rank's blocks with those keys of a step's chunks that are `new`: one for each pair of chunks that has visible
-    scores, and if it `joins` them one for neighbours. first_keys: find_first_key of both own chunks of queries."""
-    if joins and new == [*own]:  # keys of the same tokens, in the same order: one causal mask is that of both chunks
-        return [ScoreBlock(slice(0, 2 * m), slice(0, 2 * m), CAUSAL)]
-    blocks = []
-    for n, (a, first_key) in enumerate(zip(own, first_keys)):
-        rows = slice(n * m, (n + 1) * m)
-        visible = [b for b in new if b <= a and (b + 1) * m > first_key]
-        for b in sorted(visible, key=lambda b: b != a):  # its own first: see is_first
-            hidden = max(first_key - b * m, 0)
-            start, stop = chunks.index(b) * m + hidden, (chunks.index(b) + 1) * m
-            mask = Mask(b == a, window, offset=(a - b) * m - hidden if window else 0)
-            if joins and blocks and blocks[-1].queries == rows and blocks[-1].keys.stop == start:
-                start = blocks.pop().keys.start
-            blocks.append(ScoreBlock(rows, slice(start, stop), mask))
-    if len(blocks) > 1 and blocks[0][1:] == blocks[1][1:]:  # only these can be equal: keys that both chunks see
-        blocks[:2] = [blocks[0]._replace(queries=slice(0, 2 * m))]
-    return blocks
-
-
 def visible_blocks(style: Style, seq: int, c: int, i: int, mask: Mask,
                    device: torch.device | str = "cpu") -> list[list[ScoreBlock]]:
     """The blocks that rank i computes at each step, without those that documents or a window hide entirely. seq, mask:
     length and mask of whole sequences. Numbers of documents [B, S] ascend along the sequence or, after order_by_piece,
     along each chunk; they are read in the host's memory, and those of the blocks' masks are on `device`."""
-    own, m = own_chunks(c, i), seq // (2 * c)
+    own, m, window, steps = own_chunks(c, i), seq // (2 * c), mask.window, []
+    first_keys = [find_first_key(mask, a * m) for a in own]
     documents = None if mask.documents is None else mask.documents[0]
     ascending = documents is None or bool((documents.diff() >= 0).all())
-    assert ascending or not mask.window, "a window counts positions of the sequence"
-    # Chunks are not joined if there is a window, as a mask has one distance between queries and keys; nor if documents
-    # do not ascend, as kernels skip keys of other documents only where they do.
-    joins, first_keys, steps = ascending and not mask.window, [find_first_key(mask, a * m) for a in own], []
+    assert ascending or not window, "a window counts positions of the sequence"
+    # Each pair of chunks with visible scores is a block, and neighbours are joined; but not if there is a window, as a
+    # mask has one distance between queries and keys; nor if documents do not ascend, as kernels skip keys of other
+    # documents only where they do.
+    joins, both = ascending and not window, slice(0, 2 * m)
     for chunks in style.chunks(c, i):
         new = [b for b in chunks if not (steps and b in own)]  # attention to the rank's own keys was the first step
-        steps.append(blocks_of_step(own, first_keys, chunks, new, m, mask.window, joins))
+        blocks = []
+        for n, (a, first_key) in enumerate(zip(own, first_keys)):
+            rows = slice(n * m, (n + 1) * m)
+            visible = [b for b in new if b <= a and (b + 1) * m > first_key]
+            for b in sorted(visible, key=lambda b: b != a):  # its own first: see is_first
+                hidden = max(first_key - b * m, 0)
+                start, stop = chunks.index(b) * m + hidden, (chunks.index(b) + 1) * m
+                if joins and blocks and blocks[-1].queries == rows and blocks[-1].keys.stop == start:
+                    start = blocks.pop().keys.start
+                offset = (a - b) * m - hidden if window else 0
+                blocks.append(ScoreBlock(rows, slice(start, stop), Mask(b == a, window, offset=offset)))
+        if joins and new == [*own]:  # keys of the same tokens, in the same order: one causal mask is that of both
+            blocks = [ScoreBlock(both, both, CAUSAL)]
+        elif len(blocks) > 1 and blocks[0][1:] == blocks[1][1:]:  # only these can be equal: keys that both chunks see
+            blocks[:2] = [blocks[0]._replace(queries=both)]
+        steps.append(blocks)
     if documents is None:
         return steps
     of_own, *of_steps = [to_device(take_chunks(documents, c, x), device) for x in (own, *style.chunks(c, i))]
