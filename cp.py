@@ -286,9 +286,9 @@ def visible_blocks(style: Style, seq: int, c: int, i: int, mask: Mask,
     documents = None if mask.documents is None else mask.documents[0]
     ascending = documents is None or bool((documents.diff() >= 0).all())
     assert ascending or not window, "a window counts positions of the sequence"
-    # Each pair of chunks with visible scores is a block, and neighbours are joined; but not if there is a window, as a
-    # mask has one distance between queries and keys; nor if documents do not ascend, as kernels skip keys of other
-    # documents only where they do.
+    # Each pair of chunks, a of queries and b of keys, that has visible scores is a block. Neighbours are joined; not if
+    # there is a window, as a mask has one distance between queries and keys; nor if documents do not ascend, as kernels
+    # skip keys of other documents only where they do.
     joins, both = ascending and not window, slice(0, 2 * m)
     for chunks in style.chunks(c, i):
         new = [b for b in chunks if not (steps and b in own)]  # attention to the rank's own keys was the first step
@@ -297,10 +297,10 @@ def visible_blocks(style: Style, seq: int, c: int, i: int, mask: Mask,
             rows = slice(n * m, (n + 1) * m)
             visible = [b for b in new if b <= a and (b + 1) * m > first_key]
             for b in sorted(visible, key=lambda b: b != a):  # its own first: see is_first
-                hidden = max(first_key - b * m, 0)
+                hidden = max(first_key - b * m, 0)  # the chunk's first keys, which none of these queries sees
                 start, stop = chunks.index(b) * m + hidden, (chunks.index(b) + 1) * m
                 if joins and blocks and blocks[-1].queries == rows and blocks[-1].keys.stop == start:
-                    start = blocks.pop().keys.start
+                    start = blocks.pop().keys.start  # join them: one block from where the last one starts
                 offset = (a - b) * m - hidden if window else 0
                 blocks.append(ScoreBlock(rows, slice(start, stop), Mask(b == a, window, offset=offset)))
         if joins and new == [*own]:  # keys of the same tokens, in the same order: one causal mask is that of both

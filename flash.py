@@ -131,13 +131,14 @@ def find_span(own, start, own_count, others, count, OWN: tl.constexpr, CHUNK: tl
 @triton.jit
 def find_keys(b, start, q_documents, k_documents, rows, columns, offset, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
               CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Of a tile of queries from `start` on: (documents [ROWS, 1], masked_from, stop). Keys from masked_from to `stop`
-    need the mask, later ones are hidden. Earlier ones need none; with documents or a window they are hidden, too."""
+    """Of a tile of queries from `start` on: (documents [ROWS, 1], masked_from, stop). Keys before masked_from are
+    visible to all these queries or, with documents or a window, to none; the mask decides on those from there to
+    `stop`; later ones are visible to none."""
     i_document, masked_from, stop = 0, columns, columns
-    if CAUSAL:
+    if CAUSAL:  # all queries see keys up to the first query, none sees keys after the last
         masked_from = tl.minimum(tl.maximum(start + 1 + offset, 0), columns)
         stop = tl.minimum(tl.maximum(tl.minimum(start + ROWS, rows) + offset, 0), columns)
-    if WINDOW:
+    if WINDOW:  # of all queries' windows the first one's begins first
         masked_from = tl.maximum(start + offset - WINDOW + 1, 0)
     if q_documents is not None:
         i_document, begin, end = find_span(q_documents + b * rows, start, rows, k_documents + b * columns,

@@ -148,10 +148,30 @@ def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
 
 
 # ---- rotary embedding -----------------------------------------------------------------------------------------------
+# In heads of queries and keys, pairs (a, b) of channels become (a cos - b sin, b cos + a sin). Which pairs:
+#
+#     rotate_and_split    pairs (x[i], x[i + D/2]) of all channels                        as in Llama
+#     rotate_tail         pairs (x[2i], x[2i + 1]) of the last rotated_dim channels       as in DeepSeek: latent.py
+#
+# Both write into x, which must not be used after this: what they return is its memory.
+
+def rotary_angles(positions: Tensor, model: Model, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin at positions [S] or [B, S]: [..., S, 1, rotated_dim/2], one for each pair, in acc_dtype(dtype)."""
+    dtype = acc_dtype(dtype)
+    even = torch.arange(0, model.rotated_dim, 2, device=positions.device, dtype=dtype)
+    frequency = model.rope_theta ** (-even / model.rotated_dim)
+    if model.rope_scaling != 1:
+        # Llama 3.1: pairs that turn less than once in the 8192 tokens of pre-training get 1 / rope_scaling of their
+        # frequency, those that turn more than 4 times all of it, and it is interpolated in between.
+        turns = 8192 * frequency / (2 * torch.pi)
+        unscaled = ((turns - 1) / (4 - 1)).clamp(0, 1)
+        frequency = frequency * (unscaled + (1 - unscaled) / model.rope_scaling)
+    angle = positions[..., None, None].to(dtype) * frequency
+    return angle.cos(), angle.sin()
+
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor, rotated_heads: int, sign: float, tail: bool) -> None:
-    """Rotate pairs of channels of the first heads of x [B, S, N, D] by sign x angle, in place. Pairs are (x[i],
-    x[i + D/2]), as in Llama; with `tail` (x[2i], x[2i + 1]) of the last 2 x angles channels, as in DeepSeek."""
+    """Rotate the first heads of x [B, S, N, D] by sign x angle, in place. tail: pairs are those of rotate_tail."""
     if tail:
         rotated = x[:, :, :rotated_heads, x.shape[-1] - 2 * cos.shape[-1]:]
         a, b = rotated[..., 0::2], rotated[..., 1::2]
@@ -166,7 +186,7 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor, rotated_heads: int, sign: float
 
 
 class RotateFunction(Function):
-    """See the two functions below. Saves only the angles, which all layers share. Backward rotates by minus these."""
+    """Both layouts. Saves only the angles, which all layers share. Backward rotates by minus these."""
 
     @staticmethod
     def forward(ctx, x, cos, sin, heads, tail=False):
@@ -184,30 +204,15 @@ class RotateFunction(Function):
 
 
 def rotate_and_split(x: Tensor, angles: tuple[Tensor, Tensor], heads: list[int]) -> tuple[Tensor, ...]:
-    """Split x [B, S, heads, D] into queries, keys and values, as many `heads` of each, or take it for queries or keys
-    alone; rotate queries and keys by the rotary_angles of their tokens, in place: x must not be used after this."""
+    """x [B, S, N, D] -> queries and keys, rotated, and values as they are, with `heads` of each, N in all. heads = [N]:
+    x is queries or keys alone. angles: rotary_angles of x's tokens."""
     return RotateFunction.apply(x, *angles, heads)
 
 
 def rotate_tail(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate, also in place, the tail of all heads of x [B, S, N, D]: latent attention's decoupled embedding."""
+    """x [B, S, N, D], with the tail of all heads rotated: latent attention's decoupled embedding."""
     rotated, = RotateFunction.apply(x, *angles, [x.shape[2]], True)
     return rotated
-
-
-def rotary_angles(positions: Tensor, model: Model, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of the angles at positions [S] or [B, S]: [S, 1, D/2] or [B, S, 1, D/2], in acc_dtype(dtype)."""
-    dtype = acc_dtype(dtype)
-    even = torch.arange(0, model.rotated_dim, 2, device=positions.device, dtype=dtype)
-    frequency = model.rope_theta ** (-even / model.rotated_dim)
-    if model.rope_scaling != 1:
-        # Llama 3.1: pairs that turn less than once in the 8192 tokens of pre-training get 1 / rope_scaling of their
-        # frequency, those that turn more than 4 times all of it, and it is interpolated in between.
-        turns = 8192 * frequency / (2 * torch.pi)
-        unscaled = ((turns - 1) / (4 - 1)).clamp(0, 1)
-        frequency = frequency * (unscaled + (1 - unscaled) / model.rope_scaling)
-    angle = positions[..., None, None].to(dtype) * frequency
-    return angle.cos(), angle.sin()
 
 
 # ---- masks ----------------------------------------------------------------------------------------------------------
