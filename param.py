@@ -27,7 +27,7 @@ Shapes: t tensor parallel ranks, K key and value heads, F ffn, H hidden.
 """
 import hashlib
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,8 +102,11 @@ def local_box(spec: Spec, groups: Groups) -> Box:
 
 def most_elements(spec: Spec, groups: Groups) -> int:
     """How many elements the largest of all ranks' boxes has: a table's vocabulary need not divide evenly."""
-    shards = {dim: groups.get(axis, ALONE).size for axis, dim in spec.along.items()}
-    return math.prod(-(-n // shards.get(dim, 1)) for dim, n in enumerate(spec.shape))
+    sizes = list(spec.shape)
+    for axis, dim in spec.along.items():
+        if isinstance(dim, int):
+            sizes[dim] = -(-sizes[dim] // groups.get(axis, ALONE).size)
+    return math.prod(sizes)
 
 
 def is_first_replica(spec: Spec, groups: Groups) -> bool:
@@ -316,18 +319,16 @@ def backward_weight(key: Key) -> None:
     the next: at most two gathered tensors are alive. Parameters are ready when the last weight gradient of their bucket
     has been added, so that its reduction is hidden under those of others."""
     work = _queue.pop(key)
-    waiting = dict.fromkeys(param for params, _ in work for param in params)  # for `ready`, in this order
-    left = Counter(param.sink for params, _ in work for param in params)  # bucket -> weight gradients to be added
-    added_params, adding = nothing = (), iter(())
-    for params, weight_grad in (*work, nothing):
+    queued_params = dict.fromkeys(param for params, _ in work for param in params)  # each once
+    last = {param.sink: number for number, (params, _) in enumerate(work) for param in params}
+    adding = nothing = iter(())
+    for number, (_, weight_grad) in enumerate((*work, ((), nothing))):
         next(weight_grad, None)  # start this one's collective
         next(adding, None)  # add the one before; a generator that has ended frees what it has read
-        left.subtract(param.sink for param in added_params)
-        for param in [param for param in waiting if left[param.sink] == 0]:
-            del waiting[param]
-            if param.sink is not None:
+        for param in queued_params:
+            if param.sink is not None and last[param.sink] == number - 1:
                 param.sink.ready(param)
-        added_params, adding = params, weight_grad
+        adding = weight_grad
 
 
 def queued_keys() -> list[Key]:
