@@ -29,17 +29,17 @@ Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (FSDP: prefetching); Micikevici
 Shapes: n ranks of the data axis, P parameters, A micro-batches per step.
 """
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from collectives import ALONE, Group, Groups, Pending, all_gather, all_reduce, done, reduce_scatter, run_demo, sent
+from collectives import ALONE, Group, Groups, all_gather, all_reduce, done, reduce_scatter, run_demo, sent
 from config import padded_elements
 from dp import Bucket, Units, assign_to_buckets
 from muon import Muon, kind_of
-from param import Box, Source, Spec, is_first_replica, most_elements, parameter, pieces_within
+from param import Box, Source, Spec, is_first_replica, parameter, pieces_within
 from update import UPDATE_RULES, LossScale
 
 
@@ -55,7 +55,7 @@ class ShardedBucket(Bucket):
 
     shards: the ranks that have different shards. replicas: those that have the same one. shard: this rank's slice.
     state: name -> tensor as long as the shard: "master", the master weights, and the rule_state of the update rule.
-    started_last: shared by all buckets: data axis, by its process group -> the reduction that started last on it.
+    started_last: shared by all buckets: data axis, by its process group -> the one that was reduced last on it.
     """
 
     def __init__(self, params: dict[nn.Parameter, int], groups: Groups, *, level: int, rule_state: tuple[str, ...],
@@ -63,37 +63,39 @@ class ShardedBucket(Bucket):
                  offload: Callable | None, started_last: dict):
         # Of Bucket: offset; missing, expected (gradients to come in this step, and in all); reducing; acc_dtype.
         super().__init__({param: params[param] for param in sorted(params, key=treatment)}, groups)
-        self.spans: list[tuple[int, int, Spec]] = []  # (start, stop, the spec of one of the span's parameters)
-        for _, span in groupby(self.params, treatment):
-            first, *others = span
-            stop = self.offset[first] + sum(most_elements(param.spec, groups) for param in (first, *others))
-            self.spans.append((self.offset[first], stop, first.spec))
+        firsts = [next(alike) for _, alike in groupby(self.params, treatment)]
+        bounds = pairwise([*(self.offset[first] for first in firsts), self.numel])
+        self.spans = [(start, stop, first.spec) for (start, stop), first in zip(bounds, firsts)]
+        self.reduce_dtype, self.started_last = reduce_dtype or self.acc_dtype, started_last
+
         # Of --dp-replicate (levels 1 to 3) "dp" is one replica's ranks only, and "replicate" those with the same shard.
         self.shards, self.replicas = (self.group, groups["replicate"]) if level else (ALONE, self.group)
         self.level = level if self.shards.size > 1 else 0  # one shard is no sharding
         self.numel = padded_elements(self.numel, self.shards.size)
         length, dtype = self.numel // self.shards.size, self.params[0].dtype
         self.shard = slice(self.shards.rank * length, (self.shards.rank + 1) * length)
+
         self.weights = self.zeros(self.numel, dtype)
         for param in self.params:
             # .data has a version counter of its own: gathering in place does not count as a change of the parameter.
             param.data = self.view(self.weights, param)
-        self.weight_shard = self.weights[self.shard]
-        if self.level == 3:
-            self.weight_shard = self.zeros(length, dtype)
-            self.free_weights()
         self.unsharding = done(self.weights)
         self.users = 0  # calls of `unshard` less calls of `reshard`: with afab many micro-batches use the head at once
+        self.weight_shard = self.zeros(length, dtype) if self.level == 3 else self.weights[self.shard]
+        if self.level == 3:
+            self.free_weights()
+
         self.host = offload(self) if offload else None  # what keeps the optimizer state in the host's memory
         zeros = self.host.zeros if self.host else self.zeros
         self.master = zeros(length, self.acc_dtype) if self.host or dtype != self.acc_dtype else self.weight_shard
         moments = {name: zeros(length, moments_dtype or self.acc_dtype) for name in rule_state}
         self.state = {"master": self.master} | moments
-        if self.level < 2:  # else `grad` exists from a micro-batch's first main_grad to its reduction
+
+        if self.level < 2:
             self.grad = self.zeros(self.numel, self.acc_dtype)
-        # A view of grad at levels 0 and 1: at level 0 all of it.
-        self.grad_shard = self.grad[self.shard] if self.level < 2 else self.zeros(length, self.acc_dtype)
-        self.reduce_dtype, self.started_last = reduce_dtype or self.acc_dtype, started_last
+            self.grad_shard = self.grad[self.shard]
+        else:  # `grad` exists from a micro-batch's first main_grad to its reduction
+            self.grad_shard = self.zeros(length, self.acc_dtype)
 
     def within_shard(self, flat: Tensor, start: int, stop: int) -> Tensor:
         """Of a tensor as long as the shard: the elements that are start..stop of the whole bucket."""
@@ -108,36 +110,15 @@ class ShardedBucket(Bucket):
                 yield spec, part
 
     # A gradient's way: param.py adds it to main_grad and calls `ready`, which counts (dp.py) and starts a reduction if
-    # one is due. That of bucket 2 first resumes that of bucket 3. (g3: the backward of bucket 3's parameters.)
+    # one is due. That first resumes the one before, so that each collective has the backward of a bucket to hide under:
     #
-    #     compute     g3 ────────► g2 ────────────► g1 ────────────────► finish_step
-    #     bucket 3        reduce-scatter │ += │ all-reduce over replicas │
-    #     bucket 2                        reduce-scatter │ += │ all-reduce over replicas │
-
-    def is_due(self) -> bool:
-        return self.missing % self.grads_per_micro_batch == 0 if self.level >= 2 else self.missing == 0
-
-    def start_reduction(self) -> None:
-        """First resume the axis's reduction before this: at levels 2 and 3 to free its gradient, so that at most two
-        exist; with replicas to start its all-reduce, which backward then hides. But backward waits if the network is a
-        bucket behind; so not at level 1 without replicas, nor at level 0."""
-        one_by_one = self.level >= 2 or (self.level and self.replicas.size > 1)
-        if one_by_one:
-            next(self.started_last.get(self.shards.process_group, iter(())), None)
-        super().start_reduction()
-        if one_by_one:
-            self.started_last[self.shards.process_group] = self.reducing
+    #     ready       bucket 3                bucket 2                  bucket 1                  finish_step
+    #     bucket 3    start reduce-scatter    add, start all-reduce                               wait
+    #     bucket 2                            start reduce-scatter      add, start all-reduce     wait
 
     def reduction(self) -> Iterator[None]:
-        """Sum `grad`, of one micro-batch or of all, over shards into grad_shard; in the end sum that over replicas:
-
-            resumed by                      not the last micro-batch   the last, with replicas
-            start_reduction of the bucket   start reduce-scatter       start reduce-scatter
-            the axis's next one             wait, add: the end         wait, add, start all-reduce
-            finish_step                                                wait: the end
-
-        finish_step does all that is left, also after the axis's last reduction. Without replicas there is no
-        all-reduce; level 0 has nothing else."""
+        """Sum `grad`, of one micro-batch or of all, over shards into grad_shard (not at level 0); after the last
+        micro-batch sum that over replicas, if there are any. It yields while a collective is running."""
         is_last = self.missing == 0
         # The first of the step overwrites grad_shard, later ones add.
         is_first = self.level < 2 or self.missing + self.grads_per_micro_batch == self.expected
@@ -163,6 +144,19 @@ class ShardedBucket(Bucket):
             if part is not self.grad_shard:
                 self.grad_shard.copy_(part)
 
+    def is_due(self) -> bool:
+        return self.missing % self.grads_per_micro_batch == 0 if self.level >= 2 else self.missing == 0
+
+    def start_reduction(self) -> None:
+        """First resume the axis's reduction before this: at levels 2 and 3 to free its gradient, so that at most two
+        exist; with replicas to start its all-reduce, which backward then hides. But backward waits if the network is a
+        bucket behind; so not at level 1 without replicas, nor at level 0."""
+        if self.level >= 2 or (self.level and self.replicas.size > 1):
+            axis = self.shards.process_group
+            next(self.started_last.get(axis, self).reducing, None)
+            self.started_last[axis] = self
+        super().start_reduction()
+
     def finish_step(self) -> None:
         """After the last backward: then grad_shard is the sum over all ranks and micro-batches."""
         super().finish_step()
@@ -181,10 +175,6 @@ class ShardedBucket(Bucket):
             if self.owns(spec):
                 total += torch.linalg.vector_norm(part).square()
         return total
-
-    def start_update(self) -> Pending:
-        """`wait` returns grad_shard, or its copy on the host, where the state is."""
-        return self.host.copy_grad(self.grad_shard) if self.host else done(self.grad_shard)
 
     # Weights. Levels 1 and 2 all-gather them after the update; at level 3 they are whole from unshard to reshard.
 
@@ -339,15 +329,16 @@ class Optimizer:
                  head: nn.Module | None = None, offload: Callable | None = None, peers: Sequence = ()):
         self.rule = UPDATE_RULES[rule]
         kind = kind_of if rule == "muon" else lambda spec: None
-        settings = dict(level=level, moments_dtype=moments_dtype, reduce_dtype=reduce_dtype, started_last={},
-                        offload=offload)
+        started_last = {}
         self.buckets, self.of_matrices = [], []  # all; those that Muon updates together
         for params in assign_to_buckets(units, 0 if level == 3 else bucket_mb, groups, kind):
             is_matrix = kind(next(iter(params)).spec) == "matrix"
-            state = Muon.state if is_matrix else self.rule.state
-            self.buckets.append(ShardedBucket(params, groups, rule_state=state, **settings))
+            bucket = ShardedBucket(params, groups, level=level, rule_state=(Muon if is_matrix else self.rule).state,
+                                   moments_dtype=moments_dtype, reduce_dtype=reduce_dtype, offload=offload,
+                                   started_last=started_last)
+            self.buckets.append(bucket)
             if is_matrix:
-                self.of_matrices.append(self.buckets[-1])
+                self.of_matrices.append(bucket)
         self.muon = Muon(self.of_matrices, groups["stage"], peers or [groups]) if self.of_matrices else None
         self.world, device = groups["world"], self.buckets[0].device
         self.clip, self.weight_decay = clip, weight_decay
@@ -372,7 +363,7 @@ class Optimizer:
         for bucket in self.buckets:
             bucket.begin_step(micro_batches)
 
-    def scale_loss(self, loss: Tensor) -> Tensor:
+    def scale_loss(self, loss: Tensor | float) -> Tensor | float:
         """What to call backward on, the loss or a factor of it: in fp16 runs times the loss scale."""
         return loss * self.loss_scale.value if self.loss_scale else loss
 
@@ -390,31 +381,39 @@ class Optimizer:
         all_reduce(summed, self.world)
         if extra is not None:
             extra.copy_(summed[1:])
-        unscale = 1 / self.loss_scale.value if self.loss_scale else squared.new_ones(())
-        norm = summed[0].sqrt() * unscale
+        norm = summed[0].sqrt() / self.scale_loss(1.0)
         found_inf = (~norm.isfinite()).float()
-        factor = unscale * (self.clip / (norm + 1e-6)).clamp(max=1) if self.clip else unscale
-        # Rules' kernels divide gradients by grad_scale as they read them, which saves a pass, but only in fp32. In fp64
-        # runs, and for Muon, which has no such kernel, gradients are multiplied by factor first.
-        is_fp64 = factor.dtype == torch.float64
-        for bucket in self.buckets if is_fp64 else self.of_matrices:
-            bucket.grad_shard.mul_(factor)
-        grad_scale = torch.ones((), device=factor.device) if is_fp64 else 1 / factor
-        grads = {bucket: bucket.start_update() for bucket in self.buckets}
-        where = self.buckets[0].master.device
-        scalars = dict(lr=lr, weight_decay=self.weight_decay, found_inf=found_inf.to(where))
-        of_muon = [grads.pop(bucket) for bucket in self.of_matrices]
-        updating = self.muon.update(of_muon, **scalars) if self.muon else iter(())
-        next(updating, None)  # starts an exchange, which the other updates hide
-        scalars |= dict(steps=self.steps.to(where), grad_scale=grad_scale.to(where), **self.rule_settings)
-        for bucket, grad in grads.items():
-            self.rule.update(bucket, grad.wait(), **scalars)
-            bucket.update_weights()
-        next(updating, None)  # the rest of Muon's: exchange back, and update
+        self.update(lr, found_inf, self.clip_grads(norm))
         self.steps += 1 - found_inf
         if self.loss_scale:
             self.loss_scale.update(found_inf)
         return norm
+
+    def clip_grads(self, norm: Tensor) -> Tensor:
+        """Clip, and undo the loss scale. Update rules' kernels do it as they read gradients: they divide by grad_scale,
+        which this returns. That saves a pass, but only in fp32. So gradients are multiplied here in fp64 runs, all of
+        them, and otherwise those of matrices: Muon has no such kernel."""
+        limit = (self.clip / (norm + 1e-6)).clamp(max=1) if self.clip else torch.ones_like(norm)
+        factor = limit / self.scale_loss(1.0)
+        is_fp64 = factor.dtype == torch.float64
+        for bucket in self.buckets if is_fp64 else self.of_matrices:
+            bucket.grad_shard.mul_(factor)
+        return torch.ones((), device=factor.device) if is_fp64 else 1 / factor
+
+    def update(self, lr: float, found_inf: Tensor, grad_scale: Tensor) -> None:
+        """Update all weights, where the optimizer state is: on the device or, if it is offloaded, on the host."""
+        grads = {bucket: bucket.host.copy_grad(bucket.grad_shard) if bucket.host else done(bucket.grad_shard)
+                 for bucket in self.buckets}
+        where = self.buckets[0].master.device
+        settings = dict(lr=lr, weight_decay=self.weight_decay, found_inf=found_inf.to(where))
+        of_muon = [grads.pop(bucket) for bucket in self.of_matrices]
+        updating = self.muon.update(of_muon, **settings) if self.muon else iter(())
+        next(updating, None)  # starts an exchange, which the other updates hide
+        settings |= dict(steps=self.steps.to(where), grad_scale=grad_scale.to(where), **self.rule_settings)
+        for bucket, grad in grads.items():
+            self.rule.update(bucket, grad.wait(), **settings)
+            bucket.update_weights()
+        next(updating, None)  # the rest of Muon's: exchange back, and update
 
     def extra_state(self) -> dict[str, Tensor]:
         """Scalars that belong to no parameter and are the same on every rank. To restore them, copy into them."""
