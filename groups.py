@@ -27,7 +27,7 @@ import torch.distributed as dist
 from collectives import Group, Groups
 from config import Grid, Model
 
-AXES = ("stage", "world", "pp", "tie", "data", "replicate", "dp", "cp", "cp_keys", "cp_heads", "tp", "kv", "kv_copy",
+AXES = ("muon", "world", "pp", "tie", "data", "replicate", "dp", "cp", "cp_keys", "cp_heads", "tp", "kv", "kv_copy",
         "ep", "edp")  # members_of_axes says what each is
 TRAFFIC = {"gradients": ("dp", "edp"), "keys": ("cp", "cp_keys", "cp_heads"), "activations": ("tp",),
            "tokens": ("ep",)}  # kind -> the axes that it is on; a process group has one kind. Other axes send little
@@ -62,7 +62,7 @@ def members_of_axes(grid: Grid, model: Model, world: int) -> dict[str, list[list
     members = {
         "world": [list(range(world))],
         "pp": groups_along(dense, "pp"),  # the ranks of one pipeline
-        "stage": groups_along(dense, "shard", "cp", "tp"),  # those that share the matrices of a pipeline rank (muon.py)
+        "muon": groups_along(dense, "shard", "cp", "tp"),  # those that share the matrices of a pipeline rank (muon.py)
         "data": groups_along(dense, "replicate", "shard", "cp"),  # all with different tokens
         "replicate": groups_along(dense, "replicate"),  # hybrid sharding: those with the same shard
         "dp": groups_along(dense, "shard", "cp"),  # those that ZeRO shards over
@@ -91,13 +91,13 @@ class Place(NamedTuple):
 
 
 def peers_of(grid: Grid, model: Model) -> list[dict[str, Place]]:
-    """For each rank of this rank's group "stage", itself included: axis -> its place. (For muon.py.)"""
+    """For each rank of this rank's group "muon", itself included: axis -> its place. (For muon.py.)"""
     me, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     members = members_of_axes(grid, model, world)
     places = {axis: {rank: Place(len(ranks), i) for ranks in groups for i, rank in enumerate(ranks)}
               for axis, groups in members.items()}
-    stage = next(ranks for ranks in members["stage"] if me in ranks)
-    return [{axis: of_rank[rank] for axis, of_rank in places.items() if rank in of_rank} for rank in stage]
+    peers = next(ranks for ranks in members["muon"] if me in ranks)
+    return [{axis: of_rank[rank] for axis, of_rank in places.items() if rank in of_rank} for rank in peers]
 
 
 def groups_along(dimensions: dict[str, int], *along: str) -> list[list[int]]:

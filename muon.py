@@ -15,7 +15,7 @@ Stops helping when: batches are so small that these FLOPs are no longer few besi
 
 ZeRO and tensor parallelism cut matrices. To orthogonalise each shard alone gives another update: in the demo it is 71%
 off on 2 ranks, 98% on 8. To gather every matrix everywhere repeats its matmuls on all ranks. So each matrix has one
-owner among a pipeline rank's ZeRO shards x tp, the axis "stage" (of all stages of the rank; one for each replica).
+owner among a pipeline rank's ZeRO shards x tp, the axis "muon" (of all stages of the rank; one for each replica).
 
     flat bucket    [a a b b c|c d d e e]      cut by ZeRO for 2 ranks: each has a half of matrix c
     shards of N    rank 0 a b c'   rank 1 c" d e
@@ -27,7 +27,7 @@ the same FLOPs: the largest matrix first, to the rank that has most of it, among
 if there is none, to the one with the least. Each expert's gate, up and down projections are matrices of their own.
 
 Jordan et al. 2024 (Muon); Liu et al. 2025 (Muon is scalable for LLM training: decay, the factor 0.2 sqrt(max(R, C))).
-Shapes: n ranks of the axis "stage", P parameters in the matrices of a pipeline rank, R x C a whole matrix.
+Shapes: n ranks of the axis "muon", P parameters in the matrices of a pipeline rank, R x C a whole matrix.
 """
 import math
 from collections import defaultdict
@@ -109,10 +109,10 @@ class Matrix(NamedTuple):
     pieces: list[Piece]
 
 
-def local_matrices(spec: Spec, places: Mapping) -> Iterator[tuple[int, Box]]:
+def local_matrices(spec: Spec, groups: Mapping) -> Iterator[tuple[int, Box]]:
     """What a rank has of each matrix of a parameter before ZeRO cuts it: (number, box of the matrix), in the order of
     the bucket. Only experts are stacked (w_gate_up [E, 2F, H] is 2E [F, H]), and only ep cuts them, between experts."""
-    box = local_box(spec, places)
+    box = local_box(spec, groups)
     if spec.matrices == 1:
         yield 0, box
         return
@@ -122,17 +122,17 @@ def local_matrices(spec: Spec, places: Mapping) -> Iterator[tuple[int, Box]]:
 
 
 def find_matrices(buckets: Sequence, peers: Sequence[Mapping]) -> list[Matrix]:
-    """The matrices of a pipeline rank, in an order that all ranks of its axis "stage" share. buckets: ShardedBuckets
-    (zero.py) of matrices alone, laid out alike on all these ranks. peers: for each of them, axis -> the size of its
+    """The matrices of a pipeline rank, in an order that all ranks of its axis "muon" share. buckets: ShardedBuckets
+    (zero.py) of matrices alone, laid out alike on all these ranks. peers: for each of them axis -> the size of its
     group on that axis and its rank in it, by groups.peers_of."""
     found: dict[tuple[str, int], Matrix] = {}
     for index, bucket in enumerate(buckets):
-        for rank, places in enumerate(peers):
-            axis = places[bucket.group.axis] if bucket.level else ALONE
-            shard = shard_slice(bucket.numel, axis.size, axis.rank)
+        for rank, groups in enumerate(peers):
+            shards = groups[bucket.group.axis] if bucket.level else ALONE
+            shard = shard_slice(bucket.numel, shards.size, shards.rank)
             for param in bucket.params:
                 begin = bucket.offset[param] - shard.start  # of a matrix, in the shard; perhaps before it, or after
-                for number, box in local_matrices(param.spec, places):
+                for number, box in local_matrices(param.spec, groups):
                     name = param.spec.name, number
                     matrix = found.setdefault(name, Matrix(name, matrix_shape(param.spec), []))
                     for piece, place in pieces_within(slice(0, shard.stop - shard.start), box, begin):
@@ -166,7 +166,7 @@ def senders(pieces: list[Piece], owner: int) -> list[Piece]:
 
 class Muon:
     """The update of all matrices of a pipeline rank. buckets, peers: see find_matrices; their state has "m", the
-    momentum, in the dtype of gradients. group: of the axis "stage"."""
+    momentum, in the dtype of gradients. group: of the axis "muon"."""
     state = ("m",)
 
     def __init__(self, buckets: Sequence, group: Group, peers: Sequence[Mapping]):
@@ -247,8 +247,8 @@ class Exchange:
 
 def demo(group: Group) -> None:
     size, generator = 512, torch.Generator().manual_seed(0)
-    a, b = (torch.randn(size, size, generator=generator) for _ in range(2))
-    momentum = (a * torch.logspace(0, -3, size) @ b)[None]  # like a gradient's: a few directions dominate
+    a, b = (torch.randn(size, size, generator=generator, dtype=torch.float64) for _ in range(2))
+    momentum = (a * torch.logspace(0, -3, size, dtype=a.dtype) @ b)[None]  # like a gradient's: few directions dominate
     whole = orthogonalize(momentum)
     for title, x in ("momentum", momentum), ("its update", whole):
         values = torch.linalg.svdvals(x)

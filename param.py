@@ -102,11 +102,8 @@ def local_box(spec: Spec, groups: Groups) -> Box:
 
 def most_elements(spec: Spec, groups: Groups) -> int:
     """How many elements the largest of all ranks' boxes has: a table's vocabulary need not divide evenly."""
-    sizes = list(spec.shape)
-    for axis, dim in spec.along.items():
-        if isinstance(dim, int):
-            sizes[dim] = -(-sizes[dim] // groups.get(axis, ALONE).size)
-    return math.prod(sizes)
+    shards_of = {dim: groups.get(axis, ALONE).size for axis, dim in spec.along.items() if isinstance(dim, int)}
+    return math.prod(-(-n // shards_of.get(dim, 1)) for dim, n in enumerate(spec.shape))
 
 
 def is_first_replica(spec: Spec, groups: Groups) -> bool:
@@ -319,8 +316,8 @@ def backward_weight(key: Key) -> None:
     the next: at most two gathered tensors are alive. Parameters are ready when the last weight gradient of their bucket
     has been added, so that its reduction is hidden under those of others."""
     work = _queue.pop(key)
-    queued_params = dict.fromkeys(param for params, _ in work for param in params)  # each once
-    last = {param.sink: number for number, (params, _) in enumerate(work) for param in params}
+    queued_params = dict.fromkeys(param for params, _ in work for param in params)  # each once, in this order
+    last = {param.sink: number for number, (params, _) in enumerate(work) for param in params}  # by bucket
     adding = nothing = iter(())
     for number, (_, weight_grad) in enumerate((*work, ((), nothing))):
         next(weight_grad, None)  # start this one's collective

@@ -339,7 +339,7 @@ class Optimizer:
             self.buckets.append(bucket)
             if is_matrix:
                 self.of_matrices.append(bucket)
-        self.muon = Muon(self.of_matrices, groups["stage"], peers or [groups]) if self.of_matrices else None
+        self.muon = Muon(self.of_matrices, groups["muon"], peers or [groups]) if self.of_matrices else None
         self.world, device = groups["world"], self.buckets[0].device
         self.clip, self.weight_decay = clip, weight_decay
         self.rule_settings = dict(betas=betas, eps=eps)

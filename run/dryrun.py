@@ -194,7 +194,7 @@ BARS = " ▁▂▃▄▅▆▇█"
 def report(found: DryRun, groups: Groups, formula: dict[str, int], seconds: float) -> str:
     """Memory, pipeline, FLOPs and communication as printed. formula: kind -> bytes by plan/memory.py, to compare."""
     coordinates = ", ".join(f"{axis} {group.rank} of {group.size}" for axis, group in groups.items()
-                            if group.size > 1 and axis not in ("stage", "world"))
+                            if group.size > 1 and axis not in ("muon", "world"))
     lines = [f"dry run rank {groups['world'].rank} of {groups['world'].size:,} ({coordinates or 'alone'}), "
              f"{seconds:.1f} s",
              f"memory  peak {format_bytes(found.peak)}; by kind, at that moment, at its own peak, and by formula:"]

@@ -96,14 +96,14 @@ def test_a_link_has_one_direction_and_the_group_of_all_stages_sums_the_loss(pool
 
 
 @pytest.mark.parametrize("flags, axes", [
-    ("", [["stage", "world", "data", "dp"]]),
-    ("--cp 4", [["cp"], ["stage", "world", "data", "dp"]]),  # keys and values are not to wait for gradients
-    (f"{MIXTRAL} --ep 4", [["ep"], ["stage", "world", "data", "dp"]]),  # nor tokens
-    (MIXTRAL, [["stage", "world", "data", "dp", "edp"]]),  # dense and experts' gradients
-    ("--tp 4", [["stage", "world", "tp"]]),  # a key and value head per rank
-    ("--tp 4 --kv-heads 2", [["kv"], ["kv_copy"], ["stage", "world", "tp"]]),
-    (f"{MIXTRAL} --tp 4", [["edp"], ["stage", "world", "tp"]]),  # experts' gradients are not to wait for activations
-    (f"{MIXTRAL} --tp 4 --ep 4 --kv-heads 1", [["ep"], ["stage", "world", "tp", "kv_copy"]])])  # nor tokens
+    ("", [["muon", "world", "data", "dp"]]),
+    ("--cp 4", [["cp"], ["muon", "world", "data", "dp"]]),  # keys and values are not to wait for gradients
+    (f"{MIXTRAL} --ep 4", [["ep"], ["muon", "world", "data", "dp"]]),  # nor tokens
+    (MIXTRAL, [["muon", "world", "data", "dp", "edp"]]),  # dense and experts' gradients
+    ("--tp 4", [["muon", "world", "tp"]]),  # a key and value head per rank
+    ("--tp 4 --kv-heads 2", [["kv"], ["kv_copy"], ["muon", "world", "tp"]]),
+    (f"{MIXTRAL} --tp 4", [["edp"], ["muon", "world", "tp"]]),  # experts' gradients are not to wait for activations
+    (f"{MIXTRAL} --tp 4 --ep 4 --kv-heads 1", [["ep"], ["muon", "world", "tp", "kv_copy"]])])  # nor tokens
 def test_axes_with_the_same_ranks_share_a_group_unless_they_are_busy_together(flags, axes):
     """Bytes are counted by axis all the same."""
     settings, names = grids.settings_of(flags, 4), {}
@@ -113,6 +113,6 @@ def test_axes_with_the_same_ranks_share_a_group_unless_they_are_busy_together(fl
             if group.size > 1:
                 names.setdefault(group.process_group.group_name, []).append(axis)
         collectives.sent.clear()
-        collectives.all_reduce(torch.zeros(4), made["stage"])
+        collectives.all_reduce(torch.zeros(4), made["muon"])
         collectives.all_reduce(torch.zeros(8), made["world"])
-    assert sorted(names.values()) == axes and collectives.sent == {"stage": 2 * 3 * 4, "world": 2 * 6 * 4}
+    assert sorted(names.values()) == axes and collectives.sent == {"muon": 2 * 3 * 4, "world": 2 * 6 * 4}

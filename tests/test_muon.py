@@ -114,7 +114,7 @@ def sent_for_matrices(grid: str) -> tuple[int, int]:
     train.forward_backward(model, optimizer, share, groups)
     sent.clear()
     optimizer.step(0.01)
-    return sent["stage"], sum(math.prod(matrix.shape) for matrix in optimizer.muon.matrices)
+    return sent["muon"], sum(math.prod(matrix.shape) for matrix in optimizer.muon.matrices)
 
 
 @pytest.mark.parametrize("grid, least, most", [("--micro-batch 12 --tp 4", 2, 2), ("--micro-batch 6 --zero 1", 0.1, 2),

@@ -203,7 +203,7 @@ def run(grid: str, last: int = STEPS) -> dict:
         bucket.reshard()
     out |= {name: pieces(optimizer, what) for name, what in (("params", "master"), ("m", "m"), ("v", "v"))}
     out["extra_state"] = optimizer.extra_state() | {router.name: router.bias for router in model.routers}
-    uneven = {groups[axis].process_group.group_name for axis in ("ep", "stage") if groups[axis].size > 1}
+    uneven = {groups[axis].process_group.group_name for axis in ("ep", "muon") if groups[axis].size > 1}
     out["collectives"] = [call._replace(shapes=[]) if call.name == "all_to_all_single" and call.group in uneven
                           else call for call in calls]  # of as many rows as tokens choose, as owners have of a matrix
     return out
