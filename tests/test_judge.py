@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import judged
 import pytest
@@ -178,3 +179,16 @@ def test_a_hundred_million_parameters_on_eight_ranks_take_less_than_a_minute(poo
     began = time.monotonic()
     assert judge.main([str(tmp_path / "one"), str(tmp_path / "grid")]) == 0
     assert time.monotonic() - began < 60
+
+
+def test_more_than_ten_ranks_are_read_in_their_order(tmp_path, monkeypatch):
+    """As text, rank10 is before rank2. Ranks 10 and 11 have other bits than ranks 2 to 9, which come first."""
+    one = recorded(tmp_path / "one", piece(*WHOLE))
+    for rank in range(12):
+        monkeypatch.setattr(judge, "dist", SimpleNamespace(
+            is_initialized=lambda: True, get_rank=lambda rank=rank: rank, get_world_size=lambda: 12,
+            all_gather_object=lambda everyone, mine: None))
+        grid = Record(str(tmp_path / "grid"))
+        grid.step(model=[piece(*WHOLE, times=1 + (rank >= 10))] if rank >= 2 else [])
+    (found,) = judge.Judge(one, Run(tmp_path / "grid")).findings()
+    assert found.says == "rank 2 and rank 10 hold different bits of a replicated tensor" and found.off == 1.0

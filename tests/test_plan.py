@@ -119,6 +119,15 @@ def test_memory_is_that_of_the_buckets_and_stages_that_train_py_builds(flags, ra
             for param in block.parameters() if param.ndim > 1 and not param.spec.name.endswith(in_16_bits))
 
 
+def test_heads_that_ulysses_copies_are_in_memory():
+    """Of 24 heads, 6 with keys and values, tensor parallel ranks have 12 and 3, which 4 ranks divide as 4 x 3. More
+    than others save: 12 heads of the output, and 9 of both keys and values; of 2 layers and 64 / 4 tokens."""
+    flags = "--layers 2 --hidden 96 --heads 24 --kv-heads 6 --head-dim 8 --seq 64 --tp 2 --cp 4 --global-batch 1"
+    ulysses, others = (plan.memory.activation_bytes(config.parse(f"{flags} --cp-style {style}".split(), 8), 2)
+                       for style in ("ulysses", "allgather"))
+    assert ulysses - others == 2 * 16 * (12 + 2 * 9) * 8 * 2
+
+
 # ---- machines -------------------------------------------------------------------------------------------------------
 
 TWO_LEVELS = Machine("test", 8, {"bf16": 1e15}, {"bf16": 8e14}, 80e9, 3e12,
