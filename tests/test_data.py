@@ -173,13 +173,6 @@ def corpus(tmp_path):
     return Corpus([token_file(tmp_path / "a.npy", range(1000), "npy")], 1000)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 16, 17, 1000])
-def test_an_order_holds_everything_once(n):
-    first, second = ([shuffled(i, n, key) for i in range(n)] for key in ("0 0", "0 1"))
-    assert sorted(first) == sorted(second) == list(range(n))
-    assert n < 16 or first not in (second, list(range(n)))
-
-
 def test_every_epoch_reads_every_window_once_in_another_order(corpus):
     samples = Samples(corpus, 9, seed=5)
     assert samples.spans == 111
@@ -285,17 +278,6 @@ def fingerprint() -> str:
 
 def test_every_process_reads_the_same_samples(pool):
     assert len(set(pool.run(2, "test_data:fingerprint"))) == 1
-
-
-def test_samples_that_fill_up_a_micro_batch_have_no_labels(tmp_path):
-    file = tmp_path / "text.txt"
-    file.write_text("0123456789" * 20)
-    samples = Samples(Corpus([str(file)], 300), 16, None)
-    for ranks, micro_batch in ((1, 1), (1, 4), (2, 4), (3, 2)):
-        at_once = micro_batch * ranks
-        batches = [batch for rank in range(ranks) for first in range(0, 10, at_once)
-                   for batch in samples.step(first, at_once, micro_batch, rank, ranks, end=10)]
-        assert sum((batch.labels >= 0).sum().item() for batch in batches) == 10 * 16
 
 
 # ---- masks and mixtures ---------------------------------------------------------------------------------------------

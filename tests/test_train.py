@@ -14,7 +14,6 @@ import pytest
 import tokenizers
 import torch
 import torch.distributed as dist
-from program import python, torchrun
 from runs import first_step, metrics, run
 
 import config
@@ -239,10 +238,6 @@ def test_the_batch_grows_with_the_tokens_seen():
     assert [job.sequences_at(tokens, ramp) for tokens in seen] == [16, 16, 32, 32, 64, 64]
 
 
-def test_numbers_that_are_not_finite_become_null():
-    assert log.as_json(dict(loss=float("nan"), norm=0.1, n=3)) == '{"loss": null, "norm": 0.1, "n": 3}'
-
-
 def test_progress_is_20_to_40_lines_of_which_the_last_step_is_one(capsys):
     of_45 = log.Log(config.parse("--steps 45 --dtype fp32".split()), grids.NO_GROUPS, torch.device("cpu"))
     for step in range(45):
@@ -367,17 +362,6 @@ def test_neighbours_share_layers_then_shards_and_replicas_are_far_apart(flags, w
                  if group.size > 1}
     assert found.pop("world") == [*range(8)]
     assert (found if "ep" not in want else {axis: found[axis] for axis in want}) == want
-
-
-@pytest.mark.slow
-def test_the_grid_that_is_shown_trains_as_one_process(tmp_path):
-    """`torchrun --nproc_per_node=8 train.py`, in fp32: its first 20 losses."""
-    command = "train.py --steps 20 --warmup 20 --sample= --metrics".split()
-    alone, shown = python(*command, tmp_path / "alone"), torchrun(8, *command, tmp_path / "shown")
-    assert (alone.returncode, shown.returncode) == (0, 0), alone.stderr + shown.stderr
-    assert "pp 2 x dp 2 x cp 1 x tp 2" in shown.stdout and "--dp 8 is pure data parallelism" in shown.stdout
-    want, got = ([record["loss"] for record in metrics(tmp_path / name)] for name in ("alone", "shown"))
-    assert got == pytest.approx(want, abs=1e-4)
 
 
 def test_a_pipeline_is_made_for_the_largest_batch_of_a_ramp():
