@@ -347,9 +347,9 @@ def test_the_head_counts_as_layers():
 
 @pytest.mark.parametrize("flags, want", [
     ("--tp 2 --zero 1 --dp-replicate 2 --kv-heads 1", dict(
-        stage=[4, 5, 6, 7], data=[1, 3, 5, 7], replicate=[1, 5], dp=[5, 7], tp=[4, 5], kv_copy=[4, 5])),
+        muon=[4, 5, 6, 7], data=[1, 3, 5, 7], replicate=[1, 5], dp=[5, 7], tp=[4, 5], kv_copy=[4, 5])),
     ("--tp 2 --cp 2 --kv-heads 1", dict(
-        stage=[*range(8)], data=[1, 3, 5, 7], dp=[1, 3, 5, 7], cp=[5, 7], tp=[4, 5], kv_copy=[4, 5])),
+        muon=[*range(8)], data=[1, 3, 5, 7], dp=[1, 3, 5, 7], cp=[5, 7], tp=[4, 5], kv_copy=[4, 5])),
     ("--tp 2 --ep 4 --experts 8", dict(ep=[4, 5, 6, 7], edp=[1, 5])),
     ("--pp 2 --cp 2 --ep 2 --experts 8", dict(ep=[4, 5], edp=[5, 7])),
     ("--tp 2 --zero 1 --dp-replicate 2 --ep 2 --experts 8", dict(ep=[4, 5], edp=[5, 7]))])
