@@ -161,8 +161,10 @@ class BlockAttention(Function):
             dkv = lse.new_zeros(kv[0].shape[2], 2, *k.shape[:2], k.shape[3])  # [tokens, 2, B, K, D]
             for rows, keys, mask in blocks:
                 row_lse = lse[:, :, rows].contiguous()  # kernels take any strides of the others
-                torch._foreach_add_([dq[:, :, rows], *by_head(dkv[keys])], ctx.attention.backward(
-                    do[:, :, rows], q[:, :, rows], *(x[:, :, keys] for x in kv), o[:, :, rows], row_lse, mask))
+                grads = ctx.attention.backward(
+                    do[:, :, rows], q[:, :, rows], *(x[:, :, keys] for x in kv), o[:, :, rows], row_lse, mask)
+                for total, grad in zip((dq[:, :, rows], *by_head(dkv[keys])), grads):
+                    total += grad
             if own_dkv is None:
                 own_dkv = dkv
             else:
