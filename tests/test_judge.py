@@ -11,11 +11,12 @@ import judged
 import pytest
 import torch
 from pool import slow
+from program import python
 from safetensors.torch import load_file
 
 from learn import judge
 from learn.judge import Piece, Record, Run
-from test_grids import EXACT, GRIDS, MORE, model_flags
+from test_grids import GRIDS, MORE, model_flags, pairs_that_meet
 
 WAYS = ["ddp", "sequence", "fsdp", "dtensor", "pipeline"]
 FAULTS = [  # the way, the error, what a line must say, the factor and an axis that must be named
@@ -139,7 +140,7 @@ def test_the_file_works_alone_and_ends_with_the_verdict(tmp_path, one, capsys):
     wrong = run(one / "one", one / "without", "--json")
     kinds = {found["kind"] for found in json.loads(wrong.stdout)}
     assert wrong.returncode == 1 and kinds == {"gradient", "loss", "norm"}
-    missing = run(one / "one", tmp_path / "nowhere")
+    missing = python(copy, one / "one", tmp_path / "nowhere")
     assert missing.returncode == 2 and missing.stderr == (
         f"judge: {tmp_path / 'nowhere'}: has no record, which Record(folder) writes\n")
 
@@ -165,7 +166,7 @@ def test_terms_of_a_sum_are_summed(pool, tmp_path):
 
 @pytest.mark.parametrize("ranks, grid", [
     (4, "--micro-batch 6 --tp 2 --zero 2 --kv-heads 2"), (2, "--micro-batch 6 --pp 2 --schedule zb-h1 --tied"),
-    *slow(*(case for case in (*GRIDS, *MORE, *EXACT) if case[0] > 1))])
+    *slow(*(case for case in (*GRIDS, *MORE, *pairs_that_meet(exact=True)) if case[0] > 1))])
 def test_no_right_grid_is_accused(pool, tmp_path, ranks, grid):
     judged.ours(str(tmp_path / "one"), model_flags(grid))
     pool.run(ranks, "judged:ours", folder=str(tmp_path / "grid"), grid=grid)

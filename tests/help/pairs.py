@@ -4,6 +4,7 @@ FEATURES names what a run may have, and IMPOSSIBLE which two never meet; tests/t
 refuses those. `all_pairs` chooses few small grids by a greedy search that gives the same ones every time.
 """
 import random
+from functools import cache
 from itertools import combinations
 
 LATENT = ("--heads 8 --kv-heads 8 --head-dim 10 --kv-lora-rank 11 --q-lora-rank 14 --rope-head-dim 4 "
@@ -41,13 +42,14 @@ IMPOSSIBLE = {
     *((("cp", style), ("kv", "latents")) for style in ("ring", "ulysses", "both")),
     (("kv", "latents"), ("qk", "norm")), (("kv", "latents"), ("biases", "qkv")),
 }
+NEVER_WITH = {one: {two for both in IMPOSSIBLE if one in both for two in both} for both in IMPOSSIBLE for one in both}
 MIXTRAL = "--experts 8 --top-k 2 --expert-ffn {} --router-z-loss 0.02 --aux-loss 0.3"
 DEEPSEEK = ("--experts 8 --top-k 3 --expert-ffn {} --router sigmoid --router-scale 2.5 --expert-groups 4 "
             "--top-groups 2 --shared-experts 2 --dense-layers 1 --bias-rate 0.002 --aux-loss 0.2")
 WIDE = "--hidden 128 --heads 4 --kv-heads 4 --head-dim {} --ffn 256"  # which FP8's blocks divide, also at --tp 2
 WIDE_LATENT = ("--heads 4 --kv-heads 4 --head-dim 128 --kv-lora-rank 128 --q-lora-rank 256 --rope-head-dim 64 "
                "--v-head-dim 64")
-SEQUENCES, MOST_RANKS, TRIED = 16, 8, 60
+SEQUENCES, MOST_RANKS, TRIED = 16, 8, 200
 Choice = dict[str, str]  # feature -> value
 
 
@@ -81,6 +83,11 @@ def ranks_of(choice: Choice) -> int:
     return size["dp"] * size["cp"] * size["tp"] * size["pp"]
 
 
+def cost(choice: Choice) -> int:
+    """About in what proportion grids take time: on a CPU FP8 takes three times as long."""
+    return (2 + ranks_of(choice) + 2 * (choice["experts"] != "none")) * (1 if choice["fp8"] == "none" else 3)
+
+
 def grid_of(choice: Choice) -> tuple[int, str]:
     """(ranks, flags). Two accumulations without a pipeline, four with one, half of them in a step of a batch ramp; but
     dualpipev needs four, and rounding errors are compared in the first step, over more tokens."""
@@ -105,19 +112,19 @@ def draw_choice(generator: random.Random, fixed: Choice) -> Choice:
     choice = dict(fixed)
     names = [name for name in FEATURES if name not in fixed]
     for name in generator.sample(names, len(names)):
-        choice[name] = generator.choice([value for value in FEATURES[name] if not any(
-            {((name, value), other), (other, (name, value))} & IMPOSSIBLE for other in choice.items())])
+        choice[name] = generator.choice([value for value in FEATURES[name]
+                                         if NEVER_WITH.get((name, value), set()).isdisjoint(choice.items())])
     return {name: choice[name] for name in FEATURES}
 
 
 def cover(missing: set[tuple], fixed: Choice, generator: random.Random) -> list[Choice]:
     """Choices with the `fixed` values that together have all `missing` pairs. Each is the best of TRIED random ones: it
-    has most new pairs for its ranks."""
+    has most new pairs for its cost."""
     out = []
     while missing:
         candidates = [draw_choice(generator, fixed | dict(min(missing))) for _ in range(TRIED)]
         best = max((choice for choice in candidates if ranks_of(choice) <= MOST_RANKS),
-                   key=lambda choice: len(pairs_of(choice) & missing) / (2 + ranks_of(choice)))
+                   key=lambda choice: len(pairs_of(choice) & missing) / cost(choice))
         out.append(best)
         missing = missing - pairs_of(best)
     return out
@@ -152,6 +159,7 @@ def simplify(choice: Choice, more: list[str]) -> list[tuple[Choice, list[str]]]:
     return [(choice, more) for choice, more in plain if not pairs_of(choice) & IMPOSSIBLE]
 
 
+@cache  # and not where this file is imported: ranks are told their grid
 def all_pairs() -> list[Choice]:
     """Pairs that can be exact meet in grids that are."""
     generator, possible = random.Random(0), every_pair() - IMPOSSIBLE

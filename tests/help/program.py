@@ -13,7 +13,8 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "triton", "numpy", "einops", "tqdm", "pytest"]
+PRELOADED = ["torch", "torch.distributed.checkpoint", "torch.distributed.pipelining", "torch._dynamo", "triton",
+             "numpy", "einops", "tqdm", "pytest"]
 
 
 def forks() -> multiprocessing.context.BaseContext:
