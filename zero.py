@@ -20,10 +20,11 @@ questions: is a bucket cut into shards (>= 1)? Is its gradient reduced, and free
 its weights whole only while a unit (embedding, block or head) uses them (3)?
 
 Overlap: reductions run under backward; all-gathers of levels 1 and 2 under the next forward, of level 3 under the unit
-         before (but not a forward's first).
+         before (but not a forward's first, nor a backward's first in pipeline stages without the head).
 Memory:  levels 2 and 3 hold at most two buckets' whole gradients per data axis, level 3 also two units' whole weights.
-         More is held by afab (the head's weights until its backward), a tied table (its gradient until the second
-         backward), and split backwards, zb-* (a bucket's gradient until its weight gradients are computed).
+         More is held by afab and dualpipev (weights of the head, and of the block before it, until the head's
+         backward), a tied table (its gradient until the second backward), split backwards (a bucket's gradient until
+         its weight gradients are computed), and Muon (the gradient of the bucket with a stage's norms).
 
 Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (FSDP: prefetching); Micikevicius et al. 2018 (mixed precision).
 Shapes: n ranks of the data axis, P parameters, A micro-batches per step.
@@ -33,7 +34,6 @@ from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 
 from collectives import ALONE, Group, Groups, all_gather, all_reduce, done, reduce_scatter, run_demo, sent
 from config import padded_elements
@@ -44,31 +44,34 @@ from update import UPDATE_RULES, LossScale
 
 
 def treatment(param: nn.Parameter) -> tuple:
-    """How its gradient is reduced and its weights decay. A bucket is ordered by it, so that parameters that are treated
-    alike are one span of its flat tensors; within it they keep the order of the model: wq, wk and wv stay neighbours,
-    so that one matmul adds to all three gradients."""
+    """What parameters may differ in: over which axes the gradient is summed, who counts it in the norm, whether weights
+    decay. A bucket is sorted by it, so that each of these handles a few spans of its flat tensors, not every parameter.
+    Within a span the order is the model's: wq, wk and wv stay neighbours, and one matmul adds to all their gradients.
+    """
     return param.spec.partial_axes, param.spec.replicated_axes, not param.spec.decay
 
 
 class ShardedBucket(Bucket):
     """The weights, gradient and optimizer state of a bucket: flat tensors, whole or this rank's shard of them.
 
+    The class Bucket calls `ready` for each gradient, which counts `missing` down from `expected`, the number of this
+    step. If then is_due(), start_reduction makes the generator `reduction()`, as `reducing`, and runs it to its first
+    yield. finish_step runs it to its end. `offset` says where each parameter begins; acc_dtype is fp32, or fp64.
+
     shards: the ranks that have different shards. replicas: those that have the same one. shard: this rank's slice.
     state: name -> tensor as long as the shard: "master", the master weights, and the rule_state of the update rule.
-    started_last: shared by all buckets: data axis, by its process group -> the one that was reduced last on it.
+    started_last: one for all buckets: process group of a data axis -> the bucket reduced on it that was started last.
     """
 
     def __init__(self, params: dict[nn.Parameter, int], groups: Groups, *, level: int, rule_state: tuple[str, ...],
                  moments_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None,
                  offload: Callable | None, started_last: dict):
-        # Of Bucket: offset; missing, expected (gradients to come in this step, and in all); reducing; acc_dtype.
         super().__init__({param: params[param] for param in sorted(params, key=treatment)}, groups)
-        firsts = [next(alike) for _, alike in groupby(self.params, treatment)]
-        bounds = pairwise([*(self.offset[first] for first in firsts), self.numel])
-        self.spans = [(start, stop, first.spec) for (start, stop), first in zip(bounds, firsts)]
+        starts = [(self.offset[first], first.spec) for _, (first, *_) in groupby(self.params, treatment)]
+        self.spans = [(start, stop, spec) for (start, spec), (stop, _) in pairwise([*starts, (self.numel, None)])]
         self.reduce_dtype, self.started_last = reduce_dtype or self.acc_dtype, started_last
 
-        # Of --dp-replicate (levels 1 to 3) "dp" is one replica's ranks only, and "replicate" those with the same shard.
+        # With --dp-replicate (levels 1 to 3) "dp" is the ranks of one replica, "replicate" those with the same shard.
         self.shards, self.replicas = (self.group, groups["replicate"]) if level else (ALONE, self.group)
         self.level = level if self.shards.size > 1 else 0  # one shard is no sharding
         self.numel = padded_elements(self.numel, self.shards.size)
@@ -85,7 +88,7 @@ class ShardedBucket(Bucket):
         if self.level == 3:
             self.free_weights()
 
-        self.host = offload(self) if offload else None  # what keeps the optimizer state in the host's memory
+        self.host = offload(self) if offload else None  # --offload: keeps `state` in the host's memory
         zeros = self.host.zeros if self.host else self.zeros
         self.master = zeros(length, self.acc_dtype) if self.host or dtype != self.acc_dtype else self.weight_shard
         moments = {name: zeros(length, moments_dtype or self.acc_dtype) for name in rule_state}
@@ -109,16 +112,16 @@ class ShardedBucket(Bucket):
             if len(part):
                 yield spec, part
 
-    # A gradient's way: param.py adds it to main_grad and calls `ready`, which counts (dp.py) and starts a reduction if
-    # one is due. That first resumes the one before, so that each collective has the backward of a bucket to hide under:
+    # A gradient's way: param.py adds it to main_grad and calls `ready`. A reduction that starts first resumes the one
+    # before, so that each collective has the backward of a bucket to hide under:
     #
     #     ready       bucket 3                bucket 2                  bucket 1                  finish_step
     #     bucket 3    start reduce-scatter    add, start all-reduce                               wait
     #     bucket 2                            start reduce-scatter      add, start all-reduce     wait
 
     def reduction(self) -> Iterator[None]:
-        """Sum `grad`, of one micro-batch or of all, over shards into grad_shard (not at level 0); after the last
-        micro-batch sum that over replicas, if there are any. It yields while a collective is running."""
+        """Sum `grad` over shards into grad_shard (not at level 0); the last of a step sums that over replicas, if there
+        are any. It yields while a collective is running."""
         is_last = self.missing == 0
         # The first of the step overwrites grad_shard, later ones add.
         is_first = self.level < 2 or self.missing + self.grads_per_micro_batch == self.expected
@@ -127,7 +130,7 @@ class ShardedBucket(Bucket):
             if self.level >= 2:
                 self.grad = None
             in_place = is_first and whole.dtype == self.acc_dtype
-            # At level 1 as NCCL does it in place: the result is this rank's slice of the input.
+            # At level 1 `part` is this rank's slice of `whole`, where NCCL's reduce-scatter writes in place.
             part = self.grad_shard if in_place else whole.new_empty(len(self.grad_shard))
             pending = reduce_scatter(part, whole, self.shards, async_op=True)
             del whole  # a suspended generator keeps its variables: now `pending` alone holds it, until it is waited for
@@ -135,7 +138,6 @@ class ShardedBucket(Bucket):
             pending.wait()
             if not in_place:
                 self.grad_shard.copy_(part) if is_first else self.grad_shard.add_(part)
-            del part
         if is_last and self.replicas.size > 1:
             part = self.grad_shard.to(self.reduce_dtype)
             pending = all_reduce(part, self.replicas, async_op=True)
@@ -145,6 +147,7 @@ class ShardedBucket(Bucket):
                 self.grad_shard.copy_(part)
 
     def is_due(self) -> bool:
+        """At levels 2 and 3 after as many gradients as a micro-batch has; with split backwards of several of them."""
         return self.missing % self.grads_per_micro_batch == 0 if self.level >= 2 else self.missing == 0
 
     def start_reduction(self) -> None:
@@ -240,18 +243,19 @@ class ShardedBucket(Bucket):
 class UnitWeights:
     """Hooks around a unit (embedding, block or head), so that its weights are whole while it uses them. U: unshard,
     wait until they are (at levels 1 and 2 for the all-gather of the update). At level 3 also P: prefetch, start the
-    all-gather of the unit that runs next; R: reshard. The head's backward directly follows its forward.
+    all-gather of the unit that runs next; R: reshard. The head's backward directly follows its forward (with afab and
+    dualpipev later), so its weights stay whole.
 
         forward     U1 P2 [unit 1] R1     U2 P3 [unit 2] R2     U3 [head] P2
         backward          [head]   R3     U2 P1 [unit 2] R2     U1 [unit 1] R1
 
-    following: of the unit that runs next in a forward.
+    following: of the next unit of the stage, None for the last.
     """
 
     def __init__(self, unit: nn.Module, buckets: list[ShardedBucket], following: "UnitWeights | None", is_head: bool):
         self.buckets, self.following, self.is_head = buckets, following, is_head
-        # Of the unit before, whose backward is next: it sets this in its forward. None if it has no backward with
-        # weights (the embedding, whose input is token ids): nothing to prefetch.
+        # Of the unit before, whose backward comes after this one's; set by its after_forward. None if that backward
+        # reads no weights (the embedding's): nothing to prefetch.
         self.previous: UnitWeights | None = None
         unit.register_forward_pre_hook(self.before_forward)
         unit.register_forward_hook(self.after_forward)
@@ -273,8 +277,10 @@ class UnitWeights:
     def before_forward(self, unit: nn.Module, inputs: tuple) -> tuple:
         self.unshard(self.following)
         x, *others = inputs
+        x = x.view_as(x)  # a node of autograd's between this unit and the one before: its hook runs before that one's
         if x.requires_grad:  # its gradient is the last that the unit's backward computes with weights: reshard then
-            return CallInBackward.apply(x, self.reshard), *others
+            x.register_hook(lambda grad: self.reshard())
+            return x, *others
         # An evaluation has no backward, and the embedding's (x: token ids) reads no weights. Any other would miss them.
         if torch.is_grad_enabled() and x.is_floating_point() and any(bucket.level == 3 for bucket in self.buckets):
             raise ValueError(f"ZeRO level 3: the input of {type(unit).__name__} does not require grad, so its weights "
@@ -292,21 +298,8 @@ class UnitWeights:
                 self.previous.prefetch()
             return y
         self.reshard()
-        return CallInBackward.apply(y, lambda: self.unshard(self.previous))
-
-
-class CallInBackward(Function):
-    """The identity, which calls `action` before its backward passes the gradient on."""
-
-    @staticmethod
-    def forward(ctx, x, action):
-        ctx.action = action
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.action()
-        return grad, None
+        y.register_hook(lambda grad: self.unshard(self.previous))
+        return y
 
 
 # ---- the update -----------------------------------------------------------------------------------------------------
@@ -316,11 +309,10 @@ class Optimizer:
     and step.
 
     groups: of all axes, and "world" and "replicate" (the ranks with the same shard, in hybrid sharding).
-    bucket_mb: see dp.py; at level 3 each unit has its own bucket. clip: largest norm of the whole gradient, 0 for none.
-    moments_dtype, reduce_dtype: of what the rule remembers; in which gradients are sent and summed over ranks (over
-    micro-batches always in the accumulation dtype, the default of both). head: a unit whose backward follows its
-    forward at once, so at level 3 its weights stay unsharded. offload: run/offload.py's OffloadedState, or None.
-    peers: of muon.py, see groups.peers_of; by default this rank alone.
+    bucket_mb: see dp.py; at level 3 no bucket has two units. clip: largest norm of the whole gradient, 0 for none.
+    moments_dtype: of what the rule remembers. reduce_dtype: in which gradients are sent and summed over ranks (over
+    micro-batches always in the accumulation dtype, which both are by default). head: see UnitWeights.
+    offload: run/offload.py's OffloadedState, or None. peers: for muon, see groups.peers_of; by default this rank alone.
     """
 
     def __init__(self, units: Units, groups: Groups, *, bucket_mb: float = 25.0, level: int = 0, rule: str = "adamw",
@@ -329,16 +321,15 @@ class Optimizer:
                  head: nn.Module | None = None, offload: Callable | None = None, peers: Sequence = ()):
         self.rule = UPDATE_RULES[rule]
         kind = kind_of if rule == "muon" else lambda spec: None
-        started_last = {}
+        of_all = dict(level=level, moments_dtype=moments_dtype, reduce_dtype=reduce_dtype, offload=offload,
+                      started_last={})
         self.buckets, self.of_matrices = [], []  # all; those that Muon updates together
         for params in assign_to_buckets(units, 0 if level == 3 else bucket_mb, groups, kind):
             is_matrix = kind(next(iter(params)).spec) == "matrix"
-            bucket = ShardedBucket(params, groups, level=level, rule_state=(Muon if is_matrix else self.rule).state,
-                                   moments_dtype=moments_dtype, reduce_dtype=reduce_dtype, offload=offload,
-                                   started_last=started_last)
-            self.buckets.append(bucket)
+            self.buckets.append(ShardedBucket(params, groups, **of_all,
+                                              rule_state=(Muon if is_matrix else self.rule).state))
             if is_matrix:
-                self.of_matrices.append(bucket)
+                self.of_matrices.append(self.buckets[-1])
         self.muon = Muon(self.of_matrices, groups["muon"], peers or [groups]) if self.of_matrices else None
         self.world, device = groups["world"], self.buckets[0].device
         self.clip, self.weight_decay = clip, weight_decay
@@ -381,7 +372,7 @@ class Optimizer:
         all_reduce(summed, self.world)
         if extra is not None:
             extra.copy_(summed[1:])
-        norm = summed[0].sqrt() / self.scale_loss(1.0)
+        norm = summed[0].sqrt() / self.scale_loss(1.0)  # that is the loss scale
         found_inf = (~norm.isfinite()).float()
         self.update(lr, found_inf, self.clip_grads(norm))
         self.steps += 1 - found_inf
@@ -391,8 +382,8 @@ class Optimizer:
 
     def clip_grads(self, norm: Tensor) -> Tensor:
         """Clip, and undo the loss scale. Update rules' kernels do it as they read gradients: they divide by grad_scale,
-        which this returns. That saves a pass, but only in fp32. So gradients are multiplied here in fp64 runs, all of
-        them, and otherwise those of matrices: Muon has no such kernel."""
+        which this returns. That saves a pass. But they read it as fp32, too coarse for fp64 runs, whose gradients are
+        all multiplied here. So are those of matrices: Muon has no such kernel."""
         limit = (self.clip / (norm + 1e-6)).clamp(max=1) if self.clip else torch.ones_like(norm)
         factor = limit / self.scale_loss(1.0)
         is_fp64 = factor.dtype == torch.float64
@@ -407,13 +398,13 @@ class Optimizer:
         where = self.buckets[0].master.device
         settings = dict(lr=lr, weight_decay=self.weight_decay, found_inf=found_inf.to(where))
         of_muon = [grads.pop(bucket) for bucket in self.of_matrices]
-        updating = self.muon.update(of_muon, **settings) if self.muon else iter(())
-        next(updating, None)  # starts an exchange, which the other updates hide
+        muon_update = self.muon.update(of_muon, **settings) if self.muon else iter(())
+        next(muon_update, None)  # start to send momenta to the matrices' owners, which the updates below hide
         settings |= dict(steps=self.steps.to(where), grad_scale=grad_scale.to(where), **self.rule_settings)
         for bucket, grad in grads.items():
             self.rule.update(bucket, grad.wait(), **settings)
             bucket.update_weights()
-        next(updating, None)  # the rest of Muon's: exchange back, and update
+        next(muon_update, None)  # owners orthogonalise; send back, update master weights and weights
 
     def extra_state(self) -> dict[str, Tensor]:
         """Scalars that belong to no parameter and are the same on every rank. To restore them, copy into them."""
@@ -425,6 +416,8 @@ class Optimizer:
 
 def demo(group: Group) -> None:
     groups, x = {"world": group, "replicate": ALONE, "dp": group}, torch.ones(1, 256).bfloat16().requires_grad_()
+    if group.rank == 0:
+        print("12 matrices in bf16, gradients in fp32, one micro-batch")
     for level in range(4):
         layers = [nn.Linear(256, 256, bias=False, device="meta") for _ in range(12)]
         for number, layer in enumerate(layers):
