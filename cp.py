@@ -11,12 +11,12 @@ Stops helping when: sending keys and values takes longer than attention to them,
             3  | 0 0 0 0
 
 Attention to some of the keys gives o' and, per row, a logsumexp l' of scores. They are merged into o and l of other
-keys, without overflow, by o += sigmoid(l' - l) (o' - o) and l -= logsigmoid(l - l'). In backward the final o and l
+keys, without overflow, by o += sigmoid(l' - l) (o' - o) and l = logaddexp(l, l'). In backward the final o and l
 make blocks independent: probabilities are exp(scores - l), and softmax's derivative needs only rowsum(dO * O).
 
 Shapes: B batch, S tokens per sequence, c ranks, s = S/c tokens per rank, m = s/2 per chunk, N query heads, K key and
 value heads, D head width; q = N D and k = K D elements per token (Ulysses: after copying heads) of e bytes, of a bytes
-in gradients of keys and values (accumulation dtype); R width of a latent and its key (model.py), saved for all tokens.
+in gradients of keys and values (accumulation dtype); R width of a latent and its key (latent.py: R + r).
 
                  sent per rank, layer and sequence           memory at a time, besides this rank's K and V
                  forward                 backward            forward               backward
@@ -25,11 +25,11 @@ in gradients of keys and values (accumulation dtype); R width of a latent and it
     ulysses      (c-1)/c s (2 q + 2 k) e the same            all tokens of 1/c of the heads
     latents      (c-1) s R e             the same            all of K and V        the same, and all gradients
 
-In forward Ulysses sends less than the others from about N/K + 1 ranks on, but copies key and value heads if c does not
+In forward Ulysses sends less than these two from about N/K + 1 ranks on, but copies key and value heads if c does not
 divide their number. --cp-ulysses U therefore nests both: U neighbours exchange tokens for heads, and inside, the c/U
 ranks with the same heads attend in another style. With --doc-mask documents do not see each other: --cp-zigzag
-document splits each document, not the sequence, into the 2c chunks.
-Liu et al. 2023, Ring Attention; Brandon et al. 2023, Striped Attention, zhuzilin's ring-flash-attention (zig-zag);
+document splits each document, not the sequence, zig-zag.
+Liu et al. 2023, Ring Attention; Brandon et al. 2023, Striped Attention; zhuzilin's ring-flash-attention (zig-zag);
 Llama Team 2024 (all-gather); Jacobs et al. 2023, Ulysses; Fang and Zhao 2024, USP (both); Dao 2023, FlashAttention-2.
 """
 import math
@@ -61,14 +61,14 @@ def take_chunks(x: Tensor, c: int, chunks: Sequence[int]) -> Tensor:
     return x.unflatten(-1, (2 * c, -1))[..., list(chunks), :].flatten(-2)
 
 
-def order_by_piece(documents: Tensor, c: int) -> Tensor:
-    """Numbers of documents [B, S], ascending -> positions [B, S] in an order in which the n-th of 2c equal chunks has
-    the n-th of 2c pieces of every document: zig-zag shards then are equal work though documents do not see each other.
-    Positions modulo 2c, sorted within a document, number its tokens' pieces, so that a piece is a run of tokens. Pieces
-    of a document differ by a token at most, and chunks not at all. For c = 1 and documents 0 0 0 1 1 1 1 1 positions
-    are 0 1 0 1 0 1 0 1, pieces 0 0 1 0 0 1 1 1, and the order is 0 1 3 4 | 2 5 6 7."""
-    numbers = torch.arange(documents.shape[1], device=documents.device) % (2 * c)
-    pieces = (documents.long() * (2 * c) + numbers).sort(1).values % (2 * c)  # sorted by (document, number)
+def order_by_piece(documents: Tensor, ranks: int) -> Tensor:
+    """Numbers of documents [B, S], ascending -> places [B, S] in an order in which the n-th of 2 ranks equal chunks has
+    the n-th of as many pieces of every document: zig-zag shards then are equal work though documents do not see each
+    other. A token's place modulo 2 ranks, sorted within its document, is its piece: so pieces are runs of tokens, and
+    those of a document differ by a token at most. For one rank and documents 0 0 0 1 1 1 1 1 places are 0 1 0 1 0 1 0 1
+    (modulo 2), pieces 0 0 1 0 0 1 1 1, and the order is 0 1 3 4 | 2 5 6 7."""
+    numbers = torch.arange(documents.shape[1], device=documents.device) % (2 * ranks)
+    pieces = (documents.long() * (2 * ranks) + numbers).sort(1).values % (2 * ranks)  # sorted by (document, number)
     return pieces.argsort(dim=1, stable=True)
 
 
@@ -83,8 +83,8 @@ def shard_sequences(tokens: Tensor, labels: Tensor, positions: Tensor | None, do
     """Rank i's shard of sequences: tokens and (already shifted) labels, [B, S] -> [B, s]. positions and documents
     [B, S]: both, or neither. Returned are positions [B, s] (None: `own_positions`), and documents of whole (padded)
     sequences, since queries' are compared with those of all keys. Sequences that c (and tp) ranks cannot share equally
-    are padded with tokens -1, which no other token sees and which have no label. c = 1 changes nothing.
-    document_ranks: above 1, whole sequences are first put into order_by_piece(documents, document_ranks)."""
+    are padded with tokens -1, which no real token sees and which have no label. c = 1 changes nothing.
+    document_ranks: config's, c / U; above 1, sequences are first put into order_by_piece(documents, document_ranks)."""
     assert (positions is None) == (documents is None), "positions are counted from the beginning of documents"
     if c == 1:
         return tokens, labels, positions, documents
@@ -104,18 +104,15 @@ def shard_sequences(tokens: Tensor, labels: Tensor, positions: Tensor | None, do
 # ---- attention, block by block --------------------------------------------------------------------------------------
 # Attention runs in steps, as keys arrive: first to the rank's own, then to another rank's (ring) or those of whole
 # sequences (all-gather). A style says which keys a step has and how they arrive; `visible_blocks` says which of the
-# step's scores are computed: a few blocks, each one call of a kernel.
+# step's scores are computed: a few blocks, each one call of a kernel (operations.AttentionKernel). Its forward makes o
+# and logsumexp of the block alone; its backward is given those of all blocks, and makes a share of dq, dk and dv.
 
 class ScoreBlock(NamedTuple):
-    """Scores of a slice of the rank's queries with a slice of a step's keys."""
+    """Scores of a slice of the rank's queries with a slice of a step's keys. A causal one is the first of its queries,
+    and has the keys of the same tokens; in all others keys are earlier, by Mask.offset of the first query and key."""
     queries: slice
     keys: slice
     mask: Mask
-
-    @property
-    def is_first(self) -> bool:
-        """Whether it is the first of its queries: that with their own tokens' keys. In all others keys are earlier."""
-        return self.mask.causal
 
 
 class Style(NamedTuple):
@@ -123,8 +120,8 @@ class Style(NamedTuple):
 
     chunks(c, i): for each step the chunks of the sequence whose keys rank i then has.
     exchange(own kv, group): kv of each step. None: there is one step, with k and v as the layer has made them.
-    send_back(dkv, pending, group): called after each step but the first, with what it returned in the step before, or
-        None. What it returns in the end are all other ranks' gradients of this rank's own keys and values.
+    send_back(dkv, pending, group): called after each step but the first, with gradients of its keys and values, and the
+        Pending of the step before, or None. The last Pending: of all other ranks' gradients of own keys and values.
     """
     chunks: Callable[[int, int], list[Sequence[int]]]
     exchange: Callable[[Tensor, Group], Iterator[Tensor]] | None = None
@@ -136,7 +133,8 @@ class Style(NamedTuple):
 
 
 class BlockAttention(Function):
-    """Attention of q [B, N, s, D] to all ranks' keys. k, v: [B, K, s, D], this rank's. steps: visible_blocks'."""
+    """Attention of q [B, N, s, D] to all ranks' keys. k, v: this rank's, [B, K, s, D]; with "latents" of all tokens,
+    [B, K, S, D], and gather_tokens sums their gradients over ranks. steps: visible_blocks'."""
 
     @staticmethod
     def forward(ctx, q, k, v, style, steps, attention, group):
@@ -144,10 +142,9 @@ class BlockAttention(Function):
         o = torch.empty(B, s, N, D, **acc).transpose(1, 2)  # the heads of a token are contiguous
         lse = torch.empty(B, N, s, **acc)
         for kv, blocks in zip(style.keys_and_values(k, v, group), steps):
-            for block in blocks:
-                rows, keys, mask = block
+            for rows, keys, mask in blocks:
                 merge(o[:, :, rows], lse[:, :, rows],
-                      *attention.forward(q[:, :, rows], *(x[:, :, keys] for x in kv), mask), is_first=block.is_first)
+                      *attention.forward(q[:, :, rows], *(x[:, :, keys] for x in kv), mask), is_first=mask.causal)
         o = o.to(q.dtype)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.style, ctx.steps, ctx.attention, ctx.group = style, steps, attention, group
@@ -191,7 +188,7 @@ def merge(o: Tensor, lse: Tensor, new_o: Tensor, new_lse: Tensor, *, is_first: b
         lse.copy_(new_lse)
     else:  # a row that sees no key of the block has new_lse = -inf and does not change
         o.lerp_(new_o.to(o.dtype), torch.sigmoid(new_lse - lse)[..., None])
-        lse.sub_(F.logsigmoid(lse - new_lse))
+        torch.logaddexp(lse, new_lse, out=lse)
 
 
 # ---- ring and all-gather --------------------------------------------------------------------------------------------
@@ -202,7 +199,7 @@ def ring(kv: Tensor, group: Group) -> Iterator[Tensor]:
     for _ in range(group.size - 1):
         receiving = shift(incoming, kv, group)
         yield kv
-        kv, incoming = receiving.wait(), kv  # in turns: the next shift starts after the kernels that read this buffer
+        kv, incoming = receiving.wait(), kv  # two buffers in turns: NCCL waits for the kernels that have read this one
     yield kv
 
 
@@ -218,18 +215,18 @@ def gather(kv: Tensor, group: Group) -> Iterator[Tensor]:
     whole = kv.new_empty(group.size * len(kv), *kv.shape[1:])
     gathers = [all_gather(half, chunk, group, async_op=True) for half, chunk in zip(whole.chunk(2), kv.chunk(2))]
     yield kv
-    del kv  # the caller is done with it, too
+    del kv  # else it would exist until the kernels of the last step are done
     _, late = [gathering.wait() for gathering in gathers]
     late.copy_(torch.cat(late.chunk(group.size)[::-1]))  # the ranks from first to last have chunks 2c-1 … c
     yield whole
 
 
 def gather_back(dkv: Tensor, pending: None, group: Group) -> Pending:
-    """Gradients of whole sequences are summed over the ranks, and each gets those of its own keys."""
+    """Gradients of whole sequences are summed over the ranks, and each gets those of its own keys; nothing hides it."""
     own = dkv.new_empty(len(dkv) // group.size, *dkv.shape[1:])
     (early, late), (own_early, own_late) = dkv.chunk(2), own.chunk(2)
     reduce_scatter(own_early, early, group)
-    reduce_scatter(own_late, torch.cat(late.chunk(group.size)[::-1], out=early), group)  # early is free again
+    reduce_scatter(own_late, torch.cat(late.chunk(group.size)[::-1], out=early), group)  # early has been sent
     return done(own)
 
 
@@ -269,7 +266,7 @@ STYLES = {  # the config.CP_STYLES but "ulysses", in which a rank attends to all
 #     latents      1 x 1 (causal),  1 x 0,  6 x 6 (causal),  6 x 0 1 2 3 4 5
 
 def find_first_key(mask: Mask, query: int) -> int:
-    """The first key that this query or a later one of its chunk sees, in any of the sequences."""
+    """No key before this one is seen by this query or a later one of its chunk, in any of the sequences."""
     first = max(query - mask.window + 1, 0) if mask.window else 0
     if mask.documents is None:
         return first
@@ -288,9 +285,10 @@ def visible_blocks(style: Style, seq: int, c: int, i: int, mask: Mask,
     documents = None if mask.documents is None else mask.documents[0]
     ascending = documents is None or bool((documents.diff() >= 0).all())
     assert ascending or not window, "a window counts positions of the sequence"
-    # Each pair of chunks, a of queries and b of keys, that has visible scores is a block. Neighbours are joined; not if
-    # there is a window, as a mask has one distance between queries and keys; nor if documents do not ascend, as kernels
-    # skip keys of other documents only where they do.
+    # Each pair of chunks, a of queries and b of keys, that has visible scores is a block. Joined are (1) neighbouring
+    # chunks of keys; (2) in the first step both chunks with themselves, which in order are causal; (3) both chunks of
+    # queries, with keys that both see. Not (1) and (2) if there is a window: a mask has one distance, and ring's chunks
+    # may be far apart. None if documents do not ascend: only where they do, kernels skip other documents.
     joins, both = ascending and not window, slice(0, 2 * m)
     for chunks in style.chunks(c, i):
         new = [b for b in chunks if not (steps and b in own)]  # attention to the rank's own keys was the first step
@@ -298,17 +296,18 @@ def visible_blocks(style: Style, seq: int, c: int, i: int, mask: Mask,
         for n, (a, first_key) in enumerate(zip(own, first_keys)):
             rows = slice(n * m, (n + 1) * m)
             visible = [b for b in new if b <= a and (b + 1) * m > first_key]
-            for b in sorted(visible, key=lambda b: b != a):  # its own first: see is_first
-                hidden = max(first_key - b * m, 0)  # the chunk's first keys, which none of these queries sees
-                start, stop = chunks.index(b) * m + hidden, (chunks.index(b) + 1) * m
+            for b in sorted(visible, key=lambda b: b != a):  # its own first
+                at = chunks.index(b) * m  # where this step's keys have chunk b
+                hidden = max(first_key - b * m, 0)  # its first keys, which none of these queries sees, are left out
+                start, stop = at + hidden, at + m
                 if joins and blocks and blocks[-1].queries == rows and blocks[-1].keys.stop == start:
-                    start = blocks.pop().keys.start  # join them: one block from where the last one starts
+                    start = blocks.pop().keys.start  # (1)
                 offset = (a - b) * m - hidden if window else 0
                 blocks.append(ScoreBlock(rows, slice(start, stop), Mask(b == a, window, offset=offset)))
-        if joins and new == [*own]:  # keys of the same tokens, in the same order: one causal mask is that of both
-            blocks = [ScoreBlock(both, both, CAUSAL)]
-        elif len(blocks) > 1 and blocks[0][1:] == blocks[1][1:]:  # only these can be equal: keys that both chunks see
-            blocks[:2] = [blocks[0]._replace(queries=both)]
+        if joins and new == [*own]:
+            blocks = [ScoreBlock(both, both, CAUSAL)]  # (2)
+        elif ascending and len(blocks) > 1 and blocks[0][1:] == blocks[1][1:]:  # the same keys and mask
+            blocks[:2] = [blocks[0]._replace(queries=both)]  # (3)
         steps.append(blocks)
     if documents is None:
         return steps
@@ -322,12 +321,13 @@ def visible_blocks(style: Style, seq: int, c: int, i: int, mask: Mask,
 def ulysses(q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor], group: Group) -> Tensor:
     """All-to-all among the group's U ranks: each gets their tokens, for 1/U of the heads, attends, and sends results
     back. If the group has all ranks, these tokens are the sequence. If it is one of n = c/U groups of neighbours, these
-    are chunks r and 2n-1-r of 2n, in order: the zig-zag shard of the r-th of n ranks, for which `attend` is made."""
+    are chunks r and 2n-1-r of 2n, in order: the zig-zag shard of the r-th of n ranks, for which `attend` is made. With
+    c = 4, U = 2 ranks 0 and 1 have chunks 0 7 and 1 6 of 8, together 0 1 6 7, which are chunks 0 and 3 of 4."""
     u = group.size
     copies = u // math.gcd(u, k.shape[1])  # of each key and value head, so that u divides them
     heads = [q, *(x.repeat_interleave(copies, 1) if copies > 1 else x for x in (k, v))]
     by_rank = torch.cat([rearrange(x, "b (u n) s d -> u b n s d", u=u) for x in heads], 2)
-    shards = AllToAll__AllToAll.apply(by_rank, [1] * u, [1] * u, group)
+    shards = AllToAll__AllToAll.apply(by_rank, [1] * u, [1] * u, group)  # one row to and from each rank
     early, late = rearrange(shards, "u b n (two m) d -> two b n u m d", two=2)
     tokens = torch.cat((early, late.flip(2)), 2).flatten(2, 3)  # early chunks ascend, late ones descend
     counts = [x.shape[1] // u for x in heads]
@@ -344,7 +344,7 @@ def attention_by_window(windows: Iterable[int], tokens: Tensor, documents: Tenso
                         dtype: torch.dtype, groups: dict[str, Group], style: str = "allgather",
                         earlier: int = 0, recompute: bool = False) -> dict[int, Callable[..., Tensor]]:
     """Window (0: none) -> attention of this rank's tokens [B, s], made once per forward: a function of q [B, N, s, D],
-    and k and v [B, K, s, D], of that dtype.
+    and k and v [B, K, s, D] (latents: [B, K, S, D]), of that dtype.
 
     documents: [B, S], of whole sequences, in the host's memory if "cp" has several ranks. kernel: of --attention.
     earlier: tokens before these, whose keys and values are cached as far as the window reaches. recompute: scores are
@@ -374,8 +374,8 @@ def context_parallel(groups: dict[str, Group], style: str, seq: int, mask: Mask,
     attends block by block; either may be one rank. groups: "cp", all ranks; with --cp-ulysses "cp_heads" and "cp_keys".
     style: of config.CP_STYLES, or "latents": k and v of all tokens. seq (of new tokens), mask: of whole sequences."""
     cp, key_group, head_group = (groups.get(axis, ALONE) for axis in ("cp", "cp_keys", "cp_heads"))
-    if head_group.size == 1:
-        key_group, head_group = (ALONE, cp) if style == "ulysses" else (cp, ALONE)
+    if head_group.size == 1:  # no --cp-ulysses
+        head_group, key_group = (cp, ALONE) if style == "ulysses" else (ALONE, cp)
     if key_group.size > 1:
         assert mask.causal and mask.offset == 0, "blocks are those of a causal mask without cached tokens"
         steps = visible_blocks(STYLES[style], seq, key_group.size, key_group.rank, mask, device)

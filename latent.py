@@ -1,19 +1,19 @@
-"""Latent attention: keys and values of all heads are made of one narrow vector per token, its latent.
+"""Latent attention: keys and values of all heads are made of one narrow vector per token, and a key that heads share.
 
 Saves: the KV cache has R + r numbers per token and layer in place of 2 K D of grouped queries (python latent.py); with
        context parallelism latents are sent in place of keys and values: see cp.py's table.
-Costs: matrices that make latents are whole on every tensor parallel rank; each context parallel rank makes keys and
-       values of all tokens, c times its share of that work; attention's forward on padded values has 2 D / (D + v)
-       times the FLOPs (DeepSeek-V3: 1.2).
-Stops helping when: nothing is sampled, as training saves keys and values of all N heads unless they are recomputed.
+Costs: each tensor parallel rank caches all R + r, where of grouped queries it has 2 K D / t, and has the matrices that
+       make latents; each context parallel rank makes keys and values of all tokens, c times its share of that work;
+       attention's forward on padded values has 2 D / (D + v) times the FLOPs (DeepSeek-V3: 1.2).
+Stops helping when: nothing is sampled, and c = 1: training saves keys and values of all N heads, or recomputes them.
 
     x ── w_q_down ── q_norm ── w_q_up ──► N x [ q | q to be rotated ]
     x ── w_kv_down ┬─ kv_norm ── w_kv_up ► N x [ k | v ]              a head's key is [ k | the shared key ]
                    └───────────────────►     [ the shared key, to be rotated ]
 
-The rotated part of a key is shared by all heads and made apart: rotating what w_kv_up makes would keep an inference
-engine from multiplying w_kv_up into w_q_up once for all (run/sampling.py does not). Queries are made of a latent of
-their own, or of x (Q = 0).
+The rotated part of a key is not made of the latent: were it rotated after w_kv_up, no inference engine could multiply
+w_kv_up into w_q_up once for all, and attend to latents (run/sampling.py makes keys of them). It is shared, or the cache
+would have N r. Queries are made of a latent of their own, or of x (Q = 0).
 
 DeepSeek-AI 2024 (V2), section 2.1.
 Shapes: as in model.py. Widths: R latent of keys and values, Q latent of queries, r shared key; D a query or key head, r
@@ -48,8 +48,7 @@ class LatentAttention(nn.Module):
             return Spec(name + weight, (rows, columns), along, std=std)
 
         self.layer, self.window, self.head_dim = layer, model.window_of(layer), D
-        self.widths = [R + r, Q]  # of what x is made into: latent and shared key of K and V, and latent of Q
-        self.kv_widths = [R, r]  # of the former: latent, shared key
+        self.widths = [R, r, Q]  # of what x is made into: latent of keys and values, shared key, latent of queries
         self.head_widths = [D - r, v]  # of what kv_up makes for a head: key, value
         down = [spec("w_kv_down", R + r, H, norm_along)] + ([spec("w_q_down", Q, H, norm_along)] if Q else [])
         self.to_latents = ColumnParallelLinear(make, *down)
@@ -60,20 +59,17 @@ class LatentAttention(nn.Module):
         self.out = RowParallelLinear(make, Spec(name + "wo", (H, N * v), {"tp": 1}, std=out_std))
 
     def forward(self, x: Tensor, context) -> Tensor:  # context: model.ForwardContext
-        latent_and_key, q_latent = self.to_latents(x, NO_EXCHANGE).split(self.widths, -1)  # [T/t, R + r], [T/t, Q]
-        if self.q_norm is None:
-            q = self.q_up(x, context.tp)  # [T, N D / t]
-        else:
-            normed = self.q_norm(q_latent)
-            q = self.q_up(normed, context.tp)
-            context.recompute.drop(normed, q, self.q_norm, q_latent)
+        latent, shared_key, q_latent = self.to_latents(x, NO_EXCHANGE).split(self.widths, -1)  # each [T/t, width]
+        h = self.q_norm(q_latent) if self.q_norm else x
+        q = self.q_up(h, context.tp)  # [T, N D / t]
+        if self.q_norm:
+            context.recompute.drop(h, q, self.q_norm, q_latent)
         q = rearrange(q, "(b s) (n d) -> b s n d", s=context.seq, d=self.head_dim)
-        q = rearrange(rotate_tail(q, context.angles), "b s n d -> b n s d")
-        latent, shared_key = latent_and_key.split(self.kv_widths, -1)
-        own = context.tp.spread(torch.cat((self.kv_norm(latent), shared_key), -1))  # [T, R + r], of own tokens
+        q = rearrange(rotate_tail(q, context.angles), "b s n d -> b n s d")  # the last r of each head's D are rotated
+        own = context.tp.spread(torch.cat((self.kv_norm(latent), shared_key), -1))  # f of kv_up: [T, R + r]
         own = rotate_tail(rearrange(own, "(b s) w -> b s 1 w", s=context.seq), context.angles)
-        if context.cache is not None:
-            own = torch.cat(context.cache.extend(self.layer, *own.split(self.kv_widths, -1), self.window), -1)
+        if context.cache is not None:  # its keys and values are shared keys' and latents'
+            own = torch.cat(context.cache.extend(self.layer, *own.split(self.widths[:2], -1), self.window), -1)
         latents = context.gather_latents(own)  # [B, S, 1, R + r], of all tokens
         keys_values = self.expand(latents)  # [B, N/t, S, 2D]
         o = context.attention[self.window](q, *keys_values.chunk(2, -1))
@@ -82,7 +78,7 @@ class LatentAttention(nn.Module):
 
     def expand(self, latents: Tensor) -> Tensor:
         """Latents and rotated keys [B, S, 1, R + r] -> keys, and values padded to their width, [B, N/t, S, 2D]."""
-        latent, shared_key = latents.split(self.kv_widths, -1)
+        latent, shared_key = latents.split(self.widths[:2], -1)
         heads = rearrange(self.kv_up(latent.flatten(0, 2), NO_EXCHANGE), "(b s) (n d) -> b n s d", b=len(latents),
                           d=sum(self.head_widths))
         k, v = heads.split(self.head_widths, -1)
@@ -96,9 +92,9 @@ class LatentAttention(nn.Module):
 def demo() -> None:
     for name in ("llama-2-7b", "llama-3.1-70b", "llama-3.1-405b", "deepseek-v3", "kimi-k2"):
         model = parse(["--preset", name]).model
-        numbers = (model.kv_lora_rank + model.rope_head_dim if model.kv_lora_rank else
-                   2 * model.kv_heads * model.head_dim)
-        print(f"{name:16s}{model.heads:4d} heads   {numbers:5,d} numbers per token and layer in the KV cache")
+        cached = (model.kv_lora_rank + model.rope_head_dim if model.kv_lora_rank else
+                  2 * model.kv_heads * model.head_dim)
+        print(f"{name:16s}{model.heads:4d} heads   {cached:5,d} numbers per token and layer in the KV cache")
 
 
 if __name__ == "__main__":

@@ -5,10 +5,11 @@
 Most communication is inside the layers it is built from. A column-parallel layer takes the [T/t, H] that a rank has
 between layers and returns all T tokens for this rank's heads or channels; a row-parallel layer returns to [T/t, H].
 Context parallelism is inside attention (and in the loss that balances experts, which counts whole sequences). The grid
-shows in three places: a Spec says how each weight is sharded, MixtureOfExperts dispatches tokens to experts, and Llama
-builds only this rank's pipeline stages. `context.recompute(block, x)` may save x alone and run the block a second time
-in backward; `context.recompute.drop(h, y, f, x)` says that h = f(x) may be freed now, and computed again when the
-backward of y begins.
+shows mostly in Specs, which say how each weight is sharded; besides, Attention counts this rank's heads,
+MixtureOfExperts dispatches tokens to experts, and Llama builds this rank's pipeline stages.
+`context.recompute(block, x)` may save x alone and run the block a second time in backward;
+`context.recompute.drop(h, y, f, x)` says that h = f(x) may be freed now, and computed again when the backward of y
+begins.
 
 Touvron et al. 2023 (Llama); Ainslie et al. 2023 (grouped queries).
 Shapes: B batch, S tokens of a sequence, s = S/c on this rank with c context parallel ranks, T = B s, t tensor parallel
@@ -17,7 +18,7 @@ ranks, H hidden, N query heads, K key and value heads, D head width, F ffn, V vo
 """
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,24 +44,24 @@ class ForwardContext(NamedTuple):
     """What all layers of one forward share."""
     tp: TensorParallel
     seq: int  # s
-    angles: tuple[Tensor, Tensor]  # cos and sin of rotary embedding: [s, 1, D/2] or [B, s, 1, D/2]
+    angles: tuple[Tensor, Tensor]  # cos and sin of rotary embedding: [s, 1, d/2] or [B, s, 1, d/2], d rotated of D
     attention: dict[int, Callable[[Tensor, Tensor, Tensor], Tensor]]  # window (0: none) -> its function of q, k, v
     recompute: Recompute
     routing: tuple | None  # an ep.RoutingInfo; None without experts
+    gather_latents: Callable[[Tensor], Tensor]  # [B, s, ...] of this rank's tokens -> [B, S, ...] of all
     cache: Any = None  # when text is sampled, run/sampling.py's KVCache: keys and values of earlier tokens
-    gather_latents: Any = None  # [B, s, ...] of this rank's tokens -> [B, S, ...] of all; for LatentAttention
     next_tokens: Tensor | None = None  # [B, s], the token after each; None: no multi-token prediction
 
 
 def table_spec(model: Model, name: str) -> Spec:
-    """A table that both the first and the last pipeline stage have, a tied one or an embedding that multi-token
-    prediction reads: its gradient is the sum of theirs (axis "tie")."""
+    """Of the embedding or the head. If both the first and the last pipeline stage have it (a tied one, or an embedding
+    that multi-token prediction reads), its gradient is the sum of theirs: axis "tie"."""
     tie = {"tie": "partial"} if model.tied or (model.mtp and name == "embedding") else {}
     return Spec(name, (model.vocab, model.hidden), {"tp": 0} | tie, std=INIT_STD, matrices=0)  # for AdamW, not Muon
 
 
 def output_std(model: Model) -> float:
-    """Initial std of matrices that write to the residual stream, scaled as in GPT-2 by the 2 L additions to it."""
+    """Initial std of matrices that write to the residual stream: as in GPT-2, over the root of its 2 L additions."""
     return INIT_STD / (2 * model.layers) ** 0.5
 
 
@@ -75,14 +76,14 @@ class Attention(nn.Module):
         q_rows, kv_rows, kv_heads = model.heads * D, model.kv_heads * D, max(model.kv_heads // t, 1)
         self.layer, self.window, self.head_dim = layer, model.window_of(layer), D
         self.head_counts = [model.heads // t, kv_heads, kv_heads]  # of q, k and v, on this rank
-        # If t > K, t/K ranks share a head but have different queries, so its gradient is partial.
+        # If t > K, the t/K ranks of "kv_copy" share a head but have different queries: its gradient is partial.
         kv_along = {"kv": 0, "kv_copy": "partial"} if t > model.kv_heads else {"tp": 0}
         projections = ("q", q_rows, {"tp": 0}), ("k", kv_rows, kv_along), ("v", kv_rows, kv_along)
         weights = [Spec(f"{name}w{x}", (rows, H), along, std=INIT_STD) for x, rows, along in projections]
         biases = [Spec(f"{name}b{x}", (rows,), along, decay=False) for x, rows, along in projections]
         self.qkv = ColumnParallelLinear(make, *weights, biases=biases if model.qkv_bias else [])
         self.out = RowParallelLinear(make, Spec(name + "wo", (H, q_rows), {"tp": 1}, std=output_std(model)))
-        # Partial, as each rank normalises different heads.
+        # Partial, as each rank has other query heads.
         self.q_norm, self.k_norm = (RMSNorm(make, name + norm, D, model.norm_eps, {"tp": "partial"})
                                     if model.qk_norm else None for norm in ("q_norm", "k_norm"))
 
@@ -90,7 +91,7 @@ class Attention(nn.Module):
         qkv = self.qkv(x, context.tp)  # [T, heads D]: one gather and one matmul for all three
         qkv = rearrange(qkv, "(b s) (n d) -> b s n d", s=context.seq, d=self.head_dim)
         if self.q_norm is None:
-            q, k, v = rotate_and_split(qkv, context.angles, self.head_counts)
+            q, k, v = rotate_and_split(qkv, context.angles, self.head_counts)  # v is not rotated
         else:
             q, k, v = qkv.split(self.head_counts, dim=2)
             q, = rotate_and_split(self.q_norm(q), context.angles, self.head_counts[:1])
@@ -157,7 +158,7 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, context: ForwardContext, labels: Sequence[Tensor | None],
                 loss_grad: Sequence[Tensor | None]) -> Tensor:
-        """labels: [T], or None for logits. A second [T] is of what MultiTokenPrediction has put below the layers' x."""
+        """labels: [None] for logits; [T] of each prediction, the second's x what MultiTokenPrediction has put below."""
         x, ahead = x.chunk(2) if len(labels) == 2 else (x, None)
         h = self.norm(x)
         y = self.vocabulary(h, context.tp, labels[0], loss_grad[0])
@@ -170,7 +171,7 @@ class Head(nn.Module):
 # ---- the model ------------------------------------------------------------------------------------------------------
 
 class Execution(NamedTuple):
-    """How a model is executed. Apart from rounding, which is coarse in FP8, no setting here changes the result."""
+    """How a model is executed. Apart from rounding, no setting here changes the result."""
     dtype: torch.dtype = torch.float32  # of parameters
     device: torch.device | str = "cpu"
     attention: str = "auto"  # or "sdpa", "triton", "math"
@@ -194,13 +195,11 @@ class Llama(nn.Module):
         self.pipeline, self.mtp_weight = pipeline or Pipeline.one_stage(model.blocks), mtp_weight
         self.stages, self.last_stage = self.pipeline.stages, self.pipeline.last
         make = partial(parameter, groups=groups, dtype=execution.dtype, device=execution.device)
-        cp = groups.get("cp", ALONE)
-        self.angles_in_sequence = cache(lambda s, device: rotary_angles(  # once: all micro-batches have the same
+        cp, tp = (groups.get(axis, ALONE) for axis in ("cp", "tp"))
+        self.angles_in_sequence = lru_cache(None)(lambda s, device: rotary_angles(  # all micro-batches have the same
             own_positions(s, cp.size, cp.rank, device), model, execution.dtype))
-        self.tp = TensorParallel(groups.get("tp", ALONE))
-        if self.tp.size > 1:
-            self.tp = self.tp._replace(sequence=execution.sequence, async_tp=execution.async_tp)
-        slots = self.pipeline.in_flight * max(len(layers) for layers in self.stages.values())
+        self.tp = TensorParallel(tp, execution.sequence, execution.async_tp) if tp.size > 1 else TensorParallel(tp)
+        slots = self.pipeline.in_flight * max(map(len, self.stages.values()))  # most inputs of blocks saved at once
         equal_inputs = ALONE if self.tp.sequence else self.tp.group  # its t ranks save 1/t of a block's input each
         self.recompute = Recompute(execution.recompute, slots, equal_inputs, execution.rows)
         norm_along = {"tp": "partial" if self.tp.sequence else "replicate"}  # partial: tp ranks see different tokens
@@ -209,7 +208,7 @@ class Llama(nn.Module):
         common = dict(model=model, make=make, t=self.tp.size, norm_along=norm_along, groups=groups, balance=balance)
         self.blocks = nn.ModuleDict({str(layer): Block(layer, **common) for layers in self.stages.values()
                                      for layer in layers if layer < model.layers})
-        if model.mtp and self.last_stage in self.stages:  # layer number model.layers, the last in self.stages
+        if model.mtp and self.last_stage in self.stages:  # its number is model.layers, the last in self.stages
             self.blocks[str(model.layers)] = MultiTokenPrediction(self.embedding, model.layers, **common)
         self.routers = [block.ffn.router for block in self.blocks.values() if isinstance(block.ffn, MixtureOfExperts)]
         table = self.embedding.table if model.tied and self.embedding else None
@@ -227,17 +226,20 @@ class Llama(nn.Module):
                 loss_grad: Sequence[Tensor | None] = (None, None)) -> Tensor:
         """Logits [B, s, V/t] of tokens [B, s], for this rank's part of the vocabulary. With labels the sum of these
         tokens' losses in nats, the same on every tensor parallel rank; with next_labels [2], both predictions' sums.
+        Of a stage before the last its result, [T/t, H].
 
         tokens: below 0: padding. With context parallelism tokens and positions are this rank's (shard_sequences).
         positions: [B, s], in documents; by default those in the sequence.
         documents: [B, S], of whole sequences, in the host's memory: numbers of documents, which do not see each other.
-        labels: [B, s], IGNORED for tokens without a loss. next_tokens, next_labels: [B, s], of MicroBatch.one_ahead.
+        labels: [B, s], param.IGNORED for tokens without a loss. next_tokens, next_labels: [B, s], together or not at
+        all, of run/data.py's MicroBatch.one_ahead.
         stage, x: run this one of this rank's pipeline stages, from x [T/t, H], the result of the stage before it.
         cache: of earlier tokens, which these follow; every rank then has all tokens.
         aux_loss_scale: factor of a sequence's auxiliary losses (ep.AddAuxiliaryLoss adds their gradient); None: none.
-        loss_grad: the gradient that each sum will have in backward (default 1)."""
+        loss_grad: the gradient that each sum will have in backward (default 1), as a fused loss computes its own in
+        forward."""
         assert cache is None or documents is None, "a KV cache knows of no documents"
-        assert next_labels is None or labels is not None
+        assert (next_tokens is None) == (next_labels is None) and (next_labels is None or labels is not None)
         context = self.context(stage, tokens, positions, documents, cache, aux_loss_scale, next_tokens)
         self.recompute.start_forward()
         if stage == 0:
@@ -268,7 +270,7 @@ class Llama(nn.Module):
         angles = (self.angles_in_sequence(tokens.shape[1], tokens.device) if positions is None else
                   rotary_angles(positions, model, execution.dtype))
         return ForwardContext(tp, seq=tokens.shape[1], angles=angles, attention=attention, recompute=self.recompute,
-                              routing=routing, cache=cache, gather_latents=partial(gather_tokens, group=cp),
+                              routing=routing, gather_latents=partial(gather_tokens, group=cp), cache=cache,
                               next_tokens=next_tokens)
 
     def boundary_shape(self, tokens: Tensor, sequence: bool = True) -> tuple[int, int]:
@@ -283,6 +285,7 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, layer: int, model: Model, make: MakeParameter, groups: Groups, balance: Balance):
         super().__init__()
+        # Axis "edp": ranks with the same experts, over which their gradients are summed. matrices: for muon.py.
         E, H, F, name = model.experts, model.hidden, model.expert_ffn, f"layers.{layer}."
         self.ep_group = groups.get("ep", ALONE)
         self.w_router = make(Spec(name + "router", (E, H), {"tp": "partial"}, std=INIT_STD))  # ranks' tokens differ
@@ -322,7 +325,7 @@ class MultiTokenPrediction(Block):
         """[T/t, H] -> [2 T/t, H]: h, and below it, already normalised, what predicts the token after the next."""
         if context.next_tokens is None:
             return h
-        # .forward skips the hooks of the embedding's unit, which would prefetch block 0. This unit has the table, too.
+        # Not called, or zero.py's hooks of the embedding would prefetch block 0. This unit has the table, too.
         e = self.embedding.forward(context.next_tokens.flatten(), context.tp)
         x = self.project(torch.cat((self.e_norm(e), self.h_norm(h)), 1), TensorParallel())
         return torch.cat((h, self.norm(super().forward(x, context))))  # one tensor, as a unit's hooks follow one result
@@ -332,7 +335,7 @@ class MultiTokenPrediction(Block):
 
 def demo() -> None:
     from param import draw
-    model = Llama(settings := Model(heads=4, kv_heads=2, head_dim=32), {})
+    model = Llama(settings := Model(head_dim=32), {})
     print(f"The tiny Llama, {sum(p.numel() for p in model.parameters()):,} parameters; tp: the sharded dimension\n")
     for name, unit in {"embedding": model.embedding, "each block": model.blocks["0"], "head": model.head}.items():
         print(f"    {name}, {sum(p.numel() for p in unit.parameters()):,} parameters")
