@@ -1,9 +1,9 @@
 """FP8: linear layers multiply 8-bit floats, in forward and in both matmuls of backward.
 
 Saves: up to half the time of a matmul. (What is saved for backward, and gathered, stays in 16 bits.)
-Costs: quantising reads weights and dY once, X twice (in forward and for dW), and writes two FP8 copies of each. One
-       scale per tensor needs one more read, for the largest element, on which ranks agree. Both copies of a weight, 2
-       bytes per parameter, are cached until it changes (except at ZeRO level 3).
+Costs: quantising reads weights and dY once (experts' dY twice), X twice (in forward and for dW), and writes two FP8
+       copies of each. One scale per tensor needs one more read, for the largest element, on which ranks agree. Both
+       copies of a weight, 2 bytes per parameter, are cached until it changes (not at ZeRO level 3).
 Stops helping when: matrices are so small that quantising costs more than the faster matmul saves; or the loss rises.
 
     format   sign, exponent, mantissa   largest   smallest   normal from   rounding error   range             used for
@@ -14,20 +14,20 @@ What is stored is x / scale, scale = amax / (largest number of the format), TE's
 
     tensorwise   the tensor: an outlier 1000 times as large as the rest costs the rest 10 of the 18 powers of two, and
                  small gradients would be 0, hence E5M2 for dY. Ranks with shards of one tensor agree on its amax (an
-                 all-reduce of one number), so that results do not depend on the grid.
+                 all-reduce of one number per axis), so that results do not depend on how it is sharded.
     blockwise    1 x 128 elements along the dimension that the product sums over; of a weight, a tile of 128 x 128, so
                  that the same numbers serve W and W^T. An outlier affects its own block only: E4M3 for dY, too.
 
                         X W^T = Y                  dY W = dX                 dY^T X = dW
-    sums over           K                          the rows of W             tokens
-    blocks of X, dY     ▬▬▬▬▬▬▬  1 x 128           ▬▬▬▬▬▬▬  1 x 128          ▮  128 x 1 of both (1 x 128 transposed)
-    blocks of W         ■ 128 x 128                ■ the same
+    sums over           K                          N                         T
+    blocks of X, dY     ▬▬▬▬▬▬▬  1 x 128           ▬▬▬▬▬▬▬  1 x 128          ▮  128 x 1 of both
+    blocks of W         ■ 128 x 128                ■ the same                -
 
-So X and dY are quantised twice: rowwise [T, K], to be multiplied by weights, and columnwise [K, T], to be summed over
+So X and dY are quantised twice: rowwise [T, C], to be multiplied by weights, and columnwise [C, T], to be summed over
 tokens: transposed, because Hopper needs the dimension of the sum to be contiguous.
 
 Micikevicius et al. 2022 (the formats); DeepSeek-AI 2024 (V3, section 3.3: blocks); NVIDIA Transformer Engine (rowwise,
-columnwise). Shapes: T tokens, K the dimension of a sum, N rows of a weight, e experts, R rows, C columns.
+columnwise). Shapes: T tokens, N rows and K columns of a weight: X [T, K], dY [T, N]. R x C: any matrix. e experts.
 """
 from typing import NamedTuple
 
@@ -110,12 +110,12 @@ def quantise_blocks(x: Tensor, dtype: torch.dtype, pow2: bool, height: int = 1) 
 
 def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None, pow2: bool = False, rowwise: bool = True,
              columnwise: bool = True, tiles: bool = False) -> Layouts:
-    """Copies of x [T, K], padded with zeros; on a GPU one kernel reads x once.
+    """The copies of x [T, C] that are asked for, padded with zeros; on a GPU one kernel reads x once.
 
-        scale   tiles   scales                                     rowwise [T, K]     columnwise [K, T]
-        one             one for the whole tensor                   as it is           T to a multiple of 16
-        None            one per 1 x 128 block of each copy         K to one of 128    T to one of 128
-        None    True    one per 128 x 128 block, alike in both     T and K must be multiples of 128
+        scale   tiles   scales                                     rowwise [T, C]           columnwise [C, T]
+        given   False   that one                                   as it is                 T to a multiple of 16
+        None    False   of the 1 x 128 blocks of each copy         C to a multiple of 128   T to a multiple of 128
+        None    True    of 128 x 128 blocks, the same in both      T and C must be multiples of 128
     """
     if copies := try_kernel(x, lambda kernels: kernels.quantise(
             x, dtype, scale, SMALLEST, pow2, rowwise, columnwise, tiles)):
@@ -142,11 +142,11 @@ def dequantise(q: Quantised, dtype: torch.dtype) -> Tensor:
 # ---- the product ----------------------------------------------------------------------------------------------------
 
 def product(a: Quantised, b: Quantised, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """A B^T, [M, K] x [N, K] -> [M, N], in `dtype`. fast: let Hopper's tensor cores add along all of K, with about 14
-    bits (errors reach 2% at K = 4096: DeepSeek-V3, 3.3.2); only where a and b have one scale each. Otherwise partial
+    """A B^T, [R, C] x [N, C] -> [R, N], in `dtype`. fast: let Hopper's tensor cores add along all of C, with about 14
+    bits (errors reach 2% at C = 4096: DeepSeek-V3, 3.3.2); only where a and b have one scale each. Otherwise partial
     sums are added up in fp32, with blocks every 128 elements.
 
-    A GPU needs N and K to be multiples of 16, or of 128 with blocks; FP8 needs compute capability 8.9, blocks exactly
+    A GPU needs N and C to be multiples of 16, or of 128 with blocks; FP8 needs compute capability 8.9, blocks exactly
     9.0 (Hopper). A CPU multiplies what a and b stand for in fp32, or in fp64 for a result in fp64.
     """
     if a.data.is_cuda:
@@ -181,7 +181,8 @@ def for_scaled_mm(q: Quantised) -> tuple[Tensor, F.ScalingType]:
 # ---- recipes --------------------------------------------------------------------------------------------------------
 
 class Recipe(NamedTuple):
-    """grad: the format of dY; X and W are E4M3. blocks: a scale per block, not per tensor. pow2: powers of two."""
+    """config.Fp8Recipe with torch's dtype. grad: the format of dY; X and W are E4M3. blocks: a scale per block, not per
+    tensor. pow2: scales are powers of two."""
     grad: torch.dtype
     blocks: bool
     pow2: bool = False
@@ -203,7 +204,7 @@ class Quantiser:
 
     dtype: of the products. amax_groups, weight_amax_groups: the groups whose ranks have shards of one activation, or of
     one weight, and must agree on one scale. cached: FP8 weights are reused until the weights change; otherwise they are
-    quantised for every use (at ZeRO level 3, which frees the 16-bit weights).
+    quantised for every use (at ZeRO level 3: the cache would keep as many bytes as it frees).
     """
 
     def __init__(self, recipe: Recipe, dtype: torch.dtype, amax_groups: tuple[Group, ...] = (),
@@ -230,7 +231,7 @@ class Quantiser:
         return quantise(x, dtype, scale, self.recipe.pow2, **which), scale
 
     def quantise_weight(self, weights: Params) -> Layouts:
-        """Copies of matrices, one's rows after the other's, or of one parameter [e, R, C]."""
+        """Copies of weights that share an input (wq, wk, wv), as one matrix; or of one parameter [e, R, C]."""
         # ZeRO writes into the flat buffer and then counts `generation` up; a parameter's own edits show in _version.
         state = [(weight.generation, weight._version) for weight in weights]
         if weights in self.cache and self.cache[weights][0] == state:
@@ -252,7 +253,9 @@ class Quantiser:
 # ---- layers ---------------------------------------------------------------------------------------------------------
 
 class Fp8(Quantiser):
-    """The three products of a linear layer, as tp.Matmul has them."""
+    """The three products of a linear layer, as tp.Matmul has them. Layers save a shard of X and gather it again for
+    wgrad, in a split backward also dY: it is quantised again, with the scale on which ranks agreed at first. So scales
+    are returned, and passed in (None with blocks)."""
 
     def forward(self, x: Tensor, weights: Params) -> tuple[Tensor, Tensor | None]:
         """(Y = X W^T, the scale of X). The only product with fast accumulation, as in TE."""
@@ -269,15 +272,15 @@ class Fp8(Quantiser):
 
     def wgrad(self, out: Tensor, dy: Layouts, x: Tensor, scale: Tensor | None = None) -> None:
         """out += dY^T X. This moves 16 bytes per element of out, as F.scaled_mm cannot add to its result. scale: of X,
-        from forward: an all-reduce here would wait for the exchange that this matmul is to hide. It is None only if
-        recomputation skipped that forward: then all ranks agree here, in the same order."""
+        from forward: an all-reduce here would wait for the exchange that this matmul is to hide. Tensorwise it is None
+        only if recomputation skipped that forward: then all ranks agree here, in the same order."""
         (_, columnwise), _ = self.quantise_tokens(x, scale=scale, rowwise=False)
         out.add_(product(dy.columnwise, columnwise, out.dtype))
 
 
 class Fp8Experts(Quantiser):
     """The three products of ep.GroupedLinear, as ep.GroupedMatmul has them: a matrix per expert, rows sorted by expert.
-    A columnwise copy is made apart: in it each expert's rows are padded to whole blocks. route: an ep.Route."""
+    The columnwise copy is made apart, of each expert padded: no block has two experts' tokens. route: ep.Route."""
 
     def forward(self, x: Tensor, weight: nn.Parameter, route) -> tuple[Tensor, Tensor | None]:
         (rowwise, _), scale = self.quantise_tokens(x, columnwise=False)
@@ -326,7 +329,7 @@ def demo() -> None:
             mm.wgrad(dw, quantised, x)
             pairs = (mm.forward(x, (w,))[0], x @ w.t()), (mm.dgrad(quantised, (w,)), dy @ w), (dw, dy.t() @ x)
             errors = "".join(f"{((a - b).norm(dim=1) / b.norm(dim=1)).mean():9.2%}" for a, b in pairs)
-            lost = (dequantise(quantised[0], x.dtype) == 0).float().mean().item()
+            lost = (dequantise(quantised.rowwise, x.dtype) == 0).float().mean().item()
             print(f"one token {outlier:9,.0f} x   {name:26s}{errors}{lost:10.2%}")
 
 

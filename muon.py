@@ -3,19 +3,21 @@
 Saves: the second moment of all matrices (4 of 18 bytes a parameter in bf16); and steps: about half as many as AdamW's,
        say Liu et al.
 Costs: 5 iterations of three matmuls for each matrix and step, 20 to 30 min(R, C) FLOPs per parameter, by its owner
-       alone; in each of two all-to-alls a rank sends about P/n elements with ZeRO, without it up to P, in 16 bits in a
-       bf16 run; meanwhile 3 more elements of memory per element of the shard, and 1 per element owned (plan/memory.py).
+       alone; in each of two all-to-alls a rank sends about P/n elements with ZeRO, without it up to P in the second, in
+       bf16 in 16-bit runs; meanwhile 3 more elements of memory per element of the shard, and 1 per element owned
+       (plan/memory.py).
 Stops helping when: batches are so small that these FLOPs are no longer few beside those of forward and backward; or a
        few large matrices cannot be divided evenly. Embedding, head, biases and norms keep AdamW.
 
     momentum  M = mu M + (1 - mu) G           of each rank's shard; N = (1 - mu) G + mu M (Nesterov)
     Newton-Schulz, from X = N / |N|, 5 times:
-              Y = X X^T;  X = a X + (b Y + c Y Y) X     moves each singular value towards 1: N = U S V^T -> about U V^T
+              Y = X X^T;  X = a X + (b Y + c Y Y) X     moves singular values towards 1: N = U S V^T -> about U V^T
     update    W = W - lr (0.2 sqrt(max(R, C)) X + decay W), an update as large as AdamW's, with its lr and decay
 
 ZeRO and tensor parallelism cut matrices. To orthogonalise each shard alone gives another update: in the demo it is 71%
 off on 2 ranks, 98% on 8. To gather every matrix everywhere repeats its matmuls on all ranks. So each matrix has one
-owner among a pipeline rank's ZeRO shards x tp, the axis "muon" (of all stages of the rank; one for each replica).
+owner, of the n ranks of the axis "muon": all that have parts of the same stages' weights, ZeRO shards x tp (experts'
+are among them). With --dp-replicate each replica does this work for itself.
 
     flat bucket    [a a b b c|c d d e e]      cut by ZeRO for 2 ranks: each has a half of matrix c
     shards of N    rank 0 a b c'   rank 1 c" d e
@@ -23,8 +25,8 @@ owner among a pipeline rank's ZeRO shards x tp, the axis "muon" (of all stages o
     all-to-all     rank 0 a b c'   rank 1 c" d e   each rank has the updates of its shard
 
 The first all-to-all overlaps with AdamW's updates, the second with nothing. Owners are chosen so that each has about
-the same FLOPs: the largest matrix first, to the rank that has most of it, among those whose load stays below the mean;
-if there is none, to the one with the least. Each expert's gate, up and down projections are matrices of their own.
+the same FLOPs: the largest matrix first, to the rank that has most of it, among those whose load does not exceed the
+mean; if there is none, to that with the least. Each expert's gate, up and down projections are matrices of their own.
 
 Jordan et al. 2024 (Muon); Liu et al. 2025 (Muon is scalable for LLM training: decay, the factor 0.2 sqrt(max(R, C))).
 Shapes: n ranks of the axis "muon", P parameters in the matrices of a pipeline rank, R x C a whole matrix.
@@ -47,8 +49,8 @@ STACKED = 2**24  # the most elements of equal matrices that are orthogonalised i
 
 
 def kind_of(spec: Spec) -> str:
-    """Muon updates matrices, not vectors, nor embedding and head. Each kind has buckets of its own: norms are so small
-    that one has a whole stage's, complete only when backward ends. A table in it would have to wait for that."""
+    """Muon updates matrices, not vectors, nor tables (embedding and head). Each kind has its own buckets: vectors are
+    so small that one bucket has a whole stage's, and is complete only when backward ends; a table in it would wait."""
     return "vector" if len(spec.shape) == 1 else "matrix" if spec.matrices else "table"
 
 
@@ -89,7 +91,8 @@ def orthogonalize_flops(rows: int, columns: int) -> int:
 
 
 class Piece(NamedTuple):
-    """A box of a matrix, and where its elements are in the shard of the rank that has them."""
+    """A box of a matrix, and where its elements are in the shard of the rank that has them. Of a matrix a shard has at
+    most 3 boxes: the end of a row, complete rows, the beginning of a row (param.pieces_within)."""
     matrix: tuple[str, int]
     box: Box
     rank: int
@@ -102,8 +105,8 @@ class Piece(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """One of the matrices of a parameter, and its pieces on all ranks of the group. A box that several of them have
-    (replicated along an axis, or at level 0) is in as many pieces: one is sent to the owner, all get the update."""
+    """One of the matrices of a parameter, and its pieces on all ranks of the group. A box that several ranks have
+    (replicated along an axis, or at level 0) is as many pieces: one is sent to the owner, all get the update."""
     name: tuple[str, int]  # of the parameter; the matrix's number in it
     shape: tuple[int, int]
     pieces: list[Piece]
@@ -113,26 +116,27 @@ def local_matrices(spec: Spec, groups: Mapping) -> Iterator[tuple[int, Box]]:
     """What a rank has of each matrix of a parameter before ZeRO cuts it: (number, box of the matrix), in the order of
     the bucket. Only experts are stacked (w_gate_up [E, 2F, H] is 2E [F, H]), and only ep cuts them, between experts."""
     box = local_box(spec, groups)
-    if spec.matrices == 1:
+    if spec.matrices == 1:  # tp may have sharded it
         yield 0, box
         return
-    per_expert = spec.matrices // spec.shape[0]
+    per_expert = spec.matrices // spec.shape[0]  # whole ones
     for number in range(box[0].start * per_expert, box[0].stop * per_expert):
         yield number, tuple(slice(0, n) for n in matrix_shape(spec))
 
 
 def find_matrices(buckets: Sequence, peers: Sequence[Mapping]) -> list[Matrix]:
-    """The matrices of a pipeline rank, in an order that all ranks of its axis "muon" share. buckets: ShardedBuckets
-    (zero.py) of matrices alone, laid out alike on all these ranks. peers: for each of them axis -> the size of its
+    """The matrices of a pipeline rank, which all ranks of its axis "muon" list alike, without communication. buckets:
+    zero.py's ShardedBuckets of matrices alone, laid out alike on these ranks: `numel` elements in equal shards over
+    `group` (at level 0 in one), a parameter from its `offset`. peers: for each of these ranks axis -> the size of its
     group on that axis and its rank in it, by groups.peers_of."""
     found: dict[tuple[str, int], Matrix] = {}
     for index, bucket in enumerate(buckets):
-        for rank, groups in enumerate(peers):
-            shards = groups[bucket.group.axis] if bucket.level else ALONE
+        for rank, places in enumerate(peers):
+            shards = places[bucket.group.axis] if bucket.level else ALONE
             shard = shard_slice(bucket.numel, shards.size, shards.rank)
             for param in bucket.params:
                 begin = bucket.offset[param] - shard.start  # of a matrix, in the shard; perhaps before it, or after
-                for number, box in local_matrices(param.spec, groups):
+                for number, box in local_matrices(param.spec, places):
                     name = param.spec.name, number
                     matrix = found.setdefault(name, Matrix(name, matrix_shape(param.spec), []))
                     for piece, place in pieces_within(slice(0, shard.stop - shard.start), box, begin):
@@ -142,7 +146,7 @@ def find_matrices(buckets: Sequence, peers: Sequence[Mapping]) -> list[Matrix]:
 
 
 def choose_owners(matrices: Sequence[Matrix], n: int) -> list[int]:
-    """The rank, of n, that orthogonalises each matrix."""
+    """The rank, of n, that orthogonalises each matrix: see the rule above."""
     costs, loads = [orthogonalize_flops(*matrix.shape) for matrix in matrices], [0] * n
     owners, mean = [0] * len(matrices), sum(costs) / n
     for i in sorted(range(len(matrices)), key=lambda i: -costs[i]):
@@ -158,15 +162,13 @@ def choose_owners(matrices: Sequence[Matrix], n: int) -> list[int]:
 
 def senders(pieces: list[Piece], owner: int) -> list[Piece]:
     """One piece of each box: the owner's own, if it has the box, else that of the nearest rank that has it."""
-    chosen: dict[str, Piece] = {}
-    for piece in sorted(pieces, key=lambda piece: abs(piece.rank - owner)):
-        chosen.setdefault(str(piece.box), piece)  # before Python 3.12, slices cannot be hashed
-    return list(chosen.values())
+    farthest_first = sorted(pieces, key=lambda piece: -abs(piece.rank - owner))
+    return list({str(piece.box): piece for piece in farthest_first}.values())  # str: slices cannot be hashed
 
 
 class Muon:
-    """The update of all matrices of a pipeline rank. buckets, peers: see find_matrices; their state has "m", the
-    momentum, in the dtype of gradients. group: of the axis "muon"."""
+    """The update of all matrices of a pipeline rank. buckets, peers: see find_matrices. `master` and state["m"], the
+    momentum, of a bucket are this rank's shards, in the dtype of gradients. group: of the axis "muon"."""
     state = ("m",)
 
     def __init__(self, buckets: Sequence, group: Group, peers: Sequence[Mapping]):
@@ -186,8 +188,9 @@ class Muon:
 
     def update(self, grads: Sequence[Pending], *, lr: float, weight_decay: float,
                found_inf: Tensor) -> Iterator[None]:
-        """Update the weights of all buckets by the grads of their shards; nothing changes if found_inf is 1. A
-        generator: it starts the all-to-all of momenta and yields; what the caller computes then hides it."""
+        """Update the weights of all buckets by grads of their shards, which are clipped and without a loss scale;
+        nothing changes if found_inf is 1. A generator: the first `next` starts the all-to-all of momenta, which what
+        the caller then computes hides; the second does the rest."""
         applied = found_inf == 0  # as the host does not read it, all is computed, and then not applied
         shards = [self.add_to_momentum(bucket, grad.wait(), applied) for bucket, grad in zip(self.buckets, grads)]
         self.to_owners.start(lambda piece: shards[piece.bucket][piece.place])
@@ -230,6 +233,7 @@ class Exchange:
     def start(self, view: Callable[[Piece], Tensor]) -> None:
         output_splits, input_splits = ([sum(piece.numel for piece in pieces) for pieces in by_rank]
                                        for by_rank in (self.receives, self.sends))
+        # like: a rank may have nothing to send, and cat takes no empty list
         values = torch.cat([self.like, *(view(piece).flatten() for piece in sum(self.sends, []))])
         received = self.like.new_empty(sum(output_splits))
         self.pending = all_to_all(received, values, output_splits, input_splits, self.group, async_op=True)
@@ -252,7 +256,8 @@ def demo(group: Group) -> None:
     whole = orthogonalize(momentum)
     for title, x in ("momentum", momentum), ("its update", whole):
         values = torch.linalg.svdvals(x)
-        print(f"{title:12s} singular values from {values.min():.2g} to {values.max():.2g}")
+        low, middle, high = values.min(), values.median(), values.max()
+        print(f"{title:12s} singular values from {low:.2g} to {high:.2g}, median {middle:.2g}")
     for t in 2, 4, 8:
         alone = torch.cat([orthogonalize(shard) for shard in momentum.chunk(t, dim=1)], dim=1)
         print(f"each shard of {t} ranks orthogonalised alone: {(alone - whole).norm() / whole.norm():.0%} off")
