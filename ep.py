@@ -2,10 +2,10 @@
 
 Saves: all but 1/n of the experts' weights, gradients and optimizer state.
 Costs: a token is sent once to each of the u ranks that have any of its experts, and back: in forward and backward of a
-       layer 4 T u H (n-1)/n elements per rank, 5 with full recomputation; with each token the numbers and gates of k
-       experts (8 k bytes), with its gradient those of gates (4 k). If all choices are equally likely, u = n (1 -
-       C(E - e, k) / C(E, k)): 5.3 for k = 8 of 256 experts on 8 ranks. Once per layer and micro-batch the host waits
-       for the device, to learn how many rows there are.
+       layer a rank sends 4 T u H (n-1)/n elements, 5 with full recomputation; of these combine's, half, are not hidden.
+       Besides, with each token go the numbers and gates of k experts (8 k bytes), with its gradient those of gates (4
+       k). If all choices are equally likely, u = n (1 - C(E - e, k) / C(E, k)): 5.3 for k = 8 of 256 experts on 8
+       ranks. Once per layer and micro-batch the host waits for the device, to learn how many rows there are.
 Stops helping when: experts get too few rows for a fast matmul, or one gets so many that all ranks wait for it.
 
 Two ranks, four experts, k = 2. Rank 0 has the tokens a b c, rank 1 has d e:
@@ -17,10 +17,10 @@ Two ranks, four experts, k = 2. Rank 0 has the tokens a b c, rank 1 has d e:
                 permute by expert       0: a c   1: c d                2: a b d e   3: b e
     Combine     unpermute               a0  c0+c1  d1                  a2  b2+b3  d2  e2+e3
                 all-to-all, unpermute   a0+a2   b2+b3   c0+c1          d1+d2   e2+e3
-
-    route, gates = router(x, info, group)
+                                        (a0: what expert 0 makes of a, times its gate)
+    route, gates = router(x, info, group)      # info: a RoutingInfo
     dispatched = route.dispatch(x, gates)
-    y = shared_experts(x)                      # hides the exchange
+    y = shared_experts(x)                      # hides dispatch; combine is waited for
     y = y + route.combine(experts(*dispatched.wait(), route))
 
 Shapes: T tokens of a rank, H hidden, F ffn of an expert, E experts, k experts per token, n ranks of ep, e = E/n experts
@@ -42,11 +42,178 @@ from operations import swiglu
 from param import Spec, acc_dtype, accumulate_grad, accumulate_product, shard_slice
 from recompute import Recompute, decide_once, is_recomputing
 
+# ---- the router, and how the experts' loads are kept equal ----------------------------------------------------------
+
+class Balance(NamedTuple):
+    """How the experts' loads are kept equal: by default not at all. c_e of the S tokens of a sequence chose expert e,
+    and p_te is its probability for token t. Padding does not count; tokens without a label do.
+
+        auxiliary loss   E / (k S^2) sum over e of c_e (sum over t of p_te)            1 if experts are used equally
+        z-loss           1 / S sum over t of (log sum over e of exp(logit_te))^2       keeps logits small
+        bias             b_e += rate x sign(mean load - load of e), once per step      is added for choosing only
+    """
+    aux_loss: float = 0.0  # coefficient of the auxiliary loss, the mean over sequences; c_e has no derivative
+    over: str = "sequence"  # or "micro-batch": for this loss c, p and S are sums over all its sequences
+    z_loss: float = 0.0  # coefficient
+    bias_rate: float = 0.0
+
+
+class RoutingInfo(NamedTuple):
+    """What a router needs to know of the T tokens that this rank routes."""
+    sequence_ids: Tensor  # [T], the sequence of each token, 0 to B-1; B for padding
+    sequences: int  # B
+    groups: tuple[Group, ...] = ()  # those whose ranks have different tokens of the same sequences
+    # 1 / (sequences per step) times fp16's loss scale. None: no training, so loads are not counted either.
+    aux_loss_scale: float | Tensor | None = None
+
+
+def make_routing_info(tokens: Tensor, cp: Group, tp: Group, aux_loss_scale: float | Tensor | None) -> RoutingInfo:
+    """The RoutingInfo of tokens [B, s]. The ranks of `tp` have the same tokens, and each routes a shard of them; the
+    c ranks of `cp` have different tokens, s = S/c, of the same sequences. Tokens below 0 are padding."""
+    B, s = tokens.shape
+    shard = shard_slice(tokens.numel(), tp.size, tp.rank)
+    sequence_ids = torch.arange(shard.start, shard.stop, device=tokens.device) // s
+    sequence_ids = sequence_ids.masked_fill(tokens.flatten()[shard] < 0, B)
+    return RoutingInfo(sequence_ids, B, (cp, tp), aux_loss_scale)
+
+
+class Router:
+    """Chooses the experts of a layer's tokens. Its state is a bias per expert, and loads and losses per step.
+
+    Scores are a softmax over the E logits of a token, or a sigmoid of each. Chosen are the k experts with the highest
+    score + bias. Their scores without the bias, usually divided by their sum, times router_scale are the gates. The
+    choice has no derivative, gates have. Recomputation reuses the choice: a near tie could else be decided differently.
+    name: the bias's in checkpoints. weight: [E, H], a parameter of the model."""
+
+    def __init__(self, name: str, weight: nn.Parameter, model: Model, balance: Balance = Balance()):
+        self.name, self.weight, self.model, self.balance = name, weight, model, balance
+        self.bias = torch.zeros(model.experts, dtype=acc_dtype(weight.dtype), device=weight.device)
+        self.load = torch.zeros_like(self.bias, dtype=torch.int64)  # tokens that chose each expert
+        self.loss = torch.zeros_like(self.bias[0])  # auxiliary losses, summed over sequences
+
+    def __call__(self, x: Tensor, info: RoutingInfo, group: Group) -> tuple["Route", Tensor]:
+        """Where tokens [T, H] are sent, and their gates [T, k]. group: of expert parallelism."""
+        logits = RouterLogits.apply(x, self.weight)
+        scores = logits.softmax(-1) if self.model.router == "softmax" else logits.sigmoid()
+        route, coefficients = decide_once(lambda: self.decide(scores.detach(), info, group))
+        gates = scores.gather(-1, route.chosen)
+        if self.model.router_norm:
+            gates = normalise(gates)
+        gates = gates * self.model.router_scale
+        if coefficients is not None:
+            loss = self.auxiliary_loss(logits, scores, info, coefficients)
+            gates = AddAuxiliaryLoss.apply(gates, loss * info.aux_loss_scale)
+            if not is_recomputing():
+                self.loss += loss.detach()
+        return route, gates
+
+    @torch.no_grad()
+    def decide(self, scores: Tensor, info: RoutingInfo, group: Group) -> tuple["Route", tuple[Tensor, Tensor] | None]:
+        """Choose experts and count loads. Returns the route, and loss_coefficients' result or, without losses, None."""
+        E, chosen = self.model.experts, choose_experts(scores + self.bias, self.model)
+        counts = scores.new_zeros(info.sequences + 1, E, dtype=torch.int64)  # of each sequence, and of padding
+        places = (info.sequence_ids[:, None] * E + chosen).flatten()  # in counts
+        counts.view(-1).scatter_add_(0, places, torch.ones_like(places))
+        coefficients = None
+        if info.aux_loss_scale is not None:
+            self.load += counts[:-1].sum(0)
+            if self.balance.aux_loss or self.balance.z_loss:
+                coefficients = self.loss_coefficients(counts[:-1], info)
+        return make_route(chosen, counts.sum(0), group), coefficients  # padding, too, is sent and computed
+
+    def loss_coefficients(self, counts: Tensor, info: RoutingInfo) -> tuple[Tensor, Tensor]:
+        """What p_te, [B + 1, E], and squared logsumexps, [B + 1, 1], are multiplied by in the losses of their sequence,
+        see Balance; 0 for padding, the last row. counts: [B, E], how many of this rank's tokens chose each expert."""
+        k, c, B = self.model.top_k, counts.to(self.bias.dtype), len(counts)  # c: see Balance
+        for group in info.groups:
+            all_reduce(c, group)
+        S = c.sum(-1, keepdim=True) / k  # if 0, for a sequence of padding alone, no token reads the factors
+        z, weight = self.balance.z_loss / S, 1  # by sequence in any case
+        if self.balance.over == "micro-batch":  # one loss, of all as one sequence, which stands for those of B
+            c, S, weight = c.sum(0, keepdim=True), S.sum(0, keepdim=True), B
+        aux = weight * self.balance.aux_loss * self.model.experts / (k * S.square()) * c
+        return tuple(F.pad(part.expand(B, -1), (0, 0, 0, 1)) for part in (aux, z))
+
+    def auxiliary_loss(self, logits: Tensor, scores: Tensor, info: RoutingInfo, coefficients: tuple) -> Tensor:
+        """Both losses of this rank's tokens, times their coefficients, summed over sequences."""
+        (aux, z), loss = coefficients, logits.new_zeros(())
+        if self.balance.aux_loss:
+            probabilities = scores if self.model.router == "softmax" else normalise(scores)
+            loss = loss + (probabilities * aux[info.sequence_ids]).sum()
+        if self.balance.z_loss:
+            loss = loss + (logits.logsumexp(-1, keepdim=True).square() * z[info.sequence_ids]).sum()
+        return loss
+
+
+class RouterLogits(Function):
+    """[T, H] -> [T, E]: X times the transpose of the router's weight, in at least fp32."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        ctx.weight, acc = weight, acc_dtype(x.dtype)
+        if x.is_cuda and x.dtype != acc:
+            return torch.mm(x, weight.t(), out_dtype=acc)  # the same without a copy of X
+        return x.to(acc) @ weight.to(acc).t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, = ctx.saved_tensors
+        x_acc = x.detach().to(grad.dtype)  # in at least fp32; too little work to be deferred into a bubble
+        accumulate_grad(ctx.weight, lambda out: accumulate_product(out, grad.t(), x_acc), defer=False)
+        return (grad @ ctx.weight.to(grad.dtype)).to(x.dtype), None
+
+
+class AddAuxiliaryLoss(Function):
+    """x, unchanged. In backward `loss` gets the gradient 1: it is added to the model's loss."""
+
+    @staticmethod
+    def forward(ctx, x, loss):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, grad.new_ones(())
+
+
+def choose_experts(scores: Tensor, model: Model) -> Tensor:
+    """[T, E] -> [T, k]: the highest in the `top_groups` best groups of experts, by a group's two highest, summed."""
+    if model.top_groups < model.expert_groups:
+        grouped = scores.unflatten(-1, (model.expert_groups, -1))
+        group_scores = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
+        best_groups = group_scores.topk(model.top_groups, -1).indices
+        closed = torch.ones_like(group_scores, dtype=torch.bool).scatter(-1, best_groups, False)
+        scores = grouped.masked_fill(closed[..., None], -torch.inf).flatten(-2)
+    return scores.topk(model.top_k, -1).indices
+
+
+def normalise(scores: Tensor) -> Tensor:
+    return scores / (scores.sum(-1, keepdim=True) + 1e-20)  # all sigmoids of a token may underflow
+
+
+@torch.no_grad()
+def update_biases(routers: list[Router], groups: tuple[Group, ...], apply: bool | Tensor = True) -> tuple:
+    """After a step: sum loads and losses over the ranks of `groups`, move the biases, reset loads and losses. apply:
+    False after a step that was skipped, which moves no bias. Returns the largest load of an expert over the mean of its
+    layer, and the losses summed over all sequences and layers."""
+    sums = torch.stack([torch.cat((router.load.double(), router.loss.double()[None])) for router in routers])
+    for group in groups:
+        all_reduce(sums, group)  # one for loads (counts are exact in fp64) and losses of all layers
+    loads, loss = sums[:, :-1], sums[:, -1].sum()
+    mean = loads.mean(-1, keepdim=True)
+    for router, direction in zip(routers, (mean - loads).sign()):
+        router.bias += direction.to(router.bias.dtype) * router.balance.bias_rate * apply
+        router.load.zero_()
+        router.loss.zero_()
+    return (loads / mean).max(), loss
+
+
 # ---- dispatch and combine -------------------------------------------------------------------------------------------
 
 class Copies(NamedTuple):
     """C copies of N tokens, sorted by destination: a rank, or an expert. `sort_copies` makes them of a table [N, w],
-    which has a row for each token, with its destinations; its cells are numbered row by row. Rank 0's above, of ranks:
+    which has a row for each token, with its destinations; its cells are numbered row by row. A Route has two: to_ranks
+    (N = T, C = U) and to_experts (N = M, C = R). Rank 0's to_ranks above:
 
         table      a: 0 1   b: - 1   c: 0 -      copies     a  c | a  b      sorted by rank
         number     a: 0 1   b: 2 3   c: 4 5      cells      0  4 | 1  3      copy i is of token cells[i] // w
@@ -65,12 +232,13 @@ class Copies(NamedTuple):
         return torch.embedding_bag(x.contiguous(), self.by_token, self.starts, mode=0)[0]  # mode 0 sums each bag
 
 
-def sort_copies(destinations: Tensor, count: int, copies: int) -> Copies:
-    """destinations: [N, w], 0 to count - 1; other numbers: nowhere. copies: C; to count them the host would wait."""
+def sort_copies(destinations: Tensor, count: int, C: int) -> Copies:
+    """destinations: [N, w], 0 to count - 1; other numbers: nowhere. C: of copies; to count them the host would wait."""
     is_copy, w = (destinations >= 0) & (destinations < count), destinations.shape[1]
     cells = destinations.where(is_copy, count).flatten().argsort(stable=True)  # those of no copy are the last
-    cells, per_token = cells[:copies].clone(), is_copy.sum(1)  # a view would keep all N w alive
-    return Copies(cells, w, (cells // w).argsort(stable=True), per_token.cumsum(0) - per_token)
+    cells = cells[:C].clone()  # a view would keep all N w alive
+    by_token, per_token = (cells // w).argsort(stable=True), is_copy.sum(1)
+    return Copies(cells, w, by_token, per_token.cumsum(0) - per_token)
 
 
 class Route(NamedTuple):
@@ -82,7 +250,7 @@ class Route(NamedTuple):
     sent: list[int]  # copies that go to each rank in dispatch, and come back from it in combine
     received: list[int]  # copies from each rank. (An exchange's arguments: rows to receive, then rows to send.)
     rows_per_expert: list[int]  # of this rank's experts
-    ends: Tensor  # [e], on the device, int32: where the rows of each expert end
+    ends: Tensor  # [e], int32, on the device: where the rows of each expert end, the offs of F.grouped_mm
 
     def dispatch(self, tokens: Tensor, gates: Tensor) -> "Dispatch":
         return Dispatch(tokens, gates, self)
@@ -128,19 +296,20 @@ class StartDispatch(Function):
 class FinishDispatch(Function):
     @staticmethod
     def forward(ctx, x, gates, dispatch):
-        ctx.dispatch, rows = dispatch, dispatch.route.to_experts
+        ctx.dispatch, to_experts = dispatch, dispatch.route.to_experts
         for pending in dispatch.pending:
             pending.wait()
-        return rows.permute(x), gates.flatten()[rows.cells]
+        return to_experts.permute(x), gates.flatten()[to_experts.cells]
 
     @staticmethod
     def backward(ctx, drows, dgates):
-        route, rows = ctx.dispatch.route, ctx.dispatch.route.to_experts
-        dx, dtable = rows.unpermute(drows), dgates.new_zeros(len(rows.starts), rows.width)
-        dtable.view(-1).index_copy_(0, rows.cells, dgates)  # gates of other ranks' experts get 0
+        route, to_experts = ctx.dispatch.route, ctx.dispatch.route.to_experts
+        dx, dtable = to_experts.unpermute(drows), dgates.new_zeros(len(to_experts.starts), to_experts.width)
+        dtable.view(-1).index_copy_(0, to_experts.cells, dgates)  # gates of other ranks' experts get 0
         if route.to_ranks is not None:
             ctx.dispatch.send((dx, dtable), route.sent, route.received)  # back to where the rows came from
-        return dx, dtable, None  # to StartDispatch, which waits for what arrives; autograd wants tensors of this shape
+        # One rank: the gradients. Else only their shapes matter: StartDispatch takes what it has waited for.
+        return dx, dtable, None
 
 
 class Combine(Function):
@@ -154,6 +323,7 @@ class Combine(Function):
         y = route.to_experts.unpermute(y)
         if route.to_ranks is None:
             return y
+        # Back: as many rows are received as were sent in dispatch.
         return route.to_ranks.unpermute(exchange_rows(y, route.sent, route.received, route.group))
 
     @staticmethod
@@ -227,12 +397,13 @@ class GroupedExperts(nn.Module):
         gate_up = GroupedLinear.apply(rows, self.w_gate_up, self.mm, route, False)
         hidden = swiglu(gate_up, gates)
         y = GroupedLinear.apply(hidden, self.w_down, self.mm, route, is_recomputing())
-        recompute.drop(hidden, y, swiglu, gate_up, gates)  # "selective": hidden is made again when y's backward begins
+        recompute.drop(hidden, y, swiglu, gate_up, gates)  # "selective": frees hidden until y's backward begins
         return y
 
 
 class GroupedLinear(Function):
-    """Rows [R, in] times the transposes of weights [e, out, in] -> [R, out]. skip: a placeholder that nobody reads."""
+    """Rows [R, in] times the transposes of weights [e, out, in] -> [R, out]. skip: return a placeholder, in the second
+    run of full recomputation, whose result nobody reads."""
 
     @staticmethod
     def forward(ctx, x, weight, mm, route, skip):
@@ -245,7 +416,8 @@ class GroupedLinear(Function):
 
     @staticmethod
     def backward(ctx, dy):
-        weight, mm, route, scale, x = ctx.weight, ctx.mm, ctx.route, ctx.scale, ctx.saved_tensors[0].detach()
+        weight, mm, route, scale = ctx.weight, ctx.mm, ctx.route, ctx.scale
+        x = ctx.saved_tensors[0].detach()  # a queued weight gradient must not keep a graph alive
         for_dgrad, for_wgrad = mm.prepare_grad(dy.contiguous(), route)
         # Also without any row: a bucket counts the gradients of all its parameters. May wait for a bubble (zb-h1).
         accumulate_grad(weight, lambda out: mm.wgrad(out, for_wgrad, x, scale, route))
@@ -264,176 +436,11 @@ def fits_grouped_mm(*tensors: Tensor) -> bool:
     return all(x.dtype == torch.bfloat16 and x.storage_offset() % 8 == 0 and x.shape[-1] % 8 == 0 for x in tensors)
 
 
-# ---- the router, and how the experts' loads are kept equal ----------------------------------------------------------
-
-class Balance(NamedTuple):
-    """How the experts' loads are kept equal: by default not at all. c_e of the S tokens of a sequence chose expert e,
-    and p_te is its probability for token t. Padding does not count; tokens without a label do.
-
-        auxiliary loss   E / (k S^2) sum over e of c_e (sum over t of p_te)            1 if experts are used equally
-        z-loss           1 / S sum over t of (log sum over e of exp(logit_te))^2       keeps logits small
-        bias             b_e += rate x sign(mean load - load of e), once per step      is added for choosing only
-    """
-    aux_loss: float = 0.0  # coefficient of this loss, the mean over sequences; c_e has no derivative
-    over: str = "sequence"  # or "micro-batch": for this loss c, p and S are sums over all its sequences
-    z_loss: float = 0.0  # coefficient
-    bias_rate: float = 0.0
-
-
-class RoutingInfo(NamedTuple):
-    """What a router needs to know of the T tokens that this rank routes."""
-    sequence_ids: Tensor  # [T], the sequence of each token, 0 to B-1; B for padding
-    sequences: int  # B
-    groups: tuple[Group, ...] = ()  # those whose ranks have different tokens of the same sequences
-    aux_loss_scale: float | Tensor | None = None  # 1 / (sequences per step) times fp16's loss scale; None: no training
-
-
-def make_routing_info(tokens: Tensor, cp: Group, tp: Group, aux_loss_scale: float | Tensor | None) -> RoutingInfo:
-    """The RoutingInfo of tokens [B, s]. The ranks of `tp` have the same tokens, and each routes a shard of them; the
-    c ranks of `cp` have different tokens, s = S/c, of the same sequences. Tokens below 0 are padding."""
-    B, s = tokens.shape
-    shard = shard_slice(tokens.numel(), tp.size, tp.rank)
-    sequence_ids = torch.arange(shard.start, shard.stop, device=tokens.device) // s
-    sequence_ids = sequence_ids.masked_fill(tokens.flatten()[shard] < 0, B)
-    return RoutingInfo(sequence_ids, B, (cp, tp), aux_loss_scale)
-
-
-class Router:
-    """Chooses the experts of a layer's tokens. Its state is a bias per expert, and loads and losses per step.
-
-    Scores are a softmax over the E logits of a token, or a sigmoid of each. Chosen are the k experts with the highest
-    score + bias. Their scores without the bias, usually divided by their sum, are the gates. The choice has no
-    derivative, gates have. Recomputation reuses the choice: a near tie could be decided differently. name: the bias's
-    in checkpoints. weight: [E, H], a parameter of the model."""
-
-    def __init__(self, name: str, weight: nn.Parameter, model: Model, balance: Balance = Balance()):
-        self.name, self.weight, self.model, self.balance = name, weight, model, balance
-        self.bias = torch.zeros(model.experts, dtype=acc_dtype(weight.dtype), device=weight.device)
-        self.load = torch.zeros_like(self.bias, dtype=torch.int64)  # tokens that chose each expert
-        self.loss = torch.zeros_like(self.bias[0])  # auxiliary losses, summed over sequences
-
-    def __call__(self, x: Tensor, info: RoutingInfo, group: Group) -> tuple[Route, Tensor]:
-        """Where tokens [T, H] are sent, and their gates [T, k]. group: of expert parallelism."""
-        logits = RouterLogits.apply(x, self.weight)
-        scores = logits.softmax(-1) if self.model.router == "softmax" else logits.sigmoid()
-        route, coefficients = decide_once(lambda: self.decide(scores.detach(), info, group))
-        gates = scores.gather(-1, route.chosen)
-        if self.model.router_norm:
-            gates = normalise(gates)
-        gates = gates * self.model.router_scale
-        if coefficients is not None:
-            loss = self.auxiliary_loss(logits, scores, info, coefficients)
-            gates = AddAuxiliaryLoss.apply(gates, loss * info.aux_loss_scale)
-            if not is_recomputing():
-                self.loss += loss.detach()
-        return route, gates
-
-    @torch.no_grad()
-    def decide(self, scores: Tensor, info: RoutingInfo, group: Group) -> tuple[Route, tuple[Tensor, Tensor] | None]:
-        """Choose experts and count loads. Returns the route, and loss_coefficients' result or, without losses, None."""
-        E, chosen = self.model.experts, choose_experts(scores + self.bias, self.model)
-        counts = scores.new_zeros(info.sequences + 1, E, dtype=torch.int64)  # of each sequence, and of padding
-        cells = (info.sequence_ids[:, None] * E + chosen).flatten()
-        counts.view(-1).scatter_add_(0, cells, torch.ones_like(cells))
-        coefficients = None
-        if info.aux_loss_scale is not None:
-            self.load += counts[:-1].sum(0)
-            if self.balance.aux_loss or self.balance.z_loss:
-                coefficients = self.loss_coefficients(counts[:-1], info)
-        return make_route(chosen, counts.sum(0), group), coefficients  # padding, too, is sent and computed
-
-    def loss_coefficients(self, counts: Tensor, info: RoutingInfo) -> tuple[Tensor, Tensor]:
-        """What p_te, [B + 1, E], and squared logsumexps, [B + 1, 1], are multiplied by in the losses of their sequence,
-        see Balance; 0 for padding, the last row. counts: [B, E], how many of this rank's tokens chose each expert."""
-        k, c, B = self.model.top_k, counts.to(self.bias.dtype), len(counts)
-        for group in info.groups:
-            all_reduce(c, group)
-        S = c.sum(-1, keepdim=True) / k  # if 0, for a sequence of padding alone, no token reads the factors
-        z, losses = self.balance.z_loss / S, 1
-        if self.balance.over == "micro-batch":  # one loss, which stands for those of B sequences
-            losses, c, S = B, c.sum(0, keepdim=True), S.sum(0, keepdim=True)
-        aux = self.balance.aux_loss * self.model.experts / k * losses * c / S.square()
-        return tuple(F.pad(part.expand(B, -1), (0, 0, 0, 1)) for part in (aux, z))
-
-    def auxiliary_loss(self, logits: Tensor, scores: Tensor, info: RoutingInfo, coefficients: tuple) -> Tensor:
-        """Both losses of this rank's tokens, times their coefficients, summed over sequences."""
-        (aux, z), loss = coefficients, logits.new_zeros(())
-        if self.balance.aux_loss:
-            probabilities = scores if self.model.router == "softmax" else normalise(scores)
-            loss = loss + (probabilities * aux[info.sequence_ids]).sum()
-        if self.balance.z_loss:
-            loss = loss + (logits.logsumexp(-1, keepdim=True).square() * z[info.sequence_ids]).sum()
-        return loss
-
-
-class RouterLogits(Function):
-    """[T, H] -> [T, E]: X times the transpose of the router's weight, in at least fp32."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x)
-        ctx.weight, acc = weight, acc_dtype(x.dtype)
-        if x.is_cuda and x.dtype != acc:
-            return torch.mm(x, weight.t(), out_dtype=acc)  # the same without a copy of X
-        return x.to(acc) @ weight.to(acc).t()
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, = ctx.saved_tensors
-        x_acc = x.detach().to(grad.dtype)  # in at least fp32; too little work to be deferred into a bubble
-        accumulate_grad(ctx.weight, lambda out: accumulate_product(out, grad.t(), x_acc), defer=False)
-        return (grad @ ctx.weight.to(grad.dtype)).to(x.dtype), None
-
-
-class AddAuxiliaryLoss(Function):
-    """x, unchanged. In backward `loss` gets the gradient 1: it is added to the model's loss."""
-
-    @staticmethod
-    def forward(ctx, x, loss):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, grad.new_ones(())
-
-
-def choose_experts(scores: Tensor, model: Model) -> Tensor:
-    """[T, E] -> [T, k]: the highest in the `top_groups` best groups of experts, by the sum of a group's two highest."""
-    if model.top_groups < model.expert_groups:
-        grouped = scores.unflatten(-1, (model.expert_groups, -1))
-        group_scores = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
-        best_groups = group_scores.topk(model.top_groups, -1).indices
-        closed = torch.ones_like(group_scores, dtype=torch.bool).scatter(-1, best_groups, False)
-        scores = grouped.masked_fill(closed[..., None], -torch.inf).flatten(-2)
-    return scores.topk(model.top_k, -1).indices
-
-
-def normalise(scores: Tensor) -> Tensor:
-    return scores / (scores.sum(-1, keepdim=True) + 1e-20)  # all sigmoids of a token may underflow
-
-
-@torch.no_grad()
-def update_biases(routers: list[Router], groups: tuple[Group, ...], apply: bool | Tensor = True) -> tuple:
-    """After a step: sum loads and losses over the ranks of `groups`, move the biases, reset loads and losses. apply:
-    False after a step that was skipped, which moves no bias. Returns the largest load of an expert over the mean of its
-    layer, and the losses summed over all sequences and layers."""
-    sums = torch.stack([torch.cat((router.load.double(), router.loss.double()[None])) for router in routers])
-    for group in groups:
-        all_reduce(sums, group)  # one for loads (counts are exact in fp64) and losses of all layers
-    loads, loss = sums[:, :-1], sums[:, -1].sum()
-    mean = loads.mean(-1, keepdim=True)
-    for router, direction in zip(routers, (mean - loads).sign()):
-        router.bias += direction.to(router.bias.dtype) * router.balance.bias_rate * apply
-        router.load.zero_()
-        router.loss.zero_()
-    return (loads / mean).max(), loss
-
-
 # ---- demo: python ep.py, or torchrun --nproc_per_node=4 ep.py -------------------------------------------------------
 
 def demo(group: Group) -> None:
     torch.manual_seed(0)
-    weight, x = nn.Parameter(torch.randn(8, 16) / 4), torch.randn(256, 16) + torch.linspace(-2, 2, 16)  # much in common
+    weight, x = nn.Parameter(torch.randn(8, 16) / 4), torch.randn(256, 16) + torch.linspace(-2, 2, 16)  # alike
     router = Router("demo", weight, Model(experts=8, top_k=2, router="sigmoid"), Balance(bias_rate=0.05))
     for step in range(6):
         route, _ = router(x, RoutingInfo(torch.zeros(256, dtype=torch.long), 1, aux_loss_scale=1.0), group)

@@ -48,8 +48,8 @@ class ForwardContext(NamedTuple):
     attention: dict[int, Callable[[Tensor, Tensor, Tensor], Tensor]]  # window (0: none) -> its function of q, k, v
     recompute: Recompute
     routing: tuple | None  # an ep.RoutingInfo; None without experts
-    gather_latents: Callable[[Tensor], Tensor]  # [B, s, ...] of this rank's tokens -> [B, S, ...] of all
     cache: Any = None  # when text is sampled, run/sampling.py's KVCache: keys and values of earlier tokens
+    gather_latents: Callable | None = None  # for LatentAttention, [B, s, ...] of this rank's tokens -> [B, S, ...]
     next_tokens: Tensor | None = None  # [B, s], the token after each; None: no multi-token prediction
 
 
