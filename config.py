@@ -18,7 +18,7 @@ import difflib
 import math
 import os
 import shlex
-from dataclasses import Field, asdict, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -227,7 +227,8 @@ class Batch:
             ramp = [(int(size), float(start)) for size, start in
                     (stage.split("@") for stage in self.batch_ramp.split(","))]
             sizes, starts = zip(*ramp)
-            if min(sizes) > 0 and starts[0] == 0 and all(a < b for a, b in zip(starts, starts[1:])):
+            in_order = starts[0] == 0 and all(a < b for a, b in zip(starts, starts[1:]))
+            if in_order and min(sizes) > 0 and max(sizes) <= LARGEST:
                 return ramp
         raise ValueError(f'--batch-ramp "{self.batch_ramp}": write sequences@tokens, from 0 tokens on and in order, '
                          'such as "16@0,32@1e6"')
@@ -318,7 +319,7 @@ class Config:
     optim: Optim
     data: Data
     run: Run
-    before_defaults: dict = field(default_factory=dict)  # settings before `complete`, as flags or a preset gave them
+    before_defaults: dict = field(default_factory=dict)  # all settings before `complete`: what other runs inherit
     grid_is_example: bool = False  # whether run/start.py chose the grid, because the command line names none
     arguments: list = field(default_factory=list)  # the command line
     ranks: int = 1  # the world size
@@ -327,7 +328,7 @@ class Config:
         return getattr(getattr(self, SECTION_OF[name]), name)
 
     def fp8_layers(self) -> range:
-        """The blocks whose linear layers multiply in FP8."""
+        """The blocks whose linear layers multiply in FP8; never that of multi-token prediction."""
         skipped = 0 if self.precision.fp8_ends else 1
         return range(skipped, self.model.layers - skipped) if self.precision.fp8 != "none" else range(0)
 
@@ -395,7 +396,7 @@ def divisors(number: int) -> list[int]:
 
 class Needs(NamedTuple):
     """Needs("--sp async", tp > 1, "--tp 2"): where --sp is async, tp > 1 must hold, else the error is "--sp async needs
-    --tp 2". Needs("--top-k", experts, "--experts"): the same where --top-k is not its default."""
+    --tp 2". Needs("--top-k", experts, "--experts"): the same where --top-k is not its declared default."""
     setting: str
     holds: Any
     missing: str
@@ -422,16 +423,18 @@ class Divides(NamedTuple):
 
 
 def rules(c: Config) -> list[Needs | Divides]:
-    """In this order: a row may rely on those before it, and all on the defaults that `complete` has filled in."""
-    return [*rules_of_sizes(c), *rules_of_the_model(c), *rules_of_the_grid(c), *rules_of_the_rest(c)]
+    """Checked in this order: an error may take the rows before it for granted. All conditions are computed first, with
+    the defaults that `complete` has filled in."""
+    return [*rules_of_the_model(c), *rules_of_the_run(c)]
 
 
-def rules_of_sizes(c: Config) -> list[Needs | Divides]:
+def rules_of_the_model(c: Config) -> list[Needs | Divides]:
     model, grid, more_ranks = c.model, c.grid, ", or start more ranks (torchrun --nproc_per_node)"
     return [
         *(Needs(setting, model.experts, "--experts") for setting in (
             "--top-k", "--expert-ffn", "--shared-experts", "--dense-layers", "--router", "--router-norm",
-            "--router-scale", "--expert-groups", "--top-groups", "--ep", "--router-z-loss", "--bias-rate")),
+            "--router-scale", "--expert-groups", "--top-groups", "--ep", "--aux-loss", "--aux-over", "--router-z-loss",
+            "--bias-rate")),
         *(Needs(setting, model.kv_lora_rank, "--kv-lora-rank: latent attention") for setting in (
             "--q-lora-rank", "--rope-head-dim", "--v-head-dim")),
         Divides("--heads", 0 if c.before_defaults["head_dim"] else model.hidden, "--hidden", ", or set --head-dim"),
@@ -450,12 +453,8 @@ def rules_of_sizes(c: Config) -> list[Needs | Divides]:
         Divides("--dp-replicate", grid.dp, "--dp"),
         Divides("--ep", model.experts, "--experts"),
         Divides("--ep", grid.dp // grid.dp_replicate * grid.cp * grid.tp,
-                "the ranks of --dp, --cp and --tp in a replica")]
+                "the ranks of --dp, --cp and --tp in a replica"),
 
-
-def rules_of_the_model(c: Config) -> list[Needs]:
-    model, grid = c.model, c.grid
-    return [
         Needs("--top-k 1", model.experts == 1 or not model.router_norm,
               "--no-router-norm: else the weights are always 1, and the router gets no gradient"),
         Needs("--experts", model.top_k <= model.experts, "a --top-k that is not above it"),
@@ -477,8 +476,9 @@ def rules_of_the_model(c: Config) -> list[Needs]:
         Needs("--window-every", model.window, "--window, without which all layers have full attention")]
 
 
-def rules_of_the_grid(c: Config) -> list[Needs]:
+def rules_of_the_run(c: Config) -> list[Needs]:
     model, grid, schedule = c.model, c.grid, SCHEDULES[c.grid.schedule]
+    precision, optim, data, run = c.precision, c.optim, c.data, c.run
     return [
         Needs("--schedule", grid.pp > 1, "--pp 2 or more"),
         Needs("--chunks", schedule.allows(grid.chunks) if grid.pp > 1 else grid.chunks == 1,
@@ -495,12 +495,8 @@ def rules_of_the_grid(c: Config) -> list[Needs]:
         Needs("--tp", model.vocab >= grid.tp, "a --vocab of at least as many"),  # shards may differ
         Needs("--dp-replicate", grid.zero, "--zero 1, 2 or 3: something that is sharded"),
         Needs("--dp-replicate", grid.dp * grid.cp > grid.dp_replicate,
-              "--dp x --cp above it, or a replica has one rank and shards nothing")]
+              "--dp x --cp above it, or a replica has one rank and shards nothing"),
 
-
-def rules_of_the_rest(c: Config) -> list[Needs]:
-    precision, optim, data, run = c.precision, c.optim, c.data, c.run
-    return [
         Needs("--fp8", precision.dtype not in ("fp16", "fp64"), "--dtype bf16, or fp32 where a CPU emulates FP8"),
         Needs("--fp8", c.grid.sp != "async", "--sp on or off: matmuls shard by shard have no FP8 version"),
         Needs("--fp8-ends", len(c.fp8_layers()), "--fp8, and --layers 3 or more"),
@@ -570,8 +566,8 @@ def check_ranges(c: Config) -> None:
 
 
 def check_grid(c: Config) -> None:
-    """Raise ValueError unless settings go together; with --grid auto the model's alone: plan/search.py chooses a grid,
-    with which `parse` is called again."""
+    """Raise ValueError unless settings go together; with --grid auto the model's alone: run/job.py lets plan/search.py
+    choose a grid, which then calls `parse` again."""
     given = c.grid.grid == "given"
     for rule in rules(c):
         name = name_of(rule.setting)
@@ -716,7 +712,7 @@ def read_known(section: type, arguments: list[str], usage: str) -> tuple[Any, li
 
 
 def parse(arguments: list[str], world: int = 1, inherited: dict[str, Any] | None = None) -> Config:
-    """The complete and checked settings of a run on `world` ranks; with --grid auto, plan/search.py completes the grid.
+    """The complete and checked settings of a run on `world` ranks (but for --grid auto's grid: see check_grid).
     inherited: settings that flags override, in place of the preset's. Raises ValueError, one line, for what cannot
     run."""
     flags = read(arguments)
@@ -727,7 +723,6 @@ def parse(arguments: list[str], world: int = 1, inherited: dict[str, Any] | None
     config = Config(**{name: section(**{f.name: values[f.name] for f in fields(section) if f.name in values})
                        for name, section in SECTIONS.items()})
     config.arguments = list(arguments)
-    config.before_defaults = {name: value for section in SECTIONS
-                              for name, value in asdict(getattr(config, section)).items()}
+    config.before_defaults = {name: config.value(name) for name in FIELDS}  # `complete` changes none of these in place
     complete(config, world)
     return config

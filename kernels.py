@@ -8,13 +8,15 @@ bandwidth. One kernel for a chain of operations reads and writes no intermediate
     add, RMSNorm     4 T H e      4 T H e     saves the sum, the residual stream; backward recomputes 1 / rms
     rotary           2 T H e      2 T H e     in place, H the width of queries and keys; saves nothing
     SwiGLU           3 T F e      5 T F e     saves gate and up
-    cross-entropy    3 T V e      none        logits exist in chunks and are overwritten by their gradient
+    cross-entropy    3 T V e      none        besides the matmuls; logits exist in chunks, overwritten by their gradient
 
 Cross-entropy: cuBLAS writes a chunk of logits, the kernel overwrites it with softmax - one_hot, and two matmuls make
-the chunk's terms of dx and dW of it. No matmul is repeated: 6 T H V FLOPs. Forward knows by which number the loss will
-be multiplied, so dW goes straight into the main gradient, and dx is all that waits for backward.
+from it the chunk's rows of dx and its term of dW. No matmul is repeated: 6 T H V FLOPs. The caller gives in forward the
+gradient that the loss will have, so dW goes straight into the main gradient, and dx is all that waits for backward.
 
-A section is: the same in plain torch, the kernel, its launch. Derivatives are in operations.py, attention in flash.py.
+A section is: the same in plain torch, to compare with, the kernel, its launch. What runs in a kernel's place, and
+autograd's functions (but cross-entropy's), are in operations.py, attention in flash.py. A kernel is compiled anew for
+arguments that are None: an `if` that asks for them costs nothing.
 Sums, statistics and exponentials are fp32. Offsets that may exceed 2^31 elements are 64 bits.
 
 Sources: operations.py; Milakov & Gimelshein 2018 (softmax); Hsu et al. 2024 (Liger); Wijmans et al. 2024 (no logits).
@@ -43,7 +45,8 @@ class KernelError(RuntimeError):
 
 def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args, **options) -> None:
     """Run a grid of programs. Raises KernelError; the first and the last rank print why: a pipeline's cross-entropy is
-    on the last alone. A message is formatted only if its assertion fails: that takes as long as a launch."""
+    on the last alone. A tuple is a tensor and its strides. A message is formatted only if its assertion fails: that
+    takes as long as a launch."""
     tensors = [x for arg in args for x in (arg if isinstance(arg, tuple) else [arg]) if isinstance(x, Tensor)]
     device = tensors[0].device
     assert INTERPRETED or device.type == "cuda", \
@@ -212,7 +215,7 @@ def swiglu(x: Tensor, dy: Tensor | None = None) -> Tensor:
     return out
 
 
-# ---- cross-entropy, fused with the head's matmul; tp.cross_entropy is this in torch, of all logits -------------------
+# ---- cross-entropy, fused with the head's matmul; tp.cross_entropy is all of it in torch, of all logits at once ------
 
 def cross_entropy_in_torch_(logits, labels, lse, label_logit, loss_grad, first, z_loss, statistics, gradient) -> None:
     own, x = labels - first, logits.float()
@@ -229,8 +232,8 @@ def cross_entropy_in_torch_(logits, labels, lse, label_logit, loss_grad, first, 
 @triton.jit
 def cross_entropy_kernel(logits, labels, lse, label_logit, loss_grad, ignored, first, V, z_loss, BLOCK: tl.constexpr,
                          STATISTICS: tl.constexpr, GRADIENT: tl.constexpr):
-    """A program has a row of V logits: those of the vocabulary from `first` on. STATISTICS: store logsumexp and the
-    label's logit, or 0 where another rank has the label. GRADIENT: overwrite the logits with the loss's gradient.
+    """A program has a row of V logits: this rank's, of the vocabulary from `first` on. STATISTICS: store logsumexp and
+    the label's logit, or 0 where another rank has the label. GRADIENT: overwrite the logits with the loss's gradient.
     Moves 3 T V e bytes: long rows do not stay in the L2 cache until the second reading."""
     t = tl.program_id(0)
     row, label = logits + tl.cast(t, tl.int64) * V, tl.load(labels + t)
@@ -261,8 +264,8 @@ def cross_entropy_kernel(logits, labels, lse, label_logit, loss_grad, ignored, f
 
 def cross_entropy_(logits: Tensor, labels: Tensor, lse: Tensor, label_logit: Tensor, *, loss_grad: Tensor, first: int,
                    z_loss: float, statistics: bool, gradient: bool) -> None:
-    """Launch cross_entropy_kernel, or compute the same in torch: here, not at the caller, between whose two calls ranks
-    with and without kernels must reach a collective. logits: [T, V/t]. labels, lse, label_logit: [T]. loss_grad: []."""
+    """Launch cross_entropy_kernel, or compute the same in torch: here, not around the whole loss: a rank whose kernel
+    fails must reach the all-reduce between calls. logits: [T, V/t]. labels, lse, label_logit: [T]. loss_grad: []."""
     T, V = logits.shape
     assert logits.is_contiguous() and V > 0, f"logits {logits.shape} must be contiguous and not empty"
     block = min(8192, triton.next_power_of_2(V))
@@ -288,13 +291,15 @@ class LinearCrossEntropy(Function):
             logits = torch.mm(x[rows], matrix.t(), out=buffer[:len(x[rows])])
             compute = partial(cross_entropy_, logits, labels[rows], lse[rows], label_logit[rows], loss_grad=loss_grad,
                               first=first, z_loss=z_loss)
+            # Sharded, the gradient needs the statistics of all ranks' columns; else both are made in one launch.
             compute(statistics=True, gradient=wants_gradient and not is_sharded)
-            if is_sharded:  # the gradient needs the statistics of all ranks' columns
+            if is_sharded:
                 combine_statistics(lse[rows], label_logit[rows], group)
-                compute(statistics=False, gradient=wants_gradient)
+                if wants_gradient:
+                    compute(statistics=False, gradient=True)
             if wants_dx:
                 torch.mm(logits, matrix, out=dx[rows])
-            if wants_dw:
+            if wants_dw:  # now, while this chunk's gradient exists
                 accumulate_grad(weight, partial(accumulate_product, a=logits.t(), b=x[rows]), defer=False)
         ctx.weight = weight if wants_dw else None
         ctx.save_for_backward(dx, loss_grad)
@@ -304,7 +309,7 @@ class LinearCrossEntropy(Function):
     def backward(ctx, grad):
         dx, loss_grad = ctx.saved_tensors
         torch._assert_async((grad == loss_grad).all(), "the loss's gradient is not loss_grad")  # the host does not wait
-        if ctx.weight is not None:  # dW was added in forward; ZeRO-2 may have freed it since: `ready` needs a buffer
+        if ctx.weight is not None:  # dW was added in forward; if ZeRO-2 has freed it since, `ready` needs one, of 0
             accumulate_grad(ctx.weight, lambda out: None, defer=False)
         return dx, *[None] * 7
 
@@ -324,8 +329,8 @@ def linear_cross_entropy(x: Tensor, weight: torch.nn.Parameter, labels: Tensor, 
                          loss_grad: Tensor | None = None) -> Tensor:
     """The sum of the tokens' losses, in nats, for logits x W^T, as tp.cross_entropy; IGNORED labels have none.
 
-    Unless autograd is off, this accumulates the gradient of `weight` already, so call backward once on the result, or
-    on what is computed from it; there its gradient must be loss_grad (a scalar tensor, default 1), which is checked.
+    Unless autograd is off, this accumulates the gradient of `weight` already. So call backward once, on the result or
+    on what is computed from it. The gradient that arrives here must be loss_grad (a scalar tensor, default 1): checked.
 
     x: [T, H], the same on all ranks of the group; its gradient is partial: this rank's term of a sum over the group.
     weight: [V/t, H], the rows `vocab` of the head (default: all); its gradient goes through `accumulate_grad`.

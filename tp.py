@@ -1,10 +1,10 @@
 """Tensor parallelism: weight matrices are sharded over t ranks. Sequence parallelism: so are the tokens between them.
 
 Saves: a rank has 1/t of the matrices, embedding and head, with their gradients and optimizer state, and of the
-       activations inside a pair of matrices; with sequence parallelism also of those between pairs; it computes 1/t.
+       activations inside a pair of matrices; with sequence parallelism also of those between pairs.
 Costs: per layer (two pairs), forward and backward: 4 all-reduces of T H elements. With sequence parallelism instead 4
-       all-gathers and 4 reduce-scatters (as many bytes), and 2 more all-gathers of inputs that are not saved (4 in a
-       split backward). The embedding needs a g, the head an f (below), the loss 3 numbers a token.
+       all-gathers and 4 reduce-scatters (as many bytes), and 2 more all-gathers of X, of which a shard is saved (in a
+       split backward also 2 of dZ). The embedding needs a g, the head an f (below), the loss 3 numbers a token.
 Stops helping when: ranks are not on one fast network, since every layer waits for it; or H/t makes too small a matmul.
 
 Matrices come in pairs, S = X A^T, Y = act(S), Z = Y B^T: up and down projection of a feed-forward layer; queries, keys,
@@ -25,7 +25,8 @@ shard of X and gathers X once more in backward, where a column parallel layer hi
     network    ├─ all-gather X ─┤ ├─ reduce-scatter dX ─┤
     compute    ├─ dX = dS A ────┤ ├─ dA += dS^T X ──────┤
 
-Shoeybi et al. 2019 (f, g); Korthikanti et al. 2022 (sequence parallelism: g, g bar); Wang et al. 2023 (the ring).
+Asynchronous (--sp async): an exchange that no other matmul hides has steps, each under a shard of its own matmul.
+Shoeybi et al. 2019 (f, g); Korthikanti et al. 2022 (sequence parallelism; their g is f, g bar is g); Wang et al. 2023.
 Shapes: t ranks, T tokens of a micro-batch (flat), H hidden, V vocabulary, R rows or C columns of a whole weight.
 [T/t, H] is [T, H] without sequence parallelism.
 """
@@ -80,7 +81,7 @@ class TensorParallel(NamedTuple):
     """How the ranks of a group share layers. Functions take it as `tp`; without a group nothing is sharded.
 
     sequence: sequence parallelism; between layers each rank has T/t contiguous tokens, in rank order.
-    async_tp: exchanges in steps round a ring, each under the matmul of a shard; needs `sequence`; not with FP8.
+    async_tp: asynchronous tensor parallelism; needs `sequence`; not with FP8.
     """
     group: Group = ALONE
     sequence: bool = False
@@ -103,7 +104,7 @@ class TensorParallel(NamedTuple):
     # Exchanges without a matmul, with derivatives.
 
     def spread(self, x: Tensor) -> Tensor:
-        """f: [T/t, D] -> [T, D], for what each rank uses differently: latents, of which it makes its own heads' keys
+        """f: [T/t, ...] -> [T, ...], for what each rank uses differently: latents, of which it makes its heads' keys
         and values, and the fused head's input."""
         return (AllGather__ReduceScatter if self.sequence else Identity__AllReduce).apply(x, self.group)
 
@@ -122,29 +123,29 @@ class TensorParallel(NamedTuple):
 
 
 # ---- linear layers --------------------------------------------------------------------------------------------------
-# Autograd sees dX and dY alone: weight gradients are added to the parameters' gradient buffers (param.py), so backward
-# returns None for weights. They are inputs so that autograd runs their hooks, which report the gradient as ready.
+# Autograd sees gradients of activations alone: those of weights are added to gradient buffers (param.py), and backward
+# returns None for them. Weights are inputs so that autograd runs their hooks, also for None: they report it as ready.
 
 class Matmul:
-    """The three products of a linear layer Y = X W^T, where W are weights stacked along their output dimension. fp8.Fp8
-    has the same methods, and multiplies in FP8. For its sake scales are passed on: X, and in a split backward dY, is
-    gathered and quantised twice, the second time with the scale that ranks agreed on at first. Here scales are None."""
+    """The three products of a linear layer O = X W^T, where W are weights stacked along their output dimension. fp8.Fp8
+    has the same methods, and multiplies in FP8; only there scales are not None. Ranks agree on one by an all-reduce, so
+    what is gathered a second time (X; in a split backward dO) is quantised with the scale of the first."""
 
     def forward(self, x: Tensor, weights: Params) -> tuple[Tensor, Any]:
-        """(Y, the scale of X)."""
+        """(O, the scale of X)."""
         return x @ stacked_weight(weights).t(), None
 
-    def prepare_grad(self, dy: Tensor, scale: Any = None) -> tuple[Any, Any]:
-        """(dY as dgrad and wgrad take it, in FP8 two copies; its scale). scale: of dY, if it is known already."""
-        return dy, None
+    def prepare_grad(self, do: Tensor, scale: Any = None) -> tuple[Any, Any]:
+        """(dO as dgrad and wgrad take it, in FP8 two copies; its scale). scale: of dO, if it is known already."""
+        return do, None
 
-    def dgrad(self, dy: Any, weights: Params) -> Tensor:
-        """dX = dY W."""
-        return dy @ stacked_weight(weights)
+    def dgrad(self, do: Any, weights: Params) -> Tensor:
+        """dX = dO W."""
+        return do @ stacked_weight(weights)
 
-    def wgrad(self, out: Tensor, dy: Any, x: Tensor, scale: Any = None) -> None:
-        """out += dY^T X. scale: of X."""
-        accumulate_product(out, dy.t(), x)
+    def wgrad(self, out: Tensor, do: Any, x: Tensor, scale: Any = None) -> None:
+        """out += dO^T X. scale: of X."""
+        accumulate_product(out, do.t(), x)
 
 
 MATMUL = Matmul()
@@ -152,16 +153,16 @@ MATMUL = Matmul()
 
 def gather_and_add(weights: Params, gather: Callable[[Tensor], Pending], shard: Tensor,
                    add: Callable[[Tensor, Tensor], None], defer: bool = True) -> Callable[[], None]:
-    """Start to gather a shard [T/t, H]; the function that is returned waits for it, and calls add(gradient buffer, what
-    was gathered). In a split backward (zero-bubble pipelines: dX first, weight gradients later) both are queued, and
-    that function does nothing. defer: False to queue nothing, see param.py."""
+    """Start to gather a shard [T/t, H]; the function that is returned waits for it, and calls add(the weights' gradient
+    buffers, what was gathered). In a split backward (zero-bubble pipelines: dX first, weight gradients later) param.py
+    queues all of it, and that function does nothing. defer: False to queue nothing."""
     def steps() -> WeightGrad:
         gathering = gather(shard)
         yield  # meanwhile the caller computes something else, which hides the gather
         gathered = gathering.wait()
         add_to(weights, lambda out: add(out, gathered))
 
-    started = start_weight_grad(weights, steps(), defer)
+    started = start_weight_grad(weights, steps(), defer)  # has run to its yield, or is empty, if queued
     return lambda: next(started, None)
 
 
@@ -173,13 +174,14 @@ class Column(Function):
     def forward(ctx, x, tp, mm, defer, *weights):
         assert not tp.async_tp or (tp.sequence and mm is MATMUL), "the ring shards tokens, and knows no FP8"
         ctx.tp, ctx.mm, ctx.defer, ctx.scale = tp, mm, defer, None
-        ctx.weights = weights  # not saved: unpacked parameters would lack what param.py and zero.py know of them
+        ctx.weights = weights  # not saved: hooks of saved tensors would return others, of which param.py knows nothing
         if tp.async_tp:
             product, gathered = all_gather_matmul(x, stacked_weight(weights).t(), tp.group)
         else:
             gathered = tp.gather(x).wait()
             product, ctx.scale = mm.forward(gathered, weights)
-        # The gathered X may stay in a recomputed block, whose backward follows at once, but is too large to queue.
+        # A recomputed block's forward runs just before its own backward: X may stay gathered until then, unless that
+        # backward is split, which would queue it.
         ctx.saves_gathered = is_recomputing() and not is_deferring()
         ctx.save_for_backward(gathered if ctx.saves_gathered else x)
         return product
@@ -190,7 +192,7 @@ class Column(Function):
         x = ctx.saved_tensors[0].detach()  # a queued weight gradient must not keep a graph alive
         ds, _ = mm.prepare_grad(ds)
         finish = gather_and_add(weights, done if ctx.saves_gathered else tp.gather, x,
-                                lambda out, x: mm.wgrad(out, ds, x, scale), ctx.defer)
+                                lambda out, gathered: mm.wgrad(out, ds, gathered, scale), ctx.defer)
         if tp.async_tp and ctx.defer and is_deferring():  # no weight gradient is there to hide the reduction
             dx = done(matmul_reduce_scatter(ds, stacked_weight(weights), tp.group))
         else:
@@ -232,9 +234,9 @@ class Row(Function):
 
 
 # ---- asynchronous: exchanges in steps round a ring, each hidden under the matmul of a shard --------------------------
-# Where no independent matmul is there to hide an exchange (forward, a row parallel layer's backward, a split backward),
-# the matmul that depends on it is cut into shards. On GPUs torch's operators do that: ranks copy each other's shards
-# from symmetric memory, with few calls and no kernels of NCCL, which would take SMs from the matmuls.
+# No other matmul hides an exchange in forward, a row parallel layer's backward and a split backward. On GPUs torch's
+# operators cut it and its matmul into shards: ranks copy each other's from symmetric memory, with few calls and no
+# kernels of NCCL, which would take SMs from the matmuls.
 
 symmetric: dict[str, bool] = {}  # axis -> whether torch's operators work for its ranks, found out by the first call
 
@@ -251,6 +253,7 @@ def by_operator(name: str, x: Tensor, *arguments: Any, group: Group, nbytes: int
             if symmetric.get(group.axis) or isinstance(error, torch.OutOfMemoryError):  # they do run
                 raise
             result, reason = None, str(error).partition("\n")[0]
+            sent[group.axis] -= nbytes  # the ring counts them; all ranks are assumed to go this way
             if group.rank == 0:
                 print(f"--sp async goes round a ring, as torch.ops.symm_mem.{name} does not run: {reason}")
     symmetric[group.axis] = result is not None

@@ -1,9 +1,8 @@
 """ZeRO: shard optimizer state, gradients and weights over the data parallel ranks. Level 0 is plain data parallelism.
 
 Saves: all but 1/n of the optimizer state (level 1), also of the gradients (level 2), also of the weights (level 3).
-Costs: elements sent per step of A micro-batches, see the table, times (n-1)/n: gradients in fp32, or as --reduce-dtype
-       says, and weights in their own dtype. (Level 3 saves two units' all-gathers per micro-batch: the embedding's
-       backward needs no weights, and the head's runs right after its forward.)
+Costs: elements sent per step, see the table, times (n-1)/n: gradients in fp32, or as --reduce-dtype says, weights in
+       their own dtype. (Level 3 gathers embedding and head at most once per micro-batch, not twice: see UnitWeights.)
 Stops helping when: activations fill the memory; at levels 2 and 3, a micro-batch is too small to hide its collectives.
 
 What each rank holds of one bucket of dp.py on n = 4 ranks, and sends:
@@ -15,19 +14,19 @@ What each rank holds of one bucket of dp.py on n = 4 ranks, and sends:
     3       █         █           █               3AP       reduce-scatter and two all-gathers per micro-batch
 
 The data parallel ranks are shards x replicas: level 0 is one shard on n replicas, levels 1 to 3 are n shards, hybrid
-sharding lies in between. So every gradient takes one path, `ShardedBucket.reduction`, and a level answers three
-questions: is a bucket cut into shards (>= 1)? Is its gradient reduced, and freed, after every micro-batch (>= 2)? Are
-its weights whole only while a unit (embedding, block or head) uses them (3)?
+sharding is n shards on each of r replicas, which add up their shards of the gradients (2P/n more, times (r-1)/r). So
+every gradient takes one path, `reduction`, and a level answers three questions: is a bucket cut into shards (>= 1)? Is
+its gradient reduced, and freed, after every micro-batch (>= 2)? Are its weights whole only while they are used (3)?
 
 Overlap: reductions run under backward; all-gathers of levels 1 and 2 under the next forward, of level 3 under the unit
-         before (but not a forward's first, nor a backward's first in pipeline stages without the head).
+         before, but for a forward's first and, unless the head's forward directly precedes it, a backward's first.
 Memory:  levels 2 and 3 hold at most two buckets' whole gradients per data axis, level 3 also two units' whole weights.
-         More is held by afab and dualpipev (weights of the head, and of the block before it, until the head's
-         backward), a tied table (its gradient until the second backward), split backwards (a bucket's gradient until
-         its weight gradients are computed), and Muon (the gradient of the bucket with a stage's norms).
+         More is held by afab and dualpipev (the head's weights, and the block's before it, until the head's backward),
+         split backwards (a bucket's gradient until its weight gradients are computed), a tied table (its gradient
+         until the second backward), and Muon (the gradients of a stage's norms, in a bucket of their own).
 
 Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (FSDP: prefetching); Micikevicius et al. 2018 (mixed precision).
-Shapes: n ranks of the data axis, P parameters, A micro-batches per step.
+Shapes: n ranks of the data axis, P parameters, A micro-batches per step; a unit: embedding, a block, or head.
 """
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, pairwise
@@ -44,23 +43,19 @@ from update import UPDATE_RULES, LossScale
 
 
 def treatment(param: nn.Parameter) -> tuple:
-    """What parameters may differ in: over which axes the gradient is summed, who counts it in the norm, whether weights
-    decay. A bucket is sorted by it, so that each of these handles a few spans of its flat tensors, not every parameter.
-    Within a span the order is the model's: wq, wk and wv stay neighbours, and one matmul adds to all their gradients.
-    """
+    """What finish_step (partial_axes), the norm (replicated_axes) and the update rule (decay) treat differently. A
+    bucket is sorted by it: what is treated alike is one span of its flat tensors, in which parameters keep the order of
+    the model. So wq, wk and wv stay neighbours, and one matmul adds to all three gradients."""
     return param.spec.partial_axes, param.spec.replicated_axes, not param.spec.decay
 
 
 class ShardedBucket(Bucket):
     """The weights, gradient and optimizer state of a bucket: flat tensors, whole or this rank's shard of them.
 
-    The class Bucket calls `ready` for each gradient, which counts `missing` down from `expected`, the number of this
-    step. If then is_due(), start_reduction makes the generator `reduction()`, as `reducing`, and runs it to its first
-    yield. finish_step runs it to its end. `offset` says where each parameter begins; acc_dtype is fp32, or fp64.
-
     shards: the ranks that have different shards. replicas: those that have the same one. shard: this rank's slice.
     state: name -> tensor as long as the shard: "master", the master weights, and the rule_state of the update rule.
-    started_last: one for all buckets: process group of a data axis -> the bucket reduced on it that was started last.
+    started_last: one dict of all buckets: the process group of a data axis -> whose reduction was started last on it.
+    Of Bucket: numel, the length of the flat tensors; offset: parameter -> where it begins; acc_dtype: fp32, or fp64.
     """
 
     def __init__(self, params: dict[nn.Parameter, int], groups: Groups, *, level: int, rule_state: tuple[str, ...],
@@ -71,10 +66,10 @@ class ShardedBucket(Bucket):
         self.spans = [(start, stop, spec) for (start, spec), (stop, _) in pairwise([*starts, (self.numel, None)])]
         self.reduce_dtype, self.started_last = reduce_dtype or self.acc_dtype, started_last
 
-        # With --dp-replicate (levels 1 to 3) "dp" is the ranks of one replica, "replicate" those with the same shard.
+        # In hybrid sharding the data axis is the ranks of one replica, and "replicate" those that have the same shard.
         self.shards, self.replicas = (self.group, groups["replicate"]) if level else (ALONE, self.group)
         self.level = level if self.shards.size > 1 else 0  # one shard is no sharding
-        self.numel = padded_elements(self.numel, self.shards.size)
+        self.numel = padded_elements(self.numel, self.shards.size)  # the padding is in no span
         length, dtype = self.numel // self.shards.size, self.params[0].dtype
         self.shard = slice(self.shards.rank * length, (self.shards.rank + 1) * length)
 
@@ -88,7 +83,7 @@ class ShardedBucket(Bucket):
         if self.level == 3:
             self.free_weights()
 
-        self.host = offload(self) if offload else None  # --offload: keeps `state` in the host's memory
+        self.host = offload(self) if offload else None  # has `state` in host memory, copies gradients in, weights out
         zeros = self.host.zeros if self.host else self.zeros
         self.master = zeros(length, self.acc_dtype) if self.host or dtype != self.acc_dtype else self.weight_shard
         moments = {name: zeros(length, moments_dtype or self.acc_dtype) for name in rule_state}
@@ -112,25 +107,27 @@ class ShardedBucket(Bucket):
             if len(part):
                 yield spec, part
 
-    # A gradient's way: param.py adds it to main_grad and calls `ready`. A reduction that starts first resumes the one
-    # before, so that each collective has the backward of a bucket to hide under:
+    # A gradient's way: param.py adds it to main_grad(param) and calls ready(param), of Bucket. That counts `missing`
+    # down from `expected`, all gradients of a step, and if is_due() calls start_reduction(). This first resumes the
+    # reduction before, then runs the generator reduction() to its first yield and keeps it as `reducing`; finish_step()
+    # runs that to its end. So each collective has the backward of a bucket to hide under:
     #
     #     ready       bucket 3                bucket 2                  bucket 1                  finish_step
     #     bucket 3    start reduce-scatter    add, start all-reduce                               wait
     #     bucket 2                            start reduce-scatter      add, start all-reduce     wait
 
     def reduction(self) -> Iterator[None]:
-        """Sum `grad` over shards into grad_shard (not at level 0); the last of a step sums that over replicas, if there
-        are any. It yields while a collective is running."""
+        """Sum `grad` over shards into grad_shard (not at level 0); the step's last reduction then sums that over
+        replicas, if there are any. It yields while a collective is running."""
         is_last = self.missing == 0
-        # The first of the step overwrites grad_shard, later ones add.
+        # The step's first reduction overwrites grad_shard, later ones add to it.
         is_first = self.level < 2 or self.missing + self.grads_per_micro_batch == self.expected
         if self.level:
             whole = self.grad.to(self.reduce_dtype)
             if self.level >= 2:
                 self.grad = None
             in_place = is_first and whole.dtype == self.acc_dtype
-            # At level 1 `part` is this rank's slice of `whole`, where NCCL's reduce-scatter writes in place.
+            # At level 1 grad_shard is this rank's slice of `whole`, as NCCL wants it of a reduce-scatter in place.
             part = self.grad_shard if in_place else whole.new_empty(len(self.grad_shard))
             pending = reduce_scatter(part, whole, self.shards, async_op=True)
             del whole  # a suspended generator keeps its variables: now `pending` alone holds it, until it is waited for
@@ -138,6 +135,7 @@ class ShardedBucket(Bucket):
             pending.wait()
             if not in_place:
                 self.grad_shard.copy_(part) if is_first else self.grad_shard.add_(part)
+            del part
         if is_last and self.replicas.size > 1:
             part = self.grad_shard.to(self.reduce_dtype)
             pending = all_reduce(part, self.replicas, async_op=True)
@@ -147,16 +145,17 @@ class ShardedBucket(Bucket):
                 self.grad_shard.copy_(part)
 
     def is_due(self) -> bool:
-        """At levels 2 and 3 after as many gradients as a micro-batch has; with split backwards of several of them."""
+        """At levels 2 and 3 after as many gradients as a micro-batch has. In a split backward they may be of several:
+        those of norms are computed before those of matrices. Each gradient is reduced once all the same."""
         return self.missing % self.grads_per_micro_batch == 0 if self.level >= 2 else self.missing == 0
 
     def start_reduction(self) -> None:
-        """First resume the axis's reduction before this: at levels 2 and 3 to free its gradient, so that at most two
-        exist; with replicas to start its all-reduce, which backward then hides. But backward waits if the network is a
-        bucket behind; so not at level 1 without replicas, nor at level 0."""
+        """First resume the reduction before this on the data axis: at levels 2 and 3 to free its gradient, so that at
+        most two exist; with replicas to start its all-reduce, which backward then hides. But backward waits if the
+        network is a bucket behind; so not at level 1 without replicas, nor at level 0."""
         if self.level >= 2 or (self.level and self.replicas.size > 1):
             axis = self.shards.process_group
-            next(self.started_last.get(axis, self).reducing, None)
+            next(self.started_last.get(axis, self).reducing, None)  # default: self, whose own is empty
             self.started_last[axis] = self
         super().start_reduction()
 
@@ -241,21 +240,21 @@ class ShardedBucket(Bucket):
 # ---- weights around a unit ------------------------------------------------------------------------------------------
 
 class UnitWeights:
-    """Hooks around a unit (embedding, block or head), so that its weights are whole while it uses them. U: unshard,
-    wait until they are (at levels 1 and 2 for the all-gather of the update). At level 3 also P: prefetch, start the
-    all-gather of the unit that runs next; R: reshard. The head's backward directly follows its forward (with afab and
-    dualpipev later), so its weights stay whole.
+    """Hooks around a unit, so that its weights are whole while it uses them. U: unshard, wait until they are (at levels
+    1 and 2 for the all-gather of the update). At level 3 also P: prefetch, start the all-gather of the unit that runs
+    next; R: reshard. The head stays whole from its forward to its backward, which in most schedules follows directly.
+    The embedding's backward reads no weights.
 
         forward     U1 P2 [unit 1] R1     U2 P3 [unit 2] R2     U3 [head] P2
         backward          [head]   R3     U2 P1 [unit 2] R2     U1 [unit 1] R1
 
-    following: of the next unit of the stage, None for the last.
+    following: the UnitWeights of the stage's next unit, None for its last.
     """
 
     def __init__(self, unit: nn.Module, buckets: list[ShardedBucket], following: "UnitWeights | None", is_head: bool):
         self.buckets, self.following, self.is_head = buckets, following, is_head
-        # Of the unit before, whose backward comes after this one's; set by its after_forward. None if that backward
-        # reads no weights (the embedding's): nothing to prefetch.
+        # The unit before, whose backward comes after this one's: that unit's forward sets it here. The embedding's does
+        # not, as it has no backward that reads weights.
         self.previous: UnitWeights | None = None
         unit.register_forward_pre_hook(self.before_forward)
         unit.register_forward_hook(self.after_forward)
@@ -277,9 +276,8 @@ class UnitWeights:
     def before_forward(self, unit: nn.Module, inputs: tuple) -> tuple:
         self.unshard(self.following)
         x, *others = inputs
-        x = x.view_as(x)  # a node of autograd's between this unit and the one before: its hook runs before that one's
-        if x.requires_grad:  # its gradient is the last that the unit's backward computes with weights: reshard then
-            x.register_hook(lambda grad: self.reshard())
+        x = call_in_backward(self.reshard, x)  # its gradient is the last that is computed from weights
+        if x.requires_grad:
             return x, *others
         # An evaluation has no backward, and the embedding's (x: token ids) reads no weights. Any other would miss them.
         if torch.is_grad_enabled() and x.is_floating_point() and any(bucket.level == 3 for bucket in self.buckets):
@@ -298,8 +296,15 @@ class UnitWeights:
                 self.previous.prefetch()
             return y
         self.reshard()
-        y.register_hook(lambda grad: self.unshard(self.previous))
-        return y
+        return call_in_backward(lambda: self.unshard(self.previous), y)
+
+
+def call_in_backward(action: Callable[[], None], x: Tensor) -> Tensor:
+    """x, whose complete gradient backward passes on only after calling `action`."""
+    x = x.view_as(x)  # a node of its own in the graph: backward comes to it after all that has used it, and before x
+    if x.requires_grad:
+        x.register_hook(lambda grad: action())
+    return x
 
 
 # ---- the update -----------------------------------------------------------------------------------------------------
@@ -309,10 +314,11 @@ class Optimizer:
     and step.
 
     groups: of all axes, and "world" and "replicate" (the ranks with the same shard, in hybrid sharding).
-    bucket_mb: see dp.py; at level 3 no bucket has two units. clip: largest norm of the whole gradient, 0 for none.
-    moments_dtype: of what the rule remembers. reduce_dtype: in which gradients are sent and summed over ranks (over
-    micro-batches always in the accumulation dtype, which both are by default). head: see UnitWeights.
-    offload: run/offload.py's OffloadedState, or None. peers: for muon, see groups.peers_of; by default this rank alone.
+    bucket_mb: see dp.py; level 3 takes 0, a bucket per unit. clip: largest norm of the whole gradient, 0 for none.
+    moments_dtype: of m and v. reduce_dtype: in which gradients are sent and summed over ranks. Default of both: the
+    accumulation dtype, in which micro-batches are always summed. head: the unit that at level 3 stays whole from its
+    forward to its backward. offload: run/offload.py's OffloadedState, or None. peers: only for rule="muon", see
+    groups.peers_of; by default this rank alone.
     """
 
     def __init__(self, units: Units, groups: Groups, *, bucket_mb: float = 25.0, level: int = 0, rule: str = "adamw",
@@ -321,15 +327,13 @@ class Optimizer:
                  head: nn.Module | None = None, offload: Callable | None = None, peers: Sequence = ()):
         self.rule = UPDATE_RULES[rule]
         kind = kind_of if rule == "muon" else lambda spec: None
-        of_all = dict(level=level, moments_dtype=moments_dtype, reduce_dtype=reduce_dtype, offload=offload,
-                      started_last={})
-        self.buckets, self.of_matrices = [], []  # all; those that Muon updates together
-        for params in assign_to_buckets(units, 0 if level == 3 else bucket_mb, groups, kind):
-            is_matrix = kind(next(iter(params)).spec) == "matrix"
-            self.buckets.append(ShardedBucket(params, groups, **of_all,
-                                              rule_state=(Muon if is_matrix else self.rule).state))
-            if is_matrix:
-                self.of_matrices.append(self.buckets[-1])
+        started_last = {}
+        self.buckets = [
+            ShardedBucket(params, groups, level=level, moments_dtype=moments_dtype, reduce_dtype=reduce_dtype,
+                          offload=offload, started_last=started_last,
+                          rule_state=(Muon if kind(next(iter(params)).spec) == "matrix" else self.rule).state)
+            for params in assign_to_buckets(units, 0 if level == 3 else bucket_mb, groups, kind)]
+        self.of_matrices = [bucket for bucket in self.buckets if kind(bucket.params[0].spec) == "matrix"]  # Muon's
         self.muon = Muon(self.of_matrices, groups["muon"], peers or [groups]) if self.of_matrices else None
         self.world, device = groups["world"], self.buckets[0].device
         self.clip, self.weight_decay = clip, weight_decay
@@ -355,7 +359,7 @@ class Optimizer:
             bucket.begin_step(micro_batches)
 
     def scale_loss(self, loss: Tensor | float) -> Tensor | float:
-        """What to call backward on, the loss or a factor of it: in fp16 runs times the loss scale."""
+        """What to call backward on, the loss or a factor of it: in fp16 runs times the loss scale. Of 1 that scale."""
         return loss * self.loss_scale.value if self.loss_scale else loss
 
     def finish_step(self) -> None:
@@ -372,7 +376,7 @@ class Optimizer:
         all_reduce(summed, self.world)
         if extra is not None:
             extra.copy_(summed[1:])
-        norm = summed[0].sqrt() / self.scale_loss(1.0)  # that is the loss scale
+        norm = summed[0].sqrt() / self.scale_loss(1.0)
         found_inf = (~norm.isfinite()).float()
         self.update(lr, found_inf, self.clip_grads(norm))
         self.steps += 1 - found_inf
@@ -382,8 +386,8 @@ class Optimizer:
 
     def clip_grads(self, norm: Tensor) -> Tensor:
         """Clip, and undo the loss scale. Update rules' kernels do it as they read gradients: they divide by grad_scale,
-        which this returns. That saves a pass. But they read it as fp32, too coarse for fp64 runs, whose gradients are
-        all multiplied here. So are those of matrices: Muon has no such kernel."""
+        which this returns. That saves a pass. They read it in fp32, which is too coarse for fp64 runs, whose gradients
+        are all multiplied here; in other runs those of matrices are, as Muon has no such kernel."""
         limit = (self.clip / (norm + 1e-6)).clamp(max=1) if self.clip else torch.ones_like(norm)
         factor = limit / self.scale_loss(1.0)
         is_fp64 = factor.dtype == torch.float64
@@ -392,19 +396,20 @@ class Optimizer:
         return torch.ones((), device=factor.device) if is_fp64 else 1 / factor
 
     def update(self, lr: float, found_inf: Tensor, grad_scale: Tensor) -> None:
-        """Update all weights, where the optimizer state is: on the device or, if it is offloaded, on the host."""
+        """Update all weights, where the optimizer state is: on the device or, if it is offloaded, on the host. Muon's
+        update is a generator, which yields once, and calls update_weights itself."""
         grads = {bucket: bucket.host.copy_grad(bucket.grad_shard) if bucket.host else done(bucket.grad_shard)
-                 for bucket in self.buckets}
+                 for bucket in self.buckets}  # bucket -> Pending
         where = self.buckets[0].master.device
         settings = dict(lr=lr, weight_decay=self.weight_decay, found_inf=found_inf.to(where))
-        of_muon = [grads.pop(bucket) for bucket in self.of_matrices]
-        muon_update = self.muon.update(of_muon, **settings) if self.muon else iter(())
-        next(muon_update, None)  # start to send momenta to the matrices' owners, which the updates below hide
+        grads_of_matrices = [grads.pop(bucket) for bucket in self.of_matrices]
+        muon_update = self.muon.update(grads_of_matrices, **settings) if self.muon else iter(())
+        next(muon_update, None)  # momenta; starts their exchange, which the other updates hide
         settings |= dict(steps=self.steps.to(where), grad_scale=grad_scale.to(where), **self.rule_settings)
         for bucket, grad in grads.items():
             self.rule.update(bucket, grad.wait(), **settings)
             bucket.update_weights()
-        next(muon_update, None)  # owners orthogonalise; send back, update master weights and weights
+        next(muon_update, None)  # orthogonalises them, and exchanges and applies the updates
 
     def extra_state(self) -> dict[str, Tensor]:
         """Scalars that belong to no parameter and are the same on every rank. To restore them, copy into them."""
@@ -416,23 +421,21 @@ class Optimizer:
 
 def demo(group: Group) -> None:
     groups, x = {"world": group, "replicate": ALONE, "dp": group}, torch.ones(1, 256).bfloat16().requires_grad_()
-    if group.rank == 0:
-        print("12 matrices in bf16, gradients in fp32, one micro-batch")
     for level in range(4):
         layers = [nn.Linear(256, 256, bias=False, device="meta") for _ in range(12)]
         for number, layer in enumerate(layers):
             layer.weight = parameter(Spec(f"{number}", (256, 256), std=1 / 16), groups, x.dtype)
         optimizer = Optimizer({0: layers}, groups, bucket_mb=0, level=level)
         sent.clear()
-        optimizer.begin_step(micro_batches=1)
+        optimizer.begin_step(micro_batches=1)  # so A = 1; a gradient has 4 bytes, a weight 2
         nn.Sequential(*layers)(x).sum().backward()
         optimizer.finish_step()
         flat = [value for bucket in optimizer.buckets for value in (*vars(bucket).values(), *bucket.state.values())]
-        storages = {id(y.untyped_storage()): y.untyped_storage().nbytes() for y in flat if isinstance(y, Tensor)}
+        held = sum(storage.nbytes() for storage in {y.untyped_storage() for y in flat if isinstance(y, Tensor)}) / 1e6
         optimizer.step(lr=1e-3)
-        held = sum(storages.values()) / 1e6
         if group.rank == 0:
             print(f"level {level}: {held:5.2f} MB held, {sum(sent.values()) / 1e6:5.2f} sent  {'█' * round(3 * held)}")
+        nn.Sequential(*layers)(x)  # waits for the all-gathers that the update has started
 
 
 if __name__ == "__main__":

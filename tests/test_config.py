@@ -80,7 +80,8 @@ def what_is_said(line: str) -> str:
 LATENT = "--kv-lora-rank 8 --rope-head-dim 4 --kv-heads 4"
 REFUSED = [  # by each row of config.rules, in its order
     "--top-k 3", "--expert-ffn 8", "--shared-experts 1", "--dense-layers 1", "--router sigmoid", "--no-router-norm",
-    "--router-scale 0.5", "--expert-groups 2", "--top-groups 2", "--ep 2", "--router-z-loss 0.5", "--bias-rate 0.5",
+    "--router-scale 0.5", "--expert-groups 2", "--top-groups 2", "--ep 2", "--aux-loss 0.5",
+    "--aux-over micro-batch", "--router-z-loss 0.5", "--bias-rate 0.5",
     "--q-lora-rank 8", "--rope-head-dim 8", "--v-head-dim 8",
     "--heads 5", "--kv-heads 3", "--expert-groups 3 --experts 8", "--pp 3", "--tp 3", "--cp 3", "--tp 8",
     "--tp 2 --ffn 55", "--tp 2 --experts 8 --expert-ffn 7 --shared-experts 1", "--cp 8 --cp-style ulysses",

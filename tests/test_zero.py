@@ -189,7 +189,7 @@ def test_at_level_3_an_input_without_gradient_is_refused():
 
 def test_at_level_3_the_next_units_weights_are_gathered_while_a_unit_computes():
     """When a unit's result is there, its weights and those of the next unit are whole; when the result's gradient is
-    there within the unit, its weights and those of the unit before it."""
+    there, its weights and those of the unit before it."""
     def whole(*_) -> None:
         seen.append([i for i, bucket in enumerate(optimizer.buckets) if bucket.weights.untyped_storage().nbytes()])
 
@@ -199,7 +199,7 @@ def test_at_level_3_the_next_units_weights_are_gathered_while_a_unit_computes():
             whole()
             if y.requires_grad:
                 y.register_hook(whole)
-            return y.view_as(y)
+            return y
 
     seen = []
     with dryrun.fake_world(2, 0):
