@@ -22,8 +22,7 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import schedules
-from schedules import SCHEDULES
+from schedules import SCHEDULES, plan_of
 
 TEXT_VOCAB = 257  # 256 byte values and the token that begins a document
 CP_STYLES = "allgather", "ring", "ulysses"  # cp.py: the last by heads, the others by blocks of keys
@@ -633,7 +632,7 @@ def choose_micro_batches(share: int, seq: int, grid: Grid) -> int:
 def check_schedule(c: Config) -> None:
     for size, _ in c.batch.ramp():
         try:
-            schedules.plan_of(c.grid, size // c.grid.dp // c.batch.micro_batch)
+            plan_of(c.grid, size // c.grid.dp // c.batch.micro_batch)
         except ValueError as error:
             raise ValueError(f"--micro-batch {c.batch.micro_batch} at {size} sequences per step: {error}") from None
 

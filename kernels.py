@@ -348,12 +348,7 @@ def linear_cross_entropy(x: Tensor, weight: torch.nn.Parameter, labels: Tensor, 
 # ---- FP8: both quantised copies of a matrix; fp8.quantise is this in torch ------------------------------------------
 
 BLOCK = 128
-# Columns of the tile, and warps: a thread needs at most 128 registers. With (128, 8) for all, up to 247 on Triton 3.6.
-SHAPES = {  #                 scales of the rowwise copy [T, K], and of the columnwise one [K, T_padded]
-    "one scale": (64, 8),   # both: the scalar `scale`                 T is padded to a multiple of 16
-    "blocks": (BLOCK, 8),   # [T, K/128], [K, T_padded/128]            of 128
-    "tiles": (BLOCK, 16)}   # [T/128, K/128], its transpose            T is a multiple of 128
-Matrix = tuple[Tensor, Tensor]  # an fp8.Quantised: data, scales (here views of [C/128, R], as cuBLAS reads)
+Matrix = tuple[Tensor, Tensor]  # an fp8.Quantised: data, scales
 
 
 @triton.jit
@@ -407,14 +402,18 @@ def quantise_kernel(x, scale, rowwise, row_scales, columnwise, column_scales, T,
 
 def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | None, smallest: float, pow2: bool = False,
              rowwise: bool = True, columnwise: bool = True, tiles: bool = False) -> tuple[Matrix | None, Matrix | None]:
-    """fp8.quantise of x [T, K]. smallest: fp8.SMALLEST. Raises ValueError if x has no whole blocks."""
+    """fp8.quantise of x: the rowwise copy [T, K] and the columnwise one [K, T_padded], each with its scales: both
+    the scalar `scale`, T padded to a multiple of 16; or [T, K/128] and [K, T_padded/128], T padded to one of 128; or
+    of tiles [T/128, K/128] and the transpose. smallest: fp8.SMALLEST. Raises ValueError if x has no whole blocks."""
     (T, K), x = x.shape, x.contiguous()
     if scale is None and (K % BLOCK or tiles and T % BLOCK):
         raise ValueError(f"{T} x {K} has no blocks of 128{' x 128' if tiles else ''}")
-    width, num_warps = SHAPES["tiles" if tiles else "blocks" if scale is None else "one scale"]
+    # Columns of a program, and warps: so a thread needs at most 128 registers; 128 and 8 took 247 on Triton 3.6.
+    width, num_warps = (BLOCK, 16 if tiles else 8) if scale is None else (64, 8)
     across, down, T_padded = triton.cdiv(K, width), triton.cdiv(T, BLOCK), T + -T % (BLOCK if scale is None else 16)
     row_data = x.new_empty(T, K, dtype=dtype) if rowwise else None
     column_data = x.new_empty(K, T_padded, dtype=dtype) if columnwise else None
+    # As cuBLAS reads scales, and programs write them: contiguous along the rows.
     row_scales = x.new_empty(across, down if tiles else T, dtype=torch.float32) if scale is None else scale
     column_scales = x.new_empty(down, K, dtype=torch.float32) if scale is None and not tiles else row_scales
     if T:

@@ -20,8 +20,8 @@ sink    The object that collects a parameter's gradient: its flat bucket. `sink.
                              ──► start_weight_grad(params, ...)  ──► the same, if tensors must be gathered first
 
 ready   `sink.ready(param)` is called once per backward pass that has accumulated its gradient of `param`, by a hook of
-        autograd's or, of a split backward, by backward_weight. The bucket counts the calls; the last one of the step
-        starts its reduction.
+        autograd's or, if a split backward has queued it, by backward_weight. The bucket counts the calls; the last of
+        the step (at ZeRO levels 2 and 3: of a micro-batch) starts its reduction.
 
 Shapes: t tensor parallel ranks, K key and value heads, F ffn, H hidden.
 """
@@ -43,6 +43,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 IGNORED = -100  # the label of a token that has no loss
 # A product whose sum cuBLAS computes in parts is rounded once, not part by part.
 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -62,14 +63,14 @@ class Spec:
         {"tp": "partial"}      Replicate    Partial      a norm's weight, if each rank has different tokens (sequence
                                                          parallelism): a rank's gradient is one term of the sum
 
-    Axes are "tp"; "ep"; "tie", the first and the last pipeline stage, which share a tied embedding; and if t > K, in
-    place of "tp", "kv" (K ranks with different heads: 0 0 1 1 if K = 2, t = 4) and "kv_copy" (with the same: 0 1 0 1).
-    The data axis is not in `along`: on its ranks a parameter is always replicated and its gradient partial.
+    Axes are "tp"; "ep"; "tie", the first and the last pipeline stage, which share a tied embedding; and of wk and wv in
+    place of "tp", if t > K: "kv", which head (0 0 1 1 on 4 tp ranks if K = 2), and "kv_copy", which copy of it (0 1 0
+    1). The data axis is not in `along`: before ZeRO a parameter is replicated on its ranks, its gradient partial.
     """
     name: str  # global: the same on every grid
     shape: tuple[int, ...]  # of the global tensor
     along: dict[str, int | str] = field(default_factory=dict)
-    data_axis: str = "dp"  # of experts "edp", the ranks that have the same experts; gradients are summed over it
+    data_axis: str = "dp"  # dp x cp; of experts "edp", the ranks that have the same ones. Gradients are summed over it
     decay: bool = True  # whether weight decay applies
     mean: float = 0.0  # of the normal distribution that initial values are drawn from
     std: float = 0.0  # 0: all initial values are `mean`
@@ -170,7 +171,7 @@ def draw(seed: int) -> Source:
         block = max(1, DRAW_BLOCK // math.prod(spec.shape[1:]))
         for first in range(rows.start // block * block, rows.stop, block):
             key = hashlib.sha256(f"{seed} {spec.name} {first}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
+            generator = torch.Generator().manual_seed(int.from_bytes(key[3:7], "big"))  # CPUs take 32 bits of a seed
             last = min(first + block, spec.shape[0])
             values = torch.randn((last - first, *spec.shape[1:]), generator=generator, dtype=torch.float32)
             start, stop = max(first, rows.start), min(last, rows.stop)
@@ -185,7 +186,7 @@ Key = tuple[int, int]  # (pipeline stage, micro-batch)
 Params = tuple[nn.Parameter, ...]
 WeightGrad = Iterator[None]  # a generator that starts a collective, yields once, and adds to gradient buffers
 
-# Set during the first half of a split backward (zero-bubble's B; the second is W). A plain global, not thread-local: on
+# Set during the first half of a split backward (pp.py's I; the second is W). A plain global, not thread-local: on
 # CUDA, autograd runs backward functions in its own threads.
 _deferring: Key | None = None
 _queue: dict[Key, deque[tuple[Params, WeightGrad]]] = {}  # for backward_weight
@@ -197,7 +198,7 @@ def is_deferring() -> bool:
 
 
 def accumulate_grad(params: nn.Parameter | Params, add: Callable[[Tensor], None], defer: bool = True) -> None:
-    """Add a weight gradient without autograd, in a split backward not before backward_weight. add(out) adds it to
+    """Add a weight gradient without autograd; in a split backward, if `defer`, in backward_weight. add(out) adds it to
     `out`, see `add_to`. With one matmul: accumulate_grad(w, lambda out: accumulate_product(out, grad.mT, x)).
 
     params: matrices with equally long rows that multiply the same input (wq, wk, wv), or one parameter. add must not
@@ -254,7 +255,7 @@ def stacked_view(tensors: list[Tensor]) -> Tensor | None:
     """[R1, ...], [R2, ...] -> [R1 + R2, ...] as a view; None unless the tensors follow each other in one storage."""
     first, end = tensors[0], tensors[0].storage_offset()
     for tensor in tensors:
-        same_storage = tensor.untyped_storage() is first.untyped_storage()  # fake tensors have no addresses to compare
+        same_storage = tensor.untyped_storage() is first.untyped_storage()  # run/dryrun.py's tensors have no addresses
         if not (same_storage and tensor.storage_offset() == end and tensor.is_contiguous()):
             return None
         end += tensor.numel()
@@ -269,7 +270,7 @@ def stacked_weight(weights: Params) -> Tensor:
 
 
 def accumulate_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out += a @ b. For 16-bit a and b, out is fp32: on GPUs the matmul adds to it, on CPUs a @ b is rounded first."""
+    """out += a @ b. Of 16 bits, out may have fp32: on GPUs the matmul adds to it, on CPUs a @ b is rounded first."""
     if out.dtype == a.dtype:
         out.addmm_(a, b)
     elif out.is_cuda and out.dtype == torch.float32:
@@ -287,7 +288,8 @@ def attach_sink(param: nn.Parameter, sink: Any) -> None:
 
 
 def on_grad_accumulated(param: nn.Parameter) -> None:
-    """Autograd calls this once per backward pass, after the last use, even if all returned None: see test_param.py."""
+    """Autograd calls this once per backward pass, after the last use of param, also if each returned None: so a layer's
+    Function has its weights among its inputs, and returns None for them."""
     if param.grad is not None:
         param.sink.main_grad(param).add_(param.grad)
         param.grad = None
@@ -314,7 +316,8 @@ def backward_input(key: Key, output: GradientEdge | Tensor, grad: Tensor | None)
 def backward_weight(key: Key) -> None:
     """The second half: the weight gradients that backward_input has queued. Each one's matmul hides the collective of
     the next: at most two gathered tensors are alive. Parameters are ready when the last weight gradient of their bucket
-    has been added, so that its reduction is hidden under those of others."""
+    has been added, as at ZeRO levels 2 and 3 its reduction must not start with some of a micro-batch's missing; it is
+    hidden under the weight gradients of other buckets."""
     work = _queue.pop(key)
     queued_params = dict.fromkeys(param for params, _ in work for param in params)  # each once, in this order
     last = {param.sink: number for number, (params, _) in enumerate(work) for param in params}  # by bucket

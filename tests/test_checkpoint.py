@@ -753,11 +753,6 @@ def test_the_command_line_exports_the_master_weights_in_bf16_or_as_asked(trained
 
 # ---- at scale -------------------------------------------------------------------------------------------------------
 
-class FakeGroup:
-    def __init__(self, index: int, count: int):
-        self.index, self.rank, self.size = index, lambda: self.index, lambda: count
-
-
 @pytest.mark.slow
 def test_the_plan_of_70b_on_1024_ranks_is_small(tokens):
     """pp 4 x dp 32 x tp 8 at ZeRO level 1, on tensors without memory; data ranks differ in their shards alone."""
@@ -767,13 +762,14 @@ def test_the_plan_of_70b_on_1024_ranks_is_small(tokens):
     plans, longest = [], 0.0
     for stage in range(pp):
         for shard in range(tp):
-            data = FakeGroup(0, dp)
-            groups = grids.NO_GROUPS | dict(pp=FakeGroup(stage, pp), tp=FakeGroup(shard, tp), dp=data, data=data)
+            groups = grids.NO_GROUPS | {axis: SimpleNamespace(rank=rank, size=size, process_group=None)
+                                        for axis, rank, size in (("pp", stage, pp), ("tp", shard, tp), ("dp", 0, dp))}
+            groups["data"] = groups["dp"]
             model, optimizer = grids.built(settings, groups, "bf16", device="meta", filled=False)
-            for data.index in range(dp):
+            for data_rank in range(dp):
                 for bucket in optimizer.buckets:
                     length = bucket.shard.stop - bucket.shard.start
-                    bucket.shard = slice(data.index * length, (data.index + 1) * length)
+                    bucket.shard = slice(data_rank * length, (data_rank + 1) * length)
                 began = time.process_time()
                 pieces = list(checkpoint.pieces_of_run(optimizer, model.routers, groups, saving=True))
                 planner = checkpoint.SaveBoxes(pieces)
