@@ -2,10 +2,11 @@
 
 Saves: all but 1/n of the experts' weights, gradients and optimizer state.
 Costs: a token is sent once to each of the u ranks that have any of its experts, and back: in forward and backward of a
-       layer a rank sends 4 T u H (n-1)/n elements, 5 with full recomputation; of these combine's, half, are not hidden.
-       Besides, with each token go the numbers and gates of k experts (8 k bytes), with its gradient those of gates (4
-       k). If all choices are equally likely, u = n (1 - C(E - e, k) / C(E, k)): 5.3 for k = 8 of 256 experts on 8
-       ranks. Once per layer and micro-batch the host waits for the device, to learn how many rows there are.
+       layer a rank sends 4 T u H (n-1)/n elements, 5 with full recomputation. Shared experts hide dispatch's, 2 or 3 of
+       these; combine's are not hidden. Besides, with each copy go the numbers and gates of k experts (8 k bytes), with
+       its gradient those of gates (4 k). If all choices are equally likely, u = n (1 - C(E - e, k) / C(E, k)): 5.3 for
+       k = 8 of 256 experts on 8 ranks. Once per layer and micro-batch the host waits for the device, to learn how many
+       rows there are.
 Stops helping when: experts get too few rows for a fast matmul, or one gets so many that all ranks wait for it.
 
 Two ranks, four experts, k = 2. Rank 0 has the tokens a b c, rank 1 has d e:
@@ -289,7 +290,7 @@ class StartDispatch(Function):
         return dispatch.send(copies, route.received, route.sent)
 
     @staticmethod
-    def backward(ctx, *_):  # the arguments are still being sent; the gradients are what arrives from other ranks
+    def backward(ctx, *_):  # the arguments are send buffers; the gradients are what arrives from other ranks
         return *(ctx.dispatch.route.to_ranks.unpermute(pending.wait()) for pending in ctx.dispatch.pending), None
 
 
@@ -308,7 +309,7 @@ class FinishDispatch(Function):
         dtable.view(-1).index_copy_(0, to_experts.cells, dgates)  # gates of other ranks' experts get 0
         if route.to_ranks is not None:
             ctx.dispatch.send((dx, dtable), route.sent, route.received)  # back to where the rows came from
-        # One rank: the gradients. Else only their shapes matter: StartDispatch takes what it has waited for.
+        # One rank: the gradients. Else autograd needs their shapes alone: StartDispatch takes what it has waited for.
         return dx, dtable, None
 
 

@@ -182,7 +182,7 @@ def for_scaled_mm(q: Quantised) -> tuple[Tensor, F.ScalingType]:
 
 class Recipe(NamedTuple):
     """config.Fp8Recipe with torch's dtype. grad: the format of dY; X and W are E4M3. blocks: a scale per block, not per
-    tensor. pow2: scales are powers of two."""
+    tensor. pow2: scales are powers of two (--fp8-pow2)."""
     grad: torch.dtype
     blocks: bool
     pow2: bool = False
@@ -253,9 +253,9 @@ class Quantiser:
 # ---- layers ---------------------------------------------------------------------------------------------------------
 
 class Fp8(Quantiser):
-    """The three products of a linear layer, as tp.Matmul has them. Layers save a shard of X and gather it again for
-    wgrad, in a split backward also dY: it is quantised again, with the scale on which ranks agreed at first. So scales
-    are returned, and passed in (None with blocks)."""
+    """The three products of a linear layer, as tp.Matmul has them. Layers save a shard of X, and for wgrad gather X and
+    quantise it again (where wgrad is deferred, dY too): with the same scale, or ranks would have to agree again. So
+    scales are returned, and passed in (None with blocks)."""
 
     def forward(self, x: Tensor, weights: Params) -> tuple[Tensor, Tensor | None]:
         """(Y = X W^T, the scale of X). The only product with fast accumulation, as in TE."""

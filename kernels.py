@@ -14,9 +14,9 @@ Cross-entropy: cuBLAS writes a chunk of logits, the kernel overwrites it with so
 from it the chunk's rows of dx and its term of dW. No matmul is repeated: 6 T H V FLOPs. The caller gives in forward the
 gradient that the loss will have, so dW goes straight into the main gradient, and dx is all that waits for backward.
 
-A section is: the same in plain torch, to compare with, the kernel, its launch. What runs in a kernel's place, and
-autograd's functions (but cross-entropy's), are in operations.py, attention in flash.py. A kernel is compiled anew for
-arguments that are None: an `if` that asks for them costs nothing.
+A section is: the same in plain torch, to compare with, the kernel, its launch. Where a kernel does not run, torch
+computes: cross_entropy_in_torch_ here, fp8.quantise, and in operations.py, which has the autograd functions, too (but
+cross-entropy's). A kernel is compiled anew for arguments that are None: an `if` that asks for them costs nothing.
 Sums, statistics and exponentials are fp32. Offsets that may exceed 2^31 elements are 64 bits.
 
 Sources: operations.py; Milakov & Gimelshein 2018 (softmax); Hsu et al. 2024 (Liger); Wijmans et al. 2024 (no logits).

@@ -7,8 +7,8 @@ Costs: each tensor parallel rank caches all R + r, where of grouped queries it h
        attention's forward on padded values has 2 D / (D + v) times the FLOPs (DeepSeek-V3: 1.2).
 Stops helping when: nothing is sampled, and c = 1: training saves keys and values of all N heads, or recomputes them.
 
-    x ── w_q_down ── q_norm ── w_q_up ──► N x [ q | q to be rotated ]
-    x ── w_kv_down ┬─ kv_norm ── w_kv_up ► N x [ k | v ]              a head's key is [ k | the shared key ]
+    x ── w_q_down ── q_norm ── w_q_up ──► N heads [ q | q to be rotated ]
+    x ── w_kv_down ┬─ kv_norm ── w_kv_up ► N heads [ k | v ]          a head's key is [ k | the shared key ]
                    └───────────────────►     [ the shared key, to be rotated ]
 
 The rotated part of a key is not made of the latent: were it rotated after w_kv_up, no inference engine could multiply
@@ -66,9 +66,9 @@ class LatentAttention(nn.Module):
             context.recompute.drop(h, q, self.q_norm, q_latent)
         q = rearrange(q, "(b s) (n d) -> b s n d", s=context.seq, d=self.head_dim)
         q = rearrange(rotate_tail(q, context.angles), "b s n d -> b n s d")  # the last r of each head's D are rotated
-        own = context.tp.spread(torch.cat((self.kv_norm(latent), shared_key), -1))  # f of kv_up: [T, R + r]
+        own = context.tp.spread(torch.cat((self.kv_norm(latent), shared_key), -1))  # [T, R + r], kv_up's f
         own = rotate_tail(rearrange(own, "(b s) w -> b s 1 w", s=context.seq), context.angles)
-        if context.cache is not None:  # its keys and values are shared keys' and latents'
+        if context.cache is not None:  # what it calls keys are latents, and values shared keys
             own = torch.cat(context.cache.extend(self.layer, *own.split(self.widths[:2], -1), self.window), -1)
         latents = context.gather_latents(own)  # [B, S, 1, R + r], of all tokens
         keys_values = self.expand(latents)  # [B, N/t, S, 2D]

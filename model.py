@@ -83,7 +83,7 @@ class Attention(nn.Module):
         biases = [Spec(f"{name}b{x}", (rows,), along, decay=False) for x, rows, along in projections]
         self.qkv = ColumnParallelLinear(make, *weights, biases=biases if model.qkv_bias else [])
         self.out = RowParallelLinear(make, Spec(name + "wo", (H, q_rows), {"tp": 1}, std=output_std(model)))
-        # Partial, as each rank has other query heads.
+        # Partial, as each rank has other query heads (of k_norm with kv_copy: for the same key head).
         self.q_norm, self.k_norm = (RMSNorm(make, name + norm, D, model.norm_eps, {"tp": "partial"})
                                     if model.qk_norm else None for norm in ("q_norm", "k_norm"))
 
@@ -115,7 +115,7 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:  # [T/t, H] -> [T/t, H]
         gate_up = self.gate_up(x, context.tp)
         hidden = swiglu(gate_up)
-        y = self.down(hidden, context.tp, skip=is_recomputing())  # recomputed without y, which no backward reads
+        y = self.down(hidden, context.tp, skip=is_recomputing())  # recomputed without y: no backward reads x + y
         context.recompute.drop(hidden, y, swiglu, gate_up)
         return y
 
@@ -158,7 +158,8 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, context: ForwardContext, labels: Sequence[Tensor | None],
                 loss_grad: Sequence[Tensor | None]) -> Tensor:
-        """labels: [None] for logits; [T] of each prediction, the second's x what MultiTokenPrediction has put below."""
+        """labels: [None] for logits; else [T] of each prediction. Of two, x is [2 T/t, H]: the lower half, normalised
+        already, is MultiTokenPrediction's."""
         x, ahead = x.chunk(2) if len(labels) == 2 else (x, None)
         h = self.norm(x)
         y = self.vocabulary(h, context.tp, labels[0], loss_grad[0])
@@ -231,8 +232,8 @@ class Llama(nn.Module):
         tokens: below 0: padding. With context parallelism tokens and positions are this rank's (shard_sequences).
         positions: [B, s], in documents; by default those in the sequence.
         documents: [B, S], of whole sequences, in the host's memory: numbers of documents, which do not see each other.
-        labels: [B, s], param.IGNORED for tokens without a loss. next_tokens, next_labels: [B, s], together or not at
-        all, of run/data.py's MicroBatch.one_ahead.
+        labels: [B, s], param.IGNORED for tokens without a loss. next_tokens, next_labels: [B, s], both or neither:
+        tokens and labels one place further on, for multi-token prediction (run/data.py's MicroBatch.one_ahead).
         stage, x: run this one of this rank's pipeline stages, from x [T/t, H], the result of the stage before it.
         cache: of earlier tokens, which these follow; every rank then has all tokens.
         aux_loss_scale: factor of a sequence's auxiliary losses (ep.AddAuxiliaryLoss adds their gradient); None: none.

@@ -16,8 +16,8 @@ Stops helping when: batches are so small that these FLOPs are no longer few besi
 
 ZeRO and tensor parallelism cut matrices. To orthogonalise each shard alone gives another update: in the demo it is 71%
 off on 2 ranks, 98% on 8. To gather every matrix everywhere repeats its matmuls on all ranks. So each matrix has one
-owner, of the n ranks of the axis "muon": all that have parts of the same stages' weights, ZeRO shards x tp (experts'
-are among them). With --dp-replicate each replica does this work for itself.
+owner, of the n ranks of the axis "muon": all of dp x cp x tp that have the same stages (at ZeRO level 0, too, where dp
+ranks have copies and share the work). With --dp-replicate each replica does this work for itself.
 
     flat bucket    [a a b b c|c d d e e]      cut by ZeRO for 2 ranks: each has a half of matrix c
     shards of N    rank 0 a b c'   rank 1 c" d e

@@ -19,7 +19,7 @@ every gradient takes one path, `reduction`, and a level answers three questions:
 its gradient reduced, and freed, after every micro-batch (>= 2)? Are its weights whole only while they are used (3)?
 
 Overlap: reductions run under backward; all-gathers of levels 1 and 2 under the next forward, of level 3 under the unit
-         before, but for a forward's first and, unless the head's forward directly precedes it, a backward's first.
+         that runs before. Not hidden are a forward's first and, but where the head's forward precedes, a backward's.
 Memory:  levels 2 and 3 hold at most two buckets' whole gradients per data axis, level 3 also two units' whole weights.
          More is held by afab and dualpipev (the head's weights, and the block's before it, until the head's backward),
          split backwards (a bucket's gradient until its weight gradients are computed), a tied table (its gradient
@@ -110,11 +110,13 @@ class ShardedBucket(Bucket):
     # A gradient's way: param.py adds it to main_grad(param) and calls ready(param), of Bucket. That counts `missing`
     # down from `expected`, all gradients of a step, and if is_due() calls start_reduction(). This first resumes the
     # reduction before, then runs the generator reduction() to its first yield and keeps it as `reducing`; finish_step()
-    # runs that to its end. So each collective has the backward of a bucket to hide under:
+    # runs that to its end. So each collective has a bucket's backward to hide under. With replicas, at a step's end
+    # (without them there is no all-reduce; level 0, and level 1 without replicas, wait in finish_step alone):
     #
     #     ready       bucket 3                bucket 2                  bucket 1                  finish_step
     #     bucket 3    start reduce-scatter    add, start all-reduce                               wait
     #     bucket 2                            start reduce-scatter      add, start all-reduce     wait
+    #     bucket 1                                                      start reduce-scatter      add, all-reduce, wait
 
     def reduction(self) -> Iterator[None]:
         """Sum `grad` over shards into grad_shard (not at level 0); the step's last reduction then sums that over
@@ -277,13 +279,12 @@ class UnitWeights:
         self.unshard(self.following)
         x, *others = inputs
         x = call_in_backward(self.reshard, x)  # its gradient is the last that is computed from weights
-        if x.requires_grad:
-            return x, *others
         # An evaluation has no backward, and the embedding's (x: token ids) reads no weights. Any other would miss them.
-        if torch.is_grad_enabled() and x.is_floating_point() and any(bucket.level == 3 for bucket in self.buckets):
+        misses = torch.is_grad_enabled() and x.is_floating_point() and not x.requires_grad
+        if misses and any(bucket.level == 3 for bucket in self.buckets):
             raise ValueError(f"ZeRO level 3: the input of {type(unit).__name__} does not require grad, so its weights "
                              "would be missing in backward: call x.requires_grad_()")
-        return inputs
+        return x, *others
 
     def after_forward(self, unit: nn.Module, inputs: tuple, y: Tensor) -> Tensor:
         if not inputs[0].requires_grad:
