@@ -1,7 +1,8 @@
 """Context parallelism: every rank has 1/c of the tokens of each sequence, and only attention needs those of all ranks.
 
 Saves: all but 1/c of the activations, so sequences can be c times as long; and time: each rank does 1/c of the work.
-Costs: in each layer keys and values are sent (with Ulysses, queries and results as well); see the table.
+Costs: in each layer keys and values are sent (with Ulysses, queries and results as well), see the table, also those
+       that a window or documents hide. Weights are replicated: their gradients are summed over dp x cp (zero.py).
 Stops helping when: sending keys and values takes longer than attention to them, or activations fit without it.
 
     keys         0 1 2 3     A sequence is split into 2c chunks, of which rank i has i and 2c-1-i ("zig-zag"). The
@@ -21,12 +22,12 @@ in gradients of keys and values (accumulation dtype); R width of a latent and it
                  sent per rank, layer and sequence           memory at a time, besides this rank's K and V
                  forward                 backward            forward               backward
     ring         (c-1) 2 s k e           (c-1) 2 s k (e+a)   2 shards of K and V   the same, and 4 of gradients
-    allgather    (c-1) 2 s k e           (c-1) 2 s k (e+a)   all of K and V        the same, and all gradients
+    allgather    (c-1) 2 s k e           (c-1) 2 s k (e+a)   1.5 x all of K and V  all, and all gradients
     ulysses      (c-1)/c s (2 q + 2 k) e the same            all tokens of 1/c of the heads
     latents      (c-1) s R e             the same            all of K and V        the same, and all gradients
 
-In forward Ulysses sends less than these two from about N/K + 1 ranks on, but copies key and value heads if c does not
-divide their number. --cp-ulysses U therefore nests both: U neighbours exchange tokens for heads, and inside, the c/U
+In forward Ulysses sends less than a ring from N/K + 1 ranks on, but copies key and value heads if c does not divide
+their number. --cp-ulysses U therefore nests both: U neighbours exchange tokens for heads, and inside, the c/U
 ranks with the same heads attend in another style. With --doc-mask documents do not see each other: --cp-zigzag
 document splits each document, not the sequence, zig-zag.
 Liu et al. 2023, Ring Attention; Brandon et al. 2023, Striped Attention; zhuzilin's ring-flash-attention (zig-zag);
@@ -109,7 +110,7 @@ def shard_sequences(tokens: Tensor, labels: Tensor, positions: Tensor | None, do
 
 class ScoreBlock(NamedTuple):
     """Scores of a slice of the rank's queries with a slice of a step's keys. A causal one is the first of its queries,
-    and has the keys of the same tokens; in all others keys are earlier, by Mask.offset of the first query and key."""
+    and has the keys of the same tokens; in all others keys are earlier (with a window Mask.offset says by how much)."""
     queries: slice
     keys: slice
     mask: Mask
@@ -204,7 +205,8 @@ def ring(kv: Tensor, group: Group) -> Iterator[Tensor]:
 
 
 def ring_back(dkv: Tensor, pending: Pending | None, group: Group) -> Pending:
-    """Gradients follow their keys one step behind, and each rank adds its own; c-1 hops later they are at the owner."""
+    """Gradients follow their keys one step behind: those of rank j's keys go from j+1, where they begin, round to j;
+    each rank adds its own."""
     if pending:
         dkv += pending.wait()
     return shift(torch.empty_like(dkv), dkv, group)
@@ -251,10 +253,10 @@ def gather_tokens(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else GatherTokens.apply(x, group)
 
 
-STYLES = {  # the config.CP_STYLES but "ulysses", in which a rank attends to all tokens at once; and that of latents
+STYLES = {  # --cp-style, but "ulysses", which has no blocks; and "latents", of models with --kv-lora-rank
     "allgather": Style(lambda c, i: [own_chunks(c, i), range(2 * c)], gather, gather_back),
     "ring": Style(lambda c, i: [own_chunks(c, (i - step) % c) for step in range(c)], ring, ring_back),
-    "latents": Style(lambda c, i: [range(2 * c)])}  # no --cp-style: keys and values of all tokens, from gather_tokens
+    "latents": Style(lambda c, i: [range(2 * c)])}  # keys and values of all tokens, made of gather_tokens' latents
 
 
 # ---- which blocks have visible scores -------------------------------------------------------------------------------
@@ -285,10 +287,10 @@ def visible_blocks(style: Style, seq: int, c: int, i: int, mask: Mask,
     documents = None if mask.documents is None else mask.documents[0]
     ascending = documents is None or bool((documents.diff() >= 0).all())
     assert ascending or not window, "a window counts positions of the sequence"
-    # Each pair of chunks, a of queries and b of keys, that has visible scores is a block. Joined are (1) neighbouring
-    # chunks of keys; (2) in the first step both chunks with themselves, which in order are causal; (3) both chunks of
-    # queries, with keys that both see. Not (1) and (2) if there is a window: a mask has one distance, and ring's chunks
-    # may be far apart. None if documents do not ascend: only where they do, kernels skip other documents.
+    # Each pair of chunks, a of queries and b of keys, that has visible scores is a block. Joined are (1) chunks of keys
+    # that are neighbours in the step's buffer; (2) in the first step both chunks with themselves, which in order are
+    # causal; (3) both chunks of queries, with keys that both see. Not (1) and (2) if there is a window: a mask has one
+    # distance, and ring's chunks may be far apart. Nothing if documents do not ascend, as kernels then skip no others.
     joins, both = ascending and not window, slice(0, 2 * m)
     for chunks in style.chunks(c, i):
         new = [b for b in chunks if not (steps and b in own)]  # attention to the rank's own keys was the first step
@@ -296,7 +298,7 @@ def visible_blocks(style: Style, seq: int, c: int, i: int, mask: Mask,
         for n, (a, first_key) in enumerate(zip(own, first_keys)):
             rows = slice(n * m, (n + 1) * m)
             visible = [b for b in new if b <= a and (b + 1) * m > first_key]
-            for b in sorted(visible, key=lambda b: b != a):  # its own first
+            for b in sorted(visible, key=lambda b: b != a):  # its own first: `merge`
                 at = chunks.index(b) * m  # where this step's keys have chunk b
                 hidden = max(first_key - b * m, 0)  # its first keys, which none of these queries sees, are left out
                 start, stop = at + hidden, at + m

@@ -4,7 +4,8 @@ Saves: a rank has 1/t of the matrices, embedding and head, with their gradients 
        activations inside a pair of matrices; with sequence parallelism also of those between pairs.
 Costs: per layer (two pairs), forward and backward: 4 all-reduces of T H elements. With sequence parallelism instead 4
        all-gathers and 4 reduce-scatters (as many bytes), and 2 more all-gathers of X, of which a shard is saved (in a
-       split backward also 2 of dZ). The embedding needs a g, the head an f (below), the loss 3 numbers a token.
+       split backward also 2 of dZ); and norms see T/t tokens each, so their gradients are summed (zero.py). The
+       embedding needs a g, the head an f (below), the loss 3 numbers a token.
 Stops helping when: ranks are not on one fast network, since every layer waits for it; or H/t makes too small a matmul.
 
 Matrices come in pairs, S = X A^T, Y = act(S), Z = Y B^T: up and down projection of a feed-forward layer; queries, keys,
@@ -127,9 +128,9 @@ class TensorParallel(NamedTuple):
 # returns None for them. Weights are inputs so that autograd runs their hooks, also for None: they report it as ready.
 
 class Matmul:
-    """The three products of a linear layer O = X W^T, where W are weights stacked along their output dimension. fp8.Fp8
-    has the same methods, and multiplies in FP8; only there scales are not None. Ranks agree on one by an all-reduce, so
-    what is gathered a second time (X; in a split backward dO) is quantised with the scale of the first."""
+    """The three products of a linear layer O = X W^T (O: S or Z), where W are weights stacked along their output
+    dimension. fp8.Fp8 has the same methods, and multiplies in FP8; there alone scales are not None. Ranks agree on one
+    by an all-reduce, so what is gathered twice (X; in a split backward dO) is quantised twice with the same."""
 
     def forward(self, x: Tensor, weights: Params) -> tuple[Tensor, Any]:
         """(O, the scale of X)."""
@@ -155,7 +156,8 @@ def gather_and_add(weights: Params, gather: Callable[[Tensor], Pending], shard: 
                    add: Callable[[Tensor, Tensor], None], defer: bool = True) -> Callable[[], None]:
     """Start to gather a shard [T/t, H]; the function that is returned waits for it, and calls add(the weights' gradient
     buffers, what was gathered). In a split backward (zero-bubble pipelines: dX first, weight gradients later) param.py
-    queues all of it, and that function does nothing. defer: False to queue nothing."""
+    queues all of it (and hides each gather under the matmul before), and that function does nothing. defer: False to
+    queue nothing."""
     def steps() -> WeightGrad:
         gathering = gather(shard)
         yield  # meanwhile the caller computes something else, which hides the gather
@@ -234,7 +236,7 @@ class Row(Function):
 
 
 # ---- asynchronous: exchanges in steps round a ring, each hidden under the matmul of a shard --------------------------
-# No other matmul hides an exchange in forward, a row parallel layer's backward and a split backward. On GPUs torch's
+# No other matmul hides a linear layer's exchange in forward, a row's backward and a split backward. On GPUs torch's
 # operators cut it and its matmul into shards: ranks copy each other's from symmetric memory, with few calls and no
 # kernels of NCCL, which would take SMs from the matmuls.
 
