@@ -144,6 +144,16 @@ def test_latents_and_routers_biases_pass_through_a_grid_to_the_bit(pool, publish
     assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
 
 
+def test_an_export_in_16_bits_has_routers_biases_in_fp32(published, tmp_path):
+    """As transformers' does: rounded, they would choose other experts."""
+    export(loaded(published("deepseek")), tmp_path, "bf16")
+    want, got = (safetensors.torch.load_file(Path(folder) / "model.safetensors")
+                 for folder in (published("deepseek"), tmp_path))
+    for name, tensor in got.items():
+        dtype = torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16
+        assert tensor.dtype == dtype and torch.equal(tensor, want[name].to(dtype))
+
+
 class InFp64:
     """torch, in which fp32 is fp64."""
     float32 = float = torch.float64
