@@ -96,18 +96,19 @@ def test_a_failing_row_harms_no_other_and_the_same_command_goes_on_where_it_ende
         return [line.split(" | ")[1].removeprefix("not measured: ") for line in lines[4:]], (
             capsys.readouterr().out.splitlines()[-1])
 
-    rows = [Row("first", result), Row("raises", partial(int, "x")), Row("dies", partial(os._exit, 3))]
-    (first, raises, dies), last = measure(rows)
-    assert first == "1000.000" and last == f"3 of 3 rows are in {tmp_path}"
+    rows = [Row("first", result), Row("raises", partial(int, "x")), Row("dies", partial(os._exit, 3)),
+            Row("follows", result)]
+    (first, raises, dies, follows), last = measure(rows)
+    assert first == follows == "1000.000" and last == f"4 of 4 rows are in {tmp_path}"
     assert raises.startswith("ValueError: invalid literal for int() with base 10: 'x'")
     assert dies.startswith("BrokenProcessPool")
-    assert (tmp_path / "reports.txt").read_text() == "## first\n\nmany kernels\n\n"
+    assert (tmp_path / "reports.txt").read_text() == "## first\n\nmany kernels\n\n## follows\n\nmany kernels\n\n"
     known = [row._replace(measure=None) for row in rows]
     (*before, late), last = measure([*known, Row("late", None, rival="first")], start_limit_s=-1)
-    assert before == [first, raises, dies] and late == "no time was left"
+    assert before == [first, raises, dies, follows] and late == "no time was left"
     assert last.endswith("the same command measures the others")
     (*before, late), _ = measure([*known, Row("late", result, rival="first")])
-    assert before == [first, raises, dies] and late == "1000.000"
+    assert before == [first, raises, dies, follows] and late == "1000.000"
     assert "| first 1000.000 | 1.00 |" in (tmp_path / "table.md").read_text()
     *_, hangs = measure([Row("hangs", partial(time.sleep, 600))], row_limit_s=0.5)[0]
     assert hangs == "more than 0.5 s"

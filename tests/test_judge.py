@@ -104,6 +104,13 @@ def test_noise_says_what_is_tolerated(tmp_path):
     assert judge.Judge(one, wrong, other).findings() != []
 
 
+def test_the_coarser_dtype_of_both_decides_what_is_tolerated(tmp_path):
+    one = recorded(tmp_path / "one", piece(*WHOLE))  # in fp64
+    right, wrong = (recorded(tmp_path / str(factor), Piece("x", (factor * X).float(), (factor * X + 1).float(), WHOLE))
+                    for factor in (1 + 1e-6, 1 + 1e-3))
+    assert judge.Judge(one, right).findings() == [] != judge.Judge(one, wrong).findings()
+
+
 def test_what_is_nothing_but_rounding_is_no_finding(tmp_path):
     """A gradient that is zero but for rounding, as of a bias of keys, beside others that are not."""
     x = torch.ones(6, 4, dtype=torch.float64)
