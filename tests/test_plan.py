@@ -110,6 +110,15 @@ def test_memory_is_that_of_the_buckets_and_stages_that_train_py_builds(flags, ra
             for param in block.parameters() if param.ndim > 1 and not param.spec.name.endswith(in_16_bits))
 
 
+@pytest.mark.parametrize("flags, shards", [
+    ("--dp 2 --cp 2 --tp 2 --ep 4 --zero 1", (4, 2)), ("--dp 4 --tp 2 --ep 2 --zero 2 --dp-replicate 2", (2, 2)),
+    ("--dp 4 --tp 2 --ep 2", (1, 1))])
+def test_experts_are_sharded_over_all_ranks_that_have_the_same(flags, shards):
+    """Tensor parallel ones, too; the rest over dp x cp; either within a replica."""
+    settings = run_for(f"--preset tiny-moe --global-batch 8 {flags}").settings
+    assert plan.memory.shards_of(settings) == dict(zip(("dp", "edp"), shards))
+
+
 def test_heads_that_ulysses_copies_are_in_memory():
     """Of 24 heads, 6 with keys and values, tensor parallel ranks have 12 and 3, which 4 ranks divide as 4 x 3. More
     than others save: 12 heads of the output, and 9 of both keys and values; of 2 layers and 64 / 4 tokens."""
