@@ -885,7 +885,8 @@ class Planted:
         return self.call
 
 
-@pytest.mark.parametrize("call", [(os.mkdir,), (eval, "open('ran', 'w')"), (exec, "open('ran', 'w')")])
+@pytest.mark.parametrize("call", [(os.mkdir,), (eval, "open('ran', 'w')"), (exec, "open('ran', 'w')"),
+                                  (torch.load, "nowhere")])
 def test_a_checkpoint_runs_no_code(tmp_path, monkeypatch, capsys, call):
     """Nor does one whose checksums are right."""
     saved(tmp_path)
