@@ -77,7 +77,8 @@ def test_every_grid_trains_evaluates_and_samples_as_one_process(pool, tmp_path):
              f"--eval-every 2 --eval-steps 2 --sample import")
     grids = [(1, "--micro-batch 1"), (2, "--micro-batch 2"), (2, "--micro-batch 4 --zero 3"),
              (2, "--cp 2 --cp-style ring"), (4, "--micro-batch 2 --pp 2 --schedule zb-h1 --zero 3"),
-             (2, "--micro-batch 4 --pp 2"), (4, "--cp 2 --tp 2 --zero 3")]
+             (2, "--micro-batch 4 --pp 2"), (4, "--cp 2 --tp 2 --zero 3"),
+             (4, "--micro-batch 1 --zero 1 --dp-replicate 2")]
     found = outcomes(pool, tmp_path, grids, flags)
     records, printed = found[0]
     assert ["val_loss" in record for record in records] == [False, True, False, True]
@@ -86,7 +87,7 @@ def test_every_grid_trains_evaluates_and_samples_as_one_process(pool, tmp_path):
     assert [line for line in printed.splitlines() if line.startswith("after ")] == said
     assert found[1][1].startswith("device  cpu (as asked), 2 ranks, gloo, fp64\n")
     measured = ["noise_trace" in other[0] for other, _ in found]  # with two gradients, and no shared sequences
-    assert measured == [False, True, True, False, True, False, False]
+    assert measured == [False, True, True, False, True, False, False, True]
     sent = found[1][0][0]["comm_gb"]["dp"] * 1e9
     assert sent == pytest.approx(2 * 1 / 2 * 34016 * 8)  # gradients in fp64
 
