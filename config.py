@@ -30,9 +30,10 @@ OFFLOADS = "none", "optimizer", "activations", "both"
 
 
 class Fp8Recipe(NamedTuple):
-    """grad: the gradients' format; activations and weights are in E4M3. blocks: a scale per block, else per tensor."""
+    """grad: the format of gradients, E4M3 for all else. blocks: a scale per block, not per tensor. pow2: powers of two."""
     grad: str
     blocks: bool
+    pow2: bool = False
 
 
 FP8_RECIPES = {"tensorwise": Fp8Recipe("e5m2", blocks=False), "blockwise": Fp8Recipe("e4m3", blocks=True)}
@@ -205,7 +206,7 @@ class Precision:
                                    "updates; activations: the inputs of blocks that --recompute full saves", OFFLOADS)
 
     def fp8_recipe(self) -> Fp8Recipe | None:
-        return FP8_RECIPES.get(self.fp8)
+        return FP8_RECIPES[self.fp8]._replace(pow2=self.fp8_pow2) if self.fp8 != "none" else None
 
     def offloads(self, what: str) -> bool:
         return self.offload in (what, "both")

@@ -366,11 +366,14 @@ def exchange_counts(counts: Tensor, T: int, k: int, group: Group) -> tuple[list[
 # ---- experts --------------------------------------------------------------------------------------------------------
 
 class GroupedMatmul:
-    """The three products of a grouped linear layer. fp8.Fp8Experts has the same methods, and multiplies in FP8:
-    there wgrad quantises X with the scale that it had in forward, and dgrad and wgrad take different copies of dY."""
+    """The three products of a grouped linear layer. fp8.Fp8Experts has the same methods, and multiplies in FP8."""
 
-    def forward(self, x: Tensor, weight: nn.Parameter, route: Route) -> tuple[Tensor, Any]:  # (Y, wgrad's `scale`)
-        return grouped_matmul(x, weight.transpose(1, 2), route), None
+    def begin(self) -> "GroupedMatmul":
+        """What multiplies in one forward and its backward: in FP8 a copy, which has the scale of X."""
+        return self
+
+    def forward(self, x: Tensor, weight: nn.Parameter, route: Route) -> Tensor:
+        return grouped_matmul(x, weight.transpose(1, 2), route)
 
     def prepare_grad(self, dy: Tensor, route: Route) -> tuple[Any, Any]:  # dY as dgrad takes it, and as wgrad does
         return dy, dy
@@ -378,7 +381,7 @@ class GroupedMatmul:
     def dgrad(self, dy: Any, weight: nn.Parameter, route: Route) -> Tensor:
         return grouped_matmul(dy, weight, route)
 
-    def wgrad(self, out: Tensor, dy: Any, x: Tensor, scale: Any, route: Route) -> None:
+    def wgrad(self, out: Tensor, dy: Any, x: Tensor, route: Route) -> None:
         """out [e, out, in] += dY^T X of each expert's rows: a matmul each, as F.grouped_mm cannot add to fp32."""
         for matrix, rows_dy, rows in zip(out, dy.split(route.rows_per_expert), x.split(route.rows_per_expert)):
             accumulate_product(matrix, rows_dy.t(), rows)
@@ -409,19 +412,16 @@ class GroupedLinear(Function):
     @staticmethod
     def forward(ctx, x, weight, mm, route, skip):
         ctx.save_for_backward(x)
-        ctx.weight, ctx.mm, ctx.route, ctx.scale = weight, mm, route, None
-        if skip:
-            return x.new_zeros(()).expand(len(x), weight.shape[1])
-        y, ctx.scale = mm.forward(x, weight, route)
-        return y
+        ctx.weight, ctx.mm, ctx.route = weight, mm.begin(), route
+        return x.new_zeros(()).expand(len(x), weight.shape[1]) if skip else ctx.mm.forward(x, weight, route)
 
     @staticmethod
     def backward(ctx, dy):
-        weight, mm, route, scale = ctx.weight, ctx.mm, ctx.route, ctx.scale
+        weight, mm, route = ctx.weight, ctx.mm, ctx.route
         x = ctx.saved_tensors[0].detach()  # a queued weight gradient must not keep a graph alive
         for_dgrad, for_wgrad = mm.prepare_grad(dy.contiguous(), route)
         # Also without any row: a bucket counts the gradients of all its parameters. May wait for a bubble (zb-h1).
-        accumulate_grad(weight, lambda out: mm.wgrad(out, for_wgrad, x, scale, route))
+        accumulate_grad(weight, lambda out: mm.wgrad(out, for_wgrad, x, route))
         return mm.dgrad(for_dgrad, weight, route), None, None, None, None
 
 

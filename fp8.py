@@ -29,6 +29,7 @@ tokens: transposed, because Hopper needs the dimension of the sum to be contiguo
 Micikevicius et al. 2022 (the formats); DeepSeek-AI 2024 (V3, section 3.3: blocks); NVIDIA Transformer Engine (rowwise,
 columnwise). Shapes: T tokens, N rows and K columns of a weight: X [T, K], dY [T, N]. R x C: any matrix. e experts.
 """
+from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -37,11 +38,12 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from collectives import MAX, Group, all_reduce, run_demo
-from config import FP8_RECIPES
+from config import FP8_RECIPES, Fp8Recipe
 from operations import try_kernel
 from param import Params, acc_dtype, stacked_weight
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FORMATS = {"e4m3": E4M3, "e5m2": E5M2}  # as config.Fp8Recipe names them
 BLOCK = 128
 SMALLEST = 2.0 ** -100  # an amax is taken to be at least this, so that scales and their reciprocals are normal numbers
 
@@ -178,25 +180,6 @@ def for_scaled_mm(q: Quantised) -> tuple[Tensor, F.ScalingType]:
     return q.scales.as_strided((rows, padded), (padded, 1)).t(), F.ScalingType.BlockWise128x128
 
 
-# ---- recipes --------------------------------------------------------------------------------------------------------
-
-class Recipe(NamedTuple):
-    """config.Fp8Recipe with torch's dtype. grad: the format of dY; X and W are E4M3. blocks: a scale per block, not per
-    tensor. pow2: scales are powers of two (--fp8-pow2)."""
-    grad: torch.dtype
-    blocks: bool
-    pow2: bool = False
-
-    @property
-    def unit(self) -> int:
-        """What the dimension of a sum must be a multiple of; config.py checks both dimensions of weights."""
-        return BLOCK if self.blocks else 16
-
-
-RECIPES = {name: Recipe({"e4m3": E4M3, "e5m2": E5M2}[recipe.grad], recipe.blocks)
-           for name, recipe in FP8_RECIPES.items()}
-
-
 # ---- operands -------------------------------------------------------------------------------------------------------
 
 class Quantiser:
@@ -207,11 +190,20 @@ class Quantiser:
     quantised for every use (at ZeRO level 3: the cache would keep as many bytes as it frees).
     """
 
-    def __init__(self, recipe: Recipe, dtype: torch.dtype, amax_groups: tuple[Group, ...] = (),
+    def __init__(self, recipe: Fp8Recipe, dtype: torch.dtype, amax_groups: tuple[Group, ...] = (),
                  weight_amax_groups: tuple[Group, ...] = (), cached: bool = True):
         self.recipe, self.dtype, self.cached = recipe, dtype, cached
+        self.grad_format = FORMATS[recipe.grad]
         self.amax_groups, self.weight_amax_groups = amax_groups, weight_amax_groups
         self.cache: dict[Params, tuple[list, Layouts]] = {}
+        self.x_scale = self.dy_scale = None
+
+    def begin(self) -> "Quantiser":
+        """A copy for one forward of a layer and its backward, with the same cache. It keeps the scales on which ranks
+        have agreed for X and dY (tensorwise), as both may be gathered and quantised again, X for wgrad, dY for a wgrad
+        that is deferred: another all-reduce there would wait for the exchange that the matmul is to hide. Where
+        recomputation has skipped the forward, ranks agree on X's in wgrad."""
+        return copy(self)
 
     def agreed_scale(self, x: Tensor, dtype: torch.dtype, groups: tuple[Group, ...]) -> Tensor | None:
         """One scale for a tensor sharded over these groups: an all-reduce of amax, which every rank must call. None if
@@ -253,28 +245,25 @@ class Quantiser:
 # ---- layers ---------------------------------------------------------------------------------------------------------
 
 class Fp8(Quantiser):
-    """The three products of a linear layer, as tp.Matmul has them. Layers save a shard of X, and for wgrad gather X and
-    quantise it again (where wgrad is deferred, dY too): with the same scale, or ranks would have to agree again. So
-    scales are returned, and passed in (None with blocks)."""
+    """The three products of a linear layer, as tp.Matmul has them."""
 
-    def forward(self, x: Tensor, weights: Params) -> tuple[Tensor, Tensor | None]:
-        """(Y = X W^T, the scale of X). The only product with fast accumulation, as in TE."""
-        (rowwise, _), scale = self.quantise_tokens(x, columnwise=False)
-        return product(rowwise, self.quantise_weight(weights).rowwise, self.dtype, fast=not self.recipe.blocks), scale
+    def forward(self, x: Tensor, weights: Params) -> Tensor:
+        """Y = X W^T: the only product with fast accumulation, as in TE."""
+        (rowwise, _), self.x_scale = self.quantise_tokens(x, columnwise=False)
+        return product(rowwise, self.quantise_weight(weights).rowwise, self.dtype, fast=not self.recipe.blocks)
 
-    def prepare_grad(self, dy: Tensor, scale: Tensor | None = None) -> tuple[Layouts, Tensor | None]:
-        """(copies of dY, for dgrad and for wgrad; its scale). scale: if it is known already."""
-        return self.quantise_tokens(dy, self.recipe.grad, scale)
+    def prepare_grad(self, dy: Tensor) -> Layouts:
+        """Copies of dY, for dgrad and for wgrad."""
+        copies, self.dy_scale = self.quantise_tokens(dy, self.grad_format, self.dy_scale)
+        return copies
 
     def dgrad(self, dy: Layouts, weights: Params) -> Tensor:
         """dX = dY W."""
         return product(dy.rowwise, self.quantise_weight(weights).columnwise, self.dtype)
 
-    def wgrad(self, out: Tensor, dy: Layouts, x: Tensor, scale: Tensor | None = None) -> None:
-        """out += dY^T X. This moves 16 bytes per element of out, as F.scaled_mm cannot add to its result. scale: of X,
-        from forward: an all-reduce here would wait for the exchange that this matmul is to hide. Tensorwise it is None
-        only if recomputation skipped that forward: then all ranks agree here, in the same order."""
-        (_, columnwise), _ = self.quantise_tokens(x, scale=scale, rowwise=False)
+    def wgrad(self, out: Tensor, dy: Layouts, x: Tensor) -> None:
+        """out += dY^T X. This moves 16 bytes per element of out, as F.scaled_mm cannot add to its result."""
+        (_, columnwise), _ = self.quantise_tokens(x, scale=self.x_scale, rowwise=False)
         out.add_(product(dy.columnwise, columnwise, out.dtype))
 
 
@@ -282,26 +271,27 @@ class Fp8Experts(Quantiser):
     """The three products of ep.GroupedLinear, as ep.GroupedMatmul has them: a matrix per expert, rows sorted by expert.
     The columnwise copy is made apart, of each expert padded: no block has two experts' tokens. route: ep.Route."""
 
-    def forward(self, x: Tensor, weight: nn.Parameter, route) -> tuple[Tensor, Tensor | None]:
-        (rowwise, _), scale = self.quantise_tokens(x, columnwise=False)
-        return self.multiply(rowwise, self.quantise_weight((weight,)).rowwise, route), scale
+    def forward(self, x: Tensor, weight: nn.Parameter, route) -> Tensor:
+        (rowwise, _), self.x_scale = self.quantise_tokens(x, columnwise=False)
+        return self.multiply(rowwise, self.quantise_weight((weight,)).rowwise, route)
 
     def prepare_grad(self, dy: Tensor, route) -> tuple[Quantised, list[Quantised]]:
-        (rowwise, _), scale = self.quantise_tokens(dy, self.recipe.grad, columnwise=False)
-        return rowwise, self.columnwise_by_expert(dy, self.recipe.grad, scale, route)
+        (rowwise, _), scale = self.quantise_tokens(dy, self.grad_format, columnwise=False)
+        return rowwise, self.columnwise_by_expert(dy, self.grad_format, scale, route)
 
     def dgrad(self, dy: Quantised, weight: nn.Parameter, route) -> Tensor:
         return self.multiply(dy, self.quantise_weight((weight,)).columnwise, route)
 
-    def wgrad(self, out: Tensor, dy: list[Quantised], x: Tensor, scale: Tensor | None, route) -> None:
+    def wgrad(self, out: Tensor, dy: list[Quantised], x: Tensor, route) -> None:
         """out [e, out, in] += dY^T X of each expert's rows."""
-        for matrix, dy_part, x_part in zip(out, dy, self.columnwise_by_expert(x, E4M3, scale, route)):
+        for matrix, dy_part, x_part in zip(out, dy, self.columnwise_by_expert(x, E4M3, self.x_scale, route)):
             if dy_part.data.numel():
                 matrix.add_(product(dy_part, x_part, out.dtype))
 
     def columnwise_by_expert(self, x: Tensor, dtype: torch.dtype, scale: Tensor | None, route) -> list[Quantised]:
         """Each expert's part of the columnwise copy."""
-        padded = [F.pad(part, (0, 0, 0, -len(part) % self.recipe.unit)) for part in x.split(route.rows_per_expert)]
+        unit = BLOCK if self.recipe.blocks else 16  # what the dimension of a sum must be a multiple of
+        padded = [F.pad(part, (0, 0, 0, -len(part) % unit)) for part in x.split(route.rows_per_expert)]
         (_, columnwise), _ = self.quantise_tokens(torch.cat(padded), dtype, scale, rowwise=False)
         return columnwise.split([len(part) for part in padded], dim=1)
 
@@ -323,11 +313,11 @@ def demo() -> None:
     print("Relative error, mean over rows.                        X W^T     dY W     dY^T X    dY = 0")
     for outlier in (1, 1e6):
         dy[0] *= outlier
-        for name, recipe in {**RECIPES, "E4M3 for all, one scale": Recipe(E4M3, blocks=False)}.items():
+        for name, recipe in {**FP8_RECIPES, "E4M3 for all, one scale": Fp8Recipe("e4m3", False)}.items():
             mm, dw = Fp8(recipe, torch.float32), torch.zeros(w.shape)
-            quantised, _ = mm.prepare_grad(dy)
+            quantised, y = mm.prepare_grad(dy), mm.forward(x, (w,))
             mm.wgrad(dw, quantised, x)
-            pairs = (mm.forward(x, (w,))[0], x @ w.t()), (mm.dgrad(quantised, (w,)), dy @ w), (dw, dy.t() @ x)
+            pairs = (y, x @ w.t()), (mm.dgrad(quantised, (w,)), dy @ w), (dw, dy.t() @ x)
             errors = "".join(f"{((a - b).norm(dim=1) / b.norm(dim=1)).mean():9.2%}" for a, b in pairs)
             lost = (dequantise(quantised.rowwise, x.dtype) == 0).float().mean().item()
             print(f"one token {outlier:9,.0f} x   {name:26s}{errors}{lost:10.2%}")

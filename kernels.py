@@ -281,9 +281,8 @@ class LinearCrossEntropy(Function):
 
     @staticmethod
     def forward(ctx, x, weight, labels, z_loss, first, group, chunk, loss_grad):
-        wants_dx, wants_dw = ctx.needs_input_grad[:2]
-        wants_gradient, is_sharded = wants_dx or wants_dw, group.size > 1
-        dx, matrix = torch.empty_like(x) if wants_dx else None, weight.detach()
+        wants_gradient, is_sharded = any(ctx.needs_input_grad), group.size > 1  # of both x and weight, or of neither
+        dx, matrix = torch.empty_like(x) if wants_gradient else None, weight.detach()
         lse, label_logit = x.new_empty(2, len(x), dtype=torch.float32)
         buffer = x.new_empty(min(chunk, len(x)), len(weight))
         for start in range(0, len(x), chunk):
@@ -297,11 +296,10 @@ class LinearCrossEntropy(Function):
                 combine_statistics(lse[rows], label_logit[rows], group)
                 if wants_gradient:
                     compute(statistics=False, gradient=True)
-            if wants_dx:
+            if wants_gradient:  # now, while this chunk's exists
                 torch.mm(logits, matrix, out=dx[rows])
-            if wants_dw:  # now, while this chunk's gradient exists
                 accumulate_grad(weight, partial(accumulate_product, a=logits.t(), b=x[rows]), defer=False)
-        ctx.weight = weight if wants_dw else None
+        ctx.weight = weight
         ctx.save_for_backward(dx, loss_grad)
         return (lse - label_logit + z_loss * lse.square()).masked_fill_(labels == IGNORED, 0).sum()
 
@@ -309,8 +307,8 @@ class LinearCrossEntropy(Function):
     def backward(ctx, grad):
         dx, loss_grad = ctx.saved_tensors
         torch._assert_async((grad == loss_grad).all(), "the loss's gradient is not loss_grad")  # the host does not wait
-        if ctx.weight is not None:  # dW was added in forward; if ZeRO-2 has freed it since, `ready` needs one, of 0
-            accumulate_grad(ctx.weight, lambda out: None, defer=False)
+        # dW was added in forward; if ZeRO-2 has freed it since, `ready` needs one, of 0.
+        accumulate_grad(ctx.weight, lambda out: None, defer=False)
         return dx, *[None] * 7
 
 

@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.distributed import _symmetric_memory  # noqa: F401, which defines torch.ops.symm_mem
 from torch.nn.functional import pad
 
 from collectives import (
@@ -128,25 +129,27 @@ class TensorParallel(NamedTuple):
 # returns None for them. Weights are inputs so that autograd runs their hooks, also for None: they report it as ready.
 
 class Matmul:
-    """The three products of a linear layer O = X W^T (O: S or Z), where W are weights stacked along their output
-    dimension. fp8.Fp8 has the same methods, and multiplies in FP8; there alone scales are not None. Ranks agree on one
-    by an all-reduce, so what is gathered twice (X; in a split backward dO) is quantised twice with the same."""
+    """The three products of a linear layer Y = X W^T, where W are weights stacked along their output dimension. fp8.Fp8
+    has the same methods, and multiplies in FP8."""
 
-    def forward(self, x: Tensor, weights: Params) -> tuple[Tensor, Any]:
-        """(O, the scale of X)."""
-        return x @ stacked_weight(weights).t(), None
+    def begin(self) -> "Matmul":
+        """What multiplies in one forward and its backward: in FP8 a copy, which has their scales."""
+        return self
 
-    def prepare_grad(self, do: Tensor, scale: Any = None) -> tuple[Any, Any]:
-        """(dO as dgrad and wgrad take it, in FP8 two copies; its scale). scale: of dO, if it is known already."""
-        return do, None
+    def forward(self, x: Tensor, weights: Params) -> Tensor:
+        return x @ stacked_weight(weights).t()
 
-    def dgrad(self, do: Any, weights: Params) -> Tensor:
-        """dX = dO W."""
-        return do @ stacked_weight(weights)
+    def prepare_grad(self, dy: Tensor) -> Any:
+        """dY as dgrad and wgrad take it: in FP8 quantised, the second time as the first."""
+        return dy
 
-    def wgrad(self, out: Tensor, do: Any, x: Tensor, scale: Any = None) -> None:
-        """out += dO^T X. scale: of X."""
-        accumulate_product(out, do.t(), x)
+    def dgrad(self, dy: Any, weights: Params) -> Tensor:
+        """dX = dY W."""
+        return dy @ stacked_weight(weights)
+
+    def wgrad(self, out: Tensor, dy: Any, x: Tensor) -> None:
+        """out += dY^T X."""
+        accumulate_product(out, dy.t(), x)
 
 
 MATMUL = Matmul()
@@ -175,13 +178,13 @@ class Column(Function):
     @staticmethod
     def forward(ctx, x, tp, mm, defer, *weights):
         assert not tp.async_tp or (tp.sequence and mm is MATMUL), "the ring shards tokens, and knows no FP8"
-        ctx.tp, ctx.mm, ctx.defer, ctx.scale = tp, mm, defer, None
+        ctx.tp, ctx.mm, ctx.defer = tp, mm.begin(), defer
         ctx.weights = weights  # not saved: hooks of saved tensors would return others, of which param.py knows nothing
         if tp.async_tp:
             product, gathered = all_gather_matmul(x, stacked_weight(weights).t(), tp.group)
         else:
             gathered = tp.gather(x).wait()
-            product, ctx.scale = mm.forward(gathered, weights)
+            product = ctx.mm.forward(gathered, weights)
         # A recomputed block's forward runs just before its own backward: X may stay gathered until then, unless that
         # backward is split, which would queue it.
         ctx.saves_gathered = is_recomputing() and not is_deferring()
@@ -190,11 +193,11 @@ class Column(Function):
 
     @staticmethod
     def backward(ctx, ds):
-        tp, mm, weights, scale = ctx.tp, ctx.mm, ctx.weights, ctx.scale
+        tp, mm, weights = ctx.tp, ctx.mm, ctx.weights
         x = ctx.saved_tensors[0].detach()  # a queued weight gradient must not keep a graph alive
-        ds, _ = mm.prepare_grad(ds)
+        ds = mm.prepare_grad(ds)
         finish = gather_and_add(weights, done if ctx.saves_gathered else tp.gather, x,
-                                lambda out, gathered: mm.wgrad(out, ds, gathered, scale), ctx.defer)
+                                lambda out, gathered: mm.wgrad(out, ds, gathered), ctx.defer)
         if tp.async_tp and ctx.defer and is_deferring():  # no weight gradient is there to hide the reduction
             dx = done(matmul_reduce_scatter(ds, stacked_weight(weights), tp.group))
         else:
@@ -210,64 +213,41 @@ class Row(Function):
     @staticmethod
     def forward(ctx, y, tp, mm, skip, weight):
         ctx.save_for_backward(y)
-        ctx.tp, ctx.mm, ctx.weights, ctx.scale = tp, mm, (weight,), None
+        ctx.tp, ctx.mm, ctx.weights = tp, mm.begin(), (weight,)
         if skip:
             return y.new_zeros(()).expand(len(y) // tp.size if tp.sequence else len(y), len(weight))
         if tp.async_tp:
             return matmul_reduce_scatter(y, weight.t(), tp.group)
-        product, ctx.scale = mm.forward(y, ctx.weights)
-        return tp.reduce(product).wait()
+        return tp.reduce(ctx.mm.forward(y, ctx.weights)).wait()
 
     @staticmethod
     def backward(ctx, dz):
-        tp, mm, weights, scale, y = ctx.tp, ctx.mm, ctx.weights, ctx.scale, ctx.saved_tensors[0].detach()
-        dz_scale = None
+        tp, mm, weights, y = ctx.tp, ctx.mm, ctx.weights, ctx.saved_tensors[0].detach()
         if tp.async_tp:
             dy, gathered = all_gather_matmul(dz, stacked_weight(weights), tp.group)
         else:
-            gathered, dz_scale = mm.prepare_grad(tp.gather(dz).wait())
+            gathered = mm.prepare_grad(tp.gather(dz).wait())
             dy = mm.dgrad(gathered, weights)
-        if is_deferring():  # the gathered dZ is too large to queue: its shard is, to be gathered and quantised again
-            gather_and_add(weights, tp.gather, dz,
-                           lambda out, dz: mm.wgrad(out, mm.prepare_grad(dz, dz_scale)[0], y, scale))
+        if is_deferring():  # the gathered dZ is too large to queue: its shard is, to be gathered and prepared again
+            gather_and_add(weights, tp.gather, dz, lambda out, dz: mm.wgrad(out, mm.prepare_grad(dz), y))
         else:
-            add_to(weights, lambda out: mm.wgrad(out, gathered, y, scale))
+            add_to(weights, lambda out: mm.wgrad(out, gathered, y))
         return dy, None, None, None, None
 
 
 # ---- asynchronous: exchanges in steps round a ring, each hidden under the matmul of a shard --------------------------
-# No other matmul hides a linear layer's exchange in forward, a row's backward and a split backward. On GPUs torch's
-# operators cut it and its matmul into shards: ranks copy each other's from symmetric memory, with few calls and no
-# kernels of NCCL, which would take SMs from the matmuls.
-
-symmetric: dict[str, bool] = {}  # axis -> whether torch's operators work for its ranks, found out by the first call
-
-
-def by_operator(name: str, x: Tensor, *arguments: Any, group: Group, nbytes: int) -> Any:
-    """The result of an operator of torch.ops.symm_mem; None where it does not run. nbytes: what this rank sends."""
-    if not uses_kernels(x) or not symmetric.get(group.axis, True):
-        return None
-    with calling(name, group, nbytes):
-        try:
-            from torch.distributed import _symmetric_memory  # noqa: F401, which defines them
-            result = getattr(torch.ops.symm_mem, name)(x, *arguments, 0, group.process_group.group_name)
-        except (AttributeError, ImportError, RuntimeError) as error:  # such as GPUs without a link
-            if symmetric.get(group.axis) or isinstance(error, torch.OutOfMemoryError):  # they do run
-                raise
-            result, reason = None, str(error).partition("\n")[0]
-            sent[group.axis] -= nbytes  # the ring counts them; all ranks are assumed to go this way
-            if group.rank == 0:
-                print(f"--sp async goes round a ring, as torch.ops.symm_mem.{name} does not run: {reason}")
-    symmetric[group.axis] = result is not None
-    return result
-
+# No other matmul hides a linear layer's exchange in forward, a row's backward and a split backward. On GPUs these steps
+# are torch's operators: ranks copy each other's shards from symmetric memory, which all must reach (NVLink), with few
+# calls and no kernels of NCCL, which would take SMs from the matmuls.
 
 def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     """(gathered x @ matrix, gathered x): x [T/t, H], matrix [H, R] -> [T, R], [T, H]."""
     n, me = group.size, group.rank
-    x, nbytes = x.contiguous(), (n - 1) * x.nbytes
-    if (found := by_operator("fused_all_gather_matmul", x, [matrix], group=group, nbytes=nbytes)) is not None:
-        gathered, (product,) = found
+    x = x.contiguous()
+    if n > 1 and uses_kernels(x):
+        with calling("fused_all_gather_matmul", group, (n - 1) * x.nbytes):
+            gathered, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(
+                x, [matrix], 0, group.process_group.group_name)
         return product, gathered
     gathered = x.new_empty(len(x) * n, x.shape[1])
     product = x.new_empty(len(gathered), matrix.shape[1])
@@ -284,9 +264,9 @@ def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, 
 def matmul_reduce_scatter(x: Tensor, matrix: Tensor, group: Group) -> Tensor:
     """This rank's tokens of x @ matrix, summed over the ranks: x [T, C], matrix [C, H] -> [T/t, H]."""
     n, me = group.size, group.rank
-    nbytes = (n - 1) * len(x) // n * matrix.shape[1] * x.itemsize
-    if (found := by_operator("fused_matmul_reduce_scatter", x, matrix, "sum", group=group, nbytes=nbytes)) is not None:
-        return found
+    if n > 1 and uses_kernels(x):
+        with calling("fused_matmul_reduce_scatter", group, (n - 1) * len(x) // n * matrix.shape[1] * x.itemsize):
+            return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", 0, group.process_group.group_name)
     shards = x.chunk(n)
     total = shards[me - 1] @ matrix  # a shard's sum starts at the rank after its owner and reaches it n-1 hops later
     for hop in range(1, n):

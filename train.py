@@ -27,7 +27,7 @@ import operations
 from collectives import MAX, Group, Groups, all_reduce
 from cp import shard_sequences
 from ep import Balance, GroupedExperts, update_biases
-from fp8 import RECIPES, Fp8, Fp8Experts
+from fp8 import Fp8, Fp8Experts
 from groups import build_groups, peers_of
 from model import Execution, Llama
 from param import DTYPES, acc_dtype
@@ -111,7 +111,7 @@ def multiply_in_fp8(model: Llama, settings: config.Config, groups: Groups) -> No
     """Let blocks of the model multiply in FP8. Ranks with shards of one tensor agree on its tensorwise scale: of
     activations over cp and tp, of experts' inputs also over ep; of weights over tp, of whole experts' over ep."""
     cached = settings.grid.zero < 3  # FP8 weights stay for all micro-batches; ZeRO-3 frees what they are cast from
-    recipe, dtype = RECIPES[settings.precision.fp8]._replace(pow2=settings.precision.fp8_pow2), model.execution.dtype
+    recipe, dtype = settings.precision.fp8_recipe(), model.execution.dtype
     cp, tp, ep = (groups[axis] for axis in ("cp", "tp", "ep"))
     linear = Fp8(recipe, dtype, amax_groups=(cp, tp), weight_amax_groups=(tp,), cached=cached)
     experts = Fp8Experts(recipe, dtype, amax_groups=(cp, tp, ep), weight_amax_groups=(ep,), cached=cached)

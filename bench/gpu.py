@@ -51,11 +51,10 @@ import triton
 from torch.profiler import ProfilerActivity, profile
 
 import config
-import fp8
 import train
 from bench import kernels as bench_kernels
 from bench.rows import Result, Row, measure_rows
-from config import need, setting
+from config import FP8_RECIPES, need, setting
 from param import Source, box_shape
 from run import device, job, log
 from run.data import open_samples
@@ -188,7 +187,7 @@ PARTS = {
         *(Row(f"F.scaled_mm, {kind}", partial(bench_kernels.measure_scaled_mm, kind))
           for kind in ("one scale", "1 x 128 by 128 x 128", "1 x 128 by 1 x 128")),
         *(Row(f"two steps of Llama 1B, --fp8 {recipe}", partial(measure_two_steps, f"{SMALLEST_FLAGS} --fp8 {recipe}"))
-          for recipe in ("none", *fp8.RECIPES)),
+          for recipe in ("none", *FP8_RECIPES)),
         *(Row(f"small attention {direction}", partial(bench_kernels.measure_attention, direction, 1, 1024, 8, 2, 128))
           for direction in ("forward", "backward")),
         Row("small linear cross-entropy", partial(bench_kernels.measure_loss, tokens=2048)),

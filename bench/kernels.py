@@ -25,6 +25,7 @@ import fp8
 import kernels
 import operations
 from bench.rows import Rate, Result, compare
+from config import FP8_RECIPES
 from learn.gpu import make_cold_inputs, measure_seconds
 from param import Spec, accumulate_product, parameter
 from tp import Column, Matmul, TensorParallel
@@ -107,10 +108,10 @@ def measure_block_matmul(kind: str, tokens: int, N: int, K: int) -> Result:
     def contender(recipe: str) -> Callable[[], Any]:
         if recipe == "bf16":
             return partial(accumulate_product, out, a, b) if kind == "weight gradients" else partial(torch.mm, a, b)
-        layer, weight = fp8.Fp8(fp8.RECIPES[recipe], torch.bfloat16), parameter(Spec("w", (N, K)), {}, w.dtype, "cuda")
+        layer, weight = fp8.Fp8(FP8_RECIPES[recipe], torch.bfloat16), parameter(Spec("w", (N, K)), {}, w.dtype, "cuda")
         weight.data = w
         in_rows, in_columns = layer.quantise_weight((weight,))
-        (dy_rows, dy_columns), (x_rows, x_columns) = layer.prepare_grad(dy)[0], layer.quantise_tokens(x)[0]
+        (dy_rows, dy_columns), (x_rows, x_columns) = layer.prepare_grad(dy), layer.quantise_tokens(x)[0]
         if kind == "weight gradients":
             return lambda: out.add_(fp8.product(dy_columns, x_columns, out.dtype))
         if kind == "forward":
@@ -120,7 +121,7 @@ def measure_block_matmul(kind: str, tokens: int, N: int, K: int) -> Result:
     contenders = {"bf16": contender("bf16")}
     if kind == "weight gradients":
         contenders["bf16, rounded, then added"] = lambda: out.add_(a @ b)
-    for recipe in fp8.RECIPES if N < 128256 else ():  # the head is never in FP8
+    for recipe in FP8_RECIPES if N < 128256 else ():  # the head is never in FP8
         contenders[recipe] = contender(recipe)
     return compare(contenders, [()], flops_rate(2 * tokens * N * K))
 
@@ -332,7 +333,7 @@ def measure_fp8_linear(recipe: str) -> Result:
     def run(mm: Matmul, x: Tensor) -> None:
         Column.apply(x.detach().requires_grad_(), TensorParallel(), mm, True, weight).backward(dy)
 
-    contenders = {"ours": partial(run, fp8.Fp8(fp8.RECIPES[recipe], torch.bfloat16)), "bf16": partial(run, Matmul())}
+    contenders = {"ours": partial(run, fp8.Fp8(FP8_RECIPES[recipe], torch.bfloat16)), "bf16": partial(run, Matmul())}
     return compare(contenders, random_inputs((T, H)), flops_rate(6 * T * H * FFN))
 
 

@@ -32,7 +32,8 @@ import kernels
 import param
 import tp
 import train
-from fp8 import BLOCK, E4M3, E5M2, RECIPES, SMALLEST, Fp8, Fp8Experts, Quantised, dequantise, quantise, to_fp8
+from config import FP8_RECIPES
+from fp8 import BLOCK, E4M3, E5M2, SMALLEST, Fp8, Fp8Experts, Quantised, dequantise, quantise, to_fp8
 from param import Spec, draw, parameter
 from plan import costs
 from plan.memory import activation_bytes
@@ -58,7 +59,7 @@ def held(x: torch.Tensor, format: torch.dtype) -> torch.Tensor:
 
 def both(mm: Fp8, x: torch.Tensor, grad: bool) -> tuple[Quantised, Quantised]:
     """Rowwise and columnwise copies of activations or of their gradients."""
-    return mm.quantise_tokens(x, mm.recipe.grad if grad else E4M3)[0]
+    return mm.quantise_tokens(x, mm.grad_format if grad else E4M3)[0]
 
 
 def in_blocks(x: torch.Tensor, format: torch.dtype, rows: int, columns: int, pow2: bool = False) -> torch.Tensor:
@@ -74,13 +75,14 @@ def in_blocks(x: torch.Tensor, format: torch.dtype, rows: int, columns: int, pow
     return (held(blocks * (1 / scales), format) * scales).flatten(2).flatten(0, 1)[:R, :C]
 
 
-def emulated(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, recipe: fp8.Recipe) -> tuple[torch.Tensor, ...]:
+def emulated(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, recipe: config.Fp8Recipe) -> tuple[torch.Tensor, ...]:
     """(Y, dX, dW) of a linear layer, by the formulas of the recipe."""
     along, across, tile = ((1, 128), (128, 1), (128, 128)) if recipe.blocks else ((0, 0),) * 3
     ws = in_blocks(w, E4M3, *tile, recipe.pow2)
     y = in_blocks(x, E4M3, *along, recipe.pow2) @ ws.t()
-    dx = in_blocks(dy, recipe.grad, *along, recipe.pow2) @ ws
-    return y, dx, in_blocks(dy, recipe.grad, *across, recipe.pow2).t() @ in_blocks(x, E4M3, *across, recipe.pow2)
+    grad_format = fp8.FORMATS[recipe.grad]
+    dx = in_blocks(dy, grad_format, *along, recipe.pow2) @ ws
+    return y, dx, in_blocks(dy, grad_format, *across, recipe.pow2).t() @ in_blocks(x, E4M3, *across, recipe.pow2)
 
 
 def by_the_kernel(x, dtype, scale=None, pow2=False, rowwise=True, columnwise=True, tiles=False):
@@ -120,7 +122,8 @@ def test_a_round_trip_errs_by_half_a_step_at_most(format, blocks, pow2):
     """Half a step: relative to normal numbers; of the smallest ones absolute, times what blocks were divided by."""
     bits, lowest, largest = FORMATS[format]
     x = normal(96, 300) * torch.exp2(20 * torch.rand(96, 1, generator=torch.Generator().manual_seed(1)).double() - 10)
-    layer = Fp8(fp8.Recipe(format, blocks, pow2), torch.float64)
+    name = next(name for name, dtype in fp8.FORMATS.items() if dtype == format)
+    layer = Fp8(config.Fp8Recipe(name, blocks, pow2), torch.float64)
     for form, whole in zip(both(layer, x, True), (x, x.t())):
         back = dequantise(form, torch.float64)
         filled = torch.zeros_like(back)
@@ -167,7 +170,7 @@ def test_what_is_not_finite_is_not_hidden(pow2, bad):
 
 def test_bf16_is_divided_and_rounded_once():
     x = normal(128, 256).bfloat16()
-    for recipe in RECIPES.values():
+    for recipe in FP8_RECIPES.values():
         layer = Fp8(recipe, torch.bfloat16)
         for a, b in zip(both(layer, x, True), both(layer, x.float(), True)):
             assert torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8)) and torch.equal(a.scales, b.scales)
@@ -175,22 +178,22 @@ def test_bf16_is_divided_and_rounded_once():
 
 # ---- products -------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", FP8_RECIPES)
 @pytest.mark.parametrize("pow2", [False, True])
 def test_products_err_as_their_factors_do(name, pow2):
     """|a b - a' b'| <= |a| |b| (u + v + u v) for relative errors u, v, where no factor is below the normal numbers; the
     sum in fp32 adds K 2^-24, Higham's gamma."""
-    recipe, (T, N, K) = RECIPES[name]._replace(pow2=pow2), (192, 128, 256)
+    recipe, (T, N, K) = FP8_RECIPES[name]._replace(pow2=pow2), (192, 128, 256)
     sign = [1 - 2 * (normal(*shape, seed=9) > 0).double() for shape in ((T, K), (N, K), (T, N))]
     x, w, dy = (sign * (0.1 + torch.rand(sign.shape, generator=torch.Generator().manual_seed(seed)).double())
                 for seed, sign in enumerate(sign))
     layer = Fp8(recipe, torch.float32)
     weight = parameter(Spec("w", (N, K)), {}, torch.float32)
     weight.data = w.float()
-    (quantised, _), out = layer.prepare_grad(dy.float()), torch.zeros(N, K)
+    y, quantised, out = layer.forward(x.float(), (weight,)), layer.prepare_grad(dy.float()), torch.zeros(N, K)
     layer.wgrad(out, quantised, x.float())
-    u, v = (2.0 ** -(FORMATS[format][0] + 1) for format in (E4M3, recipe.grad))
-    for got, a, b, first, second in [(layer.forward(x.float(), (weight,))[0], x, w.t(), u, u),
+    u, v = (2.0 ** -(FORMATS[format][0] + 1) for format in (E4M3, fp8.FORMATS[recipe.grad]))
+    for got, a, b, first, second in [(y, x, w.t(), u, u),
                                      (layer.dgrad(quantised, (weight,)), dy, w, v, u),
                                      (out, dy.t(), x, v, u)]:
         bound = (a.abs() @ b.abs()) * (first + second + first * second + a.shape[1] * 2.0 ** -23)
@@ -201,7 +204,7 @@ def test_products_err_as_their_factors_do(name, pow2):
 
 @pytest.mark.parametrize("name, pow2", [("tensorwise", False), ("blockwise", False), ("blockwise", True)])
 def test_a_layer_is_the_recipe_s_formula(name, pow2):
-    recipe, T = RECIPES[name]._replace(pow2=pow2), 200
+    recipe, T = FP8_RECIPES[name]._replace(pow2=pow2), 200
     w = parameter(Spec("w", (256, 384)), {}, torch.float64)
     w.data = normal(256, 384, seed=1)
     x, dy = normal(T, 384).requires_grad_(), normal(T, 256, seed=2) * torch.logspace(0, -3, T).double()[:, None]
@@ -218,7 +221,7 @@ def test_a_layer_is_the_recipe_s_formula(name, pow2):
 @pytest.mark.parametrize("name, pow2", [("tensorwise", False), ("blockwise", False), ("blockwise", True)])
 def test_experts_are_the_recipe_s_formula_too(name, pow2):
     """One expert has no rows. A single scale is that of all experts; blocks of 128 rows are of one expert each."""
-    recipe, route = RECIPES[name]._replace(pow2=pow2), SimpleNamespace(rows_per_expert=[200, 0, 130])
+    recipe, route = FP8_RECIPES[name]._replace(pow2=pow2), SimpleNamespace(rows_per_expert=[200, 0, 130])
     w = parameter(Spec("w", (3, 256, 384)), {}, torch.float64)
     w.data = normal(3 * 256, 384, seed=1).view(3, 256, 384)
     x, dy = normal(330, 384).requires_grad_(), normal(330, 256, seed=2)
@@ -231,7 +234,7 @@ def test_experts_are_the_recipe_s_formula_too(name, pow2):
         wanted = torch.cat((y0, y2)), torch.cat((dx0, dx2)), torch.stack((dw0, torch.zeros_like(dw0), dw2))
     else:
         xs, ws, dys = (in_blocks(whole, format, 0, 0) for whole, format in (
-            (x.detach(), E4M3), (w.detach().flatten(0, 1), E4M3), (dy, recipe.grad)))
+            (x.detach(), E4M3), (w.detach().flatten(0, 1), E4M3), (dy, fp8.FORMATS[recipe.grad])))
         parts = [*zip(xs.split(route.rows_per_expert), ws.split(256), dys.split(route.rows_per_expert))]
         wanted = (torch.cat([x @ w.t() for x, w, _ in parts]), torch.cat([dy @ w for _, w, dy in parts]),
                   torch.stack([dy.t() @ x for x, _, dy in parts]))
@@ -239,12 +242,12 @@ def test_experts_are_the_recipe_s_formula_too(name, pow2):
         assert close(got, want)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", FP8_RECIPES)
 def test_experts_without_any_row_have_no_gradient(name):
     w, route = parameter(Spec("w", (2, 256, 128)), {}, torch.float64), SimpleNamespace(rows_per_expert=[0, 0])
     w.data = normal(512, 128).view(2, 256, 128)
     x = normal(0, 128).requires_grad_()
-    y = ep.GroupedLinear.apply(x, w, Fp8Experts(RECIPES[name], torch.float64), route, False)
+    y = ep.GroupedLinear.apply(x, w, Fp8Experts(FP8_RECIPES[name], torch.float64), route, False)
     y.sum().backward()
     assert y.shape == (0, 256) and x.grad.shape == (0, 128) and not w.grad.any()
 
@@ -255,14 +258,14 @@ def test_only_the_forward_of_linear_layers_with_one_scale_accumulates_fast(monke
     monkeypatch.setattr(fp8, "product", lambda *args, fast=False: made.append(fast) or product(*args, fast=fast))
     route = SimpleNamespace(rows_per_expert=[128])
     for name, forward in ("tensorwise", True), ("blockwise", False):
-        layer, w = Fp8(RECIPES[name], torch.float64), parameter(Spec("w", (128, 128)), {}, torch.float64)
+        layer, w = Fp8(FP8_RECIPES[name], torch.float64), parameter(Spec("w", (128, 128)), {}, torch.float64)
         expert = parameter(Spec("expert", (1, 128, 128)), {}, torch.float64)
         w.data, expert.data, x = normal(128, 128), normal(128, 128)[None], normal(128, 128).requires_grad_()
         alone = TensorParallel()
         for y in Column.apply(x, alone, layer, True, w), Row.apply(x, alone, layer, False, w):
             y.sum().backward()
         assert made == [forward] * 2 + [False] * 4
-        ep.GroupedLinear.apply(x, expert, Fp8Experts(RECIPES[name], torch.float64), route, False).sum().backward()
+        ep.GroupedLinear.apply(x, expert, Fp8Experts(FP8_RECIPES[name], torch.float64), route, False).sum().backward()
         assert made[6:] == [False] * 3
         made.clear()
 
@@ -272,7 +275,7 @@ def test_only_the_forward_of_linear_layers_with_one_scale_accumulates_fast(monke
 def pair(name: str, T: int, sequence: bool) -> tuple[list[bool], dict[str, int]]:
     """Whether a column and row parallel pair is the recipe's formula for whole matrices, also where its backward is
     split and where inputs are made again, and bytes sent by it and by a pair without FP8."""
-    recipe, width = RECIPES[name], 128 * dist.get_world_size()
+    recipe, width = FP8_RECIPES[name], 128 * dist.get_world_size()
     layers, sent = PairOfLayers(T, 128, width, width), {}
     layers.up *= torch.logspace(0, -6, T, 2).double()[:, None]
     group, how = layers.group, TensorParallel(layers.group, sequence)
@@ -290,7 +293,7 @@ def pair(name: str, T: int, sequence: bool) -> tuple[list[bool], dict[str, int]]
     return [close(got, want, 1e-11) for got, want in zip(results, 3 * wanted, strict=True)], sent
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", FP8_RECIPES)
 @pytest.mark.parametrize("n, T, sequence", [(2, 256, True), (2, 200, True), (2, 200, False), *slow((4, 256, True))])
 def test_a_pair_of_matrices_is_the_formula_on_every_grid(pool, name, n, T, sequence):
     for equal, sent in pool.run(n, "test_fp8:pair", name=name, T=T, sequence=sequence):
@@ -302,7 +305,7 @@ def test_a_pair_of_matrices_is_the_formula_on_every_grid(pool, name, n, T, seque
 
 def scale_of_the_first_ranks_numbers() -> float:
     group = grids.everyone()
-    mm, x = Fp8(RECIPES["tensorwise"], torch.float32, (group,)), torch.full((3 * (group.rank == 0), 4), -6.0)
+    mm, x = Fp8(FP8_RECIPES["tensorwise"], torch.float32, (group,)), torch.full((3 * (group.rank == 0), 4), -6.0)
     return mm.agreed_scale(x, E4M3, mm.amax_groups).item()
 
 
@@ -348,7 +351,7 @@ GRIDS = [
 ]  # tests/help/pairs.py has FP8 with every other feature
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", FP8_RECIPES)
 @pytest.mark.parametrize("ranks, flags, grid", GRIDS)
 def test_a_grid_equals_one_process_in_fp8(pool, name, ranks, flags, grid):
     results, (loss, grads) = pool.run(ranks, "test_fp8:steps", grid=f"{flags} {grid}", name=name), truth(flags, name)
@@ -377,7 +380,7 @@ def test_weights_are_quantised_once_a_step():
 def test_whatever_changes_weights_makes_fp8_weights_anew():
     w = parameter(Spec("w", (128, 128)), {}, torch.float32)
     w.data = normal(128, 128, dtype=torch.float32)
-    layer = Fp8(RECIPES["blockwise"], torch.float32)
+    layer = Fp8(FP8_RECIPES["blockwise"], torch.float32)
     first, _ = layer.quantise_weight((w,))
     assert layer.quantise_weight((w,))[0] is first
     with torch.no_grad():
@@ -398,12 +401,12 @@ def test_loaded_and_updated_weights_are_new_ones():
     assert all(p.generation > old for p, old in zip(bucket.params, before))
 
 
-@pytest.mark.parametrize("name, block", [(name, block) for name in RECIPES for block in ("column", "row")])
+@pytest.mark.parametrize("name, block", [(name, block) for name in FP8_RECIPES for block in ("column", "row")])
 def test_what_waits_for_a_weight_gradient_is_the_input_and_the_results_gradient(name, block):
     """In bytes that live between the two halves of a backward, beside the input's gradient: of a column parallel layer
     the result's gradient is in FP8, twice. tests/test_tp.py shows that no graph is kept."""
     T, N, K, meter = 256, 384, 128, Meter()
-    w, mm = parameter(Spec("w", (N, K)), {}, torch.float32), Fp8(RECIPES[name], torch.float32)
+    w, mm = parameter(Spec("w", (N, K)), {}, torch.float32), Fp8(FP8_RECIPES[name], torch.float32)
     w.data, x = normal(N, K, dtype=torch.float32), normal(T, K, dtype=torch.float32).requires_grad_()
     mm.quantise_weight((w,))
     layer = partial(Column.apply, x, TensorParallel(), mm, True, w)
@@ -418,7 +421,7 @@ def test_what_waits_for_a_weight_gradient_is_the_input_and_the_results_gradient(
     assert w.grad is not None and not w.grad.requires_grad
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", FP8_RECIPES)
 @pytest.mark.parametrize("mode, experts, seq", [("none", "", 256), ("selective", "", 256),
                                                 ("none", f"{MOE} --shared-experts 1", 1024)])
 def test_what_a_model_keeps_is_what_the_first_lines_say(name, mode, experts, seq):
@@ -441,7 +444,7 @@ def test_a_parameter_has_the_bytes_of_the_table():
     """Live storages between steps, over the parameters of blocks: --dtype bf16 --fp8, and with bf16 moments."""
     flags = MODEL.replace("--dtype fp64", "--dtype bf16").replace("--optimizer sgd", "")
     for moments, total in ("auto", 20), ("bf16", 16):
-        for name in RECIPES:
+        for name in FP8_RECIPES:
             settings = config.parse(f"{flags} {ONE} --fp8 {name} --moments {moments} --layers 1".split())
             meter = Meter()
             with meter:
@@ -517,7 +520,7 @@ def test_weights_side_by_side_in_a_buffer_are_quantised_without_a_copy():
         weights.append(parameter(Spec("w", (128, 256)), {}, torch.float32))
         weights[-1].data = part
     with in_order((fp8, "quantise", lambda x, *_, **how: x)) as given:
-        Fp8(RECIPES["blockwise"], torch.float32).quantise_weight(tuple(weights))
+        Fp8(FP8_RECIPES["blockwise"], torch.float32).quantise_weight(tuple(weights))
     assert given[0].data_ptr() == buffer.data_ptr() and torch.equal(given[0], buffer)
 
 
@@ -528,7 +531,7 @@ def test_torch_s_scaled_mm_takes_our_operands(monkeypatch, name, T, N, K, by):
     """As far as torch checks a call without a GPU: shapes, strides and kinds of scales, padded or not, of all three
     products."""
     monkeypatch.setattr(fp8, "quantise", by)
-    layer, w = Fp8(RECIPES[name], torch.float32), parameter(Spec("w", (N, K)), {}, torch.float32)
+    layer, w = Fp8(FP8_RECIPES[name], torch.float32), parameter(Spec("w", (N, K)), {}, torch.float32)
     w.data = normal(N, K, dtype=torch.float32)
     x, dy = (both(layer, normal(T, width, dtype=torch.float32), grad) for width, grad in ((K, False), (N, True)))
     for a, b in [(x[0], layer.quantise_weight((w,))[0]), (dy[0], layer.quantise_weight((w,))[1]), (dy[1], x[1])]:
@@ -540,11 +543,11 @@ def test_torch_s_scaled_mm_takes_our_operands(monkeypatch, name, T, N, K, by):
         assert out.shape == (len(a.data), len(b.data)) and out.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", FP8_RECIPES)
 def test_no_product_lays_out_scales(monkeypatch, name):
     """They are where cuBLAS reads them from when x or a weight, also one of several experts', was quantised."""
     monkeypatch.setattr(fp8, "quantise", by_the_kernel)
-    layer, operands = Fp8(RECIPES[name], torch.float32), []
+    layer, operands = Fp8(FP8_RECIPES[name], torch.float32), []
     for shape in (128, 640), (2, 128, 640):
         w = parameter(Spec("w", shape), {}, torch.float32)
         w.data = normal(*shape, dtype=torch.float32)
@@ -556,9 +559,9 @@ def test_no_product_lays_out_scales(monkeypatch, name):
 @gpu
 def test_a_gpu_computes_what_a_cpu_emulates():
     run("""
-import torch, fp8
+import torch, config, fp8
 x, w = torch.randn(300, 512).bfloat16(), torch.randn(256, 512).bfloat16()
-for name, recipe in fp8.RECIPES.items():
+for name, recipe in config.FP8_RECIPES.items():
     mm = fp8.Fp8(recipe, torch.float32)
     here, there = (mm.quantise_tokens(x)[0] for x in (x.cpu(), x.cuda()))
     for a, b in zip(here, there):
@@ -589,13 +592,13 @@ def test_extents_that_fp8_matmuls_do_not_take_are_refused(flags, line):
 
 
 @pytest.mark.parametrize("capability, fits", [
-    ((8, 0), []), ((8, 9), ["tensorwise"]), ((9, 0), [*RECIPES]), ((10, 0), ["tensorwise"])])
+    ((8, 0), []), ((8, 9), ["tensorwise"]), ((9, 0), [*FP8_RECIPES]), ((10, 0), ["tensorwise"])])
 def test_gpus_without_it_are_refused(monkeypatch, capability, fits):
     gpu, other = torch.device("cuda"), ", or --fp8 tensorwise" if fits else ""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     device.check_device(config.parse([]), gpu)
-    for name in RECIPES:
+    for name in FP8_RECIPES:
         line = f"^--fp8 {name}: cannot run on a GPU: use a Hopper GPU, or --fp8 none{other}$"
         with nullcontext() if name in fits else pytest.raises(ValueError, match=line):
             device.check_device(config.parse(f"{MODEL} --dtype bf16 --fp8 {name}".split()), gpu)
@@ -631,14 +634,14 @@ def test_text_is_sampled_without_fp8():
 
 TRAINED = ("--layers 2 --hidden 128 --heads 2 --kv-heads 2 --ffn 384 --seq 128 --global-batch 4 --steps 2000 "
            "--lr 5e-4 --dtype bf16")
-RUNS = [(name, seed) for seed in (0, 1) for name in ("bf16", *RECIPES)] + [("unscaled", 0)]
+RUNS = [(name, seed) for seed in (0, 1) for name in ("bf16", *FP8_RECIPES)] + [("unscaled", 0)]
 
 
 class Unscaled(Fp8):
     """What one tries first: gradients cast to E4M3 as they are."""
 
-    def prepare_grad(self, dy, scale=None):
-        return quantise(dy, E4M3, torch.ones((), device=dy.device)), None
+    def prepare_grad(self, dy):
+        return quantise(dy, E4M3, torch.ones((), device=dy.device))
 
 
 def trained() -> list[float]:
@@ -665,7 +668,7 @@ def test_fp8_trains_like_bf16():
     """
     with closing(Pool(len(RUNS))) as pool:
         runs = dict(zip(RUNS, pool.run(len(RUNS), "test_fp8:trained", timeout=6000)))
-    losses = {name: [sum(both) / 2 for both in zip(runs[name, 0], runs[name, 1])] for name in ("bf16", *RECIPES)}
+    losses = {name: [sum(both) / 2 for both in zip(runs[name, 0], runs[name, 1])] for name in ("bf16", *FP8_RECIPES)}
     last = {key: sum(run[-200:]) / 200 for key, run in (losses | runs).items()}
     print({key: f"{last[key] / last['bf16', key[1]] - 1:+.3%}" for key in RUNS})
     assert losses["bf16"][0] > 5 and last["bf16"] < 2  # it learned

@@ -1,6 +1,4 @@
 """Tensor parallelism: layers against dense ones, the order of events, what is sent, and what no rank ever computes."""
-import contextlib
-import io
 import weakref
 from collections import Counter
 from functools import partial
@@ -30,6 +28,7 @@ import param
 import tp
 import train
 from collectives import ALONE
+from config import FP8_RECIPES
 from groups import build_groups
 from param import Spec, draw, local_box, parameter, shard_slice
 from plan.costs import LayerOptions, copies_per_token, llama_layer, recomputed_flops
@@ -164,13 +163,13 @@ class Token(torch.autograd.Function):
         return grad, None
 
 
-@pytest.mark.parametrize("layer", ["column", "row", "experts", *fp8.RECIPES])
+@pytest.mark.parametrize("layer", ["column", "row", "experts", *FP8_RECIPES])
 def test_a_queued_weight_gradient_keeps_no_graph_alive(layer):
     """Nor what is in it, until the second half of a split backward."""
     matrix = torch.nn.Parameter(normal(2, 8, 128) if layer == "experts" else normal(128, 128))
     matrix.sink, matrix.generation, alone = None, 0, TensorParallel()
     route = SimpleNamespace(rows_per_expert=[1, 3], group=ALONE)
-    mm = fp8.Fp8(fp8.RECIPES[layer], torch.float64) if layer in fp8.RECIPES else MATMUL
+    mm = fp8.Fp8(FP8_RECIPES[layer], torch.float64) if layer in FP8_RECIPES else MATMUL
     run = {"row": lambda x: Row.apply(x, alone, mm, False, matrix),
            "experts": lambda x: ep.GroupedLinear.apply(x, matrix, ep.GroupedMatmul(), route, False)}.get(
                layer, lambda x: Column.apply(x, alone, mm, True, matrix))
@@ -259,7 +258,7 @@ def order_of_layers(kind: str, pairs: int = 1) -> list[str]:
     kind: "plain", "async" or a recipe of FP8, of which ranks have agreed on the weights' scales already."""
     group, H = grids.everyone(), 128
     how = TensorParallel(group, sequence=True, async_tp=kind == "async")
-    mm = fp8.Fp8(fp8.RECIPES[kind], torch.float32, (group,), (group,)) if kind in fp8.RECIPES else MATMUL
+    mm = fp8.Fp8(FP8_RECIPES[kind], torch.float32, (group,), (group,)) if kind in FP8_RECIPES else MATMUL
     weights = [parameter(spec, {"tp": group}, torch.float32) for i in range(pairs)
                for spec in (Spec(f"up{i}", (4 * H, H), {"tp": 0}), Spec(f"down{i}", (H, 4 * H), {"tp": 1}))]
     for matrix in weights:
@@ -307,7 +306,7 @@ def test_every_hop_of_the_ring_hides_under_the_matmul_of_a_shard(pool, n):
             f"{gather_matmul} {matmul_reduce}", "gather… gather… …done matmul+add …done matmul+add"]
 
 
-@pytest.mark.parametrize("recipe", fp8.RECIPES)
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_fp8_hides_the_same_exchanges(pool, recipe):
     """With one scale per tensor, ranks agree on those of X and dY before exchanges begin, and not again while one is
     hidden, behind which they would wait."""
@@ -566,43 +565,29 @@ def test_a_rank_that_gathers_latents_makes_keys_and_values_of_all_tokens(pool):
 
 # ---- by symmetric memory ---------------------------------------------------------------------------------------------
 
-def by_operators(works: bool) -> tuple[list[bool], str]:
+def by_operators() -> list[bool]:
     """Whether results, and the bytes counted, are those of the ring when torch's operators are asked, of which CPUs
-    have only what torch computes the shapes with; and what is printed."""
-    group, generator, out = grids.everyone(), torch.Generator().manual_seed(dist.get_rank()), io.StringIO()
+    have only what torch computes the shapes with."""
+    group, generator = grids.everyone(), torch.Generator().manual_seed(dist.get_rank())
     n = group.size
     x, y = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((6, 8), (6 * n, 10)))
     wide, narrow = (torch.randn(shape, dtype=torch.float64).t() for shape in ((12, 8), (14, 10)))
 
-    def both() -> list[torch.Tensor]:
+    def both() -> tuple[list[torch.Tensor], dict]:
         collectives.sent.clear()
         product, gathered = tp.all_gather_matmul(x, wide, group)
-        return [product, gathered, tp.matmul_reduce_scatter(y, narrow, group)]
+        return [product, gathered, tp.matmul_reduce_scatter(y, narrow, group)], collectives.sent.copy()
 
-    want, sent = both(), collectives.sent.copy()
-    tp.symmetric.clear()
-    if works:
-        library = torch.library.Library("symm_mem", "IMPL")
-        library.impl("fused_all_gather_matmul", symmetric_memory._fused_all_gather_matmul_fallback, "CPU")
-        library.impl("fused_matmul_reduce_scatter", symmetric_memory._fused_matmul_reduce_scatter_fallback, "CPU")
-    with patch.object(tp, "uses_kernels", lambda x: True), contextlib.redirect_stdout(out), patch.object(
-            tp, "shift", None if works else tp.shift):
-        got = both()
-        got_sent = collectives.sent.copy()
-        assert tp.symmetric == {group.axis: works}
-        both()  # without another word
-    tp.symmetric.clear()
-    if works:
-        library._destroy()
+    want, sent = both()
+    library = torch.library.Library("symm_mem", "IMPL")
+    library.impl("fused_all_gather_matmul", symmetric_memory._fused_all_gather_matmul_fallback, "CPU")
+    library.impl("fused_matmul_reduce_scatter", symmetric_memory._fused_matmul_reduce_scatter_fallback, "CPU")
+    with patch.object(tp, "uses_kernels", lambda x: True), patch.object(tp, "shift", None):
+        got, got_sent = both()
+    library._destroy()
     same = [torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(want, got, strict=True)]
-    return [*same, got_sent == sent], out.getvalue()
+    return [*same, got_sent == sent]
 
 
 def test_operators_on_symmetric_memory_compute_what_the_ring_does(pool):
-    assert pool.run(3, "test_tp:by_operators", works=True) == 3 * [([True] * 4, "")]
-
-
-def test_where_they_do_not_run_the_ring_does_it_and_one_line_says_so(pool):
-    (same, said), (_, nothing) = pool.run(2, "test_tp:by_operators", works=False)
-    assert same == [True] * 4 and nothing == "" and said.count("\n") == 1
-    assert said.startswith("--sp async goes round a ring, as torch.ops.symm_mem.fused_all_gather_matmul does not run: ")
+    assert pool.run(3, "test_tp:by_operators") == 3 * [[True] * 4]
