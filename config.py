@@ -30,7 +30,7 @@ OFFLOADS = "none", "optimizer", "activations", "both"
 
 
 class Fp8Recipe(NamedTuple):
-    """grad: the format of gradients, E4M3 for all else. blocks: a scale per block, not per tensor. pow2: powers of two."""
+    """grad: the format of gradients; all else is in E4M3. blocks: a scale per block, not per tensor. pow2: --fp8-pow2."""
     grad: str
     blocks: bool
     pow2: bool = False
@@ -156,7 +156,7 @@ class Grid:
                         (0, 1, 2, 3))
     dp_replicate: int = positive(1, "hybrid sharding: so many replicas, each sharded over dp x cp / dp-replicate ranks")
     sp: str = setting("on", "sequence parallelism: between layers each tensor parallel rank has 1/tp of the tokens; "
-                            "async: its communication overlaps matmuls, shard by shard round a ring",
+                            "async: its communication overlaps matmuls, shard by shard; GPUs need NVLink",
                       ("off", "on", "async"))
     bucket_mb: float = setting(25.0, "a gradient bucket: whole layers, until it has so many MB (10^6); 0: one layer")
 
