@@ -30,7 +30,7 @@ OFFLOADS = "none", "optimizer", "activations", "both"
 
 
 class Fp8Recipe(NamedTuple):
-    """grad: the format of gradients; all else is in E4M3. blocks: a scale per block, not per tensor. pow2: --fp8-pow2."""
+    """grad: the format of gradients; all else is in E4M3. blocks: a scale per block, not tensor. pow2: --fp8-pow2."""
     grad: str
     blocks: bool
     pow2: bool = False
